@@ -1,0 +1,136 @@
+"""What a user may choose. Frozen, checked on creation; an unknown name is an error."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any, Literal
+
+from penstock.errors import ConfigError, nearest
+
+DEFAULT_MODEL = "stories"
+"""The model embedded in the package."""
+
+
+def _positive(config: object, *names: str) -> None:
+    for name in names:
+        value = getattr(config, name)
+        if value is None:
+            continue
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise ConfigError(f"{name} must be a positive integer, not {value!r}.")
+
+
+def _one_of(config: object, name: str, allowed: tuple[str, ...]) -> None:
+    value = getattr(config, name)
+    if value not in allowed:
+        raise ConfigError(
+            f"{name}={value!r} isn't one of {', '.join(allowed)}.{nearest(str(value), allowed)}"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class ModelConfig:
+    """Which model, and in which form."""
+
+    model: str | Path = DEFAULT_MODEL  # a folder, a hub id, or an embedded model's name
+    dtype: str = "auto"  # "auto" is the checkpoint's own
+    max_model_len: int | None = None  # tokens; None is what the model was made for
+    tokenizer: str | Path | None = None  # None: beside the model
+    skip_tokenizer_init: bool = False
+    revision: str | None = None  # of a hub id
+    strict: bool = False  # a config key that nothing reads is an error
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        _positive(self, "max_model_len")
+        _one_of(self, "dtype", ("auto", "float32", "float", "bfloat16"))
+        if isinstance(self.seed, bool) or not isinstance(self.seed, int):
+            raise ConfigError(f"seed must be an integer, not {self.seed!r}.")
+
+
+@dataclass(frozen=True, slots=True)
+class CacheConfig:
+    """Where keys and values live."""
+
+    layout: Literal["paged"] = "paged"
+    block_size: int = 32  # tokens
+    num_blocks: int | None = None  # None: as many as the memory allows and the engine can use
+    memory_fraction: float = 0.9  # of the memory free after the weights
+    enable_prefix_caching: bool = True
+
+    def __post_init__(self) -> None:
+        _positive(self, "block_size", "num_blocks")
+        _one_of(self, "layout", ("paged",))
+        if self.block_size % 32:
+            raise ConfigError(f"block_size must be a multiple of 32 tokens, not {self.block_size}.")
+        if not 0.0 < self.memory_fraction <= 1.0:
+            raise ConfigError(f"memory_fraction must be in (0, 1], not {self.memory_fraction!r}.")
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerConfig:
+    """How much runs at once."""
+
+    max_num_seqs: int = 64  # sequences in one step
+    max_num_batched_tokens: int = 2048  # tokens in one step
+    enable_chunked_prefill: bool = True
+    policy: Literal["fcfs"] = "fcfs"
+
+    def __post_init__(self) -> None:
+        _positive(self, "max_num_seqs", "max_num_batched_tokens")
+        _one_of(self, "policy", ("fcfs",))
+
+
+# vLLM's names for what is called otherwise, or sits deeper, here
+_ALIASES = {"num_gpu_blocks_override": "num_blocks", "gpu_memory_utilization": "memory_fraction"}
+
+
+@dataclass(frozen=True, slots=True)
+class EngineConfig:
+    """The whole choice. `EngineConfig.of(**kwargs)` takes every field of every part by name."""
+
+    model: ModelConfig = field(default_factory=ModelConfig)
+    cache: CacheConfig = field(default_factory=CacheConfig)
+    scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
+
+    @classmethod
+    def of(cls, **kwargs: Any) -> EngineConfig:
+        """Build from flat keyword arguments, in vLLM's names.
+
+        Raises ConfigError naming the nearest known argument for one that isn't known.
+        """
+        parts: dict[str, type] = {
+            "model": ModelConfig,
+            "cache": CacheConfig,
+            "scheduler": SchedulerConfig,
+        }
+        known = {f.name: part for part, kind in parts.items() for f in fields(kind)}
+        chosen: dict[str, dict[str, Any]] = {part: {} for part in parts}
+        for name, value in kwargs.items():
+            real = _ALIASES.get(name, name)
+            if real not in known:
+                raise ConfigError(
+                    f"{name!r} isn't an argument of the engine.{nearest(name, [*known, *_ALIASES])}"
+                )
+            if real in chosen[known[real]]:
+                raise ConfigError(f"{name!r} is given twice, once under its other name.")
+            chosen[known[real]][real] = value
+        config = cls(**{part: kind(**chosen[part]) for part, kind in parts.items()})
+        config._check_together()
+        return config
+
+    def _check_together(self) -> None:
+        scheduler, length = self.scheduler, self.model.max_model_len
+        if scheduler.max_num_batched_tokens < scheduler.max_num_seqs:
+            raise ConfigError(
+                f"max_num_batched_tokens ({scheduler.max_num_batched_tokens}) is below "
+                f"max_num_seqs ({scheduler.max_num_seqs}): not every sequence could decode in one "
+                "step. Raise the first or lower the second."
+            )
+        if not scheduler.enable_chunked_prefill and length is not None:
+            if scheduler.max_num_batched_tokens < length:
+                raise ConfigError(
+                    f"Without chunked prefill a prompt of max_model_len ({length}) must fit in "
+                    f"max_num_batched_tokens ({scheduler.max_num_batched_tokens})."
+                )

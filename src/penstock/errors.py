@@ -1,0 +1,91 @@
+"""Every error that Penstock raises on purpose.
+
+    PenstockError
+    ├── ConfigError (ValueError)          an argument or a combination of them can't work
+    │   └── OutOfCacheError               the KV cache can't hold what is asked of it
+    ├── ModelError                        something is wrong with a checkpoint
+    │   ├── ModelNotFoundError            no folder, no file, or the hub can't be reached
+    │   ├── UnsupportedModelError         an architecture or a config value that isn't built
+    │   └── WeightsError                  missing, unused, misshapen or corrupt tensors
+    ├── TokenizerError                    no tokenizer, a broken one, or one that disagrees
+    │   └── ChatTemplateError             a template that is missing, fails or is unsafe
+    ├── RequestError (ValueError)         one request is wrong; the engine goes on
+    │   ├── InvalidPromptError            empty, too long, or with token ids out of range
+    │   └── InvalidSamplingError          sampling parameters out of their range
+    ├── KernelError (RuntimeError)        the native library is broken or was misused
+    ├── MissingExtraError (ImportError)   an optional dependency isn't installed
+    └── EngineDeadError (RuntimeError)    the engine's thread has stopped
+
+A message says what happened, gives the numbers, and names the way out.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+
+class PenstockError(Exception):
+    """Base of every error raised on purpose."""
+
+
+class ConfigError(PenstockError, ValueError):
+    """An argument, or a combination of arguments, can't work."""
+
+
+class OutOfCacheError(ConfigError):
+    """The KV cache can't hold what is asked of it."""
+
+
+class ModelError(PenstockError):
+    """Something is wrong with a checkpoint."""
+
+
+class ModelNotFoundError(ModelError):
+    """No such folder or file, or the hub can't be reached."""
+
+
+class UnsupportedModelError(ModelError):
+    """An architecture, or a value in its config, that isn't built."""
+
+
+class WeightsError(ModelError):
+    """Tensors are missing, unused, misshapen or corrupt."""
+
+
+class TokenizerError(PenstockError):
+    """There is no tokenizer, it is broken, or it disagrees with the model."""
+
+
+class ChatTemplateError(TokenizerError):
+    """A chat template is missing, fails, or does something unsafe."""
+
+
+class RequestError(PenstockError, ValueError):
+    """One request is wrong; the engine goes on serving the others."""
+
+
+class InvalidPromptError(RequestError):
+    """A prompt that is empty, too long, or holds token ids out of range."""
+
+
+class InvalidSamplingError(RequestError):
+    """Sampling parameters out of their range."""
+
+
+class KernelError(PenstockError, RuntimeError):
+    """The native library is broken or was misused."""
+
+
+class MissingExtraError(PenstockError, ImportError):
+    """An optional dependency isn't installed."""
+
+
+class EngineDeadError(PenstockError, RuntimeError):
+    """The engine's thread has stopped; its cause is chained."""
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """A phrase for an error message: `` Did you mean 'x'?`` or nothing."""
+    match = difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)
+    return f" Did you mean {match[0]!r}?" if match else ""

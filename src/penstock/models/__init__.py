@@ -1,0 +1,16 @@
+"""One short, declarative file for each model family."""
+
+from penstock.models.registry import architectures, read_spec
+from penstock.models.spec import Ignore, ModelSpec, Rename, Stack
+from penstock.models.weights import Checkpoint, load_weights
+
+__all__ = [
+    "Checkpoint",
+    "Ignore",
+    "ModelSpec",
+    "Rename",
+    "Stack",
+    "architectures",
+    "load_weights",
+    "read_spec",
+]

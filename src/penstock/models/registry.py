@@ -1,0 +1,70 @@
+"""Architectures by name, and from a checkpoint's folder to a loaded model."""
+
+from __future__ import annotations
+
+import importlib
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from penstock.errors import ModelNotFoundError, UnsupportedModelError, nearest
+from penstock.models.config_reader import ConfigReader
+from penstock.models.spec import ModelSpec
+
+Reader = Callable[[ConfigReader], ModelSpec]
+
+_FAMILIES = ("llama",)
+_readers: dict[str, Reader] = {}
+
+
+def register(*architectures: str) -> Callable[[Reader], Reader]:
+    """Make the decorated function the reader of these `architectures`."""
+
+    def add(reader: Reader) -> Reader:
+        for name in architectures:
+            _readers[name] = reader
+        return reader
+
+    return add
+
+
+def architectures() -> list[str]:
+    """Every architecture that can be loaded, sorted."""
+    for family in _FAMILIES:
+        importlib.import_module(f"penstock.models.{family}")
+    return sorted(_readers)
+
+
+def read_json(file: Path) -> dict[str, Any]:
+    """A JSON object from a file of a checkpoint."""
+    try:
+        data = json.loads(file.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise ModelNotFoundError(f"{file.parent} has no {file.name}.") from error
+    except (json.JSONDecodeError, UnicodeDecodeError, OSError) as error:
+        raise UnsupportedModelError(f"{file} is not valid JSON: {error}") from error
+    if not isinstance(data, dict):
+        raise UnsupportedModelError(f"{file} holds a {type(data).__name__}, not an object.")
+    return data
+
+
+def read_spec(folder: Path, *, strict: bool = False) -> ModelSpec:
+    """The `ModelSpec` of the checkpoint in `folder`.
+
+    strict: a config key that nothing reads is an error instead of a warning.
+    """
+    config = read_json(folder / "config.json")
+    known = architectures()
+    names = config.get("architectures") or []
+    for name in names:
+        if name in _readers:
+            reader = ConfigReader(config)
+            spec = _readers[name](reader)
+            reader.finish(strict=strict)
+            return spec
+    wanted = names[0] if names else f"model_type {config.get('model_type')!r}"
+    raise UnsupportedModelError(
+        f"{folder} holds {wanted}, which isn't built.{nearest(str(wanted), known)} "
+        f"Built: {', '.join(known)}."
+    )

@@ -1,0 +1,64 @@
+"""`ModelSpec`: everything the engine needs to know about a checkpoint, as plain data."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from penstock.nn.spec import DecoderSpec
+
+Transform = Callable[[Tensor, DecoderSpec], Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class Rename:
+    """One checkpoint tensor becomes one parameter.
+
+    `{i}` stands for a layer's number and `{p}` for `weight` or `bias`, on both sides.
+    """
+
+    source: str
+    target: str
+    transform: Transform | None = None
+
+    @property
+    def sources(self) -> tuple[str, ...]:
+        return (self.source,)
+
+
+@dataclass(frozen=True, slots=True)
+class Stack:
+    """Several checkpoint tensors, one under the other (dimension 0), become one parameter."""
+
+    sources: tuple[str, ...]
+    target: str
+    transform: Transform | None = None  # of the stacked tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Ignore:
+    """Checkpoint tensors that carry nothing: `*` matches anything."""
+
+    source: str
+
+    def matches(self, name: str) -> bool:
+        return re.fullmatch(re.escape(self.source).replace(r"\*", ".*"), name) is not None
+
+
+Rule = Rename | Stack | Ignore
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSpec:
+    """A model family's reading of one `config.json`."""
+
+    family: str
+    decoder: DecoderSpec
+    rules: tuple[Rule, ...]
+    dtype: str  # of the checkpoint: "float32", "bfloat16" or "float16"
+    bos_token_id: int | None
+    eos_token_ids: tuple[int, ...]
+    prefixes: tuple[str, ...] = ()  # stripped from checkpoint names where present

@@ -1,0 +1,224 @@
+"""Checkpoints on disk, and filling a model from one: strict both ways."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor, nn
+
+from penstock.errors import ModelNotFoundError, WeightsError
+from penstock.models.spec import Ignore, ModelSpec, Rename, Stack
+from penstock.nn.parameters import Loadable
+
+Progress = Callable[[int, int], None]
+"""Called with (bytes loaded, bytes in all)."""
+
+_FLOATS = {torch.float32, torch.bfloat16, torch.float16}
+
+
+class Checkpoint:
+    """A folder's safetensors, memory-mapped; names are known before any tensor is read."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._files: dict[str, Any] = {}
+        self._where: dict[str, str] = {}
+        for file in self._shards(folder):
+            handle = self._open(file)
+            self._files[file.name] = handle
+            for name in handle.keys():  # noqa: SIM118 (not a dict)
+                if name in self._where:
+                    raise WeightsError(
+                        f"Tensor {name!r} is in {self._where[name]} and in {file.name}."
+                    )
+                self._where[name] = file.name
+
+    @staticmethod
+    def _shards(folder: Path) -> list[Path]:
+        index = folder / "model.safetensors.index.json"
+        if index.exists():
+            try:
+                names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+            except (json.JSONDecodeError, KeyError, AttributeError, UnicodeDecodeError) as error:
+                raise WeightsError(f"{index} is not a valid index: {error}") from error
+            missing = [n for n in names if not (folder / n).exists()]
+            if missing:
+                raise WeightsError(
+                    f"{index.name} names {len(names)} files, {len(missing)} of them missing in "
+                    f"{folder}: {', '.join(missing[:5])}. Download them again."
+                )
+            return [folder / n for n in names]
+        files = sorted(folder.glob("*.safetensors"))
+        if not files:
+            other = [p.name for p in folder.glob("*.bin")] + [p.name for p in folder.glob("*.gguf")]
+            hint = f" It has {', '.join(other[:3])}, which isn't read." if other else ""
+            raise ModelNotFoundError(f"{folder} has no *.safetensors file.{hint}")
+        return files
+
+    @staticmethod
+    def _open(file: Path) -> Any:
+        try:
+            return safe_open(file, framework="pt", device="cpu")
+        except (SafetensorError, OSError) as error:
+            raise WeightsError(
+                f"{file} ({file.stat().st_size} bytes) can't be read: {error}. "
+                "It is corrupt or was cut off: download or convert it again."
+            ) from error
+
+    def names(self) -> list[str]:
+        """Every tensor's name, sorted."""
+        return sorted(self._where)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """A tensor's shape, without reading it."""
+        return tuple(self._files[self._where[name]].get_slice(name).get_shape())
+
+    def read(self, name: str) -> Tensor:
+        """A tensor, mapped from its file where that is possible."""
+        tensor: Tensor = self._files[self._where[name]].get_tensor(name)
+        if tensor.dtype not in _FLOATS:
+            raise WeightsError(
+                f"Tensor {name!r} is {tensor.dtype}; float32, bfloat16 and float16 load."
+            )
+        return tensor
+
+
+@dataclass(slots=True)
+class _Plan:
+    """One parameter and the checkpoint tensors it is made of, in order."""
+
+    rule: Rename | Stack
+    parts: list[str | None]
+
+
+def _compile(template: str) -> re.Pattern[str]:
+    pattern = re.escape(template).replace(r"\{i\}", r"(?P<i>\d+)")
+    return re.compile(pattern.replace(r"\{p\}", r"(?P<p>weight|bias)"))
+
+
+def _fill(template: str, found: dict[str, str]) -> str:
+    for key, value in found.items():
+        template = template.replace("{" + key + "}", value)
+    return template
+
+
+def plan_weights(names: Iterable[str], spec: ModelSpec) -> tuple[dict[str, _Plan], list[str]]:
+    """Match checkpoint names to parameters: (parameter → parts, names that no rule knows)."""
+    patterns = [
+        (rule, position, _compile(source))
+        for rule in spec.rules
+        if not isinstance(rule, Ignore)
+        for position, source in enumerate(rule.sources)
+    ]
+    ignores = [rule for rule in spec.rules if isinstance(rule, Ignore)]
+    plans: dict[str, _Plan] = {}
+    unknown: list[str] = []
+    for name in names:
+        short = name
+        for prefix in spec.prefixes:
+            short = short.removeprefix(prefix)
+        for rule, position, pattern in patterns:
+            match = pattern.fullmatch(short)
+            if match:
+                target = _fill(rule.target, match.groupdict())
+                plan = plans.setdefault(target, _Plan(rule, [None] * len(rule.sources)))
+                plan.parts[position] = name
+                break
+        else:
+            if not any(rule.matches(short) for rule in ignores):
+                unknown.append(name)
+    return plans, unknown
+
+
+def load_weights(
+    model: nn.Module, spec: ModelSpec, checkpoint: Checkpoint, progress: Progress | None = None
+) -> None:
+    """Fill every parameter of `model`, one at a time.
+
+    Raises WeightsError when the checkpoint has a tensor that nothing takes, lacks one that
+    something needs, or has one of another shape.
+    """
+    modules = {n: m for n, m in model.named_modules() if isinstance(m, Loadable)}
+    expected = {f"{n}.{p}": s for n, m in modules.items() for p, s in m.expected().items()}
+    plans, unknown = plan_weights(checkpoint.names(), spec)
+    if spec.decoder.tied:
+        _drop_tied_copy(plans, checkpoint)
+    _check_complete(plans, unknown, expected, spec)
+
+    total = sum(torch.Size(shape).numel() for shape in expected.values())
+    done = 0
+    for target, shape in expected.items():
+        tensor = _assemble(plans[target], checkpoint, spec)
+        if tuple(tensor.shape) != shape:
+            raise WeightsError(
+                f"{target} needs shape {list(shape)}, but {plans[target].parts} give "
+                f"{list(tensor.shape)}. config.json and the weights disagree."
+            )
+        name, _, parameter = target.rpartition(".")
+        modules[name].load(parameter, tensor)
+        done += tensor.numel()
+        if progress is not None:
+            progress(done, total)
+
+
+def _assemble(plan: _Plan, checkpoint: Checkpoint, spec: ModelSpec) -> Tensor:
+    tensors = [checkpoint.read(part) for part in plan.parts if part is not None]
+    try:
+        tensor = tensors[0] if len(tensors) == 1 else torch.cat(tensors)
+        return plan.rule.transform(tensor, spec.decoder) if plan.rule.transform else tensor
+    except (RuntimeError, ValueError) as error:
+        shapes = ", ".join(f"{p} {list(t.shape)}" for p, t in zip(plan.parts, tensors, strict=True))
+        raise WeightsError(f"These tensors don't fit together: {shapes}. {error}") from error
+
+
+def _drop_tied_copy(plans: dict[str, _Plan], checkpoint: Checkpoint) -> None:
+    """With a tied embedding the head's matrix is the table, under whichever name it comes."""
+    table = plans.pop("embed.weight", None)
+    head = plans.get("head.weight")
+    if table is None:
+        return
+    if head is not None:
+        a, b = table.parts[0], head.parts[0]
+        assert a is not None and b is not None  # rename rules have one part
+        if not torch.equal(checkpoint.read(a), checkpoint.read(b)):
+            raise WeightsError(
+                f"config.json ties the embeddings, but {a} and {b} differ. "
+                "Set tie_word_embeddings to false, or remove one of them."
+            )
+    plans["head.weight"] = table
+
+
+def _check_complete(
+    plans: dict[str, _Plan],
+    unknown: list[str],
+    expected: dict[str, tuple[int, ...]],
+    spec: ModelSpec,
+) -> None:
+    unused = unknown + [
+        p for t, plan in plans.items() if t not in expected for p in plan.parts if p
+    ]
+    if unused:
+        raise WeightsError(
+            f"{len(unused)} tensors in the checkpoint have no place in {spec.family!r}: "
+            f"{_some(unused)}. The architecture differs from what config.json says."
+        )
+    missing = [t for t in expected if t not in plans]
+    for target, plan in plans.items():
+        for position, part in enumerate(plan.parts):
+            if part is None:
+                missing.append(f"{target} (from {plan.rule.sources[position]})")
+    if missing:
+        raise WeightsError(
+            f"The checkpoint lacks {len(missing)} tensors of {spec.family!r}: {_some(missing)}."
+        )
+
+
+def _some(names: list[str]) -> str:
+    return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")

@@ -1,0 +1,98 @@
+"""Self-attention of one layer over a paged cache."""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+
+from penstock import ops
+from penstock.nn.linear import Linear
+from penstock.nn.norm import Norm
+from penstock.nn.parameters import Loadable, as_float32
+from penstock.nn.rope import RotaryTable
+from penstock.nn.spec import AttentionSpec, NormSpec
+from penstock.quant import WeightFormat
+from penstock.step import Step
+
+
+class Sinks(Loadable):
+    """One learned logit per head."""
+
+    def __init__(self, num_heads: int) -> None:
+        super().__init__()
+        self.num_heads = num_heads
+
+    def expected(self) -> dict[str, tuple[int, ...]]:
+        return {"weight": (self.num_heads,)}
+
+    def load(self, name: str, tensor: Tensor) -> None:
+        self.own(name, as_float32(tensor))
+
+
+class Attention(nn.Module):
+    """qkv → norm, rotate, write → attend → out."""
+
+    def __init__(
+        self,
+        hidden: int,
+        spec: AttentionSpec,
+        norm: NormSpec,
+        weight_format: WeightFormat,
+        table: RotaryTable | None,
+    ) -> None:
+        super().__init__()
+        self.spec = spec
+        self.q_size = spec.num_heads * spec.head_dim
+        self.kv_size = spec.num_kv_heads * spec.head_dim
+        self.qkv = Linear(hidden, self.q_size + 2 * self.kv_size, spec.qkv_bias, weight_format)
+        self.out = Linear(self.q_size, hidden, spec.out_bias, weight_format)
+        self.table = table
+        self.eps = norm.eps
+        full = spec.qk_norm == "full"
+        self.q_norm = self.k_norm = None
+        if spec.qk_norm != "none":
+            self.q_norm = Norm(self.q_size if full else spec.head_dim, norm)
+            self.k_norm = Norm(self.kv_size if full else spec.head_dim, norm)
+        self.sinks = Sinks(spec.num_heads) if spec.sinks else None
+
+    def forward(self, x: Tensor, step: Step, cache: tuple[Tensor, Tensor]) -> Tensor:
+        """x [T, D] → [T, D]; writes this step's keys and values into `cache`."""
+        spec = self.spec
+        q, k, v = self.qkv(x).split((self.q_size, self.kv_size, self.kv_size), dim=1)
+        q_weight = k_weight = None
+        if self.q_norm is not None and self.k_norm is not None:
+            if spec.qk_norm == "full":
+                q, k = self.q_norm(q), self.k_norm(k)
+            else:
+                q_weight, k_weight = (
+                    self.q_norm.parameter("weight"),
+                    self.k_norm.parameter("weight"),
+                )
+        key_cache, value_cache = cache
+        q = ops.rotary_cache(
+            q.unflatten(1, (spec.num_heads, spec.head_dim)),
+            k.unflatten(1, (spec.num_kv_heads, spec.head_dim)),
+            v.unflatten(1, (spec.num_kv_heads, spec.head_dim)),
+            q_weight,
+            k_weight,
+            self.eps,
+            None if self.table is None else self.table.cos_sin,
+            self.table is not None and self.table.interleaved,
+            step.positions,
+            step.slots,
+            key_cache,
+            value_cache,
+        )
+        attended = ops.paged_attention(
+            q,
+            key_cache,
+            value_cache,
+            step.query_start,
+            step.context_len,
+            step.block_table,
+            spec.scale,
+            spec.window,
+            spec.softcap,
+            None if self.sinks is None else self.sinks.parameter("weight"),
+        )
+        projected: Tensor = self.out(attended)
+        return projected

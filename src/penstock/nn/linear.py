@@ -1,0 +1,83 @@
+"""Linear layers over any weight format, and the embedding that may share one."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from penstock import ops
+from penstock.nn.parameters import Loadable, as_float32
+from penstock.quant import WeightFormat
+
+
+class Linear(Loadable):
+    """y = x · Wᵀ + b with W [N, K] stored in `format`."""
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool,
+        weight_format: WeightFormat,
+        out_dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        self.in_features = in_features
+        self.out_features = out_features
+        self.has_bias = bias
+        self.weight_format = weight_format
+        self.out_dtype = out_dtype
+        self.packed: dict[str, Tensor] = {}
+        self.register_parameter("bias", None)
+
+    def expected(self) -> dict[str, tuple[int, ...]]:
+        shapes: dict[str, tuple[int, ...]] = {"weight": (self.out_features, self.in_features)}
+        if self.has_bias:
+            shapes["bias"] = (self.out_features,)
+        return shapes
+
+    def load(self, name: str, tensor: Tensor) -> None:
+        if name == "bias":
+            self.own("bias", as_float32(tensor))
+            return
+        for part, stored in self.weight_format.pack(tensor).items():
+            self.own(part, stored)
+            self.packed[part] = self.parameter(part)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.weight_format.matmul(
+            x, self.packed, self._parameters["bias"], self.out_features, self.out_dtype
+        )
+
+
+class Embedding(Loadable):
+    """Token embedding with a plain [V, D] table."""
+
+    def __init__(self, vocab_size: int, dim: int, dtype: torch.dtype, scale: float = 1.0) -> None:
+        super().__init__()
+        self.vocab_size = vocab_size
+        self.dim = dim
+        self.dtype = dtype
+        self.scale = scale
+
+    def expected(self) -> dict[str, tuple[int, ...]]:
+        return {"weight": (self.vocab_size, self.dim)}
+
+    def load(self, name: str, tensor: Tensor) -> None:
+        self.own(name, tensor.to(self.dtype, copy=True).contiguous())
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return ops.embedding(tokens, self.parameter("weight"), self.dim, self.scale)
+
+
+class TiedEmbedding(torch.nn.Module):
+    """Token embedding that reads the rows of the output head: stored once, packed."""
+
+    def __init__(self, head: Linear, scale: float = 1.0) -> None:
+        super().__init__()
+        self.head = [head]  # in a list: the head is a child of the decoder, not of this module
+        self.scale = scale
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        head = self.head[0]
+        return head.weight_format.gather(tokens, head.packed, head.in_features, self.scale)

@@ -1,0 +1,44 @@
+"""Normalisation layers; weights stay in float32."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from penstock import ops
+from penstock.nn.parameters import Loadable, as_float32
+from penstock.nn.spec import NormSpec
+
+
+class Norm(Loadable):
+    """Root-mean-square or layer normalisation over the last dimension."""
+
+    def __init__(self, dim: int, spec: NormSpec) -> None:
+        super().__init__()
+        self.dim = dim
+        self.spec = spec
+        self.register_parameter("bias", None)
+
+    def expected(self) -> dict[str, tuple[int, ...]]:
+        shapes: dict[str, tuple[int, ...]] = {"weight": (self.dim,)}
+        if self.spec.bias:
+            shapes["bias"] = (self.dim,)
+        return shapes
+
+    def load(self, name: str, tensor: Tensor) -> None:
+        if name == "bias":
+            self.own("bias", as_float32(tensor))
+        else:
+            self.own("weight", as_float32(tensor) + self.spec.offset)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Normalise x [T, D]."""
+        weight = self.parameter("weight")
+        if self.spec.kind == "layer":
+            return ops.layer_norm(x, weight, self._parameters["bias"], self.spec.eps)
+        return ops.rms_norm(x, weight, self.spec.eps)
+
+    def add(self, residual: Tensor, x: Tensor) -> Tensor:
+        """residual += x in place; the normalised sum."""
+        if self.spec.kind == "layer":
+            return self.forward(residual.add_(x))
+        return ops.add_rms_norm(residual, x, self.parameter("weight"), self.spec.eps)

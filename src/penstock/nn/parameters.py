@@ -1,0 +1,43 @@
+"""Modules whose tensors are filled from a checkpoint, one by one."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+
+import torch
+from torch import Tensor, nn
+
+from penstock.errors import WeightsError
+
+
+class Loadable(nn.Module):
+    """A leaf module that names the tensors it needs and takes them one at a time.
+
+    Nothing is allocated before a tensor arrives: memory is what the packed weights need.
+    """
+
+    @abstractmethod
+    def expected(self) -> dict[str, tuple[int, ...]]:
+        """Names and shapes of the tensors this module needs, as a checkpoint stores them."""
+
+    @abstractmethod
+    def load(self, name: str, tensor: Tensor) -> None:
+        """Take the tensor called `name`, already checked to have the expected shape."""
+
+    def own(self, name: str, tensor: Tensor) -> None:
+        """Keep `tensor` as the frozen parameter `name`."""
+        if name in self._parameters:
+            del self._parameters[name]
+        self.register_parameter(name, nn.Parameter(tensor, requires_grad=False))
+
+    def parameter(self, name: str) -> Tensor:
+        """The parameter `name`; an error if it was never loaded."""
+        found = self._parameters.get(name)
+        if found is None:
+            raise WeightsError(f"{type(self).__name__}.{name} was used before it was loaded.")
+        return found
+
+
+def as_float32(tensor: Tensor) -> Tensor:
+    """A float32 copy that doesn't keep a mapped file open."""
+    return tensor.to(torch.float32, copy=True).contiguous()

@@ -1,0 +1,104 @@
+"""Rotary position embedding: the table of cosines and sines.
+
+Angles are float32 products of position and inverse frequency, as `transformers` computes them;
+their cosine and sine are taken in float64 and rounded, so that every machine has the same table.
+Source: Su et al. 2021, arXiv:2104.09864.
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from penstock.nn.spec import RopeSpec
+
+Floats = NDArray[np.float64]
+
+
+def inverse_frequencies(rope: RopeSpec, max_len: int) -> tuple[Floats, float]:
+    """Inverse frequencies [R/2] (radians per position), and the factor on cos and sin.
+
+    `max_len` selects between the short and the long factors of `longrope`: one choice for the
+    whole engine, so that a sequence's keys never change while it grows.
+    """
+    half = np.arange(0, rope.rotary_dim, 2, dtype=np.float64)
+    base = rope.theta ** (half / rope.rotary_dim)
+    if rope.kind == "linear":
+        return 1.0 / (base * rope.factor), 1.0
+    if rope.kind == "llama3":
+        return _llama3(rope, 1.0 / base), 1.0
+    if rope.kind == "yarn":
+        return _yarn(rope, base)
+    if rope.kind == "longrope":
+        long = max_len > rope.original_max_position
+        factors = np.asarray(rope.long_factors if long else rope.short_factors, dtype=np.float64)
+        return 1.0 / (factors * base), _longrope_factor(rope)
+    return 1.0 / base, 1.0
+
+
+def _llama3(rope: RopeSpec, inv: Floats) -> Floats:
+    """Slow angles are divided by `factor`, fast ones kept, those between interpolated.
+
+    Source: Llama 3.1's reference code, `apply_scaling`.
+    """
+    wavelength = 2 * math.pi / inv
+    turns = rope.original_max_position / wavelength
+    smooth = (turns - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
+    smooth = np.clip(smooth, 0.0, 1.0)
+    return np.asarray((1 - smooth) * inv / rope.factor + smooth * inv)
+
+
+def _yarn(rope: RopeSpec, base: Floats) -> tuple[Floats, float]:
+    """Interpolate by how often a dimension turns within the original context.
+
+    Source: Peng et al. 2023, arXiv:2309.00071.
+    """
+
+    def dimension(turns: float) -> float:
+        scaled = rope.original_max_position / (turns * 2 * math.pi)
+        return rope.rotary_dim * math.log(scaled) / (2 * math.log(rope.theta))
+
+    low, high = dimension(rope.beta_fast), dimension(rope.beta_slow)
+    if rope.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, rope.rotary_dim - 1)
+    ramp = (np.arange(rope.rotary_dim // 2) - low) / max(high - low, 0.001)
+    keep = 1.0 - np.clip(ramp, 0.0, 1.0)
+    inv = (1.0 / (rope.factor * base)) * (1 - keep) + (1.0 / base) * keep
+    factor = rope.attention_factor
+    if factor is None:
+        factor = 0.1 * math.log(rope.factor) + 1.0 if rope.factor > 1 else 1.0
+    return np.asarray(inv), factor
+
+
+def _longrope_factor(rope: RopeSpec) -> float:
+    """Source: Ding et al. 2024, arXiv:2402.13753."""
+    if rope.attention_factor is not None:
+        return rope.attention_factor
+    if rope.factor <= 1.0:
+        return 1.0
+    return math.sqrt(1 + math.log(rope.factor) / math.log(rope.original_max_position))
+
+
+def cos_sin_table(rope: RopeSpec, max_len: int) -> Tensor:
+    """[max_len, R] float32: R/2 cosines, then R/2 sines, for positions 0 … max_len − 1."""
+    inv, factor = inverse_frequencies(rope, max_len)
+    positions = np.arange(max_len, dtype=np.float32)
+    angles = np.outer(positions, inv.astype(np.float32)).astype(np.float64)
+    table = np.concatenate((np.cos(angles), np.sin(angles)), axis=1) * factor
+    return torch.from_numpy(table.astype(np.float32))
+
+
+class RotaryTable(nn.Module):
+    """One table, shared by every layer with the same `RopeSpec`."""
+
+    cos_sin: Tensor
+
+    def __init__(self, rope: RopeSpec, max_len: int) -> None:
+        super().__init__()
+        self.interleaved = rope.interleaved
+        self.register_buffer("cos_sin", cos_sin_table(rope, max_len), persistent=False)

@@ -1,0 +1,90 @@
+"""What a decoder is made of: plain data, read by `nn.decoder`, written by `models/*`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+
+@dataclass(frozen=True, slots=True)
+class NormSpec:
+    """A normalisation: root-mean-square, or with mean (`layer`) and optional bias."""
+
+    kind: Literal["rms", "layer"] = "rms"
+    eps: float = 1e-6
+    offset: float = 0.0  # added to the stored weight: 1 in Gemma
+    bias: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class RopeSpec:
+    """Rotary position embedding; `nn.rope` has the formulas."""
+
+    theta: float
+    rotary_dim: int
+    interleaved: bool = False
+    kind: Literal["default", "linear", "llama3", "yarn", "longrope"] = "default"
+    factor: float = 1.0
+    low_freq_factor: float = 1.0  # llama3
+    high_freq_factor: float = 4.0  # llama3
+    beta_fast: float = 32.0  # yarn
+    beta_slow: float = 1.0  # yarn
+    truncate: bool = True  # yarn: round the ramp's ends to whole dimensions
+    original_max_position: int = 0  # llama3, yarn, longrope
+    attention_factor: float | None = None  # yarn, longrope: scale of cos and sin
+    short_factors: tuple[float, ...] = ()  # longrope
+    long_factors: tuple[float, ...] = ()  # longrope
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionSpec:
+    """Self-attention of one layer."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    scale: float
+    rope: RopeSpec | None  # None: no rotation in this layer
+    qkv_bias: bool = False
+    out_bias: bool = False
+    qk_norm: Literal["none", "head", "full"] = "none"  # over one head, or all heads together
+    window: int = 0  # 0: sees everything before it
+    softcap: float = 0.0  # 0: none
+    sinks: bool = False  # one learned logit a head
+
+
+@dataclass(frozen=True, slots=True)
+class MlpSpec:
+    """Feed-forward block: down(act(gate) · up), or down(act(up)) when not gated."""
+
+    intermediate: int
+    activation: Literal["silu", "gelu", "gelu_tanh"] = "silu"
+    gated: bool = True
+    bias: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class LayerSpec:
+    """One decoder layer. `pre_norm`: before each block; `post_norm`: after it, before the add."""
+
+    attention: AttentionSpec
+    mlp: MlpSpec
+    pre_norm: bool = True
+    post_norm: bool = False
+    parallel: bool = False  # both blocks read the layer's input (GPT-NeoX)
+
+
+@dataclass(frozen=True, slots=True)
+class DecoderSpec:
+    """A whole decoder: embedding, layers, final norm, head."""
+
+    vocab_size: int
+    hidden: int
+    layers: tuple[LayerSpec, ...]
+    norm: NormSpec
+    max_position: int
+    tied: bool = False  # the head is the embedding
+    head_bias: bool = False
+    embed_scale: float = 1.0
+    learned_positions: int = 0  # rows of a learned position table, 0: none
+    final_softcap: float = 0.0

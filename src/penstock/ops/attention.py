@@ -1,0 +1,106 @@
+"""Attention over a paged cache, for any mixture of chunks and single tokens."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from penstock.ops.panels import COLUMNS
+from penstock.ops.registry import define_op
+
+SPAN = 256
+"""Positions per softmax span, counted from position 0; part of the defined order of additions."""
+
+
+def gather_keys(key_cache: Tensor, blocks: Tensor, length: int, dim: int) -> Tensor:
+    """The first `length` keys of a sequence, [length, Hkv, D]."""
+    k = key_cache[blocks.long()]  # [M, Hkv, P/16, D/v, 16, v]
+    k = k.permute(0, 2, 4, 1, 3, 5).flatten(4).flatten(0, 2)
+    return k[:length, :, :dim]
+
+
+def gather_values(value_cache: Tensor, blocks: Tensor, length: int, dim: int) -> Tensor:
+    """The first `length` values of a sequence, [length, Hkv, D]."""
+    v = value_cache[blocks.long()]  # [M, Hkv, D/16, P/v, 16, v]
+    v = v.permute(0, 3, 5, 1, 2, 4).flatten(4).flatten(0, 2)
+    return v[:length, :, :dim]
+
+
+def _fake(
+    q: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    query_start: Tensor,
+    context_len: Tensor,
+    block_table: Tensor,
+    scale: float,
+    window: int = 0,
+    softcap: float = 0.0,
+    sinks: Tensor | None = None,
+) -> Tensor:
+    return q.new_empty((q.shape[0], q.shape[1] * q.shape[2]))
+
+
+@define_op(
+    "paged_attention(Tensor q, Tensor key_cache, Tensor value_cache, Tensor query_start, "
+    "Tensor context_len, Tensor block_table, float scale, int window=0, float softcap=0.0, "
+    "Tensor? sinks=None) -> Tensor",
+    fake=_fake,
+)
+def paged_attention(
+    q: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    query_start: Tensor,
+    context_len: Tensor,
+    block_table: Tensor,
+    scale: float,
+    window: int = 0,
+    softcap: float = 0.0,
+    sinks: Tensor | None = None,
+) -> Tensor:
+    """Causal grouped-query attention of a ragged batch over paged keys and values.
+
+    q [T, H, D]; caches as in `rotary_cache`; query_start [B + 1], context_len [B], block_table
+    [B, M] int32 as in `Step`. Sequence b's n queries stand at its last n positions and see what is
+    not after them and, with window > 0, less than `window` before. softcap > 0: scores become
+    cap · tanh(s / cap). sinks [H] float32: one more score per head that takes part in the softmax
+    and has no value. Returns [T, H · D] in q.dtype.
+
+    The native order of additions doesn't depend on the batch, the chunk or the threads: keys are
+    taken in spans of 256 counted from position 0; each span gives its maximum, its sum and its
+    weighted values on its own (the weights rounded to the cache's dtype, dot products in the order
+    of `linear`); spans are then joined in order.
+    Cost: 4·H·D FLOPs and 2·Hkv·D·itemsize bytes per visible position; memory-bound in decode.
+    Source: Milakov & Gimelshein 2018, arXiv:1805.02867; Dao et al. 2022, arXiv:2205.14135;
+    paging: Kwon et al. 2023, arXiv:2309.06180; sinks: Xiao et al. 2023, arXiv:2309.17453.
+    """
+    _, heads, dim = q.shape
+    kv_heads = key_cache.shape[1]
+    out = torch.empty_like(q)
+    for b in range(context_len.shape[0]):
+        start, stop = int(query_start[b]), int(query_start[b + 1])
+        length, count = int(context_len[b]), stop - start
+        if count == 0:
+            continue
+        used = block_table[b, : -(-length // (key_cache.shape[2] * COLUMNS))]
+        k = gather_keys(key_cache, used, length, dim).float()
+        v = gather_values(value_cache, used, length, dim).float()
+        k = k.repeat_interleave(heads // kv_heads, dim=1)
+        v = v.repeat_interleave(heads // kv_heads, dim=1)
+        scores = torch.einsum("thd,shd->hts", q[start:stop].float(), k) * scale
+        if softcap > 0:
+            scores = torch.tanh(scores / softcap) * softcap
+        at = torch.arange(length - count, length).unsqueeze(1)
+        seen = torch.arange(length).unsqueeze(0)
+        visible = seen <= at
+        if window > 0:
+            visible &= seen > at - window
+        scores = scores.masked_fill(~visible, float("-inf"))
+        if sinks is not None:
+            extra = sinks.float().view(heads, 1, 1).expand(heads, count, 1)
+            weights = torch.softmax(torch.cat((scores, extra), dim=-1), dim=-1)[..., :-1]
+        else:
+            weights = torch.softmax(scores, dim=-1)
+        out[start:stop] = torch.einsum("hts,shd->thd", weights, v).to(q.dtype)
+    return out.flatten(1)

@@ -1,0 +1,100 @@
+"""Everything between the QKV projection and attention, in one pass over the rows."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from penstock.ops.panels import COLUMNS
+from penstock.ops.registry import define_op
+
+
+def _head_norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
+    if weight is None:
+        return x
+    return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps) * weight
+
+
+def rotate(x: Tensor, cos_sin: Tensor | None, positions: Tensor, interleaved: bool) -> Tensor:
+    """Rotate the first R dimensions of each head; x [T, H, D] float32, cos_sin [P, R]."""
+    if cos_sin is None:
+        return x
+    r = cos_sin.shape[1]
+    cos, sin = cos_sin[positions.long()].unsqueeze(1).chunk(2, dim=-1)  # [T, 1, R/2]
+    if interleaved:
+        a, b = x[..., :r:2], x[..., 1:r:2]
+        turned = torch.stack((a * cos - b * sin, b * cos + a * sin), dim=-1).flatten(-2)
+    else:
+        a, b = x[..., : r // 2], x[..., r // 2 : r]
+        turned = torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1)
+    return torch.cat((turned, x[..., r:]), dim=-1)
+
+
+def _fake(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    q_norm: Tensor | None,
+    k_norm: Tensor | None,
+    eps: float,
+    cos_sin: Tensor | None,
+    interleaved: bool,
+    positions: Tensor,
+    slots: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+) -> Tensor:
+    return q.new_empty(q.shape)
+
+
+@define_op(
+    "rotary_cache(Tensor q, Tensor k, Tensor v, Tensor? q_norm, Tensor? k_norm, float eps, "
+    "Tensor? cos_sin, bool interleaved, Tensor positions, Tensor slots, "
+    "Tensor(a!) key_cache, Tensor(b!) value_cache) -> Tensor",
+    fake=_fake,
+)
+def rotary_cache(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    q_norm: Tensor | None,
+    k_norm: Tensor | None,
+    eps: float,
+    cos_sin: Tensor | None,
+    interleaved: bool,
+    positions: Tensor,
+    slots: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+) -> Tensor:
+    """Normalise the heads of q and k, rotate them, write k and v into their slots; returns q.
+
+    q [T, H, D], k, v [T, Hkv, D], any strides but the last (slices of one projection);
+    q_norm, k_norm [D] float32, or None; cos_sin [P, R] float32, cosines then sines of the R/2
+    angles of each position, or None for no rotation; interleaved: pairs (2i, 2i+1) instead of
+    (i, i+R/2); positions, slots [T] int32; a negative slot isn't written. Returns [T, H, D].
+
+    The caches hold panels (`ops.panels`), so that attention reads both as weights. N blocks of P
+    tokens:
+        key_cache   [N, Hkv, P/16, D/v, 16, v]    columns are positions, k runs over D
+        value_cache [N, Hkv, D/16, P/v, 16, v]    columns are dimensions, k runs over positions
+    D is padded to a multiple of 16 in both.
+    Source: Su et al. 2021, arXiv:2104.09864.
+    """
+    dtype = q.dtype
+    dim = q.shape[2]
+    q_out = rotate(_head_norm(q.float(), q_norm, eps), cos_sin, positions, interleaved).to(dtype)
+    k_out = rotate(_head_norm(k.float(), k_norm, eps), cos_sin, positions, interleaved).to(dtype)
+
+    factor = key_cache.shape[-1]
+    padded = key_cache.shape[3] * factor
+    block_size = key_cache.shape[2] * COLUMNS
+    keep = slots >= 0
+    block, offset = slots[keep].long() // block_size, slots[keep].long() % block_size
+    k_pad = torch.nn.functional.pad(k_out[keep], (0, padded - dim)).to(key_cache.dtype)
+    v_pad = torch.nn.functional.pad(v[keep], (0, padded - dim)).to(value_cache.dtype)
+    key_cache[block, :, offset // COLUMNS, :, offset % COLUMNS] = k_pad.unflatten(-1, (-1, factor))
+    value_cache[block, :, :, offset // factor, :, offset % factor] = v_pad.unflatten(
+        -1, (-1, COLUMNS)
+    )
+    return q_out

@@ -1,0 +1,6 @@
+"""How weights are stored (`formats`) and, in later modules, how their values are chosen."""
+
+from penstock.quant.format import WeightFormat
+from penstock.quant.formats.dense import Dense
+
+__all__ = ["Dense", "WeightFormat"]

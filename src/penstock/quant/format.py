@@ -1,0 +1,47 @@
+"""`WeightFormat`: how one weight matrix is stored and multiplied."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+Packed = dict[str, Tensor]
+"""A stored matrix: named tensors, the same names for every matrix of a format."""
+
+
+class WeightFormat(Protocol):
+    """Storage of an [N, K] matrix. Formats hold no tensors; modules do."""
+
+    @property
+    def name(self) -> str:
+        """What users call it: `bfloat16`, `w4a8`, …"""
+        ...
+
+    def pack(self, weight: Tensor) -> Packed:
+        """Store `weight` [N, K], any float dtype."""
+        ...
+
+    def unpack(self, packed: Packed, out_features: int, in_features: int) -> Tensor:
+        """The [N, K] matrix that `packed` stands for: the reference of `matmul`."""
+        ...
+
+    def matmul(
+        self,
+        x: Tensor,
+        packed: Packed,
+        bias: Tensor | None,
+        out_features: int,
+        out_dtype: torch.dtype | None = None,
+    ) -> Tensor:
+        """x [T, K] → x · Wᵀ + bias [T, N] in `out_dtype` (x.dtype if None)."""
+        ...
+
+    def gather(self, tokens: Tensor, packed: Packed, in_features: int, scale: float) -> Tensor:
+        """Rows `tokens` [T] of W times `scale`, [T, K]: for a tied embedding."""
+        ...
+
+    def nbytes(self, out_features: int, in_features: int) -> int:
+        """Bytes read when the whole matrix is used once."""
+        ...

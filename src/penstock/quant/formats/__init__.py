@@ -1,0 +1,1 @@
+"""One file for each way to store a weight matrix."""

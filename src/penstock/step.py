@@ -1,0 +1,52 @@
+"""One forward pass: what goes in (`Step`) and what comes out (`StepOutput`)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+KV = list[tuple[Tensor, Tensor]]
+"""Key and value caches, one pair a layer, in the layout of `cache/layouts`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """A ragged batch of tokens, with no notion of phase.
+
+    Sequence b contributes the tokens `query_start[b]:query_start[b + 1]`: one when it decodes,
+    n for a chunk of its prompt, k + 1 when it verifies a draft of k. One step mixes all three.
+
+    Shapes: T tokens, B sequences, M blocks in the longest table, S rows to sample.
+    """
+
+    tokens: Tensor  # [T] int32, ids
+    positions: Tensor  # [T] int32, counted from 0 in each sequence
+    slots: Tensor  # [T] int32, where a token's key and value go: block · block_size + offset
+    query_start: Tensor  # [B + 1] int32
+    context_len: Tensor  # [B] int32, tokens visible to the last query, itself included
+    block_table: Tensor  # [B, M] int32
+    sample_at: Tensor  # [S] int32, rows of T whose logits are wanted
+
+    @property
+    def num_tokens(self) -> int:
+        """T."""
+        return self.tokens.shape[0]
+
+    @property
+    def num_sequences(self) -> int:
+        """B."""
+        return self.context_len.shape[0]
+
+
+torch.export.register_dataclass(Step, serialized_type_name="penstock.Step")
+
+
+@dataclass(slots=True)
+class StepOutput:
+    """What one step produced, by request."""
+
+    new_tokens: dict[str, list[int]] = field(default_factory=dict)
+    finished: dict[str, str] = field(default_factory=dict)
+    failed: dict[str, Exception] = field(default_factory=dict)
