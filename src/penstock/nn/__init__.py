@@ -1,5 +1,6 @@
 """The modules that every model is made of."""
 
+from penstock import kernels as _kernels  # the native library registers its operators
 from penstock.nn.decoder import Decoder
 from penstock.nn.spec import (
     AttentionSpec,
@@ -19,3 +20,5 @@ __all__ = [
     "NormSpec",
     "RopeSpec",
 ]
+
+del _kernels

@@ -1,0 +1,172 @@
+// Which instruction set runs: found by cpuid once, or forced by PENSTOCK_ISA. Also scratch memory.
+#include <cpuid.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+#include <atomic>
+#include <cstdlib>
+#include <cstring>
+#include <new>
+
+#include "kernels.h"
+
+namespace penstock {
+
+#define PENSTOCK_DECLARE(isa)                     \
+  namespace isa {                                 \
+  void linear(const LinearArgs&);                 \
+  void embedding(const EmbeddingArgs&);           \
+  void norm(const NormArgs&);                     \
+  void activation(const ActivationArgs&);         \
+  void softcap(const SoftcapArgs&);               \
+  void rotary_cache(const RotaryCacheArgs&);      \
+  void attention(const AttentionArgs&);           \
+  void linear_tiles(const LinearArgs&);           \
+  double read_bandwidth(const float*, int64_t, int); \
+  double matrix_peak(int64_t, int);               \
+  }
+PENSTOCK_DECLARE(avx2)
+PENSTOCK_DECLARE(avx512)
+PENSTOCK_DECLARE(amx)
+PENSTOCK_DECLARE(amx_emulated)
+
+namespace {
+
+// Below this, vectors read a panel as fast as tiles do.
+constexpr int64_t kTileMinRows = 4;
+
+void linear_amx(const LinearArgs& a) {
+  a.rows < kTileMinRows || a.dtype != DType::bf16 ? avx512::linear(a) : amx::linear_tiles(a);
+}
+
+void linear_amx_emulated(const LinearArgs& a) {
+  a.rows < kTileMinRows || a.dtype != DType::bf16 ? avx2::linear(a)
+                                                  : amx_emulated::linear_tiles(a);
+}
+
+#define PENSTOCK_TABLE(name, isa, linear)                                                  \
+  {name,           linear,        isa::embedding,    isa::norm,                            \
+   isa::activation, isa::softcap, isa::rotary_cache, isa::attention}
+
+const Kernels tables[] = {
+    PENSTOCK_TABLE("avx2", avx2, avx2::linear),
+    PENSTOCK_TABLE("avx512", avx512, avx512::linear),
+    PENSTOCK_TABLE("amx", avx512, linear_amx),
+    PENSTOCK_TABLE("amx-emulated", avx2, linear_amx_emulated),
+};
+constexpr int kAvx2 = 0, kAvx512 = 1, kAmx = 2, kEmulated = 3;
+
+// Linux gives a process the tile registers only when asked: arch_prctl(ARCH_REQ_XCOMP_PERM, 18).
+bool ask_for_tiles() {
+  static const bool granted = syscall(SYS_arch_prctl, 0x1023, 18) == 0;
+  return granted;
+}
+
+bool has_amx() {
+  unsigned a, b, c, d;
+  if (!__get_cpuid_count(7, 0, &a, &b, &c, &d)) return false;
+  const bool bf16 = d & (1u << 22), tile = d & (1u << 24);
+  return bf16 && tile && ask_for_tiles();
+}
+
+bool available(int index) {
+  switch (index) {
+    case kAvx512:
+      return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+             __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
+    case kAmx:
+      return available(kAvx512) && has_amx();
+    default:
+      return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
+  }
+}
+
+int best() {
+  for (int index : {kAmx, kAvx512, kAvx2})
+    if (available(index)) return index;
+  return -1;
+}
+
+std::atomic<int> chosen{-2};
+
+}  // namespace
+
+const Kernels& kernels() { return tables[chosen.load(std::memory_order_relaxed)]; }
+
+namespace {
+
+struct Memory {
+  void* data[static_cast<int>(Scratch::count)] = {};
+  size_t bytes[static_cast<int>(Scratch::count)] = {};
+  ~Memory() {
+    for (void* p : data) std::free(p);
+  }
+};
+thread_local Memory memory;
+
+}  // namespace
+
+void* scratch(Scratch purpose, size_t bytes) {
+  const int i = static_cast<int>(purpose);
+  if (memory.bytes[i] < bytes) {
+    std::free(memory.data[i]);
+    const size_t rounded = (bytes + bytes / 4 + 4095) / 4096 * 4096;
+    memory.data[i] = std::aligned_alloc(64, rounded);
+    memory.bytes[i] = memory.data[i] ? rounded : 0;
+    if (!memory.data[i]) throw std::bad_alloc();
+  }
+  return memory.data[i];
+}
+
+}  // namespace penstock
+
+#pragma GCC visibility push(default)
+extern "C" {
+
+// Choose the instruction set by name, or the best for null or "". 0 on success, 1: no such name,
+// 2: this machine lacks it.
+int penstock_select_isa(const char* name) {
+  using namespace penstock;
+  if (!name || !*name) {
+    chosen = best();
+    return chosen < 0 ? 2 : 0;
+  }
+  for (int i = 0; i <= kEmulated; i++)
+    if (!std::strcmp(name, tables[i].name)) {
+      if (!available(i)) return 2;
+      chosen = i;
+      return 0;
+    }
+  return 1;
+}
+
+// The one in use, or null before `penstock_select_isa`.
+const char* penstock_isa() {
+  using namespace penstock;
+  return chosen < 0 ? nullptr : tables[chosen].name;
+}
+
+// Whether this machine can run `name`.
+int penstock_isa_available(const char* name) {
+  using namespace penstock;
+  for (int i = 0; i <= kEmulated; i++)
+    if (!std::strcmp(name, tables[i].name)) return available(i);
+  return 0;
+}
+
+// Bytes a second of one pass of all threads over `bytes` at `data`.
+double penstock_read_bandwidth(const float* data, int64_t bytes, int threads) {
+  using namespace penstock;
+  return available(kAvx512) ? avx512::read_bandwidth(data, bytes, threads)
+                            : avx2::read_bandwidth(data, bytes, threads);
+}
+
+// FLOPs a second of `threads` threads: float32 FMA, or with `tiles` bfloat16 AMX fed from L1
+// (0 where there is no AMX).
+double penstock_matrix_peak(int64_t rounds, int threads, int tiles) {
+  using namespace penstock;
+  if (tiles) return available(kAmx) ? amx::matrix_peak(rounds, threads) : 0.0;
+  return available(kAvx512) ? avx512::matrix_peak(rounds, threads)
+                            : avx2::matrix_peak(rounds, threads);
+}
+}

@@ -1,0 +1,304 @@
+// Sixteen virtual float lanes: one AVX-512 register, or two of AVX2. Same operations, same bits.
+#pragma once
+
+#include <immintrin.h>
+
+#include "kernels.h"
+
+namespace penstock::PENSTOCK_ISA {
+
+// While it lives, this thread reads and writes denormals as zero, as AMX does.
+class FlushDenormals {
+ public:
+  FlushDenormals() : saved_(_mm_getcsr()) { _mm_setcsr(saved_ | 0x8040); }
+  ~FlushDenormals() { _mm_setcsr(saved_); }
+  FlushDenormals(const FlushDenormals&) = delete;
+  FlushDenormals& operator=(const FlushDenormals&) = delete;
+
+ private:
+  unsigned saved_;
+};
+
+#if defined(__AVX512F__)
+
+struct F16 {
+  __m512 v;
+};
+
+static inline F16 zero() { return {_mm512_setzero_ps()}; }
+static inline F16 set1(float x) { return {_mm512_set1_ps(x)}; }
+static inline F16 load(const float* p) { return {_mm512_loadu_ps(p)}; }
+static inline void store(float* p, F16 a) { _mm512_storeu_ps(p, a.v); }
+static inline F16 operator+(F16 a, F16 b) { return {_mm512_add_ps(a.v, b.v)}; }
+static inline F16 operator-(F16 a, F16 b) { return {_mm512_sub_ps(a.v, b.v)}; }
+static inline F16 operator*(F16 a, F16 b) { return {_mm512_mul_ps(a.v, b.v)}; }
+static inline F16 operator/(F16 a, F16 b) { return {_mm512_div_ps(a.v, b.v)}; }
+static inline F16 fma(F16 a, F16 b, F16 c) { return {_mm512_fmadd_ps(a.v, b.v, c.v)}; }
+static inline F16 max(F16 a, F16 b) { return {_mm512_max_ps(a.v, b.v)}; }
+static inline F16 min(F16 a, F16 b) { return {_mm512_min_ps(a.v, b.v)}; }
+static inline F16 round_even(F16 a) {
+  return {_mm512_roundscale_ps(a.v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC)};
+}
+static inline F16 abs(F16 a) { return {_mm512_abs_ps(a.v)}; }
+static inline F16 copy_sign(F16 magnitude, F16 sign) {
+  const __m512i mask = _mm512_set1_epi32(static_cast<int>(0x80000000u));
+  return {_mm512_castsi512_ps(_mm512_or_si512(
+      _mm512_castps_si512(magnitude.v), _mm512_and_si512(_mm512_castps_si512(sign.v), mask)))};
+}
+// a · 2^n for whole n in [-126, 127]
+static inline F16 scale_by_power(F16 a, F16 n) {
+  const __m512i bits =
+      _mm512_slli_epi32(_mm512_add_epi32(_mm512_cvtps_epi32(n.v), _mm512_set1_epi32(127)), 23);
+  return {_mm512_mul_ps(a.v, _mm512_castsi512_ps(bits))};
+}
+// b where x < limit, else a (a NaN x keeps a)
+static inline F16 where_less(F16 x, F16 limit, F16 b, F16 a) {
+  return {_mm512_mask_blend_ps(_mm512_cmp_ps_mask(x.v, limit.v, _CMP_LT_OQ), a.v, b.v)};
+}
+// lanes at and after `count` become `fill`
+static inline F16 keep_first(F16 a, int count, float fill) {
+  const __mmask16 mask = static_cast<__mmask16>(count >= 16 ? 0xffff : (1u << count) - 1);
+  return {_mm512_mask_blend_ps(mask, _mm512_set1_ps(fill), a.v)};
+}
+static inline F16 load_first(const float* p, int count) {
+  const __mmask16 mask = static_cast<__mmask16>(count >= 16 ? 0xffff : (1u << count) - 1);
+  return {_mm512_maskz_loadu_ps(mask, p)};
+}
+// the low and the high halves of sixteen 4-byte pairs of bfloat16
+static inline void load_pairs(const bf16* p, F16& even, F16& odd) {
+  const __m512i w = _mm512_loadu_si512(p);
+  even.v = _mm512_castsi512_ps(_mm512_slli_epi32(w, 16));
+  odd.v = _mm512_castsi512_ps(_mm512_and_si512(w, _mm512_set1_epi32(static_cast<int>(0xffff0000))));
+}
+static inline F16 load(const bf16* p) {
+  const __m256i h = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));
+  return {_mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(h), 16))};
+}
+// rounded to bfloat16 (nearest even, NaN stays NaN), still in float lanes
+static inline F16 round_bf16(F16 a) {
+  const __m512i u = _mm512_castps_si512(a.v);
+  const __m512i lsb = _mm512_and_si512(_mm512_srli_epi32(u, 16), _mm512_set1_epi32(1));
+  __m512i r = _mm512_add_epi32(u, _mm512_add_epi32(lsb, _mm512_set1_epi32(0x7fff)));
+  r = _mm512_and_si512(r, _mm512_set1_epi32(static_cast<int>(0xffff0000)));
+  const __mmask16 nan = _mm512_cmp_ps_mask(a.v, a.v, _CMP_UNORD_Q);
+  r = _mm512_mask_mov_epi32(r, nan, _mm512_set1_epi32(0x7fc00000));
+  return {_mm512_castsi512_ps(r)};
+}
+static inline void store(bf16* p, F16 a) {
+  const __m512i r = _mm512_srli_epi32(_mm512_castps_si512(round_bf16(a).v), 16);
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm512_cvtepi32_epi16(r));
+}
+static inline void halves(F16 a, __m256& lo, __m256& hi) {
+  lo = _mm512_castps512_ps256(a.v);
+  hi = _mm256_castpd_ps(_mm512_extractf64x4_pd(_mm512_castps_pd(a.v), 1));
+}
+
+#else
+
+struct F16 {
+  __m256 lo, hi;
+};
+
+static inline F16 zero() { return {_mm256_setzero_ps(), _mm256_setzero_ps()}; }
+static inline F16 set1(float x) { return {_mm256_set1_ps(x), _mm256_set1_ps(x)}; }
+static inline F16 load(const float* p) { return {_mm256_loadu_ps(p), _mm256_loadu_ps(p + 8)}; }
+static inline void store(float* p, F16 a) {
+  _mm256_storeu_ps(p, a.lo);
+  _mm256_storeu_ps(p + 8, a.hi);
+}
+static inline F16 operator+(F16 a, F16 b) {
+  return {_mm256_add_ps(a.lo, b.lo), _mm256_add_ps(a.hi, b.hi)};
+}
+static inline F16 operator-(F16 a, F16 b) {
+  return {_mm256_sub_ps(a.lo, b.lo), _mm256_sub_ps(a.hi, b.hi)};
+}
+static inline F16 operator*(F16 a, F16 b) {
+  return {_mm256_mul_ps(a.lo, b.lo), _mm256_mul_ps(a.hi, b.hi)};
+}
+static inline F16 operator/(F16 a, F16 b) {
+  return {_mm256_div_ps(a.lo, b.lo), _mm256_div_ps(a.hi, b.hi)};
+}
+static inline F16 fma(F16 a, F16 b, F16 c) {
+  return {_mm256_fmadd_ps(a.lo, b.lo, c.lo), _mm256_fmadd_ps(a.hi, b.hi, c.hi)};
+}
+static inline F16 max(F16 a, F16 b) {
+  return {_mm256_max_ps(a.lo, b.lo), _mm256_max_ps(a.hi, b.hi)};
+}
+static inline F16 min(F16 a, F16 b) {
+  return {_mm256_min_ps(a.lo, b.lo), _mm256_min_ps(a.hi, b.hi)};
+}
+static inline F16 round_even(F16 a) {
+  constexpr int mode = _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC;
+  return {_mm256_round_ps(a.lo, mode), _mm256_round_ps(a.hi, mode)};
+}
+static inline F16 abs(F16 a) {
+  const __m256 mask = _mm256_castsi256_ps(_mm256_set1_epi32(0x7fffffff));
+  return {_mm256_and_ps(a.lo, mask), _mm256_and_ps(a.hi, mask)};
+}
+static inline F16 copy_sign(F16 magnitude, F16 sign) {
+  const __m256 mask = _mm256_set1_ps(-0.0f);
+  return {_mm256_or_ps(magnitude.lo, _mm256_and_ps(sign.lo, mask)),
+          _mm256_or_ps(magnitude.hi, _mm256_and_ps(sign.hi, mask))};
+}
+static inline __m256 power(__m256 n) {
+  return _mm256_castsi256_ps(
+      _mm256_slli_epi32(_mm256_add_epi32(_mm256_cvtps_epi32(n), _mm256_set1_epi32(127)), 23));
+}
+static inline F16 scale_by_power(F16 a, F16 n) {
+  return {_mm256_mul_ps(a.lo, power(n.lo)), _mm256_mul_ps(a.hi, power(n.hi))};
+}
+static inline F16 where_less(F16 x, F16 limit, F16 b, F16 a) {
+  return {_mm256_blendv_ps(a.lo, b.lo, _mm256_cmp_ps(x.lo, limit.lo, _CMP_LT_OQ)),
+          _mm256_blendv_ps(a.hi, b.hi, _mm256_cmp_ps(x.hi, limit.hi, _CMP_LT_OQ))};
+}
+static inline __m256i first_lanes(int count) {
+  return _mm256_cmpgt_epi32(_mm256_set1_epi32(count), _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7));
+}
+static inline F16 keep_first(F16 a, int count, float fill) {
+  const __m256 other = _mm256_set1_ps(fill);
+  return {_mm256_blendv_ps(other, a.lo, _mm256_castsi256_ps(first_lanes(count))),
+          _mm256_blendv_ps(other, a.hi, _mm256_castsi256_ps(first_lanes(count - 8)))};
+}
+static inline F16 load_first(const float* p, int count) {
+  return {_mm256_maskload_ps(p, first_lanes(count)),
+          count > 8 ? _mm256_maskload_ps(p + 8, first_lanes(count - 8)) : _mm256_setzero_ps()};
+}
+static inline void load_pairs(const bf16* p, F16& even, F16& odd) {
+  const __m256i mask = _mm256_set1_epi32(static_cast<int>(0xffff0000));
+  const __m256i a = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));
+  const __m256i b = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p + 16));
+  even = {_mm256_castsi256_ps(_mm256_slli_epi32(a, 16)),
+          _mm256_castsi256_ps(_mm256_slli_epi32(b, 16))};
+  odd = {_mm256_castsi256_ps(_mm256_and_si256(a, mask)),
+         _mm256_castsi256_ps(_mm256_and_si256(b, mask))};
+}
+static inline __m256 widen(__m128i h) {
+  return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(h), 16));
+}
+static inline F16 load(const bf16* p) {
+  return {widen(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))),
+          widen(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p + 8)))};
+}
+static inline __m256 round_half(__m256 a) {
+  const __m256i u = _mm256_castps_si256(a);
+  const __m256i lsb = _mm256_and_si256(_mm256_srli_epi32(u, 16), _mm256_set1_epi32(1));
+  __m256i r = _mm256_add_epi32(u, _mm256_add_epi32(lsb, _mm256_set1_epi32(0x7fff)));
+  r = _mm256_and_si256(r, _mm256_set1_epi32(static_cast<int>(0xffff0000)));
+  const __m256 nan = _mm256_cmp_ps(a, a, _CMP_UNORD_Q);
+  return _mm256_blendv_ps(_mm256_castsi256_ps(r),
+                          _mm256_castsi256_ps(_mm256_set1_epi32(0x7fc00000)), nan);
+}
+static inline F16 round_bf16(F16 a) { return {round_half(a.lo), round_half(a.hi)}; }
+static inline void store(bf16* p, F16 a) {
+  const F16 r = round_bf16(a);
+  const __m256i lo = _mm256_srli_epi32(_mm256_castps_si256(r.lo), 16);
+  const __m256i hi = _mm256_srli_epi32(_mm256_castps_si256(r.hi), 16);
+  const __m256i packed = _mm256_permute4x64_epi64(_mm256_packus_epi32(lo, hi), 0xd8);
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), packed);
+}
+static inline void halves(F16 a, __m256& lo, __m256& hi) {
+  lo = a.lo;
+  hi = a.hi;
+}
+
+#endif
+
+// The defined order of a sum over lanes: l with l + 8, then l + 4, l + 2, l + 1.
+static inline float reduce_add(F16 a) {
+  __m256 lo, hi;
+  halves(a, lo, hi);
+  const __m256 s8 = _mm256_add_ps(lo, hi);
+  const __m128 s4 = _mm_add_ps(_mm256_castps256_ps128(s8), _mm256_extractf128_ps(s8, 1));
+  const __m128 s2 = _mm_add_ps(s4, _mm_movehl_ps(s4, s4));
+  return _mm_cvtss_f32(_mm_add_ss(s2, _mm_shuffle_ps(s2, s2, 1)));
+}
+
+static inline float reduce_max(F16 a) {
+  __m256 lo, hi;
+  halves(a, lo, hi);
+  const __m256 s8 = _mm256_max_ps(lo, hi);
+  const __m128 s4 = _mm_max_ps(_mm256_castps256_ps128(s8), _mm256_extractf128_ps(s8, 1));
+  const __m128 s2 = _mm_max_ps(s4, _mm_movehl_ps(s4, s4));
+  return _mm_cvtss_f32(_mm_max_ss(s2, _mm_shuffle_ps(s2, s2, 1)));
+}
+
+// One value, for the ends of rows.
+static inline float to_float(float x) { return x; }
+static inline float to_float(bf16 x) {
+  const uint32_t u = static_cast<uint32_t>(x.bits) << 16;
+  float f;
+  __builtin_memcpy(&f, &u, 4);
+  return f;
+}
+static inline void from_float(float x, float& out) { out = x; }
+static inline void from_float(float x, bf16& out) {
+  uint32_t u;
+  __builtin_memcpy(&u, &x, 4);
+  u = x != x ? 0x7fc00000u : u + 0x7fff + ((u >> 16) & 1);
+  out.bits = static_cast<uint16_t>(u >> 16);
+}
+
+template <typename T>
+static inline F16 load_some(const T* p, int count) {
+  if (count >= 16) return load(p);
+  float tmp[16] = {};
+  for (int i = 0; i < count; i++) tmp[i] = to_float(p[i]);
+  return load(tmp);
+}
+template <typename T>
+static inline void store_some(T* p, F16 a, int count) {
+  if (count >= 16) return store(p, a);
+  float tmp[16];
+  store(tmp, a);
+  for (int i = 0; i < count; i++) from_float(tmp[i], p[i]);
+}
+
+// What T can hold of a: the value that a store and a load would give back.
+template <typename T>
+static inline F16 round_to(F16 a);
+template <>
+inline F16 round_to<float>(F16 a) {
+  return a;
+}
+template <>
+inline F16 round_to<bf16>(F16 a) {
+  return round_bf16(a);
+}
+
+// e^x: argument reduction by ln 2 in two parts, then a polynomial of degree 6 (Cephes' expf
+// coefficients). Below −87.3 it is 0, above 88.4 infinite.
+static inline F16 exp(F16 x) {
+  const F16 top = min(set1(88.3762626647949f), x);  // in this order a NaN x stays NaN
+  const F16 n = round_even(top * set1(1.44269504088896341f));
+  F16 r = fma(n, set1(-0.693359375f), top);
+  r = fma(n, set1(2.12194440e-4f), r);
+  F16 p = set1(1.9875691500e-4f);
+  p = fma(p, r, set1(1.3981999507e-3f));
+  p = fma(p, r, set1(8.3334519073e-3f));
+  p = fma(p, r, set1(4.1665795894e-2f));
+  p = fma(p, r, set1(1.6666665459e-1f));
+  p = fma(p, r, set1(5.0000001201e-1f));
+  p = fma(p, r * r, r + set1(1.0f));
+  const F16 scaled = scale_by_power(p, max(n, set1(-126.0f)));
+  const F16 high = where_less(set1(88.3762626647949f), x, set1(__builtin_inff()), scaled);
+  return where_less(x, set1(-87.3365478515625f), zero(), high);
+}
+
+static inline F16 tanh(F16 x) {
+  const F16 t = exp(abs(x) * set1(-2.0f));
+  return copy_sign((set1(1.0f) - t) / (set1(1.0f) + t), x);
+}
+
+// Abramowitz & Stegun 7.1.26: absolute error below 1.5e-7.
+static inline F16 erf(F16 x) {
+  const F16 a = abs(x);
+  const F16 t = set1(1.0f) / fma(a, set1(0.3275911f), set1(1.0f));
+  F16 p = set1(1.061405429f);
+  p = fma(p, t, set1(-1.453152027f));
+  p = fma(p, t, set1(1.421413741f));
+  p = fma(p, t, set1(-0.284496736f));
+  p = fma(p, t, set1(0.254829592f));
+  return copy_sign(set1(1.0f) - p * t * exp(zero() - a * a), x);
+}
+
+}  // namespace penstock::PENSTOCK_ISA

@@ -1,0 +1,138 @@
+"""The native CPU library: found, loaded, told which instruction set to use, and reported.
+
+Environment:
+    PENSTOCK_KERNELS   `native` (default) or `reference`: run every operator's Python reference
+    PENSTOCK_ISA       `avx2`, `avx512`, `amx`, or `amx-emulated` (AMX's code with its tiles in
+                       software, for tests); unset: the best that this machine has
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import os
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from penstock import ops
+from penstock.errors import KernelError, nearest
+
+ISAS = ("avx2", "avx512", "amx", "amx-emulated")
+
+logger = logging.getLogger("penstock")
+
+
+@dataclass(frozen=True, slots=True)
+class NativeLibrary:
+    """The loaded library, or why there is none."""
+
+    handle: ctypes.CDLL | None
+    reason: str  # why it isn't used; empty when it is
+
+    @property
+    def isa(self) -> str | None:
+        """The instruction set in use."""
+        if self.handle is None:
+            return None
+        name: bytes | None = self.handle.penstock_isa()
+        return name.decode() if name else None
+
+    def available_isas(self) -> list[str]:
+        """The instruction sets that this machine can run, the best one last but emulation."""
+        handle = self.handle
+        if handle is None:
+            return []
+        return [isa for isa in ISAS if handle.penstock_isa_available(isa.encode())]
+
+    def select_isa(self, name: str | None) -> None:
+        """Use the kernels for `name`, or the best for None. Not while kernels run."""
+        if self.handle is None:
+            raise KernelError(f"There is no native library to select {name!r} in: {self.reason}")
+        code = self.handle.penstock_select_isa((name or "").encode())
+        if code == 1:
+            raise KernelError(
+                f"PENSTOCK_ISA={name!r} isn't one of {', '.join(ISAS)}.{nearest(str(name), ISAS)}"
+            )
+        if code == 2:
+            raise KernelError(
+                f"This CPU can't run {name or 'any of the native kernels'}; "
+                f"it can run: {', '.join(self.available_isas()) or 'the reference'}."
+            )
+
+    def read_bandwidth(self, buffer: torch.Tensor, threads: int) -> float:
+        """Bytes per second of one pass of `threads` threads over a float32 buffer."""
+        assert self.handle is not None
+        size = buffer.numel() * buffer.element_size()
+        return float(self.handle.penstock_read_bandwidth(buffer.data_ptr(), size, threads))
+
+    def matrix_peak(self, rounds: int, threads: int, tiles: bool) -> float:
+        """FLOPs per second: float32 FMA, or bfloat16 AMX tiles fed from L1 (0 without AMX)."""
+        assert self.handle is not None
+        return float(self.handle.penstock_matrix_peak(rounds, threads, int(tiles)))
+
+
+def _find() -> Path | None:
+    """The library beside this file, or where an editable install has put it."""
+    package = sys.modules[__package__]
+    for folder in (Path(__file__).parent, *map(Path, package.__path__)):
+        if (folder / "_native.so").exists():
+            return folder / "_native.so"
+    return None
+
+
+def _declare(handle: ctypes.CDLL) -> None:
+    handle.penstock_isa.restype = ctypes.c_char_p
+    handle.penstock_select_isa.argtypes = [ctypes.c_char_p]
+    handle.penstock_isa_available.argtypes = [ctypes.c_char_p]
+    handle.penstock_read_bandwidth.restype = ctypes.c_double
+    handle.penstock_read_bandwidth.argtypes = [ctypes.c_void_p, ctypes.c_int64, ctypes.c_int]
+    handle.penstock_matrix_peak.restype = ctypes.c_double
+    handle.penstock_matrix_peak.argtypes = [ctypes.c_int64, ctypes.c_int, ctypes.c_int]
+
+
+def load() -> NativeLibrary:
+    """Load the native library, unless PENSTOCK_KERNELS or its absence says otherwise."""
+    wanted = os.environ.get("PENSTOCK_KERNELS", "native")
+    if wanted not in ("native", "reference"):
+        raise KernelError(f"PENSTOCK_KERNELS={wanted!r} isn't one of native, reference.")
+    if wanted == "reference":
+        return NativeLibrary(None, "PENSTOCK_KERNELS=reference")
+    path = _find()
+    if path is None:
+        reason = (
+            "the native library wasn't built (no C++ compiler at installation, or not x86-64); "
+            "install g++ and reinstall"
+        )
+        logger.warning("Running the reference kernels, which are slow: %s.", reason)
+        return NativeLibrary(None, reason)
+    try:
+        torch.ops.load_library(str(path))
+        handle = ctypes.CDLL(str(path))
+    except OSError as error:
+        raise KernelError(
+            f"{path} can't be loaded: {error}. Reinstall penstock, or set "
+            "PENSTOCK_KERNELS=reference to run without it."
+        ) from error
+    _declare(handle)
+    library = NativeLibrary(handle, "")
+    library.select_isa(os.environ.get("PENSTOCK_ISA"))
+    return library
+
+
+native = load()
+
+
+def report() -> list[tuple[str, str, str]]:
+    """(operator, what runs, why) for every operator on the CPU."""
+    rows = []
+    for name in ops.op_names():
+        if ops.has_native(name):
+            rows.append((name, f"native, {native.isa}", "best this CPU has"))
+        elif native.handle is None:
+            rows.append((name, "reference", native.reason))
+        else:
+            rows.append((name, "reference", "no native kernel for this operator"))
+    return rows
