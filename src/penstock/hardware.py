@@ -1,0 +1,123 @@
+"""This machine: processor, cores, memory, and the peaks that were measured on it."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import platform
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+_ISA_FLAGS = ("avx2", "fma", "avx512f", "avx512bw", "avx512_vnni", "avx512_bf16", "amx_tile",
+              "amx_bf16", "amx_int8")  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Hardware:
+    """What the operating system says."""
+
+    processor: str
+    cores: int  # that this process may use
+    flags: tuple[str, ...]  # the instruction sets that matter here
+    memory_bytes: int
+    available_bytes: int
+
+    @property
+    def key(self) -> str:
+        """Identifies this kind of machine in the cache of peaks."""
+        text = f"{self.processor}|{self.cores}|{','.join(self.flags)}"
+        return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+@dataclass(frozen=True, slots=True)
+class Peaks:
+    """What was measured, with all threads."""
+
+    read_bytes_per_s: float  # of a buffer far beyond the last cache
+    fma_flops: float  # float32 FMA out of registers
+    tile_flops: float  # bfloat16 AMX fed from L1; 0 where there is none
+    threads: int
+    measured_at: str  # ISO 8601
+
+    @property
+    def matrix_flops(self) -> float:
+        """The fastest way to multiply matrices: tiles where there are any."""
+        return max(self.tile_flops, self.fma_flops)
+
+
+def _first(path: str, key: str) -> str:
+    try:
+        with open(path, encoding="utf-8") as file:
+            for line in file:
+                name, _, value = line.partition(":")
+                if name.strip() == key:
+                    return value.strip()
+    except OSError:
+        return ""
+    return ""
+
+
+def _kilobytes(key: str) -> int:
+    value = _first("/proc/meminfo", key)
+    return int(value.split()[0]) * 1024 if value else 0
+
+
+def _limit() -> tuple[int | None, int]:
+    """The cgroup's memory limit (None where there is none) and what it uses."""
+    for limit, used in (
+        ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
+        (
+            "/sys/fs/cgroup/memory/memory.limit_in_bytes",
+            "/sys/fs/cgroup/memory/memory.usage_in_bytes",
+        ),
+    ):
+        try:
+            value = Path(limit).read_text().strip()
+            if value != "max" and int(value) < 1 << 60:
+                return int(value), int(Path(used).read_text())
+        except (OSError, ValueError):
+            continue
+    return None, 0
+
+
+def detect() -> Hardware:
+    """Look at this machine."""
+    flags = set(_first("/proc/cpuinfo", "flags").split())
+    total, free = _kilobytes("MemTotal"), _kilobytes("MemAvailable")
+    limit, used = _limit()
+    if limit is not None:
+        total, free = min(total, limit), min(free, max(limit - used, 0))
+    return Hardware(
+        processor=_first("/proc/cpuinfo", "model name") or platform.processor() or "unknown",
+        cores=len(os.sched_getaffinity(0)),
+        flags=tuple(f for f in _ISA_FLAGS if f in flags),
+        memory_bytes=total,
+        available_bytes=free,
+    )
+
+
+def cache_folder() -> Path:
+    """Where measurements are kept: PENSTOCK_CACHE, else the user's cache folder."""
+    if "PENSTOCK_CACHE" in os.environ:
+        return Path(os.environ["PENSTOCK_CACHE"])
+    return Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "penstock"
+
+
+def load_peaks(hardware: Hardware) -> Peaks | None:
+    """The peaks kept for this machine, or None where none were measured or they can't be read."""
+    file = cache_folder() / f"peaks-{hardware.key}.json"
+    try:
+        return Peaks(**json.loads(file.read_text()))
+    except (OSError, ValueError, TypeError):
+        return None
+
+
+def save_peaks(hardware: Hardware, peaks: Peaks) -> Path:
+    """Keep `peaks` for later runs on this machine."""
+    file = cache_folder() / f"peaks-{hardware.key}.json"
+    file.parent.mkdir(parents=True, exist_ok=True)
+    temporary = file.with_suffix(f".{os.getpid()}")
+    temporary.write_text(json.dumps(asdict(peaks)))
+    temporary.replace(file)
+    return file

@@ -1,0 +1,72 @@
+"""Measuring what this machine can do."""
+
+from __future__ import annotations
+
+import statistics
+from datetime import UTC, datetime
+
+import torch
+
+from penstock.errors import KernelError
+from penstock.hardware import Hardware, Peaks, detect, load_peaks, save_peaks
+from penstock.kernels import native
+
+BUFFER_BYTES = 1 << 30
+"""Far beyond any last-level cache, of which the large ones read as slowly as memory anyway."""
+
+
+def measure(hardware: Hardware | None = None, *, repeats: int = 5) -> Peaks:
+    """Measure read bandwidth (the best of `repeats` passes) and matrix peaks (their median).
+
+    Takes about two seconds. Without native kernels the bandwidth is that of torch's sum and the
+    matrix peak that of a float32 product.
+    """
+    hardware = hardware or detect()
+    threads = torch.get_num_threads()
+    size = min(BUFFER_BYTES, hardware.available_bytes // 4)
+    buffer = torch.ones(size // 4)
+    if native.handle is None:
+        return _measure_with_torch(buffer, threads)
+    read = max(native.read_bandwidth(buffer, threads) for _ in range(repeats))
+
+    def peak(tiles: bool, rounds: int) -> float:
+        return statistics.median(native.matrix_peak(rounds, threads, tiles) for _ in range(repeats))
+
+    return Peaks(
+        read_bytes_per_s=read,
+        fma_flops=peak(False, 20_000_000),
+        tile_flops=peak(True, 200_000) if "amx" in native.available_isas() else 0.0,
+        threads=threads,
+        measured_at=datetime.now(UTC).isoformat(timespec="seconds"),
+    )
+
+
+def _measure_with_torch(buffer: torch.Tensor, threads: int) -> Peaks:
+    from torch.utils.benchmark import Timer
+
+    size = buffer.numel() * 4
+    read = Timer("b.sum()", globals={"b": buffer}).timeit(3).mean
+    a = torch.ones(1024, 1024)
+    product = Timer("a @ a", globals={"a": a}).timeit(10).mean
+    return Peaks(
+        size / read, 2 * 1024**3 / product, 0.0, threads,
+        datetime.now(UTC).isoformat(timespec="seconds"),
+    )  # fmt: skip
+
+
+def peaks(*, calibrate: bool = False) -> Peaks:
+    """This machine's peaks: kept from an earlier run, else measured now and kept.
+
+    calibrate: measure again. Peaks of another number of threads aren't used.
+    """
+    hardware = detect()
+    if hardware.available_bytes < 64 << 20:
+        raise KernelError(
+            f"Only {hardware.available_bytes >> 20} MiB of memory are free; measuring needs 64."
+        )
+    kept = None if calibrate else load_peaks(hardware)
+    if kept is not None and kept.threads == torch.get_num_threads():
+        return kept
+    measured = measure(hardware)
+    save_peaks(hardware, measured)
+    return measured
