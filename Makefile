@@ -1,0 +1,38 @@
+# `make run` and `make test` set everything up on a fresh machine: Python ≥ 3.11 and, for the fast
+# kernels, a C++ compiler are all they need.
+PYTHON ?= python3
+BIN := .venv/bin
+
+.PHONY: run test check clean
+
+run: .venv/.run  ## generate text with the embedded model; tokens/s and the share of the floor
+	$(BIN)/penstock generate --prompt "Once upon a time" --max-tokens 200 --seed 1 --stats
+
+test: .venv/.dev  ## the test suite: offline, no GPU
+	$(BIN)/python -m pytest
+
+check: .venv/.dev  ## style, types, layers
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+SOURCES := pyproject.toml CMakeLists.txt $(wildcard csrc/cpu/*)
+
+.venv/bin/python:
+	$(PYTHON) -m venv .venv
+
+.venv/.tools: .venv/bin/python
+	$(BIN)/pip install --quiet "torch>=2.11,<2.14" "scikit-build-core>=0.10" cmake ninja
+	touch $@
+
+.venv/.run: .venv/.tools $(SOURCES)
+	$(BIN)/pip install --quiet --no-build-isolation --editable .
+	touch $@
+
+.venv/.dev: .venv/.run
+	$(BIN)/pip install --quiet --no-build-isolation --editable ".[dev]"
+	touch $@
+
+clean:
+	rm -rf .venv build

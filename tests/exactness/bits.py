@@ -1,0 +1,160 @@
+"""A small decoder with exactly reproducible weights, and ways to run it."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from penstock.nn import (
+    AttentionSpec,
+    Decoder,
+    DecoderSpec,
+    LayerSpec,
+    MlpSpec,
+    NormSpec,
+    RopeSpec,
+)
+from penstock.nn.parameters import Loadable
+from penstock.quant import Dense
+from penstock.step import KV, Step
+
+BLOCK = 32
+
+
+def integers(count: int, seed: int) -> np.ndarray:
+    """SplitMix64: the same on every machine (Steele et al. 2014)."""
+    with np.errstate(over="ignore"):
+        z = np.arange(1, count + 1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
+        z += np.uint64(seed) * np.uint64(0xD1B54A32D192ED03)
+        z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+        z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return z ^ (z >> np.uint64(31))
+
+
+def uniform(shape: tuple[int, ...], scale: float, seed: int) -> Tensor:
+    """Uniform in ±scale, from integers by exact operations."""
+    n = int(np.prod(shape))
+    values = (integers(n, seed) >> np.uint64(40)).astype(np.float32) / np.float32(1 << 23) - 1
+    return torch.from_numpy(values * np.float32(scale)).reshape(shape)
+
+
+def decoder_spec(layers: int = 3) -> DecoderSpec:
+    """Every feature that changes the order of additions: GQA, window, soft cap, norms, biases."""
+    rope = RopeSpec(10000.0, 64)
+    wide = AttentionSpec(6, 2, 64, 64**-0.5, rope, qkv_bias=True, qk_norm="head")
+    local = AttentionSpec(6, 2, 64, 64**-0.5, rope, window=50, softcap=30.0, sinks=True)
+    mlp = MlpSpec(352)
+    kinds = (
+        LayerSpec(wide, mlp),
+        LayerSpec(local, MlpSpec(352, "gelu_tanh"), post_norm=True),
+        LayerSpec(wide, MlpSpec(352, "gelu", bias=True)),
+    )
+    return DecoderSpec(
+        vocab_size=517,
+        hidden=224,
+        layers=tuple(kinds[i % 3] for i in range(layers)),
+        norm=NormSpec(eps=1e-6),
+        max_position=2048,
+        tied=True,
+        final_softcap=25.0,
+    )
+
+
+def fill(model: Decoder) -> Decoder:
+    """Give every parameter its reproducible values."""
+    seed = 1
+    for module in model.modules():
+        if isinstance(module, Loadable):
+            for name, shape in module.expected().items():
+                scale = 1.7 / shape[-1] ** 0.5 if len(shape) > 1 else 0.5
+                module.load(name, uniform(shape, scale, seed) + (len(shape) == 1))
+                seed += 1
+    return model
+
+
+def build(dtype: torch.dtype = torch.bfloat16) -> Decoder:
+    return fill(Decoder(decoder_spec(), Dense(dtype), dtype))
+
+
+def prompt(length: int, seed: int, vocab: int = 517) -> list[int]:
+    return (integers(length, seed) % np.uint64(vocab)).astype(int).tolist()
+
+
+@dataclass
+class Stream:
+    """One sequence: its tokens, how many are in the cache, and its blocks."""
+
+    tokens: list[int]
+    blocks: list[int]
+    done: int = 0
+
+
+class Machine:
+    """A decoder and a cache; runs batches of chunks and keeps nothing else."""
+
+    def __init__(self, model: Decoder, blocks: int = 256, garbage: bool = True) -> None:
+        self.model = model
+        self.kv: KV = []
+        v = 4 // model.dtype.itemsize
+        for layer in model.spec.layers:
+            a = layer.attention
+            dim = -(-a.head_dim // 16) * 16
+            shapes = (
+                (blocks, a.num_kv_heads, BLOCK // 16, dim // v, 16, v),
+                (blocks, a.num_kv_heads, dim // 16, BLOCK // v, 16, v),
+            )
+            value = float("nan") if garbage else 0.0
+            keys, values = (torch.full(s, value, dtype=model.dtype) for s in shapes)
+            self.kv.append((keys, values))
+        # handed out in a scrambled order, so that neighbours in a sequence aren't in memory
+        self.free = [int(i) for i in np.argsort(integers(blocks, 99), kind="stable")]
+
+    def stream(self, tokens: list[int], shared: Stream | None = None, hit: int = 0) -> Stream:
+        """A new sequence; its first `hit` tokens are already in the blocks of `shared`."""
+        need = -(-len(tokens) // BLOCK)
+        blocks = [] if shared is None else shared.blocks[: hit // BLOCK]
+        return Stream(tokens, blocks + [self.free.pop() for _ in range(need - len(blocks))], hit)
+
+    def run(self, chunks: list[tuple[Stream, int]]) -> list[Tensor]:
+        """One step: the next n tokens of each stream; logits [n, V] of each."""
+        tokens, positions, slots, starts, lengths = [], [], [], [0], []
+        for stream, n in chunks:
+            for at in range(stream.done, stream.done + n):
+                tokens.append(stream.tokens[at])
+                positions.append(at)
+                slots.append(stream.blocks[at // BLOCK] * BLOCK + at % BLOCK)
+            stream.done += n
+            starts.append(len(tokens))
+            lengths.append(stream.done)
+        width = max(len(stream.blocks) for stream, _ in chunks)
+        table = [s.blocks + [0] * (width - len(s.blocks)) for s, _ in chunks]
+
+        def ints(x: list[int] | list[list[int]]) -> Tensor:
+            return torch.tensor(x, dtype=torch.int32)
+
+        step = Step(
+            ints(tokens), ints(positions), ints(slots), ints(starts), ints(lengths), ints(table),
+            torch.arange(len(tokens), dtype=torch.int32),
+        )  # fmt: skip
+        with torch.inference_mode():
+            logits = self.model(step, self.kv)
+        return list(logits.split([n for _, n in chunks]))
+
+
+def alone(model: Decoder, tokens: list[int], chunk: int | None = None) -> Tensor:
+    """Logits [T, V] of one sequence by itself, in chunks."""
+    machine = Machine(model)
+    stream = machine.stream(tokens)
+    size = chunk or len(tokens)
+    parts = []
+    while stream.done < len(tokens):
+        parts += machine.run([(stream, min(size, len(tokens) - stream.done))])
+    return torch.cat(parts)
+
+
+def digest(logits: Tensor) -> str:
+    return hashlib.sha256(logits.contiguous().numpy().tobytes()).hexdigest()

@@ -1,0 +1,132 @@
+"""Promise 2: a sequence's logits are the same bits however it is run."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from penstock.kernels import native
+from penstock.nn import Decoder
+
+from .bits import Machine, alone, build, digest, prompt
+
+pytestmark = pytest.mark.skipif(native.handle is None, reason=f"no native kernels: {native.reason}")
+
+GOLDEN = {
+    torch.bfloat16: "c7d9ff94dec420fdbbbcafad4d359c00b17d0948584057e9c99fcea1e55304fe",
+    torch.float32: "b803793e0c1079fd2b8346c4ede8af6afb18b75ae38e053ae03a91fdbecd8712",
+}
+"""sha256 of the logits of `prompt(300, 7)`: every machine and instruction set gives these."""
+
+
+@pytest.fixture(scope="module", params=[torch.bfloat16, torch.float32], ids=str)
+def model(request: pytest.FixtureRequest) -> Decoder:
+    return build(request.param)
+
+
+@pytest.fixture
+def restore() -> Iterator[None]:
+    isa, threads = native.isa, torch.get_num_threads()
+    yield
+    native.select_isa(isa)
+    torch.set_num_threads(threads)
+
+
+@pytest.mark.parametrize("chunk", [1, 7, 64])
+def test_chunks(model: Decoder, chunk: int) -> None:
+    tokens = prompt(300, 7)
+    assert torch.equal(alone(model, tokens, chunk), alone(model, tokens))
+
+
+def test_in_a_batch_of_17(model: Decoder) -> None:
+    """Prompts of all lengths, in chunks of all sizes, prefill and decode mixed in every step."""
+    machine = Machine(model)
+    lengths = [300, 1, 2, 3, 31, 32, 33, 64, 65, 100, 255, 256, 257, 270, 17, 16, 15]
+    streams = [machine.stream(prompt(n, 7 + i)) for i, n in enumerate(lengths)]
+    got: list[list[torch.Tensor]] = [[] for _ in streams]
+    sizes = [1, 2, 3, 5, 8, 13, 21, 34, 55, 89]
+    turn = 0
+    while any(s.done < len(s.tokens) for s in streams):
+        batch = []
+        for i, s in enumerate(streams):
+            left = len(s.tokens) - s.done
+            if left:
+                batch.append((i, min(left, sizes[(turn + i) % len(sizes)])))
+        logits = machine.run([(streams[i], n) for i, n in batch])
+        for (i, _), rows in zip(batch, logits, strict=True):
+            got[i].append(rows)
+        turn += 1
+    for s, parts in zip(streams, got, strict=True):
+        assert torch.equal(torch.cat(parts), alone(model, s.tokens))
+
+
+def test_one_row_and_a_thousand(model: Decoder) -> None:
+    machine = Machine(model)
+    streams = [machine.stream(prompt(40, 100 + i)) for i in range(25)]
+    many = machine.run([(s, 40) for s in streams])
+    for s, rows in zip(streams, many, strict=True):
+        assert torch.equal(rows, alone(model, s.tokens, 1))
+
+
+def test_prefix_hit(model: Decoder) -> None:
+    tokens = prompt(300, 7)
+    machine = Machine(model)
+    first = machine.stream(tokens)
+    machine.run([(first, 300)])
+    second = machine.stream(tokens, shared=first, hit=256)
+    (rows,) = machine.run([(second, 44)])
+    assert torch.equal(rows, alone(model, tokens)[256:])
+
+
+def test_recomputed_after_preemption(model: Decoder) -> None:
+    """The blocks are lost, others write there, and the sequence starts over elsewhere."""
+    tokens = prompt(200, 7)
+    machine = Machine(model, blocks=40)
+    victim = machine.stream(tokens)
+    machine.run([(victim, 150)])
+    machine.free += victim.blocks
+    other = machine.stream(prompt(200, 8))
+    machine.run([(other, 200)])
+    again = machine.stream(tokens)
+    rows = machine.run([(again, 150)]) + machine.run(
+        [
+            (again, 50),
+        ]
+    )
+    assert torch.equal(torch.cat(rows), alone(model, tokens))
+
+
+@pytest.mark.usefixtures("restore")
+@pytest.mark.parametrize("threads", [1, 3])
+def test_threads(model: Decoder, threads: int) -> None:
+    tokens = prompt(300, 7)
+    torch.set_num_threads(2)
+    want = alone(model, tokens, 64)
+    torch.set_num_threads(threads)
+    assert torch.equal(alone(model, tokens, 64), want)
+    assert torch.equal(alone(model, tokens[:40], 1), want[:40])
+
+
+@pytest.mark.usefixtures("restore")
+@pytest.mark.parametrize("isa", native.available_isas())
+def test_every_instruction_set_gives_the_golden_bits(model: Decoder, isa: str) -> None:
+    native.select_isa(isa)
+    whole = alone(model, prompt(300, 7))
+    assert whole.isfinite().all()
+    assert digest(whole) == GOLDEN[model.dtype]
+    assert torch.equal(alone(model, prompt(300, 7), 5), whole)
+
+
+def test_poison_stays_in_its_own_sequence(model: Decoder) -> None:
+    """A NaN in one sequence's cache reaches no other, not even through recycled blocks."""
+    machine = Machine(model, blocks=20)
+    tokens = prompt(70, 7)
+    sick, well = machine.stream(prompt(70, 8)), machine.stream(tokens)
+    for keys, values in machine.kv:
+        keys[sick.blocks[0]], values[sick.blocks[0]] = float("nan"), float("nan")
+    sick.done = 40
+    bad, good = machine.run([(sick, 30), (well, 70)])
+    assert bad.isnan().any()
+    assert torch.equal(good, alone(model, tokens))
