@@ -44,7 +44,8 @@ def randn(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Ten
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("rows", [1, 2, 3, 4, 5, 7, 17, 64, 129])
 @pytest.mark.parametrize(
-    ("k", "n", "bias"), [(32, 16, True), (64, 100, False), (172, 64, True), (100, 7, True)]
+    ("k", "n", "bias"),
+    [(32, 16, True), (64, 100, False), (172, 64, True), (100, 7, True), (1000, 50, False)],
 )
 @pytest.mark.usefixtures("isa")
 def test_linear(dtype: torch.dtype, rows: int, k: int, n: int, bias: bool) -> None:
