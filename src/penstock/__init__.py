@@ -1,3 +1,34 @@
 """Penstock: an LLM inference engine that knows its floor."""
 
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from penstock.engine import LLM, AsyncLLM, CompletionOutput, RequestMetrics, RequestOutput
+    from penstock.errors import PenstockError
+    from penstock.sampling import SamplingParams
+
 __version__ = "0.1.0"
+
+__all__ = [
+    "LLM",
+    "AsyncLLM",
+    "CompletionOutput",
+    "PenstockError",
+    "RequestMetrics",
+    "RequestOutput",
+    "SamplingParams",
+    "__version__",
+]
+
+_HOMES = {"PenstockError": "penstock.errors", "SamplingParams": "penstock.sampling"}
+
+
+def __getattr__(name: str) -> Any:
+    """Public names load on first use: `penstock --help` needn't wait for torch."""
+    if name not in __all__:
+        raise AttributeError(f"module 'penstock' has no attribute {name!r}")
+    import importlib
+
+    return getattr(importlib.import_module(_HOMES.get(name, "penstock.engine")), name)

@@ -1,0 +1,7 @@
+"""The key-value cache: who holds which block, what is in it, and how it lies in memory."""
+
+from penstock.cache.blocks import BlockPool
+from penstock.cache.layouts import PagedLayout, copy_blocks
+from penstock.cache.prefix_tree import Node, PrefixTree
+
+__all__ = ["BlockPool", "Node", "PagedLayout", "PrefixTree", "copy_blocks"]

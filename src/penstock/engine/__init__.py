@@ -1,0 +1,16 @@
+"""The engine: requests, scheduling, batching, and the Python interface."""
+
+from penstock.engine.async_llm import AsyncLLM
+from penstock.engine.engine import Engine, StepTimes
+from penstock.engine.llm import LLM
+from penstock.engine.outputs import CompletionOutput, RequestMetrics, RequestOutput
+
+__all__ = [
+    "LLM",
+    "AsyncLLM",
+    "CompletionOutput",
+    "Engine",
+    "RequestMetrics",
+    "RequestOutput",
+    "StepTimes",
+]

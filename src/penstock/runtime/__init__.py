@@ -1,0 +1,7 @@
+"""Where a model meets its cache: loading, sizing, running."""
+
+from penstock.runtime.loader import Runtime, load_runtime
+from penstock.runtime.memory import plan_blocks
+from penstock.runtime.runner import Forward, Runner
+
+__all__ = ["Forward", "Runner", "Runtime", "load_runtime", "plan_blocks"]

@@ -1,0 +1,89 @@
+"""Which full blocks of tokens are in the cache, as a tree.
+
+A node is one block: its key is the block's tokens, its parent the block before it, so the path
+from a root says everything that the keys and values depend on. Roots are kept apart by a salt
+(an adapter, a user).
+Source: Zheng et al. 2023, arXiv:2312.07104 (RadixAttention).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+
+from penstock.cache.blocks import BlockPool
+
+Key = tuple[int, ...]
+
+
+class Node:
+    """One cached block, or a root (block −1)."""
+
+    __slots__ = ("block", "children", "key", "parent")
+
+    def __init__(self, block: int, key: Key, parent: Node | None) -> None:
+        self.block = block
+        self.key = key
+        self.parent = parent
+        self.children: dict[Key, Node] = {}
+
+
+class PrefixTree:
+    """Finds the longest cached prefix of a prompt."""
+
+    def __init__(self, pool: BlockPool, block_size: int) -> None:
+        self._pool = pool
+        self._block_size = block_size
+        self._roots: dict[Hashable, Node] = {}
+        self._nodes: dict[int, Node] = {}
+        self.tokens_asked = 0
+        self.tokens_hit = 0
+        pool.on_evict = self._evict
+
+    def root(self, salt: Hashable = None) -> Node:
+        """Where every sequence with this salt starts."""
+        return self._roots.setdefault(salt, Node(-1, (), None))
+
+    def match(self, tokens: Sequence[int], salt: Hashable = None) -> list[Node]:
+        """The nodes of the longest cached prefix; their blocks are not yet held.
+
+        The last token is never part of it: its logits are wanted, so it must be computed.
+        """
+        node = self.root(salt)
+        found = []
+        for start in range(0, len(tokens) - self._block_size, self._block_size):
+            child = node.children.get(tuple(tokens[start : start + self._block_size]))
+            if child is None:
+                break
+            found.append(child)
+            node = child
+        return found
+
+    def count(self, asked: int, hit: int) -> None:
+        """Take one prompt's lookup into the hit rate."""
+        self.tokens_asked += asked
+        self.tokens_hit += hit
+
+    @property
+    def hit_rate(self) -> float:
+        """Share of all prompt tokens that were found in the cache."""
+        return self.tokens_hit / self.tokens_asked if self.tokens_asked else 0.0
+
+    def insert(self, parent: Node, tokens: Sequence[int], block: int) -> Node:
+        """The node of `tokens` after `parent`: a new one with `block`, or the one that is there.
+
+        When another block already holds the same tokens, the caller should hold that one instead:
+        their contents are equal, bit for bit.
+        """
+        key = tuple(tokens)
+        node = parent.children.get(key)
+        if node is None:
+            node = parent.children[key] = Node(block, key, parent)
+            self._nodes[block] = node
+            self._pool.keep(block)
+        return node
+
+    def _evict(self, block: int) -> None:
+        node = self._nodes.pop(block)
+        assert not node.children  # a continuation is always given up before
+        assert node.parent is not None  # roots have no block
+        del node.parent.children[node.key]

@@ -1,0 +1,195 @@
+"""`AsyncLLM`: requests that come and go while one engine thread steps."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import threading
+from collections import deque
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from typing import Any
+
+from penstock.config import DEFAULT_MODEL, EngineConfig
+from penstock.engine.engine import Engine
+from penstock.engine.outputs import RequestOutput
+from penstock.engine.prompts import Prompt, default_params, encode
+from penstock.errors import EngineDeadError
+from penstock.models.weights import Progress
+from penstock.runtime import Runtime, load_runtime
+from penstock.sampling import SamplingParams
+from penstock.tokenizer import Tokenizer
+
+Item = RequestOutput | BaseException
+Command = Callable[[], None]
+
+
+class _Stream:
+    """One request's way back to its event loop."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self.loop = loop
+        self.queue: asyncio.Queue[Item] = asyncio.Queue()
+
+
+class AsyncLLM:
+    """The engine behind an asyncio interface; arguments as for `LLM`."""
+
+    def __init__(
+        self,
+        model: str | Path = DEFAULT_MODEL,
+        *,
+        progress: Progress | None = None,
+        runtime: Runtime | None = None,
+        **kwargs: Any,
+    ) -> None:
+        self.config = EngineConfig.of(model=model, **kwargs)
+        self.runtime = runtime or load_runtime(self.config, progress)
+        self.engine = Engine(self.config, self.runtime)
+        self._streams: dict[str, _Stream] = {}  # engine thread only
+        self._commands: deque[Command] = deque()
+        self._wake = threading.Condition()
+        self._stopping = False
+        self._death: BaseException | None = None
+        self._ids = itertools.count()
+        self._thread = threading.Thread(target=self._loop, name="penstock-engine", daemon=True)
+        self._thread.start()
+
+    # ── the caller's side ────────────────────────────────────────────────────────────────────
+
+    async def generate(
+        self,
+        prompt: Prompt,
+        sampling_params: SamplingParams | None = None,
+        request_id: str | None = None,
+    ) -> AsyncIterator[RequestOutput]:
+        """Outputs so far, after every step, until the last has `finished`.
+
+        Leaving the loop early, or cancelling its task, ends the request and frees its blocks.
+        """
+        params = sampling_params or default_params(self.runtime.model.generation)
+        text, tokens = encode(prompt, self.runtime.tokenizer)
+        name = request_id if request_id is not None else f"request-{next(self._ids)}"
+        stream = _Stream(asyncio.get_running_loop())
+        self._send(lambda: self._add(name, tokens, params, text, stream))
+        finished = False
+        try:
+            while not finished:
+                item = await stream.queue.get()
+                if isinstance(item, BaseException):
+                    finished = True
+                    raise item
+                while not stream.queue.empty():  # a slow reader gets the newest only
+                    newer = stream.queue.get_nowait()
+                    if isinstance(newer, BaseException):
+                        finished = True
+                        raise newer
+                    item = newer
+                finished = item.finished
+                yield item
+        finally:
+            if not finished:
+                self._send(lambda: self._drop(name, stream))
+
+    async def abort(self, request_id: str) -> None:
+        """End a request; its stream ends with finish_reason "abort"."""
+        self._send(lambda: self.engine.abort(request_id))
+
+    def get_tokenizer(self) -> Tokenizer | None:
+        """The model's tokenizer, or None with `skip_tokenizer_init`."""
+        return self.runtime.tokenizer
+
+    def stats(self) -> dict[str, Any]:
+        """Counters of the engine, as of its last step."""
+        return self.engine.stats()
+
+    def shutdown(self) -> None:
+        """Stop the engine thread; requests that still run end with EngineDeadError."""
+        with self._wake:
+            self._stopping = True
+            self._wake.notify()
+        if threading.current_thread() is not self._thread:
+            self._thread.join()
+
+    def _send(self, command: Command) -> None:
+        with self._wake:
+            if self._death is not None or self._stopping:
+                raise EngineDeadError("The engine has stopped.") from self._death
+            self._commands.append(command)
+            self._wake.notify()
+
+    # ── the engine's thread ──────────────────────────────────────────────────────────────────
+
+    def _loop(self) -> None:
+        try:
+            while self._take_commands():
+                if self.engine.has_unfinished:
+                    self._deliver(self.engine.step())
+            self._bury(EngineDeadError("The engine was shut down."))
+        except BaseException as error:
+            self._bury(error)
+            if not isinstance(error, Exception):
+                raise
+
+    def _take_commands(self) -> bool:
+        """Run what callers have sent, waiting for it when there is nothing else to do."""
+        with self._wake:
+            while not (self._commands or self._stopping or self.engine.has_unfinished):
+                self._wake.wait()
+            commands, self._commands = self._commands, deque()
+            stopping = self._stopping
+        for command in commands:
+            command()
+        return not stopping
+
+    def _add(
+        self,
+        name: str,
+        tokens: Any,
+        params: SamplingParams,
+        text: str | None,
+        stream: _Stream,
+    ) -> None:
+        try:
+            self.engine.add_request(name, tokens, params, prompt=text, stream=True)
+        except Exception as error:  # one request's fault, whatever it is: its caller gets it
+            _put(stream.loop, [(stream, error)])
+        else:
+            self._streams[name] = stream
+
+    def _drop(self, name: str, stream: _Stream) -> None:
+        if self._streams.get(name) is stream:
+            del self._streams[name]
+            self.engine.abort(name)
+
+    def _deliver(self, outputs: list[RequestOutput]) -> None:
+        """One wake-up per event loop and step, however many outputs it gets."""
+        by_loop: dict[asyncio.AbstractEventLoop, list[tuple[_Stream, Item]]] = {}
+        for output in outputs:
+            name = output.request_id
+            stream = self._streams.pop(name, None) if output.finished else self._streams.get(name)
+            if stream is not None:
+                by_loop.setdefault(stream.loop, []).append((stream, output))
+        for loop, items in by_loop.items():
+            _put(loop, items)
+
+    def _bury(self, error: BaseException) -> None:
+        with self._wake:
+            self._death = error
+            commands, self._commands = self._commands, deque()
+        for command in commands:  # requests that arrived too late: they get a stream to fail
+            command()
+        for stream in self._streams.values():
+            death = EngineDeadError(f"The engine has stopped: {error}")
+            death.__cause__ = error
+            _put(stream.loop, [(stream, death)])
+        self._streams.clear()
+
+
+def _put(loop: asyncio.AbstractEventLoop, items: list[tuple[_Stream, Item]]) -> None:
+    def deliver() -> None:
+        for stream, item in items:
+            stream.queue.put_nowait(item)
+
+    if not loop.is_closed():
+        loop.call_soon_threadsafe(deliver)

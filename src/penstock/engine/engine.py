@@ -1,0 +1,356 @@
+"""The loop: schedule → batch → forward → sample → apply."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, fields
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from penstock.cache import BlockPool, PrefixTree
+from penstock.config import EngineConfig
+from penstock.engine.batch import Batch, build
+from penstock.engine.outputs import RequestMetrics, RequestOutput
+from penstock.engine.request import Request, Sequence, Status
+from penstock.engine.scheduler import Plan, Scheduler
+from penstock.errors import InvalidPromptError, PenstockError, RequestError
+from penstock.runtime import Runtime
+from penstock.sampling import (
+    Sampled,
+    Sampler,
+    SamplingParams,
+    SequenceSampling,
+    TokenLogprobs,
+    prompt_logprobs,
+)
+from penstock.tokenizer import IncrementalDetokenizer
+
+logger = logging.getLogger("penstock")
+
+
+@dataclass(slots=True)
+class StepTimes:
+    """Where the engine's time went, in seconds, summed over its steps."""
+
+    steps: int = 0
+    schedule_s: float = 0.0
+    batch_s: float = 0.0
+    forward_s: float = 0.0
+    sample_s: float = 0.0
+    output_s: float = 0.0
+
+    def since(self, before: StepTimes) -> StepTimes:
+        """The part that was added after `before` was copied."""
+        return StepTimes(*(getattr(self, f.name) - getattr(before, f.name) for f in fields(self)))
+
+
+class Engine:
+    """Requests in, outputs out, one step at a time. Not thread-safe: one thread steps it."""
+
+    def __init__(self, config: EngineConfig, runtime: Runtime) -> None:
+        self.config = config
+        self.runtime = runtime
+        self.vocab_size = runtime.model.spec.decoder.vocab_size
+        self.max_model_len = runtime.model.max_model_len
+        self.pool = BlockPool(runtime.num_blocks)
+        block_size = runtime.layout.block_size
+        caching = config.cache.enable_prefix_caching
+        self.tree = PrefixTree(self.pool, block_size) if caching else None
+        self.scheduler = Scheduler(
+            config.scheduler, self.pool, self.tree, block_size, self.max_model_len
+        )
+        self.sampler = Sampler(self.vocab_size)
+        self.requests: dict[str, Request] = {}
+        self.times = StepTimes()
+        self._eos = frozenset(runtime.model.eos_token_ids)
+        self._arrivals = 0
+        self._seeds = np.random.default_rng(config.model.seed)
+        self._ended: list[Request] = []  # outside of a step
+
+    # ── requests ─────────────────────────────────────────────────────────────────────────────
+
+    def add_request(
+        self,
+        request_id: str,
+        prompt_token_ids: Seq[int],
+        params: SamplingParams,
+        *,
+        prompt: str | None = None,
+        stream: bool = False,
+        arrival_time: float | None = None,
+    ) -> None:
+        """Queue a request.
+
+        stream: `step` returns an output for it after every token, not only the last.
+        Raises RequestError or OutOfCacheError; nothing is queued then.
+        """
+        if request_id in self.requests:
+            raise RequestError(f"Request id {request_id!r} is already in use.")
+        tokens = self._checked(prompt_token_ids)
+        if params.stop_strings and self.runtime.tokenizer is None:
+            raise RequestError("Stop strings need a tokenizer, but skip_tokenizer_init is set.")
+        request = Request(
+            request_id=request_id,
+            prompt=prompt,
+            prompt_token_ids=tokens,
+            params=params,
+            arrival=self._arrivals,
+            stream=stream,
+            metrics=RequestMetrics(arrival_time or time.monotonic()),
+        )
+        if params.prompt_logprobs is not None:
+            request.prompt_logprobs = [None]
+        seed = params.seed if params.seed is not None else int(self._seeds.integers(1 << 63))
+        request.sequences = [self._sequence(request, i, seed) for i in range(params.n)]
+        self.scheduler.add(request)
+        self._arrivals += 1
+        self.requests[request_id] = request
+
+    def _sequence(self, request: Request, index: int, seed: int) -> Sequence:
+        params, tokens = request.params, request.prompt_token_ids
+        detokenizer = None
+        if self.runtime.tokenizer is not None and params.detokenize:
+            detokenizer = IncrementalDetokenizer(
+                self.runtime.tokenizer,
+                prompt_ids=tokens,
+                skip_special_tokens=params.skip_special_tokens,
+                stop=params.stop_strings,
+                include_stop_str_in_output=params.include_stop_str_in_output,
+            )
+        return Sequence(
+            request=request,
+            index=index,
+            tokens=list(tokens),
+            sampling=SequenceSampling(params, tokens, self.vocab_size, seed, self._eos, index),
+            detokenizer=detokenizer,
+            logprobs=None if params.logprobs is None else [],
+        )
+
+    def _checked(self, prompt: Seq[int]) -> list[int]:
+        try:
+            tokens = np.asarray(prompt)
+        except (ValueError, OverflowError) as error:
+            raise InvalidPromptError(f"A prompt must be a list of token ids: {error}.") from error
+        if tokens.size == 0:
+            raise InvalidPromptError("The prompt is empty. Give at least one token.")
+        if tokens.ndim != 1 or tokens.dtype.kind not in "iu":
+            raise InvalidPromptError(
+                f"A prompt must be a flat list of integer token ids, not {tokens.dtype} of shape "
+                f"{list(tokens.shape)}."
+            )
+        if len(tokens) >= self.max_model_len:
+            raise InvalidPromptError(
+                f"The prompt has {len(tokens)} tokens, but with at least one to generate only "
+                f"{self.max_model_len - 1} fit into max_model_len={self.max_model_len}. Shorten it."
+            )
+        outside = tokens[(tokens < 0) | (tokens >= self.vocab_size)]
+        if len(outside):
+            raise InvalidPromptError(
+                f"Token id {outside[0]} is outside the vocabulary of {self.vocab_size}."
+            )
+        ids: list[int] = tokens.tolist()
+        return ids
+
+    def abort(self, request_id: str) -> None:
+        """End a request now and free what it holds; unknown ids are ignored (it has ended)."""
+        request = self.requests.get(request_id)
+        if request is not None:
+            self._end(request, "abort")
+            self._ended.append(request)
+
+    def _end(self, request: Request, reason: str) -> None:
+        """Finish every sequence that hasn't yet, for one reason."""
+        for sequence in request.sequences:
+            if sequence.status is not Status.FINISHED:
+                self._finish(sequence, reason)
+        self._close(request)
+
+    def _finish(self, sequence: Sequence, reason: str, stop: int | str | None = None) -> None:
+        sequence.finish_reason, sequence.stop_reason = reason, stop
+        if sequence.detokenizer is not None:
+            sequence.detokenizer.finish()
+        self.scheduler.finish(sequence)
+
+    def _close(self, request: Request) -> None:
+        request.metrics.finished_time = time.monotonic()
+        self.requests.pop(request.request_id, None)
+
+    def _fail(self, request: Request, error: Exception) -> None:
+        logger.warning("Request %s failed: %s", request.request_id, error)
+        request.error = error
+        self._end(request, "error")
+
+    @property
+    def has_unfinished(self) -> bool:
+        """Whether `step` still has something to do or to return."""
+        return bool(self.requests or self._ended)
+
+    # ── one step ─────────────────────────────────────────────────────────────────────────────
+
+    def step(self) -> list[RequestOutput]:
+        """Advance every scheduled sequence; outputs of streaming and of ended requests."""
+        t0 = time.perf_counter()
+        plan = self.scheduler.schedule()
+        t1 = time.perf_counter()
+        touched: dict[str, Request] = {}
+        if plan.parts:
+            batch = build(plan, self.scheduler.table, self.scheduler.block_size)
+            t2 = time.perf_counter()
+            logits = self._forward(plan, batch, touched)
+            t3 = time.perf_counter()
+            if logits is not None:
+                sampled = self._sample(batch, logits)
+                t4 = time.perf_counter()
+                self._apply(plan, batch, sampled, touched)
+                self._count_times(t0, t1, t2, t3, t4)
+        ended, self._ended = self._ended, []
+        touched |= {r.request_id: r for r in ended}
+        return [r.output() for r in touched.values() if r.stream or r.finished]
+
+    def _count_times(self, t0: float, t1: float, t2: float, t3: float, t4: float) -> None:
+        times = self.times
+        times.steps += 1
+        times.schedule_s += t1 - t0
+        times.batch_s += t2 - t1
+        times.forward_s += t3 - t2
+        times.sample_s += t4 - t3
+        times.output_s += time.perf_counter() - t4
+
+    def _forward(self, plan: Plan, batch: Batch, touched: dict[str, Request]) -> Tensor | None:
+        """Logits of the step, or None when it raised and its sequences ran one by one instead."""
+        try:
+            return self.runtime.runner.forward(batch.step, plan.copies)
+        except (RuntimeError, ValueError, IndexError, PenstockError) as error:
+            if len(plan.parts) == 1:
+                self._poisoned(plan.parts[0][0].request, error, touched)
+                return None
+            logger.warning("A step of %d sequences raised: %s", len(plan.parts), error)
+        # the copies are repeated with each: they are the same bytes
+        for part in plan.parts:
+            sequence = part[0]
+            if sequence.status is not Status.RUNNING:
+                continue  # its request has failed already
+            alone = Plan([part], plan.copies)
+            single = build(alone, self.scheduler.table, self.scheduler.block_size)
+            logits = self._forward(alone, single, touched)
+            if logits is not None:
+                self._apply(alone, single, self._sample(single, logits), touched)
+        return None
+
+    def _poisoned(self, request: Request, error: Exception, touched: dict[str, Request]) -> None:
+        self._fail(request, error)
+        touched[request.request_id] = request
+
+    def _sample(self, batch: Batch, logits: Tensor) -> Sampled:
+        for sequence, first, count in batch.prompt_rows:
+            self._read_prompt(sequence, logits[first : first + count])
+        rows = [s.sampling for s in batch.sampled]
+        if len(rows) != logits.shape[0] or batch.logit_rows != list(range(len(rows))):
+            logits = logits.index_select(0, torch.tensor(batch.logit_rows, dtype=torch.int64))
+        return self.sampler(logits, rows)
+
+    def _read_prompt(self, sequence: Sequence, logits: Tensor) -> None:
+        """Log-probabilities of the prompt tokens that follow these rows."""
+        request = sequence.request
+        assert request.prompt_logprobs is not None  # batch.build checked
+        first = sequence.num_computed + 1
+        # a recomputed prompt (after preemption) is read again from its start
+        del request.prompt_logprobs[first:]
+        next_ids = sequence.tokens[first : min(first + len(logits), sequence.num_prompt)]
+        k = request.params.prompt_logprobs
+        if next_ids and k is not None:
+            found = prompt_logprobs(logits[: len(next_ids)], torch.tensor(next_ids), k)
+            for entry in found:
+                self._name(entry)
+            request.prompt_logprobs += found
+
+    def _apply(
+        self, plan: Plan, batch: Batch, sampled: Sampled, touched: dict[str, Request]
+    ) -> None:
+        now = time.monotonic()
+        for sequence, count in plan.parts:
+            metrics = sequence.request.metrics
+            if metrics.first_scheduled_time is None:
+                metrics.first_scheduled_time = now
+            self.scheduler.computed(sequence, count)
+        for sequence in batch.sampled:
+            if sequence.status is Status.FORKING:
+                self.scheduler.fork(sequence.request.sequences[0])
+        for row, sequence in enumerate(batch.sampled):
+            request = sequence.request
+            touched[request.request_id] = request
+            if sequence.status is not Status.RUNNING:
+                continue  # another sample of its request failed in this step
+            if row in sampled.errors:
+                self._fail(request, RequestError(sampled.errors[row]))
+                continue
+            if sequence.index == 0:
+                request.metrics.token_times.append(now)
+            try:
+                self._take(sequence, sampled.token_ids[row], sampled.logprobs[row])
+            except (PenstockError, ValueError, KeyError) as error:
+                self._fail(request, error)
+        for request in touched.values():
+            if request.finished and request.request_id in self.requests:
+                self._close(request)
+
+    def _take(self, sequence: Sequence, token: int, logprobs: TokenLogprobs | None) -> None:
+        """Append a sampled token and see whether the sequence ends with it."""
+        params = sequence.request.params
+        sequence.tokens.append(token)
+        sequence.sampling.append(token)
+        if logprobs is not None and sequence.logprobs is not None:
+            self._name(logprobs)
+            sequence.logprobs.append(logprobs)
+            sequence.cumulative_logprob += logprobs[token].logprob
+        count = sequence.num_output
+        if count >= params.min_tokens:
+            if token in params.stop_ids:
+                self._show_stop(sequence, token)
+                return self._finish(sequence, "stop", token)
+            if token in self._eos and not params.ignore_eos:
+                return self._finish(sequence, "stop")
+        detokenizer = sequence.detokenizer
+        if detokenizer is not None:
+            detokenizer.append((token,))
+            if detokenizer.stop_reason is not None:
+                return self._finish(sequence, "stop", detokenizer.stop_reason)
+        if count == params.max_tokens or len(sequence.tokens) >= self.max_model_len:
+            self._finish(sequence, "length")
+        return None
+
+    def _show_stop(self, sequence: Sequence, token: int) -> None:
+        if sequence.detokenizer and sequence.request.params.include_stop_str_in_output:
+            sequence.detokenizer.append((token,))
+
+    def _name(self, logprobs: TokenLogprobs) -> None:
+        """Fill in what each token looks like."""
+        tokenizer = self.runtime.tokenizer
+        if tokenizer is not None:
+            for token, entry in logprobs.items():
+                entry.decoded_token = tokenizer.decode([token], skip_special_tokens=False)
+
+    # ── state ────────────────────────────────────────────────────────────────────────────────
+
+    def stats(self) -> dict[str, Any]:
+        """Counters of the engine as it stands."""
+        return {
+            "requests": len(self.requests),
+            "running": len(self.scheduler.running),
+            "waiting": len(self.scheduler.waiting),
+            "blocks": self.pool.num_blocks,
+            "used_blocks": self.pool.num_used,
+            "cached_blocks": self.pool.num_idle,
+            "prefix_hit_rate": self.tree.hit_rate if self.tree else 0.0,
+            "preemptions": self.scheduler.num_preemptions,
+            "steps": self.times.steps,
+        }
+
+    def reset_prefix_cache(self) -> None:
+        """Forget what is cached and not in use."""
+        self.pool.forget()

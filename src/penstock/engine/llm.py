@@ -1,0 +1,178 @@
+"""`LLM`: generate for lists of prompts, in the calling thread."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from penstock.config import DEFAULT_MODEL, EngineConfig
+from penstock.engine.engine import Engine
+from penstock.engine.outputs import RequestOutput
+from penstock.engine.prompts import Prompt, default_params, encode, encode_chat, split
+from penstock.errors import ConfigError, TokenizerError
+from penstock.models.weights import Progress
+from penstock.runtime import load_runtime
+from penstock.sampling import SamplingParams
+from penstock.tokenizer import Tokenizer
+
+
+class LLM:
+    """A model and its engine.
+
+    model: a folder, a hub id, or nothing for the embedded model. Further arguments are those of
+    `penstock.config` by name: dtype, max_model_len, max_num_seqs, max_num_batched_tokens,
+    block_size, num_gpu_blocks_override, enable_prefix_caching, skip_tokenizer_init, seed, …
+    An unknown one is an error.
+    """
+
+    def __init__(
+        self,
+        model: str | Path = DEFAULT_MODEL,
+        *,
+        progress: Progress | None = None,
+        **kwargs: Any,
+    ) -> None:
+        self.config = EngineConfig.of(model=model, **kwargs)
+        self.runtime = load_runtime(self.config, progress)
+        self.engine = Engine(self.config, self.runtime)
+        self._count = 0
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        use_tqdm: bool = False,
+    ) -> list[RequestOutput]:
+        """Complete one prompt or several; outputs in their order.
+
+        A prompt is a text, a list of token ids, or a dictionary with `prompt` or
+        `prompt_token_ids`. Every prompt is checked before any is run. Ctrl-C ends the requests
+        and leaves the engine ready for others.
+        """
+        items = split(prompts)
+        params = self._params_for(sampling_params, len(items))
+        tokenizer = self.runtime.tokenizer
+        encoded = [encode(item, tokenizer) for item in items]
+        ids: list[str] = []
+        try:
+            for (text, tokens), p in zip(encoded, params, strict=True):
+                request_id = str(self._count)
+                self.engine.add_request(request_id, tokens, p, prompt=text)
+                self._count += 1
+                ids.append(request_id)
+            return self._run(ids, use_tqdm)
+        except BaseException:
+            for request_id in ids:
+                self.engine.abort(request_id)
+            self.engine.step()  # hands out what was ended, to nobody
+            raise
+
+    def chat(
+        self,
+        messages: Sequence[Mapping[str, Any]] | Sequence[Sequence[Mapping[str, Any]]],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        chat_template: str | None = None,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        use_tqdm: bool = False,
+    ) -> list[RequestOutput]:
+        """Answer one conversation, or several, through the model's chat template."""
+        single = not messages or isinstance(messages[0], Mapping)
+        conversations: Any = [messages] if single else messages
+        prompts: list[Prompt] = [
+            encode_chat(
+                conversation,
+                self.get_tokenizer(),
+                tools=tools,
+                add_generation_prompt=add_generation_prompt,
+                continue_final_message=continue_final_message,
+                chat_template=chat_template,
+                **(chat_template_kwargs or {}),
+            )
+            for conversation in conversations
+        ]
+        return self.generate(prompts, sampling_params, use_tqdm=use_tqdm)
+
+    def get_tokenizer(self) -> Tokenizer:
+        """The model's tokenizer; an error where `skip_tokenizer_init` is set."""
+        if self.runtime.tokenizer is None:
+            raise TokenizerError("There is no tokenizer: skip_tokenizer_init is set.")
+        return self.runtime.tokenizer
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """What `generate` uses without sampling parameters: the checkpoint's own suggestion."""
+        return default_params(self.runtime.model.generation)
+
+    def stats(self) -> dict[str, Any]:
+        """Blocks, prefix hit rate, preemptions, steps."""
+        return self.engine.stats()
+
+    def _params_for(
+        self, given: SamplingParams | Sequence[SamplingParams] | None, count: int
+    ) -> list[SamplingParams]:
+        if given is None:
+            return [self.get_default_sampling_params()] * count
+        if isinstance(given, SamplingParams):
+            return [given] * count
+        if len(given) != count:
+            raise ConfigError(f"{len(given)} sampling parameters for {count} prompts.")
+        return list(given)
+
+    def _run(self, ids: list[str], show: bool) -> list[RequestOutput]:
+        done: dict[str, RequestOutput] = {}
+        with interrupt_between_steps() as check, _bar(len(ids), show) as advance:
+            while len(done) < len(ids):
+                for output in self.engine.step():
+                    done[output.request_id] = output
+                    advance()
+                check()
+        return [done[request_id] for request_id in ids]
+
+
+@contextmanager
+def interrupt_between_steps() -> Iterator[Any]:
+    """Let Ctrl-C wait for the end of a step: the yielded function raises KeyboardInterrupt then.
+
+    A second Ctrl-C doesn't wait.
+    """
+    pressed = False
+
+    def note(number: int, frame: object) -> None:
+        nonlocal pressed
+        if pressed:
+            raise KeyboardInterrupt
+        pressed = True
+
+    def check() -> None:
+        if pressed:
+            raise KeyboardInterrupt
+
+    in_main = threading.current_thread() is threading.main_thread()
+    if not in_main or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
+        yield check  # somebody else's handler stays
+        return
+    signal.signal(signal.SIGINT, note)
+    try:
+        yield check
+    finally:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@contextmanager
+def _bar(total: int, show: bool) -> Iterator[Any]:
+    if not show:
+        yield lambda: None
+        return
+    from rich.progress import Progress as Bars
+
+    with Bars(transient=True) as bars:
+        task = bars.add_task("Requests", total=total)
+        yield lambda: bars.advance(task)

@@ -1,0 +1,104 @@
+"""A request, and the sequences that answer it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum, auto
+
+from penstock.cache import Node
+from penstock.engine.outputs import CompletionOutput, RequestMetrics, RequestOutput
+from penstock.sampling import SamplingParams, SequenceSampling, TokenLogprobs
+from penstock.tokenizer import IncrementalDetokenizer
+
+
+class Status(Enum):
+    """Where a sequence is."""
+
+    WAITING = auto()  # in the queue, holding nothing
+    FORKING = auto()  # has a row; waits for the first sample's prompt
+    RUNNING = auto()
+    FINISHED = auto()
+
+
+@dataclass(eq=False, slots=True)
+class Sequence:
+    """One sample of a request."""
+
+    request: Request
+    index: int
+    tokens: list[int]  # prompt and output
+    sampling: SequenceSampling
+    detokenizer: IncrementalDetokenizer | None
+    status: Status = Status.WAITING
+    num_computed: int = 0  # tokens whose keys and values are in the cache
+    blocks: list[int] = field(default_factory=list)
+    row: int = -1  # of the block table, while it has one
+    nodes: list[Node] = field(default_factory=list)  # its path in the prefix tree
+    logprobs: list[TokenLogprobs] | None = None
+    cumulative_logprob: float = 0.0
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+
+    @property
+    def num_prompt(self) -> int:
+        return len(self.request.prompt_token_ids)
+
+    @property
+    def num_output(self) -> int:
+        return len(self.tokens) - self.num_prompt
+
+    @property
+    def remaining(self) -> int:
+        """Tokens that still have to be computed before the next can be sampled."""
+        return len(self.tokens) - self.num_computed
+
+    @property
+    def order(self) -> tuple[int, int]:
+        """First come, first served."""
+        return (self.request.arrival, self.index)
+
+    def completion(self) -> CompletionOutput:
+        """What there is of it now."""
+        output = self.tokens[self.num_prompt :]
+        return CompletionOutput(
+            index=self.index,
+            text="" if self.detokenizer is None else self.detokenizer.text,
+            token_ids=output,
+            cumulative_logprob=None if self.logprobs is None else self.cumulative_logprob,
+            logprobs=None if self.logprobs is None else list(self.logprobs),
+            finish_reason=self.finish_reason,
+            stop_reason=self.stop_reason,
+        )
+
+
+@dataclass(eq=False, slots=True)
+class Request:
+    """One call: a prompt and `params.n` sequences."""
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int]
+    params: SamplingParams
+    arrival: int  # counts requests
+    stream: bool  # an output after every step, not only the last
+    metrics: RequestMetrics
+    sequences: list[Sequence] = field(default_factory=list)
+    prompt_logprobs: list[TokenLogprobs | None] | None = None
+    error: Exception | None = None
+
+    @property
+    def finished(self) -> bool:
+        return all(s.status is Status.FINISHED for s in self.sequences)
+
+    def output(self) -> RequestOutput:
+        """The request's state as its caller sees it."""
+        return RequestOutput(
+            request_id=self.request_id,
+            prompt=self.prompt,
+            prompt_token_ids=self.prompt_token_ids,
+            outputs=[s.completion() for s in self.sequences],
+            finished=self.finished,
+            metrics=self.metrics,
+            prompt_logprobs=self.prompt_logprobs,
+            error=self.error,
+        )

@@ -1,0 +1,64 @@
+"""From a configuration to everything that an engine runs on."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+
+from penstock.cache import PagedLayout
+from penstock.config import EngineConfig
+from penstock.hardware import detect
+from penstock.models.hub import resolve
+from penstock.models.load import LoadedModel, load_model
+from penstock.models.weights import Progress
+from penstock.runtime.memory import plan_blocks
+from penstock.runtime.runner import Runner
+from penstock.tokenizer import Tokenizer
+
+logger = logging.getLogger("penstock")
+
+
+@dataclass(frozen=True, slots=True)
+class Runtime:
+    """A loaded model, its tokenizer, and its cache."""
+
+    model: LoadedModel
+    tokenizer: Tokenizer | None
+    layout: PagedLayout
+    num_blocks: int
+    runner: Runner
+
+
+def load_runtime(config: EngineConfig, progress: Progress | None = None) -> Runtime:
+    """Load the model and size its cache, in that order: the cache takes of what is left."""
+    folder = resolve(config.model.model, config.model.revision)
+    tokenizer = None
+    loaded = load_model(
+        folder,
+        dtype=config.model.dtype,
+        max_model_len=config.model.max_model_len,
+        strict=config.model.strict,
+        progress=progress,
+    )
+    decoder = loaded.spec.decoder
+    if not config.model.skip_tokenizer_init:
+        source = folder if config.model.tokenizer is None else resolve(config.model.tokenizer)
+        tokenizer = Tokenizer.from_folder(source, vocab_size=decoder.vocab_size)
+    layout = PagedLayout(
+        tuple((x.attention.num_kv_heads, x.attention.head_dim) for x in decoder.layers),
+        loaded.dtype,
+        config.cache.block_size,
+    )
+    blocks = plan_blocks(
+        layout,
+        config.cache,
+        loaded.max_model_len,
+        config.scheduler.max_num_seqs,
+        detect().available_bytes,
+    )
+    logger.info(
+        "%s, %s, up to %d tokens a sequence; cache of %d blocks × %d tokens (%.0f MiB).",
+        loaded.spec.family, str(loaded.dtype).removeprefix("torch."), loaded.max_model_len,
+        blocks, layout.block_size, blocks * layout.bytes_per_block / (1 << 20),
+    )  # fmt: skip
+    return Runtime(loaded, tokenizer, layout, blocks, Runner(loaded.model, layout.allocate(blocks)))

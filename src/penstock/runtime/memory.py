@@ -1,0 +1,58 @@
+"""How many blocks the cache gets, decided before anything is allocated."""
+
+from __future__ import annotations
+
+from penstock.cache import PagedLayout
+from penstock.config import CacheConfig
+from penstock.errors import OutOfCacheError
+
+COMFORTABLE_BYTES = 4 << 30
+"""The cache's size unless asked otherwise, where one sequence of full length needs no more."""
+
+
+def plan_blocks(
+    layout: PagedLayout,
+    config: CacheConfig,
+    max_model_len: int,
+    max_num_seqs: int,
+    available_bytes: int,
+) -> int:
+    """The number of blocks: `config.num_blocks`, or as many as fit and can be used.
+
+    Raises OutOfCacheError when not even one sequence of `max_model_len` fits.
+    """
+    one = layout.blocks_for(max_model_len)
+    size = layout.bytes_per_block
+    budget = int(available_bytes * config.memory_fraction)
+    if config.num_blocks is not None:
+        if config.num_blocks * size > available_bytes:
+            raise OutOfCacheError(
+                f"num_blocks={config.num_blocks} need {_mib(config.num_blocks * size)}, but "
+                f"{_mib(available_bytes)} are free. At most {available_bytes // size} fit."
+            )
+        blocks = config.num_blocks
+        if blocks < one:
+            raise OutOfCacheError(
+                f"One sequence of max_model_len={max_model_len} needs {one} blocks of "
+                f"{layout.block_size} tokens, but num_blocks is {blocks}. Raise it, or lower "
+                f"max_model_len to {blocks * layout.block_size}."
+            )
+        return blocks
+    fit = budget // size
+    if fit < one:
+        raise OutOfCacheError(
+            f"One sequence of max_model_len={max_model_len} needs {_mib(one * size)} of cache, "
+            f"but {_mib(budget)} may be used ({config.memory_fraction:.0%} of what is free). "
+            + (
+                f"Lower max_model_len to {fit * layout.block_size}."
+                if fit
+                else f"Not even one block ({_mib(size)}) fits: free some memory."
+            )
+        )
+    useful = one * max_num_seqs
+    comfortable = max(COMFORTABLE_BYTES // size, one)
+    return min(fit, useful, comfortable)
+
+
+def _mib(size: int) -> str:
+    return f"{size / (1 << 20):,.1f} MiB"

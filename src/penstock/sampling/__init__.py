@@ -1,0 +1,17 @@
+"""Choosing tokens: what a request asks for, and the pipeline from logits to token ids."""
+
+from penstock.sampling.logprobs import Logprob, TokenLogprobs, prompt_logprobs
+from penstock.sampling.params import SamplingParams
+from penstock.sampling.pipeline import NO_TOKEN, Sampled, Sampler
+from penstock.sampling.state import SequenceSampling
+
+__all__ = [
+    "NO_TOKEN",
+    "Logprob",
+    "Sampled",
+    "Sampler",
+    "SamplingParams",
+    "SequenceSampling",
+    "TokenLogprobs",
+    "prompt_logprobs",
+]

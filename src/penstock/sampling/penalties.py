@@ -1,0 +1,119 @@
+"""Changes to the logits that a request asks for: forbidden tokens, biases and penalties.
+
+Each touches a list of (row, token) pairs, never a dense [S, V] table of counts. What stays the
+same from step to step (forbidden sets, biases) is put together once per batch; what grows with
+the output is read from arrays that :class:`SequenceSampling` keeps up to date.
+
+Sources: repetition penalty, Keskar et al. 2019 (CTRL), arXiv:1909.05858 §4.1, extended to
+negative logits as in Hugging Face transformers; presence and frequency penalties, the OpenAI API.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from penstock.sampling.state import Counts, Ids, SequenceSampling
+
+
+@dataclass(frozen=True, slots=True)
+class LogitEdits:
+    """The changes that one batch's rows ask for; ``None`` or empty where no row asks."""
+
+    rows: tuple[SequenceSampling, ...]
+    restricted: Tensor | None  # [A] rows with allowed_token_ids
+    forbidden: Tensor | None  # [A, V] bool, what those may not use
+    biased: Tensor | None  # [N] flat indices row·V + token
+    bias: Tensor | None  # [N] float32
+    with_minimum: tuple[int, ...]  # rows with min_tokens
+    penalised: tuple[int, ...]  # rows with a penalty
+    strengths: Counts  # [P, 3] repetition, presence, frequency of the penalised rows
+
+    def apply_(self, logits: Tensor) -> None:
+        """Change logits [S, V] float32, contiguous, in place: masks, then bias, then penalties."""
+        if self.restricted is not None and self.forbidden is not None:
+            part = logits.index_select(0, self.restricted)
+            logits[self.restricted] = part.masked_fill_(self.forbidden, -torch.inf)
+        if self.with_minimum:
+            self._forbid_ends_(logits)
+        if self.biased is not None and self.bias is not None:
+            flat = logits.view(-1)
+            flat[self.biased] += self.bias
+        if self.penalised:
+            self._penalise_(logits)
+
+    def _forbid_ends_(self, logits: Tensor) -> None:
+        vocab_size = logits.shape[1]
+        below = [i for i in self.with_minimum if self.rows[i].is_below_minimum]
+        if below:
+            at = np.concatenate([self.rows[i].end_ids + i * vocab_size for i in below])
+            logits.view(-1)[torch.from_numpy(at).to(logits.device)] = -torch.inf
+
+    def _penalise_(self, logits: Tensor) -> None:
+        """repetition: l / r where l > 0 else l · r; presence, frequency: l - p·[c > 0] - f·c.
+
+        Here c counts the token in the output; repetition looks at the prompt too.
+        """
+        rows = [self.rows[i] for i in self.penalised]
+        lengths = [len(row.seen_tokens) for row in rows]
+        starts = np.array(self.penalised, dtype=np.int64) * logits.shape[1]
+        at = np.concatenate([row.seen_tokens for row in rows]) + np.repeat(starts, lengths)
+        if not len(at):
+            return
+        counts = np.concatenate([row.seen_counts for row in rows])
+        repetition, presence, frequency = np.repeat(self.strengths, lengths, axis=0).T
+        changes = np.stack((repetition, presence * (counts > 0), frequency * counts))
+        factor, once, each = torch.from_numpy(changes).to(logits.device)
+        index = torch.from_numpy(at).to(logits.device)
+        flat = logits.view(-1)
+        value = flat[index]
+        value = torch.where(value > 0, value / factor, value * factor)
+        # Every (row, token) pair occurs once, so the order of the writes doesn't matter.
+        flat[index] = value.sub_(each).sub_(once)
+
+
+def gather_edits(
+    rows: Sequence[SequenceSampling], vocab_size: int, device: torch.device
+) -> LogitEdits | None:
+    """Put together what ``rows`` ask for; ``None`` if they leave the logits as they are."""
+    restricted = [i for i, row in enumerate(rows) if row.allowed_ids is not None]
+    biased = [i for i, row in enumerate(rows) if len(row.bias_ids)]
+    with_minimum = tuple(
+        i for i, row in enumerate(rows) if row.params.min_tokens and len(row.end_ids)
+    )
+    penalised = tuple(i for i, row in enumerate(rows) if row.has_penalties)
+    if not (restricted or biased or with_minimum or penalised):
+        return None
+    forbidden = bias_at = bias = None
+    if restricted:
+        forbidden = torch.ones(len(restricted), vocab_size, dtype=torch.bool)
+        for k, i in enumerate(restricted):
+            forbidden[k, torch.from_numpy(_present(rows[i].allowed_ids))] = False
+        forbidden = forbidden.to(device)
+    if biased:
+        at = np.concatenate([rows[i].bias_ids + i * vocab_size for i in biased])
+        bias_at = torch.from_numpy(at).to(device)
+        bias = torch.from_numpy(np.concatenate([rows[i].bias_values for i in biased])).to(device)
+    strengths = [
+        (p.repetition_penalty, p.presence_penalty, p.frequency_penalty)
+        for p in (rows[i].params for i in penalised)
+    ]
+    return LogitEdits(
+        rows=tuple(rows),
+        restricted=torch.tensor(restricted, device=device) if restricted else None,
+        forbidden=forbidden,
+        biased=bias_at,
+        bias=bias,
+        with_minimum=with_minimum,
+        penalised=penalised,
+        strengths=np.array(strengths, dtype=np.float32).reshape(-1, 3),
+    )
+
+
+def _present(ids: Ids | None) -> Ids:
+    """No ids for a row that isn't restricted."""
+    return np.empty(0, dtype=np.int64) if ids is None else ids

@@ -1,0 +1,258 @@
+"""From a batch's logits to its next tokens.
+
+    raw logits ─ log-probabilities (only for rows that ask)
+        └─ allowed ids, min_tokens, bias, penalties       penalties.py
+             ├─ greedy rows: argmax, the lowest id of equals
+             └─ the others: temperature, min_p, top_k, top_p, one draw      truncation.py
+
+Rows are sorted by what they need when a batch is first seen, and the tensors of their parameters
+are kept while the batch stays the same; a step then touches only what its rows ask for. Nothing
+that a row's token depends on depends on the other rows: every sum runs along one row, and the
+random number comes from the row's own seed and position.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from penstock.errors import ConfigError
+from penstock.sampling.logprobs import TokenLogprobs, collect
+from penstock.sampling.params import SamplingParams
+from penstock.sampling.penalties import LogitEdits, gather_edits
+from penstock.sampling.philox import Words, uniforms
+from penstock.sampling.state import SequenceSampling
+from penstock.sampling.truncation import (
+    NARROW,
+    Cuts,
+    draw_full,
+    draw_leading,
+    draw_nucleus,
+    draw_plain,
+)
+
+Draw = Callable[[Tensor, Cuts, Tensor], Tensor]
+
+NO_TOKEN = -1
+"""Stands in ``Sampled.token_ids`` for a row that failed."""
+
+
+@dataclass(slots=True)
+class Sampled:
+    """One step's tokens, one per row."""
+
+    token_ids: list[int]  # NO_TOKEN where the row is in `errors`
+    logprobs: list[TokenLogprobs | None]
+    errors: dict[int, str] = field(default_factory=dict)  # by row: why it has no token
+
+
+@dataclass(frozen=True, slots=True)
+class _Group:
+    """Rows that are drawn in the same way."""
+
+    draw: Draw
+    members: npt.NDArray[np.int64]  # [R] which rows of the batch
+    index: Tensor | None  # the same on the device; None = every row, in order
+    cuts: Cuts
+    seeds: Words  # [R]
+    sample_indices: Words  # [R]
+
+
+@dataclass(frozen=True, slots=True)
+class _Plan:
+    """What stays the same from step to step while the batch does."""
+
+    rows: list[SequenceSampling]
+    device: torch.device
+    edits: LogitEdits | None
+    greedy: npt.NDArray[np.int64]  # [G]
+    greedy_index: Tensor | None  # the same on the device; None = every row, in order
+    groups: list[_Group]
+    reported: list[int]  # rows that want log-probabilities
+    reported_index: Tensor
+    reported_counts: list[int]
+
+
+class Sampler:
+    """Chooses the next token of every row of a batch.
+
+    It keeps the plan of the last batch and nothing else: a sequence's own state is in its
+    :class:`SequenceSampling`.
+    """
+
+    def __init__(self, vocab_size: int) -> None:
+        self.vocab_size = vocab_size
+        self._plan: _Plan | None = None
+
+    def __call__(self, logits: Tensor, rows: Sequence[SequenceSampling]) -> Sampled:
+        """Choose one token per row; ``append`` it to the row's state once it is accepted.
+
+        logits [S, V] float32, overwritten; row i belongs to rows[i]. A row whose logits hold a
+        NaN or an infinity, or leave no token, is reported in ``errors``; the others go on.
+        """
+        if logits.shape != (len(rows), self.vocab_size):
+            raise ConfigError(
+                f"The sampler got logits of shape {list(logits.shape)} for {len(rows)} rows and "
+                f"a vocabulary of {self.vocab_size}. Pass logits [S, V] and S rows."
+            )
+        if not rows:
+            return Sampled([], [])
+        with torch.inference_mode():
+            return self._sample(logits.detach().to(torch.float32).contiguous(), rows)
+
+    def _sample(self, logits: Tensor, rows: Sequence[SequenceSampling]) -> Sampled:
+        plan = self._plan_for(rows, logits.device)
+        raw = None
+        if plan.reported:
+            raw = logits.index_select(0, plan.reported_index).log_softmax(-1)
+        if plan.edits is not None:
+            plan.edits.apply_(logits)
+        tokens = np.full(len(rows), NO_TOKEN, dtype=np.int64)
+        errors: dict[int, str] = {}
+        if len(plan.greedy):
+            part = _select(logits, plan.greedy_index)
+            tokens[plan.greedy], peaks = _argmax(part)
+            errors |= _failures(plan.greedy, peaks)
+        for group in plan.groups:
+            part = _select(logits, group.index)
+            peaks = part.amax(-1).cpu().numpy()
+            failed = _failures(group.members, peaks)
+            if failed:  # any valid row will do in their place; its token is discarded
+                part[torch.from_numpy(~np.isfinite(peaks)).to(part.device)] = 0.0
+                errors |= failed
+            positions = np.array([rows[i].num_generated for i in group.members], dtype=np.int64)
+            u = torch.from_numpy(uniforms(group.seeds, group.sample_indices, positions))
+            drawn = group.draw(part, group.cuts, u.to(part.device))
+            tokens[group.members] = drawn.cpu().numpy()
+        for i in errors:
+            tokens[i] = NO_TOKEN
+        logprobs: list[TokenLogprobs | None] = [None] * len(rows)
+        if raw is not None:
+            self._report(plan, raw, tokens, logprobs)
+        return Sampled(tokens.tolist(), logprobs, errors)
+
+    def _report(
+        self,
+        plan: _Plan,
+        raw: Tensor,
+        tokens: npt.NDArray[np.int64],
+        logprobs: list[TokenLogprobs | None],
+    ) -> None:
+        """Fill in the log-probabilities of the rows that asked and have a token."""
+        chosen = torch.from_numpy(tokens[plan.reported].clip(min=0)).to(raw.device)
+        found = collect(raw, chosen, plan.reported_counts)
+        for i, entry in zip(plan.reported, found, strict=True):
+            logprobs[i] = entry if tokens[i] != NO_TOKEN else None
+
+    def _plan_for(self, rows: Sequence[SequenceSampling], device: torch.device) -> _Plan:
+        # Lists of the same objects compare by identity, in C. The plan holds them, so that an
+        # object's address can't come to mean another one.
+        if self._plan is None or self._plan.rows != list(rows) or self._plan.device != device:
+            self._plan = _make_plan(list(rows), self.vocab_size, device)
+        return self._plan
+
+
+def _make_plan(rows: list[SequenceSampling], vocab_size: int, device: torch.device) -> _Plan:
+    greedy = [i for i, row in enumerate(rows) if row.params.is_greedy]
+    by_draw: dict[Draw, list[int]] = {}
+    for i, row in enumerate(rows):
+        if not row.params.is_greedy:
+            by_draw.setdefault(_draw_for(row.params, vocab_size), []).append(i)
+    reported = [i for i, row in enumerate(rows) if row.params.logprobs is not None]
+    return _Plan(
+        rows=rows,
+        device=device,
+        edits=gather_edits(rows, vocab_size, device),
+        greedy=np.array(greedy, dtype=np.int64),
+        greedy_index=_index(greedy, len(rows), device),
+        groups=[_make_group(draw, rows, at, vocab_size, device) for draw, at in by_draw.items()],
+        reported=reported,
+        reported_index=torch.tensor(reported, dtype=torch.int64, device=device),
+        reported_counts=[rows[i].params.logprobs or 0 for i in reported],
+    )
+
+
+def _draw_for(params: SamplingParams, vocab_size: int) -> Draw:
+    """The cheapest way that serves these parameters."""
+    if NARROW <= params.top_k < vocab_size:
+        return draw_full
+    if 0 < params.top_k < vocab_size or params.min_p > 0.0:
+        return draw_leading
+    return draw_nucleus if params.top_p < 1.0 else draw_plain
+
+
+def _make_group(
+    draw: Draw,
+    rows: list[SequenceSampling],
+    members: list[int],
+    vocab_size: int,
+    device: torch.device,
+) -> _Group:
+    params = [rows[i].params for i in members]
+
+    def column(values: list[float], dtype: torch.dtype) -> Tensor:
+        return torch.tensor(values, dtype=dtype, device=device)[:, None]
+
+    return _Group(
+        draw=draw,
+        members=np.array(members, dtype=np.int64),
+        index=_index(members, len(rows), device),
+        cuts=Cuts(
+            temperature=column([p.temperature for p in params], torch.float32),
+            top_k=column([min(p.top_k or vocab_size, vocab_size) for p in params], torch.int64),
+            top_p=column([p.top_p for p in params], torch.float32),
+            log_min_p=column(
+                [math.log(p.min_p) if p.min_p > 0.0 else -math.inf for p in params],
+                torch.float32,
+            ),
+        ),
+        seeds=np.array([rows[i].seed for i in members], dtype=np.uint64),
+        sample_indices=np.array([rows[i].sample_index for i in members], dtype=np.uint64),
+    )
+
+
+def _index(members: list[int], total: int, device: torch.device) -> Tensor | None:
+    return None if len(members) == total else torch.tensor(members, device=device)
+
+
+def _select(logits: Tensor, index: Tensor | None) -> Tensor:
+    """The indexed rows, copied; all of them as they are."""
+    return logits if index is None else logits.index_select(0, index)
+
+
+def _argmax(logits: Tensor) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float32]]:
+    """Where each row's largest value is (the first of equals; a NaN counts as largest) and it.
+
+    On a CPU by numpy, whose argmax is vectorised: a seventh of the time of torch's.
+    """
+    if logits.device.type != "cpu":
+        at = logits.argmax(-1, keepdim=True)
+        return at[:, 0].cpu().numpy(), logits.gather(1, at)[:, 0].cpu().numpy()
+    values = logits.numpy()
+    places = values.argmax(-1)
+    return places, np.take_along_axis(values, places[:, None], -1)[:, 0]
+
+
+def _failures(members: npt.NDArray[np.int64], peaks: npt.NDArray[np.float32]) -> dict[int, str]:
+    """By row, what is wrong with those whose largest logit isn't a finite number."""
+    return {
+        int(members[i]): _describe(float(peaks[i])) for i in np.flatnonzero(~np.isfinite(peaks))
+    }
+
+
+def _describe(peak: float) -> str:
+    if peak == -math.inf:
+        return (
+            "Every token is masked: allowed_token_ids, min_tokens or a grammar leave none of the "
+            "vocabulary. Loosen one of them."
+        )
+    return (
+        f"The model's logits hold a {'NaN' if math.isnan(peak) else '+infinity'}, so no token "
+        "can be chosen. Check the weights, and the dtype if it is float16."
+    )

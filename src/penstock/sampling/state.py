@@ -1,0 +1,121 @@
+"""What the sampler remembers of one running sequence."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+
+from penstock.errors import InvalidSamplingError
+from penstock.sampling.params import SamplingParams
+
+Ids = npt.NDArray[np.int64]
+Counts = npt.NDArray[np.float32]
+
+_FIRST_CAPACITY: Final = 64
+_SEED_BITS: Final = 2**64 - 1
+
+
+class SequenceSampling:
+    """The parameters of one sequence and what penalties need of its tokens, kept as it grows.
+
+    ``seed`` is the resolved one: the request's, or one that the engine drew. The n samples of a
+    request share it and differ in ``sample_index``. One object belongs to one sequence.
+    """
+
+    __slots__ = (
+        "_counts",
+        "_length",
+        "_slots",
+        "_tokens",
+        "allowed_ids",
+        "bias_ids",
+        "bias_values",
+        "end_ids",
+        "has_penalties",
+        "num_generated",
+        "params",
+        "sample_index",
+        "seed",
+    )
+
+    def __init__(
+        self,
+        params: SamplingParams,
+        prompt_token_ids: Sequence[int],
+        vocab_size: int,
+        seed: int,
+        eos_token_ids: frozenset[int],
+        sample_index: int = 0,
+    ) -> None:
+        self.params = params
+        self.seed = seed & _SEED_BITS
+        self.sample_index = sample_index
+        self.num_generated = 0
+        bias = params.logit_bias or {}
+        self.bias_ids = _within("logit_bias", bias, vocab_size)
+        self.bias_values: Counts = np.fromiter(bias.values(), np.float32, len(bias))
+        allowed = params.allowed_token_ids
+        self.allowed_ids = (
+            None if allowed is None else _within("allowed_token_ids", allowed, vocab_size)
+        )
+        stops = _within("stop_token_ids", params.stop_ids, vocab_size)
+        # A model may declare an end token that its output layer doesn't have: it can't be drawn.
+        ends = [token for token in eos_token_ids if 0 <= token < vocab_size]
+        self.end_ids: Ids = np.unique(np.concatenate((stops, np.array(ends, dtype=np.int64))))
+        repeats = params.repetition_penalty != 1.0
+        self.has_penalties = (
+            repeats or params.presence_penalty != 0.0 or params.frequency_penalty != 0.0
+        )
+        prompt: Ids = np.empty(0, dtype=np.int64)
+        if repeats:  # the only penalty that looks at the prompt
+            prompt = np.unique(_within("The prompt", prompt_token_ids, vocab_size))
+        self._length = len(prompt)
+        self._tokens: Ids = np.zeros(max(_FIRST_CAPACITY, 2 * len(prompt)), dtype=np.int64)
+        self._tokens[: self._length] = prompt
+        self._counts: Counts = np.zeros(len(self._tokens), dtype=np.float32)
+        self._slots: dict[int, int] = {token: i for i, token in enumerate(prompt.tolist())}
+
+    def append(self, token_id: int) -> None:
+        """Record a token that was accepted into the output."""
+        self.num_generated += 1
+        if not self.has_penalties:
+            return
+        slot = self._slots.get(token_id)
+        if slot is None:
+            slot = self._slots[token_id] = self._length
+            if slot == len(self._tokens):
+                self._tokens = np.concatenate((self._tokens, np.zeros_like(self._tokens)))
+                self._counts = np.concatenate((self._counts, np.zeros_like(self._counts)))
+            self._tokens[slot] = token_id
+            self._length += 1
+        self._counts[slot] += 1.0
+
+    @property
+    def seen_tokens(self) -> Ids:
+        """The distinct tokens that a penalty may touch, [N]; a view that later appends change."""
+        return self._tokens[: self._length]
+
+    @property
+    def seen_counts(self) -> Counts:
+        """How often the output holds each of :attr:`seen_tokens`, [N]; 0 for the prompt's own."""
+        return self._counts[: self._length]
+
+    @property
+    def is_below_minimum(self) -> bool:
+        """Whether ``min_tokens`` still forbids this sequence to end."""
+        return self.num_generated < self.params.min_tokens
+
+
+def _within(name: str, token_ids: Iterable[int], vocab_size: int) -> Ids:
+    """The ids as an array, all inside the vocabulary."""
+    ids: Ids = np.array(list(token_ids), dtype=np.int64)
+    outside = ids[(ids < 0) | (ids >= vocab_size)]
+    if len(outside):
+        raise InvalidSamplingError(
+            f"{name} holds token id {outside[0]}, but the vocabulary ends at {vocab_size - 1}. "
+            "Use ids of this model's tokenizer."
+        )
+    return ids
