@@ -37,9 +37,9 @@ def encode(prompt: Prompt, tokenizer: Tokenizer | None) -> tuple[str | None, Seq
             )
         if "prompt_token_ids" in prompt:
             return prompt.get("prompt"), prompt["prompt_token_ids"]
-        prompt = prompt["prompt"]
+        return encode(prompt["prompt"], tokenizer)
     if not isinstance(prompt, str):
-        if isinstance(prompt, Mapping) or not isinstance(prompt, Sequence):
+        if not isinstance(prompt, Sequence):
             raise InvalidPromptError(
                 f"A prompt must be a text or a list of token ids, not {type(prompt).__name__}."
             )

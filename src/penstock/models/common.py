@@ -1,13 +1,14 @@
-"""What the families' readers share: rope, activations, the usual weight names."""
+"""What the families' readers share: the usual keys and the usual weight names."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from typing import Literal, cast
 
 from penstock.errors import UnsupportedModelError
 from penstock.models.config_reader import ConfigReader
 from penstock.models.spec import Ignore, ModelSpec, Rename, Rule, Stack
-from penstock.nn.spec import DecoderSpec, RopeSpec
+from penstock.nn.spec import AttentionSpec, DecoderSpec, LayerSpec, MlpSpec, NormSpec, RopeSpec
 
 DENSE_RULES: tuple[Rule, ...] = (
     Rename("model.embed_tokens.weight", "embed.weight"),
@@ -27,7 +28,25 @@ DENSE_RULES: tuple[Rule, ...] = (
     Rename("model.layers.{i}.post_attention_layernorm.{p}", "layers.{i}.mlp_norm.{p}"),
     Ignore("model.layers.*.self_attn.rotary_emb.inv_freq"),
 )
-"""Names of Llama and of most who followed it."""
+"""Names of Llama and of most who followed it. A family's own rules come before: the first wins."""
+
+QK_NORM_RULES: tuple[Rule, ...] = tuple(
+    Rename(
+        f"model.layers.{{i}}.self_attn.{x}_norm.weight", f"layers.{{i}}.attention.{x}_norm.weight"
+    )
+    for x in "qk"
+)
+"""Norms of queries and keys."""
+
+SANDWICH_RULES: tuple[Rule, ...] = tuple(
+    Rename(f"model.layers.{{i}}.{theirs}.weight", f"layers.{{i}}.{ours}.weight")
+    for theirs, ours in (
+        ("post_attention_layernorm", "attention_post_norm"),
+        ("pre_feedforward_layernorm", "mlp_norm"),
+        ("post_feedforward_layernorm", "mlp_post_norm"),
+    )
+)
+"""Norms after a block: `post_attention_layernorm` means what it says there."""
 
 _ACTIVATIONS = {
     "silu": "silu",
@@ -39,17 +58,20 @@ _ACTIVATIONS = {
 }
 
 
-def activation(c: ConfigReader, key: str, default: str) -> Literal["silu", "gelu", "gelu_tanh"]:
-    """The activation that `key` names."""
-    name = c.only(key, tuple(_ACTIVATIONS), default)
+def activation(
+    c: ConfigReader, key: str, default: str, *, gated: bool = True
+) -> Literal["silu", "gelu", "gelu_tanh"]:
+    """The activation that `key` names; without a gate only gelu is built."""
+    names = [name for name, built in _ACTIVATIONS.items() if gated or built != "silu"]
+    name = c.only(key, names, default)
     return cast(Literal["silu", "gelu", "gelu_tanh"], _ACTIVATIONS[name])
 
 
-def head_dim(c: ConfigReader) -> int:
-    """Dimensions of one head, given or derived."""
+def head_dim(c: ConfigReader, default: int | None = None) -> int:
+    """Dimensions of one head: given, the family's default, or derived."""
     heads, hidden = c.integer("num_attention_heads"), c.integer("hidden_size")
-    if c.has("head_dim"):
-        return c.integer("head_dim")
+    if c.has("head_dim") or default is not None:
+        return c.integer("head_dim", default)
     if hidden % heads:
         raise UnsupportedModelError(
             f"hidden_size {hidden} is not a multiple of num_attention_heads {heads}."
@@ -57,39 +79,105 @@ def head_dim(c: ConfigReader) -> int:
     return hidden // heads
 
 
-def rope(c: ConfigReader, dim: int, theta: float = 10000.0) -> RopeSpec:
-    """The rotary embedding of a config: `rope_theta` and `rope_scaling`, or `rope_parameters`."""
-    scaling = c.nested("rope_parameters") or c.nested("rope_scaling") or ConfigReader({})
-    c.get("rope_scaling")
-    base = scaling.number("rope_theta", c.number("rope_theta", theta))
-    partial = scaling.number("partial_rotary_factor", c.number("partial_rotary_factor", 1.0))
-    spec = rope_spec(scaling, base, int(dim * partial), c.integer("max_position_embeddings", 2048))
-    rest = scaling.unread()
-    if rest:
-        raise UnsupportedModelError(f"rope scaling has keys that nothing reads: {', '.join(rest)}.")
-    return spec
-
-
-def rope_spec(scaling: ConfigReader, theta: float, rotary_dim: int, max_position: int) -> RopeSpec:
-    """One `rope_scaling` dictionary (possibly empty) as a `RopeSpec`."""
-    kind = scaling.get("rope_type", scaling.get("type", "default"))
-    scaling.get("type")
-    original = int(scaling.number("original_max_position_embeddings", max_position))
-    if kind == "default":
-        return RopeSpec(theta, rotary_dim)
-    if kind == "linear":
-        return RopeSpec(theta, rotary_dim, kind="linear", factor=scaling.number("factor"))
-    if kind == "llama3":
-        return RopeSpec(
-            theta,
-            rotary_dim,
-            kind="llama3",
-            factor=scaling.number("factor"),
-            low_freq_factor=scaling.number("low_freq_factor"),
-            high_freq_factor=scaling.number("high_freq_factor"),
-            original_max_position=original,
+def attention(
+    c: ConfigReader,
+    rope: RopeSpec | None,
+    dim: int,
+    *,
+    scale: float | None = None,
+    bias: bool = False,
+) -> AttentionSpec:
+    """Grouped-query attention in the usual names; a family replaces what it has otherwise."""
+    heads = c.integer("num_attention_heads")
+    kv_heads = c.integer("num_key_value_heads", heads)
+    if heads % kv_heads:
+        raise UnsupportedModelError(
+            f"num_attention_heads {heads} is not a multiple of num_key_value_heads {kv_heads}."
         )
-    raise UnsupportedModelError(f"rope type {kind!r} isn't built; default, linear and llama3 are.")
+    return AttentionSpec(
+        num_heads=heads,
+        num_kv_heads=kv_heads,
+        head_dim=dim,
+        scale=dim**-0.5 if scale is None else scale,
+        rope=rope,
+        qkv_bias=bias,
+        out_bias=bias,
+    )
+
+
+def gated_mlp(c: ConfigReader, key: str = "hidden_act", default: str = "silu") -> MlpSpec:
+    """Gate, up and down in the usual names."""
+    return MlpSpec(
+        intermediate=c.integer("intermediate_size"),
+        activation=activation(c, key, default),
+        bias=c.flag("mlp_bias", False),
+    )
+
+
+def decoder(
+    c: ConfigReader,
+    layers: Iterable[LayerSpec],
+    *,
+    tied: bool = False,
+    eps: float = 1e-6,
+    offset: float = 0.0,
+    embed_scale: float = 1.0,
+    final_softcap: float = 0.0,
+) -> DecoderSpec:
+    """A decoder with RMS norms in the usual names; `tied` and `eps` are defaults."""
+    return DecoderSpec(
+        vocab_size=c.integer("vocab_size"),
+        hidden=c.integer("hidden_size"),
+        layers=tuple(layers),
+        norm=NormSpec(eps=c.number("rms_norm_eps", eps), offset=offset),
+        max_position=c.integer("max_position_embeddings", 2048),
+        tied=c.flag("tie_word_embeddings", tied),
+        embed_scale=embed_scale,
+        final_softcap=final_softcap,
+    )
+
+
+def sliding_window(c: ConfigReader, default: int | None) -> int:
+    """`sliding_window`, 0 where it is null; `default` is what its absence means."""
+    if c.nullable("sliding_window", default) is None:
+        return 0
+    return c.integer("sliding_window", default)
+
+
+def softcap(c: ConfigReader, key: str, default: float | None) -> float:
+    """The cap that `key` gives, 0 where it is null; `default` is what its absence means."""
+    return 0.0 if c.nullable(key, default) is None else c.number(key, default)
+
+
+def layer_windows(
+    c: ConfigReader, count: int, window: int, slides: Callable[[int], bool]
+) -> tuple[int, ...]:
+    """How far each of `count` layers sees back, 0 for all the way.
+
+    `layer_types` says which layers slide; where it is absent, `slides(layer)` does.
+    """
+    types = c.get("layer_types")
+    if types is None:
+        types = ["sliding_attention" if slides(i) else "full_attention" for i in range(count)]
+    if not isinstance(types, list) or len(types) != count:
+        raise UnsupportedModelError(f"layer_types must name {count} layers: {types!r}")
+    unknown = sorted({str(t) for t in types} - {"sliding_attention", "full_attention"})
+    if unknown:
+        raise UnsupportedModelError(
+            f"layer_types asks for {', '.join(unknown)}; built: sliding_attention, full_attention."
+        )
+    if "sliding_attention" in types and not window:
+        raise UnsupportedModelError(
+            "layer_types asks for sliding attention, but no sliding_window is in effect."
+        )
+    return tuple(window if t == "sliding_attention" else 0 for t in types)
+
+
+def upper_layer_windows(c: ConfigReader, count: int) -> tuple[int, ...]:
+    """Qwen's: with `use_sliding_window`, layers from `max_window_layers` on slide."""
+    window, first = sliding_window(c, 4096), c.number("max_window_layers", 28)
+    window = window if c.flag("use_sliding_window", False) else 0
+    return layer_windows(c, count, window, lambda i: window > 0 and i >= first)
 
 
 def model_spec(
@@ -101,11 +189,12 @@ def model_spec(
 ) -> ModelSpec:
     """Put a `ModelSpec` together from a reader, with what every config has."""
     eos = c.get("eos_token_id", ())
+    dtype = c.get("dtype", c.get("torch_dtype"))
     return ModelSpec(
         family=family,
         decoder=decoder,
         rules=rules,
-        dtype=str(c.get("dtype", c.get("torch_dtype", "float32"))).removeprefix("torch."),
+        dtype=None if dtype is None else str(dtype).removeprefix("torch."),
         bos_token_id=c.get("bos_token_id"),
         eos_token_ids=tuple(eos) if isinstance(eos, list | tuple) else (eos,),
         prefixes=prefixes,

@@ -12,25 +12,70 @@ from penstock.errors import UnsupportedModelError
 _HARMLESS = frozenset(
     """
     architectures model_type torch_dtype dtype transformers_version use_cache _name_or_path
-    initializer_range pad_token_id auto_map pretraining_tp id2label label2id return_dict
-    output_attentions output_hidden_states is_encoder_decoder is_decoder attention_dropout
-    hidden_dropout hidden_dropout_prob embd_pdrop attn_pdrop resid_pdrop summary_type
-    summary_use_proj summary_activation summary_proj_to_labels summary_first_dropout
-    task_specific_params unk_token_id sep_token_id decoder_start_token_id
-    cross_attention_hidden_size chunk_size_feed_forward problem_type classifier_dropout _attn_implementation
-    attn_implementation gradient_checkpointing torchscript use_bfloat16 tf_legacy_loss
-    finetuning_task tokenizer_class prefix begin_suppress_tokens is_composition
-    attention_probs_dropout_prob resid_dropout embedding_dropout residual_dropout
-    cache_implementation add_cross_attention output_router_logits
+    name_or_path _commit_hash auto_map tokenizer_class pad_token_id sep_token_id unk_token_id
+    decoder_start_token_id bos_token_id eos_token_id prefix problem_type id2label label2id
+    num_labels finetuning_task task_specific_params is_decoder is_composition tie_encoder_decoder
+    cross_attention_hidden_size tie_last_hidden_states
+
+    initializer_range gradient_checkpointing attention_dropout hidden_dropout hidden_dropout_prob
+    embd_pdrop attn_pdrop resid_pdrop resid_dropout embedding_dropout residual_dropout
+    attention_probs_dropout_prob classifier_dropout summary_type summary_use_proj summary_activation
+    summary_proj_to_labels summary_first_dropout
+
+    return_dict output_attentions output_hidden_states output_router_logits torchscript use_bfloat16
+    chunk_size_feed_forward tf_legacy_loss pretraining_tp _attn_implementation attn_implementation
+    _attn_implementation_autoset _flash_attn_2_enabled is_llama_config transformers.js_config
+    unsloth_fixed unsloth_version
+
+    cache_implementation max_length min_length max_new_tokens do_sample early_stopping num_beams
+    num_beam_groups diversity_penalty temperature top_k top_p typical_p repetition_penalty
+    length_penalty no_repeat_ngram_size encoder_no_repeat_ngram_size bad_words_ids suppress_tokens
+    begin_suppress_tokens forced_bos_token_id forced_eos_token_id num_return_sequences output_scores
+    return_dict_in_generate remove_invalid_values exponential_decay_length_penalty
     """.split()
 )
+"""Keys about identity, training, execution and sampling: none changes a forward pass."""
+
+_QUANTIZED = "quantized checkpoints aren't read yet; give the unquantized one"
+_EXPERTS = "mixtures of experts aren't built"
+_MULTIPLIER = "this multiplier isn't built"
+
+_UNBUILT: dict[str, tuple[tuple[Any, ...], str]] = {
+    "quantization_config": ((None, {}), _QUANTIZED),
+    "compression_config": ((None, {}), _QUANTIZED),
+    "quantization": ((None, {}), _QUANTIZED),
+    "num_experts": ((None, 0), _EXPERTS),
+    "num_local_experts": ((None, 0), _EXPERTS),
+    "n_routed_experts": ((None, 0), _EXPERTS),
+    "moe_num_experts": ((None, 0), _EXPERTS),
+    "attention_multiplier": ((None,), _MULTIPLIER),
+    "embedding_multiplier": ((None, 1), _MULTIPLIER),
+    "residual_multiplier": ((None, 1), _MULTIPLIER),
+    "logits_scaling": ((None, 1), _MULTIPLIER),
+    "logit_scale": ((None, 1), _MULTIPLIER),
+    "scale_emb": ((None, 1), _MULTIPLIER),
+    "scale_depth": ((None,), _MULTIPLIER),
+    "dim_model_base": ((None,), _MULTIPLIER),
+    "alibi": ((None, False), "ALiBi isn't built"),
+    "use_alibi": ((None, False), "ALiBi isn't built"),
+    "clip_qkv": ((None,), "clipped queries, keys and values aren't built"),
+    "rope_interleaved": ((None, False), "interleaved rotary embedding isn't built for it"),
+    "use_mrope": ((None, False), "multimodal rotary embedding isn't built"),
+    "use_bidirectional_attention": ((None, False), "attention to later tokens isn't built"),
+    "is_encoder_decoder": ((None, False), "encoder-decoder models aren't built"),
+    "add_cross_attention": ((None, False), "cross-attention isn't built"),
+    "pruned_heads": ((None, {}), "pruned heads aren't built"),
+    "per_layer_config": ((None, {}), "layers with configs of their own aren't built"),
+}
+"""Keys that any config may carry: the values that ask for nothing, and why others are refused."""
 
 
 class ConfigReader:
-    """A `config.json` that remembers which keys were read."""
+    """A `config.json`, or an object in it, that remembers which keys were read."""
 
-    def __init__(self, config: Mapping[str, Any]) -> None:
+    def __init__(self, config: Mapping[str, Any], where: str = "config.json") -> None:
         self._config = config
+        self._where = where
         self._read: set[str] = set()
 
     def has(self, key: str) -> bool:
@@ -48,7 +93,7 @@ class ConfigReader:
         """The value of `key`; an error where it is absent."""
         if not self.has(key):
             raise UnsupportedModelError(
-                f"config.json has no {key!r}, which {self._config.get('model_type')!r} needs."
+                f"{self._where} has no {key!r}, which this kind of model needs."
             )
         return self._config[key]
 
@@ -56,7 +101,9 @@ class ConfigReader:
         """A positive integer."""
         value = self.require(key) if default is None else self.get(key, default)
         if isinstance(value, bool) or not isinstance(value, int) or value <= 0:
-            raise UnsupportedModelError(f"config.json: {key} must be a positive integer: {value!r}")
+            raise UnsupportedModelError(
+                f"{self._where}: {key} must be a positive integer: {value!r}"
+            )
         return value
 
     def number(self, key: str, default: float | None = None) -> float:
@@ -67,7 +114,7 @@ class ConfigReader:
             or not isinstance(value, int | float)
             or not math.isfinite(value)
         ):
-            raise UnsupportedModelError(f"config.json: {key} must be a number: {value!r}")
+            raise UnsupportedModelError(f"{self._where}: {key} must be a number: {value!r}")
         return float(value)
 
     def only(self, key: str, allowed: Collection[Any], default: Any) -> Any:
@@ -75,19 +122,49 @@ class ConfigReader:
         value = self.get(key, default)
         if value not in allowed:
             raise UnsupportedModelError(
-                f"config.json asks for {key}={value!r}; built for this family: "
+                f"{self._where} asks for {key}={value!r}; built for this family: "
                 f"{', '.join(map(repr, allowed))}."
             )
         return value
 
+    def flag(self, key: str, default: bool) -> bool:
+        """A truth value."""
+        return bool(self.only(key, (False, True), default))
+
+    def nullable(self, key: str, default: Any) -> Any:
+        """The value of `key`: None where it is null, `default` only where it is absent."""
+        self._read.add(key)
+        return self._config.get(key, default)
+
+    def numbers(self, key: str) -> tuple[float, ...]:
+        """A list of finite numbers."""
+        values = self.require(key)
+        if not isinstance(values, list):
+            raise UnsupportedModelError(f"{self._where}: {key} must be a list: {values!r}")
+        each = ConfigReader({str(i): value for i, value in enumerate(values)}, key)
+        return tuple(each.number(str(i)) for i in range(len(values)))
+
     def nested(self, key: str) -> ConfigReader | None:
-        """A sub-dictionary as a reader of its own."""
+        """A sub-dictionary as a reader of its own; None where it is absent, null or empty."""
         value = self.get(key)
-        return None if value is None else ConfigReader(value)
+        if not value:
+            return None
+        if not isinstance(value, Mapping):
+            raise UnsupportedModelError(f"{self._where}: {key} must be an object: {value!r}")
+        return ConfigReader(value, key)
+
+    def refuse_unbuilt(self) -> None:
+        """Raise for what no family here has, whichever config asks for it."""
+        for key, (off, reason) in _UNBUILT.items():
+            value = self._config.get(key)
+            if value not in off:
+                shown = repr(value) if len(repr(value)) < 60 else "…"
+                raise UnsupportedModelError(f"config.json asks for {key}={shown}: {reason}.")
 
     def unread(self) -> list[str]:
         """Keys that nobody asked for and that could change the result."""
-        return sorted(k for k in self._config if k not in self._read and k not in _HARMLESS)
+        known = self._read | _HARMLESS | _UNBUILT.keys()
+        return sorted(key for key in self._config if key not in known)
 
     def finish(self, *, strict: bool) -> None:
         """Name the keys nobody read: one warning, or an error when strict."""
@@ -95,7 +172,7 @@ class ConfigReader:
         if not rest:
             return
         message = (
-            f"config.json ({self._config.get('model_type')!r}) has keys that nothing reads: "
+            f"{self._where} ({self._config.get('model_type')!r}) has keys that nothing reads: "
             f"{', '.join(rest)}. If one of them changes the model, its output is wrong."
         )
         if strict:

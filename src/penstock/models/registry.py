@@ -14,7 +14,19 @@ from penstock.models.spec import ModelSpec
 
 Reader = Callable[[ConfigReader], ModelSpec]
 
-_FAMILIES = ("llama",)
+_FAMILIES = (
+    "gemma2",
+    "gemma3",
+    "gpt2",
+    "gpt_neox",
+    "llama",
+    "mistral",
+    "olmo2",
+    "phi3",
+    "qwen2",
+    "qwen3",
+    "smollm3",
+)
 _readers: dict[str, Reader] = {}
 
 
@@ -60,6 +72,7 @@ def read_spec(folder: Path, *, strict: bool = False) -> ModelSpec:
     for name in names:
         if name in _readers:
             reader = ConfigReader(config)
+            reader.refuse_unbuilt()
             spec = _readers[name](reader)
             reader.finish(strict=strict)
             return spec

@@ -58,7 +58,7 @@ class ModelSpec:
     family: str
     decoder: DecoderSpec
     rules: tuple[Rule, ...]
-    dtype: str  # of the checkpoint: "float32", "bfloat16" or "float16"
+    dtype: str | None  # of the checkpoint, as config.json says; None: it doesn't
     bos_token_id: int | None
     eos_token_ids: tuple[int, ...]
     prefixes: tuple[str, ...] = ()  # stripped from checkpoint names where present

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -20,7 +21,8 @@ from penstock.nn.parameters import Loadable
 Progress = Callable[[int, int], None]
 """Called with (bytes loaded, bytes in all)."""
 
-_FLOATS = {torch.float32, torch.bfloat16, torch.float16}
+_STORED = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
+"""Element types that load, by safetensors' names."""
 
 
 class Checkpoint:
@@ -45,9 +47,10 @@ class Checkpoint:
         index = folder / "model.safetensors.index.json"
         if index.exists():
             try:
-                names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
-            except (json.JSONDecodeError, KeyError, AttributeError, UnicodeDecodeError) as error:
-                raise WeightsError(f"{index} is not a valid index: {error}") from error
+                text = index.read_text(encoding="utf-8")
+                names = sorted({str(name) for name in json.loads(text)["weight_map"].values()})
+            except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+                raise WeightsError(f"{index} is not a valid index: {error!r}") from error
             missing = [n for n in names if not (folder / n).exists()]
             if missing:
                 raise WeightsError(
@@ -55,7 +58,8 @@ class Checkpoint:
                     f"{folder}: {', '.join(missing[:5])}. Download them again."
                 )
             return [folder / n for n in names]
-        files = sorted(folder.glob("*.safetensors"))
+        whole = folder / "model.safetensors"  # beside it may lie an adapter or another layout
+        files = [whole] if whole.exists() else sorted(folder.glob("*.safetensors"))
         if not files:
             other = [p.name for p in folder.glob("*.bin")] + [p.name for p in folder.glob("*.gguf")]
             hint = f" It has {', '.join(other[:3])}, which isn't read." if other else ""
@@ -80,10 +84,22 @@ class Checkpoint:
         """A tensor's shape, without reading it."""
         return tuple(self._files[self._where[name]].get_slice(name).get_shape())
 
+    def dtype(self) -> torch.dtype:
+        """What most of the tensors are stored in."""
+        counts: dict[torch.dtype, int] = {}
+        for name, file in self._where.items():
+            stored = _STORED.get(self._files[file].get_slice(name).get_dtype())
+            if stored is not None:
+                size = math.prod(self.shape(name))
+                counts[stored] = counts.get(stored, 0) + size
+        if not counts:
+            raise WeightsError(f"{self.folder} has no float32, bfloat16 or float16 tensor.")
+        return max(counts, key=lambda stored: counts[stored])
+
     def read(self, name: str) -> Tensor:
         """A tensor, mapped from its file where that is possible."""
         tensor: Tensor = self._files[self._where[name]].get_tensor(name)
-        if tensor.dtype not in _FLOATS:
+        if tensor.dtype not in _STORED.values():
             raise WeightsError(
                 f"Tensor {name!r} is {tensor.dtype}; float32, bfloat16 and float16 load."
             )
@@ -129,6 +145,9 @@ def plan_weights(names: Iterable[str], spec: ModelSpec) -> tuple[dict[str, _Plan
             if match:
                 target = _fill(rule.target, match.groupdict())
                 plan = plans.setdefault(target, _Plan(rule, [None] * len(rule.sources)))
+                if plan.rule is not rule or plan.parts[position] is not None:
+                    rival = next(part for part in plan.parts if part is not None)
+                    raise WeightsError(f"{rival} and {name} both give {target}. Remove one.")
                 plan.parts[position] = name
                 break
         else:

@@ -104,10 +104,11 @@ class Decoder(nn.Module):
             spec.hidden, spec.vocab_size, spec.head_bias, weight_format, out_dtype=torch.float32
         )
         self.embed: nn.Module
+        scale = torch.tensor(spec.embed_scale, dtype=dtype).item()  # Gemma was trained with it so
         if spec.tied:
-            self.embed = TiedEmbedding(self.head, spec.embed_scale)
+            self.embed = TiedEmbedding(self.head, scale)
         else:
-            self.embed = Embedding(spec.vocab_size, spec.hidden, dtype, spec.embed_scale)
+            self.embed = Embedding(spec.vocab_size, spec.hidden, dtype, scale)
         self.positions = (
             Embedding(spec.learned_positions, spec.hidden, dtype)
             if spec.learned_positions
