@@ -43,7 +43,8 @@ def encode(prompt: Prompt, tokenizer: Tokenizer | None) -> tuple[str | None, Seq
             raise InvalidPromptError(
                 f"A prompt must be a text or a list of token ids, not {type(prompt).__name__}."
             )
-        return None, prompt
+        tokens: Any = prompt
+        return None, tokens
     if tokenizer is None:
         raise TokenizerError("A text prompt needs a tokenizer, but skip_tokenizer_init is set.")
     if not prompt:
