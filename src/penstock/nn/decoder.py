@@ -120,7 +120,9 @@ class Decoder(nn.Module):
             rope = layer.attention.rope
             table = None
             if rope is not None:
-                table = tables.setdefault(rope, RotaryTable(rope, max_len or spec.max_position))
+                if rope not in tables:
+                    tables[rope] = RotaryTable(rope, max_len or spec.max_position)
+                table = tables[rope]
             self.layers.append(DecoderLayer(spec.hidden, layer, spec.norm, weight_format, table))
         self.norm = Norm(spec.hidden, spec.norm)
 

@@ -40,7 +40,7 @@ def pack_panels(weight: Tensor) -> Tensor:
     """[N, K] → panels [⌈N/16⌉, ⌈K/32⌉·32/v, 16, v], zero-padded, contiguous."""
     n, k = weight.shape
     panels, rows, _, v = panel_shape(n, k, weight.dtype)
-    out = torch.zeros((panels, rows, COLUMNS, v), dtype=weight.dtype)
+    out = torch.empty((panels, rows, COLUMNS, v), dtype=weight.dtype)
     grid = out.permute(0, 2, 1, 3)  # [N/16, 16, K/v, v]
     whole = n // COLUMNS
     source = weight
@@ -50,6 +50,7 @@ def pack_panels(weight: Tensor) -> Tensor:
         grid[:whole] = source[: whole * COLUMNS].reshape(whole, COLUMNS, rows, v)
     if n != whole * COLUMNS:
         rest = n - whole * COLUMNS
+        grid[whole] = 0
         grid[whole, :rest] = source[whole * COLUMNS :].reshape(rest, rows, v)
     return out
 

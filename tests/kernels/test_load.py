@@ -1,0 +1,78 @@
+"""What loads, what is said when it can't, and what the environment may choose."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from penstock import ops
+from penstock.errors import KernelError
+from penstock.kernels import native, report
+from penstock.kernels.load import ISAS, NativeLibrary
+
+needs_native = pytest.mark.skipif(native.handle is None, reason=f"no native: {native.reason}")
+
+
+def run(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-c", code],
+        env=os.environ | environment,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=120,
+    )
+
+
+@needs_native
+def test_every_operator_runs_natively() -> None:
+    assert [name for name, what, _ in report() if what == "reference"] == []
+    assert {name for name, _, _ in report()} == set(ops.op_names())
+    assert set(ops.implementations("linear")) == {"reference", "native"}
+
+
+@needs_native
+def test_isa_is_chosen_by_the_environment() -> None:
+    code = "from penstock.kernels import native; print(native.isa)"
+    assert run(code, PENSTOCK_ISA="avx2").stdout.strip() == "avx2"
+    best = [isa for isa in native.available_isas() if isa != "amx-emulated"][-1]
+    assert run(code, PENSTOCK_ISA="").stdout.strip() == best
+
+
+@needs_native
+def test_unknown_isa_names_the_nearest() -> None:
+    with pytest.raises(KernelError, match="Did you mean 'avx512'"):
+        native.select_isa("avx-512")
+
+
+@needs_native
+@pytest.mark.skipif("amx" in native.available_isas(), reason="this CPU has AMX")
+def test_isa_that_the_cpu_lacks() -> None:
+    before = native.isa
+    with pytest.raises(KernelError, match="This CPU can't run amx; it can run: avx2"):
+        native.select_isa("amx")
+    assert native.isa == before
+
+
+def test_reference_on_request() -> None:
+    code = (
+        "from penstock.kernels import native, report\n"
+        "print(native.isa, native.reason, {what for _, what, _ in report()})"
+    )
+    out = run(code, PENSTOCK_KERNELS="reference").stdout
+    assert out.strip() == "None PENSTOCK_KERNELS=reference {'reference'}"
+
+
+def test_unknown_kernels_are_refused() -> None:
+    failed = run("import penstock.kernels", PENSTOCK_KERNELS="fast")
+    assert "PENSTOCK_KERNELS='fast' isn't one of native, reference" in failed.stderr
+
+
+def test_without_a_library_selecting_says_why() -> None:
+    with pytest.raises(KernelError, match="wasn't built"):
+        NativeLibrary(None, "it wasn't built").select_isa("avx2")
+    assert NativeLibrary(None, "it wasn't built").available_isas() == []
+    assert len(ISAS) == 4
