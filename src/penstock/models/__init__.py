@@ -1,5 +1,7 @@
 """One short, declarative file for each model family."""
 
+from penstock.models.hub import resolve
+from penstock.models.load import LoadedModel, load_model
 from penstock.models.registry import architectures, read_spec
 from penstock.models.spec import Ignore, ModelSpec, Rename, Stack
 from penstock.models.weights import Checkpoint, load_weights
@@ -7,10 +9,13 @@ from penstock.models.weights import Checkpoint, load_weights
 __all__ = [
     "Checkpoint",
     "Ignore",
+    "LoadedModel",
     "ModelSpec",
     "Rename",
     "Stack",
     "architectures",
+    "load_model",
     "load_weights",
     "read_spec",
+    "resolve",
 ]

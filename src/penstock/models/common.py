@@ -189,6 +189,9 @@ def model_spec(
 ) -> ModelSpec:
     """Put a `ModelSpec` together from a reader, with what every config has."""
     eos = c.get("eos_token_id", ())
+    eos_ids = tuple(eos) if isinstance(eos, list | tuple) else (eos,)
+    if any(isinstance(i, bool) or not isinstance(i, int) for i in eos_ids):
+        raise UnsupportedModelError(f"config.json: eos_token_id must be integers: {eos!r}")
     dtype = c.get("dtype", c.get("torch_dtype"))
     return ModelSpec(
         family=family,
@@ -196,6 +199,6 @@ def model_spec(
         rules=rules,
         dtype=None if dtype is None else str(dtype).removeprefix("torch."),
         bos_token_id=c.get("bos_token_id"),
-        eos_token_ids=tuple(eos) if isinstance(eos, list | tuple) else (eos,),
+        eos_token_ids=eos_ids,
         prefixes=prefixes,
     )

@@ -19,7 +19,7 @@ from penstock.models.spec import Ignore, ModelSpec, Rename, Stack
 from penstock.nn.parameters import Loadable
 
 Progress = Callable[[int, int], None]
-"""Called with (bytes loaded, bytes in all)."""
+"""Called with (values loaded, values in all)."""
 
 _STORED = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 """Element types that load, by safetensors' names."""

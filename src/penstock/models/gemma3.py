@@ -1,0 +1,77 @@
+"""Gemma 3, text: five local layers to a global one, each kind with a rope of its own.
+
+Source: Gemma Team 2025, arXiv:2503.19786.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+from penstock.errors import UnsupportedModelError
+from penstock.models.common import (
+    DENSE_RULES,
+    QK_NORM_RULES,
+    SANDWICH_RULES,
+    attention,
+    decoder,
+    gated_mlp,
+    head_dim,
+    layer_windows,
+    model_spec,
+    sliding_window,
+    softcap,
+)
+from penstock.models.config_reader import ConfigReader
+from penstock.models.registry import register
+from penstock.models.rope import rope_spec
+from penstock.models.spec import ModelSpec
+from penstock.nn.spec import LayerSpec, RopeSpec
+
+
+@register("Gemma3ForCausalLM")
+def read_config(c: ConfigReader) -> ModelSpec:
+    """`config.json` of a Gemma 3 without its vision tower."""
+    dim = head_dim(c, 256)
+    local_rope, global_rope = _ropes(c, dim)
+    base = attention(
+        c,
+        global_rope,
+        dim,
+        scale=c.number("query_pre_attn_scalar", 256) ** -0.5,
+        bias=c.flag("attention_bias", False),
+    )
+    base = replace(base, qk_norm="head", softcap=softcap(c, "attn_logit_softcapping", None))
+    mlp = gated_mlp(c, "hidden_activation", "gelu_pytorch_tanh")
+    every = c.integer("sliding_window_pattern", c.integer("_sliding_window_pattern", 6))
+    windows = layer_windows(
+        c, c.integer("num_hidden_layers"), sliding_window(c, 4096), lambda i: (i + 1) % every > 0
+    )
+    attentions = [replace(base, window=w, rope=local_rope if w else global_rope) for w in windows]
+    spec = decoder(
+        c,
+        [LayerSpec(a, mlp, post_norm=True) for a in attentions],
+        tied=True,
+        offset=1.0,
+        embed_scale=math.sqrt(c.integer("hidden_size")),
+        final_softcap=softcap(c, "final_logit_softcapping", None),
+    )
+    return model_spec(c, "gemma3", spec, (*QK_NORM_RULES, *SANDWICH_RULES, *DENSE_RULES))
+
+
+def _ropes(c: ConfigReader, dim: int) -> tuple[RopeSpec, RopeSpec]:
+    """The rotations of local and of global layers."""
+    scaling, both = c.nested("rope_scaling"), c.nested("rope_parameters")
+    if scaling and both:
+        raise UnsupportedModelError("config.json has rope_scaling and rope_parameters: remove one.")
+    local = both.nested("sliding_attention") if both else None
+    everywhere = both.nested("full_attention") if both else scaling
+    if both and both.unread():
+        raise UnsupportedModelError(
+            f"rope_parameters has keys that nothing reads: {', '.join(both.unread())}. "
+            "Gemma 3 keeps one object for full_attention and one for sliding_attention there."
+        )
+    return (
+        rope_spec(c, local, dim, theta=c.number("rope_local_base_freq", 10_000.0)),
+        rope_spec(c, everywhere, dim, theta=c.number("rope_theta", 1_000_000.0)),
+    )

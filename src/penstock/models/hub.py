@@ -1,0 +1,103 @@
+"""From what a user calls a model to a folder on this machine."""
+
+from __future__ import annotations
+
+import difflib
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+from penstock.errors import ConfigError, MissingExtraError, ModelNotFoundError, nearest
+
+EMBEDDED = ("stories",)
+"""Models that come with the package, in `assets/`."""
+
+_ASSETS = Path(__file__).parent.parent / "assets"
+_HUB_ID = re.compile(r"[\w][\w.-]*/[\w][\w.-]*")
+_WANTED = ["*.safetensors", "*.json", "*.jinja", "*.model", "*.tiktoken", "*.txt"]
+_UNWANTED = ["*/*", "consolidated*"]  # other formats in folders; Mistral's second layout
+
+
+def resolve(model: str | Path, revision: str | None = None) -> Path:
+    """The folder of `model`: an existing one, an embedded model's, or a snapshot from the hub.
+
+    revision: branch, tag or commit of a hub id; None is its main branch.
+    A folder of an embedded model's name is reached as `./stories`.
+    """
+    if model in EMBEDDED:
+        _no_revision(model, revision)
+        folder = _ASSETS / str(model)
+        if not (folder / "config.json").exists():
+            raise ModelNotFoundError(
+                f"The embedded model {model!r} isn't in this installation ({folder}). "
+                "Install penstock from its wheel, or give a folder or a hub id."
+            )
+        return folder
+    path = Path(model).expanduser()
+    if model and path.is_dir():
+        _no_revision(path, revision)
+        return path
+    if path.is_file():
+        raise ModelNotFoundError(f"{path} is a file. Give the folder that holds config.json.")
+    if isinstance(model, Path) or not _HUB_ID.fullmatch(model):
+        raise ModelNotFoundError(
+            f"There is no folder {path}.{_near(path)} A model is a folder, an embedded model "
+            f"({', '.join(EMBEDDED)}) or a hub id like 'org/name'.{nearest(str(model), EMBEDDED)}"
+        )
+    return _download(model, revision, path)
+
+
+def _no_revision(model: str | Path, revision: str | None) -> None:
+    if revision is not None:
+        raise ConfigError(f"revision={revision!r} is of the hub, but {model} is on this machine.")
+
+
+def _download(name: str, revision: str | None, path: Path) -> Path:
+    try:
+        from huggingface_hub import snapshot_download
+    except ImportError as error:
+        raise MissingExtraError(
+            f"{name!r} is no folder here, and fetching it from the hub needs huggingface_hub: "
+            "pip install penstock[hub]. Or give a folder."
+        ) from error
+    try:
+        folder = snapshot_download(
+            name, revision=revision, allow_patterns=_WANTED, ignore_patterns=_UNWANTED
+        )
+    except Exception as error:  # its own, httpx's and the operating system's
+        raise ModelNotFoundError(_failure(name, revision, path, error)) from error
+    return Path(folder)
+
+
+def _failure(name: str, revision: str | None, path: Path, error: Exception) -> str:
+    kind = type(error).__name__
+    where = f"{name!r}" + (f" at revision {revision!r}" if revision else "")
+    way_out = f"{_near(path)} A folder with config.json and *.safetensors needs no hub."
+    if kind in ("RepositoryNotFoundError", "RevisionNotFoundError", "HFValidationError"):
+        return f"The hub has no {where}, or it is private and needs HF_TOKEN.{way_out}"
+    if kind == "GatedRepoError":
+        return f"{where} is gated: accept its terms on the hub and set HF_TOKEN.{way_out}"
+    if kind in ("LocalEntryNotFoundError", "OfflineModeIsEnabled"):
+        offline = os.environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "ON", "YES", "TRUE")
+        why = "HF_HUB_OFFLINE is set" if offline else "the hub can't be reached"
+        return f"{where} isn't in the local cache, and {why}.{way_out}"
+    return f"Fetching {where} from the hub failed: {kind}: {_first_line(error)}.{way_out}"
+
+
+def _first_line(error: Any) -> str:
+    lines = str(error).strip().splitlines()
+    return lines[0].rstrip(".") if lines else "no reason given"
+
+
+def _near(path: Path) -> str:
+    """Folders beside `path` with a similar name, as a phrase."""
+    parent = path.parent
+    while not parent.is_dir() and parent != parent.parent:
+        path, parent = parent, parent.parent
+    try:
+        beside = sorted(p.name for p in parent.iterdir() if p.is_dir())
+    except OSError:
+        return ""
+    close = difflib.get_close_matches(path.name, beside, n=3, cutoff=0.5)
+    return f" Near it: {', '.join(str(parent / name) for name in close)}." if close else ""

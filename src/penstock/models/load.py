@@ -1,0 +1,132 @@
+"""From a checkpoint's folder to a model that is ready to run."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from penstock.errors import ConfigError, ModelNotFoundError, UnsupportedModelError
+from penstock.models.registry import read_json, read_spec
+from penstock.models.spec import ModelSpec
+from penstock.models.weights import Checkpoint, Progress, load_weights
+from penstock.nn import Decoder, DecoderSpec, RopeSpec
+from penstock.quant import Dense
+
+logger = logging.getLogger(__name__)
+
+_DTYPES = {
+    "float32": torch.float32,
+    "float": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedModel:
+    """A decoder with its weights, and what its folder says about using it."""
+
+    model: Decoder
+    spec: ModelSpec
+    dtype: torch.dtype  # of weights and activations
+    max_model_len: int  # tokens
+    generation: dict[str, Any]  # generation_config.json; empty where there is none
+    eos_token_ids: tuple[int, ...]  # of config.json, then of generation_config.json
+
+
+def load_model(
+    folder: Path,
+    *,
+    dtype: str = "auto",
+    max_model_len: int | None = None,
+    strict: bool = False,
+    progress: Progress | None = None,
+) -> LoadedModel:
+    """Read the checkpoint in `folder`.
+
+    dtype: "auto" is the checkpoint's own. max_model_len: None is what the model was made for; it
+    sizes the rotary tables and, for longrope, chooses between the short and the long factors.
+    strict: a config key that nothing reads is an error instead of a warning.
+    """
+    if not folder.is_dir():
+        raise ModelNotFoundError(f"There is no folder {folder}.")
+    spec = read_spec(folder, strict=strict)
+    checkpoint = Checkpoint(folder)
+    chosen = _dtype(dtype, spec, checkpoint)
+    length = _length(max_model_len, spec.decoder)
+    file = folder / "generation_config.json"
+    generation = read_json(file) if file.exists() else {}
+    model = Decoder(spec.decoder, Dense(chosen), chosen, length)
+    load_weights(model, spec, checkpoint, progress)
+    return LoadedModel(
+        model=model.eval(),
+        spec=spec,
+        dtype=chosen,
+        max_model_len=length,
+        generation=generation,
+        eos_token_ids=_stop_ids(spec, generation.get("eos_token_id"), file),
+    )
+
+
+def _dtype(asked: str, spec: ModelSpec, checkpoint: Checkpoint) -> torch.dtype:
+    if asked != "auto":
+        if asked not in ("float32", "float", "bfloat16"):
+            raise ConfigError(f"dtype={asked!r} isn't one of auto, float32, float, bfloat16.")
+        return _DTYPES[asked]
+    if spec.dtype is None:
+        own = checkpoint.dtype()
+    elif spec.dtype in _DTYPES:
+        own = _DTYPES[spec.dtype]
+    else:
+        raise UnsupportedModelError(
+            f"config.json says dtype {spec.dtype!r}; float32, bfloat16 and float16 load."
+        )
+    if own is torch.float16:
+        logger.info(
+            "The checkpoint is float16, which no CPU kernel computes in: running it in bfloat16. "
+            "dtype='float32' keeps every bit of its weights."
+        )
+        return torch.bfloat16
+    return own
+
+
+def _length(asked: int | None, decoder: DecoderSpec) -> int:
+    if asked is None:
+        return decoder.max_position
+    longest = max_positions(decoder)
+    if asked > longest:
+        raise ConfigError(
+            f"max_model_len={asked} is more than the {longest} positions that the model was made "
+            f"for. Lower it, or scale its rope in config.json."
+        )
+    if asked < 1:
+        raise ConfigError(f"max_model_len must be a positive integer, not {asked}.")
+    return asked
+
+
+def max_positions(decoder: DecoderSpec) -> int:
+    """How many positions the model can tell apart: made for, or what its rope is scaled to."""
+    if decoder.learned_positions:
+        return decoder.learned_positions
+    ropes = [layer.attention.rope for layer in decoder.layers if layer.attention.rope is not None]
+    reach = [_reach(rope, decoder.max_position) for rope in ropes]
+    return max(decoder.max_position, min(reach, default=0))
+
+
+def _reach(rope: RopeSpec, max_position: int) -> int:
+    if rope.kind == "linear":
+        return int(max_position * rope.factor)
+    if rope.kind in ("yarn", "longrope"):
+        return int(rope.original_max_position * rope.factor)
+    return max_position  # llama3's factor isn't the ratio of two contexts
+
+
+def _stop_ids(spec: ModelSpec, more: Any, file: Path) -> tuple[int, ...]:
+    listed = more if isinstance(more, list) else [] if more is None else [more]
+    if any(isinstance(i, bool) or not isinstance(i, int) for i in listed):
+        raise UnsupportedModelError(f"{file}: eos_token_id must be integers: {more!r}")
+    return tuple(dict.fromkeys((*spec.eos_token_ids, *listed)))

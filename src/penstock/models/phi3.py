@@ -1,0 +1,49 @@
+"""Phi 3, 3.5 and 4-mini: Llama with fused projections and long rope.
+
+Source: Abdin et al. 2024, arXiv:2404.14219.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from penstock.errors import UnsupportedModelError
+from penstock.models.common import (
+    DENSE_RULES,
+    attention,
+    decoder,
+    gated_mlp,
+    head_dim,
+    model_spec,
+    sliding_window,
+)
+from penstock.models.config_reader import ConfigReader
+from penstock.models.registry import register
+from penstock.models.rope import rope
+from penstock.models.spec import ModelSpec, Rename, Rule
+from penstock.nn.spec import LayerSpec
+
+_FUSED: tuple[Rule, ...] = (
+    Rename("model.layers.{i}.self_attn.qkv_proj.weight", "layers.{i}.attention.qkv.weight"),
+    Rename("model.layers.{i}.mlp.gate_up_proj.weight", "layers.{i}.mlp.up.weight"),
+)
+
+
+@register("Phi3ForCausalLM")
+def read_config(c: ConfigReader) -> ModelSpec:
+    """`config.json` of a dense Phi 3 or Phi-4-mini."""
+    dim = head_dim(c)
+    rotation = rope(c, dim, partial=1.0)
+    if rotation.kind not in ("default", "longrope"):
+        raise UnsupportedModelError(f"Phi 3 with a rope of type {rotation.kind!r} isn't built.")
+    for key, plain in (
+        ("attention_bias", False),
+        ("mlp_bias", False),
+        ("lm_head_bias", False),
+        ("full_attn_mod", 1),
+        ("interpolate_factor", 1),
+    ):
+        c.only(key, (plain,), plain)
+    heads = replace(attention(c, rotation, dim), window=sliding_window(c, None))
+    layers = (LayerSpec(heads, gated_mlp(c)),) * c.integer("num_hidden_layers")
+    return model_spec(c, "phi3", decoder(c, layers), (*_FUSED, *DENSE_RULES))

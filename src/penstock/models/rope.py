@@ -1,0 +1,137 @@
+"""Reading rotary embeddings from configs; `nn.rope` has the formulas."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+
+from penstock.errors import UnsupportedModelError
+from penstock.models.config_reader import ConfigReader
+from penstock.nn.spec import RopeSpec
+
+
+def _plain(spec: RopeSpec, _: ConfigReader, __: float) -> RopeSpec:
+    return replace(spec, original_max_position=0)
+
+
+def _linear(spec: RopeSpec, scaling: ConfigReader, _: float) -> RopeSpec:
+    return replace(spec, kind="linear", factor=_factor(scaling), original_max_position=0)
+
+
+def _llama3(spec: RopeSpec, scaling: ConfigReader, _: float) -> RopeSpec:
+    return replace(
+        spec,
+        kind="llama3",
+        factor=_factor(scaling),
+        low_freq_factor=scaling.number("low_freq_factor"),
+        high_freq_factor=scaling.number("high_freq_factor"),
+    )
+
+
+def _yarn(spec: RopeSpec, scaling: ConfigReader, ratio: float) -> RopeSpec:
+    factor = _factor(scaling, ratio)
+    cos_factor = scaling.number("attention_factor", 0.0) or None
+    mscale, all_dim = scaling.number("mscale", 0.0), scaling.number("mscale_all_dim", 0.0)
+    if cos_factor is None and mscale and all_dim:
+        stretch = 0.1 * math.log(max(factor, 1.0))
+        cos_factor = (stretch * mscale + 1.0) / (stretch * all_dim + 1.0)
+    return replace(
+        spec,
+        kind="yarn",
+        factor=factor,
+        attention_factor=cos_factor,
+        beta_fast=scaling.number("beta_fast", 32.0),
+        beta_slow=scaling.number("beta_slow", 1.0),
+        truncate=scaling.flag("truncate", True),
+    )
+
+
+def _longrope(spec: RopeSpec, scaling: ConfigReader, ratio: float) -> RopeSpec:
+    short, long = scaling.numbers("short_factor"), scaling.numbers("long_factor")
+    if not len(short) == len(long) == spec.rotary_dim // 2:
+        raise UnsupportedModelError(
+            f"longrope has {len(short)} short and {len(long)} long factors; a head that turns "
+            f"{spec.rotary_dim} dimensions needs {spec.rotary_dim // 2} of each."
+        )
+    return replace(
+        spec,
+        kind="longrope",
+        factor=_factor(scaling, ratio),
+        attention_factor=scaling.number("attention_factor", 0.0) or None,
+        short_factors=short,
+        long_factors=long,
+    )
+
+
+def _factor(scaling: ConfigReader, default: float | None = None) -> float:
+    factor = scaling.number("factor", default)
+    if factor <= 0:
+        raise UnsupportedModelError(f"rope: factor must be above 0: {factor}")
+    return factor
+
+
+_ROPES: dict[str, Callable[[RopeSpec, ConfigReader, float], RopeSpec]] = {
+    "default": _plain,
+    "linear": _linear,
+    "llama3": _llama3,
+    "yarn": _yarn,
+    "longrope": _longrope,
+    "su": _longrope,  # its first name
+}
+"""Rope types: (rotation without scaling, its dictionary, new ÷ old context) → rotation."""
+
+
+def rope(
+    c: ConfigReader, dim: int, *, theta: float = 10000.0, partial: float | None = None
+) -> RopeSpec:
+    """The rotary embedding of a config: `rope_theta` and `rope_scaling`, or `rope_parameters`.
+
+    theta: the family's default; partial: the default share of a head that turns, None where the
+    family has no such choice.
+    """
+    scaling = c.nested("rope_scaling")
+    parameters = c.nested("rope_parameters")
+    if scaling and parameters and c.get("rope_scaling") != c.get("rope_parameters"):
+        raise UnsupportedModelError(
+            "config.json has rope_scaling and rope_parameters, and they differ. Remove one."
+        )
+    theta = c.number("rope_theta", theta)
+    return rope_spec(c, parameters or scaling, dim, theta=theta, partial=partial)
+
+
+def rope_spec(
+    c: ConfigReader,
+    scaling: ConfigReader | None,
+    dim: int,
+    *,
+    theta: float,
+    partial: float | None = None,
+) -> RopeSpec:
+    """One dictionary of rope parameters as a `RopeSpec`, for a head of `dim`."""
+    scaling = scaling or ConfigReader({})
+    theta = scaling.number("rope_theta", theta)
+    share = 1.0 if partial is None else partial
+    share = scaling.number("partial_rotary_factor", c.number("partial_rotary_factor", share))
+    rotary_dim = int(dim * share)
+    if (partial is None and share != 1.0) or rotary_dim % 2 or not 0 < rotary_dim <= dim:
+        raise UnsupportedModelError(
+            f"partial_rotary_factor {share} of a head of {dim} isn't built for this family."
+        )
+    if theta <= 0:
+        raise UnsupportedModelError(f"rope_theta must be above 0: {theta}")
+    max_position = c.integer("max_position_embeddings", 2048)
+    key = "original_max_position_embeddings"  # Phi-3 keeps it outside, and that one wins
+    original = c.integer(key, scaling.integer(key, max_position))
+    kind = str(scaling.get("rope_type", scaling.get("type", "default")))
+    scaling.get("type")
+    if kind not in _ROPES:
+        raise UnsupportedModelError(f"rope type {kind!r} isn't built; {', '.join(_ROPES)} are.")
+    plain = RopeSpec(theta, rotary_dim, original_max_position=original)
+    spec = _ROPES[kind](plain, scaling, max_position / original)
+    rest = [key for key in scaling.unread() if scaling.has(key)]
+    if rest:
+        raise UnsupportedModelError(
+            f"rope of type {kind!r} has keys that nothing reads: {', '.join(rest)}."
+        )
+    return spec

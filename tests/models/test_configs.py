@@ -1,0 +1,241 @@
+"""Reading `config.json`: both spellings, published ones, and what is refused."""
+
+from __future__ import annotations
+
+import copy
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from published import PUBLISHED
+from tiny import CASES, GEMMA3_ROPE
+
+from penstock.errors import ModelNotFoundError, UnsupportedModelError
+from penstock.models import ModelSpec, architectures, read_spec
+
+FULL, SLIDES = "full_attention", "sliding_attention"
+
+
+@pytest.fixture
+def read(tmp_path: Path) -> Any:
+    """Read a config as a checkpoint's; a key that nothing reads is an error."""
+
+    def reader(config: dict[str, Any], *, strict: bool = True) -> ModelSpec:
+        (tmp_path / "config.json").write_text(json.dumps(config))
+        return read_spec(tmp_path, strict=strict)
+
+    return reader
+
+
+def newer(name: str) -> dict[str, Any]:
+    """A tiny config as transformers 5 writes it."""
+    case = CASES[name]
+    config = case.make_config()
+    config.architectures = [case.model]
+    config.dtype = "float32"
+    written: dict[str, Any] = json.loads(config.to_json_string(use_diff=True))
+    return written
+
+
+def older(config: dict[str, Any]) -> dict[str, Any]:
+    """The same config as transformers 4 wrote it."""
+    config = copy.deepcopy(config)
+    config["torch_dtype"] = config.pop("dtype")
+    config.pop("layer_types", None)
+    ropes = config.pop("rope_parameters", None)
+    if ropes is None:
+        return config
+    if FULL in ropes:
+        config["rope_local_base_freq"] = ropes[SLIDES]["rope_theta"]
+        ropes = ropes[FULL]
+    base = "rotary_emb_base" if config["model_type"] == "gpt_neox" else "rope_theta"
+    config[base] = ropes.pop("rope_theta")
+    if "partial_rotary_factor" in ropes:
+        share = "rotary_pct" if config["model_type"] == "gpt_neox" else "partial_rotary_factor"
+        config[share] = ropes.pop("partial_rotary_factor")
+    kind = ropes.pop("rope_type")
+    config["rope_scaling"] = None if kind == "default" else {"type": kind, **ropes}
+    return config
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_both_spellings_say_the_same(read: Any, name: str) -> None:
+    config = newer(name)
+    spec = read(config)
+    assert read(older(config)) == spec
+    assert spec.dtype == "float32"
+    assert (spec.bos_token_id, spec.eos_token_ids) == (1, (2,))
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_published_configs_have_no_unread_key(read: Any, name: str) -> None:
+    config, spec = PUBLISHED[name], read(PUBLISHED[name])
+    hidden = config.get("hidden_size", config.get("n_embd"))
+    heads = config.get("num_attention_heads", config.get("n_head"))
+    attention = spec.decoder.layers[0].attention
+    assert len(spec.decoder.layers) == config.get("num_hidden_layers", config.get("n_layer"))
+    assert spec.decoder.hidden == hidden
+    assert attention.num_kv_heads == config.get("num_key_value_heads", heads)
+    assert attention.head_dim == config.get("head_dim", hidden // heads)
+    assert spec.decoder.tied is config.get(
+        "tie_word_embeddings", spec.family in ("gemma2", "gemma3", "smollm3", "gpt2")
+    )
+    assert spec.dtype == config.get("torch_dtype")
+
+
+def test_what_is_special_about_published_configs(read: Any) -> None:
+    def layers(name: str) -> Any:
+        return read(PUBLISHED[name]).decoder.layers
+
+    rope = layers("Llama-3.2-1B-Instruct")[0].attention.rope
+    assert (rope.kind, rope.factor, rope.original_max_position) == ("llama3", 32.0, 8192)
+    assert (rope.low_freq_factor, rope.high_freq_factor, rope.theta) == (1.0, 4.0, 500000.0)
+    assert {x.attention.window for x in layers("Mistral-7B-v0.1")} == {4096}
+    assert {x.attention.window for x in layers("Mistral-Nemo-Instruct")} == {0}
+    assert {x.attention.window for x in layers("Qwen2.5-7B")} == {0}
+    assert [x.attention.window for x in layers("gemma-2-2b-it")] == [4096, 0] * 13
+    gemma = layers("gemma-3-1b-it")
+    assert [x.attention.window for x in gemma] == ([512] * 5 + [0]) * 4 + [512] * 2
+    assert {(x.attention.window, x.attention.rope.theta) for x in gemma} == {(512, 1e4), (0, 1e6)}
+    assert [x.attention.rope is None for x in layers("SmolLM3-3B")] == [False] * 3 + [True] + (
+        [False] * 3 + [True]
+    ) * 8
+    rope = layers("Phi-4-mini")[0].attention.rope
+    assert (rope.kind, rope.rotary_dim, rope.factor) == ("longrope", 96, 32.0)
+    assert layers("Phi-3-mini-4k")[0].attention.window == 2047
+    assert layers("pythia-70m")[0].attention.rope.rotary_dim == 16
+    assert layers("pythia-70m")[0].parallel
+
+
+def test_absent_and_null_differ(read: Any) -> None:
+    """As in transformers: an absent key has the family's default, null switches off."""
+    config = newer("mistral")
+    del config["sliding_window"]
+    assert read(config).decoder.layers[0].attention.window == 4096
+    config = newer("gemma2")
+    config["attn_logit_softcapping"] = None
+    del config["final_logit_softcapping"]
+    spec = read(config).decoder
+    assert spec.layers[0].attention.softcap == 0.0
+    assert spec.final_softcap == 30.0
+
+
+def test_gemma3_between_the_spellings(read: Any) -> None:
+    """Some checkpoints keep the thetas outside and only the scaling inside."""
+    config = newer("gemma3")
+    want = read(config)
+    config["rope_parameters"] = {FULL: {"rope_type": "linear", "factor": 8.0}, SLIDES: None}
+    assert read({**config, "rope_theta": 1e6, "rope_local_base_freq": 1e4}) == want
+    assert read(config) == want
+
+
+def test_yarn_takes_every_option(read: Any) -> None:
+    config = newer("llama")
+    config["rope_parameters"] = {
+        "rope_type": "yarn",
+        "rope_theta": 5e4,
+        "factor": 40.0,
+        "original_max_position_embeddings": 128,
+        "beta_fast": 16,
+        "beta_slow": 2,
+        "truncate": False,
+        "mscale": 1.0,
+        "mscale_all_dim": 0.5,
+    }
+    rope = read(config).decoder.layers[0].attention.rope
+    assert (rope.beta_fast, rope.beta_slow, rope.truncate) == (16.0, 2.0, False)
+    assert rope.attention_factor == pytest.approx(1.3688879 / 1.1844440)
+
+
+def _rope(**keys: Any) -> dict[str, Any]:
+    return {"rope_parameters": {"rope_theta": 1e4, **keys}}
+
+
+REFUSED: list[tuple[str, dict[str, Any], str]] = [
+    ("llama", {"quantization_config": {"quant_method": "gptq"}}, "quantized.*aren't read yet"),
+    ("llama", {"num_local_experts": 8}, "mixtures of experts"),
+    ("llama", {"attention_multiplier": 0.0078125}, "attention_multiplier=0.0078125"),
+    ("llama", {"residual_multiplier": 0.22}, "residual_multiplier"),
+    ("llama", {"alibi": True}, "ALiBi"),
+    ("llama", {"rope_interleaved": True}, "interleaved"),
+    ("llama", {"hidden_act": "relu"}, "hidden_act='relu'.*'silu'"),
+    ("llama", {"hidden_act": ["silu"]}, "hidden_act"),
+    ("llama", {"num_key_value_heads": 3}, "4 is not a multiple of num_key_value_heads 3"),
+    ("llama", {"num_attention_heads": 3, "head_dim": None}, "64 is not a multiple"),
+    ("llama", {"num_attention_heads": "4"}, "num_attention_heads must be a positive integer: '4'"),
+    ("llama", {"vocab_size": 0}, "vocab_size must be a positive integer"),
+    ("llama", {"rms_norm_eps": float("nan")}, "rms_norm_eps must be a number"),
+    ("llama", {"eos_token_id": "</s>"}, "eos_token_id must be integers"),
+    ("llama", {"vocab_size": None}, "has no 'vocab_size'"),
+    ("llama", {"rope_parameters": [1]}, "rope_parameters must be an object"),
+    ("llama", _rope(rope_type="dynamic", factor=2.0), "'dynamic' isn't built; default, linear"),
+    ("llama", _rope(rope_type="llama3", factor=8.0), "has no 'low_freq_factor'"),
+    ("llama", _rope(rope_type="linear"), "has no 'factor'"),
+    ("llama", _rope(rope_type="linear", factor=0), "factor must be above 0"),
+    ("llama", _rope(rope_type="default", mrope_section=[8, 8]), "nothing reads: mrope_section"),
+    ("llama", _rope(rope_type="default", partial_rotary_factor=0.5), "partial_rotary_factor 0.5"),
+    ("llama", {"rope_scaling": {"type": "linear", "factor": 2.0}}, "they differ"),
+    ("qwen2", {"layer_types": [FULL, SLIDES, FULL]}, "no sliding_window is in effect"),
+    ("qwen2", {"layer_types": [FULL]}, "must name 3 layers"),
+    ("qwen2", {"layer_types": [FULL, "chunked_attention", FULL]}, "chunked_attention"),
+    ("qwen2", {"use_mrope": True}, "multimodal rotary"),
+    ("qwen2", {"use_sliding_window": "yes"}, "use_sliding_window='yes'"),
+    ("gemma2", {"use_bidirectional_attention": True}, "attention to later tokens"),
+    ("gemma2", {"sliding_window": None}, "no sliding_window is in effect"),
+    ("gemma2", {"sliding_window_size": 8}, "sliding_window_size=8"),
+    ("gemma3", {"rope_parameters": {"rope_theta": 1e4}}, "nothing reads: rope_theta"),
+    ("gemma3", {"rope_scaling": GEMMA3_ROPE[FULL]}, "remove one"),
+    ("phi3", {"lm_head_bias": True}, "lm_head_bias=True"),
+    ("phi3", _rope(rope_type="linear", factor=2.0), "Phi 3 with a rope of type 'linear'"),
+    ("phi3-long", {"num_attention_heads": 2}, "6 short and 6 long factors.*needs 12"),
+    ("smollm3", {"no_rope_layers": [1, 0]}, "no_rope_layers must hold 0 or 1 for 4 layers"),
+    ("gpt2", {"activation_function": "silu"}, "activation_function='silu'"),
+    ("gpt2", {"add_cross_attention": True}, "cross-attention"),
+    ("gpt2", {"n_head": 5}, "64 is not a multiple of n_head 5"),
+    ("gpt-neox", {"num_key_value_heads": 1}, "num_key_value_heads=1"),
+    ("gpt-neox", {"hidden_act": "relu"}, "hidden_act='relu'"),
+    ("olmo2", {"clip_qkv": 8.0}, "clipped"),
+]
+
+
+@pytest.mark.parametrize(("name", "change", "message"), REFUSED)
+def test_what_is_not_built_is_refused(
+    read: Any, name: str, change: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(UnsupportedModelError, match=message):
+        read({**newer(name), **change})
+
+
+def test_unread_keys_are_named_in_one_warning(read: Any) -> None:
+    config = {**newer("qwen3"), "zeta": 1, "alpha_of_attention": 0.5, "temperature": 0.7}
+    with pytest.warns(UserWarning, match=r"'qwen3'.* nothing reads: alpha_of_attention, zeta\."):
+        read(config, strict=False)
+    with pytest.raises(UnsupportedModelError, match=r"nothing reads: alpha_of_attention, zeta\."):
+        read(config)
+
+
+def test_unknown_architectures(read: Any) -> None:
+    with pytest.raises(UnsupportedModelError, match=r"Did you mean 'Qwen2ForCausalLM'\?.*Built: "):
+        read({"architectures": ["Qwen2MoeForCausalLM"]})
+    with pytest.raises(UnsupportedModelError, match="model_type 'bert'"):
+        read({"model_type": "bert"})
+    with pytest.raises(UnsupportedModelError, match="isn't built"):
+        read({"architectures": [None]})
+
+
+def test_broken_config_files(tmp_path: Path) -> None:
+    with pytest.raises(ModelNotFoundError, match=r"has no config\.json"):
+        read_spec(tmp_path)
+    for content, message in (
+        (b"{", "not valid JSON"),
+        (b"[1]", "holds a list"),
+        (b"\xff\xfe{}", "not valid JSON"),
+    ):
+        (tmp_path / "config.json").write_bytes(content)
+        with pytest.raises(UnsupportedModelError, match=message):
+            read_spec(tmp_path)
+
+
+def test_every_family_is_registered() -> None:
+    assert architectures() == sorted({case.model for case in CASES.values()})

@@ -1,0 +1,156 @@
+"""Every family against transformers, on tiny random checkpoints."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from tiny import CASES, CHUNK, FAMILIES, NEW, Make, Sequence
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from penstock import ops
+from penstock.models import Checkpoint, load_weights, read_spec
+from penstock.nn import Decoder, DecoderSpec, LayerSpec
+from penstock.quant import Dense
+
+
+class _Dispatched(TorchDispatchMode):
+    """The operators that went through torch's dispatcher."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: set[str] = set()
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func.namespace == "penstock":
+            self.names.add(func.name().split("::")[1])
+        return func(*args, **kwargs or {})
+
+
+def test_both_kinds_of_kernels_run(tiny: Make, kernels: str) -> None:
+    case = tiny("gemma2")
+    with _Dispatched() as dispatched:
+        Sequence(case.load().model).feed(case.prompt)
+    used = {"embedding", "rms_norm", "add_rms_norm", "linear", "rotary_cache"}
+    used |= {"paged_attention", "gelu_mul", "softcap_"}
+    assert dispatched.names == (used if kernels == "native" else set())
+    if kernels == "native":
+        assert all(ops.has_native(name) for name in used)
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.usefixtures("kernels")
+def test_logits_of_a_prompt(tiny: Make, name: str) -> None:
+    case = tiny(name)
+    got = Sequence(case.load().model).feed(case.prompt)
+    assert got.dtype == torch.float32
+    torch.testing.assert_close(got, case.expect(case.prompt), rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.usefixtures("kernels")
+def test_greedy_tokens_through_the_paged_cache(tiny: Make, name: str) -> None:
+    """If transformers' best token after every prefix is ours, its greedy tokens are ours."""
+    case = tiny(name)
+    sequence = Sequence(case.load().model)
+    tokens = case.prompt[:CHUNK]
+    steps = [sequence.feed(tokens)[-1:]]
+    for _ in range(NEW - 1):
+        tokens = torch.cat((tokens, steps[-1].argmax(-1)))
+        steps.append(sequence.feed(tokens[-1:]))
+    logits = torch.cat(steps)
+    want = case.expect(tokens)[CHUNK - 1 :]
+    best, second = want.topk(2).values.unbind(-1)
+    assert (best - second).min() > 1e-3, "choose another prompt_seed: two tokens are as good"
+    torch.testing.assert_close(logits, want, rtol=0, atol=1e-4)
+    assert logits.argmax(-1).tolist() == want.argmax(-1).tolist()
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.usefixtures("kernels")
+def test_bfloat16_drifts_little(tiny: Make, name: str) -> None:
+    """Mean KL divergence from float32, whose best token has a tenth to a half of the mass."""
+    case = tiny(name)
+    want = case.expect(case.prompt).log_softmax(-1)
+    assert 0.05 < want.exp().amax(-1).mean() < 0.9
+    got = Sequence(case.load("bfloat16").model).feed(case.prompt).log_softmax(-1)
+    drift = (want.exp() * (want - got)).sum(-1).mean()
+    assert drift < 1e-3
+
+
+def _each(change: Callable[[LayerSpec], LayerSpec]) -> Callable[[DecoderSpec], DecoderSpec]:
+    return lambda d: replace(d, layers=tuple(change(layer) for layer in d.layers))
+
+
+def _attend(**changes: Any) -> Callable[[DecoderSpec], DecoderSpec]:
+    return _each(lambda layer: replace(layer, attention=replace(layer.attention, **changes)))
+
+
+def _turn(**changes: Any) -> Callable[[DecoderSpec], DecoderSpec]:
+    def change(layer: LayerSpec) -> LayerSpec:
+        a = layer.attention
+        rope = None if a.rope is None else replace(a.rope, **changes)
+        return replace(layer, attention=replace(a, rope=rope))
+
+    return _each(change)
+
+
+def _like_layer(i: int, name: str) -> Callable[[DecoderSpec], DecoderSpec]:
+    return lambda d: _attend(**{name: getattr(d.layers[i].attention, name)})(d)
+
+
+WITHOUT: list[tuple[str, str, Callable[[DecoderSpec], DecoderSpec]]] = [
+    ("llama3-rope", "scaled rope", _turn(kind="default")),
+    ("mistral", "window", _attend(window=0)),
+    ("mistral", "exact window", _attend(window=20)),
+    ("qwen2", "yarn's frequencies", _turn(kind="default")),
+    ("qwen2", "yarn's attention factor", _turn(attention_factor=1.0)),
+    ("qwen2-window", "layers without window", _attend(window=17)),
+    ("gemma2", "window", _attend(window=0)),
+    ("gemma2", "layers without window", _attend(window=16)),
+    ("gemma2", "cap on scores", _attend(softcap=0.0)),
+    ("gemma2", "cap on logits", lambda d: replace(d, final_softcap=0.0)),
+    ("gemma2", "scale of scores", _attend(scale=24**-0.5)),
+    ("gemma3", "rope of global layers", _like_layer(0, "rope")),
+    ("gemma3", "rope of local layers", _like_layer(2, "rope")),
+    ("gemma3", "linear scaling", _turn(factor=1.0)),
+    ("gemma3", "window", _attend(window=0)),
+    ("phi3", "window", _attend(window=0)),
+    ("phi3-long", "long factors", _turn(original_max_position=256)),
+    ("phi3-short", "attention factor", _turn(attention_factor=1.0)),
+    ("smollm3", "layers without rope", _like_layer(0, "rope")),
+    ("smollm3-window", "window", _attend(window=0)),
+    ("gpt2", "scale by layer", _attend(scale=0.25)),
+    ("gpt-neox", "parallel blocks", _each(lambda layer: replace(layer, parallel=False))),
+]
+
+
+@pytest.mark.parametrize(
+    ("name", "change"), [pytest.param(n, c, id=f"{n}: {what}") for n, what, c in WITHOUT]
+)
+def test_these_checkpoints_feel_what_is_special(
+    tiny: Make, name: str, change: Callable[[DecoderSpec], DecoderSpec]
+) -> None:
+    """Parity above would notice if this part of a family were missing."""
+    case = tiny(name)
+    spec = read_spec(case.folder)
+    spec = replace(spec, decoder=change(spec.decoder))
+    model = Decoder(spec.decoder, Dense(torch.float32), torch.float32, case.case.max_len)
+    load_weights(model, spec, Checkpoint(case.folder))
+    difference = Sequence(model).feed(case.prompt) - case.expect(case.prompt)
+    assert difference.abs().max() > 1e-2
+
+
+def test_gemma_scales_embeddings_in_their_own_precision(tiny: Make) -> None:
+    """As transformers: √72 is 8.5 in bfloat16."""
+    case = tiny("gemma3")
+    tokens = torch.arange(320)
+    model = transformers.Gemma3ForCausalLM.from_pretrained(case.folder, dtype=torch.bfloat16)
+    got = case.load("bfloat16").model.embed(tokens.int())
+    assert torch.equal(got, model.model.embed_tokens(tokens))

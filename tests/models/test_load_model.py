@@ -1,0 +1,145 @@
+"""`load_model`: precision, length, stop tokens."""
+
+from __future__ import annotations
+
+import json
+import logging
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tiny import MAX_LEN, Make, Sequence
+
+from penstock.errors import ConfigError, ModelNotFoundError, UnsupportedModelError
+from penstock.models.load import load_model
+
+
+def edited(tiny: Make, name: str, target: Path, *drop: str, **keys: object) -> Path:
+    """A copy of a tiny checkpoint with other keys in its config."""
+    folder = Path(shutil.copytree(tiny(name).folder, target / name))
+    file = folder / "config.json"
+    config = {**json.loads(file.read_text()), **keys}
+    file.write_text(json.dumps({k: v for k, v in config.items() if k not in drop}))
+    return folder
+
+
+def test_loaded_model(tiny: Make) -> None:
+    loaded = load_model(tiny("llama").folder)
+    assert loaded.spec.family == "llama"
+    assert loaded.dtype == torch.float32
+    assert loaded.max_model_len == 256
+    assert not loaded.model.training
+    assert all(not p.requires_grad for p in loaded.model.parameters())
+
+
+@pytest.mark.parametrize("asked", ["float32", "float", "bfloat16"])
+@pytest.mark.parametrize("name", ["llama", "llama3-rope"])
+def test_dtype(tiny: Make, name: str, asked: str) -> None:
+    loaded = load_model(tiny(name).folder, dtype=asked)
+    assert loaded.dtype == (torch.bfloat16 if asked == "bfloat16" else torch.float32)
+    assert {p.dtype for p in loaded.model.parameters()} <= {loaded.dtype, torch.float32}
+    assert loaded.model.head.packed["weight"].dtype == loaded.dtype
+    assert Sequence(loaded.model).feed(torch.arange(5)).dtype == torch.float32
+
+
+def test_auto_dtype(tiny: Make, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, logger="penstock")
+    folder = edited(tiny, "llama", tmp_path / "bfloat16", dtype="bfloat16")
+    assert load_model(folder).dtype == torch.bfloat16
+    folder = edited(tiny, "llama", tmp_path / "none", "dtype")
+    assert load_model(folder).dtype == torch.float32
+    assert not caplog.records
+    folder = edited(tiny, "llama", tmp_path / "float16", "dtype", torch_dtype="float16")
+    assert load_model(folder).dtype == torch.bfloat16
+    assert len(caplog.records) == 1
+    assert "running it in bfloat16" in caplog.text
+    assert load_model(folder, dtype="float32").dtype == torch.float32
+
+
+def test_unknown_dtypes(tiny: Make, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="dtype='float16' isn't one of auto, float32"):
+        load_model(tiny("llama").folder, dtype="float16")
+    folder = edited(tiny, "llama", tmp_path, dtype="float8_e4m3fn")
+    with pytest.raises(UnsupportedModelError, match="dtype 'float8_e4m3fn'"):
+        load_model(folder)
+
+
+@pytest.mark.parametrize(
+    ("name", "keys", "longest"),
+    [
+        ("llama", {}, 256),
+        ("gpt2", {}, 256),
+        ("llama3-rope", {}, 256),  # its factor of 8 is over an original 64, and isn't a length
+        ("qwen2", {}, 256),
+        ("qwen2", {"max_position_embeddings": 64}, 256),
+        ("gemma3", {}, 256),  # only its global layers are scaled
+        ("phi3-short", {}, 640),
+        ("smollm3", {}, 256),
+    ],
+)
+def test_max_model_len(
+    tiny: Make, tmp_path: Path, name: str, keys: dict[str, Any], longest: int
+) -> None:
+    folder = edited(tiny, name, tmp_path, **keys)
+    assert load_model(folder).max_model_len == keys.get("max_position_embeddings", longest)
+    assert load_model(folder, max_model_len=longest).max_model_len == longest
+    assert load_model(folder, max_model_len=7).max_model_len == 7
+    with pytest.raises(
+        ConfigError, match=f"max_model_len={longest + 1} is more than the {longest}"
+    ):
+        load_model(folder, max_model_len=longest + 1)
+    with pytest.raises(ConfigError, match="positive integer"):
+        load_model(folder, max_model_len=0)
+
+
+def test_linear_scaling_reaches_further(tiny: Make, tmp_path: Path) -> None:
+    scaling = {"rope_type": "linear", "rope_theta": 1e4, "factor": 4.0}
+    folder = edited(tiny, "llama", tmp_path, rope_parameters=scaling)
+    assert load_model(folder, max_model_len=1024).max_model_len == 1024
+
+
+def test_max_model_len_chooses_longrope_factors(tiny: Make) -> None:
+    folder = tiny("phi3-short").folder
+    short = load_model(folder, max_model_len=MAX_LEN).model.layers[0].attention.table.cos_sin
+    long = load_model(folder).model.layers[0].attention.table.cos_sin
+    assert long.shape == (640, 12)
+    assert not torch.equal(short, long[:MAX_LEN])
+    assert torch.equal(short[:, 0], long[:MAX_LEN, 0])  # both begin with a factor of 1
+
+
+def test_stop_tokens_of_both_files(tiny: Make, tmp_path: Path) -> None:
+    folder = edited(tiny, "llama", tmp_path, eos_token_id=[2, 7])
+    file = folder / "generation_config.json"
+    for more, merged in ((9, (2, 7, 9)), ([7, 11], (2, 7, 11)), (None, (2, 7))):
+        file.write_text(json.dumps({"eos_token_id": more, "temperature": 0.6}))
+        loaded = load_model(folder)
+        assert loaded.eos_token_ids == merged
+        assert loaded.generation == {"eos_token_id": more, "temperature": 0.6}
+    file.write_text(json.dumps({"eos_token_id": ["</s>"]}))
+    with pytest.raises(UnsupportedModelError, match="eos_token_id must be integers"):
+        load_model(folder)
+    file.unlink()
+    assert load_model(folder).generation == {}
+
+
+def test_progress_ends_at_the_whole(tiny: Make) -> None:
+    seen: list[tuple[int, int]] = []
+    load_model(tiny("gemma2").folder, progress=lambda done, total: seen.append((done, total)))
+    done = [d for d, _ in seen]
+    assert done == sorted(done)
+    assert {t for _, t in seen} == {done[-1]}
+
+
+def test_strict(tiny: Make, tmp_path: Path) -> None:
+    folder = edited(tiny, "llama", tmp_path, zeta=1)
+    with pytest.warns(UserWarning, match="zeta"):
+        load_model(folder)
+    with pytest.raises(UnsupportedModelError, match="zeta"):
+        load_model(folder, strict=True)
+
+
+def test_no_folder(tmp_path: Path) -> None:
+    with pytest.raises(ModelNotFoundError, match="There is no folder"):
+        load_model(tmp_path / "nothing")

@@ -1,0 +1,252 @@
+"""Tiny random checkpoints of every family, made with transformers, and a paged cache to run on."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor
+
+from penstock.models.load import LoadedModel, load_model
+from penstock.nn import Decoder, DecoderSpec
+from penstock.ops.panels import COLUMNS, round_up, vnni_factor
+from penstock.step import KV, Step
+
+BLOCK = 32
+TABLE = [5, 2, 7, 1, 4, 6, 3]  # blocks in no order; block 0 stays unused
+PROMPT, CHUNK, NEW = 70, 40, 64
+MAX_LEN = PROMPT + NEW + 26
+
+COMMON = {
+    "vocab_size": 320,
+    "hidden_size": 64,
+    "intermediate_size": 100,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": None,
+}
+LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "rope_theta": 10000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+YARN_ROPE = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+LONGROPE = {  # 12 of 16 dimensions turn
+    "rope_type": "longrope",
+    "rope_theta": 10000.0,
+    "partial_rotary_factor": 0.75,
+    "short_factor": [1.0, 1.05, 1.1, 1.3, 1.7, 2.0],
+    "long_factor": [1.0, 1.5, 2.5, 4.0, 7.0, 12.0],
+}
+GEMMA3_ROPE = {
+    "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
+    "full_attention": {"rope_type": "linear", "rope_theta": 1000000.0, "factor": 8.0},
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """One kind of checkpoint: transformers' model and config classes, and what differs."""
+
+    model: str
+    config: str
+    changes: dict[str, Any]
+    max_len: int = MAX_LEN
+    common: bool = True
+
+    def make_config(self) -> Any:
+        values = {**(COMMON if self.common else {}), **copy.deepcopy(self.changes)}
+        return getattr(transformers, self.config)(**values)
+
+
+def _case(family: str, **changes: Any) -> Case:
+    return Case(f"{family}ForCausalLM", f"{family}Config", changes)
+
+
+CASES: dict[str, Case] = {
+    "llama": _case("Llama", head_dim=24, attention_bias=True, mlp_bias=True),
+    "llama3-rope": _case("Llama", rope_parameters=LLAMA3_ROPE, tie_word_embeddings=True),
+    "mistral": _case("Mistral", sliding_window=19, head_dim=24),
+    "mistral-full": _case("Mistral", sliding_window=None),
+    "qwen2": _case("Qwen2", rope_parameters=YARN_ROPE, tie_word_embeddings=True),
+    "qwen2-window": _case("Qwen2", use_sliding_window=True, sliding_window=17, max_window_layers=1),
+    "qwen3": _case("Qwen3", head_dim=24),
+    "gemma2": _case(
+        "Gemma2",
+        hidden_size=72,
+        num_hidden_layers=4,
+        head_dim=24,
+        query_pre_attn_scalar=40,
+        sliding_window=16,
+        attn_logit_softcapping=2.0,
+        final_logit_softcapping=5.0,
+    ),
+    "gemma3": Case(
+        "Gemma3ForCausalLM",
+        "Gemma3TextConfig",
+        {
+            "hidden_size": 72,
+            "num_hidden_layers": 4,
+            "head_dim": 24,
+            "query_pre_attn_scalar": 20,
+            "sliding_window": 16,
+            "sliding_window_pattern": 3,
+            "rope_parameters": GEMMA3_ROPE,
+        },
+    ),
+    "phi3": _case("Phi3", sliding_window=33),
+    "phi3-short": _case(
+        "Phi3",
+        rope_parameters=LONGROPE,
+        max_position_embeddings=640,
+        original_max_position_embeddings=MAX_LEN,
+        tie_word_embeddings=True,
+    ),
+    "phi3-long": _case("Phi3", rope_parameters=LONGROPE, original_max_position_embeddings=32),
+    "olmo2": _case("Olmo2", attention_bias=True),
+    "smollm3": _case("SmolLM3", num_hidden_layers=4),
+    "smollm3-window": _case(
+        "SmolLM3",
+        num_hidden_layers=4,
+        no_rope_layers=[1, 0, 1, 0],
+        use_sliding_window=True,
+        sliding_window=21,
+    ),
+    "gpt2": Case(
+        "GPT2LMHeadModel",
+        "GPT2Config",
+        {
+            "vocab_size": 320,
+            "n_embd": 64,
+            "n_layer": 3,
+            "n_head": 4,
+            "n_positions": 256,
+            "bos_token_id": 1,
+            "eos_token_id": 2,
+            "scale_attn_by_inverse_layer_idx": True,
+        },
+        common=False,
+    ),
+    "gpt-neox": _case("GPTNeoX", num_attention_heads=2, num_key_value_heads=2),
+    "gpt-neox-serial": _case(
+        "GPTNeoX", num_key_value_heads=4, use_parallel_residual=False, hidden_act="gelu_new"
+    ),
+}
+PROMPT_SEEDS = {"qwen2-window": 3, "qwen3": 7, "gemma2": 7, "olmo2": 0, "smollm3": 1}
+"""Prompts whose greedy continuation hangs on no rounding; of the others 5 is one."""
+
+FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3", "phi3-long", "olmo2")
+FAMILIES += ("smollm3", "gpt2", "gpt-neox")
+
+
+def make_model(case: Case, seed: int = 0) -> Any:
+    """A transformers model in float32 with random weights, norms and biases that matter."""
+    config = case.make_config()
+    config._attn_implementation = "eager"
+    model = getattr(transformers, case.model)(config).eval()
+    random = torch.Generator().manual_seed(seed)
+    gemma = "Gemma" in case.model
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            noise = torch.randn(parameter.shape, generator=random)
+            if name.endswith("weight") and ("norm" in name or ".ln_" in name):
+                after_block = gemma and "post_" in name  # or its large embeddings drown the layers
+                parameter.copy_(0.3 * noise + (2.0 if after_block else 0.0 if gemma else 1.0))
+            elif name.endswith("bias"):
+                parameter.copy_(0.1 * noise)
+            elif any(part in name for part in ("embed", "wte", "wpe", "lm_head")):
+                parameter.copy_(0.25 * noise)
+            else:
+                inputs = parameter.shape[0 if "GPT2" in case.model else 1]
+                parameter.copy_(noise / inputs**0.5)
+    return model
+
+
+@dataclass
+class Tiny:
+    """A checkpoint on disk, and transformers' model of it."""
+
+    case: Case
+    folder: Path
+    oracle: Any
+    prompt: Tensor  # [PROMPT]
+    loaded: dict[str, LoadedModel] = field(default_factory=dict)
+
+    def load(self, dtype: str = "float32") -> LoadedModel:
+        if dtype not in self.loaded:
+            self.loaded[dtype] = load_model(
+                self.folder, dtype=dtype, max_model_len=self.case.max_len, strict=True
+            )
+        return self.loaded[dtype]
+
+    def expect(self, tokens: Tensor) -> Tensor:
+        """transformers' logits after each of `tokens`, [T, V] float32."""
+        with torch.inference_mode():
+            logits: Tensor = self.oracle(tokens[None]).logits[0]
+        return logits.clone()
+
+
+def make_tiny(name: str, folder: Path) -> Tiny:
+    """Save a checkpoint of the case called `name`."""
+    case = CASES[name]
+    model = make_model(case)
+    model.save_pretrained(folder)
+    random = torch.Generator().manual_seed(PROMPT_SEEDS.get(name, 5))
+    return Tiny(case, folder, model, torch.randint(3, 320, (PROMPT,), generator=random))
+
+
+def make_cache(spec: DecoderSpec, dtype: torch.dtype) -> KV:
+    """Paged caches of len(TABLE) + 1 blocks, a pair a layer; see `ops.rotary_cache`."""
+    v, kv = vnni_factor(dtype), []
+    for layer in spec.layers:
+        a = layer.attention
+        width, blocks = round_up(a.head_dim, 16), len(TABLE) + 1
+        key = (blocks, a.num_kv_heads, BLOCK // COLUMNS, width // v, COLUMNS, v)
+        value = (blocks, a.num_kv_heads, width // COLUMNS, BLOCK // v, COLUMNS, v)
+        kv.append((torch.zeros(key, dtype=dtype), torch.zeros(value, dtype=dtype)))
+    return kv
+
+
+class Sequence:
+    """One sequence that grows in a paged cache."""
+
+    def __init__(self, model: Decoder) -> None:
+        self.model, self.length = model, 0
+        self.kv = make_cache(model.spec, model.dtype)
+
+    def feed(self, tokens: Tensor) -> Tensor:
+        """Logits after each of `tokens`, [T, V]."""
+        count, table = len(tokens), torch.tensor(TABLE, dtype=torch.int32)
+        at = torch.arange(self.length, self.length + count, dtype=torch.int32)
+        self.length += count
+        step = Step(
+            tokens=tokens.to(torch.int32),
+            positions=at,
+            slots=table[at // BLOCK] * BLOCK + at % BLOCK,
+            query_start=torch.tensor([0, count], dtype=torch.int32),
+            context_len=torch.tensor([self.length], dtype=torch.int32),
+            block_table=table[None],
+            sample_at=torch.arange(count, dtype=torch.int32),
+        )
+        with torch.inference_mode():
+            return self.model(step, self.kv)
+
+
+Make = Callable[[str], Tiny]
