@@ -58,12 +58,12 @@ static inline void dot_panels(const float* x, int64_t ldx, const float* w, int64
   }
 }
 
-// Shapes of the register tile: few rows take many panels at once, to have enough chains of
-// additions in flight; many rows take fewer.
+// Shapes of the register tile. Few rows take one panel at a time: memory is then one stream per
+// thread, which the prefetcher likes best, and the processor overlaps the K-blocks by itself.
 #if defined(__AVX512F__)
-constexpr int kFewRows = 3, kMaxRows = 6, kWide = 4, kNarrow = 2;
+constexpr int kFewRows = 3, kMaxRows = 6, kPanels = 2;
 #else
-constexpr int kFewRows = 1, kMaxRows = 2, kWide = 2, kNarrow = 1;
+constexpr int kFewRows = 1, kMaxRows = 2, kPanels = 1;
 #endif
 
 template <int R, int P, typename T, typename Init, typename Emit>
@@ -86,15 +86,14 @@ static inline void all_rows(const float* x, int64_t ldx, int64_t rows, const T* 
                             int64_t panel, int64_t k, Init init, Emit emit) {
   int64_t r = 0;
 #if defined(__AVX512F__)
-  if constexpr (P <= kNarrow) {
+  if (rows > kFewRows) {
     for (; rows - r >= 6; r += 6) tile<6, P>(x, ldx, r, w, stride, panel, k, init, emit);
     if (rows - r >= 4) tile<4, P>(x, ldx, r, w, stride, panel, k, init, emit), r += 4;
   }
   for (; rows - r >= 3; r += 3) tile<3, P>(x, ldx, r, w, stride, panel, k, init, emit);
   if (rows - r == 2) tile<2, P>(x, ldx, r, w, stride, panel, k, init, emit), r += 2;
 #else
-  if constexpr (P <= kNarrow)
-    for (; rows - r >= 2; r += 2) tile<2, P>(x, ldx, r, w, stride, panel, k, init, emit);
+  for (; rows - r >= 2; r += 2) tile<2, P>(x, ldx, r, w, stride, panel, k, init, emit);
 #endif
   for (; r < rows; r++) tile<1, P>(x, ldx, r, w, stride, panel, k, init, emit);
 }
@@ -107,11 +106,9 @@ static inline void multiply_panels(const float* x, int64_t ldx, int64_t rows, co
                                    int64_t stride, int64_t panels, int64_t k, Init init,
                                    Emit emit) {
   int64_t p = 0;
-  if (rows <= kFewRows)
-    for (; panels - p >= kWide; p += kWide)
-      all_rows<kWide>(x, ldx, rows, w, stride, p, k, init, emit);
-  for (; panels - p >= kNarrow; p += kNarrow)
-    all_rows<kNarrow>(x, ldx, rows, w, stride, p, k, init, emit);
+  if (rows > kFewRows)
+    for (; panels - p >= kPanels; p += kPanels)
+      all_rows<kPanels>(x, ldx, rows, w, stride, p, k, init, emit);
   for (; p < panels; p++) all_rows<1>(x, ldx, rows, w, stride, p, k, init, emit);
 }
 
