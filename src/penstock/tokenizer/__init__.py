@@ -1,0 +1,9 @@
+"""Text to token ids and back: tokenizers, chat templates, streaming detokenization."""
+
+from __future__ import annotations
+
+from penstock.tokenizer.chat import render_chat
+from penstock.tokenizer.detokenizer import IncrementalDetokenizer
+from penstock.tokenizer.tokenizer import Tokenizer
+
+__all__ = ["IncrementalDetokenizer", "Tokenizer", "render_chat"]

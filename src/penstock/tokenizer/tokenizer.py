@@ -1,0 +1,248 @@
+"""The tokenizer of a model folder.
+
+Whatever files the folder has, text becomes ids by the library they were made for, and ids become
+text by concatenating the tokens' bytes, which is the same for one token at a time and for all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from penstock.errors import ChatTemplateError, InvalidPromptError, TokenizerError
+from penstock.tokenizer.backend import Backend, FastBackend, configure
+from penstock.tokenizer.byte_level import (
+    load_tiktoken,
+    load_vocab_and_merges,
+    looks_like_tiktoken,
+)
+from penstock.tokenizer.chat import render_chat
+from penstock.tokenizer.sentencepiece_backend import SentencePieceBackend
+from penstock.tokenizer.settings import TokenizerSettings, read_settings
+
+
+class PieceTable(dict[int, bytes]):
+    """Token id → bytes, filled on first use: a vocabulary of 150,000 costs nothing to open."""
+
+    def __init__(self, compute: Callable[[int], bytes]) -> None:
+        super().__init__()
+        self._compute = compute
+
+    def __missing__(self, token_id: int) -> bytes:
+        value = self[token_id] = self._compute(token_id)
+        return value
+
+
+class Tokenizer:
+    """Text to token ids and back, with the model's own special tokens and chat templates."""
+
+    def __init__(
+        self, backend: Backend, settings: TokenizerSettings, *, name: str = "tokenizer"
+    ) -> None:
+        self._backend = backend
+        self._name = name
+        self._templates = dict(settings.chat_templates)
+        known = {
+            name: content
+            for name, content in {**settings.default_tokens, **backend.default_tokens}.items()
+            if backend.token_to_id(content) is not None
+        }
+        self._named_tokens = {**known, **settings.named_tokens}
+        self.vocab_size: int = backend.size
+        self.special_ids: frozenset[int] = backend.special_ids
+        self.bos_token_id: int | None = self._named_id("bos_token")
+        self.eos_token_id: int | None = self._named_id("eos_token")
+        self.pad_token_id: int | None = self._named_id("pad_token")
+        self.unk_token_id: int | None = self._named_id("unk_token")
+        self._affixes = self._bos_and_eos(settings)
+        self._pieces = PieceTable(self._compute_bytes)
+        self._visible_pieces = PieceTable(
+            lambda token_id: b"" if token_id in self.special_ids else self._pieces[token_id]
+        )
+
+    @classmethod
+    def from_folder(cls, folder: Path, *, vocab_size: int | None = None) -> Tokenizer:
+        """Load the tokenizer of a model folder.
+
+        Looked for in this order: `tokenizer.json`, `tokenizer.model` (SentencePiece, or Llama 3's
+        tiktoken form), `vocab.json` with `merges.txt`.
+
+        With `vocab_size`, the model's, a tokenizer that can produce a higher id is refused.
+        Raises `TokenizerError`, or `MissingExtraError` where `sentencepiece` isn't installed.
+        """
+        folder = Path(folder)
+        settings = read_settings(folder)
+        tokenizer = cls(_load_backend(folder, settings), settings, name=str(folder))
+        if vocab_size is not None and tokenizer.vocab_size > vocab_size:
+            highest = tokenizer.vocab_size - 1
+            raise TokenizerError(
+                f"The tokenizer in {folder} can produce the id {highest} "
+                f"({tokenizer.id_to_token(highest)!r}), but the model's vocabulary has "
+                f"{vocab_size} ids. They belong to different models, or tokens were added "
+                f"without resizing the embedding: use the tokenizer the model came with."
+            )
+        return tokenizer
+
+    @property
+    def chat_template(self) -> str | None:
+        """The default chat template, if the folder has one."""
+        return self._templates.get("default")
+
+    @property
+    def strip_leading_space(self) -> bool:
+        """Whether a decoded text's first space is only a word marker, and is dropped."""
+        return self._backend.strip_leading_space
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """The text's token ids, by default with the BOS and EOS the model expects around them.
+
+        A special token written out in the text ("<|im_end|>") becomes that token.
+        """
+        self._check_unicode(text)
+        if self._affixes is None:
+            return self._backend.encode(text, add_special_tokens=add_special_tokens)
+        ids = self._backend.encode(text, add_special_tokens=False)
+        return [*self._affixes[0], *ids, *self._affixes[1]] if add_special_tokens else ids
+
+    def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        """The text of the tokens; bytes that aren't UTF-8 become U+FFFD, as in `bytes.decode`.
+
+        Ids between the tokenizer's and the model's vocabulary size (padding rows of the
+        embedding) stand for nothing.
+        """
+        table = self.piece_table(skip_special_tokens=skip_special_tokens)
+        data = b"".join(map(table.__getitem__, ids))
+        if self.strip_leading_space:
+            data = data.removeprefix(b" ")
+        return data.decode("utf-8", "replace")
+
+    def id_to_token(self, token_id: int) -> str | None:
+        """The raw piece ("Ġthe", "▁the", "<0x0A>"), or None where the vocabulary has none."""
+        known = 0 <= token_id < self.vocab_size
+        return self._backend.id_to_token(int(token_id)) if known else None
+
+    def token_to_id(self, token: str) -> int | None:
+        """The id of exactly this piece, or None."""
+        return self._backend.token_to_id(token)
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """The exact bytes the token stands for; a special token's are those of its name."""
+        return self._pieces[token_id]
+
+    def piece_table(self, *, skip_special_tokens: bool) -> Mapping[int, bytes]:
+        """Token id → bytes for `decode` and the detokenizer; shared, so not to be changed."""
+        return self._visible_pieces if skip_special_tokens else self._pieces
+
+    def apply_chat_template(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        documents: Sequence[Mapping[str, Any]] | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        chat_template: str | None = None,
+        **kwargs: Any,
+    ) -> str:
+        """The conversation as one prompt, written by the model's template.
+
+        `chat_template` is a template's source or the name of one of the folder's templates.
+        Encode the result with `add_special_tokens=False`: templates write BOS themselves.
+        """
+        return render_chat(
+            self._template(chat_template, has_tools=tools is not None),
+            messages,
+            tools=tools,
+            documents=documents,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+            variables={**self._named_tokens, **kwargs},
+        )
+
+    def _template(self, chosen: str | None, *, has_tools: bool) -> str:
+        templates = self._templates
+        if chosen is not None:
+            return templates.get(chosen, chosen)
+        if has_tools and "tool_use" in templates:
+            return templates["tool_use"]
+        if "default" in templates:
+            return templates["default"]
+        if templates:
+            raise ChatTemplateError(
+                f"{self._name} has {len(templates)} chat templates and none is the default: "
+                f"{', '.join(sorted(templates))}. Pass one of these names as chat_template."
+            )
+        raise ChatTemplateError(
+            f"{self._name} has no chat template (looked in tokenizer_config.json, "
+            f"chat_template.jinja and chat_template.json). It may be a base model: send a plain "
+            f"prompt, or pass a chat_template."
+        )
+
+    def _compute_bytes(self, token_id: int) -> bytes:
+        if token_id < 0:
+            raise TokenizerError(
+                f"Token id {token_id} is negative; ids go from 0 to {self.vocab_size - 1}."
+            )
+        return self._backend.token_bytes(int(token_id)) if token_id < self.vocab_size else b""
+
+    def _named_id(self, name: str) -> int | None:
+        content = self._named_tokens.get(name)
+        return None if content is None else self._backend.token_to_id(content)
+
+    def _bos_and_eos(self, settings: TokenizerSettings) -> tuple[list[int], list[int]] | None:
+        """Ids to put before and after a text; None if the backend's own file says so."""
+        add_bos, add_eos = settings.add_bos_token, settings.add_eos_token
+        if add_bos is None and add_eos is None and self._backend.adds_bos_token is None:
+            return None
+        if add_bos is None:
+            add_bos = bool(self._backend.adds_bos_token)
+        before, after = [], []
+        if add_bos:
+            before = [self._required_id("bos_token", self.bos_token_id)]
+        if add_eos:
+            after = [self._required_id("eos_token", self.eos_token_id)]
+        return before, after
+
+    def _required_id(self, name: str, token_id: int | None) -> int:
+        if token_id is None:
+            content = self._named_tokens.get(name)
+            what = "isn't given" if content is None else f"{content!r} isn't in the vocabulary"
+            raise TokenizerError(
+                f"{self._name}: tokenizer_config.json asks for add_{name}, but {name} {what} "
+                f"({self.vocab_size} ids). Correct tokenizer_config.json, or add the token to the "
+                f"vocabulary."
+            )
+        return token_id
+
+    def _check_unicode(self, text: str) -> None:
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise InvalidPromptError(
+                f"The text has the lone surrogate U+{ord(text[error.start]):04X} at character "
+                f"{error.start} of {len(text)}: it isn't valid Unicode. Decode it as UTF-16 pairs "
+                f"or replace it with U+FFFD."
+            ) from error
+
+
+def _load_backend(folder: Path, settings: TokenizerSettings) -> Backend:
+    """The first kind of tokenizer the folder has files for."""
+    fast: FastBackend
+    if (folder / "tokenizer.json").is_file():
+        fast = FastBackend.from_json(folder / "tokenizer.json")
+    elif (folder / "tokenizer.model").is_file():
+        if not looks_like_tiktoken(folder / "tokenizer.model"):
+            return SentencePieceBackend(folder / "tokenizer.model", settings)
+        fast = load_tiktoken(folder / "tokenizer.model")
+    elif (folder / "vocab.json").is_file() and (folder / "merges.txt").is_file():
+        fast = load_vocab_and_merges(folder, settings)
+    else:
+        found = sorted(path.name for path in folder.iterdir()) if folder.is_dir() else []
+        listing = f"it has {', '.join(found[:8])}" if found else "it is empty or doesn't exist"
+        raise TokenizerError(
+            f"{folder} has no tokenizer: no tokenizer.json, no tokenizer.model, no vocab.json with "
+            f"merges.txt ({listing}). Download the model's tokenizer files too."
+        )
+    configure(fast, settings)
+    return fast
