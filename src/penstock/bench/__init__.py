@@ -1,0 +1,1 @@
+"""Measuring a model here, each result beside what this machine allows."""

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import atexit
 import itertools
 import threading
+import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -25,11 +28,23 @@ Command = Callable[[], None]
 
 
 class _Stream:
-    """One request's way back to its event loop."""
+    """One request's way back to its event loop: holds the newest output, which tells all."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self.loop = loop
-        self.queue: asyncio.Queue[Item] = asyncio.Queue()
+        self._newest: list[Item] = []
+        self._arrived = asyncio.Event()
+
+    def put(self, item: Item) -> None:
+        """Take an output or an error; a reader that is slow misses those before it."""
+        self._newest = [item]
+        self._arrived.set()
+
+    async def get(self) -> Item:
+        """The newest item that wasn't read yet."""
+        await self._arrived.wait()
+        self._arrived.clear()
+        return self._newest.pop()
 
 
 class AsyncLLM:
@@ -54,6 +69,7 @@ class AsyncLLM:
         self._ids = itertools.count()
         self._thread = threading.Thread(target=self._loop, name="penstock-engine", daemon=True)
         self._thread.start()
+        atexit.register(self.shutdown)  # the interpreter must not end while a kernel runs
 
     # ── the caller's side ────────────────────────────────────────────────────────────────────
 
@@ -65,31 +81,28 @@ class AsyncLLM:
     ) -> AsyncIterator[RequestOutput]:
         """Outputs so far, after every step, until the last has `finished`.
 
+        Each holds the whole text until then; a reader slower than the engine gets the newest.
         Leaving the loop early, or cancelling its task, ends the request and frees its blocks.
         """
         params = sampling_params or default_params(self.runtime.model.generation)
         text, tokens = encode(prompt, self.runtime.tokenizer)
         name = request_id if request_id is not None else f"request-{next(self._ids)}"
         stream = _Stream(asyncio.get_running_loop())
-        self._send(lambda: self._add(name, tokens, params, text, stream))
+        arrival = time.monotonic()
+        self._send(lambda: self._add(name, tokens, params, text, stream, arrival))
         finished = False
         try:
             while not finished:
-                item = await stream.queue.get()
+                item = await stream.get()
                 if isinstance(item, BaseException):
                     finished = True
                     raise item
-                while not stream.queue.empty():  # a slow reader gets the newest only
-                    newer = stream.queue.get_nowait()
-                    if isinstance(newer, BaseException):
-                        finished = True
-                        raise newer
-                    item = newer
                 finished = item.finished
                 yield item
         finally:
             if not finished:
-                self._send(lambda: self._drop(name, stream))
+                with suppress(EngineDeadError):  # then there is nothing to drop
+                    self._send(lambda: self._drop(name, stream))
 
     async def abort(self, request_id: str) -> None:
         """End a request; its stream ends with finish_reason "abort"."""
@@ -110,11 +123,12 @@ class AsyncLLM:
             self._wake.notify()
         if threading.current_thread() is not self._thread:
             self._thread.join()
+        atexit.unregister(self.shutdown)
 
     def _send(self, command: Command) -> None:
         with self._wake:
             if self._death is not None or self._stopping:
-                raise EngineDeadError("The engine has stopped.") from self._death
+                raise self._dead()
             self._commands.append(command)
             self._wake.notify()
 
@@ -136,10 +150,9 @@ class AsyncLLM:
         with self._wake:
             while not (self._commands or self._stopping or self.engine.has_unfinished):
                 self._wake.wait()
-            commands, self._commands = self._commands, deque()
             stopping = self._stopping
-        for command in commands:
-            command()
+        while self._commands:  # one that raises leaves the others to be buried
+            self._commands.popleft()()
         return not stopping
 
     def _add(
@@ -149,9 +162,15 @@ class AsyncLLM:
         params: SamplingParams,
         text: str | None,
         stream: _Stream,
+        arrival: float,
     ) -> None:
+        if self._death is not None:  # it came too late
+            _put(stream.loop, [(stream, self._dead())])
+            return
         try:
-            self.engine.add_request(name, tokens, params, prompt=text, stream=True)
+            self.engine.add_request(
+                name, tokens, params, prompt=text, stream=True, arrival_time=arrival
+            )
         except Exception as error:  # one request's fault, whatever it is: its caller gets it
             _put(stream.loop, [(stream, error)])
         else:
@@ -160,7 +179,7 @@ class AsyncLLM:
     def _drop(self, name: str, stream: _Stream) -> None:
         if self._streams.get(name) is stream:
             del self._streams[name]
-            self.engine.abort(name)
+            self.engine.abort(name, report=False)
 
     def _deliver(self, outputs: list[RequestOutput]) -> None:
         """One wake-up per event loop and step, however many outputs it gets."""
@@ -176,20 +195,23 @@ class AsyncLLM:
     def _bury(self, error: BaseException) -> None:
         with self._wake:
             self._death = error
-            commands, self._commands = self._commands, deque()
-        for command in commands:  # requests that arrived too late: they get a stream to fail
-            command()
         for stream in self._streams.values():
-            death = EngineDeadError(f"The engine has stopped: {error}")
-            death.__cause__ = error
-            _put(stream.loop, [(stream, death)])
+            _put(stream.loop, [(stream, self._dead())])
         self._streams.clear()
+        while self._commands:  # nobody adds to them now
+            with suppress(Exception):  # an engine that broke may break again
+                self._commands.popleft()()
+
+    def _dead(self) -> EngineDeadError:
+        death = EngineDeadError(f"The engine has stopped: {self._death or 'shutting down'}")
+        death.__cause__ = self._death
+        return death
 
 
 def _put(loop: asyncio.AbstractEventLoop, items: list[tuple[_Stream, Item]]) -> None:
     def deliver() -> None:
         for stream, item in items:
-            stream.queue.put_nowait(item)
+            stream.put(item)
 
-    if not loop.is_closed():
+    with suppress(RuntimeError):  # the loop was closed: nobody waits
         loop.call_soon_threadsafe(deliver)

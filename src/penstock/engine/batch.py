@@ -7,9 +7,10 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from penstock.engine.request import Sequence, Status
-from penstock.engine.scheduler import Plan
+from penstock.engine.scheduler import Part
 from penstock.step import Step
 
 
@@ -23,8 +24,8 @@ class Batch:
     prompt_rows: list[tuple[Sequence, int, int]]  # (sequence, first row, count)
 
 
-def build(plan: Plan, table: NDArray[np.int32], block_size: int) -> Batch:
-    """Lay the plan's tokens out; `table` [max_num_seqs, M] holds the sequences' blocks."""
+def build(parts: list[Part], table: NDArray[np.int32], block_size: int) -> Batch:
+    """Lay the parts' tokens out; `table` [max_num_seqs, M] holds the sequences' blocks."""
     tokens: list[int] = []
     positions: list[int] = []
     starts, contexts, rows = [0], [], []
@@ -32,7 +33,7 @@ def build(plan: Plan, table: NDArray[np.int32], block_size: int) -> Batch:
     sampled: list[Sequence] = []
     logit_rows: list[int] = []
     prompt_rows: list[tuple[Sequence, int, int]] = []
-    for sequence, count in plan.parts:
+    for sequence, count in parts:
         first = sequence.num_computed
         last = first + count
         if count == 1:
@@ -63,12 +64,17 @@ def build(plan: Plan, table: NDArray[np.int32], block_size: int) -> Batch:
     slots = table[of_token, spread // block_size] * np.int32(block_size) + spread % block_size
     width = -(-max(contexts) // block_size)
     step = Step(
-        tokens=torch.tensor(tokens, dtype=torch.int32),
+        tokens=_ints(tokens),
         positions=torch.from_numpy(spread),
         slots=torch.from_numpy(slots),
         query_start=torch.from_numpy(start),
-        context_len=torch.tensor(contexts, dtype=torch.int32),
+        context_len=_ints(contexts),
         block_table=torch.from_numpy(table[owner, :width]),
-        sample_at=torch.tensor(wanted, dtype=torch.int32),
+        sample_at=_ints(wanted),
     )
     return Batch(step, sampled, logit_rows, prompt_rows)
+
+
+def _ints(values: list[int]) -> Tensor:
+    """[n] int32, by way of numpy: a third of the time of `torch.tensor`."""
+    return torch.from_numpy(np.array(values, dtype=np.int32))

@@ -6,6 +6,7 @@ import logging
 import time
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, fields
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -17,8 +18,8 @@ from penstock.config import EngineConfig
 from penstock.engine.batch import Batch, build
 from penstock.engine.outputs import RequestMetrics, RequestOutput
 from penstock.engine.request import Request, Sequence, Status
-from penstock.engine.scheduler import Plan, Scheduler
-from penstock.errors import InvalidPromptError, PenstockError, RequestError
+from penstock.engine.scheduler import Part, Plan, Scheduler
+from penstock.errors import InvalidPromptError, InvalidSamplingError, RequestError
 from penstock.runtime import Runtime
 from penstock.sampling import (
     Sampled,
@@ -87,10 +88,15 @@ class Engine:
         """Queue a request.
 
         stream: `step` returns an output for it after every token, not only the last.
-        Raises RequestError or OutOfCacheError; nothing is queued then.
+        Raises RequestError; nothing is queued then.
         """
-        if request_id in self.requests:
+        if request_id in self.requests or any(r.request_id == request_id for r in self._ended):
             raise RequestError(f"Request id {request_id!r} is already in use.")
+        if not isinstance(params, SamplingParams):
+            raise InvalidSamplingError(
+                f"Sampling parameters must be SamplingParams, not {type(params).__name__}. "
+                "SamplingParams.from_kwargs(**arguments) makes them from a dictionary."
+            )
         tokens = self._checked(prompt_token_ids)
         if params.stop_strings and self.runtime.tokenizer is None:
             raise RequestError("Stop strings need a tokenizer, but skip_tokenizer_init is set.")
@@ -101,34 +107,42 @@ class Engine:
             params=params,
             arrival=self._arrivals,
             stream=stream,
-            metrics=RequestMetrics(arrival_time or time.monotonic()),
+            metrics=RequestMetrics(time.monotonic() if arrival_time is None else arrival_time),
         )
         if params.prompt_logprobs is not None:
             request.prompt_logprobs = [None]
         seed = params.seed if params.seed is not None else int(self._seeds.integers(1 << 63))
         request.sequences = [self._sequence(request, i, seed) for i in range(params.n)]
+        request.live = params.n
         self.scheduler.add(request)
         self._arrivals += 1
         self.requests[request_id] = request
 
     def _sequence(self, request: Request, index: int, seed: int) -> Sequence:
         params, tokens = request.params, request.prompt_token_ids
-        detokenizer = None
-        if self.runtime.tokenizer is not None and params.detokenize:
-            detokenizer = IncrementalDetokenizer(
-                self.runtime.tokenizer,
-                prompt_ids=tokens,
-                skip_special_tokens=params.skip_special_tokens,
-                stop=params.stop_strings,
-                include_stop_str_in_output=params.include_stop_str_in_output,
-            )
         return Sequence(
             request=request,
             index=index,
             tokens=list(tokens),
             sampling=SequenceSampling(params, tokens, self.vocab_size, seed, self._eos, index),
-            detokenizer=detokenizer,
+            detokenizer=self._detokenizer(
+                params, tokens, () if params.min_tokens else params.stop_strings
+            ),
             logprobs=None if params.logprobs is None else [],
+        )
+
+    def _detokenizer(
+        self, params: SamplingParams, context: list[int], stop: tuple[str, ...]
+    ) -> IncrementalDetokenizer | None:
+        """For the output that follows `context`."""
+        if self.runtime.tokenizer is None or not params.detokenize:
+            return None
+        return IncrementalDetokenizer(
+            self.runtime.tokenizer,
+            prompt_ids=context,
+            skip_special_tokens=params.skip_special_tokens,
+            stop=stop,
+            include_stop_str_in_output=params.include_stop_str_in_output,
         )
 
     def _checked(self, prompt: Seq[int]) -> list[int]:
@@ -156,29 +170,34 @@ class Engine:
         ids: list[int] = tokens.tolist()
         return ids
 
-    def abort(self, request_id: str) -> None:
-        """End a request now and free what it holds; unknown ids are ignored (it has ended)."""
+    def abort(self, request_id: str, *, report: bool = True) -> None:
+        """End a request now and free what it holds; unknown ids are ignored (it has ended).
+
+        report: the next `step` returns its last output.
+        """
         request = self.requests.get(request_id)
         if request is not None:
             self._end(request, "abort")
-            self._ended.append(request)
+            if report:
+                self._ended.append(request)
 
     def _end(self, request: Request, reason: str) -> None:
         """Finish every sequence that hasn't yet, for one reason."""
         for sequence in request.sequences:
             if sequence.status is not Status.FINISHED:
                 self._finish(sequence, reason)
-        self._close(request)
 
     def _finish(self, sequence: Sequence, reason: str, stop: int | str | None = None) -> None:
+        """End one sequence; its request ends with the last of them."""
+        request = sequence.request
         sequence.finish_reason, sequence.stop_reason = reason, stop
-        if sequence.detokenizer is not None:
-            sequence.detokenizer.finish()
         self.scheduler.finish(sequence)
-
-    def _close(self, request: Request) -> None:
-        request.metrics.finished_time = time.monotonic()
-        self.requests.pop(request.request_id, None)
+        request.live -= 1
+        if request.finished:
+            request.metrics.finished_time = time.monotonic()
+            del self.requests[request.request_id]
+        if sequence.detokenizer is not None and request.error is None:
+            sequence.detokenizer.finish()
 
     def _fail(self, request: Request, error: Exception) -> None:
         logger.warning("Request %s failed: %s", request.request_id, error)
@@ -194,65 +213,65 @@ class Engine:
 
     def step(self) -> list[RequestOutput]:
         """Advance every scheduled sequence; outputs of streaming and of ended requests."""
-        t0 = time.perf_counter()
+        marks = [time.perf_counter()]
         plan = self.scheduler.schedule()
-        t1 = time.perf_counter()
+        marks.append(time.perf_counter())
         touched: dict[str, Request] = {}
         if plan.parts:
-            batch = build(plan, self.scheduler.table, self.scheduler.block_size)
-            t2 = time.perf_counter()
-            logits = self._forward(plan, batch, touched)
-            t3 = time.perf_counter()
-            if logits is not None:
-                sampled = self._sample(batch, logits)
-                t4 = time.perf_counter()
-                self._apply(plan, batch, sampled, touched)
-                self._count_times(t0, t1, t2, t3, t4)
+            self._run(plan, touched, marks)
         ended, self._ended = self._ended, []
         touched |= {r.request_id: r for r in ended}
-        return [r.output() for r in touched.values() if r.stream or r.finished]
+        outputs = [r.output() for r in touched.values() if r.stream or r.finished]
+        self._count_times([*marks, time.perf_counter()])
+        return outputs
 
-    def _count_times(self, t0: float, t1: float, t2: float, t3: float, t4: float) -> None:
+    def _count_times(self, marks: list[float]) -> None:
+        if len(marks) < 6:
+            return  # nothing to do, or a step that raised
+        schedule, batch, forward, sample, output = (b - a for a, b in pairwise(marks))
         times = self.times
         times.steps += 1
-        times.schedule_s += t1 - t0
-        times.batch_s += t2 - t1
-        times.forward_s += t3 - t2
-        times.sample_s += t4 - t3
-        times.output_s += time.perf_counter() - t4
+        times.schedule_s += schedule
+        times.batch_s += batch
+        times.forward_s += forward
+        times.sample_s += sample
+        times.output_s += output
 
-    def _forward(self, plan: Plan, batch: Batch, touched: dict[str, Request]) -> Tensor | None:
-        """Logits of the step, or None when it raised and its sequences ran one by one instead."""
+    def _run(self, plan: Plan, touched: dict[str, Request], marks: list[float]) -> None:
+        """Compute and apply; where that raises, each sequence alone: only the culprit fails.
+
+        What a failed attempt has written to the cache is written again, to the same bytes. Its
+        copies are made and aren't repeated: others may have written to their sources since.
+        """
         try:
-            return self.runtime.runner.forward(batch.step, plan.copies)
-        except (RuntimeError, ValueError, IndexError, PenstockError) as error:
+            batch, sampled = self._compute(plan, marks)
+        except Exception as error:  # whatever a model, a kernel or the sampler raises
             if len(plan.parts) == 1:
-                self._poisoned(plan.parts[0][0].request, error, touched)
-                return None
-            logger.warning("A step of %d sequences raised: %s", len(plan.parts), error)
-        # the copies are repeated with each: they are the same bytes
-        for part in plan.parts:
-            sequence = part[0]
-            if sequence.status is not Status.RUNNING:
-                continue  # its request has failed already
-            alone = Plan([part], plan.copies)
-            single = build(alone, self.scheduler.table, self.scheduler.block_size)
-            logits = self._forward(alone, single, touched)
-            if logits is not None:
-                self._apply(alone, single, self._sample(single, logits), touched)
-        return None
+                request = plan.parts[0][0].request
+                self._fail(request, error)
+                touched[request.request_id] = request
+                return
+            logger.warning("A step of %d sequences raised: %r", len(plan.parts), error)
+            for part in plan.parts:
+                if part[0].status is Status.RUNNING:  # its request hasn't failed already
+                    self._run(Plan([part]), touched, [])
+        else:
+            self._apply(plan.parts, batch, sampled, touched)
 
-    def _poisoned(self, request: Request, error: Exception, touched: dict[str, Request]) -> None:
-        self._fail(request, error)
-        touched[request.request_id] = request
-
-    def _sample(self, batch: Batch, logits: Tensor) -> Sampled:
+    def _compute(self, plan: Plan, marks: list[float]) -> tuple[Batch, Sampled]:
+        """Batch → forward → sample; changes nothing but the cache and prompt logprobs."""
+        batch = build(plan.parts, self.scheduler.table, self.scheduler.block_size)
+        marks.append(time.perf_counter())
+        logits = self.runtime.runner.forward(batch.step, plan.copies)
+        marks.append(time.perf_counter())
         for sequence, first, count in batch.prompt_rows:
             self._read_prompt(sequence, logits[first : first + count])
         rows = [s.sampling for s in batch.sampled]
         if len(rows) != logits.shape[0] or batch.logit_rows != list(range(len(rows))):
             logits = logits.index_select(0, torch.tensor(batch.logit_rows, dtype=torch.int64))
-        return self.sampler(logits, rows)
+        sampled = self.sampler(logits, rows)
+        marks.append(time.perf_counter())
+        return batch, sampled
 
     def _read_prompt(self, sequence: Sequence, logits: Tensor) -> None:
         """Log-probabilities of the prompt tokens that follow these rows."""
@@ -270,13 +289,11 @@ class Engine:
             request.prompt_logprobs += found
 
     def _apply(
-        self, plan: Plan, batch: Batch, sampled: Sampled, touched: dict[str, Request]
+        self, parts: list[Part], batch: Batch, sampled: Sampled, touched: dict[str, Request]
     ) -> None:
+        """Give each sequence its token, and end what ends with it."""
         now = time.monotonic()
-        for sequence, count in plan.parts:
-            metrics = sequence.request.metrics
-            if metrics.first_scheduled_time is None:
-                metrics.first_scheduled_time = now
+        for sequence, count in parts:
             self.scheduler.computed(sequence, count)
         for sequence in batch.sampled:
             if sequence.status is Status.FORKING:
@@ -293,11 +310,8 @@ class Engine:
                 request.metrics.token_times.append(now)
             try:
                 self._take(sequence, sampled.token_ids[row], sampled.logprobs[row])
-            except (PenstockError, ValueError, KeyError) as error:
+            except Exception as error:  # its own fault, whatever it is: the others go on
                 self._fail(request, error)
-        for request in touched.values():
-            if request.finished and request.request_id in self.requests:
-                self._close(request)
 
     def _take(self, sequence: Sequence, token: int, logprobs: TokenLogprobs | None) -> None:
         """Append a sampled token and see whether the sequence ends with it."""
@@ -308,32 +322,30 @@ class Engine:
             self._name(logprobs)
             sequence.logprobs.append(logprobs)
             sequence.cumulative_logprob += logprobs[token].logprob
-        count = sequence.num_output
+        count, detokenizer = sequence.num_output, sequence.detokenizer
         if count >= params.min_tokens:
-            if token in params.stop_ids:
-                self._show_stop(sequence, token)
-                return self._finish(sequence, "stop", token)
-            if token in self._eos and not params.ignore_eos:
-                return self._finish(sequence, "stop")
-        detokenizer = sequence.detokenizer
+            asked = token in params.stop_ids
+            if asked or (token in self._eos and not params.ignore_eos):
+                if detokenizer is not None and params.include_stop_str_in_output:
+                    detokenizer.append((token,))
+                return self._finish(sequence, "stop", token if asked else None)
         if detokenizer is not None:
             detokenizer.append((token,))
             if detokenizer.stop_reason is not None:
                 return self._finish(sequence, "stop", detokenizer.stop_reason)
         if count == params.max_tokens or len(sequence.tokens) >= self.max_model_len:
-            self._finish(sequence, "length")
+            return self._finish(sequence, "length")
+        if count == params.min_tokens and params.stop_strings:  # they count from here on
+            sequence.early_text = sequence.text
+            sequence.detokenizer = self._detokenizer(params, sequence.tokens, params.stop_strings)
         return None
-
-    def _show_stop(self, sequence: Sequence, token: int) -> None:
-        if sequence.detokenizer and sequence.request.params.include_stop_str_in_output:
-            sequence.detokenizer.append((token,))
 
     def _name(self, logprobs: TokenLogprobs) -> None:
         """Fill in what each token looks like."""
         tokenizer = self.runtime.tokenizer
         if tokenizer is not None:
             for token, entry in logprobs.items():
-                entry.decoded_token = tokenizer.decode([token], skip_special_tokens=False)
+                entry.decoded_token = tokenizer.token_bytes(token).decode("utf-8", "replace")
 
     # ── state ────────────────────────────────────────────────────────────────────────────────
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import signal
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -58,18 +58,17 @@ class LLM:
         params = self._params_for(sampling_params, len(items))
         tokenizer = self.runtime.tokenizer
         encoded = [encode(item, tokenizer) for item in items]
-        ids: list[str] = []
+        ids = [str(self._count + i) for i in range(len(items))]
+        self._count += len(items)
         try:
-            for (text, tokens), p in zip(encoded, params, strict=True):
-                request_id = str(self._count)
-                self.engine.add_request(request_id, tokens, p, prompt=text)
-                self._count += 1
-                ids.append(request_id)
-            return self._run(ids, use_tqdm)
+            with interrupt_between_steps() as check:
+                for request_id, (text, tokens), p in zip(ids, encoded, params, strict=True):
+                    self.engine.add_request(request_id, tokens, p, prompt=text)
+                    check()
+                return self._run(ids, check, use_tqdm)
         except BaseException:
             for request_id in ids:
-                self.engine.abort(request_id)
-            self.engine.step()  # hands out what was ended, to nobody
+                self.engine.abort(request_id, report=False)
             raise
 
     def chat(
@@ -115,30 +114,34 @@ class LLM:
         """Blocks, prefix hit rate, preemptions, steps."""
         return self.engine.stats()
 
-    def _params_for(
-        self, given: SamplingParams | Sequence[SamplingParams] | None, count: int
-    ) -> list[SamplingParams]:
+    def _params_for(self, given: Any, count: int) -> list[SamplingParams]:
         if given is None:
             return [self.get_default_sampling_params()] * count
-        if isinstance(given, SamplingParams):
-            return [given] * count
+        if not isinstance(given, list | tuple):
+            return [given] * count  # its type is checked with the request
         if len(given) != count:
-            raise ConfigError(f"{len(given)} sampling parameters for {count} prompts.")
+            raise ConfigError(
+                f"{len(given)} sampling parameters for {count} prompts. Give one for each, or one "
+                "for all."
+            )
         return list(given)
 
-    def _run(self, ids: list[str], show: bool) -> list[RequestOutput]:
+    def _run(self, ids: list[str], check: Callable[[], None], show: bool) -> list[RequestOutput]:
         done: dict[str, RequestOutput] = {}
-        with interrupt_between_steps() as check, _bar(len(ids), show) as advance:
-            while len(done) < len(ids):
+        missing = set(ids)
+        with _bar(len(ids), show) as advance:
+            while missing:
                 for output in self.engine.step():
-                    done[output.request_id] = output
-                    advance()
+                    if output.request_id in missing:
+                        missing.remove(output.request_id)
+                        done[output.request_id] = output
+                        advance()
                 check()
         return [done[request_id] for request_id in ids]
 
 
 @contextmanager
-def interrupt_between_steps() -> Iterator[Any]:
+def interrupt_between_steps() -> Iterator[Callable[[], None]]:
     """Let Ctrl-C wait for the end of a step: the yielded function raises KeyboardInterrupt then.
 
     A second Ctrl-C doesn't wait.
@@ -167,7 +170,7 @@ def interrupt_between_steps() -> Iterator[Any]:
 
 
 @contextmanager
-def _bar(total: int, show: bool) -> Iterator[Any]:
+def _bar(total: int, show: bool) -> Iterator[Callable[[], None]]:
     if not show:
         yield lambda: None
         return

@@ -19,6 +19,11 @@ def split(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     """One prompt as a list of one; several as they are."""
     if isinstance(prompts, str | Mapping):
         return [prompts]
+    if isinstance(prompts, bytes) or not isinstance(prompts, Sequence):
+        raise InvalidPromptError(
+            f"Prompts are a text, a list of token ids, or a list of these, not "
+            f"{type(prompts).__name__}."
+        )
     items: list[Any] = list(prompts)
     if items and all(isinstance(x, int) for x in items):
         return [items]
@@ -39,7 +44,7 @@ def encode(prompt: Prompt, tokenizer: Tokenizer | None) -> tuple[str | None, Seq
             return prompt.get("prompt"), prompt["prompt_token_ids"]
         return encode(prompt["prompt"], tokenizer)
     if not isinstance(prompt, str):
-        if not isinstance(prompt, Sequence):
+        if isinstance(prompt, bytes) or not isinstance(prompt, Sequence):
             raise InvalidPromptError(
                 f"A prompt must be a text or a list of token ids, not {type(prompt).__name__}."
             )

@@ -36,6 +36,7 @@ class Sequence:
     nodes: list[Node] = field(default_factory=list)  # its path in the prefix tree
     logprobs: list[TokenLogprobs] | None = None
     cumulative_logprob: float = 0.0
+    early_text: str = ""  # of the first `min_tokens`, in which no stop string is looked for
     finish_reason: str | None = None
     stop_reason: int | str | None = None
 
@@ -57,12 +58,17 @@ class Sequence:
         """First come, first served."""
         return (self.request.arrival, self.index)
 
+    @property
+    def text(self) -> str:
+        """The output so far, as text that can be shown."""
+        return "" if self.detokenizer is None else self.early_text + self.detokenizer.text
+
     def completion(self) -> CompletionOutput:
         """What there is of it now."""
         output = self.tokens[self.num_prompt :]
         return CompletionOutput(
             index=self.index,
-            text="" if self.detokenizer is None else self.detokenizer.text,
+            text=self.text,
             token_ids=output,
             cumulative_logprob=None if self.logprobs is None else self.cumulative_logprob,
             logprobs=None if self.logprobs is None else list(self.logprobs),
@@ -83,12 +89,13 @@ class Request:
     stream: bool  # an output after every step, not only the last
     metrics: RequestMetrics
     sequences: list[Sequence] = field(default_factory=list)
+    live: int = 0  # of the sequences: those that haven't finished
     prompt_logprobs: list[TokenLogprobs | None] | None = None
     error: Exception | None = None
 
     @property
     def finished(self) -> bool:
-        return all(s.status is Status.FINISHED for s in self.sequences)
+        return self.live == 0
 
     def output(self) -> RequestOutput:
         """The request's state as its caller sees it."""

@@ -7,6 +7,7 @@ Sources: Yu et al. 2022 (Orca), Agrawal et al. 2023, arXiv:2308.16369 (Sarathi).
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from dataclasses import dataclass, field
 
@@ -15,15 +16,31 @@ import numpy as np
 from penstock.cache import BlockPool, PrefixTree
 from penstock.config import SchedulerConfig
 from penstock.engine.request import Request, Sequence, Status
-from penstock.errors import ConfigError, OutOfCacheError
+from penstock.errors import ConfigError, OutOfCacheError, RequestError
+
+Part = tuple[Sequence, int]
+"""A sequence and how many of its next tokens take part in a step."""
 
 
 @dataclass(slots=True)
 class Plan:
     """One step: its sequences with their new tokens, and blocks to copy before it."""
 
-    parts: list[tuple[Sequence, int]] = field(default_factory=list)
-    copies: list[tuple[int, int]] = field(default_factory=list)  # (from, to)
+    parts: list[Part] = field(default_factory=list)
+    copies: list[tuple[int, int]] = field(default_factory=list)  # (from, to), all at once
+    num_tokens: int = 0
+
+    def take(self, sequence: Sequence, count: int) -> None:
+        """`count` tokens of `sequence` take part."""
+        self.parts.append((sequence, count))
+        self.num_tokens += count
+
+    def drop(self, sequence: Sequence) -> None:
+        """`sequence` takes no part; nothing is copied into its blocks, which others may get."""
+        gone = set(sequence.blocks)
+        self.parts = [part for part in self.parts if part[0] is not sequence]
+        self.copies = [copy for copy in self.copies if copy[1] not in gone]
+        self.num_tokens = sum(count for _, count in self.parts)
 
 
 class Scheduler:
@@ -45,6 +62,18 @@ class Scheduler:
         self.running: list[Sequence] = []
         self.num_preemptions = 0
         width = -(-max_model_len // block_size)
+        if pool.num_blocks < width:  # it would give way to itself for ever
+            raise OutOfCacheError(
+                f"One sequence of max_model_len={max_model_len} needs {width} blocks of "
+                f"{block_size} tokens, but the cache holds {pool.num_blocks}. Lower max_model_len "
+                f"to {pool.num_blocks * block_size}, or give the cache more blocks."
+            )
+        if not config.enable_chunked_prefill and config.max_num_batched_tokens < max_model_len:
+            raise ConfigError(
+                f"Without chunked prefill a prompt of max_model_len ({max_model_len}) must fit in "
+                f"max_num_batched_tokens ({config.max_num_batched_tokens}). Raise the second, or "
+                "lower the first."
+            )
         self.table = np.zeros((config.max_num_seqs, width), dtype=np.int32)
         self._free_rows = list(range(config.max_num_seqs - 1, -1, -1))
 
@@ -52,18 +81,11 @@ class Scheduler:
 
     def add(self, request: Request) -> None:
         """Queue a request; refuse one that could never run."""
-        params = request.params
-        if params.n > self.config.max_num_seqs:
-            raise ConfigError(
-                f"n={params.n} samples can't run at once: max_num_seqs is "
-                f"{self.config.max_num_seqs}. Raise it, or send several requests."
-            )
-        need = -(-len(request.prompt_token_ids) // self.block_size)
-        if need > self.pool.num_blocks:
-            raise OutOfCacheError(
-                f"The prompt needs {need} blocks but the cache holds {self.pool.num_blocks}. "
-                f"Shorten it to {self.pool.num_blocks * self.block_size} tokens, or give the "
-                "cache more memory."
+        n = request.params.n
+        if n > self.config.max_num_seqs:
+            raise RequestError(
+                f"n={n} samples can't run at once: max_num_seqs is {self.config.max_num_seqs}. "
+                "Raise it, or send several requests."
             )
         self.waiting.append(request.sequences[0])
 
@@ -85,17 +107,16 @@ class Scheduler:
     def schedule(self) -> Plan:
         """Plan the next step; an empty plan means that there is nothing to do."""
         plan = Plan()
-        budget = self.config.max_num_batched_tokens
+        limit = self.config.max_num_batched_tokens
         preempted = self.num_preemptions
         for sequence in self._by_phase():
             if sequence.status is not Status.RUNNING:
                 continue  # gave way to one before it
-            count = self._share(sequence, budget)
+            count = self._share(sequence, limit - plan.num_tokens)
             if count and self._make_room(sequence, count, plan):
-                plan.parts.append((sequence, count))
-                budget = self._left(plan)
+                plan.take(sequence, count)
         if self.num_preemptions == preempted:
-            self._admit(plan, budget)
+            self._admit(plan, limit)
         return plan
 
     def _by_phase(self) -> list[Sequence]:
@@ -104,9 +125,6 @@ class Scheduler:
         if len(decoding) == len(self.running):
             return decoding
         return decoding + [s for s in self.running if not (s.num_output and s.remaining == 1)]
-
-    def _left(self, plan: Plan) -> int:
-        return self.config.max_num_batched_tokens - sum(n for _, n in plan.parts)
 
     def _share(self, sequence: Sequence, budget: int) -> int:
         """How many of its tokens fit the budget: all or none without chunked prefill."""
@@ -123,35 +141,36 @@ class Scheduler:
                 return False
         return True
 
-    def _admit(self, plan: Plan, budget: int) -> None:
+    def _admit(self, plan: Plan, limit: int) -> None:
         """Start waiting sequences while there are rows, budget and blocks."""
-        while self.waiting and budget > 0:
+        while self.waiting and plan.num_tokens < limit:
             sequence = self.waiting[0]
             fresh = sequence.index == 0 and sequence.num_output == 0
             rows = sequence.request.params.n if fresh else 1
             if len(self._free_rows) < rows:
                 return
             hit = self._look_up(sequence)
-            count = self._share(sequence, budget)
-            if not count or not self._extend(sequence, count, plan):
+            count = self._share(sequence, limit - plan.num_tokens)
+            if not (count and self._extend(sequence, count, plan) and self._others_can_grow()):
                 self._let_go(sequence)
                 return
             self.waiting.popleft()
             self._start(sequence, hit, fresh)
-            plan.parts.append((sequence, count))
-            budget -= count
+            plan.take(sequence, count)
+
+    def _others_can_grow(self) -> bool:
+        """A block is left for each running sequence: or it would soon be the newcomer's again."""
+        return self.pool.num_available >= len(self.running)
 
     def _look_up(self, sequence: Sequence) -> int:
         """Hold the cached prefix of a sequence that is about to start; tokens found."""
-        if self.tree is None:
+        unread = sequence.request.params.prompt_logprobs is not None and not sequence.num_output
+        if self.tree is None or unread:  # prompt logprobs need the logits of every prompt row
             return 0
         sequence.nodes = self.tree.match(sequence.tokens)
         sequence.blocks = [node.block for node in sequence.nodes]
         for block in sequence.blocks:
             self.pool.share(block)
-        # prompt logprobs need the logits of every prompt row
-        if sequence.request.params.prompt_logprobs is not None and not sequence.num_output:
-            self._let_go(sequence)
         sequence.num_computed = len(sequence.blocks) * self.block_size
         return sequence.num_computed
 
@@ -163,9 +182,12 @@ class Scheduler:
         sequence.status = Status.RUNNING
         self.table[sequence.row, : len(sequence.blocks)] = sequence.blocks
         self.running.append(sequence)
-        if fresh and self.tree is not None:
-            self.tree.count(sequence.num_prompt, hit)
-            sequence.request.metrics.cached_tokens = hit
+        metrics = sequence.request.metrics
+        if metrics.first_scheduled_time is None:  # not when it starts again after giving way
+            metrics.first_scheduled_time = time.monotonic()
+            metrics.cached_tokens = hit
+            if self.tree is not None:
+                self.tree.count(sequence.num_prompt, hit)
 
     # ── blocks ───────────────────────────────────────────────────────────────────────────────
 
@@ -196,9 +218,7 @@ class Scheduler:
     def _preempt(self, victim: Sequence, plan: Plan) -> None:
         """Take everything from `victim` but its tokens; it will be computed again."""
         self.running.remove(victim)
-        plan.parts = [part for part in plan.parts if part[0] is not victim]
-        gone = set(victim.blocks)
-        plan.copies = [copy for copy in plan.copies if copy[1] not in gone]
+        plan.drop(victim)
         for member in victim.request.sequences:
             if member is victim or (member.status is Status.FORKING and victim.index == 0):
                 self._let_go(member)

@@ -55,4 +55,6 @@ def plan_blocks(
 
 
 def _mib(size: int) -> str:
+    if size < 1 << 20:
+        return f"{size / (1 << 10):.1f} KiB"
     return f"{size / (1 << 20):,.1f} MiB"

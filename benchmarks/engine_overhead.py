@@ -1,0 +1,112 @@
+"""What a step costs beside the model: the engine on a stub that returns constant logits.
+
+    python benchmarks/engine_overhead.py --seqs 32 --tokenizer ../shared/data/models/stories260K/hf
+
+Prints microseconds a step by cause, in steady decode, as the median over windows of 32 steps (one
+per position in a block, so that every window allocates the same blocks) and their best window.
+`sample` includes the argmax over [seqs, vocab]. Detokenizing is what `output` costs more with a
+tokenizer than without one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import statistics
+import time
+from dataclasses import fields, replace
+from pathlib import Path
+
+import torch
+
+from penstock.cache import PagedLayout
+from penstock.config import EngineConfig
+from penstock.engine import Engine, StepTimes
+from penstock.models.load import LoadedModel
+from penstock.models.spec import ModelSpec
+from penstock.nn import AttentionSpec, Decoder, DecoderSpec, LayerSpec, MlpSpec, NormSpec
+from penstock.quant import Dense
+from penstock.runtime import Runner, Runtime
+from penstock.sampling import SamplingParams
+from penstock.step import KV, Step
+from penstock.tokenizer import Tokenizer
+
+WINDOW = 32
+CAUSES = ("schedule", "batch", "forward", "sample", "output")
+
+
+def stub(vocab: int, tokenizer: Tokenizer | None, seqs: int, length: int, answer: int) -> Runtime:
+    """A runtime whose forward answers every row with the token `answer`."""
+    attention = AttentionSpec(1, 1, 16, 1.0, None)
+    decoder = DecoderSpec(vocab, 16, (LayerSpec(attention, MlpSpec(16)),), NormSpec(), length)
+    spec = ModelSpec("stub", decoder, (), "float32", None, ())
+    model = Decoder(decoder, Dense(torch.float32), torch.float32)
+    constant = torch.zeros(seqs, vocab)
+    constant[:, answer] = 1.0
+
+    def forward(step: Step, kv: KV) -> torch.Tensor:
+        return constant[: step.sample_at.shape[0]]
+
+    layout = PagedLayout(((1, 16),), torch.float32, 32)
+    blocks = seqs * layout.blocks_for(length)
+    loaded = LoadedModel(model, spec, torch.float32, length, {}, ())
+    return Runtime(loaded, tokenizer, layout, blocks, Runner(forward, layout.allocate(blocks)))
+
+
+def measure(
+    seqs: int, vocab: int, steps: int, tokenizer: Tokenizer | None, stream: bool, sampled: bool
+) -> dict[str, tuple[float, float]]:
+    """(median, best) microseconds a step by cause, and `step`: all of `Engine.step`."""
+    length = steps + 256
+    config = EngineConfig.of(max_num_seqs=seqs)
+    engine = Engine(config, stub(vocab, tokenizer, seqs, length, answer=min(300, vocab - 1)))
+    params = SamplingParams(
+        temperature=0.7 if sampled else 0.0, top_p=0.9, seed=1, max_tokens=steps + 100
+    )
+    for i in range(seqs):
+        engine.add_request(str(i), [5 + i % 64] * 40, params, stream=stream)
+    for _ in range(WINDOW):
+        engine.step()
+    windows: dict[str, list[float]] = {cause: [] for cause in (*CAUSES, "step")}
+    for _ in range(steps // WINDOW):
+        before = replace(engine.times)
+        start = time.perf_counter()
+        for _ in range(WINDOW):
+            engine.step()
+        windows["step"].append((time.perf_counter() - start) / WINDOW * 1e6)
+        spent: StepTimes = engine.times.since(before)
+        for field in fields(spent):
+            if field.name.endswith("_s"):
+                cause = field.name.removesuffix("_s")
+                windows[cause].append(getattr(spent, field.name) / WINDOW * 1e6)
+    return {cause: (statistics.median(v), min(v)) for cause, v in windows.items()}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--seqs", type=int, default=32)
+    parser.add_argument("--vocab", type=int, default=512)
+    parser.add_argument("--steps", type=int, default=1024)
+    parser.add_argument("--tokenizer", type=Path, help="a folder: detokenize too")
+    parser.add_argument("--stream", action="store_true", help="an output for each step")
+    parser.add_argument("--sample", action="store_true", help="draw with top_p, not greedily")
+    parser.add_argument("--json", type=Path, help="write the numbers here")
+    options = parser.parse_args()
+    tokenizer = Tokenizer.from_folder(options.tokenizer) if options.tokenizer else None
+    rows = measure(
+        options.seqs, options.vocab, options.steps, tokenizer, options.stream, options.sample
+    )
+    print(f"{options.seqs} sequences, vocabulary {options.vocab}, µs a step")
+    print(f"{'':10}{'median':>9}{'best':>9}")
+    for cause, (middle, best) in rows.items():
+        print(f"{cause:10}{middle:9.1f}{best:9.1f}")
+    if options.json:
+        where = {"machine": platform.processor() or platform.machine(), "torch": torch.__version__}
+        load = {"cores": os.cpu_count(), "load": os.getloadavg()[0]}
+        options.json.write_text(json.dumps({**where, **load, "us_per_step": rows}, indent=1))
+
+
+if __name__ == "__main__":
+    main()

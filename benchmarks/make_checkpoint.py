@@ -1,0 +1,169 @@
+"""Write a random-weight Hugging Face checkpoint of a known shape, to measure speed on.
+
+    python benchmarks/make_checkpoint.py qwen2.5-0.5b /tmp/qwen
+
+The folder holds config.json and bfloat16 safetensors in shards, as the hub would give them, and
+no tokenizer: `penstock bench` needs none. The same seed gives the same bytes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import sys
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+
+STD = 0.02
+SHARD_BYTES = 512 << 20
+
+_QWEN = {
+    "architectures": ["Qwen2ForCausalLM"],
+    "model_type": "qwen2",
+    "hidden_act": "silu",
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 1000000.0,
+    "tie_word_embeddings": True,
+    "torch_dtype": "bfloat16",
+    "use_sliding_window": False,
+}
+
+SHAPES: dict[str, dict[str, Any]] = {
+    "qwen2.5-0.5b": {
+        **_QWEN,
+        "hidden_size": 896,
+        "intermediate_size": 4864,
+        "num_hidden_layers": 24,
+        "num_attention_heads": 14,
+        "num_key_value_heads": 2,
+        "vocab_size": 151936,
+        "max_position_embeddings": 32768,
+    },
+    "llama-3.2-1b": {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "attention_bias": False,
+        "mlp_bias": False,
+        "hidden_act": "silu",
+        "head_dim": 64,
+        "hidden_size": 2048,
+        "intermediate_size": 8192,
+        "num_hidden_layers": 16,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "vocab_size": 128256,
+        "max_position_embeddings": 131072,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 500000.0,
+        "rope_scaling": {
+            "rope_type": "llama3",
+            "factor": 32.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 8192,
+        },
+        "tie_word_embeddings": True,
+        "torch_dtype": "bfloat16",
+    },
+    "tiny": {
+        **_QWEN,
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "vocab_size": 512,
+        "max_position_embeddings": 2048,
+    },
+}
+
+
+def tensor_shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
+    """Every tensor of a tied checkpoint of `config`, by its name in the hub's format."""
+    hidden, inner = config["hidden_size"], config["intermediate_size"]
+    dim = config.get("head_dim", hidden // config["num_attention_heads"])
+    rows = {
+        "q": config["num_attention_heads"] * dim,
+        "k": config["num_key_value_heads"] * dim,
+        "v": config["num_key_value_heads"] * dim,
+    }
+    shapes: dict[str, tuple[int, ...]] = {
+        "model.embed_tokens.weight": (config["vocab_size"], hidden)
+    }
+    for i in range(config["num_hidden_layers"]):
+        layer = f"model.layers.{i}."
+        for name, count in rows.items():
+            shapes[f"{layer}self_attn.{name}_proj.weight"] = (count, hidden)
+            if config["model_type"] == "qwen2":
+                shapes[f"{layer}self_attn.{name}_proj.bias"] = (count,)
+        shapes[f"{layer}self_attn.o_proj.weight"] = (hidden, rows["q"])
+        shapes[f"{layer}mlp.gate_proj.weight"] = (inner, hidden)
+        shapes[f"{layer}mlp.up_proj.weight"] = (inner, hidden)
+        shapes[f"{layer}mlp.down_proj.weight"] = (hidden, inner)
+        shapes[f"{layer}input_layernorm.weight"] = (hidden,)
+        shapes[f"{layer}post_attention_layernorm.weight"] = (hidden,)
+    shapes["model.norm.weight"] = (hidden,)
+    return shapes
+
+
+def _shards(shapes: dict[str, tuple[int, ...]]) -> Iterator[list[str]]:
+    """Names in groups of at most SHARD_BYTES; a larger tensor has a group of its own."""
+    group: list[str] = []
+    size = 0
+    for name, shape in shapes.items():
+        nbytes = 2 * math.prod(shape)
+        if group and size + nbytes > SHARD_BYTES:
+            yield group
+            group, size = [], 0
+        group.append(name)
+        size += nbytes
+    yield group
+
+
+def _tensor(name: str, shape: tuple[int, ...], seed: int) -> torch.Tensor:
+    if name.endswith("norm.weight"):
+        return torch.ones(shape, dtype=torch.bfloat16)
+    generator = torch.Generator().manual_seed(zlib.crc32(f"{seed} {name}".encode()))
+    return torch.empty(shape).normal_(0.0, STD, generator=generator).bfloat16()
+
+
+def write_checkpoint(shape: str, folder: Path, *, seed: int = 0) -> int:
+    """Write the checkpoint of `shape` into `folder`, made if need be; returns its parameters."""
+    config = SHAPES[shape]
+    shapes = tensor_shapes(config)
+    folder.mkdir(parents=True, exist_ok=True)
+    groups = list(_shards(shapes))
+    weight_map: dict[str, str] = {}
+    for number, group in enumerate(groups, 1):
+        file = f"model-{number:05}-of-{len(groups):05}.safetensors"
+        tensors = {name: _tensor(name, shapes[name], seed) for name in group}
+        save_file(tensors, folder / file, metadata={"format": "pt"})
+        weight_map |= dict.fromkeys(group, file)
+    count = sum(math.prod(s) for s in shapes.values())
+    index = {"metadata": {"total_size": 2 * count}, "weight_map": weight_map}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")
+    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+    return count
+
+
+def main() -> None:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0] if __doc__ else None)
+    parser.add_argument("shape", choices=SHAPES)
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--seed", type=int, default=0)
+    arguments = parser.parse_args()
+    if arguments.folder.exists() and any(arguments.folder.iterdir()):
+        sys.exit(f"error: {arguments.folder} isn't empty.")
+    count = write_checkpoint(arguments.shape, arguments.folder, seed=arguments.seed)
+    print(f"{arguments.folder}: {count / 1e6:.1f} M random parameters in bfloat16")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,166 @@
+"""How long a batch that starts together takes: its prompts, then each further token.
+
+Prompts are random token ids, decoding is greedy and never ends early, nothing is cached. The peaks
+are measured just before and just after, and the better ones taken, so that a disturbed measurement
+doesn't make a share look better than it is.
+"""
+
+from __future__ import annotations
+
+import statistics
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+
+from penstock.bench.environment import best_of, environment
+from penstock.bench.meter import Meter, Phase, StepRecord
+from penstock.bench.report import Column, Report, describe_peaks, percent, rate, seconds
+from penstock.bench.workload import (
+    describe_overhead,
+    greedy,
+    overhead,
+    raise_errors,
+    random_prompts,
+    setup,
+    title,
+)
+from penstock.config import CacheConfig, EngineConfig
+from penstock.hardware import Peaks, detect
+from penstock.roofline import measure
+from penstock.runtime import Runtime
+
+WARM_UP_STEPS = 2
+"""Steps of each run that don't count as decoding: caches and branch predictors settle."""
+
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    """What is run."""
+
+    input_len: int  # tokens
+    output_len: int  # tokens
+    batch_size: int
+    context: int  # tokens in the cache when decoding starts
+    repeats: int
+
+    def config(self, model: str, dtype: str) -> EngineConfig:
+        """An engine that runs it in one batch, with a cache that holds it all."""
+        length = max(self.input_len, self.context) + self.output_len
+        spare = 1  # a block to grow into, which the scheduler wants for each before it starts all
+        return EngineConfig.of(
+            model=model,
+            dtype=dtype,
+            skip_tokenizer_init=True,
+            enable_prefix_caching=False,
+            max_model_len=length,
+            num_blocks=self.batch_size * (-(-length // CacheConfig().block_size) + spare),
+            max_num_seqs=self.batch_size,
+            max_num_batched_tokens=max(2048, self.batch_size),
+        )
+
+
+def run(config: EngineConfig, runtime: Runtime, workload: Workload) -> Report:
+    """Measure; takes two seconds beside the runs themselves."""
+    meter, w = Meter(config, runtime), workload
+    draw = np.random.default_rng(0)
+    hardware = detect()
+    _once(meter, draw, w.batch_size, min(w.input_len, 64), WARM_UP_STEPS + 1)
+    before = measure(hardware)
+    prefills: list[list[StepRecord]] = []
+    decodes: list[StepRecord] = []
+    for _ in range(w.repeats):
+        together = w.context == w.input_len
+        records = _once(meter, draw, w.batch_size, w.input_len, w.output_len if together else 1)
+        prefills.append([r for r in records if r.is_prefill])
+        if not together:
+            records = _once(meter, draw, w.batch_size, w.context, w.output_len)
+        decoding = [r for r in records if not r.is_prefill]
+        decodes += decoding[WARM_UP_STEPS:] or decoding
+    peaks = best_of(before, measure(hardware))
+    prefill = _median_prefill([meter.phase(records, peaks) for records in prefills])
+    return _report(meter, w, prefill, decodes, peaks, environment(hardware))
+
+
+def _once(
+    meter: Meter, draw: np.random.Generator, batch: int, input_len: int, output_len: int
+) -> list[StepRecord]:
+    """Run one batch to its end; every step of it."""
+    meter.take()
+    for i, prompt in enumerate(random_prompts(draw, meter.engine.vocab_size, batch, input_len)):
+        meter.engine.add_request(str(i), prompt, greedy(output_len))
+    while meter.engine.has_unfinished:
+        raise_errors(meter.step())
+    return meter.take()
+
+
+def _median_prefill(phases: list[Phase]) -> Phase:
+    return sorted(phases, key=lambda phase: phase.seconds)[len(phases) // 2]
+
+
+def _report(
+    meter: Meter,
+    workload: Workload,
+    prefill: Phase,
+    decodes: list[StepRecord],
+    peaks: Peaks,
+    where: dict[str, Any],
+) -> Report:
+    decode = meter.phase(decodes, peaks)
+    step_s = statistics.median(r.seconds for r in decodes)
+    floor, moved = decode.floor_s / decode.steps, decode.bytes_moved / decode.steps
+    flops_per_s = prefill.flops / prefill.seconds
+    outside = overhead(decodes)
+    results: dict[str, dict[str, Any]] = {
+        "prefill": {
+            **prefill.as_dict(),
+            "flops_per_s": flops_per_s,
+            "share_of_matrix_peak": flops_per_s / meter.peaks_for(peaks).matrix_flops,
+        },
+        "decode": {
+            "steps": decode.steps,
+            "step_s": step_s,
+            "tokens_per_s": workload.batch_size / step_s,
+            "bytes_per_step": moved,
+            "flops_per_step": decode.flops / decode.steps,
+            "bytes_per_s": moved / step_s,
+            "share_of_bandwidth": moved / step_s / peaks.read_bytes_per_s,
+            "floor_s": floor,
+            "share_of_floor": floor / step_s,
+            "bound": decode.bound,
+        },
+        "overhead": outside,
+    }
+    return Report(
+        benchmark="latency",
+        title=title("Latency", meter, where),
+        setup={**setup(meter), **asdict(workload)},
+        results=results,
+        peaks=peaks,
+        environment=where,
+        columns=_columns(workload, results["prefill"], results["decode"]),
+        remarks=[describe_overhead(outside), describe_peaks(meter.peaks_for(peaks))],
+    )
+
+
+def _columns(workload: Workload, prefill: dict[str, Any], decode: dict[str, Any]) -> list[Column]:
+    return [
+        Column(
+            phase=f"prefill {workload.batch_size} × {workload.input_len}",
+            time=seconds(prefill["seconds"]),
+            speed=f"{prefill['tokens_per_s']:,.1f}",
+            achieved=rate(prefill["flops_per_s"]),
+            of_peak=f"{percent(prefill['share_of_matrix_peak'])} matrix",
+            floor=f"{seconds(prefill['floor_s'])} {prefill['bound']}",
+            share=prefill["share_of_floor"],
+        ),
+        Column(
+            phase=f"decode {workload.batch_size} × 1 @ {workload.context}",
+            time=f"{seconds(decode['step_s'])} a step",
+            speed=f"{decode['tokens_per_s']:,.1f}",
+            achieved=f"{decode['bytes_per_s'] / 1e9:.1f} GB/s",
+            of_peak=f"{percent(decode['share_of_bandwidth'])} read",
+            floor=f"{seconds(decode['floor_s'])} {decode['bound']}",
+            share=decode["share_of_floor"],
+        ),
+    ]

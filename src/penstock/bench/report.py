@@ -1,0 +1,117 @@
+"""What a benchmark found, for a reader (`table`) and for a program (`write`)."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from penstock.hardware import Peaks
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+
+@dataclass(frozen=True, slots=True)
+class Column:
+    """One measured phase."""
+
+    phase: str
+    time: str
+    speed: str  # tokens/s
+    achieved: str  # bytes or FLOPs per second
+    of_peak: str  # that, of what was measured to be possible
+    floor: str  # the least time, and what binds it
+    share: float  # floor ÷ time
+
+    @property
+    def values(self) -> tuple[str, ...]:
+        return (
+            self.time, self.speed, self.achieved, self.of_peak, self.floor, percent(self.share)
+        )  # fmt: skip
+
+
+_LINES = ("time", "tokens/s", "achieved", "of the peak", "floor", "share of the floor")
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """One benchmark's result."""
+
+    benchmark: str
+    title: str
+    setup: dict[str, Any]  # model, dtype, workload
+    results: dict[str, Any]
+    peaks: Peaks  # the best measured just before and just after
+    environment: dict[str, Any]
+    columns: Sequence[Column]
+    remarks: Sequence[str]
+
+    def as_dict(self) -> dict[str, Any]:
+        """What is kept."""
+        return {
+            "benchmark": self.benchmark,
+            "setup": self.setup,
+            "results": self.results,
+            "peaks": asdict(self.peaks),
+            **self.environment,
+        }
+
+    def write(self, file: Path) -> None:
+        """Keep the result as JSON."""
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(json.dumps(self.as_dict(), indent=2) + "\n", encoding="utf-8")
+
+    def table(self) -> RenderableType:
+        """The result for a terminal."""
+        from rich.console import Group
+        from rich.markup import escape
+        from rich.table import Table
+        from rich.text import Text
+
+        table = Table(box=None, header_style="bold", padding=(0, 2, 0, 0))
+        for name in ("", *(column.phase for column in self.columns)):
+            table.add_column(escape(name), justify="right" if name else "left")
+        for i, name in enumerate(_LINES):
+            style = "bold green" if i == len(_LINES) - 1 else None
+            table.add_row(name, *(escape(c.values[i]) for c in self.columns), style=style)
+        lines = [Text(remark, style="dim") for remark in self.remarks]
+        return Group(Text(self.title, style="bold"), table, *lines)
+
+
+def seconds(value: float) -> str:
+    """A duration in the unit that suits it."""
+    if value >= 10:
+        return f"{value:.1f} s"
+    if value >= 1:
+        return f"{value:.2f} s"
+    if value >= 1e-3:
+        return f"{value * 1e3:.2f} ms"
+    return f"{value * 1e6:.0f} µs"
+
+
+def count(number: int, noun: str) -> str:
+    """`1 step`, `2 steps`."""
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"
+
+
+def percent(share: float) -> str:
+    """A share, with a digit more where it is small."""
+    return f"{share:.0%}" if share >= 0.1 else f"{share:.1%}"
+
+
+def rate(flops: float) -> str:
+    """FLOPs per second in the unit that suits it."""
+    return f"{flops / 1e12:.2f} TFLOP/s" if flops >= 1e11 else f"{flops / 1e9:.2f} GFLOP/s"
+
+
+def describe_peaks(peaks: Peaks) -> str:
+    """One line about what the shares refer to."""
+    kind = "AMX, bfloat16" if peaks.tile_flops > peaks.fma_flops else "float32 FMA"
+    read = f"read {peaks.read_bytes_per_s / 1e9:.1f} GB/s"
+    return (
+        f"Measured peaks, {count(peaks.threads, 'thread')}: {read}, "
+        f"matrix {rate(peaks.matrix_flops)} ({kind})."
+    )

@@ -1,0 +1,74 @@
+"""What the benchmarks share: prompts, and words about what was run."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from dataclasses import fields
+from typing import Any
+
+import numpy as np
+
+from penstock.bench.meter import Meter, StepRecord
+from penstock.bench.report import count, seconds
+from penstock.engine import RequestOutput, StepTimes
+from penstock.sampling import SamplingParams
+
+
+def random_prompts(
+    draw: np.random.Generator, vocab_size: int, count: int, length: int
+) -> list[list[int]]:
+    """Token ids of `count` prompts."""
+    ids: list[list[int]] = draw.integers(0, vocab_size, (count, length)).tolist()
+    return ids
+
+
+def greedy(tokens: int) -> SamplingParams:
+    """Exactly `tokens` tokens, whatever they are."""
+    return SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True, detokenize=False)
+
+
+def raise_errors(outputs: Sequence[RequestOutput]) -> None:
+    """A request that failed fails the benchmark."""
+    for output in outputs:
+        if output.error is not None:
+            raise output.error
+
+
+def overhead(records: Sequence[StepRecord]) -> dict[str, float]:
+    """Medians over `records`: a step's time outside the forward pass, and each part of a step."""
+    names = [f.name for f in fields(StepTimes) if f.name.endswith("_s")]
+    parts = {name: statistics.median(getattr(r.times, name) for r in records) for name in names}
+    return {"step_s": statistics.median(r.overhead_s for r in records), **parts}
+
+
+def describe_overhead(found: dict[str, float]) -> str:
+    """One line about the engine's own time."""
+    shown = ", ".join(
+        f"{name.removesuffix('_s')} {seconds(value)}"
+        for name, value in found.items()
+        if name not in ("step_s", "forward_s")
+    )
+    return f"Engine outside the forward pass: {seconds(found['step_s'])} a step ({shown})."
+
+
+def title(name: str, meter: Meter, where: dict[str, Any]) -> str:
+    """The table's heading."""
+    model = setup(meter)
+    return (
+        f"{name}: {model['model']} ({model['family']}, {model['weights']} weights, "
+        f"{model['weight_bytes'] / 1e6:,.1f} MB a step), {where['isa']} kernels, "
+        f"{count(where['threads'], 'thread')}"
+    )
+
+
+def setup(meter: Meter) -> dict[str, Any]:
+    """What was loaded."""
+    one = StepRecord(0.0, StepTimes(), [1], [1], 1)
+    return {
+        "model": str(meter.engine.config.model.model),
+        "family": meter.runtime.model.spec.family,
+        "dtype": str(meter.runtime.model.dtype).removeprefix("torch."),
+        "weights": meter.weight_format,
+        "weight_bytes": meter.cost(one).weight_bytes,
+    }

@@ -1,0 +1,214 @@
+"""`penstock chat`: a conversation in the terminal, through the model's chat template."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import replace
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from penstock.cli import console
+from penstock.cli.generate import TextWriter
+from penstock.cli.loading import load
+from penstock.cli.options import (
+    MODEL,
+    Dtype,
+    MaxModelLen,
+    MinP,
+    Model,
+    RepetitionPenalty,
+    Seed,
+    Temperature,
+    TopK,
+    TopP,
+    given,
+    sampling,
+)
+from penstock.cli.stats import RunStats, machine_peaks
+from penstock.errors import ChatTemplateError, PenstockError, RequestError
+
+if TYPE_CHECKING:
+    from penstock.bench.meter import Meter, StepRecord
+    from penstock.engine import RequestOutput
+    from penstock.sampling import SamplingParams
+
+HELP = """\
+/reset   forget the conversation
+/stats   speed of the last reply, and its share of what this machine allows
+/help    this
+/exit    leave, as Ctrl-D does; Ctrl-C stops a reply"""
+
+
+def chat(
+    model: Model = MODEL,
+    system: Annotated[
+        str | None, typer.Option(help="What the model is told before the conversation.")
+    ] = None,
+    max_tokens: Annotated[
+        int | None,
+        typer.Option(
+            help="At most this many tokens a reply. Default: as many as fit.",
+            rich_help_panel="Sampling",
+        ),
+    ] = None,
+    temperature: Temperature = None,
+    top_p: TopP = None,
+    top_k: TopK = None,
+    min_p: MinP = None,
+    repetition_penalty: RepetitionPenalty = None,
+    seed: Seed = None,
+    dtype: Dtype = "auto",
+    max_model_len: MaxModelLen = None,
+) -> None:
+    """Talk with a model. Ctrl-C stops a reply, Ctrl-D leaves.
+
+    When stdin is no terminal, every line of it is a message.
+    """
+    from penstock.bench.meter import Meter
+    from penstock.config import EngineConfig
+    from penstock.engine.prompts import default_params
+
+    chosen = given(
+        temperature=temperature,
+        top_p=top_p,
+        top_k=top_k,
+        min_p=min_p,
+        repetition_penalty=repetition_penalty,
+        seed=seed,
+    )
+    sampling(**chosen, max_tokens=max_tokens)  # refuses before the model is loaded
+    config = EngineConfig.of(model=model, **given(dtype=dtype, max_model_len=max_model_len))
+    meter = Meter(config, load(config))
+    params = replace(
+        default_params(meter.runtime.model.generation), **chosen, max_tokens=max_tokens
+    )
+    conversation = Conversation(meter, params, model, system)
+    if console.is_terminal(sys.stdin):
+        console.note(f"{model}: type a message; /help lists commands, Ctrl-D leaves.")
+        _talk(conversation)
+    else:
+        _answer_lines(conversation)
+
+
+class Conversation:
+    """Messages so far, and the engine that answers them."""
+
+    def __init__(
+        self, meter: Meter, params: SamplingParams, model: str, system: str | None
+    ) -> None:
+        tokenizer = meter.runtime.tokenizer
+        if tokenizer is None or tokenizer.chat_template is None:
+            raise ChatTemplateError(
+                f"{model} has no chat template: it completes text and doesn't know whose turn it "
+                f"is. Use: penstock generate {model} -p TEXT"
+            )
+        self._tokenizer = tokenizer
+        self._meter = meter
+        self._params = params
+        self._opening = [{"role": "system", "content": system}] if system else []
+        self._messages = list(self._opening)
+        self._last: tuple[list[StepRecord], RequestOutput] | None = None
+        self._count = 0
+
+    def reset(self) -> None:
+        """Forget everything but the system's message."""
+        self._messages = list(self._opening)
+
+    def ask(self, text: str) -> None:
+        """Answer `text` on stdout; an interrupted answer counts as far as it went."""
+        from penstock.engine.prompts import encode_chat
+
+        messages = [*self._messages, {"role": "user", "content": text}]
+        prompt = encode_chat(messages, self._tokenizer)
+        output = self._stream(prompt["prompt_token_ids"])
+        if output.error is not None:
+            raise RequestError(f"The reply failed: {output.error}") from output.error
+        reply = output.outputs[0]
+        if reply.text:
+            self._messages = [*messages, {"role": "assistant", "content": reply.text}]
+        if reply.finish_reason == "length":
+            full = len(output.prompt_token_ids) + len(reply.token_ids)
+            limit = self._meter.engine.max_model_len
+            console.note(
+                f"(the context of {limit} tokens is full: /reset starts anew)"
+                if full >= limit
+                else f"(cut after --max-tokens {self._params.max_tokens})"
+            )
+
+    def _stream(self, tokens: list[int]) -> RequestOutput:
+        from penstock.engine.llm import interrupt_between_steps
+
+        meter, request_id = self._meter, str(self._count)
+        self._count += 1
+        meter.take()
+        meter.engine.add_request(request_id, tokens, self._params, stream=True)
+        writer = TextWriter()
+        output: RequestOutput | None = None
+        try:
+            with interrupt_between_steps() as check:
+                while meter.engine.has_unfinished:
+                    for output in meter.step():
+                        writer.show(output.outputs[0].text)
+                    check()
+        except KeyboardInterrupt:
+            meter.engine.abort(request_id)
+            for output in meter.step():
+                writer.show(output.outputs[0].text)
+        writer.end()
+        assert output is not None  # an added request has an output when it ends
+        self._last = meter.take(), output
+        return output
+
+    def stats(self) -> list[str]:
+        """Lines about the last reply."""
+        if self._last is None:
+            return ["There is no reply yet."]
+        records, output = self._last
+        return RunStats.of(self._meter, records, machine_peaks()).lines([output])
+
+
+def _talk(conversation: Conversation) -> None:
+    """Messages from somebody at a terminal, until they leave."""
+    import readline  # noqa: F401  its import gives input() editing and history
+
+    while True:
+        try:
+            text = input("> ").strip()
+        except EOFError:
+            typer.echo()
+            return
+        except KeyboardInterrupt:
+            typer.echo()
+            console.note("(Ctrl-D or /exit leaves)")
+            continue
+        if text == "/exit":
+            return
+        try:
+            _take(conversation, text)
+        except PenstockError as error:
+            console.error(error)
+
+
+def _answer_lines(conversation: Conversation) -> None:
+    """Messages from a file or a pipe; an error ends it."""
+    for line in sys.stdin:
+        text = line.strip()
+        if text == "/exit":
+            return
+        _take(conversation, text)
+
+
+def _take(conversation: Conversation, text: str) -> None:
+    commands: dict[str, Any] = {
+        "/reset": conversation.reset,
+        "/help": lambda: typer.echo(HELP, err=True),
+        "/stats": lambda: typer.echo("\n".join(conversation.stats()), err=True),
+    }
+    if text in commands:
+        commands[text]()
+    elif text.startswith("/") and " " not in text:
+        known = ", ".join([*commands, "/exit"])
+        raise RequestError(f"There is no command {text}; there are {known}.")
+    elif text:
+        conversation.ask(text)

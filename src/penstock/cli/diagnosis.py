@@ -1,0 +1,214 @@
+"""What `penstock doctor` finds: facts about this machine and installation, and what is off."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import platform
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from penstock.errors import KernelError, ModelNotFoundError
+from penstock.hardware import Hardware, Peaks, detect
+
+EXTRAS = {
+    "hub": ("huggingface_hub", "fetches models from the hub by their id"),
+    "sentencepiece": ("sentencepiece", "reads tokenizer.model files"),
+}
+"""Optional dependencies: the module that must be there, and what for."""
+
+_THREAD_VARIABLES = (
+    "OMP_NUM_THREADS",
+    "OMP_WAIT_POLICY",
+    "OMP_PROC_BIND",
+    "OMP_PLACES",
+    "OMP_DYNAMIC",
+    "OMP_THREAD_LIMIT",
+    "GOMP_CPU_AFFINITY",
+    "GOMP_SPINCOUNT",
+    "MKL_NUM_THREADS",
+)
+_LITTLE_MEMORY = 1 << 30
+
+
+@dataclass(frozen=True, slots=True)
+class Kernels:
+    """What runs, for each operator."""
+
+    isa: str | None  # in use; None: the reference kernels
+    available: list[str]
+    reason: str  # why the native library isn't used; empty when it is
+    operators: list[tuple[str, str, str]]  # (operator, what runs, why)
+
+
+@dataclass(frozen=True, slots=True)
+class Embedded:
+    """A model that comes with the package."""
+
+    name: str
+    folder: str | None  # None: not in this installation
+    weight_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Diagnosis:
+    """Everything found."""
+
+    versions: dict[str, str]
+    hardware: Hardware
+    load: float  # runnable threads, average over the last minute
+    threads: int
+    cpu_quota: float | None  # cores that the container may use; None: no limit
+    kernels: Kernels
+    peaks: Peaks | None
+    models: list[Embedded]
+    extras: dict[str, bool]
+    environment: dict[str, str]
+    warnings: list[str]
+
+
+def diagnose(*, calibrate: bool = False) -> Diagnosis:
+    """Look at everything; measure the peaks where none are kept or `calibrate` is set."""
+    hardware, load = detect(), os.getloadavg()[0]
+    import torch
+
+    import penstock
+    from penstock.kernels import native, report
+
+    available = native.available_isas()
+    kernels = Kernels(native.isa, available, native.reason, report())
+    environment = _environment()
+    threads, quota = torch.get_num_threads(), _cpu_quota()
+    found, trouble = _peaks(calibrate)
+    warnings = [
+        *_processor_warnings(hardware, threads, quota, load),
+        *_kernel_warnings(kernels),
+        *_memory_warnings(hardware),
+        *_environment_warnings(environment),
+        *trouble,
+    ]
+    return Diagnosis(
+        versions={
+            "penstock": penstock.__version__,
+            "torch": str(torch.__version__),
+            "python": platform.python_version(),
+        },
+        hardware=hardware,
+        load=load,
+        threads=threads,
+        cpu_quota=quota,
+        kernels=kernels,
+        peaks=found,
+        models=_models(),
+        extras={name: _is_there(module) for name, (module, _) in EXTRAS.items()},
+        environment=environment,
+        warnings=warnings,
+    )
+
+
+def _peaks(calibrate: bool) -> tuple[Peaks | None, list[str]]:
+    from penstock.roofline import peaks
+
+    try:
+        return peaks(calibrate=calibrate), []
+    except KernelError as error:
+        return None, [f"The peaks couldn't be measured. {error}"]
+    except OSError as error:
+        return None, [f"The measured peaks couldn't be kept: {error}. Set PENSTOCK_CACHE."]
+
+
+def _models() -> list[Embedded]:
+    from penstock.models.hub import EMBEDDED, resolve
+
+    found = []
+    for name in EMBEDDED:
+        try:
+            folder = resolve(name)
+        except ModelNotFoundError:
+            found.append(Embedded(name, None, 0))
+            continue
+        size = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
+        found.append(Embedded(name, str(folder), size))
+    return found
+
+
+def _is_there(module: str) -> bool:
+    return importlib.util.find_spec(module) is not None
+
+
+def _environment() -> dict[str, str]:
+    names = [n for n in os.environ if n.startswith(("PENSTOCK_", "KMP_")) or n in _THREAD_VARIABLES]
+    return {name: os.environ[name] for name in sorted(names)}
+
+
+def _cpu_quota() -> float | None:
+    """Cores that the cgroup allows, which the number of visible cores doesn't tell."""
+    try:
+        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
+        return None if quota == "max" else int(quota) / int(period)
+    except (OSError, ValueError):
+        pass
+    folder = Path("/sys/fs/cgroup/cpu")
+    try:
+        limit = int((folder / "cpu.cfs_quota_us").read_text())
+        return limit / int((folder / "cpu.cfs_period_us").read_text()) if limit > 0 else None
+    except (OSError, ValueError):
+        return None
+
+
+def _processor_warnings(
+    hardware: Hardware, threads: int, quota: float | None, load: float
+) -> list[str]:
+    cores, found = hardware.cores, []
+    if quota is not None and quota < cores:
+        found.append(
+            f"The container may use {quota:g} cores' time, but {cores} are visible: threads "
+            f"beyond that wait for each other. Set OMP_NUM_THREADS={max(int(quota), 1)}."
+        )
+    elif threads < cores:
+        found.append(
+            f"{threads} threads run on {cores} cores. Unset OMP_NUM_THREADS, or set it to {cores}."
+        )
+    if threads > cores:
+        found.append(
+            f"{threads} threads share {cores} cores and wait for each other. "
+            f"Set OMP_NUM_THREADS={cores}."
+        )
+    if load > 0.5:
+        found.append(
+            f"Other programs keep {load:.1f} of {cores} cores busy (average over a minute): what "
+            "is measured now is too low. Run doctor --calibrate when they have ended."
+        )
+    return found
+
+
+def _kernel_warnings(kernels: Kernels) -> list[str]:
+    if kernels.reason:
+        return [f"The reference kernels run, which are many times slower: {kernels.reason}."]
+    found = []
+    slow = [name for name, runs, _ in kernels.operators if runs == "reference"]
+    if slow:
+        found.append(f"Without a native kernel, and slow: {', '.join(slow)}.")
+    best = [isa for isa in kernels.available if isa != "amx-emulated"][-1:]
+    if best and kernels.isa != best[0]:
+        found.append(f"{kernels.isa} runs, but this processor can {best[0]}. Unset PENSTOCK_ISA.")
+    return found
+
+
+def _memory_warnings(hardware: Hardware) -> list[str]:
+    free = hardware.available_bytes
+    if free >= _LITTLE_MEMORY:
+        return []
+    return [
+        f"Only {free / (1 << 20):.0f} MiB of memory are free: a larger model won't load. "
+        "End other programs, or raise the container's limit."
+    ]
+
+
+def _environment_warnings(environment: Mapping[str, str]) -> list[str]:
+    return [
+        f"{name}={value} changes how threads run; unset it unless it is meant."
+        for name, value in environment.items()
+        if not name.startswith("PENSTOCK_")
+    ]

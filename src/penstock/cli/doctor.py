@@ -1,0 +1,110 @@
+"""`penstock doctor`: what this machine has, what runs on it, and what is off."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from penstock.cli.diagnosis import EXTRAS, Diagnosis, diagnose
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+
+def doctor(
+    calibrate: Annotated[
+        bool, typer.Option("--calibrate", help="Measure bandwidth and matrix peaks again.")
+    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+) -> None:
+    """Show what this machine has, which kernel runs for each operator and why."""
+    found = diagnose(calibrate=calibrate)
+    if as_json:
+        typer.echo(json.dumps(as_dict(found), indent=2))
+        return
+    from rich.console import Console
+
+    console = Console(highlight=False, soft_wrap=True)
+    console.print(_machine(found))
+    console.print(_operators(found))
+    for text in found.warnings:
+        console.print(f"[yellow]warning:[/yellow] {text}", markup=True)
+    if not found.warnings:
+        console.print("[green]Nothing is off.[/green]")
+
+
+def as_dict(found: Diagnosis) -> dict[str, Any]:
+    """What `--json` prints."""
+    data = asdict(found)
+    operators = found.kernels.operators
+    data["kernels"]["operators"] = [
+        {"operator": name, "runs": runs, "why": why} for name, runs, why in operators
+    ]
+    data["extras"] = {
+        name: {"installed": there, "for": EXTRAS[name][1], "get": _get(name)}
+        for name, there in found.extras.items()
+    }
+    return data
+
+
+def _get(extra: str) -> str:
+    return f"pip install penstock[{extra}]"
+
+
+def _machine(found: Diagnosis) -> Table:
+    from rich.markup import escape
+    from rich.table import Table
+
+    table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
+    table.add_column(style="bold", no_wrap=True)
+    table.add_column(overflow="fold")
+    for name, value in _facts(found):
+        table.add_row(name, escape(value))
+    return table
+
+
+def _facts(found: Diagnosis) -> list[tuple[str, str]]:
+    hardware, kernels, peaks = found.hardware, found.kernels, found.peaks
+    gib = 1 << 30
+    rows = [
+        ("Penstock", ", ".join(f"{name} {version}" for name, version in found.versions.items())),
+        ("Processor", f"{hardware.processor}, {hardware.cores} cores"),
+        ("Instruction sets", " ".join(hardware.flags) or "none that matter here"),
+        ("In use", kernels.isa or f"reference kernels: {kernels.reason}"),
+        ("Threads", f"{found.threads}"),
+        (
+            "Memory",
+            f"{hardware.memory_bytes / gib:.1f} GiB, {hardware.available_bytes / gib:.1f} free",
+        ),
+    ]
+    if peaks is not None:
+        tiles = "no AMX: as fast as float32"
+        if peaks.tile_flops:
+            tiles = f"{peaks.tile_flops / 1e12:.2f} TFLOP/s (AMX tiles, fed from L1)"
+        rows += [
+            ("Memory read", f"{peaks.read_bytes_per_s / 1e9:.1f} GB/s"),
+            ("Matrix, bfloat16", tiles),
+            ("Matrix, float32", f"{peaks.fma_flops / 1e12:.2f} TFLOP/s (FMA, from registers)"),
+            ("Measured", f"{peaks.measured_at}, {peaks.threads} threads"),
+        ]
+    for model in found.models:
+        size = f"{model.weight_bytes / 1e6:.1f} MB, {model.folder}"
+        rows.append((f"Model {model.name}", size if model.folder else "not in this installation"))
+    for name, there in found.extras.items():
+        missing = f"not installed ({EXTRAS[name][1]}): {_get(name)}"
+        rows.append((f"Extra {name}", "installed" if there else missing))
+    if found.environment:
+        rows.append(("Environment", " ".join(f"{k}={v}" for k, v in found.environment.items())))
+    return rows
+
+
+def _operators(found: Diagnosis) -> Table:
+    from rich.table import Table
+
+    table = Table("operator", "runs", "why", box=None, header_style="bold", padding=(0, 2, 0, 0))
+    for row in found.kernels.operators:
+        table.add_row(*row)
+    return table

@@ -1,0 +1,223 @@
+"""`penstock generate`: complete prompts, as text while it comes or as JSON."""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import typer
+
+from penstock.cli import console
+from penstock.cli.loading import load
+from penstock.cli.options import (
+    MODEL,
+    AsJson,
+    Dtype,
+    IgnoreEos,
+    MaxModelLen,
+    MaxTokens,
+    MinP,
+    Model,
+    Prompts,
+    RepetitionPenalty,
+    Samples,
+    Seed,
+    Stats,
+    Stop,
+    Temperature,
+    TopK,
+    TopP,
+    given,
+    sampling,
+)
+from penstock.cli.stats import RunStats, machine_peaks, metrics
+from penstock.errors import PenstockError, RequestError
+
+if TYPE_CHECKING:
+    from penstock.bench.meter import Meter
+    from penstock.engine import CompletionOutput, RequestOutput
+    from penstock.sampling import SamplingParams
+
+
+def generate(
+    prompt: Prompts,
+    model: Model = MODEL,
+    max_tokens: MaxTokens = 128,
+    temperature: Temperature = None,
+    top_p: TopP = None,
+    top_k: TopK = None,
+    min_p: MinP = None,
+    repetition_penalty: RepetitionPenalty = None,
+    seed: Seed = None,
+    stop: Stop = None,
+    n: Samples = 1,
+    ignore_eos: IgnoreEos = False,
+    dtype: Dtype = "auto",
+    max_model_len: MaxModelLen = None,
+    stats: Stats = False,
+    as_json: AsJson = False,
+) -> None:
+    """Complete one or several prompts.
+
+    The text of a single prompt is shown as it comes, and stdout has nothing
+    else. Several prompts run as one batch.
+    """
+    chosen = given(
+        max_tokens=max_tokens,
+        temperature=temperature,
+        top_p=top_p,
+        top_k=top_k,
+        min_p=min_p,
+        repetition_penalty=repetition_penalty,
+        seed=seed,
+        stop=stop or None,
+        n=n,
+        ignore_eos=ignore_eos,
+    )
+    prompts = _read(prompt)
+    sampling(**chosen)  # refuses what is out of range before the model is loaded
+    meter = _engine(model, dtype=dtype, max_model_len=max_model_len)
+    params = replace(_defaults(meter), **chosen)
+    peaks = machine_peaks() if stats or as_json else None
+    streaming = not as_json and len(prompts) == 1 and n == 1
+    outputs = _run(meter, prompts, params, streaming)
+    found = RunStats.of(meter, meter.take(), peaks) if peaks else None
+    if as_json:
+        _print_json(outputs, found)
+    elif not streaming:
+        _print_texts(outputs)
+    if stats and found is not None:
+        for line in found.lines(outputs):
+            typer.echo(line, err=True)
+
+
+def _read(prompts: list[str]) -> list[str]:
+    """The prompts, `-` replaced by what is on stdin without its last newline."""
+    if prompts.count("-") > 1:
+        raise typer.BadParameter("stdin can be read once, so '-' can be given once.")
+    if "-" not in prompts:
+        return prompts
+    data = sys.stdin.buffer.read()
+    try:
+        text = data.decode()
+    except UnicodeDecodeError as error:
+        raise RequestError(
+            f"What is on stdin isn't UTF-8 text: byte {data[error.start]:#04x} at position "
+            f"{error.start} of {len(data)}."
+        ) from error
+    text = text.removesuffix("\n")
+    return [text if prompt == "-" else prompt for prompt in prompts]
+
+
+def _engine(model: str, **options: Any) -> Meter:
+    from penstock.bench.meter import Meter
+    from penstock.config import EngineConfig
+
+    config = EngineConfig.of(model=model, **given(**options))
+    return Meter(config, load(config))
+
+
+def _defaults(meter: Meter) -> SamplingParams:
+    from penstock.engine.prompts import default_params
+
+    return default_params(meter.runtime.model.generation)
+
+
+def _run(
+    meter: Meter, prompts: list[str], params: SamplingParams, streaming: bool
+) -> list[RequestOutput]:
+    """Run the prompts to their end, writing the text as it comes when `streaming`."""
+    from penstock.engine.llm import interrupt_between_steps
+
+    for i, text in enumerate(prompts):
+        _add(meter, i, text, params, len(prompts), streaming)
+    done: dict[str, RequestOutput] = {}
+    writer = TextWriter()
+    with interrupt_between_steps() as check:
+        while meter.engine.has_unfinished:
+            for output in meter.step():
+                if streaming:
+                    writer.show(output.outputs[0].text)
+                if output.finished:
+                    done[output.request_id] = output
+            check()
+    if streaming:
+        writer.end()
+    outputs = [done[str(i)] for i in range(len(prompts))]
+    for output in outputs:
+        if output.error is not None:
+            raise RequestError(f"Generation failed: {output.error}") from output.error
+    return outputs
+
+
+def _add(
+    meter: Meter, index: int, text: str, params: SamplingParams, count: int, streaming: bool
+) -> None:
+    from penstock.engine.prompts import encode
+
+    try:
+        prompt, tokens = encode(text, meter.runtime.tokenizer)
+        meter.engine.add_request(str(index), tokens, params, prompt=prompt, stream=streaming)
+    except PenstockError as error:
+        if count == 1:
+            raise
+        raise type(error)(f"Prompt {index + 1} of {count}: {error}") from error
+
+
+class TextWriter:
+    """Writes a growing text to stdout, what is new of it each time."""
+
+    def __init__(self) -> None:
+        self._shown = ""
+        self._clean = console.is_terminal(sys.stdout)
+
+    def show(self, text: str) -> None:
+        """`text` begins with all that was shown before."""
+        new = text[len(self._shown) :]
+        if new:
+            sys.stdout.write(console.printable(new) if self._clean else new)
+            sys.stdout.flush()
+            self._shown = text
+
+    def end(self) -> None:
+        """A last newline, where the text has none."""
+        if not self._shown.endswith("\n"):
+            sys.stdout.write("\n")
+            sys.stdout.flush()
+
+
+def _print_texts(outputs: list[RequestOutput]) -> None:
+    """Headings go to stderr, so that stdout is only text."""
+    for i, output in enumerate(outputs, 1):
+        for sample in output.outputs:
+            parts = [f"prompt {i} of {len(outputs)}"] if len(outputs) > 1 else []
+            if len(output.outputs) > 1:
+                parts.append(f"sample {sample.index + 1} of {len(output.outputs)}")
+            console.note(f"── {', '.join(parts)} ──")
+            writer = TextWriter()
+            writer.show(sample.text)
+            writer.end()
+
+
+def _print_json(outputs: list[RequestOutput], found: RunStats | None) -> None:
+    """One line a sample; the phases are those of the whole run, whose steps are shared."""
+    run = found.as_dict() if found is not None else None
+    for output in outputs:
+        for sample in output.outputs:
+            typer.echo(json.dumps(_as_dict(output, sample, run), ensure_ascii=False))
+
+
+def _as_dict(
+    output: RequestOutput, sample: CompletionOutput, run: dict[str, Any] | None
+) -> dict[str, Any]:
+    return {
+        "prompt": output.prompt,
+        "index": sample.index,
+        "text": sample.text,
+        "token_ids": sample.token_ids,
+        "finish_reason": sample.finish_reason,
+        "stop_reason": sample.stop_reason,
+        "metrics": {**metrics(output), **(run or {})},
+    }

@@ -1,0 +1,95 @@
+"""Options that several commands share, and from them the arguments of the engine and sampler."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from penstock.config import DEFAULT_MODEL
+
+if TYPE_CHECKING:
+    from penstock.sampling import SamplingParams
+
+MODEL = DEFAULT_MODEL
+_SAMPLING, _ENGINE = "Sampling", "Engine"
+
+Model = Annotated[str, typer.Argument(help="A folder, a hub id, or the name of an embedded model.")]
+Temperature = Annotated[
+    float | None,
+    typer.Option(help="0 is greedy. Default: the model's own, else 1.", rich_help_panel=_SAMPLING),
+]
+TopP = Annotated[
+    float | None,
+    typer.Option(
+        help="Keep the likeliest tokens up to this probability.", rich_help_panel=_SAMPLING
+    ),
+]
+TopK = Annotated[
+    int | None,
+    typer.Option(help="Keep this many of the likeliest tokens.", rich_help_panel=_SAMPLING),
+]
+MinP = Annotated[
+    float | None,
+    typer.Option(
+        help="Drop tokens below this share of the likeliest one's probability.",
+        rich_help_panel=_SAMPLING,
+    ),
+]
+RepetitionPenalty = Annotated[
+    float | None,
+    typer.Option(help="Above 1 discourages what was there before.", rich_help_panel=_SAMPLING),
+]
+Seed = Annotated[
+    int | None, typer.Option(help="The same seed, the same text.", rich_help_panel=_SAMPLING)
+]
+MaxTokens = Annotated[
+    int, typer.Option(help="At most this many tokens.", rich_help_panel=_SAMPLING)
+]
+Stop = Annotated[
+    list[str] | None,
+    typer.Option(help="End before this text; may be repeated.", rich_help_panel=_SAMPLING),
+]
+Samples = Annotated[int, typer.Option(help="Samples of each.", rich_help_panel=_SAMPLING)]
+IgnoreEos = Annotated[
+    bool,
+    typer.Option(
+        "--ignore-eos", help="Go on after the end of the text.", rich_help_panel=_SAMPLING
+    ),
+]
+Dtype = Annotated[
+    str,
+    typer.Option(help="auto (the checkpoint's), float32 or bfloat16.", rich_help_panel=_ENGINE),
+]
+MaxModelLen = Annotated[
+    int | None,
+    typer.Option(
+        help="Longest prompt and text, in tokens. Default: what the model was made for.",
+        rich_help_panel=_ENGINE,
+    ),
+]
+Prompts = Annotated[
+    list[str], typer.Option("--prompt", "-p", help="The text to complete; - reads stdin.")
+]
+Stats = Annotated[
+    bool, typer.Option("--stats", help="Show the speed and its share of the floor, on stderr.")
+]
+AsJson = Annotated[
+    bool, typer.Option("--json", help="Print one JSON object a sample instead of the text.")
+]
+JsonFile = Annotated[
+    Path | None, typer.Option("--json", help="Write the figures to this file as JSON.")
+]
+
+
+def given(**arguments: Any) -> dict[str, Any]:
+    """The arguments that were given: those that aren't None."""
+    return {name: value for name, value in arguments.items() if value is not None}
+
+
+def sampling(**chosen: Any) -> SamplingParams:
+    """Sampling parameters from what was given; the rest has SamplingParams' defaults."""
+    from penstock.sampling import SamplingParams
+
+    return SamplingParams.from_kwargs(**given(**chosen))

@@ -1,0 +1,105 @@
+"""What a run reached, and its share of what this machine allows."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from penstock.cli import console
+
+if TYPE_CHECKING:
+    from penstock.bench.meter import Meter, Phase, StepRecord
+    from penstock.engine import RequestOutput
+    from penstock.hardware import Peaks
+
+
+def machine_peaks() -> Peaks:
+    """The measured peaks; measured now, in two seconds, where none are kept."""
+    from penstock.roofline import measure, peaks
+
+    try:
+        return peaks()
+    except OSError as error:
+        console.warning(f"The measured peaks can't be kept: {error}. Set PENSTOCK_CACHE.")
+        return measure()
+
+
+@dataclass(frozen=True, slots=True)
+class RunStats:
+    """A run's steps in two phases, and what they ran on."""
+
+    prefill: Phase  # steps in which any prompt was computed
+    decode: Phase  # steps of one token a sequence
+    weights: str
+    isa: str
+    threads: int
+
+    @classmethod
+    def of(cls, meter: Meter, records: Sequence[StepRecord], peaks: Peaks) -> RunStats:
+        """Add the records up."""
+        import torch
+
+        from penstock.kernels import native
+
+        return cls(
+            prefill=meter.phase([r for r in records if r.is_prefill], peaks),
+            decode=meter.phase([r for r in records if not r.is_prefill], peaks),
+            weights=meter.weight_format,
+            isa=native.isa or "reference",
+            threads=torch.get_num_threads(),
+        )
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        return {
+            "prefill": self.prefill.as_dict(),
+            "decode": self.decode.as_dict(),
+            "weights": self.weights,
+            "isa": self.isa,
+            "threads": self.threads,
+        }
+
+    def lines(self, outputs: Sequence[RequestOutput]) -> list[str]:
+        """For a reader."""
+        from penstock.bench.report import count
+
+        prompt = sum(len(o.prompt_token_ids) for o in outputs)
+        cached = sum(o.metrics.cached_tokens for o in outputs)
+        generated = sum(len(sample.token_ids) for o in outputs for sample in o.outputs)
+        first = [o.metrics.ttft_s for o in outputs if o.metrics.ttft_s is not None]
+        found = f" ({cached} of them from the prefix cache)" if cached else ""
+        lines = [
+            f"prompt     {prompt:>7,} tokens{found}   generated {count(generated, 'token')}",
+            f"prefill    {_phase(self.prefill)}",
+            f"decode     {_phase(self.decode)}",
+        ]
+        if first:
+            worst = f", slowest of {len(first)}" if len(first) > 1 else ""
+            lines.append(f"first token after {max(first) * 1e3:,.1f} ms{worst}")
+        lines.append(f"{self.weights} weights, {self.isa} kernels, {count(self.threads, 'thread')}")
+        return lines
+
+
+def _phase(phase: Phase) -> str:
+    from penstock.bench.report import count, percent
+
+    if not phase.steps:
+        return "      – (no such step)"
+    return (
+        f"{phase.tokens_per_s:>9,.1f} tok/s, {percent(phase.share)} of the hardware floor "
+        f"({phase.bound}-bound, {count(phase.steps, 'step')})"
+    )
+
+
+def metrics(output: RequestOutput) -> dict[str, Any]:
+    """A request's own times, in seconds."""
+    m = output.metrics
+    return {
+        "prompt_tokens": len(output.prompt_token_ids),
+        "cached_tokens": m.cached_tokens,
+        "queue_s": m.queue_s,
+        "ttft_s": m.ttft_s,
+        "e2e_s": m.e2e_s,
+        "preemptions": m.preemptions,
+    }

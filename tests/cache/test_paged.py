@@ -1,0 +1,66 @@
+"""The paged layout: its size, and copies of its blocks."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from penstock.cache import PagedLayout, copy_blocks
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("block_size", [32, 64])
+@pytest.mark.parametrize("heads", [((2, 64),), ((1, 16), (3, 48)), ((2, 8), (1, 100))])
+def test_bytes_per_block(
+    dtype: torch.dtype, block_size: int, heads: tuple[tuple[int, int], ...]
+) -> None:
+    layout = PagedLayout(heads, dtype, block_size)
+    kv = layout.allocate(5)
+    assert len(kv) == len(heads)
+    assert sum(keys.nbytes + values.nbytes for keys, values in kv) == 5 * layout.bytes_per_block
+
+
+def test_bytes_per_block_by_hand() -> None:
+    # 32 tokens, keys and values, 2 heads of 64 in bfloat16, and 1 of 20 padded to 32
+    assert PagedLayout(((2, 64), (1, 20)), torch.bfloat16, 32).bytes_per_block == 32 * 2 * 2 * 160
+
+
+@pytest.mark.parametrize(("tokens", "blocks"), [(0, 0), (1, 1), (32, 1), (33, 2), (320, 10)])
+def test_blocks_for(tokens: int, blocks: int) -> None:
+    assert PagedLayout(((1, 16),), torch.float32, 32).blocks_for(tokens) == blocks
+
+
+def test_the_cache_starts_as_zeros() -> None:
+    for pair in PagedLayout(((1, 16),), torch.float32, 32).allocate(3):
+        for tensor in pair:
+            assert not tensor.any()
+
+
+def _filled(blocks: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    kv = PagedLayout(((1, 16), (2, 32)), torch.bfloat16, 32).allocate(blocks)
+    for keys, values in kv:
+        for i in range(blocks):
+            keys[i], values[i] = i + 1, -(i + 1)
+    return kv
+
+
+def test_copy_blocks() -> None:
+    kv = _filled(6)
+    copy_blocks(kv, [(0, 4), (0, 5), (2, 1)])
+    for keys, values in kv:
+        assert [block.unique().tolist() for block in keys] == [[1], [3], [3], [4], [1], [1]]
+        assert [block.unique().tolist() for block in values] == [[-1], [-3], [-3], [-4], [-1], [-1]]
+
+
+def test_copies_happen_at_once() -> None:
+    """A source that is itself a target is read before it is written: its holder was preempted."""
+    kv = _filled(3)
+    copy_blocks(kv, [(0, 1), (1, 2)])
+    for keys, _ in kv:
+        assert [block.unique().tolist() for block in keys] == [[1], [1], [2]]
+
+
+def test_no_copies() -> None:
+    kv = _filled(2)
+    copy_blocks(kv, [])
+    assert [block.unique().tolist() for block in kv[0][0]] == [[1], [2]]

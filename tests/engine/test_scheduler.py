@@ -1,0 +1,285 @@
+"""Which sequences take part in a step: budget, order, chunks, rows, blocks, who gives way."""
+
+from __future__ import annotations
+
+import pytest
+
+from penstock.engine import Engine
+from penstock.engine.request import Status
+from penstock.errors import ConfigError, OutOfCacheError, RequestError
+from penstock.sampling import SamplingParams
+
+from .toy import BLOCK, Toy, check, drain, reference, toy_engine
+
+
+def greedy(max_tokens: int | None = 8, **more: object) -> SamplingParams:
+    return SamplingParams(temperature=0.0, max_tokens=max_tokens, **more)  # type: ignore[arg-type]
+
+
+def drawn(n: int, max_tokens: int = 8) -> SamplingParams:
+    return SamplingParams(n=n, seed=1, max_tokens=max_tokens)
+
+
+def prompt(length: int, start: int = 0) -> list[int]:
+    return [(start + 3 * i) % 60 for i in range(length)]
+
+
+def parts(engine: Engine) -> list[tuple[str, int]]:
+    """Take one step; (request, tokens) of each sequence in it."""
+    seen: list[tuple[str, int]] = []
+    schedule = engine.scheduler.schedule
+
+    def noted() -> object:
+        plan = schedule()
+        seen.extend((s.request.request_id, n) for s, n in plan.parts)
+        return plan
+
+    engine.scheduler.schedule = noted  # type: ignore[method-assign, assignment]
+    engine.step()
+    engine.scheduler.schedule = schedule  # type: ignore[method-assign]
+    check(engine)
+    return seen
+
+
+def test_a_prompt_comes_in_chunks_of_the_budget() -> None:
+    engine = toy_engine(max_num_batched_tokens=10)
+    engine.add_request("a", prompt(25), greedy())
+    assert [parts(engine) for _ in range(4)] == [[("a", 10)], [("a", 10)], [("a", 5)], [("a", 1)]]
+
+
+def test_decoding_goes_first_and_prompts_share_the_rest() -> None:
+    engine = toy_engine(max_num_batched_tokens=10)
+    engine.add_request("a", prompt(3), greedy())
+    assert parts(engine) == [("a", 3)]
+    engine.add_request("b", prompt(12, 1), greedy())
+    engine.add_request("c", prompt(8, 2), greedy())
+    assert parts(engine) == [("a", 1), ("b", 9)]
+    assert parts(engine) == [("a", 1), ("b", 3), ("c", 6)]
+    assert parts(engine) == [("a", 1), ("b", 1), ("c", 2)]
+    assert parts(engine) == [("a", 1), ("b", 1), ("c", 1)]
+
+
+def test_a_long_prompt_holds_nobody_up() -> None:
+    """While 60 tokens come in threes, whoever decodes gets a token every step."""
+    engine = toy_engine(max_num_batched_tokens=8, max_num_seqs=8)
+    for name in "abcde":
+        engine.add_request(name, prompt(1), greedy(40))
+    parts(engine)
+    engine.add_request("long", prompt(60, 1), greedy(3))
+    for _ in range(20):
+        assert parts(engine) == [*((name, 1) for name in "abcde"), ("long", 3)]
+    assert [name for name, _ in parts(engine)] == [*"abcde", "long"]
+
+
+def test_without_chunks_a_prompt_waits_until_it_fits() -> None:
+    engine = toy_engine(max_model_len=20, max_num_batched_tokens=20, enable_chunked_prefill=False)
+    engine.add_request("a", prompt(4), greedy(3))
+    parts(engine)
+    engine.add_request("b", prompt(19, 1), greedy(1))
+    engine.add_request("c", prompt(1, 2), greedy(1))  # would fit beside both, but isn't first
+    assert parts(engine) == [("a", 1), ("b", 19)]
+    engine.add_request("d", prompt(19, 3), greedy(1))
+    assert parts(engine) == [("a", 1), ("c", 1)]
+    assert parts(engine) == [("d", 19)]
+    assert not engine.has_unfinished
+
+
+def test_without_chunks_the_model_length_must_fit_the_budget() -> None:
+    """Else a prompt beyond the budget would wait for ever, whoever chose the length."""
+    with pytest.raises(ConfigError, match=r"max_model_len \(64\) must fit.* \(63\)"):
+        toy_engine(max_model_len=64, max_num_batched_tokens=63, enable_chunked_prefill=False)
+
+
+def test_the_cache_must_hold_one_sequence() -> None:
+    """Else it would give way to itself for ever."""
+    with pytest.raises(
+        OutOfCacheError, match="needs 16 blocks of 4 tokens, but the cache holds 15"
+    ):
+        toy_engine(num_blocks=15, max_model_len=64)
+    engine = toy_engine(num_blocks=16, max_model_len=64)
+    engine.add_request("a", prompt(1), greedy(None))
+    assert len(drain(engine)["a"].outputs[0].token_ids) == 63
+
+
+def test_first_come_first_served() -> None:
+    engine = toy_engine(max_num_seqs=2)
+    for i in range(6):
+        engine.add_request(str(i), prompt(5, i), greedy(3))
+    order = []
+    while engine.has_unfinished:
+        order += [output.request_id for output in engine.step()]
+    assert order == list("012345")
+
+
+def test_a_freed_row_is_filled_in_the_next_step() -> None:
+    engine = toy_engine(max_num_seqs=2)
+    for name, count in (("a", 2), ("b", 5), ("c", 2)):
+        engine.add_request(name, prompt(3, ord(name)), greedy(count))
+    assert parts(engine) == [("a", 3), ("b", 3)]
+    assert parts(engine) == [("a", 1), ("b", 1)]
+    assert parts(engine) == [("b", 1), ("c", 3)]
+
+
+def test_samples_reserve_their_rows() -> None:
+    engine = toy_engine(max_num_seqs=4)
+    engine.add_request("a", prompt(3), drawn(3, 3))
+    engine.add_request("b", prompt(3, 1), drawn(2, 3))
+    engine.add_request("c", prompt(3, 2), greedy(3))  # there is a row, but b was first
+    assert parts(engine) == [("a", 3)]
+    assert parts(engine) == [("a", 1)] * 3
+    assert parts(engine) == [("a", 1)] * 3
+    assert parts(engine) == [("b", 3), ("c", 3)]
+
+
+def test_more_samples_than_rows_are_refused() -> None:
+    engine = toy_engine(max_num_seqs=4)
+    with pytest.raises(RequestError, match=r"n=5 samples can't run at once: max_num_seqs is 4"):
+        engine.add_request("a", prompt(3), drawn(5))
+    assert not engine.has_unfinished
+    assert not engine.scheduler.has_work
+
+
+def test_the_latest_arrival_gives_way() -> None:
+    engine = toy_engine(num_blocks=8, max_model_len=32, max_num_batched_tokens=32)
+    for name in "abc":
+        engine.add_request(name, prompt(8, ord(name)), greedy(20))
+    done = drain(engine)
+    assert engine.scheduler.num_preemptions > 0
+    assert done["a"].metrics.preemptions == 0
+    for name in "abc":
+        assert done[name].outputs[0].token_ids == reference(prompt(8, ord(name)), greedy(20))
+
+
+def test_a_preempted_sequence_keeps_its_place() -> None:
+    """b gives way to a; c, who came later, doesn't overtake b though it would fit."""
+    engine = toy_engine(num_blocks=8, max_model_len=32, enable_prefix_caching=False)
+    engine.add_request("a", prompt(8), greedy(20))
+    engine.add_request("b", prompt(15, 1), greedy(10))
+    while not engine.scheduler.num_preemptions:
+        engine.step()
+    engine.add_request("c", prompt(2, 2), greedy(2))
+    done = {}
+    while not done:  # a is the only one that runs
+        done = {o.request_id: o for o in engine.step()}
+        assert [s.request.request_id for s in engine.scheduler.waiting] == ["b", "c"]
+    assert list(done) == ["a"]
+    assert parts(engine)[0][0] == "b"
+    assert list(drain(engine)) == ["c", "b"]
+
+
+def test_preempted_while_its_prompt_comes_in() -> None:
+    """All samples of a request that hasn't forked yet go back together."""
+    engine = toy_engine(
+        num_blocks=9, max_model_len=36, max_num_batched_tokens=8, max_num_seqs=6,
+        enable_prefix_caching=False,
+    )  # fmt: skip
+    engine.add_request("a", prompt(7), greedy(25))
+    engine.add_request("b", prompt(30, 1), drawn(3, 4))
+    statuses = []
+    done = {}
+    while engine.has_unfinished:
+        done |= {o.request_id: o for o in engine.step()}
+        check(engine)
+        if "b" in engine.requests:
+            statuses.append([s.status for s in engine.requests["b"].sequences])
+    fork, run, wait = Status.FORKING, Status.RUNNING, Status.WAITING
+    assert [run, fork, fork] in statuses
+    back = statuses.index([wait] * 3, statuses.index([run, fork, fork]))
+    assert [run, fork, fork] in statuses[back:]
+    for sample in done["b"].outputs:
+        want = reference(prompt(30, 1), drawn(3, 4), index=sample.index, max_model_len=36)
+        assert sample.token_ids == want
+
+
+def test_preempted_after_the_fork() -> None:
+    """Samples give way one by one, the last first, and come back to the same tokens."""
+    engine = toy_engine(num_blocks=8, max_model_len=32)
+    engine.add_request("a", prompt(6), drawn(4, 22))
+    done = drain(engine)["a"]
+    assert done.metrics.preemptions > 0
+    for sample in done.outputs:
+        want = reference(prompt(6), drawn(4, 22), index=sample.index, max_model_len=32)
+        assert sample.token_ids == want
+    assert engine.pool.num_used == 0
+
+
+def test_samples_store_their_prompt_once() -> None:
+    """22 tokens are 5 full blocks and half of a sixth, which 8 samples then copy to write in."""
+    engine = toy_engine(max_num_seqs=8)
+    engine.add_request("a", prompt(22), drawn(8))
+    engine.step()
+    assert engine.pool.num_used == 6
+    assert all(engine.pool.count(b) == 8 for b in engine.requests["a"].sequences[0].blocks)
+    engine.step()
+    assert engine.pool.num_used == 5 + 8
+    drain(engine)
+    assert engine.pool.num_used == 0
+
+
+def test_a_prompt_of_whole_blocks_needs_no_copy() -> None:
+    engine = toy_engine(max_num_seqs=4)
+    engine.add_request("a", prompt(2 * BLOCK), drawn(4))
+    engine.step()
+    plan = engine.scheduler.schedule()
+    assert plan.copies == []
+    assert engine.pool.num_used == 2 + 4
+
+
+def test_the_owner_of_a_copy_gives_way_before_it_is_made() -> None:
+    """Its copy is dropped from the plan: the block may already be somebody else's."""
+    engine = toy_engine(num_blocks=6, max_model_len=24, enable_prefix_caching=False)
+    engine.add_request("a", prompt(7), greedy(14))
+    engine.step()
+    engine.add_request("b", prompt(6, 1), drawn(3, 12))
+    done = drain(engine)
+    assert done["b"].metrics.preemptions > 0
+    assert done["a"].outputs[0].token_ids == reference(prompt(7), greedy(14), max_model_len=24)
+    for sample in done["b"].outputs:
+        want = reference(prompt(6, 1), drawn(3, 12), index=sample.index, max_model_len=24)
+        assert sample.token_ids == want
+
+
+def test_a_sequence_that_computes_what_another_has_takes_its_block() -> None:
+    engine = toy_engine()
+    for name in "ab":  # in one step: neither can find the other's blocks beforehand
+        engine.add_request(name, prompt(14), greedy(4))
+    engine.step()
+    a, b = (engine.requests[name].sequences[0] for name in "ab")
+    assert a.blocks[:3] == b.blocks[:3]
+    assert a.blocks[3] != b.blocks[3]
+    assert engine.pool.num_used == 5
+    check(engine)
+    done = drain(engine)
+    assert done["a"].outputs[0].token_ids == done["b"].outputs[0].token_ids
+
+
+def test_the_hit_rate_counts_each_prompt_once() -> None:
+    """What a preempted sequence finds of its own work isn't a hit."""
+    engine = toy_engine(num_blocks=9, max_model_len=36, max_num_batched_tokens=8)
+    engine.add_request("a", prompt(7), greedy(25))
+    engine.add_request("b", prompt(30, 1), greedy(4))
+    done = drain(engine)
+    assert done["b"].metrics.preemptions > 0
+    assert done["b"].metrics.cached_tokens == 0
+    assert engine.tree is not None
+    assert (engine.tree.tokens_asked, engine.tree.tokens_hit) == (37, 0)
+    engine.reset_prefix_cache()
+    engine.add_request("c", prompt(10), greedy(1))
+    drain(engine)
+    engine.add_request("d", prompt(10), drawn(3, 5))
+    assert drain(engine)["d"].metrics.cached_tokens == 8
+    assert (engine.tree.tokens_asked, engine.tree.tokens_hit) == (57, 8)
+    assert engine.stats()["prefix_hit_rate"] == 8 / 57
+
+
+def test_a_hit_is_not_computed_again() -> None:
+    engine = toy_engine()
+    engine.add_request("a", prompt(21), greedy(1))
+    assert parts(engine) == [("a", 21)]
+    engine.add_request("b", prompt(21), greedy(1))
+    assert parts(engine) == [("b", 1)]  # 5 blocks of 4 are there
+    engine.add_request("c", prompt(20), greedy(1))
+    assert parts(engine) == [("c", 4)]  # its last token must be computed, so its last block is
+    toy = engine.runtime.runner._forward
+    assert isinstance(toy, Toy)
+    assert toy.steps[-1].positions.tolist() == [16, 17, 18, 19]

@@ -1,0 +1,88 @@
+"""Sizing the cache: as much as fits and helps, or an error with the numbers and the way out."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from penstock.cache import PagedLayout
+from penstock.config import CacheConfig
+from penstock.errors import ConfigError, OutOfCacheError
+from penstock.runtime import plan_blocks
+from penstock.runtime.memory import COMFORTABLE_BYTES
+
+LAYOUT = PagedLayout(((4, 64),), torch.bfloat16, 32)  # 32 KiB a block, 1 KiB a token
+KIB, MIB = 1 << 10, 1 << 20
+
+
+def plan(
+    available: int, length: int = 1024, seqs: int = 8, *, layout: PagedLayout = LAYOUT, **cache: int
+) -> int:
+    return plan_blocks(layout, CacheConfig(**cache), length, seqs, available)
+
+
+def test_a_block_is_what_the_test_thinks() -> None:
+    assert LAYOUT.bytes_per_block == 32 * KIB
+
+
+def test_as_much_as_can_be_used() -> None:
+    assert plan(1 << 40, length=1000, seqs=8) == 8 * 32  # 1,000 tokens need 32 blocks
+
+
+def test_as_much_as_fits() -> None:
+    assert plan(2 * MIB) == int(2 * MIB * 0.9) // (32 * KIB) == 57
+
+
+def test_never_more_than_comfortable_unless_one_sequence_needs_it() -> None:
+    wide = PagedLayout(((64, 128),) * 8, torch.float32, 32)  # 16 MiB a block
+    assert plan(1 << 40, length=4096, seqs=64, layout=wide) == COMFORTABLE_BYTES // (16 * MIB)
+    assert plan(1 << 40, length=65536, seqs=64, layout=wide) == 65536 // 32
+
+
+def test_exactly_one_sequence() -> None:
+    need = 32 * 32 * KIB  # blocks of 1,024 tokens
+    assert plan(need, memory_fraction=1.0) == 32
+    with pytest.raises(OutOfCacheError):
+        plan(need - 1, memory_fraction=1.0)
+
+
+def test_too_little_memory_for_one_sequence() -> None:
+    with pytest.raises(OutOfCacheError) as caught:
+        plan(MIB)
+    text = str(caught.value)
+    assert "max_model_len=1024 needs 1.0 MiB" in text
+    assert "921.6 KiB may be used (90% of what is free)" in text
+    assert "Lower max_model_len to 896." in text  # 28 blocks fit
+    assert plan(MIB, length=896) == 28  # the advice holds
+    assert isinstance(caught.value, ConfigError)
+
+
+def test_no_memory_for_a_single_block() -> None:
+    with pytest.raises(OutOfCacheError) as caught:
+        plan(30 * KIB)
+    assert "Not even one block (32.0 KiB) fits: free some memory." in str(caught.value)
+    with pytest.raises(OutOfCacheError, match="Not even one block"):
+        plan(0)
+
+
+def test_num_blocks_is_taken_as_it_is() -> None:
+    assert plan(1 << 40, num_blocks=32) == 32
+    assert plan(1 << 40, num_blocks=9999) == 9999
+    assert plan(32 * 32 * KIB, num_blocks=32) == 32  # memory_fraction is for the automatic size
+
+
+def test_num_blocks_below_one_sequence() -> None:
+    with pytest.raises(OutOfCacheError) as caught:
+        plan(1 << 40, num_blocks=31)
+    text = str(caught.value)
+    assert "needs 32 blocks of 32 tokens, but num_blocks is 31" in text
+    assert "lower max_model_len to 992" in text
+    assert plan(1 << 40, length=992, num_blocks=31) == 31
+
+
+def test_num_blocks_beyond_the_memory() -> None:
+    with pytest.raises(OutOfCacheError) as caught:
+        plan(2 * MIB, num_blocks=65)
+    text = str(caught.value)
+    assert "num_blocks=65 need 2.0 MiB, but 2.0 MiB are free. At most 64 fit." in text
+    assert plan(2 * MIB, num_blocks=64) == 64
