@@ -1,6 +1,6 @@
 """What a step costs beside the model: the engine on a stub that returns constant logits.
 
-    python benchmarks/engine_overhead.py --seqs 32 --tokenizer ../shared/data/models/stories260K/hf
+    python benchmarks/engine_overhead.py --tokenizer ../shared/data/tokenizers/qwen2.5
 
 Prints microseconds a step by cause, in steady decode, as the median over windows of 32 steps (one
 per position in a block, so that every window allocates the same blocks) and their best window.
@@ -37,17 +37,20 @@ WINDOW = 32
 CAUSES = ("schedule", "batch", "forward", "sample", "output")
 
 
-def stub(vocab: int, tokenizer: Tokenizer | None, seqs: int, length: int, answer: int) -> Runtime:
-    """A runtime whose forward answers every row with the token `answer`."""
+def stub(
+    vocab: int, tokenizer: Tokenizer | None, seqs: int, length: int, answer: int, sampled: bool
+) -> Runtime:
+    """A runtime whose forward gives every row the same Zipfian logits, `answer` first."""
     attention = AttentionSpec(1, 1, 16, 1.0, None)
     decoder = DecoderSpec(vocab, 16, (LayerSpec(attention, MlpSpec(16)),), NormSpec(), length)
     spec = ModelSpec("stub", decoder, (), "float32", None, ())
     model = Decoder(decoder, Dense(torch.float32), torch.float32)
-    constant = torch.zeros(seqs, vocab)
-    constant[:, answer] = 1.0
+    ranks = torch.arange(1, vocab + 1).roll(answer)
+    constant = (-1.2 * ranks.log()).repeat(seqs, 1)
 
     def forward(step: Step, kv: KV) -> torch.Tensor:
-        return constant[: step.sample_at.shape[0]]
+        logits = constant[: step.sample_at.shape[0]]
+        return logits.clone() if sampled else logits  # a draw overwrites them, an argmax doesn't
 
     layout = PagedLayout(((1, 16),), torch.float32, 32)
     blocks = seqs * layout.blocks_for(length)
@@ -61,7 +64,8 @@ def measure(
     """(median, best) microseconds a step by cause, and `step`: all of `Engine.step`."""
     length = steps + 256
     config = EngineConfig.of(max_num_seqs=seqs)
-    engine = Engine(config, stub(vocab, tokenizer, seqs, length, answer=min(300, vocab - 1)))
+    runtime = stub(vocab, tokenizer, seqs, length, min(300, vocab - 1), sampled)
+    engine = Engine(config, runtime)
     params = SamplingParams(
         temperature=0.7 if sampled else 0.0, top_p=0.9, seed=1, max_tokens=steps + 100
     )
@@ -87,7 +91,7 @@ def measure(
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--seqs", type=int, default=32)
-    parser.add_argument("--vocab", type=int, default=512)
+    parser.add_argument("--vocab", type=int, nargs="+", default=[4096, 32000, 151936])
     parser.add_argument("--steps", type=int, default=1024)
     parser.add_argument("--tokenizer", type=Path, help="a folder: detokenize too")
     parser.add_argument("--stream", action="store_true", help="an output for each step")
@@ -95,17 +99,21 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="write the numbers here")
     options = parser.parse_args()
     tokenizer = Tokenizer.from_folder(options.tokenizer) if options.tokenizer else None
-    rows = measure(
-        options.seqs, options.vocab, options.steps, tokenizer, options.stream, options.sample
-    )
-    print(f"{options.seqs} sequences, vocabulary {options.vocab}, µs a step")
-    print(f"{'':10}{'median':>9}{'best':>9}")
-    for cause, (middle, best) in rows.items():
-        print(f"{cause:10}{middle:9.1f}{best:9.1f}")
+    found = {
+        vocab: measure(
+            options.seqs, vocab, options.steps, tokenizer, options.stream, options.sample
+        )
+        for vocab in options.vocab
+    }
+    print(f"{options.seqs} sequences, µs a step: median (best) by vocabulary")
+    print(f"{'':10}" + "".join(f"{vocab:>18,}" for vocab in found))
+    for cause in (*CAUSES, "step"):
+        cells = ["{:.0f} ({:.0f})".format(*rows[cause]) for rows in found.values()]
+        print(f"{cause:10}" + "".join(f"{cell:>18}" for cell in cells))
     if options.json:
         where = {"machine": platform.processor() or platform.machine(), "torch": torch.__version__}
         load = {"cores": os.cpu_count(), "load": os.getloadavg()[0]}
-        options.json.write_text(json.dumps({**where, **load, "us_per_step": rows}, indent=1))
+        options.json.write_text(json.dumps({**where, **load, "us_per_step": found}, indent=1))
 
 
 if __name__ == "__main__":

@@ -63,7 +63,7 @@ def main() -> None:
     out, files = Path(sys.argv[1]), [Path(f) for f in sys.argv[2:]]
     if not files:
         raise SystemExit(__doc__)
-    where = json.loads(files[0].read_text())["environment"]["hardware"]
+    where = json.loads(files[0].read_text())["hardware"]
     caption = f"Floor ÷ time: {where['cores']} cores of {where['processor']}, batch 1"
     bars = [bar for file in files for bar in rows(file)]
     out.write_text(svg(bars, caption))

@@ -14,6 +14,7 @@ namespace {
 constexpr int64_t kSpan = 256;
 constexpr int64_t kRows = 32;
 constexpr int64_t kGroup = 32;  // positions whose weighted values are summed apart (= kBlock)
+constexpr int64_t kParallelWork = 128 * 1024;  // below it, a second thread costs more than it saves
 constexpr float kMinusInfinity = -__builtin_inff();
 
 struct Task {
@@ -238,6 +239,14 @@ int64_t list_tasks(const AttentionArgs& a, int64_t group, Task* tasks, int64_t& 
   return count;
 }
 
+// Multiplications by keys, about.
+int64_t work(const AttentionArgs& a) {
+  int64_t pairs = 0;
+  for (int64_t b = 0; b < a.sequences; b++)
+    pairs += (a.query_start[b + 1] - a.query_start[b]) * a.context_len[b];
+  return pairs * a.heads * a.padded_dim;
+}
+
 template <typename T>
 void run_task(const AttentionArgs& a, const Task& t, const Shape& shape) {
   const size_t floats = static_cast<size_t>(kRows * shape.partial);
@@ -256,10 +265,10 @@ void run_task(const AttentionArgs& a, const Task& t, const Shape& shape) {
 
 template <typename T>
 void run_spans(const AttentionArgs& a, const Task* tasks, int64_t count, int64_t rows,
-               const Shape& shape) {
+               const Shape& shape, int threads) {
   float* partials = static_cast<float*>(
       scratch(Scratch::scores, static_cast<size_t>(rows * shape.partial) * sizeof(float)));
-#pragma omp parallel num_threads(a.threads)
+#pragma omp parallel num_threads(threads)
   {
     const FlushDenormals flush;
     for (int64_t i = 0; i < count; i++) {
@@ -295,8 +304,9 @@ void run(const AttentionArgs& a) {
       static_cast<Task*>(scratch(Scratch::tasks, static_cast<size_t>(count) * sizeof(Task)));
   list_tasks(a, shape.group, tasks, rows);
   const bool single = rows == count * kRows;  // every task has one span
-  if (count < 2 * a.threads && !single) return run_spans<T>(a, tasks, count, rows, shape);
-#pragma omp parallel for num_threads(a.threads) if (count > 1) schedule(dynamic, 1)
+  const int threads = work(a) > kParallelWork ? a.threads : 1;
+  if (count < 2 * threads && !single) return run_spans<T>(a, tasks, count, rows, shape, threads);
+#pragma omp parallel for num_threads(threads) schedule(dynamic, 1)
   for (int64_t i = 0; i < count; i++) {
     const FlushDenormals flush;
     // the last tasks of a chunk see the most: taken first, they even out the threads

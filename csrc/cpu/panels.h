@@ -12,6 +12,21 @@ constexpr int kBlock = 32;    // values of K whose even and odd products are sum
 template <typename T>
 constexpr int kVnni = 4 / static_cast<int>(sizeof(T));
 
+// Shapes of the register tile. Few rows take one panel at a time: memory is then one stream per
+// thread, which the prefetcher likes best, and the processor overlaps the K-blocks by itself.
+#if defined(__AVX512F__)
+constexpr int kFewRows = 3, kMaxRows = 6, kPanels = 2;
+#else
+constexpr int kFewRows = 1, kMaxRows = 2, kPanels = 1;
+#endif
+
+// How far ahead of the stream of weights memory is asked for, in values.
+constexpr int64_t kAhead = 2048;
+
+static inline void prefetch(const bf16* p) {
+  _mm_prefetch(reinterpret_cast<const char*>(p), _MM_HINT_T0);
+}
+
 // acc[R][P] += x [R, k] · P panels over `k` values of K. Each acc is 16 columns.
 // x: float rows `ldx` apart; w: panels `stride` elements apart.
 template <int R, int P>
@@ -30,6 +45,7 @@ static inline void dot_panels(const float* x, int64_t ldx, const bf16* w, int64_
 #pragma GCC unroll 8
       for (int p = 0; p < P; p++) {
         F16 we, wo;
+        if constexpr (R <= kFewRows && P == 1) prefetch(wk + j * 2 * kColumns + kAhead);
         load_pairs(wk + p * stride + j * 2 * kColumns, we, wo);
 #pragma GCC unroll 8
         for (int r = 0; r < R; r++) {
@@ -57,14 +73,6 @@ static inline void dot_panels(const float* x, int64_t ldx, const float* w, int64
     }
   }
 }
-
-// Shapes of the register tile. Few rows take one panel at a time: memory is then one stream per
-// thread, which the prefetcher likes best, and the processor overlaps the K-blocks by itself.
-#if defined(__AVX512F__)
-constexpr int kFewRows = 3, kMaxRows = 6, kPanels = 2;
-#else
-constexpr int kFewRows = 1, kMaxRows = 2, kPanels = 1;
-#endif
 
 template <int R, int P, typename T, typename Init, typename Emit>
 static inline void tile(const float* x, int64_t ldx, int64_t row, const T* w, int64_t stride,

@@ -104,18 +104,25 @@ def cache_folder() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "penstock"
 
 
-def load_peaks(hardware: Hardware) -> Peaks | None:
-    """The peaks kept for this machine, or None where none were measured or they can't be read."""
-    file = cache_folder() / f"peaks-{hardware.key}.json"
+def _peaks_file(hardware: Hardware, threads: int, kernels: str) -> Path:
+    return cache_folder() / f"peaks-{hardware.key}-{threads}-{kernels}.json"
+
+
+def load_peaks(hardware: Hardware, threads: int, kernels: str) -> Peaks | None:
+    """The peaks kept for this machine, number of threads and kind of kernels.
+
+    None where none were measured, or they can't be read.
+    """
+    file = _peaks_file(hardware, threads, kernels)
     try:
         return Peaks(**json.loads(file.read_text()))
     except (OSError, ValueError, TypeError):
         return None
 
 
-def save_peaks(hardware: Hardware, peaks: Peaks) -> Path:
+def save_peaks(hardware: Hardware, peaks: Peaks, kernels: str) -> Path:
     """Keep `peaks` for later runs on this machine."""
-    file = cache_folder() / f"peaks-{hardware.key}.json"
+    file = _peaks_file(hardware, peaks.threads, kernels)
     file.parent.mkdir(parents=True, exist_ok=True)
     temporary = file.with_suffix(f".{os.getpid()}")
     temporary.write_text(json.dumps(asdict(peaks)))

@@ -1,8 +1,8 @@
-"""One forward pass: what goes in (`Step`) and what comes out (`StepOutput`)."""
+"""The inputs of one forward pass."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -41,12 +41,3 @@ class Step:
 
 
 torch.export.register_dataclass(Step, serialized_type_name="penstock.Step")
-
-
-@dataclass(slots=True)
-class StepOutput:
-    """What one step produced, by request."""
-
-    new_tokens: dict[str, list[int]] = field(default_factory=dict)
-    finished: dict[str, str] = field(default_factory=dict)
-    failed: dict[str, Exception] = field(default_factory=dict)

@@ -121,10 +121,11 @@ def test_throughput(tiny: Path) -> None:
     assert 0 < found["share_of_floor"] < 1
 
 
-def test_the_better_peaks_count() -> None:
-    other = replace(PEAKS, read_bytes_per_s=1e10, fma_flops=2e11, measured_at="later")
-    best = environment.best_of(PEAKS, other)
-    assert best == Peaks(2e10, 2e11, 1e12, 2, "later")
+def test_the_middle_of_the_peaks_counts() -> None:
+    low = replace(PEAKS, read_bytes_per_s=1e10, fma_flops=2e11)
+    last = replace(PEAKS, read_bytes_per_s=9e10, measured_at="later")
+    middle = environment.median_of([low, PEAKS, last])
+    assert middle == replace(PEAKS, measured_at="later")
 
 
 def test_the_command_prints_and_writes(tiny: Path, tmp_path: Path) -> None:

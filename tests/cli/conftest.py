@@ -21,6 +21,7 @@ from typer.testing import CliRunner, Result
 
 from penstock.cli.main import app
 from penstock.hardware import Peaks, detect, save_peaks
+from penstock.kernels import native
 
 ROOT = Path(__file__).resolve().parents[2]
 PENSTOCK = [sys.executable, "-c", "from penstock.cli.main import run; run()"]
@@ -33,7 +34,7 @@ def known_peaks(_one_thread: None, tmp_path_factory: pytest.TempPathFactory) -> 
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PENSTOCK_CACHE", str(tmp_path_factory.mktemp("cache")))
         peaks = Peaks(2e10, 1e11, 0.0, torch.get_num_threads(), "2026-11-21T00:00:00+00:00")
-        save_peaks(detect(), peaks)
+        save_peaks(detect(), peaks, "native" if native.handle else "reference")
         yield peaks
 
 

@@ -23,23 +23,26 @@ from .toy import RAISES, Toy, reference, toy_runtime
 
 
 class Gated(Toy):
-    """A toy whose steps wait while the gate is closed."""
+    """A toy that can be held in the middle of a step."""
 
     def __init__(self) -> None:
         super().__init__()
         self.gate = threading.Event()
+        self.go()
+
+    def hold(self, after: int = 0) -> None:
+        """Let `after` more steps through."""
+        self.gate.clear()
+        self.open_until = len(self.steps) + after
+
+    def go(self) -> None:
+        self.open_until = 1 << 60
         self.gate.set()
-        self.dies: BaseException | None = None
 
     def __call__(self, step: Step, kv: KV) -> Tensor:
-        assert self.gate.wait(10)
-        if self.dies is not None:
-            raise self.dies
+        if len(self.steps) >= self.open_until:
+            assert self.gate.wait(10)
         return super().__call__(step, kv)
-
-
-class Crash(BaseException):
-    """What no engine survives."""
 
 
 @asynccontextmanager
@@ -51,7 +54,7 @@ async def serving(**kwargs: Any) -> AsyncIterator[tuple[AsyncLLM, Gated]]:
     try:
         yield llm, toy
     finally:
-        toy.gate.set()
+        toy.go()
         llm.shutdown()
 
 
@@ -116,29 +119,31 @@ async def test_many_at_once() -> None:
 
 @on_a_loop
 async def test_a_slow_reader_gets_the_newest() -> None:
-    async with serving() as (llm, _):
+    async with serving() as (llm, toy):
+        toy.hold(after=1)
         stream = llm.generate([3], greedy(30))
         first = await anext(stream)
+        toy.go()
         await until(lambda: not llm.engine.requests)
         await asyncio.sleep(0.02)
         rest = [output async for output in stream]
-        assert len(first.outputs[0].token_ids) < 30
+        assert len(first.outputs[0].token_ids) == 1
         assert [len(output.outputs[0].token_ids) for output in rest] == [30]
 
 
 @on_a_loop
 async def test_abort() -> None:
     async with serving() as (llm, toy):
+        toy.hold(after=2)
         stream = llm.generate([3], greedy(None), request_id="it")
         await anext(stream)
-        toy.gate.clear()
         await llm.abort("it")
         await llm.abort("unknown")
-        toy.gate.set()
+        toy.go()
         output = await last(stream)
         assert output.outputs[0].finish_reason == "abort"
         tokens = output.outputs[0].token_ids
-        assert tokens == reference([3], greedy(None))[: len(tokens)]
+        assert tokens == reference([3], greedy(None))[: len(tokens)] and len(tokens) <= 3
         assert llm.stats()["used_blocks"] == 0
         await llm.abort("it")  # ended already
         assert (await last(llm.generate([4], greedy(), "it"))).outputs[0].finish_reason == "length"
@@ -146,12 +151,14 @@ async def test_abort() -> None:
 
 @on_a_loop
 async def test_leaving_the_loop_frees_the_blocks() -> None:
-    async with serving() as (llm, _):
+    async with serving() as (llm, toy):
+        toy.hold(after=1)
         stream = llm.generate([3] * 20, greedy(None))
         async for _ in stream:
             break
-        assert llm.engine.requests
+        assert llm.stats()["used_blocks"] > 0
         await stream.aclose()
+        toy.go()
         await until(lambda: not llm.engine.requests)
         assert llm.stats()["used_blocks"] == 0
 
@@ -159,14 +166,14 @@ async def test_leaving_the_loop_frees_the_blocks() -> None:
 @on_a_loop
 async def test_cancelling_frees_the_blocks() -> None:
     async with serving() as (llm, toy):
-        toy.gate.clear()
+        toy.hold()
         task = asyncio.create_task(last(llm.generate([3] * 20, greedy(None))))
         other = asyncio.create_task(last(llm.generate([4], greedy())))
         await until(lambda: llm.stats()["running"] == 2)
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
-        toy.gate.set()
+        toy.go()
         assert (await other).outputs[0].token_ids == reference([4], greedy())
         assert llm.stats()["used_blocks"] == 0
 
@@ -174,7 +181,7 @@ async def test_cancelling_frees_the_blocks() -> None:
 @on_a_loop
 async def test_cancelled_before_it_was_added() -> None:
     async with serving() as (llm, toy):
-        toy.gate.clear()
+        toy.hold()
         busy = asyncio.create_task(last(llm.generate([4], greedy())))
         await until(lambda: llm.stats()["running"] == 1)  # the engine is in a step
         task = asyncio.create_task(last(llm.generate([3] * 20, greedy(None))))
@@ -183,7 +190,7 @@ async def test_cancelled_before_it_was_added() -> None:
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
-        toy.gate.set()
+        toy.go()
         await busy
         await until(lambda: not llm.engine.has_unfinished)
         assert llm.stats()["used_blocks"] == 0
@@ -193,13 +200,13 @@ async def test_cancelled_before_it_was_added() -> None:
 async def test_the_id_of_a_cancelled_request_can_be_used_again() -> None:
     """Even before the engine has heard of it: the old one's end isn't the new one's."""
     async with serving() as (llm, toy):
+        toy.hold(after=1)
         stream = llm.generate([3], greedy(None), "it")
         await anext(stream)
-        toy.gate.clear()
         await stream.aclose()
         task = asyncio.create_task(last(llm.generate([4], greedy(), "it")))
         await asyncio.sleep(0.01)
-        toy.gate.set()
+        toy.go()
         output = await task
         assert output.outputs[0].finish_reason == "length"
         assert output.outputs[0].token_ids == reference([4], greedy())
@@ -207,12 +214,15 @@ async def test_the_id_of_a_cancelled_request_can_be_used_again() -> None:
 
 @on_a_loop
 async def test_an_id_in_use() -> None:
-    async with serving() as (llm, _):
+    async with serving() as (llm, toy):
+        toy.hold(after=1)
         stream = llm.generate([3], greedy(), "it")
         await anext(stream)
-        if "it" in llm.engine.requests:
-            with pytest.raises(RequestError, match="already in use"):
-                await last(llm.generate([4], greedy(None), "it"))
+        second = asyncio.create_task(last(llm.generate([4], greedy(None), "it")))
+        await asyncio.sleep(0.01)
+        toy.go()
+        with pytest.raises(RequestError, match="already in use"):
+            await second
         assert (await last(stream)).outputs[0].token_ids == reference([3], greedy())
 
 
@@ -256,14 +266,14 @@ def _dies(llm: AsyncLLM, error: BaseException) -> None:
 @on_a_loop
 async def test_death_reaches_every_stream() -> None:
     async with serving() as (llm, toy):
-        toy.gate.clear()
+        toy.hold()
         tasks = [asyncio.create_task(last(llm.generate([i + 1], greedy()))) for i in range(6)]
         await until(lambda: llm.stats()["running"] == 4 or len(llm.engine.requests) == 6)
         late = asyncio.create_task(last(llm.generate([9], greedy())))  # not added any more
         await asyncio.sleep(0.01)
         cause = AssertionError("planted")
         _dies(llm, cause)
-        toy.gate.set()
+        toy.go()
         for task in [*tasks, late]:
             with pytest.raises(EngineDeadError, match="planted") as caught:
                 await task
@@ -280,7 +290,7 @@ async def test_death_reaches_every_stream() -> None:
 async def test_a_command_that_breaks_the_engine_hides_no_other() -> None:
     """Requests that were sent with it hear of the death instead of waiting for ever."""
     async with serving() as (llm, toy):
-        toy.gate.clear()
+        toy.hold()
         first = asyncio.create_task(last(llm.generate([1], greedy(), "first")))
         await until(lambda: llm.stats()["running"] == 1)
 
@@ -291,7 +301,7 @@ async def test_a_command_that_breaks_the_engine_hides_no_other() -> None:
         await llm.abort("first")
         second = asyncio.create_task(last(llm.generate([2], greedy(), "second")))
         await asyncio.sleep(0.01)
-        toy.gate.set()
+        toy.go()
         for task in (first, second):
             with pytest.raises(EngineDeadError, match="planted"):
                 await task
@@ -301,11 +311,11 @@ async def test_a_command_that_breaks_the_engine_hides_no_other() -> None:
 async def test_cancelled_after_the_death() -> None:
     """A cancelled reader is cancelled; that the engine died too doesn't replace it."""
     async with serving() as (llm, toy):
-        toy.gate.clear()
+        toy.hold()
         task = asyncio.create_task(last(llm.generate([1], greedy())))
         await until(lambda: llm.stats()["running"] == 1)
         _dies(llm, AssertionError("planted"))
-        toy.gate.set()
+        toy.go()
         llm._thread.join()  # its message waits for this loop
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
@@ -317,7 +327,7 @@ async def test_cancelled_after_the_death() -> None:
 @on_a_loop
 async def test_shutdown() -> None:
     async with serving() as (llm, toy):
-        toy.gate.clear()
+        toy.hold()
         task = asyncio.create_task(last(llm.generate([1], greedy())))
         await until(lambda: llm.stats()["running"] == 1)
         closing = threading.Thread(target=llm.shutdown)
@@ -325,7 +335,7 @@ async def test_shutdown() -> None:
         await asyncio.sleep(0.01)
         with pytest.raises(EngineDeadError, match="has stopped"):
             await last(llm.generate([2], greedy()))
-        toy.gate.set()
+        toy.go()
         with pytest.raises(EngineDeadError, match="was shut down"):
             await task
         closing.join()
@@ -340,10 +350,10 @@ def test_a_reader_whose_loop_was_closed() -> None:
         async with serving() as (llm, toy):
             loop = asyncio.new_event_loop()
             stream = llm.generate([3], greedy(None), "left")
+            toy.hold(after=1)
             await asyncio.to_thread(lambda: loop.run_until_complete(anext(stream)))
-            toy.gate.clear()
             loop.close()
-            toy.gate.set()
+            toy.go()
             assert (await last(llm.generate([4], greedy()))).outputs[0].finish_reason == "length"
 
     asyncio.run(body())

@@ -143,9 +143,9 @@ def test_default_parameters(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_an_unknown_argument_names_the_nearest() -> None:
-    with pytest.raises(ConfigError, match="'max_num_seq' isn't an argument.*'max_num_seqs'"):
+    with pytest.raises(ConfigError, match=r"'max_num_seq' isn't an argument.*'max_num_seqs'"):
         LLM(max_num_seq=3)
-    with pytest.raises(ConfigError, match="'gpu_memory_utilisation'.*'gpu_memory_utilization'"):
+    with pytest.raises(ConfigError, match=r"'gpu_memory_utilisation'.*'gpu_memory_utilization'"):
         LLM(gpu_memory_utilisation=0.5)
     with pytest.raises(ConfigError, match="given twice"):
         LLM(num_blocks=3, num_gpu_blocks_override=3)
@@ -225,9 +225,9 @@ def test_ctrl_c_while_requests_are_added(monkeypatch: pytest.MonkeyPatch) -> Non
     def pressed(*args: Any, **kwargs: Any) -> None:
         nonlocal count
         count += 1
+        add(*args, **kwargs)
         if count == 3:
             signal.raise_signal(signal.SIGINT)
-        add(*args, **kwargs)
 
     monkeypatch.setattr(llm.engine, "add_request", pressed)
     with pytest.raises(KeyboardInterrupt):
@@ -304,7 +304,7 @@ def test_a_real_folder() -> None:
     assert llm.stats()["blocks"] == 8
     assert llm.runtime.model.max_model_len == 128
     assert len(llm.generate([1, 2, 3], greedy(5))[0].outputs[0].token_ids) == 5
-    with pytest.raises(OutOfCacheError, match="num_blocks is 3. .* max_model_len to 96"):
+    with pytest.raises(OutOfCacheError, match=r"num_blocks is 3\. .* max_model_len to 96"):
         LLM(STORIES / "hf", max_model_len=128, num_blocks=3)
     with pytest.raises(ConfigError, match=r"prompt of max_model_len \(512\) must fit"):
         LLM(STORIES / "hf", enable_chunked_prefill=False, max_num_batched_tokens=511)

@@ -283,3 +283,19 @@ def test_a_hit_is_not_computed_again() -> None:
     toy = engine.runtime.runner._forward
     assert isinstance(toy, Toy)
     assert toy.steps[-1].positions.tolist() == [16, 17, 18, 19]
+
+
+def test_a_newcomer_that_must_wait_gives_up_nothing() -> None:
+    """What is cached stays so while the queue's head is looked at again and again."""
+    engine = toy_engine(num_blocks=16, max_model_len=64)
+    engine.add_request("old", prompt(13, 5), greedy(1))
+    drain(engine)
+    assert engine.pool.num_idle == 3
+    engine.add_request("running", prompt(37), greedy(20))
+    engine.step()  # takes 10 blocks: 3 are left, and 3 more are idle
+    engine.add_request("waiting", prompt(22, 1), greedy(1))
+    engine.step()
+    assert [s.request.request_id for s in engine.scheduler.waiting] == ["waiting"]
+    assert engine.tree is not None
+    assert len(engine.tree.match(prompt(13, 5))) == 3
+    assert len(drain(engine)) == 2

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import platform
+import statistics
 import subprocess
+from collections.abc import Sequence
 from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
@@ -59,12 +61,12 @@ def _git(folder: Path, *arguments: str) -> str | None:
     return done.stdout.strip()
 
 
-def best_of(first: Peaks, second: Peaks) -> Peaks:
-    """The higher of two measurements of one machine, peak by peak."""
+def median_of(measured: Sequence[Peaks]) -> Peaks:
+    """The middle of several measurements of one machine, peak by peak."""
     return Peaks(
-        read_bytes_per_s=max(first.read_bytes_per_s, second.read_bytes_per_s),
-        fma_flops=max(first.fma_flops, second.fma_flops),
-        tile_flops=max(first.tile_flops, second.tile_flops),
-        threads=second.threads,
-        measured_at=second.measured_at,
+        read_bytes_per_s=statistics.median(p.read_bytes_per_s for p in measured),
+        fma_flops=statistics.median(p.fma_flops for p in measured),
+        tile_flops=statistics.median(p.tile_flops for p in measured),
+        threads=measured[-1].threads,
+        measured_at=measured[-1].measured_at,
     )

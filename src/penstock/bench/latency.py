@@ -1,8 +1,8 @@
 """How long a batch that starts together takes: its prompts, then each further token.
 
 Prompts are random token ids, decoding is greedy and never ends early, nothing is cached. The peaks
-are measured just before and just after, and the better ones taken, so that a disturbed measurement
-doesn't make a share look better than it is.
+are measured before, between and after the runs, and everything is a median: on a shared machine
+the bandwidth of one minute isn't that of the next.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from penstock.bench.environment import best_of, environment
+from penstock.bench.environment import environment, median_of
 from penstock.bench.meter import Meter, Phase, StepRecord
 from penstock.bench.report import Column, Report, describe_peaks, percent, rate, seconds
 from penstock.bench.workload import (
@@ -66,7 +66,7 @@ def run(config: EngineConfig, runtime: Runtime, workload: Workload) -> Report:
     draw = np.random.default_rng(0)
     hardware = detect()
     _once(meter, draw, w.batch_size, min(w.input_len, 64), WARM_UP_STEPS + 1)
-    before = measure(hardware)
+    measured = [measure(hardware)]
     prefills: list[list[StepRecord]] = []
     decodes: list[StepRecord] = []
     for _ in range(w.repeats):
@@ -77,7 +77,8 @@ def run(config: EngineConfig, runtime: Runtime, workload: Workload) -> Report:
             records = _once(meter, draw, w.batch_size, w.context, w.output_len)
         decoding = [r for r in records if not r.is_prefill]
         decodes += decoding[WARM_UP_STEPS:] or decoding
-    peaks = best_of(before, measure(hardware))
+        measured.append(measure(hardware))
+    peaks = median_of(measured)
     prefill = _median_prefill([meter.phase(records, peaks) for records in prefills])
     return _report(meter, w, prefill, decodes, peaks, environment(hardware))
 

@@ -44,7 +44,7 @@ class Report:
     title: str
     setup: dict[str, Any]  # model, dtype, workload
     results: dict[str, Any]
-    peaks: Peaks  # the best measured just before and just after
+    peaks: Peaks  # medians of those measured around the runs
     environment: dict[str, Any]
     columns: Sequence[Column]
     remarks: Sequence[str]

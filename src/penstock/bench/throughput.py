@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from penstock.bench.environment import best_of, environment
+from penstock.bench.environment import environment, median_of
 from penstock.bench.meter import Meter, Phase, StepRecord
 from penstock.bench.report import Column, Report, count, describe_peaks, percent, rate, seconds
 from penstock.bench.workload import (
@@ -61,7 +61,7 @@ def run(config: EngineConfig, runtime: Runtime, workload: Workload) -> Report:
     prompts = random_prompts(draw, meter.engine.vocab_size, w.num_prompts, w.input_len)
     before = measure(hardware)
     elapsed, records = _all(meter, prompts, w.output_len)
-    peaks = best_of(before, measure(hardware))
+    peaks = median_of([before, measure(hardware)])
     return _report(meter, w, elapsed, records, peaks, environment(hardware))
 
 

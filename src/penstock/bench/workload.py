@@ -5,6 +5,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Sequence
 from dataclasses import fields
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -66,7 +67,7 @@ def setup(meter: Meter) -> dict[str, Any]:
     """What was loaded."""
     one = StepRecord(0.0, StepTimes(), [1], [1], 1)
     return {
-        "model": str(meter.engine.config.model.model),
+        "model": Path(meter.engine.config.model.model).name,
         "family": meter.runtime.model.spec.family,
         "dtype": str(meter.runtime.model.dtype).removeprefix("torch."),
         "weights": meter.weight_format,

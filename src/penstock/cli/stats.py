@@ -6,8 +6,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from penstock.cli import console
-
 if TYPE_CHECKING:
     from penstock.bench.meter import Meter, Phase, StepRecord
     from penstock.engine import RequestOutput
@@ -16,13 +14,9 @@ if TYPE_CHECKING:
 
 def machine_peaks() -> Peaks:
     """The measured peaks; measured now, in two seconds, where none are kept."""
-    from penstock.roofline import measure, peaks
+    from penstock.roofline import peaks
 
-    try:
-        return peaks()
-    except OSError as error:
-        console.warning(f"The measured peaks can't be kept: {error}. Set PENSTOCK_CACHE.")
-        return measure()
+    return peaks()
 
 
 @dataclass(frozen=True, slots=True)

@@ -151,16 +151,20 @@ class Scheduler:
                 return
             hit = self._look_up(sequence)
             count = self._share(sequence, limit - plan.num_tokens)
-            if not (count and self._extend(sequence, count, plan) and self._others_can_grow()):
+            if not (count and self._fits(sequence, count) and self._extend(sequence, count, plan)):
                 self._let_go(sequence)
                 return
             self.waiting.popleft()
             self._start(sequence, hit, fresh)
             plan.take(sequence, count)
 
-    def _others_can_grow(self) -> bool:
-        """A block is left for each running sequence: or it would soon be the newcomer's again."""
-        return self.pool.num_available >= len(self.running)
+    def _fits(self, sequence: Sequence, count: int) -> bool:
+        """Whether a newcomer leaves a block for each running sequence: or it would soon give way.
+
+        Asked before anything is allocated, which would give up cached blocks for nothing.
+        """
+        need = -(-(sequence.num_computed + count) // self.block_size) - len(sequence.blocks)
+        return self.pool.num_available >= need + len(self.running)
 
     def _look_up(self, sequence: Sequence) -> int:
         """Hold the cached prefix of a sequence that is about to start; tokens found."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 import torch
 
 from penstock.errors import ConfigError, ModelNotFoundError, UnsupportedModelError
+from penstock.hardware import detect
 from penstock.models.registry import read_json, read_spec
 from penstock.models.spec import ModelSpec
 from penstock.models.weights import Checkpoint, Progress, load_weights
@@ -60,6 +62,7 @@ def load_model(
     length = _length(max_model_len, spec.decoder)
     file = folder / "generation_config.json"
     generation = read_json(file) if file.exists() else {}
+    _check_memory(checkpoint, chosen)
     model = Decoder(spec.decoder, Dense(chosen), chosen, length)
     load_weights(model, spec, checkpoint, progress)
     return LoadedModel(
@@ -92,6 +95,18 @@ def _dtype(asked: str, spec: ModelSpec, checkpoint: Checkpoint) -> torch.dtype:
         )
         return torch.bfloat16
     return own
+
+
+def _check_memory(checkpoint: Checkpoint, dtype: torch.dtype) -> None:
+    """Refuse weights that can't fit before reading them."""
+    count = sum(math.prod(checkpoint.shape(name)) for name in checkpoint.names())
+    need, free = count * dtype.itemsize, detect().available_bytes
+    if need > free:
+        smaller = " dtype='bfloat16' halves that." if dtype is torch.float32 else ""
+        raise ConfigError(
+            f"The weights need {need / 1e9:.1f} GB as {dtype}, but {free / 1e9:.1f} GB of memory "
+            f"are free.{smaller} Free some memory, or use a smaller model."
+        )
 
 
 def _length(asked: int | None, decoder: DecoderSpec) -> int:

@@ -57,11 +57,14 @@ class Attention(nn.Module):
     def forward(self, x: Tensor, step: Step, cache: tuple[Tensor, Tensor]) -> Tensor:
         """x [T, D] → [T, D]; writes this step's keys and values into `cache`."""
         spec = self.spec
-        q, k, v = self.qkv(x).split((self.q_size, self.kv_size, self.kv_size), dim=1)
+        heads, kv_heads = spec.num_heads, spec.num_kv_heads
+        qkv = self.qkv(x).view(-1, heads + 2 * kv_heads, spec.head_dim)
+        q, k, v = qkv.split((heads, kv_heads, kv_heads), dim=1)
         q_weight = k_weight = None
         if self.q_norm is not None and self.k_norm is not None:
             if spec.qk_norm == "full":
-                q, k = self.q_norm(q), self.k_norm(k)
+                q = self.q_norm(q.flatten(1)).view(q.shape)
+                k = self.k_norm(k.flatten(1)).view(k.shape)
             else:
                 q_weight, k_weight = (
                     self.q_norm.parameter("weight"),
@@ -69,9 +72,9 @@ class Attention(nn.Module):
                 )
         key_cache, value_cache = cache
         q = ops.rotary_cache(
-            q.unflatten(1, (spec.num_heads, spec.head_dim)),
-            k.unflatten(1, (spec.num_kv_heads, spec.head_dim)),
-            v.unflatten(1, (spec.num_kv_heads, spec.head_dim)),
+            q,
+            k,
+            v,
             q_weight,
             k_weight,
             self.eps,

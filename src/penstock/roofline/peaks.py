@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import statistics
 from datetime import UTC, datetime
 
@@ -10,6 +11,8 @@ import torch
 from penstock.errors import KernelError
 from penstock.hardware import Hardware, Peaks, detect, load_peaks, save_peaks
 from penstock.kernels import native
+
+logger = logging.getLogger("penstock")
 
 BUFFER_BYTES = 1 << 30
 """Far beyond any last-level cache, of which the large ones read as slowly as memory anyway."""
@@ -57,16 +60,20 @@ def _measure_with_torch(buffer: torch.Tensor, threads: int) -> Peaks:
 def peaks(*, calibrate: bool = False) -> Peaks:
     """This machine's peaks: kept from an earlier run, else measured now and kept.
 
-    calibrate: measure again. Peaks of another number of threads aren't used.
+    calibrate: measure again, for instance because the machine was busy the first time.
     """
     hardware = detect()
     if hardware.available_bytes < 64 << 20:
         raise KernelError(
             f"Only {hardware.available_bytes >> 20} MiB of memory are free; measuring needs 64."
         )
-    kept = None if calibrate else load_peaks(hardware)
-    if kept is not None and kept.threads == torch.get_num_threads():
+    kernels = "reference" if native.handle is None else "native"
+    kept = None if calibrate else load_peaks(hardware, torch.get_num_threads(), kernels)
+    if kept is not None:
         return kept
     measured = measure(hardware)
-    save_peaks(hardware, measured)
+    try:
+        save_peaks(hardware, measured, kernels)
+    except OSError as error:
+        logger.warning("The measured peaks can't be kept: %s. Set PENSTOCK_CACHE.", error)
     return measured

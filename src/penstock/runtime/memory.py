@@ -49,7 +49,8 @@ def plan_blocks(
                 else f"Not even one block ({_mib(size)}) fits: free some memory."
             )
         )
-    useful = one * max_num_seqs
+    # and one more for each, which the scheduler keeps free for it to grow into
+    useful = (one + 1) * max_num_seqs
     comfortable = max(COMFORTABLE_BYTES // size, one)
     return min(fit, useful, comfortable)
 

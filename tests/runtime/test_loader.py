@@ -1,0 +1,59 @@
+"""From a configuration to a runtime, on the smallest published model."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+import pytest
+import torch
+
+from penstock.config import EngineConfig
+from penstock.errors import ModelNotFoundError, OutOfCacheError, TokenizerError
+from penstock.hardware import Hardware
+from penstock.runtime import load_runtime, loader
+
+FOLDER = Path(__file__).resolve().parents[2].parent / "shared/data/models/stories260K/hf"
+pytestmark = pytest.mark.skipif(not FOLDER.is_dir(), reason=f"no {FOLDER}")
+
+
+def test_everything_an_engine_needs(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, "penstock"):
+        runtime = load_runtime(EngineConfig.of(model=FOLDER, max_num_seqs=3))
+    assert runtime.num_blocks == 3 * (512 // 32 + 1)  # three sequences, and one to grow into
+    assert runtime.layout.heads == ((4, 8),) * 5
+    assert runtime.layout.dtype is runtime.model.dtype is torch.float32
+    assert len(runtime.runner.kv) == 5
+    assert runtime.runner.kv[0][0].shape[0] == runtime.num_blocks
+    assert runtime.tokenizer is not None and runtime.tokenizer.vocab_size == 512
+    assert "up to 512 tokens a sequence; cache of 51 blocks × 32 tokens" in caplog.text
+
+
+def test_choices_reach_their_place() -> None:
+    config = EngineConfig.of(
+        model=FOLDER, dtype="bfloat16", max_model_len=100, block_size=64, num_blocks=7,
+        skip_tokenizer_init=True,
+    )  # fmt: skip
+    runtime = load_runtime(config)
+    assert runtime.model.dtype is runtime.layout.dtype is torch.bfloat16
+    assert (runtime.model.max_model_len, runtime.layout.block_size) == (100, 64)
+    assert runtime.num_blocks == 7
+    assert runtime.tokenizer is None
+
+
+def test_a_tokenizer_of_its_own(tmp_path: Path) -> None:
+    with pytest.raises(TokenizerError, match="has no tokenizer"):
+        load_runtime(EngineConfig.of(model=FOLDER, tokenizer=tmp_path))
+    with pytest.raises(ModelNotFoundError):
+        load_runtime(EngineConfig.of(model=tmp_path / "nothing"))
+
+
+def test_a_machine_without_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Said before the cache is allocated, with the length that would fit."""
+    block = 2 * 32 * 5 * 4 * 16 * 4  # heads of 8 are padded to 16
+    full = Hardware("a small one", 1, (), 1 << 30, available_bytes=10 * block)
+    monkeypatch.setattr(loader, "detect", lambda: full)
+    with pytest.raises(OutOfCacheError, match="Lower max_model_len to 288"):
+        load_runtime(EngineConfig.of(model=FOLDER))
+    runtime = load_runtime(EngineConfig.of(model=FOLDER, max_model_len=288))
+    assert runtime.num_blocks == 9

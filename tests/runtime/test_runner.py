@@ -1,0 +1,32 @@
+"""The runner: copies first, then the forward pass."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from penstock.runtime import Runner
+from penstock.step import KV, Step
+
+
+def _step() -> Step:
+    ints = torch.zeros(1, dtype=torch.int32)
+    return Step(ints, ints, ints, ints, ints, ints[None], ints)
+
+
+def test_copies_come_before_the_step() -> None:
+    kv: KV = [(torch.arange(4.0)[:, None], torch.arange(4.0)[:, None])]
+    seen = []
+
+    def forward(step: Step, cache: KV) -> Tensor:
+        assert cache is kv and torch.is_inference_mode_enabled()
+        seen.append([tensor[:, 0].tolist() for tensor in cache[0]])
+        cache[0][0][0] = 9.0  # a step that writes to what was copied
+        return torch.ones(1, 3)
+
+    runner = Runner(forward, kv)
+    assert runner.forward(_step(), [(0, 2), (1, 3)]).tolist() == [[1.0, 1.0, 1.0]]
+    assert seen == [[[0.0, 1.0, 0.0, 1.0]] * 2]
+    assert kv[0][0][:, 0].tolist() == [9.0, 1.0, 0.0, 1.0]
+    runner.forward(_step())
+    assert len(seen) == 2
