@@ -58,6 +58,7 @@ Tensor linear(const Tensor& x, const Tensor& weight, std::optional<Tensor> bias,
   penstock::LinearArgs a = {};
   a.dtype = dtype_of(x, "linear: x");
   const int64_t v = a.dtype == DType::bf16 ? 2 : 1;
+  STD_TORCH_CHECK(k > 0, "linear: x has no columns");
   STD_TORCH_CHECK(weight.dim() == 4 && weight.is_contiguous() &&
                       weight.size(0) == (out_features + 15) / 16 &&
                       weight.size(1) == (k + 31) / 32 * 32 / v && weight.size(2) == 16 &&
@@ -84,7 +85,9 @@ Tensor embedding(const Tensor& tokens, const Tensor& weight, int64_t dim, double
   a.count = tokens.numel();
   a.tokens = integers(tokens, a.count, "embedding: tokens");
   const bool packed = weight.dim() == 4;
-  STD_TORCH_CHECK(weight.is_contiguous() && (packed || weight.dim() == 2),
+  const int64_t v = a.dtype == DType::bf16 ? 2 : 1;
+  STD_TORCH_CHECK(weight.is_contiguous() &&
+                      (packed ? weight.size(2) == 16 && weight.size(3) == v : weight.dim() == 2),
                   "embedding: weight must be [V, D] or panels, contiguous");
   a.vocab = packed ? weight.size(0) * 16 : weight.size(0);
   a.panel_k = packed ? weight.size(1) * weight.size(3) : 0;
@@ -221,6 +224,8 @@ Tensor rotary_cache(const Tensor& q, const Tensor& k, const Tensor& v,
   a.dim = q.size(2);
   a.kv_heads = k.size(1);
   a.dtype = dtype_of(q, "rotary_cache: q");
+  same_dtype(q, k, "rotary_cache: q and k");
+  same_dtype(q, v, "rotary_cache: q and v");
   same_dtype(q, key_cache, "rotary_cache: q and key_cache");
   const CacheShape shape = cache_shape(key_cache, value_cache, a.dim);
   STD_TORCH_CHECK(k.size(0) == a.tokens && v.size(0) == a.tokens && k.size(2) == a.dim &&

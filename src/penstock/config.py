@@ -21,6 +21,13 @@ def _positive(config: object, *names: str) -> None:
             raise ConfigError(f"{name} must be a positive integer, not {value!r}.")
 
 
+def _flags(config: object, *names: str) -> None:
+    for name in names:
+        value = getattr(config, name)
+        if not isinstance(value, bool):
+            raise ConfigError(f"{name} must be True or False, not {value!r}.")
+
+
 def _one_of(config: object, name: str, allowed: tuple[str, ...]) -> None:
     value = getattr(config, name)
     if value not in allowed:
@@ -44,6 +51,12 @@ class ModelConfig:
 
     def __post_init__(self) -> None:
         _positive(self, "max_model_len")
+        _flags(self, "skip_tokenizer_init", "strict")
+        if self.skip_tokenizer_init and self.tokenizer is not None:
+            raise ConfigError(
+                f"skip_tokenizer_init leaves no use for tokenizer={str(self.tokenizer)!r}. "
+                "Give one of them."
+            )
         _one_of(self, "dtype", ("auto", "float32", "float", "bfloat16"))
         if isinstance(self.seed, bool) or not isinstance(self.seed, int):
             raise ConfigError(f"seed must be an integer, not {self.seed!r}.")
@@ -55,8 +68,8 @@ class CacheConfig:
 
     layout: Literal["paged"] = "paged"
     block_size: int = 32  # tokens
-    num_blocks: int | None = None  # None: as many as the memory allows and the engine can use
-    memory_fraction: float = 0.9  # of the memory free after the weights
+    num_blocks: int | None = None  # None: what can be used, up to 4 GiB or one full sequence
+    memory_fraction: float = 0.9  # never more than this of the memory free after the weights
     enable_prefix_caching: bool = True
 
     def __post_init__(self) -> None:
@@ -64,7 +77,11 @@ class CacheConfig:
         _one_of(self, "layout", ("paged",))
         if self.block_size % 32:
             raise ConfigError(f"block_size must be a multiple of 32 tokens, not {self.block_size}.")
-        if not 0.0 < self.memory_fraction <= 1.0:
+        _flags(self, "enable_prefix_caching")
+        fraction = self.memory_fraction
+        if isinstance(fraction, bool) or not isinstance(fraction, int | float):
+            raise ConfigError(f"memory_fraction must be a number, not {fraction!r}.")
+        if not 0.0 < fraction <= 1.0:
             raise ConfigError(f"memory_fraction must be in (0, 1], not {self.memory_fraction!r}.")
 
 
@@ -79,6 +96,7 @@ class SchedulerConfig:
 
     def __post_init__(self) -> None:
         _positive(self, "max_num_seqs", "max_num_batched_tokens")
+        _flags(self, "enable_chunked_prefill")
         _one_of(self, "policy", ("fcfs",))
 
 
@@ -119,6 +137,16 @@ class EngineConfig:
         config = cls(**{part: kind(**chosen[part]) for part, kind in parts.items()})
         config._check_together()
         return config
+
+    def differs_before_engine(self) -> bool:
+        """Whether something is chosen that only loading a model or a cache can heed."""
+        engine_only = {"seed", "enable_prefix_caching"}
+        return any(
+            getattr(part, f.name) != f.default
+            for part in (self.model, self.cache)
+            for f in fields(part)
+            if f.name not in engine_only
+        )
 
     def _check_together(self) -> None:
         scheduler, length = self.scheduler, self.model.max_model_len

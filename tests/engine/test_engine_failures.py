@@ -66,6 +66,25 @@ def test_every_shared_step_raises_even_those_that_copy_blocks() -> None:
         assert sample.token_ids == reference(prompt, params, index=sample.index)
 
 
+def test_a_copy_that_fails_fails_its_request_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = engine_on(Toy())
+    copy = engine.runtime.runner.copy
+    failures = [MemoryError("planted")]
+
+    def once(pairs: Sequence[tuple[int, int]]) -> None:
+        if failures:
+            raise failures.pop()
+        copy(pairs)
+
+    monkeypatch.setattr(engine.runtime.runner, "copy", once)
+    engine.add_request("a", [1, 2, 3], GREEDY)
+    engine.add_request("forks", [7, 8, 9], SamplingParams(n=3, temperature=0.8, seed=3))
+    done = drain(engine)
+    assert isinstance(done["forks"].error, MemoryError)
+    assert done["a"].outputs[0].token_ids == reference([1, 2, 3], GREEDY)
+    assert engine.pool.num_used == 0
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_sampler_raises_for_one(kind: type[Exception]) -> None:
     class Broken(Sampler):

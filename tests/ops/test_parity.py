@@ -215,6 +215,10 @@ def test_bad_arguments_are_refused() -> None:
     x, w = randn(2, 64), randn(32, 64)
     with pytest.raises(RuntimeError, match="packed panels"):
         ops.linear(x, w, None, 32)
+    with pytest.raises(RuntimeError, match="no columns"):
+        ops.linear(x[:, :0], w, None, 32)
+    with pytest.raises(RuntimeError, match="or panels"):
+        ops.embedding(torch.tensor([1], dtype=torch.int32), torch.zeros(2, 16, 1, 2), 16)
     with pytest.raises(RuntimeError, match="outside the table of 32"):
         ops.embedding(torch.tensor([32], dtype=torch.int32), w, 64)
     with pytest.raises(RuntimeError, match="float32 or bfloat16"):

@@ -25,7 +25,8 @@ def test_copies_come_before_the_step() -> None:
         return torch.ones(1, 3)
 
     runner = Runner(forward, kv)
-    assert runner.forward(_step(), [(0, 2), (1, 3)]).tolist() == [[1.0, 1.0, 1.0]]
+    runner.copy([(0, 2), (1, 3)])
+    assert runner.forward(_step()).tolist() == [[1.0, 1.0, 1.0]]
     assert seen == [[[0.0, 1.0, 0.0, 1.0]] * 2]
     assert kv[0][0][:, 0].tolist() == [9.0, 1.0, 0.0, 1.0]
     runner.forward(_step())

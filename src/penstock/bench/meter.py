@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
@@ -26,9 +26,9 @@ class _WatchedRunner(Runner):
         self.kv = runner.kv
         self.ran: list[Step] = []
 
-    def forward(self, step: Step, copies: Sequence[tuple[int, int]] = ()) -> Tensor:
+    def forward(self, step: Step) -> Tensor:
         self.ran.append(step)
-        return self._runner.forward(step, copies)
+        return self._runner.forward(step)
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,7 +17,7 @@ from penstock.config import DEFAULT_MODEL, EngineConfig
 from penstock.engine.engine import Engine
 from penstock.engine.outputs import RequestOutput
 from penstock.engine.prompts import Prompt, default_params, encode
-from penstock.errors import EngineDeadError
+from penstock.errors import ConfigError, EngineDeadError
 from penstock.models.weights import Progress
 from penstock.runtime import Runtime, load_runtime
 from penstock.sampling import SamplingParams
@@ -59,6 +59,11 @@ class AsyncLLM:
         **kwargs: Any,
     ) -> None:
         self.config = EngineConfig.of(model=model, **kwargs)
+        if runtime is not None and (model != DEFAULT_MODEL or self.config.differs_before_engine()):
+            raise ConfigError(
+                "A loaded runtime is given: arguments of the model and the cache come too late. "
+                "Give them when it is loaded."
+            )
         self.runtime = runtime or load_runtime(self.config, progress)
         self.engine = Engine(self.config, self.runtime)
         self._streams: dict[str, _Stream] = {}  # engine thread only

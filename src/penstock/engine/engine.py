@@ -217,6 +217,8 @@ class Engine:
         plan = self.scheduler.schedule()
         marks.append(time.perf_counter())
         touched: dict[str, Request] = {}
+        if plan.copies:
+            self._copy(plan, touched)
         if plan.parts:
             self._run(plan, touched, marks)
         ended, self._ended = self._ended, []
@@ -237,11 +239,23 @@ class Engine:
         times.sample_s += sample
         times.output_s += output
 
+    def _copy(self, plan: Plan, touched: dict[str, Request]) -> None:
+        """Make the plan's copies; if that fails, so do the requests that would write to them."""
+        try:
+            self.runtime.runner.copy(plan.copies)
+        except Exception as error:  # out of memory, most likely
+            targets = {target for _, target in plan.copies}
+            for sequence, _ in plan.parts:
+                if sequence.status is Status.RUNNING and not targets.isdisjoint(sequence.blocks):
+                    self._fail(sequence.request, error)
+                    touched[sequence.request.request_id] = sequence.request
+            plan.parts = [part for part in plan.parts if part[0].status is Status.RUNNING]
+
     def _run(self, plan: Plan, touched: dict[str, Request], marks: list[float]) -> None:
         """Compute and apply; where that raises, each sequence alone: only the culprit fails.
 
-        What a failed attempt has written to the cache is written again, to the same bytes. Its
-        copies are made and aren't repeated: others may have written to their sources since.
+        What a failed attempt has written to the cache is written again, to the same bytes. The
+        plan's copies were made before and aren't repeated: others may have written to them since.
         """
         try:
             batch, sampled = self._compute(plan, marks)
@@ -262,7 +276,7 @@ class Engine:
         """Batch → forward → sample; changes nothing but the cache and prompt logprobs."""
         batch = build(plan.parts, self.scheduler.table, self.scheduler.block_size)
         marks.append(time.perf_counter())
-        logits = self.runtime.runner.forward(batch.step, plan.copies)
+        logits = self.runtime.runner.forward(batch.step)
         marks.append(time.perf_counter())
         for sequence, first, count in batch.prompt_rows:
             self._read_prompt(sequence, logits[first : first + count])

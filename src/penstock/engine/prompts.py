@@ -69,7 +69,8 @@ def default_params(generation: Mapping[str, Any]) -> SamplingParams:
     """Sampling parameters that `generation_config.json` suggests, vLLM's defaults otherwise."""
     chosen = {k: generation[k] for k in _GENERATION_KEYS if generation.get(k) is not None}
     if generation.get("do_sample") is False:
-        chosen = {"temperature": 0.0}
+        greedy = ("temperature", "top_p", "top_k", "min_p")
+        chosen = {k: v for k, v in chosen.items() if k not in greedy} | {"temperature": 0.0}
     if generation.get("max_new_tokens"):
         chosen["max_tokens"] = generation["max_new_tokens"]
     return SamplingParams(**chosen)

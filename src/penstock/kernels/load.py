@@ -19,10 +19,13 @@ import torch
 
 from penstock import ops
 from penstock.errors import KernelError, nearest
+from penstock.hardware import detect
 
 ISAS = ("avx2", "avx512", "amx", "amx-emulated")
 
 logger = logging.getLogger("penstock")
+
+_HAS_VECTORS = {"avx2", "fma"} <= set(detect().flags)
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,6 +111,8 @@ def load() -> NativeLibrary:
         )
         logger.warning("Running the reference kernels, which are slow: %s.", reason)
         return NativeLibrary(None, reason)
+    if not _HAS_VECTORS:
+        return NativeLibrary(None, "this CPU has no AVX2 and FMA")
     try:
         torch.ops.load_library(str(path))
         handle = ctypes.CDLL(str(path))
@@ -125,12 +130,23 @@ def load() -> NativeLibrary:
 native = load()
 
 
+def _code_of(name: str) -> str:
+    """The instruction set of an operator's kernel: only `linear` has one for tiles."""
+    isa = native.isa or "none"
+    if isa in ("amx", "amx-emulated"):
+        vectors = "avx512" if isa == "amx" else "avx2"
+        return f"{isa} (bfloat16, from 4 rows), else {vectors}" if name == "linear" else vectors
+    return isa
+
+
 def report() -> list[tuple[str, str, str]]:
     """(operator, what runs, why) for every operator on the CPU."""
+    forced = os.environ.get("PENSTOCK_ISA")
+    why = f"PENSTOCK_ISA={forced}" if forced else "best this CPU has"
     rows = []
     for name in ops.op_names():
         if ops.has_native(name):
-            rows.append((name, f"native, {native.isa}", "best this CPU has"))
+            rows.append((name, f"native, {_code_of(name)}", why))
         elif native.handle is None:
             rows.append((name, "reference", native.reason))
         else:

@@ -21,8 +21,12 @@ class Runner:
         self._forward = forward
         self.kv = kv
 
-    def forward(self, step: Step, copies: Sequence[tuple[int, int]] = ()) -> Tensor:
-        """Copy the blocks (from, to) in `copies`, then compute the step's logits [S, V]."""
+    def copy(self, pairs: Sequence[tuple[int, int]]) -> None:
+        """Copy blocks, (from, to): before the step that writes to the copies."""
         with torch.inference_mode():
-            copy_blocks(self.kv, copies)
+            copy_blocks(self.kv, pairs)
+
+    def forward(self, step: Step) -> Tensor:
+        """The step's logits [S, V]; its keys and values are in the cache afterwards."""
+        with torch.inference_mode():
             return self._forward(step, self.kv)
