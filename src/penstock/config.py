@@ -58,8 +58,10 @@ class ModelConfig:
                 "Give one of them."
             )
         _one_of(self, "dtype", ("auto", "float32", "float", "bfloat16"))
-        if isinstance(self.seed, bool) or not isinstance(self.seed, int):
-            raise ConfigError(f"seed must be an integer, not {self.seed!r}.")
+        if isinstance(self.seed, bool) or not isinstance(self.seed, int) or self.seed < 0:
+            raise ConfigError(f"seed must be an integer of at least 0, not {self.seed!r}.")
+        if not isinstance(self.model, str | Path) or not str(self.model):
+            raise ConfigError(f"model must be a folder, a hub id or a name, not {self.model!r}.")
 
 
 @dataclass(frozen=True, slots=True)

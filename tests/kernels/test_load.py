@@ -66,6 +66,11 @@ def test_reference_on_request() -> None:
     assert out.strip() == "None PENSTOCK_KERNELS=reference {'reference'}"
 
 
+def test_an_isa_without_native_kernels_is_refused() -> None:
+    failed = run("import penstock.kernels", PENSTOCK_KERNELS="reference", PENSTOCK_ISA="avx2")
+    assert "PENSTOCK_ISA=avx2 chooses among native kernels" in failed.stderr
+
+
 def test_unknown_kernels_are_refused() -> None:
     failed = run("import penstock.kernels", PENSTOCK_KERNELS="fast")
     assert "PENSTOCK_KERNELS='fast' isn't one of native, reference" in failed.stderr

@@ -13,6 +13,10 @@ import numpy as np
 from penstock.bench.meter import Meter, StepRecord
 from penstock.bench.report import count, seconds
 from penstock.engine import RequestOutput, StepTimes
+from penstock.errors import ConfigError
+from penstock.models import read_spec
+from penstock.models.hub import resolve
+from penstock.models.load import max_positions
 from penstock.sampling import SamplingParams
 
 
@@ -61,6 +65,21 @@ def title(name: str, meter: Meter, where: dict[str, Any]) -> str:
         f"{model['weight_bytes'] / 1e6:,.1f} MB a step), {where['isa']} kernels, "
         f"{count(where['threads'], 'thread')}"
     )
+
+
+def longest(model: str) -> int:
+    """Tokens that a sequence of `model` can have."""
+    return max_positions(read_spec(resolve(model)).decoder)
+
+
+def check_length(model: str, prompt: int, output: int) -> None:
+    """Refuse a workload that is longer than the model, in the words of the command line."""
+    most = longest(model)
+    if prompt + output > most:
+        raise ConfigError(
+            f"{prompt} tokens in the cache and {output} to generate are {prompt + output}, but "
+            f"this model has {most} positions. Lower --input-len or --context, or --output-len."
+        )
 
 
 def setup(meter: Meter) -> dict[str, Any]:

@@ -25,7 +25,10 @@ OutputLen = Annotated[int, typer.Option(min=2, help="Tokens to generate for each
 @app.command()
 def latency(
     model: Model = MODEL,
-    input_len: InputLen = 512,
+    input_len: Annotated[
+        int | None,
+        typer.Option(min=1, help="Tokens of each prompt. Default: 512, or what the model has."),
+    ] = None,
     output_len: OutputLen = 64,
     batch_size: Annotated[int, typer.Option(min=1, help="Sequences at once.")] = 1,
     context: Annotated[
@@ -38,7 +41,11 @@ def latency(
 ) -> None:
     """Time a batch that starts together: its prompts (prefill), then each step (decode)."""
     from penstock.bench import latency as benchmark
+    from penstock.bench.workload import check_length, longest
 
+    if input_len is None:
+        input_len = max(1, min(512, longest(model) - output_len))
+    check_length(model, max(input_len, context or input_len), output_len)
     workload = benchmark.Workload(
         input_len=input_len,
         output_len=output_len,
@@ -62,7 +69,9 @@ def throughput(
 ) -> None:
     """Time many requests through the scheduler."""
     from penstock.bench import throughput as benchmark
+    from penstock.bench.workload import check_length
 
+    check_length(model, input_len, output_len)
     workload = benchmark.Workload(
         num_prompts=num_prompts,
         input_len=input_len,

@@ -101,6 +101,11 @@ def load() -> NativeLibrary:
     wanted = os.environ.get("PENSTOCK_KERNELS", "native")
     if wanted not in ("native", "reference"):
         raise KernelError(f"PENSTOCK_KERNELS={wanted!r} isn't one of native, reference.")
+    if wanted == "reference" and os.environ.get("PENSTOCK_ISA"):
+        raise KernelError(
+            f"PENSTOCK_ISA={os.environ['PENSTOCK_ISA']} chooses among native kernels, but "
+            "PENSTOCK_KERNELS=reference runs none. Unset one of them."
+        )
     if wanted == "reference":
         return NativeLibrary(None, "PENSTOCK_KERNELS=reference")
     path = _find()
@@ -112,7 +117,9 @@ def load() -> NativeLibrary:
         logger.warning("Running the reference kernels, which are slow: %s.", reason)
         return NativeLibrary(None, reason)
     if not _HAS_VECTORS:
-        return NativeLibrary(None, "this CPU has no AVX2 and FMA")
+        reason = "this CPU has no AVX2 and FMA"
+        logger.warning("Running the reference kernels, which are slow: %s.", reason)
+        return NativeLibrary(None, reason)
     try:
         torch.ops.load_library(str(path))
         handle = ctypes.CDLL(str(path))

@@ -1,0 +1,57 @@
+"""What a user chose is checked at once, and by name."""
+
+from __future__ import annotations
+
+import pytest
+
+import penstock
+from penstock.config import EngineConfig
+from penstock.errors import ConfigError
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"max_model_length": 5}, "Did you mean 'max_model_len'"),
+        ({"max_model_len": 0}, "max_model_len must be a positive integer, not 0"),
+        ({"max_num_seqs": True}, "max_num_seqs must be a positive integer, not True"),
+        ({"dtype": "float16"}, "dtype='float16' isn't one of auto, float32"),
+        ({"block_size": 16}, "multiple of 32 tokens, not 16"),
+        ({"memory_fraction": 0.0}, r"in \(0, 1\], not 0.0"),
+        ({"memory_fraction": "x"}, "memory_fraction must be a number, not 'x'"),
+        ({"enable_prefix_caching": "no"}, "enable_prefix_caching must be True or False"),
+        ({"seed": -1}, "seed must be an integer of at least 0, not -1"),
+        ({"model": None}, "model must be a folder, a hub id or a name, not None"),
+        ({"model": ""}, "model must be"),
+        ({"skip_tokenizer_init": True, "tokenizer": "x"}, "leaves no use for tokenizer='x'"),
+        ({"num_blocks": 5, "num_gpu_blocks_override": 5}, "given twice"),
+        (
+            {"max_num_seqs": 64, "max_num_batched_tokens": 32},
+            r"\(32\) is below max_num_seqs \(64\)",
+        ),
+        (
+            {"enable_chunked_prefill": False, "max_model_len": 4096},
+            r"max_model_len \(4096\) must fit in max_num_batched_tokens \(2048\)",
+        ),
+    ],
+)
+def test_refused(arguments: dict[str, object], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        EngineConfig.of(**arguments)
+
+
+def test_flat_names_reach_their_part() -> None:
+    config = EngineConfig.of(model="x", num_gpu_blocks_override=7, max_num_seqs=3, seed=4)
+    assert (config.model.model, config.model.seed) == ("x", 4)
+    assert (config.cache.num_blocks, config.scheduler.max_num_seqs) == (7, 3)
+
+
+def test_public_names() -> None:
+    assert penstock.__all__ == [
+        "LLM", "AsyncLLM", "CompletionOutput", "PenstockError", "RequestMetrics", "RequestOutput",
+        "SamplingParams", "__version__",
+    ]  # fmt: skip
+    for name in penstock.__all__:
+        assert getattr(penstock, name) is not None
+    with pytest.raises(AttributeError, match="no attribute 'LMM'"):
+        penstock.LMM  # noqa: B018
