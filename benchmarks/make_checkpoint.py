@@ -1,6 +1,6 @@
 """Write a random-weight Hugging Face checkpoint of a known shape, to measure speed on.
 
-    python benchmarks/make_checkpoint.py qwen2.5-0.5b /tmp/qwen
+    python benchmarks/make_checkpoint.py qwen2.5-0.5b checkpoints/qwen
 
 The folder holds config.json and bfloat16 safetensors in shards, as the hub would give them, and
 no tokenizer: `penstock bench` needs none. The same seed gives the same bytes.
