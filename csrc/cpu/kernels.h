@@ -96,7 +96,7 @@ struct RotaryCacheArgs {
   const int32_t* slots;
   void* key_cache;
   void* value_cache;
-  int64_t num_blocks, block_size, padded_dim;
+  int64_t block_size, padded_dim;
   void* q_out;  // [tokens, heads, dim] contiguous
   int64_t tokens, heads, kv_heads, dim;
   DType dtype;

@@ -232,7 +232,6 @@ Tensor rotary_cache(const Tensor& q, const Tensor& k, const Tensor& v,
                       v.size(2) == a.dim && v.size(1) == a.kv_heads &&
                       shape.kv_heads == a.kv_heads,
                   "rotary_cache: q, k, v and the caches disagree");
-  a.num_blocks = shape.blocks;
   a.block_size = shape.block_size;
   a.padded_dim = shape.padded_dim;
   a.q_norm = floats(q_norm, a.dim, "rotary_cache: q_norm");

@@ -77,21 +77,6 @@ def _pairs(count: int, context: int, window: int) -> int:
     return sum(min(at + 1, window) for at in range(first, context))
 
 
-def decode_step(
-    spec: DecoderSpec, weight_format: WeightFormat, kv_itemsize: int, contexts: list[int]
-) -> Cost:
-    """One new token for each sequence; contexts include it."""
-    n = len(contexts)
-    return step_cost(spec, weight_format, kv_itemsize, [1] * n, contexts, n)
-
-
-def prefill_step(
-    spec: DecoderSpec, weight_format: WeightFormat, kv_itemsize: int, tokens: int
-) -> Cost:
-    """A whole prompt of one sequence, its last row sampled."""
-    return step_cost(spec, weight_format, kv_itemsize, [tokens], [tokens], 1)
-
-
 def floor_s(cost: Cost, peaks: Peaks) -> float:
     """The least time: the longer of moving the bytes and computing the FLOPs."""
     return max(cost.bytes_moved / peaks.read_bytes_per_s, cost.flops / peaks.matrix_flops)
