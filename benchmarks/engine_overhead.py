@@ -27,7 +27,7 @@ from penstock.engine import Engine, StepTimes
 from penstock.models.load import LoadedModel
 from penstock.models.spec import ModelSpec
 from penstock.nn import AttentionSpec, Decoder, DecoderSpec, LayerSpec, MlpSpec, NormSpec
-from penstock.quant import Dense
+from penstock.quant import formats_of
 from penstock.runtime import Runner, Runtime
 from penstock.sampling import SamplingParams
 from penstock.step import KV, Step
@@ -44,7 +44,7 @@ def stub(
     attention = AttentionSpec(1, 1, 16, 1.0, None)
     decoder = DecoderSpec(vocab, 16, (LayerSpec(attention, MlpSpec(16)),), NormSpec(), length)
     spec = ModelSpec("stub", decoder, (), "float32", None, ())
-    model = Decoder(decoder, Dense(torch.float32), torch.float32)
+    model = Decoder(decoder, formats_of(None, torch.float32), torch.float32)
     ranks = torch.arange(1, vocab + 1).roll(answer)
     constant = (-1.2 * ranks.log()).repeat(seqs, 1)
 

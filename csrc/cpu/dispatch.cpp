@@ -17,7 +17,6 @@ namespace penstock {
   void linear(const LinearArgs&);                 \
   void embedding(const EmbeddingArgs&);           \
   void norm(const NormArgs&);                     \
-  void activation(const ActivationArgs&);         \
   void softcap(const SoftcapArgs&);               \
   void rotary_cache(const RotaryCacheArgs&);      \
   void attention(const AttentionArgs&);           \
@@ -35,18 +34,19 @@ namespace {
 // Below this, vectors read a panel as fast as tiles do.
 constexpr int64_t kTileMinRows = 4;
 
+// int8 rows are the same sums in any order; float32 has no tiles.
+bool by_tiles(const LinearArgs& a) { return a.rows >= kTileMinRows && a.dtype == DType::bf16; }
+
 void linear_amx(const LinearArgs& a) {
-  a.rows < kTileMinRows || a.dtype != DType::bf16 ? avx512::linear(a) : amx::linear_tiles(a);
+  by_tiles(a) ? amx::linear_tiles(a) : avx512::linear(a);
 }
 
 void linear_amx_emulated(const LinearArgs& a) {
-  a.rows < kTileMinRows || a.dtype != DType::bf16 ? avx2::linear(a)
-                                                  : amx_emulated::linear_tiles(a);
+  by_tiles(a) ? amx_emulated::linear_tiles(a) : avx2::linear(a);
 }
 
 #define PENSTOCK_TABLE(name, isa, linear)                                                  \
-  {name,           linear,        isa::embedding,    isa::norm,                            \
-   isa::activation, isa::softcap, isa::rotary_cache, isa::attention}
+  {name, linear, isa::embedding, isa::norm, isa::softcap, isa::rotary_cache, isa::attention}
 
 const Kernels tables[] = {
     PENSTOCK_TABLE("avx2", avx2, avx2::linear),
@@ -65,19 +65,25 @@ bool ask_for_tiles() {
 bool has_amx() {
   unsigned a, b, c, d;
   if (!__get_cpuid_count(7, 0, &a, &b, &c, &d)) return false;
-  const bool bf16 = d & (1u << 22), tile = d & (1u << 24);
-  return bf16 && tile && ask_for_tiles();
+  const bool bf16 = d & (1u << 22), tile = d & (1u << 24), int8 = d & (1u << 25);
+  return bf16 && int8 && tile && ask_for_tiles();
+}
+
+bool has_f16c() {
+  unsigned a, b, c, d;
+  return __get_cpuid(1, &a, &b, &c, &d) && (c & (1u << 29));
 }
 
 bool available(int index) {
   switch (index) {
     case kAvx512:
       return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-             __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
+             __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq") &&
+             __builtin_cpu_supports("avx512vnni");
     case kAmx:
       return available(kAvx512) && has_amx();
     default:
-      return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
+      return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && has_f16c();
   }
 }
 

@@ -16,15 +16,32 @@ struct bf16 {
   uint16_t bits;
 };
 
-// y [rows, n] = x [rows, k] · panels + bias. Panels: ops/panels.py.
+enum class Activation : int { none, silu, gelu, gelu_tanh };
+
+enum class Weight : int { dense, int8, int4 };
+
+// y [rows, n] = x [rows, k] · panels, with what comes before and after it. ops/linear.py.
 struct LinearArgs {
   const void* x;
-  int64_t x_stride;  // elements between rows
-  const void* weight;
-  const float* bias;  // may be null
-  void* y;            // contiguous
+  int64_t x_stride;   // elements between rows
+  const float* norm;  // [k]: the rows' root-mean-square norm is taken first; may be null
+  float eps;
+  bool int8_rows;  // rows are rounded to int8, each with a scale of its own
+  Weight kind;
+  const void* weight;  // panels: ops/panels.py
+  int64_t padded_k;
+  const void* scale;  // [panels, groups, 16] of quantized weights
+  bool half_scale;    // float16, else float32
+  const uint8_t* zero;  // [panels, groups, 16] of int4; null: 8
+  int64_t groups;
+  const float* bias;  // [n], or gate's then up's when gated; may be null
+  Activation activation;
+  bool gated;          // panels alternate between gate and up: y = act(gate) · up
+  void* residual;      // y is added to it instead of being written; may be null
+  int64_t residual_stride;
+  void* y;  // contiguous
   int64_t rows, k, n;
-  DType dtype;      // of x and weight
+  DType dtype;      // of x
   DType out_dtype;  // of y
   int threads;
 };
@@ -36,37 +53,26 @@ struct EmbeddingArgs {
   void* out;
   int64_t count, dim, vocab;
   int64_t panel_k;  // k of the panels, or 0 for a plain [vocab, dim] table
+  Weight kind;
+  const void* quantized_scale;  // as in LinearArgs, where the panels are quantized
+  bool half_scale;
+  const uint8_t* zero;
+  int64_t groups;
   float scale;
-  DType dtype;
+  DType dtype;  // of out
   int threads;
 };
 
-// out = norm(x) · weight (+ bias); with residual: residual += x first, out = norm(residual).
+// out = norm(x) · weight (+ bias).
 struct NormArgs {
   const void* x;
   int64_t x_stride;
-  void* residual;  // may be null
-  int64_t residual_stride;
   const float* weight;
   const float* bias;  // may be null
   void* out;          // contiguous
   int64_t rows, dim;
   float eps;
   bool centre;  // layer norm
-  DType dtype;
-  int threads;
-};
-
-enum class Activation : int { silu, gelu, gelu_tanh };
-
-// gated: out [rows, dim] = act(x[:, :dim]) · x[:, dim:]; else act(x).
-struct ActivationArgs {
-  const void* x;
-  int64_t x_stride;
-  void* out;  // contiguous
-  int64_t rows, dim;
-  Activation kind;
-  bool gated;
   DType dtype;
   int threads;
 };
@@ -127,7 +133,6 @@ struct Kernels {
   void (*linear)(const LinearArgs&);
   void (*embedding)(const EmbeddingArgs&);
   void (*norm)(const NormArgs&);
-  void (*activation)(const ActivationArgs&);
   void (*softcap)(const SoftcapArgs&);
   void (*rotary_cache)(const RotaryCacheArgs&);
   void (*attention)(const AttentionArgs&);
@@ -137,7 +142,7 @@ struct Kernels {
 const Kernels& kernels();
 
 // Memory that a thread keeps for `purpose` until it ends, at least `bytes` long, 64-byte aligned.
-enum class Scratch : int { rows, tiles, partials, tasks, scores, count };
+enum class Scratch : int { rows, tiles, partials, tasks, scores, row, sums, gate, unpacked, count };
 void* scratch(Scratch purpose, size_t bytes);
 
 }  // namespace penstock

@@ -1,12 +1,10 @@
-// y = x · W + bias over packed panels, by vectors. linear_amx.cpp does the same by tiles.
+// y = x · W over packed panels, by vectors. linear_amx.cpp does the same by tiles.
 #include "linear.h"
-
-#include "panels.h"
 
 namespace penstock::PENSTOCK_ISA {
 namespace {
 
-// Bytes of widened activations that a thread goes over again and again: half of a small L2.
+// Bytes of rows that a thread goes over again and again: half of a small L2.
 constexpr int64_t kRowsBytes = 512 * 1024;
 
 constexpr int64_t kPartBytes = 256 * 1024;
@@ -14,79 +12,192 @@ constexpr int64_t kPartBytes = 256 * 1024;
 // Below this many bytes of weights times rows a second thread costs more than it saves.
 constexpr int64_t kParallelBytes = 128 * 1024;
 
-template <typename T>
-void widen_row(const T* x, int64_t k, int64_t padded_k, float* out) {
-  int64_t j = 0;
-  for (; j + 16 <= k; j += 16) store(out + j, load(x + j));
-  for (; j < k; j++) out[j] = to_float(x[j]);
-  for (; j < padded_k; j++) out[j] = 0.0f;
+// Up to as many rows, quantized weights are widened in registers, again for each group of rows.
+constexpr int64_t kWidenRows = 2 * kFewRows;
+
+// Rows made ready to be multiplied: floats, or int8 with their scales and the sums of each group.
+struct Rows {
+  float* floats;
+  int8_t* bytes;
+  float* scale;
+  int32_t* sums;
+};
+
+Rows allocate(const LinearArgs& a) {
+  Rows x = {};
+  const size_t values = static_cast<size_t>(a.rows * a.padded_k);
+  if (!a.int8_rows) {
+    x.floats = static_cast<float*>(scratch(Scratch::rows, values * sizeof(float)));
+    return x;
+  }
+  x.bytes = static_cast<int8_t*>(scratch(Scratch::rows, values));
+  const size_t rows = static_cast<size_t>(a.rows), groups = static_cast<size_t>(a.groups);
+  x.scale = static_cast<float*>(scratch(Scratch::sums, rows * (1 + groups) * 4));
+  x.sums = reinterpret_cast<int32_t*>(x.scale + rows);
+  return x;
+}
+
+void prepare(const LinearArgs& a, const Rows& x, int64_t row) {
+  if (!a.int8_rows) return float_row(a, row, a.padded_k, x.floats + row * a.padded_k);
+  int8_t* out = x.bytes + row * a.padded_k;
+  x.scale[row] = int8_row(a, row, out);
+  const int64_t group = a.padded_k / a.groups;
+  for (int64_t g = 0; g < a.groups; g++) {
+    int32_t sum = 0;
+    for (int64_t j = 0; j < group; j++) sum += out[g * group + j];
+    x.sums[row * a.groups + g] = sum;
+  }
 }
 
 // Into how many parts the panels are dealt: at least kPartBytes each, and a few for each thread.
-int64_t count_parts(int64_t panels, int64_t panel_bytes, int threads) {
-  int64_t parts = panels * panel_bytes / kPartBytes;
+int64_t count_parts(int64_t panels, int64_t bytes, int threads) {
+  int64_t parts = panels * bytes / kPartBytes;
   if (parts > 8 * threads) parts = 8 * threads;
   if (parts < threads) parts = threads;
   return parts < panels ? parts : panels;
 }
 
-// All rows times the panels [first, last). Not inlined: inside a parallel region the compiler would
-// read its arguments from memory again and again.
+// How many rows a thread takes through all its panels before the next ones.
+int64_t row_block(int64_t row_bytes) {
+  const int64_t rows = kRowsBytes / row_bytes / 24 * 24;
+  return rows < 24 ? 24 : rows;
+}
+
 template <typename T>
-[[gnu::noinline]] void multiply_part(const LinearArgs& a, const float* x, int64_t padded_k,
-                                     int64_t first, int64_t last) {
-  const int64_t stride = padded_k * kColumns;  // elements of one panel
-  const T* w = static_cast<const T*>(a.weight) + first * stride;
-  int64_t block = kRowsBytes / (padded_k * 4) / kMaxRows * kMaxRows;
-  if (block < kMaxRows) block = kMaxRows;
-  for (int64_t row = 0; row < a.rows; row += block) {
-    const int64_t rows = a.rows - row < block ? a.rows - row : block;
+void dense_part(const LinearArgs& a, const Rows& x, Range rows, Range panels, const Columns& to) {
+  const int64_t stride = a.padded_k * kColumns;  // elements of one panel
+  multiply_panels(
+      x.floats + rows.first * a.padded_k, a.padded_k, rows.last - rows.first,
+      static_cast<const T*>(a.weight) + panels.first * stride, stride, panels.last - panels.first,
+      a.padded_k, [](int64_t, int64_t) { return zero(); },
+      [&](int64_t r, int64_t p, F16 value) { to(rows.first + r, panels.first + p, value); });
+}
+
+template <int R, int Bits>
+int64_t int_rows(const LinearArgs& a, const Rows& x, const Panel& w, int64_t row, int64_t last,
+                 int64_t p, const Columns& to) {
+  for (; last - row >= R; row += R)
+    multiply_ints<R, Bits>(w, x.bytes + row * a.padded_k, a.padded_k, x.sums + row * a.groups,
+                           a.groups, [&](int r, F16 value) {
+                             to(row + r, p, value * set1(x.scale[row + r]));
+                           });
+  return row;
+}
+
+template <int Bits>
+void int_part(const LinearArgs& a, const Rows& x, Range rows, Range panels, const Columns& to) {
+  for (int64_t p = panels.first; p < panels.last; p++) {
+    const Panel w = quantized_panel(a, p);
+    int64_t row = rows.first;
+#if defined(__AVX512F__)
+    row = int_rows<8, Bits>(a, x, w, row, rows.last, p, to);
+#endif
+    row = int_rows<4, Bits>(a, x, w, row, rows.last, p, to);
+    row = int_rows<2, Bits>(a, x, w, row, rows.last, p, to);
+    int_rows<1, Bits>(a, x, w, row, rows.last, p, to);
+  }
+}
+
+template <int R, int Bits>
+int64_t float_rows(const LinearArgs& a, const Rows& x, const Panel& w, int64_t row, int64_t last,
+                   int64_t p, const Columns& to) {
+  for (; last - row >= R; row += R)
+    multiply_floats<R, Bits>(w, x.floats + row * a.padded_k, a.padded_k,
+                             [&](int r, F16 value) { to(row + r, p, value); });
+  return row;
+}
+
+// Many rows: the panel is widened to bfloat16 once, and each group multiplied like a dense one.
+template <int Bits>
+void widened_panel(const LinearArgs& a, const Rows& x, const Panel& w, Range rows, int64_t p,
+                   const Columns& to) {
+  const int64_t count = rows.last - rows.first;
+  bf16* wide = static_cast<bf16*>(
+      scratch(Scratch::unpacked, static_cast<size_t>(a.padded_k * kColumns) * sizeof(bf16)));
+  float* totals = static_cast<float*>(
+      scratch(Scratch::partials, static_cast<size_t>(count * kColumns) * sizeof(float)));
+  unpack_bf16<Bits>(w, 0, a.padded_k, wide);
+  for (int64_t g = 0; g < w.groups; g++) {
+    const F16 s = w.scales(g);
     multiply_panels(
-        x + row * padded_k, padded_k, rows, w, stride, last - first, padded_k,
-        [](int64_t, int64_t) { return zero(); },
-        [&](int64_t r, int64_t p, F16 value) {
-          write_columns(a, row + r, (first + p) * kColumns, value);
+        x.floats + rows.first * a.padded_k + g * w.group, a.padded_k, count,
+        wide + g * w.group * kColumns, 0, 1, w.group, [](int64_t, int64_t) { return zero(); },
+        [&](int64_t r, int64_t, F16 value) {
+          float* total = totals + r * kColumns;
+          const F16 sum = fma(value, s, g ? load(total) : zero());
+          g + 1 < w.groups ? store(total, sum) : to(rows.first + r, p, sum);
         });
   }
 }
 
-template <typename T>
-void run(const LinearArgs& a) {
-  const int64_t padded_k = (a.k + kBlock - 1) / kBlock * kBlock;
-  const int64_t panels = (a.n + kColumns - 1) / kColumns;
-  float* x = static_cast<float*>(
-      scratch(Scratch::rows, static_cast<size_t>(a.rows * padded_k) * sizeof(float)));
-  const T* source = static_cast<const T*>(a.x);
-  const int64_t panel_bytes = padded_k * kColumns * static_cast<int64_t>(sizeof(T));
-  const int threads = panels * panel_bytes * a.rows > kParallelBytes ? a.threads : 1;
-  const int64_t parts = count_parts(panels, panel_bytes, threads);
-  const bool few = a.rows <= 4;
-  if (few)
-    for (int64_t r = 0; r < a.rows; r++)
-      widen_row(source + r * a.x_stride, a.k, padded_k, x + r * padded_k);
-#pragma omp parallel num_threads(threads)
-  {
-    const FlushDenormals flush;
-    if (!few) {
-#pragma omp for schedule(static)
-      for (int64_t r = 0; r < a.rows; r++)
-        widen_row(source + r * a.x_stride, a.k, padded_k, x + r * padded_k);
+template <int Bits>
+void float_part(const LinearArgs& a, const Rows& x, Range rows, Range panels, const Columns& to) {
+  for (int64_t p = panels.first; p < panels.last; p++) {
+    const Panel w = quantized_panel(a, p);
+    if (rows.last - rows.first > kWidenRows) {
+      widened_panel<Bits>(a, x, w, rows, p, to);
+      continue;
     }
-    // Panels go to whichever thread is free, in parts large enough to stream: a core that is
-    // slower, or busy with something else, then takes fewer.
-#pragma omp for schedule(dynamic, 1) nowait
-    for (int64_t part = 0; part < parts; part++)
-      multiply_part<T>(a, x, padded_k, panels * part / parts, panels * (part + 1) / parts);
+    int64_t row = rows.first;
+#if defined(__AVX512F__)
+    row = float_rows<3, Bits>(a, x, w, row, rows.last, p, to);
+#endif
+    row = float_rows<2, Bits>(a, x, w, row, rows.last, p, to);
+    float_rows<1, Bits>(a, x, w, row, rows.last, p, to);
+  }
+}
+
+using Part = void (*)(const LinearArgs&, const Rows&, Range rows, Range panels, const Columns&);
+
+Part choose(const LinearArgs& a) {
+  switch (a.kind) {
+    case Weight::int8:
+      return a.int8_rows ? int_part<8> : float_part<8>;
+    case Weight::int4:
+      return a.int8_rows ? int_part<4> : float_part<4>;
+    case Weight::dense:
+      break;
+  }
+  return a.dtype == DType::bf16 ? dense_part<bf16> : dense_part<float>;
+}
+
+// All rows times some panels. Not inlined: inside a parallel region the compiler would read its
+// arguments from memory again and again.
+[[gnu::noinline]] void multiply(const LinearArgs& a, const Rows& x, Range panels, Part part) {
+  const int64_t block = row_block(a.padded_k * (a.int8_rows ? 1 : 4));
+  for (int64_t row = 0; row < a.rows; row += block) {
+    const int64_t last = a.rows - row < block ? a.rows : row + block;
+    part(a, x, {row, last}, panels, Columns(a, row, last - row));
   }
 }
 
 }  // namespace
 
 void linear(const LinearArgs& a) {
-  if (a.dtype == DType::bf16)
-    run<bf16>(a);
-  else
-    run<float>(a);
+  const Rows x = allocate(a);
+  const Part part = choose(a);
+  const int64_t unit = a.gated ? 2 : 1;  // panels that stay together
+  const int64_t units = count_panels(a) / unit, bytes = panel_bytes(a) * unit;
+  const int threads = units * bytes * a.rows > kParallelBytes ? a.threads : 1;
+  const int64_t parts = count_parts(units, bytes, threads);
+  const bool few = a.rows <= 4;
+  if (few) {
+    const FlushDenormals flush;
+    for (int64_t r = 0; r < a.rows; r++) prepare(a, x, r);
+  }
+#pragma omp parallel num_threads(threads)
+  {
+    const FlushDenormals flush;
+    if (!few) {
+#pragma omp for schedule(static)
+      for (int64_t r = 0; r < a.rows; r++) prepare(a, x, r);
+    }
+    // Panels go to whichever thread is free, in parts large enough to stream: a core that is
+    // slower, or busy with something else, then takes fewer.
+#pragma omp for schedule(dynamic, 1) nowait
+    for (int64_t i = 0; i < parts; i++)
+      multiply(a, x, {units * i / parts * unit, units * (i + 1) / parts * unit}, part);
+  }
 }
 
 }  // namespace penstock::PENSTOCK_ISA

@@ -1,9 +1,10 @@
-// What the vector and the tile form of `linear` share.
+// What the vector and the tile form of `linear` share: rows made ready, results written.
 #pragma once
 
 #include <omp.h>
 
-#include "vec.h"
+#include "integers.h"
+#include "rownorm.h"
 
 namespace penstock::PENSTOCK_ISA {
 
@@ -17,17 +18,107 @@ static inline Range share(int64_t count) {
   return {count * id / threads, count * (id + 1) / threads};
 }
 
-// Add the bias and store 16 columns, or as many as there are, of one row.
-static inline void write_columns(const LinearArgs& a, int64_t row, int64_t column, F16 value) {
-  const int64_t left = a.n - column;
-  const int count = left < 16 ? static_cast<int>(left) : 16;
-  if (a.bias) value = value + load_first(a.bias + column, count);
-  if (a.out_dtype == DType::bf16)
-    store_some(static_cast<bf16*>(a.y) + row * a.n + column, value, count);
-  else
-    store_some(static_cast<float*>(a.y) + row * a.n + column, value, count);
+// Panels of a matrix; gate's and up's are padded apart.
+static inline int64_t count_panels(const LinearArgs& a) {
+  return (a.n + kColumns - 1) / kColumns * (a.gated ? 2 : 1);
 }
 
-void linear(const LinearArgs& a);
+static inline int64_t panel_bytes(const LinearArgs& a) {
+  const int64_t bits = a.kind == Weight::int4   ? 4
+                       : a.kind == Weight::int8 ? 8
+                       : a.dtype == DType::bf16 ? 16
+                                                : 32;
+  return a.padded_k * kColumns * bits / 8;
+}
+
+static inline Panel quantized_panel(const LinearArgs& a, int64_t p) {
+  const int64_t first = p * a.groups * kColumns;
+  return {static_cast<const uint8_t*>(a.weight) + p * panel_bytes(a),
+          static_cast<const unsigned char*>(a.scale) + first * (a.half_scale ? 2 : 4),
+          a.zero ? a.zero + first : nullptr,
+          a.padded_k / a.groups,
+          a.groups,
+          a.half_scale};
+}
+
+// Row `row` of x, normalised where asked, as floats; zeros up to `padded`.
+static inline void float_row(const LinearArgs& a, int64_t row, int64_t padded, float* out) {
+  if (a.dtype == DType::bf16)
+    take_row(static_cast<const bf16*>(a.x) + row * a.x_stride, a.k, a.norm, a.eps, padded, out);
+  else
+    take_row(static_cast<const float*>(a.x) + row * a.x_stride, a.k, a.norm, a.eps, padded, out);
+}
+
+// The same row as int8 in ±127; returns its scale, which is NaN where the row holds one.
+static inline float int8_row(const LinearArgs& a, int64_t row, int8_t* out) {
+  float* floats =
+      static_cast<float*>(scratch(Scratch::row, static_cast<size_t>(a.padded_k) * sizeof(float)));
+  float_row(a, row, a.padded_k, floats);
+  F16 top = zero(), bad = zero();
+  for (int64_t j = 0; j < a.padded_k; j += 16) {
+    const F16 v = load(floats + j);
+    top = max(top, abs(v));
+    bad = fma(v, zero(), bad);
+  }
+  const float highest = reduce_max(top);
+  const F16 inverse = set1(highest > 1e-30f ? 127.0f / highest : 0.0f);
+  for (int64_t j = 0; j < a.padded_k; j += 16) store_bytes(out + j, load(floats + j) * inverse);
+  return highest / 127.0f + reduce_add(bad);
+}
+
+// Takes 16 columns of one row at a time: bias, activation, gate, residual, rounding, store.
+class Columns {
+ public:
+  // rows [first, first + count) of the panels that follow
+  Columns(const LinearArgs& a, int64_t first, int64_t count) : a_(a), first_(first) {
+    if (a.gated)
+      gate_ = static_cast<float*>(
+          scratch(Scratch::gate, static_cast<size_t>(count * kColumns) * sizeof(float)));
+  }
+
+  void operator()(int64_t row, int64_t panel, F16 value) const {
+    if (a_.gated) return gated(row, panel, value);
+    const int64_t column = panel * kColumns;
+    const int count = left(column);
+    if (a_.bias) value = value + load_first(a_.bias + column, count);
+    if (a_.activation != Activation::none) value = activate(rounded(value), a_.activation);
+    write(row, column, value, count);
+  }
+
+ private:
+  int left(int64_t column) const {
+    return a_.n - column < kColumns ? static_cast<int>(a_.n - column) : kColumns;
+  }
+
+  // as if it had been stored in between
+  F16 rounded(F16 value) const { return a_.dtype == DType::bf16 ? round_bf16(value) : value; }
+
+  void gated(int64_t row, int64_t panel, F16 value) const {
+    const int64_t column = panel / 2 * kColumns;
+    const int count = left(column);
+    if (a_.bias) value = value + load_first(a_.bias + (panel % 2 ? a_.n : 0) + column, count);
+    float* gate = gate_ + (row - first_) * kColumns;
+    if (panel % 2 == 0) return store(gate, rounded(value));
+    write(row, column, activate(load(gate), a_.activation) * rounded(value), count);
+  }
+
+  template <typename T>
+  void put(int64_t row, int64_t column, F16 value, int count) const {
+    if (a_.residual) {
+      T* to = static_cast<T*>(a_.residual) + row * a_.residual_stride + column;
+      return store_some(to, load_some(to, count) + round_to<T>(value), count);
+    }
+    store_some(static_cast<T*>(a_.y) + row * a_.n + column, value, count);
+  }
+
+  void write(int64_t row, int64_t column, F16 value, int count) const {
+    a_.out_dtype == DType::bf16 ? put<bf16>(row, column, value, count)
+                                : put<float>(row, column, value, count);
+  }
+
+  const LinearArgs& a_;
+  int64_t first_;
+  float* gate_ = nullptr;
+};
 
 }  // namespace penstock::PENSTOCK_ISA

@@ -1,151 +1,280 @@
-// y = x · W + bias in bfloat16 by AMX tiles; the same bits as linear.cpp.
+// y = x · W by AMX tiles; the same bits as linear.cpp.
 //
-// A tile of weights is 16 lines of a panel as it lies; activations are copied into tiles of
-// 16 rows × 32 values first (power-of-two strides would alias in L1). Two tiles of rows meet two
-// panels, over a block of K small enough that the panels' part stays in L1 while all rows pass.
-#include "linear.h"
-#include "panels.h"
+// A tile of weights is 16 lines of a panel, as it lies or widened into a block of K that stays in
+// L1; rows are copied into tiles of 16 first (power-of-two strides would alias in L1). Two tiles of
+// rows meet two panels. Where groups of K have scales of their own, the sums leave the tiles after
+// each group.
 #include "tiles.h"
+
+#include "linear.h"
 
 namespace penstock::PENSTOCK_ISA {
 namespace {
 
-constexpr int64_t kTileBytes = 1024;
 constexpr int64_t kTileRows = 16;
-constexpr int64_t kDepth = 14;                    // tiles of K whose two panels stay in L1: 28 KB
-constexpr int64_t kRowsBytes = 1024 * 1024;       // packed activations that stay in L2
-constexpr int64_t kAhead = 4096;                  // prefetch distance along a panel, bytes
+constexpr int64_t kSums = 256;               // of a tile
+constexpr int64_t kBlockBytes = 14 * 1024;   // of a panel while all rows pass: two stay in L1
+constexpr int64_t kRowsBytes = 1024 * 1024;  // packed rows that stay in L2
+constexpr int64_t kPartBytes = 256 * 1024;
 
 struct Packed {
-  unsigned char* tiles;  // [row tiles][depth] of 1 KB
+  unsigned char* tiles;  // [row tiles][depth] tiles
+  float* scale;          // of each row, for int8
   int64_t row_tiles, depth;
+  int64_t row_bytes;  // of a tile: 64, or 32 where a group is shorter than that
+  int64_t bytes;      // of a tile
+  int64_t step;       // values of K in a tile
 };
 
-// Row tile `m`: [depth][16 rows][32 values], zeros where there is no row or value.
-void pack_rows(const LinearArgs& a, const Packed& packed, int64_t m) {
-  for (int64_t r = 0; r < kTileRows; r++) {
-    const int64_t row = m * kTileRows + r;
-    const bf16* x = static_cast<const bf16*>(a.x) + row * a.x_stride;
-    for (int64_t d = 0; d < packed.depth; d++) {
-      unsigned char* to = packed.tiles + ((m * packed.depth + d) * kTileRows + r) * 64;
-      int64_t left = row < a.rows ? a.k - d * kBlock : 0;
-      left = left < 0 ? 0 : left > kBlock ? kBlock : left;
-      __builtin_memcpy(to, x + d * kBlock, static_cast<size_t>(left) * 2);
-      __builtin_memset(to + left * 2, 0, static_cast<size_t>(64 - left * 2));
-    }
-  }
+Packed shape(const LinearArgs& a) {
+  Packed x = {};
+  x.row_bytes = a.int8_rows && a.padded_k / a.groups % 64 ? 32 : 64;
+  x.bytes = kTileRows * x.row_bytes;
+  x.step = x.row_bytes / (a.int8_rows ? 1 : 2);
+  x.depth = a.padded_k / x.step;
+  x.row_tiles = (a.rows + kTileRows - 1) / kTileRows;
+  // two tiles more: the prefetch runs ahead
+  x.tiles = static_cast<unsigned char*>(
+      scratch(Scratch::tiles, static_cast<size_t>((x.row_tiles * x.depth + 2) * x.bytes)));
+  if (a.int8_rows)
+    x.scale = static_cast<float*>(
+        scratch(Scratch::sums, static_cast<size_t>(x.row_tiles * kTileRows) * sizeof(float)));
+  return x;
 }
 
-inline void prefetch_tile(const unsigned char* p) {
-  for (int64_t i = 0; i < kTileBytes; i += 64)
+// One row into its place in its row tile; zeros where there is no such row.
+void pack_row(const LinearArgs& a, const Packed& x, int64_t row) {
+  unsigned char* to =
+      x.tiles + row / kTileRows * x.depth * x.bytes + row % kTileRows * x.row_bytes;
+  if (row >= a.rows) {
+    for (int64_t d = 0; d < x.depth; d++)
+      __builtin_memset(to + d * x.bytes, 0, static_cast<size_t>(x.row_bytes));
+    return;
+  }
+  unsigned char* packed = static_cast<unsigned char*>(
+      scratch(Scratch::rows, static_cast<size_t>(a.padded_k) * (sizeof(float) + 2)));
+  if (a.int8_rows) {
+    x.scale[row] = int8_row(a, row, reinterpret_cast<int8_t*>(packed));
+  } else {
+    float* floats = reinterpret_cast<float*>(packed + a.padded_k * 2);
+    float_row(a, row, a.padded_k, floats);
+    for (int64_t j = 0; j < a.padded_k; j += 16)
+      store(reinterpret_cast<bf16*>(packed) + j, load(floats + j));
+  }
+  for (int64_t d = 0; d < x.depth; d++)
+    __builtin_memcpy(to + d * x.bytes, packed + d * x.row_bytes,
+                     static_cast<size_t>(x.row_bytes));
+}
+
+inline void prefetch_tile(const unsigned char* p, int64_t bytes) {
+  for (int64_t i = 0; i < bytes; i += 64)
     _mm_prefetch(reinterpret_cast<const char*>(p + i), _MM_HINT_T0);
 }
 
-// sums (4 tiles of float: row tile × panel) += rows · panels over tiles [from, to) of K.
-template <bool TwoRows>
+#define PENSTOCK_DOT(c, a, b) \
+  if constexpr (Ints)         \
+    TILE_DOT_BYTES(c, a, b);  \
+  else                        \
+    TILE_DOT(c, a, b)
+
+// sums (4 tiles: row tile × panel) += rows · panels over `count` tiles of K; from zero if `fresh`.
+template <bool TwoRows, bool Ints>
 void multiply_tiles(const unsigned char* rows0, const unsigned char* rows1,
-                    const unsigned char* panel0, const unsigned char* panel1, int64_t from,
-                    int64_t to, float* sums) {
-  if (from == 0) {
+                    const unsigned char* panel0, const unsigned char* panel1, const Packed& x,
+                    int64_t count, bool fresh, float* sums) {
+  if (fresh) {
     TILE_ZERO(0);
     TILE_ZERO(1);
-    if (TwoRows) {
+    if constexpr (TwoRows) {
       TILE_ZERO(2);
       TILE_ZERO(3);
     }
   } else {
-    TILE_LOAD(0, sums);
-    TILE_LOAD(1, sums + 256);
-    if (TwoRows) {
-      TILE_LOAD(2, sums + 512);
-      TILE_LOAD(3, sums + 768);
+    TILE_LOAD_SUMS(0, sums);
+    TILE_LOAD_SUMS(1, sums + kSums);
+    if constexpr (TwoRows) {
+      TILE_LOAD_SUMS(2, sums + 2 * kSums);
+      TILE_LOAD_SUMS(3, sums + 3 * kSums);
     }
   }
-  for (int64_t d = from; d < to; d++) {
-    const int64_t at = d * kTileBytes;
-    TILE_LOAD(4, rows0 + at);
-    TILE_LOAD(6, panel0 + at);
-    if (TwoRows) {
-      prefetch_tile(rows0 + at + 2 * kTileBytes);
+  for (int64_t d = 0; d < count; d++) {
+    const int64_t at = d * x.bytes;
+    TILE_LOAD_ROWS(4, rows0 + at, x.row_bytes);
+    TILE_LOAD_WEIGHTS(6, panel0 + at);
+    if constexpr (TwoRows) {
+      prefetch_tile(rows0 + at + 2 * x.bytes, x.bytes);
     } else {
-      prefetch_tile(panel0 + at + kAhead);
-      prefetch_tile(panel1 + at + kAhead);
+      prefetch_tile(panel0 + at + kAheadBytes, x.bytes);
+      prefetch_tile(panel1 + at + kAheadBytes, x.bytes);
     }
-    TILE_DOT(0, 4, 6);
-    TILE_LOAD(7, panel1 + at);
-    TILE_DOT(1, 4, 7);
-    if (TwoRows) {
-      prefetch_tile(rows1 + at + 2 * kTileBytes);
-      TILE_LOAD(5, rows1 + at);
-      TILE_DOT(2, 5, 6);
-      TILE_DOT(3, 5, 7);
+    PENSTOCK_DOT(0, 4, 6);
+    TILE_LOAD_WEIGHTS(7, panel1 + at);
+    PENSTOCK_DOT(1, 4, 7);
+    if constexpr (TwoRows) {
+      prefetch_tile(rows1 + at + 2 * x.bytes, x.bytes);
+      TILE_LOAD_ROWS(5, rows1 + at, x.row_bytes);
+      PENSTOCK_DOT(2, 5, 6);
+      PENSTOCK_DOT(3, 5, 7);
     }
   }
   TILE_STORE(0, sums);
-  TILE_STORE(1, sums + 256);
-  if (TwoRows) {
-    TILE_STORE(2, sums + 512);
-    TILE_STORE(3, sums + 768);
+  TILE_STORE(1, sums + kSums);
+  if constexpr (TwoRows) {
+    TILE_STORE(2, sums + 2 * kSums);
+    TILE_STORE(3, sums + 3 * kSums);
   }
 }
 
-void write_tile(const LinearArgs& a, int64_t m, int64_t panel, const float* sums) {
-  for (int64_t r = 0; r < kTileRows && m * kTileRows + r < a.rows; r++)
-    write_columns(a, m * kTileRows + r, panel * kColumns, load(sums + r * kColumns));
+inline F16 sums_as_floats(const float* sums, bool ints) {
+  return ints ? to_float(load_sums(reinterpret_cast<const int32_t*>(sums))) : load(sums);
 }
 
 // Row tiles [first, last) times panels p and p + 1 (or p twice when it is the last).
-void multiply_pair(const LinearArgs& a, const Packed& x, int64_t first, int64_t last, int64_t p,
-                   bool two_panels, float* sums) {
-  const unsigned char* weight = static_cast<const unsigned char*>(a.weight);
-  const int64_t stride = x.depth * kTileBytes;
-  const unsigned char* panel0 = weight + p * stride;
-  const unsigned char* panel1 = two_panels ? panel0 + stride : panel0;
-  const bool single = last - first == 1;
-  const int64_t step = single ? x.depth : kDepth;
-  for (int64_t from = 0; from < x.depth; from += step) {
-    const int64_t to = from + step < x.depth ? from + step : x.depth;
-    for (int64_t m = first; m < last; m += 2) {
-      const unsigned char* rows0 = x.tiles + m * stride;
-      float* into = sums + (m - first) * 512;
-      if (m + 1 < last)
-        multiply_tiles<true>(rows0, rows0 + stride, panel0, panel1, from, to, into);
-      else
-        multiply_tiles<false>(rows0, rows0, panel0, panel1, from, to, into);
+class PanelPair {
+ public:
+  PanelPair(const LinearArgs& a, const Packed& x, Range tiles, int64_t p, bool two)
+      : a_(a), x_(x), tiles_(tiles), p_(p), two_(two) {
+    if (a.kind != Weight::dense)
+      for (int64_t i = 0; i < 2; i++) panel_[i] = quantized_panel(a, two ? p + i : p);
+    const size_t sums = static_cast<size_t>((tiles.last - tiles.first + 1) * 2 * kSums);
+    totals_ = static_cast<float*>(
+        scratch(Scratch::partials, (sums + 4 * kSums) * sizeof(float)));
+    one_group_ = totals_ + sums;
+    wide_ = static_cast<unsigned char*>(
+        scratch(Scratch::unpacked, static_cast<size_t>(2 * (kBlockBytes + kAheadBytes))));
+  }
+
+  template <bool Ints>
+  void run(const Columns& to) {
+    const bool widen = a_.kind == Weight::int4 || (a_.kind == Weight::int8 && !Ints);
+    const int64_t group = x_.depth / a_.groups;  // tiles
+    int64_t block = kBlockBytes / x_.bytes;
+    if (a_.groups > 1) block = block < group ? group : block / group * group;
+    // with few rows the panels pass once anyway
+    if (!widen && a_.groups == 1 && tiles_.last - tiles_.first == 1) block = x_.depth;
+    for (int64_t from = 0; from < x_.depth; from += block) {
+      const int64_t count = from + block < x_.depth ? block : x_.depth - from;
+      const unsigned char* panels[2];
+      for (int64_t i = 0; i < 2; i++)
+        panels[i] = widen ? widened<Ints>(i, from, count) : stored(i) + from * x_.bytes;
+      for (int64_t m = tiles_.first; m < tiles_.last; m += 2)
+        m + 1 < tiles_.last ? rows<true, Ints>(m, panels, from, count, group)
+                            : rows<false, Ints>(m, panels, from, count, group);
+    }
+    write<Ints>(0, to);
+    if (two_) write<Ints>(1, to);
+  }
+
+ private:
+  const unsigned char* stored(int64_t i) const {
+    const int64_t p = two_ ? p_ + i : p_;
+    return static_cast<const unsigned char*>(a_.weight) + p * panel_bytes(a_);
+  }
+
+  template <bool Ints>
+  const unsigned char* widened(int64_t i, int64_t from, int64_t count) {
+    unsigned char* out = wide_ + (two_ ? i : 0) * kBlockBytes;
+    if (i == 1 && !two_) return out;
+    const int64_t first = from * x_.step, last = (from + count) * x_.step;
+    if constexpr (Ints)
+      unpack_int8(panel_[i], first, last, reinterpret_cast<int8_t*>(out));
+    else if (a_.kind == Weight::int4)
+      unpack_bf16<4>(panel_[i], first, last, reinterpret_cast<bf16*>(out));
+    else
+      unpack_bf16<8>(panel_[i], first, last, reinterpret_cast<bf16*>(out));
+    return out;
+  }
+
+  float* total(int64_t m) const { return totals_ + (m - tiles_.first) * 2 * kSums; }
+
+  template <bool TwoRows, bool Ints>
+  void rows(int64_t m, const unsigned char* const* panels, int64_t from, int64_t count,
+            int64_t group) {
+    const unsigned char* rows0 = x_.tiles + (m * x_.depth + from) * x_.bytes;
+    const unsigned char* rows1 = rows0 + x_.depth * x_.bytes;
+    if (a_.groups == 1) {
+      multiply_tiles<TwoRows, Ints>(rows0, rows1, panels[0], panels[1], x_, count, from == 0,
+                                    total(m));
+      return;
+    }
+    for (int64_t d = 0; d < count; d += group) {
+      const int64_t at = d * x_.bytes;
+      multiply_tiles<TwoRows, Ints>(rows0 + at, rows1 + at, panels[0] + at, panels[1] + at, x_,
+                                    group, true, one_group_);
+      scale<Ints>((from + d) / group, TwoRows ? 4 : 2, total(m));
     }
   }
-  for (int64_t m = first; m < last; m++) {
-    write_tile(a, m, p, sums + (m - first) * 512);
-    if (two_panels) write_tile(a, m, p + 1, sums + (m - first) * 512 + 256);
+
+  // totals += the group's sums · its scales; `count` tiles, alternating between the panels
+  template <bool Ints>
+  void scale(int64_t g, int64_t count, float* totals) {
+    const F16 scales[2] = {panel_[0].scales(g), panel_[1].scales(g)};
+    for (int64_t t = 0; t < count; t++)
+      for (int64_t r = 0; r < kTileRows; r++) {
+        const int64_t at = t * kSums + r * kColumns;
+        const F16 sum = sums_as_floats(one_group_ + at, Ints);
+        store(totals + at, fma(sum, scales[t % 2], g ? load(totals + at) : zero()));
+      }
+  }
+
+  template <bool Ints>
+  void write(int64_t i, const Columns& to) const {
+    const bool single = a_.groups == 1 && a_.kind != Weight::dense;
+    const F16 s = single ? panel_[i].scales(0) : zero();
+    for (int64_t m = tiles_.first; m < tiles_.last; m++)
+      for (int64_t r = 0; r < kTileRows && m * kTileRows + r < a_.rows; r++) {
+        const float* sums = total(m) + i * kSums + r * kColumns;
+        F16 value = sums_as_floats(sums, Ints && single);
+        if (single) value = fma(value, s, zero());
+        const int64_t row = m * kTileRows + r;
+        if constexpr (Ints) value = value * set1(x_.scale[row]);
+        to(row, p_ + i, value);
+      }
+  }
+
+  const LinearArgs& a_;
+  const Packed& x_;
+  Range tiles_;
+  int64_t p_;
+  bool two_;
+  Panel panel_[2] = {};
+  float* totals_;
+  float* one_group_;
+  unsigned char* wide_;
+};
+
+// All rows times the panels [first, last).
+[[gnu::noinline]] void multiply(const LinearArgs& a, const Packed& x, Range panels) {
+  int64_t block = kRowsBytes / (x.depth * x.bytes) / 2 * 2;
+  if (block < 2) block = 2;
+  for (int64_t first = 0; first < x.row_tiles; first += block) {
+    const Range tiles = {first, first + block < x.row_tiles ? first + block : x.row_tiles};
+    const Columns to(a, tiles.first * kTileRows, (tiles.last - tiles.first) * kTileRows);
+    for (int64_t p = panels.first; p < panels.last; p += 2) {
+      PanelPair pair(a, x, tiles, p, p + 1 < panels.last);
+      a.int8_rows ? pair.run<true>(to) : pair.run<false>(to);
+    }
   }
 }
 
 }  // namespace
 
 void linear_tiles(const LinearArgs& a) {
-  Packed x;
-  x.depth = (a.k + kBlock - 1) / kBlock;
-  x.row_tiles = (a.rows + kTileRows - 1) / kTileRows;
-  // two tiles more: the prefetch runs ahead
-  x.tiles = static_cast<unsigned char*>(scratch(
-      Scratch::tiles, static_cast<size_t>((x.row_tiles * x.depth + 2) * kTileBytes)));
-  int64_t block = kRowsBytes / (x.depth * kTileBytes) / 2 * 2;
-  if (block < 2) block = 2;
-  const int64_t panels = (a.n + kColumns - 1) / kColumns;
+  const Packed x = shape(a);
+  const int64_t pairs = (count_panels(a) + 1) / 2, bytes = 2 * panel_bytes(a);
+  int64_t parts = pairs * bytes / kPartBytes;
+  if (parts > 8 * a.threads) parts = 8 * a.threads;
+  if (parts < a.threads) parts = a.threads;
 #pragma omp parallel num_threads(a.threads)
   {
     const FlushDenormals flush;
 #pragma omp for schedule(static)
-    for (int64_t m = 0; m < x.row_tiles; m++) pack_rows(a, x, m);
-    TILE_CONFIGURE();
-    const int64_t held = block < x.row_tiles ? block : x.row_tiles;
-    float* sums = static_cast<float*>(scratch(
-        Scratch::partials, static_cast<size_t>((held + 1) * 512) * sizeof(float)));
-    const Range mine = share(panels);
-    for (int64_t first = 0; first < x.row_tiles; first += block) {
-      const int64_t last = first + block < x.row_tiles ? first + block : x.row_tiles;
-      for (int64_t p = mine.first; p < mine.last; p += 2)
-        multiply_pair(a, x, first, last, p, p + 1 < mine.last, sums);
+    for (int64_t row = 0; row < x.row_tiles * kTileRows; row++) pack_row(a, x, row);
+    TILE_CONFIGURE(static_cast<int>(x.row_bytes));
+#pragma omp for schedule(dynamic, 1) nowait
+    for (int64_t i = 0; i < parts; i++) {
+      const int64_t last = 2 * (pairs * (i + 1) / parts), count = count_panels(a);
+      multiply(a, x, {2 * (pairs * i / parts), last < count ? last : count});
     }
     TILE_RELEASE();
   }

@@ -67,17 +67,17 @@ double matrix_peak(int64_t rounds, int threads) {
 #pragma omp parallel num_threads(threads)
   {
 #if defined(PENSTOCK_TILES_PEAK)
-    TILE_CONFIGURE();
+    TILE_CONFIGURE(64);
     alignas(64) unsigned char buffer[4096] = {};
     TILE_ZERO(0);
     TILE_ZERO(1);
     TILE_ZERO(2);
     TILE_ZERO(3);
     for (int64_t i = 0; i < rounds; i++) {
-      TILE_LOAD(4, buffer);
-      TILE_LOAD(5, buffer + 1024);
-      TILE_LOAD(6, buffer + 2048);
-      TILE_LOAD(7, buffer + 3072);
+      TILE_LOAD_ROWS(4, buffer, 64);
+      TILE_LOAD_ROWS(5, buffer + 1024, 64);
+      TILE_LOAD_WEIGHTS(6, buffer + 2048);
+      TILE_LOAD_WEIGHTS(7, buffer + 3072);
       TILE_DOT(0, 4, 6);
       TILE_DOT(1, 4, 7);
       TILE_DOT(2, 5, 6);

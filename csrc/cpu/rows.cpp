@@ -1,5 +1,5 @@
-// Kernels that go over rows once: norms, activations, the soft cap, embedding.
-#include "linear.h"
+// Kernels that go over rows once: norms, the soft cap, embedding.
+#include "rownorm.h"
 
 namespace penstock::PENSTOCK_ISA {
 namespace {
@@ -11,14 +11,6 @@ template <typename T>
 void norm_row(const NormArgs& a, int64_t row) {
   const int64_t d = a.dim;
   const T* x = static_cast<const T*>(a.x) + row * a.x_stride;
-  if (a.residual) {
-    T* residual = static_cast<T*>(a.residual) + row * a.residual_stride;
-    for (int64_t j = 0; j < d; j += 16) {
-      const int c = d - j < 16 ? static_cast<int>(d - j) : 16;
-      store_some(residual + j, load_some(residual + j, c) + load_some(x + j, c), c);
-    }
-    x = residual;
-  }
   float mean = 0.0f;
   if (a.centre) {
     F16 sum = zero();
@@ -26,14 +18,7 @@ void norm_row(const NormArgs& a, int64_t row) {
       sum = sum + load_some(x + j, d - j < 16 ? static_cast<int>(d - j) : 16);
     mean = reduce_add(sum) / static_cast<float>(d);
   }
-  F16 squares = zero();
-  for (int64_t j = 0; j < d; j += 16) {
-    const int c = d - j < 16 ? static_cast<int>(d - j) : 16;
-    const F16 v = keep_first(load_some(x + j, c) - set1(mean), c, 0.0f);
-    squares = fma(v, v, squares);
-  }
-  const float variance = reduce_add(squares) / static_cast<float>(d);
-  const F16 scale = set1(1.0f / __builtin_sqrtf(variance + a.eps));
+  const F16 scale = inverse_deviation(x, d, mean, a.eps);
   T* out = static_cast<T*>(a.out) + row * d;
   for (int64_t j = 0; j < d; j += 16) {
     const int c = d - j < 16 ? static_cast<int>(d - j) : 16;
@@ -43,30 +28,33 @@ void norm_row(const NormArgs& a, int64_t row) {
   }
 }
 
-static F16 activate(F16 x, Activation kind) {
-  switch (kind) {
-    case Activation::silu:
-      return x / (set1(1.0f) + exp(zero() - x));
-    case Activation::gelu:
-      return set1(0.5f) * x * (set1(1.0f) + erf(x * set1(0.70710678118654752f)));
-    case Activation::gelu_tanh: {
-      const F16 cube = x * x * x;
-      const F16 inner = set1(0.79788456080286536f) * fma(set1(0.044715f), cube, x);
-      return set1(0.5f) * x * (set1(1.0f) + tanh(inner));
-    }
-  }
-  return x;
+// One column of a dense panel.
+template <typename T>
+void dense_column(const EmbeddingArgs& a, int64_t id, T* out) {
+  constexpr int64_t v = 4 / static_cast<int64_t>(sizeof(T));
+  const T* column = static_cast<const T*>(a.weight) + (id / 16) * a.panel_k * 16 + (id % 16) * v;
+  for (int64_t j = 0; j < a.dim; j++) out[j] = column[j / v * 16 * v + j % v];
 }
 
-template <typename T>
-void activation_row(const ActivationArgs& a, int64_t row) {
-  const T* x = static_cast<const T*>(a.x) + row * a.x_stride;
-  T* out = static_cast<T*>(a.out) + row * a.dim;
-  for (int64_t j = 0; j < a.dim; j += 16) {
-    const int c = a.dim - j < 16 ? static_cast<int>(a.dim - j) : 16;
-    F16 v = activate(load_some(x + j, c), a.kind);
-    if (a.gated) v = v * load_some(x + a.dim + j, c);
-    store_some(out + j, v, c);
+// One column of a quantized panel: (q − z) · scale.
+void quantized_column(const EmbeddingArgs& a, int64_t id, bf16* out) {
+  const int64_t bytes = a.kind == Weight::int8 ? a.panel_k : a.panel_k / 2;
+  const uint8_t* column = static_cast<const uint8_t*>(a.weight) + (id / 16) * bytes * 16 + id % 16 * 4;
+  const int64_t group = a.panel_k / a.groups;
+  for (int64_t g = 0; g < a.groups; g++) {
+    const int64_t meta = ((id / 16) * a.groups + g) * 16;
+    float scales[16];
+    store(scales, a.half_scale ? load_half(static_cast<const uint16_t*>(a.quantized_scale) + meta)
+                               : load(static_cast<const float*>(a.quantized_scale) + meta));
+    const int zero = a.zero ? a.zero[meta + id % 16] : a.kind == Weight::int4 ? 8 : 0;
+    for (int64_t k = g * group; k < (g + 1) * group && k < a.dim; k++) {
+      int q;
+      if (a.kind == Weight::int8)
+        q = static_cast<int8_t>(column[k / 4 * 64 + k % 4]);
+      else
+        q = column[k / 8 * 64 + k % 4] >> (k % 8 < 4 ? 0 : 4) & 15;
+      from_float(static_cast<float>(q - zero) * scales[id % 16], out[k]);
+    }
   }
 }
 
@@ -74,14 +62,13 @@ template <typename T>
 void embed_row(const EmbeddingArgs& a, int64_t row) {
   T* out = static_cast<T*>(a.out) + row * a.dim;
   const int64_t id = a.tokens[row];
-  const T* table = static_cast<const T*>(a.weight);
-  if (a.panel_k == 0) {
-    __builtin_memcpy(out, table + id * a.dim, static_cast<size_t>(a.dim) * sizeof(T));
-  } else {
-    constexpr int64_t v = 4 / static_cast<int64_t>(sizeof(T));
-    const T* column = table + (id / 16) * a.panel_k * 16 + (id % 16) * v;
-    for (int64_t j = 0; j < a.dim; j++) out[j] = column[j / v * 16 * v + j % v];
-  }
+  if (a.panel_k == 0)
+    __builtin_memcpy(out, static_cast<const T*>(a.weight) + id * a.dim,
+                     static_cast<size_t>(a.dim) * sizeof(T));
+  else if (a.kind == Weight::dense)
+    dense_column(a, id, out);
+  else if constexpr (sizeof(T) == 2)
+    quantized_column(a, id, out);
   if (a.scale != 1.0f)
     for (int64_t j = 0; j < a.dim; j += 16) {
       const int c = a.dim - j < 16 ? static_cast<int>(a.dim - j) : 16;
@@ -102,11 +89,6 @@ void over_rows(const Args& a, int64_t rows, int64_t work, void (*row)(const Args
 
 void norm(const NormArgs& a) {
   over_rows(a, a.rows, a.rows * a.dim, a.dtype == DType::bf16 ? norm_row<bf16> : norm_row<float>);
-}
-
-void activation(const ActivationArgs& a) {
-  over_rows(a, a.rows, a.rows * a.dim * 4,
-            a.dtype == DType::bf16 ? activation_row<bf16> : activation_row<float>);
 }
 
 void embedding(const EmbeddingArgs& a) {

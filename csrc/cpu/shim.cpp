@@ -50,53 +50,154 @@ const int32_t* integers(const Tensor& t, int64_t count, const char* what) {
   return static_cast<const int32_t*>(t.data_ptr());
 }
 
-Tensor linear(const Tensor& x, const Tensor& weight, std::optional<Tensor> bias,
-              int64_t out_features, std::optional<ScalarType> out_dtype) {
+// What a weight is stored as, and whether its tensors fit together. ops/panels.py has the shapes.
+struct Stored {
+  penstock::Weight kind;
+  int64_t panels, padded_k, groups;
+  const void* scale;
+  bool half_scale;
+  const uint8_t* zero;
+};
+
+Stored stored(const Tensor& weight, const std::optional<Tensor>& scale,
+              const std::optional<Tensor>& zero, const char* what) {
+  STD_TORCH_CHECK(weight.dim() == 4 && weight.is_contiguous() && weight.size(2) == 16, what,
+                  ": weight isn't packed panels [N/16, K/v, 16, v]");
+  const ScalarType type = weight.scalar_type();
+  const int64_t v = weight.size(3);
+  Stored s = {};
+  s.panels = weight.size(0);
+  if (type == ScalarType::Float || type == ScalarType::BFloat16) {
+    STD_TORCH_CHECK(v == (type == ScalarType::Float ? 1 : 2) && !scale && !zero, what,
+                    ": a float weight has v = 4 / itemsize and neither scale nor zero");
+    s.padded_k = weight.size(1) * v;
+    s.groups = 1;
+    return s;
+  }
+  STD_TORCH_CHECK((type == ScalarType::Char || type == ScalarType::Byte) && v == 4 && scale, what,
+                  ": weight must be float, or int8 or uint8 (two int4) with a scale");
+  s.kind = type == ScalarType::Char ? penstock::Weight::int8 : penstock::Weight::int4;
+  s.padded_k = weight.size(1) * (type == ScalarType::Char ? 4 : 8);
+  s.half_scale = scale->scalar_type() == ScalarType::Half;
+  STD_TORCH_CHECK((s.half_scale || scale->scalar_type() == ScalarType::Float) &&
+                      scale->is_contiguous() && scale->dim() == 3 &&
+                      scale->size(0) == s.panels && scale->size(2) == 16,
+                  what, ": scale must be float16 or float32 [", s.panels, ", groups, 16]");
+  s.groups = scale->size(1);
+  s.scale = scale->data_ptr();
+  STD_TORCH_CHECK(s.groups > 0 && s.padded_k % s.groups == 0 && s.padded_k / s.groups % 32 == 0,
+                  what, ": ", s.padded_k, " values of K don't split into ", s.groups,
+                  " groups of a multiple of 32");
+  if (zero) {
+    STD_TORCH_CHECK(s.kind == penstock::Weight::int4 && zero->scalar_type() == ScalarType::Byte &&
+                        zero->is_contiguous() && zero->numel() == scale->numel(),
+                    what, ": zero must be uint8 in the shape of scale, for int4 only");
+    s.zero = static_cast<const uint8_t*>(zero->data_ptr());
+  }
+  return s;
+}
+
+// The arguments that both forms of `linear` share.
+penstock::LinearArgs linear_args(const Tensor& x, const Tensor& weight,
+                                 const std::optional<Tensor>& scale,
+                                 const std::optional<Tensor>& zero,
+                                 const std::optional<Tensor>& bias, int64_t out_features,
+                                 bool int8_rows, int64_t activation, bool gated) {
   check_rows(x, "linear: x");
-  same_dtype(x, weight, "linear: x and weight");
-  const int64_t rows = x.size(0), k = x.size(1);
   penstock::LinearArgs a = {};
+  const Stored s = stored(weight, scale, zero, "linear");
   a.dtype = dtype_of(x, "linear: x");
-  const int64_t v = a.dtype == DType::bf16 ? 2 : 1;
-  STD_TORCH_CHECK(k > 0, "linear: x has no columns");
-  STD_TORCH_CHECK(weight.dim() == 4 && weight.is_contiguous() &&
-                      weight.size(0) == (out_features + 15) / 16 &&
-                      weight.size(1) == (k + 31) / 32 * 32 / v && weight.size(2) == 16 &&
-                      weight.size(3) == v,
-                  "linear: weight isn't the packed panels of [", out_features, ", ", k, "]");
-  Tensor y = torch::stable::new_empty(x, {rows, out_features}, out_dtype);
+  a.rows = x.size(0);
+  a.k = x.size(1);
+  a.n = out_features;
+  if (s.kind == penstock::Weight::dense) {
+    same_dtype(x, weight, "linear: x and weight");
+    STD_TORCH_CHECK(!int8_rows, "linear: int8 rows need a quantized weight");
+  } else {
+    STD_TORCH_CHECK(a.dtype == DType::bf16, "linear: quantized weights take bfloat16 rows");
+  }
+  STD_TORCH_CHECK(activation >= 0 && activation <= 3 && (activation > 0 || !gated),
+                  "linear: activation ", activation, " isn't 0 (none), 1, 2 or 3");
+  const int64_t panels = (out_features + 15) / 16 * (gated ? 2 : 1);
+  STD_TORCH_CHECK(a.k > 0 && s.panels == panels && s.padded_k >= a.k &&
+                      s.padded_k < a.k + (s.kind == penstock::Weight::dense ? 32 : 192),
+                  "linear: a weight of ", s.panels, " panels of ", s.padded_k,
+                  " isn't the packed form of [", out_features, ", ", a.k, "]",
+                  gated ? " with a gate" : "");
   a.x = x.data_ptr();
   a.x_stride = x.stride(0);
+  a.int8_rows = int8_rows;
+  a.kind = s.kind;
   a.weight = weight.data_ptr();
-  a.bias = floats(bias, out_features, "linear: bias");
-  a.y = y.data_ptr();
-  a.rows = rows;
-  a.k = k;
-  a.n = out_features;
-  a.out_dtype = dtype_of(y, "linear: out_dtype");
+  a.padded_k = s.padded_k;
+  a.scale = s.scale;
+  a.half_scale = s.half_scale;
+  a.zero = s.zero;
+  a.groups = s.groups;
+  a.bias = floats(bias, out_features * (gated ? 2 : 1), "linear: bias");
+  a.activation = static_cast<penstock::Activation>(activation);
+  a.gated = gated;
   a.threads = threads();
-  if (rows > 0) penstock::kernels().linear(a);
+  return a;
+}
+
+Tensor linear(const Tensor& x, const Tensor& weight, std::optional<Tensor> scale,
+              std::optional<Tensor> zero, std::optional<Tensor> bias, int64_t out_features,
+              bool int8_rows, std::optional<Tensor> norm, double eps, int64_t activation,
+              bool gated, std::optional<ScalarType> out_dtype) {
+  penstock::LinearArgs a = linear_args(x, weight, scale, zero, bias, out_features, int8_rows,
+                                       activation, gated);
+  Tensor y = torch::stable::new_empty(x, {a.rows, a.n}, out_dtype);
+  a.norm = floats(norm, a.k, "linear: norm");
+  a.eps = static_cast<float>(eps);
+  a.y = y.data_ptr();
+  a.out_dtype = dtype_of(y, "linear: out_dtype");
+  if (a.rows > 0) penstock::kernels().linear(a);
   return y;
 }
 
-Tensor embedding(const Tensor& tokens, const Tensor& weight, int64_t dim, double scale) {
+void linear_add_(const Tensor& residual, const Tensor& x, const Tensor& weight,
+                 std::optional<Tensor> scale, std::optional<Tensor> zero,
+                 std::optional<Tensor> bias, bool int8_rows) {
+  check_rows(residual, "linear_add_: residual");
+  same_dtype(residual, x, "linear_add_: residual and x");
+  penstock::LinearArgs a = linear_args(x, weight, scale, zero, bias, residual.size(1), int8_rows,
+                                       0, false);
+  STD_TORCH_CHECK(residual.size(0) == a.rows, "linear_add_: residual has ", residual.size(0),
+                  " rows, x has ", a.rows);
+  a.residual = residual.data_ptr();
+  a.residual_stride = residual.stride(0);
+  a.out_dtype = a.dtype;
+  if (a.rows > 0) penstock::kernels().linear(a);
+}
+
+Tensor embedding(const Tensor& tokens, const Tensor& weight, int64_t dim, double scale,
+                 std::optional<Tensor> weight_scale, std::optional<Tensor> zero) {
   penstock::EmbeddingArgs a = {};
-  a.dtype = dtype_of(weight, "embedding: weight");
   a.count = tokens.numel();
   a.tokens = integers(tokens, a.count, "embedding: tokens");
   const bool packed = weight.dim() == 4;
-  const int64_t v = a.dtype == DType::bf16 ? 2 : 1;
-  STD_TORCH_CHECK(weight.is_contiguous() &&
-                      (packed ? weight.size(2) == 16 && weight.size(3) == v : weight.dim() == 2),
+  if (packed) {
+    const Stored s = stored(weight, weight_scale, zero, "embedding");
+    a.kind = s.kind;
+    a.panel_k = s.padded_k;
+    a.quantized_scale = s.scale;
+    a.half_scale = s.half_scale;
+    a.zero = s.zero;
+    a.groups = s.groups;
+  }
+  const bool dense = a.kind == penstock::Weight::dense;
+  STD_TORCH_CHECK(weight.is_contiguous() && (packed || weight.dim() == 2),
                   "embedding: weight must be [V, D] or panels, contiguous");
+  a.dtype = dense ? dtype_of(weight, "embedding: weight") : DType::bf16;
   a.vocab = packed ? weight.size(0) * 16 : weight.size(0);
-  a.panel_k = packed ? weight.size(1) * weight.size(3) : 0;
   STD_TORCH_CHECK(packed ? dim <= a.panel_k : dim == weight.size(1), "embedding: dim ", dim,
                   " isn't the table's");
   for (int64_t i = 0; i < a.count; i++)
     STD_TORCH_CHECK(a.tokens[i] >= 0 && a.tokens[i] < a.vocab, "embedding: token ", a.tokens[i],
                     " is outside the table of ", a.vocab);
-  Tensor out = torch::stable::new_empty(weight, {a.count, dim});
+  Tensor out = torch::stable::new_empty(
+      weight, {a.count, dim}, dense ? weight.scalar_type() : ScalarType::BFloat16);
   a.weight = weight.data_ptr();
   a.out = out.data_ptr();
   a.dim = dim;
@@ -106,21 +207,13 @@ Tensor embedding(const Tensor& tokens, const Tensor& weight, int64_t dim, double
   return out;
 }
 
-Tensor run_norm(const Tensor& x, const Tensor* residual, const Tensor& weight,
-                const std::optional<Tensor>& bias, double eps, bool centre) {
+Tensor run_norm(const Tensor& x, const Tensor& weight, const std::optional<Tensor>& bias,
+                double eps, bool centre) {
   check_rows(x, "norm: x");
   penstock::NormArgs a = {};
   a.dtype = dtype_of(x, "norm: x");
   a.rows = x.size(0);
   a.dim = x.size(1);
-  if (residual) {
-    check_rows(*residual, "norm: residual");
-    same_dtype(x, *residual, "norm: x and residual");
-    STD_TORCH_CHECK(residual->size(0) == a.rows && residual->size(1) == a.dim,
-                    "norm: x and residual must have the same shape");
-    a.residual = residual->data_ptr();
-    a.residual_stride = residual->stride(0);
-  }
   Tensor out = torch::stable::new_empty(x, {a.rows, a.dim});
   a.x = x.data_ptr();
   a.x_stride = x.stride(0);
@@ -135,43 +228,12 @@ Tensor run_norm(const Tensor& x, const Tensor* residual, const Tensor& weight,
 }
 
 Tensor rms_norm(const Tensor& x, const Tensor& weight, double eps) {
-  return run_norm(x, nullptr, weight, std::nullopt, eps, false);
-}
-
-Tensor add_rms_norm(const Tensor& residual, const Tensor& x, const Tensor& weight, double eps) {
-  return run_norm(x, &residual, weight, std::nullopt, eps, false);
+  return run_norm(x, weight, std::nullopt, eps, false);
 }
 
 Tensor layer_norm(const Tensor& x, const Tensor& weight, std::optional<Tensor> bias, double eps) {
-  return run_norm(x, nullptr, weight, bias, eps, true);
+  return run_norm(x, weight, bias, eps, true);
 }
-
-Tensor activation(const Tensor& x, penstock::Activation kind, bool gated) {
-  check_rows(x, "activation: x");
-  STD_TORCH_CHECK(!gated || x.size(1) % 2 == 0, "activation: x must hold gate and up, has ",
-                  x.size(1), " columns");
-  penstock::ActivationArgs a = {};
-  a.dtype = dtype_of(x, "activation: x");
-  a.rows = x.size(0);
-  a.dim = gated ? x.size(1) / 2 : x.size(1);
-  Tensor out = torch::stable::new_empty(x, {a.rows, a.dim});
-  a.x = x.data_ptr();
-  a.x_stride = x.stride(0);
-  a.out = out.data_ptr();
-  a.kind = kind;
-  a.gated = gated;
-  a.threads = threads();
-  penstock::kernels().activation(a);
-  return out;
-}
-
-penstock::Activation gelu_kind(bool tanh) {
-  return tanh ? penstock::Activation::gelu_tanh : penstock::Activation::gelu;
-}
-
-Tensor silu_mul(const Tensor& x) { return activation(x, penstock::Activation::silu, true); }
-Tensor gelu_mul(const Tensor& x, bool tanh) { return activation(x, gelu_kind(tanh), true); }
-Tensor gelu(const Tensor& x, bool tanh) { return activation(x, gelu_kind(tanh), false); }
 
 void softcap_(const Tensor& x, double cap) {
   penstock::SoftcapArgs a = {};
@@ -321,13 +383,10 @@ Tensor paged_attention(const Tensor& q, const Tensor& key_cache, const Tensor& v
 
 STABLE_TORCH_LIBRARY_IMPL(penstock, CPU, m) {
   m.impl("linear", TORCH_BOX(&linear));
+  m.impl("linear_add_", TORCH_BOX(&linear_add_));
   m.impl("embedding", TORCH_BOX(&embedding));
   m.impl("rms_norm", TORCH_BOX(&rms_norm));
-  m.impl("add_rms_norm", TORCH_BOX(&add_rms_norm));
   m.impl("layer_norm", TORCH_BOX(&layer_norm));
-  m.impl("silu_mul", TORCH_BOX(&silu_mul));
-  m.impl("gelu_mul", TORCH_BOX(&gelu_mul));
-  m.impl("gelu", TORCH_BOX(&gelu));
   m.impl("softcap_", TORCH_BOX(&softcap_));
   m.impl("rotary_cache", TORCH_BOX(&rotary_cache));
   m.impl("paged_attention", TORCH_BOX(&paged_attention));

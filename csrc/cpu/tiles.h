@@ -2,7 +2,7 @@
 // test the code that drives them.
 #pragma once
 
-#include "vec.h"
+#include "integers.h"
 
 #if defined(PENSTOCK_AMX_EMULATE)
 
@@ -12,9 +12,16 @@ struct SoftTile {
   alignas(64) unsigned char bytes[1024];
 };
 inline thread_local SoftTile soft_tiles[8];
+inline thread_local int soft_row_bytes;  // of a tile of rows; the weights' has a quarter as many rows
 
-static inline void soft_load(int t, const void* p) {
-  __builtin_memcpy(soft_tiles[t].bytes, p, 1024);
+static inline void soft_load_rows(int t, const void* p) {
+  for (int m = 0; m < 16; m++)
+    __builtin_memcpy(soft_tiles[t].bytes + m * 64,
+                     static_cast<const unsigned char*>(p) + m * soft_row_bytes,
+                     static_cast<size_t>(soft_row_bytes));
+}
+static inline void soft_load(int t, const void* p, int bytes = 1024) {
+  __builtin_memcpy(soft_tiles[t].bytes, p, static_cast<size_t>(bytes));
 }
 static inline void soft_store(int t, void* p) { __builtin_memcpy(p, soft_tiles[t].bytes, 1024); }
 static inline void soft_zero(int t) { __builtin_memset(soft_tiles[t].bytes, 0, 1024); }
@@ -35,21 +42,38 @@ static inline void soft_dot(int c, int a, int b) {
   }
 }
 
+// TDPBSSD: four products of signed bytes added to 32 bits.
+static inline void soft_dot_bytes(int c, int a, int b) {
+  for (int m = 0; m < 16; m++) {
+    const int8_t* row = reinterpret_cast<const int8_t*>(soft_tiles[a].bytes + m * 64);
+    int32_t* out = reinterpret_cast<int32_t*>(soft_tiles[c].bytes + m * 64);
+    Sums acc[1] = {load_sums(out)};
+    for (int k = 0; k < soft_row_bytes; k += kUnit)
+      multiply_unit<1, 8>(soft_tiles[b].bytes + k * 16, row + k, 0, acc);
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(out), acc[0].lo);
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(out + 8), acc[0].hi);
+  }
+}
+
 }  // namespace penstock::PENSTOCK_ISA
 
-#define TILE_CONFIGURE() ((void)0)
+#define TILE_CONFIGURE(row_bytes) (soft_row_bytes = (row_bytes))
 #define TILE_RELEASE() ((void)0)
 #define TILE_ZERO(t) soft_zero(t)
-#define TILE_LOAD(t, p) soft_load(t, p)
+#define TILE_LOAD_ROWS(t, p, row_bytes) soft_load_rows(t, p)
+#define TILE_LOAD_WEIGHTS(t, p) soft_load(t, p, 16 * soft_row_bytes)
+#define TILE_LOAD_SUMS(t, p) soft_load(t, p)
 #define TILE_STORE(t, p) soft_store(t, p)
 #define TILE_DOT(c, a, b) soft_dot(c, a, b)
+#define TILE_DOT_BYTES(c, a, b) soft_dot_bytes(c, a, b)
 
 #else
 
 namespace penstock::PENSTOCK_ISA {
 
-// Eight tiles of 16 rows × 64 bytes.
-static inline void configure_tiles() {
+// Tiles 0 to 3 hold sums, 16 × 16; 4 and 5 rows, 16 × `row_bytes`; 6 and 7 weights, as many lines
+// of 64 bytes as rows have words.
+static inline void configure_tiles(int row_bytes) {
   struct alignas(64) {
     uint8_t palette, start_row, reserved[14];
     uint16_t row_bytes[16];
@@ -57,8 +81,8 @@ static inline void configure_tiles() {
   } config = {};
   config.palette = 1;
   for (int t = 0; t < 8; t++) {
-    config.row_bytes[t] = 64;
-    config.rows[t] = 16;
+    config.row_bytes[t] = static_cast<uint16_t>(t == 4 || t == 5 ? row_bytes : 64);
+    config.rows[t] = static_cast<uint8_t>(t >= 6 ? row_bytes / 4 : 16);
   }
   // gcc 12's tile intrinsics don't say that they read memory
   asm volatile("" ::: "memory");
@@ -67,19 +91,23 @@ static inline void configure_tiles() {
 
 }  // namespace penstock::PENSTOCK_ISA
 
-#define TILE_CONFIGURE() configure_tiles()
+#define TILE_LOAD(t, p, stride)    \
+  do {                             \
+    asm volatile("" ::: "memory"); \
+    _tile_loadd(t, p, stride);     \
+  } while (0)
+#define TILE_CONFIGURE(row_bytes) configure_tiles(row_bytes)
 #define TILE_RELEASE() _tile_release()
 #define TILE_ZERO(t) _tile_zero(t)
-#define TILE_LOAD(t, p)          \
-  do {                           \
-    asm volatile("" ::: "memory"); \
-    _tile_loadd(t, p, 64);       \
-  } while (0)
-#define TILE_STORE(t, p)         \
-  do {                           \
-    _tile_stored(t, p, 64);      \
+#define TILE_LOAD_ROWS(t, p, row_bytes) TILE_LOAD(t, p, row_bytes)
+#define TILE_LOAD_WEIGHTS(t, p) TILE_LOAD(t, p, 64)
+#define TILE_LOAD_SUMS(t, p) TILE_LOAD(t, p, 64)
+#define TILE_STORE(t, p)           \
+  do {                             \
+    _tile_stored(t, p, 64);        \
     asm volatile("" ::: "memory"); \
   } while (0)
 #define TILE_DOT(c, a, b) _tile_dpbf16ps(c, a, b)
+#define TILE_DOT_BYTES(c, a, b) _tile_dpbssd(c, a, b)
 
 #endif

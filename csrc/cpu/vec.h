@@ -88,6 +88,19 @@ static inline void store(bf16* p, F16 a) {
   const __m512i r = _mm512_srli_epi32(_mm512_castps_si512(round_bf16(a).v), 16);
   _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm512_cvtepi32_epi16(r));
 }
+static inline F16 load_half(const uint16_t* p) {
+  return {_mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)))};
+}
+// rounded to nearest even, saturated
+static inline void store_bytes(int8_t* p, F16 a) {
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm512_cvtsepi32_epi8(_mm512_cvtps_epi32(a.v)));
+}
+// sixteen pairs of bfloat16 of values that it holds exactly
+static inline void store_pairs(bf16* p, F16 even, F16 odd) {
+  const __m512i high = _mm512_and_si512(_mm512_castps_si512(odd.v),
+                                        _mm512_set1_epi32(static_cast<int>(0xffff0000)));
+  _mm512_storeu_si512(p, _mm512_or_si512(_mm512_srli_epi32(_mm512_castps_si512(even.v), 16), high));
+}
 static inline void halves(F16 a, __m256& lo, __m256& hi) {
   lo = _mm512_castps512_ps256(a.v);
   hi = _mm256_castpd_ps(_mm512_extractf64x4_pd(_mm512_castps_pd(a.v), 1));
@@ -195,6 +208,26 @@ static inline void store(bf16* p, F16 a) {
   const __m256i hi = _mm256_srli_epi32(_mm256_castps_si256(r.hi), 16);
   const __m256i packed = _mm256_permute4x64_epi64(_mm256_packus_epi32(lo, hi), 0xd8);
   _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), packed);
+}
+static inline F16 load_half(const uint16_t* p) {
+  return {_mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))),
+          _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p + 8)))};
+}
+static inline void store_bytes(int8_t* p, F16 a) {
+  const __m256i words = _mm256_permute4x64_epi64(
+      _mm256_packs_epi32(_mm256_cvtps_epi32(a.lo), _mm256_cvtps_epi32(a.hi)), 0xd8);
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(p),
+                   _mm_packs_epi16(_mm256_castsi256_si128(words),
+                                   _mm256_extracti128_si256(words, 1)));
+}
+static inline __m256i join_pairs(__m256 even, __m256 odd) {
+  const __m256i high = _mm256_and_si256(_mm256_castps_si256(odd),
+                                        _mm256_set1_epi32(static_cast<int>(0xffff0000)));
+  return _mm256_or_si256(_mm256_srli_epi32(_mm256_castps_si256(even), 16), high);
+}
+static inline void store_pairs(bf16* p, F16 even, F16 odd) {
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), join_pairs(even.lo, odd.lo));
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(p + 16), join_pairs(even.hi, odd.hi));
 }
 static inline void halves(F16 a, __m256& lo, __m256& hi) {
   lo = a.lo;

@@ -47,6 +47,7 @@ class ModelConfig:
     skip_tokenizer_init: bool = False
     revision: str | None = None  # of a hub id
     strict: bool = False  # a config key that nothing reads is an error
+    quantization: str | None = None  # of weights as they are loaded: w8a8, w4a8-g64, …
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -57,6 +58,8 @@ class ModelConfig:
                 f"skip_tokenizer_init leaves no use for tokenizer={str(self.tokenizer)!r}. "
                 "Give one of them."
             )
+        if self.quantization is not None and not isinstance(self.quantization, str):
+            raise ConfigError(f"quantization must be a name, not {self.quantization!r}.")
         _one_of(self, "dtype", ("auto", "float32", "float", "bfloat16"))
         if isinstance(self.seed, bool) or not isinstance(self.seed, int) or self.seed < 0:
             raise ConfigError(f"seed must be an integer of at least 0, not {self.seed!r}.")

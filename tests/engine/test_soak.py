@@ -28,7 +28,7 @@ from penstock.nn import (
     NormSpec,
     RopeSpec,
 )
-from penstock.quant import Dense
+from penstock.quant import formats_of
 from penstock.runtime import Runner, Runtime
 
 from ..exactness.bits import fill
@@ -42,7 +42,7 @@ def tiny_runtime() -> Runtime:
     """A real decoder, small enough for a hundred thousand tokens."""
     attention = AttentionSpec(2, 1, 16, 0.25, RopeSpec(10000.0, 16))
     decoder = DecoderSpec(VOCAB, 32, (LayerSpec(attention, MlpSpec(48)),) * 2, NormSpec(), MAX_LEN)
-    model = fill(Decoder(decoder, Dense(torch.float32), torch.float32))
+    model = fill(Decoder(decoder, formats_of(None, torch.float32), torch.float32))
     layout = PagedLayout(((1, 16),) * 2, torch.float32, 32)
     spec = ModelSpec("tiny", decoder, (), "float32", None, (1,))
     loaded = LoadedModel(model, spec, torch.float32, MAX_LEN, {}, (1,))

@@ -19,7 +19,7 @@ from penstock.nn import (
     RopeSpec,
 )
 from penstock.nn.parameters import Loadable
-from penstock.quant import Dense
+from penstock.quant import formats_of
 from penstock.step import KV, Step
 
 BLOCK = 32
@@ -76,8 +76,8 @@ def fill(model: Decoder) -> Decoder:
     return model
 
 
-def build(dtype: torch.dtype = torch.bfloat16) -> Decoder:
-    return fill(Decoder(decoder_spec(), Dense(dtype), dtype))
+def build(dtype: torch.dtype = torch.bfloat16, quantization: str | None = None) -> Decoder:
+    return fill(Decoder(decoder_spec(), formats_of(quantization, dtype), dtype))
 
 
 def prompt(length: int, seed: int, vocab: int = 517) -> list[int]:

@@ -15,15 +15,27 @@ from .bits import Machine, alone, build, digest, prompt
 pytestmark = pytest.mark.skipif(native.handle is None, reason=f"no native kernels: {native.reason}")
 
 GOLDEN = {
-    torch.bfloat16: "c7d9ff94dec420fdbbbcafad4d359c00b17d0948584057e9c99fcea1e55304fe",
-    torch.float32: "b803793e0c1079fd2b8346c4ede8af6afb18b75ae38e053ae03a91fdbecd8712",
+    "bfloat16": "c7d9ff94dec420fdbbbcafad4d359c00b17d0948584057e9c99fcea1e55304fe",
+    "float32": "b803793e0c1079fd2b8346c4ede8af6afb18b75ae38e053ae03a91fdbecd8712",
+    "w8a16": "84bc8378814baea1c7dbc2ae0df54c7c237c4b5184f821599deed93a6f1afcda",
+    "w8a8": "12f70b560f11c1cb53219e8625f9067468c99d6c6c4e8a3f887d2fb04d187686",
+    "w4a16": "f9a74d44e9ae042a459ea7087ce5216796ced3724eca9e56c9e11f7b618c686d",
+    "w4a8": "23f03e905f0d2bcd926f16d84ad5c3e8c5316260b5e4e64bb97f05dab8510020",
+    "w4a8-g128-asym": "54d510a0418a95723c23465c8c99a24e85bed4e960a6de8327ac9a31924373c8",
 }
 """sha256 of the logits of `prompt(300, 7)`: every machine and instruction set gives these."""
 
 
-@pytest.fixture(scope="module", params=[torch.bfloat16, torch.float32], ids=str)
-def model(request: pytest.FixtureRequest) -> Decoder:
-    return build(request.param)
+@pytest.fixture(scope="module", params=GOLDEN)
+def form(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture(scope="module")
+def model(form: str) -> Decoder:
+    if form in ("bfloat16", "float32"):
+        return build(getattr(torch, form))
+    return build(torch.bfloat16, form)
 
 
 @pytest.fixture
@@ -111,11 +123,11 @@ def test_threads(model: Decoder, threads: int) -> None:
 
 @pytest.mark.usefixtures("restore")
 @pytest.mark.parametrize("isa", native.available_isas())
-def test_every_instruction_set_gives_the_golden_bits(model: Decoder, isa: str) -> None:
+def test_every_instruction_set_gives_the_golden_bits(model: Decoder, form: str, isa: str) -> None:
     native.select_isa(isa)
     whole = alone(model, prompt(300, 7))
     assert whole.isfinite().all()
-    assert digest(whole) == GOLDEN[model.dtype]
+    assert digest(whole) == GOLDEN[form]
     assert torch.equal(alone(model, prompt(300, 7), 5), whole)
 
 

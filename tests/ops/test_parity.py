@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -15,14 +15,6 @@ from penstock.ops.panels import pack_panels
 pytestmark = pytest.mark.skipif(native.handle is None, reason=f"no native kernels: {native.reason}")
 
 DTYPES = [torch.float32, torch.bfloat16]
-
-
-@pytest.fixture(params=native.available_isas())
-def isa(request: pytest.FixtureRequest) -> Iterator[str]:
-    before = native.isa
-    native.select_isa(request.param)
-    yield request.param
-    native.select_isa(before)
 
 
 def close(got: Tensor, want: Tensor) -> None:
@@ -42,66 +34,14 @@ def randn(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Ten
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("rows", [1, 2, 3, 4, 5, 7, 17, 64, 129])
-@pytest.mark.parametrize(
-    ("k", "n", "bias"),
-    [(32, 16, True), (64, 100, False), (172, 64, True), (100, 7, True), (1000, 50, False)],
-)
-@pytest.mark.usefixtures("isa")
-def test_linear(dtype: torch.dtype, rows: int, k: int, n: int, bias: bool) -> None:
-    x, w = randn(rows, k, dtype=dtype), randn(n, k, dtype=dtype, seed=1) / k**0.5
-    b = randn(n, seed=2) if bias else None
-    got, want = both("linear", lambda: (x, pack_panels(w), b, n))
-    close(got, want)
-    got, want = both("linear", lambda: (x, pack_panels(w), b, n, torch.float32))
-    assert got.dtype == torch.float32
-    torch.testing.assert_close(got, want, rtol=2e-5, atol=2e-5)
-
-
-@pytest.mark.usefixtures("isa")
-def test_linear_takes_strided_rows() -> None:
-    wide, w = randn(9, 200, dtype=torch.bfloat16), randn(48, 96, dtype=torch.bfloat16, seed=1)
-    x = wide[:, 40:136]
-    got = ops.linear(x, pack_panels(w), None, 48)
-    assert torch.equal(got, ops.linear(x.contiguous(), pack_panels(w), None, 48))
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("dim", [8, 64, 100, 896])
 @pytest.mark.usefixtures("isa")
 def test_norms(dtype: torch.dtype, dim: int) -> None:
-    x, r = randn(5, dim, dtype=dtype), randn(5, dim, dtype=dtype, seed=1)
+    x = randn(5, dim, dtype=dtype)
     w, b = randn(dim, seed=2), randn(dim, seed=3)
     close(*both("rms_norm", lambda: (x, w, 1e-6)))
     close(*both("layer_norm", lambda: (x, w, b, 1e-5)))
     close(*both("layer_norm", lambda: (x, w, None, 1e-5)))
-    first, second = r.clone(), r.clone()
-    close(
-        ops.op("add_rms_norm").call(first, x, w, 1e-6),
-        ops.op("add_rms_norm").reference(second, x, w, 1e-6),
-    )
-    assert torch.equal(first, second)
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("width", [4, 64, 172])
-@pytest.mark.usefixtures("isa")
-def test_activations(dtype: torch.dtype, width: int) -> None:
-    x = randn(7, 2 * width, dtype=dtype) * 4
-    close(*both("silu_mul", lambda: (x,)))
-    for tanh in (False, True):
-        close(*both("gelu_mul", lambda t=tanh: (x, t)))
-        close(*both("gelu", lambda t=tanh: (x, t)))
-
-
-@pytest.mark.usefixtures("isa")
-def test_activations_at_the_ends_of_the_range() -> None:
-    x = torch.tensor([[-1e30, -200.0, -88.0, -1e-30, 0.0, 88.0, 200.0, 1e30] + [1.0] * 8])
-    got, want = both("silu_mul", lambda: (x,))
-    torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-30)
-    nan = torch.full((1, 32), float("nan"))
-    assert ops.silu_mul(nan).isnan().all()
-    assert ops.gelu(nan, True).isnan().all()
 
 
 @pytest.mark.usefixtures("isa")
@@ -214,10 +154,6 @@ def test_paged_attention(
 def test_bad_arguments_are_refused() -> None:
     x, w = randn(2, 64), randn(32, 64)
     with pytest.raises(RuntimeError, match="packed panels"):
-        ops.linear(x, w, None, 32)
-    with pytest.raises(RuntimeError, match="no columns"):
-        ops.linear(x[:, :0], w, None, 32)
-    with pytest.raises(RuntimeError, match="or panels"):
         ops.embedding(torch.tensor([1], dtype=torch.int32), torch.zeros(2, 16, 1, 2), 16)
     with pytest.raises(RuntimeError, match="outside the table of 32"):
         ops.embedding(torch.tensor([32], dtype=torch.int32), w, 64)

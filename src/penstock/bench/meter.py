@@ -106,7 +106,7 @@ class Meter:
     @property
     def weight_format(self) -> str:
         """How the weights are stored."""
-        return self.runtime.model.model.head.weight_format.name
+        return self.runtime.model.model.formats.name
 
     def step(self) -> list[RequestOutput]:
         """One step of the engine; recorded unless there was nothing to compute."""
@@ -136,7 +136,7 @@ class Meter:
         """What the step had to move and compute."""
         return step_cost(
             self.runtime.model.spec.decoder,
-            self.runtime.model.model.head.weight_format,
+            self.runtime.model.model.formats,
             self.runtime.layout.dtype.itemsize,
             record.queries,
             record.contexts,

@@ -62,6 +62,14 @@ Dtype = Annotated[
     str,
     typer.Option(help="auto (the checkpoint's), float32 or bfloat16.", rich_help_panel=_ENGINE),
 ]
+Quantization = Annotated[
+    str | None,
+    typer.Option(
+        help="Round the weights to 8 or 4 bits, activations in 16 or 8: w8a16, w8a8, w4a16, w4a8, "
+        "and for 4 bits -g32, -g64 or -g128 and -asym. Default: as they are.",
+        rich_help_panel=_ENGINE,
+    ),
+]
 MaxModelLen = Annotated[
     int | None,
     typer.Option(

@@ -16,7 +16,7 @@ from penstock.models.registry import read_json, read_spec
 from penstock.models.spec import ModelSpec
 from penstock.models.weights import Checkpoint, Progress, load_weights
 from penstock.nn import Decoder, DecoderSpec, RopeSpec
-from penstock.quant import Dense
+from penstock.quant import formats_of
 
 logger = logging.getLogger(__name__)
 
@@ -46,24 +46,34 @@ def load_model(
     dtype: str = "auto",
     max_model_len: int | None = None,
     strict: bool = False,
+    quantization: str | None = None,
     progress: Progress | None = None,
 ) -> LoadedModel:
     """Read the checkpoint in `folder`.
 
     dtype: "auto" is the checkpoint's own. max_model_len: None is what the model was made for; it
     sizes the rotary tables and, for longrope, chooses between the short and the long factors.
-    strict: a config key that nothing reads is an error instead of a warning.
+    strict: a config key that nothing reads is an error instead of a warning. quantization: round
+    the weights to `w8a8`, `w4a16-g64`, … as they are read (`quant.names`).
     """
     if not folder.is_dir():
         raise ModelNotFoundError(f"There is no folder {folder}.")
     spec = read_spec(folder, strict=strict)
     checkpoint = Checkpoint(folder)
     chosen = _dtype(dtype, spec, checkpoint)
+    if quantization is not None and chosen is not torch.bfloat16:
+        if dtype != "auto":
+            raise ConfigError(
+                f"quantization={quantization!r} computes in bfloat16 beside integers, so "
+                f"dtype={dtype!r} can't take effect. Leave one of them out."
+            )
+        logger.info("The checkpoint is %s; quantized, it runs in bfloat16.", chosen)
+        chosen = torch.bfloat16
     length = _length(max_model_len, spec.decoder)
     file = folder / "generation_config.json"
     generation = read_json(file) if file.exists() else {}
     _check_memory(checkpoint, chosen)
-    model = Decoder(spec.decoder, Dense(chosen), chosen, length)
+    model = Decoder(spec.decoder, formats_of(quantization, chosen), chosen, length)
     load_weights(model, spec, checkpoint, progress)
     return LoadedModel(
         model=model.eval(),

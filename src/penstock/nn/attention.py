@@ -29,7 +29,7 @@ class Sinks(Loadable):
 
 
 class Attention(nn.Module):
-    """qkv → norm, rotate, write → attend → out."""
+    """norm and qkv → norm, rotate, write → attend; `out` is the caller's last step."""
 
     def __init__(
         self,
@@ -54,11 +54,13 @@ class Attention(nn.Module):
             self.k_norm = Norm(self.kv_size if full else spec.head_dim, norm)
         self.sinks = Sinks(spec.num_heads) if spec.sinks else None
 
-    def forward(self, x: Tensor, step: Step, cache: tuple[Tensor, Tensor]) -> Tensor:
-        """x [T, D] → [T, D]; writes this step's keys and values into `cache`."""
+    def forward(
+        self, x: Tensor, before: Norm | None, step: Step, cache: tuple[Tensor, Tensor]
+    ) -> Tensor:
+        """x [T, D] → what the heads saw [T, H · Dh], for `out`; writes keys and values."""
         spec = self.spec
         heads, kv_heads = spec.num_heads, spec.num_kv_heads
-        qkv = self.qkv(x).view(-1, heads + 2 * kv_heads, spec.head_dim)
+        qkv = self.qkv(x, before).view(-1, heads + 2 * kv_heads, spec.head_dim)
         q, k, v = qkv.split((heads, kv_heads, kv_heads), dim=1)
         q_weight = k_weight = None
         if self.q_norm is not None and self.k_norm is not None:
@@ -85,7 +87,7 @@ class Attention(nn.Module):
             key_cache,
             value_cache,
         )
-        attended = ops.paged_attention(
+        return ops.paged_attention(
             q,
             key_cache,
             value_cache,
@@ -97,5 +99,3 @@ class Attention(nn.Module):
             spec.softcap,
             None if self.sinks is None else self.sinks.parameter("weight"),
         )
-        projected: Tensor = self.out(attended)
-        return projected

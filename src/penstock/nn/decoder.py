@@ -11,35 +11,32 @@ from penstock.nn.linear import Embedding, Linear, TiedEmbedding
 from penstock.nn.norm import Norm
 from penstock.nn.rope import RotaryTable
 from penstock.nn.spec import DecoderSpec, LayerSpec, MlpSpec, NormSpec, RopeSpec
-from penstock.quant import WeightFormat
+from penstock.quant import WeightFormat, WeightFormats
 from penstock.step import KV, Step
 
 
 class Mlp(nn.Module):
-    """Feed-forward block; `up` holds gate and up in one matrix when gated."""
+    """Feed-forward block: norm, up and activation in one operator; `down` is the last step.
+
+    `up` holds gate and up in one matrix when gated.
+    """
 
     def __init__(self, hidden: int, spec: MlpSpec, weight_format: WeightFormat) -> None:
         super().__init__()
         self.spec = spec
-        width = spec.intermediate * (2 if spec.gated else 1)
-        self.up = Linear(hidden, width, spec.bias, weight_format)
+        self.up = Linear(
+            hidden,
+            spec.intermediate,
+            spec.bias,
+            weight_format,
+            activation=spec.activation,
+            gated=spec.gated,
+        )
         self.down = Linear(spec.intermediate, hidden, spec.bias, weight_format)
-
-    def forward(self, x: Tensor) -> Tensor:
-        h = self.up(x)
-        tanh = self.spec.activation == "gelu_tanh"
-        if not self.spec.gated:
-            h = ops.gelu(h, tanh)
-        elif self.spec.activation == "silu":
-            h = ops.silu_mul(h)
-        else:
-            h = ops.gelu_mul(h, tanh)
-        projected: Tensor = self.down(h)
-        return projected
 
 
 class DecoderLayer(nn.Module):
-    """Attention and feed-forward around one residual stream."""
+    """Attention and feed-forward, each added to one residual stream."""
 
     def __init__(
         self,
@@ -58,33 +55,23 @@ class DecoderLayer(nn.Module):
         self.attention_post_norm = Norm(hidden, norm) if spec.post_norm else None
         self.mlp_post_norm = Norm(hidden, norm) if spec.post_norm else None
 
-    def forward(
-        self, residual: Tensor, update: Tensor | None, step: Step, cache: tuple[Tensor, Tensor]
-    ) -> Tensor:
-        """Adds `update` (the layer before's) to `residual` in place; returns this layer's own.
-
-        The add waits for the next norm, so that both are one operator.
-        """
-        h = _add_norm(self.attention_norm, residual, update)
-        a = self.attention(h, step, cache)
-        if self.attention_post_norm is not None:
-            a = self.attention_post_norm(a)
-        if self.parallel:
-            h = residual if self.mlp_norm is None else self.mlp_norm(residual)
-            out: Tensor = self.mlp(h)
-            return out.add_(a)
-        h = _add_norm(self.mlp_norm, residual, a)
-        out = self.mlp(h)
-        if self.mlp_post_norm is not None:
-            out = self.mlp_post_norm(out)
-        return out
+    def forward(self, residual: Tensor, step: Step, cache: tuple[Tensor, Tensor]) -> None:
+        """residual [T, D] += attention, += feed-forward, in place."""
+        attended = self.attention(residual, self.attention_norm, step, cache)
+        if self.parallel:  # both read the layer's input
+            h = self.mlp.up(residual, self.mlp_norm)
+            _add(residual, self.attention.out, attended, self.attention_post_norm)
+        else:
+            _add(residual, self.attention.out, attended, self.attention_post_norm)
+            h = self.mlp.up(residual, self.mlp_norm)
+        _add(residual, self.mlp.down, h, self.mlp_post_norm)
 
 
-def _add_norm(norm: Norm | None, residual: Tensor, update: Tensor | None) -> Tensor:
-    if norm is not None:
-        normed: Tensor = norm(residual) if update is None else norm.add(residual, update)
-        return normed
-    return residual if update is None else residual.add_(update)
+def _add(residual: Tensor, linear: Linear, x: Tensor, post_norm: Norm | None) -> None:
+    if post_norm is None:
+        linear.add_(residual, x)
+    else:
+        residual.add_(post_norm(linear(x)))
 
 
 class Decoder(nn.Module):
@@ -93,15 +80,16 @@ class Decoder(nn.Module):
     def __init__(
         self,
         spec: DecoderSpec,
-        weight_format: WeightFormat,
+        formats: WeightFormats,
         dtype: torch.dtype,
         max_len: int | None = None,
     ) -> None:
         super().__init__()
         self.spec = spec
+        self.formats = formats
         self.dtype = dtype
         self.head = Linear(
-            spec.hidden, spec.vocab_size, spec.head_bias, weight_format, out_dtype=torch.float32
+            spec.hidden, spec.vocab_size, spec.head_bias, formats.head, out_dtype=torch.float32
         )
         self.embed: nn.Module
         scale = torch.tensor(spec.embed_scale, dtype=dtype).item()  # Gemma was trained with it so
@@ -123,25 +111,21 @@ class Decoder(nn.Module):
                 if rope not in tables:
                     tables[rope] = RotaryTable(rope, max_len or spec.max_position)
                 table = tables[rope]
-            self.layers.append(DecoderLayer(spec.hidden, layer, spec.norm, weight_format, table))
+            self.layers.append(DecoderLayer(spec.hidden, layer, spec.norm, formats.matrix, table))
         self.norm = Norm(spec.hidden, spec.norm)
 
-    def hidden_states(self, step: Step, kv: KV) -> tuple[Tensor, Tensor]:
-        """The residual stream and its last update, each [T, D]; their sum feeds the final norm."""
+    def hidden_states(self, step: Step, kv: KV) -> Tensor:
+        """The residual stream [T, D] that the final norm reads."""
         residual: Tensor = self.embed(step.tokens)
         if self.positions is not None:
             residual = residual.add_(self.positions(step.positions))
-        update: Tensor | None = None
         for layer, cache in zip(self.layers, kv, strict=True):
-            update = layer(residual, update, step, cache)
-        assert update is not None  # spec.layers is never empty
-        return residual, update
+            layer(residual, step, cache)
+        return residual
 
     def forward(self, step: Step, kv: KV) -> Tensor:
-        residual, update = self.hidden_states(step, kv)
-        rows = step.sample_at
-        h = self.norm.add(residual.index_select(0, rows), update.index_select(0, rows))
-        logits: Tensor = self.head(h)
+        residual = self.hidden_states(step, kv)
+        logits: Tensor = self.head(residual.index_select(0, step.sample_at), self.norm)
         if self.spec.final_softcap:
             ops.softcap_(logits, self.spec.final_softcap)
         return logits

@@ -6,12 +6,17 @@ import torch
 from torch import Tensor
 
 from penstock import ops
+from penstock.nn.norm import Norm
 from penstock.nn.parameters import Loadable, as_float32
+from penstock.ops import Activation
 from penstock.quant import WeightFormat
 
 
 class Linear(Loadable):
-    """y = x · Wᵀ + b with W [N, K] stored in `format`."""
+    """y = act(norm(x) · Wᵀ + b) with W [N, K] stored in `weight_format`.
+
+    gated: W is gate above up, [2·N, K], and y = act(gate) · up.
+    """
 
     def __init__(
         self,
@@ -19,6 +24,9 @@ class Linear(Loadable):
         out_features: int,
         bias: bool,
         weight_format: WeightFormat,
+        *,
+        activation: Activation = "none",
+        gated: bool = False,
         out_dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
@@ -26,28 +34,50 @@ class Linear(Loadable):
         self.out_features = out_features
         self.has_bias = bias
         self.weight_format = weight_format
+        self.activation: Activation = activation
+        self.gated = gated
         self.out_dtype = out_dtype
         self.packed: dict[str, Tensor] = {}
         self.register_parameter("bias", None)
 
     def expected(self) -> dict[str, tuple[int, ...]]:
-        shapes: dict[str, tuple[int, ...]] = {"weight": (self.out_features, self.in_features)}
+        rows = self.out_features * (2 if self.gated else 1)
+        shapes: dict[str, tuple[int, ...]] = {"weight": (rows, self.in_features)}
         if self.has_bias:
-            shapes["bias"] = (self.out_features,)
+            shapes["bias"] = (rows,)
         return shapes
 
     def load(self, name: str, tensor: Tensor) -> None:
         if name == "bias":
             self.own("bias", as_float32(tensor))
             return
-        for part, stored in self.weight_format.pack(tensor).items():
+        for part, stored in self.weight_format.pack(tensor, self.gated).items():
             self.own(part, stored)
             self.packed[part] = self.parameter(part)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, norm: Norm | None = None) -> Tensor:
+        """x [T, K] → [T, N], through `norm` first."""
+        weight = None
+        if norm is not None:
+            if norm.spec.kind == "rms":
+                weight = norm.parameter("weight")
+            else:
+                x = norm(x)
         return self.weight_format.matmul(
-            x, self.packed, self._parameters["bias"], self.out_features, self.out_dtype
+            x,
+            self.packed,
+            self._parameters["bias"],
+            self.out_features,
+            norm=weight,
+            eps=0.0 if norm is None else norm.spec.eps,
+            activation=self.activation,
+            gated=self.gated,
+            out_dtype=self.out_dtype,
         )
+
+    def add_(self, residual: Tensor, x: Tensor) -> None:
+        """residual [T, N] += x · Wᵀ + b in place; for one without an activation."""
+        self.weight_format.add_(residual, x, self.packed, self._parameters["bias"])
 
 
 class Embedding(Loadable):

@@ -36,9 +36,3 @@ class Norm(Loadable):
         if self.spec.kind == "layer":
             return ops.layer_norm(x, weight, self._parameters["bias"], self.spec.eps)
         return ops.rms_norm(x, weight, self.spec.eps)
-
-    def add(self, residual: Tensor, x: Tensor) -> Tensor:
-        """residual += x in place; the normalised sum."""
-        if self.spec.kind == "layer":
-            return self.forward(residual.add_(x))
-        return ops.add_rms_norm(residual, x, self.parameter("weight"), self.spec.eps)

@@ -5,29 +5,56 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from penstock.ops.panels import COLUMNS
+from penstock.ops.panels import COLUMNS, unpack_int4, unpack_int8
 from penstock.ops.registry import define_op
 
 
-def _fake(tokens: Tensor, weight: Tensor, dim: int, scale: float = 1.0) -> Tensor:
-    return weight.new_empty((tokens.shape[0], dim))
+def _fake(
+    tokens: Tensor,
+    weight: Tensor,
+    dim: int,
+    scale: float = 1.0,
+    weight_scale: Tensor | None = None,
+    zero: Tensor | None = None,
+) -> Tensor:
+    dtype = weight.dtype if weight_scale is None else torch.bfloat16
+    return weight.new_empty((tokens.shape[0], dim), dtype=dtype)
 
 
 @define_op(
-    "embedding(Tensor tokens, Tensor weight, SymInt dim, float scale=1.0) -> Tensor", fake=_fake
+    "embedding(Tensor tokens, Tensor weight, SymInt dim, float scale=1.0, "
+    "Tensor? weight_scale=None, Tensor? zero=None) -> Tensor",
+    fake=_fake,
 )
-def embedding(tokens: Tensor, weight: Tensor, dim: int, scale: float = 1.0) -> Tensor:
+def embedding(
+    tokens: Tensor,
+    weight: Tensor,
+    dim: int,
+    scale: float = 1.0,
+    weight_scale: Tensor | None = None,
+    zero: Tensor | None = None,
+) -> Tensor:
     """y[t] = W[tokens[t]] · scale.
 
-    tokens [T] int32; weight [V, D] plain, or panels [V/16, D/v, 16, v]: a tied embedding is stored
-    once, in the form that the output head needs. Returns [T, D] in weight.dtype.
+    tokens [T] int32; weight [V, D] plain, or panels as in `linear`, with their weight_scale and
+    zero where they are quantized: a tied embedding is stored once, in the form that the output
+    head needs. Returns [T, D] in weight.dtype, bfloat16 from quantized panels.
     Cost: T·D·itemsize bytes (16 × the cache lines when packed, still far below one projection).
     """
     ids = tokens.long()
     if weight.dim() == 2:
         rows = weight[ids]
-    else:
+    elif weight_scale is None:
         rows = weight[ids // COLUMNS, :, ids % COLUMNS].reshape(ids.shape[0], -1)[:, :dim]
+    else:
+        panel, column = ids // COLUMNS, ids % COLUMNS + COLUMNS * torch.arange(len(ids))
+        parts = [None if t is None else t[panel] for t in (weight, weight_scale, zero)]
+        assert parts[0] is not None and parts[1] is not None  # weight and weight_scale
+        if weight.dtype is torch.int8:
+            whole = unpack_int8(parts[0], parts[1], COLUMNS * len(ids), dim)
+        else:
+            whole = unpack_int4(parts[0], parts[1], parts[2], COLUMNS * len(ids), dim)
+        rows = whole[column].to(torch.bfloat16)
     if scale != 1.0:
-        rows = (rows.float() * torch.tensor(scale, dtype=torch.float32)).to(weight.dtype)
+        rows = (rows.float() * torch.tensor(scale, dtype=torch.float32)).to(rows.dtype)
     return rows.contiguous()

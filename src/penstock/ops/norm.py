@@ -1,4 +1,4 @@
-"""Normalisation of rows, alone and fused with the residual add before it."""
+"""Normalisation of rows; `linear` can begin with one."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ def _fake(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return x.new_empty(x.shape)
 
 
-def _rms(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+def rms(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """`rms_norm`'s reference, for those that begin with it."""
     xf = x.float()
     return (xf * torch.rsqrt(xf.pow(2).mean(-1, keepdim=True) + eps) * weight.float()).to(x.dtype)
 
@@ -26,25 +27,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     Cost: 2·T·D·itemsize bytes moved (+ weight); memory-bound.
     Source: Zhang & Sennrich 2019, arXiv:1910.07467.
     """
-    return _rms(x, weight, eps)
-
-
-def _fake_add(residual: Tensor, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    return x.new_empty(x.shape)
-
-
-@define_op(
-    "add_rms_norm(Tensor(a!) residual, Tensor x, Tensor weight, float eps) -> Tensor",
-    fake=_fake_add,
-)
-def add_rms_norm(residual: Tensor, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """residual += x in place (rounded to its dtype), then `rms_norm` of the sum.
-
-    residual, x [T, D] of one dtype; weight [D] float32; returns [T, D].
-    Cost: 4·T·D·itemsize bytes moved instead of 5 in two operators.
-    """
-    residual.add_(x)
-    return _rms(residual, weight, eps)
+    return rms(x, weight, eps)
 
 
 def _fake_layer(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:

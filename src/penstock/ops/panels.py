@@ -9,15 +9,23 @@ v k-steps of 16 columns and one broadcast 4-byte word of the other operand meets
 That is the tile that AMX multiplies, a cache line that AVX-512 loads, and two AVX2 vectors. K is
 padded with zeros to a multiple of 32 and N to a multiple of 16; padding never changes a result,
 since adding 0 · x to a sum leaves its bits as they are.
+
+Quantized weights have panels of bytes, v = 4; K is padded to a multiple of 64, and of a group:
+
+    int8  [N / 16, K / 4, 16, 4]    values in ±127
+    int4  [N / 16, K / 8, 16, 4]    uint8: k = 8i + j in the low four bits, 8i + 4 + j in the high
 """
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 COLUMNS = 16
 K_BLOCK = 32
+BYTE_BLOCK = 64
+"""K of byte panels is a multiple."""
 
 
 def vnni_factor(dtype: torch.dtype) -> int:
@@ -36,11 +44,15 @@ def panel_shape(n: int, k: int, dtype: torch.dtype) -> tuple[int, int, int, int]
     return (round_up(n, COLUMNS) // COLUMNS, round_up(k, K_BLOCK) // v, COLUMNS, v)
 
 
-def pack_panels(weight: Tensor) -> Tensor:
-    """[N, K] → panels [⌈N/16⌉, ⌈K/32⌉·32/v, 16, v], zero-padded, contiguous."""
+def pack_panels(weight: Tensor, out: Tensor | None = None) -> Tensor:
+    """[N, K] → panels [⌈N/16⌉, ⌈K/32⌉·32/v, 16, v], zero-padded.
+
+    out: where they go, perhaps every second panel of something larger; None: a new tensor.
+    """
     n, k = weight.shape
     panels, rows, _, v = panel_shape(n, k, weight.dtype)
-    out = torch.empty((panels, rows, COLUMNS, v), dtype=weight.dtype)
+    if out is None:
+        out = torch.empty((panels, rows, COLUMNS, v), dtype=weight.dtype)
     grid = out.permute(0, 2, 1, 3)  # [N/16, 16, K/v, v]
     whole = n // COLUMNS
     source = weight
@@ -59,3 +71,49 @@ def unpack_panels(panels: Tensor, n: int, k: int) -> Tensor:
     """The [N, K] weight that `pack_panels` was given."""
     count, rows, _, v = panels.shape
     return panels.permute(0, 2, 1, 3).reshape(count * COLUMNS, rows * v)[:n, :k]
+
+
+def pack_int8(q: Tensor) -> Tensor:
+    """[N, K] int8, K a multiple of 64 → panels [⌈N/16⌉, K/4, 16, 4]."""
+    n, k = q.shape
+    whole = functional.pad(q, (0, 0, 0, -n % COLUMNS))
+    return whole.view(-1, COLUMNS, k // 4, 4).permute(0, 2, 1, 3).contiguous()
+
+
+def unpack_int8(panels: Tensor, scale: Tensor, n: int, k: int) -> Tensor:
+    """The [N, K] float32 weight q · scale."""
+    count, lines, _, _ = panels.shape
+    q = panels.permute(0, 2, 1, 3).reshape(count * COLUMNS, lines * 4)
+    return _scaled(q.float(), scale, n, k)
+
+
+def pack_int4(q: Tensor, fill: int = 8) -> Tensor:
+    """[N, K] uint8 below 16, K a multiple of 64 → panels [⌈N/16⌉, K/8, 16, 4]."""
+    n, k = q.shape
+    whole = functional.pad(q, (0, 0, 0, -n % COLUMNS), value=fill)
+    grid = whole.view(-1, COLUMNS, k // 8, 2, 4)
+    pairs: Tensor = grid[..., 0, :] | grid[..., 1, :] << 4
+    return pairs.permute(0, 2, 1, 3).contiguous()
+
+
+def unpack_int4(panels: Tensor, scale: Tensor, zero: Tensor | None, n: int, k: int) -> Tensor:
+    """The [N, K] float32 weight (q − zero) · scale; zero is 8 where it is None."""
+    count, lines, _, _ = panels.shape
+    pairs = panels.permute(0, 2, 1, 3)
+    q = torch.stack((pairs & 15, pairs >> 4), dim=-2).reshape(count * COLUMNS, lines * 8).float()
+    if zero is None:
+        return _scaled(q - 8, scale, n, k)
+    flat = zero.permute(0, 2, 1).reshape(count * COLUMNS, -1, 1).float()
+    return _scaled((q.unflatten(1, (flat.shape[1], -1)) - flat).flatten(1), scale, n, k)
+
+
+def _scaled(q: Tensor, scale: Tensor, n: int, k: int) -> Tensor:
+    by_row = scale.permute(0, 2, 1).reshape(q.shape[0], -1, 1).float()
+    whole: Tensor = q.unflatten(1, (by_row.shape[1], -1)) * by_row
+    return whole.flatten(1)[:n, :k]
+
+
+def pack_groups(values: Tensor) -> Tensor:
+    """Scales or zero points of groups, [N, G] → [⌈N/16⌉, G, 16]."""
+    whole = functional.pad(values, (0, 0, 0, -values.shape[0] % COLUMNS))
+    return whole.view(-1, COLUMNS, values.shape[1]).permute(0, 2, 1).contiguous()

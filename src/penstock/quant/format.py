@@ -2,29 +2,45 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from dataclasses import dataclass
+from typing import Literal, Protocol
 
 import torch
 from torch import Tensor
 
+from penstock.ops import Activation
+
 Packed = dict[str, Tensor]
 """A stored matrix: named tensors, the same names for every matrix of a format."""
 
+Compute = Literal["float32", "bfloat16", "int8"]
+"""What products are computed in."""
+
 
 class WeightFormat(Protocol):
-    """Storage of an [N, K] matrix. Formats hold no tensors; modules do."""
+    """Storage of an [N, K] matrix. Formats hold no tensors; modules do.
+
+    gated: the matrix is gate above up, [2·N, K], and its product is act(gate) · up [T, N].
+    """
 
     @property
     def name(self) -> str:
         """What users call it: `bfloat16`, `w4a8`, …"""
         ...
 
-    def pack(self, weight: Tensor) -> Packed:
-        """Store `weight` [N, K], any float dtype."""
+    @property
+    def compute(self) -> Compute:
+        """What its products are computed in: which peak bounds it."""
         ...
 
-    def unpack(self, packed: Packed, out_features: int, in_features: int) -> Tensor:
-        """The [N, K] matrix that `packed` stands for: the reference of `matmul`."""
+    def pack(self, weight: Tensor, gated: bool = False) -> Packed:
+        """Store `weight` [N, K] (or [2·N, K]), any float dtype."""
+        ...
+
+    def unpack(
+        self, packed: Packed, out_features: int, in_features: int, gated: bool = False
+    ) -> Tensor:
+        """The matrix that `packed` stands for: the reference of `matmul`."""
         ...
 
     def matmul(
@@ -33,9 +49,18 @@ class WeightFormat(Protocol):
         packed: Packed,
         bias: Tensor | None,
         out_features: int,
+        *,
+        norm: Tensor | None = None,
+        eps: float = 0.0,
+        activation: Activation = "none",
+        gated: bool = False,
         out_dtype: torch.dtype | None = None,
     ) -> Tensor:
-        """x [T, K] → x · Wᵀ + bias [T, N] in `out_dtype` (x.dtype if None)."""
+        """x [T, K] → act(norm(x) · Wᵀ + bias) [T, N] in `out_dtype` (x.dtype if None)."""
+        ...
+
+    def add_(self, residual: Tensor, x: Tensor, packed: Packed, bias: Tensor | None) -> None:
+        """residual [T, N] += x · Wᵀ + bias, in place."""
         ...
 
     def gather(self, tokens: Tensor, packed: Packed, in_features: int, scale: float) -> Tensor:
@@ -45,3 +70,17 @@ class WeightFormat(Protocol):
     def nbytes(self, out_features: int, in_features: int) -> int:
         """Bytes read when the whole matrix is used once."""
         ...
+
+
+@dataclass(frozen=True, slots=True)
+class WeightFormats:
+    """The formats of one model's matrices."""
+
+    matrix: WeightFormat  # of the layers
+    head: WeightFormat  # of the output head, and of the embedding that is tied to it
+
+    @property
+    def name(self) -> str:
+        """Of the layers' format, and of the head's where that is another."""
+        same = self.matrix == self.head
+        return self.matrix.name if same else f"{self.matrix.name}, {self.head.name} head"

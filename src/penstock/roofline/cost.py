@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from penstock.hardware import Peaks
 from penstock.nn.spec import DecoderSpec, LayerSpec
-from penstock.quant import WeightFormat
+from penstock.quant import WeightFormats
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +46,7 @@ def matrices(spec: DecoderSpec, layer: LayerSpec) -> list[tuple[int, int]]:
 
 def step_cost(
     spec: DecoderSpec,
-    weight_format: WeightFormat,
+    formats: WeightFormats,
     kv_itemsize: int,
     queries: list[int],
     contexts: list[int],
@@ -57,14 +57,14 @@ def step_cost(
     weights = flops = kv = 0
     for layer in spec.layers:
         for n, k in matrices(spec, layer):
-            weights += weight_format.nbytes(n, k)
+            weights += formats.matrix.nbytes(n, k)
             flops += 2 * tokens * n * k
         a = layer.attention
         for count, context in zip(queries, contexts, strict=True):
             visible = min(context, count + a.window - 1) if a.window else context
             kv += 2 * (visible + count) * a.num_kv_heads * a.head_dim * kv_itemsize
             flops += 4 * a.num_heads * a.head_dim * _pairs(count, context, a.window)
-    weights += weight_format.nbytes(spec.vocab_size, spec.hidden)
+    weights += formats.head.nbytes(spec.vocab_size, spec.hidden)
     flops += 2 * sampled * spec.vocab_size * spec.hidden
     return Cost(weights, kv, flops)
 

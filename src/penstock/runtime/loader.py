@@ -38,6 +38,7 @@ def load_runtime(config: EngineConfig, progress: Progress | None = None) -> Runt
         dtype=config.model.dtype,
         max_model_len=config.model.max_model_len,
         strict=config.model.strict,
+        quantization=config.model.quantization,
         progress=progress,
     )
     decoder = loaded.spec.decoder

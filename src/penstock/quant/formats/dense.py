@@ -8,13 +8,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from penstock import ops
 from penstock.ops.panels import pack_panels, panel_shape, unpack_panels
-from penstock.quant.format import Packed
+from penstock.quant.format import Compute, Packed
+from penstock.quant.formats.panels import PanelFormat
 
 
 @dataclass(frozen=True, slots=True)
-class Dense:
+class Dense(PanelFormat):
     """A float matrix as panels [N/16, K/v, 16, v] (see `ops.panels`)."""
 
     dtype: torch.dtype
@@ -23,24 +23,28 @@ class Dense:
     def name(self) -> str:
         return str(self.dtype).removeprefix("torch.")
 
-    def pack(self, weight: Tensor) -> Packed:
-        return {"weight": pack_panels(weight.to(self.dtype))}
+    @property
+    def compute(self) -> Compute:
+        return "float32" if self.dtype is torch.float32 else "bfloat16"
 
-    def unpack(self, packed: Packed, out_features: int, in_features: int) -> Tensor:
-        return unpack_panels(packed["weight"], out_features, in_features)
+    def pack(self, weight: Tensor, gated: bool = False) -> Packed:
+        weight = weight.to(self.dtype)
+        if not gated:
+            return {"weight": pack_panels(weight)}
+        gate, up = weight.chunk(2)
+        panels, *rest = panel_shape(gate.shape[0], gate.shape[1], self.dtype)
+        out = torch.empty((2 * panels, *rest), dtype=self.dtype)
+        pack_panels(gate, out[::2])
+        pack_panels(up, out[1::2])
+        return {"weight": out}
 
-    def matmul(
-        self,
-        x: Tensor,
-        packed: Packed,
-        bias: Tensor | None,
-        out_features: int,
-        out_dtype: torch.dtype | None = None,
+    def unpack(
+        self, packed: Packed, out_features: int, in_features: int, gated: bool = False
     ) -> Tensor:
-        return ops.linear(x, packed["weight"], bias, out_features, out_dtype)
-
-    def gather(self, tokens: Tensor, packed: Packed, in_features: int, scale: float) -> Tensor:
-        return ops.embedding(tokens, packed["weight"], in_features, scale)
+        panels = packed["weight"]
+        if not gated:
+            return unpack_panels(panels, out_features, in_features)
+        return torch.cat([unpack_panels(panels[i::2], out_features, in_features) for i in (0, 1)])
 
     def nbytes(self, out_features: int, in_features: int) -> int:
         return math.prod(panel_shape(out_features, in_features, self.dtype)) * self.dtype.itemsize

@@ -1,0 +1,322 @@
+// Quantized panels: their lines of 64 bytes, and 32 values of K times some rows.
+//
+// int8 panel: [K/4, 16, 4], a line is 4 k of 16 columns. int4 panel: [K/8, 16, 4], a byte holds two
+// unsigned values: k = 8i + j in the low half and 8i + 4 + j in the high one. Integer sums are
+// exact, so each instruction set may take its own way to them.
+#pragma once
+
+#include "panels.h"
+
+namespace penstock::PENSTOCK_ISA {
+
+constexpr int64_t kUnit = 32;           // values of K in one step; every group is a multiple
+constexpr int64_t kIntPad = 64;         // K of quantized panels is padded to a multiple
+constexpr int64_t kAheadBytes = 4096;   // how far ahead of a stream memory is asked for
+
+template <int Bits>
+constexpr int64_t kLines = kUnit* Bits / 32;  // lines of one unit
+
+static inline void prefetch_bytes(const uint8_t* p) {
+  _mm_prefetch(reinterpret_cast<const char*>(p), _MM_HINT_T0);
+}
+
+static inline int32_t word(const int8_t* p) {
+  int32_t w;
+  __builtin_memcpy(&w, p, 4);
+  return w;
+}
+
+// A quantized matrix's panel.
+struct Panel {
+  const uint8_t* data;
+  const void* scale;     // [groups, 16] float16 or float32
+  const uint8_t* zero;   // [groups, 16], or null: 8 for int4, 0 for int8
+  int64_t group, groups; // values of K that share a scale; how many such groups
+  bool half;             // scales are float16
+
+  F16 scales(int64_t g) const {
+    return half ? load_half(static_cast<const uint16_t*>(scale) + g * kColumns)
+                : load(static_cast<const float*>(scale) + g * kColumns);
+  }
+};
+
+#if defined(__AVX512F__)
+
+// 16 sums of 32 bits.
+struct Sums {
+  __m512i v;
+};
+static inline F16 to_float(Sums a) { return {_mm512_cvtepi32_ps(a.v)}; }
+static inline Sums set_sums(int32_t x) { return {_mm512_set1_epi32(x)}; }
+static inline Sums load_sums(const int32_t* p) { return {_mm512_loadu_si512(p)}; }
+static inline Sums operator*(Sums a, Sums b) { return {_mm512_mullo_epi32(a.v, b.v)}; }
+static inline Sums widen_bytes(const uint8_t* p) {
+  return {_mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)))};
+}
+
+// Products are of unsigned weights: int8 ones are raised by 128, which the caller takes off again.
+template <int Bits>
+constexpr int32_t kRaised = Bits == 8 ? 128 : 8;
+
+// acc[r] += 32 values of K of one panel times row r.
+template <int R, int Bits>
+static inline void multiply_unit(const uint8_t* w, const int8_t* x, int64_t ldx, Sums (&acc)[R]) {
+  const __m512i raise = _mm512_set1_epi8(static_cast<char>(0x80)), low = _mm512_set1_epi8(15);
+#pragma GCC unroll 8
+  for (int i = 0; i < kLines<Bits>; i++) {
+    if constexpr (R <= kFewRows) prefetch_bytes(w + i * 64 + kAheadBytes);
+    const __m512i line = _mm512_loadu_si512(w + i * 64);
+    if constexpr (Bits == 8) {
+      const __m512i up = _mm512_xor_si512(line, raise);
+#pragma GCC unroll 8
+      for (int r = 0; r < R; r++)
+        acc[r].v = _mm512_dpbusd_epi32(acc[r].v, up, _mm512_set1_epi32(word(x + r * ldx + 4 * i)));
+    } else {
+      const __m512i first = _mm512_and_si512(line, low);
+      const __m512i second = _mm512_and_si512(_mm512_srli_epi16(line, 4), low);
+#pragma GCC unroll 8
+      for (int r = 0; r < R; r++) {
+        const int8_t* at = x + r * ldx + 8 * i;
+        acc[r].v = _mm512_dpbusd_epi32(acc[r].v, first, _mm512_set1_epi32(word(at)));
+        acc[r].v = _mm512_dpbusd_epi32(acc[r].v, second, _mm512_set1_epi32(word(at + 4)));
+      }
+    }
+  }
+}
+
+// An int4 line as two int8 lines of q − z; `z` holds each column's four times.
+static inline void split_line(const uint8_t* line, Sums z, int8_t* out) {
+  const __m512i v = _mm512_loadu_si512(line), low = _mm512_set1_epi8(15);
+  _mm512_storeu_si512(out, _mm512_sub_epi8(_mm512_and_si512(v, low), z.v));
+  _mm512_storeu_si512(out + 64,
+                      _mm512_sub_epi8(_mm512_and_si512(_mm512_srli_epi16(v, 4), low), z.v));
+}
+
+// Byte J of each 4-byte word of an int8 line, or value J of 8 of an int4 line, as floats.
+template <int Bits, int J>
+static inline F16 take(const uint8_t* line) {
+  const __m512i v = _mm512_loadu_si512(line);
+  if constexpr (Bits == 8)
+    return {_mm512_cvtepi32_ps(_mm512_srai_epi32(_mm512_slli_epi32(v, 24 - 8 * J), 24))};
+  constexpr int shift = J < 4 ? 8 * J : 8 * (J - 4) + 4;
+  return {_mm512_cvtepi32_ps(
+      _mm512_and_si512(_mm512_srli_epi32(v, shift), _mm512_set1_epi32(15)))};
+}
+
+#else
+
+struct Sums {
+  __m256i lo, hi;
+};
+static inline F16 to_float(Sums a) { return {_mm256_cvtepi32_ps(a.lo), _mm256_cvtepi32_ps(a.hi)}; }
+static inline Sums set_sums(int32_t x) { return {_mm256_set1_epi32(x), _mm256_set1_epi32(x)}; }
+static inline Sums load_sums(const int32_t* p) {
+  return {_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)),
+          _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p + 8))};
+}
+static inline Sums operator*(Sums a, Sums b) {
+  return {_mm256_mullo_epi32(a.lo, b.lo), _mm256_mullo_epi32(a.hi, b.hi)};
+}
+static inline Sums widen_bytes(const uint8_t* p) {
+  return {_mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p))),
+          _mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p + 8)))};
+}
+
+// int8 products go by |w| and ±x, since u8 · s8 pairs would overflow 16 bits.
+template <int Bits>
+constexpr int32_t kRaised = Bits == 8 ? 0 : 8;
+
+template <int R, int Bits>
+static inline void multiply_unit(const uint8_t* w, const int8_t* x, int64_t ldx, Sums (&acc)[R]) {
+  const __m256i ones = _mm256_set1_epi16(1), low = _mm256_set1_epi8(15);
+  if constexpr (Bits == 8) {
+#pragma GCC unroll 8
+    for (int i = 0; i < kLines<8>; i++) {
+      if constexpr (R <= kFewRows) prefetch_bytes(w + i * 64 + kAheadBytes);
+      const __m256i* at = reinterpret_cast<const __m256i*>(w + i * 64);
+      const __m256i a = _mm256_loadu_si256(at), b = _mm256_loadu_si256(at + 1);
+      const __m256i mag_a = _mm256_abs_epi8(a), mag_b = _mm256_abs_epi8(b);
+#pragma GCC unroll 8
+      for (int r = 0; r < R; r++) {
+        const __m256i xs = _mm256_set1_epi32(word(x + r * ldx + 4 * i));
+        const __m256i pa = _mm256_maddubs_epi16(mag_a, _mm256_sign_epi8(xs, a));
+        const __m256i pb = _mm256_maddubs_epi16(mag_b, _mm256_sign_epi8(xs, b));
+        acc[r].lo = _mm256_add_epi32(acc[r].lo, _mm256_madd_epi16(pa, ones));
+        acc[r].hi = _mm256_add_epi32(acc[r].hi, _mm256_madd_epi16(pb, ones));
+      }
+    }
+  } else {
+    // eight products of at most 2 · 15 · 127 fit into 16 bits
+    __m256i lo[R], hi[R];
+#pragma GCC unroll 8
+    for (int r = 0; r < R; r++) lo[r] = hi[r] = _mm256_setzero_si256();
+#pragma GCC unroll 8
+    for (int i = 0; i < kLines<4>; i++) {
+      if constexpr (R <= kFewRows) prefetch_bytes(w + i * 64 + kAheadBytes);
+      const __m256i* at = reinterpret_cast<const __m256i*>(w + i * 64);
+      const __m256i a = _mm256_loadu_si256(at), b = _mm256_loadu_si256(at + 1);
+      const __m256i a0 = _mm256_and_si256(a, low), b0 = _mm256_and_si256(b, low);
+      const __m256i a1 = _mm256_and_si256(_mm256_srli_epi16(a, 4), low);
+      const __m256i b1 = _mm256_and_si256(_mm256_srli_epi16(b, 4), low);
+#pragma GCC unroll 8
+      for (int r = 0; r < R; r++) {
+        const __m256i x0 = _mm256_set1_epi32(word(x + r * ldx + 8 * i));
+        const __m256i x1 = _mm256_set1_epi32(word(x + r * ldx + 8 * i + 4));
+        lo[r] = _mm256_add_epi16(lo[r], _mm256_add_epi16(_mm256_maddubs_epi16(a0, x0),
+                                                         _mm256_maddubs_epi16(a1, x1)));
+        hi[r] = _mm256_add_epi16(hi[r], _mm256_add_epi16(_mm256_maddubs_epi16(b0, x0),
+                                                         _mm256_maddubs_epi16(b1, x1)));
+      }
+    }
+#pragma GCC unroll 8
+    for (int r = 0; r < R; r++) {
+      acc[r].lo = _mm256_add_epi32(acc[r].lo, _mm256_madd_epi16(lo[r], ones));
+      acc[r].hi = _mm256_add_epi32(acc[r].hi, _mm256_madd_epi16(hi[r], ones));
+    }
+  }
+}
+
+static inline void split_half(__m256i v, __m256i z, int8_t* out) {
+  const __m256i low = _mm256_set1_epi8(15);
+  const __m256i high = _mm256_and_si256(_mm256_srli_epi16(v, 4), low);
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(out),
+                      _mm256_sub_epi8(_mm256_and_si256(v, low), z));
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(out + 64), _mm256_sub_epi8(high, z));
+}
+static inline void split_line(const uint8_t* line, Sums z, int8_t* out) {
+  const __m256i* at = reinterpret_cast<const __m256i*>(line);
+  split_half(_mm256_loadu_si256(at), z.lo, out);
+  split_half(_mm256_loadu_si256(at + 1), z.hi, out + 32);
+}
+
+template <int Bits, int J>
+static inline __m256 take_half(__m256i v) {
+  if constexpr (Bits == 8)
+    return _mm256_cvtepi32_ps(_mm256_srai_epi32(_mm256_slli_epi32(v, 24 - 8 * J), 24));
+  constexpr int shift = J < 4 ? 8 * J : 8 * (J - 4) + 4;
+  return _mm256_cvtepi32_ps(_mm256_and_si256(_mm256_srli_epi32(v, shift), _mm256_set1_epi32(15)));
+}
+template <int Bits, int J>
+static inline F16 take(const uint8_t* line) {
+  const __m256i* at = reinterpret_cast<const __m256i*>(line);
+  return {take_half<Bits, J>(_mm256_loadu_si256(at)), take_half<Bits, J>(_mm256_loadu_si256(at + 1))};
+}
+
+#endif
+
+// What is taken off the weights of a group: their zero point, as floats.
+template <int Bits>
+static inline F16 zero_point(const Panel& w, int64_t g) {
+  if (w.zero) return to_float(widen_bytes(w.zero + g * kColumns));
+  return set1(Bits == 4 ? 8.0f : 0.0f);
+}
+
+// emit(r, Σ over groups of scale · Σ over k of (q − z) · x) for R rows of int8.
+// sums [rows, groups]: Σ over k of x, `lds` apart.
+template <int R, int Bits, typename Emit>
+static inline void multiply_ints(const Panel& w, const int8_t* x, int64_t ldx, const int32_t* sums,
+                                 int64_t lds, Emit emit) {
+  F16 total[R];
+#pragma GCC unroll 8
+  for (int r = 0; r < R; r++) total[r] = zero();
+  const uint8_t* data = w.data;
+  for (int64_t g = 0; g < w.groups; g++) {
+    Sums acc[R];
+    if (w.zero) {
+      const Sums z = widen_bytes(w.zero + g * kColumns);
+#pragma GCC unroll 8
+      for (int r = 0; r < R; r++) acc[r] = z * set_sums(-sums[r * lds + g]);
+    } else {
+#pragma GCC unroll 8
+      for (int r = 0; r < R; r++) acc[r] = set_sums(-kRaised<Bits> * sums[r * lds + g]);
+    }
+    for (int64_t k = 0; k < w.group; k += kUnit, data += kLines<Bits> * 64)
+      multiply_unit<R, Bits>(data, x + g * w.group + k, ldx, acc);
+    const F16 s = w.scales(g);
+#pragma GCC unroll 8
+    for (int r = 0; r < R; r++) total[r] = fma(to_float(acc[r]), s, total[r]);
+  }
+#pragma GCC unroll 8
+  for (int r = 0; r < R; r++) emit(r, total[r]);
+}
+
+template <int Bits, int J, int R>
+static inline void step_floats(const uint8_t* line, F16 z, const float* x, int64_t ldx,
+                               F16 (&even)[R], F16 (&odd)[R]) {
+  if constexpr (J < 32 / Bits) {
+    F16 v = take<Bits, J>(line);
+    if constexpr (Bits == 4) v = v - z;
+#pragma GCC unroll 8
+    for (int r = 0; r < R; r++) {
+      F16& into = J % 2 ? odd[r] : even[r];
+      into = fma(set1(x[r * ldx + J]), v, into);
+    }
+    step_floats<Bits, J + 1>(line, z, x, ldx, even, odd);
+  }
+}
+
+// The same for float rows, in the order of `dot_panels`: each group's sum from zero, times its
+// scale, added up.
+template <int R, int Bits, typename Emit>
+static inline void multiply_floats(const Panel& w, const float* x, int64_t ldx, Emit emit) {
+  F16 total[R];
+#pragma GCC unroll 8
+  for (int r = 0; r < R; r++) total[r] = zero();
+  const uint8_t* data = w.data;
+  for (int64_t g = 0; g < w.groups; g++) {
+    const F16 z = zero_point<Bits>(w, g);
+    F16 acc[R];
+#pragma GCC unroll 8
+    for (int r = 0; r < R; r++) acc[r] = zero();
+    for (int64_t k = 0; k < w.group; k += kUnit) {
+      F16 even[R], odd[R];
+#pragma GCC unroll 8
+      for (int r = 0; r < R; r++) even[r] = odd[r] = zero();
+#pragma GCC unroll 2
+      for (int64_t i = 0; i < kLines<Bits>; i++, data += 64) {
+        if constexpr (R <= kFewRows) prefetch_bytes(data + kAheadBytes);
+        step_floats<Bits, 0>(data, z, x + g * w.group + k + i * (32 / Bits), ldx, even, odd);
+      }
+#pragma GCC unroll 8
+      for (int r = 0; r < R; r++) acc[r] = acc[r] + (even[r] + odd[r]);
+    }
+    const F16 s = w.scales(g);
+#pragma GCC unroll 8
+    for (int r = 0; r < R; r++) total[r] = fma(acc[r], s, total[r]);
+  }
+#pragma GCC unroll 8
+  for (int r = 0; r < R; r++) emit(r, total[r]);
+}
+
+template <int Bits, int J>
+static inline void unpack_line(const uint8_t* line, F16 z, bf16* out) {
+  if constexpr (J < 32 / Bits) {
+    F16 even = take<Bits, J>(line), odd = take<Bits, J + 1>(line);
+    if constexpr (Bits == 4) even = even - z, odd = odd - z;
+    store_pairs(out + J / 2 * 2 * kColumns, even, odd);
+    unpack_line<Bits, J + 2>(line, z, out);
+  }
+}
+
+// Values [first, last) of K of a panel, q − z exactly, as a bfloat16 panel. Both are multiples of
+// kUnit.
+template <int Bits>
+static inline void unpack_bf16(const Panel& w, int64_t first, int64_t last, bf16* out) {
+  constexpr int64_t per_line = 32 / Bits;
+  for (int64_t k = first; k < last; k += per_line) {
+    const F16 z = zero_point<Bits>(w, k / w.group);
+    unpack_line<Bits, 0>(w.data + k / per_line * 64, z, out + (k - first) * kColumns);
+  }
+}
+
+// Values [first, last) of K of an int4 panel, q − z, as an int8 panel.
+static inline void unpack_int8(const Panel& w, int64_t first, int64_t last, int8_t* out) {
+  for (int64_t k = first; k < last; k += 8) {
+    const int64_t g = k / w.group;
+    const Sums z = w.zero ? widen_bytes(w.zero + g * kColumns) : set_sums(8);
+    prefetch_bytes(w.data + k * 8 + kAheadBytes);
+    split_line(w.data + k * 8, z * set_sums(0x01010101), out + (k - first) * kColumns);
+  }
+}
+
+}  // namespace penstock::PENSTOCK_ISA

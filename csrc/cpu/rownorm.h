@@ -1,0 +1,52 @@
+// What rows go through before or after a product, as the same bits whether fused or not.
+#pragma once
+
+#include "vec.h"
+
+namespace penstock::PENSTOCK_ISA {
+
+// 1 / sqrt(mean((x − mean)²) + eps) of a row.
+template <typename T>
+static inline F16 inverse_deviation(const T* x, int64_t dim, float mean, float eps) {
+  F16 squares = zero();
+  for (int64_t j = 0; j < dim; j += 16) {
+    const int c = dim - j < 16 ? static_cast<int>(dim - j) : 16;
+    const F16 v = keep_first(load_some(x + j, c) - set1(mean), c, 0.0f);
+    squares = fma(v, v, squares);
+  }
+  const float variance = reduce_add(squares) / static_cast<float>(dim);
+  return set1(1.0f / __builtin_sqrtf(variance + eps));
+}
+
+// out = x as floats, or its root-mean-square norm rounded to T; zeros up to `padded`.
+template <typename T>
+static inline void take_row(const T* x, int64_t dim, const float* norm, float eps, int64_t padded,
+                            float* out) {
+  const F16 scale = norm ? inverse_deviation(x, dim, 0.0f, eps) : zero();
+  for (int64_t j = 0; j < padded; j += 16) {
+    const int c = dim - j < 16 ? static_cast<int>(dim - j) : 16;
+    F16 v = zero();
+    if (c > 0) v = load_some(x + j, c);
+    if (c > 0 && norm) v = round_to<T>(v * scale * load_first(norm + j, c));
+    store(out + j, c > 0 && c < 16 ? keep_first(v, c, 0.0f) : v);
+  }
+}
+
+static inline F16 activate(F16 x, Activation kind) {
+  switch (kind) {
+    case Activation::silu:
+      return x / (set1(1.0f) + exp(zero() - x));
+    case Activation::gelu:
+      return set1(0.5f) * x * (set1(1.0f) + erf(x * set1(0.70710678118654752f)));
+    case Activation::gelu_tanh: {
+      const F16 cube = x * x * x;
+      const F16 inner = set1(0.79788456080286536f) * fma(set1(0.044715f), cube, x);
+      return set1(0.5f) * x * (set1(1.0f) + tanh(inner));
+    }
+    case Activation::none:
+      break;
+  }
+  return x;
+}
+
+}  // namespace penstock::PENSTOCK_ISA

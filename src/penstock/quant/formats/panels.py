@@ -1,0 +1,70 @@
+"""What every format in panels shares: the operators take the stored tensors as they are."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from penstock import ops
+from penstock.ops import ACTIVATIONS, Activation
+from penstock.quant.format import Packed
+
+
+class PanelFormat:
+    """Tensors `weight` and, where quantized, `scale` and perhaps `zero` (see `ops.linear`)."""
+
+    __slots__ = ()
+
+    @property
+    def int8_rows(self) -> bool:
+        """Whether activations are rounded to int8."""
+        return False
+
+    def matmul(
+        self,
+        x: Tensor,
+        packed: Packed,
+        bias: Tensor | None,
+        out_features: int,
+        *,
+        norm: Tensor | None = None,
+        eps: float = 0.0,
+        activation: Activation = "none",
+        gated: bool = False,
+        out_dtype: torch.dtype | None = None,
+    ) -> Tensor:
+        return ops.linear(
+            x,
+            packed["weight"],
+            packed.get("scale"),
+            packed.get("zero"),
+            bias,
+            out_features,
+            self.int8_rows,
+            norm,
+            eps,
+            ACTIVATIONS.index(activation),
+            gated,
+            out_dtype,
+        )
+
+    def add_(self, residual: Tensor, x: Tensor, packed: Packed, bias: Tensor | None) -> None:
+        ops.linear_add_(
+            residual,
+            x,
+            packed["weight"],
+            packed.get("scale"),
+            packed.get("zero"),
+            bias,
+            self.int8_rows,
+        )
+
+    def gather(self, tokens: Tensor, packed: Packed, in_features: int, scale: float) -> Tensor:
+        return ops.embedding(
+            tokens, packed["weight"], in_features, scale, packed.get("scale"), packed.get("zero")
+        )
+
+
+def alternate(gate: Tensor, up: Tensor) -> Tensor:
+    """Panels of gate and up in turns."""
+    return torch.stack((gate, up), dim=1).flatten(0, 1)

@@ -1,0 +1,1 @@
+"""How a quantized weight's values are chosen: one file for each method."""
