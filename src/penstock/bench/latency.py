@@ -14,10 +14,17 @@ from typing import Any
 import numpy as np
 
 from penstock.bench.environment import environment, median_of
-from penstock.bench.meter import Meter, Phase, StepRecord
-from penstock.bench.report import Column, Report, describe_peaks, percent, rate, seconds
+from penstock.bench.meter import Meter
+from penstock.bench.report import (
+    Column,
+    Report,
+    describe_lost,
+    describe_peaks,
+    percent,
+    rate,
+    seconds,
+)
 from penstock.bench.workload import (
-    describe_overhead,
     greedy,
     overhead,
     raise_errors,
@@ -27,7 +34,7 @@ from penstock.bench.workload import (
 )
 from penstock.config import CacheConfig, EngineConfig
 from penstock.hardware import Peaks, detect
-from penstock.roofline import measure
+from penstock.roofline import StepRecord, Totals, measure
 from penstock.runtime import Runtime
 
 WARM_UP_STEPS = 2
@@ -72,10 +79,10 @@ def run(config: EngineConfig, runtime: Runtime, workload: Workload) -> Report:
     for _ in range(w.repeats):
         together = w.context == w.input_len
         records = _once(meter, draw, w.batch_size, w.input_len, w.output_len if together else 1)
-        prefills.append([r for r in records if r.is_prefill])
+        prefills.append([r for r in records if r.size.is_prefill])
         if not together:
             records = _once(meter, draw, w.batch_size, w.context, w.output_len)
-        decoding = [r for r in records if not r.is_prefill]
+        decoding = [r for r in records if not r.size.is_prefill]
         decodes += decoding[WARM_UP_STEPS:] or decoding
         measured.append(measure(hardware))
     peaks = median_of(measured)
@@ -95,28 +102,27 @@ def _once(
     return meter.take()
 
 
-def _median_prefill(phases: list[Phase]) -> Phase:
+def _median_prefill(phases: list[Totals]) -> Totals:
     return sorted(phases, key=lambda phase: phase.seconds)[len(phases) // 2]
 
 
 def _report(
     meter: Meter,
     workload: Workload,
-    prefill: Phase,
+    prefill: Totals,
     decodes: list[StepRecord],
     peaks: Peaks,
     where: dict[str, Any],
 ) -> Report:
     decode = meter.phase(decodes, peaks)
     step_s = statistics.median(r.seconds for r in decodes)
-    floor, moved = decode.floor_s / decode.steps, decode.bytes_moved / decode.steps
+    floor, moved = decode.floors_s / decode.steps, decode.bytes_moved / decode.steps
     flops_per_s = prefill.flops / prefill.seconds
-    outside = overhead(decodes)
     results: dict[str, dict[str, Any]] = {
         "prefill": {
             **prefill.as_dict(),
             "flops_per_s": flops_per_s,
-            "share_of_matrix_peak": flops_per_s / meter.peaks_for(peaks).matrix_flops,
+            "share_of_matrix_peak": flops_per_s / peaks.of(meter.compute),
         },
         "decode": {
             "steps": decode.steps,
@@ -130,7 +136,7 @@ def _report(
             "share_of_floor": floor / step_s,
             "bound": decode.bound,
         },
-        "overhead": outside,
+        "overhead": overhead(decodes),
     }
     return Report(
         benchmark="latency",
@@ -140,7 +146,10 @@ def _report(
         peaks=peaks,
         environment=where,
         columns=_columns(workload, results["prefill"], results["decode"]),
-        remarks=[describe_overhead(outside), describe_peaks(meter.peaks_for(peaks))],
+        remarks=[
+            *describe_lost({"Prefill": prefill, "Decode": decode}),
+            describe_peaks(peaks, meter.compute),
+        ],
     )
 
 

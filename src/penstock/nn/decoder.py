@@ -11,7 +11,7 @@ from penstock.nn.linear import Embedding, Linear, TiedEmbedding
 from penstock.nn.norm import Norm
 from penstock.nn.rope import RotaryTable
 from penstock.nn.spec import DecoderSpec, LayerSpec, MlpSpec, NormSpec, RopeSpec
-from penstock.quant import WeightFormat
+from penstock.quant import WeightFormat, WeightFormats
 from penstock.step import KV, Step
 
 
@@ -125,6 +125,12 @@ class Decoder(nn.Module):
                 table = tables[rope]
             self.layers.append(DecoderLayer(spec.hidden, layer, spec.norm, weight_format, table))
         self.norm = Norm(spec.hidden, spec.norm)
+
+    @property
+    def formats(self) -> WeightFormats:
+        """How its matrices and its head are stored."""
+        first: DecoderLayer = self.layers[0]  # type: ignore[assignment]
+        return WeightFormats(first.attention.qkv.weight_format, self.head.weight_format)
 
     def hidden_states(self, step: Step, kv: KV) -> tuple[Tensor, Tensor]:
         """The residual stream and its last update, each [T, D]; their sum feeds the final norm."""

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 from torch import Tensor
+
+from penstock.hardware import Compute
 
 Packed = dict[str, Tensor]
 """A stored matrix: named tensors, the same names for every matrix of a format."""
@@ -17,6 +20,11 @@ class WeightFormat(Protocol):
     @property
     def name(self) -> str:
         """What users call it: `bfloat16`, `w4a8`, …"""
+        ...
+
+    @property
+    def compute(self) -> Compute:
+        """What the products of `matmul` run in."""
         ...
 
     def pack(self, weight: Tensor) -> Packed:
@@ -45,3 +53,11 @@ class WeightFormat(Protocol):
     def nbytes(self, out_features: int, in_features: int) -> int:
         """Bytes read when the whole matrix is used once."""
         ...
+
+
+@dataclass(frozen=True, slots=True)
+class WeightFormats:
+    """The formats of one model: of its layers' matrices and of its output head."""
+
+    matrix: WeightFormat
+    head: WeightFormat

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from penstock import ops
+from penstock.hardware import Compute
 from penstock.ops.panels import pack_panels, panel_shape, unpack_panels
 from penstock.quant.format import Packed
 
@@ -22,6 +23,10 @@ class Dense:
     @property
     def name(self) -> str:
         return str(self.dtype).removeprefix("torch.")
+
+    @property
+    def compute(self) -> Compute:
+        return "float32" if self.dtype is torch.float32 else "bfloat16"
 
     def pack(self, weight: Tensor) -> Packed:
         return {"weight": pack_panels(weight.to(self.dtype))}
