@@ -25,10 +25,8 @@ from penstock.bench.report import (
     seconds,
 )
 from penstock.bench.workload import (
-    greedy,
     overhead,
-    raise_errors,
-    random_prompts,
+    run_batch,
     setup,
     title,
 )
@@ -72,34 +70,31 @@ def run(config: EngineConfig, runtime: Runtime, workload: Workload) -> Report:
     meter, w = Meter(config, runtime), workload
     draw = np.random.default_rng(0)
     hardware = detect()
-    _once(meter, draw, w.batch_size, min(w.input_len, 64), WARM_UP_STEPS + 1)
+    run_batch(meter, draw, w.batch_size, min(w.input_len, 64), WARM_UP_STEPS + 1)
     measured = [measure(hardware)]
     prefills: list[list[StepRecord]] = []
     decodes: list[StepRecord] = []
     for _ in range(w.repeats):
-        together = w.context == w.input_len
-        records = _once(meter, draw, w.batch_size, w.input_len, w.output_len if together else 1)
-        prefills.append([r for r in records if r.size.is_prefill])
-        if not together:
-            records = _once(meter, draw, w.batch_size, w.context, w.output_len)
-        decoding = [r for r in records if not r.size.is_prefill]
-        decodes += decoding[WARM_UP_STEPS:] or decoding
+        prefill_steps, decode_steps = run_once(meter, draw, w)
+        prefills.append(prefill_steps)
+        decodes += decode_steps
         measured.append(measure(hardware))
     peaks = median_of(measured)
     prefill = _median_prefill([meter.phase(records, peaks) for records in prefills])
     return _report(meter, w, prefill, decodes, peaks, environment(hardware))
 
 
-def _once(
-    meter: Meter, draw: np.random.Generator, batch: int, input_len: int, output_len: int
-) -> list[StepRecord]:
-    """Run one batch to its end; every step of it."""
-    meter.take()
-    for i, prompt in enumerate(random_prompts(draw, meter.engine.vocab_size, batch, input_len)):
-        meter.engine.add_request(str(i), prompt, greedy(output_len))
-    while meter.engine.has_unfinished:
-        raise_errors(meter.step())
-    return meter.take()
+def run_once(
+    meter: Meter, draw: np.random.Generator, w: Workload
+) -> tuple[list[StepRecord], list[StepRecord]]:
+    """The steps of the prompts, and those that decode."""
+    together = w.context == w.input_len
+    records = run_batch(meter, draw, w.batch_size, w.input_len, w.output_len if together else 1)
+    prefill = [r for r in records if r.size.is_prefill]
+    if not together:
+        records = run_batch(meter, draw, w.batch_size, w.context, w.output_len)
+    decode = [r for r in records if not r.size.is_prefill]
+    return prefill, decode[WARM_UP_STEPS:] or decode
 
 
 def _median_prefill(phases: list[Totals]) -> Totals:

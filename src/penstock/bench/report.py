@@ -108,6 +108,16 @@ def rate(flops: float) -> str:
     return f"{flops / 1e12:.2f} TFLOP/s" if flops >= 1e11 else f"{flops / 1e9:.2f} GFLOP/s"
 
 
+def amount(value: float, unit: str) -> str:
+    """`988 MB`, `1.98 GFLOP`: three digits in the prefix that suits it."""
+    for factor, prefix in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if value >= 0.9995 * factor:
+            scaled = value / factor
+            digits = 0 if scaled >= 99.95 else 1 if scaled >= 9.995 else 2
+            return f"{scaled:.{digits}f} {prefix}{unit}"
+    return f"{value:.0f} {unit}"
+
+
 def describe_peaks(peaks: Peaks, compute: Compute) -> str:
     """One line about what the shares refer to; `compute`: of the model's matrices."""
     kind = {

@@ -40,6 +40,18 @@ def raise_errors(outputs: Sequence[RequestOutput]) -> None:
             raise output.error
 
 
+def run_batch(
+    meter: Meter, draw: np.random.Generator, batch: int, input_len: int, output_len: int
+) -> list[StepRecord]:
+    """Run one batch of random prompts to its end; every step of it."""
+    meter.take()
+    for i, prompt in enumerate(random_prompts(draw, meter.engine.vocab_size, batch, input_len)):
+        meter.engine.add_request(str(i), prompt, greedy(output_len))
+    while meter.engine.has_unfinished:
+        raise_errors(meter.step())
+    return meter.take()
+
+
 def overhead(records: Sequence[StepRecord]) -> dict[str, float]:
     """Medians over `records`: a step's time outside the forward pass, and each part of a step."""
     names = [f"{part}_s" for part in (*CAUSES, "forward")]
@@ -80,5 +92,6 @@ def setup(meter: Meter) -> dict[str, Any]:
         "family": meter.runtime.model.spec.family,
         "dtype": str(meter.runtime.model.dtype).removeprefix("torch."),
         "weights": meter.weight_format,
+        "compute": meter.compute,
         "weight_bytes": one.weight_bytes,
     }
