@@ -222,7 +222,7 @@ def _rows(
             mine = [event.seconds for event in events if event.row == row]
             counts.append(len(mine))
             times[row].append(sum(mine))
-    spent: dict[str, list[float]] = defaultdict(lambda: [0.0] * 5)
+    spent: dict[str, list[float]] = defaultdict(lambda: [0] * 5)
     for steps in passes:
         for step in steps:
             for op in costs.ops(step.record.size):
@@ -230,12 +230,14 @@ def _rows(
                 each = (
                     op.bytes_moved, op.activation_bytes, op.flops, floor.memory_s, floor.compute_s
                 )  # fmt: skip
-                spent[op.op] = [
-                    a + b / len(passes) for a, b in zip(spent[op.op], each, strict=True)
-                ]
+                spent[op.op] = [a + b for a, b in zip(spent[op.op], each, strict=True)]
     return [
         _row(
-            row, statistics.median(calls[row]), statistics.median(times[row]), whole_s, *spent[row]
+            row,
+            statistics.median(calls[row]),
+            statistics.median(times[row]),
+            whole_s,
+            *(value / len(passes) for value in spent[row]),
         )
         for row in calls
         if any(calls[row])

@@ -88,9 +88,9 @@ def seconds(value: float) -> str:
         return f"{value:.1f} s"
     if value >= 1:
         return f"{value:.2f} s"
-    if value >= 1e-3:
+    if abs(value) >= 1e-3:
         return f"{value * 1e3:.2f} ms"
-    return f"{value * 1e6:.0f} µs"
+    return f"{value * 1e6:.0f} µs" if abs(value) >= 1e-5 else f"{value * 1e6:.1f} µs"
 
 
 def count(number: int, noun: str) -> str:

@@ -15,15 +15,18 @@ from penstock.hardware import Peaks
 
 WIDTH, HEIGHT = 960, 600
 LEFT, RIGHT, TOP, BOTTOM = 84, 40, 96, 66
-LABEL, LINE = 11.5, 14  # size of an operator's label, and the height that it takes
+LABEL, LINE = 12, 15  # size of an operator's label, and the height that it takes
+COLUMN, LEAD = 36, 22  # dots this near share a column; the way to its labels
 
 _STYLE = (
     "text{fill:#24292f}.dim{fill:#6e7781}.grid{stroke:#eaeef2}.axis{stroke:#8c959f}"
     ".roof{stroke:#57606a;fill:none}.page{fill:#ffffff}.halo{stroke:#ffffff}"
-    ".lead{stroke:#afb8c1}.p0{fill:#0969da;stroke:#0969da}.p1{fill:#bc4c00;stroke:#bc4c00}"
+    ".p0{fill:#0969da;stroke:#0969da}.p1{fill:#bc4c00;stroke:#bc4c00}.p0t{fill:#0550ae}"
+    ".p1t{fill:#953800}.hollow{stroke:#57606a}"
     "@media(prefers-color-scheme:dark){text{fill:#e6edf3}.dim{fill:#8b949e}.grid{stroke:#21262d}"
     ".axis{stroke:#6e7681}.roof{stroke:#adbac7}.page{fill:#0d1117}.halo{stroke:#0d1117}"
-    ".lead{stroke:#484f58}.p0{fill:#58a6ff;stroke:#58a6ff}.p1{fill:#f0883e;stroke:#f0883e}}"
+    ".p0{fill:#58a6ff;stroke:#58a6ff}.p1{fill:#f0883e;stroke:#f0883e}.p0t{fill:#79c0ff}"
+    ".p1t{fill:#ffa657}.hollow{stroke:#adbac7}}"
 )
 
 
@@ -40,18 +43,14 @@ class Dot:
 
 
 @dataclass(frozen=True, slots=True)
-class _Box:
-    """A rectangle that a label or a dot takes."""
+class _Mark:
+    """A dot on the page."""
 
-    x0: float
-    y0: float
-    x1: float
-    y1: float
-
-    def overlap(self, other: _Box) -> float:
-        wide = min(self.x1, other.x1) - max(self.x0, other.x0)
-        high = min(self.y1, other.y1) - max(self.y0, other.y0)
-        return max(wide, 0.0) * max(high, 0.0)
+    dot: Dot
+    kind: str  # its phase's class
+    x: float
+    y: float
+    r: float
 
 
 class _Scale:
@@ -62,7 +61,7 @@ class _Scale:
         corner = top / peaks.read_bytes_per_s
         xs = [d.intensity for d in dots] + [0.5, corner * 2]
         ys = [d.flops_per_s for d in dots] + [top, peaks.read_bytes_per_s]
-        self.x0, self.x1 = math.log10(min(xs)) - 0.15, math.log10(max(xs)) + 0.25
+        self.x0, self.x1 = math.log10(min(xs)) - 0.35, math.log10(max(xs)) + 0.25
         self.y0, self.y1 = math.log10(min(ys)) - 0.2, math.log10(max(ys)) + 0.3
 
     def x(self, intensity: float) -> float:
@@ -79,7 +78,6 @@ def roofline_svg(peaks: Peaks, dots: Sequence[Dot], title: str, caption: str) ->
     shown = [dot for dot in dots if dot.intensity > 0 and dot.flops_per_s > 0]
     scale = _Scale(peaks, shown)
     phases = list(dict.fromkeys(dot.phase for dot in shown))
-    roofs, taken = _roofs(peaks, scale)
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{WIDTH}" height="{HEIGHT}" '
         f'viewBox="0 0 {WIDTH} {HEIGHT}" font-family="system-ui, sans-serif" font-size="13">',
@@ -87,19 +85,21 @@ def roofline_svg(peaks: Peaks, dots: Sequence[Dot], title: str, caption: str) ->
         f'<rect class="page" width="{WIDTH}" height="{HEIGHT}"/>',
         f'<text x="{LEFT}" y="32" font-size="17" font-weight="600">{escape(title)}</text>',
         f'<text x="{LEFT}" y="54" class="dim">{escape(caption)}</text>',
+        f'<text x="{WIDTH - RIGHT}" y="54" class="dim" font-size="12" text-anchor="end">'
+        "area: share of the phase’s time</text>",
         *_legend(phases, any(dot.cached for dot in shown)),
         *_grid(scale),
-        *roofs,
-        *_dots(shown, phases, scale, taken),
+        *_roofs(peaks, scale),
+        *_dots(shown, phases, scale),
     ]
     return "\n".join([*parts, "</svg>", ""])
 
 
 def _legend(phases: Sequence[str], cached: bool) -> list[str]:
     parts, x = [], float(LEFT)
-    entries = [(f"p{i % 2}", 0.75, phase) for i, phase in enumerate(phases)]
+    entries = [(f"p{i % 2}", 0.55, phase) for i, phase in enumerate(phases)]
     if cached:
-        entries.append(("p0", 0.0, "hollow: activations only, which stay in cache"))
+        entries.append(("hollow", 0.0, "hollow: activations only, which stay in cache"))
     for kind, fill, label in entries:
         stroke = ' stroke-width="1.5"' if not fill else ""
         parts += [
@@ -107,10 +107,6 @@ def _legend(phases: Sequence[str], cached: bool) -> list[str]:
             f'<text x="{x + 16}" y="78.5" font-size="12">{escape(label)}</text>',
         ]
         x += 16 + _width(label, 12) + 22
-    parts.append(
-        f'<text x="{WIDTH - RIGHT}" y="78.5" class="dim" font-size="12" text-anchor="end">'
-        "area: share of the phase’s time</text>"
-    )
     return parts
 
 
@@ -140,26 +136,24 @@ def _grid(scale: _Scale) -> list[str]:
     ]
 
 
-def _roofs(peaks: Peaks, scale: _Scale) -> tuple[list[str], list[_Box]]:
-    """The ceilings with their labels, and the room that these take."""
+def _roofs(peaks: Peaks, scale: _Scale) -> list[str]:
+    """The ceilings with their labels."""
     read = peaks.read_bytes_per_s
     levels = [("float32 FMA", peaks.fma_flops)]
     if peaks.tile_flops > peaks.fma_flops:
         levels.append(("bfloat16, AMX", peaks.tile_flops))
     if peaks.int8_ops:
         levels.append(("int8", peaks.int8_ops))
-    parts, boxes = [], []
+    parts = []
     end = 10.0**scale.x1
     for name, peak in levels:
         x, y = scale.x(peak / read), scale.y(peak)
-        label = f"{name}: {_rate(peak)}FLOP/s"
-        width = _width(label, 12)
+        label = f"{name}: {_rate(peak)}{'OP/s' if name == 'int8' else 'FLOP/s'}"
+        at = min(x + 14, WIDTH - RIGHT - _width(label, 12))
         parts += [
             f'<path class="roof" stroke-width="1.5" d="M{x:.1f} {y:.1f}H{scale.x(end):.1f}"/>',
-            f'<text x="{WIDTH - RIGHT - 2}" y="{y - 7:.1f}" font-size="12" text-anchor="end">'
-            f"{label}</text>",
+            f'<text x="{at:.1f}" y="{y + 17:.1f}" font-size="12">{label}</text>',
         ]
-        boxes.append(_Box(WIDTH - RIGHT - 2 - width, y - 19, WIDTH - RIGHT, y + 2))
     top = max(peak for _, peak in levels)
     start = max(10.0**scale.x0, 10.0**scale.y0 / read)
     x0, y0 = scale.x(start), scale.y(start * read)
@@ -174,69 +168,91 @@ def _roofs(peaks: Peaks, scale: _Scale) -> tuple[list[str], list[_Box]]:
         f'<text x="{x:.1f}" y="{y - 8:.1f}" font-size="12" '
         f'transform="rotate({angle:.1f} {x:.1f} {y:.1f})">read {_rate(read)}B/s</text>'
     )
-    steps = 60
-    for i in range(steps):  # the slope and its label, piece by piece
-        x, y = x0 + i / steps * (x1 - x0), y0 + i / steps * (y1 - y0)
-        boxes.append(_Box(x - 6, y - 10, x + 6, y + 5))
-    return parts, boxes
+    return parts
 
 
-def _dots(
-    dots: Sequence[Dot], phases: Sequence[str], scale: _Scale, taken: list[_Box]
-) -> list[str]:
-    """Big dots first, so that small ones lie on top; then the labels, where there is room."""
-    circles, labels = [], []
-    ordered = sorted(dots, key=lambda dot: -dot.share)
-    taken = list(taken)
-    for dot in ordered:
-        x, y, r = _place(dot, scale)
-        taken.append(_Box(x - r, y - r, x + r, y + r))
-    for dot in ordered:
-        x, y, r = _place(dot, scale)
-        kind = f"p{phases.index(dot.phase) % 2}"
-        fill = 0.0 if dot.cached else 0.75
-        circles.append(
-            f'<circle class="{kind}" cx="{x:.1f}" cy="{y:.1f}" r="{r:.1f}" fill-opacity="{fill}" '
-            f'stroke-width="1.5"><title>{escape(_describe(dot))}</title></circle>'
+def _dots(dots: Sequence[Dot], phases: Sequence[str], scale: _Scale) -> list[str]:
+    """Circles, the small ones on top, and beside each column of them a column of labels."""
+    marks = [
+        _Mark(
+            dot,
+            f"p{phases.index(dot.phase) % 2}",
+            scale.x(dot.intensity),
+            scale.y(dot.flops_per_s),
+            3.0 + 10.0 * math.sqrt(min(dot.share, 1.0)),
         )
-        box, far = _room(x, y, r, _width(dot.label, LABEL), taken)
-        taken.append(box)
-        middle = (box.x0 + box.x1) / 2
-        if far:
-            labels.append(
-                f'<line class="lead" x1="{x:.1f}" y1="{y:.1f}" x2="{middle:.1f}" '
-                f'y2="{box.y0 + LINE / 2:.1f}"/>'
-            )
+        for dot in dots
+    ]
+    circles = [
+        f'<circle class="{m.kind}" cx="{m.x:.1f}" cy="{m.y:.1f}" r="{m.r:.1f}" '
+        f'fill-opacity="{0 if m.dot.cached else 0.55}" stroke-width="1.5">'
+        f"<title>{escape(_describe(m.dot))}</title></circle>"
+        for m in sorted(marks, key=lambda mark: -mark.r)
+    ]
+    columns = _columns(marks)
+    leads, labels = [], []
+    for i, column in enumerate(columns):
+        left_end = max((m.x + m.r for m in columns[i - 1]), default=LEFT) if i else LEFT
+        right_end = min(m.x - m.r for m in columns[i + 1]) if i + 1 < len(columns) else WIDTH
+        lines, texts = _label(column, left_end, right_end)
+        leads += lines
+        labels += texts
+    return [*leads, *circles, *labels]
+
+
+def _columns(marks: Sequence[_Mark]) -> list[list[_Mark]]:
+    """Marks that lie about above each other, from left to right."""
+    columns: list[list[_Mark]] = []
+    for mark in sorted(marks, key=lambda mark: mark.x):
+        if columns and mark.x - columns[-1][0].x < COLUMN:
+            columns[-1].append(mark)
+        else:
+            columns.append([mark])
+    return columns
+
+
+def _label(
+    column: Sequence[_Mark], left_end: float, right_end: float
+) -> tuple[list[str], list[str]]:
+    """Leading lines and labels on the side with more room, one below the other."""
+    first, last = min(m.x - m.r for m in column), max(m.x + m.r for m in column)
+    width = max(_width(m.dot.label, LABEL) for m in column)
+    right = right_end - last > width + 2 * LEAD or right_end - last >= first - left_end
+    if last + LEAD + width > WIDTH - 4:
+        right = False
+    x = last + LEAD if right else first - LEAD
+    anchor = "start" if right else "end"
+    ordered = sorted(column, key=lambda mark: mark.y)
+    leads, labels = [], []
+    for mark, y in zip(ordered, spread([mark.y for mark in ordered]), strict=True):
+        edge = mark.x + mark.r if right else mark.x - mark.r
+        end = x - 3 if right else x + 3
+        leads.append(
+            f'<line class="{mark.kind}" stroke-opacity="0.45" x1="{edge:.1f}" y1="{mark.y:.1f}" '
+            f'x2="{end:.1f}" y2="{y:.1f}"/>'
+        )
         labels.append(
-            f'<text class="halo" x="{middle:.1f}" y="{box.y1 - 3.5:.1f}" font-size="{LABEL}" '
-            'text-anchor="middle" stroke-width="3" paint-order="stroke" '
-            f'stroke-linejoin="round">{escape(dot.label)}</text>'
+            f'<text class="halo {mark.kind}t" x="{x:.1f}" y="{y + 4:.1f}" font-size="{LABEL}" '
+            f'text-anchor="{anchor}" stroke-width="3" paint-order="stroke" '
+            f'stroke-linejoin="round">{escape(mark.dot.label)}</text>'
         )
-    leads = [part for part in labels if part.startswith("<line")]
-    return [*leads, *circles, *(part for part in labels if part.startswith("<text"))]
+    return leads, labels
 
 
-def _place(dot: Dot, scale: _Scale) -> tuple[float, float, float]:
-    return scale.x(dot.intensity), scale.y(dot.flops_per_s), 4.0 + 16.0 * math.sqrt(dot.share)
+def spread(heights: Sequence[float], gap: float = LINE) -> list[float]:
+    """Ascending heights moved as little as can be (in squares) until they are `gap` apart.
 
-
-def _room(x: float, y: float, r: float, width: float, taken: Sequence[_Box]) -> tuple[_Box, bool]:
-    """The nearest free place for a label around a dot, and whether it needs a line to it."""
-    best, least, distant = _Box(0, 0, 0, 0), math.inf, False
-    for ring, gap in enumerate((4.0, 16.0, 32.0, 52.0)):
-        d = r + gap
-        for turn in (0, 180, 90, 270, 35, -35, 145, -145):
-            cos, sin = math.cos(math.radians(turn)), math.sin(math.radians(turn))
-            cx, cy = x + cos * (d + width / 2), y - sin * (d + LINE / 2)
-            box = _Box(cx - width / 2, cy - LINE / 2, cx + width / 2, cy + LINE / 2)
-            outside = (
-                max(LEFT - box.x0, 0.0) + max(box.x1 - WIDTH + RIGHT / 2, 0.0)
-                + max(TOP - box.y0, 0.0) + max(box.y1 - HEIGHT + BOTTOM, 0.0)
-            )  # fmt: skip
-            bad = sum(box.overlap(other) for other in taken) + 100 * outside + 2 * ring
-            if bad < least:
-                best, least, distant = box, bad, ring > 0
-    return best, distant
+    Less i · gap each, they need only ascend: neighbours that don't are pooled at their mean.
+    """
+    pools: list[tuple[float, int]] = []  # (sum, how many)
+    for i, height in enumerate(heights):
+        total, count = height - i * gap, 1
+        while pools and pools[-1][0] / pools[-1][1] > total / count:
+            before, number = pools.pop()
+            total, count = total + before, count + number
+        pools.append((total, count))
+    means = [total / count for total, count in pools for _ in range(count)]
+    return [mean + i * gap for i, mean in enumerate(means)]
 
 
 def _describe(dot: Dot) -> str:
