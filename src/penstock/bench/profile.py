@@ -277,7 +277,7 @@ def _spans(step: _Timed, costs: CostModel) -> list[Span]:
     kind = "prefill" if size.is_prefill else "decode"
     about = {
         "sequences": len(size.queries),
-        "tokens": sum(size.queries),
+        "tokens": size.tokens,
         "bytes_moved": record.cost.bytes_moved,
         "flops": record.cost.flops,
     }

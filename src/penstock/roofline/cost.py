@@ -44,9 +44,13 @@ class KvLayout(Protocol):
 class StepSize:
     """What of a step decides its cost."""
 
-    queries: Sequence[int]  # new tokens of each sequence
+    queries: Sequence[int]  # new tokens of each sequence, at least one
     contexts: Sequence[int]  # tokens each sees, the new ones included
     sampled: int  # rows of logits
+    tokens: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.tokens = sum(self.queries)
 
     @classmethod
     def of(cls, step: Step) -> StepSize:
@@ -59,7 +63,7 @@ class StepSize:
     @property
     def is_prefill(self) -> bool:
         """Whether any sequence had more than its last token computed."""
-        return max(self.queries) > 1 or min(self.contexts) == 1
+        return self.tokens > len(self.contexts) or 1 in self.contexts
 
 
 @dataclass(slots=True)
@@ -207,12 +211,11 @@ class CostModel:
 
     def cost(self, size: StepSize) -> Cost:
         """Of the whole step: a few multiplications, whatever the number of layers."""
-        terms, sampled = self._terms, size.sampled
-        tokens = sum(size.queries)
+        terms, sampled, tokens = self._terms, size.sampled, size.tokens
         kv = tokens * terms.written_bytes
         attention = 0
         for window, span in terms.spans.items():
-            seen, read = self._seen(size, tokens, window)
+            seen, read = self._seen(size, window)
             kv += span.read_bytes * read
             attention += span.pair_flops * seen
         rows = terms.row_bytes + (0 if sampled else terms.tied_row_bytes)
@@ -227,10 +230,10 @@ class CostModel:
         return Cost(weights, kv, products)
 
     @staticmethod
-    def _seen(size: StepSize, tokens: int, window: int) -> tuple[int, int]:
+    def _seen(size: StepSize, window: int) -> tuple[int, int]:
         """Query-key pairs, and keys that any query of their sequence sees."""
         contexts = size.contexts
-        if tokens == len(contexts):  # one token each
+        if size.tokens == len(contexts):  # one token each
             seen = sum(min(c, window) for c in contexts) if window else sum(contexts)
             return seen, seen
         found = read = 0
@@ -249,13 +252,13 @@ class CostModel:
         units |= dict.fromkeys(("qkv", "out", "up", "down"), matrix)
         units |= {"head": formats.head.compute, "attention": attention}
         rows = {name: OpCost(name, unit) for name, unit in units.items()}
-        tokens = sum(size.queries)
+        tokens = size.tokens
         self._embed(rows["embedding"], tokens, size.sampled)
         for i, layer in enumerate(spec.layers):
             for name, (n, k) in matrices(spec, layer).items():
                 self._multiply(rows[name], formats.matrix, tokens, n, k, self.itemsize)
             self._rotate(rows["rotary"], layer.attention, tokens, i)
-            self._attend(rows["attention"], layer.attention, size, tokens, i)
+            self._attend(rows["attention"], layer.attention, size, i)
             self._activate(rows["activation"], layer, tokens)
         self._normalize(rows["norm"], tokens, size.sampled)
         if size.sampled:
@@ -289,12 +292,10 @@ class CostModel:
         row.add(1, tokens * moved, tokens * flops)
         row.kv_bytes += tokens * self.layout.bytes_per_token(layer)
 
-    def _attend(
-        self, row: OpCost, a: AttentionSpec, size: StepSize, tokens: int, layer: int
-    ) -> None:
-        seen, read = self._seen(size, tokens, a.window)
+    def _attend(self, row: OpCost, a: AttentionSpec, size: StepSize, layer: int) -> None:
+        seen, read = self._seen(size, a.window)
         heads = a.num_heads * a.head_dim
-        row.add(1, 2 * tokens * heads * self.itemsize, 4 * heads * seen)
+        row.add(1, 2 * size.tokens * heads * self.itemsize, 4 * heads * seen)
         row.kv_bytes += read * self.layout.bytes_per_token(layer)
 
     def _activate(self, row: OpCost, layer: LayerSpec, tokens: int) -> None:

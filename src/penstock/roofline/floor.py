@@ -11,7 +11,7 @@ from penstock.roofline.cost import Cost, OpCost
 Bound = Literal["memory", "compute"]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Floor:
     """Both terms of the least time, in seconds: the longer binds."""
 

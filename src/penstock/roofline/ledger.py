@@ -66,7 +66,7 @@ class Totals:
         """Count a step; `floor` may be taken with other peaks than the record's own."""
         self.steps += 1
         self.sequences += len(record.size.queries)
-        self.tokens += sum(record.size.queries)
+        self.tokens += record.size.tokens
         self.seconds += record.seconds
         self.schedule_s += record.schedule_s
         self.batch_s += record.batch_s
