@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import sys
 import time
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
+import torch
 
 from penstock.engine import RequestOutput
-from penstock.hardware import Peaks
+from penstock.hardware import Peaks, detect, save_peaks
+from penstock.kernels import native
 from penstock.roofline import StepRecord
 from penstock.sampling import SamplingParams
 
@@ -68,3 +73,17 @@ def test_waiting_counts_only_while_there_are_requests() -> None:
     engine.add_request("c", [1, 2, 3], greedy(1))
     engine.step()
     assert engine.ledger.total.wait_s < waited + 0.02
+
+
+def test_an_engine_never_measures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It takes the peaks that are kept; where there are none, floors stay unknown."""
+
+    def measure(*arguments: object) -> Peaks:
+        raise AssertionError("measured")
+
+    monkeypatch.setattr(sys.modules["penstock.roofline.peaks"], "measure", measure)
+    monkeypatch.setenv("PENSTOCK_CACHE", str(tmp_path))
+    assert toy_engine().ledger.peaks is None
+    kept = replace(PEAKS, threads=torch.get_num_threads())
+    save_peaks(detect(), kept, "native" if native.handle else "reference")
+    assert toy_engine().ledger.peaks == kept
