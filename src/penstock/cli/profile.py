@@ -185,6 +185,11 @@ def _remarks(found: Profile) -> list[str]:
         f"{seconds(phase.forward_s)}; its operators, timed one by one, {seconds(phase.ops_s)}."
         for phase in found.phases
     ]
+    if any(phase.between_s < 0 for phase in found.phases):
+        lines.append(
+            "Below zero between operators: timing each costs about a microsecond, and the machine "
+            "was busier while they were timed."
+        )
     return [
         *lines,
         "bytes: weights, keys and values; 'cache': only activations move, and stay there "

@@ -38,7 +38,7 @@ class Dot:
     phase: str
     intensity: float  # FLOPs per byte
     flops_per_s: float
-    share: float  # of the phase's time: the dot's area
+    share: float  # of the phase's time: the dot's area beyond the least
     cached: bool  # its bytes come from cache, so the roof of memory isn't its own
 
 
@@ -86,7 +86,7 @@ def roofline_svg(peaks: Peaks, dots: Sequence[Dot], title: str, caption: str) ->
         f'<text x="{LEFT}" y="32" font-size="17" font-weight="600">{escape(title)}</text>',
         f'<text x="{LEFT}" y="54" class="dim">{escape(caption)}</text>',
         f'<text x="{WIDTH - RIGHT}" y="54" class="dim" font-size="12" text-anchor="end">'
-        "area: share of the phase’s time</text>",
+        "size: share of the phase’s time</text>",
         *_legend(phases, any(dot.cached for dot in shown)),
         *_grid(scale),
         *_roofs(peaks, scale),
