@@ -16,14 +16,13 @@ import os
 import platform
 import statistics
 import time
-from dataclasses import fields, replace
 from pathlib import Path
 
 import torch
 
 from penstock.cache import PagedLayout
 from penstock.config import EngineConfig
-from penstock.engine import Engine, StepTimes
+from penstock.engine import Engine
 from penstock.models.load import LoadedModel
 from penstock.models.spec import ModelSpec
 from penstock.nn import AttentionSpec, Decoder, DecoderSpec, LayerSpec, MlpSpec, NormSpec
@@ -75,16 +74,14 @@ def measure(
         engine.step()
     windows: dict[str, list[float]] = {cause: [] for cause in (*CAUSES, "step")}
     for _ in range(steps // WINDOW):
-        before = replace(engine.times)
+        before = engine.ledger.total
         start = time.perf_counter()
         for _ in range(WINDOW):
             engine.step()
         windows["step"].append((time.perf_counter() - start) / WINDOW * 1e6)
-        spent: StepTimes = engine.times.since(before)
-        for field in fields(spent):
-            if field.name.endswith("_s"):
-                cause = field.name.removesuffix("_s")
-                windows[cause].append(getattr(spent, field.name) / WINDOW * 1e6)
+        spent = engine.ledger.total.since(before)
+        for cause in CAUSES:
+            windows[cause].append(getattr(spent, f"{cause}_s") / WINDOW * 1e6)
     return {cause: (statistics.median(v), min(v)) for cause, v in windows.items()}
 
 

@@ -8,9 +8,14 @@ import os
 import platform
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Literal, assert_never
 
 _ISA_FLAGS = ("avx2", "fma", "avx512f", "avx512bw", "avx512_vnni", "avx512_bf16", "amx_tile",
               "amx_bf16", "amx_int8")  # fmt: skip
+
+
+Compute = Literal["float32", "bfloat16", "int8"]
+"""What products run in; sums are float32, or int32 for int8."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,11 +44,23 @@ class Peaks:
     tile_flops: float  # bfloat16 AMX fed from L1; 0 where there is none
     threads: int
     measured_at: str  # ISO 8601
+    int8_ops: float = 0.0  # int8 products and sums, two a multiply-add; 0: not measured
 
-    @property
-    def matrix_flops(self) -> float:
-        """The fastest way to multiply matrices: tiles where there are any."""
-        return max(self.tile_flops, self.fma_flops)
+    def of(self, compute: Compute) -> float:
+        """FLOPs per second of products in `compute`.
+
+        AMX has no float32, and bfloat16 without AMX runs as float32 does. int8 that wasn't
+        measured counts as the fastest of the others.
+        """
+        match compute:
+            case "float32":
+                return self.fma_flops
+            case "bfloat16":
+                return max(self.tile_flops, self.fma_flops)
+            case "int8":
+                return self.int8_ops or max(self.tile_flops, self.fma_flops)
+            case _:
+                assert_never(compute)
 
 
 def _first(path: str, key: str) -> str:

@@ -10,12 +10,11 @@ import pytest
 from typer.testing import CliRunner
 
 from penstock.bench import environment, latency, throughput
-from penstock.bench.meter import Meter, StepRecord
+from penstock.bench.meter import Meter
 from penstock.cli.main import app
 from penstock.config import EngineConfig
-from penstock.engine import StepTimes
 from penstock.hardware import Hardware, Peaks
-from penstock.roofline import floor_s
+from penstock.roofline import StepRecord, StepSize, floor_s
 from penstock.runtime import load_runtime
 from penstock.sampling import SamplingParams
 
@@ -48,39 +47,46 @@ def test_every_step_is_recorded(tiny: Path) -> None:
     while run.engine.has_unfinished:
         run.step()
     records = run.take()
-    assert [sorted(r.queries) for r in records] == [[5, 27], [1, 13], [1, 1], [1]]
-    assert [sorted(r.contexts) for r in records] == [[5, 27], [6, 40], [7, 41], [42]]
-    assert [r.is_prefill for r in records] == [True, True, False, False]
-    assert all(r.seconds >= r.times.forward_s > 0 for r in records)
-    assert all(r.times.steps == 1 for r in records)
+    assert [sorted(r.size.queries) for r in records] == [[5, 27], [1, 13], [1, 1], [1]]
+    assert [sorted(r.size.contexts) for r in records] == [[5, 27], [6, 40], [7, 41], [42]]
+    assert [r.size.is_prefill for r in records] == [True, True, False, False]
+    assert all(r.seconds >= r.forward_s > 0 for r in records)
     assert run.take() == []
+
+
+def record(meter: Meter, seconds: float, size: StepSize) -> StepRecord:
+    """A step whose time was all in the forward pass, but a fifth."""
+    cost = meter.engine.ledger.costs.cost(size)
+    return StepRecord(0.0, seconds, 0, 0, 0.8 * seconds, 0, 0, 0, size, cost, None)
 
 
 def test_a_phase_adds_its_steps_up(tiny: Path) -> None:
     run = meter(tiny)
     records = [
-        StepRecord(0.5, StepTimes(forward_s=0.4), [1, 1], [10, 20], 2),
-        StepRecord(0.25, StepTimes(forward_s=0.2), [1], [11], 1),
+        record(run, 0.5, StepSize([1, 1], [10, 20], 2)),
+        record(run, 0.25, StepSize([1], [11], 1)),
     ]
     phase = run.phase(records, PEAKS)
-    costs = [run.cost(record) for record in records]
-    assert (phase.steps, phase.tokens, phase.seconds) == (2, 3, 0.75)
+    costs = [record.cost for record in records]
+    assert (phase.steps, phase.sequences, phase.tokens, phase.seconds) == (2, 3, 3, 0.75)
     assert phase.bytes_moved == sum(cost.bytes_moved for cost in costs)
     assert phase.floor_s == pytest.approx(sum(floor_s(cost, PEAKS) for cost in costs))
-    assert phase.share == pytest.approx(phase.floor_s / 0.75)
+    assert phase.share == pytest.approx(phase.floors_s / 0.75)
     assert phase.tokens_per_s == pytest.approx(4.0)
     assert phase.bound == "memory"
     assert records[0].overhead_s == pytest.approx(0.1)
     empty = run.phase([], PEAKS)
-    assert (empty.share, empty.tokens_per_s) == (0.0, 0.0)
+    assert (empty.share, empty.tokens_per_s) == (None, 0.0)
 
 
 def test_tiles_do_not_count_for_float32(tiny: Path) -> None:
-    record = StepRecord(1.0, StepTimes(), [512], [512], 1)
+    size = StepSize([512], [512], 1)
     half, full = meter(tiny), meter(tiny, dtype="float32")
-    assert half.phase([record], PEAKS).compute_s == pytest.approx(half.cost(record).flops / 1e12)
-    assert full.phase([record], PEAKS).compute_s == pytest.approx(full.cost(record).flops / 1e11)
-    assert full.cost(record).weight_bytes == 2 * half.cost(record).weight_bytes
+    a, b = record(half, 1.0, size), record(full, 1.0, size)
+    assert half.phase([a], PEAKS).compute_s == pytest.approx(a.cost.flops / 1e12)
+    assert full.phase([b], PEAKS).compute_s == pytest.approx(b.cost.flops / 1e11)
+    assert b.cost.weight_bytes == 2 * a.cost.weight_bytes
+    assert (half.compute, full.compute) == ("bfloat16", "float32")
 
 
 @pytest.mark.usefixtures("fake_peaks")
@@ -103,7 +109,7 @@ def test_latency(tiny: Path, context: int) -> None:
         decode["bytes_per_step"] / PEAKS.read_bytes_per_s / decode["step_s"]
     )
     assert prefill["share_of_matrix_peak"] == pytest.approx(
-        prefill["flops"] / prefill["seconds"] / PEAKS.matrix_flops
+        prefill["flops"] / prefill["seconds"] / PEAKS.tile_flops
     )
 
 
@@ -135,7 +141,7 @@ def test_the_command_prints_and_writes(tiny: Path, tmp_path: Path) -> None:
     result = CliRunner().invoke(app, ["bench", "latency", str(tiny), *options])
     assert result.exit_code == 0, result.output
     for word in ("prefill 1 × 48", "decode 1 × 1 @ 48", "share of the floor", "%", "GB/s",
-                 "Engine outside the forward pass", "Measured peaks"):  # fmt: skip
+                 "outside the forward pass (schedule", "Measured peaks"):  # fmt: skip
         assert word in result.stdout
     found = json.loads(file.read_text())
     assert set(found) == {

@@ -87,6 +87,11 @@ def test_json_has_the_share_of_the_floor(
     assert decode["floor_s"] == pytest.approx(floor)
     assert decode["share_of_floor"] == pytest.approx(floor / decode["seconds"])
     assert decode["bound"] == "memory"
+    assert set(decode["lost_s"]) == {"schedule", "batch", "sample", "output", "wait"}
+    whole = prefill["floor_s"] + decode["floor_s"]
+    assert metrics["floor_s"] == pytest.approx(whole)
+    assert metrics["achieved"] == pytest.approx(whole / (prefill["seconds"] + decode["seconds"]))
+    assert metrics["bound"] == "memory"
 
 
 def test_stats_go_to_stderr(penstock: Run, base_model: Path) -> None:
@@ -95,7 +100,8 @@ def test_stats_go_to_stderr(penstock: Run, base_model: Path) -> None:
     result = penstock("generate", base_model, "-p", "hello", *options, "--stats")
     assert result.stdout == plain.stdout
     for word in ("generated 9 tokens", "prefill", "decode", "tok/s", "% of the hardware floor",
-                 "memory-bound", "first token after", "bfloat16 weights", "1 thread"):  # fmt: skip
+                 "memory-bound", "outside the forward pass (schedule", "first token after",
+                 "bfloat16 weights", "1 thread"):  # fmt: skip
         assert word in result.stderr
 
 

@@ -154,7 +154,7 @@ def test_times_add_up() -> None:
     start = time.perf_counter()
     run_one(engine, PROMPT, greedy(20))
     spent = time.perf_counter() - start
-    times = engine.times
+    times = engine.ledger.total
     assert times.steps == 20 == engine.stats()["steps"]
     parts = (times.schedule_s, times.batch_s, times.forward_s, times.sample_s, times.output_s)
     assert all(part > 0 for part in parts) and sum(parts) < spent

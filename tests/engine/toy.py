@@ -10,6 +10,7 @@ from __future__ import annotations
 import zlib
 from collections import Counter
 from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -24,6 +25,7 @@ from penstock.engine.scheduler import Plan
 from penstock.models.load import LoadedModel
 from penstock.models.spec import ModelSpec
 from penstock.nn import AttentionSpec, DecoderSpec, LayerSpec, MlpSpec, NormSpec
+from penstock.quant import Dense, WeightFormats
 from penstock.runtime import Runner, Runtime
 from penstock.sampling import Sampler, SamplingParams, SequenceSampling
 from penstock.step import KV, Step
@@ -88,7 +90,8 @@ def toy_runtime(
     layer = LayerSpec(AttentionSpec(1, 1, 16, 1.0, None), MlpSpec(16))
     decoder = DecoderSpec(vocab, 16, (layer,), NormSpec(), max_model_len)
     spec = ModelSpec("toy", decoder, (), "float32", None, eos)
-    model: Any = None
+    dense = Dense(torch.float32)
+    model: Any = SimpleNamespace(formats=WeightFormats(dense, dense))
     loaded = LoadedModel(model, spec, torch.float32, max_model_len, generation or {}, eos)
     ids = torch.full((num_blocks, block_size), -1, dtype=torch.int32)
     runner = Runner(forward or Toy(vocab), [(ids, torch.zeros(num_blocks, 0))])

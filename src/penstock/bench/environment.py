@@ -66,6 +66,7 @@ def median_of(measured: Sequence[Peaks]) -> Peaks:
     return Peaks(
         read_bytes_per_s=statistics.median(p.read_bytes_per_s for p in measured),
         fma_flops=statistics.median(p.fma_flops for p in measured),
+        int8_ops=statistics.median(p.int8_ops for p in measured),
         tile_flops=statistics.median(p.tile_flops for p in measured),
         threads=measured[-1].threads,
         measured_at=measured[-1].measured_at,

@@ -14,20 +14,25 @@ from typing import Any
 import numpy as np
 
 from penstock.bench.environment import environment, median_of
-from penstock.bench.meter import Meter, Phase, StepRecord
-from penstock.bench.report import Column, Report, describe_peaks, percent, rate, seconds
+from penstock.bench.meter import Meter
+from penstock.bench.report import (
+    Column,
+    Report,
+    describe_lost,
+    describe_peaks,
+    percent,
+    rate,
+    seconds,
+)
 from penstock.bench.workload import (
-    describe_overhead,
-    greedy,
     overhead,
-    raise_errors,
-    random_prompts,
+    run_batch,
     setup,
     title,
 )
 from penstock.config import CacheConfig, EngineConfig
 from penstock.hardware import Peaks, detect
-from penstock.roofline import measure
+from penstock.roofline import StepRecord, Totals, measure
 from penstock.runtime import Runtime
 
 WARM_UP_STEPS = 2
@@ -65,58 +70,54 @@ def run(config: EngineConfig, runtime: Runtime, workload: Workload) -> Report:
     meter, w = Meter(config, runtime), workload
     draw = np.random.default_rng(0)
     hardware = detect()
-    _once(meter, draw, w.batch_size, min(w.input_len, 64), WARM_UP_STEPS + 1)
+    run_batch(meter, draw, w.batch_size, min(w.input_len, 64), WARM_UP_STEPS + 1)
     measured = [measure(hardware)]
     prefills: list[list[StepRecord]] = []
     decodes: list[StepRecord] = []
     for _ in range(w.repeats):
-        together = w.context == w.input_len
-        records = _once(meter, draw, w.batch_size, w.input_len, w.output_len if together else 1)
-        prefills.append([r for r in records if r.is_prefill])
-        if not together:
-            records = _once(meter, draw, w.batch_size, w.context, w.output_len)
-        decoding = [r for r in records if not r.is_prefill]
-        decodes += decoding[WARM_UP_STEPS:] or decoding
+        prefill_steps, decode_steps = run_once(meter, draw, w)
+        prefills.append(prefill_steps)
+        decodes += decode_steps
         measured.append(measure(hardware))
     peaks = median_of(measured)
     prefill = _median_prefill([meter.phase(records, peaks) for records in prefills])
     return _report(meter, w, prefill, decodes, peaks, environment(hardware))
 
 
-def _once(
-    meter: Meter, draw: np.random.Generator, batch: int, input_len: int, output_len: int
-) -> list[StepRecord]:
-    """Run one batch to its end; every step of it."""
-    meter.take()
-    for i, prompt in enumerate(random_prompts(draw, meter.engine.vocab_size, batch, input_len)):
-        meter.engine.add_request(str(i), prompt, greedy(output_len))
-    while meter.engine.has_unfinished:
-        raise_errors(meter.step())
-    return meter.take()
+def run_once(
+    meter: Meter, draw: np.random.Generator, w: Workload
+) -> tuple[list[StepRecord], list[StepRecord]]:
+    """The steps of the prompts, and those that decode."""
+    together = w.context == w.input_len
+    records = run_batch(meter, draw, w.batch_size, w.input_len, w.output_len if together else 1)
+    prefill = [r for r in records if r.size.is_prefill]
+    if not together:
+        records = run_batch(meter, draw, w.batch_size, w.context, w.output_len)
+    decode = [r for r in records if not r.size.is_prefill]
+    return prefill, decode[WARM_UP_STEPS:] or decode
 
 
-def _median_prefill(phases: list[Phase]) -> Phase:
+def _median_prefill(phases: list[Totals]) -> Totals:
     return sorted(phases, key=lambda phase: phase.seconds)[len(phases) // 2]
 
 
 def _report(
     meter: Meter,
     workload: Workload,
-    prefill: Phase,
+    prefill: Totals,
     decodes: list[StepRecord],
     peaks: Peaks,
     where: dict[str, Any],
 ) -> Report:
     decode = meter.phase(decodes, peaks)
     step_s = statistics.median(r.seconds for r in decodes)
-    floor, moved = decode.floor_s / decode.steps, decode.bytes_moved / decode.steps
+    floor, moved = decode.floors_s / decode.steps, decode.bytes_moved / decode.steps
     flops_per_s = prefill.flops / prefill.seconds
-    outside = overhead(decodes)
     results: dict[str, dict[str, Any]] = {
         "prefill": {
             **prefill.as_dict(),
             "flops_per_s": flops_per_s,
-            "share_of_matrix_peak": flops_per_s / meter.peaks_for(peaks).matrix_flops,
+            "share_of_matrix_peak": flops_per_s / peaks.of(meter.compute),
         },
         "decode": {
             "steps": decode.steps,
@@ -130,7 +131,7 @@ def _report(
             "share_of_floor": floor / step_s,
             "bound": decode.bound,
         },
-        "overhead": outside,
+        "overhead": overhead(decodes),
     }
     return Report(
         benchmark="latency",
@@ -140,7 +141,10 @@ def _report(
         peaks=peaks,
         environment=where,
         columns=_columns(workload, results["prefill"], results["decode"]),
-        remarks=[describe_overhead(outside), describe_peaks(meter.peaks_for(peaks))],
+        remarks=[
+            *describe_lost({"Prefill": prefill, "Decode": decode}),
+            describe_peaks(peaks, meter.compute),
+        ],
     )
 
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from penstock.hardware import Peaks
+from penstock.hardware import Compute, Peaks
+from penstock.roofline import Totals
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -87,9 +88,9 @@ def seconds(value: float) -> str:
         return f"{value:.1f} s"
     if value >= 1:
         return f"{value:.2f} s"
-    if value >= 1e-3:
+    if abs(value) >= 1e-3:
         return f"{value * 1e3:.2f} ms"
-    return f"{value * 1e6:.0f} µs"
+    return f"{value * 1e6:.0f} µs" if abs(value) >= 1e-5 else f"{value * 1e6:.1f} µs"
 
 
 def count(number: int, noun: str) -> str:
@@ -107,11 +108,39 @@ def rate(flops: float) -> str:
     return f"{flops / 1e12:.2f} TFLOP/s" if flops >= 1e11 else f"{flops / 1e9:.2f} GFLOP/s"
 
 
-def describe_peaks(peaks: Peaks) -> str:
-    """One line about what the shares refer to."""
-    kind = "AMX, bfloat16" if peaks.tile_flops > peaks.fma_flops else "float32 FMA"
-    read = f"read {peaks.read_bytes_per_s / 1e9:.1f} GB/s"
+def amount(value: float, unit: str) -> str:
+    """`988 MB`, `1.98 GFLOP`: three digits in the prefix that suits it."""
+    for factor, prefix in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if value >= 0.9995 * factor:
+            scaled = value / factor
+            digits = 0 if scaled >= 99.95 else 1 if scaled >= 9.995 else 2
+            return f"{scaled:.{digits}f} {prefix}{unit}"
+    return f"{value:.0f} {unit}"
+
+
+def describe_peaks(peaks: Peaks, compute: Compute) -> str:
+    """One line about what the shares refer to; `compute`: of the model's matrices."""
+    kind = {
+        "float32": "float32 FMA",
+        "bfloat16": "bfloat16, AMX" if peaks.tile_flops > peaks.fma_flops else "float32 FMA",
+        "int8": "int8" if peaks.int8_ops else "bfloat16: int8 wasn't measured",
+    }
     return (
-        f"Measured peaks, {count(peaks.threads, 'thread')}: {read}, "
-        f"matrix {rate(peaks.matrix_flops)} ({kind})."
+        f"Measured peaks, {count(peaks.threads, 'thread')}: "
+        f"read {peaks.read_bytes_per_s / 1e9:.1f} GB/s, "
+        f"matrix {rate(peaks.of(compute))} ({kind[compute]})."
     )
+
+
+def describe_lost(phases: Mapping[str, Totals]) -> list[str]:
+    """A line a phase about the time outside the forward pass, by cause."""
+    lines = []
+    for name, phase in phases.items():
+        whole = phase.seconds + phase.wait_s
+        if not phase.steps or not whole:
+            continue
+        causes = ", ".join(f"{cause} {percent(s / whole)}" for cause, s in phase.lost.items())
+        lines.append(
+            f"{name}: {percent(1 - phase.forward_s / whole)} outside the forward pass ({causes})"
+        )
+    return lines

@@ -13,10 +13,18 @@ from typing import Any
 import numpy as np
 
 from penstock.bench.environment import environment, median_of
-from penstock.bench.meter import Meter, Phase, StepRecord
-from penstock.bench.report import Column, Report, count, describe_peaks, percent, rate, seconds
+from penstock.bench.meter import Meter
+from penstock.bench.report import (
+    Column,
+    Report,
+    count,
+    describe_lost,
+    describe_peaks,
+    percent,
+    rate,
+    seconds,
+)
 from penstock.bench.workload import (
-    describe_overhead,
     greedy,
     overhead,
     raise_errors,
@@ -26,7 +34,7 @@ from penstock.bench.workload import (
 )
 from penstock.config import EngineConfig
 from penstock.hardware import Peaks, detect
-from penstock.roofline import measure
+from penstock.roofline import StepRecord, Totals, measure
 from penstock.runtime import Runtime
 
 
@@ -84,23 +92,22 @@ def _report(
     peaks: Peaks,
     where: dict[str, Any],
 ) -> Report:
-    prompts = meter.phase([r for r in records if r.is_prefill], peaks)
-    decode = meter.phase([r for r in records if not r.is_prefill], peaks)
+    prompts = meter.phase([r for r in records if r.size.is_prefill], peaks)
+    decode = meter.phase([r for r in records if not r.size.is_prefill], peaks)
     both = meter.phase(records, peaks)
     generated = workload.num_prompts * workload.output_len
     total = generated + workload.num_prompts * workload.input_len
-    outside = overhead(records)
     results = {
         "elapsed_s": elapsed,
         "requests_per_s": workload.num_prompts / elapsed,
         "output_tokens_per_s": generated / elapsed,
         "total_tokens_per_s": total / elapsed,
-        "share_of_floor": both.floor_s / elapsed,
+        "share_of_floor": both.floors_s / elapsed,
         "steps_with_prompts": prompts.as_dict(),
         "decode_steps": decode.as_dict(),
-        "sequences_per_step": sum(len(r.queries) for r in records) / len(records),
+        "sequences_per_step": both.sequences / both.steps,
         "preemptions": meter.engine.stats()["preemptions"],
-        "overhead": outside,
+        "overhead": overhead(records),
     }
     columns = [
         *_columns("with prompts", prompts),
@@ -111,16 +118,16 @@ def _report(
             speed=f"{generated / elapsed:,.1f} generated",
             achieved=f"{both.bytes_moved / elapsed / 1e9:.1f} GB/s",
             of_peak=f"{percent(both.bytes_moved / elapsed / peaks.read_bytes_per_s)} read",
-            floor=seconds(both.floor_s),
-            share=both.floor_s / elapsed,
+            floor=seconds(both.floors_s),
+            share=both.floors_s / elapsed,
         ),
     ]
     remarks = [
         f"{workload.num_prompts} requests, {results['requests_per_s']:.2f} a second; "
         f"{results['total_tokens_per_s']:,.1f} tokens/s with the prompts'; "
         f"{results['sequences_per_step']:.1f} sequences a step.",
-        describe_overhead(outside),
-        describe_peaks(meter.peaks_for(peaks)),
+        *describe_lost({"Steps with prompts": prompts, "Decoding": decode}),
+        describe_peaks(peaks, meter.compute),
     ]
     return Report(
         benchmark="throughput",
@@ -134,7 +141,7 @@ def _report(
     )
 
 
-def _columns(name: str, phase: Phase) -> list[Column]:
+def _columns(name: str, phase: Totals) -> list[Column]:
     """None for a phase that didn't occur."""
     if not phase.steps:
         return []
@@ -151,7 +158,7 @@ def _columns(name: str, phase: Phase) -> list[Column]:
             speed=f"{phase.tokens_per_s:,.1f}",
             achieved=achieved,
             of_peak=of_peak,
-            floor=f"{seconds(phase.floor_s)} {phase.bound}",
-            share=phase.share,
+            floor=f"{seconds(phase.floors_s)} {phase.bound}",
+            share=phase.share or 0.0,
         )
     ]

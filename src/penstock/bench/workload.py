@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Sequence
-from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from penstock.bench.meter import Meter, StepRecord
-from penstock.bench.report import count, seconds
-from penstock.engine import RequestOutput, StepTimes
+from penstock.bench.meter import Meter
+from penstock.bench.report import count
+from penstock.engine import RequestOutput
 from penstock.errors import ConfigError
 from penstock.models import read_spec
 from penstock.models.hub import resolve
 from penstock.models.load import max_positions
+from penstock.roofline import CAUSES, StepRecord, StepSize
 from penstock.sampling import SamplingParams
 
 
@@ -40,21 +40,23 @@ def raise_errors(outputs: Sequence[RequestOutput]) -> None:
             raise output.error
 
 
+def run_batch(
+    meter: Meter, draw: np.random.Generator, batch: int, input_len: int, output_len: int
+) -> list[StepRecord]:
+    """Run one batch of random prompts to its end; every step of it."""
+    meter.take()
+    for i, prompt in enumerate(random_prompts(draw, meter.engine.vocab_size, batch, input_len)):
+        meter.engine.add_request(str(i), prompt, greedy(output_len))
+    while meter.engine.has_unfinished:
+        raise_errors(meter.step())
+    return meter.take()
+
+
 def overhead(records: Sequence[StepRecord]) -> dict[str, float]:
     """Medians over `records`: a step's time outside the forward pass, and each part of a step."""
-    names = [f.name for f in fields(StepTimes) if f.name.endswith("_s")]
-    parts = {name: statistics.median(getattr(r.times, name) for r in records) for name in names}
+    names = [f"{part}_s" for part in (*CAUSES, "forward")]
+    parts = {name: statistics.median(getattr(r, name) for r in records) for name in names}
     return {"step_s": statistics.median(r.overhead_s for r in records), **parts}
-
-
-def describe_overhead(found: dict[str, float]) -> str:
-    """One line about the engine's own time."""
-    shown = ", ".join(
-        f"{name.removesuffix('_s')} {seconds(value)}"
-        for name, value in found.items()
-        if name not in ("step_s", "forward_s")
-    )
-    return f"Engine outside the forward pass: {seconds(found['step_s'])} a step ({shown})."
 
 
 def title(name: str, meter: Meter, where: dict[str, Any]) -> str:
@@ -84,11 +86,12 @@ def check_length(model: str, prompt: int, output: int) -> None:
 
 def setup(meter: Meter) -> dict[str, Any]:
     """What was loaded."""
-    one = StepRecord(0.0, StepTimes(), [1], [1], 1)
+    one = meter.engine.ledger.costs.cost(StepSize([1], [1], 1))
     return {
         "model": Path(meter.engine.config.model.model).name,
         "family": meter.runtime.model.spec.family,
         "dtype": str(meter.runtime.model.dtype).removeprefix("torch."),
         "weights": meter.weight_format,
-        "weight_bytes": meter.cost(one).weight_bytes,
+        "compute": meter.compute,
+        "weight_bytes": one.weight_bytes,
     }

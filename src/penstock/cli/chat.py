@@ -29,8 +29,9 @@ from penstock.cli.stats import RunStats, machine_peaks
 from penstock.errors import ChatTemplateError, PenstockError, RequestError
 
 if TYPE_CHECKING:
-    from penstock.bench.meter import Meter, StepRecord
+    from penstock.bench.meter import Meter
     from penstock.engine import RequestOutput
+    from penstock.roofline import StepRecord
     from penstock.sampling import SamplingParams
 
 HELP = """\

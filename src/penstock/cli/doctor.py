@@ -84,9 +84,13 @@ def _facts(found: Diagnosis) -> list[tuple[str, str]]:
         tiles = "no AMX: as fast as float32"
         if peaks.tile_flops:
             tiles = f"{peaks.tile_flops / 1e12:.2f} TFLOP/s (AMX tiles, fed from L1)"
+        int8 = "not measured: counts as bfloat16"
+        if peaks.int8_ops:
+            int8 = f"{peaks.int8_ops / 1e12:.2f} TOP/s"
         rows += [
             ("Memory read", f"{peaks.read_bytes_per_s / 1e9:.1f} GB/s"),
             ("Matrix, bfloat16", tiles),
+            ("Matrix, int8", int8),
             ("Matrix, float32", f"{peaks.fma_flops / 1e12:.2f} TFLOP/s (FMA, from registers)"),
             ("Measured", f"{peaks.measured_at}, {peaks.threads} threads"),
         ]

@@ -81,6 +81,8 @@ def generate(
     meter = _engine(model, dtype=dtype, max_model_len=max_model_len)
     params = replace(_defaults(meter), **chosen)
     peaks = machine_peaks() if stats or as_json else None
+    if peaks is not None:
+        meter.engine.ledger.peaks = peaks
     streaming = not as_json and len(prompts) == 1 and n == 1
     outputs = _run(meter, prompts, params, streaming)
     found = RunStats.of(meter, meter.take(), peaks) if peaks else None

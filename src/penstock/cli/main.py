@@ -16,7 +16,7 @@ import typer
 from typer.core import TyperGroup
 
 from penstock import __version__
-from penstock.cli import bench, chat, console, doctor, generate
+from penstock.cli import bench, chat, console, doctor, generate, profile
 from penstock.errors import PenstockError
 
 INTERRUPTED = 130
@@ -141,6 +141,7 @@ def penstock(
 app.command()(generate.generate)
 app.command()(chat.chat)
 app.command()(doctor.doctor)
+app.command()(profile.profile)
 app.add_typer(bench.app, name="bench")
 
 

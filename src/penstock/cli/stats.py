@@ -7,9 +7,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from penstock.bench.meter import Meter, Phase, StepRecord
+    from penstock.bench.meter import Meter
     from penstock.engine import RequestOutput
     from penstock.hardware import Peaks
+    from penstock.roofline import StepRecord, Totals
 
 
 def machine_peaks() -> Peaks:
@@ -23,8 +24,8 @@ def machine_peaks() -> Peaks:
 class RunStats:
     """A run's steps in two phases, and what they ran on."""
 
-    prefill: Phase  # steps in which any prompt was computed
-    decode: Phase  # steps of one token a sequence
+    prefill: Totals  # steps in which any prompt was computed
+    decode: Totals  # steps of one token a sequence
     weights: str
     isa: str
     threads: int
@@ -37,8 +38,8 @@ class RunStats:
         from penstock.kernels import native
 
         return cls(
-            prefill=meter.phase([r for r in records if r.is_prefill], peaks),
-            decode=meter.phase([r for r in records if not r.is_prefill], peaks),
+            prefill=meter.phase([r for r in records if r.size.is_prefill], peaks),
+            decode=meter.phase([r for r in records if not r.size.is_prefill], peaks),
             weights=meter.weight_format,
             isa=native.isa or "reference",
             threads=torch.get_num_threads(),
@@ -56,7 +57,7 @@ class RunStats:
 
     def lines(self, outputs: Sequence[RequestOutput]) -> list[str]:
         """For a reader."""
-        from penstock.bench.report import count
+        from penstock.bench.report import count, describe_lost
 
         prompt = sum(len(o.prompt_token_ids) for o in outputs)
         cached = sum(o.metrics.cached_tokens for o in outputs)
@@ -71,17 +72,18 @@ class RunStats:
         if first:
             worst = f", slowest of {len(first)}" if len(first) > 1 else ""
             lines.append(f"first token after {max(first) * 1e3:,.1f} ms{worst}")
+        lines += describe_lost({"prefill": self.prefill, "decode": self.decode})
         lines.append(f"{self.weights} weights, {self.isa} kernels, {count(self.threads, 'thread')}")
         return lines
 
 
-def _phase(phase: Phase) -> str:
+def _phase(phase: Totals) -> str:
     from penstock.bench.report import count, percent
 
     if not phase.steps:
         return "      – (no such step)"
     return (
-        f"{phase.tokens_per_s:>9,.1f} tok/s, {percent(phase.share)} of the hardware floor "
+        f"{phase.tokens_per_s:>9,.1f} tok/s, {percent(phase.share or 0.0)} of the hardware floor "
         f"({phase.bound}-bound, {count(phase.steps, 'step')})"
     )
 
@@ -96,4 +98,7 @@ def metrics(output: RequestOutput) -> dict[str, Any]:
         "ttft_s": m.ttft_s,
         "e2e_s": m.e2e_s,
         "preemptions": m.preemptions,
+        "floor_s": m.floor_s,
+        "achieved": m.achieved,
+        "bound": m.bound,
     }

@@ -1,7 +1,7 @@
 """The engine: requests, scheduling, batching, and the Python interface."""
 
 from penstock.engine.async_llm import AsyncLLM
-from penstock.engine.engine import Engine, StepTimes
+from penstock.engine.engine import Engine
 from penstock.engine.llm import LLM
 from penstock.engine.outputs import CompletionOutput, RequestMetrics, RequestOutput
 
@@ -12,5 +12,4 @@ __all__ = [
     "Engine",
     "RequestMetrics",
     "RequestOutput",
-    "StepTimes",
 ]

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from penstock.engine.request import Sequence, Status
 from penstock.engine.scheduler import Part
+from penstock.roofline import StepSize
 from penstock.step import Step
 
 
@@ -19,6 +20,7 @@ class Batch:
     """A step, and which rows of its logits belong to whom."""
 
     step: Step
+    size: StepSize
     sampled: list[Sequence]  # those that get a token, forks included
     logit_rows: list[int]  # the row of each, ascending
     prompt_rows: list[tuple[Sequence, int, int]]  # (sequence, first row, count)
@@ -72,7 +74,8 @@ def build(parts: list[Part], table: NDArray[np.int32], block_size: int) -> Batch
         block_table=torch.from_numpy(table[owner, :width]),
         sample_at=_ints(wanted),
     )
-    return Batch(step, sampled, logit_rows, prompt_rows)
+    size = StepSize([count for _, count in parts], contexts, len(wanted))
+    return Batch(step, size, sampled, logit_rows, prompt_rows)
 
 
 def _ints(values: list[int]) -> Tensor:

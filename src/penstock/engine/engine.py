@@ -5,8 +5,6 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass, fields
-from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -20,6 +18,7 @@ from penstock.engine.outputs import RequestMetrics, RequestOutput
 from penstock.engine.request import Request, Sequence, Status
 from penstock.engine.scheduler import Part, Plan, Scheduler
 from penstock.errors import InvalidPromptError, InvalidSamplingError, RequestError
+from penstock.roofline import CostModel, Ledger, kept_peaks
 from penstock.runtime import Runtime
 from penstock.sampling import (
     Sampled,
@@ -32,22 +31,6 @@ from penstock.sampling import (
 from penstock.tokenizer import IncrementalDetokenizer
 
 logger = logging.getLogger("penstock")
-
-
-@dataclass(slots=True)
-class StepTimes:
-    """Where the engine's time went, in seconds, summed over its steps."""
-
-    steps: int = 0
-    schedule_s: float = 0.0
-    batch_s: float = 0.0
-    forward_s: float = 0.0
-    sample_s: float = 0.0
-    output_s: float = 0.0
-
-    def since(self, before: StepTimes) -> StepTimes:
-        """The part that was added after `before` was copied."""
-        return StepTimes(*(getattr(self, f.name) - getattr(before, f.name) for f in fields(self)))
 
 
 class Engine:
@@ -67,7 +50,9 @@ class Engine:
         )
         self.sampler = Sampler(self.vocab_size)
         self.requests: dict[str, Request] = {}
-        self.times = StepTimes()
+        model = runtime.model
+        costs = CostModel(model.spec.decoder, model.model.formats, runtime.layout, model.dtype)
+        self.ledger = Ledger(costs, kept_peaks())
         self._eos = frozenset(runtime.model.eos_token_ids)
         self._arrivals = 0
         self._seeds = np.random.default_rng(config.model.seed)
@@ -117,6 +102,7 @@ class Engine:
         self.scheduler.add(request)
         self._arrivals += 1
         self.requests[request_id] = request
+        self.ledger.wait(time.perf_counter())
 
     def _sequence(self, request: Request, index: int, seed: int) -> Sequence:
         params, tokens = request.params, request.prompt_token_ids
@@ -178,6 +164,8 @@ class Engine:
         request = self.requests.get(request_id)
         if request is not None:
             self._end(request, "abort")
+            if not self.requests:
+                self.ledger.rest()
             if report:
                 self._ended.append(request)
 
@@ -219,25 +207,24 @@ class Engine:
         touched: dict[str, Request] = {}
         if plan.copies:
             self._copy(plan, touched)
-        if plan.parts:
-            self._run(plan, touched, marks)
+        batch = self._run(plan, touched, marks) if plan.parts else None
         ended, self._ended = self._ended, []
         touched |= {r.request_id: r for r in ended}
         outputs = [r.output() for r in touched.values() if r.stream or r.finished]
-        self._count_times([*marks, time.perf_counter()])
+        self._record(plan, batch, marks)
         return outputs
 
-    def _count_times(self, marks: list[float]) -> None:
-        if len(marks) < 6:
-            return  # nothing to do, or a step that raised
-        schedule, batch, forward, sample, output = (b - a for a, b in pairwise(marks))
-        times = self.times
-        times.steps += 1
-        times.schedule_s += schedule
-        times.batch_s += batch
-        times.forward_s += forward
-        times.sample_s += sample
-        times.output_s += output
+    def _record(self, plan: Plan, batch: Batch | None, marks: list[float]) -> None:
+        """Enter the step in the ledger, unless there was nothing to do or it raised."""
+        now = time.perf_counter()
+        if batch is not None:
+            record = self.ledger.record(batch.size, (*marks, now))
+            if record.floor is not None:
+                for request in {sequence.request for sequence, _ in plan.parts}:
+                    request.metrics.take_part(record.seconds, record.floor)
+        self.ledger.rest()
+        if self.requests:
+            self.ledger.wait(now)
 
     def _copy(self, plan: Plan, touched: dict[str, Request]) -> None:
         """Make the plan's copies; if that fails, so do the requests that would write to them."""
@@ -251,11 +238,12 @@ class Engine:
                     touched[sequence.request.request_id] = sequence.request
             plan.parts = [part for part in plan.parts if part[0].status is Status.RUNNING]
 
-    def _run(self, plan: Plan, touched: dict[str, Request], marks: list[float]) -> None:
+    def _run(self, plan: Plan, touched: dict[str, Request], marks: list[float]) -> Batch | None:
         """Compute and apply; where that raises, each sequence alone: only the culprit fails.
 
         What a failed attempt has written to the cache is written again, to the same bytes. The
         plan's copies were made before and aren't repeated: others may have written to them since.
+        Returns the batch, or None where it raised.
         """
         try:
             batch, sampled = self._compute(plan, marks)
@@ -264,13 +252,14 @@ class Engine:
                 request = plan.parts[0][0].request
                 self._fail(request, error)
                 touched[request.request_id] = request
-                return
+                return None
             logger.warning("A step of %d sequences raised: %r", len(plan.parts), error)
             for part in plan.parts:
                 if part[0].status is Status.RUNNING:  # its request hasn't failed already
                     self._run(Plan([part]), touched, [])
-        else:
-            self._apply(plan.parts, batch, sampled, touched)
+            return None
+        self._apply(plan.parts, batch, sampled, touched)
+        return batch
 
     def _compute(self, plan: Plan, marks: list[float]) -> tuple[Batch, Sampled]:
         """Batch → forward → sample; changes nothing but the cache and prompt logprobs."""
@@ -374,7 +363,7 @@ class Engine:
             "cached_blocks": self.pool.num_idle,
             "prefix_hit_rate": self.tree.hit_rate if self.tree else 0.0,
             "preemptions": self.scheduler.num_preemptions,
-            "steps": self.times.steps,
+            "steps": self.ledger.prefill.steps + self.ledger.decode.steps,
         }
 
     def reset_prefix_cache(self) -> None:

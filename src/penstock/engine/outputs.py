@@ -5,12 +5,16 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from itertools import pairwise
 
+from penstock.roofline import Bound, Floor
 from penstock.sampling import TokenLogprobs
 
 
 @dataclass(slots=True)
 class RequestMetrics:
-    """When things happened, in seconds of the monotonic clock, and what was saved or lost."""
+    """When things happened, in seconds of the monotonic clock, and what was saved or lost.
+
+    Floors are known once this machine's peaks are (`penstock doctor --calibrate`).
+    """
 
     arrival_time: float
     first_scheduled_time: float | None = None
@@ -18,6 +22,29 @@ class RequestMetrics:
     finished_time: float | None = None
     cached_tokens: int = 0  # of the prompt, found in the prefix tree
     preemptions: int = 0
+    steps_s: float = 0.0  # of the steps it took part in, alone or with others
+    memory_s: float = 0.0  # the least time that these steps' bytes take
+    compute_s: float = 0.0  # … and their FLOPs
+    floor_s: float | None = None  # the least time that these steps could have taken
+
+    def take_part(self, seconds: float, floor: Floor) -> None:
+        """Count a step that this request was in."""
+        self.steps_s += seconds
+        self.memory_s += floor.memory_s
+        self.compute_s += floor.compute_s
+        self.floor_s = (self.floor_s or 0.0) + floor.seconds
+
+    @property
+    def achieved(self) -> float | None:
+        """Floor ÷ time of its steps: 1 is all that this machine has."""
+        return None if self.floor_s is None else self.floor_s / self.steps_s
+
+    @property
+    def bound(self) -> Bound | None:
+        """What its floor is made of."""
+        if self.floor_s is None:
+            return None
+        return "memory" if self.memory_s >= self.compute_s else "compute"
 
     @property
     def queue_s(self) -> float | None:

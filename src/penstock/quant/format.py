@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from penstock.hardware import Compute
 from penstock.ops import Activation
 
 Packed = dict[str, Tensor]
 """A stored matrix: named tensors, the same names for every matrix of a format."""
-
-Compute = Literal["float32", "bfloat16", "int8"]
-"""What products are computed in."""
 
 
 class WeightFormat(Protocol):
@@ -30,7 +28,7 @@ class WeightFormat(Protocol):
 
     @property
     def compute(self) -> Compute:
-        """What its products are computed in: which peak bounds it."""
+        """What its products run in: which peak bounds them."""
         ...
 
     def pack(self, weight: Tensor, gated: bool = False) -> Packed:

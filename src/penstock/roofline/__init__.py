@@ -1,6 +1,27 @@
 """How full the pipe runs: what a step must cost on this machine, and what it did cost."""
 
-from penstock.roofline.cost import Cost, floor_s, step_cost
-from penstock.roofline.peaks import measure, peaks
+from penstock.roofline.cost import OPS, Cost, CostModel, OpCost, StepSize, total
+from penstock.roofline.floor import Bound, Floor, floor_of, floor_s, op_floor
+from penstock.roofline.ledger import CAUSES, Ledger, StepRecord, Totals
+from penstock.roofline.peaks import kept_peaks, measure, peaks
 
-__all__ = ["Cost", "floor_s", "measure", "peaks", "step_cost"]
+__all__ = [
+    "CAUSES",
+    "OPS",
+    "Bound",
+    "Cost",
+    "CostModel",
+    "Floor",
+    "Ledger",
+    "OpCost",
+    "StepRecord",
+    "StepSize",
+    "Totals",
+    "floor_of",
+    "floor_s",
+    "kept_peaks",
+    "measure",
+    "op_floor",
+    "peaks",
+    "total",
+]

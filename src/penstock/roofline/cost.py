@@ -1,30 +1,115 @@
-"""Bytes and FLOPs that a step can't avoid, and the least time they take.
+"""Bytes and FLOPs that a step can't avoid, operator by operator and in all.
 
-Counted: every weight matrix once (the rows of an untied embedding as they are used), the visible
-keys and values once per sequence and layer, this step's keys and values written. Activations stay
-in cache and are left out, so the floor is a lower bound.
+From memory: every weight matrix once, the rows of an embedding as they are used, the visible keys
+and values once per sequence and layer, this step's keys and values written. Activations, norm
+weights and biases stay in cache: they are counted for each operator but not in the floor.
+Products are what matrices and attention multiply; other operators' FLOPs run beside them.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Literal, Protocol
 
-from penstock.hardware import Peaks
-from penstock.nn.spec import DecoderSpec, LayerSpec
-from penstock.quant import WeightFormats
+import torch
+
+from penstock.hardware import Compute
+from penstock.nn.spec import AttentionSpec, DecoderSpec, LayerSpec
+from penstock.quant import WeightFormat, WeightFormats
+from penstock.step import Step
+
+Unit = Literal["float32", "bfloat16", "int8", "vector"]
+"""What an operator computes in: products of a `Compute`, or elements in float32 vectors."""
+
+OPS = ("embedding", "norm", "qkv", "rotary", "attention", "out", "up", "down", "head", "softcap")
+"""The rows, in the order in which a step first meets them. `rotary` writes the cache."""
+
+_NORM_FLOPS = {"rms": 4, "layer": 7}  # an element: square, sum, scale, weight; mean, shift, bias
+_ROTATION_FLOPS = 3  # an element: two products and their sum
+_SOFTCAP_FLOPS = 3
+
+
+class KvLayout(Protocol):
+    """What a cost asks of the cache's layout."""
+
+    def bytes_per_token(self, layer: int) -> int:
+        """Of one token's key and value in one layer, read or written."""
+        ...
+
+
+@dataclass(slots=True)
+class StepSize:
+    """What of a step decides its cost."""
+
+    queries: Sequence[int]  # new tokens of each sequence, at least one
+    contexts: Sequence[int]  # tokens each sees, the new ones included
+    sampled: int  # rows of logits
+    tokens: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.tokens = sum(self.queries)
+
+    @classmethod
+    def of(cls, step: Step) -> StepSize:
+        """The size of `step`."""
+        starts = step.query_start.tolist()
+        return cls(
+            [b - a for a, b in pairwise(starts)], step.context_len.tolist(), len(step.sample_at)
+        )
+
+    @property
+    def is_prefill(self) -> bool:
+        """Whether any sequence had more than its last token computed."""
+        return self.tokens > len(self.contexts) or 1 in self.contexts
+
+
+@dataclass(slots=True)
+class OpCost:
+    """What one kind of operator moves and computes in a step."""
+
+    op: str
+    unit: Unit
+    calls: int = 0
+    weight_bytes: int = 0
+    kv_bytes: int = 0
+    activation_bytes: int = 0  # read and written, in cache
+    flops: int = 0
+
+    @property
+    def bytes_moved(self) -> int:
+        """From and to memory."""
+        return self.weight_bytes + self.kv_bytes
+
+    @property
+    def intensity(self) -> float:
+        """FLOPs per byte from memory; per byte of activations where nothing else is moved."""
+        return self.flops / (self.bytes_moved or self.activation_bytes or 1)
+
+    def add(self, calls: int, activation_bytes: int, flops: int = 0, weight_bytes: int = 0) -> None:
+        """Count more calls."""
+        self.calls += calls
+        self.activation_bytes += activation_bytes
+        self.flops += flops
+        self.weight_bytes += weight_bytes
 
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """What one step must move and compute."""
+    """What a whole step must move and multiply."""
 
     weight_bytes: int
     kv_bytes: int
-    flops: int
+    products: Mapping[Compute, int]  # FLOPs
 
     @property
     def bytes_moved(self) -> int:
         return self.weight_bytes + self.kv_bytes
+
+    @property
+    def flops(self) -> int:
+        return sum(self.products.values())
 
     @property
     def intensity(self) -> float:
@@ -32,51 +117,208 @@ class Cost:
         return self.flops / self.bytes_moved
 
 
-def matrices(spec: DecoderSpec, layer: LayerSpec) -> list[tuple[int, int]]:
+def total(rows: Iterable[OpCost]) -> Cost:
+    """The operators of a step added up."""
+    weights = kv = 0
+    products: dict[Compute, int] = {}
+    for row in rows:
+        weights += row.weight_bytes
+        kv += row.kv_bytes
+        if row.unit != "vector":
+            products[row.unit] = products.get(row.unit, 0) + row.flops
+    return Cost(weights, kv, products)
+
+
+def matrices(spec: DecoderSpec, layer: LayerSpec) -> dict[str, tuple[int, int]]:
     """[N, K] of a layer's matrices."""
     a, m = layer.attention, layer.mlp
     q, kv = a.num_heads * a.head_dim, a.num_kv_heads * a.head_dim
-    return [
-        (q + 2 * kv, spec.hidden),
-        (spec.hidden, q),
-        (m.intermediate * (2 if m.gated else 1), spec.hidden),
-        (spec.hidden, m.intermediate),
-    ]
+    return {
+        "qkv": (q + 2 * kv, spec.hidden),
+        "out": (spec.hidden, q),
+        "up": (m.intermediate * (2 if m.gated else 1), spec.hidden),
+        "down": (spec.hidden, m.intermediate),
+    }
 
 
-def step_cost(
-    spec: DecoderSpec,
-    formats: WeightFormats,
-    kv_itemsize: int,
-    queries: list[int],
-    contexts: list[int],
-    sampled: int,
-) -> Cost:
-    """Cost of a step of sequences with `queries` new tokens each, up to `contexts` in all."""
-    tokens = sum(queries)
-    weights = flops = kv = 0
-    for layer in spec.layers:
-        for n, k in matrices(spec, layer):
-            weights += formats.matrix.nbytes(n, k)
-            flops += 2 * tokens * n * k
-        a = layer.attention
-        for count, context in zip(queries, contexts, strict=True):
-            visible = min(context, count + a.window - 1) if a.window else context
-            kv += 2 * (visible + count) * a.num_kv_heads * a.head_dim * kv_itemsize
-            flops += 4 * a.num_heads * a.head_dim * _pairs(count, context, a.window)
-    weights += formats.head.nbytes(spec.vocab_size, spec.hidden)
-    flops += 2 * sampled * spec.vocab_size * spec.hidden
-    return Cost(weights, kv, flops)
-
-
-def _pairs(count: int, context: int, window: int) -> int:
-    """Query-key pairs that `count` last tokens of a context see."""
+def pairs(count: int, context: int, window: int) -> int:
+    """Query-key pairs that `count` last tokens of a context see: token i sees min(i, window)."""
     first = context - count
-    if not window:
-        return count * first + count * (count + 1) // 2
-    return sum(min(at + 1, window) for at in range(first, context))
+    if not window or context <= window:
+        return (context * (context + 1) - first * (first + 1)) // 2
+    inside = min(first, window)
+    ramp = (window * (window + 1) - inside * (inside + 1)) // 2
+    return ramp + window * (context - max(first, window))
 
 
-def floor_s(cost: Cost, peaks: Peaks) -> float:
-    """The least time: the longer of moving the bytes and computing the FLOPs."""
-    return max(cost.bytes_moved / peaks.read_bytes_per_s, cost.flops / peaks.matrix_flops)
+@dataclass(slots=True)
+class _Span:
+    """Layers that see the same number of tokens, added up."""
+
+    read_bytes: int = 0  # a visible token
+    pair_flops: int = 0
+
+
+@dataclass(slots=True)
+class _Coefficients:
+    """What a step's cost is linear in."""
+
+    layer_bytes: int = 0  # weights of the layers
+    head_bytes: int = 0
+    row_bytes: int = 0  # of embeddings, a token; those of a tied one only where no head is read
+    tied_row_bytes: int = 0
+    written_bytes: int = 0  # keys and values, a token
+    token_flops: int = 0  # of the layers' matrices, a token
+    head_flops: int = 0  # a sampled row
+    spans: dict[int, _Span] = field(default_factory=dict)  # by window
+
+
+class CostModel:
+    """Costs of the steps of one model with one kind of weights and cache."""
+
+    def __init__(
+        self, spec: DecoderSpec, formats: WeightFormats, layout: KvLayout, dtype: torch.dtype
+    ) -> None:
+        """dtype: of the activations, which attention multiplies in."""
+        self.spec = spec
+        self.formats = formats
+        self.layout = layout
+        self.itemsize = dtype.itemsize
+        self.attention_compute: Compute = "float32" if dtype is torch.float32 else "bfloat16"
+        self._terms = self._coefficients()
+
+    def _coefficients(self) -> _Coefficients:
+        spec, formats, found = self.spec, self.formats, _Coefficients()
+        for i, layer in enumerate(spec.layers):
+            for n, k in matrices(spec, layer).values():
+                found.layer_bytes += formats.matrix.nbytes(n, k)
+                found.token_flops += 2 * n * k
+            a, stored = layer.attention, self.layout.bytes_per_token(i)
+            found.written_bytes += stored
+            span = found.spans.setdefault(a.window, _Span())
+            span.read_bytes += stored
+            span.pair_flops += 4 * a.num_heads * a.head_dim
+        found.head_bytes = formats.head.nbytes(spec.vocab_size, spec.hidden)
+        found.head_flops = 2 * spec.vocab_size * spec.hidden
+        row = spec.hidden * self.itemsize
+        found.row_bytes = row * bool(spec.learned_positions)
+        if spec.tied:
+            found.tied_row_bytes = found.head_bytes // spec.vocab_size
+        else:
+            found.row_bytes += row
+        return found
+
+    def cost(self, size: StepSize) -> Cost:
+        """Of the whole step: a few multiplications, whatever the number of layers."""
+        terms, sampled, tokens = self._terms, size.sampled, size.tokens
+        kv = tokens * terms.written_bytes
+        attention = 0
+        for window, span in terms.spans.items():
+            seen, read = self._seen(size, window)
+            kv += span.read_bytes * read
+            attention += span.pair_flops * seen
+        rows = terms.row_bytes + (0 if sampled else terms.tied_row_bytes)
+        weights = terms.layer_bytes + rows * tokens + (terms.head_bytes if sampled else 0)
+        formats = self.formats
+        products: dict[Compute, int] = {formats.matrix.compute: terms.token_flops * tokens}
+        for compute, flops in (
+            (formats.head.compute, terms.head_flops * sampled),
+            (self.attention_compute, attention),
+        ):
+            products[compute] = products.get(compute, 0) + flops
+        return Cost(weights, kv, products)
+
+    @staticmethod
+    def _seen(size: StepSize, window: int) -> tuple[int, int]:
+        """Query-key pairs, and keys that any query of their sequence sees."""
+        contexts = size.contexts
+        if size.tokens == len(contexts):  # one token each
+            seen = sum(min(c, window) for c in contexts) if window else sum(contexts)
+            return seen, seen
+        found = read = 0
+        for count, context in zip(size.queries, contexts, strict=True):
+            found += pairs(count, context, window)
+            read += min(context, count + window - 1) if window else context
+        return found, read
+
+    # ── operator by operator ─────────────────────────────────────────────────────────────────
+
+    def ops(self, size: StepSize) -> list[OpCost]:
+        """Every kind of operator in the step, in the order of `OPS`; sampling excluded."""
+        spec, formats = self.spec, self.formats
+        matrix, attention = formats.matrix.compute, self.attention_compute
+        units: dict[str, Unit] = dict.fromkeys(OPS, "vector")
+        units |= dict.fromkeys(("qkv", "out", "up", "down"), matrix)
+        units |= {"head": formats.head.compute, "attention": attention}
+        rows = {name: OpCost(name, unit) for name, unit in units.items()}
+        tokens = size.tokens
+        self._embed(rows["embedding"], tokens, size.sampled)
+        for i, layer in enumerate(spec.layers):
+            for name, (n, k) in matrices(spec, layer).items():
+                out = layer.mlp.intermediate if name == "up" else n
+                self._multiply(rows[name], formats.matrix, tokens, n, k, out * self.itemsize)
+            self._rotate(rows["rotary"], layer.attention, tokens, i)
+            self._attend(rows["attention"], layer.attention, size, i)
+        self._normalize(rows["norm"], tokens, size.sampled)
+        if size.sampled:
+            self._multiply(
+                rows["head"],
+                formats.head,
+                size.sampled,
+                spec.vocab_size,
+                spec.hidden,
+                4 * spec.vocab_size,
+            )
+            if spec.final_softcap:
+                logits = size.sampled * spec.vocab_size
+                rows["softcap"].add(1, 8 * logits, _SOFTCAP_FLOPS * logits)
+        return list(rows.values())
+
+    def _embed(self, row: OpCost, tokens: int, sampled: int) -> None:
+        terms, elements = self._terms, tokens * self.spec.hidden
+        rows = terms.row_bytes + (0 if sampled else terms.tied_row_bytes)
+        learned = bool(self.spec.learned_positions)
+        flops = elements * ((self.spec.embed_scale != 1.0) + learned)
+        row.add(1 + learned, elements * self.itemsize * (1 + 2 * learned), flops, rows * tokens)
+
+    def _multiply(
+        self, row: OpCost, stored: WeightFormat, tokens: int, n: int, k: int, out_bytes: int
+    ) -> None:
+        moved = tokens * (k * self.itemsize + out_bytes)
+        row.add(1, moved, 2 * tokens * n * k, stored.nbytes(n, k))
+
+    def _rotate(self, row: OpCost, a: AttentionSpec, tokens: int, layer: int) -> None:
+        heads = a.num_heads + a.num_kv_heads
+        flops = _ROTATION_FLOPS * heads * (a.rope.rotary_dim if a.rope else 0)
+        if a.qk_norm == "head":
+            flops += _NORM_FLOPS["rms"] * heads * a.head_dim
+        moved = (2 * a.num_heads + 2 * a.num_kv_heads) * a.head_dim * self.itemsize
+        row.add(1, tokens * moved, tokens * flops)
+        row.kv_bytes += tokens * self.layout.bytes_per_token(layer)
+
+    def _attend(self, row: OpCost, a: AttentionSpec, size: StepSize, layer: int) -> None:
+        seen, read = self._seen(size, a.window)
+        heads = a.num_heads * a.head_dim
+        row.add(1, 2 * size.tokens * heads * self.itemsize, 4 * heads * seen)
+        row.kv_bytes += read * self.layout.bytes_per_token(layer)
+
+    def _normalize(self, row: OpCost, tokens: int, sampled: int) -> None:
+        """Norms and residual adds that no matrix takes along: it does an RMS norm before it, and
+        adds to the residual where no norm comes between."""
+        hidden, a_byte = self.spec.hidden, self.itemsize
+        each = _NORM_FLOPS[self.spec.norm.kind]
+        apart = self.spec.norm.kind != "rms"
+
+        def norm(elements: int) -> None:
+            row.add(1, 2 * elements * a_byte, each * elements)
+
+        for layer in self.spec.layers:
+            for _ in range(2 * (layer.pre_norm * apart + layer.post_norm)):
+                norm(tokens * hidden)
+            if layer.attention.qk_norm == "full":
+                norm(tokens * layer.attention.num_heads * layer.attention.head_dim)
+                norm(tokens * layer.attention.num_kv_heads * layer.attention.head_dim)
+            if layer.post_norm:
+                row.add(0, 6 * tokens * hidden * a_byte, 2 * tokens * hidden)
+        if apart:
+            norm(sampled * hidden)

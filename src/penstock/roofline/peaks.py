@@ -57,6 +57,15 @@ def _measure_with_torch(buffer: torch.Tensor, threads: int) -> Peaks:
     )  # fmt: skip
 
 
+def kept_peaks() -> Peaks | None:
+    """This machine's peaks, where an earlier run has measured and kept them."""
+    return load_peaks(detect(), torch.get_num_threads(), _kernels())
+
+
+def _kernels() -> str:
+    return "reference" if native.handle is None else "native"
+
+
 def peaks(*, calibrate: bool = False) -> Peaks:
     """This machine's peaks: kept from an earlier run, else measured now and kept.
 
@@ -67,13 +76,12 @@ def peaks(*, calibrate: bool = False) -> Peaks:
         raise KernelError(
             f"Only {hardware.available_bytes >> 20} MiB of memory are free; measuring needs 64."
         )
-    kernels = "reference" if native.handle is None else "native"
-    kept = None if calibrate else load_peaks(hardware, torch.get_num_threads(), kernels)
+    kept = None if calibrate else kept_peaks()
     if kept is not None:
         return kept
     measured = measure(hardware)
     try:
-        save_peaks(hardware, measured, kernels)
+        save_peaks(hardware, measured, _kernels())
     except OSError as error:
         logger.warning("The measured peaks can't be kept: %s. Set PENSTOCK_CACHE.", error)
     return measured

@@ -27,8 +27,12 @@ class PagedLayout:
     @property
     def bytes_per_block(self) -> int:
         """Of keys and values, all layers."""
-        dims = sum(count * round_up(dim, COLUMNS) for count, dim in self.heads)
-        return 2 * self.block_size * dims * self.dtype.itemsize
+        return self.block_size * sum(map(self.bytes_per_token, range(len(self.heads))))
+
+    def bytes_per_token(self, layer: int) -> int:
+        """Of one token's key and value in one layer, read or written."""
+        count, dim = self.heads[layer]
+        return 2 * count * round_up(dim, COLUMNS) * self.dtype.itemsize
 
     def blocks_for(self, tokens: int) -> int:
         """Blocks that a sequence of `tokens` needs."""

@@ -8,8 +8,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from penstock.hardware import Compute
 from penstock.ops.panels import pack_panels, panel_shape, unpack_panels
-from penstock.quant.format import Compute, Packed
+from penstock.quant.format import Packed
 from penstock.quant.formats.panels import PanelFormat
 
 

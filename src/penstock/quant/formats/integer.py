@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from penstock.hardware import Compute
 from penstock.ops.panels import (
     BYTE_BLOCK,
     COLUMNS,
@@ -19,7 +20,7 @@ from penstock.ops.panels import (
     unpack_int4,
     unpack_int8,
 )
-from penstock.quant.format import Compute, Packed
+from penstock.quant.format import Packed
 from penstock.quant.formats.panels import PanelFormat, alternate
 from penstock.quant.methods.rtn import round_int4, round_int8
 

@@ -1,0 +1,122 @@
+"""Timing every operator of a forward pass, and writing spans as a Chrome trace.
+
+Each call that reaches torch's dispatcher is timed on its own, so what lies between two of them is
+Python. The clock's own cost lengthens the pass: the undisturbed step is timed apart.
+Format: Chrome's Trace Event Format, which chrome://tracing and Perfetto read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from time import perf_counter
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from penstock.nn import Decoder
+from penstock.nn.linear import Linear
+from penstock.ops.registry import NAMESPACE
+from penstock.roofline.cost import OPS
+
+OTHER = "other"
+"""The row of what has no cost of its own: views, copies of rows."""
+
+_ROWS = (
+    ("embedding", "embedding"),
+    ("norm", "norm"),
+    ("rotary", "rotary"),
+    ("attention", "attention"),
+    ("softcap", "softcap"),
+)
+"""What an operator's name contains, and its row."""
+
+
+@dataclass(slots=True)
+class OpEvent:
+    """One call of an operator."""
+
+    row: str  # one of OPS, or OTHER
+    name: str  # `penstock.linear`
+    start: float  # time.perf_counter()
+    seconds: float
+    shapes: str  # of its tensors
+
+
+class OpTimer(TorchDispatchMode):
+    """While entered, times every operator; `take` gives them.
+
+    A product belongs to the matrix whose weight it takes.
+    """
+
+    def __init__(self, decoder: Decoder) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._events: list[OpEvent] = []
+        self._matrices = {
+            module.packed["weight"].data_ptr(): name.rpartition(".")[2]
+            for name, module in decoder.named_modules()
+            if isinstance(module, Linear)
+        }
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        start = perf_counter()
+        output = func(*args, **(kwargs or {}))
+        seconds = perf_counter() - start
+        name = func.name().partition(".")[0].replace("::", ".")
+        self._events.append(OpEvent(self._row(name, args), name, start, seconds, _shapes(args)))
+        return output
+
+    def _row(self, name: str, arguments: Iterable[Any]) -> str:
+        space, _, op = name.partition(".")
+        if space != NAMESPACE:
+            return "norm" if op == "add_" else OTHER  # a residual add after a norm of its own
+        if op.startswith("linear"):
+            tensors = (a for a in arguments if isinstance(a, torch.Tensor))
+            found = (self._matrices.get(tensor.data_ptr()) for tensor in tensors)
+            return next((row for row in found if row in OPS), OTHER)
+        return next((row for part, row in _ROWS if part in op), OTHER)
+
+    def take(self) -> list[OpEvent]:
+        """The calls since the last time."""
+        events, self._events = self._events, []
+        return events
+
+
+def _shapes(arguments: Iterable[Any]) -> str:
+    return " ".join(str(list(a.shape)) for a in arguments if isinstance(a, torch.Tensor))
+
+
+@dataclass(slots=True)
+class Span:
+    """Something that took time; spans that lie in another are drawn below it."""
+
+    name: str
+    category: str
+    start: float  # seconds
+    seconds: float
+    arguments: dict[str, Any] = field(default_factory=dict)
+
+
+def chrome_trace(spans: Iterable[Span], title: str) -> dict[str, Any]:
+    """The spans as one thread of one process, in microseconds since the first."""
+    ordered = sorted(spans, key=lambda span: (span.start, -span.seconds))
+    begin = ordered[0].start if ordered else 0.0
+    names = [
+        {"name": "process_name", "ph": "M", "pid": 1, "args": {"name": title}},
+        {"name": "thread_name", "ph": "M", "pid": 1, "tid": 1, "args": {"name": "engine"}},
+    ]
+    events = [
+        {
+            "name": span.name,
+            "cat": span.category,
+            "ph": "X",
+            "ts": (span.start - begin) * 1e6,
+            "dur": span.seconds * 1e6,
+            "pid": 1,
+            "tid": 1,
+            "args": span.arguments,
+        }
+        for span in ordered
+    ]
+    return {"displayTimeUnit": "ms", "traceEvents": [*names, *events]}

@@ -1,0 +1,99 @@
+"""`penstock profile`: tables, JSON, trace and plot of the embedded and of a tiny model."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from xml.etree import ElementTree as ET
+
+import pytest
+from typer.testing import Result
+
+from penstock.bench import profile as benchmark
+from penstock.hardware import Hardware, Peaks
+from penstock.roofline import OPS
+
+Run = Callable[..., Result]
+
+
+ROWS = set(OPS) - {"norm", "softcap"}
+"""What a Llama shows: its matrices take the norms along, and there is no cap."""
+
+
+@pytest.fixture(autouse=True)
+def fake_peaks(known_peaks: Peaks, monkeypatch: pytest.MonkeyPatch) -> Peaks:
+    """Instead of two seconds of measuring."""
+
+    def measure(hardware: Hardware) -> Peaks:
+        return known_peaks
+
+    monkeypatch.setattr(benchmark, "measure", measure)
+    return known_peaks
+
+
+def test_the_embedded_model(penstock: Run) -> None:
+    result = penstock("profile", "--prompt-len", 32, "--steps", 2)
+    assert result.exit_code == 0, result.output
+    for word in ("prefill: 1 × 32 tokens", "decode: 1 × 1 token @ 32", *ROWS, "between operators",
+                 "achieved/floor", "undisturbed", "Measured peaks"):  # fmt: skip
+        assert word in result.stdout
+    assert max(map(len, result.stdout.splitlines())) > 80  # nothing was cut to a terminal's width
+
+
+def test_figures_follow_from_each_other(
+    penstock: Run, base_model: Path, tmp_path: Path, known_peaks: Peaks
+) -> None:
+    files = {name: tmp_path / "new" / name for name in ("p.json", "t.json", "r.svg")}
+    result = penstock(
+        "profile", base_model, "--prompt-len", 40, "--context", 64, "--output-len", 3,
+        "--batch-size", 2, "--json", files["p.json"], "--trace", files["t.json"],
+        "--svg", files["r.svg"],
+    )  # fmt: skip
+    assert result.exit_code == 0, result.output
+    found = json.loads(files["p.json"].read_text())
+    assert found["benchmark"] == "profile" and found["setup"]["context"] == 64
+    for phase in found["results"].values():
+        outside = sum(phase[f"{part}_s"] for part in benchmark.PARTS)
+        whole = phase["ops_s"] + phase["between_ops_s"] + outside
+        assert whole == pytest.approx(phase["seconds"])
+        assert phase["ops_s"] == pytest.approx(sum(op["seconds"] for op in phase["ops"]))
+        for op in phase["ops"]:
+            assert op["share"] == pytest.approx(op["seconds"] / phase["seconds"])
+    prefill, decode = (
+        {op["op"]: op for op in found["results"][name]["ops"]} for name in ("prefill", "decode")
+    )
+    assert set(prefill) >= ROWS and set(decode) >= ROWS
+    assert (prefill["qkv"]["calls"], decode["down"]["calls"], decode["head"]["calls"]) == (2, 2, 1)
+    # contexts of 67 to 69: the first step's token and two that warm up came before
+    kv = 2 * 2 * 2 * 16 * 2 * 2 * (67 + 68 + 69) / 3
+    assert decode["attention"]["bytes_moved"] == pytest.approx(kv)
+    assert decode["up"]["bytes_moved"] == 2 * 2 * 256 * 64
+    assert decode["up"]["flops"] == 2 * 2 * 2 * 256 * 64
+    floor = decode["up"]["bytes_moved"] / known_peaks.read_bytes_per_s
+    assert decode["up"]["floor_s"] == pytest.approx(floor)
+    assert decode["up"]["achieved"] == pytest.approx(floor / decode["up"]["seconds"])
+    assert (decode["up"]["bound"], prefill["embedding"]["bound"]) == ("memory", "cache")
+    assert prefill["qkv"]["intensity"] == pytest.approx(80)
+
+    events = json.loads(files["t.json"].read_text())["traceEvents"]
+    spans = [e for e in events if e["ph"] == "X"]
+    steps = [e for e in spans if e["cat"] == "step"]
+    assert [e["name"] for e in steps] == ["step (prefill)"] + ["step (decode)"] * 3
+    parts = {e["name"] for e in spans if e["cat"] == "engine"}
+    assert parts == {"schedule", "batch", "forward", "sample", "output"}
+    forwards = [e for e in spans if e["name"] == "forward"]
+    for op in (e for e in spans if e["cat"] == "op"):
+        assert any(
+            f["ts"] <= op["ts"] and op["ts"] + op["dur"] <= f["ts"] + f["dur"] for f in forwards
+        )
+    assert ET.parse(files["r.svg"]).getroot().tag.endswith("svg")
+
+
+def test_it_refuses_what_does_not_fit(penstock: Run, base_model: Path) -> None:
+    result = penstock("profile", base_model, "--prompt-len", 2047)
+    assert result.exit_code == 1
+    assert "this model has 2048 positions" in result.stderr
+    assert penstock("profile", base_model, "--steps", 0).exit_code == 2
+    missing = penstock("profile", base_model.parent / "nothing")
+    assert missing.exit_code == 1 and missing.stderr.startswith("error: ")

@@ -1,0 +1,41 @@
+"""Decoders that the roofline's tests count by hand."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+
+from penstock.cache import PagedLayout
+from penstock.nn import AttentionSpec, DecoderSpec, LayerSpec, MlpSpec, NormSpec, RopeSpec
+from penstock.quant import Dense, WeightFormats
+from penstock.roofline import CostModel
+
+BF16 = WeightFormats(Dense(torch.bfloat16), Dense(torch.bfloat16))
+
+
+def qwen(window: int = 0) -> DecoderSpec:
+    """Qwen2.5-0.5B's shape: 494,032,768 parameters, of which norms and biases are few."""
+    attention = AttentionSpec(14, 2, 64, 0.125, RopeSpec(1e6, 64), qkv_bias=True, window=window)
+    layer = LayerSpec(attention, MlpSpec(4864))
+    return DecoderSpec(151936, 896, (layer,) * 24, NormSpec(), 32768, tied=True)
+
+
+def mixed() -> DecoderSpec:
+    """Every term at once: windows in turn, an untied head, positions, all the norms."""
+    plain = AttentionSpec(4, 2, 32, 1.0, RopeSpec(1e4, 16), qk_norm="head")
+    layers = (
+        LayerSpec(replace(plain, window=6), MlpSpec(96, "gelu_tanh"), post_norm=True),
+        LayerSpec(plain, MlpSpec(64, "gelu", gated=False)),
+        LayerSpec(replace(plain, qk_norm="full", rope=None, window=9), MlpSpec(96)),
+    )
+    return DecoderSpec(
+        512, 64, layers, NormSpec(), 128, embed_scale=8.0, learned_positions=128, final_softcap=30.0
+    )
+
+
+def costs(
+    spec: DecoderSpec, formats: WeightFormats = BF16, dtype: torch.dtype = torch.bfloat16
+) -> CostModel:
+    heads = tuple((x.attention.num_kv_heads, x.attention.head_dim) for x in spec.layers)
+    return CostModel(spec, formats, PagedLayout(heads, dtype, 32), dtype)

@@ -1,0 +1,89 @@
+"""Operators are timed under the row they belong to, and spans make a trace that viewers read."""
+
+from __future__ import annotations
+
+import itertools
+import json
+
+import pytest
+import torch
+
+from penstock.nn import Decoder
+from penstock.quant import formats_of
+from penstock.roofline import OPS, StepSize
+from penstock.roofline.trace import OTHER, OpTimer, Span, chrome_trace
+from penstock.step import KV, Step
+
+from .shapes import costs, mixed
+
+
+@pytest.fixture(scope="module")
+def decoder() -> Decoder:
+    torch.manual_seed(0)
+    model = Decoder(mixed(), formats_of(None, torch.bfloat16), torch.bfloat16)
+    for module in model.modules():
+        for name, shape in getattr(module, "expected", dict)().items():
+            module.load(name, 0.05 * torch.randn(shape))  # type: ignore[operator, union-attr]
+    return model
+
+
+def step(tokens: int) -> Step:
+    at = torch.arange(tokens, dtype=torch.int32)
+    return Step(
+        tokens=at, positions=at, slots=at, query_start=torch.tensor([0, tokens]).int(),
+        context_len=torch.tensor([tokens]).int(), block_table=torch.zeros(1, 1).int(),
+        sample_at=torch.tensor([tokens - 1]).int(),
+    )  # fmt: skip
+
+
+def cache(decoder: Decoder) -> KV:
+    return costs(decoder.spec).layout.allocate(1)  # type: ignore[attr-defined, no-any-return]
+
+
+def test_every_operator_has_its_row(decoder: Decoder) -> None:
+    kv, timer = cache(decoder), OpTimer(decoder)
+    with torch.inference_mode(), timer:
+        timed = decoder(step(7), kv)
+    events = timer.take()
+    counted = {row.op: row.calls for row in costs(decoder.spec).ops(StepSize([7], [7], 1))}
+    calls = {op: sum(e.row == op and e.name.startswith("penstock.") for e in events) for op in OPS}
+    assert calls == counted
+    linears = [e for e in events if e.name.startswith("penstock.linear")]
+    assert [e.row for e in linears] == ["qkv", "out", "up", "down"] * 3 + ["head"]
+    assert linears[0].shapes.startswith("[7, 64]")
+    assert any(e.row == OTHER for e in events)
+    assert all(b.start >= a.start + a.seconds for a, b in itertools.pairwise(events))
+    assert timer.take() == []
+    with torch.inference_mode():
+        assert torch.equal(decoder(step(7), kv), timed)  # nothing is changed, nothing is timed
+    assert timer.take() == []
+
+
+def test_an_operator_that_raises_leaves_the_timer_usable(decoder: Decoder) -> None:
+    timer = OpTimer(decoder)
+    with torch.inference_mode():
+        with pytest.raises(RuntimeError), timer:
+            decoder.head(torch.zeros(1, 65, dtype=torch.bfloat16))
+        timer.take()
+        with timer:
+            decoder(step(3), cache(decoder))
+    assert sum(e.row == "head" for e in timer.take()) == 1
+    assert not any(m._forward_hooks or m._forward_pre_hooks for m in decoder.modules())
+
+
+def test_a_trace_nests_spans_on_one_thread() -> None:
+    spans = [
+        Span("op", "op", 10.002, 0.001, {"shapes": "[1, 2]"}),
+        Span("step", "step", 10.0, 0.005),
+        Span("forward", "engine", 10.0, 0.004),
+    ]
+    found = json.loads(json.dumps(chrome_trace(spans, "a title")))
+    names, events = found["traceEvents"][:2], found["traceEvents"][2:]
+    assert names[0]["args"]["name"] == "a title"
+    assert [e["name"] for e in events] == ["step", "forward", "op"]  # the outer one first
+    assert all(e["ph"] == "X" and (e["pid"], e["tid"]) == (1, 1) for e in events)
+    assert events[0]["ts"] == 0.0
+    assert events[2]["ts"] == pytest.approx(2000)  # microseconds
+    assert events[2]["dur"] == pytest.approx(1000)
+    assert events[2]["args"] == {"shapes": "[1, 2]"}
+    assert chrome_trace([], "nothing")["traceEvents"]
