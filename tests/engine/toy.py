@@ -10,6 +10,7 @@ from __future__ import annotations
 import zlib
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import fields
 from typing import Any
 
 import numpy as np
@@ -57,7 +58,8 @@ class Toy:
         self.steps: list[Step] = []
 
     def __call__(self, step: Step, kv: KV) -> Tensor:
-        self.steps.append(step)
+        copies = {one.name: getattr(step, one.name).clone() for one in fields(step)}
+        self.steps.append(Step(**copies))  # the next step overwrites this one's tensors
         ids = kv[0][0]
         ids.view(-1)[step.slots.long()] = step.tokens
         if (step.tokens == RAISES).any():

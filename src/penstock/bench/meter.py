@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 
 import torch
@@ -18,16 +18,27 @@ from penstock.runtime import Runner, Runtime
 from penstock.step import Step
 
 
+@dataclass(slots=True)
+class _Ran:
+    """What the forward passes of one step were given; their tensors are overwritten later."""
+
+    queries: list[int] = field(default_factory=list)  # new tokens of each sequence
+    contexts: list[int] = field(default_factory=list)  # tokens each sees
+    sampled: int = 0  # rows of logits
+
+
 class _WatchedRunner(Runner):
     """Remembers what it ran."""
 
     def __init__(self, runner: Runner) -> None:
         self._runner = runner
         self.kv = runner.kv
-        self.ran: list[Step] = []
+        self.ran = _Ran()
 
     def forward(self, step: Step) -> Tensor:
-        self.ran.append(step)
+        self.ran.queries += [b - a for a, b in pairwise(step.query_start.tolist())]
+        self.ran.contexts += step.context_len.tolist()
+        self.ran.sampled += step.sample_at.shape[0]
         return self._runner.forward(step)
 
 
@@ -114,16 +125,10 @@ class Meter:
         start = time.perf_counter()
         outputs = self.engine.step()
         seconds = time.perf_counter() - start
-        if self._runner.ran:
-            starts = [step.query_start.tolist() for step in self._runner.ran]
-            record = StepRecord(
-                seconds=seconds,
-                times=self.engine.times.since(before),
-                queries=[b - a for s in starts for a, b in pairwise(s)],
-                contexts=[c for step in self._runner.ran for c in step.context_len.tolist()],
-                sampled=sum(step.sample_at.shape[0] for step in self._runner.ran),
-            )
-            self._runner.ran.clear()
+        ran, self._runner.ran = self._runner.ran, _Ran()
+        if ran.queries:
+            times = self.engine.times.since(before)
+            record = StepRecord(seconds, times, ran.queries, ran.contexts, ran.sampled)
             self.records.append(record)
         return outputs
 
