@@ -20,8 +20,9 @@ from torch import Tensor
 from penstock.cache import PagedLayout
 from penstock.config import EngineConfig
 from penstock.engine import Engine, RequestOutput
+from penstock.engine.batch import Batch, Batcher
 from penstock.engine.request import Status
-from penstock.engine.scheduler import Plan
+from penstock.engine.scheduler import Part, Plan
 from penstock.models.load import LoadedModel
 from penstock.models.spec import ModelSpec
 from penstock.nn import AttentionSpec, DecoderSpec, LayerSpec, MlpSpec, NormSpec
@@ -221,7 +222,8 @@ def _check_tree(engine: Engine) -> None:
 
 
 def watch(engine: Engine) -> None:
-    """Check every plan of this engine's scheduler."""
+    """Check every plan of this engine's scheduler, and every batch made of one."""
+    _watch_batches(engine)
     scheduler = engine.scheduler
     schedule = scheduler.schedule
 
@@ -250,3 +252,24 @@ def watch(engine: Engine) -> None:
         return plan
 
     scheduler.schedule = checked  # type: ignore[method-assign]
+
+
+def _watch_batches(engine: Engine) -> None:
+    """A batch that was moved on in place is the one that would be laid out anew."""
+    build, config = engine.batcher.build, engine.config.scheduler
+
+    def checked(parts: list[Part]) -> Batch:
+        batch = build(parts)
+        anew = Batcher(
+            engine.scheduler.table,
+            engine.scheduler.block_size,
+            config.max_num_seqs,
+            config.max_num_batched_tokens,
+        ).build(parts)
+        for one in fields(Step):
+            assert torch.equal(getattr(batch.step, one.name), getattr(anew.step, one.name))
+        assert (batch.sampled, batch.logit_rows) == (anew.sampled, anew.logit_rows)
+        assert batch.prompt_rows == anew.prompt_rows
+        return batch
+
+    engine.batcher.build = checked  # type: ignore[method-assign]

@@ -65,7 +65,6 @@ class Batcher:
         self._blocks = _Buffer(table.size)
         self._batch: Batch | None = None  # the last one, if every sequence in it decoded
         self._rows: list[int] = []  # of the last one's sequences in the scheduler's table
-        self._owners = np.arange(max_num_seqs)
 
     def build(self, parts: list[Part]) -> Batch:
         """The parts' step; the one before it is overwritten."""
@@ -103,14 +102,13 @@ class Batcher:
         self._tokens.array[:count] = [s.tokens[at] for s, at in zip(members, done, strict=True)]
         blocks, _ = self._blocks.table(count, width)
         slots = self._slots.array[:count]
-        np.floor_divide(positions, size, out=slots)
-        for i in np.flatnonzero(positions % size == 0):
-            # A new block; the one before it is full, and may now be one that held the same.
-            at = slots[i]
-            blocks[i, at - 1 : at + 1] = self._table[self._rows[i], at - 1 : at + 1]
-        slots[:] = blocks[self._owners[:count], slots]
-        slots *= size
-        slots += positions % size
+        slots += 1
+        (entering,) = (positions % size == 0).nonzero()
+        if len(entering):  # a new block; the one before may have become one that held the same
+            rows, at = np.array(self._rows)[entering], positions[entering] // size
+            blocks[entering, at - 1] = self._table[rows, at - 1]
+            blocks[entering, at] = self._table[rows, at]
+            slots[entering] = blocks[entering, at] * size
         return True
 
     def _lay_out(self, parts: list[Part]) -> Batch:
