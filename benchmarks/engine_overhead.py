@@ -113,10 +113,7 @@ def main() -> None:
         cells = ["{:.0f} ({:.0f})".format(*rows[cause]) for rows in found.values()]
         print(f"{cause:10}" + "".join(f"{cell:>18}" for cell in cells))
     if options.json:
-        machine = {
-            "machine": platform.processor() or platform.machine(),
-            "torch": torch.__version__,
-        }
+        where = {"machine": platform.processor() or platform.machine(), "torch": torch.__version__}
         load = {"cores": os.cpu_count(), "load": os.getloadavg()[0]}
         options.json.write_text(json.dumps({**where, **load, "us_per_step": found}, indent=1))
 
