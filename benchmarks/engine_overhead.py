@@ -36,9 +36,7 @@ WINDOW = 32
 CAUSES = ("schedule", "batch", "forward", "sample", "output")
 
 
-def stub(
-    vocab: int, tokenizer: Tokenizer | None, seqs: int, length: int, answer: int, sampled: bool
-) -> Runtime:
+def stub(vocab: int, tokenizer: Tokenizer | None, seqs: int, length: int, answer: int) -> Runtime:
     """A runtime whose forward gives every row the same Zipfian logits, `answer` first."""
     attention = AttentionSpec(1, 1, 16, 1.0, None)
     decoder = DecoderSpec(vocab, 16, (LayerSpec(attention, MlpSpec(16)),), NormSpec(), length)
@@ -48,8 +46,7 @@ def stub(
     constant = (-1.2 * ranks.log()).repeat(seqs, 1)
 
     def forward(step: Step, kv: KV) -> torch.Tensor:
-        logits = constant[: step.sample_at.shape[0]]
-        return logits.clone() if sampled else logits  # a draw overwrites them, an argmax doesn't
+        return constant[: step.sample_at.shape[0]]  # neither an argmax nor a nucleus changes them
 
     layout = PagedLayout(((1, 16),), torch.float32, 32)
     blocks = seqs * layout.blocks_for(length)
@@ -63,7 +60,7 @@ def measure(
     """(median, best) microseconds a step by cause, and `step`: all of `Engine.step`."""
     length = steps + 256
     config = EngineConfig.of(max_num_seqs=seqs)
-    runtime = stub(vocab, tokenizer, seqs, length, min(300, vocab - 1), sampled)
+    runtime = stub(vocab, tokenizer, seqs, length, min(300, vocab - 1))
     engine = Engine(config, runtime)
     params = SamplingParams(
         temperature=0.7 if sampled else 0.0, top_p=0.9, seed=1, max_tokens=steps + 100
@@ -93,8 +90,11 @@ def main() -> None:
     parser.add_argument("--tokenizer", type=Path, help="a folder: detokenize too")
     parser.add_argument("--stream", action="store_true", help="an output for each step")
     parser.add_argument("--sample", action="store_true", help="draw with top_p, not greedily")
+    parser.add_argument("--threads", type=int, help="of kernels; one is less disturbed by others")
     parser.add_argument("--json", type=Path, help="write the numbers here")
     options = parser.parse_args()
+    if options.threads:
+        torch.set_num_threads(options.threads)
     tokenizer = Tokenizer.from_folder(options.tokenizer) if options.tokenizer else None
     found = {
         vocab: measure(
@@ -102,7 +102,9 @@ def main() -> None:
         )
         for vocab in options.vocab
     }
-    print(f"{options.seqs} sequences, µs a step: median (best) by vocabulary")
+    how = "top_p" if options.sample else "greedy"
+    title = f"{options.seqs} sequences, {how}, {torch.get_num_threads()} threads"
+    print(f"{title}: µs a step, median (best) by vocabulary")
     print(f"{'':10}" + "".join(f"{vocab:>18,}" for vocab in found))
     for cause in (*CAUSES, "step"):
         cells = ["{:.0f} ({:.0f})".format(*rows[cause]) for rows in found.values()]

@@ -20,6 +20,10 @@ namespace penstock {
   void softcap(const SoftcapArgs&);               \
   void rotary_cache(const RotaryCacheArgs&);      \
   void attention(const AttentionArgs&);           \
+  void argmax(const ArgmaxArgs&);                 \
+  void top_k(const TopKArgs&);                    \
+  void draw_plain(const DrawPlainArgs&);          \
+  void draw_from(const DrawFromArgs&);            \
   void linear_tiles(const LinearArgs&);           \
   double read_bandwidth(const float*, int64_t, int); \
   double matrix_peak(int64_t, int);               \
@@ -46,7 +50,9 @@ void linear_amx_emulated(const LinearArgs& a) {
 }
 
 #define PENSTOCK_TABLE(name, isa, linear)                                                  \
-  {name, linear, isa::embedding, isa::norm, isa::softcap, isa::rotary_cache, isa::attention}
+  {name,         linear,            isa::embedding, isa::norm,  isa::softcap,   \
+   isa::rotary_cache, isa::attention, isa::argmax,  isa::top_k, isa::draw_plain, \
+   isa::draw_from}
 
 const Kernels tables[] = {
     PENSTOCK_TABLE("avx2", avx2, avx2::linear),

@@ -127,6 +127,50 @@ struct AttentionArgs {
   int threads;
 };
 
+// The place and value of each row's largest logit.
+struct ArgmaxArgs {
+  const float* logits;
+  int64_t stride;  // elements between rows
+  int64_t* ids;
+  float* values;
+  int64_t rows, size;
+  int threads;
+};
+
+// The k ≤ size largest of each row; with weights: their share of softmax(logits / temperature).
+struct TopKArgs {
+  const float* logits;
+  int64_t stride;
+  const float* temperature;  // [rows], null without weights
+  float* values;             // [rows, k]
+  int64_t* ids;              // [rows, k]
+  float* weights;            // [rows, k], may be null
+  int64_t rows, size, k;
+  int threads;
+};
+
+// One token of each row of softmax(logits / temperature).
+struct DrawPlainArgs {
+  const float* logits;
+  int64_t stride;
+  const float* temperature;  // [rows]
+  const double* u;           // [rows]
+  int64_t* ids;
+  float* peaks;
+  int64_t rows, size;
+  int threads;
+};
+
+// One of each row's few candidates.
+struct DrawFromArgs {
+  const int64_t* ids;    // [rows, count]
+  const float* weights;  // [rows, count]
+  const double* u;       // [rows]
+  int64_t* out;
+  int64_t rows, count;
+  int threads;
+};
+
 // One table for each instruction set.
 struct Kernels {
   const char* name;
@@ -136,13 +180,19 @@ struct Kernels {
   void (*softcap)(const SoftcapArgs&);
   void (*rotary_cache)(const RotaryCacheArgs&);
   void (*attention)(const AttentionArgs&);
+  void (*argmax)(const ArgmaxArgs&);
+  void (*top_k)(const TopKArgs&);
+  void (*draw_plain)(const DrawPlainArgs&);
+  void (*draw_from)(const DrawFromArgs&);
 };
 
 // The table in use; chosen from cpuid, or by PENSTOCK_ISA.
 const Kernels& kernels();
 
 // Memory that a thread keeps for `purpose` until it ends, at least `bytes` long, 64-byte aligned.
-enum class Scratch : int { rows, tiles, partials, tasks, scores, row, sums, gate, unpacked, count };
+enum class Scratch : int {
+  rows, row, tiles, sums, partials, unpacked, gate, tasks, scores, select, count
+};
 void* scratch(Scratch purpose, size_t bytes);
 
 }  // namespace penstock

@@ -334,4 +334,15 @@ static inline F16 erf(F16 x) {
   return copy_sign(set1(1.0f) - p * t * exp(zero() - a * a), x);
 }
 
+// One bit for each lane, the lowest for the first: whether x ≥ limit (a NaN isn't).
+static inline unsigned not_less(F16 x, F16 limit) {
+#if defined(__AVX512F__)
+  return _mm512_cmp_ps_mask(x.v, limit.v, _CMP_GE_OQ);
+#else
+  const int lo = _mm256_movemask_ps(_mm256_cmp_ps(x.lo, limit.lo, _CMP_GE_OQ));
+  const int hi = _mm256_movemask_ps(_mm256_cmp_ps(x.hi, limit.hi, _CMP_GE_OQ));
+  return static_cast<unsigned>(lo | hi << 8);
+#endif
+}
+
 }  // namespace penstock::PENSTOCK_ISA

@@ -18,6 +18,9 @@ class Step:
     Sequence b contributes the tokens `query_start[b]:query_start[b + 1]`: one when it decodes,
     n for a chunk of its prompt, k + 1 when it verifies a draft of k. One step mixes all three.
 
+    An engine's step is good until it makes the next one: its tensors lie in arrays that are then
+    overwritten. Whoever needs one longer copies it.
+
     Shapes: T tokens, B sequences, M blocks in the longest table, S rows to sample.
     """
 

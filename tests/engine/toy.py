@@ -10,6 +10,7 @@ from __future__ import annotations
 import zlib
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import fields
 from types import SimpleNamespace
 from typing import Any
 
@@ -20,8 +21,9 @@ from torch import Tensor
 from penstock.cache import PagedLayout
 from penstock.config import EngineConfig
 from penstock.engine import Engine, RequestOutput
+from penstock.engine.batch import Batch, Batcher
 from penstock.engine.request import Status
-from penstock.engine.scheduler import Plan
+from penstock.engine.scheduler import Part, Plan
 from penstock.models.load import LoadedModel
 from penstock.models.spec import ModelSpec
 from penstock.nn import AttentionSpec, DecoderSpec, LayerSpec, MlpSpec, NormSpec
@@ -59,7 +61,8 @@ class Toy:
         self.steps: list[Step] = []
 
     def __call__(self, step: Step, kv: KV) -> Tensor:
-        self.steps.append(step)
+        copies = {one.name: getattr(step, one.name).clone() for one in fields(step)}
+        self.steps.append(Step(**copies))  # the next step overwrites this one's tensors
         ids = kv[0][0]
         ids.view(-1)[step.slots.long()] = step.tokens
         if (step.tokens == RAISES).any():
@@ -222,7 +225,8 @@ def _check_tree(engine: Engine) -> None:
 
 
 def watch(engine: Engine) -> None:
-    """Check every plan of this engine's scheduler."""
+    """Check every plan of this engine's scheduler, and every batch made of one."""
+    _watch_batches(engine)
     scheduler = engine.scheduler
     schedule = scheduler.schedule
 
@@ -251,3 +255,24 @@ def watch(engine: Engine) -> None:
         return plan
 
     scheduler.schedule = checked  # type: ignore[method-assign]
+
+
+def _watch_batches(engine: Engine) -> None:
+    """A batch that was moved on in place is the one that would be laid out anew."""
+    build, config = engine.batcher.build, engine.config.scheduler
+
+    def checked(parts: list[Part]) -> Batch:
+        batch = build(parts)
+        anew = Batcher(
+            engine.scheduler.table,
+            engine.scheduler.block_size,
+            config.max_num_seqs,
+            config.max_num_batched_tokens,
+        ).build(parts)
+        for one in fields(Step):
+            assert torch.equal(getattr(batch.step, one.name), getattr(anew.step, one.name))
+        assert (batch.sampled, batch.logit_rows) == (anew.sampled, anew.logit_rows)
+        assert batch.prompt_rows == anew.prompt_rows
+        return batch
+
+    engine.batcher.build = checked  # type: ignore[method-assign]

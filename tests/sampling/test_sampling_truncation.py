@@ -9,9 +9,10 @@ from sampling_cases import normal_logits, sequence
 from scipy import stats
 from transformers import MinPLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
+from penstock.ops.draw import draw_from_vocab, invert
 from penstock.sampling import Sampler
 from penstock.sampling.pipeline import _draw_for, _make_group
-from penstock.sampling.truncation import NARROW, _invert, draw_from_vocab
+from penstock.sampling.truncation import NARROW
 
 
 def draws(logits, u, **params):
@@ -20,7 +21,8 @@ def draws(logits, u, **params):
     at = list(range(len(u)))
     draw = _draw_for(rows[0].params, len(logits))
     group = _make_group(draw, rows, at, len(logits), torch.device("cpu"))
-    return draw(logits.repeat(len(u), 1), group.cuts, torch.from_numpy(np.asarray(u))).tolist()
+    u = torch.from_numpy(np.ascontiguousarray(u))
+    return draw(logits.repeat(len(u), 1), group.cuts, u)[0].tolist()
 
 
 def by_transformers(logits, temperature=1.0, min_p=0.0, top_k=0, top_p=1.0):
@@ -123,7 +125,7 @@ def test_a_top_p_of_one_keeps_what_rounding_would_drop():
 
 def test_a_fraction_rounded_up_to_one_stays_on_a_token_with_weight():
     weights = torch.tensor([[0.0, 0.3, 0.0, 0.7, 0.0]])
-    place, rest = _invert(weights, torch.ones(1, 1, dtype=torch.float64))
+    place, rest = invert(weights, torch.ones(1, 1, dtype=torch.float64))
     assert place.tolist() == [[3]]
     assert 0.99 < rest.item() <= 1.0
 

@@ -14,6 +14,8 @@ from penstock.engine.scheduler import Part
 from penstock.roofline import StepSize
 from penstock.step import Step
 
+Ints = NDArray[np.int32]
+
 
 @dataclass(slots=True)
 class Batch:
@@ -26,58 +28,135 @@ class Batch:
     prompt_rows: list[tuple[Sequence, int, int]]  # (sequence, first row, count)
 
 
-def build(parts: list[Part], table: NDArray[np.int32], block_size: int) -> Batch:
-    """Lay the parts' tokens out; `table` [max_num_seqs, M] holds the sequences' blocks."""
-    tokens: list[int] = []
-    positions: list[int] = []
-    starts, contexts, rows = [0], [], []
-    wanted: list[int] = []  # rows of T whose logits are computed
-    sampled: list[Sequence] = []
-    logit_rows: list[int] = []
-    prompt_rows: list[tuple[Sequence, int, int]] = []
-    for sequence, count in parts:
-        first = sequence.num_computed
-        last = first + count
-        if count == 1:
-            tokens.append(sequence.tokens[first])
-            positions.append(first)
-        else:
+class _Buffer:
+    """An array that is written to again and again, and its views as tensors."""
+
+    def __init__(self, size: int) -> None:
+        self.array: Ints = np.zeros(size, dtype=np.int32)
+        self._tensor = torch.from_numpy(self.array)
+
+    def fill(self, values: list[int] | Ints) -> Tensor:
+        """The first `len(values)` places, holding them."""
+        self.array[: len(values)] = values
+        return self._tensor[: len(values)]
+
+    def table(self, rows: int, width: int) -> tuple[Ints, Tensor]:
+        """The first `rows · width` places as a matrix."""
+        size = rows * width
+        return self.array[:size].reshape(rows, width), self._tensor[:size].view(rows, width)
+
+
+class Batcher:
+    """Lays plans out, in arrays that are allocated once: a `Step` is good until the next one.
+
+    While the same sequences go on decoding, the step stays the same object and its arrays are
+    moved on in place: new tokens, positions and lengths one further, and a block table that only
+    changes where a sequence has just filled a block.
+    """
+
+    def __init__(
+        self, table: Ints, block_size: int, max_num_seqs: int, max_num_tokens: int
+    ) -> None:
+        """table [max_num_seqs, M] is where the scheduler keeps the sequences' blocks."""
+        self._table = table
+        self._block_size = block_size
+        self._tokens, self._positions, self._slots, self._sample_at = (
+            _Buffer(max_num_tokens) for _ in range(4)
+        )
+        self._query_start, self._context_len = _Buffer(max_num_seqs + 1), _Buffer(max_num_seqs)
+        self._blocks = _Buffer(table.size)
+        self._batch: Batch | None = None  # the last one, if every sequence in it decoded
+        self._rows: list[int] = []  # of the last one's sequences in the scheduler's table
+
+    def build(self, parts: list[Part]) -> Batch:
+        """The parts' step; the one before it is overwritten."""
+        if self._batch is not None and self._advance(self._batch, parts):
+            return self._batch
+        batch = self._lay_out(parts)
+        members = [sequence for sequence, _ in parts]
+        decoding = len(batch.step.tokens) == len(parts) and batch.sampled == members
+        self._batch = batch if decoding and not batch.prompt_rows else None
+        self._rows = [sequence.row for sequence in members]
+        return batch
+
+    def forget(self) -> None:
+        """Let go of the last batch's sequences: one of them has ended."""
+        self._batch = None
+
+    def _advance(self, batch: Batch, parts: list[Part]) -> bool:
+        """Move the last batch on by one token each; False if that isn't what `parts` are."""
+        members = [sequence for sequence, count in parts if count == 1]
+        count = len(parts)
+        # Lists of the same objects compare by identity, in C.
+        if members != batch.sampled or len(members) != count:
+            return False
+        size, step = self._block_size, batch.step
+        positions, contexts = self._positions.array[:count], self._context_len.array[:count]
+        done = [sequence.num_computed for sequence in members]
+        # One that gave way in between may have started again elsewhere.
+        if contexts.tolist() != done or [s.row for s in members] != self._rows:
+            return False
+        width = step.block_table.shape[1]
+        if max(done) >= width * size:
+            return False
+        positions[:] = contexts
+        contexts += 1
+        self._tokens.array[:count] = [s.tokens[at] for s, at in zip(members, done, strict=True)]
+        blocks, _ = self._blocks.table(count, width)
+        slots = self._slots.array[:count]
+        slots += 1
+        (entering,) = (positions % size == 0).nonzero()
+        if len(entering):  # a new block; the one before may have become one that held the same
+            rows, at = np.array(self._rows)[entering], positions[entering] // size
+            blocks[entering, at - 1] = self._table[rows, at - 1]
+            blocks[entering, at] = self._table[rows, at]
+            slots[entering] = blocks[entering, at] * size
+        batch.size = StepSize(batch.size.queries, contexts.tolist(), count)
+        return True
+
+    def _lay_out(self, parts: list[Part]) -> Batch:
+        tokens: list[int] = []
+        positions: list[int] = []
+        starts, contexts, rows = [0], [], []
+        wanted: list[int] = []  # rows of T whose logits are computed
+        sampled: list[Sequence] = []
+        logit_rows: list[int] = []
+        prompt_rows: list[tuple[Sequence, int, int]] = []
+        for sequence, count in parts:
+            first = sequence.num_computed
+            last = first + count
             tokens += sequence.tokens[first:last]
             positions += range(first, last)
-        at = starts[-1]
-        starts.append(at + count)
-        contexts.append(last)
-        rows.append(sequence.row)
-        ends = last == len(sequence.tokens)
-        if not sequence.num_output and sequence.request.prompt_logprobs is not None:
-            prompt_rows.append((sequence, len(wanted), count))
-            wanted += range(at, at + count - ends)
-        if ends:
-            members = [sequence]
-            if sequence.index == 0 and not sequence.num_output:
-                members += [s for s in sequence.request.sequences if s.status is Status.FORKING]
-            sampled += members
-            logit_rows += [len(wanted)] * len(members)
-            wanted.append(at + count - 1)
-    spread = np.array(positions, dtype=np.int32)
-    start = np.array(starts, dtype=np.int32)
-    owner = np.array(rows)
-    of_token = owner if len(owner) == len(spread) else np.repeat(owner, np.diff(start))
-    slots = table[of_token, spread // block_size] * np.int32(block_size) + spread % block_size
-    width = -(-max(contexts) // block_size)
-    step = Step(
-        tokens=_ints(tokens),
-        positions=torch.from_numpy(spread),
-        slots=torch.from_numpy(slots),
-        query_start=torch.from_numpy(start),
-        context_len=_ints(contexts),
-        block_table=torch.from_numpy(table[owner, :width]),
-        sample_at=_ints(wanted),
-    )
-    size = StepSize([count for _, count in parts], contexts, len(wanted))
-    return Batch(step, size, sampled, logit_rows, prompt_rows)
-
-
-def _ints(values: list[int]) -> Tensor:
-    """[n] int32, by way of numpy: a third of the time of `torch.tensor`."""
-    return torch.from_numpy(np.array(values, dtype=np.int32))
+            at = starts[-1]
+            starts.append(at + count)
+            contexts.append(last)
+            rows.append(sequence.row)
+            ends = last == len(sequence.tokens)
+            if not sequence.num_output and sequence.request.prompt_logprobs is not None:
+                prompt_rows.append((sequence, len(wanted), count))
+                wanted += range(at, at + count - ends)
+            if ends:
+                members = [sequence]
+                if sequence.index == 0 and not sequence.num_output:
+                    members += [s for s in sequence.request.sequences if s.status is Status.FORKING]
+                sampled += members
+                logit_rows += [len(wanted)] * len(members)
+                wanted.append(at + count - 1)
+        spread = np.array(positions, dtype=np.int32)
+        owner = np.array(rows)
+        of_token = owner if len(owner) == len(spread) else np.repeat(owner, np.diff(starts))
+        size = np.int32(self._block_size)
+        slots = self._table[of_token, spread // size] * size + spread % size
+        blocks, block_table = self._blocks.table(len(parts), -(-max(contexts) // int(size)))
+        blocks[:] = self._table[owner, : blocks.shape[1]]
+        step = Step(
+            tokens=self._tokens.fill(tokens),
+            positions=self._positions.fill(spread),
+            slots=self._slots.fill(slots),
+            query_start=self._query_start.fill(starts),
+            context_len=self._context_len.fill(contexts),
+            block_table=block_table,
+            sample_at=self._sample_at.fill(wanted),
+        )
+        counted = StepSize([count for _, count in parts], contexts, len(wanted))
+        return Batch(step, counted, sampled, logit_rows, prompt_rows)

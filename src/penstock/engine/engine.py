@@ -13,7 +13,7 @@ from torch import Tensor
 
 from penstock.cache import BlockPool, PrefixTree
 from penstock.config import EngineConfig
-from penstock.engine.batch import Batch, build
+from penstock.engine.batch import Batch, Batcher
 from penstock.engine.outputs import RequestMetrics, RequestOutput
 from penstock.engine.request import Request, Sequence, Status
 from penstock.engine.scheduler import Part, Plan, Scheduler
@@ -47,6 +47,10 @@ class Engine:
         self.tree = PrefixTree(self.pool, block_size) if caching else None
         self.scheduler = Scheduler(
             config.scheduler, self.pool, self.tree, block_size, self.max_model_len
+        )
+        limits = config.scheduler
+        self.batcher = Batcher(
+            self.scheduler.table, block_size, limits.max_num_seqs, limits.max_num_batched_tokens
         )
         self.sampler = Sampler(self.vocab_size)
         self.requests: dict[str, Request] = {}
@@ -180,6 +184,7 @@ class Engine:
         request = sequence.request
         sequence.finish_reason, sequence.stop_reason = reason, stop
         self.scheduler.finish(sequence)
+        self.batcher.forget()
         request.live -= 1
         if request.finished:
             request.metrics.finished_time = time.monotonic()
@@ -263,7 +268,7 @@ class Engine:
 
     def _compute(self, plan: Plan, marks: list[float]) -> tuple[Batch, Sampled]:
         """Batch → forward → sample; changes nothing but the cache and prompt logprobs."""
-        batch = build(plan.parts, self.scheduler.table, self.scheduler.block_size)
+        batch = self.batcher.build(plan.parts)
         marks.append(time.perf_counter())
         logits = self.runtime.runner.forward(batch.step)
         marks.append(time.perf_counter())

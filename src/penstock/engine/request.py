@@ -39,10 +39,10 @@ class Sequence:
     early_text: str = ""  # of the first `min_tokens`, in which no stop string is looked for
     finish_reason: str | None = None
     stop_reason: int | str | None = None
+    num_prompt: int = field(init=False)
 
-    @property
-    def num_prompt(self) -> int:
-        return len(self.request.prompt_token_ids)
+    def __post_init__(self) -> None:
+        self.num_prompt = len(self.request.prompt_token_ids)
 
     @property
     def num_output(self) -> int:
@@ -52,6 +52,12 @@ class Sequence:
     def remaining(self) -> int:
         """Tokens that still have to be computed before the next can be sampled."""
         return len(self.tokens) - self.num_computed
+
+    @property
+    def is_decoding(self) -> bool:
+        """Whether all that is left to compute is the last token that was sampled."""
+        length = len(self.tokens)
+        return length > self.num_prompt and length == self.num_computed + 1
 
     @property
     def order(self) -> tuple[int, int]:

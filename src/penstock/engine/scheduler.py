@@ -121,15 +121,16 @@ class Scheduler:
 
     def _by_phase(self) -> list[Sequence]:
         """Decoding sequences, then those with more of their prompt to come; each by arrival."""
-        decoding = [s for s in self.running if s.num_output and s.remaining == 1]
+        decoding = [s for s in self.running if s.is_decoding]
         if len(decoding) == len(self.running):
             return decoding
-        return decoding + [s for s in self.running if not (s.num_output and s.remaining == 1)]
+        return decoding + [s for s in self.running if not s.is_decoding]
 
     def _share(self, sequence: Sequence, budget: int) -> int:
         """How many of its tokens fit the budget: all or none without chunked prefill."""
-        if sequence.remaining <= budget:
-            return sequence.remaining
+        remaining = sequence.remaining
+        if remaining <= budget:
+            return remaining
         return budget if self.config.enable_chunked_prefill else 0
 
     def _make_room(self, sequence: Sequence, count: int, plan: Plan) -> bool:

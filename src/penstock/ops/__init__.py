@@ -1,18 +1,24 @@
 """The operators: one file for each family with its maths, shapes, schema and reference."""
 
+from penstock.ops.argmax import argmax
 from penstock.ops.attention import paged_attention
+from penstock.ops.draw import draw_from, draw_plain
 from penstock.ops.embedding import embedding
 from penstock.ops.linear import ACTIVATIONS, Activation, linear, linear_add_
 from penstock.ops.norm import layer_norm, rms_norm
 from penstock.ops.registry import Op, define_op, has_native, implementations, op, op_names
 from penstock.ops.rotary_cache import rotary_cache
 from penstock.ops.softcap import softcap_
+from penstock.ops.top_k import softmax_top_k, top_k
 
 __all__ = [
     "ACTIVATIONS",
     "Activation",
     "Op",
+    "argmax",
     "define_op",
+    "draw_from",
+    "draw_plain",
     "embedding",
     "has_native",
     "implementations",
@@ -25,4 +31,6 @@ __all__ = [
     "rms_norm",
     "rotary_cache",
     "softcap_",
+    "softmax_top_k",
+    "top_k",
 ]

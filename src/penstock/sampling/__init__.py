@@ -1,5 +1,6 @@
 """Choosing tokens: what a request asks for, and the pipeline from logits to token ids."""
 
+from penstock import kernels as _kernels  # the native library registers its operators
 from penstock.sampling.logprobs import Logprob, TokenLogprobs, prompt_logprobs
 from penstock.sampling.params import SamplingParams
 from penstock.sampling.pipeline import NO_TOKEN, Sampled, Sampler
@@ -15,3 +16,5 @@ __all__ = [
     "TokenLogprobs",
     "prompt_logprobs",
 ]
+
+del _kernels

@@ -12,6 +12,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
+from penstock import ops
 from penstock.errors import ConfigError
 
 
@@ -28,8 +29,7 @@ TokenLogprobs = dict[int, Logprob]
 """By token id: the chosen token first, then the most likely ones, best first."""
 
 _CANDIDATES: Final = 64
-"""Fetched for any k up to 20: the surplus shows whether a tie spans the cut. The same for every
-row, so that one row's answer never depends on what another asked for."""
+"""Fetched for any k up to 20; a chosen token among them needs no count of those before it."""
 
 
 def prompt_logprobs(logits: Tensor, next_ids: Tensor, k: int) -> list[TokenLogprobs]:
@@ -101,20 +101,13 @@ def _ranks(
 def _leading(logprobs: Tensor, widths: list[int]) -> tuple[list[list[int]], list[list[float]]]:
     """Ids and values of at least the first ``widths[i]`` tokens of each row by value, then id.
 
-    ``topk`` breaks ties as it likes, and differently for another k. So more than are needed are
-    fetched: where the last of them is less than the last that is needed, no tie spans the cut, and
-    sorting what was fetched settles the rest. Other rows (rare) are sorted in full.
+    A row that wants more than are fetched for all is fetched alone.
     """
-    vocab_size = logprobs.shape[1]
-    fetched = min(_CANDIDATES, vocab_size)
-    # By id first, then stably by value: equal values stay in the order of their ids.
-    ids = logprobs.topk(fetched, dim=-1).indices.sort(dim=-1).values
-    values, order = logprobs.gather(1, ids).sort(dim=-1, descending=True, stable=True)
-    id_rows: list[list[int]] = ids.gather(1, order).tolist()
+    values, ids = ops.top_k(logprobs, _CANDIDATES)
+    id_rows: list[list[int]] = ids.tolist()
     value_rows: list[list[float]] = values.tolist()
     for i, width in enumerate(widths):
-        settled = fetched == vocab_size or width == 0
-        if not settled and not (width < fetched and value_rows[i][width - 1] > value_rows[i][-1]):
-            full = logprobs[i].sort(descending=True, stable=True)
-            id_rows[i], value_rows[i] = full.indices.tolist(), full.values.tolist()
+        if width > ids.shape[1]:
+            more, at = ops.top_k(logprobs[i : i + 1], width)
+            id_rows[i], value_rows[i] = at[0].tolist(), more[0].tolist()
     return id_rows, value_rows

@@ -22,6 +22,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from penstock import ops
 from penstock.errors import ConfigError
 from penstock.sampling.logprobs import TokenLogprobs, collect
 from penstock.sampling.params import SamplingParams
@@ -31,13 +32,14 @@ from penstock.sampling.state import SequenceSampling
 from penstock.sampling.truncation import (
     NARROW,
     Cuts,
+    Drawn,
     draw_full,
     draw_leading,
     draw_nucleus,
     draw_plain,
 )
 
-Draw = Callable[[Tensor, Cuts, Tensor], Tensor]
+Draw = Callable[[Tensor, Cuts, Tensor], Drawn]
 
 NO_TOKEN = -1
 """Stands in ``Sampled.token_ids`` for a row that failed."""
@@ -57,7 +59,8 @@ class _Group:
     """Rows that are drawn in the same way."""
 
     draw: Draw
-    members: npt.NDArray[np.int64]  # [R] which rows of the batch
+    rows: list[SequenceSampling]  # R of them
+    members: npt.NDArray[np.int64]  # [R] which rows of the batch they are
     index: Tensor | None  # the same on the device; None = every row, in order
     cuts: Cuts
     seeds: Words  # [R]
@@ -93,8 +96,9 @@ class Sampler:
     def __call__(self, logits: Tensor, rows: Sequence[SequenceSampling]) -> Sampled:
         """Choose one token per row; ``append`` it to the row's state once it is accepted.
 
-        logits [S, V] float32, overwritten; row i belongs to rows[i]. A row whose logits hold a
-        NaN or an infinity, or leave no token, is reported in ``errors``; the others go on.
+        logits [S, V] float32, which may be overwritten; row i belongs to rows[i]. A row whose
+        logits hold a NaN or an infinity, or leave no token, is reported in ``errors``; the others
+        go on.
         """
         if logits.shape != (len(rows), self.vocab_size):
             raise ConfigError(
@@ -116,20 +120,16 @@ class Sampler:
         tokens = np.full(len(rows), NO_TOKEN, dtype=np.int64)
         errors: dict[int, str] = {}
         if len(plan.greedy):
-            part = _select(logits, plan.greedy_index)
-            tokens[plan.greedy], peaks = _argmax(part)
+            drawn, peaks = ops.argmax(_select(logits, plan.greedy_index))
+            tokens[plan.greedy] = drawn.cpu().numpy()
             errors |= _failures(plan.greedy, peaks)
         for group in plan.groups:
             part = _select(logits, group.index)
-            peaks = part.amax(-1).cpu().numpy()
-            failed = _failures(group.members, peaks)
-            if failed:  # any valid row will do in their place; its token is discarded
-                part[torch.from_numpy(~np.isfinite(peaks)).to(part.device)] = 0.0
-                errors |= failed
-            positions = np.array([rows[i].num_generated for i in group.members], dtype=np.int64)
+            positions = np.array([row.num_generated for row in group.rows], dtype=np.int64)
             u = torch.from_numpy(uniforms(group.seeds, group.sample_indices, positions))
-            drawn = group.draw(part, group.cuts, u.to(part.device))
+            drawn, peaks = group.draw(part, group.cuts, u.to(part.device))
             tokens[group.members] = drawn.cpu().numpy()
+            errors |= _failures(group.members, peaks)
         for i in errors:
             tokens[i] = NO_TOKEN
         logprobs: list[TokenLogprobs | None] = [None] * len(rows)
@@ -201,6 +201,7 @@ def _make_group(
 
     return _Group(
         draw=draw,
+        rows=[rows[i] for i in members],
         members=np.array(members, dtype=np.int64),
         index=_index(members, len(rows), device),
         cuts=Cuts(
@@ -226,24 +227,11 @@ def _select(logits: Tensor, index: Tensor | None) -> Tensor:
     return logits if index is None else logits.index_select(0, index)
 
 
-def _argmax(logits: Tensor) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float32]]:
-    """Where each row's largest value is (the first of equals; a NaN counts as largest) and it.
-
-    On a CPU by numpy, whose argmax is vectorised: a seventh of the time of torch's.
-    """
-    if logits.device.type != "cpu":
-        at = logits.argmax(-1, keepdim=True)
-        return at[:, 0].cpu().numpy(), logits.gather(1, at)[:, 0].cpu().numpy()
-    values = logits.numpy()
-    places = values.argmax(-1)
-    return places, np.take_along_axis(values, places[:, None], -1)[:, 0]
-
-
-def _failures(members: npt.NDArray[np.int64], peaks: npt.NDArray[np.float32]) -> dict[int, str]:
+def _failures(members: npt.NDArray[np.int64], peaks: Tensor) -> dict[int, str]:
     """By row, what is wrong with those whose largest logit isn't a finite number."""
-    return {
-        int(members[i]): _describe(float(peaks[i])) for i in np.flatnonzero(~np.isfinite(peaks))
-    }
+    values = peaks.cpu().numpy()
+    broken = np.flatnonzero(~np.isfinite(values))
+    return {int(members[i]): _describe(float(values[i])) for i in broken}
 
 
 def _describe(peak: float) -> str:

@@ -4,9 +4,11 @@ The order is temperature, min_p, top_k, top_p, each on what the one before it le
 Every cut is a *threshold on values*: equal logits stay or go together. (The usual cut by position
 in a sorted list separates equal logits by the accident of a sort, which differs with the batch.)
 
-A full sort of the vocabulary is rarely needed: the few most likely tokens are fetched, and if the
-threshold lies above the last of them, they hold all that survives. Otherwise that row (alone)
-takes the full path. Which path a row takes depends on that row only, and so do its bits.
+A full sort of the vocabulary is rarely needed: the few most likely tokens are fetched by one
+operator, and if the threshold lies above the last of them, they hold all that survives. Otherwise
+that row (alone) takes the full path. Which path a row takes depends on that row only, and so do
+its bits. Every way also returns each row's largest logit; where it isn't a finite number, the row
+is broken and its token means nothing.
 
 Sources: temperature, Ackley, Hinton & Sejnowski 1985; top-k, Fan et al. 2018, arXiv:1805.04833;
 top-p, Holtzman et al. 2019, arXiv:1904.09751; min-p, Nguyen et al. 2024, arXiv:2407.01082.
@@ -21,11 +23,17 @@ import numpy as np
 import torch
 from torch import Tensor
 
-NARROW: Final = 128
-"""How many tokens are fetched before sorting all: covers the usual top_k and nucleus."""
+from penstock import ops
+from penstock.ops.draw import draw_from_vocab
 
-_BLOCK: Final = 128
-"""Tokens per partial sum when drawing from a whole vocabulary."""
+NARROW: Final = 128
+"""How many tokens are fetched at first: covers the usual top_k and nucleus."""
+
+WIDE: Final = 1024
+"""How many are fetched for a wider nucleus, before sorting all."""
+
+Drawn = tuple[Tensor, Tensor]
+"""A token of each of R rows, and each row's largest logit."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,79 +52,74 @@ class Cuts:
         )
 
 
-def scale_(logits: Tensor, temperature: Tensor) -> Tensor:
-    """(l - max l) / t in place: the largest becomes 0, so no temperature can overflow it.
+def draw_plain(logits: Tensor, cuts: Cuts, u: Tensor) -> Drawn:
+    """Rows with a temperature only. logits [R, V], u [R] in [0, 1)."""
+    return ops.draw_plain(logits, cuts.temperature, u)
 
-    logits [R, V] float32 with a finite maximum in each row; temperature [R, 1].
+
+def draw_nucleus(
+    logits: Tensor, cuts: Cuts, u: Tensor, widths: tuple[int, ...] = (NARROW, WIDE)
+) -> Drawn:
+    """Rows with a temperature and top_p. logits [R, V], u [R].
+
+    A row whose nucleus may hold more than the first of `widths` tries the next, then sorts.
     """
-    return logits.sub_(logits.amax(-1, keepdim=True)).div_(temperature)
+    if not widths:
+        return draw_full(logits, cuts, u)
+    values, ids, weights = ops.softmax_top_k(logits, cuts.temperature, widths[0])
+    floor = _nucleus_floor(weights, cuts.top_p)
+    tokens = ops.draw_from(ids, weights.masked_fill(weights < floor, 0.0), u)
+    if ids.shape[1] < logits.shape[1]:
+        rest = ((weights[:, -1:] >= floor) & (weights[:, :1] > 0.0))[:, 0].nonzero()[:, 0]
+        if len(rest):
+            again = draw_nucleus(logits[rest], cuts.take(rest), u[rest], widths[1:])
+            tokens[rest] = again[0]
+    return tokens, values[:, 0]
 
 
-def draw_plain(logits: Tensor, cuts: Cuts, u: Tensor) -> Tensor:
-    """Rows with a temperature only. logits [R, V] (overwritten), u [R] in [0, 1); returns [R]."""
-    return draw_from_vocab(scale_(logits, cuts.temperature).softmax(-1), u)
-
-
-def draw_nucleus(logits: Tensor, cuts: Cuts, u: Tensor) -> Tensor:
-    """Rows with a temperature and top_p. logits [R, V] (overwritten), u [R]; returns [R]."""
-    return _nucleus_of(scale_(logits, cuts.temperature).softmax(-1), cuts.top_p, u)
-
-
-def draw_leading(logits: Tensor, cuts: Cuts, u: Tensor) -> Tensor:
+def draw_leading(logits: Tensor, cuts: Cuts, u: Tensor) -> Drawn:
     """Rows with a top_k below NARROW, a min_p, or both, and perhaps top_p.
 
     No pass over the vocabulary but the one that fetches the candidates: what min_p and top_k
-    leave is the whole of the distribution that top_p sees.
-    logits [R, V], u [R]; returns [R].
+    leave is the whole of the distribution that top_p sees. logits [R, V], u [R].
     """
-    narrow = min(NARROW, logits.shape[1])
-    values, ids = logits.topk(narrow, dim=-1)
+    values, ids = ops.top_k(logits, NARROW)
+    narrow = ids.shape[1]
     scaled = (values - values[:, :1]).div_(cuts.temperature)
     kth = values.gather(1, (cuts.top_k - 1).clamp(max=narrow - 1))
     kth = torch.where(cuts.top_k < logits.shape[1], kth, -torch.inf)
     kept = (values >= kth) & (scaled >= cuts.log_min_p)
     weights = scaled.masked_fill_(~kept, -torch.inf).softmax(-1)
     weights.masked_fill_(weights < _nucleus_floor(weights, cuts.top_p), 0.0)
-    tokens = _draw_from(ids, weights, u)
-    if narrow == logits.shape[1]:
-        return tokens
-    rest = kept[:, -1].nonzero()[:, 0]  # more of these rows' survivors may lie beyond
-    if len(rest):
-        tokens[rest] = draw_full(logits[rest], cuts.take(rest), u[rest])
-    return tokens
+    tokens = ops.draw_from(ids, weights, u)
+    if narrow < logits.shape[1]:
+        rest = kept[:, -1].nonzero()[:, 0]  # more of these rows' survivors may lie beyond
+        if len(rest):
+            tokens[rest] = draw_full(logits[rest], cuts.take(rest), u[rest])[0]
+    return tokens, values[:, 0]
 
 
-def draw_full(logits: Tensor, cuts: Cuts, u: Tensor) -> Tensor:
+def draw_full(logits: Tensor, cuts: Cuts, u: Tensor) -> Drawn:
     """Rows with any parameters, at the price of passes over (and perhaps sorts of) the vocabulary.
 
-    logits [R, V] (overwritten), u [R]; returns [R].
+    logits [R, V] (overwritten), u [R].
     """
     vocab_size = logits.shape[1]
+    _, peaks = ops.argmax(logits)
     if bool((cuts.top_k < vocab_size).any()):
         kth = _descending(logits).gather(1, cuts.top_k - 1)
         logits.masked_fill_(logits < kth, -torch.inf)
-    scaled = scale_(logits, cuts.temperature)
+    scaled = _scaled(logits, peaks[:, None], cuts.temperature)
     scaled.masked_fill_(scaled < cuts.log_min_p, -torch.inf)
     weights = scaled.softmax(-1)
     if bool((cuts.top_p < 1.0).any()):  # a p of 1 beside others comes to the same draw there
-        return _nucleus_of(weights, cuts.top_p, u)
-    return draw_from_vocab(weights, u)
+        weights.masked_fill_(weights < _nucleus_floor(_descending(weights), cuts.top_p), 0.0)
+    return draw_from_vocab(weights, u), peaks
 
 
-def _nucleus_of(weights: Tensor, top_p: Tensor, u: Tensor) -> Tensor:
-    """Draw from the most likely tokens that hold ``top_p`` of the mass; weights [R, V] sum to 1."""
-    narrow = min(NARROW, weights.shape[1])
-    values, ids = weights.topk(narrow, dim=-1)
-    floor = _nucleus_floor(values, top_p)
-    tokens = _draw_from(ids, values.masked_fill(values < floor, 0.0), u)
-    if narrow == weights.shape[1]:
-        return tokens
-    rest = (values[:, -1:] >= floor)[:, 0].nonzero()[:, 0]
-    if len(rest):
-        part = weights[rest]
-        part.masked_fill_(part < _nucleus_floor(_descending(part), top_p[rest]), 0.0)
-        tokens[rest] = draw_from_vocab(part, u[rest])
-    return tokens
+def _scaled(logits: Tensor, peaks: Tensor, temperature: Tensor) -> Tensor:
+    """(l - max l) / t in place: the largest becomes 0, so no temperature can overflow it."""
+    return logits.sub_(peaks).div_(temperature)
 
 
 def _nucleus_floor(ordered: Tensor, top_p: Tensor) -> Tensor:
@@ -137,47 +140,3 @@ def _descending(values: Tensor) -> Tensor:
     negated = np.negative(values.numpy())
     negated.sort(axis=-1)
     return torch.from_numpy(np.negative(negated, out=negated))
-
-
-def _draw_from(ids: Tensor, weights: Tensor, u: Tensor) -> Tensor:
-    """Draw one of a few tokens; ids, weights [R, K], u [R]; returns [R].
-
-    Summed in the order of ids: the order of equal weights, which ``topk`` leaves open, has no say.
-    """
-    ids, order = ids.sort(dim=-1)
-    place, _ = _invert(weights.gather(1, order), u[:, None])
-    return ids.gather(1, place)[:, 0]
-
-
-def draw_from_vocab(weights: Tensor, u: Tensor) -> Tensor:
-    """Draw from whole rows by inverting the distribution function; weights [R, V], u [R].
-
-    In two steps, a block and then a token in it: one sum over the vocabulary in float32 would
-    round away tokens below 2⁻²⁴ of the mass (and summing it in order costs ten times as much).
-    """
-    vocab_size = weights.shape[1]
-    whole = vocab_size // _BLOCK
-    sums = weights[:, : whole * _BLOCK].unflatten(-1, (whole, _BLOCK)).sum(-1)
-    if whole * _BLOCK < vocab_size:
-        sums = torch.cat((sums, weights[:, whole * _BLOCK :].sum(-1, keepdim=True)), -1)
-    block, rest = _invert(sums, u[:, None])
-    ids = block * _BLOCK + torch.arange(_BLOCK, device=weights.device)  # [R, block]
-    inside = weights.gather(1, ids.clamp(max=vocab_size - 1))
-    place, _ = _invert(inside.masked_fill_(ids >= vocab_size, 0.0), rest)
-    return ids.gather(1, place)[:, 0]
-
-
-def _invert(weights: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
-    """The place where the running sum of weights [R, K] passes u [R, 1] of the total.
-
-    Returns places [R, 1] and how far into its weight each u lies, [R, 1] in [0, 1]. A place
-    with no weight is never returned.
-    """
-    sums = weights.cumsum(-1, dtype=torch.float64)
-    total = sums[:, -1:]
-    # Strictly below the total, whatever the product rounds to: some place does pass it.
-    target = torch.minimum(u * total, torch.nextafter(total, torch.zeros_like(total)))
-    place = torch.searchsorted(sums, target, right=True)
-    upper = sums.gather(1, place)
-    below = torch.where(place > 0, sums.gather(1, (place - 1).clamp(min=0)), 0.0)
-    return place, (target - below) / (upper - below)

@@ -1,0 +1,90 @@
+"""Draws of one token of each row, by inverting its distribution function."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from penstock.ops.registry import define_op
+
+_BLOCK = 128
+"""Tokens per partial sum when drawing from a whole vocabulary."""
+
+
+def _fake_from(ids: Tensor, weights: Tensor, u: Tensor) -> Tensor:
+    return torch.empty_like(ids[:, 0])
+
+
+@define_op("draw_from(Tensor ids, Tensor weights, Tensor u) -> Tensor", fake=_fake_from)
+def draw_from(ids: Tensor, weights: Tensor, u: Tensor) -> Tensor:
+    """One of a few candidates, by weight.
+
+    ids [R, K] int64 in any order, weights [R, K] float32 that sum to anything, u [R] float64 in
+    [0, 1); returns [R] int64: the first id, in the order of ids, where the running sum of weights
+    passes u of their total. -1 for a row without any weight, or with one that isn't finite.
+    Summed in float64. A token without weight is never drawn.
+    """
+    ids, order = ids.sort(dim=-1)
+    place, _ = invert(weights.gather(1, order), u[:, None])
+    total = weights.sum(-1)
+    return torch.where(total.isfinite() & (total > 0), ids.gather(1, place)[:, 0], -1)
+
+
+def _fake_plain(logits: Tensor, temperature: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
+    rows = logits.shape[0]
+    return logits.new_empty((rows,), dtype=torch.int64), logits.new_empty((rows,))
+
+
+@define_op(
+    "draw_plain(Tensor logits, Tensor temperature, Tensor u) -> (Tensor ids, Tensor peaks)",
+    fake=_fake_plain,
+)
+def draw_plain(logits: Tensor, temperature: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
+    """A token of softmax(logits / temperature).
+
+    logits [R, V] float32, rows may be strided; temperature float32, one for each row; u [R]
+    float64 in [0, 1); returns ids [R] int64, -1 where the row's largest logit isn't a finite
+    number, and peaks [R]: that largest logit.
+    Two passes: the largest, then sums of exp((l − largest) / t) over blocks of tokens. u picks a
+    block and what is left of it a token in that block.
+    Cost: R·V·4 bytes read, again from cache, and one exp for each; compute-bound on AVX2.
+    Source: inversion, Devroye 1986, Non-Uniform Random Variate Generation, ch. III.2.
+    """
+    peaks = logits.amax(-1)
+    scaled = (logits - peaks[:, None]) / temperature.view(-1, 1)
+    ids = draw_from_vocab(scaled.softmax(-1), u)
+    return torch.where(peaks.isfinite(), ids, -1), peaks
+
+
+def draw_from_vocab(weights: Tensor, u: Tensor) -> Tensor:
+    """Draw from whole rows by inverting the distribution function; weights [R, V], u [R].
+
+    In two steps, a block and then a token in it: one sum over the vocabulary in float32 would
+    round away tokens below 2⁻²⁴ of the mass (and summing it in order costs ten times as much).
+    """
+    vocab_size = weights.shape[1]
+    whole = vocab_size // _BLOCK
+    sums = weights[:, : whole * _BLOCK].unflatten(-1, (whole, _BLOCK)).sum(-1)
+    if whole * _BLOCK < vocab_size:
+        sums = torch.cat((sums, weights[:, whole * _BLOCK :].sum(-1, keepdim=True)), -1)
+    block, rest = invert(sums, u[:, None])
+    ids = block * _BLOCK + torch.arange(_BLOCK, device=weights.device)  # [R, block]
+    inside = weights.gather(1, ids.clamp(max=vocab_size - 1))
+    place, _ = invert(inside.masked_fill_(ids >= vocab_size, 0.0), rest)
+    return ids.gather(1, place)[:, 0]
+
+
+def invert(weights: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
+    """The place where the running sum of weights [R, K] passes u [R, 1] of the total.
+
+    Returns places [R, 1] and how far into its weight each u lies, [R, 1] in [0, 1]. A place
+    with no weight is never returned, unless the row has none or one that isn't a number.
+    """
+    sums = weights.cumsum(-1, dtype=torch.float64)
+    total = sums[:, -1:]
+    # Strictly below the total, whatever the product rounds to: some place does pass it.
+    target = torch.minimum(u * total, torch.nextafter(total, torch.zeros_like(total)))
+    place = torch.searchsorted(sums, target, right=True).clamp_(max=weights.shape[1] - 1)
+    upper = sums.gather(1, place)
+    below = torch.where(place > 0, sums.gather(1, (place - 1).clamp(min=0)), 0.0)
+    return place, (target - below) / (upper - below)

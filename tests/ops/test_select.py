@@ -1,0 +1,195 @@
+"""argmax, top_k and the draws: equal to their references, and the same bits on any thread."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import Tensor
+
+from penstock import ops
+from penstock.kernels import native
+
+inf, nan = torch.inf, torch.nan
+
+
+@pytest.fixture(params=native.available_isas() or ["reference"])
+def isa(request: pytest.FixtureRequest) -> Iterator[str]:
+    before = native.isa
+    if before is not None:
+        native.select_isa(request.param)
+    yield request.param
+    if before is not None:
+        native.select_isa(before)
+
+
+@pytest.fixture
+def threads() -> Iterator[None]:
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+def randn(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)) * 3
+
+
+def fractions(rows: int) -> Tensor:
+    return torch.rand(rows, dtype=torch.float64, generator=torch.Generator().manual_seed(9))
+
+
+def awkward(size: int) -> Tensor:
+    """Rows of every kind: plain, ties, zeros of both signs, sorted, infinities, NaN."""
+    plain = randn(1, size)[0]
+    ties = plain.round()
+    flat = torch.full((size,), -1.5)
+    zeros = torch.where(plain > 0, 0.0, -0.0)
+    falling, rising = plain.sort(descending=True).values, plain.sort().values
+    masked = torch.where(plain > 1.0, plain, -inf)
+    nothing = torch.full((size,), -inf)
+    tiny = plain * 1e-40  # denormals are numbers here: they keep their order
+    rows = [plain, ties, flat, zeros, falling, rising, masked, nothing, tiny]
+    for value in (inf, nan, -nan):
+        broken = plain.clone()
+        broken[[size // 2, size - 1]] = value
+        rows += [broken, torch.where(masked == -inf, -inf, broken)]
+    return torch.stack(rows)
+
+
+def same(got: Tensor, want: Tensor) -> None:
+    assert got.dtype == want.dtype
+    assert got.shape == want.shape
+    torch.testing.assert_close(got, want, rtol=0, atol=0, equal_nan=True)
+
+
+SIZES = [1, 2, 15, 16, 17, 255, 256, 257, 1000, 4096, 32_001]
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.usefixtures("isa")
+def test_argmax_equals_its_reference(size: int) -> None:
+    logits = awkward(size)
+    for got, want in zip(ops.argmax(logits), ops.op("argmax").reference(logits), strict=True):
+        same(got, want)
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("k", [1, 2, 50, 128, 1000])
+@pytest.mark.usefixtures("isa")
+def test_top_k_equals_its_reference(size: int, k: int) -> None:
+    logits = awkward(size)
+    values, ids = ops.top_k(logits, k)
+    assert values.shape == (len(logits), min(k, size))
+    for got, want in zip((values, ids), ops.op("top_k").reference(logits, k), strict=True):
+        same(got, want)
+    temperature = torch.full((len(logits), 1), 0.7)
+    again = ops.softmax_top_k(logits, temperature, k)
+    want = ops.op("softmax_top_k").reference(logits, temperature, k)
+    same(again[0], values)
+    same(again[1], ids)
+    torch.testing.assert_close(again[2], want[2], rtol=2e-5, atol=1e-30)
+
+
+@pytest.mark.usefixtures("isa")
+def test_no_rows_and_strided_rows() -> None:
+    empty, wide = torch.empty(0, 700), randn(9, 2000)
+    part = wide[::2, 300:1000]
+    u, one = fractions(5), torch.ones(5, 1)
+    assert [t.shape for t in ops.argmax(empty)] == [(0,), (0,)]
+    assert [t.shape for t in ops.top_k(empty, 5)] == [(0, 5), (0, 5)]
+    assert [t.shape for t in ops.draw_plain(empty, one[:0], u[:0])] == [(0,), (0,)]
+    assert ops.draw_from(torch.empty(0, 3, dtype=torch.int64), empty[:, :3], u[:0]).shape == (0,)
+    for name, args in (
+        ("argmax", ()),
+        ("top_k", (20,)),
+        ("softmax_top_k", (one, 20)),
+        ("draw_plain", (one, u)),
+    ):
+        call = ops.op(name).call
+        for got, want in zip(call(part, *args), call(part.contiguous(), *args), strict=True):
+            same(got, want)
+
+
+@pytest.mark.parametrize("size", [1, 17, 300, 5000, 32_001])
+@pytest.mark.parametrize("temperature", [0.05, 0.7, 30.0])
+@pytest.mark.usefixtures("isa")
+def test_draws_follow_the_distribution_function(size: int, temperature: float) -> None:
+    """Each token lies where a float64 distribution function puts u, up to a margin."""
+    logits, u = randn(200, size), fractions(200)
+    logits[:, ::7] = -inf
+    logits[:, size // 2] = 1.0
+    ids, peaks = ops.draw_plain(logits, torch.full((200,), temperature), u)
+    same(peaks, logits.amax(-1))
+    weights = (logits.double() / temperature).softmax(-1)
+    upper = weights.cumsum(-1).gather(1, ids[:, None])[:, 0]
+    own = weights.gather(1, ids[:, None])[:, 0]
+    assert (own > 0).all()
+    assert (u < upper + 1e-6).all()
+    assert (u > upper - own - 1e-6).all()
+
+
+@pytest.mark.usefixtures("isa")
+def test_a_draw_from_candidates_goes_by_id() -> None:
+    ids = torch.tensor([[9, 3, 7, 5]] * 7)
+    weights = torch.tensor([[0.5, 1.0, 0.5, 0.0]] * 6 + [[0.0] * 4])
+    weights[5, 1] = nan
+    u = torch.tensor([0.0, 0.49, 0.51, 0.76, 1.0, 0.5, 0.5], dtype=torch.float64)
+    for call in ops.implementations("draw_from").values():
+        assert call(ids, weights, u).tolist() == [3, 3, 7, 9, 9, -1, -1]
+
+
+@pytest.mark.usefixtures("isa")
+def test_broken_rows_give_no_token() -> None:
+    logits = awkward(1000)
+    u, one = fractions(len(logits)), torch.ones(len(logits))
+    ids, peaks = ops.draw_plain(logits, one, u)
+    same(peaks, ops.argmax(logits)[1])
+    assert (ids == -1).equal(~peaks.isfinite())
+    weights = ops.softmax_top_k(logits, one, 10)[2]
+    assert (weights == 0).all(-1).equal(~peaks.isfinite())
+
+
+@pytest.mark.skipif(native.handle is None, reason="no native kernels")
+@pytest.mark.usefixtures("threads")
+def test_the_same_bits_on_any_number_of_threads_and_instruction_set() -> None:
+    logits, before = randn(17, 40_000), native.isa
+    u, temperature = fractions(17), torch.linspace(0.1, 2.0, 17)
+    found = []
+    for isa in native.available_isas():
+        native.select_isa(isa)
+        for threads in (1, 2, 3):
+            torch.set_num_threads(threads)
+            found.append(
+                [
+                    *ops.argmax(logits),
+                    *ops.softmax_top_k(logits, temperature, 200),
+                    *ops.draw_plain(logits, temperature, u),
+                ]
+            )
+            alone = ops.softmax_top_k(logits[3:4], temperature[3:4], 200)
+            assert torch.equal(alone[2], found[0][4][3:4])
+    native.select_isa(before)
+    for one in found:
+        assert all(torch.equal(got, want) for got, want in zip(one, found[0], strict=True))
+
+
+@pytest.mark.skipif(native.handle is None, reason="no native kernels")
+def test_bad_arguments_are_refused() -> None:
+    logits, u = randn(2, 40), fractions(2)
+    with pytest.raises(RuntimeError, match="must be float32"):
+        ops.argmax(logits.double())
+    with pytest.raises(RuntimeError, match="dim 1"):
+        ops.argmax(logits[0])
+    with pytest.raises(RuntimeError, match="contiguous rows"):
+        ops.top_k(logits.t(), 3)
+    with pytest.raises(RuntimeError, match="has 0 columns"):
+        ops.argmax(logits[:, :0])
+    with pytest.raises(RuntimeError, match="at least 1, is 0"):
+        ops.top_k(logits, 0)
+    with pytest.raises(RuntimeError, match="temperature must be 2 contiguous float32, has 3"):
+        ops.softmax_top_k(logits, torch.ones(3), 4)
+    with pytest.raises(RuntimeError, match="u must be 2 contiguous float64, has 2"):
+        ops.draw_plain(logits, torch.ones(2), u.float())
+    with pytest.raises(RuntimeError, match=r"weights must be \[2, 3\]"):
+        ops.draw_from(torch.zeros(2, 3, dtype=torch.int64), logits, u)
