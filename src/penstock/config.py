@@ -76,10 +76,12 @@ class CacheConfig:
     num_blocks: int | None = None  # None: what can be used, up to 4 GiB or one full sequence
     memory_fraction: float = 0.9  # never more than this of the memory free after the weights
     enable_prefix_caching: bool = True
+    kv_cache_dtype: Literal["auto", "int8", "fp8", "fp8_e4m3"] = "auto"  # auto: the activations'
 
     def __post_init__(self) -> None:
         _positive(self, "block_size", "num_blocks")
         _one_of(self, "layout", ("paged",))
+        _one_of(self, "kv_cache_dtype", ("auto", "int8", "fp8", "fp8_e4m3"))
         if self.block_size % 32:
             raise ConfigError(f"block_size must be a multiple of 32 tokens, not {self.block_size}.")
         _flags(self, "enable_prefix_caching")

@@ -49,13 +49,21 @@ class Workload:
     context: int  # tokens in the cache when decoding starts
     repeats: int
 
-    def config(self, model: str, dtype: str) -> EngineConfig:
+    def config(
+        self,
+        model: str,
+        dtype: str,
+        quantization: str | None = None,
+        kv_cache_dtype: str = "auto",
+    ) -> EngineConfig:
         """An engine that runs it in one batch, with a cache that holds it all."""
         length = max(self.input_len, self.context) + self.output_len
         spare = 1  # a block to grow into, which the scheduler wants for each before it starts all
         return EngineConfig.of(
             model=model,
             dtype=dtype,
+            quantization=quantization,
+            kv_cache_dtype=kv_cache_dtype,
             skip_tokenizer_init=True,
             enable_prefix_caching=False,
             max_model_len=length,

@@ -47,11 +47,19 @@ class Workload:
     output_len: int  # tokens
     max_num_seqs: int
 
-    def config(self, model: str, dtype: str) -> EngineConfig:
+    def config(
+        self,
+        model: str,
+        dtype: str,
+        quantization: str | None = None,
+        kv_cache_dtype: str = "auto",
+    ) -> EngineConfig:
         """An engine that runs `max_num_seqs` of the requests at once."""
         return EngineConfig.of(
             model=model,
             dtype=dtype,
+            quantization=quantization,
+            kv_cache_dtype=kv_cache_dtype,
             skip_tokenizer_init=True,
             enable_prefix_caching=False,
             max_model_len=self.input_len + self.output_len,

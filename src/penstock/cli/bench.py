@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from penstock.cli.loading import load
-from penstock.cli.options import MODEL, Dtype, JsonFile, Model
+from penstock.cli.options import MODEL, Dtype, JsonFile, KvCacheDtype, Model, Quantization
 
 if TYPE_CHECKING:
     from penstock.bench.report import Report
@@ -37,6 +37,8 @@ def latency(
     ] = None,
     repeats: Annotated[int, typer.Option(min=1, help="Runs; the figures are their median.")] = 3,
     dtype: Dtype = "auto",
+    quantization: Quantization = None,
+    kv_cache_dtype: KvCacheDtype = "auto",
     json_file: JsonFile = None,
 ) -> None:
     """Time a batch that starts together: its prompts (prefill), then each step (decode)."""
@@ -53,7 +55,7 @@ def latency(
         context=context or input_len,
         repeats=repeats,
     )
-    config = workload.config(model, dtype)
+    config = workload.config(model, dtype, quantization, kv_cache_dtype)
     _show(benchmark.run(config, load(config), workload), json_file)
 
 
@@ -65,6 +67,8 @@ def throughput(
     output_len: OutputLen = 64,
     max_num_seqs: Annotated[int, typer.Option(min=1, help="Sequences that run at once.")] = 64,
     dtype: Dtype = "auto",
+    quantization: Quantization = None,
+    kv_cache_dtype: KvCacheDtype = "auto",
     json_file: JsonFile = None,
 ) -> None:
     """Time many requests through the scheduler."""
@@ -78,7 +82,7 @@ def throughput(
         output_len=output_len,
         max_num_seqs=max_num_seqs,
     )
-    config = workload.config(model, dtype)
+    config = workload.config(model, dtype, quantization, kv_cache_dtype)
     _show(benchmark.run(config, load(config), workload), json_file)
 
 

@@ -14,9 +14,11 @@ from penstock.cli.loading import load
 from penstock.cli.options import (
     MODEL,
     Dtype,
+    KvCacheDtype,
     MaxModelLen,
     MinP,
     Model,
+    Quantization,
     RepetitionPenalty,
     Seed,
     Temperature,
@@ -60,6 +62,8 @@ def chat(
     repetition_penalty: RepetitionPenalty = None,
     seed: Seed = None,
     dtype: Dtype = "auto",
+    quantization: Quantization = None,
+    kv_cache_dtype: KvCacheDtype = "auto",
     max_model_len: MaxModelLen = None,
 ) -> None:
     """Talk with a model. Ctrl-C stops a reply, Ctrl-D leaves.
@@ -79,7 +83,15 @@ def chat(
         seed=seed,
     )
     sampling(**chosen, max_tokens=max_tokens)  # refuses before the model is loaded
-    config = EngineConfig.of(model=model, **given(dtype=dtype, max_model_len=max_model_len))
+    config = EngineConfig.of(
+        model=model,
+        **given(
+            dtype=dtype,
+            quantization=quantization,
+            kv_cache_dtype=kv_cache_dtype,
+            max_model_len=max_model_len,
+        ),
+    )
     meter = Meter(config, load(config))
     params = replace(
         default_params(meter.runtime.model.generation), **chosen, max_tokens=max_tokens

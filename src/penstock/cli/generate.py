@@ -16,11 +16,13 @@ from penstock.cli.options import (
     AsJson,
     Dtype,
     IgnoreEos,
+    KvCacheDtype,
     MaxModelLen,
     MaxTokens,
     MinP,
     Model,
     Prompts,
+    Quantization,
     RepetitionPenalty,
     Samples,
     Seed,
@@ -55,6 +57,8 @@ def generate(
     n: Samples = 1,
     ignore_eos: IgnoreEos = False,
     dtype: Dtype = "auto",
+    quantization: Quantization = None,
+    kv_cache_dtype: KvCacheDtype = "auto",
     max_model_len: MaxModelLen = None,
     stats: Stats = False,
     as_json: AsJson = False,
@@ -78,7 +82,13 @@ def generate(
     )
     prompts = _read(prompt)
     sampling(**chosen)  # refuses what is out of range before the model is loaded
-    meter = _engine(model, dtype=dtype, max_model_len=max_model_len)
+    meter = _engine(
+        model,
+        dtype=dtype,
+        quantization=quantization,
+        kv_cache_dtype=kv_cache_dtype,
+        max_model_len=max_model_len,
+    )
     params = replace(_defaults(meter), **chosen)
     peaks = machine_peaks() if stats or as_json else None
     if peaks is not None:

@@ -70,6 +70,13 @@ Quantization = Annotated[
         rich_help_panel=_ENGINE,
     ),
 ]
+KvCacheDtype = Annotated[
+    str,
+    typer.Option(
+        help="auto (that of the activations), int8 or fp8: keys and values in half the bytes.",
+        rich_help_panel=_ENGINE,
+    ),
+]
 MaxModelLen = Annotated[
     int | None,
     typer.Option(

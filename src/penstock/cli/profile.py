@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from penstock.cli.loading import load
-from penstock.cli.options import MODEL, Dtype, JsonFile, Model
+from penstock.cli.options import MODEL, Dtype, JsonFile, KvCacheDtype, Model, Quantization
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -34,6 +34,8 @@ def profile(
         ),
     ] = None,
     dtype: Dtype = "auto",
+    quantization: Quantization = None,
+    kv_cache_dtype: KvCacheDtype = "auto",
     json_file: JsonFile = None,
     trace: Annotated[
         Path | None,
@@ -59,7 +61,7 @@ def profile(
         context=context or prompt_len,
         repeats=3,
     )
-    config = workload.config(model, dtype)
+    config = workload.config(model, dtype, quantization, kv_cache_dtype)
     found = benchmark.run(config, load(config), workload)
     _write(found, json_file, trace, svg)
     console = Console(highlight=False, soft_wrap=True)
