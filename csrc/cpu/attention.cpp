@@ -4,7 +4,8 @@
 // are x · key panels and the output is weights · value panels: the inner loop of `linear`. A span
 // gives (maximum, sum, weighted values) on its own; spans are joined in order. When there are too
 // few tasks to keep the threads busy, the spans of one task go to different threads; the order of
-// additions stays the same.
+// additions stays the same. Keys and values of one byte are widened to bfloat16, 32 positions at a
+// time, where they are multiplied; the scales of int8 go into the scores and the weights.
 #include "linear.h"
 #include "panels.h"
 
@@ -41,7 +42,8 @@ static Visible visible(const AttentionArgs& a, const Task& t, int64_t group, int
   return {first, at + 1};
 }
 
-template <typename T>
+// T: what is multiplied; S: what the cache holds.
+template <typename T, typename S>
 class SpanWork {
  public:
   SpanWork(const AttentionArgs& a, const Task& t, const Shape& shape)
@@ -52,7 +54,7 @@ class SpanWork {
                                    sizeof(float)));
     query_ = memory;
     weight_ = query_ + kRows * a.padded_dim;
-    tail_ = reinterpret_cast<T*>(weight_ + kRows * kSpan);
+    group_ = reinterpret_cast<T*>(weight_ + kRows * kSpan);
     const int64_t start = a.query_start[t.sequence];
     for (int64_t r = 0; r < t.rows; r++) {
       const int64_t row = t.first_row + r;
@@ -80,9 +82,24 @@ class SpanWork {
   }
 
  private:
-  const T* block(const void* cache, int64_t position) const {
+  static constexpr bool kWiden = sizeof(S) != sizeof(T);
+
+  // The block of this head that holds `position`.
+  int64_t block(int64_t position) const {
     const int64_t index = a_.block_table[t_.sequence * a_.table_stride + position / a_.block_size];
-    return static_cast<const T*>(cache) + (index * a_.kv_heads + t_.kv_head) * head_size_;
+    return index * a_.kv_heads + t_.kv_head;
+  }
+  const S* block(const void* cache, int64_t position) const {
+    return static_cast<const S*>(cache) + block(position) * head_size_;
+  }
+  // The float16 scales of the 16 positions from `position` on.
+  F16 scales(const uint16_t* scale, int64_t position) const {
+    return load_half(scale + block(position) * a_.block_size + position % a_.block_size);
+  }
+
+  static void widen(const S* from, int64_t count, T* to) {
+    if constexpr (kWiden)
+      for (int64_t j = 0; j < count; j += 16) store_exact(to + j, load(from + j));
   }
 
   // weight_[r][position − low] = q · k for positions [first, last)
@@ -92,7 +109,13 @@ class SpanWork {
       const int64_t offset = position % a_.block_size;
       int64_t count = a_.block_size - offset;
       if (count > last - position) count = last - position;
-      const T* keys = block(a_.key_cache, position) + offset / kColumns * panel;
+      if (kWiden && count > kGroup) count = kGroup;
+      const S* stored = block(a_.key_cache, position) + offset / kColumns * panel;
+      const T* keys = group_;
+      if constexpr (kWiden)
+        widen(stored, count * a_.padded_dim, group_);
+      else
+        keys = stored;
       float* out = weight_ + (position - low);
       multiply_panels(
           query_, a_.padded_dim, t_.rows, keys, panel, count / kColumns, a_.padded_dim,
@@ -108,9 +131,11 @@ class SpanWork {
     const int64_t from = seen_[r].first - low, to = seen_[r].last - low;
     F16 top = set1(kMinusInfinity);
     for (int64_t j = first - low; j < last - low; j += kColumns) {
-      F16 s = load(row + j) * set1(a_.scale);
+      F16 s = load(row + j);
+      if (a_.key_scale) s = s * scales(a_.key_scale, low + j);
+      s = s * set1(a_.scale);
       if (a_.softcap > 0.0f) s = set1(a_.softcap) * tanh(s / set1(a_.softcap));
-      if (to - j < kColumns) s = keep_first(s, to > j ? static_cast<int>(to - j) : 0, kMinusInfinity);
+      if (to - j < kColumns) s = keep_first(s, clip(to - j), kMinusInfinity);
       if (from > j) s = drop_first(s, from - j < kColumns ? static_cast<int>(from - j) : kColumns);
       store(row + j, s);
       top = max(top, s);
@@ -121,10 +146,16 @@ class SpanWork {
       F16 p = zero();
       if (highest != kMinusInfinity) p = exp(load(row + j) - set1(highest));
       sum = sum + p;
+      if (a_.value_scale)  // beyond the last position a scale may be anything
+        p = keep_first(p * scales(a_.value_scale, low + j), clip(to - j), 0.0f);
       store(row + j, round_to<T>(p));
     }
     out[0] = highest;
     out[1] = reduce_add(sum);
+  }
+
+  static int clip(int64_t count) {
+    return count < 0 ? 0 : count > kColumns ? kColumns : static_cast<int>(count);
   }
 
   static F16 drop_first(F16 s, int count) {
@@ -139,8 +170,16 @@ class SpanWork {
     const int64_t panels = a_.padded_dim / kColumns;
     const int64_t end = a_.context_len[t_.sequence];
     for (int64_t position = first; position < last; position += kGroup) {
-      const T* values = block(a_.value_cache, position) + position % a_.block_size * kColumns;
+      const S* stored = block(a_.value_cache, position) + position % a_.block_size * kColumns;
       int64_t stride = a_.block_size * kColumns;
+      const T* values = group_;
+      if constexpr (kWiden) {
+        for (int64_t p = 0; p < panels; p++)
+          widen(stored + p * stride, kGroup * kColumns, group_ + p * kGroup * kColumns);
+        stride = kGroup * kColumns;
+      } else {
+        values = stored;
+      }
       if (position + kGroup > end) {  // what lies beyond was written by others, or never
         values = tail(values, stride, end - position);
         stride = kGroup * kColumns;
@@ -162,13 +201,13 @@ class SpanWork {
     constexpr int64_t v = kVnni<T>, line = kColumns * v;
     for (int64_t p = 0; p < a_.padded_dim / kColumns; p++) {
       const T* from = values + p * stride;
-      T* to = tail_ + p * kGroup * kColumns;
+      T* to = group_ + p * kGroup * kColumns;
       const int64_t whole = count / v * line;
-      __builtin_memcpy(to, from, static_cast<size_t>(whole) * sizeof(T));
+      if (to != from) __builtin_memcpy(to, from, static_cast<size_t>(whole) * sizeof(T));
       for (int64_t j = whole; j < kGroup * kColumns; j++)
         to[j] = j < whole + line && j % v < count % v ? from[j] : T{};
     }
-    return tail_;
+    return group_;
   }
 
   const AttentionArgs& a_;
@@ -177,7 +216,7 @@ class SpanWork {
   int64_t head_size_;
   float* query_;
   float* weight_;
-  T* tail_;
+  T* group_;  // 32 positions, widened or with their end cut off
   Visible seen_[kRows];
 };
 
@@ -247,13 +286,13 @@ int64_t work(const AttentionArgs& a) {
   return pairs * a.heads * a.padded_dim;
 }
 
-template <typename T>
+template <typename T, typename S>
 void run_task(const AttentionArgs& a, const Task& t, const Shape& shape) {
   const size_t floats = static_cast<size_t>(kRows * shape.partial);
   float* total =
       static_cast<float*>(scratch(Scratch::partials, 2 * floats * sizeof(float)));
   float* one = total + floats;
-  SpanWork<T> work(a, t, shape);
+  SpanWork<T, S> work(a, t, shape);
   for (int64_t r = 0; r < t.rows; r++) total[r * shape.partial] = kMinusInfinity;
   for (int64_t span = t.first_span; span < t.last_span; span++) {
     work.run(span, one);
@@ -263,7 +302,7 @@ void run_task(const AttentionArgs& a, const Task& t, const Shape& shape) {
   for (int64_t r = 0; r < t.rows; r++) finish<T>(a, t, shape.group, r, total + r * shape.partial);
 }
 
-template <typename T>
+template <typename T, typename S>
 void run_spans(const AttentionArgs& a, const Task* tasks, int64_t count, int64_t rows,
                const Shape& shape, int threads) {
   float* partials = static_cast<float*>(
@@ -275,7 +314,7 @@ void run_spans(const AttentionArgs& a, const Task* tasks, int64_t count, int64_t
       const Task& t = tasks[i];
 #pragma omp for schedule(dynamic, 1) nowait
       for (int64_t span = t.first_span; span < t.last_span; span++) {
-        SpanWork<T> work(a, t, shape);
+        SpanWork<T, S> work(a, t, shape);
         work.run(span, partials + (t.partial + (span - t.first_span) * kRows) * shape.partial);
       }
     }
@@ -295,7 +334,7 @@ void run_spans(const AttentionArgs& a, const Task* tasks, int64_t count, int64_t
   }
 }
 
-template <typename T>
+template <typename T, typename S>
 void run(const AttentionArgs& a) {
   const Shape shape = {a.heads / a.kv_heads, (2 + a.padded_dim + 15) / 16 * 16};
   int64_t rows = 0;
@@ -305,22 +344,27 @@ void run(const AttentionArgs& a) {
   list_tasks(a, shape.group, tasks, rows);
   const bool single = rows == count * kRows;  // every task has one span
   const int threads = work(a) > kParallelWork ? a.threads : 1;
-  if (count < 2 * threads && !single) return run_spans<T>(a, tasks, count, rows, shape, threads);
+  if (count < 2 * threads && !single) return run_spans<T, S>(a, tasks, count, rows, shape, threads);
 #pragma omp parallel for num_threads(threads) schedule(dynamic, 1)
   for (int64_t i = 0; i < count; i++) {
     const FlushDenormals flush;
     // the last tasks of a chunk see the most: taken first, they even out the threads
-    run_task<T>(a, tasks[count - 1 - i], shape);
+    run_task<T, S>(a, tasks[count - 1 - i], shape);
   }
 }
 
 }  // namespace
 
 void attention(const AttentionArgs& a) {
-  if (a.dtype == DType::bf16)
-    run<bf16>(a);
-  else
-    run<float>(a);
+  if (a.dtype == DType::f32) return run<float, float>(a);
+  switch (a.stored) {
+    case Stored::same:
+      return run<bf16, bf16>(a);
+    case Stored::int8:
+      return run<bf16, int8_t>(a);
+    case Stored::fp8:
+      return run<bf16, fp8>(a);
+  }
 }
 
 }  // namespace penstock::PENSTOCK_ISA
