@@ -117,11 +117,11 @@ void multiply_tiles(const unsigned char* rows0, const unsigned char* rows1,
       PENSTOCK_DOT(3, 5, 7);
     }
   }
-  TILE_STORE(0, sums);
-  TILE_STORE(1, sums + kSums);
+  TILE_STORE(0, sums, 64);
+  TILE_STORE(1, sums + kSums, 64);
   if constexpr (TwoRows) {
-    TILE_STORE(2, sums + 2 * kSums);
-    TILE_STORE(3, sums + 3 * kSums);
+    TILE_STORE(2, sums + 2 * kSums, 64);
+    TILE_STORE(3, sums + 3 * kSums, 64);
   }
 }
 

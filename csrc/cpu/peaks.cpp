@@ -66,7 +66,7 @@ double matrix_peak(int64_t rounds, int threads) {
   const double start = now();
 #pragma omp parallel num_threads(threads)
   {
-#if defined(PENSTOCK_TILES_PEAK)
+#if defined(PENSTOCK_TILES)
     TILE_CONFIGURE(64);
     alignas(64) unsigned char buffer[4096] = {};
     TILE_ZERO(0);
@@ -83,7 +83,7 @@ double matrix_peak(int64_t rounds, int threads) {
       TILE_DOT(2, 5, 6);
       TILE_DOT(3, 5, 7);
     }
-    TILE_STORE(0, buffer);
+    TILE_STORE(0, buffer, 64);
     TILE_RELEASE();
 #else
     Register a = {}, c0 = a, c1 = a, c2 = a, c3 = a, c4 = a, c5 = a, c6 = a, c7 = a, c8 = a, c9 = a;
@@ -102,7 +102,7 @@ double matrix_peak(int64_t rounds, int threads) {
 #endif
   }
   const double seconds = now() - start;
-#if defined(PENSTOCK_TILES_PEAK)
+#if defined(PENSTOCK_TILES)
   const double flops = 4.0 * 2 * 16 * 16 * 32;
 #else
   const double flops = 10.0 * 2 * (sizeof(Register) / sizeof(float));  // ten independent chains
