@@ -1,0 +1,49 @@
+"""vLLM's CPU build. PyPI's wheel of that name is for GPUs: it takes a build of one's own."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from benchmarks.peers.home import call_runner, job, python_of, versions
+from benchmarks.peers.protocol import Format, Found, Missing, Reply, Settings, Work
+
+INSTALL = """
+mkdir -p vllm && cd vllm
+python3 -m venv venv
+venv/bin/pip install cmake ninja setuptools setuptools-scm wheel "torch>=2.11,<2.14"
+VLLM_TARGET_DEVICE=cpu venv/bin/pip install --no-binary vllm --no-build-isolation vllm
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Vllm:
+    """Its engine in one process, driven step by step. Loading takes a minute and more."""
+
+    home: Path
+    name: str = "vLLM"
+    formats: tuple[Format, ...] = (Format("bfloat16", 16, 2.0, 2.0, "bfloat16"),)
+    install: str = INSTALL
+
+    @property
+    def _python(self) -> Path:
+        return python_of(self.home / "vllm")
+
+    def available(self) -> Found | Missing:
+        if not self._python.exists():
+            return Missing(f"there is no {self._python} with a CPU build of vLLM.")
+        found = versions(self._python, "vllm", "torch")
+        return Found(found) if found else Missing(f"{self._python} has no vllm.")
+
+    def prepare(self, checkpoint: Path, form: Format, cache: Path) -> Path:
+        return checkpoint
+
+    def run(self, model: Path, form: Format, works: Sequence[Work], settings: Settings) -> Reply:
+        return call_runner(
+            self._python,
+            "run_vllm",
+            job(model, works, settings),
+            timeout_s=settings.timeout_s,
+            threads=settings.threads,
+        )
