@@ -114,8 +114,8 @@ def say(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
-def compare(chosen: argparse.Namespace, works: Sequence[Work]) -> dict[str, Any]:
-    """The whole measurement, as it is written to JSON."""
+def compare(chosen: argparse.Namespace, works: Sequence[Work]) -> None:
+    """The whole measurement; the JSON is written after each round."""
     peers: list[Peer] = [Penstock(chosen.home), *chosen_peers(chosen.peers, chosen.home)]
     found, skipped = look_for(peers)
     for peer, reason in skipped.items():
@@ -125,22 +125,34 @@ def compare(chosen: argparse.Namespace, works: Sequence[Work]) -> dict[str, Any]
     here = [peer for peer in peers if peer.name in found]
     contenders = line_up(here, chosen.model.resolve(), chosen.home.resolve(), bits, ours)
     settings = Settings(chosen.threads, chosen.tokens, 0, chosen.timeout)
-    runs = rounds.measure(contenders, works, settings, rounds=chosen.rounds, peaks=measure, say=say)
-    return {
-        "benchmark": "peers",
-        "setup": {
-            "model": chosen.model.name,
+    where = environment(detect())
+
+    def keep(done: int, runs: list[dict[str, Any]]) -> None:
+        setup = {
+            "model": chosen.model.resolve().name,
             "works": [work.name for work in works],
-            "rounds": chosen.rounds,
+            "rounds": done,
             "tokens": chosen.tokens,
             "threads": chosen.threads,
-        },
-        "peers": found,
-        "skipped": skipped,
-        "contenders": [contender.as_dict() for contender in contenders],
-        "runs": runs,
-        **environment(detect()),
-    }
+        }
+        result = {
+            "benchmark": "peers",
+            "setup": setup,
+            "peers": found,
+            "skipped": skipped,
+            "contenders": [contender.as_dict() for contender in contenders],
+            "runs": runs,
+            **where,
+        }
+        if chosen.json:
+            chosen.json.parent.mkdir(parents=True, exist_ok=True)
+            chosen.json.write_text(json.dumps(result, indent=2) + "\n")
+        if done == chosen.rounds:
+            print(table.report(result))
+
+    rounds.measure(
+        contenders, works, settings, rounds=chosen.rounds, peaks=measure, say=say, keep=keep
+    )
 
 
 def main() -> None:
@@ -158,11 +170,7 @@ def main() -> None:
         works = [Work.parse(text) for text in chosen.work.split(",")]
     except ValueError as error:
         sys.exit(f"error: {error}")
-    result = compare(chosen, works)
-    if chosen.json:
-        chosen.json.parent.mkdir(parents=True, exist_ok=True)
-        chosen.json.write_text(json.dumps(result, indent=2) + "\n")
-    print(table.report(result))
+    compare(chosen, works)
 
 
 if __name__ == "__main__":

@@ -64,9 +64,14 @@ def measure(
     rounds: int,
     peaks: Callable[[], Peaks],
     say: Callable[[str], None],
-) -> list[dict[str, Any]]:
-    """Fill the contenders' samples; the peaks before and after every run, and whose run it was."""
-    log = []
+    keep: Callable[[int, list[dict[str, Any]]], None] = lambda done, log: None,
+) -> None:
+    """Fill the contenders' samples.
+
+    keep: told after each round how many are done, whose every run was, and the peaks before and
+    after it.
+    """
+    log: list[dict[str, Any]] = []
     before = peaks()
     for round_ in range(rounds):
         for contender in rotated(contenders, round_):
@@ -87,7 +92,7 @@ def measure(
                 say(_line(contender, speeds))
             for work in works:
                 contender.samples.setdefault(work.name, []).append(speeds.get(work.name))
-    return log
+        keep(round_ + 1, log)
 
 
 def _run(contender: Contender, works: Sequence[Work], settings: Settings) -> dict[str, float]:

