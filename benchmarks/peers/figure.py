@@ -15,6 +15,8 @@ from typing import Any
 
 from benchmarks.peers.table import OURS, name, speed
 
+from penstock.bench.report import count
+
 WIDTH, LEFT, TOP = 860, 100, 92
 BAR, PITCH, ROW_GAP, COLUMN_GAP = 11, 17, 18, 28
 NAME, FIGURE = 84, 52  # room for a bar's name before it and its figure behind it
@@ -67,7 +69,7 @@ def svg(result: dict[str, Any], works: Sequence[str] | None = None) -> str:
     where = result["hardware"]
     caption = (
         f"{result['setup']['model']}, tokens/s, {where['cores']} cores of {where['processor']}; "
-        f"medians of {result['setup']['rounds']} rounds in turns"
+        f"medians of {count(result['setup']['rounds'], 'round')} in turns"
     )
     return "\n".join(
         [

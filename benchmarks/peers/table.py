@@ -14,6 +14,8 @@ from typing import Any
 
 from benchmarks.peers.rounds import median
 
+from penstock.bench.report import count
+
 OURS = "Penstock"
 
 
@@ -92,12 +94,14 @@ def speeds_table(result: dict[str, Any]) -> str:
 def ratio_table(result: dict[str, Any]) -> str:
     """Penstock ÷ the best peer: at equal bits, and of any precision."""
     works = result["setup"]["works"]
-    rows = []
+    rows: list[list[str]] = []
     for title, equal in (("equal bits", True), ("any", False)):
         found = {(r.ours["format"], r.work): r for r in ratios(result, equal_bits=equal)}
         for form in dict.fromkeys(form for form, _ in found):
             cells = [_cell(found.get((form, work))) for work in works]
             rows.append([f"{OURS} {form}", title, *cells])
+    if not rows:
+        return "No peer has a figure to compare Penstock's with."
     return markdown(rows, ["Penstock ÷ best peer", "peers", *works])
 
 
@@ -110,8 +114,8 @@ def report(result: dict[str, Any]) -> str:
     setup, where, read = result["setup"], result["hardware"], bandwidth(result)
     lines = [
         f"{setup['model']}: {where['cores']} cores of {where['processor']} ({result['isa']}), "
-        f"{setup['threads']} threads, medians of {setup['rounds']} rounds, tokens/s"
-        + (f" (share of {read / 1e9:.1f} GB/s read)" if read else ""),
+        f"{count(setup['threads'], 'thread')}, medians of {count(setup['rounds'], 'round')}, "
+        "tokens/s" + (f" (share of {read / 1e9:.1f} GB/s read)" if read else ""),
         "",
         speeds_table(result),
         "",

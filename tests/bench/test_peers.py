@@ -175,7 +175,10 @@ def test_ratios_pair_the_rounds(result: dict[str, Any]) -> None:
 def test_no_ratio_without_a_rival() -> None:
     result = measured(contender("Penstock", [1]), contender("a", [-1]), count=1)
     assert table.ratios(result, equal_bits=False) == []
-    assert "a half failed: out of memory" in table.report(result)
+    report = table.report(result)
+    assert "a half failed: out of memory" in report
+    assert "No peer has a figure" in report
+    assert "medians of 1 round," in report
 
 
 def test_the_report(result: dict[str, Any]) -> None:
