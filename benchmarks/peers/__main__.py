@@ -16,7 +16,7 @@ from typing import Any
 from benchmarks.peers import home, rounds, table
 from benchmarks.peers.llama_cpp import LlamaCpp
 from benchmarks.peers.openvino_genai import OpenVino
-from benchmarks.peers.penstock_peer import Penstock
+from benchmarks.peers.penstock_peer import DEFAULT_FORMATS, Penstock
 from benchmarks.peers.protocol import Found, Peer, PeerError, Settings, Work
 from benchmarks.peers.rounds import Contender
 from benchmarks.peers.transformers_peer import Transformers
@@ -39,7 +39,7 @@ def arguments() -> argparse.Namespace:
     add("--model", type=Path, help="a checkpoint's folder, as benchmarks/make_checkpoint.py's")
     add("--peers", default=",".join(PEERS), help="of %(default)s")
     add("--bits", default="16,8,4", help="formats to compare, by the bits of a weight")
-    add("--penstock-formats", default=",".join(OUR_FORMATS), help="of %(default)s")
+    add("--penstock-formats", default=",".join(DEFAULT_FORMATS), help=f"of {','.join(OUR_FORMATS)}")
     add("--work", default=WORKS, help="default: %(default)s")
     add("--rounds", type=int, default=3)
     add("--tokens", type=int, default=32, help="decoded and timed; default: %(default)s")

@@ -13,10 +13,15 @@ from benchmarks.peers.protocol import Format, Found, Missing, Reply, Settings, W
 
 import penstock
 
+DEFAULT_FORMATS = ("bfloat16", "w8a16", "w8a8", "w4a16", "w4a8")
+
 
 @dataclass(frozen=True, slots=True)
 class Penstock:
-    """The public `LLM`, with this interpreter. A format it doesn't know fails in its own words."""
+    """The public `LLM`, with this interpreter. A format it doesn't know fails in its own words.
+
+    Bytes are estimates until a run: the engine says what it reads.
+    """
 
     home: Path
     name: str = "Penstock"
@@ -26,6 +31,8 @@ class Penstock:
         Format("w8a8", 8, 1.0, 1.0, "int8"),
         Format("w4a16", 4, 0.5 + 2 / 32, 1.0, "int8"),
         Format("w4a8", 4, 0.5 + 2 / 32, 1.0, "int8"),
+        Format("w4a16-g128", 4, 0.5 + 2 / 128, 1.0, "int8"),
+        Format("w4a8-g128", 4, 0.5 + 2 / 128, 1.0, "int8"),
     )
     install: str = ""
 

@@ -18,7 +18,7 @@ import pytest
 from benchmarks.peers import __main__ as command
 from benchmarks.peers import figure, home, llama_cpp, rounds, table
 from benchmarks.peers.openvino_genai import OpenVino
-from benchmarks.peers.penstock_peer import Penstock, arguments
+from benchmarks.peers.penstock_peer import DEFAULT_FORMATS, Penstock, arguments
 from benchmarks.peers.protocol import (
     Format,
     Found,
@@ -347,6 +347,7 @@ def test_formats_of_penstock() -> None:
     assert arguments(forms["bfloat16"]) == {}
     assert arguments(forms["w4a8"]) == {"quantization": "w4a8"}
     assert [forms[name].bits for name in ("w8a16", "w8a8", "w4a16", "w4a8")] == [8, 8, 4, 4]
+    assert set(DEFAULT_FORMATS) < set(forms) == set(command.OUR_FORMATS)
 
 
 def test_a_program_that_fails_has_the_last_word() -> None:
