@@ -101,32 +101,28 @@ void run_spans(const AttentionArgs& a, const Task* tasks, int64_t count, int64_t
                const Shape& shape, int threads) {
   float* partials = static_cast<float*>(
       scratch(Scratch::scores, static_cast<size_t>(rows * shape.partial) * sizeof(float)));
-#pragma omp parallel num_threads(threads)
-  {
+  // spans of all tasks in one row, so that they can be dealt
+  const int64_t spans = rows / kRows;
+  parallel(threads, spans, [&](int64_t i) {
     const FlushDenormals flush;
     const TileSetup tiles;
-    for (int64_t i = 0; i < count; i++) {
-      const Task& t = tasks[i];
-#pragma omp for schedule(dynamic, 1) nowait
-      for (int64_t span = t.first_span; span < t.last_span; span++) {
-        SpanWork<T, S> work(a, t, shape);
-        work.run(span, partials + (t.partial + (span - t.first_span) * kRows) * shape.partial);
-      }
+    const Task* t = tasks;
+    while (t + 1 < tasks + count && t[1].partial <= i * kRows) t++;
+    SpanWork<T, S> work(a, *t, shape);
+    work.run(t->first_span + i - t->partial / kRows, partials + i * kRows * shape.partial);
+  });
+  parallel(threads, count, [&](int64_t i) {
+    const FlushDenormals flush;
+    const Task& t = tasks[i];
+    float* total = static_cast<float*>(
+        scratch(Scratch::partials, static_cast<size_t>(shape.partial) * sizeof(float)));
+    for (int64_t r = 0; r < t.rows; r++) {
+      total[0] = kMinusInfinity;
+      for (int64_t span = 0; span < t.last_span - t.first_span; span++)
+        join(total, partials + (t.partial + span * kRows + r) * shape.partial, a.padded_dim);
+      finish<T>(a, t, shape.group, r, total);
     }
-#pragma omp barrier
-#pragma omp for schedule(static)
-    for (int64_t i = 0; i < count; i++) {
-      const Task& t = tasks[i];
-      float* total = static_cast<float*>(
-          scratch(Scratch::partials, static_cast<size_t>(shape.partial) * sizeof(float)));
-      for (int64_t r = 0; r < t.rows; r++) {
-        total[0] = kMinusInfinity;
-        for (int64_t span = 0; span < t.last_span - t.first_span; span++)
-          join(total, partials + (t.partial + span * kRows + r) * shape.partial, a.padded_dim);
-        finish<T>(a, t, shape.group, r, total);
-      }
-    }
-  }
+  });
 }
 
 template <typename T, typename S>
@@ -140,13 +136,12 @@ void run(const AttentionArgs& a) {
   const bool single = rows == count * kRows;  // every task has one span
   const int threads = work(a) > kParallelWork ? a.threads : 1;
   if (count < 2 * threads && !single) return run_spans<T, S>(a, tasks, count, rows, shape, threads);
-#pragma omp parallel for num_threads(threads) schedule(dynamic, 1)
-  for (int64_t i = 0; i < count; i++) {
+  parallel(threads, count, [&](int64_t i) {
     const FlushDenormals flush;
     const TileSetup tiles;
     // the last tasks of a chunk see the most: taken first, they even out the threads
     run_task<T, S>(a, tasks[count - 1 - i], shape);
-  }
+  });
 }
 
 }  // namespace

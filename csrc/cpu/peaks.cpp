@@ -52,7 +52,7 @@ double read_bandwidth(const float* data, int64_t bytes, int threads) {
   const double start = now();
 #pragma omp parallel num_threads(threads)
   {
-    const Range mine = share(bytes / 4);
+    const Range mine = share(bytes / 4, omp_get_thread_num(), omp_get_num_threads());
     read_slice(data + mine.first, mine.last - mine.first, sinks + omp_get_thread_num() % 256);
   }
   const double seconds = now() - start;

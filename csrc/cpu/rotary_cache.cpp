@@ -117,19 +117,11 @@ void one_token(const RotaryCacheArgs& a, int64_t t, float* head) {
 
 void rotary_cache(const RotaryCacheArgs& a) {
   const int64_t work = a.tokens * (a.heads + 2 * a.kv_heads) * a.dim;
-#pragma omp parallel num_threads(a.threads) if (work > 16 * 1024)
-  {
-    const FlushDenormals flush;
+  over_rows(work > 16 * 1024 ? a.threads : 1, a.tokens, [&](int64_t t) {
     float* head = static_cast<float*>(
         scratch(Scratch::partials, static_cast<size_t>(a.dim + 16) * sizeof(float)));
-    const Range mine = share(a.tokens);
-    for (int64_t t = mine.first; t < mine.last; t++) {
-      if (a.dtype == DType::bf16)
-        one_token<bf16>(a, t, head);
-      else
-        one_token<float>(a, t, head);
-    }
-  }
+    a.dtype == DType::bf16 ? one_token<bf16>(a, t, head) : one_token<float>(a, t, head);
+  });
 }
 
 }  // namespace penstock::PENSTOCK_ISA
