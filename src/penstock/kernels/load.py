@@ -76,6 +76,13 @@ class NativeLibrary:
         assert self.handle is not None
         return float(self.handle.penstock_matrix_peak(rounds, threads, int(tiles)))
 
+    def int8_peak(self, rounds: int, threads: int, tiles: bool) -> float:
+        """int8 operations per second, two a multiply-add: by vectors out of registers (as w8a8
+        multiplies), or AMX tiles fed from L1 (0 without AMX).
+        """
+        assert self.handle is not None
+        return float(self.handle.penstock_int8_peak(rounds, threads, int(tiles)))
+
 
 def _find() -> Path | None:
     """The library beside this file, or where an editable install has put it."""
@@ -92,8 +99,9 @@ def _declare(handle: ctypes.CDLL) -> None:
     handle.penstock_isa_available.argtypes = [ctypes.c_char_p]
     handle.penstock_read_bandwidth.restype = ctypes.c_double
     handle.penstock_read_bandwidth.argtypes = [ctypes.c_void_p, ctypes.c_int64, ctypes.c_int]
-    handle.penstock_matrix_peak.restype = ctypes.c_double
-    handle.penstock_matrix_peak.argtypes = [ctypes.c_int64, ctypes.c_int, ctypes.c_int]
+    for peak in (handle.penstock_matrix_peak, handle.penstock_int8_peak):
+        peak.restype = ctypes.c_double
+        peak.argtypes = [ctypes.c_int64, ctypes.c_int, ctypes.c_int]
 
 
 def load() -> NativeLibrary:
