@@ -156,7 +156,7 @@ def table(found: dict[str, Figures], models: list[str], load: list[float]) -> st
         f"torch {where['versions']['torch']}, {where['measured_at'][:10]}",
         "",
         "`python benchmarks/spin_policy.py`: decode steps a second of one sequence, median "
-        f"(quartiles) of {len(next(iter(found['unset'].values())))} rounds that take the settings "
+        f"(quartiles) of {len(load)} rounds that take the settings "
         "in turns. `undisturbed`: the fastest tenth of the quiet steps, best round. `other`: the "
         "share of a core that a competing busy process got. Runnable threads of others and ours "
         f"meanwhile, averages over a minute: {min(load):.1f} to {max(load):.1f}.",
@@ -181,6 +181,7 @@ def table(found: dict[str, Figures], models: list[str], load: list[float]) -> st
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--models", nargs="+", help="default: the embedded one, and a tiny one")
+    parser.add_argument("--settings", nargs="+", choices=SETTINGS, default=list(SETTINGS))
     parser.add_argument("--rounds", type=int, default=8)
     parser.add_argument("--seconds", type=float, default=0.5, help="of each case in a round")
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
@@ -190,13 +191,13 @@ def main() -> None:
     if options.child:
         child(options.models, options.threads, options.seconds)
         return
-    found: dict[str, Figures] = {name: defaultdict(list) for name in SETTINGS}
+    found: dict[str, Figures] = {name: defaultdict(list) for name in options.settings}
     load: list[float] = []
     with tempfile.TemporaryDirectory() as folder:
         models = options.models or ["stories", _tiny(Path(folder) / "tiny")]
         arguments = ["--models", *models, "--threads", str(options.threads)]
         for number in range(options.rounds):
-            names = list(SETTINGS)
+            names = options.settings
             for name in names if number % 2 == 0 else reversed(names):
                 for key, value in run(
                     SETTINGS[name], [*arguments, "--seconds", str(options.seconds)]

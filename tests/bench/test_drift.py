@@ -19,8 +19,8 @@ STORY = (
     "Once upon a time, there was a little girl named Lily. She loved to play in the park with her "
     "dog, Max. One day, Lily and Max saw a big red ball under a tree. Lily wanted to play with it. "
     '"Can we take the ball?" she asked her mom. Her mom smiled and said, "No, Lily. The ball is '
-    'not ours. We must find who lost it." Lily was sad, but she looked around. She saw a boy who was '
-    "crying. She gave him the ball. The boy was very happy, and they all played together. "
+    'not ours. We must find who lost it." Lily was sad, but she looked around. She saw a boy who '
+    "was crying. She gave him the ball. The boy was very happy, and they all played together. "
 )
 
 
