@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from collections.abc import Callable
 
 import pytest
@@ -12,7 +15,7 @@ from penstock import ops
 from penstock.cli import diagnosis
 from penstock.cli.diagnosis import Kernels, diagnose
 from penstock.errors import KernelError
-from penstock.hardware import Hardware, Peaks, detect
+from penstock.hardware import SPIN_COUNT, Hardware, Peaks, detect
 from penstock.kernels import native
 
 Run = Callable[..., Result]
@@ -24,13 +27,18 @@ def test_json(penstock: Run, known_peaks: Peaks) -> None:
     assert result.exit_code == 0, result.output
     found = json.loads(result.stdout)
     assert set(found) == {
-        "versions", "hardware", "load", "threads", "cpu_quota", "kernels", "peaks", "models",
-        "extras", "environment", "warnings",
+        "versions", "hardware", "load", "threads", "affinity", "machine_cores", "waiting",
+        "cpu_quota", "kernels", "peaks", "models", "extras", "environment", "warnings",
     }  # fmt: skip
     assert found["hardware"]["processor"] == detect().processor
     assert found["peaks"]["read_bytes_per_s"] == known_peaks.read_bytes_per_s
     assert {row["operator"] for row in found["kernels"]["operators"]} == set(ops.op_names())
     assert found["kernels"]["isa"] == native.isa
+    assert [set(row) for row in found["kernels"]["linear"]] == [
+        {"weights", "few_rows", "many_rows"}
+    ] * (0 if native.handle is None else 5)
+    assert found["affinity"] == sorted(os.sched_getaffinity(0))
+    assert found["machine_cores"] == os.cpu_count()
     assert found["extras"]["hub"]["get"] == "pip install penstock[hub]"
     assert [model["name"] for model in found["models"]] == ["stories"]
 
@@ -54,6 +62,84 @@ def test_calibrate_measures_again(penstock: Run, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr("penstock.roofline.peaks", peaks)
     assert "7.00 TFLOP/s (AMX" in penstock("doctor", "--calibrate").stdout
     assert asked == [True]
+
+
+def test_int8_peak_is_shown(penstock: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    peaks = Peaks(3e10, 1e11, 7e12, 2, "now", int8_ops=1.4e13)
+    monkeypatch.setattr("penstock.roofline.peaks", lambda *, calibrate: peaks)
+    assert "14.00 TOP/s" in penstock("doctor").stdout
+
+
+def test_linear_is_shown_by_weights(penstock: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = [("w8a8", "vpdpbusd", "tdpbssd")]
+    monkeypatch.setattr("penstock.kernels.report_linear", lambda: rows)
+    shown = penstock("doctor").stdout
+    for word in ("below 4 rows", "from 4 rows", "vpdpbusd", "tdpbssd"):
+        assert word in shown
+    monkeypatch.setattr("penstock.kernels.report_linear", lambda: [("w8a8", "x", "x")])
+    assert "any number of rows" in penstock("doctor").stdout
+    monkeypatch.setattr("penstock.kernels.report_linear", list)
+    assert "linear by weights" not in penstock("doctor").stdout
+
+
+@pytest.mark.parametrize(
+    ("affinity", "shown"),
+    [([0], "core 0 of 8"), ([0, 1], "cores 0–1 of 8"), ([0, 2, 3, 5], "cores 0, 2–3, 5 of 8")],
+)
+def test_cores_are_named(
+    penstock: Run, monkeypatch: pytest.MonkeyPatch, affinity: list[int], shown: str
+) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(affinity))
+    monkeypatch.setattr(os, "cpu_count", lambda: 8)
+    monkeypatch.setattr("penstock.roofline.peaks", lambda *, calibrate: None)
+    assert f"on {shown}" in penstock("doctor").stdout
+
+
+def test_more_threads_than_this_process_may_use_cores() -> None:
+    (text,) = diagnosis._processor_warnings(MACHINE, 8, None, 0.1, 16)
+    assert "share 4 cores of the machine's 16, to which this process is confined" in text
+    (text,) = diagnosis._processor_warnings(MACHINE, 8, None, 0.1, 4)
+    assert "confined" not in text
+
+
+@pytest.mark.parametrize(
+    ("environment", "words"),
+    [
+        ({"GOMP_SPINCOUNT": SPIN_COUNT}, "Penstock's default"),
+        ({"GOMP_SPINCOUNT": "77"}, "GOMP_SPINCOUNT=77"),
+        ({"OMP_WAIT_POLICY": "active"}, "as OMP_WAIT_POLICY=active says"),
+        ({}, "libgomp's own"),
+    ],
+)
+def test_how_threads_wait_is_said(environment: dict[str, str], words: str) -> None:
+    assert words in diagnosis._waiting(environment)
+
+
+@pytest.mark.parametrize(
+    ("first", "environment", "count"),
+    [
+        ("", {}, SPIN_COUNT),
+        ("import torch", {}, None),
+        ("", {"GOMP_SPINCOUNT": "9"}, "9"),
+        ("", {"OMP_WAIT_POLICY": "active"}, None),
+    ],
+)
+def test_threads_sleep_unless_told_otherwise(
+    first: str, environment: dict[str, str], count: str | None
+) -> None:
+    """The default is there before torch is, and nowhere else."""
+    code = f"{first}\nimport os, penstock; print(os.environ.get('GOMP_SPINCOUNT'))"
+    clean = {k: v for k, v in os.environ.items() if not k.startswith(("GOMP_", "OMP_"))}
+    out = subprocess.run(
+        [sys.executable, "-c", code], env=clean | environment, capture_output=True, text=True,
+        check=True, timeout=120,
+    )  # fmt: skip
+    assert out.stdout.strip() == str(count)
+
+
+def test_the_default_of_waiting_is_nothing_to_warn_about() -> None:
+    assert not diagnosis._environment_warnings({"GOMP_SPINCOUNT": SPIN_COUNT})
+    assert diagnosis._environment_warnings({"GOMP_SPINCOUNT": "77"})
 
 
 def test_no_memory_to_measure_in(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,11 +6,11 @@ import importlib.util
 import os
 import platform
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from penstock.errors import KernelError, ModelNotFoundError
-from penstock.hardware import Hardware, Peaks, detect
+from penstock.hardware import SPIN_COUNT, Hardware, Peaks, detect
 
 EXTRAS = {
     "hub": ("huggingface_hub", "fetches models from the hub by their id"),
@@ -40,6 +40,8 @@ class Kernels:
     available: list[str]
     reason: str  # why the native library isn't used; empty when it is
     operators: list[tuple[str, str, str]]  # (operator, what runs, why)
+    # `linear`: (weights, what multiplies few rows, and from TILE_MIN_ROWS)
+    linear: list[tuple[str, str, str]] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +61,9 @@ class Diagnosis:
     hardware: Hardware
     load: float  # runnable threads, average over the last minute
     threads: int
+    affinity: list[int]  # cores that this process may use
+    machine_cores: int
+    waiting: str  # how threads wait for each other, and who says so
     cpu_quota: float | None  # cores that the container may use; None: no limit
     kernels: Kernels
     peaks: Peaks | None
@@ -74,15 +79,16 @@ def diagnose(*, calibrate: bool = False) -> Diagnosis:
     import torch
 
     import penstock
-    from penstock.kernels import native, report
+    from penstock.kernels import native, report, report_linear
 
     available = native.available_isas()
-    kernels = Kernels(native.isa, available, native.reason, report())
+    kernels = Kernels(native.isa, available, native.reason, report(), report_linear())
     environment = _environment()
     threads, quota = torch.get_num_threads(), _cpu_quota()
+    machine_cores = os.cpu_count() or hardware.cores
     found, trouble = _peaks(calibrate)
     warnings = [
-        *_processor_warnings(hardware, threads, quota, load),
+        *_processor_warnings(hardware, threads, quota, load, machine_cores),
         *_kernel_warnings(kernels),
         *_memory_warnings(hardware),
         *_environment_warnings(environment),
@@ -97,6 +103,9 @@ def diagnose(*, calibrate: bool = False) -> Diagnosis:
         hardware=hardware,
         load=load,
         threads=threads,
+        affinity=sorted(os.sched_getaffinity(0)),
+        machine_cores=machine_cores,
+        waiting=_waiting(environment),
         cpu_quota=quota,
         kernels=kernels,
         peaks=found,
@@ -142,6 +151,22 @@ def _environment() -> dict[str, str]:
     return {name: os.environ[name] for name in sorted(names)}
 
 
+def _is_default(name: str, value: str) -> bool:
+    return name == "GOMP_SPINCOUNT" and value == SPIN_COUNT
+
+
+def _waiting(environment: Mapping[str, str]) -> str:
+    """What libgomp was told when torch loaded it."""
+    if "OMP_WAIT_POLICY" in environment and "GOMP_SPINCOUNT" not in environment:
+        return f"as OMP_WAIT_POLICY={environment['OMP_WAIT_POLICY']} says"
+    count = environment.get("GOMP_SPINCOUNT")
+    if count is None:
+        return "libgomp's own: torch was imported before penstock, which else lets threads sleep"
+    if _is_default("GOMP_SPINCOUNT", count):
+        return f"asleep at once (GOMP_SPINCOUNT={count}, Penstock's default)"
+    return f"spinning first, GOMP_SPINCOUNT={count}"
+
+
 def _cpu_quota() -> float | None:
     """Cores that the cgroup allows, which the number of visible cores doesn't tell."""
     try:
@@ -158,7 +183,11 @@ def _cpu_quota() -> float | None:
 
 
 def _processor_warnings(
-    hardware: Hardware, threads: int, quota: float | None, load: float
+    hardware: Hardware,
+    threads: int,
+    quota: float | None,
+    load: float,
+    machine_cores: int | None = None,
 ) -> list[str]:
     cores, found = hardware.cores, []
     if quota is not None and quota < cores:
@@ -171,9 +200,11 @@ def _processor_warnings(
             f"{threads} threads run on {cores} cores. Unset OMP_NUM_THREADS, or set it to {cores}."
         )
     if threads > cores:
+        all_cores = machine_cores or cores
+        confined = f" of the machine's {all_cores}, to which this process is confined"
         found.append(
-            f"{threads} threads share {cores} cores and wait for each other. "
-            f"Set OMP_NUM_THREADS={cores}."
+            f"{threads} threads share {cores} cores{confined if cores < all_cores else ''} and "
+            f"wait for each other. Set OMP_NUM_THREADS={cores}."
         )
     if load > 0.5:
         found.append(
@@ -210,5 +241,5 @@ def _environment_warnings(environment: Mapping[str, str]) -> list[str]:
     return [
         f"{name}={value} changes how threads run; unset it unless it is meant."
         for name, value in environment.items()
-        if not name.startswith("PENSTOCK_")
+        if not name.startswith("PENSTOCK_") and not _is_default(name, value)
     ]
