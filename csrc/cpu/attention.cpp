@@ -4,182 +4,15 @@
 // are x · key panels and the output is weights · value panels: the inner loop of `linear`. A span
 // gives (maximum, sum, weighted values) on its own; spans are joined in order. When there are too
 // few tasks to keep the threads busy, the spans of one task go to different threads; the order of
-// additions stays the same.
+// additions stays the same. Keys and values of one byte are widened to bfloat16, 32 positions at a
+// time, where they are multiplied; the scales of int8 go into the scores and the weights.
 #include "linear.h"
-#include "panels.h"
+#include "span.h"
 
 namespace penstock::PENSTOCK_ISA {
 namespace {
 
-constexpr int64_t kSpan = 256;
-constexpr int64_t kRows = 32;
-constexpr int64_t kGroup = 32;  // positions whose weighted values are summed apart (= kBlock)
 constexpr int64_t kParallelWork = 128 * 1024;  // below it, a second thread costs more than it saves
-constexpr float kMinusInfinity = -__builtin_inff();
-
-struct Task {
-  int64_t sequence, kv_head;
-  int64_t first_row, rows;  // of the sequence's tokens · group rows
-  int64_t first_span, last_span;
-  int64_t partial;  // where its spans' results start, when they are stored
-};
-
-struct Shape {
-  int64_t group;    // query heads per key-value head
-  int64_t partial;  // floats of one row's result in one span: maximum, sum, weighted values
-};
-
-struct Visible {
-  int64_t first, last;  // positions [first, last)
-};
-
-// What row `row` of a sequence sees.
-static Visible visible(const AttentionArgs& a, const Task& t, int64_t group, int64_t row) {
-  const int64_t tokens = a.query_start[t.sequence + 1] - a.query_start[t.sequence];
-  const int64_t at = a.context_len[t.sequence] - tokens + row / group;
-  const int64_t first = a.window > 0 && at + 1 > a.window ? at + 1 - a.window : 0;
-  return {first, at + 1};
-}
-
-template <typename T>
-class SpanWork {
- public:
-  SpanWork(const AttentionArgs& a, const Task& t, const Shape& shape)
-      : a_(a), t_(t), shape_(shape), head_size_(a.block_size * a.padded_dim) {
-    float* memory = static_cast<float*>(
-        scratch(Scratch::rows, static_cast<size_t>(kRows * (a.padded_dim + kSpan) +
-                                                   kGroup * a.padded_dim) *
-                                   sizeof(float)));
-    query_ = memory;
-    weight_ = query_ + kRows * a.padded_dim;
-    tail_ = reinterpret_cast<T*>(weight_ + kRows * kSpan);
-    const int64_t start = a.query_start[t.sequence];
-    for (int64_t r = 0; r < t.rows; r++) {
-      const int64_t row = t.first_row + r;
-      const int64_t head = t.kv_head * shape.group + row % shape.group;
-      const T* q = static_cast<const T*>(a.q) +
-                   ((start + row / shape.group) * a.heads + head) * a.dim;
-      float* out = query_ + r * a.padded_dim;
-      for (int64_t j = 0; j < a.padded_dim; j++) out[j] = j < a.dim ? to_float(q[j]) : 0.0f;
-      seen_[r] = visible(a, t, shape.group, row);
-    }
-  }
-
-  // The span's partial of every row, `out` floats apart by shape.partial.
-  void run(int64_t span, float* out) {
-    // rows are in order of position: the first sees the earliest start, the last the latest end
-    Visible any = {seen_[0].first, seen_[t_.rows - 1].last};
-    const int64_t low = span * kSpan;
-    if (any.first < low) any.first = low;
-    if (any.last > low + kSpan) any.last = low + kSpan;
-    const int64_t first = any.first / kGroup * kGroup;
-    const int64_t last = (any.last + kGroup - 1) / kGroup * kGroup;
-    scores(low, first, last);
-    for (int64_t r = 0; r < t_.rows; r++) soften(r, low, first, last, out + r * shape_.partial);
-    weigh(low, first, last, out);
-  }
-
- private:
-  const T* block(const void* cache, int64_t position) const {
-    const int64_t index = a_.block_table[t_.sequence * a_.table_stride + position / a_.block_size];
-    return static_cast<const T*>(cache) + (index * a_.kv_heads + t_.kv_head) * head_size_;
-  }
-
-  // weight_[r][position − low] = q · k for positions [first, last)
-  void scores(int64_t low, int64_t first, int64_t last) {
-    const int64_t panel = a_.padded_dim * kColumns;
-    for (int64_t position = first; position < last;) {
-      const int64_t offset = position % a_.block_size;
-      int64_t count = a_.block_size - offset;
-      if (count > last - position) count = last - position;
-      const T* keys = block(a_.key_cache, position) + offset / kColumns * panel;
-      float* out = weight_ + (position - low);
-      multiply_panels(
-          query_, a_.padded_dim, t_.rows, keys, panel, count / kColumns, a_.padded_dim,
-          [](int64_t, int64_t) { return zero(); },
-          [&](int64_t r, int64_t p, F16 value) { store(out + r * kSpan + p * kColumns, value); });
-      position += count;
-    }
-  }
-
-  // Scores of one row → weights, their maximum and sum; what isn't visible becomes 0.
-  void soften(int64_t r, int64_t low, int64_t first, int64_t last, float* out) {
-    float* row = weight_ + r * kSpan;
-    const int64_t from = seen_[r].first - low, to = seen_[r].last - low;
-    F16 top = set1(kMinusInfinity);
-    for (int64_t j = first - low; j < last - low; j += kColumns) {
-      F16 s = load(row + j) * set1(a_.scale);
-      if (a_.softcap > 0.0f) s = set1(a_.softcap) * tanh(s / set1(a_.softcap));
-      if (to - j < kColumns) s = keep_first(s, to > j ? static_cast<int>(to - j) : 0, kMinusInfinity);
-      if (from > j) s = drop_first(s, from - j < kColumns ? static_cast<int>(from - j) : kColumns);
-      store(row + j, s);
-      top = max(top, s);
-    }
-    const float highest = reduce_max(top);
-    F16 sum = zero();
-    for (int64_t j = first - low; j < last - low; j += kColumns) {
-      F16 p = zero();
-      if (highest != kMinusInfinity) p = exp(load(row + j) - set1(highest));
-      sum = sum + p;
-      store(row + j, round_to<T>(p));
-    }
-    out[0] = highest;
-    out[1] = reduce_add(sum);
-  }
-
-  static F16 drop_first(F16 s, int count) {
-    float lanes[16];
-    store(lanes, s);
-    for (int i = 0; i < count; i++) lanes[i] = kMinusInfinity;
-    return load(lanes);
-  }
-
-  // out value[r] = weights · values, one group of 32 positions after another
-  void weigh(int64_t low, int64_t first, int64_t last, float* out) {
-    const int64_t panels = a_.padded_dim / kColumns;
-    const int64_t end = a_.context_len[t_.sequence];
-    for (int64_t position = first; position < last; position += kGroup) {
-      const T* values = block(a_.value_cache, position) + position % a_.block_size * kColumns;
-      int64_t stride = a_.block_size * kColumns;
-      if (position + kGroup > end) {  // what lies beyond was written by others, or never
-        values = tail(values, stride, end - position);
-        stride = kGroup * kColumns;
-      }
-      const bool fresh = position == first;
-      multiply_panels(
-          weight_ + (position - low), kSpan, t_.rows, values, stride, panels, kGroup,
-          [&](int64_t r, int64_t p) {
-            return fresh ? zero() : load(out + r * shape_.partial + 2 + p * kColumns);
-          },
-          [&](int64_t r, int64_t p, F16 value) {
-            store(out + r * shape_.partial + 2 + p * kColumns, value);
-          });
-    }
-  }
-
-  // A copy of a group's value panels with zeros from position `count` on.
-  const T* tail(const T* values, int64_t stride, int64_t count) {
-    constexpr int64_t v = kVnni<T>, line = kColumns * v;
-    for (int64_t p = 0; p < a_.padded_dim / kColumns; p++) {
-      const T* from = values + p * stride;
-      T* to = tail_ + p * kGroup * kColumns;
-      const int64_t whole = count / v * line;
-      __builtin_memcpy(to, from, static_cast<size_t>(whole) * sizeof(T));
-      for (int64_t j = whole; j < kGroup * kColumns; j++)
-        to[j] = j < whole + line && j % v < count % v ? from[j] : T{};
-    }
-    return tail_;
-  }
-
-  const AttentionArgs& a_;
-  const Task& t_;
-  const Shape& shape_;
-  int64_t head_size_;
-  float* query_;
-  float* weight_;
-  T* tail_;
-  Visible seen_[kRows];
-};
 
 // Join a span's partial into the running one.
 void join(float* total, const float* span, int64_t padded_dim) {
@@ -247,13 +80,13 @@ int64_t work(const AttentionArgs& a) {
   return pairs * a.heads * a.padded_dim;
 }
 
-template <typename T>
+template <typename T, typename S>
 void run_task(const AttentionArgs& a, const Task& t, const Shape& shape) {
   const size_t floats = static_cast<size_t>(kRows * shape.partial);
   float* total =
       static_cast<float*>(scratch(Scratch::partials, 2 * floats * sizeof(float)));
   float* one = total + floats;
-  SpanWork<T> work(a, t, shape);
+  SpanWork<T, S> work(a, t, shape);
   for (int64_t r = 0; r < t.rows; r++) total[r * shape.partial] = kMinusInfinity;
   for (int64_t span = t.first_span; span < t.last_span; span++) {
     work.run(span, one);
@@ -263,39 +96,36 @@ void run_task(const AttentionArgs& a, const Task& t, const Shape& shape) {
   for (int64_t r = 0; r < t.rows; r++) finish<T>(a, t, shape.group, r, total + r * shape.partial);
 }
 
-template <typename T>
+template <typename T, typename S>
 void run_spans(const AttentionArgs& a, const Task* tasks, int64_t count, int64_t rows,
                const Shape& shape, int threads) {
   float* partials = static_cast<float*>(
       scratch(Scratch::scores, static_cast<size_t>(rows * shape.partial) * sizeof(float)));
-#pragma omp parallel num_threads(threads)
-  {
+  // spans of all tasks in one row, so that they can be dealt
+  const int64_t spans = rows / kRows;
+  parallel(threads, spans, [&](int64_t i) {
     const FlushDenormals flush;
-    for (int64_t i = 0; i < count; i++) {
-      const Task& t = tasks[i];
-#pragma omp for schedule(dynamic, 1) nowait
-      for (int64_t span = t.first_span; span < t.last_span; span++) {
-        SpanWork<T> work(a, t, shape);
-        work.run(span, partials + (t.partial + (span - t.first_span) * kRows) * shape.partial);
-      }
+    const TileSetup tiles;
+    const Task* t = tasks;
+    while (t + 1 < tasks + count && t[1].partial <= i * kRows) t++;
+    SpanWork<T, S> work(a, *t, shape);
+    work.run(t->first_span + i - t->partial / kRows, partials + i * kRows * shape.partial);
+  });
+  parallel(threads, count, [&](int64_t i) {
+    const FlushDenormals flush;
+    const Task& t = tasks[i];
+    float* total = static_cast<float*>(
+        scratch(Scratch::partials, static_cast<size_t>(shape.partial) * sizeof(float)));
+    for (int64_t r = 0; r < t.rows; r++) {
+      total[0] = kMinusInfinity;
+      for (int64_t span = 0; span < t.last_span - t.first_span; span++)
+        join(total, partials + (t.partial + span * kRows + r) * shape.partial, a.padded_dim);
+      finish<T>(a, t, shape.group, r, total);
     }
-#pragma omp barrier
-#pragma omp for schedule(static)
-    for (int64_t i = 0; i < count; i++) {
-      const Task& t = tasks[i];
-      float* total = static_cast<float*>(
-          scratch(Scratch::partials, static_cast<size_t>(shape.partial) * sizeof(float)));
-      for (int64_t r = 0; r < t.rows; r++) {
-        total[0] = kMinusInfinity;
-        for (int64_t span = 0; span < t.last_span - t.first_span; span++)
-          join(total, partials + (t.partial + span * kRows + r) * shape.partial, a.padded_dim);
-        finish<T>(a, t, shape.group, r, total);
-      }
-    }
-  }
+  });
 }
 
-template <typename T>
+template <typename T, typename S>
 void run(const AttentionArgs& a) {
   const Shape shape = {a.heads / a.kv_heads, (2 + a.padded_dim + 15) / 16 * 16};
   int64_t rows = 0;
@@ -305,22 +135,27 @@ void run(const AttentionArgs& a) {
   list_tasks(a, shape.group, tasks, rows);
   const bool single = rows == count * kRows;  // every task has one span
   const int threads = work(a) > kParallelWork ? a.threads : 1;
-  if (count < 2 * threads && !single) return run_spans<T>(a, tasks, count, rows, shape, threads);
-#pragma omp parallel for num_threads(threads) schedule(dynamic, 1)
-  for (int64_t i = 0; i < count; i++) {
+  if (count < 2 * threads && !single) return run_spans<T, S>(a, tasks, count, rows, shape, threads);
+  parallel(threads, count, [&](int64_t i) {
     const FlushDenormals flush;
+    const TileSetup tiles;
     // the last tasks of a chunk see the most: taken first, they even out the threads
-    run_task<T>(a, tasks[count - 1 - i], shape);
-  }
+    run_task<T, S>(a, tasks[count - 1 - i], shape);
+  });
 }
 
 }  // namespace
 
 void attention(const AttentionArgs& a) {
-  if (a.dtype == DType::bf16)
-    run<bf16>(a);
-  else
-    run<float>(a);
+  if (a.dtype == DType::f32) return run<float, float>(a);
+  switch (a.stored) {
+    case Stored::same:
+      return run<bf16, bf16>(a);
+    case Stored::int8:
+      return run<bf16, int8_t>(a);
+    case Stored::fp8:
+      return run<bf16, fp8>(a);
+  }
 }
 
 }  // namespace penstock::PENSTOCK_ISA

@@ -50,16 +50,17 @@ void linear_amx_emulated(const LinearArgs& a) {
   by_tiles(a) ? amx_emulated::linear_tiles(a) : avx2::linear(a);
 }
 
-#define PENSTOCK_TABLE(name, isa, linear)                                                  \
-  {name,         linear,            isa::embedding, isa::norm,  isa::softcap,   \
-   isa::rotary_cache, isa::attention, isa::argmax,  isa::top_k, isa::draw_plain, \
+// `isa` has the vectors, `tiles` attention's products.
+#define PENSTOCK_TABLE(name, isa, tiles, linear)                                 \
+  {name,              linear,           isa::embedding, isa::norm,  isa::softcap,   \
+   isa::rotary_cache, tiles::attention, isa::argmax,    isa::top_k, isa::draw_plain, \
    isa::draw_from}
 
 const Kernels tables[] = {
-    PENSTOCK_TABLE("avx2", avx2, avx2::linear),
-    PENSTOCK_TABLE("avx512", avx512, avx512::linear),
-    PENSTOCK_TABLE("amx", avx512, linear_amx),
-    PENSTOCK_TABLE("amx-emulated", avx2, linear_amx_emulated),
+    PENSTOCK_TABLE("avx2", avx2, avx2, avx2::linear),
+    PENSTOCK_TABLE("avx512", avx512, avx512, avx512::linear),
+    PENSTOCK_TABLE("amx", avx512, amx, linear_amx),
+    PENSTOCK_TABLE("amx-emulated", avx2, amx_emulated, linear_amx_emulated),
 };
 constexpr int kAvx2 = 0, kAvx512 = 1, kAmx = 2, kEmulated = 3;
 

@@ -16,6 +16,14 @@ struct bf16 {
   uint16_t bits;
 };
 
+// What keys and values are stored as: DType, or one byte. int8 has a float16 scale for each token
+// and head; fp8 is OCP's E4M3 without infinities.
+enum class Stored : int { same, int8, fp8 };
+
+struct fp8 {
+  uint8_t bits;
+};
+
 enum class Activation : int { none, silu, gelu, gelu_tanh };
 
 enum class Weight : int { dense, int8, int4 };
@@ -102,6 +110,9 @@ struct RotaryCacheArgs {
   const int32_t* slots;
   void* key_cache;
   void* value_cache;
+  uint16_t* key_scale;  // [blocks, kv_heads, block_size] float16, for int8
+  uint16_t* value_scale;
+  Stored stored;
   int64_t block_size, padded_dim;
   void* q_out;  // [tokens, heads, dim] contiguous
   int64_t tokens, heads, kv_heads, dim;
@@ -113,6 +124,9 @@ struct AttentionArgs {
   const void* q;  // [tokens, heads, dim] contiguous
   const void* key_cache;
   const void* value_cache;
+  const uint16_t* key_scale;  // [blocks, kv_heads, block_size] float16, for int8
+  const uint16_t* value_scale;
+  Stored stored;
   const int32_t* query_start;
   const int32_t* context_len;
   const int32_t* block_table;

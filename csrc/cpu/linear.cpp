@@ -7,7 +7,7 @@ namespace {
 // Bytes of rows that a thread goes over again and again: half of a small L2.
 constexpr int64_t kRowsBytes = 512 * 1024;
 
-constexpr int64_t kPartBytes = 256 * 1024;
+constexpr int64_t kPartBytes = 64 * 1024;
 
 // Below this many bytes of weights times rows a second thread costs more than it saves.
 constexpr int64_t kParallelBytes = 128 * 1024;
@@ -161,8 +161,8 @@ Part choose(const LinearArgs& a) {
   return a.dtype == DType::bf16 ? dense_part<bf16> : dense_part<float>;
 }
 
-// All rows times some panels. Not inlined: inside a parallel region the compiler would read its
-// arguments from memory again and again.
+// All rows times some panels. Not inlined: the compiler would read what the lambda captures from
+// memory again and again.
 [[gnu::noinline]] void multiply(const LinearArgs& a, const Rows& x, Range panels, Part part) {
   const int64_t block = row_block(a.padded_k * (a.int8_rows ? 1 : 4));
   for (int64_t row = 0; row < a.rows; row += block) {
@@ -180,24 +180,15 @@ void linear(const LinearArgs& a) {
   const int64_t units = count_panels(a) / unit, bytes = panel_bytes(a) * unit;
   const int threads = units * bytes * a.rows > kParallelBytes ? a.threads : 1;
   const int64_t parts = count_parts(units, bytes, threads);
-  const bool few = a.rows <= 4;
-  if (few) {
+  // few rows are sooner ready than another thread
+  over_rows(a.rows <= 4 ? 1 : threads, a.rows, [&](int64_t row) { prepare(a, x, row); });
+  // Panels go to whichever thread is free, in parts large enough to stream: a core that is slower,
+  // or busy with something else, then takes fewer.
+  parallel(threads, parts, [&](int64_t i) {
     const FlushDenormals flush;
-    for (int64_t r = 0; r < a.rows; r++) prepare(a, x, r);
-  }
-#pragma omp parallel num_threads(threads)
-  {
-    const FlushDenormals flush;
-    if (!few) {
-#pragma omp for schedule(static)
-      for (int64_t r = 0; r < a.rows; r++) prepare(a, x, r);
-    }
-    // Panels go to whichever thread is free, in parts large enough to stream: a core that is
-    // slower, or busy with something else, then takes fewer.
-#pragma omp for schedule(dynamic, 1) nowait
-    for (int64_t i = 0; i < parts; i++)
-      multiply(a, x, {units * i / parts * unit, units * (i + 1) / parts * unit}, part);
-  }
+    const Range mine = share(units, i, parts);
+    multiply(a, x, {mine.first * unit, mine.last * unit}, part);
+  });
 }
 
 }  // namespace penstock::PENSTOCK_ISA

@@ -1,9 +1,8 @@
 // What the vector and the tile form of `linear` share: rows made ready, results written.
 #pragma once
 
-#include <omp.h>
-
 #include "integers.h"
+#include "parallel.h"
 #include "rownorm.h"
 
 namespace penstock::PENSTOCK_ISA {
@@ -12,10 +11,20 @@ struct Range {
   int64_t first, last;
 };
 
-// This thread's part of `count` things, contiguous.
-static inline Range share(int64_t count) {
-  const int64_t threads = omp_get_num_threads(), id = omp_get_thread_num();
-  return {count * id / threads, count * (id + 1) / threads};
+// Part `part` of `parts` of `count` things.
+static inline Range share(int64_t count, int64_t part, int64_t parts) {
+  return {count * part / parts, count * (part + 1) / parts};
+}
+
+// body(row) for each of `rows` rows, some to each of `threads` threads.
+template <typename Body>
+static inline void over_rows(int threads, int64_t rows, Body body) {
+  const int64_t parts = threads > 1 && rows > threads ? 4 * threads : rows;
+  parallel(threads, parts < rows ? parts : rows, [&](int64_t part) {
+    const FlushDenormals flush;
+    const Range mine = share(rows, part, parts < rows ? parts : rows);
+    for (int64_t row = mine.first; row < mine.last; row++) body(row);
+  });
 }
 
 // Panels of a matrix; gate's and up's are padded apart.

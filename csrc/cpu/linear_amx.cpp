@@ -117,11 +117,11 @@ void multiply_tiles(const unsigned char* rows0, const unsigned char* rows1,
       PENSTOCK_DOT(3, 5, 7);
     }
   }
-  TILE_STORE(0, sums);
-  TILE_STORE(1, sums + kSums);
+  TILE_STORE(0, sums, 64);
+  TILE_STORE(1, sums + kSums, 64);
   if constexpr (TwoRows) {
-    TILE_STORE(2, sums + 2 * kSums);
-    TILE_STORE(3, sums + 3 * kSums);
+    TILE_STORE(2, sums + 2 * kSums, 64);
+    TILE_STORE(3, sums + 3 * kSums, 64);
   }
 }
 
@@ -265,19 +265,15 @@ void linear_tiles(const LinearArgs& a) {
   int64_t parts = pairs * bytes / kPartBytes;
   if (parts > 8 * a.threads) parts = 8 * a.threads;
   if (parts < a.threads) parts = a.threads;
-#pragma omp parallel num_threads(a.threads)
-  {
+  over_rows(a.threads, x.row_tiles * kTileRows, [&](int64_t row) { pack_row(a, x, row); });
+  parallel(a.threads, parts, [&](int64_t i) {
     const FlushDenormals flush;
-#pragma omp for schedule(static)
-    for (int64_t row = 0; row < x.row_tiles * kTileRows; row++) pack_row(a, x, row);
     TILE_CONFIGURE(static_cast<int>(x.row_bytes));
-#pragma omp for schedule(dynamic, 1) nowait
-    for (int64_t i = 0; i < parts; i++) {
-      const int64_t last = 2 * (pairs * (i + 1) / parts), count = count_panels(a);
-      multiply(a, x, {2 * (pairs * i / parts), last < count ? last : count});
-    }
+    const Range mine = share(pairs, i, parts);
+    const int64_t last = 2 * mine.last, count = count_panels(a);
+    multiply(a, x, {2 * mine.first, last < count ? last : count});
     TILE_RELEASE();
-  }
+  });
 }
 
 }  // namespace penstock::PENSTOCK_ISA

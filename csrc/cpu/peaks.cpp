@@ -25,7 +25,7 @@ double per_second(double operations, int threads, Body body) {
   return operations * threads / (now() - start);
 }
 
-#if defined(PENSTOCK_TILES_PEAK)
+#if defined(PENSTOCK_TILES)
 
 // Rounds of four products of 2 × 2 tiles, which are loaded from L1 each time.
 template <bool Ints>
@@ -53,7 +53,7 @@ void multiply_tiles(int64_t rounds) {
       TILE_DOT(3, 5, 7);
     }
   }
-  TILE_STORE(0, buffer);
+  TILE_STORE(0, buffer, 64);
   TILE_RELEASE();
 }
 
@@ -126,7 +126,7 @@ double read_bandwidth(const float* data, int64_t bytes, int threads) {
   const double start = now();
 #pragma omp parallel num_threads(threads)
   {
-    const Range mine = share(bytes / 4);
+    const Range mine = share(bytes / 4, omp_get_thread_num(), omp_get_num_threads());
     read_slice(data + mine.first, mine.last - mine.first, sinks + omp_get_thread_num() % 256);
   }
   const double seconds = now() - start;
@@ -137,7 +137,7 @@ double read_bandwidth(const float* data, int64_t bytes, int threads) {
 
 // FLOPs a second of float32 FMA, or of AMX bfloat16 tiles fed from L1.
 double matrix_peak(int64_t rounds, int threads) {
-#if defined(PENSTOCK_TILES_PEAK)
+#if defined(PENSTOCK_TILES)
   const double flops = 4.0 * 2 * 16 * 16 * 32 * static_cast<double>(rounds);
   return per_second(flops, threads, [=] { multiply_tiles<false>(rounds); });
 #else
@@ -148,7 +148,7 @@ double matrix_peak(int64_t rounds, int threads) {
 
 // The same of int8: two operations for each product that is added up.
 double int8_peak(int64_t rounds, int threads) {
-#if defined(PENSTOCK_TILES_PEAK)
+#if defined(PENSTOCK_TILES)
   const double operations = 4.0 * 2 * 16 * 16 * 64 * static_cast<double>(rounds);
   return per_second(operations, threads, [=] { multiply_tiles<true>(rounds); });
 #else

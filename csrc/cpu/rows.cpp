@@ -1,5 +1,5 @@
 // Kernels that go over rows once: norms, the soft cap, embedding.
-#include "rownorm.h"
+#include "linear.h"
 
 namespace penstock::PENSTOCK_ISA {
 namespace {
@@ -77,22 +77,18 @@ void embed_row(const EmbeddingArgs& a, int64_t row) {
 }
 
 template <typename Args>
-void over_rows(const Args& a, int64_t rows, int64_t work, void (*row)(const Args&, int64_t)) {
-#pragma omp parallel for num_threads(a.threads) if (work > kParallel) schedule(static)
-  for (int64_t r = 0; r < rows; r++) {
-    const FlushDenormals flush;
-    row(a, r);
-  }
+void run(const Args& a, int64_t rows, int64_t work, void (*row)(const Args&, int64_t)) {
+  over_rows(work > kParallel ? a.threads : 1, rows, [&](int64_t r) { row(a, r); });
 }
 
 }  // namespace
 
 void norm(const NormArgs& a) {
-  over_rows(a, a.rows, a.rows * a.dim, a.dtype == DType::bf16 ? norm_row<bf16> : norm_row<float>);
+  run(a, a.rows, a.rows * a.dim, a.dtype == DType::bf16 ? norm_row<bf16> : norm_row<float>);
 }
 
 void embedding(const EmbeddingArgs& a) {
-  over_rows(a, a.count, a.count * a.dim,
+  run(a, a.count, a.count * a.dim,
             a.dtype == DType::bf16 ? embed_row<bf16> : embed_row<float>);
 }
 
@@ -106,7 +102,7 @@ static void softcap_chunk(const SoftcapArgs& a, int64_t chunk) {
 }
 
 void softcap(const SoftcapArgs& a) {
-  over_rows(a, (a.count + 1023) / 1024, a.count, softcap_chunk);
+  run(a, (a.count + 1023) / 1024, a.count, softcap_chunk);
 }
 
 }  // namespace penstock::PENSTOCK_ISA

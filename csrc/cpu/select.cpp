@@ -2,6 +2,7 @@
 // inverting a distribution. A row is the business of one thread and depends on no other row.
 #include <algorithm>
 
+#include "parallel.h"
 #include "vec.h"
 
 namespace penstock::PENSTOCK_ISA {
@@ -278,8 +279,7 @@ void draw_from_row(const DrawFromArgs& a, int64_t row) {
 
 template <typename Args>
 void over_rows(const Args& a, int64_t rows, int64_t work, void (*row)(const Args&, int64_t)) {
-#pragma omp parallel for num_threads(a.threads) if (work > kParallel) schedule(dynamic)
-  for (int64_t r = 0; r < rows; r++) row(a, r);
+  parallel(work > kParallel ? a.threads : 1, rows, [&](int64_t r) { row(a, r); });
 }
 
 }  // namespace

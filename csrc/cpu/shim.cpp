@@ -1,58 +1,18 @@
 // Binds the torch-free core to torch's dispatcher through the stable ABI: one library for every
 // Python and every torch ≥ 2.11.
+#include "shim.h"
+
 #include <torch/csrc/stable/library.h>
-#include <torch/csrc/stable/ops.h>
-#include <torch/csrc/stable/tensor.h>
-#include <torch/headeronly/core/ScalarType.h>
 
-#include <optional>
 #include <tuple>
-
-#include "kernels.h"
 
 namespace {
 
+using namespace penstock::shim;
 using penstock::DType;
-using torch::headeronly::ScalarType;
-using torch::stable::Tensor;
-
-int threads() { return static_cast<int>(torch::stable::get_num_threads()); }
-
-DType dtype_of(const Tensor& t, const char* what) {
-  const ScalarType type = t.scalar_type();
-  STD_TORCH_CHECK(type == ScalarType::Float || type == ScalarType::BFloat16, what,
-                  " must be float32 or bfloat16");
-  return type == ScalarType::Float ? DType::f32 : DType::bf16;
-}
-
-void same_dtype(const Tensor& a, const Tensor& b, const char* what) {
-  STD_TORCH_CHECK(a.scalar_type() == b.scalar_type(), what, " must have the same dtype");
-}
-
-// Rows may be strided; what lies in one row may not.
-void check_rows(const Tensor& t, const char* what) {
-  STD_TORCH_CHECK(t.dim() == 2 && (t.stride(1) == 1 || t.size(1) == 1), what,
-                  " must be [rows, columns] with contiguous rows, dim ", t.dim());
-}
-
-const float* floats(const Tensor& t, int64_t count, const char* what) {
-  STD_TORCH_CHECK(t.scalar_type() == ScalarType::Float && t.is_contiguous() && t.numel() == count,
-                  what, " must be ", count, " contiguous float32, has ", t.numel());
-  return static_cast<const float*>(t.data_ptr());
-}
-
-const float* floats(const std::optional<Tensor>& t, int64_t count, const char* what) {
-  return t ? floats(*t, count, what) : nullptr;
-}
-
-const int32_t* integers(const Tensor& t, int64_t count, const char* what) {
-  STD_TORCH_CHECK(t.scalar_type() == ScalarType::Int && t.is_contiguous() && t.numel() == count,
-                  what, " must be ", count, " contiguous int32, has ", t.numel());
-  return static_cast<const int32_t*>(t.data_ptr());
-}
 
 // What a weight is stored as, and whether its tensors fit together. ops/panels.py has the shapes.
-struct Stored {
+struct Matrix {
   penstock::Weight kind;
   int64_t panels, padded_k, groups;
   const void* scale;
@@ -60,13 +20,13 @@ struct Stored {
   const uint8_t* zero;
 };
 
-Stored stored(const Tensor& weight, const std::optional<Tensor>& scale,
+Matrix matrix(const Tensor& weight, const std::optional<Tensor>& scale,
               const std::optional<Tensor>& zero, const char* what) {
   STD_TORCH_CHECK(weight.dim() == 4 && weight.is_contiguous() && weight.size(2) == 16, what,
                   ": weight isn't packed panels [N/16, K/v, 16, v]");
   const ScalarType type = weight.scalar_type();
   const int64_t v = weight.size(3);
-  Stored s = {};
+  Matrix s = {};
   s.panels = weight.size(0);
   if (type == ScalarType::Float || type == ScalarType::BFloat16) {
     STD_TORCH_CHECK(v == (type == ScalarType::Float ? 1 : 2) && !scale && !zero, what,
@@ -106,7 +66,7 @@ penstock::LinearArgs linear_args(const Tensor& x, const Tensor& weight,
                                  bool int8_rows, int64_t activation, bool gated) {
   check_rows(x, "linear: x");
   penstock::LinearArgs a = {};
-  const Stored s = stored(weight, scale, zero, "linear");
+  const Matrix s = matrix(weight, scale, zero, "linear");
   a.dtype = dtype_of(x, "linear: x");
   a.rows = x.size(0);
   a.k = x.size(1);
@@ -179,7 +139,7 @@ Tensor embedding(const Tensor& tokens, const Tensor& weight, int64_t dim, double
   a.tokens = integers(tokens, a.count, "embedding: tokens");
   const bool packed = weight.dim() == 4;
   if (packed) {
-    const Stored s = stored(weight, weight_scale, zero, "embedding");
+    const Matrix s = matrix(weight, weight_scale, zero, "embedding");
     a.kind = s.kind;
     a.panel_k = s.padded_k;
     a.quantized_scale = s.scale;
@@ -245,140 +205,6 @@ void softcap_(const Tensor& x, double cap) {
   penstock::kernels().softcap(a);
 }
 
-penstock::HeadsView heads_view(const Tensor& t, const char* what) {
-  STD_TORCH_CHECK(t.dim() == 3 && (t.stride(2) == 1 || t.size(2) == 1), what,
-                  " must be [tokens, heads, dim] with contiguous heads");
-  return {t.data_ptr(), t.stride(0), t.stride(1)};
-}
-
-struct CacheShape {
-  int64_t blocks, kv_heads, block_size, padded_dim;
-};
-
-CacheShape cache_shape(const Tensor& keys, const Tensor& values, int64_t dim) {
-  const bool bf16 = dtype_of(keys, "key_cache") == DType::bf16;
-  const int64_t v = bf16 ? 2 : 1;
-  same_dtype(keys, values, "key_cache and value_cache");
-  STD_TORCH_CHECK(keys.dim() == 6 && values.dim() == 6 && keys.is_contiguous() &&
-                      values.is_contiguous(),
-                  "caches must be contiguous, with 6 dimensions");
-  const CacheShape s = {keys.size(0), keys.size(1), keys.size(2) * 16, keys.size(3) * v};
-  STD_TORCH_CHECK(keys.size(4) == 16 && keys.size(5) == v && values.size(0) == s.blocks &&
-                      values.size(1) == s.kv_heads && values.size(2) * 16 == s.padded_dim &&
-                      values.size(3) * v == s.block_size && values.size(4) == 16 &&
-                      values.size(5) == v && s.padded_dim == (dim + 15) / 16 * 16 &&
-                      s.block_size % 32 == 0,
-                  "key_cache and value_cache don't have the layout of ops.rotary_cache for heads "
-                  "of ",
-                  dim);
-  return s;
-}
-
-Tensor rotary_cache(const Tensor& q, const Tensor& k, const Tensor& v,
-                    std::optional<Tensor> q_norm, std::optional<Tensor> k_norm, double eps,
-                    std::optional<Tensor> cos_sin, bool interleaved, const Tensor& positions,
-                    const Tensor& slots, const Tensor& key_cache, const Tensor& value_cache) {
-  penstock::RotaryCacheArgs a = {};
-  a.q = heads_view(q, "rotary_cache: q");
-  a.k = heads_view(k, "rotary_cache: k");
-  a.v = heads_view(v, "rotary_cache: v");
-  a.tokens = q.size(0);
-  a.heads = q.size(1);
-  a.dim = q.size(2);
-  a.kv_heads = k.size(1);
-  a.dtype = dtype_of(q, "rotary_cache: q");
-  same_dtype(q, k, "rotary_cache: q and k");
-  same_dtype(q, v, "rotary_cache: q and v");
-  same_dtype(q, key_cache, "rotary_cache: q and key_cache");
-  const CacheShape shape = cache_shape(key_cache, value_cache, a.dim);
-  STD_TORCH_CHECK(k.size(0) == a.tokens && v.size(0) == a.tokens && k.size(2) == a.dim &&
-                      v.size(2) == a.dim && v.size(1) == a.kv_heads &&
-                      shape.kv_heads == a.kv_heads,
-                  "rotary_cache: q, k, v and the caches disagree");
-  a.block_size = shape.block_size;
-  a.padded_dim = shape.padded_dim;
-  a.q_norm = floats(q_norm, a.dim, "rotary_cache: q_norm");
-  a.k_norm = floats(k_norm, a.dim, "rotary_cache: k_norm");
-  a.eps = static_cast<float>(eps);
-  a.positions = integers(positions, a.tokens, "rotary_cache: positions");
-  a.slots = integers(slots, a.tokens, "rotary_cache: slots");
-  if (cos_sin) {
-    a.cos_sin = floats(*cos_sin, cos_sin->numel(), "rotary_cache: cos_sin");
-    a.num_positions = cos_sin->size(0);
-    a.rotary_dim = cos_sin->size(1);
-    STD_TORCH_CHECK(a.rotary_dim <= a.dim && a.rotary_dim % 2 == 0, "rotary_cache: rotary dim ",
-                    a.rotary_dim, " of heads of ", a.dim);
-  }
-  a.interleaved = interleaved;
-  for (int64_t t = 0; t < a.tokens; t++) {
-    STD_TORCH_CHECK(!a.cos_sin || (a.positions[t] >= 0 && a.positions[t] < a.num_positions),
-                    "rotary_cache: position ", a.positions[t], " is beyond the table of ",
-                    a.num_positions);
-    STD_TORCH_CHECK(a.slots[t] < shape.blocks * shape.block_size, "rotary_cache: slot ",
-                    a.slots[t], " is beyond the cache of ", shape.blocks * shape.block_size);
-  }
-  Tensor out = torch::stable::new_empty(q, {a.tokens, a.heads, a.dim});
-  a.key_cache = key_cache.data_ptr();
-  a.value_cache = value_cache.data_ptr();
-  a.q_out = out.data_ptr();
-  a.threads = threads();
-  penstock::kernels().rotary_cache(a);
-  return out;
-}
-
-Tensor paged_attention(const Tensor& q, const Tensor& key_cache, const Tensor& value_cache,
-                       const Tensor& query_start, const Tensor& context_len,
-                       const Tensor& block_table, double scale, int64_t window, double softcap,
-                       std::optional<Tensor> sinks) {
-  STD_TORCH_CHECK(q.dim() == 3 && q.is_contiguous(),
-                  "paged_attention: q must be [tokens, heads, dim], contiguous");
-  penstock::AttentionArgs a = {};
-  a.heads = q.size(1);
-  a.dim = q.size(2);
-  a.dtype = dtype_of(q, "paged_attention: q");
-  same_dtype(q, key_cache, "paged_attention: q and key_cache");
-  const CacheShape shape = cache_shape(key_cache, value_cache, a.dim);
-  a.kv_heads = shape.kv_heads;
-  a.block_size = shape.block_size;
-  a.padded_dim = shape.padded_dim;
-  STD_TORCH_CHECK(a.heads % a.kv_heads == 0, "paged_attention: ", a.heads,
-                  " heads aren't a multiple of ", a.kv_heads, " key-value heads");
-  a.sequences = context_len.numel();
-  a.context_len = integers(context_len, a.sequences, "paged_attention: context_len");
-  a.query_start = integers(query_start, a.sequences + 1, "paged_attention: query_start");
-  STD_TORCH_CHECK(block_table.dim() == 2 && block_table.size(0) == a.sequences &&
-                      block_table.scalar_type() == ScalarType::Int &&
-                      (block_table.size(1) <= 1 || block_table.stride(1) == 1),
-                  "paged_attention: block_table must be int32 [sequences, blocks]");
-  a.block_table = static_cast<const int32_t*>(block_table.data_ptr());
-  a.table_stride = block_table.stride(0);
-  for (int64_t b = 0; b < a.sequences; b++) {
-    const int64_t count = a.query_start[b + 1] - a.query_start[b];
-    const int64_t need = (a.context_len[b] + a.block_size - 1) / a.block_size;
-    STD_TORCH_CHECK(count >= 0 && count <= a.context_len[b] && need <= block_table.size(1),
-                    "paged_attention: sequence ", b, " has ", count, " queries, a context of ",
-                    a.context_len[b], " and ", block_table.size(1), " blocks");
-    for (int64_t i = 0; i < need; i++) {
-      const int64_t block = a.block_table[b * a.table_stride + i];
-      STD_TORCH_CHECK(block >= 0 && block < shape.blocks, "paged_attention: block ", block,
-                      " is outside the cache of ", shape.blocks);
-    }
-  }
-  STD_TORCH_CHECK(a.query_start[0] == 0 && a.query_start[a.sequences] == q.size(0),
-                  "paged_attention: query_start doesn't cover the ", q.size(0), " queries");
-  Tensor out = torch::stable::new_empty(q, {q.size(0), a.heads * a.dim});
-  a.q = q.data_ptr();
-  a.key_cache = key_cache.data_ptr();
-  a.value_cache = value_cache.data_ptr();
-  a.out = out.data_ptr();
-  a.scale = static_cast<float>(scale);
-  a.window = window;
-  a.softcap = static_cast<float>(softcap);
-  a.sinks = floats(sinks, a.heads, "paged_attention: sinks");
-  a.threads = threads();
-  penstock::kernels().attention(a);
-  return out;
-}
 
 struct Logits {
   const float* data;

@@ -23,7 +23,10 @@ static inline void soft_load_rows(int t, const void* p) {
 static inline void soft_load(int t, const void* p, int bytes = 1024) {
   __builtin_memcpy(soft_tiles[t].bytes, p, static_cast<size_t>(bytes));
 }
-static inline void soft_store(int t, void* p) { __builtin_memcpy(p, soft_tiles[t].bytes, 1024); }
+static inline void soft_store(int t, void* p, int64_t stride) {
+  for (int m = 0; m < 16; m++)
+    __builtin_memcpy(static_cast<unsigned char*>(p) + m * stride, soft_tiles[t].bytes + m * 64, 64);
+}
 static inline void soft_zero(int t) { __builtin_memset(soft_tiles[t].bytes, 0, 1024); }
 
 // Intel SDM, TDPBF16PS: even and odd products apart, from zero, in order; then one addition.
@@ -63,7 +66,7 @@ static inline void soft_dot_bytes(int c, int a, int b) {
 #define TILE_LOAD_ROWS(t, p, row_bytes) soft_load_rows(t, p)
 #define TILE_LOAD_WEIGHTS(t, p) soft_load(t, p, 16 * soft_row_bytes)
 #define TILE_LOAD_SUMS(t, p) soft_load(t, p)
-#define TILE_STORE(t, p) soft_store(t, p)
+#define TILE_STORE(t, p, stride) soft_store(t, p, stride)
 #define TILE_DOT(c, a, b) soft_dot(c, a, b)
 #define TILE_DOT_BYTES(c, a, b) soft_dot_bytes(c, a, b)
 
@@ -102,9 +105,9 @@ static inline void configure_tiles(int row_bytes) {
 #define TILE_LOAD_ROWS(t, p, row_bytes) TILE_LOAD(t, p, row_bytes)
 #define TILE_LOAD_WEIGHTS(t, p) TILE_LOAD(t, p, 64)
 #define TILE_LOAD_SUMS(t, p) TILE_LOAD(t, p, 64)
-#define TILE_STORE(t, p)           \
+#define TILE_STORE(t, p, stride)   \
   do {                             \
-    _tile_stored(t, p, 64);        \
+    _tile_stored(t, p, stride);    \
     asm volatile("" ::: "memory"); \
   } while (0)
 #define TILE_DOT(c, a, b) _tile_dpbf16ps(c, a, b)

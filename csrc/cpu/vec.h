@@ -88,6 +88,16 @@ static inline void store(bf16* p, F16 a) {
   const __m512i r = _mm512_srli_epi32(_mm512_castps_si512(round_bf16(a).v), 16);
   _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm512_cvtepi32_epi16(r));
 }
+static inline F16 load(const int8_t* p) {
+  return {_mm512_cvtepi32_ps(
+      _mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))))};
+}
+// of a value that bfloat16 holds exactly
+static inline void store_exact(bf16* p, F16 a) {
+  const __m512i r = _mm512_srli_epi32(_mm512_castps_si512(a.v), 16);
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm512_cvtepi32_epi16(r));
+}
+static inline F16 widen_halves(__m256i h) { return {_mm512_cvtph_ps(h)}; }
 static inline F16 load_half(const uint16_t* p) {
   return {_mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)))};
 }
@@ -209,6 +219,22 @@ static inline void store(bf16* p, F16 a) {
   const __m256i packed = _mm256_permute4x64_epi64(_mm256_packus_epi32(lo, hi), 0xd8);
   _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), packed);
 }
+static inline F16 load(const int8_t* p) {
+  return {_mm256_cvtepi32_ps(
+              _mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p)))),
+          _mm256_cvtepi32_ps(
+              _mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p + 8))))};
+}
+static inline void store_exact(bf16* p, F16 a) {
+  const __m256i lo = _mm256_srli_epi32(_mm256_castps_si256(a.lo), 16);
+  const __m256i hi = _mm256_srli_epi32(_mm256_castps_si256(a.hi), 16);
+  const __m256i packed = _mm256_permute4x64_epi64(_mm256_packus_epi32(lo, hi), 0xd8);
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), packed);
+}
+static inline F16 widen_halves(__m256i h) {
+  return {_mm256_cvtph_ps(_mm256_castsi256_si128(h)),
+          _mm256_cvtph_ps(_mm256_extracti128_si256(h, 1))};
+}
 static inline F16 load_half(const uint16_t* p) {
   return {_mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))),
           _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p + 8)))};
@@ -235,6 +261,17 @@ static inline void halves(F16 a, __m256& lo, __m256& hi) {
 }
 
 #endif
+
+// E4M3 by way of float16, which has the same shape and 2^8 times the bias, and whose smallest values
+// DAZ leaves alone.
+static inline F16 load(const fp8* p) {
+  const __m256i b = _mm256_cvtepu8_epi16(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+  const __m256i sign = _mm256_slli_epi16(_mm256_srli_epi16(b, 7), 15);
+  const __m256i size = _mm256_slli_epi16(_mm256_and_si256(b, _mm256_set1_epi16(0x7f)), 7);
+  const __m256i nan = _mm256_and_si256(_mm256_cmpeq_epi16(size, _mm256_set1_epi16(0x3f80)),
+                                       _mm256_set1_epi16(0x7e00));
+  return widen_halves(_mm256_or_si256(_mm256_or_si256(sign, size), nan)) * set1(256.0f);
+}
 
 // The defined order of a sum over lanes: l with l + 8, then l + 4, l + 2, l + 1.
 static inline float reduce_add(F16 a) {
@@ -269,6 +306,24 @@ static inline void from_float(float x, bf16& out) {
   __builtin_memcpy(&u, &x, 4);
   u = x != x ? 0x7fc00000u : u + 0x7fff + ((u >> 16) & 1);
   out.bits = static_cast<uint16_t>(u >> 16);
+}
+
+static inline void from_float(float x, int8_t& out) { out = static_cast<int8_t>(x); }
+// Nearest E4M3, ties to even, never beyond ±448.
+static inline void from_float(float x, fp8& out) {
+  uint32_t u;
+  __builtin_memcpy(&u, &x, 4);
+  const uint32_t sign = u >> 24 & 0x80, size = u & 0x7fffffff;
+  uint32_t bits;
+  if (size > 0x7f800000)
+    bits = 0x7f;
+  else if (size >= 0x43e00000)  // 448
+    bits = 0x7e;
+  else if (size >= 0x3c800000)  // 2^-6, the smallest normal
+    bits = ((size + 0x7ffff + (size >> 20 & 1)) >> 20) - (120 << 3);
+  else
+    bits = static_cast<uint32_t>(__builtin_rintf(__builtin_fabsf(x) * 512.0f));
+  out.bits = static_cast<uint8_t>(sign | bits);
 }
 
 template <typename T>

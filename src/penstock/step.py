@@ -7,8 +7,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-KV = list[tuple[Tensor, Tensor]]
-"""Key and value caches, one pair a layer, in the layout of `cache/layouts`."""
+LayerCache = tuple[Tensor, ...]
+"""One layer's keys and values and, where they are int8, the scales of both: `ops.rotary_cache`."""
+
+KV = list[LayerCache]
+"""The caches of all layers, in the layout of `cache/layouts`."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from penstock.cache import PagedLayout, kv_dtype
 from penstock.nn import (
     AttentionSpec,
     Decoder,
@@ -20,7 +21,7 @@ from penstock.nn import (
 )
 from penstock.nn.parameters import Loadable
 from penstock.quant import formats_of
-from penstock.step import KV, Step
+from penstock.step import Step
 
 BLOCK = 32
 
@@ -96,20 +97,13 @@ class Stream:
 class Machine:
     """A decoder and a cache; runs batches of chunks and keeps nothing else."""
 
-    def __init__(self, model: Decoder, blocks: int = 256, garbage: bool = True) -> None:
+    def __init__(self, model: Decoder, blocks: int = 256, kv: str = "auto") -> None:
         self.model = model
-        self.kv: KV = []
-        v = 4 // model.dtype.itemsize
-        for layer in model.spec.layers:
-            a = layer.attention
-            dim = -(-a.head_dim // 16) * 16
-            shapes = (
-                (blocks, a.num_kv_heads, BLOCK // 16, dim // v, 16, v),
-                (blocks, a.num_kv_heads, dim // 16, BLOCK // v, 16, v),
-            )
-            value = float("nan") if garbage else 0.0
-            keys, values = (torch.full(s, value, dtype=model.dtype) for s in shapes)
-            self.kv.append((keys, values))
+        heads = tuple((x.attention.num_kv_heads, x.attention.head_dim) for x in model.spec.layers)
+        self.kv = PagedLayout(heads, kv_dtype(kv, model.dtype), BLOCK).allocate(blocks)
+        for layer in self.kv:  # NaN wherever nothing has been written
+            for part in layer:
+                part.view(torch.uint8).fill_(0xFF)
         # handed out in a scrambled order, so that neighbours in a sequence aren't in memory
         self.free = [int(i) for i in np.argsort(integers(blocks, 99), kind="stable")]
 
@@ -145,9 +139,9 @@ class Machine:
         return list(logits.split([n for _, n in chunks]))
 
 
-def alone(model: Decoder, tokens: list[int], chunk: int | None = None) -> Tensor:
+def alone(model: Decoder, tokens: list[int], chunk: int | None = None, kv: str = "auto") -> Tensor:
     """Logits [T, V] of one sequence by itself, in chunks."""
-    machine = Machine(model)
+    machine = Machine(model, kv=kv)
     stream = machine.stream(tokens)
     size = chunk or len(tokens)
     parts = []

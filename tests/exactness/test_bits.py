@@ -131,13 +131,50 @@ def test_every_instruction_set_gives_the_golden_bits(model: Decoder, form: str, 
     assert torch.equal(alone(model, prompt(300, 7), 5), whole)
 
 
+@pytest.fixture(scope="module", params=["int8", "fp8"])
+def kv(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+GOLDEN_KV = {
+    "int8": "b311cc9d01844c36955a1f56a0384bc2ad5d0dc6838b8abe9380ed0bb76cd78a",
+    "fp8": "0e21eccafdee16a4efb99eacb38e818d43cd86b28179ffd380c067a1a936de46",
+}
+"""The same prompt in bfloat16 over a cache of one byte."""
+
+
+@pytest.mark.usefixtures("restore")
+@pytest.mark.parametrize("isa", native.available_isas())
+def test_a_cache_of_one_byte(kv: str, isa: str) -> None:
+    native.select_isa(isa)
+    model, tokens = build(torch.bfloat16), prompt(300, 7)
+    whole = alone(model, tokens, kv=kv)
+    assert digest(whole) == GOLDEN_KV[kv]
+    assert torch.equal(alone(model, tokens, 5, kv=kv), whole)
+    torch.set_num_threads(1)
+    assert torch.equal(alone(model, tokens[:100], 1, kv=kv), whole[:100])
+    drift = (whole - alone(model, tokens)).abs().mean()
+    assert 0 < drift < {"int8": 0.05, "fp8": 0.15}[kv]
+
+
+def test_batches_over_a_cache_of_one_byte(kv: str) -> None:
+    model = build(torch.bfloat16)
+    machine = Machine(model, kv=kv)
+    streams = [machine.stream(prompt(n, 7 + n)) for n in (300, 33, 256, 1, 70)]
+    machine.run([(s, min(40, len(s.tokens))) for s in streams])
+    rows = machine.run([(s, len(s.tokens) - s.done) for s in streams if s.done < len(s.tokens)])
+    for stream, logits in zip([s for s in streams if len(s.tokens) > 40], rows, strict=True):
+        assert torch.equal(logits, alone(model, stream.tokens, kv=kv)[40:])
+
+
 def test_poison_stays_in_its_own_sequence(model: Decoder) -> None:
     """A NaN in one sequence's cache reaches no other, not even through recycled blocks."""
     machine = Machine(model, blocks=20)
     tokens = prompt(70, 7)
     sick, well = machine.stream(prompt(70, 8)), machine.stream(tokens)
-    for keys, values in machine.kv:
-        keys[sick.blocks[0]], values[sick.blocks[0]] = float("nan"), float("nan")
+    for layer in machine.kv:
+        for part in layer:
+            part[sick.blocks[0]] = float("nan")
     sick.done = 40
     bad, good = machine.run([(sick, 30), (well, 70)])
     assert bad.isnan().any()

@@ -1,7 +1,8 @@
 """The key-value cache: who holds which block, what is in it, and how it lies in memory."""
 
 from penstock.cache.blocks import BlockPool
+from penstock.cache.kv_dtype import kv_dtype
 from penstock.cache.layouts import PagedLayout, copy_blocks
 from penstock.cache.prefix_tree import Node, PrefixTree
 
-__all__ = ["BlockPool", "Node", "PagedLayout", "PrefixTree", "copy_blocks"]
+__all__ = ["BlockPool", "Node", "PagedLayout", "PrefixTree", "copy_blocks", "kv_dtype"]

@@ -11,7 +11,7 @@ from penstock.nn.parameters import Loadable, as_float32
 from penstock.nn.rope import RotaryTable
 from penstock.nn.spec import AttentionSpec, NormSpec
 from penstock.quant import WeightFormat
-from penstock.step import Step
+from penstock.step import LayerCache, Step
 
 
 class Sinks(Loadable):
@@ -54,9 +54,7 @@ class Attention(nn.Module):
             self.k_norm = Norm(self.kv_size if full else spec.head_dim, norm)
         self.sinks = Sinks(spec.num_heads) if spec.sinks else None
 
-    def forward(
-        self, x: Tensor, before: Norm | None, step: Step, cache: tuple[Tensor, Tensor]
-    ) -> Tensor:
+    def forward(self, x: Tensor, before: Norm | None, step: Step, cache: LayerCache) -> Tensor:
         """x [T, D] → what the heads saw [T, H · Dh], for `out`; writes keys and values."""
         spec = self.spec
         heads, kv_heads = spec.num_heads, spec.num_kv_heads
@@ -72,7 +70,8 @@ class Attention(nn.Module):
                     self.q_norm.parameter("weight"),
                     self.k_norm.parameter("weight"),
                 )
-        key_cache, value_cache = cache
+        key_cache, value_cache, *rest = cache
+        key_scale, value_scale = rest if rest else (None, None)
         q = ops.rotary_cache(
             q,
             k,
@@ -86,6 +85,8 @@ class Attention(nn.Module):
             step.slots,
             key_cache,
             value_cache,
+            key_scale,
+            value_scale,
         )
         return ops.paged_attention(
             q,
@@ -98,4 +99,6 @@ class Attention(nn.Module):
             spec.window,
             spec.softcap,
             None if self.sinks is None else self.sinks.parameter("weight"),
+            key_scale,
+            value_scale,
         )

@@ -12,7 +12,7 @@ from penstock.nn.norm import Norm
 from penstock.nn.rope import RotaryTable
 from penstock.nn.spec import DecoderSpec, LayerSpec, MlpSpec, NormSpec, RopeSpec
 from penstock.quant import WeightFormat, WeightFormats
-from penstock.step import KV, Step
+from penstock.step import KV, LayerCache, Step
 
 
 class Mlp(nn.Module):
@@ -55,7 +55,7 @@ class DecoderLayer(nn.Module):
         self.attention_post_norm = Norm(hidden, norm) if spec.post_norm else None
         self.mlp_post_norm = Norm(hidden, norm) if spec.post_norm else None
 
-    def forward(self, residual: Tensor, step: Step, cache: tuple[Tensor, Tensor]) -> None:
+    def forward(self, residual: Tensor, step: Step, cache: LayerCache) -> None:
         """residual [T, D] += attention, += feed-forward, in place."""
         attended = self.attention(residual, self.attention_norm, step, cache)
         if self.parallel:  # both read the layer's input

@@ -12,18 +12,34 @@ SPAN = 256
 """Positions per softmax span, counted from position 0; part of the defined order of additions."""
 
 
-def gather_keys(key_cache: Tensor, blocks: Tensor, length: int, dim: int) -> Tensor:
-    """The first `length` keys of a sequence, [length, Hkv, D]."""
-    k = key_cache[blocks.long()]  # [M, Hkv, P/16, D/v, 16, v]
-    k = k.permute(0, 2, 4, 1, 3, 5).flatten(4).flatten(0, 2)
-    return k[:length, :, :dim]
+def gather_keys(
+    key_cache: Tensor, blocks: Tensor, length: int, dim: int, scale: Tensor | None = None
+) -> Tensor:
+    """The first `length` keys of a sequence, [length, Hkv, D] float32."""
+    k = _bytes(key_cache)[blocks.long()].view(key_cache.dtype)  # [M, Hkv, P/16, D/v, 16, v]
+    k = k.float().permute(0, 2, 4, 1, 3, 5).flatten(4).flatten(0, 2)
+    return _scaled(k, scale, blocks)[:length, :, :dim]
 
 
-def gather_values(value_cache: Tensor, blocks: Tensor, length: int, dim: int) -> Tensor:
-    """The first `length` values of a sequence, [length, Hkv, D]."""
-    v = value_cache[blocks.long()]  # [M, Hkv, D/16, P/v, 16, v]
-    v = v.permute(0, 3, 5, 1, 2, 4).flatten(4).flatten(0, 2)
-    return v[:length, :, :dim]
+def gather_values(
+    value_cache: Tensor, blocks: Tensor, length: int, dim: int, scale: Tensor | None = None
+) -> Tensor:
+    """The first `length` values of a sequence, [length, Hkv, D] float32."""
+    v = _bytes(value_cache)[blocks.long()].view(value_cache.dtype)  # [M, Hkv, D/16, P/v, 16, v]
+    v = v.float().permute(0, 3, 5, 1, 2, 4).flatten(4).flatten(0, 2)
+    return _scaled(v, scale, blocks)[:length, :, :dim]
+
+
+def _bytes(cache: Tensor) -> Tensor:
+    """float8 as bytes: torch can't index it."""
+    return cache.view(torch.uint8) if cache.dtype is torch.float8_e4m3fn else cache
+
+
+def _scaled(x: Tensor, scale: Tensor | None, blocks: Tensor) -> Tensor:
+    """x [M · P, Hkv, D] times the float16 scales [N, Hkv, P] of its blocks."""
+    if scale is None:
+        return x
+    return x * scale[blocks.long()].float().permute(0, 2, 1).flatten(0, 1).unsqueeze(-1)
 
 
 def _fake(
@@ -37,6 +53,8 @@ def _fake(
     window: int = 0,
     softcap: float = 0.0,
     sinks: Tensor | None = None,
+    key_scale: Tensor | None = None,
+    value_scale: Tensor | None = None,
 ) -> Tensor:
     return q.new_empty((q.shape[0], q.shape[1] * q.shape[2]))
 
@@ -44,7 +62,7 @@ def _fake(
 @define_op(
     "paged_attention(Tensor q, Tensor key_cache, Tensor value_cache, Tensor query_start, "
     "Tensor context_len, Tensor block_table, float scale, int window=0, float softcap=0.0, "
-    "Tensor? sinks=None) -> Tensor",
+    "Tensor? sinks=None, Tensor? key_scale=None, Tensor? value_scale=None) -> Tensor",
     fake=_fake,
 )
 def paged_attention(
@@ -58,6 +76,8 @@ def paged_attention(
     window: int = 0,
     softcap: float = 0.0,
     sinks: Tensor | None = None,
+    key_scale: Tensor | None = None,
+    value_scale: Tensor | None = None,
 ) -> Tensor:
     """Causal grouped-query attention of a ragged batch over paged keys and values.
 
@@ -69,8 +89,9 @@ def paged_attention(
 
     The native order of additions doesn't depend on the batch, the chunk or the threads: keys are
     taken in spans of 256 counted from position 0; each span gives its maximum, its sum and its
-    weighted values on its own (the weights rounded to the cache's dtype, dot products in the order
-    of `linear`); spans are then joined in order.
+    weighted values on its own (the weights rounded to q's dtype, dot products in the order of
+    `linear`); spans are then joined in order. One-byte keys and values are widened to bfloat16,
+    exactly; int8's scales multiply the scores and the weights.
     Cost: 4·H·D FLOPs and 2·Hkv·D·itemsize bytes per visible position; memory-bound in decode.
     Source: Milakov & Gimelshein 2018, arXiv:1805.02867; Dao et al. 2022, arXiv:2205.14135;
     paging: Kwon et al. 2023, arXiv:2309.06180; sinks: Xiao et al. 2023, arXiv:2309.17453.
@@ -84,8 +105,8 @@ def paged_attention(
         if count == 0:
             continue
         used = block_table[b, : -(-length // (key_cache.shape[2] * COLUMNS))]
-        k = gather_keys(key_cache, used, length, dim).float()
-        v = gather_values(value_cache, used, length, dim).float()
+        k = gather_keys(key_cache, used, length, dim, key_scale)
+        v = gather_values(value_cache, used, length, dim, value_scale)
         k = k.repeat_interleave(heads // kv_heads, dim=1)
         v = v.repeat_interleave(heads // kv_heads, dim=1)
         scores = torch.einsum("thd,shd->hts", q[start:stop].float(), k) * scale

@@ -30,6 +30,20 @@ def rotate(x: Tensor, cos_sin: Tensor | None, positions: Tensor, interleaved: bo
     return torch.cat((turned, x[..., r:]), dim=-1)
 
 
+def stored(
+    x: Tensor, dtype: torch.dtype, scale: Tensor | None, block: Tensor, offset: Tensor
+) -> Tensor:
+    """x [T, Hkv, D] as the cache holds it; its scales are written to `scale`."""
+    if dtype is torch.float8_e4m3fn:
+        return x.clamp(-448, 448).to(dtype).view(torch.uint8)
+    if scale is None:
+        return x.to(dtype)
+    xf = x.float()
+    half = (xf.abs().amax(-1) / 127.0).clamp(min=2.0**-24).to(torch.float16)
+    scale[block, :, offset] = half
+    return torch.round(xf / half.float().unsqueeze(-1)).clamp(-127, 127).to(dtype)
+
+
 def _fake(
     q: Tensor,
     k: Tensor,
@@ -43,6 +57,8 @@ def _fake(
     slots: Tensor,
     key_cache: Tensor,
     value_cache: Tensor,
+    key_scale: Tensor | None = None,
+    value_scale: Tensor | None = None,
 ) -> Tensor:
     return q.new_empty(q.shape)
 
@@ -50,7 +66,8 @@ def _fake(
 @define_op(
     "rotary_cache(Tensor q, Tensor k, Tensor v, Tensor? q_norm, Tensor? k_norm, float eps, "
     "Tensor? cos_sin, bool interleaved, Tensor positions, Tensor slots, "
-    "Tensor(a!) key_cache, Tensor(b!) value_cache) -> Tensor",
+    "Tensor(a!) key_cache, Tensor(b!) value_cache, Tensor(c!)? key_scale=None, "
+    "Tensor(d!)? value_scale=None) -> Tensor",
     fake=_fake,
 )
 def rotary_cache(
@@ -66,6 +83,8 @@ def rotary_cache(
     slots: Tensor,
     key_cache: Tensor,
     value_cache: Tensor,
+    key_scale: Tensor | None = None,
+    value_scale: Tensor | None = None,
 ) -> Tensor:
     """Normalise the heads of q and k, rotate them, write k and v into their slots; returns q.
 
@@ -78,8 +97,10 @@ def rotary_cache(
     tokens:
         key_cache   [N, Hkv, P/16, D/v, 16, v]    columns are positions, k runs over D
         value_cache [N, Hkv, D/16, P/v, 16, v]    columns are dimensions, k runs over positions
-    D is padded to a multiple of 16 in both.
-    Source: Su et al. 2021, arXiv:2104.09864.
+    D is padded to a multiple of 16 in both. They are of q's dtype; or, beside bfloat16, of one
+    byte (with bfloat16's v): float8_e4m3fn, rounded to nearest and never beyond ±448; or int8 in
+    ±127 with key_scale and value_scale [N, Hkv, P] float16, max|x| / 127 of each token and head.
+    Source: Su et al. 2021, arXiv:2104.09864; FP8: Micikevicius et al. 2022, arXiv:2209.05433.
     """
     dtype = q.dtype
     dim = q.shape[2]
@@ -91,8 +112,12 @@ def rotary_cache(
     block_size = key_cache.shape[2] * COLUMNS
     keep = slots >= 0
     block, offset = slots[keep].long() // block_size, slots[keep].long() % block_size
-    k_pad = torch.nn.functional.pad(k_out[keep], (0, padded - dim)).to(key_cache.dtype)
-    v_pad = torch.nn.functional.pad(v[keep], (0, padded - dim)).to(value_cache.dtype)
+    k_kept = stored(k_out[keep], key_cache.dtype, key_scale, block, offset)
+    v_kept = stored(v[keep], value_cache.dtype, value_scale, block, offset)
+    k_pad = torch.nn.functional.pad(k_kept, (0, padded - dim))
+    v_pad = torch.nn.functional.pad(v_kept, (0, padded - dim))
+    if key_cache.dtype is torch.float8_e4m3fn:  # as bytes: torch can't index it
+        key_cache, value_cache = key_cache.view(torch.uint8), value_cache.view(torch.uint8)
     key_cache[block, :, offset // COLUMNS, :, offset % COLUMNS] = k_pad.unflatten(-1, (-1, factor))
     value_cache[block, :, :, offset // factor, :, offset % factor] = v_pad.unflatten(
         -1, (-1, COLUMNS)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from dataclasses import dataclass
 
-from penstock.cache import PagedLayout
+from penstock.cache import PagedLayout, kv_dtype
 from penstock.config import EngineConfig
 from penstock.hardware import detect
 from penstock.models.hub import resolve
@@ -47,7 +47,7 @@ def load_runtime(config: EngineConfig, progress: Progress | None = None) -> Runt
         tokenizer = Tokenizer.from_folder(source, vocab_size=decoder.vocab_size)
     layout = PagedLayout(
         tuple((x.attention.num_kv_heads, x.attention.head_dim) for x in decoder.layers),
-        loaded.dtype,
+        kv_dtype(config.cache.kv_cache_dtype, loaded.dtype),
         config.cache.block_size,
     )
     blocks = plan_blocks(
@@ -58,8 +58,9 @@ def load_runtime(config: EngineConfig, progress: Progress | None = None) -> Runt
         detect().available_bytes,
     )
     logger.info(
-        "%s, %s, up to %d tokens a sequence; cache of %d blocks × %d tokens (%.0f MiB).",
-        loaded.spec.family, str(loaded.dtype).removeprefix("torch."), loaded.max_model_len,
-        blocks, layout.block_size, blocks * layout.bytes_per_block / (1 << 20),
+        "%s, %s, up to %d tokens a sequence; cache of %d blocks × %d tokens in %s (%.0f MiB).",
+        loaded.spec.family, loaded.model.formats.name, loaded.max_model_len,
+        blocks, layout.block_size, str(layout.dtype).removeprefix("torch."),
+        blocks * layout.bytes_per_block / (1 << 20),
     )  # fmt: skip
     return Runtime(loaded, tokenizer, layout, blocks, Runner(loaded.model, layout.allocate(blocks)))

@@ -3,6 +3,7 @@
 Shapes, for N blocks of P tokens (`ops.rotary_cache` has the meaning of each dimension):
     key   [N, Hkv, P/16, D/v, 16, v]
     value [N, Hkv, D/16, P/v, 16, v]
+and for int8 two more, float16: scales of keys and of values [N, Hkv, P].
 """
 
 from __future__ import annotations
@@ -21,8 +22,13 @@ class PagedLayout:
     """A paged cache of some layers, each with its (num_kv_heads, head_dim)."""
 
     heads: tuple[tuple[int, int], ...]
-    dtype: torch.dtype
+    dtype: torch.dtype  # what is stored
     block_size: int
+
+    @property
+    def scaled(self) -> bool:
+        """Whether each token and head has a scale."""
+        return self.dtype is torch.int8
 
     @property
     def bytes_per_block(self) -> int:
@@ -32,7 +38,8 @@ class PagedLayout:
     def bytes_per_token(self, layer: int) -> int:
         """Of one token's key and value in one layer, read or written."""
         count, dim = self.heads[layer]
-        return 2 * count * round_up(dim, COLUMNS) * self.dtype.itemsize
+        each = round_up(dim, COLUMNS) * self.dtype.itemsize + (2 if self.scaled else 0)
+        return 2 * count * each
 
     def blocks_for(self, tokens: int) -> int:
         """Blocks that a sequence of `tokens` needs."""
@@ -40,17 +47,19 @@ class PagedLayout:
 
     def allocate(self, num_blocks: int) -> KV:
         """The cache, zeroed; the system commits its memory as it is first used."""
-        v, p = vnni_factor(self.dtype), self.block_size
+        # one byte is widened to bfloat16 and lies in its order
+        v = 2 if self.dtype.itemsize == 1 else vnni_factor(self.dtype)
+        p, n = self.block_size, num_blocks
         kv: KV = []
         for count, dim in self.heads:
             d = round_up(dim, COLUMNS)
-            keys = torch.zeros(
-                (num_blocks, count, p // COLUMNS, d // v, COLUMNS, v), dtype=self.dtype
-            )
-            values = torch.zeros(
-                (num_blocks, count, d // COLUMNS, p // v, COLUMNS, v), dtype=self.dtype
-            )
-            kv.append((keys, values))
+            shapes: list[tuple[tuple[int, ...], torch.dtype]] = [
+                ((n, count, p // COLUMNS, d // v, COLUMNS, v), self.dtype),
+                ((n, count, d // COLUMNS, p // v, COLUMNS, v), self.dtype),
+            ]
+            if self.scaled:
+                shapes += 2 * [((n, count, p), torch.float16)]
+            kv.append(tuple(torch.zeros(shape, dtype=dtype) for shape, dtype in shapes))
         return kv
 
 
@@ -60,6 +69,7 @@ def copy_blocks(kv: KV, pairs: Sequence[tuple[int, int]]) -> None:
         return
     source = torch.tensor([a for a, _ in pairs])
     target = torch.tensor([b for _, b in pairs])
-    for keys, values in kv:
-        keys[target] = keys[source]
-        values[target] = values[source]
+    for layer in kv:
+        for part in layer:
+            held = part.view(torch.uint8) if part.dtype is torch.float8_e4m3fn else part
+            held[target] = held[source]

@@ -1,0 +1,260 @@
+// One span of 256 positions for up to 32 query rows: scores, weights, weighted values.
+#pragma once
+
+#include "attention_tiles.h"
+
+namespace penstock::PENSTOCK_ISA {
+
+constexpr int64_t kSpan = 256;
+constexpr int64_t kRows = 32;
+constexpr int64_t kGroup = 32;  // positions whose weighted values are summed apart (= kBlock)
+constexpr float kMinusInfinity = -__builtin_inff();
+
+struct Task {
+  int64_t sequence, kv_head;
+  int64_t first_row, rows;  // of the sequence's tokens · group rows
+  int64_t first_span, last_span;
+  int64_t partial;  // where its spans' results start, when they are stored
+};
+
+struct Shape {
+  int64_t group;    // query heads per key-value head
+  int64_t partial;  // floats of one row's result in one span: maximum, sum, weighted values
+};
+
+struct Visible {
+  int64_t first, last;  // positions [first, last)
+};
+
+// What row `row` of a sequence sees.
+static Visible visible(const AttentionArgs& a, const Task& t, int64_t group, int64_t row) {
+  const int64_t tokens = a.query_start[t.sequence + 1] - a.query_start[t.sequence];
+  const int64_t at = a.context_len[t.sequence] - tokens + row / group;
+  const int64_t first = a.window > 0 && at + 1 > a.window ? at + 1 - a.window : 0;
+  return {first, at + 1};
+}
+
+// T: what is multiplied; S: what the cache holds.
+template <typename T, typename S>
+class SpanWork {
+ public:
+  SpanWork(const AttentionArgs& a, const Task& t, const Shape& shape)
+      : a_(a), t_(t), shape_(shape), head_size_(a.block_size * a.padded_dim) {
+    // floats of rows and weights, the same packed into tiles, and a span's values
+    const int64_t rows = kRows * (a.padded_dim + kSpan);
+    float* memory = static_cast<float*>(scratch(
+        Scratch::rows,
+        static_cast<size_t>(rows + kSpan * a.padded_dim) * sizeof(float) +
+            static_cast<size_t>(rows) * sizeof(T)));
+    query_ = memory;
+    weight_ = query_ + kRows * a.padded_dim;
+    packed_query_ = reinterpret_cast<T*>(weight_ + kRows * kSpan);
+    packed_weight_ = packed_query_ + kRows * a.padded_dim;
+    values_ = packed_weight_ + kRows * kSpan;
+    tiles_ = kByTiles && t.rows >= kTileRows && a.padded_dim % kGroup == 0;
+    const int64_t start = a.query_start[t.sequence];
+    for (int64_t r = 0; r < t.rows; r++) {
+      const int64_t row = t.first_row + r;
+      const int64_t head = t.kv_head * shape.group + row % shape.group;
+      const T* q = static_cast<const T*>(a.q) +
+                   ((start + row / shape.group) * a.heads + head) * a.dim;
+      float* out = query_ + r * a.padded_dim;
+      for (int64_t j = 0; j < a.padded_dim; j++) out[j] = j < a.dim ? to_float(q[j]) : 0.0f;
+      if (tiles_) pack(out, r, a.padded_dim, packed_query_);
+      seen_[r] = visible(a, t, shape.group, row);
+    }
+  }
+
+  // The span's partial of every row, `out` floats apart by shape.partial.
+  void run(int64_t span, float* out) {
+    // rows are in order of position: the first sees the earliest start, the last the latest end
+    Visible any = {seen_[0].first, seen_[t_.rows - 1].last};
+    const int64_t low = span * kSpan;
+    if (any.first < low) any.first = low;
+    if (any.last > low + kSpan) any.last = low + kSpan;
+    const int64_t first = any.first / kGroup * kGroup;
+    const int64_t last = (any.last + kGroup - 1) / kGroup * kGroup;
+    scores(low, first, last);
+    for (int64_t r = 0; r < t_.rows; r++) soften(r, low, first, last, out + r * shape_.partial);
+    weigh(low, first, last, out);
+  }
+
+ private:
+  static constexpr bool kWiden = sizeof(S) != sizeof(T);
+  static constexpr bool kByTiles = kTiles && sizeof(T) == 2;
+
+  // The block of this head that holds `position`.
+  int64_t block(int64_t position) const {
+    const int64_t index = a_.block_table[t_.sequence * a_.table_stride + position / a_.block_size];
+    return index * a_.kv_heads + t_.kv_head;
+  }
+  const S* block(const void* cache, int64_t position) const {
+    return static_cast<const S*>(cache) + block(position) * head_size_;
+  }
+  // The float16 scales of the 16 positions from `position` on.
+  F16 scales(const uint16_t* scale, int64_t position) const {
+    return load_half(scale + block(position) * a_.block_size + position % a_.block_size);
+  }
+
+  static void widen(const S* from, int64_t count, T* to) {
+    if constexpr (kWiden)
+      for (int64_t j = 0; j < count; j += 16) store_exact(to + j, load(from + j));
+  }
+
+  // A row of `count` floats into its place in tiles of T.
+  static void pack(const float* row, int64_t r, int64_t count, T* tiles) {
+    for (int64_t j = 0; j < count; j += 16)
+      store(tiles + ((r / 16 * (count / kGroup) + j / kGroup) * 16 + r % 16) * kGroup + j % kGroup,
+            load(row + j));
+  }
+
+  // weight_[r][position − low] = q · k for positions [first, last)
+  void scores(int64_t low, int64_t first, int64_t last) {
+    const int64_t panel = a_.padded_dim * kColumns;
+    for (int64_t position = first; position < last;) {
+      const int64_t offset = position % a_.block_size;
+      int64_t count = a_.block_size - offset;
+      if (count > last - position) count = last - position;
+      if (kWiden && count > kGroup) count = kGroup;
+      const S* stored = block(a_.key_cache, position) + offset / kColumns * panel;
+      const T* keys = values_;
+      if constexpr (kWiden)
+        widen(stored, count * a_.padded_dim, values_);
+      else
+        keys = stored;
+      float* out = weight_ + (position - low);
+      position += count;
+      if constexpr (kByTiles) {
+        if (tiles_) {
+          multiply_tiles(packed_query_, t_.rows, a_.padded_dim / kGroup, count / kColumns,
+                         [&](int64_t p, int64_t d) { return keys + p * panel + d * kTileValues; },
+                         out, kSpan);
+          continue;
+        }
+      }
+      multiply_panels(
+          query_, a_.padded_dim, t_.rows, keys, panel, count / kColumns, a_.padded_dim,
+          [](int64_t, int64_t) { return zero(); },
+          [&](int64_t r, int64_t p, F16 value) { store(out + r * kSpan + p * kColumns, value); });
+    }
+  }
+
+  // Scores of one row → weights, their maximum and sum; what isn't visible becomes 0.
+  void soften(int64_t r, int64_t low, int64_t first, int64_t last, float* out) {
+    float* row = weight_ + r * kSpan;
+    const int64_t from = seen_[r].first - low, to = seen_[r].last - low;
+    F16 top = set1(kMinusInfinity);
+    for (int64_t j = first - low; j < last - low; j += kColumns) {
+      F16 s = load(row + j);
+      if (a_.key_scale) s = s * scales(a_.key_scale, low + j);
+      s = s * set1(a_.scale);
+      if (a_.softcap > 0.0f) s = set1(a_.softcap) * tanh(s / set1(a_.softcap));
+      if (to - j < kColumns) s = keep_first(s, clip(to - j), kMinusInfinity);
+      if (from > j) s = drop_first(s, from - j < kColumns ? static_cast<int>(from - j) : kColumns);
+      store(row + j, s);
+      top = max(top, s);
+    }
+    const float highest = reduce_max(top);
+    F16 sum = zero();
+    for (int64_t j = first - low; j < last - low; j += kColumns) {
+      F16 p = zero();
+      if (highest != kMinusInfinity) p = exp(load(row + j) - set1(highest));
+      sum = sum + p;
+      if (a_.value_scale)  // beyond the last position a scale may be anything
+        p = keep_first(p * scales(a_.value_scale, low + j), clip(to - j), 0.0f);
+      store(row + j, round_to<T>(p));
+    }
+    out[0] = highest;
+    out[1] = reduce_add(sum);
+    if (tiles_) pack(row, r, kSpan, packed_weight_);
+  }
+
+  static int clip(int64_t count) {
+    return count < 0 ? 0 : count > kColumns ? kColumns : static_cast<int>(count);
+  }
+
+  static F16 drop_first(F16 s, int count) {
+    float lanes[16];
+    store(lanes, s);
+    for (int i = 0; i < count; i++) lanes[i] = kMinusInfinity;
+    return load(lanes);
+  }
+
+  // Panels of 32 positions' values.
+  struct Group {
+    const T* values;
+    int64_t stride;  // between panels
+  };
+
+  // The values from `position` on, in `room` where they are widened or their end is cut off.
+  Group group(int64_t position, T* room) const {
+    const int64_t panels = a_.padded_dim / kColumns, end = a_.context_len[t_.sequence];
+    const S* stored = block(a_.value_cache, position) + position % a_.block_size * kColumns;
+    Group found = {room, kGroup * kColumns};
+    if constexpr (kWiden) {
+      for (int64_t p = 0; p < panels; p++)
+        widen(stored + p * a_.block_size * kColumns, kGroup * kColumns, room + p * found.stride);
+    } else {
+      found = {stored, a_.block_size * kColumns};
+    }
+    if (position + kGroup <= end) return found;
+    cut(found, end - position, room);  // what lies beyond was written by others, or never
+    return {room, kGroup * kColumns};
+  }
+
+  // out value[r] = weights · values, one group of 32 positions after another
+  void weigh(int64_t low, int64_t first, int64_t last, float* out) {
+    const int64_t panels = a_.padded_dim / kColumns;
+    if constexpr (kByTiles)
+      if (tiles_) return weigh_by_tiles(low, first, last, out);
+    for (int64_t position = first; position < last; position += kGroup) {
+      const Group g = group(position, values_);
+      const bool fresh = position == first;
+      multiply_panels(
+          weight_ + (position - low), kSpan, t_.rows, g.values, g.stride, panels, kGroup,
+          [&](int64_t r, int64_t p) {
+            return fresh ? zero() : load(out + r * shape_.partial + 2 + p * kColumns);
+          },
+          [&](int64_t r, int64_t p, F16 value) {
+            store(out + r * shape_.partial + 2 + p * kColumns, value);
+          });
+    }
+  }
+
+  void weigh_by_tiles(int64_t low, int64_t first, int64_t last, float* out) {
+    Group groups[kSpan / kGroup];
+    const int64_t count = (last - first) / kGroup, skipped = (first - low) / kGroup;
+    for (int64_t d = 0; d < count; d++)
+      groups[d] = group(first + d * kGroup, values_ + d * kGroup * a_.padded_dim);
+    multiply_tiles(packed_weight_ + skipped * kTileValues, t_.rows, count,
+                   a_.padded_dim / kColumns,
+                   [&](int64_t p, int64_t d) { return groups[d].values + p * groups[d].stride; },
+                   out + 2, shape_.partial, kSpan / kGroup);
+  }
+
+  // A copy of a group's panels with zeros from position `count` on.
+  void cut(const Group& from, int64_t count, T* to) const {
+    constexpr int64_t v = kVnni<T>, line = kColumns * v;
+    const int64_t whole = count / v * line;
+    for (int64_t p = 0; p < a_.padded_dim / kColumns; p++, to += kGroup * kColumns) {
+      const T* panel = from.values + p * from.stride;
+      if (to != panel) __builtin_memcpy(to, panel, static_cast<size_t>(whole) * sizeof(T));
+      for (int64_t j = whole; j < kGroup * kColumns; j++)
+        to[j] = j < whole + line && j % v < count % v ? panel[j] : T{};
+    }
+  }
+
+  const AttentionArgs& a_;
+  const Task& t_;
+  const Shape& shape_;
+  int64_t head_size_;
+  float* query_;
+  float* weight_;
+  bool tiles_;
+  T* packed_query_;   // query_ and weight_ in tiles
+  T* packed_weight_;
+  T* values_;  // keys or values, widened or with their end cut off
+  Visible seen_[kRows];
+};
+
+}  // namespace penstock::PENSTOCK_ISA

@@ -1,0 +1,25 @@
+"""What keys and values are stored as: half the bytes of bfloat16, at a measured drift.
+
+Sources: fp8 (E4M3), Micikevicius et al. 2022, arXiv:2209.05433; int8 with a scale for each token
+and head, as KVQuant's and KIVI's per-token variants, arXiv:2401.18079, arXiv:2402.02750.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from penstock.errors import ConfigError
+
+_STORED = {"int8": torch.int8, "fp8": torch.float8_e4m3fn, "fp8_e4m3": torch.float8_e4m3fn}
+
+
+def kv_dtype(name: str, activations: torch.dtype) -> torch.dtype:
+    """The storage that `kv_cache_dtype=name` means beside activations of that dtype."""
+    if name == "auto":
+        return activations
+    if activations is not torch.bfloat16:
+        raise ConfigError(
+            f"kv_cache_dtype={name!r} is widened to bfloat16, but this model runs in "
+            f"{str(activations).removeprefix('torch.')}. Add dtype='bfloat16', or leave it out."
+        )
+    return _STORED[name]
