@@ -69,7 +69,8 @@ def test_linear_is_reported_as_it_runs(isa: str) -> None:
     finally:
         native.select_isa(before)
     tiles = isa.startswith("amx")
-    assert ("from 4 rows" in runs["linear"]) == ("from 4 rows" in runs["linear_add_"]) == tiles
+    for name in ("linear", "linear_add_", "paged_attention"):
+        assert ("from 4 rows" in runs[name]) == tiles
     assert "from 4 rows" not in runs["rms_norm"]
     few = "vpdpbusd" if isa in ("avx512", "amx") else "vpmaddubsw, vpmaddwd"
     assert rows["w8a8"] == (few, "tdpbssd" if tiles else few)
@@ -78,8 +79,9 @@ def test_linear_is_reported_as_it_runs(isa: str) -> None:
 
 
 def test_the_rows_from_which_tiles_run_are_the_library_s() -> None:
-    source = (Path(__file__).parents[2] / "csrc" / "cpu" / "dispatch.cpp").read_text()
-    assert f"kTileMinRows = {TILE_MIN_ROWS};" in source
+    source = Path(__file__).parents[2] / "csrc" / "cpu"
+    assert f"kTileMinRows = {TILE_MIN_ROWS};" in (source / "dispatch.cpp").read_text()
+    assert f"kTileRows = {TILE_MIN_ROWS};" in (source / "attention_tiles.h").read_text()
 
 
 def test_reference_on_request() -> None:

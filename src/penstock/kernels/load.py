@@ -159,7 +159,7 @@ def _has_tiles() -> bool:
 
 def _code_of(name: str) -> str:
     """The instruction set of an operator's kernel: only the products have one for tiles."""
-    if _has_tiles() and name in ("linear", "linear_add_"):
+    if _has_tiles() and name in ("linear", "linear_add_", "paged_attention"):
         return f"{native.isa} from {TILE_MIN_ROWS} rows (not of float32), else {_vectors()}"
     return _vectors()
 
