@@ -1,4 +1,8 @@
-"""How long threads should spin before they sleep: decode steps a second under libgomp's settings.
+"""Whether spinning threads fight: decode steps a second under libgomp's settings.
+
+Penstock's kernels have threads of their own (csrc/cpu/parallel.cpp), which these settings don't
+reach; torch's operators have libgomp's. So the settings should make no difference: where they do,
+something waits in an OpenMP region.
 
     python benchmarks/spin_policy.py --rounds 8 --out benchmarks/results/spin-policy.md
 
@@ -28,7 +32,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import torch  # before penstock, which would set a default where it can
+import torch
 
 from penstock.bench.environment import environment
 from penstock.bench.workload import greedy

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from penstock.hardware import let_threads_sleep
-
 if TYPE_CHECKING:
     from penstock.engine import LLM, AsyncLLM, CompletionOutput, RequestMetrics, RequestOutput
     from penstock.errors import PenstockError
@@ -23,8 +21,6 @@ __all__ = [
     "SamplingParams",
     "__version__",
 ]
-
-let_threads_sleep()
 
 _HOMES = {"PenstockError": "penstock.errors", "SamplingParams": "penstock.sampling"}
 

@@ -6,7 +6,6 @@ import hashlib
 import json
 import os
 import platform
-import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal, assert_never
@@ -64,20 +63,6 @@ class Peaks:
                 return self.int8_ops or max(self.tile_flops, self.fma_flops)
             case _:
                 assert_never(compute)
-
-
-SPIN_COUNT = "0"
-"""How often a waiting thread looks before it sleeps, unless the user says otherwise.
-
-libgomp's own 300,000 keeps a core from whom it waits for, where anything else runs:
-benchmarks/results/spin-policy.md.
-"""
-
-
-def let_threads_sleep() -> None:
-    """Set SPIN_COUNT, where it can take effect: libgomp reads it once, when torch loads it."""
-    if "torch" not in sys.modules and not {"GOMP_SPINCOUNT", "OMP_WAIT_POLICY"} & set(os.environ):
-        os.environ["GOMP_SPINCOUNT"] = SPIN_COUNT
 
 
 def _first(path: str, key: str) -> str:

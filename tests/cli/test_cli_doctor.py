@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
+import re
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 from typer.testing import Result
@@ -15,7 +15,7 @@ from penstock import ops
 from penstock.cli import diagnosis
 from penstock.cli.diagnosis import Kernels, diagnose
 from penstock.errors import KernelError
-from penstock.hardware import SPIN_COUNT, Hardware, Peaks, detect
+from penstock.hardware import Hardware, Peaks, detect
 from penstock.kernels import native
 
 Run = Callable[..., Result]
@@ -102,44 +102,13 @@ def test_more_threads_than_this_process_may_use_cores() -> None:
     assert "confined" not in text
 
 
-@pytest.mark.parametrize(
-    ("environment", "words"),
-    [
-        ({"GOMP_SPINCOUNT": SPIN_COUNT}, "Penstock's default"),
-        ({"GOMP_SPINCOUNT": "77"}, "GOMP_SPINCOUNT=77"),
-        ({"OMP_WAIT_POLICY": "active"}, "as OMP_WAIT_POLICY=active says"),
-        ({}, "libgomp's own"),
-    ],
-)
-def test_how_threads_wait_is_said(environment: dict[str, str], words: str) -> None:
-    assert words in diagnosis._waiting(environment)
-
-
-@pytest.mark.parametrize(
-    ("first", "environment", "count"),
-    [
-        ("", {}, SPIN_COUNT),
-        ("import torch", {}, None),
-        ("", {"GOMP_SPINCOUNT": "9"}, "9"),
-        ("", {"OMP_WAIT_POLICY": "active"}, None),
-    ],
-)
-def test_threads_sleep_unless_told_otherwise(
-    first: str, environment: dict[str, str], count: str | None
-) -> None:
-    """The default is there before torch is, and nowhere else."""
-    code = f"{first}\nimport os, penstock; print(os.environ.get('GOMP_SPINCOUNT'))"
-    clean = {k: v for k, v in os.environ.items() if not k.startswith(("GOMP_", "OMP_"))}
-    out = subprocess.run(
-        [sys.executable, "-c", code], env=clean | environment, capture_output=True, text=True,
-        check=True, timeout=120,
-    )  # fmt: skip
-    assert out.stdout.strip() == str(count)
-
-
-def test_the_default_of_waiting_is_nothing_to_warn_about() -> None:
-    assert not diagnosis._environment_warnings({"GOMP_SPINCOUNT": SPIN_COUNT})
-    assert diagnosis._environment_warnings({"GOMP_SPINCOUNT": "77"})
+def test_how_threads_wait_is_said_as_it_is() -> None:
+    pool = (Path(__file__).parents[2] / "csrc" / "cpu" / "parallel.cpp").read_text()
+    said = diagnosis._waiting(True)
+    for name, words in (("kLook", "for {} µs"), ("kKeep", "from {} µs on")):
+        (us,) = re.findall(rf"{name} = std::chrono::microseconds\((\d+)\)", pool)
+        assert words.format(us) in said
+    assert "OpenMP" in diagnosis._waiting(False)
 
 
 def test_no_memory_to_measure_in(monkeypatch: pytest.MonkeyPatch) -> None:

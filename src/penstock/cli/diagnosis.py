@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from penstock.errors import KernelError, ModelNotFoundError
-from penstock.hardware import SPIN_COUNT, Hardware, Peaks, detect
+from penstock.hardware import Hardware, Peaks, detect
 
 EXTRAS = {
     "hub": ("huggingface_hub", "fetches models from the hub by their id"),
@@ -63,7 +63,7 @@ class Diagnosis:
     threads: int
     affinity: list[int]  # cores that this process may use
     machine_cores: int
-    waiting: str  # how threads wait for each other, and who says so
+    waiting: str  # what a thread without work does
     cpu_quota: float | None  # cores that the container may use; None: no limit
     kernels: Kernels
     peaks: Peaks | None
@@ -105,7 +105,7 @@ def diagnose(*, calibrate: bool = False) -> Diagnosis:
         threads=threads,
         affinity=sorted(os.sched_getaffinity(0)),
         machine_cores=machine_cores,
-        waiting=_waiting(environment),
+        waiting=_waiting(native.handle is not None),
         cpu_quota=quota,
         kernels=kernels,
         peaks=found,
@@ -151,20 +151,11 @@ def _environment() -> dict[str, str]:
     return {name: os.environ[name] for name in sorted(names)}
 
 
-def _is_default(name: str, value: str) -> bool:
-    return name == "GOMP_SPINCOUNT" and value == SPIN_COUNT
-
-
-def _waiting(environment: Mapping[str, str]) -> str:
-    """What libgomp was told when torch loaded it."""
-    if "OMP_WAIT_POLICY" in environment and "GOMP_SPINCOUNT" not in environment:
-        return f"as OMP_WAIT_POLICY={environment['OMP_WAIT_POLICY']} says"
-    count = environment.get("GOMP_SPINCOUNT")
-    if count is None:
-        return "libgomp's own: torch was imported before penstock, which else lets threads sleep"
-    if _is_default("GOMP_SPINCOUNT", count):
-        return f"asleep at once (GOMP_SPINCOUNT={count}, Penstock's default)"
-    return f"spinning first, GOMP_SPINCOUNT={count}"
+def _waiting(native: bool) -> str:
+    """csrc/cpu/parallel.cpp has the times."""
+    if not native:
+        return "in torch's OpenMP pool"
+    return "look for work for 200 µs, giving way from 20 µs on, then sleep"
 
 
 def _cpu_quota() -> float | None:
@@ -241,5 +232,5 @@ def _environment_warnings(environment: Mapping[str, str]) -> list[str]:
     return [
         f"{name}={value} changes how threads run; unset it unless it is meant."
         for name, value in environment.items()
-        if not name.startswith("PENSTOCK_") and not _is_default(name, value)
+        if not name.startswith("PENSTOCK_")
     ]
