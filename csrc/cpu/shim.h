@@ -49,10 +49,10 @@ inline const int32_t* integers(const Tensor& t, int64_t count, const char* what)
   return static_cast<const int32_t*>(t.data_ptr());
 }
 
-Tensor rotary_cache(const Tensor& q, const Tensor& k, const Tensor& v,
-                    std::optional<Tensor> q_norm, std::optional<Tensor> k_norm, double eps,
-                    std::optional<Tensor> cos_sin, bool interleaved, const Tensor& positions,
-                    const Tensor& slots, const Tensor& key_cache, const Tensor& value_cache,
+Tensor rotary_cache(const Tensor& qkv, int64_t heads, std::optional<Tensor> q_norm,
+                    std::optional<Tensor> k_norm, double eps, std::optional<Tensor> cos_sin,
+                    bool interleaved, const Tensor& positions, const Tensor& slots,
+                    const Tensor& key_cache, const Tensor& value_cache,
                     std::optional<Tensor> key_scale, std::optional<Tensor> value_scale);
 
 Tensor paged_attention(const Tensor& q, const Tensor& key_cache, const Tensor& value_cache,

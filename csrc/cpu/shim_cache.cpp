@@ -4,12 +4,6 @@
 namespace penstock::shim {
 namespace {
 
-penstock::HeadsView heads_view(const Tensor& t, const char* what) {
-  STD_TORCH_CHECK(t.dim() == 3 && (t.stride(2) == 1 || t.size(2) == 1), what,
-                  " must be [tokens, heads, dim] with contiguous heads");
-  return {t.data_ptr(), t.stride(0), t.stride(1)};
-}
-
 struct CacheShape {
   int64_t blocks, kv_heads, block_size, padded_dim;
   penstock::Stored stored;
@@ -61,28 +55,30 @@ CacheShape cache_shape(const Tensor& keys, const Tensor& values,
 
 }  // namespace
 
-Tensor rotary_cache(const Tensor& q, const Tensor& k, const Tensor& v,
-                    std::optional<Tensor> q_norm, std::optional<Tensor> k_norm, double eps,
-                    std::optional<Tensor> cos_sin, bool interleaved, const Tensor& positions,
-                    const Tensor& slots, const Tensor& key_cache, const Tensor& value_cache,
+Tensor rotary_cache(const Tensor& qkv, int64_t heads, std::optional<Tensor> q_norm,
+                    std::optional<Tensor> k_norm, double eps, std::optional<Tensor> cos_sin,
+                    bool interleaved, const Tensor& positions, const Tensor& slots,
+                    const Tensor& key_cache, const Tensor& value_cache,
                     std::optional<Tensor> key_scale, std::optional<Tensor> value_scale) {
+  check_rows(qkv, "rotary_cache: qkv");
   penstock::RotaryCacheArgs a = {};
-  a.q = heads_view(q, "rotary_cache: q");
-  a.k = heads_view(k, "rotary_cache: k");
-  a.v = heads_view(v, "rotary_cache: v");
-  a.tokens = q.size(0);
-  a.heads = q.size(1);
-  a.dim = q.size(2);
-  a.kv_heads = k.size(1);
-  a.dtype = dtype_of(q, "rotary_cache: q");
-  same_dtype(q, k, "rotary_cache: q and k");
-  same_dtype(q, v, "rotary_cache: q and v");
+  a.dtype = dtype_of(qkv, "rotary_cache: qkv");
+  a.tokens = qkv.size(0);
+  a.heads = heads;
+  STD_TORCH_CHECK(key_cache.dim() == 6 && heads > 0,
+                  "rotary_cache: key_cache must have 6 dimensions, has ", key_cache.dim());
+  a.kv_heads = key_cache.size(1);
+  const int64_t all = heads + 2 * a.kv_heads;
+  a.dim = qkv.size(1) / all;
+  STD_TORCH_CHECK(a.dim > 0 && qkv.size(1) == a.dim * all, "rotary_cache: ", qkv.size(1),
+                  " columns aren't ", heads, " + 2 · ", a.kv_heads, " heads");
   const CacheShape shape =
       cache_shape(key_cache, value_cache, key_scale, value_scale, a.dtype, a.dim);
-  STD_TORCH_CHECK(k.size(0) == a.tokens && v.size(0) == a.tokens && k.size(2) == a.dim &&
-                      v.size(2) == a.dim && v.size(1) == a.kv_heads &&
-                      shape.kv_heads == a.kv_heads,
-                  "rotary_cache: q, k, v and the caches disagree");
+  const char* data = static_cast<const char*>(qkv.data_ptr());
+  const int64_t head_bytes = a.dim * (a.dtype == DType::bf16 ? 2 : 4);
+  a.q = {data, qkv.stride(0), a.dim};
+  a.k = {data + heads * head_bytes, qkv.stride(0), a.dim};
+  a.v = {data + (heads + a.kv_heads) * head_bytes, qkv.stride(0), a.dim};
   a.block_size = shape.block_size;
   a.padded_dim = shape.padded_dim;
   a.stored = shape.stored;
@@ -108,7 +104,7 @@ Tensor rotary_cache(const Tensor& q, const Tensor& k, const Tensor& v,
     STD_TORCH_CHECK(a.slots[t] < shape.blocks * shape.block_size, "rotary_cache: slot ",
                     a.slots[t], " is beyond the cache of ", shape.blocks * shape.block_size);
   }
-  Tensor out = torch::stable::new_empty(q, {a.tokens, a.heads, a.dim});
+  Tensor out = torch::stable::new_empty(qkv, {a.tokens, a.heads, a.dim});
   a.key_cache = key_cache.data_ptr();
   a.value_cache = value_cache.data_ptr();
   a.q_out = out.data_ptr();

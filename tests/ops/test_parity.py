@@ -87,11 +87,7 @@ def caches(dim: int, kv_heads: int, blocks: int, size: int, stored: torch.dtype)
 def test_rotary_cache(stored: str, dim: int, rotary: int, interleaved: bool, norm: bool) -> None:
     dtype, kept = STORED[stored]
     heads, kv_heads, tokens, size = 4, 2, 9, 32
-    qkv = randn(tokens, (heads + 2 * kv_heads) * dim, dtype=dtype)
-    q, k, v = (
-        t.unflatten(1, (-1, dim))
-        for t in qkv.split((heads * dim, kv_heads * dim, kv_heads * dim), 1)
-    )
+    qkv = randn(tokens, 3 + (heads + 2 * kv_heads) * dim, dtype=dtype)[:, 3:]
     weights = (randn(dim, seed=1), randn(dim, seed=2)) if norm else (None, None)
     cos_sin = randn(50, rotary, seed=3) if rotary else None
     positions = torch.arange(20, 20 + tokens, dtype=torch.int32)
@@ -99,7 +95,7 @@ def test_rotary_cache(stored: str, dim: int, rotary: int, interleaved: bool, nor
     results = []
     for call in (ops.op("rotary_cache").call, ops.op("rotary_cache").reference):
         cache = caches(dim, kv_heads, 3, size, kept)
-        out = call(q, k, v, *weights, 1e-6, cos_sin, interleaved, positions, slots, *cache)
+        out = call(qkv, heads, *weights, 1e-6, cos_sin, interleaved, positions, slots, *cache)
         results.append((out, *cache))
     for got, want in zip(*results, strict=True):
         if kept is dtype:
@@ -146,8 +142,9 @@ def test_paged_attention(
         table[b, : len(mine)] = torch.tensor(mine)
         slots = torch.tensor([mine[i // size] * size + i % size for i in range(n)])
         k, v = randn(n, kv_heads, dim, dtype=dtype, seed=b), randn(n, kv_heads, dim, seed=9 + b)
+        qkv = torch.cat((k, k, v.to(dtype)), dim=1).flatten(1)
         ops.op("rotary_cache").reference(
-            k, k, v.to(dtype), None, None, 0.0, None, False, slots.int(), slots.int(), *cache
+            qkv, kv_heads, None, None, 0.0, None, False, slots.int(), slots.int(), *cache
         )
     q = randn(sum(counts), heads, dim, dtype=dtype, seed=77)
     starts = torch.tensor([0, *torch.tensor(counts).cumsum(0).tolist()], dtype=torch.int32)
@@ -172,7 +169,8 @@ def test_every_fp8_value() -> None:
     numbers = whole[whole.isfinite()]
     padded = torch.nn.functional.pad(numbers, (0, -len(numbers) % 512)).view(-1, 32, 1, 16)
     for k in padded:
-        ops.rotary_cache(k, k, k, None, None, 0.0, None, False, slots, slots, *cache)
+        qkv = k.repeat(1, 3, 1).flatten(1)
+        ops.rotary_cache(qkv, 1, None, None, 0.0, None, False, slots, slots, *cache)
         kept = cache[0].view(2, 8, 16, 2).permute(0, 2, 1, 3).reshape(32, 16)
         want = k[:, 0].clamp(-448, 448).to(torch.float8_e4m3fn)
         assert torch.equal(kept.view(torch.uint8) & 0x7F, want.view(torch.uint8) & 0x7F)

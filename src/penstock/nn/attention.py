@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor, nn
 
 from penstock import ops
@@ -57,14 +58,12 @@ class Attention(nn.Module):
     def forward(self, x: Tensor, before: Norm | None, step: Step, cache: LayerCache) -> Tensor:
         """x [T, D] → what the heads saw [T, H · Dh], for `out`; writes keys and values."""
         spec = self.spec
-        heads, kv_heads = spec.num_heads, spec.num_kv_heads
-        qkv = self.qkv(x, before).view(-1, heads + 2 * kv_heads, spec.head_dim)
-        q, k, v = qkv.split((heads, kv_heads, kv_heads), dim=1)
+        qkv = self.qkv(x, before)
         q_weight = k_weight = None
         if self.q_norm is not None and self.k_norm is not None:
             if spec.qk_norm == "full":
-                q = self.q_norm(q.flatten(1)).view(q.shape)
-                k = self.k_norm(k.flatten(1)).view(k.shape)
+                q, k, v = qkv.split((self.q_size, self.kv_size, self.kv_size), dim=1)
+                qkv = torch.cat((self.q_norm(q), self.k_norm(k), v), dim=1)
             else:
                 q_weight, k_weight = (
                     self.q_norm.parameter("weight"),
@@ -73,9 +72,8 @@ class Attention(nn.Module):
         key_cache, value_cache, *rest = cache
         key_scale, value_scale = rest if rest else (None, None)
         q = ops.rotary_cache(
-            q,
-            k,
-            v,
+            qkv,
+            spec.num_heads,
             q_weight,
             k_weight,
             self.eps,

@@ -45,9 +45,8 @@ def stored(
 
 
 def _fake(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
+    qkv: Tensor,
+    heads: int,
     q_norm: Tensor | None,
     k_norm: Tensor | None,
     eps: float,
@@ -60,20 +59,20 @@ def _fake(
     key_scale: Tensor | None = None,
     value_scale: Tensor | None = None,
 ) -> Tensor:
-    return q.new_empty(q.shape)
+    dim = qkv.shape[1] // (heads + 2 * key_cache.shape[1])
+    return qkv.new_empty((qkv.shape[0], heads, dim))
 
 
 @define_op(
-    "rotary_cache(Tensor q, Tensor k, Tensor v, Tensor? q_norm, Tensor? k_norm, float eps, "
+    "rotary_cache(Tensor qkv, int heads, Tensor? q_norm, Tensor? k_norm, float eps, "
     "Tensor? cos_sin, bool interleaved, Tensor positions, Tensor slots, "
     "Tensor(a!) key_cache, Tensor(b!) value_cache, Tensor(c!)? key_scale=None, "
     "Tensor(d!)? value_scale=None) -> Tensor",
     fake=_fake,
 )
 def rotary_cache(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
+    qkv: Tensor,
+    heads: int,
     q_norm: Tensor | None,
     k_norm: Tensor | None,
     eps: float,
@@ -88,7 +87,7 @@ def rotary_cache(
 ) -> Tensor:
     """Normalise the heads of q and k, rotate them, write k and v into their slots; returns q.
 
-    q [T, H, D], k, v [T, Hkv, D], any strides but the last (slices of one projection);
+    qkv [T, (H + 2·Hkv) · D]: the heads of q, of k, of v, one projection; rows may be strided;
     q_norm, k_norm [D] float32, or None; cos_sin [P, R] float32, cosines then sines of the R/2
     angles of each position, or None for no rotation; interleaved: pairs (2i, 2i+1) instead of
     (i, i+R/2); positions, slots [T] int32; a negative slot isn't written. Returns [T, H, D].
@@ -97,13 +96,14 @@ def rotary_cache(
     tokens:
         key_cache   [N, Hkv, P/16, D/v, 16, v]    columns are positions, k runs over D
         value_cache [N, Hkv, D/16, P/v, 16, v]    columns are dimensions, k runs over positions
-    D is padded to a multiple of 16 in both. They are of q's dtype; or, beside bfloat16, of one
+    D is padded to a multiple of 16 in both. They are of qkv's dtype; or, beside bfloat16, of one
     byte (with bfloat16's v): float8_e4m3fn, rounded to nearest and never beyond ±448; or int8 in
     ±127 with key_scale and value_scale [N, Hkv, P] float16, max|x| / 127 of each token and head.
     Source: Su et al. 2021, arXiv:2104.09864; FP8: Micikevicius et al. 2022, arXiv:2209.05433.
     """
-    dtype = q.dtype
-    dim = q.shape[2]
+    dtype, kv_heads = qkv.dtype, key_cache.shape[1]
+    dim = qkv.shape[1] // (heads + 2 * kv_heads)
+    q, k, v = qkv.unflatten(1, (-1, dim)).split((heads, kv_heads, kv_heads), dim=1)
     q_out = rotate(_head_norm(q.float(), q_norm, eps), cos_sin, positions, interleaved).to(dtype)
     k_out = rotate(_head_norm(k.float(), k_norm, eps), cos_sin, positions, interleaved).to(dtype)
 

@@ -9,6 +9,8 @@ from penstock import ops
 from penstock.ops import ACTIVATIONS, Activation
 from penstock.quant.format import Packed
 
+_INDEX: dict[Activation, int] = {name: i for i, name in enumerate(ACTIVATIONS)}
+
 
 class PanelFormat:
     """Tensors `weight` and, where quantized, `scale` and perhaps `zero` (see `ops.linear`)."""
@@ -43,7 +45,7 @@ class PanelFormat:
             self.int8_rows,
             norm,
             eps,
-            ACTIVATIONS.index(activation),
+            _INDEX[activation],
             gated,
             out_dtype,
         )
