@@ -27,6 +27,7 @@ namespace penstock {
   void linear_tiles(const LinearArgs&);           \
   double read_bandwidth(const float*, int64_t, int); \
   double matrix_peak(int64_t, int);               \
+  double int8_peak(int64_t, int);                 \
   }
 PENSTOCK_DECLARE(avx2)
 PENSTOCK_DECLARE(avx512)
@@ -181,5 +182,13 @@ double penstock_matrix_peak(int64_t rounds, int threads, int tiles) {
   if (tiles) return available(kAmx) ? amx::matrix_peak(rounds, threads) : 0.0;
   return available(kAvx512) ? avx512::matrix_peak(rounds, threads)
                             : avx2::matrix_peak(rounds, threads);
+}
+
+// int8 operations a second, two for each product that is added up; otherwise the same.
+double penstock_int8_peak(int64_t rounds, int threads, int tiles) {
+  using namespace penstock;
+  if (tiles) return available(kAmx) ? amx::int8_peak(rounds, threads) : 0.0;
+  return available(kAvx512) ? avx512::int8_peak(rounds, threads)
+                            : avx2::int8_peak(rounds, threads);
 }
 }

@@ -16,17 +16,91 @@ double now() {
       .count();
 }
 
+// Operations a second of `threads` threads, each of which does `operations` in `body`.
+template <typename Body>
+double per_second(double operations, int threads, Body body) {
+  const double start = now();
+#pragma omp parallel num_threads(threads)
+  body();
+  return operations * threads / (now() - start);
+}
+
+#if defined(PENSTOCK_TILES)
+
+// Rounds of four products of 2 × 2 tiles, which are loaded from L1 each time.
+template <bool Ints>
+void multiply_tiles(int64_t rounds) {
+  TILE_CONFIGURE(64);
+  alignas(64) unsigned char buffer[4096] = {};
+  TILE_ZERO(0);
+  TILE_ZERO(1);
+  TILE_ZERO(2);
+  TILE_ZERO(3);
+  for (int64_t i = 0; i < rounds; i++) {
+    TILE_LOAD_ROWS(4, buffer, 64);
+    TILE_LOAD_ROWS(5, buffer + 1024, 64);
+    TILE_LOAD_WEIGHTS(6, buffer + 2048);
+    TILE_LOAD_WEIGHTS(7, buffer + 3072);
+    if constexpr (Ints) {
+      TILE_DOT_BYTES(0, 4, 6);
+      TILE_DOT_BYTES(1, 4, 7);
+      TILE_DOT_BYTES(2, 5, 6);
+      TILE_DOT_BYTES(3, 5, 7);
+    } else {
+      TILE_DOT(0, 4, 6);
+      TILE_DOT(1, 4, 7);
+      TILE_DOT(2, 5, 6);
+      TILE_DOT(3, 5, 7);
+    }
+  }
+  TILE_STORE(0, buffer, 64);
+  TILE_RELEASE();
+}
+
+#else
+
 // Written as assembly, so that nothing is merged, hoisted or kept in memory.
 #if defined(__AVX512F__)
-using Register = __m512;
-inline void multiply_add(Register& c, const Register& a) {
+using Register = __m512i;
+inline void add_floats(Register& c, const Register& a) {
   asm volatile("vfmadd231ps %1, %1, %0" : "+v"(c) : "v"(a));
 }
+inline void add_bytes(Register& c, const Register& a) {
+  asm volatile("vpdpbusd %1, %1, %0" : "+v"(c) : "v"(a));
+}
 #else
-using Register = __m256;
-inline void multiply_add(Register& c, const Register& a) {
+using Register = __m256i;
+inline void add_floats(Register& c, const Register& a) {
   asm volatile("vfmadd231ps %1, %1, %0" : "+x"(c) : "x"(a));
 }
+// pairs in 16 bits, pairs of those in 32, added up; `a` stands for the ones too
+inline void add_bytes(Register& c, const Register& a) {
+  Register t;
+  asm volatile("vpmaddubsw %2, %2, %1\n\tvpmaddwd %2, %1, %1\n\tvpaddd %1, %0, %0"
+               : "+x"(c), "=&x"(t)
+               : "x"(a));
+}
+#endif
+
+constexpr int kChains = 10;  // independent of each other: more than latency times throughput
+
+template <void (*Add)(Register&, const Register&)>
+void multiply_registers(int64_t rounds) {
+  Register a = {}, c0 = a, c1 = a, c2 = a, c3 = a, c4 = a, c5 = a, c6 = a, c7 = a, c8 = a, c9 = a;
+  for (int64_t i = 0; i < rounds; i++) {
+    Add(c0, a);
+    Add(c1, a);
+    Add(c2, a);
+    Add(c3, a);
+    Add(c4, a);
+    Add(c5, a);
+    Add(c6, a);
+    Add(c7, a);
+    Add(c8, a);
+    Add(c9, a);
+  }
+}
+
 #endif
 
 // Every thread sums its own slice, in four streams.
@@ -63,51 +137,24 @@ double read_bandwidth(const float* data, int64_t bytes, int threads) {
 
 // FLOPs a second of float32 FMA, or of AMX bfloat16 tiles fed from L1.
 double matrix_peak(int64_t rounds, int threads) {
-  const double start = now();
-#pragma omp parallel num_threads(threads)
-  {
 #if defined(PENSTOCK_TILES)
-    TILE_CONFIGURE(64);
-    alignas(64) unsigned char buffer[4096] = {};
-    TILE_ZERO(0);
-    TILE_ZERO(1);
-    TILE_ZERO(2);
-    TILE_ZERO(3);
-    for (int64_t i = 0; i < rounds; i++) {
-      TILE_LOAD_ROWS(4, buffer, 64);
-      TILE_LOAD_ROWS(5, buffer + 1024, 64);
-      TILE_LOAD_WEIGHTS(6, buffer + 2048);
-      TILE_LOAD_WEIGHTS(7, buffer + 3072);
-      TILE_DOT(0, 4, 6);
-      TILE_DOT(1, 4, 7);
-      TILE_DOT(2, 5, 6);
-      TILE_DOT(3, 5, 7);
-    }
-    TILE_STORE(0, buffer, 64);
-    TILE_RELEASE();
+  const double flops = 4.0 * 2 * 16 * 16 * 32 * static_cast<double>(rounds);
+  return per_second(flops, threads, [=] { multiply_tiles<false>(rounds); });
 #else
-    Register a = {}, c0 = a, c1 = a, c2 = a, c3 = a, c4 = a, c5 = a, c6 = a, c7 = a, c8 = a, c9 = a;
-    for (int64_t i = 0; i < rounds; i++) {
-      multiply_add(c0, a);
-      multiply_add(c1, a);
-      multiply_add(c2, a);
-      multiply_add(c3, a);
-      multiply_add(c4, a);
-      multiply_add(c5, a);
-      multiply_add(c6, a);
-      multiply_add(c7, a);
-      multiply_add(c8, a);
-      multiply_add(c9, a);
-    }
+  const double flops = 2.0 * kChains * (sizeof(Register) / 4) * static_cast<double>(rounds);
+  return per_second(flops, threads, [=] { multiply_registers<add_floats>(rounds); });
 #endif
-  }
-  const double seconds = now() - start;
+}
+
+// The same of int8: two operations for each product that is added up.
+double int8_peak(int64_t rounds, int threads) {
 #if defined(PENSTOCK_TILES)
-  const double flops = 4.0 * 2 * 16 * 16 * 32;
+  const double operations = 4.0 * 2 * 16 * 16 * 64 * static_cast<double>(rounds);
+  return per_second(operations, threads, [=] { multiply_tiles<true>(rounds); });
 #else
-  const double flops = 10.0 * 2 * (sizeof(Register) / sizeof(float));  // ten independent chains
+  const double operations = 2.0 * kChains * sizeof(Register) * static_cast<double>(rounds);
+  return per_second(operations, threads, [=] { multiply_registers<add_bytes>(rounds); });
 #endif
-  return flops * static_cast<double>(rounds) * threads / seconds;
 }
 
 }  // namespace penstock::PENSTOCK_ISA

@@ -13,6 +13,8 @@ from typing import Literal, assert_never
 _ISA_FLAGS = ("avx2", "fma", "avx512f", "avx512bw", "avx512_vnni", "avx512_bf16", "amx_tile",
               "amx_bf16", "amx_int8")  # fmt: skip
 
+_PEAKS_VERSION = 2  # of what is measured: peaks kept by another one are measured anew
+
 
 Compute = Literal["float32", "bfloat16", "int8"]
 """What products run in; sums are float32, or int32 for int8."""
@@ -44,7 +46,7 @@ class Peaks:
     tile_flops: float  # bfloat16 AMX fed from L1; 0 where there is none
     threads: int
     measured_at: str  # ISO 8601
-    int8_ops: float = 0.0  # int8 products and sums, two a multiply-add; 0: not measured
+    int8_ops: float = 0.0  # int8, two a multiply-add: vectors or AMX tiles; 0: not measured
 
     def of(self, compute: Compute) -> float:
         """FLOPs per second of products in `compute`.
@@ -122,7 +124,7 @@ def cache_folder() -> Path:
 
 
 def _peaks_file(hardware: Hardware, threads: int, kernels: str) -> Path:
-    return cache_folder() / f"peaks-{hardware.key}-{threads}-{kernels}.json"
+    return cache_folder() / f"peaks-{_PEAKS_VERSION}-{hardware.key}-{threads}-{kernels}.json"
 
 
 def load_peaks(hardware: Hardware, threads: int, kernels: str) -> Peaks | None:

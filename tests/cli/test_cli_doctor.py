@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
+import re
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 from typer.testing import Result
@@ -24,13 +27,18 @@ def test_json(penstock: Run, known_peaks: Peaks) -> None:
     assert result.exit_code == 0, result.output
     found = json.loads(result.stdout)
     assert set(found) == {
-        "versions", "hardware", "load", "threads", "cpu_quota", "kernels", "peaks", "models",
-        "extras", "environment", "warnings",
+        "versions", "hardware", "load", "threads", "affinity", "machine_cores", "waiting",
+        "cpu_quota", "kernels", "peaks", "models", "extras", "environment", "warnings",
     }  # fmt: skip
     assert found["hardware"]["processor"] == detect().processor
     assert found["peaks"]["read_bytes_per_s"] == known_peaks.read_bytes_per_s
     assert {row["operator"] for row in found["kernels"]["operators"]} == set(ops.op_names())
     assert found["kernels"]["isa"] == native.isa
+    assert [set(row) for row in found["kernels"]["linear"]] == [
+        {"weights", "few_rows", "many_rows"}
+    ] * (0 if native.handle is None else 5)
+    assert found["affinity"] == sorted(os.sched_getaffinity(0))
+    assert found["machine_cores"] == os.cpu_count()
     assert found["extras"]["hub"]["get"] == "pip install penstock[hub]"
     assert [model["name"] for model in found["models"]] == ["stories"]
 
@@ -54,6 +62,53 @@ def test_calibrate_measures_again(penstock: Run, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr("penstock.roofline.peaks", peaks)
     assert "7.00 TFLOP/s (AMX" in penstock("doctor", "--calibrate").stdout
     assert asked == [True]
+
+
+def test_int8_peak_is_shown(penstock: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    peaks = Peaks(3e10, 1e11, 7e12, 2, "now", int8_ops=1.4e13)
+    monkeypatch.setattr("penstock.roofline.peaks", lambda *, calibrate: peaks)
+    assert "14.00 TOP/s" in penstock("doctor").stdout
+
+
+def test_linear_is_shown_by_weights(penstock: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = [("w8a8", "vpdpbusd", "tdpbssd")]
+    monkeypatch.setattr("penstock.kernels.report_linear", lambda: rows)
+    shown = penstock("doctor").stdout
+    for word in ("below 4 rows", "from 4 rows", "vpdpbusd", "tdpbssd"):
+        assert word in shown
+    monkeypatch.setattr("penstock.kernels.report_linear", lambda: [("w8a8", "x", "x")])
+    assert "any number of rows" in penstock("doctor").stdout
+    monkeypatch.setattr("penstock.kernels.report_linear", list)
+    assert "linear by weights" not in penstock("doctor").stdout
+
+
+@pytest.mark.parametrize(
+    ("affinity", "shown"),
+    [([0], "core 0 of 8"), ([0, 1], "cores 0–1 of 8"), ([0, 2, 3, 5], "cores 0, 2–3, 5 of 8")],
+)
+def test_cores_are_named(
+    penstock: Run, monkeypatch: pytest.MonkeyPatch, affinity: list[int], shown: str
+) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(affinity))
+    monkeypatch.setattr(os, "cpu_count", lambda: 8)
+    monkeypatch.setattr("penstock.roofline.peaks", lambda *, calibrate: None)
+    assert f"on {shown}" in penstock("doctor").stdout
+
+
+def test_more_threads_than_this_process_may_use_cores() -> None:
+    (text,) = diagnosis._processor_warnings(MACHINE, 8, None, 0.1, 16)
+    assert "share 4 cores of the machine's 16, to which this process is confined" in text
+    (text,) = diagnosis._processor_warnings(MACHINE, 8, None, 0.1, 4)
+    assert "confined" not in text
+
+
+def test_how_threads_wait_is_said_as_it_is() -> None:
+    pool = (Path(__file__).parents[2] / "csrc" / "cpu" / "parallel.cpp").read_text()
+    said = diagnosis._waiting(True)
+    for name, words in (("kLook", "for {} µs"), ("kKeep", "from {} µs on")):
+        (us,) = re.findall(rf"{name} = std::chrono::microseconds\((\d+)\)", pool)
+        assert words.format(us) in said
+    assert "OpenMP" in diagnosis._waiting(False)
 
 
 def test_no_memory_to_measure_in(monkeypatch: pytest.MonkeyPatch) -> None:

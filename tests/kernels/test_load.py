@@ -5,13 +5,14 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 from penstock import ops
 from penstock.errors import KernelError
-from penstock.kernels import native, report
-from penstock.kernels.load import ISAS, NativeLibrary
+from penstock.kernels import native, report, report_linear
+from penstock.kernels.load import ISAS, TILE_MIN_ROWS, NativeLibrary
 
 needs_native = pytest.mark.skipif(native.handle is None, reason=f"no native: {native.reason}")
 
@@ -55,6 +56,32 @@ def test_isa_that_the_cpu_lacks() -> None:
     with pytest.raises(KernelError, match="This CPU can't run amx; it can run: avx2"):
         native.select_isa("amx")
     assert native.isa == before
+
+
+@needs_native
+@pytest.mark.parametrize("isa", native.available_isas())
+def test_linear_is_reported_as_it_runs(isa: str) -> None:
+    before = native.isa
+    native.select_isa(isa)
+    try:
+        runs = {name: runs for name, runs, _ in report()}
+        rows = {weights: (few, many) for weights, few, many in report_linear()}
+    finally:
+        native.select_isa(before)
+    tiles = isa.startswith("amx")
+    for name in ("linear", "linear_add_", "paged_attention"):
+        assert ("from 4 rows" in runs[name]) == tiles
+    assert "from 4 rows" not in runs["rms_norm"]
+    few = "vpdpbusd" if isa in ("avx512", "amx") else "vpmaddubsw, vpmaddwd"
+    assert rows["w8a8"] == (few, "tdpbssd" if tiles else few)
+    assert rows["float32"] == ("vfmadd231ps", "vfmadd231ps")
+    assert len(rows) == 5
+
+
+def test_the_rows_from_which_tiles_run_are_the_library_s() -> None:
+    source = Path(__file__).parents[2] / "csrc" / "cpu"
+    assert f"kTileMinRows = {TILE_MIN_ROWS};" in (source / "dispatch.cpp").read_text()
+    assert f"kTileRows = {TILE_MIN_ROWS};" in (source / "attention_tiles.h").read_text()
 
 
 def test_reference_on_request() -> None:

@@ -8,9 +8,8 @@ from pathlib import Path
 from types import FrameType
 
 import pytest
-import torch
 
-from penstock.hardware import Hardware, Peaks, load_peaks
+from penstock.hardware import Hardware, Peaks, load_peaks, save_peaks
 from penstock.roofline import CAUSES, Ledger, StepRecord, StepSize, floor_of
 
 from .shapes import costs, qwen
@@ -111,17 +110,14 @@ def test_a_record_costs_the_same_for_any_model_and_batch() -> None:
     assert calls(big, StepSize([1] * 256, [10] * 256, 256)) == least
 
 
-def test_peaks_kept_before_int8_was_measured_are_read(
+def test_peaks_kept_before_int8_was_measured_are_measured_anew(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PENSTOCK_CACHE", str(tmp_path))
     hardware = Hardware("a processor", 2, (), 1, 1)
-    threads = torch.get_num_threads()
-    old = {
-        "read_bytes_per_s": 1e9, "fma_flops": 1e10, "tile_flops": 4e10, "threads": threads,
-        "measured_at": "then",
-    }  # fmt: skip
-    (tmp_path / f"peaks-{hardware.key}-{threads}-native.json").write_text(json.dumps(old))
-    peaks = load_peaks(hardware, threads, "native")
-    assert peaks is not None
-    assert (peaks.int8_ops, peaks.of("int8")) == (0.0, 4e10)
+    peaks = Peaks(1e9, 1e10, 4e10, 2, "then")
+    assert peaks.of("int8") == 4e10  # as the reference kernels have it
+    file = save_peaks(hardware, peaks, "native")
+    assert load_peaks(hardware, 2, "native") == peaks
+    file.rename(tmp_path / f"peaks-{hardware.key}-2-native.json")
+    assert load_peaks(hardware, 2, "native") is None

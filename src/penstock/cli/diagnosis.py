@@ -6,7 +6,7 @@ import importlib.util
 import os
 import platform
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from penstock.errors import KernelError, ModelNotFoundError
@@ -40,6 +40,8 @@ class Kernels:
     available: list[str]
     reason: str  # why the native library isn't used; empty when it is
     operators: list[tuple[str, str, str]]  # (operator, what runs, why)
+    # `linear`: (weights, what multiplies few rows, and from TILE_MIN_ROWS)
+    linear: list[tuple[str, str, str]] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +61,9 @@ class Diagnosis:
     hardware: Hardware
     load: float  # runnable threads, average over the last minute
     threads: int
+    affinity: list[int]  # cores that this process may use
+    machine_cores: int
+    waiting: str  # what a thread without work does
     cpu_quota: float | None  # cores that the container may use; None: no limit
     kernels: Kernels
     peaks: Peaks | None
@@ -74,15 +79,16 @@ def diagnose(*, calibrate: bool = False) -> Diagnosis:
     import torch
 
     import penstock
-    from penstock.kernels import native, report
+    from penstock.kernels import native, report, report_linear
 
     available = native.available_isas()
-    kernels = Kernels(native.isa, available, native.reason, report())
+    kernels = Kernels(native.isa, available, native.reason, report(), report_linear())
     environment = _environment()
     threads, quota = torch.get_num_threads(), _cpu_quota()
+    machine_cores = os.cpu_count() or hardware.cores
     found, trouble = _peaks(calibrate)
     warnings = [
-        *_processor_warnings(hardware, threads, quota, load),
+        *_processor_warnings(hardware, threads, quota, load, machine_cores),
         *_kernel_warnings(kernels),
         *_memory_warnings(hardware),
         *_environment_warnings(environment),
@@ -97,6 +103,9 @@ def diagnose(*, calibrate: bool = False) -> Diagnosis:
         hardware=hardware,
         load=load,
         threads=threads,
+        affinity=sorted(os.sched_getaffinity(0)),
+        machine_cores=machine_cores,
+        waiting=_waiting(native.handle is not None),
         cpu_quota=quota,
         kernels=kernels,
         peaks=found,
@@ -142,6 +151,13 @@ def _environment() -> dict[str, str]:
     return {name: os.environ[name] for name in sorted(names)}
 
 
+def _waiting(native: bool) -> str:
+    """csrc/cpu/parallel.cpp has the times."""
+    if not native:
+        return "in torch's OpenMP pool"
+    return "look for work for 200 µs, giving way from 20 µs on, then sleep"
+
+
 def _cpu_quota() -> float | None:
     """Cores that the cgroup allows, which the number of visible cores doesn't tell."""
     try:
@@ -158,7 +174,11 @@ def _cpu_quota() -> float | None:
 
 
 def _processor_warnings(
-    hardware: Hardware, threads: int, quota: float | None, load: float
+    hardware: Hardware,
+    threads: int,
+    quota: float | None,
+    load: float,
+    machine_cores: int | None = None,
 ) -> list[str]:
     cores, found = hardware.cores, []
     if quota is not None and quota < cores:
@@ -171,9 +191,11 @@ def _processor_warnings(
             f"{threads} threads run on {cores} cores. Unset OMP_NUM_THREADS, or set it to {cores}."
         )
     if threads > cores:
+        all_cores = machine_cores or cores
+        confined = f" of the machine's {all_cores}, to which this process is confined"
         found.append(
-            f"{threads} threads share {cores} cores and wait for each other. "
-            f"Set OMP_NUM_THREADS={cores}."
+            f"{threads} threads share {cores} cores{confined if cores < all_cores else ''} and "
+            f"wait for each other. Set OMP_NUM_THREADS={cores}."
         )
     if load > 0.5:
         found.append(

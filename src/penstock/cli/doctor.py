@@ -30,6 +30,8 @@ def doctor(
     console = Console(highlight=False, soft_wrap=True)
     console.print(_machine(found))
     console.print(_operators(found))
+    if found.kernels.linear:
+        console.print(_linear(found))
     for text in found.warnings:
         console.print(f"[yellow]warning:[/yellow] {text}", markup=True)
     if not found.warnings:
@@ -42,6 +44,10 @@ def as_dict(found: Diagnosis) -> dict[str, Any]:
     operators = found.kernels.operators
     data["kernels"]["operators"] = [
         {"operator": name, "runs": runs, "why": why} for name, runs, why in operators
+    ]
+    data["kernels"]["linear"] = [
+        {"weights": weights, "few_rows": few, "many_rows": many}
+        for weights, few, many in found.kernels.linear
     ]
     data["extras"] = {
         name: {"installed": there, "for": EXTRAS[name][1], "get": _get(name)}
@@ -74,7 +80,8 @@ def _facts(found: Diagnosis) -> list[tuple[str, str]]:
         ("Processor", f"{hardware.processor}, {hardware.cores} cores"),
         ("Instruction sets", " ".join(hardware.flags) or "none that matter here"),
         ("In use", kernels.isa or f"reference kernels: {kernels.reason}"),
-        ("Threads", f"{found.threads}"),
+        ("Threads", f"{found.threads}, on {_cores(found)}"),
+        ("Waiting threads", found.waiting),
         (
             "Memory",
             f"{hardware.memory_bytes / gib:.1f} GiB, {hardware.available_bytes / gib:.1f} free",
@@ -103,6 +110,34 @@ def _facts(found: Diagnosis) -> list[tuple[str, str]]:
     if found.environment:
         rows.append(("Environment", " ".join(f"{k}={v}" for k, v in found.environment.items())))
     return rows
+
+
+def _cores(found: Diagnosis) -> str:
+    """`cores 0–3 of 8`."""
+    runs: list[list[int]] = []
+    for core in found.affinity:
+        if runs and core == runs[-1][1] + 1:
+            runs[-1][1] = core
+        else:
+            runs.append([core, core])
+    names = ", ".join(f"{a}" if a == b else f"{a}–{b}" for a, b in runs)
+    return f"core{'s' * (len(found.affinity) != 1)} {names} of {found.machine_cores}"
+
+
+def _linear(found: Diagnosis) -> Table:
+    """How `linear` multiplies each kind of weights."""
+    from rich.table import Table
+
+    from penstock.kernels.load import TILE_MIN_ROWS
+
+    rows = found.kernels.linear
+    few, many = f"below {TILE_MIN_ROWS} rows", f"from {TILE_MIN_ROWS} rows"
+    same = all(a == b for _, a, b in rows)
+    names = ("linear by weights", *(["any number of rows"] if same else [few, many]))
+    table = Table(*names, box=None, header_style="bold", padding=(0, 2, 0, 0))
+    for row in rows:
+        table.add_row(*(row[:2] if same else row))
+    return table
 
 
 def _operators(found: Diagnosis) -> Table:

@@ -23,6 +23,9 @@ from penstock.hardware import detect
 
 ISAS = ("avx2", "avx512", "amx", "amx-emulated")
 
+TILE_MIN_ROWS = 4
+"""Fewer rows are multiplied by vectors even where there is AMX (csrc/cpu/dispatch.cpp)."""
+
 logger = logging.getLogger("penstock")
 
 _HAS_VECTORS = {"avx2", "fma"} <= set(detect().flags)
@@ -76,6 +79,13 @@ class NativeLibrary:
         assert self.handle is not None
         return float(self.handle.penstock_matrix_peak(rounds, threads, int(tiles)))
 
+    def int8_peak(self, rounds: int, threads: int, tiles: bool) -> float:
+        """int8 operations per second, two a multiply-add: by vectors out of registers (as w8a8
+        multiplies), or AMX tiles fed from L1 (0 without AMX).
+        """
+        assert self.handle is not None
+        return float(self.handle.penstock_int8_peak(rounds, threads, int(tiles)))
+
 
 def _find() -> Path | None:
     """The library beside this file, or where an editable install has put it."""
@@ -92,8 +102,9 @@ def _declare(handle: ctypes.CDLL) -> None:
     handle.penstock_isa_available.argtypes = [ctypes.c_char_p]
     handle.penstock_read_bandwidth.restype = ctypes.c_double
     handle.penstock_read_bandwidth.argtypes = [ctypes.c_void_p, ctypes.c_int64, ctypes.c_int]
-    handle.penstock_matrix_peak.restype = ctypes.c_double
-    handle.penstock_matrix_peak.argtypes = [ctypes.c_int64, ctypes.c_int, ctypes.c_int]
+    for peak in (handle.penstock_matrix_peak, handle.penstock_int8_peak):
+        peak.restype = ctypes.c_double
+        peak.argtypes = [ctypes.c_int64, ctypes.c_int, ctypes.c_int]
 
 
 def load() -> NativeLibrary:
@@ -137,13 +148,41 @@ def load() -> NativeLibrary:
 native = load()
 
 
+def _vectors() -> str:
+    """The vectors that stand beside the tiles in use, or alone."""
+    return {"amx": "avx512", "amx-emulated": "avx2"}.get(native.isa or "", native.isa or "none")
+
+
+def _has_tiles() -> bool:
+    return native.isa in ("amx", "amx-emulated")
+
+
 def _code_of(name: str) -> str:
-    """The instruction set of an operator's kernel: only `linear` has one for tiles."""
-    isa = native.isa or "none"
-    if isa in ("amx", "amx-emulated"):
-        vectors = "avx512" if isa == "amx" else "avx2"
-        return f"{isa} (bfloat16, from 4 rows), else {vectors}" if name == "linear" else vectors
-    return isa
+    """The instruction set of an operator's kernel: only the products have one for tiles."""
+    if _has_tiles() and name in ("linear", "linear_add_", "paged_attention"):
+        return f"{native.isa} from {TILE_MIN_ROWS} rows (not of float32), else {_vectors()}"
+    return _vectors()
+
+
+def report_linear() -> list[tuple[str, str, str]]:
+    """(weights, what multiplies fewer than TILE_MIN_ROWS rows, and more) of the native `linear`.
+
+    Activations are bfloat16; those of float32 take the vectors at any number of rows.
+    """
+    if native.handle is None:
+        return []
+    fma = "vfmadd231ps"
+    int8 = "vpdpbusd" if _vectors() == "avx512" else "vpmaddubsw, vpmaddwd"
+    rows = [
+        ("float32", fma, fma),
+        ("bfloat16", fma, "tdpbf16ps"),
+        ("w8a16, w4a16", f"widened to float32, {fma}", "widened to bfloat16, tdpbf16ps"),
+        ("w8a8", int8, "tdpbssd"),
+        ("w4a8", int8, "widened to int8, tdpbssd"),
+    ]
+    if not _has_tiles():
+        return [(weights, few, few) for weights, few, _ in rows]
+    return rows
 
 
 def report() -> list[tuple[str, str, str]]:

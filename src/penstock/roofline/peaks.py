@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import statistics
+from collections.abc import Callable
 from datetime import UTC, datetime
 
 import torch
@@ -21,8 +22,8 @@ BUFFER_BYTES = 1 << 30
 def measure(hardware: Hardware | None = None, *, repeats: int = 5) -> Peaks:
     """Measure read bandwidth (the best of `repeats` passes) and matrix peaks (their median).
 
-    Takes about two seconds. Without native kernels the bandwidth is that of torch's sum and the
-    matrix peak that of a float32 product.
+    Takes about two seconds. Without native kernels the bandwidth is that of torch's sum, the
+    matrix peak that of a float32 product, and int8 isn't measured.
     """
     hardware = hardware or detect()
     threads = torch.get_num_threads()
@@ -32,15 +33,18 @@ def measure(hardware: Hardware | None = None, *, repeats: int = 5) -> Peaks:
         return _measure_with_torch(buffer, threads)
     read = max(native.read_bandwidth(buffer, threads) for _ in range(repeats))
 
-    def peak(tiles: bool, rounds: int) -> float:
-        return statistics.median(native.matrix_peak(rounds, threads, tiles) for _ in range(repeats))
+    def peak(of: Callable[[int, int, bool], float], tiles: bool) -> float:
+        rounds = 200_000 if tiles else 20_000_000
+        return statistics.median(of(rounds, threads, tiles) for _ in range(repeats))
 
+    has_tiles = "amx" in native.available_isas()
     return Peaks(
         read_bytes_per_s=read,
-        fma_flops=peak(False, 20_000_000),
-        tile_flops=peak(True, 200_000) if "amx" in native.available_isas() else 0.0,
+        fma_flops=peak(native.matrix_peak, False),
+        tile_flops=peak(native.matrix_peak, True) if has_tiles else 0.0,
         threads=threads,
         measured_at=datetime.now(UTC).isoformat(timespec="seconds"),
+        int8_ops=max(peak(native.int8_peak, tiles) for tiles in {False, has_tiles}),
     )
 
 

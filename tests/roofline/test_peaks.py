@@ -1,0 +1,62 @@
+"""Measured peaks: what one instruction does bounds how they compare with each other."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+import torch
+
+from penstock.hardware import Peaks, detect
+from penstock.kernels import native
+from penstock.roofline import measure
+
+module = sys.modules["penstock.roofline.peaks"]  # the package has a function of that name
+needs_native = pytest.mark.skipif(native.handle is None, reason=f"no native: {native.reason}")
+
+
+def best(tiles: bool, of: str) -> float:
+    rounds = 5_000 if tiles else 200_000
+    return max(getattr(native, of)(rounds, 1, tiles) for _ in range(15))
+
+
+@needs_native
+def test_int8_does_more_than_float32_and_no_more_than_its_width() -> None:
+    """A byte is a quarter of a float: AVX-512's one instruction does four times as many
+    products, and AVX2's three, two of which multiply, between one and four times.
+    """
+    ratio = best(False, "int8_peak") / best(False, "matrix_peak")
+    assert 1.0 < ratio < 6.0
+
+
+@needs_native
+def test_tiles_where_there_are_tiles() -> None:
+    if "amx" not in native.available_isas():
+        assert native.int8_peak(1000, 1, True) == 0.0
+        return
+    ratio = best(True, "int8_peak") / best(True, "matrix_peak")
+    assert 1.5 < ratio < 2.5
+
+
+@needs_native
+def test_the_best_of_vectors_and_tiles_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    def int8_peak(self: object, rounds: int, threads: int, tiles: bool) -> float:
+        return 5e12 if tiles else 1e12
+
+    def isas(self: object) -> list[str]:
+        return ["avx2", "avx512", "amx"]
+
+    monkeypatch.setattr(type(native), "int8_peak", int8_peak)
+    monkeypatch.setattr(module, "BUFFER_BYTES", 1 << 22)
+    monkeypatch.setattr(type(native), "matrix_peak", lambda *_: 1e11)
+    monkeypatch.setattr(type(native), "available_isas", isas)
+    found = measure(detect(), repeats=1)
+    assert found.int8_ops == 5e12 == found.of("int8")
+    assert found.threads == torch.get_num_threads()
+
+
+def test_torch_measures_no_int8() -> None:
+    found = module._measure_with_torch(torch.ones(1 << 20), 1)
+    assert isinstance(found, Peaks)
+    assert (found.int8_ops, found.tile_flops) == (0.0, 0.0)
+    assert found.of("int8") == found.fma_flops > 0
