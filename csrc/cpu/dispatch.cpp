@@ -24,6 +24,7 @@ namespace penstock {
   void top_k(const TopKArgs&);                    \
   void draw_plain(const DrawPlainArgs&);          \
   void draw_from(const DrawFromArgs&);            \
+  void quantize(const QuantizeArgs&);             \
   void linear_tiles(const LinearArgs&);           \
   double read_bandwidth(const float*, int64_t, int); \
   double matrix_peak(int64_t, int);               \
@@ -52,7 +53,7 @@ void linear_amx_emulated(const LinearArgs& a) {
 #define PENSTOCK_TABLE(name, isa, linear)                                                  \
   {name,         linear,            isa::embedding, isa::norm,  isa::softcap,   \
    isa::rotary_cache, isa::attention, isa::argmax,  isa::top_k, isa::draw_plain, \
-   isa::draw_from}
+   isa::draw_from,    isa::quantize}
 
 const Kernels tables[] = {
     PENSTOCK_TABLE("avx2", avx2, avx2::linear),
