@@ -180,7 +180,7 @@ def _least_error(w: Tensor, low: Tensor, high: Tensor) -> tuple[Tensor, Tensor]:
 def _sum_squares(r: Tensor) -> Tensor:
     """Over the last dimension, in the kernel's order: 16 lanes, which then fold in halves."""
     squares = (r * r).unflatten(-1, (-1, COLUMNS))
-    lanes = squares[..., 0, :]
+    lanes: Tensor = squares[..., 0, :]
     for i in range(1, squares.shape[-2]):
         lanes = lanes + squares[..., i, :]
     while lanes.shape[-1] > 1:
