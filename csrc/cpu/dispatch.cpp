@@ -24,6 +24,7 @@ namespace penstock {
   void top_k(const TopKArgs&);                    \
   void draw_plain(const DrawPlainArgs&);          \
   void draw_from(const DrawFromArgs&);            \
+  void quantize(const QuantizeArgs&);             \
   void linear_tiles(const LinearArgs&);           \
   double read_bandwidth(const float*, int64_t, int); \
   double matrix_peak(int64_t, int);               \
@@ -51,10 +52,10 @@ void linear_amx_emulated(const LinearArgs& a) {
 }
 
 // `isa` has the vectors, `tiles` attention's products.
-#define PENSTOCK_TABLE(name, isa, tiles, linear)                                 \
-  {name,              linear,           isa::embedding, isa::norm,  isa::softcap,   \
+#define PENSTOCK_TABLE(name, isa, tiles, linear)                                    \
+  {name,              linear,           isa::embedding, isa::norm,  isa::softcap,    \
    isa::rotary_cache, tiles::attention, isa::argmax,    isa::top_k, isa::draw_plain, \
-   isa::draw_from}
+   isa::draw_from,    isa::quantize}
 
 const Kernels tables[] = {
     PENSTOCK_TABLE("avx2", avx2, avx2, avx2::linear),

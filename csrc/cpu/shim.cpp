@@ -305,6 +305,60 @@ Tensor draw_from(const Tensor& ids, const Tensor& weights, const Tensor& u) {
   return out;
 }
 
+// What `quantize_int8` (group 0) and `quantize_int4` share; the caller adds scale and zero.
+penstock::QuantizeArgs quantize_args(const Tensor& weight, int64_t group, bool gated) {
+  check_rows(weight, "quantize: weight");
+  const ScalarType type = weight.scalar_type();
+  STD_TORCH_CHECK(type == ScalarType::Float || type == ScalarType::BFloat16 ||
+                      type == ScalarType::Half,
+                  "quantize: weight must be float32, bfloat16 or float16");
+  STD_TORCH_CHECK(!gated || weight.size(0) % 2 == 0, "quantize: a weight with a gate has two "
+                  "halves, this one ", weight.size(0), " rows");
+  penstock::QuantizeArgs a = {};
+  a.dtype = type == ScalarType::Float      ? penstock::Float::f32
+            : type == ScalarType::BFloat16 ? penstock::Float::bf16
+                                           : penstock::Float::f16;
+  a.weight = weight.data_ptr();
+  a.stride = weight.stride(0);
+  a.gated = gated;
+  a.n = gated ? weight.size(0) / 2 : weight.size(0);
+  a.k = weight.size(1);
+  a.group = group;
+  const int64_t multiple = group > 64 ? group : 64;
+  a.padded_k = (a.k + multiple - 1) / multiple * multiple;
+  a.threads = threads();
+  return a;
+}
+
+std::tuple<Tensor, Tensor> quantize_int8(const Tensor& weight, bool gated) {
+  penstock::QuantizeArgs a = quantize_args(weight, 0, gated);
+  const int64_t panels = (a.n + 15) / 16 * (gated ? 2 : 1);
+  Tensor q = torch::stable::new_empty(weight, {panels, a.padded_k / 4, 16, 4}, ScalarType::Char);
+  Tensor scale = torch::stable::new_empty(weight, {panels, 1, 16}, ScalarType::Float);
+  a.panels = q.data_ptr();
+  a.scale = scale.data_ptr();
+  penstock::kernels().quantize(a);
+  return {q, scale};
+}
+
+std::tuple<Tensor, Tensor, Tensor> quantize_int4(const Tensor& weight, int64_t group,
+                                                 bool symmetric, bool gated) {
+  STD_TORCH_CHECK(group == 32 || group == 64 || group == 128, "quantize_int4: group ", group,
+                  " isn't 32, 64 or 128");
+  penstock::QuantizeArgs a = quantize_args(weight, group, gated);
+  const int64_t panels = (a.n + 15) / 16 * (gated ? 2 : 1), groups = a.padded_k / group;
+  Tensor q = torch::stable::new_empty(weight, {panels, a.padded_k / 8, 16, 4}, ScalarType::Byte);
+  Tensor scale = torch::stable::new_empty(weight, {panels, groups, 16}, ScalarType::Half);
+  Tensor zero = torch::stable::new_empty(weight, {symmetric ? 0 : panels, groups, 16},
+                                         ScalarType::Byte);
+  a.symmetric = symmetric;
+  a.panels = q.data_ptr();
+  a.scale = scale.data_ptr();
+  a.zero = static_cast<uint8_t*>(zero.data_ptr());
+  penstock::kernels().quantize(a);
+  return {q, scale, zero};
+}
+
 }  // namespace
 
 STABLE_TORCH_LIBRARY_IMPL(penstock, CPU, m) {
@@ -321,4 +375,6 @@ STABLE_TORCH_LIBRARY_IMPL(penstock, CPU, m) {
   m.impl("softmax_top_k", TORCH_BOX(&softmax_top_k));
   m.impl("draw_plain", TORCH_BOX(&draw_plain));
   m.impl("draw_from", TORCH_BOX(&draw_from));
+  m.impl("quantize_int8", TORCH_BOX(&quantize_int8));
+  m.impl("quantize_int4", TORCH_BOX(&quantize_int4));
 }

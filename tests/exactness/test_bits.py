@@ -17,10 +17,10 @@ pytestmark = pytest.mark.skipif(native.handle is None, reason=f"no native kernel
 GOLDEN = {
     "bfloat16": "c7d9ff94dec420fdbbbcafad4d359c00b17d0948584057e9c99fcea1e55304fe",
     "float32": "b803793e0c1079fd2b8346c4ede8af6afb18b75ae38e053ae03a91fdbecd8712",
-    "w8a16": "84bc8378814baea1c7dbc2ae0df54c7c237c4b5184f821599deed93a6f1afcda",
-    "w8a8": "12f70b560f11c1cb53219e8625f9067468c99d6c6c4e8a3f887d2fb04d187686",
-    "w4a16": "f9a74d44e9ae042a459ea7087ce5216796ced3724eca9e56c9e11f7b618c686d",
-    "w4a8": "23f03e905f0d2bcd926f16d84ad5c3e8c5316260b5e4e64bb97f05dab8510020",
+    "w8a16": "42c7e1c5fbf3c28f6fc9c3ab53c77252ac1c92611bed617d9b5b15af75b1539e",
+    "w8a8": "8788fbebb01b32bee94ab332887414dadaa8cbcb3b286f0ee5e3ec4bfd5a30cb",
+    "w4a16": "ddb244a6c57a2e2a1822938fa65ffda90037aea57cca364ddd5de4c33d539d27",
+    "w4a8": "ff470d9cc83fd70fd81ba771f230b287eac7a42377260572b095d4ba5c4a3f70",
     "w4a8-g128-asym": "54d510a0418a95723c23465c8c99a24e85bed4e960a6de8327ac9a31924373c8",
 }
 """sha256 of the logits of `prompt(300, 7)`: every machine and instruction set gives these."""

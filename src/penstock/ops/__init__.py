@@ -6,6 +6,7 @@ from penstock.ops.draw import draw_from, draw_plain
 from penstock.ops.embedding import embedding
 from penstock.ops.linear import ACTIVATIONS, Activation, linear, linear_add_
 from penstock.ops.norm import layer_norm, rms_norm
+from penstock.ops.quantize import quantize_int4, quantize_int8
 from penstock.ops.registry import Op, define_op, has_native, implementations, op, op_names
 from penstock.ops.rotary_cache import rotary_cache
 from penstock.ops.softcap import softcap_
@@ -28,6 +29,8 @@ __all__ = [
     "op",
     "op_names",
     "paged_attention",
+    "quantize_int4",
+    "quantize_int8",
     "rms_norm",
     "rotary_cache",
     "softcap_",

@@ -117,3 +117,8 @@ def pack_groups(values: Tensor) -> Tensor:
     """Scales or zero points of groups, [N, G] → [⌈N/16⌉, G, 16]."""
     whole = functional.pad(values, (0, 0, 0, -values.shape[0] % COLUMNS))
     return whole.view(-1, COLUMNS, values.shape[1]).permute(0, 2, 1).contiguous()
+
+
+def alternate(gate: Tensor, up: Tensor) -> Tensor:
+    """Panels of gate and up in turns."""
+    return torch.stack((gate, up), dim=1).flatten(0, 1)

@@ -7,21 +7,11 @@ from typing import Literal
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from penstock.hardware import Compute
-from penstock.ops.panels import (
-    BYTE_BLOCK,
-    COLUMNS,
-    pack_groups,
-    pack_int4,
-    pack_int8,
-    round_up,
-    unpack_int4,
-    unpack_int8,
-)
+from penstock.ops.panels import BYTE_BLOCK, COLUMNS, round_up, unpack_int4, unpack_int8
 from penstock.quant.format import Packed
-from penstock.quant.formats.panels import PanelFormat, alternate
+from penstock.quant.formats.panels import PanelFormat
 from penstock.quant.methods.rtn import round_int4, round_int8
 
 
@@ -58,22 +48,9 @@ class Integer(PanelFormat):
         return round_up(in_features, max(BYTE_BLOCK, self.group))
 
     def pack(self, weight: Tensor, gated: bool = False) -> Packed:
-        if not gated:
-            return self._pack(weight)
-        gate, up = (self._pack(half) for half in weight.chunk(2))
-        return {name: alternate(gate[name], up[name]) for name in gate}
-
-    def _pack(self, weight: Tensor) -> Packed:
-        k = weight.shape[1]
-        padded = functional.pad(weight, (0, self.padded(k) - k))
         if self.bits == 8:
-            q, scale = round_int8(padded)
-            return {"weight": pack_int8(q), "scale": pack_groups(scale)}
-        q, scale, zero = round_int4(padded, self.group, self.symmetric)
-        packed = {"weight": pack_int4(q), "scale": pack_groups(scale)}
-        if zero is not None:
-            packed["zero"] = pack_groups(zero)
-        return packed
+            return round_int8(weight, gated)
+        return round_int4(weight, self.group, self.symmetric, gated)
 
     def unpack(
         self, packed: Packed, out_features: int, in_features: int, gated: bool = False

@@ -65,8 +65,3 @@ class PanelFormat:
         return ops.embedding(
             tokens, packed["weight"], in_features, scale, packed.get("scale"), packed.get("zero")
         )
-
-
-def alternate(gate: Tensor, up: Tensor) -> Tensor:
-    """Panels of gate and up in turns."""
-    return torch.stack((gate, up), dim=1).flatten(0, 1)
