@@ -126,6 +126,10 @@ static inline Sums widen_bytes(const uint8_t* p) {
 template <int Bits>
 constexpr int32_t kRaised = Bits == 8 ? 0 : 8;
 
+// The sum so far stays where it is: left alone, gcc computes all products of a unit first, keeps
+// them in memory and adds them up at the end.
+static inline void settle(__m256i& sum) { asm("" : "+x"(sum)); }
+
 template <int R, int Bits>
 static inline void multiply_unit(const uint8_t* w, const int8_t* x, int64_t ldx, Sums (&acc)[R]) {
   const __m256i ones = _mm256_set1_epi16(1), low = _mm256_set1_epi8(15);
@@ -143,6 +147,8 @@ static inline void multiply_unit(const uint8_t* w, const int8_t* x, int64_t ldx,
         const __m256i pb = _mm256_maddubs_epi16(mag_b, _mm256_sign_epi8(xs, b));
         acc[r].lo = _mm256_add_epi32(acc[r].lo, _mm256_madd_epi16(pa, ones));
         acc[r].hi = _mm256_add_epi32(acc[r].hi, _mm256_madd_epi16(pb, ones));
+        settle(acc[r].lo);
+        settle(acc[r].hi);
       }
     }
   } else {
@@ -166,6 +172,8 @@ static inline void multiply_unit(const uint8_t* w, const int8_t* x, int64_t ldx,
                                                          _mm256_maddubs_epi16(a1, x1)));
         hi[r] = _mm256_add_epi16(hi[r], _mm256_add_epi16(_mm256_maddubs_epi16(b0, x0),
                                                          _mm256_maddubs_epi16(b1, x1)));
+        settle(lo[r]);
+        settle(hi[r]);
       }
     }
 #pragma GCC unroll 8

@@ -7,7 +7,7 @@ namespace {
 // Bytes of rows that a thread goes over again and again: half of a small L2.
 constexpr int64_t kRowsBytes = 512 * 1024;
 
-constexpr int64_t kPartBytes = 64 * 1024;
+constexpr int64_t kPartBytes = 128 * 1024;
 
 // Below this many bytes of weights times rows a second thread costs more than it saves.
 constexpr int64_t kParallelBytes = 128 * 1024;

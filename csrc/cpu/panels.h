@@ -45,7 +45,7 @@ static inline void dot_panels(const float* x, int64_t ldx, const bf16* w, int64_
 #pragma GCC unroll 8
       for (int p = 0; p < P; p++) {
         F16 we, wo;
-        if constexpr (R <= kFewRows && P == 1) prefetch(wk + j * 2 * kColumns + kAhead);
+        if constexpr (R <= kFewRows) prefetch(wk + p * stride + j * 2 * kColumns + kAhead);
         load_pairs(wk + p * stride + j * 2 * kColumns, we, wo);
 #pragma GCC unroll 8
         for (int r = 0; r < R; r++) {
@@ -114,6 +114,10 @@ static inline void multiply_panels(const float* x, int64_t ldx, int64_t rows, co
                                    int64_t stride, int64_t panels, int64_t k, Init init,
                                    Emit emit) {
   int64_t p = 0;
+#if !defined(__AVX512F__)
+  if (rows == 1)  // two streams: 0.80 of the bandwidth on Zen 3 instead of 0.76
+    for (; panels - p >= 2; p += 2) tile<1, 2>(x, ldx, 0, w, stride, p, k, init, emit);
+#endif
   if (rows > kFewRows)
     for (; panels - p >= kPanels; p += kPanels)
       all_rows<kPanels>(x, ldx, rows, w, stride, p, k, init, emit);
