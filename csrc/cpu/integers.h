@@ -9,9 +9,8 @@
 
 namespace penstock::PENSTOCK_ISA {
 
-constexpr int64_t kUnit = 32;           // values of K in one step; every group is a multiple
-constexpr int64_t kIntPad = 64;         // K of quantized panels is padded to a multiple
-constexpr int64_t kAheadBytes = 4096;   // how far ahead of a stream memory is asked for
+constexpr int64_t kUnit = 32;          // values of K in one step; every group is a multiple
+constexpr int64_t kAheadBytes = 4096;  // how far ahead of a stream memory is asked for
 
 template <int Bits>
 constexpr int64_t kLines = kUnit* Bits / 32;  // lines of one unit

@@ -19,10 +19,10 @@ static inline Range share(int64_t count, int64_t part, int64_t parts) {
 // body(row) for each of `rows` rows, some to each of `threads` threads.
 template <typename Body>
 static inline void over_rows(int threads, int64_t rows, Body body) {
-  const int64_t parts = threads > 1 && rows > threads ? 4 * threads : rows;
-  parallel(threads, parts < rows ? parts : rows, [&](int64_t part) {
+  const int64_t parts = rows < 4 * threads ? rows : 4 * threads;
+  parallel(threads, parts, [&](int64_t part) {
     const FlushDenormals flush;
-    const Range mine = share(rows, part, parts < rows ? parts : rows);
+    const Range mine = share(rows, part, parts);
     for (int64_t row = mine.first; row < mine.last; row++) body(row);
   });
 }

@@ -12,8 +12,8 @@ constexpr int kBlock = 32;    // values of K whose even and odd products are sum
 template <typename T>
 constexpr int kVnni = 4 / static_cast<int>(sizeof(T));
 
-// Shapes of the register tile. Few rows take one panel at a time: memory is then one stream per
-// thread, which the prefetcher likes best, and the processor overlaps the K-blocks by itself.
+// Shapes of the register tile. Few rows take one panel at a time, so that memory is one stream per
+// thread, and the processor overlaps the K-blocks by itself: what AVX-512 machines like best.
 #if defined(__AVX512F__)
 constexpr int kFewRows = 3, kMaxRows = 6, kPanels = 2;
 #else
