@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import shutil
-import statistics
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -50,29 +48,16 @@ def test_help(penstock: Run, command: str) -> None:
 
 
 def test_help_needs_nothing_heavy() -> None:
+    """What makes `--help` quick, told by its imports: seconds depend on what else is running."""
     code = (
         "import sys; sys.argv = ['penstock', '--help']\n"
         "from penstock.cli.main import run\n"
+        "heavy = {'torch', 'numpy', 'transformers', 'tokenizers', 'safetensors', 'jinja2'}\n"
         "try: run()\n"
-        "finally: assert not {'torch', 'numpy', 'transformers'} & set(sys.modules)"
+        "finally: assert not heavy & set(sys.modules)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, check=False)
     assert done.returncode == 0, done.stderr.decode()
-
-
-def test_help_is_quick() -> None:
-    """Within 0.3 s of what Python itself takes to start, other work on the machine allowed for."""
-
-    def run(code: str) -> float:
-        start = time.perf_counter()
-        subprocess.run([sys.executable, "-c", code], capture_output=True, check=True)
-        return time.perf_counter() - start
-
-    helps = (
-        "import sys; sys.argv = ['penstock', '--help']; from penstock.cli.main import run; run()"
-    )
-    empty = statistics.median(run("pass") for _ in range(3))
-    assert min(run(helps) for _ in range(3)) < max(0.3, 12 * empty)
 
 
 @pytest.mark.parametrize(
