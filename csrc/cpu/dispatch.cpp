@@ -17,6 +17,7 @@ namespace penstock {
   void linear(const LinearArgs&);                 \
   void embedding(const EmbeddingArgs&);           \
   void norm(const NormArgs&);                     \
+  void add(const AddArgs&);                       \
   void softcap(const SoftcapArgs&);               \
   void rotary_cache(const RotaryCacheArgs&);      \
   void attention(const AttentionArgs&);           \
@@ -52,10 +53,10 @@ void linear_amx_emulated(const LinearArgs& a) {
 }
 
 // `isa` has the vectors, `tiles` attention's products.
-#define PENSTOCK_TABLE(name, isa, tiles, linear)                                    \
-  {name,              linear,           isa::embedding, isa::norm,  isa::softcap,    \
-   isa::rotary_cache, tiles::attention, isa::argmax,    isa::top_k, isa::draw_plain, \
-   isa::draw_from,    isa::quantize}
+#define PENSTOCK_TABLE(name, isa, tiles, linear)                                   \
+  {name,         linear,            isa::embedding,   isa::norm,   isa::add,        \
+   isa::softcap, isa::rotary_cache, tiles::attention, isa::argmax, isa::top_k,      \
+   isa::draw_plain, isa::draw_from, isa::quantize}
 
 const Kernels tables[] = {
     PENSTOCK_TABLE("avx2", avx2, avx2, avx2::linear),

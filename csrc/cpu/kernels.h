@@ -45,7 +45,8 @@ struct LinearArgs {
   const float* bias;  // [n], or gate's then up's when gated; may be null
   Activation activation;
   bool gated;          // panels alternate between gate and up: y = act(gate) · up
-  void* residual;      // y is added to it instead of being written; may be null
+  bool adds;           // y is added to the residual instead of being written
+  void* residual;
   int64_t residual_stride;
   void* y;  // contiguous
   int64_t rows, k, n;
@@ -85,6 +86,17 @@ struct NormArgs {
   int threads;
 };
 
+// residual += x.
+struct AddArgs {
+  const void* x;
+  int64_t x_stride;
+  void* residual;
+  int64_t residual_stride;
+  int64_t rows, dim;
+  DType dtype;
+  int threads;
+};
+
 struct SoftcapArgs {
   float* x;
   int64_t count;
@@ -92,16 +104,15 @@ struct SoftcapArgs {
   int threads;
 };
 
-struct HeadsView {
-  const void* data;
-  int64_t token_stride, head_stride;  // elements; the last dimension is contiguous
-};
-
 // Layouts of the caches: ops/rotary_cache.py.
 struct RotaryCacheArgs {
-  HeadsView q, k, v;
-  const float* q_norm;  // may be null
+  const void* q;  // [tokens, heads · dim]; k and v [tokens, kv_heads · dim]
+  const void* k;
+  const void* v;
+  int64_t stride;  // elements between the rows of each
+  const float* q_norm;  // [dim], may be null
   const float* k_norm;
+  bool norm_all;  // over all heads together: q_norm [heads · dim], k_norm [kv_heads · dim]
   float eps;
   const float* cos_sin;  // [positions, rotary_dim], may be null
   int64_t num_positions, rotary_dim;
@@ -113,7 +124,7 @@ struct RotaryCacheArgs {
   uint16_t* key_scale;  // [blocks, kv_heads, block_size] float16, for int8
   uint16_t* value_scale;
   Stored stored;
-  int64_t block_size, padded_dim;
+  int64_t blocks, block_size, padded_dim;
   void* q_out;  // [tokens, heads, dim] contiguous
   int64_t tokens, heads, kv_heads, dim;
   DType dtype;
@@ -132,7 +143,7 @@ struct AttentionArgs {
   const int32_t* block_table;
   int64_t table_stride;
   void* out;  // [tokens, heads · dim] contiguous
-  int64_t sequences, heads, kv_heads, dim, padded_dim, block_size;
+  int64_t sequences, heads, kv_heads, dim, padded_dim, blocks, block_size;
   float scale;
   int64_t window;      // 0: none
   float softcap;       // 0: none
@@ -210,6 +221,7 @@ struct Kernels {
   void (*linear)(const LinearArgs&);
   void (*embedding)(const EmbeddingArgs&);
   void (*norm)(const NormArgs&);
+  void (*add)(const AddArgs&);
   void (*softcap)(const SoftcapArgs&);
   void (*rotary_cache)(const RotaryCacheArgs&);
   void (*attention)(const AttentionArgs&);

@@ -113,7 +113,7 @@ class Columns {
 
   template <typename T>
   void put(int64_t row, int64_t column, F16 value, int count) const {
-    if (a_.residual) {
+    if (a_.adds) {
       T* to = static_cast<T*>(a_.residual) + row * a_.residual_stride + column;
       return store_some(to, load_some(to, count) + round_to<T>(value), count);
     }

@@ -4,21 +4,28 @@
 namespace penstock::PENSTOCK_ISA {
 namespace {
 
-// x [dim] as floats, normalised where there is a weight; `out` has room for a multiple of 16.
+// x [dim] as floats, times `scale` and its weights where there are any; `out` has room for a
+// multiple of 16.
 template <typename T>
-void take_head(const T* x, int64_t dim, const float* weight, float eps, float* out) {
-  F16 squares = zero();
-  for (int64_t j = 0; j < dim; j += 16) {
-    const F16 v = load_some(x + j, dim - j < 16 ? static_cast<int>(dim - j) : 16);
-    store(out + j, v);
-    squares = fma(v, v, squares);
-  }
-  if (!weight) return;
-  const float mean = reduce_add(squares) / static_cast<float>(dim);
-  const F16 scale = set1(1.0f / __builtin_sqrtf(mean + eps));
+void take_head(const T* x, int64_t dim, const float* weight, F16 scale, float* out) {
   for (int64_t j = 0; j < dim; j += 16) {
     const int c = dim - j < 16 ? static_cast<int>(dim - j) : 16;
-    store(out + j, load(out + j) * scale * load_first(weight + j, c));
+    const F16 v = load_some(x + j, c);
+    store(out + j, weight ? v * scale * load_first(weight + j, c) : v);
+  }
+}
+
+// body(h, head as floats) for each of `heads` heads in a row at x, normalised where asked.
+template <typename T, typename Body>
+void each_head(const RotaryCacheArgs& a, const T* x, int64_t heads, const float* norm, float* head,
+               Body body) {
+  F16 scale = zero();
+  if (norm && a.norm_all) scale = inverse_deviation(x, heads * a.dim, 0.0f, a.eps);
+  for (int64_t h = 0; h < heads; h++) {
+    const T* from = x + h * a.dim;
+    if (norm && !a.norm_all) scale = inverse_deviation(from, a.dim, 0.0f, a.eps);
+    take_head(from, a.dim, norm ? norm + (a.norm_all ? h * a.dim : 0) : nullptr, scale, head);
+    body(h);
   }
 }
 
@@ -89,28 +96,28 @@ void write_head(const RotaryCacheArgs& a, float* head, Side, int64_t at, int64_t
 template <typename T>
 void one_token(const RotaryCacheArgs& a, int64_t t, float* head) {
   const float* cos_sin = a.cos_sin ? a.cos_sin + a.positions[t] * a.rotary_dim : nullptr;
-  const T* q = static_cast<const T*>(a.q.data) + t * a.q.token_stride;
-  T* q_out = static_cast<T*>(a.q_out) + t * a.heads * a.dim;
-  for (int64_t h = 0; h < a.heads; h++) {
-    take_head(q + h * a.q.head_stride, a.dim, a.q_norm, a.eps, head);
+  const auto turn = [&] {
     if (cos_sin) rotate(head, cos_sin, a.rotary_dim, a.interleaved);
+  };
+  const T* q = static_cast<const T*>(a.q) + t * a.stride;
+  T* q_out = static_cast<T*>(a.q_out) + t * a.heads * a.dim;
+  each_head(a, q, a.heads, a.q_norm, head, [&](int64_t h) {
+    turn();
     for (int64_t j = 0; j < a.dim; j += 16)
       store_some(q_out + h * a.dim + j, load(head + j),
                  a.dim - j < 16 ? static_cast<int>(a.dim - j) : 16);
-  }
+  });
   const int64_t slot = a.slots[t];
   if (slot < 0) return;
-  const int64_t block = slot / a.block_size, offset = slot % a.block_size;
-  const T* key = static_cast<const T*>(a.k.data) + t * a.k.token_stride;
-  const T* value = static_cast<const T*>(a.v.data) + t * a.v.token_stride;
-  for (int64_t h = 0; h < a.kv_heads; h++) {
-    const int64_t at = block * a.kv_heads + h;
-    take_head(key + h * a.k.head_stride, a.dim, a.k_norm, a.eps, head);
-    if (cos_sin) rotate(head, cos_sin, a.rotary_dim, a.interleaved);
-    write_head<T>(a, head, Key{}, at, offset);
-    take_head(value + h * a.v.head_stride, a.dim, nullptr, 0.0f, head);
-    write_head<T>(a, head, Value{}, at, offset);
-  }
+  const int64_t first = slot / a.block_size * a.kv_heads, offset = slot % a.block_size;
+  const T* key = static_cast<const T*>(a.k) + t * a.stride;
+  each_head(a, key, a.kv_heads, a.k_norm, head, [&](int64_t h) {
+    turn();
+    write_head<T>(a, head, Key{}, first + h, offset);
+  });
+  const T* value = static_cast<const T*>(a.v) + t * a.stride;
+  each_head(a, value, a.kv_heads, nullptr, head,
+            [&](int64_t h) { write_head<T>(a, head, Value{}, first + h, offset); });
 }
 
 }  // namespace

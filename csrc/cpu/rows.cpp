@@ -1,4 +1,4 @@
-// Kernels that go over rows once: norms, the soft cap, embedding.
+// Kernels that go over rows once: norms, addition, the soft cap, embedding.
 #include "linear.h"
 
 namespace penstock::PENSTOCK_ISA {
@@ -25,6 +25,16 @@ void norm_row(const NormArgs& a, int64_t row) {
     F16 v = (load_some(x + j, c) - set1(mean)) * scale * load_first(a.weight + j, c);
     if (a.bias) v = v + load_first(a.bias + j, c);
     store_some(out + j, v, c);
+  }
+}
+
+template <typename T>
+void add_row(const AddArgs& a, int64_t row) {
+  const T* x = static_cast<const T*>(a.x) + row * a.x_stride;
+  T* to = static_cast<T*>(a.residual) + row * a.residual_stride;
+  for (int64_t j = 0; j < a.dim; j += 16) {
+    const int c = a.dim - j < 16 ? static_cast<int>(a.dim - j) : 16;
+    store_some(to + j, load_some(to + j, c) + load_some(x + j, c), c);
   }
 }
 
@@ -87,9 +97,13 @@ void norm(const NormArgs& a) {
   run(a, a.rows, a.rows * a.dim, a.dtype == DType::bf16 ? norm_row<bf16> : norm_row<float>);
 }
 
+void add(const AddArgs& a) {
+  run(a, a.rows, a.rows * a.dim, a.dtype == DType::bf16 ? add_row<bf16> : add_row<float>);
+}
+
 void embedding(const EmbeddingArgs& a) {
   run(a, a.count, a.count * a.dim,
-            a.dtype == DType::bf16 ? embed_row<bf16> : embed_row<float>);
+      a.dtype == DType::bf16 ? embed_row<bf16> : embed_row<float>);
 }
 
 static void softcap_chunk(const SoftcapArgs& a, int64_t chunk) {

@@ -1,4 +1,7 @@
-// Checks of tensors that all operators share; rows may be strided, what lies in one row may not.
+// What the operators bound to torch share: checks of tensors, and arguments made of them.
+//
+// An operator's arguments are made from what it is given once (weights, caches) and the form of the
+// rows it reads. The operator itself adds the rows; a program (shim_program.cpp) adds them later.
 #pragma once
 
 #include <torch/csrc/stable/ops.h>
@@ -6,6 +9,7 @@
 #include <torch/headeronly/core/ScalarType.h>
 
 #include <optional>
+#include <tuple>
 
 #include "kernels.h"
 
@@ -13,6 +17,7 @@ namespace penstock::shim {
 
 using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
+using Optional = std::optional<Tensor>;
 
 inline int threads() { return static_cast<int>(torch::stable::get_num_threads()); }
 
@@ -23,14 +28,21 @@ inline DType dtype_of(const Tensor& t, const char* what) {
   return type == ScalarType::Float ? DType::f32 : DType::bf16;
 }
 
-inline void same_dtype(const Tensor& a, const Tensor& b, const char* what) {
-  STD_TORCH_CHECK(a.scalar_type() == b.scalar_type(), what, " must have the same dtype");
-}
-
 // Rows may be strided; what lies in one row may not.
 inline void check_rows(const Tensor& t, const char* what) {
   STD_TORCH_CHECK(t.dim() == 2 && (t.stride(1) == 1 || t.size(1) == 1), what,
                   " must be [rows, columns] with contiguous rows, dim ", t.dim());
+}
+
+// The form of a matrix of activations.
+struct Form {
+  DType dtype;
+  int64_t columns;
+};
+
+inline Form form_of(const Tensor& x, const char* what) {
+  check_rows(x, what);
+  return {dtype_of(x, what), x.size(1)};
 }
 
 inline const float* floats(const Tensor& t, int64_t count, const char* what) {
@@ -39,7 +51,7 @@ inline const float* floats(const Tensor& t, int64_t count, const char* what) {
   return static_cast<const float*>(t.data_ptr());
 }
 
-inline const float* floats(const std::optional<Tensor>& t, int64_t count, const char* what) {
+inline const float* floats(const Optional& t, int64_t count, const char* what) {
   return t ? floats(*t, count, what) : nullptr;
 }
 
@@ -49,16 +61,82 @@ inline const int32_t* integers(const Tensor& t, int64_t count, const char* what)
   return static_cast<const int32_t*>(t.data_ptr());
 }
 
-Tensor rotary_cache(const Tensor& qkv, int64_t heads, std::optional<Tensor> q_norm,
-                    std::optional<Tensor> k_norm, double eps, std::optional<Tensor> cos_sin,
-                    bool interleaved, const Tensor& positions, const Tensor& slots,
-                    const Tensor& key_cache, const Tensor& value_cache,
-                    std::optional<Tensor> key_scale, std::optional<Tensor> value_scale);
+// ── shim_layers.cpp ──────────────────────────────────────────────────────────────────────────
 
+// n: columns of the product. Those of `linear` that come before and after it stay empty.
+LinearArgs linear_args(Form x, const Tensor& weight, const Optional& scale, const Optional& zero,
+                       const Optional& bias, int64_t n, bool int8_rows, bool gated);
+void with_norm_and_activation(LinearArgs& a, const Optional& norm, double eps, int64_t activation);
+EmbeddingArgs embedding_args(const Tensor& weight, int64_t dim, double scale,
+                             const Optional& weight_scale, const Optional& zero);
+NormArgs norm_args(Form x, const Tensor& weight, const Optional& bias, double eps, bool centre);
+
+// Every id is one of a table of `vocab` rows.
+void check_ids(const int32_t* ids, int64_t count, int64_t vocab, const char* what);
+
+Tensor linear(const Tensor& x, const Tensor& weight, Optional scale, Optional zero, Optional bias,
+              int64_t out_features, bool int8_rows, Optional norm, double eps, int64_t activation,
+              bool gated, std::optional<ScalarType> out_dtype);
+void linear_add_(const Tensor& residual, const Tensor& x, const Tensor& weight, Optional scale,
+                 Optional zero, Optional bias, bool int8_rows);
+Tensor embedding(const Tensor& tokens, const Tensor& weight, int64_t dim, double scale,
+                 Optional weight_scale, Optional zero);
+Tensor rms_norm(const Tensor& x, const Tensor& weight, double eps);
+Tensor layer_norm(const Tensor& x, const Tensor& weight, Optional bias, double eps);
+void add_(const Tensor& residual, const Tensor& x);
+void softcap_(const Tensor& x, double cap);
+
+// ── shim_cache.cpp ───────────────────────────────────────────────────────────────────────────
+
+RotaryCacheArgs rotary_cache_args(Form qkv, int64_t heads, const Optional& q_norm,
+                                  const Optional& k_norm, double eps, const Optional& cos_sin,
+                                  bool interleaved, const Tensor& key_cache,
+                                  const Tensor& value_cache, const Optional& key_scale,
+                                  const Optional& value_scale);
+AttentionArgs attention_args(DType dtype, int64_t heads, int64_t dim, const Tensor& key_cache,
+                             const Tensor& value_cache, double scale, int64_t window,
+                             double softcap, const Optional& sinks, const Optional& key_scale,
+                             const Optional& value_scale);
+
+// Positions lie in a table of `table` rows and slots in a cache of `places`, for `count` tokens.
+void check_places(const int32_t* positions, const int32_t* slots, int64_t count, int64_t table,
+                  int64_t places);
+
+// A step's sequences and the blocks that each of them reads.
+struct Sequences {
+  const int32_t* query_start;
+  const int32_t* context_len;
+  const int32_t* block_table;
+  int64_t count, table_stride, width;
+};
+Sequences sequences_of(const Tensor& query_start, const Tensor& context_len,
+                       const Tensor& block_table);
+// They cover `tokens` queries and have blocks in a cache of `blocks` of `block_size` tokens.
+void check_sequences(const Sequences& s, int64_t tokens, int64_t blocks, int64_t block_size);
+
+Tensor rotary_cache(const Tensor& qkv, int64_t heads, Optional q_norm, Optional k_norm, double eps,
+                    Optional cos_sin, bool interleaved, const Tensor& positions,
+                    const Tensor& slots, const Tensor& key_cache, const Tensor& value_cache,
+                    Optional key_scale, Optional value_scale);
 Tensor paged_attention(const Tensor& q, const Tensor& key_cache, const Tensor& value_cache,
                        const Tensor& query_start, const Tensor& context_len,
                        const Tensor& block_table, double scale, int64_t window, double softcap,
-                       std::optional<Tensor> sinks, std::optional<Tensor> key_scale,
-                       std::optional<Tensor> value_scale);
+                       Optional sinks, Optional key_scale, Optional value_scale);
+
+// ── shim_select.cpp ──────────────────────────────────────────────────────────────────────────
+
+std::tuple<Tensor, Tensor> argmax(const Tensor& logits);
+std::tuple<Tensor, Tensor> top_k(const Tensor& logits, int64_t k);
+std::tuple<Tensor, Tensor, Tensor> softmax_top_k(const Tensor& logits, const Tensor& temperature,
+                                                 int64_t k);
+std::tuple<Tensor, Tensor> draw_plain(const Tensor& logits, const Tensor& temperature,
+                                      const Tensor& u);
+Tensor draw_from(const Tensor& ids, const Tensor& weights, const Tensor& u);
+
+// ── shim_quantize.cpp ────────────────────────────────────────────────────────────────────────
+
+std::tuple<Tensor, Tensor> quantize_int8(const Tensor& weight, bool gated);
+std::tuple<Tensor, Tensor, Tensor> quantize_int4(const Tensor& weight, int64_t group,
+                                                 bool symmetric, bool gated);
 
 }  // namespace penstock::shim

@@ -1,4 +1,5 @@
 // The operators that write and read the paged cache, bound to torch.
+#include "program.h"
 #include "shim.h"
 
 namespace penstock::shim {
@@ -6,16 +7,14 @@ namespace {
 
 struct CacheShape {
   int64_t blocks, kv_heads, block_size, padded_dim;
-  penstock::Stored stored;
+  Stored stored;
   uint16_t* key_scale;
   uint16_t* value_scale;
 };
 
 // `dtype` is that of the queries; one-byte caches go with bfloat16.
-CacheShape cache_shape(const Tensor& keys, const Tensor& values,
-                       const std::optional<Tensor>& key_scale,
-                       const std::optional<Tensor>& value_scale, DType dtype, int64_t dim) {
-  using penstock::Stored;
+CacheShape cache_shape(const Tensor& keys, const Tensor& values, const Optional& key_scale,
+                       const Optional& value_scale, DType dtype, int64_t dim) {
   const ScalarType type = keys.scalar_type();
   const bool float8 = type == ScalarType::Float8_e4m3fn;
   const Stored kind = type == ScalarType::Char ? Stored::int8 : float8 ? Stored::fp8 : Stored::same;
@@ -25,7 +24,8 @@ CacheShape cache_shape(const Tensor& keys, const Tensor& values,
     STD_TORCH_CHECK(dtype == DType::bf16, "an int8 or fp8 cache goes with bfloat16");
   }
   const int64_t v = dtype == DType::bf16 ? 2 : 1;
-  same_dtype(keys, values, "key_cache and value_cache");
+  STD_TORCH_CHECK(keys.scalar_type() == values.scalar_type(),
+                  "key_cache and value_cache must have the same dtype");
   STD_TORCH_CHECK(keys.dim() == 6 && values.dim() == 6 && keys.is_contiguous() &&
                       values.is_contiguous(),
                   "caches must be contiguous, with 6 dimensions");
@@ -53,42 +53,39 @@ CacheShape cache_shape(const Tensor& keys, const Tensor& values,
   return s;
 }
 
+template <typename Args>
+void take_shape(const CacheShape& shape, Args& a) {
+  a.kv_heads = shape.kv_heads;
+  a.stored = shape.stored;
+  a.blocks = shape.blocks;
+  a.block_size = shape.block_size;
+  a.padded_dim = shape.padded_dim;
+  a.key_scale = shape.key_scale;
+  a.value_scale = shape.value_scale;
+}
+
 }  // namespace
 
-Tensor rotary_cache(const Tensor& qkv, int64_t heads, std::optional<Tensor> q_norm,
-                    std::optional<Tensor> k_norm, double eps, std::optional<Tensor> cos_sin,
-                    bool interleaved, const Tensor& positions, const Tensor& slots,
-                    const Tensor& key_cache, const Tensor& value_cache,
-                    std::optional<Tensor> key_scale, std::optional<Tensor> value_scale) {
-  check_rows(qkv, "rotary_cache: qkv");
-  penstock::RotaryCacheArgs a = {};
-  a.dtype = dtype_of(qkv, "rotary_cache: qkv");
-  a.tokens = qkv.size(0);
+RotaryCacheArgs rotary_cache_args(Form qkv, int64_t heads, const Optional& q_norm,
+                                  const Optional& k_norm, double eps, const Optional& cos_sin,
+                                  bool interleaved, const Tensor& key_cache,
+                                  const Tensor& value_cache, const Optional& key_scale,
+                                  const Optional& value_scale) {
+  RotaryCacheArgs a = {};
+  a.dtype = qkv.dtype;
   a.heads = heads;
   STD_TORCH_CHECK(key_cache.dim() == 6 && heads > 0,
                   "rotary_cache: key_cache must have 6 dimensions, has ", key_cache.dim());
   a.kv_heads = key_cache.size(1);
   const int64_t all = heads + 2 * a.kv_heads;
-  a.dim = qkv.size(1) / all;
-  STD_TORCH_CHECK(a.dim > 0 && qkv.size(1) == a.dim * all, "rotary_cache: ", qkv.size(1),
+  a.dim = qkv.columns / all;
+  STD_TORCH_CHECK(a.dim > 0 && qkv.columns == a.dim * all, "rotary_cache: ", qkv.columns,
                   " columns aren't ", heads, " + 2 · ", a.kv_heads, " heads");
-  const CacheShape shape =
-      cache_shape(key_cache, value_cache, key_scale, value_scale, a.dtype, a.dim);
-  const char* data = static_cast<const char*>(qkv.data_ptr());
-  const int64_t head_bytes = a.dim * (a.dtype == DType::bf16 ? 2 : 4);
-  a.q = {data, qkv.stride(0), a.dim};
-  a.k = {data + heads * head_bytes, qkv.stride(0), a.dim};
-  a.v = {data + (heads + a.kv_heads) * head_bytes, qkv.stride(0), a.dim};
-  a.block_size = shape.block_size;
-  a.padded_dim = shape.padded_dim;
-  a.stored = shape.stored;
-  a.key_scale = shape.key_scale;
-  a.value_scale = shape.value_scale;
-  a.q_norm = floats(q_norm, a.dim, "rotary_cache: q_norm");
-  a.k_norm = floats(k_norm, a.dim, "rotary_cache: k_norm");
+  take_shape(cache_shape(key_cache, value_cache, key_scale, value_scale, a.dtype, a.dim), a);
+  a.norm_all = q_norm && q_norm->numel() != a.dim;
+  a.q_norm = floats(q_norm, a.norm_all ? heads * a.dim : a.dim, "rotary_cache: q_norm");
+  a.k_norm = floats(k_norm, a.norm_all ? a.kv_heads * a.dim : a.dim, "rotary_cache: k_norm");
   a.eps = static_cast<float>(eps);
-  a.positions = integers(positions, a.tokens, "rotary_cache: positions");
-  a.slots = integers(slots, a.tokens, "rotary_cache: slots");
   if (cos_sin) {
     a.cos_sin = floats(*cos_sin, cos_sin->numel(), "rotary_cache: cos_sin");
     a.num_positions = cos_sin->size(0);
@@ -97,77 +94,115 @@ Tensor rotary_cache(const Tensor& qkv, int64_t heads, std::optional<Tensor> q_no
                     a.rotary_dim, " of heads of ", a.dim);
   }
   a.interleaved = interleaved;
-  for (int64_t t = 0; t < a.tokens; t++) {
-    STD_TORCH_CHECK(!a.cos_sin || (a.positions[t] >= 0 && a.positions[t] < a.num_positions),
-                    "rotary_cache: position ", a.positions[t], " is beyond the table of ",
-                    a.num_positions);
-    STD_TORCH_CHECK(a.slots[t] < shape.blocks * shape.block_size, "rotary_cache: slot ",
-                    a.slots[t], " is beyond the cache of ", shape.blocks * shape.block_size);
-  }
-  Tensor out = torch::stable::new_empty(qkv, {a.tokens, a.heads, a.dim});
   a.key_cache = key_cache.data_ptr();
   a.value_cache = value_cache.data_ptr();
+  return a;
+}
+
+void check_places(const int32_t* positions, const int32_t* slots, int64_t count, int64_t table,
+                  int64_t places) {
+  for (int64_t t = 0; t < count; t++) {
+    STD_TORCH_CHECK(positions[t] >= 0 && positions[t] < table, "rotary_cache: position ",
+                    positions[t], " is beyond the table of ", table);
+    STD_TORCH_CHECK(slots[t] < places, "rotary_cache: slot ", slots[t],
+                    " is beyond the cache of ", places);
+  }
+}
+
+Tensor rotary_cache(const Tensor& qkv, int64_t heads, Optional q_norm, Optional k_norm, double eps,
+                    Optional cos_sin, bool interleaved, const Tensor& positions,
+                    const Tensor& slots, const Tensor& key_cache, const Tensor& value_cache,
+                    Optional key_scale, Optional value_scale) {
+  RotaryCacheArgs a =
+      rotary_cache_args(form_of(qkv, "rotary_cache: qkv"), heads, q_norm, k_norm, eps, cos_sin,
+                        interleaved, key_cache, value_cache, key_scale, value_scale);
+  a.tokens = qkv.size(0);
+  a.positions = integers(positions, a.tokens, "rotary_cache: positions");
+  a.slots = integers(slots, a.tokens, "rotary_cache: slots");
+  check_places(a.positions, a.slots, a.tokens, a.cos_sin ? a.num_positions : INT64_MAX,
+               a.blocks * a.block_size);
+  place_heads(a, qkv.data_ptr(), qkv.stride(0));
+  Tensor out = torch::stable::new_empty(qkv, {a.tokens, a.heads, a.dim});
   a.q_out = out.data_ptr();
   a.threads = threads();
-  penstock::kernels().rotary_cache(a);
+  kernels().rotary_cache(a);
   return out;
+}
+
+AttentionArgs attention_args(DType dtype, int64_t heads, int64_t dim, const Tensor& key_cache,
+                             const Tensor& value_cache, double scale, int64_t window,
+                             double softcap, const Optional& sinks, const Optional& key_scale,
+                             const Optional& value_scale) {
+  AttentionArgs a = {};
+  a.heads = heads;
+  a.dim = dim;
+  a.dtype = dtype;
+  take_shape(cache_shape(key_cache, value_cache, key_scale, value_scale, a.dtype, a.dim), a);
+  STD_TORCH_CHECK(a.heads % a.kv_heads == 0, "paged_attention: ", a.heads,
+                  " heads aren't a multiple of ", a.kv_heads, " key-value heads");
+  a.key_cache = key_cache.data_ptr();
+  a.value_cache = value_cache.data_ptr();
+  a.scale = static_cast<float>(scale);
+  a.window = window;
+  a.softcap = static_cast<float>(softcap);
+  a.sinks = floats(sinks, a.heads, "paged_attention: sinks");
+  return a;
+}
+
+Sequences sequences_of(const Tensor& query_start, const Tensor& context_len,
+                       const Tensor& block_table) {
+  Sequences s = {};
+  s.count = context_len.numel();
+  s.context_len = integers(context_len, s.count, "paged_attention: context_len");
+  s.query_start = integers(query_start, s.count + 1, "paged_attention: query_start");
+  STD_TORCH_CHECK(block_table.dim() == 2 && block_table.size(0) == s.count &&
+                      block_table.scalar_type() == ScalarType::Int &&
+                      (block_table.size(1) <= 1 || block_table.stride(1) == 1),
+                  "paged_attention: block_table must be int32 [sequences, blocks]");
+  s.block_table = static_cast<const int32_t*>(block_table.data_ptr());
+  s.table_stride = block_table.stride(0);
+  s.width = block_table.size(1);
+  return s;
+}
+
+void check_sequences(const Sequences& s, int64_t tokens, int64_t blocks, int64_t block_size) {
+  for (int64_t b = 0; b < s.count; b++) {
+    const int64_t count = s.query_start[b + 1] - s.query_start[b];
+    const int64_t need = (s.context_len[b] + block_size - 1) / block_size;
+    STD_TORCH_CHECK(count >= 0 && count <= s.context_len[b] && need <= s.width,
+                    "paged_attention: sequence ", b, " has ", count, " queries, a context of ",
+                    s.context_len[b], " and ", s.width, " blocks");
+    for (int64_t i = 0; i < need; i++) {
+      const int64_t block = s.block_table[b * s.table_stride + i];
+      STD_TORCH_CHECK(block >= 0 && block < blocks, "paged_attention: block ", block,
+                      " is outside the cache of ", blocks);
+    }
+  }
+  STD_TORCH_CHECK(s.query_start[0] == 0 && s.query_start[s.count] == tokens,
+                  "paged_attention: query_start doesn't cover the ", tokens, " queries");
 }
 
 Tensor paged_attention(const Tensor& q, const Tensor& key_cache, const Tensor& value_cache,
                        const Tensor& query_start, const Tensor& context_len,
                        const Tensor& block_table, double scale, int64_t window, double softcap,
-                       std::optional<Tensor> sinks, std::optional<Tensor> key_scale,
-                       std::optional<Tensor> value_scale) {
+                       Optional sinks, Optional key_scale, Optional value_scale) {
   STD_TORCH_CHECK(q.dim() == 3 && q.is_contiguous(),
                   "paged_attention: q must be [tokens, heads, dim], contiguous");
-  penstock::AttentionArgs a = {};
-  a.heads = q.size(1);
-  a.dim = q.size(2);
-  a.dtype = dtype_of(q, "paged_attention: q");
-  const CacheShape shape =
-      cache_shape(key_cache, value_cache, key_scale, value_scale, a.dtype, a.dim);
-  a.stored = shape.stored;
-  a.key_scale = shape.key_scale;
-  a.value_scale = shape.value_scale;
-  a.kv_heads = shape.kv_heads;
-  a.block_size = shape.block_size;
-  a.padded_dim = shape.padded_dim;
-  STD_TORCH_CHECK(a.heads % a.kv_heads == 0, "paged_attention: ", a.heads,
-                  " heads aren't a multiple of ", a.kv_heads, " key-value heads");
-  a.sequences = context_len.numel();
-  a.context_len = integers(context_len, a.sequences, "paged_attention: context_len");
-  a.query_start = integers(query_start, a.sequences + 1, "paged_attention: query_start");
-  STD_TORCH_CHECK(block_table.dim() == 2 && block_table.size(0) == a.sequences &&
-                      block_table.scalar_type() == ScalarType::Int &&
-                      (block_table.size(1) <= 1 || block_table.stride(1) == 1),
-                  "paged_attention: block_table must be int32 [sequences, blocks]");
-  a.block_table = static_cast<const int32_t*>(block_table.data_ptr());
-  a.table_stride = block_table.stride(0);
-  for (int64_t b = 0; b < a.sequences; b++) {
-    const int64_t count = a.query_start[b + 1] - a.query_start[b];
-    const int64_t need = (a.context_len[b] + a.block_size - 1) / a.block_size;
-    STD_TORCH_CHECK(count >= 0 && count <= a.context_len[b] && need <= block_table.size(1),
-                    "paged_attention: sequence ", b, " has ", count, " queries, a context of ",
-                    a.context_len[b], " and ", block_table.size(1), " blocks");
-    for (int64_t i = 0; i < need; i++) {
-      const int64_t block = a.block_table[b * a.table_stride + i];
-      STD_TORCH_CHECK(block >= 0 && block < shape.blocks, "paged_attention: block ", block,
-                      " is outside the cache of ", shape.blocks);
-    }
-  }
-  STD_TORCH_CHECK(a.query_start[0] == 0 && a.query_start[a.sequences] == q.size(0),
-                  "paged_attention: query_start doesn't cover the ", q.size(0), " queries");
+  AttentionArgs a = attention_args(dtype_of(q, "paged_attention: q"), q.size(1), q.size(2),
+                                   key_cache, value_cache, scale, window, softcap, sinks,
+                                   key_scale, value_scale);
+  const Sequences s = sequences_of(query_start, context_len, block_table);
+  check_sequences(s, q.size(0), a.blocks, a.block_size);
+  a.query_start = s.query_start;
+  a.context_len = s.context_len;
+  a.block_table = s.block_table;
+  a.table_stride = s.table_stride;
+  a.sequences = s.count;
   Tensor out = torch::stable::new_empty(q, {q.size(0), a.heads * a.dim});
   a.q = q.data_ptr();
-  a.key_cache = key_cache.data_ptr();
-  a.value_cache = value_cache.data_ptr();
   a.out = out.data_ptr();
-  a.scale = static_cast<float>(scale);
-  a.window = window;
-  a.softcap = static_cast<float>(softcap);
-  a.sinks = floats(sinks, a.heads, "paged_attention: sinks");
   a.threads = threads();
-  penstock::kernels().attention(a);
+  kernels().attention(a);
   return out;
 }
 

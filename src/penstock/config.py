@@ -48,11 +48,12 @@ class ModelConfig:
     revision: str | None = None  # of a hub id
     strict: bool = False  # a config key that nothing reads is an error
     quantization: str | None = None  # of weights as they are loaded: w8a8, w4a8-g64, …
+    enforce_eager: bool = False  # call the operators one by one from Python
     seed: int = 0
 
     def __post_init__(self) -> None:
         _positive(self, "max_model_len")
-        _flags(self, "skip_tokenizer_init", "strict")
+        _flags(self, "skip_tokenizer_init", "strict", "enforce_eager")
         if self.skip_tokenizer_init and self.tokenizer is not None:
             raise ConfigError(
                 f"skip_tokenizer_init leaves no use for tokenizer={str(self.tokenizer)!r}. "

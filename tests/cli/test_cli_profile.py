@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from xml.etree import ElementTree as ET
 
@@ -11,8 +12,10 @@ import pytest
 from typer.testing import Result
 
 from penstock.bench import profile as benchmark
+from penstock.bench.latency import Workload
 from penstock.hardware import Hardware, Peaks
 from penstock.roofline import OPS
+from penstock.runtime import load_runtime
 
 Run = Callable[..., Result]
 
@@ -39,6 +42,17 @@ def test_the_embedded_model(penstock: Run) -> None:
                  "achieved/floor", "undisturbed", "Measured peaks"):  # fmt: skip
         assert word in result.stdout
     assert max(map(len, result.stdout.splitlines())) > 80  # nothing was cut to a terminal's width
+
+
+def test_operators_called_one_by_one_are_the_same(base_model: Path) -> None:
+    workload = Workload(input_len=20, output_len=8, batch_size=1, context=20, repeats=1)
+    calls = []
+    for eager in (False, True):
+        config = workload.config(str(base_model), "auto")
+        config = replace(config, model=replace(config.model, enforce_eager=eager))
+        phases = benchmark.run(config, load_runtime(config), workload).phases
+        calls.append([(row.op, row.calls, row.flops) for phase in phases for row in phase.rows])
+    assert calls[0] == calls[1] and len(calls[0]) > 10
 
 
 def test_figures_follow_from_each_other(

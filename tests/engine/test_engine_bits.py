@@ -18,7 +18,7 @@ from penstock.kernels import native
 from penstock.models.load import LoadedModel
 from penstock.models.spec import ModelSpec
 from penstock.nn import Decoder
-from penstock.runtime import Runner, Runtime
+from penstock.runtime import Program, Runner, Runtime
 from penstock.sampling import Sampled, SamplingParams, SequenceSampling
 
 from ..exactness import bits
@@ -67,9 +67,8 @@ def engine_on(model: Decoder, num_blocks: int = 160, **kwargs: Any) -> Engine:
     spec = ModelSpec("bits", model.spec, (), None, None, ())
     loaded = LoadedModel(model, spec, model.dtype, MAX_LEN, {}, ())
     kwargs.setdefault("max_num_seqs", len(PROMPTS))
-    return Engine(
-        EngineConfig.of(**kwargs), Runtime(loaded, None, layout, num_blocks, Runner(model, kv))
-    )
+    runner = Runner(Program(model, kv), kv)
+    return Engine(EngineConfig.of(**kwargs), Runtime(loaded, None, layout, num_blocks, runner))
 
 
 def run(

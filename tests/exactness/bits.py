@@ -21,6 +21,7 @@ from penstock.nn import (
 )
 from penstock.nn.parameters import Loadable
 from penstock.quant import formats_of
+from penstock.runtime import Forward, Program
 from penstock.step import Step
 
 BLOCK = 32
@@ -95,15 +96,20 @@ class Stream:
 
 
 class Machine:
-    """A decoder and a cache; runs batches of chunks and keeps nothing else."""
+    """A decoder and a cache; runs batches of chunks and keeps nothing else.
 
-    def __init__(self, model: Decoder, blocks: int = 256, kv: str = "auto") -> None:
-        self.model = model
+    program: as one native call a step, instead of operator by operator.
+    """
+
+    def __init__(
+        self, model: Decoder, blocks: int = 256, kv: str = "auto", program: bool = False
+    ) -> None:
         heads = tuple((x.attention.num_kv_heads, x.attention.head_dim) for x in model.spec.layers)
         self.kv = PagedLayout(heads, kv_dtype(kv, model.dtype), BLOCK).allocate(blocks)
         for layer in self.kv:  # NaN wherever nothing has been written
             for part in layer:
                 part.view(torch.uint8).fill_(0xFF)
+        self.forward: Forward = Program(model, self.kv) if program else model
         # handed out in a scrambled order, so that neighbours in a sequence aren't in memory
         self.free = [int(i) for i in np.argsort(integers(blocks, 99), kind="stable")]
 
@@ -135,8 +141,8 @@ class Machine:
             torch.arange(len(tokens), dtype=torch.int32),
         )  # fmt: skip
         with torch.inference_mode():
-            logits = self.model(step, self.kv)
-        return list(logits.split([n for _, n in chunks]))
+            logits = self.forward(step, self.kv)
+        return list(logits.clone().split([n for _, n in chunks]))
 
 
 def alone(model: Decoder, tokens: list[int], chunk: int | None = None, kv: str = "auto") -> Tensor:

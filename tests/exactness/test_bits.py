@@ -52,9 +52,10 @@ def test_chunks(model: Decoder, chunk: int) -> None:
     assert torch.equal(alone(model, tokens, chunk), alone(model, tokens))
 
 
-def test_in_a_batch_of_17(model: Decoder) -> None:
+@pytest.mark.parametrize("program", [False, True])
+def test_in_a_batch_of_17(model: Decoder, program: bool) -> None:
     """Prompts of all lengths, in chunks of all sizes, prefill and decode mixed in every step."""
-    machine = Machine(model)
+    machine = Machine(model, program=program)
     lengths = [300, 1, 2, 3, 31, 32, 33, 64, 65, 100, 255, 256, 257, 270, 17, 16, 15]
     streams = [machine.stream(prompt(n, 7 + i)) for i, n in enumerate(lengths)]
     got: list[list[torch.Tensor]] = [[] for _ in streams]

@@ -13,9 +13,11 @@ from tiny import CASES, CHUNK, FAMILIES, NEW, Make, Sequence
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from penstock import ops
+from penstock.kernels import native
 from penstock.models import Checkpoint, load_weights, read_spec
 from penstock.nn import Decoder, DecoderSpec, LayerSpec
 from penstock.quant import formats_of
+from penstock.runtime import Program
 
 
 class _Dispatched(TorchDispatchMode):
@@ -37,7 +39,8 @@ def test_both_kinds_of_kernels_run(tiny: Make, kernels: str) -> None:
     case = tiny("gemma2")
     with _Dispatched() as dispatched:
         Sequence(case.load().model).feed(case.prompt)
-    used = {"embedding", "rms_norm", "linear", "rotary_cache", "paged_attention", "softcap_"}
+    used = {"embedding", "rms_norm", "linear", "rotary_cache", "paged_attention"}
+    used |= {"add_", "softcap_"}
     assert dispatched.names == (used if kernels == "native" else set())
     if kernels == "native":
         assert all(ops.has_native(name) for name in used)
@@ -50,6 +53,18 @@ def test_logits_of_a_prompt(tiny: Make, name: str) -> None:
     got = Sequence(case.load().model).feed(case.prompt)
     assert got.dtype == torch.float32
     torch.testing.assert_close(got, case.expect(case.prompt), rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.skipif(native.handle is None, reason=f"no native kernels: {native.reason}")
+def test_every_family_runs_as_one_program(tiny: Make, name: str) -> None:
+    case = tiny(name)
+    model = case.load().model
+    eager, whole = Sequence(model), Sequence(model)
+    program = Program(model, whole.kv)
+    whole.model = program  # type: ignore[assignment]
+    for part in (case.prompt[:5], case.prompt[5:6], case.prompt[6:]):
+        assert torch.equal(whole.feed(part), eager.feed(part))
 
 
 @pytest.mark.parametrize("name", CASES)

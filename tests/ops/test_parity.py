@@ -46,6 +46,17 @@ def test_norms(dtype: torch.dtype, dim: int) -> None:
     close(*both("layer_norm", lambda: (x, w, None, 1e-5)))
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.usefixtures("isa")
+def test_add(dtype: torch.dtype) -> None:
+    """Of strided rows, and nothing beside them."""
+    sums, x = randn(9, 300, dtype=dtype), randn(9, 107, dtype=dtype, seed=1)[:, 7:]
+    want = sums.clone()
+    want[:, 100:200] += x
+    ops.add_(sums[:, 100:200], x)
+    assert torch.equal(sums, want)
+
+
 @pytest.mark.usefixtures("isa")
 def test_softcap() -> None:
     x = randn(3, 1001) * 100
@@ -82,13 +93,14 @@ def caches(dim: int, kv_heads: int, blocks: int, size: int, stored: torch.dtype)
 @pytest.mark.parametrize("stored", STORED)
 @pytest.mark.parametrize(("dim", "rotary"), [(64, 64), (8, 8), (80, 32), (96, 96), (64, 0)])
 @pytest.mark.parametrize("interleaved", [False, True])
-@pytest.mark.parametrize("norm", [False, True])
+@pytest.mark.parametrize("norm", ["none", "head", "full"])
 @pytest.mark.usefixtures("isa")
-def test_rotary_cache(stored: str, dim: int, rotary: int, interleaved: bool, norm: bool) -> None:
+def test_rotary_cache(stored: str, dim: int, rotary: int, interleaved: bool, norm: str) -> None:
     dtype, kept = STORED[stored]
     heads, kv_heads, tokens, size = 4, 2, 9, 32
     qkv = randn(tokens, 3 + (heads + 2 * kv_heads) * dim, dtype=dtype)[:, 3:]
-    weights = (randn(dim, seed=1), randn(dim, seed=2)) if norm else (None, None)
+    sizes = {"none": (), "head": (dim, dim), "full": (heads * dim, kv_heads * dim)}[norm]
+    weights = tuple(randn(size, seed=size) for size in sizes) or (None, None)
     cos_sin = randn(50, rotary, seed=3) if rotary else None
     positions = torch.arange(20, 20 + tokens, dtype=torch.int32)
     slots = torch.tensor([3, 4, 5, 95, 31, 32, -1, 70, 0], dtype=torch.int32)

@@ -94,7 +94,7 @@ def test_each_operator_of_a_prompt() -> None:
     """Qwen's shape, 10 tokens of a prompt of 30, its last one sampled."""
     rows = {row.op: row for row in costs(qwen()).ops(StepSize([10], [30], 1))}
     assert {name: row.calls for name, row in rows.items()} == {
-        "embedding": 1, "norm": 0, "head": 1, "softcap": 0,
+        "embedding": 2, "norm": 0, "head": 1, "softcap": 0,
         **dict.fromkeys(("qkv", "rotary", "attention", "out", "up", "down"), 24),
     }  # fmt: skip
     up = rows["up"]
@@ -106,7 +106,7 @@ def test_each_operator_of_a_prompt() -> None:
     assert head.activation_bytes == 2 * 896 + 4 * 151936  # one row in, float32 logits out
     assert head.weight_bytes == 2 * 151936 * 896
     assert rows["embedding"].weight_bytes == 0  # its rows are the head's, read once
-    assert rows["embedding"].activation_bytes == 2 * 10 * 896
+    assert rows["embedding"].activation_bytes == 2 * (10 + 2) * 896  # and the sampled row, copied
     assert rows["rotary"].kv_bytes == 24 * 10 * 512  # 2 heads of 64, keys and values, 2 bytes
     assert rows["rotary"].flops == 24 * 10 * 3 * 16 * 64
     assert rows["attention"].kv_bytes == 24 * 30 * 512
@@ -115,10 +115,10 @@ def test_each_operator_of_a_prompt() -> None:
 
 def test_norms_that_no_matrix_takes_along() -> None:
     rows = {row.op: row for row in costs(mixed()).ops(StepSize([10], [10], 1))}
-    # two after the blocks of the first layer, each with an add; those of all heads in the third
-    assert rows["norm"].calls == 4
-    assert rows["norm"].flops == 10 * (2 * 4 * 64 + 2 * 64 + 4 * (128 + 64))
-    assert rows["norm"].activation_bytes == 2 * 10 * (2 * 2 * 64 + 6 * 64 + 2 * (128 + 64))
+    # two after the blocks of the first layer, each with an add, and the add of the positions
+    assert rows["norm"].calls == 5
+    assert rows["norm"].flops == 10 * (2 * 4 * 64 + 2 * 64 + 64)
+    assert rows["norm"].activation_bytes == 2 * 10 * (2 * 2 * 64 + 6 * 64 + 3 * 64)
     assert (rows["softcap"].calls, rows["softcap"].activation_bytes) == (1, 8 * 512)
     layer_norms = replace(qwen(), norm=NormSpec("layer"))
     assert {r.op: r.calls for r in costs(layer_norms).ops(StepSize([10], [30], 1))}["norm"] == 49

@@ -11,6 +11,7 @@ import torch
 from penstock.config import EngineConfig
 from penstock.errors import ModelNotFoundError, OutOfCacheError, TokenizerError
 from penstock.hardware import Hardware
+from penstock.kernels import native
 from penstock.runtime import load_runtime, loader
 
 FOLDER = Path(__file__).resolve().parents[2].parent / "shared/data/models/stories260K/hf"
@@ -57,3 +58,18 @@ def test_a_machine_without_memory(monkeypatch: pytest.MonkeyPatch) -> None:
         load_runtime(EngineConfig.of(model=FOLDER))
     runtime = load_runtime(EngineConfig.of(model=FOLDER, max_model_len=288))
     assert runtime.num_blocks == 9
+
+
+@pytest.mark.parametrize("eager", [False, True])
+def test_how_a_step_runs(eager: bool, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, "penstock"):
+        config = EngineConfig.of(
+            model=FOLDER, num_blocks=20, enforce_eager=eager, skip_tokenizer_init=True
+        )
+        program = load_runtime(config).runner.program
+    if eager:
+        assert program is None and "one by one: enforce_eager is set" in caplog.text
+    elif native.handle is None:
+        assert program is None and f"one by one: {native.reason}" in caplog.text
+    else:
+        assert program is not None and "one native call of 33 operators" in caplog.text

@@ -92,7 +92,7 @@ def logits_of(runtime: Runtime, tokens: Sequence[int]) -> Tensor:
         return torch.tensor(values, dtype=torch.int32)
 
     rows = torch.arange(size, dtype=torch.int32)
-    return runtime.runner.forward(
+    logits = runtime.runner.forward(
         Step(
             tokens=ints(tokens),
             positions=rows,
@@ -103,6 +103,7 @@ def logits_of(runtime: Runtime, tokens: Sequence[int]) -> Tensor:
             sample_at=rows,
         )
     )
+    return logits.clone()  # a runner's own are good until its next step
 
 
 def measure_drift(

@@ -1,7 +1,8 @@
 """Where a step's time goes, operator by operator, each beside its floor.
 
 The same steps run twice: undisturbed, for the step's time, and with every operator timed, for the
-operators'. What the undisturbed forward pass takes beyond the operators is Python between them.
+operators'. What the undisturbed forward pass takes beyond the operators is Python: around one
+native call, or between the operators where they are called one by one.
 """
 
 from __future__ import annotations
@@ -10,9 +11,11 @@ import statistics
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from penstock.bench.environment import environment, median_of
@@ -23,7 +26,7 @@ from penstock.config import EngineConfig
 from penstock.hardware import Peaks, detect
 from penstock.nn import Decoder
 from penstock.roofline import OPS, CostModel, Floor, StepRecord, floor_of, measure, op_floor
-from penstock.roofline.trace import OTHER, OpEvent, OpTimer, Span
+from penstock.roofline.trace import OTHER, OpEvent, OpTimer, Rows, Span
 from penstock.runtime import Runner, Runtime
 from penstock.step import Step
 
@@ -37,16 +40,30 @@ class _TimedRunner(Runner):
     def __init__(self, runner: Runner, decoder: Decoder) -> None:
         self._runner = runner
         self.kv = runner.kv
-        self.timer = OpTimer(decoder)
+        self._rows = Rows(decoder)
         self.on = False
         self.passes: list[list[OpEvent]] = []
 
     def forward(self, step: Step) -> Tensor:
+        program = self._runner.program
         if not self.on:
             return self._runner.forward(step)
-        with self.timer:
-            logits = self._runner.forward(step)
-        self.passes.append(self.timer.take())
+        if program is None:
+            timer = OpTimer(self._rows)
+            with timer:
+                logits = self._runner.forward(step)
+            self.passes.append(timer.take())
+            return logits
+        times = torch.empty(len(program.calls) + 1, dtype=torch.float64)
+        logits = program(step, self.kv, times)
+        starts: list[float] = times.tolist()
+        self.passes.append(
+            [
+                OpEvent(self._rows.of(call.name, call.constants), call.name, start, end - start,
+                        call.shapes)
+                for call, (start, end) in zip(program.calls, pairwise(starts), strict=True)
+            ]
+        )  # fmt: skip
         return logits
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor, nn
 
 from penstock import ops
@@ -59,23 +58,13 @@ class Attention(nn.Module):
         """x [T, D] → what the heads saw [T, H · Dh], for `out`; writes keys and values."""
         spec = self.spec
         qkv = self.qkv(x, before)
-        q_weight = k_weight = None
-        if self.q_norm is not None and self.k_norm is not None:
-            if spec.qk_norm == "full":
-                q, k, v = qkv.split((self.q_size, self.kv_size, self.kv_size), dim=1)
-                qkv = torch.cat((self.q_norm(q), self.k_norm(k), v), dim=1)
-            else:
-                q_weight, k_weight = (
-                    self.q_norm.parameter("weight"),
-                    self.k_norm.parameter("weight"),
-                )
         key_cache, value_cache, *rest = cache
         key_scale, value_scale = rest if rest else (None, None)
         q = ops.rotary_cache(
             qkv,
             spec.num_heads,
-            q_weight,
-            k_weight,
+            None if self.q_norm is None else self.q_norm.parameter("weight"),
+            None if self.k_norm is None else self.k_norm.parameter("weight"),
             self.eps,
             None if self.table is None else self.table.cos_sin,
             self.table is not None and self.table.interleaved,

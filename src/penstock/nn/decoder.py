@@ -71,7 +71,7 @@ def _add(residual: Tensor, linear: Linear, x: Tensor, post_norm: Norm | None) ->
     if post_norm is None:
         linear.add_(residual, x)
     else:
-        residual.add_(post_norm(linear(x)))
+        ops.add_(residual, post_norm(linear(x)))
 
 
 class Decoder(nn.Module):
@@ -118,14 +118,15 @@ class Decoder(nn.Module):
         """The residual stream [T, D] that the final norm reads."""
         residual: Tensor = self.embed(step.tokens)
         if self.positions is not None:
-            residual = residual.add_(self.positions(step.positions))
+            ops.add_(residual, self.positions(step.positions))
         for layer, cache in zip(self.layers, kv, strict=True):
             layer(residual, step, cache)
         return residual
 
     def forward(self, step: Step, kv: KV) -> Tensor:
         residual = self.hidden_states(step, kv)
-        logits: Tensor = self.head(residual.index_select(0, step.sample_at), self.norm)
+        sampled = ops.embedding(step.sample_at, residual, self.spec.hidden)  # these rows of it
+        logits: Tensor = self.head(sampled, self.norm)
         if self.spec.final_softcap:
             ops.softcap_(logits, self.spec.final_softcap)
         return logits

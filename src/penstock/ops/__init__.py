@@ -1,5 +1,6 @@
 """The operators: one file for each family with its maths, shapes, schema and reference."""
 
+from penstock.ops.add import add_
 from penstock.ops.argmax import argmax
 from penstock.ops.attention import paged_attention
 from penstock.ops.draw import draw_from, draw_plain
@@ -16,6 +17,7 @@ __all__ = [
     "ACTIVATIONS",
     "Activation",
     "Op",
+    "add_",
     "argmax",
     "define_op",
     "draw_from",

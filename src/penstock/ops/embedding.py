@@ -38,7 +38,8 @@ def embedding(
 
     tokens [T] int32; weight [V, D] plain, or panels as in `linear`, with their weight_scale and
     zero where they are quantized: a tied embedding is stored once, in the form that the output
-    head needs. Returns [T, D] in weight.dtype, bfloat16 from quantized panels.
+    head needs. `tokens` may number the rows of anything. Returns [T, D] in weight.dtype, bfloat16
+    from quantized panels.
     Cost: T·D·itemsize bytes (16 × the cache lines when packed, still far below one projection).
     """
     ids = tokens.long()

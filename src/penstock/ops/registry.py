@@ -23,11 +23,12 @@ _library = torch.library.Library(NAMESPACE, "DEF")
 
 @dataclass(frozen=True, slots=True)
 class Op:
-    """One operator: its schema, the Python reference and the call through the dispatcher."""
+    """One operator: its schema, Python reference, shapes, and the call through the dispatcher."""
 
     name: str
     schema: str
     reference: Callable[..., Any]
+    fake: Callable[..., Any]
     call: Callable[..., Any]
 
 
@@ -49,7 +50,7 @@ def define_op(schema: str, *, fake: Callable[..., Any]) -> Callable[[F], F]:
         _library.impl(name, reference, "CompositeExplicitAutograd")
         torch.library.register_fake(f"{NAMESPACE}::{name}", fake, lib=_library)
         call = getattr(getattr(torch.ops, NAMESPACE), name).default
-        _ops[name] = Op(name, schema, reference, call)
+        _ops[name] = Op(name, schema, reference, fake, call)
         call.__doc__ = reference.__doc__
         return cast(F, call)
 

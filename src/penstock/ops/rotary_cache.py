@@ -9,10 +9,12 @@ from penstock.ops.panels import COLUMNS
 from penstock.ops.registry import define_op
 
 
-def _head_norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
+def _norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
+    """x [T, H, D] float32, over each head or, with a weight of H · D, all of them together."""
     if weight is None:
         return x
-    return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps) * weight
+    over = x if weight.numel() == x.shape[-1] else x.flatten(1)
+    return (over * torch.rsqrt(over.pow(2).mean(-1, keepdim=True) + eps) * weight).view(x.shape)
 
 
 def rotate(x: Tensor, cos_sin: Tensor | None, positions: Tensor, interleaved: bool) -> Tensor:
@@ -88,7 +90,8 @@ def rotary_cache(
     """Normalise the heads of q and k, rotate them, write k and v into their slots; returns q.
 
     qkv [T, (H + 2·Hkv) · D]: the heads of q, of k, of v, one projection; rows may be strided;
-    q_norm, k_norm [D] float32, or None; cos_sin [P, R] float32, cosines then sines of the R/2
+    q_norm, k_norm float32: [D] to normalise each head, [H · D] and [Hkv · D] all of them together,
+    or None; cos_sin [P, R] float32, cosines then sines of the R/2
     angles of each position, or None for no rotation; interleaved: pairs (2i, 2i+1) instead of
     (i, i+R/2); positions, slots [T] int32; a negative slot isn't written. Returns [T, H, D].
 
@@ -104,8 +107,8 @@ def rotary_cache(
     dtype, kv_heads = qkv.dtype, key_cache.shape[1]
     dim = qkv.shape[1] // (heads + 2 * kv_heads)
     q, k, v = qkv.unflatten(1, (-1, dim)).split((heads, kv_heads, kv_heads), dim=1)
-    q_out = rotate(_head_norm(q.float(), q_norm, eps), cos_sin, positions, interleaved).to(dtype)
-    k_out = rotate(_head_norm(k.float(), k_norm, eps), cos_sin, positions, interleaved).to(dtype)
+    q_out = rotate(_norm(q.float(), q_norm, eps), cos_sin, positions, interleaved).to(dtype)
+    k_out = rotate(_norm(k.float(), k_norm, eps), cos_sin, positions, interleaved).to(dtype)
 
     factor = key_cache.shape[-1]
     padded = key_cache.shape[3] * factor

@@ -278,8 +278,9 @@ class CostModel:
         terms, elements = self._terms, tokens * self.spec.hidden
         rows = terms.row_bytes + (0 if sampled else terms.tied_row_bytes)
         learned = bool(self.spec.learned_positions)
-        flops = elements * ((self.spec.embed_scale != 1.0) + learned)
-        row.add(1 + learned, elements * self.itemsize * (1 + 2 * learned), flops, rows * tokens)
+        flops = elements * (self.spec.embed_scale != 1.0)
+        row.add(1 + learned, elements * self.itemsize * (1 + learned), flops, rows * tokens)
+        row.add(1, 2 * sampled * self.spec.hidden * self.itemsize)  # the rows that the head takes
 
     def _multiply(
         self, row: OpCost, stored: WeightFormat, tokens: int, n: int, k: int, out_bytes: int
@@ -290,7 +291,7 @@ class CostModel:
     def _rotate(self, row: OpCost, a: AttentionSpec, tokens: int, layer: int) -> None:
         heads = a.num_heads + a.num_kv_heads
         flops = _ROTATION_FLOPS * heads * (a.rope.rotary_dim if a.rope else 0)
-        if a.qk_norm == "head":
+        if a.qk_norm != "none":
             flops += _NORM_FLOPS["rms"] * heads * a.head_dim
         moved = (2 * a.num_heads + 2 * a.num_kv_heads) * a.head_dim * self.itemsize
         row.add(1, tokens * moved, tokens * flops)
@@ -315,10 +316,9 @@ class CostModel:
         for layer in self.spec.layers:
             for _ in range(2 * (layer.pre_norm * apart + layer.post_norm)):
                 norm(tokens * hidden)
-            if layer.attention.qk_norm == "full":
-                norm(tokens * layer.attention.num_heads * layer.attention.head_dim)
-                norm(tokens * layer.attention.num_kv_heads * layer.attention.head_dim)
             if layer.post_norm:
-                row.add(0, 6 * tokens * hidden * a_byte, 2 * tokens * hidden)
+                row.add(2, 6 * tokens * hidden * a_byte, 2 * tokens * hidden)
+        if self.spec.learned_positions:
+            row.add(1, 3 * tokens * hidden * a_byte, tokens * hidden)
         if apart:
             norm(sampled * hidden)

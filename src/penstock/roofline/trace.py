@@ -26,6 +26,7 @@ OTHER = "other"
 _ROWS = (
     ("embedding", "embedding"),
     ("norm", "norm"),
+    ("add_", "norm"),  # to the residual, after a norm
     ("rotary", "rotary"),
     ("attention", "attention"),
     ("softcap", "softcap"),
@@ -44,38 +45,48 @@ class OpEvent:
     shapes: str  # of its tensors
 
 
-class OpTimer(TorchDispatchMode):
-    """While entered, times every operator; `take` gives them.
-
-    A product belongs to the matrix whose weight it takes.
-    """
+class Rows:
+    """Which row of the table of costs an operator belongs to: a product to its matrix's."""
 
     def __init__(self, decoder: Decoder) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self._events: list[OpEvent] = []
         self._matrices = {
             module.packed["weight"].data_ptr(): name.rpartition(".")[2]
             for name, module in decoder.named_modules()
             if isinstance(module, Linear)
         }
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        start = perf_counter()
-        output = func(*args, **(kwargs or {}))
-        seconds = perf_counter() - start
-        name = func.name().partition(".")[0].replace("::", ".")
-        self._events.append(OpEvent(self._row(name, args), name, start, seconds, _shapes(args)))
-        return output
-
-    def _row(self, name: str, arguments: Iterable[Any]) -> str:
+    def of(self, name: str, arguments: Iterable[Any]) -> str:
+        """One of OPS, or OTHER; name: `penstock.linear`."""
         space, _, op = name.partition(".")
         if space != NAMESPACE:
-            return "norm" if op == "add_" else OTHER  # a residual add after a norm of its own
+            return OTHER
         if op.startswith("linear"):
             tensors = (a for a in arguments if isinstance(a, torch.Tensor))
             found = (self._matrices.get(tensor.data_ptr()) for tensor in tensors)
             return next((row for row in found if row in OPS), OTHER)
         return next((row for part, row in _ROWS if part in op), OTHER)
+
+
+class OpTimer(TorchDispatchMode):
+    """While entered, times every operator that Python calls; `take` gives them."""
+
+    def __init__(self, rows: Rows) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._events: list[OpEvent] = []
+        self._rows = rows
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Or torch imports its compiler, for a second and more, at the first call."""
+        return False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        start = perf_counter()
+        output = func(*args, **(kwargs or {}))
+        seconds = perf_counter() - start
+        name = func.name().partition(".")[0].replace("::", ".")
+        self._events.append(OpEvent(self._rows.of(name, args), name, start, seconds, _shapes(args)))
+        return output
 
     def take(self) -> list[OpEvent]:
         """The calls since the last time."""

@@ -8,11 +8,15 @@ from dataclasses import dataclass
 from penstock.cache import PagedLayout, kv_dtype
 from penstock.config import EngineConfig
 from penstock.hardware import detect
+from penstock.kernels import native
 from penstock.models.hub import resolve
 from penstock.models.load import LoadedModel, load_model
 from penstock.models.weights import Progress
+from penstock.nn import Decoder
 from penstock.runtime.memory import plan_blocks
-from penstock.runtime.runner import Runner
+from penstock.runtime.program import Program
+from penstock.runtime.runner import Forward, Runner
+from penstock.step import KV
 from penstock.tokenizer import Tokenizer
 
 logger = logging.getLogger("penstock")
@@ -63,4 +67,17 @@ def load_runtime(config: EngineConfig, progress: Progress | None = None) -> Runt
         blocks, layout.block_size, str(layout.dtype).removeprefix("torch."),
         blocks * layout.bytes_per_block / (1 << 20),
     )  # fmt: skip
-    return Runtime(loaded, tokenizer, layout, blocks, Runner(loaded.model, layout.allocate(blocks)))
+    kv = layout.allocate(blocks)
+    forward = _forward(loaded.model, kv, config.model.enforce_eager)
+    return Runtime(loaded, tokenizer, layout, blocks, Runner(forward, kv))
+
+
+def _forward(decoder: Decoder, kv: KV, eager: bool) -> Forward:
+    """The whole decoder as one native call, unless its operators are to be called one by one."""
+    if eager or native.handle is None:
+        reason = "enforce_eager is set" if eager else native.reason
+        logger.info("Operators are called one by one: %s.", reason)
+        return decoder
+    program = Program(decoder, kv)
+    logger.info("A step is one native call of %d operators.", len(program.calls))
+    return program

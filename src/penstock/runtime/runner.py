@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from penstock.cache import copy_blocks
+from penstock.runtime.program import Program
 from penstock.step import KV, Step
 
 Forward = Callable[[Step, KV], Tensor]
@@ -21,12 +22,17 @@ class Runner:
         self._forward = forward
         self.kv = kv
 
+    @property
+    def program(self) -> Program | None:
+        """What runs steps as one native call, where that is how they run."""
+        return self._forward if isinstance(self._forward, Program) else None
+
     def copy(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Copy blocks, (from, to): before the step that writes to the copies."""
         with torch.inference_mode():
             copy_blocks(self.kv, pairs)
 
     def forward(self, step: Step) -> Tensor:
-        """The step's logits [S, V]; its keys and values are in the cache afterwards."""
+        """The step's logits [S, V], good until the next one; keys and values go to the cache."""
         with torch.inference_mode():
             return self._forward(step, self.kv)

@@ -1,0 +1,142 @@
+#include "program.h"
+
+#include <algorithm>
+#include <chrono>
+#include <new>
+#include <stdexcept>
+#include <type_traits>
+
+namespace penstock {
+namespace {
+
+double now() {
+  return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
+}
+
+void call(const LinearArgs& a) {
+  if (a.rows > 0) kernels().linear(a);
+}
+void call(const EmbeddingArgs& a) { kernels().embedding(a); }
+void call(const NormArgs& a) { kernels().norm(a); }
+void call(const AddArgs& a) { kernels().add(a); }
+void call(const SoftcapArgs& a) { kernels().softcap(a); }
+void call(const RotaryCacheArgs& a) { kernels().rotary_cache(a); }
+void call(const AttentionArgs& a) { kernels().attention(a); }
+
+}  // namespace
+
+void Program::finish(int logits) {
+  logits_ = logits;
+  std::vector<size_t> last(values_.size(), 0);
+  for (size_t i = 0; i < nodes_.size(); i++)
+    for (int value : {nodes_[i].x, nodes_[i].y})
+      if (value >= 0) last[static_cast<size_t>(value)] = i;
+  buffer_of_.assign(values_.size(), -1);
+  std::vector<int> free;
+  for (size_t i = 0; i < nodes_.size(); i++) {
+    const int y = nodes_[i].y;
+    if (y != logits && buffer_of_[static_cast<size_t>(y)] < 0) {
+      if (free.empty()) {
+        free.push_back(static_cast<int>(buffers_.size()));
+        buffers_.emplace_back();
+      }
+      const Value& value = at(y);
+      Buffer& buffer = buffers_[static_cast<size_t>(free.back())];
+      buffer.row_bytes = std::max(buffer.row_bytes,
+                                  value.columns * (value.dtype == DType::bf16 ? 2 : 4));
+      buffer_of_[static_cast<size_t>(y)] = free.back();
+      free.pop_back();
+    }
+    for (int value : {nodes_[i].x, y})
+      if (value >= 0 && value != logits && last[static_cast<size_t>(value)] == i)
+        free.push_back(buffer_of_[static_cast<size_t>(value)]);
+  }
+}
+
+void* Program::data(int value, void* logits) const {
+  if (value < 0) return nullptr;
+  if (value == logits_) return logits;
+  return buffers_[static_cast<size_t>(buffer_of_[static_cast<size_t>(value)])].data.get();
+}
+
+template <typename Args>
+void Program::bind(Args& a, const Node& node, const StepArrays& step, void* logits) const {
+  void* y = data(node.y, logits);
+  const Value& out = at(node.y);
+  const int64_t rows = out.sampled ? step.sampled : step.count;
+  const void* x = data(node.x, logits);
+  const int64_t stride = node.x < 0 ? 0 : at(node.x).columns;
+  if constexpr (std::is_same_v<Args, LinearArgs>) {
+    a.x = x;
+    a.x_stride = stride;
+    a.rows = rows;
+    if (a.adds) {
+      a.residual = y;
+      a.residual_stride = out.columns;
+    } else {
+      a.y = y;
+    }
+  } else if constexpr (std::is_same_v<Args, EmbeddingArgs>) {
+    a.tokens = node.ids == Ids::tokens      ? step.tokens
+               : node.ids == Ids::positions ? step.positions
+                                            : step.sample_at;
+    a.count = rows;
+    if (node.x >= 0) a.weight = x;
+    a.out = y;
+  } else if constexpr (std::is_same_v<Args, NormArgs>) {
+    a.x = x;
+    a.x_stride = stride;
+    a.rows = rows;
+    a.out = y;
+  } else if constexpr (std::is_same_v<Args, AddArgs>) {
+    a.x = x;
+    a.x_stride = stride;
+    a.rows = rows;
+    a.residual = y;
+    a.residual_stride = out.columns;
+  } else if constexpr (std::is_same_v<Args, SoftcapArgs>) {
+    a.x = static_cast<float*>(y);
+    a.count = rows * out.columns;
+  } else if constexpr (std::is_same_v<Args, RotaryCacheArgs>) {
+    place_heads(a, x, stride);
+    a.positions = step.positions;
+    a.slots = step.slots;
+    a.tokens = rows;
+    a.q_out = y;
+  } else {
+    static_assert(std::is_same_v<Args, AttentionArgs>);
+    a.q = x;
+    a.query_start = step.query_start;
+    a.context_len = step.context_len;
+    a.block_table = step.block_table;
+    a.table_stride = step.table_stride;
+    a.sequences = step.sequences;
+    a.out = y;
+  }
+}
+
+void Program::run(const StepArrays& step, void* logits, int threads, double* times) {
+  for (Buffer& buffer : buffers_) {
+    const size_t need = static_cast<size_t>(buffer.row_bytes * step.count);
+    if (need <= buffer.bytes) continue;
+    const size_t bytes = (need + need / 4 + 4095) / 4096 * 4096;
+    buffer.data.reset();
+    buffer.bytes = 0;
+    buffer.data.reset(std::aligned_alloc(64, bytes));
+    if (!buffer.data) throw std::bad_alloc();
+    buffer.bytes = bytes;
+  }
+  for (const Node& node : nodes_) {
+    if (times) *times++ = now();
+    std::visit(
+        [&](auto args) {
+          bind(args, node, step, logits);
+          args.threads = threads;
+          call(args);
+        },
+        node.args);
+  }
+  if (times) *times = now();
+}
+
+}  // namespace penstock

@@ -1,0 +1,95 @@
+// The operators of a decoder in the order in which they run: a whole step in one call.
+//
+// What lies between two of them is then a branch instead of Python, and activations live in buffers
+// that are kept. Weights and caches are fixed when a program is made; `run` gets a step's arrays.
+#pragma once
+
+#include <cstdlib>
+#include <memory>
+#include <variant>
+#include <vector>
+
+#include "kernels.h"
+
+namespace penstock {
+
+// The arrays of a step: step.py.
+struct StepArrays {
+  const int32_t* tokens;
+  const int32_t* positions;
+  const int32_t* slots;
+  const int32_t* query_start;
+  const int32_t* context_len;
+  const int32_t* block_table;
+  const int32_t* sample_at;
+  int64_t table_stride, count, sequences, sampled;
+};
+
+// Which of a step's arrays an embedding looks up.
+enum class Ids : int { tokens, positions, sample_at };
+
+// Where the heads of q, k and v lie in rows of one projection.
+inline void place_heads(RotaryCacheArgs& a, const void* qkv, int64_t stride) {
+  const char* data = static_cast<const char*>(qkv);
+  const int64_t head = a.dim * (a.dtype == DType::bf16 ? 2 : 4);
+  a.q = data;
+  a.k = data + a.heads * head;
+  a.v = data + (a.heads + a.kv_heads) * head;
+  a.stride = stride;
+}
+
+class Program {
+ public:
+  // A matrix that some node writes: [tokens or sampled rows, columns].
+  struct Value {
+    int64_t columns;
+    DType dtype;
+    bool sampled;
+    int64_t dim;  // of each head, for queries
+  };
+
+  // x: the value that is read; y: the one that is written, or added to in place. −1: none.
+  struct Node {
+    std::variant<LinearArgs, EmbeddingArgs, NormArgs, AddArgs, SoftcapArgs, RotaryCacheArgs,
+                 AttentionArgs>
+        args;
+    int x, y;
+    Ids ids;
+  };
+
+  int value(Value value) {
+    values_.push_back(value);
+    return static_cast<int>(values_.size()) - 1;
+  }
+  const Value& at(int value) const { return values_.at(static_cast<size_t>(value)); }
+  void add(const Node& node) { nodes_.push_back(node); }
+  size_t size() const { return nodes_.size(); }
+
+  // `logits` is what `run` writes for its caller. Gives every other value a buffer, shared by those
+  // that are never needed at the same time.
+  void finish(int logits);
+  int logits() const { return logits_; }
+
+  // times, where given, has size() + 1 places: CLOCK_MONOTONIC seconds before each node and after
+  // the last.
+  void run(const StepArrays& step, void* logits, int threads, double* times);
+
+ private:
+  struct Buffer {
+    int64_t row_bytes = 0;
+    size_t bytes = 0;
+    std::unique_ptr<void, decltype(&std::free)> data{nullptr, std::free};
+  };
+
+  void* data(int value, void* logits) const;
+  template <typename Args>
+  void bind(Args& args, const Node& node, const StepArrays& step, void* logits) const;
+
+  std::vector<Value> values_;
+  std::vector<Node> nodes_;
+  std::vector<int> buffer_of_;
+  std::vector<Buffer> buffers_;
+  int logits_ = -1;
+};
+
+}  // namespace penstock

@@ -1,0 +1,295 @@
+// Programs, bound to torch: made operator by operator, then run as a whole.
+//
+// Each `program_<operator>` takes what <operator> takes, with values (numbers that earlier ones
+// returned) for the activations; arrays of the step are understood.
+#include "program.h"
+
+#include <torch/csrc/stable/library.h>
+
+#include <algorithm>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <vector>
+
+#include "shim.h"
+
+namespace {
+
+using namespace penstock;
+using namespace penstock::shim;
+
+// A program, the tensors that it points into, and what a step may name in them.
+struct Held {
+  Program program;
+  std::vector<Tensor> kept;
+  int64_t tokens = INT64_MAX, positions = INT64_MAX;  // rows of the tables that are looked up
+  int64_t blocks = INT64_MAX, block_size = 32;
+  std::mutex running;
+
+  void keep(const Tensor& tensor) { kept.push_back(tensor); }
+  void keep(const Optional& tensor) {
+    if (tensor) kept.push_back(*tensor);
+  }
+  template <typename... Tensors>
+  void keep_all(const Tensors&... tensors) {
+    (keep(tensors), ...);
+  }
+
+  Form form(int64_t value) const {
+    const Program::Value& v = program.at(static_cast<int>(value));
+    return {v.dtype, v.columns};
+  }
+  int64_t result(Form form, int64_t like, int64_t dim = 0) {
+    return program.value(
+        {form.columns, form.dtype, like >= 0 && program.at(static_cast<int>(like)).sampled, dim});
+  }
+  template <typename Args>
+  void add(const Args& args, int64_t x, int64_t y, Ids ids = Ids::tokens) {
+    program.add({args, static_cast<int>(x), static_cast<int>(y), ids});
+  }
+};
+
+std::mutex guard;
+std::map<int64_t, std::shared_ptr<Held>> programs;
+int64_t latest = 0;
+
+std::shared_ptr<Held> held(int64_t id) {
+  const std::lock_guard<std::mutex> lock(guard);
+  const auto found = programs.find(id);
+  STD_TORCH_CHECK(found != programs.end(), "There is no program ", id);
+  return found->second;
+}
+
+int64_t program_new() {
+  const std::lock_guard<std::mutex> lock(guard);
+  programs[++latest] = std::make_shared<Held>();
+  return latest;
+}
+
+void program_free(int64_t id) {
+  const std::lock_guard<std::mutex> lock(guard);
+  programs.erase(id);
+}
+
+int64_t program_linear(int64_t id, int64_t x, const Tensor& weight, Optional scale, Optional zero,
+                       Optional bias, int64_t out_features, bool int8_rows, Optional norm,
+                       double eps, int64_t activation, bool gated,
+                       std::optional<ScalarType> out_dtype) {
+  const auto p = held(id);
+  LinearArgs a = linear_args(p->form(x), weight, scale, zero, bias, out_features, int8_rows, gated);
+  with_norm_and_activation(a, norm, eps, activation);
+  if (out_dtype) a.out_dtype = *out_dtype == ScalarType::Float ? DType::f32 : DType::bf16;
+  p->keep_all(weight, scale, zero, bias, norm);
+  const int64_t y = p->result({a.out_dtype, a.n}, x);
+  p->add(a, x, y);
+  return y;
+}
+
+void program_linear_add_(int64_t id, int64_t residual, int64_t x, const Tensor& weight,
+                         Optional scale, Optional zero, Optional bias, bool int8_rows) {
+  const auto p = held(id);
+  LinearArgs a = linear_args(p->form(x), weight, scale, zero, bias, p->form(residual).columns,
+                             int8_rows, false);
+  STD_TORCH_CHECK(p->form(residual).dtype == a.dtype, "linear_add_: residual and x differ in dtype");
+  a.adds = true;
+  p->keep_all(weight, scale, zero, bias);
+  p->add(a, x, residual);
+}
+
+// tokens: 0 the step's tokens, 1 its positions.
+int64_t program_embedding(int64_t id, int64_t tokens, const Tensor& weight, int64_t dim,
+                          double scale, Optional weight_scale, Optional zero) {
+  const auto p = held(id);
+  const EmbeddingArgs a = embedding_args(weight, dim, scale, weight_scale, zero);
+  int64_t& limit = tokens == 0 ? p->tokens : p->positions;
+  limit = std::min(limit, a.vocab);
+  p->keep_all(weight, weight_scale, zero);
+  const int64_t y = p->result({a.dtype, dim}, -1);
+  p->add(a, -1, y, static_cast<Ids>(tokens));
+  return y;
+}
+
+// The rows of x that the step samples.
+int64_t program_sampled_rows(int64_t id, int64_t x) {
+  const auto p = held(id);
+  EmbeddingArgs a = {};
+  a.dtype = p->form(x).dtype;
+  a.dim = p->form(x).columns;
+  a.scale = 1.0f;
+  const int64_t y = p->program.value({a.dim, a.dtype, true, 0});
+  p->add(a, x, y, Ids::sample_at);
+  return y;
+}
+
+int64_t program_rms_norm(int64_t id, int64_t x, const Tensor& weight, double eps) {
+  const auto p = held(id);
+  p->keep(weight);
+  const int64_t y = p->result(p->form(x), x);
+  p->add(norm_args(p->form(x), weight, std::nullopt, eps, false), x, y);
+  return y;
+}
+
+int64_t program_layer_norm(int64_t id, int64_t x, const Tensor& weight, Optional bias, double eps) {
+  const auto p = held(id);
+  p->keep_all(weight, bias);
+  const int64_t y = p->result(p->form(x), x);
+  p->add(norm_args(p->form(x), weight, bias, eps, true), x, y);
+  return y;
+}
+
+void program_add_(int64_t id, int64_t residual, int64_t x) {
+  const auto p = held(id);
+  const Form to = p->form(residual), from = p->form(x);
+  STD_TORCH_CHECK(to.dtype == from.dtype && to.columns == from.columns,
+                  "add_: residual and x must have one shape and dtype");
+  AddArgs a = {};
+  a.dtype = to.dtype;
+  a.dim = to.columns;
+  p->add(a, x, residual);
+}
+
+void program_softcap_(int64_t id, int64_t x, double cap) {
+  const auto p = held(id);
+  STD_TORCH_CHECK(p->form(x).dtype == DType::f32, "softcap_: x must be float32");
+  SoftcapArgs a = {};
+  a.cap = static_cast<float>(cap);
+  p->add(a, -1, x);
+}
+
+int64_t program_rotary_cache(int64_t id, int64_t qkv, int64_t heads, Optional q_norm,
+                             Optional k_norm, double eps, Optional cos_sin, bool interleaved,
+                             const Tensor& key_cache, const Tensor& value_cache,
+                             Optional key_scale, Optional value_scale) {
+  const auto p = held(id);
+  const RotaryCacheArgs a =
+      rotary_cache_args(p->form(qkv), heads, q_norm, k_norm, eps, cos_sin, interleaved, key_cache,
+                        value_cache, key_scale, value_scale);
+  if (a.cos_sin) p->positions = std::min(p->positions, a.num_positions);
+  STD_TORCH_CHECK(p->blocks == INT64_MAX || p->block_size == a.block_size,
+                  "The caches of one program must have blocks of one size");
+  p->blocks = std::min(p->blocks, a.blocks);
+  p->block_size = a.block_size;
+  p->keep_all(q_norm, k_norm, cos_sin, key_cache, value_cache, key_scale, value_scale);
+  const int64_t y = p->result({a.dtype, heads * a.dim}, qkv, a.dim);
+  p->add(a, qkv, y);
+  return y;
+}
+
+int64_t program_paged_attention(int64_t id, int64_t q, const Tensor& key_cache,
+                                const Tensor& value_cache, double scale, int64_t window,
+                                double softcap, Optional sinks, Optional key_scale,
+                                Optional value_scale) {
+  const auto p = held(id);
+  const Program::Value& v = p->program.at(static_cast<int>(q));
+  STD_TORCH_CHECK(v.dim > 0, "paged_attention: value ", q, " isn't what rotary_cache returned");
+  const AttentionArgs a =
+      attention_args(v.dtype, v.columns / v.dim, v.dim, key_cache, value_cache, scale, window,
+                     softcap, sinks, key_scale, value_scale);
+  p->keep_all(key_cache, value_cache, sinks, key_scale, value_scale);
+  const int64_t y = p->result(p->form(q), q);
+  p->add(a, q, y);
+  return y;
+}
+
+// `logits` is the value that a run writes for its caller. Returns the number of operators.
+int64_t program_finish(int64_t id, int64_t logits) {
+  const auto p = held(id);
+  STD_TORCH_CHECK(p->program.at(static_cast<int>(logits)).sampled &&
+                      p->form(logits).dtype == DType::f32,
+                  "A program ends with float32 logits of the sampled rows");
+  p->program.finish(static_cast<int>(logits));
+  return static_cast<int64_t>(p->program.size());
+}
+
+void program_run(int64_t id, const Tensor& tokens, const Tensor& positions, const Tensor& slots,
+                 const Tensor& query_start, const Tensor& context_len, const Tensor& block_table,
+                 const Tensor& sample_at, const Tensor& logits, Optional times) {
+  const auto p = held(id);
+  Program& program = p->program;
+  STD_TORCH_CHECK(program.logits() >= 0, "Program ", id, " isn't finished");
+  StepArrays step = {};
+  step.count = tokens.numel();
+  step.sampled = sample_at.numel();
+  step.tokens = integers(tokens, step.count, "tokens");
+  step.positions = integers(positions, step.count, "positions");
+  step.slots = integers(slots, step.count, "slots");
+  step.sample_at = integers(sample_at, step.sampled, "sample_at");
+  const Sequences s = sequences_of(query_start, context_len, block_table);
+  step.query_start = s.query_start;
+  step.context_len = s.context_len;
+  step.block_table = s.block_table;
+  step.table_stride = s.table_stride;
+  step.sequences = s.count;
+  check_ids(step.tokens, step.count, p->tokens, "token");
+  check_ids(step.sample_at, step.sampled, step.count, "row");
+  check_places(step.positions, step.slots, step.count, p->positions, p->blocks * p->block_size);
+  check_sequences(s, step.count, p->blocks, p->block_size);
+  const Form out = p->form(program.logits());
+  STD_TORCH_CHECK(logits.scalar_type() == ScalarType::Float && logits.is_contiguous() &&
+                      logits.dim() == 2 && logits.size(0) == step.sampled &&
+                      logits.size(1) == out.columns,
+                  "logits must be contiguous float32 [", step.sampled, ", ", out.columns, "]");
+  double* clock = nullptr;
+  if (times) {
+    const auto places = static_cast<int64_t>(program.size()) + 1;
+    STD_TORCH_CHECK(times->scalar_type() == ScalarType::Double && times->is_contiguous() &&
+                        times->numel() == places,
+                    "times must be ", places, " contiguous float64");
+    clock = static_cast<double*>(times->data_ptr());
+  }
+  const std::lock_guard<std::mutex> alone(p->running);
+  program.run(step, logits.data_ptr(), threads(), clock);
+}
+
+}  // namespace
+
+STABLE_TORCH_LIBRARY_FRAGMENT(penstock, m) {
+  m.def("program_new() -> int");
+  m.def("program_free(int program) -> ()");
+  m.def(
+      "program_linear(int program, int x, Tensor weight, Tensor? scale, Tensor? zero, "
+      "Tensor? bias, int out_features, bool int8_rows, Tensor? norm, float eps, int activation, "
+      "bool gated, ScalarType? out_dtype) -> int");
+  m.def(
+      "program_linear_add_(int program, int residual, int x, Tensor weight, Tensor? scale, "
+      "Tensor? zero, Tensor? bias, bool int8_rows) -> ()");
+  m.def(
+      "program_embedding(int program, int tokens, Tensor weight, int dim, float scale, "
+      "Tensor? weight_scale, Tensor? zero) -> int");
+  m.def("program_sampled_rows(int program, int x) -> int");
+  m.def("program_rms_norm(int program, int x, Tensor weight, float eps) -> int");
+  m.def("program_layer_norm(int program, int x, Tensor weight, Tensor? bias, float eps) -> int");
+  m.def("program_add_(int program, int residual, int x) -> ()");
+  m.def("program_softcap_(int program, int x, float cap) -> ()");
+  m.def(
+      "program_rotary_cache(int program, int qkv, int heads, Tensor? q_norm, Tensor? k_norm, "
+      "float eps, Tensor? cos_sin, bool interleaved, Tensor key_cache, Tensor value_cache, "
+      "Tensor? key_scale, Tensor? value_scale) -> int");
+  m.def(
+      "program_paged_attention(int program, int q, Tensor key_cache, Tensor value_cache, "
+      "float scale, int window, float softcap, Tensor? sinks, Tensor? key_scale, "
+      "Tensor? value_scale) -> int");
+  m.def("program_finish(int program, int logits) -> int");
+  m.def(
+      "program_run(int program, Tensor tokens, Tensor positions, Tensor slots, "
+      "Tensor query_start, Tensor context_len, Tensor block_table, Tensor sample_at, "
+      "Tensor logits, Tensor? times) -> ()");
+}
+
+STABLE_TORCH_LIBRARY_IMPL(penstock, CompositeExplicitAutograd, m) {
+  m.impl("program_new", TORCH_BOX(&program_new));
+  m.impl("program_free", TORCH_BOX(&program_free));
+  m.impl("program_linear", TORCH_BOX(&program_linear));
+  m.impl("program_linear_add_", TORCH_BOX(&program_linear_add_));
+  m.impl("program_embedding", TORCH_BOX(&program_embedding));
+  m.impl("program_sampled_rows", TORCH_BOX(&program_sampled_rows));
+  m.impl("program_rms_norm", TORCH_BOX(&program_rms_norm));
+  m.impl("program_layer_norm", TORCH_BOX(&program_layer_norm));
+  m.impl("program_add_", TORCH_BOX(&program_add_));
+  m.impl("program_softcap_", TORCH_BOX(&program_softcap_));
+  m.impl("program_rotary_cache", TORCH_BOX(&program_rotary_cache));
+  m.impl("program_paged_attention", TORCH_BOX(&program_paged_attention));
+  m.impl("program_finish", TORCH_BOX(&program_finish));
+  m.impl("program_run", TORCH_BOX(&program_run));
+}

@@ -1,0 +1,108 @@
+// Choosing tokens, bound to torch.
+#include "shim.h"
+
+namespace penstock::shim {
+namespace {
+
+struct Logits {
+  const float* data;
+  int64_t stride, rows, size;
+};
+
+Logits logits_of(const Tensor& t, const char* what) {
+  check_rows(t, what);
+  STD_TORCH_CHECK(t.scalar_type() == ScalarType::Float, what, " must be float32");
+  STD_TORCH_CHECK(t.size(1) > 0 && t.size(1) <= INT32_MAX, what, " must have a vocabulary, has ",
+                  t.size(1), " columns");
+  return {static_cast<const float*>(t.data_ptr()), t.stride(0), t.size(0), t.size(1)};
+}
+
+const double* fractions(const Tensor& t, int64_t count, const char* what) {
+  STD_TORCH_CHECK(t.scalar_type() == ScalarType::Double && t.is_contiguous() && t.numel() == count,
+                  what, " must be ", count, " contiguous float64, has ", t.numel());
+  return static_cast<const double*>(t.data_ptr());
+}
+
+TopKArgs top_k_args(const Tensor& logits, int64_t k, Tensor& values, Tensor& ids) {
+  const Logits x = logits_of(logits, "top_k: logits");
+  STD_TORCH_CHECK(k > 0, "top_k: k must be at least 1, is ", k);
+  TopKArgs a = {};
+  a.logits = x.data;
+  a.stride = x.stride;
+  a.rows = x.rows;
+  a.size = x.size;
+  a.k = k < x.size ? k : x.size;
+  a.threads = threads();
+  values = torch::stable::new_empty(logits, {a.rows, a.k});
+  ids = torch::stable::new_empty(logits, {a.rows, a.k}, ScalarType::Long);
+  a.values = static_cast<float*>(values.data_ptr());
+  a.ids = static_cast<int64_t*>(ids.data_ptr());
+  return a;
+}
+
+}  // namespace
+
+std::tuple<Tensor, Tensor> argmax(const Tensor& logits) {
+  const Logits x = logits_of(logits, "argmax: logits");
+  Tensor ids = torch::stable::new_empty(logits, {x.rows}, ScalarType::Long);
+  Tensor values = torch::stable::new_empty(logits, {x.rows});
+  kernels().argmax({x.data, x.stride, static_cast<int64_t*>(ids.data_ptr()),
+                              static_cast<float*>(values.data_ptr()), x.rows, x.size, threads()});
+  return {ids, values};
+}
+
+std::tuple<Tensor, Tensor> top_k(const Tensor& logits, int64_t k) {
+  Tensor values, ids;
+  kernels().top_k(top_k_args(logits, k, values, ids));
+  return {values, ids};
+}
+
+std::tuple<Tensor, Tensor, Tensor> softmax_top_k(const Tensor& logits, const Tensor& temperature,
+                                                 int64_t k) {
+  Tensor values, ids;
+  TopKArgs a = top_k_args(logits, k, values, ids);
+  Tensor weights = torch::stable::new_empty(logits, {a.rows, a.k});
+  a.temperature = floats(temperature, a.rows, "softmax_top_k: temperature");
+  a.weights = static_cast<float*>(weights.data_ptr());
+  kernels().top_k(a);
+  return {values, ids, weights};
+}
+
+std::tuple<Tensor, Tensor> draw_plain(const Tensor& logits, const Tensor& temperature,
+                                      const Tensor& u) {
+  const Logits x = logits_of(logits, "draw_plain: logits");
+  Tensor ids = torch::stable::new_empty(logits, {x.rows}, ScalarType::Long);
+  Tensor peaks = torch::stable::new_empty(logits, {x.rows});
+  DrawPlainArgs a = {};
+  a.logits = x.data;
+  a.stride = x.stride;
+  a.temperature = floats(temperature, x.rows, "draw_plain: temperature");
+  a.u = fractions(u, x.rows, "draw_plain: u");
+  a.ids = static_cast<int64_t*>(ids.data_ptr());
+  a.peaks = static_cast<float*>(peaks.data_ptr());
+  a.rows = x.rows;
+  a.size = x.size;
+  a.threads = threads();
+  kernels().draw_plain(a);
+  return {ids, peaks};
+}
+
+Tensor draw_from(const Tensor& ids, const Tensor& weights, const Tensor& u) {
+  STD_TORCH_CHECK(ids.dim() == 2 && ids.is_contiguous() && ids.scalar_type() == ScalarType::Long,
+                  "draw_from: ids must be contiguous int64 [rows, candidates], dim ", ids.dim());
+  DrawFromArgs a = {};
+  a.rows = ids.size(0);
+  a.count = ids.size(1);
+  STD_TORCH_CHECK(weights.dim() == 2 && weights.size(0) == a.rows && weights.size(1) == a.count,
+                  "draw_from: weights must be [", a.rows, ", ", a.count, "] as ids are");
+  a.weights = floats(weights, a.rows * a.count, "draw_from: weights");
+  a.u = fractions(u, a.rows, "draw_from: u");
+  Tensor out = torch::stable::new_empty(ids, {a.rows});
+  a.ids = static_cast<const int64_t*>(ids.data_ptr());
+  a.out = static_cast<int64_t*>(out.data_ptr());
+  a.threads = threads();
+  kernels().draw_from(a);
+  return out;
+}
+
+}  // namespace penstock::shim

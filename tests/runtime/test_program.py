@@ -1,0 +1,179 @@
+"""A decoder as one native call: the same bits as operator by operator, and errors that say what."""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import threading
+import time
+from dataclasses import fields, replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from penstock.errors import KernelError
+from penstock.kernels import native
+from penstock.nn import Decoder
+from penstock.runtime import Program
+from penstock.runtime.program import KEPT_ROWS
+from penstock.step import KV, Step
+from tests.exactness.bits import BLOCK, Machine, build, prompt
+
+pytestmark = pytest.mark.skipif(native.handle is None, reason=f"no native kernels: {native.reason}")
+
+
+@pytest.fixture(scope="module")
+def decoder() -> Decoder:
+    return build()
+
+
+@pytest.fixture
+def kv(decoder: Decoder) -> KV:
+    return Machine(decoder).kv
+
+
+def ints(*values: int) -> Tensor:
+    return torch.tensor(values, dtype=torch.int32)
+
+
+def prefill(count: int, sampled: int = 1) -> Step:
+    """A prompt of `count` tokens in the first blocks, its last `sampled` rows wanted."""
+    at = torch.arange(count, dtype=torch.int32)
+    return Step(
+        tokens=ints(*prompt(count, 3)),
+        positions=at,
+        slots=at,
+        query_start=ints(0, count),
+        context_len=ints(count),
+        block_table=torch.arange(-(-count // BLOCK), dtype=torch.int32)[None],
+        sample_at=at[count - sampled :],
+    )
+
+
+def test_its_operators_are_those_of_the_decoder(decoder: Decoder, kv: KV) -> None:
+    program = Program(decoder, kv)
+    names = [call.name.removeprefix("penstock.") for call in program.calls]
+    layer = ["linear", "rotary_cache", "paged_attention", "linear_add_", "linear", "linear_add_"]
+    assert names[:7] == ["embedding", *layer]
+    assert names[-3:] == ["embedding", "linear", "softcap_"]
+    up = program.calls[5]
+    assert up.shapes.startswith("[T, 224] [44, 112, 16, 2]")
+    assert any(c is decoder.layers[0].mlp.up.packed["weight"] for c in up.constants)
+    assert program.calls[-2].shapes.startswith("[S, 224]")
+
+
+@pytest.mark.parametrize("sampled", [0, 1, 40, 300])
+def test_the_rows_that_are_sampled(decoder: Decoder, kv: KV, sampled: int) -> None:
+    step = prefill(300, sampled)
+    with torch.inference_mode():
+        want = decoder(step, kv)
+    got = Program(decoder, kv)(step, kv)
+    assert got.shape == (sampled, 517) and torch.equal(got, want)
+
+
+def test_logits_are_kept_for_few_rows_only(decoder: Decoder, kv: KV) -> None:
+    program = Program(decoder, kv)
+    first, second = program(prefill(40, 2), kv), program(prefill(40, 1), kv)
+    assert first.data_ptr() == second.data_ptr()  # good until the next step
+    many = KEPT_ROWS + 1
+    assert program(prefill(many, many), kv).data_ptr() != first.data_ptr()
+    assert program(prefill(40, 2), kv).data_ptr() == first.data_ptr()
+
+
+def test_operators_are_timed(decoder: Decoder, kv: KV) -> None:
+    program = Program(decoder, kv)
+    times = torch.zeros(len(program.calls) + 1, dtype=torch.float64)
+    begin = time.perf_counter()
+    program(prefill(64), kv, times)
+    end = time.perf_counter()
+    seen = [begin, *times.tolist(), end]
+    assert all(a <= b for a, b in itertools.pairwise(seen))
+    with pytest.raises(RuntimeError, match=f"times must be {len(program.calls) + 1}"):
+        program(prefill(64), kv, times[:3])
+
+
+WRONG = {
+    "token 528 is outside the table of 528": {"tokens": ints(528)},
+    "token -1 is outside": {"tokens": ints(-1)},
+    "position 2048 is beyond the table of 2048": {"positions": ints(2048)},
+    "slot 8192 is beyond the cache of 8192": {"slots": ints(8192)},
+    "block 256 is outside the cache of 256": {"block_table": ints(256)[None]},
+    "has 1 queries, a context of 33 and 1 blocks": {"context_len": ints(33)},
+    "doesn't cover the 1 queries": {"query_start": ints(0, 0)},
+    "row 1 is outside the table of 1": {"sample_at": ints(1)},
+    "positions must be 1 contiguous int32, has 2": {"positions": ints(0, 1)},
+    "tokens must be 1 contiguous int32": {"tokens": torch.tensor([0])},
+}
+
+
+@pytest.mark.parametrize("words", WRONG)
+def test_a_wrong_step(decoder: Decoder, kv: KV, words: str) -> None:
+    program, step = Program(decoder, kv), prefill(1)
+    want = program(step, kv).clone()
+    with pytest.raises(RuntimeError, match=words):
+        program(replace(step, **WRONG[words]), kv)
+    assert torch.equal(program(step, kv), want)
+
+
+def test_another_cache(decoder: Decoder, kv: KV) -> None:
+    with pytest.raises(KernelError, match="the cache that it was made for"):
+        Program(decoder, kv)(prefill(1), Machine(decoder).kv)
+
+
+def test_an_operator_that_no_program_holds(decoder: Decoder, kv: KV) -> None:
+    class Doubled(torch.nn.Module):
+        def forward(self, step: Step, kv: KV) -> Tensor:
+            logits: Tensor = decoder(step, kv)
+            return logits * 2
+
+    with pytest.raises(KernelError, match=r"aten::mul.* isn't one of Penstock's operators"):
+        Program(Doubled(), kv)
+
+
+def test_arrays_in_each_others_place(decoder: Decoder, kv: KV) -> None:
+    class Swapped(torch.nn.Module):
+        def forward(self, step: Step, kv: KV) -> Tensor:
+            given = {f.name: getattr(step, f.name) for f in fields(step)}
+            logits: Tensor = decoder(Step(**(given | {"slots": step.positions})), kv)
+            return logits
+
+    with pytest.raises(KernelError, match="takes the step's positions as its slots"):
+        Program(Swapped(), kv)
+
+
+def test_a_program_that_is_gone_frees_what_it_held() -> None:
+    model = build()
+    machine = Machine(model, program=True)
+    weight = model.layers[0].mlp.up.packed["weight"]
+    held = weight._use_count()  # type: ignore[attr-defined]
+    machine.forward = model
+    gc.collect()
+    assert weight._use_count() == held - 1  # type: ignore[attr-defined]
+    handle = torch.ops.penstock.program_new()
+    torch.ops.penstock.program_free(handle)
+    with pytest.raises(RuntimeError, match=f"There is no program {handle}"):
+        torch.ops.penstock.program_finish(handle, 0)
+
+
+def test_other_threads_run_meanwhile(decoder: Decoder) -> None:
+    """The interpreter isn't held during a step; steps of one program wait for each other."""
+    machine = Machine(decoder, program=True)
+    step = prefill(300)
+    want = machine.forward(step, machine.kv).clone()
+    counted, stop = [0], threading.Event()
+
+    def count() -> None:
+        while not stop.is_set():
+            counted[0] += 1
+
+    counter = threading.Thread(target=count)
+    counter.start()
+    try:
+        before = counted[0]
+        for _ in range(5):
+            assert torch.equal(machine.forward(step, machine.kv), want)
+        assert counted[0] > before
+    finally:
+        stop.set()
+        counter.join()
