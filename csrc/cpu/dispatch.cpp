@@ -25,6 +25,7 @@ namespace penstock {
   void top_k(const TopKArgs&);                    \
   void draw_plain(const DrawPlainArgs&);          \
   void draw_from(const DrawFromArgs&);            \
+  void pack(const PackArgs&);                     \
   void quantize(const QuantizeArgs&);             \
   void linear_tiles(const LinearArgs&);           \
   double read_bandwidth(const float*, int64_t, int); \
@@ -56,7 +57,7 @@ void linear_amx_emulated(const LinearArgs& a) {
 #define PENSTOCK_TABLE(name, isa, tiles, linear)                                   \
   {name,         linear,            isa::embedding,   isa::norm,   isa::add,        \
    isa::softcap, isa::rotary_cache, tiles::attention, isa::argmax, isa::top_k,      \
-   isa::draw_plain, isa::draw_from, isa::quantize}
+   isa::draw_plain, isa::draw_from, isa::pack, isa::quantize}
 
 const Kernels tables[] = {
     PENSTOCK_TABLE("avx2", avx2, avx2, avx2::linear),

@@ -201,18 +201,24 @@ enum class Float : int { f32, bf16, f16 };
 // What a group's largest magnitude may be divided by for its scale: ops/quantize.py.
 constexpr float kInt4Parts[4] = {8.0f, 8.5f, 7.5f, 9.0f};
 
-// A float matrix [n, k], or [2·n, k] when gated, rounded to panels. ops/quantize.py.
-struct QuantizeArgs {
+// A float matrix [n, k], or [2·n, k] when gated, to dense panels. ops/pack.py.
+struct PackArgs {
   const void* weight;
   int64_t stride;  // elements between rows
   int64_t n, k, padded_k;
-  int64_t group;  // of int4: 32, 64 or 128; 0: int8
-  bool symmetric, gated;
+  bool gated;
   void* panels;
+  Float dtype;
+  DType to;  // of dense panels
+  int threads;
+};
+
+// The same, rounded to int8 or int4 panels. ops/quantize.py.
+struct QuantizeArgs : PackArgs {
+  int64_t group;  // of int4: 32, 64 or 128; 0: int8
+  bool symmetric;
   void* scale;    // [panels, groups, 16] float16 of int4, [panels, 1, 16] float32 of int8
   uint8_t* zero;  // [panels, groups, 16] where int4 isn't symmetric
-  Float dtype;
-  int threads;
 };
 
 // One table for each instruction set.
@@ -229,6 +235,7 @@ struct Kernels {
   void (*top_k)(const TopKArgs&);
   void (*draw_plain)(const DrawPlainArgs&);
   void (*draw_from)(const DrawFromArgs&);
+  void (*pack)(const PackArgs&);
   void (*quantize)(const QuantizeArgs&);
 };
 

@@ -21,6 +21,7 @@ STABLE_TORCH_LIBRARY_IMPL(penstock, CPU, m) {
   m.impl("softmax_top_k", TORCH_BOX(&softmax_top_k));
   m.impl("draw_plain", TORCH_BOX(&draw_plain));
   m.impl("draw_from", TORCH_BOX(&draw_from));
+  m.impl("pack", TORCH_BOX(&pack));
   m.impl("quantize_int8", TORCH_BOX(&quantize_int8));
   m.impl("quantize_int4", TORCH_BOX(&quantize_int4));
 }

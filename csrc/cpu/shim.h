@@ -133,8 +133,9 @@ std::tuple<Tensor, Tensor> draw_plain(const Tensor& logits, const Tensor& temper
                                       const Tensor& u);
 Tensor draw_from(const Tensor& ids, const Tensor& weights, const Tensor& u);
 
-// ── shim_quantize.cpp ────────────────────────────────────────────────────────────────────────
+// ── shim_weights.cpp ────────────────────────────────────────────────────────────────────────
 
+Tensor pack(const Tensor& weight, ScalarType dtype, bool gated);
 std::tuple<Tensor, Tensor> quantize_int8(const Tensor& weight, bool gated);
 std::tuple<Tensor, Tensor, Tensor> quantize_int4(const Tensor& weight, int64_t group,
                                                  bool symmetric, bool gated);

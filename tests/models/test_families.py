@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from penstock import ops
 from penstock.kernels import native
 from penstock.models import Checkpoint, load_weights, read_spec
+from penstock.models.load import load_model
 from penstock.nn import Decoder, DecoderSpec, LayerSpec
 from penstock.quant import formats_of
 from penstock.runtime import Program
@@ -65,6 +66,19 @@ def test_every_family_runs_as_one_program(tiny: Make, name: str) -> None:
     whole.model = program  # type: ignore[assignment]
     for part in (case.prompt[:5], case.prompt[5:6], case.prompt[6:]):
         assert torch.equal(whole.feed(part), eager.feed(part))
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.skipif(native.handle is None, reason=f"no native kernels: {native.reason}")
+def test_every_family_in_four_bits(tiny: Make, name: str) -> None:
+    case = tiny(name)
+    model = load_model(case.folder, max_model_len=case.case.max_len, quantization="w4a8").model
+    eager, whole = Sequence(model), Sequence(model)
+    whole.model = Program(model, whole.kv)  # type: ignore[assignment]
+    got = whole.feed(case.prompt)
+    assert got.isfinite().all() and torch.equal(got, eager.feed(case.prompt))
+    near = case.expect(case.prompt).log_softmax(-1)
+    assert (near.exp() * (near - got.log_softmax(-1))).sum(-1).mean() < 0.5
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -204,3 +204,29 @@ def test_bad_arguments_are_refused() -> None:
         ops.embedding(torch.tensor([32], dtype=torch.int32), w, 64)
     with pytest.raises(RuntimeError, match="float32 or bfloat16"):
         ops.rms_norm(x.double(), w[0], 1e-6)
+
+
+@pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("n", "k"), [(16, 32), (1, 1), (50, 100), (130, 257)])
+@pytest.mark.usefixtures("isa")
+def test_pack(stored: torch.dtype, dtype: torch.dtype, n: int, k: int) -> None:
+    """Bit for bit, rows strided; values that are not finite or denormal too."""
+    weight = randn(n, k + 3, seed=n).to(stored)[:, 1 : k + 1]
+    weight[0, 0] = torch.inf
+    weight[-1, -1] = torch.finfo(stored).tiny / 8
+    got, want = both("pack", lambda: (weight, dtype))
+    assert torch.equal(got.view(torch.uint8), want.view(torch.uint8))
+    if n % 2 == 0:
+        got, want = both("pack", lambda: (weight, dtype, True))
+        assert torch.equal(got.view(torch.uint8), want.view(torch.uint8))
+    weight[0, 0] = torch.nan
+    got, want = both("pack", lambda: (weight, dtype))
+    assert got.isnan().sum() == want.isnan().sum() == 1
+
+
+def test_what_cannot_be_packed() -> None:
+    with pytest.raises(RuntimeError, match="has two halves, this one 5 rows"):
+        ops.pack(randn(5, 8), torch.float32, True)
+    with pytest.raises(RuntimeError, match="dtype must be float32 or bfloat16"):
+        ops.pack(randn(4, 8), torch.float16)

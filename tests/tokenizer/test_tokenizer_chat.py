@@ -13,7 +13,8 @@ from typing import Any
 import pytest
 
 from penstock.errors import ChatTemplateError
-from penstock.tokenizer import Tokenizer, render_chat
+from penstock.tokenizer import Tokenizer
+from penstock.tokenizer.chat import render_chat
 
 DATA = Path(__file__).resolve().parents[2].parent / "shared" / "data"
 TEMPLATES = sorted((DATA / "templates").rglob("*.jinja"))

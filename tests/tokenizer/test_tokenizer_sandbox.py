@@ -8,7 +8,8 @@ import time
 import pytest
 
 from penstock.errors import ChatTemplateError
-from penstock.tokenizer import chat, render_chat
+from penstock.tokenizer import chat
+from penstock.tokenizer.chat import render_chat
 from penstock.tokenizer.sandbox import Budget
 
 MESSAGES = [{"role": "user", "content": "hi", "n": 10**10}]

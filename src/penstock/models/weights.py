@@ -191,7 +191,9 @@ def _assemble(plan: _Plan, checkpoint: Checkpoint, spec: ModelSpec) -> Tensor:
     tensors = [checkpoint.read(part) for part in plan.parts if part is not None]
     try:
         tensor = tensors[0] if len(tensors) == 1 else torch.cat(tensors)
-        return plan.rule.transform(tensor, spec.decoder) if plan.rule.transform else tensor
+        if plan.rule.transform is None:
+            return tensor
+        return plan.rule.transform(tensor, spec.decoder).contiguous()  # packing reads rows
     except (RuntimeError, ValueError) as error:
         shapes = ", ".join(f"{p} {list(t.shape)}" for p, t in zip(plan.parts, tensors, strict=True))
         raise WeightsError(f"These tensors don't fit together: {shapes}. {error}") from error

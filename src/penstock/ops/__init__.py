@@ -7,6 +7,7 @@ from penstock.ops.draw import draw_from, draw_plain
 from penstock.ops.embedding import embedding
 from penstock.ops.linear import ACTIVATIONS, Activation, linear, linear_add_
 from penstock.ops.norm import layer_norm, rms_norm
+from penstock.ops.pack import pack
 from penstock.ops.quantize import quantize_int4, quantize_int8
 from penstock.ops.registry import Op, define_op, has_native, implementations, op, op_names
 from penstock.ops.rotary_cache import rotary_cache
@@ -30,6 +31,7 @@ __all__ = [
     "linear_add_",
     "op",
     "op_names",
+    "pack",
     "paged_attention",
     "quantize_int4",
     "quantize_int8",

@@ -44,27 +44,12 @@ def panel_shape(n: int, k: int, dtype: torch.dtype) -> tuple[int, int, int, int]
     return (round_up(n, COLUMNS) // COLUMNS, round_up(k, K_BLOCK) // v, COLUMNS, v)
 
 
-def pack_panels(weight: Tensor, out: Tensor | None = None) -> Tensor:
-    """[N, K] → panels [⌈N/16⌉, ⌈K/32⌉·32/v, 16, v], zero-padded.
-
-    out: where they go, perhaps every second panel of something larger; None: a new tensor.
-    """
+def pack_panels(weight: Tensor) -> Tensor:
+    """[N, K] → panels [⌈N/16⌉, ⌈K/32⌉·32/v, 16, v], zero-padded."""
     n, k = weight.shape
     panels, rows, _, v = panel_shape(n, k, weight.dtype)
-    if out is None:
-        out = torch.empty((panels, rows, COLUMNS, v), dtype=weight.dtype)
-    grid = out.permute(0, 2, 1, 3)  # [N/16, 16, K/v, v]
-    whole = n // COLUMNS
-    source = weight
-    if k != rows * v:
-        source = torch.nn.functional.pad(weight, (0, rows * v - k))
-    if whole:
-        grid[:whole] = source[: whole * COLUMNS].reshape(whole, COLUMNS, rows, v)
-    if n != whole * COLUMNS:
-        rest = n - whole * COLUMNS
-        grid[whole] = 0
-        grid[whole, :rest] = source[whole * COLUMNS :].reshape(rest, rows, v)
-    return out
+    whole = functional.pad(weight, (0, rows * v - k, 0, -n % COLUMNS))
+    return whole.view(panels, COLUMNS, rows, v).permute(0, 2, 1, 3).contiguous()
 
 
 def unpack_panels(panels: Tensor, n: int, k: int) -> Tensor:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from penstock.tokenizer.chat import render_chat
 from penstock.tokenizer.detokenizer import IncrementalDetokenizer
 from penstock.tokenizer.tokenizer import Tokenizer
 
-__all__ = ["IncrementalDetokenizer", "Tokenizer", "render_chat"]
+__all__ = ["IncrementalDetokenizer", "Tokenizer"]

@@ -17,7 +17,6 @@ from penstock.tokenizer.byte_level import (
     load_vocab_and_merges,
     looks_like_tiktoken,
 )
-from penstock.tokenizer.chat import render_chat
 from penstock.tokenizer.sentencepiece_backend import SentencePieceBackend
 from penstock.tokenizer.settings import TokenizerSettings, read_settings
 
@@ -150,6 +149,8 @@ class Tokenizer:
         `chat_template` is a template's source or the name of one of the folder's templates.
         Encode the result with `add_special_tokens=False`: templates write BOS themselves.
         """
+        from penstock.tokenizer.chat import render_chat  # and jinja2, a tenth of a second
+
         return render_chat(
             self._template(chat_template, has_tools=tools is not None),
             messages,

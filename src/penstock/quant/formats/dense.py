@@ -8,8 +8,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from penstock import ops
 from penstock.hardware import Compute
-from penstock.ops.panels import pack_panels, panel_shape, unpack_panels
+from penstock.ops.panels import panel_shape, unpack_panels
 from penstock.quant.format import Packed
 from penstock.quant.formats.panels import PanelFormat
 
@@ -29,15 +30,7 @@ class Dense(PanelFormat):
         return "float32" if self.dtype is torch.float32 else "bfloat16"
 
     def pack(self, weight: Tensor, gated: bool = False) -> Packed:
-        weight = weight.to(self.dtype)
-        if not gated:
-            return {"weight": pack_panels(weight)}
-        gate, up = weight.chunk(2)
-        panels, *rest = panel_shape(gate.shape[0], gate.shape[1], self.dtype)
-        out = torch.empty((2 * panels, *rest), dtype=self.dtype)
-        pack_panels(gate, out[::2])
-        pack_panels(up, out[1::2])
-        return {"weight": out}
+        return {"weight": ops.pack(weight, self.dtype, gated)}
 
     def unpack(
         self, packed: Packed, out_features: int, in_features: int, gated: bool = False

@@ -4,16 +4,16 @@
 namespace penstock::shim {
 namespace {
 
-// What `quantize_int8` (group 0) and `quantize_int4` share; the caller adds scale and zero.
-QuantizeArgs quantize_args(const Tensor& weight, int64_t group, bool gated) {
-  check_rows(weight, "quantize: weight");
+// What packing and quantizing share; K is padded to a multiple of `multiple`.
+void read_weight(PackArgs& a, const Tensor& weight, int64_t multiple, bool gated,
+                 const char* what) {
+  check_rows(weight, what);
   const ScalarType type = weight.scalar_type();
   STD_TORCH_CHECK(type == ScalarType::Float || type == ScalarType::BFloat16 ||
                       type == ScalarType::Half,
-                  "quantize: weight must be float32, bfloat16 or float16");
-  STD_TORCH_CHECK(!gated || weight.size(0) % 2 == 0, "quantize: a weight with a gate has two "
-                  "halves, this one ", weight.size(0), " rows");
-  QuantizeArgs a = {};
+                  what, " must be float32, bfloat16 or float16");
+  STD_TORCH_CHECK(!gated || weight.size(0) % 2 == 0, what, " with a gate has two halves, this one ",
+                  weight.size(0), " rows");
   a.dtype = type == ScalarType::Float      ? Float::f32
             : type == ScalarType::BFloat16 ? Float::bf16
                                            : Float::f16;
@@ -22,18 +22,39 @@ QuantizeArgs quantize_args(const Tensor& weight, int64_t group, bool gated) {
   a.gated = gated;
   a.n = gated ? weight.size(0) / 2 : weight.size(0);
   a.k = weight.size(1);
-  a.group = group;
-  const int64_t multiple = group > 64 ? group : 64;
   a.padded_k = (a.k + multiple - 1) / multiple * multiple;
   a.threads = threads();
+}
+
+int64_t count_panels(const PackArgs& a) { return (a.n + 15) / 16 * (a.gated ? 2 : 1); }
+
+// What `quantize_int8` (group 0) and `quantize_int4` share; the caller adds scale and zero.
+QuantizeArgs quantize_args(const Tensor& weight, int64_t group, bool gated) {
+  QuantizeArgs a = {};
+  read_weight(a, weight, group > 64 ? group : 64, gated, "quantize: weight");
+  a.group = group;
   return a;
 }
 
 }  // namespace
 
+Tensor pack(const Tensor& weight, ScalarType dtype, bool gated) {
+  PackArgs a = {};
+  read_weight(a, weight, 32, gated, "pack: weight");
+  STD_TORCH_CHECK(dtype == ScalarType::Float || dtype == ScalarType::BFloat16,
+                  "pack: dtype must be float32 or bfloat16");
+  a.to = dtype == ScalarType::Float ? DType::f32 : DType::bf16;
+  const int64_t v = dtype == ScalarType::Float ? 1 : 2;
+  Tensor panels =
+      torch::stable::new_empty(weight, {count_panels(a), a.padded_k / v, 16, v}, dtype);
+  a.panels = panels.data_ptr();
+  kernels().pack(a);
+  return panels;
+}
+
 std::tuple<Tensor, Tensor> quantize_int8(const Tensor& weight, bool gated) {
   QuantizeArgs a = quantize_args(weight, 0, gated);
-  const int64_t panels = (a.n + 15) / 16 * (gated ? 2 : 1);
+  const int64_t panels = count_panels(a);
   Tensor q = torch::stable::new_empty(weight, {panels, a.padded_k / 4, 16, 4}, ScalarType::Char);
   Tensor scale = torch::stable::new_empty(weight, {panels, 1, 16}, ScalarType::Float);
   a.panels = q.data_ptr();
@@ -47,7 +68,7 @@ std::tuple<Tensor, Tensor, Tensor> quantize_int4(const Tensor& weight, int64_t g
   STD_TORCH_CHECK(group == 32 || group == 64 || group == 128, "quantize_int4: group ", group,
                   " isn't 32, 64 or 128");
   QuantizeArgs a = quantize_args(weight, group, gated);
-  const int64_t panels = (a.n + 15) / 16 * (gated ? 2 : 1), groups = a.padded_k / group;
+  const int64_t panels = count_panels(a), groups = a.padded_k / group;
   Tensor q = torch::stable::new_empty(weight, {panels, a.padded_k / 8, 16, 4}, ScalarType::Byte);
   Tensor scale = torch::stable::new_empty(weight, {panels, groups, 16}, ScalarType::Half);
   Tensor zero = torch::stable::new_empty(weight, {symmetric ? 0 : panels, groups, 16},
