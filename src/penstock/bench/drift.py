@@ -106,33 +106,49 @@ def logits_of(runtime: Runtime, tokens: Sequence[int]) -> Tensor:
     return logits.clone()  # a runner's own are good until its next step
 
 
+class DriftSum:
+    """Adds up how far distributions lie from their references."""
+
+    def __init__(self) -> None:
+        self._kl: list[Tensor] = []
+        self._same = 0
+        self._loss = torch.zeros(2, dtype=torch.float64)
+        self._scored = 0
+
+    def add(self, reference: Tensor, other: Tensor, targets: Tensor) -> None:
+        """Log-probabilities or logits [T, V] of both, and the tokens that came: [T] or fewer."""
+        self._same += int((reference.argmax(-1) == other.argmax(-1)).sum())
+        self._scored += len(targets)
+        for row in range(0, len(reference), DRIFT_ROWS):
+            rows = slice(row, row + DRIFT_ROWS)
+            p, q = (x[rows].double().log_softmax(-1) for x in (reference, other))
+            self._kl.append((p.exp() * (p - q)).sum(-1))
+            known = targets[rows, None]
+            self._loss -= torch.stack([x[: len(known)].gather(1, known).sum() for x in (p, q)])
+
+    def result(self) -> Drift:
+        """Of all that was added."""
+        each = torch.cat(self._kl)
+        before, after = (math.exp(nats / self._scored) for nats in self._loss.tolist())
+        return Drift(
+            positions=len(each),
+            kl=float(each.mean()),
+            kl_p99=float(each.quantile(0.99)),
+            agreement=self._same / len(each),
+            perplexity=after,
+            reference_perplexity=before,
+        )
+
+
 def measure_drift(
     reference: Runtime, runtime: Runtime, tokens: Sequence[int], window: int
 ) -> Drift:
     """Hold `runtime` against `reference` over `tokens`, in windows that start from nothing."""
-    kl: list[Tensor] = []
-    same = 0
-    loss = torch.zeros(2, dtype=torch.float64)
+    found = DriftSum()
     for part in windows(tokens, window):
-        targets = torch.tensor(part[1:])
-        mine, theirs = logits_of(reference, part), logits_of(runtime, part)
-        same += int((mine.argmax(-1) == theirs.argmax(-1)).sum())
-        for row in range(0, len(part), DRIFT_ROWS):
-            p, q = (x[row : row + DRIFT_ROWS].double().log_softmax(-1) for x in (mine, theirs))
-            kl.append((p.exp() * (p - q)).sum(-1))
-            known = targets[row : row + DRIFT_ROWS, None]  # all but the window's last have one
-            loss -= torch.stack([x[: len(known)].gather(1, known).sum() for x in (p, q)])
-    each = torch.cat(kl)
-    scored = len(each) - sum(1 for _ in windows(tokens, window))
-    before, after = (math.exp(nats / scored) for nats in loss.tolist())
-    return Drift(
-        positions=len(each),
-        kl=float(each.mean()),
-        kl_p99=float(each.quantile(0.99)),
-        agreement=same / len(each),
-        perplexity=after,
-        reference_perplexity=before,
-    )
+        targets = torch.tensor(part[1:])  # of all but the window's last
+        found.add(logits_of(reference, part), logits_of(runtime, part), targets)
+    return found.result()
 
 
 def windows(tokens: Sequence[int], window: int) -> Iterator[Sequence[int]]:

@@ -16,7 +16,7 @@ import typer
 from typer.core import TyperGroup
 
 from penstock import __version__
-from penstock.cli import bench, chat, console, doctor, generate, profile
+from penstock.cli import bench, chat, console, doctor, evaluate, generate, profile
 from penstock.errors import PenstockError
 
 INTERRUPTED = 130
@@ -142,6 +142,7 @@ app.command()(generate.generate)
 app.command()(chat.chat)
 app.command()(doctor.doctor)
 app.command()(profile.profile)
+app.command("eval")(evaluate.evaluate)
 app.add_typer(bench.app, name="bench")
 
 

@@ -1,0 +1,298 @@
+"""`penstock eval`: what a model makes of texts and dialogues it hasn't seen."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from penstock.cli.loading import load
+from penstock.cli.options import MODEL, Dtype, JsonFile, KvCacheDtype, Model, Quantization
+from penstock.errors import ConfigError
+
+if TYPE_CHECKING:
+    from penstock.bench.dialogue import DialogueScore
+    from penstock.bench.evaluate import Text, TextScore
+    from penstock.bench.reference_run import ReferenceRun, RunWriter
+    from penstock.config import EngineConfig
+    from penstock.runtime import Runtime
+
+DIALOGUES_AT_ONCE = 16
+
+
+def evaluate(
+    model: Model = MODEL,
+    text: Annotated[
+        list[Path] | None,
+        typer.Option(help="A text file; documents are parted by <|endoftext|>. May be repeated."),
+    ] = None,
+    dialogues: Annotated[
+        Path | None,
+        typer.Option(help="A JSON-lines file of conversations: messages, and perhaps tools."),
+    ] = None,
+    against: Annotated[
+        str | None,
+        typer.Option(
+            help="Print the drift of another precision: a --quantization, float32, bfloat16, "
+            "kv=int8, kv=fp8, several joined by commas; or a model's folder."
+        ),
+    ] = None,
+    save_run: Annotated[
+        Path | None, typer.Option(help="Keep every distribution in this folder (large).")
+    ] = None,
+    reference_run: Annotated[
+        Path | None, typer.Option(help="Print the drift from a run that was kept.")
+    ] = None,
+    window: Annotated[
+        int | None,
+        typer.Option(min=2, help="Tokens read at once. Default: 1024, or what the model has."),
+    ] = None,
+    stride: Annotated[
+        int | None,
+        typer.Option(min=1, help="Of these, new ones; the rest is context. Default: half."),
+    ] = None,
+    max_bytes: Annotated[
+        int | None, typer.Option(min=1, help="Read no more of each text than this.")
+    ] = None,
+    max_dialogues: Annotated[
+        int | None, typer.Option(min=1, help="Read no more conversations than this.")
+    ] = None,
+    max_tokens: Annotated[int, typer.Option(min=1, help="Of each reply in a dialogue.")] = 128,
+    dtype: Dtype = "auto",
+    quantization: Quantization = None,
+    kv_cache_dtype: KvCacheDtype = "auto",
+    json_file: JsonFile = None,
+) -> None:
+    """Score held-out texts (perplexity, bits per byte, accuracy) and dialogues (format, tools)."""
+    from penstock.bench import dialogue
+    from penstock.bench.evaluate import check_window, read_text
+    from penstock.bench.reference_run import ReferenceRun
+
+    if not text and dialogues is None:
+        raise ConfigError("There is nothing to score: give --text FILE or --dialogues FILE.")
+    if against is not None and reference_run is not None:
+        raise ConfigError("--against and --reference-run both name a reference. Give one of them.")
+    if not text and (against or save_run or reference_run):
+        raise ConfigError("--against, --save-run and --reference-run compare texts: give --text.")
+    chosen = {"dtype": dtype, "quantization": quantization, "kv_cache_dtype": kv_cache_dtype}
+    window = window or _window(model)
+    stride = stride or max(1, window // 2)
+    check_window(window, stride)
+    length = None if dialogues is not None else window
+    config = _config(model, length, chosen)
+    runtime = load(config)
+    assert runtime.tokenizer is not None
+    other = None if against is None else load(_against(against, model, length, chosen))
+    if other is not None:
+        _check_vocabulary(runtime, other)
+    texts = [read_text(file, runtime.tokenizer, max_bytes) for file in text or []]
+    conversations = (
+        None if dialogues is None else dialogue.read_conversations(dialogues, max_dialogues)
+    )
+    reference = None if reference_run is None else ReferenceRun(reference_run)
+    if reference is not None:
+        reference.check(window, stride, runtime.model.spec.decoder.vocab_size)
+    save = None if save_run is None else _writer(save_run, runtime, model, texts, window, stride)
+    scores = _score(runtime, texts, window, stride, other, reference, save)
+    replies = None
+    if dialogues is not None and conversations is not None:
+        replies = dialogue.score_dialogues(
+            config, runtime, dialogues.name, conversations, max_tokens
+        )
+    if json_file is not None:
+        about = {"model": str(model), **chosen, "window": window, "stride": stride}
+        _write(json_file, about, against or reference_run, scores, replies)
+    _print(runtime, scores, replies, against, reference)
+
+
+def _window(model: str) -> int:
+    from penstock.bench.workload import longest
+
+    return min(1024, longest(model))
+
+
+def _config(model: str, length: int | None, chosen: dict[str, Any]) -> EngineConfig:
+    from penstock.config import EngineConfig
+
+    return EngineConfig.of(
+        model=model, max_model_len=length, max_num_seqs=DIALOGUES_AT_ONCE, **chosen
+    )
+
+
+def _against(words: str, model: str, length: int | None, chosen: dict[str, Any]) -> EngineConfig:
+    """What `--against` names: formats that replace those chosen, or a model in its own."""
+    if Path(words).is_dir():
+        return _config(words, length, {})
+    changed: dict[str, Any] = {"quantization": None} if chosen["quantization"] else {}
+    for word in words.split(","):
+        if word in ("float32", "bfloat16"):
+            changed["dtype"] = word
+        elif word.startswith("kv="):
+            changed["kv_cache_dtype"] = word.removeprefix("kv=")
+        else:
+            changed["quantization"] = word
+    return _config(model, length, chosen | changed)
+
+
+def _check_vocabulary(one: Runtime, other: Runtime) -> None:
+    sizes = [r.model.spec.decoder.vocab_size for r in (one, other)]
+    if sizes[0] != sizes[1]:
+        raise ConfigError(
+            f"The two models have vocabularies of {sizes[0]:,} and {sizes[1]:,} tokens: their "
+            "distributions can't be compared."
+        )
+
+
+def _writer(
+    folder: Path, runtime: Runtime, model: str, texts: list[Text], window: int, stride: int
+) -> RunWriter:
+    import shutil
+
+    from penstock.bench.reference_run import RunWriter
+
+    positions = sum(len(ids) - 1 for text in texts for ids in text.documents)
+    vocabulary = runtime.model.spec.decoder.vocab_size
+    parent = next(p for p in folder.absolute().parents if p.exists())
+    need, free = 2 * positions * vocabulary, shutil.disk_usage(parent).free
+    if need > free:
+        raise ConfigError(
+            f"--save-run needs {need / 1e9:.1f} GB for {positions:,} positions of {vocabulary:,} "
+            f"tokens, but {free / 1e9:.1f} GB are free. Score less with --max-bytes."
+        )
+    about = {
+        "model": str(model),
+        "weights": runtime.model.model.formats.name,
+        "window": window,
+        "stride": stride,
+    }
+    return RunWriter(folder, positions, vocabulary, about)
+
+
+def _score(
+    runtime: Runtime,
+    texts: list[Text],
+    window: int,
+    stride: int,
+    other: Runtime | None,
+    reference: ReferenceRun | None,
+    save: RunWriter | None,
+) -> list[TextScore]:
+    from penstock.bench.evaluate import evaluate
+
+    assert runtime.tokenizer is not None
+    scores = [
+        evaluate(
+            runtime, runtime.tokenizer, text, window, stride,
+            against=other, reference=reference, save=save,
+        )
+        for text in texts
+    ]  # fmt: skip
+    if save is not None:
+        save.close()
+    return scores
+
+
+def _write(
+    file: Path,
+    about: dict[str, Any],
+    against: str | Path | None,
+    scores: list[TextScore],
+    replies: DialogueScore | None,
+) -> None:
+    from penstock.bench.environment import environment
+    from penstock.hardware import detect
+
+    found = {
+        "benchmark": "eval",
+        "setup": about,
+        "against": None if against is None else str(against),
+        "texts": [score.as_dict() for score in scores],
+        "dialogues": None if replies is None else replies.as_dict(),
+        **environment(detect()),
+    }
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
+
+
+def _print(
+    runtime: Runtime,
+    scores: list[TextScore],
+    replies: DialogueScore | None,
+    against: str | None,
+    reference: ReferenceRun | None,
+) -> None:
+    from rich.console import Console
+
+    from penstock.bench.report import percent
+
+    console = Console(highlight=False, soft_wrap=True)
+    what = f"{runtime.model.spec.family}, {runtime.model.model.formats.name} weights"
+    if scores:
+        console.print(
+            _table(
+                f"Texts: {what}",
+                ("text", "documents", "tokens", "bytes", "perplexity", "bits/byte", "accuracy"),
+                [
+                    (
+                        s.name, f"{s.documents:,}", f"{s.tokens:,}", f"{s.bytes:,}",
+                        f"{s.perplexity:.3f}", f"{s.bits_per_byte:.4f}", percent(s.accuracy),
+                    )
+                    for s in scores
+                ],
+            )
+        )  # fmt: skip
+    drifted = [(s.name, s.drift) for s in scores if s.drift is not None]
+    if drifted:
+        source = f"of {against}" if reference is None else f"from {reference.about['weights']}"
+        console.print(
+            _table(
+                f"Drift {source}",
+                ("text", "KL (nats)", "99% below", "same likeliest token", "perplexity"),
+                [
+                    (
+                        name, f"{d.kl:.5f}", f"{d.kl_p99:.4f}", percent(d.agreement),
+                        f"{d.reference_perplexity:.3f} → {d.perplexity:.3f}",
+                    )
+                    for name, d in drifted
+                ],
+            )
+        )  # fmt: skip
+    if replies is not None:
+        console.print(_dialogue_table(replies, what))
+
+
+def _dialogue_table(found: DialogueScore, what: str) -> Any:
+    from penstock.bench.report import percent
+
+    def share(part: int, whole: int) -> str:
+        return f"{part:,} of {whole:,}" + (f" ({percent(part / whole)})" if whole else "")
+
+    return _table(
+        f"Dialogues: {what}",
+        (found.name, f"{found.conversations:,} conversations"),
+        [
+            ("replies that end by themselves", share(found.ended, found.replies)),
+            ("in the right format", share(found.valid, found.replies)),
+            ("tool calls, exactly the same", share(found.exact, found.calling)),
+            ("tool calls, the same names", share(found.named, found.calling)),
+            (
+                "calls where there are none",
+                share(found.uncalled_for, found.replies - found.calling),
+            ),
+        ],
+    )
+
+
+def _table(title: str, columns: tuple[str, ...], rows: list[tuple[str, ...]]) -> Any:
+    from rich.table import Table
+
+    table = Table(
+        title=title, title_style="bold", title_justify="left", box=None, padding=(0, 2, 0, 0)
+    )
+    for i, name in enumerate(columns):
+        table.add_column(name, justify="left" if i == 0 else "right", no_wrap=True)
+    for row in rows:
+        table.add_row(*row)
+    return table
