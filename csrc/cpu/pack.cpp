@@ -60,23 +60,13 @@ void one_panel(const PackArgs& a, int64_t panel) {
   }
 }
 
-template <typename T>
-void run(const PackArgs& a) {
-  auto* one = a.to == DType::bf16 ? one_panel<T, bf16> : one_panel<T, float>;
-  over_panels(a, [&](int64_t panel) { one(a, panel); });
-}
-
 }  // namespace
 
 void pack(const PackArgs& a) {
-  switch (a.dtype) {
-    case Float::f32:
-      return run<float>(a);
-    case Float::bf16:
-      return run<bf16>(a);
-    case Float::f16:
-      return run<half>(a);
-  }
+  with_source(a.dtype, [&]<typename T>(T*) {
+    auto* one = a.to == DType::bf16 ? one_panel<T, bf16> : one_panel<T, float>;
+    over_panels(a, [&](int64_t panel) { one(a, panel); });
+  });
 }
 
 }  // namespace penstock::PENSTOCK_ISA

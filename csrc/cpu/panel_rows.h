@@ -54,6 +54,19 @@ struct Job {
   }
 };
 
+// body(a null pointer of the type that the weights are stored in).
+template <typename Body>
+static inline void with_source(Float stored, Body body) {
+  switch (stored) {
+    case Float::f32:
+      return body(static_cast<float*>(nullptr));
+    case Float::bf16:
+      return body(static_cast<bf16*>(nullptr));
+    case Float::f16:
+      return body(static_cast<half*>(nullptr));
+  }
+}
+
 // one(panel) for every panel, a few at a time: rows that lie together are read together.
 template <typename One>
 static inline void over_panels(const PackArgs& a, One one) {

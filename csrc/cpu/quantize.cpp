@@ -204,26 +204,16 @@ void int4_panel(const QuantizeArgs& a, int64_t panel) {
   }
 }
 
-template <typename T>
-void run(const QuantizeArgs& a) {
-  auto* one = a.group == 0    ? int8_panel<T>
-              : a.group == 32 ? int4_panel<T, 2>
-              : a.group == 64 ? int4_panel<T, 4>
-                              : int4_panel<T, 8>;
-  over_panels(a, [&](int64_t panel) { one(a, panel); });
-}
-
 }  // namespace
 
 void quantize(const QuantizeArgs& a) {
-  switch (a.dtype) {
-    case Float::f32:
-      return run<float>(a);
-    case Float::bf16:
-      return run<bf16>(a);
-    case Float::f16:
-      return run<half>(a);
-  }
+  with_source(a.dtype, [&]<typename T>(T*) {
+    auto* one = a.group == 0    ? int8_panel<T>
+                : a.group == 32 ? int4_panel<T, 2>
+                : a.group == 64 ? int4_panel<T, 4>
+                                : int4_panel<T, 8>;
+    over_panels(a, [&](int64_t panel) { one(a, panel); });
+  });
 }
 
 }  // namespace penstock::PENSTOCK_ISA

@@ -95,7 +95,7 @@ def test_latency(tiny: Path, context: int) -> None:
     workload = latency.Workload(
         input_len=32, output_len=8, batch_size=3, context=context, repeats=2
     )
-    config = workload.config(str(tiny), "auto")
+    config = workload.config(str(tiny))
     report = latency.run(config, load_runtime(config), workload)
     prefill, decode = report.results["prefill"], report.results["decode"]
     assert (prefill["steps"], prefill["tokens"]) == (1, 96)
@@ -116,7 +116,7 @@ def test_latency(tiny: Path, context: int) -> None:
 @pytest.mark.usefixtures("fake_peaks")
 def test_throughput(tiny: Path) -> None:
     workload = throughput.Workload(num_prompts=10, input_len=16, output_len=6, max_num_seqs=4)
-    config = workload.config(str(tiny), "auto")
+    config = workload.config(str(tiny))
     report = throughput.run(config, load_runtime(config), workload)
     found = report.results
     prompts, decode = found["steps_with_prompts"], found["decode_steps"]

@@ -48,7 +48,7 @@ def test_operators_called_one_by_one_are_the_same(base_model: Path) -> None:
     workload = Workload(input_len=20, output_len=8, batch_size=1, context=20, repeats=1)
     calls = []
     for eager in (False, True):
-        config = workload.config(str(base_model), "auto")
+        config = workload.config(str(base_model))
         config = replace(config, model=replace(config.model, enforce_eager=eager))
         phases = benchmark.run(config, load_runtime(config), workload).phases
         calls.append([(row.op, row.calls, row.flops) for phase in phases for row in phase.rows])

@@ -25,6 +25,7 @@ from penstock.bench.report import (
     seconds,
 )
 from penstock.bench.workload import (
+    engine_config,
     overhead,
     run_batch,
     setup,
@@ -49,27 +50,16 @@ class Workload:
     context: int  # tokens in the cache when decoding starts
     repeats: int
 
-    def config(
-        self,
-        model: str,
-        dtype: str,
-        quantization: str | None = None,
-        kv_cache_dtype: str = "auto",
-    ) -> EngineConfig:
+    def config(self, model: str, **forms: Any) -> EngineConfig:
         """An engine that runs it in one batch, with a cache that holds it all."""
         length = max(self.input_len, self.context) + self.output_len
         spare = 1  # a block to grow into, which the scheduler wants for each before it starts all
-        return EngineConfig.of(
-            model=model,
-            dtype=dtype,
-            quantization=quantization,
-            kv_cache_dtype=kv_cache_dtype,
-            skip_tokenizer_init=True,
-            enable_prefix_caching=False,
+        return engine_config(
+            model,
             max_model_len=length,
             num_blocks=self.batch_size * (-(-length // CacheConfig().block_size) + spare),
             max_num_seqs=self.batch_size,
-            max_num_batched_tokens=max(2048, self.batch_size),
+            **forms,
         )
 
 

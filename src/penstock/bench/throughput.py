@@ -25,6 +25,7 @@ from penstock.bench.report import (
     seconds,
 )
 from penstock.bench.workload import (
+    engine_config,
     greedy,
     overhead,
     raise_errors,
@@ -47,24 +48,13 @@ class Workload:
     output_len: int  # tokens
     max_num_seqs: int
 
-    def config(
-        self,
-        model: str,
-        dtype: str,
-        quantization: str | None = None,
-        kv_cache_dtype: str = "auto",
-    ) -> EngineConfig:
+    def config(self, model: str, **forms: Any) -> EngineConfig:
         """An engine that runs `max_num_seqs` of the requests at once."""
-        return EngineConfig.of(
-            model=model,
-            dtype=dtype,
-            quantization=quantization,
-            kv_cache_dtype=kv_cache_dtype,
-            skip_tokenizer_init=True,
-            enable_prefix_caching=False,
+        return engine_config(
+            model,
             max_model_len=self.input_len + self.output_len,
             max_num_seqs=self.max_num_seqs,
-            max_num_batched_tokens=max(2048, self.max_num_seqs),
+            **forms,
         )
 
 

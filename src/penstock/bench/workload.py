@@ -11,6 +11,7 @@ import numpy as np
 
 from penstock.bench.meter import Meter
 from penstock.bench.report import count
+from penstock.config import EngineConfig
 from penstock.engine import RequestOutput
 from penstock.errors import ConfigError
 from penstock.models import read_spec
@@ -18,6 +19,30 @@ from penstock.models.hub import resolve
 from penstock.models.load import max_positions
 from penstock.roofline import CAUSES, StepRecord, StepSize
 from penstock.sampling import SamplingParams
+
+
+def engine_config(
+    model: str,
+    *,
+    max_model_len: int,
+    max_num_seqs: int,
+    num_blocks: int | None = None,
+    **forms: Any,
+) -> EngineConfig:
+    """An engine for random tokens: no tokenizer, nothing found in the cache.
+
+    forms: `dtype`, `quantization`, `kv_cache_dtype`.
+    """
+    return EngineConfig.of(
+        model=model,
+        skip_tokenizer_init=True,
+        enable_prefix_caching=False,
+        max_model_len=max_model_len,
+        num_blocks=num_blocks,
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=max(2048, max_num_seqs),
+        **forms,
+    )
 
 
 def random_prompts(

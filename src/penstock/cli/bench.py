@@ -55,7 +55,9 @@ def latency(
         context=context or input_len,
         repeats=repeats,
     )
-    config = workload.config(model, dtype, quantization, kv_cache_dtype)
+    config = workload.config(
+        model, dtype=dtype, quantization=quantization, kv_cache_dtype=kv_cache_dtype
+    )
     _show(benchmark.run(config, load(config), workload), json_file)
 
 
@@ -82,7 +84,9 @@ def throughput(
         output_len=output_len,
         max_num_seqs=max_num_seqs,
     )
-    config = workload.config(model, dtype, quantization, kv_cache_dtype)
+    config = workload.config(
+        model, dtype=dtype, quantization=quantization, kv_cache_dtype=kv_cache_dtype
+    )
     _show(benchmark.run(config, load(config), workload), json_file)
 
 

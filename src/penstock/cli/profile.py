@@ -61,7 +61,9 @@ def profile(
         context=context or prompt_len,
         repeats=3,
     )
-    config = workload.config(model, dtype, quantization, kv_cache_dtype)
+    config = workload.config(
+        model, dtype=dtype, quantization=quantization, kv_cache_dtype=kv_cache_dtype
+    )
     found = benchmark.run(config, load(config), workload)
     _write(found, json_file, trace, svg)
     console = Console(highlight=False, soft_wrap=True)
