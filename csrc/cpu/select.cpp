@@ -1,5 +1,5 @@
 // Rows of logits: the largest, the k largest without a sort of the vocabulary, and draws by
-// inverting a distribution. A row is the business of one thread and depends on no other row.
+// inverting a distribution. A row depends on no other row.
 #include <algorithm>
 
 #include "parallel.h"
@@ -9,6 +9,8 @@ namespace penstock::PENSTOCK_ISA {
 namespace {
 
 constexpr int64_t kBlock = 256;         // logits per maximum and per partial sum
+constexpr int64_t kScan = 2048;         // logits per maximum where only the largest is wanted
+constexpr int64_t kSlice = 16 * 1024;   // logits of a row that are worth a part of their own
 constexpr int64_t kParallel = 64 * 1024;  // below this many logits one thread does it all
 constexpr int kAhead = 1024;  // logits to prefetch ahead: memory answers late
 constexpr float kInfinity = __builtin_inff();
@@ -52,20 +54,42 @@ float block_max(const float* x, int count, F16& strange) {
   return reduce_max(a.best);
 }
 
-// The place of a row's largest logit: the first of equals; the first NaN if there is one.
-int64_t largest(const float* x, int64_t size) {
+// What is known of some logits of a row once they have been read.
+struct Peak {
+  float best;
+  int64_t at;    // where the block of kScan begins that holds the first of the largest
+  bool strange;  // there may be a NaN
+};
+
+Peak scan(const float* x, int64_t first, int64_t last) {
   F16 strange = zero();
-  float best = -kInfinity;
-  int64_t at = 0;
-  for (int64_t first = 0; first < size; first += kBlock) {
-    const float found = block_max(x + first, length_of(first, size), strange);
-    if (found > best) best = found, at = first;
+  Peak peak = {-kInfinity, first, false};
+  for (; first < last; first += kScan) {
+    const float found = block_max(x + first, length_of(first, last, kScan), strange);
+    if (found > peak.best) peak.best = found, peak.at = first;
   }
-  if (reduce_max(strange) > 0.0f)
+  peak.strange = reduce_max(strange) > 0.0f;
+  return peak;
+}
+
+// The place of a row's largest logit: the first of equals; the first NaN if there is one. `peaks`
+// are those of the row's slices, in order.
+int64_t largest(const float* x, int64_t size, const Peak* peaks, int64_t slices) {
+  Peak peak = peaks[0];
+  for (int64_t i = 1; i < slices; i++) {
+    if (peaks[i].best > peak.best) peak.best = peaks[i].best, peak.at = peaks[i].at;
+    peak.strange |= peaks[i].strange;
+  }
+  if (peak.strange)
     for (int64_t i = 0; i < size; i++)
       if (x[i] != x[i]) return i;
-  while (x[at] != best) at++;
-  return at;
+  while (x[peak.at] != peak.best) peak.at++;
+  return peak.at;
+}
+
+int64_t largest(const float* x, int64_t size) {
+  const Peak peak = scan(x, 0, size);
+  return largest(x, size, &peak, 1);
 }
 
 // Orders logits as unsigned numbers: larger first, NaN before all, the lower id among equals.
@@ -198,12 +222,6 @@ Place invert(Weight weight, int64_t count, double u) {
   return {-1, 0.0};  // u is NaN
 }
 
-void argmax_row(const ArgmaxArgs& a, int64_t row) {
-  const float* x = a.logits + row * a.stride;
-  a.ids[row] = largest(x, a.size);
-  a.values[row] = x[a.ids[row]];
-}
-
 void top_k_row(const TopKArgs& a, int64_t row) {
   const float* x = a.logits + row * a.stride;
   const Key* keys = leading(x, a.size, a.k);
@@ -284,7 +302,25 @@ void over_rows(const Args& a, int64_t rows, int64_t work, void (*row)(const Args
 
 }  // namespace
 
-void argmax(const ArgmaxArgs& a) { over_rows(a, a.rows, a.rows * a.size, argmax_row); }
+void argmax(const ArgmaxArgs& a) {
+  const int threads = a.rows * a.size > kParallel ? a.threads : 1;
+  // few rows are cut into slices, so that every thread has some
+  const int64_t slices =
+      threads == 1 || a.rows >= 4 * threads ? 1 : std::max<int64_t>(1, a.size / kSlice);
+  const int64_t length = (a.size + slices * kScan - 1) / (slices * kScan) * kScan;
+  Peak* peaks = static_cast<Peak*>(
+      scratch(Scratch::partials, static_cast<size_t>(a.rows * slices) * sizeof(Peak)));
+  parallel(threads, a.rows * slices, [&](int64_t i) {
+    const int64_t first = i % slices * length;
+    peaks[i] = scan(a.logits + i / slices * a.stride, std::min(first, a.size),
+                    std::min(first + length, a.size));
+  });
+  for (int64_t row = 0; row < a.rows; row++) {
+    const float* x = a.logits + row * a.stride;
+    a.ids[row] = largest(x, a.size, peaks + row * slices, slices);
+    a.values[row] = x[a.ids[row]];
+  }
+}
 
 void top_k(const TopKArgs& a) { over_rows(a, a.rows, a.rows * a.size, top_k_row); }
 
