@@ -19,6 +19,7 @@ from penstock.errors import ConfigError
         ({"block_size": 16}, "multiple of 32 tokens, not 16"),
         ({"memory_fraction": 0.0}, r"in \(0, 1\], not 0.0"),
         ({"memory_fraction": "x"}, "memory_fraction must be a number, not 'x'"),
+        ({"memory_fraction": 0.5, "num_blocks": 9}, "leaves memory_fraction=0.5 .* nothing to"),
         ({"enable_prefix_caching": "no"}, "enable_prefix_caching must be True or False"),
         ({"seed": -1}, "seed must be an integer of at least 0, not -1"),
         ({"model": None}, "model must be a folder, a hub id or a name, not None"),

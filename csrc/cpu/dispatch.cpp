@@ -7,6 +7,7 @@
 #include <cstdlib>
 #include <cstring>
 #include <new>
+#include <stdexcept>
 
 #include "kernels.h"
 
@@ -108,7 +109,11 @@ std::atomic<int> chosen{-2};
 
 }  // namespace
 
-const Kernels& kernels() { return tables[chosen.load(std::memory_order_relaxed)]; }
+const Kernels& kernels() {
+  const int index = chosen.load(std::memory_order_relaxed);
+  if (index < 0) throw std::runtime_error("penstock_select_isa hasn't chosen any kernels");
+  return tables[index];
+}
 
 namespace {
 

@@ -140,17 +140,18 @@ class PanelPair {
     totals_ = static_cast<float*>(
         scratch(Scratch::partials, (sums + 4 * kSums) * sizeof(float)));
     one_group_ = totals_ + sums;
+    // whole groups, as many as fit; with few rows a dense panel passes once anyway
+    group_ = x.depth / a.groups;
+    block_ = kBlockBytes / x.bytes;
+    if (a.groups > 1) block_ = block_ < group_ ? group_ : block_ / group_ * group_;
     wide_ = static_cast<unsigned char*>(
-        scratch(Scratch::unpacked, static_cast<size_t>(2 * (kBlockBytes + kAheadBytes))));
+        scratch(Scratch::unpacked, static_cast<size_t>(2 * (block_ * x.bytes + kAheadBytes))));
   }
 
   template <bool Ints>
   void run(const Columns& to) {
     const bool widen = a_.kind == Weight::int4 || (a_.kind == Weight::int8 && !Ints);
-    const int64_t group = x_.depth / a_.groups;  // tiles
-    int64_t block = kBlockBytes / x_.bytes;
-    if (a_.groups > 1) block = block < group ? group : block / group * group;
-    // with few rows the panels pass once anyway
+    int64_t block = block_;
     if (!widen && a_.groups == 1 && tiles_.last - tiles_.first == 1) block = x_.depth;
     for (int64_t from = 0; from < x_.depth; from += block) {
       const int64_t count = from + block < x_.depth ? block : x_.depth - from;
@@ -158,8 +159,8 @@ class PanelPair {
       for (int64_t i = 0; i < 2; i++)
         panels[i] = widen ? widened<Ints>(i, from, count) : stored(i) + from * x_.bytes;
       for (int64_t m = tiles_.first; m < tiles_.last; m += 2)
-        m + 1 < tiles_.last ? rows<true, Ints>(m, panels, from, count, group)
-                            : rows<false, Ints>(m, panels, from, count, group);
+        m + 1 < tiles_.last ? rows<true, Ints>(m, panels, from, count)
+                            : rows<false, Ints>(m, panels, from, count);
     }
     write<Ints>(0, to);
     if (two_) write<Ints>(1, to);
@@ -173,7 +174,7 @@ class PanelPair {
 
   template <bool Ints>
   const unsigned char* widened(int64_t i, int64_t from, int64_t count) {
-    unsigned char* out = wide_ + (two_ ? i : 0) * kBlockBytes;
+    unsigned char* out = wide_ + (two_ ? i : 0) * block_ * x_.bytes;
     if (i == 1 && !two_) return out;
     const int64_t first = from * x_.step, last = (from + count) * x_.step;
     if constexpr (Ints)
@@ -188,8 +189,7 @@ class PanelPair {
   float* total(int64_t m) const { return totals_ + (m - tiles_.first) * 2 * kSums; }
 
   template <bool TwoRows, bool Ints>
-  void rows(int64_t m, const unsigned char* const* panels, int64_t from, int64_t count,
-            int64_t group) {
+  void rows(int64_t m, const unsigned char* const* panels, int64_t from, int64_t count) {
     const unsigned char* rows0 = x_.tiles + (m * x_.depth + from) * x_.bytes;
     const unsigned char* rows1 = rows0 + x_.depth * x_.bytes;
     if (a_.groups == 1) {
@@ -197,11 +197,11 @@ class PanelPair {
                                     total(m));
       return;
     }
-    for (int64_t d = 0; d < count; d += group) {
+    for (int64_t d = 0; d < count; d += group_) {
       const int64_t at = d * x_.bytes;
       multiply_tiles<TwoRows, Ints>(rows0 + at, rows1 + at, panels[0] + at, panels[1] + at, x_,
-                                    group, true, one_group_);
-      scale<Ints>((from + d) / group, TwoRows ? 4 : 2, total(m));
+                                    group_, true, one_group_);
+      scale<Ints>((from + d) / group_, TwoRows ? 4 : 2, total(m));
     }
   }
 
@@ -238,6 +238,7 @@ class PanelPair {
   int64_t p_;
   bool two_;
   Panel panel_[2] = {};
+  int64_t group_, block_;  // tiles along K: of a group, and taken at a time
   float* totals_;
   float* one_group_;
   unsigned char* wide_;

@@ -59,6 +59,7 @@ class Pool {
     const uint64_t epoch = (epoch_.load(std::memory_order_relaxed) + 1) & 0xffffffff;
     // nobody claims anything while the job is being written
     claim_.store((epoch - 1) << 32 | kClosed);
+    std::atomic_thread_fence(std::memory_order_seq_cst);
     body_.store(body, std::memory_order_relaxed);
     context_.store(context, std::memory_order_relaxed);
     parts_.store(parts, std::memory_order_relaxed);

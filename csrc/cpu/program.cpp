@@ -116,8 +116,9 @@ void Program::bind(Args& a, const Node& node, const StepArrays& step, void* logi
 }
 
 void Program::run(const StepArrays& step, void* logits, int threads, double* times) {
+  const int64_t rows = std::max(step.count, step.sampled);
   for (Buffer& buffer : buffers_) {
-    const size_t need = static_cast<size_t>(buffer.row_bytes * step.count);
+    const size_t need = static_cast<size_t>(buffer.row_bytes * rows);
     if (need <= buffer.bytes) continue;
     const size_t bytes = (need + need / 4 + 4095) / 4096 * 4096;
     buffer.data.reset();

@@ -38,6 +38,7 @@ CacheShape cache_shape(const Tensor& keys, const Tensor& values, const Optional&
                   "key_cache and value_cache don't have the layout of ops.rotary_cache for heads "
                   "of ",
                   dim);
+  STD_TORCH_CHECK(s.kv_heads > 0, "key_cache has no heads");
   const bool scaled = kind == Stored::int8;
   STD_TORCH_CHECK(scaled == key_scale.has_value() && scaled == value_scale.has_value(),
                   "an int8 cache, and only that, has scales");

@@ -26,6 +26,8 @@ Matrix matrix(const Tensor& weight, const Optional& scale,
                     ": a float weight has v = 4 / itemsize and neither scale nor zero");
     s.padded_k = weight.size(1) * v;
     s.groups = 1;
+    STD_TORCH_CHECK(s.padded_k % 32 == 0, what, ": a panel of ", s.padded_k,
+                    " values of K, which must be a multiple of 32");
     return s;
   }
   STD_TORCH_CHECK((type == ScalarType::Char || type == ScalarType::Byte) && v == 4 && scale, what,

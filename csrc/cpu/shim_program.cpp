@@ -7,6 +7,7 @@
 #include <torch/csrc/stable/library.h>
 
 #include <algorithm>
+#include <atomic>
 #include <map>
 #include <memory>
 #include <mutex>
@@ -24,8 +25,8 @@ struct Held {
   Program program;
   std::vector<Tensor> kept;
   int64_t tokens = INT64_MAX, positions = INT64_MAX;  // rows of the tables that are looked up
-  int64_t blocks = INT64_MAX, block_size = 32;
-  std::mutex running;
+  int64_t blocks = 0, block_size = 0;  // of every cache, or none
+  std::atomic<bool> running{false};
 
   void keep(const Tensor& tensor) { kept.push_back(tensor); }
   void keep(const Optional& tensor) {
@@ -40,6 +41,17 @@ struct Held {
     const Program::Value& v = program.at(static_cast<int>(value));
     return {v.dtype, v.columns};
   }
+  // One dtype, and all rows or the sampled ones in both.
+  void check_like(int64_t residual, int64_t x, const char* what) const {
+    const Program::Value& a = program.at(static_cast<int>(residual));
+    const Program::Value& b = program.at(static_cast<int>(x));
+    STD_TORCH_CHECK(a.dtype == b.dtype && a.sampled == b.sampled, what,
+                    ": residual and x must have the same rows and dtype");
+  }
+  void check_all_rows(int64_t value, const char* what) const {
+    STD_TORCH_CHECK(!program.at(static_cast<int>(value)).sampled, what, ": value ", value,
+                    " has the sampled rows only");
+  }
   int64_t result(Form form, int64_t like, int64_t dim = 0) {
     return program.value(
         {form.columns, form.dtype, like >= 0 && program.at(static_cast<int>(like)).sampled, dim});
@@ -48,6 +60,17 @@ struct Held {
   void add(const Args& args, int64_t x, int64_t y, Ids ids = Ids::tokens) {
     program.add({args, static_cast<int>(x), static_cast<int>(y), ids});
   }
+};
+
+class Release {
+ public:
+  explicit Release(std::atomic<bool>& held) : held_(held) {}
+  ~Release() { held_.store(false); }
+  Release(const Release&) = delete;
+  Release& operator=(const Release&) = delete;
+
+ private:
+  std::atomic<bool>& held_;
 };
 
 std::mutex guard;
@@ -79,7 +102,11 @@ int64_t program_linear(int64_t id, int64_t x, const Tensor& weight, Optional sca
   const auto p = held(id);
   LinearArgs a = linear_args(p->form(x), weight, scale, zero, bias, out_features, int8_rows, gated);
   with_norm_and_activation(a, norm, eps, activation);
-  if (out_dtype) a.out_dtype = *out_dtype == ScalarType::Float ? DType::f32 : DType::bf16;
+  if (out_dtype) {
+    STD_TORCH_CHECK(*out_dtype == ScalarType::Float || *out_dtype == ScalarType::BFloat16,
+                    "linear: out_dtype must be float32 or bfloat16");
+    a.out_dtype = *out_dtype == ScalarType::Float ? DType::f32 : DType::bf16;
+  }
   p->keep_all(weight, scale, zero, bias, norm);
   const int64_t y = p->result({a.out_dtype, a.n}, x);
   p->add(a, x, y);
@@ -91,7 +118,7 @@ void program_linear_add_(int64_t id, int64_t residual, int64_t x, const Tensor& 
   const auto p = held(id);
   LinearArgs a = linear_args(p->form(x), weight, scale, zero, bias, p->form(residual).columns,
                              int8_rows, false);
-  STD_TORCH_CHECK(p->form(residual).dtype == a.dtype, "linear_add_: residual and x differ in dtype");
+  p->check_like(residual, x, "linear_add_");
   a.adds = true;
   p->keep_all(weight, scale, zero, bias);
   p->add(a, x, residual);
@@ -140,9 +167,10 @@ int64_t program_layer_norm(int64_t id, int64_t x, const Tensor& weight, Optional
 
 void program_add_(int64_t id, int64_t residual, int64_t x) {
   const auto p = held(id);
-  const Form to = p->form(residual), from = p->form(x);
-  STD_TORCH_CHECK(to.dtype == from.dtype && to.columns == from.columns,
-                  "add_: residual and x must have one shape and dtype");
+  const Form to = p->form(residual);
+  STD_TORCH_CHECK(to.columns == p->form(x).columns, "add_: residual has ", to.columns,
+                  " columns, x ", p->form(x).columns);
+  p->check_like(residual, x, "add_");
   AddArgs a = {};
   a.dtype = to.dtype;
   a.dim = to.columns;
@@ -162,13 +190,14 @@ int64_t program_rotary_cache(int64_t id, int64_t qkv, int64_t heads, Optional q_
                              const Tensor& key_cache, const Tensor& value_cache,
                              Optional key_scale, Optional value_scale) {
   const auto p = held(id);
+  p->check_all_rows(qkv, "rotary_cache");
   const RotaryCacheArgs a =
       rotary_cache_args(p->form(qkv), heads, q_norm, k_norm, eps, cos_sin, interleaved, key_cache,
                         value_cache, key_scale, value_scale);
   if (a.cos_sin) p->positions = std::min(p->positions, a.num_positions);
-  STD_TORCH_CHECK(p->blocks == INT64_MAX || p->block_size == a.block_size,
-                  "The caches of one program must have blocks of one size");
-  p->blocks = std::min(p->blocks, a.blocks);
+  STD_TORCH_CHECK(p->block_size == 0 || (p->blocks == a.blocks && p->block_size == a.block_size),
+                  "The caches of one program must have the same blocks");
+  p->blocks = a.blocks;
   p->block_size = a.block_size;
   p->keep_all(q_norm, k_norm, cos_sin, key_cache, value_cache, key_scale, value_scale);
   const int64_t y = p->result({a.dtype, heads * a.dim}, qkv, a.dim);
@@ -182,6 +211,7 @@ int64_t program_paged_attention(int64_t id, int64_t q, const Tensor& key_cache,
                                 Optional value_scale) {
   const auto p = held(id);
   const Program::Value& v = p->program.at(static_cast<int>(q));
+  p->check_all_rows(q, "paged_attention");
   STD_TORCH_CHECK(v.dim > 0, "paged_attention: value ", q, " isn't what rotary_cache returned");
   const AttentionArgs a =
       attention_args(v.dtype, v.columns / v.dim, v.dim, key_cache, value_cache, scale, window,
@@ -195,6 +225,7 @@ int64_t program_paged_attention(int64_t id, int64_t q, const Tensor& key_cache,
 // `logits` is the value that a run writes for its caller. Returns the number of operators.
 int64_t program_finish(int64_t id, int64_t logits) {
   const auto p = held(id);
+  STD_TORCH_CHECK(p->program.logits() < 0, "Program ", id, " is finished already");
   STD_TORCH_CHECK(p->program.at(static_cast<int>(logits)).sampled &&
                       p->form(logits).dtype == DType::f32,
                   "A program ends with float32 logits of the sampled rows");
@@ -208,6 +239,10 @@ void program_run(int64_t id, const Tensor& tokens, const Tensor& positions, cons
   const auto p = held(id);
   Program& program = p->program;
   STD_TORCH_CHECK(program.logits() >= 0, "Program ", id, " isn't finished");
+  // held by another thread, or by one that a fork has left behind
+  STD_TORCH_CHECK(!p->running.exchange(true), "Program ", id,
+                  " is running already: a program is one thread's, in one process");
+  const Release release(p->running);
   StepArrays step = {};
   step.count = tokens.numel();
   step.sampled = sample_at.numel();
@@ -223,8 +258,9 @@ void program_run(int64_t id, const Tensor& tokens, const Tensor& positions, cons
   step.sequences = s.count;
   check_ids(step.tokens, step.count, p->tokens, "token");
   check_ids(step.sample_at, step.sampled, step.count, "row");
-  check_places(step.positions, step.slots, step.count, p->positions, p->blocks * p->block_size);
-  check_sequences(s, step.count, p->blocks, p->block_size);
+  check_places(step.positions, step.slots, step.count, p->positions,
+               p->block_size > 0 ? p->blocks * p->block_size : INT64_MAX);
+  if (p->block_size > 0) check_sequences(s, step.count, p->blocks, p->block_size);
   const Form out = p->form(program.logits());
   STD_TORCH_CHECK(logits.scalar_type() == ScalarType::Float && logits.is_contiguous() &&
                       logits.dim() == 2 && logits.size(0) == step.sampled &&
@@ -238,7 +274,6 @@ void program_run(int64_t id, const Tensor& tokens, const Tensor& positions, cons
                     "times must be ", places, " contiguous float64");
     clock = static_cast<double*>(times->data_ptr());
   }
-  const std::lock_guard<std::mutex> alone(p->running);
   program.run(step, logits.data_ptr(), threads(), clock);
 }
 

@@ -11,6 +11,9 @@ from penstock.errors import ConfigError, nearest
 DEFAULT_MODEL = "stories"
 """The model embedded in the package."""
 
+MEMORY_FRACTION = 0.9
+"""The default of `CacheConfig.memory_fraction`."""
+
 
 def _positive(config: object, *names: str) -> None:
     for name in names:
@@ -75,7 +78,9 @@ class CacheConfig:
     layout: Literal["paged"] = "paged"
     block_size: int = 32  # tokens
     num_blocks: int | None = None  # None: what can be used, up to 4 GiB or one full sequence
-    memory_fraction: float = 0.9  # never more than this of the memory free after the weights
+    memory_fraction: float = (
+        MEMORY_FRACTION  # never more than this of the memory free after the weights
+    )
     enable_prefix_caching: bool = True
     kv_cache_dtype: Literal["auto", "int8", "fp8", "fp8_e4m3"] = "auto"  # auto: the activations'
 
@@ -91,6 +96,11 @@ class CacheConfig:
             raise ConfigError(f"memory_fraction must be a number, not {fraction!r}.")
         if not 0.0 < fraction <= 1.0:
             raise ConfigError(f"memory_fraction must be in (0, 1], not {self.memory_fraction!r}.")
+        if self.num_blocks is not None and fraction != MEMORY_FRACTION:
+            raise ConfigError(
+                f"num_blocks={self.num_blocks} leaves memory_fraction={fraction} (also "
+                "gpu_memory_utilization) nothing to decide. Give one of them."
+            )
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,8 +10,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal, assert_never
 
-_ISA_FLAGS = ("avx2", "fma", "avx512f", "avx512bw", "avx512_vnni", "avx512_bf16", "amx_tile",
-              "amx_bf16", "amx_int8")  # fmt: skip
+_ISA_FLAGS = ("avx2", "fma", "f16c", "avx512f", "avx512bw", "avx512_vnni", "avx512_bf16",
+              "amx_tile", "amx_bf16", "amx_int8")  # fmt: skip
 
 _PEAKS_VERSION = 2  # of what is measured: peaks kept by another one are measured anew
 

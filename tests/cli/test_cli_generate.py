@@ -87,7 +87,7 @@ def test_json_has_the_share_of_the_floor(
     assert decode["floor_s"] == pytest.approx(floor)
     assert decode["share_of_floor"] == pytest.approx(floor / decode["seconds"])
     assert decode["bound"] == "memory"
-    assert set(decode["lost_s"]) == {"schedule", "batch", "sample", "output", "wait"}
+    assert set(decode["lost_s"]) == {"schedule", "batch", "sample", "detokenize", "output", "wait"}
     whole = prefill["floor_s"] + decode["floor_s"]
     assert metrics["floor_s"] == pytest.approx(whole)
     assert metrics["achieved"] == pytest.approx(whole / (prefill["seconds"] + decode["seconds"]))

@@ -95,7 +95,7 @@ def test_figures_follow_from_each_other(
     steps = [e for e in spans if e["cat"] == "step"]
     assert [e["name"] for e in steps] == ["step (prefill)"] + ["step (decode)"] * 3
     parts = {e["name"] for e in spans if e["cat"] == "engine"}
-    assert parts == {"schedule", "batch", "forward", "sample", "output"}
+    assert parts == {"schedule", "batch", "forward", "sample", "detokenize", "output"}
     forwards = [e for e in spans if e["name"] == "forward"]
     for op in (e for e in spans if e["cat"] == "op"):
         assert any(

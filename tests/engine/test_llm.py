@@ -314,3 +314,25 @@ def test_the_default_is_the_embedded_model() -> None:
     (output,) = LLM().generate(["Once upon a time"], greedy(8))
     assert output.outputs[0].text
     assert LLM(DEFAULT_MODEL).generate("Once upon a time", greedy(8))[0].outputs == output.outputs
+
+
+def test_a_second_thread_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    inside, leave = threading.Event(), threading.Event()
+    slow = Toy()
+
+    def forward(step: Step, kv: KV) -> Tensor:
+        inside.set()
+        assert leave.wait(60)
+        return slow(step, kv)
+
+    llm = toy_llm(monkeypatch, runtime=toy_runtime(forward=forward))
+    first = threading.Thread(target=lambda: llm.generate([[1, 2]], SamplingParams(max_tokens=1)))
+    first.start()
+    assert inside.wait(60)
+    try:
+        with pytest.raises(RequestError, match="Another thread is in this LLM"):
+            llm.generate([[1, 2]], SamplingParams(max_tokens=1))
+    finally:
+        leave.set()
+        first.join()
+    assert llm.generate([[1, 2]], SamplingParams(max_tokens=1))[0].finished

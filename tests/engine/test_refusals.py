@@ -157,4 +157,4 @@ def test_times_add_up() -> None:
     times = engine.ledger.total
     assert times.steps == 20 == engine.stats()["steps"]
     parts = (times.schedule_s, times.batch_s, times.forward_s, times.sample_s, times.output_s)
-    assert all(part > 0 for part in parts) and sum(parts) < spent
+    assert all(part > 0 for part in parts) and sum(parts) + times.detokenize_s < spent

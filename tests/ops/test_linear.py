@@ -234,3 +234,28 @@ def test_bad_arguments_are_refused() -> None:
     refused("activation 9", x.bfloat16(), q, scale, None, None, 32, True, None, 0.0, 9)
     with pytest.raises(RuntimeError, match="residual has 3 rows, x has 2"):
         ops.linear_add_(torch.zeros(3, 32).bfloat16(), x.bfloat16(), q, scale, None, None)
+
+
+@pytest.mark.parametrize("int8_rows", [False, True])
+@pytest.mark.parametrize(("bits", "groups"), [(8, 2), (8, 4), (4, 2)])
+@pytest.mark.parametrize("rows", [1, 20])
+@pytest.mark.usefixtures("isa")
+def test_groups_longer_than_a_block(int8_rows: bool, bits: int, groups: int, rows: int) -> None:
+    """Of any length that the operator takes, not only those that a format has."""
+    k, n = 8192, 48
+    draw = torch.Generator().manual_seed(groups)
+    if bits == 8:
+        weight = torch.randint(-127, 128, (n // 16, k // 4, 16, 4), generator=draw).to(torch.int8)
+    else:
+        weight = torch.randint(0, 256, (n // 16, k // 8, 16, 4), generator=draw).to(torch.uint8)
+    scale = torch.rand(n // 16, groups, 16, generator=draw) / k
+    x = activations("w8a16", rows, k)
+    args = (x, weight, scale, None, None, n, int8_rows)
+    got, want = ops.op("linear").call(*args), ops.op("linear").reference(*args)
+    torch.testing.assert_close(got, want, rtol=3e-2, atol=3e-2)
+
+
+def test_a_panel_cut_short_is_refused() -> None:
+    x, weight = activations("bfloat16", 5, 48), torch.zeros(1, 24, 16, 2, dtype=torch.bfloat16)
+    with pytest.raises(RuntimeError, match="a panel of 48 values of K, which must be a multiple"):
+        ops.linear(x, weight, None, None, None, 16)

@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from penstock import ops
 from penstock.errors import KernelError
 from penstock.kernels import native
 from penstock.nn import Decoder
@@ -63,6 +64,14 @@ def test_its_operators_are_those_of_the_decoder(decoder: Decoder, kv: KV) -> Non
     assert program.calls[-2].shapes.startswith("[S, 224]")
 
 
+def test_a_row_that_is_sampled_often(decoder: Decoder, kv: KV) -> None:
+    """More sampled rows than tokens."""
+    step = replace(prefill(1), sample_at=ints(*[0] * 1000))
+    with torch.inference_mode():
+        want = decoder(step, kv)
+    assert torch.equal(Program(decoder, kv)(step, kv), want)
+
+
 @pytest.mark.parametrize("sampled", [0, 1, 40, 300])
 def test_the_rows_that_are_sampled(decoder: Decoder, kv: KV, sampled: int) -> None:
     step = prefill(300, sampled)
@@ -102,6 +111,7 @@ WRONG = {
     "has 1 queries, a context of 33 and 1 blocks": {"context_len": ints(33)},
     "doesn't cover the 1 queries": {"query_start": ints(0, 0)},
     "row 1 is outside the table of 1": {"sample_at": ints(1)},
+    "row 7 is outside": {"sample_at": ints(*[0] * 300, 7)},
     "positions must be 1 contiguous int32, has 2": {"positions": ints(0, 1)},
     "tokens must be 1 contiguous int32": {"tokens": torch.tensor([0])},
 }
@@ -156,24 +166,92 @@ def test_a_program_that_is_gone_frees_what_it_held() -> None:
         torch.ops.penstock.program_finish(handle, 0)
 
 
-def test_other_threads_run_meanwhile(decoder: Decoder) -> None:
-    """The interpreter isn't held during a step; steps of one program wait for each other."""
-    machine = Machine(decoder, program=True)
-    step = prefill(300)
-    want = machine.forward(step, machine.kv).clone()
-    counted, stop = [0], threading.Event()
+def test_other_threads_run_meanwhile(decoder: Decoder, kv: KV) -> None:
+    """The interpreter isn't held during a step: another thread is seen between two operators."""
+    program, step = Program(decoder, kv), prefill(2000)
+    times = torch.zeros(len(program.calls) + 1, dtype=torch.float64)
+    seen: list[float] = []
+    stop = threading.Event()
 
-    def count() -> None:
+    def look() -> None:
         while not stop.is_set():
-            counted[0] += 1
+            seen.append(time.perf_counter())
 
-    counter = threading.Thread(target=count)
-    counter.start()
+    looker = threading.Thread(target=look)
+    looker.start()
     try:
-        before = counted[0]
-        for _ in range(5):
-            assert torch.equal(machine.forward(step, machine.kv), want)
-        assert counted[0] > before
+        for _ in range(20):
+            program(step, kv, times)
+            first, last = float(times[1]), float(times[-2])
+            if any(first < moment < last for moment in seen):
+                return
     finally:
         stop.set()
-        counter.join()
+        looker.join()
+    pytest.fail("no other thread ran during any of 20 steps")
+
+
+def test_a_second_thread_is_refused(decoder: Decoder, kv: KV) -> None:
+    program, step = Program(decoder, kv), prefill(2000)
+    want = program(step, kv).clone()
+    refused: list[str] = []
+    stop = threading.Event()
+
+    def call() -> None:
+        while not stop.is_set():
+            try:
+                program(step, kv)
+            except RuntimeError as error:
+                refused.append(str(error))
+
+    caller = threading.Thread(target=call)
+    caller.start()
+    try:
+        while not refused:
+            try:
+                program(step, kv)
+            except RuntimeError as error:
+                refused.append(str(error))
+    finally:
+        stop.set()
+        caller.join()
+    assert "is running already" in refused[0]
+    assert torch.equal(program(step, kv), want)
+
+
+BUILDERS = {
+    "out_dtype must be float32 or bfloat16": lambda p, x, w: p.program_linear(
+        *(x.handle, x.rows, w, None, None, None, 32, False, None, 0.0, 0, False, torch.float16)
+    ),
+    "must have the same rows and dtype": lambda p, x, w: p.program_add_(
+        x.handle, x.rows, p.program_sampled_rows(x.handle, x.rows)
+    ),
+    "columns, x": lambda p, x, w: p.program_add_(
+        x.handle, x.rows, p.program_linear(
+            *(x.handle, x.rows, w[:1], None, None, None, 16, False, None, 0.0, 0, False, None)
+        ),
+    ),
+    "ends with float32 logits": lambda p, x, w: p.program_finish(x.handle, x.rows),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("words", BUILDERS)
+def test_what_no_program_can_hold(words: str) -> None:
+    class Made:
+        handle = torch.ops.penstock.program_new()
+        rows = torch.ops.penstock.program_embedding(
+            handle, 0, torch.zeros(8, 32, dtype=torch.bfloat16), 32, 1.0, None, None
+        )
+
+    weight = ops.pack(torch.zeros(32, 32), torch.bfloat16)
+    with pytest.raises(RuntimeError, match=words):
+        BUILDERS[words](torch.ops.penstock, Made, weight)
+
+
+def test_an_operator_without_a_form_for_programs(decoder: Decoder, kv: KV) -> None:
+    class Sampling(torch.nn.Module):
+        def forward(self, step: Step, kv: KV) -> Tensor:
+            return ops.top_k(decoder(step, kv), 3)[0]
+
+    with pytest.raises(KernelError, match=r"top_k can't be part of a program. Set enforce_eager"):
+        Program(Sampling(), kv)

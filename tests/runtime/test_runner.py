@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from torch import Tensor
 
+from penstock.errors import ConfigError
 from penstock.runtime import Runner
 from penstock.step import KV, Step
 
@@ -31,3 +33,24 @@ def test_copies_come_before_the_step() -> None:
     assert kv[0][0][:, 0].tolist() == [9.0, 1.0, 0.0, 1.0]
     runner.forward(_step())
     assert len(seen) == 2
+
+
+def test_one_engine_at_a_time() -> None:
+    class Owner:
+        has_unfinished = True
+
+    runner = Runner(lambda step, kv: torch.ones(1, 3), [])
+    first, second = Owner(), Owner()
+    with pytest.raises(ConfigError, match="given to another engine"):
+        runner.check(first)
+    runner.claim(first)
+    runner.check(first)
+    with pytest.raises(ConfigError, match="Another engine has requests on this runtime"):
+        runner.claim(second)
+    first.has_unfinished = False
+    runner.claim(second)
+    runner.check(second)
+    with pytest.raises(ConfigError, match="given to another engine"):
+        runner.check(first)
+    del second
+    runner.claim(first)  # nobody is left who could mind

@@ -30,7 +30,7 @@ from penstock.roofline.trace import OTHER, OpEvent, OpTimer, Rows, Span
 from penstock.runtime import Runner, Runtime
 from penstock.step import Step
 
-PARTS = ("schedule", "batch", "sample", "output")
+PARTS = ("schedule", "batch", "sample", "detokenize", "output")
 """Of a step, outside of the forward pass."""
 
 
@@ -38,8 +38,8 @@ class _TimedRunner(Runner):
     """Times the operators of each forward pass while `on`."""
 
     def __init__(self, runner: Runner, decoder: Decoder) -> None:
+        super().__init__(lambda step, _: runner.forward(step), runner.kv)
         self._runner = runner
-        self.kv = runner.kv
         self._rows = Rows(decoder)
         self.on = False
         self.passes: list[list[OpEvent]] = []
@@ -47,7 +47,7 @@ class _TimedRunner(Runner):
     def forward(self, step: Step) -> Tensor:
         program = self._runner.program
         if not self.on:
-            return self._runner.forward(step)
+            return super().forward(step)
         if program is None:
             timer = OpTimer(self._rows)
             with timer:
@@ -300,7 +300,7 @@ def _spans(step: _Timed, costs: CostModel) -> list[Span]:
     }
     spans = [Span(f"step ({kind})", "step", record.start, record.seconds, about)]
     at = record.start
-    for part in ("schedule", "batch", "forward", "sample", "output"):
+    for part in ("schedule", "batch", "forward", "sample", "detokenize", "output"):
         seconds = getattr(record, f"{part}_s")
         spans.append(Span(part, "engine", at, seconds))
         at += seconds

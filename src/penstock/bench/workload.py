@@ -99,13 +99,13 @@ def longest(model: str) -> int:
     return max_positions(read_spec(resolve(model)).decoder)
 
 
-def check_length(model: str, prompt: int, output: int) -> None:
-    """Refuse a workload that is longer than the model, in the words of the command line."""
+def check_length(model: str, prompt: int, output: int, options: str) -> None:
+    """Refuse a workload that is longer than the model; `options`: what to lower."""
     most = longest(model)
     if prompt + output > most:
         raise ConfigError(
             f"{prompt} tokens in the cache and {output} to generate are {prompt + output}, but "
-            f"this model has {most} positions. Lower --input-len or --context, or --output-len."
+            f"this model has {most} positions. Lower {options}."
         )
 
 

@@ -47,7 +47,10 @@ def latency(
 
     if input_len is None:
         input_len = max(1, min(512, longest(model) - output_len))
-    check_length(model, max(input_len, context or input_len), output_len)
+    check_length(
+        model, max(input_len, context or input_len), output_len,
+        "--input-len, --context or --output-len",
+    )  # fmt: skip
     workload = benchmark.Workload(
         input_len=input_len,
         output_len=output_len,
@@ -77,7 +80,7 @@ def throughput(
     from penstock.bench import throughput as benchmark
     from penstock.bench.workload import check_length
 
-    check_length(model, input_len, output_len)
+    check_length(model, input_len, output_len, "--input-len or --output-len")
     workload = benchmark.Workload(
         num_prompts=num_prompts,
         input_len=input_len,

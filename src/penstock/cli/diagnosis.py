@@ -29,6 +29,8 @@ _THREAD_VARIABLES = (
     "GOMP_SPINCOUNT",
     "MKL_NUM_THREADS",
 )
+_WAITING = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT")
+"""How libgomp's threads wait for work."""
 _LITTLE_MEMORY = 1 << 30
 
 
@@ -229,8 +231,11 @@ def _memory_warnings(hardware: Hardware) -> list[str]:
 
 
 def _environment_warnings(environment: Mapping[str, str]) -> list[str]:
-    return [
-        f"{name}={value} changes how threads run; unset it unless it is meant."
-        for name, value in environment.items()
-        if not name.startswith("PENSTOCK_")
-    ]
+    """Of variables that aren't heeded, or confine threads; their number has words of its own."""
+    found = []
+    for name, value in environment.items():
+        if name in _WAITING:
+            found.append(f"{name}={value} is for torch's own threads: Penstock's don't heed it.")
+        elif not name.startswith("PENSTOCK_") and name != "OMP_NUM_THREADS":
+            found.append(f"{name}={value} changes how threads run; unset it unless it is meant.")
+    return found

@@ -53,7 +53,10 @@ def profile(
     output_len = steps + WARM_UP_STEPS + 1
     if prompt_len is None:
         prompt_len = max(1, min(512, longest(model) - output_len))
-    check_length(model, max(prompt_len, context or prompt_len), output_len)
+    check_length(
+        model, max(prompt_len, context or prompt_len), output_len,
+        "--prompt-len, --context or --steps",
+    )  # fmt: skip
     workload = Workload(
         input_len=prompt_len,
         output_len=output_len,

@@ -37,6 +37,7 @@ class Engine:
     """Requests in, outputs out, one step at a time. Not thread-safe: one thread steps it."""
 
     def __init__(self, config: EngineConfig, runtime: Runtime) -> None:
+        runtime.runner.claim(self)
         self.config = config
         self.runtime = runtime
         self.vocab_size = runtime.model.spec.decoder.vocab_size
@@ -61,6 +62,7 @@ class Engine:
         self._arrivals = 0
         self._seeds = np.random.default_rng(config.model.seed)
         self._ended: list[Request] = []  # outside of a step
+        self._detokenize_s = 0.0  # in this step
 
     # ── requests ─────────────────────────────────────────────────────────────────────────────
 
@@ -206,6 +208,8 @@ class Engine:
 
     def step(self) -> list[RequestOutput]:
         """Advance every scheduled sequence; outputs of streaming and of ended requests."""
+        self.runtime.runner.check(self)
+        self._detokenize_s = 0.0
         marks = [time.perf_counter()]
         plan = self.scheduler.schedule()
         marks.append(time.perf_counter())
@@ -223,10 +227,9 @@ class Engine:
         """Enter the step in the ledger, unless there was nothing to do or it raised."""
         now = time.perf_counter()
         if batch is not None:
-            record = self.ledger.record(batch.size, (*marks, now))
-            if record.floor is not None:
-                for request in {sequence.request for sequence, _ in plan.parts}:
-                    request.metrics.take_part(record.seconds, record.floor)
+            record = self.ledger.record(batch.size, (*marks, now), self._detokenize_s)
+            for request in {sequence.request for sequence, _ in plan.parts}:
+                request.metrics.take_part(record)
         self.ledger.rest()
         if self.requests:
             self.ledger.wait(now)
@@ -335,10 +338,10 @@ class Engine:
             asked = token in params.stop_ids
             if asked or (token in self._eos and not params.ignore_eos):
                 if detokenizer is not None and params.include_stop_str_in_output:
-                    detokenizer.append((token,))
+                    self._detokenize(detokenizer, token)
                 return self._finish(sequence, "stop", token if asked else None)
         if detokenizer is not None:
-            detokenizer.append((token,))
+            self._detokenize(detokenizer, token)
             if detokenizer.stop_reason is not None:
                 return self._finish(sequence, "stop", detokenizer.stop_reason)
         if count == params.max_tokens or len(sequence.tokens) >= self.max_model_len:
@@ -347,6 +350,11 @@ class Engine:
             sequence.early_text = sequence.text
             sequence.detokenizer = self._detokenizer(params, sequence.tokens, params.stop_strings)
         return None
+
+    def _detokenize(self, detokenizer: IncrementalDetokenizer, token: int) -> None:
+        start = time.perf_counter()
+        detokenizer.append((token,))
+        self._detokenize_s += time.perf_counter() - start
 
     def _name(self, logprobs: TokenLogprobs) -> None:
         """Fill in what each token looks like."""

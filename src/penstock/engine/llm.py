@@ -13,7 +13,7 @@ from penstock.config import DEFAULT_MODEL, EngineConfig
 from penstock.engine.engine import Engine
 from penstock.engine.outputs import RequestOutput
 from penstock.engine.prompts import Prompt, default_params, encode, encode_chat, split
-from penstock.errors import ConfigError, TokenizerError
+from penstock.errors import ConfigError, RequestError, TokenizerError
 from penstock.models.weights import Progress
 from penstock.runtime import load_runtime
 from penstock.sampling import SamplingParams
@@ -40,6 +40,7 @@ class LLM:
         self.runtime = load_runtime(self.config, progress)
         self.engine = Engine(self.config, self.runtime)
         self._count = 0
+        self._running = threading.Lock()
 
     def generate(
         self,
@@ -54,6 +55,22 @@ class LLM:
         `prompt_token_ids`. Every prompt is checked before any is run. Ctrl-C ends the requests
         and leaves the engine ready for others.
         """
+        if not self._running.acquire(blocking=False):
+            raise RequestError(
+                "Another thread is in this LLM, which runs one call at a time. Give it all prompts "
+                "at once, or use AsyncLLM."
+            )
+        try:
+            return self._generate(prompts, sampling_params, use_tqdm)
+        finally:
+            self._running.release()
+
+    def _generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None,
+        use_tqdm: bool,
+    ) -> list[RequestOutput]:
         items = split(prompts)
         params = self._params_for(sampling_params, len(items))
         tokenizer = self.runtime.tokenizer

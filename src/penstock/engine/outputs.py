@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from itertools import pairwise
 
-from penstock.roofline import Bound, Floor
+from penstock.roofline import CAUSES, Bound, StepRecord
 from penstock.sampling import TokenLogprobs
 
 
@@ -23,16 +23,22 @@ class RequestMetrics:
     cached_tokens: int = 0  # of the prompt, found in the prefix tree
     preemptions: int = 0
     steps_s: float = 0.0  # of the steps it took part in, alone or with others
+    lost_s: dict[str, float] = field(default_factory=lambda: dict.fromkeys(CAUSES, 0.0))
+    """Seconds of these steps, and before them, outside the forward pass: by cause."""
     memory_s: float = 0.0  # the least time that these steps' bytes take
     compute_s: float = 0.0  # … and their FLOPs
     floor_s: float | None = None  # the least time that these steps could have taken
 
-    def take_part(self, seconds: float, floor: Floor) -> None:
+    def take_part(self, record: StepRecord) -> None:
         """Count a step that this request was in."""
-        self.steps_s += seconds
-        self.memory_s += floor.memory_s
-        self.compute_s += floor.compute_s
-        self.floor_s = (self.floor_s or 0.0) + floor.seconds
+        self.steps_s += record.seconds
+        for cause, seconds in record.lost.items():
+            self.lost_s[cause] += seconds
+        floor = record.floor
+        if floor is not None:
+            self.memory_s += floor.memory_s
+            self.compute_s += floor.compute_s
+            self.floor_s = (self.floor_s or 0.0) + floor.seconds
 
     @property
     def achieved(self) -> float | None:

@@ -28,7 +28,7 @@ TILE_MIN_ROWS = 4
 
 logger = logging.getLogger("penstock")
 
-_HAS_VECTORS = {"avx2", "fma"} <= set(detect().flags)
+_HAS_VECTORS = {"avx2", "fma", "f16c"} <= set(detect().flags)
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,9 +16,12 @@ from penstock.models.registry import read_json, read_spec
 from penstock.models.spec import ModelSpec
 from penstock.models.weights import Checkpoint, Progress, load_weights
 from penstock.nn import Decoder, DecoderSpec, RopeSpec
-from penstock.quant import formats_of
+from penstock.quant import WeightFormats, formats_of
 
 logger = logging.getLogger(__name__)
+
+_TYPICAL = 4096
+"""Rows and columns of the matrix that says what a weight takes, scales included."""
 
 _DTYPES = {
     "float32": torch.float32,
@@ -72,8 +75,9 @@ def load_model(
     length = _length(max_model_len, spec.decoder)
     file = folder / "generation_config.json"
     generation = read_json(file) if file.exists() else {}
-    _check_memory(checkpoint, chosen)
-    model = Decoder(spec.decoder, formats_of(quantization, chosen), chosen, length)
+    formats = formats_of(quantization, chosen)
+    _check_memory(checkpoint, spec.decoder, formats, chosen)
+    model = Decoder(spec.decoder, formats, chosen, length)
     load_weights(model, spec, checkpoint, progress)
     return LoadedModel(
         model=model.eval(),
@@ -107,16 +111,32 @@ def _dtype(asked: str, spec: ModelSpec, checkpoint: Checkpoint) -> torch.dtype:
     return own
 
 
-def _check_memory(checkpoint: Checkpoint, dtype: torch.dtype) -> None:
+def _check_memory(
+    checkpoint: Checkpoint, decoder: DecoderSpec, formats: WeightFormats, dtype: torch.dtype
+) -> None:
     """Refuse weights that can't fit before reading them."""
-    count = sum(math.prod(checkpoint.shape(name)) for name in checkpoint.names())
-    need, free = count * dtype.itemsize, detect().available_bytes
-    if need > free:
-        smaller = " dtype='bfloat16' halves that." if dtype is torch.float32 else ""
-        raise ConfigError(
-            f"The weights need {need / 1e9:.1f} GB as {dtype}, but {free / 1e9:.1f} GB of memory "
-            f"are free.{smaller} Free some memory, or use a smaller model."
-        )
+    table = decoder.vocab_size * decoder.hidden
+    stored = table * (1 if decoder.tied else 2)  # the head and the embedding
+    rest = sum(math.prod(checkpoint.shape(name)) for name in checkpoint.names()) - stored
+    need = max(rest, 0) * formats.matrix.nbytes(_TYPICAL, _TYPICAL) / _TYPICAL**2
+    need += formats.head.nbytes(decoder.vocab_size, decoder.hidden)
+    need += 0 if decoder.tied else table * dtype.itemsize
+    free = detect().available_bytes
+    if need <= free:
+        return
+    ways = ["free some memory", "use a smaller model"]
+    if formats.matrix.name in ("float32", "bfloat16"):
+        ways.insert(0, "round them by quantization='w8a8' or 'w4a8'")
+    if dtype is torch.float32:
+        ways.insert(0, "halve them by dtype='bfloat16'")
+    raise ConfigError(
+        f"The weights need {_size(need)} in {formats.name}, but {_size(free)} of memory are free: "
+        f"{', '.join(ways[:-1])} or {ways[-1]}."
+    )
+
+
+def _size(count: float) -> str:
+    return f"{count / 1e9:.1f} GB" if count >= 1e9 else f"{count / 1e6:.1f} MB"
 
 
 def _length(asked: int | None, decoder: DecoderSpec) -> int:

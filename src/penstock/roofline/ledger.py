@@ -14,8 +14,8 @@ from penstock.hardware import Peaks
 from penstock.roofline.cost import Cost, CostModel, StepSize
 from penstock.roofline.floor import Bound, Floor, floor_of
 
-CAUSES = ("schedule", "batch", "sample", "output", "wait")
-"""Where time goes outside of the forward pass. `output` appends, detokenizes and hands out;
+CAUSES = ("schedule", "batch", "sample", "detokenize", "output", "wait")
+"""Where time goes outside of the forward pass. `output` appends, checks for the end and hands out;
 `wait` lies between two steps while there are requests."""
 
 
@@ -29,6 +29,7 @@ class StepRecord:
     batch_s: float
     forward_s: float
     sample_s: float
+    detokenize_s: float
     output_s: float
     wait_s: float
     size: StepSize
@@ -39,6 +40,11 @@ class StepRecord:
     def overhead_s(self) -> float:
         """Outside the forward pass."""
         return self.seconds - self.forward_s
+
+    @property
+    def lost(self) -> dict[str, float]:
+        """Seconds outside the forward pass by cause."""
+        return {cause: getattr(self, f"{cause}_s") for cause in CAUSES}
 
 
 @dataclass(slots=True)
@@ -53,6 +59,7 @@ class Totals:
     batch_s: float = 0.0
     forward_s: float = 0.0
     sample_s: float = 0.0
+    detokenize_s: float = 0.0
     output_s: float = 0.0
     wait_s: float = 0.0
     bytes_moved: int = 0
@@ -72,6 +79,7 @@ class Totals:
         self.batch_s += record.batch_s
         self.forward_s += record.forward_s
         self.sample_s += record.sample_s
+        self.detokenize_s += record.detokenize_s
         self.output_s += record.output_s
         self.wait_s += record.wait_s
         self.bytes_moved += record.cost.bytes_moved
@@ -151,8 +159,12 @@ class Ledger:
         if self._waiting_since is None:
             self._waiting_since = now
 
-    def record(self, size: StepSize, marks: Sequence[float]) -> StepRecord:
-        """Count a step; `marks`: its start and the ends of its five parts."""
+    def record(
+        self, size: StepSize, marks: Sequence[float], detokenize_s: float = 0.0
+    ) -> StepRecord:
+        """Count a step; `marks`: its start and the ends of its five parts, the last of which
+        includes `detokenize_s`.
+        """
         start, scheduled, built, computed, sampled, end = marks
         since = start if self._waiting_since is None else self._waiting_since
         cost, peaks = self.costs.cost(size), self.peaks
@@ -163,7 +175,8 @@ class Ledger:
             batch_s=built - scheduled,
             forward_s=computed - built,
             sample_s=sampled - computed,
-            output_s=end - sampled,
+            detokenize_s=detokenize_s,
+            output_s=end - sampled - detokenize_s,
             wait_s=start - since,
             size=size,
             cost=cost,

@@ -63,7 +63,10 @@ class _Recorder(TorchDispatchMode):
         if op == "program_free":  # of another that the garbage collector found meanwhile
             return func(*args)
         if space != NAMESPACE:
-            raise KernelError(f"{name} isn't one of Penstock's operators.")
+            raise KernelError(
+                f"{name} isn't one of Penstock's operators, so it can't be part of a program. Set "
+                "enforce_eager=True to call the operators of this decoder one by one."
+            )
         given = dict(zip((a.name for a in func._schema.arguments), args, strict=False))
         given |= kwargs or {}
         complete = {a.name: given.get(a.name, a.default_value) for a in func._schema.arguments}
@@ -104,13 +107,19 @@ class _Recorder(TorchDispatchMode):
                 native.append(("tokens", "positions").index(array))
             elif array != name:
                 raise KernelError(f"{op} takes the step's {array} as its {name}.")
+        if not hasattr(_native, f"program_{op}"):
+            raise KernelError(
+                f"{op} can't be part of a program. Set enforce_eager=True to call the operators of "
+                "this decoder one by one."
+            )
         return getattr(_native, f"program_{op}")(self.program, *native)
 
 
 class Program:
     """`Forward` of one decoder over one cache, in one native call.
 
-    Its logits are good until the next step: they are overwritten then.
+    Its logits are good until the next step: they are overwritten then. A program is one thread's;
+    a second one that calls it meanwhile gets a RuntimeError.
     """
 
     def __init__(self, decoder: nn.Module, kv: KV) -> None:

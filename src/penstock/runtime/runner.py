@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
 from penstock.cache import copy_blocks
+from penstock.errors import ConfigError
 from penstock.runtime.program import Program
 from penstock.step import KV, Step
 
@@ -21,6 +23,29 @@ class Runner:
     def __init__(self, forward: Forward, kv: KV) -> None:
         self._forward = forward
         self.kv = kv
+        self._owner: Callable[[], object | None] = lambda: None
+
+    def claim(self, engine: object) -> None:
+        """Make `engine` the one whose steps run: blocks are its to give out.
+
+        An engine that has nothing left to do loses the runtime, and says so in its next step.
+        Raises ConfigError while the one that has it still has requests.
+        """
+        owner = self._owner()
+        if getattr(owner, "has_unfinished", False):
+            raise ConfigError(
+                "Another engine has requests on this runtime, and one cache can't serve two. Load "
+                "a runtime for each, or wait until its requests have ended."
+            )
+        self._owner = weakref.ref(engine)
+
+    def check(self, engine: object) -> None:
+        """Raises ConfigError unless `engine` was the last to claim this runner."""
+        if self._owner() is not engine:
+            raise ConfigError(
+                "This engine's runtime has been given to another engine, whose cache it is now. "
+                "Load a runtime for each."
+            )
 
     @property
     def program(self) -> Program | None:
