@@ -51,7 +51,7 @@ class SpanWork {
     packed_query_ = reinterpret_cast<T*>(weight_ + kRows * kSpan);
     packed_weight_ = packed_query_ + kRows * a.padded_dim;
     values_ = packed_weight_ + kRows * kSpan;
-    tiles_ = kByTiles && t.rows >= kTileRows && a.padded_dim % kGroup == 0;
+    tiles_ = kByTiles && t.rows >= kTileMinRows && a.padded_dim % kGroup == 0;
     const int64_t start = a.query_start[t.sequence];
     for (int64_t r = 0; r < t.rows; r++) {
       const int64_t row = t.first_row + r;

@@ -66,45 +66,49 @@ def evaluate(
     json_file: JsonFile = None,
 ) -> None:
     """Score held-out texts (perplexity, bits per byte, accuracy) and dialogues (format, tools)."""
-    from penstock.bench import dialogue
+    from penstock.bench.dialogue import read_conversations, score_dialogues
     from penstock.bench.evaluate import check_window, read_text
     from penstock.bench.reference_run import ReferenceRun
 
+    _check_options(text, dialogues, against, save_run, reference_run)
+    chosen = {"dtype": dtype, "quantization": quantization, "kv_cache_dtype": kv_cache_dtype}
+    window = window or _window(model)
+    stride = stride or max(1, window // 2)
+    check_window(window, stride)
+    # what can be refused before a model is loaded
+    talks = None if dialogues is None else read_conversations(dialogues, max_dialogues)
+    reference = None if reference_run is None else ReferenceRun(reference_run)
+    length = None if talks else window
+    config = _config(model, length, chosen)
+    runtime = load(config)
+    assert runtime.tokenizer is not None
+    texts = [read_text(file, runtime.tokenizer, max_bytes) for file in text or []]
+    other = None if against is None else load(_against(against, model, length, chosen))
+    _check_together(runtime, other, reference, window, stride)
+    save = None if save_run is None else _writer(save_run, runtime, model, texts, window, stride)
+    scores = _score(runtime, texts, window, stride, other, reference, save)
+    replies = None
+    if talks and dialogues is not None:
+        replies = score_dialogues(config, runtime, dialogues.name, talks, max_tokens)
+    if json_file is not None:
+        about = {"model": str(model), **chosen, "window": window, "stride": stride}
+        _write(json_file, about, against or reference_run, scores, replies)
+    _print(runtime, scores, replies, against, reference)
+
+
+def _check_options(
+    text: list[Path] | None,
+    dialogues: Path | None,
+    against: str | None,
+    save_run: Path | None,
+    reference_run: Path | None,
+) -> None:
     if not text and dialogues is None:
         raise ConfigError("There is nothing to score: give --text FILE or --dialogues FILE.")
     if against is not None and reference_run is not None:
         raise ConfigError("--against and --reference-run both name a reference. Give one of them.")
     if not text and (against or save_run or reference_run):
         raise ConfigError("--against, --save-run and --reference-run compare texts: give --text.")
-    chosen = {"dtype": dtype, "quantization": quantization, "kv_cache_dtype": kv_cache_dtype}
-    window = window or _window(model)
-    stride = stride or max(1, window // 2)
-    check_window(window, stride)
-    length = None if dialogues is not None else window
-    config = _config(model, length, chosen)
-    runtime = load(config)
-    assert runtime.tokenizer is not None
-    other = None if against is None else load(_against(against, model, length, chosen))
-    if other is not None:
-        _check_vocabulary(runtime, other)
-    texts = [read_text(file, runtime.tokenizer, max_bytes) for file in text or []]
-    conversations = (
-        None if dialogues is None else dialogue.read_conversations(dialogues, max_dialogues)
-    )
-    reference = None if reference_run is None else ReferenceRun(reference_run)
-    if reference is not None:
-        reference.check(window, stride, runtime.model.spec.decoder.vocab_size)
-    save = None if save_run is None else _writer(save_run, runtime, model, texts, window, stride)
-    scores = _score(runtime, texts, window, stride, other, reference, save)
-    replies = None
-    if dialogues is not None and conversations is not None:
-        replies = dialogue.score_dialogues(
-            config, runtime, dialogues.name, conversations, max_tokens
-        )
-    if json_file is not None:
-        about = {"model": str(model), **chosen, "window": window, "stride": stride}
-        _write(json_file, about, against or reference_run, scores, replies)
-    _print(runtime, scores, replies, against, reference)
 
 
 def _window(model: str) -> int:
@@ -136,11 +140,23 @@ def _against(words: str, model: str, length: int | None, chosen: dict[str, Any])
     return _config(model, length, chosen | changed)
 
 
-def _check_vocabulary(one: Runtime, other: Runtime) -> None:
-    sizes = [r.model.spec.decoder.vocab_size for r in (one, other)]
-    if sizes[0] != sizes[1]:
+def _check_together(
+    runtime: Runtime,
+    other: Runtime | None,
+    reference: ReferenceRun | None,
+    window: int,
+    stride: int,
+) -> None:
+    """What is compared must have one vocabulary, and have been read alike."""
+    size = runtime.model.spec.decoder.vocab_size
+    if reference is not None:
+        reference.check(window, stride, size)
+    if other is None:
+        return
+    others = other.model.spec.decoder.vocab_size
+    if others != size:
         raise ConfigError(
-            f"The two models have vocabularies of {sizes[0]:,} and {sizes[1]:,} tokens: their "
+            f"The two models have vocabularies of {size:,} and {others:,} tokens: their "
             "distributions can't be compared."
         )
 
