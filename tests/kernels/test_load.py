@@ -81,7 +81,7 @@ def test_linear_is_reported_as_it_runs(isa: str) -> None:
 def test_the_rows_from_which_tiles_run_are_the_library_s() -> None:
     source = Path(__file__).parents[2] / "csrc" / "cpu"
     assert f"kTileMinRows = {TILE_MIN_ROWS};" in (source / "dispatch.cpp").read_text()
-    assert f"kTileRows = {TILE_MIN_ROWS};" in (source / "attention_tiles.h").read_text()
+    assert f"kTileMinRows = {TILE_MIN_ROWS};" in (source / "attention_tiles.h").read_text()
 
 
 def test_reference_on_request() -> None:
