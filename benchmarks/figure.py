@@ -63,8 +63,10 @@ def main() -> None:
     out, files = Path(sys.argv[1]), [Path(f) for f in sys.argv[2:]]
     if not files:
         raise SystemExit(__doc__)
-    where = json.loads(files[0].read_text())["hardware"]
-    caption = f"Floor ÷ time: {where['cores']} cores of {where['processor']}, batch 1"
+    first = json.loads(files[0].read_text())
+    where = first["hardware"]
+    machine = f"{where['cores']} cores of {where['processor']}, {first['isa']} kernels"
+    caption = f"Floor ÷ time: {machine}, batch 1"
     bars = [bar for file in files for bar in rows(file)]
     out.write_text(svg(bars, caption))
 
