@@ -100,12 +100,20 @@ def test_files_of_conversations(tmp_path: Path) -> None:
     one, two = read_conversations(file)
     assert one.tools is None and two.tools == [TOOL] and one.messages == good["messages"]
     assert len(read_conversations(file, 1)) == 1
+    text = json.dumps({"messages": [{"role": "user", "content": "a\u2028b"}, good["messages"][1]]})
+    file.write_text(text.replace("\\u2028", "\u2028"), encoding="utf-8-sig")  # legal in JSON
+    assert read_conversations(file)[0].messages[0]["content"] == "a\u2028b"
+    file.write_bytes(b"\x87\xff")
+    with pytest.raises(ConfigError, match="isn't UTF-8"):
+        read_conversations(file)
     for text, words in [
         ("", "holds no conversation"),
         ("{", "line 1 isn't a conversation"),
         ('{"messages": 3}', "line 1 isn't a conversation"),
         ('{"messages": [{"content": "a"}]}', "line 1 isn't a conversation"),
         ('{"messages": [{"role": "user", "content": "a"}]}', "line 1 has no reply"),
+        (json.dumps({**good, "tools": "weather"}), "line 1 isn't a conversation"),
+        (json.dumps({**good, "tools": [5]}), "line 1 isn't a conversation"),
     ]:
         file.write_text(text)
         with pytest.raises(ConfigError, match=words):

@@ -68,7 +68,11 @@ def _share(part: int, whole: int) -> float | None:
 def read_conversations(file: Path, limit: int | None = None) -> list[Conversation]:
     """The file's first `limit` conversations. Raises ConfigError, naming the line."""
     found: list[Conversation] = []
-    for number, line in enumerate(file.read_text(encoding="utf-8").splitlines(), 1):
+    try:
+        lines = file.read_text(encoding="utf-8-sig").split("\n")
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{file} isn't UTF-8 text: {error}.") from error
+    for number, line in enumerate(lines, 1):
         if limit is not None and len(found) == limit:
             break
         if not line.strip():
@@ -77,6 +81,7 @@ def read_conversations(file: Path, limit: int | None = None) -> list[Conversatio
             entry = json.loads(line)
             messages, tools = entry["messages"], entry.get("tools")
             roles = [message["role"] for message in messages]
+            _ = [tool.get("function", tool)["name"] for tool in tools or []]
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise ConfigError(
                 f"{file}, line {number} isn't a conversation: {error!r}. A line is a JSON object "

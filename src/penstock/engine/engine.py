@@ -88,6 +88,7 @@ class Engine:
                 f"Sampling parameters must be SamplingParams, not {type(params).__name__}. "
                 "SamplingParams.from_kwargs(**arguments) makes them from a dictionary."
             )
+        self.scheduler.check(params.n)  # before a sequence is made for each
         tokens = self._checked(prompt_token_ids)
         if params.stop_strings and self.runtime.tokenizer is None:
             raise RequestError("Stop strings need a tokenizer, but skip_tokenizer_init is set.")

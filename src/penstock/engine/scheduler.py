@@ -79,14 +79,16 @@ class Scheduler:
 
     # ── the queue ────────────────────────────────────────────────────────────────────────────
 
-    def add(self, request: Request) -> None:
-        """Queue a request; refuse one that could never run."""
-        n = request.params.n
+    def check(self, n: int) -> None:
+        """Raises RequestError for a request of `n` samples that could never run."""
         if n > self.config.max_num_seqs:
             raise RequestError(
                 f"n={n} samples can't run at once: max_num_seqs is {self.config.max_num_seqs}. "
                 "Raise it, or send several requests."
             )
+
+    def add(self, request: Request) -> None:
+        """Queue a request that `check` let pass."""
         self.waiting.append(request.sequences[0])
 
     @property
