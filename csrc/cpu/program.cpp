@@ -3,7 +3,6 @@
 #include <algorithm>
 #include <chrono>
 #include <new>
-#include <stdexcept>
 #include <type_traits>
 
 namespace penstock {

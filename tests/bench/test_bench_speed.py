@@ -6,6 +6,7 @@ import json
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 from typer.testing import CliRunner
 
@@ -159,3 +160,14 @@ def test_the_throughput_command(tiny: Path) -> None:
     assert result.exit_code == 0, result.output
     for word in ("whole run", "share of the floor", "4 requests", "sequences a step"):
         assert word in result.stdout
+
+
+def test_every_sequence_decodes_in_the_steps_that_count(tiny: Path) -> None:
+    """Prompts of four steps, and fewer tokens than these: nobody has ended before all decode."""
+    workload = latency.Workload(input_len=8, output_len=3, batch_size=64, context=100, repeats=1)
+    assert workload.ahead == 3
+    config = workload.config(str(tiny))
+    meter = Meter(config, load_runtime(config))
+    _, decode = latency.run_once(meter, np.random.default_rng(0), workload)
+    assert decode and all(len(r.size.queries) == r.size.tokens == 64 for r in decode)
+    assert all(100 < context <= 107 for r in decode for context in r.size.contexts)

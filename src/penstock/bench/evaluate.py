@@ -156,9 +156,9 @@ def evaluate(
             score.bytes += sum(len(lengths[i]) for i in piece.ids[piece.first :])
             if against is not None:
                 theirs = logits_of(against, piece.ids)[piece.first - 1 : -1]
-                drift.add(logits.log_softmax(-1), theirs.log_softmax(-1), targets)
+                drift.add(logits, theirs, targets)
             if reference is not None:
-                drift.add(reference.next(text.name, targets), logits.log_softmax(-1), targets)
+                drift.add(reference.next(text.name, targets), logits, targets)
             if save is not None:
                 save.add(text.name, logits.log_softmax(-1), targets)
     if against is not None or reference is not None:

@@ -25,6 +25,7 @@ from penstock.bench.report import (
     seconds,
 )
 from penstock.bench.workload import (
+    TOKENS_A_STEP,
     engine_config,
     overhead,
     run_batch,
@@ -50,9 +51,15 @@ class Workload:
     context: int  # tokens in the cache when decoding starts
     repeats: int
 
+    @property
+    def ahead(self) -> int:
+        """Tokens that the first sequences may have generated when the last one's prompt is read."""
+        tokens = self.batch_size * max(self.input_len, self.context)
+        return -(-tokens // max(TOKENS_A_STEP - self.batch_size, 1)) - 1
+
     def config(self, model: str, **forms: Any) -> EngineConfig:
         """An engine that runs it in one batch, with a cache that holds it all."""
-        length = max(self.input_len, self.context) + self.output_len
+        length = max(self.input_len, self.context) + self.output_len + self.ahead
         spare = 1  # a block to grow into, which the scheduler wants for each before it starts all
         return engine_config(
             model,
@@ -85,13 +92,14 @@ def run(config: EngineConfig, runtime: Runtime, workload: Workload) -> Report:
 def run_once(
     meter: Meter, draw: np.random.Generator, w: Workload
 ) -> tuple[list[StepRecord], list[StepRecord]]:
-    """The steps of the prompts, and those that decode."""
-    together = w.context == w.input_len
-    records = run_batch(meter, draw, w.batch_size, w.input_len, w.output_len if together else 1)
+    """The steps of the prompts, and those in which every sequence decodes."""
+    together, tokens = w.context == w.input_len, w.output_len + w.ahead
+    records = run_batch(meter, draw, w.batch_size, w.input_len, tokens if together else 1)
     prefill = [r for r in records if r.size.is_prefill]
     if not together:
-        records = run_batch(meter, draw, w.batch_size, w.context, w.output_len)
-    decode = [r for r in records if not r.size.is_prefill]
+        records = run_batch(meter, draw, w.batch_size, w.context, tokens)
+    decode = [r for r in records if r.size.tokens == len(r.size.queries) == w.batch_size]
+    decode = [r for r in decode if not r.size.is_prefill][: w.output_len - 1]
     return prefill, decode[WARM_UP_STEPS:] or decode
 
 

@@ -20,6 +20,9 @@ from penstock.models.load import max_positions
 from penstock.roofline import CAUSES, StepRecord, StepSize
 from penstock.sampling import SamplingParams
 
+TOKENS_A_STEP = 2048
+"""Of prompts, unless there are more sequences."""
+
 
 def engine_config(
     model: str,
@@ -40,7 +43,7 @@ def engine_config(
         max_model_len=max_model_len,
         num_blocks=num_blocks,
         max_num_seqs=max_num_seqs,
-        max_num_batched_tokens=max(2048, max_num_seqs),
+        max_num_batched_tokens=max(TOKENS_A_STEP, max_num_seqs),
         **forms,
     )
 
