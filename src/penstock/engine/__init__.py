@@ -3,6 +3,7 @@
 from penstock.engine.async_llm import AsyncLLM
 from penstock.engine.engine import Engine
 from penstock.engine.llm import LLM
+from penstock.engine.options import RequestOptions
 from penstock.engine.outputs import CompletionOutput, RequestMetrics, RequestOutput
 
 __all__ = [
@@ -11,5 +12,6 @@ __all__ = [
     "CompletionOutput",
     "Engine",
     "RequestMetrics",
+    "RequestOptions",
     "RequestOutput",
 ]

@@ -15,6 +15,7 @@ from typing import Any
 
 from penstock.config import DEFAULT_MODEL, EngineConfig
 from penstock.engine.engine import Engine
+from penstock.engine.options import RequestOptions
 from penstock.engine.outputs import RequestOutput
 from penstock.engine.prompts import Prompt, default_params, encode
 from penstock.errors import ConfigError, EngineDeadError
@@ -83,6 +84,8 @@ class AsyncLLM:
         prompt: Prompt,
         sampling_params: SamplingParams | None = None,
         request_id: str | None = None,
+        *,
+        options: RequestOptions | None = None,
     ) -> AsyncIterator[RequestOutput]:
         """Outputs so far, after every step, until the last has `finished`.
 
@@ -94,7 +97,7 @@ class AsyncLLM:
         name = request_id if request_id is not None else f"request-{next(self._ids)}"
         stream = _Stream(asyncio.get_running_loop())
         arrival = time.monotonic()
-        self._send(lambda: self._add(name, tokens, params, text, stream, arrival))
+        self._send(lambda: self._add(name, tokens, params, text, stream, arrival, options))
         finished = False
         try:
             while not finished:
@@ -168,13 +171,20 @@ class AsyncLLM:
         text: str | None,
         stream: _Stream,
         arrival: float,
+        options: RequestOptions | None,
     ) -> None:
         if self._death is not None:  # it came too late
             _put(stream.loop, [(stream, self._dead())])
             return
         try:
             self.engine.add_request(
-                name, tokens, params, prompt=text, stream=True, arrival_time=arrival
+                name,
+                tokens,
+                params,
+                prompt=text,
+                stream=True,
+                arrival_time=arrival,
+                options=options,
             )
         except Exception as error:  # one request's fault, whatever it is: its caller gets it
             _put(stream.loop, [(stream, error)])

@@ -14,6 +14,7 @@ from torch import Tensor
 from penstock.cache import BlockPool, PrefixTree
 from penstock.config import EngineConfig
 from penstock.engine.batch import Batch, Batcher
+from penstock.engine.options import RequestOptions
 from penstock.engine.outputs import RequestMetrics, RequestOutput
 from penstock.engine.request import Request, Sequence, Status
 from penstock.engine.scheduler import Part, Plan, Scheduler
@@ -75,6 +76,7 @@ class Engine:
         prompt: str | None = None,
         stream: bool = False,
         arrival_time: float | None = None,
+        options: RequestOptions | None = None,
     ) -> None:
         """Queue a request.
 
@@ -100,6 +102,7 @@ class Engine:
             arrival=self._arrivals,
             stream=stream,
             metrics=RequestMetrics(time.monotonic() if arrival_time is None else arrival_time),
+            options=options or RequestOptions(),
         )
         if params.prompt_logprobs is not None:
             request.prompt_logprobs = [None]

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from enum import Enum, auto
 
 from penstock.cache import Node
+from penstock.engine.options import RequestOptions
 from penstock.engine.outputs import CompletionOutput, RequestMetrics, RequestOutput
 from penstock.sampling import SamplingParams, SequenceSampling, TokenLogprobs
 from penstock.tokenizer import IncrementalDetokenizer
@@ -94,6 +95,7 @@ class Request:
     arrival: int  # counts requests
     stream: bool  # an output after every step, not only the last
     metrics: RequestMetrics
+    options: RequestOptions = field(default_factory=RequestOptions)
     sequences: list[Sequence] = field(default_factory=list)
     live: int = 0  # of the sequences: those that haven't finished
     prompt_logprobs: list[TokenLogprobs | None] | None = None
