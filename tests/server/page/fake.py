@@ -19,8 +19,7 @@ from penstock.server.page import HEADERS, files
 
 MARKDOWN = """## Why a batch is cheap
 
-While **one token** is decoded, every weight is read *once*. Sixteen sequences read the same
-weights and share the cost:
+While **one token** is decoded, every weight is read *once*. Sixteen sequences share the cost:
 
 1. the weights stream past, `2 × parameters` bytes in bfloat16;
 2. each sequence adds its own keys and values;

@@ -1,17 +1,15 @@
 // Drawing on canvases: a strip of steps, a map of blocks, a line of recent values.
 
-const COLOURS = ["free", "used", "shared", "cached", "pinned", "prefill", "decode", "line"];
-
 /** Blocks' states as the server numbers them. */
-export const STATES = COLOURS.slice(0, 5);
+export const STATES = ["free", "used", "shared", "cached", "pinned"];
 
+const COLOURS = [...STATES, "prefill", "decode", "line"];
 let colours = null;
 
-/** Colours of style.css as the browser resolves them in the current theme. */
-export function palette() {
+// Colours of the style sheet as the browser resolves them in the current theme.
+function palette() {
   if (colours) return colours;
-  const probe = document.createElement("span");
-  document.body.append(probe);
+  const probe = document.body.appendChild(document.createElement("span"));
   colours = {};
   for (const name of COLOURS) {
     probe.style.color = `var(--${name})`;
@@ -21,19 +19,19 @@ export function palette() {
   return colours;
 }
 
+/** To be called when the theme has changed. */
 export function forgetPalette() {
   colours = null;
 }
 
 // A canvas as large as it is shown, cleared; null while it isn't.
 function prepare(canvas) {
-  const scale = window.devicePixelRatio || 1;
+  const scale = devicePixelRatio || 1;
   const width = Math.round(canvas.clientWidth * scale);
   const height = Math.round(canvas.clientHeight * scale);
   if (!width || !height) return null;
   if (canvas.width !== width || canvas.height !== height) Object.assign(canvas, { width, height });
   const context = canvas.getContext("2d");
-  context.setTransform(1, 0, 0, 1, 0, 0);
   context.clearRect(0, 0, width, height);
   return { context, width, height, scale };
 }
@@ -45,102 +43,78 @@ export function drawSteps(canvas, steps) {
   if (!area) return;
   const { context, width, height, scale } = area;
   const pitch = Math.round(4 * scale);
-  const bar = Math.max(1, pitch - Math.round(scale));
+  const bar = pitch - Math.round(scale);
   const shown = steps.slice(-Math.ceil(width / pitch));
   const most = Math.max(1, ...shown.map((step) => step.prefill_tokens + step.decode_tokens));
-  shown.forEach((step, i) => {
+  shown.forEach(({ prefill_tokens: prefill, decode_tokens: decode }, i) => {
     const x = width - (shown.length - i) * pitch;
-    const tokens = step.prefill_tokens + step.decode_tokens;
-    if (!tokens) return;
-    const total = Math.max(2 * scale, Math.sqrt(tokens / most) * height);
-    const least = step.prefill_tokens && step.decode_tokens ? 2 * scale : 0;
-    const decode = Math.min(total - least, Math.max(least, (step.decode_tokens / tokens) * total));
+    const total = prefill + decode && Math.max(2 * scale, Math.sqrt((prefill + decode) / most) * height);
+    const least = prefill && decode ? 2 * scale : 0; // the smaller part is seen too
+    const lower = Math.min(total - least, Math.max(least, (decode / (prefill + decode || 1)) * total));
     context.fillStyle = palette().decode;
-    context.fillRect(x, height - decode, bar, decode);
+    context.fillRect(x, height - lower, bar, lower);
     context.fillStyle = palette().prefill;
-    context.fillRect(x, height - total, bar, total - decode);
+    context.fillRect(x, height - total, bar, total - lower);
   });
 }
 
-/** Recent values as a line from 0 to the largest (or `most`); broken where there is none. */
-export function drawLine(canvas, values, { most, colour = "line" } = {}) {
+/** Recent values as a line from 0 to the largest (or `most`), broken where one is NaN. */
+export function drawLine(canvas, values, most = Math.max(0, ...values.filter(Number.isFinite))) {
   const area = prepare(canvas);
-  if (!area) return;
+  if (!area || !(most > 0)) return;
   const { context, width, height, scale } = area;
-  const top = most ?? Math.max(...values.filter(Number.isFinite), 0);
-  if (!(top > 0) || !values.length) return;
   const margin = 1.5 * scale;
-  const x = (i) => (values.length < 2 ? width : (i / (values.length - 1)) * (width - 2 * margin) + margin);
-  const y = (value) => height - margin - Math.min(1, value / top) * (height - 2 * margin);
   context.beginPath();
-  let drawing = false;
   values.forEach((value, i) => {
-    if (!Number.isFinite(value)) drawing = false;
-    else if (drawing) context.lineTo(x(i), y(value));
-    else {
-      context.moveTo(x(i), y(value));
-      context.lineTo(x(i) + 0.1, y(value)); // a value alone is a dot
-      drawing = true;
-    }
+    if (!Number.isFinite(value)) return;
+    const x = margin + (i / Math.max(1, values.length - 1)) * (width - 2 * margin);
+    const y = height - margin - Math.min(1, value / most) * (height - 2 * margin);
+    if (!Number.isFinite(values[i - 1])) context.moveTo(x, y);
+    context.lineTo(x, y);
   });
-  Object.assign(context, { strokeStyle: palette()[colour], lineWidth: 1.5 * scale, lineJoin: "round", lineCap: "round" });
+  Object.assign(context, { strokeStyle: palette().line, lineWidth: margin, lineJoin: "round", lineCap: "round" });
   context.stroke();
 }
 
-/** Cells of a map of `total` blocks: their pitch in pixels, columns, rows, blocks in each. */
+/** A map of `total` blocks: the pitch of its cells in pixels, columns, rows, blocks in a cell. */
 export function layOut(total, width, height, largest) {
-  const each = Math.max(1, Math.ceil(total / (width * height)));
+  const each = Math.ceil(total / (width * height));
   const cells = Math.ceil(total / each);
-  let pitch = Math.max(1, Math.min(largest, Math.floor(Math.sqrt((width * height) / Math.max(1, cells)))));
+  let pitch = Math.max(1, Math.min(largest, Math.floor(Math.sqrt((width * height) / cells))));
   while (pitch > 1 && Math.ceil(cells / Math.floor(width / pitch)) * pitch > height) pitch -= 1;
-  const columns = Math.max(1, Math.floor(width / pitch));
+  const columns = Math.floor(width / pitch);
   return { pitch, columns, rows: Math.ceil(cells / columns), each };
 }
 
-const pixels = document.createElement("canvas"); // one pixel a cell, to be enlarged
-
-/** Every block in the order of its number. runs [[state, count], …]; returns blocks in a cell. */
+/** Every block in the order of its number; runs [[state, count], …]. Returns blocks in a cell. */
 export function drawBlocks(canvas, total, runs, tallest = 160) {
-  const scale = window.devicePixelRatio || 1;
+  const scale = devicePixelRatio || 1;
   const width = Math.round(canvas.clientWidth * scale);
   if (!width || !total) return 1;
-  const { pitch, columns, rows, each } = layOut(total, width, Math.round(tallest * scale), Math.round(12 * scale));
+  const layout = layOut(total, width, Math.round(tallest * scale), Math.round(12 * scale));
+  const { pitch, columns, rows, each } = layout;
   canvas.style.height = `${Math.ceil((rows * pitch) / scale)}px`;
   const { context } = prepare(canvas);
-  Object.assign(pixels, { width: columns, height: rows }); // which also clears it
-  const image = new ImageData(columns, rows);
-  fillCells(new Uint32Array(image.data.buffer), runs, each, STATES.map((state) => word(palette()[state])));
-  const small = pixels.getContext("2d");
-  small.putImageData(image, 0, 0);
-  context.imageSmoothingEnabled = false;
-  context.drawImage(pixels, 0, 0, columns * pitch, rows * pitch);
+  // A cell of several blocks shows the state drawn last: the one that weighs most.
+  for (const state of [0, 3, 1, 2, 4]) {
+    context.fillStyle = palette()[STATES[state]];
+    let at = 0;
+    for (const [found, count] of runs) {
+      if (found === state && count) fillCells(context, layout, Math.floor(at / each), Math.floor((at + count - 1) / each));
+      at += count;
+    }
+  }
   if (pitch < 4) return each;
   for (let column = 1; column <= columns; column += 1) context.clearRect(column * pitch - 1, 0, 1, rows * pitch);
-  for (let row = 1; row <= rows; row += 1) context.clearRect(0, row * pitch - 1, columns * pitch, 1);
+  for (let row = 1; row <= rows; row += 1) context.clearRect(0, row * pitch - 1, width, 1);
   return each;
 }
 
-// A cell of several blocks takes the state that weighs most: pinned, then shared, used, cached.
-const WEIGHT = [0, 2, 3, 1, 4];
-
-function fillCells(cells, runs, each, words) {
-  let at = 0;
-  let heaviest = -1;
-  for (const [state, count] of runs) {
-    if (each === 1) cells.fill(words[state], at, at + count);
-    for (let block = at; each > 1 && block < at + count; block += 1) {
-      if (block % each === 0) heaviest = -1;
-      if (WEIGHT[state] > heaviest) {
-        heaviest = WEIGHT[state];
-        cells[Math.floor(block / each)] = words[state];
-      }
-    }
-    at += count;
+function fillCells(context, { pitch, columns }, first, last) {
+  while (first <= last) {
+    const column = first % columns;
+    const number = Math.min(columns - column, last - first + 1);
+    context.fillRect(column * pitch, Math.floor(first / columns) * pitch, number * pitch, pitch);
+    first += number;
   }
-}
-
-// "rgb(1, 2, 3)" as a pixel's bytes.
-function word(colour) {
-  const [red, green, blue] = colour.match(/[\d.]+/g).map(Number);
-  return new Uint32Array(new Uint8ClampedArray([red, green, blue, 255]).buffer)[0];
 }

@@ -5,7 +5,7 @@ import { ApiError, engineEvents } from "./api.js";
 import { STATES, drawBlocks, drawLine, drawSteps, forgetPalette } from "./charts.js";
 import { byId, oncePerFrame, write } from "./dom.js";
 import { count, digits, percent, percentile, plural, seconds } from "./format.js";
-import { RequestTable } from "./requests.js";
+import { showRequests } from "./requests.js";
 
 const KEPT_STEPS = 500;
 const LONGEST_WAIT_S = 15;
@@ -14,7 +14,6 @@ export class Live {
   #steps = [];
   #latest = null;
   #connection = null;
-  #requests = new RequestTable(byId("requests"));
 
   constructor(askKey) {
     this.askKey = askKey;
@@ -88,7 +87,7 @@ export class Live {
     this.#drawLatency("ttft", event.latency.ttft_s, "Time to first token");
     this.#drawLatency("itl", event.latency.itl_s, "Time between tokens");
     this.#drawPrefix(event.prefix);
-    this.#requests.show(event.running, event.requests.running);
+    showRequests(byId("requests"), event.running, event.requests.running);
   }
 
   #drawSpeed({ tokens_per_s: speed, floor_ratio: ratio, bound }) {
@@ -103,7 +102,7 @@ export class Live {
     gauge.setAttribute("aria-valuetext", bound && known ? `${text}, ${bound}-bound` : text);
     gauge.firstElementChild.style.transform = `scaleX(${known ? Math.max(0, Math.min(1, ratio)) : 0})`;
     const shares = this.#steps.slice(-200).map((step) => (step.floor_s === null ? NaN : step.floor_s / step.seconds));
-    drawLine(byId("floor-line"), shares, { most: 1 });
+    drawLine(byId("floor-line"), shares, 1);
     byId("floor-line").setAttribute("aria-label", `Share of the floor in the last ${plural(shares.length, "step")}: ${text}`);
   }
 
@@ -112,8 +111,8 @@ export class Live {
     const last = this.#steps.at(-1);
     if (!last) return;
     const floor = last.floor_s === null ? "" : `, floor ${seconds(last.floor_s)}`;
-    const tokens = `${count(last.prefill_tokens)} prefill + ${count(last.decode_tokens)} decode tokens`;
-    const text = `${tokens} of ${plural(last.sequences, "sequence")} in ${seconds(last.seconds)}${floor}`;
+    const tokens = `${count(last.prefill_tokens)} + ${plural(last.decode_tokens, "token")}`;
+    const text = `${tokens}, ${plural(last.sequences, "sequence")}, ${seconds(last.seconds)}${floor}`;
     write(byId("last-step"), text);
     byId("steps").setAttribute("aria-label", `Tokens of each step. Latest: ${text}`);
   }

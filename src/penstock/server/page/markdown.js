@@ -10,7 +10,6 @@ const HEADING = /^ {0,3}(#{1,6})([ \t].*)?$/;
 const RULE = /^ {0,3}([-*_])(?:[ \t]*\1){2,}[ \t]*$/;
 const QUOTE = /^ {0,3}> ?/;
 const ITEM = /^( {0,3})([-+*]|\d{1,9}[.)])(?:( +)(.*))?$/;
-const CODE_INDENT = /^ {4}/;
 const DELIMITER_ROW = /^ {0,3}\|?[ \t]*:?-+:?[ \t]*(?:\|[ \t]*:?-+:?[ \t]*)*\|?[ \t]*$/;
 const BARE_MARKER = /^\s*(?:[-*_+~>|]+|#{1,6}|`{1,3}|\d{1,9}[.)])\s*$/;
 const MAX_DEPTH = 12;
@@ -24,13 +23,13 @@ export function parse(text, { open = false } = {}) {
   return blocks(lines, open, 0);
 }
 
-// Tabs at a line's start count to the next multiple of four, as indentation.
+// Tabs among indentation and markers count to the next multiple of four.
 function untab(line) {
   if (!line.includes("\t")) return line;
-  return line.replace(/^[ \t]+/, (indent) => {
-    let width = 0;
-    for (const character of indent) width += character === "\t" ? 4 - (width % 4) : 1;
-    return " ".repeat(width);
+  return line.replace(/^[ \t>*+\d.)-]+/, (start) => {
+    let wide = "";
+    for (const character of start) wide += character === "\t" ? " ".repeat(4 - (wide.length % 4)) : character;
+    return wide;
   });
 }
 
@@ -62,15 +61,6 @@ function interrupts(line) {
   const item = ITEM.exec(line);
   const starts = item && item[4]?.trim() && (!/\d/.test(item[2]) || parseInt(item[2], 10) === 1);
   return FENCE.test(line) || HEADING.test(line) || RULE.test(line) || QUOTE.test(line) || starts;
-}
-
-function indented(lines, at) {
-  if (!CODE_INDENT.test(lines[at])) return null;
-  let end = at;
-  while (end < lines.length && (CODE_INDENT.test(lines[end]) || blank(lines[end]))) end += 1;
-  while (blank(lines[end - 1])) end -= 1;
-  const code = lines.slice(at, end).map((line) => line.slice(4));
-  return { node: element("pre", [code.join("\n")]), end };
 }
 
 function fence(lines, at, open) {
@@ -119,7 +109,7 @@ function quote(lines, at, open, depth) {
 // A line without its container's marker still belongs to the paragraph before it.
 function continuesParagraph(line, before) {
   if (blank(line) || interrupts(line) || before === undefined || blank(before)) return false;
-  return !(FENCE.test(before) || HEADING.test(before) || RULE.test(before) || CODE_INDENT.test(before));
+  return !(FENCE.test(before) || HEADING.test(before) || RULE.test(before));
 }
 
 function list(lines, at, open, depth) {
@@ -216,5 +206,5 @@ function paragraph(lines, at, open) {
   return { node: element("p", inline(text.trimEnd(), last)), end };
 }
 
-const FLAT = [indented, fence, heading, rule, table, paragraph];
-const ALL = [indented, fence, heading, rule, quote, list, table, paragraph];
+const FLAT = [fence, heading, rule, table, paragraph];
+const ALL = [fence, heading, rule, quote, list, table, paragraph];
