@@ -143,7 +143,7 @@ def reply_to(message: str) -> str:
         if word in message:
             return reply
     if "long" in message:
-        return " ".join(f"word{i}" for i in range(2000))
+        return " ".join(f"word{i}" for i in range(300))
     return f"You said: {message}"
 
 

@@ -4,11 +4,11 @@ import { events } from "./sse.js";
 
 const KEY = "penstock.key";
 
+/** The server refused or failed; `status` is HTTP's, 0 where there was no answer. */
 export class ApiError extends Error {
-  constructor(message, { status = 0, code = null } = {}) {
+  constructor(message, status = 0) {
     super(message);
     this.status = status;
-    this.code = code;
   }
 }
 
@@ -28,39 +28,21 @@ export function setKey(value) {
   }
 }
 
-function describe(error) {
-  return new ApiError(error?.message ?? "The server gave no reason.", {
-    status: Number(error?.code) || 0,
-    code: error?.code ?? error?.type ?? null,
-  });
-}
-
-async function ask(path, { body, signal } = {}) {
+async function ask(path, body, signal) {
   const headers = key ? { Authorization: `Bearer ${key}` } : {};
-  if (body) headers["Content-Type"] = "application/json";
-  let response;
-  try {
-    response = await fetch(path, {
-      method: body ? "POST" : "GET",
-      headers,
-      body: body && JSON.stringify(body),
-      signal,
-      cache: "no-store",
-    });
-  } catch (error) {
+  const options = { headers, signal, cache: "no-store" };
+  if (body) {
+    headers["Content-Type"] = "application/json";
+    Object.assign(options, { method: "POST", body: JSON.stringify(body) });
+  }
+  const response = await fetch(path, options).catch((error) => {
     if (error.name === "AbortError") throw error;
     throw new ApiError("The server can't be reached. Is it still running?");
-  }
+  });
   if (response.ok) return response;
-  const text = await response.text();
-  let error;
-  try {
-    error = JSON.parse(text).error;
-  } catch {
-    error = null; // a proxy's page, perhaps
-  }
-  const message = error?.message ?? `The server answered ${response.status} ${response.statusText}.`;
-  throw new ApiError(message, { status: response.status, code: error?.code ?? error?.type ?? null });
+  const answer = await response.json().catch(() => null); // a proxy's page isn't JSON
+  const message = answer?.error?.message ?? `The server answered ${response.status}.`;
+  throw new ApiError(message, response.status);
 }
 
 /** The first model of the server: {id, max_model_len, …}. */
@@ -70,29 +52,21 @@ export async function model() {
   return list.data[0];
 }
 
-/**
- * Chunks of a streamed completion, parsed. `path` is "v1/chat/completions" or "v1/completions".
- * Throws ApiError where the server refuses, fails in mid-stream, or breaks off.
- */
+/** Chunks of a streamed completion. Throws where the server refuses, fails, or breaks off. */
 export async function* complete(path, body, signal) {
   const request = { ...body, stream: true, stream_options: { include_usage: true } };
-  const response = await ask(path, { body: request, signal });
-  try {
-    for await (const { data } of events(response.body)) {
-      if (data === "[DONE]") return;
-      const chunk = JSON.parse(data);
-      if (chunk.error) throw describe(chunk.error);
-      yield chunk;
-    }
-  } catch (error) {
-    if (error instanceof ApiError || error.name === "AbortError") throw error;
-    throw new ApiError(`The connection broke: ${error.message}.`);
+  const response = await ask(path, request, signal);
+  for await (const { data } of events(response.body)) {
+    if (data === "[DONE]") return;
+    const chunk = JSON.parse(data);
+    if (chunk.error) throw new ApiError(chunk.error.message);
+    yield chunk;
   }
   throw new ApiError("The connection ended before the reply did.");
 }
 
 /** What the engine is doing, some four times a second. */
 export async function* engineEvents(signal) {
-  const response = await ask("page/events", { signal });
+  const response = await ask("page/events", null, signal);
   for await (const { data } of events(response.body)) yield JSON.parse(data);
 }

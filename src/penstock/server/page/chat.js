@@ -1,7 +1,7 @@
 // The conversation: sends, streams, stops, tries again. Chat and completion are two
 // conversations, each with its own memory; a model without a chat template has only the second.
 
-import { complete } from "./api.js";
+import { ApiError, complete } from "./api.js";
 import { Conversation, keep, kept } from "./conversation.js";
 import { byId, h, oncePerFrame, write } from "./dom.js";
 import { copyCode } from "./prose.js";
@@ -11,170 +11,160 @@ const MODE = "penstock.mode";
 const NEAR_END = 80; // pixels: a reader this close to the end is taken along
 
 export class Chat {
+  #conversations = { chat: new Conversation("penstock.chat"), complete: new Conversation("penstock.complete") };
+  #model = null;
+  #running = null; // the AbortController of the reply that is being written
+  #editing = false;
+  #latest = null; // the view of the last reply
+
   constructor(settings, askKey) {
     this.settings = settings;
     this.askKey = askKey;
     this.log = byId("log");
     this.input = byId("input");
-    this.send = byId("send");
-    this.conversations = { chat: new Conversation("penstock.chat"), complete: new Conversation("penstock.complete") };
-    this.model = null;
-    this.running = null; // the AbortController of the reply that is being written
-    this.editing = false;
     this.#listen();
-    this.setMode(kept(MODE, "chat") === "complete" ? "complete" : "chat");
+    this.#setMode(kept(MODE, "chat"));
   }
 
   get conversation() {
-    return this.conversations[this.mode];
+    return this.#conversations[this.mode];
+  }
+
+  setModel(model) {
+    this.#model = model;
+    this.#greet();
   }
 
   #listen() {
     byId("composer").addEventListener("submit", (event) => {
       event.preventDefault();
-      if (this.running) this.stop();
-      else this.submit();
+      if (this.#running) this.#running.abort();
+      else this.#submit();
     });
     this.input.addEventListener("keydown", (event) => {
       if (event.key !== "Enter" || event.shiftKey || event.isComposing) return;
       event.preventDefault();
-      if (!this.running) this.submit();
+      if (!this.#running) this.#submit();
     });
     this.input.addEventListener("input", () => this.#fit());
     document.addEventListener("keydown", (event) => {
-      if (event.key !== "Escape" || event.defaultPrevented || document.querySelector("dialog[open]")) return;
-      if (this.running) this.stop();
-      else if (this.editing) this.#endEditing("");
+      if (event.key !== "Escape" || byId("key-dialog").open) return;
+      if (this.#running) this.#running.abort();
+      else if (this.#editing) this.#compose("");
     });
     for (const radio of document.querySelectorAll("input[name=mode]")) {
-      radio.addEventListener("change", () => this.setMode(radio.value));
+      radio.addEventListener("change", () => this.#setMode(radio.value));
     }
-    byId("new").addEventListener("click", () => this.clear());
-    byId("to-end").addEventListener("click", () => this.#toEnd());
-    this.log.addEventListener("scroll", () => this.#showWayToEnd(), { passive: true });
-    window.addEventListener("pagehide", () => this.conversation.save());
+    byId("new").addEventListener("click", () => {
+      this.#running?.abort();
+      this.conversation.clear();
+      this.#compose("");
+      this.#render();
+      this.input.focus();
+    });
+    addEventListener("pagehide", () => this.conversation.save());
     copyCode(this.log);
   }
 
-  setModel(model) {
-    this.model = model;
-    this.#greet();
+  #setMode(mode) {
+    this.#running?.abort();
+    this.mode = mode === "complete" ? mode : "chat";
+    keep(MODE, this.mode);
+    byId(`mode-${this.mode}`).checked = true;
+    document.body.dataset.mode = this.mode;
+    this.input.placeholder = this.mode === "chat" ? "Message" : "Begin a text; the model goes on";
+    this.input.setAttribute("aria-label", this.mode === "chat" ? "Message" : "Text to complete");
+    this.#compose("");
+    this.#render();
   }
 
-  setMode(mode) {
-    this.stop();
-    this.#endEditing("");
-    this.mode = mode;
-    keep(MODE, mode);
-    byId(`mode-${mode}`).checked = true;
-    document.body.dataset.mode = mode;
-    this.input.placeholder = mode === "chat" ? "Message" : "Begin a text; the model goes on";
-    this.input.setAttribute("aria-label", mode === "chat" ? "Message" : "Text to complete");
-    this.render();
-  }
-
-  clear() {
-    this.stop();
-    this.conversation.clear();
-    this.#endEditing("");
-    this.render();
-    this.input.focus();
-  }
-
-  submit() {
-    const text = this.mode === "chat" ? this.input.value.trim() : this.input.value;
-    if (!text.trim() || !this.settings.valid()) return;
-    if (this.editing) this.conversation.turns.splice(-2);
-    this.conversation.turns.push({ role: "user", text });
-    this.#endEditing("");
-    this.reply();
-  }
-
-  stop() {
-    this.running?.abort();
-  }
-
-  /** Writes a reply to the last message, anew if there is one. */
-  reply() {
-    const { turns } = this.conversation;
-    if (this.running || !turns.length || !this.settings.valid()) return;
-    if (this.conversation.last.role === "assistant") turns.pop();
-    turns.push({ role: "assistant", text: "" });
-    this.render();
-    this.#toEnd();
-    this.#generate(this.lastView);
-  }
-
-  /** Lets a completion go on where it ended. */
-  goOn() {
-    if (this.running || !this.settings.valid()) return;
-    this.lastView.actions.replaceChildren();
-    this.#generate(this.lastView);
-  }
-
-  edit() {
-    const user = this.conversation.turns.at(-2);
-    if (this.running || user?.role !== "user") return;
-    this.editing = true;
-    byId("editing").hidden = false;
-    this.input.value = user.text;
-    this.#fit();
-    this.input.focus();
-  }
-
-  #endEditing(text) {
-    this.editing = false;
-    byId("editing").hidden = true;
+  // Puts a text into the field; an edit ends thereby, or begins.
+  #compose(text, editing = false) {
+    this.#editing = editing;
+    byId("editing").hidden = !editing;
     this.input.value = text;
     this.#fit();
   }
 
+  #fit() {
+    this.input.style.height = "auto";
+    this.input.style.height = `${this.input.scrollHeight}px`;
+  }
+
+  #submit() {
+    const text = this.mode === "chat" ? this.input.value.trim() : this.input.value;
+    if (!text.trim() || !this.settings.valid()) return;
+    if (this.#editing) this.conversation.turns.splice(-2);
+    this.conversation.turns.push({ role: "user", text });
+    this.#compose("");
+    this.#reply();
+  }
+
+  #edit() {
+    if (this.#running) return;
+    this.#compose(this.conversation.turns.at(-2).text, true);
+    this.input.focus();
+  }
+
+  // Writes a reply to the last message, anew if there is one.
+  #reply() {
+    if (this.#running || !this.settings.valid()) return;
+    const { turns } = this.conversation;
+    if (turns.at(-1).role === "assistant") turns.pop();
+    turns.push({ role: "assistant", text: "" });
+    this.#render();
+    this.#generate(this.#latest);
+  }
+
+  // Lets a completion go on where it ended.
+  #goOn() {
+    if (this.#running || !this.settings.valid()) return;
+    this.#latest.actions.replaceChildren();
+    this.#generate(this.#latest);
+  }
+
   #request(turn) {
-    const request = { model: this.model?.id, ...this.settings.request(this.mode) };
-    if (this.mode === "complete") {
-      request.prompt = this.conversation.turns.at(-2).text + turn.text;
-      return ["v1/completions", request];
+    const request = { model: this.#model?.id, ...this.settings.request(this.mode) };
+    if (this.mode === "chat") {
+      const messages = this.conversation.messages(this.settings.system.value.trim());
+      return ["v1/chat/completions", { ...request, messages }];
     }
-    request.messages = this.conversation.messages(this.settings.system.value.trim());
-    return ["v1/chat/completions", request];
+    return ["v1/completions", { ...request, prompt: this.conversation.turns.at(-2).text + turn.text }];
   }
 
   async #generate(view) {
     const { turn } = view;
     const { conversation } = this;
     const [path, request] = this.#request(turn);
-    this.running = new AbortController();
-    const { signal } = this.running;
+    const { signal } = (this.#running = new AbortController());
     this.#setBusy(true);
-    Object.assign(turn, { state: "running", error: undefined, figures: undefined });
+    Object.assign(turn, { state: "running", error: undefined, status: undefined, figures: undefined });
     conversation.save();
     view.grow();
     try {
-      await this.#stream(view, path, request, signal);
+      turn.state = await this.#stream(view, path, request, signal);
     } catch (error) {
       if (signal.aborted) turn.state = "stopped";
-      else Object.assign(turn, { state: "failed", error: error.message, status: error.status });
+      else {
+        const broke = error instanceof ApiError ? "" : "The connection broke: ";
+        Object.assign(turn, { state: "failed", error: broke + error.message, status: error.status });
+      }
     }
-    this.running = null;
+    this.#running = null;
     this.#setBusy(false);
     conversation.save();
-    if (conversation !== this.conversation || conversation.last !== turn) return; // put aside meanwhile
+    if (this.#latest !== view) return; // put aside meanwhile
     this.#finish(view);
-    this.#announce(turn);
-    if (turn.status === 401 && (await this.askKey())) this.reply();
+    const said = { stopped: "Stopped.", failed: `The reply failed: ${turn.error}` }[turn.state] ?? "Reply:";
+    write(byId("announce"), `${said} ${turn.text}`);
+    if (turn.status === 401 && (await this.askKey())) this.#reply();
   }
 
   async #stream(view, path, request, signal) {
     const { turn } = view;
     const clock = new Clock();
-    let usage = null;
-    let own = null;
-    const draw = oncePerFrame(() => {
-      if (turn.state !== "running") return;
-      const follow = this.#atEnd();
-      view.grow();
-      if (follow) this.#toEnd();
-    });
+    let [state, usage, own] = ["done", null, null];
+    const draw = oncePerFrame(() => turn.state === "running" && this.#following(() => view.grow()));
     try {
       for await (const chunk of complete(path, request, signal)) {
         const choice = chunk.choices?.[0];
@@ -184,94 +174,76 @@ export class Chat {
           turn.text += piece;
           draw();
         }
-        if (choice?.finish_reason === "length") turn.cut = true;
+        if (choice?.finish_reason === "length") state = "length";
         usage = chunk.usage ?? usage;
         own = chunk.penstock ?? own;
       }
-      turn.state = turn.cut ? "length" : "done";
-      delete turn.cut;
+      return state;
     } finally {
       turn.figures = clock.figures(usage, own);
     }
   }
 
   #finish(view) {
-    const follow = this.#atEnd();
     const { turn } = view;
-    const actions = [["Regenerate", "Write this reply anew", () => this.reply()]];
+    const actions = [["Regenerate", "Write this reply anew", () => this.#reply()]];
     if (this.mode === "complete") {
-      if (turn.text) actions.push(["Continue", "Let the model go on", () => this.goOn()]);
-      actions.push(["Edit", "Change the prompt and complete it again", () => this.edit()]);
+      actions.push(["Continue", "Let the model go on", () => this.#goOn()]);
+      actions.push(["Edit", "Change the prompt and complete it again", () => this.#edit()]);
     }
-    view.finish(this.conversation.last === turn ? actions : []);
-    if (this.mode === "chat" && turn.status === 400 && /chat.?template/i.test(turn.error ?? "")) {
+    this.#following(() => view.finish(this.conversation.turns.at(-1) === turn ? actions : []));
+    if (this.mode === "chat" && turn.status === 400 && /chat.?template/i.test(turn.error)) {
       view.offer("Complete text instead", () => this.#completeInstead());
     }
-    if (follow) this.#toEnd();
   }
 
   #completeInstead() {
     const [user] = this.conversation.turns.splice(-2);
     this.conversation.save();
-    this.setMode("complete");
-    this.#endEditing(user.text);
+    this.#setMode("complete");
+    this.#compose(user.text);
     this.input.focus();
   }
 
-  render() {
+  #render() {
     const { turns } = this.conversation;
-    const views = [];
+    this.log.replaceChildren();
+    this.#latest = null;
     turns.forEach((turn, at) => {
-      if (turn.role === "assistant") {
-        const prompt = this.mode === "complete" ? (turns[at - 1]?.text ?? "") : undefined;
-        this.lastView = new ReplyView(turn, prompt);
-        if (turn.state === "running") turn.state = "stopped"; // the page was left meanwhile
-        this.#finish(this.lastView);
-        views.push(this.lastView.element);
-      } else if (this.mode === "chat") {
-        const latest = at >= turns.length - 2;
-        views.push(userTurn(turn, latest ? () => this.edit() : null));
+      if (turn.role === "user") {
+        const edit = at >= turns.length - 2 ? () => this.#edit() : null;
+        if (this.mode === "chat") this.log.append(userTurn(turn, edit));
+        return;
       }
+      if (turn.state === "running") turn.state = "stopped"; // the page was left meanwhile
+      this.#latest = new ReplyView(turn, this.mode === "complete" ? turns[at - 1].text : undefined);
+      this.#finish(this.#latest);
+      this.log.append(this.#latest.element);
     });
-    this.log.replaceChildren(...views);
     this.#greet();
-    this.#toEnd();
+    this.log.scrollTop = this.log.scrollHeight;
   }
 
   #greet() {
     if (this.conversation.turns.length) return;
-    const model = this.model;
-    const context = model?.max_model_len ? `Context of ${model.max_model_len.toLocaleString("en")} tokens. ` : "";
-    const kept = "What is written here stays in this browser.";
-    const title = this.mode === "chat" ? "Ask something." : "Begin a text.";
-    this.log.replaceChildren(h("div", { class: "greeting" }, h("h2", {}, title), h("p", {}, context + kept)));
+    const length = this.#model?.max_model_len?.toLocaleString("en");
+    const context = length ? `The model reads ${length} tokens. ` : "";
+    const title = h("h2", {}, this.mode === "chat" ? "Ask something." : "Begin a text.");
+    const note = h("p", { class: "dim" }, `${context}What you write is kept in this browser.`);
+    this.log.replaceChildren(h("div", { class: "greeting" }, title, note));
   }
 
   #setBusy(busy) {
     this.log.setAttribute("aria-busy", String(busy));
     document.body.classList.toggle("busy", busy);
-    write(this.send, busy ? "Stop" : "Send");
+    write(byId("send"), busy ? "Stop" : "Send");
   }
 
-  #announce(turn) {
-    const said = { stopped: "Stopped.", failed: `The reply failed: ${turn.error}` }[turn.state] ?? "Reply:";
-    write(byId("announce"), `${said} ${turn.text}`);
-  }
-
-  #fit() {
-    this.input.style.height = "auto";
-    this.input.style.height = `${this.input.scrollHeight}px`;
-  }
-
-  #atEnd() {
-    return this.log.scrollHeight - this.log.scrollTop - this.log.clientHeight < NEAR_END;
-  }
-
-  #toEnd() {
-    this.log.scrollTop = this.log.scrollHeight;
-  }
-
-  #showWayToEnd() {
-    byId("to-end").hidden = this.#atEnd();
+  // Changes the log; a reader at its end stays there.
+  #following(change) {
+    const { log } = this;
+    const atEnd = log.scrollHeight - log.scrollTop - log.clientHeight < NEAR_END;
+    change();
+    if (atEnd) log.scrollTop = log.scrollHeight;
   }
 }

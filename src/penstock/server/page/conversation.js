@@ -2,7 +2,7 @@
 
 const LIMIT = 400_000; // characters; browsers give an origin some five million
 
-/** Values under localStorage, or for this page's life where storage is blocked. */
+/** Keeps a value under localStorage; false where it is blocked or full. */
 export function keep(name, value) {
   try {
     localStorage.setItem(name, JSON.stringify(value));
@@ -20,24 +20,20 @@ export function kept(name, otherwise) {
   }
 }
 
-/** Turns in order: {role: "user" | "assistant", text, figures?, state?, error?}. */
+/** Turns in order, a user's and a reply in turns: {role, text, state?, error?, figures?}. */
 export class Conversation {
   constructor(name, limit = LIMIT) {
-    this.name = name;
-    this.limit = limit;
     const turns = kept(name, []);
-    this.turns = Array.isArray(turns) ? turns.filter((turn) => typeof turn?.text === "string") : [];
+    Object.assign(this, { name, limit, turns: Array.isArray(turns) ? turns : [] });
   }
 
   /** Keeps the latest turns that fit; the page still has all. */
   save() {
-    let first = 0;
     let size = this.turns.reduce((sum, turn) => sum + turn.text.length, 0);
-    while (size > this.limit && first < this.turns.length) {
-      size -= this.turns[first].text.length;
-      first += 1;
+    let first = 0;
+    for (; size > this.limit; first += 2) {
+      size -= this.turns.slice(first, first + 2).reduce((sum, turn) => sum + turn.text.length, 0);
     }
-    while (first < this.turns.length && this.turns[first].role !== "user") first += 1;
     if (!keep(this.name, this.turns.slice(first))) keep(this.name, []);
   }
 
@@ -46,14 +42,10 @@ export class Conversation {
     this.save();
   }
 
-  get last() {
-    return this.turns.at(-1);
-  }
-
-  /** Messages of the chat API: replies that came to nothing are left out. */
+  /** Messages of the chat API; a reply that came to nothing is left out. */
   messages(system) {
-    const said = this.turns.filter((turn) => turn.role === "user" || turn.text);
-    const messages = said.map((turn) => ({ role: turn.role, content: turn.text }));
+    const said = this.turns.filter(({ role, text }) => role === "user" || text);
+    const messages = said.map(({ role, text }) => ({ role, content: text }));
     return system ? [{ role: "system", content: system }, ...messages] : messages;
   }
 }

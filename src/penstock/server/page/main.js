@@ -9,13 +9,12 @@ import { Settings } from "./settings.js";
 
 let asking = null;
 
-/** Asks for the server's key, once for all who need it; false where it is refused. */
+// Asks for the server's key, once for all who need it; false where it isn't given.
 function askKey() {
   asking ??= new Promise((answer) => {
-    const dialog = byId("key-dialog");
-    const field = byId("key");
+    const [dialog, field] = [byId("key-dialog"), byId("key")];
     const end = (given) => {
-      if (dialog.open) dialog.close();
+      dialog.close();
       asking = null;
       answer(given);
     };
@@ -24,8 +23,7 @@ function askKey() {
       setKey(field.value.trim());
       end(true);
     };
-    byId("key-cancel").onclick = () => end(false);
-    dialog.oncancel = () => end(false);
+    byId("key-cancel").onclick = dialog.oncancel = () => end(false);
     byId("key-note").hidden = !field.value; // a key was tried already
     dialog.showModal();
     field.select();
@@ -34,29 +32,24 @@ function askKey() {
 }
 
 function followTheme() {
-  const root = document.documentElement;
+  const { dataset } = document.documentElement;
   const select = byId("theme");
-  select.value = root.dataset.theme ?? "auto";
+  select.value = dataset.theme ?? "auto";
   select.addEventListener("change", () => {
-    if (select.value === "auto") delete root.dataset.theme;
-    else root.dataset.theme = select.value;
+    if (select.value === "auto") delete dataset.theme;
+    else dataset.theme = select.value;
     keep("penstock.theme", select.value);
   });
 }
 
-async function findModel(chat) {
+async function findModel() {
   for (;;) {
     try {
-      const found = await model();
-      write(byId("model"), found.id);
-      document.title = `${found.id} – Penstock`;
-      chat.setModel(found);
-      return;
+      return await model();
     } catch (error) {
       write(byId("model"), error.message);
-      if (error.status === 401) {
-        if (!(await askKey())) return;
-      } else await new Promise((go) => setTimeout(go, 3000));
+      if (error.status !== 401) await new Promise((go) => setTimeout(go, 3000));
+      else if (!(await askKey())) return null; // a message will ask again
     }
   }
 }
@@ -64,5 +57,10 @@ async function findModel(chat) {
 followTheme();
 const chat = new Chat(new Settings(), askKey);
 const live = new Live(askKey);
-await findModel(chat);
-live.follow();
+const found = await findModel();
+if (found) {
+  write(byId("model"), found.id);
+  document.title = `${found.id} – Penstock`;
+  chat.setModel(found);
+  live.follow();
+}

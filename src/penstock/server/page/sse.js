@@ -2,53 +2,37 @@
 // EventSource can't send an Authorization header or a POST; fetch can.
 
 export class EventParser {
-  #buffer = "";
+  #rest = "";
   #data = [];
   #type = "";
-  #start = true;
 
   /** Takes text cut anywhere; returns the events that it completed: [{type, data}]. */
   push(text) {
-    this.#buffer += text;
-    if (this.#start && this.#buffer) {
-      this.#buffer = this.#buffer.replace(/^\uFEFF/, "");
-      this.#start = false;
-    }
-    const events = [];
-    let from = 0;
-    for (;;) {
-      const end = this.#buffer.slice(from).search(/[\r\n]/);
-      if (end < 0) break;
-      const at = from + end;
-      // A carriage return at the very end may be half of a CRLF: wait for the rest.
-      if (this.#buffer[at] === "\r" && at + 1 === this.#buffer.length) break;
-      this.#line(this.#buffer.slice(from, at), events);
-      from = at + (this.#buffer.startsWith("\r\n", at) ? 2 : 1);
-    }
-    this.#buffer = this.#buffer.slice(from);
-    return events;
+    // A carriage return at the very end may be half of a CRLF: it waits for the rest.
+    const lines = (this.#rest + text).split(/\r\n|\n|\r(?!$)/);
+    this.#rest = lines.pop();
+    return lines.flatMap((line) => this.#line(line));
   }
 
-  #line(line, events) {
+  #line(line) {
     if (line === "") {
-      if (this.#data.length) events.push({ type: this.#type || "message", data: this.#data.join("\n") });
+      const event = { type: this.#type || "message", data: this.#data.join("\n") };
+      const events = this.#data.length ? [event] : [];
       this.#data = [];
       this.#type = "";
-      return;
+      return events;
     }
-    const colon = line.indexOf(":");
-    if (colon === 0) return; // a comment, sent to keep the connection open
-    const field = colon < 0 ? line : line.slice(0, colon);
-    const value = colon < 0 ? "" : line.slice(colon + 1).replace(/^ /, "");
+    const [, field, value = ""] = /^([^:]*)(?:: ?(.*))?$/s.exec(line); // a comment has no field
     if (field === "data") this.#data.push(value);
     else if (field === "event") this.#type = value;
+    return [];
   }
 }
 
 /** The events of a ReadableStream of bytes, one by one; ends with the stream. */
 export async function* events(stream) {
   const reader = stream.getReader();
-  const decoder = new TextDecoder("utf-8", { ignoreBOM: true });
+  const decoder = new TextDecoder(); // which drops a byte order mark
   const parser = new EventParser();
   try {
     for (;;) {
@@ -57,6 +41,6 @@ export async function* events(stream) {
       yield* parser.push(decoder.decode(value, { stream: true }));
     }
   } finally {
-    reader.cancel().catch(() => {}); // already broken: whoever reads has been told
+    reader.cancel().catch(() => {}); // broken already: whoever reads has been told
   }
 }
