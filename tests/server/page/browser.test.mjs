@@ -109,7 +109,7 @@ onPage("the engine's panels move", URL, async (page) => {
   await page.waitForSelector("#connection[data-state=live]", WAIT);
   await begin(page, PROMPT);
   await finished(page);
-  await page.waitForFunction(() => document.querySelector("#last-step").textContent.includes("token"));
+  await page.waitForFunction(() => document.querySelector("#last-step").textContent.includes("decode"));
   for (const id of ["steps", "blocks"]) {
     const drawn = await page.locator(`#${id}`).evaluate((canvas) => {
       const { data } = canvas.getContext("2d").getImageData(0, 0, canvas.width, canvas.height);
@@ -363,6 +363,14 @@ onPage("a key is asked for, tried, and forgotten with the tab", KEY, async (page
   const other = await context.newPage();
   await other.goto(page.url());
   await other.waitForSelector("#key-dialog[open]");
+  await other.keyboard.press("Escape");
+  await send(other, "and now"); // for which a key is needed, after all
+  await other.waitForSelector("#key-dialog[open]");
+  await other.fill("#key", "secret");
+  await other.keyboard.press("Enter");
+  await finished(other);
+  assert.equal(await body(other).textContent(), "You said: and now");
+  await other.waitForSelector("#connection[data-state=live]", WAIT);
 }, { expected: /status of 401/ });
 
 onPage("64 requests and 100,000 blocks are shown", FULL, async (page) => {

@@ -65,14 +65,16 @@ class Engine:
         prompt = self.random.randrange(40, 1800)
         cached = self.random.choice([0, prompt // 2 // 32 * 32])
         name = f"chatcmpl-{self.random.getrandbits(40):010x}"
-        born = time.time() - self.random.random() * 4
+        limit, born = self.random.randrange(20, 300), time.time() - self.random.random() * 4
         return {"id": name, "prompt": prompt, "cached": cached, "computed": cached, "output": 0,
-                "born": born, "limit": self.random.randrange(20, 300)}  # fmt: skip
+                "limit": limit, "born": born}  # fmt: skip
 
     def _fill(self) -> list[int]:
         states: list[int] = []
         while len(states) < self.blocks:
-            state = self.random.choices([0, 1, 2, 3, 4], [5, 6, 2, 3, 0.1 if self.running else 0])[0]
+            state = self.random.choices([0, 1, 2, 3, 4], [5, 6, 2, 3, 0.1 if self.running else 0])[
+                0
+            ]
             longest = max(2, self.blocks // 40)
             states += [state if self.running else 0] * self.random.randrange(1, longest)
         return states[: self.blocks]
@@ -93,15 +95,19 @@ class Engine:
                 self.done += 1
         floor = 0.0124 + decoding * 5e-5 + prefill * 8e-5
         took = floor / self.random.uniform(0.72, 0.86)
-        return {"at": time.monotonic(), "seconds": took, "prefill_tokens": prefill,
-                "decode_tokens": decoding, "sequences": len(self.requests), "floor_s": floor}  # fmt: skip
+        return {
+            "at": time.monotonic(), "seconds": took, "floor_s": floor,
+            "prefill_tokens": prefill, "decode_tokens": decoding, "sequences": len(self.requests),
+        }  # fmt: skip
 
     def event(self) -> Json:
         steps = [self._step() for _ in range(8)] if self.requests else []
         if steps:
             at = self.random.randrange(self.blocks)
             width = max(1, self.blocks // 100)
-            self.states[at : at + width] = [self.random.randrange(4)] * len(self.states[at : at + width])
+            self.states[at : at + width] = [self.random.randrange(4)] * len(
+                self.states[at : at + width]
+            )
             self.ttft = [*self.ttft[1:], 0.08 + self.random.expovariate(12)]
             self.itl = [*self.itl[8:], *(step["seconds"] for step in steps)]
         ratios = [step["floor_s"] / step["seconds"] for step in steps]
@@ -123,9 +129,11 @@ class Engine:
 
     def _listed(self, request: Json) -> Json:
         phase = "decode" if request["computed"] >= request["prompt"] else "prefill"
-        return {"id": request["id"], "phase": phase, "prompt_tokens": request["prompt"],
-                "computed_tokens": request["computed"], "cached_tokens": request["cached"],
-                "output_tokens": request["output"], "age_s": time.time() - request["born"]}  # fmt: skip
+        names = {"prompt": "prompt_tokens", "computed": "computed_tokens",
+                 "cached": "cached_tokens", "output": "output_tokens"}  # fmt: skip
+        tokens = {name: request[key] for key, name in names.items()}
+        age_s = time.time() - request["born"]
+        return {"id": request["id"], "phase": phase, **tokens, "age_s": age_s}
 
 
 def run_lengths(states: list[int]) -> list[list[int]]:
@@ -139,7 +147,7 @@ def run_lengths(states: list[int]) -> list[list[int]]:
 
 
 def reply_to(message: str) -> str:
-    for word, reply in {"markdown": MARKDOWN, "hostile": HOSTILE}.items():
+    for word, reply in {"markdown": MARKDOWN, "batch": MARKDOWN, "hostile": HOSTILE}.items():
         if word in message:
             return reply
     if "long" in message:
@@ -150,7 +158,7 @@ def reply_to(message: str) -> str:
 class Handler(BaseHTTPRequestHandler):
     server: FakeServer
 
-    def log_message(self, format: str, *args: object) -> None:
+    def log_message(self, *args: object) -> None:
         """Nothing: tests read what matters from `FakeServer.requests`."""
 
     def do_GET(self) -> None:
@@ -160,8 +168,11 @@ class Handler(BaseHTTPRequestHandler):
                 self._start(304, {**HEADERS, "ETag": file.etag})
                 return
             headers = {**HEADERS, "ETag": file.etag, "Content-Type": file.content_type}
-            self._start(200, headers | {"Content-Length": str(len(file.body))})
-            self.wfile.write(file.body)
+            body = file.body
+            if "gzip" in self.headers.get("Accept-Encoding", ""):
+                body, headers["Content-Encoding"] = file.gzipped, "gzip"
+            self._start(200, headers | {"Content-Length": str(len(body))})
+            self.wfile.write(body)
         elif not self._allowed():
             return
         elif self.path == "/v1/models":
@@ -212,7 +223,10 @@ class Handler(BaseHTTPRequestHandler):
             self.server.closing.wait(0.25)
 
     def _allowed(self) -> bool:
-        if self.server.key is None or self.headers.get("Authorization") == f"Bearer {self.server.key}":
+        if (
+            self.server.key is None
+            or self.headers.get("Authorization") == f"Bearer {self.server.key}"
+        ):
             return True
         self._error(401, "The key is missing or wrong.")
         return False

@@ -5,7 +5,7 @@ import { test } from "node:test";
 
 import { layOut } from "./charts.js";
 import { Conversation } from "./conversation.js";
-import { percentile, seconds } from "./format.js";
+import { digits, percentile, seconds } from "./format.js";
 import { inline, safeAddress } from "./inline.js";
 import { parse } from "./markdown.js";
 import { EventParser, events } from "./sse.js";
@@ -149,6 +149,7 @@ test("seconds are written in the unit that reads best", () => {
   assert.equal(seconds(125), "2 min 5 s");
   assert.equal(seconds(7500), "2 h 5 min");
   assert.equal(seconds(NaN), "–");
+  assert.deepEqual([0, 0.5, 12.34, 99.96, 1234].map(digits), ["0", "0.50", "12.3", "100", "1,234"]);
 });
 
 test("every block has a place on the map, within its bounds", () => {

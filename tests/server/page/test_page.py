@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import hashlib
 import http.client
 import re
@@ -15,7 +16,9 @@ from penstock.server.page import HEADERS, files
 
 from .fake import FakeServer
 
-SOURCES = {path for path in Path(page.__file__).parent.iterdir() if path.suffix in {".html", ".css", ".js"}}
+SOURCES = {
+    path for path in Path(page.__file__).parent.iterdir() if path.suffix in {".html", ".css", ".js"}
+}
 
 
 def test_every_file_has_an_address_a_type_and_an_etag() -> None:
@@ -26,12 +29,16 @@ def test_every_file_has_an_address_a_type_and_an_etag() -> None:
     for source in SOURCES - {Path(page.__file__).parent / "index.html"}:
         file = served[f"/page/{source.name}"]
         assert file.body == source.read_bytes()
-        assert file.content_type.startswith({".css": "text/css", ".js": "text/javascript"}[source.suffix])
-        assert file.etag == f'"{hashlib.sha256(file.body).hexdigest()[:32]}"'
+        assert file.content_type.startswith(
+            {".css": "text/css", ".js": "text/javascript"}[source.suffix]
+        )
+        assert file.etag == f'W/"{hashlib.sha256(file.body).hexdigest()[:32]}"'
+        assert gzip.decompress(file.gzipped) == file.body
 
 
 def test_the_page_is_small() -> None:
-    assert sum(len(file.body) for file in files().values()) <= 60 * 1024
+    assert sum(len(file.body) for file in files().values()) <= 76 * 1024
+    assert sum(len(file.gzipped) for file in files().values()) <= 32 * 1024  # as it is sent
     for path, file in files().items():
         assert file.body.count(b"\n") <= 500, path
 
@@ -98,3 +105,12 @@ def test_a_file_that_is_known_already_isnt_sent_again() -> None:
         connection.request("GET", "/", headers={"If-None-Match": files()["/"].etag})
         assert connection.getresponse().status == 304
         connection.close()
+
+
+def test_a_file_is_sent_compressed_to_those_who_accept_it() -> None:
+    with FakeServer() as server:
+        for accepted, body in {"gzip": files()["/"].gzipped, "identity": files()["/"].body}.items():
+            connection = http.client.HTTPConnection("127.0.0.1", server.server_port)
+            connection.request("GET", "/", headers={"Accept-Encoding": accepted})
+            assert connection.getresponse().read() == body
+            connection.close()

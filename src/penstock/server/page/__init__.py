@@ -1,4 +1,4 @@
-"""The page that a server shows at `/`: static files, read once.
+"""The page that a server shows at `/`: static files, read and compressed once.
 
 Nothing is built and nothing is loaded from elsewhere. The page talks to the server it came from
 by relative addresses, so it also works below a path of a reverse proxy. See docs/page.md.
@@ -6,6 +6,7 @@ by relative addresses, so it also works below a path of a reverse proxy. See doc
 
 from __future__ import annotations
 
+import gzip
 import hashlib
 from collections.abc import Mapping
 from functools import cache
@@ -27,6 +28,7 @@ HEADERS: Final[Mapping[str, str]] = MappingProxyType(
         ),
         "Cache-Control": "no-cache",  # kept, but asked for again with its ETag
         "Referrer-Policy": "no-referrer",
+        "Vary": "Accept-Encoding",
         "X-Content-Type-Options": "nosniff",
     }
 )
@@ -38,7 +40,8 @@ class PageFile(NamedTuple):
 
     body: bytes
     content_type: str
-    etag: str  # quoted, as it stands in the header
+    etag: str  # as it stands in the header; weak, since both forms of the body have it
+    gzipped: bytes  # for a client that accepts `Content-Encoding: gzip`
 
 
 @cache
@@ -51,5 +54,6 @@ def files() -> Mapping[str, PageFile]:
             continue
         body = entry.read_bytes()
         path = "/" if entry.name == "index.html" else f"/page/{entry.name}"
-        found[path] = PageFile(body, content_type, f'"{hashlib.sha256(body).hexdigest()[:32]}"')
+        etag = f'W/"{hashlib.sha256(body).hexdigest()[:32]}"'
+        found[path] = PageFile(body, content_type, etag, gzip.compress(body, mtime=0))
     return MappingProxyType(found)

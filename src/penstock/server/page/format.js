@@ -14,8 +14,9 @@ export function seconds(value) {
   return `${count(Math.floor(value / 3600))} h ${Math.floor((value % 3600) / 60)} min`;
 }
 
+/** Three digits, or a whole number where it has more. */
 export function digits(value) {
-  if (value >= 99.95) return count(value);
+  if (value >= 99.95 || value === 0) return count(value);
   return value.toFixed(value >= 9.995 ? 1 : 2);
 }
 

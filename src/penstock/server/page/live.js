@@ -89,14 +89,15 @@ export class Live {
 
   #drawSpeed({ tokens_per_s: speed, floor_ratio: ratio, bound }) {
     const known = Number.isFinite(ratio);
-    const share = known ? `${percent(ratio)} of the floor` : "floor unknown";
-    const why = known ? `${bound}-bound` : "penstock doctor measures it";
+    const unmeasured = this.#steps.at(-1)?.floor_s === null;
+    const share = known ? `${percent(ratio)} of the floor` : unmeasured ? "floor unknown" : "–";
+    const why = known && bound ? `${bound}-bound` : unmeasured ? "penstock doctor measures it" : "";
     write(byId("speed"), digits(speed));
     write(byId("floor"), share);
-    write(byId("bound"), bound || !known ? why : "");
+    write(byId("bound"), why);
     write(byId("glance"), `${digits(speed)} tok/s${known ? ` · ${percent(ratio)}` : ""}`);
     byId("gauge").setAttribute("aria-valuenow", known ? Math.round(Math.min(1, ratio) * 100) : 0);
-    byId("gauge").setAttribute("aria-valuetext", `${share}, ${why}`);
+    byId("gauge").setAttribute("aria-valuetext", `${share} ${why}`);
     fill("gauge", known ? ratio : 0);
     const shares = this.#steps.slice(-200).map((step) => (step.floor_s ?? NaN) / step.seconds);
     drawLine(byId("floor-line"), shares, 1);
@@ -107,11 +108,11 @@ export class Live {
     const last = this.#steps.at(-1);
     if (!last) return;
     const floor = last.floor_s === null ? "" : `, floor ${seconds(last.floor_s)}`;
-    const tokens = `${count(last.prefill_tokens)} + ${plural(last.decode_tokens, "token")}`;
-    const text = `${tokens}, ${plural(last.sequences, "sequence")}, ${seconds(last.seconds)}${floor}`;
+    const tokens = `${count(last.prefill_tokens)} prefill + ${count(last.decode_tokens)} decode`;
+    const text = `${tokens}, ${seconds(last.seconds)}${floor}`;
     drawSteps(byId("steps"), this.#steps);
     write(byId("last-step"), text);
-    label("steps", `Prefill and decode tokens of each step; the latest: ${text}`);
+    label("steps", `Tokens of each step; the latest, of ${plural(last.sequences, "sequence")}: ${text}`);
   }
 }
 

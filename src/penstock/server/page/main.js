@@ -54,13 +54,29 @@ async function findModel() {
   }
 }
 
-followTheme();
-const chat = new Chat(new Settings(), askKey);
-const live = new Live(askKey);
-const found = await findModel();
-if (found) {
-  write(byId("model"), found.id);
-  document.title = `${found.id} – Penstock`;
-  chat.setModel(found);
-  live.follow();
+let starting = null;
+
+// Once; again only where a key was missing.
+function start() {
+  starting ??= findModel().then((found) => {
+    if (!found) {
+      starting = null;
+      return;
+    }
+    write(byId("model"), found.id);
+    document.title = `${found.id} – Penstock`;
+    chat.setModel(found);
+    live.follow();
+  });
 }
+
+async function askAndStart() {
+  const given = await askKey();
+  if (given) start();
+  return given;
+}
+
+followTheme();
+const chat = new Chat(new Settings(), askAndStart);
+const live = new Live(askKey);
+start();
