@@ -332,6 +332,18 @@ onPage("while the page is hidden it asks for nothing", FAKE, async (page) => {
   await page.waitForFunction((text) => document.querySelector("#steps").getAttribute("aria-label") !== text, still);
 });
 
+onPage("a connection that broke is made again", FAKE, async (page) => {
+  let failures = 2;
+  await page.route("**/page/events", (route) => {
+    failures -= 1;
+    return failures < 0 ? route.continue() : route.abort();
+  });
+  await page.reload();
+  await page.waitForSelector("#connection[data-state=lost]");
+  await page.waitForSelector("#connection[data-state=live]", WAIT);
+  assert.equal(failures, -1);
+}, { expected: /ERR_FAILED/ });
+
 onPage("without a chat template the page offers completion, and remembers it", NO_TEMPLATE, async (page) => {
   await send(page, "Once upon a time");
   await page.getByRole("button", { name: "Complete text instead" }).click();

@@ -13,7 +13,7 @@ import { EventParser, events } from "./sse.js";
 const nodes = (tree) => tree.flatMap((node) => (typeof node === "string" ? [] : [node, ...nodes(node.children)]));
 const plain = (tree) => tree.map((node) => (typeof node === "string" ? node : plain(node.children))).join("");
 
-const STREAM = 'data: {"a": "é😀"}\r\n\r\n: keep-alive\n\ndata: one\ndata:two\n\nevent: end\rdata\r\rdata: [DONE]\n\n';
+const STREAM = 'data: {"a": "é😀"}\r\n\r\n: keep-alive\n\ndata: one\r\ndata:two\n\nevent: end\rdata\r\rdata: [DONE]\n\n';
 const EVENTS = [
   { type: "message", data: '{"a": "é😀"}' },
   { type: "message", data: "one\ntwo" },
