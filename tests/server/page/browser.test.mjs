@@ -62,6 +62,10 @@ const figures = (page) => page.locator(".figures").last().textContent();
 /** Sends a text in the mode that the model can do; the page itself offers the other one. */
 async function begin(page, text) {
   await page.waitForFunction(() => document.querySelector("#model").textContent);
+  await page.locator("#set-max_completion_tokens").evaluate((input) => {
+    input.value = 300; // a server's own default may be too few to be stopped
+    input.dispatchEvent(new Event("input", { bubbles: true }));
+  });
   await send(page, text);
   const offer = page.getByRole("button", { name: "Complete text instead" });
   await page.waitForFunction(
@@ -323,8 +327,10 @@ onPage("while the page is hidden it asks for nothing", FAKE, async (page) => {
   const label = () => page.locator("#steps").getAttribute("aria-label");
   await page.waitForSelector("#connection[data-state=live]");
   const ended = page.waitForEvent("requestfailed", (request) => request.url().endsWith("/page/events"));
+  const later = page.waitForRequest("**/page/events", { timeout: 500 }).catch(() => null);
   await hide(true);
   await ended;
+  assert.equal(await later, null);
   const still = await label();
   await page.waitForTimeout(700);
   assert.equal(await label(), still);

@@ -189,7 +189,8 @@ class Handler(BaseHTTPRequestHandler):
         if not self._allowed():
             return
         if self.path == "/v1/completions":
-            self._stream(self._completion(STORY, lambda piece: {"text": piece}))
+            story = STORY * (20 if "long" in body["prompt"] else 1)
+            self._stream(self._completion(story, lambda piece: {"text": piece}))
         elif not self.server.template:
             self._error(400, "The model stories-8m has no chat template. Use /v1/completions.")
         else:
