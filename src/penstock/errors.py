@@ -11,7 +11,8 @@
     │   └── ChatTemplateError             a template that is missing, fails or is unsafe
     ├── RequestError (ValueError)         one request is wrong; the engine goes on
     │   ├── InvalidPromptError            empty, too long, or with token ids out of range
-    │   └── InvalidSamplingError          sampling parameters out of their range
+    │   ├── InvalidSamplingError          sampling parameters out of their range
+    │   └── RequestTimeoutError           it took longer than its caller allowed
     ├── KernelError (RuntimeError)        the native library is broken or was misused
     ├── MissingExtraError (ImportError)   an optional dependency isn't installed
     └── EngineDeadError (RuntimeError)    the engine's thread has stopped
@@ -71,6 +72,10 @@ class InvalidPromptError(RequestError):
 
 class InvalidSamplingError(RequestError):
     """Sampling parameters out of their range."""
+
+
+class RequestTimeoutError(RequestError):
+    """The request took longer than its caller allowed."""
 
 
 class KernelError(PenstockError, RuntimeError):

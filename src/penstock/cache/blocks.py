@@ -45,6 +45,15 @@ class BlockPool:
         """How many hold `block`."""
         return self._count[block]
 
+    def states(self) -> bytes:
+        """Of each block: 0 free, 1 used, 2 used by several, 3 idle. For another thread to show:
+        while the engine works, a block may be told a step late.
+        """
+        found = bytearray(min(count, 2) for count in self._count)
+        for block in list(self._idle):
+            found[block] = 3
+        return bytes(found)
+
     def allocate(self, count: int) -> list[int] | None:
         """`count` blocks held once each, or None when there aren't as many: all or nothing."""
         if count > self.num_available:

@@ -16,7 +16,7 @@ import typer
 from typer.core import TyperGroup
 
 from penstock import __version__
-from penstock.cli import bench, chat, console, doctor, evaluate, generate, profile
+from penstock.cli import bench, chat, console, doctor, evaluate, generate, profile, serve
 from penstock.errors import PenstockError
 
 INTERRUPTED = 130
@@ -29,6 +29,7 @@ pipe runs: the speed it reaches over what the hardware allows.
 Try:
   [green]penstock generate -p "Once upon a time"[/green]   a story, by the small model inside
   [green]penstock chat[/green]                             talk with it
+  [green]penstock serve[/green]                            an OpenAI-compatible server
   [green]penstock doctor[/green]                           what this machine has and runs
 
 Each takes a model: a folder in Hugging Face's format, or a hub id.
@@ -140,6 +141,7 @@ def penstock(
 
 app.command()(generate.generate)
 app.command()(chat.chat)
+app.command()(serve.serve)
 app.command()(doctor.doctor)
 app.command()(profile.profile)
 app.command("eval")(evaluate.evaluate)

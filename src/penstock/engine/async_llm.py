@@ -8,7 +8,7 @@ import itertools
 import threading
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncGenerator, Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ from penstock.engine.engine import Engine
 from penstock.engine.options import RequestOptions
 from penstock.engine.outputs import RequestOutput
 from penstock.engine.prompts import Prompt, default_params, encode
-from penstock.errors import ConfigError, EngineDeadError
+from penstock.errors import ConfigError, EngineDeadError, RequestTimeoutError
 from penstock.models.weights import Progress
 from penstock.runtime import Runtime, load_runtime
 from penstock.sampling import SamplingParams
@@ -26,6 +26,7 @@ from penstock.tokenizer import Tokenizer
 
 Item = RequestOutput | BaseException
 Command = Callable[[], None]
+_COMMAND_TIMEOUT_S = 30.0  # commands run between two steps
 
 
 class _Stream:
@@ -38,6 +39,8 @@ class _Stream:
 
     def put(self, item: Item) -> None:
         """Take an output or an error; a reader that is slow misses those before it."""
+        if self._newest and isinstance(self._newest[0], BaseException):
+            return  # nothing comes after an error
         self._newest = [item]
         self._arrived.set()
 
@@ -59,13 +62,24 @@ class AsyncLLM:
         runtime: Runtime | None = None,
         **kwargs: Any,
     ) -> None:
-        self.config = EngineConfig.of(model=model, **kwargs)
-        if runtime is not None and (model != DEFAULT_MODEL or self.config.differs_before_engine()):
+        config = EngineConfig.of(model=model, **kwargs)
+        if runtime is not None and (model != DEFAULT_MODEL or config.differs_before_engine()):
             raise ConfigError(
                 "A loaded runtime is given: arguments of the model and the cache come too late. "
                 "Give them when it is loaded."
             )
-        self.runtime = runtime or load_runtime(self.config, progress)
+        self._start(config, runtime or load_runtime(config, progress))
+
+    @classmethod
+    def of(cls, config: EngineConfig, progress: Progress | None = None) -> AsyncLLM:
+        """The same from a configuration."""
+        made = cls.__new__(cls)
+        made._start(config, load_runtime(config, progress))
+        return made
+
+    def _start(self, config: EngineConfig, runtime: Runtime) -> None:
+        self.config = config
+        self.runtime = runtime
         self.engine = Engine(self.config, self.runtime)
         self._streams: dict[str, _Stream] = {}  # engine thread only
         self._commands: deque[Command] = deque()
@@ -86,28 +100,37 @@ class AsyncLLM:
         request_id: str | None = None,
         *,
         options: RequestOptions | None = None,
-    ) -> AsyncIterator[RequestOutput]:
+        timeout_s: float | None = None,
+    ) -> AsyncGenerator[RequestOutput, None]:
         """Outputs so far, after every step, until the last has `finished`.
 
         Each holds the whole text until then; a reader slower than the engine gets the newest.
         Leaving the loop early, or cancelling its task, ends the request and frees its blocks.
+        timeout_s: from now to its end; RequestTimeoutError then.
         """
         params = sampling_params or default_params(self.runtime.model.generation)
         text, tokens = encode(prompt, self.runtime.tokenizer)
         name = request_id if request_id is not None else f"request-{next(self._ids)}"
-        stream = _Stream(asyncio.get_running_loop())
+        loop = asyncio.get_running_loop()
+        stream = _Stream(loop)
         arrival = time.monotonic()
         self._send(lambda: self._add(name, tokens, params, text, stream, arrival, options))
         finished = False
+        alarm = None
+        if timeout_s is not None:
+            late = RequestTimeoutError(f"The request didn't end within {timeout_s:g} s.")
+            alarm = loop.call_later(timeout_s, stream.put, late)
         try:
             while not finished:
                 item = await stream.get()
                 if isinstance(item, BaseException):
-                    finished = True
+                    finished = not isinstance(item, RequestTimeoutError)
                     raise item
                 finished = item.finished
                 yield item
         finally:
+            if alarm is not None:
+                alarm.cancel()
             if not finished:
                 with suppress(EngineDeadError):  # then there is nothing to drop
                     self._send(lambda: self._drop(name, stream))
@@ -115,6 +138,24 @@ class AsyncLLM:
     async def abort(self, request_id: str) -> None:
         """End a request; its stream ends with finish_reason "abort"."""
         self._send(lambda: self.engine.abort(request_id))
+
+    async def reset_prefix_cache(self) -> None:
+        """Forget every cached prefix that no request uses."""
+        done = asyncio.Event()
+        loop = asyncio.get_running_loop()
+
+        def reset() -> None:
+            self.engine.reset_prefix_cache()
+            loop.call_soon_threadsafe(done.set)
+
+        self._send(reset)
+        async with asyncio.timeout(_COMMAND_TIMEOUT_S):
+            await done.wait()
+
+    @property
+    def death(self) -> BaseException | None:
+        """What stopped the engine's thread, or None while it runs."""
+        return self._death
 
     def get_tokenizer(self) -> Tokenizer | None:
         """The model's tokenizer, or None with `skip_tokenizer_init`."""

@@ -379,6 +379,10 @@ class Engine:
             "used_blocks": self.pool.num_used,
             "cached_blocks": self.pool.num_idle,
             "prefix_hit_rate": self.tree.hit_rate if self.tree else 0.0,
+            "prefix": {
+                "queries": self.tree.tokens_asked if self.tree else 0,
+                "hits": self.tree.tokens_hit if self.tree else 0,
+            },
             "preemptions": self.scheduler.num_preemptions,
             "steps": self.ledger.prefill.steps + self.ledger.decode.steps,
         }

@@ -1,0 +1,261 @@
+"""`penstock serve`: an OpenAI-compatible server over one model."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from penstock.cli.options import (
+    MODEL,
+    Dtype,
+    KvCacheDtype,
+    MaxModelLen,
+    Model,
+    Quantization,
+    given,
+)
+from penstock.errors import ConfigError, MissingExtraError
+
+if TYPE_CHECKING:
+    from penstock.config import EngineConfig
+    from penstock.engine import AsyncLLM
+    from penstock.server import Key, Limits
+
+KEY_VARIABLE = "PENSTOCK_API_KEY"
+_NEEDED = ("fastapi", "uvicorn", "prometheus_client")
+_SERVER, _SECURITY, _LIMITS, _ENGINE, _LOGS = "Server", "Security", "Limits", "Engine", "Logs"
+
+
+def _option(*names: str, help: str, panel: str) -> Any:  # noqa: A002
+    return typer.Option(*names, help=help, rich_help_panel=panel)
+
+
+def serve(
+    model: Model = MODEL,
+    host: Annotated[str, _option(help="Address to listen on.", panel=_SERVER)] = "127.0.0.1",
+    port: Annotated[int, _option(help="Port; 0 is any free one.", panel=_SERVER)] = 8000,
+    served_model_name: Annotated[
+        list[str] | None,
+        _option(help="Name for requests and answers; may be repeated.", panel=_SERVER),
+    ] = None,
+    chat_template: Annotated[
+        Path | None, _option(help="A template's file, instead of the model's own.", panel=_SERVER)
+    ] = None,
+    truncation: Annotated[
+        str,
+        _option(
+            help="Conversations that are too long: disabled refuses them, auto leaves out their "
+            "oldest turns.",
+            panel=_SERVER,
+        ),
+    ] = "disabled",
+    shutdown_timeout: Annotated[
+        float, _option(help="Seconds for running requests after SIGTERM.", panel=_SERVER)
+    ] = 60.0,
+    page: Annotated[bool, _option("--page/--no-page", help="The page at /.", panel=_SERVER)] = True,
+    api_key: Annotated[
+        list[str] | None,
+        _option(
+            help=f"Who knows one is let in; may be repeated. Or {KEY_VARIABLE}.", panel=_SECURITY
+        ),
+    ] = None,
+    api_key_file: Annotated[
+        Path | None,
+        _option(help="TOML with a table [[key]] each: name, sha256, limits.", panel=_SECURITY),
+    ] = None,
+    allow_unauthenticated: Annotated[
+        bool,
+        _option(
+            "--allow-unauthenticated",
+            help="Listen beyond this machine without a key.",
+            panel=_SECURITY,
+        ),
+    ] = False,
+    allowed_host: Annotated[
+        list[str] | None,
+        _option(help="Host headers that are answered; may be repeated.", panel=_SECURITY),
+    ] = None,
+    allowed_origin: Annotated[
+        list[str] | None,
+        _option(
+            "--allowed-origin",
+            "--allowed-origins",
+            help="Web sites whose scripts may call (CORS); may be repeated. * is all.",
+            panel=_SECURITY,
+        ),
+    ] = None,
+    trust_request_chat_template: Annotated[
+        bool,
+        _option(
+            "--trust-request-chat-template",
+            help="Take a chat template from a request.",
+            panel=_SECURITY,
+        ),
+    ] = False,
+    max_queue_size: Annotated[
+        int, _option(help="Requests that may wait; beyond, 429.", panel=_LIMITS)
+    ] = 1024,
+    requests_per_minute: Annotated[int | None, _option(help="Of each key.", panel=_LIMITS)] = None,
+    tokens_per_minute: Annotated[
+        int | None, _option(help="Of each key: prompts and answers.", panel=_LIMITS)
+    ] = None,
+    max_concurrency: Annotated[
+        int | None, _option(help="Requests of each key at once.", panel=_LIMITS)
+    ] = None,
+    request_timeout: Annotated[
+        float | None, _option(help="Seconds to a request's end; 408.", panel=_LIMITS)
+    ] = None,
+    max_body_size: Annotated[
+        int, _option(help="Bytes of a request's body; 413.", panel=_LIMITS)
+    ] = 32 << 20,
+    write_timeout: Annotated[
+        float, _option(help="Seconds for a client to read what was sent.", panel=_LIMITS)
+    ] = 60.0,
+    dtype: Dtype = "auto",
+    quantization: Quantization = None,
+    kv_cache_dtype: KvCacheDtype = "auto",
+    max_model_len: MaxModelLen = None,
+    max_num_seqs: Annotated[
+        int | None, _option(help="Sequences in one step.", panel=_ENGINE)
+    ] = None,
+    max_num_batched_tokens: Annotated[
+        int | None, _option(help="Tokens in one step.", panel=_ENGINE)
+    ] = None,
+    block_size: Annotated[
+        int | None, _option(help="Tokens of a block of the cache.", panel=_ENGINE)
+    ] = None,
+    num_gpu_blocks_override: Annotated[
+        int | None, _option(help="Blocks of the cache.", panel=_ENGINE)
+    ] = None,
+    prefix_caching: Annotated[
+        bool,
+        _option(
+            "--enable-prefix-caching/--no-enable-prefix-caching",
+            help="Find prompts' beginnings in the cache.",
+            panel=_ENGINE,
+        ),
+    ] = True,
+    chunked_prefill: Annotated[
+        bool,
+        _option(
+            "--enable-chunked-prefill/--no-enable-chunked-prefill",
+            help="Compute long prompts in pieces, between others' tokens.",
+            panel=_ENGINE,
+        ),
+    ] = True,
+    enforce_eager: Annotated[
+        bool,
+        _option("--enforce-eager", help="Call the operators one by one.", panel=_ENGINE),
+    ] = False,
+    seed: Annotated[
+        int | None, _option(help="For requests without their own.", panel=_ENGINE)
+    ] = None,
+    log_format: Annotated[str, _option(help="text or json.", panel=_LOGS)] = "text",
+    log_requests: Annotated[
+        bool, _option("--log-requests/--no-log-requests", help="A line each.", panel=_LOGS)
+    ] = True,
+    log_prompts: Annotated[
+        bool, _option("--log-prompts", help="With what was said.", panel=_LOGS)
+    ] = False,
+    otlp_traces_endpoint: Annotated[
+        str | None, _option(help="OpenTelemetry collector (HTTP).", panel=_LOGS)
+    ] = None,
+) -> None:
+    """Serve a model to OpenAI's and Anthropic's clients, and on a page at /.
+
+    SIGTERM and Ctrl-C let running requests end.
+    """
+    _check_extra()
+    from penstock.config import EngineConfig
+    from penstock.server import Limits, ServerConfig
+    from penstock.server.lifecycle import serve as run
+    from penstock.server.logs import configure
+
+    limits = Limits(requests_per_minute, tokens_per_minute, max_concurrency)
+    _one_of("--truncation", truncation, "disabled", "auto")
+    _one_of("--log-format", log_format, "text", "json")
+    config = ServerConfig(
+        host=host,
+        port=port,
+        served_model_names=tuple(served_model_name or ()),
+        keys=_keys(api_key, api_key_file, limits),
+        limits=limits,
+        allow_unauthenticated=allow_unauthenticated,
+        allowed_hosts=tuple(name.lower() for name in allowed_host or ()),
+        allowed_origins=tuple(allowed_origin or ()),
+        max_queue_size=max_queue_size,
+        max_body_bytes=max_body_size,
+        request_timeout_s=request_timeout,
+        write_timeout_s=write_timeout,
+        shutdown_timeout_s=shutdown_timeout,
+        truncation="auto" if truncation == "auto" else "disabled",
+        trust_request_chat_template=trust_request_chat_template,
+        log_requests=log_requests,
+        log_prompts=log_prompts,
+        log_format="json" if log_format == "json" else "text",
+        chat_template=None if chat_template is None else _read(chat_template),
+        otlp_endpoint=otlp_traces_endpoint,
+        page=page,
+    )
+    engine = EngineConfig.of(
+        model=model,
+        enable_prefix_caching=prefix_caching,
+        enable_chunked_prefill=chunked_prefill,
+        enforce_eager=enforce_eager,
+        **given(
+            dtype=dtype,
+            quantization=quantization,
+            kv_cache_dtype=kv_cache_dtype,
+            max_model_len=max_model_len,
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=max_num_batched_tokens,
+            block_size=block_size,
+            num_gpu_blocks_override=num_gpu_blocks_override,
+            seed=seed,
+        ),
+    )
+    configure(config.log_format)
+    run(config, _loader(engine))
+
+
+def _loader(config: EngineConfig) -> Callable[[], tuple[AsyncLLM, str]]:
+    def load() -> tuple[AsyncLLM, str]:
+        from penstock.engine import AsyncLLM
+
+        return AsyncLLM.of(config), str(config.model.model)
+
+    return load
+
+
+def _check_extra() -> None:
+    missing = [name for name in _NEEDED if importlib.util.find_spec(name) is None]
+    if missing:
+        raise MissingExtraError(
+            f"The server needs {', '.join(missing)}: pip install 'penstock[server]'."
+        )
+
+
+def _keys(texts: list[str] | None, file: Path | None, limits: Limits) -> tuple[Key, ...]:
+    from penstock.server import keys_of, read_keys
+
+    variable = os.environ.get(KEY_VARIABLE)
+    given_texts = texts or ([variable] if variable else [])
+    found = keys_of(given_texts, limits)
+    return tuple(found + (read_keys(file, limits) if file is not None else []))
+
+
+def _one_of(name: str, value: str, *allowed: str) -> None:
+    if value not in allowed:
+        raise ConfigError(f"{name} is {value!r}; it must be {' or '.join(allowed)}.")
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"The chat template {path} can't be read: {error}.") from error

@@ -1,0 +1,94 @@
+"""What whoever runs the server may choose."""
+
+from __future__ import annotations
+
+import ipaddress
+import math
+from dataclasses import dataclass, fields
+from typing import Literal
+
+from penstock.errors import ConfigError
+from penstock.server.keys import Key, Limits
+
+EVERYBODY = "everybody"
+LOOPBACK_NAMES = ("localhost", "127.0.0.1", "[::1]", "::1")
+
+
+@dataclass(frozen=True, slots=True)
+class ServerConfig:
+    """How the server listens, whom it lets in, and how much it takes on at once."""
+
+    host: str = "127.0.0.1"
+    port: int = 8000
+    served_model_names: tuple[str, ...] = ()  # none: what the model was loaded as
+    keys: tuple[Key, ...] = ()  # none: everybody is let in
+    limits: Limits = Limits()  # of everybody together, where there are no keys
+    allow_unauthenticated: bool = False  # without a key, beyond this machine
+    allowed_hosts: tuple[str, ...] = ()  # of the Host header; none: see `host_names`
+    allowed_origins: tuple[str, ...] = ()  # of browsers' scripts (CORS); none: no other site
+    max_queue_size: int = 1024  # requests that wait; beyond, 429
+    max_body_bytes: int = 32 << 20
+    body_timeout_s: float = 30.0  # for a request's body to arrive
+    request_timeout_s: float | None = None  # from arrival to the end; 408
+    write_timeout_s: float = 60.0  # for a client to take what was sent; then it is cut off
+    shutdown_timeout_s: float = 60.0  # for running requests after SIGTERM
+    stall_timeout_s: float = 120.0  # without a step while there are requests: not ready
+    max_stop_strings: int = 64
+    truncation: Literal["disabled", "auto"] = "disabled"  # of conversations that are too long
+    trust_request_chat_template: bool = False
+    log_requests: bool = True  # one line each, without its text
+    log_prompts: bool = False
+    log_format: Literal["text", "json"] = "text"
+    chat_template: str | None = None  # instead of the model's own
+    otlp_endpoint: str | None = None  # where traces go
+    page: bool = True  # the page at /
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.port <= 65535:
+            raise ConfigError(f"port is {self.port}; it must be in [0, 65535] (0: any free one).")
+        for name in ("max_queue_size", "max_body_bytes", "max_stop_strings"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name} is {getattr(self, name)}; it must be at least 1.")
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if not field.name.endswith("_s") or value is None:
+                continue
+            if not math.isfinite(value) or value <= 0:
+                raise ConfigError(f"{field.name} is {value}; it must be a time above 0.")
+        names = [key.name for key in self.keys]
+        twice = next((name for name in names if names.count(name) > 1), None)
+        if twice is not None:
+            raise ConfigError(f"Two API keys are named {twice!r}. Names tell them apart in limits.")
+        if not (self.keys or self.allow_unauthenticated or is_loopback(self.host)):
+            raise ConfigError(
+                f"host={self.host} can be reached from other machines, and there is no API key: "
+                "anybody could use this server. Give --api-key or --api-key-file, or say "
+                "--allow-unauthenticated."
+            )
+
+    @property
+    def accounts(self) -> tuple[Key, ...]:
+        """The keys; where there are none, one that stands for everybody."""
+        return self.keys or (Key(EVERYBODY, b"", self.limits),)
+
+    @property
+    def host_names(self) -> tuple[str, ...]:
+        """Values of the Host header that are answered; none: all.
+
+        Without a key, a web page that gets a name to mean this machine (DNS rebinding) could talk
+        to a server on it as its own; so only the machine's own names are answered then.
+        """
+        if self.allowed_hosts:
+            return self.allowed_hosts
+        local = not self.keys and not self.allow_unauthenticated
+        return LOOPBACK_NAMES if local else ()
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine can reach `host`."""
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return False

@@ -1,0 +1,222 @@
+"""From messages to the tokens of a prompt, and what becomes of one that is too long."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from penstock.errors import ChatTemplateError, TokenizerError
+from penstock.server.errors import ApiError
+from penstock.server.protocol.chat import Message
+from penstock.tokenizer import Tokenizer
+
+# A token of more characters than this is possible; a prompt made of nothing else is not a text.
+_CHARACTERS_PER_TOKEN = 128
+
+
+@dataclass(frozen=True, slots=True)
+class PromptText:
+    """A prompt that is ready for the engine."""
+
+    tokens: list[int]
+    text: str | None = None
+    dropped: int = 0  # messages that were left out to make it fit
+    pin_tokens: int = 0  # of its start, to be kept in the cache
+    pin_ttl_s: float = 300.0
+
+
+@dataclass(frozen=True, slots=True)
+class Rendering:
+    """How a conversation is written."""
+
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+    add_special_tokens: bool = False
+    chat_template: str | None = None
+    kwargs: dict[str, Any] | None = None
+    documents: list[dict[str, Any]] | None = None
+
+
+class Prompts:
+    """Makes prompts; its methods take long for long texts, and may run in any thread."""
+
+    def __init__(self, tokenizer: Tokenizer | None, max_len: int) -> None:
+        self._tokenizer = tokenizer
+        self._max_len = max_len
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """Raises ApiError where there is none."""
+        if self._tokenizer is None:
+            raise ApiError(
+                400,
+                "This server runs without a tokenizer (skip_tokenizer_init). Send token ids.",
+                param="prompt",
+            )
+        return self._tokenizer
+
+    def of_text(
+        self, text: str, *, add_special_tokens: bool = True, keep: int | None = None
+    ) -> PromptText:
+        """A text's tokens; `keep` cuts it to its last tokens, -1 to what fits."""
+        if keep is None:
+            self._check_characters(text)
+        ids = self.tokenizer.encode(text, add_special_tokens=add_special_tokens)
+        return self._fitting(ids, text, keep)
+
+    def of_tokens(self, ids: list[int], *, keep: int | None = None) -> PromptText:
+        """Tokens as they are."""
+        return self._fitting(ids, None, keep)
+
+    def of_messages(
+        self,
+        messages: Sequence[Message],
+        rendering: Rendering,
+        *,
+        truncation: str = "disabled",
+        reserve: int = 1,
+        keep: int | None = None,
+    ) -> PromptText:
+        """A conversation through the chat template.
+
+        truncation "auto" leaves out the oldest turns, but never the system's and the last, until
+        the prompt and `reserve` tokens fit; each prompt then begins with a user's turn.
+        """
+        plain = [message.for_template() for message in messages]
+        text, ids = self._render(plain, rendering)
+        dropped = 0
+        if truncation == "auto":
+            for cut in _cuts(plain):
+                if len(ids) + reserve <= self._max_len:
+                    break
+                dropped = len(plain) - len(cut)
+                text, ids = self._render(cut, rendering)
+        made = self._fitting(ids, text, keep)
+        pin = next((m.pin for m in reversed(messages) if m.pin is not None), None)
+        if pin is None or dropped or made.tokens is not ids:
+            return PromptText(made.tokens, text, dropped)
+        last = max(i for i, message in enumerate(messages) if message.pin is not None)
+        pinned = self._pinned(plain[: last + 1], text, ids, rendering)
+        return PromptText(ids, text, 0, pinned, pin.seconds)
+
+    def encode(self, text: str, add_special_tokens: bool) -> list[int]:
+        """A text's tokens, whether or not the model can take as many."""
+        return self.tokenizer.encode(text, add_special_tokens=add_special_tokens)
+
+    def rendered(self, messages: Sequence[Message], rendering: Rendering) -> list[int]:
+        """A conversation's tokens, whether or not the model can take as many."""
+        return self._render([message.for_template() for message in messages], rendering)[1]
+
+    def _render(self, plain: list[dict[str, Any]], how: Rendering) -> tuple[str, list[int]]:
+        tokenizer = self.tokenizer
+        try:
+            text = tokenizer.apply_chat_template(
+                plain,
+                documents=how.documents,
+                add_generation_prompt=how.add_generation_prompt and not how.continue_final_message,
+                continue_final_message=how.continue_final_message,
+                chat_template=how.chat_template,
+                **(how.kwargs or {}),
+            )
+        except TypeError as error:  # chat_template_kwargs that are arguments already
+            raise ApiError(400, f"{error}.", param="chat_template_kwargs") from error
+        except ChatTemplateError as error:
+            raise ApiError(400, str(error), param="messages", code="chat_template_error") from error
+        return text, tokenizer.encode(text, add_special_tokens=how.add_special_tokens)
+
+    def _pinned(
+        self, plain: list[dict[str, Any]], text: str, ids: list[int], how: Rendering
+    ) -> int:
+        """How many of the prompt's first tokens are decided by the messages of `plain`."""
+        at = 0
+        for message in plain:
+            content = (message["content"] or "").strip()
+            found = text.find(content, at)
+            if found < 0:
+                raise ApiError(
+                    400,
+                    "The chat template rewrites the messages, so where the part to cache ends "
+                    "can't be found.",
+                    param="cache_control",
+                )
+            at = found + len(content)
+        before = self.tokenizer.encode(text[:at], add_special_tokens=how.add_special_tokens)
+        same = 0
+        for one, other in zip(before, ids, strict=False):
+            if one != other:
+                break
+            same += 1
+        return same
+
+    def _check_characters(self, text: str) -> None:
+        """Refuse what can't fit without spending the time to split it into tokens."""
+        most = self._max_len * _CHARACTERS_PER_TOKEN
+        if len(text) > most:
+            raise ApiError(
+                400,
+                f"The prompt has {len(text):,} characters; the model takes {self._max_len:,} "
+                "tokens. Shorten it.",
+                param="prompt",
+                code="context_length_exceeded",
+            )
+
+    def _fitting(self, ids: list[int], text: str | None, keep: int | None) -> PromptText:
+        """The prompt, cut to its end where `keep` says so. Raises ApiError for one too long."""
+        if keep is not None:
+            count = self._max_len - 1 if keep == -1 else keep
+            if count < len(ids):
+                ids, text = ids[len(ids) - count :], None
+        if len(ids) >= self._max_len:
+            raise ApiError(
+                400,
+                f"The prompt has {len(ids):,} tokens, but with at least one to generate only "
+                f"{self._max_len - 1:,} fit into this model's {self._max_len:,}. Shorten it, or "
+                "send truncate_prompt_tokens: -1 to keep its end"
+                ' (conversations: truncation: "auto" leaves out old turns).',
+                param="prompt",
+                code="context_length_exceeded",
+            )
+        return PromptText(ids, text)
+
+    def limit(self, prompt: PromptText, asked: int | None, field: str) -> int:
+        """Tokens that may be generated. Raises ApiError when more are asked for than fit."""
+        room = self._max_len - len(prompt.tokens)
+        if asked is None:
+            return room
+        if asked > room:
+            raise ApiError(
+                400,
+                f"{field} is {asked:,}, but after a prompt of {len(prompt.tokens):,} tokens only "
+                f"{room:,} fit into this model's {self._max_len:,}.",
+                param=field,
+                code="context_length_exceeded",
+            )
+        return asked
+
+    @property
+    def has_template(self) -> bool:
+        """Whether conversations can be made into prompts."""
+        return self._tokenizer is not None and self._tokenizer.chat_template is not None
+
+
+def _cuts(plain: list[dict[str, Any]]) -> list[list[dict[str, Any]]]:
+    """The conversation with more and more of its oldest turns left out, at turns of the user."""
+    head = 0
+    while head < len(plain) and plain[head]["role"] == "system":
+        head += 1
+    starts = [i for i in range(head + 1, len(plain)) if plain[i]["role"] == "user"]
+    return [plain[:head] + plain[start:] for start in starts]
+
+
+def token_strings(tokenizer: Tokenizer, ids: Sequence[int]) -> list[str]:
+    """The pieces as the vocabulary writes them. Raises TokenizerError for an unknown id."""
+    pieces = []
+    for token in ids:
+        piece = tokenizer.id_to_token(token)
+        if piece is None:
+            raise TokenizerError(
+                f"Token id {token} isn't in the vocabulary of {tokenizer.vocab_size}."
+            )
+        pieces.append(piece)
+    return pieces

@@ -1,0 +1,106 @@
+"""Running the server: listen, load, serve, drain, stop."""
+
+from __future__ import annotations
+
+import logging
+import socket
+import sys
+import threading
+from collections.abc import Callable
+from types import FrameType
+
+import uvicorn
+
+from penstock.engine import AsyncLLM
+from penstock.errors import ConfigError
+from penstock.server.app import create_app
+from penstock.server.config import ServerConfig
+from penstock.server.service import Service
+
+logger = logging.getLogger("penstock.server")
+
+# The engine's thread and the event loop share the interpreter; CPython's 5 ms between two threads'
+# turns is as long as several steps of a small model.
+SWITCH_INTERVAL_S = 0.0005
+_BACKLOG = 2048
+
+
+class _Server(uvicorn.Server):
+    """Tells the service when it is asked to end."""
+
+    def __init__(self, config: uvicorn.Config, service: Service) -> None:
+        super().__init__(config)
+        self._service = service
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """SIGTERM or SIGINT: no new requests; a second one doesn't wait for those that run."""
+        if not self.should_exit:
+            logger.info("shutting down", extra={"fields": {"running": len(self._service.inflight)}})
+        self._service.drain()
+        super().handle_exit(sig, frame)
+
+
+def serve(config: ServerConfig, load: Callable[[], tuple[AsyncLLM, str]]) -> None:
+    """Serve until SIGTERM or SIGINT. `load` makes the engine, in a thread, and names the model.
+
+    The port is open before that, so that /health and /ready can be asked. Raises what `load`
+    raised, and ConfigError for a port that is taken.
+    """
+    app = create_app(config)
+    service: Service = app.state.service
+    listener = _listen(config.host, config.port)
+    server = _Server(
+        uvicorn.Config(
+            app,
+            log_config=None,
+            access_log=False,
+            timeout_graceful_shutdown=max(1, round(config.shutdown_timeout_s)),
+            server_header=False,
+            backlog=_BACKLOG,
+        ),
+        service,
+    )
+    failures: list[BaseException] = []
+
+    def load_model() -> None:
+        try:
+            llm, name = load()
+        except BaseException as error:  # told to whoever started the server
+            failures.append(error)
+            service.state = "failed"
+            server.should_exit = True
+        else:
+            service.start(llm, name)
+            host, port = listener.getsockname()[:2]
+            shown = f"[{host}]" if ":" in host else host
+            logger.info("ready", extra={"fields": {"url": f"http://{shown}:{port}"}})
+
+    loader = threading.Thread(target=load_model, name="penstock-load", daemon=True)
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(SWITCH_INTERVAL_S)
+    loader.start()
+    try:
+        server.run(sockets=[listener])
+    finally:
+        sys.setswitchinterval(before)
+        listener.close()
+    if failures:
+        raise failures[0]
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    """Raises ConfigError where that can't be."""
+    bare = host.strip("[]")
+    try:
+        family, _, _, _, address = socket.getaddrinfo(
+            bare, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+        listener = socket.socket(family, socket.SOCK_STREAM)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+    except OSError as error:
+        raise ConfigError(
+            f"Can't listen on {host}, port {port}: {error.strerror or error}. Choose another "
+            "--port, or end the program that has it."
+        ) from error
+    return listener

@@ -1,0 +1,1 @@
+"""Requests of the APIs as they arrive, checked field by field; nothing is ignored silently."""

@@ -1,0 +1,55 @@
+"""`/v1/completions`: the request."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar
+
+from pydantic import Field
+
+from penstock.server.protocol.common import EngineFields, SamplingFields, StreamOptions, TokenId
+
+PromptField = str | list[str] | list[TokenId] | list[list[TokenId]]
+DEFAULT_MAX_TOKENS = 16  # as in the API
+
+
+class CompletionRequest(SamplingFields, EngineFields):
+    """`POST /v1/completions`."""
+
+    model: str | None = None
+    prompt: PromptField
+    max_tokens: Annotated[int, Field(ge=0)] | None = None
+    n: Annotated[int, Field(ge=1)] | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    echo: bool | None = None
+    add_special_tokens: bool = True
+    truncate_prompt_tokens: Annotated[int, Field(ge=-1)] | None = None
+    return_token_ids: bool | None = None
+    return_tokens_as_token_ids: bool | None = None
+    user: str | None = None
+    request_id: str | None = None
+    unsupported: ClassVar[Mapping[str, tuple[Any, ...]]] = {
+        "best_of": (1,),
+        "guided_choice": (),
+        "guided_grammar": (),
+        "guided_json": (),
+        "guided_regex": (),
+        "kv_transfer_params": (),
+        "length_penalty": (1.0,),
+        "logits_processors": (),
+        "prompt_embeds": (),
+        "response_format": ({"type": "text"},),
+        "spaces_between_special_tokens": (True,),
+        "structural_tag": (),
+        "structured_outputs": (),
+        "suffix": (),
+        "use_beam_search": (),
+        "vllm_xargs": (),
+    }
+
+    @property
+    def limit(self) -> int:
+        """Most tokens to generate."""
+        return DEFAULT_MAX_TOKENS if self.max_tokens is None else self.max_tokens

@@ -1,0 +1,25 @@
+"""`/v1/embeddings`: the request."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from penstock.server.protocol.common import EngineFields
+from penstock.server.protocol.completions import PromptField
+
+
+class EmbeddingRequest(EngineFields):
+    """`POST /v1/embeddings`."""
+
+    model: str | None = None
+    input: PromptField
+    encoding_format: Literal["float", "base64"] = "float"
+    dimensions: Annotated[int, Field(ge=1)] | None = None
+    pooling_type: Literal["last", "mean", "cls"] | None = None  # Penstock's
+    normalize: bool | None = None  # vLLM's
+    truncate_prompt_tokens: Annotated[int, Field(ge=-1)] | None = None
+    add_special_tokens: bool = True
+    user: str | None = None
+    request_id: str | None = None

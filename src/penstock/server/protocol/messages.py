@@ -1,0 +1,69 @@
+"""Anthropic's `/v1/messages` and `/v1/messages/count_tokens`: the requests."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import Field
+
+from penstock.server.protocol.chat import Message, TextPart
+from penstock.server.protocol.common import Body, CacheControl, EngineFields
+
+
+class Turn(Body):
+    """One message."""
+
+    role: Literal["user", "assistant", "system"]
+    content: str | list[TextPart]
+
+
+class Metadata(Body):
+    """Who asks."""
+
+    user_id: str | None = None
+
+
+class CountTokensRequest(Body):
+    """`POST /v1/messages/count_tokens`."""
+
+    model: str
+    messages: list[Turn] = Field(min_length=1)
+    system: str | list[TextPart] | None = None
+    cache_control: CacheControl | None = None
+    unsupported: ClassVar[Mapping[str, tuple[Any, ...]]] = {
+        "context_management": (),
+        "mcp_servers": (),
+        "output_config": (),
+        "output_format": (),
+        "thinking": ({"type": "disabled"},),
+        "tool_choice": ({"type": "auto"}, {"type": "none"}),
+        "tools": (),
+    }
+
+    def conversation(self) -> list[Message]:
+        """The same as a chat's messages."""
+        system = [] if self.system is None else [Message(role="system", content=self.system)]
+        turns = [Message(role=turn.role, content=turn.content) for turn in self.messages]
+        if self.cache_control is not None:
+            turns[-1] = turns[-1].model_copy(update={"cache_control": self.cache_control})
+        return system + turns
+
+
+class MessagesRequest(CountTokensRequest, EngineFields):
+    """`POST /v1/messages`."""
+
+    max_tokens: Annotated[int, Field(ge=1)]
+    stream: bool | None = None
+    temperature: Annotated[float, Field(ge=0)] | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    stop_sequences: list[str] | None = None
+    metadata: Metadata | None = None
+    unsupported: ClassVar[Mapping[str, tuple[Any, ...]]] = {
+        **CountTokensRequest.unsupported,
+        "container": (),
+        "inference_geo": (),
+        "service_tier": ("auto", "standard_only"),
+        "speed": ("standard",),
+    }

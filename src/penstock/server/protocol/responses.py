@@ -1,0 +1,91 @@
+"""`/v1/responses`: the request."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import Field
+
+from penstock.server.errors import ApiError, unsupported
+from penstock.server.protocol.chat import Message, TextPart
+from penstock.server.protocol.common import Body, EngineFields, SamplingFields
+
+
+class InputItem(Body):
+    """A message among the input."""
+
+    type: str = "message"
+    role: Literal["system", "developer", "user", "assistant"] | None = None
+    content: str | list[TextPart] | None = None
+    id: str | None = None
+    status: Literal["completed", "incomplete", "in_progress"] | None = None
+    unsupported: ClassVar[Mapping[str, tuple[Any, ...]]] = {"phase": ()}
+
+    def message(self) -> Message:
+        """The same as a chat's message. Raises ApiError for what isn't one."""
+        if self.type != "message":
+            raise unsupported(f"input of type {self.type[:40]}", "Only messages are read.")
+        if self.role is None:
+            raise ApiError(400, "A message of the input has no role.", param="input")
+        return Message(role=self.role, content=self.content)
+
+
+class TextOptions(Body):
+    """`text`: how the answer is written."""
+
+    unsupported: ClassVar[Mapping[str, tuple[Any, ...]]] = {
+        "format": ({"type": "text"},),
+        "verbosity": ("medium",),
+    }
+
+
+class ResponsesRequest(SamplingFields, EngineFields):
+    """`POST /v1/responses`."""
+
+    model: str | None = None
+    input: str | list[InputItem]
+    instructions: str | None = None
+    max_output_tokens: Annotated[int, Field(ge=1)] | None = None
+    stream: bool | None = None
+    metadata: dict[str, str] | None = None
+    text: TextOptions | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    truncation: Literal["disabled", "auto"] | None = None
+    user: str | None = None
+    safety_identifier: str | None = None
+    store: bool | None = None  # nothing is stored; true would promise that
+    chat_template_kwargs: dict[str, Any] | None = None
+    unsupported: ClassVar[Mapping[str, tuple[Any, ...]]] = {
+        "background": (),
+        "context_management": (),
+        "conversation": (),
+        "include": (["message.output_text.logprobs"],),
+        "max_tool_calls": (),
+        "moderation": (),
+        "parallel_tool_calls": (True,),
+        "previous_response_id": (),
+        "prompt": (),
+        "prompt_cache_key": (),
+        "prompt_cache_retention": (),
+        "reasoning": (),
+        "service_tier": ("auto", "default"),
+        "stream_options": ({"include_obfuscation": False},),
+        "tool_choice": ("none", "auto"),
+        "tools": (),
+    }
+
+    def messages(self) -> list[Message]:
+        """The conversation. Raises ApiError for what can't be one."""
+        if self.store:
+            raise unsupported("store", "Responses aren't kept.")
+        messages = []
+        if self.instructions:
+            messages.append(Message(role="system", content=self.instructions))
+        if isinstance(self.input, str):
+            messages.append(Message(role="user", content=self.input))
+        else:
+            messages += [item.message() for item in self.input]
+        if not messages or (isinstance(self.input, list) and not self.input):
+            raise ApiError(400, "The input is empty.", param="input")
+        return messages

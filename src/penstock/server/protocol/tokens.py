@@ -1,0 +1,40 @@
+"""`/tokenize` and `/detokenize`: the requests, as in vLLM."""
+
+from __future__ import annotations
+
+from pydantic import Field
+
+from penstock.server.protocol.chat import Message, TemplateFields
+from penstock.server.protocol.common import Body, TokenId
+
+
+class TokenizeRequest(TemplateFields):
+    """`POST /tokenize`: a text, or a conversation."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: list[Message] = Field(default_factory=list)
+    add_special_tokens: bool = True
+    return_token_strs: bool = False
+
+
+class DetokenizeRequest(Body):
+    """`POST /detokenize`."""
+
+    model: str | None = None
+    tokens: list[TokenId]
+
+
+class TokenizeResponse(Body):
+    """The ids, and how many the model can take."""
+
+    count: int
+    max_model_len: int
+    tokens: list[int]
+    token_strs: list[str] | None = None
+
+
+class DetokenizeResponse(Body):
+    """The text."""
+
+    prompt: str

@@ -1,0 +1,174 @@
+"""`/v1/chat/completions`."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from typing import Any
+
+from fastapi import APIRouter, Request
+from fastapi.responses import JSONResponse
+from starlette.responses import Response
+
+from penstock.engine import RequestOutput
+from penstock.server.choices import Delta, Reader, TokenNames, prompt_logprobs, whole
+from penstock.server.errors import ApiError, unsupported
+from penstock.server.protocol.chat import ChatRequest
+from penstock.server.routes.common import (
+    ERRORS,
+    caller_of,
+    check_stops,
+    last_of,
+    made,
+    now,
+    prompt_of_messages,
+    rendering_of,
+    service_of,
+    stream_response,
+    usage,
+)
+from penstock.server.service import Caller, Service, Work, priced
+from penstock.server.sse import DONE, dumps, event, unless_gone
+
+router = APIRouter()
+
+
+@router.post("/v1/chat/completions", responses=ERRORS)
+async def create_chat_completion(body: ChatRequest, request: Request) -> Response:
+    """Answer a conversation, as OpenAI's API does."""
+    service = service_of(request)
+    model = service.check_model(body.model)
+    caller = caller_of(request, "chatcmpl", body.user or body.safety_identifier)
+    work = await _work(service, body, caller)
+    names = TokenNames(service.prompts.tokenizer, bool(body.return_tokens_as_token_ids))
+    if body.stream:
+        return stream_response(request, _chunks(service, body, caller, work, model, names))
+    output = await unless_gone(request, last_of(service.stream(caller, [work])))
+    return JSONResponse(_whole(body, caller, output, model, names))
+
+
+async def _work(service: Service, body: ChatRequest, caller: Caller) -> Work:
+    check_stops(service, body.stop)
+    if body.echo:
+        raise unsupported("echo", "A conversation's prompt isn't repeated.")
+    if body.stream_options is not None and not body.stream:
+        raise ApiError(400, "stream_options needs stream: true.", param="stream_options")
+    if body.top_logprobs and not body.logprobs:
+        raise ApiError(400, "top_logprobs needs logprobs: true.", param="top_logprobs")
+    if body.stream and body.prompt_logprobs is not None:
+        raise ApiError(400, "prompt_logprobs can't be streamed.", param="prompt_logprobs")
+    limit = body.limit
+    rendering = rendering_of(service, body)
+    prompt = await prompt_of_messages(
+        service,
+        body.messages,
+        rendering,
+        truncation=body.truncation,
+        reserve=limit,
+        keep=body.truncate_prompt_tokens,
+    )
+    params = body.sampling(
+        service.defaults,
+        n=body.n or 1,
+        max_tokens=service.prompts.limit(prompt, limit, "max_completion_tokens"),
+        logprobs=(body.top_logprobs or 0) if body.logprobs else None,
+    )
+    return Work(prompt, params, service.options(caller, body, prompt))
+
+
+def _whole(
+    body: ChatRequest, caller: Caller, output: RequestOutput, model: str, names: TokenNames
+) -> dict[str, Any]:
+    choices = []
+    for sample in output.outputs:
+        delta = whole(sample)
+        choice: dict[str, Any] = {
+            "index": delta.index,
+            "message": {"role": "assistant", "content": delta.text, "refusal": None},
+            "logprobs": _logprobs(delta, body, names),
+            "finish_reason": delta.finish_reason,
+            "stop_reason": delta.stop_reason,
+        }
+        if body.return_token_ids:
+            choice["token_ids"] = delta.token_ids
+        choices.append(choice)
+    answer: dict[str, Any] = {
+        "id": caller.request_id,
+        "object": "chat.completion",
+        "created": now(),
+        "model": model,
+        "choices": choices,
+        "usage": usage(len(output.prompt_token_ids), made(output), output.metrics.cached_tokens),
+        "penstock": priced(output),
+    }
+    if output.prompt_logprobs is not None:
+        answer["prompt_logprobs"] = prompt_logprobs(output.prompt_logprobs)
+    if body.return_token_ids:
+        answer["prompt_token_ids"] = output.prompt_token_ids
+    return answer
+
+
+def _logprobs(delta: Delta, body: ChatRequest, names: TokenNames) -> dict[str, Any] | None:
+    if delta.logprobs is None:
+        return None
+    return names.chat(delta.logprobs, body.top_logprobs or 0)
+
+
+async def _chunks(
+    service: Service,
+    body: ChatRequest,
+    caller: Caller,
+    work: Work,
+    model: str,
+    names: TokenNames,
+) -> AsyncIterator[bytes]:
+    """`chat.completion.chunk`s: the role, the text as it comes, the end, the usage."""
+    options = body.stream_options
+    counting = options is not None and options.include_usage
+    running = options is not None and options.continuous_usage_stats
+    head: dict[str, Any] = {
+        "id": caller.request_id,
+        "object": "chat.completion.chunk",
+        "created": now(),
+        "model": model,
+    }
+    # What is the same in every chunk of text is written once.
+    opening = dumps(head)[:-1] + ',"choices":[{"index":'
+    plain = not (running or counting or body.logprobs or body.return_token_ids)
+    for index in range(work.params.n):
+        delta: dict[str, Any] = {"role": "assistant", "content": ""}
+        first = {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
+        yield event(head | {"choices": [first]} | ({"usage": None} if counting else {}))
+    reader = Reader()
+    output: RequestOutput | None = None
+    async for _, output in service.stream(caller, [work]):
+        for new in reader.read(output):
+            if plain and new.finish_reason is None:
+                if new.text:
+                    text = dumps(new.text)
+                    yield (
+                        f'data: {opening}{new.index},"delta":{{"content":{text}}},'
+                        '"logprobs":null,"finish_reason":null}]}\n\n'
+                    ).encode()
+                continue
+            if not (new.text or new.finish_reason or new.logprobs or body.return_token_ids):
+                continue
+            choice: dict[str, Any] = {
+                "index": new.index,
+                "delta": {"content": new.text} if new.text or new.finish_reason is None else {},
+                "logprobs": _logprobs(new, body, names),
+                "finish_reason": new.finish_reason,
+            }
+            if new.finish_reason is not None:
+                choice["stop_reason"] = new.stop_reason
+            if body.return_token_ids:
+                choice["token_ids"] = new.token_ids
+            chunk = head | {"choices": [choice]}
+            if running:
+                chunk["usage"] = usage(len(work.prompt.tokens), made(output))
+            elif counting:
+                chunk["usage"] = None
+            yield event(chunk)
+    if counting and output is not None:
+        total = usage(len(work.prompt.tokens), made(output), output.metrics.cached_tokens)
+        yield event(head | {"choices": [], "usage": total, "penstock": priced(output)})
+    yield DONE

@@ -1,0 +1,148 @@
+"""What the endpoints share: who calls, and how a conversation becomes a prompt."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import AsyncIterator, Sequence
+from typing import Any
+
+from fastapi import Request
+
+from penstock.engine import RequestOutput
+from penstock.server.conversation import PromptText, Rendering
+from penstock.server.errors import ApiError, as_api_error
+from penstock.server.protocol.chat import Message, TemplateFields
+from penstock.server.service import Caller, Service
+from penstock.server.sse import EventStream, Streams, event
+
+ERRORS: dict[int | str, dict[str, Any]] = {
+    status: {"description": what}
+    for status, what in {
+        400: "The request is wrong; the message says how.",
+        401: "The API key is missing or isn't known.",
+        403: "The Host header isn't one that is answered.",
+        404: "No such model.",
+        408: "It took longer than the server allows.",
+        413: "The body is too large.",
+        429: "Too many requests; Retry-After says when to try again.",
+        500: "The engine failed at this request.",
+        503: "The model isn't loaded, or the server shuts down.",
+    }.items()
+}
+
+
+def service_of(request: Request) -> Service:
+    """The application's service."""
+    service: Service = request.app.state.service
+    return service
+
+
+def caller_of(request: Request, prefix: str, user: str | None = None) -> Caller:
+    """Who calls, under an id for the engine that nobody else can choose."""
+    given: str = request.state.request_id
+    return Caller(
+        key=request.state.key,
+        request_id=f"{prefix}-{given}-{uuid.uuid4().hex[:8]}",
+        endpoint=request.url.path,
+        traceparent=request.headers.get("traceparent"),
+        user=user,
+    )
+
+
+def stream_response(request: Request, events: AsyncIterator[bytes]) -> EventStream:
+    """Events as they come; an error in mid-stream becomes the last of them."""
+    streams: Streams = request.app.state.streams
+
+    def explain(error: Exception) -> bytes:
+        return event(as_api_error(error).openai())
+
+    return EventStream(events, streams, explain)
+
+
+def check_stops(service: Service, stop: str | Sequence[str] | None, field: str = "stop") -> None:
+    """Raises ApiError for more stop strings than a request may have."""
+    most = service.config.max_stop_strings
+    if stop is not None and not isinstance(stop, str) and len(stop) > most:
+        raise ApiError(
+            400, f"{field} has {len(stop):,} strings; at most {most} are looked for.", param=field
+        )
+
+
+def rendering_of(service: Service, body: TemplateFields) -> Rendering:
+    """How the body wants its messages written. Raises ApiError for a template of its own."""
+    if body.chat_template is not None and not service.config.trust_request_chat_template:
+        raise ApiError(
+            400,
+            "A request's own chat_template is refused. Start the server with "
+            "--trust-request-chat-template to take them.",
+            param="chat_template",
+        )
+    if body.continue_final_message and body.add_generation_prompt:
+        if "add_generation_prompt" in body.model_fields_set:
+            raise ApiError(
+                400,
+                "continue_final_message goes on with the last message, add_generation_prompt "
+                "starts a new one. Set one of them.",
+                param="continue_final_message",
+            )
+    return Rendering(
+        add_generation_prompt=body.add_generation_prompt,
+        continue_final_message=body.continue_final_message,
+        add_special_tokens=body.add_special_tokens,
+        chat_template=body.chat_template or service.config.chat_template,
+        kwargs=body.chat_template_kwargs,
+        documents=body.documents,
+    )
+
+
+async def prompt_of_messages(
+    service: Service,
+    messages: Sequence[Message],
+    rendering: Rendering,
+    *,
+    truncation: str | None,
+    reserve: int | None,
+    keep: int | None = None,
+) -> PromptText:
+    """A conversation's prompt, made beside the event loop."""
+    return await service.compute(
+        lambda: service.prompts.of_messages(
+            messages,
+            rendering,
+            truncation=truncation or service.config.truncation,
+            reserve=reserve or 1,
+            keep=keep,
+        )
+    )
+
+
+async def last_of(outputs: AsyncIterator[tuple[int, RequestOutput]]) -> RequestOutput:
+    """What is there when one prompt's samples have all ended."""
+    last: RequestOutput | None = None
+    async for _, output in outputs:
+        last = output
+    assert last is not None  # an engine that ends without an output raises
+    return last
+
+
+def usage(
+    prompt_tokens: int, completion_tokens: int, cached_tokens: int | None = None
+) -> dict[str, Any]:
+    """`usage` of the completions."""
+    return {
+        "prompt_tokens": prompt_tokens,
+        "completion_tokens": completion_tokens,
+        "total_tokens": prompt_tokens + completion_tokens,
+        "prompt_tokens_details": {"cached_tokens": cached_tokens or 0},
+    }
+
+
+def made(output: RequestOutput) -> int:
+    """Tokens of all samples."""
+    return sum(len(sample.token_ids) for sample in output.outputs)
+
+
+def now() -> int:
+    """Unix seconds."""
+    return int(time.time())

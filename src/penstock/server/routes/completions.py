@@ -1,0 +1,231 @@
+"""`/v1/completions`."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from dataclasses import replace
+from typing import Any
+
+from fastapi import APIRouter, Request
+from fastapi.responses import JSONResponse
+from starlette.responses import Response
+
+from penstock.engine import RequestOutput
+from penstock.sampling import TokenLogprobs
+from penstock.server.choices import Delta, Reader, TokenNames, prompt_logprobs, whole
+from penstock.server.conversation import PromptText
+from penstock.server.errors import ApiError
+from penstock.server.protocol.completions import CompletionRequest, PromptField
+from penstock.server.routes.common import (
+    ERRORS,
+    caller_of,
+    check_stops,
+    made,
+    now,
+    service_of,
+    stream_response,
+    usage,
+)
+from penstock.server.service import Caller, Service, Work, priced
+from penstock.server.sse import DONE, dumps, event, unless_gone
+
+router = APIRouter()
+
+
+@router.post("/v1/completions", responses=ERRORS)
+async def create_completion(body: CompletionRequest, request: Request) -> Response:
+    """Go on with one text or several, as OpenAI's API does."""
+    service = service_of(request)
+    model = service.check_model(body.model)
+    caller = caller_of(request, "cmpl", body.user)
+    answer = _Answer(service, body, caller, model, await _works(service, body, caller))
+    if body.stream:
+        return stream_response(request, answer.chunks())
+    return JSONResponse(await unless_gone(request, answer.whole()))
+
+
+async def _works(service: Service, body: CompletionRequest, caller: Caller) -> list[Work]:
+    _check(service, body)
+    prompts = await prompts_of(
+        service, body.prompt, body.truncate_prompt_tokens, body.add_special_tokens
+    )
+    wants_prompt = body.echo and body.logprobs is not None
+    asked = body.logprobs if wants_prompt else body.prompt_logprobs
+    works = []
+    for prompt in prompts:
+        limit = body.limit
+        if body.max_tokens is None:
+            limit = min(limit, service.prompts.limit(prompt, None, "max_tokens"))
+        limit = max(1, service.prompts.limit(prompt, limit, "max_tokens"))
+        chosen = {"prompt_logprobs": asked} if asked is not None else {}
+        params = body.sampling(
+            service.defaults, n=body.n or 1, max_tokens=limit, logprobs=body.logprobs, **chosen
+        )
+        works.append(Work(prompt, params, service.options(caller, body, prompt)))
+    return works
+
+
+def _check(service: Service, body: CompletionRequest) -> None:
+    check_stops(service, body.stop)
+    if body.max_tokens == 0 and not body.echo:
+        raise ApiError(400, "max_tokens is 0, which generates nothing.", param="max_tokens")
+    if body.stream_options is not None and not body.stream:
+        raise ApiError(400, "stream_options needs stream: true.", param="stream_options")
+    if body.stream and (body.echo or body.prompt_logprobs is not None):
+        field = "echo" if body.echo else "prompt_logprobs"
+        raise ApiError(400, f"{field} can't be streamed.", param=field)
+
+
+async def prompts_of(
+    service: Service, prompt: PromptField, keep: int | None, add_special_tokens: bool
+) -> list[PromptText]:
+    """One prompt or several, as texts or tokens. Raises ApiError for none, or too many."""
+    several: list[Any] = [prompt]
+    if isinstance(prompt, list) and not (prompt and isinstance(prompt[0], int)):
+        several = list(prompt)
+    if not several:
+        raise ApiError(400, "There is no prompt in the list.", param="prompt")
+    most = service.config.max_queue_size
+    if len(several) > most:
+        raise ApiError(
+            400, f"{len(several):,} prompts in one request; {most:,} may wait.", param="prompt"
+        )
+
+    def make(one: str | list[int]) -> PromptText:
+        if not one:
+            raise ApiError(400, "The prompt is empty. Give at least one token.", param="prompt")
+        if isinstance(one, str):
+            return service.prompts.of_text(one, add_special_tokens=add_special_tokens, keep=keep)
+        return service.prompts.of_tokens(one, keep=keep)
+
+    made_ones: list[PromptText] = []
+    for one in several:
+        made_ones.append(await service.compute(lambda one=one: make(one)))  # type: ignore[misc]
+    return made_ones
+
+
+class _Answer:
+    """One request's choices: those of each prompt one after the other."""
+
+    def __init__(
+        self,
+        service: Service,
+        body: CompletionRequest,
+        caller: Caller,
+        model: str,
+        works: list[Work],
+    ) -> None:
+        self._service, self._body, self._caller, self._works = service, body, caller, works
+        tokenizer = None if service.llm.runtime.tokenizer is None else service.prompts.tokenizer
+        self._names = TokenNames(tokenizer, bool(body.return_tokens_as_token_ids))
+        self._each = body.n or 1
+        self._head: dict[str, Any] = {
+            "id": caller.request_id,
+            "object": "text_completion",
+            "created": now(),
+            "model": model,
+        }
+
+    async def whole(self) -> dict[str, Any]:
+        """The answer in one piece."""
+        last: dict[int, RequestOutput] = {}
+        async for number, output in self._service.stream(self._caller, self._works):
+            last[number] = output
+        outputs = [last[i] for i in range(len(self._works))]
+        choices = []
+        for number, output in enumerate(outputs):
+            for sample in output.outputs:
+                delta = whole(sample, number * self._each)
+                choices.append(self._echoed(delta, output) if self._body.echo
+                               else self._choice(delta, 0))  # fmt: skip
+                if output.prompt_logprobs is not None and not self._body.echo:
+                    choices[-1]["prompt_logprobs"] = prompt_logprobs(output.prompt_logprobs)
+                if self._body.return_token_ids:
+                    choices[-1]["prompt_token_ids"] = output.prompt_token_ids
+        answer = self._head | {"choices": choices, "usage": self._usage(outputs)}
+        if len(outputs) == 1:
+            answer["penstock"] = priced(outputs[0])
+        return answer
+
+    def _usage(self, outputs: list[RequestOutput]) -> dict[str, Any]:
+        generated = 0 if self._body.max_tokens == 0 else sum(made(x) for x in outputs)
+        return usage(
+            sum(len(x.prompt_token_ids) for x in outputs),
+            generated,
+            sum(x.metrics.cached_tokens for x in outputs),
+        )
+
+    def _choice(self, delta: Delta, offset: int) -> dict[str, Any]:
+        logprobs = None
+        if delta.logprobs is not None:
+            entries: list[TokenLogprobs | None] = list(delta.logprobs)
+            logprobs = self._names.legacy(
+                delta.token_ids, entries, self._body.logprobs or 0, offset
+            )
+        choice: dict[str, Any] = {
+            "index": delta.index,
+            "text": delta.text,
+            "logprobs": logprobs,
+            "finish_reason": delta.finish_reason,
+        }
+        if delta.finish_reason is not None:
+            choice["stop_reason"] = delta.stop_reason
+        if self._body.return_token_ids:
+            choice["token_ids"] = delta.token_ids
+        return choice
+
+    def _echoed(self, delta: Delta, output: RequestOutput) -> dict[str, Any]:
+        """The prompt and what follows; only the prompt where no token was asked for."""
+        text = output.prompt
+        if text is None:
+            text = self._service.prompts.tokenizer.decode(output.prompt_token_ids)
+        if self._body.max_tokens == 0:
+            delta = replace(delta, text="", token_ids=[], logprobs=delta.logprobs and [],
+                            finish_reason="length", stop_reason=None)  # fmt: skip
+        choice = self._choice(delta, len(text))
+        choice["text"] = text + delta.text
+        if delta.logprobs is not None and output.prompt_logprobs is not None:
+            choice["logprobs"] = self._names.legacy(
+                output.prompt_token_ids + delta.token_ids,
+                [*output.prompt_logprobs, *delta.logprobs],
+                self._body.logprobs or 0,
+                0,
+            )
+        return choice
+
+    async def chunks(self) -> AsyncIterator[bytes]:
+        """Pieces of text as they come, and the usage."""
+        body, head = self._body, self._head
+        options = body.stream_options
+        counting = options is not None and options.include_usage
+        running = options is not None and options.continuous_usage_stats
+        plain = not (running or counting or body.logprobs is not None or body.return_token_ids)
+        opening = dumps(head)[:-1] + ',"choices":[{"index":'
+        readers = [Reader(i * self._each) for i in range(len(self._works))]
+        offsets: dict[int, int] = {}
+        last: dict[int, RequestOutput] = {}
+        async for number, output in self._service.stream(self._caller, self._works):
+            last[number] = output
+            for new in readers[number].read(output):
+                if plain and new.finish_reason is None:
+                    if new.text:
+                        yield (
+                            f'data: {opening}{new.index},"text":{dumps(new.text)},'
+                            '"logprobs":null,"finish_reason":null}]}\n\n'
+                        ).encode()
+                    continue
+                offset = offsets.get(new.index, 0)
+                offsets[new.index] = offset + len(new.text)
+                chunk = head | {"choices": [self._choice(new, offset)]}
+                if running:
+                    chunk["usage"] = self._usage(list(last.values()))
+                elif counting:
+                    chunk["usage"] = None
+                yield event(chunk)
+        if counting:
+            outputs = list(last.values())
+            tail = head | {"choices": [], "usage": self._usage(outputs)}
+            if len(outputs) == 1:
+                tail["penstock"] = priced(outputs[0])
+            yield event(tail)
+        yield DONE

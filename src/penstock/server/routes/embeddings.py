@@ -1,0 +1,53 @@
+"""`/v1/embeddings`."""
+
+from __future__ import annotations
+
+import base64
+from typing import Any
+
+import numpy as np
+from fastapi import APIRouter, Request
+
+from penstock.server.protocol.embeddings import EmbeddingRequest
+from penstock.server.routes.common import ERRORS, caller_of, service_of
+from penstock.server.routes.completions import prompts_of
+from penstock.server.sse import unless_gone
+
+router = APIRouter()
+
+
+@router.post("/v1/embeddings", responses=ERRORS)
+async def create_embeddings(body: EmbeddingRequest, request: Request) -> dict[str, Any]:
+    """Pooled hidden states of one text or several, as OpenAI's API returns embeddings."""
+    service = service_of(request)
+    model = service.check_model(body.model)
+    caller = caller_of(request, "embd", body.user)
+    prompts = await prompts_of(
+        service, body.input, body.truncate_prompt_tokens, body.add_special_tokens
+    )
+    chosen = {
+        "pooling_type": body.pooling_type,
+        "normalize": body.normalize,
+        "dimensions": body.dimensions,
+    }
+    vectors = await unless_gone(
+        request,
+        service.embed(caller, prompts, {k: v for k, v in chosen.items() if v is not None}, body),
+    )
+    counted = sum(len(prompt.tokens) for prompt in prompts)
+    return {
+        "object": "list",
+        "model": model,
+        "data": [
+            {"object": "embedding", "index": i, "embedding": _encoded(v, body.encoding_format)}
+            for i, v in enumerate(vectors)
+        ],
+        "usage": {"prompt_tokens": counted, "total_tokens": counted},
+    }
+
+
+def _encoded(vector: list[float], form: str) -> list[float] | str:
+    """As numbers, or as base64 of little-endian float32."""
+    if form == "float":
+        return vector
+    return base64.b64encode(np.asarray(vector, dtype="<f4").tobytes()).decode()

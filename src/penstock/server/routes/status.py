@@ -1,0 +1,91 @@
+"""What is served, and how the server does: models, health, metrics, version."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fastapi import APIRouter, Request
+from fastapi.responses import JSONResponse
+from prometheus_client import CONTENT_TYPE_LATEST
+from starlette.responses import Response
+
+from penstock import __version__
+from penstock.server.errors import ApiError
+from penstock.server.routes.common import ERRORS, service_of
+from penstock.server.service import Service
+
+router = APIRouter()
+
+
+def _model(service: Service, name: str) -> dict[str, Any]:
+    return {
+        "id": name,
+        "object": "model",
+        "created": int(service.started),
+        "owned_by": "penstock",
+        "root": str(service.llm.config.model.model),
+        "parent": None,
+        "max_model_len": service.llm.engine.max_model_len,
+    }
+
+
+@router.get("/v1/models", responses=ERRORS)
+async def list_models(request: Request) -> dict[str, Any]:
+    """The names that the model goes by."""
+    service = service_of(request)
+    service.check_model(None)
+    return {"object": "list", "data": [_model(service, name) for name in service.names]}
+
+
+@router.get("/v1/models/{name:path}", responses=ERRORS)
+async def retrieve_model(name: str, request: Request) -> dict[str, Any]:
+    """One of them."""
+    service = service_of(request)
+    return _model(service, service.check_model(name))
+
+
+@router.get("/health")
+async def health(request: Request) -> Response:
+    """200 while the process serves; 503 when its engine has stopped."""
+    service = service_of(request)
+    llm = service.engine_or_none
+    dead = service.state == "failed" or (llm is not None and llm.death is not None)
+    return JSONResponse({"status": "dead" if dead else "ok"}, 503 if dead else 200)
+
+
+@router.get("/ready")
+async def ready(request: Request) -> Response:
+    """200 when the model is loaded and the engine steps; 503 and why otherwise."""
+    trouble = service_of(request).trouble()
+    if trouble is not None:
+        return JSONResponse({"status": "not ready", "reason": trouble}, 503)
+    return JSONResponse({"status": "ready"})
+
+
+@router.get("/metrics", responses=ERRORS)
+async def metrics(request: Request) -> Response:
+    """For Prometheus."""
+    return Response(service_of(request).metrics.text(), media_type=CONTENT_TYPE_LATEST)
+
+
+@router.get("/version")
+async def version() -> dict[str, str]:
+    """Penstock's."""
+    return {"version": __version__}
+
+
+@router.get("/load")
+async def load(request: Request) -> dict[str, int]:
+    """Requests that were sent and haven't ended, as in vLLM."""
+    return {"server_load": len(service_of(request).inflight)}
+
+
+@router.post("/reset_prefix_cache", responses=ERRORS)
+async def reset_prefix_cache(request: Request) -> dict[str, str]:
+    """Forget every cached prefix that no request uses."""
+    service = service_of(request)
+    try:
+        await service.llm.reset_prefix_cache()
+    except TimeoutError:
+        raise ApiError(503, "The engine didn't answer in time.", retry_after_s=1) from None
+    return {"status": "ok"}

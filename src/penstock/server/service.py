@@ -1,0 +1,361 @@
+"""The one way from an endpoint to the engine: admit, generate, account for."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections import deque
+from collections.abc import AsyncGenerator, Callable, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass, field
+from typing import Any, Literal, TypeVar
+
+from penstock.engine import AsyncLLM, RequestOptions, RequestOutput
+from penstock.engine.prompts import default_params
+from penstock.roofline import StepRecord
+from penstock.sampling import SamplingParams
+from penstock.server.config import ServerConfig
+from penstock.server.conversation import Prompts, PromptText
+from penstock.server.errors import ApiError, as_api_error
+from penstock.server.keys import Key
+from penstock.server.limits import Account, Gate
+from penstock.server.metrics import Metrics
+from penstock.server.protocol.common import EngineFields
+from penstock.server.tracing import NoTracer, Tracer
+
+logger = logging.getLogger("penstock.server")
+
+T = TypeVar("T")
+State = Literal["loading", "ready", "draining", "failed"]
+KEPT_STEPS = 2048
+KEPT_LATENCIES = 256
+
+
+@dataclass(slots=True)
+class Caller:
+    """Who sent a request, and what it is called in answers, logs and traces."""
+
+    key: Key
+    request_id: str
+    endpoint: str
+    traceparent: str | None = None
+    user: str | None = None
+
+
+@dataclass(slots=True)
+class Work:
+    """One prompt and what is to become of it."""
+
+    prompt: PromptText
+    params: SamplingParams
+    options: RequestOptions = field(default_factory=RequestOptions)
+
+
+@dataclass(slots=True)
+class Recent:
+    """What happened lately, for the page."""
+
+    steps: deque[StepRecord] = field(default_factory=lambda: deque(maxlen=KEPT_STEPS))
+    ttft_s: deque[float] = field(default_factory=lambda: deque(maxlen=KEPT_LATENCIES))
+    itl_s: deque[float] = field(default_factory=lambda: deque(maxlen=KEPT_LATENCIES))
+    e2e_s: deque[float] = field(default_factory=lambda: deque(maxlen=KEPT_LATENCIES))
+
+
+class Service:
+    """An engine and everything that the endpoints share."""
+
+    def __init__(self, config: ServerConfig, tracer: Tracer | None = None) -> None:
+        self.config = config
+        self.gate = Gate(config.max_queue_size, config.accounts)
+        self.metrics = Metrics()
+        self.tracer: Tracer = tracer or NoTracer()
+        self.recent = Recent()
+        self.state: State = "loading"
+        self.started = time.time()
+        self.inflight: dict[str, Caller] = {}
+        self.done = 0
+        self.failed = 0
+        self._llm: AsyncLLM | None = None
+        self._names: tuple[str, ...] = config.served_model_names
+        self._progress = (0, time.monotonic())  # steps, and when they were last seen to change
+
+    # ── the engine ───────────────────────────────────────────────────────────────────────────
+
+    def start(self, llm: AsyncLLM, name: str) -> None:
+        """Serve this engine, as `name` unless the configuration names it."""
+        self._llm = llm
+        self._names = self._names or (name,)
+        runtime = llm.runtime
+        self.prompts = Prompts(runtime.tokenizer, runtime.model.max_model_len)
+        self.defaults = default_params(runtime.model.generation)
+        llm.engine.ledger.watch = self.recent.steps.append
+        self.metrics.attach(llm, self._names[0])
+        self.state = "ready"
+
+    @property
+    def llm(self) -> AsyncLLM:
+        """Raises ApiError 503 until the model is loaded, and while the server shuts down."""
+        if self._llm is None or self.state != "ready":
+            why = {
+                "loading": "The model is being loaded.",
+                "draining": "The server is shutting down.",
+            }.get(self.state, "The engine isn't running.")
+            raise ApiError(503, why, code=f"server_{self.state}", retry_after_s=5)
+        return self._llm
+
+    @property
+    def engine_or_none(self) -> AsyncLLM | None:
+        """The engine, whatever its state; None while the model is being loaded."""
+        return self._llm
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """What the model is called; the first is what answers say."""
+        return self._names
+
+    def check_model(self, name: str | None) -> str:
+        """The name for the answer. Raises ApiError 404 for a model that isn't served."""
+        self.llm  # noqa: B018 – 503 comes before 404
+        if name is not None and name not in self._names:
+            raise ApiError(
+                404,
+                f"The model {name[:80]!r} isn't served here. There is: {', '.join(self._names)}.",
+                param="model",
+                code="model_not_found",
+            )
+        return name or self._names[0]
+
+    def trouble(self) -> str | None:
+        """Why the engine can't be said to work, or None."""
+        llm = self._llm
+        if self.state != "ready" or llm is None:
+            return f"The server is {self.state}."
+        if llm.death is not None:
+            return f"The engine has stopped: {llm.death}"
+        stats = llm.stats()
+        steps, since = self._progress
+        if stats["steps"] != steps or not stats["requests"]:
+            self._progress = (stats["steps"], time.monotonic())
+        elif time.monotonic() - since > self.config.stall_timeout_s:
+            return f"No step has ended for {time.monotonic() - since:.0f} s."
+        return None
+
+    # ── requests ─────────────────────────────────────────────────────────────────────────────
+
+    def options(self, caller: Caller, body: EngineFields, prompt: PromptText) -> RequestOptions:
+        """What the request, or else its key, asks of the queue and the cache."""
+        limits = caller.key.limits
+        ttft = limits.ttft_slo_ms if body.ttft_slo_ms is None else body.ttft_slo_ms
+        tpot = limits.tpot_slo_ms if body.tpot_slo_ms is None else body.tpot_slo_ms
+        return RequestOptions(
+            priority=limits.priority if body.priority is None else body.priority,
+            ttft_slo_s=None if ttft is None else ttft / 1000,
+            tpot_slo_s=None if tpot is None else tpot / 1000,
+            cache_salt=body.cache_salt,
+            pin_tokens=prompt.pin_tokens,
+            pin_ttl_s=prompt.pin_ttl_s,
+        )
+
+    async def compute(self, work: Callable[[], T]) -> T:
+        """What `work` returns, beside the event loop, which goes on serving others."""
+        return await asyncio.to_thread(work)
+
+    async def stream(
+        self, caller: Caller, works: Sequence[Work]
+    ) -> AsyncGenerator[tuple[int, RequestOutput], None]:
+        """(number of the prompt, output so far) until all have ended.
+
+        Raises ApiError. Leaving early ends the requests and frees what they hold.
+        """
+        llm = self.llm
+        waiting = max(0, len(self.inflight) - llm.stats()["running"])
+        recent = self.recent.e2e_s
+        each = sum(recent) / len(recent) if recent else None
+        account = self.gate.admit(caller.key, len(works), waiting, each)
+        names = [caller.request_id if i == 0 else f"{caller.request_id}-{i}" for i in
+                 range(len(works))]  # fmt: skip
+        for name in names:
+            self.inflight[name] = caller
+        runs = [
+            self._one(llm, caller, name, account, work)
+            for name, work in zip(names, works, strict=True)
+        ]
+        if len(runs) == 1:
+            async with aclosing(runs[0]) as outputs:
+                async for output in outputs:
+                    yield 0, output
+            return
+        async with aclosing(_merge(runs)) as merged:
+            async for numbered in merged:
+                yield numbered
+
+    async def _one(
+        self, llm: AsyncLLM, caller: Caller, name: str, account: Account, work: Work
+    ) -> AsyncGenerator[RequestOutput, None]:
+        last: RequestOutput | None = None
+        failure: ApiError | None = None
+        told = 0  # tokens of the first sample whose times are in the metrics
+        start = time.time()
+        try:
+            outputs = llm.generate(
+                {"prompt": work.prompt.text, "prompt_token_ids": work.prompt.tokens},
+                work.params,
+                name,
+                options=work.options,
+                timeout_s=self.config.request_timeout_s,
+            )
+            async with aclosing(outputs) as source:
+                async for output in source:
+                    last = output
+                    if output.error is not None:
+                        raise output.error
+                    told = self._observe(output, told)
+                    yield output
+        except Exception as error:
+            failure = as_api_error(error)
+            raise failure from error
+        finally:
+            self.inflight.pop(name, None)
+            self._account(caller, name, account, work, last, failure, start)
+
+    def _observe(self, output: RequestOutput, told: int) -> int:
+        """Enter the times of new tokens into the metrics; how many are in there now."""
+        times = output.metrics.token_times
+        if told == 0 and times:
+            ttft = output.metrics.ttft_s or 0.0
+            self.metrics.ttft.observe(ttft)
+            self.recent.ttft_s.append(ttft)
+            told = 1
+        for before, after in zip(times[told - 1 :], times[told:], strict=False):
+            self.metrics.itl.observe(after - before)
+            self.recent.itl_s.append(after - before)
+        return max(told, len(times))
+
+    def _account(
+        self,
+        caller: Caller,
+        name: str,
+        account: Account,
+        work: Work,
+        last: RequestOutput | None,
+        failure: ApiError | None,
+        start: float,
+    ) -> None:
+        """A request has ended, in whatever way: counters, limits, its trace, a line of the log."""
+        made = 0 if last is None else sum(len(x.token_ids) for x in last.outputs)
+        account.settle(len(work.prompt.tokens) + made)
+        if failure is not None:
+            outcome = "error"
+        elif last is None or not last.finished:
+            outcome = "abort"
+        else:
+            outcome = last.outputs[0].finish_reason or "stop"
+        self.done += 1
+        self.failed += outcome == "error"
+        self.metrics.ended(work, last, outcome)
+        if last is not None and last.metrics.e2e_s is not None:
+            self.recent.e2e_s.append(last.metrics.e2e_s)
+        self.tracer.request(caller, name, work, last, outcome, start)
+        if self.config.log_requests:
+            logger.info("request", extra={"fields": self._fields(caller, name, work, last, outcome,
+                                                                 failure, start)})  # fmt: skip
+
+    def _fields(
+        self,
+        caller: Caller,
+        name: str,
+        work: Work,
+        last: RequestOutput | None,
+        outcome: str,
+        failure: ApiError | None,
+        start: float,
+    ) -> dict[str, Any]:
+        fields: dict[str, Any] = {
+            "request_id": name,
+            "endpoint": caller.endpoint,
+            "key": caller.key.name,
+            "outcome": outcome,
+            "prompt_tokens": len(work.prompt.tokens),
+            "output_tokens": 0 if last is None else sum(len(x.token_ids) for x in last.outputs),
+            "cached_tokens": 0 if last is None else last.metrics.cached_tokens,
+            "seconds": round(time.time() - start, 4),
+        }
+        if caller.user is not None:
+            fields["user"] = caller.user
+        if last is not None and last.metrics.ttft_s is not None:
+            fields["ttft_s"] = round(last.metrics.ttft_s, 4)
+        if last is not None and last.metrics.achieved is not None:
+            fields["floor_ratio"] = round(last.metrics.achieved, 3)
+        if failure is not None:
+            fields |= {"status": failure.status, "error": failure.message}
+        if self.config.log_prompts:
+            fields["prompt"] = work.prompt.text
+            fields["text"] = None if last is None else [x.text for x in last.outputs]
+        return fields
+
+    # ── the end ──────────────────────────────────────────────────────────────────────────────
+
+    def drain(self) -> None:
+        """Take no more requests; those that run go on."""
+        if self.state == "ready":
+            self.state = "draining"
+
+    def stop(self) -> None:
+        """Stop the engine; requests that still run end with an error."""
+        self.state = "draining" if self.state != "failed" else self.state
+        if self._llm is not None:
+            self._llm.shutdown()
+        self.tracer.close()
+
+
+async def _merge(
+    runs: Sequence[AsyncGenerator[RequestOutput, None]],
+) -> AsyncGenerator[tuple[int, RequestOutput], None]:
+    """The outputs of several, as they come; the first error ends them all."""
+    queue: asyncio.Queue[tuple[int, RequestOutput | None]] = asyncio.Queue(2 * len(runs))
+
+    async def pump(number: int, run: AsyncGenerator[RequestOutput, None]) -> None:
+        async for output in run:
+            await queue.put((number, output))
+        await queue.put((number, None))
+
+    tasks = [asyncio.create_task(pump(i, run)) for i, run in enumerate(runs)]
+    left = len(tasks)
+    try:
+        while left:
+            arrival = asyncio.create_task(queue.get())
+            await asyncio.wait({arrival, *tasks}, return_when=asyncio.FIRST_COMPLETED)
+            broken = next((t for t in tasks if t.done() and t.exception() is not None), None)
+            if broken is not None:
+                arrival.cancel()
+                broken.result()
+            number, output = await arrival
+            if output is None:
+                left -= 1
+                tasks = [task for task in tasks if not task.done()]
+            else:
+                yield number, output
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def priced(output: RequestOutput) -> dict[str, Any]:
+    """What Penstock adds beside the usage: how long it took, and how near the floor."""
+    metrics = output.metrics
+    times = metrics.token_times
+    rate = (len(times) - 1) / (times[-1] - times[0]) if len(times) > 1 else None
+    return {
+        "queue_s": _rounded(metrics.queue_s),
+        "ttft_s": _rounded(metrics.ttft_s),
+        "tokens_per_s": _rounded(rate),
+        "floor_s": _rounded(metrics.floor_s),
+        "floor_ratio": _rounded(metrics.achieved),
+        "bound": metrics.bound,
+    }
+
+
+def _rounded(value: float | None) -> float | None:
+    return None if value is None else round(value, 6)

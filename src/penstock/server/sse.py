@@ -1,0 +1,157 @@
+"""Server-sent events, written to a client that may read slowly or be gone.
+
+Source: https://html.spec.whatwg.org/multipage/server-sent-events.html
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, MutableMapping
+from contextlib import suppress
+from typing import Any, TypeVar
+
+from fastapi import Request
+from starlette.responses import Response
+
+from penstock.server.errors import ApiError
+
+Message = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[Message]]
+Send = Callable[[Message], Awaitable[None]]
+T = TypeVar("T")
+
+DONE = b"data: [DONE]\n\n"
+CLIENT_CLOSED = 499  # nginx's: the client went away, nobody reads the answer
+
+dumps = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"), allow_nan=False).encode
+
+
+def event(data: Any, name: str | None = None) -> bytes:
+    """One event whose data is JSON."""
+    head = f"event: {name}\n" if name else ""
+    return f"{head}data: {dumps(data)}\n\n".encode()
+
+
+class Streams:
+    """The streams that are being written, so that one whose client doesn't read can be ended."""
+
+    def __init__(self, write_timeout_s: float) -> None:
+        self._timeout_s = write_timeout_s
+        self._open: set[EventStream] = set()
+
+    def __len__(self) -> int:
+        return len(self._open)
+
+    def add(self, stream: EventStream) -> None:
+        """Watch over `stream` until `discard`."""
+        self._open.add(stream)
+
+    def discard(self, stream: EventStream) -> None:
+        """`stream` has ended."""
+        self._open.discard(stream)
+
+    async def watch(self) -> None:
+        """Cut off whoever hasn't taken what was sent within the time allowed, for ever."""
+        loop = asyncio.get_running_loop()
+        while True:
+            await asyncio.sleep(min(1.0, self._timeout_s / 2))
+            oldest = loop.time() - self._timeout_s
+            for stream in list(self._open):
+                since = stream.sending_since
+                if since is not None and since < oldest:
+                    stream.cut_off()
+
+
+class EventStream(Response):
+    """Sends events as they come and stops asking for more when the client has gone.
+
+    What `events` raises before its first event becomes an answer with a status of its own; later,
+    `explain` makes it the last event.
+    """
+
+    media_type = "text/event-stream"
+
+    def __init__(
+        self,
+        events: AsyncIterator[bytes],
+        streams: Streams,
+        explain: Callable[[Exception], bytes],
+    ) -> None:
+        super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
+        del self.headers["content-length"]
+        self._events = events
+        self._streams = streams
+        self._explain = explain
+        self._writer: asyncio.Task[None] | None = None
+        self.sending_since: float | None = None  # of the event loop's clock, while a write waits
+
+    async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
+        self._streams.add(self)
+        self._writer = asyncio.create_task(self._write(send))
+        gone = asyncio.create_task(disconnected(receive))
+        try:
+            await asyncio.wait({self._writer, gone}, return_when=asyncio.FIRST_COMPLETED)
+            if self._writer.done() and not self._writer.cancelled():
+                self._writer.result()  # an error before the first event
+        finally:
+            self._streams.discard(self)
+            for task in (self._writer, gone):
+                task.cancel()
+                with suppress(asyncio.CancelledError, Exception):
+                    await task
+
+    def cut_off(self) -> None:
+        """End the stream where it is."""
+        if self._writer is not None:
+            self._writer.cancel()
+
+    async def _write(self, send: Send) -> None:
+        loop = asyncio.get_running_loop()
+        started = False
+        try:
+            async for data in self._events:
+                if not started:
+                    started = True
+                    await send(
+                        {
+                            "type": "http.response.start",
+                            "status": self.status_code,
+                            "headers": self.raw_headers,
+                        }
+                    )
+                self.sending_since = loop.time()
+                await send({"type": "http.response.body", "body": data, "more_body": True})
+                self.sending_since = None
+        except Exception as error:
+            if not started:
+                raise
+            body = self._explain(error)
+            await send({"type": "http.response.body", "body": body, "more_body": True})
+        finally:
+            close = getattr(self._events, "aclose", None)
+            if close is not None:
+                await close()
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+async def disconnected(receive: Receive) -> None:
+    """Return when the client has gone; its request was read before."""
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+async def unless_gone(request: Request, work: Coroutine[Any, Any, T]) -> T:
+    """What `work` returns. It is cancelled when the client goes away, and ApiError 499 raised."""
+    task = asyncio.create_task(work)
+    gone = asyncio.create_task(disconnected(request.receive))
+    try:
+        await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
+        if task.done():
+            return task.result()
+        raise ApiError(CLIENT_CLOSED, "The client closed the connection.")
+    finally:
+        for one in (task, gone):
+            one.cancel()
+            with suppress(asyncio.CancelledError, Exception):
+                await one

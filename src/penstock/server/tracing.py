@@ -1,0 +1,127 @@
+"""A span for each request, to an OpenTelemetry collector, for those who install the extra.
+
+Names of attributes: OpenTelemetry's semantic conventions for generative AI.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Protocol
+
+from penstock import __version__
+from penstock.errors import MissingExtraError
+
+if TYPE_CHECKING:
+    from penstock.engine import RequestOutput
+    from penstock.server.service import Caller, Work
+
+_NANO = 1e9
+
+
+class Tracer(Protocol):
+    """What the service tells of each request that has ended."""
+
+    def request(
+        self,
+        caller: Caller,
+        name: str,
+        work: Work,
+        last: RequestOutput | None,
+        outcome: str,
+        start: float,
+    ) -> None:
+        """start: unix seconds of its arrival."""
+
+    def close(self) -> None:
+        """Send what hasn't been sent."""
+
+
+class NoTracer:
+    """Where nobody collects traces."""
+
+    def request(
+        self,
+        caller: Caller,
+        name: str,
+        work: Work,
+        last: RequestOutput | None,
+        outcome: str,
+        start: float,
+    ) -> None:
+        """Nothing."""
+
+    def close(self) -> None:
+        """Nothing."""
+
+
+class OpenTelemetryTracer:
+    """Spans with the times and tokens of each request, children of the client's own trace."""
+
+    def __init__(self, endpoint: str | None, exporter: Any = None) -> None:
+        """endpoint: of an OTLP collector over HTTP; exporter: instead of one, for tests.
+
+        Raises MissingExtraError without `pip install penstock[otel]`.
+        """
+        try:
+            from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+            from opentelemetry.sdk.resources import Resource
+            from opentelemetry.sdk.trace import TracerProvider
+            from opentelemetry.sdk.trace.export import BatchSpanProcessor
+            from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+        except ImportError as error:
+            raise MissingExtraError(
+                "Traces need OpenTelemetry: pip install 'penstock[otel]', or leave out "
+                "--otlp-traces-endpoint."
+            ) from error
+        resource = Resource.create({"service.name": "penstock", "service.version": __version__})
+        self._provider = TracerProvider(resource=resource)
+        chosen = exporter if exporter is not None else OTLPSpanExporter(endpoint=endpoint)
+        self._provider.add_span_processor(BatchSpanProcessor(chosen))
+        self._tracer = self._provider.get_tracer("penstock", __version__)
+        self._propagator = TraceContextTextMapPropagator()
+
+    def request(
+        self,
+        caller: Caller,
+        name: str,
+        work: Work,
+        last: RequestOutput | None,
+        outcome: str,
+        start: float,
+    ) -> None:
+        """Make the request's span, after the fact."""
+        from opentelemetry.trace import SpanKind, Status, StatusCode
+
+        carrier = {"traceparent": caller.traceparent} if caller.traceparent else {}
+        span = self._tracer.start_span(
+            "llm_request",
+            context=self._propagator.extract(carrier),
+            kind=SpanKind.SERVER,
+            start_time=int(start * _NANO),
+            attributes={
+                "gen_ai.request.id": name,
+                "gen_ai.operation.name": caller.endpoint,
+                "gen_ai.request.temperature": work.params.temperature,
+                "gen_ai.request.top_p": work.params.top_p,
+                "gen_ai.request.n": work.params.n,
+                "gen_ai.usage.prompt_tokens": len(work.prompt.tokens),
+                "penstock.outcome": outcome,
+            },
+        )
+        if last is not None:
+            metrics = last.metrics
+            facts = {
+                "gen_ai.usage.completion_tokens": sum(len(x.token_ids) for x in last.outputs),
+                "gen_ai.latency.time_in_queue": metrics.queue_s,
+                "gen_ai.latency.time_to_first_token": metrics.ttft_s,
+                "gen_ai.latency.e2e": metrics.e2e_s,
+                "penstock.cached_tokens": metrics.cached_tokens,
+                "penstock.floor_ratio": metrics.achieved,
+            }
+            span.set_attributes({k: v for k, v in facts.items() if v is not None})
+        if outcome == "error":
+            span.set_status(Status(StatusCode.ERROR))
+        span.end()
+
+    def close(self) -> None:
+        """Send what hasn't been sent."""
+        self._provider.shutdown()
