@@ -1,0 +1,84 @@
+"""The official `anthropic` client, unchanged."""
+
+from __future__ import annotations
+
+import anthropic
+import pytest
+from anthropic import Anthropic
+
+from tests.server.conftest import Running
+
+ASK = [{"role": "user", "content": "Tell me about a little dog."}]
+
+
+@pytest.fixture
+def client(server: Running) -> Anthropic:
+    return Anthropic(base_url=server.url, api_key="none", max_retries=0)
+
+
+def test_a_message_and_its_stream(client: Anthropic) -> None:
+    options = {"model": "stories", "max_tokens": 30, "messages": ASK, "temperature": 0.0}
+    whole = client.messages.create(**options, system="Be kind.")
+    assert whole.role == "assistant"
+    assert whole.stop_reason == "max_tokens"
+    assert whole.usage.output_tokens == 30
+    with client.messages.stream(**options, system="Be kind.") as stream:
+        text = "".join(stream.text_stream)
+        final = stream.get_final_message()
+    assert text == whole.content[0].text == final.content[0].text
+    assert final.stop_reason == "max_tokens"
+    assert final.usage.output_tokens == 30
+
+
+def test_counts_are_those_of_the_prompt(client: Anthropic) -> None:
+    counted = client.messages.count_tokens(model="stories", messages=ASK, system="Be kind.")
+    made = client.messages.create(model="stories", max_tokens=1, messages=ASK, system="Be kind.")
+    usage = made.usage
+    parts = (
+        usage.input_tokens,
+        usage.cache_read_input_tokens or 0,
+        usage.cache_creation_input_tokens or 0,
+    )
+    assert counted.input_tokens == sum(parts)
+
+
+def test_stop_sequences(client: Anthropic) -> None:
+    free = client.messages.create(model="stories", max_tokens=60, messages=ASK, temperature=0)
+    text = free.content[0].text
+    word = text.split()[4]
+    cut = client.messages.create(
+        model="stories", max_tokens=60, messages=ASK, temperature=0, stop_sequences=[word]
+    )
+    assert cut.stop_reason == "stop_sequence"
+    assert cut.stop_sequence == word
+    assert cut.content[0].text == text[: text.index(word)]
+
+
+def test_a_system_prompt_is_kept(client: Anthropic, server: Running) -> None:
+    system = [
+        {
+            "type": "text",
+            "text": "You tell short tales about animals who live beside the sea. " * 5,
+            "cache_control": {"type": "ephemeral", "ttl": "1h"},
+        }
+    ]
+    server.service.llm.engine.reset_prefix_cache()
+    first = client.messages.create(model="stories", max_tokens=2, messages=ASK, system=system)
+    assert first.usage.cache_creation_input_tokens
+    assert server.llm.stats()["pinned_blocks"] > 0
+    again = client.messages.create(model="stories", max_tokens=2, messages=ASK, system=system)
+    assert again.usage.cache_read_input_tokens
+    assert again.usage.cache_read_input_tokens >= first.usage.cache_creation_input_tokens // 32 * 32
+    server.service.llm.engine.reset_prefix_cache()
+
+
+def test_errors_are_the_clients_own(client: Anthropic) -> None:
+    with pytest.raises(anthropic.NotFoundError):
+        client.messages.create(model="claude-none", max_tokens=2, messages=ASK)
+    with pytest.raises(anthropic.BadRequestError, match="max_tokens"):
+        client.messages.create(model="stories", max_tokens=0, messages=ASK)
+    with pytest.raises(anthropic.BadRequestError, match="thinking"):
+        client.messages.create(
+            model="stories", max_tokens=2, messages=ASK,
+            thinking={"type": "enabled", "budget_tokens": 1024},
+        )  # fmt: skip
