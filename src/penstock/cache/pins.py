@@ -109,8 +109,8 @@ class PinnablePool(BlockPool):
 @dataclass(eq=False, slots=True)
 class _Pin:
     path: list[Node]  # from the first block to the last
-    ttl_s: float = 0.0
-    expires: float = 0.0
+    ttl_s: float
+    expires: float
 
     @property
     def last(self) -> Node:
@@ -150,17 +150,14 @@ class Pins:
         if not (count or self._pins):
             return
         wanted = path[count - 1] if count else None
-        for node in reversed(path):  # of two that lie within each other, the longer goes first
+        for node in reversed(path):  # the longer of two within each other first: `_drop_until`
+            if node is wanted and node not in self._pins:
+                self._add(list(path[:count]), ttl_s)
             pin = self._pins.get(node)
             if pin is not None:
-                self._extend(pin, ttl_s if node is wanted else 0.0)
-        if wanted is not None and wanted not in self._pins:
-            self._add(list(path[:count]), ttl_s)
-
-    def _extend(self, pin: _Pin, ttl_s: float) -> None:
-        pin.ttl_s = max(pin.ttl_s, ttl_s)
-        pin.expires = self.clock() + pin.ttl_s
-        self._pins.move_to_end(pin.last)
+                pin.ttl_s = max(pin.ttl_s, ttl_s if node is wanted else 0.0)
+                pin.expires = self.clock() + pin.ttl_s
+                self._pins.move_to_end(node)
 
     def _add(self, path: list[Node], ttl_s: float) -> None:
         pool = self._pool
@@ -169,8 +166,7 @@ class Pins:
         self._drop_until(
             lambda: pool.num_pinned <= self.max_blocks, lambda block: pool.pins(block) == 1
         )
-        pin = self._pins[path[-1]] = _Pin(path)
-        self._extend(pin, ttl_s)
+        pin = self._pins[path[-1]] = _Pin(path, ttl_s, self.clock() + ttl_s)
         self._note(pin)
 
     def _note(self, pin: _Pin) -> None:
@@ -207,17 +203,14 @@ class Pins:
     def _drop_until(self, enough: Callable[[], bool], gives: Callable[[int], bool]) -> None:
         """Drop pins whose last block `gives` something, the longest unused first.
 
-        A pin gives nothing while somebody, or a longer pin, has its last block: they have all that
-        come before, too. So what is left over ends with one that does, and every pass finds some.
+        A pin gives nothing while somebody, or a longer pin, has its last block, and so all that
+        come before. The longer one stands first in the order: one pass finds all there is.
         """
-        while not enough():
-            count = len(self._pins)
-            for pin in list(self._pins.values()):
-                if gives(pin.last.block):
-                    self._drop(pin)
-                    if enough():
-                        return
-            assert len(self._pins) < count
+        for pin in list(self._pins.values()):
+            if enough():
+                return
+            if gives(pin.last.block):
+                self._drop(pin)
 
     def _drop(self, pin: _Pin) -> None:
         del self._pins[pin.last]
