@@ -16,7 +16,7 @@ LENGTHS = (1, 33, 70)
 
 # Absolute, of unit vectors: float32 rounds to 1e-7 and both sides add in other orders; bfloat16
 # keeps 8 bits through every layer.
-TOLERANCE = {"float32": 3e-6, "bfloat16": 0.03}
+TOLERANCE = {"float32": 2e-6, "bfloat16": 0.02}
 
 
 def llm(folder: Any, dtype: str, **kwargs: Any) -> LLM:
