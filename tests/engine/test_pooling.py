@@ -6,6 +6,7 @@ The toy's hidden state of a token is a hash of all tokens up to it: `logits_of`,
 from __future__ import annotations
 
 import asyncio
+import gc
 import math
 import random
 from collections.abc import Sequence
@@ -16,7 +17,7 @@ import pytest
 
 from penstock import AsyncLLM, SamplingParams
 from penstock.engine import Engine, PoolingParams, RequestOptions
-from penstock.engine.pooling import PoolingRequestOutput
+from penstock.engine.pooling import PoolingRequest, PoolingRequestOutput
 from penstock.errors import ConfigError, InvalidPromptError, RequestError
 from penstock.roofline import StepRecord
 
@@ -279,6 +280,13 @@ def test_a_pass_of_their_own() -> None:
     assert records[2].wait_s == 0  # counted with the first of the step
     toy = engine.runtime.runner._forward
     assert isinstance(toy, Toy) and len(toy.steps) == 3
+
+
+def test_nothing_of_a_request_is_left() -> None:
+    engine = toy_engine()
+    embed(engine, {"a": [1], "b": [2]}, PoolingParams())
+    gc.collect()
+    assert not [thing for thing in gc.get_objects() if type(thing) is PoolingRequest]
 
 
 def test_decoding_goes_on_in_place_beside_them() -> None:

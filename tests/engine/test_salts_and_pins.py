@@ -140,6 +140,17 @@ def test_a_pooling_request_pins_and_renews() -> None:
     assert engine.stats()["pinned_blocks"] == 2
 
 
+def test_its_time_starts_with_the_prompt_not_with_each_token() -> None:
+    engine, clock = pinning_engine()
+    options = RequestOptions(pin_tokens=4, pin_ttl_s=10)
+    engine.add_request("it", prompt(5), SamplingParams(max_tokens=20), options=options)
+    for _ in range(12):
+        engine.step()
+        clock.now += 1
+    assert engine.has_unfinished and engine.stats()["pins"] == 0
+    drain(engine)
+
+
 def test_pins_never_cost_a_request_its_blocks() -> None:
     """The same steps, token for token and block for block, with half the cache pinned."""
     runs = []

@@ -392,10 +392,12 @@ class Engine:
 
     def _computed(self, sequence: Sequence, count: int) -> None:
         """`count` more tokens of `sequence` are in the cache."""
-        request = sequence.request
         self.scheduler.computed(sequence, count)
+        if sequence.num_output:
+            return
+        request = sequence.request
         request.metrics.computed_tokens += count
-        if self.pins is not None and not sequence.num_output and not sequence.remaining:
+        if self.pins is not None and not sequence.remaining:
             options = request.options
             self.pins.renew(sequence.nodes, options.pin_tokens, options.pin_ttl_s)
 
