@@ -138,7 +138,7 @@ class Engine:
         tokens = self._checked(prompt_token_ids, generates=False)
         self._check_options(tokens, options)
         if self.pooler is None:
-            self.pooler = Pooler(self, self._computed, self._finish, self._fail)
+            self.pooler = Pooler(self, self._prompt_computed, self._finish, self._fail)
         arrival_time = time.monotonic() if arrival_time is None else arrival_time
         request = PoolingRequest(
             request_id=request_id,
@@ -278,10 +278,10 @@ class Engine:
         plan = self.scheduler.schedule()
         marks.append(time.perf_counter())
         touched: dict[str, Request] = {}
-        if self.pooler is not None:
-            marks = self.pooler.run(plan, touched, marks)
         if plan.copies:
             self._copy(plan, touched)
+        if self.pooler is not None:  # after the copies: a block that is read there may be its now
+            marks = self.pooler.run(plan, touched, marks)
         batch = self._run(plan, touched, marks) if plan.parts else None
         ended, self._ended = self._ended, []
         touched |= {r.request_id: r for r in ended}
@@ -371,7 +371,9 @@ class Engine:
         """Give each sequence its token, and end what ends with it."""
         now = time.monotonic()
         for sequence, count in parts:
-            self._computed(sequence, count)
+            self.scheduler.computed(sequence, count)
+            if sequence.num_computed <= sequence.num_prompt:
+                self._prompt_computed(sequence, count)
         for sequence in batch.sampled:
             if sequence.status is Status.FORKING:
                 self.scheduler.fork(sequence.request.sequences[0])
@@ -390,10 +392,9 @@ class Engine:
             except Exception as error:  # its own fault, whatever it is: the others go on
                 self._fail(request, error)
 
-    def _computed(self, sequence: Sequence, count: int) -> None:
-        """`count` more tokens of `sequence` are in the cache."""
-        self.scheduler.computed(sequence, count)
-        if sequence.num_output:
+    def _prompt_computed(self, sequence: Sequence, count: int) -> None:
+        """`count` more tokens of a prompt are in the cache."""
+        if sequence.num_output:  # computed again
             return
         request = sequence.request
         request.metrics.computed_tokens += count

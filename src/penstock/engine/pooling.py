@@ -206,12 +206,12 @@ class Pooler:
         finish: Callable[[Sequence, str], None],
         fail: Callable[[Request, Exception], None],
     ) -> None:
-        """computed, finish, fail: what the engine does when one of a request's parts is computed,
-        its sequence ends, or it fails.
+        """computed, finish, fail: what the engine does when a part of a prompt is in the cache, a
+        sequence ends, or a request fails.
         """
         runtime, limits = engine.runtime, engine.config.scheduler
         self._computed, self._finish, self._fail = computed, finish, fail
-        self._ledger = engine.ledger
+        self._scheduler, self._ledger = engine.scheduler, engine.ledger
         self._hidden = HiddenRunner(runtime.model.model, runtime.runner)
         # its own, so that the engine's goes on with the sequences that decode
         self._batcher = Batcher(
@@ -282,6 +282,7 @@ class Pooler:
             request = sequence.request
             assert isinstance(request, PoolingRequest)  # `run` took no others
             position = sequence.num_computed
+            self._scheduler.computed(sequence, count)
             self._computed(sequence, count)
             try:
                 if sequence in found:
