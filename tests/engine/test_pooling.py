@@ -282,6 +282,25 @@ def test_a_pass_of_their_own() -> None:
     assert isinstance(toy, Toy) and len(toy.steps) == 3
 
 
+def test_copies_come_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a copy is made of may have been given to a pooling sequence in the same plan."""
+    engine, order = toy_engine(), list[str]()
+    engine.add_request("text", prompt(6), SamplingParams(n=2, seed=1, max_tokens=4))
+    engine.step()
+    engine.add_pooling_request("it", prompt(5))
+    assert engine.pooler is not None
+    for name, holder in (("copy", engine.runtime.runner), ("_run", engine.pooler)):
+        call = getattr(holder, name)
+
+        def noted(*given: Any, name: str = name, call: Any = call) -> Any:
+            order.append(name)
+            return call(*given)
+
+        monkeypatch.setattr(holder, name, noted)
+    engine.step()
+    assert order == ["copy", "_run"]
+
+
 def test_nothing_of_a_request_is_left() -> None:
     engine = toy_engine()
     embed(engine, {"a": [1], "b": [2]}, PoolingParams())

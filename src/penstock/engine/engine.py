@@ -280,7 +280,7 @@ class Engine:
         touched: dict[str, Request] = {}
         if plan.copies:
             self._copy(plan, touched)
-        if self.pooler is not None:  # after the copies: a block that is read there may be its now
+        if self.pooler is not None:  # after the copies, whose sources it may be given
             marks = self.pooler.run(plan, touched, marks)
         batch = self._run(plan, touched, marks) if plan.parts else None
         ended, self._ended = self._ended, []
