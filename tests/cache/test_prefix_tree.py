@@ -93,6 +93,7 @@ class Tree(RuleBasedStateMachine):
     @invariant()
     def agrees(self) -> None:
         assert set(self.tree._nodes) == set(self.cached.values())
+        assert set(self.tree._roots) == {salt for salt, _ in self.cached}
         for _, blocks, nodes in self.held:
             assert [node.block for node in nodes] == blocks[: len(nodes)]
 

@@ -33,6 +33,7 @@ from penstock.sampling import Sampler, SamplingParams, SequenceSampling
 from penstock.step import KV, Step
 
 VOCAB = 64
+HIDDEN = 16
 BLOCK = 4
 RAISES, IS_NAN = 62, 63
 """Ids that break the toy: the step raises, or the row's logits are not numbers."""
@@ -91,10 +92,12 @@ def toy_runtime(
 ) -> Runtime:
     """A runtime around a toy; `forward` replaces it."""
     layer = LayerSpec(AttentionSpec(1, 1, 16, 1.0, None), MlpSpec(16))
-    decoder = DecoderSpec(vocab, 16, (layer,), NormSpec(), max_model_len)
+    decoder = DecoderSpec(vocab, HIDDEN, (layer,), NormSpec(), max_model_len)
     spec = ModelSpec("toy", decoder, (), "float32", None, eos)
     dense = Dense(torch.float32)
-    model: Any = SimpleNamespace(formats=WeightFormats(dense, dense))
+    model: Any = SimpleNamespace(
+        formats=WeightFormats(dense, dense), last_hidden_state=lambda: Toy(HIDDEN)
+    )
     loaded = LoadedModel(model, spec, torch.float32, max_model_len, generation or {}, eos)
     ids = torch.full((num_blocks, block_size), -1, dtype=torch.int32)
     runner = Runner(forward or Toy(vocab), [(ids, torch.zeros(num_blocks, 0))])
@@ -217,7 +220,12 @@ def _check_tree(engine: Engine) -> None:
                 assert not pool.count(child.block)
             stack.append(child)
     assert set(engine.tree._nodes) == found == pool._known
-    assert set(pool._idle) == {block for block in found if not pool.count(block)}
+    unheld = {block for block in found if not pool.count(block)}
+    assert set(pool._idle) == {block for block in unheld if not pool.pins(block)}
+    assert pool._resting == {block for block in unheld if pool.pins(block)}
+    assert engine.pins is not None and set(pool._pins) <= found
+    assert Counter(n.block for p in engine.pins._pins.values() for n in p.path) == pool._pins
+    assert pool.num_pinned <= pool.num_blocks // 2
     order = {block: i for i, block in enumerate(pool._idle)}
     for block, node in engine.tree._nodes.items():
         if block in order and node.parent is not None and node.parent.block in order:

@@ -3,6 +3,16 @@
 from penstock.cache.blocks import BlockPool
 from penstock.cache.kv_dtype import kv_dtype
 from penstock.cache.layouts import PagedLayout, copy_blocks
+from penstock.cache.pins import PinnablePool, Pins
 from penstock.cache.prefix_tree import Node, PrefixTree
 
-__all__ = ["BlockPool", "Node", "PagedLayout", "PrefixTree", "copy_blocks", "kv_dtype"]
+__all__ = [
+    "BlockPool",
+    "Node",
+    "PagedLayout",
+    "PinnablePool",
+    "Pins",
+    "PrefixTree",
+    "copy_blocks",
+    "kv_dtype",
+]

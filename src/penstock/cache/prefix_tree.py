@@ -27,29 +27,47 @@ class Node:
         self.children: dict[Key, Node] = {}
 
 
+class _Root(Node):
+    """Where the sequences of one salt start; there is one while anything of theirs is cached."""
+
+    __slots__ = ("salt",)
+
+    def __init__(self, salt: Hashable) -> None:
+        super().__init__(-1, (), None)
+        self.salt = salt
+
+
 class PrefixTree:
     """Finds the longest cached prefix of a prompt."""
 
     def __init__(self, pool: BlockPool, block_size: int) -> None:
         self._pool = pool
         self._block_size = block_size
-        self._roots: dict[Hashable, Node] = {}
+        self._roots: dict[Hashable, _Root] = {}
         self._nodes: dict[int, Node] = {}
         self.tokens_asked = 0
         self.tokens_hit = 0
         pool.on_evict = self._evict
 
     def root(self, salt: Hashable = None) -> Node:
-        """Where every sequence with this salt starts."""
-        return self._roots.setdefault(salt, Node(-1, (), None))
+        """Where every sequence with this salt starts, to insert a block after it.
+
+        Forgotten with the last block below it: salts that nobody uses any more leave nothing.
+        """
+        root = self._roots.get(salt)
+        if root is None:
+            root = self._roots[salt] = _Root(salt)
+        return root
 
     def match(self, tokens: Sequence[int], salt: Hashable = None) -> list[Node]:
         """The nodes of the longest cached prefix; their blocks are not yet held.
 
         The last token is never part of it: its logits are wanted, so it must be computed.
         """
-        node = self.root(salt)
-        found = []
+        found: list[Node] = []
+        node: Node | None = self._roots.get(salt)
+        if node is None:
+            return found
         for start in range(0, len(tokens) - self._block_size, self._block_size):
             child = node.children.get(tuple(tokens[start : start + self._block_size]))
             if child is None:
@@ -85,5 +103,8 @@ class PrefixTree:
     def _evict(self, block: int) -> None:
         node = self._nodes.pop(block)
         assert not node.children  # a continuation is always given up before
-        assert node.parent is not None  # roots have no block
-        del node.parent.children[node.key]
+        parent = node.parent
+        assert parent is not None  # roots have no block
+        del parent.children[node.key]
+        if isinstance(parent, _Root) and not parent.children:
+            del self._roots[parent.salt]

@@ -5,12 +5,16 @@ from penstock.engine.engine import Engine
 from penstock.engine.llm import LLM
 from penstock.engine.options import RequestOptions
 from penstock.engine.outputs import CompletionOutput, RequestMetrics, RequestOutput
+from penstock.engine.pooling import EmbeddingOutput, EmbeddingRequestOutput, PoolingParams
 
 __all__ = [
     "LLM",
     "AsyncLLM",
     "CompletionOutput",
+    "EmbeddingOutput",
+    "EmbeddingRequestOutput",
     "Engine",
+    "PoolingParams",
     "RequestMetrics",
     "RequestOptions",
     "RequestOutput",

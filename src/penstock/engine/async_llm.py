@@ -17,6 +17,7 @@ from penstock.config import DEFAULT_MODEL, EngineConfig
 from penstock.engine.engine import Engine
 from penstock.engine.options import RequestOptions
 from penstock.engine.outputs import RequestOutput
+from penstock.engine.pooling import EmbeddingRequestOutput, PoolingParams
 from penstock.engine.prompts import Prompt, default_params, encode
 from penstock.errors import ConfigError, EngineDeadError, RequestTimeoutError
 from penstock.models.weights import Progress
@@ -135,6 +136,37 @@ class AsyncLLM:
                 with suppress(EngineDeadError):  # then there is nothing to drop
                     self._send(lambda: self._drop(name, stream))
 
+    async def embed(
+        self,
+        prompt: Prompt,
+        pooling_params: PoolingParams | None = None,
+        request_id: str | None = None,
+        *,
+        options: RequestOptions | None = None,
+    ) -> EmbeddingRequestOutput:
+        """The prompt's embedding; cancelling the task ends the request and frees its blocks."""
+        text, tokens = encode(prompt, self.runtime.tokenizer)
+        name = request_id if request_id is not None else f"request-{next(self._ids)}"
+        stream = _Stream(asyncio.get_running_loop())
+        arrival = time.monotonic()
+
+        def add() -> None:
+            self.engine.add_pooling_request(
+                name, tokens, pooling_params, prompt=text, arrival_time=arrival, options=options
+            )
+
+        self._send(lambda: self._enter(name, stream, add))
+        item: Item | None = None
+        try:
+            item = await stream.get()  # only the last there is
+        finally:
+            if item is None:
+                with suppress(EngineDeadError):  # then there is nothing to drop
+                    self._send(lambda: self._drop(name, stream))
+        if isinstance(item, BaseException):
+            raise item
+        return EmbeddingRequestOutput.from_base(item)
+
     async def abort(self, request_id: str) -> None:
         """End a request; its stream ends with finish_reason "abort"."""
         self._send(lambda: self.engine.abort(request_id))
@@ -214,10 +246,7 @@ class AsyncLLM:
         arrival: float,
         options: RequestOptions | None,
     ) -> None:
-        if self._death is not None:  # it came too late
-            _put(stream.loop, [(stream, self._dead())])
-            return
-        try:
+        def add() -> None:
             self.engine.add_request(
                 name,
                 tokens,
@@ -227,6 +256,16 @@ class AsyncLLM:
                 arrival_time=arrival,
                 options=options,
             )
+
+        self._enter(name, stream, add)
+
+    def _enter(self, name: str, stream: _Stream, add: Command) -> None:
+        """Queue a request by `add`; `stream` is its way back."""
+        if self._death is not None:  # it came too late
+            _put(stream.loop, [(stream, self._dead())])
+            return
+        try:
+            add()
         except Exception as error:  # one request's fault, whatever it is: its caller gets it
             _put(stream.loop, [(stream, error)])
         else:

@@ -132,7 +132,7 @@ class Batcher:
             contexts.append(last)
             rows.append(sequence.row)
             ends = last == len(sequence.tokens)
-            if not sequence.num_output and sequence.request.prompt_logprobs is not None:
+            if not sequence.num_output and sequence.request.reads_prompt:
                 prompt_rows.append((sequence, len(wanted), count))
                 wanted += range(at, at + count - ends)
             if ends:

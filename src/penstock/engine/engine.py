@@ -11,11 +11,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from penstock.cache import BlockPool, PrefixTree
+from penstock.cache import PinnablePool, Pins, PrefixTree
 from penstock.config import EngineConfig
 from penstock.engine.batch import Batch, Batcher
 from penstock.engine.options import RequestOptions
 from penstock.engine.outputs import RequestMetrics, RequestOutput
+from penstock.engine.pooling import NO_SAMPLES, Pooler, PoolingParams, PoolingRequest, checked
 from penstock.engine.request import Request, Sequence, Status
 from penstock.engine.scheduler import Part, Plan, Scheduler
 from penstock.errors import InvalidPromptError, InvalidSamplingError, RequestError
@@ -43,10 +44,11 @@ class Engine:
         self.runtime = runtime
         self.vocab_size = runtime.model.spec.decoder.vocab_size
         self.max_model_len = runtime.model.max_model_len
-        self.pool = BlockPool(runtime.num_blocks)
+        self.pool = PinnablePool(runtime.num_blocks)
         block_size = runtime.layout.block_size
         caching = config.cache.enable_prefix_caching
         self.tree = PrefixTree(self.pool, block_size) if caching else None
+        self.pins = Pins(self.pool, block_size) if caching else None
         self.scheduler = Scheduler(
             config.scheduler, self.pool, self.tree, block_size, self.max_model_len
         )
@@ -55,6 +57,7 @@ class Engine:
             self.scheduler.table, block_size, limits.max_num_seqs, limits.max_num_batched_tokens
         )
         self.sampler = Sampler(self.vocab_size)
+        self.pooler: Pooler | None = None
         self.requests: dict[str, Request] = {}
         model = runtime.model
         costs = CostModel(model.spec.decoder, model.model.formats, runtime.layout, model.dtype)
@@ -92,6 +95,7 @@ class Engine:
             )
         self.scheduler.check(params.n)  # before a sequence is made for each
         tokens = self._checked(prompt_token_ids)
+        self._check_options(tokens, options)
         if params.stop_strings and self.runtime.tokenizer is None:
             raise RequestError("Stop strings need a tokenizer, but skip_tokenizer_init is set.")
         request = Request(
@@ -113,6 +117,60 @@ class Engine:
         self._arrivals += 1
         self.requests[request_id] = request
         self.ledger.wait(time.perf_counter())
+
+    def add_pooling_request(
+        self,
+        request_id: str,
+        prompt_token_ids: Seq[int],
+        params: PoolingParams | None = None,
+        *,
+        prompt: str | None = None,
+        arrival_time: float | None = None,
+        options: RequestOptions | None = None,
+    ) -> None:
+        """Queue a prompt to embed; a step returns a PoolingRequestOutput when it has ended.
+
+        Raises RequestError; nothing is queued then.
+        """
+        if request_id in self.requests or any(r.request_id == request_id for r in self._ended):
+            raise RequestError(f"Request id {request_id!r} is already in use.")
+        params = checked(params, self.runtime.model.spec.decoder.hidden)
+        tokens = self._checked(prompt_token_ids, generates=False)
+        self._check_options(tokens, options)
+        if self.pooler is None:
+            self.pooler = Pooler(self, self._prompt_computed, self._finish, self._fail)
+        arrival_time = time.monotonic() if arrival_time is None else arrival_time
+        request = PoolingRequest(
+            request_id=request_id,
+            prompt=prompt,
+            prompt_token_ids=tokens,
+            params=NO_SAMPLES,
+            arrival=self._arrivals,
+            stream=False,
+            metrics=RequestMetrics(arrival_time),
+            options=options or RequestOptions(),
+            live=1,
+            pooling=params,
+        )
+        request.sequences = [self._sequence(request, 0, 0)]
+        self.scheduler.add(request)
+        self._arrivals += 1
+        self.requests[request_id] = request
+        self.ledger.wait(time.perf_counter())
+
+    def _check_options(self, tokens: list[int], options: RequestOptions | None) -> None:
+        """Raises RequestError for options that aren't any, or a pin that can't take effect."""
+        if options is None:
+            return
+        if not isinstance(options, RequestOptions):
+            raise RequestError(f"Options must be RequestOptions, not {type(options).__name__}.")
+        if not options.pin_tokens:
+            return
+        if self.pins is None:
+            raise RequestError(
+                f"pin_tokens={options.pin_tokens} can't take effect: enable_prefix_caching is off."
+            )
+        self.pins.check(min(options.pin_tokens, len(tokens)))
 
     def _sequence(self, request: Request, index: int, seed: int) -> Sequence:
         params, tokens = request.params, request.prompt_token_ids
@@ -141,7 +199,7 @@ class Engine:
             include_stop_str_in_output=params.include_stop_str_in_output,
         )
 
-    def _checked(self, prompt: Seq[int]) -> list[int]:
+    def _checked(self, prompt: Seq[int], generates: bool = True) -> list[int]:
         try:
             tokens = np.asarray(prompt)
         except (ValueError, OverflowError) as error:
@@ -153,10 +211,12 @@ class Engine:
                 f"A prompt must be a flat list of integer token ids, not {tokens.dtype} of shape "
                 f"{list(tokens.shape)}."
             )
-        if len(tokens) >= self.max_model_len:
+        limit = self.max_model_len - generates
+        if len(tokens) > limit:
             raise InvalidPromptError(
-                f"The prompt has {len(tokens)} tokens, but with at least one to generate only "
-                f"{self.max_model_len - 1} fit into max_model_len={self.max_model_len}. Shorten it."
+                f"The prompt has {len(tokens)} tokens, but "
+                f"{'with at least one to generate ' if generates else ''}only {limit} fit into "
+                f"max_model_len={self.max_model_len}. Shorten it."
             )
         outside = tokens[(tokens < 0) | (tokens >= self.vocab_size)]
         if len(outside):
@@ -220,6 +280,8 @@ class Engine:
         touched: dict[str, Request] = {}
         if plan.copies:
             self._copy(plan, touched)
+        if self.pooler is not None:  # after the copies, whose sources it may be given
+            marks = self.pooler.run(plan, touched, marks)
         batch = self._run(plan, touched, marks) if plan.parts else None
         ended, self._ended = self._ended, []
         touched |= {r.request_id: r for r in ended}
@@ -310,6 +372,8 @@ class Engine:
         now = time.monotonic()
         for sequence, count in parts:
             self.scheduler.computed(sequence, count)
+            if sequence.num_computed <= sequence.num_prompt:
+                self._prompt_computed(sequence, count)
         for sequence in batch.sampled:
             if sequence.status is Status.FORKING:
                 self.scheduler.fork(sequence.request.sequences[0])
@@ -327,6 +391,16 @@ class Engine:
                 self._take(sequence, sampled.token_ids[row], sampled.logprobs[row])
             except Exception as error:  # its own fault, whatever it is: the others go on
                 self._fail(request, error)
+
+    def _prompt_computed(self, sequence: Sequence, count: int) -> None:
+        """`count` more tokens of a prompt are in the cache."""
+        if sequence.num_output:  # computed again
+            return
+        request = sequence.request
+        request.metrics.computed_tokens += count
+        if self.pins is not None and not sequence.remaining:
+            options = request.options
+            self.pins.renew(sequence.nodes, options.pin_tokens, options.pin_ttl_s)
 
     def _take(self, sequence: Sequence, token: int, logprobs: TokenLogprobs | None) -> None:
         """Append a sampled token and see whether the sequence ends with it."""
@@ -378,6 +452,7 @@ class Engine:
             "blocks": self.pool.num_blocks,
             "used_blocks": self.pool.num_used,
             "cached_blocks": self.pool.num_idle,
+            **(self.pins.stats() if self.pins else {"pins": 0, "pinned_blocks": 0}),
             "prefix_hit_rate": self.tree.hit_rate if self.tree else 0.0,
             "prefix": {
                 "queries": self.tree.tokens_asked if self.tree else 0,
@@ -388,5 +463,7 @@ class Engine:
         }
 
     def reset_prefix_cache(self) -> None:
-        """Forget what is cached and not in use."""
+        """Forget what is cached and not in use, pinned or not."""
+        if self.pins is not None:
+            self.pins.clear()
         self.pool.forget()

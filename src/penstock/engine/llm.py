@@ -11,7 +11,9 @@ from typing import Any
 
 from penstock.config import DEFAULT_MODEL, EngineConfig
 from penstock.engine.engine import Engine
+from penstock.engine.options import RequestOptions
 from penstock.engine.outputs import RequestOutput
+from penstock.engine.pooling import EmbeddingRequestOutput, PoolingParams
 from penstock.engine.prompts import Prompt, default_params, encode, encode_chat, split
 from penstock.errors import ConfigError, RequestError, TokenizerError
 from penstock.models.weights import Progress
@@ -47,6 +49,7 @@ class LLM:
         prompts: Prompt | Sequence[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
+        options: RequestOptions | Sequence[RequestOptions] | None = None,
         use_tqdm: bool = False,
     ) -> list[RequestOutput]:
         """Complete one prompt or several; outputs in their order.
@@ -55,38 +58,60 @@ class LLM:
         `prompt_token_ids`. Every prompt is checked before any is run. Ctrl-C ends the requests
         and leaves the engine ready for others.
         """
+        items = split(prompts)
+        params = self._params_for(sampling_params, len(items))
+        return self._serve(items, params, options, self.engine.add_request, use_tqdm)
+
+    def embed(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        pooling_params: PoolingParams | Sequence[PoolingParams] | None = None,
+        *,
+        options: RequestOptions | Sequence[RequestOptions] | None = None,
+        use_tqdm: bool = False,
+    ) -> list[EmbeddingRequestOutput]:
+        """Embed one prompt or several, as `generate` takes them; outputs in their order.
+
+        `output.outputs.embedding` is the vector. Raises what a prompt's pass failed of.
+        """
+        items = split(prompts)
+        params = _for_each(pooling_params, len(items), "pooling parameters")
+        add = self.engine.add_pooling_request
+        outputs = self._serve(items, params, options, add, use_tqdm)
+        return [EmbeddingRequestOutput.from_base(output) for output in outputs]
+
+    def _serve(
+        self,
+        items: list[Prompt],
+        params: list[Any],
+        options: RequestOptions | Sequence[RequestOptions] | None,
+        add: Callable[..., None],
+        use_tqdm: bool,
+    ) -> list[RequestOutput]:
+        """Run one request for each item; `add` queues one."""
         if not self._running.acquire(blocking=False):
             raise RequestError(
                 "Another thread is in this LLM, which runs one call at a time. Give it all prompts "
                 "at once, or use AsyncLLM."
             )
+        ids: list[str] = []
         try:
-            return self._generate(prompts, sampling_params, use_tqdm)
-        finally:
-            self._running.release()
-
-    def _generate(
-        self,
-        prompts: Prompt | Sequence[Prompt],
-        sampling_params: SamplingParams | Sequence[SamplingParams] | None,
-        use_tqdm: bool,
-    ) -> list[RequestOutput]:
-        items = split(prompts)
-        params = self._params_for(sampling_params, len(items))
-        tokenizer = self.runtime.tokenizer
-        encoded = [encode(item, tokenizer) for item in items]
-        ids = [str(self._count + i) for i in range(len(items))]
-        self._count += len(items)
-        try:
+            tokenizer = self.runtime.tokenizer
+            encoded = [encode(item, tokenizer) for item in items]
+            wishes = _for_each(options, len(items), "options")
+            ids += (str(self._count + i) for i in range(len(items)))
+            self._count += len(items)
             with interrupt_between_steps() as check:
-                for request_id, (text, tokens), p in zip(ids, encoded, params, strict=True):
-                    self.engine.add_request(request_id, tokens, p, prompt=text)
+                for name, (text, tokens), p, o in zip(ids, encoded, params, wishes, strict=True):
+                    add(name, tokens, p, prompt=text, options=o)
                     check()
                 return self._run(ids, check, use_tqdm)
         except BaseException:
             for request_id in ids:
                 self.engine.abort(request_id, report=False)
             raise
+        finally:
+            self._running.release()
 
     def chat(
         self,
@@ -98,6 +123,7 @@ class LLM:
         chat_template: str | None = None,
         tools: Sequence[Mapping[str, Any]] | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
+        options: RequestOptions | Sequence[RequestOptions] | None = None,
         use_tqdm: bool = False,
     ) -> list[RequestOutput]:
         """Answer one conversation, or several, through the model's chat template."""
@@ -115,7 +141,7 @@ class LLM:
             )
             for conversation in conversations
         ]
-        return self.generate(prompts, sampling_params, use_tqdm=use_tqdm)
+        return self.generate(prompts, sampling_params, options=options, use_tqdm=use_tqdm)
 
     def get_tokenizer(self) -> Tokenizer:
         """The model's tokenizer; an error where `skip_tokenizer_init` is set."""
@@ -133,15 +159,8 @@ class LLM:
 
     def _params_for(self, given: Any, count: int) -> list[SamplingParams]:
         if given is None:
-            return [self.get_default_sampling_params()] * count
-        if not isinstance(given, list | tuple):
-            return [given] * count  # its type is checked with the request
-        if len(given) != count:
-            raise ConfigError(
-                f"{len(given)} sampling parameters for {count} prompts. Give one for each, or one "
-                "for all."
-            )
-        return list(given)
+            given = self.get_default_sampling_params()
+        return _for_each(given, count, "sampling parameters")
 
     def _run(self, ids: list[str], check: Callable[[], None], show: bool) -> list[RequestOutput]:
         done: dict[str, RequestOutput] = {}
@@ -155,6 +174,17 @@ class LLM:
                         advance()
                 check()
         return [done[request_id] for request_id in ids]
+
+
+def _for_each(given: Any, count: int, name: str) -> list[Any]:
+    """One for each of `count` prompts; types are checked with the requests."""
+    if not isinstance(given, list | tuple):
+        return [given] * count
+    if len(given) != count:
+        raise ConfigError(
+            f"{len(given)} {name} for {count} prompts. Give one for each, or one for all."
+        )
+    return list(given)
 
 
 @contextmanager

@@ -21,6 +21,7 @@ class RequestMetrics:
     token_times: list[float] = field(default_factory=list)  # of the first sample's tokens
     finished_time: float | None = None
     cached_tokens: int = 0  # of the prompt, found in the prefix tree
+    computed_tokens: int = 0  # of the prompt; those that gave way count again
     preemptions: int = 0
     steps_s: float = 0.0  # of the steps it took part in, alone or with others
     lost_s: dict[str, float] = field(default_factory=lambda: dict.fromkeys(CAUSES, 0.0))

@@ -105,6 +105,11 @@ class Request:
     def finished(self) -> bool:
         return self.live == 0
 
+    @property
+    def reads_prompt(self) -> bool:
+        """Whether every row of its prompt is read, so that none may come from the cache."""
+        return self.params.prompt_logprobs is not None
+
     def output(self) -> RequestOutput:
         """The request's state as its caller sees it."""
         return RequestOutput(

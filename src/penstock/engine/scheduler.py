@@ -171,10 +171,10 @@ class Scheduler:
 
     def _look_up(self, sequence: Sequence) -> int:
         """Hold the cached prefix of a sequence that is about to start; tokens found."""
-        unread = sequence.request.params.prompt_logprobs is not None and not sequence.num_output
-        if self.tree is None or unread:  # prompt logprobs need the logits of every prompt row
+        unread = sequence.request.reads_prompt and not sequence.num_output
+        if self.tree is None or unread:
             return 0
-        sequence.nodes = self.tree.match(sequence.tokens)
+        sequence.nodes = self.tree.match(sequence.tokens, sequence.request.options.cache_salt)
         sequence.blocks = [node.block for node in sequence.nodes]
         for block in sequence.blocks:
             self.pool.share(block)
@@ -252,7 +252,8 @@ class Scheduler:
         while (len(nodes) + 1) * size <= sequence.num_computed:
             at = len(nodes)
             tokens = sequence.tokens[at * size : (at + 1) * size]
-            parent = nodes[-1] if nodes else self.tree.root()
+            salt = sequence.request.options.cache_salt
+            parent = nodes[-1] if nodes else self.tree.root(salt)
             node = self.tree.insert(parent, tokens, sequence.blocks[at])
             if node.block != sequence.blocks[at]:  # somebody computed the same: hold theirs
                 self.pool.share(node.block)

@@ -11,7 +11,7 @@ from penstock.nn.linear import Embedding, Linear, TiedEmbedding
 from penstock.nn.norm import Norm
 from penstock.nn.rope import RotaryTable
 from penstock.nn.spec import DecoderSpec, LayerSpec, MlpSpec, NormSpec, RopeSpec
-from penstock.quant import WeightFormat, WeightFormats
+from penstock.quant import Dense, WeightFormat, WeightFormats
 from penstock.step import KV, LayerCache, Step
 
 
@@ -130,3 +130,31 @@ class Decoder(nn.Module):
         if self.spec.final_softcap:
             ops.softcap_(logits, self.spec.final_softcap)
         return logits
+
+    def last_hidden_state(self) -> LastHiddenState:
+        """This decoder with the final norm's rows instead of logits; they share all weights."""
+        return LastHiddenState(self)
+
+
+class LastHiddenState(nn.Module):
+    """`forward(step, kv)` → the final norm's rows `step.sample_at`, [S, D] float32.
+
+    What transformers calls `last_hidden_state`: the decoder with nothing for a head. One that runs
+    in bfloat16 is widened by a product with the identity, which is exact (one addend isn't zero)
+    and lets a native program end with it as with a head.
+    """
+
+    def __init__(self, decoder: Decoder) -> None:
+        super().__init__()
+        self.decoder = decoder
+        self.widen: Linear | None = None
+        hidden, dtype = decoder.spec.hidden, decoder.dtype
+        if dtype is not torch.float32:
+            self.widen = Linear(hidden, hidden, False, Dense(dtype), out_dtype=torch.float32)
+            self.widen.load("weight", torch.eye(hidden, dtype=dtype))
+
+    def forward(self, step: Step, kv: KV) -> Tensor:
+        decoder = self.decoder
+        rows = ops.embedding(step.sample_at, decoder.hidden_states(step, kv), decoder.spec.hidden)
+        found: Tensor = decoder.norm(rows) if self.widen is None else self.widen(rows, decoder.norm)
+        return found

@@ -1,0 +1,39 @@
+"""The passes of pooling requests: hidden states instead of logits, over the same cache."""
+
+from __future__ import annotations
+
+import logging
+
+import torch
+from torch import Tensor
+
+from penstock.nn import Decoder
+from penstock.runtime.program import Program
+from penstock.runtime.runner import Forward, Runner
+from penstock.step import Step
+
+logger = logging.getLogger("penstock")
+
+
+class HiddenRunner:
+    """Runs steps that end with the final norm; made when the first of them is wanted.
+
+    Where the runner's steps are one native call, so are these: a second program over the same
+    weights and cache, with buffers of its own for activations.
+    """
+
+    def __init__(self, decoder: Decoder, runner: Runner) -> None:
+        self._kv = runner.kv
+        hidden = decoder.last_hidden_state()
+        self._forward: Forward = hidden
+        if runner.program is not None:
+            program = Program(hidden, runner.kv)
+            logger.info("A pooling step is one native call of %d operators.", len(program.calls))
+            self._forward = program
+
+    def forward(self, step: Step) -> Tensor:
+        """The final norm's rows `step.sample_at`, [S, D] float32, good until the next pooling
+        step; keys and values go to the cache.
+        """
+        with torch.inference_mode():
+            return self._forward(step, self._kv)
