@@ -10,6 +10,8 @@ from tests.server.conftest import Running
 
 ASK = [{"role": "user", "content": "Tell me about a little dog."}]
 
+GREEDY = {"temperature": 0.0}  # which newer clients have no argument for
+
 
 @pytest.fixture
 def client(server: Running) -> Anthropic:
@@ -17,7 +19,7 @@ def client(server: Running) -> Anthropic:
 
 
 def test_a_message_and_its_stream(client: Anthropic) -> None:
-    options = {"model": "stories", "max_tokens": 30, "messages": ASK, "temperature": 0.0}
+    options = {"model": "stories", "max_tokens": 30, "messages": ASK, "extra_body": GREEDY}
     whole = client.messages.create(**options, system="Be kind.")
     assert whole.role == "assistant"
     assert whole.stop_reason == "max_tokens"
@@ -43,11 +45,11 @@ def test_counts_are_those_of_the_prompt(client: Anthropic) -> None:
 
 
 def test_stop_sequences(client: Anthropic) -> None:
-    free = client.messages.create(model="stories", max_tokens=60, messages=ASK, temperature=0)
+    free = client.messages.create(model="stories", max_tokens=60, messages=ASK, extra_body=GREEDY)
     text = free.content[0].text
     word = text.split()[4]
     cut = client.messages.create(
-        model="stories", max_tokens=60, messages=ASK, temperature=0, stop_sequences=[word]
+        model="stories", max_tokens=60, messages=ASK, extra_body=GREEDY, stop_sequences=[word]
     )
     assert cut.stop_reason == "stop_sequence"
     assert cut.stop_sequence == word

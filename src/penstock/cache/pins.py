@@ -63,6 +63,13 @@ class PinnablePool(BlockPool):
         """Whether one pin is all that keeps `block` from being idle."""
         return block in self._resting and self._pins[block] == 1
 
+    def states(self) -> bytes:
+        """As in BlockPool, and 4 for a block that only pins keep."""
+        found = bytearray(super().states())
+        for block in list(self._resting):
+            found[block] = 4
+        return bytes(found)
+
     def allocate(self, count: int) -> list[int] | None:
         if self._pins and len(self._free) < count <= self.num_available:
             self.on_evicting(count - super().num_available)

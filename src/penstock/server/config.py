@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ipaddress
 import math
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from typing import Literal
 
 from penstock.errors import ConfigError
@@ -22,7 +22,7 @@ class ServerConfig:
     port: int = 8000
     served_model_names: tuple[str, ...] = ()  # none: what the model was loaded as
     keys: tuple[Key, ...] = ()  # none: everybody is let in
-    limits: Limits = Limits()  # of everybody together, where there are no keys
+    limits: Limits = field(default_factory=Limits)  # of everybody together, where there are no keys
     allow_unauthenticated: bool = False  # without a key, beyond this machine
     allowed_hosts: tuple[str, ...] = ()  # of the Host header; none: see `host_names`
     allowed_origins: tuple[str, ...] = ()  # of browsers' scripts (CORS); none: no other site
@@ -49,12 +49,12 @@ class ServerConfig:
         for name in ("max_queue_size", "max_body_bytes", "max_stop_strings"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} is {getattr(self, name)}; it must be at least 1.")
-        for field in fields(self):
-            value = getattr(self, field.name)
-            if not field.name.endswith("_s") or value is None:
+        for one in fields(self):
+            value = getattr(self, one.name)
+            if not one.name.endswith("_s") or value is None:
                 continue
             if not math.isfinite(value) or value <= 0:
-                raise ConfigError(f"{field.name} is {value}; it must be a time above 0.")
+                raise ConfigError(f"{one.name} is {value}; it must be a time above 0.")
         names = [key.name for key in self.keys]
         twice = next((name for name in names if names.count(name) > 1), None)
         if twice is not None:

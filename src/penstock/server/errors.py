@@ -1,4 +1,4 @@
-"""What goes wrong, as the APIs say it: a status and a JSON body in OpenAI's or Anthropic's shape."""
+"""What goes wrong, as the APIs say it: a status and a body in OpenAI's or Anthropic's shape."""
 
 from __future__ import annotations
 

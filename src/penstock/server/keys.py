@@ -6,7 +6,7 @@ import hashlib
 import hmac
 import tomllib
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -47,7 +47,7 @@ class Key:
 
     name: str
     digest: bytes
-    limits: Limits = Limits()
+    limits: Limits = field(default_factory=Limits)
 
     @classmethod
     def of(cls, text: str, name: str, limits: Limits | None = None) -> Key:
@@ -93,7 +93,7 @@ def _entry(path: Path, index: int, entry: Any, defaults: Limits) -> Key:
     where = f"{path}, key {index + 1}"
     if not isinstance(entry, dict):
         raise ConfigError(f"{where}: must be a table [[key]].")
-    limits = [field.name for field in fields(Limits)]
+    limits = [one.name for one in fields(Limits)]
     known = ["name", "key", "sha256", *limits]
     for name in entry:
         if name not in known:

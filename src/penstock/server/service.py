@@ -11,7 +11,7 @@ from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeVar
 
-from penstock.engine import AsyncLLM, RequestOptions, RequestOutput
+from penstock.engine import AsyncLLM, PoolingParams, RequestOptions, RequestOutput
 from penstock.engine.prompts import default_params
 from penstock.roofline import StepRecord
 from penstock.sampling import SamplingParams
@@ -60,6 +60,30 @@ class Recent:
     ttft_s: deque[float] = field(default_factory=lambda: deque(maxlen=KEPT_LATENCIES))
     itl_s: deque[float] = field(default_factory=lambda: deque(maxlen=KEPT_LATENCIES))
     e2e_s: deque[float] = field(default_factory=lambda: deque(maxlen=KEPT_LATENCIES))
+
+
+@dataclass(slots=True)
+class _End:
+    """How a request ended."""
+
+    outcome: str
+    last: RequestOutput | None
+    failure: ApiError | None
+    start: float  # unix seconds of its arrival
+
+    @property
+    def made(self) -> int:
+        """Tokens of all its samples."""
+        return 0 if self.last is None else sum(len(x.token_ids) for x in self.last.outputs)
+
+
+def _outcome(last: RequestOutput | None, failure: ApiError | None) -> str:
+    """Of a generating request; without an end or an error, its client has left."""
+    if failure is not None:
+        return "error"
+    if last is None or not last.finished:
+        return "abort"
+    return last.outputs[0].finish_reason or "stop"
 
 
 class Service:
@@ -169,14 +193,8 @@ class Service:
         Raises ApiError. Leaving early ends the requests and frees what they hold.
         """
         llm = self.llm
-        waiting = max(0, len(self.inflight) - llm.stats()["running"])
-        recent = self.recent.e2e_s
-        each = sum(recent) / len(recent) if recent else None
-        account = self.gate.admit(caller.key, len(works), waiting, each)
-        names = [caller.request_id if i == 0 else f"{caller.request_id}-{i}" for i in
-                 range(len(works))]  # fmt: skip
-        for name in names:
-            self.inflight[name] = caller
+        account = self._admit(llm, caller, len(works))
+        names = self._enter(caller, len(works))
         runs = [
             self._one(llm, caller, name, account, work)
             for name, work in zip(names, works, strict=True)
@@ -189,6 +207,62 @@ class Service:
         async with aclosing(_merge(runs)) as merged:
             async for numbered in merged:
                 yield numbered
+
+    async def embed(
+        self,
+        caller: Caller,
+        prompts: Sequence[PromptText],
+        chosen: dict[str, Any],
+        body: EngineFields,
+    ) -> list[list[float]]:
+        """Each prompt's embedding, in their order. Raises ApiError; all end with the first."""
+        llm = self.llm
+        params = PoolingParams(**chosen)
+        works = [Work(x, self.defaults, self.options(caller, body, x)) for x in prompts]
+        account = self._admit(llm, caller, len(works))
+
+        async def one(name: str, work: Work) -> list[float]:
+            failure: ApiError | None = None
+            outcome, start = "abort", time.time()
+            try:
+                prompt = {"prompt": work.prompt.text, "prompt_token_ids": work.prompt.tokens}
+                async with asyncio.timeout(self.config.request_timeout_s):
+                    output = await llm.embed(prompt, params, name, options=work.options)
+                outcome = "stop"
+                return output.outputs.embedding
+            except TimeoutError as error:
+                late = f"The request didn't end within {self.config.request_timeout_s:g} s."
+                failure = ApiError(408, late, code="request_timeout")
+                raise failure from error
+            except Exception as error:
+                failure = as_api_error(error)
+                raise failure from error
+            finally:
+                self.inflight.pop(name, None)
+                end = _End(outcome if failure is None else "error", None, failure, start)
+                self._account(caller, name, account, work, end)
+
+        names = self._enter(caller, len(works))
+        try:
+            async with asyncio.TaskGroup() as group:
+                tasks = [group.create_task(one(*pair)) for pair in zip(names, works, strict=True)]
+        except ExceptionGroup as failures:
+            raise failures.exceptions[0] from None
+        return [task.result() for task in tasks]
+
+    def _admit(self, llm: AsyncLLM, caller: Caller, count: int) -> Account:
+        waiting = max(0, len(self.inflight) - llm.stats()["running"])
+        recent = self.recent.e2e_s
+        each = sum(recent) / len(recent) if recent else None
+        return self.gate.admit(caller.key, count, waiting, each)
+
+    def _enter(self, caller: Caller, count: int) -> list[str]:
+        """A name for each prompt, entered among those in flight."""
+        more = [f"{caller.request_id}-{i}" for i in range(1, count)]
+        names = [caller.request_id, *more]
+        for name in names:
+            self.inflight[name] = caller
+        return names
 
     async def _one(
         self, llm: AsyncLLM, caller: Caller, name: str, account: Account, work: Work
@@ -217,7 +291,8 @@ class Service:
             raise failure from error
         finally:
             self.inflight.pop(name, None)
-            self._account(caller, name, account, work, last, failure, start)
+            end = _End(_outcome(last, failure), last, failure, start)
+            self._account(caller, name, account, work, end)
 
     def _observe(self, output: RequestOutput, told: int) -> int:
         """Enter the times of new tokens into the metrics; how many are in there now."""
@@ -232,54 +307,31 @@ class Service:
             self.recent.itl_s.append(after - before)
         return max(told, len(times))
 
-    def _account(
-        self,
-        caller: Caller,
-        name: str,
-        account: Account,
-        work: Work,
-        last: RequestOutput | None,
-        failure: ApiError | None,
-        start: float,
-    ) -> None:
+    def _account(self, caller: Caller, name: str, account: Account, work: Work, end: _End) -> None:
         """A request has ended, in whatever way: counters, limits, its trace, a line of the log."""
-        made = 0 if last is None else sum(len(x.token_ids) for x in last.outputs)
-        account.settle(len(work.prompt.tokens) + made)
-        if failure is not None:
-            outcome = "error"
-        elif last is None or not last.finished:
-            outcome = "abort"
-        else:
-            outcome = last.outputs[0].finish_reason or "stop"
+        last, outcome = end.last, end.outcome
+        account.settle(len(work.prompt.tokens) + end.made)
         self.done += 1
         self.failed += outcome == "error"
         self.metrics.ended(work, last, outcome)
         if last is not None and last.metrics.e2e_s is not None:
             self.recent.e2e_s.append(last.metrics.e2e_s)
-        self.tracer.request(caller, name, work, last, outcome, start)
+        self.tracer.request(caller, name, work, last, outcome, end.start)
         if self.config.log_requests:
-            logger.info("request", extra={"fields": self._fields(caller, name, work, last, outcome,
-                                                                 failure, start)})  # fmt: skip
+            fields = self._fields(caller, name, work, end)
+            logger.info("request", extra={"fields": fields})
 
-    def _fields(
-        self,
-        caller: Caller,
-        name: str,
-        work: Work,
-        last: RequestOutput | None,
-        outcome: str,
-        failure: ApiError | None,
-        start: float,
-    ) -> dict[str, Any]:
+    def _fields(self, caller: Caller, name: str, work: Work, end: _End) -> dict[str, Any]:
+        last, failure = end.last, end.failure
         fields: dict[str, Any] = {
             "request_id": name,
             "endpoint": caller.endpoint,
             "key": caller.key.name,
-            "outcome": outcome,
+            "outcome": end.outcome,
             "prompt_tokens": len(work.prompt.tokens),
-            "output_tokens": 0 if last is None else sum(len(x.token_ids) for x in last.outputs),
+            "output_tokens": end.made,
             "cached_tokens": 0 if last is None else last.metrics.cached_tokens,
-            "seconds": round(time.time() - start, 4),
+            "seconds": round(time.time() - end.start, 4),
         }
         if caller.user is not None:
             fields["user"] = caller.user

@@ -98,10 +98,7 @@ async def prompts_of(
             return service.prompts.of_text(one, add_special_tokens=add_special_tokens, keep=keep)
         return service.prompts.of_tokens(one, keep=keep)
 
-    made_ones: list[PromptText] = []
-    for one in several:
-        made_ones.append(await service.compute(lambda one=one: make(one)))  # type: ignore[misc]
-    return made_ones
+    return await service.compute(lambda: [make(one) for one in several])
 
 
 class _Answer:
@@ -128,9 +125,8 @@ class _Answer:
 
     async def whole(self) -> dict[str, Any]:
         """The answer in one piece."""
-        last: dict[int, RequestOutput] = {}
-        async for number, output in self._service.stream(self._caller, self._works):
-            last[number] = output
+        source = self._service.stream(self._caller, self._works)
+        last = {number: output async for number, output in source}
         outputs = [last[i] for i in range(len(self._works))]
         choices = []
         for number, output in enumerate(outputs):
