@@ -111,7 +111,8 @@ class Engine:
         if params.prompt_logprobs is not None:
             request.prompt_logprobs = [None]
         seed = params.seed if params.seed is not None else int(self._seeds.integers(1 << 63))
-        request.sequences = [self._sequence(request, i, seed) for i in range(params.n)]
+        bad_words = self._bad_words(params)
+        request.sequences = [self._sequence(request, i, seed, bad_words) for i in range(params.n)]
         request.live = params.n
         self.scheduler.add(request)
         self._arrivals += 1
@@ -172,13 +173,32 @@ class Engine:
             )
         self.pins.check(min(options.pin_tokens, len(tokens)))
 
-    def _sequence(self, request: Request, index: int, seed: int) -> Sequence:
+    def _bad_words(self, params: SamplingParams) -> list[list[int]]:
+        """The tokens of each bad word, at the start of a text and after a space, as in vLLM."""
+        if not params.banned_texts:
+            return []
+        tokenizer = self.runtime.tokenizer
+        if tokenizer is None:
+            raise RequestError("bad_words need a tokenizer, but skip_tokenizer_init is set.")
+        words: list[list[int]] = []
+        for text in params.banned_texts:
+            for form in (text, f" {text.lstrip()}"):
+                ids = tokenizer.encode(form, add_special_tokens=False)
+                if ids and ids not in words:
+                    words.append(ids)
+        return words
+
+    def _sequence(
+        self, request: Request, index: int, seed: int, bad_words: Seq[Seq[int]] = ()
+    ) -> Sequence:
         params, tokens = request.params, request.prompt_token_ids
         return Sequence(
             request=request,
             index=index,
             tokens=list(tokens),
-            sampling=SequenceSampling(params, tokens, self.vocab_size, seed, self._eos, index),
+            sampling=SequenceSampling(
+                params, tokens, self.vocab_size, seed, self._eos, index, bad_words
+            ),
             detokenizer=self._detokenizer(
                 params, tokens, () if params.min_tokens else params.stop_strings
             ),

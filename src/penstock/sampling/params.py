@@ -45,6 +45,7 @@ class SamplingParams:
     frequency_penalty: float = 0.0  # once per occurrence in the output
     logit_bias: Mapping[int, float] | None = field(default=None, hash=False)
     allowed_token_ids: Sequence[int] | None = None
+    bad_words: Sequence[str] | None = None  # texts that the output must not hold as tokens
     seed: int | None = None
     stop: str | Sequence[str] | None = None
     stop_token_ids: Sequence[int] | None = None
@@ -85,6 +86,11 @@ class SamplingParams:
     def stop_strings(self) -> tuple[str, ...]:
         """``stop`` as it is stored."""
         return cast("tuple[str, ...]", self.stop)
+
+    @property
+    def banned_texts(self) -> tuple[str, ...]:
+        """``bad_words`` as it is stored."""
+        return cast("tuple[str, ...]", self.bad_words)
 
     @property
     def stop_ids(self) -> tuple[int, ...]:
@@ -142,7 +148,8 @@ class SamplingParams:
                     "Use None to allow every token."
                 )
             self._set("allowed_token_ids", allowed)
-        self._set("stop", _stop_strings(self.stop))
+        self._set("stop", _texts("stop", self.stop))
+        self._set("bad_words", _texts("bad_words", self.bad_words))
         self._set("stop_token_ids", _token_ids("stop_token_ids", self.stop_token_ids or ()))
         if self.seed is not None:
             self._whole("seed", 0, _SEEDS - 1, "Use None for a fresh one per request.")
@@ -237,25 +244,24 @@ def _bias(value: object) -> dict[int, float]:
     return checked
 
 
-def _stop_strings(value: object) -> tuple[str, ...]:
-    """``stop`` as a tuple: a single string stands for a list of one."""
+def _texts(name: str, value: object) -> tuple[str, ...]:
+    """``stop`` or ``bad_words`` as a tuple: a single string stands for a list of one."""
     if value is None:
         return ()
     if isinstance(value, str):
         value = (value,)
     if isinstance(value, (bytes, Mapping)) or not isinstance(value, Sequence):
         raise InvalidSamplingError(
-            f"stop is {value!r}, a {type(value).__name__}. Pass a string or a list of strings."
+            f"{name} is {value!r}, a {type(value).__name__}. Pass a string or a list of strings."
         )
     for i, one in enumerate(value):
         if not isinstance(one, str):
             raise InvalidSamplingError(
-                f"stop[{i}] is {one!r}, a {type(one).__name__}. "
-                "Pass strings here and ids in stop_token_ids."
+                f"{name}[{i}] is {one!r}, a {type(one).__name__}. Pass strings here, and ids in "
+                "stop_token_ids or logit_bias."
             )
         if not one:
             raise InvalidSamplingError(
-                f"stop[{i}] is an empty string, which is found before the first token. Leave it "
-                "out."
+                f"{name}[{i}] is an empty string, which is everywhere. Leave it out."
             )
     return tuple(value)

@@ -30,6 +30,7 @@ class LogitEdits:
     biased: Tensor | None  # [N] flat indices row·V + token
     bias: Tensor | None  # [N] float32
     with_minimum: tuple[int, ...]  # rows with min_tokens
+    with_bad_words: tuple[int, ...]  # rows with bad_words
     penalised: tuple[int, ...]  # rows with a penalty
     strengths: Counts  # [P, 3] repetition, presence, frequency of the penalised rows
 
@@ -39,19 +40,15 @@ class LogitEdits:
             part = logits.index_select(0, self.restricted)
             logits[self.restricted] = part.masked_fill_(self.forbidden, -torch.inf)
         if self.with_minimum:
-            self._forbid_ends_(logits)
+            below = [i for i in self.with_minimum if self.rows[i].is_below_minimum]
+            _forbid_(logits, {i: self.rows[i].end_ids for i in below})
+        if self.with_bad_words:
+            _forbid_(logits, {i: self.rows[i].banned_ids for i in self.with_bad_words})
         if self.biased is not None and self.bias is not None:
             flat = logits.view(-1)
             flat[self.biased] += self.bias
         if self.penalised:
             self._penalise_(logits)
-
-    def _forbid_ends_(self, logits: Tensor) -> None:
-        vocab_size = logits.shape[1]
-        below = [i for i in self.with_minimum if self.rows[i].is_below_minimum]
-        if below:
-            at = np.concatenate([self.rows[i].end_ids + i * vocab_size for i in below])
-            logits.view(-1)[torch.from_numpy(at).to(logits.device)] = -torch.inf
 
     def _penalise_(self, logits: Tensor) -> None:
         """repetition: l / r where l > 0 else l · r; presence, frequency: l - p·[c > 0] - f·c.
@@ -76,6 +73,15 @@ class LogitEdits:
         flat[index] = value.sub_(each).sub_(once)
 
 
+def _forbid_(logits: Tensor, tokens: dict[int, Ids]) -> None:
+    """Make each row's tokens impossible."""
+    if not tokens:
+        return
+    vocab_size = logits.shape[1]
+    at = np.concatenate([ids + row * vocab_size for row, ids in tokens.items()])
+    logits.view(-1)[torch.from_numpy(at).to(logits.device)] = -torch.inf
+
+
 def gather_edits(
     rows: Sequence[SequenceSampling], vocab_size: int, device: torch.device
 ) -> LogitEdits | None:
@@ -85,8 +91,9 @@ def gather_edits(
     with_minimum = tuple(
         i for i, row in enumerate(rows) if row.params.min_tokens and len(row.end_ids)
     )
+    with_bad_words = tuple(i for i, row in enumerate(rows) if row.bad_words)
     penalised = tuple(i for i, row in enumerate(rows) if row.has_penalties)
-    if not (restricted or biased or with_minimum or penalised):
+    if not (restricted or biased or with_minimum or with_bad_words or penalised):
         return None
     forbidden = bias_at = bias = None
     if restricted:
@@ -109,6 +116,7 @@ def gather_edits(
         biased=bias_at,
         bias=bias,
         with_minimum=with_minimum,
+        with_bad_words=with_bad_words,
         penalised=penalised,
         strengths=np.array(strengths, dtype=np.float32).reshape(-1, 3),
     )

@@ -27,10 +27,13 @@ class SequenceSampling:
 
     __slots__ = (
         "_counts",
+        "_kept",
         "_length",
         "_slots",
+        "_tail",
         "_tokens",
         "allowed_ids",
+        "bad_words",
         "bias_ids",
         "bias_values",
         "end_ids",
@@ -49,11 +52,16 @@ class SequenceSampling:
         seed: int,
         eos_token_ids: frozenset[int],
         sample_index: int = 0,
+        bad_words: Sequence[Sequence[int]] = (),
     ) -> None:
+        """bad_words: the token sequences of ``params.bad_words``."""
         self.params = params
         self.seed = seed & _SEED_BITS
         self.sample_index = sample_index
         self.num_generated = 0
+        self.bad_words = [tuple(_within("bad_words", w, vocab_size).tolist()) for w in bad_words]
+        self._kept = max(map(len, self.bad_words), default=1) - 1
+        self._tail: list[int] = []  # of the output: as much as a bad word may have begun with
         bias = params.logit_bias or {}
         self.bias_ids = _within("logit_bias", bias, vocab_size)
         self.bias_values: Counts = np.fromiter(bias.values(), np.float32, len(bias))
@@ -81,6 +89,9 @@ class SequenceSampling:
     def append(self, token_id: int) -> None:
         """Record a token that was accepted into the output."""
         self.num_generated += 1
+        if self._kept:
+            self._tail.append(token_id)
+            del self._tail[: -self._kept]
         if not self.has_penalties:
             return
         slot = self._slots.get(token_id)
@@ -102,6 +113,17 @@ class SequenceSampling:
     def seen_counts(self) -> Counts:
         """How often the output holds each of :attr:`seen_tokens`, [N]; 0 for the prompt's own."""
         return self._counts[: self._length]
+
+    @property
+    def banned_ids(self) -> Ids:
+        """Tokens that would complete a bad word now, [N]."""
+        tail = self._tail
+        found = {
+            word[-1]
+            for word in self.bad_words
+            if len(word) == 1 or tuple(tail[1 - len(word) :]) == word[:-1]
+        }
+        return np.array(sorted(found), dtype=np.int64)
 
     @property
     def is_below_minimum(self) -> bool:

@@ -21,7 +21,7 @@ App = Callable[[Message, Receive, Send], Awaitable[None]]
 OPEN_PATHS = ("/", "/health", "/ready")
 """Answered without a key, and so is what lies under /page/ but the events."""
 
-_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
+REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 _METHODS, _HEADERS = "GET, POST, OPTIONS", "authorization, content-type, x-api-key, x-request-id"
 
 
@@ -43,7 +43,7 @@ class Front:
             return
         headers = Headers(scope=scope)
         given = headers.get("x-request-id", "")
-        request_id = given if _ID.fullmatch(given) else uuid.uuid4().hex
+        request_id = given if REQUEST_ID.fullmatch(given) else uuid.uuid4().hex
         state = scope.setdefault("state", {})
         state["request_id"] = request_id
         origin = headers.get("origin")

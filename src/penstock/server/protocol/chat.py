@@ -149,6 +149,7 @@ class ChatRequest(SamplingFields, EngineFields, TemplateFields):
         "parallel_tool_calls": (True,),
         "prediction": (),
         "prompt_cache_key": (),
+        "prompt_cache_options": (),
         "prompt_cache_retention": (),
         "reasoning_effort": ("none",),
         "response_format": ({"type": "text"},),

@@ -33,12 +33,16 @@ class CountTokensRequest(Body):
     cache_control: CacheControl | None = None
     unsupported: ClassVar[Mapping[str, tuple[Any, ...]]] = {
         "context_management": (),
+        "diagnostics": (),
         "mcp_servers": (),
         "output_config": (),
         "output_format": (),
         "thinking": ({"type": "disabled"},),
         "tool_choice": ({"type": "auto"}, {"type": "none"}),
         "tools": (),
+        "user_profile_id": (),
+        "workspace_id": (),
+        "speed": ("standard",),
     }
 
     def conversation(self) -> list[Message]:
@@ -65,5 +69,4 @@ class MessagesRequest(CountTokensRequest, EngineFields):
         "container": (),
         "inference_geo": (),
         "service_tier": ("auto", "standard_only"),
-        "speed": ("standard",),
     }

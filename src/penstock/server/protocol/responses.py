@@ -57,9 +57,12 @@ class ResponsesRequest(SamplingFields, EngineFields):
     store: bool | None = None  # nothing is stored; true would promise that
     chat_template_kwargs: dict[str, Any] | None = None
     unsupported: ClassVar[Mapping[str, tuple[Any, ...]]] = {
+        "access_programs": (),
         "background": (),
+        "background_options": (),
         "context_management": (),
         "conversation": (),
+        "image": (),
         "include": (["message.output_text.logprobs"],),
         "max_tool_calls": (),
         "moderation": (),
@@ -67,6 +70,8 @@ class ResponsesRequest(SamplingFields, EngineFields):
         "previous_response_id": (),
         "prompt": (),
         "prompt_cache_key": (),
+        "prompt_cache_options": (),
+        "prompt_logprobs": (),
         "prompt_cache_retention": (),
         "reasoning": (),
         "service_tier": ("auto", "default"),

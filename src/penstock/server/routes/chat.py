@@ -37,7 +37,7 @@ async def create_chat_completion(body: ChatRequest, request: Request) -> Respons
     """Answer a conversation, as OpenAI's API does."""
     service = service_of(request)
     model = service.check_model(body.model)
-    caller = caller_of(request, "chatcmpl", body.user or body.safety_identifier)
+    caller = caller_of(request, "chatcmpl", body.user or body.safety_identifier, body.request_id)
     work = await _work(service, body, caller)
     names = TokenNames(service.prompts.tokenizer, bool(body.return_tokens_as_token_ids))
     if body.stream:

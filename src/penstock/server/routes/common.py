@@ -12,6 +12,7 @@ from fastapi import Request
 from penstock.engine import RequestOutput
 from penstock.server.conversation import PromptText, Rendering
 from penstock.server.errors import ApiError, as_api_error
+from penstock.server.middleware import REQUEST_ID
 from penstock.server.protocol.chat import Message, TemplateFields
 from penstock.server.service import Caller, Service
 from penstock.server.sse import EventStream, Streams, event
@@ -38,9 +39,20 @@ def service_of(request: Request) -> Service:
     return service
 
 
-def caller_of(request: Request, prefix: str, user: str | None = None) -> Caller:
-    """Who calls, under an id for the engine that nobody else can choose."""
-    given: str = request.state.request_id
+def caller_of(
+    request: Request, prefix: str, user: str | None = None, named: str | None = None
+) -> Caller:
+    """Who calls, under an id for the engine that nobody else can choose.
+
+    named: the body's `request_id`, which counts for more than the header's.
+    """
+    given: str = request.state.request_id if named is None else named
+    if not REQUEST_ID.fullmatch(given):
+        raise ApiError(
+            400,
+            "request_id may have up to 128 letters, digits and any of . _ : -",
+            param="request_id",
+        )
     return Caller(
         key=request.state.key,
         request_id=f"{prefix}-{given}-{uuid.uuid4().hex[:8]}",

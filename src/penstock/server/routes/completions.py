@@ -37,7 +37,7 @@ async def create_completion(body: CompletionRequest, request: Request) -> Respon
     """Go on with one text or several, as OpenAI's API does."""
     service = service_of(request)
     model = service.check_model(body.model)
-    caller = caller_of(request, "cmpl", body.user)
+    caller = caller_of(request, "cmpl", body.user, body.request_id)
     answer = _Answer(service, body, caller, model, await _works(service, body, caller))
     if body.stream:
         return stream_response(request, answer.chunks())

@@ -21,7 +21,7 @@ async def create_embeddings(body: EmbeddingRequest, request: Request) -> dict[st
     """Pooled hidden states of one text or several, as OpenAI's API returns embeddings."""
     service = service_of(request)
     model = service.check_model(body.model)
-    caller = caller_of(request, "embd", body.user)
+    caller = caller_of(request, "embd", body.user, body.request_id)
     prompts = await prompts_of(
         service, body.input, body.truncate_prompt_tokens, body.add_special_tokens
     )
