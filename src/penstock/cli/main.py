@@ -154,3 +154,7 @@ def run() -> None:
         if isinstance(stream, TextIOWrapper):
             stream.reconfigure(errors="replace")  # a terminal that can't show a character
     app(prog_name="penstock")
+
+
+if __name__ == "__main__":
+    run()
