@@ -4,5 +4,15 @@ from penstock.cache.blocks import BlockPool
 from penstock.cache.kv_dtype import kv_dtype
 from penstock.cache.layouts import PagedLayout, copy_blocks
 from penstock.cache.prefix_tree import Node, PrefixTree
+from penstock.cache.swap import SwapSpace, SwapStore
 
-__all__ = ["BlockPool", "Node", "PagedLayout", "PrefixTree", "copy_blocks", "kv_dtype"]
+__all__ = [
+    "BlockPool",
+    "Node",
+    "PagedLayout",
+    "PrefixTree",
+    "SwapSpace",
+    "SwapStore",
+    "copy_blocks",
+    "kv_dtype",
+]

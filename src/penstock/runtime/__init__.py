@@ -1,8 +1,16 @@
 """Where a model meets its cache: loading, sizing, running."""
 
 from penstock.runtime.loader import Runtime, load_runtime
-from penstock.runtime.memory import plan_blocks
+from penstock.runtime.memory import plan_blocks, plan_swap
 from penstock.runtime.program import Program
 from penstock.runtime.runner import Forward, Runner
 
-__all__ = ["Forward", "Program", "Runner", "Runtime", "load_runtime", "plan_blocks"]
+__all__ = [
+    "Forward",
+    "Program",
+    "Runner",
+    "Runtime",
+    "load_runtime",
+    "plan_blocks",
+    "plan_swap",
+]
