@@ -4,13 +4,19 @@ from penstock.engine.async_llm import AsyncLLM
 from penstock.engine.engine import Engine
 from penstock.engine.llm import LLM
 from penstock.engine.options import RequestOptions
-from penstock.engine.outputs import CompletionOutput, RequestMetrics, RequestOutput
+from penstock.engine.outputs import (
+    CompletionOutput,
+    PreemptionRecord,
+    RequestMetrics,
+    RequestOutput,
+)
 
 __all__ = [
     "LLM",
     "AsyncLLM",
     "CompletionOutput",
     "Engine",
+    "PreemptionRecord",
     "RequestMetrics",
     "RequestOptions",
     "RequestOutput",

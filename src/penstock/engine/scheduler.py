@@ -231,15 +231,16 @@ class Scheduler:
     def _displace(self, newcomer: Sequence, plan: Plan, limit: int) -> bool:
         """Make the lowest in rank give way to `newcomer`, if that can bring it a row or blocks.
 
-        Only a request that has never run may take places. So what gave way waits for room, and two
-        requests can't make each other give way in turns, whatever becomes of their ranks.
+        Only a request that has never run may take places, and not of its equals. So what gave way
+        waits for room, and two requests can't make each other give way in turns, whatever becomes
+        of their ranks.
         """
-        request, rank = newcomer.request, self.waiting.rank(newcomer)
+        request, key = newcomer.request, self.policy.key(newcomer.request)
         if not self.policy.preempts or newcomer.overdue:
             return False
         if request.metrics.first_scheduled_time is not None:
             return False
-        lower = [s for s in self.running if self.waiting.rank(s) > rank]
+        lower = [s for s in self.running if not s.overdue and self.policy.key(s.request) > key]
         if not lower:
             return False
         found = self._findable(newcomer)
