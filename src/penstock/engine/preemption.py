@@ -8,6 +8,7 @@ Source: Kwon et al. 2023, arXiv:2309.06180, sections 4.5 and 7.3, which compares
 
 from __future__ import annotations
 
+import statistics
 from collections import deque
 from collections.abc import Sequence as Seq
 
@@ -23,6 +24,9 @@ ASSUMED_BYTES_PER_S = 8e9
 
 WEIGHT = 0.2
 """Of the newest measurement in a moving average."""
+
+RETURNS = 31
+"""So many of the last returns tell what is still found in the cache."""
 
 LOG_LENGTH = 4096
 """So many of the last preemptions are remembered one by one."""
@@ -66,7 +70,15 @@ class CostPredictor:
         self._share = LearntSpeed()  # of the floor: its seconds per second
         self._tokens = LearntSpeed()  # where there is no floor
         self._out, self._back = LearntSpeed(), LearntSpeed()  # bytes
-        self.redo_share = 1.0  # of what might be given up for good, how much was
+        self._redo_shares: deque[float] = deque([1.0], maxlen=RETURNS)
+
+    @property
+    def redo_share(self) -> float:
+        """Of what might be gone when its owner returns, how much is: most often all or little.
+
+        So it is the median that is right more often than not; a mean hardly ever would be.
+        """
+        return statistics.median_low(self._redo_shares)
 
     def recompute_s(self, tokens: int, held: int) -> float | None:
         """To compute the keys and values of `tokens` again, the first `held` of which stay."""
@@ -112,8 +124,7 @@ class CostPredictor:
     def saw_return(self, lost: int, found: int, held: int) -> None:
         """Of `lost` tokens the first `found` were still in the cache; `held` had to be."""
         if lost > held:
-            share = min(max(lost - found, 0) / (lost - held), 1.0)
-            self.redo_share += WEIGHT * (share - self.redo_share)
+            self._redo_shares.append(min(max(lost - found, 0) / (lost - held), 1.0))
 
 
 class Preemption:

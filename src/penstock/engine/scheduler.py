@@ -204,6 +204,8 @@ class Scheduler:
         for others, sequence in enumerate(reversed(group)):  # one token each at least
             counts.append(self._share(sequence, budget - sum(counts) - (len(group) - 1 - others)))
         counts.reverse()
+        if 0 in counts:
+            return False
         growth = sum(
             self._blocks_for(s.num_computed + count) - len(s.slots)
             for s, count in zip(group, counts, strict=True)
