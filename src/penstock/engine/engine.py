@@ -63,7 +63,9 @@ class Engine:
         costs = CostModel(model.spec.decoder, model.model.formats, runtime.layout, model.dtype)
         self.ledger = Ledger(costs, kept_peaks())
         limits, layout = config.scheduler, runtime.layout
-        self.swap_space = SwapSpace(plan_swap(layout, limits, detect().available_bytes))
+        cache_bytes = runtime.num_blocks * layout.bytes_per_block  # committed as it is first used
+        spare_bytes = max(detect().available_bytes - cache_bytes, 0)
+        self.swap_space = SwapSpace(plan_swap(layout, limits, spare_bytes))
         self.preemption = Preemption(
             limits,
             CostPredictor(self.ledger, layout.bytes_per_block, limits.max_num_batched_tokens),

@@ -86,7 +86,7 @@ class PreemptionRecord:
 
     request_id: str
     mode: Literal["recompute", "swap"]
-    tokens: int  # whose keys and values it gave up
+    tokens: int  # whose keys and values it gave up; where they are copied: all of their blocks'
     blocks: int  # that held them
     predicted_s: float | None  # None: before anything was measured
     measured_s: float = 0.0

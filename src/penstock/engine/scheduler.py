@@ -97,7 +97,7 @@ class Scheduler:
     @property
     def num_waiting(self) -> int:
         """Of the queue: those that hold nothing."""
-        return len(self.waiting) - len(self.swapper.groups)
+        return max(len(self.waiting) - len(self.swapper.groups), 0)
 
     @property
     def num_running(self) -> int:
@@ -223,6 +223,7 @@ class Scheduler:
         plan.swaps_in.append(Swap(group, record, pairs, slots))
         for sequence, count in zip(group, counts, strict=True):
             sequence.slots = []
+            sequence.overdue = leader.overdue
             self._take_row(sequence)
             self._extend(sequence, count, plan)
             plan.take(sequence, count)

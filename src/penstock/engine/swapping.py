@@ -25,14 +25,10 @@ class Swapper:
     def __init__(self, space: SwapSpace, pool: BlockPool, block_size: int, find: Find) -> None:
         self.space = space
         self.groups: dict[Request, list[Sequence]] = {}  # those that are out
+        self.num_sequences = 0  # in all groups; a number, for whoever asks from another thread
         self._pool = pool
         self._block_size = block_size
         self._find = find
-
-    @property
-    def num_sequences(self) -> int:
-        """Sequences that are out."""
-        return sum(map(len, self.groups.values()))
 
     def _written(self, sequence: Sequence) -> list[int]:
         """Its blocks that hold anything; it may have got others for the step being planned."""
@@ -61,7 +57,7 @@ class Swapper:
     def leave(self, group: Seq[Sequence], plan: Plan) -> list[tuple[int, int]]:
         """Slots for what `group` has computed; (block, slot) to copy.
 
-        Raises nothing and returns [] when there aren't enough.
+        Empty when there aren't enough; nothing has changed then.
         """
         origin = {to: source for source, to in plan.copies}  # the copy isn't there yet
         held = [[origin.get(block, block) for block in self._written(s)] for s in group]
@@ -79,6 +75,7 @@ class Swapper:
                 else:
                     self.space.share(slot)
         self.groups[group[0].request] = list(group)
+        self.num_sequences += len(group)
         return list(slot_of.items())
 
     def come_back(self, group: Seq[Sequence], spare: int) -> list[tuple[int, int]] | None:
@@ -116,6 +113,7 @@ class Swapper:
                     if at < s.num_computed // size:
                         placed[slot] = s.blocks[-1]
         del self.groups[group[0].request]
+        self.num_sequences -= len(group)
         return pairs
 
     def _missing(self, group: Seq[Sequence], placed: dict[int, int]) -> list[int]:
@@ -140,5 +138,6 @@ class Swapper:
         group = self.groups.get(sequence.request)
         if group is not None and sequence in group:
             group.remove(sequence)
+            self.num_sequences -= 1
             if not group:
                 del self.groups[sequence.request]

@@ -64,6 +64,7 @@ def plan_blocks(
 def plan_swap(layout: PagedLayout, config: SchedulerConfig, available_bytes: int) -> int:
     """The number of blocks that may lie outside the cache; 0 where none are to.
 
+    available_bytes: what is free beside the cache.
     Raises OutOfCacheError when `config.swap_space` is more than there is, or when
     `preemption_mode="swap"` would have no room for a single block.
     """
@@ -77,7 +78,7 @@ def plan_swap(layout: PagedLayout, config: SchedulerConfig, available_bytes: int
         if budget > available_bytes:
             raise OutOfCacheError(
                 f"swap_space={config.swap_space} is {_mib(budget)}, but {_mib(available_bytes)} "
-                "are free. Lower it."
+                "are free beside the cache. Lower it."
             )
     if config.preemption_mode == "swap" and budget < size:
         raise OutOfCacheError(
