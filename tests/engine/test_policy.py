@@ -252,6 +252,27 @@ def test_the_overdue_are_not_made_to_give_way() -> None:
     assert order_of_ends(engine) == "bc"
 
 
+@pytest.mark.parametrize("overdue", [False, True])
+def test_the_overdue_take_nobodys_place(overdue: bool) -> None:
+    """c is the next to start, but b stays: its place would have been taken at once."""
+    clock = Clock()
+    engine = toy_engine(
+        16, policy="priority", starvation_s=5.0, clock=clock, enable_prefix_caching=False
+    )
+    add(engine, "a", 6 * BLOCK - 2, 3, priority=0)
+    add(engine, "b", 6 * BLOCK - 2, 20, priority=9)
+    engine.step()
+    add(engine, "c", 12 * BLOCK - 2, 2, priority=5)  # needs the blocks of both
+    engine.step()
+    assert running(engine) == ["a", "b"]
+    clock.now = 6.0 if overdue else 4.0
+    while "a" in engine.requests:
+        engine.step()
+    engine.step()
+    assert running(engine) == (["b"] if overdue else ["c"])
+    assert order_of_ends(engine) == ("bc" if overdue else "cb")
+
+
 def test_waiting_is_measured_anew_after_giving_way() -> None:
     clock = Clock()
     engine = toy_engine(max_num_seqs=1, policy="priority", starvation_s=5.0, clock=clock)

@@ -86,11 +86,10 @@ class PreemptionRecord:
 
     request_id: str
     mode: Literal["recompute", "swap"]
-    tokens: int  # whose keys and values it gave up; where they are copied: all of their blocks'
+    tokens: int  # whose keys and values it gave up; what samples share counts for each
     blocks: int  # that held them
     predicted_s: float | None  # None: before anything was measured
     measured_s: float = 0.0
-    held_tokens: int = 0  # of `tokens`: in blocks that others held too, so it finds them again
     redo_tokens: int = 0  # that have still to be computed again
 
 

@@ -8,7 +8,6 @@ Source: Kwon et al. 2023, arXiv:2309.06180, sections 4.5 and 7.3, which compares
 
 from __future__ import annotations
 
-import statistics
 from collections import deque
 from collections.abc import Sequence as Seq
 
@@ -24,9 +23,6 @@ ASSUMED_BYTES_PER_S = 8e9
 
 WEIGHT = 0.2
 """Of the newest measurement in a moving average."""
-
-RETURNS = 31
-"""So many of the last returns tell what is still found in the cache."""
 
 LOG_LENGTH = 4096
 """So many of the last preemptions are remembered one by one."""
@@ -70,23 +66,13 @@ class CostPredictor:
         self._share = LearntSpeed()  # of the floor: its seconds per second
         self._tokens = LearntSpeed()  # where there is no floor
         self._out, self._back = LearntSpeed(), LearntSpeed()  # bytes
-        self._redo_shares: deque[float] = deque([1.0], maxlen=RETURNS)
 
-    @property
-    def redo_share(self) -> float:
-        """Of what might be gone when its owner returns, how much is: most often all or little.
-
-        So it is the median that is right more often than not; a mean hardly ever would be.
-        """
-        return statistics.median_low(self._redo_shares)
-
-    def recompute_s(self, tokens: int, held: int) -> float | None:
-        """To compute the keys and values of `tokens` again, the first `held` of which stay."""
-        redo = round((tokens - held) * self.redo_share)
-        size = min(redo, self._chunk)
-        floor = self._floor_s(tokens - redo, tokens)
+    def recompute_s(self, start: int, end: int) -> float | None:
+        """To compute the keys and values of tokens start … end again; those before are there."""
+        size = min(end - start, self._chunk)
+        floor = self._floor_s(start, end)
         seconds = None if floor is None else self._share.seconds(size, floor)
-        return self._tokens.seconds(size, redo) if seconds is None else seconds
+        return self._tokens.seconds(size, end - start) if seconds is None else seconds
 
     def _floor_s(self, start: int, end: int) -> float | None:
         """The least time of a prefill from token `start` on, in chunks."""
@@ -99,10 +85,9 @@ class CostPredictor:
             floor += floor_of(costs.cost(StepSize([last - at], [last], 0)), peaks).seconds
         return floor
 
-    def swap_s(self, blocks: int, held: int) -> float:
-        """To copy `blocks` out, and back those that aren't in the cache any more."""
-        back = round((blocks - held) * self.redo_share)
-        return self._copy_s(self._out, blocks) + self._copy_s(self._back, back)
+    def swap_s(self, out: int, back: int) -> float:
+        """To copy so many blocks out, and so many back."""
+        return self._copy_s(self._out, out) + self._copy_s(self._back, back)
 
     def _copy_s(self, speed: LearntSpeed, blocks: int) -> float:
         work = blocks * self._bytes_per_block
@@ -120,11 +105,6 @@ class CostPredictor:
         """Learn from blocks that were copied out, or back."""
         speed = self._back if back else self._out
         speed.observe(blocks, blocks * self._bytes_per_block, seconds)
-
-    def saw_return(self, lost: int, found: int, held: int) -> None:
-        """Of `lost` tokens the first `found` were still in the cache; `held` had to be."""
-        if lost > held:
-            self._redo_shares.append(min(max(lost - found, 0) / (lost - held), 1.0))
 
 
 class Preemption:
@@ -145,26 +125,24 @@ class Preemption:
             return False
         return swap.predicted_s < recompute.predicted_s
 
-    def recompute(self, victim: Sequence, held_tokens: int) -> PreemptionRecord:
-        """A record of forgetting what `victim` has computed."""
+    def recompute(self, victim: Sequence, found: int) -> PreemptionRecord:
+        """A record of forgetting what `victim` has computed; so many tokens will still be found."""
         return PreemptionRecord(
             victim.request.request_id,
             "recompute",
             victim.num_computed,
             len(victim.blocks),
-            self.predictor.recompute_s(victim.num_computed, held_tokens),
-            held_tokens=held_tokens,
+            self.predictor.recompute_s(found, victim.num_computed),
         )
 
-    def swap(self, group: Seq[Sequence], blocks: int, held: int, size: int) -> PreemptionRecord:
-        """A record of copying out `blocks` of `size` tokens, of which others hold `held` too."""
+    def swap(self, group: Seq[Sequence], out: int, back: int) -> PreemptionRecord:
+        """A record of copying blocks out, of which so many won't be in the cache any more."""
         return PreemptionRecord(
             group[0].request.request_id,
             "swap",
-            blocks * size,
-            blocks,
-            self.predictor.swap_s(blocks, held),
-            held_tokens=held * size,
+            sum(s.num_computed for s in group),
+            out,
+            self.predictor.swap_s(out, back),
         )
 
     def gave_way(self, victim: Sequence, record: PreemptionRecord) -> None:
@@ -181,7 +159,6 @@ class Preemption:
         record = sequence.preempted
         if record is None:
             return
-        self.predictor.saw_return(record.tokens, found, record.held_tokens)
         record.redo_tokens = max(record.tokens - found, 0)
         if not record.redo_tokens:
             self._close(sequence, record)
@@ -192,8 +169,6 @@ class Preemption:
         record.measured_s += seconds
         self.predictor.saw_copy(blocks, seconds, back=back)
         if back:
-            found = round(record.tokens * (1 - blocks / record.blocks))
-            self.predictor.saw_return(record.tokens, found, record.held_tokens)
             self.log.append(record)
 
     def saw_step(self, step: StepRecord, parts: Seq[tuple[Sequence, int]]) -> None:

@@ -47,6 +47,7 @@ class Scheduler:
         self.pool = pool
         self.tree = tree
         self.block_size = block_size
+        self.max_model_len = max_model_len
         self.clock = clock
         self.policy = policy_of(config)
         # first come, first served overtakes nobody
@@ -344,8 +345,9 @@ class Scheduler:
 
     def _preempt(self, victim: Sequence, asker: Sequence, plan: Plan) -> None:
         """Take blocks and row from `victim`, and from its group if that is swapped out."""
-        held = sum(self.pool.count(node.block) > 1 for node in victim.nodes)
-        record = self.preemption.recompute(victim, held * self.block_size)
+        own = sum(self.pool.count(node.block) == 1 for node in victim.nodes)
+        stay = len(victim.nodes) - min(self._taken_meanwhile([victim], asker), own)
+        record = self.preemption.recompute(victim, stay * self.block_size)
         if swap := self._swap_out(victim, asker, record, plan):
             leaving, leader, record = swap.group, swap.group[0], swap.record
         else:
@@ -361,6 +363,28 @@ class Scheduler:
             self._stop(sequence, swapped=record.mode == "swap")
         self.waiting.add(leader, self.clock())
 
+    def _taken_meanwhile(self, leaving: list[Sequence], asker: Sequence) -> int:
+        """Blocks of those leaving that others will have taken when there is room again.
+
+        There is when one of the others ends, by its limits: who ends before can't be known. Until
+        then they grow, and take first what is free or was let go before. (The last token is given
+        and not computed.)
+        """
+        if self.tree is None:
+            return self.pool.num_blocks  # nothing is found again
+        others = [s for s in {*self.running, asker} if s not in leaving]
+        steps = min(map(self._tokens_left, others), default=0)
+        grown = sum(
+            max(self._blocks_for(len(s.tokens) + steps - 1) - len(s.blocks), 0) for s in others
+        )
+        open_blocks = sum(len(s.blocks) - len(s.nodes) for s in leaving)  # not in the tree: free
+        return max(grown - open_blocks - self.pool.num_available, 0)
+
+    def _tokens_left(self, sequence: Sequence) -> int:
+        """How many tokens a sequence may still be given."""
+        room, limit = self.max_model_len - len(sequence.tokens), sequence.request.params.max_tokens
+        return room if limit is None else min(limit - sequence.num_output, room)
+
     def _swap_out(
         self, victim: Sequence, asker: Sequence, other: PreemptionRecord, plan: Plan
     ) -> Swap | None:
@@ -371,7 +395,9 @@ class Scheduler:
         blocks, held = self.swapper.stake(group)
         if not blocks:
             return None
-        record = self.preemption.swap(group, blocks, held, self.block_size)
+        partial = sum(s.num_computed % self.block_size > 0 for s in group)  # never in the tree
+        back = min(self._taken_meanwhile(group, asker) + partial, blocks - held)
+        record = self.preemption.swap(group, blocks, back)
         if not self.preemption.prefers_swap(other, record):
             return None
         pairs = self.swapper.leave(group, plan)
