@@ -6,7 +6,8 @@ Requests that together need far more blocks than the cache has, once in each mod
 the prefix tree; the tokens must be the same in all. Prints for each how often requests gave way,
 the median of what that was predicted to cost and of what it did, the median of |predicted ÷
 measured − 1| after the warm-up, and the seconds of the whole run. Free preemptions (everything was
-still in the cache) are counted apart: there is nothing to divide by.
+still in the cache) are counted apart: there is nothing to divide by. With --peaks a prefill is
+predicted by its floor, without by its tokens.
 """
 
 from __future__ import annotations
@@ -26,6 +27,8 @@ import torch
 from penstock import LLM, SamplingParams
 from penstock.config import DEFAULT_MODEL, EngineConfig
 from penstock.engine import Engine, PreemptionRecord
+from penstock.hardware import Peaks
+from penstock.roofline import measure
 from penstock.runtime import Runtime
 
 MODES = ("recompute", "swap", "auto")
@@ -62,7 +65,7 @@ def summary(records: list[PreemptionRecord]) -> dict[str, Any]:
 
 
 def run(
-    runtime: Runtime, options: argparse.Namespace, mode: str, caching: bool
+    runtime: Runtime, options: argparse.Namespace, mode: str, caching: bool, peaks: Peaks | None
 ) -> tuple[dict[str, Any], list[list[int]]]:
     """One run: its figures, and every request's tokens."""
     config = EngineConfig.of(
@@ -72,6 +75,7 @@ def run(
         enable_prefix_caching=caching,
     )
     engine = Engine(config, runtime)
+    engine.ledger.peaks = peaks
     params = SamplingParams(temperature=0.0, max_tokens=options.tokens, ignore_eos=True)
     for i, prompt in enumerate(prompts(options, engine.vocab_size)):
         engine.add_request(str(i), prompt, params)
@@ -128,6 +132,9 @@ def main() -> None:
     parser.add_argument("--budget", type=int, default=512, help="tokens a step")
     parser.add_argument("--warm-up", type=int, default=10, help="preemptions that don't count")
     parser.add_argument("--rounds", type=int, default=1, help="of all modes, in turns")
+    parser.add_argument(
+        "--peaks", action="store_true", help="measure them: prefills are predicted by their floor"
+    )
     parser.add_argument("--quantization")
     parser.add_argument("--threads", type=int)
     parser.add_argument("--json", type=Path, help="write the figures here")
@@ -142,11 +149,12 @@ def main() -> None:
         quantization=options.quantization,
         skip_tokenizer_init=True,
     )
+    peaks = measure() if options.peaks else None
     rows, outputs = [], []
     for _ in range(options.rounds):
         for caching in (False, True):
             for mode in MODES:
-                figures, tokens = run(llm.runtime, options, mode, caching)
+                figures, tokens = run(llm.runtime, options, mode, caching, peaks)
                 rows.append(figures)
                 outputs.append(tokens)
     assert all(tokens == outputs[0] for tokens in outputs), "the modes disagree"

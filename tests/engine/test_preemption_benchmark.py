@@ -23,7 +23,7 @@ def test_the_modes_agree(caching: bool, capsys: pytest.CaptureFixture[str]) -> N
     options = Namespace(requests=20, prompt=30, tokens=60, seqs=8, budget=40, warm_up=2)
     runtime = tiny_runtime()
     rows, outputs = zip(
-        *(bench.run(runtime, options, mode, caching) for mode in bench.MODES), strict=True
+        *(bench.run(runtime, options, mode, caching, None) for mode in bench.MODES), strict=True
     )
     assert outputs[0] == outputs[1] == outputs[2]
     for row, mode in zip(rows[:2], bench.MODES, strict=False):

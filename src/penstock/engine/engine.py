@@ -294,7 +294,6 @@ class Engine:
             else:
                 self.preemption.copied(swap, time.perf_counter() - start, back=True)
             self.swap_space.release(swap.slots)
-            self.batcher.forget()  # one that is back where it was is in other blocks
         plan.parts = [part for part in plan.parts if part[0].status is Status.RUNNING]
 
     def _copy(self, plan: Plan, touched: dict[str, Request]) -> None:
