@@ -21,6 +21,19 @@ from penstock.errors import ConfigError
         ({"memory_fraction": "x"}, "memory_fraction must be a number, not 'x'"),
         ({"memory_fraction": 0.5, "num_blocks": 9}, "leaves memory_fraction=0.5 .* nothing to"),
         ({"enable_prefix_caching": "no"}, "enable_prefix_caching must be True or False"),
+        ({"policy": "edr"}, "policy='edr' isn't one of .* Did you mean 'edf'"),
+        ({"policy": "edf", "scheduling_policy": "edf"}, "given twice"),
+        ({"ttft_slo_s": 1.0}, "policy='fcfs' has no use for ttft_slo_s=1.0. Set policy='edf'"),
+        ({"policy": "sjf", "tpot_slo_s": 1.0}, "policy='sjf' has no use for tpot_slo_s"),
+        ({"policy": "edf", "tpot_slo_s": 0}, "tpot_slo_s must be a positive number of seconds"),
+        ({"policy": "edf", "ttft_slo_s": float("nan")}, "ttft_slo_s must be a positive number"),
+        ({"starvation_s": 5.0}, "policy='fcfs' leaves starvation_s=5.0 nothing to decide"),
+        ({"policy": "sjf", "starvation_s": None}, "starvation_s must be .*, not None"),
+        ({"preemption_mode": "swapp"}, "Did you mean 'swap'"),
+        ({"swap_space": -1}, "swap_space must be a number of GiB, at least 0, not -1"),
+        ({"swap_space": True}, "swap_space must be a number of GiB"),
+        ({"preemption_mode": "swap", "swap_space": 0}, "has nowhere to swap to: swap_space is 0"),
+        ({"preemption_mode": "recompute", "swap_space": 2}, "has no use for swap_space=2"),
         ({"seed": -1}, "seed must be an integer of at least 0, not -1"),
         ({"model": None}, "model must be a folder, a hub id or a name, not None"),
         ({"model": ""}, "model must be"),
@@ -45,6 +58,12 @@ def test_flat_names_reach_their_part() -> None:
     config = EngineConfig.of(model="x", num_gpu_blocks_override=7, max_num_seqs=3, seed=4)
     assert (config.model.model, config.model.seed) == ("x", 4)
     assert (config.cache.num_blocks, config.scheduler.max_num_seqs) == (7, 3)
+
+
+def test_names_of_vllm() -> None:
+    config = EngineConfig.of(scheduling_policy="priority", preemption_mode="swap", swap_space=4)
+    assert config.scheduler.policy == "priority"
+    assert (config.scheduler.preemption_mode, config.scheduler.swap_space) == ("swap", 4)
 
 
 def test_public_names() -> None:

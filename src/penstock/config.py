@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal
@@ -13,6 +14,9 @@ DEFAULT_MODEL = "stories"
 
 MEMORY_FRACTION = 0.9
 """The default of `CacheConfig.memory_fraction`."""
+
+STARVATION_S = 60.0
+"""The default of `SchedulerConfig.starvation_s`."""
 
 
 def _positive(config: object, *names: str) -> None:
@@ -29,6 +33,16 @@ def _flags(config: object, *names: str) -> None:
         value = getattr(config, name)
         if not isinstance(value, bool):
             raise ConfigError(f"{name} must be True or False, not {value!r}.")
+
+
+def _seconds(config: object, *names: str) -> None:
+    for name in names:
+        value = getattr(config, name)
+        if value is None:
+            continue
+        number = isinstance(value, int | float) and not isinstance(value, bool)
+        if not number or not math.isfinite(value) or value <= 0:
+            raise ConfigError(f"{name} must be a positive number of seconds, not {value!r}.")
 
 
 def _one_of(config: object, name: str, allowed: tuple[str, ...]) -> None:
@@ -105,21 +119,64 @@ class CacheConfig:
 
 @dataclass(frozen=True, slots=True)
 class SchedulerConfig:
-    """How much runs at once."""
+    """How much runs at once, who goes first, and how one gives way to another."""
 
     max_num_seqs: int = 64  # sequences in one step
     max_num_batched_tokens: int = 2048  # tokens in one step
     enable_chunked_prefill: bool = True
-    policy: Literal["fcfs"] = "fcfs"
+    policy: Literal["fcfs", "priority", "sjf", "edf"] = "fcfs"
+    ttft_slo_s: float | None = None  # edf: for requests that don't bring their own
+    tpot_slo_s: float | None = None
+    starvation_s: float = STARVATION_S  # who has waited longer goes ahead of all who haven't
+    preemption_mode: Literal["auto", "recompute", "swap"] = "auto"  # auto: what costs less
+    swap_space: float | None = None  # GiB; None: 1, or a tenth of the free memory if that is less
 
     def __post_init__(self) -> None:
         _positive(self, "max_num_seqs", "max_num_batched_tokens")
         _flags(self, "enable_chunked_prefill")
-        _one_of(self, "policy", ("fcfs",))
+        _one_of(self, "policy", ("fcfs", "priority", "sjf", "edf"))
+        _one_of(self, "preemption_mode", ("auto", "recompute", "swap"))
+        _seconds(self, "ttft_slo_s", "tpot_slo_s", "starvation_s")
+        if self.starvation_s is None:
+            raise ConfigError("starvation_s must be a positive number of seconds, not None.")
+        for name in ("ttft_slo_s", "tpot_slo_s"):
+            if self.policy != "edf" and getattr(self, name) is not None:
+                raise ConfigError(
+                    f"policy={self.policy!r} has no use for {name}={getattr(self, name)}. Set "
+                    "policy='edf', or leave it out."
+                )
+        if self.policy == "fcfs" and self.starvation_s != STARVATION_S:
+            raise ConfigError(
+                f"policy='fcfs' leaves starvation_s={self.starvation_s} nothing to decide: nobody "
+                "is overtaken. Leave it out, or choose another policy."
+            )
+        self._check_swap()
+
+    def _check_swap(self) -> None:
+        space = self.swap_space
+        if space is None:
+            return
+        number = isinstance(space, int | float) and not isinstance(space, bool)
+        if not number or not math.isfinite(space) or space < 0:
+            raise ConfigError(f"swap_space must be a number of GiB, at least 0, not {space!r}.")
+        if space == 0 and self.preemption_mode == "swap":
+            raise ConfigError(
+                "preemption_mode='swap' has nowhere to swap to: swap_space is 0. Give it some GiB, "
+                "or set preemption_mode='recompute'."
+            )
+        if space > 0 and self.preemption_mode == "recompute":
+            raise ConfigError(
+                f"preemption_mode='recompute' has no use for swap_space={space}. Leave it out, or "
+                "set preemption_mode='auto'."
+            )
 
 
 # vLLM's names for what is called otherwise, or sits deeper, here
-_ALIASES = {"num_gpu_blocks_override": "num_blocks", "gpu_memory_utilization": "memory_fraction"}
+_ALIASES = {
+    "num_gpu_blocks_override": "num_blocks",
+    "gpu_memory_utilization": "memory_fraction",
+    "scheduling_policy": "policy",
+}
 
 
 @dataclass(frozen=True, slots=True)

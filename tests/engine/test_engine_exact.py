@@ -82,16 +82,20 @@ def test_without_chunks(alone: list[Any]) -> None:
 
 
 @pytest.mark.parametrize("caching", [True, False])
-def test_after_giving_way(alone: list[Any], caching: bool) -> None:
+@pytest.mark.parametrize("mode", ["recompute", "swap"])
+def test_after_giving_way(alone: list[Any], caching: bool, mode: str) -> None:
     llm = LLM(
         max_num_seqs=COUNT,
         max_model_len=256,
         num_blocks=10,
         enable_prefix_caching=caching,
+        preemption_mode=mode,
         dtype="float32",
     )
     assert run(llm, prompts(), greedy(logprobs=3)) == alone
-    assert llm.stats()["preemptions"] > 0
+    stats = llm.stats()
+    assert stats[f"preemptions_{mode}"] == stats["preemptions"] > 0
+    assert stats["swapped_blocks"] == 0
 
 
 def test_samples_share_their_prompt_and_stay_themselves() -> None:

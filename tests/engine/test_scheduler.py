@@ -139,12 +139,15 @@ def test_more_samples_than_rows_are_refused() -> None:
     assert not engine.scheduler.has_work
 
 
-def test_the_latest_arrival_gives_way() -> None:
-    engine = toy_engine(num_blocks=8, max_model_len=32, max_num_batched_tokens=32)
+@pytest.mark.parametrize("mode", ["recompute", "swap"])
+def test_the_latest_arrival_gives_way(mode: str) -> None:
+    engine = toy_engine(
+        num_blocks=8, max_model_len=32, max_num_batched_tokens=32, preemption_mode=mode
+    )
     for name in "abc":
         engine.add_request(name, prompt(8, ord(name)), greedy(20))
     done = drain(engine)
-    assert engine.scheduler.num_preemptions > 0
+    assert engine.stats()[f"preemptions_{mode}"] == engine.scheduler.num_preemptions > 0
     assert done["a"].metrics.preemptions == 0
     for name in "abc":
         assert done[name].outputs[0].token_ids == reference(prompt(8, ord(name)), greedy(20))
@@ -167,11 +170,12 @@ def test_a_preempted_sequence_keeps_its_place() -> None:
     assert list(drain(engine)) == ["c", "b"]
 
 
-def test_preempted_while_its_prompt_comes_in() -> None:
+@pytest.mark.parametrize("mode", ["recompute", "swap"])
+def test_preempted_while_its_prompt_comes_in(mode: str) -> None:
     """All samples of a request that hasn't forked yet go back together."""
     engine = toy_engine(
         num_blocks=9, max_model_len=36, max_num_batched_tokens=8, max_num_seqs=6,
-        enable_prefix_caching=False,
+        enable_prefix_caching=False, preemption_mode=mode,
     )  # fmt: skip
     engine.add_request("a", prompt(7), greedy(25))
     engine.add_request("b", prompt(30, 1), drawn(3, 4))
@@ -184,19 +188,25 @@ def test_preempted_while_its_prompt_comes_in() -> None:
             statuses.append([s.status for s in engine.requests["b"].sequences])
     fork, run, wait = Status.FORKING, Status.RUNNING, Status.WAITING
     assert [run, fork, fork] in statuses
-    back = statuses.index([wait] * 3, statuses.index([run, fork, fork]))
-    assert [run, fork, fork] in statuses[back:]
+    gone = wait if mode == "recompute" else Status.SWAPPED
+    back = statuses.index([gone, wait, wait], statuses.index([run, fork, fork]))
+    again = fork if mode == "recompute" else run  # its prompt lacked one chunk only
+    assert [run, again, again] in statuses[back:]
     for sample in done["b"].outputs:
         want = reference(prompt(30, 1), drawn(3, 4), index=sample.index, max_model_len=36)
         assert sample.token_ids == want
 
 
-def test_preempted_after_the_fork() -> None:
-    """Samples give way one by one, the last first, and come back to the same tokens."""
-    engine = toy_engine(num_blocks=8, max_model_len=32)
+@pytest.mark.parametrize("mode", ["recompute", "swap"])
+def test_preempted_after_the_fork(mode: str) -> None:
+    """Samples give way one by one, the last first, and come back to the same tokens.
+
+    They do even where they could be swapped: if all of them went, they would come back to the same.
+    """
+    engine = toy_engine(num_blocks=8, max_model_len=32, preemption_mode=mode)
     engine.add_request("a", prompt(6), drawn(4, 22))
     done = drain(engine)["a"]
-    assert done.metrics.preemptions > 0
+    assert done.metrics.preemptions == engine.stats()["preemptions_recompute"] > 0
     for sample in done.outputs:
         want = reference(prompt(6), drawn(4, 22), index=sample.index, max_model_len=32)
         assert sample.token_ids == want
@@ -225,9 +235,15 @@ def test_a_prompt_of_whole_blocks_needs_no_copy() -> None:
     assert engine.pool.num_used == 2 + 4
 
 
-def test_the_owner_of_a_copy_gives_way_before_it_is_made() -> None:
-    """Its copy is dropped from the plan: the block may already be somebody else's."""
-    engine = toy_engine(num_blocks=6, max_model_len=24, enable_prefix_caching=False)
+@pytest.mark.parametrize("mode", ["recompute", "swap"])
+def test_the_owner_of_a_copy_gives_way_before_it_is_made(mode: str) -> None:
+    """Its copy is dropped from the plan: the block may already be somebody else's.
+
+    What is swapped out instead is the block that it would have been copied from.
+    """
+    engine = toy_engine(
+        num_blocks=6, max_model_len=24, enable_prefix_caching=False, preemption_mode=mode
+    )
     engine.add_request("a", prompt(7), greedy(14))
     engine.step()
     engine.add_request("b", prompt(6, 1), drawn(3, 12))

@@ -8,11 +8,11 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, rule
 
-from penstock.engine import RequestOutput
+from penstock.engine import RequestOptions, RequestOutput
 from penstock.errors import RequestError
 from penstock.sampling import SamplingParams
 
-from .toy import IS_NAN, RAISES, check, drain, reference, toy_engine
+from .toy import BLOCK_GIB, IS_NAN, RAISES, check, drain, reference, toy_engine
 
 EOS = (1, 2)
 LENGTH = 40
@@ -56,12 +56,34 @@ class Simulation(RuleBasedStateMachine):
         blocks=st.sampled_from([10, 11, 14, 60]),  # 10 hold one sequence of LENGTH
         chunked=st.booleans(),
         caching=st.booleans(),
+        policy=st.sampled_from(["fcfs", "priority", "sjf", "edf"]),
+        mode=st.sampled_from(["recompute", "swap", "swap", "auto"]),
+        slots=st.sampled_from([3, 9, 1000]),
     )
-    def start(self, seqs: int, budget: int, blocks: int, chunked: bool, caching: bool) -> None:
+    def start(
+        self,
+        seqs: int,
+        budget: int,
+        blocks: int,
+        chunked: bool,
+        caching: bool,
+        policy: str,
+        mode: str,
+        slots: int,
+    ) -> None:
+        self.now = 0.0
+        self.policy = policy
+        more: dict[str, Any] = {} if policy == "fcfs" else {"starvation_s": 30.0}
+        if mode != "recompute":
+            more["swap_space"] = slots * BLOCK_GIB
         self.engine = toy_engine(
             blocks,
             LENGTH,
             eos=EOS,
+            clock=lambda: self.now,
+            policy=policy,
+            preemption_mode=mode,
+            **more,
             max_num_seqs=seqs,
             max_num_batched_tokens=budget if chunked else 64,
             enable_chunked_prefill=chunked,
@@ -71,11 +93,19 @@ class Simulation(RuleBasedStateMachine):
         self.asked: dict[str, tuple[list[int], SamplingParams]] = {}
         self.aborted: set[str] = set()
 
-    @rule(target=names, prompt=_prompts(), params=_params())
-    def add(self, prompt: list[int], params: SamplingParams) -> str:
+    def _options(self, urgency: int) -> RequestOptions:
+        """What this policy heeds of it."""
+        if self.policy == "priority":
+            return RequestOptions(priority=urgency)
+        if self.policy == "edf" and urgency:
+            return RequestOptions(ttft_slo_s=4.0 * urgency, tpot_slo_s=float(urgency))
+        return RequestOptions()
+
+    @rule(target=names, prompt=_prompts(), params=_params(), urgency=st.integers(0, 9))
+    def add(self, prompt: list[int], params: SamplingParams, urgency: int) -> str:
         name = str(self.count)
         self.count += 1
-        self.engine.add_request(name, prompt, params)
+        self.engine.add_request(name, prompt, params, options=self._options(urgency))
         self.asked[name] = (prompt, params)
         return name
 
@@ -89,6 +119,7 @@ class Simulation(RuleBasedStateMachine):
     @rule(steps=st.integers(1, 6))
     def step(self, steps: int) -> None:
         for _ in range(steps):
+            self.now += 1.0
             for output in self.engine.step():
                 self.judge(output)
             check(self.engine)
@@ -125,7 +156,8 @@ class Simulation(RuleBasedStateMachine):
             for output in drain(self.engine).values():
                 self.judge(output)
             assert not self.asked
-            assert self.engine.pool.num_used == 0
+            assert self.engine.pool.num_used == self.engine.swap_space.num_used == 0
+            assert not self.engine.scheduler.has_work
             self.engine.reset_prefix_cache()
             assert len(self.engine.pool._free) == self.engine.pool.num_blocks
 

@@ -7,9 +7,10 @@ computed twice or never gives other logits than `logits_of` the sequence's own t
 
 from __future__ import annotations
 
+import time
 import zlib
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import fields
 from types import SimpleNamespace
 from typing import Any
@@ -39,6 +40,9 @@ RAISES, IS_NAN = 62, 63
 """Ids that break the toy: the step raises, or the row's logits are not numbers."""
 
 GREEDY = SamplingParams(temperature=0.0)
+
+BLOCK_GIB = BLOCK * 2 * 16 * 4 / (1 << 30)
+"""What `PagedLayout` counts for one of the toy's blocks: `swap_space` for one slot."""
 
 
 def logits_of(tokens: Sequence[int], vocab: int = VOCAB) -> np.ndarray:
@@ -106,12 +110,19 @@ def toy_runtime(
 
 
 def toy_engine(
-    num_blocks: int = 64, max_model_len: int = 64, *, eos: tuple[int, ...] = (), **kwargs: Any
+    num_blocks: int = 64,
+    max_model_len: int = 64,
+    *,
+    eos: tuple[int, ...] = (),
+    clock: Callable[[], float] = time.monotonic,
+    **kwargs: Any,
 ) -> Engine:
     """An engine on a toy, whose plans are checked as they are made."""
     kwargs.setdefault("max_num_seqs", 8)
     kwargs.setdefault("max_num_batched_tokens", 64)
-    engine = Engine(EngineConfig.of(**kwargs), toy_runtime(num_blocks, max_model_len, eos=eos))
+    kwargs.setdefault("preemption_mode", "recompute")  # "auto" depends on what was measured
+    runtime = toy_runtime(num_blocks, max_model_len, eos=eos)
+    engine = Engine(EngineConfig.of(**kwargs), runtime, clock)
     watch(engine)
     return engine
 
@@ -163,8 +174,11 @@ def run_one(engine: Engine, prompt: Sequence[int], params: SamplingParams) -> Re
 # ── what holds between any two steps, and of any plan ────────────────────────────────────────────
 
 
-def check(engine: Engine) -> None:
-    """Every block and row is accounted for."""
+def check(engine: Engine, plan: Plan | None = None) -> None:
+    """Every block, slot and row is accounted for; `plan`: whose copies are still to be made."""
+    swaps_in = [] if plan is None else plan.swaps_in
+    back = [s for swap in swaps_in for s in swap.group]
+    held_for_copy = [slot for swap in swaps_in for slot in swap.slots]
     pool, scheduler = engine.pool, engine.scheduler
     sequences = [s for r in engine.requests.values() for s in r.sequences]
     held = Counter(block for s in sequences for block in s.blocks)
@@ -178,18 +192,41 @@ def check(engine: Engine) -> None:
     assert {id(s) for s in scheduler.running} == {id(s) for s in by_status[Status.RUNNING]}
     assert len(scheduler.running) == len(by_status[Status.RUNNING])
     queued = list(scheduler.waiting)
-    assert [s.order for s in queued] == sorted(s.order for s in queued)
-    assert all(s.status is Status.WAITING for s in queued)
+    if scheduler.config.policy == "fcfs":
+        assert [s.order for s in queued] == sorted(s.order for s in queued)
+    assert not queued or scheduler.waiting.first() is queued[0]
+    assert all(s.status in {Status.WAITING, Status.SWAPPED} for s in queued)
+    assert scheduler.num_waiting == sum(s.status is Status.WAITING for s in queued)
+    _check_swapped(engine, by_status[Status.SWAPPED], queued, held_for_copy)
     unborn = [s for s in by_status[Status.WAITING] if not any(s is other for other in queued)]
     assert all(s.index > 0 and not s.num_output for s in unborn)  # samples of a queued request
     for s in sequences:
-        _check_sequence(engine, s)
+        _check_sequence(engine, s, any(s is one for one in back))
     if engine.tree is not None:
         _check_tree(engine)
 
 
-def _check_sequence(engine: Engine, s: Any) -> None:
+def _check_swapped(
+    engine: Engine, swapped: list[Any], queued: list[Any], held_for_copy: list[int]
+) -> None:
+    """Every slot is accounted for, and the first of each request waits for all."""
+    space, groups = engine.swap_space, engine.scheduler.swapper.groups
+    assert engine.scheduler.num_swapped == len(swapped) == sum(map(len, groups.values()))
+    held = Counter(slot for s in swapped for slot in s.slots) + Counter(held_for_copy)
+    assert all(space.count(slot) == times for slot, times in held.items())
+    assert space.num_used == len(held) <= space.num_slots
+    leaders = [s for s in queued if s.status is Status.SWAPPED]
+    assert {id(s) for s in leaders} == {id(group[0]) for group in groups.values()}
+    assert len(leaders) == len(groups)
+
+
+def _check_sequence(engine: Engine, s: Any, back: bool) -> None:
     size = engine.scheduler.block_size
+    if s.status is Status.SWAPPED:
+        assert not s.blocks and not s.nodes and s.row < 0
+        assert len(s.slots) * size >= s.num_computed > (len(s.slots) - 1) * size
+        return
+    assert not s.slots
     if s.status is not Status.RUNNING:
         assert not s.blocks and not s.nodes and not s.num_computed
         assert (s.row >= 0) == (s.status is Status.FORKING)
@@ -199,7 +236,8 @@ def _check_sequence(engine: Engine, s: Any) -> None:
     assert len(s.blocks) * size >= s.num_computed
     assert engine.scheduler.table[s.row, : len(s.blocks)].tolist() == s.blocks
     if engine.tree is not None:
-        assert len(s.nodes) == s.num_computed // size
+        full = s.num_computed // size
+        assert len(s.nodes) == full or (back and len(s.nodes) < full)
         for i, node in enumerate(s.nodes):
             assert node.block == s.blocks[i]
             assert list(node.key) == s.tokens[i * size : (i + 1) * size]
@@ -240,7 +278,7 @@ def watch(engine: Engine) -> None:
 
     def checked() -> Plan:
         had = bool(scheduler.running or scheduler.waiting)
-        preempted = scheduler.num_preemptions
+        preempted, queued = scheduler.num_preemptions, set(scheduler.waiting)
         plan = schedule()
         config, size = scheduler.config, scheduler.block_size
         assert plan.num_tokens == sum(n for _, n in plan.parts) <= config.max_num_batched_tokens
@@ -257,9 +295,15 @@ def watch(engine: Engine) -> None:
         decoding = [s for s in scheduler.running if s.num_output and s.remaining == 1]
         assert all(any(s is m for m in members) for s in decoding)  # they never wait
         if scheduler.num_preemptions > preempted:
-            queue = [s.order for s in scheduler.waiting]
-            assert max(s.order for s in scheduler.running) < queue[0]  # the latest gave way
-        check(engine)
+            rank = scheduler.waiting.rank  # the lowest in rank gave way, and all it left with
+            for gone in set(scheduler.waiting) - queued:
+                last = max(rank(s) for s in gone.request.sequences if s.status is gone.status)
+                assert max(map(rank, scheduler.running)) < last
+            if config.policy == "fcfs":
+                assert max(s.order for s in scheduler.running) < min(
+                    s.order for s in scheduler.waiting
+                )
+        check(engine, plan)
         return plan
 
     scheduler.schedule = checked  # type: ignore[method-assign]

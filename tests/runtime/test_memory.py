@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from penstock.cache import PagedLayout
-from penstock.config import CacheConfig
+from penstock.config import CacheConfig, SchedulerConfig
 from penstock.errors import ConfigError, OutOfCacheError
-from penstock.runtime import plan_blocks
-from penstock.runtime.memory import COMFORTABLE_BYTES
+from penstock.runtime import plan_blocks, plan_swap
+from penstock.runtime.memory import COMFORTABLE_BYTES, SWAP_BYTES
 
 LAYOUT = PagedLayout(((4, 64),), torch.bfloat16, 32)  # 32 KiB a block, 1 KiB a token
 KIB, MIB = 1 << 10, 1 << 20
@@ -88,3 +88,30 @@ def test_num_blocks_beyond_the_memory() -> None:
     text = str(caught.value)
     assert "num_blocks=65 need 2.0 MiB, but 2.0 MiB are free. At most 64 fit." in text
     assert plan(2 * MIB, num_blocks=64) == 64
+
+
+# ── the swap space ───────────────────────────────────────────────────────────────────────────────
+
+
+def swap(available: int, **scheduler: object) -> int:
+    return plan_swap(LAYOUT, SchedulerConfig(**scheduler), available)  # type: ignore[arg-type]
+
+
+def test_a_tenth_of_the_free_memory_up_to_a_gib() -> None:
+    assert swap(100 * MIB) == 10 * MIB // (32 * KIB)
+    assert swap(1 << 40) == SWAP_BYTES // (32 * KIB)
+
+
+def test_as_much_swap_space_as_is_asked_for() -> None:
+    assert swap(1 << 40, swap_space=4) == (4 << 30) // (32 * KIB)
+    assert swap(1 << 30, swap_space=0.5, preemption_mode="swap") == (1 << 29) // (32 * KIB)
+    with pytest.raises(OutOfCacheError, match=r"swap_space=2 is 2,048.0 MiB, but 1,024.0 MiB are"):
+        swap(1 << 30, swap_space=2)
+
+
+def test_no_swap_space() -> None:
+    assert swap(1 << 40, swap_space=0) == 0
+    assert swap(1 << 40, preemption_mode="recompute") == 0
+    assert swap(100 * KIB) == 0  # auto: it will always be recompute
+    with pytest.raises(OutOfCacheError, match=r"room for a block of 32.0 KiB .* has 10.0 KiB"):
+        swap(100 * KIB, preemption_mode="swap")

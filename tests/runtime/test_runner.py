@@ -35,6 +35,16 @@ def test_copies_come_before_the_step() -> None:
     assert len(seen) == 2
 
 
+def test_blocks_go_out_and_come_back() -> None:
+    kv: KV = [(torch.arange(4.0)[:, None], torch.arange(4.0)[:, None] + 9)]
+    runner = Runner(lambda step, kv: torch.ones(1, 3), kv)
+    runner.swap_out([(1, 0), (3, 1)])
+    for part in kv[0]:
+        part.zero_()
+    runner.swap_in([(1, 0), (0, 2)])
+    assert [part[:, 0].tolist() for part in kv[0]] == [[3.0, 0.0, 1.0, 0.0], [12.0, 0.0, 10.0, 0.0]]
+
+
 def test_one_engine_at_a_time() -> None:
     class Owner:
         has_unfinished = True

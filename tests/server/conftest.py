@@ -15,9 +15,9 @@ import pytest
 import torch
 import uvicorn
 
+from penstock.config import EngineConfig
 from penstock.engine import AsyncLLM
 from penstock.runtime import Runtime, load_runtime
-from penstock.config import EngineConfig
 from penstock.server import ServerConfig, Service, create_app
 
 

@@ -5,6 +5,7 @@ from penstock.cache.kv_dtype import kv_dtype
 from penstock.cache.layouts import PagedLayout, copy_blocks
 from penstock.cache.pins import PinnablePool, Pins
 from penstock.cache.prefix_tree import Node, PrefixTree
+from penstock.cache.swap import SwapSpace, SwapStore
 
 __all__ = [
     "BlockPool",
@@ -13,6 +14,8 @@ __all__ = [
     "PinnablePool",
     "Pins",
     "PrefixTree",
+    "SwapSpace",
+    "SwapStore",
     "copy_blocks",
     "kv_dtype",
 ]

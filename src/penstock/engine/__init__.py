@@ -4,7 +4,12 @@ from penstock.engine.async_llm import AsyncLLM
 from penstock.engine.engine import Engine
 from penstock.engine.llm import LLM
 from penstock.engine.options import RequestOptions
-from penstock.engine.outputs import CompletionOutput, RequestMetrics, RequestOutput
+from penstock.engine.outputs import (
+    CompletionOutput,
+    PreemptionRecord,
+    RequestMetrics,
+    RequestOutput,
+)
 from penstock.engine.pooling import EmbeddingOutput, EmbeddingRequestOutput, PoolingParams
 
 __all__ = [
@@ -15,6 +20,7 @@ __all__ = [
     "EmbeddingRequestOutput",
     "Engine",
     "PoolingParams",
+    "PreemptionRecord",
     "RequestMetrics",
     "RequestOptions",
     "RequestOutput",

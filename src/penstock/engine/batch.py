@@ -9,8 +9,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from penstock.engine.plan import Part
 from penstock.engine.request import Sequence, Status
-from penstock.engine.scheduler import Part
 from penstock.roofline import StepSize
 from penstock.step import Step
 

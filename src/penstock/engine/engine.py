@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 import time
+from collections import deque
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from typing import Any
 
@@ -11,17 +13,20 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from penstock.cache import PinnablePool, Pins, PrefixTree
+from penstock.cache import PinnablePool, Pins, PrefixTree, SwapSpace
 from penstock.config import EngineConfig
 from penstock.engine.batch import Batch, Batcher
 from penstock.engine.options import RequestOptions
-from penstock.engine.outputs import RequestMetrics, RequestOutput
+from penstock.engine.outputs import PreemptionRecord, RequestMetrics, RequestOutput
+from penstock.engine.plan import Part, Plan
 from penstock.engine.pooling import NO_SAMPLES, Pooler, PoolingParams, PoolingRequest, checked
+from penstock.engine.preemption import CostPredictor, Preemption
 from penstock.engine.request import Request, Sequence, Status
-from penstock.engine.scheduler import Part, Plan, Scheduler
+from penstock.engine.scheduler import Scheduler
 from penstock.errors import InvalidPromptError, InvalidSamplingError, RequestError
+from penstock.hardware import detect
 from penstock.roofline import CostModel, Ledger, kept_peaks
-from penstock.runtime import Runtime
+from penstock.runtime import Runtime, plan_swap
 from penstock.sampling import (
     Sampled,
     Sampler,
@@ -38,7 +43,13 @@ logger = logging.getLogger("penstock")
 class Engine:
     """Requests in, outputs out, one step at a time. Not thread-safe: one thread steps it."""
 
-    def __init__(self, config: EngineConfig, runtime: Runtime) -> None:
+    def __init__(
+        self,
+        config: EngineConfig,
+        runtime: Runtime,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """clock: seconds that never go back, of arrivals, tokens and waiting."""
         runtime.runner.claim(self)
         self.config = config
         self.runtime = runtime
@@ -49,19 +60,34 @@ class Engine:
         caching = config.cache.enable_prefix_caching
         self.tree = PrefixTree(self.pool, block_size) if caching else None
         self.pins = Pins(self.pool, block_size) if caching else None
-        self.scheduler = Scheduler(
-            config.scheduler, self.pool, self.tree, block_size, self.max_model_len
+        self.clock = clock
+        model = runtime.model
+        costs = CostModel(model.spec.decoder, model.model.formats, runtime.layout, model.dtype)
+        self.ledger = Ledger(costs, kept_peaks())
+        limits, layout = config.scheduler, runtime.layout
+        cache_bytes = runtime.num_blocks * layout.bytes_per_block  # committed as it is first used
+        spare_bytes = max(detect().available_bytes - cache_bytes, 0)
+        self.swap_space = SwapSpace(plan_swap(layout, limits, spare_bytes))
+        self.preemption = Preemption(
+            limits,
+            CostPredictor(self.ledger, layout.bytes_per_block, limits.max_num_batched_tokens),
         )
-        limits = config.scheduler
+        self.scheduler = Scheduler(
+            limits,
+            self.pool,
+            self.tree,
+            block_size,
+            self.max_model_len,
+            self.swap_space,
+            self.preemption,
+            clock,
+        )
         self.batcher = Batcher(
             self.scheduler.table, block_size, limits.max_num_seqs, limits.max_num_batched_tokens
         )
         self.sampler = Sampler(self.vocab_size)
         self.pooler: Pooler | None = None
         self.requests: dict[str, Request] = {}
-        model = runtime.model
-        costs = CostModel(model.spec.decoder, model.model.formats, runtime.layout, model.dtype)
-        self.ledger = Ledger(costs, kept_peaks())
         self._eos = frozenset(runtime.model.eos_token_ids)
         self._arrivals = 0
         self._seeds = np.random.default_rng(config.model.seed)
@@ -93,9 +119,10 @@ class Engine:
                 f"Sampling parameters must be SamplingParams, not {type(params).__name__}. "
                 "SamplingParams.from_kwargs(**arguments) makes them from a dictionary."
             )
-        self.scheduler.check(params.n)  # before a sequence is made for each
+        options = options or RequestOptions()
         tokens = self._checked(prompt_token_ids)
         self._check_options(tokens, options)
+        self.scheduler.check(params.n, options)  # before a sequence is made for each
         if params.stop_strings and self.runtime.tokenizer is None:
             raise RequestError("Stop strings need a tokenizer, but skip_tokenizer_init is set.")
         request = Request(
@@ -105,8 +132,8 @@ class Engine:
             params=params,
             arrival=self._arrivals,
             stream=stream,
-            metrics=RequestMetrics(time.monotonic() if arrival_time is None else arrival_time),
-            options=options or RequestOptions(),
+            metrics=RequestMetrics(self.clock() if arrival_time is None else arrival_time),
+            options=options,
         )
         if params.prompt_logprobs is not None:
             request.prompt_logprobs = [None]
@@ -136,11 +163,13 @@ class Engine:
         if request_id in self.requests or any(r.request_id == request_id for r in self._ended):
             raise RequestError(f"Request id {request_id!r} is already in use.")
         params = checked(params, self.runtime.model.spec.decoder.hidden)
+        options = options or RequestOptions()
         tokens = self._checked(prompt_token_ids, generates=False)
         self._check_options(tokens, options)
+        self.scheduler.check(1, options)
         if self.pooler is None:
             self.pooler = Pooler(self, self._prompt_computed, self._finish, self._fail)
-        arrival_time = time.monotonic() if arrival_time is None else arrival_time
+        arrival_time = self.clock() if arrival_time is None else arrival_time
         request = PoolingRequest(
             request_id=request_id,
             prompt=prompt,
@@ -149,7 +178,7 @@ class Engine:
             arrival=self._arrivals,
             stream=False,
             metrics=RequestMetrics(arrival_time),
-            options=options or RequestOptions(),
+            options=options,
             live=1,
             pooling=params,
         )
@@ -273,7 +302,7 @@ class Engine:
         self.batcher.forget()
         request.live -= 1
         if request.finished:
-            request.metrics.finished_time = time.monotonic()
+            request.metrics.finished_time = self.clock()
             del self.requests[request.request_id]
         if sequence.detokenizer is not None and request.error is None:
             sequence.detokenizer.finish()
@@ -298,8 +327,8 @@ class Engine:
         plan = self.scheduler.schedule()
         marks.append(time.perf_counter())
         touched: dict[str, Request] = {}
-        if plan.copies:
-            self._copy(plan, touched)
+        if plan.moves_blocks:
+            self._move(plan, touched)
         if self.pooler is not None:  # after the copies, whose sources it may be given
             marks = self.pooler.run(plan, touched, marks)
         batch = self._run(plan, touched, marks) if plan.parts else None
@@ -316,9 +345,40 @@ class Engine:
             record = self.ledger.record(batch.size, (*marks, now), self._detokenize_s)
             for request in {sequence.request for sequence, _ in plan.parts}:
                 request.metrics.take_part(record)
+            self.preemption.saw_step(record, plan.parts)
         self.ledger.rest()
         if self.requests:
             self.ledger.wait(now)
+
+    def _move(self, plan: Plan, touched: dict[str, Request]) -> None:
+        """Copy blocks out, within the cache, and back in.
+
+        Where that fails, what should have gone out will be computed again, and what should have
+        come in fails with its request.
+        """
+        runner = self.runtime.runner
+        for swap in plan.swaps_out:
+            start = time.perf_counter()
+            try:
+                runner.swap_out(swap.pairs)
+            except Exception as error:  # out of memory, most likely
+                logger.warning("%d blocks can't be swapped out: %r", len(swap.pairs), error)
+                self.scheduler.forget_swapped(swap.group)
+                continue
+            self.preemption.copied(swap, time.perf_counter() - start, back=False)
+        if plan.copies:
+            self._copy(plan, touched)
+        for swap in plan.swaps_in:
+            start = time.perf_counter()
+            try:
+                runner.swap_in(swap.pairs)
+            except Exception as error:
+                self._fail(swap.group[0].request, error)
+                touched[swap.group[0].request.request_id] = swap.group[0].request
+            else:
+                self.preemption.copied(swap, time.perf_counter() - start, back=True)
+            self.swap_space.release(swap.slots)
+        plan.parts = [part for part in plan.parts if part[0].status is Status.RUNNING]
 
     def _copy(self, plan: Plan, touched: dict[str, Request]) -> None:
         """Make the plan's copies; if that fails, so do the requests that would write to them."""
@@ -389,7 +449,7 @@ class Engine:
         self, parts: list[Part], batch: Batch, sampled: Sampled, touched: dict[str, Request]
     ) -> None:
         """Give each sequence its token, and end what ends with it."""
-        now = time.monotonic()
+        now = self.clock()
         for sequence, count in parts:
             self.scheduler.computed(sequence, count)
             if sequence.num_computed <= sequence.num_prompt:
@@ -467,8 +527,9 @@ class Engine:
         """Counters of the engine as it stands."""
         return {
             "requests": len(self.requests),
-            "running": len(self.scheduler.running),
-            "waiting": len(self.scheduler.waiting),
+            "running": self.scheduler.num_running,
+            "waiting": self.scheduler.num_waiting,
+            "swapped": self.scheduler.num_swapped,
             "blocks": self.pool.num_blocks,
             "used_blocks": self.pool.num_used,
             "cached_blocks": self.pool.num_idle,
@@ -479,8 +540,17 @@ class Engine:
                 "hits": self.tree.tokens_hit if self.tree else 0,
             },
             "preemptions": self.scheduler.num_preemptions,
+            "preemptions_recompute": self.preemption.num_recompute,
+            "preemptions_swap": self.preemption.num_swap,
+            "swapped_blocks": self.swap_space.num_used,
+            "swap_space_blocks": self.swap_space.num_slots,
             "steps": self.ledger.prefill.steps + self.ledger.decode.steps,
         }
+
+    @property
+    def preemption_log(self) -> deque[PreemptionRecord]:
+        """The last preemptions that are over: what each was predicted to cost, and did."""
+        return self.preemption.log
 
     def reset_prefix_cache(self) -> None:
         """Forget what is cached and not in use, pinned or not."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from itertools import pairwise
+from typing import Literal
 
 from penstock.roofline import CAUSES, Bound, StepRecord
 from penstock.sampling import TokenLogprobs
@@ -74,6 +75,23 @@ class RequestMetrics:
         """From arrival to the end."""
         end = self.finished_time
         return None if end is None else end - self.arrival_time
+
+
+@dataclass(slots=True)
+class PreemptionRecord:
+    """One time that a request gave way: what that was expected to cost, and what it did.
+
+    recompute: the forward pass of the tokens that were computed again, which is their share, by
+    number, of the steps they were in. swap: the time of the copies out and back.
+    """
+
+    request_id: str
+    mode: Literal["recompute", "swap"]
+    tokens: int  # whose keys and values it gave up; what samples share counts for each
+    blocks: int  # that held them
+    predicted_s: float | None  # None: before anything was measured
+    measured_s: float = 0.0
+    redo_tokens: int = 0  # that have still to be computed again
 
 
 @dataclass(slots=True)

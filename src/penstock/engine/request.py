@@ -7,7 +7,12 @@ from enum import Enum, auto
 
 from penstock.cache import Node
 from penstock.engine.options import RequestOptions
-from penstock.engine.outputs import CompletionOutput, RequestMetrics, RequestOutput
+from penstock.engine.outputs import (
+    CompletionOutput,
+    PreemptionRecord,
+    RequestMetrics,
+    RequestOutput,
+)
 from penstock.sampling import SamplingParams, SequenceSampling, TokenLogprobs
 from penstock.tokenizer import IncrementalDetokenizer
 
@@ -18,6 +23,7 @@ class Status(Enum):
     WAITING = auto()  # in the queue, holding nothing
     FORKING = auto()  # has a row; waits for the first sample's prompt
     RUNNING = auto()
+    SWAPPED = auto()  # in the queue with all of its request that ran, holding swap slots only
     FINISHED = auto()
 
 
@@ -35,6 +41,9 @@ class Sequence:
     blocks: list[int] = field(default_factory=list)
     row: int = -1  # of the block table, while it has one
     nodes: list[Node] = field(default_factory=list)  # its path in the prefix tree
+    slots: list[int] = field(default_factory=list)  # of the swap space, while it is swapped out
+    overdue: bool = False  # has waited so long that it goes first
+    preempted: PreemptionRecord | None = None  # the last time, until what it cost is known
     logprobs: list[TokenLogprobs] | None = None
     cumulative_logprob: float = 0.0
     early_text: str = ""  # of the first `min_tokens`, in which no stop string is looked for
@@ -96,6 +105,7 @@ class Request:
     stream: bool  # an output after every step, not only the last
     metrics: RequestMetrics
     options: RequestOptions = field(default_factory=RequestOptions)
+    num_uncached: int = 0  # of the prompt's tokens, on arrival
     sequences: list[Sequence] = field(default_factory=list)
     live: int = 0  # of the sequences: those that haven't finished
     prompt_logprobs: list[TokenLogprobs | None] | None = None

@@ -7,44 +7,29 @@ Sources: Yu et al. 2022 (Orca), Agrawal et al. 2023, arXiv:2308.16369 (Sarathi).
 
 from __future__ import annotations
 
+import math
 import time
-from collections import deque
-from dataclasses import dataclass, field
+from collections.abc import Callable
 
 import numpy as np
 
-from penstock.cache import BlockPool, PrefixTree
+from penstock.cache import BlockPool, Node, PrefixTree, SwapSpace
 from penstock.config import SchedulerConfig
+from penstock.engine.options import RequestOptions
+from penstock.engine.outputs import PreemptionRecord
+from penstock.engine.plan import Part, Plan, Swap
+from penstock.engine.policy import check_options, policy_of
+from penstock.engine.preemption import Preemption
 from penstock.engine.request import Request, Sequence, Status
+from penstock.engine.swapping import Swapper
+from penstock.engine.waiting import WaitingQueue
 from penstock.errors import ConfigError, OutOfCacheError, RequestError
 
-Part = tuple[Sequence, int]
-"""A sequence and how many of its next tokens take part in a step."""
-
-
-@dataclass(slots=True)
-class Plan:
-    """One step: its sequences with their new tokens, and blocks to copy before it."""
-
-    parts: list[Part] = field(default_factory=list)
-    copies: list[tuple[int, int]] = field(default_factory=list)  # (from, to), all at once
-    num_tokens: int = 0
-
-    def take(self, sequence: Sequence, count: int) -> None:
-        """`count` tokens of `sequence` take part."""
-        self.parts.append((sequence, count))
-        self.num_tokens += count
-
-    def drop(self, sequence: Sequence) -> None:
-        """`sequence` takes no part; nothing is copied into its blocks, which others may get."""
-        gone = set(sequence.blocks)
-        self.parts = [part for part in self.parts if part[0] is not sequence]
-        self.copies = [copy for copy in self.copies if copy[1] not in gone]
-        self.num_tokens = sum(count for _, count in self.parts)
+__all__ = ["Part", "Plan", "Scheduler"]
 
 
 class Scheduler:
-    """First come, first served; the latest arrival gives way when blocks run out."""
+    """In the order of a policy; who ranks lowest gives way when blocks run out."""
 
     def __init__(
         self,
@@ -53,14 +38,24 @@ class Scheduler:
         tree: PrefixTree | None,
         block_size: int,
         max_model_len: int,
+        swap_space: SwapSpace,
+        preemption: Preemption,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        """clock: seconds that never go back; what waiting is measured by."""
         self.config = config
         self.pool = pool
         self.tree = tree
         self.block_size = block_size
-        self.waiting: deque[Sequence] = deque()
+        self.max_model_len = max_model_len
+        self.clock = clock
+        self.policy = policy_of(config)
+        # first come, first served overtakes nobody
+        patience_s = math.inf if config.policy == "fcfs" else config.starvation_s
+        self.waiting = WaitingQueue(self.policy, patience_s)
         self.running: list[Sequence] = []
-        self.num_preemptions = 0
+        self.preemption = preemption
+        self.swapper = Swapper(swap_space, pool, block_size, self._cached)
         width = -(-max_model_len // block_size)
         if pool.num_blocks < width:  # it would give way to itself for ever
             raise OutOfCacheError(
@@ -79,8 +74,9 @@ class Scheduler:
 
     # ── the queue ────────────────────────────────────────────────────────────────────────────
 
-    def check(self, n: int) -> None:
-        """Raises RequestError for a request of `n` samples that could never run."""
+    def check(self, n: int, options: RequestOptions) -> None:
+        """Raises RequestError for `n` samples that could never run, or a wish that can't be met."""
+        check_options(self.policy, options)
         if n > self.config.max_num_seqs:
             raise RequestError(
                 f"n={n} samples can't run at once: max_num_seqs is {self.config.max_num_seqs}. "
@@ -89,18 +85,43 @@ class Scheduler:
 
     def add(self, request: Request) -> None:
         """Queue a request that `check` let pass."""
-        self.waiting.append(request.sequences[0])
+        first = request.sequences[0]
+        request.num_uncached = first.num_prompt
+        if self.config.policy == "sjf":
+            request.num_uncached -= len(self._cached(first)) * self.block_size
+        self.waiting.add(first, self.clock())
 
     @property
     def has_work(self) -> bool:
         return bool(self.running or self.waiting)
 
+    @property
+    def num_waiting(self) -> int:
+        """Of the queue: those that hold nothing."""
+        return max(len(self.waiting) - len(self.swapper.groups), 0)
+
+    @property
+    def num_running(self) -> int:
+        """Sequences that hold blocks."""
+        return len(self.running)
+
+    @property
+    def num_swapped(self) -> int:
+        """Sequences that hold swap slots."""
+        return self.swapper.num_sequences
+
+    @property
+    def num_preemptions(self) -> int:
+        """Times that a sequence, or a group that was swapped, gave way."""
+        return self.preemption.num_recompute + self.preemption.num_swap
+
     def finish(self, sequence: Sequence) -> None:
         """Take a sequence out, wherever it is, and free what it holds."""
         if sequence.status is Status.RUNNING:
             self.running.remove(sequence)
-        elif sequence.status is Status.WAITING and sequence in self.waiting:
+        elif sequence in self.waiting:
             self.waiting.remove(sequence)
+        self.swapper.forget(sequence)
         self._let_go(sequence)
         sequence.status = Status.FINISHED
 
@@ -109,6 +130,7 @@ class Scheduler:
     def schedule(self) -> Plan:
         """Plan the next step; an empty plan means that there is nothing to do."""
         plan = Plan()
+        self.waiting.age(self.clock())
         limit = self.config.max_num_batched_tokens
         preempted = self.num_preemptions
         for sequence in self._by_phase():
@@ -136,45 +158,132 @@ class Scheduler:
         return budget if self.config.enable_chunked_prefill else 0
 
     def _make_room(self, sequence: Sequence, count: int, plan: Plan) -> bool:
-        """Give `sequence` blocks for `count` more tokens; later arrivals give way if need be."""
+        """Give `sequence` blocks for `count` more tokens; who ranks lowest gives way if need be."""
         while not self._extend(sequence, count, plan):
-            victim = max(self.running, key=lambda s: s.order)
-            self._preempt(victim, plan)
-            if victim is sequence:
+            self._preempt(max(self.running, key=self.waiting.rank), sequence, plan)
+            if sequence.status is not Status.RUNNING:
                 return False
         return True
 
     def _admit(self, plan: Plan, limit: int) -> None:
-        """Start waiting sequences while there are rows, budget and blocks."""
-        while self.waiting and plan.num_tokens < limit:
-            sequence = self.waiting[0]
-            fresh = sequence.index == 0 and sequence.num_output == 0
-            rows = sequence.request.params.n if fresh else 1
-            if len(self._free_rows) < rows:
-                return
-            hit = self._look_up(sequence)
-            count = self._share(sequence, limit - plan.num_tokens)
-            if not (count and self._fits(sequence, count) and self._extend(sequence, count, plan)):
-                self._let_go(sequence)
-                return
-            self.waiting.popleft()
-            self._start(sequence, hit, fresh)
+        """Start waiting sequences in their order while there are rows, budget and blocks."""
+        displaced = False  # whoever was must not come back in the same step
+        while self.waiting and plan.num_tokens < limit and not displaced:
+            sequence = self.waiting.first()
+            while not self._enter(sequence, plan, limit):
+                if not self._displace(sequence, plan, limit):
+                    return
+                displaced = True
+
+    def _enter(self, sequence: Sequence, plan: Plan, limit: int) -> bool:
+        """Start the first of the queue, or start it again: all or nothing."""
+        if sequence.status is Status.SWAPPED:
+            return self._resume(sequence, plan, limit)
+        fresh = sequence.index == 0 and sequence.num_output == 0
+        rows = sequence.request.params.n if fresh else 1
+        if len(self._free_rows) < rows:
+            return False
+        hit = self._look_up(sequence)
+        count = self._share(sequence, limit - plan.num_tokens)
+        if not (count and self._fits(sequence, count) and self._extend(sequence, count, plan)):
+            self._let_go(sequence)
+            return False
+        self.waiting.remove(sequence)
+        self._start(sequence, hit, fresh)
+        plan.take(sequence, count)
+        return True
+
+    def _resume(self, leader: Sequence, plan: Plan, limit: int) -> bool:
+        """Start a group again that was swapped out, all of it with its next tokens."""
+        group = self.swapper.groups[leader.request]
+        fresh = leader.index == 0 and leader.num_output == 0
+        rows = leader.request.params.n if fresh else len(group)
+        budget = limit - plan.num_tokens
+        if len(self._free_rows) < rows or budget < len(group):
+            return False
+        counts: list[int] = []
+        for others, sequence in enumerate(reversed(group)):  # one token each at least
+            counts.append(self._share(sequence, budget - sum(counts) - (len(group) - 1 - others)))
+        counts.reverse()
+        if 0 in counts:
+            return False
+        growth = sum(
+            self._blocks_for(s.num_computed + count) - len(s.slots)
+            for s, count in zip(group, counts, strict=True)
+        )
+        pairs = self.swapper.come_back(group, growth + len(self.running))
+        if pairs is None:
+            if not self.running:  # there won't ever be more room: it shared more than it can now
+                self.forget_swapped(group)
+                return self._enter(leader, plan, limit)
+            return False
+        self.waiting.remove(leader)
+        record, leader.preempted = leader.preempted, None
+        assert record is not None  # it gave way
+        slots = [slot for s in group for slot in s.slots]
+        plan.swaps_in.append(Swap(group, record, pairs, slots))
+        for sequence, count in zip(group, counts, strict=True):
+            sequence.slots = []
+            sequence.overdue = leader.overdue
+            self._take_row(sequence)
+            self._extend(sequence, count, plan)
             plan.take(sequence, count)
+        if fresh:
+            self._reserve_rows(leader.request)
+        return True
+
+    def _displace(self, newcomer: Sequence, plan: Plan, limit: int) -> bool:
+        """Make the lowest in rank give way to `newcomer`, if that can bring it a row or blocks.
+
+        Only a request that has never run may take places, and not of its equals. So what gave way
+        waits for room, and two requests can't make each other give way in turns, whatever becomes
+        of their ranks.
+        """
+        request, key = newcomer.request, self.policy.key(newcomer.request)
+        if not self.policy.preempts or newcomer.overdue:
+            return False
+        if request.metrics.first_scheduled_time is not None:
+            return False
+        lower = [s for s in self.running if not s.overdue and self.policy.key(s.request) > key]
+        if not lower:
+            return False
+        found = self._findable(newcomer)
+        newcomer.num_computed = len(found) * self.block_size
+        count = self._share(newcomer, limit - plan.num_tokens)
+        need = self._blocks_for(newcomer.num_computed + count) + len(self.running)
+        need -= sum(self.pool.count(node.block) > 0 for node in found)
+        newcomer.num_computed = 0
+        lacks_rows = len(self._free_rows) < request.params.n
+        if not count or not (lacks_rows or self.pool.num_available < need):
+            return False  # it is the budget that it lacks, and that is new with every step
+        holders = {member for s in lower for member in s.request.sequences if member.row >= 0}
+        blocks = self.pool.num_available + sum(len(s.blocks) for s in lower) + len(lower)
+        if len(self._free_rows) + len(holders) < request.params.n or blocks < need:
+            return False
+        self._preempt(max(lower, key=self.waiting.rank), newcomer, plan)
+        return True
 
     def _fits(self, sequence: Sequence, count: int) -> bool:
         """Whether a newcomer leaves a block for each running sequence: or it would soon give way.
 
         Asked before anything is allocated, which would give up cached blocks for nothing.
         """
-        need = -(-(sequence.num_computed + count) // self.block_size) - len(sequence.blocks)
+        need = self._blocks_for(sequence.num_computed + count) - len(sequence.blocks)
         return self.pool.num_available >= need + len(self.running)
+
+    def _cached(self, sequence: Sequence) -> list[Node]:
+        """The cached prefix of a sequence; its blocks aren't held yet."""
+        salt = sequence.request.options.cache_salt
+        return [] if self.tree is None else self.tree.match(sequence.tokens, salt)
+
+    def _findable(self, sequence: Sequence) -> list[Node]:
+        """What of its cached prefix a sequence that is about to start may use."""
+        unread = sequence.request.reads_prompt and not sequence.num_output
+        return [] if unread else self._cached(sequence)  # unread: every prompt row's logits
 
     def _look_up(self, sequence: Sequence) -> int:
         """Hold the cached prefix of a sequence that is about to start; tokens found."""
-        unread = sequence.request.reads_prompt and not sequence.num_output
-        if self.tree is None or unread:
-            return 0
-        sequence.nodes = self.tree.match(sequence.tokens, sequence.request.options.cache_salt)
+        sequence.nodes = self._findable(sequence)
         sequence.blocks = [node.block for node in sequence.nodes]
         for block in sequence.blocks:
             self.pool.share(block)
@@ -182,27 +291,40 @@ class Scheduler:
         return sequence.num_computed
 
     def _start(self, sequence: Sequence, hit: int, fresh: bool) -> None:
-        group = sequence.request.sequences if fresh else [sequence]
-        for member in group:
-            member.row = self._free_rows.pop()
-            member.status = Status.FORKING
-        sequence.status = Status.RUNNING
-        self.table[sequence.row, : len(sequence.blocks)] = sequence.blocks
-        self.running.append(sequence)
+        self._take_row(sequence)
+        if fresh:
+            self._reserve_rows(sequence.request)
+        self.preemption.starts_again(sequence, hit)
         metrics = sequence.request.metrics
         if metrics.first_scheduled_time is None:  # not when it starts again after giving way
-            metrics.first_scheduled_time = time.monotonic()
+            metrics.first_scheduled_time = self.clock()
             metrics.cached_tokens = hit
             if self.tree is not None:
                 self.tree.count(sequence.num_prompt, hit)
 
+    def _take_row(self, sequence: Sequence) -> None:
+        """Let a sequence run that has its blocks."""
+        sequence.row = self._free_rows.pop()
+        sequence.status = Status.RUNNING
+        self.table[sequence.row, : len(sequence.blocks)] = sequence.blocks
+        self.running.append(sequence)
+
+    def _reserve_rows(self, request: Request) -> None:
+        """For the other samples of a request whose prompt comes in."""
+        for member in request.sequences[1:]:
+            member.row = self._free_rows.pop()
+            member.status = Status.FORKING
+
     # ── blocks ───────────────────────────────────────────────────────────────────────────────
+
+    def _blocks_for(self, tokens: int) -> int:
+        return -(-tokens // self.block_size)
 
     def _extend(self, sequence: Sequence, count: int, plan: Plan) -> bool:
         """Blocks for `count` more tokens, and one of its own to write in: all or nothing."""
         blocks, size = sequence.blocks, self.block_size
         first = len(blocks)
-        need = -(-(sequence.num_computed + count) // size) - first
+        need = self._blocks_for(sequence.num_computed + count) - first
         at = sequence.num_computed // size
         shared = at < first and self.pool.count(blocks[at]) > 1
         if need <= 0 and not shared:
@@ -222,17 +344,87 @@ class Scheduler:
             self.table[sequence.row, first : len(blocks)] = new
         return True
 
-    def _preempt(self, victim: Sequence, plan: Plan) -> None:
-        """Take everything from `victim` but its tokens; it will be computed again."""
-        self.running.remove(victim)
-        plan.drop(victim)
-        for member in victim.request.sequences:
-            if member is victim or (member.status is Status.FORKING and victim.index == 0):
-                self._let_go(member)
-                member.status = Status.WAITING
-        self.waiting.appendleft(victim)
-        self.num_preemptions += 1
-        victim.request.metrics.preemptions += 1
+    def _preempt(self, victim: Sequence, asker: Sequence, plan: Plan) -> None:
+        """Take blocks and row from `victim`, and from its group if that is swapped out."""
+        own = sum(self.pool.count(node.block) == 1 for node in victim.nodes)
+        stay = len(victim.nodes) - min(self._taken_meanwhile([victim], asker), own)
+        record = self.preemption.recompute(victim, stay * self.block_size)
+        if swap := self._swap_out(victim, asker, record, plan):
+            leaving, leader, record = swap.group, swap.group[0], swap.record
+        else:
+            leaving, leader = [victim], victim
+        self.preemption.gave_way(leader, record)
+        for sequence in leaving:
+            self.running.remove(sequence)
+            plan.drop(sequence)
+            if sequence.index == 0:  # perhaps its prompt wasn't complete
+                for member in sequence.request.sequences:
+                    if member.status is Status.FORKING:
+                        self._stop(member)
+            self._stop(sequence, swapped=record.mode == "swap")
+        self.waiting.add(leader, self.clock())
+
+    def _taken_meanwhile(self, leaving: list[Sequence], asker: Sequence) -> int:
+        """Blocks of those leaving that others will have taken when there is room again.
+
+        There is when one of the others ends, by its limits: who ends before can't be known. Until
+        then they grow, and take first what is free or was let go before. (The last token is given
+        and not computed.)
+        """
+        if self.tree is None:
+            return self.pool.num_blocks  # nothing is found again
+        others = [s for s in {*self.running, asker} if s not in leaving]
+        steps = min(map(self._tokens_left, others), default=0)
+        grown = sum(
+            max(self._blocks_for(len(s.tokens) + steps - 1) - len(s.blocks), 0) for s in others
+        )
+        open_blocks = sum(len(s.blocks) - len(s.nodes) for s in leaving)  # not in the tree: free
+        return max(grown - open_blocks - self.pool.num_available, 0)
+
+    def _tokens_left(self, sequence: Sequence) -> int:
+        """How many tokens a sequence may still be given."""
+        room, limit = self.max_model_len - len(sequence.tokens), sequence.request.params.max_tokens
+        return room if limit is None else min(limit - sequence.num_output, room)
+
+    def _swap_out(
+        self, victim: Sequence, asker: Sequence, other: PreemptionRecord, plan: Plan
+    ) -> Swap | None:
+        """Slots for `victim` and the samples that run with it, if that is the better way."""
+        group = self.swapper.group_of(victim)
+        if asker in group and len(group) == len(self.running):
+            return None  # nobody would be left, and it would come back to the same
+        blocks, held = self.swapper.stake(group)
+        if not blocks:
+            return None
+        partial = sum(s.num_computed % self.block_size > 0 for s in group)  # never in the tree
+        back = min(self._taken_meanwhile(group, asker) + partial, blocks - held)
+        record = self.preemption.swap(group, blocks, back)
+        if not self.preemption.prefers_swap(other, record):
+            return None
+        pairs = self.swapper.leave(group, plan)
+        if not pairs:
+            return None
+        swap = Swap(group, record, pairs)
+        plan.swaps_out.append(swap)
+        return swap
+
+    def _stop(self, sequence: Sequence, *, swapped: bool = False) -> None:
+        """Take row and blocks from a sequence; what it has computed is kept where it is swapped."""
+        computed = sequence.num_computed
+        self._let_go(sequence)
+        sequence.status = Status.SWAPPED if swapped else Status.WAITING
+        if swapped:
+            sequence.num_computed = computed
+
+    def forget_swapped(self, group: list[Sequence]) -> None:
+        """What `group` has in the swap space will be computed again instead."""
+        for sequence in list(group):
+            self.swapper.forget(sequence)
+            sequence.num_computed = 0
+            sequence.status = Status.WAITING
+            sequence.preempted = None
+            if sequence not in self.waiting:
+                self.waiting.add(sequence, self.clock())
 
     def _let_go(self, sequence: Sequence) -> None:
         self.pool.release(reversed(sequence.blocks))
@@ -273,5 +465,6 @@ class Scheduler:
                 self.pool.share(block)
             self.table[sequence.row, : len(sequence.blocks)] = sequence.blocks
             sequence.status = Status.RUNNING
+            sequence.overdue = parent.overdue
             self.running.append(sequence)
         return forks

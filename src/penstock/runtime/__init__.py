@@ -2,8 +2,17 @@
 
 from penstock.runtime.hidden import HiddenRunner
 from penstock.runtime.loader import Runtime, load_runtime
-from penstock.runtime.memory import plan_blocks
+from penstock.runtime.memory import plan_blocks, plan_swap
 from penstock.runtime.program import Program
 from penstock.runtime.runner import Forward, Runner
 
-__all__ = ["Forward", "HiddenRunner", "Program", "Runner", "Runtime", "load_runtime", "plan_blocks"]
+__all__ = [
+    "Forward",
+    "HiddenRunner",
+    "Program",
+    "Runner",
+    "Runtime",
+    "load_runtime",
+    "plan_blocks",
+    "plan_swap",
+]

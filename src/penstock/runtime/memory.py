@@ -1,13 +1,19 @@
-"""How many blocks the cache gets, decided before anything is allocated."""
+"""How many blocks the cache and the swap space get, decided before anything is allocated."""
 
 from __future__ import annotations
 
 from penstock.cache import PagedLayout
-from penstock.config import CacheConfig
+from penstock.config import CacheConfig, SchedulerConfig
 from penstock.errors import OutOfCacheError
 
 COMFORTABLE_BYTES = 4 << 30
 """The cache's size unless asked otherwise, where one sequence of full length needs no more."""
+
+SWAP_BYTES = 1 << 30
+"""The swap space's size unless asked otherwise, where that is no more than …"""
+
+SWAP_FRACTION = 0.1
+"""… this much of the free memory."""
 
 
 def plan_blocks(
@@ -53,6 +59,33 @@ def plan_blocks(
     useful = (one + 1) * max_num_seqs
     comfortable = max(COMFORTABLE_BYTES // size, one)
     return min(fit, useful, comfortable)
+
+
+def plan_swap(layout: PagedLayout, config: SchedulerConfig, available_bytes: int) -> int:
+    """The number of blocks that may lie outside the cache; 0 where none are to.
+
+    available_bytes: what is free beside the cache.
+    Raises OutOfCacheError when `config.swap_space` is more than there is, or when
+    `preemption_mode="swap"` would have no room for a single block.
+    """
+    if config.preemption_mode == "recompute":
+        return 0
+    size = layout.bytes_per_block
+    if config.swap_space is None:
+        budget = min(SWAP_BYTES, int(available_bytes * SWAP_FRACTION))
+    else:
+        budget = int(config.swap_space * (1 << 30))
+        if budget > available_bytes:
+            raise OutOfCacheError(
+                f"swap_space={config.swap_space} is {_mib(budget)}, but {_mib(available_bytes)} "
+                "are free beside the cache. Lower it."
+            )
+    if config.preemption_mode == "swap" and budget < size:
+        raise OutOfCacheError(
+            f"preemption_mode='swap' needs room for a block of {_mib(size)} at least, but the swap "
+            f"space has {_mib(budget)}. Raise swap_space, or set preemption_mode='recompute'."
+        )
+    return budget // size
 
 
 def _mib(size: int) -> str:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from penstock.cache import copy_blocks
+from penstock.cache import SwapStore, copy_blocks
 from penstock.errors import ConfigError
 from penstock.runtime.program import Program
 from penstock.step import KV, Step
@@ -23,6 +23,7 @@ class Runner:
     def __init__(self, forward: Forward, kv: KV) -> None:
         self._forward = forward
         self.kv = kv
+        self._swapped: SwapStore | None = None
         self._owner: Callable[[], object | None] = lambda: None
 
     def claim(self, engine: object) -> None:
@@ -56,6 +57,19 @@ class Runner:
         """Copy blocks, (from, to): before the step that writes to the copies."""
         with torch.inference_mode():
             copy_blocks(self.kv, pairs)
+
+    def swap_out(self, pairs: Sequence[tuple[int, int]]) -> None:
+        """Copy blocks to swap slots, (block, slot); memory for them is taken as it is needed."""
+        self._store().put(pairs)
+
+    def swap_in(self, pairs: Sequence[tuple[int, int]]) -> None:
+        """Copy swap slots back to blocks, (slot, block)."""
+        self._store().take(pairs)
+
+    def _store(self) -> SwapStore:
+        if self._swapped is None:
+            self._swapped = SwapStore(self.kv)
+        return self._swapped
 
     def forward(self, step: Step) -> Tensor:
         """The step's logits [S, V], good until the next one; keys and values go to the cache."""
