@@ -19,6 +19,7 @@ from penstock.cli.options import (
     Quantization,
     given,
 )
+from penstock.cli.stats import machine_peaks
 from penstock.errors import ConfigError, MissingExtraError
 
 if TYPE_CHECKING:
@@ -148,6 +149,25 @@ def serve(
             panel=_ENGINE,
         ),
     ] = True,
+    scheduling_policy: Annotated[
+        str,
+        _option(
+            help="Who goes first: fcfs, priority, sjf (shortest prompt) or edf (deadlines).",
+            panel=_ENGINE,
+        ),
+    ] = "fcfs",
+    ttft_slo_ms: Annotated[
+        float | None, _option(help="edf: to the first token, for all.", panel=_ENGINE)
+    ] = None,
+    tpot_slo_ms: Annotated[
+        float | None, _option(help="edf: to each further token, for all.", panel=_ENGINE)
+    ] = None,
+    preemption_mode: Annotated[
+        str, _option(help="Giving way: auto, recompute or swap.", panel=_ENGINE)
+    ] = "auto",
+    swap_space: Annotated[
+        float | None, _option(help="GiB for what is swapped out.", panel=_ENGINE)
+    ] = None,
     enforce_eager: Annotated[
         bool,
         _option("--enforce-eager", help="Call the operators one by one.", panel=_ENGINE),
@@ -207,7 +227,12 @@ def serve(
         enable_prefix_caching=prefix_caching,
         enable_chunked_prefill=chunked_prefill,
         enforce_eager=enforce_eager,
+        policy=scheduling_policy,
+        preemption_mode=preemption_mode,
         **given(
+            ttft_slo_s=None if ttft_slo_ms is None else ttft_slo_ms / 1000,
+            tpot_slo_s=None if tpot_slo_ms is None else tpot_slo_ms / 1000,
+            swap_space=swap_space,
             dtype=dtype,
             quantization=quantization,
             kv_cache_dtype=kv_cache_dtype,
@@ -227,6 +252,7 @@ def _loader(config: EngineConfig) -> Callable[[], tuple[AsyncLLM, str]]:
     def load() -> tuple[AsyncLLM, str]:
         from penstock.engine import AsyncLLM
 
+        machine_peaks()  # so that the engine knows its floor
         return AsyncLLM.of(config), str(config.model.model)
 
     return load

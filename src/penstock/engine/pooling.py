@@ -22,8 +22,8 @@ from numpy.typing import NDArray
 
 from penstock.engine.batch import Batch, Batcher
 from penstock.engine.outputs import RequestMetrics, RequestOutput
-from penstock.engine.request import Request, Sequence
 from penstock.engine.plan import Part, Plan
+from penstock.engine.request import Request, Sequence
 from penstock.errors import RequestError, nearest
 from penstock.roofline import StepSize
 from penstock.runtime import HiddenRunner

@@ -64,13 +64,12 @@ def serve(config: ServerConfig, load: Callable[[], tuple[AsyncLLM, str]]) -> Non
 
     def load_model() -> None:
         try:
-            llm, name = load()
+            service.start(*load())
         except BaseException as error:  # told to whoever started the server
             failures.append(error)
             service.state = "failed"
             server.should_exit = True
         else:
-            service.start(llm, name)
             host, port = listener.getsockname()[:2]
             shown = f"[{host}]" if ":" in host else host
             logger.info("ready", extra={"fields": {"url": f"http://{shown}:{port}"}})

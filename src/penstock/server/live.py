@@ -47,7 +47,7 @@ def snapshot(service: Service, llm: AsyncLLM, since: float) -> tuple[dict[str, A
         "requests": {
             "running": stats["running"],
             "waiting": stats["waiting"],
-            "swapped": stats.get("swapped", 0),
+            "swapped": stats["swapped"],
             "done": service.done,
             "failed": service.failed,
         },

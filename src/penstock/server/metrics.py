@@ -130,6 +130,7 @@ class _EngineCollector(Collector):
                 "Share of the cache's blocks in use; 1 is all.",
                 stats["used_blocks"] / blocks if blocks else 0.0,
             ),
+            ("vllm:num_requests_swapped", "Sequences that were swapped out.", stats["swapped"]),
             ("penstock:kv_cache_blocks", "Blocks of the cache.", blocks),
             (
                 "penstock:kv_cache_idle_blocks",
@@ -143,6 +144,11 @@ class _EngineCollector(Collector):
             yield gauge
         counters = (
             ("vllm:num_preemptions", "Sequences that gave way.", stats["preemptions"]),
+            (
+                "penstock:preemptions_swap",
+                "Of these, by copying their blocks.",
+                stats["preemptions_swap"],
+            ),
             ("vllm:prefix_cache_queries", "Prompt tokens looked up.", prefix["queries"]),
             ("vllm:prefix_cache_hits", "Prompt tokens found in the cache.", prefix["hits"]),
             ("penstock:steps", "Steps of the engine.", stats["steps"]),

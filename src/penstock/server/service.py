@@ -13,12 +13,13 @@ from typing import Any, Literal, TypeVar
 
 from penstock.engine import AsyncLLM, PoolingParams, RequestOptions, RequestOutput
 from penstock.engine.prompts import default_params
+from penstock.errors import ConfigError, RequestError
 from penstock.roofline import StepRecord
 from penstock.sampling import SamplingParams
 from penstock.server.config import ServerConfig
 from penstock.server.conversation import Prompts, PromptText
 from penstock.server.errors import ApiError, as_api_error
-from penstock.server.keys import Key
+from penstock.server.keys import Key, Limits
 from penstock.server.limits import Account, Gate
 from penstock.server.metrics import Metrics
 from penstock.server.protocol.common import EngineFields
@@ -107,7 +108,12 @@ class Service:
     # ── the engine ───────────────────────────────────────────────────────────────────────────
 
     def start(self, llm: AsyncLLM, name: str) -> None:
-        """Serve this engine, as `name` unless the configuration names it."""
+        """Serve this engine, as `name` unless the configuration names it.
+
+        Raises ConfigError where a key asks for what the engine's policy can't heed.
+        """
+        for key in self.config.accounts:
+            self._check_wishes(llm, key)
         self._llm = llm
         self._names = self._names or (name,)
         runtime = llm.runtime
@@ -116,6 +122,14 @@ class Service:
         llm.engine.ledger.watch = self.recent.steps.append
         self.metrics.attach(llm, self._names[0])
         self.state = "ready"
+
+    def _check_wishes(self, llm: AsyncLLM, key: Key) -> None:
+        nothing = PromptText([])
+        options = self._wishes(key.limits, EngineFields(), nothing)
+        try:
+            llm.engine.scheduler.check(1, options)
+        except RequestError as error:
+            raise ConfigError(f"The API key {key.name!r}: {error}") from error
 
     @property
     def llm(self) -> AsyncLLM:
@@ -169,7 +183,10 @@ class Service:
 
     def options(self, caller: Caller, body: EngineFields, prompt: PromptText) -> RequestOptions:
         """What the request, or else its key, asks of the queue and the cache."""
-        limits = caller.key.limits
+        return self._wishes(caller.key.limits, body, prompt)
+
+    @staticmethod
+    def _wishes(limits: Limits, body: EngineFields, prompt: PromptText) -> RequestOptions:
         ttft = limits.ttft_slo_ms if body.ttft_slo_ms is None else body.ttft_slo_ms
         tpot = limits.tpot_slo_ms if body.tpot_slo_ms is None else body.tpot_slo_ms
         return RequestOptions(
