@@ -16,6 +16,7 @@ from torch import Tensor
 from penstock.cache import PinnablePool, Pins, PrefixTree, SwapSpace
 from penstock.config import EngineConfig
 from penstock.engine.batch import Batch, Batcher
+from penstock.engine.intake import Intake
 from penstock.engine.options import RequestOptions
 from penstock.engine.outputs import PreemptionRecord, RequestMetrics, RequestOutput
 from penstock.engine.plan import Part, Plan
@@ -23,7 +24,7 @@ from penstock.engine.pooling import NO_SAMPLES, Pooler, PoolingParams, PoolingRe
 from penstock.engine.preemption import CostPredictor, Preemption
 from penstock.engine.request import Request, Sequence, Status
 from penstock.engine.scheduler import Scheduler
-from penstock.errors import InvalidPromptError, InvalidSamplingError, RequestError
+from penstock.errors import InvalidSamplingError, RequestError
 from penstock.hardware import detect
 from penstock.roofline import CostModel, Ledger, kept_peaks
 from penstock.runtime import Runtime, plan_swap
@@ -31,7 +32,6 @@ from penstock.sampling import (
     Sampled,
     Sampler,
     SamplingParams,
-    SequenceSampling,
     TokenLogprobs,
     prompt_logprobs,
 )
@@ -89,6 +89,7 @@ class Engine:
         self.pooler: Pooler | None = None
         self.requests: dict[str, Request] = {}
         self._eos = frozenset(runtime.model.eos_token_ids)
+        self.intake = Intake(model, runtime.tokenizer)
         self._arrivals = 0
         self._seeds = np.random.default_rng(config.model.seed)
         self._ended: list[Request] = []  # outside of a step
@@ -120,7 +121,7 @@ class Engine:
                 "SamplingParams.from_kwargs(**arguments) makes them from a dictionary."
             )
         options = options or RequestOptions()
-        tokens = self._checked(prompt_token_ids)
+        tokens = self.intake.checked(prompt_token_ids)
         self._check_options(tokens, options)
         self.scheduler.check(params.n, options)  # before a sequence is made for each
         if params.stop_strings and self.runtime.tokenizer is None:
@@ -138,8 +139,10 @@ class Engine:
         if params.prompt_logprobs is not None:
             request.prompt_logprobs = [None]
         seed = params.seed if params.seed is not None else int(self._seeds.integers(1 << 63))
-        bad_words = self._bad_words(params)
-        request.sequences = [self._sequence(request, i, seed, bad_words) for i in range(params.n)]
+        bad_words = self.intake.bad_words(params)
+        request.sequences = [
+            self.intake.sequence(request, i, seed, bad_words) for i in range(params.n)
+        ]
         request.live = params.n
         self.scheduler.add(request)
         self._arrivals += 1
@@ -164,7 +167,7 @@ class Engine:
             raise RequestError(f"Request id {request_id!r} is already in use.")
         params = checked(params, self.runtime.model.spec.decoder.hidden)
         options = options or RequestOptions()
-        tokens = self._checked(prompt_token_ids, generates=False)
+        tokens = self.intake.checked(prompt_token_ids, generates=False)
         self._check_options(tokens, options)
         self.scheduler.check(1, options)
         if self.pooler is None:
@@ -182,7 +185,7 @@ class Engine:
             live=1,
             pooling=params,
         )
-        request.sequences = [self._sequence(request, 0, 0)]
+        request.sequences = [self.intake.sequence(request, 0, 0)]
         self.scheduler.add(request)
         self._arrivals += 1
         self.requests[request_id] = request
@@ -201,79 +204,6 @@ class Engine:
                 f"pin_tokens={options.pin_tokens} can't take effect: enable_prefix_caching is off."
             )
         self.pins.check(min(options.pin_tokens, len(tokens)))
-
-    def _bad_words(self, params: SamplingParams) -> list[list[int]]:
-        """The tokens of each bad word, at the start of a text and after a space, as in vLLM."""
-        if not params.banned_texts:
-            return []
-        tokenizer = self.runtime.tokenizer
-        if tokenizer is None:
-            raise RequestError("bad_words need a tokenizer, but skip_tokenizer_init is set.")
-        words: list[list[int]] = []
-        for text in params.banned_texts:
-            for form in (text, f" {text.lstrip()}"):
-                ids = tokenizer.encode(form, add_special_tokens=False)
-                if ids and ids not in words:
-                    words.append(ids)
-        return words
-
-    def _sequence(
-        self, request: Request, index: int, seed: int, bad_words: Seq[Seq[int]] = ()
-    ) -> Sequence:
-        params, tokens = request.params, request.prompt_token_ids
-        return Sequence(
-            request=request,
-            index=index,
-            tokens=list(tokens),
-            sampling=SequenceSampling(
-                params, tokens, self.vocab_size, seed, self._eos, index, bad_words
-            ),
-            detokenizer=self._detokenizer(
-                params, tokens, () if params.min_tokens else params.stop_strings
-            ),
-            logprobs=None if params.logprobs is None else [],
-        )
-
-    def _detokenizer(
-        self, params: SamplingParams, context: list[int], stop: tuple[str, ...]
-    ) -> IncrementalDetokenizer | None:
-        """For the output that follows `context`."""
-        if self.runtime.tokenizer is None or not params.detokenize:
-            return None
-        return IncrementalDetokenizer(
-            self.runtime.tokenizer,
-            prompt_ids=context,
-            skip_special_tokens=params.skip_special_tokens,
-            stop=stop,
-            include_stop_str_in_output=params.include_stop_str_in_output,
-        )
-
-    def _checked(self, prompt: Seq[int], generates: bool = True) -> list[int]:
-        try:
-            tokens = np.asarray(prompt)
-        except (ValueError, OverflowError) as error:
-            raise InvalidPromptError(f"A prompt must be a list of token ids: {error}.") from error
-        if tokens.size == 0:
-            raise InvalidPromptError("The prompt is empty. Give at least one token.")
-        if tokens.ndim != 1 or tokens.dtype.kind not in "iu":
-            raise InvalidPromptError(
-                f"A prompt must be a flat list of integer token ids, not {tokens.dtype} of shape "
-                f"{list(tokens.shape)}."
-            )
-        limit = self.max_model_len - generates
-        if len(tokens) > limit:
-            raise InvalidPromptError(
-                f"The prompt has {len(tokens)} tokens, but "
-                f"{'with at least one to generate ' if generates else ''}only {limit} fit into "
-                f"max_model_len={self.max_model_len}. Shorten it."
-            )
-        outside = tokens[(tokens < 0) | (tokens >= self.vocab_size)]
-        if len(outside):
-            raise InvalidPromptError(
-                f"Token id {outside[0]} is outside the vocabulary of {self.vocab_size}."
-            )
-        ids: list[int] = tokens.tolist()
-        return ids
 
     def abort(self, request_id: str, *, report: bool = True) -> None:
         """End a request now and free what it holds; unknown ids are ignored (it has ended).
@@ -506,7 +436,9 @@ class Engine:
             return self._finish(sequence, "length")
         if count == params.min_tokens and params.stop_strings:  # they count from here on
             sequence.early_text = sequence.text
-            sequence.detokenizer = self._detokenizer(params, sequence.tokens, params.stop_strings)
+            sequence.detokenizer = self.intake.detokenizer(
+                params, sequence.tokens, params.stop_strings
+            )
         return None
 
     def _detokenize(self, detokenizer: IncrementalDetokenizer, token: int) -> None:

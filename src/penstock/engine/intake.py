@@ -1,0 +1,98 @@
+"""From a request to its sequences: what is checked, and what each sequence starts with."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+
+import numpy as np
+
+from penstock.engine.request import Request, Sequence
+from penstock.errors import InvalidPromptError, RequestError
+from penstock.models.load import LoadedModel
+from penstock.sampling import SamplingParams, SequenceSampling
+from penstock.tokenizer import IncrementalDetokenizer, Tokenizer
+
+
+class Intake:
+    """Checks prompts and makes sequences, for one model and its tokenizer."""
+
+    def __init__(self, model: LoadedModel, tokenizer: Tokenizer | None) -> None:
+        self._tokenizer = tokenizer
+        self._vocab_size = model.spec.decoder.vocab_size
+        self._max_len = model.max_model_len
+        self._eos = frozenset(model.eos_token_ids)
+
+    def bad_words(self, params: SamplingParams) -> list[list[int]]:
+        """The tokens of each bad word, at the start of a text and after a space, as in vLLM."""
+        if not params.banned_texts:
+            return []
+        tokenizer = self._tokenizer
+        if tokenizer is None:
+            raise RequestError("bad_words need a tokenizer, but skip_tokenizer_init is set.")
+        words: list[list[int]] = []
+        for text in params.banned_texts:
+            for form in (text, f" {text.lstrip()}"):
+                ids = tokenizer.encode(form, add_special_tokens=False)
+                if ids and ids not in words:
+                    words.append(ids)
+        return words
+
+    def sequence(
+        self, request: Request, index: int, seed: int, bad_words: Seq[Seq[int]] = ()
+    ) -> Sequence:
+        """Sample number `index` of a request."""
+        params, tokens = request.params, request.prompt_token_ids
+        return Sequence(
+            request=request,
+            index=index,
+            tokens=list(tokens),
+            sampling=SequenceSampling(
+                params, tokens, self._vocab_size, seed, self._eos, index, bad_words
+            ),
+            detokenizer=self.detokenizer(
+                params, tokens, () if params.min_tokens else params.stop_strings
+            ),
+            logprobs=None if params.logprobs is None else [],
+        )
+
+    def detokenizer(
+        self, params: SamplingParams, context: list[int], stop: tuple[str, ...]
+    ) -> IncrementalDetokenizer | None:
+        """For the output that follows `context`."""
+        if self._tokenizer is None or not params.detokenize:
+            return None
+        return IncrementalDetokenizer(
+            self._tokenizer,
+            prompt_ids=context,
+            skip_special_tokens=params.skip_special_tokens,
+            stop=stop,
+            include_stop_str_in_output=params.include_stop_str_in_output,
+        )
+
+    def checked(self, prompt: Seq[int], generates: bool = True) -> list[int]:
+        """A prompt as plain ids. Raises InvalidPromptError for one that can't be computed."""
+        try:
+            tokens = np.asarray(prompt)
+        except (ValueError, OverflowError) as error:
+            raise InvalidPromptError(f"A prompt must be a list of token ids: {error}.") from error
+        if tokens.size == 0:
+            raise InvalidPromptError("The prompt is empty. Give at least one token.")
+        if tokens.ndim != 1 or tokens.dtype.kind not in "iu":
+            raise InvalidPromptError(
+                f"A prompt must be a flat list of integer token ids, not {tokens.dtype} of shape "
+                f"{list(tokens.shape)}."
+            )
+        limit = self._max_len - generates
+        if len(tokens) > limit:
+            raise InvalidPromptError(
+                f"The prompt has {len(tokens)} tokens, but "
+                f"{'with at least one to generate ' if generates else ''}only {limit} fit into "
+                f"max_model_len={self._max_len}. Shorten it."
+            )
+        outside = tokens[(tokens < 0) | (tokens >= self._vocab_size)]
+        if len(outside):
+            raise InvalidPromptError(
+                f"Token id {outside[0]} is outside the vocabulary of {self._vocab_size}."
+            )
+        ids: list[int] = tokens.tolist()
+        return ids
