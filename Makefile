@@ -27,7 +27,7 @@ SOURCES := pyproject.toml CMakeLists.txt $(wildcard csrc/cpu/*)
 	touch $@
 
 .venv/.run: .venv/.tools $(SOURCES)
-	$(BIN)/pip install --quiet --no-build-isolation --editable .
+	$(BIN)/pip install --quiet --no-build-isolation --editable ".[server]"
 	touch $@
 
 .venv/.dev: .venv/.run
