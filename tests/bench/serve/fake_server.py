@@ -52,10 +52,13 @@ class FakeServer:
 
     async def handle(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self.connections += 1
-        with suppress(ConnectionError, asyncio.IncompleteReadError):
+        gone = (ConnectionError, asyncio.IncompleteReadError, asyncio.CancelledError)
+        with suppress(*gone):
             while await self._one(reader, writer):
                 pass
         writer.close()
+        with suppress(*gone, ssl.SSLError):
+            await writer.wait_closed()
 
     async def _one(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bool:
         head = (await reader.readuntil(b"\r\n\r\n")).decode().split("\r\n")
@@ -79,14 +82,13 @@ class FakeServer:
             return self._json(writer, 400, {"detail": "unknown field stream_options"})
         return await self._answer(writer, body, self.faults.get(number))
 
-    def _json(
-        self, writer: asyncio.StreamWriter, status: int, body: Any, extra: str = ""
-    ) -> bool:
+    def _json(self, writer: asyncio.StreamWriter, status: int, body: Any, extra: str = "") -> bool:
         data = json.dumps(body).encode()
         kept = "" if self.keep_alive else "Connection: close\r\n"
         writer.write(
             f"HTTP/1.1 {status} X\r\nContent-Type: application/json\r\n{kept}{extra}"
-            f"Content-Length: {len(data)}\r\n\r\n".encode() + data
+            f"Content-Length: {len(data)}\r\n\r\n".encode()
+            + data
         )
         return self.keep_alive
 
@@ -196,10 +198,11 @@ def running(server: FakeServer, tls: ssl.SSLContext | None = None) -> Iterator[F
         ready.set()
         await stop.wait()
         listening.close()
-        tasks = asyncio.all_tasks() - {asyncio.current_task()}
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        while tasks := asyncio.all_tasks() - {asyncio.current_task()}:
+            for task in tasks:
+                task.cancel()
+            await asyncio.wait(tasks, timeout=0.5)
+        await asyncio.sleep(0.01)  # transports close in the loop's next rounds
 
     thread = threading.Thread(target=loop.run_until_complete, args=(serve(),))
     thread.start()

@@ -80,7 +80,7 @@ def mooncake(
         if number is not None and len(rows) == number:
             break
         try:
-            when, length = found["timestamp"] / 1e3, int(found["input_length"])
+            when_ms, length = float(found["timestamp"]), int(found["input_length"])
             output = int(found["output_length"])
             hashes = [int(h) for h in found["hash_ids"]]
         except (KeyError, TypeError, ValueError) as wrong:
@@ -96,12 +96,13 @@ def mooncake(
             )
         last = length - MOONCAKE_BLOCK * (need - 1)
         kept = block_tokens * (need - 1) + max(1, round(last * block_tokens / MOONCAKE_BLOCK))
-        rows.append((when, np.concatenate([block(h) for h in hashes])[:kept], max(1, output)))
+        rows.append((when_ms, np.concatenate([block(h) for h in hashes])[:kept], max(1, output)))
     _some(rows, file)
     rows.sort(key=lambda row: row[0])
     start = rows[0][0]
     conversations = tuple(
-        Conversation((Turn(prompt, output),), when - start) for when, prompt, output in rows
+        Conversation((Turn(prompt, output),), (when_ms - start) / 1e3)
+        for when_ms, prompt, output in rows
     )
     return Workload("mooncake", conversations, {"file": file.name, "block_tokens": block_tokens})
 
