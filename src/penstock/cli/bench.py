@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from penstock.cli.bench_serve import serve
 from penstock.cli.loading import load
 from penstock.cli.options import MODEL, Dtype, JsonFile, KvCacheDtype, Model, Quantization
 
@@ -91,6 +92,9 @@ def throughput(
         model, dtype=dtype, quantization=quantization, kv_cache_dtype=kv_cache_dtype
     )
     _show(benchmark.run(config, load(config), workload), json_file)
+
+
+app.command()(serve)
 
 
 def _show(report: Report, file: Path | None) -> None:
