@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 
 PROBE_TOKENS = 8
 REFUSED = (400, 404, 415, 422)  # what servers answer to fields that they don't take
+LOADING = 503  # a server that listens, but whose model isn't there yet
 WAIT_S = 0.5  # between two attempts to reach a server that is starting
 
 
@@ -85,14 +86,16 @@ async def _models(client: HttpClient, timeout_s: float, wait_s: float) -> tuple[
     until = time.monotonic() + wait_s
     while True:
         try:
-            return await client.get_json("/v1/models", timeout_s=min(timeout_s, 30.0))
+            status, body = await client.get_json("/v1/models", timeout_s=min(timeout_s, 30.0))
+            if status != LOADING or time.monotonic() >= until:
+                return status, body
         except ExchangeError as failure:
             if time.monotonic() >= until:
                 raise ConfigError(
                     f"--base-url: {failure} Is the server running there? "
                     "--ready-timeout SECONDS waits for one that is starting."
                 ) from failure
-            await asyncio.sleep(WAIT_S)
+        await asyncio.sleep(WAIT_S)
 
 
 def find_tokenizer(given: str | None, model: str) -> tuple[Tokenizer, str] | None:
