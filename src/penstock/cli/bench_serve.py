@@ -287,6 +287,10 @@ def _json_object(text: str | None) -> dict[str, Any]:
 
 def _check_writable(file: Path | None) -> None:
     """A file that can't be written is told before the work, not after it."""
-    if file is not None:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        file.open("a", encoding="utf-8").close()
+    if file is None:
+        return
+    is_new = not file.exists()
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.open("a", encoding="utf-8").close()
+    if is_new:
+        file.unlink()

@@ -89,6 +89,14 @@ def test_refusals(arguments: list[str], words: str) -> None:
     assert words in result.stderr
 
 
+def test_a_run_that_cannot_begin_leaves_no_file(tmp_path: Path) -> None:
+    old = tmp_path / "old.json"
+    old.write_text("kept")
+    assert serve("--base-url", "http://127.0.0.1:1", "--json", old).exit_code == 1
+    assert serve("--base-url", "http://127.0.0.1:1", "--html", tmp_path / "new").exit_code == 1
+    assert old.read_text() == "kept" and [*tmp_path.iterdir()] == [old]
+
+
 def test_no_answer_at_all_is_an_error(fake: Fake, tmp_path: Path) -> None:
     server = fake(faults=dict.fromkeys(range(6), "503"))
     result = serve("--base-url", server.url, *SMALL, "--html", tmp_path / "page.html")
@@ -98,8 +106,8 @@ def test_no_answer_at_all_is_an_error(fake: Fake, tmp_path: Path) -> None:
 
 def test_a_starting_server_is_waited_for(fake: Fake) -> None:
     before = time.monotonic()
-    result = serve("--base-url", "http://127.0.0.1:1", "--ready-timeout", "1.1")
-    assert result.exit_code == 1 and time.monotonic() - before >= 1.1
+    result = serve("--base-url", "http://127.0.0.1:1", "--ready-timeout", "0.4")
+    assert result.exit_code == 1 and time.monotonic() - before >= 0.4
 
 
 def test_an_interrupt_leaves_the_figures_so_far(fake: Fake, tmp_path: Path) -> None:

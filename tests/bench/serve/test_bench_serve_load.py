@@ -74,12 +74,12 @@ def test_arrivals_do_not_wait_for_answers(fake: Fake) -> None:
     0.1 s.
     """
     server = fake(ttft_s=0.1, at_once=1)
-    found = measure(server, num_prompts=20, output_len=1, request_rate=20.0, burstiness=100.0)
+    found = measure(server, num_prompts=14, output_len=1, request_rate=20.0, burstiness=100.0)
     at = np.array([r.at for r in server.measured])
-    assert 0.7 < at[-1] - at[0] < 1.3  # 19 gaps of 50 ms
-    assert median(found, "ttft") > 0.35
+    assert 0.5 < at[-1] - at[0] < 1.0  # 13 gaps of 50 ms
+    assert median(found, "ttft") > 0.3
     last = max(found.records, key=lambda r: r.index)
-    assert last.ttft_s is not None and last.ttft_s > 0.8
+    assert last.ttft_s is not None and last.ttft_s > 0.5
 
 
 def test_a_cap_on_an_open_loop_counts_as_waiting(fake: Fake) -> None:

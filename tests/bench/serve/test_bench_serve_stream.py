@@ -31,10 +31,10 @@ def test_events_whole_and_byte_by_byte() -> None:
     assert events(*(bytes([b]) for b in STREAM)) == EVENTS
 
 
-@pytest.mark.parametrize("at", range(len(STREAM) + 1))
-def test_events_split_anywhere(at: int) -> None:
-    assert events(STREAM[:at], STREAM[at:]) == EVENTS
-    assert events(STREAM[:at], b"", STREAM[at:]) == EVENTS
+def test_events_split_anywhere() -> None:
+    for at in range(len(STREAM) + 1):
+        assert events(STREAM[:at], STREAM[at:]) == EVENTS
+        assert events(STREAM[:at], b"", STREAM[at:]) == EVENTS
 
 
 BODY = b"data: a\n\ndata: bc\n\n"

@@ -81,7 +81,7 @@ def chart(title: str, x: Axis, y: Axis, series: Sequence[Series]) -> str:
         f'role="img" aria-label="{escape(title)}" font-family="system-ui, sans-serif" '
         'font-size="12">',
         f'<rect class="page" width="{WIDTH}" height="{HEIGHT}"/>',
-        f'<text x="{LEFT}" y="22" font-size="15" font-weight="600">{escape(title)}</text>',
+        f'<text x="{LEFT}" y="20" font-size="15" font-weight="600">{escape(title)}</text>',
         *_legend(series),
         *_grid(x, y),
     ]
@@ -128,7 +128,7 @@ def _grid(x: Axis, y: Axis) -> list[str]:
         f'<path class="axis" fill="none" d="M{LEFT} {TOP}V{bottom}H{right}"/>',
         f'<text class="dim" x="{(LEFT + right) / 2:.0f}" y="{HEIGHT - 12}" text-anchor="middle">'
         f"{escape(x.label)}</text>",
-        f'<text class="dim" x="{LEFT - 8}" y="{TOP - 6}" text-anchor="end">'
+        f'<text class="dim" x="{LEFT - 8}" y="{TOP - 12}" text-anchor="end">'
         f"{escape(y.label)}</text>",
     ]
 

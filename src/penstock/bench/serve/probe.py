@@ -72,12 +72,11 @@ async def served_model(
             f"The server has no model {wanted!r}, but {', '.join(names)}.{nearest(wanted, names)}"
         )
     entry = entries[0 if wanted is None else names.index(wanted)]
-    meta = entry.get("meta")
+    meta: dict[str, Any] = entry["meta"] if isinstance(entry.get("meta"), dict) else {}
     return ServedModel(
         entry["id"],
         max_model_len=_positive(entry.get("max_model_len")),
-        vocab_size=_positive(entry.get("vocab_size"))
-        or _positive(meta.get("n_vocab") if isinstance(meta, dict) else None),
+        vocab_size=_positive(entry.get("vocab_size")) or _positive(meta.get("n_vocab")),
         owned_by=entry.get("owned_by") if isinstance(entry.get("owned_by"), str) else None,
     )
 
