@@ -13,6 +13,13 @@ from penstock.tokenizer import Tokenizer
 
 # A token of more characters than this is possible; a prompt made of nothing else is not a text.
 _CHARACTERS_PER_TOKEN = 128
+# What is read of texts that may be longer than the model takes; a million characters take a second.
+_MOST_CHARACTERS = 1 << 20
+# What a template is given beside a request's own variables.
+_TEMPLATE_ARGUMENTS = frozenset(
+    "add_generation_prompt chat_template continue_final_message documents messages self "
+    "tools".split()
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,8 +67,7 @@ class Prompts:
         self, text: str, *, add_special_tokens: bool = True, keep: int | None = None
     ) -> PromptText:
         """A text's tokens; `keep` cuts it to its last tokens, -1 to what fits."""
-        if keep is None:
-            self._check_characters(text)
+        self._check_characters(text, 0 if keep is None else _MOST_CHARACTERS)
         ids = self.tokenizer.encode(text, add_special_tokens=add_special_tokens)
         return self._fitting(ids, text, keep)
 
@@ -83,15 +89,16 @@ class Prompts:
         truncation "auto" leaves out the oldest turns, but never the system's and the last, until
         the prompt and `reserve` tokens fit; each prompt then begins with a user's turn.
         """
+        if truncation == "disabled" and keep is None and len(messages) > self._max_len:
+            raise ApiError(
+                400,
+                f"The conversation has {len(messages):,} messages; the model takes "
+                f"{self._max_len:,} tokens. Shorten it.",
+                param="messages",
+                code="context_length_exceeded",
+            )
         plain = [message.for_template() for message in messages]
-        text, ids = self._render(plain, rendering)
-        dropped = 0
-        if truncation == "auto":
-            for cut in _cuts(plain):
-                if len(ids) + reserve <= self._max_len:
-                    break
-                dropped = len(plain) - len(cut)
-                text, ids = self._render(cut, rendering)
+        text, ids, dropped = self._shortened(plain, rendering, truncation == "auto", reserve)
         made = self._fitting(ids, text, keep)
         pin = next((m.pin for m in reversed(messages) if m.pin is not None), None)
         if pin is None or dropped or made.tokens is not ids:
@@ -100,8 +107,27 @@ class Prompts:
         pinned = self._pinned(plain[: last + 1], text, ids, rendering)
         return PromptText(ids, text, 0, pinned, pin.seconds)
 
+    def _shortened(
+        self, plain: list[dict[str, Any]], rendering: Rendering, shorten: bool, reserve: int
+    ) -> tuple[str, list[int], int]:
+        """(text, tokens, messages left out): the most of the newest turns that fit."""
+        starts = _starts(plain) if shorten else []
+        head = plain[: starts[0]] if starts else []  # the system's
+        # Each message is a token at least: those before the last max_len can't fit.
+        low = next((i for i, x in enumerate(starts) if len(plain) - x <= self._max_len), 0)
+        high = max(low, len(starts) - 1)
+        while True:  # low: the first that isn't known to be too long; high: tried when none fits
+            middle = low if low == high else (low + high) // 2
+            start = starts[middle] if starts else 0
+            text, ids = self._render(head + plain[start:] if starts else plain, rendering)
+            fits = len(ids) + reserve <= self._max_len
+            if low == high:
+                return text, ids, start - len(head)
+            low, high = (low, middle) if fits else (middle + 1, high)
+
     def encode(self, text: str, add_special_tokens: bool) -> list[int]:
         """A text's tokens, whether or not the model can take as many."""
+        self._check_characters(text, _MOST_CHARACTERS)
         return self.tokenizer.encode(text, add_special_tokens=add_special_tokens)
 
     def rendered(self, messages: Sequence[Message], rendering: Rendering) -> list[int]:
@@ -110,6 +136,13 @@ class Prompts:
 
     def _render(self, plain: list[dict[str, Any]], how: Rendering) -> tuple[str, list[int]]:
         tokenizer = self.tokenizer
+        taken = sorted(_TEMPLATE_ARGUMENTS & (how.kwargs or {}).keys())
+        if taken:
+            raise ApiError(
+                400,
+                f"chat_template_kwargs can't set {taken[0]!r}, which the request itself says.",
+                param="chat_template_kwargs",
+            )
         try:
             text = tokenizer.apply_chat_template(
                 plain,
@@ -119,10 +152,9 @@ class Prompts:
                 chat_template=how.chat_template,
                 **(how.kwargs or {}),
             )
-        except TypeError as error:  # chat_template_kwargs that are arguments already
-            raise ApiError(400, f"{error}.", param="chat_template_kwargs") from error
         except ChatTemplateError as error:
             raise ApiError(400, str(error), param="messages", code="chat_template_error") from error
+        self._check_characters(text, _MOST_CHARACTERS)
         return text, tokenizer.encode(text, add_special_tokens=how.add_special_tokens)
 
     def _pinned(
@@ -149,14 +181,17 @@ class Prompts:
             same += 1
         return same
 
-    def _check_characters(self, text: str) -> None:
-        """Refuse what can't fit without spending the time to split it into tokens."""
-        most = self._max_len * _CHARACTERS_PER_TOKEN
+    def _check_characters(self, text: str, least: int) -> None:
+        """Refuse what can't fit without spending the time to split it into tokens.
+
+        least: so many characters are read in any case.
+        """
+        most = max(self._max_len * _CHARACTERS_PER_TOKEN, least)
         if len(text) > most:
             raise ApiError(
                 400,
                 f"The prompt has {len(text):,} characters; the model takes {self._max_len:,} "
-                "tokens. Shorten it.",
+                f"tokens, and at most {most:,} characters are read. Shorten it.",
                 param="prompt",
                 code="context_length_exceeded",
             )
@@ -200,13 +235,12 @@ class Prompts:
         return self._tokenizer is not None and self._tokenizer.chat_template is not None
 
 
-def _cuts(plain: list[dict[str, Any]]) -> list[list[dict[str, Any]]]:
-    """The conversation with more and more of its oldest turns left out, at turns of the user."""
+def _starts(plain: list[dict[str, Any]]) -> list[int]:
+    """Where a conversation may begin after the system's messages: there, or at a user's turn."""
     head = 0
     while head < len(plain) and plain[head]["role"] == "system":
         head += 1
-    starts = [i for i in range(head + 1, len(plain)) if plain[i]["role"] == "user"]
-    return [plain[:head] + plain[start:] for start in starts]
+    return [head, *(i for i in range(head + 1, len(plain)) if plain[i]["role"] == "user")]
 
 
 def token_strings(tokenizer: Tokenizer, ids: Sequence[int]) -> list[str]:

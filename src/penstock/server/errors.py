@@ -21,18 +21,21 @@ from penstock.errors import (
 
 # OpenAI's and Anthropic's names for an error of a status.
 _TYPES = {
-    400: ("invalid_request_error", "invalid_request_error"),
     401: ("authentication_error", "authentication_error"),
     403: ("permission_error", "permission_error"),
     404: ("not_found_error", "not_found_error"),
-    405: ("invalid_request_error", "invalid_request_error"),
     408: ("timeout_error", "timeout_error"),
     413: ("invalid_request_error", "request_too_large"),
-    415: ("invalid_request_error", "invalid_request_error"),
     429: ("rate_limit_error", "rate_limit_error"),
     503: ("service_unavailable_error", "overloaded_error"),
 }
+_CLIENT = ("invalid_request_error", "invalid_request_error")
 _SERVER = ("server_error", "api_error")
+_NOT_FIELDS = ("function-", "list[", "dict[")  # how an error's place names types
+
+
+def _types(status: int) -> tuple[str, str]:
+    return _TYPES.get(status, _CLIENT if status < 500 else _SERVER)
 
 
 class ApiError(Exception):
@@ -63,7 +66,7 @@ class ApiError(Exception):
     @property
     def type(self) -> str:
         """In OpenAI's words."""
-        return _TYPES.get(self.status, _SERVER)[0]
+        return _types(self.status)[0]
 
     def openai(self) -> dict[str, Any]:
         """The body as OpenAI's API has it."""
@@ -78,7 +81,7 @@ class ApiError(Exception):
 
     def anthropic(self, request_id: str | None = None) -> dict[str, Any]:
         """The body as Anthropic's API has it."""
-        kind = _TYPES.get(self.status, _SERVER)[1]
+        kind = _types(self.status)[1]
         message = self.message if self.param is None else f"{self.param}: {self.message}"
         body = {"type": "error", "error": {"type": kind, "message": message}}
         return body | ({"request_id": request_id} if request_id else {})
@@ -109,12 +112,13 @@ def as_api_error(error: BaseException) -> ApiError:
         return ApiError(400, str(error))
     if isinstance(error, PenstockError):
         return ApiError(500, str(error))
-    return ApiError(500, f"{type(error).__name__} in the engine. The server's log says more.")
+    return ApiError(500, f"{type(error).__name__} in the server. Its log says more.")
 
 
 def error_response(request: Request, error: ApiError) -> JSONResponse:
     """The error in the shape of the API that was called."""
-    if request.url.path.startswith("/v1/messages"):
+    # not request.url, which also reads the Host header, whatever that says
+    if request.scope["path"].startswith("/v1/messages"):
         body = error.anthropic(getattr(request.state, "request_id", None))
     else:
         body = error.openai()
@@ -134,27 +138,36 @@ def install_handlers(app: FastAPI) -> None:
 
     @app.exception_handler(RequestValidationError)
     async def invalid(request: Request, error: RequestValidationError) -> JSONResponse:
-        return error_response(request, describe(error))
+        return error_response(request, describe(error, request.headers.get("content-type", "")))
 
     @app.exception_handler(HTTPException)
     async def http(request: Request, error: HTTPException) -> JSONResponse:
+        if isinstance(error.__cause__, ApiError):  # raised while the body was read
+            return error_response(request, error.__cause__)
         made = ApiError(error.status_code, _sentence(str(error.detail)), headers=error.headers)
+        path = request.scope["path"]
         if error.status_code == 404:
-            made.message = f"There is nothing at {request.method} {request.url.path}."
+            made.message = f"There is nothing at {request.method} {path}."
         elif error.status_code == 405:
-            made.message = f"{request.url.path} doesn't take {request.method}."
+            made.message = f"{path} doesn't take {request.method}."
         return error_response(request, made)
 
 
-def describe(error: RequestValidationError) -> ApiError:
+def describe(error: RequestValidationError, content_type: str) -> ApiError:
     """The first thing that is wrong with a body: which field, what it is, what it must be."""
-    problem = error.errors()[0]
+    problems = error.errors()
+    # Of a field that may be of several types, the type that the value is most like.
+    field_problems = [x for x in problems if x["loc"][:2] == problems[0]["loc"][:2]]
+    problem = max(field_problems, key=lambda x: len(x["loc"]))
     place = [str(part) for part in problem["loc"] if part != "body"]
     kind, message = problem["type"], problem["msg"]
-    if kind == "json_invalid":
-        reason = problem.get("ctx", {}).get("error", message)
-        return ApiError(400, f"The body isn't JSON: {_sentence(str(reason))}", code="invalid_json")
-    field = ".".join(part for part in place if not part.startswith(("function-", "list[")))
+    if isinstance(problem.get("input"), bytes) and not place:
+        return ApiError(
+            415,
+            f"The body's Content-Type is {content_type[:80]!r}; send JSON as application/json.",
+            code="unsupported_media_type",
+        )
+    field = ".".join(x for x in place if x != "str" and not x.startswith(_NOT_FIELDS))
     if kind == "extra_forbidden":
         return ApiError(
             400, f"{field!r} isn't a field of this request.", param=field, code="unknown_parameter"

@@ -18,9 +18,9 @@ MOST_STEPS, MOST_RUNNING = 200, 64
 
 
 async def events(service: Service) -> AsyncIterator[bytes]:
-    """What changed, for ever."""
+    """What changed, until the server shuts down."""
     since = time.perf_counter() - PERIOD_S
-    while True:
+    while service.state != "draining":
         llm = service.engine_or_none
         if llm is not None:
             found, since = snapshot(service, llm, since)

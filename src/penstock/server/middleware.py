@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import re
 import uuid
 from collections.abc import Awaitable, Callable
@@ -12,14 +13,17 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.requests import Request
 
 from penstock.server.config import ServerConfig
-from penstock.server.errors import ApiError, error_response
+from penstock.server.errors import ApiError, as_api_error, error_response
 from penstock.server.keys import Key, find_key
+from penstock.server.page import files
 from penstock.server.sse import Message, Receive, Send
+
+logger = logging.getLogger("penstock.server")
 
 App = Callable[[Message, Receive, Send], Awaitable[None]]
 
 OPEN_PATHS = ("/", "/health", "/ready")
-"""Answered without a key, and so is what lies under /page/ but the events."""
+"""Answered without a key, and so are the page's files."""
 
 REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 _METHODS, _HEADERS = "GET, POST, OPTIONS", "authorization, content-type, x-api-key, x-request-id"
@@ -27,7 +31,7 @@ _METHODS, _HEADERS = "GET, POST, OPTIONS", "authorization, content-type, x-api-k
 
 def is_open(path: str) -> bool:
     """Whether `path` is answered without a key."""
-    return path in OPEN_PATHS or (path.startswith("/page/") and path != "/page/events")
+    return path in OPEN_PATHS or path in files()
 
 
 class Front:
@@ -71,10 +75,12 @@ class Front:
             state["key"] = self._key(headers, scope["path"])
             self._check_size(headers)
             await self._app(scope, _Bounded(receive, self._config), reply)
-        except ApiError as error:
+        except Exception as error:
             if started:
                 raise
-            await error_response(Request(scope), error)(scope, receive, reply)
+            if not isinstance(error, ApiError):
+                logger.exception("an endpoint failed", extra={"fields": {"id": request_id}})
+            await error_response(Request(scope), as_api_error(error))(scope, receive, reply)
 
     def _allows(self, origin: str) -> bool:
         origins = self._config.allowed_origins
@@ -138,18 +144,20 @@ class _Bounded:
         self._config = config
         self._read = 0
         self._whole = False
+        self._deadline = asyncio.get_running_loop().time() + config.body_timeout_s
 
     async def __call__(self) -> Any:
         if self._whole:  # what comes now is the end of the connection
             return await self._receive()
         try:
-            async with asyncio.timeout(self._config.body_timeout_s):
+            async with asyncio.timeout_at(self._deadline):
                 message = await self._receive()
         except TimeoutError:
             raise ApiError(
                 408,
                 f"The request's body didn't arrive within {self._config.body_timeout_s:g} s.",
                 code="body_timeout",
+                headers={"Connection": "close"},  # what is still to come isn't waited for
             ) from None
         if message["type"] == "http.request":
             self._read += len(message.get("body", b""))

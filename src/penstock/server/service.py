@@ -216,14 +216,17 @@ class Service:
             self._one(llm, caller, name, account, work)
             for name, work in zip(names, works, strict=True)
         ]
-        if len(runs) == 1:
-            async with aclosing(runs[0]) as outputs:
-                async for output in outputs:
-                    yield 0, output
-            return
-        async with aclosing(_merge(runs)) as merged:
-            async for numbered in merged:
-                yield numbered
+        try:
+            if len(runs) == 1:
+                async with aclosing(runs[0]) as outputs:
+                    async for output in outputs:
+                        yield 0, output
+                return
+            async with aclosing(_merge(runs)) as merged:
+                async for numbered in merged:
+                    yield numbered
+        finally:
+            self._leave(names, account)
 
     async def embed(
         self,
@@ -265,6 +268,8 @@ class Service:
                 tasks = [group.create_task(one(*pair)) for pair in zip(names, works, strict=True)]
         except ExceptionGroup as failures:
             raise failures.exceptions[0] from None
+        finally:
+            self._leave(names, account)
         return [task.result() for task in tasks]
 
     def _admit(self, llm: AsyncLLM, caller: Caller, count: int) -> Account:
@@ -280,6 +285,12 @@ class Service:
         for name in names:
             self.inflight[name] = caller
         return names
+
+    def _leave(self, names: Sequence[str], account: Account) -> None:
+        """Give back what is held by those that were cancelled before they began."""
+        for name in names:
+            if self.inflight.pop(name, None) is not None:
+                account.settle(0)
 
     async def _one(
         self, llm: AsyncLLM, caller: Caller, name: str, account: Account, work: Work
@@ -385,19 +396,20 @@ async def _merge(
     queue: asyncio.Queue[tuple[int, RequestOutput | None]] = asyncio.Queue(2 * len(runs))
 
     async def pump(number: int, run: AsyncGenerator[RequestOutput, None]) -> None:
-        async for output in run:
-            await queue.put((number, output))
+        async with aclosing(run) as outputs:
+            async for output in outputs:
+                await queue.put((number, output))
         await queue.put((number, None))
 
     tasks = [asyncio.create_task(pump(i, run)) for i, run in enumerate(runs)]
     left = len(tasks)
+    arrival: asyncio.Task[tuple[int, RequestOutput | None]] | None = None
     try:
         while left:
             arrival = asyncio.create_task(queue.get())
             await asyncio.wait({arrival, *tasks}, return_when=asyncio.FIRST_COMPLETED)
             broken = next((t for t in tasks if t.done() and t.exception() is not None), None)
             if broken is not None:
-                arrival.cancel()
                 broken.result()
             number, output = await arrival
             if output is None:
@@ -406,9 +418,10 @@ async def _merge(
             else:
                 yield number, output
     finally:
-        for task in tasks:
+        tasks_left = tasks if arrival is None else [*tasks, arrival]
+        for task in tasks_left:
             task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await asyncio.gather(*tasks_left, return_exceptions=True)
 
 
 def priced(output: RequestOutput) -> dict[str, Any]:

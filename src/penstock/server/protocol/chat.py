@@ -13,6 +13,7 @@ from penstock.server.protocol.common import (
     CacheControl,
     EngineFields,
     SamplingFields,
+    Some,
     StreamOptions,
 )
 
@@ -58,9 +59,9 @@ class Message(Body):
     """One turn of a conversation."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | list[TextPart] | None = None
+    content: str | Some[TextPart] | None = None
     name: str | None = None
-    tool_calls: list[ToolCall] | None = None
+    tool_calls: Some[ToolCall] | None = None
     tool_call_id: str | None = None
     reasoning_content: str | None = None
     cache_control: CacheControl | None = None
@@ -102,13 +103,13 @@ class Message(Body):
 class TemplateFields(Body):
     """How a conversation becomes a prompt."""
 
-    messages: list[Message] = Field(min_length=1)
+    messages: Some[Message] = Field(min_length=1)
     add_generation_prompt: bool = True
     continue_final_message: bool = False
     add_special_tokens: bool = False
     chat_template: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
-    documents: list[dict[str, Any]] | None = None
+    documents: Some[dict[str, Any]] | None = None
 
 
 class ChatRequest(SamplingFields, EngineFields, TemplateFields):

@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 from penstock.sampling import SamplingParams
 from penstock.server.errors import ApiError, unsupported
 
 _EMPTY: tuple[Any, ...] = (None, False, "", [], {})
 _SEEDS = 1 << 64
+_TOKENS = 1 << 31
+T = TypeVar("T")
+
+Some = Annotated[list[T], Field(fail_fast=True)]
+"""A list that is read up to its first mistake: a million of them take a minute to report."""
 
 Probability = Annotated[float, Field(ge=0, le=1)]
-TokenId = Annotated[int, Field(ge=0)]
+TokenId = Annotated[int, Field(ge=0, lt=_TOKENS)]
 
 
 class Body(BaseModel):
@@ -30,7 +35,10 @@ class Body(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _refuse_unsupported(cls, data: Any) -> Any:
-        if not isinstance(data, dict) or not cls.unsupported.keys() & data.keys():
+        if not isinstance(data, dict):
+            return data
+        unknown = data.keys() - cls.model_fields.keys()
+        if not unknown:
             return data
         kept = dict(data)
         for field, harmless in cls.unsupported.items():
@@ -39,6 +47,8 @@ class Body(BaseModel):
             value = kept.pop(field)
             if not any(value is x or value == x for x in (*_EMPTY, *harmless)):
                 raise unsupported(field)
+        for field in sorted(unknown - cls.unsupported.keys())[1:]:
+            del kept[field]  # one is enough to refuse the body
         return kept
 
 
@@ -77,6 +87,15 @@ class CacheControl(Body):
         return int(number) * units[text[-1]]
 
 
+def _biases(data: Any) -> Any:
+    """Stop at the first value that isn't a number."""
+    if isinstance(data, dict):
+        for token, bias in data.items():
+            if isinstance(bias, bool) or not isinstance(bias, int | float):
+                raise ValueError(f"the bias of token {token[:40]!r} must be a number")
+    return data
+
+
 class SamplingFields(Body):
     """OpenAI's fields for choosing tokens, and vLLM's beside them."""
 
@@ -87,12 +106,12 @@ class SamplingFields(Body):
     repetition_penalty: float | None = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
-    logit_bias: dict[str, float] | None = None
-    allowed_token_ids: list[TokenId] | None = None
-    bad_words: list[str] | None = None
+    logit_bias: Annotated[dict[str, float], BeforeValidator(_biases)] | None = None
+    allowed_token_ids: Some[TokenId] | None = None
+    bad_words: Some[str] | None = None
     seed: int | None = None
-    stop: str | list[str] | None = None
-    stop_token_ids: list[TokenId] | None = None
+    stop: str | Some[str] | None = None
+    stop_token_ids: Some[TokenId] | None = None
     min_tokens: int | None = None
     ignore_eos: bool | None = None
     skip_special_tokens: bool | None = None
@@ -128,11 +147,10 @@ class EngineFields(Body):
 
 
 def _token(text: str) -> int:
-    try:
-        return int(text)
-    except ValueError:
+    if not (text.isascii() and text.isdecimal() and len(text) < 10 and int(text) < _TOKENS):
         raise ApiError(
             400,
             f"logit_bias has the key {text[:40]!r}; its keys are token ids.",
             param="logit_bias",
-        ) from None
+        )
+    return int(text)

@@ -5,11 +5,37 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar
 
-from pydantic import Field
+from pydantic import Discriminator, Field, Tag
 
-from penstock.server.protocol.common import EngineFields, SamplingFields, StreamOptions, TokenId
+from penstock.server.protocol.common import (
+    EngineFields,
+    SamplingFields,
+    Some,
+    StreamOptions,
+    TokenId,
+)
 
-PromptField = str | list[str] | list[TokenId] | list[list[TokenId]]
+
+def _kind(prompt: Any) -> str | None:
+    """What a prompt is by its first element, so that only one kind is tried."""
+    if isinstance(prompt, list):
+        first = prompt[0] if prompt else ""
+        kinds = {str: "list[str]", int: "list[int]", list: "list[list[int]]"}
+        return kinds.get(type(first))
+    return "str" if isinstance(prompt, str) else None
+
+
+PromptField = Annotated[
+    Annotated[str, Tag("str")]
+    | Annotated[Some[str], Tag("list[str]")]
+    | Annotated[Some[TokenId], Tag("list[int]")]
+    | Annotated[Some[Some[TokenId]], Tag("list[list[int]]")],
+    Discriminator(
+        _kind,
+        custom_error_type="prompt_type",
+        custom_error_message="Give a text, token ids, or a list of texts or of lists of token ids",
+    ),
+]
 DEFAULT_MAX_TOKENS = 16  # as in the API
 
 

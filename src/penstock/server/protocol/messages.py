@@ -8,14 +8,14 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import Field
 
 from penstock.server.protocol.chat import Message, TextPart
-from penstock.server.protocol.common import Body, CacheControl, EngineFields
+from penstock.server.protocol.common import Body, CacheControl, EngineFields, Some
 
 
 class Turn(Body):
     """One message."""
 
     role: Literal["user", "assistant", "system"]
-    content: str | list[TextPart]
+    content: str | Some[TextPart]
 
 
 class Metadata(Body):
@@ -28,8 +28,8 @@ class CountTokensRequest(Body):
     """`POST /v1/messages/count_tokens`."""
 
     model: str
-    messages: list[Turn] = Field(min_length=1)
-    system: str | list[TextPart] | None = None
+    messages: Some[Turn] = Field(min_length=1)
+    system: str | Some[TextPart] | None = None
     cache_control: CacheControl | None = None
     unsupported: ClassVar[Mapping[str, tuple[Any, ...]]] = {
         "context_management": (),
@@ -62,7 +62,7 @@ class MessagesRequest(CountTokensRequest, EngineFields):
     temperature: Annotated[float, Field(ge=0)] | None = None
     top_p: float | None = None
     top_k: int | None = None
-    stop_sequences: list[str] | None = None
+    stop_sequences: Some[str] | None = None
     metadata: Metadata | None = None
     unsupported: ClassVar[Mapping[str, tuple[Any, ...]]] = {
         **CountTokensRequest.unsupported,

@@ -5,11 +5,19 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Field
+from pydantic import BeforeValidator, Field
 
 from penstock.server.errors import ApiError, unsupported
 from penstock.server.protocol.chat import Message, TextPart
-from penstock.server.protocol.common import Body, EngineFields, SamplingFields
+from penstock.server.protocol.common import Body, EngineFields, SamplingFields, Some
+
+MOST_METADATA = 16  # as in the API
+
+
+def _few(data: Any) -> Any:
+    if isinstance(data, dict) and len(data) > MOST_METADATA:
+        raise ValueError(f"has {len(data):,} entries; at most {MOST_METADATA} are kept")
+    return data
 
 
 class InputItem(Body):
@@ -17,7 +25,7 @@ class InputItem(Body):
 
     type: str = "message"
     role: Literal["system", "developer", "user", "assistant"] | None = None
-    content: str | list[TextPart] | None = None
+    content: str | Some[TextPart] | None = None
     id: str | None = None
     status: Literal["completed", "incomplete", "in_progress"] | None = None
     unsupported: ClassVar[Mapping[str, tuple[Any, ...]]] = {"phase": ()}
@@ -44,11 +52,11 @@ class ResponsesRequest(SamplingFields, EngineFields):
     """`POST /v1/responses`."""
 
     model: str | None = None
-    input: str | list[InputItem]
+    input: str | Some[InputItem]
     instructions: str | None = None
     max_output_tokens: Annotated[int, Field(ge=1)] | None = None
     stream: bool | None = None
-    metadata: dict[str, str] | None = None
+    metadata: Annotated[dict[str, str], BeforeValidator(_few)] | None = None
     text: TextOptions | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     truncation: Literal["disabled", "auto"] | None = None

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pydantic import Field
 
 from penstock.server.protocol.chat import Message, TemplateFields
-from penstock.server.protocol.common import Body, TokenId
+from penstock.server.protocol.common import Body, Some, TokenId
 
 
 class TokenizeRequest(TemplateFields):
@@ -13,7 +13,7 @@ class TokenizeRequest(TemplateFields):
 
     model: str | None = None
     prompt: str | None = None
-    messages: list[Message] = Field(default_factory=list)
+    messages: Some[Message] = Field(default_factory=list)
     add_special_tokens: bool = True
     return_token_strs: bool = False
 
@@ -22,7 +22,7 @@ class DetokenizeRequest(Body):
     """`POST /detokenize`."""
 
     model: str | None = None
-    tokens: list[TokenId]
+    tokens: Some[TokenId]
 
 
 class TokenizeResponse(Body):

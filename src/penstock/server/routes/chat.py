@@ -10,13 +10,14 @@ from fastapi.responses import JSONResponse
 from starlette.responses import Response
 
 from penstock.engine import RequestOutput
+from penstock.server.body import JsonRoute
 from penstock.server.choices import Delta, Reader, TokenNames, prompt_logprobs, whole
 from penstock.server.errors import ApiError, unsupported
 from penstock.server.protocol.chat import ChatRequest
 from penstock.server.routes.common import (
     ERRORS,
     caller_of,
-    check_stops,
+    check_words,
     last_of,
     made,
     now,
@@ -29,7 +30,7 @@ from penstock.server.routes.common import (
 from penstock.server.service import Caller, Service, Work, priced
 from penstock.server.sse import DONE, dumps, event, unless_gone
 
-router = APIRouter()
+router = APIRouter(route_class=JsonRoute)
 
 
 @router.post("/v1/chat/completions", responses=ERRORS)
@@ -47,7 +48,7 @@ async def create_chat_completion(body: ChatRequest, request: Request) -> Respons
 
 
 async def _work(service: Service, body: ChatRequest, caller: Caller) -> Work:
-    check_stops(service, body.stop)
+    check_words(service, body)
     if body.echo:
         raise unsupported("echo", "A conversation's prompt isn't repeated.")
     if body.stream_options is not None and not body.stream:
@@ -134,13 +135,14 @@ async def _chunks(
     # What is the same in every chunk of text is written once.
     opening = dumps(head)[:-1] + ',"choices":[{"index":'
     plain = not (running or counting or body.logprobs or body.return_token_ids)
-    for index in range(work.params.n):
-        delta: dict[str, Any] = {"role": "assistant", "content": ""}
-        first = {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
-        yield event(head | {"choices": [first]} | ({"usage": None} if counting else {}))
     reader = Reader()
     output: RequestOutput | None = None
     async for _, output in service.stream(caller, [work]):
+        if not reader.started:  # the engine has taken it; what it refuses has a status instead
+            for index in range(work.params.n):
+                delta: dict[str, Any] = {"role": "assistant", "content": ""}
+                first = {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
+                yield event(head | {"choices": [first]} | ({"usage": None} if counting else {}))
         for new in reader.read(output):
             if plain and new.finish_reason is None:
                 if new.text:

@@ -14,8 +14,11 @@ from penstock.server.conversation import PromptText, Rendering
 from penstock.server.errors import ApiError, as_api_error
 from penstock.server.middleware import REQUEST_ID
 from penstock.server.protocol.chat import Message, TemplateFields
+from penstock.server.protocol.common import SamplingFields
 from penstock.server.service import Caller, Service
 from penstock.server.sse import EventStream, Streams, event
+
+_MOST_BANNED_CHARACTERS = 10_000
 
 ERRORS: dict[int | str, dict[str, Any]] = {
     status: {"description": what}
@@ -79,6 +82,31 @@ def check_stops(service: Service, stop: str | Sequence[str] | None, field: str =
         raise ApiError(
             400, f"{field} has {len(stop):,} strings; at most {most} are looked for.", param=field
         )
+
+
+def check_words(service: Service, body: SamplingFields) -> None:
+    """Raises ApiError for more stop strings, banned words or token ids than there can be use for.
+
+    Each is work between two steps of the engine, which all the others would wait for.
+    """
+    check_stops(service, body.stop)
+    check_stops(service, body.bad_words, "bad_words")
+    letters = sum(map(len, body.bad_words or ()))
+    if letters > _MOST_BANNED_CHARACTERS:
+        raise ApiError(
+            400,
+            f"bad_words has {letters:,} characters; at most {_MOST_BANNED_CHARACTERS:,} are read.",
+            param="bad_words",
+        )
+    vocabulary = service.llm.engine.vocab_size
+    for field in ("allowed_token_ids", "stop_token_ids", "logit_bias"):
+        count = len(getattr(body, field) or ())
+        if count > vocabulary:
+            raise ApiError(
+                400,
+                f"{field} has {count:,} token ids, the vocabulary only {vocabulary:,}.",
+                param=field,
+            )
 
 
 def rendering_of(service: Service, body: TemplateFields) -> Rendering:

@@ -12,6 +12,7 @@ from starlette.responses import Response
 
 from penstock.engine import RequestOutput
 from penstock.sampling import TokenLogprobs
+from penstock.server.body import JsonRoute
 from penstock.server.choices import Delta, Reader, TokenNames, prompt_logprobs, whole
 from penstock.server.conversation import PromptText
 from penstock.server.errors import ApiError
@@ -19,7 +20,7 @@ from penstock.server.protocol.completions import CompletionRequest, PromptField
 from penstock.server.routes.common import (
     ERRORS,
     caller_of,
-    check_stops,
+    check_words,
     made,
     now,
     service_of,
@@ -29,7 +30,7 @@ from penstock.server.routes.common import (
 from penstock.server.service import Caller, Service, Work, priced
 from penstock.server.sse import DONE, dumps, event, unless_gone
 
-router = APIRouter()
+router = APIRouter(route_class=JsonRoute)
 
 
 @router.post("/v1/completions", responses=ERRORS)
@@ -66,7 +67,7 @@ async def _works(service: Service, body: CompletionRequest, caller: Caller) -> l
 
 
 def _check(service: Service, body: CompletionRequest) -> None:
-    check_stops(service, body.stop)
+    check_words(service, body)
     if body.max_tokens == 0 and not body.echo:
         raise ApiError(400, "max_tokens is 0, which generates nothing.", param="max_tokens")
     if body.stream_options is not None and not body.stream:

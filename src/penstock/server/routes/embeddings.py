@@ -8,12 +8,13 @@ from typing import Any
 import numpy as np
 from fastapi import APIRouter, Request
 
+from penstock.server.body import JsonRoute
 from penstock.server.protocol.embeddings import EmbeddingRequest
 from penstock.server.routes.common import ERRORS, caller_of, service_of
 from penstock.server.routes.completions import prompts_of
 from penstock.server.sse import unless_gone
 
-router = APIRouter()
+router = APIRouter(route_class=JsonRoute)
 
 
 @router.post("/v1/embeddings", responses=ERRORS)

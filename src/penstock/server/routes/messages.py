@@ -11,6 +11,7 @@ from starlette.responses import Response
 
 from penstock.engine import CompletionOutput, RequestOutput
 from penstock.sampling import SamplingParams
+from penstock.server.body import JsonRoute
 from penstock.server.choices import Reader
 from penstock.server.conversation import Rendering
 from penstock.server.errors import as_api_error
@@ -28,7 +29,7 @@ from penstock.server.routes.common import (
 from penstock.server.service import Work
 from penstock.server.sse import event, unless_gone
 
-router = APIRouter()
+router = APIRouter(route_class=JsonRoute)
 
 
 @router.post("/v1/messages", responses=ERRORS)

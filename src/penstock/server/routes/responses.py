@@ -11,6 +11,7 @@ from fastapi.responses import JSONResponse
 from starlette.responses import Response
 
 from penstock.engine import CompletionOutput, RequestOutput
+from penstock.server.body import JsonRoute
 from penstock.server.choices import Reader, TokenNames
 from penstock.server.conversation import Rendering
 from penstock.server.errors import as_api_error
@@ -18,7 +19,7 @@ from penstock.server.protocol.responses import ResponsesRequest
 from penstock.server.routes.common import (
     ERRORS,
     caller_of,
-    check_stops,
+    check_words,
     last_of,
     now,
     prompt_of_messages,
@@ -28,7 +29,7 @@ from penstock.server.routes.common import (
 from penstock.server.service import Service, Work, priced
 from penstock.server.sse import event, unless_gone
 
-router = APIRouter()
+router = APIRouter(route_class=JsonRoute)
 
 
 @router.post("/v1/responses", responses=ERRORS)
@@ -37,7 +38,7 @@ async def create_response(body: ResponsesRequest, request: Request) -> Response:
     service = service_of(request)
     model = service.check_model(body.model)
     caller = caller_of(request, "resp", body.user or body.safety_identifier)
-    check_stops(service, body.stop)
+    check_words(service, body)
     prompt = await prompt_of_messages(
         service,
         body.messages(),
@@ -128,16 +129,17 @@ class _Answer:
             return event({"type": name, "sequence_number": next(numbers), **data}, name)
 
         where = {"item_id": self._item, "output_index": 0, "content_index": 0}
-        yield tell("response.created", response=self.response(None))
-        yield tell("response.in_progress", response=self.response(None))
         empty = {"type": "message", "id": self._item, "status": "in_progress",
                  "role": "assistant", "content": []}  # fmt: skip
-        yield tell("response.output_item.added", output_index=0, item=empty)
-        yield tell("response.content_part.added", **where, part=self._part(""))
         reader = Reader()
         output: RequestOutput | None = None
         try:
             async for _, output in outputs:
+                if not reader.started:  # the engine has taken it
+                    yield tell("response.created", response=self.response(None))
+                    yield tell("response.in_progress", response=self.response(None))
+                    yield tell("response.output_item.added", output_index=0, item=empty)
+                    yield tell("response.content_part.added", **where, part=self._part(""))
                 for new in reader.read(output):
                     if not new.text and not new.logprobs:
                         continue
@@ -147,6 +149,8 @@ class _Answer:
                         "response.output_text.delta", **where, delta=new.text, logprobs=found
                     )
         except Exception as error:
+            if not reader.started:
+                raise
             said = as_api_error(error)
             told = {"code": said.code or said.type, "message": said.message}
             yield tell("response.failed", response=self.response(None, told))

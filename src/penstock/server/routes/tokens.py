@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from fastapi import APIRouter, Request
 
+from penstock.server.body import JsonRoute
 from penstock.server.conversation import token_strings
 from penstock.server.errors import ApiError
 from penstock.server.protocol.tokens import (
@@ -14,7 +15,7 @@ from penstock.server.protocol.tokens import (
 )
 from penstock.server.routes.common import ERRORS, rendering_of, service_of
 
-router = APIRouter()
+router = APIRouter(route_class=JsonRoute)
 
 
 @router.post("/tokenize", responses=ERRORS, response_model_exclude_none=True)
