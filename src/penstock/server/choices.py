@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -81,15 +81,34 @@ def whole(sample: CompletionOutput, first_index: int = 0) -> Delta:
 class TokenNames:
     """How log-probabilities name their tokens."""
 
-    def __init__(self, tokenizer: Tokenizer | None, as_ids: bool) -> None:
+    def __init__(
+        self, tokenizer: Tokenizer | None, as_ids: bool, shows_special: bool = False
+    ) -> None:
+        """shows_special: whether an answer's text has its special tokens."""
         self._tokenizer = tokenizer
         self._as_ids = as_ids
+        self._shows_special = shows_special
 
     def name(self, token: int) -> str:
         """As text, or `token_id:17`."""
-        if self._as_ids or self._tokenizer is None:
+        return f"token_id:{token}" if self._as_ids else self._text(token)
+
+    def _text(self, token: int) -> str:
+        if self._tokenizer is None:
             return f"token_id:{token}"
         return self._tokenizer.token_bytes(token).decode("utf-8", "replace")
+
+    def width(self, ids: Iterable[int]) -> int:
+        """Characters that tokens have in an answer's text."""
+        return sum(self._width(token, None, 0) for token in ids)
+
+    def _width(self, token: int, text: str | None, at: int) -> int:
+        """Characters of one token in an answer's text, or in `text` from `at` on."""
+        shown = self._text(token)
+        if self._tokenizer is None or token not in self._tokenizer.special_ids:
+            return len(shown)
+        there = self._shows_special if text is None else text.startswith(shown, at)
+        return len(shown) if there else 0
 
     def data(self, token: int) -> list[int] | None:
         """Its bytes."""
@@ -111,14 +130,21 @@ class TokenNames:
         return {"token": self.name(token), "logprob": finite(logprob), "bytes": self.data(token)}
 
     def legacy(
-        self, ids: list[int], entries: list[TokenLogprobs | None], top: int, offset: int
+        self,
+        ids: list[int],
+        entries: list[TokenLogprobs | None],
+        top: int,
+        offset: int,
+        text: str | None = None,
     ) -> dict[str, Any]:
-        """As completions write them; `offset` of the first token in the text."""
-        names = [self.name(token) for token in ids]
+        """As completions write them; `offset` of the first token in the answer's text.
+
+        text: of a prompt, where these are its tokens; it may lack the special ones.
+        """
         offsets = []
-        for name in names:
+        for token in ids:
             offsets.append(offset)
-            offset += len(name)
+            offset += self._width(token, text, offset)
         chosen: list[float | None] = []
         best: list[dict[str, float] | None] = []
         for token, entry in zip(ids, entries, strict=True):
@@ -130,7 +156,7 @@ class TokenNames:
             ranked = sorted(entry, key=lambda x: entry[x].rank)[:top]
             best.append({self.name(x): finite(entry[x].logprob) for x in ranked})
         return {
-            "tokens": names,
+            "tokens": [self.name(token) for token in ids],
             "token_logprobs": chosen,
             "top_logprobs": best if top else None,
             "text_offset": offsets,

@@ -116,6 +116,8 @@ def _with_secret(entry: dict[str, Any], name: str, limits: Limits) -> Key:
         return Key.of(text, name, limits)
     if not isinstance(digest, str) or not _is_digest(digest):
         raise ConfigError(f"sha256 must be {_DIGEST_CHARACTERS} hexadecimal digits.")
+    if bytes.fromhex(digest) == _digest(""):  # of a variable that wasn't set: it would let all in
+        raise ConfigError("sha256 is the digest of an empty text. Hash the key itself.")
     return Key(name, bytes.fromhex(digest), limits)
 
 

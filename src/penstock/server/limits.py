@@ -14,6 +14,7 @@ from penstock.server.errors import ApiError
 from penstock.server.keys import Key
 
 _MINUTE_S = 60.0
+_ROUNDING = 1e-9  # of a bucket: what comes back in two parts may be less than in one by this
 
 
 class Bucket:
@@ -34,7 +35,8 @@ class Bucket:
     def wait_s(self, amount: float) -> float:
         """How long until `amount` can be taken; 0 where it can now."""
         self.refill()
-        return max(0.0, (amount - self._level) * _MINUTE_S / self._size)
+        missing = amount - self._level
+        return 0.0 if missing <= _ROUNDING * self._size else missing * _MINUTE_S / self._size
 
     def take(self, amount: float) -> None:
         """Use it up, below zero if need be."""
@@ -52,9 +54,10 @@ class Account:
         self._tokens = _bucket(limits.tokens_per_minute, clock)
 
     def admit(self, count: int) -> None:
-        """Count `count` requests. Raises ApiError 429 when that is too many."""
+        """Count `count` requests. Raises ApiError 429 when that is too many now, 400 for ever."""
         limits = self.key.limits
         at_once = limits.max_concurrency
+        self._check_possible(count)
         if at_once is not None and self.running + count > at_once:
             raise ApiError(
                 429,
@@ -80,6 +83,22 @@ class Account:
         if self._requests is not None:
             self._requests.take(count)
         self.running += count
+
+    def _check_possible(self, count: int) -> None:
+        """Raises ApiError for more prompts in one request than the key may ever have."""
+        limits = self.key.limits
+        for most, when, code in (
+            (limits.max_concurrency, "at once", "concurrency_limit_exceeded"),
+            (limits.requests_per_minute, "a minute", "rate_limit_exceeded"),
+        ):
+            if most is not None and count > most:
+                raise ApiError(
+                    400,
+                    f"{count:,} prompts in one request; this key may send {most:,} {when}. Send "
+                    "them in several requests.",
+                    param="prompt",
+                    code=code,
+                )
 
     def settle(self, tokens: int) -> None:
         """One request has ended, having used so many tokens."""

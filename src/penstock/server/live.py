@@ -64,7 +64,7 @@ def snapshot(service: Service, llm: AsyncLLM, since: float) -> tuple[dict[str, A
         },
         "floor_ratio": sum(floor for floor, _ in known) / spent if spent else None,
         "bound": busy[-1].floor.bound if busy and busy[-1].floor is not None else None,
-        "tokens_per_s": sum(len(s.size.queries) for s in made),
+        "tokens_per_s": sum(s.size.sampled for s in made),
         "prefix": stats["prefix"],
     }, since
 

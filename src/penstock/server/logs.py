@@ -15,7 +15,7 @@ class LineFormatter(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
         stamp = time.strftime("%H:%M:%S", time.localtime(record.created))
         fields: dict[str, Any] = getattr(record, "fields", {})
-        said = [stamp, record.levelname.lower(), record.getMessage()]
+        said = [stamp, record.levelname.lower(), _one_line(record.getMessage())]
         said += [f"{name}={_plain(value)}" for name, value in fields.items()]
         text = " ".join(said)
         return f"{text}\n{self.formatException(record.exc_info)}" if record.exc_info else text
@@ -35,14 +35,18 @@ class JsonFormatter(logging.Formatter):
         }
         if record.exc_info:
             line["exception"] = self.formatException(record.exc_info)
-        return json.dumps(line, ensure_ascii=False, default=str)
+        return json.dumps(line, default=str)  # ASCII: nothing in it moves a terminal
+
+
+def _one_line(text: str) -> str:
+    return text if text.isprintable() else json.dumps(text)
 
 
 def _plain(value: object) -> str:
     """One word, so that a text can't forge lines or fields of the log."""
     if isinstance(value, str) and value.isprintable() and not set(value) & set(' "='):
-        return value
-    return json.dumps(value, ensure_ascii=True, default=str)
+        return value or '""'
+    return json.dumps(value, default=str)
 
 
 def configure(kind: Literal["text", "json"], level: int = logging.INFO) -> None:

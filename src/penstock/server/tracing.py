@@ -1,6 +1,6 @@
 """A span for each request, to an OpenTelemetry collector, for those who install the extra.
 
-Names of attributes: OpenTelemetry's semantic conventions for generative AI.
+Names of attributes: vLLM's, which began as OpenTelemetry's semantic conventions for generative AI.
 """
 
 from __future__ import annotations
@@ -15,6 +15,13 @@ if TYPE_CHECKING:
     from penstock.server.service import Caller, Work
 
 _NANO = 1e9
+_OPERATIONS = {  # OpenTelemetry's words for what an endpoint does
+    "/v1/chat/completions": "chat",
+    "/v1/responses": "chat",
+    "/v1/messages": "chat",
+    "/v1/completions": "text_completion",
+    "/v1/embeddings": "embeddings",
+}
 
 
 class Tracer(Protocol):
@@ -99,7 +106,8 @@ class OpenTelemetryTracer:
             start_time=int(start * _NANO),
             attributes={
                 "gen_ai.request.id": name,
-                "gen_ai.operation.name": caller.endpoint,
+                "gen_ai.operation.name": _OPERATIONS.get(caller.endpoint, caller.endpoint),
+                "url.path": caller.endpoint,
                 "gen_ai.request.temperature": work.params.temperature,
                 "gen_ai.request.top_p": work.params.top_p,
                 "gen_ai.request.n": work.params.n,
@@ -121,6 +129,10 @@ class OpenTelemetryTracer:
         if outcome == "error":
             span.set_status(Status(StatusCode.ERROR))
         span.end()
+
+    def flush(self) -> None:
+        """Send what hasn't been sent, and go on."""
+        self._provider.force_flush()
 
     def close(self) -> None:
         """Send what hasn't been sent."""

@@ -115,7 +115,9 @@ class _Answer:
     ) -> None:
         self._service, self._body, self._caller, self._works = service, body, caller, works
         tokenizer = None if service.llm.runtime.tokenizer is None else service.prompts.tokenizer
-        self._names = TokenNames(tokenizer, bool(body.return_tokens_as_token_ids))
+        self._names = TokenNames(
+            tokenizer, bool(body.return_tokens_as_token_ids), body.skip_special_tokens is False
+        )
         self._each = body.n or 1
         self._head: dict[str, Any] = {
             "id": caller.request_id,
@@ -182,12 +184,11 @@ class _Answer:
         choice = self._choice(delta, len(text))
         choice["text"] = text + delta.text
         if delta.logprobs is not None and output.prompt_logprobs is not None:
-            choice["logprobs"] = self._names.legacy(
-                output.prompt_token_ids + delta.token_ids,
-                [*output.prompt_logprobs, *delta.logprobs],
-                self._body.logprobs or 0,
-                0,
+            before = self._names.legacy(
+                output.prompt_token_ids, output.prompt_logprobs, self._body.logprobs or 0, 0, text
             )
+            for name, values in choice["logprobs"].items():
+                choice["logprobs"][name] = None if values is None else before[name] + values
         return choice
 
     async def chunks(self) -> AsyncIterator[bytes]:
@@ -212,7 +213,7 @@ class _Answer:
                         ).encode()
                     continue
                 offset = offsets.get(new.index, 0)
-                offsets[new.index] = offset + len(new.text)
+                offsets[new.index] = offset + self._names.width(new.token_ids)
                 chunk = head | {"choices": [self._choice(new, offset)]}
                 if running:
                     chunk["usage"] = self._usage(list(last.values()))

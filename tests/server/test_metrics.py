@@ -1,0 +1,229 @@
+"""What `/metrics` says, read by Prometheus' own parser."""
+
+from __future__ import annotations
+
+import math
+import re
+
+import pytest
+from prometheus_client.metrics_core import Metric
+from prometheus_client.parser import text_string_to_metric_families
+
+from penstock.hardware import Peaks
+from tests.server.conftest import Running
+
+# As vLLM's documentation of its V1 engine lists them, without the suffixes of a series.
+VLLM = {
+    "vllm:num_requests_running": "gauge",
+    "vllm:num_requests_waiting": "gauge",
+    "vllm:kv_cache_usage_perc": "gauge",
+    "vllm:num_preemptions": "counter",
+    "vllm:prefix_cache_queries": "counter",
+    "vllm:prefix_cache_hits": "counter",
+    "vllm:prompt_tokens": "counter",
+    "vllm:generation_tokens": "counter",
+    "vllm:request_success": "counter",
+    "vllm:time_to_first_token_seconds": "histogram",
+    "vllm:inter_token_latency_seconds": "histogram",
+    "vllm:request_time_per_output_token_seconds": "histogram",
+    "vllm:e2e_request_latency_seconds": "histogram",
+    "vllm:request_queue_time_seconds": "histogram",
+    "vllm:request_prompt_tokens": "histogram",
+    "vllm:request_generation_tokens": "histogram",
+}
+OWN = {
+    "penstock:kv_cache_blocks": "gauge",
+    "penstock:kv_cache_idle_blocks": "gauge",
+    "penstock:steps": "counter",
+    "penstock:step_seconds": "counter",
+    "penstock:floor_ratio": "gauge",
+    "penstock:request_floor_ratio": "histogram",
+}
+
+
+def _text(server: Running) -> str:
+    with server.client() as client:
+        answer = client.get("/metrics")
+    assert answer.status_code == 200
+    assert answer.headers["content-type"].startswith("text/plain; version=")
+    return answer.text
+
+
+def _families(server: Running) -> dict[str, Metric]:
+    families = list(text_string_to_metric_families(_text(server)))
+    assert len({family.name for family in families}) == len(families)
+    return {family.name: family for family in families}
+
+
+def _values(server: Running) -> dict[str, float]:
+    """Series by name and those labels that aren't the model's name."""
+    found = {}
+    for family in _families(server).values():
+        for sample in family.samples:
+            labels = {k: v for k, v in sample.labels.items() if k != "model_name"}
+            shown = ",".join(f"{k}={v}" for k, v in sorted(labels.items()))
+            found[f"{sample.name}{{{shown}}}" if shown else sample.name] = sample.value
+    return found
+
+
+@pytest.fixture
+def moved(server: Running) -> dict[str, float]:
+    """What the requests of a test have added, once all have ended."""
+    before = _values(server)
+
+    class Change(dict[str, float]):
+        def __missing__(self, name: str) -> float:
+            server.rest()
+            return _values(server).get(name, 0.0) - before.get(name, 0.0)
+
+    return Change()
+
+
+def test_names_and_kinds_are_vllms(server: Running) -> None:
+    with server.client() as client:
+        client.post("/v1/completions", json={"prompt": "Once", "max_tokens": 3})
+    families = _families(server)
+    kinds = {name: family.type for name, family in families.items()}
+    assert {name: kinds.get(name) for name in VLLM | OWN} == VLLM | OWN
+    rest = [n for n in kinds if ":" in n and n.removesuffix("_created") not in VLLM | OWN]
+    assert rest == []
+    assert "process_resident_memory_bytes" in kinds
+    for name in VLLM | OWN:
+        assert {sample.labels["model_name"] for sample in families[name].samples} <= {"stories"}
+
+
+def test_the_text_passes_a_linter(server: Running) -> None:
+    """What `promtool check metrics` looks at."""
+    text = _text(server)
+    assert text.endswith("\n")
+    helps = re.findall(r"^# HELP (\S+) (.+)$", text, re.MULTILINE)
+    kinds = re.findall(r"^# TYPE (\S+) (\S+)$", text, re.MULTILINE)
+    assert len({name for name, _ in helps}) == len(helps)
+    assert [name for name, _ in helps] == [name for name, _ in kinds]
+    assert all(what.strip() for _, what in helps)
+    for name, kind in kinds:
+        if kind == "counter":
+            assert name.endswith("_total"), name
+        elif kind in ("gauge", "histogram"):
+            assert not re.search(r"_(total|count|sum|bucket)$", name), name
+        assert not re.search(r"(milliseconds|_ms|kilobytes|_mb)\b", name), name
+        assert name.lower() == name
+    for family in text_string_to_metric_families(text):
+        seen = [(sample.name, tuple(sorted(sample.labels.items()))) for sample in family.samples]
+        assert len(set(seen)) == len(seen)
+        if family.type == "histogram":
+            _check_buckets(family)
+
+
+def _check_buckets(family: Metric) -> None:
+    counts = [s for s in family.samples if s.name.endswith("_bucket")]
+    edges = [float(s.labels["le"]) for s in counts]
+    assert edges == sorted(set(edges))
+    assert math.isinf(edges[-1])
+    values = [s.value for s in counts]
+    assert values == sorted(values)
+    (total,) = [s.value for s in family.samples if s.name.endswith("_count")]
+    assert values[-1] == total
+
+
+def test_a_request_is_counted(server: Running, moved: dict[str, float]) -> None:
+    with server.client() as client:
+        answer = client.post(
+            "/v1/completions", json={"prompt": "Once upon", "max_tokens": 6, "ignore_eos": True}
+        ).json()
+    prompt, made = answer["usage"]["prompt_tokens"], answer["usage"]["completion_tokens"]
+    assert made == 6
+    assert moved["vllm:prompt_tokens_total"] == prompt
+    assert moved["vllm:generation_tokens_total"] == made
+    assert moved["vllm:request_success_total{finished_reason=length}"] == 1
+    for name, kind in VLLM.items():
+        if kind != "histogram" or name == "vllm:inter_token_latency_seconds":
+            continue
+        assert moved[f"{name}_count"] == 1, name
+    assert moved["vllm:request_prompt_tokens_sum"] == prompt
+    assert moved["vllm:request_generation_tokens_sum"] == made
+    assert moved["vllm:inter_token_latency_seconds_count"] == made - 1
+    ttft = moved["vllm:time_to_first_token_seconds_sum"]
+    between = moved["vllm:inter_token_latency_seconds_sum"]
+    whole = moved["vllm:e2e_request_latency_seconds_sum"]
+    assert 0 < moved["vllm:request_queue_time_seconds_sum"] <= ttft
+    assert ttft + between <= whole + 1e-6
+    mean = moved["vllm:request_time_per_output_token_seconds_sum"]
+    assert mean == pytest.approx(between / (made - 1), rel=1e-6)
+    assert moved["penstock:steps_total"] == made  # the prompt's step gives the first token
+    forward = moved["penstock:step_seconds_total{cause=forward,phase=decode}"]
+    assert 0 < forward < whole
+    assert _values(server)["vllm:num_requests_running"] == 0
+    assert _values(server)["vllm:kv_cache_usage_perc"] == 0
+
+
+def test_samples_and_several_prompts(server: Running, moved: dict[str, float]) -> None:
+    with server.client() as client:
+        answer = client.post(
+            "/v1/completions",
+            json={"prompt": ["Once", "Twice"], "n": 2, "max_tokens": 3, "ignore_eos": True},
+        ).json()
+    assert moved["vllm:request_success_total{finished_reason=length}"] == 2
+    assert moved["vllm:generation_tokens_total"] == answer["usage"]["completion_tokens"] == 12
+    assert moved["vllm:prompt_tokens_total"] == answer["usage"]["prompt_tokens"]
+
+
+def test_prefix_hits(server: Running, moved: dict[str, float]) -> None:
+    prompt = "The fox and the hen met at the old mill to talk about the moon. " * 6
+    body = {"prompt": prompt, "max_tokens": 1, "cache_salt": "test_prefix_hits"}
+    with server.client() as client:
+        usages = [client.post("/v1/completions", json=body).json()["usage"] for _ in range(2)]
+    hits = sum(usage["prompt_tokens_details"]["cached_tokens"] for usage in usages)
+    assert hits > 0
+    assert moved["vllm:prefix_cache_hits_total"] == hits
+    assert moved["vllm:prefix_cache_queries_total"] >= 2 * (usages[0]["prompt_tokens"] - 1)
+
+
+def test_how_requests_end(server: Running, moved: dict[str, float]) -> None:
+    with server.client() as client:
+        free = client.post(
+            "/v1/completions", json={"prompt": "Once", "max_tokens": 20, "temperature": 0}
+        ).json()
+        word = free["choices"][0]["text"].split()[2]
+        client.post(
+            "/v1/completions",
+            json={"prompt": "Once", "max_tokens": 20, "temperature": 0, "stop": word},
+        )
+        with client.stream(
+            "POST",
+            "/v1/completions",
+            json={"prompt": "Once", "max_tokens": 400, "ignore_eos": True, "stream": True},
+        ) as stream:
+            next(stream.iter_bytes(1))
+        refused = client.post("/v1/completions", json={"prompt": "Once", "temperature": -1})
+        assert refused.status_code == 400
+        wrong = client.post(
+            "/v1/completions", json={"prompt": "Once", "allowed_token_ids": [10**6]}
+        )
+        assert wrong.status_code == 400
+    ends = {reason: moved[f"vllm:request_success_total{{finished_reason={reason}}}"]
+            for reason in ("length", "stop", "abort", "error")}  # fmt: skip
+    assert ends == {"length": 1, "stop": 1, "abort": 1, "error": 1}
+
+
+def test_the_floor_is_told_where_peaks_are_known(
+    server: Running, moved: dict[str, float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    peaks = Peaks(1e12, 1e12, 0.0, 1, "", 1e12)
+    monkeypatch.setattr(server.llm.engine.ledger, "peaks", peaks)
+    with server.client() as client:
+        body = {"prompt": "Once upon", "max_tokens": 4, "ignore_eos": True}
+        ratio = client.post("/v1/completions", json=body).json()["penstock"]["floor_ratio"]
+    assert moved["penstock:request_floor_ratio_count"] == 1
+    assert moved["penstock:request_floor_ratio_sum"] == pytest.approx(ratio, abs=1e-6)
+    values = _values(server)
+    for phase in ("prefill", "decode"):
+        assert values[f"penstock:floor_ratio{{phase={phase}}}"] > 0
+
+
+def test_embeddings_are_counted(server: Running, moved: dict[str, float]) -> None:
+    with server.client() as client:
+        answer = client.post("/v1/embeddings", json={"input": ["a dog", "the sea"]}).json()
+    assert moved["vllm:prompt_tokens_total"] == answer["usage"]["prompt_tokens"]
+    assert moved["vllm:request_success_total{finished_reason=stop}"] == 2
+    assert moved["vllm:generation_tokens_total"] == 0
