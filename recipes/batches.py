@@ -1,4 +1,4 @@
-"""Which tokens a step sees: rows from several sources, in shares that may change during a run.
+"""Which tokens a step sees: rows from several sources, at paces that may change during a run.
 
 What row comes next depends only on how many each source has given, so a run that was killed goes
 on with the rows it would have had.
@@ -129,28 +129,30 @@ def best_fit(lengths: Sequence[int] | NDArray[np.int64], capacity: int) -> list[
 class Mixture:
     """Batches from several sources.
 
-    sources: rows by name. shares: of each source at the start and at the end; in between they
-    change linearly. isolate: conversations of one row don't see each other.
+    sources: rows by name. paces: how often each source is read, next to the others, at the start
+    and at the end; in between they change linearly. With all paces equal, every source has been
+    read equally often at any moment, however long the run. isolate: conversations of one row don't
+    see each other.
     """
 
     def __init__(
         self,
         sources: Mapping[str, Source],
-        shares: Mapping[str, tuple[float, float]],
+        paces: Mapping[str, tuple[float, float]],
         rows: int,
         seed: int,
         isolate: bool,
     ) -> None:
-        missing = sorted(set(shares) - set(sources))
-        if missing or not shares:
+        missing = sorted(set(paces) - set(sources))
+        if missing or not paces:
             raise ConfigError(
                 f"The mixture names {', '.join(missing) or 'nothing'}, but the sources are "
                 f"{', '.join(sorted(sources))}."
             )
-        self.sources, self.shares = dict(sources), dict(shares)
+        self.sources, self.paces = dict(sources), dict(paces)
         self.rows, self.seed, self.isolate = rows, seed, isolate
-        self.drawn = dict.fromkeys(shares, 0)
-        self.owed = dict.fromkeys(shares, 0.0)  # rows that a source is behind its share
+        self.drawn = dict.fromkeys(paces, 0)
+        self.owed = dict.fromkeys(paces, 0.0)  # rows that a source is behind its share
         self._orders: dict[str, tuple[int, NDArray[np.int64], float]] = {}
 
     def state(self) -> dict[str, dict[str, float]]:
@@ -166,7 +168,7 @@ class Mixture:
         return {name: count / len(self.sources[name]) for name, count in self.drawn.items()}
 
     def batch(self, progress: float) -> Batch:
-        """The next rows; progress (0 to 1) decides the shares."""
+        """The next rows; progress (0 to 1) decides the paces."""
         found = [self._next(name) for name in self._names(progress)]
         tokens, weights, documents = (
             torch.from_numpy(np.stack(x)) for x in zip(*found, strict=True)
@@ -175,7 +177,10 @@ class Mixture:
 
     def _names(self, progress: float) -> list[str]:
         """The source of each row: whoever is furthest behind its share comes next."""
-        mix = {n: a + (b - a) * progress for n, (a, b) in self.shares.items()}
+        mix = {
+            name: (start + (end - start) * progress) * len(self.sources[name])
+            for name, (start, end) in self.paces.items()
+        }
         total = sum(mix.values())
         for name, share in mix.items():
             self.owed[name] += self.rows * share / total

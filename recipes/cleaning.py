@@ -43,7 +43,8 @@ def _join(block: str) -> str:
 def is_verse(lines: list[str]) -> bool:
     """Three short lines or more, each starting with a capital."""
     short = len(lines) >= 3 and max(map(len, lines)) < VERSE_WIDTH
-    return short and sum(bool(re.match(r"[\"'“‘(_]*[A-Z]", x)) for x in lines) >= 0.8 * len(lines)
+    capital = re.compile(r"[\"'“‘(_]*[A-Z]")
+    return short and sum(bool(capital.match(x)) for x in lines) >= 0.8 * len(lines)
 
 
 def clean_novel(text: str) -> str:

@@ -21,7 +21,8 @@ from penstock.errors import ConfigError
 
 PACKS = ("pretrain.zip", "finetune.zip")
 # Two-byte tokens: positions and literals are told apart by parity.
-FILTERS = [{"id": lzma.FILTER_LZMA2, "preset": 9, "lc": 0, "lp": 1, "pb": 1, "dict_size": 1 << 27}]
+FILTER = {"id": lzma.FILTER_LZMA2, "preset": 9, "lc": 0, "lp": 1, "pb": 1}
+MAX_DICTIONARY = 1 << 27  # bytes
 DATE = (1980, 1, 1, 0, 0, 0)
 
 
@@ -55,7 +56,9 @@ class PackWriter:
         self._zip = zipfile.ZipFile(self._partial, "w", zipfile.ZIP_STORED)
 
     def add(self, name: str, data: bytes) -> None:
-        packed = lzma.compress(data, format=lzma.FORMAT_XZ, filters=FILTERS)
+        dictionary = min(MAX_DICTIONARY, max(4096, len(data)))
+        filters = [FILTER | {"dict_size": dictionary}]
+        packed = lzma.compress(data, format=lzma.FORMAT_XZ, filters=filters)
         self._zip.writestr(zipfile.ZipInfo(name + ".xz", DATE), packed)
 
     def add_text(self, name: str, text: str) -> None:

@@ -1,4 +1,4 @@
-"""The family's members: what each is trained on, from what, and in which shares.
+"""The family's members: what each is trained on, from what, and how often.
 
 base: stories, novels and dialogues. chat: base, fine-tuned on replies. draft: small, distilled from
 chat. shakespeare, science_fiction: adapters of base.
@@ -22,32 +22,33 @@ from recipes.lora import LoraConfig, adapter_state, add_adapter, save_adapter
 from recipes.model import Llama, Shape, load, save_model
 from recipes.train import Progress, TrainConfig, Trainer
 
-Shares = Mapping[str, tuple[float, float]]
+Paces = Mapping[str, tuple[float, float]]
 
-# (share at the start, share at the end) of a step's rows. Stories and dialogues are few: a large
-# share from the start would repeat them too often, so they come late, when they count most.
-PRETRAIN: Shares = {
-    "novels": (0.50, 0.20),
-    "short_stories": (0.32, 0.30),
-    "tinystories": (0.04, 0.20),
-    "tools": (0.10, 0.22),
-    "talk": (0.02, 0.04),
-    "requests": (0.02, 0.04),
+# How often each source is read next to the others, (at the start, at the end). Paces, not shares:
+# stories are few, and a fixed share would repeat them the more often the faster the machine is.
+# They and the dialogues come late, when it counts most.
+PRETRAIN: Paces = {
+    "novels": (1.2, 0.4),
+    "short_stories": (1.2, 1.6),
+    "tinystories": (0.4, 2.4),
+    "tools": (0.8, 1.6),
+    "talk": (0.8, 1.6),
+    "requests": (0.2, 1.0),
 }
-SYNTHETIC_SHARE = (0.10, 0.0)  # if there is any
-FINETUNE: Shares = {
-    "tools": (0.66, 0.66),
-    "talk": (0.10, 0.10),
-    "instructions": (0.04, 0.04),
-    "requests": (0.14, 0.14),
-    "tinystories": (0.06, 0.06),
+SYNTHETIC_PACE = (1.0, 0.0)  # if there is any
+FINETUNE: Paces = {
+    "tools": (1.0, 1.0),
+    "talk": (1.0, 1.0),
+    "instructions": (2.0, 2.0),
+    "requests": (1.5, 1.5),
+    "tinystories": (0.5, 0.5),
 }
-DISTILL: Shares = {
-    "tools": (0.55, 0.66),
-    "talk": (0.10, 0.10),
-    "instructions": (0.02, 0.02),
-    "requests": (0.15, 0.14),
-    "tinystories": (0.18, 0.08),
+DISTILL: Paces = {
+    "tools": (1.0, 1.0),
+    "talk": (1.0, 1.0),
+    "instructions": (1.0, 1.0),
+    "requests": (2.0, 1.0),
+    "tinystories": (2.0, 0.5),
 }
 ADAPTERS = ("shakespeare", "science_fiction")
 KL_SHARE = 0.7  # of the distillation's loss; the rest is cross-entropy
@@ -113,12 +114,12 @@ def pretrain(
 ) -> Progress:
     """Train `base` from nothing on every source but the adapters'."""
     corpus = Corpus(work)
-    shares = dict(PRETRAIN)
+    paces = dict(PRETRAIN)
     if "synthetic" in corpus.names("streams"):
-        shares["synthetic"] = SYNTHETIC_SHARE
+        paces["synthetic"] = SYNTHETIC_PACE
     shape = replace(shape, vocab_size=_vocabulary(corpus))
-    rows = sources(corpus, shares, shape.context, replies=False)
-    mixture = Mixture(rows, shares, config.rows, config.seed, isolate=False)
+    rows = sources(corpus, paces, shape.context, replies=False)
+    mixture = Mixture(rows, paces, config.rows, config.seed, isolate=False)
     model = Llama(shape, dropout).initialise(config.seed).to(device)
     trainer = Trainer(
         work / "base.training", model, mixture, config,

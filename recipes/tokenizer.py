@@ -11,7 +11,6 @@ from typing import Any
 
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import (
-    AddedToken,
     Regex,
     Tokenizer,
     decoders,
@@ -123,11 +122,9 @@ def train_tokenizer(documents: Iterable[str], vocab_size: int = VOCAB_SIZE) -> T
         ]
     )
     tokenizer.decoder = decoders.ByteLevel()
-    # Tags are tokens of their own, but a client must see them: they aren't special.
-    tags = [AddedToken(tag, special=False, normalized=False) for tag in TAGS]
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size,
-        special_tokens=[*SPECIAL, *tags],
+        special_tokens=[*SPECIAL, *TAGS],
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
@@ -135,7 +132,11 @@ def train_tokenizer(documents: Iterable[str], vocab_size: int = VOCAB_SIZE) -> T
     tokenizer.post_processor = processors.TemplateProcessing(
         single=f"{END_OF_TEXT} $A", special_tokens=[(END_OF_TEXT, 0)]
     )
-    return tokenizer
+    # Tags are tokens of their own, but a client must see them: they aren't special after all.
+    described = json.loads(tokenizer.to_str())
+    for token in described["added_tokens"]:
+        token["special"] = token["content"] in SPECIAL
+    return Tokenizer.from_str(json.dumps(described, ensure_ascii=False))
 
 
 def tokenizer_config(context: int) -> dict[str, Any]:
