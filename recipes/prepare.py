@@ -101,13 +101,15 @@ def split(documents: Iterable[Document]) -> tuple[dict[str, list[str]], dict[str
 
 def _conversations(data: Path, stories: list[str], limit: int | None) -> Iterable[Conversation]:
     """All conversations, each text once, in an order that mixes services."""
+    counts: dict[tuple[str, bool], int] = {}
     for group in (read_dialogues(data), read_instructions(data), story_requests(stories)):
         found = {c.identity: c for c in group}
-        order = sorted(found, key=digest)
-        kept = [found[identity] for identity in order]
-        held = [c for c in kept if c.held_out]
-        yield from [c for c in kept if not c.held_out][:limit]
-        yield from held[:limit]
+        for identity in sorted(found, key=digest):
+            conversation = found[identity]
+            key = conversation.kind, conversation.held_out
+            counts[key] = counts.get(key, 0) + 1
+            if limit is None or counts[key] <= limit:
+                yield conversation
 
 
 def _vocabulary_texts(training: dict[str, list[str]], dialogues: list[str]) -> Iterable[str]:

@@ -76,7 +76,7 @@ def test_from_text_to_models(made_up_data: Path, tmp_path: Path) -> None:
 def test_the_real_sources_are_read(tmp_path: Path) -> None:
     if not (DATA / "text" / "lcats_stories_train.jsonl").exists():
         pytest.skip(f"the texts aren't in {DATA}")
-    printed = recipes(tmp_path, "prepare", "--data", str(DATA / "text"), "--limit", "5",
+    printed = recipes(tmp_path, "prepare", "--data", str(DATA / "text"), "--limit", "8",
                       "--vocab-size", "1024")  # fmt: skip
     for source in ("novels", "tinystories", "science_fiction", "tools", "instructions"):
         assert source in printed
