@@ -25,7 +25,7 @@ Device = Annotated[str | None, typer.Option(help="cuda or cpu. Default: a GPU if
 Dtype = Annotated[str | None, typer.Option(help="bfloat16 or float32. Default: by the device.")]
 SaveEvery = Annotated[int | None, typer.Option(min=1, help="Steps. Default: every minute.")]
 Compile = Annotated[bool | None, typer.Option(help="torch.compile. Default: on a GPU.")]
-Size = Annotated[str, typer.Option(help="base, draft or tiny: a shape of recipes/model.py.")]
+Size = Annotated[str, typer.Option(help="base, small, draft or tiny: a shape of recipes/model.py.")]
 Muon = Annotated[bool, typer.Option(help="Muon for the layers' matrices; else AdamW for all.")]
 Seed = Annotated[int, typer.Option()]
 

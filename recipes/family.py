@@ -26,14 +26,15 @@ Paces = Mapping[str, tuple[float, float]]
 
 # How often each source is read next to the others, (at the start, at the end). Paces, not shares:
 # stories are few, and a fixed share would repeat them the more often the faster the machine is.
-# They and the dialogues come late, when it counts most.
+# They and the dialogues come late, when it counts most. A source that is read much more often than
+# the others is what a model learns by heart first.
 PRETRAIN: Paces = {
     "novels": (1.2, 0.4),
     "short_stories": (1.2, 1.6),
-    "tinystories": (0.4, 2.4),
+    "tinystories": (0.4, 1.6),
     "tools": (0.8, 1.6),
     "talk": (0.8, 1.6),
-    "requests": (0.2, 1.0),
+    "requests": (0.2, 0.6),
 }
 SYNTHETIC_PACE = (1.0, 0.0)  # if there is any
 FINETUNE: Paces = {

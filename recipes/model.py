@@ -5,7 +5,7 @@ arXiv:2305.13245. A test holds it to transformers' LlamaForCausalLM.
 """
 
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -100,6 +100,9 @@ class Shape:
 
 SHAPES = {
     "base": Shape(),
+    "small": Shape(
+        hidden_size=256, intermediate_size=704, num_heads=4, num_kv_heads=2, head_dim=64,
+    ),
     "draft": Shape(
         hidden_size=128, intermediate_size=256, num_layers=2, num_heads=4, num_kv_heads=2,
         head_dim=32,
@@ -109,7 +112,7 @@ SHAPES = {
         head_dim=32,
     ),
 }  # fmt: skip
-"""15.7 M, 1.3 M, and the tests' shape."""
+"""15.7 M, 8.0 M, 1.3 M weights, and the tests' shape."""
 
 
 class RMSNorm(nn.Module):
@@ -273,8 +276,3 @@ def save_model(
     partial = folder / "model.safetensors.partial"
     save_file(tensors, partial, metadata={"format": "pt"})
     partial.replace(folder / "model.safetensors")
-
-
-def as_dict(shape: Shape) -> dict[str, Any]:
-    """For JSON."""
-    return asdict(shape)

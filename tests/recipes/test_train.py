@@ -103,6 +103,16 @@ def test_a_resumed_run_ends_with_the_same_weights(tmp_path: Path) -> None:
         }
 
 
+def test_a_run_ends_with_the_weights_that_did_best(tmp_path: Path) -> None:
+    # so high a rate that it gets worse again
+    run = trainer(tmp_path, quick(learning_rate=0.5, muon=False, steps=60, final_share=1.0))
+    progress = run.run()
+    losses = [entry["text"] for entry in progress.history]
+    assert min(losses) < losses[-1]
+    run._evaluate(0.0)
+    assert progress.history[-1]["text"] == pytest.approx(min(losses), abs=1e-3)
+
+
 def test_a_run_by_the_clock_ends_in_time_with_its_rate_annealed(tmp_path: Path) -> None:
     run = trainer(tmp_path, quick(steps=None, minutes=0.05, save_every=None))
     start = time.perf_counter()
