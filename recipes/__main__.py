@@ -64,7 +64,7 @@ def pretrain(
     minutes: Minutes = None,
     rows: Rows = 256,
     micro_rows: MicroRows = None,
-    learning_rate: Rate = 3e-3,
+    learning_rate: Rate = 5e-3,
     dropout: Dropout = 0.1,
     size: Size = "base",
     device: Device = None,
