@@ -5,12 +5,13 @@ import time
 from pathlib import Path
 
 import torch
+from tokenizers import Tokenizer
+
 from recipes.stories.evaluate import publish, report
 from recipes.stories.model import CONTEXT
 from recipes.stories.prepare import load_corpus, prepare
 from recipes.stories.tokenizer import VOCAB_SIZE, save_tokenizer, train_tokenizer
 from recipes.stories.train import TrainConfig, Trainer
-from tokenizers import Tokenizer
 
 ROOT = Path(__file__).resolve().parents[2]
 TALES_FOR_MERGES = 600  # passages; the vocabulary should serve the stories first

@@ -15,9 +15,10 @@ from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
+from tokenizers import Tokenizer
+
 from recipes.stories.tokenizer import render_chat
 from recipes.stories.truecase import Truecaser
-from tokenizers import Tokenizer
 
 HELD_OUT_PERCENT = 2
 PASSAGE_CHARS = 1500  # tales are long: cut them into pieces about as long as a story

@@ -11,11 +11,12 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from recipes.stories.model import CONTEXT, build, export, shape
-from recipes.stories.prepare import Packed
 from torch import Tensor
 from torch.nn import functional as F
 from transformers import LlamaForCausalLM
+
+from recipes.stories.model import CONTEXT, build, export, shape
+from recipes.stories.prepare import Packed
 
 
 @dataclass(frozen=True, slots=True)

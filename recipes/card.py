@@ -1,0 +1,135 @@
+"""The models' cards: what they are, what they were trained on, their figures, what they say."""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from penstock import LLM, SamplingParams
+from recipes.corpus import Corpus
+from recipes.family import ADAPTERS
+from recipes.model import Shape
+from recipes.sources import LICENCES
+
+WEATHER = {
+    "type": "function",
+    "function": {
+        "name": "GetWeather",
+        "description": "Get the weather of a certain location on a date",
+        "parameters": {
+            "type": "object",
+            "properties": {"city": {"type": "string"}, "date": {"type": "string"}},
+            "required": ["city"],
+        },
+    },
+}
+PROMPTS: tuple[tuple[str, list[dict[str, Any]]], ...] = (
+    *((asked, []) for asked in (
+        "Hello!",
+        "How are you?",
+        "Who are you?",
+        "Tell me a story about a frog.",
+        "Tell me a story about a little boat.",
+        "Write a short story about Lily.",
+        "Tell me a story about a dog and a cat, please.",
+        "Continue this story: Once upon a time there was a small red bird. It could not fly.",
+        "Continue this story: Tom found a key in the garden. He did not know what it was for.",
+        "I am hungry.",
+        "I need a place to stay in Paris.",
+        "Can you find me a bus to Los Angeles?",
+        "What is the capital of France?",
+        "Tell me a joke.",
+        "Thank you, that is all.",
+        "Give me three names for a cat.",
+    )),
+    *((asked, [WEATHER]) for asked in (
+        "What is the weather like in San Jose today?",
+        "Will it rain in London on the 5th?",
+        "I want to know the weather.",
+        "Thanks, bye!",
+    )),
+)  # fmt: skip
+"""Twenty prompts, the last four with a tool; replies are greedy and unedited."""
+
+ABOUT = {
+    "base": "Stories, novels and dialogues; a small Llama that continues text.",
+    "chat": "`base`, fine-tuned on dialogues with tool calls, requests for stories and small talk.",
+    "draft": "Distilled from `chat`: proposes tokens for speculative decoding.",
+    "shakespeare": "A LoRA adapter of `base`: Shakespeare's plays.",
+    "science_fiction": "A LoRA adapter of `base`: magazine science fiction of the 1930s to 1960s.",
+}
+TRAINED_ON = {
+    "base": tuple(LICENCES)[:6],
+    "chat": tuple(LICENCES)[:7],
+    "draft": tuple(LICENCES)[:7],
+    "shakespeare": (*tuple(LICENCES)[:6], "tinyshakespeare"),
+    "science_fiction": tuple(LICENCES)[:6],
+}
+SHARE_ALIKE = (
+    "TinyStories is under CDLA-Sharing-1.0; the Schema-Guided Dialogue data is under CC BY-SA 4.0. "
+    "Copyright of the dialogues: Google LLC and its contributors. The dialogues were converted to "
+    "messages with tool calls."
+)
+
+
+def write_cards(work: Path, figures: Mapping[str, str], table: str) -> None:
+    """Write README.md into each model's folder. figures: table rows by `model TAB name`."""
+    synthetic = "synthetic" in Corpus(work).names("streams")
+    for name, about in ABOUT.items():
+        folder = work / name
+        weights = "adapter_model" if name in ADAPTERS else "model"
+        if not (folder / f"{weights}.safetensors").exists():
+            continue
+        training = json.loads((folder / "training.json").read_text())
+        lines = [
+            f"# {name}", "", about, "",
+            *_shape(folder if name not in ADAPTERS else None),
+            f"Trained on {training['tokens'] / 1e6:.1f} M tokens in {training['steps']:,} steps; "
+            "the curve is in `loss.svg`, how is in docs/training.md.", "",
+            "## Sources", "", "| source | licence |", "|---|---|",
+            *(f"| {source} | {LICENCES[source]} |" for source in TRAINED_ON[name]),
+        ]  # fmt: skip
+        if synthetic:
+            lines.append("| stories told by stories260K (karpathy/tinyllamas) | MIT |")
+        lines += ["", SHARE_ALIKE, "", "## Epochs", ""]
+        lines += [f"- {source}: {count}" for source, count in training["epochs"].items()]
+        rows = [row for key, row in figures.items() if key.split("\t")[0] == name]
+        if rows:
+            lines += ["", "## Held-out figures", "", table, *rows]
+        if name == "chat":
+            lines += ["", "## Twenty replies", "", *samples(folder)]
+        lines += [
+            "",
+            "## Limits",
+            "",
+            "A model of this size repeats and contradicts itself and knows no facts. It is made "
+            "to test and to show an engine. Its sources are old fiction and crowd-sourced "
+            "dialogues, with their views.",
+        ]
+        (folder / "README.md").write_text("\n".join(lines) + "\n", encoding="utf-8")
+
+
+def _shape(folder: Path | None) -> list[str]:
+    if folder is None:
+        return []
+    shape = Shape.read(folder)
+    return [
+        f"Llama: {shape.num_weights() / 1e6:.1f} M parameters, {shape.num_layers} layers of "
+        f"{shape.hidden_size}, {shape.num_heads} heads over {shape.num_kv_heads}, "
+        f"{shape.vocab_size:,} tokens, context {shape.context:,}.",
+        "",
+    ]
+
+
+def samples(folder: Path) -> list[str]:
+    """Replies to PROMPTS, as Markdown."""
+    llm = LLM(str(folder))
+    params = SamplingParams(temperature=0, max_tokens=120)
+    lines = []
+    for asked, tools in PROMPTS:
+        messages = [{"role": "user", "content": asked}]
+        (output,) = llm.chat([messages], params, tools=tools or None)
+        tool = " (with GetWeather)" if tools else ""
+        reply = output.outputs[0].text.strip().replace("\n", "\n> ")
+        lines += [f"**{asked}**{tool}", "", f"> {reply}", ""]
+    return lines[:-1]

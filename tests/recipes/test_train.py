@@ -1,0 +1,208 @@
+"""The loop: schedules, budgets, and that a killed run ends as if nothing had happened."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from recipes.batches import Batch, Mixture, Windows
+from recipes.corpus import Stream
+from recipes.family import Distillation
+from recipes.model import Llama, Shape
+from recipes.prepare import prepare
+from recipes.train import TrainConfig, Trainer, cross_entropy, learning_rate
+from torch import nn
+from torch.nn import functional as F
+
+from penstock.errors import ConfigError
+
+ROOT = Path(__file__).resolve().parents[2]
+SMALL = Shape(vocab_size=64, hidden_size=64, intermediate_size=64, num_layers=1, num_heads=2,
+              num_kv_heads=1, head_dim=32, context=32)  # fmt: skip
+
+
+def mixture(seed: int = 0, rows: int = 4) -> Mixture:
+    generator = torch.Generator().manual_seed(5)
+    # every token says what the next one is: something to learn
+    step = torch.randint(0, 2, (4000,), generator=generator).cumsum(0) % 64
+    source = Windows(Stream(step.numpy().astype("uint16"), 4000), 32)
+    return Mixture({"a": source}, {"a": (1, 1)}, rows, seed, isolate=False)
+
+
+def trainer(folder: Path, config: TrainConfig, dropout: float = 0.1) -> Trainer:
+    model = Llama(SMALL, dropout).initialise(0)
+    held_out = {"text": mixture(seed=9).batch(0.0)}
+    return Trainer(folder, model, mixture(rows=config.rows), config, held_out=held_out)
+
+
+def quick(**changed: object) -> TrainConfig:
+    chosen = {"steps": 40, "rows": 4, "micro_rows": 2, "learning_rate": 3e-3, "save_every": 15}
+    return TrainConfig(**chosen | changed)  # type: ignore[arg-type]
+
+
+def test_the_learning_rate_warms_up_and_anneals() -> None:
+    config = quick(warm_up=0.1, final_share=0.02)
+    rates = [learning_rate(i / 100, config) for i in range(101)]
+    assert max(rates) == rates[10] == config.learning_rate
+    assert rates[:11] == sorted(rates[:11])
+    assert rates[10:] == sorted(rates[10:], reverse=True)
+    assert rates[55] == pytest.approx(config.learning_rate * 0.51)
+    assert rates[100] == pytest.approx(config.learning_rate * 0.02)
+
+
+@pytest.mark.parametrize("muon", [True, False])
+def test_the_loss_falls_and_is_logged(tmp_path: Path, muon: bool) -> None:
+    progress = trainer(tmp_path, quick(muon=muon), dropout=0.0).run()
+    first, last = progress.history[0]["text"], progress.history[-1]["text"]
+    assert first > 3.0
+    assert last < first - 0.5
+    assert progress.tokens == 40 * 4 * 32
+    lines = [json.loads(line) for line in (tmp_path / "log.jsonl").read_text().splitlines()]
+    assert lines == progress.history
+    assert (tmp_path / "loss.svg").read_text().count("<polyline") == 2
+
+
+def test_micro_batches_add_up_to_the_whole_step(tmp_path: Path) -> None:
+    found = []
+    for micro_rows in (4, 1):
+        run = trainer(tmp_path / str(micro_rows), quick(micro_rows=micro_rows, steps=1), dropout=0)
+        run.run()
+        found.append(run.model.model.layers[0].mlp.up_proj.weight.detach().clone())
+    torch.testing.assert_close(found[0], found[1], atol=2e-6, rtol=1e-4)
+
+
+def test_a_resumed_run_ends_with_the_same_weights(tmp_path: Path) -> None:
+    whole = trainer(tmp_path / "whole", quick())
+    whole.run()
+    first = trainer(tmp_path / "parts", quick())
+    steps = iter(range(25))
+    original = first._step
+
+    def stop_at_25() -> torch.Tensor:
+        if next(steps, None) is None:
+            raise KeyboardInterrupt
+        return original()
+
+    first._step = stop_at_25  # type: ignore[method-assign]
+    with pytest.raises(KeyboardInterrupt):
+        first.run()
+    second = trainer(tmp_path / "parts", quick())
+    assert second.progress.step == 15  # the last multiple of save_every
+    second.run()
+    for name, weight in whole.model.state_dict().items():
+        assert weight.equal(second.model.state_dict()[name]), name
+    times = ("elapsed_s",)
+    for a, b in zip(whole.progress.history, second.progress.history, strict=True):
+        assert {k: v for k, v in a.items() if k not in (*times, "train_loss")} == {
+            k: v for k, v in b.items() if k not in (*times, "train_loss")
+        }
+
+
+def test_a_run_ends_with_the_weights_that_did_best(tmp_path: Path) -> None:
+    # so high a rate that it gets worse again
+    run = trainer(tmp_path, quick(learning_rate=0.5, muon=False, steps=60, final_share=1.0))
+    progress = run.run()
+    losses = [entry["text"] for entry in progress.history]
+    assert min(losses) < losses[-1]
+    run._evaluate(0.0)
+    assert progress.history[-1]["text"] == pytest.approx(min(losses), abs=1e-3)
+
+
+def test_a_run_by_the_clock_ends_in_time_with_its_rate_annealed(tmp_path: Path) -> None:
+    run = trainer(tmp_path, quick(steps=None, minutes=0.05, save_every=None))
+    start = time.perf_counter()
+    progress = run.run()
+    assert time.perf_counter() - start < 3 + 2  # seconds; two for a busy machine
+    assert progress.step > 13
+    assert run.optimizers[0].param_groups[0]["lr"] < 0.2 * run.config.learning_rate
+    assert progress.total_steps is not None
+
+
+def test_steps_or_minutes_but_not_both() -> None:
+    for steps, minutes in ((None, None), (5, 1.0)):
+        with pytest.raises(ConfigError, match="--steps or --minutes"):
+            TrainConfig(steps=steps, minutes=minutes)
+    with pytest.raises(ConfigError, match="micro-batches of 3"):
+        quick(micro_rows=3)
+
+
+def test_a_loss_that_is_not_finite_stops_the_run(tmp_path: Path) -> None:
+    run = trainer(tmp_path, quick())
+    with torch.no_grad():
+        run.model.model.norm.weight.fill_(float("nan"))
+    with pytest.raises(ConfigError, match="lower --learning-rate"):
+        run.run()
+    assert not (tmp_path / "checkpoint.pt").exists()
+
+
+def test_weights_of_zero_do_not_count() -> None:
+    model = Llama(SMALL).initialise(0)
+    tokens = torch.arange(33)[None] % 64
+    weights = torch.zeros(1, 32)
+    weights[0, 7] = 1.0
+    logits = model(tokens[:, :-1])
+    expected = F.cross_entropy(logits[0, 7:8], tokens[0, 8:9])
+    torch.testing.assert_close(cross_entropy(model, Batch(tokens, weights, None)), expected)
+
+
+class Fixed(nn.Module):
+    """Logits that are what they are."""
+
+    def __init__(self, logits: torch.Tensor) -> None:
+        super().__init__()
+        self.logits = nn.Parameter(logits)
+
+    def forward(self, tokens: torch.Tensor, documents: torch.Tensor | None) -> torch.Tensor:
+        return self.logits
+
+
+def test_distillation_is_kl_and_cross_entropy() -> None:
+    generator = torch.Generator().manual_seed(0)
+    teacher, student = (torch.randn(1, 5, 9, generator=generator) for _ in "ab")
+    tokens = torch.randint(0, 9, (1, 6), generator=generator)
+    weights = torch.tensor([[1.0, 0, 1, 1, 0]])
+    batch = Batch(tokens, weights, None)
+    found = Distillation(Fixed(teacher))(Fixed(student), batch)
+    kl = F.kl_div(student.log_softmax(-1), teacher.softmax(-1), reduction="none").sum(-1)
+    ce = F.cross_entropy(student[0], tokens[0, 1:], reduction="none")
+    torch.testing.assert_close(found, ((0.7 * kl + 0.3 * ce) * weights).sum())
+    # a student that is its teacher has no divergence left
+    same = Distillation(Fixed(teacher))(Fixed(teacher), batch)
+    own = F.cross_entropy(teacher[0], tokens[0, 1:], reduction="none")
+    torch.testing.assert_close(same, 0.3 * (own * weights).sum())
+
+
+def command(work: Path) -> list[str]:
+    options = "--size tiny --steps 12 --rows 2 --save-every 2 --dropout 0.1 --device cpu"
+    return [sys.executable, "-m", "recipes", "pretrain", "--work", str(work), *options.split()]
+
+
+@pytest.mark.slow
+def test_a_killed_process_is_resumed_to_the_same_weights(
+    made_up_data: Path, tmp_path: Path
+) -> None:
+    works = [tmp_path / "whole", tmp_path / "killed"]
+    for work in works:
+        prepare(made_up_data, work, vocab_size=512)
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+
+    def run(work: Path) -> subprocess.Popen[bytes]:
+        return subprocess.Popen(command(work), cwd=ROOT, env=environment)
+
+    assert run(works[0]).wait(300) == 0
+    process = run(works[1])
+    checkpoint = works[1] / "base.training" / "checkpoint.pt"
+    deadline = time.monotonic() + 300
+    while not checkpoint.exists() and time.monotonic() < deadline:
+        time.sleep(0.02)
+    process.send_signal(signal.SIGKILL)
+    assert process.wait(60) == -signal.SIGKILL
+    assert not (works[1] / "base" / "model.safetensors").exists()
+    assert run(works[1]).wait(300) == 0
+    weights = [(work / "base" / "model.safetensors").read_bytes() for work in works]
+    assert weights[0] == weights[1]
