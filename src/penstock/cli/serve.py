@@ -124,6 +124,9 @@ def serve(
     quantization: Quantization = None,
     kv_cache_dtype: KvCacheDtype = "auto",
     max_model_len: MaxModelLen = None,
+    tokenizer: Annotated[
+        str | None, _option(help="A folder or hub id, where not the model's.", panel=_ENGINE)
+    ] = None,
     max_num_seqs: Annotated[
         int | None, _option(help="Sequences in one step.", panel=_ENGINE)
     ] = None,
@@ -243,6 +246,7 @@ def serve(
             quantization=quantization,
             kv_cache_dtype=kv_cache_dtype,
             max_model_len=max_model_len,
+            tokenizer=tokenizer,
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=_step_tokens(
                 max_num_batched_tokens, chunked_prefill, max_num_seqs
