@@ -7,7 +7,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import httpx2 as httpx
@@ -19,6 +19,7 @@ from penstock.config import EngineConfig
 from penstock.engine import AsyncLLM
 from penstock.runtime import Runtime, load_runtime
 from penstock.server import ServerConfig, Service, create_app
+from penstock.server.lifecycle import uvicorn_config
 
 
 @dataclass(slots=True)
@@ -56,9 +57,7 @@ def serving(config: ServerConfig, **engine: Any) -> Iterator[Running]:
     service.start(llm, "stories")
     listener = socket.socket()
     listener.bind(("127.0.0.1", 0))
-    server = uvicorn.Server(
-        uvicorn.Config(app, log_config=None, timeout_graceful_shutdown=1, backlog=2048)
-    )
+    server = uvicorn.Server(uvicorn_config(app, replace(config, shutdown_timeout_s=1)))
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
     thread.start()
     url = f"http://127.0.0.1:{listener.getsockname()[1]}"

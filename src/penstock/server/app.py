@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager
 
 from fastapi import FastAPI
 
@@ -23,7 +23,6 @@ from penstock.server.routes import (
     tokens,
 )
 from penstock.server.service import Service
-from penstock.server.sse import Streams
 from penstock.server.tracing import OpenTelemetryTracer
 
 
@@ -36,15 +35,10 @@ def create_app(config: ServerConfig | None = None, service: Service | None = Non
     if service is None:
         endpoint = config.otlp_endpoint
         service = Service(config, None if endpoint is None else OpenTelemetryTracer(endpoint))
-    streams = Streams(config.write_timeout_s)
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
-        watcher = asyncio.create_task(streams.watch())
         yield
-        watcher.cancel()
-        with suppress(asyncio.CancelledError):
-            await watcher
         await asyncio.to_thread(service.stop)
 
     app = FastAPI(
@@ -56,7 +50,6 @@ def create_app(config: ServerConfig | None = None, service: Service | None = Non
         redoc_url=None,
     )
     app.state.service = service
-    app.state.streams = streams
     install_handlers(app)
     for module in (chat, completions, responses, embeddings, messages, tokens, status):
         app.include_router(module.router)

@@ -28,9 +28,9 @@ class ServerConfig:
     allowed_origins: tuple[str, ...] = ()  # of browsers' scripts (CORS); none: no other site
     max_queue_size: int = 1024  # requests that wait; beyond, 429
     max_body_bytes: int = 32 << 20
-    body_timeout_s: float = 30.0  # for a request's body to arrive
+    body_timeout_s: float = 30.0  # for a request's headers to arrive, and then for its body
     request_timeout_s: float | None = None  # from arrival to the end; 408
-    write_timeout_s: float = 60.0  # for a client to take what was sent; then it is cut off
+    write_timeout_s: float = 60.0  # for a client to take some of what was sent, or it is cut off
     shutdown_timeout_s: float = 60.0  # for running requests after SIGTERM
     stall_timeout_s: float = 120.0  # without a step while there are requests: not ready
     max_stop_strings: int = 64

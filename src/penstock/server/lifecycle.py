@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import signal
 import socket
 import sys
 import threading
@@ -10,11 +11,13 @@ from collections.abc import Callable
 from types import FrameType
 
 import uvicorn
+from fastapi import FastAPI
 
 from penstock.engine import AsyncLLM
 from penstock.errors import ConfigError
 from penstock.server.app import create_app
 from penstock.server.config import ServerConfig
+from penstock.server.connection import connections
 from penstock.server.service import Service
 
 logger = logging.getLogger("penstock.server")
@@ -31,40 +34,44 @@ class _Server(uvicorn.Server):
     def __init__(self, config: uvicorn.Config, service: Service) -> None:
         super().__init__(config)
         self._service = service
+        self.interrupted = False  # by Ctrl-C
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """SIGTERM or SIGINT: no new requests; a second one doesn't wait for those that run."""
-        if not self.should_exit:
-            logger.info("shutting down", extra={"fields": {"running": len(self._service.inflight)}})
+        """SIGTERM or SIGINT: no new requests; a second one doesn't wait for those that run.
+
+        uvicorn's own would send itself the signal again at the end, and so end without an exit
+        code, and takes a second SIGTERM for the first.
+        """
+        running = {"running": len(self._service.inflight)}
+        if self.should_exit:
+            logger.warning("not waiting any longer", extra={"fields": running})
+            self.force_exit = True
+        else:
+            logger.info("shutting down", extra={"fields": running})
         self._service.drain()
-        super().handle_exit(sig, frame)
+        self.should_exit = True
+        self.interrupted = self.interrupted or sig == signal.SIGINT
 
 
 def serve(config: ServerConfig, load: Callable[[], tuple[AsyncLLM, str]]) -> None:
     """Serve until SIGTERM or SIGINT. `load` makes the engine, in a thread, and names the model.
 
     The port is open before that, so that /health and /ready can be asked. Raises what `load`
-    raised, and ConfigError for a port that is taken.
+    raised, ConfigError for a port that is taken, and KeyboardInterrupt after SIGINT.
     """
     app = create_app(config)
     service: Service = app.state.service
     listener = _listen(config.host, config.port)
-    server = _Server(
-        uvicorn.Config(
-            app,
-            log_config=None,
-            access_log=False,
-            timeout_graceful_shutdown=max(1, round(config.shutdown_timeout_s)),
-            server_header=False,
-            backlog=_BACKLOG,
-        ),
-        service,
-    )
+    server = _Server(uvicorn_config(app, config), service)
     failures: list[BaseException] = []
 
     def load_model() -> None:
         try:
-            service.start(*load())
+            llm, name = load()
+            if server.should_exit:  # it was told so while it was loading
+                llm.shutdown()
+                return
+            service.start(llm, name)
         except BaseException as error:  # told to whoever started the server
             failures.append(error)
             service.state = "failed"
@@ -85,11 +92,30 @@ def serve(config: ServerConfig, load: Callable[[], tuple[AsyncLLM, str]]) -> Non
         listener.close()
     if failures:
         raise failures[0]
+    if server.force_exit:
+        service.stop()  # which uvicorn leaves out then
+    if server.interrupted:
+        raise KeyboardInterrupt
+
+
+def uvicorn_config(app: FastAPI, config: ServerConfig) -> uvicorn.Config:
+    """How uvicorn serves the application."""
+    return uvicorn.Config(
+        app,
+        http=connections(config),
+        ws="none",
+        log_config=None,
+        access_log=False,
+        timeout_graceful_shutdown=max(1, round(config.shutdown_timeout_s)),
+        server_header=False,
+        backlog=_BACKLOG,
+    )
 
 
 def _listen(host: str, port: int) -> socket.socket:
     """Raises ConfigError where that can't be."""
     bare = host.strip("[]")
+    listener: socket.socket | None = None
     try:
         family, _, _, _, address = socket.getaddrinfo(
             bare, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
@@ -97,7 +123,11 @@ def _listen(host: str, port: int) -> socket.socket:
         listener = socket.socket(family, socket.SOCK_STREAM)
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(address)
+        # Two may bind the same address as long as neither listens.
+        listener.listen(_BACKLOG)
     except OSError as error:
+        if listener is not None:
+            listener.close()
         raise ConfigError(
             f"Can't listen on {host}, port {port}: {error.strerror or error}. Choose another "
             "--port, or end the program that has it."

@@ -378,12 +378,12 @@ class Service:
 
     def drain(self) -> None:
         """Take no more requests; those that run go on."""
-        if self.state == "ready":
+        if self.state != "failed":
             self.state = "draining"
 
     def stop(self) -> None:
         """Stop the engine; requests that still run end with an error."""
-        self.state = "draining" if self.state != "failed" else self.state
+        self.drain()
         if self._llm is not None:
             self._llm.shutdown()
         self.tracer.close()

@@ -33,36 +33,6 @@ def event(data: Any, name: str | None = None) -> bytes:
     return f"{head}data: {dumps(data)}\n\n".encode()
 
 
-class Streams:
-    """The streams that are being written, so that one whose client doesn't read can be ended."""
-
-    def __init__(self, write_timeout_s: float) -> None:
-        self._timeout_s = write_timeout_s
-        self._open: set[EventStream] = set()
-
-    def __len__(self) -> int:
-        return len(self._open)
-
-    def add(self, stream: EventStream) -> None:
-        """Watch over `stream` until `discard`."""
-        self._open.add(stream)
-
-    def discard(self, stream: EventStream) -> None:
-        """`stream` has ended."""
-        self._open.discard(stream)
-
-    async def watch(self) -> None:
-        """Cut off whoever hasn't taken what was sent within the time allowed, for ever."""
-        loop = asyncio.get_running_loop()
-        while True:
-            await asyncio.sleep(min(1.0, self._timeout_s / 2))
-            oldest = loop.time() - self._timeout_s
-            for stream in list(self._open):
-                since = stream.sending_since
-                if since is not None and since < oldest:
-                    stream.cut_off()
-
-
 class EventStream(Response):
     """Sends events as they come and stops asking for more when the client has gone.
 
@@ -75,39 +45,27 @@ class EventStream(Response):
     def __init__(
         self,
         events: AsyncIterator[bytes],
-        streams: Streams,
         explain: Callable[[Exception], bytes],
     ) -> None:
         super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
         del self.headers["content-length"]
         self._events = events
-        self._streams = streams
         self._explain = explain
-        self._writer: asyncio.Task[None] | None = None
-        self.sending_since: float | None = None  # of the event loop's clock, while a write waits
 
     async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
-        self._streams.add(self)
-        self._writer = asyncio.create_task(self._write(send))
+        writer = asyncio.create_task(self._write(send))
         gone = asyncio.create_task(disconnected(receive))
         try:
-            await asyncio.wait({self._writer, gone}, return_when=asyncio.FIRST_COMPLETED)
-            if self._writer.done() and not self._writer.cancelled():
-                self._writer.result()  # an error before the first event
+            await asyncio.wait({writer, gone}, return_when=asyncio.FIRST_COMPLETED)
+            if writer.done():
+                writer.result()  # an error before the first event
         finally:
-            self._streams.discard(self)
-            for task in (self._writer, gone):
+            for task in (writer, gone):
                 task.cancel()
                 with suppress(asyncio.CancelledError, Exception):
                     await task
 
-    def cut_off(self) -> None:
-        """End the stream where it is."""
-        if self._writer is not None:
-            self._writer.cancel()
-
     async def _write(self, send: Send) -> None:
-        loop = asyncio.get_running_loop()
         started = False
         try:
             async for data in self._events:
@@ -120,9 +78,7 @@ class EventStream(Response):
                             "headers": self.raw_headers,
                         }
                     )
-                self.sending_since = loop.time()
                 await send({"type": "http.response.body", "body": data, "more_body": True})
-                self.sending_since = None
         except Exception as error:
             if not started:
                 raise

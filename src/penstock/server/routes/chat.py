@@ -42,7 +42,7 @@ async def create_chat_completion(body: ChatRequest, request: Request) -> Respons
     work = await _work(service, body, caller)
     names = TokenNames(service.prompts.tokenizer, bool(body.return_tokens_as_token_ids))
     if body.stream:
-        return stream_response(request, _chunks(service, body, caller, work, model, names))
+        return stream_response(_chunks(service, body, caller, work, model, names))
     output = await unless_gone(request, last_of(service.stream(caller, [work])))
     return JSONResponse(_whole(body, caller, output, model, names))
 

@@ -16,7 +16,7 @@ from penstock.server.middleware import REQUEST_ID
 from penstock.server.protocol.chat import Message, TemplateFields
 from penstock.server.protocol.common import SamplingFields
 from penstock.server.service import Caller, Service
-from penstock.server.sse import EventStream, Streams, event
+from penstock.server.sse import EventStream, event
 
 _MOST_BANNED_CHARACTERS = 10_000
 
@@ -65,14 +65,13 @@ def caller_of(
     )
 
 
-def stream_response(request: Request, events: AsyncIterator[bytes]) -> EventStream:
+def stream_response(events: AsyncIterator[bytes]) -> EventStream:
     """Events as they come; an error in mid-stream becomes the last of them."""
-    streams: Streams = request.app.state.streams
 
     def explain(error: Exception) -> bytes:
         return event(as_api_error(error).openai())
 
-    return EventStream(events, streams, explain)
+    return EventStream(events, explain)
 
 
 def check_stops(service: Service, stop: str | Sequence[str] | None, field: str = "stop") -> None:

@@ -41,7 +41,7 @@ async def create_completion(body: CompletionRequest, request: Request) -> Respon
     caller = caller_of(request, "cmpl", body.user, body.request_id)
     answer = _Answer(service, body, caller, model, await _works(service, body, caller))
     if body.stream:
-        return stream_response(request, answer.chunks())
+        return stream_response(answer.chunks())
     return JSONResponse(await unless_gone(request, answer.whole()))
 
 

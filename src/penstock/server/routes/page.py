@@ -16,7 +16,7 @@ router = APIRouter(include_in_schema=False)
 @router.get("/page/events")
 async def events(request: Request) -> Response:
     """The engine at work, for as long as somebody looks."""
-    return stream_response(request, live.events(service_of(request)))
+    return stream_response(live.events(service_of(request)))
 
 
 @router.get("/")

@@ -55,7 +55,7 @@ async def create_response(body: ResponsesRequest, request: Request) -> Response:
     answer = _Answer(body, caller.request_id, model, work, service)
     outputs = service.stream(caller, [work])
     if body.stream:
-        return stream_response(request, answer.events(outputs))
+        return stream_response(answer.events(outputs))
     return JSONResponse(answer.response(await unless_gone(request, last_of(outputs))))
 
 
