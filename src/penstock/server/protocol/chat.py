@@ -26,9 +26,13 @@ class TextPart(Body):
     type: str
     text: str | None = None
     cache_control: CacheControl | None = None
+    logprobs: list[Any] | None = None  # of an earlier answer that is sent back: nothing to read
     unsupported: ClassVar[Mapping[str, tuple[Any, ...]]] = dict.fromkeys(
-        ("image_url", "input_audio", "file", "video_url", "audio_url", "image", "annotations"), ()
-    )
+        (
+            "image_url", "input_audio", "file", "video_url", "audio_url", "image", "annotations",
+            "citations",
+        ), ()
+    )  # fmt: skip
 
     def read(self) -> str:
         """Its text. Raises ApiError for another kind of content."""

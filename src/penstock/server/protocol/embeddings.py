@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
@@ -23,3 +24,6 @@ class EmbeddingRequest(EngineFields):
     add_special_tokens: bool = True
     user: str | None = None
     request_id: str | None = None
+    unsupported: ClassVar[Mapping[str, tuple[Any, ...]]] = {
+        "tpot_slo_ms": (),  # there is no token after another
+    }

@@ -19,6 +19,8 @@ def _few(data: Any) -> Any:
         raise ValueError(f"has {len(data):,} entries; at most {MOST_METADATA} are kept")
     return data
 
+LOGPROBS = "message.output_text.logprobs"  # what `include` may ask for
+
 
 class InputItem(Body):
     """A message among the input."""
@@ -58,6 +60,7 @@ class ResponsesRequest(SamplingFields, EngineFields):
     stream: bool | None = None
     metadata: Annotated[dict[str, str], BeforeValidator(_few)] | None = None
     text: TextOptions | None = None
+    include: list[str] | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     truncation: Literal["disabled", "auto"] | None = None
     user: str | None = None
@@ -71,7 +74,6 @@ class ResponsesRequest(SamplingFields, EngineFields):
         "context_management": (),
         "conversation": (),
         "image": (),
-        "include": (["message.output_text.logprobs"],),
         "max_tool_calls": (),
         "moderation": (),
         "parallel_tool_calls": (True,),
@@ -87,6 +89,14 @@ class ResponsesRequest(SamplingFields, EngineFields):
         "tool_choice": ("none", "auto"),
         "tools": (),
     }
+
+    @property
+    def num_logprobs(self) -> int | None:
+        """Top log-probabilities beside each token's own; None for none at all."""
+        other = next((x for x in self.include or () if x != LOGPROBS), None)
+        if other is not None:
+            raise unsupported(f"include of {other[:60]}")
+        return 0 if self.include and self.top_logprobs is None else self.top_logprobs
 
     def messages(self) -> list[Message]:
         """The conversation. Raises ApiError for what can't be one."""

@@ -75,6 +75,13 @@ def _check(service: Service, body: CompletionRequest) -> None:
     if body.stream and (body.echo or body.prompt_logprobs is not None):
         field = "echo" if body.echo else "prompt_logprobs"
         raise ApiError(400, f"{field} can't be streamed.", param=field)
+    if body.echo and body.logprobs is not None and body.prompt_logprobs is not None:
+        raise ApiError(
+            400,
+            "echo with logprobs gives the prompt's log-probabilities already. Leave out "
+            "prompt_logprobs, or one of the two.",
+            param="prompt_logprobs",
+        )
 
 
 async def prompts_of(
@@ -137,7 +144,7 @@ class _Answer:
                 delta = whole(sample, number * self._each)
                 choices.append(self._echoed(delta, output) if self._body.echo
                                else self._choice(delta, 0))  # fmt: skip
-                if output.prompt_logprobs is not None and not self._body.echo:
+                if output.prompt_logprobs is not None and self._body.prompt_logprobs is not None:
                     choices[-1]["prompt_logprobs"] = prompt_logprobs(output.prompt_logprobs)
                 if self._body.return_token_ids:
                     choices[-1]["prompt_token_ids"] = output.prompt_token_ids

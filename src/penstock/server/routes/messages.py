@@ -59,17 +59,12 @@ async def create_message(body: MessagesRequest, request: Request) -> Response:
 
 @router.post("/v1/messages/count_tokens", responses=ERRORS)
 async def count_tokens(body: CountTokensRequest, request: Request) -> dict[str, int]:
-    """How many tokens a conversation's prompt has."""
+    """How many tokens a conversation's prompt has, whether or not they fit."""
     service = service_of(request)
     service.check_model(body.model)
-    prompt = await prompt_of_messages(
-        service,
-        body.conversation(),
-        _rendering(body, service.config.chat_template),
-        truncation="disabled",
-        reserve=None,
-    )
-    return {"input_tokens": len(prompt.tokens)}
+    rendering = _rendering(body, service.config.chat_template)
+    ids = await service.compute(lambda: service.prompts.rendered(body.conversation(), rendering))
+    return {"input_tokens": len(ids)}
 
 
 def _rendering(body: CountTokensRequest, template: str | None) -> Rendering:

@@ -49,7 +49,7 @@ async def create_response(body: ResponsesRequest, request: Request) -> Response:
     params = body.sampling(
         service.defaults,
         max_tokens=service.prompts.limit(prompt, body.max_output_tokens, "max_output_tokens"),
-        logprobs=body.top_logprobs,
+        logprobs=body.num_logprobs,
     )
     work = Work(prompt, params, service.options(caller, body, prompt))
     answer = _Answer(body, caller.request_id, model, work, service)
@@ -68,6 +68,7 @@ class _Answer:
         self._body, self._id, self._model, self._work = body, request_id, model, work
         self._names = TokenNames(service.prompts.tokenizer, as_ids=False)
         self._created = now()
+        self._truncation = body.truncation or service.config.truncation
         self._item = f"msg_{request_id.removeprefix('resp-')}"
 
     def response(self, output: RequestOutput | None, error: Any = None) -> dict[str, Any]:
@@ -99,7 +100,7 @@ class _Answer:
             "tools": [],
             "top_logprobs": body.top_logprobs or 0,
             "top_p": params.top_p,
-            "truncation": body.truncation or "disabled",
+            "truncation": self._truncation,
             "usage": None if output is None else _usage(output),
             "user": body.user,
         } | ({} if output is None else {"penstock": priced(output)})

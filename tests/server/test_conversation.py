@@ -1,0 +1,251 @@
+"""From messages to a prompt: what is left out, what is too long, what is pinned."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from penstock.server.conversation import Prompts, PromptText, Rendering
+from penstock.server.errors import ApiError
+from penstock.server.protocol.chat import Message
+from penstock.tokenizer import Tokenizer
+from tests.server.conftest import Running
+
+TEMPLATES = Path(__file__).resolve().parents[2].parent / "shared" / "data" / "templates"
+FOLDERS = ["llama.cpp-2025-02", "ik_llama.cpp-2026-08", "vllm-examples"]
+
+
+@pytest.fixture(scope="module")
+def tokenizer(server: Running) -> Tokenizer:
+    return server.service.prompts.tokenizer
+
+
+def _turns(*said: str, roles: str = "") -> list[Message]:
+    """u, a, s: who speaks; without roles, user and assistant in turns."""
+    names = {"u": "user", "a": "assistant", "s": "system", "d": "developer"}
+    chosen = roles or "".join(itertools.islice(itertools.cycle("ua"), len(said)))
+    return [Message(role=names[r], content=x) for r, x in zip(chosen, said, strict=True)]
+
+
+def _fits(prompts: Prompts, messages: list[Message], most: int) -> bool:
+    return len(prompts.rendered(messages, Rendering())) <= most
+
+
+@pytest.mark.parametrize("roles", ["suauauau", "uauauau", "ssuauau", "duaauuau", "sauauau", "suuu"])
+def test_the_oldest_turns_go_until_the_rest_fits(tokenizer: Tokenizer, roles: str) -> None:
+    words = ["The dog ran to the sea and back again." * (1 + i % 3) for i in range(len(roles))]
+    messages = _turns(*(f"{i}: {w}" for i, w in enumerate(words)), roles=roles)
+    whole = len(Prompts(tokenizer, 10**6).rendered(messages, Rendering()))
+    head = len(roles) - len(roles.lstrip("sd"))
+    starts = [i for i in range(head + 1, len(roles)) if roles[i] == "u"]
+    for max_len in range(20, whole + 12, 9):
+        for reserve in (1, 8):
+            prompts = Prompts(tokenizer, max_len)
+            room = max_len - reserve
+            # The oracle: all, or else the longest end that begins with a user's turn.
+            kept = [messages, *(messages[:head] + messages[start:] for start in starts)]
+            best = next((one for one in kept if _fits(prompts, one, room)), kept[-1])
+            expected = prompts.rendered(best, Rendering())
+            if len(expected) >= max_len:
+                with pytest.raises(ApiError, match="fit into this model's") as error:
+                    prompts.of_messages(messages, Rendering(), truncation="auto", reserve=reserve)
+                assert error.value.code == "context_length_exceeded"
+                continue
+            made = prompts.of_messages(messages, Rendering(), truncation="auto", reserve=reserve)
+            assert made.tokens == expected
+            assert made.dropped == len(messages) - len(best)
+            for i in range(head):
+                assert f"{i}: " in (made.text or "")
+            assert f"{len(messages) - 1}: " in (made.text or "")
+
+
+def test_without_truncation_nothing_goes(tokenizer: Tokenizer) -> None:
+    messages = _turns(*["A long walk by the sea. " * 4] * 7)
+    count = len(Prompts(tokenizer, 10**6).rendered(messages, Rendering()))
+    assert Prompts(tokenizer, count + 1).of_messages(messages, Rendering()).dropped == 0
+    with pytest.raises(ApiError, match=f"The prompt has {count:,} tokens") as error:
+        Prompts(tokenizer, count).of_messages(messages, Rendering())
+    assert (error.value.status, error.value.code) == (400, "context_length_exceeded")
+    assert 'truncation: "auto"' in error.value.message
+
+
+@pytest.mark.parametrize("keep", [1, 5, 99, 100, 200, -1])
+def test_a_texts_end_is_kept(tokenizer: Tokenizer, keep: int) -> None:
+    prompts = Prompts(tokenizer, 60)
+    ids = list(range(3, 103))
+    most = 59 if keep == -1 else keep
+    if min(most, 100) >= 60:
+        with pytest.raises(ApiError, match="fit into this model's 60"):
+            prompts.of_tokens(ids, keep=keep)
+        return
+    assert prompts.of_tokens(ids, keep=keep).tokens == ids[-most:]
+
+
+def test_limits(tokenizer: Tokenizer) -> None:
+    prompts = Prompts(tokenizer, 100)
+    prompt = PromptText(list(range(90)))
+    assert prompts.limit(prompt, None, "max_tokens") == 10
+    assert prompts.limit(prompt, 10, "max_tokens") == 10
+    with pytest.raises(ApiError, match="max_tokens is 11, but after a prompt of 90") as error:
+        prompts.limit(prompt, 11, "max_tokens")
+    assert error.value.param == "max_tokens"
+    assert len(prompts.of_tokens(list(range(99))).tokens) == 99
+    with pytest.raises(ApiError):
+        prompts.of_tokens(list(range(100)))
+    with pytest.raises(ApiError, match="12,801 characters"):
+        prompts.of_text("a" * 12_801)
+
+
+def test_without_a_tokenizer() -> None:
+    prompts = Prompts(None, 10)
+    assert not prompts.has_template
+    assert prompts.of_tokens([1, 2]).tokens == [1, 2]
+    for call in (lambda: prompts.of_text("a"), lambda: prompts.of_messages(_turns("a"),
+                                                                           Rendering())):  # fmt: skip
+        with pytest.raises(ApiError, match="Send token ids"):
+            call()
+
+
+def _pinned(messages: list[Message], at: int, *, part: bool = False) -> list[Message]:
+    one = messages[at]
+    content: Any = one.content
+    control = {"type": "ephemeral", "ttl": "10m"}
+    if part:
+        content = [{"type": "text", "text": content, "cache_control": control}]
+        changed = Message.model_validate({"role": one.role, "content": content})
+    else:
+        changed = Message.model_validate(
+            {"role": one.role, "content": content, "cache_control": control}
+        )
+    return [*messages[:at], changed, *messages[at + 1 :]]
+
+
+SAID = ("You are kind. Rules: §1 be brief.", "What is the tide?", "It rises, and falls.\n- twice",
+        "And why?", "The moon pulls.", "Thanks!")  # fmt: skip
+OTHERS = ("zebra", "Ä", "17", "\n\nq", "the moon")
+
+
+def _common(one: list[int], other: list[int]) -> int:
+    return next(
+        (i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b),
+        min(len(one), len(other)),
+    )
+
+
+def _check_pin(prompts: Prompts, rendering: Rendering, roles: str, at: int, part: bool) -> None:
+    messages = _turns(*SAID[: len(roles)], roles=roles)
+    made = prompts.of_messages(_pinned(messages, at, part=part), rendering)
+    ids = prompts.rendered(messages, rendering)
+    assert made.tokens == ids  # a pin changes nothing of the prompt
+    assert made.pin_ttl_s == 600.0
+    # Whatever comes after the pinned messages, these tokens are the same.
+    for other in OTHERS:
+        rest = [Message(role=m.role, content=other) for m in messages[at + 1 :]]
+        found = prompts.rendered([*messages[: at + 1], *rest], rendering)
+        assert _common(ids, found) >= made.pin_tokens
+    # And they are all of the text up to there, but for a token that could go on otherwise.
+    text = made.text or ""
+    end = 0
+    for message in messages[: at + 1]:
+        content = str(message.content).strip()
+        end = text.index(content, end) + len(content)
+    count = len(prompts.encode(text[:end], rendering.add_special_tokens))
+    assert count - 1 <= made.pin_tokens <= count
+
+
+@pytest.mark.parametrize("part", [False, True])
+@pytest.mark.parametrize("at", range(5))
+def test_a_pin_is_what_its_messages_decide(tokenizer: Tokenizer, at: int, part: bool) -> None:
+    _check_pin(Prompts(tokenizer, 10**6), Rendering(), "suauau", at, part)
+
+
+def _real() -> list[Any]:
+    files = [file for folder in FOLDERS for file in sorted((TEMPLATES / folder).glob("*.jinja"))]
+    made = [pytest.param(file, id=f"{file.parent.name}-{file.stem}") for file in files]
+    absent = pytest.mark.skip(reason=f"no templates at {TEMPLATES}")
+    return made or [pytest.param(None, marks=absent)]
+
+
+# Templates that leave out or rewrite what was said in such a conversation: the pin is refused.
+WORKED: list[Path] = []
+
+
+@pytest.mark.parametrize("file", _real())
+def test_pins_through_real_templates(tokenizer: Tokenizer, file: Path) -> None:
+    prompts = Prompts(tokenizer, 10**6)
+    rendering = Rendering(chat_template=file.read_text())
+    for roles, at in (("suau", 0), ("uau", 1)):
+        try:
+            _check_pin(prompts, rendering, roles, at, part=False)
+        except ApiError as error:
+            assert error.status == 400
+            assert error.param in ("messages", "cache_control")
+        else:
+            WORKED.append(file)
+
+
+def test_most_real_templates_pin() -> None:
+    if not TEMPLATES.is_dir() or not WORKED:
+        pytest.skip(f"no templates at {TEMPLATES}, or they weren't run")
+    print(len(WORKED), len(_real()))
+    assert len(set(WORKED)) > 0.75 * len(_real())
+
+
+def test_the_last_pin_holds_and_a_cut_prompt_has_none(tokenizer: Tokenizer) -> None:
+    messages = _turns(*SAID, roles="suauau")
+    prompts = Prompts(tokenizer, 10**6)
+    one = prompts.of_messages(_pinned(messages, 1), Rendering())
+    both = prompts.of_messages(_pinned(_pinned(messages, 1), 3), Rendering())
+    last = prompts.of_messages(_pinned(messages, 3), Rendering())
+    assert both.pin_tokens == last.pin_tokens > one.pin_tokens > 0
+    assert prompts.of_messages(messages, Rendering()).pin_tokens == 0
+    short = Prompts(tokenizer, len(last.tokens) - 5)
+    cut = short.of_messages(_pinned(messages, 3), Rendering(), truncation="auto")
+    assert cut.dropped > 0
+    assert cut.pin_tokens == 0
+
+
+def test_words_that_the_template_writes_too_never_pin_too_much(tokenizer: Tokenizer) -> None:
+    for word in ("user", "im_start", "a", "s", "\n", "assistant"):
+        prompts = Prompts(tokenizer, 10**6)
+        messages = _turns(word, word, word, roles="sua")
+        made = prompts.of_messages(_pinned(messages, 0), Rendering())
+        for other in OTHERS:
+            rest = [Message(role=m.role, content=other) for m in messages[1:]]
+            found = prompts.rendered([messages[0], *rest], Rendering())
+            assert _common(made.tokens, found) >= made.pin_tokens
+
+
+def test_a_template_that_rewrites_is_told(tokenizer: Tokenizer) -> None:
+    rendering = Rendering(
+        chat_template="{% for m in messages %}{{ m.content | upper }}{% endfor %}"
+    )
+    with pytest.raises(ApiError, match="rewrites the messages") as error:
+        Prompts(tokenizer, 1000).of_messages(_pinned(_turns("hello"), 0), rendering)
+    assert error.value.param == "cache_control"
+
+
+@pytest.mark.parametrize(
+    ("ttl", "seconds"), [(None, 300.0), ("5m", 300.0), ("1h", 3600.0), ("90s", 90.0)]
+)
+def test_how_long(ttl: str | None, seconds: float) -> None:
+    message = Message.model_validate(
+        {"role": "user", "content": "x", "cache_control": {"type": "ephemeral", "ttl": ttl}}
+    )
+    assert message.pin is not None
+    assert message.pin.seconds == seconds
+
+
+@pytest.mark.parametrize("ttl", ["", "m", "0m", "-5m", "5", "5d", "10000h", "1.5h", "5m "])
+def test_a_time_that_cant_be_read(tokenizer: Tokenizer, ttl: str) -> None:
+    message = Message.model_validate(
+        {"role": "user", "content": "hello", "cache_control": {"type": "ephemeral", "ttl": ttl}}
+    )
+    if ttl == "":
+        assert message.pin is not None and message.pin.seconds == 300.0
+        return
+    with pytest.raises(ApiError, match="ttl is"):
+        Prompts(tokenizer, 1000).of_messages([message], Rendering())

@@ -1,0 +1,420 @@
+"""Every field of the APIs has an effect, or is refused by name."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import httpx2 as httpx
+import pytest
+from anthropic import Anthropic
+from openai import OpenAI
+
+from penstock.server.protocol.chat import ChatRequest
+from penstock.server.protocol.common import Body
+from penstock.server.protocol.completions import CompletionRequest
+from penstock.server.protocol.embeddings import EmbeddingRequest
+from penstock.server.protocol.messages import CountTokensRequest, MessagesRequest
+from penstock.server.protocol.responses import ResponsesRequest
+from penstock.server.protocol.tokens import DetokenizeRequest, TokenizeRequest
+from tests.server.conftest import Running
+
+OPENAI = OpenAI(api_key="none", base_url="http://127.0.0.1:9")
+ANTHROPIC = Anthropic(api_key="none", base_url="http://127.0.0.1:9")
+CLIENT = httpx.Client(timeout=60)  # one for all: making one takes longer than a request
+OF_THE_CLIENT = {"extra_headers", "extra_query", "extra_body", "timeout"}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def closed() -> Iterator[None]:
+    yield
+    for client in (CLIENT, OPENAI, ANTHROPIC):
+        client.close()
+
+
+METHODS = [
+    pytest.param(OPENAI.chat.completions.create, ChatRequest, id="chat.completions"),
+    pytest.param(OPENAI.completions.create, CompletionRequest, id="completions"),
+    pytest.param(OPENAI.responses.create, ResponsesRequest, id="responses"),
+    pytest.param(OPENAI.embeddings.create, EmbeddingRequest, id="embeddings"),
+    pytest.param(ANTHROPIC.messages.create, MessagesRequest, id="messages"),
+    pytest.param(ANTHROPIC.messages.count_tokens, CountTokensRequest, id="count_tokens"),
+]
+
+
+@pytest.mark.parametrize(("method", "body"), METHODS)
+def test_every_argument_of_the_official_clients_is_known(
+    method: Callable[..., Any], body: type[Body]
+) -> None:
+    arguments = set(inspect.signature(method).parameters) - OF_THE_CLIENT
+    assert len(arguments) > 3
+    assert arguments - set(body.model_fields) - set(body.unsupported) == set()
+
+
+@dataclass
+class Endpoint:
+    path: str
+    body: type[Body]
+    base: dict[str, Any]
+    cases: dict[str, Any]  # field → its value, or (value, more fields that both requests have)
+    named: set[str] = field(default_factory=set)  # said elsewhere: see their own tests
+
+
+CHAT = [{"role": "user", "content": "Tell me of a dog. Please!"}]
+LONG = [{"role": "user", "content": "A long walk by the sea. " * 40},
+        {"role": "assistant", "content": "Yes."}] * 2 + CHAT  # fmt: skip
+SAMPLING: dict[str, Any] = {
+    "temperature": 1000.0,
+    "top_p": (0.01, {"temperature": 1.5}),
+    "top_k": (1, {"temperature": 1.5}),
+    "min_p": (0.99, {"temperature": 1.5}),
+    "repetition_penalty": 1.9,
+    "presence_penalty": (2.0, {"allowed_token_ids": [300, 301]}),
+    "frequency_penalty": (2.0, {"allowed_token_ids": [300, 301]}),
+    "logit_bias": {"300": 100},
+    "allowed_token_ids": [300, 301],
+    "bad_words": ([" dog"], {"logit_bias": {"DOG": 90}}),
+    "seed": (12345, {"temperature": 1.5}),
+    "stop": ([" "], {}),
+    "stop_token_ids": ([300], {"allowed_token_ids": [300]}),
+    "min_tokens": (5, {"stop_token_ids": [300], "logit_bias": {"300": 90}}),
+    "ignore_eos": (True, {"logit_bias": {"2": 100}}),
+    "skip_special_tokens": (False, {"logit_bias": {"1": 100}}),
+    "include_stop_str_in_output": (True, {"stop": [" "]}),
+    "prompt_logprobs": 1,
+}
+SAID_IN_THE_LOG = {"user", "safety_identifier"}  # test_user_is_in_the_log
+OF_THE_QUEUE = {"priority", "ttft_slo_ms", "tpot_slo_ms"}  # reach the engine: test below
+OF_THE_CACHE = {"cache_salt", "cache_control"}  # test below, and the clients' tests
+
+TEMPLATE: dict[str, Any] = {
+    "messages": CHAT + CHAT,
+    "add_generation_prompt": False,
+    "continue_final_message": True,
+    "add_special_tokens": True,
+    "chat_template": "{{ messages[0]['content'] }}",
+    "chat_template_kwargs": {"more": "X"},
+    "documents": [{"title": "x"}],
+}
+
+ENDPOINTS = {
+    "chat": Endpoint(
+        "/v1/chat/completions",
+        ChatRequest,
+        {"messages": CHAT, "max_tokens": 8, "seed": 1},
+        {
+            **SAMPLING,
+            **TEMPLATE,
+            "model": "another",
+            "max_tokens": 3,
+            "max_completion_tokens": 7,
+            "n": (2, {"temperature": 1.0}),
+            "stream": True,
+            "stream_options": ({"include_usage": True}, {"stream": True}),
+            "logprobs": True,
+            "top_logprobs": (2, {"logprobs": True}),
+            "truncation": ("auto", {"messages": LONG}),
+            "truncate_prompt_tokens": 3,
+            "return_token_ids": True,
+            "return_tokens_as_token_ids": (True, {"logprobs": True}),
+            "echo": True,
+            "request_id": "chosen",
+        },
+        SAID_IN_THE_LOG | OF_THE_QUEUE | {"cache_salt"},
+    ),
+    "completions": Endpoint(
+        "/v1/completions",
+        CompletionRequest,
+        {"prompt": "Once upon a time", "max_tokens": 8, "seed": 1},
+        {
+            **SAMPLING,
+            "model": "another",
+            "prompt": "Once",
+            "max_tokens": 3,
+            "n": (2, {"temperature": 1.0}),
+            "stream": True,
+            "stream_options": ({"include_usage": True}, {"stream": True}),
+            "logprobs": 1,
+            "echo": True,
+            "add_special_tokens": False,
+            "truncate_prompt_tokens": 2,
+            "return_token_ids": True,
+            "return_tokens_as_token_ids": (True, {"logprobs": 0}),
+            "request_id": "chosen",
+        },
+        SAID_IN_THE_LOG | OF_THE_QUEUE | {"cache_salt"},
+    ),
+    "responses": Endpoint(
+        "/v1/responses",
+        ResponsesRequest,
+        {"input": "Tell me of a dog.", "max_output_tokens": 8, "seed": 1},
+        {
+            **SAMPLING,
+            "model": "another",
+            "input": "A cat?",
+            "instructions": "Be brief.",
+            "max_output_tokens": 3,
+            "stream": True,
+            "metadata": {"a": "b"},
+            "text": {"format": {"type": "json_object"}},
+            "top_logprobs": 2,
+            "include": ["message.output_text.logprobs"],
+            "truncation": ("auto", {"input": LONG}),
+            "store": True,
+            "chat_template_kwargs": {"more": "X"},
+        },
+        SAID_IN_THE_LOG | OF_THE_QUEUE | {"cache_salt"},
+    ),
+    "embeddings": Endpoint(
+        "/v1/embeddings",
+        EmbeddingRequest,
+        {"input": "a little dog"},
+        {
+            "model": "another",
+            "input": "a cat",
+            "encoding_format": "base64",
+            "dimensions": 8,
+            "pooling_type": "mean",
+            "normalize": False,
+            "truncate_prompt_tokens": 2,
+            "add_special_tokens": (False, {"pooling_type": "mean"}),
+            "tpot_slo_ms": 5.0,
+        },
+        SAID_IN_THE_LOG | OF_THE_QUEUE | {"cache_salt", "request_id"},
+    ),
+    "messages": Endpoint(
+        "/v1/messages",
+        MessagesRequest,
+        {"model": "stories", "messages": CHAT, "max_tokens": 8, "temperature": 0},
+        {
+            "model": "another",
+            "messages": CHAT + CHAT,
+            "max_tokens": 3,
+            "stream": True,
+            "temperature": -1.0,
+            "top_p": (0.01, {"temperature": 1000.0}),
+            "top_k": (1, {"temperature": 1000.0}),
+            "stop_sequences": [" "],
+            "system": "Be brief.",
+        },
+        {"metadata"} | OF_THE_QUEUE | OF_THE_CACHE,
+    ),
+    "count_tokens": Endpoint(
+        "/v1/messages/count_tokens",
+        CountTokensRequest,
+        {"model": "stories", "messages": CHAT},
+        {"model": "another", "messages": CHAT + CHAT, "system": "Be brief."},
+        {"cache_control"},  # asks for nothing here, as in Anthropic's API
+    ),
+    "tokenize": Endpoint(
+        "/tokenize",
+        TokenizeRequest,
+        {"messages": CHAT},
+        {
+            **TEMPLATE,
+            "model": "another",
+            "prompt": "Once",
+            "add_special_tokens": True,
+            "return_token_strs": True,
+        },
+    ),
+    "detokenize": Endpoint(
+        "/detokenize",
+        DetokenizeRequest,
+        {"tokens": [300, 301]},
+        {"model": "another", "tokens": [300]},
+    ),
+}
+
+# The embedded model's template knows no documents; this one writes everything it is given.
+WRITES_ALL = (
+    "{{ bos_token }}{{ documents }}{{ more }}{% for m in messages %}<|im_start|>{{ m }}{% endfor %}"
+)
+# Fields whose cases are refusals, and what these name.
+REFUSED = {
+    "model": "isn't served",
+    "chat_template": "--trust-request-chat-template",
+    "echo": "echo",
+    "prompt_logprobs": "prompt_logprobs",
+    "text": "format",
+    "store": "store",
+    "tpot_slo_ms": "tpot_slo_ms",
+    "temperature": "temperature",  # below 0
+}
+CASES = [
+    pytest.param(endpoint, name, id=f"{key}-{name}")
+    for key, endpoint in ENDPOINTS.items()
+    for name in endpoint.cases
+]
+
+
+def _post(server: Running, path: str, body: dict[str, Any]) -> tuple[int, Any]:
+    """(status, the answer without ids and times)."""
+    dog = server.service.prompts.tokenizer.encode(" dog", add_special_tokens=False)[0]
+    text = json.dumps(body).replace('"DOG"', f'"{dog}"')
+    answer = CLIENT.post(
+        server.url + path, content=text, headers={"content-type": "application/json"}
+    )
+    if answer.headers["content-type"].startswith("text/event-stream"):
+        return answer.status_code, _settled(answer.text)
+    said = json.loads(_settled(answer.text))
+    usage = said.get("usage", {}) if path == "/v1/messages" else {}
+    for name in ("cache_read_input_tokens", "cache_creation_input_tokens"):  # not those computed
+        if name in usage:
+            usage["input_tokens"] += usage.pop(name)
+    return answer.status_code, said
+
+
+def _settled(text: str) -> str:
+    for pattern, put in (
+        (r'"penstock": ?\{[^}]*\}', '"penstock": 0'),
+        (r'"created(_at)?": ?\d+', '"created": 0'),
+        (r"-[0-9a-f]{32}-[0-9a-f]{8}", "-id"),
+        (r"_[0-9a-f]{32}-[0-9a-f]{8}", "_id"),
+        (r'"cached_tokens": ?\d+', '"cached_tokens": 0'),
+    ):
+        text = re.sub(pattern, put, text)
+    return text
+
+
+@pytest.mark.parametrize(("endpoint", "name"), CASES)
+def test_a_field_changes_the_answer_or_is_refused(
+    server: Running, endpoint: Endpoint, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    case = endpoint.cases[name]
+    value, beside = case if isinstance(case, tuple) else (case, {})
+    if name in ("documents", "chat_template_kwargs"):
+        config = replace(server.service.config, chat_template=WRITES_ALL)
+        monkeypatch.setattr(server.service, "config", config)
+    base = {**endpoint.base, **beside}
+    if name == "max_completion_tokens":
+        del base["max_tokens"]
+    if name == "prompt":
+        base.pop("messages", None)
+    without = {k: v for k, v in base.items() if k != name or k in endpoint.base}
+    usual = _post(server, endpoint.path, without) if name != "prompt" else (200, None)
+    changed = _post(server, endpoint.path, {**base, name: value})
+    assert usual[0] == 200 or name in ("truncation",), usual
+    if changed[0] != 200:
+        assert changed[0] in (400, 404)
+        said = json.dumps(changed[1])
+        assert REFUSED.get(name, name) in said
+        if name not in REFUSED:
+            pytest.fail(f"refused: {said}")
+    assert changed != usual
+
+
+@pytest.mark.parametrize("endpoint", ENDPOINTS.values(), ids=ENDPOINTS)
+def test_the_table_has_every_field(endpoint: Endpoint) -> None:
+    fields = set(endpoint.body.model_fields)
+    assert set(endpoint.cases) | (endpoint.named & fields) == fields
+
+
+@pytest.mark.parametrize("endpoint", ENDPOINTS.values(), ids=ENDPOINTS)
+def test_what_isnt_supported_is_refused_by_name(server: Running, endpoint: Endpoint) -> None:
+    with server.client() as client:
+        for name, harmless in endpoint.body.unsupported.items():
+            answer = client.post(endpoint.path, json={**endpoint.base, name: {"x": 1}})
+            assert answer.status_code == 400, name
+            assert name in answer.json()["error"]["message"]
+            assert "isn't supported" in answer.json()["error"]["message"]
+            for value in (*harmless, None):
+                with_it = endpoint.body.model_validate({**endpoint.base, name: value})
+                assert with_it == endpoint.body.model_validate(endpoint.base)
+        answer = client.post(endpoint.path, json={**endpoint.base, "tempreture": 1})
+        assert answer.status_code == 400
+        assert "'tempreture' isn't a field" in answer.json()["error"]["message"]
+
+
+QUEUED = {k: e for k, e in ENDPOINTS.items() if "priority" in e.body.model_fields}
+
+
+@pytest.mark.parametrize("endpoint", QUEUED.values(), ids=QUEUED)
+def test_options_reach_the_engine(
+    server: Running, endpoint: Endpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen = []
+    options = server.service.options
+    monkeypatch.setattr(
+        server.service, "options", lambda *given: seen.append(options(*given)) or seen[-1]
+    )
+    slos = {"ttft_slo_ms": 250.0}
+    if "tpot_slo_ms" not in endpoint.body.unsupported:
+        slos["tpot_slo_ms"] = 40.0
+    asked = {**endpoint.base, "priority": -3, "cache_salt": f"salt {endpoint.path}", **slos}
+    status, said = _post(server, endpoint.path, asked)
+    assert status == 200, said
+    (chosen,) = seen
+    assert chosen.priority == -3
+    assert chosen.ttft_slo_s == 0.25
+    assert chosen.tpot_slo_s == (0.04 if "tpot_slo_ms" in slos else None)
+    assert chosen.cache_salt == f"salt {endpoint.path}"
+
+
+@pytest.mark.parametrize("key", ["chat", "completions", "responses", "embeddings", "messages"])
+def test_user_is_in_the_log(server: Running, key: str, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", "penstock.server")
+    endpoint = ENDPOINTS[key]
+    fields = [name for name in ("user", "safety_identifier") if name in endpoint.body.model_fields]
+    asked = [{name: "u-1"} for name in fields] or [{"metadata": {"user_id": "u-1"}}]
+    for more in asked:
+        caplog.clear()
+        assert _post(server, endpoint.path, {**endpoint.base, **more})[0] == 200
+        server.rest()
+        assert [r.fields["user"] for r in caplog.records if hasattr(r, "fields")] == ["u-1"]
+
+
+def test_an_answer_can_be_sent_back(server: Running) -> None:
+    """As both clients' guides do it for the next turn."""
+    openai = OPENAI.with_options(base_url=server.v1)
+    ask: list[Any] = [{"role": "user", "content": "Hello."}]
+    first = openai.responses.create(model="stories", input=ask, max_output_tokens=8,
+                                    include=["message.output_text.logprobs"])  # fmt: skip
+    second = openai.responses.create(
+        model="stories", input=[*ask, *first.output, *ask], max_output_tokens=8
+    )
+    assert second.usage.input_tokens > first.usage.input_tokens + 8
+    whole = openai.chat.completions.create(model="stories", messages=ask, max_tokens=8)
+    again = openai.chat.completions.create(
+        model="stories", messages=[*ask, whole.choices[0].message, *ask], max_tokens=8
+    )
+    assert again.usage.prompt_tokens == second.usage.input_tokens
+    anthropic = ANTHROPIC.with_options(base_url=server.url)
+    message = anthropic.messages.create(model="stories", max_tokens=8, messages=ask)
+    counted = anthropic.messages.count_tokens(
+        model="stories", messages=[*ask, {"role": "assistant", "content": message.content}, *ask]
+    )
+    assert counted.input_tokens > first.usage.input_tokens + 8
+
+
+def test_logprobs_of_a_response(server: Running) -> None:
+    client = OPENAI.with_options(base_url=server.v1)
+    ask = {"model": "stories", "input": "Hello.", "max_output_tokens": 4}
+    plain = client.responses.create(**ask)
+    assert not plain.output[0].content[0].logprobs
+    asked = client.responses.create(**ask, include=["message.output_text.logprobs"])
+    assert [len(x.top_logprobs) for x in asked.output[0].content[0].logprobs] == [0] * 4
+    top = client.responses.create(**ask, top_logprobs=2)
+    assert [len(x.top_logprobs) for x in top.output[0].content[0].logprobs] == [2] * 4
+
+
+def test_tokens_are_counted_also_where_they_dont_fit(server: Running) -> None:
+    client = ANTHROPIC.with_options(base_url=server.url)
+    many = client.messages.count_tokens(
+        model="stories", messages=[{"role": "user", "content": "word " * 2000}]
+    )
+    assert many.input_tokens > 2000
+
+
+def test_a_prompts_logprobs_with_its_echo(server: Running) -> None:
+    body = {"prompt": "Once upon a time", "max_tokens": 1, "echo": True, "prompt_logprobs": 1}
+    status, answer = _post(server, "/v1/completions", body)
+    assert status == 200
+    assert len(answer["choices"][0]["prompt_logprobs"]) == 5
+    status, answer = _post(server, "/v1/completions", body | {"logprobs": 1})
+    assert status == 400
+    assert answer["error"]["param"] == "prompt_logprobs"
