@@ -19,6 +19,7 @@ def _few(data: Any) -> Any:
         raise ValueError(f"has {len(data):,} entries; at most {MOST_METADATA} are kept")
     return data
 
+
 LOGPROBS = "message.output_text.logprobs"  # what `include` may ask for
 
 
