@@ -72,6 +72,8 @@ class Front:
                 await self._preflight(reply)
                 return
             self._check_host(headers)
+            if origin is not None and not allowed:
+                self._check_origin(origin, headers)
             state["key"] = self._key(headers, scope["path"])
             self._check_size(headers)
             await self._app(scope, _Bounded(receive, self._config), reply)
@@ -108,6 +110,20 @@ class Front:
                 f"{', '.join(names)} are answered; start the server with --allowed-host, or with "
                 "a key.",
                 code="host_not_allowed",
+            )
+
+    def _check_origin(self, origin: str, headers: Headers) -> None:
+        """A browser says where a script comes from; without a key, only the server's own may ask.
+
+        What such a script gets back is kept from it anyway, but the request would have run.
+        """
+        own = origin.partition("://")[2]
+        if not self._config.keys and own != headers.get("host", ""):
+            raise ApiError(
+                403,
+                f"The Origin header is {origin[:80]!r}, another site's. Start the server with "
+                "--allowed-origin, or with a key.",
+                code="origin_not_allowed",
             )
 
     def _key(self, headers: Headers, path: str) -> Key:
