@@ -103,10 +103,10 @@ def test_without_a_tokenizer() -> None:
     prompts = Prompts(None, 10)
     assert not prompts.has_template
     assert prompts.of_tokens([1, 2]).tokens == [1, 2]
-    for call in (lambda: prompts.of_text("a"), lambda: prompts.of_messages(_turns("a"),
-                                                                           Rendering())):  # fmt: skip
-        with pytest.raises(ApiError, match="Send token ids"):
-            call()
+    with pytest.raises(ApiError, match="Send token ids"):
+        prompts.of_text("a")
+    with pytest.raises(ApiError, match="Send token ids"):
+        prompts.of_messages(_turns("a"), Rendering())
 
 
 def _pinned(messages: list[Message], at: int, *, part: bool = False) -> list[Message]:
@@ -162,11 +162,26 @@ def test_a_pin_is_what_its_messages_decide(tokenizer: Tokenizer, at: int, part: 
     _check_pin(Prompts(tokenizer, 10**6), Rendering(), "suauau", at, part)
 
 
+# They write the system's message into the last user's: its pin takes along what lies between.
+LATE_SYSTEM = ("Mistral-Nemo-Instruct", "tool_chat_template_mistral")
+LATE = pytest.mark.xfail(reason="the system's message is written last", strict=True)
+
+
 def _real() -> list[Any]:
     files = [file for folder in FOLDERS for file in sorted((TEMPLATES / folder).glob("*.jinja"))]
-    made = [pytest.param(file, id=f"{file.parent.name}-{file.stem}") for file in files]
     absent = pytest.mark.skip(reason=f"no templates at {TEMPLATES}")
-    return made or [pytest.param(None, marks=absent)]
+    return [
+        pytest.param(
+            file,
+            id=f"{file.parent.name}-{file.stem}",
+            marks=[LATE] if _is_late(file) else [],
+        )
+        for file in files
+    ] or [pytest.param(None, marks=absent)]
+
+
+def _is_late(file: Path) -> bool:
+    return any(name in file.stem for name in LATE_SYSTEM) and not file.stem.endswith("mistral3")
 
 
 # Templates that leave out or rewrite what was said in such a conversation: the pin is refused.
@@ -181,8 +196,8 @@ def test_pins_through_real_templates(tokenizer: Tokenizer, file: Path) -> None:
         try:
             _check_pin(prompts, rendering, roles, at, part=False)
         except ApiError as error:
-            assert error.status == 400
-            assert error.param in ("messages", "cache_control")
+            if error.status != 400 or error.param not in ("messages", "cache_control"):
+                raise
         else:
             WORKED.append(file)
 
@@ -190,7 +205,6 @@ def test_pins_through_real_templates(tokenizer: Tokenizer, file: Path) -> None:
 def test_most_real_templates_pin() -> None:
     if not TEMPLATES.is_dir() or not WORKED:
         pytest.skip(f"no templates at {TEMPLATES}, or they weren't run")
-    print(len(WORKED), len(_real()))
     assert len(set(WORKED)) > 0.75 * len(_real())
 
 
@@ -220,9 +234,7 @@ def test_words_that_the_template_writes_too_never_pin_too_much(tokenizer: Tokeni
 
 
 def test_a_template_that_rewrites_is_told(tokenizer: Tokenizer) -> None:
-    rendering = Rendering(
-        chat_template="{% for m in messages %}{{ m.content | upper }}{% endfor %}"
-    )
+    rendering = Rendering(chat_template="{% for m in messages %}{{ m.content|upper }}{% endfor %}")
     with pytest.raises(ApiError, match="rewrites the messages") as error:
         Prompts(tokenizer, 1000).of_messages(_pinned(_turns("hello"), 0), rendering)
     assert error.value.param == "cache_control"

@@ -14,6 +14,8 @@ import pytest
 from anthropic import Anthropic
 from openai import OpenAI
 
+from penstock.runtime import Runtime
+from penstock.server import ServerConfig
 from penstock.server.protocol.chat import ChatRequest
 from penstock.server.protocol.common import Body
 from penstock.server.protocol.completions import CompletionRequest
@@ -21,7 +23,7 @@ from penstock.server.protocol.embeddings import EmbeddingRequest
 from penstock.server.protocol.messages import CountTokensRequest, MessagesRequest
 from penstock.server.protocol.responses import ResponsesRequest
 from penstock.server.protocol.tokens import DetokenizeRequest, TokenizeRequest
-from tests.server.conftest import Running
+from tests.server.conftest import Running, serving
 
 OPENAI = OpenAI(api_key="none", base_url="http://127.0.0.1:9")
 ANTHROPIC = Anthropic(api_key="none", base_url="http://127.0.0.1:9")
@@ -418,3 +420,15 @@ def test_a_prompts_logprobs_with_its_echo(server: Running) -> None:
     status, answer = _post(server, "/v1/completions", body | {"logprobs": 1})
     assert status == 400
     assert answer["error"]["param"] == "prompt_logprobs"
+
+
+def test_truncation_leaves_a_part_for_the_answer_not_all(server_runtime: Runtime) -> None:
+    """Anthropic's clients ask for thousands of tokens, which are lowered to what fits."""
+    said = [{"role": role, "content": "A long walk by the sea. " * 12} for role in
+            ("user", "assistant", "user", "assistant", "user", "assistant", "user")]  # fmt: skip
+    with serving(ServerConfig(truncation="auto"), runtime=server_runtime) as running:
+        client = ANTHROPIC.with_options(base_url=running.url)
+        made = client.messages.create(model="stories", max_tokens=8000, messages=said)
+        usage = made.usage
+        assert 512 // 2 < usage.input_tokens + (usage.cache_read_input_tokens or 0) <= 512 * 3 // 4
+        running.rest()

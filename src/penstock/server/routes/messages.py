@@ -31,6 +31,10 @@ from penstock.server.sse import event, unless_gone
 
 router = APIRouter(route_class=JsonRoute)
 
+# Clients of this API send the most tokens that they would take, often more than the model has;
+# truncation leaves this part of its length for them, not all.
+_RESERVED = 4
+
 
 @router.post("/v1/messages", responses=ERRORS)
 async def create_message(body: MessagesRequest, request: Request) -> Response:
@@ -45,7 +49,7 @@ async def create_message(body: MessagesRequest, request: Request) -> Response:
         body.conversation(),
         _rendering(body, service.config.chat_template),
         truncation=None,
-        reserve=body.max_tokens,
+        reserve=min(body.max_tokens, service.llm.engine.max_model_len // _RESERVED),
     )
     room = service.prompts.limit(prompt, None, "max_tokens")
     params = _params(body, service.defaults, min(body.max_tokens, room))
