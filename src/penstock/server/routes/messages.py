@@ -18,7 +18,8 @@ from penstock.server.errors import as_api_error
 from penstock.server.protocol.common import SamplingFields
 from penstock.server.protocol.messages import CountTokensRequest, MessagesRequest
 from penstock.server.routes.common import (
-    ERRORS,
+    MESSAGES_ERRORS,
+    STREAM,
     caller_of,
     check_stops,
     last_of,
@@ -32,7 +33,7 @@ from penstock.server.sse import event, unless_gone
 router = APIRouter(route_class=JsonRoute)
 
 
-@router.post("/v1/messages", responses=ERRORS)
+@router.post("/v1/messages", responses=MESSAGES_ERRORS | STREAM)
 async def create_message(body: MessagesRequest, request: Request) -> Response:
     """Answer a conversation, as Anthropic's API does."""
     service = service_of(request)
@@ -57,7 +58,7 @@ async def create_message(body: MessagesRequest, request: Request) -> Response:
     return JSONResponse(answer.message(await unless_gone(request, last_of(outputs))))
 
 
-@router.post("/v1/messages/count_tokens", responses=ERRORS)
+@router.post("/v1/messages/count_tokens", responses=MESSAGES_ERRORS)
 async def count_tokens(body: CountTokensRequest, request: Request) -> dict[str, int]:
     """How many tokens a conversation's prompt has."""
     service = service_of(request)
