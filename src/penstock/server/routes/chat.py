@@ -16,6 +16,7 @@ from penstock.server.errors import ApiError, unsupported
 from penstock.server.protocol.chat import ChatRequest
 from penstock.server.routes.common import (
     ERRORS,
+    STREAM,
     caller_of,
     check_words,
     last_of,
@@ -33,7 +34,7 @@ from penstock.server.sse import DONE, dumps, event, unless_gone
 router = APIRouter(route_class=JsonRoute)
 
 
-@router.post("/v1/chat/completions", responses=ERRORS)
+@router.post("/v1/chat/completions", responses=ERRORS | STREAM)
 async def create_chat_completion(body: ChatRequest, request: Request) -> Response:
     """Answer a conversation, as OpenAI's API does."""
     service = service_of(request)

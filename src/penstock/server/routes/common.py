@@ -15,24 +15,37 @@ from penstock.server.errors import ApiError, as_api_error
 from penstock.server.middleware import REQUEST_ID
 from penstock.server.protocol.chat import Message, TemplateFields
 from penstock.server.protocol.common import SamplingFields
+from penstock.server.protocol.errors import ErrorBody, MessagesErrorBody
 from penstock.server.service import Caller, Service
 from penstock.server.sse import EventStream, event
 
 _MOST_BANNED_CHARACTERS = 10_000
 
-ERRORS: dict[int | str, dict[str, Any]] = {
-    status: {"description": what}
-    for status, what in {
-        400: "The request is wrong; the message says how.",
-        401: "The API key is missing or isn't known.",
-        403: "The Host header isn't one that is answered.",
-        404: "No such model.",
-        408: "It took longer than the server allows.",
-        413: "The body is too large.",
-        429: "Too many requests; Retry-After says when to try again.",
-        500: "The engine failed at this request.",
-        503: "The model isn't loaded, or the server shuts down.",
-    }.items()
+_STATUSES: dict[int | str, str] = {
+    400: "The request is wrong; the message says how.",
+    401: "The API key is missing or isn't known.",
+    403: "The Host header isn't one that is answered.",
+    404: "No such model.",
+    408: "It took longer than the server allows.",
+    413: "The body is too large.",
+    415: "The body isn't declared to be JSON.",
+    429: "Too many requests; Retry-After says when to try again.",
+    500: "The engine failed at this request.",
+    503: "The model isn't loaded, or the server shuts down.",
+    "4XX": "Anything else that is wrong with the request.",
+}
+Responses = dict[int | str, dict[str, Any]]
+ERRORS: Responses = {
+    status: {"description": what, "model": ErrorBody} for status, what in _STATUSES.items()
+}
+MESSAGES_ERRORS: Responses = {
+    status: {"description": what, "model": MessagesErrorBody} for status, what in _STATUSES.items()
+}
+STREAM: Responses = {
+    200: {
+        "description": "The answer; with stream: true as server-sent events.",
+        "content": {"text/event-stream": {"schema": {"type": "string"}}},
+    }
 }
 
 

@@ -19,6 +19,7 @@ from penstock.server.errors import ApiError
 from penstock.server.protocol.completions import CompletionRequest, PromptField
 from penstock.server.routes.common import (
     ERRORS,
+    STREAM,
     caller_of,
     check_words,
     made,
@@ -33,7 +34,7 @@ from penstock.server.sse import DONE, dumps, event, unless_gone
 router = APIRouter(route_class=JsonRoute)
 
 
-@router.post("/v1/completions", responses=ERRORS)
+@router.post("/v1/completions", responses=ERRORS | STREAM)
 async def create_completion(body: CompletionRequest, request: Request) -> Response:
     """Go on with one text or several, as OpenAI's API does."""
     service = service_of(request)

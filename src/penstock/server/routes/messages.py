@@ -18,7 +18,8 @@ from penstock.server.errors import as_api_error
 from penstock.server.protocol.common import SamplingFields
 from penstock.server.protocol.messages import CountTokensRequest, MessagesRequest
 from penstock.server.routes.common import (
-    ERRORS,
+    MESSAGES_ERRORS,
+    STREAM,
     caller_of,
     check_stops,
     last_of,
@@ -36,7 +37,7 @@ router = APIRouter(route_class=JsonRoute)
 _RESERVED = 4
 
 
-@router.post("/v1/messages", responses=ERRORS)
+@router.post("/v1/messages", responses=MESSAGES_ERRORS | STREAM)
 async def create_message(body: MessagesRequest, request: Request) -> Response:
     """Answer a conversation, as Anthropic's API does."""
     service = service_of(request)
@@ -61,7 +62,7 @@ async def create_message(body: MessagesRequest, request: Request) -> Response:
     return JSONResponse(answer.message(await unless_gone(request, last_of(outputs))))
 
 
-@router.post("/v1/messages/count_tokens", responses=ERRORS)
+@router.post("/v1/messages/count_tokens", responses=MESSAGES_ERRORS)
 async def count_tokens(body: CountTokensRequest, request: Request) -> dict[str, int]:
     """How many tokens a conversation's prompt has, whether or not they fit."""
     service = service_of(request)

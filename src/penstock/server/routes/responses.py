@@ -18,6 +18,7 @@ from penstock.server.errors import as_api_error
 from penstock.server.protocol.responses import ResponsesRequest
 from penstock.server.routes.common import (
     ERRORS,
+    STREAM,
     caller_of,
     check_words,
     last_of,
@@ -32,7 +33,7 @@ from penstock.server.sse import event, unless_gone
 router = APIRouter(route_class=JsonRoute)
 
 
-@router.post("/v1/responses", responses=ERRORS)
+@router.post("/v1/responses", responses=ERRORS | STREAM)
 async def create_response(body: ResponsesRequest, request: Request) -> Response:
     """Answer an input, as OpenAI's Responses API does; nothing is stored."""
     service = service_of(request)

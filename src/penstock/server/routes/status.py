@@ -5,16 +5,17 @@ from __future__ import annotations
 from typing import Any
 
 from fastapi import APIRouter, Request
-from fastapi.responses import JSONResponse
+from fastapi.responses import JSONResponse, PlainTextResponse
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.responses import Response
 
 from penstock import __version__
 from penstock.server.errors import ApiError
-from penstock.server.routes.common import ERRORS, service_of
+from penstock.server.routes.common import ERRORS, Responses, service_of
 from penstock.server.service import Service
 
 router = APIRouter()
+_NOT_WELL: Responses = ERRORS | {503: {"description": "It doesn't; the body says why."}}
 
 
 def _model(service: Service, name: str) -> dict[str, Any]:
@@ -45,7 +46,7 @@ async def retrieve_model(name: str, request: Request) -> dict[str, Any]:
     return _model(service, service.check_model(name))
 
 
-@router.get("/health")
+@router.get("/health", responses=_NOT_WELL)
 async def health(request: Request) -> Response:
     """200 while the process serves; 503 when its engine has stopped."""
     service = service_of(request)
@@ -54,7 +55,7 @@ async def health(request: Request) -> Response:
     return JSONResponse({"status": "dead" if dead else "ok"}, 503 if dead else 200)
 
 
-@router.get("/ready")
+@router.get("/ready", responses=_NOT_WELL)
 async def ready(request: Request) -> Response:
     """200 when the model is loaded and the engine steps; 503 and why otherwise."""
     trouble = service_of(request).trouble()
@@ -63,19 +64,19 @@ async def ready(request: Request) -> Response:
     return JSONResponse({"status": "ready"})
 
 
-@router.get("/metrics", responses=ERRORS)
+@router.get("/metrics", responses=ERRORS, response_class=PlainTextResponse)
 async def metrics(request: Request) -> Response:
     """For Prometheus."""
     return Response(service_of(request).metrics.text(), media_type=CONTENT_TYPE_LATEST)
 
 
-@router.get("/version")
+@router.get("/version", responses=ERRORS)
 async def version() -> dict[str, str]:
     """Penstock's."""
     return {"version": __version__}
 
 
-@router.get("/load")
+@router.get("/load", responses=ERRORS)
 async def load(request: Request) -> dict[str, int]:
     """Requests that were sent and haven't ended, as in vLLM."""
     return {"server_load": len(service_of(request).inflight)}
