@@ -82,7 +82,7 @@ def main() -> None:
             for policy in _URGENT
         }
     for policy, loads in found.items():
-        print(policy, {name: figures for name, figures in loads.items()})
+        print(policy, loads)
     if arguments.json is not None:
         result = {"environment": environment(detect()), "policies": found}
         arguments.json.write_text(json.dumps(result, indent=2) + "\n")

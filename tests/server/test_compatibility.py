@@ -71,8 +71,9 @@ def _shared(body: type[Body]) -> dict[str, type[Body]]:
 
 
 def _kind(schema: dict[str, Any]) -> str:
-    if "anyOf" in schema:
-        kinds = [_kind(one) for one in schema["anyOf"] if one.get("type") != "null"]
+    several = schema.get("anyOf") or schema.get("oneOf")
+    if several:
+        kinds = [_kind(one) for one in several if one.get("type") != "null"]
         return " or ".join(dict.fromkeys(kinds))
     if "$ref" in schema:
         return "object"
