@@ -98,7 +98,7 @@ def test_two_keys_of_one_name() -> None:
         ServerConfig(keys=(one, other))
 
 
-def test_each_key_has_its_own_account(server_runtime: object) -> None:
+def test_each_key_has_its_own_account() -> None:
     keys = (
         Key.of("sk-one", "one", Limits(requests_per_minute=1)),
         Key.of("sk-two", "two", Limits(max_concurrency=1)),
@@ -109,7 +109,7 @@ def test_each_key_has_its_own_account(server_runtime: object) -> None:
         return {"Authorization": f"Bearer {text}"}
 
     with (
-        serving(ServerConfig(keys=keys), runtime=server_runtime) as running,
+        serving(ServerConfig(keys=keys)) as running,
         running.client() as client,
     ):
         for headers in (

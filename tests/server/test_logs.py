@@ -162,12 +162,10 @@ def test_a_request_is_one_line_without_its_text(
         assert "secret" not in text
 
 
-def test_prompts_are_logged_only_when_asked(
-    server_runtime: object, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_prompts_are_logged_only_when_asked(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "penstock.server")
     ask = {"prompt": "Once", "max_tokens": 2}
-    with serving(ServerConfig(log_prompts=True), runtime=server_runtime) as running:
+    with serving(ServerConfig(log_prompts=True)) as running:
         with running.client() as client:
             text = client.post("/v1/completions", json=ask).json()["choices"][0]["text"]
         running.rest()
@@ -175,7 +173,7 @@ def test_prompts_are_logged_only_when_asked(
     assert line["prompt"] == "Once"
     assert line["text"] == [text]
     caplog.clear()
-    with serving(ServerConfig(log_requests=False), runtime=server_runtime) as running:
+    with serving(ServerConfig(log_requests=False)) as running:
         with running.client() as client:
             assert client.post("/v1/completions", json=ask).status_code == 200
         running.rest()

@@ -14,7 +14,6 @@ import pytest
 from anthropic import Anthropic
 from openai import OpenAI
 
-from penstock.runtime import Runtime
 from penstock.server import ServerConfig
 from penstock.server.protocol.chat import ChatRequest
 from penstock.server.protocol.common import Body
@@ -422,11 +421,11 @@ def test_a_prompts_logprobs_with_its_echo(server: Running) -> None:
     assert answer["error"]["param"] == "prompt_logprobs"
 
 
-def test_truncation_leaves_a_part_for_the_answer_not_all(server_runtime: Runtime) -> None:
+def test_truncation_leaves_a_part_for_the_answer_not_all() -> None:
     """Anthropic's clients ask for thousands of tokens, which are lowered to what fits."""
     said = [{"role": role, "content": "A long walk by the sea. " * 12} for role in
             ("user", "assistant", "user", "assistant", "user", "assistant", "user")]  # fmt: skip
-    with serving(ServerConfig(truncation="auto"), runtime=server_runtime) as running:
+    with serving(ServerConfig(truncation="auto")) as running:
         client = ANTHROPIC.with_options(base_url=running.url)
         made = client.messages.create(model="stories", max_tokens=8000, messages=said)
         usage = made.usage
