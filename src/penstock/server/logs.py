@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 import sys
 import time
 from typing import Any, Literal
+
+# What ends a line, or moves a terminal's cursor, and isn't escaped by `json`.
+_CONTROLS = re.compile("[\x7f-\x9f\u2028\u2029]")
 
 
 class LineFormatter(logging.Formatter):
@@ -15,7 +19,7 @@ class LineFormatter(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
         stamp = time.strftime("%H:%M:%S", time.localtime(record.created))
         fields: dict[str, Any] = getattr(record, "fields", {})
-        said = [stamp, record.levelname.lower(), record.getMessage()]
+        said = [stamp, record.levelname.lower(), _line(record.getMessage())]
         said += [f"{name}={_plain(value)}" for name, value in fields.items()]
         text = " ".join(said)
         return f"{text}\n{self.formatException(record.exc_info)}" if record.exc_info else text
@@ -35,7 +39,15 @@ class JsonFormatter(logging.Formatter):
         }
         if record.exc_info:
             line["exception"] = self.formatException(record.exc_info)
-        return json.dumps(line, ensure_ascii=False, default=str)
+        text = json.dumps(line, ensure_ascii=False, default=str)
+        return _CONTROLS.sub(lambda found: f"\\u{ord(found[0]):04x}", text)
+
+
+def _line(message: str) -> str:
+    """One line, whatever was put into it."""
+    if message.isprintable():
+        return message
+    return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in message)
 
 
 def _plain(value: object) -> str:
