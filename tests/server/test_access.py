@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import http.client
 import json
 import logging
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import closing
 from typing import Any
 
 import httpx2 as httpx
@@ -41,11 +43,16 @@ CLOSED = ["/v1/models", "/metrics", "/load", "/version", "/openapi.json", "/page
 
 @pytest.mark.parametrize("path", CLOSED)
 def test_paths_that_need_a_key(locked: Running, path: str) -> None:
-    with locked.client() as client:
-        answer = client.get(path)
-        assert answer.status_code == 401
+    # By hand: clients tidy paths up.
+    host, _, port = locked.url.removeprefix("http://").partition(":")
+    connection = http.client.HTTPConnection(host, int(port), timeout=30)
+    with closing(connection):
+        connection.putrequest("GET", path)
+        connection.endheaders()
+        answer = connection.getresponse()
+        assert answer.status == 401
         assert answer.headers["www-authenticate"] == "Bearer"
-        assert answer.json()["error"]["code"] == "invalid_api_key"
+        assert json.loads(answer.read())["error"]["code"] == "invalid_api_key"
 
 
 def test_open_paths(locked: Running) -> None:
@@ -176,8 +183,7 @@ def test_requests_at_once_are_given_back() -> None:
             assert account.running == 0
 
 
-def test_those_cancelled_before_they_began_are_given_back() -> None:
-    """One of several prompts fails before the others have begun."""
+def test_several_prompts_that_fail_are_all_given_back() -> None:
     with serving(limited(max_concurrency=8), num_gpu_blocks_override=64) as running:
         account = running.service.gate._accounts["first"]
 

@@ -20,7 +20,7 @@ from penstock.server.connection import MAX_HEAD_BYTES
 from tests.server.conftest import Running, serving
 
 LONG = {"prompt": "Once upon a time", "max_tokens": 400, "ignore_eos": True, "temperature": 0}
-SECONDS = 1.0  # for whatever a client has to do in these tests
+SECONDS = 0.5  # for whatever a client has to do in these tests
 
 
 @pytest.fixture(scope="module")

@@ -135,7 +135,10 @@ def test_sigterm_lets_streams_end() -> None:
         httpx.get(f"{url}/health")
 
 
-@pytest.mark.parametrize(("first", "code"), [(signal.SIGTERM, 0), (signal.SIGINT, 130)])
+@pytest.mark.parametrize(
+    ("first", "code"),
+    [pytest.param(signal.SIGTERM, 0, marks=pytest.mark.slow), (signal.SIGINT, 130)],
+)
 def test_an_idle_server_ends(first: signal.Signals, code: int) -> None:
     with serve() as process:
         url = process.ready()
@@ -162,6 +165,7 @@ def test_a_second_sigterm_doesnt_wait() -> None:
     assert "not waiting any longer" in process.said
 
 
+@pytest.mark.slow
 def test_sigterm_while_loading() -> None:
     with serve() as process:
         end = time.monotonic() + 30
