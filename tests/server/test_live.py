@@ -170,6 +170,7 @@ def test_rates_count_tokens_that_came_out(server: Running) -> None:
 def test_while_the_model_is_loaded_there_is_only_a_comment() -> None:
     class Loading:
         engine_or_none = None
+        state = "loading"
 
     async def first() -> bytes:
         return await anext(live.events(Loading()))  # type: ignore[arg-type]

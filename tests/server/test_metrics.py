@@ -15,6 +15,7 @@ from tests.server.conftest import Running
 # As vLLM's documentation of its V1 engine lists them, without the suffixes of a series.
 VLLM = {
     "vllm:num_requests_running": "gauge",
+    "vllm:num_requests_swapped": "gauge",
     "vllm:num_requests_waiting": "gauge",
     "vllm:kv_cache_usage_perc": "gauge",
     "vllm:num_preemptions": "counter",
@@ -34,6 +35,7 @@ VLLM = {
 OWN = {
     "penstock:kv_cache_blocks": "gauge",
     "penstock:kv_cache_idle_blocks": "gauge",
+    "penstock:preemptions_swap": "counter",
     "penstock:steps": "counter",
     "penstock:step_seconds": "counter",
     "penstock:floor_ratio": "gauge",

@@ -340,6 +340,8 @@ def test_options_reach_the_engine(
 ) -> None:
     seen = []
     options = server.service.options
+    # What the server's policy would refuse: whether it does is the engine's matter.
+    monkeypatch.setattr(server.llm.engine.scheduler, "check", lambda n, options: None)
     monkeypatch.setattr(
         server.service, "options", lambda *given: seen.append(options(*given)) or seen[-1]
     )

@@ -77,13 +77,10 @@ def _no_constant(name: str) -> NoReturn:
 def _check_depth(value: Any) -> None:
     level = [value]
     for _ in range(MAX_DEPTH + 1):
-        inner: list[Any] = []
-        for one in level:
-            if isinstance(one, list | dict):
-                inner += one if isinstance(one, list) else one.values()
-        if not inner:
+        level = [one for one in level if isinstance(one, list | dict)]
+        if not level:
             return
-        level = inner
+        level = [x for one in level for x in (one.values() if isinstance(one, dict) else one)]
     raise _too_deep()
 
 

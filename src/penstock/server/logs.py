@@ -8,6 +8,8 @@ import sys
 import time
 from typing import Any, Literal
 
+# What ends a line, or moves a terminal's cursor, and isn't escaped by `json`.
+
 
 class LineFormatter(logging.Formatter):
     """`12:30:01 info penstock.server request key=value …`"""

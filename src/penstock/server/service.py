@@ -216,17 +216,14 @@ class Service:
             self._one(llm, caller, name, account, work)
             for name, work in zip(names, works, strict=True)
         ]
-        try:
-            if len(runs) == 1:
-                async with aclosing(runs[0]) as outputs:
-                    async for output in outputs:
-                        yield 0, output
-                return
-            async with aclosing(_merge(runs)) as merged:
-                async for numbered in merged:
-                    yield numbered
-        finally:
-            self._leave(names, account)
+        if len(runs) == 1:
+            async with aclosing(runs[0]) as outputs:
+                async for output in outputs:
+                    yield 0, output
+            return
+        async with aclosing(_merge(runs)) as merged:
+            async for numbered in merged:
+                yield numbered
 
     async def embed(
         self,
@@ -268,8 +265,6 @@ class Service:
                 tasks = [group.create_task(one(*pair)) for pair in zip(names, works, strict=True)]
         except ExceptionGroup as failures:
             raise failures.exceptions[0] from None
-        finally:
-            self._leave(names, account)
         return [task.result() for task in tasks]
 
     def _admit(self, llm: AsyncLLM, caller: Caller, count: int) -> Account:
@@ -285,12 +280,6 @@ class Service:
         for name in names:
             self.inflight[name] = caller
         return names
-
-    def _leave(self, names: Sequence[str], account: Account) -> None:
-        """Give back what is held by those that were cancelled before they began."""
-        for name in names:
-            if self.inflight.pop(name, None) is not None:
-                account.settle(0)
 
     async def _one(
         self, llm: AsyncLLM, caller: Caller, name: str, account: Account, work: Work

@@ -38,7 +38,7 @@ class Body(BaseModel):
         if not isinstance(data, dict):
             return data
         unknown = data.keys() - cls.model_fields.keys()
-        if not unknown:
+        if not unknown and not cls.unsupported.keys() & data.keys():  # some are inherited
             return data
         kept = dict(data)
         for field, harmless in cls.unsupported.items():

@@ -1,0 +1,271 @@
+"""`penstock serve` as a process: how it begins, refuses to begin, and ends."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx2 as httpx
+import pytest
+from typer.testing import CliRunner
+
+from penstock.cli.main import app
+from penstock.errors import MissingExtraError
+
+SERVE = [sys.executable, "-c", "from penstock.cli.main import run; run()", "serve"]
+LONG = {"prompt": "Once upon a time", "max_tokens": 500, "ignore_eos": True, "stream": True}
+SMALL = ("--num-gpu-blocks-override", "64", "--port", "0")
+
+
+class Process:
+    """A server and what it says."""
+
+    def __init__(self, *arguments: str, **environment: str) -> None:
+        variables = {k: v for k, v in os.environ.items() if not k.startswith("PENSTOCK_API")}
+        self.popen = subprocess.Popen(
+            [*SERVE, *SMALL, *arguments], stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+            env={**variables, "OMP_NUM_THREADS": "1", **environment},
+        )  # fmt: skip
+        self.lines: list[str] = []
+        self._reader = threading.Thread(target=self._read)
+        self._reader.start()
+
+    def _read(self) -> None:
+        assert self.popen.stderr is not None
+        for line in self.popen.stderr:
+            self.lines.append(line)
+
+    @property
+    def said(self) -> str:
+        return "".join(self.lines)
+
+    def ready(self) -> str:
+        """Its address, when the model is loaded."""
+        end = time.monotonic() + 60
+        while time.monotonic() < end and self.popen.poll() is None:
+            found = re.search(r'url(?:=|": )"?(http://[^\s"]+)', self.said)
+            if found:
+                return found[1]
+            time.sleep(0.02)
+        raise AssertionError(f"It didn't start: {self.said}")
+
+    def end(self, seconds: float = 30) -> int:
+        """Its exit code."""
+        code = self.popen.wait(seconds)
+        self._reader.join()
+        return code
+
+
+@contextmanager
+def serve(*arguments: str, **environment: str) -> Iterator[Process]:
+    process = Process(*arguments, **environment)
+    try:
+        yield process
+    finally:
+        if process.popen.poll() is None:
+            process.popen.kill()
+        process.end()
+        assert process.popen.stdout is not None
+        process.popen.stdout.close()
+        assert process.popen.stderr is not None
+        process.popen.stderr.close()
+
+
+class Stream(threading.Thread):
+    """A client that reads a whole stream."""
+
+    def __init__(self, url: str) -> None:
+        super().__init__()
+        self.url = url
+        self.begun = threading.Event()
+        self.events: list[str] = []
+        self.start()
+
+    def run(self) -> None:
+        try:
+            with httpx.stream(
+                "POST", f"{self.url}/v1/completions", json=LONG, timeout=60
+            ) as answer:
+                for line in answer.iter_lines():
+                    if line:
+                        self.events.append(line)
+                        self.begun.set()
+        except httpx.HTTPError as error:
+            self.events.append(repr(error))
+
+
+def test_sigterm_lets_streams_end() -> None:
+    with serve() as process:
+        url = process.ready()
+        streams = [Stream(url) for _ in range(4)]
+        for stream in streams:
+            assert stream.begun.wait(30)
+        with httpx.stream("GET", f"{url}/page/events", timeout=30) as page:  # which has no end
+            lines = page.iter_lines()
+            next(lines)
+            process.popen.send_signal(signal.SIGTERM)
+            refused = False
+            while any(stream.is_alive() for stream in streams) and not refused:
+                try:
+                    refused = httpx.get(f"{url}/v1/models", timeout=10).status_code == 503
+                except httpx.ConnectError:
+                    refused = True
+            for stream in streams:
+                stream.join()
+            list(lines)
+        start = time.monotonic()
+        assert process.end() == 0
+        assert time.monotonic() - start < 10
+        for stream in streams:
+            assert stream.events[-1] == "data: [DONE]"
+            assert json.loads(stream.events[-2][6:])["choices"][0]["finish_reason"] == "length"
+    assert "Traceback" not in process.said
+    with pytest.raises(httpx.ConnectError):
+        httpx.get(f"{url}/health")
+
+
+@pytest.mark.parametrize(
+    ("first", "code"),
+    [pytest.param(signal.SIGTERM, 0, marks=pytest.mark.slow), (signal.SIGINT, 130)],
+)
+def test_an_idle_server_ends(first: signal.Signals, code: int) -> None:
+    with serve() as process:
+        url = process.ready()
+        with httpx.Client(base_url=url) as client:  # a connection that is kept alive
+            assert client.get("/health").status_code == 200
+            process.popen.send_signal(first)
+            assert process.end() == code
+    assert "Traceback" not in process.said
+
+
+def test_a_second_sigterm_doesnt_wait() -> None:
+    with serve("--shutdown-timeout", "60") as process:
+        host, _, port = process.ready().removeprefix("http://").partition(":")
+        with socket.create_connection((host, int(port))) as held:  # its body never comes
+            held.sendall(
+                b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 9\r\n\r\n"
+            )
+            time.sleep(0.3)
+            process.popen.send_signal(signal.SIGTERM)
+            time.sleep(0.5)
+            assert process.popen.poll() is None
+            process.popen.send_signal(signal.SIGTERM)
+            assert process.end(10) == 0
+    assert "not waiting any longer" in process.said
+
+
+@pytest.mark.slow
+def test_sigterm_while_loading() -> None:
+    with serve() as process:
+        end = time.monotonic() + 30
+        while "Started server process" not in process.said and time.monotonic() < end:
+            time.sleep(0.005)
+        process.popen.send_signal(signal.SIGTERM)
+        assert process.end() == 0
+    assert "Traceback" not in process.said
+
+
+# ── what it refuses ──────────────────────────────────────────────────────────────────────────
+
+
+def invoke(*arguments: str) -> tuple[int, str]:
+    """(exit code, what it said) of a command that ends by itself."""
+    result = CliRunner().invoke(app, ["serve", *arguments], env={"PENSTOCK_API_KEY": ""})
+    return result.exit_code, result.output
+
+
+def test_a_port_that_is_taken() -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        code, said = invoke("--port", str(taken.getsockname()[1]))
+    assert code == 1
+    assert "Can't listen on 127.0.0.1" in said
+    assert "Traceback" not in said
+
+
+def test_a_model_that_isnt_there() -> None:
+    with serve("no/such/folder/anywhere") as process:
+        assert process.end() == 1
+    errors = [line for line in process.lines if "no/such/folder/anywhere" in line]
+    assert len(errors) == 1
+    assert "Traceback" not in process.said
+
+
+def test_an_open_address_needs_a_key() -> None:
+    code, said = invoke("--host", "0.0.0.0")
+    assert code == 1
+    assert "--allow-unauthenticated" in said
+
+
+def test_a_missing_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "uvicorn", None)
+    code, said = invoke()
+    assert code == 1
+    assert "uvicorn: pip install 'penstock[server]'" in said
+    assert issubclass(MissingExtraError, ImportError)
+
+
+KEY_FILES = {
+    "no TOML": ("[[key]", "can't be read"),
+    "no key": ("", "it has none"),
+    "another table": ("[limits]\na = 1", "'limits'"),
+    "no name": ("[[key]]\nkey = 'a'", "needs a name"),
+    "no secret": ("[[key]]\nname = 'a'", "either key or sha256"),
+    "two secrets": (f"[[key]]\nname = 'a'\nkey = 'b'\nsha256 = '{'0' * 64}'", "either"),
+    "a short digest": ("[[key]]\nname = 'a'\nsha256 = 'abc'", "64 hexadecimal"),
+    "a limit of 0": ("[[key]]\nname = 'a'\nkey = 'b'\nmax_concurrency = 0", "at least 1"),
+    "a wrong name": ("[[key]]\nname = 'a'\nkey = 'b'\nmax_concurency = 1", "max_concurrency"),
+    "a key with a space": ("[[key]]\nname = 'a'\nkey = 'b c'", "without spaces"),
+    "one name twice": ("[[key]]\nname = 'a'\nkey = 'b'\n" * 2, "named 'a'"),
+}
+
+
+@pytest.mark.parametrize("what", KEY_FILES)
+def test_key_files(tmp_path: Path, what: str) -> None:
+    text, said = KEY_FILES[what]
+    path = tmp_path / "keys.toml"
+    path.write_text(text)
+    code, found = invoke("--api-key-file", str(path))
+    assert code == 1
+    assert said in " ".join(found.split())
+
+
+def test_a_key_file_that_isnt_there(tmp_path: Path) -> None:
+    code, said = invoke("--api-key-file", str(tmp_path / "none.toml"))
+    assert code == 1
+    assert "none.toml" in said
+
+
+def test_keys_and_what_the_log_holds() -> None:
+    secret, prompt = "a-very-secret-key", "Once upon a purple walrus"
+    body: dict[str, Any] = {"prompt": prompt, "max_tokens": 2, "user": 'x" outcome=forged\nz'}
+    with serve("--api-key", secret, "--log-format", "json") as process:
+        url = process.ready()
+        assert httpx.post(f"{url}/v1/completions", json=body).status_code == 401
+        for wrong in (secret[:-1], secret + "x", secret.upper()):
+            headers = {"authorization": f"Bearer {wrong}"}
+            assert httpx.get(f"{url}/v1/models", headers=headers).status_code == 401
+        headers = {"authorization": f"Bearer {secret}", "x-request-id": "mine-1"}
+        assert httpx.post(f"{url}/v1/completions", json=body, headers=headers).status_code == 200
+        process.popen.send_signal(signal.SIGTERM)
+        assert process.end() == 0
+    assert secret not in process.said
+    assert "walrus" not in process.said
+    assert "secret-key" not in process.said
+    lines = [json.loads(line) for line in process.lines]
+    (request,) = [line for line in lines if line["message"] == "request"]
+    assert request["outcome"] == "length"
+    assert request["user"] == body["user"]
+    assert "mine-1" in request["request_id"]
