@@ -103,8 +103,9 @@ def test_browsers(locked: Running, server: Running) -> None:
         assert "access-control-allow-origin" not in answer.headers
     with server.client() as client:  # off unless somebody is named
         answer = client.get("/health", headers=site)
+        assert answer.status_code == 403
         assert "access-control-allow-origin" not in answer.headers
-        assert client.options("/v1/completions", headers=preflight).status_code == 405
+        assert client.options("/v1/completions", headers=preflight).status_code == 403
 
 
 # ── limits ───────────────────────────────────────────────────────────────────────────────────
@@ -161,8 +162,9 @@ def test_requests_at_once_are_given_back() -> None:
         account = running.service.gate._accounts["first"]
         slowly(running)
         with running.client(headers=BEARER) as client:
-            several = ASK | {"prompt": ["a", "b", "c"]}
-            too_many(client.post("/v1/completions", json=several), "concurrency_limit_exceeded")
+            several = ASK | {"prompt": ["a", "b", "c"]}  # no waiting would help
+            assert client.post("/v1/completions", json=several).status_code == 400
+            assert account.running == 0
             for _ in range(3):  # left in mid-stream
                 with client.stream("POST", "/v1/completions", json=LONG | {"stream": True}) as one:
                     lines = one.iter_lines()  # which leaves when it is forgotten

@@ -22,20 +22,20 @@ class Intake:
         self._max_len = model.max_model_len
         self._eos = frozenset(model.eos_token_ids)
 
-    def bad_words(self, params: SamplingParams) -> list[list[int]]:
+    def bad_words(self, params: SamplingParams) -> list[tuple[int, ...]]:
         """The tokens of each bad word, at the start of a text and after a space, as in vLLM."""
         if not params.banned_texts:
             return []
         tokenizer = self._tokenizer
         if tokenizer is None:
             raise RequestError("bad_words need a tokenizer, but skip_tokenizer_init is set.")
-        words: list[list[int]] = []
+        words: dict[tuple[int, ...], None] = {}  # each once, in their order
         for text in params.banned_texts:
             for form in (text, f" {text.lstrip()}"):
                 ids = tokenizer.encode(form, add_special_tokens=False)
-                if ids and ids not in words:
-                    words.append(ids)
-        return words
+                if ids:
+                    words[tuple(ids)] = None
+        return list(words)
 
     def sequence(
         self, request: Request, index: int, seed: int, bad_words: Seq[Seq[int]] = ()
