@@ -32,8 +32,8 @@ _URGENT: dict[str, dict[str, Any]] = {
 
 
 def _bench(url: str, result: Path, extra: dict[str, Any], *options: str) -> subprocess.Popen[bytes]:
-    command = [sys.executable, "-m", "penstock.cli.main", "bench", "serve", "--base-url", url,
-               "--ready-timeout", "60", "--ignore-eos", "--json", str(result), *options]  # fmt: skip
+    command = [sys.executable, "-m", "penstock.cli.main", "bench", "serve", "--base-url", url]
+    command += ["--ready-timeout", "60", "--ignore-eos", "--json", str(result), *options]
     if extra:
         command += ["--extra-body", json.dumps(extra)]
     return subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
