@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 
-from penstock.engine import Engine, RequestOptions
+from penstock.engine import Engine
 from penstock.engine.request import Status
 from penstock.errors import ConfigError, OutOfCacheError, RequestError
 from penstock.sampling import SamplingParams
@@ -259,9 +257,8 @@ def test_the_owner_of_a_copy_gives_way_before_it_is_made(mode: str) -> None:
 
 def test_a_sequence_that_computes_what_another_has_takes_its_block() -> None:
     engine = toy_engine()
-    # In one step: a waits for nobody, and b, which reads its prompt, can't use what a has.
-    engine.add_request("a", prompt(14), greedy(4))
-    engine.add_request("b", prompt(14), replace(greedy(4), prompt_logprobs=0))
+    for name in "ab":  # in one step: neither can find the other's blocks beforehand
+        engine.add_request(name, prompt(14), greedy(4))
     engine.step()
     a, b = (engine.requests[name].sequences[0] for name in "ab")
     assert a.blocks[:3] == b.blocks[:3]
@@ -270,33 +267,6 @@ def test_a_sequence_that_computes_what_another_has_takes_its_block() -> None:
     check(engine)
     done = drain(engine)
     assert done["a"].outputs[0].token_ids == done["b"].outputs[0].token_ids
-
-
-def test_what_another_is_computing_is_waited_for() -> None:
-    """Of prompts that begin alike and come at once, only the first computes what they share."""
-    engine = toy_engine(max_num_batched_tokens=8)
-    shared = prompt(3 * BLOCK)
-    for i in range(4):
-        engine.add_request(f"{i}", [*shared, *prompt(3, i)], greedy(4))
-    engine.add_request("other", prompt(5, 9), greedy(4))
-    done = drain(engine)
-    for i in range(4):
-        output = done[f"{i}"]
-        assert output.metrics.cached_tokens == (3 * BLOCK if i else 0)
-        want = reference([*shared, *prompt(3, i)], greedy(4))
-        assert output.outputs[0].token_ids == want
-    assert done["other"].outputs[0].token_ids == reference(prompt(5, 9), greedy(4))
-
-
-def test_nobody_waits_for_what_it_may_not_use() -> None:
-    engine = toy_engine()
-    shared = prompt(3 * BLOCK)
-    for i in range(2):
-        options = RequestOptions(cache_salt=f"{i}")
-        engine.add_request(f"{i}", [*shared, i], greedy(4), options=options)
-    engine.step()
-    assert len(engine.scheduler.running) == 2
-    drain(engine)
 
 
 def test_the_hit_rate_counts_each_prompt_once() -> None:

@@ -184,7 +184,7 @@ class Scheduler:
         if len(self._free_rows) < rows:
             return False
         hit = self._look_up(sequence)
-        count = 0 if self._coming(sequence, hit) else self._share(sequence, limit - plan.num_tokens)
+        count = self._share(sequence, limit - plan.num_tokens)
         if not (count and self._fits(sequence, count) and self._extend(sequence, count, plan)):
             self._let_go(sequence)
             return False
@@ -289,27 +289,6 @@ class Scheduler:
             self.pool.share(block)
         sequence.num_computed = len(sequence.blocks) * self.block_size
         return sequence.num_computed
-
-    def _coming(self, sequence: Sequence, hit: int) -> bool:
-        """Whether the block after the `hit` tokens is about to be computed for another.
-
-        Then it is waited for instead of computed twice: of many prompts that begin alike and come
-        at once, only the first computes what they share.
-        Source: Zheng et al. 2023, arXiv:2312.07104, whose cache-aware order has the same aim.
-        """
-        end = hit + self.block_size
-        unread = sequence.request.reads_prompt and not sequence.num_output
-        if self.tree is None or unread or end >= len(sequence.tokens):
-            return False
-        salt, tokens = sequence.request.options.cache_salt, sequence.tokens
-        return any(
-            other.num_computed < end <= len(other.tokens)
-            and other.tokens[hit:end] == tokens[hit:end]
-            and other.tokens[:hit] == tokens[:hit]
-            and other.request.options.cache_salt == salt
-            for other in self.running
-            if other.remaining > 1
-        )
 
     def _start(self, sequence: Sequence, hit: int, fresh: bool) -> None:
         self._take_row(sequence)
