@@ -101,7 +101,6 @@ def test_limits(tokenizer: Tokenizer) -> None:
 
 def test_without_a_tokenizer() -> None:
     prompts = Prompts(None, 10)
-    assert not prompts.has_template
     assert prompts.of_tokens([1, 2]).tokens == [1, 2]
     with pytest.raises(ApiError, match="Send token ids"):
         prompts.of_text("a")

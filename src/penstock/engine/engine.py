@@ -113,8 +113,7 @@ class Engine:
         stream: `step` returns an output for it after every token, not only the last.
         Raises RequestError; nothing is queued then.
         """
-        if request_id in self.requests or any(r.request_id == request_id for r in self._ended):
-            raise RequestError(f"Request id {request_id!r} is already in use.")
+        self._check_id(request_id)
         if not isinstance(params, SamplingParams):
             raise InvalidSamplingError(
                 f"Sampling parameters must be SamplingParams, not {type(params).__name__}. "
@@ -163,8 +162,7 @@ class Engine:
 
         Raises RequestError; nothing is queued then.
         """
-        if request_id in self.requests or any(r.request_id == request_id for r in self._ended):
-            raise RequestError(f"Request id {request_id!r} is already in use.")
+        self._check_id(request_id)
         params = checked(params, self.runtime.model.spec.decoder.hidden)
         options = options or RequestOptions()
         tokens = self.intake.checked(prompt_token_ids, generates=False)
@@ -190,6 +188,10 @@ class Engine:
         self._arrivals += 1
         self.requests[request_id] = request
         self.ledger.wait(time.perf_counter())
+
+    def _check_id(self, request_id: str) -> None:
+        if request_id in self.requests or any(r.request_id == request_id for r in self._ended):
+            raise RequestError(f"Request id {request_id!r} is already in use.")
 
     def _check_options(self, tokens: list[int], options: RequestOptions | None) -> None:
         """Raises RequestError for options that aren't any, or a pin that can't take effect."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections import Counter
 from collections.abc import Callable, Coroutine
 from typing import Any, NoReturn
 
@@ -64,8 +65,7 @@ def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """An object. Raises ApiError for a key that is there twice: readers disagree which counts."""
     found = dict(pairs)
     if len(found) < len(pairs):
-        seen: set[str] = set()
-        twice = next(key for key, _ in pairs if key in seen or seen.add(key))  # type: ignore[func-returns-value]
+        ((twice, _),) = Counter(key for key, _ in pairs).most_common(1)
         raise _refused(f"the key {twice[:80]!r} is in one object twice")
     return found
 

@@ -229,11 +229,6 @@ class Prompts:
             )
         return asked
 
-    @property
-    def has_template(self) -> bool:
-        """Whether conversations can be made into prompts."""
-        return self._tokenizer is not None and self._tokenizer.chat_template is not None
-
 
 def _starts(plain: list[dict[str, Any]]) -> list[int]:
     """Where a conversation may begin after the system's messages: there, or at a user's turn."""

@@ -124,8 +124,7 @@ class Service:
         self.state = "ready"
 
     def _check_wishes(self, llm: AsyncLLM, key: Key) -> None:
-        nothing = PromptText([])
-        options = self._wishes(key.limits, EngineFields(), nothing)
+        options = self._wishes(key.limits, EngineFields(), PromptText([]))
         try:
             llm.engine.scheduler.check(1, options)
         except RequestError as error:
@@ -154,7 +153,7 @@ class Service:
 
     def check_model(self, name: str | None) -> str:
         """The name for the answer. Raises ApiError 404 for a model that isn't served."""
-        self.llm  # noqa: B018 – 503 comes before 404
+        assert self.llm is not None  # which raises its 503 before there is a 404
         if name is not None and name not in self._names:
             raise ApiError(
                 404,
