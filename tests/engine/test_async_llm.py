@@ -27,22 +27,25 @@ class Gated(Toy):
 
     def __init__(self) -> None:
         super().__init__()
-        self.gate = threading.Event()
+        self.gate = threading.Condition()
         self.go()
 
     def hold(self, after: int = 0) -> None:
-        """Let `after` more steps through."""
-        self.gate.clear()
-        self.open_until = len(self.steps) + after
+        """Let `after` more steps through, the one that is held now among them."""
+        with self.gate:
+            self.open_until = len(self.steps) + after
+            self.gate.notify_all()
 
     def go(self) -> None:
-        self.open_until = 1 << 60
-        self.gate.set()
+        self.hold(after=1 << 60)
 
     def __call__(self, step: Step, kv: KV) -> Tensor:
-        if len(self.steps) >= self.open_until:
-            assert self.gate.wait(10)
+        with self.gate:
+            assert self.gate.wait_for(lambda: len(self.steps) < self.open_until, 10)
         return super().__call__(step, kv)
+
+
+Sent = asyncio.Task[RequestOutput]
 
 
 @asynccontextmanager
@@ -76,6 +79,19 @@ async def until(condition: Callable[[], bool]) -> None:
             return
         await asyncio.sleep(0.005)
     raise AssertionError("it never happened")
+
+
+async def held(llm: AsyncLLM, toy: Gated, prompts: list[list[int]]) -> list[Sent]:
+    """Requests for `prompts`, all taken by the engine, which is held in a step."""
+    toy.hold()
+    tasks = [asyncio.create_task(last(llm.generate(prompts[0], greedy(None))))]
+    await until(lambda: llm.stats()["running"] == 1)
+    tasks += [asyncio.create_task(last(llm.generate(p, greedy()))) for p in prompts[1:]]
+    await until(lambda: len(llm._commands) == len(prompts) - 1)
+    toy.hold(after=1)
+    await until(lambda: len(llm.engine.requests) == len(prompts))
+    await until(lambda: llm.stats()["running"] == min(len(prompts), 4))
+    return tasks
 
 
 def on_a_loop(body: Callable[[], Awaitable[None]]) -> Callable[[], None]:
@@ -166,10 +182,7 @@ async def test_leaving_the_loop_frees_the_blocks() -> None:
 @on_a_loop
 async def test_cancelling_frees_the_blocks() -> None:
     async with serving() as (llm, toy):
-        toy.hold()
-        task = asyncio.create_task(last(llm.generate([3] * 20, greedy(None))))
-        other = asyncio.create_task(last(llm.generate([4], greedy())))
-        await until(lambda: llm.stats()["running"] == 2)
+        task, other = await held(llm, toy, [[3] * 20, [4]])
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
@@ -266,9 +279,7 @@ def _dies(llm: AsyncLLM, error: BaseException) -> None:
 @on_a_loop
 async def test_death_reaches_every_stream() -> None:
     async with serving() as (llm, toy):
-        toy.hold()
-        tasks = [asyncio.create_task(last(llm.generate([i + 1], greedy()))) for i in range(6)]
-        await until(lambda: llm.stats()["running"] == 4 or len(llm.engine.requests) == 6)
+        tasks = await held(llm, toy, [[i + 1] for i in range(6)])
         late = asyncio.create_task(last(llm.generate([9], greedy())))  # not added any more
         await asyncio.sleep(0.01)
         cause = AssertionError("planted")
