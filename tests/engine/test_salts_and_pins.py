@@ -67,10 +67,12 @@ def test_equal_prompts_with_other_salts_share_nothing() -> None:
 
 
 def test_side_by_side_only_the_same_salt_shares() -> None:
-    """In one step, where neither could find the other's blocks beforehand, and samples of one."""
+    """At once, where c waits for what b computes, and samples of one."""
     engine = toy_engine()
     for name, salt in (("a", None), ("b", "x"), ("c", "x"), ("d", "y")):
         engine.add_request(name, prompt(8), GREEDY, options=RequestOptions(cache_salt=salt))
+    engine.step()
+    assert [s.request.request_id for s in engine.scheduler.running] == ["a", "b", "d"]
     engine.step()
     a, b, c, d = (engine.requests[name].sequences[0].blocks[:2] for name in "abcd")
     assert b == c and not set(a) & set(b) and not set(d) & {*a, *b}

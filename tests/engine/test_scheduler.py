@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import random
+from dataclasses import replace
+
 import pytest
 
-from penstock.engine import Engine
+from penstock.engine import Engine, RequestOptions
 from penstock.engine.request import Status
 from penstock.errors import ConfigError, OutOfCacheError, RequestError
 from penstock.sampling import SamplingParams
@@ -257,8 +260,9 @@ def test_the_owner_of_a_copy_gives_way_before_it_is_made(mode: str) -> None:
 
 def test_a_sequence_that_computes_what_another_has_takes_its_block() -> None:
     engine = toy_engine()
-    for name in "ab":  # in one step: neither can find the other's blocks beforehand
-        engine.add_request(name, prompt(14), greedy(4))
+    # In one step: a waits for nobody, and b, which reads its prompt, can't use what a has.
+    engine.add_request("a", prompt(14), greedy(4))
+    engine.add_request("b", prompt(14), replace(greedy(4), prompt_logprobs=0))
     engine.step()
     a, b = (engine.requests[name].sequences[0] for name in "ab")
     assert a.blocks[:3] == b.blocks[:3]
@@ -267,6 +271,91 @@ def test_a_sequence_that_computes_what_another_has_takes_its_block() -> None:
     check(engine)
     done = drain(engine)
     assert done["a"].outputs[0].token_ids == done["b"].outputs[0].token_ids
+
+
+def test_what_another_is_computing_is_waited_for() -> None:
+    """Of prompts that begin alike and come at once, only the first computes what they share."""
+    engine = toy_engine(max_num_batched_tokens=8)
+    shared = prompt(3 * BLOCK)
+    for i in range(4):
+        engine.add_request(f"{i}", [*shared, *prompt(3, i)], greedy(4))
+    engine.add_request("other", prompt(5, 9), greedy(4))
+    done = drain(engine)
+    for i in range(4):
+        output = done[f"{i}"]
+        assert output.metrics.cached_tokens == (3 * BLOCK if i else 0)
+        want = reference([*shared, *prompt(3, i)], greedy(4))
+        assert output.outputs[0].token_ids == want
+    assert done["other"].outputs[0].token_ids == reference(prompt(5, 9), greedy(4))
+
+
+def test_those_behind_go_first_meanwhile() -> None:
+    engine = toy_engine(max_num_batched_tokens=8)
+    shared = prompt(3 * BLOCK)
+    engine.add_request("first", [*shared, 1], greedy(4))
+    engine.step()  # eight tokens of it: a block is to come
+    engine.add_request("second", [*shared, 2], greedy(4))
+    engine.add_request("other", prompt(3, 9), greedy(4))
+    engine.step()
+    assert [s.request.request_id for s in engine.scheduler.running] == ["first", "other"]
+    done = drain(engine)
+    assert done["second"].metrics.cached_tokens == 3 * BLOCK
+    for name, tokens in (("first", [*shared, 1]), ("second", [*shared, 2])):
+        assert done[name].outputs[0].token_ids == reference(tokens, greedy(4))
+
+
+def test_each_wait_is_one_step() -> None:
+    """Each request shares a block more, and waits for the one before it and no longer."""
+    engine = toy_engine()
+    shared = prompt(8 * BLOCK)
+    for i in range(6):
+        engine.add_request(f"{i}", [*shared[: (i + 1) * BLOCK], 50 + i], greedy(9))
+    for step in range(6):
+        engine.step()
+        assert len(engine.scheduler.running) == step + 1
+    done = drain(engine)
+    assert [done[f"{i}"].metrics.cached_tokens for i in range(6)] == [i * BLOCK for i in range(6)]
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_as_many_hits_as_one_after_the_other(seed: int) -> None:
+    """Whatever comes at once, each block that two prompts share is computed once."""
+    rng = random.Random(seed)
+    heads = [prompt(rng.randrange(1, 6) * BLOCK, i) for i in range(4)]
+    prompts = [
+        [
+            *rng.choice(heads)[: rng.randrange(BLOCK, 6 * BLOCK)],
+            *prompt(rng.randrange(1, 9), 50 + i),
+        ]
+        for i in range(40)
+    ]
+    sequential = toy_engine(num_blocks=400)
+    for i, tokens in enumerate(prompts):
+        sequential.add_request(f"{i}", tokens, greedy(1))
+        drain(sequential)
+    engine = toy_engine(num_blocks=400, max_num_batched_tokens=rng.randrange(5, 40))
+    coming, done = list(enumerate(prompts)), {}
+    while coming or engine.has_unfinished:
+        for i, tokens in coming[: rng.randrange(6)]:
+            engine.add_request(f"{i}", tokens, greedy(rng.randrange(1, 6)))
+            coming = coming[1:]
+        done |= {o.request_id: o for o in engine.step() if o.finished}
+    assert engine.scheduler.tree is not None and sequential.scheduler.tree is not None
+    assert engine.scheduler.tree.tokens_hit == sequential.scheduler.tree.tokens_hit > 0
+    for i, tokens in enumerate(prompts):
+        length = len(done[f"{i}"].outputs[0].token_ids)
+        assert done[f"{i}"].outputs[0].token_ids == reference(tokens, greedy(length))
+
+
+def test_nobody_waits_for_what_it_may_not_use() -> None:
+    engine = toy_engine()
+    shared = prompt(3 * BLOCK)
+    for i in range(2):
+        options = RequestOptions(cache_salt=f"{i}")
+        engine.add_request(f"{i}", [*shared, i], greedy(4), options=options)
+    engine.step()
+    assert len(engine.scheduler.running) == 2
+    drain(engine)
 
 
 def test_the_hit_rate_counts_each_prompt_once() -> None:

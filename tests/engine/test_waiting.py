@@ -43,8 +43,30 @@ def test_the_lowest_goes_first_and_ties_go_by_arrival() -> None:
         order.append(waiting.first().request.arrival)
         waiting.remove(waiting.first())
     assert order == [1, 3, 0, 2]
-    with pytest.raises(IndexError, match="Nobody waits"):
-        waiting.first()
+    assert waiting.first() is None
+
+
+def test_set_aside_is_passed_until_it_is_put_back() -> None:
+    waiting = queue(starvation_s=10.0)
+    everyone = [sequence(i, i) for i in range(4)]
+    for s in everyone:
+        waiting.add(s, 0.0)
+    assert waiting.first() is everyone[0]
+    aside = [waiting.set_aside()]
+    assert waiting.first() is everyone[1]
+    waiting.remove(everyone[1])
+    assert waiting.first() is everyone[2]
+    aside.append(waiting.set_aside())
+    assert len(waiting) == 3 and everyone[0] in waiting
+    waiting.put_back(aside)
+    assert list(waiting) == [everyone[0], everyone[2], everyone[3]]
+    assert waiting.first() is everyone[0]
+    waiting.age(10.5)  # it waited all the time
+    aside = []
+    while waiting.first() is not None:
+        aside.append(waiting.set_aside())
+    waiting.put_back(aside)
+    assert all(s.overdue for s in waiting) and waiting.first() is everyone[0]
 
 
 def test_the_overdue_go_first_by_arrival() -> None:

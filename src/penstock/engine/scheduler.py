@@ -21,8 +21,9 @@ from penstock.engine.plan import Part, Plan, Swap
 from penstock.engine.policy import check_options, policy_of
 from penstock.engine.preemption import Preemption
 from penstock.engine.request import Request, Sequence, Status
+from penstock.engine.sharing import awaits
 from penstock.engine.swapping import Swapper
-from penstock.engine.waiting import WaitingQueue
+from penstock.engine.waiting import Entry, WaitingQueue
 from penstock.errors import ConfigError, OutOfCacheError, RequestError
 
 __all__ = ["Part", "Plan", "Scheduler"]
@@ -167,13 +168,22 @@ class Scheduler:
 
     def _admit(self, plan: Plan, limit: int) -> None:
         """Start waiting sequences in their order while there are rows, budget and blocks."""
+        aside: list[Entry] = []
         displaced = False  # whoever was must not come back in the same step
-        while self.waiting and plan.num_tokens < limit and not displaced:
+        while plan.num_tokens < limit and not displaced:
             sequence = self.waiting.first()
+            if sequence is None:
+                break
+            if len(aside) < len(self._free_rows) and self._awaits(sequence):
+                aside.append(self.waiting.set_aside())
+                continue
             while not self._enter(sequence, plan, limit):
                 if not self._displace(sequence, plan, limit):
-                    return
+                    break
                 displaced = True
+            if sequence.status is not Status.RUNNING:
+                break
+        self.waiting.put_back(aside)
 
     def _enter(self, sequence: Sequence, plan: Plan, limit: int) -> bool:
         """Start the first of the queue, or start it again: all or nothing."""
@@ -280,6 +290,15 @@ class Scheduler:
         """What of its cached prefix a sequence that is about to start may use."""
         unread = sequence.request.reads_prompt and not sequence.num_output
         return [] if unread else self._cached(sequence)  # unread: every prompt row's logits
+
+    def _awaits(self, sequence: Sequence) -> bool:
+        """Whether another is just computing what `sequence` would compute next."""
+        if self.tree is None or sequence.status is Status.SWAPPED:
+            return False
+        if sequence.request.reads_prompt and not sequence.num_output:
+            return False
+        hit = len(self._cached(sequence)) * self.block_size
+        return awaits(sequence, hit, self.block_size, self.running)
 
     def _look_up(self, sequence: Sequence) -> int:
         """Hold the cached prefix of a sequence that is about to start; tokens found."""

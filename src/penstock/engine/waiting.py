@@ -12,6 +12,9 @@ from penstock.engine.request import Sequence
 Rank = tuple[float, ...]
 """The lower goes first; no two sequences have the same."""
 
+Entry = tuple[Rank, int, Sequence]
+"""Of a heap: the ticket tells whether it is still valid."""
+
 
 class WaitingQueue:
     """Sequences that wait, in the order of their ranks, but first those that waited too long.
@@ -25,8 +28,8 @@ class WaitingQueue:
         self._policy = policy
         self._starvation_s = starvation_s
         self._tickets: dict[Sequence, int] = {}  # those that wait; a ticket for each entry
-        self._heap: list[tuple[Rank, int, Sequence]] = []
-        self._overdue: list[tuple[Rank, int, Sequence]] = []
+        self._heap: list[Entry] = []
+        self._overdue: list[Entry] = []
         self._since: OrderedDict[Sequence, float] = OrderedDict()  # those that aren't overdue
         self._next_ticket = 0
 
@@ -78,15 +81,24 @@ class WaitingQueue:
             sequence.overdue = True
             self.add(sequence, now)
 
-    def first(self) -> Sequence:
-        """The next to go; raises IndexError when nobody waits."""
+    def first(self) -> Sequence | None:
+        """The next to go, of those that aren't set aside."""
         for heap in (self._overdue, self._heap):
             while heap:
                 if self._is_valid(heap[0]):
                     return heap[0][2]
                 heapq.heappop(heap)
-        raise IndexError("Nobody waits.")
+        return None
 
-    def _is_valid(self, entry: tuple[Rank, int, Sequence]) -> bool:
+    def set_aside(self) -> Entry:
+        """Let the first be passed by the others until `put_back`; its time runs on."""
+        return heapq.heappop(self._overdue or self._heap)
+
+    def put_back(self, aside: list[Entry]) -> None:
+        """Those that were set aside stand where they stood."""
+        for entry in aside:
+            heapq.heappush(self._heap if entry[0][0] else self._overdue, entry)
+
+    def _is_valid(self, entry: Entry) -> bool:
         _, ticket, sequence = entry
         return self._tickets.get(sequence) == ticket

@@ -1,0 +1,32 @@
+"""Prompts that begin alike and come at once: the first computes what they share.
+
+What another sequence computes in the step that is being planned can't be found in the prefix tree
+yet. Whoever needs it is set aside for that step, and those behind it go first. So a trace has as
+many hits as if every request came after the one before it was done.
+
+Nobody waits long. A sequence is only looked at while the step has room for more tokens, so those
+that run were given all that they have to compute: after the step it is there to be found, and the
+next wait is for a later block.
+Source: Zheng et al. 2023, arXiv:2312.07104, whose cache-aware order has the same aim.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from penstock.engine.request import Sequence
+
+
+def awaits(sequence: Sequence, hit: int, block_size: int, running: Iterable[Sequence]) -> bool:
+    """Whether the block after the `hit` tokens it can find is just being computed for another."""
+    end = hit + block_size
+    if end >= len(sequence.tokens):  # the last token is never found
+        return False
+    tokens, salt = sequence.tokens, sequence.request.options.cache_salt
+    return any(
+        other.num_computed < end <= len(other.tokens)
+        and other.tokens[hit:end] == tokens[hit:end]
+        and other.tokens[:hit] == tokens[:hit]
+        and other.request.options.cache_salt == salt
+        for other in running
+    )
