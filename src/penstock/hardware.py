@@ -47,6 +47,12 @@ class Peaks:
     threads: int
     measured_at: str  # ISO 8601
     int8_ops: float = 0.0  # int8, two a multiply-add: vectors or AMX tiles; 0: not measured
+    cpu_share: float = 1.0  # of the threads' time that other programs left while it was measured
+
+    @property
+    def disturbed(self) -> bool:
+        """Whether other programs ran meanwhile, so that the machine can do more than this."""
+        return self.cpu_share < 0.9
 
     def of(self, compute: Compute) -> float:
         """FLOPs per second of products in `compute`.
