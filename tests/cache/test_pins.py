@@ -71,7 +71,7 @@ class Cache:
                 self.pool.release([blocks[at]])
                 blocks[at] = node.block
             nodes.append(node)
-        self.pins.renew(nodes, pin, ttl)
+        self.pins.renew(nodes, [(pin, ttl)])
         return hit, blocks
 
     def end(self, blocks: list[int]) -> None:

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 from penstock import AsyncLLM, SamplingParams
-from penstock.engine import Engine, PoolingParams, RequestOptions
+from penstock.engine import Engine, Pin, PoolingParams, RequestOptions
 from penstock.engine.pooling import PoolingRequest, PoolingRequestOutput
 from penstock.errors import ConfigError, InvalidPromptError, RequestError
 from penstock.roofline import StepRecord
@@ -140,7 +140,7 @@ def test_beside_requests_that_generate() -> None:
             )
             tokens += rng.choice([[]] * 12 + [[RAISES], [IS_NAN]])
             options = RequestOptions(
-                cache_salt=rng.choice([None, None, "a"]), pin_tokens=rng.choice([0, 0, 8, 21])
+                cache_salt=rng.choice([None, None, "a"]), pins=(Pin(rng.choice([0, 0, 8, 21])),)
             )
             name = f"{seed}-{i}"
             if rng.random() < 0.5:

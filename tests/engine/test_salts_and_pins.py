@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from penstock.engine import Engine, PoolingParams, RequestOptions
+from penstock.engine import Engine, Pin, PoolingParams, RequestOptions
 from penstock.errors import RequestError
 from penstock.sampling import SamplingParams
 
@@ -111,7 +111,7 @@ def test_salts_that_nobody_uses_any_more_leave_nothing() -> None:
 
 def test_a_pinned_prefix_outlasts_a_flood() -> None:
     engine, clock = pinning_engine()
-    ask(engine, prompt(20), pin_tokens=14, pin_ttl_s=60)  # ends within the fourth block
+    ask(engine, prompt(20), pins=(Pin(14, 60),))  # ends within the fourth block
     ask(engine, prompt(20), cache_salt="a")
     assert (engine.stats()["pins"], engine.stats()["pinned_blocks"]) == (1, 3)
     flood(engine, 7)
@@ -132,7 +132,7 @@ def test_a_pinned_prefix_outlasts_a_flood() -> None:
 
 def test_a_pooling_request_pins_and_renews() -> None:
     engine, clock = pinning_engine()
-    options = RequestOptions(pin_tokens=8, pin_ttl_s=10)
+    options = RequestOptions(pins=(Pin(8, 10),))
     engine.add_pooling_request("it", prompt(9), PoolingParams("mean"), options=options)
     drain(engine)
     clock.now = 9
@@ -144,7 +144,7 @@ def test_a_pooling_request_pins_and_renews() -> None:
 
 def test_its_time_starts_with_the_prompt_not_with_each_token() -> None:
     engine, clock = pinning_engine()
-    options = RequestOptions(pin_tokens=4, pin_ttl_s=10)
+    options = RequestOptions(pins=(Pin(4, 10),))
     engine.add_request("it", prompt(5), SamplingParams(max_tokens=20), options=options)
     for _ in range(12):
         engine.step()
@@ -159,7 +159,7 @@ def test_pins_never_cost_a_request_its_blocks() -> None:
     for pin in (0, 16):
         engine, _ = pinning_engine(16)
         for i in range(2):
-            ask(engine, [i, *prompt(16)], pin_tokens=pin)
+            ask(engine, [i, *prompt(16)], pins=(Pin(pin),))
         assert engine.stats()["pinned_blocks"] == pin // 2
         for i in range(6):
             engine.add_request(str(i), prompt(10, i), SamplingParams(seed=i, max_tokens=40))
@@ -176,7 +176,7 @@ def test_pins_never_cost_a_request_its_blocks() -> None:
 def test_one_that_needs_the_whole_cache_gets_it() -> None:
     engine, _ = pinning_engine(16)
     for i in range(4):
-        ask(engine, [i, *prompt(8)], pin_tokens=8)
+        ask(engine, [i, *prompt(8)], pins=(Pin(8),))
     assert engine.stats()["pinned_blocks"] == 8
     output = run_one(engine, prompt(40, 5), SamplingParams(temperature=0.0, max_tokens=None))
     assert len(output.outputs[0].token_ids) == 24 and output.metrics.preemptions == 0
@@ -184,7 +184,7 @@ def test_one_that_needs_the_whole_cache_gets_it() -> None:
 
 def test_reset_drops_pins() -> None:
     engine, _ = pinning_engine()
-    ask(engine, prompt(9), pin_tokens=8)
+    ask(engine, prompt(9), pins=(Pin(8),))
     engine.reset_prefix_cache()
     stats = engine.stats()
     assert (stats["pins"], stats["pinned_blocks"], stats["cached_blocks"]) == (0, 0, 0)
@@ -194,13 +194,13 @@ def test_reset_drops_pins() -> None:
 def test_pins_that_can_not_take_effect() -> None:
     engine = toy_engine(16)
     with pytest.raises(RequestError, match=r"9 blocks of 4 tokens .* 16 blocks at most 8"):
-        engine.add_request("a", prompt(40), ONE, options=RequestOptions(pin_tokens=36))
-    engine.add_request("b", prompt(35), ONE, options=RequestOptions(pin_tokens=1000))
+        engine.add_request("a", prompt(40), ONE, options=RequestOptions(pins=(Pin(36),)))
+    engine.add_request("b", prompt(35), ONE, options=RequestOptions(pins=(Pin(1000),)))
     drain(engine)
     assert engine.stats()["pinned_blocks"] == 8  # all of that prompt's
     off = toy_engine(enable_prefix_caching=False)
-    with pytest.raises(RequestError, match=r"pin_tokens=4 can't take .*enable_prefix_caching"):
-        off.add_pooling_request("a", prompt(8), options=RequestOptions(pin_tokens=4))
+    with pytest.raises(RequestError, match=r"pin of 4 tokens can't take .*enable_prefix_caching"):
+        off.add_pooling_request("a", prompt(8), options=RequestOptions(pins=(Pin(4),)))
     assert off.stats()["pins"] == 0 and not off.has_unfinished
     off.reset_prefix_cache()
 
@@ -224,7 +224,7 @@ def test_every_hit_and_the_rate() -> None:
             if prefix not in seen or (at + 1) * BLOCK == len(tokens):
                 break
             expected = (at + 1) * BLOCK
-        hit = ask(engine, tokens, cache_salt=salt, pin_tokens=rng.randint(0, 9), pin_ttl_s=5.0)
+        hit = ask(engine, tokens, cache_salt=salt, pins=(Pin(rng.randint(0, 9), 5.0),))
         assert hit == expected
         seen |= set(whole)
         asked, found = asked + len(tokens), found + expected
@@ -245,7 +245,7 @@ def test_pinned_prefixes_are_always_hit() -> None:
         before = until.get(key, 0.0) > clock.now
         pin = rng.random() < 0.5
         tokens = [*head, step % 60, rng.randrange(60)]
-        found = ask(engine, tokens, cache_salt=key[0], pin_tokens=8 if pin else 0, pin_ttl_s=2.0)
+        found = ask(engine, tokens, cache_salt=key[0], pins=(Pin(8 if pin else 0, 2.0),))
         assert found == 2 * BLOCK or not before
         hits += before
         if pin or before:

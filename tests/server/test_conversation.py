@@ -108,10 +108,12 @@ def test_without_a_tokenizer() -> None:
         prompts.of_messages(_turns("a"), Rendering())
 
 
-def _pinned(messages: list[Message], at: int, *, part: bool = False) -> list[Message]:
+def _pinned(
+    messages: list[Message], at: int, *, part: bool = False, ttl: str = "10m"
+) -> list[Message]:
     one = messages[at]
     content: Any = one.content
-    control = {"type": "ephemeral", "ttl": "10m"}
+    control = {"type": "ephemeral", "ttl": ttl}
     if part:
         content = [{"type": "text", "text": content, "cache_control": control}]
         changed = Message.model_validate({"role": one.role, "content": content})
@@ -139,12 +141,13 @@ def _check_pin(prompts: Prompts, rendering: Rendering, roles: str, at: int, part
     made = prompts.of_messages(_pinned(messages, at, part=part), rendering)
     ids = prompts.rendered(messages, rendering)
     assert made.tokens == ids  # a pin changes nothing of the prompt
-    assert made.pin_ttl_s == 600.0
+    (pin,) = made.pins
+    assert pin.ttl_s == 600.0
     # Whatever comes after the pinned messages, these tokens are the same.
     for other in OTHERS:
         rest = [Message(role=m.role, content=other) for m in messages[at + 1 :]]
         found = prompts.rendered([*messages[: at + 1], *rest], rendering)
-        assert _common(ids, found) >= made.pin_tokens
+        assert _common(ids, found) >= pin.tokens
     # And they are all of the text up to there, but for a token that could go on otherwise.
     text = made.text or ""
     end = 0
@@ -152,7 +155,7 @@ def _check_pin(prompts: Prompts, rendering: Rendering, roles: str, at: int, part
         content = str(message.content).strip()
         end = text.index(content, end) + len(content)
     count = len(prompts.encode(text[:end], rendering.add_special_tokens))
-    assert count - 1 <= made.pin_tokens <= count
+    assert count - 1 <= pin.tokens <= count
 
 
 @pytest.mark.parametrize("part", [False, True])
@@ -207,18 +210,50 @@ def test_most_real_templates_pin() -> None:
     assert len(set(WORKED)) > 0.75 * len(_real())
 
 
-def test_the_last_pin_holds_and_a_cut_prompt_has_none(tokenizer: Tokenizer) -> None:
+def test_each_mark_has_its_own_time(tokenizer: Tokenizer) -> None:
     messages = _turns(*SAID, roles="suauau")
     prompts = Prompts(tokenizer, 10**6)
-    one = prompts.of_messages(_pinned(messages, 1), Rendering())
-    both = prompts.of_messages(_pinned(_pinned(messages, 1), 3), Rendering())
-    last = prompts.of_messages(_pinned(messages, 3), Rendering())
-    assert both.pin_tokens == last.pin_tokens > one.pin_tokens > 0
-    assert prompts.of_messages(messages, Rendering()).pin_tokens == 0
-    short = Prompts(tokenizer, len(last.tokens) - 5)
-    cut = short.of_messages(_pinned(messages, 3), Rendering(), truncation="auto")
-    assert cut.dropped > 0
-    assert cut.pin_tokens == 0
+    (one,) = prompts.of_messages(_pinned(messages, 1, ttl="1h"), Rendering()).pins
+    (last,) = prompts.of_messages(_pinned(messages, 3), Rendering()).pins
+    both = prompts.of_messages(_pinned(_pinned(messages, 1, ttl="1h"), 3), Rendering())
+    assert both.pins == (one, last)
+    assert (one.ttl_s, last.ttl_s) == (3600.0, 600.0) and last.tokens > one.tokens > 0
+    assert prompts.of_messages(messages, Rendering()).pins == ()
+    for at in range(5):
+        messages = _pinned(messages, at)
+    with pytest.raises(ApiError, match="set 5 times; at most 4") as error:
+        prompts.of_messages(messages, Rendering())
+    assert error.value.param == "cache_control"
+
+
+def test_a_mark_on_a_part_ends_there(tokenizer: Tokenizer) -> None:
+    control = {"type": "ephemeral"}
+    parts = [{"type": "text", "text": "First.", "cache_control": control},
+             {"type": "text", "text": "And then the second."}]  # fmt: skip
+    message = Message.model_validate({"role": "user", "content": parts})
+    prompts = Prompts(tokenizer, 10**6)
+    made = prompts.of_messages([message], Rendering())
+    (pin,) = made.pins
+    assert made.text is not None
+    start = made.text[: made.text.index("First.") + len("First.")]
+    assert pin.tokens <= len(prompts.encode(start, False)) <= pin.tokens + 1
+
+
+def test_marks_of_what_is_left_in_hold(tokenizer: Tokenizer) -> None:
+    """Marks on turns that were left out go with them; the system's stays where it was."""
+    messages = _turns(*SAID, roles="suauau")
+    prompts = Prompts(tokenizer, 10**6)
+    whole = prompts.of_messages(_pinned(messages, 0), Rendering())
+    short = Prompts(tokenizer, len(whole.tokens) - 5)
+    cut = short.of_messages(
+        _pinned(_pinned(messages, 0), 1, ttl="1h"), Rendering(), truncation="auto"
+    )
+    assert cut.dropped == 2
+    assert cut.pins == whole.pins
+    with pytest.raises(ApiError, match="cuts the start of the prompt") as error:
+        prompts.of_messages(_pinned(messages, 0), Rendering(), keep=len(whole.tokens) - 1)
+    assert error.value.param == "cache_control"
+    assert prompts.of_messages(_pinned(messages, 0), Rendering(), keep=9999).pins == whole.pins
 
 
 def test_words_that_the_template_writes_too_never_pin_too_much(tokenizer: Tokenizer) -> None:
@@ -229,7 +264,7 @@ def test_words_that_the_template_writes_too_never_pin_too_much(tokenizer: Tokeni
         for other in OTHERS:
             rest = [Message(role=m.role, content=other) for m in messages[1:]]
             found = prompts.rendered([messages[0], *rest], Rendering())
-            assert _common(made.tokens, found) >= made.pin_tokens
+            assert _common(made.tokens, found) >= made.pins[0].tokens
 
 
 def test_a_template_that_rewrites_is_told(tokenizer: Tokenizer) -> None:
@@ -246,8 +281,7 @@ def test_how_long(ttl: str | None, seconds: float) -> None:
     message = Message.model_validate(
         {"role": "user", "content": "x", "cache_control": {"type": "ephemeral", "ttl": ttl}}
     )
-    assert message.pin is not None
-    assert message.pin.seconds == seconds
+    assert [mark.seconds for _, mark in message.passages() if mark is not None] == [seconds]
 
 
 @pytest.mark.parametrize("ttl", ["", "m", "0m", "-5m", "5", "5d", "10000h", "1.5h", "5m "])
@@ -256,7 +290,8 @@ def test_a_time_that_cant_be_read(tokenizer: Tokenizer, ttl: str) -> None:
         {"role": "user", "content": "hello", "cache_control": {"type": "ephemeral", "ttl": ttl}}
     )
     if ttl == "":
-        assert message.pin is not None and message.pin.seconds == 300.0
+        (pin,) = Prompts(tokenizer, 1000).of_messages([message], Rendering()).pins
+        assert pin.ttl_s == 300.0
         return
     with pytest.raises(ApiError, match="ttl is"):
         Prompts(tokenizer, 1000).of_messages([message], Rendering())

@@ -229,12 +229,20 @@ def test_old_turns_of_a_long_conversation_are_left_out_quickly(server: Running) 
     body = {"messages": turns, "max_tokens": 1, "truncation": "auto"}
     with server.client() as client:
         start = time.monotonic()
-        answer = client.post("/v1/chat/completions", json=body).json()
+        response = client.post("/v1/chat/completions", json=body)
         assert time.monotonic() - start < 10
+    answer, dropped = response.json(), int(response.headers["X-Penstock-Dropped-Messages"])
+    assert 3900 < dropped < 4001
     most = server.llm.engine.max_model_len
     # One more pair of turns wouldn't have fitted.
     pair = 2 * len(server.service.prompts.of_text("dog 3999", add_special_tokens=False).tokens) + 16
     assert most - 1 - pair < answer["usage"]["prompt_tokens"] < most
+    with server.client() as client:
+        short = client.post("/v1/chat/completions", json=body | {"messages": turns[-1:]})
+        assert "X-Penstock-Dropped-Messages" not in short.headers
+        with client.stream("POST", "/v1/chat/completions", json=body | {"stream": True}) as stream:
+            assert stream.headers["X-Penstock-Dropped-Messages"] == str(dropped)
+            stream.read()
 
 
 def test_a_body_beyond_the_limit(server: Running) -> None:

@@ -147,22 +147,26 @@ class Pins:
                 f"{(most + 1) * size - 1} tokens, or give the cache more blocks."
             )
 
-    def renew(self, path: Sequence[Node], tokens: int = 0, ttl_s: float = 0.0) -> None:
+    def renew(self, path: Sequence[Node], wanted: Iterable[tuple[int, float]] = ()) -> None:
         """A prompt is in the cache, its whole blocks in `path`: pins that it begins with live on.
 
-        tokens: the whole blocks of so many of its first are pinned for `ttl_s` from now, at least.
+        wanted: (tokens, seconds): the whole blocks of so many of its first are pinned for so long
+        from now, at least.
         """
         self.expire()
-        count = min(tokens // self._block_size, len(path))
-        if not (count or self._pins):
+        ttls: dict[int, float] = {}  # by number of blocks
+        for tokens, ttl_s in wanted:
+            count = min(tokens // self._block_size, len(path))
+            ttls[count] = max(ttl_s, ttls.get(count, 0.0))
+        if not (ttls or self._pins):
             return
-        wanted = path[count - 1] if count else None
-        for node in reversed(path):  # the longer of two within each other first: `_drop_until`
-            if node is wanted and node not in self._pins:
-                self._add(list(path[:count]), ttl_s)
+        for count in range(len(path), 0, -1):  # the longer of two first: `_drop_until`
+            node = path[count - 1]
+            if count in ttls and node not in self._pins:
+                self._add(list(path[:count]), ttls[count])
             pin = self._pins.get(node)
             if pin is not None:
-                pin.ttl_s = max(pin.ttl_s, ttl_s if node is wanted else 0.0)
+                pin.ttl_s = max(pin.ttl_s, ttls.get(count, 0.0))
                 pin.expires = self.clock() + pin.ttl_s
                 self._pins.move_to_end(node)
 

@@ -3,7 +3,7 @@
 from penstock.engine.async_llm import AsyncLLM
 from penstock.engine.engine import Engine
 from penstock.engine.llm import LLM
-from penstock.engine.options import RequestOptions
+from penstock.engine.options import Pin, RequestOptions
 from penstock.engine.outputs import (
     CompletionOutput,
     PreemptionRecord,
@@ -19,6 +19,7 @@ __all__ = [
     "EmbeddingOutput",
     "EmbeddingRequestOutput",
     "Engine",
+    "Pin",
     "PoolingParams",
     "PreemptionRecord",
     "RequestMetrics",

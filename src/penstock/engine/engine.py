@@ -199,13 +199,14 @@ class Engine:
             return
         if not isinstance(options, RequestOptions):
             raise RequestError(f"Options must be RequestOptions, not {type(options).__name__}.")
-        if not options.pin_tokens:
+        most = max((pin.tokens for pin in options.pins), default=0)
+        if not most:
             return
         if self.pins is None:
             raise RequestError(
-                f"pin_tokens={options.pin_tokens} can't take effect: enable_prefix_caching is off."
+                f"A pin of {most} tokens can't take effect: enable_prefix_caching is off."
             )
-        self.pins.check(min(options.pin_tokens, len(tokens)))
+        self.pins.check(min(most, len(tokens)))
 
     def abort(self, request_id: str, *, report: bool = True) -> None:
         """End a request now and free what it holds; unknown ids are ignored (it has ended).
@@ -411,8 +412,8 @@ class Engine:
         request = sequence.request
         request.metrics.computed_tokens += count
         if self.pins is not None and not sequence.remaining:
-            options = request.options
-            self.pins.renew(sequence.nodes, options.pin_tokens, options.pin_ttl_s)
+            wanted = [(pin.tokens, pin.ttl_s) for pin in request.options.pins]
+            self.pins.renew(sequence.nodes, wanted)
 
     def _take(self, sequence: Sequence, token: int, logprobs: TokenLogprobs | None) -> None:
         """Append a sampled token and see whether the sequence ends with it."""

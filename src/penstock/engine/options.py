@@ -4,8 +4,22 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 from penstock.errors import RequestError
+
+
+@dataclass(frozen=True, slots=True)
+class Pin:
+    """Keep the whole blocks of a prompt's first `tokens` cached …"""
+
+    tokens: int
+    ttl_s: float = 300.0  # … for this long after they were last asked for
+
+    def __post_init__(self) -> None:
+        if isinstance(self.tokens, bool) or not isinstance(self.tokens, int) or self.tokens < 0:
+            raise RequestError(f"A pin's tokens must be an integer from 0 on, not {self.tokens!r}.")
+        _check_seconds("A pin's ttl_s", self.ttl_s)
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,26 +30,25 @@ class RequestOptions:
     ttft_slo_s: float | None = None  # the first token is wanted within this time of its arrival
     tpot_slo_s: float | None = None  # and each further one within this time of the one before
     cache_salt: str | None = None  # cached prefixes are found only by requests with the same
-    pin_tokens: int = 0  # this much of the prompt's start stays cached …
-    pin_ttl_s: float = 300.0  # … for this long after it was last asked for
+    pins: tuple[Pin, ...] = ()  # how much of the prompt's start stays cached, and for how long
 
     def __post_init__(self) -> None:
-        for name in ("priority", "pin_tokens"):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int):
-                raise RequestError(f"{name} must be an integer, not {value!r}.")
+        if isinstance(self.priority, bool) or not isinstance(self.priority, int):
+            raise RequestError(f"priority must be an integer, not {self.priority!r}.")
         if abs(self.priority) >= 1 << 31:
             raise RequestError(f"priority is {self.priority}; it must fit into 32 bits.")
-        if self.pin_tokens < 0:
-            raise RequestError(f"pin_tokens is {self.pin_tokens}; it can't be negative.")
-        for name in ("ttft_slo_s", "tpot_slo_s", "pin_ttl_s"):
-            value = getattr(self, name)
-            if value is None and name != "pin_ttl_s":
-                continue
-            number = isinstance(value, int | float) and not isinstance(value, bool)
-            if not number or not math.isfinite(value) or value <= 0:
-                raise RequestError(f"{name} must be a positive number of seconds, not {value!r}.")
+        for name in ("ttft_slo_s", "tpot_slo_s"):
+            if (value := getattr(self, name)) is not None:
+                _check_seconds(name, value)
+        if not isinstance(self.pins, tuple) or not all(isinstance(x, Pin) for x in self.pins):
+            raise RequestError(f"pins must be a tuple of Pin, not {self.pins!r}.")
         if self.cache_salt is not None and not isinstance(self.cache_salt, str):
             raise RequestError(f"cache_salt must be a text, not {self.cache_salt!r}.")
         if self.cache_salt == "":
             raise RequestError("cache_salt is empty. Leave it out to share the cache with all.")
+
+
+def _check_seconds(name: str, value: Any) -> None:
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not number or not 0 < value < math.inf:
+        raise RequestError(f"{name} must be a positive number of seconds, not {value!r}.")

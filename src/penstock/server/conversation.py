@@ -6,15 +6,18 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from penstock.engine import Pin
 from penstock.errors import ChatTemplateError, TokenizerError
 from penstock.server.errors import ApiError
 from penstock.server.protocol.chat import Message
+from penstock.server.protocol.common import CacheControl
 from penstock.tokenizer import Tokenizer
 
 # A token of more characters than this is possible; a prompt made of nothing else is not a text.
 _CHARACTERS_PER_TOKEN = 128
 # What is read of texts that may be longer than the model takes; a million characters take a second.
 _MOST_CHARACTERS = 1 << 20
+_MOST_MARKS = 4  # of cache_control, as in Anthropic's API
 # What a template is given beside a request's own variables.
 _TEMPLATE_ARGUMENTS = frozenset(
     "add_generation_prompt chat_template continue_final_message documents messages self "
@@ -29,8 +32,7 @@ class PromptText:
     tokens: list[int]
     text: str | None = None
     dropped: int = 0  # messages that were left out to make it fit
-    pin_tokens: int = 0  # of its start, to be kept in the cache
-    pin_ttl_s: float = 300.0
+    pins: tuple[Pin, ...] = ()  # of its start, to be kept in the cache
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,18 +100,30 @@ class Prompts:
                 code="context_length_exceeded",
             )
         plain = [message.for_template() for message in messages]
-        text, ids, dropped = self._shortened(plain, rendering, truncation == "auto", reserve)
+        text, ids, left_out = self._shortened(plain, rendering, truncation == "auto", reserve)
         made = self._fitting(ids, text, keep)
-        pin = next((m.pin for m in reversed(messages) if m.pin is not None), None)
-        if pin is None or dropped or made.tokens is not ids:
-            return PromptText(made.tokens, text, dropped)
-        last = max(i for i, message in enumerate(messages) if message.pin is not None)
-        pinned = self._pinned(plain[: last + 1], text, ids, rendering)
-        return PromptText(ids, text, 0, pinned, pin.seconds)
+        kept = [m for i, m in enumerate(messages) if i not in left_out]
+        passages = [passage for message in kept for passage in message.passages()]
+        marks = [i for i, (_, mark) in enumerate(passages) if mark is not None]
+        if len(marks) > _MOST_MARKS:
+            raise ApiError(
+                400,
+                f"cache_control is set {len(marks)} times; at most {_MOST_MARKS} are kept apart.",
+                param="cache_control",
+            )
+        if marks and made.tokens is not ids:
+            raise ApiError(
+                400,
+                "truncate_prompt_tokens cuts the start of the prompt, which cache_control would "
+                "keep. Leave out one of them.",
+                param="cache_control",
+            )
+        pins = self._pins(passages[: marks[-1] + 1] if marks else [], text, ids, rendering)
+        return PromptText(made.tokens, text, len(left_out), pins)
 
     def _shortened(
         self, plain: list[dict[str, Any]], rendering: Rendering, shorten: bool, reserve: int
-    ) -> tuple[str, list[int], int]:
+    ) -> tuple[str, list[int], range]:
         """(text, tokens, messages left out): the most of the newest turns that fit."""
         starts = _starts(plain) if shorten else []
         head = plain[: starts[0]] if starts else []  # the system's
@@ -122,7 +136,7 @@ class Prompts:
             text, ids = self._render(head + plain[start:] if starts else plain, rendering)
             fits = len(ids) + reserve <= self._max_len
             if low == high:
-                return text, ids, start - len(head)
+                return text, ids, range(len(head), start)
             low, high = (low, middle) if fits else (middle + 1, high)
 
     def encode(self, text: str, add_special_tokens: bool) -> list[int]:
@@ -157,13 +171,17 @@ class Prompts:
         self._check_characters(text, _MOST_CHARACTERS)
         return text, tokenizer.encode(text, add_special_tokens=how.add_special_tokens)
 
-    def _pinned(
-        self, plain: list[dict[str, Any]], text: str, ids: list[int], how: Rendering
-    ) -> int:
-        """How many of the prompt's first tokens are decided by the messages of `plain`."""
-        at = 0
-        for message in plain:
-            content = (message["content"] or "").strip()
+    def _pins(
+        self,
+        passages: Sequence[tuple[str, CacheControl | None]],
+        text: str,
+        ids: list[int],
+        how: Rendering,
+    ) -> tuple[Pin, ...]:
+        """How many of the prompt's first tokens the passages up to each mark decide."""
+        at, pins = 0, []
+        for passage, mark in passages:
+            content = passage.strip()
             found = text.find(content, at)
             if found < 0:
                 raise ApiError(
@@ -173,7 +191,13 @@ class Prompts:
                     param="cache_control",
                 )
             at = found + len(content)
-        before = self.tokenizer.encode(text[:at], add_special_tokens=how.add_special_tokens)
+            if mark is not None:
+                pins.append(Pin(self._decided(text[:at], ids, how), mark.seconds))
+        return tuple(pins)
+
+    def _decided(self, text: str, ids: list[int], how: Rendering) -> int:
+        """How many of `ids` stay the same whatever follows `text`, with which they begin."""
+        before = self.tokenizer.encode(text, add_special_tokens=how.add_special_tokens)
         same = 0
         for one, other in zip(before, ids, strict=False):
             if one != other:

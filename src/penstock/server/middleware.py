@@ -61,9 +61,12 @@ class Front:
                 out = MutableHeaders(scope=message)
                 out["X-Request-Id"] = request_id
                 out["X-Content-Type-Options"] = "nosniff"
+                out.update(state.get("answer_headers", {}))
                 if allowed and origin is not None:
                     out["Access-Control-Allow-Origin"] = origin
-                    out["Access-Control-Expose-Headers"] = "x-request-id, retry-after"
+                    out["Access-Control-Expose-Headers"] = (
+                        "x-request-id, retry-after, x-penstock-dropped-messages"
+                    )
                     out.add_vary_header("Origin")
             await send(message)
 

@@ -193,8 +193,7 @@ class Service:
             ttft_slo_s=None if ttft is None else ttft / 1000,
             tpot_slo_s=None if tpot is None else tpot / 1000,
             cache_salt=body.cache_salt,
-            pin_tokens=prompt.pin_tokens,
-            pin_ttl_s=prompt.pin_ttl_s,
+            pins=prompt.pins,
         )
 
     async def compute(self, work: Callable[[], T]) -> T:

@@ -76,14 +76,12 @@ class Message(Body):
         "function_call": (),
     }
 
-    @property
-    def pin(self) -> CacheControl | None:
-        """Whether the prompt is to be kept up to the end of this message."""
-        if isinstance(self.content, list):
-            for part in reversed(self.content):
-                if part.cache_control is not None:
-                    return part.cache_control
-        return self.cache_control
+    def passages(self) -> list[tuple[str, CacheControl | None]]:
+        """(text, whether the prompt is to be kept up to its end), one after the other."""
+        if not isinstance(self.content, list):
+            return [(self.content or "", self.cache_control)]
+        parts = [(part.read(), part.cache_control) for part in self.content]
+        return [*parts, ("", self.cache_control)]
 
     def for_template(self) -> dict[str, Any]:
         """The message as chat templates read it: content as one text."""

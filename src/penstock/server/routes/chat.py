@@ -40,7 +40,7 @@ async def create_chat_completion(body: ChatRequest, request: Request) -> Respons
     service = service_of(request)
     model = service.check_model(body.model)
     caller = caller_of(request, "chatcmpl", body.user or body.safety_identifier, body.request_id)
-    work = await _work(service, body, caller)
+    work = await _work(request, body, caller)
     names = TokenNames(service.prompts.tokenizer, bool(body.return_tokens_as_token_ids))
     if body.stream:
         return stream_response(_chunks(service, body, caller, work, model, names))
@@ -48,7 +48,8 @@ async def create_chat_completion(body: ChatRequest, request: Request) -> Respons
     return JSONResponse(_whole(body, caller, output, model, names))
 
 
-async def _work(service: Service, body: ChatRequest, caller: Caller) -> Work:
+async def _work(request: Request, body: ChatRequest, caller: Caller) -> Work:
+    service = service_of(request)
     check_words(service, body)
     if body.echo:
         raise unsupported("echo", "A conversation's prompt isn't repeated.")
@@ -61,7 +62,7 @@ async def _work(service: Service, body: ChatRequest, caller: Caller) -> Work:
     limit = body.limit
     rendering = rendering_of(service, body)
     prompt = await prompt_of_messages(
-        service,
+        request,
         body.messages,
         rendering,
         truncation=body.truncation,

@@ -149,7 +149,7 @@ def rendering_of(service: Service, body: TemplateFields) -> Rendering:
 
 
 async def prompt_of_messages(
-    service: Service,
+    request: Request,
     messages: Sequence[Message],
     rendering: Rendering,
     *,
@@ -157,8 +157,12 @@ async def prompt_of_messages(
     reserve: int | None,
     keep: int | None = None,
 ) -> PromptText:
-    """A conversation's prompt, made beside the event loop."""
-    return await service.compute(
+    """A conversation's prompt, made beside the event loop.
+
+    The answer's header `X-Penstock-Dropped-Messages` says how many were left out to make it fit.
+    """
+    service = service_of(request)
+    prompt = await service.compute(
         lambda: service.prompts.of_messages(
             messages,
             rendering,
@@ -167,6 +171,9 @@ async def prompt_of_messages(
             keep=keep,
         )
     )
+    if prompt.dropped:
+        request.state.answer_headers = {"X-Penstock-Dropped-Messages": str(prompt.dropped)}
+    return prompt
 
 
 async def last_of(outputs: AsyncIterator[tuple[int, RequestOutput]]) -> RequestOutput:

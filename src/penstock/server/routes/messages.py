@@ -46,7 +46,7 @@ async def create_message(body: MessagesRequest, request: Request) -> Response:
     caller = caller_of(request, "msg", user)
     check_stops(service, body.stop_sequences, "stop_sequences")
     prompt = await prompt_of_messages(
-        service,
+        request,
         body.conversation(),
         _rendering(body, service.config.chat_template),
         truncation=None,
@@ -123,7 +123,8 @@ class _Answer:
     def _usage(self, output: RequestOutput) -> dict[str, Any]:
         """Tokens of the prompt that were computed, found in the cache, and kept there."""
         total, cached = len(output.prompt_token_ids), output.metrics.cached_tokens
-        kept = max(0, self._work.options.pin_tokens - cached)
+        pinned = max((pin.tokens for pin in self._work.options.pins), default=0)
+        kept = max(0, pinned - cached)
         return {
             "input_tokens": total - cached - kept,
             "cache_creation_input_tokens": kept,

@@ -41,7 +41,7 @@ async def create_response(body: ResponsesRequest, request: Request) -> Response:
     caller = caller_of(request, "resp", body.user or body.safety_identifier)
     check_words(service, body)
     prompt = await prompt_of_messages(
-        service,
+        request,
         body.messages(),
         Rendering(chat_template=service.config.chat_template, kwargs=body.chat_template_kwargs),
         truncation=body.truncation,
