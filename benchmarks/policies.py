@@ -11,18 +11,15 @@ from __future__ import annotations
 
 import argparse
 import json
-import re
-import signal
-import subprocess
-import sys
 import tempfile
 from pathlib import Path
 from typing import Any
 
+from benchmarks.server import ended, load, results, serving
+
 from penstock.bench.environment import environment
 from penstock.hardware import detect
 
-_READY = re.compile(r"url=(http://127\.0\.0\.1:\d+)")
 _URGENT: dict[str, dict[str, Any]] = {
     "fcfs": {},
     "priority": {"priority": -1},
@@ -31,42 +28,24 @@ _URGENT: dict[str, dict[str, Any]] = {
 }
 
 
-def _bench(url: str, result: Path, extra: dict[str, Any], *options: str) -> subprocess.Popen[bytes]:
-    command = [sys.executable, "-m", "penstock.cli.main", "bench", "serve", "--base-url", url]
-    command += ["--ready-timeout", "60", "--ignore-eos", "--json", str(result), *options]
-    if extra:
-        command += ["--extra-body", json.dumps(extra)]
-    return subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-
-
 def _figures(path: Path) -> dict[str, Any]:
-    found = json.loads(path.read_text())["results"]
+    found = results(path)
     return {"completed": found["completed"], "ttft_s": found["ttft_s"]}
 
 
 def measure(policy: str, crowd: int, urgent: int, folder: Path) -> dict[str, Any]:
     """Both loads' figures under one policy."""
-    server = subprocess.Popen(
-        [sys.executable, "-m", "penstock.cli.main", "serve", "--port", "0", "--no-log-requests",
-         "--max-num-seqs", "8", "--scheduling-policy", policy],
-        stderr=subprocess.PIPE, text=True,
-    )  # fmt: skip
-    try:
-        assert server.stderr is not None
-        url = next(m[1] for line in server.stderr if (m := _READY.search(line)))
-        paths = folder / f"{policy}-crowd.json", folder / f"{policy}-urgent.json"
+    paths = folder / f"{policy}-crowd.json", folder / f"{policy}-urgent.json"
+    wish = ("--extra-body", json.dumps(_URGENT[policy])) if _URGENT[policy] else ()
+    with serving("stories", "--max-num-seqs", "8", "--scheduling-policy", policy) as server:
         loads = [
-            _bench(url, paths[0], {}, "--num-prompts", str(crowd), "--random-input-len", "256",
-                   "--random-output-len", "96", "--max-concurrency", "64"),
-            _bench(url, paths[1], _URGENT[policy], "--num-prompts", str(urgent), "--request-rate",
-                   "5", "--random-input-len", "24", "--random-output-len", "8"),
+            load(server.url, paths[0], "--num-prompts", str(crowd), "--random-input-len", "256",
+                 "--random-output-len", "96", "--max-concurrency", "64"),
+            load(server.url, paths[1], *wish, "--num-prompts", str(urgent), "--request-rate",
+                 "5", "--random-input-len", "24", "--random-output-len", "8"),
         ]  # fmt: skip
-        for load in loads:
-            if load.wait(600):
-                raise RuntimeError(f"{policy}: a load ended with {load.returncode}.")
-    finally:
-        server.send_signal(signal.SIGTERM)
-        server.wait(60)
+        for one in loads:
+            ended(one)
     return {"crowd": _figures(paths[0]), "urgent": _figures(paths[1])}
 
 

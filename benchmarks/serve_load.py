@@ -13,10 +13,7 @@ import argparse
 import asyncio
 import json
 import os
-import re
-import signal
 import statistics
-import subprocess
 import sys
 import time
 from dataclasses import dataclass, field
@@ -24,11 +21,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from benchmarks.server import serving
 
 from penstock.bench.environment import environment
 from penstock.hardware import detect
 
-_READY = re.compile(r"url=http://127\.0\.0\.1:(\d+)")
 _TICK_S = 1 / os.sysconf("SC_CLK_TCK")
 _STARTS = ("Once upon a time", "The little dog", "In the garden", "A girl named Lily", "One day")
 
@@ -141,21 +138,13 @@ def measure(
     model: str, clients: int, tokens: int, seconds: float, extra: list[str]
 ) -> dict[str, Any]:
     """Figures of one server under load."""
-    command = [sys.executable, "-m", "penstock.cli.main", "serve", model, "--port", "0",
-               "--no-log-requests", *extra]  # fmt: skip
-    server = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
-    try:
-        assert server.stderr is not None
-        port = next(int(m[1]) for line in server.stderr if (m := _READY.search(line)))
+    with serving(model, *extra) as server:
         bodies = _bodies(clients, tokens)
-        before = _threads(server.pid)
+        before = _threads(server.process.pid)
         started = time.perf_counter()
-        seen, wrong = asyncio.run(_load(port, bodies, seconds))
-        spent = {k: v - before.get(k, 0.0) for k, v in _threads(server.pid).items()}
+        seen, wrong = asyncio.run(_load(server.port, bodies, seconds))
+        spent = {k: v - before.get(k, 0.0) for k, v in _threads(server.process.pid).items()}
         took = time.perf_counter() - started
-    finally:
-        server.send_signal(signal.SIGTERM)
-        server.wait(30)
     made = seen.tokens + clients * tokens  # those alone as well
     gaps = np.array(seen.gaps) * 1000
     return {

@@ -15,19 +15,18 @@ import asyncio
 import json
 import random
 import re
-import signal
 import statistics
-import subprocess
 import sys
 import time
 from collections import Counter
 from pathlib import Path
 from typing import Any
 
+from benchmarks.server import serving
+
 from penstock.bench.environment import environment
 from penstock.hardware import detect
 
-_READY = re.compile(r"url=http://127\.0\.0\.1:(\d+)")
 _WORDS = "the little dog cat girl boy ran to park and saw a big red ball under old tree".split()
 _FINE = frozenset({200, 400, 429})  # refused bodies and a full queue are part of it
 _LIMITS = ("--max-num-seqs", "16", "--num-gpu-blocks-override", "56", "--max-queue-size", "32")
@@ -187,23 +186,17 @@ def main() -> None:
     parser.add_argument("--minutes", type=float, default=30.0)
     parser.add_argument("--json", type=Path)
     arguments, extra = parser.parse_known_args()
-    command = [sys.executable, "-m", "penstock.cli.main", "serve", arguments.model, "--port", "0",
-               "--no-log-requests", *_LIMITS, *extra]  # fmt: skip
-    server = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
-    try:
-        assert server.stderr is not None
-        port = next(int(m[1]) for line in server.stderr if (m := _READY.search(line)))
-        found = asyncio.run(_run(port, server.pid, arguments.clients, arguments.minutes))
-    finally:
-        server.send_signal(signal.SIGTERM)
-        found_exit = server.wait(30)
-    found["exit_status"] = found_exit
+    with serving(arguments.model, *_LIMITS, *extra) as server:
+        found = asyncio.run(
+            _run(server.port, server.process.pid, arguments.clients, arguments.minutes)
+        )
+    found["exit_status"] = server.process.returncode
     print(json.dumps({k: v for k, v in found.items() if k != "samples"}, indent=2))
     if arguments.json is not None:
         text = json.dumps({"environment": environment(detect()), "figures": found}, indent=2)
         arguments.json.write_text(text + "\n")
     leaked = found["kv_cache_usage_at_the_end"] or found["requests_at_the_end"]
-    if found["errors"] or leaked or abs(found["growth"]) > 0.02 or found_exit:
+    if found["errors"] or leaked or abs(found["growth"]) > 0.02 or found["exit_status"]:
         sys.exit(1)
 
 

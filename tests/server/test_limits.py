@@ -126,10 +126,27 @@ def test_so_many_at_once() -> None:
     account.admit(2)
     error = _refused(account.admit, 1)
     assert error.code == "concurrency_limit_exceeded"
-    assert "2 requests of this key are running" in error.message
+    assert "2 answers to this key are being made" in error.message
     account.settle(5)
     account.admit(1)
     assert account.running == 2
+
+
+def test_samples_count_too() -> None:
+    account = _account(Clock(), max_concurrency=6, requests_per_minute=3)
+    never = _refused(account.admit, 1, 7)
+    assert (never.status, never.param) == (400, "n")
+    assert "7 answers in one request; this key may have 6 at once" in never.message
+    account.admit(2, 2)  # two prompts, four answers
+    assert account.running == 4
+    assert _refused(account.admit, 1, 3).code == "concurrency_limit_exceeded"
+    account.settle(10, 2)
+    account.admit(1, 4)
+    assert account.running == 6
+    account.settle(10, 2)
+    account.settle(10, 4)
+    assert account.running == 0
+    assert _refused(account.admit, 1).code == "rate_limit_exceeded"  # three prompts were sent
 
 
 def test_a_refusal_takes_nothing() -> None:
@@ -165,13 +182,13 @@ def test_the_queue_is_bounded_for_all_keys_together() -> None:
     clock = Clock()
     one, other = Key.of("a", "one"), Key.of("b", "other", Limits(requests_per_minute=1))
     gate = Gate(10, (one, other), clock)
-    assert gate.admit(one, 3, waiting=7, each_s=None).running == 3
-    full = _refused(gate.admit, one, 4, 7, 2.0)
+    assert gate.admit(one, 3, 1, waiting=7, each_s=None).running == 3
+    full = _refused(gate.admit, one, 4, 1, 7, 2.0)
     assert (full.status, full.code) == (429, "queue_full")
     assert "7 requests are waiting" in full.message
     assert 1 <= int(full.headers["Retry-After"]) <= 60
-    assert int(_refused(gate.admit, one, 1, 10**9, 30.0).headers["Retry-After"]) == 60
-    assert int(_refused(gate.admit, one, 11, 0, None).headers["Retry-After"]) == 1
-    assert gate.admit(other, 1, waiting=0, each_s=None).key is other
-    _refused(gate.admit, other, 1, 0, None)
-    assert gate.admit(one, 1, waiting=0, each_s=None).running == 4
+    assert int(_refused(gate.admit, one, 1, 1, 10**9, 30.0).headers["Retry-After"]) == 60
+    assert int(_refused(gate.admit, one, 11, 1, 0, None).headers["Retry-After"]) == 1
+    assert gate.admit(other, 1, 1, waiting=0, each_s=None).key is other
+    _refused(gate.admit, other, 1, 1, 0, None)
+    assert gate.admit(one, 1, 1, waiting=0, each_s=None).running == 4

@@ -102,19 +102,21 @@ class AsyncLLM:
         *,
         options: RequestOptions | None = None,
         timeout_s: float | None = None,
+        arrival_time: float | None = None,
     ) -> AsyncGenerator[RequestOutput, None]:
         """Outputs so far, after every step, until the last has `finished`.
 
         Each holds the whole text until then; a reader slower than the engine gets the newest.
         Leaving the loop early, or cancelling its task, ends the request and frees its blocks.
-        timeout_s: from now to its end; RequestTimeoutError then.
+        timeout_s: from now to its end; RequestTimeoutError then. arrival_time: since when its
+        times count, as `time.monotonic` says it, where that is before now.
         """
         params = sampling_params or default_params(self.runtime.model.generation)
         text, tokens = encode(prompt, self.runtime.tokenizer)
         name = request_id if request_id is not None else f"request-{next(self._ids)}"
         loop = asyncio.get_running_loop()
         stream = _Stream(loop)
-        arrival = time.monotonic()
+        arrival = time.monotonic() if arrival_time is None else arrival_time
         self._send(lambda: self._add(name, tokens, params, text, stream, arrival, options))
         finished = False
         alarm = None
@@ -143,12 +145,16 @@ class AsyncLLM:
         request_id: str | None = None,
         *,
         options: RequestOptions | None = None,
+        arrival_time: float | None = None,
     ) -> EmbeddingRequestOutput:
-        """The prompt's embedding; cancelling the task ends the request and frees its blocks."""
+        """The prompt's embedding; cancelling the task ends the request and frees its blocks.
+
+        arrival_time: as in `generate`.
+        """
         text, tokens = encode(prompt, self.runtime.tokenizer)
         name = request_id if request_id is not None else f"request-{next(self._ids)}"
         stream = _Stream(asyncio.get_running_loop())
-        arrival = time.monotonic()
+        arrival = time.monotonic() if arrival_time is None else arrival_time
 
         def add() -> None:
             self.engine.add_pooling_request(

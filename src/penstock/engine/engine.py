@@ -462,6 +462,7 @@ class Engine:
         """Counters of the engine as it stands."""
         return {
             "requests": len(self.requests),
+            "running_requests": self.scheduler.num_running_requests,
             "running": self.scheduler.num_running,
             "waiting": self.scheduler.num_waiting,
             "swapped": self.scheduler.num_swapped,

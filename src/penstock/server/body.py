@@ -19,11 +19,18 @@ from starlette.responses import Response
 from penstock.server.errors import ApiError
 
 MAX_DEPTH = 64  # of lists and objects in each other
+# What is read holds everybody up meanwhile, a second for some millions of values. These are far
+# beyond what a request can use, and read in a fraction of one.
+MAX_CONTAINERS = 1 << 16  # lists and objects
+MAX_MEMBERS = 1 << 17  # of objects, together
+MAX_VALUES = 1 << 20
 _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
+_NO_MARKS = bytes(set(range(256)) - set(b'"[{:,'))
 
 
 def read_json(body: bytes) -> Any:
     """The value that `body` writes. Raises ApiError 400 saying where it isn't one."""
+    _check_counts(body)
     try:
         text = body.decode()
     except UnicodeDecodeError as error:
@@ -72,6 +79,37 @@ def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 def _no_constant(name: str) -> NoReturn:
     raise _refused(f"{name} isn't a number in JSON")
+
+
+def _check_counts(body: bytes) -> None:
+    """Count what is to be read before it is: with what texts hold, and only if need be without."""
+    limits = (
+        (b"[{", MAX_CONTAINERS, "lists and objects"),
+        (b":", MAX_MEMBERS, "members of objects"),
+        (b",", MAX_VALUES, "values"),
+    )
+    if all(_count(body, marks) <= most for marks, most, _ in limits):
+        return
+    plain = body.replace(b"\\\\", b"").replace(b'\\"', b"").translate(None, _NO_MARKS)
+    # One may stand after each bracket, colon and comma, and where there is nothing else.
+    texts = MAX_CONTAINERS + MAX_MEMBERS + MAX_VALUES + 1
+    _check(plain.count(b'"') // 2, texts, "texts")
+    outside = b"".join(plain.split(b'"')[::2])
+    for marks, most, what in limits:
+        _check(_count(outside, marks), most, what)
+
+
+def _check(found: int, most: int, what: str) -> None:
+    if found > most:
+        raise ApiError(
+            413,
+            f"The body has {found:,} {what}, and at most {most:,} are read. Send several requests.",
+            code="request_too_large",
+        )
+
+
+def _count(body: bytes, marks: bytes) -> int:
+    return sum(body.count(mark) for mark in marks)
 
 
 def _check_depth(value: Any) -> None:

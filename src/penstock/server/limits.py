@@ -53,15 +53,18 @@ class Account:
         self._requests = _bucket(limits.requests_per_minute, clock)
         self._tokens = _bucket(limits.tokens_per_minute, clock)
 
-    def admit(self, count: int) -> None:
-        """Count `count` requests. Raises ApiError 429 when that is too many now, 400 for ever."""
+    def admit(self, count: int, samples: int = 1) -> None:
+        """Count `count` prompts. Raises ApiError 429 when that is too many now, 400 for ever.
+
+        samples: of each prompt; each runs beside the others.
+        """
         limits = self.key.limits
         at_once = limits.max_concurrency
-        self._check_possible(count)
-        if at_once is not None and self.running + count > at_once:
+        self._check_possible(count, samples)
+        if at_once is not None and self.running + count * samples > at_once:
             raise ApiError(
                 429,
-                f"{self.running} requests of this key are running, and {at_once} may run at once. "
+                f"{self.running} answers to this key are being made, and {at_once} may be at once. "
                 "Wait until one has ended.",
                 code="concurrency_limit_exceeded",
                 retry_after_s=1.0,
@@ -82,27 +85,28 @@ class Account:
                 )
         if self._requests is not None:
             self._requests.take(count)
-        self.running += count
+        self.running += count * samples
 
-    def _check_possible(self, count: int) -> None:
-        """Raises ApiError for more prompts in one request than the key may ever have."""
+    def _check_possible(self, count: int, samples: int) -> None:
+        """Raises ApiError for more in one request than the key may ever have."""
         limits = self.key.limits
-        for most, when, code in (
-            (limits.max_concurrency, "at once", "concurrency_limit_exceeded"),
-            (limits.requests_per_minute, "a minute", "rate_limit_exceeded"),
+        for most, asked, when, code in (
+            (limits.max_concurrency, count * samples, "at once", "concurrency_limit_exceeded"),
+            (limits.requests_per_minute, count, "a minute", "rate_limit_exceeded"),
         ):
-            if most is not None and count > most:
+            if most is not None and asked > most:
+                what = "prompts" if asked == count else "answers"
                 raise ApiError(
                     400,
-                    f"{count:,} prompts in one request; this key may send {most:,} {when}. Send "
-                    "them in several requests.",
-                    param="prompt",
+                    f"{asked:,} {what} in one request; this key may have {most:,} {when}. Send "
+                    "several requests.",
+                    param="prompt" if count > 1 else "n",
                     code=code,
                 )
 
-    def settle(self, tokens: int) -> None:
-        """One request has ended, having used so many tokens."""
-        self.running -= 1
+    def settle(self, tokens: int, samples: int = 1) -> None:
+        """One prompt and its samples have ended, having used so many tokens."""
+        self.running -= samples
         if self._tokens is not None:
             self._tokens.refill()
             self._tokens.take(tokens)
@@ -120,10 +124,12 @@ class Gate:
         self._max_queue = max_queue_size
         self._accounts = {key.name: Account(key, clock) for key in keys}
 
-    def admit(self, key: Key, count: int, waiting: int, each_s: float | None) -> Account:
-        """Count `count` requests of `key`; `settle` each when it has ended.
+    def admit(
+        self, key: Key, count: int, samples: int, waiting: int, each_s: float | None
+    ) -> Account:
+        """Count `count` prompts of `key`, with `samples` each; `settle` each when it has ended.
 
-        waiting: requests in the queue; each_s: what one takes lately, for `Retry-After`.
+        waiting: prompts in the queue; each_s: what one takes lately, for `Retry-After`.
         Raises ApiError 429 when the queue is full or the key's limits are reached.
         """
         if waiting + count > self._max_queue:
@@ -134,7 +140,7 @@ class Gate:
                 retry_after_s=min(60.0, max(1.0, (each_s or 1.0) * waiting / 8)),
             )
         account = self._accounts[key.name]
-        account.admit(count)
+        account.admit(count, samples)
         return account
 
 

@@ -12,11 +12,12 @@ from typing import Any
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.requests import Request
 
+from penstock.server.admission import Ticket
 from penstock.server.config import ServerConfig
 from penstock.server.errors import ApiError, as_api_error, error_response
 from penstock.server.keys import Key, find_key
 from penstock.server.page import files
-from penstock.server.sse import Message, Receive, Send
+from penstock.server.sse import EventStream, Message, Receive, Send
 
 logger = logging.getLogger("penstock.server")
 
@@ -62,6 +63,8 @@ class Front:
                 out["X-Request-Id"] = request_id
                 out["X-Content-Type-Options"] = "nosniff"
                 out.update(state.get("answer_headers", {}))
+                if not out.get("content-type", "").startswith(EventStream.media_type):
+                    _close_ticket(state)  # it is answered: who reads that may send the next
                 if allowed and origin is not None:
                     out["Access-Control-Allow-Origin"] = origin
                     out["Access-Control-Expose-Headers"] = (
@@ -86,6 +89,8 @@ class Front:
             if not isinstance(error, ApiError):
                 logger.exception("an endpoint failed", extra={"fields": {"id": request_id}})
             await error_response(Request(scope), as_api_error(error))(scope, receive, reply)
+        finally:
+            _close_ticket(state)
 
     def _allows(self, origin: str) -> bool:
         origins = self._config.allowed_origins
@@ -153,6 +158,12 @@ class Front:
         length = headers.get("content-length", "0")
         if length.isdecimal() and int(length) > self._config.max_body_bytes:
             raise too_large(self._config.max_body_bytes, int(length))
+
+
+def _close_ticket(state: dict[str, Any]) -> None:
+    ticket: Ticket | None = state.get("ticket")
+    if ticket is not None:
+        ticket.close()
 
 
 class _Bounded:

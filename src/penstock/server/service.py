@@ -13,14 +13,15 @@ from typing import Any, Literal, TypeVar
 
 from penstock.engine import AsyncLLM, PoolingParams, RequestOptions, RequestOutput
 from penstock.engine.prompts import default_params
-from penstock.errors import ConfigError, RequestError
+from penstock.errors import ConfigError, RequestError, RequestTimeoutError
 from penstock.roofline import StepRecord
 from penstock.sampling import SamplingParams
+from penstock.server.admission import Caller, Lanes, Ticket
 from penstock.server.config import ServerConfig
 from penstock.server.conversation import Prompts, PromptText
 from penstock.server.errors import ApiError, as_api_error
 from penstock.server.keys import Key, Limits
-from penstock.server.limits import Account, Gate
+from penstock.server.limits import Gate
 from penstock.server.metrics import Metrics
 from penstock.server.protocol.common import EngineFields
 from penstock.server.tracing import NoTracer, Tracer
@@ -31,17 +32,6 @@ T = TypeVar("T")
 State = Literal["loading", "ready", "draining", "failed"]
 KEPT_STEPS = 2048
 KEPT_LATENCIES = 256
-
-
-@dataclass(slots=True)
-class Caller:
-    """Who sent a request, and what it is called in answers, logs and traces."""
-
-    key: Key
-    request_id: str
-    endpoint: str
-    traceparent: str | None = None
-    user: str | None = None
 
 
 @dataclass(slots=True)
@@ -70,7 +60,6 @@ class _End:
     outcome: str
     last: RequestOutput | None
     failure: ApiError | None
-    start: float  # unix seconds of its arrival
 
     @property
     def made(self) -> int:
@@ -98,7 +87,8 @@ class Service:
         self.recent = Recent()
         self.state: State = "loading"
         self.started = time.time()
-        self.inflight: dict[str, Caller] = {}
+        self.inflight: dict[str, Caller] = {}  # prompts, from their arrival on
+        self._lanes = Lanes()
         self.done = 0
         self.failed = 0
         self._llm: AsyncLLM | None = None
@@ -196,23 +186,37 @@ class Service:
             pins=prompt.pins,
         )
 
-    async def compute(self, work: Callable[[], T]) -> T:
-        """What `work` returns, beside the event loop, which goes on serving others."""
-        return await asyncio.to_thread(work)
+    def admit(self, caller: Caller, size: int, prompts: int = 1, samples: int = 1) -> Ticket:
+        """Let a request in, before anything is computed for it.
+
+        size: bytes of its body; samples: of each prompt. Raises ApiError 429 or 503.
+        """
+        llm = self.llm
+        waiting = max(0, len(self.inflight) - llm.stats()["running_requests"])
+        recent = self.recent.e2e_s
+        each = sum(recent) / len(recent) if recent else None
+        account = self.gate.admit(caller.key, prompts, samples, waiting, each)
+        timeout_s = self.config.request_timeout_s
+        return Ticket(caller, account, self.inflight, prompts, samples, size, timeout_s)
+
+    async def compute(self, ticket: Ticket, work: Callable[[], T], *, slow: bool = False) -> T:
+        """What `work` returns, beside the event loop, which goes on serving others.
+
+        slow: it may take long, however short what was sent is. Raises ApiError 408.
+        """
+        return await self._lanes.run(ticket, work, slow=slow)
 
     async def stream(
-        self, caller: Caller, works: Sequence[Work]
+        self, ticket: Ticket, works: Sequence[Work]
     ) -> AsyncGenerator[tuple[int, RequestOutput], None]:
         """(number of the prompt, output so far) until all have ended.
 
         Raises ApiError. Leaving early ends the requests and frees what they hold.
         """
         llm = self.llm
-        account = self._admit(llm, caller, len(works))
-        names = self._enter(caller, len(works))
         runs = [
-            self._one(llm, caller, name, account, work)
-            for name, work in zip(names, works, strict=True)
+            self._one(llm, ticket, name, work)
+            for name, work in zip(ticket.names, works, strict=True)
         ]
         if len(runs) == 1:
             async with aclosing(runs[0]) as outputs:
@@ -225,7 +229,7 @@ class Service:
 
     async def embed(
         self,
-        caller: Caller,
+        ticket: Ticket,
         prompts: Sequence[PromptText],
         chosen: dict[str, Any],
         body: EngineFields,
@@ -233,66 +237,52 @@ class Service:
         """Each prompt's embedding, in their order. Raises ApiError; all end with the first."""
         llm = self.llm
         params = PoolingParams(**chosen)
-        works = [Work(x, self.defaults, self.options(caller, body, x)) for x in prompts]
-        account = self._admit(llm, caller, len(works))
+        options = [self.options(ticket.caller, body, x) for x in prompts]
+        works = [Work(x, self.defaults, o) for x, o in zip(prompts, options, strict=True)]
 
         async def one(name: str, work: Work) -> list[float]:
             failure: ApiError | None = None
-            outcome, start = "abort", time.time()
+            outcome = "abort"
             try:
                 prompt = {"prompt": work.prompt.text, "prompt_token_ids": work.prompt.tokens}
-                async with asyncio.timeout(self.config.request_timeout_s):
-                    output = await llm.embed(prompt, params, name, options=work.options)
+                async with asyncio.timeout(ticket.left_s):
+                    output = await llm.embed(
+                        prompt, params, name, options=work.options, arrival_time=ticket.arrival
+                    )
                 outcome = "stop"
                 return output.outputs.embedding
             except TimeoutError as error:
-                late = f"The request didn't end within {self.config.request_timeout_s:g} s."
-                failure = ApiError(408, late, code="request_timeout")
+                failure = ticket.too_late()
                 raise failure from error
             except Exception as error:
                 failure = as_api_error(error)
                 raise failure from error
             finally:
-                self.inflight.pop(name, None)
-                end = _End(outcome if failure is None else "error", None, failure, start)
-                self._account(caller, name, account, work, end)
+                end = _End(outcome if failure is None else "error", None, failure)
+                self._account(ticket, name, work, end)
 
-        names = self._enter(caller, len(works))
+        pairs = list(zip(ticket.names, works, strict=True))
         try:
             async with asyncio.TaskGroup() as group:
-                tasks = [group.create_task(one(*pair)) for pair in zip(names, works, strict=True)]
+                tasks = [group.create_task(one(*pair)) for pair in pairs]
         except ExceptionGroup as failures:
             raise failures.exceptions[0] from None
         return [task.result() for task in tasks]
 
-    def _admit(self, llm: AsyncLLM, caller: Caller, count: int) -> Account:
-        waiting = max(0, len(self.inflight) - llm.stats()["running"])
-        recent = self.recent.e2e_s
-        each = sum(recent) / len(recent) if recent else None
-        return self.gate.admit(caller.key, count, waiting, each)
-
-    def _enter(self, caller: Caller, count: int) -> list[str]:
-        """A name for each prompt, entered among those in flight."""
-        more = [f"{caller.request_id}-{i}" for i in range(1, count)]
-        names = [caller.request_id, *more]
-        for name in names:
-            self.inflight[name] = caller
-        return names
-
     async def _one(
-        self, llm: AsyncLLM, caller: Caller, name: str, account: Account, work: Work
+        self, llm: AsyncLLM, ticket: Ticket, name: str, work: Work
     ) -> AsyncGenerator[RequestOutput, None]:
         last: RequestOutput | None = None
         failure: ApiError | None = None
         told = 0  # tokens of the first sample whose times are in the metrics
-        start = time.time()
         try:
             outputs = llm.generate(
                 {"prompt": work.prompt.text, "prompt_token_ids": work.prompt.tokens},
                 work.params,
                 name,
                 options=work.options,
-                timeout_s=self.config.request_timeout_s,
+                timeout_s=ticket.left_s,
+                arrival_time=ticket.arrival,
             )
             async with aclosing(outputs) as source:
                 async for output in source:
@@ -301,13 +291,14 @@ class Service:
                         raise output.error
                     told = self._observe(output, told)
                     yield output
+        except RequestTimeoutError as error:
+            failure = ticket.too_late()
+            raise failure from error
         except Exception as error:
             failure = as_api_error(error)
             raise failure from error
         finally:
-            self.inflight.pop(name, None)
-            end = _End(_outcome(last, failure), last, failure, start)
-            self._account(caller, name, account, work, end)
+            self._account(ticket, name, work, _End(_outcome(last, failure), last, failure))
 
     def _observe(self, output: RequestOutput, told: int) -> int:
         """Enter the times of new tokens into the metrics; how many are in there now."""
@@ -322,22 +313,23 @@ class Service:
             self.recent.itl_s.append(after - before)
         return max(told, len(times))
 
-    def _account(self, caller: Caller, name: str, account: Account, work: Work, end: _End) -> None:
-        """A request has ended, in whatever way: counters, limits, its trace, a line of the log."""
-        last, outcome = end.last, end.outcome
-        account.settle(len(work.prompt.tokens) + end.made)
+    def _account(self, ticket: Ticket, name: str, work: Work, end: _End) -> None:
+        """A prompt has ended, in whatever way: counters, limits, its trace, a line of the log."""
+        last, outcome, caller = end.last, end.outcome, ticket.caller
+        refused = end.failure is not None and last is None  # nothing was computed
+        ticket.settle(name, 0 if refused else len(work.prompt.tokens) + end.made)
         self.done += 1
         self.failed += outcome == "error"
         self.metrics.ended(work, last, outcome)
         if last is not None and last.metrics.e2e_s is not None:
             self.recent.e2e_s.append(last.metrics.e2e_s)
-        self.tracer.request(caller, name, work, last, outcome, end.start)
+        self.tracer.request(caller, name, work, last, outcome, ticket.start)
         if self.config.log_requests:
-            fields = self._fields(caller, name, work, end)
+            fields = self._fields(ticket, name, work, end)
             logger.info("request", extra={"fields": fields})
 
-    def _fields(self, caller: Caller, name: str, work: Work, end: _End) -> dict[str, Any]:
-        last, failure = end.last, end.failure
+    def _fields(self, ticket: Ticket, name: str, work: Work, end: _End) -> dict[str, Any]:
+        last, failure, caller = end.last, end.failure, ticket.caller
         fields: dict[str, Any] = {
             "request_id": name,
             "endpoint": caller.endpoint,
@@ -346,7 +338,7 @@ class Service:
             "prompt_tokens": len(work.prompt.tokens),
             "output_tokens": end.made,
             "cached_tokens": 0 if last is None else last.metrics.cached_tokens,
-            "seconds": round(time.time() - end.start, 4),
+            "seconds": round(time.monotonic() - ticket.arrival, 4),
         }
         if caller.user is not None:
             fields["user"] = caller.user
@@ -373,6 +365,7 @@ class Service:
         self.drain()
         if self._llm is not None:
             self._llm.shutdown()
+        self._lanes.close()
         self.tracer.close()
 
 

@@ -12,7 +12,8 @@ from penstock.errors import MissingExtraError
 
 if TYPE_CHECKING:
     from penstock.engine import RequestOutput
-    from penstock.server.service import Caller, Work
+    from penstock.server.admission import Caller
+    from penstock.server.service import Work
 
 _NANO = 1e9
 _OPERATIONS = {  # OpenTelemetry's words for what an endpoint does

@@ -10,6 +10,7 @@ from fastapi.responses import JSONResponse
 from starlette.responses import Response
 
 from penstock.engine import RequestOutput
+from penstock.server.admission import Caller, Ticket
 from penstock.server.body import JsonRoute
 from penstock.server.choices import Delta, Reader, TokenNames, prompt_logprobs, whole
 from penstock.server.errors import ApiError, unsupported
@@ -17,6 +18,7 @@ from penstock.server.protocol.chat import ChatRequest
 from penstock.server.routes.common import (
     ERRORS,
     STREAM,
+    admit,
     caller_of,
     check_words,
     last_of,
@@ -28,7 +30,7 @@ from penstock.server.routes.common import (
     stream_response,
     usage,
 )
-from penstock.server.service import Caller, Service, Work, priced
+from penstock.server.service import Service, Work, priced
 from penstock.server.sse import DONE, dumps, event, unless_gone
 
 router = APIRouter(route_class=JsonRoute)
@@ -40,16 +42,17 @@ async def create_chat_completion(body: ChatRequest, request: Request) -> Respons
     service = service_of(request)
     model = service.check_model(body.model)
     caller = caller_of(request, "chatcmpl", body.user or body.safety_identifier, body.request_id)
-    work = await _work(request, body, caller)
+    _check(service, body)
+    ticket = await admit(request, caller, samples=body.n or 1)
+    work = await _work(request, body, ticket)
     names = TokenNames(service.prompts.tokenizer, bool(body.return_tokens_as_token_ids))
     if body.stream:
-        return stream_response(_chunks(service, body, caller, work, model, names))
-    output = await unless_gone(request, last_of(service.stream(caller, [work])))
+        return stream_response(_chunks(service, body, ticket, work, model, names))
+    output = await unless_gone(request, last_of(service.stream(ticket, [work])))
     return JSONResponse(_whole(body, caller, output, model, names))
 
 
-async def _work(request: Request, body: ChatRequest, caller: Caller) -> Work:
-    service = service_of(request)
+def _check(service: Service, body: ChatRequest) -> None:
     check_words(service, body)
     if body.echo:
         raise unsupported("echo", "A conversation's prompt isn't repeated.")
@@ -59,10 +62,15 @@ async def _work(request: Request, body: ChatRequest, caller: Caller) -> Work:
         raise ApiError(400, "top_logprobs needs logprobs: true.", param="top_logprobs")
     if body.stream and body.prompt_logprobs is not None:
         raise ApiError(400, "prompt_logprobs can't be streamed.", param="prompt_logprobs")
+
+
+async def _work(request: Request, body: ChatRequest, ticket: Ticket) -> Work:
+    service = service_of(request)
     limit = body.limit
     rendering = rendering_of(service, body)
     prompt = await prompt_of_messages(
         request,
+        ticket,
         body.messages,
         rendering,
         truncation=body.truncation,
@@ -75,7 +83,7 @@ async def _work(request: Request, body: ChatRequest, caller: Caller) -> Work:
         max_tokens=service.prompts.limit(prompt, limit, "max_completion_tokens"),
         logprobs=(body.top_logprobs or 0) if body.logprobs else None,
     )
-    return Work(prompt, params, service.options(caller, body, prompt))
+    return Work(prompt, params, service.options(ticket.caller, body, prompt))
 
 
 def _whole(
@@ -119,7 +127,7 @@ def _logprobs(delta: Delta, body: ChatRequest, names: TokenNames) -> dict[str, A
 async def _chunks(
     service: Service,
     body: ChatRequest,
-    caller: Caller,
+    ticket: Ticket,
     work: Work,
     model: str,
     names: TokenNames,
@@ -129,7 +137,7 @@ async def _chunks(
     counting = options is not None and options.include_usage
     running = options is not None and options.continuous_usage_stats
     head: dict[str, Any] = {
-        "id": caller.request_id,
+        "id": ticket.caller.request_id,
         "object": "chat.completion.chunk",
         "created": now(),
         "model": model,
@@ -139,7 +147,7 @@ async def _chunks(
     plain = not (running or counting or body.logprobs or body.return_token_ids)
     reader = Reader()
     output: RequestOutput | None = None
-    async for _, output in service.stream(caller, [work]):
+    async for _, output in service.stream(ticket, [work]):
         if not reader.started:  # the engine has taken it; what it refuses has a status instead
             for index in range(work.params.n):
                 delta: dict[str, Any] = {"role": "assistant", "content": ""}

@@ -10,13 +10,14 @@ from typing import Any
 from fastapi import Request
 
 from penstock.engine import RequestOutput
+from penstock.server.admission import Caller, Ticket
 from penstock.server.conversation import PromptText, Rendering
 from penstock.server.errors import ApiError, as_api_error
 from penstock.server.middleware import REQUEST_ID
 from penstock.server.protocol.chat import Message, TemplateFields
 from penstock.server.protocol.common import SamplingFields
 from penstock.server.protocol.errors import ErrorBody, MessagesErrorBody
-from penstock.server.service import Caller, Service
+from penstock.server.service import Service
 from penstock.server.sse import EventStream, event
 
 _MOST_BANNED_CHARACTERS = 10_000
@@ -76,6 +77,17 @@ def caller_of(
         traceparent=request.headers.get("traceparent"),
         user=user,
     )
+
+
+async def admit(request: Request, caller: Caller, prompts: int = 1, samples: int = 1) -> Ticket:
+    """Let the request in; what it holds is let go when it has been answered.
+
+    samples: of each prompt. Raises ApiError.
+    """
+    size = len(await request.body())  # which was read before
+    ticket = service_of(request).admit(caller, size, prompts, samples)
+    request.state.ticket = ticket
+    return ticket
 
 
 def stream_response(events: AsyncIterator[bytes]) -> EventStream:
@@ -150,6 +162,7 @@ def rendering_of(service: Service, body: TemplateFields) -> Rendering:
 
 async def prompt_of_messages(
     request: Request,
+    ticket: Ticket,
     messages: Sequence[Message],
     rendering: Rendering,
     *,
@@ -163,13 +176,15 @@ async def prompt_of_messages(
     """
     service = service_of(request)
     prompt = await service.compute(
+        ticket,
         lambda: service.prompts.of_messages(
             messages,
             rendering,
             truncation=truncation or service.config.truncation,
             reserve=reserve or 1,
             keep=keep,
-        )
+        ),
+        slow=rendering.chat_template is not service.config.chat_template,  # the caller's own
     )
     if prompt.dropped:
         request.state.answer_headers = {"X-Penstock-Dropped-Messages": str(prompt.dropped)}

@@ -12,6 +12,7 @@ from starlette.responses import Response
 
 from penstock.engine import RequestOutput
 from penstock.sampling import TokenLogprobs
+from penstock.server.admission import Ticket
 from penstock.server.body import JsonRoute
 from penstock.server.choices import Delta, Reader, TokenNames, prompt_logprobs, whole
 from penstock.server.conversation import PromptText
@@ -20,6 +21,7 @@ from penstock.server.protocol.completions import CompletionRequest, PromptField
 from penstock.server.routes.common import (
     ERRORS,
     STREAM,
+    admit,
     caller_of,
     check_words,
     made,
@@ -28,10 +30,12 @@ from penstock.server.routes.common import (
     stream_response,
     usage,
 )
-from penstock.server.service import Caller, Service, Work, priced
+from penstock.server.service import Service, Work, priced
 from penstock.server.sse import DONE, dumps, event, unless_gone
 
 router = APIRouter(route_class=JsonRoute)
+
+OnePrompt = str | list[int]
 
 
 @router.post("/v1/completions", responses=ERRORS | STREAM)
@@ -40,16 +44,21 @@ async def create_completion(body: CompletionRequest, request: Request) -> Respon
     service = service_of(request)
     model = service.check_model(body.model)
     caller = caller_of(request, "cmpl", body.user, body.request_id)
-    answer = _Answer(service, body, caller, model, await _works(service, body, caller))
+    _check(service, body)
+    several = prompts_in(service, body.prompt)
+    ticket = await admit(request, caller, len(several), body.n or 1)
+    works = await _works(service, body, ticket, several)
+    answer = _Answer(service, body, ticket, model, works)
     if body.stream:
         return stream_response(answer.chunks())
     return JSONResponse(await unless_gone(request, answer.whole()))
 
 
-async def _works(service: Service, body: CompletionRequest, caller: Caller) -> list[Work]:
-    _check(service, body)
+async def _works(
+    service: Service, body: CompletionRequest, ticket: Ticket, several: list[OnePrompt]
+) -> list[Work]:
     prompts = await prompts_of(
-        service, body.prompt, body.truncate_prompt_tokens, body.add_special_tokens
+        service, ticket, several, body.truncate_prompt_tokens, body.add_special_tokens
     )
     wants_prompt = body.echo and body.logprobs is not None
     asked = body.logprobs if wants_prompt else body.prompt_logprobs
@@ -63,7 +72,7 @@ async def _works(service: Service, body: CompletionRequest, caller: Caller) -> l
         params = body.sampling(
             service.defaults, n=body.n or 1, max_tokens=limit, logprobs=body.logprobs, **chosen
         )
-        works.append(Work(prompt, params, service.options(caller, body, prompt)))
+        works.append(Work(prompt, params, service.options(ticket.caller, body, prompt)))
     return works
 
 
@@ -85,9 +94,7 @@ def _check(service: Service, body: CompletionRequest) -> None:
         )
 
 
-async def prompts_of(
-    service: Service, prompt: PromptField, keep: int | None, add_special_tokens: bool
-) -> list[PromptText]:
+def prompts_in(service: Service, prompt: PromptField) -> list[OnePrompt]:
     """One prompt or several, as texts or tokens. Raises ApiError for none, or too many."""
     several: list[Any] = [prompt]
     if isinstance(prompt, list) and not (prompt and isinstance(prompt[0], int)):
@@ -99,15 +106,26 @@ async def prompts_of(
         raise ApiError(
             400, f"{len(several):,} prompts in one request; {most:,} may wait.", param="prompt"
         )
+    return several
 
-    def make(one: str | list[int]) -> PromptText:
+
+async def prompts_of(
+    service: Service,
+    ticket: Ticket,
+    several: list[OnePrompt],
+    keep: int | None,
+    add_special_tokens: bool,
+) -> list[PromptText]:
+    """Each prompt's tokens. Raises ApiError for one that is empty or too long."""
+
+    def make(one: OnePrompt) -> PromptText:
         if not one:
             raise ApiError(400, "The prompt is empty. Give at least one token.", param="prompt")
         if isinstance(one, str):
             return service.prompts.of_text(one, add_special_tokens=add_special_tokens, keep=keep)
         return service.prompts.of_tokens(one, keep=keep)
 
-    return await service.compute(lambda: [make(one) for one in several])
+    return await service.compute(ticket, lambda: [make(one) for one in several])
 
 
 class _Answer:
@@ -117,18 +135,18 @@ class _Answer:
         self,
         service: Service,
         body: CompletionRequest,
-        caller: Caller,
+        ticket: Ticket,
         model: str,
         works: list[Work],
     ) -> None:
-        self._service, self._body, self._caller, self._works = service, body, caller, works
+        self._service, self._body, self._ticket, self._works = service, body, ticket, works
         tokenizer = None if service.llm.runtime.tokenizer is None else service.prompts.tokenizer
         self._names = TokenNames(
             tokenizer, bool(body.return_tokens_as_token_ids), body.skip_special_tokens is False
         )
         self._each = body.n or 1
         self._head: dict[str, Any] = {
-            "id": caller.request_id,
+            "id": ticket.caller.request_id,
             "object": "text_completion",
             "created": now(),
             "model": model,
@@ -136,7 +154,7 @@ class _Answer:
 
     async def whole(self) -> dict[str, Any]:
         """The answer in one piece."""
-        source = self._service.stream(self._caller, self._works)
+        source = self._service.stream(self._ticket, self._works)
         last = {number: output async for number, output in source}
         outputs = [last[i] for i in range(len(self._works))]
         choices = []
@@ -210,7 +228,7 @@ class _Answer:
         readers = [Reader(i * self._each) for i in range(len(self._works))]
         offsets: dict[int, int] = {}
         last: dict[int, RequestOutput] = {}
-        async for number, output in self._service.stream(self._caller, self._works):
+        async for number, output in self._service.stream(self._ticket, self._works):
             last[number] = output
             for new in readers[number].read(output):
                 if plain and new.finish_reason is None:

@@ -10,8 +10,8 @@ from fastapi import APIRouter, Request
 
 from penstock.server.body import JsonRoute
 from penstock.server.protocol.embeddings import EmbeddingRequest
-from penstock.server.routes.common import ERRORS, caller_of, service_of
-from penstock.server.routes.completions import prompts_of
+from penstock.server.routes.common import ERRORS, admit, caller_of, service_of
+from penstock.server.routes.completions import prompts_in, prompts_of
 from penstock.server.sse import unless_gone
 
 router = APIRouter(route_class=JsonRoute)
@@ -23,8 +23,10 @@ async def create_embeddings(body: EmbeddingRequest, request: Request) -> dict[st
     service = service_of(request)
     model = service.check_model(body.model)
     caller = caller_of(request, "embd", body.user, body.request_id)
+    several = prompts_in(service, body.input)
+    ticket = await admit(request, caller, len(several))
     prompts = await prompts_of(
-        service, body.input, body.truncate_prompt_tokens, body.add_special_tokens
+        service, ticket, several, body.truncate_prompt_tokens, body.add_special_tokens
     )
     chosen = {
         "pooling_type": body.pooling_type,
@@ -33,7 +35,7 @@ async def create_embeddings(body: EmbeddingRequest, request: Request) -> dict[st
     }
     vectors = await unless_gone(
         request,
-        service.embed(caller, prompts, {k: v for k, v in chosen.items() if v is not None}, body),
+        service.embed(ticket, prompts, {k: v for k, v in chosen.items() if v is not None}, body),
     )
     counted = sum(len(prompt.tokens) for prompt in prompts)
     return {

@@ -20,6 +20,7 @@ from penstock.server.protocol.messages import CountTokensRequest, MessagesReques
 from penstock.server.routes.common import (
     MESSAGES_ERRORS,
     STREAM,
+    admit,
     caller_of,
     check_stops,
     last_of,
@@ -45,8 +46,10 @@ async def create_message(body: MessagesRequest, request: Request) -> Response:
     user = None if body.metadata is None else body.metadata.user_id
     caller = caller_of(request, "msg", user)
     check_stops(service, body.stop_sequences, "stop_sequences")
+    ticket = await admit(request, caller)
     prompt = await prompt_of_messages(
         request,
+        ticket,
         body.conversation(),
         _rendering(body, service.config.chat_template),
         truncation=None,
@@ -55,7 +58,7 @@ async def create_message(body: MessagesRequest, request: Request) -> Response:
     room = service.prompts.limit(prompt, None, "max_tokens")
     params = _params(body, service.defaults, min(body.max_tokens, room))
     work = Work(prompt, params, service.options(caller, body, prompt))
-    outputs = service.stream(caller, [work])
+    outputs = service.stream(ticket, [work])
     answer = _Answer(caller.request_id, model, work)
     if body.stream:
         return stream_response(answer.events(outputs))
@@ -68,7 +71,9 @@ async def count_tokens(body: CountTokensRequest, request: Request) -> dict[str, 
     service = service_of(request)
     service.check_model(body.model)
     rendering = _rendering(body, service.config.chat_template)
-    ids = await service.compute(lambda: service.prompts.rendered(body.conversation(), rendering))
+    ticket = await admit(request, caller_of(request, "count"))
+    prompts, messages = service.prompts, body.conversation()
+    ids = await service.compute(ticket, lambda: prompts.rendered(messages, rendering))
     return {"input_tokens": len(ids)}
 
 

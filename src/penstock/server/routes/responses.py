@@ -19,6 +19,7 @@ from penstock.server.protocol.responses import ResponsesRequest
 from penstock.server.routes.common import (
     ERRORS,
     STREAM,
+    admit,
     caller_of,
     check_words,
     last_of,
@@ -40,8 +41,10 @@ async def create_response(body: ResponsesRequest, request: Request) -> Response:
     model = service.check_model(body.model)
     caller = caller_of(request, "resp", body.user or body.safety_identifier)
     check_words(service, body)
+    ticket = await admit(request, caller)
     prompt = await prompt_of_messages(
         request,
+        ticket,
         body.messages(),
         Rendering(chat_template=service.config.chat_template, kwargs=body.chat_template_kwargs),
         truncation=body.truncation,
@@ -54,7 +57,7 @@ async def create_response(body: ResponsesRequest, request: Request) -> Response:
     )
     work = Work(prompt, params, service.options(caller, body, prompt))
     answer = _Answer(body, caller.request_id, model, work, service)
-    outputs = service.stream(caller, [work])
+    outputs = service.stream(ticket, [work])
     if body.stream:
         return stream_response(answer.events(outputs))
     return JSONResponse(answer.response(await unless_gone(request, last_of(outputs))))

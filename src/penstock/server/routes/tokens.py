@@ -13,7 +13,7 @@ from penstock.server.protocol.tokens import (
     TokenizeRequest,
     TokenizeResponse,
 )
-from penstock.server.routes.common import ERRORS, rendering_of, service_of
+from penstock.server.routes.common import ERRORS, admit, caller_of, rendering_of, service_of
 
 router = APIRouter(route_class=JsonRoute)
 
@@ -25,13 +25,18 @@ async def tokenize(body: TokenizeRequest, request: Request) -> TokenizeResponse:
     service.check_model(body.model)
     if (body.prompt is None) == (not body.messages):
         raise ApiError(400, "Send either prompt or messages.", param="prompt")
+    ticket = await admit(request, caller_of(request, "tok"))
     prompts, text = service.prompts, body.prompt
     if text is not None:
-        ids = await service.compute(lambda: prompts.encode(text, body.add_special_tokens))
+        ids = await service.compute(ticket, lambda: prompts.encode(text, body.add_special_tokens))
     else:
         special = body.add_special_tokens and "add_special_tokens" in body.model_fields_set
         rendering = rendering_of(service, body.model_copy(update={"add_special_tokens": special}))
-        ids = await service.compute(lambda: prompts.rendered(body.messages, rendering))
+        ids = await service.compute(
+            ticket,
+            lambda: prompts.rendered(body.messages, rendering),
+            slow=rendering.chat_template is not service.config.chat_template,
+        )
     return TokenizeResponse(
         count=len(ids),
         max_model_len=service.llm.engine.max_model_len,
@@ -52,8 +57,9 @@ async def detokenize(body: DetokenizeRequest, request: Request) -> DetokenizeRes
         raise ApiError(
             400, f"Token id {beyond} is above {highest}, the vocabulary's last.", param="tokens"
         )
+    ticket = await admit(request, caller_of(request, "detok"))
     return DetokenizeResponse(
         prompt=await service.compute(
-            lambda: tokenizer.decode(body.tokens, skip_special_tokens=False)
+            ticket, lambda: tokenizer.decode(body.tokens, skip_special_tokens=False)
         )
     )

@@ -1,0 +1,81 @@
+"""Chunked prefill: how evenly streams run while long prompts come in.
+
+    python -m benchmarks.make_checkpoint qwen2.5-0.5b checkpoints/qwen
+    python -m benchmarks.serve_chunks --model checkpoints/qwen --tokenizer TOKENIZER \
+        --json benchmarks/results/serve-chunks.json
+
+A few short streams run all the time; beside them prompts of 2,000 tokens come one after the other.
+The same with chunks of a few hundred tokens a step, and with each prompt computed whole.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import signal
+import statistics
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from benchmarks.server import ended, load, results, serving
+
+from penstock.bench.environment import environment
+from penstock.hardware import detect
+
+_WARM_UP_S = 12.0
+_MODES = {
+    "chunked": ("--max-num-batched-tokens", "256"),
+    "whole": ("--no-enable-chunked-prefill", "--max-num-batched-tokens", "2304"),
+}
+
+
+def measure(mode: str, arguments: argparse.Namespace) -> dict[str, Any]:
+    """The streams' times between tokens, and the long prompts' first token."""
+    tokenizer = ("--tokenizer", str(arguments.tokenizer))
+    options = ("--quantization", arguments.quantization, "--max-model-len", "2304")
+    with tempfile.TemporaryDirectory() as folder:
+        short, long = Path(folder) / "short.json", Path(folder) / "long.json"
+        with serving(str(arguments.model), *options, *tokenizer, *_MODES[mode]) as server:
+            streams = load(server.url, short, *tokenizer, "--random-input-len", "32",
+                           "--random-output-len", "64", "--max-concurrency", "4", "--num-prompts",
+                           "100000", "--seed", "1")  # fmt: skip
+            time.sleep(_WARM_UP_S)
+            ended(load(
+                server.url, long, *tokenizer, "--random-input-len", "2000", "--random-output-len",
+                "8", "--max-concurrency", "1", "--num-prompts", str(arguments.prompts),
+                "--seed", "2",
+            ))  # fmt: skip
+            streams.send_signal(signal.SIGINT)  # it tells what it has
+            streams.wait(60)
+        return {"streams_itl_s": results(short)["itl_s"], "long_ttft_s": results(long)["ttft_s"]}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n", maxsplit=1)[0])
+    parser.add_argument("--model", type=Path, required=True)
+    parser.add_argument("--tokenizer", type=Path, required=True)
+    parser.add_argument("--quantization", default="w8a8")
+    parser.add_argument("--prompts", type=int, default=5)
+    parser.add_argument("--repeats", type=int, default=1)
+    parser.add_argument("--json", type=Path)
+    arguments = parser.parse_args()
+    runs: dict[str, list[dict[str, Any]]] = {mode: [] for mode in _MODES}
+    for _ in range(arguments.repeats):
+        for mode in _MODES:
+            runs[mode].append(measure(mode, arguments))
+            print(mode, runs[mode][-1], flush=True)
+    p99 = {m: statistics.median(run["streams_itl_s"]["p99"] for run in runs[m]) for m in runs}
+    summary = {"streams_itl_p99_s": p99, "ratio": p99["chunked"] / p99["whole"]}
+    print(json.dumps(summary, indent=2))
+    if arguments.json is not None:
+        result = {"environment": environment(detect()), "summary": summary, "runs": runs}
+        arguments.json.write_text(json.dumps(result, indent=2) + "\n")
+    if summary["ratio"] > 0.4:
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    main()

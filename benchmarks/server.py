@@ -1,0 +1,64 @@
+"""A `penstock serve` of its own for a benchmark, and loads on it by `penstock bench serve`."""
+
+from __future__ import annotations
+
+import json
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+_READY = re.compile(r"url=(http://127\.0\.0\.1:(\d+))")
+_PENSTOCK = (sys.executable, "-m", "penstock.cli.main")
+
+
+@dataclass(slots=True)
+class Server:
+    """One that is ready."""
+
+    url: str
+    port: int
+    process: subprocess.Popen[str]
+
+
+@contextmanager
+def serving(model: str, *options: str) -> Iterator[Server]:
+    """Serve `model` on a free port until the block ends."""
+    command = [*_PENSTOCK, "serve", model, "--port", "0", "--no-log-requests", *options]
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+    try:
+        assert process.stderr is not None
+        said = []
+        for line in process.stderr:
+            said.append(line)
+            if found := _READY.search(line):
+                yield Server(found[1], int(found[2]), process)
+                return
+        raise RuntimeError(f"The server didn't start:\n{''.join(said)}")
+    finally:
+        process.send_signal(signal.SIGTERM)
+        process.wait(60)
+
+
+def load(url: str, result: Path, *options: str) -> subprocess.Popen[bytes]:
+    """`penstock bench serve`, begun; its figures go to `result`."""
+    command = [*_PENSTOCK, "bench", "serve", "--base-url", url, "--ready-timeout", "60",
+               "--ignore-eos", "--json", str(result), *options]  # fmt: skip
+    return subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+
+
+def ended(process: subprocess.Popen[bytes], timeout_s: float = 900.0) -> None:
+    """Wait for a load. Raises RuntimeError unless it went well."""
+    if status := process.wait(timeout_s):
+        raise RuntimeError(f"A load ended with status {status}: {process.args}")
+
+
+def results(path: Path) -> dict[str, Any]:
+    """The figures that a load has left."""
+    found: dict[str, Any] = json.loads(path.read_text())["results"]
+    return found
