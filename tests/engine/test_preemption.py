@@ -347,6 +347,8 @@ def test_what_cannot_be_swapped_out_is_computed_again() -> None:
         engine.add_request(name, prompt(8, ord(name)), greedy())
     done = drain(engine)
     assert engine.stats()["preemptions"] > 0 and not engine.preemption_log
+    assert engine.stats()["preemptions_swap"] == 0
+    assert engine.stats()["preemptions_recompute"] == engine.stats()["preemptions"]
     for name in "abc":
         want = reference(prompt(8, ord(name)), greedy(), max_model_len=LENGTH)
         assert done[name].outputs[0].token_ids == want

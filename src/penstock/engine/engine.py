@@ -297,6 +297,7 @@ class Engine:
             except Exception as error:  # out of memory, most likely
                 logger.warning("%d blocks can't be swapped out: %r", len(swap.pairs), error)
                 self.scheduler.forget_swapped(swap.group)
+                self.preemption.not_copied()
                 continue
             self.preemption.copied(swap, time.perf_counter() - start, back=False)
         if plan.copies:

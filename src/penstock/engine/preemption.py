@@ -171,6 +171,11 @@ class Preemption:
         if back:
             self.log.append(record)
 
+    def not_copied(self) -> None:
+        """A group that gave way by copying couldn't be copied: it will compute again instead."""
+        self.num_swap -= 1
+        self.num_recompute += 1
+
     def saw_step(self, step: StepRecord, parts: Seq[tuple[Sequence, int]]) -> None:
         """Learn from a step, and count what of it was computed for the second time."""
         if step.size.is_prefill:
