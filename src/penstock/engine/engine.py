@@ -16,6 +16,7 @@ from torch import Tensor
 from penstock.cache import PinnablePool, Pins, PrefixTree, SwapSpace
 from penstock.config import EngineConfig
 from penstock.engine.batch import Batch, Batcher
+from penstock.engine.counters import TokenCounts, requests_by_state
 from penstock.engine.intake import Intake
 from penstock.engine.options import RequestOptions
 from penstock.engine.outputs import PreemptionRecord, RequestMetrics, RequestOutput
@@ -92,6 +93,7 @@ class Engine:
         self.intake = Intake(model, runtime.tokenizer)
         self._arrivals = 0
         self._seeds = np.random.default_rng(config.model.seed)
+        self.token_counts = TokenCounts()
         self._ended: list[Request] = []  # outside of a step
         self._detokenize_s = 0.0  # in this step
 
@@ -411,6 +413,7 @@ class Engine:
             return
         request = sequence.request
         request.metrics.computed_tokens += count
+        self.token_counts.prompt_computed(sequence)
         if self.pins is not None and not sequence.remaining:
             wanted = [(pin.tokens, pin.ttl_s) for pin in request.options.pins]
             self.pins.renew(sequence.nodes, wanted)
@@ -420,6 +423,7 @@ class Engine:
         params = sequence.request.params
         sequence.tokens.append(token)
         sequence.sampling.append(token)
+        self.token_counts.generated += 1
         if logprobs is not None and sequence.logprobs is not None:
             self._name(logprobs)
             sequence.logprobs.append(logprobs)
@@ -462,6 +466,13 @@ class Engine:
         """Counters of the engine as it stands."""
         return {
             "requests": len(self.requests),
+            **requests_by_state(
+                len(self.requests),
+                list(self.scheduler.running),
+                list(self.scheduler.swapper.groups),
+            ),
+            "prompt_tokens": self.token_counts.prompt,
+            "generation_tokens": self.token_counts.generated,
             "running": self.scheduler.num_running,
             "waiting": self.scheduler.num_waiting,
             "swapped": self.scheduler.num_swapped,
