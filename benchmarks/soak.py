@@ -138,13 +138,14 @@ async def _watch(pid: int, soak: Soak, samples: list[Sample]) -> None:
 
 
 async def _metrics(port: int) -> dict[str, float]:
-    """Every series without a label besides the model's."""
+    """Every series without a label besides the model's and the engine's."""
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     writer.write(b"GET /metrics HTTP/1.1\r\nHost: 127.0.0.1\r\nConnection: close\r\n\r\n")
     text = (await reader.read(-1)).decode()
     writer.close()
     return {
-        m[1]: float(m[2]) for m in re.finditer(r"^([\w:]+)\{model_name=[^,}]*\} (\S+)$", text, re.M)
+        m[1]: float(m[2])
+        for m in re.finditer(r"^([\w:]+)\{engine=[^,}]*,model_name=[^,}]*\} (\S+)$", text, re.M)
     }
 
 

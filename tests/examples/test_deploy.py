@@ -41,6 +41,7 @@ def series() -> dict[str, set[str]]:
     ):
         ask = {"prompt": "Once", "max_tokens": 3}
         assert client.post("/v1/completions", json=ask).status_code == 200
+        assert client.get("/nowhere").status_code == 404
         running.rest()
         text = client.get("/metrics").text
     found: dict[str, set[str]] = {}
@@ -55,6 +56,7 @@ def test_every_metric_of_the_dashboard_is_one_of_the_servers(series: dict[str, s
     text = json.dumps(_dashboard())
     asked = set(NAMES.findall(text))
     assert len(asked) > 15
+    assert "penstock:request_rejections_total" in asked
     assert asked - series.keys() == set()
 
 

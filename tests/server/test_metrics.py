@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+import time
 
 import pytest
 from prometheus_client.metrics_core import Metric
@@ -31,8 +32,19 @@ VLLM = {
     "vllm:request_queue_time_seconds": "histogram",
     "vllm:request_prompt_tokens": "histogram",
     "vllm:request_generation_tokens": "histogram",
+    "vllm:request_prefill_time_seconds": "histogram",
+    "vllm:request_decode_time_seconds": "histogram",
+    "vllm:request_inference_time_seconds": "histogram",
+    "vllm:request_params_n": "histogram",
+    "vllm:request_params_max_tokens": "histogram",
+    "vllm:request_max_num_generation_tokens": "histogram",
+    "vllm:iteration_tokens_total": "histogram",
+    "vllm:cache_config_info": "gauge",
 }
 OWN = {
+    "penstock:http_requests": "counter",
+    "penstock:request_rejections": "counter",
+    "penstock:sequences_running": "gauge",
     "penstock:kv_cache_blocks": "gauge",
     "penstock:kv_cache_idle_blocks": "gauge",
     "penstock:preemptions_swap": "counter",
@@ -41,6 +53,19 @@ OWN = {
     "penstock:floor_ratio": "gauge",
     "penstock:request_floor_ratio": "histogram",
 }
+BASE = ("model_name", "engine")
+HTTP = (
+    "penstock:http_requests",
+    "penstock:request_rejections",
+)  # counted before there is an engine
+MISNAMED = ("vllm:iteration_tokens_total",)  # by vLLM
+PER_STEP = ("vllm:iteration_tokens_total", "vllm:inter_token_latency_seconds")
+LABELS = {
+    "vllm:request_success": {*BASE, "finished_reason"},
+    "vllm:cache_config_info": {*BASE, "block_size", "cache_dtype", "enable_prefix_caching",
+                               "gpu_memory_utilization", "num_gpu_blocks",
+                               "num_gpu_blocks_override", "swap_space"},
+}  # fmt: skip
 
 
 def _text(server: Running) -> str:
@@ -58,11 +83,11 @@ def _families(server: Running) -> dict[str, Metric]:
 
 
 def _values(server: Running) -> dict[str, float]:
-    """Series by name and those labels that aren't the model's name."""
+    """Series by name and those labels that aren't the model's name or engine."""
     found = {}
     for family in _families(server).values():
         for sample in family.samples:
-            labels = {k: v for k, v in sample.labels.items() if k != "model_name"}
+            labels = {k: v for k, v in sample.labels.items() if k not in BASE}
             shown = ",".join(f"{k}={v}" for k, v in sorted(labels.items()))
             found[f"{sample.name}{{{shown}}}" if shown else sample.name] = sample.value
     return found
@@ -92,6 +117,11 @@ def test_names_and_kinds_are_vllms(server: Running) -> None:
     assert "process_resident_memory_bytes" in kinds
     for name in VLLM | OWN:
         assert {sample.labels["model_name"] for sample in families[name].samples} <= {"stories"}
+        engines = {sample.labels.get("engine") for sample in families[name].samples}
+        assert engines <= ({None} if name in HTTP else {"0"}), name
+    rest = [n for n, family in families.items() for s in family.samples
+            if n in VLLM and set(s.labels) - {"le"} != LABELS.get(n, set(BASE))]  # fmt: skip
+    assert rest == []
 
 
 def test_the_text_passes_a_linter(server: Running) -> None:
@@ -107,7 +137,7 @@ def test_the_text_passes_a_linter(server: Running) -> None:
         if kind == "counter":
             assert name.endswith("_total"), name
         elif kind in ("gauge", "histogram"):
-            assert not re.search(r"_(total|count|sum|bucket)$", name), name
+            assert not re.search(r"_(total|count|sum|bucket)$", name) or name in MISNAMED, name
         assert not re.search(r"(milliseconds|_ms|kilobytes|_mb)\b", name), name
         assert name.lower() == name
     for family in text_string_to_metric_families(text):
@@ -139,9 +169,11 @@ def test_a_request_is_counted(server: Running, moved: dict[str, float]) -> None:
     assert moved["vllm:generation_tokens_total"] == made
     assert moved["vllm:request_success_total{finished_reason=length}"] == 1
     for name, kind in VLLM.items():
-        if kind != "histogram" or name == "vllm:inter_token_latency_seconds":
-            continue
-        assert moved[f"{name}_count"] == 1, name
+        if kind == "histogram" and name not in PER_STEP:
+            assert moved[f"{name}_count"] == 1, name
+    assert moved["vllm:request_params_n_sum"] == 1
+    assert moved["vllm:request_params_max_tokens_sum"] == made
+    assert moved["vllm:request_max_num_generation_tokens_sum"] == made
     assert moved["vllm:request_prompt_tokens_sum"] == prompt
     assert moved["vllm:request_generation_tokens_sum"] == made
     assert moved["vllm:inter_token_latency_seconds_count"] == made - 1
@@ -150,9 +182,21 @@ def test_a_request_is_counted(server: Running, moved: dict[str, float]) -> None:
     whole = moved["vllm:e2e_request_latency_seconds_sum"]
     assert 0 < moved["vllm:request_queue_time_seconds_sum"] <= ttft
     assert ttft + between <= whole + 1e-6
+    queue = moved["vllm:request_queue_time_seconds_sum"]
+    prefill = moved["vllm:request_prefill_time_seconds_sum"]
+    decode = moved["vllm:request_decode_time_seconds_sum"]
+    inference = moved["vllm:request_inference_time_seconds_sum"]
+    assert queue + prefill == pytest.approx(ttft, abs=1e-6)
+    assert prefill + decode == pytest.approx(inference, abs=1e-6)
+    assert queue + inference == pytest.approx(whole, abs=1e-6)
+    assert min(prefill, decode) > 0
     mean = moved["vllm:request_time_per_output_token_seconds_sum"]
     assert mean == pytest.approx(between / (made - 1), rel=1e-6)
     assert moved["penstock:steps_total"] == made  # the prompt's step gives the first token
+    assert moved["vllm:iteration_tokens_total_count"] == made
+    assert moved["vllm:iteration_tokens_total_sum"] == prompt + made - 1
+    assert moved["vllm:iteration_tokens_total_bucket{le=1.0}"] == made - 1
+    assert moved["vllm:iteration_tokens_total_bucket{le=8.0}"] == made
     forward = moved["penstock:step_seconds_total{cause=forward,phase=decode}"]
     assert 0 < forward < whole
     assert _values(server)["vllm:num_requests_running"] == 0
@@ -167,7 +211,68 @@ def test_samples_and_several_prompts(server: Running, moved: dict[str, float]) -
         ).json()
     assert moved["vllm:request_success_total{finished_reason=length}"] == 2
     assert moved["vllm:generation_tokens_total"] == answer["usage"]["completion_tokens"] == 12
+    assert moved["vllm:request_generation_tokens_sum"] == 12
+    assert moved["vllm:request_max_num_generation_tokens_sum"] == 2 * 3
+    assert moved["vllm:request_params_n_sum"] == 2 * 2
     assert moved["vllm:prompt_tokens_total"] == answer["usage"]["prompt_tokens"]
+
+
+def test_counters_move_with_every_step(
+    server: Running, moved: dict[str, float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And what runs is counted in requests: three samples are one."""
+    step = server.llm.engine.step
+    slowly = lambda: (time.sleep(0.01), step())[1]  # noqa: E731
+    monkeypatch.setattr(server.llm.engine, "step", slowly)
+    before = _values(server)
+    body = {"prompt": "Once upon a time", "n": 3, "max_tokens": 400, "ignore_eos": True,
+            "stream": True}  # fmt: skip
+    with server.client() as client, client.stream("POST", "/v1/completions", json=body) as stream:
+        pieces = stream.iter_bytes(1)  # kept, or the connection would be closed
+        next(pieces)
+        seen = [_values(server) for _ in range(2) if time.sleep(0.1) is None]
+    assert seen[0]["vllm:num_requests_running"] == 1
+    assert seen[0]["vllm:num_requests_waiting"] == 0
+    assert seen[0]["penstock:sequences_running"] == 3
+    made = [
+        x["vllm:generation_tokens_total"] - before["vllm:generation_tokens_total"] for x in seen
+    ]
+    assert 0 < made[0] < made[1] < 3 * 400
+    prompts = [x["vllm:prompt_tokens_total"] - before["vllm:prompt_tokens_total"] for x in seen]
+    assert prompts == [5, 5]
+    assert moved["vllm:request_success_total{finished_reason=abort}"] == 1
+    assert moved["vllm:prompt_tokens_total"] == 5
+
+
+def test_cached_and_refused_prompts(server: Running, moved: dict[str, float]) -> None:
+    """A prompt's tokens count once, found in the cache or not; not those of one that is refused."""
+    body = {"prompt": "The cat and the dog sat by the warm stove all winter long. " * 6,
+            "max_tokens": 1, "cache_salt": "test_cached_and_refused_prompts"}  # fmt: skip
+    with server.client() as client:
+        length = client.post("/v1/completions", json=body).json()["usage"]["prompt_tokens"]
+        again = client.post("/v1/completions", json=body).json()["usage"]
+        assert again["prompt_tokens_details"]["cached_tokens"] > 0
+        wrong = client.post("/v1/completions", json=body | {"allowed_token_ids": [10**6]})
+        assert wrong.status_code == 400
+    assert moved["vllm:prompt_tokens_total"] == 2 * length
+    assert moved["vllm:request_prompt_tokens_sum"] == 2 * length
+    assert moved["vllm:request_prompt_tokens_count"] == 2
+    assert moved["vllm:request_params_n_count"] == 2
+
+
+def test_the_caches_configuration(server: Running) -> None:
+    (sample,) = _families(server)["vllm:cache_config_info"].samples
+    assert sample.value == 1
+    said = {k: v for k, v in sample.labels.items() if k not in BASE}
+    assert said == {
+        "block_size": "32",
+        "cache_dtype": "auto",
+        "enable_prefix_caching": "True",
+        "gpu_memory_utilization": "0.9",
+        "num_gpu_blocks": str(server.llm.stats()["blocks"]),
+        "num_gpu_blocks_override": "None",
+        "swap_space": "None",
+    }
 
 
 def test_prefix_hits(server: Running, moved: dict[str, float]) -> None:
@@ -219,6 +324,12 @@ def test_the_floor_is_told_where_peaks_are_known(
     assert moved["penstock:request_floor_ratio_count"] == 1
     assert moved["penstock:request_floor_ratio_sum"] == pytest.approx(ratio, abs=1e-6)
     values = _values(server)
+    edges = {float(name.split("=")[1][:-1]) for name in values
+             if name.startswith("penstock:request_floor_ratio_bucket")}  # fmt: skip
+    assert {0.5, 1.0, 1.25, 1.5, 2.0, 3.0} <= edges  # a cache can be faster than the memory
+    helps = dict(re.findall(r"^# HELP (\S+) (.+)$", _text(server), re.MULTILINE))
+    for name in ("penstock:floor_ratio", "penstock:request_floor_ratio"):
+        assert "can pass 1" in helps[name]
     for phase in ("prefill", "decode"):
         assert values[f"penstock:floor_ratio{{phase={phase}}}"] > 0
 
@@ -229,3 +340,5 @@ def test_embeddings_are_counted(server: Running, moved: dict[str, float]) -> Non
     assert moved["vllm:prompt_tokens_total"] == answer["usage"]["prompt_tokens"]
     assert moved["vllm:request_success_total{finished_reason=stop}"] == 2
     assert moved["vllm:generation_tokens_total"] == 0
+    assert moved["vllm:request_prompt_tokens_count"] == 2
+    assert moved["vllm:request_params_n_count"] == 0

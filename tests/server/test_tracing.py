@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import io
+import json
+import logging
+import socket
 import sys
 from collections.abc import Iterator
 
@@ -10,7 +14,12 @@ from opentelemetry.sdk.trace import ReadableSpan
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from opentelemetry.trace import SpanKind, StatusCode
 
-from penstock.errors import MissingExtraError
+from penstock.errors import ConfigError, MissingExtraError
+from penstock.sampling import SamplingParams
+from penstock.server import Key, ServerConfig, create_app
+from penstock.server.conversation import PromptText
+from penstock.server.logs import configure
+from penstock.server.service import Caller, Work
 from penstock.server.tracing import OpenTelemetryTracer
 from tests.server.conftest import Running
 
@@ -122,6 +131,68 @@ def test_no_prompt_is_in_a_span(server: Running, spans: list[ReadableSpan]) -> N
         client.post("/v1/completions", json={"prompt": "A secret garden", "max_tokens": 1})
     (span,) = spans
     assert "secret" not in span.to_json()
+
+
+@pytest.mark.parametrize(
+    "endpoint",
+    ["notaurl", "", "localhost:4318", "127.0.0.1:4318/v1/traces", "http://", "http:///v1/traces",
+     "http://host:port/", "http://host:99999/", "http://[::1/", "grpc://host:4317",
+     "http://a host/", "http://host/\n"],
+)  # fmt: skip
+def test_an_endpoint_that_is_no_url(endpoint: str) -> None:
+    """Said before the server listens, not with the first request."""
+    with pytest.raises(ConfigError, match="isn't a URL") as caught:
+        create_app(ServerConfig(otlp_endpoint=endpoint))
+    assert repr(endpoint) in str(caught.value)
+    assert "http://127.0.0.1:4318/v1/traces" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "endpoint", ["http://127.0.0.1:4318/v1/traces", "https://[::1]:4318/v1/traces", "HTTP://host"]
+)
+def test_endpoints(endpoint: str) -> None:
+    OpenTelemetryTracer(endpoint).close()
+
+
+def test_texts_of_a_client_are_short() -> None:
+    exporter = InMemorySpanExporter()
+    tracer = OpenTelemetryTracer(None, exporter)
+    caller = Caller(Key.of("one", "alice"), "i" * 5000, "/" + "p" * 5000, user="u" * 5000)
+    tracer.request(caller, caller.request_id, Work(PromptText([1]), SamplingParams()), None, "", 0)
+    tracer.close()
+    (span,) = exporter.get_finished_spans()
+    texts = [x for x in (span.attributes or {}).values() if isinstance(x, str)]
+    assert max(map(len, texts)) == 256
+    assert "u" * 100 not in span.to_json()
+
+
+def test_a_collector_that_is_away_is_told_of_in_the_log(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the log's form, and not once for each batch."""
+    stream = io.StringIO()
+    loggers = [logging.getLogger(n) for n in ("penstock", "uvicorn.error", "opentelemetry")]
+    before = [(one, one.handlers, one.propagate, one.level) for one in loggers]
+    monkeypatch.setattr("sys.stderr", stream)
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_TRACES_TIMEOUT", "0.2")  # seconds
+    try:
+        configure("json")
+        with socket.socket() as nobody:  # bound, so that nobody else is there, and not listening
+            nobody.bind(("127.0.0.1", 0))
+            tracer = OpenTelemetryTracer(f"http://127.0.0.1:{nobody.getsockname()[1]}/v1/traces")
+            caller = Caller(Key.of("one", "alice"), "id", "/v1/completions")
+            for _ in range(3):
+                work = Work(PromptText([1]), SamplingParams())
+                tracer.request(caller, "id", work, None, "stop", 0)
+                tracer.flush()
+            tracer.close()
+    finally:
+        for one, handlers, propagate, level in before:
+            one.handlers, one.propagate = handlers, propagate
+            one.setLevel(level)
+    lines = [json.loads(line) for line in stream.getvalue().splitlines()]
+    assert lines
+    assert all(line["logger"].startswith("opentelemetry.") for line in lines)
+    kinds = [(line["logger"], line["level"]) for line in lines]
+    assert len(set(kinds)) == len(kinds)
 
 
 def test_without_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:

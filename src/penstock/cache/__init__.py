@@ -4,10 +4,11 @@ from penstock.cache.blocks import BlockPool
 from penstock.cache.kv_dtype import kv_dtype
 from penstock.cache.layouts import PagedLayout, copy_blocks
 from penstock.cache.pins import PinnablePool, Pins
-from penstock.cache.prefix_tree import Node, PrefixTree
+from penstock.cache.prefix_tree import NO_PREFIXES, Node, PrefixTree
 from penstock.cache.swap import SwapSpace, SwapStore
 
 __all__ = [
+    "NO_PREFIXES",
     "BlockPool",
     "Node",
     "PagedLayout",

@@ -9,10 +9,14 @@ Source: Zheng et al. 2023, arXiv:2312.07104 (RadixAttention).
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
+from typing import Any
 
 from penstock.cache.blocks import BlockPool
 
 Key = tuple[int, ...]
+
+NO_PREFIXES = {"prefix_hit_rate": 0.0, "prefix": {"queries": 0, "hits": 0}}
+"""`PrefixTree.stats` where there is no tree."""
 
 
 class Node:
@@ -85,6 +89,13 @@ class PrefixTree:
     def hit_rate(self) -> float:
         """Share of all prompt tokens that were found in the cache."""
         return self.tokens_hit / self.tokens_asked if self.tokens_asked else 0.0
+
+    def stats(self) -> dict[str, Any]:
+        """Of all lookups."""
+        return {
+            "prefix_hit_rate": self.hit_rate,
+            "prefix": {"queries": self.tokens_asked, "hits": self.tokens_hit},
+        }
 
     def insert(self, parent: Node, tokens: Sequence[int], block: int) -> Node:
         """The node of `tokens` after `parent`: a new one with `block`, or the one that is there.

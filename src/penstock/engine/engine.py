@@ -13,9 +13,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from penstock.cache import PinnablePool, Pins, PrefixTree, SwapSpace
+from penstock.cache import NO_PREFIXES, PinnablePool, Pins, PrefixTree, SwapSpace
 from penstock.config import EngineConfig
 from penstock.engine.batch import Batch, Batcher
+from penstock.engine.counters import TokenCounts, requests_by_state
 from penstock.engine.intake import Intake
 from penstock.engine.options import RequestOptions
 from penstock.engine.outputs import PreemptionRecord, RequestMetrics, RequestOutput
@@ -92,6 +93,7 @@ class Engine:
         self.intake = Intake(model, runtime.tokenizer)
         self._arrivals = 0
         self._seeds = np.random.default_rng(config.model.seed)
+        self.token_counts = TokenCounts()
         self._ended: list[Request] = []  # outside of a step
         self._detokenize_s = 0.0  # in this step
 
@@ -412,6 +414,7 @@ class Engine:
             return
         request = sequence.request
         request.metrics.computed_tokens += count
+        self.token_counts.prompt_computed(sequence)
         if self.pins is not None and not sequence.remaining:
             wanted = [(pin.tokens, pin.ttl_s) for pin in request.options.pins]
             self.pins.renew(sequence.nodes, wanted)
@@ -421,6 +424,7 @@ class Engine:
         params = sequence.request.params
         sequence.tokens.append(token)
         sequence.sampling.append(token)
+        self.token_counts.generated += 1
         if logprobs is not None and sequence.logprobs is not None:
             self._name(logprobs)
             sequence.logprobs.append(logprobs)
@@ -463,7 +467,13 @@ class Engine:
         """Counters of the engine as it stands."""
         return {
             "requests": len(self.requests),
-            "running_requests": self.scheduler.num_running_requests,
+            **requests_by_state(
+                len(self.requests),
+                list(self.scheduler.running),
+                list(self.scheduler.swapper.groups),
+            ),
+            "prompt_tokens": self.token_counts.prompt,
+            "generation_tokens": self.token_counts.generated,
             "running": self.scheduler.num_running,
             "waiting": self.scheduler.num_waiting,
             "swapped": self.scheduler.num_swapped,
@@ -471,14 +481,8 @@ class Engine:
             "used_blocks": self.pool.num_used,
             "cached_blocks": self.pool.num_idle,
             **(self.pins.stats() if self.pins else {"pins": 0, "pinned_blocks": 0}),
-            "prefix_hit_rate": self.tree.hit_rate if self.tree else 0.0,
-            "prefix": {
-                "queries": self.tree.tokens_asked if self.tree else 0,
-                "hits": self.tree.tokens_hit if self.tree else 0,
-            },
-            "preemptions": self.scheduler.num_preemptions,
-            "preemptions_recompute": self.preemption.num_recompute,
-            "preemptions_swap": self.preemption.num_swap,
+            **(self.tree.stats() if self.tree else NO_PREFIXES),
+            **self.preemption.stats(),
             "swapped_blocks": self.swap_space.num_used,
             "swap_space_blocks": self.swap_space.num_slots,
             "steps": self.ledger.prefill.steps + self.ledger.decode.steps,

@@ -117,6 +117,14 @@ class Preemption:
         self.num_swap = 0
         self.log: deque[PreemptionRecord] = deque(maxlen=LOG_LENGTH)  # those that are over
 
+    def stats(self) -> dict[str, int]:
+        """How often, and which way."""
+        return {
+            "preemptions": self.num_recompute + self.num_swap,
+            "preemptions_recompute": self.num_recompute,
+            "preemptions_swap": self.num_swap,
+        }
+
     def prefers_swap(self, recompute: PreemptionRecord, swap: PreemptionRecord) -> bool:
         """Which of two ways that are both open."""
         if self.mode != "auto":

@@ -107,6 +107,7 @@ class Request:
     options: RequestOptions = field(default_factory=RequestOptions)
     num_uncached: int = 0  # of the prompt's tokens, on arrival
     sequences: list[Sequence] = field(default_factory=list)
+    num_counted: int = 0  # of the prompt's tokens, in the engine's counters
     live: int = 0  # of the sequences: those that haven't finished
     prompt_logprobs: list[TokenLogprobs | None] | None = None
     error: Exception | None = None

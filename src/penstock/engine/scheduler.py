@@ -107,11 +107,6 @@ class Scheduler:
         return len(self.running)
 
     @property
-    def num_running_requests(self) -> int:
-        """Requests of which a sequence holds blocks; may be read in another thread."""
-        return len({sequence.request for sequence in list(self.running)})
-
-    @property
     def num_swapped(self) -> int:
         """Sequences that hold swap slots."""
         return self.swapper.num_sequences

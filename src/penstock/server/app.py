@@ -51,9 +51,10 @@ def create_app(config: ServerConfig | None = None, service: Service | None = Non
     )
     app.state.service = service
     install_handlers(app)
-    for module in (chat, completions, responses, embeddings, messages, tokens, status):
+    app.state.routes = list(app.routes)  # those below aren't among the application's own
+    modules = (chat, completions, responses, embeddings, messages, tokens, status)
+    for module in (*modules, page) if config.page else modules:
         app.include_router(module.router)
-    if config.page:
-        app.include_router(page.router)
+        app.state.routes += module.router.routes
     app.add_middleware(Front, config=config)
     return app

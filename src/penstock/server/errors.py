@@ -117,6 +117,7 @@ def as_api_error(error: BaseException) -> ApiError:
 
 def error_response(request: Request, error: ApiError) -> JSONResponse:
     """The error in the shape of the API that was called."""
+    request.state.error = error  # for the log and the counts
     # not request.url, which also reads the Host header, whatever that says
     if request.scope["path"].startswith("/v1/messages"):
         body = error.anthropic(getattr(request.state, "request_id", None))

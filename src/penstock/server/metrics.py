@@ -1,21 +1,32 @@
 """Prometheus metrics, under vLLM's names where vLLM has them.
 
-Counters of the engine are read when somebody asks; times of requests are observed as they end.
+Counters of the engine are read when somebody asks, so they move with every step; times and sizes of
+requests are observed as they end. What an answer's status says is counted for each HTTP request.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from bisect import bisect_left
+from collections.abc import Iterable, Iterator
+from itertools import accumulate
 from typing import TYPE_CHECKING
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+    Metric,
+)
 from prometheus_client.platform_collector import PlatformCollector
 from prometheus_client.process_collector import ProcessCollector
 from prometheus_client.registry import Collector
 
+from penstock.server.errors import ApiError
+
 if TYPE_CHECKING:
     from penstock.engine import AsyncLLM, RequestOutput
+    from penstock.roofline import StepRecord
     from penstock.server.service import Work
 
 _FIRST_TOKEN_S = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0,
@@ -25,27 +36,71 @@ _BETWEEN_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.
 _WHOLE_S = (0.05, 0.1, 0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0,
             60.0, 120.0, 240.0, 480.0, 960.0)  # fmt: skip
 _TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1_000, 2_000, 5_000, 10_000, 20_000, 50_000, 100_000)
+_STEP_TOKENS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
+_SAMPLES = (1, 2, 5, 10, 20)
+_SHARES = (*(i / 20 for i in range(1, 21)), 1.25, 1.5, 2.0, 3.0)
+
+_ENGINE = "0"
+"""vLLM numbers the engines behind one server. Penstock has one."""
+_LABELS = ["model_name", "engine"]
+
+_CODES = {
+    "queue_full": "queue_full",
+    "rate_limit_exceeded": "rate_limit",
+    "concurrency_limit_exceeded": "concurrency_limit",
+    "context_length_exceeded": "context_length",
+}
+_STATUSES = {
+    401: "unauthorized",
+    403: "forbidden",
+    404: "not_found",
+    405: "method_not_allowed",
+    408: "timeout",
+    413: "too_large",
+    415: "unsupported_media_type",
+    429: "rate_limit",
+    503: "unavailable",
+}
+
+
+def rejection_reason(error: ApiError) -> str | None:
+    """One of a few words for why a request was refused; None for a failure of the server."""
+    if error.code in _CODES:
+        return _CODES[error.code]
+    if error.status == 499:  # it was the client that gave up
+        return None
+    return _STATUSES.get(error.status, "invalid" if error.status < 500 else None)
 
 
 class Metrics:
     """Everything that `/metrics` says."""
 
-    def __init__(self) -> None:
+    def __init__(self, model_name: str = "") -> None:
+        """model_name: where it is known before there is an engine."""
         self.registry = CollectorRegistry()
         ProcessCollector(registry=self.registry)
         PlatformCollector(registry=self.registry)
-        self._name = ""
+        self._name = model_name
+        self._answers = Counter(
+            "penstock:http_requests",
+            "HTTP requests that were answered, by route and status; 499 where the client left.",
+            ["model_name", "endpoint", "status"],
+            registry=self.registry,
+        )
+        self._rejections = Counter(
+            "penstock:request_rejections",
+            "HTTP requests that were answered with an error of the client's or 503, by why.",
+            ["model_name", "reason"],
+            registry=self.registry,
+        )
 
     def attach(self, llm: AsyncLLM, model_name: str) -> None:
         """Make the metrics of this engine; each carries `model_name`."""
         self._name = model_name
 
         def histogram(name: str, what: str, buckets: tuple[float, ...]) -> Histogram:
-            metric = Histogram(name, what, ["model_name"], buckets=buckets, registry=self.registry)
-            return metric.labels(model_name)
-
-        def counter(name: str, what: str) -> Counter:
-            return Counter(name, what, ["model_name"], registry=self.registry).labels(model_name)
+            metric = Histogram(name, what, _LABELS, buckets=buckets, registry=self.registry)
+            return metric.labels(model_name, _ENGINE)
 
         self.ttft = histogram(
             "vllm:time_to_first_token_seconds", "From arrival to the first token.", _FIRST_TOKEN_S
@@ -64,42 +119,92 @@ class Metrics:
         self._queue = histogram(
             "vllm:request_queue_time_seconds", "From arrival until first scheduled.", _WHOLE_S
         )
-        self._prompt_sizes = histogram("vllm:request_prompt_tokens", "Tokens of a prompt.", _TOKENS)
+        self._prefill = histogram(
+            "vllm:request_prefill_time_seconds",
+            "From first scheduled to the first token.",
+            _WHOLE_S,
+        )
+        self._decode = histogram(
+            "vllm:request_decode_time_seconds", "From the first token to the end.", _WHOLE_S
+        )
+        self._inference = histogram(
+            "vllm:request_inference_time_seconds", "From first scheduled to the end.", _WHOLE_S
+        )
+        self._prompt_sizes = histogram(
+            "vllm:request_prompt_tokens", "Tokens of an accepted request's prompt.", _TOKENS
+        )
         self._output_sizes = histogram(
-            "vllm:request_generation_tokens", "Tokens generated for a request.", _TOKENS
+            "vllm:request_generation_tokens",
+            "Tokens generated for a request, all samples together.",
+            _TOKENS,
+        )
+        self._longest = histogram(
+            "vllm:request_max_num_generation_tokens",
+            "Tokens of a request's longest sample.",
+            _TOKENS,
+        )
+        self._samples = histogram("vllm:request_params_n", "n, a request's samples.", _SAMPLES)
+        self._limits = histogram(
+            "vllm:request_params_max_tokens",
+            "max_tokens of a request, or what there was room for.",
+            _TOKENS,
         )
         self._floor = histogram(
             "penstock:request_floor_ratio",
-            "The least time of a request's steps over the time they took.",
-            tuple(i / 20 for i in range(1, 21)),
+            "The least time of a request's steps, by memory reads and products, over the time "
+            "they took. What a CPU's cache holds isn't read from memory: then it can pass 1.",
+            _SHARES,
         )
-        self._prompt_tokens = counter("vllm:prompt_tokens", "Tokens of prompts.")
-        self._output_tokens = counter("vllm:generation_tokens", "Tokens generated.")
         self._outcomes = Counter(
             "vllm:request_success",
             "Requests that ended, by how.",
-            ["model_name", "finished_reason"],
+            [*_LABELS, "finished_reason"],
             registry=self.registry,
         )
-        self.registry.register(_EngineCollector(llm, model_name))
+        self._engine = _EngineCollector(llm, model_name)
+        self.registry.register(self._engine)
+
+    def answered(self, endpoint: str, status: int, error: ApiError | None) -> None:
+        """Count an HTTP request. endpoint: its route, as declared; error: what it was told."""
+        self._answers.labels(self._name, endpoint, str(status)).inc()
+        reason = None if error is None else rejection_reason(error)
+        if reason is not None:
+            self._rejections.labels(self._name, reason).inc()
+
+    def stepped(self, record: StepRecord) -> None:
+        """Count a step. Called by the engine's thread."""
+        self._engine.stepped(record.size.tokens)
 
     def ended(self, work: Work, last: RequestOutput | None, outcome: str) -> None:
-        """Count a request."""
-        self._outcomes.labels(self._name, outcome).inc()
-        self._prompt_tokens.inc(len(work.prompt.tokens))
+        """Count a request that the engine was asked for."""
+        self._outcomes.labels(self._name, _ENGINE, outcome).inc()
+        if last is None and outcome == "error":  # the engine didn't take it
+            return
         self._prompt_sizes.observe(len(work.prompt.tokens))
         if last is None:
             return
-        made = sum(len(x.token_ids) for x in last.outputs)
-        self._output_tokens.inc(made)
-        self._output_sizes.observe(made)
+        sizes = [len(x.token_ids) for x in last.outputs]
+        self._output_sizes.observe(sum(sizes))
+        self._longest.observe(max(sizes))
+        self._samples.observe(work.params.n)
+        if work.params.max_tokens is not None:
+            self._limits.observe(work.params.max_tokens)
+        self._times(last)
+
+    def _times(self, last: RequestOutput) -> None:
+        """What is known of a request's: one that ended early has only some of them."""
         metrics = last.metrics
         times = metrics.token_times
+        scheduled, end = metrics.first_scheduled_time, metrics.finished_time
+        first = times[0] if times else None
         if len(times) > 1:
             self._tpot.observe((times[-1] - times[0]) / (len(times) - 1))
         for histogram, value in (
             (self._e2e, metrics.e2e_s),
             (self._queue, metrics.queue_s),
+            (self._prefill, _between(scheduled, first)),
+            (self._decode, _between(first, end)),
+            (self._inference, _between(scheduled, end)),
             (self._floor, metrics.achieved),
         ):
             if value is not None:
@@ -110,54 +215,132 @@ class Metrics:
         return generate_latest(self.registry)
 
 
+def _between(start: float | None, end: float | None) -> float | None:
+    return None if start is None or end is None else end - start
+
+
 class _EngineCollector(Collector):
     """The engine's own counters, as they stand."""
 
     def __init__(self, llm: AsyncLLM, model_name: str) -> None:
         self._llm = llm
-        self._name = model_name
+        self._labels = [model_name, _ENGINE]
+        self._steps = [0] * (len(_STEP_TOKENS) + 1)  # by bucket
+        self._tokens = 0
+
+    def stepped(self, tokens: int) -> None:
+        """Between two steps: a Histogram's lock and labels would take ten times as long."""
+        self._steps[bisect_left(_STEP_TOKENS, tokens)] += 1
+        self._tokens += tokens
 
     def collect(self) -> Iterator[Metric]:
         """Read them."""
         stats = self._llm.stats()
         prefix = stats["prefix"]
         blocks = stats["blocks"]
-        gauges = (
-            ("vllm:num_requests_running", "Sequences in the batch.", stats["running"]),
-            ("vllm:num_requests_waiting", "Sequences in the queue.", stats["waiting"]),
+        yield from self._gauges(
             (
-                "vllm:kv_cache_usage_perc",
-                "Share of the cache's blocks in use; 1 is all.",
-                stats["used_blocks"] / blocks if blocks else 0.0,
-            ),
-            ("vllm:num_requests_swapped", "Sequences that were swapped out.", stats["swapped"]),
-            ("penstock:kv_cache_blocks", "Blocks of the cache.", blocks),
-            (
-                "penstock:kv_cache_idle_blocks",
-                "Blocks not in use whose contents are kept.",
-                stats["cached_blocks"],
-            ),
+                (
+                    "vllm:num_requests_running",
+                    "Requests of which a sample is in the batch.",
+                    stats["requests_running"],
+                ),
+                (
+                    "vllm:num_requests_waiting",
+                    "Requests in the queue.",
+                    stats["requests_waiting"],
+                ),
+                (
+                    "vllm:num_requests_swapped",
+                    "Requests that were swapped out.",
+                    stats["requests_swapped"],
+                ),
+                (
+                    "vllm:kv_cache_usage_perc",
+                    "Share of the cache's blocks in use; 1 is all.",
+                    stats["used_blocks"] / blocks if blocks else 0.0,
+                ),
+                (
+                    "penstock:sequences_running",
+                    "Sequences in the batch: samples of requests.",
+                    stats["running"],
+                ),
+                ("penstock:kv_cache_blocks", "Blocks of the cache.", blocks),
+                (
+                    "penstock:kv_cache_idle_blocks",
+                    "Blocks not in use whose contents are kept.",
+                    stats["cached_blocks"],
+                ),
+            )
         )
-        for name, what, value in gauges:
-            gauge = GaugeMetricFamily(name, what, labels=["model_name"])
-            gauge.add_metric([self._name], value)
-            yield gauge
-        counters = (
-            ("vllm:num_preemptions", "Sequences that gave way.", stats["preemptions"]),
+        yield from self._counters(
             (
-                "penstock:preemptions_swap",
-                "Of these, by copying their blocks.",
-                stats["preemptions_swap"],
-            ),
-            ("vllm:prefix_cache_queries", "Prompt tokens looked up.", prefix["queries"]),
-            ("vllm:prefix_cache_hits", "Prompt tokens found in the cache.", prefix["hits"]),
-            ("penstock:steps", "Steps of the engine.", stats["steps"]),
+                (
+                    "vllm:prompt_tokens",
+                    "Tokens of prompts, as they are computed; those found in the cache count when "
+                    "a request starts, those computed again don't.",
+                    stats["prompt_tokens"],
+                ),
+                (
+                    "vllm:generation_tokens",
+                    "Tokens generated, counted with every step.",
+                    stats["generation_tokens"],
+                ),
+                ("vllm:num_preemptions", "Sequences that gave way.", stats["preemptions"]),
+                (
+                    "penstock:preemptions_swap",
+                    "Of these, by copying their blocks.",
+                    stats["preemptions_swap"],
+                ),
+                ("vllm:prefix_cache_queries", "Prompt tokens looked up.", prefix["queries"]),
+                ("vllm:prefix_cache_hits", "Prompt tokens found in the cache.", prefix["hits"]),
+                ("penstock:steps", "Steps of the engine.", stats["steps"]),
+            )
         )
-        for name, what, value in counters:
-            counter = CounterMetricFamily(name, what, labels=["model_name"])
-            counter.add_metric([self._name], value)
-            yield counter
+        yield self._step_sizes()
+        yield self._cache_config()
         yield from self._ledger()
+
+    def _gauges(self, found: Iterable[tuple[str, str, float]]) -> Iterator[Metric]:
+        for name, what, value in found:
+            gauge = GaugeMetricFamily(name, what, labels=_LABELS)
+            gauge.add_metric(self._labels, value)
+            yield gauge
+
+    def _counters(self, found: Iterable[tuple[str, str, float]]) -> Iterator[Metric]:
+        for name, what, value in found:
+            counter = CounterMetricFamily(name, what, labels=_LABELS)
+            counter.add_metric(self._labels, value)
+            yield counter
+
+    def _step_sizes(self) -> Metric:
+        edges = [*(str(float(edge)) for edge in _STEP_TOKENS), "+Inf"]
+        found = HistogramMetricFamily(
+            "vllm:iteration_tokens_total",
+            "Tokens computed in a step: of prompts, and one for each sequence that decodes.",
+            labels=_LABELS,
+        )
+        counts = list(zip(edges, accumulate(list(self._steps)), strict=True))
+        found.add_metric(self._labels, counts, self._tokens)
+        return found
+
+    def _cache_config(self) -> Metric:
+        """The settings that vLLM tells too, as Python writes them."""
+        config, runtime = self._llm.config, self._llm.runtime
+        said = {
+            "block_size": runtime.layout.block_size,
+            "cache_dtype": config.cache.kv_cache_dtype,
+            "enable_prefix_caching": config.cache.enable_prefix_caching,
+            "gpu_memory_utilization": config.cache.memory_fraction,
+            "num_gpu_blocks": runtime.num_blocks,
+            "num_gpu_blocks_override": config.cache.num_blocks,
+            "swap_space": config.scheduler.swap_space,
+        }
+        info = GaugeMetricFamily(
+            "vllm:cache_config_info", "The cache's configuration.", labels=[*_LABELS, *said]
+        )
+        info.add_metric([*self._labels, *map(str, said.values())], 1)
+        return info
 
     def _ledger(self) -> Iterator[Metric]:
         """Where the steps' time went, and what it is of the floor."""
@@ -165,17 +348,19 @@ class _EngineCollector(Collector):
         seconds = CounterMetricFamily(
             "penstock:step_seconds",
             "Time of steps by cause: forward, and what is lost outside of it.",
-            labels=["model_name", "phase", "cause"],
+            labels=[*_LABELS, "phase", "cause"],
         )
         floors = GaugeMetricFamily(
             "penstock:floor_ratio",
-            "The least time of all steps over the time they took; 1 is all this machine has.",
-            labels=["model_name", "phase"],
+            "The least time of all steps, by memory reads and products, over the time they took. "
+            "1 is all that memory gives; what a CPU's cache holds isn't read from memory, so a "
+            "model that fits into it can pass 1.",
+            labels=[*_LABELS, "phase"],
         )
         for phase, totals in (("prefill", ledger.prefill), ("decode", ledger.decode)):
             for cause, spent in {"forward": totals.forward_s, **totals.lost}.items():
-                seconds.add_metric([self._name, phase, cause], spent)
+                seconds.add_metric([*self._labels, phase, cause], spent)
             if totals.share is not None:
-                floors.add_metric([self._name, phase], totals.share)
+                floors.add_metric([*self._labels, phase], totals.share)
         yield seconds
         yield floors

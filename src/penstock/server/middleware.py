@@ -13,6 +13,7 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.requests import Request
 
 from penstock.server.admission import Ticket
+from penstock.server.answers import Answer, current
 from penstock.server.config import ServerConfig
 from penstock.server.errors import ApiError, as_api_error, error_response
 from penstock.server.keys import Key, find_key
@@ -51,6 +52,8 @@ class Front:
         request_id = given if REQUEST_ID.fullmatch(given) else uuid.uuid4().hex
         state = scope.setdefault("state", {})
         state["request_id"] = request_id
+        answer = Answer(request_id)
+        current.set(answer)
         origin = headers.get("origin")
         allowed = origin is not None and self._allows(origin)
         started = False
@@ -59,6 +62,7 @@ class Front:
             nonlocal started
             if message["type"] == "http.response.start":
                 started = True
+                answer.status = message["status"]
                 out = MutableHeaders(scope=message)
                 out["X-Request-Id"] = request_id
                 out["X-Content-Type-Options"] = "nosniff"
@@ -91,6 +95,7 @@ class Front:
             await error_response(Request(scope), as_api_error(error))(scope, receive, reply)
         finally:
             _close_ticket(state)
+            answer.end(scope, self._key_name(scope))
 
     def _allows(self, origin: str) -> bool:
         origins = self._config.allowed_origins
@@ -153,6 +158,12 @@ class Front:
             code="invalid_api_key",
             headers={"WWW-Authenticate": "Bearer"},
         )
+
+    @staticmethod
+    def _key_name(scope: Message) -> str | None:
+        """Whose key let the request in: nobody's where none is needed."""
+        key: Key | None = scope["state"].get("key")
+        return None if key is None or is_open(scope["path"]) else key.name
 
     def _check_size(self, headers: Headers) -> None:
         length = headers.get("content-length", "0")

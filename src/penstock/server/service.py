@@ -17,11 +17,13 @@ from penstock.errors import ConfigError, RequestError, RequestTimeoutError
 from penstock.roofline import StepRecord
 from penstock.sampling import SamplingParams
 from penstock.server.admission import Caller, Lanes, Ticket
+from penstock.server.answers import accounted
 from penstock.server.config import ServerConfig
 from penstock.server.conversation import Prompts, PromptText
 from penstock.server.errors import ApiError, as_api_error
 from penstock.server.keys import Key, Limits
 from penstock.server.limits import Gate
+from penstock.server.logs import shortened
 from penstock.server.metrics import Metrics
 from penstock.server.protocol.common import EngineFields
 from penstock.server.tracing import NoTracer, Tracer
@@ -82,7 +84,7 @@ class Service:
     def __init__(self, config: ServerConfig, tracer: Tracer | None = None) -> None:
         self.config = config
         self.gate = Gate(config.max_queue_size, config.accounts)
-        self.metrics = Metrics()
+        self.metrics = Metrics(next(iter(config.served_model_names), ""))
         self.tracer: Tracer = tracer or NoTracer()
         self.recent = Recent()
         self.state: State = "loading"
@@ -109,9 +111,13 @@ class Service:
         runtime = llm.runtime
         self.prompts = Prompts(runtime.tokenizer, runtime.model.max_model_len)
         self.defaults = default_params(runtime.model.generation)
-        llm.engine.ledger.watch = self.recent.steps.append
         self.metrics.attach(llm, self._names[0])
+        llm.engine.ledger.watch = self._saw_step
         self.state = "ready"
+
+    def _saw_step(self, record: StepRecord) -> None:
+        self.recent.steps.append(record)
+        self.metrics.stepped(record)
 
     def _check_wishes(self, llm: AsyncLLM, key: Key) -> None:
         options = self._wishes(key.limits, EngineFields(), PromptText([]))
@@ -192,7 +198,7 @@ class Service:
         size: bytes of its body; samples: of each prompt. Raises ApiError 429 or 503.
         """
         llm = self.llm
-        waiting = max(0, len(self.inflight) - llm.stats()["running_requests"])
+        waiting = max(0, len(self.inflight) - llm.stats()["requests_running"])
         recent = self.recent.e2e_s
         each = sum(recent) / len(recent) if recent else None
         account = self.gate.admit(caller.key, prompts, samples, waiting, each)
@@ -327,6 +333,7 @@ class Service:
         if self.config.log_requests:
             fields = self._fields(ticket, name, work, end)
             logger.info("request", extra={"fields": fields})
+            accounted()
 
     def _fields(self, ticket: Ticket, name: str, work: Work, end: _End) -> dict[str, Any]:
         last, failure, caller = end.last, end.failure, ticket.caller
@@ -341,13 +348,13 @@ class Service:
             "seconds": round(time.monotonic() - ticket.arrival, 4),
         }
         if caller.user is not None:
-            fields["user"] = caller.user
+            fields["user"] = shortened(caller.user)
         if last is not None and last.metrics.ttft_s is not None:
             fields["ttft_s"] = round(last.metrics.ttft_s, 4)
         if last is not None and last.metrics.achieved is not None:
             fields["floor_ratio"] = round(last.metrics.achieved, 3)
         if failure is not None:
-            fields |= {"status": failure.status, "error": failure.message}
+            fields |= {"status": failure.status, "error": shortened(failure.message)}
         if self.config.log_prompts:
             fields["prompt"] = work.prompt.text
             fields["text"] = None if last is None else [x.text for x in last.outputs]

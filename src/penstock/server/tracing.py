@@ -6,9 +6,11 @@ Names of attributes: vLLM's, which began as OpenTelemetry's semantic conventions
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Protocol
+from urllib.parse import urlsplit
 
 from penstock import __version__
-from penstock.errors import MissingExtraError
+from penstock.errors import ConfigError, MissingExtraError
+from penstock.server.logs import shortened
 
 if TYPE_CHECKING:
     from penstock.engine import RequestOutput
@@ -67,8 +69,11 @@ class OpenTelemetryTracer:
     def __init__(self, endpoint: str | None, exporter: Any = None) -> None:
         """endpoint: of an OTLP collector over HTTP; exporter: instead of one, for tests.
 
-        Raises MissingExtraError without `pip install penstock[otel]`.
+        Raises ConfigError for an endpoint that is no URL, and MissingExtraError without
+        `pip install penstock[otel]`.
         """
+        if endpoint is not None:
+            _check_url(endpoint)
         try:
             from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
             from opentelemetry.sdk.resources import Resource
@@ -99,6 +104,7 @@ class OpenTelemetryTracer:
         """Make the request's span, after the fact."""
         from opentelemetry.trace import SpanKind, Status, StatusCode
 
+        path = shortened(caller.endpoint)
         carrier = {"traceparent": caller.traceparent} if caller.traceparent else {}
         span = self._tracer.start_span(
             "llm_request",
@@ -106,9 +112,9 @@ class OpenTelemetryTracer:
             kind=SpanKind.SERVER,
             start_time=int(start * _NANO),
             attributes={
-                "gen_ai.request.id": name,
-                "gen_ai.operation.name": _OPERATIONS.get(caller.endpoint, caller.endpoint),
-                "url.path": caller.endpoint,
+                "gen_ai.request.id": shortened(name),
+                "gen_ai.operation.name": _OPERATIONS.get(path, path),
+                "url.path": path,
                 "gen_ai.request.temperature": work.params.temperature,
                 "gen_ai.request.top_p": work.params.top_p,
                 "gen_ai.request.n": work.params.n,
@@ -138,3 +144,18 @@ class OpenTelemetryTracer:
     def close(self) -> None:
         """Send what hasn't been sent."""
         self._provider.shutdown()
+
+
+def _check_url(endpoint: str) -> None:
+    """Raises ConfigError for what can't be asked over HTTP: the exporter would only find out later,
+    and then with every batch."""
+    try:
+        parts = urlsplit(endpoint)
+        valid = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:  # of a port that is no number, or half an IPv6 address
+        valid = False
+    if not valid or any(x.isspace() for x in endpoint):
+        raise ConfigError(
+            f"The traces endpoint is {endpoint[:200]!r}, which isn't a URL. Give that of the "
+            "collector's traces over HTTP: --otlp-traces-endpoint http://127.0.0.1:4318/v1/traces."
+        )

@@ -1,0 +1,87 @@
+"""How each HTTP request was answered: always counted, and a line of the log where nobody else
+writes one.
+
+The engine's accounting (`Service`) writes the line of a request that reached it. This is for all
+the others: those that were refused, and those that need no engine.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from starlette.routing import BaseRoute, Match
+
+from penstock.server.errors import ApiError
+from penstock.server.logs import shortened
+from penstock.server.sse import CLIENT_CLOSED, Message
+
+if TYPE_CHECKING:
+    from penstock.server.service import Service
+
+logger = logging.getLogger("penstock.server")
+
+OTHER = "other"
+"""What a path that no route takes is called in metrics, whose labels must not grow."""
+
+POLLED = frozenset(
+    ("/", "/health", "/load", "/metrics", "/page/events", "/page/{name}", "/ready")
+)  # fmt: skip
+"""Endpoints that machines ask all the time: a GET that goes well isn't logged."""
+
+
+@dataclass(slots=True)
+class Answer:
+    """One HTTP request's. `current` is that of the task's request."""
+
+    request_id: str
+    start: float = field(default_factory=time.perf_counter)
+    status: int = CLIENT_CLOSED  # until something is sent
+    accounted: bool = False  # the engine's accounting has written a line
+
+    def end(self, scope: Message, key_name: str | None) -> None:
+        """Count it, and log it unless that has been done. key_name: None without a valid key."""
+        service: Service = scope["app"].state.service
+        endpoint = template(scope)
+        error: ApiError | None = scope["state"].get("error")
+        service.metrics.answered(endpoint, self.status, error)
+        polled = scope["method"] == "GET" and self.status < 400 and endpoint in POLLED
+        if service.config.log_requests and not (self.accounted or polled):
+            logger.info("answered", extra={"fields": self._fields(scope, key_name, error)})
+
+    def _fields(
+        self, scope: Message, key_name: str | None, error: ApiError | None
+    ) -> dict[str, Any]:
+        fields: dict[str, Any] = {
+            "request_id": self.request_id,
+            "method": scope["method"],
+            "endpoint": shortened(scope["path"]),
+            "key": key_name,
+            "status": self.status,
+            "seconds": round(time.perf_counter() - self.start, 4),
+        }
+        if error is not None:
+            fields |= {"code": error.code, "error": shortened(error.message)}
+        return fields
+
+
+current: ContextVar[Answer | None] = ContextVar("answer", default=None)
+
+
+def accounted() -> None:
+    """The engine's accounting has written what there is to say of the current request."""
+    answer = current.get()
+    if answer is not None:
+        answer.accounted = True
+
+
+def template(scope: Message) -> str:
+    """The path of the route that takes a request, as it is declared; `OTHER` where none does."""
+    route = scope.get("route")
+    if route is None:  # refused before it was looked for, or there is none
+        routes: list[BaseRoute] = scope["app"].state.routes
+        route = next((x for x in routes if x.matches(scope)[0] is not Match.NONE), None)
+    return str(getattr(route, "path", OTHER))
