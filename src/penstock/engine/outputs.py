@@ -44,7 +44,7 @@ class RequestMetrics:
 
     @property
     def achieved(self) -> float | None:
-        """Floor ÷ time of its steps: 1 is all that this machine has."""
+        """Floor ÷ time of its steps; above 1 only where the weights stay in a cache."""
         return None if self.floor_s is None else self.floor_s / self.steps_s
 
     @property

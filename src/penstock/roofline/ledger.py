@@ -109,7 +109,7 @@ class Totals:
 
     @property
     def share(self) -> float | None:
-        """Floor ÷ time: 1 is all that this machine has."""
+        """Floor ÷ time: 1 is all that memory and arithmetic allow; weights in a cache allow more."""
         return self.floors_s / self.known_s if self.known_s else None
 
     @property
