@@ -109,7 +109,7 @@ class Totals:
 
     @property
     def share(self) -> float | None:
-        """Floor ÷ time: 1 is all that memory and arithmetic allow; weights in a cache allow more."""
+        """Floor ÷ time; above 1 only where the weights stay in a cache."""
         return self.floors_s / self.known_s if self.known_s else None
 
     @property
