@@ -10,7 +10,7 @@ from fastapi import FastAPI
 
 from penstock import __version__
 from penstock.server.config import ServerConfig
-from penstock.server.errors import install_handlers
+from penstock.server.handlers import install_handlers
 from penstock.server.middleware import Front
 from penstock.server.routes import (
     chat,

@@ -71,8 +71,9 @@ async def _work(request: Request, body: ChatRequest, caller: Caller) -> Work:
     )
     params = body.sampling(
         service.defaults,
+        {"max_tokens": body.limit_field},
         n=body.n or 1,
-        max_tokens=service.prompts.limit(prompt, limit, "max_completion_tokens"),
+        max_tokens=service.prompts.limit(prompt, limit, body.limit_field),
         logprobs=(body.top_logprobs or 0) if body.logprobs else None,
     )
     return Work(prompt, params, service.options(caller, body, prompt))

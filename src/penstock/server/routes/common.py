@@ -10,7 +10,7 @@ from typing import Any
 from fastapi import Request
 
 from penstock.engine import RequestOutput
-from penstock.server.conversation import PromptText, Rendering
+from penstock.server.conversation import CHAT, PromptText, Rendering, Source
 from penstock.server.errors import ApiError, as_api_error
 from penstock.server.middleware import REQUEST_ID
 from penstock.server.protocol.chat import Message, TemplateFields
@@ -130,18 +130,19 @@ def rendering_of(service: Service, body: TemplateFields) -> Rendering:
             "--trust-request-chat-template to take them.",
             param="chat_template",
         )
+    if body.chat_template == "":
+        raise ApiError(400, "chat_template is empty. Leave it out.", param="chat_template")
     if body.continue_final_message and body.add_generation_prompt:
-        if "add_generation_prompt" in body.model_fields_set:
-            raise ApiError(
-                400,
-                "continue_final_message goes on with the last message, add_generation_prompt "
-                "starts a new one. Set one of them.",
-                param="continue_final_message",
-            )
+        raise ApiError(
+            400,
+            "continue_final_message goes on with the last message, add_generation_prompt starts a "
+            "new one. Set one of them.",
+            param="continue_final_message",
+        )
     return Rendering(
-        add_generation_prompt=body.add_generation_prompt,
-        continue_final_message=body.continue_final_message,
-        add_special_tokens=body.add_special_tokens,
+        add_generation_prompt=body.add_generation_prompt is not False,
+        continue_final_message=bool(body.continue_final_message),
+        add_special_tokens=bool(body.add_special_tokens),
         chat_template=body.chat_template or service.config.chat_template,
         kwargs=body.chat_template_kwargs,
         documents=body.documents,
@@ -156,6 +157,7 @@ async def prompt_of_messages(
     truncation: str | None,
     reserve: int | None,
     keep: int | None = None,
+    source: Source = CHAT,
 ) -> PromptText:
     """A conversation's prompt, made beside the event loop.
 
@@ -169,6 +171,7 @@ async def prompt_of_messages(
             truncation=truncation or service.config.truncation,
             reserve=reserve or 1,
             keep=keep,
+            source=source,
         )
     )
     if prompt.dropped:

@@ -14,7 +14,7 @@ from penstock.engine import RequestOutput
 from penstock.sampling import TokenLogprobs
 from penstock.server.body import JsonRoute
 from penstock.server.choices import Delta, Reader, TokenNames, prompt_logprobs, whole
-from penstock.server.conversation import PromptText
+from penstock.server.conversation import COMPLETION, PromptText, Source
 from penstock.server.errors import ApiError
 from penstock.server.protocol.completions import CompletionRequest, PromptField
 from penstock.server.routes.common import (
@@ -49,7 +49,7 @@ async def create_completion(body: CompletionRequest, request: Request) -> Respon
 async def _works(service: Service, body: CompletionRequest, caller: Caller) -> list[Work]:
     _check(service, body)
     prompts = await prompts_of(
-        service, body.prompt, body.truncate_prompt_tokens, body.add_special_tokens
+        service, body.prompt, body.truncate_prompt_tokens, body.add_special_tokens, COMPLETION
     )
     wants_prompt = body.echo and body.logprobs is not None
     asked = body.logprobs if wants_prompt else body.prompt_logprobs
@@ -59,7 +59,7 @@ async def _works(service: Service, body: CompletionRequest, caller: Caller) -> l
         if body.max_tokens is None:
             limit = min(limit, service.prompts.limit(prompt, None, "max_tokens"))
         limit = max(1, service.prompts.limit(prompt, limit, "max_tokens"))
-        chosen = {"prompt_logprobs": asked} if asked is not None else {}
+        chosen: dict[str, Any] = {} if asked is None else {"prompt_logprobs": asked}
         params = body.sampling(
             service.defaults, n=body.n or 1, max_tokens=limit, logprobs=body.logprobs, **chosen
         )
@@ -86,26 +86,32 @@ def _check(service: Service, body: CompletionRequest) -> None:
 
 
 async def prompts_of(
-    service: Service, prompt: PromptField, keep: int | None, add_special_tokens: bool
+    service: Service,
+    prompt: PromptField,
+    keep: int | None,
+    add_special_tokens: bool | None,
+    source: Source,
 ) -> list[PromptText]:
     """One prompt or several, as texts or tokens. Raises ApiError for none, or too many."""
+    field, special = source.field, add_special_tokens is not False
     several: list[Any] = [prompt]
     if isinstance(prompt, list) and not (prompt and isinstance(prompt[0], int)):
         several = list(prompt)
     if not several:
-        raise ApiError(400, "There is no prompt in the list.", param="prompt")
+        raise ApiError(400, "There is no prompt in the list.", param=field)
     most = service.config.max_queue_size
     if len(several) > most:
         raise ApiError(
-            400, f"{len(several):,} prompts in one request; {most:,} may wait.", param="prompt"
+            400, f"{len(several):,} prompts in one request; {most:,} may wait.", param=field
         )
 
     def make(one: str | list[int]) -> PromptText:
         if not one:
-            raise ApiError(400, "The prompt is empty. Give at least one token.", param="prompt")
+            raise ApiError(400, "The prompt is empty. Give at least one token.", param=field)
+        prompts = service.prompts
         if isinstance(one, str):
-            return service.prompts.of_text(one, add_special_tokens=add_special_tokens, keep=keep)
-        return service.prompts.of_tokens(one, keep=keep)
+            return prompts.of_text(one, add_special_tokens=special, keep=keep, source=source)
+        return prompts.of_tokens(one, keep=keep, source=source)
 
     return await service.compute(lambda: [make(one) for one in several])
 

@@ -9,6 +9,7 @@ import numpy as np
 from fastapi import APIRouter, Request
 
 from penstock.server.body import JsonRoute
+from penstock.server.conversation import EMBEDDING
 from penstock.server.protocol.embeddings import EmbeddingRequest
 from penstock.server.routes.common import ERRORS, caller_of, service_of
 from penstock.server.routes.completions import prompts_of
@@ -24,7 +25,7 @@ async def create_embeddings(body: EmbeddingRequest, request: Request) -> dict[st
     model = service.check_model(body.model)
     caller = caller_of(request, "embd", body.user, body.request_id)
     prompts = await prompts_of(
-        service, body.input, body.truncate_prompt_tokens, body.add_special_tokens
+        service, body.input, body.truncate_prompt_tokens, body.add_special_tokens, EMBEDDING
     )
     chosen = {
         "pooling_type": body.pooling_type,
@@ -47,8 +48,8 @@ async def create_embeddings(body: EmbeddingRequest, request: Request) -> dict[st
     }
 
 
-def _encoded(vector: list[float], form: str) -> list[float] | str:
+def _encoded(vector: list[float], form: str | None) -> list[float] | str:
     """As numbers, or as base64 of little-endian float32."""
-    if form == "float":
+    if form != "base64":
         return vector
     return base64.b64encode(np.asarray(vector, dtype="<f4").tobytes()).decode()

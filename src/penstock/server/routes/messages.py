@@ -13,7 +13,7 @@ from penstock.engine import CompletionOutput, RequestOutput
 from penstock.sampling import SamplingParams
 from penstock.server.body import JsonRoute
 from penstock.server.choices import Reader
-from penstock.server.conversation import Rendering
+from penstock.server.conversation import ANTHROPIC, Rendering
 from penstock.server.errors import as_api_error
 from penstock.server.protocol.common import SamplingFields
 from penstock.server.protocol.messages import CountTokensRequest, MessagesRequest
@@ -51,6 +51,7 @@ async def create_message(body: MessagesRequest, request: Request) -> Response:
         _rendering(body, service.config.chat_template),
         truncation=None,
         reserve=min(body.max_tokens, service.llm.engine.max_model_len // _RESERVED),
+        source=ANTHROPIC,
     )
     room = service.prompts.limit(prompt, None, "max_tokens")
     params = _params(body, service.defaults, min(body.max_tokens, room))
@@ -87,7 +88,7 @@ def _params(body: MessagesRequest, defaults: SamplingParams, limit: int) -> Samp
         top_k=body.top_k,
         stop=body.stop_sequences or None,
     )
-    return fields.sampling(defaults, max_tokens=limit)
+    return fields.sampling(defaults, {"stop": "stop_sequences"}, max_tokens=limit)
 
 
 class _Answer:

@@ -13,7 +13,7 @@ from starlette.responses import Response
 from penstock.engine import CompletionOutput, RequestOutput
 from penstock.server.body import JsonRoute
 from penstock.server.choices import Reader, TokenNames
-from penstock.server.conversation import Rendering
+from penstock.server.conversation import RESPONSE, Rendering
 from penstock.server.errors import as_api_error
 from penstock.server.protocol.responses import ResponsesRequest
 from penstock.server.routes.common import (
@@ -46,9 +46,11 @@ async def create_response(body: ResponsesRequest, request: Request) -> Response:
         Rendering(chat_template=service.config.chat_template, kwargs=body.chat_template_kwargs),
         truncation=body.truncation,
         reserve=body.max_output_tokens,
+        source=RESPONSE,
     )
     params = body.sampling(
         service.defaults,
+        {"max_tokens": "max_output_tokens"},
         max_tokens=service.prompts.limit(prompt, body.max_output_tokens, "max_output_tokens"),
         logprobs=body.num_logprobs,
     )
@@ -66,7 +68,8 @@ class _Answer:
     def __init__(
         self, body: ResponsesRequest, request_id: str, model: str, work: Work, service: Service
     ) -> None:
-        self._body, self._id, self._model, self._work = body, request_id, model, work
+        self._body, self._model, self._work = body, model, work
+        self._id = request_id.replace("-", "_", 1)
         self._names = TokenNames(service.prompts.tokenizer, as_ids=False)
         self._created = now()
         self._truncation = body.truncation or service.config.truncation
