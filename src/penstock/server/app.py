@@ -48,6 +48,7 @@ def create_app(config: ServerConfig | None = None, service: Service | None = Non
         lifespan=lifespan,
         docs_url=None,  # they would load scripts from elsewhere
         redoc_url=None,
+        redirect_slashes=False,  # the front takes both, and knows no scheme to send clients to
     )
     app.state.service = service
     install_handlers(app)

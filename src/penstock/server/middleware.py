@@ -26,12 +26,32 @@ OPEN_PATHS = ("/", "/health", "/ready")
 """Answered without a key, and so are the page's files."""
 
 REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
-_METHODS, _HEADERS = "GET, POST, OPTIONS", "authorization, content-type, x-api-key, x-request-id"
+_METHODS, _HEADERS = "GET, HEAD, POST, OPTIONS", "authorization, content-type, x-api-key"
+_EXPOSED = "x-request-id, request-id, retry-after, x-penstock-dropped-messages"
+# Names of headers (RFC 9110, 5.6.2) with commas, as many as clients' telemetry needs.
+_ASKED_HEADERS = re.compile(r"[A-Za-z0-9!#$%&'*+.^_`|~, \t-]{1,4096}")
+# A name or an address and perhaps a port (RFC 9110, 7.2); no user, no path.
+_HOST = re.compile(r"([A-Za-z0-9._-]+|\[[0-9A-Fa-f:.]+\])(?::[0-9]{1,5})?")
+
+
+_ALIVE = "/health"
+"""Answered whatever the Host header says or lacks: load balancers ask so, and it tells nothing."""
 
 
 def is_open(path: str) -> bool:
     """Whether `path` is answered without a key."""
     return path in OPEN_PATHS or path in files()
+
+
+def _routed(scope: Message) -> Message:
+    """The request as the endpoints know it: no slash at the end, and GET for HEAD where that is."""
+    path = scope["path"]
+    changed: dict[str, Any] = {}
+    if len(path) > 1 and path.endswith("/"):
+        changed["path"] = path[:-1]
+    if scope["method"] == "HEAD" and path in OPEN_PATHS:
+        changed["method"] = "GET"
+    return {**scope, **changed} if changed else scope
 
 
 class Front:
@@ -50,6 +70,7 @@ class Front:
         request_id = given if REQUEST_ID.fullmatch(given) else uuid.uuid4().hex
         state = scope.setdefault("state", {})
         state["request_id"] = request_id
+        method, path = scope["method"], scope["path"]
         origin = headers.get("origin")
         allowed = origin is not None and self._allows(origin)
         started = False
@@ -60,26 +81,29 @@ class Front:
                 started = True
                 out = MutableHeaders(scope=message)
                 out["X-Request-Id"] = request_id
+                if path.startswith("/v1/messages"):
+                    out["request-id"] = request_id  # Anthropic's
                 out["X-Content-Type-Options"] = "nosniff"
                 out.update(state.get("answer_headers", {}))
                 if allowed and origin is not None:
                     out["Access-Control-Allow-Origin"] = origin
-                    out["Access-Control-Expose-Headers"] = (
-                        "x-request-id, retry-after, x-penstock-dropped-messages"
-                    )
+                    out["Access-Control-Expose-Headers"] = _EXPOSED
                     out.add_vary_header("Origin")
+            elif method == "HEAD":
+                message = {**message, "body": b""}
             await send(message)
 
         try:
-            if allowed and scope["method"] == "OPTIONS":
-                await self._preflight(reply)
+            if allowed and method == "OPTIONS":
+                await self._preflight(headers, reply)
                 return
-            self._check_host(headers)
+            if path != _ALIVE or (scope["http_version"] != "1.0" and "host" in headers):
+                self._check_host(headers)
             if origin is not None and not allowed:
                 self._check_origin(origin, headers)
-            state["key"] = self._key(headers, scope["path"])
+            state["key"] = self._key(headers, path)
             self._check_size(headers)
-            await self._app(scope, _Bounded(receive, self._config), reply)
+            await self._app(_routed(scope), _Bounded(receive, self._config), reply)
         except Exception as error:
             if started:
                 raise
@@ -92,11 +116,14 @@ class Front:
         return "*" in origins or origin in origins
 
     @staticmethod
-    async def _preflight(send: Send) -> None:
+    async def _preflight(headers: Headers, send: Send) -> None:
+        """A site that may call may send any header: clients add ever more of their own."""
+        asked = headers.get("access-control-request-headers", "")
         names = {
             "access-control-allow-methods": _METHODS,
-            "access-control-allow-headers": _HEADERS,
+            "access-control-allow-headers": asked if _ASKED_HEADERS.fullmatch(asked) else _HEADERS,
             "access-control-max-age": "600",
+            "vary": "Access-Control-Request-Headers",
         }
         pairs = [(k.encode(), v.encode()) for k, v in names.items()]
         await send({"type": "http.response.start", "status": 204, "headers": pairs})
@@ -104,9 +131,10 @@ class Front:
 
     def _check_host(self, headers: Headers) -> None:
         names = self._config.host_names
-        host = headers.get("host", "")
-        bare = host if host.endswith("]") else host.rsplit(":", 1)[0]
-        if names and bare.lower() not in names:
+        given = headers.getlist("host")
+        host = given[0] if len(given) == 1 else ""
+        found = _HOST.fullmatch(host)
+        if names and (found is None or found[1].lower() not in names):
             raise ApiError(
                 403,
                 f"The Host header is {host[:80]!r}. Without an API key only "
