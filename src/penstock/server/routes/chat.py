@@ -13,10 +13,11 @@ from penstock.engine import RequestOutput
 from penstock.server.body import JsonRoute
 from penstock.server.choices import Delta, Reader, TokenNames, prompt_logprobs, whole
 from penstock.server.errors import ApiError, unsupported
+from penstock.server.protocol.answers import ChatCompletion
 from penstock.server.protocol.chat import ChatRequest
 from penstock.server.routes.common import (
     ERRORS,
-    STREAM,
+    answers,
     caller_of,
     check_words,
     last_of,
@@ -34,7 +35,7 @@ from penstock.server.sse import DONE, dumps, event, unless_gone
 router = APIRouter(route_class=JsonRoute)
 
 
-@router.post("/v1/chat/completions", responses=ERRORS | STREAM)
+@router.post("/v1/chat/completions", responses=ERRORS | answers(ChatCompletion))
 async def create_chat_completion(body: ChatRequest, request: Request) -> Response:
     """Answer a conversation, as OpenAI's API does."""
     service = service_of(request)

@@ -14,7 +14,7 @@ from penstock.server.conversation import CHAT, PromptText, Rendering, Source
 from penstock.server.errors import ApiError, as_api_error
 from penstock.server.middleware import REQUEST_ID
 from penstock.server.protocol.chat import Message, TemplateFields
-from penstock.server.protocol.common import SamplingFields
+from penstock.server.protocol.common import Body, SamplingFields
 from penstock.server.protocol.errors import ErrorBody, MessagesErrorBody
 from penstock.server.service import Caller, Service
 from penstock.server.sse import EventStream, event
@@ -41,12 +41,27 @@ ERRORS: Responses = {
 MESSAGES_ERRORS: Responses = {
     status: {"description": what, "model": MessagesErrorBody} for status, what in _STATUSES.items()
 }
-STREAM: Responses = {
-    200: {
-        "description": "The answer; with stream: true as server-sent events.",
-        "content": {"text/event-stream": {"schema": {"type": "string"}}},
-    }
+
+
+_EVENT: dict[str, Any] = {
+    "type": "object",
+    "description": "One event; data is JSON, but [DONE] at the end of the completions.",
+    "properties": {"event": {"type": "string"}, "data": {"type": "string"}},
+    "required": ["data"],
 }
+
+
+def answers(model: type[Body], *, streams: bool = True) -> Responses:
+    """The document's description of a 200; the answers themselves aren't held against it."""
+    if not streams:
+        return {200: {"description": "The answer.", "model": model}}
+    return {
+        200: {
+            "description": "The answer; with stream: true as server-sent events.",
+            "model": model,
+            "content": {"text/event-stream": {"schema": dict(_EVENT)}},
+        }
+    }
 
 
 def service_of(request: Request) -> Service:

@@ -16,10 +16,11 @@ from penstock.server.body import JsonRoute
 from penstock.server.choices import Delta, Reader, TokenNames, prompt_logprobs, whole
 from penstock.server.conversation import COMPLETION, PromptText, Source
 from penstock.server.errors import ApiError
+from penstock.server.protocol.answers import Completion
 from penstock.server.protocol.completions import CompletionRequest, PromptField
 from penstock.server.routes.common import (
     ERRORS,
-    STREAM,
+    answers,
     caller_of,
     check_words,
     made,
@@ -34,7 +35,7 @@ from penstock.server.sse import DONE, dumps, event, unless_gone
 router = APIRouter(route_class=JsonRoute)
 
 
-@router.post("/v1/completions", responses=ERRORS | STREAM)
+@router.post("/v1/completions", responses=ERRORS | answers(Completion))
 async def create_completion(body: CompletionRequest, request: Request) -> Response:
     """Go on with one text or several, as OpenAI's API does."""
     service = service_of(request)

@@ -7,19 +7,22 @@ from typing import Any
 
 import numpy as np
 from fastapi import APIRouter, Request
+from fastapi.responses import JSONResponse
+from starlette.responses import Response
 
 from penstock.server.body import JsonRoute
 from penstock.server.conversation import EMBEDDING
+from penstock.server.protocol.answers import EmbeddingList
 from penstock.server.protocol.embeddings import EmbeddingRequest
-from penstock.server.routes.common import ERRORS, caller_of, service_of
+from penstock.server.routes.common import ERRORS, answers, caller_of, service_of
 from penstock.server.routes.completions import prompts_of
 from penstock.server.sse import unless_gone
 
 router = APIRouter(route_class=JsonRoute)
 
 
-@router.post("/v1/embeddings", responses=ERRORS)
-async def create_embeddings(body: EmbeddingRequest, request: Request) -> dict[str, Any]:
+@router.post("/v1/embeddings", responses=ERRORS | answers(EmbeddingList, streams=False))
+async def create_embeddings(body: EmbeddingRequest, request: Request) -> Response:
     """Pooled hidden states of one text or several, as OpenAI's API returns embeddings."""
     service = service_of(request)
     model = service.check_model(body.model)
@@ -37,7 +40,7 @@ async def create_embeddings(body: EmbeddingRequest, request: Request) -> dict[st
         service.embed(caller, prompts, {k: v for k, v in chosen.items() if v is not None}, body),
     )
     counted = sum(len(prompt.tokens) for prompt in prompts)
-    return {
+    answer: dict[str, Any] = {
         "object": "list",
         "model": model,
         "data": [
@@ -46,6 +49,7 @@ async def create_embeddings(body: EmbeddingRequest, request: Request) -> dict[st
         ],
         "usage": {"prompt_tokens": counted, "total_tokens": counted},
     }
+    return JSONResponse(answer)
 
 
 def _encoded(vector: list[float], form: str | None) -> list[float] | str:

@@ -15,11 +15,12 @@ from penstock.server.body import JsonRoute
 from penstock.server.choices import Reader
 from penstock.server.conversation import ANTHROPIC, Rendering
 from penstock.server.errors import as_api_error
+from penstock.server.protocol.answers import MessageAnswer
 from penstock.server.protocol.common import SamplingFields
 from penstock.server.protocol.messages import CountTokensRequest, MessagesRequest
 from penstock.server.routes.common import (
     MESSAGES_ERRORS,
-    STREAM,
+    answers,
     caller_of,
     check_stops,
     last_of,
@@ -27,7 +28,7 @@ from penstock.server.routes.common import (
     service_of,
     stream_response,
 )
-from penstock.server.service import Work
+from penstock.server.service import Work, priced
 from penstock.server.sse import event, unless_gone
 
 router = APIRouter(route_class=JsonRoute)
@@ -37,7 +38,7 @@ router = APIRouter(route_class=JsonRoute)
 _RESERVED = 4
 
 
-@router.post("/v1/messages", responses=MESSAGES_ERRORS | STREAM)
+@router.post("/v1/messages", responses=MESSAGES_ERRORS | answers(MessageAnswer))
 async def create_message(body: MessagesRequest, request: Request) -> Response:
     """Answer a conversation, as Anthropic's API does."""
     service = service_of(request)
@@ -108,6 +109,7 @@ class _Answer:
             "stop_reason": reason,
             "stop_sequence": sequence,
             "usage": self._usage(output),
+            "penstock": priced(output),
         }
 
     def _empty(self) -> dict[str, Any]:
@@ -167,6 +169,7 @@ class _Answer:
             "message_delta",
             delta={"stop_reason": reason, "stop_sequence": sequence},
             usage=self._usage(output),
+            penstock=priced(output),
         )
         yield tell("message_stop")
 

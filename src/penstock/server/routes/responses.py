@@ -15,10 +15,11 @@ from penstock.server.body import JsonRoute
 from penstock.server.choices import Reader, TokenNames
 from penstock.server.conversation import RESPONSE, Rendering
 from penstock.server.errors import as_api_error
+from penstock.server.protocol.answers import Response as ResponseAnswer
 from penstock.server.protocol.responses import ResponsesRequest
 from penstock.server.routes.common import (
     ERRORS,
-    STREAM,
+    answers,
     caller_of,
     check_words,
     last_of,
@@ -33,7 +34,7 @@ from penstock.server.sse import event, unless_gone
 router = APIRouter(route_class=JsonRoute)
 
 
-@router.post("/v1/responses", responses=ERRORS | STREAM)
+@router.post("/v1/responses", responses=ERRORS | answers(ResponseAnswer))
 async def create_response(body: ResponsesRequest, request: Request) -> Response:
     """Answer an input, as OpenAI's Responses API does; nothing is stored."""
     service = service_of(request)
