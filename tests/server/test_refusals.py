@@ -135,6 +135,7 @@ NAMED = [
     (CHAT, {"chat_template_kwargs": {"tone": "kind"}}, "chat_template_kwargs", "'tone'"),
     (ANSWER, {"chat_template_kwargs": {"tone": "kind"}}, "chat_template_kwargs", "'tone'"),
     (CHAT, {"documents": [{"text": "a"}]}, "documents", "reads no documents"),
+    (CHAT, called() | {"continue_final_message": True}, "continue_final_message", "tool_calls"),
 ]  # fmt: skip
 
 
@@ -229,6 +230,9 @@ def test_what_clients_send_to_any_model_is_harmless(server: Running) -> None:
     for given in ({"enable_thinking": False}, {"thinking": True}, {"tone": None}, {}):
         assert ask(server, CHAT, {"chat_template_kwargs": given}).status_code == 200
     assert ask(server, CHAT, {"documents": []}).status_code == 200
+    nothing: dict[str, Any] = {"documents": [], "chat_template_kwargs": {}}
+    plain = {"messages": ..., "prompt": "a"}
+    assert ask(server, "/tokenize", plain | nothing).status_code == 200
 
 
 def test_an_empty_template_is_refused(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -196,6 +196,13 @@ class Prompts:
             if message.content is None and not message.tool_calls:
                 said = f"A message of the {message.role} has no content."
                 raise ApiError(400, said, param=source.field)
+        if how.continue_final_message and messages[-1].tool_calls:
+            raise ApiError(
+                400,
+                "continue_final_message goes on with the last message's text, behind which its "
+                "tool_calls would be lost. Leave out one of them.",
+                param="continue_final_message",
+            )
         self._check_variables(how, source)
         form = ToolCallForm()
         if any(message.tool_calls for message in messages):

@@ -26,7 +26,8 @@ OPEN_PATHS = ("/", "/health", "/ready")
 """Answered without a key, and so are the page's files."""
 
 REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
-_METHODS, _HEADERS = "GET, HEAD, POST, OPTIONS", "authorization, content-type, x-api-key"
+_METHODS = "GET, HEAD, POST, OPTIONS"
+_HEADERS = "authorization, content-type, x-api-key, x-request-id"
 _EXPOSED = "x-request-id, request-id, retry-after, x-penstock-dropped-messages"
 # Names of headers (RFC 9110, 5.6.2) with commas, as many as clients' telemetry needs.
 _ASKED_HEADERS = re.compile(r"[A-Za-z0-9!#$%&'*+.^_`|~, \t-]{1,4096}")
@@ -135,11 +136,11 @@ class Front:
         host = given[0] if len(given) == 1 else ""
         found = _HOST.fullmatch(host)
         if names and (found is None or found[1].lower() not in names):
+            way_out = "" if self._config.allowed_hosts else ", or with a key"
             raise ApiError(
                 403,
-                f"The Host header is {host[:80]!r}. Without an API key only "
-                f"{', '.join(names)} are answered; start the server with --allowed-host, or with "
-                "a key.",
+                f"The Host header is {host[:80]!r}, and only {', '.join(names)} are answered. "
+                f"Start the server with --allowed-host{way_out}.",
                 code="host_not_allowed",
             )
 

@@ -46,7 +46,8 @@ async def tokenize(body: TokenizeRequest, request: Request) -> TokenizeResponse:
 def _check_text(body: TokenizeRequest) -> None:
     """Raises ApiError for what only a conversation's template could heed."""
     of_template = TemplateFields.model_fields.keys() - {"messages", "add_special_tokens"}
-    for field in sorted(of_template & body.model_fields_set):
+    given = {name for name in body.model_fields_set if getattr(body, name) not in ([], {})}
+    for field in sorted(of_template & given):
         raise ApiError(
             400, f"{field} is for messages; a prompt is read as it is. Leave it out.", param=field
         )
