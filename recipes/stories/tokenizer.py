@@ -12,7 +12,10 @@ EOS, IM_START, IM_END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
 SPLIT = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 CHAT_TEMPLATE = (
     "{{ bos_token }}{% for message in messages %}"
-    "{{ '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>' + '\\n' }}"
+    "{{ '<|im_start|>' + message['role'] + '\\n' + (message['content'] or '') }}"
+    "{% for call in message['tool_calls'] or [] %}{{ '\\n<tool_call>\\n' + {'name': "
+    "call['function']['name'], 'arguments': call['function']['arguments']} | tojson + "
+    "'\\n</tool_call>' }}{% endfor %}{{ '<|im_end|>' + '\\n' }}"
     "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
 )
 

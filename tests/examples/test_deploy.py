@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shlex
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
@@ -140,10 +141,22 @@ def test_the_containers_command_is_one() -> None:
         assert f"\n{extra} = [" in project
 
 
+def test_the_containers_context_is_what_git_keeps() -> None:
+    """Nothing that git ignores is copied into the build."""
+    root = DEPLOY.parents[1]
+    ignored = (root / ".dockerignore").read_text().splitlines()
+    assert {".git", ".venv"} <= set(ignored)
+    for line in (root / ".gitignore").read_text().splitlines():
+        name = line.rstrip("/")
+        covered = {name, f"**/{name}"} & set(ignored)
+        assert covered or any(fnmatch(name, one) for one in ignored), line
+
+
 def test_the_proxy_keeps_no_events_back() -> None:
     text = (DEPLOY / "nginx.conf").read_text()
     for directive in ("proxy_buffering off;", "proxy_http_version 1.1;", "gzip off;"):
         assert directive in text
+    assert "proxy_set_header X-Forwarded-Proto $scheme;" in text
     (size,) = re.findall(r"client_max_body_size (\d+)m;", text)
     assert int(size) << 20 == ServerConfig().max_body_bytes
     assert text.count("{") == text.count("}")

@@ -74,6 +74,16 @@ def test_a_system_prompt_is_kept(client: Anthropic, server: Running) -> None:
     server.service.llm.engine.reset_prefix_cache()
 
 
+def test_ids_of_requests(client: Anthropic) -> None:
+    made = client.messages.create(model="stories", max_tokens=1, messages=ASK)
+    assert made._request_id and made._request_id in made.id
+    counted = client.messages.count_tokens(model="stories", messages=ASK)
+    assert counted._request_id
+    with pytest.raises(anthropic.NotFoundError) as error:
+        client.messages.create(model="claude-none", max_tokens=2, messages=ASK)
+    assert error.value.request_id == error.value.body["request_id"]
+
+
 def test_errors_are_the_clients_own(client: Anthropic) -> None:
     with pytest.raises(anthropic.NotFoundError):
         client.messages.create(model="claude-none", max_tokens=2, messages=ASK)

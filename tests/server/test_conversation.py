@@ -295,3 +295,72 @@ def test_a_time_that_cant_be_read(tokenizer: Tokenizer, ttl: str) -> None:
         return
     with pytest.raises(ApiError, match="ttl is"):
         Prompts(tokenizer, 1000).of_messages([message], Rendering())
+
+
+# ── earlier calls of tools ───────────────────────────────────────────────────────────────────
+
+
+def _called(arguments: object, content: str | None = None) -> list[dict[str, Any]]:
+    """What the guides of OpenAI's API send back."""
+    function = {"name": "get_weather", "arguments": arguments}
+    call = {"id": "abcdefghi", "type": "function", "function": function}
+    return [
+        {"role": "user", "content": "Weather in Köln?"},
+        {"role": "assistant", "content": content, "tool_calls": [call]},
+        {"role": "tool", "content": '{"t": 21}', "tool_call_id": "abcdefghi"},
+    ]
+
+
+TOOL_TEMPLATES = ["Qwen-Qwen2.5-7B-Instruct", "meta-llama-Llama-3.1-8B-Instruct"]
+
+
+@pytest.mark.parametrize("name", TOOL_TEMPLATES)
+def test_calls_are_written_as_transformers_writes_their_objects(
+    tokenizer: Tokenizer, name: str
+) -> None:
+    file = TEMPLATES / "llama.cpp-2025-02" / f"{name}.jinja"
+    if not file.is_file():
+        pytest.skip(f"no templates at {TEMPLATES}")
+    reference = pytest.importorskip("transformers.utils.chat_template_utils")
+    rendering = Rendering(chat_template=file.read_text())
+    for arguments in (
+        '{"city": "Köln", "days": [1, 2]}',
+        '{\n "city" : "K\\u00f6ln",\t"days":[1,2]}',
+    ):
+        said = _called({"city": "Köln", "days": [1, 2]}, "")
+        ((expected,), _) = reference.render_jinja_template(
+            [said],
+            chat_template=file.read_text(),
+            add_generation_prompt=True,
+            bos_token="<|endoftext|>",
+        )
+        messages = [Message.model_validate(x) for x in _called(arguments)]
+        made = Prompts(tokenizer, 10**6).of_messages(messages, rendering)
+        assert made.text == expected
+        assert made.tokens == tokenizer.encode(expected, add_special_tokens=False)
+
+
+def test_templates_that_join_arguments_to_text_get_the_text(tokenizer: Tokenizer) -> None:
+    template = "{% for m in messages %}{{ m.content or '' }}{% for c in m.tool_calls or [] %}"
+    template += "{{ c.function.name + c.function.arguments }}{% endfor %}{% endfor %}"
+    for given, text in (('{"a":  1}', '{"a":  1}'), ({"a": "ä"}, '{"a": "ä"}')):
+        messages = [Message.model_validate(x) for x in _called(given)]
+        made = Prompts(tokenizer, 10**6).of_messages(messages, Rendering(chat_template=template))
+        assert f"get_weather{text}" in (made.text or "")
+
+
+def test_a_tool_history_is_answered(server: Running) -> None:
+    ask = {"max_tokens": 2, "messages": _called('{"city": "Köln"}')}
+    with server.client() as client:
+        assert client.post("/v1/chat/completions", json=ask).status_code == 200
+        counted = client.post("/tokenize", json={"messages": _called("")}).json()
+        assert counted["tokens"] == client.post(
+            "/tokenize", json={"messages": _called({}, "")}
+        ).json()["tokens"]  # fmt: skip
+        for wrong in ("[1]", "{", "nonsense", '{"a": NaN}', '{"a": 1, "a": 2}', '{"a":"\\ud800"}',
+                      '{"a": ' + "[" * 5000 + "]" * 5000 + "}"):  # fmt: skip
+            answer = client.post("/v1/chat/completions", json={"messages": _called(wrong)})
+            assert answer.status_code == 400, wrong
+            error = answer.json()["error"]
+            assert error["param"].endswith("tool_calls[0].function.arguments")
+            assert "JSON object" in error["message"]

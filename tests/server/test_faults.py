@@ -161,8 +161,12 @@ LARGE: dict[str, tuple[str, dict[str, Any], str]] = {
         "characters",
     ),
     "10^6 token ids": ("/v1/completions", {"prompt": [5] * MILLION}, "1,000,000 tokens"),
-    "10^6 ids and a word": ("/v1/completions", {"prompt": [5] * MILLION + ["a"]}, "prompt.1000000"),
-    "10^6 wrong ids": ("/v1/completions", {"prompt": [-5] * MILLION}, "prompt.0"),
+    "10^6 ids and a word": (
+        "/v1/completions",
+        {"prompt": [5] * MILLION + ["a"]},
+        "prompt[1000000]",
+    ),
+    "10^6 wrong ids": ("/v1/completions", {"prompt": [-5] * MILLION}, "prompt[0]"),
     "10^6 numbers": ("/v1/completions", {"prompt": [0.5] * MILLION}, "Give a text"),
     "10^5 prompts": ("/v1/completions", {"prompt": ["a"] * 10**5}, "100,000 prompts"),
     "10^5 stop strings": (
@@ -196,7 +200,7 @@ LARGE: dict[str, tuple[str, dict[str, Any], str]] = {
     "10^4 wrong messages": (
         "/v1/chat/completions",
         {"messages": [{"role": "nobody"}] * 10**4},
-        "messages.0.role",
+        "messages[0].role",
     ),
     "10^6 words for Anthropic": (
         "/v1/messages",
@@ -204,7 +208,7 @@ LARGE: dict[str, tuple[str, dict[str, Any], str]] = {
         "characters",
     ),
     "10^6 words to count": ("/tokenize", {"prompt": "dog " * MILLION}, "characters"),
-    "10^6 wrong tokens": ("/detokenize", {"tokens": [-5] * MILLION}, "tokens.0"),
+    "10^6 wrong tokens": ("/detokenize", {"tokens": [-5] * MILLION}, "tokens[0]"),
     "10^5 labels": (
         "/v1/responses",
         {"metadata": {str(i): "x" for i in range(10**5)}},

@@ -252,7 +252,7 @@ def test_a_clients_text_cant_fill_the_log(
 ) -> None:
     caplog.set_level(logging.INFO, "penstock.server")
     with server.client() as client:
-        for user in ("u" * 5_000_000, "\N{PILE OF POO}" * 1_000_000):
+        for user in ("u" * 4096, "\N{PILE OF POO}" * 4096):
             body = {"prompt": "Once", "max_tokens": 1, "user": user}
             assert client.post("/v1/completions", json=body).status_code == 200
         wrong = {"prompt": "Once", "bad_words": ["w" * 9_000], "allowed_token_ids": [10**6]}

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import importlib.util
+import math
 import os
+import re
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 
@@ -33,6 +35,41 @@ STEP_TOKENS = 512
 matrices are still computed at full speed."""
 _NEEDED = ("fastapi", "uvicorn", "prometheus_client")
 _SERVER, _SECURITY, _LIMITS, _ENGINE, _LOGS = "Server", "Security", "Limits", "Engine", "Logs"
+
+
+T = TypeVar("T")
+
+# What the configuration calls an option, where its messages name it.
+_OPTIONS = {
+    "served_model_names": "--served-model-name",
+    "allowed_hosts": "--allowed-host",
+    "allowed_origins": "--allowed-origin",
+    "max_queue_size": "--max-queue-size",
+    "max_body_bytes": "--max-body-size",
+    "max_stop_strings": "--max-stop-strings",
+    "body_timeout_s": "--body-timeout",
+    "request_timeout_s": "--request-timeout",
+    "write_timeout_s": "--write-timeout",
+    "shutdown_timeout_s": "--shutdown-timeout",
+    "stall_timeout_s": "--stall-timeout",
+    "starvation_s": "--starvation-time",
+    "requests_per_minute": "--requests-per-minute",
+    "tokens_per_minute": "--tokens-per-minute",
+    "max_concurrency": "--max-concurrency",
+    "max_model_len": "--max-model-len",
+    "max_num_seqs": "--max-num-seqs",
+    "max_num_batched_tokens": "--max-num-batched-tokens",
+    "block_size": "--block-size",
+    "num_blocks": "--num-gpu-blocks-override",
+    "preemption_mode": "--preemption-mode",
+    "swap_space": "--swap-space",
+    "policy(?==)": "--scheduling-policy",
+    "^kv_cache_dtype": "--kv-cache-dtype",
+    "^dtype": "--dtype",
+    "^seed": "--seed",
+    "^port": "--port",
+    "^host=": "--host ",
+}
 
 
 def _option(*names: str, help: str, panel: str) -> Any:  # noqa: A002
@@ -70,7 +107,7 @@ def serve(
     ] = None,
     api_key_file: Annotated[
         Path | None,
-        _option(help="TOML with a table [[key]] each: name, sha256, limits.", panel=_SECURITY),
+        _option(help="TOML with a table \\[\\[key]] each: name, sha256, limits.", panel=_SECURITY),
     ] = None,
     allow_unauthenticated: Annotated[
         bool,
@@ -120,6 +157,16 @@ def serve(
     write_timeout: Annotated[
         float, _option(help="Seconds for a client to read what was sent.", panel=_LIMITS)
     ] = 60.0,
+    body_timeout: Annotated[
+        float, _option(help="Seconds for a request's headers, and then its body.", panel=_LIMITS)
+    ] = 30.0,
+    stall_timeout: Annotated[
+        float,
+        _option(help="Seconds without a step until /ready says so.", panel=_LIMITS),
+    ] = 120.0,
+    max_stop_strings: Annotated[
+        int, _option(help="Stop strings, and bad words, of a request.", panel=_LIMITS)
+    ] = 64,
     dtype: Dtype = "auto",
     quantization: Quantization = None,
     kv_cache_dtype: KvCacheDtype = "auto",
@@ -171,6 +218,12 @@ def serve(
     tpot_slo_ms: Annotated[
         float | None, _option(help="edf: to each further token, for all.", panel=_ENGINE)
     ] = None,
+    starvation_time: Annotated[
+        float | None,
+        _option(
+            help="Seconds after which who waits goes first, whatever the policy.", panel=_ENGINE
+        ),
+    ] = None,
     preemption_mode: Annotated[
         str, _option(help="Giving way: auto, recompute or swap.", panel=_ENGINE)
     ] = "auto",
@@ -205,10 +258,12 @@ def serve(
     from penstock.server.lifecycle import serve as run
     from penstock.server.logs import configure
 
-    limits = Limits(requests_per_minute, tokens_per_minute, max_concurrency)
+    limits = _named(Limits, requests_per_minute, tokens_per_minute, max_concurrency)
     _one_of("--truncation", truncation, "disabled", "auto")
     _one_of("--log-format", log_format, "text", "json")
-    config = ServerConfig(
+    _check_slos(scheduling_policy, {"ttft": ttft_slo_ms, "tpot": tpot_slo_ms})
+    config = _named(
+        ServerConfig,
         host=host,
         port=port,
         served_model_names=tuple(served_model_name or ()),
@@ -221,6 +276,9 @@ def serve(
         max_body_bytes=max_body_size,
         request_timeout_s=request_timeout,
         write_timeout_s=write_timeout,
+        body_timeout_s=body_timeout,
+        stall_timeout_s=stall_timeout,
+        max_stop_strings=max_stop_strings,
         shutdown_timeout_s=shutdown_timeout,
         truncation="auto" if truncation == "auto" else "disabled",
         trust_request_chat_template=trust_request_chat_template,
@@ -231,7 +289,8 @@ def serve(
         otlp_endpoint=otlp_traces_endpoint,
         page=page,
     )
-    engine = EngineConfig.of(
+    engine = _named(
+        EngineConfig.of,
         model=model,
         enable_prefix_caching=prefix_caching,
         enable_chunked_prefill=chunked_prefill,
@@ -241,6 +300,7 @@ def serve(
         **given(
             ttft_slo_s=None if ttft_slo_ms is None else ttft_slo_ms / 1000,
             tpot_slo_s=None if tpot_slo_ms is None else tpot_slo_ms / 1000,
+            starvation_s=starvation_time,
             swap_space=swap_space,
             dtype=dtype,
             quantization=quantization,
@@ -292,6 +352,27 @@ def _keys(texts: list[str] | None, file: Path | None, limits: Limits) -> tuple[K
     given_texts = texts or ([variable] if variable else [])
     found = keys_of(given_texts, limits)
     return tuple(found + (read_keys(file, limits) if file is not None else []))
+
+
+def _check_slos(policy: str, wanted_ms: dict[str, float | None]) -> None:
+    for name, value in wanted_ms.items():
+        if value is not None and not 0 < value < math.inf:
+            raise ConfigError(f"--{name}-slo-ms is {value:g}; it must be a time above 0.")
+        if value is not None and policy != "edf":
+            raise ConfigError(
+                f"--{name}-slo-ms is for --scheduling-policy edf; {policy} doesn't heed it."
+            )
+
+
+def _named(make: Callable[..., T], *values: Any, **fields: Any) -> T:
+    """What `make` makes. Raises ConfigError in the words of the command line."""
+    try:
+        return make(*values, **fields)
+    except ConfigError as error:
+        message = str(error)
+        for field, option in _OPTIONS.items():
+            message = re.sub(rf"\b{field}\b", option, message)
+        raise ConfigError(message) from error
 
 
 def _one_of(name: str, value: str, *allowed: str) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ipaddress
 import math
+import re
 from dataclasses import dataclass, field, fields
 from typing import Literal
 
@@ -11,7 +12,10 @@ from penstock.errors import ConfigError
 from penstock.server.keys import Key, Limits
 
 EVERYBODY = "everybody"
-LOOPBACK_NAMES = ("localhost", "127.0.0.1", "[::1]", "::1")
+LOOPBACK_NAMES = ("localhost", "127.0.0.1", "[::1]")
+_NAME = r"(?:[a-z0-9._-]+|\[[0-9a-f:.]+\])"
+_HOST = re.compile(_NAME)
+_ORIGIN = re.compile(rf"[a-z][a-z0-9+.-]*://{_NAME}(?::[0-9]{{1,5}})?")  # as browsers write it
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,10 +59,38 @@ class ServerConfig:
                 continue
             if not math.isfinite(value) or value <= 0:
                 raise ConfigError(f"{one.name} is {value}; it must be a time above 0.")
+        self._check_names()
+        self._check_keys()
+
+    def _check_names(self) -> None:
+        """Of models, hosts and sites: one that no request could have would let nobody in."""
+        if "" in self.served_model_names:
+            raise ConfigError("served_model_names has an empty name. Leave it out or give one.")
+        for host in self.allowed_hosts:
+            if not _HOST.fullmatch(host):
+                raise ConfigError(
+                    f"allowed_hosts has {host!r}; give names or addresses in lower case and "
+                    "without a port, such as llm.example.org or [fd00::1]."
+                )
+        for origin in self.allowed_origins:
+            if origin != "*" and not _ORIGIN.fullmatch(origin):
+                raise ConfigError(
+                    f"allowed_origins has {origin!r}; give * or scheme://host[:port] in lower "
+                    "case and without a path, such as https://chat.example.org."
+                )
+
+    def _check_keys(self) -> None:
         names = [key.name for key in self.keys]
         twice = next((name for name in names if names.count(name) > 1), None)
         if twice is not None:
             raise ConfigError(f"Two API keys are named {twice!r}. Names tell them apart in limits.")
+        same = {key.digest: key.name for key in self.keys}
+        for key in self.keys:
+            if same[key.digest] != key.name:
+                raise ConfigError(
+                    f"The API keys {key.name!r} and {same[key.digest]!r} have the same secret, so "
+                    "only one's limits could hold. Give each its own."
+                )
         if not (self.keys or self.allow_unauthenticated or is_loopback(self.host)):
             raise ConfigError(
                 f"host={self.host} can be reached from other machines, and there is no API key: "

@@ -12,6 +12,7 @@ from penstock.server.errors import ApiError
 from penstock.server.protocol.chat import Message
 from penstock.server.protocol.common import CacheControl
 from penstock.tokenizer import Tokenizer
+from penstock.tokenizer.tool_calls import ToolCallForm
 
 # A token of more characters than this is possible; a prompt made of nothing else is not a text.
 _CHARACTERS_PER_TOKEN = 128
@@ -23,6 +24,8 @@ _TEMPLATE_ARGUMENTS = frozenset(
     "add_generation_prompt chat_template continue_final_message documents messages self "
     "tools".split()
 )
+# What clients send to any model, for those that can think.
+_HARMLESS_VARIABLES = frozenset({"enable_thinking", "thinking"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +36,27 @@ class PromptText:
     text: str | None = None
     dropped: int = 0  # messages that were left out to make it fit
     pins: tuple[Pin, ...] = ()  # of its start, to be kept in the cache
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """Where a prompt comes from, for errors in the words of its endpoint."""
+
+    field: str = "prompt"  # of the request
+    advice: str = ""  # for one that is too long, beside making it shorter
+    generates: bool = True  # so that a token at least must fit behind it
+
+
+_KEEP_END = "truncate_prompt_tokens: -1 to keep its end"
+_LEAVE_OUT = 'truncation: "auto" to leave out old turns'
+COMPLETION = Source("prompt", f", or send {_KEEP_END}")
+EMBEDDING = Source("input", f", or send {_KEEP_END}", generates=False)
+CHAT = Source("messages", f", or send {_KEEP_END}, or {_LEAVE_OUT}")
+RESPONSE = Source("input", f", or send {_LEAVE_OUT}")
+ANTHROPIC = Source(
+    "messages", ", or start the server with --truncation auto, which leaves out old turns"
+)
+CONVERSATION = Source("messages")
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,21 +85,27 @@ class Prompts:
             raise ApiError(
                 400,
                 "This server runs without a tokenizer (skip_tokenizer_init). Send token ids.",
-                param="prompt",
             )
         return self._tokenizer
 
     def of_text(
-        self, text: str, *, add_special_tokens: bool = True, keep: int | None = None
+        self,
+        text: str,
+        *,
+        add_special_tokens: bool = True,
+        keep: int | None = None,
+        source: Source = COMPLETION,
     ) -> PromptText:
         """A text's tokens; `keep` cuts it to its last tokens, -1 to what fits."""
-        self._check_characters(text, 0 if keep is None else _MOST_CHARACTERS)
+        self._check_characters(text, 0 if keep is None else _MOST_CHARACTERS, source)
         ids = self.tokenizer.encode(text, add_special_tokens=add_special_tokens)
-        return self._fitting(ids, text, keep)
+        return self._fitting(ids, text, keep, source)
 
-    def of_tokens(self, ids: list[int], *, keep: int | None = None) -> PromptText:
+    def of_tokens(
+        self, ids: list[int], *, keep: int | None = None, source: Source = COMPLETION
+    ) -> PromptText:
         """Tokens as they are."""
-        return self._fitting(ids, None, keep)
+        return self._fitting(ids, None, keep, source)
 
     def of_messages(
         self,
@@ -85,6 +115,7 @@ class Prompts:
         truncation: str = "disabled",
         reserve: int = 1,
         keep: int | None = None,
+        source: Source = CHAT,
     ) -> PromptText:
         """A conversation through the chat template.
 
@@ -95,13 +126,15 @@ class Prompts:
             raise ApiError(
                 400,
                 f"The conversation has {len(messages):,} messages; the model takes "
-                f"{self._max_len:,} tokens. Shorten it.",
-                param="messages",
+                f"{self._max_len:,} tokens. Shorten it{source.advice}.",
+                param=source.field,
                 code="context_length_exceeded",
             )
-        plain = [message.for_template() for message in messages]
-        text, ids, left_out = self._shortened(plain, rendering, truncation == "auto", reserve)
-        made = self._fitting(ids, text, keep)
+        plain = self._plain(messages, rendering, source)
+        text, ids, left_out = self._shortened(
+            plain, rendering, source, truncation == "auto", reserve
+        )
+        made = self._fitting(ids, text, keep, source)
         kept = [m for i, m in enumerate(messages) if i not in left_out]
         passages = [passage for message in kept for passage in message.passages()]
         marks = [i for i, (_, mark) in enumerate(passages) if mark is not None]
@@ -122,7 +155,12 @@ class Prompts:
         return PromptText(made.tokens, text, len(left_out), pins)
 
     def _shortened(
-        self, plain: list[dict[str, Any]], rendering: Rendering, shorten: bool, reserve: int
+        self,
+        plain: list[dict[str, Any]],
+        rendering: Rendering,
+        source: Source,
+        shorten: bool,
+        reserve: int,
     ) -> tuple[str, list[int], range]:
         """(text, tokens, messages left out): the most of the newest turns that fit."""
         starts = _starts(plain) if shorten else []
@@ -133,7 +171,8 @@ class Prompts:
         while True:  # low: the first that isn't known to be too long; high: tried when none fits
             middle = low if low == high else (low + high) // 2
             start = starts[middle] if starts else 0
-            text, ids = self._render(head + plain[start:] if starts else plain, rendering)
+            kept = head + plain[start:] if starts else plain
+            text, ids = self._render(kept, rendering, source)
             fits = len(ids) + reserve <= self._max_len
             if low == high:
                 return text, ids, range(len(head), start)
@@ -141,22 +180,74 @@ class Prompts:
 
     def encode(self, text: str, add_special_tokens: bool) -> list[int]:
         """A text's tokens, whether or not the model can take as many."""
-        self._check_characters(text, _MOST_CHARACTERS)
+        self._check_characters(text, _MOST_CHARACTERS, Source("prompt"))
         return self.tokenizer.encode(text, add_special_tokens=add_special_tokens)
 
     def rendered(self, messages: Sequence[Message], rendering: Rendering) -> list[int]:
         """A conversation's tokens, whether or not the model can take as many."""
-        return self._render([message.for_template() for message in messages], rendering)[1]
+        plain = self._plain(messages, rendering, CONVERSATION)
+        return self._render(plain, rendering, CONVERSATION)[1]
 
-    def _render(self, plain: list[dict[str, Any]], how: Rendering) -> tuple[str, list[int]]:
-        tokenizer = self.tokenizer
-        taken = sorted(_TEMPLATE_ARGUMENTS & (how.kwargs or {}).keys())
+    def _plain(
+        self, messages: Sequence[Message], how: Rendering, source: Source
+    ) -> list[dict[str, Any]]:
+        """The messages as the template reads them."""
+        for message in messages:
+            if message.content is None and not message.tool_calls:
+                said = f"A message of the {message.role} has no content."
+                raise ApiError(400, said, param=source.field)
+        if how.continue_final_message and messages[-1].tool_calls:
+            raise ApiError(
+                400,
+                "continue_final_message goes on with the last message's text, behind which its "
+                "tool_calls would be lost. Leave out one of them.",
+                param="continue_final_message",
+            )
+        self._check_variables(how, source)
+        form = ToolCallForm()
+        if any(message.tool_calls for message in messages):
+            try:
+                form = self.tokenizer.tool_call_form(how.chat_template)
+            except ChatTemplateError as error:
+                raise _template_error(error, source) from error
+        return [message.for_template(form) for message in messages]
+
+    def _check_variables(self, how: Rendering, source: Source) -> None:
+        """Raises ApiError for what the request gives to the template and that doesn't read it."""
+        given = {name for name, value in (how.kwargs or {}).items() if value is not None}
+        taken = sorted(_TEMPLATE_ARGUMENTS & given)
         if taken:
             raise ApiError(
                 400,
                 f"chat_template_kwargs can't set {taken[0]!r}, which the request itself says.",
                 param="chat_template_kwargs",
             )
+        given -= _HARMLESS_VARIABLES
+        if not given and not how.documents:
+            return
+        try:
+            read = self.tokenizer.template_variables(how.chat_template)
+        except ChatTemplateError as error:
+            raise _template_error(error, source) from error
+        unread = sorted(given - read)
+        if unread:
+            raise ApiError(
+                400,
+                f"chat_template_kwargs sets {unread[0]!r}, which this chat template doesn't read. "
+                "Leave it out.",
+                param="chat_template_kwargs",
+            )
+        if how.documents and "documents" not in read:
+            raise ApiError(
+                400,
+                "This chat template reads no documents. Write them into a message.",
+                param="documents",
+            )
+
+    def _render(
+        self, plain: list[dict[str, Any]], how: Rendering, source: Source
+    ) -> tuple[str, list[int]]:
+        tokenizer = self.tokenizer
         try:
             text = tokenizer.apply_chat_template(
                 plain,
@@ -167,8 +258,8 @@ class Prompts:
                 **(how.kwargs or {}),
             )
         except ChatTemplateError as error:
-            raise ApiError(400, str(error), param="messages", code="chat_template_error") from error
-        self._check_characters(text, _MOST_CHARACTERS)
+            raise _template_error(error, source) from error
+        self._check_characters(text, _MOST_CHARACTERS, source)
         return text, tokenizer.encode(text, add_special_tokens=how.add_special_tokens)
 
     def _pins(
@@ -205,7 +296,7 @@ class Prompts:
             same += 1
         return same
 
-    def _check_characters(self, text: str, least: int) -> None:
+    def _check_characters(self, text: str, least: int, source: Source) -> None:
         """Refuse what can't fit without spending the time to split it into tokens.
 
         least: so many characters are read in any case.
@@ -216,24 +307,26 @@ class Prompts:
                 400,
                 f"The prompt has {len(text):,} characters; the model takes {self._max_len:,} "
                 f"tokens, and at most {most:,} characters are read. Shorten it.",
-                param="prompt",
+                param=source.field,
                 code="context_length_exceeded",
             )
 
-    def _fitting(self, ids: list[int], text: str | None, keep: int | None) -> PromptText:
+    def _fitting(
+        self, ids: list[int], text: str | None, keep: int | None, source: Source
+    ) -> PromptText:
         """The prompt, cut to its end where `keep` says so. Raises ApiError for one too long."""
+        most = self._max_len - source.generates
         if keep is not None:
-            count = self._max_len - 1 if keep == -1 else keep
+            count = most if keep == -1 else keep
             if count < len(ids):
                 ids, text = ids[len(ids) - count :], None
-        if len(ids) >= self._max_len:
+        if len(ids) > most:
+            generating = "with at least one to generate " if source.generates else ""
             raise ApiError(
                 400,
-                f"The prompt has {len(ids):,} tokens, but with at least one to generate only "
-                f"{self._max_len - 1:,} fit into this model's {self._max_len:,}. Shorten it, or "
-                "send truncate_prompt_tokens: -1 to keep its end"
-                ' (conversations: truncation: "auto" leaves out old turns).',
-                param="prompt",
+                f"The prompt has {len(ids):,} tokens, but {generating}only {most:,} fit into this "
+                f"model's {self._max_len:,}. Shorten it{source.advice}.",
+                param=source.field,
                 code="context_length_exceeded",
             )
         return PromptText(ids, text)
@@ -252,6 +345,10 @@ class Prompts:
                 code="context_length_exceeded",
             )
         return asked
+
+
+def _template_error(error: ChatTemplateError, source: Source) -> ApiError:
+    return ApiError(400, str(error), param=source.field, code="chat_template_error")
 
 
 def _starts(plain: list[dict[str, Any]]) -> list[int]:

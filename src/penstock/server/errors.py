@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
+from dataclasses import fields
 from typing import Any
 
-from fastapi import FastAPI, Request
-from fastapi.exceptions import RequestValidationError
+from fastapi import Request
 from fastapi.responses import JSONResponse
-from starlette.exceptions import HTTPException
 
 from penstock.errors import (
     EngineDeadError,
@@ -18,6 +18,7 @@ from penstock.errors import (
     RequestTimeoutError,
     TokenizerError,
 )
+from penstock.sampling import SamplingParams
 
 # OpenAI's and Anthropic's names for an error of a status.
 _TYPES = {
@@ -31,7 +32,11 @@ _TYPES = {
 }
 _CLIENT = ("invalid_request_error", "invalid_request_error")
 _SERVER = ("server_error", "api_error")
-_NOT_FIELDS = ("function-", "list[", "dict[")  # how an error's place names types
+# The engine's errors begin with what they blame.
+_BLAMED = re.compile(r"(\w+)(?:\[\d+\])?(?= is |=| has | holds )")
+_FIELDS = {one.name for one in fields(SamplingParams)} | {"cache_salt", "dimensions", "priority"}
+_INERT = re.compile(r"(\w+?)(_s)?=(\S+) has no effect: requests are scheduled by policy='(\w+)'.")
+_HEEDED_BY = {"priority": "priority", "ttft_slo": "edf", "tpot_slo": "edf"}
 
 
 def _types(status: int) -> tuple[str, str]:
@@ -87,19 +92,26 @@ class ApiError(Exception):
         return body | ({"request_id": request_id} if request_id else {})
 
 
-def unsupported(field: str, why: str = "") -> ApiError:
-    """400 for a field that the API has and Penstock doesn't."""
+def unsupported(field: str, why: str = "", *, kind: str = "", param: str | None = None) -> ApiError:
+    """400 for a field that the API has and Penstock doesn't.
+
+    kind: what stands in the field, where only that isn't supported; param: another field to blame.
+    """
+    what = f"{kind} (in {field!r})" if kind else repr(field)
     reason = f" {why}" if why else ""
     return ApiError(
         400,
-        f"{field!r} isn't supported by Penstock yet.{reason} Leave it out.",
-        param=field,
+        f"{what} isn't supported by Penstock yet.{reason} Leave it out.",
+        param=param or field,
         code="unsupported_parameter",
     )
 
 
-def as_api_error(error: BaseException) -> ApiError:
-    """What a client is told of an error that came from the engine."""
+def as_api_error(error: BaseException, names: Mapping[str, str] | None = None) -> ApiError:
+    """What a client is told of an error that came from the engine.
+
+    names: what the client's API calls some of the engine's parameters.
+    """
     if isinstance(error, ApiError):
         return error
     if isinstance(error, EngineDeadError):
@@ -109,10 +121,32 @@ def as_api_error(error: BaseException) -> ApiError:
     if isinstance(error, RequestTimeoutError):
         return ApiError(408, str(error), code="request_timeout")
     if isinstance(error, RequestError | TokenizerError):
-        return ApiError(400, str(error))
+        return _refused(str(error), names or {})
     if isinstance(error, PenstockError):
         return ApiError(500, str(error))
     return ApiError(500, f"{type(error).__name__} in the server. Its log says more.")
+
+
+def _refused(message: str, names: Mapping[str, str]) -> ApiError:
+    """400 in the words of the API: its fields, its null."""
+    inert = _INERT.match(message)
+    if inert:
+        name, seconds, value, policy = inert.groups()
+        field = f"{name}_ms" if seconds else name
+        shown = f"{float(value) * 1000:g}" if seconds else value
+        return ApiError(
+            400,
+            f"{field} is {shown}, but requests are scheduled by the policy {policy!r}, which "
+            "doesn't heed it. Leave it out, or start the server with --scheduling-policy "
+            f"{_HEEDED_BY[name]}.",
+            param=field,
+        )
+    blamed = _BLAMED.match(message)
+    param = blamed[1] if blamed and blamed[1] in _FIELDS else None
+    for name, other in names.items():
+        message = re.sub(rf"\b{name}\b", other, message)
+    said = re.sub(r"\bNone\b", "null", message)
+    return ApiError(400, said, param=param and names.get(param, param))
 
 
 def error_response(request: Request, error: ApiError) -> JSONResponse:
@@ -126,68 +160,6 @@ def error_response(request: Request, error: ApiError) -> JSONResponse:
     return JSONResponse(body, error.status, headers=error.headers)
 
 
-def install_handlers(app: FastAPI) -> None:
-    """Answer every exception in the APIs' own shape."""
-
-    @app.exception_handler(ApiError)
-    async def api_error(request: Request, error: ApiError) -> JSONResponse:
-        return error_response(request, error)
-
-    @app.exception_handler(PenstockError)
-    async def penstock_error(request: Request, error: PenstockError) -> JSONResponse:
-        return error_response(request, as_api_error(error))
-
-    @app.exception_handler(RequestValidationError)
-    async def invalid(request: Request, error: RequestValidationError) -> JSONResponse:
-        return error_response(request, describe(error, request.headers.get("content-type", "")))
-
-    @app.exception_handler(HTTPException)
-    async def http(request: Request, error: HTTPException) -> JSONResponse:
-        if isinstance(error.__cause__, ApiError):  # raised while the body was read
-            return error_response(request, error.__cause__)
-        made = ApiError(error.status_code, _sentence(str(error.detail)), headers=error.headers)
-        path = request.scope["path"]
-        if error.status_code == 404:
-            made.message = f"There is nothing at {request.method} {path}."
-        elif error.status_code == 405:
-            made.message = f"{path} doesn't take {request.method}."
-        return error_response(request, made)
-
-
-def describe(error: RequestValidationError, content_type: str) -> ApiError:
-    """The first thing that is wrong with a body: which field, what it is, what it must be."""
-    problems = error.errors()
-    # Of a field that may be of several types, the type that the value is most like.
-    field_problems = [x for x in problems if x["loc"][:2] == problems[0]["loc"][:2]]
-    problem = max(field_problems, key=lambda x: len(x["loc"]))
-    place = [str(part) for part in problem["loc"] if part != "body"]
-    kind, message = problem["type"], problem["msg"]
-    if isinstance(problem.get("input"), bytes) and not place:
-        return ApiError(
-            415,
-            f"The body's Content-Type is {content_type[:80]!r}; send JSON as application/json.",
-            code="unsupported_media_type",
-        )
-    field = ".".join(x for x in place if x != "str" and not x.startswith(_NOT_FIELDS))
-    if kind == "extra_forbidden":
-        return ApiError(
-            400, f"{field!r} isn't a field of this request.", param=field, code="unknown_parameter"
-        )
-    if kind == "missing":
-        said = f"{field!r} is missing." if field else "The body is missing; send JSON."
-        return ApiError(400, said, param=field or None, code="missing_required_parameter")
-    given = problem.get("input")
-    shown = repr(given) if isinstance(given, int | float | bool | str) else type(given).__name__
-    if len(shown) > 80:
-        shown = shown[:80] + "…"
-    text = message.removeprefix("Value error, ")
-    said = (
-        f"{field}: {_sentence(text)}"
-        if kind == "value_error"
-        else (f"{field or 'The body'} is {shown}: {_sentence(text)}")
-    )
-    return ApiError(400, said, param=field or None, code="invalid_value")
-
-
-def _sentence(text: str) -> str:
+def as_sentence(text: str) -> str:
+    """With a stop at its end."""
     return text if text.endswith((".", "!", "?")) else f"{text}."

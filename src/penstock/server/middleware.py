@@ -28,12 +28,33 @@ OPEN_PATHS = ("/", "/health", "/ready")
 """Answered without a key, and so are the page's files."""
 
 REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
-_METHODS, _HEADERS = "GET, POST, OPTIONS", "authorization, content-type, x-api-key, x-request-id"
+_METHODS = "GET, HEAD, POST, OPTIONS"
+_HEADERS = "authorization, content-type, x-api-key, x-request-id"
+_EXPOSED = "x-request-id, request-id, retry-after, x-penstock-dropped-messages"
+# Names of headers (RFC 9110, 5.6.2) with commas, as many as clients' telemetry needs.
+_ASKED_HEADERS = re.compile(r"[A-Za-z0-9!#$%&'*+.^_`|~, \t-]{1,4096}")
+# A name or an address and perhaps a port (RFC 9110, 7.2); no user, no path.
+_HOST = re.compile(r"([A-Za-z0-9._-]+|\[[0-9A-Fa-f:.]+\])(?::[0-9]{1,5})?")
+
+
+_ALIVE = "/health"
+"""Answered whatever the Host header says or lacks: load balancers ask so, and it tells nothing."""
 
 
 def is_open(path: str) -> bool:
     """Whether `path` is answered without a key."""
     return path in OPEN_PATHS or path in files()
+
+
+def _routed(scope: Message) -> Message:
+    """The request as the endpoints know it: no slash at the end, and GET for HEAD where that is."""
+    path = scope["path"]
+    changed: dict[str, Any] = {}
+    if len(path) > 1 and path.endswith("/"):
+        changed["path"] = path[:-1]
+    if scope["method"] == "HEAD" and path in OPEN_PATHS:
+        changed["method"] = "GET"
+    return {**scope, **changed} if changed else scope
 
 
 class Front:
@@ -54,6 +75,7 @@ class Front:
         state["request_id"] = request_id
         answer = Answer(request_id)
         current.set(answer)
+        method, path, routed = scope["method"], scope["path"], _routed(scope)
         origin = headers.get("origin")
         allowed = origin is not None and self._allows(origin)
         started = False
@@ -64,29 +86,28 @@ class Front:
                 started = True
                 answer.status = message["status"]
                 out = MutableHeaders(scope=message)
-                out["X-Request-Id"] = request_id
-                out["X-Content-Type-Options"] = "nosniff"
-                out.update(state.get("answer_headers", {}))
+                _sign(out, state, path)
                 if not out.get("content-type", "").startswith(EventStream.media_type):
                     _close_ticket(state)  # it is answered: who reads that may send the next
                 if allowed and origin is not None:
                     out["Access-Control-Allow-Origin"] = origin
-                    out["Access-Control-Expose-Headers"] = (
-                        "x-request-id, retry-after, x-penstock-dropped-messages"
-                    )
+                    out["Access-Control-Expose-Headers"] = _EXPOSED
                     out.add_vary_header("Origin")
+            elif method == "HEAD":
+                message = {**message, "body": b""}
             await send(message)
 
         try:
-            if allowed and scope["method"] == "OPTIONS":
-                await self._preflight(reply)
+            if allowed and method == "OPTIONS":
+                await self._preflight(headers, reply)
                 return
-            self._check_host(headers)
+            if path != _ALIVE or (scope["http_version"] != "1.0" and "host" in headers):
+                self._check_host(headers)
             if origin is not None and not allowed:
                 self._check_origin(origin, headers)
-            state["key"] = self._key(headers, scope["path"])
+            state["key"] = self._key(headers, path)
             self._check_size(headers)
-            await self._app(scope, _Bounded(receive, self._config), reply)
+            await self._app(routed, _Bounded(receive, self._config), reply)
         except Exception as error:
             if started:
                 raise
@@ -95,18 +116,21 @@ class Front:
             await error_response(Request(scope), as_api_error(error))(scope, receive, reply)
         finally:
             _close_ticket(state)
-            answer.end(scope, self._key_name(scope))
+            answer.end(routed, self._key_name(scope))
 
     def _allows(self, origin: str) -> bool:
         origins = self._config.allowed_origins
         return "*" in origins or origin in origins
 
     @staticmethod
-    async def _preflight(send: Send) -> None:
+    async def _preflight(headers: Headers, send: Send) -> None:
+        """A site that may call may send any header: clients add ever more of their own."""
+        asked = headers.get("access-control-request-headers", "")
         names = {
             "access-control-allow-methods": _METHODS,
-            "access-control-allow-headers": _HEADERS,
+            "access-control-allow-headers": asked if _ASKED_HEADERS.fullmatch(asked) else _HEADERS,
             "access-control-max-age": "600",
+            "vary": "Access-Control-Request-Headers",
         }
         pairs = [(k.encode(), v.encode()) for k, v in names.items()]
         await send({"type": "http.response.start", "status": 204, "headers": pairs})
@@ -114,14 +138,15 @@ class Front:
 
     def _check_host(self, headers: Headers) -> None:
         names = self._config.host_names
-        host = headers.get("host", "")
-        bare = host if host.endswith("]") else host.rsplit(":", 1)[0]
-        if names and bare.lower() not in names:
+        given = headers.getlist("host")
+        host = given[0] if len(given) == 1 else ""
+        found = _HOST.fullmatch(host)
+        if names and (found is None or found[1].lower() not in names):
+            way_out = "" if self._config.allowed_hosts else ", or with a key"
             raise ApiError(
                 403,
-                f"The Host header is {host[:80]!r}. Without an API key only "
-                f"{', '.join(names)} are answered; start the server with --allowed-host, or with "
-                "a key.",
+                f"The Host header is {host[:80]!r}, and only {', '.join(names)} are answered. "
+                f"Start the server with --allowed-host{way_out}.",
                 code="host_not_allowed",
             )
 
@@ -169,6 +194,15 @@ class Front:
         length = headers.get("content-length", "0")
         if length.isdecimal() and int(length) > self._config.max_body_bytes:
             raise too_large(self._config.max_body_bytes, int(length))
+
+
+def _sign(headers: MutableHeaders, state: dict[str, Any], path: str) -> None:
+    """What every answer has."""
+    headers["X-Request-Id"] = state["request_id"]
+    if path.startswith("/v1/messages"):
+        headers["request-id"] = state["request_id"]  # Anthropic's
+    headers["X-Content-Type-Options"] = "nosniff"
+    headers.update(state.get("answer_headers", {}))
 
 
 def _close_ticket(state: dict[str, Any]) -> None:

@@ -16,6 +16,7 @@ from penstock.tokenizer.sandbox import (
     budget,
     compile_template,
     join_pieces,
+    variables_of,
 )
 
 # Put at the end of the final message to find where it ends in the rendered text. The space shows
@@ -58,6 +59,14 @@ def render_chat(
         return _render(template, context)
     final = _tag_final_message(chat)
     return _cut_at_tag(_render(template, context), final)
+
+
+def template_variables(template: str) -> frozenset[str]:
+    """The names that a template may look up. Raises `ChatTemplateError` for one that is wrong."""
+    try:
+        return variables_of(template)
+    except Exception as error:
+        raise ChatTemplateError(_describe(error)) from error
 
 
 def plain_data(value: Any) -> Any:

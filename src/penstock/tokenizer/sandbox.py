@@ -20,7 +20,7 @@ from datetime import datetime
 from typing import Any, NoReturn
 
 import jinja2
-from jinja2 import nodes
+from jinja2 import meta, nodes
 from jinja2.compiler import CodeGenerator, Frame
 from jinja2.exceptions import SecurityError, TemplateError
 from jinja2.ext import Extension
@@ -352,10 +352,25 @@ def environment() -> BoundedEnvironment:
 
 
 @functools.lru_cache(maxsize=64)
+def variables_of(source: str) -> frozenset[str]:
+    """The names that a template may look up. Raises what jinja2 raises.
+
+    A template has no other way to a variable than its name.
+    """
+    _check_source(source)
+    env = environment()
+    return frozenset(meta.find_undeclared_variables(env.parse(source))) | env.globals.keys()
+
+
+@functools.lru_cache(maxsize=64)
 def compile_template(source: str) -> jinja2.Template:
     """A template ready to render. Raises what jinja2 raises."""
+    _check_source(source)
+    return environment().from_string(source)
+
+
+def _check_source(source: str) -> None:
     if len(source) > MAX_SOURCE_CHARACTERS:
         raise SecurityError(
             f"its source has {len(source):,} characters; {MAX_SOURCE_CHARACTERS:,} are allowed"
         )
-    return environment().from_string(source)

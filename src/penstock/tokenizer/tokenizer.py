@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from penstock.errors import ChatTemplateError, InvalidPromptError, TokenizerError
 from penstock.tokenizer.backend import Backend, FastBackend, configure
@@ -19,6 +19,9 @@ from penstock.tokenizer.byte_level import (
 )
 from penstock.tokenizer.sentencepiece_backend import SentencePieceBackend
 from penstock.tokenizer.settings import TokenizerSettings, read_settings
+
+if TYPE_CHECKING:
+    from penstock.tokenizer.tool_calls import ToolCallForm
 
 
 class PieceTable(dict[int, bytes]):
@@ -160,6 +163,18 @@ class Tokenizer:
             continue_final_message=continue_final_message,
             variables={**self._named_tokens, **kwargs},
         )
+
+    def template_variables(self, chat_template: str | None = None) -> frozenset[str]:
+        """The names that the template, chosen as in `apply_chat_template`, may look up."""
+        from penstock.tokenizer.chat import template_variables
+
+        return template_variables(self._template(chat_template, has_tools=False))
+
+    def tool_call_form(self, chat_template: str | None = None) -> ToolCallForm:
+        """How the template, chosen as in `apply_chat_template`, wants earlier tool calls."""
+        from penstock.tokenizer.tool_calls import tool_call_form
+
+        return tool_call_form(self._template(chat_template, has_tools=False))
 
     def _template(self, chosen: str | None, *, has_tools: bool) -> str:
         templates = self._templates

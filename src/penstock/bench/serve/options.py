@@ -14,6 +14,14 @@ from penstock.errors import ConfigError
 
 MOONCAKE_BLOCK = 512  # tokens of a block in Mooncake's traces
 
+_OF_A_WORKLOAD = {
+    "num_groups": "shared-prefix",
+    "prefix_len": "shared-prefix",
+    "suffix_len": "shared-prefix",
+    "num_turns": "multi-turn",
+    "think_time_s": "multi-turn",
+}
+
 Backend = Literal["openai", "openai-chat"]
 PromptForm = Literal["auto", "ids", "text"]
 LongPrompts = Literal["drop", "cut"]
@@ -75,6 +83,7 @@ class Options:
                 )
             if self.time_scale != 1.0:
                 raise ConfigError("--time-scale stretches a trace's times: azure's or mooncake's.")
+        self._check_workload()
         if self.dataset_name != "mooncake" and self.block_tokens != MOONCAKE_BLOCK:
             raise ConfigError("--block-tokens is of --dataset-name mooncake.")
         if self.time_scale != 1.0 and self.request_rate is not None:
@@ -104,6 +113,17 @@ class Options:
             raise ConfigError(f"--burstiness is {self.burstiness:g}; it must be above 0.")
         if not 0 <= self.time_scale < math.inf:
             raise ConfigError(f"--time-scale is {self.time_scale:g}; it must be 0 or more.")
+
+    def _check_workload(self) -> None:
+        """What shapes one workload means nothing to another."""
+        for name, dataset in _OF_A_WORKLOAD.items():
+            default = type(self).__dataclass_fields__[name].default
+            if self.dataset_name != dataset and getattr(self, name) != default:
+                option = "--" + name.removesuffix("_s").replace("_", "-")
+                raise ConfigError(
+                    f"{option} means nothing to --dataset-name {self.dataset_name}: it is for "
+                    f"{dataset}."
+                )
 
     @property
     def needs_text(self) -> bool:

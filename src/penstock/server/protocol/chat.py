@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Field
+from pydantic import AfterValidator, Field, model_validator
 
-from penstock.server.errors import ApiError, unsupported
+from penstock.server.body import read_json
+from penstock.server.errors import ApiError
 from penstock.server.protocol.common import (
+    MOST_MESSAGES,
     Body,
     CacheControl,
     EngineFields,
     SamplingFields,
     Some,
     StreamOptions,
+    UserName,
 )
+from penstock.server.validation import refusal
+from penstock.tokenizer.tool_calls import ToolCallForm
 
 TEXT_PARTS = ("text", "input_text", "output_text")
 
@@ -34,20 +40,60 @@ class TextPart(Body):
         ), ()
     )  # fmt: skip
 
-    def read(self) -> str:
-        """Its text. Raises ApiError for another kind of content."""
-        if self.type not in TEXT_PARTS:
-            raise unsupported(f"content of type {self.type[:40]}", "Only text is read.")
+    @model_validator(mode="before")
+    @classmethod
+    def _only_text(cls, data: Any) -> Any:
+        """Before its fields, which are another kind's."""
+        kind = data.get("type") if isinstance(data, dict) else None
+        if isinstance(kind, str) and kind not in TEXT_PARTS:
+            raise refusal(kind=f"Content of type {kind[:40]!r}", why="Only text is read.")
+        return data
+
+    @model_validator(mode="after")
+    def _has_text(self) -> TextPart:
         if self.text is None:
-            raise ApiError(400, "A part of type 'text' has no text.", param="messages")
-        return self.text
+            raise ValueError(f"a part of type {self.type!r} has no text")
+        return self
+
+    def read(self) -> str:
+        """Its text."""
+        return self.text or ""
+
+
+def _read_arguments(given: str | dict[str, Any]) -> dict[str, Any]:
+    """A call's arguments, which the API has as JSON text. Raises ValueError for other text."""
+    if isinstance(given, dict):
+        return given
+    if not given.strip():
+        return {}
+    try:
+        value = read_json(given.encode())
+    except ApiError as error:
+        reason = error.message.partition(": ")[2]
+        raise ValueError(f"must be a JSON object as text, but can't be read: {reason}") from error
+    if not isinstance(value, dict):
+        raise ValueError(f"must be a JSON object as text, not {given[:60]!r}")
+    return value
+
+
+def _readable(given: str | dict[str, Any]) -> str | dict[str, Any]:
+    _read_arguments(given)
+    return given
 
 
 class FunctionCall(Body):
     """What an earlier answer called."""
 
     name: str
-    arguments: str
+    arguments: Annotated[str | dict[str, Any], AfterValidator(_readable)]
+
+    def for_template(self, form: ToolCallForm) -> dict[str, Any]:
+        """The call with its arguments as the template wants them."""
+        given = self.arguments
+        arguments: Any = _read_arguments(given)
+        if form.arguments_as_text:
+            arguments = given if isinstance(given, str) else json.dumps(given, ensure_ascii=False)
+        return {"name": self.name, "arguments": arguments}
 
 
 class ToolCall(Body):
@@ -57,6 +103,12 @@ class ToolCall(Body):
     type: Literal["function"] = "function"
     function: FunctionCall
     index: int | None = None
+
+    def for_template(self, form: ToolCallForm) -> dict[str, Any]:
+        """The call as chat templates read it."""
+        function = self.function.for_template(form)
+        plain = {"id": self.id, "type": self.type, "function": function, "index": self.index}
+        return {name: value for name, value in plain.items() if value is not None}
 
 
 class Message(Body):
@@ -83,32 +135,35 @@ class Message(Body):
         parts = [(part.read(), part.cache_control) for part in self.content]
         return [*parts, ("", self.cache_control)]
 
-    def for_template(self) -> dict[str, Any]:
-        """The message as chat templates read it: content as one text."""
+    def for_template(self, form: ToolCallForm) -> dict[str, Any]:
+        """The message as chat templates read it: content as one text.
+
+        form: how the template wants calls of tools.
+        """
         content = self.content
         if isinstance(content, list):
             content = "\n".join(part.read() for part in content)
+        if self.tool_calls and not content:
+            content = form.content
         plain: dict[str, Any] = {
             "role": "system" if self.role == "developer" else self.role,
             "content": content,
         }
-        if content is None and not self.tool_calls:
-            raise ApiError(400, f"A message of the {self.role} has no content.", param="messages")
         for field in ("name", "tool_call_id", "reasoning_content"):
             if (value := getattr(self, field)) is not None:
                 plain[field] = value
         if self.tool_calls:
-            plain["tool_calls"] = [x.model_dump(exclude_none=True) for x in self.tool_calls]
+            plain["tool_calls"] = [call.for_template(form) for call in self.tool_calls]
         return plain
 
 
 class TemplateFields(Body):
     """How a conversation becomes a prompt."""
 
-    messages: Some[Message] = Field(min_length=1)
-    add_generation_prompt: bool = True
-    continue_final_message: bool = False
-    add_special_tokens: bool = False
+    messages: Some[Message] = Field(min_length=1, max_length=MOST_MESSAGES)
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    add_special_tokens: bool | None = None
     chat_template: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     documents: Some[dict[str, Any]] | None = None
@@ -130,8 +185,8 @@ class ChatRequest(SamplingFields, EngineFields, TemplateFields):
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
     echo: bool | None = None
-    user: str | None = None
-    safety_identifier: str | None = None
+    user: UserName | None = None
+    safety_identifier: UserName | None = None
     request_id: str | None = None
     unsupported: ClassVar[Mapping[str, tuple[Any, ...]]] = {
         "audio": (),
@@ -180,3 +235,8 @@ class ChatRequest(SamplingFields, EngineFields, TemplateFields):
                 param="max_tokens",
             )
         return old if new is None else new
+
+    @property
+    def limit_field(self) -> str:
+        """Which of the two fields says so."""
+        return "max_tokens" if self.max_completion_tokens is None else "max_completion_tokens"

@@ -7,10 +7,20 @@ from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
+from penstock.errors import InvalidSamplingError
 from penstock.sampling import SamplingParams
-from penstock.server.errors import ApiError, unsupported
+from penstock.server.errors import ApiError, as_api_error
+from penstock.server.validation import refusal
 
+MOST_MESSAGES = 16_384
+_MOST_NAME_CHARACTERS = 4096
+_MOST_SALT_CHARACTERS = 512
 _EMPTY: tuple[Any, ...] = (None, False, "", [], {})
+# Fields that ask for something even when they are empty: {} is a schema that takes any JSON.
+STRICT = frozenset(
+    "format guided_choice guided_grammar guided_json guided_regex output_format response_format "
+    "structural_tag structured_outputs".split()
+)
 _SEEDS = 1 << 64
 _TOKENS = 1 << 31
 T = TypeVar("T")
@@ -20,13 +30,16 @@ Some = Annotated[list[T], Field(fail_fast=True)]
 
 Probability = Annotated[float, Field(ge=0, le=1)]
 TokenId = Annotated[int, Field(ge=0, lt=_TOKENS)]
+UserName = Annotated[str, Field(max_length=_MOST_NAME_CHARACTERS)]
+Milliseconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 
 
 class Body(BaseModel):
     """A request's body: types as they are written, and no field that nobody reads.
 
-    unsupported: fields that the API has and Penstock lacks, with the values that ask for nothing
-    beside None, False and what is empty.
+    null for a field that may be left out means that it is. unsupported: fields that the API has and
+    Penstock lacks, with the values that ask for nothing beside None, False and what is empty (of
+    those in `STRICT` None alone).
     """
 
     model_config = ConfigDict(extra="forbid", strict=True, protected_namespaces=())
@@ -37,16 +50,23 @@ class Body(BaseModel):
     def _refuse_unsupported(cls, data: Any) -> Any:
         if not isinstance(data, dict):
             return data
-        unknown = data.keys() - cls.model_fields.keys()
-        if not unknown and not cls.unsupported.keys() & data.keys():  # some are inherited
+        fields = cls.model_fields
+        unknown = data.keys() - fields.keys()
+        nulls = any(value is None for value in data.values())
+        if not unknown and not nulls and not cls.unsupported.keys() & data.keys():  # or inherited
             return data
-        kept = dict(data)
+        kept = {
+            name: value
+            for name, value in data.items()
+            if value is not None or name not in fields or fields[name].is_required()
+        }
         for field, harmless in cls.unsupported.items():
             if field not in kept:
                 continue
             value = kept.pop(field)
-            if not any(value is x or value == x for x in (*_EMPTY, *harmless)):
-                raise unsupported(field)
+            nothing = (None,) if field in STRICT else _EMPTY
+            if not any(value is x or value == x for x in (*nothing, *harmless)):
+                raise refusal(field)
         for field in sorted(unknown - cls.unsupported.keys())[1:]:
             del kept[field]  # one is enough to refuse the body
         return kept
@@ -62,7 +82,7 @@ class StreamOptions(Body):
     @model_validator(mode="after")
     def _no_obfuscation(self) -> StreamOptions:
         if self.include_obfuscation:
-            raise unsupported("stream_options.include_obfuscation")
+            raise refusal("include_obfuscation")
         return self
 
 
@@ -118,10 +138,13 @@ class SamplingFields(Body):
     include_stop_str_in_output: bool | None = None
     prompt_logprobs: int | None = None
 
-    def sampling(self, defaults: SamplingParams, **chosen: Any) -> SamplingParams:
+    def sampling(
+        self, defaults: SamplingParams, names: Mapping[str, str] | None = None, **chosen: Any
+    ) -> SamplingParams:
         """Sampling parameters: these fields, over the model's own suggestions.
 
-        chosen: what an endpoint sets. Raises InvalidSamplingError.
+        names: what the endpoint calls some of the parameters; chosen: what it sets. Raises ApiError
+        naming the field.
         """
         given = {
             name: value
@@ -134,16 +157,19 @@ class SamplingFields(Body):
             given["seed"] %= _SEEDS  # the API's seeds may be negative
         suggested = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
         base = {name: getattr(defaults, name) for name in suggested}
-        return SamplingParams(**{**base, **given, **chosen})
+        try:
+            return SamplingParams(**{**base, **given, **chosen})
+        except InvalidSamplingError as error:
+            raise as_api_error(error, names) from error
 
 
 class EngineFields(Body):
     """What a request may ask of the queue and the cache, beyond the APIs' own fields."""
 
     priority: int | None = None  # vLLM's: the lower, the sooner
-    cache_salt: str | None = None  # vLLM's: prefixes are shared only between equal salts
-    ttft_slo_ms: float | None = None  # Penstock's: the first token is wanted within this time
-    tpot_slo_ms: float | None = None  # … and each further one within this
+    cache_salt: Annotated[str, Field(max_length=_MOST_SALT_CHARACTERS)] | None = None  # vLLM's
+    ttft_slo_ms: Milliseconds | None = None  # Penstock's: the first token is wanted within this
+    tpot_slo_ms: Milliseconds | None = None  # … and each further one within this
 
 
 def _token(text: str) -> int:

@@ -13,6 +13,7 @@ from penstock.server.protocol.common import (
     Some,
     StreamOptions,
     TokenId,
+    UserName,
 )
 
 
@@ -50,11 +51,11 @@ class CompletionRequest(SamplingFields, EngineFields):
     stream_options: StreamOptions | None = None
     logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     echo: bool | None = None
-    add_special_tokens: bool = True
+    add_special_tokens: bool | None = None
     truncate_prompt_tokens: Annotated[int, Field(ge=-1)] | None = None
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
-    user: str | None = None
+    user: UserName | None = None
     request_id: str | None = None
     unsupported: ClassVar[Mapping[str, tuple[Any, ...]]] = {
         "best_of": (1,),

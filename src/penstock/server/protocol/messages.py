@@ -8,7 +8,14 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import Field
 
 from penstock.server.protocol.chat import Message, TextPart
-from penstock.server.protocol.common import Body, CacheControl, EngineFields, Some
+from penstock.server.protocol.common import (
+    MOST_MESSAGES,
+    Body,
+    CacheControl,
+    EngineFields,
+    Some,
+    UserName,
+)
 
 
 class Turn(Body):
@@ -21,14 +28,14 @@ class Turn(Body):
 class Metadata(Body):
     """Who asks."""
 
-    user_id: str | None = None
+    user_id: UserName | None = None
 
 
 class CountTokensRequest(Body):
     """`POST /v1/messages/count_tokens`."""
 
     model: str
-    messages: Some[Turn] = Field(min_length=1)
+    messages: Some[Turn] = Field(min_length=1, max_length=MOST_MESSAGES)
     system: str | Some[TextPart] | None = None
     cache_control: CacheControl | None = None
     unsupported: ClassVar[Mapping[str, tuple[Any, ...]]] = {

@@ -5,11 +5,19 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BeforeValidator, Field
+from pydantic import BeforeValidator, Field, model_validator
 
 from penstock.server.errors import ApiError, unsupported
 from penstock.server.protocol.chat import Message, TextPart
-from penstock.server.protocol.common import Body, EngineFields, SamplingFields, Some
+from penstock.server.protocol.common import (
+    MOST_MESSAGES,
+    Body,
+    EngineFields,
+    SamplingFields,
+    Some,
+    UserName,
+)
+from penstock.server.validation import refusal
 
 MOST_METADATA = 16  # as in the API
 
@@ -33,10 +41,17 @@ class InputItem(Body):
     status: Literal["completed", "incomplete", "in_progress"] | None = None
     unsupported: ClassVar[Mapping[str, tuple[Any, ...]]] = {"phase": ()}
 
+    @model_validator(mode="before")
+    @classmethod
+    def _only_messages(cls, data: Any) -> Any:
+        """Before its fields, which are another kind's."""
+        kind = data.get("type") if isinstance(data, dict) else None
+        if isinstance(kind, str) and kind != "message":
+            raise refusal(kind=f"An item of type {kind[:40]!r}", why="Only messages are read.")
+        return data
+
     def message(self) -> Message:
         """The same as a chat's message. Raises ApiError for what isn't one."""
-        if self.type != "message":
-            raise unsupported(f"input of type {self.type[:40]}", "Only messages are read.")
         if self.role is None:
             raise ApiError(400, "A message of the input has no role.", param="input")
         return Message(role=self.role, content=self.content)
@@ -55,7 +70,7 @@ class ResponsesRequest(SamplingFields, EngineFields):
     """`POST /v1/responses`."""
 
     model: str | None = None
-    input: str | Some[InputItem]
+    input: str | Annotated[Some[InputItem], Field(max_length=MOST_MESSAGES)]
     instructions: str | None = None
     max_output_tokens: Annotated[int, Field(ge=1)] | None = None
     stream: bool | None = None
@@ -64,8 +79,8 @@ class ResponsesRequest(SamplingFields, EngineFields):
     include: list[str] | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     truncation: Literal["disabled", "auto"] | None = None
-    user: str | None = None
-    safety_identifier: str | None = None
+    user: UserName | None = None
+    safety_identifier: UserName | None = None
     store: bool | None = None  # nothing is stored; true would promise that
     chat_template_kwargs: dict[str, Any] | None = None
     unsupported: ClassVar[Mapping[str, tuple[Any, ...]]] = {
@@ -96,7 +111,7 @@ class ResponsesRequest(SamplingFields, EngineFields):
         """Top log-probabilities beside each token's own; None for none at all."""
         other = next((x for x in self.include or () if x != LOGPROBS), None)
         if other is not None:
-            raise unsupported(f"include of {other[:60]}")
+            raise unsupported("include", kind=f"What {other[:60]!r} asks for")
         return 0 if self.include and self.top_logprobs is None else self.top_logprobs
 
     def messages(self) -> list[Message]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pydantic import Field
 
 from penstock.server.protocol.chat import Message, TemplateFields
-from penstock.server.protocol.common import Body, Some, TokenId
+from penstock.server.protocol.common import MOST_MESSAGES, Body, Some, TokenId
 
 
 class TokenizeRequest(TemplateFields):
@@ -13,9 +13,9 @@ class TokenizeRequest(TemplateFields):
 
     model: str | None = None
     prompt: str | None = None
-    messages: Some[Message] = Field(default_factory=list)
-    add_special_tokens: bool = True
-    return_token_strs: bool = False
+    messages: Some[Message] = Field(default_factory=list, max_length=MOST_MESSAGES)
+    add_special_tokens: bool | None = None
+    return_token_strs: bool | None = None
 
 
 class DetokenizeRequest(Body):

@@ -14,11 +14,12 @@ from penstock.server.admission import Caller, Ticket
 from penstock.server.body import JsonRoute
 from penstock.server.choices import Delta, Reader, TokenNames, prompt_logprobs, whole
 from penstock.server.errors import ApiError, unsupported
+from penstock.server.protocol.answers import ChatCompletion
 from penstock.server.protocol.chat import ChatRequest
 from penstock.server.routes.common import (
     ERRORS,
-    STREAM,
     admit,
+    answers,
     caller_of,
     check_words,
     last_of,
@@ -36,7 +37,7 @@ from penstock.server.sse import DONE, dumps, event, unless_gone
 router = APIRouter(route_class=JsonRoute)
 
 
-@router.post("/v1/chat/completions", responses=ERRORS | STREAM)
+@router.post("/v1/chat/completions", responses=ERRORS | answers(ChatCompletion))
 async def create_chat_completion(body: ChatRequest, request: Request) -> Response:
     """Answer a conversation, as OpenAI's API does."""
     service = service_of(request)
@@ -79,8 +80,9 @@ async def _work(request: Request, body: ChatRequest, ticket: Ticket) -> Work:
     )
     params = body.sampling(
         service.defaults,
+        {"max_tokens": body.limit_field},
         n=body.n or 1,
-        max_tokens=service.prompts.limit(prompt, limit, "max_completion_tokens"),
+        max_tokens=service.prompts.limit(prompt, limit, body.limit_field),
         logprobs=(body.top_logprobs or 0) if body.logprobs else None,
     )
     return Work(prompt, params, service.options(ticket.caller, body, prompt))

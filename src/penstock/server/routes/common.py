@@ -11,11 +11,11 @@ from fastapi import Request
 
 from penstock.engine import RequestOutput
 from penstock.server.admission import Caller, Ticket
-from penstock.server.conversation import PromptText, Rendering
+from penstock.server.conversation import CHAT, PromptText, Rendering, Source
 from penstock.server.errors import ApiError, as_api_error
 from penstock.server.middleware import REQUEST_ID
 from penstock.server.protocol.chat import Message, TemplateFields
-from penstock.server.protocol.common import SamplingFields
+from penstock.server.protocol.common import Body, SamplingFields
 from penstock.server.protocol.errors import ErrorBody, MessagesErrorBody
 from penstock.server.service import Service
 from penstock.server.sse import EventStream, event
@@ -42,12 +42,27 @@ ERRORS: Responses = {
 MESSAGES_ERRORS: Responses = {
     status: {"description": what, "model": MessagesErrorBody} for status, what in _STATUSES.items()
 }
-STREAM: Responses = {
-    200: {
-        "description": "The answer; with stream: true as server-sent events.",
-        "content": {"text/event-stream": {"schema": {"type": "string"}}},
-    }
+
+
+_EVENT: dict[str, Any] = {
+    "type": "object",
+    "description": "One event; data is JSON, but [DONE] at the end of the completions.",
+    "properties": {"event": {"type": "string"}, "data": {"type": "string"}},
+    "required": ["data"],
 }
+
+
+def answers(model: type[Body], *, streams: bool = True) -> Responses:
+    """The document's description of a 200; the answers themselves aren't held against it."""
+    if not streams:
+        return {200: {"description": "The answer.", "model": model}}
+    return {
+        200: {
+            "description": "The answer; with stream: true as server-sent events.",
+            "model": model,
+            "content": {"text/event-stream": {"schema": dict(_EVENT)}},
+        }
+    }
 
 
 def service_of(request: Request) -> Service:
@@ -142,18 +157,19 @@ def rendering_of(service: Service, body: TemplateFields) -> Rendering:
             "--trust-request-chat-template to take them.",
             param="chat_template",
         )
+    if body.chat_template == "":
+        raise ApiError(400, "chat_template is empty. Leave it out.", param="chat_template")
     if body.continue_final_message and body.add_generation_prompt:
-        if "add_generation_prompt" in body.model_fields_set:
-            raise ApiError(
-                400,
-                "continue_final_message goes on with the last message, add_generation_prompt "
-                "starts a new one. Set one of them.",
-                param="continue_final_message",
-            )
+        raise ApiError(
+            400,
+            "continue_final_message goes on with the last message, add_generation_prompt starts a "
+            "new one. Set one of them.",
+            param="continue_final_message",
+        )
     return Rendering(
-        add_generation_prompt=body.add_generation_prompt,
-        continue_final_message=body.continue_final_message,
-        add_special_tokens=body.add_special_tokens,
+        add_generation_prompt=body.add_generation_prompt is not False,
+        continue_final_message=bool(body.continue_final_message),
+        add_special_tokens=bool(body.add_special_tokens),
         chat_template=body.chat_template or service.config.chat_template,
         kwargs=body.chat_template_kwargs,
         documents=body.documents,
@@ -169,6 +185,7 @@ async def prompt_of_messages(
     truncation: str | None,
     reserve: int | None,
     keep: int | None = None,
+    source: Source = CHAT,
 ) -> PromptText:
     """A conversation's prompt, made beside the event loop.
 
@@ -183,6 +200,7 @@ async def prompt_of_messages(
             truncation=truncation or service.config.truncation,
             reserve=reserve or 1,
             keep=keep,
+            source=source,
         ),
         slow=rendering.chat_template is not service.config.chat_template,  # the caller's own
     )

@@ -15,13 +15,14 @@ from penstock.sampling import TokenLogprobs
 from penstock.server.admission import Ticket
 from penstock.server.body import JsonRoute
 from penstock.server.choices import Delta, Reader, TokenNames, prompt_logprobs, whole
-from penstock.server.conversation import PromptText
+from penstock.server.conversation import COMPLETION, PromptText, Source
 from penstock.server.errors import ApiError
+from penstock.server.protocol.answers import Completion
 from penstock.server.protocol.completions import CompletionRequest, PromptField
 from penstock.server.routes.common import (
     ERRORS,
-    STREAM,
     admit,
+    answers,
     caller_of,
     check_words,
     made,
@@ -38,14 +39,14 @@ router = APIRouter(route_class=JsonRoute)
 OnePrompt = str | list[int]
 
 
-@router.post("/v1/completions", responses=ERRORS | STREAM)
+@router.post("/v1/completions", responses=ERRORS | answers(Completion))
 async def create_completion(body: CompletionRequest, request: Request) -> Response:
     """Go on with one text or several, as OpenAI's API does."""
     service = service_of(request)
     model = service.check_model(body.model)
     caller = caller_of(request, "cmpl", body.user, body.request_id)
     _check(service, body)
-    several = prompts_in(service, body.prompt)
+    several = prompts_in(service, body.prompt, COMPLETION.field)
     ticket = await admit(request, caller, len(several), body.n or 1)
     works = await _works(service, body, ticket, several)
     answer = _Answer(service, body, ticket, model, works)
@@ -58,7 +59,7 @@ async def _works(
     service: Service, body: CompletionRequest, ticket: Ticket, several: list[OnePrompt]
 ) -> list[Work]:
     prompts = await prompts_of(
-        service, ticket, several, body.truncate_prompt_tokens, body.add_special_tokens
+        service, ticket, several, body.truncate_prompt_tokens, body.add_special_tokens, COMPLETION
     )
     wants_prompt = body.echo and body.logprobs is not None
     asked = body.logprobs if wants_prompt else body.prompt_logprobs
@@ -68,7 +69,7 @@ async def _works(
         if body.max_tokens is None:
             limit = min(limit, service.prompts.limit(prompt, None, "max_tokens"))
         limit = max(1, service.prompts.limit(prompt, limit, "max_tokens"))
-        chosen = {"prompt_logprobs": asked} if asked is not None else {}
+        chosen: dict[str, Any] = {} if asked is None else {"prompt_logprobs": asked}
         params = body.sampling(
             service.defaults, n=body.n or 1, max_tokens=limit, logprobs=body.logprobs, **chosen
         )
@@ -94,17 +95,17 @@ def _check(service: Service, body: CompletionRequest) -> None:
         )
 
 
-def prompts_in(service: Service, prompt: PromptField) -> list[OnePrompt]:
+def prompts_in(service: Service, prompt: PromptField, field: str) -> list[OnePrompt]:
     """One prompt or several, as texts or tokens. Raises ApiError for none, or too many."""
     several: list[Any] = [prompt]
     if isinstance(prompt, list) and not (prompt and isinstance(prompt[0], int)):
         several = list(prompt)
     if not several:
-        raise ApiError(400, "There is no prompt in the list.", param="prompt")
+        raise ApiError(400, "There is no prompt in the list.", param=field)
     most = service.config.max_queue_size
     if len(several) > most:
         raise ApiError(
-            400, f"{len(several):,} prompts in one request; {most:,} may wait.", param="prompt"
+            400, f"{len(several):,} prompts in one request; {most:,} may wait.", param=field
         )
     return several
 
@@ -114,16 +115,19 @@ async def prompts_of(
     ticket: Ticket,
     several: list[OnePrompt],
     keep: int | None,
-    add_special_tokens: bool,
+    add_special_tokens: bool | None,
+    source: Source,
 ) -> list[PromptText]:
     """Each prompt's tokens. Raises ApiError for one that is empty or too long."""
+    special = add_special_tokens is not False
 
     def make(one: OnePrompt) -> PromptText:
         if not one:
-            raise ApiError(400, "The prompt is empty. Give at least one token.", param="prompt")
+            raise ApiError(400, "The prompt is empty. Give at least one token.", param=source.field)
+        prompts = service.prompts
         if isinstance(one, str):
-            return service.prompts.of_text(one, add_special_tokens=add_special_tokens, keep=keep)
-        return service.prompts.of_tokens(one, keep=keep)
+            return prompts.of_text(one, add_special_tokens=special, keep=keep, source=source)
+        return prompts.of_tokens(one, keep=keep, source=source)
 
     return await service.compute(ticket, lambda: [make(one) for one in several])
 

@@ -13,14 +13,15 @@ from penstock.engine import CompletionOutput, RequestOutput
 from penstock.sampling import SamplingParams
 from penstock.server.body import JsonRoute
 from penstock.server.choices import Reader
-from penstock.server.conversation import Rendering
+from penstock.server.conversation import ANTHROPIC, Rendering
 from penstock.server.errors import as_api_error
+from penstock.server.protocol.answers import MessageAnswer
 from penstock.server.protocol.common import SamplingFields
 from penstock.server.protocol.messages import CountTokensRequest, MessagesRequest
 from penstock.server.routes.common import (
     MESSAGES_ERRORS,
-    STREAM,
     admit,
+    answers,
     caller_of,
     check_stops,
     last_of,
@@ -28,7 +29,7 @@ from penstock.server.routes.common import (
     service_of,
     stream_response,
 )
-from penstock.server.service import Work
+from penstock.server.service import Work, priced
 from penstock.server.sse import event, unless_gone
 
 router = APIRouter(route_class=JsonRoute)
@@ -38,7 +39,7 @@ router = APIRouter(route_class=JsonRoute)
 _RESERVED = 4
 
 
-@router.post("/v1/messages", responses=MESSAGES_ERRORS | STREAM)
+@router.post("/v1/messages", responses=MESSAGES_ERRORS | answers(MessageAnswer))
 async def create_message(body: MessagesRequest, request: Request) -> Response:
     """Answer a conversation, as Anthropic's API does."""
     service = service_of(request)
@@ -54,6 +55,7 @@ async def create_message(body: MessagesRequest, request: Request) -> Response:
         _rendering(body, service.config.chat_template),
         truncation=None,
         reserve=min(body.max_tokens, service.llm.engine.max_model_len // _RESERVED),
+        source=ANTHROPIC,
     )
     room = service.prompts.limit(prompt, None, "max_tokens")
     params = _params(body, service.defaults, min(body.max_tokens, room))
@@ -92,7 +94,7 @@ def _params(body: MessagesRequest, defaults: SamplingParams, limit: int) -> Samp
         top_k=body.top_k,
         stop=body.stop_sequences or None,
     )
-    return fields.sampling(defaults, max_tokens=limit)
+    return fields.sampling(defaults, {"stop": "stop_sequences"}, max_tokens=limit)
 
 
 class _Answer:
@@ -112,6 +114,7 @@ class _Answer:
             "stop_reason": reason,
             "stop_sequence": sequence,
             "usage": self._usage(output),
+            "penstock": priced(output),
         }
 
     def _empty(self) -> dict[str, Any]:
@@ -171,6 +174,7 @@ class _Answer:
             "message_delta",
             delta={"stop_reason": reason, "stop_sequence": sequence},
             usage=self._usage(output),
+            penstock=priced(output),
         )
         yield tell("message_stop")
 

@@ -13,13 +13,14 @@ from starlette.responses import Response
 from penstock.engine import CompletionOutput, RequestOutput
 from penstock.server.body import JsonRoute
 from penstock.server.choices import Reader, TokenNames
-from penstock.server.conversation import Rendering
+from penstock.server.conversation import RESPONSE, Rendering
 from penstock.server.errors import as_api_error
+from penstock.server.protocol.answers import Response as ResponseAnswer
 from penstock.server.protocol.responses import ResponsesRequest
 from penstock.server.routes.common import (
     ERRORS,
-    STREAM,
     admit,
+    answers,
     caller_of,
     check_words,
     last_of,
@@ -34,7 +35,7 @@ from penstock.server.sse import event, unless_gone
 router = APIRouter(route_class=JsonRoute)
 
 
-@router.post("/v1/responses", responses=ERRORS | STREAM)
+@router.post("/v1/responses", responses=ERRORS | answers(ResponseAnswer))
 async def create_response(body: ResponsesRequest, request: Request) -> Response:
     """Answer an input, as OpenAI's Responses API does; nothing is stored."""
     service = service_of(request)
@@ -49,9 +50,11 @@ async def create_response(body: ResponsesRequest, request: Request) -> Response:
         Rendering(chat_template=service.config.chat_template, kwargs=body.chat_template_kwargs),
         truncation=body.truncation,
         reserve=body.max_output_tokens,
+        source=RESPONSE,
     )
     params = body.sampling(
         service.defaults,
+        {"max_tokens": "max_output_tokens"},
         max_tokens=service.prompts.limit(prompt, body.max_output_tokens, "max_output_tokens"),
         logprobs=body.num_logprobs,
     )
@@ -69,7 +72,8 @@ class _Answer:
     def __init__(
         self, body: ResponsesRequest, request_id: str, model: str, work: Work, service: Service
     ) -> None:
-        self._body, self._id, self._model, self._work = body, request_id, model, work
+        self._body, self._model, self._work = body, model, work
+        self._id = request_id.replace("-", "_", 1)
         self._names = TokenNames(service.prompts.tokenizer, as_ids=False)
         self._created = now()
         self._truncation = body.truncation or service.config.truncation

@@ -1,0 +1,272 @@
+"""Answers as the OpenAPI document describes them; nothing is checked against these at run time."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from penstock.server.protocol.common import Body
+
+FinishReason = Literal["stop", "length", "abort"]
+
+
+class Measured(Body):
+    """What Penstock adds: how long it took, and how near the hardware's floor."""
+
+    queue_s: float | None
+    ttft_s: float | None
+    tokens_per_s: float | None
+    floor_s: float | None
+    floor_ratio: float | None
+    bound: str | None
+
+
+class PromptTokensDetails(Body):
+    """Of the prompt's tokens."""
+
+    cached_tokens: int
+
+
+class Usage(Body):
+    """Tokens of the completions."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: PromptTokensDetails
+
+
+class TokenLogprob(Body):
+    """A token, how likely it was, and its bytes."""
+
+    token: str
+    logprob: float
+    bytes: list[int] | None
+
+
+class PositionLogprob(TokenLogprob):
+    """… and the most likely ones at its place."""
+
+    top_logprobs: list[TokenLogprob]
+
+
+class PromptLogprob(Body):
+    """vLLM's, of a prompt's token."""
+
+    logprob: float
+    rank: int
+    decoded_token: str | None
+
+
+PromptLogprobs = list[dict[str, PromptLogprob] | None]
+
+
+class ChatLogprobs(Body):
+    """Of a chat's answer."""
+
+    content: list[PositionLogprob]
+    refusal: None
+
+
+class ChatMessage(Body):
+    """What was answered."""
+
+    role: Literal["assistant"]
+    content: str
+    refusal: None
+
+
+class ChatChoice(Body):
+    """One sample."""
+
+    index: int
+    message: ChatMessage
+    logprobs: ChatLogprobs | None
+    finish_reason: FinishReason | None
+    stop_reason: int | str | None
+    token_ids: list[int] | None = None
+
+
+class ChatCompletion(Body):
+    """The answer of `/v1/chat/completions`."""
+
+    id: str
+    object: Literal["chat.completion"]
+    created: int
+    model: str
+    choices: list[ChatChoice]
+    usage: Usage
+    penstock: Measured
+    prompt_logprobs: PromptLogprobs | None = None
+    prompt_token_ids: list[int] | None = None
+
+
+class CompletionLogprobs(Body):
+    """Of a text, in the form of the older API."""
+
+    tokens: list[str]
+    token_logprobs: list[float | None]
+    top_logprobs: list[dict[str, float] | None] | None
+    text_offset: list[int]
+
+
+class CompletionChoice(Body):
+    """One sample of one prompt."""
+
+    index: int
+    text: str
+    logprobs: CompletionLogprobs | None
+    finish_reason: FinishReason | None
+    stop_reason: int | str | None
+    token_ids: list[int] | None = None
+    prompt_logprobs: PromptLogprobs | None = None
+    prompt_token_ids: list[int] | None = None
+
+
+class Completion(Body):
+    """The answer of `/v1/completions`; `penstock` is of one prompt."""
+
+    id: str
+    object: Literal["text_completion"]
+    created: int
+    model: str
+    choices: list[CompletionChoice]
+    usage: Usage
+    penstock: Measured | None = None
+
+
+class OutputText(Body):
+    """What a message says."""
+
+    type: Literal["output_text"]
+    text: str
+    annotations: list[Any]
+    logprobs: list[PositionLogprob]
+
+
+class OutputMessage(Body):
+    """A message of a response."""
+
+    type: Literal["message"]
+    id: str
+    status: Literal["in_progress", "completed", "incomplete"]
+    role: Literal["assistant"]
+    content: list[OutputText]
+
+
+class InputTokensDetails(Body):
+    """Of the input's tokens."""
+
+    cached_tokens: int
+
+
+class OutputTokensDetails(Body):
+    """Of the output's tokens."""
+
+    reasoning_tokens: int
+
+
+class ResponseUsage(Body):
+    """Tokens of a response."""
+
+    input_tokens: int
+    input_tokens_details: InputTokensDetails
+    output_tokens: int
+    output_tokens_details: OutputTokensDetails
+    total_tokens: int
+
+
+class IncompleteDetails(Body):
+    """Why a response isn't whole."""
+
+    reason: Literal["max_output_tokens"]
+
+
+class ResponseError(Body):
+    """Why a response failed."""
+
+    code: str
+    message: str
+
+
+class Response(Body):
+    """The answer of `/v1/responses`."""
+
+    id: str
+    object: Literal["response"]
+    created_at: int
+    status: Literal["in_progress", "completed", "incomplete", "failed"]
+    error: ResponseError | None
+    incomplete_details: IncompleteDetails | None
+    instructions: str | None
+    max_output_tokens: int | None
+    metadata: dict[str, str]
+    model: str
+    output: list[OutputMessage]
+    parallel_tool_calls: bool
+    previous_response_id: None
+    reasoning: dict[str, None]
+    store: Literal[False]
+    temperature: float
+    text: dict[str, Any]
+    tool_choice: str
+    tools: list[Any]
+    top_logprobs: int
+    top_p: float
+    truncation: Literal["disabled", "auto"]
+    usage: ResponseUsage | None
+    user: str | None
+    penstock: Measured | None = None
+
+
+class Embedding(Body):
+    """One prompt's vector: numbers, or base64 of little-endian float32."""
+
+    object: Literal["embedding"]
+    index: int
+    embedding: list[float] | str
+
+
+class EmbeddingUsage(Body):
+    """Tokens of the prompts."""
+
+    prompt_tokens: int
+    total_tokens: int
+
+
+class EmbeddingList(Body):
+    """The answer of `/v1/embeddings`."""
+
+    object: Literal["list"]
+    model: str
+    data: list[Embedding]
+    usage: EmbeddingUsage
+
+
+class TextBlock(Body):
+    """What a message says."""
+
+    type: Literal["text"]
+    text: str
+
+
+class MessageUsage(Body):
+    """Tokens of a message: computed, kept, found in the cache, generated."""
+
+    input_tokens: int
+    cache_creation_input_tokens: int
+    cache_read_input_tokens: int
+    output_tokens: int
+
+
+class MessageAnswer(Body):
+    """The answer of `/v1/messages`."""
+
+    id: str
+    type: Literal["message"]
+    role: Literal["assistant"]
+    model: str
+    content: list[TextBlock]
+    stop_reason: Literal["end_turn", "max_tokens", "stop_sequence"]
+    stop_sequence: str | None
+    usage: MessageUsage
+    penstock: Measured

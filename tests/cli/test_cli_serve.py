@@ -1,0 +1,96 @@
+"""`penstock serve`: what it is told reaches the server, and errors name the options."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from typer.testing import Result
+
+from penstock.cli import serve as command
+from penstock.config import EngineConfig
+from penstock.server import ServerConfig, lifecycle
+
+Run = Callable[..., Result]
+
+
+@pytest.fixture
+def started(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """What the server is started with, instead of starting it."""
+    found: dict[str, Any] = {}
+
+    def loader(config: EngineConfig) -> None:
+        found["engine"] = config
+
+    def run(config: ServerConfig, load: object) -> None:
+        found["server"] = config
+
+    monkeypatch.setattr(command, "_loader", loader)
+    monkeypatch.setattr(lifecycle, "serve", run)
+    monkeypatch.delenv(command.KEY_VARIABLE, raising=False)
+    return found
+
+
+def test_options_reach_the_server(penstock: Run, started: dict[str, Any]) -> None:
+    words = (
+        "--body-timeout 3 --stall-timeout 4 --max-stop-strings 5 --request-timeout 6 "
+        "--allowed-host LLM.example.org --allowed-host [fd00::1] "
+        "--allowed-origin https://a.example --allowed-origin http://b.example:8080 "
+        "--served-model-name one --served-model-name two --scheduling-policy edf "
+        "--starvation-time 7 --ttft-slo-ms 250"
+    )
+    result = penstock("serve", *words.split())
+    assert result.exit_code == 0, result.output
+    server, scheduler = started["server"], started["engine"].scheduler
+    assert (server.body_timeout_s, server.stall_timeout_s, server.max_stop_strings) == (3, 4, 5)
+    assert server.request_timeout_s == 6
+    assert server.allowed_hosts == ("llm.example.org", "[fd00::1]")
+    assert server.allowed_origins == ("https://a.example", "http://b.example:8080")
+    assert server.served_model_names == ("one", "two")
+    assert (scheduler.starvation_s, scheduler.ttft_slo_s) == (7, 0.25)
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ("--allowed-origin foo", "--allowed-origin has 'foo'"),
+        ("--allowed-origin https://a.example/", "--allowed-origin has 'https://a.example/'"),
+        ("--allowed-origin https://a.example:x", "scheme://host[:port]"),
+        ("--allowed-host a.example:80", "--allowed-host has 'a.example:80'"),
+        ("--allowed-host ::1", "[fd00::1]"),
+        ("--served-model-name=", "--served-model-name has an empty name"),
+        ("--api-key one --api-key two --api-key one", "have the same secret"),
+        ("--request-timeout -1", "--request-timeout is -1"),
+        ("--write-timeout 0", "--write-timeout is 0"),
+        ("--body-timeout nan", "--body-timeout is nan"),
+        ("--stall-timeout -1", "--stall-timeout is -1"),
+        ("--shutdown-timeout inf", "--shutdown-timeout is inf"),
+        ("--max-body-size 0", "--max-body-size is 0"),
+        ("--max-stop-strings 0", "--max-stop-strings is 0"),
+        ("--max-queue-size 0", "--max-queue-size is 0"),
+        ("--max-concurrency 0", "--max-concurrency must be"),
+        ("--port 99999", "--port is 99999"),
+        ("--scheduling-policy x", "--scheduling-policy='x' isn't one of fcfs"),
+        ("--starvation-time 3", "leaves --starvation-time=3"),
+        ("--ttft-slo-ms 5", "--ttft-slo-ms is for --scheduling-policy edf"),
+        ("--scheduling-policy edf --tpot-slo-ms 0", "--tpot-slo-ms is 0"),
+        ("--num-gpu-blocks-override 0", "--num-gpu-blocks-override must be"),
+        ("--dtype x", "--dtype='x'"),
+        ("--kv-cache-dtype x", "--kv-cache-dtype='x'"),
+        ("--seed -1", "--seed must be"),
+    ],
+)
+def test_errors_name_the_options(
+    penstock: Run, started: dict[str, Any], options: str, said: str
+) -> None:
+    result = penstock("serve", *options.split())
+    assert result.exit_code == 1
+    assert result.stderr.startswith("error: ")
+    assert said in result.stderr
+    assert "server" not in started
+
+
+def test_help_shows_the_table_of_keys(penstock: Run) -> None:
+    """Rich would read it as a style."""
+    assert "[[key]]" in penstock("serve", "--help").stdout
