@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import signal
 import socket
 import subprocess
@@ -132,6 +133,10 @@ def test_a_head_without_end(strict: Running) -> None:
             found = b" 431 "
     assert b" 431 " in found
     well(strict)
+    with strict.client() as client:
+        text = client.get("/metrics").text
+    (line,) = re.findall(r'penstock:http_requests_total\{[^}]*status="431"\} (\S+)', text)
+    assert float(line) >= 1
 
 
 @pytest.mark.parametrize(

@@ -342,3 +342,6 @@ def test_embeddings_are_counted(server: Running, moved: dict[str, float]) -> Non
     assert moved["vllm:generation_tokens_total"] == 0
     assert moved["vllm:request_prompt_tokens_count"] == 2
     assert moved["vllm:request_params_n_count"] == 0
+    assert moved["vllm:e2e_request_latency_seconds_count"] == 2
+    assert moved["vllm:request_queue_time_seconds_count"] == 2
+    assert moved["vllm:time_to_first_token_seconds_count"] == 0

@@ -68,6 +68,20 @@ class Answer:
         return fields
 
 
+@dataclass(frozen=True, slots=True)
+class Unread:
+    """What was refused before it was a request."""
+
+    service: Service
+
+    def told(self, error: ApiError) -> None:
+        """Count it, and log it."""
+        self.service.metrics.answered(OTHER, error.status, error)
+        if self.service.config.log_requests:
+            fields = {"status": error.status, "error": shortened(error.message)}
+            logger.info("answered", extra={"fields": fields})
+
+
 current: ContextVar[Answer | None] = ContextVar("answer", default=None)
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from typing import ClassVar
+from typing import ClassVar, Protocol
 
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
@@ -17,10 +17,18 @@ from penstock.server.errors import ApiError
 MAX_HEAD_BYTES = 1 << 16  # of a request's line and headers; what arrives at once may be more
 
 
+class Refusals(Protocol):
+    """Who hears of what was answered before there was a request for the application."""
+
+    def told(self, error: ApiError) -> None:
+        """The client was told of `error`."""
+
+
 class Connection(HttpToolsProtocol):
     """uvicorn's protocol, with an end to a request's head and to an answer that isn't read."""
 
     server_config: ClassVar[ServerConfig]
+    refusals: ClassVar[Refusals]
     _head_timer: asyncio.TimerHandle | None = None
     _write_timer: asyncio.TimerHandle | None = None
     _head_bytes = 0
@@ -78,7 +86,9 @@ class Connection(HttpToolsProtocol):
 
     def _refuse(self, status: int, message: str) -> None:
         """Answer before there is a request for the application, and close."""
-        body = json.dumps(ApiError(status, message).openai()).encode()
+        error = ApiError(status, message)
+        self.refusals.told(error)
+        body = json.dumps(error.openai()).encode()
         head = (
             f"content-type: application/json\r\ncontent-length: {len(body)}\r\n"
             "connection: close\r\n\r\n"
@@ -115,6 +125,7 @@ class Connection(HttpToolsProtocol):
             self._write_timer = None
 
 
-def connections(config: ServerConfig) -> type[Connection]:
+def connections(config: ServerConfig, refusals: Refusals) -> type[Connection]:
     """The protocol for a server of this configuration."""
-    return type("ConfiguredConnection", (Connection,), {"server_config": config})
+    known = {"server_config": config, "refusals": refusals}
+    return type("ConfiguredConnection", (Connection,), known)

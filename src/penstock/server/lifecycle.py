@@ -15,6 +15,7 @@ from fastapi import FastAPI
 
 from penstock.engine import AsyncLLM
 from penstock.errors import ConfigError
+from penstock.server.answers import Unread
 from penstock.server.app import create_app
 from penstock.server.config import ServerConfig
 from penstock.server.connection import connections
@@ -102,7 +103,7 @@ def uvicorn_config(app: FastAPI, config: ServerConfig) -> uvicorn.Config:
     """How uvicorn serves the application."""
     return uvicorn.Config(
         app,
-        http=connections(config),
+        http=connections(config, Unread(app.state.service)),
         ws="none",
         log_config=None,
         access_log=False,

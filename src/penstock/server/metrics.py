@@ -25,7 +25,7 @@ from prometheus_client.registry import Collector
 from penstock.server.errors import ApiError
 
 if TYPE_CHECKING:
-    from penstock.engine import AsyncLLM, RequestOutput
+    from penstock.engine import AsyncLLM, RequestMetrics, RequestOutput
     from penstock.roofline import StepRecord
     from penstock.server.service import Work
 
@@ -189,11 +189,10 @@ class Metrics:
         self._samples.observe(work.params.n)
         if work.params.max_tokens is not None:
             self._limits.observe(work.params.max_tokens)
-        self._times(last)
+        self.times(last.metrics)
 
-    def _times(self, last: RequestOutput) -> None:
+    def times(self, metrics: RequestMetrics) -> None:
         """What is known of a request's: one that ended early has only some of them."""
-        metrics = last.metrics
         times = metrics.token_times
         scheduled, end = metrics.first_scheduled_time, metrics.finished_time
         first = times[0] if times else None

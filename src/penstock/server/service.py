@@ -124,7 +124,8 @@ class Service:
         try:
             llm.engine.scheduler.check(1, options)
         except RequestError as error:
-            raise ConfigError(f"The API key {key.name!r}: {error}") from error
+            said = as_api_error(error).message  # in the words of the keys' file
+            raise ConfigError(f"The API key {key.name!r}: {said}") from error
 
     @property
     def llm(self) -> AsyncLLM:
@@ -256,6 +257,7 @@ class Service:
                         prompt, params, name, options=work.options, arrival_time=ticket.arrival
                     )
                 outcome = "stop"
+                self.metrics.times(output.metrics)
                 return output.outputs.embedding
             except TimeoutError as error:
                 failure = ticket.too_late()
