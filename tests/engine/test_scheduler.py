@@ -304,6 +304,23 @@ def test_those_behind_go_first_meanwhile() -> None:
         assert done[name].outputs[0].token_ids == reference(tokens, greedy(4))
 
 
+def test_those_behind_leave_it_a_row() -> None:
+    """Who waits a step for a block doesn't wait for the end of another that came later."""
+    engine = toy_engine(max_num_seqs=4)
+    shared = prompt(3 * BLOCK)
+    engine.add_request("first", [*shared, 1], greedy(9))
+    engine.add_request("second", [*shared, 2], replace(drawn(2), max_tokens=9))
+    for i in range(3):
+        engine.add_request(f"{i}", prompt(3, 9 + i), greedy(9))
+    engine.step()
+    assert [s.request.request_id for s in engine.scheduler.running] == ["first", "0"]
+    engine.step()
+    running = [s.request.request_id for s in engine.scheduler.running]
+    assert running == ["first", "0", "second", "second"]
+    done = drain(engine)
+    assert done["second"].metrics.cached_tokens == 3 * BLOCK
+
+
 def test_each_wait_is_one_step() -> None:
     """Each request shares a block more, and waits for the one before it and no longer."""
     engine = toy_engine()

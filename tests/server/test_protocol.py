@@ -162,6 +162,7 @@ ENDPOINTS = {
             "stream": True,
             "metadata": {"a": "b"},
             "text": {"format": {"type": "json_object"}},
+            "reasoning": {"effort": "low"},
             "top_logprobs": 2,
             "include": ["message.output_text.logprobs"],
             "truncation": ("auto", {"input": LONG}),
@@ -242,6 +243,7 @@ REFUSED = {
     "echo": "echo",
     "prompt_logprobs": "prompt_logprobs",
     "text": "format",
+    "reasoning": "effort",
     "store": "store",
     "tpot_slo_ms": "tpot_slo_ms",
     "temperature": "temperature",  # below 0

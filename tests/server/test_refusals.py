@@ -105,6 +105,8 @@ NAMED = [
     (CHAT, called(arguments="[]"), "messages[1].tool_calls[0].function.arguments", "JSON object"),
     (ANSWER, {"input": [{**ASK[0], "phase": "x"}]}, "input[0].phase", "isn't supported"),
     (ANSWER, {"text": {"format": {"type": "json_object"}}}, "text.format", "isn't supported"),
+    (ANSWER, {"reasoning": {"effort": "low"}}, "reasoning.effort", "isn't supported"),
+    (ANSWER, {"reasoning": {"summary": "auto"}}, "reasoning.summary", "isn't supported"),
     (ANSWER, {"include": ["file_search_call.results"]}, "include", "'file_search_call.results'"),
     # In words.
     (CHAT, {"messages": None}, "messages", "messages is null; it must be a list."),
@@ -224,6 +226,18 @@ def test_null_within(server: Running) -> None:
     assert ask(server, ANSWER, {"input": [{**ASK[0], "type": None}]}).status_code == 200
     going_on = {"continue_final_message": True, "add_generation_prompt": None}
     assert ask(server, CHAT, going_on).status_code == 200
+
+
+def test_an_answers_own_settings_can_be_sent_back(server: Running) -> None:
+    with server.client() as client:
+        least = LEAST[ANSWER]
+        answer = client.post(ANSWER, json=least).json()
+        of_the_answer = {"id", "object", "created_at", "status", "error", "incomplete_details",
+                         "output", "usage", "penstock"}  # fmt: skip
+        settings = {k: v for k, v in answer.items() if k not in of_the_answer}
+        again = client.post(ANSWER, json=settings | least)
+    assert again.status_code == 200, again.text
+    assert ask(server, ANSWER, {"reasoning": {"effort": "none"}}).status_code == 200
 
 
 def test_what_clients_send_to_any_model_is_harmless(server: Running) -> None:

@@ -72,6 +72,7 @@ class Scheduler:
             )
         self.table = np.zeros((config.max_num_seqs, width), dtype=np.int32)
         self._free_rows = list(range(config.max_num_seqs - 1, -1, -1))
+        self._kept_rows = 0  # of the free ones: for those that are set aside in this step
 
     # ── the queue ────────────────────────────────────────────────────────────────────────────
 
@@ -174,8 +175,10 @@ class Scheduler:
             sequence = self.waiting.first()
             if sequence is None:
                 break
-            if len(aside) < len(self._free_rows) and self._awaits(sequence):
+            rows = self._rows_of([sequence])
+            if rows <= self._num_free_rows and self._awaits(sequence):
                 aside.append(self.waiting.set_aside())
+                self._kept_rows += rows
                 continue
             while not self._enter(sequence, plan, limit):
                 if not self._displace(sequence, plan, limit):
@@ -184,14 +187,24 @@ class Scheduler:
             if sequence.status is not Status.RUNNING:
                 break
         self.waiting.put_back(aside)
+        self._kept_rows = 0
+
+    @property
+    def _num_free_rows(self) -> int:
+        """For whoever is the first of the queue."""
+        return len(self._free_rows) - self._kept_rows
+
+    @staticmethod
+    def _rows_of(group: list[Sequence]) -> int:
+        """How many rows the samples that start together take, with those that will fork."""
+        leader = group[0]
+        return len(group) if leader.index or leader.num_output else leader.request.params.n
 
     def _enter(self, sequence: Sequence, plan: Plan, limit: int) -> bool:
         """Start the first of the queue, or start it again: all or nothing."""
         if sequence.status is Status.SWAPPED:
             return self._resume(sequence, plan, limit)
-        fresh = sequence.index == 0 and sequence.num_output == 0
-        rows = sequence.request.params.n if fresh else 1
-        if len(self._free_rows) < rows:
+        if self._num_free_rows < self._rows_of([sequence]):
             return False
         hit = self._look_up(sequence)
         count = self._share(sequence, limit - plan.num_tokens)
@@ -199,17 +212,15 @@ class Scheduler:
             self._let_go(sequence)
             return False
         self.waiting.remove(sequence)
-        self._start(sequence, hit, fresh)
+        self._start(sequence, hit)
         plan.take(sequence, count)
         return True
 
     def _resume(self, leader: Sequence, plan: Plan, limit: int) -> bool:
         """Start a group again that was swapped out, all of it with its next tokens."""
         group = self.swapper.groups[leader.request]
-        fresh = leader.index == 0 and leader.num_output == 0
-        rows = leader.request.params.n if fresh else len(group)
         budget = limit - plan.num_tokens
-        if len(self._free_rows) < rows or budget < len(group):
+        if self._num_free_rows < self._rows_of(group) or budget < len(group):
             return False
         counts: list[int] = []
         for others, sequence in enumerate(reversed(group)):  # one token each at least
@@ -238,8 +249,7 @@ class Scheduler:
             self._take_row(sequence)
             self._extend(sequence, count, plan)
             plan.take(sequence, count)
-        if fresh:
-            self._reserve_rows(leader.request)
+        self._reserve_rows(leader)
         return True
 
     def _displace(self, newcomer: Sequence, plan: Plan, limit: int) -> bool:
@@ -263,12 +273,12 @@ class Scheduler:
         need = self._blocks_for(newcomer.num_computed + count) + len(self.running)
         need -= sum(self.pool.count(node.block) > 0 for node in found)
         newcomer.num_computed = 0
-        lacks_rows = len(self._free_rows) < request.params.n
+        lacks_rows = self._num_free_rows < request.params.n
         if not count or not (lacks_rows or self.pool.num_available < need):
             return False  # it is the budget that it lacks, and that is new with every step
         holders = {member for s in lower for member in s.request.sequences if member.row >= 0}
         blocks = self.pool.num_available + sum(len(s.blocks) for s in lower) + len(lower)
-        if len(self._free_rows) + len(holders) < request.params.n or blocks < need:
+        if self._num_free_rows + len(holders) < request.params.n or blocks < need:
             return False
         self._preempt(max(lower, key=self.waiting.rank), newcomer, plan)
         return True
@@ -309,10 +319,9 @@ class Scheduler:
         sequence.num_computed = len(sequence.blocks) * self.block_size
         return sequence.num_computed
 
-    def _start(self, sequence: Sequence, hit: int, fresh: bool) -> None:
+    def _start(self, sequence: Sequence, hit: int) -> None:
         self._take_row(sequence)
-        if fresh:
-            self._reserve_rows(sequence.request)
+        self._reserve_rows(sequence)
         self.preemption.starts_again(sequence, hit)
         metrics = sequence.request.metrics
         if metrics.first_scheduled_time is None:  # not when it starts again after giving way
@@ -328,9 +337,11 @@ class Scheduler:
         self.table[sequence.row, : len(sequence.blocks)] = sequence.blocks
         self.running.append(sequence)
 
-    def _reserve_rows(self, request: Request) -> None:
+    def _reserve_rows(self, leader: Sequence) -> None:
         """For the other samples of a request whose prompt comes in."""
-        for member in request.sequences[1:]:
+        if leader.index or leader.num_output:
+            return
+        for member in leader.request.sequences[1:]:
             member.row = self._free_rows.pop()
             member.status = Status.FORKING
 

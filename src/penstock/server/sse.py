@@ -7,7 +7,14 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, MutableMapping
+from collections.abc import (
+    AsyncGenerator,
+    AsyncIterator,
+    Awaitable,
+    Callable,
+    Coroutine,
+    MutableMapping,
+)
 from contextlib import suppress
 from typing import Any, TypeVar
 
@@ -46,11 +53,15 @@ class EventStream(Response):
         self,
         events: AsyncIterator[bytes],
         explain: Callable[[Exception], bytes],
+        source: AsyncGenerator[Any, None] | None = None,
     ) -> None:
+        """source: what `events` reads, closed with it: one that only left its loop keeps it open
+        until it is collected, after the request's end."""
         super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
         del self.headers["content-length"]
         self._events = events
         self._explain = explain
+        self._source = source
 
     async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
         writer = asyncio.create_task(self._write(send))
@@ -85,9 +96,10 @@ class EventStream(Response):
             body = self._explain(error)
             await send({"type": "http.response.body", "body": body, "more_body": True})
         finally:
-            close = getattr(self._events, "aclose", None)
-            if close is not None:
-                await close()
+            for one in (self._events, self._source):
+                close = getattr(one, "aclose", None)
+                if close is not None:
+                    await close()
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 

@@ -66,6 +66,16 @@ class TextOptions(Body):
     }
 
 
+class ReasoningOptions(Body):
+    """`reasoning`: none, as answers say that come back."""
+
+    unsupported: ClassVar[Mapping[str, tuple[Any, ...]]] = {
+        "effort": ("none",),
+        "summary": (),
+        "generate_summary": (),
+    }
+
+
 class ResponsesRequest(SamplingFields, EngineFields):
     """`POST /v1/responses`."""
 
@@ -76,6 +86,7 @@ class ResponsesRequest(SamplingFields, EngineFields):
     stream: bool | None = None
     metadata: Annotated[dict[str, str], BeforeValidator(_few)] | None = None
     text: TextOptions | None = None
+    reasoning: ReasoningOptions | None = None
     include: list[str] | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     truncation: Literal["disabled", "auto"] | None = None
@@ -99,7 +110,6 @@ class ResponsesRequest(SamplingFields, EngineFields):
         "prompt_cache_options": (),
         "prompt_logprobs": (),
         "prompt_cache_retention": (),
-        "reasoning": (),
         "service_tier": ("auto", "default"),
         "stream_options": ({"include_obfuscation": False},),
         "tool_choice": ("none", "auto"),

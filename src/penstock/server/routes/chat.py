@@ -47,9 +47,10 @@ async def create_chat_completion(body: ChatRequest, request: Request) -> Respons
     ticket = await admit(request, caller, samples=body.n or 1)
     work = await _work(request, body, ticket)
     names = TokenNames(service.prompts.tokenizer, bool(body.return_tokens_as_token_ids))
+    outputs = service.stream(ticket, [work])
     if body.stream:
-        return stream_response(_chunks(service, body, ticket, work, model, names))
-    output = await unless_gone(request, last_of(service.stream(ticket, [work])))
+        return stream_response(_chunks(outputs, body, caller, work, model, names), outputs)
+    output = await unless_gone(request, last_of(outputs))
     return JSONResponse(_whole(body, caller, output, model, names))
 
 
@@ -127,9 +128,9 @@ def _logprobs(delta: Delta, body: ChatRequest, names: TokenNames) -> dict[str, A
 
 
 async def _chunks(
-    service: Service,
+    outputs: AsyncIterator[tuple[int, RequestOutput]],
     body: ChatRequest,
-    ticket: Ticket,
+    caller: Caller,
     work: Work,
     model: str,
     names: TokenNames,
@@ -139,7 +140,7 @@ async def _chunks(
     counting = options is not None and options.include_usage
     running = options is not None and options.continuous_usage_stats
     head: dict[str, Any] = {
-        "id": ticket.caller.request_id,
+        "id": caller.request_id,
         "object": "chat.completion.chunk",
         "created": now(),
         "model": model,
@@ -149,7 +150,7 @@ async def _chunks(
     plain = not (running or counting or body.logprobs or body.return_token_ids)
     reader = Reader()
     output: RequestOutput | None = None
-    async for _, output in service.stream(ticket, [work]):
+    async for _, output in outputs:
         if not reader.started:  # the engine has taken it; what it refuses has a status instead
             for index in range(work.params.n):
                 delta: dict[str, Any] = {"role": "assistant", "content": ""}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from typing import Any
 
 from fastapi import Request
@@ -105,13 +105,18 @@ async def admit(request: Request, caller: Caller, prompts: int = 1, samples: int
     return ticket
 
 
-def stream_response(events: AsyncIterator[bytes]) -> EventStream:
-    """Events as they come; an error in mid-stream becomes the last of them."""
+def stream_response(
+    events: AsyncIterator[bytes], outputs: AsyncGenerator[Any, None] | None = None
+) -> EventStream:
+    """Events as they come; an error in mid-stream becomes the last of them.
+
+    outputs: what they are made of, which ends with them.
+    """
 
     def explain(error: Exception) -> bytes:
         return event(as_api_error(error).openai())
 
-    return EventStream(events, explain)
+    return EventStream(events, explain, outputs)
 
 
 def check_stops(service: Service, stop: str | Sequence[str] | None, field: str = "stop") -> None:

@@ -50,9 +50,10 @@ async def create_completion(body: CompletionRequest, request: Request) -> Respon
     ticket = await admit(request, caller, len(several), body.n or 1)
     works = await _works(service, body, ticket, several)
     answer = _Answer(service, body, ticket, model, works)
+    outputs = service.stream(ticket, works)
     if body.stream:
-        return stream_response(answer.chunks())
-    return JSONResponse(await unless_gone(request, answer.whole()))
+        return stream_response(answer.chunks(outputs), outputs)
+    return JSONResponse(await unless_gone(request, answer.whole(outputs)))
 
 
 async def _works(
@@ -143,7 +144,7 @@ class _Answer:
         model: str,
         works: list[Work],
     ) -> None:
-        self._service, self._body, self._ticket, self._works = service, body, ticket, works
+        self._service, self._body, self._works = service, body, works
         tokenizer = None if service.llm.runtime.tokenizer is None else service.prompts.tokenizer
         self._names = TokenNames(
             tokenizer, bool(body.return_tokens_as_token_ids), body.skip_special_tokens is False
@@ -156,9 +157,8 @@ class _Answer:
             "model": model,
         }
 
-    async def whole(self) -> dict[str, Any]:
+    async def whole(self, source: AsyncIterator[tuple[int, RequestOutput]]) -> dict[str, Any]:
         """The answer in one piece."""
-        source = self._service.stream(self._ticket, self._works)
         last = {number: output async for number, output in source}
         outputs = [last[i] for i in range(len(self._works))]
         choices = []
@@ -221,7 +221,9 @@ class _Answer:
                 choice["logprobs"][name] = None if values is None else before[name] + values
         return choice
 
-    async def chunks(self) -> AsyncIterator[bytes]:
+    async def chunks(
+        self, source: AsyncIterator[tuple[int, RequestOutput]]
+    ) -> AsyncIterator[bytes]:
         """Pieces of text as they come, and the usage."""
         body, head = self._body, self._head
         options = body.stream_options
@@ -232,7 +234,7 @@ class _Answer:
         readers = [Reader(i * self._each) for i in range(len(self._works))]
         offsets: dict[int, int] = {}
         last: dict[int, RequestOutput] = {}
-        async for number, output in self._service.stream(self._ticket, self._works):
+        async for number, output in source:
             last[number] = output
             for new in readers[number].read(output):
                 if plain and new.finish_reason is None:

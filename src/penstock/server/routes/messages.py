@@ -63,7 +63,7 @@ async def create_message(body: MessagesRequest, request: Request) -> Response:
     outputs = service.stream(ticket, [work])
     answer = _Answer(caller.request_id, model, work)
     if body.stream:
-        return stream_response(answer.events(outputs))
+        return stream_response(answer.events(outputs), outputs)
     return JSONResponse(answer.message(await unless_gone(request, last_of(outputs))))
 
 

@@ -62,7 +62,7 @@ async def create_response(body: ResponsesRequest, request: Request) -> Response:
     answer = _Answer(body, caller.request_id, model, work, service)
     outputs = service.stream(ticket, [work])
     if body.stream:
-        return stream_response(answer.events(outputs))
+        return stream_response(answer.events(outputs), outputs)
     return JSONResponse(answer.response(await unless_gone(request, last_of(outputs))))
 
 
