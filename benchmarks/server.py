@@ -7,6 +7,7 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -37,12 +38,18 @@ def serving(model: str, *options: str) -> Iterator[Server]:
         for line in process.stderr:
             said.append(line)
             if found := _READY.search(line):
+                rest = threading.Thread(target=process.stderr.read)  # or it waits to be read
+                rest.start()
                 yield Server(found[1], int(found[2]), process)
                 return
         raise RuntimeError(f"The server didn't start:\n{''.join(said)}")
     finally:
         process.send_signal(signal.SIGTERM)
-        process.wait(60)
+        try:
+            process.wait(60)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            raise
 
 
 def load(url: str, result: Path, *options: str) -> subprocess.Popen[bytes]:

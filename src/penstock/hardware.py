@@ -133,6 +133,21 @@ def _peaks_file(hardware: Hardware, threads: int, kernels: str) -> Path:
     return cache_folder() / f"peaks-{_PEAKS_VERSION}-{hardware.key}-{threads}-{kernels}.json"
 
 
+def cpu_quota() -> float | None:
+    """Cores that the cgroup allows, which the number of visible cores doesn't tell."""
+    try:
+        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
+        return None if quota == "max" else int(quota) / int(period)
+    except (OSError, ValueError):
+        pass
+    folder = Path("/sys/fs/cgroup/cpu")
+    try:
+        limit = int((folder / "cpu.cfs_quota_us").read_text())
+        return limit / int((folder / "cpu.cfs_period_us").read_text()) if limit > 0 else None
+    except (OSError, ValueError):
+        return None
+
+
 def load_peaks(hardware: Hardware, threads: int, kernels: str) -> Peaks | None:
     """The peaks kept for this machine, number of threads and kind of kernels.
 

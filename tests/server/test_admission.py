@@ -141,3 +141,43 @@ def test_what_was_refused_used_no_tokens() -> None:
         for _ in range(5):
             assert client.post("/v1/completions", json=refused).status_code == 400
         assert client.post("/v1/completions", json=ASK).status_code == 200
+
+
+def test_who_leaves_while_the_prompt_is_made_holds_nothing() -> None:
+    """Long prompts of clients that left before their turn aren't made at all."""
+    with serving(limited(max_concurrency=8), num_gpu_blocks_override=64) as running:
+        account, prompts = running.service.gate._accounts["first"], running.service.prompts
+        encode, made = prompts.encode, list[int]()
+
+        def counted(text: str, add_special_tokens: bool) -> list[int]:
+            made.append(len(text))
+            return encode(text, add_special_tokens)
+
+        prompts.encode = counted  # type: ignore[method-assign]
+        with held_encoding(running, 1000) as go:
+
+            async def leave() -> None:
+                async with httpx.AsyncClient(base_url=running.url, headers=BEARER) as client:
+                    long = {"prompt": "dog " * 20_000}
+                    posts = [
+                        asyncio.create_task(client.post("/tokenize", json=long)) for _ in range(6)
+                    ]
+                    while len(running.service.inflight) < 6:
+                        await asyncio.sleep(0.01)
+                    assert account.running == 6
+                    for post in posts:
+                        post.cancel()
+                    await asyncio.gather(*posts, return_exceptions=True)
+                for _ in range(500):
+                    if not running.service.inflight:
+                        break
+                    await asyncio.sleep(0.01)
+
+            asyncio.run(leave())
+            assert not running.service.inflight and account.running == 0
+            go.set()
+            for _, lane in running.service._lanes._lanes:
+                lane.submit(int).result()
+            assert len(made) == 1  # which had begun
+        with running.client(headers=BEARER) as client:
+            assert client.post("/v1/completions", json=ASK).status_code == 200

@@ -89,6 +89,7 @@ SAMPLING: dict[str, Any] = {
     "prompt_logprobs": 1,
 }
 SAID_IN_THE_LOG = {"user", "safety_identifier"}  # test_user_is_in_the_log
+ASKS_FOR_NOTHING = {"prompt_cache_key"}  # as docs/compatibility.md says
 OF_THE_QUEUE = {"priority", "ttft_slo_ms", "tpot_slo_ms"}  # reach the engine: test below
 OF_THE_CACHE = {"cache_salt", "cache_control"}  # test below, and the clients' tests
 
@@ -125,7 +126,7 @@ ENDPOINTS = {
             "echo": True,
             "request_id": "chosen",
         },
-        SAID_IN_THE_LOG | OF_THE_QUEUE | {"cache_salt"},
+        SAID_IN_THE_LOG | ASKS_FOR_NOTHING | OF_THE_QUEUE | {"cache_salt"},
     ),
     "completions": Endpoint(
         "/v1/completions",
@@ -147,7 +148,7 @@ ENDPOINTS = {
             "return_tokens_as_token_ids": (True, {"logprobs": 0}),
             "request_id": "chosen",
         },
-        SAID_IN_THE_LOG | OF_THE_QUEUE | {"cache_salt"},
+        SAID_IN_THE_LOG | ASKS_FOR_NOTHING | OF_THE_QUEUE | {"cache_salt"},
     ),
     "responses": Endpoint(
         "/v1/responses",
@@ -169,7 +170,7 @@ ENDPOINTS = {
             "store": True,
             "chat_template_kwargs": {"more": "X"},
         },
-        SAID_IN_THE_LOG | OF_THE_QUEUE | {"cache_salt"},
+        SAID_IN_THE_LOG | ASKS_FOR_NOTHING | OF_THE_QUEUE | {"cache_salt"},
     ),
     "embeddings": Endpoint(
         "/v1/embeddings",
@@ -186,7 +187,7 @@ ENDPOINTS = {
             "add_special_tokens": (False, {"pooling_type": "mean"}),
             "tpot_slo_ms": 5.0,
         },
-        SAID_IN_THE_LOG | OF_THE_QUEUE | {"cache_salt", "request_id"},
+        SAID_IN_THE_LOG | ASKS_FOR_NOTHING | OF_THE_QUEUE | {"cache_salt", "request_id"},
     ),
     "messages": Endpoint(
         "/v1/messages",

@@ -226,6 +226,9 @@ def test_null_within(server: Running) -> None:
     assert ask(server, ANSWER, {"input": [{**ASK[0], "type": None}]}).status_code == 200
     going_on = {"continue_final_message": True, "add_generation_prompt": None}
     assert ask(server, CHAT, going_on).status_code == 200
+    unknown = {**ASK[0], "reasoning": None, "thinking_blocks": None}
+    assert ask(server, CHAT, {"messages": [unknown], "nobody_knows": None}).status_code == 200
+    assert ask(server, CHAT, {"nobody_knows": 0}).status_code == 400
 
 
 def test_an_answers_own_settings_can_be_sent_back(server: Running) -> None:

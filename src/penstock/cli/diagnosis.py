@@ -7,10 +7,9 @@ import os
 import platform
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 
 from penstock.errors import KernelError, ModelNotFoundError
-from penstock.hardware import Hardware, Peaks, detect
+from penstock.hardware import Hardware, Peaks, cpu_quota, detect
 
 EXTRAS = {
     "hub": ("huggingface_hub", "fetches models from the hub by their id"),
@@ -86,7 +85,7 @@ def diagnose(*, calibrate: bool = False) -> Diagnosis:
     available = native.available_isas()
     kernels = Kernels(native.isa, available, native.reason, report(), report_linear())
     environment = _environment()
-    threads, quota = torch.get_num_threads(), _cpu_quota()
+    threads, quota = torch.get_num_threads(), cpu_quota()
     machine_cores = os.cpu_count() or hardware.cores
     found, trouble = _peaks(calibrate)
     warnings = [
@@ -158,21 +157,6 @@ def _waiting(native: bool) -> str:
     if not native:
         return "in torch's OpenMP pool"
     return "look for work for 200 µs, giving way from 20 µs on, then sleep"
-
-
-def _cpu_quota() -> float | None:
-    """Cores that the cgroup allows, which the number of visible cores doesn't tell."""
-    try:
-        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
-        return None if quota == "max" else int(quota) / int(period)
-    except (OSError, ValueError):
-        pass
-    folder = Path("/sys/fs/cgroup/cpu")
-    try:
-        limit = int((folder / "cpu.cfs_quota_us").read_text())
-        return limit / int((folder / "cpu.cfs_period_us").read_text()) if limit > 0 else None
-    except (OSError, ValueError):
-        return None
 
 
 def _processor_warnings(

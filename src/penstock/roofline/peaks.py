@@ -12,7 +12,7 @@ from datetime import UTC, datetime
 import torch
 
 from penstock.errors import KernelError
-from penstock.hardware import Hardware, Peaks, detect, load_peaks, save_peaks
+from penstock.hardware import Hardware, Peaks, cpu_quota, detect, load_peaks, save_peaks
 from penstock.kernels import native
 
 logger = logging.getLogger("penstock")
@@ -34,7 +34,8 @@ def measure(hardware: Hardware | None = None, *, repeats: int = 5) -> Peaks:
     with_kernels = native.handle is not None
     start, spent = time.perf_counter(), time.process_time()
     found = _measure(buffer, threads, repeats) if with_kernels else _with_torch(buffer, threads)
-    wall = (time.perf_counter() - start) * min(threads, hardware.cores)
+    given = min(threads, hardware.cores, cpu_quota() or threads)
+    wall = (time.perf_counter() - start) * given
     return replace(found, cpu_share=min((time.process_time() - spent) / wall, 1.0))
 
 

@@ -16,6 +16,7 @@ from typing import TypeVar
 from penstock.server.errors import ApiError
 from penstock.server.keys import Key
 from penstock.server.limits import Account
+from penstock.server.sse import Receive, unless_gone
 
 T = TypeVar("T")
 
@@ -49,8 +50,13 @@ class Ticket:
         samples: int,
         size: int,
         timeout_s: float | None,
+        receive: Receive,
     ) -> None:
-        """samples: of each prompt; size: bytes of the body; timeout_s: to the end of it all."""
+        """samples: of each prompt; size: bytes of the body; timeout_s: to the end of it all.
+
+        receive: tells when the client has gone.
+        """
+        self.receive = receive
         self.caller = caller
         self.arrival = time.monotonic()
         self.start = time.time()  # the same in unix seconds
@@ -99,17 +105,20 @@ class Lanes:
     async def run(self, ticket: Ticket, work: Callable[[], T], *, slow: bool = False) -> T:
         """What `work` returns, beside the event loop. Raises ApiError 408 when time is over.
 
-        slow: however short the body is, it may take long.
+        ApiError 499 when the client has gone. slow: however short the body is, it may take long.
         """
         lane = next(
             lane for size, lane in self._lanes[1 if slow else 0 :] if ticket.size <= size
         )  # fmt: skip
-        future = asyncio.get_running_loop().run_in_executor(lane, work)
+
+        async def made() -> T:  # given up before it began where the client has gone
+            return await asyncio.get_running_loop().run_in_executor(lane, work)
+
         try:
-            async with asyncio.timeout(ticket.left_s):
-                return await future
-        except TimeoutError:
-            raise ticket.too_late() from None
+            async with asyncio.timeout(ticket.left_s) as limit:
+                return await unless_gone(ticket.receive, made())
+        except TimeoutError as error:
+            raise ticket.too_late() if limit.expired() else error from None
 
     def close(self) -> None:
         """Begin nothing more."""

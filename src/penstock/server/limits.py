@@ -100,7 +100,7 @@ class Account:
                     400,
                     f"{asked:,} {what} in one request; this key may have {most:,} {when}. Send "
                     "several requests.",
-                    param="prompt" if count > 1 else "n",
+                    param=None if asked == count else "n",
                     code=code,
                 )
 

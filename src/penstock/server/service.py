@@ -26,6 +26,7 @@ from penstock.server.limits import Gate
 from penstock.server.logs import shortened
 from penstock.server.metrics import Metrics
 from penstock.server.protocol.common import EngineFields
+from penstock.server.sse import Receive
 from penstock.server.tracing import NoTracer, Tracer
 
 logger = logging.getLogger("penstock.server")
@@ -193,10 +194,13 @@ class Service:
             pins=prompt.pins,
         )
 
-    def admit(self, caller: Caller, size: int, prompts: int = 1, samples: int = 1) -> Ticket:
+    def admit(
+        self, caller: Caller, receive: Receive, size: int, prompts: int = 1, samples: int = 1
+    ) -> Ticket:
         """Let a request in, before anything is computed for it.
 
-        size: bytes of its body; samples: of each prompt. Raises ApiError 429 or 503.
+        receive: tells when its client has gone; size: bytes of its body; samples: of each prompt.
+        Raises ApiError 429 or 503.
         """
         llm = self.llm
         waiting = max(0, len(self.inflight) - llm.stats()["requests_running"])
@@ -204,7 +208,7 @@ class Service:
         each = sum(recent) / len(recent) if recent else None
         account = self.gate.admit(caller.key, prompts, samples, waiting, each)
         timeout_s = self.config.request_timeout_s
-        return Ticket(caller, account, self.inflight, prompts, samples, size, timeout_s)
+        return Ticket(caller, account, self.inflight, prompts, samples, size, timeout_s, receive)
 
     async def compute(self, ticket: Ticket, work: Callable[[], T], *, slow: bool = False) -> T:
         """What `work` returns, beside the event loop, which goes on serving others.
@@ -252,7 +256,7 @@ class Service:
             outcome = "abort"
             try:
                 prompt = {"prompt": work.prompt.text, "prompt_token_ids": work.prompt.tokens}
-                async with asyncio.timeout(ticket.left_s):
+                async with asyncio.timeout(ticket.left_s) as limit:
                     output = await llm.embed(
                         prompt, params, name, options=work.options, arrival_time=ticket.arrival
                     )
@@ -260,7 +264,7 @@ class Service:
                 self.metrics.times(output.metrics)
                 return output.outputs.embedding
             except TimeoutError as error:
-                failure = ticket.too_late()
+                failure = ticket.too_late() if limit.expired() else as_api_error(error)
                 raise failure from error
             except Exception as error:
                 failure = as_api_error(error)

@@ -18,7 +18,6 @@ from collections.abc import (
 from contextlib import suppress
 from typing import Any, TypeVar
 
-from fastapi import Request
 from starlette.responses import Response
 
 from penstock.server.errors import ApiError
@@ -109,10 +108,10 @@ async def disconnected(receive: Receive) -> None:
         pass
 
 
-async def unless_gone(request: Request, work: Coroutine[Any, Any, T]) -> T:
+async def unless_gone(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
     """What `work` returns. It is cancelled when the client goes away, and ApiError 499 raised."""
     task = asyncio.create_task(work)
-    gone = asyncio.create_task(disconnected(request.receive))
+    gone = asyncio.create_task(disconnected(receive))
     try:
         await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
         if task.done():

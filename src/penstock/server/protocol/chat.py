@@ -186,6 +186,7 @@ class ChatRequest(SamplingFields, EngineFields, TemplateFields):
     return_tokens_as_token_ids: bool | None = None
     echo: bool | None = None
     user: UserName | None = None
+    prompt_cache_key: UserName | None = None  # a hint for a fleet: here every prompt is looked up
     safety_identifier: UserName | None = None
     request_id: str | None = None
     unsupported: ClassVar[Mapping[str, tuple[Any, ...]]] = {
@@ -206,7 +207,6 @@ class ChatRequest(SamplingFields, EngineFields, TemplateFields):
         "moderation": (),
         "parallel_tool_calls": (True,),
         "prediction": (),
-        "prompt_cache_key": (),
         "prompt_cache_options": (),
         "prompt_cache_retention": (),
         "reasoning_effort": ("none",),

@@ -51,14 +51,14 @@ class Body(BaseModel):
         if not isinstance(data, dict):
             return data
         fields = cls.model_fields
-        unknown = data.keys() - fields.keys()
+        unknown = {x for x in data.keys() - fields.keys() if data[x] is not None}
         nulls = any(value is None for value in data.values())
         if not unknown and not nulls and not cls.unsupported.keys() & data.keys():  # or inherited
             return data
         kept = {
             name: value
             for name, value in data.items()
-            if value is not None or name not in fields or fields[name].is_required()
+            if value is not None or (name in fields and fields[name].is_required())
         }
         for field, harmless in cls.unsupported.items():
             if field not in kept:

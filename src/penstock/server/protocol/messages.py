@@ -39,13 +39,17 @@ class CountTokensRequest(Body):
     system: str | Some[TextPart] | None = None
     cache_control: CacheControl | None = None
     unsupported: ClassVar[Mapping[str, tuple[Any, ...]]] = {
-        "context_management": (),
+        "context_management": ({"edits": []},),
         "diagnostics": (),
         "mcp_servers": (),
         "output_config": (),
         "output_format": (),
         "thinking": ({"type": "disabled"},),
-        "tool_choice": ({"type": "auto"}, {"type": "none"}),
+        "tool_choice": (
+            {"type": "auto"},
+            {"type": "none"},
+            {"type": "auto", "disable_parallel_tool_use": False},
+        ),
         "tools": (),
         "user_profile_id": (),
         "workspace_id": (),

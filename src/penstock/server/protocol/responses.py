@@ -91,6 +91,7 @@ class ResponsesRequest(SamplingFields, EngineFields):
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     truncation: Literal["disabled", "auto"] | None = None
     user: UserName | None = None
+    prompt_cache_key: UserName | None = None  # a hint for a fleet: here every prompt is looked up
     safety_identifier: UserName | None = None
     store: bool | None = None  # nothing is stored; true would promise that
     chat_template_kwargs: dict[str, Any] | None = None
@@ -106,7 +107,6 @@ class ResponsesRequest(SamplingFields, EngineFields):
         "parallel_tool_calls": (True,),
         "previous_response_id": (),
         "prompt": (),
-        "prompt_cache_key": (),
         "prompt_cache_options": (),
         "prompt_logprobs": (),
         "prompt_cache_retention": (),

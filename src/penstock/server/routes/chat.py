@@ -50,7 +50,7 @@ async def create_chat_completion(body: ChatRequest, request: Request) -> Respons
     outputs = service.stream(ticket, [work])
     if body.stream:
         return stream_response(_chunks(outputs, body, caller, work, model, names), outputs)
-    output = await unless_gone(request, last_of(outputs))
+    output = await unless_gone(request.receive, last_of(outputs))
     return JSONResponse(_whole(body, caller, output, model, names))
 
 

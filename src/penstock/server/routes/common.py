@@ -100,7 +100,7 @@ async def admit(request: Request, caller: Caller, prompts: int = 1, samples: int
     samples: of each prompt. Raises ApiError.
     """
     size = len(await request.body())  # which was read before
-    ticket = service_of(request).admit(caller, size, prompts, samples)
+    ticket = service_of(request).admit(caller, request.receive, size, prompts, samples)
     request.state.ticket = ticket
     return ticket
 

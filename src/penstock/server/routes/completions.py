@@ -53,7 +53,7 @@ async def create_completion(body: CompletionRequest, request: Request) -> Respon
     outputs = service.stream(ticket, works)
     if body.stream:
         return stream_response(answer.chunks(outputs), outputs)
-    return JSONResponse(await unless_gone(request, answer.whole(outputs)))
+    return JSONResponse(await unless_gone(request.receive, answer.whole(outputs)))
 
 
 async def _works(

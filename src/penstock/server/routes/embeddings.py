@@ -38,7 +38,7 @@ async def create_embeddings(body: EmbeddingRequest, request: Request) -> Respons
         "dimensions": body.dimensions,
     }
     vectors = await unless_gone(
-        request,
+        request.receive,
         service.embed(ticket, prompts, {k: v for k, v in chosen.items() if v is not None}, body),
     )
     counted = sum(len(prompt.tokens) for prompt in prompts)

@@ -64,7 +64,7 @@ async def create_message(body: MessagesRequest, request: Request) -> Response:
     answer = _Answer(caller.request_id, model, work)
     if body.stream:
         return stream_response(answer.events(outputs), outputs)
-    return JSONResponse(answer.message(await unless_gone(request, last_of(outputs))))
+    return JSONResponse(answer.message(await unless_gone(request.receive, last_of(outputs))))
 
 
 @router.post("/v1/messages/count_tokens", responses=MESSAGES_ERRORS)

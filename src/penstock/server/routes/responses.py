@@ -63,7 +63,7 @@ async def create_response(body: ResponsesRequest, request: Request) -> Response:
     outputs = service.stream(ticket, [work])
     if body.stream:
         return stream_response(answer.events(outputs), outputs)
-    return JSONResponse(answer.response(await unless_gone(request, last_of(outputs))))
+    return JSONResponse(answer.response(await unless_gone(request.receive, last_of(outputs))))
 
 
 class _Answer:
