@@ -12,7 +12,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -115,12 +115,12 @@ def test_sigterm_lets_streams_end() -> None:
             lines = page.iter_lines()
             next(lines)
             process.popen.send_signal(signal.SIGTERM)
-            refused = False
-            while any(stream.is_alive() for stream in streams) and not refused:
-                try:
-                    refused = httpx.get(f"{url}/v1/models", timeout=10).status_code == 503
-                except httpx.TransportError:  # whichever way the connection ended
-                    refused = True
+            said = set()
+            while any(stream.is_alive() for stream in streams) and len(said) < 3:
+                with suppress(httpx.TransportError):  # all streams have ended just now
+                    for path in ("/v1/models", "/ready", "/health"):
+                        said.add((path, httpx.get(f"{url}{path}", timeout=10).status_code))
+            assert said == {("/v1/models", 503), ("/ready", 503), ("/health", 200)}
             for stream in streams:
                 stream.join()
             list(lines)
@@ -133,6 +133,19 @@ def test_sigterm_lets_streams_end() -> None:
     assert "Traceback" not in process.said
     with pytest.raises(httpx.ConnectError):
         httpx.get(f"{url}/health")
+
+
+@pytest.mark.parametrize(("sent", "code"), [(signal.SIGTERM, 0), (signal.SIGINT, 130)])
+def test_ended_while_the_model_is_loaded(sent: signal.Signals, code: int) -> None:
+    """Native threads of a model that is being loaded don't take the process down with them."""
+    with serve("--max-num-seqs", "100000") as process:
+        while "startup complete" not in process.said:
+            assert process.popen.poll() is None
+            time.sleep(0.01)
+        time.sleep(0.3)
+        process.popen.send_signal(sent)
+        assert process.end() == code
+    assert "terminate called" not in process.said and "Traceback" not in process.said
 
 
 @pytest.mark.parametrize(
@@ -179,10 +192,20 @@ def test_sigterm_while_loading() -> None:
 # ── what it refuses ──────────────────────────────────────────────────────────────────────────
 
 
-def invoke(*arguments: str) -> tuple[int, str]:
+def invoke(*arguments: str, variable: str | None = None) -> tuple[int, str]:
     """(exit code, what it said) of a command that ends by itself."""
-    result = CliRunner().invoke(app, ["serve", *arguments], env={"PENSTOCK_API_KEY": ""})
+    result = CliRunner().invoke(app, ["serve", *arguments], env={"PENSTOCK_API_KEY": variable})
     return result.exit_code, result.output
+
+
+def test_a_key_that_wasnt_set_lets_nobody_in() -> None:
+    code, said = invoke(variable="")
+    assert code == 1 and "PENSTOCK_API_KEY is empty" in said
+
+
+def test_a_host_that_isnt_here() -> None:
+    code, said = invoke("--host", "192.0.2.1", "--api-key", "k")
+    assert code == 1 and "must be an address of this machine" in " ".join(said.split())
 
 
 def test_a_port_that_is_taken() -> None:

@@ -140,7 +140,7 @@ def serve(
     ] = False,
     max_queue_size: Annotated[
         int, _option(help="Requests that may wait; beyond, 429.", panel=_LIMITS)
-    ] = 1024,
+    ] = 2048,
     requests_per_minute: Annotated[int | None, _option(help="Of each key.", panel=_LIMITS)] = None,
     tokens_per_minute: Annotated[
         int | None, _option(help="Of each key: prompts and answers.", panel=_LIMITS)
@@ -349,7 +349,9 @@ def _keys(texts: list[str] | None, file: Path | None, limits: Limits) -> tuple[K
     from penstock.server import keys_of, read_keys
 
     variable = os.environ.get(KEY_VARIABLE)
-    given_texts = texts or ([variable] if variable else [])
+    if variable == "":  # a secret that wasn't set would let everybody in
+        raise ConfigError(f"{KEY_VARIABLE} is empty. Unset it, or put the key there.")
+    given_texts = texts or ([] if variable is None else [variable])
     found = keys_of(given_texts, limits)
     return tuple(found + (read_keys(file, limits) if file is not None else []))
 

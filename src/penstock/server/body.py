@@ -39,7 +39,7 @@ def read_json(body: bytes) -> Any:
         value = json.loads(text, object_pairs_hook=_once, parse_constant=_no_constant)
     except json.JSONDecodeError as error:
         at = f"line {error.lineno}, column {error.colno}"
-        raise _refused(f"{error.msg.lower()} at {at}") from error
+        raise _refused(f"{error.msg.lower().removesuffix(' at')} at {at}") from error
     except RecursionError as error:
         raise _too_deep() from error
     except ValueError as error:  # an integer of thousands of digits

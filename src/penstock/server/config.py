@@ -30,7 +30,7 @@ class ServerConfig:
     allow_unauthenticated: bool = False  # without a key, beyond this machine
     allowed_hosts: tuple[str, ...] = ()  # of the Host header; none: see `host_names`
     allowed_origins: tuple[str, ...] = ()  # of browsers' scripts (CORS); none: no other site
-    max_queue_size: int = 1024  # requests that wait; beyond, 429
+    max_queue_size: int = 2048  # requests that wait; beyond, 429
     max_body_bytes: int = 32 << 20
     body_timeout_s: float = 30.0  # for a request's headers to arrive, and then for its body
     request_timeout_s: float | None = None  # from arrival to the end; 408

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import logging
+import os
 import signal
 import socket
 import sys
 import threading
+import time
 from collections.abc import Callable
 from types import FrameType
 
@@ -27,6 +30,7 @@ logger = logging.getLogger("penstock.server")
 # turns is as long as several steps of a small model.
 SWITCH_INTERVAL_S = 0.0005
 _BACKLOG = 2048
+_LOADER_S = 1.0  # is waited for a model that is being loaded when the server is told to end
 
 
 class _Server(uvicorn.Server):
@@ -36,6 +40,12 @@ class _Server(uvicorn.Server):
         super().__init__(config)
         self._service = service
         self.interrupted = False  # by Ctrl-C
+        self._drained_by: float | None = None  # when who still runs isn't waited for any longer
+
+    @property
+    def is_ending(self) -> bool:
+        """Whether it was told to end, or can't go on."""
+        return self._drained_by is not None or self.should_exit
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """SIGTERM or SIGINT: no new requests; a second one doesn't wait for those that run.
@@ -44,14 +54,26 @@ class _Server(uvicorn.Server):
         code, and takes a second SIGTERM for the first.
         """
         running = {"running": len(self._service.inflight)}
-        if self.should_exit:
+        if self.is_ending:
             logger.warning("not waiting any longer", extra={"fields": running})
-            self.force_exit = True
+            self.force_exit = self.should_exit = True
         else:
             logger.info("shutting down", extra={"fields": running})
+            self._drained_by = time.monotonic() + self._service.config.shutdown_timeout_s
         self._service.drain()
-        self.should_exit = True
         self.interrupted = self.interrupted or sig == signal.SIGINT
+
+    async def on_tick(self, counter: int) -> bool:
+        """Whether to end: told so, when nothing runs any more or the time is over.
+
+        Until then the port stays open: who asks meanwhile is answered 503.
+        """
+        if self._drained_by is not None:
+            left = self._drained_by - time.monotonic()
+            if left <= 0 or not self._service.inflight:
+                self.config.timeout_graceful_shutdown = max(1, round(left))
+                return True
+        return await super().on_tick(counter)
 
 
 def serve(config: ServerConfig, load: Callable[[], tuple[AsyncLLM, str]]) -> None:
@@ -69,7 +91,7 @@ def serve(config: ServerConfig, load: Callable[[], tuple[AsyncLLM, str]]) -> Non
     def load_model() -> None:
         try:
             llm, name = load()
-            if server.should_exit:  # it was told so while it was loading
+            if server.is_ending:  # it was told so while it was loading
                 llm.shutdown()
                 return
             service.start(llm, name)
@@ -95,6 +117,12 @@ def serve(config: ServerConfig, load: Callable[[], tuple[AsyncLLM, str]]) -> Non
         raise failures[0]
     if server.force_exit:
         service.stop()  # which uvicorn leaves out then
+    loader.join(_LOADER_S)
+    if loader.is_alive():
+        # Threads of native code that a module's end would take down in the middle of their work.
+        logger.info("stopped while the model was being loaded")
+        logging.shutdown()
+        os._exit(130 if server.interrupted else 0)
     if server.interrupted:
         raise KeyboardInterrupt
 
@@ -127,10 +155,12 @@ def _listen(host: str, port: int) -> socket.socket:
         # Two may bind the same address as long as neither listens.
         listener.listen(_BACKLOG)
     except OSError as error:
+        way_out = "Choose another --port, or end the program that has it."
+        if error.errno not in (errno.EADDRINUSE, errno.EACCES):
+            way_out = "--host must be an address of this machine."
         if listener is not None:
             listener.close()
         raise ConfigError(
-            f"Can't listen on {host}, port {port}: {error.strerror or error}. Choose another "
-            "--port, or end the program that has it."
+            f"Can't listen on {host}, port {port}: {error.strerror or error}. {way_out}"
         ) from error
     return listener

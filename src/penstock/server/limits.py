@@ -125,14 +125,16 @@ class Gate:
         self._accounts = {key.name: Account(key, clock) for key in keys}
 
     def admit(
-        self, key: Key, count: int, samples: int, waiting: int, each_s: float | None
+        self, key: Key, count: int, samples: int, waiting: int, each_s: float | None, room: int = 0
     ) -> Account:
         """Count `count` prompts of `key`, with `samples` each; `settle` each when it has ended.
 
-        waiting: prompts in the queue; each_s: what one takes lately, for `Retry-After`.
+        waiting: prompts that don't run yet; room: how many of them will with the next step; each_s:
+        what one takes lately, for `Retry-After`.
         Raises ApiError 429 when the queue is full or the key's limits are reached.
         """
-        if waiting + count > self._max_queue:
+        if waiting + count > self._max_queue + room:
+            waiting = max(waiting - room, 0)
             raise ApiError(
                 429,
                 f"{waiting} requests are waiting, and {self._max_queue} may. Try again later.",

@@ -203,10 +203,13 @@ class Service:
         Raises ApiError 429 or 503.
         """
         llm = self.llm
-        waiting = max(0, len(self.inflight) - llm.stats()["requests_running"])
+        stats = llm.stats()
+        waiting = max(0, len(self.inflight) - stats["requests_running"])
+        rows = llm.config.scheduler.max_num_seqs - stats["running"]
+        room = 0 if stats["waiting"] else max(rows // samples, 0)  # whoever waits lacks something
         recent = self.recent.e2e_s
         each = sum(recent) / len(recent) if recent else None
-        account = self.gate.admit(caller.key, prompts, samples, waiting, each)
+        account = self.gate.admit(caller.key, prompts, samples, waiting, each, room)
         timeout_s = self.config.request_timeout_s
         return Ticket(caller, account, self.inflight, prompts, samples, size, timeout_s, receive)
 

@@ -86,7 +86,7 @@ def random_prompts(
     number: int, inputs: Lengths, outputs: Lengths, *, vocab_size: int, seed: int
 ) -> Workload:
     """Prompts that share nothing."""
-    lengths, contents = _generators(seed)
+    lengths, contents = _generators(seed, "random")
     ins, outs = inputs.draw(lengths, number), outputs.draw(lengths, number)
     return Workload(
         "random",
@@ -109,7 +109,7 @@ def shared_prefix(
     seed: int,
 ) -> Workload:
     """Groups whose prompts begin alike, as under a few system prompts, in random order."""
-    lengths, contents = _generators(seed)
+    lengths, contents = _generators(seed, "shared-prefix")
     prefixes = [tokens(contents, vocab_size, prefix_len) for _ in range(num_groups)]
     suffixes = Lengths(suffix_len, outputs.ratio).draw(lengths, number)
     outs = outputs.draw(lengths, number)
@@ -141,7 +141,7 @@ def multi_turn(
     seed: int,
 ) -> Workload:
     """`number` conversations: each turn sends all that was said before and something new."""
-    lengths, contents = _generators(seed)
+    lengths, contents = _generators(seed, "multi-turn")
     conversations = []
     for _ in range(number):
         ins, outs = inputs.draw(lengths, num_turns), outputs.draw(lengths, num_turns)
@@ -160,9 +160,12 @@ def multi_turn(
     )
 
 
-def _generators(seed: int) -> tuple[np.random.Generator, np.random.Generator]:
-    """Of lengths and of contents: another vocabulary keeps the lengths."""
-    lengths, contents = np.random.SeedSequence(seed).spawn(2)
+def _generators(seed: int, dataset: str) -> tuple[np.random.Generator, np.random.Generator]:
+    """Of lengths and of contents: another vocabulary keeps the lengths.
+
+    Apart for each dataset, or what one has left in the server's cache would be found by another.
+    """
+    lengths, contents = np.random.SeedSequence([seed, *dataset.encode()]).spawn(2)
     return np.random.default_rng(lengths), np.random.default_rng(contents)
 
 

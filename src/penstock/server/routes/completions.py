@@ -106,7 +106,11 @@ def prompts_in(service: Service, prompt: PromptField, field: str) -> list[OnePro
     most = service.config.max_queue_size
     if len(several) > most:
         raise ApiError(
-            400, f"{len(several):,} prompts in one request; {most:,} may wait.", param=field
+            400,
+            f"{len(several):,} prompts in one request; {most:,} may wait. Send several requests, "
+            "or start the server with a higher --max-queue-size.",
+            param=field,
+            code="queue_full",
         )
     return several
 
