@@ -70,6 +70,11 @@ class Sequence:
         return length > self.num_prompt and length == self.num_computed + 1
 
     @property
+    def reads_prompt(self) -> bool:
+        """Whether the logits of every row of its prompt are still wanted."""
+        return self.request.reads_prompt and not self.num_output
+
+    @property
     def order(self) -> tuple[int, int]:
         """First come, first served."""
         return (self.request.arrival, self.index)

@@ -298,17 +298,17 @@ class Scheduler:
 
     def _findable(self, sequence: Sequence) -> list[Node]:
         """What of its cached prefix a sequence that is about to start may use."""
-        unread = sequence.request.reads_prompt and not sequence.num_output
-        return [] if unread else self._cached(sequence)  # unread: every prompt row's logits
+        return [] if sequence.reads_prompt else self._cached(sequence)
 
     def _awaits(self, sequence: Sequence) -> bool:
         """Whether another is just computing what `sequence` would compute next."""
-        if self.tree is None or sequence.status is Status.SWAPPED:
+        size = self.block_size
+        if self.tree is None or sequence.status is Status.SWAPPED or sequence.reads_prompt:
             return False
-        if sequence.request.reads_prompt and not sequence.num_output:
+        filling = [s for s in self.running if s.num_computed // size < len(s.tokens) // size]
+        if not filling:  # mostly so: nothing is looked up then
             return False
-        hit = len(self._cached(sequence)) * self.block_size
-        return awaits(sequence, hit, self.block_size, self.running)
+        return awaits(sequence, len(self._cached(sequence)) * size, size, filling)
 
     def _look_up(self, sequence: Sequence) -> int:
         """Hold the cached prefix of a sequence that is about to start; tokens found."""
