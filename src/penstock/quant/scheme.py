@@ -61,6 +61,18 @@ class Scheme:
         """Of a code."""
         return _BITS[self.kind]
 
+    def bits_per_weight(self, n: int, k: int) -> float:
+        """Of a matrix [n, k] with its scales and zero points, as the panels hold them."""
+        count = -(-k // self.group) if self.group else 1
+        if self.kind in ("mxfp4", "nvfp4"):
+            scale = 8
+        elif self.kind in ("int4", "nf4") or (self.kind == "int8" and self.group):
+            scale = 16
+        else:
+            scale = 32
+        each_row = count * (scale + (0 if self.symmetric else 8))
+        return self.bits + (each_row + (32 if self.kind == "nvfp4" else 0)) / k
+
     @property
     def name(self) -> str:
         """What users call it; `parse_scheme` reads it."""

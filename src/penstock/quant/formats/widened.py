@@ -12,6 +12,7 @@ from penstock.quant.codes import Codes
 from penstock.quant.format import Packed
 from penstock.quant.formats.dense import Dense
 from penstock.quant.formats.panels import PanelFormat
+from penstock.quant.methods.rtn import quantize
 from penstock.quant.scheme import Scheme
 
 _DENSE = Dense(torch.bfloat16)
@@ -32,7 +33,8 @@ class Widened(PanelFormat):
         return "bfloat16"
 
     def pack(self, weight: Tensor, gated: bool = False) -> Packed:
-        raise NotImplementedError
+        parts = weight.chunk(2) if gated else (weight,)
+        return self.pack_codes(Codes.stack([quantize(part, self.scheme) for part in parts]), gated)
 
     def pack_codes(self, codes: Codes, gated: bool = False) -> Packed:
         return _DENSE.pack(codes.dequantize(), gated)
