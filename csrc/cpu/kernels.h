@@ -16,11 +16,18 @@ struct bf16 {
   uint16_t bits;
 };
 
-// What keys and values are stored as: DType, or one byte. int8 has a float16 scale for each token
-// and head; fp8 is OCP's E4M3 without infinities.
-enum class Stored : int { same, int8, fp8 };
+// What keys and values are stored as: DType, one byte, or half of one. int8 has a float16 scale for
+// each token and head; fp8 is OCP's E4M3 without infinities; int4 has a float16 step and minimum for
+// each group of kCacheGroup dimensions of a token and head.
+enum class Stored : int { same, int8, fp8, int4 };
+
+constexpr int64_t kCacheGroup = 32;
 
 struct fp8 {
+  uint8_t bits;
+};
+
+struct nibbles {  // two values
   uint8_t bits;
 };
 
@@ -121,7 +128,8 @@ struct RotaryCacheArgs {
   const int32_t* slots;
   void* key_cache;
   void* value_cache;
-  uint16_t* key_scale;  // [blocks, kv_heads, block_size] float16, for int8
+  uint16_t* key_scale;  // float16: [blocks, kv_heads, block_size] for int8,
+                        // [blocks, kv_heads, groups, 2, block_size] for int4
   uint16_t* value_scale;
   Stored stored;
   int64_t blocks, block_size, padded_dim;
@@ -135,7 +143,7 @@ struct AttentionArgs {
   const void* q;  // [tokens, heads, dim] contiguous
   const void* key_cache;
   const void* value_cache;
-  const uint16_t* key_scale;  // [blocks, kv_heads, block_size] float16, for int8
+  const uint16_t* key_scale;  // as in RotaryCacheArgs
   const uint16_t* value_scale;
   Stored stored;
   const int32_t* query_start;

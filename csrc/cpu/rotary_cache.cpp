@@ -1,5 +1,8 @@
 // Between the projection and attention: normalise heads, rotate, write keys and values.
+#include <type_traits>
+
 #include "linear.h"
+#include "nibbles.h"
 
 namespace penstock::PENSTOCK_ISA {
 namespace {
@@ -43,7 +46,7 @@ void rotate(float* x, const float* cos_sin, int64_t rotary_dim, bool interleaved
 }
 
 // Where value j of a head at `offset` of a block lies, in units of one value.
-struct Key {  // [P/16, D/v, 16, v]
+struct Key {  // [P/16, D/v, 16, v]; of four bits [P/16, D/2, 16]
   static int64_t place(const RotaryCacheArgs& a, int64_t offset, int64_t j, int64_t v) {
     return offset / 16 * a.padded_dim * 16 + offset % 16 * v + j / v * 16 * v + j % v;
   }
@@ -83,12 +86,66 @@ uint16_t round_head(float* head, int64_t dim) {
   return half;
 }
 
+// Where the two of a head's dimensions that share a byte lie: of 16 from `base` on, byte j has
+// `first(j)` and `first(j)` + kApart.
+struct KeyBytes {  // [P/16, D/2, 16]
+  static constexpr int64_t kApart = 1;
+  static int64_t first(int64_t j) { return 2 * j; }
+  static int64_t place(const RotaryCacheArgs& a, int64_t offset, int64_t base, int64_t j) {
+    return offset / 16 * a.padded_dim * 8 + (base / 2 + j) * 16 + offset % 16;
+  }
+};
+struct ValueBytes {  // [D/16, P/2, 2, 8]
+  static constexpr int64_t kApart = 8;
+  static int64_t first(int64_t j) { return j; }
+  static int64_t place(const RotaryCacheArgs& a, int64_t offset, int64_t base, int64_t j) {
+    return base / 16 * a.block_size * 8 + offset * 8 + j;
+  }
+};
+template <typename Side>
+using BytesOf = std::conditional_t<std::is_same_v<Side, Key>, KeyBytes, ValueBytes>;
+
+// Head to four bits, in groups of its dimensions.
+template <typename Side>
+void put_nibbles(const RotaryCacheArgs& a, const float* head, int64_t at, int64_t offset) {
+  using Bytes = BytesOf<Side>;
+  uint8_t* out = static_cast<uint8_t*>(Side::cache(a)) + at * a.block_size * a.padded_dim / 2;
+  const int64_t groups = (a.padded_dim + kCacheGroup - 1) / kCacheGroup;
+  for (int64_t g = 0; g < groups; g++) {
+    const int64_t from = g * kCacheGroup;
+    const int64_t count = a.dim - from < kCacheGroup ? a.dim - from : kCacheGroup;
+    F16 low = set1(__builtin_inff()), high = set1(-__builtin_inff()), bad = zero();
+    for (int64_t j = 0; j < count; j += 16) {
+      const int c = count - j < 16 ? static_cast<int>(count - j) : 16;
+      const F16 x = load(head + from + j);
+      low = min(low, keep_first(x, c, __builtin_inff()));
+      high = max(high, keep_first(x, c, -__builtin_inff()));
+      bad = fma(keep_first(x, c, 0.0f), zero(), bad);
+    }
+    uint16_t* scale = Side::scale(a) + (at * groups + g) * 2 * a.block_size + offset;
+    choose_step(-reduce_max(zero() - low), reduce_max(high), reduce_add(bad), scale[0],
+                scale[a.block_size]);
+    const F16 step = set1(_cvtsh_ss(scale[0])), minimum = set1(_cvtsh_ss(scale[a.block_size]));
+    for (int64_t base = from; base < from + kCacheGroup && base < a.padded_dim; base += 16) {
+      float codes[16];
+      store(codes, keep_first(to_codes(load(head + base), step, minimum),
+                              a.dim - base < 16 ? static_cast<int>(a.dim - base) : 16, 0.0f));
+      for (int64_t j = 0; j < 8; j++) {
+        const auto first = static_cast<unsigned>(codes[Bytes::first(j)]);
+        const auto second = static_cast<unsigned>(codes[Bytes::first(j) + Bytes::kApart]);
+        out[Bytes::place(a, offset, base, j)] = static_cast<uint8_t>(first | second << 4);
+      }
+    }
+  }
+}
+
 template <typename T, typename Side>
 void write_head(const RotaryCacheArgs& a, float* head, Side, int64_t at, int64_t offset) {
   constexpr int64_t v = 4 / static_cast<int64_t>(sizeof(T));
   if (a.stored == Stored::same) return put_head<Side, T>(a, head, at, offset, v);
   for (int64_t j = 0; j < a.dim; j += 16) store(head + j, round_to<T>(load(head + j)));
   if (a.stored == Stored::fp8) return put_head<Side, fp8>(a, head, at, offset, v);
+  if (a.stored == Stored::int4) return put_nibbles<Side>(a, head, at, offset);
   Side::scale(a)[at * a.block_size + offset] = round_head(head, a.dim);
   put_head<Side, int8_t>(a, head, at, offset, v);
 }

@@ -12,16 +12,49 @@ struct CacheShape {
   uint16_t* value_scale;
 };
 
-// `dtype` is that of the queries; one-byte caches go with bfloat16.
+Stored stored_as(ScalarType type) {
+  switch (type) {
+    case ScalarType::Char:
+      return Stored::int8;
+    case ScalarType::Byte:
+      return Stored::int4;
+    case ScalarType::Float8_e4m3fn:
+      return Stored::fp8;
+    default:
+      return Stored::same;
+  }
+}
+
+// The dimensions of a cache's blocks, for the last two of its keys and values.
+void check_blocks(const Tensor& keys, const Tensor& values, const CacheShape& s, int64_t dim) {
+  const int64_t v = s.stored == Stored::same && keys.scalar_type() == ScalarType::Float ? 1 : 2;
+  const bool half = s.stored == Stored::int4;
+  STD_TORCH_CHECK(keys.size(4) == 16 && keys.size(5) == (half ? 1 : v) &&
+                      values.size(0) == s.blocks && values.size(1) == s.kv_heads &&
+                      values.size(2) * 16 == s.padded_dim && values.size(3) * v == s.block_size &&
+                      values.size(4) == (half ? 2 : 16) && values.size(5) == (half ? 8 : v) &&
+                      s.padded_dim == (dim + 15) / 16 * 16 && s.block_size % 32 == 0,
+                  "key_cache and value_cache don't have the layout of ops.rotary_cache for heads "
+                  "of ",
+                  dim);
+  STD_TORCH_CHECK(s.kv_heads > 0, "key_cache has no heads");
+}
+
+uint16_t* scales(const Tensor& scale, int64_t count, const char* shape) {
+  STD_TORCH_CHECK(scale.scalar_type() == ScalarType::Half && scale.is_contiguous() &&
+                      scale.numel() == count,
+                  "scales must be float16 ", shape, ": ", count, " of them");
+  return static_cast<uint16_t*>(scale.data_ptr());
+}
+
+// `dtype` is that of the queries; caches of a byte or less go with bfloat16.
 CacheShape cache_shape(const Tensor& keys, const Tensor& values, const Optional& key_scale,
                        const Optional& value_scale, DType dtype, int64_t dim) {
-  const ScalarType type = keys.scalar_type();
-  const bool float8 = type == ScalarType::Float8_e4m3fn;
-  const Stored kind = type == ScalarType::Char ? Stored::int8 : float8 ? Stored::fp8 : Stored::same;
+  const Stored kind = stored_as(keys.scalar_type());
   if (kind == Stored::same) {
     STD_TORCH_CHECK(dtype_of(keys, "key_cache") == dtype, "q and key_cache must have one dtype");
   } else {
-    STD_TORCH_CHECK(dtype == DType::bf16, "an int8 or fp8 cache goes with bfloat16");
+    STD_TORCH_CHECK(dtype == DType::bf16, "an int8, fp8 or int4 cache goes with bfloat16");
   }
   const int64_t v = dtype == DType::bf16 ? 2 : 1;
   STD_TORCH_CHECK(keys.scalar_type() == values.scalar_type(),
@@ -30,26 +63,19 @@ CacheShape cache_shape(const Tensor& keys, const Tensor& values, const Optional&
                       values.is_contiguous(),
                   "caches must be contiguous, with 6 dimensions");
   CacheShape s = {keys.size(0), keys.size(1), keys.size(2) * 16, keys.size(3) * v, kind, {}, {}};
-  STD_TORCH_CHECK(keys.size(4) == 16 && keys.size(5) == v && values.size(0) == s.blocks &&
-                      values.size(1) == s.kv_heads && values.size(2) * 16 == s.padded_dim &&
-                      values.size(3) * v == s.block_size && values.size(4) == 16 &&
-                      values.size(5) == v && s.padded_dim == (dim + 15) / 16 * 16 &&
-                      s.block_size % 32 == 0,
-                  "key_cache and value_cache don't have the layout of ops.rotary_cache for heads "
-                  "of ",
-                  dim);
-  STD_TORCH_CHECK(s.kv_heads > 0, "key_cache has no heads");
-  const bool scaled = kind == Stored::int8;
+  check_blocks(keys, values, s, dim);
+  const bool scaled = kind == Stored::int8 || kind == Stored::int4;
   STD_TORCH_CHECK(scaled == key_scale.has_value() && scaled == value_scale.has_value(),
-                  "an int8 cache, and only that, has scales");
-  if (scaled) {
-    for (const Tensor& scale : {*key_scale, *value_scale})
-      STD_TORCH_CHECK(scale.scalar_type() == ScalarType::Half && scale.is_contiguous() &&
-                          scale.numel() == s.blocks * s.kv_heads * s.block_size,
-                      "scales must be float16 [", s.blocks, ", ", s.kv_heads, ", ", s.block_size,
-                      "]");
-    s.key_scale = static_cast<uint16_t*>(key_scale->data_ptr());
-    s.value_scale = static_cast<uint16_t*>(value_scale->data_ptr());
+                  "an int8 or int4 cache, and only that, has scales");
+  if (kind == Stored::int8) {
+    const int64_t count = s.blocks * s.kv_heads * s.block_size;
+    s.key_scale = scales(*key_scale, count, "[blocks, heads, block size]");
+    s.value_scale = scales(*value_scale, count, "[blocks, heads, block size]");
+  } else if (scaled) {
+    const int64_t groups = (s.padded_dim + kCacheGroup - 1) / kCacheGroup;
+    const int64_t count = s.blocks * s.kv_heads * groups * 2 * s.block_size;
+    s.key_scale = scales(*key_scale, count, "[blocks, heads, groups, 2, block size]");
+    s.value_scale = scales(*value_scale, count, "[blocks, heads, groups, 2, block size]");
   }
   return s;
 }

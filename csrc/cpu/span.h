@@ -1,7 +1,10 @@
 // One span of 256 positions for up to 32 query rows: scores, weights, weighted values.
 #pragma once
 
+#include <type_traits>
+
 #include "attention_tiles.h"
+#include "nibbles.h"
 
 namespace penstock::PENSTOCK_ISA {
 
@@ -81,6 +84,9 @@ class SpanWork {
 
  private:
   static constexpr bool kWiden = sizeof(S) != sizeof(T);
+  static constexpr bool kScaled = std::is_same_v<S, int8_t>;
+  static constexpr bool kNibbles = std::is_same_v<S, nibbles>;
+  static constexpr int64_t kPerItem = kNibbles ? 2 : 1;  // values of an S
   static constexpr bool kByTiles = kTiles && sizeof(T) == 2;
 
   // The block of this head that holds `position`.
@@ -89,7 +95,7 @@ class SpanWork {
     return index * a_.kv_heads + t_.kv_head;
   }
   const S* block(const void* cache, int64_t position) const {
-    return static_cast<const S*>(cache) + block(position) * head_size_;
+    return static_cast<const S*>(cache) + block(position) * head_size_ / kPerItem;
   }
   // The float16 scales of the 16 positions from `position` on.
   F16 scales(const uint16_t* scale, int64_t position) const {
@@ -99,6 +105,61 @@ class SpanWork {
   static void widen(const S* from, int64_t count, T* to) {
     if constexpr (kWiden)
       for (int64_t j = 0; j < count; j += 16) store_exact(to + j, load(from + j));
+  }
+
+  // A group's step of `position`; the minima lie a block's size behind.
+  const uint16_t* steps(const uint16_t* scale, int64_t position, int64_t group) const {
+    const int64_t groups = (a_.padded_dim + kCacheGroup - 1) / kCacheGroup;
+    return scale + (block(position) * groups + group) * 2 * a_.block_size +
+           position % a_.block_size;
+  }
+
+  // Keys of `count` positions, a multiple of 16, as panels of bfloat16.
+  void widen_keys(int64_t position, int64_t count, T* to) const {
+    const int64_t offset = position % a_.block_size;
+    const S* from = block(a_.key_cache, position) + offset * a_.padded_dim / kPerItem;
+    if constexpr (!kNibbles) {
+      widen(from, count * a_.padded_dim, to);
+    } else {
+      const uint8_t* line = reinterpret_cast<const uint8_t*>(from);
+      for (int64_t done = 0; done < count; done += kColumns)
+        for (int64_t j = 0; j < a_.padded_dim; j += kCacheGroup) {
+          const uint16_t* scale = steps(a_.key_scale, position + done, j / kCacheGroup);
+          const F16 size = load_half(scale), low = load_half(scale + a_.block_size);
+          const F16 step[2] = {size, size}, minimum[2] = {low, low};
+          const int64_t end = j + kCacheGroup < a_.padded_dim ? j + kCacheGroup : a_.padded_dim;
+          for (int64_t k = j; k < end; k += 2, line += kLineBytes, to += 2 * kColumns)
+            PENSTOCK_ISA::widen_keys(line, step, minimum, to);
+        }
+    }
+  }
+
+  // The values of a group of 32 positions as panels of bfloat16.
+  void widen_values(int64_t position, T* to) const {
+    const int64_t panels = a_.padded_dim / kColumns, pitch = a_.block_size * kColumns / kPerItem;
+    const S* from =
+        block(a_.value_cache, position) + position % a_.block_size * kColumns / kPerItem;
+    if constexpr (!kNibbles) {
+      for (int64_t p = 0; p < panels; p++)
+        widen(from + p * pitch, kGroup * kColumns, to + p * kGroup * kColumns);
+    } else {
+      float size[kGroup], low[kGroup];
+      for (int64_t p = 0; p < panels; p++) {
+        if (p * kColumns % kCacheGroup == 0) {
+          const uint16_t* scale = steps(a_.value_scale, position, p * kColumns / kCacheGroup);
+          for (int64_t i = 0; i < kGroup; i += 16) {
+            store(size + i, load_half(scale + i));
+            store(low + i, load_half(scale + a_.block_size + i));
+          }
+        }
+        const uint8_t* line = reinterpret_cast<const uint8_t*>(from + p * pitch);
+        for (int64_t i = 0; i < kGroup; i += 2, line += kLineBytes, to += 2 * kColumns) {
+          const F16 step[2] = {set1(size[i]), set1(size[i + 1])};
+          const F16 minimum[2] = {set1(low[i]), set1(low[i + 1])};
+          PENSTOCK_ISA::widen_values(line, step, minimum, to);
+        }
+      }
+    }
   }
 
   // A row of `count` floats into its place in tiles of T.
@@ -116,12 +177,11 @@ class SpanWork {
       int64_t count = a_.block_size - offset;
       if (count > last - position) count = last - position;
       if (kWiden && count > kGroup) count = kGroup;
-      const S* stored = block(a_.key_cache, position) + offset / kColumns * panel;
       const T* keys = values_;
       if constexpr (kWiden)
-        widen(stored, count * a_.padded_dim, values_);
+        widen_keys(position, count, values_);
       else
-        keys = stored;
+        keys = block(a_.key_cache, position) + offset / kColumns * panel;
       float* out = weight_ + (position - low);
       position += count;
       if constexpr (kByTiles) {
@@ -146,7 +206,7 @@ class SpanWork {
     F16 top = set1(kMinusInfinity);
     for (int64_t j = first - low; j < last - low; j += kColumns) {
       F16 s = load(row + j);
-      if (a_.key_scale) s = s * scales(a_.key_scale, low + j);
+      if constexpr (kScaled) s = s * scales(a_.key_scale, low + j);
       s = s * set1(a_.scale);
       if (a_.softcap > 0.0f) s = set1(a_.softcap) * tanh(s / set1(a_.softcap));
       if (to - j < kColumns) s = keep_first(s, clip(to - j), kMinusInfinity);
@@ -160,7 +220,7 @@ class SpanWork {
       F16 p = zero();
       if (highest != kMinusInfinity) p = exp(load(row + j) - set1(highest));
       sum = sum + p;
-      if (a_.value_scale)  // beyond the last position a scale may be anything
+      if constexpr (kScaled)  // beyond the last position a scale may be anything
         p = keep_first(p * scales(a_.value_scale, low + j), clip(to - j), 0.0f);
       store(row + j, round_to<T>(p));
     }
@@ -188,15 +248,13 @@ class SpanWork {
 
   // The values from `position` on, in `room` where they are widened or their end is cut off.
   Group group(int64_t position, T* room) const {
-    const int64_t panels = a_.padded_dim / kColumns, end = a_.context_len[t_.sequence];
-    const S* stored = block(a_.value_cache, position) + position % a_.block_size * kColumns;
+    const int64_t end = a_.context_len[t_.sequence];
     Group found = {room, kGroup * kColumns};
-    if constexpr (kWiden) {
-      for (int64_t p = 0; p < panels; p++)
-        widen(stored + p * a_.block_size * kColumns, kGroup * kColumns, room + p * found.stride);
-    } else {
-      found = {stored, a_.block_size * kColumns};
-    }
+    if constexpr (kWiden)
+      widen_values(position, room);
+    else
+      found = {block(a_.value_cache, position) + position % a_.block_size * kColumns,
+               a_.block_size * kColumns};
     if (position + kGroup <= end) return found;
     cut(found, end - position, room);  // what lies beyond was written by others, or never
     return {room, kGroup * kColumns};

@@ -96,12 +96,13 @@ class CacheConfig:
         MEMORY_FRACTION  # never more than this of the memory free after the weights
     )
     enable_prefix_caching: bool = True
-    kv_cache_dtype: Literal["auto", "int8", "fp8", "fp8_e4m3"] = "auto"  # auto: the activations'
+    # auto: that of the activations
+    kv_cache_dtype: Literal["auto", "int8", "fp8", "fp8_e4m3", "int4"] = "auto"
 
     def __post_init__(self) -> None:
         _positive(self, "block_size", "num_blocks")
         _one_of(self, "layout", ("paged",))
-        _one_of(self, "kv_cache_dtype", ("auto", "int8", "fp8", "fp8_e4m3"))
+        _one_of(self, "kv_cache_dtype", ("auto", "int8", "fp8", "fp8_e4m3", "int4"))
         if self.block_size % 32:
             raise ConfigError(f"block_size must be a multiple of 32 tokens, not {self.block_size}.")
         _flags(self, "enable_prefix_caching")

@@ -8,7 +8,11 @@ import torch
 from penstock.cache import PagedLayout, copy_blocks
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    "dtype",
+    [torch.float32, torch.bfloat16, torch.int8, torch.float8_e4m3fn, torch.uint8],
+    ids=str,
+)
 @pytest.mark.parametrize("block_size", [32, 64])
 @pytest.mark.parametrize("heads", [((2, 64),), ((1, 16), (3, 48)), ((2, 8), (1, 100))])
 def test_bytes_per_block(
@@ -17,12 +21,14 @@ def test_bytes_per_block(
     layout = PagedLayout(heads, dtype, block_size)
     kv = layout.allocate(5)
     assert len(kv) == len(heads)
-    assert sum(keys.nbytes + values.nbytes for keys, values in kv) == 5 * layout.bytes_per_block
+    assert sum(part.nbytes for layer in kv for part in layer) == 5 * layout.bytes_per_block
 
 
 def test_bytes_per_block_by_hand() -> None:
     # 32 tokens, keys and values, 2 heads of 64 in bfloat16, and 1 of 20 padded to 32
     assert PagedLayout(((2, 64), (1, 20)), torch.bfloat16, 32).bytes_per_block == 32 * 2 * 2 * 160
+    # of four bits, each with two float16 for every 32 dimensions: 5 bits a value
+    assert PagedLayout(((2, 64), (1, 20)), torch.uint8, 32).bytes_per_block == 32 * 2 * 160 * 5 // 8
 
 
 @pytest.mark.parametrize(("tokens", "blocks"), [(0, 0), (1, 1), (32, 1), (33, 2), (320, 10)])

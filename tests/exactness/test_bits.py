@@ -132,7 +132,7 @@ def test_every_instruction_set_gives_the_golden_bits(model: Decoder, form: str, 
     assert torch.equal(alone(model, prompt(300, 7), 5), whole)
 
 
-@pytest.fixture(scope="module", params=["int8", "fp8"])
+@pytest.fixture(scope="module", params=["int8", "fp8", "int4"])
 def kv(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
@@ -140,8 +140,9 @@ def kv(request: pytest.FixtureRequest) -> str:
 GOLDEN_KV = {
     "int8": "b311cc9d01844c36955a1f56a0384bc2ad5d0dc6838b8abe9380ed0bb76cd78a",
     "fp8": "0e21eccafdee16a4efb99eacb38e818d43cd86b28179ffd380c067a1a936de46",
+    "int4": "843a10ab279a1c8bcfb33a3b228e03605384175bfa777a65bd6d0fe6109e5418",
 }
-"""The same prompt in bfloat16 over a cache of one byte."""
+"""The same prompt in bfloat16 over a cache of one byte or less."""
 
 
 @pytest.mark.usefixtures("restore")
@@ -155,7 +156,7 @@ def test_a_cache_of_one_byte(kv: str, isa: str) -> None:
     torch.set_num_threads(1)
     assert torch.equal(alone(model, tokens[:100], 1, kv=kv), whole[:100])
     drift = (whole - alone(model, tokens)).abs().mean()
-    assert 0 < drift < {"int8": 0.05, "fp8": 0.15}[kv]
+    assert 0 < drift < {"int8": 0.05, "fp8": 0.15, "int4": 0.05}[kv]
 
 
 def test_batches_over_a_cache_of_one_byte(kv: str) -> None:

@@ -47,7 +47,7 @@ class Variant:
 VARIANTS = (
     *(Variant(name) for name in ("w8a16", "w8a8", "w4a16-g32")),
     *(Variant(f"w4a8-g{group}{zero}") for group in (32, 64, 128) for zero in ("", "-asym")),
-    *(Variant(None, cache) for cache in ("int8", "fp8")),
+    *(Variant(None, cache) for cache in ("int8", "fp8", "int4")),
 )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from penstock.ops import kv_int4
 from penstock.ops.panels import COLUMNS
 from penstock.ops.registry import define_op
 
@@ -16,6 +17,8 @@ def gather_keys(
     key_cache: Tensor, blocks: Tensor, length: int, dim: int, scale: Tensor | None = None
 ) -> Tensor:
     """The first `length` keys of a sequence, [length, Hkv, D] float32."""
+    if key_cache.dtype is torch.uint8:
+        return _by_token(kv_int4.key_codes(key_cache[blocks.long()]), scale, blocks, length, dim)
     k = _bytes(key_cache)[blocks.long()].view(key_cache.dtype)  # [M, Hkv, P/16, D/v, 16, v]
     k = k.float().permute(0, 2, 4, 1, 3, 5).flatten(4).flatten(0, 2)
     return _scaled(k, scale, blocks)[:length, :, :dim]
@@ -25,6 +28,9 @@ def gather_values(
     value_cache: Tensor, blocks: Tensor, length: int, dim: int, scale: Tensor | None = None
 ) -> Tensor:
     """The first `length` values of a sequence, [length, Hkv, D] float32."""
+    if value_cache.dtype is torch.uint8:
+        codes = kv_int4.value_codes(value_cache[blocks.long()])
+        return _by_token(codes, scale, blocks, length, dim)
     v = _bytes(value_cache)[blocks.long()].view(value_cache.dtype)  # [M, Hkv, D/16, P/v, 16, v]
     v = v.float().permute(0, 3, 5, 1, 2, 4).flatten(4).flatten(0, 2)
     return _scaled(v, scale, blocks)[:length, :, :dim]
@@ -33,6 +39,13 @@ def gather_values(
 def _bytes(cache: Tensor) -> Tensor:
     """float8 as bytes: torch can't index it."""
     return cache.view(torch.uint8) if cache.dtype is torch.float8_e4m3fn else cache
+
+
+def _by_token(codes: Tensor, scale: Tensor | None, blocks: Tensor, length: int, dim: int) -> Tensor:
+    """codes [M, Hkv, P, D] of four bits → [length, Hkv, dim]."""
+    assert scale is not None
+    x = kv_int4.by_token(codes, scale[blocks.long()])
+    return x.transpose(1, 2).flatten(0, 1)[:length, :, :dim]
 
 
 def _scaled(x: Tensor, scale: Tensor | None, blocks: Tensor) -> Tensor:
@@ -91,7 +104,8 @@ def paged_attention(
     taken in spans of 256 counted from position 0; each span gives its maximum, its sum and its
     weighted values on its own (the weights rounded to q's dtype, dot products in the order of
     `linear`); spans are then joined in order. One-byte keys and values are widened to bfloat16,
-    exactly; int8's scales multiply the scores and the weights.
+    exactly; int8's scales multiply the scores and the weights. int4 is widened to bfloat16 as
+    `ops.kv_int4` says.
     Cost: 4·H·D FLOPs and 2·Hkv·D·itemsize bytes per visible position; memory-bound in decode.
     Source: Milakov & Gimelshein 2018, arXiv:1805.02867; Dao et al. 2022, arXiv:2205.14135;
     paging: Kwon et al. 2023, arXiv:2309.06180; sinks: Xiao et al. 2023, arXiv:2309.17453.

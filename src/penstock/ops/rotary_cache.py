@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from penstock.ops import kv_int4
 from penstock.ops.panels import COLUMNS
 from penstock.ops.registry import define_op
 
@@ -102,6 +103,10 @@ def rotary_cache(
     D is padded to a multiple of 16 in both. They are of qkv's dtype; or, beside bfloat16, of one
     byte (with bfloat16's v): float8_e4m3fn, rounded to nearest and never beyond ±448; or int8 in
     ±127 with key_scale and value_scale [N, Hkv, P] float16, max|x| / 127 of each token and head.
+    Or uint8, two int4 codes a byte (`ops.kv_int4`), both of one token:
+        key_cache   [N, Hkv, P/16, D/2, 16, 1]    low and high half: dimensions 2i and 2i + 1
+        value_cache [N, Hkv, D/16, P/2, 2, 8]     positions 2i and 2i + 1; columns c and c + 8
+    with scales [N, Hkv, G, 2, P] float16: step and minimum of each group of 32 dimensions.
     Source: Su et al. 2021, arXiv:2104.09864; FP8: Micikevicius et al. 2022, arXiv:2209.05433.
     """
     dtype, kv_heads = qkv.dtype, key_cache.shape[1]
@@ -110,11 +115,19 @@ def rotary_cache(
     q_out = rotate(_norm(q.float(), q_norm, eps), cos_sin, positions, interleaved).to(dtype)
     k_out = rotate(_norm(k.float(), k_norm, eps), cos_sin, positions, interleaved).to(dtype)
 
-    factor = key_cache.shape[-1]
-    padded = key_cache.shape[3] * factor
     block_size = key_cache.shape[2] * COLUMNS
     keep = slots >= 0
     block, offset = slots[keep].long() // block_size, slots[keep].long() % block_size
+    if key_cache.dtype is torch.uint8:
+        assert key_scale is not None and value_scale is not None
+        padded = value_cache.shape[2] * COLUMNS
+        codes, key_scale[block, :, :, :, offset] = kv_int4.token_codes(k_out[keep].float(), padded)
+        kv_int4.put_keys(key_cache, codes, block, offset)
+        codes, value_scale[block, :, :, :, offset] = kv_int4.token_codes(v[keep].float(), padded)
+        kv_int4.put_values(value_cache, codes, block, offset)
+        return q_out
+    factor = key_cache.shape[-1]
+    padded = key_cache.shape[3] * factor
     k_kept = stored(k_out[keep], key_cache.dtype, key_scale, block, offset)
     v_kept = stored(v[keep], value_cache.dtype, value_scale, block, offset)
     k_pad = torch.nn.functional.pad(k_kept, (0, padded - dim))

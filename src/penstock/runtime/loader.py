@@ -64,7 +64,7 @@ def load_runtime(config: EngineConfig, progress: Progress | None = None) -> Runt
     logger.info(
         "%s, %s, up to %d tokens a sequence; cache of %d blocks × %d tokens in %s (%.0f MiB).",
         loaded.spec.family, loaded.model.formats.name, loaded.max_model_len,
-        blocks, layout.block_size, str(layout.dtype).removeprefix("torch."),
+        blocks, layout.block_size, layout.stored,
         blocks * layout.bytes_per_block / (1 << 20),
     )  # fmt: skip
     kv = layout.allocate(blocks)
