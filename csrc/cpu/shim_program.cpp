@@ -11,6 +11,7 @@
 #include <map>
 #include <memory>
 #include <mutex>
+#include <utility>
 #include <vector>
 
 #include "shim.h"
@@ -27,6 +28,15 @@ struct Held {
   int64_t tokens = INT64_MAX, positions = INT64_MAX;  // rows of the tables that are looked up
   int64_t blocks = 0, block_size = 0;  // of every cache, or none
   std::atomic<bool> running{false};
+  std::vector<std::pair<int64_t, int>> threads;  // (steps of up to so many tokens, threads)
+
+  // As many threads as were chosen for steps of `tokens`, of those that there are.
+  int threads_for(int64_t tokens) const {
+    const int all = shim::threads();
+    for (const auto& [most, chosen] : threads)
+      if (tokens <= most) return std::min(chosen, all);
+    return all;
+  }
 
   void keep(const Tensor& tensor) { kept.push_back(tensor); }
   void keep(const Optional& tensor) {
@@ -233,6 +243,33 @@ int64_t program_finish(int64_t id, int64_t logits) {
   return static_cast<int64_t>(p->program.size());
 }
 
+// Before or between runs. Returns the bytes of all buffers.
+int64_t program_reserve(int64_t id, int64_t rows) {
+  const auto p = held(id);
+  STD_TORCH_CHECK(p->program.logits() >= 0, "Program ", id, " isn't finished");
+  STD_TORCH_CHECK(rows >= 0 && rows <= INT32_MAX, "rows must be from 0 to ", INT32_MAX, ", not ",
+                  rows);
+  STD_TORCH_CHECK(!p->running.exchange(true), "Program ", id, " is running");
+  const Release release(p->running);
+  p->program.reserve(rows);
+  return static_cast<int64_t>(p->program.bytes());
+}
+
+// table [n, 2] int32: steps of up to table[i, 0] tokens run on table[i, 1] threads, larger ones on
+// all.
+void program_threads(int64_t id, const Tensor& table) {
+  const auto p = held(id);
+  STD_TORCH_CHECK(table.dim() == 2 && table.size(1) == 2, "table must be [n, 2]");
+  const int32_t* entries = integers(table, table.numel(), "table");
+  STD_TORCH_CHECK(!p->running.exchange(true), "Program ", id, " is running");
+  const Release release(p->running);
+  p->threads.clear();
+  for (int64_t i = 0; i < table.size(0); i++) {
+    STD_TORCH_CHECK(entries[2 * i + 1] > 0, "A step needs a thread");
+    p->threads.emplace_back(entries[2 * i], entries[2 * i + 1]);
+  }
+}
+
 void program_run(int64_t id, const Tensor& tokens, const Tensor& positions, const Tensor& slots,
                  const Tensor& query_start, const Tensor& context_len, const Tensor& block_table,
                  const Tensor& sample_at, const Tensor& logits, Optional times) {
@@ -274,7 +311,7 @@ void program_run(int64_t id, const Tensor& tokens, const Tensor& positions, cons
                     "times must be ", places, " contiguous float64");
     clock = static_cast<double*>(times->data_ptr());
   }
-  program.run(step, logits.data_ptr(), threads(), clock);
+  program.run(step, logits.data_ptr(), p->threads_for(step.count), clock);
 }
 
 }  // namespace
@@ -306,6 +343,8 @@ STABLE_TORCH_LIBRARY_FRAGMENT(penstock, m) {
       "float scale, int window, float softcap, Tensor? sinks, Tensor? key_scale, "
       "Tensor? value_scale) -> int");
   m.def("program_finish(int program, int logits) -> int");
+  m.def("program_reserve(int program, int rows) -> int");
+  m.def("program_threads(int program, Tensor table) -> ()");
   m.def(
       "program_run(int program, Tensor tokens, Tensor positions, Tensor slots, "
       "Tensor query_start, Tensor context_len, Tensor block_table, Tensor sample_at, "
@@ -326,5 +365,7 @@ STABLE_TORCH_LIBRARY_IMPL(penstock, CompositeExplicitAutograd, m) {
   m.impl("program_rotary_cache", TORCH_BOX(&program_rotary_cache));
   m.impl("program_paged_attention", TORCH_BOX(&program_paged_attention));
   m.impl("program_finish", TORCH_BOX(&program_finish));
+  m.impl("program_reserve", TORCH_BOX(&program_reserve));
+  m.impl("program_threads", TORCH_BOX(&program_threads));
   m.impl("program_run", TORCH_BOX(&program_run));
 }
