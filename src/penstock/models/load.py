@@ -13,8 +13,9 @@ import torch
 from penstock.errors import ConfigError, ModelNotFoundError, UnsupportedModelError
 from penstock.hardware import detect
 from penstock.models.registry import read_json, read_spec
+from penstock.models.sources import open_source
 from penstock.models.spec import ModelSpec
-from penstock.models.weights import Checkpoint, Progress, load_weights
+from penstock.models.weights import Progress, Source, load_weights, stored_formats
 from penstock.nn import Decoder, DecoderSpec, RopeSpec
 from penstock.quant import WeightFormats, formats_of
 
@@ -62,12 +63,19 @@ def load_model(
     if not folder.is_dir():
         raise ModelNotFoundError(f"There is no folder {folder}.")
     spec = read_spec(folder, strict=strict)
-    checkpoint = Checkpoint(folder)
+    checkpoint = open_source(folder)
     chosen = _dtype(dtype, spec, checkpoint)
-    if quantization is not None and chosen is not torch.bfloat16:
+    stored = next((s for s in map(checkpoint.scheme, checkpoint.names()) if s is not None), None)
+    if stored is not None and quantization is not None:
+        raise ConfigError(
+            f"{folder} is quantized already ({stored.name}), so quantization={quantization!r} "
+            "can't take effect. Leave it out, or give the unquantized checkpoint."
+        )
+    rounded = quantization or (stored and stored.name)
+    if rounded is not None and chosen is not torch.bfloat16:
         if dtype != "auto":
             raise ConfigError(
-                f"quantization={quantization!r} computes in bfloat16 beside integers, so "
+                f"quantization={rounded!r} computes in bfloat16 beside integers, so "
                 f"dtype={dtype!r} can't take effect. Leave one of them out."
             )
         logger.info("The checkpoint is %s; quantized, it runs in bfloat16.", chosen)
@@ -75,7 +83,10 @@ def load_model(
     length = _length(max_model_len, spec.decoder)
     file = folder / "generation_config.json"
     generation = read_json(file) if file.exists() else {}
-    formats = formats_of(quantization, chosen)
+    if quantization is None:
+        formats = stored_formats(spec, checkpoint, chosen)
+    else:
+        formats = formats_of(quantization, chosen)
     _check_memory(checkpoint, spec.decoder, formats, chosen)
     model = Decoder(spec.decoder, formats, chosen, length)
     load_weights(model, spec, checkpoint, progress)
@@ -89,7 +100,7 @@ def load_model(
     )
 
 
-def _dtype(asked: str, spec: ModelSpec, checkpoint: Checkpoint) -> torch.dtype:
+def _dtype(asked: str, spec: ModelSpec, checkpoint: Source) -> torch.dtype:
     if asked != "auto":
         if asked not in ("float32", "float", "bfloat16"):
             raise ConfigError(f"dtype={asked!r} isn't one of auto, float32, float, bfloat16.")
@@ -112,14 +123,14 @@ def _dtype(asked: str, spec: ModelSpec, checkpoint: Checkpoint) -> torch.dtype:
 
 
 def _check_memory(
-    checkpoint: Checkpoint, decoder: DecoderSpec, formats: WeightFormats, dtype: torch.dtype
+    checkpoint: Source, decoder: DecoderSpec, formats: WeightFormats, dtype: torch.dtype
 ) -> None:
     """Refuse weights that can't fit before reading them."""
     table = decoder.vocab_size * decoder.hidden
     stored = table * (1 if decoder.tied else 2)  # the head and the embedding
     rest = sum(math.prod(checkpoint.shape(name)) for name in checkpoint.names()) - stored
     need = max(rest, 0) * formats.matrix.nbytes(_TYPICAL, _TYPICAL) / _TYPICAL**2
-    need += formats.head.nbytes(decoder.vocab_size, decoder.hidden)
+    need += formats.of("head").nbytes(decoder.vocab_size, decoder.hidden)
     need += 0 if decoder.tied else table * dtype.itemsize
     free = detect().available_bytes
     if need <= free:

@@ -61,12 +61,21 @@ def read_json(file: Path) -> dict[str, Any]:
     return data
 
 
-def read_spec(folder: Path, *, strict: bool = False) -> ModelSpec:
-    """The `ModelSpec` of the checkpoint in `folder`.
+def read_config(path: Path) -> dict[str, Any]:
+    """The config of the checkpoint in `path`."""
+    return read_json(path / "config.json")
+
+
+def read_spec(path: Path, *, strict: bool = False) -> ModelSpec:
+    """The `ModelSpec` of the checkpoint in `path`.
 
     strict: a config key that nothing reads is an error instead of a warning.
     """
-    config = read_json(folder / "config.json")
+    return spec_of(read_config(path), str(path), strict=strict)
+
+
+def spec_of(config: dict[str, Any], where: str, *, strict: bool = False) -> ModelSpec:
+    """What `config`, found in `where`, describes."""
     known = architectures()
     names = config.get("architectures") or []
     for name in names:
@@ -78,6 +87,6 @@ def read_spec(folder: Path, *, strict: bool = False) -> ModelSpec:
             return spec
     wanted = names[0] if names else f"model_type {config.get('model_type')!r}"
     raise UnsupportedModelError(
-        f"{folder} holds {wanted}, which isn't built.{nearest(str(wanted), known)} "
+        f"{where} holds {wanted}, which isn't built.{nearest(str(wanted), known)} "
         f"Built: {', '.join(known)}."
     )

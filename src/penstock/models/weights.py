@@ -3,20 +3,27 @@
 from __future__ import annotations
 
 import json
+import logging
 import math
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from penstock.errors import ModelNotFoundError, WeightsError
+from penstock.models.registry import read_config
 from penstock.models.spec import Ignore, ModelSpec, Rename, Stack
+from penstock.nn.decoder import MATRICES
 from penstock.nn.parameters import Loadable
+from penstock.nn.spec import DecoderSpec
+from penstock.quant import Codes, Dense, Scheme, WeightFormat, WeightFormats, format_of
+
+logger = logging.getLogger("penstock")
 
 Progress = Callable[[int, int], None]
 """Called with (values loaded, values in all)."""
@@ -25,11 +32,49 @@ _STORED = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 """Element types that load, by safetensors' names."""
 
 
+class Source(Protocol):
+    """Tensors by the names that a family's weight rules know, read one at a time.
+
+    What belongs to a quantized matrix (scales, zero points, the order of columns) has no name of
+    its own: it is in the `Codes` of the matrix.
+    """
+
+    @property
+    def path(self) -> Path:
+        """The folder or the file."""
+        ...
+
+    @property
+    def config(self) -> dict[str, Any]:
+        """What `config.json` says, or would say."""
+        ...
+
+    def names(self) -> list[str]:
+        """Every tensor's name, sorted."""
+        ...
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """A tensor's shape, without reading it; of a quantized matrix [N, K]."""
+        ...
+
+    def dtype(self) -> torch.dtype:
+        """What most of the unquantized tensors are stored in."""
+        ...
+
+    def scheme(self, name: str) -> Scheme | None:
+        """How the matrix `name` is quantized; None where it isn't."""
+        ...
+
+    def read(self, name: str) -> Tensor | Codes:
+        """A tensor, or the codes of one that is quantized."""
+        ...
+
+
 class Checkpoint:
     """A folder's safetensors, memory-mapped; names are known before any tensor is read."""
 
     def __init__(self, folder: Path) -> None:
-        self.folder = folder
+        self.path = folder
         self._files: dict[str, Any] = {}
         self._where: dict[str, str] = {}
         for file in self._shards(folder):
@@ -76,6 +121,15 @@ class Checkpoint:
                 "It is corrupt or was cut off: download or convert it again."
             ) from error
 
+    @property
+    def config(self) -> dict[str, Any]:
+        """Of config.json."""
+        return read_config(self.path)
+
+    def scheme(self, name: str) -> Scheme | None:
+        """None: every tensor holds plain values."""
+        return None
+
     def names(self) -> list[str]:
         """Every tensor's name, sorted."""
         return sorted(self._where)
@@ -93,7 +147,7 @@ class Checkpoint:
                 size = math.prod(self.shape(name))
                 counts[stored] = counts.get(stored, 0) + size
         if not counts:
-            raise WeightsError(f"{self.folder} has no float32, bfloat16 or float16 tensor.")
+            raise WeightsError(f"{self.path} has no float32, bfloat16 or float16 tensor.")
         return max(counts, key=lambda stored: counts[stored])
 
     def read(self, name: str) -> Tensor:
@@ -157,7 +211,7 @@ def plan_weights(names: Iterable[str], spec: ModelSpec) -> tuple[dict[str, _Plan
 
 
 def load_weights(
-    model: nn.Module, spec: ModelSpec, checkpoint: Checkpoint, progress: Progress | None = None
+    model: nn.Module, spec: ModelSpec, checkpoint: Source, progress: Progress | None = None
 ) -> None:
     """Fill every parameter of `model`, one at a time.
 
@@ -182,13 +236,17 @@ def load_weights(
             )
         name, _, parameter = target.rpartition(".")
         modules[name].load(parameter, tensor)
-        done += tensor.numel()
+        done += math.prod(shape)
         if progress is not None:
             progress(done, total)
 
 
-def _assemble(plan: _Plan, checkpoint: Checkpoint, spec: ModelSpec) -> Tensor:
-    tensors = [checkpoint.read(part) for part in plan.parts if part is not None]
+def _assemble(plan: _Plan, checkpoint: Source, spec: ModelSpec) -> Tensor | Codes:
+    found = [checkpoint.read(part) for part in plan.parts if part is not None]
+    codes = [part for part in found if isinstance(part, Codes)]
+    if len(codes) == len(found) and _keeps(plan, checkpoint):
+        return codes[0] if len(codes) == 1 else Codes.stack(codes)
+    tensors = [part.dequantize() if isinstance(part, Codes) else part for part in found]
     try:
         tensor = tensors[0] if len(tensors) == 1 else torch.cat(tensors)
         if plan.rule.transform is None:
@@ -199,7 +257,47 @@ def _assemble(plan: _Plan, checkpoint: Checkpoint, spec: ModelSpec) -> Tensor:
         raise WeightsError(f"These tensors don't fit together: {shapes}. {error}") from error
 
 
-def _drop_tied_copy(plans: dict[str, _Plan], checkpoint: Checkpoint) -> None:
+def _keeps(plan: _Plan, checkpoint: Source) -> bool:
+    """Whether a parameter stays as it is quantized: all parts alike, and nothing is moved in it."""
+    schemes = {checkpoint.scheme(part) for part in plan.parts if part is not None}
+    return len(schemes) == 1 and None not in schemes and plan.rule.transform is None
+
+
+def stored_formats(spec: ModelSpec, checkpoint: Source, dtype: torch.dtype) -> WeightFormats:
+    """The formats of a decoder that keeps what `checkpoint` quantized, the rest in `dtype`."""
+    plans, _ = plan_weights(checkpoint.names(), spec)
+    if spec.decoder.tied:
+        _drop_tied_copy(plans, checkpoint)
+    plain, found, widened = Dense(dtype), dict[str, WeightFormat](), list[str]()
+    for target, plan in plans.items():
+        schemes = [checkpoint.scheme(part) for part in plan.parts if part is not None]
+        if all(scheme is None for scheme in schemes):
+            continue
+        if _keeps(plan, checkpoint) and schemes[0] is not None:
+            found[target.removesuffix(".weight")] = format_of(schemes[0])
+        else:
+            widened += [part for part in plan.parts if part is not None]
+    if widened:
+        logger.warning(
+            "%d quantized tensors are widened to %s: this family's matrices have their values in "
+            "another order, or put them beside others that are quantized otherwise: %s.",
+            len(widened), plain.name, _some(widened),
+        )  # fmt: skip
+    layers = [f for module, f in found.items() if module != "head"]
+    matrix = max(layers, key=layers.count) if layers else plain
+    head = found.get("head", plain)
+    special = {m: f for m, f in found.items() if f != (head if m == "head" else matrix)}
+    if layers:
+        special |= {m: plain for m in _matrices(spec.decoder) if m not in found and m != "head"}
+    return WeightFormats(matrix, head, special)
+
+
+def _matrices(decoder: DecoderSpec) -> Iterator[str]:
+    for i in range(len(decoder.layers)):
+        yield from (f"layers.{i}.{name}" for name in MATRICES.values())
+
+
+def _drop_tied_copy(plans: dict[str, _Plan], checkpoint: Source) -> None:
     """With a tied embedding the head's matrix is the table, under whichever name it comes."""
     table = plans.pop("embed.weight", None)
     head = plans.get("head.weight")
@@ -208,12 +306,17 @@ def _drop_tied_copy(plans: dict[str, _Plan], checkpoint: Checkpoint) -> None:
     if head is not None:
         a, b = table.parts[0], head.parts[0]
         assert a is not None and b is not None  # rename rules have one part
-        if not torch.equal(checkpoint.read(a), checkpoint.read(b)):
+        if not _same(checkpoint.read(a), checkpoint.read(b)):
             raise WeightsError(
                 f"config.json ties the embeddings, but {a} and {b} differ. "
                 "Set tie_word_embeddings to false, or remove one of them."
             )
     plans["head.weight"] = table
+
+
+def _same(a: Tensor | Codes, b: Tensor | Codes) -> bool:
+    whole = [x.dequantize() if isinstance(x, Codes) else x for x in (a, b)]
+    return torch.equal(*whole)
 
 
 def _check_complete(

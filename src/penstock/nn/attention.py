@@ -10,7 +10,7 @@ from penstock.nn.norm import Norm
 from penstock.nn.parameters import Loadable, as_float32
 from penstock.nn.rope import RotaryTable
 from penstock.nn.spec import AttentionSpec, NormSpec
-from penstock.quant import WeightFormat
+from penstock.quant import Codes, WeightFormat
 from penstock.step import LayerCache, Step
 
 
@@ -24,7 +24,7 @@ class Sinks(Loadable):
     def expected(self) -> dict[str, tuple[int, ...]]:
         return {"weight": (self.num_heads,)}
 
-    def load(self, name: str, tensor: Tensor) -> None:
+    def load(self, name: str, tensor: Tensor | Codes) -> None:
         self.own(name, as_float32(tensor))
 
 
@@ -36,15 +36,16 @@ class Attention(nn.Module):
         hidden: int,
         spec: AttentionSpec,
         norm: NormSpec,
-        weight_format: WeightFormat,
+        qkv: WeightFormat,
+        out: WeightFormat,
         table: RotaryTable | None,
     ) -> None:
         super().__init__()
         self.spec = spec
         self.q_size = spec.num_heads * spec.head_dim
         self.kv_size = spec.num_kv_heads * spec.head_dim
-        self.qkv = Linear(hidden, self.q_size + 2 * self.kv_size, spec.qkv_bias, weight_format)
-        self.out = Linear(self.q_size, hidden, spec.out_bias, weight_format)
+        self.qkv = Linear(hidden, self.q_size + 2 * self.kv_size, spec.qkv_bias, qkv)
+        self.out = Linear(self.q_size, hidden, spec.out_bias, out)
         self.table = table
         self.eps = norm.eps
         full = spec.qk_norm == "full"

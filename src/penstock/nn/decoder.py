@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 from torch import Tensor, nn
 
@@ -14,6 +16,9 @@ from penstock.nn.spec import DecoderSpec, LayerSpec, MlpSpec, NormSpec, RopeSpec
 from penstock.quant import Dense, WeightFormat, WeightFormats
 from penstock.step import KV, LayerCache, Step
 
+MATRICES = {"qkv": "attention.qkv", "out": "attention.out", "up": "mlp.up", "down": "mlp.down"}
+"""A layer's matrices, and which of its modules hold them."""
+
 
 class Mlp(nn.Module):
     """Feed-forward block: norm, up and activation in one operator; `down` is the last step.
@@ -21,18 +26,18 @@ class Mlp(nn.Module):
     `up` holds gate and up in one matrix when gated.
     """
 
-    def __init__(self, hidden: int, spec: MlpSpec, weight_format: WeightFormat) -> None:
+    def __init__(self, hidden: int, spec: MlpSpec, up: WeightFormat, down: WeightFormat) -> None:
         super().__init__()
         self.spec = spec
         self.up = Linear(
             hidden,
             spec.intermediate,
             spec.bias,
-            weight_format,
+            up,
             activation=spec.activation,
             gated=spec.gated,
         )
-        self.down = Linear(spec.intermediate, hidden, spec.bias, weight_format)
+        self.down = Linear(spec.intermediate, hidden, spec.bias, down)
 
 
 class DecoderLayer(nn.Module):
@@ -43,13 +48,15 @@ class DecoderLayer(nn.Module):
         hidden: int,
         spec: LayerSpec,
         norm: NormSpec,
-        weight_format: WeightFormat,
+        formats: Mapping[str, WeightFormat],
         table: RotaryTable | None,
     ) -> None:
         super().__init__()
         self.parallel = spec.parallel
-        self.attention = Attention(hidden, spec.attention, norm, weight_format, table)
-        self.mlp = Mlp(hidden, spec.mlp, weight_format)
+        self.attention = Attention(
+            hidden, spec.attention, norm, formats["qkv"], formats["out"], table
+        )
+        self.mlp = Mlp(hidden, spec.mlp, formats["up"], formats["down"])
         self.attention_norm = Norm(hidden, norm) if spec.pre_norm else None
         self.mlp_norm = Norm(hidden, norm) if spec.pre_norm else None
         self.attention_post_norm = Norm(hidden, norm) if spec.post_norm else None
@@ -89,7 +96,11 @@ class Decoder(nn.Module):
         self.formats = formats
         self.dtype = dtype
         self.head = Linear(
-            spec.hidden, spec.vocab_size, spec.head_bias, formats.head, out_dtype=torch.float32
+            spec.hidden,
+            spec.vocab_size,
+            spec.head_bias,
+            formats.of("head"),
+            out_dtype=torch.float32,
         )
         self.embed: nn.Module
         scale = torch.tensor(spec.embed_scale, dtype=dtype).item()  # Gemma was trained with it so
@@ -104,14 +115,15 @@ class Decoder(nn.Module):
         )
         tables: dict[RopeSpec, RotaryTable] = {}
         self.layers = nn.ModuleList()
-        for layer in spec.layers:
+        for i, layer in enumerate(spec.layers):
             rope = layer.attention.rope
             table = None
             if rope is not None:
                 if rope not in tables:
                     tables[rope] = RotaryTable(rope, max_len or spec.max_position)
                 table = tables[rope]
-            self.layers.append(DecoderLayer(spec.hidden, layer, spec.norm, formats.matrix, table))
+            own = {name: formats.of(f"layers.{i}.{at}") for name, at in MATRICES.items()}
+            self.layers.append(DecoderLayer(spec.hidden, layer, spec.norm, own, table))
         self.norm = Norm(spec.hidden, spec.norm)
 
     def hidden_states(self, step: Step, kv: KV) -> Tensor:

@@ -7,9 +7,9 @@ from torch import Tensor
 
 from penstock import ops
 from penstock.nn.norm import Norm
-from penstock.nn.parameters import Loadable, as_float32
+from penstock.nn.parameters import Loadable, as_float32, plain
 from penstock.ops import Activation
-from penstock.quant import WeightFormat
+from penstock.quant import Codes, Packed, WeightFormat
 
 
 class Linear(Loadable):
@@ -47,11 +47,17 @@ class Linear(Loadable):
             shapes["bias"] = (rows,)
         return shapes
 
-    def load(self, name: str, tensor: Tensor) -> None:
-        if name == "bias":
+    def load(self, name: str, tensor: Tensor | Codes) -> None:
+        if isinstance(tensor, Codes):
+            self.hold(self.weight_format.pack_codes(tensor, self.gated))
+        elif name == "bias":
             self.own("bias", as_float32(tensor))
-            return
-        for part, stored in self.weight_format.pack(tensor, self.gated).items():
+        else:
+            self.hold(self.weight_format.pack(tensor, self.gated))
+
+    def hold(self, packed: Packed) -> None:
+        """Take the matrix as it is stored."""
+        for part, stored in packed.items():
             self.own(part, stored)
             self.packed[part] = self.parameter(part)
 
@@ -93,8 +99,8 @@ class Embedding(Loadable):
     def expected(self) -> dict[str, tuple[int, ...]]:
         return {"weight": (self.vocab_size, self.dim)}
 
-    def load(self, name: str, tensor: Tensor) -> None:
-        self.own(name, tensor.to(self.dtype, copy=True).contiguous())
+    def load(self, name: str, tensor: Tensor | Codes) -> None:
+        self.own(name, plain(tensor).to(self.dtype, copy=True).contiguous())
 
     def forward(self, tokens: Tensor) -> Tensor:
         return ops.embedding(tokens, self.parameter("weight"), self.dim, self.scale)

@@ -7,6 +7,7 @@ from torch import Tensor
 from penstock import ops
 from penstock.nn.parameters import Loadable, as_float32
 from penstock.nn.spec import NormSpec
+from penstock.quant import Codes
 
 
 class Norm(Loadable):
@@ -24,7 +25,7 @@ class Norm(Loadable):
             shapes["bias"] = (self.dim,)
         return shapes
 
-    def load(self, name: str, tensor: Tensor) -> None:
+    def load(self, name: str, tensor: Tensor | Codes) -> None:
         if name == "bias":
             self.own("bias", as_float32(tensor))
         else:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from penstock.errors import WeightsError
+from penstock.quant import Codes
 
 
 class Loadable(nn.Module):
@@ -21,7 +22,7 @@ class Loadable(nn.Module):
         """Names and shapes of the tensors this module needs, as a checkpoint stores them."""
 
     @abstractmethod
-    def load(self, name: str, tensor: Tensor) -> None:
+    def load(self, name: str, tensor: Tensor | Codes) -> None:
         """Take the tensor called `name`, already checked to have the expected shape."""
 
     def own(self, name: str, tensor: Tensor) -> None:
@@ -38,6 +39,11 @@ class Loadable(nn.Module):
         return found
 
 
-def as_float32(tensor: Tensor) -> Tensor:
+def plain(tensor: Tensor | Codes) -> Tensor:
+    """The values of a tensor that is kept as they are."""
+    return tensor.dequantize() if isinstance(tensor, Codes) else tensor
+
+
+def as_float32(tensor: Tensor | Codes) -> Tensor:
     """A float32 copy that doesn't keep a mapped file open."""
-    return tensor.to(torch.float32, copy=True).contiguous()
+    return plain(tensor).to(torch.float32, copy=True).contiguous()

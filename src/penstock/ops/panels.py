@@ -67,9 +67,7 @@ def pack_int8(q: Tensor) -> Tensor:
 
 def unpack_int8(panels: Tensor, scale: Tensor, n: int, k: int) -> Tensor:
     """The [N, K] float32 weight q · scale."""
-    count, lines, _, _ = panels.shape
-    q = panels.permute(0, 2, 1, 3).reshape(count * COLUMNS, lines * 4)
-    return _scaled(q.float(), scale, n, k)
+    return _scaled(unpack_codes(panels).float(), scale, n, k)
 
 
 def pack_int4(q: Tensor, fill: int = 8) -> Tensor:
@@ -83,17 +81,23 @@ def pack_int4(q: Tensor, fill: int = 8) -> Tensor:
 
 def unpack_int4(panels: Tensor, scale: Tensor, zero: Tensor | None, n: int, k: int) -> Tensor:
     """The [N, K] float32 weight (q − zero) · scale; zero is 8 where it is None."""
-    count, lines, _, _ = panels.shape
-    pairs = panels.permute(0, 2, 1, 3)
-    q = torch.stack((pairs & 15, pairs >> 4), dim=-2).reshape(count * COLUMNS, lines * 8).float()
+    q = unpack_codes(panels).float()
     if zero is None:
         return _scaled(q - 8, scale, n, k)
-    flat = zero.permute(0, 2, 1).reshape(count * COLUMNS, -1, 1).float()
+    flat = unpack_groups(zero)[..., None].float()
     return _scaled((q.unflatten(1, (flat.shape[1], -1)) - flat).flatten(1), scale, n, k)
 
 
+def unpack_codes(panels: Tensor) -> Tensor:
+    """The [N, K] codes in panels of bytes, padding included: int8, or uint8 of four bits."""
+    rows = panels.permute(0, 2, 1, 3)
+    if panels.dtype is torch.uint8:
+        rows = torch.stack((rows & 15, rows >> 4), dim=-2)
+    return rows.reshape(panels.shape[0] * COLUMNS, -1)
+
+
 def _scaled(q: Tensor, scale: Tensor, n: int, k: int) -> Tensor:
-    by_row = scale.permute(0, 2, 1).reshape(q.shape[0], -1, 1).float()
+    by_row = unpack_groups(scale)[..., None].float()
     whole: Tensor = q.unflatten(1, (by_row.shape[1], -1)) * by_row
     return whole.flatten(1)[:n, :k]
 
@@ -102,6 +106,11 @@ def pack_groups(values: Tensor) -> Tensor:
     """Scales or zero points of groups, [N, G] → [⌈N/16⌉, G, 16]."""
     whole = functional.pad(values, (0, 0, 0, -values.shape[0] % COLUMNS))
     return whole.view(-1, COLUMNS, values.shape[1]).permute(0, 2, 1).contiguous()
+
+
+def unpack_groups(values: Tensor) -> Tensor:
+    """[N/16, G, 16] → [N, G], padding included."""
+    return values.permute(0, 2, 1).reshape(-1, values.shape[1])
 
 
 def alternate(gate: Tensor, up: Tensor) -> Tensor:

@@ -1,16 +1,26 @@
 """How weights are stored (`formats`) and how their values are chosen (`methods`)."""
 
-from penstock.quant.format import WeightFormat, WeightFormats
+from penstock.quant.codes import Codes
+from penstock.quant.format import Packed, WeightFormat, WeightFormats
 from penstock.quant.formats.dense import Dense
 from penstock.quant.formats.integer import Integer
-from penstock.quant.names import QUANTIZATIONS, formats_of, parse_quantization
+from penstock.quant.formats.widened import Widened
+from penstock.quant.names import QUANTIZATIONS, format_of, formats_of, parse_quantization
+from penstock.quant.scheme import SCHEMES, Scheme, parse_scheme
 
 __all__ = [
     "QUANTIZATIONS",
+    "SCHEMES",
+    "Codes",
     "Dense",
     "Integer",
+    "Packed",
+    "Scheme",
     "WeightFormat",
     "WeightFormats",
+    "Widened",
+    "format_of",
     "formats_of",
     "parse_quantization",
+    "parse_scheme",
 ]

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
@@ -10,6 +11,7 @@ from torch import Tensor
 
 from penstock.hardware import Compute
 from penstock.ops import Activation
+from penstock.quant.codes import Codes
 
 Packed = dict[str, Tensor]
 """A stored matrix: named tensors, the same names for every matrix of a format."""
@@ -33,6 +35,10 @@ class WeightFormat(Protocol):
 
     def pack(self, weight: Tensor, gated: bool = False) -> Packed:
         """Store `weight` [N, K] (or [2·N, K]), any float dtype."""
+        ...
+
+    def pack_codes(self, codes: Codes, gated: bool = False) -> Packed:
+        """Store a matrix that is quantized already."""
         ...
 
     def unpack(
@@ -76,9 +82,17 @@ class WeightFormats:
 
     matrix: WeightFormat  # of the layers
     head: WeightFormat  # of the output head, and of the embedding that is tied to it
+    special: Mapping[str, WeightFormat] = field(default_factory=dict)
+    """Of matrices that differ, by their module's name in the decoder: `layers.3.mlp.down`."""
+
+    def of(self, module: str) -> WeightFormat:
+        """The format of the matrix in `module`: `head`, `layers.0.attention.qkv`, …"""
+        return self.special.get(module, self.head if module == "head" else self.matrix)
 
     @property
     def name(self) -> str:
-        """Of the layers' format, and of the head's where that is another."""
-        same = self.matrix == self.head
-        return self.matrix.name if same else f"{self.matrix.name}, {self.head.name} head"
+        """Of the layers' format, and of others where there are any."""
+        head = self.of("head").name
+        layers = dict.fromkeys([self.matrix.name])
+        layers |= dict.fromkeys(f.name for m, f in self.special.items() if m != "head")
+        return " + ".join(layers) + ("" if list(layers) == [head] else f", {head} head")

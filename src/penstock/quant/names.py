@@ -2,39 +2,43 @@
 
 from __future__ import annotations
 
-import re
-from typing import Literal
-
 import torch
 
 from penstock.errors import ConfigError
-from penstock.quant.format import WeightFormats
+from penstock.quant.format import WeightFormat, WeightFormats
 from penstock.quant.formats.dense import Dense
 from penstock.quant.formats.integer import Integer
+from penstock.quant.formats.widened import Widened
+from penstock.quant.scheme import Scheme, parse_scheme
 
 QUANTIZATIONS = ("w8a16", "w8a8", "w4a16", "w4a8")
 """The base names; those of 4 bits take a group, `-g32` (default), `-g64`, `-g128`, and `-asym`."""
 
-_NAME = re.compile(r"w(4|8)a(8|16)(?:-g(32|64|128))?(-asym)?")
+
+def format_of(scheme: Scheme) -> WeightFormat:
+    """The format that stores matrices of `scheme`: one with a kernel where there is one."""
+    return Integer(scheme) if Integer.takes(scheme) else Widened(scheme)
 
 
-def parse_quantization(name: str) -> Integer:
+def parse_quantization(name: str) -> WeightFormat:
     """The format of the layers' matrices that `name` means; ConfigError for any other name."""
-    match = _NAME.fullmatch(name)
-    if match is None or (match[1] == "8" and (match[3] or match[4])):
+    scheme = parse_scheme(name)
+    if not Integer.takes(scheme):
         raise ConfigError(
             f"quantization={name!r} isn't one of {', '.join(QUANTIZATIONS)}; those of 4 bits take "
             "a group and a zero point: w4a8-g32, w4a8-g64, w4a8-g128, w4a8-g128-asym."
         )
-    activation_bits: Literal[8, 16] = 8 if match[2] == "8" else 16
-    if match[1] == "8":
-        return Integer(8, activation_bits)
-    return Integer(4, activation_bits, int(match[3] or 32), match[4] is None)
+    return Integer(scheme)
+
+
+def head_scheme(scheme: Scheme) -> Scheme:
+    """Of the head beside layers in `scheme`: 8 bits at least, as it decides tokens directly."""
+    return Scheme("int8", activations="int8" if scheme.activations == "int8" else "float")
 
 
 def formats_of(quantization: str | None, dtype: torch.dtype) -> WeightFormats:
-    """A model's formats. With 4 bits the head has 8: it decides each token directly."""
+    """A model's formats."""
     if quantization is None:
         return WeightFormats(Dense(dtype), Dense(dtype))
     matrix = parse_quantization(quantization)
-    return WeightFormats(matrix, Integer(8, matrix.activation_bits))
+    return WeightFormats(matrix, format_of(head_scheme(parse_scheme(quantization))))

@@ -16,6 +16,7 @@ from typing import Literal, Protocol
 import torch
 
 from penstock.hardware import Compute
+from penstock.nn.decoder import MATRICES
 from penstock.nn.spec import AttentionSpec, DecoderSpec, LayerSpec
 from penstock.quant import WeightFormat, WeightFormats
 from penstock.step import Step
@@ -70,7 +71,8 @@ class OpCost:
     """What one kind of operator moves and computes in a step."""
 
     op: str
-    unit: Unit
+    unit: Unit  # of the first product, where matrices of several formats are added up
+    products: dict[Compute, int] = field(default_factory=dict)  # FLOPs, where there are any
     calls: int = 0
     weight_bytes: int = 0
     kv_bytes: int = 0
@@ -86,6 +88,11 @@ class OpCost:
     def intensity(self) -> float:
         """FLOPs per byte from memory; per byte of activations where nothing else is moved."""
         return self.flops / (self.bytes_moved or self.activation_bytes or 1)
+
+    def multiply(self, compute: Compute, flops: int) -> None:
+        """Count products."""
+        self.products[compute] = self.products.get(compute, 0) + flops
+        self.flops += flops
 
     def add(self, calls: int, activation_bytes: int, flops: int = 0, weight_bytes: int = 0) -> None:
         """Count more calls."""
@@ -124,8 +131,8 @@ def total(rows: Iterable[OpCost]) -> Cost:
     for row in rows:
         weights += row.weight_bytes
         kv += row.kv_bytes
-        if row.unit != "vector":
-            products[row.unit] = products.get(row.unit, 0) + row.flops
+        for compute, flops in row.products.items():
+            products[compute] = products.get(compute, 0) + flops
     return Cost(weights, kv, products)
 
 
@@ -168,7 +175,7 @@ class _Coefficients:
     row_bytes: int = 0  # of embeddings, a token; those of a tied one only where no head is read
     tied_row_bytes: int = 0
     written_bytes: int = 0  # keys and values, a token
-    token_flops: int = 0  # of the layers' matrices, a token
+    token_flops: dict[Compute, int] = field(default_factory=dict)  # of the layers, a token
     head_flops: int = 0  # a sampled row
     spans: dict[int, _Span] = field(default_factory=dict)  # by window
 
@@ -190,15 +197,17 @@ class CostModel:
     def _coefficients(self) -> _Coefficients:
         spec, formats, found = self.spec, self.formats, _Coefficients()
         for i, layer in enumerate(spec.layers):
-            for n, k in matrices(spec, layer).values():
-                found.layer_bytes += formats.matrix.nbytes(n, k)
-                found.token_flops += 2 * n * k
-            a, stored = layer.attention, self.layout.bytes_per_token(i)
-            found.written_bytes += stored
+            for name, (n, k) in matrices(spec, layer).items():
+                stored = formats.of(f"layers.{i}.{MATRICES[name]}")
+                found.layer_bytes += stored.nbytes(n, k)
+                flops = found.token_flops.get(stored.compute, 0)
+                found.token_flops[stored.compute] = flops + 2 * n * k
+            a, token = layer.attention, self.layout.bytes_per_token(i)
+            found.written_bytes += token
             span = found.spans.setdefault(a.window, _Span())
-            span.read_bytes += stored
+            span.read_bytes += token
             span.pair_flops += 4 * a.num_heads * a.head_dim
-        found.head_bytes = formats.head.nbytes(spec.vocab_size, spec.hidden)
+        found.head_bytes = formats.of("head").nbytes(spec.vocab_size, spec.hidden)
         found.head_flops = 2 * spec.vocab_size * spec.hidden
         row = spec.hidden * self.itemsize
         found.row_bytes = row * bool(spec.learned_positions)
@@ -219,10 +228,9 @@ class CostModel:
             attention += span.pair_flops * seen
         rows = terms.row_bytes + (0 if sampled else terms.tied_row_bytes)
         weights = terms.layer_bytes + rows * tokens + (terms.head_bytes if sampled else 0)
-        formats = self.formats
-        products: dict[Compute, int] = {formats.matrix.compute: terms.token_flops * tokens}
+        products = {compute: flops * tokens for compute, flops in terms.token_flops.items()}
         for compute, flops in (
-            (formats.head.compute, terms.head_flops * sampled),
+            (self.formats.of("head").compute, terms.head_flops * sampled),
             (self.attention_compute, attention),
         ):
             products[compute] = products.get(compute, 0) + flops
@@ -246,24 +254,25 @@ class CostModel:
     def ops(self, size: StepSize) -> list[OpCost]:
         """Every kind of operator in the step, in the order of `OPS`; sampling excluded."""
         spec, formats = self.spec, self.formats
-        matrix, attention = formats.matrix.compute, self.attention_compute
+        head = formats.of("head")
         units: dict[str, Unit] = dict.fromkeys(OPS, "vector")
-        units |= dict.fromkeys(("qkv", "out", "up", "down"), matrix)
-        units |= {"head": formats.head.compute, "attention": attention}
+        units |= {name: formats.of(f"layers.0.{at}").compute for name, at in MATRICES.items()}
+        units |= {"head": head.compute, "attention": self.attention_compute}
         rows = {name: OpCost(name, unit) for name, unit in units.items()}
         tokens = size.tokens
         self._embed(rows["embedding"], tokens, size.sampled)
         for i, layer in enumerate(spec.layers):
             for name, (n, k) in matrices(spec, layer).items():
                 out = layer.mlp.intermediate if name == "up" else n
-                self._multiply(rows[name], formats.matrix, tokens, n, k, out * self.itemsize)
+                stored = formats.of(f"layers.{i}.{MATRICES[name]}")
+                self._multiply(rows[name], stored, tokens, n, k, out * self.itemsize)
             self._rotate(rows["rotary"], layer.attention, tokens, i)
             self._attend(rows["attention"], layer.attention, size, i)
         self._normalize(rows["norm"], tokens, size.sampled)
         if size.sampled:
             self._multiply(
                 rows["head"],
-                formats.head,
+                head,
                 size.sampled,
                 spec.vocab_size,
                 spec.hidden,
@@ -286,7 +295,8 @@ class CostModel:
         self, row: OpCost, stored: WeightFormat, tokens: int, n: int, k: int, out_bytes: int
     ) -> None:
         moved = tokens * (k * self.itemsize + out_bytes)
-        row.add(1, moved, 2 * tokens * n * k, stored.nbytes(n, k))
+        row.multiply(stored.compute, 2 * tokens * n * k)
+        row.add(1, moved, weight_bytes=stored.nbytes(n, k))
 
     def _rotate(self, row: OpCost, a: AttentionSpec, tokens: int, layer: int) -> None:
         heads = a.num_heads + a.num_kv_heads
@@ -300,7 +310,8 @@ class CostModel:
     def _attend(self, row: OpCost, a: AttentionSpec, size: StepSize, layer: int) -> None:
         seen, read = self._seen(size, a.window)
         heads = a.num_heads * a.head_dim
-        row.add(1, 2 * size.tokens * heads * self.itemsize, 4 * heads * seen)
+        row.multiply(self.attention_compute, 4 * heads * seen)
+        row.add(1, 2 * size.tokens * heads * self.itemsize)
         row.kv_bytes += read * self.layout.bytes_per_token(layer)
 
     def _normalize(self, row: OpCost, tokens: int, sampled: int) -> None:

@@ -11,6 +11,7 @@ from torch import Tensor
 from penstock import ops
 from penstock.hardware import Compute
 from penstock.ops.panels import panel_shape, unpack_panels
+from penstock.quant.codes import Codes
 from penstock.quant.format import Packed
 from penstock.quant.formats.panels import PanelFormat
 
@@ -31,6 +32,9 @@ class Dense(PanelFormat):
 
     def pack(self, weight: Tensor, gated: bool = False) -> Packed:
         return {"weight": ops.pack(weight, self.dtype, gated)}
+
+    def pack_codes(self, codes: Codes, gated: bool = False) -> Packed:
+        return self.pack(codes.dequantize(), gated)
 
     def unpack(
         self, packed: Packed, out_features: int, in_features: int, gated: bool = False

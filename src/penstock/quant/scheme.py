@@ -1,0 +1,126 @@
+"""`Scheme`: what the values of a quantized matrix are, and what multiplies them."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Literal
+
+from penstock.errors import ConfigError
+
+Kind = Literal["int8", "int4", "fp8_e4m3", "fp8_e5m2", "nf4", "mxfp4", "nvfp4"]
+Activations = Literal["float", "int8", "int8_static"]
+
+GROUPS = (32, 64, 128)
+BLOCK = 128
+"""Rows and columns of the blocks of FP8 that share a scale: DeepSeek-V3, arXiv:2412.19437."""
+
+_BITS: dict[Kind, int] = {
+    "int8": 8, "int4": 4, "fp8_e4m3": 8, "fp8_e5m2": 8, "nf4": 4, "mxfp4": 4, "nvfp4": 4,
+}  # fmt: skip
+_FIXED_GROUP: dict[Kind, int] = {"mxfp4": 32, "nvfp4": 16}
+
+
+@dataclass(frozen=True, slots=True)
+class Scheme:
+    """How one matrix [N, K] is quantized.
+
+    Codes stand for integers, for floating point of 8 bits, or for sixteen levels (`quant.levels`).
+    """
+
+    kind: Kind
+    group: int = 0  # values of K that share a scale; 0: all of a row
+    symmetric: bool = True  # of integers; False: each scale has a zero point
+    activations: Activations = "float"  # as they are; int8 a token; int8 with a calibrated scale
+    rows: int = 1  # that share a scale when values are chosen: 1, a block's, or 0 for all
+
+    def __post_init__(self) -> None:
+        fixed = _FIXED_GROUP.get(self.kind)
+        if fixed is not None and self.group != fixed:
+            raise ConfigError(f"{self.kind} has groups of {fixed}, not of {self.group}.")
+        if fixed is None and self.group not in (0, *GROUPS):
+            raise ConfigError(
+                f"A group has 32, 64 or 128 values, or a whole row, not {self.group}."
+            )
+        if not self.symmetric and not self.is_integer:
+            raise ConfigError(f"{self.kind} has no zero points: it is symmetric.")
+        if self.activations != "float" and not self.is_integer:
+            raise ConfigError(f"{self.kind} isn't multiplied with activations in int8.")
+        if self.rows not in (0, 1, BLOCK) or (self.rows == 0 and self.group):
+            raise ConfigError(
+                f"rows={self.rows} with group={self.group} isn't a way to share scales."
+            )
+
+    @property
+    def is_integer(self) -> bool:
+        """Whether codes are integers."""
+        return self.kind in ("int8", "int4")
+
+    @property
+    def bits(self) -> int:
+        """Of a code."""
+        return _BITS[self.kind]
+
+    @property
+    def name(self) -> str:
+        """What users call it; `parse_scheme` reads it."""
+        if not self.is_integer:
+            return self._float_name()
+        name = f"w{self.bits}a{16 if self.activations == 'float' else 8}"
+        if self.rows == 0:
+            name += "-tensor"
+        elif self.group:
+            name += f"-g{self.group}"
+        elif self.bits == 4:
+            name += "-channel"
+        name += "" if self.symmetric else "-asym"
+        return name + ("-static" if self.activations == "int8_static" else "")
+
+    def _float_name(self) -> str:
+        match self.kind:
+            case "nf4":
+                return f"nf4-g{self.group}"
+            case "mxfp4" | "nvfp4":
+                return self.kind
+        shared = {0: "-tensor", 1: "", BLOCK: "-block"}[self.rows]
+        return ("fp8" if self.kind == "fp8_e4m3" else "fp8-e5m2") + shared
+
+
+SCHEMES = ("w8a16", "w8a8", "w4a16", "w4a8", "fp8", "fp8-e5m2", "nf4", "mxfp4", "nvfp4")
+"""The base names."""
+
+_INTEGER = re.compile(r"w(4|8)a(8|16)(-tensor|-channel|-g32|-g64|-g128)?(-asym)?(-static)?")
+_FP8 = re.compile(r"fp8(-e4m3|-e5m2)?(-tensor|-channel|-block)?")
+_NF4 = re.compile(r"nf4(?:-g(32|64|128))?")
+
+
+def parse_scheme(name: str) -> Scheme:
+    """The scheme called `name`; ConfigError for any other name."""
+    if match := _INTEGER.fullmatch(name):
+        kind: Kind = "int8" if match[1] == "8" else "int4"
+        shared = match[3] or ("-channel" if kind == "int8" else "-g32")
+        if match[5] and match[2] == "16":
+            raise ConfigError(f"{name!r}: activations of 16 bits have no static scale.")
+        activations: Activations = "float" if match[2] == "16" else "int8"
+        return Scheme(
+            kind,
+            int(shared[2:]) if shared.startswith("-g") else 0,
+            match[4] is None,
+            "int8_static" if match[5] else activations,
+            0 if shared == "-tensor" else 1,
+        )
+    if match := _FP8.fullmatch(name):
+        rows = {"-tensor": 0, "-block": BLOCK}.get(match[2] or "", 1)
+        kind = "fp8_e5m2" if match[1] == "-e5m2" else "fp8_e4m3"
+        return Scheme(kind, BLOCK if rows == BLOCK else 0, rows=rows)
+    if match := _NF4.fullmatch(name):
+        return Scheme("nf4", int(match[1] or 64))
+    if name == "mxfp4":
+        return Scheme("mxfp4", 32)
+    if name == "nvfp4":
+        return Scheme("nvfp4", 16)
+    raise ConfigError(
+        f"quantization={name!r} isn't one of {', '.join(SCHEMES)}. Integers take what shares a "
+        "scale and a zero point: w8a8-tensor, w4a8-g64, w4a16-g128-asym; fp8 takes -tensor or "
+        "-block, nf4 a group."
+    )
