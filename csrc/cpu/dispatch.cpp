@@ -20,6 +20,7 @@ namespace penstock {
   void norm(const NormArgs&);                     \
   void add(const AddArgs&);                       \
   void softcap(const SoftcapArgs&);               \
+  void gate(const GateArgs&);                     \
   void rotary_cache(const RotaryCacheArgs&);      \
   void attention(const AttentionArgs&);           \
   void argmax(const ArgmaxArgs&);                 \
@@ -57,7 +58,7 @@ void linear_amx_emulated(const LinearArgs& a) {
 // `isa` has the vectors, `tiles` attention's products.
 #define PENSTOCK_TABLE(name, isa, tiles, linear)                                   \
   {name,         linear,            isa::embedding,   isa::norm,   isa::add,        \
-   isa::softcap, isa::rotary_cache, tiles::attention, isa::argmax, isa::top_k,      \
+   isa::softcap, isa::gate, isa::rotary_cache, tiles::attention, isa::argmax, isa::top_k,      \
    isa::draw_plain, isa::draw_from, isa::pack, isa::quantize}
 
 const Kernels tables[] = {

@@ -104,6 +104,19 @@ struct AddArgs {
   int threads;
 };
 
+// out = act(x), or act(gate) · up of columns that alternate by sixteen. ops/gate.py.
+struct GateArgs {
+  const void* x;
+  int64_t x_stride;
+  void* out;  // contiguous
+  int64_t rows, dim;  // dim: columns of out
+  Activation activation;
+  bool gated;
+  DType dtype;      // of x
+  DType out_dtype;
+  int threads;
+};
+
 struct SoftcapArgs {
   float* x;
   int64_t count;
@@ -237,6 +250,7 @@ struct Kernels {
   void (*norm)(const NormArgs&);
   void (*add)(const AddArgs&);
   void (*softcap)(const SoftcapArgs&);
+  void (*gate)(const GateArgs&);
   void (*rotary_cache)(const RotaryCacheArgs&);
   void (*attention)(const AttentionArgs&);
   void (*argmax)(const ArgmaxArgs&);

@@ -19,6 +19,7 @@ void call(const EmbeddingArgs& a) { kernels().embedding(a); }
 void call(const NormArgs& a) { kernels().norm(a); }
 void call(const AddArgs& a) { kernels().add(a); }
 void call(const SoftcapArgs& a) { kernels().softcap(a); }
+void call(const GateArgs& a) { kernels().gate(a); }
 void call(const RotaryCacheArgs& a) { kernels().rotary_cache(a); }
 void call(const AttentionArgs& a) { kernels().attention(a); }
 
@@ -96,6 +97,11 @@ void Program::bind(Args& a, const Node& node, const StepArrays& step, void* logi
   } else if constexpr (std::is_same_v<Args, SoftcapArgs>) {
     a.x = static_cast<float*>(y);
     a.count = rows * out.columns;
+  } else if constexpr (std::is_same_v<Args, GateArgs>) {
+    a.x = x;
+    a.x_stride = stride;
+    a.rows = rows;
+    a.out = y;
   } else if constexpr (std::is_same_v<Args, RotaryCacheArgs>) {
     place_heads(a, x, stride);
     a.positions = step.positions;

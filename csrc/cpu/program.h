@@ -50,8 +50,8 @@ class Program {
 
   // x: the value that is read; y: the one that is written, or added to in place. −1: none.
   struct Node {
-    std::variant<LinearArgs, EmbeddingArgs, NormArgs, AddArgs, SoftcapArgs, RotaryCacheArgs,
-                 AttentionArgs>
+    std::variant<LinearArgs, EmbeddingArgs, NormArgs, AddArgs, SoftcapArgs, GateArgs,
+                 RotaryCacheArgs, AttentionArgs>
         args;
     int x, y;
     Ids ids;

@@ -14,6 +14,8 @@ STABLE_TORCH_LIBRARY_IMPL(penstock, CPU, m) {
   m.impl("layer_norm", TORCH_BOX(&layer_norm));
   m.impl("add_", TORCH_BOX(&add_));
   m.impl("softcap_", TORCH_BOX(&softcap_));
+  m.impl("alternate", TORCH_BOX(&alternate));
+  m.impl("gate", TORCH_BOX(&gate));
   m.impl("rotary_cache", TORCH_BOX(&rotary_cache));
   m.impl("paged_attention", TORCH_BOX(&paged_attention));
   m.impl("argmax", TORCH_BOX(&argmax));

@@ -71,6 +71,10 @@ EmbeddingArgs embedding_args(const Tensor& weight, int64_t dim, double scale,
                              const Optional& weight_scale, const Optional& zero);
 NormArgs norm_args(Form x, const Tensor& weight, const Optional& bias, double eps, bool centre);
 
+// columns: of the result.
+GateArgs gate_args(Form x, int64_t activation, bool gated, int64_t columns,
+                   std::optional<ScalarType> out_dtype);
+
 // Every id is one of a table of `vocab` rows.
 void check_ids(const int32_t* ids, int64_t count, int64_t vocab, const char* what);
 
@@ -85,6 +89,9 @@ Tensor rms_norm(const Tensor& x, const Tensor& weight, double eps);
 Tensor layer_norm(const Tensor& x, const Tensor& weight, Optional bias, double eps);
 void add_(const Tensor& residual, const Tensor& x);
 void softcap_(const Tensor& x, double cap);
+Tensor gate(const Tensor& x, int64_t activation, bool gated, int64_t out_features,
+            std::optional<ScalarType> out_dtype);
+Tensor alternate(const Tensor& bias);
 
 // ── shim_cache.cpp ───────────────────────────────────────────────────────────────────────────
 

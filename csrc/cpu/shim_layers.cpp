@@ -226,4 +226,49 @@ void softcap_(const Tensor& x, double cap) {
   kernels().softcap(a);
 }
 
+GateArgs gate_args(Form x, int64_t activation, bool gated, int64_t columns,
+                   std::optional<ScalarType> out_dtype) {
+  STD_TORCH_CHECK(activation >= 1 && activation <= 3, "gate: activation ", activation,
+                  " isn't 1, 2 or 3");
+  STD_TORCH_CHECK(columns > 0 && x.columns == (gated ? (columns + 15) / 16 * 32 : columns),
+                  "gate: ", x.columns, " columns don't give ", columns, gated ? " with a gate" : "");
+  STD_TORCH_CHECK(!out_dtype || *out_dtype == ScalarType::Float ||
+                      *out_dtype == ScalarType::BFloat16,
+                  "gate: out_dtype must be float32 or bfloat16");
+  GateArgs a = {};
+  a.dim = columns;
+  a.activation = static_cast<Activation>(activation);
+  a.gated = gated;
+  a.dtype = x.dtype;
+  a.out_dtype = !out_dtype                         ? x.dtype
+                : *out_dtype == ScalarType::Float ? DType::f32
+                                                  : DType::bf16;
+  return a;
+}
+
+Tensor gate(const Tensor& x, int64_t activation, bool gated, int64_t out_features,
+            std::optional<ScalarType> out_dtype) {
+  GateArgs a = gate_args(form_of(x, "gate: x"), activation, gated, out_features, out_dtype);
+  Tensor out = torch::stable::new_empty(x, {x.size(0), a.dim}, out_dtype);
+  a.x = x.data_ptr();
+  a.x_stride = x.stride(0);
+  a.rows = x.size(0);
+  a.out = out.data_ptr();
+  a.threads = threads();
+  kernels().gate(a);
+  return out;
+}
+
+// Once for each matrix, when an engine is made: no kernel of its own.
+Tensor alternate(const Tensor& bias) {
+  const int64_t n = bias.numel() / 2, panels = (n + 15) / 16;
+  const float* from = floats(bias, 2 * n, "alternate: bias");
+  Tensor out = torch::stable::new_empty(bias, {panels * 32});
+  float* to = static_cast<float*>(out.data_ptr());
+  for (int64_t j = 0; j < panels * 16; j++)
+    for (int64_t half = 0; half < 2; half++)
+      to[j / 16 * 32 + half * 16 + j % 16] = j < n ? from[half * n + j] : 0.0f;
+  return out;
+}
+
 }  // namespace penstock::shim

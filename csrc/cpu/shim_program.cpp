@@ -195,6 +195,15 @@ void program_softcap_(int64_t id, int64_t x, double cap) {
   p->add(a, -1, x);
 }
 
+int64_t program_gate(int64_t id, int64_t x, int64_t activation, bool gated, int64_t out_features,
+                     std::optional<ScalarType> out_dtype) {
+  const auto p = held(id);
+  const GateArgs a = gate_args(p->form(x), activation, gated, out_features, out_dtype);
+  const int64_t y = p->result({a.out_dtype, a.dim}, x);
+  p->add(a, x, y);
+  return y;
+}
+
 int64_t program_rotary_cache(int64_t id, int64_t qkv, int64_t heads, Optional q_norm,
                              Optional k_norm, double eps, Optional cos_sin, bool interleaved,
                              const Tensor& key_cache, const Tensor& value_cache,
@@ -335,6 +344,9 @@ STABLE_TORCH_LIBRARY_FRAGMENT(penstock, m) {
   m.def("program_add_(int program, int residual, int x) -> ()");
   m.def("program_softcap_(int program, int x, float cap) -> ()");
   m.def(
+      "program_gate(int program, int x, int activation, bool gated, int out_features, "
+      "ScalarType? out_dtype) -> int");
+  m.def(
       "program_rotary_cache(int program, int qkv, int heads, Tensor? q_norm, Tensor? k_norm, "
       "float eps, Tensor? cos_sin, bool interleaved, Tensor key_cache, Tensor value_cache, "
       "Tensor? key_scale, Tensor? value_scale) -> int");
@@ -362,6 +374,7 @@ STABLE_TORCH_LIBRARY_IMPL(penstock, CompositeExplicitAutograd, m) {
   m.impl("program_layer_norm", TORCH_BOX(&program_layer_norm));
   m.impl("program_add_", TORCH_BOX(&program_add_));
   m.impl("program_softcap_", TORCH_BOX(&program_softcap_));
+  m.impl("program_gate", TORCH_BOX(&program_gate));
   m.impl("program_rotary_cache", TORCH_BOX(&program_rotary_cache));
   m.impl("program_paged_attention", TORCH_BOX(&program_paged_attention));
   m.impl("program_finish", TORCH_BOX(&program_finish));

@@ -5,6 +5,7 @@ from penstock.ops.argmax import argmax
 from penstock.ops.attention import paged_attention
 from penstock.ops.draw import draw_from, draw_plain
 from penstock.ops.embedding import embedding
+from penstock.ops.gate import alternate, gate
 from penstock.ops.linear import ACTIVATIONS, Activation, linear, linear_add_
 from penstock.ops.norm import layer_norm, rms_norm
 from penstock.ops.pack import pack
@@ -19,11 +20,13 @@ __all__ = [
     "Activation",
     "Op",
     "add_",
+    "alternate",
     "argmax",
     "define_op",
     "draw_from",
     "draw_plain",
     "embedding",
+    "gate",
     "has_native",
     "implementations",
     "layer_norm",

@@ -43,7 +43,8 @@ def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
     return q.nan_to_num().to(torch.int8), top / 127.0
 
 
-def _activate(x: Tensor, activation: int) -> Tensor:
+def activate(x: Tensor, activation: int) -> Tensor:
+    """ACTIVATIONS[activation] of x."""
     match ACTIVATIONS[activation]:
         case "silu":
             return functional.silu(x)
@@ -128,7 +129,7 @@ def linear(
         if bias is not None:
             y = y + bias
         if activation:
-            y = _activate(y.to(x.dtype).float(), activation)
+            y = activate(y.to(x.dtype).float(), activation)
         return y.to(out_dtype)
     halves = []
     for i in range(2):
@@ -137,7 +138,7 @@ def linear(
         if bias is not None:
             y = y + bias.view(2, -1)[i]
         halves.append(y.to(x.dtype).float())
-    return (_activate(halves[0], activation) * halves[1]).to(out_dtype)
+    return (activate(halves[0], activation) * halves[1]).to(out_dtype)
 
 
 def _fake_add(

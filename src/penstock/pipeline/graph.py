@@ -1,0 +1,317 @@
+"""A decoder as a graph: `torch.export` of its operators, with step, cache and weights as inputs.
+
+Nothing is computed and no weight is copied: tracing runs on fake tensors. How many tokens,
+sequences, blocks and sampled rows there are stays open; a cache's layout and the weights' formats
+are part of the graph.
+"""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import io
+import json
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.export import Dim, ExportedProgram
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
+from torch.utils import _pytree as pytree
+
+from penstock import ops
+from penstock.errors import ConfigError, WeightsError
+from penstock.pipeline.nodes import operator
+from penstock.pipeline.plain import to_plain
+from penstock.step import KV, Step
+
+Weights = Mapping[str, Tensor]
+"""A decoder's packed tensors by the names of its parameters, its tables among them."""
+
+_FORMAT = 1
+_TRACES = ("stack_trace", "nn_module_stack", "source_fn_stack", "torch_fn", "from_node")
+"""What torch notes about where a node came from: paths of this machine among it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Derived:
+    """A weight that is computed from others when an engine is made: `fold-constants`."""
+
+    operator: str
+    arguments: dict[str, Any]  # as the operator takes them; {"weight": name} stands for a weight
+
+
+class Graph:
+    """A forward pass as operators.
+
+    program: torch's own form, for saving and compiling. caches: each layer's tensors as the graph
+    knows them (fake: dtype and shape). weights: the same of the weights it takes, `derived` among
+    them.
+    """
+
+    def __init__(self, program: ExportedProgram, derived: dict[str, Derived]) -> None:
+        self.program = program
+        self.derived = derived
+        nodes = [node for node in program.graph.nodes if node.op == "placeholder"]
+        (step, kv, weights), _ = pytree.tree_unflatten(nodes, program.call_spec.in_spec)
+        self.nodes: tuple[Step, list[tuple[fx.Node, ...]], dict[str, fx.Node]] = (step, kv, weights)
+        self.caches = [tuple(node.meta["val"] for node in layer) for layer in kv]
+        self.weights: dict[str, Tensor] = {n: node.meta["val"] for n, node in weights.items()}
+        self.module = program.graph_module
+
+    @property
+    def sources(self) -> list[str]:
+        """The weights that must be given: those it takes, and those that others derive from."""
+        given = [name for name in self.weights if name not in self.derived]
+        for derived in self.derived.values():
+            given += [v["weight"] for v in derived.arguments.values() if isinstance(v, dict)]
+        return [name for name in dict.fromkeys(given) if name not in self.derived]
+
+    def operators(self) -> list[str]:
+        """The operators in the order in which they run."""
+        return [name for node in self.module.graph.nodes if (name := operator(node))]
+
+    @property
+    def digest(self) -> str:
+        """SHA-256 of what is computed: operators, constants, shapes and dtypes; not of weights."""
+        lines = [f"{_FORMAT} {json.dumps(_plain(self.derived), sort_keys=True)}"]
+        for node in self.module.graph.nodes:
+            value = node.meta.get("val")
+            form = f"{value.dtype} {list(value.shape)}" if isinstance(value, Tensor) else ""
+            lines.append(f"{node.name} {node.target} {node.args} {node.kwargs} {form}")
+        return hashlib.sha256("\n".join(lines).encode()).hexdigest()
+
+    def bind(self, weights: Weights) -> GraphForward:
+        """The graph over these weights, as a `Forward`; derived ones are computed now.
+
+        Raises WeightsError when one is missing or isn't what the graph was made for.
+        """
+        return GraphForward(self, weights)
+
+    def save(self, file: Path) -> None:
+        """Write the graph, without any weight."""
+        buffer = io.BytesIO()
+        with quiet():
+            torch.export.save(
+                self.program, buffer, extra_files={"derived.json": json.dumps(_plain(self.derived))}
+            )
+        file.write_bytes(buffer.getvalue())
+
+
+class GraphForward(nn.Module):
+    """A graph with its weights: `forward(step, kv)` → logits [S, V] float32."""
+
+    def __init__(self, graph: Graph, weights: Weights) -> None:
+        super().__init__()
+        self._graph = graph
+        complete = with_derived(graph, weights)
+        check_weights(graph, complete)
+        self._weights = [complete[name] for name in graph.weights]
+        self._run = graph.module
+        self._kv: KV | None = None
+
+    @property
+    def bound(self) -> dict[str, Tensor]:
+        """The weights by name, derived ones among them."""
+        return dict(zip(self._graph.weights, self._weights, strict=True))
+
+    def forward(self, step: Step, kv: KV) -> Tensor:
+        if kv is not self._kv:
+            check_cache(self._graph, kv)
+            self._kv = kv
+        arrays = (getattr(step, f.name) for f in fields(step))
+        parts = (part for layer in kv for part in layer)
+        (logits,) = self._run(*arrays, *parts, *self._weights)
+        found: Tensor = logits
+        return found
+
+
+def weights_of(decoder: nn.Module) -> dict[str, Tensor]:
+    """A decoder's packed tensors by name: what its graph is given. None of them is copied."""
+    return {**dict(decoder.named_parameters()), **dict(decoder.named_buffers())}
+
+
+def with_derived(graph: Graph, weights: Weights) -> dict[str, Tensor]:
+    """The weights that `graph` takes, those it derives from others computed."""
+    missing = [name for name in graph.sources if name not in weights]
+    if missing:
+        raise WeightsError(
+            f"The graph takes {len(missing)} weights that aren't here: {', '.join(missing[:5])}. "
+            "It was exported of another model, or with other formats."
+        )
+    found = dict(weights)
+    for name, derived in graph.derived.items():
+        given = {
+            key: found[value["weight"]] if isinstance(value, dict) else value
+            for key, value in derived.arguments.items()
+        }
+        found[name] = ops.op(derived.operator).call(**given)
+    return {name: found[name] for name in graph.weights}
+
+
+def check_weights(graph: Graph, weights: Weights) -> None:
+    """Raises WeightsError unless each weight has the form that the graph was made for."""
+    for name, want in graph.weights.items():
+        got = weights[name]
+        if got.dtype != want.dtype or got.shape != want.shape or not got.is_contiguous():
+            raise WeightsError(
+                f"The graph takes {name} as {_form(want)}, not as {_form(got)}"
+                + ("." if got.is_contiguous() else ", and contiguous.")
+                + " Export the model again in this format."
+            )
+
+
+def check_cache(graph: Graph, kv: KV) -> None:
+    """Raises ConfigError unless the cache has the layout that the graph was made for."""
+    want = [[(part.dtype, part.shape[1:]) for part in layer] for layer in graph.caches]
+    got = [[(part.dtype, part.shape[1:]) for part in layer] for layer in kv]
+    if want != got:
+        raise ConfigError(
+            f"The graph was exported for a cache of {_cache_form(graph.caches)}, not of "
+            f"{_cache_form(kv)}. Export it with this cache's dtype and block size."
+        )
+
+
+def export_graph(decoder: nn.Module, kv: KV) -> Graph:
+    """The graph of `decoder` over a cache like `kv`, in plain form: one operator for one thing.
+
+    kv: any number of blocks; nothing of it is read or written, nor does `decoder` change.
+    Raises KernelError when the decoder calls something that isn't one of Penstock's operators.
+    """
+    stencil = _Stencil(decoder)
+    graph = trace(stencil, kv, weights_of(decoder), {})
+    to_plain(graph.module.graph)
+    return retrace(graph)
+
+
+def retrace(graph: Graph) -> Graph:
+    """A consistent graph of one whose nodes were rewritten in place."""
+    graph.module.graph.lint()
+    graph.module.recompile()
+    nodes = graph.nodes[2]
+    used = {name: nodes[name].meta["val"] for name in nodes}
+
+    def run(step: Step, kv: KV, weights: Weights) -> Tensor:
+        arrays = (getattr(step, f.name) for f in fields(step))
+        parts = (part for layer in kv for part in layer)
+        (logits,) = graph.module(*arrays, *parts, *(weights[name] for name in used))
+        found: Tensor = logits
+        return found
+
+    return trace(run, graph.caches, used, graph.derived)
+
+
+def trace(
+    forward: Callable[[Step, KV, Weights], Tensor],
+    kv: KV,
+    weights: Weights,
+    derived: dict[str, Derived],
+) -> Graph:
+    """Export `forward(step, kv, weights)`; all but dtypes and shapes of its inputs is ignored."""
+    tokens, sequences, width, sampled, blocks = (Dim(name, min=1) for name in "TBMSN")
+    with FakeTensorMode(shape_env=ShapeEnv()):
+
+        def ints(*shape: int) -> Tensor:
+            return torch.empty(shape, dtype=torch.int32)
+
+        # a dimension of 1 would be taken for a constant, and so would two that are equal
+        step = Step(ints(7), ints(7), ints(7), ints(4), ints(3), ints(3, 5), ints(2))
+        caches = [tuple(torch.empty((11, *t.shape[1:]), dtype=t.dtype) for t in x) for x in kv]
+        given = {name: torch.empty(tuple(t.shape), dtype=t.dtype) for name, t in weights.items()}
+    rows, each = {0: tokens}, {0: sequences}
+    shapes = (
+        [rows, rows, rows, {0: sequences + 1}, each, {**each, 1: width}, {0: sampled}],
+        [tuple({0: blocks} for _ in layer) for layer in caches],
+        dict.fromkeys(given),
+    )
+    with quiet():
+        program = torch.export.export(
+            _Callable(forward), (step, caches, given), dynamic_shapes=shapes, strict=False
+        )
+    for node in program.graph.nodes:
+        for key in _TRACES:
+            node.meta.pop(key, None)
+    program.example_inputs = None
+    return Graph(program, derived)
+
+
+def load_graph(file: Path) -> Graph:
+    """Read what `Graph.save` wrote. Raises ConfigError when the file isn't that."""
+    extra = {"derived.json": ""}
+    try:
+        with quiet():
+            program = torch.export.load(io.BytesIO(file.read_bytes()), extra_files=extra)
+        derived = {
+            name: Derived(**made) for name, made in json.loads(extra["derived.json"]).items()
+        }
+        return Graph(program, derived)
+    except Exception as error:  # whatever a damaged archive makes torch raise
+        raise ConfigError(
+            f"{file} isn't a graph that can be read: {type(error).__name__}: {error}. "
+            "Export the model again."
+        ) from error
+
+
+class _Callable(nn.Module):
+    """What torch.export wants to be given: a module."""
+
+    def __init__(self, forward: Callable[[Step, KV, Weights], Tensor]) -> None:
+        super().__init__()
+        self._forward = forward
+
+    def forward(self, step: Step, kv: KV, weights: Weights) -> Tensor:
+        return self._forward(step, kv, weights)
+
+
+class _Stencil:
+    """A decoder's modules without its tensors: those are arguments of each call."""
+
+    def __init__(self, decoder: nn.Module) -> None:
+        names = {id(tensor): name for name, tensor in weights_of(decoder).items()}
+        kept = {id(t): t for t in (*decoder.parameters(), *decoder.buffers())}
+        self._decoder = copy.deepcopy(decoder, dict(kept))
+        self._places: list[tuple[str, dict[str, Any], str]] = []
+        for module in self._decoder.modules():
+            holders = (module._parameters, module._buffers, getattr(module, "packed", {}))
+            for holder in holders:
+                self._places += [
+                    (names[id(tensor)], holder, key)
+                    for key, tensor in holder.items()
+                    if tensor is not None
+                ]
+
+    def __call__(self, step: Step, kv: KV, weights: Weights) -> Tensor:
+        for name, holder, key in self._places:
+            holder[key] = weights[name]
+        logits: Tensor = self._decoder(step, kv)
+        return logits
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """torch warns of its own future while it exports."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)
+        warnings.simplefilter("ignore", DeprecationWarning)
+        yield
+
+
+def _plain(derived: dict[str, Derived]) -> dict[str, Any]:
+    return {n: {"operator": d.operator, "arguments": d.arguments} for n, d in derived.items()}
+
+
+def _form(tensor: Tensor) -> str:
+    return f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
+
+
+def _cache_form(kv: KV) -> str:
+    return f"{len(kv)} layers of " + " and ".join(
+        f"{str(part.dtype).removeprefix('torch.')} [blocks, {str(list(part.shape[1:]))[1:]}"
+        for part in kv[0]
+    )
