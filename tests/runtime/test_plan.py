@@ -102,7 +102,7 @@ def test_recording_needs_no_data_and_is_counted(decoder: Decoder) -> None:
 
 def test_a_tensor_without_a_name_is_a_constant(decoder: Decoder) -> None:
     plan, tensors = record(decoder, fresh(decoder), {})
-    assert list(tensors)[0] == "constant.0" and len(tensors) == len(set(plan.weights()))
+    assert next(iter(tensors)) == "constant.0" and len(tensors) == len(set(plan.weights()))
     assert tensors["constant.0"] is decoder.head.packed["weight"]
 
 
@@ -124,7 +124,7 @@ def test_what_a_plan_reads_must_be_there(decoder: Decoder) -> None:
         {"operators": [{}], "output": 0},
         {"operators": 3, "output": 0},
         {"operators": [{"op": "x", "arguments": {"a": {"b": 1}}, "shape": None}], "output": 0},
-        {"operators": [{"op": "x", "arguments": {"a": {"dtype": "nn"}}, "shape": None}], "output": 0},
+        {"operators": [{"op": "x", "arguments": {"a": {"dtype": "nn"}}, "shape": None}], "output": 0},  # noqa: E501
     ],
 )  # fmt: skip
 def test_what_isnt_a_plan(data: dict[str, object]) -> None:

@@ -73,7 +73,7 @@ class Program:
     def of_plan(cls, plan: Plan, tensors: Mapping[str, Tensor], kv: KV) -> Program:
         """The program of a plan that was recorded before, over these weights; nothing is traced.
 
-        Raises KernelError for a weight or a cache that isn't there, or an operator that isn't known.
+        Raises KernelError for a weight, a cache or an operator that isn't there.
         """
         made = cls.__new__(cls)
         made._make(plan, tensors, kv)

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
+from penstock.cache.pages import lazy_zeros
 from penstock.ops.panels import COLUMNS, round_up, vnni_factor
 from penstock.step import KV
 
@@ -59,7 +60,7 @@ class PagedLayout:
             ]
             if self.scaled:
                 shapes += 2 * [((n, count, p), torch.float16)]
-            kv.append(tuple(torch.zeros(shape, dtype=dtype) for shape, dtype in shapes))
+            kv.append(tuple(lazy_zeros(shape, dtype) for shape, dtype in shapes))
         return kv
 
 
