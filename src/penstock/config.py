@@ -66,11 +66,12 @@ class ModelConfig:
     strict: bool = False  # a config key that nothing reads is an error
     quantization: str | None = None  # of weights as they are loaded: w8a8, w4a8-g64, …
     enforce_eager: bool = False  # call the operators one by one from Python
+    verify: bool = False  # an engine folder's weights against their checksums
     seed: int = 0
 
     def __post_init__(self) -> None:
         _positive(self, "max_model_len")
-        _flags(self, "skip_tokenizer_init", "strict", "enforce_eager")
+        _flags(self, "skip_tokenizer_init", "strict", "enforce_eager", "verify")
         if self.skip_tokenizer_init and self.tokenizer is not None:
             raise ConfigError(
                 f"skip_tokenizer_init leaves no use for tokenizer={str(self.tokenizer)!r}. "
@@ -187,6 +188,13 @@ class EngineConfig:
     model: ModelConfig = field(default_factory=ModelConfig)
     cache: CacheConfig = field(default_factory=CacheConfig)
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
+    given: frozenset[str] = field(default=frozenset(), compare=False, repr=False)
+    """Names of the fields that somebody chose, whatever their value."""
+
+    def chose(self, part: object, name: str) -> bool:
+        """Whether the field `name` of `part` was chosen, rather than left at its default."""
+        default = next(f.default for f in fields(part) if f.name == name)  # type: ignore[arg-type]
+        return name in self.given or getattr(part, name) != default
 
     @classmethod
     def of(cls, **kwargs: Any) -> EngineConfig:
@@ -210,8 +218,11 @@ class EngineConfig:
             if real in chosen[known[real]]:
                 raise ConfigError(f"{name!r} is given twice, once under its other name.")
             chosen[known[real]][real] = value
-        config = cls(**{part: kind(**chosen[part]) for part, kind in parts.items()})
-        config._check_together()
+        config = cls(
+            **{part: kind(**chosen[part]) for part, kind in parts.items()},
+            given=frozenset(name for part in chosen.values() for name in part),
+        )
+        config.check_together()
         return config
 
     def differs_before_engine(self) -> bool:
@@ -224,7 +235,8 @@ class EngineConfig:
             if f.name not in engine_only
         )
 
-    def _check_together(self) -> None:
+    def check_together(self) -> None:
+        """Raises ConfigError where fields of two parts contradict each other."""
         scheduler, length = self.scheduler, self.model.max_model_len
         if scheduler.max_num_batched_tokens < scheduler.max_num_seqs:
             raise ConfigError(

@@ -124,7 +124,7 @@ def test_what_a_plan_reads_must_be_there(decoder: Decoder) -> None:
         {"operators": [{}], "output": 0},
         {"operators": 3, "output": 0},
         {"operators": [{"op": "x", "arguments": {"a": {"b": 1}}, "shape": None}], "output": 0},
-        {"operators": [{"op": "x", "arguments": {"a": {"dtype": "n"}}, "shape": None}], "output": 0},
+        {"operators": [{"op": "x", "arguments": {"a": {"dtype": "nn"}}, "shape": None}], "output": 0},  # noqa: E501
     ],
 )  # fmt: skip
 def test_what_isnt_a_plan(data: dict[str, object]) -> None:

@@ -51,6 +51,7 @@ class Engine:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """clock: seconds that never go back, of arrivals, tokens and waiting."""
+        config = runtime.settle(config)
         runtime.runner.claim(self)
         self.config = config
         self.runtime = runtime

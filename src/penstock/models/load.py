@@ -15,7 +15,7 @@ from penstock.hardware import detect
 from penstock.models.registry import read_json, read_spec
 from penstock.models.sources import open_source
 from penstock.models.spec import ModelSpec
-from penstock.models.weights import Progress, Source, load_weights, stored_formats
+from penstock.models.weights import Progress, Source, Stored, load_weights, stored_formats
 from penstock.nn import Decoder, DecoderSpec, RopeSpec
 from penstock.quant import WeightFormats, formats_of
 
@@ -52,6 +52,7 @@ def load_model(
     strict: bool = False,
     quantization: str | None = None,
     progress: Progress | None = None,
+    stored: Stored | None = None,
 ) -> LoadedModel:
     """Read the checkpoint in `folder`.
 
@@ -59,19 +60,20 @@ def load_model(
     sizes the rotary tables and, for longrope, chooses between the short and the long factors.
     strict: a config key that nothing reads is an error instead of a warning. quantization: round
     the weights to `w8a8`, `w4a16-g64`, … as they are read (`quant.names`).
+    stored: takes each tensor away once it is packed; memory is then not looked at beforehand.
     """
     if not folder.is_dir():
         raise ModelNotFoundError(f"There is no folder {folder}.")
     spec = read_spec(folder, strict=strict)
     checkpoint = open_source(folder)
     chosen = _dtype(dtype, spec, checkpoint)
-    stored = next((s for s in map(checkpoint.scheme, checkpoint.names()) if s is not None), None)
-    if stored is not None and quantization is not None:
+    own = next((s for s in map(checkpoint.scheme, checkpoint.names()) if s is not None), None)
+    if own is not None and quantization is not None:
         raise ConfigError(
-            f"{folder} is quantized already ({stored.name}), so quantization={quantization!r} "
+            f"{folder} is quantized already ({own.name}), so quantization={quantization!r} "
             "can't take effect. Leave it out, or give the unquantized checkpoint."
         )
-    rounded = quantization or (stored and stored.name)
+    rounded = quantization or (own and own.name)
     if rounded is not None and chosen is not torch.bfloat16:
         if dtype != "auto":
             raise ConfigError(
@@ -81,23 +83,30 @@ def load_model(
         logger.info("The checkpoint is %s; quantized, it runs in bfloat16.", chosen)
         chosen = torch.bfloat16
     length = _length(max_model_len, spec.decoder)
-    file = folder / "generation_config.json"
-    generation = read_json(file) if file.exists() else {}
+    generation, stop_ids = read_generation(folder, spec)
     if quantization is None:
         formats = stored_formats(spec, checkpoint, chosen)
     else:
         formats = formats_of(quantization, chosen)
-    _check_memory(checkpoint, spec.decoder, formats, chosen)
+    if stored is None:
+        _check_memory(checkpoint, spec.decoder, formats, chosen)
     model = Decoder(spec.decoder, formats, chosen, length)
-    load_weights(model, spec, checkpoint, progress)
+    load_weights(model, spec, checkpoint, progress, stored)
     return LoadedModel(
         model=model.eval(),
         spec=spec,
         dtype=chosen,
         max_model_len=length,
         generation=generation,
-        eos_token_ids=_stop_ids(spec, generation.get("eos_token_id"), file),
+        eos_token_ids=stop_ids,
     )
+
+
+def read_generation(folder: Path, spec: ModelSpec) -> tuple[dict[str, Any], tuple[int, ...]]:
+    """What generation_config.json says, and the tokens that end a text by either config."""
+    file = folder / "generation_config.json"
+    generation = read_json(file) if file.exists() else {}
+    return generation, _stop_ids(spec, generation.get("eos_token_id"), file)
 
 
 def _dtype(asked: str, spec: ModelSpec, checkpoint: Source) -> torch.dtype:

@@ -28,6 +28,9 @@ logger = logging.getLogger("penstock")
 Progress = Callable[[int, int], None]
 """Called with (values loaded, values in all)."""
 
+Stored = Callable[[str, Loadable], None]
+"""Called with a module and its name after it has taken one of its tensors: it may take it away."""
+
 _STORED = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 """Element types that load, by safetensors' names."""
 
@@ -211,7 +214,11 @@ def plan_weights(names: Iterable[str], spec: ModelSpec) -> tuple[dict[str, _Plan
 
 
 def load_weights(
-    model: nn.Module, spec: ModelSpec, checkpoint: Source, progress: Progress | None = None
+    model: nn.Module,
+    spec: ModelSpec,
+    checkpoint: Source,
+    progress: Progress | None = None,
+    stored: Stored | None = None,
 ) -> None:
     """Fill every parameter of `model`, one at a time.
 
@@ -236,6 +243,8 @@ def load_weights(
             )
         name, _, parameter = target.rpartition(".")
         modules[name].load(parameter, tensor)
+        if stored is not None:
+            stored(name, modules[name])
         done += math.prod(shape)
         if progress is not None:
             progress(done, total)

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from penstock.cache import SwapStore, copy_blocks
 from penstock.errors import ConfigError
+from penstock.runtime.plan import Plan
 from penstock.runtime.program import Program
 from penstock.step import KV, Step
 
@@ -20,8 +21,10 @@ Forward = Callable[[Step, KV], Tensor]
 class Runner:
     """Runs steps; owns the cache's memory."""
 
-    def __init__(self, forward: Forward, kv: KV) -> None:
+    def __init__(self, forward: Forward, kv: KV, hidden_plan: Plan | None = None) -> None:
+        """hidden_plan: of steps that end with hidden states, where it was recorded before."""
         self._forward = forward
+        self.hidden_plan = hidden_plan
         self.kv = kv
         self._swapped: SwapStore | None = None
         self._owner: Callable[[], object | None] = lambda: None

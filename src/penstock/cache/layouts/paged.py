@@ -16,6 +16,7 @@ from dataclasses import dataclass
 
 import torch
 
+from penstock.cache.pages import lazy_zeros
 from penstock.ops.kv_int4 import GROUP
 from penstock.ops.panels import COLUMNS, round_up, vnni_factor
 from penstock.step import KV
@@ -57,7 +58,7 @@ class PagedLayout:
         """The cache, zeroed; the system commits its memory as it is first used."""
         return [
             tuple(
-                torch.zeros(shape, dtype=dtype) for shape, dtype in self._parts(num_blocks, *head)
+                lazy_zeros(shape, dtype) for shape, dtype in self._parts(num_blocks, *head)
             )
             for head in self.heads
         ]
