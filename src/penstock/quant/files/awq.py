@@ -60,9 +60,10 @@ def find(config: Config, tensors: Tensors) -> Found:
         parts = tuple(f"{module}.{part}" for part in ("qweight", "qzeros", "scales"))
         for part in parts[:2]:
             check_dtype(tensors, part, torch.int32)
-        k, n = tensors.shape(parts[2])[-1:] and (
-            tensors.shape(parts[0])[0], tensors.shape(parts[2])[-1]
-        )  # fmt: skip
+        shapes = [tensors.shape(part) for part in parts]
+        if [len(shape) for shape in shapes] != [2, 2, 2]:
+            raise WeightsError(f"{module} has tensors of shapes {shapes}, which aren't matrices.")
+        k, n = shapes[0][0], shapes[2][1]
         count = groups(k, max(size, 0))
         check_shape(tensors, parts[0], (k, n // 8))
         check_shape(tensors, parts[1], (count, n // 8))
@@ -79,19 +80,17 @@ def _read(
     tensors: Tensors, parts: tuple[str, ...], group: int, symmetric: bool, scheme: Scheme | None
 ) -> Tensor | Codes:
     unsigned = _columns(tensors.raw(parts[0])).t().contiguous()
-    zero: Tensor | None = _columns(tensors.raw(parts[1])).t().contiguous()
+    zero = _columns(tensors.raw(parts[1])).t().contiguous()
     scale = finite(tensors, parts[2]).t().contiguous()
     if symmetric:
-        zero = only_middle(parts[1], zero, 4, "zero_point is false")
-    matrix = Integers(4, group, unsigned, scale, zero)
+        check_middle(parts[1], zero, 4, "zero_point is false")
+    matrix = Integers(4, group, unsigned, scale, None if symmetric else zero)
     return matrix.values() if scheme is None else matrix.codes(scheme)
 
 
-def only_middle(name: str, zero: Tensor | None, bits: int, says: str) -> None:
-    """Nothing, where every zero point is that of symmetric codes; else WeightsError."""
+def check_middle(name: str, zero: Tensor, bits: int, says: str) -> None:
+    """Raise where a zero point isn't that of symmetric codes."""
     middle = 2 ** (bits - 1)
-    if zero is None:
-        return
     wrong = zero[zero != middle]
     if wrong.numel():
         raise WeightsError(

@@ -1,8 +1,8 @@
 """Checkpoints of compressed-tensors, which vLLM and LLM Compressor write and read.
 
 A module's `weight_packed` (or `weight`, a byte a code) has `weight_scale` beside it and perhaps
-`weight_zero_point`, `weight_global_scale`, `input_scale`. `config_groups` say of which kind, for the
-modules that `targets` name. Source: the package of that name, 0.20, and its QuantizationArgs.
+`weight_zero_point`, `weight_global_scale`, `input_scale`. `config_groups` say of which kind, for
+the modules that `targets` name. Source: the package of that name, 0.20, and its QuantizationArgs.
 """
 
 from __future__ import annotations
@@ -63,15 +63,14 @@ def find(config: Config, tensors: Tensors) -> Found:
         if name.endswith((".k_scale", ".v_scale", ".q_scale", ".k_zero_point", ".v_zero_point")):
             found.hidden.add(name)
             found.note("the cache's own scales aren't used (choose it by kv_cache_dtype)", name)
-    modules = sorted(
-        {*modules_with(tensors, ".weight_packed"), *modules_with(tensors, ".weight_scale")}
-    )
-    for module in modules:
+    packed = modules_with(tensors, ".weight_packed")
+    for module in sorted({*packed, *modules_with(tensors, ".weight_scale")}):
         group = _group_of(module, schemes, config.get("ignore") or ())
         kind = group.get("format") or config.get("format")
         if kind not in FORMATS:
             raise UnsupportedModelError(
-                f"{module} is in compressed-tensors' format {kind!r}; read are {', '.join(FORMATS)}."
+                f"{module} is in compressed-tensors' format {kind!r}; "
+                f"read are {', '.join(FORMATS)}."
             )
         matrix = _Module(tensors, names, module, group, found).matrix(kind)
         found.matrices[f"{module}.weight"] = matrix
@@ -94,16 +93,14 @@ def _group_of(module: str, schemes: Mapping[str, Any], ignore: Sequence[str]) ->
             f"quantization_config ignores {ignored!r}, but {module} is quantized in the weights. "
             "They don't belong together."
         )
-    named = [
-        (t, g) for g in schemes.values() if isinstance(g, Mapping) for t in g.get("targets", ())
-    ]
-    for takes in (
-        lambda target: target == module,
-        lambda target: target.startswith("re:") and _matches(module, target),
-        lambda target: target == ("Embedding" if "embed" in module else "Linear"),
-    ):
-        group = next((g for target, g in named if takes(target)), None)
-        if group is not None:
+    given = [group for group in schemes.values() if isinstance(group, Mapping)]
+    named = [(target, group) for group in given for target in group.get("targets", ())]
+    kind = "Embedding" if "embed" in module else "Linear"
+    exact = [group for target, group in named if target == module]
+    pattern = [group for target, group in named if _matches(module, target)]
+    for chosen in (exact, pattern, [group for target, group in named if target == kind]):
+        if chosen:
+            group = chosen[0]
             if not isinstance(group.get("weights"), Mapping):
                 raise UnsupportedModelError(f"The group of {module} doesn't say what weights are.")
             return group
@@ -259,7 +256,7 @@ class _Module:
                 check_shape(
                     self.tensors, self.part("weight_zero_point"), (-(-n * self.bits // 32), count)
                 )
-                zero = unpack_bits(stored.t(), self.bits, n).t()
+                zero = unpack_bits(stored.t(), self.bits, n).t().contiguous()
             else:
                 zero = spread(self._unsigned(stored, half), n, self.rows)
                 if zero.shape != (n, count):
@@ -268,8 +265,6 @@ class _Module:
                         f"[{n}, {k}] has {count} groups in each row."
                     )
         scale = spread(finite(self.tensors, self.part("weight_scale")), n, self.rows)
-        if self.rows > 1:
-            zero = zero if zero is None else zero.contiguous()
         of = self._column_group(k)
         matrix = Integers(self.bits, self.group, unsigned, scale, zero, of)
         if scheme is None:
@@ -294,9 +289,9 @@ class _Module:
         n, k = self.tensors.shape(self.name)
         self._check_scales(n, k)
         scheme = float8_scheme(torch.float8_e4m3fn, self.group, self.rows)
-        return (n, k), scheme, partial(
-            read_float8, self.tensors, self.name, self.part("weight_scale"), self.group, self.rows, scheme
-        )  # fmt: skip
+        scales, sharing = self.part("weight_scale"), (self.group, self.rows)
+        read = partial(read_float8, self.tensors, self.name, scales, *sharing, scheme)
+        return (n, k), scheme, read
 
     def _nibbles(self, kind: str) -> tuple[tuple[int, int], Scheme | None, Callable[[], Any]]:
         need(self.tensors, self.names, self.module, "weight_packed")

@@ -17,7 +17,7 @@ from penstock.quant.scheme import BLOCK, Scheme
 
 def store(module: str, codes: Codes) -> dict[str, Tensor]:
     """The tensors that hold `codes`."""
-    scheme, (n, k) = codes.scheme, codes.shape
+    scheme, k = codes.scheme, codes.shape[1]
     out: dict[str, Tensor] = {}
     match scheme.kind:
         case "int4" | "int8":
@@ -28,7 +28,8 @@ def store(module: str, codes: Codes) -> dict[str, Tensor]:
         case "mxfp4" | "nvfp4":
             if k % scheme.group:
                 raise ConfigError(
-                    f"{module}: {scheme.name} needs K = {k} in groups of {scheme.group}."
+                    f"{module}: {scheme.name} is stored in whole groups of {scheme.group}, and "
+                    f"K = {k} isn't made of such. Leave it unquantized, or choose another scheme."
                 )
             out["weight_packed"] = pack_nibbles(codes.values)
             if scheme.kind == "mxfp4":
@@ -51,9 +52,8 @@ def _store_integers(module: str, codes: Codes) -> dict[str, Tensor]:
     signed = codes.values if scheme.bits == 8 else (codes.values.to(torch.int8) - 8)
     zero = None
     if codes.zero is not None:
-        zero = shared(
-            module, codes.zero.to(torch.int8) - (0 if scheme.bits == 8 else 8), scheme.rows
-        )
+        zero = codes.zero.to(torch.int8) - (0 if scheme.bits == 8 else 8)
+        zero = shared(module, zero, scheme.rows)
     if _format(scheme) == "int-quantized":
         out["weight"] = signed
         return out if zero is None else out | {"weight_zero_point": zero}

@@ -12,7 +12,7 @@ from penstock.quant.scheme import BLOCK, Scheme
 
 
 def float8_scheme(dtype: torch.dtype, group: int, rows: int) -> Scheme | None:
-    """The scheme of 8-bit floats whose scales `rows` rows and `group` columns share, if it's built."""
+    """The scheme of 8-bit floats whose scales `rows` rows and `group` columns share; None: none."""
     kind = "fp8_e4m3" if dtype is torch.float8_e4m3fn else "fp8_e5m2"
     if (group, rows) not in ((0, 0), (0, 1), (BLOCK, BLOCK)):
         return None
@@ -42,7 +42,8 @@ def read_exponents(tensors: Tensors, name: str) -> Tensor:
     bad = int((stored == 255).sum())
     if bad:
         raise WeightsError(f"{bad} of the {stored.numel()} scales in {name} are NaN.")
-    return torch.ldexp(torch.ones(()), stored.int() - 127)
+    exponent = stored.int()  # as a float32's own; 2^-127 alone is below its normal numbers
+    return torch.where(exponent == 0, 1 << 22, exponent << 23).view(torch.float32)
 
 
 def exponents(name: str, codes: Codes) -> Tensor:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from penstock.errors import ConfigError, UnsupportedModelError, WeightsError
 from penstock.quant.codes import Codes, groups
-from penstock.quant.files.awq import only_middle
+from penstock.quant.files.awq import check_middle
 from penstock.quant.files.layout import (
     Config,
     Found,
@@ -134,15 +134,14 @@ def _read(
     n = scale.shape[1]
     k = len(tensors.raw(parts[3])) if len(parts) > 3 else tensors.shape(parts[0])[0] * 32 // bits
     unsigned = unpack_bits(tensors.raw(parts[0]).t(), bits, k)
-    zero: Tensor | None = unpack_bits(tensors.raw(parts[1]), bits, n)
-    if zero is not None and less_one:
-        zero = (zero + 1) & (2**bits - 1)  # zero points have `bits` bits: 0 is stored as all ones
+    zero = unpack_bits(tensors.raw(parts[1]), bits, n).t().contiguous()
+    if less_one:  # zero points have `bits` bits: 0 is stored as all ones
+        zero = (zero + 1) & (2**bits - 1)
     if symmetric:
         says = "sym is true" + (" and checkpoint_format 'gptq'" if less_one else "")
-        zero = only_middle(parts[1], zero, bits, says)
-    else:
-        zero = None if zero is None else zero.t().contiguous()
-    matrix = Integers(bits, group, unsigned, scale.t().contiguous(), zero, of)
+        check_middle(parts[1], zero, bits, says)
+    zeros = None if symmetric else zero
+    matrix = Integers(bits, group, unsigned, scale.t().contiguous(), zeros, of)
     return matrix.values() if scheme is None else matrix.codes(scheme)
 
 
@@ -157,8 +156,8 @@ def store(module: str, codes: Codes) -> dict[str, Tensor]:
     per_word = 32 // scheme.bits
     if n % per_word or k % per_word:
         raise ConfigError(
-            f"{module}: GPTQ packs {per_word} rows and {per_word} columns to a word, and [{n}, {k}] "
-            "isn't made of such. Use layout='compressed-tensors'."
+            f"{module}: GPTQ packs {per_word} rows and {per_word} columns to a word, and "
+            f"[{n}, {k}] isn't made of such. Use layout='compressed-tensors'."
         )
     if "embed" in module:
         raise ConfigError(
@@ -191,5 +190,5 @@ def quantization_config(schemes: Mapping[str, Scheme], plain: Sequence[str]) -> 
         "sym": scheme.symmetric,
         "desc_act": False,
         "lm_head": any(module.endswith("lm_head") for module in schemes),
-        "dynamic": {f"-:^{re.escape(module)}$": {} for module in sorted(plain)},
+        "dynamic": {f"-:^{re.escape(m)}$": {} for m in sorted(plain) if not m.endswith("lm_head")},
     }

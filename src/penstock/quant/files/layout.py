@@ -204,7 +204,7 @@ def smallest_exact(scale: Tensor) -> Tensor:
 
 def unpack_bits(words: Tensor, bits: int, count: int) -> Tensor:
     """The first `count` unsigned integers of each row of int32 words [R, W], lowest bits first."""
-    packed = words.contiguous().view(torch.uint8)
+    packed = words.flatten().view(torch.uint8).view(len(words), -1)
     if bits == 8:
         return packed[:, :count].contiguous()
     if bits == 3:  # they cross words
@@ -223,7 +223,7 @@ def pack_bits(values: Tensor, bits: int) -> Tensor:
     values = torch.nn.functional.pad(values.to(torch.uint8), (0, more))
     if bits == 4:
         values = values[:, 0::2] | values[:, 1::2] << 4
-    return values.contiguous().view(torch.int32)
+    return values.flatten().view(torch.int32).view(len(values), -1)
 
 
 def pack_nibbles(codes: Tensor, *, low_first: bool = True) -> Tensor:

@@ -8,8 +8,9 @@ github.com/huggingface/safetensors.
 from __future__ import annotations
 
 import json
+from io import FileIO
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -38,7 +39,7 @@ class ShardWriter:
     def __init__(self, folder: Path, limit: int) -> None:
         self.folder, self.limit = folder, limit
         self._done: list[list[str]] = []  # names of the tensors in each finished file
-        self._file: BinaryIO | None = None
+        self._file: FileIO | None = None
         self._header: dict[str, Any] = {}
         self._small: list[tuple[str, Tensor]] = []
         self._size = self._text = self._total = 0
@@ -71,8 +72,8 @@ class ShardWriter:
         if self._file is not None and full:
             self._finish()
         if self._file is None:
-            self._file = self._part(len(self._done)).open("wb")
-            self._file.write(bytes(8 + ROOM_BYTES))
+            self._file = self._part(len(self._done)).open("wb", buffering=0)
+            self._put(bytes(8 + ROOM_BYTES), "room for the header")
             self._header, self._size, self._text = {}, 0, 0
         self._text += entry
         if size % _ALIGN:  # at the end, largest elements first: those after it stay aligned
@@ -82,6 +83,11 @@ class ShardWriter:
             self._size += size
             self._write(name, tensor)
 
+    @staticmethod
+    def remains(folder: Path) -> list[Path]:
+        """Files that a writer left which was killed."""
+        return sorted(folder.glob("model-*.safetensors.partial"))
+
     def _part(self, index: int) -> Path:
         return self.folder / f"model-{index + 1:05}.safetensors.partial"
 
@@ -89,17 +95,23 @@ class ShardWriter:
         assert self._file is not None
         start = self._file.tell() - 8 - ROOM_BYTES
         flat = tensor.detach().contiguous().flatten()
-        try:
-            self._file.write(flat.view(torch.uint8).numpy().data)
-        except OSError as error:
-            raise WeightsError(
-                f"{self.folder}: {name} ({tensor.nbytes} bytes) can't be written: {error}."
-            ) from error
+        self._put(flat.view(torch.uint8).numpy().data, f"{name} ({tensor.nbytes} bytes)")
         self._header[name] = {
             "dtype": _NAMES[tensor.dtype],
             "shape": list(tensor.shape),
             "data_offsets": [start, start + tensor.nbytes],
         }
+
+    def _put(self, data: bytes | memoryview, what: str, at: int | None = None) -> None:
+        assert self._file is not None
+        try:
+            if at is not None:
+                self._file.seek(at)
+            view = memoryview(data)
+            while view:  # a call may take only a part
+                view = view[self._file.write(view) :]
+        except OSError as error:
+            raise WeightsError(f"{self.folder}: {what} can't be written: {error}.") from error
 
     def _finish(self) -> None:
         """Complete the file that is being written."""
@@ -110,8 +122,7 @@ class ShardWriter:
         self._small = []
         header = {"__metadata__": {"format": "pt"}, **self._header}
         text = json.dumps(header, separators=(",", ":")).encode()
-        self._file.seek(0)
-        self._file.write(ROOM_BYTES.to_bytes(8, "little") + text.ljust(ROOM_BYTES))
+        self._put(ROOM_BYTES.to_bytes(8, "little") + text.ljust(ROOM_BYTES), "the header", 0)
         self._file.close()
         self._file = None
         self._done.append(list(self._header))
@@ -122,7 +133,7 @@ class ShardWriter:
         if count == 1:
             self._part(0).rename(self.folder / "model.safetensors")
             return
-        where = {}
+        where: dict[str, str] = {}
         for i, names in enumerate(self._done):
             file = f"model-{i + 1:05}-of-{count:05}.safetensors"
             self._part(i).rename(self.folder / file)

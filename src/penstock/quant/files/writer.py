@@ -87,13 +87,16 @@ def write_checkpoint(
 
     tensors: by their names in the family's checkpoints, `Codes` for `….weight` of quantized
     matrices; each is stored before the next is asked for. config: that of the unquantized model;
-    its `quantization_config` is replaced. config.json is written last.
+    its `quantization_config` is replaced. config.json is written last. What a killed writer left is
+    removed first.
 
     Raises ConfigError where `layout` can't express a scheme or a matrix, WeightsError for what
     can't be written; then none of the files stays.
     """
     check_layout(layout, ())
     folder.mkdir(parents=True, exist_ok=True)
+    for file in ShardWriter.remains(folder):
+        file.unlink()
     old = sorted(p.name for p in folder.glob("*.safetensors*"))
     if old:
         raise ConfigError(f"{folder} holds {', '.join(old[:3])} already: give an empty folder.")
