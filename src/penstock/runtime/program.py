@@ -73,11 +73,7 @@ class Program:
     def of_plan(cls, plan: Plan, tensors: Mapping[str, Tensor], kv: KV) -> Program:
         """The program of a plan that was recorded before, over these weights; nothing is traced.
 
-<<<<<<< HEAD
-        Raises KernelError for a weight or a cache that isn't there, or an unknown operator.
-=======
         Raises KernelError for a weight, a cache or an operator that isn't there.
->>>>>>> h-build
         """
         made = cls.__new__(cls)
         made._make(plan, tensors, kv)
