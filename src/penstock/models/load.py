@@ -12,8 +12,8 @@ import torch
 
 from penstock.errors import ConfigError, ModelNotFoundError, UnsupportedModelError
 from penstock.hardware import detect
-from penstock.models.registry import read_json, read_spec
-from penstock.models.sources import open_source
+from penstock.models.registry import spec_of
+from penstock.models.sources import open_source, read_generation, stored_quantization
 from penstock.models.spec import ModelSpec
 from penstock.models.weights import Progress, Source, load_weights, stored_formats
 from penstock.nn import Decoder, DecoderSpec, RopeSpec
@@ -53,25 +53,26 @@ def load_model(
     quantization: str | None = None,
     progress: Progress | None = None,
 ) -> LoadedModel:
-    """Read the checkpoint in `folder`.
+    """Read the checkpoint in `folder`, or the GGUF file of that path.
 
     dtype: "auto" is the checkpoint's own. max_model_len: None is what the model was made for; it
     sizes the rotary tables and, for longrope, chooses between the short and the long factors.
     strict: a config key that nothing reads is an error instead of a warning. quantization: round
     the weights to `w8a8`, `w4a16-g64`, … as they are read (`quant.names`).
     """
-    if not folder.is_dir():
-        raise ModelNotFoundError(f"There is no folder {folder}.")
-    spec = read_spec(folder, strict=strict)
+    if not folder.exists():
+        raise ModelNotFoundError(f"There is no folder and no file {folder}.")
     checkpoint = open_source(folder)
+    spec = spec_of(checkpoint.config, str(folder), strict=strict)
     chosen = _dtype(dtype, spec, checkpoint)
-    stored = next((s for s in map(checkpoint.scheme, checkpoint.names()) if s is not None), None)
+    stored = stored_quantization(checkpoint)
     if stored is not None and quantization is not None:
         raise ConfigError(
-            f"{folder} is quantized already ({stored.name}), so quantization={quantization!r} "
+            f"{folder} is quantized already ({stored}), so quantization={quantization!r} "
             "can't take effect. Leave it out, or give the unquantized checkpoint."
         )
-    rounded = quantization or (stored and stored.name)
+    kept = any(checkpoint.scheme(name) is not None for name in checkpoint.names())
+    rounded = quantization or (stored if kept else None)
     if rounded is not None and chosen is not torch.bfloat16:
         if dtype != "auto":
             raise ConfigError(
@@ -81,8 +82,7 @@ def load_model(
         logger.info("The checkpoint is %s; quantized, it runs in bfloat16.", chosen)
         chosen = torch.bfloat16
     length = _length(max_model_len, spec.decoder)
-    file = folder / "generation_config.json"
-    generation = read_json(file) if file.exists() else {}
+    generation = read_generation(checkpoint)
     if quantization is None:
         formats = stored_formats(spec, checkpoint, chosen)
     else:
@@ -96,7 +96,7 @@ def load_model(
         dtype=chosen,
         max_model_len=length,
         generation=generation,
-        eos_token_ids=_stop_ids(spec, generation.get("eos_token_id"), file),
+        eos_token_ids=_stop_ids(spec, generation.get("eos_token_id"), folder),
     )
 
 
@@ -181,8 +181,9 @@ def _reach(rope: RopeSpec, max_position: int) -> int:
     return max_position  # llama3's factor isn't the ratio of two contexts
 
 
-def _stop_ids(spec: ModelSpec, more: Any, file: Path) -> tuple[int, ...]:
+def _stop_ids(spec: ModelSpec, more: Any, folder: Path) -> tuple[int, ...]:
     listed = more if isinstance(more, list) else [] if more is None else [more]
     if any(isinstance(i, bool) or not isinstance(i, int) for i in listed):
+        file = folder / "generation_config.json"
         raise UnsupportedModelError(f"{file}: eos_token_id must be integers: {more!r}")
     return tuple(dict.fromkeys((*spec.eos_token_ids, *listed)))

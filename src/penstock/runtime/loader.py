@@ -11,6 +11,7 @@ from penstock.hardware import detect
 from penstock.kernels import native
 from penstock.models.hub import resolve
 from penstock.models.load import LoadedModel, load_model
+from penstock.models.sources import open_tokenizer
 from penstock.models.weights import Progress
 from penstock.nn import Decoder
 from penstock.runtime.memory import plan_blocks
@@ -48,7 +49,7 @@ def load_runtime(config: EngineConfig, progress: Progress | None = None) -> Runt
     decoder = loaded.spec.decoder
     if not config.model.skip_tokenizer_init:
         source = folder if config.model.tokenizer is None else resolve(config.model.tokenizer)
-        tokenizer = Tokenizer.from_folder(source, vocab_size=decoder.vocab_size)
+        tokenizer = open_tokenizer(source, vocab_size=decoder.vocab_size)
     layout = PagedLayout(
         tuple((x.attention.num_kv_heads, x.attention.head_dim) for x in decoder.layers),
         kv_dtype(config.cache.kv_cache_dtype, loaded.dtype),
