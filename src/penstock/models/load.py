@@ -12,8 +12,8 @@ import torch
 
 from penstock.errors import ConfigError, ModelNotFoundError, UnsupportedModelError
 from penstock.hardware import detect
-from penstock.models.registry import read_json, read_spec
-from penstock.models.sources import open_source
+from penstock.models.registry import spec_of
+from penstock.models.sources import open_source, read_generation, stored_quantization
 from penstock.models.spec import ModelSpec
 from penstock.models.weights import Progress, Source, Stored, load_weights, stored_formats
 from penstock.nn import Decoder, DecoderSpec, RopeSpec
@@ -54,7 +54,7 @@ def load_model(
     progress: Progress | None = None,
     stored: Stored | None = None,
 ) -> LoadedModel:
-    """Read the checkpoint in `folder`.
+    """Read the checkpoint in `folder`, or the GGUF file of that path.
 
     dtype: "auto" is the checkpoint's own. max_model_len: None is what the model was made for; it
     sizes the rotary tables and, for longrope, chooses between the short and the long factors.
@@ -62,18 +62,19 @@ def load_model(
     the weights to `w8a8`, `w4a16-g64`, … as they are read (`quant.names`).
     stored: takes each tensor away once it is packed; memory is then not looked at beforehand.
     """
-    if not folder.is_dir():
-        raise ModelNotFoundError(f"There is no folder {folder}.")
-    spec = read_spec(folder, strict=strict)
+    if not folder.exists():
+        raise ModelNotFoundError(f"There is no folder and no file {folder}.")
     checkpoint = open_source(folder)
+    spec = spec_of(checkpoint.config, str(folder), strict=strict)
     chosen = _dtype(dtype, spec, checkpoint)
-    own = next((s for s in map(checkpoint.scheme, checkpoint.names()) if s is not None), None)
+    own = stored_quantization(checkpoint)
     if own is not None and quantization is not None:
         raise ConfigError(
-            f"{folder} is quantized already ({own.name}), so quantization={quantization!r} "
+            f"{folder} is quantized already ({own}), so quantization={quantization!r} "
             "can't take effect. Leave it out, or give the unquantized checkpoint."
         )
-    rounded = quantization or (own and own.name)
+    kept = any(checkpoint.scheme(name) is not None for name in checkpoint.names())
+    rounded = quantization or (own if kept else None)
     if rounded is not None and chosen is not torch.bfloat16:
         if dtype != "auto":
             raise ConfigError(
@@ -83,7 +84,7 @@ def load_model(
         logger.info("The checkpoint is %s; quantized, it runs in bfloat16.", chosen)
         chosen = torch.bfloat16
     length = _length(max_model_len, spec.decoder)
-    generation, stop_ids = read_generation(folder, spec)
+    generation = read_generation(checkpoint)
     if quantization is None:
         formats = stored_formats(spec, checkpoint, chosen)
     else:
@@ -98,15 +99,8 @@ def load_model(
         dtype=chosen,
         max_model_len=length,
         generation=generation,
-        eos_token_ids=stop_ids,
+        eos_token_ids=stop_ids(spec, generation, folder),
     )
-
-
-def read_generation(folder: Path, spec: ModelSpec) -> tuple[dict[str, Any], tuple[int, ...]]:
-    """What generation_config.json says, and the tokens that end a text by either config."""
-    file = folder / "generation_config.json"
-    generation = read_json(file) if file.exists() else {}
-    return generation, _stop_ids(spec, generation.get("eos_token_id"), file)
 
 
 def _dtype(asked: str, spec: ModelSpec, checkpoint: Source) -> torch.dtype:
@@ -190,8 +184,11 @@ def _reach(rope: RopeSpec, max_position: int) -> int:
     return max_position  # llama3's factor isn't the ratio of two contexts
 
 
-def _stop_ids(spec: ModelSpec, more: Any, file: Path) -> tuple[int, ...]:
+def stop_ids(spec: ModelSpec, generation: dict[str, Any], folder: Path) -> tuple[int, ...]:
+    """The tokens that end a text by config.json or by generation_config.json."""
+    more = generation.get("eos_token_id")
     listed = more if isinstance(more, list) else [] if more is None else [more]
     if any(isinstance(i, bool) or not isinstance(i, int) for i in listed):
+        file = folder / "generation_config.json"
         raise UnsupportedModelError(f"{file}: eos_token_id must be integers: {more!r}")
     return tuple(dict.fromkeys((*spec.eos_token_ids, *listed)))

@@ -117,7 +117,7 @@ class Checkpoint:
         whole = folder / "model.safetensors"  # beside it may lie an adapter or another layout
         files = [whole] if whole.exists() else sorted(folder.glob("*.safetensors"))
         if not files:
-            other = [p.name for p in folder.glob("*.bin")] + [p.name for p in folder.glob("*.gguf")]
+            other = [p.name for p in folder.glob("*.bin")]
             hint = f" It has {', '.join(other[:3])}, which isn't read." if other else ""
             raise ModelNotFoundError(f"{folder} has no *.safetensors file.{hint}")
         return files

@@ -26,8 +26,9 @@ from torch import Tensor
 from penstock.cache import kv_dtype
 from penstock.config import EngineConfig
 from penstock.errors import ConfigError, EngineFolderError, KernelError
-from penstock.models.load import LoadedModel, read_generation
+from penstock.models.load import LoadedModel, stop_ids
 from penstock.models.registry import read_spec
+from penstock.models.sources import generation_in
 from penstock.nn import Decoder
 from penstock.nn.parameters import Loadable
 from penstock.nn.rope import RotaryTable, inverse_frequencies
@@ -194,8 +195,9 @@ class EngineFolder:
                 assert isinstance(module, RotaryTable)
                 setattr(module, leaf, tensor[:max_model_len])
         self._check_rope(spec.decoder, max_model_len)
-        generation, stop_ids = read_generation(self.folder, spec)
-        return LoadedModel(decoder.eval(), spec, self.dtype, max_model_len, generation, stop_ids)
+        generation = generation_in(self.folder)
+        stops = stop_ids(spec, generation, self.folder)
+        return LoadedModel(decoder.eval(), spec, self.dtype, max_model_len, generation, stops)
 
     def _check_rope(self, spec: Any, length: int) -> None:
         """longrope chooses its factors by the longest context: a shorter one may have others."""

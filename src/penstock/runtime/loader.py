@@ -13,6 +13,7 @@ from penstock.hardware import detect
 from penstock.kernels import native
 from penstock.models.hub import resolve
 from penstock.models.load import LoadedModel, load_model
+from penstock.models.sources import open_tokenizer
 from penstock.models.weights import Progress
 from penstock.nn import Decoder
 from penstock.runtime.engine_folder import EngineFolder, is_engine
@@ -103,7 +104,7 @@ def _tokenizer(config: EngineConfig, folder: Path, loaded: LoadedModel) -> Token
     if config.model.skip_tokenizer_init:
         return None
     source = folder if config.model.tokenizer is None else resolve(config.model.tokenizer)
-    return Tokenizer.from_folder(source, vocab_size=loaded.spec.decoder.vocab_size)
+    return open_tokenizer(source, vocab_size=loaded.spec.decoder.vocab_size)
 
 
 def cache_layout(loaded: LoadedModel, kv_cache_dtype: str, block_size: int) -> PagedLayout:

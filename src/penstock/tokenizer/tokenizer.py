@@ -76,15 +76,19 @@ class Tokenizer:
         folder = Path(folder)
         settings = read_settings(folder)
         tokenizer = cls(_load_backend(folder, settings), settings, name=str(folder))
-        if vocab_size is not None and tokenizer.vocab_size > vocab_size:
-            highest = tokenizer.vocab_size - 1
+        tokenizer.check_vocab_size(vocab_size)
+        return tokenizer
+
+    def check_vocab_size(self, vocab_size: int | None) -> None:
+        """Raise `TokenizerError` where this can produce ids that a model of `vocab_size` hasn't."""
+        if vocab_size is not None and self.vocab_size > vocab_size:
+            highest = self.vocab_size - 1
             raise TokenizerError(
-                f"The tokenizer in {folder} can produce the id {highest} "
-                f"({tokenizer.id_to_token(highest)!r}), but the model's vocabulary has "
+                f"The tokenizer in {self._name} can produce the id {highest} "
+                f"({self.id_to_token(highest)!r}), but the model's vocabulary has "
                 f"{vocab_size} ids. They belong to different models, or tokens were added "
                 f"without resizing the embedding: use the tokenizer the model came with."
             )
-        return tokenizer
 
     @property
     def chat_template(self) -> str | None:
@@ -191,8 +195,8 @@ class Tokenizer:
             )
         raise ChatTemplateError(
             f"{self._name} has no chat template (looked in tokenizer_config.json, "
-            f"chat_template.jinja and chat_template.json). It may be a base model: send a plain "
-            f"prompt, or pass a chat_template."
+            f"chat_template.jinja and chat_template.json, or a GGUF file's metadata). It may be a "
+            f"base model: send a plain prompt, or pass a chat_template."
         )
 
     def _compute_bytes(self, token_id: int) -> bytes:

@@ -57,9 +57,7 @@ class PagedLayout:
     def allocate(self, num_blocks: int) -> KV:
         """The cache, zeroed; the system commits its memory as it is first used."""
         return [
-            tuple(
-                lazy_zeros(shape, dtype) for shape, dtype in self._parts(num_blocks, *head)
-            )
+            tuple(lazy_zeros(shape, dtype) for shape, dtype in self._parts(num_blocks, *head))
             for head in self.heads
         ]
 
