@@ -204,7 +204,7 @@ def test_what_is_not_finite_is_named(broken: float) -> None:
     with pytest.raises(ModelError, match=r"B gives 1 NaN or infinite logits of 4 in tale.txt, "):
         check_finite(Reading(logits), "B", place)
     stream = torch.zeros(3, 3, 2)
-    with pytest.raises(ModelError, match="document 2, after token 11, .* the head breaks it"):
+    with pytest.raises(ModelError, match=r"document 2, after token 11, .* the head breaks it"):
         check_finite(Reading(logits, stream), "B", place)
     stream[1:, 1, 0] = math.nan
     with pytest.raises(ModelError, match="so after layer 0"):
@@ -224,7 +224,7 @@ def test_vocabularies_and_tokenizers_must_agree() -> None:
     with pytest.raises(ConfigError, match=r"token 1 is 'b' in x and '\\\\xff' in y"):
         check_vocabularies(one, other, ("x", "y"))
     check_encodings("t", [[1, 2]], [[1, 2]], ("x", "y"))
-    with pytest.raises(ConfigError, match="t, document 2, is 2 tokens in x and 3 in y, .* token 1"):
+    with pytest.raises(ConfigError, match=r"document 2, is 2 tokens in x and 3 in y, .* token 1"):
         check_encodings("t", [[1], [1, 2]], [[1], [1, 3, 4]], ("x", "y"))
     with pytest.raises(ConfigError, match="part at token 1"):
         check_encodings("t", [[1]], [[1, 3]], ("x", "y"))

@@ -106,7 +106,7 @@ def test_a_process_that_dies_is_named(ids: list[int]) -> None:
     reader = ProcessReader(Variant(kernels="reference"), 64)
     os.kill(reader._process.pid, signal.SIGKILL)
     try:
-        with pytest.raises(KernelError, match="runs stories:kernels=reference has ended: .*SIGKILL"):
+        with pytest.raises(KernelError, match=r"kernels=reference has ended: .*SIGKILL"):
             reader.read(ids, 1)
     finally:
         reader.close()
@@ -130,9 +130,11 @@ def test_nan_weights_say_where(tmp_path: Path, ids: list[int], plain: Reader) ->
     weights["model.layers.2.mlp.down_proj.weight"][7, 3] = torch.nan
     save_file(weights, folder / "model.safetensors")
     text = Text("tale.txt", [ids])
-    with open_reader(Variant(folder), 64) as broken:
-        with pytest.raises(ModelError, match=r"worse gives .* in tale.txt.* so after layer 2"):
-            measure_drift(plain, broken, [text], 64, 32, names=("fine", "worse"), layers=True)
+    with (
+        open_reader(Variant(folder), 64) as broken,
+        pytest.raises(ModelError, match=r"worse gives .* in tale.txt.* so after layer 2"),
+    ):
+        measure_drift(plain, broken, [text], 64, 32, names=("fine", "worse"), layers=True)
 
 
 def test_a_window_beyond_the_cache_is_refused(plain: LocalReader) -> None:
