@@ -82,6 +82,14 @@ class LocalReader:
     """A reader in this process."""
 
     def __init__(self, runtime: Runtime) -> None:
+        """Raises ConfigError for a reduced vocabulary: what it lacks has no probability."""
+        if runtime.vocab_map is not None:
+            raise ConfigError(
+                f"The model has a reduced vocabulary, {len(runtime.vocab_map):,} of "
+                f"{runtime.vocab_size:,} tokens: its distributions can't be compared, nor a text "
+                "scored that needs the others. Compare before the vocabulary is reduced; the "
+                "logits of the tokens that are kept are the same."
+            )
         self._runtime = runtime
         model: object = runtime.model.model
         self._decoder = model if isinstance(model, Decoder) else None

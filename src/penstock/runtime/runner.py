@@ -11,6 +11,7 @@ from torch import Tensor
 from penstock.cache import SwapStore, copy_blocks
 from penstock.errors import ConfigError
 from penstock.runtime.program import Program
+from penstock.runtime.vocabulary import ReducedVocabulary
 from penstock.step import KV, Step
 
 Forward = Callable[[Step, KV], Tensor]
@@ -20,8 +21,12 @@ Forward = Callable[[Step, KV], Tensor]
 class Runner:
     """Runs steps; owns the cache's memory."""
 
-    def __init__(self, forward: Forward, kv: KV) -> None:
+    def __init__(
+        self, forward: Forward, kv: KV, vocabulary: ReducedVocabulary | None = None
+    ) -> None:
+        """vocabulary: of a model that lacks some of its tokenizer's ids."""
         self._forward = forward
+        self.vocabulary = vocabulary
         self.kv = kv
         self._swapped: SwapStore | None = None
         self._owner: Callable[[], object | None] = lambda: None
@@ -74,4 +79,7 @@ class Runner:
     def forward(self, step: Step) -> Tensor:
         """The step's logits [S, V], good until the next one; keys and values go to the cache."""
         with torch.inference_mode():
-            return self._forward(step, self.kv)
+            if self.vocabulary is None:
+                return self._forward(step, self.kv)
+            logits = self._forward(self.vocabulary.narrow(step), self.kv)
+            return self.vocabulary.widen(logits)
