@@ -55,6 +55,8 @@ class _TimedRunner(Runner):
             self.passes.append(timer.take())
             return logits
         times = torch.empty(len(program.calls) + 1, dtype=torch.float64)
+        if self._runner.vocabulary is not None:
+            step = self._runner.vocabulary.narrow(step)
         logits = program(step, self.kv, times)
         starts: list[float] = times.tolist()
         self.passes.append(
@@ -64,6 +66,8 @@ class _TimedRunner(Runner):
                 for call, (start, end) in zip(program.calls, pairwise(starts), strict=True)
             ]
         )  # fmt: skip
+        if self._runner.vocabulary is not None:
+            logits = self._runner.vocabulary.widen(logits)
         return logits
 
 

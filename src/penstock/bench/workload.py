@@ -18,6 +18,7 @@ from penstock.models import read_spec
 from penstock.models.hub import resolve
 from penstock.models.load import max_positions
 from penstock.roofline import CAUSES, StepRecord, StepSize
+from penstock.runtime import Runtime
 from penstock.sampling import SamplingParams
 
 TOKENS_A_STEP = 2048
@@ -49,10 +50,12 @@ def engine_config(
 
 
 def random_prompts(
-    draw: np.random.Generator, vocab_size: int, count: int, length: int
+    draw: np.random.Generator, runtime: Runtime, count: int, length: int
 ) -> list[list[int]]:
-    """Token ids of `count` prompts."""
-    ids: list[list[int]] = draw.integers(0, vocab_size, (count, length)).tolist()
+    """Token ids of `count` prompts, of those that the model has."""
+    drawn = draw.integers(0, runtime.model.spec.decoder.vocab_size, (count, length))
+    kept = runtime.vocab_map
+    ids: list[list[int]] = (drawn if kept is None else kept.kept[drawn]).tolist()
     return ids
 
 
@@ -73,7 +76,7 @@ def run_batch(
 ) -> list[StepRecord]:
     """Run one batch of random prompts to its end; every step of it."""
     meter.take()
-    for i, prompt in enumerate(random_prompts(draw, meter.engine.vocab_size, batch, input_len)):
+    for i, prompt in enumerate(random_prompts(draw, meter.runtime, batch, input_len)):
         meter.engine.add_request(str(i), prompt, greedy(output_len))
     while meter.engine.has_unfinished:
         raise_errors(meter.step())

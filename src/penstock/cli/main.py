@@ -16,7 +16,18 @@ import typer
 from typer.core import TyperGroup
 
 from penstock import __version__
-from penstock.cli import bench, build, chat, console, doctor, evaluate, generate, profile, serve
+from penstock.cli import (
+    bench,
+    build,
+    chat,
+    console,
+    doctor,
+    drift,
+    evaluate,
+    generate,
+    profile,
+    serve,
+)
 from penstock.errors import PenstockError
 
 INTERRUPTED = 130
@@ -146,6 +157,7 @@ app.command()(build.build)
 app.command()(doctor.doctor)
 app.command()(profile.profile)
 app.command("eval")(evaluate.evaluate)
+app.command()(drift.drift)
 app.add_typer(bench.app, name="bench")
 
 

@@ -55,7 +55,7 @@ class Engine:
         runtime.runner.claim(self)
         self.config = config
         self.runtime = runtime
-        self.vocab_size = runtime.model.spec.decoder.vocab_size
+        self.vocab_size = runtime.vocab_size
         self.max_model_len = runtime.model.max_model_len
         self.pool = PinnablePool(runtime.num_blocks)
         block_size = runtime.layout.block_size
@@ -91,7 +91,7 @@ class Engine:
         self.pooler: Pooler | None = None
         self.requests: dict[str, Request] = {}
         self._eos = frozenset(runtime.model.eos_token_ids)
-        self.intake = Intake(model, runtime.tokenizer)
+        self.intake = Intake(model, runtime.tokenizer, runtime.vocab_map)
         self._arrivals = 0
         self._seeds = np.random.default_rng(config.model.seed)
         self.token_counts = TokenCounts()

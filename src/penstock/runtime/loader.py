@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from penstock.cache import PagedLayout, kv_dtype
 from penstock.config import EngineConfig
-from penstock.errors import ConfigError, EngineFolderError, KernelError
+from penstock.errors import ConfigError, EngineFolderError, KernelError, WeightsError
 from penstock.hardware import detect
 from penstock.kernels import native
 from penstock.models.hub import resolve
@@ -21,8 +21,10 @@ from penstock.runtime.memory import plan_blocks
 from penstock.runtime.plan import Plan, fixed_tensors
 from penstock.runtime.program import Program
 from penstock.runtime.runner import Forward, Runner
+from penstock.runtime.vocabulary import ReducedVocabulary
 from penstock.step import KV
-from penstock.tokenizer import Tokenizer
+from penstock.tokenizer import Tokenizer, VocabMap
+from penstock.tokenizer.vocab_map import FILE
 
 logger = logging.getLogger("penstock")
 
@@ -41,6 +43,17 @@ class Runtime:
     def settle(self, config: EngineConfig) -> EngineConfig:
         """`config`, with a built engine's own values where nothing was chosen."""
         return config if self.engine is None else self.engine.settle(config)
+
+    @property
+    def vocab_map(self) -> VocabMap | None:
+        """Of a model with a reduced vocabulary."""
+        return None if self.runner.vocabulary is None else self.runner.vocabulary.map
+
+    @property
+    def vocab_size(self) -> int:
+        """Ids that callers may name: those of the whole vocabulary."""
+        found = self.vocab_map
+        return self.model.spec.decoder.vocab_size if found is None else found.original_size
 
 
 def load_runtime(config: EngineConfig, progress: Progress | None = None) -> Runtime:
@@ -63,11 +76,12 @@ def load_runtime(config: EngineConfig, progress: Progress | None = None) -> Runt
         quantization=config.model.quantization,
         progress=progress,
     )
-    tokenizer = _tokenizer(config, folder, loaded)
+    loaded, vocabulary = _reduced(folder, loaded)
+    tokenizer = _tokenizer(config, folder, loaded, vocabulary)
     layout, blocks = _cache(config, loaded, detect().available_bytes)
     kv = layout.allocate(blocks)
     forward = _forward(loaded.model, kv, config.model.enforce_eager)
-    return Runtime(loaded, tokenizer, layout, blocks, Runner(forward, kv))
+    return Runtime(loaded, tokenizer, layout, blocks, Runner(forward, kv, vocabulary))
 
 
 def _load_engine(folder: Path, config: EngineConfig) -> Runtime:
@@ -75,15 +89,17 @@ def _load_engine(folder: Path, config: EngineConfig) -> Runtime:
     config = engine.settle(config)
     assert config.model.max_model_len is not None  # settled
     loaded = engine.load(config.model.max_model_len, strict=config.model.strict)
-    tokenizer = _tokenizer(config, folder, loaded)
+    loaded, vocabulary = _reduced(folder, loaded)
+    tokenizer = _tokenizer(config, folder, loaded, vocabulary)
     mapped = engine.manifest["weights"]["bytes"]  # in the page cache, which counts as free
     layout, blocks = _cache(config, loaded, max(detect().available_bytes - mapped, 0))
     kv = layout.allocate(blocks)
     if config.model.enforce_eager or native.handle is None:
-        runner = Runner(_forward(loaded.model, kv, config.model.enforce_eager), kv)
+        forward = _forward(loaded.model, kv, config.model.enforce_eager)
+        runner = Runner(forward, kv, vocabulary)
     else:
         step, hidden = engine.plans()
-        runner = Runner(_program(engine, step, loaded.model, kv), kv, hidden)
+        runner = Runner(_program(engine, step, loaded.model, kv), kv, vocabulary, hidden)
     return Runtime(loaded, tokenizer, layout, blocks, runner, engine)
 
 
@@ -100,11 +116,31 @@ def _program(engine: EngineFolder, plan: Plan, decoder: Decoder, kv: KV) -> Prog
     return program
 
 
-def _tokenizer(config: EngineConfig, folder: Path, loaded: LoadedModel) -> Tokenizer | None:
+def _reduced(
+    folder: Path, loaded: LoadedModel
+) -> tuple[LoadedModel, ReducedVocabulary | None]:
+    """The model with its tokenizer's ids where its own are fewer, and the map between them."""
+    found = vocab_map_of(folder, loaded.spec.decoder.vocab_size)
+    if found is None:
+        return loaded, None
+    stops = found.original(loaded.eos_token_ids)
+    return replace(loaded, eos_token_ids=stops), ReducedVocabulary(found)
+
+
+def _tokenizer(
+    config: EngineConfig,
+    folder: Path,
+    loaded: LoadedModel,
+    vocabulary: ReducedVocabulary | None,
+) -> Tokenizer | None:
     if config.model.skip_tokenizer_init:
         return None
     source = folder if config.model.tokenizer is None else resolve(config.model.tokenizer)
-    return open_tokenizer(source, vocab_size=loaded.spec.decoder.vocab_size)
+    if vocabulary is None:
+        return open_tokenizer(source, vocab_size=loaded.spec.decoder.vocab_size)
+    tokenizer = open_tokenizer(source, vocab_size=vocabulary.map.original_size)
+    tokenizer.vocab_map = vocabulary.map
+    return tokenizer
 
 
 def cache_layout(loaded: LoadedModel, kv_cache_dtype: str, block_size: int) -> PagedLayout:
@@ -133,6 +169,20 @@ def _cache(config: EngineConfig, loaded: LoadedModel, free_bytes: int) -> tuple[
         blocks * layout.bytes_per_block / (1 << 20),
     )  # fmt: skip
     return layout, blocks
+
+
+def vocab_map_of(folder: Path, vocab_size: int) -> VocabMap | None:
+    """The map of a checkpoint whose vocabulary was reduced to `vocab_size`; None for others.
+
+    Raises WeightsError for one that belongs to another checkpoint.
+    """
+    found = VocabMap.load(folder)
+    if found is not None and len(found) != vocab_size:
+        raise WeightsError(
+            f"{folder} has a vocabulary of {vocab_size:,} tokens, but its {FILE} names "
+            f"{len(found):,}. They belong to different models: reduce it again."
+        )
+    return found
 
 
 def _forward(decoder: Decoder, kv: KV, eager: bool) -> Forward:

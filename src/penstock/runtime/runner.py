@@ -12,6 +12,7 @@ from penstock.cache import SwapStore, copy_blocks
 from penstock.errors import ConfigError
 from penstock.runtime.plan import Plan
 from penstock.runtime.program import Program
+from penstock.runtime.vocabulary import ReducedVocabulary
 from penstock.step import KV, Step
 
 Forward = Callable[[Step, KV], Tensor]
@@ -21,9 +22,18 @@ Forward = Callable[[Step, KV], Tensor]
 class Runner:
     """Runs steps; owns the cache's memory."""
 
-    def __init__(self, forward: Forward, kv: KV, hidden_plan: Plan | None = None) -> None:
-        """hidden_plan: of steps that end with hidden states, where it was recorded before."""
+    def __init__(
+        self,
+        forward: Forward,
+        kv: KV,
+        vocabulary: ReducedVocabulary | None = None,
+        hidden_plan: Plan | None = None,
+    ) -> None:
+        """vocabulary: of a model that lacks some of its tokenizer's ids. hidden_plan: of steps that
+        end with hidden states, where it was recorded before.
+        """
         self._forward = forward
+        self.vocabulary = vocabulary
         self.hidden_plan = hidden_plan
         self.kv = kv
         self._swapped: SwapStore | None = None
@@ -77,4 +87,7 @@ class Runner:
     def forward(self, step: Step) -> Tensor:
         """The step's logits [S, V], good until the next one; keys and values go to the cache."""
         with torch.inference_mode():
-            return self._forward(step, self.kv)
+            if self.vocabulary is None:
+                return self._forward(step, self.kv)
+            logits = self._forward(self.vocabulary.narrow(step), self.kv)
+            return self.vocabulary.widen(logits)
