@@ -12,7 +12,7 @@ import torch
 
 from penstock.errors import ConfigError, ModelNotFoundError, UnsupportedModelError
 from penstock.hardware import detect
-from penstock.models.registry import spec_of
+from penstock.models.registry import read_spec
 from penstock.models.sources import open_source, read_generation, stored_quantization
 from penstock.models.spec import ModelSpec
 from penstock.models.weights import Progress, Source, Stored, load_weights, stored_formats
@@ -64,8 +64,8 @@ def load_model(
     """
     if not folder.exists():
         raise ModelNotFoundError(f"There is no folder and no file {folder}.")
+    spec = read_spec(folder, strict=strict)
     checkpoint = open_source(folder)
-    spec = spec_of(checkpoint.config, str(folder), strict=strict)
     chosen = _dtype(dtype, spec, checkpoint)
     own = stored_quantization(checkpoint)
     if own is not None and quantization is not None:

@@ -116,9 +116,7 @@ def _program(engine: EngineFolder, plan: Plan, decoder: Decoder, kv: KV) -> Prog
     return program
 
 
-def _reduced(
-    folder: Path, loaded: LoadedModel
-) -> tuple[LoadedModel, ReducedVocabulary | None]:
+def _reduced(folder: Path, loaded: LoadedModel) -> tuple[LoadedModel, ReducedVocabulary | None]:
     """The model with its tokenizer's ids where its own are fewer, and the map between them."""
     found = vocab_map_of(folder, loaded.spec.decoder.vocab_size)
     if found is None:
