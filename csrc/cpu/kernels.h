@@ -33,7 +33,19 @@ struct nibbles {  // two values
 
 enum class Activation : int { none, silu, gelu, gelu_tanh };
 
-enum class Weight : int { dense, int8, int4 };
+// What a weight's panels hold. int8_zero: int8 whose groups have zero points. levels: four bits that
+// index a table; nvfp4: the same, each 16 values with a fine scale of E4M3.
+enum class Weight : int { dense, int8, int8_zero, int4, fp8_e4m3, fp8_e5m2, levels, nvfp4 };
+
+// A group's scale: a float, or the exponent of a power of two (OCP's E8M0).
+enum class Scale : int { f32, f16, e8m0 };
+
+constexpr bool is_integer(Weight kind) {
+  return kind == Weight::int8 || kind == Weight::int8_zero || kind == Weight::int4;
+}
+constexpr int bits_of(Weight kind) {
+  return kind == Weight::int4 || kind == Weight::levels || kind == Weight::nvfp4 ? 4 : 8;
+}
 
 // y [rows, n] = x [rows, k] · panels, with what comes before and after it. ops/linear.py.
 struct LinearArgs {
@@ -42,12 +54,15 @@ struct LinearArgs {
   const float* norm;  // [k]: the rows' root-mean-square norm is taken first; may be null
   float eps;
   bool int8_rows;  // rows are rounded to int8, each with a scale of its own
+  const float* input_scale;  // of all rows, where it isn't their own; may be null
   Weight kind;
   const void* weight;  // panels: ops/panels.py
   int64_t padded_k;
   const void* scale;  // [panels, groups, 16] of quantized weights
-  bool half_scale;    // float16, else float32
-  const uint8_t* zero;  // [panels, groups, 16] of int4; null: 8
+  Scale scale_type;
+  const void* zero;     // [panels, groups, 16] of int4 (unsigned; null: 8) and of int8_zero
+  const uint8_t* fine;  // [panels, padded_k / 16, 16] E4M3 of nvfp4
+  const float* table;   // [16] of levels and nvfp4: values that bfloat16 holds
   int64_t groups;
   const float* bias;  // [n], or gate's then up's when gated; may be null
   Activation activation;
@@ -71,8 +86,10 @@ struct EmbeddingArgs {
   int64_t panel_k;  // k of the panels, or 0 for a plain [vocab, dim] table
   Weight kind;
   const void* quantized_scale;  // as in LinearArgs, where the panels are quantized
-  bool half_scale;
-  const uint8_t* zero;
+  Scale scale_type;
+  const void* zero;
+  const uint8_t* fine;
+  const float* table;
   int64_t groups;
   float scale;
   DType dtype;  // of out

@@ -108,40 +108,44 @@ void program_free(int64_t id) {
 int64_t program_linear(int64_t id, int64_t x, const Tensor& weight, Optional scale, Optional zero,
                        Optional bias, int64_t out_features, bool int8_rows, Optional norm,
                        double eps, int64_t activation, bool gated,
-                       std::optional<ScalarType> out_dtype) {
+                       std::optional<ScalarType> out_dtype, int64_t levels, Optional outer,
+                       Optional input_scale) {
   const auto p = held(id);
-  LinearArgs a = linear_args(p->form(x), weight, scale, zero, bias, out_features, int8_rows, gated);
+  LinearArgs a = linear_args(p->form(x), weight, scale, zero, bias, out_features, int8_rows, gated,
+                             levels, outer, input_scale);
   with_norm_and_activation(a, norm, eps, activation);
   if (out_dtype) {
     STD_TORCH_CHECK(*out_dtype == ScalarType::Float || *out_dtype == ScalarType::BFloat16,
                     "linear: out_dtype must be float32 or bfloat16");
     a.out_dtype = *out_dtype == ScalarType::Float ? DType::f32 : DType::bf16;
   }
-  p->keep_all(weight, scale, zero, bias, norm);
+  p->keep_all(weight, scale, zero, bias, norm, outer, input_scale);
   const int64_t y = p->result({a.out_dtype, a.n}, x);
   p->add(a, x, y);
   return y;
 }
 
 void program_linear_add_(int64_t id, int64_t residual, int64_t x, const Tensor& weight,
-                         Optional scale, Optional zero, Optional bias, bool int8_rows) {
+                         Optional scale, Optional zero, Optional bias, bool int8_rows,
+                         int64_t levels, Optional outer, Optional input_scale) {
   const auto p = held(id);
   LinearArgs a = linear_args(p->form(x), weight, scale, zero, bias, p->form(residual).columns,
-                             int8_rows, false);
+                             int8_rows, false, levels, outer, input_scale);
   p->check_like(residual, x, "linear_add_");
   a.adds = true;
-  p->keep_all(weight, scale, zero, bias);
+  p->keep_all(weight, scale, zero, bias, outer, input_scale);
   p->add(a, x, residual);
 }
 
 // tokens: 0 the step's tokens, 1 its positions.
 int64_t program_embedding(int64_t id, int64_t tokens, const Tensor& weight, int64_t dim,
-                          double scale, Optional weight_scale, Optional zero) {
+                          double scale, Optional weight_scale, Optional zero, int64_t levels,
+                          Optional outer) {
   const auto p = held(id);
-  const EmbeddingArgs a = embedding_args(weight, dim, scale, weight_scale, zero);
+  const EmbeddingArgs a = embedding_args(weight, dim, scale, weight_scale, zero, levels, outer);
   int64_t& limit = tokens == 0 ? p->tokens : p->positions;
   limit = std::min(limit, a.vocab);
-  p->keep_all(weight, weight_scale, zero);
+  p->keep_all(weight, weight_scale, zero, outer);
   const int64_t y = p->result({a.dtype, dim}, -1);
   p->add(a, -1, y, static_cast<Ids>(tokens));
   return y;
@@ -331,13 +335,14 @@ STABLE_TORCH_LIBRARY_FRAGMENT(penstock, m) {
   m.def(
       "program_linear(int program, int x, Tensor weight, Tensor? scale, Tensor? zero, "
       "Tensor? bias, int out_features, bool int8_rows, Tensor? norm, float eps, int activation, "
-      "bool gated, ScalarType? out_dtype) -> int");
+      "bool gated, ScalarType? out_dtype, int levels, Tensor? outer, Tensor? input_scale) -> int");
   m.def(
       "program_linear_add_(int program, int residual, int x, Tensor weight, Tensor? scale, "
-      "Tensor? zero, Tensor? bias, bool int8_rows) -> ()");
+      "Tensor? zero, Tensor? bias, bool int8_rows, int levels, Tensor? outer, "
+      "Tensor? input_scale) -> ()");
   m.def(
       "program_embedding(int program, int tokens, Tensor weight, int dim, float scale, "
-      "Tensor? weight_scale, Tensor? zero) -> int");
+      "Tensor? weight_scale, Tensor? zero, int levels, Tensor? outer) -> int");
   m.def("program_sampled_rows(int program, int x) -> int");
   m.def("program_rms_norm(int program, int x, Tensor weight, float eps) -> int");
   m.def("program_layer_norm(int program, int x, Tensor weight, Tensor? bias, float eps) -> int");

@@ -7,8 +7,10 @@ import torch
 from penstock.errors import ConfigError
 from penstock.quant.format import WeightFormat, WeightFormats
 from penstock.quant.formats.dense import Dense
+from penstock.quant.formats.float8 import Float8
 from penstock.quant.formats.integer import Integer
-from penstock.quant.formats.widened import Widened
+from penstock.quant.formats.levels import Levels
+from penstock.quant.methods.rtn import FLOAT8
 from penstock.quant.scheme import SCHEMES, Scheme, parse_scheme
 
 QUANTIZATIONS = SCHEMES
@@ -16,8 +18,10 @@ QUANTIZATIONS = SCHEMES
 
 
 def format_of(scheme: Scheme) -> WeightFormat:
-    """The format that stores matrices of `scheme`: one with a kernel where there is one."""
-    return Integer(scheme) if Integer.takes(scheme) else Widened(scheme)
+    """The format that stores matrices of `scheme`; each has a kernel (`ops.linear`)."""
+    if scheme.is_integer:
+        return Integer(scheme)
+    return Float8(scheme) if scheme.kind in FLOAT8 else Levels(scheme)
 
 
 def parse_quantization(name: str) -> WeightFormat:
