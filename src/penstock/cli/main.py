@@ -17,6 +17,7 @@ from typer.core import TyperGroup
 
 from penstock import __version__
 from penstock.cli import bench, build, chat, console, doctor, evaluate, generate, profile, serve
+from penstock.cli import run as batch
 from penstock.errors import PenstockError
 
 INTERRUPTED = 130
@@ -143,6 +144,7 @@ app.command()(generate.generate)
 app.command()(chat.chat)
 app.command()(serve.serve)
 app.command()(build.build)
+app.command()(batch.run)
 app.command()(doctor.doctor)
 app.command()(profile.profile)
 app.command("eval")(evaluate.evaluate)
