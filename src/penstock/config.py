@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -192,9 +192,17 @@ class EngineConfig:
     """Names of the fields that somebody chose, whatever their value."""
 
     def chose(self, part: object, name: str) -> bool:
-        """Whether the field `name` of `part` was chosen, rather than left at its default."""
+        """Whether the field `name` of `part` was chosen, rather than suggested or left out."""
+        if self.given:
+            return name in self.given
         default = next(f.default for f in fields(part) if f.name == name)  # type: ignore[arg-type]
-        return name in self.given or getattr(part, name) != default
+        return bool(getattr(part, name) != default)
+
+    def suggesting(self, **scheduler: Any) -> EngineConfig:
+        """The same with these values of the scheduler, of which a built engine may have less."""
+        suggested = replace(self, scheduler=replace(self.scheduler, **scheduler))
+        suggested.check_together()
+        return suggested
 
     @classmethod
     def of(cls, **kwargs: Any) -> EngineConfig:

@@ -14,7 +14,7 @@ from penstock.pipeline.build import BuildOptions, build
 Build = Callable[..., Path]
 
 
-@pytest.fixture(scope="session", autouse=True)
+@pytest.fixture(scope="package", autouse=True)
 def _quiet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     before = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -26,7 +26,7 @@ def _quiet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def engine_of(tmp_path_factory: pytest.TempPathFactory) -> Build:
     """Engines by their options, each built once."""
     made: dict[str, Path] = {}

@@ -37,16 +37,19 @@ def engine_config(
 
     forms: `dtype`, `quantization`, `kv_cache_dtype`.
     """
-    return EngineConfig.of(
+    chosen = {"max_num_seqs": max_num_seqs}
+    if max_num_seqs > TOKENS_A_STEP:
+        chosen["max_num_batched_tokens"] = max_num_seqs
+    config = EngineConfig.of(
         model=model,
         skip_tokenizer_init=True,
         enable_prefix_caching=False,
         max_model_len=max_model_len,
         num_blocks=num_blocks,
-        max_num_seqs=max_num_seqs,
-        max_num_batched_tokens=max(TOKENS_A_STEP, max_num_seqs),
+        **chosen,
         **forms,
     )
+    return config.suggesting(max_num_batched_tokens=max(TOKENS_A_STEP, max_num_seqs))
 
 
 def random_prompts(

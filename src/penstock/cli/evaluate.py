@@ -126,9 +126,8 @@ def _window(model: str) -> int:
 def _config(model: str, length: int | None, chosen: dict[str, Any]) -> EngineConfig:
     from penstock.config import EngineConfig
 
-    return EngineConfig.of(
-        model=model, max_model_len=length, max_num_seqs=DIALOGUES_AT_ONCE, **chosen
-    )
+    config = EngineConfig.of(model=model, max_model_len=length, **chosen)
+    return config.suggesting(max_num_seqs=DIALOGUES_AT_ONCE)
 
 
 @contextmanager

@@ -28,6 +28,7 @@ from penstock.cli import (
     profile,
     serve,
 )
+from penstock.cli import run as batch
 from penstock.errors import PenstockError
 
 INTERRUPTED = 130
@@ -154,6 +155,7 @@ app.command()(generate.generate)
 app.command()(chat.chat)
 app.command()(serve.serve)
 app.command()(build.build)
+app.command()(batch.run)
 app.command()(doctor.doctor)
 app.command()(profile.profile)
 app.command("eval")(evaluate.evaluate)

@@ -38,6 +38,10 @@ DISTURBED = 0.1
 """Of a measurement during which threads waited for longer than this share of their work, nothing
 is chosen: steps run as without timing."""
 
+_TRIAL_S = 1.0
+_BEYOND_DOUBT = 5 * DISTURBED
+"""A measurement whose threads have waited for so much of more than _TRIAL_S of work ends early."""
+
 _ENOUGH_S = 0.3
 _MOST_RUNS = 20
 _HOPELESS = 1.5
@@ -97,6 +101,8 @@ def measure(
 ) -> Timings:
     """Time every size of step on every sensible number of threads, larger steps on fewer numbers:
     those that were far behind in a smaller step don't catch up in a larger one.
+
+    Ends early where other programs take so much of the processors that nothing can be said.
     """
     sizes, counts = step_sizes(limits.profile), thread_counts(torch.get_num_threads())
     found: list[Timing] = []
@@ -114,6 +120,9 @@ def measure(
         done += tokens
         if progress is not None:
             progress(done, total)
+        work = time.process_time() - spent
+        if work > _TRIAL_S and _waited() - waited > _BEYOND_DOUBT * work:
+            break
     program.use_threads([])
     spent = time.process_time() - spent
     return Timings(tuple(found), (_waited() - waited) / max(spent, 1e-9))

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from penstock.cache import kv_dtype
-from penstock.config import EngineConfig
+from penstock.config import EngineConfig, SchedulerConfig
 from penstock.errors import ConfigError, EngineFolderError, KernelError
 from penstock.models.load import LoadedModel, stop_ids
 from penstock.models.registry import read_spec
@@ -113,16 +113,12 @@ class EngineFolder:
         """
         self._check_choices(config)
         limits, scheduler = self.limits, config.scheduler
+        seqs = self._size(config, "max_num_seqs", limits.max_num_seqs, limits.max_num_seqs)
         most = limits.profile[2]
-        seqs, tokens = limits.max_num_seqs, most
-        if config.chose(scheduler, "max_num_seqs"):
-            seqs = scheduler.max_num_seqs
-            self._refuse_beyond("max_num_seqs", seqs, limits.max_num_seqs)
-        if config.chose(scheduler, "max_num_batched_tokens"):
-            tokens = scheduler.max_num_batched_tokens
-            self._refuse_beyond("max_num_batched_tokens", tokens, most)
-        elif scheduler.enable_chunked_prefill and self.tuned.prefill_tokens is not None:
-            tokens = min(max(self.tuned.prefill_tokens, seqs), most)
+        usual = self.tuned.prefill_tokens if scheduler.enable_chunked_prefill else None
+        tokens = self._size(
+            config, "max_num_batched_tokens", most, min(max(usual or most, seqs), most)
+        )
         length = config.model.max_model_len or limits.max_model_len
         self._refuse_beyond("max_model_len", length, limits.max_model_len)
         settled = replace(
@@ -133,6 +129,14 @@ class EngineFolder:
         )
         settled.check_together()
         return settled
+
+    def _size(self, config: EngineConfig, name: str, most: int, own: int) -> int:
+        """What was chosen, if it is within `most`; what was suggested, as far; else `own`."""
+        value: int = getattr(config.scheduler, name)
+        if config.chose(config.scheduler, name):
+            self._refuse_beyond(name, value, most)
+            return value
+        return own if value == getattr(SchedulerConfig(), name) else min(value, most)
 
     def _check_choices(self, config: EngineConfig) -> None:
         asked = config.model.dtype
