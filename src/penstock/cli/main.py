@@ -16,7 +16,7 @@ import typer
 from typer.core import TyperGroup
 
 from penstock import __version__
-from penstock.cli import bench, chat, console, doctor, evaluate, generate, profile, serve
+from penstock.cli import bench, chat, console, doctor, evaluate, export, generate, profile, serve
 from penstock.errors import PenstockError
 
 INTERRUPTED = 130
@@ -142,6 +142,7 @@ def penstock(
 app.command()(generate.generate)
 app.command()(chat.chat)
 app.command()(serve.serve)
+app.command()(export.export)
 app.command()(doctor.doctor)
 app.command()(profile.profile)
 app.command("eval")(evaluate.evaluate)

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass
+from pathlib import Path
 
 from penstock.cache import PagedLayout, kv_dtype
 from penstock.config import EngineConfig
 from penstock.hardware import detect
 from penstock.kernels import native
+from penstock.models.exported import read_exported
 from penstock.models.hub import resolve
 from penstock.models.load import LoadedModel, load_model
 from penstock.models.weights import Progress
@@ -37,10 +39,11 @@ def load_runtime(config: EngineConfig, progress: Progress | None = None) -> Runt
     """Load the model and size its cache, in that order: the cache takes of what is left."""
     folder = resolve(config.model.model, config.model.revision)
     tokenizer = None
+    max_model_len, kv_cache_dtype = _as_exported(folder, config)
     loaded = load_model(
         folder,
         dtype=config.model.dtype,
-        max_model_len=config.model.max_model_len,
+        max_model_len=max_model_len,
         strict=config.model.strict,
         quantization=config.model.quantization,
         progress=progress,
@@ -51,7 +54,7 @@ def load_runtime(config: EngineConfig, progress: Progress | None = None) -> Runt
         tokenizer = Tokenizer.from_folder(source, vocab_size=decoder.vocab_size)
     layout = PagedLayout(
         tuple((x.attention.num_kv_heads, x.attention.head_dim) for x in decoder.layers),
-        kv_dtype(config.cache.kv_cache_dtype, loaded.dtype),
+        kv_dtype(kv_cache_dtype, loaded.dtype),
         config.cache.block_size,
     )
     blocks = plan_blocks(
@@ -70,6 +73,15 @@ def load_runtime(config: EngineConfig, progress: Progress | None = None) -> Runt
     kv = layout.allocate(blocks)
     forward = _forward(loaded.model, kv, config.model.enforce_eager)
     return Runtime(loaded, tokenizer, layout, blocks, Runner(forward, kv))
+
+
+def _as_exported(folder: Path, config: EngineConfig) -> tuple[int | None, str]:
+    """max_model_len and kv_cache_dtype: as asked for, else as the folder was exported."""
+    length, stored = config.model.max_model_len, config.cache.kv_cache_dtype
+    exported = read_exported(folder)
+    if exported is None:
+        return length, stored
+    return length or exported.max_model_len, exported.kv_cache_dtype if stored == "auto" else stored
 
 
 def _forward(decoder: Decoder, kv: KV, eager: bool) -> Forward:
