@@ -20,7 +20,7 @@ from penstock.models.exported import MANIFEST, read_exported, verify_exported
 from penstock.models.load import load_model
 from penstock.models.weights import Checkpoint
 from penstock.pipeline import export, load_graph
-from penstock.pipeline.export import Export, Weights, export_model, write_tensors
+from penstock.pipeline.export import Export, NewWeights, export_model, write_tensors
 from penstock.pipeline.graph import weights_of
 from penstock.pipeline.partial import writing
 from tests.pipeline.test_graph import machine, steps
@@ -82,7 +82,7 @@ def test_what_it_was_exported_for_is_what_engines_use(tiny_folder: Path, tmp_pat
         write_tensors(folder, ((n, whole.read(n).bfloat16()) for n in whole.names()))
         return config
 
-    export_model(tiny_folder, source, weights=Weights([], write))
+    export_model(tiny_folder, source, weights=NewWeights([], write))
     done = export_model(source, tmp_path / "out", kv_cache_dtype="int8", max_model_len=64)
     assert [len(layer) for layer in done.graph.caches] == [4] * 3  # with scales
     llm = LLM(tmp_path / "out", skip_tokenizer_init=True, num_gpu_blocks_override=8)
@@ -107,7 +107,7 @@ def test_weights_from_elsewhere(
         return {**write_tensors(folder, named), "transformers_version": "of the writer"}
 
     done = export_model(
-        tiny_folder, tmp_path / "out", weights=Weights(tensors(), write, {"scheme": "none"})
+        tiny_folder, tmp_path / "out", weights=NewWeights(tensors(), write, {"scheme": "none"})
     )
     shards = sorted(done.folder.glob("*.safetensors"))
     assert len(shards) > 2 and shards[0].name == f"model-00001-of-{len(shards):05}.safetensors"

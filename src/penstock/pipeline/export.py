@@ -42,7 +42,7 @@ Progress = Callable[[str], None]
 
 
 @dataclass(frozen=True, slots=True)
-class Weights:
+class NewWeights:
     """What replaces the checkpoint's own weights, how it is stored, and the choices behind it."""
 
     tensors: Named
@@ -66,7 +66,7 @@ def export_model(
     *,
     kv_cache_dtype: str = "auto",
     max_model_len: int | None = None,
-    weights: Weights | None = None,
+    weights: NewWeights | None = None,
     force: bool = False,
     progress: Progress | None = None,
 ) -> Export:

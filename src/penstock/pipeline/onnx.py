@@ -43,9 +43,7 @@ def export_onnx(
         with tempfile.TemporaryDirectory(dir=file.parent, prefix=f".{file.name}.") as folder:
             partial = Path(folder) / file.name
             if external:
-                onnx.save_model(
-                    made, partial, save_as_external_data=True, location=data.name, size_threshold=0
-                )
+                onnx.save_model(made, partial, save_as_external_data=True, location=data.name)
             else:
                 onnx.save_model(made, partial)
             onnx.checker.check_model(str(partial), full_check=True)
