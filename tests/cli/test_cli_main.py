@@ -39,7 +39,8 @@ def test_version(penstock: Run) -> None:
 
 
 @pytest.mark.parametrize(
-    "command", ["", "generate", "chat", "doctor", "bench", "bench latency", "bench throughput"]
+    "command",
+    ["", "generate", "chat", "export", "doctor", "bench", "bench latency", "bench throughput"],
 )
 def test_help(penstock: Run, command: str) -> None:
     result = penstock(*command.split(), "--help")

@@ -1,7 +1,8 @@
-"""One thread, and a cache of the tests' own; engines of the embedded model."""
+"""One thread, and a cache of the tests' own; engines, and a tiny checkpoint with every file."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ import pytest
 import torch
 
 from penstock.pipeline.build import BuildOptions, build
+from tests.models.tiny import make_tiny
 
 Build = Callable[..., Path]
 
@@ -40,3 +42,17 @@ def engine_of(tmp_path_factory: pytest.TempPathFactory) -> Build:
         return made[key]
 
     return get
+
+
+@pytest.fixture(scope="session")
+def tiny_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Of the qwen2 family, tied, float32."""
+    folder = tmp_path_factory.mktemp("tiny")
+    make_tiny("qwen2", folder)
+    (folder / "chat_template.jinja").write_text("{{ messages[0].content }}")
+    templates = folder / "additional_chat_templates"
+    templates.mkdir()
+    (templates / "tools.jinja").write_text("{{ tools }}")
+    (folder / "pytorch_model.bin").write_bytes(b"not taken along")
+    (folder / "tokenizer_config.json").write_text(json.dumps({"bos_token": "<s>"}))
+    return folder

@@ -24,6 +24,7 @@ from penstock.cli import (
     doctor,
     drift,
     evaluate,
+    export,
     generate,
     profile,
     serve,
@@ -154,6 +155,7 @@ def penstock(
 app.command()(generate.generate)
 app.command()(chat.chat)
 app.command()(serve.serve)
+app.command()(export.export)
 app.command()(build.build)
 app.command()(batch.run)
 app.command()(doctor.doctor)

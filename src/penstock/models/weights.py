@@ -141,6 +141,10 @@ class Checkpoint:
         """None: every tensor holds plain values."""
         return None
 
+    def files(self) -> list[str]:
+        """The names of the files in the folder that hold tensors, sorted."""
+        return sorted(self._files)
+
     def names(self) -> list[str]:
         """Every tensor's name, sorted."""
         return sorted(self._where)

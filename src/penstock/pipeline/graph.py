@@ -94,6 +94,13 @@ class Graph:
         """
         return GraphForward(self, weights)
 
+    def example(self) -> tuple[Step, KV, dict[str, Tensor]]:
+        """Inputs without data, as the graph was traced with: open dimensions are symbols."""
+        step, kv, weights = self.nodes
+        arrays = {f.name: getattr(step, f.name).meta["val"] for f in fields(step)}
+        caches = [tuple(node.meta["val"] for node in layer) for layer in kv]
+        return Step(**arrays), caches, {n: node.meta["val"] for n, node in weights.items()}
+
     def save(self, file: Path) -> None:
         """Write the graph, without any weight."""
         buffer = io.BytesIO()

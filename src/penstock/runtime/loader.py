@@ -5,12 +5,14 @@ from __future__ import annotations
 import logging
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from penstock.cache import PagedLayout, kv_dtype
 from penstock.config import EngineConfig
 from penstock.errors import ConfigError, EngineFolderError, KernelError, WeightsError
 from penstock.hardware import detect
 from penstock.kernels import native
+from penstock.models.exported import read_exported
 from penstock.models.hub import resolve
 from penstock.models.load import LoadedModel, load_model
 from penstock.models.sources import open_tokenizer
@@ -68,6 +70,7 @@ def load_runtime(config: EngineConfig, progress: Progress | None = None) -> Runt
         raise ConfigError(
             f"verify=True checks an engine folder's sums, but {folder} is a model. Leave it out."
         )
+    config = as_exported(folder, config)
     loaded = load_model(
         folder,
         dtype=config.model.dtype,
@@ -181,6 +184,22 @@ def vocab_map_of(folder: Path, vocab_size: int) -> VocabMap | None:
             f"{len(found):,}. They belong to different models: reduce it again."
         )
     return found
+
+
+def as_exported(folder: Path, config: EngineConfig) -> EngineConfig:
+    """`config`, with what `folder` was exported for where nothing was chosen."""
+    exported = read_exported(folder)
+    if exported is None:
+        return config
+    length: Any = config.model.max_model_len or exported.max_model_len
+    stored: Any = config.cache.kv_cache_dtype
+    if stored == "auto":
+        stored = exported.kv_cache_dtype
+    return replace(
+        config,
+        model=replace(config.model, max_model_len=length),
+        cache=replace(config.cache, kv_cache_dtype=stored),
+    )
 
 
 def _forward(decoder: Decoder, kv: KV, eager: bool) -> Forward:

@@ -1,0 +1,57 @@
+"""`penstock export --onnx`: a model as one ONNX file, in float32."""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+
+from penstock.errors import ConfigError, MissingExtraError
+from penstock.models.hub import resolve
+from penstock.models.load import load_model
+from penstock.pipeline.onnx_decoder import DecoderWriter
+
+INLINE_BYTES = 1_800_000_000
+"""Weights beyond this lie in a second file: protobuf ends at 2 GiB."""
+
+
+def export_onnx(
+    model: str | Path, file: Path, *, max_model_len: int | None = None, force: bool = False
+) -> int:
+    """Write `model` to `file`; returns the bytes written.
+
+    Weights of more than 1.8 GB go to `<file>_data` beside it, as optimum names it. max_model_len:
+    rows of the rotary tables. force: replace an earlier file.
+    Raises MissingExtraError without the `onnx` package, ConfigError when `file` can't be written,
+    UnsupportedModelError for what the writer doesn't know.
+    """
+    try:
+        import onnx
+    except ImportError as error:
+        raise MissingExtraError(
+            "Writing ONNX needs the onnx package: pip install penstock[onnx]."
+        ) from error
+    data = file.with_name(file.name + "_data")
+    taken = next((path for path in (file, data) if path.exists()), None)
+    if taken is not None and (taken.is_dir() or not force):
+        raise ConfigError(f"{taken} exists. Give another file, or replace it by --force.")
+    decoder = load_model(resolve(model), dtype="float32", max_model_len=max_model_len).model
+    graph = DecoderWriter(decoder).write()
+    made = graph.model("decoder")
+    external = graph.weight_bytes > INLINE_BYTES
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=file.parent, prefix=f".{file.name}.") as folder:
+            partial = Path(folder) / file.name
+            if external:
+                onnx.save_model(made, partial, save_as_external_data=True, location=data.name)
+            else:
+                onnx.save_model(made, partial)
+            onnx.checker.check_model(str(partial), full_check=True)
+            if external:
+                (Path(folder) / data.name).replace(data)
+            else:
+                data.unlink(missing_ok=True)
+            partial.replace(file)
+    except OSError as error:
+        raise ConfigError(f"{file} can't be written: {error.strerror or error}.") from error
+    return file.stat().st_size + (data.stat().st_size if external else 0)

@@ -1,0 +1,68 @@
+"""`penstock export`: what it writes, what it says, what it refuses."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from tests.cli.test_cli_main import refused
+from typer.testing import Result
+
+from penstock.models.exported import verify_exported
+
+Run = Callable[..., Result]
+
+
+def test_a_folder_that_runs_as_the_model_did(
+    penstock: Run, chat_model: Path, tmp_path: Path
+) -> None:
+    done = penstock("export", chat_model, "-o", tmp_path / "out")
+    assert done.exit_code == 0, done.output
+    first, second = done.stdout.splitlines()
+    count = sum(1 for _ in (tmp_path / "out").iterdir())
+    assert first.startswith(f"{tmp_path / 'out'}: {count} files, ")
+    assert "graph of" in second and "cache auto, blocks of 32 tokens" in second
+    greedy = ("-p", "abcd", "--temperature", 0, "--max-tokens", 8)
+    outputs = [penstock("generate", f, *greedy).stdout for f in (chat_model, tmp_path / "out")]
+    assert outputs[0] == outputs[1] and len(outputs[0]) > 4
+
+
+def test_the_manifest_as_json(penstock: Run, base_model: Path, tmp_path: Path) -> None:
+    options = ("--kv-cache-dtype", "int8", "--max-model-len", 64, "--json")
+    done = penstock("export", base_model, "-o", tmp_path / "out", *options)
+    said = json.loads(done.stdout)
+    assert said["choices"] == {"kv_cache_dtype": "int8", "max_model_len": 64, "weights": {}}
+    assert said["files"] == verify_exported(tmp_path / "out").files
+
+
+def test_a_folder_that_is_taken(penstock: Run, base_model: Path, tmp_path: Path) -> None:
+    (tmp_path / "notes.txt").write_text("mine")
+    refused(penstock("export", base_model, "-o", tmp_path), 1, "files that Penstock didn't write")
+    assert penstock("export", base_model, "-o", tmp_path / "out").exit_code == 0
+    refused(penstock("export", base_model, "-o", tmp_path / "out"), 1, "exists", "--force")
+    assert penstock("export", base_model, "-o", tmp_path / "out", "--force").exit_code == 0
+
+
+def test_onnx_alone(penstock: Run, base_model: Path, tmp_path: Path) -> None:
+    pytest.importorskip("onnx")
+    done = penstock("export", base_model, "--onnx", tmp_path / "model.onnx")
+    assert done.exit_code == 0, done.output
+    size = (tmp_path / "model.onnx").stat().st_size
+    assert done.stdout == f"{tmp_path / 'model.onnx'}: ONNX, float32, {size / 1e6:,.1f} MB\n"
+    assert [p.name for p in tmp_path.iterdir()] == ["model.onnx"]
+
+
+def test_what_could_not_take_effect(penstock: Run, base_model: Path, tmp_path: Path) -> None:
+    refused(penstock("export", base_model), 1, "Nothing to write", "-o DIR", "--onnx")
+    onnx = ("--onnx", tmp_path / "model.onnx")
+    for option in (("--kv-cache-dtype", "fp8"), ("--json",)):
+        refused(penstock("export", base_model, *onnx, *option), 1, option[0], "-o DIR")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_cache_that_no_engine_knows(penstock: Run, base_model: Path, tmp_path: Path) -> None:
+    wrong = penstock("export", base_model, "-o", tmp_path / "out", "--kv-cache-dtype", "int7")
+    refused(wrong, 1, "kv_cache_dtype='int7' isn't one of", "Did you mean 'int8'?")
+    assert list(tmp_path.iterdir()) == []

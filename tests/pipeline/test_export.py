@@ -1,0 +1,312 @@
+"""An export folder: it loads with the same bits, and is there whole or not at all."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from penstock import LLM, SamplingParams
+from penstock.errors import ConfigError, ModelError, PenstockError
+from penstock.models.exported import MANIFEST, read_exported, verify_exported
+from penstock.models.load import load_model
+from penstock.models.weights import Checkpoint
+from penstock.pipeline import export, load_graph
+from penstock.pipeline.export import Export, NewWeights, export_model, write_tensors
+from penstock.pipeline.graph import weights_of
+from penstock.pipeline.partial import writing
+from tests.pipeline.test_graph import machine, steps
+
+
+@pytest.fixture(scope="module")
+def exported(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Export:
+    return export_model(tiny_folder, tmp_path_factory.mktemp("out") / "model")
+
+
+def same(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
+    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+
+
+def test_it_loads_with_the_same_bits(tiny_folder: Path, exported: Export) -> None:
+    want = load_model(tiny_folder).model
+    got = load_model(exported.folder).model
+    assert same(weights_of(got), weights_of(want))
+    forward = load_graph(exported.folder / "graph.pt2").bind(weights_of(got))
+    assert torch.equal(steps(machine(got, forward), 320), steps(machine(want), 320))
+
+
+def test_generate_from_it(tiny_folder: Path, exported: Export) -> None:
+    def tokens(folder: Path) -> list[int]:
+        llm = LLM(folder, skip_tokenizer_init=True, num_gpu_blocks_override=16)
+        params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+        outputs = llm.generate([{"prompt_token_ids": [5, 9, 17]}], params)
+        return list(outputs[0].outputs[0].token_ids)
+
+    assert tokens(exported.folder) == tokens(tiny_folder)
+
+
+def test_transformers_loads_it(tiny_folder: Path, exported: Export) -> None:
+    import transformers
+
+    load = transformers.AutoModelForCausalLM.from_pretrained
+    ids = torch.arange(3, 20)[None]
+    with torch.inference_mode():
+        assert torch.equal(load(exported.folder)(ids).logits, load(tiny_folder)(ids).logits)
+
+
+def test_what_is_in_it(exported: Export) -> None:
+    names = {p.relative_to(exported.folder).as_posix() for p in exported.folder.rglob("*.*")}
+    assert names == set(exported.manifest.files) | {MANIFEST}
+    assert {"graph.pt2", "model.safetensors", "config.json", "chat_template.jinja"} <= names
+    assert "additional_chat_templates/tools.jinja" in names and "pytorch_model.bin" not in names
+    assert verify_exported(exported.folder) == exported.manifest
+    assert exported.manifest.graph["digest"] == exported.graph.digest
+    text = (exported.folder / MANIFEST).read_text()
+    assert str(exported.folder.parent) not in text  # says nothing of the machine
+
+
+def test_what_it_was_exported_for_is_what_engines_use(tiny_folder: Path, tmp_path: Path) -> None:
+    source = tmp_path / "bfloat16"
+    config = json.loads((tiny_folder / "config.json").read_text()) | {"dtype": "bfloat16"}
+    whole = Checkpoint(tiny_folder)
+
+    def write(folder: Path, tensors: object) -> dict[str, object]:
+        write_tensors(folder, ((n, whole.read(n).bfloat16()) for n in whole.names()))
+        return config
+
+    export_model(tiny_folder, source, weights=NewWeights([], write))
+    done = export_model(source, tmp_path / "out", kv_cache_dtype="int8", max_model_len=64)
+    assert [len(layer) for layer in done.graph.caches] == [4] * 3  # with scales
+    llm = LLM(tmp_path / "out", skip_tokenizer_init=True, num_gpu_blocks_override=8)
+    assert llm.runtime.layout.dtype is torch.int8 and llm.runtime.model.max_model_len == 64
+    llm = LLM(tmp_path / "out", skip_tokenizer_init=True, kv_cache_dtype="fp8", max_model_len=96)
+    assert llm.runtime.layout.dtype is torch.float8_e4m3fn
+    assert llm.runtime.model.max_model_len == 96
+
+
+def test_weights_from_elsewhere(
+    tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In files of a limited size, and what config.json gains."""
+    monkeypatch.setattr(export, "SHARD_BYTES", 100_000)
+    whole = Checkpoint(tiny_folder)
+
+    def tensors() -> Iterator[tuple[str, Tensor]]:
+        for name in whole.names():
+            yield name, whole.read(name)
+
+    def write(folder: Path, named: export.Named) -> dict[str, object]:
+        return {**write_tensors(folder, named), "transformers_version": "of the writer"}
+
+    done = export_model(
+        tiny_folder, tmp_path / "out", weights=NewWeights(tensors(), write, {"scheme": "none"})
+    )
+    shards = sorted(done.folder.glob("*.safetensors"))
+    assert len(shards) > 2 and shards[0].name == f"model-00001-of-{len(shards):05}.safetensors"
+    assert all(sum(t.nbytes for t in load_file(f).values()) <= 100_000 for f in shards)
+    config = json.loads((done.folder / "config.json").read_text())
+    assert config["transformers_version"] == "of the writer"
+    assert done.manifest.choices["weights"] == {"scheme": "none"}
+    assert same(weights_of(done.model.model), weights_of(load_model(tiny_folder).model))
+    again = export_model(done.folder, tmp_path / "again")  # shards and their index are copied
+    assert same(weights_of(again.model.model), weights_of(done.model.model))
+
+
+def test_a_folder_that_is_taken(exported: Export, tiny_folder: Path, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"exists\. Give another folder, or replace it by --for"):
+        export_model(tiny_folder, exported.folder)
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "letter.txt").write_text("dear")
+    with pytest.raises(ConfigError, match="holds files that Penstock didn't write"):
+        export_model(tiny_folder, tmp_path / "mine", force=True)
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match="is a file"):
+        export_model(tiny_folder, tmp_path / "file", force=True)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["file", "mine"]
+
+
+def test_force_replaces_an_export(tiny_folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "out").mkdir()  # an empty folder is free
+    export_model(tiny_folder, tmp_path / "out")
+    (tmp_path / "out" / "old").write_text("")
+    export_model(tiny_folder, tmp_path / "out", force=True, max_model_len=32)
+    manifest = verify_exported(tmp_path / "out")
+    assert manifest.max_model_len == 32 and not (tmp_path / "out" / "old").exists()
+    assert [p.name for p in tmp_path.iterdir()] == ["out"]
+
+
+def test_a_place_that_cant_be_written(tiny_folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match=r"out can't be written: File exists \(.*file\)"):
+        export_model(tiny_folder, tmp_path / "file" / "out")
+
+
+def test_a_model_that_fails_leaves_nothing(tiny_folder: Path, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="kv_cache_dtype='int8' is widened to bfloat16"):
+        export_model(tiny_folder, tmp_path / "out", kv_cache_dtype="int8")  # float32
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_two_at_once(tmp_path: Path) -> None:
+    with writing(tmp_path / "out") as folder:
+        (folder / MANIFEST).write_text("{}")
+        with (
+            pytest.raises(ConfigError, match=r"Another process is writing .*out\.partial"),
+            writing(tmp_path / "out"),
+        ):
+            pass
+    assert [p.name for p in (tmp_path / "out").iterdir()] == [MANIFEST]
+
+
+def test_what_a_killed_one_left_is_cleared(tmp_path: Path) -> None:
+    (tmp_path / "out.partial" / "deep").mkdir(parents=True)
+    (tmp_path / "out.partial" / "stale").write_text("")
+    with writing(tmp_path / "out") as folder:
+        (folder / "new").write_text("")
+    assert [p.name for p in (tmp_path / "out").iterdir()] == ["new"]
+
+
+def test_killed_between_two_renames(tmp_path: Path) -> None:
+    (tmp_path / "out.replaced").mkdir()
+    (tmp_path / "out.replaced" / MANIFEST).write_text("{}")
+    with pytest.raises(ConfigError, match="exists"), writing(tmp_path / "out"):
+        pass
+    assert (tmp_path / "out" / MANIFEST).exists()
+
+
+FULL = """
+import resource, sys
+from pathlib import Path
+from penstock.errors import ConfigError
+from penstock.pipeline.export import export_model
+resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))  # no file grows beyond it
+try:
+    export_model(sys.argv[1], Path(sys.argv[2]))
+except ConfigError as error:
+    print(error)
+"""
+
+
+def test_a_disk_that_is_full(tiny_folder: Path, tmp_path: Path) -> None:
+    command = [sys.executable, "-c", FULL, str(tiny_folder), str(tmp_path / "out")]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=300)
+    assert "failed: File too large" in done.stdout and "are free there" in done.stdout
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("damage", "words"),
+    [
+        ("cut", r"model\.safetensors has 1,000 bytes, but was exported with"),
+        ("gone", r"graph\.pt2 is missing"),
+        ("garbled", r"penstock\.json isn't a manifest"),
+        ("newer", "has format 99, but this Penstock reads 1"),
+    ],
+)
+def test_a_folder_that_was_damaged(
+    tiny_folder: Path, tmp_path: Path, damage: str, words: str
+) -> None:
+    folder = export_model(tiny_folder, tmp_path / "out").folder
+    manifest = folder / MANIFEST
+    if damage == "cut":
+        os.truncate(folder / "model.safetensors", 1000)
+    elif damage == "gone":
+        (folder / "graph.pt2").unlink()
+    elif damage == "garbled":
+        manifest.write_text(manifest.read_text()[:-9])
+    else:
+        manifest.write_text(json.dumps(json.loads(manifest.read_text()) | {"format": 99}))
+    with pytest.raises(ModelError, match=words):
+        LLM(folder, skip_tokenizer_init=True)
+
+
+def test_a_file_that_was_changed(tiny_folder: Path, tmp_path: Path) -> None:
+    folder = export_model(tiny_folder, tmp_path / "out").folder
+    data = bytearray((folder / "model.safetensors").read_bytes())
+    data[-1] ^= 1
+    (folder / "model.safetensors").write_bytes(data)
+    with pytest.raises(ModelError, match=r"model\.safetensors has been changed since"):
+        verify_exported(folder)
+
+
+KILLED = """
+import os, random, signal, sys
+from pathlib import Path
+import torch
+from penstock.pipeline.export import export_model
+
+source, output = sys.argv[1], Path(sys.argv[2])
+torch.set_num_threads(1)
+events = {"open", "os.rename", "os.mkdir", "os.remove", "os.rmdir", "shutil.copyfile"}
+
+def count(limit):
+    # the process ends by SIGKILL at its `limit`-th doing in the folder
+    seen = 0
+    def hook(event, args):
+        nonlocal seen
+        if event in events and str(output) in str(args[0]):
+            seen += 1
+            if seen == limit:
+                os.kill(os.getpid(), signal.SIGKILL)
+    sys.addaudithook(hook)
+    export_model(source, output, force=True, max_model_len=64)
+    return seen
+
+def child(limit):
+    reader, writer = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        os.write(writer, str(count(limit)).encode())
+        os._exit(0)
+    os.close(writer)
+    _, status = os.waitpid(pid, 0)
+    found = os.read(reader, 64)
+    os.close(reader)
+    return found, status
+
+export_model(source, output, max_model_len=32)  # and whatever is imported late is now
+total = int(child(-1)[0])
+print(total, flush=True)
+for limit in sorted(random.Random(7).sample(range(1, total + 1), 10)):
+    _, status = child(limit)
+    assert os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGKILL
+    print(limit, flush=True)
+    sys.stdin.readline()
+"""
+
+
+def test_killed_at_ten_random_moments(tiny_folder: Path, tmp_path: Path) -> None:
+    """What is left is an earlier export, the new one, or nothing that loads wrongly."""
+    output = tmp_path / "out"
+    want = weights_of(load_model(tiny_folder, max_model_len=32).model)
+    command = [sys.executable, "-c", KILLED, str(tiny_folder), str(output)]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    with subprocess.Popen(command, **pipes) as running:  # type: ignore[call-overload]
+        total = int(running.stdout.readline())
+        assert total > 20
+        for _ in range(10):
+            assert running.stdout.readline()
+            if output.exists():
+                assert verify_exported(output).max_model_len in (32, 64)
+            else:  # between two renames
+                assert verify_exported(tmp_path / "out.replaced").max_model_len in (32, 64)
+            partial = tmp_path / "out.partial"
+            try:
+                left = load_model(partial, max_model_len=32) if partial.exists() else None
+            except PenstockError:
+                left = None
+            assert left is None or same(weights_of(left.model), want)
+            running.stdin.write("\n")
+            running.stdin.flush()
+        assert running.wait() == 0
+    done = export_model(tiny_folder, output, force=True)
+    assert read_exported(output) == done.manifest
+    assert [p.name for p in tmp_path.iterdir()] == ["out"]
