@@ -90,8 +90,8 @@ def _held(reference: Reader, reader: Reader, text: Text, window: int, stride: in
     return measure_drift(reference, reader, [text], window, stride)
 
 
-def held_out(data: Path) -> list[str]:
-    """The stories that the embedded model never saw, as its recipe picks them."""
+def held_out(data: Path, held: bool = True) -> list[str]:
+    """The stories that the embedded model never saw, as its recipe picks them; or the others."""
     sys.path.insert(0, str(ROOT))
     from recipes.stories import prepare
     from recipes.stories.truecase import Truecaser
@@ -103,7 +103,7 @@ def held_out(data: Path) -> list[str]:
     seen: set[str] = set()
     documents: list[str] = []
     for source in (cased, recased):
-        kept = [text for text in source if prepare.is_held_out(text)]
+        kept = [text for text in source if prepare.is_held_out(text) is held]
         documents += prepare.deduplicate(kept, seen)
     return documents
 
@@ -132,9 +132,9 @@ def table(rows: Rows) -> str:
     return "\n".join([*lines, *(["", *skipped] if skipped else []), ""])
 
 
-def write_into(page: Path, text: str) -> None:
+def write_between(page: Path, text: str, marks: tuple[str, str]) -> None:
     """Put `text` between the page's marks."""
-    first, last = MARKS
+    first, last = marks
     pattern = re.compile(f"{re.escape(first)}.*?{re.escape(last)}", re.DOTALL)
     before = page.read_text(encoding="utf-8")
     if not pattern.search(before):
@@ -186,7 +186,7 @@ def main() -> None:
         }  # fmt: skip
         options.json.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
     if options.page:
-        write_into(options.page, text)
+        write_between(options.page, text, MARKS)
 
 
 if __name__ == "__main__":

@@ -43,11 +43,12 @@ class ReducedVocabulary:
     def widen(self, logits: Tensor) -> Tensor:
         """Logits [S, N] over all ids, [S, V]: −∞ where there is none. Good until the next call."""
         rows, size = logits.shape[0], self.map.original_size
-        if rows > KEPT_ROWS:
-            wide = torch.full((rows, size), -torch.inf)
-        else:
-            if self._logits.shape[0] < rows:
-                self._logits = torch.full((rows, size), -torch.inf)
-            # a sampler may write to them, but only −∞ where there is no row
-            wide = self._logits[:rows]
-        return wide.index_copy_(1, self._kept, logits)
+        with torch.inference_mode():
+            if rows > KEPT_ROWS:
+                wide = torch.full((rows, size), -torch.inf)
+            else:
+                if self._logits.shape[0] < rows:
+                    self._logits = torch.full((rows, size), -torch.inf)
+                # a sampler may write to them, but only −∞ where there is no row
+                wide = self._logits[:rows]
+            return wide.index_copy_(1, self._kept, logits)
