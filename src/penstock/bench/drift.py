@@ -47,7 +47,7 @@ class Variant:
 VARIANTS = (
     *(Variant(name) for name in ("w8a16", "w8a8", "w4a16-g32")),
     *(Variant(f"w4a8-g{group}{zero}") for group in (32, 64, 128) for zero in ("", "-asym")),
-    *(Variant(None, cache) for cache in ("int8", "fp8", "int4")),
+    *(Variant(None, cache) for cache in ("int8", "fp8", "int4", "kivi")),
 )
 
 
@@ -73,6 +73,7 @@ def load(model: str | Path, variant: Variant, window: int) -> Runtime:
             kv_cache_dtype=variant.kv_cache_dtype,
             max_model_len=window,
             max_num_seqs=1,
+            max_num_batched_tokens=max(window, 1),
             skip_tokenizer_init=True,
         )
     )

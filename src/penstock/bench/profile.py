@@ -38,7 +38,7 @@ class _TimedRunner(Runner):
     """Times the operators of each forward pass while `on`."""
 
     def __init__(self, runner: Runner, decoder: Decoder) -> None:
-        super().__init__(lambda step, _: runner.forward(step), runner.kv)
+        super().__init__(lambda step, _: runner.forward(step), runner.kv, runner.recent)
         self._runner = runner
         self._rows = Rows(decoder)
         self.on = False
@@ -55,7 +55,8 @@ class _TimedRunner(Runner):
             self.passes.append(timer.take())
             return logits
         times = torch.empty(len(program.calls) + 1, dtype=torch.float64)
-        logits = program(step, self.kv, times)
+        with self.computing(step):
+            logits = program(step, self.kv, times)
         starts: list[float] = times.tolist()
         self.passes.append(
             [

@@ -36,7 +36,7 @@ def evaluate(
         str | None,
         typer.Option(
             help="Print the drift of another precision: a --quantization, float32, bfloat16, "
-            "kv=int8, kv=fp8, kv=int4, several joined by commas; or a model's folder."
+            "kv=int8, kv=int4, kv=kivi, several joined by commas; or a model's folder."
         ),
     ] = None,
     save_run: Annotated[

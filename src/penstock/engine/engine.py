@@ -51,12 +51,12 @@ class Engine:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """clock: seconds that never go back, of arrivals, tokens and waiting."""
-        runtime.runner.claim(self)
         self.config = config
         self.runtime = runtime
         self.vocab_size = runtime.model.spec.decoder.vocab_size
         self.max_model_len = runtime.model.max_model_len
         self.pool = PinnablePool(runtime.num_blocks)
+        runtime.runner.claim(self, self.pool.count)
         block_size = runtime.layout.block_size
         caching = config.cache.enable_prefix_caching
         self.tree = PrefixTree(self.pool, block_size) if caching else None
@@ -66,7 +66,7 @@ class Engine:
         costs = CostModel(model.spec.decoder, model.model.formats, runtime.layout, model.dtype)
         self.ledger = Ledger(costs, kept_peaks())
         limits, layout = config.scheduler, runtime.layout
-        cache_bytes = runtime.num_blocks * layout.bytes_per_block  # committed as it is first used
+        cache_bytes = layout.nbytes(runtime.num_blocks)  # committed as it is first used
         spare_bytes = max(detect().available_bytes - cache_bytes, 0)
         self.swap_space = SwapSpace(plan_swap(layout, limits, spare_bytes))
         self.preemption = Preemption(

@@ -23,7 +23,7 @@ class HiddenRunner:
     """
 
     def __init__(self, decoder: Decoder, runner: Runner) -> None:
-        self._kv = runner.kv
+        self._runner = runner
         hidden = decoder.last_hidden_state()
         self._forward: Forward = hidden
         if runner.program is not None:
@@ -35,5 +35,5 @@ class HiddenRunner:
         """The final norm's rows `step.sample_at`, [S, D] float32, good until the next pooling
         step; keys and values go to the cache.
         """
-        with torch.inference_mode():
-            return self._forward(step, self._kv)
+        with torch.inference_mode(), self._runner.computing(step):
+            return self._forward(step, self._runner.kv)
