@@ -67,7 +67,7 @@ def test_attention_counts_the_pairs_that_are_visible(
     assert cost.kv_bytes == 24 * 2 * 2 * 64 * 2 * (read + queries)
 
 
-@pytest.mark.parametrize("local", [0, 20, 90])
+@pytest.mark.parametrize("local", [0, 20, 70, 80, 90, 200])
 @pytest.mark.parametrize(
     ("queries", "contexts"),
     [([1, 1], [1, 300]), ([1], [97]), ([40], [40]), ([100, 1, 33], [300, 64, 33])],
@@ -75,7 +75,7 @@ def test_attention_counts_the_pairs_that_are_visible(
 def test_recent_tokens_are_read_as_they_were_written(
     local: int, queries: list[int], contexts: list[int]
 ) -> None:
-    """A cache with a window of 64: codes where some query sees codes, bfloat16 where one sees it."""
+    """A cache with a window of 64: as codes and in bfloat16, whatever some query sees so."""
     spec = qwen(local)
     layout = PagedLayout(((2, 64),) * 24, torch.uint8, 32, 64, 99)
     model = CostModel(spec, BF16, layout, torch.bfloat16)

@@ -17,7 +17,7 @@ import torch
 
 from penstock.hardware import Compute
 from penstock.nn.spec import AttentionSpec, DecoderSpec, LayerSpec
-from penstock.ops.kivi import recent_from
+from penstock.ops.kivi import KEY_GROUP, recent_from
 from penstock.quant import WeightFormat, WeightFormats
 from penstock.step import Step
 
@@ -260,11 +260,19 @@ class CostModel:
     def _split(self, size: StepSize, window: int) -> tuple[int, int]:
         """Of the keys that queries see: those that any sees as codes, and as they were written."""
         coded = recent = 0
+        kept = self.layout.recent_window
         for count, context in zip(size.queries, size.contexts, strict=True):
             first = context - count
             low = max(first + 1 - window, 0) if window else 0
-            coded += max(recent_from(context - 1, self.layout.recent_window) - low, 0)
-            recent += context - max(recent_from(first, self.layout.recent_window), low)
+            border, end = recent_from(first, kept), recent_from(context - 1, kept)
+            recent += context - max(border, low)
+            if not window:
+                coded += end
+                continue
+            for codes in range(border, end + 1, KEY_GROUP):  # before the query that sees the most
+                low = max(low, max(first, codes + kept) + 1 - window)
+                coded += max(codes - low, 0)
+                low = max(low, codes)
         return coded, recent
 
     # ── operator by operator ─────────────────────────────────────────────────────────────────
