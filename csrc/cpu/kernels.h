@@ -141,6 +141,23 @@ struct SoftcapArgs {
   int threads;
 };
 
+// KIVI's window, beside an int4 cache whose keys have a step and a minimum for each dimension of 32
+// positions: keys and values as bfloat16, in blocks of their own. ops/kivi.py.
+struct Recent {
+  bf16* keys;
+  bf16* values;
+  const int32_t* slots;  // [blocks] of the cache: where each one's lies, or −1; null: no window
+  int64_t count;         // blocks in keys and values
+  int64_t window;
+};
+
+constexpr int64_t kKeyGroup = 32;  // positions
+
+// From where on a query at `position` sees what was written instead of codes.
+constexpr int64_t recent_from(int64_t position, int64_t window) {
+  return position > window ? (position - window) / kKeyGroup * kKeyGroup : 0;
+}
+
 // Layouts of the caches: ops/rotary_cache.py.
 struct RotaryCacheArgs {
   const void* q;  // [tokens, heads · dim]; k and v [tokens, kv_heads · dim]
@@ -159,9 +176,11 @@ struct RotaryCacheArgs {
   void* key_cache;
   void* value_cache;
   uint16_t* key_scale;  // float16: [blocks, kv_heads, block_size] for int8,
-                        // [blocks, kv_heads, groups, 2, block_size] for int4
+                        // [blocks, kv_heads, groups, 2, block_size] for int4; keys beside a
+                        // window [blocks, kv_heads, block_size / 32, 2, padded_dim]
   uint16_t* value_scale;
   Stored stored;
+  Recent recent;
   int64_t blocks, block_size, padded_dim;
   void* q_out;  // [tokens, heads, dim] contiguous
   int64_t tokens, heads, kv_heads, dim;
@@ -176,6 +195,7 @@ struct AttentionArgs {
   const uint16_t* key_scale;  // as in RotaryCacheArgs
   const uint16_t* value_scale;
   Stored stored;
+  Recent recent;
   const int32_t* query_start;
   const int32_t* context_len;
   const int32_t* block_table;

@@ -70,7 +70,7 @@ static inline void widen_values(const uint8_t* line, const F16 (&step)[2], const
 static inline void choose_step(float low, float high, float poison, uint16_t& step,
                                uint16_t& minimum) {
   const float most = 65504.0f, least = 5.9604645e-8f;  // float16's
-  low = low < -most ? -most : low > most ? most : low;
+  low = (low < -most ? -most : low > most ? most : low) + 0.0f;  // of −0, 0
   minimum = _cvtss_sh(low, _MM_FROUND_TO_NEAREST_INT);
   float size = (high - _cvtsh_ss(minimum)) / 15.0f;
   size = size < least ? least : size > most ? most : size;

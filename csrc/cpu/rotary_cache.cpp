@@ -150,6 +150,60 @@ void write_head(const RotaryCacheArgs& a, float* head, Side, int64_t at, int64_t
   put_head<Side, int8_t>(a, head, at, offset, v);
 }
 
+// Beside a window: the head as it is, for as long as somebody sees it so.
+template <typename Side>
+void keep_head(const RotaryCacheArgs& a, const float* head, bf16* pool, int64_t h, int64_t slot) {
+  const int64_t block = a.recent.slots[slot / a.block_size], offset = slot % a.block_size;
+  bf16* out = pool + (block * a.kv_heads + h) * a.block_size * a.padded_dim;
+  for (int64_t j = 0; j < a.padded_dim; j++)
+    from_float(j < a.dim ? head[j] : 0.0f, out[Side::place(a, offset, j, 2)]);
+}
+
+// Step, minimum and codes of one dimension over 32 positions, 16 in each half.
+void round_channel(F16 (&half)[2], uint16_t& step, uint16_t& minimum) {
+  const F16 low = min(half[0], half[1]), high = max(half[0], half[1]);
+  const F16 bad = fma(half[0], zero(), half[1] * zero());
+  choose_step(-reduce_max(zero() - low), reduce_max(high), reduce_add(bad), step, minimum);
+  for (F16& x : half) x = to_codes(x, set1(_cvtsh_ss(step)), set1(_cvtsh_ss(minimum)));
+}
+
+// The keys of one head at the 32 positions that end with `slot`, from the window to four bits.
+void round_keys(const RotaryCacheArgs& a, int64_t h, int64_t slot) {
+  const int64_t block = slot / a.block_size, first = slot % a.block_size / kKeyGroup * kKeyGroup;
+  const int64_t head_size = a.block_size * a.padded_dim, panel = a.padded_dim * kColumns;
+  const int64_t at = block * a.kv_heads + h;
+  const bf16* keys = a.recent.keys + (a.recent.slots[block] * a.kv_heads + h) * head_size +
+                     first * a.padded_dim;
+  uint8_t* out =
+      static_cast<uint8_t*>(a.key_cache) + (at * head_size + first * a.padded_dim) / 2;
+  uint16_t* scale =
+      a.key_scale + (at * a.block_size + first) / kKeyGroup * 2 * a.padded_dim;
+  for (int64_t d = 0; d < a.padded_dim; d += 2) {
+    F16 even[2], odd[2];
+    for (int64_t i = 0; i < 2; i++) load_pairs(keys + i * panel + d * kColumns, even[i], odd[i]);
+    round_channel(even, scale[d], scale[a.padded_dim + d]);
+    round_channel(odd, scale[d + 1], scale[a.padded_dim + d + 1]);
+    for (int64_t i = 0; i < 2; i++) {
+      float first_code[16], second_code[16];
+      store(first_code, even[i]);
+      store(second_code, odd[i]);
+      uint8_t* line = out + (i * panel + d * kColumns) / 2;
+      for (int64_t c = 0; c < kColumns; c++)
+        line[c] = static_cast<uint8_t>(static_cast<unsigned>(first_code[c]) |
+                                       static_cast<unsigned>(second_code[c]) << 4);
+    }
+  }
+}
+
+// Beside a window, after all tokens were written: the groups of keys that are now whole.
+void round_full_groups(const RotaryCacheArgs& a, int threads) {
+  over_rows(threads, a.tokens, [&](int64_t t) {
+    const int64_t slot = a.slots[t];
+    if (slot < 0 || slot % kKeyGroup != kKeyGroup - 1) return;
+    for (int64_t h = 0; h < a.kv_heads; h++) round_keys(a, h, slot);
+  });
+}
+
 template <typename T>
 void one_token(const RotaryCacheArgs& a, int64_t t, float* head) {
   const float* cos_sin = a.cos_sin ? a.cos_sin + a.positions[t] * a.rotary_dim : nullptr;
@@ -170,22 +224,27 @@ void one_token(const RotaryCacheArgs& a, int64_t t, float* head) {
   const T* key = static_cast<const T*>(a.k) + t * a.stride;
   each_head(a, key, a.kv_heads, a.k_norm, head, [&](int64_t h) {
     turn();
+    if (a.recent.slots) return keep_head<Key>(a, head, a.recent.keys, h, slot);
     write_head<T>(a, head, Key{}, first + h, offset);
   });
   const T* value = static_cast<const T*>(a.v) + t * a.stride;
-  each_head(a, value, a.kv_heads, nullptr, head,
-            [&](int64_t h) { write_head<T>(a, head, Value{}, first + h, offset); });
+  each_head(a, value, a.kv_heads, nullptr, head, [&](int64_t h) {
+    if (a.recent.slots) keep_head<Value>(a, head, a.recent.values, h, slot);
+    write_head<T>(a, head, Value{}, first + h, offset);
+  });
 }
 
 }  // namespace
 
 void rotary_cache(const RotaryCacheArgs& a) {
   const int64_t work = a.tokens * (a.heads + 2 * a.kv_heads) * a.dim;
-  over_rows(work > 16 * 1024 ? a.threads : 1, a.tokens, [&](int64_t t) {
+  const int threads = work > 16 * 1024 ? a.threads : 1;
+  over_rows(threads, a.tokens, [&](int64_t t) {
     float* head = static_cast<float*>(
         scratch(Scratch::partials, static_cast<size_t>(a.dim + 16) * sizeof(float)));
     a.dtype == DType::bf16 ? one_token<bf16>(a, t, head) : one_token<float>(a, t, head);
   });
+  if (a.recent.slots) round_full_groups(a, threads);
 }
 
 }  // namespace penstock::PENSTOCK_ISA

@@ -99,15 +99,23 @@ Tensor alternate(const Tensor& bias);
 
 // ── shim_cache.cpp ───────────────────────────────────────────────────────────────────────────
 
+// What a layer's cache consists of: ops/rotary_cache.py.
+struct CacheTensors {
+  const Tensor& keys;
+  const Tensor& values;
+  const Optional& key_scale;
+  const Optional& value_scale;
+  const Optional& recent_keys;
+  const Optional& recent_values;
+  const Optional& recent_slots;
+  const Optional& recent_window;
+};
+
 RotaryCacheArgs rotary_cache_args(Form qkv, int64_t heads, const Optional& q_norm,
                                   const Optional& k_norm, double eps, const Optional& cos_sin,
-                                  bool interleaved, const Tensor& key_cache,
-                                  const Tensor& value_cache, const Optional& key_scale,
-                                  const Optional& value_scale);
-AttentionArgs attention_args(DType dtype, int64_t heads, int64_t dim, const Tensor& key_cache,
-                             const Tensor& value_cache, double scale, int64_t window,
-                             double softcap, const Optional& sinks, const Optional& key_scale,
-                             const Optional& value_scale);
+                                  bool interleaved, const CacheTensors& cache);
+AttentionArgs attention_args(DType dtype, int64_t heads, int64_t dim, const CacheTensors& cache,
+                             double scale, int64_t window, double softcap, const Optional& sinks);
 
 // Positions lie in a table of `table` rows and slots in a cache of `places`, for `count` tokens.
 void check_places(const int32_t* positions, const int32_t* slots, int64_t count, int64_t table,
@@ -124,15 +132,22 @@ Sequences sequences_of(const Tensor& query_start, const Tensor& context_len,
                        const Tensor& block_table);
 // They cover `tokens` queries and have blocks in a cache of `blocks` of `block_size` tokens.
 void check_sequences(const Sequences& s, int64_t tokens, int64_t blocks, int64_t block_size);
+// Every block that is written to, and every one that some query sees as it was written, has its
+// place in the window.
+void check_recent(const Recent& recent, const int32_t* slots, int64_t count, int64_t block_size);
+void check_recent(const Recent& recent, const Sequences& s, int64_t block_size);
 
 Tensor rotary_cache(const Tensor& qkv, int64_t heads, Optional q_norm, Optional k_norm, double eps,
                     Optional cos_sin, bool interleaved, const Tensor& positions,
                     const Tensor& slots, const Tensor& key_cache, const Tensor& value_cache,
-                    Optional key_scale, Optional value_scale);
+                    Optional key_scale, Optional value_scale, Optional recent_keys,
+                    Optional recent_values, Optional recent_slots, Optional recent_window);
 Tensor paged_attention(const Tensor& q, const Tensor& key_cache, const Tensor& value_cache,
                        const Tensor& query_start, const Tensor& context_len,
                        const Tensor& block_table, double scale, int64_t window, double softcap,
-                       Optional sinks, Optional key_scale, Optional value_scale);
+                       Optional sinks, Optional key_scale, Optional value_scale,
+                       Optional recent_keys, Optional recent_values, Optional recent_slots,
+                       Optional recent_window);
 
 // ── shim_select.cpp ──────────────────────────────────────────────────────────────────────────
 

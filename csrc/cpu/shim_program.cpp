@@ -27,6 +27,7 @@ struct Held {
   std::vector<Tensor> kept;
   int64_t tokens = INT64_MAX, positions = INT64_MAX;  // rows of the tables that are looked up
   int64_t blocks = 0, block_size = 0;  // of every cache, or none
+  Recent recent = {};                  // of every cache, or none: its places are the same
   std::atomic<bool> running{false};
   std::vector<std::pair<int64_t, int>> threads;  // (steps of up to so many tokens, threads)
 
@@ -211,18 +212,27 @@ int64_t program_gate(int64_t id, int64_t x, int64_t activation, bool gated, int6
 int64_t program_rotary_cache(int64_t id, int64_t qkv, int64_t heads, Optional q_norm,
                              Optional k_norm, double eps, Optional cos_sin, bool interleaved,
                              const Tensor& key_cache, const Tensor& value_cache,
-                             Optional key_scale, Optional value_scale) {
+                             Optional key_scale, Optional value_scale, Optional recent_keys,
+                             Optional recent_values, Optional recent_slots,
+                             Optional recent_window) {
   const auto p = held(id);
   p->check_all_rows(qkv, "rotary_cache");
   const RotaryCacheArgs a =
-      rotary_cache_args(p->form(qkv), heads, q_norm, k_norm, eps, cos_sin, interleaved, key_cache,
-                        value_cache, key_scale, value_scale);
+      rotary_cache_args(p->form(qkv), heads, q_norm, k_norm, eps, cos_sin, interleaved,
+                        {key_cache, value_cache, key_scale, value_scale, recent_keys,
+                         recent_values, recent_slots, recent_window});
   if (a.cos_sin) p->positions = std::min(p->positions, a.num_positions);
   STD_TORCH_CHECK(p->block_size == 0 || (p->blocks == a.blocks && p->block_size == a.block_size),
                   "The caches of one program must have the same blocks");
+  STD_TORCH_CHECK(p->block_size == 0 || (p->recent.slots == a.recent.slots &&
+                                         p->recent.count == a.recent.count &&
+                                         p->recent.window == a.recent.window),
+                  "The caches of one program must have the same window and places in it");
+  p->recent = a.recent;
   p->blocks = a.blocks;
   p->block_size = a.block_size;
-  p->keep_all(q_norm, k_norm, cos_sin, key_cache, value_cache, key_scale, value_scale);
+  p->keep_all(q_norm, k_norm, cos_sin, key_cache, value_cache, key_scale, value_scale, recent_keys,
+              recent_values, recent_slots, recent_window);
   const int64_t y = p->result({a.dtype, heads * a.dim}, qkv, a.dim);
   p->add(a, qkv, y);
   return y;
@@ -231,15 +241,19 @@ int64_t program_rotary_cache(int64_t id, int64_t qkv, int64_t heads, Optional q_
 int64_t program_paged_attention(int64_t id, int64_t q, const Tensor& key_cache,
                                 const Tensor& value_cache, double scale, int64_t window,
                                 double softcap, Optional sinks, Optional key_scale,
-                                Optional value_scale) {
+                                Optional value_scale, Optional recent_keys, Optional recent_values,
+                                Optional recent_slots, Optional recent_window) {
   const auto p = held(id);
   const Program::Value& v = p->program.at(static_cast<int>(q));
   p->check_all_rows(q, "paged_attention");
   STD_TORCH_CHECK(v.dim > 0, "paged_attention: value ", q, " isn't what rotary_cache returned");
   const AttentionArgs a =
-      attention_args(v.dtype, v.columns / v.dim, v.dim, key_cache, value_cache, scale, window,
-                     softcap, sinks, key_scale, value_scale);
-  p->keep_all(key_cache, value_cache, sinks, key_scale, value_scale);
+      attention_args(v.dtype, v.columns / v.dim, v.dim,
+                     {key_cache, value_cache, key_scale, value_scale, recent_keys, recent_values,
+                      recent_slots, recent_window},
+                     scale, window, softcap, sinks);
+  p->keep_all(key_cache, value_cache, sinks, key_scale, value_scale, recent_keys, recent_values,
+              recent_slots, recent_window);
   const int64_t y = p->result(p->form(q), q);
   p->add(a, q, y);
   return y;
@@ -310,7 +324,11 @@ void program_run(int64_t id, const Tensor& tokens, const Tensor& positions, cons
   check_ids(step.sample_at, step.sampled, step.count, "row");
   check_places(step.positions, step.slots, step.count, p->positions,
                p->block_size > 0 ? p->blocks * p->block_size : INT64_MAX);
-  if (p->block_size > 0) check_sequences(s, step.count, p->blocks, p->block_size);
+  if (p->block_size > 0) {
+    check_sequences(s, step.count, p->blocks, p->block_size);
+    check_recent(p->recent, step.slots, step.count, p->block_size);
+    check_recent(p->recent, s, p->block_size);
+  }
   const Form out = p->form(program.logits());
   STD_TORCH_CHECK(logits.scalar_type() == ScalarType::Float && logits.is_contiguous() &&
                       logits.dim() == 2 && logits.size(0) == step.sampled &&
@@ -354,11 +372,13 @@ STABLE_TORCH_LIBRARY_FRAGMENT(penstock, m) {
   m.def(
       "program_rotary_cache(int program, int qkv, int heads, Tensor? q_norm, Tensor? k_norm, "
       "float eps, Tensor? cos_sin, bool interleaved, Tensor key_cache, Tensor value_cache, "
-      "Tensor? key_scale, Tensor? value_scale) -> int");
+      "Tensor? key_scale, Tensor? value_scale, Tensor? recent_keys, Tensor? recent_values, "
+      "Tensor? recent_slots, Tensor? recent_window) -> int");
   m.def(
       "program_paged_attention(int program, int q, Tensor key_cache, Tensor value_cache, "
       "float scale, int window, float softcap, Tensor? sinks, Tensor? key_scale, "
-      "Tensor? value_scale) -> int");
+      "Tensor? value_scale, Tensor? recent_keys, Tensor? recent_values, Tensor? recent_slots, "
+      "Tensor? recent_window) -> int");
   m.def("program_finish(int program, int logits) -> int");
   m.def("program_reserve(int program, int rows) -> int");
   m.def("program_threads(int program, Tensor table) -> ()");

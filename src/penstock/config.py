@@ -96,17 +96,18 @@ class CacheConfig:
     memory_fraction: float = (
         MEMORY_FRACTION  # never more than this of the memory free after the weights
     )
-    enable_prefix_caching: bool = True
+    enable_prefix_caching: bool | None = None  # None: on, but with kivi, which it can't go with
     # auto: that of the activations
-    kv_cache_dtype: Literal["auto", "int8", "fp8", "fp8_e4m3", "int4"] = "auto"
+    kv_cache_dtype: Literal["auto", "int8", "fp8", "fp8_e4m3", "int4", "kivi"] = "auto"
+    kv_recent_window: int | None = None  # tokens that kivi keeps in bfloat16; None: 128
 
     def __post_init__(self) -> None:
         _positive(self, "block_size", "num_blocks")
         _one_of(self, "layout", ("paged",))
-        _one_of(self, "kv_cache_dtype", ("auto", "int8", "fp8", "fp8_e4m3", "int4"))
+        _one_of(self, "kv_cache_dtype", ("auto", "int8", "fp8", "fp8_e4m3", "int4", "kivi"))
         if self.block_size % 32:
             raise ConfigError(f"block_size must be a multiple of 32 tokens, not {self.block_size}.")
-        _flags(self, "enable_prefix_caching")
+        self._check_window()
         fraction = self.memory_fraction
         if isinstance(fraction, bool) or not isinstance(fraction, int | float):
             raise ConfigError(f"memory_fraction must be a number, not {fraction!r}.")
@@ -116,6 +117,25 @@ class CacheConfig:
             raise ConfigError(
                 f"num_blocks={self.num_blocks} leaves memory_fraction={fraction} (also "
                 "gpu_memory_utilization) nothing to decide. Give one of them."
+            )
+
+    def _check_window(self) -> None:
+        _positive(self, "kv_recent_window")
+        kivi = self.kv_cache_dtype == "kivi"
+        if self.kv_recent_window is not None and not kivi:
+            raise ConfigError(
+                f"kv_cache_dtype={self.kv_cache_dtype!r} has no use for "
+                f"kv_recent_window={self.kv_recent_window}. Set kv_cache_dtype='kivi', or leave it "
+                "out."
+            )
+        if self.enable_prefix_caching is None:
+            object.__setattr__(self, "enable_prefix_caching", not kivi)
+        _flags(self, "enable_prefix_caching")
+        if kivi and self.enable_prefix_caching:
+            raise ConfigError(
+                "kv_cache_dtype='kivi' can't go with enable_prefix_caching: whoever found a prefix "
+                "would need its last tokens in full precision, and of a cached block only its "
+                "codes are left. Leave one of them out; kv_cache_dtype='int4' goes with it."
             )
 
 
@@ -246,6 +266,13 @@ class EngineConfig:
     def check_together(self) -> None:
         """Raises ConfigError where fields of two parts contradict each other."""
         scheduler, length = self.scheduler, self.model.max_model_len
+        asked = scheduler.preemption_mode == "swap" or bool(scheduler.swap_space)
+        if self.cache.kv_cache_dtype == "kivi" and asked:
+            raise ConfigError(
+                "kv_cache_dtype='kivi' can't be swapped out: its recent tokens lie in places of "
+                "their own. Leave out preemption_mode='swap' and swap_space; who gives way is "
+                "computed again."
+            )
         if scheduler.max_num_batched_tokens < scheduler.max_num_seqs:
             raise ConfigError(
                 f"max_num_batched_tokens ({scheduler.max_num_batched_tokens}) is below "

@@ -38,7 +38,9 @@ class _TimedRunner(Runner):
     """Times the operators of each forward pass while `on`."""
 
     def __init__(self, runner: Runner, decoder: Decoder) -> None:
-        super().__init__(lambda step, _: runner.forward(step), runner.kv, runner.vocabulary)
+        super().__init__(
+            lambda step, _: runner.forward(step), runner.kv, runner.vocabulary, recent=runner.recent
+        )
         self._runner = runner
         self._rows = Rows(decoder)
         self.on = False
@@ -57,7 +59,8 @@ class _TimedRunner(Runner):
         times = torch.empty(len(program.calls) + 1, dtype=torch.float64)
         if self.vocabulary is not None:
             step = self.vocabulary.narrow(step)
-        logits = program(step, self.kv, times)
+        with self.computing(step):
+            logits = program(step, self.kv, times)
         starts: list[float] = times.tolist()
         self.passes.append(
             [

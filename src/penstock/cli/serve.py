@@ -190,13 +190,13 @@ def serve(
         int | None, _option(help="Blocks of the cache.", panel=_ENGINE)
     ] = None,
     prefix_caching: Annotated[
-        bool,
+        bool | None,
         _option(
             "--enable-prefix-caching/--no-enable-prefix-caching",
             help="Find prompts' beginnings in the cache.",
             panel=_ENGINE,
         ),
-    ] = True,
+    ] = None,
     chunked_prefill: Annotated[
         bool,
         _option(

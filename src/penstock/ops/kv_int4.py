@@ -29,7 +29,7 @@ def choose_codes(x: Tensor) -> tuple[Tensor, Tensor]:
     x [..., n] float32 that bfloat16 holds; returns uint8 [..., n] and [..., 2], step and minimum.
     A group with a value that isn't finite has a step of NaN.
     """
-    minimum = x.amin(-1).clamp(-MOST, MOST).half()
+    minimum = (x.amin(-1).clamp(-MOST, MOST) + 0.0).half()  # of −0, 0
     size = (x.amax(-1) - minimum.float()) / 15.0
     step = size.clamp(LEAST, MOST).masked_fill(~x.isfinite().all(-1), torch.nan).half()
     codes = torch.round((x - minimum.float().unsqueeze(-1)) / step.float().unsqueeze(-1))

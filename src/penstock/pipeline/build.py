@@ -15,14 +15,17 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from penstock.cache import PagedLayout
-from penstock.config import CacheConfig, EngineConfig, SchedulerConfig
+from penstock.config import EngineConfig, SchedulerConfig
 from penstock.errors import ConfigError, EngineFolderError
 from penstock.kernels import native
+from penstock.models.exported import read_exported
 from penstock.models.hub import resolve
 from penstock.models.load import LoadedModel, load_model
 from penstock.pipeline import tuning
@@ -45,7 +48,7 @@ from penstock.runtime.engine_folder import (
 from penstock.runtime.fingerprint import fingerprint
 from penstock.runtime.formats import encode
 from penstock.runtime.hidden import hidden_tensors
-from penstock.runtime.loader import cache_layout
+from penstock.runtime.loader import layout_of
 from penstock.runtime.plan import Plan, fixed_tensors, record
 from penstock.runtime.program import Program
 from penstock.runtime.tuned import Tuned
@@ -81,7 +84,18 @@ class BuildOptions:
     def __post_init__(self) -> None:
         if self.device != "cpu":
             raise ConfigError(f"device={self.device!r} isn't built: engines are for 'cpu'.")
-        EngineConfig.of(  # refuses what is out of range
+        _ = self.config  # refuses what is out of range
+        low, usual, most = self.steps
+        if not 1 <= low <= usual <= most:
+            raise ConfigError(
+                f"profile={low},{usual},{most} must be the fewest, usual and most tokens of a "
+                "step, none smaller than the one before, the first at least 1."
+            )
+
+    @property
+    def config(self) -> EngineConfig:
+        """Of engines that run what is built."""
+        return EngineConfig.of(
             model=self.model,
             dtype=self.dtype,
             max_model_len=self.max_model_len,
@@ -90,12 +104,18 @@ class BuildOptions:
             max_num_seqs=self.max_num_seqs,
             max_num_batched_tokens=self.steps[2],
         )
-        low, usual, most = self.steps
-        if not 1 <= low <= usual <= most:
-            raise ConfigError(
-                f"profile={low},{usual},{most} must be the fewest, usual and most tokens of a "
-                "step, none smaller than the one before, the first at least 1."
-            )
+
+    def of_export(self, source: Path) -> BuildOptions:
+        """With what `source` was exported for where nothing was chosen."""
+        exported = read_exported(source)
+        if exported is None:
+            return self
+        stored = self.kv_cache_dtype
+        return replace(
+            self,
+            max_model_len=self.max_model_len or exported.max_model_len,
+            kv_cache_dtype=exported.kv_cache_dtype if stored == "auto" else stored,
+        )
 
     @property
     def steps(self) -> tuple[int, int, int]:
@@ -134,6 +154,7 @@ def build(options: BuildOptions, progress: Progress | None = None) -> dict[str, 
         raise ConfigError(f"{source} is an engine already. Give the model that it was built from.")
     if options.output.absolute() == source.absolute():
         raise ConfigError(f"{source} is the model. Give the engine a folder of its own.")
+    options = options.of_export(source)
     with new_folder(options.output, force=options.force, replaces=is_engine) as partial:
         return _Build(options, source, partial, progress or (lambda *_: None)).run()
 
@@ -150,7 +171,7 @@ class _Build:
         with self._timed("pack"):
             loaded, index = self._pack()
         with self._timed("plan"):
-            layout = cache_layout(loaded, self.options.kv_cache_dtype, CacheConfig().block_size)
+            layout = layout_of(self.options.config, loaded)
             plan = self._plan(loaded, layout, index)
         self._copy_files()
         limits = Limits(self.options.max_num_seqs, loaded.max_model_len, self.options.steps)
@@ -255,6 +276,8 @@ class _Build:
         )  # fmt: skip
         mapped = engine.load(limits.max_model_len).model
         kv = layout.allocate(tuning.blocks_needed(limits, layout.block_size))
+        if layout.recent_window:  # any place will do to be timed
+            kv[0][6].copy_(torch.arange(len(kv[0][6])) % len(kv[0][4]))
         program = Program.of_plan(plan, fixed_tensors(mapped), kv)
         manifest["workspace_bytes"] = program.reserve(limits.profile[2], limits.max_num_seqs)
         key = tuning.cache_key(_timed_facts(manifest, plan, limits))

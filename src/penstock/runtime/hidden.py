@@ -29,8 +29,7 @@ class HiddenRunner:
     """
 
     def __init__(self, decoder: Decoder, runner: Runner) -> None:
-        self._kv = runner.kv
-        self._vocabulary = runner.vocabulary
+        self._runner = runner
         hidden = decoder.last_hidden_state()
         self._forward: Forward = hidden
         if runner.program is not None:
@@ -46,7 +45,7 @@ class HiddenRunner:
         """The final norm's rows `step.sample_at`, [S, D] float32, good until the next pooling
         step; keys and values go to the cache.
         """
-        if self._vocabulary is not None:
-            step = self._vocabulary.narrow(step)
-        with torch.inference_mode():
-            return self._forward(step, self._kv)
+        if self._runner.vocabulary is not None:
+            step = self._runner.vocabulary.narrow(step)
+        with torch.inference_mode(), self._runner.computing(step):
+            return self._forward(step, self._runner.kv)

@@ -7,7 +7,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from penstock.cache import PagedLayout, kv_dtype
+from penstock.cache import PagedLayout, RecentBlocks, kv_dtype, most_recent_blocks
+from penstock.cache.kv_dtype import RECENT_WINDOW
 from penstock.config import EngineConfig
 from penstock.errors import ConfigError, EngineFolderError, KernelError, WeightsError
 from penstock.hardware import detect
@@ -84,7 +85,7 @@ def load_runtime(config: EngineConfig, progress: Progress | None = None) -> Runt
     layout, blocks = _cache(config, loaded, detect().available_bytes)
     kv = layout.allocate(blocks)
     forward = _forward(loaded.model, kv, config.model.enforce_eager)
-    return Runtime(loaded, tokenizer, layout, blocks, Runner(forward, kv, vocabulary))
+    return Runtime(loaded, tokenizer, layout, blocks, runner_over(forward, kv, layout, vocabulary))
 
 
 def _load_engine(folder: Path, config: EngineConfig) -> Runtime:
@@ -99,10 +100,11 @@ def _load_engine(folder: Path, config: EngineConfig) -> Runtime:
     kv = layout.allocate(blocks)
     if config.model.enforce_eager or native.handle is None:
         forward = _forward(loaded.model, kv, config.model.enforce_eager)
-        runner = Runner(forward, kv, vocabulary)
+        runner = runner_over(forward, kv, layout, vocabulary)
     else:
         step, hidden = engine.plans()
-        runner = Runner(_program(engine, step, loaded.model, kv), kv, vocabulary, hidden)
+        program = _program(engine, step, loaded.model, kv)
+        runner = runner_over(program, kv, layout, vocabulary, hidden)
     return Runtime(loaded, tokenizer, layout, blocks, runner, engine)
 
 
@@ -144,18 +146,9 @@ def _tokenizer(
     return tokenizer
 
 
-def cache_layout(loaded: LoadedModel, kv_cache_dtype: str, block_size: int) -> PagedLayout:
-    """Where the model's keys and values lie."""
-    return PagedLayout(
-        tuple((x.attention.num_kv_heads, x.attention.head_dim) for x in loaded.spec.decoder.layers),
-        kv_dtype(kv_cache_dtype, loaded.dtype),
-        block_size,
-    )
-
-
 def _cache(config: EngineConfig, loaded: LoadedModel, free_bytes: int) -> tuple[PagedLayout, int]:
     """The cache's layout and how many blocks it has."""
-    layout = cache_layout(loaded, config.cache.kv_cache_dtype, config.cache.block_size)
+    layout = layout_of(config, loaded)
     blocks = plan_blocks(
         layout,
         config.cache,
@@ -167,7 +160,7 @@ def _cache(config: EngineConfig, loaded: LoadedModel, free_bytes: int) -> tuple[
         "%s, %s, up to %d tokens a sequence; cache of %d blocks × %d tokens in %s (%.0f MiB).",
         loaded.spec.family, loaded.model.formats.name, loaded.max_model_len,
         blocks, layout.block_size, layout.stored,
-        blocks * layout.bytes_per_block / (1 << 20),
+        layout.nbytes(blocks) / (1 << 20),
     )  # fmt: skip
     return layout, blocks
 
@@ -199,6 +192,45 @@ def as_exported(folder: Path, config: EngineConfig) -> EngineConfig:
         config,
         model=replace(config.model, max_model_len=length),
         cache=replace(config.cache, kv_cache_dtype=stored),
+    )
+
+
+def runner_over(
+    forward: Forward,
+    kv: KV,
+    layout: PagedLayout,
+    vocabulary: ReducedVocabulary | None = None,
+    hidden_plan: Plan | None = None,
+) -> Runner:
+    """What runs `forward` over the cache `kv` of that layout."""
+    recent = None
+    if layout.recent_window:
+        recent = RecentBlocks(kv, layout.recent_window, layout.block_size)
+    return Runner(forward, kv, vocabulary, hidden_plan, recent)
+
+
+def layout_of(config: EngineConfig, loaded: LoadedModel) -> PagedLayout:
+    """How the cache of a loaded model lies in memory."""
+    cache, limits = config.cache, config.scheduler
+    heads = tuple(
+        (x.attention.num_kv_heads, x.attention.head_dim) for x in loaded.spec.decoder.layers
+    )
+    stored = kv_dtype(cache.kv_cache_dtype, loaded.dtype)
+    if cache.kv_cache_dtype != "kivi":
+        return PagedLayout(heads, stored, cache.block_size)
+    window = cache.kv_recent_window or RECENT_WINDOW
+    return PagedLayout(
+        heads,
+        stored,
+        cache.block_size,
+        window,
+        most_recent_blocks(
+            window,
+            cache.block_size,
+            loaded.max_model_len,
+            limits.max_num_seqs,
+            limits.max_num_batched_tokens,
+        ),
     )
 
 
