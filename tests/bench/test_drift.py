@@ -10,9 +10,10 @@ import torch
 
 from penstock.bench import drift as module
 from penstock.bench.drift import Drift, Variant, drift, load, logits_of, measure_drift, windows
+from penstock.config import EngineConfig
 from penstock.errors import ConfigError
 from penstock.models.hub import resolve
-from penstock.runtime import Runtime
+from penstock.runtime import Runtime, load_runtime
 from penstock.tokenizer import Tokenizer
 
 STORY = (
@@ -51,6 +52,22 @@ def test_eight_bits_drift_little_and_four_more(found: dict[str, Drift]) -> None:
     for one in found.values():
         assert one.kl_p99 >= one.kl
         assert one.perplexity == pytest.approx(one.reference_perplexity, rel=0.1)
+
+
+def test_keys_by_channel_drift_less_than_by_token(tokens: list[int]) -> None:
+    """At the same bytes of codes, KIVI's beats plain int4, with its window and without."""
+    window = len(tokens)
+    variants = [Variant(None, name) for name in ("int4", "kivi")]
+    kl = {v.kv_cache_dtype: d.kl for v, d in drift("stories", tokens, window, variants)}  # type: ignore[union-attr]
+    config = EngineConfig.of(
+        model="stories", dtype="bfloat16", kv_cache_dtype="kivi", kv_recent_window=1,
+        max_model_len=window, max_num_seqs=1, max_num_batched_tokens=window,
+    )  # fmt: skip
+    coded, reference = load_runtime(config), load("stories", Variant(), window)
+    kl["codes"] = measure_drift(reference, coded, tokens, window).kl
+    assert 0 < kl["kivi"] < kl["codes"] < kl["int4"] < 0.03
+    layouts = [load("stories", v, window).layout for v in variants]
+    assert layouts[0].bytes_per_block == layouts[1].bytes_per_block
 
 
 @pytest.fixture(scope="module")

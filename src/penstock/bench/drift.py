@@ -73,7 +73,7 @@ def load(model: str | Path, variant: Variant, window: int) -> Runtime:
             kv_cache_dtype=variant.kv_cache_dtype,
             max_model_len=window,
             max_num_seqs=1,
-            max_num_batched_tokens=max(window, 1),
+            max_num_batched_tokens=window,
             skip_tokenizer_init=True,
         )
     )
