@@ -80,6 +80,21 @@ def test_eight_bits_drift_little_and_four_more(found: dict[str, Drift]) -> None:
         assert layer.mean <= coarser.mean
 
 
+def test_keys_by_channel_drift_less_than_by_token(plain: Reader) -> None:
+    """At the same bytes of codes: KIVI's, most of whose tokens lie behind its window."""
+    text = Text("story", plain.encode([STORY * 4]))
+    size = len(text.documents[0])
+    assert size > 2 * 128
+    kl = {}
+    with open_reader(Variant(), size) as whole:
+        for words in ("kv=int8", "kv=int4", "kv=kivi"):
+            with open_reader(Variant().with_options(words), size) as reader:
+                found = measure_drift(whole, reader, [text], size, size - 1, layers=True)
+            kl[words] = found.kl
+            assert 0 < found.layers[-1].mean < 0.2
+    assert 0 < kl["kv=int8"] < kl["kv=kivi"] < kl["kv=int4"] < 0.03
+
+
 def test_the_figures_follow_from_the_logits(
     plain: Reader, text: Text, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -83,6 +83,17 @@ def test_after_giving_way(model: Decoder, kv: str, alone: dict[Key, torch.Tensor
     assert_same(got, alone)
 
 
+@pytest.mark.parametrize("kv", ["int4"], indirect=True)
+def test_after_being_swapped_out(model: Decoder, kv: str, alone: dict[Key, torch.Tensor]) -> None:
+    engine = engine_over(
+        kv, model, num_blocks=11, max_num_batched_tokens=40, preemption_mode="swap",
+        swap_space=0.001, enable_prefix_caching=False,
+    )  # fmt: skip
+    got, _ = run(engine, named(PROMPTS), GREEDY)
+    assert engine.preemption.num_swap > 0
+    assert_same(got, alone)
+
+
 @pytest.mark.parametrize("n", [2, 6])
 def test_samples_of_one_request(model: Decoder, kv: str, n: int) -> None:
     """They share the window of their prompt, copy its last block, and leave it one by one."""

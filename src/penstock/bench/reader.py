@@ -128,7 +128,7 @@ class LocalReader:
             if runner.program is None:
                 return Reading(runner.forward(step).clone(), torch.stack(taps))
             logits = runner.forward(step).clone()
-            with torch.inference_mode():
+            with torch.inference_mode(), runner.computing(step):
                 again = self._decoder(step, runner.kv)
         return Reading(logits, torch.stack(taps), torch.equal(logits, again))
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from penstock.config import DEFAULT_MODEL, EngineConfig
+from penstock.config import DEFAULT_MODEL, EngineConfig, SchedulerConfig
 from penstock.errors import ConfigError, nearest
 from penstock.kernels import native
 from penstock.kernels.load import ISAS
@@ -99,6 +99,7 @@ class Variant:
             enforce_eager=self.eager,
             max_model_len=window,
             max_num_seqs=1,
+            max_num_batched_tokens=max(window or 0, SchedulerConfig().max_num_batched_tokens),
         )
 
     @property
