@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -64,3 +66,19 @@ def test_no_copies() -> None:
     kv = _filled(2)
     copy_blocks(kv, [])
     assert [block.unique().tolist() for block in kv[0][0]] == [[1], [2]]
+
+
+def test_memory_is_taken_as_it_is_written() -> None:
+    """Two gigabytes of cache are there at once, are zero, and take no room until then."""
+
+    def resident() -> int:
+        return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
+
+    before = resident()
+    layout = PagedLayout(((8, 128),), torch.bfloat16, 32)
+    kv = layout.allocate((2 << 30) // layout.bytes_per_block)
+    assert resident() - before < 256 << 20
+    key = kv[0][0]
+    assert key.nbytes == 1 << 30 and int(key[-1].count_nonzero()) == 0
+    key[5] = 1
+    assert bool((key[5] == 1).all()) and int(key[6].count_nonzero()) == 0

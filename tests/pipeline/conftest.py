@@ -9,8 +9,12 @@ from typing import Any
 import pytest
 import torch
 
+from penstock.kernels import native
 from penstock.pipeline.build import BuildOptions, build
 
+needs_native = pytest.mark.skipif(
+    native.handle is None, reason=f"nothing is timed, no step is one call: {native.reason}"
+)
 Build = Callable[..., Path]
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from penstock.cache import PagedLayout, kv_dtype
 from penstock.config import EngineConfig
-from penstock.errors import ConfigError, EngineFolderError, KernelError
+from penstock.errors import ConfigError, KernelError
 from penstock.hardware import detect
 from penstock.kernels import native
 from penstock.models.hub import resolve
@@ -78,10 +78,10 @@ def _load_engine(folder: Path, config: EngineConfig) -> Runtime:
     mapped = engine.manifest["weights"]["bytes"]  # in the page cache, which counts as free
     layout, blocks = _cache(config, loaded, max(detect().available_bytes - mapped, 0))
     kv = layout.allocate(blocks)
+    step, hidden = engine.plans()
     if config.model.enforce_eager or native.handle is None:
         runner = Runner(_forward(loaded.model, kv, config.model.enforce_eager), kv)
     else:
-        step, hidden = engine.plans()
         runner = Runner(_program(engine, step, loaded.model, kv), kv, hidden)
     return Runtime(loaded, tokenizer, layout, blocks, runner, engine)
 
@@ -90,10 +90,7 @@ def _program(engine: EngineFolder, plan: Plan, decoder: Decoder, kv: KV) -> Prog
     try:
         program = Program.of_plan(plan, fixed_tensors(decoder), kv)
     except (KernelError, RuntimeError) as error:
-        raise EngineFolderError(
-            f"{engine.folder} can't run: its plan and its weights disagree: {error} Build it "
-            f"again: {engine.manifest['command']}"
-        ) from error
+        raise engine.broken(f"its plan and its weights disagree: {error}") from error
     program.reserve(engine.limits.profile[2], engine.limits.max_num_seqs)
     engine.tuned.apply(program)
     return program
