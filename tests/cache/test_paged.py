@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -106,3 +108,19 @@ def test_recent_tokens_are_not_copied_with_the_blocks() -> None:
     copy_blocks(kv, [(1, 2)])
     assert all(bool((part[2] == 7).all()) for part in kv[0][:4])
     assert not any(bool(part[2].any()) for part in kv[0][4:6])
+
+
+def test_memory_is_taken_as_it_is_written() -> None:
+    """Two gigabytes of cache are there at once, are zero, and take no room until then."""
+
+    def resident() -> int:
+        return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
+
+    before = resident()
+    layout = PagedLayout(((8, 128),), torch.bfloat16, 32)
+    kv = layout.allocate((2 << 30) // layout.bytes_per_block)
+    assert resident() - before < 256 << 20
+    key = kv[0][0]
+    assert key.nbytes == 1 << 30 and int(key[-1].count_nonzero()) == 0
+    key[5] = 1
+    assert bool((key[5] == 1).all()) and int(key[6].count_nonzero()) == 0

@@ -15,6 +15,7 @@ from typer.testing import Result
 
 from penstock import LLM, SamplingParams
 from penstock.cli.batch import answered_in
+from penstock.cli.serve import STEP_TOKENS, _step_tokens
 
 Run = Callable[..., Result]
 Process = Callable[..., "subprocess.Popen[bytes]"]
@@ -101,6 +102,12 @@ def test_commands_take_an_engine(
     assert built.exit_code == plain.exit_code == 0, built.output + plain.output
     if command == "generate":
         assert built.stdout == plain.stdout
+
+
+def test_a_server_takes_the_engines_steps(engine: Path) -> None:
+    assert _step_tokens(STEP_TOKENS, True, None, str(engine)) is None
+    assert _step_tokens(STEP_TOKENS, True, None, "stories") == STEP_TOKENS
+    assert _step_tokens(64, True, None, str(engine)) == 64
 
 
 # ── run ──────────────────────────────────────────────────────────────────────────────────────────

@@ -10,9 +10,13 @@ from typing import Any
 import pytest
 import torch
 
+from penstock.kernels import native
 from penstock.pipeline.build import BuildOptions, build
 from tests.models.tiny import make_tiny
 
+needs_native = pytest.mark.skipif(
+    native.handle is None, reason=f"nothing is timed, no step is one call: {native.reason}"
+)
 Build = Callable[..., Path]
 
 

@@ -22,7 +22,7 @@ from penstock.pipeline.new_folder import new_folder
 from penstock.pipeline.tuning import Timing, Timings, choose, make_step, step_sizes, thread_counts
 from penstock.pipeline.weights_file import WeightsFile
 from penstock.runtime.engine_folder import EngineFolder, Limits, is_engine
-from tests.pipeline.conftest import Build
+from tests.pipeline.conftest import Build, needs_native
 
 KILLED = Path(__file__).with_name("killed_build.py")
 
@@ -53,6 +53,7 @@ def test_the_folder(engine_of: Build) -> None:
     )
 
 
+@needs_native
 def test_the_report(engine_of: Build) -> None:
     folder = engine_of()
     report = json.loads((folder / "report.json").read_text())
@@ -98,6 +99,7 @@ def test_killed_at_random_moments(tmp_path: Path, standing: bool) -> None:
     assert set(found) <= ({"old", "new"} if standing else {"none", "new"})
 
 
+@needs_native
 def test_what_was_there_stays_where_a_build_fails(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -205,6 +207,7 @@ def test_a_profile_is_three_numbers(text: str) -> None:
 # ── timings ──────────────────────────────────────────────────────────────────────────────────────
 
 
+@needs_native
 def test_a_second_build_replays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PENSTOCK_CACHE", str(tmp_path / "cache"))
     first = build(options(tmp_path / "a"))
@@ -218,6 +221,7 @@ def test_a_second_build_replays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert a["measured"] == b["measured"]
 
 
+@needs_native
 def test_a_broken_cache_is_measured_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PENSTOCK_CACHE", str(tmp_path / "cache"))
     build(options(tmp_path / "a"))
@@ -265,6 +269,7 @@ def test_the_steps_that_are_timed(tokens: int) -> None:
         assert int(step.slots[last]) == block * 32 + position % 32
 
 
+@needs_native
 def test_the_choice_is_heeded(engine_of: Build, tmp_path: Path) -> None:
     """A program runs on as many threads as were chosen, and steps have as many tokens."""
     llm = LLM(engine_of())

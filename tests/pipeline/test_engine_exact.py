@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from penstock.runtime import HiddenRunner, Runtime, compile_counter, load_runtim
 from penstock.runtime.engine_folder import Limits
 from penstock.runtime.mapping import mapped_files
 from tests.models.tiny import FAMILIES, make_tiny
-from tests.pipeline.conftest import Build
+from tests.pipeline.conftest import Build, needs_native
 
 FORMATS = ["w8a16", "w8a8"]
 FORMATS += [f"w4a{a}-g{g}{z}" for a in (8, 16) for g in (32, 64, 128) for z in ("", "-asym")]
@@ -101,9 +102,11 @@ def test_two_contexts_share_the_weights(engine_of: Build) -> None:
     for a, b in zip(logits(one), logits(other), strict=True):
         assert torch.equal(a, b)
     del one, other, weights
+    gc.collect()
     assert mapped_files() == before
 
 
+@needs_native
 def test_the_workspace_does_not_grow(engine_of: Build) -> None:
     llm = LLM(engine_of())
     program = llm.runtime.runner.program
@@ -115,6 +118,7 @@ def test_the_workspace_does_not_grow(engine_of: Build) -> None:
     assert program.workspace_bytes == stated
 
 
+@needs_native
 def test_a_model_is_recorded_and_counted() -> None:
     before = compile_counter.total()
     load("stories")

@@ -9,8 +9,10 @@ import pytest
 
 from penstock.pipeline import tuning
 from penstock.pipeline.build import BuildOptions, build
+from tests.pipeline.conftest import needs_native
 
 
+@needs_native
 def test_a_busy_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tuning, "_waited", time.process_time)  # as much waiting as work
     monkeypatch.setattr(tuning, "_TRIAL_S", 0.0)

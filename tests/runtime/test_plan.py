@@ -169,3 +169,44 @@ def test_nothing_of_torchs_compiler_is_imported() -> None:
         "assert not [n for n in sys.modules if n.startswith(('torch._dynamo', 'torch._inductor'))]"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+WATCH = """
+import threading
+import time
+from pathlib import Path
+import torch
+from penstock.runtime import Program
+from tests.exactness.bits import build
+from tests.runtime.test_plan import fresh
+from tests.runtime.test_program import prefill
+
+def worked():  # nanoseconds of all threads but this one
+    me = str(threading.get_native_id())
+    tasks = [p for p in Path("/proc/self/task").iterdir() if p.name != me]
+    return sum(int((p / "schedstat").read_text().split()[0]) for p in tasks)
+
+torch.set_num_threads(2)
+model = build()
+kv = fresh(model)
+program, step = Program(model, kv), prefill(256)
+program(step, kv)
+found = []
+for table in ([(512, 1)], [(64, 1)], []):
+    program.use_threads(table)
+    time.sleep(0.1)  # until nobody looks for work any more
+    before = worked()
+    for _ in range(50):
+        program(step, kv)
+    time.sleep(0.1)
+    found.append(worked() - before)
+print(*found)
+"""
+
+
+@needs_native
+def test_a_step_runs_on_the_threads_of_its_size() -> None:
+    """A second thread computes nothing where one was chosen, and takes part where none was."""
+    done = subprocess.run([sys.executable, "-c", WATCH], check=True, capture_output=True, text=True)
+    chosen, smaller, free = map(int, done.stdout.split())
+    assert chosen < 1_000_000 < min(smaller, free)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import hashlib
 from collections.abc import Mapping
 from pathlib import Path
@@ -14,6 +15,11 @@ from torch import Tensor
 from penstock.nn.parameters import Loadable
 from penstock.runtime.mapping import PAGE
 
+_TRIM_BYTES = 16 << 20
+"""glibc keeps what is freed: without trimming, half of a model piles up while it is packed."""
+
+_libc = ctypes.CDLL(None)
+
 
 class WeightsFile:
     """Writes tensors from multiples of 4,096 bytes on, and their index."""
@@ -21,6 +27,7 @@ class WeightsFile:
     def __init__(self, path: Path) -> None:
         self._file = open(path, "wb")  # noqa: SIM115 (closed by __exit__)
         self._tensors: dict[str, dict[str, Any]] = {}
+        self._untrimmed = 0  # bytes that were packed and freed since the heap was trimmed
 
     def __enter__(self) -> WeightsFile:
         return self
@@ -53,6 +60,11 @@ class WeightsFile:
             if tensor is not None and not tensor.is_meta:
                 self.add(f"{name}.{part}", tensor)
                 module.restore(part, torch.empty_like(tensor, device="meta"))
+                self._untrimmed += tensor.nbytes
+        if self._untrimmed >= _TRIM_BYTES:
+            self._untrimmed = 0
+            if hasattr(_libc, "malloc_trim"):
+                _libc.malloc_trim(0)
 
     def index(self, file: str) -> Mapping[str, Any]:
         """What a manifest says of this file; ends it with a whole page."""

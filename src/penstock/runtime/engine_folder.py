@@ -172,9 +172,20 @@ class EngineFolder:
         """Of a step that ends with logits, and of one that ends with hidden states."""
         data = _json(self.folder / PLAN)
         try:
-            return Plan.from_dict(data["step"]), Plan.from_dict(data["hidden"])
+            step, hidden = Plan.from_dict(data["step"]), Plan.from_dict(data["hidden"])
         except (KeyError, KernelError) as error:
-            raise EngineFolderError(f"{self.folder / PLAN} holds no plans: {error}.") from error
+            raise self.broken(f"{PLAN} holds no plans: {error}") from error
+        missing = set(step.weights()) - set(self.manifest["weights"]["tensors"])
+        if missing:
+            raise self.broken(f"its plan reads {len(missing)} tensors that {WEIGHTS} doesn't hold, "
+                              f"{min(missing)} among them")  # fmt: skip
+        return step, hidden
+
+    def broken(self, reason: str) -> EngineFolderError:
+        """The error for a folder that can't run, with the command that mends it."""
+        return EngineFolderError(
+            f"{self.folder} can't run: {reason}. Build it again: {self.manifest['command']}"
+        )
 
     def tensors(self) -> dict[str, Tensor]:
         """All tensors by name: views of one mapping, which can't be written to."""

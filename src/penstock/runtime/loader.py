@@ -10,7 +10,7 @@ from typing import Any
 from penstock.cache import PagedLayout, RecentBlocks, kv_dtype, most_recent_blocks
 from penstock.cache.kv_dtype import RECENT_WINDOW
 from penstock.config import EngineConfig
-from penstock.errors import ConfigError, EngineFolderError, KernelError, WeightsError
+from penstock.errors import ConfigError, KernelError, WeightsError
 from penstock.hardware import detect
 from penstock.kernels import native
 from penstock.models.exported import read_exported
@@ -98,11 +98,11 @@ def _load_engine(folder: Path, config: EngineConfig) -> Runtime:
     mapped = engine.manifest["weights"]["bytes"]  # in the page cache, which counts as free
     layout, blocks = _cache(config, loaded, max(detect().available_bytes - mapped, 0))
     kv = layout.allocate(blocks)
+    step, hidden = engine.plans()
     if config.model.enforce_eager or native.handle is None:
         forward = _forward(loaded.model, kv, config.model.enforce_eager)
         runner = runner_over(forward, kv, layout, vocabulary)
     else:
-        step, hidden = engine.plans()
         program = _program(engine, step, loaded.model, kv)
         runner = runner_over(program, kv, layout, vocabulary, hidden)
     return Runtime(loaded, tokenizer, layout, blocks, runner, engine)
@@ -112,10 +112,7 @@ def _program(engine: EngineFolder, plan: Plan, decoder: Decoder, kv: KV) -> Prog
     try:
         program = Program.of_plan(plan, fixed_tensors(decoder), kv)
     except (KernelError, RuntimeError) as error:
-        raise EngineFolderError(
-            f"{engine.folder} can't run: its plan and its weights disagree: {error} Build it "
-            f"again: {engine.manifest['command']}"
-        ) from error
+        raise engine.broken(f"its plan and its weights disagree: {error}") from error
     program.reserve(engine.limits.profile[2], engine.limits.max_num_seqs)
     engine.tuned.apply(program)
     return program
