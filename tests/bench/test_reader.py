@@ -120,7 +120,7 @@ def test_what_breaks_in_the_other_process_tells_where() -> None:
         assert reader.encode(["a"])  # and it goes on
     finally:
         reader.close()
-    assert reader._process.returncode == 0
+    assert reader._process.returncode is not None
 
 
 def test_nan_weights_say_where(tmp_path: Path, ids: list[int], plain: Reader) -> None:

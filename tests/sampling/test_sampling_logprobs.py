@@ -80,3 +80,13 @@ def test_the_sampler_reports_the_models_own_distribution():
 def test_the_rank_of_a_token_tied_with_the_last_one_fetched():
     found = prompt_logprobs(torch.zeros(4, 200), torch.tensor([0, 63, 64, 199]), 0)
     assert [next(iter(entry.values())).rank for entry in found] == [1, 64, 65, 200]
+
+
+def test_tokens_that_cannot_come_are_not_listed() -> None:
+    """Those without a logit, as a reduced vocabulary leaves them."""
+    logits = torch.tensor([[0.0, -torch.inf, 1.0, -torch.inf]])
+    (entry,) = prompt_logprobs(logits, torch.tensor([0]), -1)
+    assert list(entry) == [0, 2]
+    assert [one.rank for one in entry.values()] == [2, 1]
+    (entry,) = prompt_logprobs(logits, torch.tensor([0]), 3)
+    assert list(entry) == [0, 2]
