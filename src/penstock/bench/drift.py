@@ -45,8 +45,11 @@ class Variant:
 
 
 VARIANTS = (
-    *(Variant(name) for name in ("w8a16", "w8a8", "w4a16-g32")),
+    *(Variant(name) for name in ("w8a16", "w8a16-g32", "w8a16-tensor", "w8a8", "w8a8-asym")),
+    *(Variant(name) for name in ("fp8", "fp8-tensor", "fp8-block", "fp8-e5m2")),
+    *(Variant(f"w4a16-{shared}") for shared in ("g32", "channel", "channel-asym", "tensor")),
     *(Variant(f"w4a8-g{group}{zero}") for group in (32, 64, 128) for zero in ("", "-asym")),
+    *(Variant(name) for name in ("nf4-g64", "mxfp4", "nvfp4")),
     *(Variant(None, cache) for cache in ("int8", "fp8")),
 )
 
