@@ -124,6 +124,8 @@ LinearArgs linear_args(Form x, const Tensor& weight, const Optional& scale, cons
     STD_TORCH_CHECK(a.dtype == DType::bf16, "linear: quantized weights take bfloat16 rows");
   }
   STD_TORCH_CHECK(!int8_rows || is_integer(s.kind), "linear: int8 rows need weights of integers");
+  STD_TORCH_CHECK(!int8_rows || s.kind != Weight::int8_zero || s.padded_k / s.groups <= 65536,
+                  "linear: a sum of more than 65536 products of 8 bits may not fit into 32");
   STD_TORCH_CHECK(int8_rows || !input_scale, "linear: only int8 rows have an input_scale");
   const int64_t panels = (n + 15) / 16 * (gated ? 2 : 1);
   STD_TORCH_CHECK(a.k > 0 && s.panels == panels && s.padded_k >= a.k &&

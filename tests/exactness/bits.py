@@ -19,14 +19,19 @@ from penstock.nn import (
     NormSpec,
     RopeSpec,
 )
+from penstock.nn.linear import Linear
 from penstock.nn.parameters import Loadable
-from penstock.quant import formats_of
+from penstock.quant import Codes, Integer, WeightFormats, format_of, formats_of, parse_scheme
+from penstock.quant.methods.rtn import quantize
+from penstock.quant.names import head_scheme
 from penstock.runtime import Forward, Program
 from penstock.step import Step
 
 BLOCK = 32
 WINDOW = 48
 """Tokens that a `kivi` cache keeps as they are: few, so that most of a prompt is coded."""
+INPUT_SCALE = 0.03125
+"""Of static activations."""
 
 
 def integers(count: int, seed: int) -> np.ndarray:
@@ -68,6 +73,14 @@ def decoder_spec(layers: int = 3) -> DecoderSpec:
     )
 
 
+def _loaded(module: Loadable, values: Tensor) -> Tensor | Codes:
+    """What a checkpoint holds: codes where activations have a calibrated scale."""
+    stored = module.weight_format if isinstance(module, Linear) and values.dim() == 2 else None
+    if isinstance(stored, Integer) and stored.scheme.activations == "int8_static":
+        return quantize(values, stored.scheme, INPUT_SCALE)
+    return values
+
+
 def fill(model: Decoder) -> Decoder:
     """Give every parameter its reproducible values."""
     seed = 1
@@ -75,13 +88,17 @@ def fill(model: Decoder) -> Decoder:
         if isinstance(module, Loadable):
             for name, shape in module.expected().items():
                 scale = 1.7 / shape[-1] ** 0.5 if len(shape) > 1 else 0.5
-                module.load(name, uniform(shape, scale, seed) + (len(shape) == 1))
+                module.load(name, _loaded(module, uniform(shape, scale, seed) + (len(shape) == 1)))
                 seed += 1
     return model
 
 
 def build(dtype: torch.dtype = torch.bfloat16, quantization: str | None = None) -> Decoder:
-    return fill(Decoder(decoder_spec(), formats_of(quantization, dtype), dtype))
+    if quantization is None or not quantization.endswith("-static"):
+        return fill(Decoder(decoder_spec(), formats_of(quantization, dtype), dtype))
+    scheme = parse_scheme(quantization)
+    formats = WeightFormats(format_of(scheme), format_of(head_scheme(scheme)))
+    return fill(Decoder(decoder_spec(), formats, dtype))
 
 
 def prompt(length: int, seed: int, vocab: int = 517) -> list[int]:

@@ -132,6 +132,41 @@ def test_every_instruction_set_gives_the_golden_bits(model: Decoder, form: str, 
     assert torch.equal(alone(model, prompt(300, 7), 5), whole)
 
 
+GOLDEN_MORE = {
+    "w8a16-g64-asym": "1e1938ce66acb4f042515400958616081c5cf1aaf75081f255b48d556fe53373",
+    "w8a8-g64-asym": "92cd8633151520d3f8effb0ddde64d829bf4169505fe70ce4410937cacf8b118",
+    "w8a8-static": "a0e327408aece9c0e33416d70f05aab761c6f9f7bb48d726230dc0fdbc5bf00c",
+    "w4a8-channel": "9fef1dd9828bb0d3e8dc3e6c1f049af17adfd2b223dbe1e4b93282308e6117e9",
+    "fp8": "39c9d608aef53afee72594a8a0302bbbc0e82c3a493fcea7ed7b6b26f4e453cb",
+    "fp8-block": "6d5b321e6b39358af0e3adc7e21697c687bbcb9ca4106891fe42c6c3905153b8",
+    "fp8-e5m2": "e273b6f79e9d0f654dade9f23899c4a4291f095b9293b6a6c087a135a7df6c4e",
+    "nf4": "5e707165e9d63ed5809041f2c44fdb0240f7bb915074568cb728fbe833a74ff8",
+    "mxfp4": "ab45b589687fdacfcd22c84a86972230effcac96d7e143e0ad8ebaba9af6e315",
+    "nvfp4": "1bc489fd08d1843a964740e21708efda3cb65cafdc35af343fbc5032adcfb13b",
+}
+"""The same prompt in the other formats."""
+
+
+@pytest.mark.usefixtures("restore")
+@pytest.mark.parametrize("name", GOLDEN_MORE)
+def test_every_other_format(name: str) -> None:
+    """On each instruction set, in chunks, with other threads, and as a program in a batch."""
+    model, tokens = build(torch.bfloat16, name), prompt(300, 7)
+    whole = alone(model, tokens)
+    assert whole.isfinite().all()
+    assert digest(whole) == GOLDEN_MORE[name]
+    for isa in native.available_isas():
+        native.select_isa(isa)
+        torch.set_num_threads(2)
+        assert torch.equal(alone(model, tokens), whole)
+        torch.set_num_threads(3)
+        assert torch.equal(alone(model, tokens, 5), whole)
+    machine = Machine(model, program=True)
+    streams = [machine.stream(tokens[:n]) for n in (300, 1, 17, 40)]
+    rows = machine.run([(s, len(s.tokens)) for s in streams])
+    assert all(torch.equal(got, whole[: len(got)]) for got in rows)
+
+
 @pytest.fixture(scope="module", params=["int8", "fp8", "int4", "kivi"])
 def kv(request: pytest.FixtureRequest) -> str:
     return str(request.param)

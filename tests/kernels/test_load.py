@@ -13,6 +13,7 @@ from penstock import ops
 from penstock.errors import KernelError
 from penstock.kernels import native, report, report_linear
 from penstock.kernels.load import ISAS, TILE_MIN_ROWS, NativeLibrary
+from penstock.quant import SCHEMES
 
 needs_native = pytest.mark.skipif(native.handle is None, reason=f"no native: {native.reason}")
 
@@ -75,7 +76,9 @@ def test_linear_is_reported_as_it_runs(isa: str) -> None:
     few = "vpdpbusd" if isa in ("avx512", "amx") else "vpmaddubsw, vpmaddwd"
     assert rows["w8a8"] == (few, "tdpbssd" if tiles else few)
     assert rows["float32"] == ("vfmadd231ps", "vfmadd231ps")
-    assert len(rows) == 5
+    assert rows["nf4, mxfp4, nvfp4"][1].endswith("tdpbf16ps" if tiles else "vfmadd231ps")
+    named = {name for row in rows for name in row.split(", ")}
+    assert named == {*SCHEMES, "float32", "bfloat16"}
 
 
 def test_the_rows_from_which_tiles_run_are_the_library_s() -> None:

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from penstock import ops
 from penstock.kernels import native
+from penstock.ops.levels import E2M1, NF4
 from penstock.ops.linear import quantize_rows
 from penstock.quant import Codes, Dense, Integer, Packed, WeightFormat, format_of, parse_scheme
 from penstock.quant.methods.rtn import quantize
@@ -283,3 +284,64 @@ def test_a_panel_cut_short_is_refused() -> None:
     x, weight = activations("bfloat16", 5, 48), torch.zeros(1, 24, 16, 2, dtype=torch.bfloat16)
     with pytest.raises(RuntimeError, match="a panel of 48 values of K, which must be a multiple"):
         ops.linear(x, weight, None, None, None, 16)
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2])
+@pytest.mark.parametrize("rows", [1, 20])
+@pytest.mark.usefixtures("isa")
+def test_every_code_of_eight_bits(dtype: torch.dtype, rows: int) -> None:
+    """One in each row of W, in each place of K in turn: what torch's cast says."""
+    scheme = parse_scheme("fp8" if dtype is torch.float8_e4m3fn else "fp8-e5m2")
+    every = torch.arange(256, dtype=torch.int32).to(torch.uint8).view(dtype)
+    finite = every[every.float().isfinite()]
+    fmt, k = format_of(scheme), 64
+    values = torch.zeros(len(finite), k, dtype=dtype)
+    place = torch.arange(len(finite)) * 7 % k
+    values.view(torch.uint8)[torch.arange(len(finite)), place] = finite.view(torch.uint8)
+    scale = torch.full((len(finite), 1), 0.75)
+    packed = fmt.pack_codes(Codes(scheme, values, scale))
+    x = torch.ones(rows, k).bfloat16()
+    got = fmt.matmul(x, packed, None, len(finite), out_dtype=torch.float32)
+    assert torch.equal(got, (finite.float() * 0.75).expand(rows, -1))
+
+
+@pytest.mark.parametrize("name", ["nf4", "mxfp4", "nvfp4"])
+@pytest.mark.parametrize("rows", [1, 20])
+@pytest.mark.usefixtures("isa")
+def test_every_level_under_every_scale(name: str, rows: int) -> None:
+    """All sixteen codes, each times all scales that its format has."""
+    scheme, k, x = parse_scheme(name), 64, torch.ones(rows, 64).bfloat16()
+    if name == "nf4":
+        scales = torch.logspace(-20, 10, 40, base=2.0).half().float()
+    elif name == "mxfp4":
+        scales = torch.pow(2.0, torch.arange(-120, 121))
+    else:
+        scales = torch.arange(127, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
+    n = 16 * len(scales)
+    values = torch.full((n, k), 7 if name == "nf4" else 0, dtype=torch.uint8)
+    values[torch.arange(n), torch.arange(n) * 5 % k] = torch.arange(16).repeat(len(scales)).byte()
+    own = scales.repeat_interleave(16)[:, None].expand(n, -(-k // scheme.group)).contiguous()
+    outer = torch.full((n,), 0.625) if name == "nvfp4" else None
+    fmt = format_of(scheme)
+    packed = fmt.pack_codes(Codes(scheme, values, own, None, outer))
+    level = torch.tensor(NF4 if name == "nf4" else E2M1).bfloat16().float()
+    want = (scales[:, None] * level).flatten() * (1.0 if outer is None else 0.625)
+    got = fmt.matmul(x, packed, None, n, out_dtype=torch.float32)
+    assert torch.equal(got, want.expand(rows, -1))
+
+
+@pytest.mark.usefixtures("isa")
+def test_static_rows_are_divided_by_their_scale() -> None:
+    """round(x / s) within ±127, halves to even; then s again: through a weight of ones."""
+    scheme, k = parse_scheme("w8a8-static"), 64
+    fmt = format_of(scheme)
+    weight = torch.zeros(16, k)
+    weight[:, 5] = 127.0
+    packed = fmt.pack_codes(quantize(weight, scheme, 0.5))
+    points = [0.0, 0.25, 0.75, 1.25, -0.25, -0.75, 3.1, 63.5, 63.75, 64.0, 1e30, -1e30, -63.75]
+    x = torch.zeros(len(points), k).bfloat16()
+    x[:, 5] = torch.tensor(points).bfloat16()
+    q = torch.round(x[:, 5].double() / 0.5).clamp(-127, 127)
+    for rows in (slice(None), slice(1), slice(2, 5)):
+        got = fmt.matmul(x[rows], packed, None, 16, out_dtype=torch.float32)
+        assert torch.equal(got.double(), (q[rows] * 127 * 0.5)[:, None].expand(-1, 16))

@@ -8,7 +8,9 @@ import pytest
 import torch
 
 from penstock.errors import ConfigError, WeightsError
-from penstock.quant import Codes, Integer, Scheme, format_of, parse_scheme
+from penstock.quant import Codes, Dense, Scheme, format_of, parse_scheme
+from penstock.quant.levels import E2M1
+from penstock.quant.methods.rtn import quantize
 
 NAMES = (
     *(
@@ -46,29 +48,88 @@ def test_other_names_are_refused(name: str) -> None:
         parse_scheme(name)
 
 
+PACKED = (
+    *("w8a16", "w8a8-asym", "w8a16-g32", "w8a8-g128-asym", "w8a8-tensor", "w8a8-static"),
+    *("w4a16-g32", "w4a8-g64", "w4a8-g128", "w4a16-g32-asym", "w4a8-g128-asym", "w4a8-g32-static"),
+    *("w4a16-channel", "w4a8-channel-asym", "w4a8-tensor"),
+    *("fp8", "fp8-tensor", "fp8-block", "fp8-e5m2", "nf4-g32", "nf4", "nf4-g128", "mxfp4"),
+    "nvfp4",
+)
+
+
 @pytest.mark.parametrize("gated", [False, True])
 @pytest.mark.parametrize("k", [32, 96, 200])
-@pytest.mark.parametrize(
-    "name",
-    ["w8a16", "w8a8", "w4a16-g32", "w4a8-g64", "w4a8-g128", "w4a16-g32-asym", "w4a8-g128-asym"],
-)
+@pytest.mark.parametrize("name", PACKED)
 def test_codes_pass_through_panels(name: str, k: int, gated: bool) -> None:
-    stored = format_of(parse_scheme(name))
-    assert isinstance(stored, Integer)
-    n = 40  # of one half where gated
+    """Of rows that fill no panel, and groups that K cuts short."""
+    scheme = parse_scheme(name)
+    stored, n = format_of(scheme), 40  # n of one half where gated
     weight = torch.randn(80 if gated else 40, k, generator=torch.manual_seed(0))
-    packed = stored.pack(weight, gated)
-    codes = stored.codes(packed, n, k, gated)
-    again = stored.codes(stored.pack_codes(codes, gated), n, k, gated)
-    assert torch.equal(again.values, codes.values)
+    given = 0.125 if name.endswith("static") else None
+    codes = quantize(weight, scheme, given)
+    packed = stored.pack_codes(codes, gated)
+    again = stored.codes(packed, n, k, gated)
+    assert torch.equal(again.values.view(torch.uint8), codes.values.view(torch.uint8))
     assert torch.equal(again.scale, codes.scale)
-    assert torch.equal(again.dequantize(), stored.unpack(packed, n, k, gated))
-    # the meaning, written out: (q − zero) · scale of each group
-    group = codes.scheme.group or k
-    row, column = 7, k - 1
-    zero = 8 if codes.zero is None else int(codes.zero[row, column // group])
-    value = int(codes.values[row, column]) - (0 if codes.scheme.bits == 8 else zero)
-    assert codes.dequantize()[row, column] == value * codes.scale[row, column // group]
+    for other, own in ((again.zero, codes.zero), (again.outer, codes.outer)):
+        assert (own is None) == (other is None)
+        assert own is None or other is None or torch.equal(own, other)
+    assert again.input_scale == given
+    held = sum(part.nbytes for key, part in packed.items() if key != "input_scale")
+    assert held == stored.nbytes(n, k) * (2 if gated else 1)
+    means = stored.unpack(packed, n, k, gated)
+    if scheme.kind == "nf4":  # whose levels bfloat16 rounds
+        torch.testing.assert_close(means, codes.dequantize(), rtol=2**-8, atol=0)
+    else:
+        assert torch.equal(means, codes.dequantize())
+
+
+@pytest.mark.parametrize("name", ["w8a8-asym", "w4a16-g32-asym", "fp8-block", "mxfp4", "nvfp4"])
+def test_a_packed_value_written_out(name: str) -> None:
+    scheme, n, k = parse_scheme(name), 40, 200
+    stored = format_of(scheme)
+    weight = torch.randn(n, k, generator=torch.manual_seed(0))
+    packed = stored.pack(weight)
+    codes = stored.codes(packed, n, k)
+    row, column = 37, k - 1
+    group = column // (scheme.group or k)
+    value = float(codes.values[row, column])
+    if scheme.kind in ("mxfp4", "nvfp4"):
+        value = E2M1[int(value)]
+    if codes.zero is not None:
+        value -= int(codes.zero[row, group])
+    want = torch.tensor(value) * codes.scale[row, group]
+    if codes.outer is not None:
+        want = want * codes.outer[row]
+    assert stored.unpack(packed, n, k)[row, column] == want
+
+
+@pytest.mark.parametrize("name", ["w8a16", "w4a8-g64-asym"])
+def test_the_operators_codes_pass_too(name: str) -> None:
+    stored = format_of(parse_scheme(name))
+    packed = stored.pack(torch.randn(40, 200, generator=torch.manual_seed(0)))
+    again = stored.pack_codes(stored.codes(packed, 40, 200))
+    assert again.keys() == packed.keys()
+    assert torch.equal(stored.unpack(again, 40, 200), stored.unpack(packed, 40, 200))
+
+
+def test_what_a_format_cannot_hold_is_refused() -> None:
+    codes = quantize(torch.ones(4, 64), parse_scheme("mxfp4"))
+    with pytest.raises(WeightsError, match="8 of 8 scales in mxfp4 aren't a power of two"):
+        format_of(codes.scheme).pack_codes(replace(codes, scale=codes.scale * 1.5))
+    codes = quantize(torch.ones(4, 64), parse_scheme("nvfp4"))
+    with pytest.raises(WeightsError, match="16 of 16 scales in nvfp4 aren't a value of E4M3"):
+        format_of(codes.scheme).pack_codes(replace(codes, scale=codes.scale * 1.01))
+    with pytest.raises(WeightsError, match="Codes in nvfp4 can't be stored as mxfp4"):
+        format_of(parse_scheme("mxfp4")).pack_codes(codes)
+    codes = quantize(torch.ones(4, 64), parse_scheme("fp8"))
+    values = codes.values.view(torch.uint8).clone()
+    values[2, 3] = 0x7F  # E4M3's NaN
+    damaged = replace(codes, values=values.view(torch.float8_e4m3fn))
+    with pytest.raises(WeightsError, match=r"1 scales or values of a matrix \[4, 64\] in fp8 are"):
+        format_of(codes.scheme).pack_codes(damaged)
+    with pytest.raises(WeightsError, match="bfloat16 isn't quantized"):
+        Dense(torch.bfloat16).codes({}, 4, 64)
 
 
 def test_scales_that_float16_cannot_hold_stay() -> None:

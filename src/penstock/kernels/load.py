@@ -167,16 +167,20 @@ def _code_of(name: str) -> str:
 def report_linear() -> list[tuple[str, str, str]]:
     """(weights, what multiplies fewer than TILE_MIN_ROWS rows, and more) of the native `linear`.
 
-    Activations are bfloat16; those of float32 take the vectors at any number of rows.
+    Activations are bfloat16; those of float32 take the vectors at any number of rows. Every scheme
+    (`quant.scheme`) is in one row, whatever shares its scales.
     """
     if native.handle is None:
         return []
     fma = "vfmadd231ps"
     int8 = "vpdpbusd" if _vectors() == "avx512" else "vpmaddubsw, vpmaddwd"
+    float32, tiles = f"widened to float32, {fma}", "widened to bfloat16, tdpbf16ps"
     rows = [
         ("float32", fma, fma),
         ("bfloat16", fma, "tdpbf16ps"),
-        ("w8a16, w4a16", f"widened to float32, {fma}", "widened to bfloat16, tdpbf16ps"),
+        ("w8a16, w4a16", float32, tiles),
+        ("fp8, fp8-e5m2", float32, tiles),
+        ("nf4, mxfp4, nvfp4", f"looked up by vpermps, {fma}", "looked up by vpermps, tdpbf16ps"),
         ("w8a8", int8, "tdpbssd"),
         ("w4a8", int8, "widened to int8, tdpbssd"),
     ]

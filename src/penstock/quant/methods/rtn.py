@@ -191,7 +191,7 @@ def _int4_scale(
         zero = torch.round(-low * (torch.ones_like(scale) / scale)).clamp_(max=15)
         return scale, zero.nan_to_num().to(torch.uint8)
     top, sign = torch.maximum(high, -low), torch.where(high > -low, -1.0, 1.0)
-    best, chosen = torch.full_like(top, torch.inf), torch.ones_like(top)
+    best, chosen = torch.full_like(top, torch.inf), torch.full_like(top, torch.nan)
     for part in INT4_PARTS:
         scale = sign * _half(top / part)
         u = grouped * (torch.ones_like(scale) / scale)[..., None]
