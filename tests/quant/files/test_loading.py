@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -15,11 +16,14 @@ import torch
 import transformers
 from torch import Tensor
 
+from penstock import LLM, SamplingParams
 from penstock.errors import ConfigError, UnsupportedModelError, WeightsError
+from penstock.models.hub import resolve
 from penstock.models.load import LoadedModel, load_model
+from penstock.models.weights import Checkpoint
 from penstock.nn import Decoder
 from penstock.nn.linear import Linear
-from penstock.quant import Codes, Widened, format_of, parse_scheme
+from penstock.quant import Codes, Integer, Widened, format_of, parse_scheme
 from penstock.quant.files import write_checkpoint
 from tests.models.tiny import Case, Sequence, make_model, make_tiny
 from tests.quant.files.made import random_codes
@@ -141,7 +145,8 @@ def test_logits(name: str, layout: str, family: str, tmp_path: Path) -> None:
     if isinstance(store, Widened):  # so is a checkpoint of the values in bfloat16
         made.model.save_pretrained(tmp_path / "plain")
         assert torch.equal(logits, feed(load_model(tmp_path / "plain")))
-    check_close(logits, made.expected(), 0.1 if "a8" in name else 0.03)
+    if "static" not in name:  # whose scales of activations are made up: they cut off
+        check_close(logits, made.expected(), 0.1 if "a8" in name else 0.03)
 
 
 def by_hand(model: Decoder, made: Made, store: Any) -> None:
@@ -190,20 +195,16 @@ def test_transformers_loads_what_is_written(name: str, layout: str, tmp_path: Pa
     pytest.importorskip(package)
     made = Made(tmp_path, CASE["llama"], lambda n: name if linear(n) else None, layout)
     narrow = name in ("mxfp4", "nvfp4")  # compressed-tensors gives those in bfloat16
-    options: dict[str, Any] = {"dtype": torch.bfloat16 if narrow else torch.float32}
+    short = narrow or layout == "fp8"  # which transformers runs in the checkpoint's own type
+    options: dict[str, Any] = {"dtype": torch.bfloat16 if short else torch.float32}
     if "asym" in name:  # its other way of loading doesn't take packed zero points
         options["quantization_config"] = transformers.CompressedTensorsConfig(dequantize=True)
     model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, **options)
-    logits = logits_of(model)  # matrices are decompressed as they are first used
+    unpacked = {part: by_bitsandbytes(model, part) for part in made.codes if name == "nf4"}
+    logits = logits_of(model)  # matrices are decompressed, or packed anew, as they are first used
     for part, codes in made.codes.items():
-        weight, want = model.get_parameter(part).data, codes.dequantize()
-        if layout == "bitsandbytes":
-            import bitsandbytes as bnb
-
-            module = model.get_submodule(part.removesuffix(".weight"))
-            assert isinstance(module, bnb.nn.Linear4bit)
-            module.weight.quant_state.dtype = torch.float32
-            weight = bnb.functional.dequantize_4bit(module.weight.data, module.weight.quant_state)
+        want = codes.dequantize()
+        weight = unpacked[part] if unpacked else model.get_parameter(part).data
         if narrow:  # the product of value, scale and 1 / global scale is rounded otherwise
             assert torch.allclose(weight.float(), want, rtol=2**-7, atol=0)
         elif "asym" in name:  # in float16, as the scales are stored
@@ -213,9 +214,50 @@ def test_transformers_loads_what_is_written(name: str, layout: str, tmp_path: Pa
             half = (codes.values.half() - zero.half()[:, of]) * codes.scale.half()[:, of]
             assert torch.equal(weight, half.float())
         else:
-            assert torch.equal(weight, want)
-    ours = feed(load_model(tmp_path))
-    check_close(ours, logits, 0.1 if "a8" in name else 0.04)
+            assert torch.equal(weight, want.to(options["dtype"]))
+    if "static" not in name:
+        check_close(feed(load_model(tmp_path)), logits, 0.1 if "a8" in name else 0.04)
+
+
+def by_bitsandbytes(model: Any, part: str) -> Tensor:
+    import bitsandbytes as bnb
+
+    module = model.get_submodule(part.removesuffix(".weight"))
+    assert isinstance(module, bnb.nn.Linear4bit)
+    state = module.weight.quant_state
+    state.dtype = torch.float32
+    found: Tensor = bnb.functional.dequantize_4bit(module.weight.data, state)
+    return found
+
+
+def test_the_engine_says_the_same_from_a_file(tmp_path: Path) -> None:
+    """`quantization=` rounds as it loads; the same codes from a file give the same tokens."""
+    source = Checkpoint(resolve("stories"))
+    scheme = parse_scheme("w8a16")
+    store = format_of(scheme)
+    assert isinstance(store, Integer)
+
+    def tensors() -> Iterator[tuple[str, Tensor | Codes]]:
+        for name in source.names():
+            tensor = source.read(name)
+            if tensor.ndim < 2:
+                yield name, tensor
+            else:
+                n, k = tensor.shape
+                codes = store.codes(store.pack(tensor), n, k)
+                yield name, codes
+
+    write_checkpoint(tmp_path, source.config, tensors(), shard_bytes=1_000_000)
+    for file in source.path.glob("*.json"):
+        if file.name != "config.json" and "index" not in file.name:
+            shutil.copy(file, tmp_path)
+    greedy = SamplingParams(temperature=0, max_tokens=24)
+    prompts = ["Once upon a time", "The little dog"]
+    texts = []
+    for model, quantization in ((str(tmp_path), None), ("stories", "w8a16")):
+        llm = LLM(model, quantization=quantization, max_model_len=128)
+        texts.append([out.outputs[0].token_ids for out in llm.generate(prompts, greedy)])
+    assert texts[0] == texts[1]
 
 
 def test_matrices_of_several_kinds(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
