@@ -153,7 +153,7 @@ def _rope(**keys: Any) -> dict[str, Any]:
 
 
 REFUSED: list[tuple[str, dict[str, Any], str]] = [
-    ("llama", {"quantization_config": {"quant_method": "gptq"}}, "quantized.*aren't read yet"),
+    ("llama", {"quantization": {"bits": 4}}, "only quantization_config is read"),
     ("llama", {"num_local_experts": 8}, "mixtures of experts"),
     ("llama", {"attention_multiplier": 0.0078125}, "attention_multiplier=0.0078125"),
     ("llama", {"residual_multiplier": 0.22}, "residual_multiplier"),

@@ -183,7 +183,9 @@ class _Module:
         return self.part(part) in self.names
 
     def matrix(self, kind: str) -> Matrix:
-        parts = tuple(self.part(p) for p in _PARTS if self.has(p))
+        own = "weight" if kind in _BYTES else "weight_packed"
+        listed = (own, *(p for p in _PARTS if p not in ("weight", "weight_packed")))
+        parts = tuple(self.part(p) for p in listed if self.has(p))
         need(self.tensors, self.names, self.module, "weight_scale")
         if self.activations == "int8_static":
             need(self.tensors, self.names, self.module, "input_scale")

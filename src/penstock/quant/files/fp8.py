@@ -95,8 +95,8 @@ def expresses(scheme: Scheme) -> bool:
 def store(module: str, codes: Codes) -> dict[str, Tensor]:
     """The tensors that hold `codes`; scales in float32, as in the published ones."""
     scale = shared(module, codes.scale, codes.scheme.rows)
-    name = "weight_scale_inv" if codes.scheme.rows == BLOCK else "weight_scale"
-    return {f"{module}.weight": codes.values.contiguous(), f"{module}.{name}": scale}
+    scale = scale.reshape(-1, codes.scale.shape[1])
+    return {f"{module}.weight": codes.values.contiguous(), f"{module}.weight_scale_inv": scale}
 
 
 def quantization_config(schemes: Mapping[str, Scheme], plain: Sequence[str]) -> dict[str, Any]:
