@@ -174,7 +174,10 @@ def test_claims_allocate_nothing(tmp_path: Path) -> None:
 @given(data=st.data())
 def test_any_bytes_are_read_or_refused(data: st.DataObject, tmp_path: Path) -> None:
     whole = build(
-        [key("general.architecture", STRING, text("llama")), key("llama.block_count", 4, b"\1\0\0\0")],
+        [
+            key("general.architecture", STRING, text("llama")),
+            key("llama.block_count", 4, b"\1\0\0\0"),
+        ],
         [tensor("token_embd.weight", [4, 2], 0), tensor("output_norm.weight", [4], 32)],
         48,
     )
@@ -251,7 +254,9 @@ def test_resolve_finds_the_file_of_a_folder(tmp_path: Path) -> None:
     (tmp_path / "m.gguf").write_bytes(build())
     assert resolve(tmp_path) == tmp_path / "m.gguf"
     (tmp_path / "n.gguf").write_bytes(build())
-    with pytest.raises(ModelNotFoundError, match=r"no config\.json, but 2 models.*m\.gguf, n\.gguf"):
+    with pytest.raises(
+        ModelNotFoundError, match=r"no config\.json, but 2 models.*m\.gguf, n\.gguf"
+    ):
         resolve(tmp_path)
 
 

@@ -179,7 +179,11 @@ def test_transformers_reads_the_same_file(name: str, tmp_path: Path) -> None:
     if name == "phi3":
         plain = {"sliding_window": None}
     if name == "gemma2":
-        plain = {"query_pre_attn_scalar": 256, "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0}
+        plain = {
+            "query_pre_attn_scalar": 256,
+            "attn_logit_softcapping": 50.0,
+            "final_logit_softcapping": 30.0,
+        }
     model = make(name, **plain)
     write_model(model, tmp_path / "m.gguf", matrices(Kind.Q8_0))
     theirs = transformers.AutoModelForCausalLM.from_pretrained(

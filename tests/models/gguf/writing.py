@@ -37,7 +37,9 @@ Floats = NDArray[np.float32]
 Choose = Callable[[str, Floats], Kind]
 
 
-def write_model(model: Any, path: Path, choose: Choose, *, vocab: bool = True, **parts: int) -> dict[str, Tensor]:
+def write_model(
+    model: Any, path: Path, choose: Choose, *, vocab: bool = True, **parts: int
+) -> dict[str, Tensor]:
     """Write `model` with tensors in the types that `choose` names by (GGUF name, values).
 
     Returns the checkpoint's tensors as they are after a round trip through those types. parts:
@@ -129,7 +131,9 @@ def write_vocab(writer: gguf.GGUFWriter, size: int) -> None:
     writer.add_pad_token_id(0)
 
 
-def write_tensors(writer: gguf.GGUFWriter, model: Any, arch: str, choose: Choose) -> dict[str, Tensor]:
+def write_tensors(
+    writer: gguf.GGUFWriter, model: Any, arch: str, choose: Choose
+) -> dict[str, Tensor]:
     c = model.config
     kinds = {name: kind for kind, name in gguf.MODEL_ARCH_NAMES.items()}
     names = gguf.get_tensor_name_map(kinds[arch], c.num_hidden_layers)
@@ -159,14 +163,18 @@ def quantize(values: Floats, kind: Kind) -> NDArray[Any]:
     except NotImplementedError:
         random = np.random.default_rng(values.size)
         raw = random.integers(0, 256, (values.size // block.values, block.nbytes), dtype=np.uint8)
-        spread = float(values.std()) / {"Q6_K": 2000, "IQ4_XS": 1000, "IQ4_NL": 60}.get(block.name, 200)
+        spread = float(values.std()) / {"Q6_K": 2000, "IQ4_XS": 1000, "IQ4_NL": 60}.get(
+            block.name, 200
+        )
         for at in HALVES[block.name]:
             half = random.normal(0, spread, (len(raw), 1)).astype(np.float16)
             raw[:, at : at + 2] = half.view(np.uint8)
         return raw.reshape(*values.shape[:-1], -1)
 
 
-def _conversion(c: Any, arch: str, name: str) -> tuple[Callable[..., Tensor], Callable[..., Tensor]]:
+def _conversion(
+    c: Any, arch: str, name: str
+) -> tuple[Callable[..., Tensor], Callable[..., Tensor]]:
     """(what a converter does to a tensor, how a reader undoes it)."""
     heads = c.num_attention_heads
     if arch in ("llama", "smollm3") and ("q_proj" in name or "k_proj" in name):
