@@ -12,8 +12,7 @@ import torch
 
 from penstock.errors import ConfigError, ModelNotFoundError, UnsupportedModelError
 from penstock.hardware import detect
-from penstock.models.registry import spec_of
-from penstock.models.sources import open_source, read_generation, stored_quantization
+from penstock.models.sources import open_model, read_generation, stored_quantization
 from penstock.models.spec import ModelSpec
 from penstock.models.weights import Progress, Source, load_weights, stored_formats
 from penstock.nn import Decoder, DecoderSpec, RopeSpec
@@ -62,8 +61,7 @@ def load_model(
     """
     if not folder.exists():
         raise ModelNotFoundError(f"There is no folder and no file {folder}.")
-    checkpoint = open_source(folder)
-    spec = spec_of(checkpoint.config, str(folder), strict=strict)
+    spec, checkpoint = open_model(folder, strict=strict)
     chosen = _dtype(dtype, spec, checkpoint)
     stored = stored_quantization(checkpoint)
     if stored is not None and quantization is not None:

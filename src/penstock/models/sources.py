@@ -8,7 +8,8 @@ from typing import Any
 from penstock.models.gguf.container import is_gguf
 from penstock.models.gguf.source import GgufSource
 from penstock.models.gguf.tokenizer import gguf_tokenizer
-from penstock.models.registry import read_json
+from penstock.models.registry import read_json, read_spec, spec_of
+from penstock.models.spec import ModelSpec
 from penstock.models.weights import Checkpoint, Source
 from penstock.tokenizer import Tokenizer
 
@@ -20,6 +21,14 @@ def open_source(path: Path) -> Source:
         source.announce()
         return source
     return Checkpoint(path)
+
+
+def open_model(path: Path, *, strict: bool = False) -> tuple[ModelSpec, Source]:
+    """What `path` describes, and its tensors; a folder's config is wrong before its weights are."""
+    if is_gguf(path):
+        source = open_source(path)
+        return spec_of(source.config, str(path), strict=strict), source
+    return read_spec(path, strict=strict), open_source(path)
 
 
 def stored_quantization(source: Source) -> str | None:

@@ -109,6 +109,18 @@ DAMAGED: dict[str, tuple[bytes, str]] = {
         build([text("k") + struct.pack("<IIQ", ARRAY, STRING, 1 << 40)]),
         r"1,099,511,627,776 elements of k",
     ),
+    "strings cut off": (
+        build([text("k") + struct.pack("<IIQ", ARRAY, STRING, 3) + text("a") * 2 + b"\xff" * 8]),
+        "of element 2 of k",
+    ),
+    "string in strings": (
+        build([text("k") + struct.pack("<IIQQ", ARRAY, STRING, 2, 1 << 63) + bytes(16)]),
+        "9,223,372,036,854,775,808 bytes of element 0 of k",
+    ),
+    "strings not UTF-8": (
+        build([text("k") + struct.pack("<IIQQ", ARRAY, STRING, 1, 1) + b"\xff"]),
+        "element 0 of k isn't UTF-8",
+    ),
     "deep arrays": (
         build([text("k") + struct.pack("<I", ARRAY) + struct.pack("<IQ", ARRAY, 1) * 5000]),
         "more than 4 arrays in each other",

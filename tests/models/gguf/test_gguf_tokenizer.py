@@ -10,6 +10,7 @@ from typing import Any
 import gguf
 import pytest
 from gguf import TokenType
+from writing import scores_of, types_of
 
 from penstock.errors import TokenizerError
 from penstock.models.gguf.tokenizer import gguf_tokenizer
@@ -20,7 +21,9 @@ DATA = Path(__file__).resolve().parents[3].parent / "shared" / "data"
 VOCAB = DATA / "tokenizers" / "llama.cpp-vocab"
 TEXTS = [
     "", " ", "  ", "\n", "Hello world", " Hello  world ", "It's 12345 o'clock, WE'LL see.",
-    "línea única: naïve façade", "日本語のテキスト 🙂👩‍👩‍👧 العربية", "x = {\n    'a': [1, 2],\n}\n\n\n",
+    "línea única: naïve façade",
+    "日本語のテキスト 🙂👩‍👩‍👧 العربية",
+    "x = {\n    'a': [1, 2],\n}\n\n\n",
     "<s>", "a<s>b</s> c", "<unk>", "tabs\tand\r\nreturns", "\u00e9 e\u0301",
 ]  # fmt: skip
 
@@ -160,7 +163,7 @@ SENTENCEPIECE = [
 def test_sentencepiece_is_the_same_as_its_model(file: str, tmp_path: Path) -> None:
     model = DATA / "tokenizers" / file
     write_sentencepiece(model, tmp_path / "m.gguf") if model.exists() else pytest.skip(str(model))
-    expected = folder(f"tokenizers/{file.split('/')[0]}", [Path(file).name], tmp_path / "hf")
+    expected = folder(f"tokenizers/{file.split('/', 1)[0]}", [Path(file).name], tmp_path / "hf")
     tokenizer = gguf_tokenizer(tmp_path / "m.gguf")
     same(tokenizer, expected, [text for text, _ in vectors("llama-spm")])
     assert tokenizer.special_ids == expected.special_ids
@@ -195,21 +198,6 @@ def test_stories(tmp_path: Path) -> None:
     tokenizer = gguf_tokenizer(tmp_path / "m.gguf")
     story = (hf.parent / "expected_greedy_200steps.txt").read_text()
     same(tokenizer, expected, [story])
-
-
-def scores_of(model: dict[str, Any]) -> list[float]:
-    """Of each piece, minus the place of the first merge that makes it."""
-    first: dict[str, int] = {}
-    for place, merge in enumerate(model["merges"]):
-        left, right = merge.split(" ") if isinstance(merge, str) else merge
-        first.setdefault(left + right, place)
-    scores = {i: -float(first.get(token, 0)) for token, i in model["vocab"].items()}
-    return [scores[i] for i in range(len(scores))]
-
-
-def types_of(tokens: list[str]) -> list[int]:
-    kinds = [2, 3, 3, *[6] * 256]
-    return [*kinds, *[1] * (len(tokens) - len(kinds))]
 
 
 def write(path: Path, model: str = "llama", **changes: Any) -> None:
@@ -302,5 +290,3 @@ def test_more_tokens_than_rows(tmp_path: Path) -> None:
     write(tmp_path / "m.gguf")
     with pytest.raises(TokenizerError, match=r"can produce the id 6 \('ab'\).* has 6 ids"):
         open_tokenizer(tmp_path / "m.gguf", vocab_size=6)
-
-

@@ -35,10 +35,29 @@ ARCHITECTURES = {
 }
 Floats = NDArray[np.float32]
 Choose = Callable[[str, Floats], Kind]
+Vocab = Callable[[gguf.GGUFWriter, int], None]
+
+
+def write_vocab(writer: gguf.GGUFWriter, size: int) -> None:
+    """A SentencePiece vocabulary: <unk> <s> </s>, the bytes, some letters, then unused rows."""
+    tokens = ["<unk>", "<s>", "</s>", *(f"<0x{i:02X}>" for i in range(256)), "▁", *"abcdefgh"]
+    tokens = [*tokens, "▁a", "ab", "▁ab"][:size]
+    kinds = [2, 3, 3, *[6] * 256]
+    kinds += [1] * (len(tokens) - len(kinds))
+    more = size - len(tokens)
+    writer.add_tokenizer_model("llama")
+    writer.add_tokenizer_pre("default")
+    writer.add_token_list([*tokens, *(f"[PAD{i}]" for i in range(more))])
+    writer.add_token_scores([-float(i) for i in range(size)])
+    writer.add_token_types([*kinds, *[5] * more])
+    writer.add_bos_token_id(1)
+    writer.add_eos_token_id(2)
+    writer.add_unk_token_id(0)
+    writer.add_pad_token_id(0)
 
 
 def write_model(
-    model: Any, path: Path, choose: Choose, *, vocab: bool = True, **parts: int
+    model: Any, path: Path, choose: Choose, *, vocab: Vocab | None = write_vocab, **parts: int
 ) -> dict[str, Tensor]:
     """Write `model` with tensors in the types that `choose` names by (GGUF name, values).
 
@@ -49,8 +68,8 @@ def write_model(
     name = ARCHITECTURES[type(model).__name__]
     writer = gguf.GGUFWriter(str(path), name, **parts)
     write_config(writer, config, name)
-    if vocab:
-        write_vocab(writer, config.vocab_size)
+    if vocab is not None:
+        vocab(writer, config.vocab_size)
     back = write_tensors(writer, model, name, choose)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
@@ -111,24 +130,6 @@ def write_config(writer: gguf.GGUFWriter, c: Any, arch: str) -> None:
             writer.add_rope_freq_base_swa(rope["sliding_attention"]["rope_theta"])
     elif getattr(c, "sliding_window", None) and c.model_type == "mistral":
         writer.add_sliding_window(c.sliding_window)
-
-
-def write_vocab(writer: gguf.GGUFWriter, size: int) -> None:
-    """A SentencePiece vocabulary: <unk> <s> </s>, the bytes, some letters, then unused rows."""
-    tokens = ["<unk>", "<s>", "</s>", *(f"<0x{i:02X}>" for i in range(256)), "▁", *"abcdefgh"]
-    tokens = [*tokens, "▁a", "ab", "▁ab"][:size]
-    kinds = [2, 3, 3, *[6] * 256]
-    kinds += [1] * (len(tokens) - len(kinds))
-    more = size - len(tokens)
-    writer.add_tokenizer_model("llama")
-    writer.add_tokenizer_pre("default")
-    writer.add_token_list([*tokens, *(f"[PAD{i}]" for i in range(more))])
-    writer.add_token_scores([-float(i) for i in range(size)])
-    writer.add_token_types([*kinds, *[5] * more])
-    writer.add_bos_token_id(1)
-    writer.add_eos_token_id(2)
-    writer.add_unk_token_id(0)
-    writer.add_pad_token_id(0)
 
 
 def write_tensors(
@@ -218,3 +219,18 @@ def rope_tensors(c: Any) -> dict[str, Floats]:
             smooth = (old / wavelength - low) / (high - low)
             divisors.append(1 / ((1 - smooth) / rope["factor"] + smooth))
     return {"rope_freqs.weight": np.array(divisors, np.float32)}
+
+
+def scores_of(model: dict[str, Any]) -> list[float]:
+    """Of each piece, minus the place of the first merge that makes it."""
+    first: dict[str, int] = {}
+    for place, merge in enumerate(model["merges"]):
+        left, right = merge.split(" ") if isinstance(merge, str) else merge
+        first.setdefault(left + right, place)
+    scores = {i: -float(first.get(token, 0)) for token, i in model["vocab"].items()}
+    return [scores[i] for i in range(len(scores))]
+
+
+def types_of(tokens: list[str]) -> list[int]:
+    kinds = [2, 3, 3, *[6] * 256]
+    return [*kinds, *[1] * (len(tokens) - len(kinds))]

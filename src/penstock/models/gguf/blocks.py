@@ -72,8 +72,10 @@ def _half(blocks: Bytes, at: int) -> Floats:
 
 def _nibbles(packed: Bytes, width: int) -> Bytes:
     """Runs of `width` bytes → their low halves, then their high ones; [blocks, 2 · bytes]."""
-    runs = packed.reshape(len(packed), -1, 1, width)
-    halves = np.concatenate((runs & 15, runs >> 4), axis=2)
+    runs = packed.reshape(len(packed), -1, width)
+    halves = np.empty((*runs.shape[:2], 2, width), dtype=np.uint8)
+    np.bitwise_and(runs, 15, out=halves[:, :, 0])
+    np.right_shift(runs, 4, out=halves[:, :, 1])
     return halves.reshape(len(packed), -1)
 
 
