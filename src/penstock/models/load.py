@@ -72,6 +72,11 @@ def load_model(
     kept = any(checkpoint.scheme(name) is not None for name in checkpoint.names())
     rounded = quantization or (stored if kept else None)
     if rounded is not None and chosen is not torch.bfloat16:
+        if dtype != "auto" and quantization is None:
+            raise ConfigError(
+                f"{folder} is quantized ({rounded}) and computes in bfloat16, so dtype={dtype!r} "
+                "can't take effect. Leave it out."
+            )
         if dtype != "auto":
             raise ConfigError(
                 f"quantization={rounded!r} computes in bfloat16 beside integers, so "

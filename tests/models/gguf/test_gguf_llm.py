@@ -203,6 +203,28 @@ def test_broken_models_are_named(name: str, tmp_path: Path) -> None:
         load_model(tmp_path / "m.gguf")
 
 
+@pytest.mark.parametrize(
+    "key",
+    [*LLAMA, "llama.attention.key_length", "llama.attention.head_count_kv", "llama.rope.freq_base",
+     "llama.rope.dimension_count", "tokenizer.ggml.eos_token_id"],
+)  # fmt: skip
+@pytest.mark.parametrize("value", [0, -1.0, float("nan"), "text", [1, 2], [], [[1]]], ids=repr)
+def test_no_value_crashes(key: str, value: Any, tmp_path: Path) -> None:
+    """Wrong values, on a model that lacks tensors in any case."""
+    writer = gguf.GGUFWriter(str(tmp_path / "m.gguf"), "llama")
+    for name, one in (LLAMA | {key: value}).items():
+        kind = {int: writer.add_uint32, float: writer.add_float32, str: writer.add_string}
+        kind.get(type(one), writer.add_array)(name, one)
+    writer.add_tensor("token_embd.weight", np.zeros((8, 8), dtype=np.float32))
+    writer.add_tensor("rope_freqs.weight", np.ones(2, dtype=np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    with pytest.raises(ModelError):
+        load_model(tmp_path / "m.gguf")
+
+
 def test_rows_that_dont_fit_the_heads(tmp_path: Path) -> None:
     keys = {**LLAMA, "llama.attention.head_count": 8, "llama.attention.key_length": 16}
     keys["llama.attention.value_length"] = 16

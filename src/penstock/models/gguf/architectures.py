@@ -89,6 +89,8 @@ def _head_dim(m: Metadata) -> int:
     if heads == 0 or hidden % heads:
         raise UnsupportedModelError(f"{heads} heads don't divide an embedding of {hidden}.")
     dim = m.integer(m.own("attention.key_length"), hidden // heads)
+    if dim == 0:
+        raise m.fail(m.own("attention.key_length"), dim, "above 0")
     if m.integer(m.own("attention.value_length"), dim) != dim:
         raise m.fail(m.own("attention.value_length"), "another", f"the key's length, {dim}")
     return dim
