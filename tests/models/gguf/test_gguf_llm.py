@@ -13,10 +13,10 @@ import numpy as np
 import pytest
 import transformers
 from gguf import GGMLQuantizationType as Kind
+from gguf_writing import scores_of, types_of, write_model, write_vocab
 from test_gguf_models import make, matrices, whole
 from tiny import COMMON
 from typer.testing import CliRunner
-from writing import scores_of, types_of, write_model, write_vocab
 
 from penstock import LLM, SamplingParams
 from penstock.cli.main import app

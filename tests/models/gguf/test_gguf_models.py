@@ -11,10 +11,10 @@ import pytest
 import torch
 import transformers
 from gguf import GGMLQuantizationType as Kind
+from gguf_writing import Choose, Floats, write_model
 from safetensors.torch import save_file
 from tiny import CASES, Sequence, make_model
 from torch import Tensor
-from writing import Choose, Floats, write_model
 
 from penstock.errors import ConfigError
 from penstock.models import load_model

@@ -10,7 +10,7 @@ from typing import Any
 import gguf
 import pytest
 from gguf import TokenType
-from writing import scores_of, types_of
+from gguf_writing import scores_of, types_of
 
 from penstock.errors import TokenizerError
 from penstock.models.gguf.tokenizer import gguf_tokenizer
