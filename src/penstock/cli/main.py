@@ -45,7 +45,7 @@ Try:
   [green]penstock serve[/green]                            an OpenAI-compatible server
   [green]penstock doctor[/green]                           what this machine has and runs
 
-Each takes a model: a folder in Hugging Face's format, or a hub id.
+Each takes a model: a Hugging Face folder, a .gguf file, or a hub id.
   [green]penstock generate Qwen/Qwen2.5-0.5B-Instruct -p "Hello"[/green]
 
 [dim]penstock --help lists the commands; penstock generate --help its options.[/dim]"""

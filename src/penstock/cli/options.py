@@ -15,7 +15,9 @@ if TYPE_CHECKING:
 MODEL = DEFAULT_MODEL
 _SAMPLING, _ENGINE = "Sampling", "Engine"
 
-Model = Annotated[str, typer.Argument(help="A folder, a hub id, or the name of an embedded model.")]
+Model = Annotated[
+    str, typer.Argument(help="A folder, a .gguf file, a hub id, or the name of an embedded model.")
+]
 Temperature = Annotated[
     float | None,
     typer.Option(help="0 is greedy. Default: the model's own, else 1.", rich_help_panel=_SAMPLING),

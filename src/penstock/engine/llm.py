@@ -25,11 +25,10 @@ from penstock.tokenizer import Tokenizer
 class LLM:
     """A model and its engine.
 
-    model: a folder, a hub id, an engine folder that `penstock build` has made, or nothing for the
-    embedded model. Further arguments are those of
-    `penstock.config` by name: dtype, max_model_len, max_num_seqs, max_num_batched_tokens,
-    block_size, num_gpu_blocks_override, enable_prefix_caching, skip_tokenizer_init, seed, …
-    An unknown one is an error.
+    model: a folder, a .gguf file, a hub id, an engine folder that `penstock build` has made, or
+    nothing for the embedded model. Further arguments are those of `penstock.config` by name: dtype,
+    max_model_len, max_num_seqs, max_num_batched_tokens, block_size, num_gpu_blocks_override,
+    enable_prefix_caching, skip_tokenizer_init, seed, … An unknown one is an error.
     """
 
     def __init__(

@@ -50,8 +50,9 @@ def resolve(model: str | Path, revision: str | None = None) -> Path:
         )
     if isinstance(model, Path) or not _HUB_ID.fullmatch(model):
         raise ModelNotFoundError(
-            f"There is no folder {path}.{_near(path)} A model is a folder, a .gguf file, an embedded model "
-            f"({', '.join(EMBEDDED)}) or a hub id like 'org/name'.{nearest(str(model), EMBEDDED)}"
+            f"There is no folder {path}.{_near(path)} A model is a folder, a .gguf file, an "
+            f"embedded model ({', '.join(EMBEDDED)}) or a hub id like 'org/name'."
+            f"{nearest(str(model), EMBEDDED)}"
         )
     return _download(model, revision, path)
 

@@ -12,8 +12,7 @@ import torch
 
 from penstock.errors import ConfigError, ModelNotFoundError, UnsupportedModelError
 from penstock.hardware import detect
-from penstock.models.registry import read_spec
-from penstock.models.sources import open_source, read_generation, stored_quantization
+from penstock.models.sources import open_model, read_generation, stored_quantization
 from penstock.models.spec import ModelSpec
 from penstock.models.weights import Progress, Source, Stored, load_weights, stored_formats
 from penstock.nn import Decoder, DecoderSpec, RopeSpec
@@ -64,8 +63,7 @@ def load_model(
     """
     if not folder.exists():
         raise ModelNotFoundError(f"There is no folder and no file {folder}.")
-    spec = read_spec(folder, strict=strict)
-    checkpoint = open_source(folder)
+    spec, checkpoint = open_model(folder, strict=strict)
     chosen = _dtype(dtype, spec, checkpoint)
     own = stored_quantization(checkpoint)
     if own is not None and quantization is not None:
@@ -76,6 +74,11 @@ def load_model(
     kept = any(checkpoint.scheme(name) is not None for name in checkpoint.names())
     rounded = quantization or (own if kept else None)
     if rounded is not None and chosen is not torch.bfloat16:
+        if dtype != "auto" and quantization is None:
+            raise ConfigError(
+                f"{folder} is quantized ({rounded}) and computes in bfloat16, so dtype={dtype!r} "
+                "can't take effect. Leave it out."
+            )
         if dtype != "auto":
             raise ConfigError(
                 f"quantization={rounded!r} computes in bfloat16 beside integers, so "

@@ -10,7 +10,8 @@ from penstock.models.gguf.container import is_gguf
 from penstock.models.gguf.source import GgufSource
 from penstock.models.gguf.tokenizer import gguf_tokenizer
 from penstock.models.quantized import QuantizedCheckpoint
-from penstock.models.registry import read_config, read_json
+from penstock.models.registry import read_config, read_json, read_spec, spec_of
+from penstock.models.spec import ModelSpec
 from penstock.models.weights import Checkpoint, Source
 from penstock.tokenizer import Tokenizer
 
@@ -28,6 +29,14 @@ def open_source(path: Path) -> Source:
     if not isinstance(config, dict):
         raise UnsupportedModelError(f"quantization_config must be an object: {config!r}")
     return QuantizedCheckpoint(checkpoint, config)
+
+
+def open_model(path: Path, *, strict: bool = False) -> tuple[ModelSpec, Source]:
+    """What `path` describes, and its tensors; a folder's config is wrong before its weights are."""
+    if is_gguf(path):
+        source = open_source(path)
+        return spec_of(source.config, str(path), strict=strict), source
+    return read_spec(path, strict=strict), open_source(path)
 
 
 def stored_quantization(source: Source) -> str | None:

@@ -109,6 +109,18 @@ DAMAGED: dict[str, tuple[bytes, str]] = {
         build([text("k") + struct.pack("<IIQ", ARRAY, STRING, 1 << 40)]),
         r"1,099,511,627,776 elements of k",
     ),
+    "strings cut off": (
+        build([text("k") + struct.pack("<IIQ", ARRAY, STRING, 3) + text("a") * 2 + b"\xff" * 8]),
+        "of element 2 of k",
+    ),
+    "string in strings": (
+        build([text("k") + struct.pack("<IIQQ", ARRAY, STRING, 2, 1 << 63) + bytes(16)]),
+        "9,223,372,036,854,775,808 bytes of element 0 of k",
+    ),
+    "strings not UTF-8": (
+        build([text("k") + struct.pack("<IIQQ", ARRAY, STRING, 1, 1) + b"\xff"]),
+        "element 0 of k isn't UTF-8",
+    ),
     "deep arrays": (
         build([text("k") + struct.pack("<I", ARRAY) + struct.pack("<IQ", ARRAY, 1) * 5000]),
         "more than 4 arrays in each other",
@@ -174,7 +186,10 @@ def test_claims_allocate_nothing(tmp_path: Path) -> None:
 @given(data=st.data())
 def test_any_bytes_are_read_or_refused(data: st.DataObject, tmp_path: Path) -> None:
     whole = build(
-        [key("general.architecture", STRING, text("llama")), key("llama.block_count", 4, b"\1\0\0\0")],
+        [
+            key("general.architecture", STRING, text("llama")),
+            key("llama.block_count", 4, b"\1\0\0\0"),
+        ],
         [tensor("token_embd.weight", [4, 2], 0), tensor("output_norm.weight", [4], 32)],
         48,
     )
@@ -251,7 +266,9 @@ def test_resolve_finds_the_file_of_a_folder(tmp_path: Path) -> None:
     (tmp_path / "m.gguf").write_bytes(build())
     assert resolve(tmp_path) == tmp_path / "m.gguf"
     (tmp_path / "n.gguf").write_bytes(build())
-    with pytest.raises(ModelNotFoundError, match=r"no config\.json, but 2 models.*m\.gguf, n\.gguf"):
+    with pytest.raises(
+        ModelNotFoundError, match=r"no config\.json, but 2 models.*m\.gguf, n\.gguf"
+    ):
         resolve(tmp_path)
 
 

@@ -11,10 +11,10 @@ import pytest
 import torch
 import transformers
 from gguf import GGMLQuantizationType as Kind
+from gguf_writing import Choose, Floats, write_model
 from safetensors.torch import save_file
 from tiny import CASES, Sequence, make_model
 from torch import Tensor
-from writing import Choose, Floats, write_model
 
 from penstock.errors import ConfigError
 from penstock.models import load_model
@@ -120,6 +120,38 @@ def test_what_a_scheme_holds_is_kept(tmp_path: Path) -> None:
     assert all(f.name.startswith("w8a16-g32") for f in formats(tmp_path / "q8.gguf"))
 
 
+def test_a_mixture_of_types(tmp_path: Path) -> None:
+    """As quantizers mix them: the head and a matrix of each layer in more bits than the others."""
+    model = make("llama", hidden_size=256, intermediate_size=512, num_hidden_layers=2)
+
+    def choose(name: str, values: Floats) -> Kind:
+        better = name in ("output.weight", "blk.1.ffn_down.weight", "blk.0.attn_v.weight")
+        return matrices(Kind.Q6_K if better else Kind.Q4_0)(name, values)
+
+    back = write_model(model, tmp_path / "m.gguf", choose)
+    folder = as_checkpoint(model, back, tmp_path / "hf")
+    got, expected = logits(tmp_path / "m.gguf", "auto"), logits(folder, "bfloat16")
+    assert (got - expected).abs().max() / expected.abs().max() < 0.03
+    found = load_model(tmp_path / "m.gguf").model.formats
+    assert found.matrix.name == "w4a16-g32"
+    assert {found.of(m).name for m in ("head", "layers.1.mlp.down", "layers.0.attention.qkv")} == {
+        "bfloat16"
+    }
+
+
+def test_float32_keeps_every_bit_of_what_is_widened(tmp_path: Path) -> None:
+    model = make("llama", hidden_size=256, intermediate_size=512, num_hidden_layers=2)
+    back = write_model(model, tmp_path / "m.gguf", matrices(Kind.Q5_K))
+    folder = as_checkpoint(model, back, tmp_path / "hf")
+    assert torch.equal(logits(tmp_path / "m.gguf", "float32"), logits(folder, "float32"))
+
+
+def test_what_is_kept_has_no_float32(tmp_path: Path) -> None:
+    write_model(make("llama"), tmp_path / "m.gguf", matrices(Kind.Q8_0))
+    with pytest.raises(ConfigError, match=r"quantized \(Q8_0\) and computes in bfloat16, so dtype"):
+        load_model(tmp_path / "m.gguf", dtype="float32")
+
+
 def test_codes_are_the_files_own(tmp_path: Path) -> None:
     model = make("llama", intermediate_size=96)
     back = write_model(model, tmp_path / "m.gguf", matrices(Kind.Q4_0))
@@ -179,7 +211,11 @@ def test_transformers_reads_the_same_file(name: str, tmp_path: Path) -> None:
     if name == "phi3":
         plain = {"sliding_window": None}
     if name == "gemma2":
-        plain = {"query_pre_attn_scalar": 256, "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0}
+        plain = {
+            "query_pre_attn_scalar": 256,
+            "attn_logit_softcapping": 50.0,
+            "final_logit_softcapping": 30.0,
+        }
     model = make(name, **plain)
     write_model(model, tmp_path / "m.gguf", matrices(Kind.Q8_0))
     theirs = transformers.AutoModelForCausalLM.from_pretrained(

@@ -7,7 +7,7 @@ Names are those of the specification ("Standardized tensor names") and of llama.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from penstock.errors import UnsupportedModelError
@@ -33,12 +33,16 @@ _SANDWICH = {
 }
 _QK_NORMS = {f"attn_{x}_norm": f"{_LAYER}self_attn.{x}_norm" for x in "qk"}
 _DENSE = _OUTER | _ATTENTION | _MLP | _NORMS
-_PHI3 = _OUTER | _NORMS | {
-    "attn_qkv": f"{_LAYER}self_attn.qkv_proj",
-    "attn_output": f"{_LAYER}self_attn.o_proj",
-    "ffn_up": f"{_LAYER}mlp.gate_up_proj",
-    "ffn_down": f"{_LAYER}mlp.down_proj",
-}
+_PHI3 = (
+    _OUTER
+    | _NORMS
+    | {
+        "attn_qkv": f"{_LAYER}self_attn.qkv_proj",
+        "attn_output": f"{_LAYER}self_attn.o_proj",
+        "ffn_up": f"{_LAYER}mlp.gate_up_proj",
+        "ffn_down": f"{_LAYER}mlp.down_proj",
+    }
+)
 _GPT2 = {
     "token_embd": "wte",
     "position_embd": "wpe",
@@ -78,7 +82,6 @@ class Architecture:
     by_head: tuple[str, ...] = ()  # rows in the order q, k, v instead of head by head
     transposed: tuple[str, ...] = ()  # [N, K] here and [K, N] in a checkpoint
     norm_shift: float = 0.0  # that was added to the norms
-    ignored: frozenset[str] = field(default_factory=frozenset)
 
 
 def _head_dim(m: Metadata) -> int:
@@ -86,6 +89,8 @@ def _head_dim(m: Metadata) -> int:
     if heads == 0 or hidden % heads:
         raise UnsupportedModelError(f"{heads} heads don't divide an embedding of {hidden}.")
     dim = m.integer(m.own("attention.key_length"), hidden // heads)
+    if dim == 0:
+        raise m.fail(m.own("attention.key_length"), dim, "above 0")
     if m.integer(m.own("attention.value_length"), dim) != dim:
         raise m.fail(m.own("attention.value_length"), "another", f"the key's length, {dim}")
     return dim
@@ -250,9 +255,11 @@ ARCHITECTURES: dict[str, Architecture] = {
     ),
     "olmo2": Architecture(
         _olmo2,
-        _OUTER | _ATTENTION | _MLP | _QK_NORMS | {
-            k: v for k, v in _SANDWICH.items() if k.startswith("post_")
-        },
+        _OUTER
+        | _ATTENTION
+        | _MLP
+        | _QK_NORMS
+        | {k: v for k, v in _SANDWICH.items() if k.startswith("post_")},
     ),
     "phi3": Architecture(_phi3, _PHI3),
     "gpt2": Architecture(

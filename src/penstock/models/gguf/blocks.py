@@ -72,16 +72,19 @@ def _half(blocks: Bytes, at: int) -> Floats:
 
 def _nibbles(packed: Bytes, width: int) -> Bytes:
     """Runs of `width` bytes → their low halves, then their high ones; [blocks, 2 · bytes]."""
-    runs = packed.reshape(len(packed), -1, 1, width)
-    halves = np.concatenate((runs & 15, runs >> 4), axis=2)
+    runs = packed.reshape(len(packed), -1, width)
+    halves = np.empty((*runs.shape[:2], 2, width), dtype=np.uint8)
+    np.bitwise_and(runs, 15, out=halves[:, :, 0])
+    np.right_shift(runs, 4, out=halves[:, :, 1])
     return halves.reshape(len(packed), -1)
 
 
 def _fields(packed: Bytes, width: int, bits: int) -> Bytes:
-    """Runs of `width` bytes → their lowest `bits` bits, the next ones, …; [blocks, 8/bits · bytes]."""
+    """Runs of `width` bytes → their lowest bits, the next, …; [blocks, 8 / bits · bytes]."""
     runs = packed.reshape(len(packed), -1, 1, width)
     shifts = np.arange(0, 8, bits, dtype=np.uint8).reshape(-1, 1)
-    return ((runs >> shifts) & ((1 << bits) - 1)).reshape(len(packed), -1)
+    parts = (runs >> shifts) & np.uint8((1 << bits) - 1)
+    return parts.reshape(len(packed), -1)
 
 
 def _bit(packed: Bytes) -> Bytes:
@@ -122,7 +125,7 @@ def _q4_1(blocks: Bytes) -> Floats:
 
 
 def _five_bits(high: Bytes, low: Bytes) -> Bytes:
-    return _nibbles(low, 16) | (_bit(high) << 4)
+    return _nibbles(low, 16) | (_bit(high) << np.uint8(4))
 
 
 def _q5_0(blocks: Bytes) -> Floats:
@@ -156,7 +159,7 @@ def _q3_k(blocks: Bytes) -> Floats:
 
 
 def _six_bit_pairs(packed: Bytes) -> tuple[Bytes, Bytes]:
-    """12 bytes → 8 scales and 8 minima of 6 bits: four of each whole, the others' top bits above."""
+    """12 bytes → 8 scales and 8 minima of 6 bits: four of each whole, the rest's top bits above."""
     first, second, rest = packed[:, :4], packed[:, 4:8], packed[:, 8:]
     scale = np.concatenate((first & 63, (rest & 15) | ((first >> 6) << 4)), axis=1)
     minimum = np.concatenate((second & 63, (rest >> 4) | ((second >> 6) << 4)), axis=1)
@@ -164,7 +167,7 @@ def _six_bit_pairs(packed: Bytes) -> tuple[Bytes, Bytes]:
 
 
 def _scaled_above_minimum(blocks: Bytes, values: Bytes) -> Floats:
-    """d, dmin, 12 bytes of scales and minima: w = (d · scale) · q − dmin · minimum, 8 groups of 32."""
+    """d, dmin, 12 bytes: w = (d · scale) · q − dmin · minimum, 8 groups of 32."""
     scale, minimum = _six_bit_pairs(blocks[:, 4:16])
     product = _spread(_half(blocks, 0) * scale, values.astype(np.float32))
     return (product - (_half(blocks, 2) * minimum)[:, :, None]).reshape(len(blocks), -1)
@@ -177,7 +180,7 @@ def _q4_k(blocks: Bytes) -> Floats:
 def _q5_k(blocks: Bytes) -> Floats:
     """As Q4_K, with 32 bytes of fifth bits before the 128 bytes of the others."""
     fifth = _fields(blocks[:, 16:48], 32, 1)
-    return _scaled_above_minimum(blocks, _nibbles(blocks[:, 48:], 32) | (fifth << 4))
+    return _scaled_above_minimum(blocks, _nibbles(blocks[:, 48:], 32) | (fifth << np.uint8(4)))
 
 
 def _q6_k(blocks: Bytes) -> Floats:

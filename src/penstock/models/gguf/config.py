@@ -116,12 +116,18 @@ def _vocab_size(m: Metadata, container: Container) -> int:
 
 def _special_tokens(m: Metadata) -> dict[str, Any]:
     """`bos_token_id`, and as `eos_token_id` everything that ends a text."""
-    stops = [m.get(f"tokenizer.ggml.{name}_token_id") for name in _STOPS]
+    ids = [_token_id(m, name) for name in (*_STOPS, "bos")]
+    stops, bos = ids[:-1], ids[-1]
     tokens, types = (m.get(f"tokenizer.ggml.{key}") for key in ("tokens", "token_type"))
     if isinstance(tokens, list) and isinstance(types, list):
         pairs = enumerate(zip(tokens, types, strict=False))
         stops += [i for i, (token, kind) in pairs if kind == _CONTROL and token in _STOP_NAMES]
     return {
-        "bos_token_id": m.get("tokenizer.ggml.bos_token_id"),
+        "bos_token_id": bos,
         "eos_token_id": list(dict.fromkeys(stop for stop in stops if stop is not None)),
     }
+
+
+def _token_id(m: Metadata, name: str) -> int | None:
+    key = f"tokenizer.ggml.{name}_token_id"
+    return None if m.get(key) is None else m.integer(key)

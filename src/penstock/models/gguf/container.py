@@ -5,6 +5,7 @@ Source: the format's specification, docs/gguf.md of github.com/ggml-org/ggml, ve
 
 from __future__ import annotations
 
+import itertools
 import math
 import mmap
 import re
@@ -63,11 +64,15 @@ class Container:
     tensors: Mapping[str, TensorInfo]
 
 
+_Info = tuple[str, tuple[int, ...], Block, int]
+"""Name, shape, block type, offset in the data."""
+
+
 def read_container(path: Path) -> Container:
     """Read the file `path`, and its siblings where it is one part of several.
 
-    Nothing but the metadata is copied. Raises WeightsError for a damaged file, UnsupportedModelError
-    for a version or block type that isn't built.
+    Nothing but the metadata is copied. Raises WeightsError for a damaged file,
+    UnsupportedModelError for a version or block type that isn't built.
     """
     first = _read_part(path)
     count = first.metadata.get("split.count", 1)
@@ -108,13 +113,26 @@ def _join(path: Path, count: int) -> Container:
             tensors[name] = tensor
     total = parts[0].metadata.get("split.tensors.count", len(tensors))
     if total != len(tensors):
-        raise WeightsError(f"{path}: {total} tensors should be in {count} files; {len(tensors)} are.")
+        raise WeightsError(
+            f"{path}: {total} tensors should be in {count} files; {len(tensors)} are."
+        )
     return Container(parts[0].path, parts[0].metadata, tensors)
 
 
 def _read_part(path: Path) -> Container:
     view = _map(path)
     cursor = Cursor(view, str(path))
+    _check_version(path, view, cursor)
+    num_tensors = cursor.count("tensors", 24)
+    metadata = _metadata(cursor)
+    alignment = metadata.get("general.alignment", _ALIGNMENT)
+    if not isinstance(alignment, int) or alignment < 8 or alignment & (alignment - 1):
+        raise cursor.fail(f"general.alignment is {alignment!r}, not a power of two from 8 on")
+    infos = [_info(cursor) for _ in range(num_tensors)]
+    return Container(path, metadata, _tensors(infos, view, cursor, alignment))
+
+
+def _check_version(path: Path, view: memoryview, cursor: Cursor) -> None:
     if bytes(view[: len(MAGIC)]) != MAGIC:
         raise WeightsError(
             f"{path} ({len(view):,} bytes) isn't a GGUF file: it begins with "
@@ -122,26 +140,29 @@ def _read_part(path: Path) -> Container:
         )
     cursor.at = len(MAGIC)
     version = cursor.uint32("the version")
-    if version not in _VERSIONS:
-        swapped = int.from_bytes(version.to_bytes(4, "little"), "big") in _VERSIONS
+    if version in _VERSIONS:
+        return
+    if int.from_bytes(version.to_bytes(4, "little"), "big") in _VERSIONS:
         raise UnsupportedModelError(
-            f"{path} is a GGUF file for machines of the other byte order. Convert it to little endian."
-            if swapped
-            else f"{path} has version {version} of GGUF; 2 and 3 are read. Convert it again."
+            f"{path} is a GGUF file for machines of the other byte order. Convert it to little "
+            "endian."
         )
-    num_tensors = cursor.count("tensors", 24)
-    metadata = _metadata(cursor)
-    alignment = metadata.get("general.alignment", _ALIGNMENT)
-    if not isinstance(alignment, int) or alignment < 8 or alignment & (alignment - 1):
-        raise cursor.fail(f"general.alignment is {alignment!r}, not a power of two from 8 on")
-    infos = [_info(cursor) for _ in range(num_tensors)]
+    raise UnsupportedModelError(
+        f"{path} has version {version} of GGUF; 2 and 3 are read. Convert it again."
+    )
+
+
+def _tensors(
+    infos: list[_Info], view: memoryview, cursor: Cursor, alignment: int
+) -> dict[str, TensorInfo]:
+    """Tensors with their bytes, none of them beyond the end or over another."""
     start = -(-cursor.at // alignment) * alignment
-    tensors: dict[str, TensorInfo] = {}
+    found: dict[str, TensorInfo] = {}
     data = np.frombuffer(view, np.uint8)
     spans: list[tuple[int, int, str]] = []
     for name, shape, block, offset in infos:
         nbytes = math.prod(shape) // block.values * block.nbytes
-        if name in tensors:
+        if name in found:
             raise cursor.fail(f"tensor {name!r} is there twice")
         if offset % alignment:
             raise cursor.fail(f"tensor {name!r} begins at {offset:,}, no multiple of {alignment}")
@@ -151,11 +172,13 @@ def _read_part(path: Path) -> Container:
                 f"{start + offset:,} on, beyond the end"
             )
         spans.append((offset, offset + nbytes, name))
-        tensors[name] = TensorInfo(
-            name, shape, block, data[start + offset : start + offset + nbytes]
-        )
-    _refuse_overlaps(spans, cursor)
-    return Container(path, metadata, tensors)
+        at = start + offset
+        found[name] = TensorInfo(name, shape, block, data[at : at + nbytes])
+    spans.sort()
+    for (_, end, first), (begin, _, second) in itertools.pairwise(spans):
+        if begin < end:
+            raise cursor.fail(f"tensors {first!r} and {second!r} overlap by {end - begin:,} bytes")
+    return found
 
 
 def _map(path: Path) -> memoryview:
@@ -179,8 +202,8 @@ def _metadata(cursor: Cursor) -> dict[str, Any]:
     return found
 
 
-def _info(cursor: Cursor) -> tuple[str, tuple[int, ...], Block, int]:
-    """(name, shape, block type, offset in the data) of the tensor described next."""
+def _info(cursor: Cursor) -> _Info:
+    """The tensor described next."""
     name = cursor.string("a tensor's name")
     dimensions = cursor.uint32(f"the number of dimensions of {name!r}")
     if not 1 <= dimensions <= _MAX_DIMENSIONS:
@@ -200,10 +223,3 @@ def _info(cursor: Cursor) -> tuple[str, tuple[int, ...], Block, int]:
             f"{block.values} ({block.name}) don't fill"
         )
     return name, tuple(sizes[::-1]), block, offset
-
-
-def _refuse_overlaps(spans: list[tuple[int, int, str]], cursor: Cursor) -> None:
-    spans.sort()
-    for (_, end, first), (begin, _, second) in zip(spans, spans[1:], strict=False):
-        if begin < end:
-            raise cursor.fail(f"tensors {first!r} and {second!r} overlap by {end - begin:,} bytes")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import struct
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -109,6 +110,8 @@ class Cursor:
         fixed = _SCALARS.get(kind)
         smallest = fixed[1].size if fixed else _SMALLEST.get(kind, 1)
         count = self.count(f"elements of {what}", smallest)
+        if kind == _STRING:
+            return self._strings(what, count)
         if fixed is None:
             if kind not in _SMALLEST:
                 raise self.fail(f"{what} has elements of type {kind}, which there isn't")
@@ -118,6 +121,22 @@ class Cursor:
         self.at += count * form.size
         values: list[Any] = np.frombuffer(raw, np.dtype(name).newbyteorder("<")).tolist()
         return values
+
+    def _strings(self, what: str, count: int) -> list[Any]:
+        """As `string`, for the hundreds of thousands that a vocabulary has."""
+        data, end, at, found = self._data, len(self._data), self.at, list[Any]()
+        unpack = _uint64.unpack_from
+        with suppress(struct.error, UnicodeDecodeError):
+            for _ in range(count):
+                stop = at + 8 + unpack(data, at)[0]
+                if stop > end:
+                    break
+                found.append(str(data[at + 8 : stop], "utf-8"))
+                at = stop
+        self.at = at
+        while len(found) < count:  # what stopped the loop is wrong, and is said here
+            found.append(self.string(f"element {len(found)} of {what}"))
+        return found
 
 
 def shortest(value: float) -> float:

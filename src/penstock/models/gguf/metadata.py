@@ -9,7 +9,7 @@ from penstock.errors import UnsupportedModelError
 
 
 class Metadata:
-    """The keys of one file; those of its architecture (`llama.block_count`) without their prefix."""
+    """The keys of one file, each of which is read or named."""
 
     def __init__(self, values: Mapping[str, Any], path: str) -> None:
         self._values = values
@@ -71,7 +71,9 @@ class Metadata:
     def _typed(self, key: str, kind: Any, wanted: str, default: Any) -> Any:
         value = self.get(key, default)
         if value is None:
-            raise UnsupportedModelError(f"{self._path} has no {key}, which this kind of model needs.")
+            raise UnsupportedModelError(
+                f"{self._path} has no {key}, which this kind of model needs."
+            )
         if not isinstance(value, kind):
             raise self.fail(key, value, wanted)
         return value

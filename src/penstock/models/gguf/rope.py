@@ -27,6 +27,8 @@ _ROUNDING = 1e-5
 def rope_config(m: Metadata, container: Container, head_dim: int) -> dict[str, Any]:
     """`rope_theta`, `partial_rotary_factor` and `rope_scaling` as config.json has them."""
     theta = m.number(m.own("rope.freq_base"), 10_000.0)
+    if not 0 < theta < math.inf:
+        raise m.fail(m.own("rope.freq_base"), theta, "above 0")
     config: dict[str, Any] = {"rope_theta": theta}
     turning = m.integer(m.own("rope.dimension_count"), head_dim)
     if turning != head_dim:
@@ -41,7 +43,7 @@ def rope_config(m: Metadata, container: Container, head_dim: int) -> dict[str, A
             )
         scaling = _by_frequency(tensors[FREQUENCIES], theta, turning, _context(m))
     elif LONG in tensors and SHORT in tensors:
-        return config | _longrope(m, tensors[LONG], tensors[SHORT])
+        return config | _longrope(m, tensors[LONG], tensors[SHORT], turning)
     if scaling:
         config["rope_scaling"] = scaling
     return config
@@ -99,11 +101,12 @@ def _values(tensor: TensorInfo, count: int) -> NDArray[np.float32]:
     return values
 
 
-def _longrope(m: Metadata, long: TensorInfo, short: TensorInfo) -> dict[str, Any]:
+def _longrope(m: Metadata, long: TensorInfo, short: TensorInfo, turning: int) -> dict[str, Any]:
     """Phi 3's: one divisor list up to the original context, one beyond."""
-    turning = m.integer(m.own("rope.dimension_count"))
     context = _context(m)
     original = m.integer(m.own("rope.scaling.original_context_length"), context)
+    if original < 2:
+        raise m.fail(m.own("rope.scaling.original_context_length"), original, "above 1")
     scaling: dict[str, Any] = {
         "rope_type": "longrope",
         "short_factor": [shortest(v) for v in _values(short, turning // 2)],

@@ -78,7 +78,7 @@ class GgufSource:
         return tensor.block.scheme if kept else None
 
     def read(self, name: str) -> Tensor | Codes:
-        """A tensor: a view of the file where it can be, else its values in float32, or its codes."""
+        """A tensor's values, as a view of the file or in float32, or its codes."""
         stem, tensor = self._where[name]
         raw = self._rows_in_order(stem, tensor)
         if self.scheme(name) is not None:
@@ -99,7 +99,9 @@ class GgufSource:
             return
         kinds = Counter(tensor.block.name for tensor in widened)
         stored = sum(tensor.nbytes for tensor in widened)
-        values = sum(tensor.nbytes // tensor.block.nbytes * tensor.block.values for tensor in widened)
+        values = sum(
+            tensor.nbytes // tensor.block.nbytes * tensor.block.values for tensor in widened
+        )
         logger.warning(
             "%s: %d tensors (%s) are widened as they are read, as no scheme means exactly the "
             "same: %.2f GB in bfloat16 instead of %.2f.",
@@ -122,7 +124,7 @@ class GgufSource:
         return stem in self._architecture.transposed and len(tensor.shape) == 2
 
     def _rows_in_order(self, stem: str, tensor: TensorInfo) -> Bytes:
-        """The tensor's bytes with its rows as in a checkpoint: whole rows move, so codes may too."""
+        """The tensor's bytes with its rows as in a checkpoint: whole rows move, of codes too."""
         if stem in self._architecture.rotated:
             heads = self._heads(stem)
             return self._regroup(tensor, (heads, -1, 2), (0, 2, 1))
@@ -139,6 +141,8 @@ class GgufSource:
     ) -> Bytes:
         rows, known = tensor.shape[0], abs(int(np.prod(groups)))
         if known == 0 or rows % known:
-            raise WeightsError(f"{self.path}: {tensor.name} has {rows} rows, no multiple of {known}.")
+            raise WeightsError(
+                f"{self.path}: {tensor.name} has {rows} rows, no multiple of {known}."
+            )
         each = tensor.data.reshape(*groups, tensor.nbytes // rows)
         return np.ascontiguousarray(each.transpose(*order, 3)).reshape(-1)

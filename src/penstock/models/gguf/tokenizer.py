@@ -2,17 +2,18 @@
 
 Two kinds: "gpt2", byte-level BPE, whose way of splitting a text into words has a name
 (`tokenizer.ggml.pre`); and "llama", SentencePiece's BPE, whose merges follow from the scores.
-Sources: the specification ("Tokenizer"), and llama.cpp's llama-vocab.cpp for the names and defaults.
+Sources: the specification ("Tokenizer"), and llama.cpp's llama-vocab.cpp for names and defaults.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import tokenizers
-from tokenizers import decoders, models, normalizers, pre_tokenizers
+from tokenizers import decoders, models, normalizers
 
 from penstock.errors import TokenizerError
 from penstock.models.gguf.container import read_container
@@ -54,7 +55,8 @@ class Vocabulary:
         self.tokens: list[str] = self._list("tokens", str)
         self.types: list[int] = self._list("token_type", int, [NORMAL] * len(self.tokens))
         if len(set(self.tokens)) != len(self.tokens):
-            twice = next(t for i, t in enumerate(self.tokens) if self.tokens.index(t) != i)
+            counts = Counter(self.tokens)
+            twice = next(token for token, count in counts.items() if count > 1)
             raise self._fail(f"the token {twice!r} is there twice")
 
     def tokenizer(self) -> Tokenizer:
@@ -122,7 +124,7 @@ class Vocabulary:
         return built
 
     def _merges_by_score(self) -> list[tuple[str, str]]:
-        """Each way to join two pieces to a third; of several the one with the best score goes first.
+        """Each way to join two pieces to a third, those to the best scores first.
 
         SentencePiece joins the neighbours whose piece has the highest score.
         """
@@ -208,7 +210,7 @@ class Vocabulary:
     def _token(self, name: str, default: int | None = None) -> str | None:
         """The text of a token given by its id."""
         key = f"{name}_token_id"
-        found = self._get(key, int, default)
+        found: int | None = self._get(key, int, default)
         if found is None:
             return None
         if not 0 <= found < len(self.tokens):
@@ -216,12 +218,13 @@ class Vocabulary:
         return self.tokens[found]
 
     def _list(self, key: str, kind: Any, default: list[Any] | None = None) -> list[Any]:
-        values = self._get(key, list, default) if default is not None else self._get(key, list)
+        values = self._get(key, list) if default is None else self._get(key, list, default)
         if not all(isinstance(value, kind) for value in values):
             raise self._fail(f"tokenizer.ggml.{key} has values of another type")
         if key not in ("tokens", "merges") and len(values) != len(self.tokens):
-            raise self._fail(f"tokenizer.ggml.{key} has {len(values):,} values for "
-                             f"{len(self.tokens):,} tokens")  # fmt: skip
+            raise self._fail(
+                f"tokenizer.ggml.{key} has {len(values):,} values for {len(self.tokens):,} tokens"
+            )
         return list(values)
 
     def _get(self, key: str, kind: Any, *default: Any) -> Any:

@@ -35,9 +35,30 @@ ARCHITECTURES = {
 }
 Floats = NDArray[np.float32]
 Choose = Callable[[str, Floats], Kind]
+Vocab = Callable[[gguf.GGUFWriter, int], None]
 
 
-def write_model(model: Any, path: Path, choose: Choose, *, vocab: bool = True, **parts: int) -> dict[str, Tensor]:
+def write_vocab(writer: gguf.GGUFWriter, size: int) -> None:
+    """A SentencePiece vocabulary: <unk> <s> </s>, the bytes, some letters, then unused rows."""
+    tokens = ["<unk>", "<s>", "</s>", *(f"<0x{i:02X}>" for i in range(256)), "▁", *"abcdefgh"]
+    tokens = [*tokens, "▁a", "ab", "▁ab"][:size]
+    kinds = [2, 3, 3, *[6] * 256]
+    kinds += [1] * (len(tokens) - len(kinds))
+    more = size - len(tokens)
+    writer.add_tokenizer_model("llama")
+    writer.add_tokenizer_pre("default")
+    writer.add_token_list([*tokens, *(f"[PAD{i}]" for i in range(more))])
+    writer.add_token_scores([-float(i) for i in range(size)])
+    writer.add_token_types([*kinds, *[5] * more])
+    writer.add_bos_token_id(1)
+    writer.add_eos_token_id(2)
+    writer.add_unk_token_id(0)
+    writer.add_pad_token_id(0)
+
+
+def write_model(
+    model: Any, path: Path, choose: Choose, *, vocab: Vocab | None = write_vocab, **parts: int
+) -> dict[str, Tensor]:
     """Write `model` with tensors in the types that `choose` names by (GGUF name, values).
 
     Returns the checkpoint's tensors as they are after a round trip through those types. parts:
@@ -47,8 +68,8 @@ def write_model(model: Any, path: Path, choose: Choose, *, vocab: bool = True, *
     name = ARCHITECTURES[type(model).__name__]
     writer = gguf.GGUFWriter(str(path), name, **parts)
     write_config(writer, config, name)
-    if vocab:
-        write_vocab(writer, config.vocab_size)
+    if vocab is not None:
+        vocab(writer, config.vocab_size)
     back = write_tensors(writer, model, name, choose)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
@@ -111,25 +132,9 @@ def write_config(writer: gguf.GGUFWriter, c: Any, arch: str) -> None:
         writer.add_sliding_window(c.sliding_window)
 
 
-def write_vocab(writer: gguf.GGUFWriter, size: int) -> None:
-    """A SentencePiece vocabulary: <unk> <s> </s>, the bytes, some letters, then unused rows."""
-    tokens = ["<unk>", "<s>", "</s>", *(f"<0x{i:02X}>" for i in range(256)), "▁", *"abcdefgh"]
-    tokens = [*tokens, "▁a", "ab", "▁ab"][:size]
-    kinds = [2, 3, 3, *[6] * 256]
-    kinds += [1] * (len(tokens) - len(kinds))
-    more = size - len(tokens)
-    writer.add_tokenizer_model("llama")
-    writer.add_tokenizer_pre("default")
-    writer.add_token_list([*tokens, *(f"[PAD{i}]" for i in range(more))])
-    writer.add_token_scores([-float(i) for i in range(size)])
-    writer.add_token_types([*kinds, *[5] * more])
-    writer.add_bos_token_id(1)
-    writer.add_eos_token_id(2)
-    writer.add_unk_token_id(0)
-    writer.add_pad_token_id(0)
-
-
-def write_tensors(writer: gguf.GGUFWriter, model: Any, arch: str, choose: Choose) -> dict[str, Tensor]:
+def write_tensors(
+    writer: gguf.GGUFWriter, model: Any, arch: str, choose: Choose
+) -> dict[str, Tensor]:
     c = model.config
     kinds = {name: kind for kind, name in gguf.MODEL_ARCH_NAMES.items()}
     names = gguf.get_tensor_name_map(kinds[arch], c.num_hidden_layers)
@@ -159,14 +164,18 @@ def quantize(values: Floats, kind: Kind) -> NDArray[Any]:
     except NotImplementedError:
         random = np.random.default_rng(values.size)
         raw = random.integers(0, 256, (values.size // block.values, block.nbytes), dtype=np.uint8)
-        spread = float(values.std()) / {"Q6_K": 2000, "IQ4_XS": 1000, "IQ4_NL": 60}.get(block.name, 200)
+        spread = float(values.std()) / {"Q6_K": 2000, "IQ4_XS": 1000, "IQ4_NL": 60}.get(
+            block.name, 200
+        )
         for at in HALVES[block.name]:
             half = random.normal(0, spread, (len(raw), 1)).astype(np.float16)
             raw[:, at : at + 2] = half.view(np.uint8)
         return raw.reshape(*values.shape[:-1], -1)
 
 
-def _conversion(c: Any, arch: str, name: str) -> tuple[Callable[..., Tensor], Callable[..., Tensor]]:
+def _conversion(
+    c: Any, arch: str, name: str
+) -> tuple[Callable[..., Tensor], Callable[..., Tensor]]:
     """(what a converter does to a tensor, how a reader undoes it)."""
     heads = c.num_attention_heads
     if arch in ("llama", "smollm3") and ("q_proj" in name or "k_proj" in name):
@@ -210,3 +219,18 @@ def rope_tensors(c: Any) -> dict[str, Floats]:
             smooth = (old / wavelength - low) / (high - low)
             divisors.append(1 / ((1 - smooth) / rope["factor"] + smooth))
     return {"rope_freqs.weight": np.array(divisors, np.float32)}
+
+
+def scores_of(model: dict[str, Any]) -> list[float]:
+    """Of each piece, minus the place of the first merge that makes it."""
+    first: dict[str, int] = {}
+    for place, merge in enumerate(model["merges"]):
+        left, right = merge.split(" ") if isinstance(merge, str) else merge
+        first.setdefault(left + right, place)
+    scores = {i: -float(first.get(token, 0)) for token, i in model["vocab"].items()}
+    return [scores[i] for i in range(len(scores))]
+
+
+def types_of(tokens: list[str]) -> list[int]:
+    kinds = [2, 3, 3, *[6] * 256]
+    return [*kinds, *[1] * (len(tokens) - len(kinds))]
