@@ -1,5 +1,7 @@
 """What each format costs in quality: KL from bfloat16, agreement and perplexity on held-out text.
 
+What `penstock drift` measures, for all formats in one table.
+
     python benchmarks/drift.py --json benchmarks/results/drift-stories.json \
         --page docs/quantization.md
     python benchmarks/drift.py path/to/a/model --text book.txt
@@ -14,26 +16,82 @@ import argparse
 import json
 import re
 import sys
-from collections.abc import Sequence
-from dataclasses import asdict
+from collections.abc import Iterator, Sequence
+from itertools import accumulate
 from pathlib import Path
 
-from penstock.bench.drift import Drift, Variant, drift
+import torch
+
+from penstock.bench.drift import Drift, measure_drift
 from penstock.bench.environment import environment
+from penstock.bench.reader import Reader, open_reader
+from penstock.bench.texts import MARK, Text
+from penstock.bench.variant import Variant
 from penstock.bench.workload import longest
+from penstock.errors import PenstockError
 from penstock.hardware import detect
-from penstock.models.hub import resolve
-from penstock.tokenizer import Tokenizer
+from penstock.quant import formats_of
 
 ROOT = Path(__file__).resolve().parents[1]
 WINDOW = 512
 MARKS = "<!-- drift -->\n", "<!-- /drift -->"
 
-Rows = Sequence[tuple[Variant, Drift | str]]
+FORMATS = (
+    *("w8a16", "w8a8", "w4a16-g32"),
+    *(f"w4a8-g{group}{zero}" for group in (32, 64, 128) for zero in ("", "-asym")),
+    "kv=int8",
+    "kv=fp8",
+)
+"""Options of `penstock drift`."""
+
+TYPICAL = 4096
+"""Rows and columns of the matrix whose bytes a weight are told."""
+
+Rows = Sequence[tuple[str, Drift | str]]
 
 
-def held_out(data: Path) -> list[str]:
-    """The stories that the embedded model never saw, as its recipe picks them."""
+def name_of(words: str) -> str:
+    """`fp8 cache` of kv=fp8; a quantization's own."""
+    return f"{words.removeprefix('kv=')} cache" if words.startswith("kv=") else words
+
+
+def bytes_per_weight(words: str) -> float:
+    """Of a layer's matrix, scales and zero points included."""
+    quantization = None if words.startswith("kv=") else words
+    matrix = formats_of(quantization, torch.bfloat16).matrix
+    return matrix.nbytes(TYPICAL, TYPICAL) / TYPICAL**2
+
+
+def measure(
+    model: str, documents: Sequence[str], limit: int | None, window: int, stride: int
+) -> Iterator[tuple[str, Drift | str]]:
+    """Each format's drift, or why there is none: the words of the error."""
+    exact = Variant(model, dtype="bfloat16")
+    with open_reader(exact, window) as reference:
+        encoded = reference.encode(documents)
+        starts = [0, *accumulate(map(len, encoded))]
+        ends = [
+            len(ids) if limit is None else max(0, limit - start)
+            for ids, start in zip(encoded, starts, strict=False)
+        ]
+        text = Text("text", [i[:n] for i, n in zip(encoded, ends, strict=True) if len(i[:n]) > 1])
+        for words in FORMATS:
+            try:
+                with open_reader(exact.with_options(words), window) as reader:
+                    yield words, _held(reference, reader, text, window, stride)
+            except PenstockError as error:
+                yield words, str(error)
+
+
+def _held(reference: Reader, reader: Reader, text: Text, window: int, stride: int) -> Drift | str:
+    same = reader.about.weights == reference.about.weights
+    if same and reader.about.cache == reference.about.cache:
+        return "it leaves the model as it is"
+    return measure_drift(reference, reader, [text], window, stride)
+
+
+def held_out(data: Path, held: bool = True) -> list[str]:
+    """The stories that the embedded model never saw, as its recipe picks them; or the others."""
     sys.path.insert(0, str(ROOT))
     from recipes.stories import prepare
     from recipes.stories.truecase import Truecaser
@@ -45,7 +103,7 @@ def held_out(data: Path) -> list[str]:
     seen: set[str] = set()
     documents: list[str] = []
     for source in (cased, recased):
-        kept = [text for text in source if prepare.is_held_out(text)]
+        kept = [text for text in source if prepare.is_held_out(text) is held]
         documents += prepare.deduplicate(kept, seen)
     return documents
 
@@ -61,22 +119,22 @@ def table(rows: Rows) -> str:
     if measured:
         first = measured[0]
         lines.append(f"| bfloat16 | 2.000 | 0 | 0 | 100% | {first.reference_perplexity:.3f} |")
-    for variant, found in rows:
-        size = f"{variant.bytes_per_weight:.3f}"
+    for words, found in rows:
+        name, size = name_of(words), f"{bytes_per_weight(words):.3f}"
         if isinstance(found, str):
-            lines.append(f"| {variant.name} | {size} | – | – | – | – |")
+            lines.append(f"| {name} | {size} | – | – | – | – |")
             continue
         lines.append(
-            f"| {variant.name} | {size} | {found.kl:.5f} | {found.kl_p99:.4f} "
+            f"| {name} | {size} | {found.kl:.5f} | {found.kl_p99:.4f} "
             f"| {found.agreement:.1%} | {found.perplexity:.3f} |"
         )
-    skipped = [f"{v.name}: not measured, {text}" for v, text in rows if isinstance(text, str)]
+    skipped = [f"{name_of(w)}: not measured, {text}" for w, text in rows if isinstance(text, str)]
     return "\n".join([*lines, *(["", *skipped] if skipped else []), ""])
 
 
-def write_into(page: Path, text: str) -> None:
+def write_between(page: Path, text: str, marks: tuple[str, str]) -> None:
     """Put `text` between the page's marks."""
-    first, last = MARKS
+    first, last = marks
     pattern = re.compile(f"{re.escape(first)}.*?{re.escape(last)}", re.DOTALL)
     before = page.read_text(encoding="utf-8")
     if not pattern.search(before):
@@ -95,38 +153,40 @@ def main() -> None:
     parser.add_argument("--page", type=Path, help="put the table between this page's marks")
     options = parser.parse_args()
     if options.text:
-        documents = options.text.read_text(encoding="utf-8").split("<|endoftext|>")
+        documents = options.text.read_text(encoding="utf-8").split(MARK)
     else:
         documents = held_out(options.data)
-    tokenizer = Tokenizer.from_folder(resolve(options.model))
-    tokens = [t for text in documents for t in tokenizer.encode(text.strip())][: options.tokens]
+    documents = [text.strip() for text in documents if text.strip()]
     window = options.window or min(longest(options.model), WINDOW)
-    rows: list[tuple[Variant, Drift | str]] = []
-    for variant, found in drift(options.model, tokens, window):
-        rows.append((variant, found))
-        print(f"{variant.name}: {found if isinstance(found, str) else f'KL {found.kl:.5f}'}")
+    stride = max(1, window // 2)
+    rows: list[tuple[str, Drift | str]] = []
+    for words, found in measure(options.model, documents, options.tokens, window, stride):
+        rows.append((words, found))
+        print(f"{words}: {found if isinstance(found, str) else f'KL {found.kl:.5f}'}")
     text = table(rows)
-    print(f"\n{len(tokens):,} tokens of {len(documents)} documents, windows of {window}\n\n{text}")
+    positions = max((x.positions for _, x in rows if isinstance(x, Drift)), default=0)
+    print(f"\n{positions:,} positions in windows of {window}, {stride} tokens new\n\n{text}")
     if options.json:
         result = {
             "benchmark": "drift",
             "setup": {
-                "model": Path(options.model).name, "tokens": len(tokens), "window": window,
-                "documents": len(documents), "text": str(options.text or "held-out TinyStories"),
+                "model": Path(options.model).name, "positions": positions, "window": window,
+                "stride": stride, "documents": len(documents),
+                "text": str(options.text or "held-out TinyStories"),
             },
             "results": [
                 {
-                    "format": variant.name,
-                    "bytes_per_weight": variant.bytes_per_weight,
-                    **({"skipped": found} if isinstance(found, str) else asdict(found)),
+                    "format": name_of(words),
+                    "bytes_per_weight": bytes_per_weight(words),
+                    **({"skipped": found} if isinstance(found, str) else found.as_dict()),
                 }
-                for variant, found in rows
+                for words, found in rows
             ],
             **environment(detect()),
         }  # fmt: skip
         options.json.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
     if options.page:
-        write_into(options.page, text)
+        write_between(options.page, text, MARKS)
 
 
 if __name__ == "__main__":

@@ -21,6 +21,21 @@ from penstock.errors import ConfigError
         ({"memory_fraction": "x"}, "memory_fraction must be a number, not 'x'"),
         ({"memory_fraction": 0.5, "num_blocks": 9}, "leaves memory_fraction=0.5 .* nothing to"),
         ({"enable_prefix_caching": "no"}, "enable_prefix_caching must be True or False"),
+        ({"kv_cache_dtype": "int3"}, "kv_cache_dtype='int3' isn't one of auto, int8, .* kivi"),
+        ({"kv_recent_window": 64}, "kv_cache_dtype='auto' has no use for kv_recent_window=64"),
+        (
+            {"kv_cache_dtype": "kivi", "kv_recent_window": 0},
+            "kv_recent_window must be a positive integer, not 0",
+        ),
+        (
+            {"kv_cache_dtype": "kivi", "enable_prefix_caching": True},
+            "'kivi' can't go with enable_prefix_caching: .* kv_cache_dtype='int4' goes with it",
+        ),
+        (
+            {"kv_cache_dtype": "kivi", "preemption_mode": "swap"},
+            "'kivi' can't be swapped out: .* Leave out preemption_mode='swap' and swap_space",
+        ),
+        ({"kv_cache_dtype": "kivi", "swap_space": 1}, "'kivi' can't be swapped out"),
         ({"policy": "edr"}, "policy='edr' isn't one of .* Did you mean 'edf'"),
         ({"policy": "edf", "scheduling_policy": "edf"}, "given twice"),
         ({"ttft_slo_s": 1.0}, "policy='fcfs' has no use for ttft_slo_s=1.0. Set policy='edf'"),
@@ -75,3 +90,11 @@ def test_public_names() -> None:
         assert getattr(penstock, name) is not None
     with pytest.raises(AttributeError, match="no attribute 'LMM'"):
         penstock.LMM  # noqa: B018
+
+
+def test_prefixes_are_cached_unless_the_cache_cannot_give_them() -> None:
+    assert EngineConfig.of().cache.enable_prefix_caching is True
+    assert EngineConfig.of(kv_cache_dtype="int4").cache.enable_prefix_caching is True
+    kivi = EngineConfig.of(kv_cache_dtype="kivi", swap_space=0)
+    assert kivi.cache.enable_prefix_caching is False
+    assert EngineConfig.of(enable_prefix_caching=False).cache.enable_prefix_caching is False

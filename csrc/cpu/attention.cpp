@@ -4,8 +4,9 @@
 // are x · key panels and the output is weights · value panels: the inner loop of `linear`. A span
 // gives (maximum, sum, weighted values) on its own; spans are joined in order. When there are too
 // few tasks to keep the threads busy, the spans of one task go to different threads; the order of
-// additions stays the same. Keys and values of one byte are widened to bfloat16, 32 positions at a
-// time, where they are multiplied; the scales of int8 go into the scores and the weights.
+// additions stays the same. Keys and values of one byte or less are widened to bfloat16, 32 positions
+// at a time, where they are multiplied; the scales of int8 go into the scores and the weights, those
+// of int4 into what is widened.
 #include "linear.h"
 #include "span.h"
 
@@ -155,6 +156,8 @@ void attention(const AttentionArgs& a) {
       return run<bf16, int8_t>(a);
     case Stored::fp8:
       return run<bf16, fp8>(a);
+    case Stored::int4:
+      return run<bf16, nibbles>(a);
   }
 }
 

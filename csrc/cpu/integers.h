@@ -25,17 +25,21 @@ static inline int32_t word(const int8_t* p) {
   return w;
 }
 
-// A quantized matrix's panel.
+// A quantized matrix's panel: ops/linear.py.
 struct Panel {
   const uint8_t* data;
-  const void* scale;     // [groups, 16] float16 or float32
-  const uint8_t* zero;   // [groups, 16], or null: 8 for int4, 0 for int8
-  int64_t group, groups; // values of K that share a scale; how many such groups
-  bool half;             // scales are float16
+  const void* scale;      // [groups, 16]
+  const void* zero;       // [groups, 16] unsigned of int4, signed of int8; null: 8 for int4, else 0
+  const uint8_t* fine;    // [K / 16, 16] E4M3 of nvfp4
+  const float* table;     // [16] of levels and nvfp4
+  int64_t group, groups;  // values of K that share a scale; how many such groups
+  Scale scale_type;
 
   F16 scales(int64_t g) const {
-    return half ? load_half(static_cast<const uint16_t*>(scale) + g * kColumns)
-                : load(static_cast<const float*>(scale) + g * kColumns);
+    const int64_t at = g * kColumns;
+    if (scale_type == Scale::f16) return load_half(static_cast<const uint16_t*>(scale) + at);
+    if (scale_type == Scale::e8m0) return load_powers(static_cast<const uint8_t*>(scale) + at);
+    return load(static_cast<const float*>(scale) + at);
   }
 };
 
@@ -49,8 +53,12 @@ static inline F16 to_float(Sums a) { return {_mm512_cvtepi32_ps(a.v)}; }
 static inline Sums set_sums(int32_t x) { return {_mm512_set1_epi32(x)}; }
 static inline Sums load_sums(const int32_t* p) { return {_mm512_loadu_si512(p)}; }
 static inline Sums operator*(Sums a, Sums b) { return {_mm512_mullo_epi32(a.v, b.v)}; }
+static inline Sums operator+(Sums a, Sums b) { return {_mm512_add_epi32(a.v, b.v)}; }
 static inline Sums widen_bytes(const uint8_t* p) {
   return {_mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)))};
+}
+static inline Sums widen_bytes(const int8_t* p) {
+  return {_mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)))};
 }
 
 // Products are of unsigned weights: int8 ones are raised by 128, which the caller takes off again.
@@ -91,17 +99,6 @@ static inline void split_line(const uint8_t* line, Sums z, int8_t* out) {
                       _mm512_sub_epi8(_mm512_and_si512(_mm512_srli_epi16(v, 4), low), z.v));
 }
 
-// Byte J of each 4-byte word of an int8 line, or value J of 8 of an int4 line, as floats.
-template <int Bits, int J>
-static inline F16 take(const uint8_t* line) {
-  const __m512i v = _mm512_loadu_si512(line);
-  if constexpr (Bits == 8)
-    return {_mm512_cvtepi32_ps(_mm512_srai_epi32(_mm512_slli_epi32(v, 24 - 8 * J), 24))};
-  constexpr int shift = J < 4 ? 8 * J : 8 * (J - 4) + 4;
-  return {_mm512_cvtepi32_ps(
-      _mm512_and_si512(_mm512_srli_epi32(v, shift), _mm512_set1_epi32(15)))};
-}
-
 #else
 
 struct Sums {
@@ -116,9 +113,16 @@ static inline Sums load_sums(const int32_t* p) {
 static inline Sums operator*(Sums a, Sums b) {
   return {_mm256_mullo_epi32(a.lo, b.lo), _mm256_mullo_epi32(a.hi, b.hi)};
 }
+static inline Sums operator+(Sums a, Sums b) {
+  return {_mm256_add_epi32(a.lo, b.lo), _mm256_add_epi32(a.hi, b.hi)};
+}
 static inline Sums widen_bytes(const uint8_t* p) {
   return {_mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p))),
           _mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p + 8)))};
+}
+static inline Sums widen_bytes(const int8_t* p) {
+  return {_mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p))),
+          _mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p + 8)))};
 }
 
 // int8 products go by |w| and ±x, since u8 · s8 pairs would overflow 16 bits.
@@ -196,26 +200,14 @@ static inline void split_line(const uint8_t* line, Sums z, int8_t* out) {
   split_half(_mm256_loadu_si256(at + 1), z.hi, out + 32);
 }
 
-template <int Bits, int J>
-static inline __m256 take_half(__m256i v) {
-  if constexpr (Bits == 8)
-    return _mm256_cvtepi32_ps(_mm256_srai_epi32(_mm256_slli_epi32(v, 24 - 8 * J), 24));
-  constexpr int shift = J < 4 ? 8 * J : 8 * (J - 4) + 4;
-  return _mm256_cvtepi32_ps(_mm256_and_si256(_mm256_srli_epi32(v, shift), _mm256_set1_epi32(15)));
-}
-template <int Bits, int J>
-static inline F16 take(const uint8_t* line) {
-  const __m256i* at = reinterpret_cast<const __m256i*>(line);
-  return {take_half<Bits, J>(_mm256_loadu_si256(at)), take_half<Bits, J>(_mm256_loadu_si256(at + 1))};
-}
-
 #endif
 
-// What is taken off the weights of a group: their zero point, as floats.
+// The zero points of a group that has them.
 template <int Bits>
-static inline F16 zero_point(const Panel& w, int64_t g) {
-  if (w.zero) return to_float(widen_bytes(w.zero + g * kColumns));
-  return set1(Bits == 4 ? 8.0f : 0.0f);
+static inline Sums zero_points(const Panel& w, int64_t g) {
+  const int64_t at = g * kColumns;
+  return Bits == 4 ? widen_bytes(static_cast<const uint8_t*>(w.zero) + at)
+                   : widen_bytes(static_cast<const int8_t*>(w.zero) + at);
 }
 
 // emit(r, Σ over groups of scale · Σ over k of (q − z) · x) for R rows of int8.
@@ -230,7 +222,8 @@ static inline void multiply_ints(const Panel& w, const int8_t* x, int64_t ldx, c
   for (int64_t g = 0; g < w.groups; g++) {
     Sums acc[R];
     if (w.zero) {
-      const Sums z = widen_bytes(w.zero + g * kColumns);
+      Sums z = zero_points<Bits>(w, g);
+      if constexpr (Bits == 8) z = z + set_sums(kRaised<8>);
 #pragma GCC unroll 8
       for (int r = 0; r < R; r++) acc[r] = z * set_sums(-sums[r * lds + g]);
     } else {
@@ -247,80 +240,11 @@ static inline void multiply_ints(const Panel& w, const int8_t* x, int64_t ldx, c
   for (int r = 0; r < R; r++) emit(r, total[r]);
 }
 
-template <int Bits, int J, int R>
-static inline void step_floats(const uint8_t* line, F16 z, const float* x, int64_t ldx,
-                               F16 (&even)[R], F16 (&odd)[R]) {
-  if constexpr (J < 32 / Bits) {
-    F16 v = take<Bits, J>(line);
-    if constexpr (Bits == 4) v = v - z;
-#pragma GCC unroll 8
-    for (int r = 0; r < R; r++) {
-      F16& into = J % 2 ? odd[r] : even[r];
-      into = fma(set1(x[r * ldx + J]), v, into);
-    }
-    step_floats<Bits, J + 1>(line, z, x, ldx, even, odd);
-  }
-}
-
-// The same for float rows, in the order of `dot_panels`: each group's sum from zero, times its
-// scale, added up.
-template <int R, int Bits, typename Emit>
-static inline void multiply_floats(const Panel& w, const float* x, int64_t ldx, Emit emit) {
-  F16 total[R];
-#pragma GCC unroll 8
-  for (int r = 0; r < R; r++) total[r] = zero();
-  const uint8_t* data = w.data;
-  for (int64_t g = 0; g < w.groups; g++) {
-    const F16 z = zero_point<Bits>(w, g);
-    F16 acc[R];
-#pragma GCC unroll 8
-    for (int r = 0; r < R; r++) acc[r] = zero();
-    for (int64_t k = 0; k < w.group; k += kUnit) {
-      F16 even[R], odd[R];
-#pragma GCC unroll 8
-      for (int r = 0; r < R; r++) even[r] = odd[r] = zero();
-#pragma GCC unroll 2
-      for (int64_t i = 0; i < kLines<Bits>; i++, data += 64) {
-        if constexpr (R <= kFewRows) prefetch_bytes(data + kAheadBytes);
-        step_floats<Bits, 0>(data, z, x + g * w.group + k + i * (32 / Bits), ldx, even, odd);
-      }
-#pragma GCC unroll 8
-      for (int r = 0; r < R; r++) acc[r] = acc[r] + (even[r] + odd[r]);
-    }
-    const F16 s = w.scales(g);
-#pragma GCC unroll 8
-    for (int r = 0; r < R; r++) total[r] = fma(acc[r], s, total[r]);
-  }
-#pragma GCC unroll 8
-  for (int r = 0; r < R; r++) emit(r, total[r]);
-}
-
-template <int Bits, int J>
-static inline void unpack_line(const uint8_t* line, F16 z, bf16* out) {
-  if constexpr (J < 32 / Bits) {
-    F16 even = take<Bits, J>(line), odd = take<Bits, J + 1>(line);
-    if constexpr (Bits == 4) even = even - z, odd = odd - z;
-    store_pairs(out + J / 2 * 2 * kColumns, even, odd);
-    unpack_line<Bits, J + 2>(line, z, out);
-  }
-}
-
-// Values [first, last) of K of a panel, q − z exactly, as a bfloat16 panel. Both are multiples of
-// kUnit.
-template <int Bits>
-static inline void unpack_bf16(const Panel& w, int64_t first, int64_t last, bf16* out) {
-  constexpr int64_t per_line = 32 / Bits;
-  for (int64_t k = first; k < last; k += per_line) {
-    const F16 z = zero_point<Bits>(w, k / w.group);
-    unpack_line<Bits, 0>(w.data + k / per_line * 64, z, out + (k - first) * kColumns);
-  }
-}
-
 // Values [first, last) of K of an int4 panel, q − z, as an int8 panel.
 static inline void unpack_int8(const Panel& w, int64_t first, int64_t last, int8_t* out) {
   for (int64_t k = first; k < last; k += 8) {
     const int64_t g = k / w.group;
-    const Sums z = w.zero ? widen_bytes(w.zero + g * kColumns) : set_sums(8);
+    const Sums z = w.zero ? zero_points<4>(w, g) : set_sums(8);
     prefetch_bytes(w.data + k * 8 + kAheadBytes);
     split_line(w.data + k * 8, z * set_sums(0x01010101), out + (k - first) * kColumns);
   }

@@ -16,17 +16,36 @@ struct bf16 {
   uint16_t bits;
 };
 
-// What keys and values are stored as: DType, or one byte. int8 has a float16 scale for each token
-// and head; fp8 is OCP's E4M3 without infinities.
-enum class Stored : int { same, int8, fp8 };
+// What keys and values are stored as: DType, one byte, or half of one. int8 has a float16 scale for
+// each token and head; fp8 is OCP's E4M3 without infinities; int4 has a float16 step and minimum for
+// each group of kCacheGroup dimensions of a token and head.
+enum class Stored : int { same, int8, fp8, int4 };
+
+constexpr int64_t kCacheGroup = 32;
 
 struct fp8 {
   uint8_t bits;
 };
 
+struct nibbles {  // two values
+  uint8_t bits;
+};
+
 enum class Activation : int { none, silu, gelu, gelu_tanh };
 
-enum class Weight : int { dense, int8, int4 };
+// What a weight's panels hold. int8_zero: int8 whose groups have zero points. levels: four bits that
+// index a table; nvfp4: the same, each 16 values with a fine scale of E4M3.
+enum class Weight : int { dense, int8, int8_zero, int4, fp8_e4m3, fp8_e5m2, levels, nvfp4 };
+
+// A group's scale: a float, or the exponent of a power of two (OCP's E8M0).
+enum class Scale : int { f32, f16, e8m0 };
+
+constexpr bool is_integer(Weight kind) {
+  return kind == Weight::int8 || kind == Weight::int8_zero || kind == Weight::int4;
+}
+constexpr int bits_of(Weight kind) {
+  return kind == Weight::int4 || kind == Weight::levels || kind == Weight::nvfp4 ? 4 : 8;
+}
 
 // y [rows, n] = x [rows, k] · panels, with what comes before and after it. ops/linear.py.
 struct LinearArgs {
@@ -35,12 +54,15 @@ struct LinearArgs {
   const float* norm;  // [k]: the rows' root-mean-square norm is taken first; may be null
   float eps;
   bool int8_rows;  // rows are rounded to int8, each with a scale of its own
+  const float* input_scale;  // of all rows, where it isn't their own; may be null
   Weight kind;
   const void* weight;  // panels: ops/panels.py
   int64_t padded_k;
   const void* scale;  // [panels, groups, 16] of quantized weights
-  bool half_scale;    // float16, else float32
-  const uint8_t* zero;  // [panels, groups, 16] of int4; null: 8
+  Scale scale_type;
+  const void* zero;     // [panels, groups, 16] of int4 (unsigned; null: 8) and of int8_zero
+  const uint8_t* fine;  // [panels, padded_k / 16, 16] E4M3 of nvfp4
+  const float* table;   // [16] of levels and nvfp4: values that bfloat16 holds
   int64_t groups;
   const float* bias;  // [n], or gate's then up's when gated; may be null
   Activation activation;
@@ -64,8 +86,10 @@ struct EmbeddingArgs {
   int64_t panel_k;  // k of the panels, or 0 for a plain [vocab, dim] table
   Weight kind;
   const void* quantized_scale;  // as in LinearArgs, where the panels are quantized
-  bool half_scale;
-  const uint8_t* zero;
+  Scale scale_type;
+  const void* zero;
+  const uint8_t* fine;
+  const float* table;
   int64_t groups;
   float scale;
   DType dtype;  // of out
@@ -117,6 +141,23 @@ struct SoftcapArgs {
   int threads;
 };
 
+// KIVI's window, beside an int4 cache whose keys have a step and a minimum for each dimension of 32
+// positions: keys and values as bfloat16, in blocks of their own. ops/kivi.py.
+struct Recent {
+  bf16* keys;
+  bf16* values;
+  const int32_t* slots;  // [blocks] of the cache: where each one's lies, or −1; null: no window
+  int64_t count;         // blocks in keys and values
+  int64_t window;
+};
+
+constexpr int64_t kKeyGroup = 32;  // positions
+
+// From where on a query at `position` sees what was written instead of codes.
+constexpr int64_t recent_from(int64_t position, int64_t window) {
+  return position > window ? (position - window) / kKeyGroup * kKeyGroup : 0;
+}
+
 // Layouts of the caches: ops/rotary_cache.py.
 struct RotaryCacheArgs {
   const void* q;  // [tokens, heads · dim]; k and v [tokens, kv_heads · dim]
@@ -134,9 +175,12 @@ struct RotaryCacheArgs {
   const int32_t* slots;
   void* key_cache;
   void* value_cache;
-  uint16_t* key_scale;  // [blocks, kv_heads, block_size] float16, for int8
+  uint16_t* key_scale;  // float16: [blocks, kv_heads, block_size] for int8,
+                        // [blocks, kv_heads, groups, 2, block_size] for int4; keys beside a
+                        // window [blocks, kv_heads, block_size / 32, 2, padded_dim]
   uint16_t* value_scale;
   Stored stored;
+  Recent recent;
   int64_t blocks, block_size, padded_dim;
   void* q_out;  // [tokens, heads, dim] contiguous
   int64_t tokens, heads, kv_heads, dim;
@@ -148,9 +192,10 @@ struct AttentionArgs {
   const void* q;  // [tokens, heads, dim] contiguous
   const void* key_cache;
   const void* value_cache;
-  const uint16_t* key_scale;  // [blocks, kv_heads, block_size] float16, for int8
+  const uint16_t* key_scale;  // as in RotaryCacheArgs
   const uint16_t* value_scale;
   Stored stored;
+  Recent recent;
   const int32_t* query_start;
   const int32_t* context_len;
   const int32_t* block_table;

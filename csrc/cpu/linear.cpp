@@ -98,17 +98,16 @@ void int_part(const LinearArgs& a, const Rows& x, Range rows, Range panels, cons
   }
 }
 
-template <int R, int Bits>
+template <int R, Weight W>
 int64_t float_rows(const LinearArgs& a, const Rows& x, const Panel& w, int64_t row, int64_t last,
                    int64_t p, const Columns& to) {
   for (; last - row >= R; row += R)
-    multiply_floats<R, Bits>(w, x.floats + row * a.padded_k, a.padded_k,
+    multiply_floats<R, W>(w, x.floats + row * a.padded_k, a.padded_k,
                              [&](int r, F16 value) { to(row + r, p, value); });
   return row;
 }
 
 // Many rows: the panel is widened to bfloat16 once, and each group multiplied like a dense one.
-template <int Bits>
 void widened_panel(const LinearArgs& a, const Rows& x, const Panel& w, Range rows, int64_t p,
                    const Columns& to) {
   const int64_t count = rows.last - rows.first;
@@ -116,7 +115,7 @@ void widened_panel(const LinearArgs& a, const Rows& x, const Panel& w, Range row
       scratch(Scratch::unpacked, static_cast<size_t>(a.padded_k * kColumns) * sizeof(bf16)));
   float* totals = static_cast<float*>(
       scratch(Scratch::partials, static_cast<size_t>(count * kColumns) * sizeof(float)));
-  unpack_bf16<Bits>(w, 0, a.padded_k, wide);
+  unpack_bf16(a.kind, w, 0, a.padded_k, wide);
   for (int64_t g = 0; g < w.groups; g++) {
     const F16 s = w.scales(g);
     multiply_panels(
@@ -130,35 +129,31 @@ void widened_panel(const LinearArgs& a, const Rows& x, const Panel& w, Range row
   }
 }
 
-template <int Bits>
+template <Weight W>
 void float_part(const LinearArgs& a, const Rows& x, Range rows, Range panels, const Columns& to) {
   for (int64_t p = panels.first; p < panels.last; p++) {
     const Panel w = quantized_panel(a, p);
     if (rows.last - rows.first > kWidenRows) {
-      widened_panel<Bits>(a, x, w, rows, p, to);
+      widened_panel(a, x, w, rows, p, to);
       continue;
     }
     int64_t row = rows.first;
 #if defined(__AVX512F__)
-    row = float_rows<3, Bits>(a, x, w, row, rows.last, p, to);
+    row = float_rows<3, W>(a, x, w, row, rows.last, p, to);
 #endif
-    row = float_rows<2, Bits>(a, x, w, row, rows.last, p, to);
-    float_rows<1, Bits>(a, x, w, row, rows.last, p, to);
+    row = float_rows<2, W>(a, x, w, row, rows.last, p, to);
+    float_rows<1, W>(a, x, w, row, rows.last, p, to);
   }
 }
 
 using Part = void (*)(const LinearArgs&, const Rows&, Range rows, Range panels, const Columns&);
 
 Part choose(const LinearArgs& a) {
-  switch (a.kind) {
-    case Weight::int8:
-      return a.int8_rows ? int_part<8> : float_part<8>;
-    case Weight::int4:
-      return a.int8_rows ? int_part<4> : float_part<4>;
-    case Weight::dense:
-      break;
-  }
-  return a.dtype == DType::bf16 ? dense_part<bf16> : dense_part<float>;
+  if (a.kind == Weight::dense) return a.dtype == DType::bf16 ? dense_part<bf16> : dense_part<float>;
+  if (a.int8_rows) return a.kind == Weight::int4 ? int_part<4> : int_part<8>;
+  Part part = nullptr;
+  with_kind(a.kind, [&]<Weight W>() { part = float_part<W>; });
+  return part;
 }
 
 // All rows times some panels. Not inlined: the compiler would read what the lambda captures from

@@ -1,9 +1,9 @@
 // What the vector and the tile form of `linear` share: rows made ready, results written.
 #pragma once
 
-#include "integers.h"
 #include "parallel.h"
 #include "rownorm.h"
+#include "values.h"
 
 namespace penstock::PENSTOCK_ISA {
 
@@ -33,8 +33,7 @@ static inline int64_t count_panels(const LinearArgs& a) {
 }
 
 static inline int64_t panel_bytes(const LinearArgs& a) {
-  const int64_t bits = a.kind == Weight::int4   ? 4
-                       : a.kind == Weight::int8 ? 8
+  const int64_t bits = a.kind != Weight::dense   ? bits_of(a.kind)
                        : a.dtype == DType::bf16 ? 16
                                                 : 32;
   return a.padded_k * kColumns * bits / 8;
@@ -42,12 +41,17 @@ static inline int64_t panel_bytes(const LinearArgs& a) {
 
 static inline Panel quantized_panel(const LinearArgs& a, int64_t p) {
   const int64_t first = p * a.groups * kColumns;
-  return {static_cast<const uint8_t*>(a.weight) + p * panel_bytes(a),
-          static_cast<const unsigned char*>(a.scale) + first * (a.half_scale ? 2 : 4),
-          a.zero ? a.zero + first : nullptr,
-          a.padded_k / a.groups,
-          a.groups,
-          a.half_scale};
+  const int64_t scale_bytes = a.scale_type == Scale::f32 ? 4 : a.scale_type == Scale::f16 ? 2 : 1;
+  Panel w = {};
+  w.data = static_cast<const uint8_t*>(a.weight) + p * panel_bytes(a);
+  w.scale = static_cast<const unsigned char*>(a.scale) + first * scale_bytes;
+  if (a.zero) w.zero = static_cast<const uint8_t*>(a.zero) + first;
+  if (a.fine) w.fine = a.fine + p * a.padded_k;  // 16 columns for each 16 values of K
+  w.table = a.table;
+  w.group = a.padded_k / a.groups;
+  w.groups = a.groups;
+  w.scale_type = a.scale_type;
+  return w;
 }
 
 // Row `row` of x, normalised where asked, as floats; zeros up to `padded`.
@@ -56,6 +60,13 @@ static inline void float_row(const LinearArgs& a, int64_t row, int64_t padded, f
     take_row(static_cast<const bf16*>(a.x) + row * a.x_stride, a.k, a.norm, a.eps, padded, out);
   else
     take_row(static_cast<const float*>(a.x) + row * a.x_stride, a.k, a.norm, a.eps, padded, out);
+}
+
+// Rows that share a scale: each value by it, to the nearest, ±127 at most.
+static inline void divide_row(const float* floats, int64_t count, float scale, int8_t* out) {
+  const F16 by = set1(scale), end = set1(127.0f);
+  for (int64_t j = 0; j < count; j += 16)
+    store_bytes(out + j, min(max(load(floats + j) / by, zero() - end), end));
 }
 
 // The same row as int8 in ±127; returns its scale, which is NaN where the row holds one.
@@ -68,6 +79,10 @@ static inline float int8_row(const LinearArgs& a, int64_t row, int8_t* out) {
     const F16 v = load(floats + j);
     top = max(top, abs(v));
     bad = fma(v, zero(), bad);
+  }
+  if (a.input_scale) {
+    divide_row(floats, a.padded_k, *a.input_scale, out);
+    return *a.input_scale + reduce_add(bad);
   }
   const float highest = reduce_max(top);
   const F16 inverse = set1(highest > 1e-30f ? 127.0f / highest : 0.0f);

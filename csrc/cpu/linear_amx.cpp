@@ -20,6 +20,7 @@ constexpr int64_t kPartBytes = 256 * 1024;
 struct Packed {
   unsigned char* tiles;  // [row tiles][depth] tiles
   float* scale;          // of each row, for int8
+  int32_t* sums;         // [rows, groups] of int8 rows, where weights have zero points to take off
   int64_t row_tiles, depth;
   int64_t row_bytes;  // of a tile: 64, or 32 where a group is shorter than that
   int64_t bytes;      // of a tile
@@ -36,10 +37,23 @@ Packed shape(const LinearArgs& a) {
   // two tiles more: the prefetch runs ahead
   x.tiles = static_cast<unsigned char*>(
       scratch(Scratch::tiles, static_cast<size_t>((x.row_tiles * x.depth + 2) * x.bytes)));
-  if (a.int8_rows)
-    x.scale = static_cast<float*>(
-        scratch(Scratch::sums, static_cast<size_t>(x.row_tiles * kTileRows) * sizeof(float)));
+  if (a.int8_rows) {
+    const size_t rows = static_cast<size_t>(x.row_tiles * kTileRows);
+    const size_t groups = a.kind == Weight::int8_zero ? static_cast<size_t>(a.groups) : 0;
+    x.scale = static_cast<float*>(scratch(Scratch::sums, rows * (1 + groups) * 4));
+    if (groups) x.sums = reinterpret_cast<int32_t*>(x.scale + rows);
+  }
   return x;
+}
+
+// The sums of a row's groups.
+void add_up(const LinearArgs& a, const int8_t* row, int32_t* sums) {
+  const int64_t group = a.padded_k / a.groups;
+  for (int64_t g = 0; g < a.groups; g++) {
+    int32_t sum = 0;
+    for (int64_t j = 0; j < group; j++) sum += row[g * group + j];
+    sums[g] = sum;
+  }
 }
 
 // One row into its place in its row tile; zeros where there is no such row.
@@ -49,12 +63,15 @@ void pack_row(const LinearArgs& a, const Packed& x, int64_t row) {
   if (row >= a.rows) {
     for (int64_t d = 0; d < x.depth; d++)
       __builtin_memset(to + d * x.bytes, 0, static_cast<size_t>(x.row_bytes));
+    if (x.sums)
+      __builtin_memset(x.sums + row * a.groups, 0, static_cast<size_t>(a.groups) * 4);
     return;
   }
   unsigned char* packed = static_cast<unsigned char*>(
       scratch(Scratch::rows, static_cast<size_t>(a.padded_k) * (sizeof(float) + 2)));
   if (a.int8_rows) {
     x.scale[row] = int8_row(a, row, reinterpret_cast<int8_t*>(packed));
+    if (x.sums) add_up(a, reinterpret_cast<int8_t*>(packed), x.sums + row * a.groups);
   } else {
     float* floats = reinterpret_cast<float*>(packed + a.padded_k * 2);
     float_row(a, row, a.padded_k, floats);
@@ -125,10 +142,6 @@ void multiply_tiles(const unsigned char* rows0, const unsigned char* rows1,
   }
 }
 
-inline F16 sums_as_floats(const float* sums, bool ints) {
-  return ints ? to_float(load_sums(reinterpret_cast<const int32_t*>(sums))) : load(sums);
-}
-
 // Row tiles [first, last) times panels p and p + 1 (or p twice when it is the last).
 class PanelPair {
  public:
@@ -150,7 +163,7 @@ class PanelPair {
 
   template <bool Ints>
   void run(const Columns& to) {
-    const bool widen = a_.kind == Weight::int4 || (a_.kind == Weight::int8 && !Ints);
+    const bool widen = a_.kind != Weight::dense && (bits_of(a_.kind) == 4 || !Ints);
     int64_t block = block_;
     if (!widen && a_.groups == 1 && tiles_.last - tiles_.first == 1) block = x_.depth;
     for (int64_t from = 0; from < x_.depth; from += block) {
@@ -179,10 +192,8 @@ class PanelPair {
     const int64_t first = from * x_.step, last = (from + count) * x_.step;
     if constexpr (Ints)
       unpack_int8(panel_[i], first, last, reinterpret_cast<int8_t*>(out));
-    else if (a_.kind == Weight::int4)
-      unpack_bf16<4>(panel_[i], first, last, reinterpret_cast<bf16*>(out));
     else
-      unpack_bf16<8>(panel_[i], first, last, reinterpret_cast<bf16*>(out));
+      unpack_bf16(a_.kind, panel_[i], first, last, reinterpret_cast<bf16*>(out));
     return out;
   }
 
@@ -201,18 +212,30 @@ class PanelPair {
       const int64_t at = d * x_.bytes;
       multiply_tiles<TwoRows, Ints>(rows0 + at, rows1 + at, panels[0] + at, panels[1] + at, x_,
                                     group_, true, one_group_);
-      scale<Ints>((from + d) / group_, TwoRows ? 4 : 2, total(m));
+      scale<Ints>((from + d) / group_, m, TwoRows ? 4 : 2);
     }
   }
 
-  // totals += the group's sums · its scales; `count` tiles, alternating between the panels
+  // What the tiles hold of a row and a group, as floats; of integers less their zero points.
   template <bool Ints>
-  void scale(int64_t g, int64_t count, float* totals) {
+  F16 sum_of(const float* sums, int64_t i, int64_t row, int64_t g) const {
+    if constexpr (!Ints) return load(sums);
+    const Sums found = load_sums(reinterpret_cast<const int32_t*>(sums));
+    if (!x_.sums) return to_float(found);
+    return to_float(found + zero_points<8>(panel_[i], g) *
+                                set_sums(-x_.sums[row * a_.groups + g]));
+  }
+
+  // totals += the group's sums · its scales; `count` tiles from row tile m on, alternating between
+  // the panels
+  template <bool Ints>
+  void scale(int64_t g, int64_t m, int64_t count) {
     const F16 scales[2] = {panel_[0].scales(g), panel_[1].scales(g)};
+    float* totals = total(m);
     for (int64_t t = 0; t < count; t++)
       for (int64_t r = 0; r < kTileRows; r++) {
-        const int64_t at = t * kSums + r * kColumns;
-        const F16 sum = sums_as_floats(one_group_ + at, Ints);
+        const int64_t at = t * kSums + r * kColumns, row = (m + t / 2) * kTileRows + r;
+        const F16 sum = sum_of<Ints>(one_group_ + at, t % 2, row, g);
         store(totals + at, fma(sum, scales[t % 2], g ? load(totals + at) : zero()));
       }
   }
@@ -224,9 +247,9 @@ class PanelPair {
     for (int64_t m = tiles_.first; m < tiles_.last; m++)
       for (int64_t r = 0; r < kTileRows && m * kTileRows + r < a_.rows; r++) {
         const float* sums = total(m) + i * kSums + r * kColumns;
-        F16 value = sums_as_floats(sums, Ints && single);
-        if (single) value = fma(value, s, zero());
         const int64_t row = m * kTileRows + r;
+        F16 value = load(sums);
+        if (single) value = fma(sum_of<Ints>(sums, i, row, 0), s, zero());
         if constexpr (Ints) value = value * set1(x_.scale[row]);
         to(row, p_ + i, value);
       }

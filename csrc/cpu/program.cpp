@@ -120,18 +120,31 @@ void Program::bind(Args& a, const Node& node, const StepArrays& step, void* logi
   }
 }
 
-void Program::run(const StepArrays& step, void* logits, int threads, double* times) {
-  const int64_t rows = std::max(step.count, step.sampled);
+void Program::reserve(int64_t rows) {
   for (Buffer& buffer : buffers_) {
     const size_t need = static_cast<size_t>(buffer.row_bytes * rows);
     if (need <= buffer.bytes) continue;
-    const size_t bytes = (need + need / 4 + 4095) / 4096 * 4096;
+    const size_t bytes = (need + 4095) / 4096 * 4096;
     buffer.data.reset();
     buffer.bytes = 0;
     buffer.data.reset(std::aligned_alloc(64, bytes));
     if (!buffer.data) throw std::bad_alloc();
     buffer.bytes = bytes;
   }
+}
+
+size_t Program::bytes() const {
+  size_t sum = 0;
+  for (const Buffer& buffer : buffers_) sum += buffer.bytes;
+  return sum;
+}
+
+void Program::run(const StepArrays& step, void* logits, int threads, double* times) {
+  const int64_t rows = std::max(step.count, step.sampled);
+  const auto too_small = [&](const Buffer& buffer) {
+    return static_cast<size_t>(buffer.row_bytes * rows) > buffer.bytes;
+  };
+  if (std::any_of(buffers_.begin(), buffers_.end(), too_small)) reserve(rows + rows / 4);
   for (const Node& node : nodes_) {
     if (times) *times++ = now();
     std::visit(

@@ -70,6 +70,12 @@ class Program {
   void finish(int logits);
   int logits() const { return logits_; }
 
+  // Gives buffers the size that steps of up to `rows` tokens, or sampled rows, need, so that those
+  // allocate nothing.
+  void reserve(int64_t rows);
+  // What all buffers hold now.
+  size_t bytes() const;
+
   // times, where given, has size() + 1 places: CLOCK_MONOTONIC seconds before each node and after
   // the last.
   void run(const StepArrays& step, void* logits, int threads, double* times);

@@ -1,5 +1,8 @@
 // Between the projection and attention: normalise heads, rotate, write keys and values.
+#include <type_traits>
+
 #include "linear.h"
+#include "nibbles.h"
 
 namespace penstock::PENSTOCK_ISA {
 namespace {
@@ -43,7 +46,7 @@ void rotate(float* x, const float* cos_sin, int64_t rotary_dim, bool interleaved
 }
 
 // Where value j of a head at `offset` of a block lies, in units of one value.
-struct Key {  // [P/16, D/v, 16, v]
+struct Key {  // [P/16, D/v, 16, v]; of four bits [P/16, D/2, 16]
   static int64_t place(const RotaryCacheArgs& a, int64_t offset, int64_t j, int64_t v) {
     return offset / 16 * a.padded_dim * 16 + offset % 16 * v + j / v * 16 * v + j % v;
   }
@@ -83,14 +86,122 @@ uint16_t round_head(float* head, int64_t dim) {
   return half;
 }
 
+// Where the two of a head's dimensions that share a byte lie: of 16 from `base` on, byte j has
+// `first(j)` and `first(j)` + kApart.
+struct KeyBytes {  // [P/16, D/2, 16]
+  static constexpr int64_t kApart = 1;
+  static int64_t first(int64_t j) { return 2 * j; }
+  static int64_t place(const RotaryCacheArgs& a, int64_t offset, int64_t base, int64_t j) {
+    return offset / 16 * a.padded_dim * 8 + (base / 2 + j) * 16 + offset % 16;
+  }
+};
+struct ValueBytes {  // [D/16, P/2, 2, 8]
+  static constexpr int64_t kApart = 8;
+  static int64_t first(int64_t j) { return j; }
+  static int64_t place(const RotaryCacheArgs& a, int64_t offset, int64_t base, int64_t j) {
+    return base / 16 * a.block_size * 8 + offset * 8 + j;
+  }
+};
+template <typename Side>
+using BytesOf = std::conditional_t<std::is_same_v<Side, Key>, KeyBytes, ValueBytes>;
+
+// Head to four bits, in groups of its dimensions.
+template <typename Side>
+void put_nibbles(const RotaryCacheArgs& a, const float* head, int64_t at, int64_t offset) {
+  using Bytes = BytesOf<Side>;
+  uint8_t* out = static_cast<uint8_t*>(Side::cache(a)) + at * a.block_size * a.padded_dim / 2;
+  const int64_t groups = (a.padded_dim + kCacheGroup - 1) / kCacheGroup;
+  for (int64_t g = 0; g < groups; g++) {
+    const int64_t from = g * kCacheGroup;
+    const int64_t count = a.dim - from < kCacheGroup ? a.dim - from : kCacheGroup;
+    F16 low = set1(__builtin_inff()), high = set1(-__builtin_inff()), bad = zero();
+    for (int64_t j = 0; j < count; j += 16) {
+      const int c = count - j < 16 ? static_cast<int>(count - j) : 16;
+      const F16 x = load(head + from + j);
+      low = min(low, keep_first(x, c, __builtin_inff()));
+      high = max(high, keep_first(x, c, -__builtin_inff()));
+      bad = fma(keep_first(x, c, 0.0f), zero(), bad);
+    }
+    uint16_t* scale = Side::scale(a) + (at * groups + g) * 2 * a.block_size + offset;
+    choose_step(-reduce_max(zero() - low), reduce_max(high), reduce_add(bad), scale[0],
+                scale[a.block_size]);
+    const F16 step = set1(_cvtsh_ss(scale[0])), minimum = set1(_cvtsh_ss(scale[a.block_size]));
+    for (int64_t base = from; base < from + kCacheGroup && base < a.padded_dim; base += 16) {
+      float codes[16];
+      store(codes, keep_first(to_codes(load(head + base), step, minimum),
+                              a.dim - base < 16 ? static_cast<int>(a.dim - base) : 16, 0.0f));
+      for (int64_t j = 0; j < 8; j++) {
+        const auto first = static_cast<unsigned>(codes[Bytes::first(j)]);
+        const auto second = static_cast<unsigned>(codes[Bytes::first(j) + Bytes::kApart]);
+        out[Bytes::place(a, offset, base, j)] = static_cast<uint8_t>(first | second << 4);
+      }
+    }
+  }
+}
+
 template <typename T, typename Side>
 void write_head(const RotaryCacheArgs& a, float* head, Side, int64_t at, int64_t offset) {
   constexpr int64_t v = 4 / static_cast<int64_t>(sizeof(T));
   if (a.stored == Stored::same) return put_head<Side, T>(a, head, at, offset, v);
   for (int64_t j = 0; j < a.dim; j += 16) store(head + j, round_to<T>(load(head + j)));
   if (a.stored == Stored::fp8) return put_head<Side, fp8>(a, head, at, offset, v);
+  if (a.stored == Stored::int4) return put_nibbles<Side>(a, head, at, offset);
   Side::scale(a)[at * a.block_size + offset] = round_head(head, a.dim);
   put_head<Side, int8_t>(a, head, at, offset, v);
+}
+
+// Beside a window: the head as it is, for as long as somebody sees it so.
+template <typename Side>
+void keep_head(const RotaryCacheArgs& a, const float* head, bf16* pool, int64_t h, int64_t slot) {
+  const int64_t block = a.recent.slots[slot / a.block_size], offset = slot % a.block_size;
+  bf16* out = pool + (block * a.kv_heads + h) * a.block_size * a.padded_dim;
+  for (int64_t j = 0; j < a.padded_dim; j++)
+    from_float(j < a.dim ? head[j] : 0.0f, out[Side::place(a, offset, j, 2)]);
+}
+
+// Step, minimum and codes of one dimension over 32 positions, 16 in each half.
+void round_channel(F16 (&half)[2], uint16_t& step, uint16_t& minimum) {
+  const F16 low = min(half[0], half[1]), high = max(half[0], half[1]);
+  const F16 bad = fma(half[0], zero(), half[1] * zero());
+  choose_step(-reduce_max(zero() - low), reduce_max(high), reduce_add(bad), step, minimum);
+  for (F16& x : half) x = to_codes(x, set1(_cvtsh_ss(step)), set1(_cvtsh_ss(minimum)));
+}
+
+// The keys of one head at the 32 positions that end with `slot`, from the window to four bits.
+void round_keys(const RotaryCacheArgs& a, int64_t h, int64_t slot) {
+  const int64_t block = slot / a.block_size, first = slot % a.block_size / kKeyGroup * kKeyGroup;
+  const int64_t head_size = a.block_size * a.padded_dim, panel = a.padded_dim * kColumns;
+  const int64_t at = block * a.kv_heads + h;
+  const bf16* keys = a.recent.keys + (a.recent.slots[block] * a.kv_heads + h) * head_size +
+                     first * a.padded_dim;
+  uint8_t* out =
+      static_cast<uint8_t*>(a.key_cache) + (at * head_size + first * a.padded_dim) / 2;
+  uint16_t* scale =
+      a.key_scale + (at * a.block_size + first) / kKeyGroup * 2 * a.padded_dim;
+  for (int64_t d = 0; d < a.padded_dim; d += 2) {
+    F16 even[2], odd[2];
+    for (int64_t i = 0; i < 2; i++) load_pairs(keys + i * panel + d * kColumns, even[i], odd[i]);
+    round_channel(even, scale[d], scale[a.padded_dim + d]);
+    round_channel(odd, scale[d + 1], scale[a.padded_dim + d + 1]);
+    for (int64_t i = 0; i < 2; i++) {
+      float first_code[16], second_code[16];
+      store(first_code, even[i]);
+      store(second_code, odd[i]);
+      uint8_t* line = out + (i * panel + d * kColumns) / 2;
+      for (int64_t c = 0; c < kColumns; c++)
+        line[c] = static_cast<uint8_t>(static_cast<unsigned>(first_code[c]) |
+                                       static_cast<unsigned>(second_code[c]) << 4);
+    }
+  }
+}
+
+// Beside a window, after all tokens were written: the groups of keys that are now whole.
+void round_full_groups(const RotaryCacheArgs& a, int threads) {
+  over_rows(threads, a.tokens, [&](int64_t t) {
+    const int64_t slot = a.slots[t];
+    if (slot < 0 || slot % kKeyGroup != kKeyGroup - 1) return;
+    for (int64_t h = 0; h < a.kv_heads; h++) round_keys(a, h, slot);
+  });
 }
 
 template <typename T>
@@ -113,22 +224,27 @@ void one_token(const RotaryCacheArgs& a, int64_t t, float* head) {
   const T* key = static_cast<const T*>(a.k) + t * a.stride;
   each_head(a, key, a.kv_heads, a.k_norm, head, [&](int64_t h) {
     turn();
+    if (a.recent.slots) return keep_head<Key>(a, head, a.recent.keys, h, slot);
     write_head<T>(a, head, Key{}, first + h, offset);
   });
   const T* value = static_cast<const T*>(a.v) + t * a.stride;
-  each_head(a, value, a.kv_heads, nullptr, head,
-            [&](int64_t h) { write_head<T>(a, head, Value{}, first + h, offset); });
+  each_head(a, value, a.kv_heads, nullptr, head, [&](int64_t h) {
+    if (a.recent.slots) keep_head<Value>(a, head, a.recent.values, h, slot);
+    write_head<T>(a, head, Value{}, first + h, offset);
+  });
 }
 
 }  // namespace
 
 void rotary_cache(const RotaryCacheArgs& a) {
   const int64_t work = a.tokens * (a.heads + 2 * a.kv_heads) * a.dim;
-  over_rows(work > 16 * 1024 ? a.threads : 1, a.tokens, [&](int64_t t) {
+  const int threads = work > 16 * 1024 ? a.threads : 1;
+  over_rows(threads, a.tokens, [&](int64_t t) {
     float* head = static_cast<float*>(
         scratch(Scratch::partials, static_cast<size_t>(a.dim + 16) * sizeof(float)));
     a.dtype == DType::bf16 ? one_token<bf16>(a, t, head) : one_token<float>(a, t, head);
   });
+  if (a.recent.slots) round_full_groups(a, threads);
 }
 
 }  // namespace penstock::PENSTOCK_ISA

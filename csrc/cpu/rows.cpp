@@ -46,25 +46,57 @@ void dense_column(const EmbeddingArgs& a, int64_t id, T* out) {
   for (int64_t j = 0; j < a.dim; j++) out[j] = column[j / v * 16 * v + j % v];
 }
 
-// One column of a quantized panel: (q − z) · scale.
+// A byte of floating point with so many bits of mantissa (values.h: Fp8).
+float widen_byte(uint8_t byte, int mantissa) {
+  const int bias = 127 - ((1 << (6 - mantissa)) - 1);
+  const uint32_t bits = ((byte & 0x7fu) << (23 - mantissa)) + (static_cast<uint32_t>(bias) << 23);
+  const uint32_t least_bits = static_cast<uint32_t>(bias + 1) << 23;
+  float f, least;
+  __builtin_memcpy(&f, &bits, 4);
+  __builtin_memcpy(&least, &least_bits, 4);
+  if (f < least) f = 2.0f * f - least;
+  return byte & 0x80 ? -f : f;
+}
+
+// Value k of a column: the code less its zero point, or what it stands for.
+float column_value(const EmbeddingArgs& a, const uint8_t* column, int64_t k, int64_t meta,
+                   int64_t fine) {
+  const uint8_t byte = bits_of(a.kind) == 8 ? column[k / 4 * 64 + k % 4]
+                                            : column[k / 8 * 64 + k % 4] >> (k % 8 < 4 ? 0 : 4);
+  switch (a.kind) {
+    case Weight::int8_zero:
+      return static_cast<float>(static_cast<int8_t>(byte) -
+                                static_cast<const int8_t*>(a.zero)[meta]);
+    case Weight::int4:
+      return static_cast<float>((byte & 15) -
+                                (a.zero ? static_cast<const uint8_t*>(a.zero)[meta] : 8));
+    case Weight::fp8_e4m3:
+      return widen_byte(byte, 3);
+    case Weight::fp8_e5m2:
+      return widen_byte(byte, 2);
+    case Weight::levels:
+      return a.table[byte & 15];
+    case Weight::nvfp4:
+      return a.table[byte & 15] * widen_byte(a.fine[fine + k / 16 * 16], 3);
+    default:
+      return static_cast<float>(static_cast<int8_t>(byte));
+  }
+}
+
+// One column of a quantized panel: value · scale.
 void quantized_column(const EmbeddingArgs& a, int64_t id, bf16* out) {
-  const int64_t bytes = a.kind == Weight::int8 ? a.panel_k : a.panel_k / 2;
-  const uint8_t* column = static_cast<const uint8_t*>(a.weight) + (id / 16) * bytes * 16 + id % 16 * 4;
-  const int64_t group = a.panel_k / a.groups;
+  const int64_t bytes = a.panel_k * bits_of(a.kind) / 8, lane = id % 16;
+  const uint8_t* column = static_cast<const uint8_t*>(a.weight) + (id / 16) * bytes * 16 + lane * 4;
+  const int64_t group = a.panel_k / a.groups, fine = id / 16 * a.panel_k + lane;
+  Panel panel = {};
+  panel.scale = a.quantized_scale;
+  panel.scale_type = a.scale_type;
   for (int64_t g = 0; g < a.groups; g++) {
-    const int64_t meta = ((id / 16) * a.groups + g) * 16;
+    const int64_t line = (id / 16) * a.groups + g;
     float scales[16];
-    store(scales, a.half_scale ? load_half(static_cast<const uint16_t*>(a.quantized_scale) + meta)
-                               : load(static_cast<const float*>(a.quantized_scale) + meta));
-    const int zero = a.zero ? a.zero[meta + id % 16] : a.kind == Weight::int4 ? 8 : 0;
-    for (int64_t k = g * group; k < (g + 1) * group && k < a.dim; k++) {
-      int q;
-      if (a.kind == Weight::int8)
-        q = static_cast<int8_t>(column[k / 4 * 64 + k % 4]);
-      else
-        q = column[k / 8 * 64 + k % 4] >> (k % 8 < 4 ? 0 : 4) & 15;
-      from_float(static_cast<float>(q - zero) * scales[id % 16], out[k]);
-    }
+    store(scales, panel.scales(line));
+    for (int64_t k = g * group; k < (g + 1) * group && k < a.dim; k++)
+      from_float(column_value(a, column, k, line * 16 + lane, fine) * scales[lane], out[k]);
   }
 }
 

@@ -65,10 +65,12 @@ inline const int32_t* integers(const Tensor& t, int64_t count, const char* what)
 
 // n: columns of the product. Those of `linear` that come before and after it stay empty.
 LinearArgs linear_args(Form x, const Tensor& weight, const Optional& scale, const Optional& zero,
-                       const Optional& bias, int64_t n, bool int8_rows, bool gated);
+                       const Optional& bias, int64_t n, bool int8_rows, bool gated, int64_t levels,
+                       const Optional& outer, const Optional& input_scale);
 void with_norm_and_activation(LinearArgs& a, const Optional& norm, double eps, int64_t activation);
 EmbeddingArgs embedding_args(const Tensor& weight, int64_t dim, double scale,
-                             const Optional& weight_scale, const Optional& zero);
+                             const Optional& weight_scale, const Optional& zero, int64_t levels,
+                             const Optional& outer);
 NormArgs norm_args(Form x, const Tensor& weight, const Optional& bias, double eps, bool centre);
 
 // columns: of the result.
@@ -80,11 +82,13 @@ void check_ids(const int32_t* ids, int64_t count, int64_t vocab, const char* wha
 
 Tensor linear(const Tensor& x, const Tensor& weight, Optional scale, Optional zero, Optional bias,
               int64_t out_features, bool int8_rows, Optional norm, double eps, int64_t activation,
-              bool gated, std::optional<ScalarType> out_dtype);
+              bool gated, std::optional<ScalarType> out_dtype, int64_t levels, Optional outer,
+              Optional input_scale);
 void linear_add_(const Tensor& residual, const Tensor& x, const Tensor& weight, Optional scale,
-                 Optional zero, Optional bias, bool int8_rows);
+                 Optional zero, Optional bias, bool int8_rows, int64_t levels, Optional outer,
+                 Optional input_scale);
 Tensor embedding(const Tensor& tokens, const Tensor& weight, int64_t dim, double scale,
-                 Optional weight_scale, Optional zero);
+                 Optional weight_scale, Optional zero, int64_t levels, Optional outer);
 Tensor rms_norm(const Tensor& x, const Tensor& weight, double eps);
 Tensor layer_norm(const Tensor& x, const Tensor& weight, Optional bias, double eps);
 void add_(const Tensor& residual, const Tensor& x);
@@ -95,15 +99,23 @@ Tensor alternate(const Tensor& bias);
 
 // ── shim_cache.cpp ───────────────────────────────────────────────────────────────────────────
 
+// What a layer's cache consists of: ops/rotary_cache.py.
+struct CacheTensors {
+  const Tensor& keys;
+  const Tensor& values;
+  const Optional& key_scale;
+  const Optional& value_scale;
+  const Optional& recent_keys;
+  const Optional& recent_values;
+  const Optional& recent_slots;
+  const Optional& recent_window;
+};
+
 RotaryCacheArgs rotary_cache_args(Form qkv, int64_t heads, const Optional& q_norm,
                                   const Optional& k_norm, double eps, const Optional& cos_sin,
-                                  bool interleaved, const Tensor& key_cache,
-                                  const Tensor& value_cache, const Optional& key_scale,
-                                  const Optional& value_scale);
-AttentionArgs attention_args(DType dtype, int64_t heads, int64_t dim, const Tensor& key_cache,
-                             const Tensor& value_cache, double scale, int64_t window,
-                             double softcap, const Optional& sinks, const Optional& key_scale,
-                             const Optional& value_scale);
+                                  bool interleaved, const CacheTensors& cache);
+AttentionArgs attention_args(DType dtype, int64_t heads, int64_t dim, const CacheTensors& cache,
+                             double scale, int64_t window, double softcap, const Optional& sinks);
 
 // Positions lie in a table of `table` rows and slots in a cache of `places`, for `count` tokens.
 void check_places(const int32_t* positions, const int32_t* slots, int64_t count, int64_t table,
@@ -120,15 +132,22 @@ Sequences sequences_of(const Tensor& query_start, const Tensor& context_len,
                        const Tensor& block_table);
 // They cover `tokens` queries and have blocks in a cache of `blocks` of `block_size` tokens.
 void check_sequences(const Sequences& s, int64_t tokens, int64_t blocks, int64_t block_size);
+// Every block that is written to, and every one that some query sees as it was written, has its
+// place in the window.
+void check_recent(const Recent& recent, const int32_t* slots, int64_t count, int64_t block_size);
+void check_recent(const Recent& recent, const Sequences& s, int64_t block_size);
 
 Tensor rotary_cache(const Tensor& qkv, int64_t heads, Optional q_norm, Optional k_norm, double eps,
                     Optional cos_sin, bool interleaved, const Tensor& positions,
                     const Tensor& slots, const Tensor& key_cache, const Tensor& value_cache,
-                    Optional key_scale, Optional value_scale);
+                    Optional key_scale, Optional value_scale, Optional recent_keys,
+                    Optional recent_values, Optional recent_slots, Optional recent_window);
 Tensor paged_attention(const Tensor& q, const Tensor& key_cache, const Tensor& value_cache,
                        const Tensor& query_start, const Tensor& context_len,
                        const Tensor& block_table, double scale, int64_t window, double softcap,
-                       Optional sinks, Optional key_scale, Optional value_scale);
+                       Optional sinks, Optional key_scale, Optional value_scale,
+                       Optional recent_keys, Optional recent_values, Optional recent_slots,
+                       Optional recent_window);
 
 // ── shim_select.cpp ──────────────────────────────────────────────────────────────────────────
 

@@ -10,18 +10,76 @@ struct CacheShape {
   Stored stored;
   uint16_t* key_scale;
   uint16_t* value_scale;
+  Recent recent;
 };
 
-// `dtype` is that of the queries; one-byte caches go with bfloat16.
-CacheShape cache_shape(const Tensor& keys, const Tensor& values, const Optional& key_scale,
-                       const Optional& value_scale, DType dtype, int64_t dim) {
-  const ScalarType type = keys.scalar_type();
-  const bool float8 = type == ScalarType::Float8_e4m3fn;
-  const Stored kind = type == ScalarType::Char ? Stored::int8 : float8 ? Stored::fp8 : Stored::same;
+Stored stored_as(ScalarType type) {
+  switch (type) {
+    case ScalarType::Char:
+      return Stored::int8;
+    case ScalarType::Byte:
+      return Stored::int4;
+    case ScalarType::Float8_e4m3fn:
+      return Stored::fp8;
+    default:
+      return Stored::same;
+  }
+}
+
+// The dimensions of a cache's blocks, for the last two of its keys and values.
+void check_blocks(const Tensor& keys, const Tensor& values, const CacheShape& s, int64_t dim) {
+  const int64_t v = s.stored == Stored::same && keys.scalar_type() == ScalarType::Float ? 1 : 2;
+  const bool half = s.stored == Stored::int4;
+  STD_TORCH_CHECK(keys.size(4) == 16 && keys.size(5) == (half ? 1 : v) &&
+                      values.size(0) == s.blocks && values.size(1) == s.kv_heads &&
+                      values.size(2) * 16 == s.padded_dim && values.size(3) * v == s.block_size &&
+                      values.size(4) == (half ? 2 : 16) && values.size(5) == (half ? 8 : v) &&
+                      s.padded_dim == (dim + 15) / 16 * 16 && s.block_size % 32 == 0,
+                  "key_cache and value_cache don't have the layout of ops.rotary_cache for heads "
+                  "of ",
+                  dim);
+  STD_TORCH_CHECK(s.kv_heads > 0, "key_cache has no heads");
+}
+
+uint16_t* scales(const Tensor& scale, int64_t count, const char* shape) {
+  STD_TORCH_CHECK(scale.scalar_type() == ScalarType::Half && scale.is_contiguous() &&
+                      scale.numel() == count,
+                  "scales must be float16 ", shape, ": ", count, " of them");
+  return static_cast<uint16_t*>(scale.data_ptr());
+}
+
+// What lies beside int4 keys and values where there is a window.
+Recent recent_of(const CacheTensors& c, const CacheShape& s) {
+  const int given = c.recent_keys.has_value() + c.recent_values.has_value() +
+                    c.recent_slots.has_value() + c.recent_window.has_value();
+  if (given == 0) return {};
+  STD_TORCH_CHECK(given == 4 && s.stored == Stored::int4,
+                  "a window has recent_keys, recent_values, recent_slots and recent_window, beside "
+                  "an int4 cache");
+  const int64_t count = c.recent_keys->size(0);
+  for (const Tensor& pool : {*c.recent_keys, *c.recent_values})
+    STD_TORCH_CHECK(pool.scalar_type() == ScalarType::BFloat16 && pool.is_contiguous() &&
+                        pool.size(0) == count &&
+                        pool.numel() == count * s.kv_heads * s.block_size * s.padded_dim,
+                    "recent_keys and recent_values must be bfloat16 panels of the same blocks");
+  STD_TORCH_CHECK(c.recent_window->scalar_type() == ScalarType::Int &&
+                      c.recent_window->numel() == 1,
+                  "recent_window must be one int32");
+  const int64_t window = *static_cast<const int32_t*>(c.recent_window->data_ptr());
+  STD_TORCH_CHECK(window > 0, "recent_window must be positive, not ", window);
+  return {static_cast<bf16*>(c.recent_keys->data_ptr()),
+          static_cast<bf16*>(c.recent_values->data_ptr()),
+          integers(*c.recent_slots, s.blocks, "recent_slots"), count, window};
+}
+
+// `dtype` is that of the queries; caches of a byte or less go with bfloat16.
+CacheShape cache_shape(const CacheTensors& c, DType dtype, int64_t dim) {
+  const Tensor &keys = c.keys, &values = c.values;
+  const Stored kind = stored_as(keys.scalar_type());
   if (kind == Stored::same) {
     STD_TORCH_CHECK(dtype_of(keys, "key_cache") == dtype, "q and key_cache must have one dtype");
   } else {
-    STD_TORCH_CHECK(dtype == DType::bf16, "an int8 or fp8 cache goes with bfloat16");
+    STD_TORCH_CHECK(dtype == DType::bf16, "an int8, fp8 or int4 cache goes with bfloat16");
   }
   const int64_t v = dtype == DType::bf16 ? 2 : 1;
   STD_TORCH_CHECK(keys.scalar_type() == values.scalar_type(),
@@ -29,27 +87,27 @@ CacheShape cache_shape(const Tensor& keys, const Tensor& values, const Optional&
   STD_TORCH_CHECK(keys.dim() == 6 && values.dim() == 6 && keys.is_contiguous() &&
                       values.is_contiguous(),
                   "caches must be contiguous, with 6 dimensions");
-  CacheShape s = {keys.size(0), keys.size(1), keys.size(2) * 16, keys.size(3) * v, kind, {}, {}};
-  STD_TORCH_CHECK(keys.size(4) == 16 && keys.size(5) == v && values.size(0) == s.blocks &&
-                      values.size(1) == s.kv_heads && values.size(2) * 16 == s.padded_dim &&
-                      values.size(3) * v == s.block_size && values.size(4) == 16 &&
-                      values.size(5) == v && s.padded_dim == (dim + 15) / 16 * 16 &&
-                      s.block_size % 32 == 0,
-                  "key_cache and value_cache don't have the layout of ops.rotary_cache for heads "
-                  "of ",
-                  dim);
-  STD_TORCH_CHECK(s.kv_heads > 0, "key_cache has no heads");
-  const bool scaled = kind == Stored::int8;
-  STD_TORCH_CHECK(scaled == key_scale.has_value() && scaled == value_scale.has_value(),
-                  "an int8 cache, and only that, has scales");
-  if (scaled) {
-    for (const Tensor& scale : {*key_scale, *value_scale})
-      STD_TORCH_CHECK(scale.scalar_type() == ScalarType::Half && scale.is_contiguous() &&
-                          scale.numel() == s.blocks * s.kv_heads * s.block_size,
-                      "scales must be float16 [", s.blocks, ", ", s.kv_heads, ", ", s.block_size,
-                      "]");
-    s.key_scale = static_cast<uint16_t*>(key_scale->data_ptr());
-    s.value_scale = static_cast<uint16_t*>(value_scale->data_ptr());
+  CacheShape s = {keys.size(0), keys.size(1), keys.size(2) * 16, keys.size(3) * v, kind,
+                  {},           {},           {}};
+  check_blocks(keys, values, s, dim);
+  const bool scaled = kind == Stored::int8 || kind == Stored::int4;
+  STD_TORCH_CHECK(scaled == c.key_scale.has_value() && scaled == c.value_scale.has_value(),
+                  "an int8 or int4 cache, and only that, has scales");
+  s.recent = recent_of(c, s);
+  const int64_t heads = s.blocks * s.kv_heads;
+  if (kind == Stored::int8) {
+    const int64_t count = heads * s.block_size;
+    s.key_scale = scales(*c.key_scale, count, "[blocks, heads, block size]");
+    s.value_scale = scales(*c.value_scale, count, "[blocks, heads, block size]");
+  } else if (scaled) {
+    const int64_t groups = (s.padded_dim + kCacheGroup - 1) / kCacheGroup;
+    const int64_t count = heads * groups * 2 * s.block_size;
+    s.value_scale = scales(*c.value_scale, count, "[blocks, heads, groups, 2, block size]");
+    s.key_scale =
+        s.recent.slots
+            ? scales(*c.key_scale, heads * (s.block_size / kKeyGroup) * 2 * s.padded_dim,
+                     "[blocks, heads, block size / 32, 2, padded dim]")
+            : scales(*c.key_scale, count, "[blocks, heads, groups, 2, block size]");
   }
   return s;
 }
@@ -63,26 +121,25 @@ void take_shape(const CacheShape& shape, Args& a) {
   a.padded_dim = shape.padded_dim;
   a.key_scale = shape.key_scale;
   a.value_scale = shape.value_scale;
+  a.recent = shape.recent;
 }
 
 }  // namespace
 
 RotaryCacheArgs rotary_cache_args(Form qkv, int64_t heads, const Optional& q_norm,
                                   const Optional& k_norm, double eps, const Optional& cos_sin,
-                                  bool interleaved, const Tensor& key_cache,
-                                  const Tensor& value_cache, const Optional& key_scale,
-                                  const Optional& value_scale) {
+                                  bool interleaved, const CacheTensors& cache) {
   RotaryCacheArgs a = {};
   a.dtype = qkv.dtype;
   a.heads = heads;
-  STD_TORCH_CHECK(key_cache.dim() == 6 && heads > 0,
-                  "rotary_cache: key_cache must have 6 dimensions, has ", key_cache.dim());
-  a.kv_heads = key_cache.size(1);
+  STD_TORCH_CHECK(cache.keys.dim() == 6 && heads > 0,
+                  "rotary_cache: key_cache must have 6 dimensions, has ", cache.keys.dim());
+  a.kv_heads = cache.keys.size(1);
   const int64_t all = heads + 2 * a.kv_heads;
   a.dim = qkv.columns / all;
   STD_TORCH_CHECK(a.dim > 0 && qkv.columns == a.dim * all, "rotary_cache: ", qkv.columns,
                   " columns aren't ", heads, " + 2 · ", a.kv_heads, " heads");
-  take_shape(cache_shape(key_cache, value_cache, key_scale, value_scale, a.dtype, a.dim), a);
+  take_shape(cache_shape(cache, a.dtype, a.dim), a);
   a.norm_all = q_norm && q_norm->numel() != a.dim;
   a.q_norm = floats(q_norm, a.norm_all ? heads * a.dim : a.dim, "rotary_cache: q_norm");
   a.k_norm = floats(k_norm, a.norm_all ? a.kv_heads * a.dim : a.dim, "rotary_cache: k_norm");
@@ -95,8 +152,8 @@ RotaryCacheArgs rotary_cache_args(Form qkv, int64_t heads, const Optional& q_nor
                     a.rotary_dim, " of heads of ", a.dim);
   }
   a.interleaved = interleaved;
-  a.key_cache = key_cache.data_ptr();
-  a.value_cache = value_cache.data_ptr();
+  a.key_cache = cache.keys.data_ptr();
+  a.value_cache = cache.values.data_ptr();
   return a;
 }
 
@@ -113,15 +170,18 @@ void check_places(const int32_t* positions, const int32_t* slots, int64_t count,
 Tensor rotary_cache(const Tensor& qkv, int64_t heads, Optional q_norm, Optional k_norm, double eps,
                     Optional cos_sin, bool interleaved, const Tensor& positions,
                     const Tensor& slots, const Tensor& key_cache, const Tensor& value_cache,
-                    Optional key_scale, Optional value_scale) {
-  RotaryCacheArgs a =
-      rotary_cache_args(form_of(qkv, "rotary_cache: qkv"), heads, q_norm, k_norm, eps, cos_sin,
-                        interleaved, key_cache, value_cache, key_scale, value_scale);
+                    Optional key_scale, Optional value_scale, Optional recent_keys,
+                    Optional recent_values, Optional recent_slots, Optional recent_window) {
+  RotaryCacheArgs a = rotary_cache_args(
+      form_of(qkv, "rotary_cache: qkv"), heads, q_norm, k_norm, eps, cos_sin, interleaved,
+      {key_cache, value_cache, key_scale, value_scale, recent_keys, recent_values, recent_slots,
+       recent_window});
   a.tokens = qkv.size(0);
   a.positions = integers(positions, a.tokens, "rotary_cache: positions");
   a.slots = integers(slots, a.tokens, "rotary_cache: slots");
   check_places(a.positions, a.slots, a.tokens, a.cos_sin ? a.num_positions : INT64_MAX,
                a.blocks * a.block_size);
+  check_recent(a.recent, a.slots, a.tokens, a.block_size);
   place_heads(a, qkv.data_ptr(), qkv.stride(0));
   Tensor out = torch::stable::new_empty(qkv, {a.tokens, a.heads, a.dim});
   a.q_out = out.data_ptr();
@@ -130,19 +190,17 @@ Tensor rotary_cache(const Tensor& qkv, int64_t heads, Optional q_norm, Optional 
   return out;
 }
 
-AttentionArgs attention_args(DType dtype, int64_t heads, int64_t dim, const Tensor& key_cache,
-                             const Tensor& value_cache, double scale, int64_t window,
-                             double softcap, const Optional& sinks, const Optional& key_scale,
-                             const Optional& value_scale) {
+AttentionArgs attention_args(DType dtype, int64_t heads, int64_t dim, const CacheTensors& cache,
+                             double scale, int64_t window, double softcap, const Optional& sinks) {
   AttentionArgs a = {};
   a.heads = heads;
   a.dim = dim;
   a.dtype = dtype;
-  take_shape(cache_shape(key_cache, value_cache, key_scale, value_scale, a.dtype, a.dim), a);
+  take_shape(cache_shape(cache, a.dtype, a.dim), a);
   STD_TORCH_CHECK(a.heads % a.kv_heads == 0, "paged_attention: ", a.heads,
                   " heads aren't a multiple of ", a.kv_heads, " key-value heads");
-  a.key_cache = key_cache.data_ptr();
-  a.value_cache = value_cache.data_ptr();
+  a.key_cache = cache.keys.data_ptr();
+  a.value_cache = cache.values.data_ptr();
   a.scale = static_cast<float>(scale);
   a.window = window;
   a.softcap = static_cast<float>(softcap);
@@ -183,17 +241,46 @@ void check_sequences(const Sequences& s, int64_t tokens, int64_t blocks, int64_t
                   "paged_attention: query_start doesn't cover the ", tokens, " queries");
 }
 
+void check_recent(const Recent& recent, const int32_t* slots, int64_t count, int64_t block_size) {
+  for (int64_t t = 0; recent.slots && t < count; t++) {
+    const int64_t place = slots[t] < 0 ? 0 : recent.slots[slots[t] / block_size];
+    STD_TORCH_CHECK(slots[t] < 0 || (place >= 0 && place < recent.count),
+                    "rotary_cache: block ", slots[t] / block_size, " has place ", place, " of ",
+                    recent.count, " in the window");
+  }
+}
+
+void check_recent(const Recent& recent, const Sequences& s, int64_t block_size) {
+  for (int64_t b = 0; recent.slots && b < s.count; b++) {
+    const int64_t length = s.context_len[b];
+    const int64_t first = length - (s.query_start[b + 1] - s.query_start[b]);
+    if (first == length) continue;
+    const int64_t from = recent_from(first, recent.window) / block_size;
+    for (int64_t i = from; i * block_size < length; i++) {
+      const int64_t block = s.block_table[b * s.table_stride + i];
+      STD_TORCH_CHECK(recent.slots[block] >= 0 && recent.slots[block] < recent.count,
+                      "paged_attention: block ", block, " of sequence ", b, " has place ",
+                      recent.slots[block], " of ", recent.count, " in the window");
+    }
+  }
+}
+
 Tensor paged_attention(const Tensor& q, const Tensor& key_cache, const Tensor& value_cache,
                        const Tensor& query_start, const Tensor& context_len,
                        const Tensor& block_table, double scale, int64_t window, double softcap,
-                       Optional sinks, Optional key_scale, Optional value_scale) {
+                       Optional sinks, Optional key_scale, Optional value_scale,
+                       Optional recent_keys, Optional recent_values, Optional recent_slots,
+                       Optional recent_window) {
   STD_TORCH_CHECK(q.dim() == 3 && q.is_contiguous(),
                   "paged_attention: q must be [tokens, heads, dim], contiguous");
-  AttentionArgs a = attention_args(dtype_of(q, "paged_attention: q"), q.size(1), q.size(2),
-                                   key_cache, value_cache, scale, window, softcap, sinks,
-                                   key_scale, value_scale);
+  AttentionArgs a =
+      attention_args(dtype_of(q, "paged_attention: q"), q.size(1), q.size(2),
+                     {key_cache, value_cache, key_scale, value_scale, recent_keys, recent_values,
+                      recent_slots, recent_window},
+                     scale, window, softcap, sinks);
   const Sequences s = sequences_of(query_start, context_len, block_table);
   check_sequences(s, q.size(0), a.blocks, a.block_size);
+  check_recent(a.recent, s, a.block_size);
   a.query_start = s.query_start;
   a.context_len = s.context_len;
   a.block_table = s.block_table;

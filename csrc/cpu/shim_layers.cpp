@@ -4,17 +4,81 @@
 namespace penstock::shim {
 namespace {
 
+// What the codes of four bits stand for, as bfloat16 holds it: ops/levels.py.
+struct Tables {
+  float nf4[16], e2m1[16];
+};
+constexpr Tables kTables = {
+    {-1.0f, -0.6953125f, -0.5234375f, -0.39453125f, -0.28515625f, -0.1845703125f,
+     -0.0908203125f, 0.0f, 0.07958984375f, 0.1611328125f, 0.24609375f, 0.337890625f, 0.44140625f,
+     0.5625f, 0.72265625f, 1.0f},
+    {0.0f, 0.5f, 1.0f, 1.5f, 2.0f, 3.0f, 4.0f, 6.0f, -0.0f, -0.5f, -1.0f, -1.5f, -2.0f, -3.0f,
+     -4.0f, -6.0f}};
+
 // What a weight is stored as, and whether its tensors fit together. ops/panels.py has the shapes.
 struct Matrix {
   Weight kind;
   int64_t panels, padded_k, groups;
   const void* scale;
-  bool half_scale;
-  const uint8_t* zero;
+  Scale scale_type;
+  const void* zero;
+  const uint8_t* fine;
+  const float* table;
 };
 
-Matrix matrix(const Tensor& weight, const Optional& scale,
-              const Optional& zero, const char* what) {
+Weight kind_of(ScalarType type, bool zero, int64_t levels, bool outer, const char* what) {
+  switch (type) {
+    case ScalarType::Char:
+      return zero ? Weight::int8_zero : Weight::int8;
+    case ScalarType::Byte:
+      return levels == 0 ? Weight::int4 : outer ? Weight::nvfp4 : Weight::levels;
+    case ScalarType::Float8_e4m3fn:
+      return Weight::fp8_e4m3;
+    case ScalarType::Float8_e5m2:
+      return Weight::fp8_e5m2;
+    default:
+      STD_TORCH_CHECK(false, what, ": weight must be float, int8, uint8 (two of four bits) or "
+                                   "float8, the last three with a scale");
+  }
+}
+
+// The scale of each group [panels, groups, 16].
+void take_scale(Matrix& s, const Tensor& scale, const char* what) {
+  const ScalarType type = scale.scalar_type();
+  const bool power = type == ScalarType::Byte && s.kind == Weight::levels;
+  STD_TORCH_CHECK((type == ScalarType::Half || type == ScalarType::Float || power) &&
+                      scale.is_contiguous() && scale.dim() == 3 && scale.size(0) == s.panels &&
+                      scale.size(2) == 16,
+                  what, ": scale must be float16 or float32, or of levels uint8, [", s.panels,
+                  ", groups, 16]");
+  s.groups = scale.size(1);
+  s.scale = scale.data_ptr();
+  s.scale_type = power ? Scale::e8m0 : type == ScalarType::Half ? Scale::f16 : Scale::f32;
+  STD_TORCH_CHECK(s.groups > 0 && s.padded_k % s.groups == 0 && s.padded_k / s.groups % 32 == 0,
+                  what, ": ", s.padded_k, " values of K don't split into ", s.groups,
+                  " groups of a multiple of 32");
+}
+
+void take_zero(Matrix& s, const Tensor& zero, const char* what) {
+  const ScalarType type = s.kind == Weight::int4 ? ScalarType::Byte : ScalarType::Char;
+  STD_TORCH_CHECK((s.kind == Weight::int4 || s.kind == Weight::int8_zero) &&
+                      zero.scalar_type() == type && zero.is_contiguous() &&
+                      zero.numel() == s.panels * s.groups * 16,
+                  what, ": zero must be in the shape of scale, uint8 for int4 or int8 for int8 only");
+  s.zero = zero.data_ptr();
+}
+
+// nvfp4: `scale` is of each 16 values, and `outer` of rows.
+void take_fine(Matrix& s, const Tensor& scale, const char* what) {
+  STD_TORCH_CHECK(s.kind == Weight::nvfp4 && scale.scalar_type() == ScalarType::Float8_e4m3fn &&
+                      scale.is_contiguous() && scale.numel() == s.panels * s.padded_k,
+                  what, ": a weight with an outer scale must be levels with a scale in E4M3 [",
+                  s.panels, ", ", s.padded_k / 16, ", 16]");
+  s.fine = static_cast<const uint8_t*>(scale.data_ptr());
+}
+
+Matrix matrix(const Tensor& weight, const Optional& scale, const Optional& zero, int64_t levels,
+              const Optional& outer, const char* what) {
   STD_TORCH_CHECK(weight.dim() == 4 && weight.is_contiguous() && weight.size(2) == 16, what,
                   ": weight isn't packed panels [N/16, K/v, 16, v]");
   const ScalarType type = weight.scalar_type();
@@ -22,43 +86,33 @@ Matrix matrix(const Tensor& weight, const Optional& scale,
   Matrix s = {};
   s.panels = weight.size(0);
   if (type == ScalarType::Float || type == ScalarType::BFloat16) {
-    STD_TORCH_CHECK(v == (type == ScalarType::Float ? 1 : 2) && !scale && !zero, what,
-                    ": a float weight has v = 4 / itemsize and neither scale nor zero");
+    STD_TORCH_CHECK(v == (type == ScalarType::Float ? 1 : 2) && !scale && !zero && !levels && !outer,
+                    what, ": a float weight has v = 4 / itemsize, and neither scale nor zero nor levels");
     s.padded_k = weight.size(1) * v;
     s.groups = 1;
     STD_TORCH_CHECK(s.padded_k % 32 == 0, what, ": a panel of ", s.padded_k,
                     " values of K, which must be a multiple of 32");
     return s;
   }
-  STD_TORCH_CHECK((type == ScalarType::Char || type == ScalarType::Byte) && v == 4 && scale, what,
-                  ": weight must be float, or int8 or uint8 (two int4) with a scale");
-  s.kind = type == ScalarType::Char ? Weight::int8 : Weight::int4;
-  s.padded_k = weight.size(1) * (type == ScalarType::Char ? 4 : 8);
-  s.half_scale = scale->scalar_type() == ScalarType::Half;
-  STD_TORCH_CHECK((s.half_scale || scale->scalar_type() == ScalarType::Float) &&
-                      scale->is_contiguous() && scale->dim() == 3 &&
-                      scale->size(0) == s.panels && scale->size(2) == 16,
-                  what, ": scale must be float16 or float32 [", s.panels, ", groups, 16]");
-  s.groups = scale->size(1);
-  s.scale = scale->data_ptr();
-  STD_TORCH_CHECK(s.groups > 0 && s.padded_k % s.groups == 0 && s.padded_k / s.groups % 32 == 0,
-                  what, ": ", s.padded_k, " values of K don't split into ", s.groups,
-                  " groups of a multiple of 32");
-  if (zero) {
-    STD_TORCH_CHECK(s.kind == Weight::int4 && zero->scalar_type() == ScalarType::Byte &&
-                        zero->is_contiguous() && zero->numel() == scale->numel(),
-                    what, ": zero must be uint8 in the shape of scale, for int4 only");
-    s.zero = static_cast<const uint8_t*>(zero->data_ptr());
-  }
+  s.kind = kind_of(type, zero.has_value(), levels, outer.has_value(), what);
+  STD_TORCH_CHECK(v == 4 && scale, what, ": a quantized weight has v = 4 and comes with a scale");
+  s.padded_k = weight.size(1) * (type == ScalarType::Byte ? 8 : 4);
+  STD_TORCH_CHECK(levels >= 0 && levels <= 2 && (levels == 0 || type == ScalarType::Byte), what,
+                  ": levels ", levels, " isn't 0, or 1 (nf4) or 2 (E2M1) of a uint8 weight");
+  if (levels) s.table = levels == 1 ? kTables.nf4 : kTables.e2m1;
+  if (outer) take_fine(s, *scale, what);
+  take_scale(s, outer ? *outer : *scale, what);
+  if (zero) take_zero(s, *zero, what);
   return s;
 }
 
 }  // namespace
 
 LinearArgs linear_args(Form x, const Tensor& weight, const Optional& scale, const Optional& zero,
-                       const Optional& bias, int64_t n, bool int8_rows, bool gated) {
+                       const Optional& bias, int64_t n, bool int8_rows, bool gated, int64_t levels,
+                       const Optional& outer, const Optional& input_scale) {
   LinearArgs a = {};
-  const Matrix s = matrix(weight, scale, zero, "linear");
+  const Matrix s = matrix(weight, scale, zero, levels, outer, "linear");
   a.dtype = x.dtype;
   a.k = x.columns;
   a.n = n;
@@ -69,6 +123,8 @@ LinearArgs linear_args(Form x, const Tensor& weight, const Optional& scale, cons
   } else {
     STD_TORCH_CHECK(a.dtype == DType::bf16, "linear: quantized weights take bfloat16 rows");
   }
+  STD_TORCH_CHECK(!int8_rows || is_integer(s.kind), "linear: int8 rows need weights of integers");
+  STD_TORCH_CHECK(int8_rows || !input_scale, "linear: only int8 rows have an input_scale");
   const int64_t panels = (n + 15) / 16 * (gated ? 2 : 1);
   STD_TORCH_CHECK(a.k > 0 && s.panels == panels && s.padded_k >= a.k &&
                       s.padded_k < a.k + (s.kind == Weight::dense ? 32 : 192),
@@ -79,9 +135,12 @@ LinearArgs linear_args(Form x, const Tensor& weight, const Optional& scale, cons
   a.weight = weight.data_ptr();
   a.padded_k = s.padded_k;
   a.scale = s.scale;
-  a.half_scale = s.half_scale;
+  a.scale_type = s.scale_type;
   a.zero = s.zero;
+  a.fine = s.fine;
+  a.table = s.table;
   a.groups = s.groups;
+  a.input_scale = floats(input_scale, 1, "linear: input_scale");
   a.bias = floats(bias, n * (gated ? 2 : 1), "linear: bias");
   a.gated = gated;
   a.out_dtype = a.dtype;
@@ -99,9 +158,10 @@ void with_norm_and_activation(LinearArgs& a, const Optional& norm, double eps,
 
 Tensor linear(const Tensor& x, const Tensor& weight, Optional scale, Optional zero, Optional bias,
               int64_t out_features, bool int8_rows, Optional norm, double eps, int64_t activation,
-              bool gated, std::optional<ScalarType> out_dtype) {
+              bool gated, std::optional<ScalarType> out_dtype, int64_t levels, Optional outer,
+              Optional input_scale) {
   LinearArgs a = linear_args(form_of(x, "linear: x"), weight, scale, zero, bias, out_features,
-                             int8_rows, gated);
+                             int8_rows, gated, levels, outer, input_scale);
   with_norm_and_activation(a, norm, eps, activation);
   Tensor y = torch::stable::new_empty(x, {x.size(0), a.n}, out_dtype);
   a.x = x.data_ptr();
@@ -115,12 +175,14 @@ Tensor linear(const Tensor& x, const Tensor& weight, Optional scale, Optional ze
 }
 
 void linear_add_(const Tensor& residual, const Tensor& x, const Tensor& weight, Optional scale,
-                 Optional zero, Optional bias, bool int8_rows) {
+                 Optional zero, Optional bias, bool int8_rows, int64_t levels, Optional outer,
+                 Optional input_scale) {
   const Form form = form_of(x, "linear_add_: x"), sum = form_of(residual, "linear_add_: residual");
   STD_TORCH_CHECK(sum.dtype == form.dtype && residual.size(0) == x.size(0),
                   "linear_add_: residual has ", residual.size(0), " rows, x has ", x.size(0),
                   ", and they must have the same dtype");
-  LinearArgs a = linear_args(form, weight, scale, zero, bias, sum.columns, int8_rows, false);
+  LinearArgs a = linear_args(form, weight, scale, zero, bias, sum.columns, int8_rows, false, levels,
+                             outer, input_scale);
   a.x = x.data_ptr();
   a.x_stride = x.stride(0);
   a.rows = x.size(0);
@@ -132,16 +194,19 @@ void linear_add_(const Tensor& residual, const Tensor& x, const Tensor& weight, 
 }
 
 EmbeddingArgs embedding_args(const Tensor& weight, int64_t dim, double scale,
-                             const Optional& weight_scale, const Optional& zero) {
+                             const Optional& weight_scale, const Optional& zero, int64_t levels,
+                             const Optional& outer) {
   EmbeddingArgs a = {};
   const bool packed = weight.dim() == 4;
   if (packed) {
-    const Matrix s = matrix(weight, weight_scale, zero, "embedding");
+    const Matrix s = matrix(weight, weight_scale, zero, levels, outer, "embedding");
     a.kind = s.kind;
     a.panel_k = s.padded_k;
     a.quantized_scale = s.scale;
-    a.half_scale = s.half_scale;
+    a.scale_type = s.scale_type;
     a.zero = s.zero;
+    a.fine = s.fine;
+    a.table = s.table;
     a.groups = s.groups;
   }
   STD_TORCH_CHECK(weight.is_contiguous() && (packed || weight.dim() == 2),
@@ -163,8 +228,8 @@ void check_ids(const int32_t* ids, int64_t count, int64_t vocab, const char* wha
 }
 
 Tensor embedding(const Tensor& tokens, const Tensor& weight, int64_t dim, double scale,
-                 Optional weight_scale, Optional zero) {
-  EmbeddingArgs a = embedding_args(weight, dim, scale, weight_scale, zero);
+                 Optional weight_scale, Optional zero, int64_t levels, Optional outer) {
+  EmbeddingArgs a = embedding_args(weight, dim, scale, weight_scale, zero, levels, outer);
   a.count = tokens.numel();
   a.tokens = integers(tokens, a.count, "embedding: tokens");
   check_ids(a.tokens, a.count, a.vocab, "token");

@@ -11,6 +11,7 @@
 #include <map>
 #include <memory>
 #include <mutex>
+#include <utility>
 #include <vector>
 
 #include "shim.h"
@@ -26,7 +27,17 @@ struct Held {
   std::vector<Tensor> kept;
   int64_t tokens = INT64_MAX, positions = INT64_MAX;  // rows of the tables that are looked up
   int64_t blocks = 0, block_size = 0;  // of every cache, or none
+  Recent recent = {};                  // of every cache, or none: its places are the same
   std::atomic<bool> running{false};
+  std::vector<std::pair<int64_t, int>> threads;  // (steps of up to so many tokens, threads)
+
+  // As many threads as were chosen for steps of `tokens`, of those that there are.
+  int threads_for(int64_t tokens) const {
+    const int all = shim::threads();
+    for (const auto& [most, chosen] : threads)
+      if (tokens <= most) return std::min(chosen, all);
+    return all;
+  }
 
   void keep(const Tensor& tensor) { kept.push_back(tensor); }
   void keep(const Optional& tensor) {
@@ -98,40 +109,44 @@ void program_free(int64_t id) {
 int64_t program_linear(int64_t id, int64_t x, const Tensor& weight, Optional scale, Optional zero,
                        Optional bias, int64_t out_features, bool int8_rows, Optional norm,
                        double eps, int64_t activation, bool gated,
-                       std::optional<ScalarType> out_dtype) {
+                       std::optional<ScalarType> out_dtype, int64_t levels, Optional outer,
+                       Optional input_scale) {
   const auto p = held(id);
-  LinearArgs a = linear_args(p->form(x), weight, scale, zero, bias, out_features, int8_rows, gated);
+  LinearArgs a = linear_args(p->form(x), weight, scale, zero, bias, out_features, int8_rows, gated,
+                             levels, outer, input_scale);
   with_norm_and_activation(a, norm, eps, activation);
   if (out_dtype) {
     STD_TORCH_CHECK(*out_dtype == ScalarType::Float || *out_dtype == ScalarType::BFloat16,
                     "linear: out_dtype must be float32 or bfloat16");
     a.out_dtype = *out_dtype == ScalarType::Float ? DType::f32 : DType::bf16;
   }
-  p->keep_all(weight, scale, zero, bias, norm);
+  p->keep_all(weight, scale, zero, bias, norm, outer, input_scale);
   const int64_t y = p->result({a.out_dtype, a.n}, x);
   p->add(a, x, y);
   return y;
 }
 
 void program_linear_add_(int64_t id, int64_t residual, int64_t x, const Tensor& weight,
-                         Optional scale, Optional zero, Optional bias, bool int8_rows) {
+                         Optional scale, Optional zero, Optional bias, bool int8_rows,
+                         int64_t levels, Optional outer, Optional input_scale) {
   const auto p = held(id);
   LinearArgs a = linear_args(p->form(x), weight, scale, zero, bias, p->form(residual).columns,
-                             int8_rows, false);
+                             int8_rows, false, levels, outer, input_scale);
   p->check_like(residual, x, "linear_add_");
   a.adds = true;
-  p->keep_all(weight, scale, zero, bias);
+  p->keep_all(weight, scale, zero, bias, outer, input_scale);
   p->add(a, x, residual);
 }
 
 // tokens: 0 the step's tokens, 1 its positions.
 int64_t program_embedding(int64_t id, int64_t tokens, const Tensor& weight, int64_t dim,
-                          double scale, Optional weight_scale, Optional zero) {
+                          double scale, Optional weight_scale, Optional zero, int64_t levels,
+                          Optional outer) {
   const auto p = held(id);
-  const EmbeddingArgs a = embedding_args(weight, dim, scale, weight_scale, zero);
+  const EmbeddingArgs a = embedding_args(weight, dim, scale, weight_scale, zero, levels, outer);
   int64_t& limit = tokens == 0 ? p->tokens : p->positions;
   limit = std::min(limit, a.vocab);
-  p->keep_all(weight, weight_scale, zero);
+  p->keep_all(weight, weight_scale, zero, outer);
   const int64_t y = p->result({a.dtype, dim}, -1);
   p->add(a, -1, y, static_cast<Ids>(tokens));
   return y;
@@ -197,18 +212,27 @@ int64_t program_gate(int64_t id, int64_t x, int64_t activation, bool gated, int6
 int64_t program_rotary_cache(int64_t id, int64_t qkv, int64_t heads, Optional q_norm,
                              Optional k_norm, double eps, Optional cos_sin, bool interleaved,
                              const Tensor& key_cache, const Tensor& value_cache,
-                             Optional key_scale, Optional value_scale) {
+                             Optional key_scale, Optional value_scale, Optional recent_keys,
+                             Optional recent_values, Optional recent_slots,
+                             Optional recent_window) {
   const auto p = held(id);
   p->check_all_rows(qkv, "rotary_cache");
   const RotaryCacheArgs a =
-      rotary_cache_args(p->form(qkv), heads, q_norm, k_norm, eps, cos_sin, interleaved, key_cache,
-                        value_cache, key_scale, value_scale);
+      rotary_cache_args(p->form(qkv), heads, q_norm, k_norm, eps, cos_sin, interleaved,
+                        {key_cache, value_cache, key_scale, value_scale, recent_keys,
+                         recent_values, recent_slots, recent_window});
   if (a.cos_sin) p->positions = std::min(p->positions, a.num_positions);
   STD_TORCH_CHECK(p->block_size == 0 || (p->blocks == a.blocks && p->block_size == a.block_size),
                   "The caches of one program must have the same blocks");
+  STD_TORCH_CHECK(p->block_size == 0 || (p->recent.slots == a.recent.slots &&
+                                         p->recent.count == a.recent.count &&
+                                         p->recent.window == a.recent.window),
+                  "The caches of one program must have the same window and places in it");
+  p->recent = a.recent;
   p->blocks = a.blocks;
   p->block_size = a.block_size;
-  p->keep_all(q_norm, k_norm, cos_sin, key_cache, value_cache, key_scale, value_scale);
+  p->keep_all(q_norm, k_norm, cos_sin, key_cache, value_cache, key_scale, value_scale, recent_keys,
+              recent_values, recent_slots, recent_window);
   const int64_t y = p->result({a.dtype, heads * a.dim}, qkv, a.dim);
   p->add(a, qkv, y);
   return y;
@@ -217,15 +241,19 @@ int64_t program_rotary_cache(int64_t id, int64_t qkv, int64_t heads, Optional q_
 int64_t program_paged_attention(int64_t id, int64_t q, const Tensor& key_cache,
                                 const Tensor& value_cache, double scale, int64_t window,
                                 double softcap, Optional sinks, Optional key_scale,
-                                Optional value_scale) {
+                                Optional value_scale, Optional recent_keys, Optional recent_values,
+                                Optional recent_slots, Optional recent_window) {
   const auto p = held(id);
   const Program::Value& v = p->program.at(static_cast<int>(q));
   p->check_all_rows(q, "paged_attention");
   STD_TORCH_CHECK(v.dim > 0, "paged_attention: value ", q, " isn't what rotary_cache returned");
   const AttentionArgs a =
-      attention_args(v.dtype, v.columns / v.dim, v.dim, key_cache, value_cache, scale, window,
-                     softcap, sinks, key_scale, value_scale);
-  p->keep_all(key_cache, value_cache, sinks, key_scale, value_scale);
+      attention_args(v.dtype, v.columns / v.dim, v.dim,
+                     {key_cache, value_cache, key_scale, value_scale, recent_keys, recent_values,
+                      recent_slots, recent_window},
+                     scale, window, softcap, sinks);
+  p->keep_all(key_cache, value_cache, sinks, key_scale, value_scale, recent_keys, recent_values,
+              recent_slots, recent_window);
   const int64_t y = p->result(p->form(q), q);
   p->add(a, q, y);
   return y;
@@ -240,6 +268,33 @@ int64_t program_finish(int64_t id, int64_t logits) {
                   "A program ends with float32 logits of the sampled rows");
   p->program.finish(static_cast<int>(logits));
   return static_cast<int64_t>(p->program.size());
+}
+
+// Before or between runs. Returns the bytes of all buffers.
+int64_t program_reserve(int64_t id, int64_t rows) {
+  const auto p = held(id);
+  STD_TORCH_CHECK(p->program.logits() >= 0, "Program ", id, " isn't finished");
+  STD_TORCH_CHECK(rows >= 0 && rows <= INT32_MAX, "rows must be from 0 to ", INT32_MAX, ", not ",
+                  rows);
+  STD_TORCH_CHECK(!p->running.exchange(true), "Program ", id, " is running");
+  const Release release(p->running);
+  p->program.reserve(rows);
+  return static_cast<int64_t>(p->program.bytes());
+}
+
+// table [n, 2] int32: steps of up to table[i, 0] tokens run on table[i, 1] threads, larger ones on
+// all.
+void program_threads(int64_t id, const Tensor& table) {
+  const auto p = held(id);
+  STD_TORCH_CHECK(table.dim() == 2 && table.size(1) == 2, "table must be [n, 2]");
+  const int32_t* entries = integers(table, table.numel(), "table");
+  STD_TORCH_CHECK(!p->running.exchange(true), "Program ", id, " is running");
+  const Release release(p->running);
+  p->threads.clear();
+  for (int64_t i = 0; i < table.size(0); i++) {
+    STD_TORCH_CHECK(entries[2 * i + 1] > 0, "A step needs a thread");
+    p->threads.emplace_back(entries[2 * i], entries[2 * i + 1]);
+  }
 }
 
 void program_run(int64_t id, const Tensor& tokens, const Tensor& positions, const Tensor& slots,
@@ -269,7 +324,11 @@ void program_run(int64_t id, const Tensor& tokens, const Tensor& positions, cons
   check_ids(step.sample_at, step.sampled, step.count, "row");
   check_places(step.positions, step.slots, step.count, p->positions,
                p->block_size > 0 ? p->blocks * p->block_size : INT64_MAX);
-  if (p->block_size > 0) check_sequences(s, step.count, p->blocks, p->block_size);
+  if (p->block_size > 0) {
+    check_sequences(s, step.count, p->blocks, p->block_size);
+    check_recent(p->recent, step.slots, step.count, p->block_size);
+    check_recent(p->recent, s, p->block_size);
+  }
   const Form out = p->form(program.logits());
   STD_TORCH_CHECK(logits.scalar_type() == ScalarType::Float && logits.is_contiguous() &&
                       logits.dim() == 2 && logits.size(0) == step.sampled &&
@@ -283,7 +342,7 @@ void program_run(int64_t id, const Tensor& tokens, const Tensor& positions, cons
                     "times must be ", places, " contiguous float64");
     clock = static_cast<double*>(times->data_ptr());
   }
-  program.run(step, logits.data_ptr(), threads(), clock);
+  program.run(step, logits.data_ptr(), p->threads_for(step.count), clock);
 }
 
 }  // namespace
@@ -294,13 +353,14 @@ STABLE_TORCH_LIBRARY_FRAGMENT(penstock, m) {
   m.def(
       "program_linear(int program, int x, Tensor weight, Tensor? scale, Tensor? zero, "
       "Tensor? bias, int out_features, bool int8_rows, Tensor? norm, float eps, int activation, "
-      "bool gated, ScalarType? out_dtype) -> int");
+      "bool gated, ScalarType? out_dtype, int levels, Tensor? outer, Tensor? input_scale) -> int");
   m.def(
       "program_linear_add_(int program, int residual, int x, Tensor weight, Tensor? scale, "
-      "Tensor? zero, Tensor? bias, bool int8_rows) -> ()");
+      "Tensor? zero, Tensor? bias, bool int8_rows, int levels, Tensor? outer, "
+      "Tensor? input_scale) -> ()");
   m.def(
       "program_embedding(int program, int tokens, Tensor weight, int dim, float scale, "
-      "Tensor? weight_scale, Tensor? zero) -> int");
+      "Tensor? weight_scale, Tensor? zero, int levels, Tensor? outer) -> int");
   m.def("program_sampled_rows(int program, int x) -> int");
   m.def("program_rms_norm(int program, int x, Tensor weight, float eps) -> int");
   m.def("program_layer_norm(int program, int x, Tensor weight, Tensor? bias, float eps) -> int");
@@ -312,12 +372,16 @@ STABLE_TORCH_LIBRARY_FRAGMENT(penstock, m) {
   m.def(
       "program_rotary_cache(int program, int qkv, int heads, Tensor? q_norm, Tensor? k_norm, "
       "float eps, Tensor? cos_sin, bool interleaved, Tensor key_cache, Tensor value_cache, "
-      "Tensor? key_scale, Tensor? value_scale) -> int");
+      "Tensor? key_scale, Tensor? value_scale, Tensor? recent_keys, Tensor? recent_values, "
+      "Tensor? recent_slots, Tensor? recent_window) -> int");
   m.def(
       "program_paged_attention(int program, int q, Tensor key_cache, Tensor value_cache, "
       "float scale, int window, float softcap, Tensor? sinks, Tensor? key_scale, "
-      "Tensor? value_scale) -> int");
+      "Tensor? value_scale, Tensor? recent_keys, Tensor? recent_values, Tensor? recent_slots, "
+      "Tensor? recent_window) -> int");
   m.def("program_finish(int program, int logits) -> int");
+  m.def("program_reserve(int program, int rows) -> int");
+  m.def("program_threads(int program, Tensor table) -> ()");
   m.def(
       "program_run(int program, Tensor tokens, Tensor positions, Tensor slots, "
       "Tensor query_start, Tensor context_len, Tensor block_table, Tensor sample_at, "
@@ -339,5 +403,7 @@ STABLE_TORCH_LIBRARY_IMPL(penstock, CompositeExplicitAutograd, m) {
   m.impl("program_rotary_cache", TORCH_BOX(&program_rotary_cache));
   m.impl("program_paged_attention", TORCH_BOX(&program_paged_attention));
   m.impl("program_finish", TORCH_BOX(&program_finish));
+  m.impl("program_reserve", TORCH_BOX(&program_reserve));
+  m.impl("program_threads", TORCH_BOX(&program_threads));
   m.impl("program_run", TORCH_BOX(&program_run));
 }

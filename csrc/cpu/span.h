@@ -1,7 +1,10 @@
 // One span of 256 positions for up to 32 query rows: scores, weights, weighted values.
 #pragma once
 
+#include <type_traits>
+
 #include "attention_tiles.h"
+#include "nibbles.h"
 
 namespace penstock::PENSTOCK_ISA {
 
@@ -44,13 +47,14 @@ class SpanWork {
     const int64_t rows = kRows * (a.padded_dim + kSpan);
     float* memory = static_cast<float*>(scratch(
         Scratch::rows,
-        static_cast<size_t>(rows + kSpan * a.padded_dim) * sizeof(float) +
+        static_cast<size_t>(rows + (kSpan + 2) * a.padded_dim) * sizeof(float) +
             static_cast<size_t>(rows) * sizeof(T)));
     query_ = memory;
     weight_ = query_ + kRows * a.padded_dim;
     packed_query_ = reinterpret_cast<T*>(weight_ + kRows * kSpan);
     packed_weight_ = packed_query_ + kRows * a.padded_dim;
     values_ = packed_weight_ + kRows * kSpan;
+    steps_ = reinterpret_cast<float*>(values_ + kSpan * a.padded_dim);
     tiles_ = kByTiles && t.rows >= kTileMinRows && a.padded_dim % kGroup == 0;
     const int64_t start = a.query_start[t.sequence];
     for (int64_t r = 0; r < t.rows; r++) {
@@ -62,6 +66,7 @@ class SpanWork {
       for (int64_t j = 0; j < a.padded_dim; j++) out[j] = j < a.dim ? to_float(q[j]) : 0.0f;
       if (tiles_) pack(out, r, a.padded_dim, packed_query_);
       seen_[r] = visible(a, t, shape.group, row);
+      coded_[r] = a.recent.slots ? recent_from(seen_[r].last - 1, a.recent.window) : INT64_MAX;
     }
   }
 
@@ -81,6 +86,9 @@ class SpanWork {
 
  private:
   static constexpr bool kWiden = sizeof(S) != sizeof(T);
+  static constexpr bool kScaled = std::is_same_v<S, int8_t>;
+  static constexpr bool kNibbles = std::is_same_v<S, nibbles>;
+  static constexpr int64_t kPerItem = kNibbles ? 2 : 1;  // values of an S
   static constexpr bool kByTiles = kTiles && sizeof(T) == 2;
 
   // The block of this head that holds `position`.
@@ -89,7 +97,7 @@ class SpanWork {
     return index * a_.kv_heads + t_.kv_head;
   }
   const S* block(const void* cache, int64_t position) const {
-    return static_cast<const S*>(cache) + block(position) * head_size_;
+    return static_cast<const S*>(cache) + block(position) * head_size_ / kPerItem;
   }
   // The float16 scales of the 16 positions from `position` on.
   F16 scales(const uint16_t* scale, int64_t position) const {
@@ -101,6 +109,91 @@ class SpanWork {
       for (int64_t j = 0; j < count; j += 16) store_exact(to + j, load(from + j));
   }
 
+  // A group's step of `position`; the minima lie a block's size behind.
+  const uint16_t* steps(const uint16_t* scale, int64_t position, int64_t group) const {
+    const int64_t groups = (a_.padded_dim + kCacheGroup - 1) / kCacheGroup;
+    return scale + (block(position) * groups + group) * 2 * a_.block_size +
+           position % a_.block_size;
+  }
+
+  // How many rows, the first ones, see the group at `position` as it was written.
+  int64_t exact_rows(int64_t position) const {
+    if constexpr (!kNibbles) return 0;
+    int64_t rows = 0;
+    while (rows < t_.rows && coded_[rows] <= position) rows++;
+    return rows;
+  }
+
+  // The block of this head that holds `position` as it was written.
+  const bf16* recent(const bf16* pool, int64_t position) const {
+    const int64_t index = a_.block_table[t_.sequence * a_.table_stride + position / a_.block_size];
+    return pool + (a_.recent.slots[index] * a_.kv_heads + t_.kv_head) * head_size_;
+  }
+
+  // Keys of the 32 positions from `position` on, each dimension with its own step, as panels.
+  void widen_channels(const uint8_t* line, int64_t position, T* to) {
+    const uint16_t* scale = a_.key_scale + (block(position) * a_.block_size +
+                                            position % a_.block_size) / kKeyGroup * 2 *
+                                               a_.padded_dim;
+    for (int64_t j = 0; j < 2 * a_.padded_dim; j += 16) store(steps_ + j, load_half(scale + j));
+    const float* low = steps_ + a_.padded_dim;
+    for (int64_t panel = 0; panel < kKeyGroup; panel += kColumns)
+      for (int64_t j = 0; j < a_.padded_dim; j += 2, line += kLineBytes, to += 2 * kColumns) {
+        const F16 step[2] = {set1(steps_[j]), set1(steps_[j + 1])};
+        const F16 minimum[2] = {set1(low[j]), set1(low[j + 1])};
+        PENSTOCK_ISA::widen_keys(line, step, minimum, to);
+      }
+  }
+
+  // Keys of `count` positions, a multiple of 16, as panels of bfloat16.
+  void widen_keys(int64_t position, int64_t count, T* to) {
+    const int64_t offset = position % a_.block_size;
+    const S* from = block(a_.key_cache, position) + offset * a_.padded_dim / kPerItem;
+    if constexpr (!kNibbles) {
+      widen(from, count * a_.padded_dim, to);
+    } else {
+      const uint8_t* line = reinterpret_cast<const uint8_t*>(from);
+      if (a_.recent.slots) return widen_channels(line, position, to);
+      for (int64_t done = 0; done < count; done += kColumns)
+        for (int64_t j = 0; j < a_.padded_dim; j += kCacheGroup) {
+          const uint16_t* scale = steps(a_.key_scale, position + done, j / kCacheGroup);
+          const F16 size = load_half(scale), low = load_half(scale + a_.block_size);
+          const F16 step[2] = {size, size}, minimum[2] = {low, low};
+          const int64_t end = j + kCacheGroup < a_.padded_dim ? j + kCacheGroup : a_.padded_dim;
+          for (int64_t k = j; k < end; k += 2, line += kLineBytes, to += 2 * kColumns)
+            PENSTOCK_ISA::widen_keys(line, step, minimum, to);
+        }
+    }
+  }
+
+  // The values of a group of 32 positions as panels of bfloat16.
+  void widen_values(int64_t position, T* to) const {
+    const int64_t panels = a_.padded_dim / kColumns, pitch = a_.block_size * kColumns / kPerItem;
+    const S* from =
+        block(a_.value_cache, position) + position % a_.block_size * kColumns / kPerItem;
+    if constexpr (!kNibbles) {
+      for (int64_t p = 0; p < panels; p++)
+        widen(from + p * pitch, kGroup * kColumns, to + p * kGroup * kColumns);
+    } else {
+      float size[kGroup], low[kGroup];
+      for (int64_t p = 0; p < panels; p++) {
+        if (p * kColumns % kCacheGroup == 0) {
+          const uint16_t* scale = steps(a_.value_scale, position, p * kColumns / kCacheGroup);
+          for (int64_t i = 0; i < kGroup; i += 16) {
+            store(size + i, load_half(scale + i));
+            store(low + i, load_half(scale + a_.block_size + i));
+          }
+        }
+        const uint8_t* line = reinterpret_cast<const uint8_t*>(from + p * pitch);
+        for (int64_t i = 0; i < kGroup; i += 2, line += kLineBytes, to += 2 * kColumns) {
+          const F16 step[2] = {set1(size[i]), set1(size[i + 1])};
+          const F16 minimum[2] = {set1(low[i]), set1(low[i + 1])};
+          PENSTOCK_ISA::widen_values(line, step, minimum, to);
+        }
+      }
+    }
+  }
+
   // A row of `count` floats into its place in tiles of T.
   static void pack(const float* row, int64_t r, int64_t count, T* tiles) {
     for (int64_t j = 0; j < count; j += 16)
@@ -110,33 +203,43 @@ class SpanWork {
 
   // weight_[r][position − low] = q · k for positions [first, last)
   void scores(int64_t low, int64_t first, int64_t last) {
-    const int64_t panel = a_.padded_dim * kColumns;
     for (int64_t position = first; position < last;) {
-      const int64_t offset = position % a_.block_size;
+      const int64_t offset = position % a_.block_size, at = offset * a_.padded_dim;
       int64_t count = a_.block_size - offset;
       if (count > last - position) count = last - position;
       if (kWiden && count > kGroup) count = kGroup;
-      const S* stored = block(a_.key_cache, position) + offset / kColumns * panel;
-      const T* keys = values_;
-      if constexpr (kWiden)
-        widen(stored, count * a_.padded_dim, values_);
-      else
-        keys = stored;
       float* out = weight_ + (position - low);
-      position += count;
-      if constexpr (kByTiles) {
-        if (tiles_) {
-          multiply_tiles(packed_query_, t_.rows, a_.padded_dim / kGroup, count / kColumns,
-                         [&](int64_t p, int64_t d) { return keys + p * panel + d * kTileValues; },
-                         out, kSpan);
-          continue;
-        }
+      const int64_t exact = exact_rows(position);
+      if constexpr (kNibbles)
+        if (exact > 0) score(recent(a_.recent.keys, position) + at, count, 0, exact, out);
+      if (exact < t_.rows) {
+        const T* keys = values_;
+        if constexpr (kWiden)
+          widen_keys(position, count, values_);
+        else
+          keys = block(a_.key_cache, position) + at;
+        score(keys, count, exact, t_.rows, out);
       }
-      multiply_panels(
-          query_, a_.padded_dim, t_.rows, keys, panel, count / kColumns, a_.padded_dim,
-          [](int64_t, int64_t) { return zero(); },
-          [&](int64_t r, int64_t p, F16 value) { store(out + r * kSpan + p * kColumns, value); });
+      position += count;
     }
+  }
+
+  // The scores of rows [from, to) with panels of `count` keys.
+  void score(const T* keys, int64_t count, int64_t from, int64_t to, float* out) {
+    const int64_t panel = a_.padded_dim * kColumns;
+    if constexpr (kByTiles) {
+      if (tiles_ && to - from == t_.rows) {
+        multiply_tiles(packed_query_, t_.rows, a_.padded_dim / kGroup, count / kColumns,
+                       [&](int64_t p, int64_t d) { return keys + p * panel + d * kTileValues; },
+                       out, kSpan);
+        return;
+      }
+    }
+    out += from * kSpan;
+    multiply_panels(
+        query_ + from * a_.padded_dim, a_.padded_dim, to - from, keys, panel, count / kColumns,
+        a_.padded_dim, [](int64_t, int64_t) { return zero(); },
+        [&](int64_t r, int64_t p, F16 value) { store(out + r * kSpan + p * kColumns, value); });
   }
 
   // Scores of one row → weights, their maximum and sum; what isn't visible becomes 0.
@@ -146,7 +249,7 @@ class SpanWork {
     F16 top = set1(kMinusInfinity);
     for (int64_t j = first - low; j < last - low; j += kColumns) {
       F16 s = load(row + j);
-      if (a_.key_scale) s = s * scales(a_.key_scale, low + j);
+      if constexpr (kScaled) s = s * scales(a_.key_scale, low + j);
       s = s * set1(a_.scale);
       if (a_.softcap > 0.0f) s = set1(a_.softcap) * tanh(s / set1(a_.softcap));
       if (to - j < kColumns) s = keep_first(s, clip(to - j), kMinusInfinity);
@@ -160,7 +263,7 @@ class SpanWork {
       F16 p = zero();
       if (highest != kMinusInfinity) p = exp(load(row + j) - set1(highest));
       sum = sum + p;
-      if (a_.value_scale)  // beyond the last position a scale may be anything
+      if constexpr (kScaled)  // beyond the last position a scale may be anything
         p = keep_first(p * scales(a_.value_scale, low + j), clip(to - j), 0.0f);
       store(row + j, round_to<T>(p));
     }
@@ -186,17 +289,18 @@ class SpanWork {
     int64_t stride;  // between panels
   };
 
-  // The values from `position` on, in `room` where they are widened or their end is cut off.
-  Group group(int64_t position, T* room) const {
-    const int64_t panels = a_.padded_dim / kColumns, end = a_.context_len[t_.sequence];
-    const S* stored = block(a_.value_cache, position) + position % a_.block_size * kColumns;
+  // The values from `position` on, `exact` as they were written, in `room` where they are widened
+  // or their end is cut off.
+  Group group(int64_t position, bool exact, T* room) const {
+    const int64_t end = a_.context_len[t_.sequence];
+    const int64_t at = position % a_.block_size * kColumns;
     Group found = {room, kGroup * kColumns};
-    if constexpr (kWiden) {
-      for (int64_t p = 0; p < panels; p++)
-        widen(stored + p * a_.block_size * kColumns, kGroup * kColumns, room + p * found.stride);
-    } else {
-      found = {stored, a_.block_size * kColumns};
-    }
+    if constexpr (!kWiden)
+      found = {block(a_.value_cache, position) + at, a_.block_size * kColumns};
+    else if (!exact)
+      widen_values(position, room);
+    else if constexpr (kNibbles)
+      found = {recent(a_.recent.values, position) + at, a_.block_size * kColumns};
     if (position + kGroup <= end) return found;
     cut(found, end - position, room);  // what lies beyond was written by others, or never
     return {room, kGroup * kColumns};
@@ -204,28 +308,49 @@ class SpanWork {
 
   // out value[r] = weights · values, one group of 32 positions after another
   void weigh(int64_t low, int64_t first, int64_t last, float* out) {
-    const int64_t panels = a_.padded_dim / kColumns;
     if constexpr (kByTiles)
-      if (tiles_) return weigh_by_tiles(low, first, last, out);
+      if (tiles_ && !divided(first, last)) return weigh_by_tiles(low, first, last, out);
     for (int64_t position = first; position < last; position += kGroup) {
-      const Group g = group(position, values_);
+      const float* weights = weight_ + (position - low);
       const bool fresh = position == first;
-      multiply_panels(
-          weight_ + (position - low), kSpan, t_.rows, g.values, g.stride, panels, kGroup,
-          [&](int64_t r, int64_t p) {
-            return fresh ? zero() : load(out + r * shape_.partial + 2 + p * kColumns);
-          },
-          [&](int64_t r, int64_t p, F16 value) {
-            store(out + r * shape_.partial + 2 + p * kColumns, value);
-          });
+      const int64_t exact = exact_rows(position);
+      if (exact > 0) add_group(group(position, true, values_), weights, 0, exact, fresh, out);
+      if (exact < t_.rows)
+        add_group(group(position, false, values_), weights, exact, t_.rows, fresh, out);
     }
+  }
+
+  // Whether some rows see a group of [first, last) as it was written and others as codes.
+  bool divided(int64_t first, int64_t last) const {
+    for (int64_t position = first; kNibbles && position < last; position += kGroup) {
+      const int64_t exact = exact_rows(position);
+      if (exact > 0 && exact < t_.rows) return true;
+    }
+    return false;
+  }
+
+  // out value[r] += weights · the group's values, for rows [from, to).
+  void add_group(const Group& g, const float* weights, int64_t from, int64_t to, bool fresh,
+                 float* out) {
+    out += from * shape_.partial + 2;
+    multiply_panels(
+        weights + from * kSpan, kSpan, to - from, g.values, g.stride, a_.padded_dim / kColumns,
+        kGroup,
+        [&](int64_t r, int64_t p) {
+          return fresh ? zero() : load(out + r * shape_.partial + p * kColumns);
+        },
+        [&](int64_t r, int64_t p, F16 value) {
+          store(out + r * shape_.partial + p * kColumns, value);
+        });
   }
 
   void weigh_by_tiles(int64_t low, int64_t first, int64_t last, float* out) {
     Group groups[kSpan / kGroup];
     const int64_t count = (last - first) / kGroup, skipped = (first - low) / kGroup;
-    for (int64_t d = 0; d < count; d++)
-      groups[d] = group(first + d * kGroup, values_ + d * kGroup * a_.padded_dim);
+    for (int64_t d = 0; d < count; d++) {
+      const int64_t position = first + d * kGroup;
+      groups[d] = group(position, exact_rows(position) > 0, values_ + d * kGroup * a_.padded_dim);
+    }
     multiply_tiles(packed_weight_ + skipped * kTileValues, t_.rows, count,
                    a_.padded_dim / kColumns,
                    [&](int64_t p, int64_t d) { return groups[d].values + p * groups[d].stride; },
@@ -254,7 +379,9 @@ class SpanWork {
   T* packed_query_;   // query_ and weight_ in tiles
   T* packed_weight_;
   T* values_;  // keys or values, widened or with their end cut off
+  float* steps_;  // a group of keys' steps and minima
   Visible seen_[kRows];
+  int64_t coded_[kRows];  // what each row sees as codes lies before this
 };
 
 }  // namespace penstock::PENSTOCK_ISA

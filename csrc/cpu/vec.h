@@ -97,6 +97,11 @@ static inline void store_exact(bf16* p, F16 a) {
   const __m512i r = _mm512_srli_epi32(_mm512_castps_si512(a.v), 16);
   _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm512_cvtepi32_epi16(r));
 }
+// 2^(e − 127); of e = 0, a denormal, zero
+static inline F16 load_powers(const uint8_t* p) {
+  return {_mm512_castsi512_ps(_mm512_slli_epi32(
+      _mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))), 23))};
+}
 static inline F16 widen_halves(__m256i h) { return {_mm512_cvtph_ps(h)}; }
 static inline F16 load_half(const uint16_t* p) {
   return {_mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)))};
@@ -230,6 +235,13 @@ static inline void store_exact(bf16* p, F16 a) {
   const __m256i hi = _mm256_srli_epi32(_mm256_castps_si256(a.hi), 16);
   const __m256i packed = _mm256_permute4x64_epi64(_mm256_packus_epi32(lo, hi), 0xd8);
   _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), packed);
+}
+static inline __m256 load_eight_powers(const uint8_t* p) {
+  return _mm256_castsi256_ps(_mm256_slli_epi32(
+      _mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p))), 23));
+}
+static inline F16 load_powers(const uint8_t* p) {
+  return {load_eight_powers(p), load_eight_powers(p + 8)};
 }
 static inline F16 widen_halves(__m256i h) {
   return {_mm256_cvtph_ps(_mm256_castsi256_si128(h)),

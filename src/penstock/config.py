@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -66,11 +66,12 @@ class ModelConfig:
     strict: bool = False  # a config key that nothing reads is an error
     quantization: str | None = None  # of weights as they are loaded: w8a8, w4a8-g64, …
     enforce_eager: bool = False  # call the operators one by one from Python
+    verify: bool = False  # an engine folder's weights against their checksums
     seed: int = 0
 
     def __post_init__(self) -> None:
         _positive(self, "max_model_len")
-        _flags(self, "skip_tokenizer_init", "strict", "enforce_eager")
+        _flags(self, "skip_tokenizer_init", "strict", "enforce_eager", "verify")
         if self.skip_tokenizer_init and self.tokenizer is not None:
             raise ConfigError(
                 f"skip_tokenizer_init leaves no use for tokenizer={str(self.tokenizer)!r}. "
@@ -95,16 +96,18 @@ class CacheConfig:
     memory_fraction: float = (
         MEMORY_FRACTION  # never more than this of the memory free after the weights
     )
-    enable_prefix_caching: bool = True
-    kv_cache_dtype: Literal["auto", "int8", "fp8", "fp8_e4m3"] = "auto"  # auto: the activations'
+    enable_prefix_caching: bool | None = None  # None: on, but with kivi, which it can't go with
+    # auto: that of the activations
+    kv_cache_dtype: Literal["auto", "int8", "fp8", "fp8_e4m3", "int4", "kivi"] = "auto"
+    kv_recent_window: int | None = None  # tokens that kivi keeps in bfloat16; None: 128
 
     def __post_init__(self) -> None:
         _positive(self, "block_size", "num_blocks")
         _one_of(self, "layout", ("paged",))
-        _one_of(self, "kv_cache_dtype", ("auto", "int8", "fp8", "fp8_e4m3"))
+        _one_of(self, "kv_cache_dtype", ("auto", "int8", "fp8", "fp8_e4m3", "int4", "kivi"))
         if self.block_size % 32:
             raise ConfigError(f"block_size must be a multiple of 32 tokens, not {self.block_size}.")
-        _flags(self, "enable_prefix_caching")
+        self._check_window()
         fraction = self.memory_fraction
         if isinstance(fraction, bool) or not isinstance(fraction, int | float):
             raise ConfigError(f"memory_fraction must be a number, not {fraction!r}.")
@@ -114,6 +117,25 @@ class CacheConfig:
             raise ConfigError(
                 f"num_blocks={self.num_blocks} leaves memory_fraction={fraction} (also "
                 "gpu_memory_utilization) nothing to decide. Give one of them."
+            )
+
+    def _check_window(self) -> None:
+        _positive(self, "kv_recent_window")
+        kivi = self.kv_cache_dtype == "kivi"
+        if self.kv_recent_window is not None and not kivi:
+            raise ConfigError(
+                f"kv_cache_dtype={self.kv_cache_dtype!r} has no use for "
+                f"kv_recent_window={self.kv_recent_window}. Set kv_cache_dtype='kivi', or leave it "
+                "out."
+            )
+        if self.enable_prefix_caching is None:
+            object.__setattr__(self, "enable_prefix_caching", not kivi)
+        _flags(self, "enable_prefix_caching")
+        if kivi and self.enable_prefix_caching:
+            raise ConfigError(
+                "kv_cache_dtype='kivi' can't go with enable_prefix_caching: whoever found a prefix "
+                "would need its last tokens in full precision, and of a cached block only its "
+                "codes are left. Leave one of them out; kv_cache_dtype='int4' goes with it."
             )
 
 
@@ -186,6 +208,21 @@ class EngineConfig:
     model: ModelConfig = field(default_factory=ModelConfig)
     cache: CacheConfig = field(default_factory=CacheConfig)
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
+    given: frozenset[str] = field(default=frozenset(), compare=False, repr=False)
+    """Names of the fields that somebody chose, whatever their value."""
+
+    def chose(self, part: object, name: str) -> bool:
+        """Whether the field `name` of `part` was chosen, rather than suggested or left out."""
+        if self.given:
+            return name in self.given
+        default = next(f.default for f in fields(part) if f.name == name)  # type: ignore[arg-type]
+        return bool(getattr(part, name) != default)
+
+    def suggesting(self, **scheduler: Any) -> EngineConfig:
+        """The same with these values of the scheduler, of which a built engine may have less."""
+        suggested = replace(self, scheduler=replace(self.scheduler, **scheduler))
+        suggested.check_together()
+        return suggested
 
     @classmethod
     def of(cls, **kwargs: Any) -> EngineConfig:
@@ -209,8 +246,11 @@ class EngineConfig:
             if real in chosen[known[real]]:
                 raise ConfigError(f"{name!r} is given twice, once under its other name.")
             chosen[known[real]][real] = value
-        config = cls(**{part: kind(**chosen[part]) for part, kind in parts.items()})
-        config._check_together()
+        config = cls(
+            **{part: kind(**chosen[part]) for part, kind in parts.items()},
+            given=frozenset(name for part in chosen.values() for name in part),
+        )
+        config.check_together()
         return config
 
     def differs_before_engine(self) -> bool:
@@ -223,8 +263,16 @@ class EngineConfig:
             if f.name not in engine_only
         )
 
-    def _check_together(self) -> None:
+    def check_together(self) -> None:
+        """Raises ConfigError where fields of two parts contradict each other."""
         scheduler, length = self.scheduler, self.model.max_model_len
+        asked = scheduler.preemption_mode == "swap" or bool(scheduler.swap_space)
+        if self.cache.kv_cache_dtype == "kivi" and asked:
+            raise ConfigError(
+                "kv_cache_dtype='kivi' can't be swapped out: its recent tokens lie in places of "
+                "their own. Leave out preemption_mode='swap' and swap_space; who gives way is "
+                "computed again."
+            )
         if scheduler.max_num_batched_tokens < scheduler.max_num_seqs:
             raise ConfigError(
                 f"max_num_batched_tokens ({scheduler.max_num_batched_tokens}) is below "

@@ -6,7 +6,8 @@
     ├── ModelError                        something is wrong with a checkpoint
     │   ├── ModelNotFoundError            no folder, no file, or the hub can't be reached
     │   ├── UnsupportedModelError         an architecture or a config value that isn't built
-    │   └── WeightsError                  missing, unused, misshapen or corrupt tensors
+    │   ├── WeightsError                  missing, unused, misshapen or corrupt tensors
+    │   └── EngineFolderError             an engine is half-written, damaged or of elsewhere
     ├── TokenizerError                    no tokenizer, a broken one, or one that disagrees
     │   └── ChatTemplateError             a template that is missing, fails or is unsafe
     ├── RequestError (ValueError)         one request is wrong; the engine goes on
@@ -52,6 +53,10 @@ class UnsupportedModelError(ModelError):
 
 class WeightsError(ModelError):
     """Tensors are missing, unused, misshapen or corrupt."""
+
+
+class EngineFolderError(ModelError):
+    """An engine folder is half-written, damaged, or made for another machine or version."""
 
 
 class TokenizerError(PenstockError):

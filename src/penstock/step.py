@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 LayerCache = tuple[Tensor, ...]
-"""One layer's keys and values and, where they are int8, the scales of both: `ops.rotary_cache`."""
+"""One layer's keys and values; the scales of both, where they are quantized; recent tokens, where
+they are kept as they are: the last arguments of `ops.rotary_cache`, in its order."""
 
 KV = list[LayerCache]
 """The caches of all layers, in the layout of `cache/layouts`."""

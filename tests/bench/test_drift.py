@@ -3,17 +3,28 @@
 from __future__ import annotations
 
 import math
-from pathlib import Path
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
+from torch import Tensor
 
 from penstock.bench import drift as module
-from penstock.bench.drift import Drift, Variant, drift, load, logits_of, measure_drift, windows
-from penstock.errors import ConfigError
-from penstock.models.hub import resolve
-from penstock.runtime import Runtime
-from penstock.tokenizer import Tokenizer
+from penstock.bench.drift import (
+    Drift,
+    DriftSum,
+    Place,
+    check_encodings,
+    check_finite,
+    check_vocabularies,
+    measure_drift,
+)
+from penstock.bench.reader import About, LocalReader, Reader, Reading, open_reader
+from penstock.bench.texts import Text, Window
+from penstock.bench.variant import Variant
+from penstock.errors import ConfigError, ModelError
 
 STORY = (
     "Once upon a time, there was a little girl named Lily. She loved to play in the park with her "
@@ -25,22 +36,33 @@ STORY = (
 
 
 @pytest.fixture(scope="module")
-def tokens() -> list[int]:
-    return Tokenizer.from_folder(resolve("stories")).encode(STORY * 2)
+def plain() -> Iterator[Reader]:
+    with open_reader(Variant(), 128) as reader:
+        yield reader
 
 
 @pytest.fixture(scope="module")
-def found(tokens: list[int]) -> dict[str, Drift]:
-    names = [None, "w8a16", "w8a8", "w4a16-g32", "w4a8-g32"]
-    rows = drift("stories", tokens, 128, [Variant(name) for name in names])
-    return {v.name: d for v, d in rows if isinstance(d, Drift)}
+def text(plain: Reader) -> Text:
+    return Text("story", plain.encode([STORY * 2, STORY]))
 
 
-def test_bfloat16_has_no_drift_from_itself(tokens: list[int], found: dict[str, Drift]) -> None:
-    same = found["bfloat16"]
-    assert (same.kl, same.kl_p99, same.agreement) == (0.0, 0.0, 1.0)
+@pytest.fixture(scope="module")
+def found(plain: Reader, text: Text) -> dict[str, Drift]:
+    drifts = {}
+    for words in ("", "w8a16", "w8a8", "w4a16-g32", "w4a8-g32"):
+        with open_reader(Variant().with_options(words), 128) as reader:
+            drifts[words] = measure_drift(plain, reader, [text], 128, 64, worst=3, layers=True)
+    return drifts
+
+
+def test_a_model_has_no_drift_from_itself(text: Text, found: dict[str, Drift]) -> None:
+    same = found[""]
+    assert same.equal and same.agreement == 1.0
+    assert (same.kl, same.kl_p99, same.kl_max) == (0.0, 0.0, 0.0)
     assert same.perplexity == same.reference_perplexity
-    assert same.positions == len(tokens) > 200
+    assert same.positions == sum(len(ids) - 1 for ids in text.documents) > 200
+    assert same.worst == () and len(same.layers) == 7
+    assert {layer.largest for layer in same.layers} == {0.0}
 
 
 def test_eight_bits_drift_little_and_four_more(found: dict[str, Drift]) -> None:
@@ -48,62 +70,167 @@ def test_eight_bits_drift_little_and_four_more(found: dict[str, Drift]) -> None:
     assert found["w8a8"].kl < found["w4a16-g32"].kl < 0.1
     assert found["w8a8"].kl < found["w4a8-g32"].kl < 0.1
     assert found["w8a8"].agreement > 0.95
-    for one in found.values():
-        assert one.kl_p99 >= one.kl
+    for words in ("w8a16", "w8a8", "w4a16-g32", "w4a8-g32"):
+        one = found[words]
+        assert not one.equal and one.kl_max >= one.kl_p99 >= one.kl
         assert one.perplexity == pytest.approx(one.reference_perplexity, rel=0.1)
-
-
-@pytest.fixture(scope="module")
-def plain() -> Runtime:
-    return load("stories", Variant(), 32)
+        assert [w.kl for w in one.worst] == one.each.topk(3).values.tolist()
+        assert len(one.layers) == 7 and 0 < one.layers[1].mean < one.layers[-1].mean
+    for layer, coarser in zip(found["w8a8"].layers, found["w4a8-g32"].layers, strict=True):
+        assert layer.mean <= coarser.mean
 
 
 def test_the_figures_follow_from_the_logits(
-    plain: Runtime, tokens: list[int], monkeypatch: pytest.MonkeyPatch
+    plain: Reader, text: Text, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Against torch's own divergence and loss, a window at a time."""
-    other = load("stories", Variant("w4a8-g128"), 32)
     monkeypatch.setattr(module, "DRIFT_ROWS", 7)
-    part = tokens[:50]
-    got = measure_drift(plain, other, part, 32)
+    ids = text.documents[0][:50]
     kl, nats = 0.0, 0.0
-    for piece in (part[:32], part[32:]):
-        p, q = (logits_of(r, piece).double().log_softmax(-1) for r in (plain, other))
-        kl += float(torch.nn.functional.kl_div(q, p, reduction="sum", log_target=True))
-        target = torch.tensor(piece[1:])
-        nats += float(torch.nn.functional.nll_loss(q[:-1], target, reduction="sum"))
-    assert got.positions == 50
-    assert got.kl == pytest.approx(kl / 50, rel=1e-9)
-    assert got.perplexity == pytest.approx(math.exp(nats / 48), rel=1e-9)
+    with open_reader(Variant(quantization="w4a8-g128"), 32) as other:
+        got = measure_drift(plain, other, [Text("x", [ids])], 32, 18)
+        for piece, first in ((ids[:32], 1), (ids[18:], 14)):
+            p, q = (r.read(piece, first).logits.double().log_softmax(-1) for r in (plain, other))
+            kl += float(torch.nn.functional.kl_div(q, p, reduction="sum", log_target=True))
+            target = torch.tensor(piece[first:])
+            nats += float(torch.nn.functional.nll_loss(q, target, reduction="sum"))
+    assert got.positions == 49
+    assert got.kl == pytest.approx(kl / 49, rel=1e-9)
+    assert got.perplexity == pytest.approx(math.exp(nats / 49), rel=1e-9)
 
 
-def test_windows_cover_the_text() -> None:
-    assert list(windows([1, 2, 3, 4, 5], 2)) == [[1, 2], [3, 4]]  # nothing follows the fifth
-    assert list(windows([1, 2, 3, 4, 5], 3)) == [[1, 2, 3], [4, 5]]
-    assert list(windows([1, 2], 512)) == [[1, 2]]
+def test_known_distributions() -> None:
+    """KL of (1/2, 1/2) from (1/4, 3/4) is ln(4/3) / 2; positions of equal ones add nothing."""
+    even, odd = torch.tensor([0.0, 0.0]), torch.tensor([0.0, math.log(3.0)])
+    total = DriftSum()
+    total.add(torch.stack([even, odd]), torch.stack([odd, odd]), torch.tensor([0, 1]))
+    got = total.result()
+    assert got.each.tolist() == pytest.approx([math.log(4 / 3) / 2, 0.0], abs=1e-7)
+    assert got.perplexity == pytest.approx(math.exp((math.log(4) + math.log(4 / 3)) / 2))
+    assert got.reference_perplexity == pytest.approx(math.exp((math.log(2) + math.log(4 / 3)) / 2))
+    assert got.agreement == 0.5 and not got.equal
 
 
-def test_what_cannot_be_loaded_says_why(tokens: list[int]) -> None:
-    ((variant, why),) = drift("stories", tokens[:8], 8, [Variant("w5a8")])
-    assert (variant.name, isinstance(why, str)) == ("w5a8", True)
-    assert "quantization='w5a8' isn't one of" in str(why)
+def test_the_bound_of_99_in_100_is_numpys() -> None:
+    draw = torch.Generator().manual_seed(1)
+    for count in (1, 2, 99, 100, 101, 1234):
+        each = torch.rand(count, generator=draw, dtype=torch.float64)
+        assert module._p99(each) == pytest.approx(float(np.percentile(each.numpy(), 99)), rel=1e-12)
 
 
-def test_a_window_beyond_the_cache_is_refused(plain: Runtime) -> None:
-    with pytest.raises(ConfigError, match="needs"):
-        logits_of(plain, [1] * (plain.num_blocks * plain.layout.block_size + 1))
+def test_the_worst_are_found_wherever_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "DRIFT_ROWS", 4)
+    draw = torch.Generator().manual_seed(2)
+    reference = torch.randn(30, 10, generator=draw)
+    other = reference.clone()
+    moved = {3: 2.0, 17: 5.0, 18: 4.0, 29: 3.0}
+    for row, by in moved.items():
+        other[row, int(reference[row].argmin())] += by
+    total = DriftSum(worst=3)
+    for start in (0, 15):  # two windows of a document: 20 tokens, of which the first 5 are context
+        window = Window(list(range(start, start + 20)), 5, start)
+        rows = slice(start, start + 15)
+        targets = torch.tensor(window.ids[5:]) % 10
+        place = Place("x", 0, replace(window, ids=[i % 10 for i in window.ids]))
+        total.add(reference[rows], other[rows], targets, place)
+    got = total.result()
+    assert [w.kl for w in got.worst] == got.each.topk(3).values.tolist()
+    assert {w.position - 5 for w in got.worst} <= set(moved) and len(got.worst) == 3
+    for w in got.worst:
+        row = w.position - 5
+        p, q = reference[row].double().softmax(-1), other[row].double().softmax(-1)
+        assert w.token == w.position % 10
+        assert w.context == tuple(i % 10 for i in range(w.position - len(w.context), w.position))
+        assert w.likeliest == (int(p.argmax()), int(q.argmax()))
+        assert w.probability == pytest.approx((float(p[w.token]), float(q[w.token])))
 
 
-@pytest.mark.parametrize(("text", "window"), [([1], 8), ([1, 2, 3], 1)])
-def test_too_little_to_compare(text: list[int], window: int, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="two are the least"):
-        next(drift(tmp_path, text, window))
+def test_the_error_of_a_layer() -> None:
+    a = torch.tensor([[[3.0, 4.0], [0.0, 2.0]], [[1.0, 0.0], [0.0, 0.0]]])
+    b = torch.tensor([[[3.0, 4.0], [0.0, 3.0]], [[1.0, 1.0], [0.0, 0.0]]])
+    total = DriftSum()
+    total.add_residuals(a, b)
+    total.add(torch.zeros(2, 2), torch.zeros(2, 2), torch.tensor([0, 1]))
+    first, second = total.result().layers
+    assert (first.mean, first.largest) == (0.25, 0.5)
+    assert (second.mean, second.largest) == (0.5, 1.0)
 
 
-def test_names_and_sizes() -> None:
-    assert Variant("w8a8", "int8").name == "w8a8, int8 cache"
-    sizes = {name: Variant(name).bytes_per_weight for name in ("w8a8", "w4a8-g32", "w4a8-g128")}
-    assert sizes == {
-        "w8a8": 1 + 4 / 4096, "w4a8-g32": 0.5 + 2 / 32, "w4a8-g128": 0.5 + 2 / 128
-    }  # fmt: skip
-    assert Variant().bytes_per_weight == 2.0
+class _Fixed:
+    """A reader of one answer."""
+
+    def __init__(self, logits: Tensor, residuals: Tensor | None = None, **about: int) -> None:
+        shape = {"vocab_size": logits.shape[1], "layers": 2, "hidden": 4, **about}
+        self.about = About(**shape, weights="x", cache="x", kernels="x", calls="x")
+        self._reading = Reading(logits, residuals)
+        self.names = [b"a", b"b", b"c"]
+
+    def encode(self, documents: Sequence[str]) -> list[list[int]]:
+        return [[0, 1, 2] for _ in documents]
+
+    def pieces(self) -> list[bytes]:
+        return self.names
+
+    def read(self, ids: Sequence[int], first: int, layers: bool = False) -> Reading:
+        return self._reading if layers else Reading(self._reading.logits)
+
+    def close(self) -> None:
+        pass
+
+
+def test_layers_that_cannot_be_compared() -> None:
+    logits, text = torch.zeros(2, 3), Text("x", [[0, 1, 2]])
+    one = _Fixed(logits, torch.ones(3, 2, 4))
+    for other, words in (
+        (_Fixed(logits, layers=3), "A has 2 layers of 4 values, B 3 of 4"),
+        (_Fixed(logits, layers=0), "B runs as one program"),
+    ):
+        got = measure_drift(one, other, [text], 8, 4, layers=True)
+        assert got.equal and got.layers == () and words in got.remarks[0]
+
+
+def test_residuals_of_another_pass_are_named() -> None:
+    one = _Fixed(torch.zeros(2, 3), torch.ones(3, 2, 4))
+    one._reading = replace(one._reading, as_read=False)
+    got = measure_drift(one, one, [Text("x", [[0, 1, 2]])], 8, 4, layers=True)
+    assert "the two don't agree" in got.remarks[0] and "of A are" in got.remarks[0]
+
+
+@pytest.mark.parametrize("broken", [math.nan, math.inf, -math.inf])
+def test_what_is_not_finite_is_named(broken: float) -> None:
+    logits = torch.zeros(3, 4)
+    logits[1, 2] = broken
+    place = Place("tale.txt", 1, Window([5, 6, 7, 8], 1, 10))
+    with pytest.raises(ModelError, match=r"B gives 1 NaN or infinite logits of 4 in tale.txt, "):
+        check_finite(Reading(logits), "B", place)
+    stream = torch.zeros(3, 3, 2)
+    with pytest.raises(ModelError, match=r"document 2, after token 11, .* the head breaks it"):
+        check_finite(Reading(logits, stream), "B", place)
+    stream[1:, 1, 0] = math.nan
+    with pytest.raises(ModelError, match="so after layer 0"):
+        check_finite(Reading(logits, stream), "B", place)
+    stream[0, 1, 0] = math.nan
+    with pytest.raises(ModelError, match="so after the embedding"):
+        check_finite(Reading(logits, stream), "B", place)
+
+
+def test_vocabularies_and_tokenizers_must_agree() -> None:
+    one, other = _Fixed(torch.zeros(2, 3)), _Fixed(torch.zeros(2, 4))
+    with pytest.raises(ConfigError, match=r"x and y have vocabularies of 3 and 4 tokens"):
+        check_vocabularies(one, other, ("x", "y"))
+    other = _Fixed(torch.zeros(2, 3))
+    check_vocabularies(one, other, ("x", "y"))
+    other.names = [b"a", b"\xff", b"c"]
+    with pytest.raises(ConfigError, match=r"token 1 is 'b' in x and '\\\\xff' in y"):
+        check_vocabularies(one, other, ("x", "y"))
+    check_encodings("t", [[1, 2]], [[1, 2]], ("x", "y"))
+    with pytest.raises(ConfigError, match=r"document 2, is 2 tokens in x and 3 in y, .* token 1"):
+        check_encodings("t", [[1], [1, 2]], [[1], [1, 3, 4]], ("x", "y"))
+    with pytest.raises(ConfigError, match="part at token 1"):
+        check_encodings("t", [[1]], [[1, 3]], ("x", "y"))
+
+
+@pytest.mark.parametrize(("window", "stride"), [(8, 8), (8, 0), (1, 1)])
+def test_wrong_windows(plain: LocalReader, text: Text, window: int, stride: int) -> None:
+    with pytest.raises(ConfigError, match=f"window of {window} tokens with a stride of {stride}"):
+        measure_drift(plain, plain, [text], window, stride)

@@ -11,12 +11,14 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from penstock.bench.drift import Variant, load
-from penstock.bench.evaluate import Text, evaluate, loss_of, read_text, windows_of
+from penstock.bench.evaluate import evaluate, loss_of
+from penstock.bench.reader import LocalReader, open_reader
 from penstock.bench.reference_run import ReferenceRun, RunWriter
-from penstock.errors import ConfigError
+from penstock.bench.texts import Text, read_text, windows_of
+from penstock.bench.variant import Variant
+from penstock.errors import ConfigError, ModelError
 from penstock.models.hub import resolve
-from penstock.runtime import Runtime
+from penstock.runtime import Runtime, load_runtime
 from penstock.tokenizer import Tokenizer
 
 STORY = (
@@ -33,7 +35,7 @@ def tokenizer() -> Tokenizer:
 
 @pytest.fixture(scope="module")
 def runtime() -> Runtime:
-    return load("stories", Variant(), 128)
+    return load_runtime(Variant().config(128))
 
 
 @pytest.mark.parametrize("length", [2, 3, 10, 11, 64, 65, 100])
@@ -79,8 +81,7 @@ def test_a_text_beside_transformers(tmp_path: Path, tokenizer: Tokenizer) -> Non
             done = start + piece.shape[1]
     text = read_text(file, tokenizer)
     assert (text.name, len(text.documents)) == ("story.txt", 2)
-    exact = load("stories", Variant(), 128)
-    score = evaluate(exact, tokenizer, text, 128, 64)
+    score = evaluate(load_runtime(Variant().config(128)), tokenizer, text, 128, 64)
     assert (score.tokens, score.bytes) == (count, len((STORY * 4).encode()))
     assert score.nats == pytest.approx(nats, rel=2e-3)  # bfloat16 beside float32
     assert score.bits_per_byte == pytest.approx(nats / math.log(2) / len(STORY * 4), rel=2e-3)
@@ -90,14 +91,23 @@ def test_a_text_beside_transformers(tmp_path: Path, tokenizer: Tokenizer) -> Non
 
 def test_drift_of_another_precision(runtime: Runtime, tokenizer: Tokenizer) -> None:
     text = Text("story", [tokenizer.encode(STORY)])
-    same = evaluate(runtime, tokenizer, text, 128, 64, against=runtime)
+    same = evaluate(runtime, tokenizer, text, 128, 64, against=LocalReader(runtime))
     assert same.drift is not None and (same.drift.kl, same.drift.agreement) == (0.0, 1.0)
-    other = load("stories", Variant("w4a8"), 128)
-    drifted = evaluate(runtime, tokenizer, text, 128, 64, against=other)
+    assert same.drift.equal
+    with open_reader(Variant(quantization="w4a8"), 128) as other:
+        drifted = evaluate(runtime, tokenizer, text, 128, 64, against=other)
     assert drifted.drift is not None and 1e-4 < drifted.drift.kl < 0.2
     assert drifted.drift.reference_perplexity == pytest.approx(drifted.perplexity, rel=1e-4)
     assert drifted.nats == same.nats
     assert drifted.as_dict()["drift"]["kl"] == drifted.drift.kl
+
+
+def test_logits_that_are_not_numbers_are_refused(tokenizer: Tokenizer) -> None:
+    broken = load_runtime(Variant(dtype="float32").config(128))
+    with torch.no_grad():
+        broken.model.model.norm.parameter("weight")[3] = torch.nan
+    with pytest.raises(ModelError, match="The model gives 4,096 NaN or infinite logits of 4,096"):
+        evaluate(broken, tokenizer, Text("story", [tokenizer.encode(STORY)]), 128, 64)
 
 
 def test_a_run_that_was_kept(tmp_path: Path, runtime: Runtime, tokenizer: Tokenizer) -> None:

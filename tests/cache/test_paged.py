@@ -8,7 +8,11 @@ import torch
 from penstock.cache import PagedLayout, copy_blocks
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    "dtype",
+    [torch.float32, torch.bfloat16, torch.int8, torch.float8_e4m3fn, torch.uint8],
+    ids=str,
+)
 @pytest.mark.parametrize("block_size", [32, 64])
 @pytest.mark.parametrize("heads", [((2, 64),), ((1, 16), (3, 48)), ((2, 8), (1, 100))])
 def test_bytes_per_block(
@@ -17,12 +21,14 @@ def test_bytes_per_block(
     layout = PagedLayout(heads, dtype, block_size)
     kv = layout.allocate(5)
     assert len(kv) == len(heads)
-    assert sum(keys.nbytes + values.nbytes for keys, values in kv) == 5 * layout.bytes_per_block
+    assert sum(part.nbytes for layer in kv for part in layer) == 5 * layout.bytes_per_block
 
 
 def test_bytes_per_block_by_hand() -> None:
     # 32 tokens, keys and values, 2 heads of 64 in bfloat16, and 1 of 20 padded to 32
     assert PagedLayout(((2, 64), (1, 20)), torch.bfloat16, 32).bytes_per_block == 32 * 2 * 2 * 160
+    # of four bits, each with two float16 for every 32 dimensions: 5 bits a value
+    assert PagedLayout(((2, 64), (1, 20)), torch.uint8, 32).bytes_per_block == 32 * 2 * 160 * 5 // 8
 
 
 @pytest.mark.parametrize(("tokens", "blocks"), [(0, 0), (1, 1), (32, 1), (33, 2), (320, 10)])
@@ -64,3 +70,39 @@ def test_no_copies() -> None:
     kv = _filled(2)
     copy_blocks(kv, [])
     assert [block.unique().tolist() for block in kv[0][0]] == [[1], [2]]
+
+
+@pytest.mark.parametrize("blocks", [1, 3, 4, 50])
+@pytest.mark.parametrize("block_size", [32, 96])
+def test_bytes_of_a_cache_with_a_window(blocks: int, block_size: int) -> None:
+    """All that is allocated, each tensor once; at most 3 blocks of recent tokens."""
+    layout = PagedLayout(((2, 64), (1, 20)), torch.uint8, block_size, 128, 3)
+    kv = layout.allocate(blocks)
+    each = {part.data_ptr(): part.nbytes for layer in kv for part in layer}
+    assert sum(each.values()) == layout.nbytes(blocks)
+    assert [part.shape[0] for part in kv[0][4:6]] == [min(blocks, 3)] * 2
+    recent = sum(part.nbytes for part in kv[1][4:6])
+    assert recent == min(blocks, 3) * block_size * layout.recent_bytes_per_token(1)
+    codes = sum(part.nbytes for part in kv[0][:4])
+    assert codes == blocks * block_size * layout.bytes_per_token(0)
+
+
+@pytest.mark.parametrize("window", [0, 128])
+def test_as_many_blocks_as_fit(window: int) -> None:
+    dtype = torch.uint8 if window else torch.bfloat16
+    layout = PagedLayout(((2, 64),), dtype, 32, window, 7 if window else 0)
+    for blocks in range(30):
+        size = layout.nbytes(blocks)
+        assert layout.blocks_in(size) == blocks
+        if blocks:
+            assert layout.blocks_in(size - 1) == blocks - 1
+            assert layout.blocks_in(size + 1) == blocks
+
+
+def test_recent_tokens_are_not_copied_with_the_blocks() -> None:
+    kv = PagedLayout(((1, 16),), torch.uint8, 32, 64, 3).allocate(4)
+    for part in kv[0][:6]:
+        part[1] = 7
+    copy_blocks(kv, [(1, 2)])
+    assert all(bool((part[2] == 7).all()) for part in kv[0][:4])
+    assert not any(bool(part[2].any()) for part in kv[0][4:6])

@@ -14,6 +14,7 @@ from typer.testing import Result
 from penstock.bench import profile as benchmark
 from penstock.bench.latency import Workload
 from penstock.hardware import Hardware, Peaks
+from penstock.pipeline.vocabulary import reduce_vocabulary
 from penstock.roofline import OPS
 from penstock.runtime import load_runtime
 
@@ -42,6 +43,19 @@ def test_the_embedded_model(penstock: Run) -> None:
                  "achieved/floor", "undisturbed", "Measured peaks"):  # fmt: skip
         assert word in result.stdout
     assert max(map(len, result.stdout.splitlines())) > 80  # nothing was cut to a terminal's width
+
+
+def test_a_reduced_vocabulary(penstock: Run, tmp_path: Path) -> None:
+    """Random prompts are of kept tokens, and the program is timed beside the map."""
+    reduce_vocabulary("stories", tmp_path / "small", size=640, texts=["Once upon a time"])
+    kept = tmp_path / "p.json"
+    result = penstock(
+        "profile", tmp_path / "small", "--prompt-len", 16, "--steps", 2, "--json", kept
+    )
+    assert result.exit_code == 0, result.output
+    decode = json.loads(kept.read_text())["results"]["decode"]
+    (head,) = (op for op in decode["ops"] if op["op"] == "head")
+    assert head["bytes_moved"] == 640 * 256 * 2
 
 
 def test_operators_called_one_by_one_are_the_same(base_model: Path) -> None:

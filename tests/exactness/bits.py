@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from penstock.cache import PagedLayout, kv_dtype
+from penstock.cache import PagedLayout, RecentBlocks, kv_dtype
 from penstock.nn import (
     AttentionSpec,
     Decoder,
@@ -25,6 +25,8 @@ from penstock.runtime import Forward, Program
 from penstock.step import Step
 
 BLOCK = 32
+WINDOW = 48
+"""Tokens that a `kivi` cache keeps as they are: few, so that most of a prompt is coded."""
 
 
 def integers(count: int, seed: int) -> np.ndarray:
@@ -105,10 +107,13 @@ class Machine:
         self, model: Decoder, blocks: int = 256, kv: str = "auto", program: bool = False
     ) -> None:
         heads = tuple((x.attention.num_kv_heads, x.attention.head_dim) for x in model.spec.layers)
-        self.kv = PagedLayout(heads, kv_dtype(kv, model.dtype), BLOCK).allocate(blocks)
+        window = WINDOW if kv == "kivi" else 0
+        layout = PagedLayout(heads, kv_dtype(kv, model.dtype), BLOCK, window, blocks)
+        self.kv = layout.allocate(blocks)
         for layer in self.kv:  # NaN wherever nothing has been written
-            for part in layer:
+            for part in layer[:6]:
                 part.view(torch.uint8).fill_(0xFF)
+        self.recent = RecentBlocks(self.kv, window, BLOCK) if window else None
         self.forward: Forward = Program(model, self.kv) if program else model
         # handed out in a scrambled order, so that neighbours in a sequence aren't in memory
         self.free = [int(i) for i in np.argsort(integers(blocks, 99), kind="stable")]
@@ -140,8 +145,12 @@ class Machine:
             ints(tokens), ints(positions), ints(slots), ints(starts), ints(lengths), ints(table),
             torch.arange(len(tokens), dtype=torch.int32),
         )  # fmt: skip
+        if self.recent is not None:
+            self.recent.enter(step)
         with torch.inference_mode():
             logits = self.forward(step, self.kv)
+        if self.recent is not None:
+            self.recent.leave(step)
         return list(logits.clone().split([n for _, n in chunks]))
 
 

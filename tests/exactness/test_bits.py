@@ -132,7 +132,7 @@ def test_every_instruction_set_gives_the_golden_bits(model: Decoder, form: str, 
     assert torch.equal(alone(model, prompt(300, 7), 5), whole)
 
 
-@pytest.fixture(scope="module", params=["int8", "fp8"])
+@pytest.fixture(scope="module", params=["int8", "fp8", "int4", "kivi"])
 def kv(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
@@ -140,13 +140,15 @@ def kv(request: pytest.FixtureRequest) -> str:
 GOLDEN_KV = {
     "int8": "b311cc9d01844c36955a1f56a0384bc2ad5d0dc6838b8abe9380ed0bb76cd78a",
     "fp8": "0e21eccafdee16a4efb99eacb38e818d43cd86b28179ffd380c067a1a936de46",
+    "int4": "843a10ab279a1c8bcfb33a3b228e03605384175bfa777a65bd6d0fe6109e5418",
+    "kivi": "0d13db17bc33c628eba6cf20164d84ebd0d2111508d37a90f98985f65b33535f",
 }
-"""The same prompt in bfloat16 over a cache of one byte."""
+"""The same prompt in bfloat16 over a cache of one byte or less."""
 
 
 @pytest.mark.usefixtures("restore")
 @pytest.mark.parametrize("isa", native.available_isas())
-def test_a_cache_of_one_byte(kv: str, isa: str) -> None:
+def test_a_cache_of_one_byte_or_less(kv: str, isa: str) -> None:
     native.select_isa(isa)
     model, tokens = build(torch.bfloat16), prompt(300, 7)
     whole = alone(model, tokens, kv=kv)
@@ -155,10 +157,10 @@ def test_a_cache_of_one_byte(kv: str, isa: str) -> None:
     torch.set_num_threads(1)
     assert torch.equal(alone(model, tokens[:100], 1, kv=kv), whole[:100])
     drift = (whole - alone(model, tokens)).abs().mean()
-    assert 0 < drift < {"int8": 0.05, "fp8": 0.15}[kv]
+    assert 0 < drift < {"int8": 0.05, "fp8": 0.15, "int4": 0.05, "kivi": 0.05}[kv]
 
 
-def test_batches_over_a_cache_of_one_byte(kv: str) -> None:
+def test_batches_over_a_cache_of_one_byte_or_less(kv: str) -> None:
     model = build(torch.bfloat16)
     machine = Machine(model, kv=kv)
     streams = [machine.stream(prompt(n, 7 + n)) for n in (300, 33, 256, 1, 70)]
@@ -166,6 +168,35 @@ def test_batches_over_a_cache_of_one_byte(kv: str) -> None:
     rows = machine.run([(s, len(s.tokens) - s.done) for s in streams if s.done < len(s.tokens)])
     for stream, logits in zip([s for s in streams if len(s.tokens) > 40], rows, strict=True):
         assert torch.equal(logits, alone(model, stream.tokens, kv=kv)[40:])
+
+
+@pytest.mark.usefixtures("restore")
+@pytest.mark.parametrize("isa", native.available_isas())
+@pytest.mark.parametrize("program", [False, True])
+def test_a_window_in_any_chunks_and_batches(isa: str, program: bool) -> None:
+    """What a query sees as codes is decided by its position: chunks begin and end anywhere in a
+    group of 32, in and out of the window."""
+    native.select_isa(isa)
+    model = build(torch.bfloat16)
+    machine = Machine(model, kv="kivi", program=program)
+    lengths = [300, 31, 32, 33, 48, 49, 79, 80, 81, 111, 112, 113, 256]
+    streams = [machine.stream(prompt(n, 7 + i)) for i, n in enumerate(lengths)]
+    got: list[list[torch.Tensor]] = [[] for _ in streams]
+    sizes = [1, 31, 2, 33, 5, 64, 13, 97, 3]
+    for turn in range(200):
+        batch = [
+            (i, min(len(s.tokens) - s.done, sizes[(turn + i) % len(sizes)]))
+            for i, s in enumerate(streams)
+            if s.done < len(s.tokens)
+        ]
+        if not batch:
+            break
+        for (i, _), rows in zip(
+            batch, machine.run([(streams[i], n) for i, n in batch]), strict=True
+        ):
+            got[i].append(rows)
+    for s, parts in zip(streams, got, strict=True):
+        assert torch.equal(torch.cat(parts), alone(model, s.tokens, kv="kivi"))
 
 
 def test_poison_stays_in_its_own_sequence(model: Decoder) -> None:

@@ -76,9 +76,9 @@ def test_names_that_are_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ModelNotFoundError, match=r"hub id like 'org/name'.* mean 'stories'\?"):
         hub.resolve("storys")
-    (tmp_path / "model.gguf").touch()
+    (tmp_path / "model.bin").touch()
     with pytest.raises(ModelNotFoundError, match="is a file"):
-        hub.resolve("model.gguf")
+        hub.resolve("model.bin")
     for name in ("", "a/b/c", "../x", "org/", "org/na me", "org\\name"):
         with pytest.raises(ModelNotFoundError, match="There is no folder"):
             hub.resolve(name)

@@ -1,13 +1,47 @@
-"""A tiny checkpoint with every kind of file beside it."""
+"""One thread, and a cache of the tests' own; engines, and a tiny checkpoint with every file."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
+from penstock.pipeline.build import BuildOptions, build
 from tests.models.tiny import make_tiny
+
+Build = Callable[..., Path]
+
+
+@pytest.fixture(scope="package", autouse=True)
+def _quiet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PENSTOCK_CACHE", str(tmp_path_factory.mktemp("cache")))
+        patch.setattr("penstock.pipeline.tuning._waited", lambda: 0.0)  # as on an idle machine
+        patch.setattr("penstock.pipeline.tuning._ENOUGH_S", 0.0)
+        yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="package")
+def engine_of(tmp_path_factory: pytest.TempPathFactory) -> Build:
+    """Engines by their options, each built once."""
+    made: dict[str, Path] = {}
+
+    def get(model: str | Path = "stories", **options: Any) -> Path:
+        key = repr((str(model), sorted(options.items())))
+        if key not in made:
+            made[key] = tmp_path_factory.mktemp("engines") / "engine"
+            options = {"profile": (1, 8, 128), "max_num_seqs": 8, **options}
+            build(BuildOptions(model=model, output=made[key], **options))
+        return made[key]
+
+    return get
 
 
 @pytest.fixture(scope="session")

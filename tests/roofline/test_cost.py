@@ -7,10 +7,11 @@ from dataclasses import dataclass, replace
 import pytest
 import torch
 
+from penstock.cache import PagedLayout
 from penstock.hardware import Compute, Peaks
 from penstock.nn import NormSpec
 from penstock.quant import Dense, WeightFormats
-from penstock.roofline import OPS, Cost, StepSize, floor_of, floor_s, op_floor, total
+from penstock.roofline import OPS, Cost, CostModel, StepSize, floor_of, floor_s, op_floor, total
 from penstock.roofline.cost import pairs
 from penstock.step import Step
 
@@ -64,6 +65,33 @@ def test_attention_counts_the_pairs_that_are_visible(
     assert cost.flops == 2 * queries * matrices + 24 * 4 * 14 * 64 * int(mask.sum())
     read = int(mask.any(0).sum())
     assert cost.kv_bytes == 24 * 2 * 2 * 64 * 2 * (read + queries)
+
+
+@pytest.mark.parametrize("local", [0, 20, 70, 80, 90, 200])
+@pytest.mark.parametrize(
+    ("queries", "contexts"),
+    [([1, 1], [1, 300]), ([1], [97]), ([40], [40]), ([100, 1, 33], [300, 64, 33])],
+)
+def test_recent_tokens_are_read_as_they_were_written(
+    local: int, queries: list[int], contexts: list[int]
+) -> None:
+    """A cache with a window of 64: as codes and in bfloat16, whatever some query sees so."""
+    spec = qwen(local)
+    layout = PagedLayout(((2, 64),) * 24, torch.uint8, 32, 64, 99)
+    model = CostModel(spec, BF16, layout, torch.bfloat16)
+    size = StepSize(queries, contexts, 0)
+    coded = recent = 0
+    for count, context in zip(queries, contexts, strict=True):
+        at = torch.arange(context - count, context)[:, None]
+        seen = torch.arange(context)[None]
+        visible = (seen <= at) & ((seen > at - local) if local else torch.tensor(True))
+        old = seen < (at - 64).clamp(min=0) // 32 * 32
+        coded += int((visible & old).any(0).sum())
+        recent += int((visible & ~old).any(0).sum())
+    codes, full = 2 * 2 * (32 + 8), 2 * 2 * 64 * 2  # keys and values of 2 heads of 64
+    written = sum(queries) * (codes + full)
+    assert model.cost(size).kv_bytes == 24 * (coded * codes + recent * full + written)
+    assert total(model.ops(size)).kv_bytes == model.cost(size).kv_bytes
 
 
 @pytest.mark.parametrize("spec", [qwen(), qwen(window=7), mixed()], ids=["full", "window", "mixed"])

@@ -1,183 +1,323 @@
-"""How far a lossy format drifts from bfloat16: next-token distributions all over a text.
+"""How far one variant of a model drifts from another: next-token distributions all over a text.
 
-Source of the measure: Dutta et al. 2024, arXiv:2407.09141 (accuracy hides flips, KL shows them).
+KL(p_A ‖ p_B) of every position, how often both find the same token likeliest, both perplexities,
+and how far the residual stream has moved after each layer.
+Source of the measures: Dutta et al. 2024, arXiv:2407.09141 (accuracy hides flips, KL shows them).
 """
 
 from __future__ import annotations
 
+import heapq
 import math
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from pathlib import Path
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from penstock.config import EngineConfig
-from penstock.errors import ConfigError, PenstockError
-from penstock.quant import formats_of
-from penstock.runtime import Runtime, load_runtime
-from penstock.step import Step
+from penstock.bench.reader import Reader, Reading
+from penstock.bench.texts import Text, Window, check_window, windows_of
+from penstock.errors import ConfigError, ModelError
 
 DRIFT_ROWS = 64
 """Distributions that are compared at once: in float64, a large vocabulary takes a MB each."""
 
-_TYPICAL = 4096
+CONTEXT_TOKENS = 16
+"""That are kept before each of the worst."""
 
 
 @dataclass(frozen=True, slots=True)
-class Variant:
-    """What is held against the same model in bfloat16."""
+class Worst:
+    """A position where the distributions lie far apart."""
 
-    quantization: str | None = None
-    kv_cache_dtype: str = "auto"
-
-    @property
-    def name(self) -> str:
-        cache = "" if self.kv_cache_dtype == "auto" else f"{self.kv_cache_dtype} cache"
-        return ", ".join(filter(None, (self.quantization, cache))) or "bfloat16"
-
-    @property
-    def bytes_per_weight(self) -> float:
-        """Of a layer's matrix, scales and zero points included."""
-        matrix = formats_of(self.quantization, torch.bfloat16).matrix
-        return matrix.nbytes(_TYPICAL, _TYPICAL) / _TYPICAL**2
+    kl: float
+    text: str
+    document: int  # from 0
+    position: int  # of the token that came, in its document
+    context: tuple[int, ...]  # the tokens before it
+    token: int  # that came
+    probability: tuple[float, float]  # of it, in A and in B
+    likeliest: tuple[int, int]  # in A and in B
+    likeliest_probability: tuple[float, float]  # of A's own in A, of B's own in B
 
 
-VARIANTS = (
-    *(Variant(name) for name in ("w8a16", "w8a8", "w4a16-g32")),
-    *(Variant(f"w4a8-g{group}{zero}") for group in (32, 64, 128) for zero in ("", "-asym")),
-    *(Variant(None, cache) for cache in ("int8", "fp8")),
-)
+@dataclass(frozen=True, slots=True)
+class LayerError:
+    """‖r_B − r_A‖ / ‖r_A‖ of a position's residual stream, over all positions."""
+
+    mean: float
+    p99: float
+    largest: float
 
 
 @dataclass(frozen=True, slots=True)
 class Drift:
-    """Of one variant, over all positions."""
+    """Of B from A, over all positions."""
 
     positions: int
-    kl: float  # mean KL(p_bfloat16 ‖ p) in nats
+    equal: bool  # every logit is the same, by ==
+    kl: float  # mean KL(p_A ‖ p_B) in nats
     kl_p99: float  # one position in a hundred is worse
+    kl_max: float
     agreement: float  # share of positions where the likeliest token is the same
-    perplexity: float  # of the text
-    reference_perplexity: float  # in bfloat16
+    perplexity: float  # B's, of the text
+    reference_perplexity: float  # A's
+    each: Tensor  # [positions] float64, KL of each position in the order of the text
+    worst: tuple[Worst, ...] = ()  # the worst first
+    layers: tuple[LayerError, ...] = ()  # after the embedding, then after each layer
+    remarks: tuple[str, ...] = ()
+
+    def as_dict(self) -> dict[str, Any]:
+        """The figures for JSON; the tokens of `worst` are the caller's to write."""
+        return {
+            "positions": self.positions,
+            "equal": self.equal,
+            "kl": self.kl,
+            "kl_p99": self.kl_p99,
+            "kl_max": self.kl_max,
+            "same_likeliest_token": self.agreement,
+            "perplexity": self.perplexity,
+            "reference_perplexity": self.reference_perplexity,
+        }
 
 
-def load(model: str | Path, variant: Variant, window: int) -> Runtime:
-    """`variant` of `model` for one sequence of up to `window` tokens."""
-    return load_runtime(
-        EngineConfig.of(
-            model=model,
-            dtype="bfloat16",
-            quantization=variant.quantization,
-            kv_cache_dtype=variant.kv_cache_dtype,
-            max_model_len=window,
-            max_num_seqs=1,
-            skip_tokenizer_init=True,
-        )
-    )
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a window's rows stand."""
+
+    text: str
+    document: int
+    window: Window
 
 
-def logits_of(runtime: Runtime, tokens: Sequence[int]) -> Tensor:
-    """Logits [T, V] after each of `tokens`, a sequence of its own, in one step."""
-    size = len(tokens)
-    blocks = runtime.layout.blocks_for(size)
-    if blocks > runtime.num_blocks:
-        raise ConfigError(
-            f"A window of {size} tokens needs {blocks} blocks, but the cache holds "
-            f"{runtime.num_blocks}. Take a shorter window."
-        )
+@dataclass(slots=True)
+class _Layers:
+    """Errors of one layer's rows, chunk after chunk."""
 
-    def ints(values: Sequence[int]) -> Tensor:
-        return torch.tensor(values, dtype=torch.int32)
+    parts: list[Tensor] = field(default_factory=list)
 
-    rows = torch.arange(size, dtype=torch.int32)
-    logits = runtime.runner.forward(
-        Step(
-            tokens=ints(tokens),
-            positions=rows,
-            slots=rows,
-            query_start=ints([0, size]),
-            context_len=ints([size]),
-            block_table=torch.arange(blocks, dtype=torch.int32)[None],
-            sample_at=rows,
-        )
-    )
-    return logits.clone()  # a runner's own are good until its next step
+    def result(self) -> LayerError:
+        each = torch.cat(self.parts)
+        return LayerError(float(each.mean()), _p99(each), float(each.max()))
 
 
 class DriftSum:
     """Adds up how far distributions lie from their references."""
 
-    def __init__(self) -> None:
+    def __init__(self, worst: int = 0) -> None:
+        """worst: how many of the worst positions are kept."""
         self._kl: list[Tensor] = []
         self._same = 0
+        self._equal = True
         self._loss = torch.zeros(2, dtype=torch.float64)
-        self._scored = 0
+        self._keep = worst
+        self._worst: list[tuple[float, int, Worst]] = []  # a heap, the least first
+        self._layers: list[_Layers] = []
 
-    def add(self, reference: Tensor, other: Tensor, targets: Tensor) -> None:
-        """Log-probabilities or logits [T, V] of both, and the tokens that came: [T] or fewer."""
+    def add(
+        self, reference: Tensor, other: Tensor, targets: Tensor, place: Place | None = None
+    ) -> None:
+        """Log-probabilities or logits [T, V] of both, and the tokens that came: [T].
+
+        place: where they stand; without it none of them is kept among the worst.
+        """
         self._same += int((reference.argmax(-1) == other.argmax(-1)).sum())
-        self._scored += len(targets)
+        self._equal = self._equal and torch.equal(reference, other)
         for row in range(0, len(reference), DRIFT_ROWS):
             rows = slice(row, row + DRIFT_ROWS)
             p, q = (x[rows].double().log_softmax(-1) for x in (reference, other))
-            self._kl.append((p.exp() * (p - q)).sum(-1))
-            known = targets[rows, None]
-            self._loss -= torch.stack([x[: len(known)].gather(1, known).sum() for x in (p, q)])
+            kl = (p.exp() * (p - q)).sum(-1).clamp_min(0.0)  # below it only by rounding
+            self._kl.append(kl)
+            self._loss -= torch.stack([x.gather(1, targets[rows, None]).sum() for x in (p, q)])
+            if place is not None and self._keep:
+                self._remember(kl, p, q, place, row)
 
-    def result(self) -> Drift:
+    def add_residuals(self, reference: Tensor, other: Tensor) -> None:
+        """The streams [L + 1, T, D] of both."""
+        if not self._layers:
+            self._layers = [_Layers() for _ in reference]
+        for layer, a, b in zip(self._layers, reference, other, strict=True):
+            size = torch.linalg.vector_norm(a.double(), dim=-1)
+            moved = torch.linalg.vector_norm(b.double() - a.double(), dim=-1)
+            layer.parts.append(torch.where(moved == 0, 0.0, moved / size))
+
+    def result(self, remarks: Sequence[str] = ()) -> Drift:
         """Of all that was added."""
         each = torch.cat(self._kl)
-        before, after = (math.exp(nats / self._scored) for nats in self._loss.tolist())
+        before, after = (_exp(nats / len(each)) for nats in self._loss.tolist())
         return Drift(
             positions=len(each),
+            equal=self._equal,
             kl=float(each.mean()),
-            kl_p99=float(each.quantile(0.99)),
+            kl_p99=_p99(each),
+            kl_max=float(each.max()),
             agreement=self._same / len(each),
             perplexity=after,
             reference_perplexity=before,
+            each=each,
+            worst=tuple(w for _, _, w in sorted(self._worst, key=lambda x: (-x[0], -x[1]))),
+            layers=tuple(layer.result() for layer in self._layers),
+            remarks=tuple(remarks),
+        )
+
+    def _remember(self, kl: Tensor, p: Tensor, q: Tensor, place: Place, row: int) -> None:
+        ids, first = place.window.ids, place.window.first
+        values, order = kl.topk(min(self._keep, len(kl)))
+        for value, i in zip(values.tolist(), order.tolist(), strict=True):
+            full = len(self._worst) == self._keep
+            if value == 0 or (full and value <= self._worst[0][0]):
+                return
+            at = first + row + i
+            likeliest = int(p[i].argmax()), int(q[i].argmax())
+            found = Worst(
+                kl=value,
+                text=place.text,
+                document=place.document,
+                position=place.window.start + at,
+                context=tuple(ids[max(0, at - CONTEXT_TOKENS) : at]),
+                token=ids[at],
+                probability=(_exp(p[i, ids[at]]), _exp(q[i, ids[at]])),
+                likeliest=likeliest,
+                likeliest_probability=(_exp(p[i, likeliest[0]]), _exp(q[i, likeliest[1]])),
+            )
+            # of equal ones the earlier stays: a number that falls
+            entry = value, -sum(map(len, self._kl)) - i, found
+            (heapq.heapreplace if full else heapq.heappush)(self._worst, entry)
+
+
+def _exp(nats: float | Tensor) -> float:
+    try:
+        return math.exp(float(nats))
+    except OverflowError:
+        return math.inf
+
+
+def _p99(each: Tensor) -> float:
+    """What 99 in 100 don't exceed, between two of them where it falls there."""
+    ordered = each.sort().values  # torch.quantile takes 16 million at most
+    at = 0.99 * (len(each) - 1)
+    low = math.floor(at)
+    high = min(low + 1, len(each) - 1)
+    return float(ordered[low] + (at - low) * (ordered[high] - ordered[low]))
+
+
+def check_finite(reading: Reading, name: str, place: Place) -> None:
+    """Raises ModelError naming the first position, and the first layer, that isn't finite."""
+    broken = ~reading.logits.isfinite().all(-1)
+    if not broken.any():
+        return
+    row = int(broken.nonzero()[0])
+    logits = reading.logits[row]
+    words = (
+        f"{name} gives {int((~logits.isfinite()).sum()):,} NaN or infinite logits of "
+        f"{len(logits):,} in {place.text}, document {place.document + 1}, after token "
+        f"{place.window.start + place.window.first + row - 1:,}, the first of "
+        f"{int(broken.sum()):,} such positions in its window."
+    )
+    if reading.residuals is not None:
+        sound = reading.residuals[:, row].isfinite().all(-1)
+        where = int((~sound).nonzero()[0]) if not sound.all() else None
+        if where is None:
+            words += " The residual stream is finite after every layer: the head breaks it."
+        else:
+            stage = "after the embedding" if where == 0 else f"after layer {where - 1}"
+            words += f" The residual stream is so {stage}."
+    raise ModelError(f"{words} Nothing can be compared with it: check its weights.")
+
+
+def check_vocabularies(a: Reader, b: Reader, names: tuple[str, str]) -> None:
+    """Raises ConfigError unless a token id means the same to both."""
+    sizes = a.about.vocab_size, b.about.vocab_size
+    if sizes[0] != sizes[1]:
+        raise ConfigError(
+            f"{names[0]} and {names[1]} have vocabularies of {sizes[0]:,} and {sizes[1]:,} tokens: "
+            "their distributions can't be compared."
+        )
+    for i, (mine, theirs) in enumerate(zip(a.pieces(), b.pieces(), strict=True)):
+        if mine != theirs:
+            raise ConfigError(
+                f"The tokenizers differ: token {i} is {_shown(mine)} in {names[0]} and "
+                f"{_shown(theirs)} in {names[1]}. Distributions over different tokens can't be "
+                "compared."
+            )
+
+
+def check_encodings(
+    text: str, a: Sequence[list[int]], b: Sequence[list[int]], names: tuple[str, str]
+) -> None:
+    """Raises ConfigError unless both tokenizers made the same tokens of a text's documents."""
+    for number, (mine, theirs) in enumerate(zip(a, b, strict=True)):
+        if mine == theirs:
+            continue
+        pairs = enumerate(zip(mine, theirs, strict=False))
+        same = next((i for i, (x, y) in pairs if x != y), min(len(mine), len(theirs)))
+        raise ConfigError(
+            f"The tokenizers differ: {text}, document {number + 1}, is {len(mine):,} tokens in "
+            f"{names[0]} and {len(theirs):,} in {names[1]}, and they part at token {same:,}. "
+            "Compare models that read a text alike."
         )
 
 
+def _shown(piece: bytes) -> str:
+    return repr(piece.decode("utf-8", "backslashreplace")) if piece else "nothing"
+
+
 def measure_drift(
-    reference: Runtime, runtime: Runtime, tokens: Sequence[int], window: int
-) -> Drift:
-    """Hold `runtime` against `reference` over `tokens`, in windows that start from nothing."""
-    found = DriftSum()
-    for part in windows(tokens, window):
-        targets = torch.tensor(part[1:])  # of all but the window's last
-        found.add(logits_of(reference, part), logits_of(runtime, part), targets)
-    return found.result()
-
-
-def windows(tokens: Sequence[int], window: int) -> Iterator[Sequence[int]]:
-    """Pieces of `window` tokens; the last one may be shorter, but not of a single token."""
-    for start in range(0, len(tokens) - 1, window):
-        yield tokens[start : start + window]
-
-
-def drift(
-    model: str | Path,
-    tokens: Sequence[int],
+    a: Reader,
+    b: Reader,
+    texts: Sequence[Text],
     window: int,
-    variants: Sequence[Variant] = VARIANTS,
-) -> Iterator[tuple[Variant, Drift | str]]:
-    """Each variant's drift, or why there is none: the words of the error."""
-    if len(tokens) < 2 or window < 2:
-        raise ConfigError(f"{len(tokens)} tokens in windows of {window}: two are the least.")
-    reference = load(model, Variant(), window)
-    for variant in variants:
-        try:
-            runtime = load(model, variant, window)
-        except PenstockError as error:
-            yield variant, str(error)
-            continue
-        if variant.kv_cache_dtype != "auto" and _same_cache(reference, runtime):
-            yield variant, f"kv_cache_dtype={variant.kv_cache_dtype} leaves the cache as it is"
-            continue
-        yield variant, measure_drift(reference, runtime, tokens, window)
+    stride: int,
+    *,
+    names: tuple[str, str] = ("A", "B"),
+    worst: int = 0,
+    layers: bool = False,
+) -> Drift:
+    """Hold `b` against `a` over `texts`, in windows of `window` tokens of which `stride` are new.
+
+    Whoever calls has seen that both have one vocabulary (`check_vocabularies`).
+    Raises ConfigError for a window that can't be, ModelError where one gives NaN.
+    """
+    check_window(window, stride)
+    remarks, layers = _layers_of(a, b, names) if layers else ((), False)
+    found = DriftSum(worst)
+    astray: set[str] = set()
+    for text in texts:
+        for number, ids in enumerate(text.documents):
+            for piece in windows_of(ids, window, stride):
+                place = Place(text.name, number, piece)
+                readings = []
+                for reader, name in zip((a, b), names, strict=True):
+                    reading = reader.read(piece.ids, piece.first, layers)
+                    check_finite(reading, name, place)
+                    readings.append(reading)
+                    if not reading.as_read:
+                        astray.add(name)
+                one, other = readings
+                targets = torch.tensor(piece.ids[piece.first :])
+                found.add(one.logits, other.logits, targets, place)
+                if one.residuals is not None and other.residuals is not None:
+                    found.add_residuals(one.residuals, other.residuals)
+    return found.result((*remarks, *map(_strayed, sorted(astray))))
 
 
-def _same_cache(a: Runtime, b: Runtime) -> bool:
-    return a.layout.bytes_per_block == b.layout.bytes_per_block
+def _strayed(name: str) -> str:
+    return (
+        f"The layers of {name} are of its operators called one by one, which gave other logits "
+        "than its native call: the two don't agree."
+    )
+
+
+def _layers_of(a: Reader, b: Reader, names: tuple[str, str]) -> tuple[tuple[str, ...], bool]:
+    """Whether the layers can be compared; where not, why."""
+    for reader, name in zip((a, b), names, strict=True):
+        if not reader.about.layers:
+            return (f"No error per layer: {name} runs as one program without layers.",), False
+    one, other = ((x.about.layers, x.about.hidden) for x in (a, b))
+    if one == other:
+        return (), True
+    return (
+        f"No error per layer: {names[0]} has {one[0]} layers of {one[1]} values, {names[1]} "
+        f"{other[0]} of {other[1]}.",
+    ), False

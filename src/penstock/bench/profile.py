@@ -38,7 +38,9 @@ class _TimedRunner(Runner):
     """Times the operators of each forward pass while `on`."""
 
     def __init__(self, runner: Runner, decoder: Decoder) -> None:
-        super().__init__(lambda step, _: runner.forward(step), runner.kv)
+        super().__init__(
+            lambda step, _: runner.forward(step), runner.kv, runner.vocabulary, recent=runner.recent
+        )
         self._runner = runner
         self._rows = Rows(decoder)
         self.on = False
@@ -47,7 +49,7 @@ class _TimedRunner(Runner):
     def forward(self, step: Step) -> Tensor:
         program = self._runner.program
         if not self.on:
-            return super().forward(step)
+            return self._runner.forward(step)
         if program is None:
             timer = OpTimer(self._rows)
             with timer:
@@ -55,7 +57,10 @@ class _TimedRunner(Runner):
             self.passes.append(timer.take())
             return logits
         times = torch.empty(len(program.calls) + 1, dtype=torch.float64)
-        logits = program(step, self.kv, times)
+        if self.vocabulary is not None:
+            step = self.vocabulary.narrow(step)
+        with self.computing(step):
+            logits = program(step, self.kv, times)
         starts: list[float] = times.tolist()
         self.passes.append(
             [
@@ -64,7 +69,7 @@ class _TimedRunner(Runner):
                 for call, (start, end) in zip(program.calls, pairwise(starts), strict=True)
             ]
         )  # fmt: skip
-        return logits
+        return logits if self.vocabulary is None else self.vocabulary.widen(logits)
 
 
 @dataclass(frozen=True, slots=True)

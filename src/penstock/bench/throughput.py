@@ -63,8 +63,8 @@ def run(config: EngineConfig, runtime: Runtime, workload: Workload) -> Report:
     meter, w = Meter(config, runtime), workload
     draw = np.random.default_rng(0)
     hardware = detect()
-    _all(meter, random_prompts(draw, meter.engine.vocab_size, 1, min(w.input_len, 64)), 3)
-    prompts = random_prompts(draw, meter.engine.vocab_size, w.num_prompts, w.input_len)
+    _all(meter, random_prompts(draw, meter.runtime, 1, min(w.input_len, 64)), 3)
+    prompts = random_prompts(draw, meter.runtime, w.num_prompts, w.input_len)
     before = measure(hardware)
     elapsed, records = _all(meter, prompts, w.output_len)
     peaks = median_of([before, measure(hardware)])

@@ -18,6 +18,7 @@ from penstock.models import read_spec
 from penstock.models.hub import resolve
 from penstock.models.load import max_positions
 from penstock.roofline import CAUSES, StepRecord, StepSize
+from penstock.runtime import Runtime
 from penstock.sampling import SamplingParams
 
 TOKENS_A_STEP = 2048
@@ -36,23 +37,28 @@ def engine_config(
 
     forms: `dtype`, `quantization`, `kv_cache_dtype`.
     """
-    return EngineConfig.of(
+    chosen = {"max_num_seqs": max_num_seqs}
+    if max_num_seqs > TOKENS_A_STEP:
+        chosen["max_num_batched_tokens"] = max_num_seqs
+    config = EngineConfig.of(
         model=model,
         skip_tokenizer_init=True,
         enable_prefix_caching=False,
         max_model_len=max_model_len,
         num_blocks=num_blocks,
-        max_num_seqs=max_num_seqs,
-        max_num_batched_tokens=max(TOKENS_A_STEP, max_num_seqs),
+        **chosen,
         **forms,
     )
+    return config.suggesting(max_num_batched_tokens=max(TOKENS_A_STEP, max_num_seqs))
 
 
 def random_prompts(
-    draw: np.random.Generator, vocab_size: int, count: int, length: int
+    draw: np.random.Generator, runtime: Runtime, count: int, length: int
 ) -> list[list[int]]:
-    """Token ids of `count` prompts."""
-    ids: list[list[int]] = draw.integers(0, vocab_size, (count, length)).tolist()
+    """Token ids of `count` prompts, of those that the model has."""
+    drawn = draw.integers(0, runtime.model.spec.decoder.vocab_size, (count, length))
+    kept = runtime.vocab_map
+    ids: list[list[int]] = (drawn if kept is None else kept.kept[drawn]).tolist()
     return ids
 
 
@@ -73,7 +79,7 @@ def run_batch(
 ) -> list[StepRecord]:
     """Run one batch of random prompts to its end; every step of it."""
     meter.take()
-    for i, prompt in enumerate(random_prompts(draw, meter.engine.vocab_size, batch, input_len)):
+    for i, prompt in enumerate(random_prompts(draw, meter.runtime, batch, input_len)):
         meter.engine.add_request(str(i), prompt, greedy(output_len))
     while meter.engine.has_unfinished:
         raise_errors(meter.step())

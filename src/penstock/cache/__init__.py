@@ -5,6 +5,7 @@ from penstock.cache.kv_dtype import kv_dtype
 from penstock.cache.layouts import PagedLayout, copy_blocks
 from penstock.cache.pins import PinnablePool, Pins
 from penstock.cache.prefix_tree import NO_PREFIXES, Node, PrefixTree
+from penstock.cache.recent import RecentBlocks, most_recent_blocks
 from penstock.cache.swap import SwapSpace, SwapStore
 
 __all__ = [
@@ -15,8 +16,10 @@ __all__ = [
     "PinnablePool",
     "Pins",
     "PrefixTree",
+    "RecentBlocks",
     "SwapSpace",
     "SwapStore",
     "copy_blocks",
     "kv_dtype",
+    "most_recent_blocks",
 ]

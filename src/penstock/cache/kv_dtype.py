@@ -1,7 +1,8 @@
-"""What keys and values are stored as: half the bytes of bfloat16, at a measured drift.
+"""What keys and values are stored as: a half or less of bfloat16's bytes, at a measured drift.
 
 Sources: fp8 (E4M3), Micikevicius et al. 2022, arXiv:2209.05433; int8 with a scale for each token
-and head, as KVQuant's and KIVI's per-token variants, arXiv:2401.18079, arXiv:2402.02750.
+and head, and int4 with a step and a minimum for each group, as KVQuant's and KIVI's per-token
+variants, arXiv:2401.18079, arXiv:2402.02750; kivi as the last one's title has it: `ops.kivi`.
 """
 
 from __future__ import annotations
@@ -10,7 +11,16 @@ import torch
 
 from penstock.errors import ConfigError
 
-_STORED = {"int8": torch.int8, "fp8": torch.float8_e4m3fn, "fp8_e4m3": torch.float8_e4m3fn}
+_STORED = {
+    "int8": torch.int8,
+    "fp8": torch.float8_e4m3fn,
+    "fp8_e4m3": torch.float8_e4m3fn,
+    "int4": torch.uint8,  # two codes a byte
+    "kivi": torch.uint8,  # the same, with a window: `PagedLayout.recent_window`
+}
+
+RECENT_WINDOW = 128
+"""Tokens that `kivi` keeps as they are unless asked otherwise; KIVI's own choice."""
 
 
 def kv_dtype(name: str, activations: torch.dtype) -> torch.dtype:

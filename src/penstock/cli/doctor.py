@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from penstock.cli.diagnosis import EXTRAS, Diagnosis, diagnose
+from penstock.errors import EngineFolderError
 
 if TYPE_CHECKING:
     from rich.table import Table
 
 
 def doctor(
+    engine: Annotated[
+        Path | None, typer.Argument(help="An engine folder to look at: what it is, if it runs.")
+    ] = None,
     calibrate: Annotated[
         bool, typer.Option("--calibrate", help="Measure bandwidth and matrix peaks again.")
     ] = False,
@@ -22,8 +27,10 @@ def doctor(
 ) -> None:
     """Show what this machine has, which kernel runs for each operator and why."""
     found = diagnose(calibrate=calibrate)
+    built = None if engine is None else examine(engine)
     if as_json:
-        typer.echo(json.dumps(as_dict(found), indent=2))
+        extra = {} if built is None else {"engine": built}
+        typer.echo(json.dumps({**as_dict(found), **extra}, indent=2))
         return
     from rich.console import Console
 
@@ -32,10 +39,73 @@ def doctor(
     console.print(_operators(found))
     if found.kernels.linear:
         console.print(_linear(found))
+    if built is not None:
+        console.print(_engine(built))
     for text in found.warnings:
         console.print(f"[yellow]warning:[/yellow] {text}", markup=True)
     if not found.warnings:
         console.print("[green]Nothing is off.[/green]")
+
+
+def examine(folder: Path) -> dict[str, Any]:
+    """What an engine folder was built for, its weights held against their sums, and whether it
+    runs here; `why` says what keeps it from that.
+    """
+    from penstock.runtime.engine_folder import EngineFolder, read_manifest
+
+    facts: dict[str, Any] = {"folder": str(folder), "runs": False, "why": ""}
+    try:
+        EngineFolder.open(folder, verify=True)
+        facts["runs"] = True
+    except EngineFolderError as error:
+        facts["why"] = str(error)
+    try:
+        manifest = read_manifest(folder)
+    except EngineFolderError:
+        return facts
+    return facts | {
+        "weight_formats": manifest["weight_formats"],
+        "weights_bytes": manifest["weights"]["bytes"],
+        "workspace_bytes": manifest["workspace_bytes"],
+        "choices": manifest["choices"],
+        "fingerprint": manifest["fingerprint"],
+    }
+
+
+def _engine(built: dict[str, Any]) -> Table:
+    from rich.markup import escape
+    from rich.table import Table
+
+    rows = [("Engine", built["folder"])]
+    if "choices" in built:
+        choices, made_for = built["choices"], built["fingerprint"]
+        rows += [
+            ("Model", f"{choices['model']}, {built['weight_formats']}"),
+            (
+                "Limits",
+                f"{choices['max_num_seqs']} sequences of up to {choices['max_model_len']} tokens, "
+                f"cache in {choices['kv_cache_dtype']}",
+            ),
+            (
+                "Made for",
+                f"{made_for['arch']} {made_for['isa']}, Penstock {made_for['penstock']}, "
+                f"torch {made_for['torch']} (on {made_for['machine']['processor']})",
+            ),
+            (
+                "Bytes",
+                f"{built['weights_bytes'] / 1e6:,.1f} MB of weights, "
+                f"{built['workspace_bytes'] / 1e6:,.1f} MB of workspace",
+            ),
+        ]
+    rows.append(
+        ("Runs here", "yes, and its weights match their sums" if built["runs"] else built["why"])
+    )
+    table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
+    table.add_column(style="bold", no_wrap=True)
+    table.add_column(overflow="fold")
+    for name, value in rows:
+        table.add_row(name, escape(value))
+    return table
 
 
 def as_dict(found: Diagnosis) -> dict[str, Any]:

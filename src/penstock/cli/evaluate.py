@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -15,7 +17,9 @@ from penstock.errors import ConfigError
 if TYPE_CHECKING:
     from penstock.bench.dialogue import DialogueScore
     from penstock.bench.evaluate import Text, TextScore
+    from penstock.bench.reader import Reader
     from penstock.bench.reference_run import ReferenceRun, RunWriter
+    from penstock.bench.variant import Variant
     from penstock.config import EngineConfig
     from penstock.runtime import Runtime
 
@@ -35,8 +39,8 @@ def evaluate(
     against: Annotated[
         str | None,
         typer.Option(
-            help="Print the drift of another precision: a --quantization, float32, bfloat16, "
-            "kv=int8, kv=fp8, several joined by commas; or a model's folder."
+            help="Print the drift of another form, in the words of `penstock drift`: w4a8, "
+            "float32, kv=int8, isa=avx2, several joined by commas; or MODEL:OPTIONS."
         ),
     ] = None,
     save_run: Annotated[
@@ -83,10 +87,12 @@ def evaluate(
     runtime = load(config)
     assert runtime.tokenizer is not None
     texts = [read_text(file, runtime.tokenizer, max_bytes) for file in text or []]
-    other = None if against is None else load(_against(against, model, length, chosen))
-    _check_together(runtime, other, reference, window, stride)
-    save = None if save_run is None else _writer(save_run, runtime, model, texts, window, stride)
-    scores = _score(runtime, texts, window, stride, other, reference, save)
+    with _other(against, model, chosen, length) as other:
+        _check_together(runtime, other, reference, window, stride)
+        save = None
+        if save_run is not None:
+            save = _writer(save_run, runtime, model, texts, window, stride)
+        scores = _score(runtime, texts, window, stride, other, reference, save)
     replies = None
     if talks and dialogues is not None:
         replies = score_dialogues(config, runtime, dialogues.name, talks, max_tokens)
@@ -120,45 +126,49 @@ def _window(model: str) -> int:
 def _config(model: str, length: int | None, chosen: dict[str, Any]) -> EngineConfig:
     from penstock.config import EngineConfig
 
-    return EngineConfig.of(
-        model=model, max_model_len=length, max_num_seqs=DIALOGUES_AT_ONCE, **chosen
-    )
+    config = EngineConfig.of(model=model, max_model_len=length, **chosen)
+    return config.suggesting(max_num_seqs=DIALOGUES_AT_ONCE)
 
 
-def _against(words: str, model: str, length: int | None, chosen: dict[str, Any]) -> EngineConfig:
-    """What `--against` names: formats that replace those chosen, or a model in its own."""
-    if Path(words).is_dir():
-        return _config(words, length, {})
-    changed: dict[str, Any] = {"quantization": None} if chosen["quantization"] else {}
-    for word in words.split(","):
-        if word in ("float32", "bfloat16"):
-            changed["dtype"] = word
-        elif word.startswith("kv="):
-            changed["kv_cache_dtype"] = word.removeprefix("kv=")
-        else:
-            changed["quantization"] = word
-    return _config(model, length, chosen | changed)
+@contextmanager
+def _other(
+    words: str | None, model: str, chosen: dict[str, Any], length: int | None
+) -> Iterator[Reader | None]:
+    """What `--against` names, loaded."""
+    from penstock.bench.reader import open_reader
+    from penstock.bench.variant import Variant
+
+    if words is None:
+        yield None
+        return
+    with open_reader(_against(words, Variant(model=model, **chosen)), length, load) as reader:
+        yield reader
+
+
+def _against(words: str, chosen: Variant) -> Variant:
+    """Options that replace those chosen, or another model with its own."""
+    if ":" in words or Path(words).exists():
+        return chosen.parse(words, chosen.model)
+    return chosen.with_options(words)
 
 
 def _check_together(
     runtime: Runtime,
-    other: Runtime | None,
+    other: Reader | None,
     reference: ReferenceRun | None,
     window: int,
     stride: int,
 ) -> None:
     """What is compared must have one vocabulary, and have been read alike."""
+    from penstock.bench.drift import check_vocabularies
+    from penstock.bench.reader import LocalReader
+
     size = runtime.model.spec.decoder.vocab_size
     if reference is not None:
         reference.check(window, stride, size)
     if other is None:
         return
-    others = other.model.spec.decoder.vocab_size
-    if others != size:
-        raise ConfigError(
-            f"The two models have vocabularies of {size:,} and {others:,} tokens: their "
-            "distributions can't be compared."
-        )
+    check_vocabularies(LocalReader(runtime), other, ("The model", "the other one"))
 
 
 def _writer(
@@ -191,7 +201,7 @@ def _score(
     texts: list[Text],
     window: int,
     stride: int,
-    other: Runtime | None,
+    other: Reader | None,
     reference: ReferenceRun | None,
     save: RunWriter | None,
 ) -> list[TextScore]:

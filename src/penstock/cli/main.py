@@ -16,7 +16,20 @@ import typer
 from typer.core import TyperGroup
 
 from penstock import __version__
-from penstock.cli import bench, chat, console, doctor, evaluate, export, generate, profile, serve
+from penstock.cli import (
+    bench,
+    build,
+    chat,
+    console,
+    doctor,
+    drift,
+    evaluate,
+    export,
+    generate,
+    profile,
+    serve,
+)
+from penstock.cli import run as batch
 from penstock.errors import PenstockError
 
 INTERRUPTED = 130
@@ -143,9 +156,12 @@ app.command()(generate.generate)
 app.command()(chat.chat)
 app.command()(serve.serve)
 app.command()(export.export)
+app.command()(build.build)
+app.command()(batch.run)
 app.command()(doctor.doctor)
 app.command()(profile.profile)
 app.command("eval")(evaluate.evaluate)
+app.command()(drift.drift)
 app.add_typer(bench.app, name="bench")
 
 

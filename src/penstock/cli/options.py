@@ -73,7 +73,8 @@ Quantization = Annotated[
 KvCacheDtype = Annotated[
     str,
     typer.Option(
-        help="auto (that of the activations), int8 or fp8: keys and values in half the bytes.",
+        help="auto (that of the activations), int8 or fp8: keys and values in half the bytes; "
+        "int4, or kivi, which drifts less: in less than a third.",
         rich_help_panel=_ENGINE,
     ),
 ]

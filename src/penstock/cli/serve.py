@@ -190,13 +190,13 @@ def serve(
         int | None, _option(help="Blocks of the cache.", panel=_ENGINE)
     ] = None,
     prefix_caching: Annotated[
-        bool,
+        bool | None,
         _option(
             "--enable-prefix-caching/--no-enable-prefix-caching",
             help="Find prompts' beginnings in the cache.",
             panel=_ENGINE,
         ),
-    ] = True,
+    ] = None,
     chunked_prefill: Annotated[
         bool,
         _option(
@@ -309,7 +309,7 @@ def serve(
             tokenizer=tokenizer,
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=_step_tokens(
-                max_num_batched_tokens, chunked_prefill, max_num_seqs
+                max_num_batched_tokens, chunked_prefill, max_num_seqs, model
             ),
             block_size=block_size,
             num_gpu_blocks_override=num_gpu_blocks_override,
@@ -330,9 +330,13 @@ def _loader(config: EngineConfig) -> Callable[[], tuple[AsyncLLM, str]]:
     return load
 
 
-def _step_tokens(asked: int, chunked: bool, max_num_seqs: int | None) -> int | None:
-    """The engine's own default where prompts aren't to be computed in pieces."""
-    if asked == STEP_TOKENS and not chunked:
+def _step_tokens(asked: int, chunked: bool, max_num_seqs: int | None, model: str) -> int | None:
+    """The engine's own default where prompts aren't to be computed in pieces, or where it was
+    built with one.
+    """
+    from penstock.runtime.engine_folder import is_engine
+
+    if asked == STEP_TOKENS and (not chunked or is_engine(Path(model))):
         return None
     return max(asked, max_num_seqs or 0) if asked == STEP_TOKENS else asked
 

@@ -79,9 +79,9 @@ class AsyncLLM:
         return made
 
     def _start(self, config: EngineConfig, runtime: Runtime) -> None:
-        self.config = config
         self.runtime = runtime
-        self.engine = Engine(self.config, self.runtime)
+        self.engine = Engine(config, self.runtime)
+        self.config = self.engine.config
         self._streams: dict[str, _Stream] = {}  # engine thread only
         self._commands: deque[Command] = deque()
         self._wake = threading.Condition()

@@ -51,12 +51,13 @@ class Engine:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """clock: seconds that never go back, of arrivals, tokens and waiting."""
-        runtime.runner.claim(self)
+        config = runtime.settle(config)
         self.config = config
         self.runtime = runtime
-        self.vocab_size = runtime.model.spec.decoder.vocab_size
+        self.vocab_size = runtime.vocab_size
         self.max_model_len = runtime.model.max_model_len
         self.pool = PinnablePool(runtime.num_blocks)
+        runtime.runner.claim(self, self.pool.count)
         block_size = runtime.layout.block_size
         caching = config.cache.enable_prefix_caching
         self.tree = PrefixTree(self.pool, block_size) if caching else None
@@ -66,7 +67,7 @@ class Engine:
         costs = CostModel(model.spec.decoder, model.model.formats, runtime.layout, model.dtype)
         self.ledger = Ledger(costs, kept_peaks())
         limits, layout = config.scheduler, runtime.layout
-        cache_bytes = runtime.num_blocks * layout.bytes_per_block  # committed as it is first used
+        cache_bytes = layout.nbytes(runtime.num_blocks)  # committed as it is first used
         spare_bytes = max(detect().available_bytes - cache_bytes, 0)
         self.swap_space = SwapSpace(plan_swap(layout, limits, spare_bytes))
         self.preemption = Preemption(
@@ -90,7 +91,7 @@ class Engine:
         self.pooler: Pooler | None = None
         self.requests: dict[str, Request] = {}
         self._eos = frozenset(runtime.model.eos_token_ids)
-        self.intake = Intake(model, runtime.tokenizer)
+        self.intake = Intake(model, runtime.tokenizer, runtime.vocab_map)
         self._arrivals = 0
         self._seeds = np.random.default_rng(config.model.seed)
         self.token_counts = TokenCounts()

@@ -7,18 +7,26 @@ from collections.abc import Sequence as Seq
 import numpy as np
 
 from penstock.engine.request import Request, Sequence
-from penstock.errors import InvalidPromptError, RequestError
+from penstock.errors import InvalidPromptError, InvalidSamplingError, RequestError
 from penstock.models.load import LoadedModel
 from penstock.sampling import SamplingParams, SequenceSampling
-from penstock.tokenizer import IncrementalDetokenizer, Tokenizer
+from penstock.tokenizer import IncrementalDetokenizer, Tokenizer, VocabMap
 
 
 class Intake:
     """Checks prompts and makes sequences, for one model and its tokenizer."""
 
-    def __init__(self, model: LoadedModel, tokenizer: Tokenizer | None) -> None:
+    def __init__(
+        self,
+        model: LoadedModel,
+        tokenizer: Tokenizer | None,
+        vocab_map: VocabMap | None = None,
+    ) -> None:
+        """vocab_map: of a model with a reduced vocabulary; ids are those of the whole one."""
         self._tokenizer = tokenizer
-        self._vocab_size = model.spec.decoder.vocab_size
+        self._vocab_map = vocab_map
+        whole = model.spec.decoder.vocab_size
+        self._vocab_size = whole if vocab_map is None else vocab_map.original_size
         self._max_len = model.max_model_len
         self._eos = frozenset(model.eos_token_ids)
 
@@ -42,6 +50,8 @@ class Intake:
     ) -> Sequence:
         """Sample number `index` of a request."""
         params, tokens = request.params, request.prompt_token_ids
+        if index == 0:
+            self._check_kept(params)
         return Sequence(
             request=request,
             index=index,
@@ -82,17 +92,37 @@ class Intake:
                 f"A prompt must be a flat list of integer token ids, not {tokens.dtype} of shape "
                 f"{list(tokens.shape)}."
             )
-        limit = self._max_len - generates
-        if len(tokens) > limit:
-            raise InvalidPromptError(
-                f"The prompt has {len(tokens)} tokens, but "
-                f"{'with at least one to generate ' if generates else ''}only {limit} fit into "
-                f"max_model_len={self._max_len}. Shorten it."
-            )
         outside = tokens[(tokens < 0) | (tokens >= self._vocab_size)]
         if len(outside):
             raise InvalidPromptError(
                 f"Token id {outside[0]} is outside the vocabulary of {self._vocab_size}."
             )
         ids: list[int] = tokens.tolist()
+        if self._vocab_map is not None:
+            ids = self._vocab_map.write(ids, self._named)
+        limit = self._max_len - generates
+        if len(ids) > limit:
+            raise InvalidPromptError(
+                f"The prompt has {len(ids)} tokens, but "
+                f"{'with at least one to generate ' if generates else ''}only {limit} fit into "
+                f"max_model_len={self._max_len}. Shorten it."
+            )
         return ids
+
+    def _check_kept(self, params: SamplingParams) -> None:
+        """Raises InvalidSamplingError for a token that the model can't give."""
+        if self._vocab_map is None:
+            return
+        for name in ("stop_token_ids", "logit_bias", "allowed_token_ids"):
+            for token in getattr(params, name) or ():
+                if token < self._vocab_size and not self._vocab_map.has(token):
+                    raise InvalidSamplingError(
+                        f"{name} holds token id {token}{self._named(token)}, which isn't among the "
+                        f"{len(self._vocab_map):,} of {self._vocab_size:,} that this model's "
+                        "reduced vocabulary has, so it could never come. Leave it out, or keep "
+                        "the token when the vocabulary is reduced."
+                    )
+
+    def _named(self, token: int) -> str:
+        """What it looks like, where that is known."""
+        return "" if self._tokenizer is None else self._tokenizer.quoted(token)

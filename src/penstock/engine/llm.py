@@ -25,7 +25,8 @@ from penstock.tokenizer import Tokenizer
 class LLM:
     """A model and its engine.
 
-    model: a folder, a hub id, or nothing for the embedded model. Further arguments are those of
+    model: a folder, a hub id, an engine folder that `penstock build` has made, or nothing for the
+    embedded model. Further arguments are those of
     `penstock.config` by name: dtype, max_model_len, max_num_seqs, max_num_batched_tokens,
     block_size, num_gpu_blocks_override, enable_prefix_caching, skip_tokenizer_init, seed, …
     An unknown one is an error.
@@ -38,9 +39,10 @@ class LLM:
         progress: Progress | None = None,
         **kwargs: Any,
     ) -> None:
-        self.config = EngineConfig.of(model=model, **kwargs)
-        self.runtime = load_runtime(self.config, progress)
-        self.engine = Engine(self.config, self.runtime)
+        config = EngineConfig.of(model=model, **kwargs)
+        self.runtime = load_runtime(config, progress)
+        self.engine = Engine(config, self.runtime)
+        self.config = self.engine.config
         self._count = 0
         self._running = threading.Lock()
 

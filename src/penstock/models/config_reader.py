@@ -15,7 +15,7 @@ _HARMLESS = frozenset(
     name_or_path _commit_hash auto_map tokenizer_class pad_token_id sep_token_id unk_token_id
     decoder_start_token_id bos_token_id eos_token_id prefix problem_type id2label label2id
     num_labels finetuning_task task_specific_params is_decoder is_composition tie_encoder_decoder
-    cross_attention_hidden_size tie_last_hidden_states
+    cross_attention_hidden_size tie_last_hidden_states quantization_config
 
     initializer_range gradient_checkpointing attention_dropout hidden_dropout hidden_dropout_prob
     embd_pdrop attn_pdrop resid_pdrop resid_dropout embedding_dropout residual_dropout
@@ -34,14 +34,16 @@ _HARMLESS = frozenset(
     return_dict_in_generate remove_invalid_values exponential_decay_length_penalty
     """.split()
 )
-"""Keys about identity, training, execution and sampling: none changes a forward pass."""
+"""Keys about identity, training, execution and sampling: none changes a forward pass.
 
-_QUANTIZED = "quantized checkpoints aren't read yet; give the unquantized one"
+`quantization_config` is read where the weights are (`models.sources`).
+"""
+
+_QUANTIZED = "only quantization_config is read; give the checkpoint as its tool writes it today"
 _EXPERTS = "mixtures of experts aren't built"
 _MULTIPLIER = "this multiplier isn't built"
 
 _UNBUILT: dict[str, tuple[tuple[Any, ...], str]] = {
-    "quantization_config": ((None, {}), _QUANTIZED),
     "compression_config": ((None, {}), _QUANTIZED),
     "quantization": ((None, {}), _QUANTIZED),
     "num_experts": ((None, 0), _EXPERTS),

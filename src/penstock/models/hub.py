@@ -1,4 +1,4 @@
-"""From what a user calls a model to a folder on this machine."""
+"""From what a user calls a model to a folder or a GGUF file on this machine."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from penstock.errors import ConfigError, MissingExtraError, ModelNotFoundError, nearest
+from penstock.models.gguf.container import LATER_PART, is_gguf
 
 EMBEDDED = ("stories",)
 """Models that come with the package, in `assets/`."""
@@ -21,6 +22,8 @@ _UNWANTED = ["*/*", "consolidated*"]  # other formats in folders; Mistral's seco
 
 def resolve(model: str | Path, revision: str | None = None) -> Path:
     """The folder of `model`: an existing one, an embedded model's, or a snapshot from the hub.
+
+    Or a GGUF file: the one given, or the only model in a folder without config.json.
 
     revision: branch, tag or commit of a hub id; None is its main branch.
     A folder of an embedded model's name is reached as `./stories`.
@@ -37,15 +40,34 @@ def resolve(model: str | Path, revision: str | None = None) -> Path:
     path = Path(model).expanduser()
     if model and path.is_dir():
         _no_revision(path, revision)
+        return _only_file(path) or path
+    if is_gguf(path):
+        _no_revision(path, revision)
         return path
     if path.is_file():
-        raise ModelNotFoundError(f"{path} is a file. Give the folder that holds config.json.")
+        raise ModelNotFoundError(
+            f"{path} is a file, but no GGUF. Give the folder that holds config.json."
+        )
     if isinstance(model, Path) or not _HUB_ID.fullmatch(model):
         raise ModelNotFoundError(
-            f"There is no folder {path}.{_near(path)} A model is a folder, an embedded model "
+            f"There is no folder {path}.{_near(path)} A model is a folder, a .gguf file, an embedded model "
             f"({', '.join(EMBEDDED)}) or a hub id like 'org/name'.{nearest(str(model), EMBEDDED)}"
         )
     return _download(model, revision, path)
+
+
+def _only_file(folder: Path) -> Path | None:
+    """The GGUF file of a folder that has nothing else to load."""
+    if (folder / "config.json").exists():
+        return None
+    files = sorted(folder.glob("*.gguf"))
+    models = [file for file in files if not LATER_PART.search(file.name)]
+    if len(models) > 1:
+        raise ModelNotFoundError(
+            f"{folder} has no config.json, but {len(models)} models in GGUF: "
+            f"{', '.join(file.name for file in models[:8])}. Give one of the files."
+        )
+    return models[0] if models else None
 
 
 def _no_revision(model: str | Path, revision: str | None) -> None:

@@ -12,10 +12,10 @@ import torch
 
 from penstock.errors import ConfigError, ModelNotFoundError, UnsupportedModelError
 from penstock.hardware import detect
-from penstock.models.registry import read_json, read_spec
-from penstock.models.sources import open_source
+from penstock.models.registry import read_spec
+from penstock.models.sources import open_source, read_generation, stored_quantization
 from penstock.models.spec import ModelSpec
-from penstock.models.weights import Progress, Source, load_weights, stored_formats
+from penstock.models.weights import Progress, Source, Stored, load_weights, stored_formats
 from penstock.nn import Decoder, DecoderSpec, RopeSpec
 from penstock.quant import WeightFormats, formats_of
 
@@ -52,26 +52,29 @@ def load_model(
     strict: bool = False,
     quantization: str | None = None,
     progress: Progress | None = None,
+    stored: Stored | None = None,
 ) -> LoadedModel:
-    """Read the checkpoint in `folder`.
+    """Read the checkpoint in `folder`, or the GGUF file of that path.
 
     dtype: "auto" is the checkpoint's own. max_model_len: None is what the model was made for; it
     sizes the rotary tables and, for longrope, chooses between the short and the long factors.
     strict: a config key that nothing reads is an error instead of a warning. quantization: round
     the weights to `w8a8`, `w4a16-g64`, … as they are read (`quant.names`).
+    stored: takes each tensor away once it is packed; memory is then not looked at beforehand.
     """
-    if not folder.is_dir():
-        raise ModelNotFoundError(f"There is no folder {folder}.")
+    if not folder.exists():
+        raise ModelNotFoundError(f"There is no folder and no file {folder}.")
     spec = read_spec(folder, strict=strict)
     checkpoint = open_source(folder)
     chosen = _dtype(dtype, spec, checkpoint)
-    stored = next((s for s in map(checkpoint.scheme, checkpoint.names()) if s is not None), None)
-    if stored is not None and quantization is not None:
+    own = stored_quantization(checkpoint)
+    if own is not None and quantization is not None:
         raise ConfigError(
-            f"{folder} is quantized already ({stored.name}), so quantization={quantization!r} "
+            f"{folder} is quantized already ({own}), so quantization={quantization!r} "
             "can't take effect. Leave it out, or give the unquantized checkpoint."
         )
-    rounded = quantization or (stored and stored.name)
+    kept = any(checkpoint.scheme(name) is not None for name in checkpoint.names())
+    rounded = quantization or (own if kept else None)
     if rounded is not None and chosen is not torch.bfloat16:
         if dtype != "auto":
             raise ConfigError(
@@ -81,22 +84,22 @@ def load_model(
         logger.info("The checkpoint is %s; quantized, it runs in bfloat16.", chosen)
         chosen = torch.bfloat16
     length = _length(max_model_len, spec.decoder)
-    file = folder / "generation_config.json"
-    generation = read_json(file) if file.exists() else {}
+    generation = read_generation(checkpoint)
     if quantization is None:
         formats = stored_formats(spec, checkpoint, chosen)
     else:
         formats = formats_of(quantization, chosen)
-    _check_memory(checkpoint, spec.decoder, formats, chosen)
+    if stored is None:
+        _check_memory(checkpoint, spec.decoder, formats, chosen)
     model = Decoder(spec.decoder, formats, chosen, length)
-    load_weights(model, spec, checkpoint, progress)
+    load_weights(model, spec, checkpoint, progress, stored)
     return LoadedModel(
         model=model.eval(),
         spec=spec,
         dtype=chosen,
         max_model_len=length,
         generation=generation,
-        eos_token_ids=_stop_ids(spec, generation.get("eos_token_id"), file),
+        eos_token_ids=stop_ids(spec, generation, folder),
     )
 
 
@@ -181,8 +184,11 @@ def _reach(rope: RopeSpec, max_position: int) -> int:
     return max_position  # llama3's factor isn't the ratio of two contexts
 
 
-def _stop_ids(spec: ModelSpec, more: Any, file: Path) -> tuple[int, ...]:
+def stop_ids(spec: ModelSpec, generation: dict[str, Any], folder: Path) -> tuple[int, ...]:
+    """The tokens that end a text by config.json or by generation_config.json."""
+    more = generation.get("eos_token_id")
     listed = more if isinstance(more, list) else [] if more is None else [more]
     if any(isinstance(i, bool) or not isinstance(i, int) for i in listed):
+        file = folder / "generation_config.json"
         raise UnsupportedModelError(f"{file}: eos_token_id must be integers: {more!r}")
     return tuple(dict.fromkeys((*spec.eos_token_ids, *listed)))

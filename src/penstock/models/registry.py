@@ -10,6 +10,8 @@ from typing import Any
 
 from penstock.errors import ModelNotFoundError, UnsupportedModelError, nearest
 from penstock.models.config_reader import ConfigReader
+from penstock.models.gguf.config import read_gguf_config
+from penstock.models.gguf.container import is_gguf, read_container
 from penstock.models.spec import ModelSpec
 
 Reader = Callable[[ConfigReader], ModelSpec]
@@ -62,7 +64,9 @@ def read_json(file: Path) -> dict[str, Any]:
 
 
 def read_config(path: Path) -> dict[str, Any]:
-    """The config of the checkpoint in `path`."""
+    """The config of the checkpoint in `path`, a folder or a GGUF file."""
+    if is_gguf(path):
+        return read_gguf_config(read_container(path))
     return read_json(path / "config.json")
 
 

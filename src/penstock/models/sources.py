@@ -1,12 +1,56 @@
-"""From a path to the tensors in it."""
+"""From a path to the tensors in it, and to its tokenizer."""
 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
+from penstock.errors import UnsupportedModelError
+from penstock.models.gguf.container import is_gguf
+from penstock.models.gguf.source import GgufSource
+from penstock.models.gguf.tokenizer import gguf_tokenizer
+from penstock.models.quantized import QuantizedCheckpoint
+from penstock.models.registry import read_config, read_json
 from penstock.models.weights import Checkpoint, Source
+from penstock.tokenizer import Tokenizer
 
 
 def open_source(path: Path) -> Source:
-    """The source in `path`: a folder's safetensors."""
-    return Checkpoint(path)
+    """The source in `path`: a GGUF file, or safetensors, quantized as config.json says."""
+    if is_gguf(path):
+        source = GgufSource(path)
+        source.announce()
+        return source
+    checkpoint = Checkpoint(path)
+    config = read_config(path).get("quantization_config")
+    if not config:
+        return checkpoint
+    if not isinstance(config, dict):
+        raise UnsupportedModelError(f"quantization_config must be an object: {config!r}")
+    return QuantizedCheckpoint(checkpoint, config)
+
+
+def stored_quantization(source: Source) -> str | None:
+    """What `source` is quantized to, by its own name; None where its matrices aren't."""
+    if isinstance(source, GgufSource):
+        return source.quantization
+    schemes = map(source.scheme, source.names())
+    return next((scheme.name for scheme in schemes if scheme is not None), None)
+
+
+def read_generation(source: Source) -> dict[str, Any]:
+    """`generation_config.json`, or what a file says in its stead; {} where nothing does."""
+    return source.generation if isinstance(source, GgufSource) else generation_in(source.path)
+
+
+def generation_in(folder: Path) -> dict[str, Any]:
+    """A folder's `generation_config.json`; {} where there is none."""
+    file = folder / "generation_config.json"
+    return read_json(file) if file.exists() else {}
+
+
+def open_tokenizer(path: Path, *, vocab_size: int | None = None) -> Tokenizer:
+    """The tokenizer of a model's folder or GGUF file; see `Tokenizer.from_folder`."""
+    if is_gguf(path):
+        return gguf_tokenizer(path, vocab_size=vocab_size)
+    return Tokenizer.from_folder(path, vocab_size=vocab_size)

@@ -19,7 +19,7 @@ from penstock.errors import ModelNotFoundError, WeightsError
 from penstock.models.registry import read_config
 from penstock.models.spec import Ignore, ModelSpec, Rename, Stack
 from penstock.nn.decoder import MATRICES
-from penstock.nn.parameters import Loadable
+from penstock.nn.parameters import Loadable, plain
 from penstock.nn.spec import DecoderSpec
 from penstock.quant import Codes, Dense, Scheme, WeightFormat, WeightFormats, format_of
 
@@ -28,8 +28,19 @@ logger = logging.getLogger("penstock")
 Progress = Callable[[int, int], None]
 """Called with (values loaded, values in all)."""
 
-_STORED = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
-"""Element types that load, by safetensors' names."""
+Stored = Callable[[str, Loadable], None]
+"""Called with a module and its name after it has taken one of its tensors: it may take it away."""
+
+_STORED = (torch.float32, torch.bfloat16, torch.float16)
+"""Elements of plain values."""
+
+_ELEMENTS = {
+    "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16, "F64": torch.float64,
+    "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8,
+    "U8": torch.uint8, "BOOL": torch.bool, "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2, "F8_E8M0": torch.float8_e8m0fnu,
+}  # fmt: skip
+"""By safetensors' names."""
 
 
 class Source(Protocol):
@@ -106,7 +117,7 @@ class Checkpoint:
         whole = folder / "model.safetensors"  # beside it may lie an adapter or another layout
         files = [whole] if whole.exists() else sorted(folder.glob("*.safetensors"))
         if not files:
-            other = [p.name for p in folder.glob("*.bin")] + [p.name for p in folder.glob("*.gguf")]
+            other = [p.name for p in folder.glob("*.bin")]
             hint = f" It has {', '.join(other[:3])}, which isn't read." if other else ""
             raise ModelNotFoundError(f"{folder} has no *.safetensors file.{hint}")
         return files
@@ -142,12 +153,23 @@ class Checkpoint:
         """A tensor's shape, without reading it."""
         return tuple(self._files[self._where[name]].get_slice(name).get_shape())
 
+    def stored_dtype(self, name: str) -> torch.dtype:
+        """What a tensor's elements are."""
+        text = str(self._files[self._where[name]].get_slice(name).get_dtype())
+        if text not in _ELEMENTS:
+            raise WeightsError(f"Tensor {name!r} has elements {text!r}, which aren't read.")
+        return _ELEMENTS[text]
+
     def dtype(self) -> torch.dtype:
         """What most of the tensors are stored in."""
+        return self.dtype_of(self._where)
+
+    def dtype_of(self, names: Iterable[str]) -> torch.dtype:
+        """What most of the tensors called `names` are stored in."""
         counts: dict[torch.dtype, int] = {}
-        for name, file in self._where.items():
-            stored = _STORED.get(self._files[file].get_slice(name).get_dtype())
-            if stored is not None:
+        for name in names:
+            stored = self.stored_dtype(name)
+            if stored in _STORED:
                 size = math.prod(self.shape(name))
                 counts[stored] = counts.get(stored, 0) + size
         if not counts:
@@ -156,11 +178,16 @@ class Checkpoint:
 
     def read(self, name: str) -> Tensor:
         """A tensor, mapped from its file where that is possible."""
-        tensor: Tensor = self._files[self._where[name]].get_tensor(name)
-        if tensor.dtype not in _STORED.values():
+        tensor = self.raw(name)
+        if tensor.dtype not in _STORED:
             raise WeightsError(
                 f"Tensor {name!r} is {tensor.dtype}; float32, bfloat16 and float16 load."
             )
+        return tensor
+
+    def raw(self, name: str) -> Tensor:
+        """A tensor of whatever elements, mapped from its file where that is possible."""
+        tensor: Tensor = self._files[self._where[name]].get_tensor(name)
         return tensor
 
 
@@ -215,7 +242,11 @@ def plan_weights(names: Iterable[str], spec: ModelSpec) -> tuple[dict[str, _Plan
 
 
 def load_weights(
-    model: nn.Module, spec: ModelSpec, checkpoint: Source, progress: Progress | None = None
+    model: nn.Module,
+    spec: ModelSpec,
+    checkpoint: Source,
+    progress: Progress | None = None,
+    stored: Stored | None = None,
 ) -> None:
     """Fill every parameter of `model`, one at a time.
 
@@ -227,6 +258,7 @@ def load_weights(
     plans, unknown = plan_weights(checkpoint.names(), spec)
     if spec.decoder.tied:
         _drop_tied_copy(plans, checkpoint)
+    _drop_zero_biases(plans, expected, checkpoint)
     _check_complete(plans, unknown, expected, spec)
 
     total = sum(torch.Size(shape).numel() for shape in expected.values())
@@ -240,6 +272,8 @@ def load_weights(
             )
         name, _, parameter = target.rpartition(".")
         modules[name].load(parameter, tensor)
+        if stored is not None:
+            stored(name, modules[name])
         done += math.prod(shape)
         if progress is not None:
             progress(done, total)
@@ -316,6 +350,16 @@ def _drop_tied_copy(plans: dict[str, _Plan], checkpoint: Source) -> None:
                 "Set tie_word_embeddings to false, or remove one of them."
             )
     plans["head.weight"] = table
+
+
+def _drop_zero_biases(
+    plans: dict[str, _Plan], expected: dict[str, tuple[int, ...]], checkpoint: Source
+) -> None:
+    """AutoGPTQ gives every matrix a bias, of zeros where the model has none."""
+    for target in [t for t in plans if t.endswith(".bias") and t not in expected]:
+        parts = [part for part in plans[target].parts if part is not None]
+        if not any(plain(checkpoint.read(part)).any() for part in parts):
+            del plans[target]
 
 
 def _same(a: Tensor | Codes, b: Tensor | Codes) -> bool:

@@ -59,8 +59,7 @@ class Attention(nn.Module):
         """x [T, D] → what the heads saw [T, H · Dh], for `out`; writes keys and values."""
         spec = self.spec
         qkv = self.qkv(x, before)
-        key_cache, value_cache, *rest = cache
-        key_scale, value_scale = rest if rest else (None, None)
+        key_cache, value_cache, *beside = cache
         q = ops.rotary_cache(
             qkv,
             spec.num_heads,
@@ -73,8 +72,7 @@ class Attention(nn.Module):
             step.slots,
             key_cache,
             value_cache,
-            key_scale,
-            value_scale,
+            *beside,
         )
         return ops.paged_attention(
             q,
@@ -87,6 +85,5 @@ class Attention(nn.Module):
             spec.window,
             spec.softcap,
             None if self.sinks is None else self.sinks.parameter("weight"),
-            key_scale,
-            value_scale,
+            *beside,
         )

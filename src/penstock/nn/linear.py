@@ -61,6 +61,11 @@ class Linear(Loadable):
             self.own(part, stored)
             self.packed[part] = self.parameter(part)
 
+    def restore(self, name: str, stored: Tensor) -> None:
+        self.own(name, stored)
+        if name != "bias":
+            self.packed[name] = self.parameter(name)
+
     def forward(self, x: Tensor, norm: Norm | None = None) -> Tensor:
         """x [T, K] → [T, N], through `norm` first."""
         weight = None

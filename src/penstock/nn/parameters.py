@@ -31,6 +31,10 @@ class Loadable(nn.Module):
             del self._parameters[name]
         self.register_parameter(name, nn.Parameter(tensor, requires_grad=False))
 
+    def restore(self, name: str, stored: Tensor) -> None:
+        """Keep `stored` as the parameter `name`: in the form that `load` has given it before."""
+        self.own(name, stored)
+
     def parameter(self, name: str) -> Tensor:
         """The parameter `name`; an error if it was never loaded."""
         found = self._parameters.get(name)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from penstock.ops import kivi, kv_int4
 from penstock.ops.panels import COLUMNS
 from penstock.ops.registry import define_op
 
@@ -16,6 +17,8 @@ def gather_keys(
     key_cache: Tensor, blocks: Tensor, length: int, dim: int, scale: Tensor | None = None
 ) -> Tensor:
     """The first `length` keys of a sequence, [length, Hkv, D] float32."""
+    if key_cache.dtype is torch.uint8:
+        return _by_token(kv_int4.key_codes(key_cache[blocks.long()]), scale, blocks, length, dim)
     k = _bytes(key_cache)[blocks.long()].view(key_cache.dtype)  # [M, Hkv, P/16, D/v, 16, v]
     k = k.float().permute(0, 2, 4, 1, 3, 5).flatten(4).flatten(0, 2)
     return _scaled(k, scale, blocks)[:length, :, :dim]
@@ -25,6 +28,9 @@ def gather_values(
     value_cache: Tensor, blocks: Tensor, length: int, dim: int, scale: Tensor | None = None
 ) -> Tensor:
     """The first `length` values of a sequence, [length, Hkv, D] float32."""
+    if value_cache.dtype is torch.uint8:
+        codes = kv_int4.value_codes(value_cache[blocks.long()])
+        return _by_token(codes, scale, blocks, length, dim)
     v = _bytes(value_cache)[blocks.long()].view(value_cache.dtype)  # [M, Hkv, D/16, P/v, 16, v]
     v = v.float().permute(0, 3, 5, 1, 2, 4).flatten(4).flatten(0, 2)
     return _scaled(v, scale, blocks)[:length, :, :dim]
@@ -35,11 +41,61 @@ def _bytes(cache: Tensor) -> Tensor:
     return cache.view(torch.uint8) if cache.dtype is torch.float8_e4m3fn else cache
 
 
+def _by_token(codes: Tensor, scale: Tensor | None, blocks: Tensor, length: int, dim: int) -> Tensor:
+    """codes [M, Hkv, P, D] of four bits → [length, Hkv, dim]."""
+    assert scale is not None
+    x = kv_int4.by_token(codes, scale[blocks.long()])
+    return x.transpose(1, 2).flatten(0, 1)[:length, :, :dim]
+
+
 def _scaled(x: Tensor, scale: Tensor | None, blocks: Tensor) -> Tensor:
     """x [M · P, Hkv, D] times the float16 scales [N, Hkv, P] of its blocks."""
     if scale is None:
         return x
     return x * scale[blocks.long()].float().permute(0, 2, 1).flatten(0, 1).unsqueeze(-1)
+
+
+def _attend(
+    q: Tensor,
+    versions: list[tuple[Tensor, Tensor, Tensor]],
+    seen: Tensor,
+    at: Tensor,
+    scale: float,
+    window: int,
+    softcap: float,
+    sinks: Tensor | None,
+) -> Tensor:
+    """q [n, H, D] at positions `at` [n, 1] of one sequence → [n, H, D] float32.
+
+    versions: keys and values [length, Hkv, D] of the positions `seen` [1, length], and which
+    queries see them so, [n, length]; where a version isn't seen it may hold anything.
+    """
+    count, heads, _ = q.shape
+    scores = torch.zeros(heads, count, seen.shape[1])
+    for mask, k, _ in versions:
+        each = torch.einsum("thd,shd->hts", q.float(), _per_query_head(k, heads)) * scale
+        scores = torch.where(mask, each, scores)
+    if softcap > 0:
+        scores = torch.tanh(scores / softcap) * softcap
+    visible = seen <= at
+    if window > 0:
+        visible &= seen > at - window
+    scores = scores.masked_fill(~visible, float("-inf"))
+    if sinks is not None:
+        extra = sinks.float().view(heads, 1, 1).expand(heads, count, 1)
+        weights = torch.softmax(torch.cat((scores, extra), dim=-1), dim=-1)[..., :-1]
+    else:
+        weights = torch.softmax(scores, dim=-1)
+    out = torch.zeros(q.shape)
+    for mask, _, v in versions:
+        finite = _per_query_head(v, heads).masked_fill(~mask.any(0).view(-1, 1, 1), 0.0)
+        out += torch.einsum("hts,shd->thd", weights * mask, finite)
+    return out
+
+
+def _per_query_head(x: Tensor, heads: int) -> Tensor:
+    """[length, Hkv, D] → [length, H, D]."""
+    return x.repeat_interleave(heads // x.shape[1], dim=1)
 
 
 def _fake(
@@ -55,6 +111,10 @@ def _fake(
     sinks: Tensor | None = None,
     key_scale: Tensor | None = None,
     value_scale: Tensor | None = None,
+    recent_keys: Tensor | None = None,
+    recent_values: Tensor | None = None,
+    recent_slots: Tensor | None = None,
+    recent_window: Tensor | None = None,
 ) -> Tensor:
     return q.new_empty((q.shape[0], q.shape[1] * q.shape[2]))
 
@@ -62,7 +122,9 @@ def _fake(
 @define_op(
     "paged_attention(Tensor q, Tensor key_cache, Tensor value_cache, Tensor query_start, "
     "Tensor context_len, Tensor block_table, float scale, int window=0, float softcap=0.0, "
-    "Tensor? sinks=None, Tensor? key_scale=None, Tensor? value_scale=None) -> Tensor",
+    "Tensor? sinks=None, Tensor? key_scale=None, Tensor? value_scale=None, "
+    "Tensor? recent_keys=None, Tensor? recent_values=None, Tensor? recent_slots=None, "
+    "Tensor? recent_window=None) -> Tensor",
     fake=_fake,
 )
 def paged_attention(
@@ -78,6 +140,10 @@ def paged_attention(
     sinks: Tensor | None = None,
     key_scale: Tensor | None = None,
     value_scale: Tensor | None = None,
+    recent_keys: Tensor | None = None,
+    recent_values: Tensor | None = None,
+    recent_slots: Tensor | None = None,
+    recent_window: Tensor | None = None,
 ) -> Tensor:
     """Causal grouped-query attention of a ragged batch over paged keys and values.
 
@@ -91,13 +157,14 @@ def paged_attention(
     taken in spans of 256 counted from position 0; each span gives its maximum, its sum and its
     weighted values on its own (the weights rounded to q's dtype, dot products in the order of
     `linear`); spans are then joined in order. One-byte keys and values are widened to bfloat16,
-    exactly; int8's scales multiply the scores and the weights.
+    exactly; int8's scales multiply the scores and the weights. int4 is widened to bfloat16 as
+    `ops.kv_int4` says; with a window of recent tokens, `ops.kivi` says which of them a query sees
+    so and which as they were written.
     Cost: 4·H·D FLOPs and 2·Hkv·D·itemsize bytes per visible position; memory-bound in decode.
     Source: Milakov & Gimelshein 2018, arXiv:1805.02867; Dao et al. 2022, arXiv:2205.14135;
     paging: Kwon et al. 2023, arXiv:2309.06180; sinks: Xiao et al. 2023, arXiv:2309.17453.
     """
-    _, heads, dim = q.shape
-    kv_heads = key_cache.shape[1]
+    dim = q.shape[2]
     out = torch.empty_like(q)
     for b in range(context_len.shape[0]):
         start, stop = int(query_start[b]), int(query_start[b + 1])
@@ -105,23 +172,24 @@ def paged_attention(
         if count == 0:
             continue
         used = block_table[b, : -(-length // (key_cache.shape[2] * COLUMNS))]
-        k = gather_keys(key_cache, used, length, dim, key_scale)
-        v = gather_values(value_cache, used, length, dim, value_scale)
-        k = k.repeat_interleave(heads // kv_heads, dim=1)
-        v = v.repeat_interleave(heads // kv_heads, dim=1)
-        scores = torch.einsum("thd,shd->hts", q[start:stop].float(), k) * scale
-        if softcap > 0:
-            scores = torch.tanh(scores / softcap) * softcap
         at = torch.arange(length - count, length).unsqueeze(1)
         seen = torch.arange(length).unsqueeze(0)
-        visible = seen <= at
-        if window > 0:
-            visible &= seen > at - window
-        scores = scores.masked_fill(~visible, float("-inf"))
-        if sinks is not None:
-            extra = sinks.float().view(heads, 1, 1).expand(heads, count, 1)
-            weights = torch.softmax(torch.cat((scores, extra), dim=-1), dim=-1)[..., :-1]
+        if recent_slots is None:
+            k = gather_keys(key_cache, used, length, dim, key_scale)
+            v = gather_values(value_cache, used, length, dim, value_scale)
+            versions = [(seen >= 0, k, v)]
         else:
-            weights = torch.softmax(scores, dim=-1)
-        out[start:stop] = torch.einsum("hts,shd->thd", weights, v).to(q.dtype)
+            assert key_scale is not None and value_scale is not None and recent_window is not None
+            assert recent_keys is not None and recent_values is not None
+            k = kivi.coded_keys(key_cache, key_scale, used.long())[:length, :, :dim]
+            v = gather_values(value_cache, used, length, dim, value_scale)
+            place = recent_slots[used.long()].clamp(min=0)
+            recent_k = gather_keys(recent_keys, place, length, dim)
+            recent_v = gather_values(recent_values, place, length, dim)
+            groups = (at - recent_window).clamp(min=0) // kivi.KEY_GROUP
+            coded = seen < groups * kivi.KEY_GROUP
+            versions = [(coded, k, v), (~coded, recent_k, recent_v)]
+        out[start:stop] = _attend(
+            q[start:stop], versions, seen, at, scale, window, softcap, sinks
+        ).to(q.dtype)
     return out.flatten(1)

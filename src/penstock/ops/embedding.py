@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from penstock.ops.panels import COLUMNS, unpack_int4, unpack_int8
+from penstock.ops.panels import COLUMNS, unpack_quantized
 from penstock.ops.registry import define_op
 
 
@@ -16,6 +16,8 @@ def _fake(
     scale: float = 1.0,
     weight_scale: Tensor | None = None,
     zero: Tensor | None = None,
+    levels: int = 0,
+    outer: Tensor | None = None,
 ) -> Tensor:
     dtype = weight.dtype if weight_scale is None else torch.bfloat16
     return weight.new_empty((tokens.shape[0], dim), dtype=dtype)
@@ -23,7 +25,7 @@ def _fake(
 
 @define_op(
     "embedding(Tensor tokens, Tensor weight, SymInt dim, float scale=1.0, "
-    "Tensor? weight_scale=None, Tensor? zero=None) -> Tensor",
+    "Tensor? weight_scale=None, Tensor? zero=None, int levels=0, Tensor? outer=None) -> Tensor",
     fake=_fake,
 )
 def embedding(
@@ -33,13 +35,15 @@ def embedding(
     scale: float = 1.0,
     weight_scale: Tensor | None = None,
     zero: Tensor | None = None,
+    levels: int = 0,
+    outer: Tensor | None = None,
 ) -> Tensor:
     """y[t] = W[tokens[t]] · scale.
 
     tokens [T] int32; weight [V, D] plain, or panels as in `linear`, with their weight_scale and
-    zero where they are quantized: a tied embedding is stored once, in the form that the output
-    head needs. `tokens` may number the rows of anything. Returns [T, D] in weight.dtype, bfloat16
-    from quantized panels.
+    zero, levels and outer where they are quantized: a tied embedding is stored once, in the form
+    that the output head needs. `tokens` may number the rows of anything. Returns [T, D] in
+    weight.dtype, bfloat16 from quantized panels.
     Cost: T·D·itemsize bytes (16 × the cache lines when packed, still far below one projection).
     """
     ids = tokens.long()
@@ -49,12 +53,10 @@ def embedding(
         rows = weight[ids // COLUMNS, :, ids % COLUMNS].reshape(ids.shape[0], -1)[:, :dim]
     else:
         panel, column = ids // COLUMNS, ids % COLUMNS + COLUMNS * torch.arange(len(ids))
-        parts = [None if t is None else t[panel] for t in (weight, weight_scale, zero)]
+        parts = [None if t is None else t[panel] for t in (weight, weight_scale, zero, outer)]
         assert parts[0] is not None and parts[1] is not None  # weight and weight_scale
-        if weight.dtype is torch.int8:
-            whole = unpack_int8(parts[0], parts[1], COLUMNS * len(ids), dim)
-        else:
-            whole = unpack_int4(parts[0], parts[1], parts[2], COLUMNS * len(ids), dim)
+        size = COLUMNS * len(ids), dim
+        whole = unpack_quantized(parts[0], parts[1], parts[2], levels, parts[3], *size)
         rows = whole[column].to(torch.bfloat16)
     if scale != 1.0:
         rows = (rows.float() * torch.tensor(scale, dtype=torch.float32)).to(rows.dtype)

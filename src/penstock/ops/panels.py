@@ -22,6 +22,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from penstock.ops.levels import table
+
 COLUMNS = 16
 K_BLOCK = 32
 BYTE_BLOCK = 64
@@ -94,6 +96,36 @@ def unpack_codes(panels: Tensor) -> Tensor:
     if panels.dtype is torch.uint8:
         rows = torch.stack((rows & 15, rows >> 4), dim=-2)
     return rows.reshape(panels.shape[0] * COLUMNS, -1)
+
+
+def unpack_quantized(
+    panels: Tensor,
+    scale: Tensor,
+    zero: Tensor | None,
+    levels: int,
+    outer: Tensor | None,
+    n: int,
+    k: int,
+) -> Tensor:
+    """The [N, K] float32 weight that quantized panels stand for; arguments as in `ops.linear`."""
+    if panels.dtype is torch.uint8 and not levels:
+        return unpack_int4(panels, scale, zero, n, k)
+    q = unpack_codes(panels)
+    if panels.dtype is torch.uint8:
+        q = table(levels)[q.long()]
+        if outer is not None:
+            return _scaled(_scaled(q, scale, *q.shape), outer, n, k)
+        return _scaled(q, powers(scale) if scale.dtype is torch.uint8 else scale, n, k)
+    q = q.float()
+    if zero is not None:
+        flat = unpack_groups(zero)[..., None].float()
+        q = (q.unflatten(1, (flat.shape[1], -1)) - flat).flatten(1)
+    return _scaled(q, scale, n, k)
+
+
+def powers(exponents: Tensor) -> Tensor:
+    """2^(e − 127) in float32 of uint8 exponents, 0 for e = 0: OCP's E8M0 without denormals."""
+    return (exponents.to(torch.int32) << 23).view(torch.float32)
 
 
 def _scaled(q: Tensor, scale: Tensor, n: int, k: int) -> Tensor:

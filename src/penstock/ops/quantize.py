@@ -23,9 +23,9 @@ GROUPS = (32, 64, 128)
 INT4_PARTS = (8.0, 8.5, 7.5, 9.0)
 """What the largest value of a group is divided by for its scale; the kernel has the same."""
 
-_LEAST_HALF = 2.0**-24
+LEAST_HALF = 2.0**-24
 """The smallest float16 above zero."""
-_LEAST_ROW = 2.0**-100
+LEAST_ROW = 2.0**-100
 """Rows of int8 without a larger magnitude are zero: float32 has no normal scale much below it."""
 
 
@@ -74,7 +74,7 @@ def _padded(weight: Tensor, group: int) -> Tensor:
 def _int8(weight: Tensor) -> tuple[Tensor, Tensor]:
     w = _padded(weight, 0)
     top = w.abs().amax(-1, keepdim=True)
-    scale = torch.where(top < _LEAST_ROW, 1.0, top / 127.0)
+    scale = torch.where(top < LEAST_ROW, 1.0, top / 127.0)
     scale = torch.where(top.isfinite(), scale, torch.nan)
     q = torch.round(w * (torch.ones_like(scale) / scale))
     return pack_int8(q.nan_to_num().to(torch.int8)), pack_groups(scale)
@@ -107,7 +107,7 @@ def _int4(weight: Tensor, group: int, symmetric: bool) -> tuple[Tensor, Tensor, 
         scale, q = _least_error(w, low, high)
         zero = torch.empty((0, w.shape[1], COLUMNS), dtype=torch.uint8)
     else:
-        scale = ((high - low) / 15.0).clamp(min=_LEAST_HALF).to(torch.float16).float()
+        scale = ((high - low) / 15.0).clamp(min=LEAST_HALF).to(torch.float16).float()
         inverse = torch.ones_like(scale) / scale
         offset = torch.round(-low * inverse).clamp_(max=15)
         q = torch.round(w * inverse).add_(offset).clamp_(0, 15)
@@ -164,10 +164,10 @@ def _least_error(w: Tensor, low: Tensor, high: Tensor) -> tuple[Tensor, Tensor]:
     top, sign = torch.maximum(high, -low), torch.where(high > -low, -1.0, 1.0)
     best = scale = q = torch.empty(0)
     for i, part in enumerate(INT4_PARTS):
-        s = sign * (top / part).clamp(min=_LEAST_HALF).to(torch.float16).float()
+        s = sign * (top / part).clamp(min=LEAST_HALF).to(torch.float16).float()
         u = w * (torch.ones_like(s) / s)
         rounded = torch.round(u.clamp(-8, 7))
-        error = _sum_squares(u - rounded) * (s * s)
+        error = sum_squares(u - rounded) * (s * s)
         if i == 0:
             best, scale, q = error, s.where(~error.isnan(), torch.nan), rounded
             continue
@@ -177,7 +177,7 @@ def _least_error(w: Tensor, low: Tensor, high: Tensor) -> tuple[Tensor, Tensor]:
     return scale, q + 8
 
 
-def _sum_squares(r: Tensor) -> Tensor:
+def sum_squares(r: Tensor) -> Tensor:
     """Over the last dimension, in the kernel's order: 16 lanes, which then fold in halves."""
     squares = (r * r).unflatten(-1, (-1, COLUMNS))
     lanes: Tensor = squares[..., 0, :]

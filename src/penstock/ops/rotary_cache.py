@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from penstock.ops import kivi, kv_int4
 from penstock.ops.panels import COLUMNS
 from penstock.ops.registry import define_op
 
@@ -60,6 +61,10 @@ def _fake(
     value_cache: Tensor,
     key_scale: Tensor | None = None,
     value_scale: Tensor | None = None,
+    recent_keys: Tensor | None = None,
+    recent_values: Tensor | None = None,
+    recent_slots: Tensor | None = None,
+    recent_window: Tensor | None = None,
 ) -> Tensor:
     dim = qkv.shape[1] // (heads + 2 * key_cache.shape[1])
     return qkv.new_empty((qkv.shape[0], heads, dim))
@@ -69,7 +74,8 @@ def _fake(
     "rotary_cache(Tensor qkv, int heads, Tensor? q_norm, Tensor? k_norm, float eps, "
     "Tensor? cos_sin, bool interleaved, Tensor positions, Tensor slots, "
     "Tensor(a!) key_cache, Tensor(b!) value_cache, Tensor(c!)? key_scale=None, "
-    "Tensor(d!)? value_scale=None) -> Tensor",
+    "Tensor(d!)? value_scale=None, Tensor(e!)? recent_keys=None, Tensor(f!)? recent_values=None, "
+    "Tensor? recent_slots=None, Tensor? recent_window=None) -> Tensor",
     fake=_fake,
 )
 def rotary_cache(
@@ -86,6 +92,10 @@ def rotary_cache(
     value_cache: Tensor,
     key_scale: Tensor | None = None,
     value_scale: Tensor | None = None,
+    recent_keys: Tensor | None = None,
+    recent_values: Tensor | None = None,
+    recent_slots: Tensor | None = None,
+    recent_window: Tensor | None = None,
 ) -> Tensor:
     """Normalise the heads of q and k, rotate them, write k and v into their slots; returns q.
 
@@ -102,6 +112,11 @@ def rotary_cache(
     D is padded to a multiple of 16 in both. They are of qkv's dtype; or, beside bfloat16, of one
     byte (with bfloat16's v): float8_e4m3fn, rounded to nearest and never beyond ±448; or int8 in
     ±127 with key_scale and value_scale [N, Hkv, P] float16, max|x| / 127 of each token and head.
+    Or uint8, two int4 codes a byte (`ops.kv_int4`), both of one token:
+        key_cache   [N, Hkv, P/16, D/2, 16, 1]    low and high half: dimensions 2i and 2i + 1
+        value_cache [N, Hkv, D/16, P/2, 2, 8]     positions 2i and 2i + 1; columns c and c + 8
+    with scales [N, Hkv, G, 2, P] float16: step and minimum of each group of 32 dimensions. Beside
+    a window of recent tokens, keys are coded by channel instead: `ops.kivi`.
     Source: Su et al. 2021, arXiv:2104.09864; FP8: Micikevicius et al. 2022, arXiv:2209.05433.
     """
     dtype, kv_heads = qkv.dtype, key_cache.shape[1]
@@ -110,11 +125,31 @@ def rotary_cache(
     q_out = rotate(_norm(q.float(), q_norm, eps), cos_sin, positions, interleaved).to(dtype)
     k_out = rotate(_norm(k.float(), k_norm, eps), cos_sin, positions, interleaved).to(dtype)
 
-    factor = key_cache.shape[-1]
-    padded = key_cache.shape[3] * factor
     block_size = key_cache.shape[2] * COLUMNS
     keep = slots >= 0
     block, offset = slots[keep].long() // block_size, slots[keep].long() % block_size
+    if key_cache.dtype is torch.uint8:
+        assert key_scale is not None and value_scale is not None
+        padded = value_cache.shape[2] * COLUMNS
+        k_pad, v_pad = (
+            torch.nn.functional.pad(x[keep], (0, padded - dim)) for x in (k_out, v.to(dtype))
+        )
+        if recent_slots is not None:
+            assert recent_keys is not None and recent_values is not None
+            place = recent_slots[block].long()
+            kivi.put_recent(recent_keys, k_pad, place, offset, keys=True)
+            kivi.put_recent(recent_values, v_pad, place, offset, keys=False)
+            kivi.round_keys(key_cache, key_scale, recent_keys, recent_slots, slots[keep])
+        else:
+            codes, scales = kv_int4.token_codes(k_pad[..., :dim].float(), padded)
+            key_scale[block, :, :, :, offset] = scales
+            kv_int4.put_keys(key_cache, codes, block, offset)
+        codes, scales = kv_int4.token_codes(v_pad[..., :dim].float(), padded)
+        value_scale[block, :, :, :, offset] = scales
+        kv_int4.put_values(value_cache, codes, block, offset)
+        return q_out
+    factor = key_cache.shape[-1]
+    padded = key_cache.shape[3] * factor
     k_kept = stored(k_out[keep], key_cache.dtype, key_scale, block, offset)
     v_kept = stored(v[keep], value_cache.dtype, value_scale, block, offset)
     k_pad = torch.nn.functional.pad(k_kept, (0, padded - dim))

@@ -3,8 +3,9 @@
 from penstock.quant.codes import Codes
 from penstock.quant.format import Packed, WeightFormat, WeightFormats
 from penstock.quant.formats.dense import Dense
+from penstock.quant.formats.float8 import Float8
 from penstock.quant.formats.integer import Integer
-from penstock.quant.formats.widened import Widened
+from penstock.quant.formats.levels import Levels
 from penstock.quant.names import QUANTIZATIONS, format_of, formats_of, parse_quantization
 from penstock.quant.scheme import SCHEMES, Scheme, parse_scheme
 
@@ -13,12 +14,13 @@ __all__ = [
     "SCHEMES",
     "Codes",
     "Dense",
+    "Float8",
     "Integer",
+    "Levels",
     "Packed",
     "Scheme",
     "WeightFormat",
     "WeightFormats",
-    "Widened",
     "format_of",
     "formats_of",
     "parse_quantization",

@@ -41,6 +41,12 @@ class WeightFormat(Protocol):
         """Store a matrix that is quantized already."""
         ...
 
+    def codes(
+        self, packed: Packed, out_features: int, in_features: int, gated: bool = False
+    ) -> Codes:
+        """What `pack` or `pack_codes` stored; WeightsError where that isn't quantized."""
+        ...
+
     def unpack(
         self, packed: Packed, out_features: int, in_features: int, gated: bool = False
     ) -> Tensor:

@@ -7,33 +7,38 @@ import torch
 from penstock.errors import ConfigError
 from penstock.quant.format import WeightFormat, WeightFormats
 from penstock.quant.formats.dense import Dense
+from penstock.quant.formats.float8 import Float8
 from penstock.quant.formats.integer import Integer
-from penstock.quant.formats.widened import Widened
-from penstock.quant.scheme import Scheme, parse_scheme
+from penstock.quant.formats.levels import Levels
+from penstock.quant.methods.rtn import FLOAT8
+from penstock.quant.scheme import SCHEMES, Scheme, parse_scheme
 
-QUANTIZATIONS = ("w8a16", "w8a8", "w4a16", "w4a8")
-"""The base names; those of 4 bits take a group, `-g32` (default), `-g64`, `-g128`, and `-asym`."""
+QUANTIZATIONS = SCHEMES
+"""The base names; `quant.scheme` says what they take: `w4a8-g64-asym`, `fp8-block`, …"""
 
 
 def format_of(scheme: Scheme) -> WeightFormat:
-    """The format that stores matrices of `scheme`: one with a kernel where there is one."""
-    return Integer(scheme) if Integer.takes(scheme) else Widened(scheme)
+    """The format that stores matrices of `scheme`; each has a kernel (`ops.linear`)."""
+    if scheme.is_integer:
+        return Integer(scheme)
+    return Float8(scheme) if scheme.kind in FLOAT8 else Levels(scheme)
 
 
 def parse_quantization(name: str) -> WeightFormat:
     """The format of the layers' matrices that `name` means; ConfigError for any other name."""
     scheme = parse_scheme(name)
-    if not Integer.takes(scheme):
+    if scheme.activations == "int8_static":
         raise ConfigError(
-            f"quantization={name!r} isn't one of {', '.join(QUANTIZATIONS)}; those of 4 bits take "
-            "a group and a zero point: w4a8-g32, w4a8-g64, w4a8-g128, w4a8-g128-asym."
+            f"quantization={name!r} needs a scale of each matrix's activations, which calibration "
+            f"finds: penstock export MODEL --quant {name} --calib TEXT -o DIR, then load DIR. Or "
+            f"let each token find its own: quantization={name.removesuffix('-static')!r}."
         )
-    return Integer(scheme)
+    return format_of(scheme)
 
 
 def head_scheme(scheme: Scheme) -> Scheme:
     """Of the head beside layers in `scheme`: 8 bits at least, as it decides tokens directly."""
-    return Scheme("int8", activations="int8" if scheme.activations == "int8" else "float")
+    return Scheme("int8", activations="float" if scheme.activations == "float" else "int8")
 
 
 def formats_of(quantization: str | None, dtype: torch.dtype) -> WeightFormats:

@@ -62,6 +62,24 @@ class Scheme:
         return _BITS[self.kind]
 
     @property
+    def group_bits(self) -> int:
+        """Of the scale and the zero point that a group has, or a row without groups."""
+        if self.kind in ("mxfp4", "nvfp4"):
+            return 8
+        half = self.kind in ("int4", "nf4") or (self.kind == "int8" and self.group > 0)
+        return (16 if half else 32) + (0 if self.symmetric else 8)
+
+    @property
+    def row_bits(self) -> int:
+        """Of what a row has beside its groups."""
+        return 32 if self.kind == "nvfp4" else 0
+
+    def bits_per_weight(self, n: int, k: int) -> float:
+        """Of a matrix [n, k] with its scales and zero points, as the panels hold them."""
+        count = -(-k // self.group) if self.group else 1
+        return self.bits + (count * self.group_bits + self.row_bits) / k
+
+    @property
     def name(self) -> str:
         """What users call it; `parse_scheme` reads it."""
         if not self.is_integer:

@@ -18,6 +18,7 @@ import torch
 from penstock.hardware import Compute
 from penstock.nn.decoder import MATRICES
 from penstock.nn.spec import AttentionSpec, DecoderSpec, LayerSpec
+from penstock.ops.kivi import KEY_GROUP, recent_from
 from penstock.quant import WeightFormat, WeightFormats
 from penstock.step import Step
 
@@ -35,8 +36,17 @@ _SOFTCAP_FLOPS = 3
 class KvLayout(Protocol):
     """What a cost asks of the cache's layout."""
 
+    @property
+    def recent_window(self) -> int:
+        """Tokens that are kept as they were written beside what is stored of all; 0: none."""
+        ...
+
     def bytes_per_token(self, layer: int) -> int:
         """Of one token's key and value in one layer, read or written."""
+        ...
+
+    def recent_bytes_per_token(self, layer: int) -> int:
+        """Of one recent token's in one layer; written beside the others, read instead of them."""
         ...
 
 
@@ -163,6 +173,7 @@ class _Span:
     """Layers that see the same number of tokens, added up."""
 
     read_bytes: int = 0  # a visible token
+    recent_bytes: int = 0  # a recent one
     pair_flops: int = 0
 
 
@@ -203,9 +214,11 @@ class CostModel:
                 flops = found.token_flops.get(stored.compute, 0)
                 found.token_flops[stored.compute] = flops + 2 * n * k
             a, token = layer.attention, self.layout.bytes_per_token(i)
-            found.written_bytes += token
+            recent = self.layout.recent_bytes_per_token(i)
+            found.written_bytes += token + recent
             span = found.spans.setdefault(a.window, _Span())
             span.read_bytes += token
+            span.recent_bytes += recent
             span.pair_flops += 4 * a.num_heads * a.head_dim
         found.head_bytes = formats.of("head").nbytes(spec.vocab_size, spec.hidden)
         found.head_flops = 2 * spec.vocab_size * spec.hidden
@@ -225,6 +238,9 @@ class CostModel:
         for window, span in terms.spans.items():
             seen, read = self._seen(size, window)
             kv += span.read_bytes * read
+            if span.recent_bytes:
+                coded, recent = self._split(size, window)
+                kv += span.read_bytes * (coded - read) + span.recent_bytes * recent
             attention += span.pair_flops * seen
         rows = terms.row_bytes + (0 if sampled else terms.tied_row_bytes)
         weights = terms.layer_bytes + rows * tokens + (terms.head_bytes if sampled else 0)
@@ -248,6 +264,24 @@ class CostModel:
             found += pairs(count, context, window)
             read += min(context, count + window - 1) if window else context
         return found, read
+
+    def _split(self, size: StepSize, window: int) -> tuple[int, int]:
+        """Of the keys that queries see: those that any sees as codes, and as they were written."""
+        coded = recent = 0
+        kept = self.layout.recent_window
+        for count, context in zip(size.queries, size.contexts, strict=True):
+            first = context - count
+            low = max(first + 1 - window, 0) if window else 0
+            border, end = recent_from(first, kept), recent_from(context - 1, kept)
+            recent += context - max(border, low)
+            if not window:
+                coded += end
+                continue
+            for codes in range(border, end + 1, KEY_GROUP):  # before the query that sees the most
+                low = max(low, max(first, codes + kept) + 1 - window)
+                coded += max(codes - low, 0)
+                low = max(low, codes)
+        return coded, recent
 
     # ── operator by operator ─────────────────────────────────────────────────────────────────
 
@@ -305,13 +339,19 @@ class CostModel:
             flops += _NORM_FLOPS["rms"] * heads * a.head_dim
         moved = (2 * a.num_heads + 2 * a.num_kv_heads) * a.head_dim * self.itemsize
         row.add(1, tokens * moved, tokens * flops)
-        row.kv_bytes += tokens * self.layout.bytes_per_token(layer)
+        layout = self.layout
+        each = layout.bytes_per_token(layer) + layout.recent_bytes_per_token(layer)
+        row.kv_bytes += tokens * each
 
     def _attend(self, row: OpCost, a: AttentionSpec, size: StepSize, layer: int) -> None:
         seen, read = self._seen(size, a.window)
         heads = a.num_heads * a.head_dim
         row.multiply(self.attention_compute, 4 * heads * seen)
         row.add(1, 2 * size.tokens * heads * self.itemsize)
+        recent_bytes = self.layout.recent_bytes_per_token(layer)
+        if recent_bytes:
+            read, recent = self._split(size, a.window)
+            row.kv_bytes += recent * recent_bytes
         row.kv_bytes += read * self.layout.bytes_per_token(layer)
 
     def _normalize(self, row: OpCost, tokens: int, sampled: int) -> None:

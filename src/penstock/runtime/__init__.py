@@ -1,5 +1,6 @@
 """Where a model meets its cache: loading, sizing, running."""
 
+from penstock.runtime import compile_counter
 from penstock.runtime.hidden import HiddenRunner
 from penstock.runtime.loader import Runtime, load_runtime
 from penstock.runtime.memory import plan_blocks, plan_swap
@@ -12,6 +13,7 @@ __all__ = [
     "Program",
     "Runner",
     "Runtime",
+    "compile_counter",
     "load_runtime",
     "plan_blocks",
     "plan_swap",

@@ -5,14 +5,20 @@ from __future__ import annotations
 import logging
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from penstock.nn import Decoder
+from penstock.runtime.plan import fixed_tensors, record
 from penstock.runtime.program import Program
 from penstock.runtime.runner import Forward, Runner
 from penstock.step import Step
 
 logger = logging.getLogger("penstock")
+
+
+def hidden_tensors(hidden: nn.Module) -> dict[str, Tensor]:
+    """The tensors of `Decoder.last_hidden_state()`, by the names that they have in the decoder."""
+    return {name.removeprefix("decoder."): t for name, t in fixed_tensors(hidden).items()}
 
 
 class HiddenRunner:
@@ -23,11 +29,15 @@ class HiddenRunner:
     """
 
     def __init__(self, decoder: Decoder, runner: Runner) -> None:
-        self._kv = runner.kv
+        self._runner = runner
         hidden = decoder.last_hidden_state()
         self._forward: Forward = hidden
         if runner.program is not None:
-            program = Program(hidden, runner.kv)
+            tensors = hidden_tensors(hidden)
+            plan = runner.hidden_plan
+            if plan is None:
+                plan, tensors = record(hidden, runner.kv, tensors)
+            program = Program.of_plan(plan, tensors, runner.kv)
             logger.info("A pooling step is one native call of %d operators.", len(program.calls))
             self._forward = program
 
@@ -35,5 +45,7 @@ class HiddenRunner:
         """The final norm's rows `step.sample_at`, [S, D] float32, good until the next pooling
         step; keys and values go to the cache.
         """
-        with torch.inference_mode():
-            return self._forward(step, self._kv)
+        if self._runner.vocabulary is not None:
+            step = self._runner.vocabulary.narrow(step)
+        with torch.inference_mode(), self._runner.computing(step):
+            return self._forward(step, self._runner.kv)

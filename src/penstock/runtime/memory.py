@@ -31,10 +31,11 @@ def plan_blocks(
     size = layout.bytes_per_block
     budget = int(available_bytes * config.memory_fraction)
     if config.num_blocks is not None:
-        if config.num_blocks * size > available_bytes:
+        need = layout.nbytes(config.num_blocks)
+        if need > available_bytes:
             raise OutOfCacheError(
-                f"num_blocks={config.num_blocks} need {_mib(config.num_blocks * size)}, but "
-                f"{_mib(available_bytes)} are free. At most {available_bytes // size} fit."
+                f"num_blocks={config.num_blocks} need {_mib(need)}, but {_mib(available_bytes)} "
+                f"are free. At most {layout.blocks_in(available_bytes)} fit."
             )
         blocks = config.num_blocks
         if blocks < one:
@@ -44,15 +45,16 @@ def plan_blocks(
                 f"max_model_len to {blocks * layout.block_size}."
             )
         return blocks
-    fit = budget // size
+    fit = layout.blocks_in(budget)
     if fit < one:
+        need = layout.nbytes(one)
         raise OutOfCacheError(
-            f"One sequence of max_model_len={max_model_len} needs {_mib(one * size)} of cache, "
+            f"One sequence of max_model_len={max_model_len} needs {_mib(need)} of cache, "
             f"but {_mib(budget)} may be used ({config.memory_fraction:.0%} of what is free). "
             + (
                 f"Lower max_model_len to {fit * layout.block_size}."
                 if fit
-                else f"Not even one block ({_mib(size)}) fits: free some memory."
+                else f"Not even one block ({_mib(layout.nbytes(1))}) fits: free some memory."
             )
         )
     # and one more for each, which the scheduler keeps free for it to grow into
@@ -68,8 +70,8 @@ def plan_swap(layout: PagedLayout, config: SchedulerConfig, available_bytes: int
     Raises OutOfCacheError when `config.swap_space` is more than there is, or when
     `preemption_mode="swap"` would have no room for a single block.
     """
-    if config.preemption_mode == "recompute":
-        return 0
+    if config.preemption_mode == "recompute" or layout.recent_window:
+        return 0  # what lies in a window can't be swapped out: config.py refuses to be asked
     size = layout.bytes_per_block
     if config.swap_space is None:
         budget = min(SWAP_BYTES, int(available_bytes * SWAP_FRACTION))

@@ -1,28 +1,50 @@
 """A decoder as one native call: its operators are noted once, then run without Python between them.
 
-What a graph is to a GPU, for the CPU: the decoder runs once with nothing computed, every operator
-it calls is handed to the native library with its weights and caches, and from then on a step is one
-call. Activations live in buffers that are kept, and other Python threads run meanwhile. The kernels
-are those that eager calls run, so the bits are the same.
+What a graph is to a GPU, for the CPU: the decoder runs once with nothing computed, and every
+operator it calls becomes part of a plan (`runtime.plan`), or a plan comes out of an engine folder.
+Its operators are handed to the native library with their weights and caches, and from then on a
+step is one call. Activations live in buffers that are kept, and other Python threads run meanwhile.
+The kernels are those that eager calls run, so the bits are the same.
 """
 
 from __future__ import annotations
 
 import weakref
-from dataclasses import dataclass, fields
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from penstock import ops
 from penstock.errors import KernelError
 from penstock.ops.registry import NAMESPACE
+from penstock.runtime.plan import (
+    Array,
+    Cache,
+    Operator,
+    Plan,
+    Value,
+    Weight,
+    fixed_tensors,
+    not_built,
+    record,
+)
 from penstock.step import KV, Step
 
 KEPT_ROWS = 256
 """Memory for logits is kept for up to this many rows: prompts' log-probabilities need far more."""
+
+_ARRAYS = {
+    "tokens": "[T]",
+    "positions": "[T]",
+    "slots": "[T]",
+    "query_start": "[B + 1]",
+    "context_len": "[B]",
+    "block_table": "[B, M]",
+    "sample_at": "[S]",
+}
 
 _native = getattr(torch.ops, NAMESPACE)
 
@@ -33,86 +55,7 @@ class Call:
 
     name: str  # `penstock.linear`
     constants: tuple[Tensor, ...]  # weights and caches
-    shapes: str  # of its tensors; T tokens, S sampled rows
-
-
-class _Recorder(TorchDispatchMode):
-    """Builds a native program of the operators that are called, instead of computing them."""
-
-    def __init__(self, program: int, step: Step) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.program = program
-        self.calls: list[Call] = []
-        self._arrays = {id(getattr(step, f.name)): f.name for f in fields(step)}
-        self._values: dict[int, int] = {}
-        self._rows: dict[int, str] = {}
-        self._alive: list[Tensor] = []  # so that an id stays that of one tensor
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        """Or torch imports its compiler, for a second and more, at the first call."""
-        return False
-
-    def value(self, tensor: Tensor) -> int:
-        """The program's number for what an operator returned."""
-        return self._values[id(tensor)]
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name = func.name()
-        space, _, op = name.partition("::")
-        if op == "program_free":  # of another that the garbage collector found meanwhile
-            return func(*args)
-        if space != NAMESPACE:
-            raise KernelError(
-                f"{name} isn't one of Penstock's operators, so it can't be part of a program. Set "
-                "enforce_eager=True to call the operators of this decoder one by one."
-            )
-        given = dict(zip((a.name for a in func._schema.arguments), args, strict=False))
-        given |= kwargs or {}
-        complete = {a.name: given.get(a.name, a.default_value) for a in func._schema.arguments}
-        self.calls.append(self._call(op, complete))
-        value = self._emit(op, complete)
-        output = ops.op(op).fake(**complete)
-        if output is not None:
-            self._values[id(output)] = value
-            rows = [self._rows[id(a)] for a in complete.values() if id(a) in self._rows]
-            self._rows[id(output)] = "S" if self._takes_rows(op, complete) else [*rows, "T"][0]
-            self._alive.append(output)
-        return output
-
-    def _takes_rows(self, op: str, arguments: dict[str, Any]) -> bool:
-        return op == "embedding" and id(arguments["weight"]) in self._values
-
-    def _call(self, op: str, arguments: dict[str, Any]) -> Call:
-        tensors = [a for a in arguments.values() if isinstance(a, Tensor)]
-        fixed = [t for t in tensors if id(t) not in self._values and id(t) not in self._arrays]
-        return Call(f"{NAMESPACE}.{op}", tuple(fixed), " ".join(map(self._shape, tensors)))
-
-    def _shape(self, tensor: Tensor) -> str:
-        if id(tensor) not in self._values:
-            return str(list(tensor.shape))
-        return str([self._rows[id(tensor)], *tensor.shape[1:]]).replace("'", "")
-
-    def _emit(self, op: str, arguments: dict[str, Any]) -> Any:
-        if self._takes_rows(op, arguments):
-            if self._arrays.get(id(arguments["tokens"])) != "sample_at":
-                raise KernelError("Only the sampled rows of a value can be taken.")
-            return _native.program_sampled_rows(self.program, self.value(arguments["weight"]))
-        native = []
-        for name, argument in arguments.items():
-            array = self._arrays.get(id(argument))
-            if array is None:
-                native.append(self._values.get(id(argument), argument))
-            elif op == "embedding":
-                native.append(("tokens", "positions").index(array))
-            elif array != name:
-                raise KernelError(f"{op} takes the step's {array} as its {name}.")
-        if not hasattr(_native, f"program_{op}"):
-            raise KernelError(
-                f"{op} can't be part of a program. Set enforce_eager=True to call the operators of "
-                "this decoder one by one."
-            )
-        return getattr(_native, f"program_{op}")(self.program, *native)
+    shapes: str  # of its tensors; T tokens, S sampled rows, B sequences, M blocks
 
 
 class Program:
@@ -124,16 +67,110 @@ class Program:
 
     def __init__(self, decoder: nn.Module, kv: KV) -> None:
         """Raises KernelError when the decoder calls an operator that no program can hold."""
+        self._make(*record(decoder, kv, fixed_tensors(decoder)), kv)
+
+    @classmethod
+    def of_plan(cls, plan: Plan, tensors: Mapping[str, Tensor], kv: KV) -> Program:
+        """The program of a plan that was recorded before, over these weights; nothing is traced.
+
+        Raises KernelError for a weight, a cache or an operator that isn't there.
+        """
+        made = cls.__new__(cls)
+        made._make(plan, tensors, kv)
+        return made
+
+    def _make(self, plan: Plan, tensors: Mapping[str, Tensor], kv: KV) -> None:
+        self.plan = plan
+        self._tensors = tensors
+        self._kv = kv
         handle = _native.program_new()
         self._free = weakref.finalize(self, _native.program_free, handle)
         self._handle: int = handle
-        self._kv = kv
-        step = _blank_step()
-        with torch.inference_mode(), _Recorder(handle, step) as recorder:
-            output = decoder(step, kv)
-        self.calls = recorder.calls
-        self._logits = torch.empty((0, output.shape[1]))
-        _native.program_finish(handle, recorder.value(output))
+        values: list[int] = []
+        for operator in plan.operators:
+            value = self._emit(operator, values)
+            if operator.shape is not None:
+                values.append(value)
+        _native.program_finish(handle, values[plan.output])
+        columns = [o.shape for o in plan.operators if o.shape is not None][plan.output][1]
+        self._logits = torch.empty((0, int(columns)))
+
+    def _emit(self, operator: Operator, values: Sequence[int]) -> Any:
+        """Hand one operator to the native library; what it gives its result's number."""
+        if operator.takes_rows:
+            source = operator.arguments["weight"]
+            assert isinstance(source, Value)
+            return _native.program_sampled_rows(self._handle, values[source.number])
+        native: list[Any] = []
+        for argument in operator.arguments.values():
+            if isinstance(argument, Value):
+                native.append(values[argument.number])
+            elif isinstance(argument, Array):
+                if operator.op == "embedding":
+                    native.append(("tokens", "positions").index(argument.name))
+            else:
+                native.append(self._fixed(argument))
+        name = f"program_{operator.op}"
+        if not hasattr(_native, name):
+            raise not_built(operator.op)
+        return getattr(_native, name)(self._handle, *native)
+
+    def _fixed(self, argument: Any) -> Any:
+        """The tensor that a weight or a cache stands for; a literal itself."""
+        if isinstance(argument, Weight):
+            if argument.name not in self._tensors:
+                raise KernelError(f"The plan reads {argument.name}, which isn't there.")
+            return self._tensors[argument.name]
+        if isinstance(argument, Cache):
+            try:
+                return self._kv[argument.layer][argument.part]
+            except IndexError as error:
+                raise KernelError(
+                    f"The plan reads part {argument.part} of layer {argument.layer}'s cache, "
+                    f"which this cache of {len(self._kv)} layers doesn't have."
+                ) from error
+        return argument
+
+    @cached_property
+    def calls(self) -> list[Call]:
+        """Its operators, with what they read."""
+        shapes = [o.shape for o in self.plan.operators if o.shape is not None]
+        return [self._call(o, shapes) for o in self.plan.operators]
+
+    def _call(self, operator: Operator, shapes: Sequence[tuple[str | int, ...]]) -> Call:
+        constants: list[Tensor] = []
+        described: list[str] = []
+        for argument in operator.arguments.values():
+            if isinstance(argument, Weight | Cache):
+                tensor = self._fixed(argument)
+                constants.append(tensor)
+                described.append(str(list(tensor.shape)))
+            elif isinstance(argument, Value):
+                described.append(str(list(shapes[argument.number])).replace("'", ""))
+            elif isinstance(argument, Array):
+                described.append(_ARRAYS[argument.name])
+        return Call(f"{NAMESPACE}.{operator.op}", tuple(constants), " ".join(described))
+
+    def reserve(self, tokens: int, rows: int) -> int:
+        """Take the memory that steps of up to `tokens` tokens and `rows` sampled rows need.
+
+        One set of buffers serves prompts and decoding alike. Returns the bytes of all, the
+        logits' included; steps within the limits then allocate nothing.
+        """
+        self._room(min(rows, KEPT_ROWS))
+        return int(_native.program_reserve(self._handle, tokens)) + self._logits.nbytes
+
+    @property
+    def workspace_bytes(self) -> int:
+        """What its buffers hold now, the kept logits included."""
+        return int(_native.program_reserve(self._handle, 0)) + self._logits.nbytes
+
+    def use_threads(self, table: Sequence[tuple[int, int]]) -> None:
+        """(tokens, threads): steps of up to so many tokens run on so many threads, the first entry
+        that fits; larger ones on all. Never on more than torch.get_num_threads().
+        """
+        entries = torch.tensor(table, dtype=torch.int32).reshape(-1, 2)
+        _native.program_threads(self._handle, entries)
 
     def __call__(self, step: Step, kv: KV, times: Tensor | None = None) -> Tensor:
         """Logits [S, V] float32 of the rows `step.sample_at`.
@@ -164,12 +201,3 @@ class Program:
         if self._logits.shape[0] < rows:
             self._logits = torch.empty((rows, self._logits.shape[1]))
         return self._logits[:rows]
-
-
-def _blank_step() -> Step:
-    """A step whose arrays are known by what they are; nothing of them is read."""
-
-    def ints(*shape: int) -> Tensor:
-        return torch.zeros(shape, dtype=torch.int32)
-
-    return Step(ints(2), ints(2), ints(2), ints(3), ints(2), ints(2, 2), ints(2))

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
 
-from penstock.cache import SwapStore, copy_blocks
-from penstock.errors import ConfigError
+from penstock.cache import RecentBlocks, SwapStore, copy_blocks
+from penstock.errors import ConfigError, PenstockError
+from penstock.runtime.plan import Plan
 from penstock.runtime.program import Program
+from penstock.runtime.vocabulary import ReducedVocabulary
 from penstock.step import KV, Step
 
 Forward = Callable[[Step, KV], Tensor]
@@ -20,14 +23,30 @@ Forward = Callable[[Step, KV], Tensor]
 class Runner:
     """Runs steps; owns the cache's memory."""
 
-    def __init__(self, forward: Forward, kv: KV) -> None:
+    def __init__(
+        self,
+        forward: Forward,
+        kv: KV,
+        vocabulary: ReducedVocabulary | None = None,
+        hidden_plan: Plan | None = None,
+        recent: RecentBlocks | None = None,
+    ) -> None:
+        """vocabulary: of a model that lacks some of its tokenizer's ids. hidden_plan: of steps that
+        end with hidden states, where it was recorded before. recent: of a cache with a window, who
+        has which place in it.
+        """
         self._forward = forward
+        self.vocabulary = vocabulary
+        self.hidden_plan = hidden_plan
         self.kv = kv
+        self.recent = recent
         self._swapped: SwapStore | None = None
         self._owner: Callable[[], object | None] = lambda: None
 
-    def claim(self, engine: object) -> None:
+    def claim(self, engine: object, holders: Callable[[int], int] | None = None) -> None:
         """Make `engine` the one whose steps run: blocks are its to give out.
+
+        holders: how many of its sequences hold a block; without it, one each.
 
         An engine that has nothing left to do loses the runtime, and says so in its next step.
         Raises ConfigError while the one that has it still has requests.
@@ -39,6 +58,8 @@ class Runner:
                 "a runtime for each, or wait until its requests have ended."
             )
         self._owner = weakref.ref(engine)
+        if self.recent is not None:
+            self.recent.holders = holders or (lambda block: 1)
 
     def check(self, engine: object) -> None:
         """Raises ConfigError unless `engine` was the last to claim this runner."""
@@ -57,6 +78,8 @@ class Runner:
         """Copy blocks, (from, to): before the step that writes to the copies."""
         with torch.inference_mode():
             copy_blocks(self.kv, pairs)
+            if self.recent is not None:
+                self.recent.copy(pairs)
 
     def swap_out(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Copy blocks to swap slots, (block, slot); memory for them is taken as it is needed."""
@@ -67,11 +90,25 @@ class Runner:
         self._store().take(pairs)
 
     def _store(self) -> SwapStore:
+        if self.recent is not None:
+            raise PenstockError("Blocks of a cache with a window can't be swapped out.")
         if self._swapped is None:
             self._swapped = SwapStore(self.kv)
         return self._swapped
 
+    @contextmanager
+    def computing(self, step: Step) -> Iterator[None]:
+        """What a step needs of the cache around it; whoever runs one by other ways enters this."""
+        if self.recent is not None:
+            self.recent.enter(step)
+        yield
+        if self.recent is not None:
+            self.recent.leave(step)
+
     def forward(self, step: Step) -> Tensor:
         """The step's logits [S, V], good until the next one; keys and values go to the cache."""
-        with torch.inference_mode():
-            return self._forward(step, self.kv)
+        with torch.inference_mode(), self.computing(step):
+            if self.vocabulary is None:
+                return self._forward(step, self.kv)
+            logits = self._forward(self.vocabulary.narrow(step), self.kv)
+            return self.vocabulary.widen(logits)

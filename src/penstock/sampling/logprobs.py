@@ -65,6 +65,8 @@ def collect(logprobs: Tensor, chosen: Tensor, counts: list[int]) -> list[TokenLo
     for i, width in enumerate(widths):
         entry = {tokens[i]: Logprob(own_values[i], ranks[i])}
         for place in range(width):
+            if values[i][place] == -torch.inf:  # a token that can't come, and so are all after it
+                break
             entry.setdefault(ids[i][place], Logprob(values[i][place], place + 1))
         found.append(entry)
     return found

@@ -6,7 +6,7 @@ import json
 import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import tokenizers
 
@@ -147,6 +147,11 @@ class FastBackend:
         """The bytes the token stands for."""
         piece = self._tokenizer.id_to_token(token_id)
         return b"" if piece is None else self._rule.to_bytes(piece)
+
+    def as_json(self) -> dict[str, Any]:
+        """The whole of it, as in a `tokenizer.json`."""
+        found: dict[str, Any] = json.loads(self._tokenizer.to_str())
+        return found
 
     def _refresh(self) -> None:
         vocabulary = self._tokenizer.get_vocab(with_added_tokens=True)

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from penstock.errors import ChatTemplateError, InvalidPromptError, TokenizerError
 from penstock.tokenizer.backend import Backend, FastBackend, configure
+from penstock.tokenizer.bpe import Bpe
 from penstock.tokenizer.byte_level import (
     load_tiktoken,
     load_vocab_and_merges,
@@ -19,6 +20,7 @@ from penstock.tokenizer.byte_level import (
 )
 from penstock.tokenizer.sentencepiece_backend import SentencePieceBackend
 from penstock.tokenizer.settings import TokenizerSettings, read_settings
+from penstock.tokenizer.vocab_map import VocabMap
 
 if TYPE_CHECKING:
     from penstock.tokenizer.tool_calls import ToolCallForm
@@ -57,6 +59,7 @@ class Tokenizer:
         self.eos_token_id: int | None = self._named_id("eos_token")
         self.pad_token_id: int | None = self._named_id("pad_token")
         self.unk_token_id: int | None = self._named_id("unk_token")
+        self.vocab_map: VocabMap | None = None  # of the model, where its vocabulary is reduced
         self._affixes = self._bos_and_eos(settings)
         self._pieces = PieceTable(self._compute_bytes)
         self._visible_pieces = PieceTable(
@@ -76,15 +79,19 @@ class Tokenizer:
         folder = Path(folder)
         settings = read_settings(folder)
         tokenizer = cls(_load_backend(folder, settings), settings, name=str(folder))
-        if vocab_size is not None and tokenizer.vocab_size > vocab_size:
-            highest = tokenizer.vocab_size - 1
+        tokenizer.check_vocab_size(vocab_size)
+        return tokenizer
+
+    def check_vocab_size(self, vocab_size: int | None) -> None:
+        """Raise `TokenizerError` where this can produce ids that a model of `vocab_size` hasn't."""
+        if vocab_size is not None and self.vocab_size > vocab_size:
+            highest = self.vocab_size - 1
             raise TokenizerError(
-                f"The tokenizer in {folder} can produce the id {highest} "
-                f"({tokenizer.id_to_token(highest)!r}), but the model's vocabulary has "
+                f"The tokenizer in {self._name} can produce the id {highest} "
+                f"({self.id_to_token(highest)!r}), but the model's vocabulary has "
                 f"{vocab_size} ids. They belong to different models, or tokens were added "
                 f"without resizing the embedding: use the tokenizer the model came with."
             )
-        return tokenizer
 
     @property
     def chat_template(self) -> str | None:
@@ -99,13 +106,33 @@ class Tokenizer:
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """The text's token ids, by default with the BOS and EOS the model expects around them.
 
-        A special token written out in the text ("<|im_end|>") becomes that token.
+        A special token written out in the text ("<|im_end|>") becomes that token. With a
+        `vocab_map`, tokens that the model lacks are written in others.
         """
         self._check_unicode(text)
         if self._affixes is None:
-            return self._backend.encode(text, add_special_tokens=add_special_tokens)
-        ids = self._backend.encode(text, add_special_tokens=False)
-        return [*self._affixes[0], *ids, *self._affixes[1]] if add_special_tokens else ids
+            ids = self._backend.encode(text, add_special_tokens=add_special_tokens)
+        else:
+            ids = self._backend.encode(text, add_special_tokens=False)
+            if add_special_tokens:
+                ids = [*self._affixes[0], *ids, *self._affixes[1]]
+        return ids if self.vocab_map is None else self.vocab_map.write(ids, self.quoted)
+
+    def quoted(self, token_id: int) -> str:
+        """` ('the text')` of a token, for a message."""
+        return f" ({self.decode([token_id], skip_special_tokens=False)!r})"
+
+    def bpe(self) -> Bpe:
+        """The vocabulary's merges and added tokens.
+
+        Raises TokenizerError where it isn't BPE that knows bytes.
+        """
+        if not isinstance(self._backend, FastBackend):
+            raise TokenizerError(
+                f"{self._name} is a tokenizer.model without a tokenizer.json, whose merges aren't "
+                "read. Convert it with transformers' AutoTokenizer(…).save_pretrained first."
+            )
+        return Bpe.from_json(self._backend.as_json(), self._name)
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """The text of the tokens; bytes that aren't UTF-8 become U+FFFD, as in `bytes.decode`.
@@ -191,8 +218,8 @@ class Tokenizer:
             )
         raise ChatTemplateError(
             f"{self._name} has no chat template (looked in tokenizer_config.json, "
-            f"chat_template.jinja and chat_template.json). It may be a base model: send a plain "
-            f"prompt, or pass a chat_template."
+            f"chat_template.jinja and chat_template.json, or a GGUF file's metadata). It may be a "
+            f"base model: send a plain prompt, or pass a chat_template."
         )
 
     def _compute_bytes(self, token_id: int) -> bytes:

@@ -3,7 +3,11 @@
 Shapes, for N blocks of P tokens (`ops.rotary_cache` has the meaning of each dimension):
     key   [N, Hkv, P/16, D/v, 16, v]
     value [N, Hkv, D/16, P/v, 16, v]
-and for int8 two more, float16: scales of keys and of values [N, Hkv, P].
+for int8 two more, float16: scales of keys and of values [N, Hkv, P]; and for int4 (uint8)
+    key   [N, Hkv, P/16, D/2, 16, 1]
+    value [N, Hkv, D/16, P/2, 2, 8]
+with scales of each [N, Hkv, G, 2, P] float16, for groups of 32 dimensions. With a window (kivi) the
+scales of keys are [N, Hkv, P/32, 2, D], and four more tensors hold recent tokens: `ops.kivi`.
 """
 
 from __future__ import annotations
@@ -13,6 +17,9 @@ from dataclasses import dataclass
 
 import torch
 
+from penstock.cache.pages import lazy_zeros
+from penstock.ops.kivi import KEY_GROUP
+from penstock.ops.kv_int4 import GROUP
 from penstock.ops.panels import COLUMNS, round_up, vnni_factor
 from penstock.step import KV
 
@@ -24,22 +31,57 @@ class PagedLayout:
     heads: tuple[tuple[int, int], ...]
     dtype: torch.dtype  # what is stored
     block_size: int
+    recent_window: int = 0  # tokens; 0: none are kept otherwise than all
+    max_recent_blocks: int = 0  # of recent tokens; never more than the cache has blocks
 
     @property
-    def scaled(self) -> bool:
-        """Whether each token and head has a scale."""
-        return self.dtype is torch.int8
+    def stored(self) -> str:
+        """The name of what is stored."""
+        if self.recent_window:
+            return "kivi"
+        return "int4" if self.dtype is torch.uint8 else str(self.dtype).removeprefix("torch.")
 
     @property
     def bytes_per_block(self) -> int:
-        """Of keys and values, all layers."""
+        """Of keys and values, all layers; of codes where there is a window."""
         return self.block_size * sum(map(self.bytes_per_token, range(len(self.heads))))
 
     def bytes_per_token(self, layer: int) -> int:
-        """Of one token's key and value in one layer, read or written."""
+        """Of one token's key and value in one layer, read or written; of codes likewise."""
         count, dim = self.heads[layer]
-        each = round_up(dim, COLUMNS) * self.dtype.itemsize + (2 if self.scaled else 0)
-        return 2 * count * each
+        padded = round_up(dim, COLUMNS)
+        if self.dtype is not torch.uint8:
+            scale = 2 if self.dtype is torch.int8 else 0
+            return 2 * count * (padded * self.dtype.itemsize + scale)
+        scales = 4 * -(-padded // GROUP)
+        key_scales = 4 * padded // KEY_GROUP if self.recent_window else scales
+        return count * (padded + key_scales + scales)
+
+    def recent_bytes_per_token(self, layer: int) -> int:
+        """Of one token's key and value as they were written, beside their codes."""
+        count, dim = self.heads[layer]
+        return 4 * count * round_up(dim, COLUMNS) if self.recent_window else 0
+
+    def nbytes(self, num_blocks: int) -> int:
+        """Of all that `allocate` gives."""
+        total = num_blocks * self.bytes_per_block
+        if self.recent_window:
+            recent = min(num_blocks, self.max_recent_blocks)
+            total += recent * self._recent_bytes_per_block + 4 * num_blocks + 4
+        return total
+
+    def blocks_in(self, nbytes: int) -> int:
+        """The most blocks that `nbytes` hold."""
+        each, most = self.bytes_per_block, self.max_recent_blocks
+        if not self.recent_window:
+            return nbytes // each
+        recent = self._recent_bytes_per_block
+        few = max(nbytes - 4, 0) // (each + 4 + recent)
+        return few if few < most else (nbytes - 4 - most * recent) // (each + 4)
+
+    @property
+    def _recent_bytes_per_block(self) -> int:
+        return self.block_size * sum(map(self.recent_bytes_per_token, range(len(self.heads))))
 
     def blocks_for(self, tokens: int) -> int:
         """Blocks that a sequence of `tokens` needs."""
@@ -47,29 +89,56 @@ class PagedLayout:
 
     def allocate(self, num_blocks: int) -> KV:
         """The cache, zeroed; the system commits its memory as it is first used."""
+        kv: KV = [
+            tuple(lazy_zeros(shape, dtype) for shape, dtype in self._parts(num_blocks, *head))
+            for head in self.heads
+        ]
+        if not self.recent_window:
+            return kv
+        slots = torch.full((num_blocks,), -1, dtype=torch.int32)
+        window = torch.tensor([self.recent_window], dtype=torch.int32)
+        return [(*layer, slots, window) for layer in kv]
+
+    def _parts(self, n: int, count: int, dim: int) -> list[tuple[tuple[int, ...], torch.dtype]]:
+        """Shape and dtype of one layer's tensors."""
+        p, d = self.block_size, round_up(dim, COLUMNS)
+        if self.dtype is torch.uint8:
+            scale = (n, count, -(-d // GROUP), 2, p)
+            by_channel = (n, count, p // KEY_GROUP, 2, d)
+            codes = [
+                ((n, count, p // COLUMNS, d // 2, COLUMNS, 1), torch.uint8),
+                ((n, count, d // COLUMNS, p // 2, 2, COLUMNS // 2), torch.uint8),
+                (by_channel if self.recent_window else scale, torch.float16),
+                (scale, torch.float16),
+            ]
+            if not self.recent_window:
+                return codes
+            r = min(n, self.max_recent_blocks)
+            return [
+                *codes,
+                ((r, count, p // COLUMNS, d // 2, COLUMNS, 2), torch.bfloat16),
+                ((r, count, d // COLUMNS, p // 2, COLUMNS, 2), torch.bfloat16),
+            ]
         # one byte is widened to bfloat16 and lies in its order
         v = 2 if self.dtype.itemsize == 1 else vnni_factor(self.dtype)
-        p, n = self.block_size, num_blocks
-        kv: KV = []
-        for count, dim in self.heads:
-            d = round_up(dim, COLUMNS)
-            shapes: list[tuple[tuple[int, ...], torch.dtype]] = [
-                ((n, count, p // COLUMNS, d // v, COLUMNS, v), self.dtype),
-                ((n, count, d // COLUMNS, p // v, COLUMNS, v), self.dtype),
-            ]
-            if self.scaled:
-                shapes += 2 * [((n, count, p), torch.float16)]
-            kv.append(tuple(torch.zeros(shape, dtype=dtype) for shape, dtype in shapes))
-        return kv
+        by_token = ((n, count, p), torch.float16)
+        return [
+            ((n, count, p // COLUMNS, d // v, COLUMNS, v), self.dtype),
+            ((n, count, d // COLUMNS, p // v, COLUMNS, v), self.dtype),
+            *([by_token, by_token] if self.dtype is torch.int8 else []),
+        ]
 
 
 def copy_blocks(kv: KV, pairs: Sequence[tuple[int, int]]) -> None:
-    """Copy each block's keys and values, (from, to), in every layer."""
+    """Copy each block's keys and values, (from, to), in every layer.
+
+    Not what lies in recent blocks: those are copied by whoever gives their places out.
+    """
     if not pairs:
         return
     source = torch.tensor([a for a, _ in pairs])
     target = torch.tensor([b for _, b in pairs])
     for layer in kv:
-        for part in layer:
+        for part in layer[:4]:
             held = part.view(torch.uint8) if part.dtype is torch.float8_e4m3fn else part
             held[target] = held[source]

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from penstock import ops
+from penstock.errors import WeightsError
 from penstock.hardware import Compute
 from penstock.ops.panels import panel_shape, unpack_panels
 from penstock.quant.codes import Codes
@@ -35,6 +36,11 @@ class Dense(PanelFormat):
 
     def pack_codes(self, codes: Codes, gated: bool = False) -> Packed:
         return self.pack(codes.dequantize(), gated)
+
+    def codes(
+        self, packed: Packed, out_features: int, in_features: int, gated: bool = False
+    ) -> Codes:
+        raise WeightsError(f"A matrix in {self.name} isn't quantized: it has no codes.")
 
     def unpack(
         self, packed: Packed, out_features: int, in_features: int, gated: bool = False

@@ -13,7 +13,10 @@ _INDEX: dict[Activation, int] = {name: i for i, name in enumerate(ACTIVATIONS)}
 
 
 class PanelFormat:
-    """Tensors `weight` and, where quantized, `scale` and perhaps `zero` (see `ops.linear`)."""
+    """Tensors `weight` and, where quantized, `scale` and perhaps `zero`, `outer`, `input_scale`.
+
+    `ops.linear` says what they are.
+    """
 
     __slots__ = ()
 
@@ -21,6 +24,11 @@ class PanelFormat:
     def int8_rows(self) -> bool:
         """Whether activations are rounded to int8."""
         return False
+
+    @property
+    def levels(self) -> int:
+        """What codes of four bits stand for, if not integers (`ops.levels`)."""
+        return 0
 
     def matmul(
         self,
@@ -48,6 +56,9 @@ class PanelFormat:
             _INDEX[activation],
             gated,
             out_dtype,
+            self.levels,
+            packed.get("outer"),
+            packed.get("input_scale"),
         )
 
     def add_(self, residual: Tensor, x: Tensor, packed: Packed, bias: Tensor | None) -> None:
@@ -59,9 +70,19 @@ class PanelFormat:
             packed.get("zero"),
             bias,
             self.int8_rows,
+            self.levels,
+            packed.get("outer"),
+            packed.get("input_scale"),
         )
 
     def gather(self, tokens: Tensor, packed: Packed, in_features: int, scale: float) -> Tensor:
         return ops.embedding(
-            tokens, packed["weight"], in_features, scale, packed.get("scale"), packed.get("zero")
+            tokens,
+            packed["weight"],
+            in_features,
+            scale,
+            packed.get("scale"),
+            packed.get("zero"),
+            self.levels,
+            packed.get("outer"),
         )

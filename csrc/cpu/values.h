@@ -1,0 +1,224 @@
+// Quantized panels for rows of floats: every code as a value that bfloat16 holds.
+//
+// What a code stands for, less its zero point or times its fine scale, is exact in bfloat16, so
+// vectors may multiply it in float32 and tiles in bfloat16. The group's scale comes after its sum.
+#pragma once
+
+#include "integers.h"
+
+namespace penstock::PENSTOCK_ISA {
+
+// A byte of floating point, on top of each word, as a float. With the exponent's bias mended,
+// f = 2^e (1 + m) for every e; the smallest exponent means 2^(1 + e) m instead, which is
+// 2f − `least`, and smaller than f just there. So no denormal, which would be taken for zero, comes
+// up on the way.
+template <Weight W>
+struct Fp8 {
+  static constexpr int shift = W == Weight::fp8_e4m3 ? 4 : 3;
+  static constexpr int mask = W == Weight::fp8_e4m3 ? 0x07f00000 : 0x0fe00000;
+  static constexpr int bias = (W == Weight::fp8_e4m3 ? 120 : 112) << 23;
+  static constexpr float least = W == Weight::fp8_e4m3 ? 0x1p-6f : 0x1p-14f;
+};
+
+// Where value J of a line lies in each word: of 4 bytes, or of 8 half bytes (integers.h).
+template <int Bits, int J>
+constexpr int kShift = Bits == 8 ? 8 * J : J < 4 ? 8 * J : 8 * (J - 4) + 4;
+
+#if defined(__AVX512F__)
+
+template <Weight W>
+static inline __m512 widen_fp8(__m512i x) {
+  using F = Fp8<W>;
+  const __m512i size =
+      _mm512_and_si512(_mm512_srli_epi32(x, F::shift), _mm512_set1_epi32(F::mask));
+  const __m512 f = _mm512_castsi512_ps(_mm512_add_epi32(size, _mm512_set1_epi32(F::bias)));
+  const __m512 small = _mm512_fmsub_ps(f, _mm512_set1_ps(2.0f), _mm512_set1_ps(F::least));
+  const __m512i sign = _mm512_and_si512(x, _mm512_set1_epi32(static_cast<int>(0x80000000u)));
+  return _mm512_or_ps(_mm512_min_ps(f, small), _mm512_castsi512_ps(sign));
+}
+
+// Value J of each word of a line: the code itself, what it stands for, or its level in `table`.
+template <Weight W, int J>
+static inline F16 take(const uint8_t* line, F16 table) {
+  constexpr int shift = kShift<bits_of(W), J>;
+  const __m512i v = _mm512_loadu_si512(line);
+  if constexpr (W == Weight::int4)
+    return {_mm512_cvtepi32_ps(
+        _mm512_and_si512(_mm512_srli_epi32(v, shift), _mm512_set1_epi32(15)))};
+  else if constexpr (bits_of(W) == 4)  // the index's upper bits don't count
+    return {_mm512_permutexvar_ps(_mm512_srli_epi32(v, shift), table.v)};
+  else if constexpr (is_integer(W))
+    return {_mm512_cvtepi32_ps(_mm512_srai_epi32(_mm512_slli_epi32(v, 24 - shift), 24))};
+  else
+    return {widen_fp8<W>(_mm512_slli_epi32(v, 24 - shift))};
+}
+
+#else
+
+template <Weight W>
+static inline __m256 widen_fp8(__m256i x) {
+  using F = Fp8<W>;
+  const __m256i size =
+      _mm256_and_si256(_mm256_srli_epi32(x, F::shift), _mm256_set1_epi32(F::mask));
+  const __m256 f = _mm256_castsi256_ps(_mm256_add_epi32(size, _mm256_set1_epi32(F::bias)));
+  const __m256 small = _mm256_fmsub_ps(f, _mm256_set1_ps(2.0f), _mm256_set1_ps(F::least));
+  const __m256 sign = _mm256_and_ps(_mm256_castsi256_ps(x), _mm256_set1_ps(-0.0f));
+  return _mm256_or_ps(_mm256_min_ps(f, small), sign);
+}
+
+// Level `index` of each lane; its upper bits don't count. Bit 3 chooses the half of the table.
+static inline __m256 look_up(__m256i index, F16 table) {
+  return _mm256_blendv_ps(_mm256_permutevar8x32_ps(table.lo, index),
+                          _mm256_permutevar8x32_ps(table.hi, index),
+                          _mm256_castsi256_ps(_mm256_slli_epi32(index, 28)));
+}
+
+template <Weight W, int J>
+static inline __m256 take_half(__m256i v, F16 table) {
+  constexpr int shift = kShift<bits_of(W), J>;
+  if constexpr (W == Weight::int4)
+    return _mm256_cvtepi32_ps(
+        _mm256_and_si256(_mm256_srli_epi32(v, shift), _mm256_set1_epi32(15)));
+  else if constexpr (bits_of(W) == 4)
+    return look_up(_mm256_srli_epi32(v, shift), table);
+  else if constexpr (is_integer(W))
+    return _mm256_cvtepi32_ps(_mm256_srai_epi32(_mm256_slli_epi32(v, 24 - shift), 24));
+  else
+    return widen_fp8<W>(_mm256_slli_epi32(v, 24 - shift));
+}
+// Value J of each word of a line: the code itself, what it stands for, or its level in `table`.
+template <Weight W, int J>
+static inline F16 take(const uint8_t* line, F16 table) {
+  const __m256i* at = reinterpret_cast<const __m256i*>(line);
+  return {take_half<W, J>(_mm256_loadu_si256(at), table),
+          take_half<W, J>(_mm256_loadu_si256(at + 1), table)};
+}
+
+#endif
+
+// What the lines of a panel stand for, one after the other.
+template <Weight W>
+class Values {
+ public:
+  static constexpr int64_t per_line = 32 / bits_of(W);  // values of K
+
+  explicit Values(const Panel& w) : w_(w) {
+    if constexpr (has_table) table_ = load(w.table);
+  }
+  // The lines that follow are of group g.
+  void group(int64_t g) {
+    if constexpr (W == Weight::int8_zero) other_ = to_float(zero_points<8>(w_, g));
+    if constexpr (W == Weight::int4)
+      other_ = w_.zero ? to_float(zero_points<4>(w_, g)) : set1(8.0f);
+  }
+  // The next line starts with value k of K, after those before it.
+  void line(int64_t k) {
+    if constexpr (W != Weight::nvfp4) return;
+    if (k % 16 == 0)
+      other_ = load(reinterpret_cast<const fp8*>(w_.fine) + k / 16 * kColumns);
+  }
+  template <int J>
+  F16 at(const uint8_t* line) const {
+    const F16 v = take<W, J>(line, table_);
+    if constexpr (W == Weight::int8_zero || W == Weight::int4) return v - other_;
+    if constexpr (W == Weight::nvfp4) return v * other_;
+    return v;
+  }
+
+ private:
+  static constexpr bool has_table = W == Weight::levels || W == Weight::nvfp4;
+  const Panel& w_;
+  F16 table_ = zero();
+  F16 other_ = zero();  // zero points, or fine scales
+};
+
+template <Weight W, int J, int R>
+static inline void step_floats(const uint8_t* line, const Values<W>& values, const float* x,
+                               int64_t ldx, F16 (&even)[R], F16 (&odd)[R]) {
+  if constexpr (J < Values<W>::per_line) {
+    const F16 v = values.template at<J>(line);
+#pragma GCC unroll 8
+    for (int r = 0; r < R; r++) {
+      F16& into = J % 2 ? odd[r] : even[r];
+      into = fma(set1(x[r * ldx + J]), v, into);
+    }
+    step_floats<W, J + 1>(line, values, x, ldx, even, odd);
+  }
+}
+
+// emit(r, Σ over groups of scale · Σ over k of value · x) for R rows of floats, in the order of
+// `dot_panels`: each group's sum from zero, times its scale, added up.
+template <int R, Weight W, typename Emit>
+static inline void multiply_floats(const Panel& w, const float* x, int64_t ldx, Emit emit) {
+  F16 total[R];
+#pragma GCC unroll 8
+  for (int r = 0; r < R; r++) total[r] = zero();
+  Values<W> values(w);
+  const uint8_t* data = w.data;
+  for (int64_t g = 0; g < w.groups; g++) {
+    values.group(g);
+    F16 acc[R];
+#pragma GCC unroll 8
+    for (int r = 0; r < R; r++) acc[r] = zero();
+    for (int64_t k = g * w.group; k < (g + 1) * w.group; k += kUnit) {
+      F16 even[R], odd[R];
+#pragma GCC unroll 8
+      for (int r = 0; r < R; r++) even[r] = odd[r] = zero();
+#pragma GCC unroll 2
+      for (int64_t i = 0; i < kUnit; i += Values<W>::per_line, data += 64) {
+        if constexpr (R <= kFewRows) prefetch_bytes(data + kAheadBytes);
+        values.line(k + i);
+        step_floats<W, 0>(data, values, x + k + i, ldx, even, odd);
+      }
+#pragma GCC unroll 8
+      for (int r = 0; r < R; r++) acc[r] = acc[r] + (even[r] + odd[r]);
+    }
+    const F16 s = w.scales(g);
+#pragma GCC unroll 8
+    for (int r = 0; r < R; r++) total[r] = fma(acc[r], s, total[r]);
+  }
+#pragma GCC unroll 8
+  for (int r = 0; r < R; r++) emit(r, total[r]);
+}
+
+template <Weight W, int J>
+static inline void unpack_line(const uint8_t* line, const Values<W>& values, bf16* out) {
+  if constexpr (J < Values<W>::per_line) {
+    store_pairs(out + J / 2 * 2 * kColumns, values.template at<J>(line),
+                values.template at<J + 1>(line));
+    unpack_line<W, J + 2>(line, values, out);
+  }
+}
+
+template <Weight W>
+static inline void unpack_values(const Panel& w, int64_t first, int64_t last, bf16* out) {
+  Values<W> values(w);
+  for (int64_t k = first; k < last; k += Values<W>::per_line) {
+    values.group(k / w.group);
+    values.line(k);
+    unpack_line<W, 0>(w.data + k / Values<W>::per_line * 64, values, out + (k - first) * kColumns);
+  }
+}
+
+// body(a constant of the kind) for a quantized weight's kind.
+template <typename Body>
+static inline void with_kind(Weight kind, Body body) {
+  switch (kind) {
+    case Weight::int8: return body.template operator()<Weight::int8>();
+    case Weight::int8_zero: return body.template operator()<Weight::int8_zero>();
+    case Weight::int4: return body.template operator()<Weight::int4>();
+    case Weight::fp8_e4m3: return body.template operator()<Weight::fp8_e4m3>();
+    case Weight::fp8_e5m2: return body.template operator()<Weight::fp8_e5m2>();
+    case Weight::levels: return body.template operator()<Weight::levels>();
+    case Weight::nvfp4: return body.template operator()<Weight::nvfp4>();
+    case Weight::dense: break;
+  }
+}
+
+// Values [first, last) of K of a panel, exactly, as a bfloat16 panel. Both are multiples of kUnit.
+static inline void unpack_bf16(Weight kind, const Panel& w, int64_t first, int64_t last,
+                               bf16* out) {
+  with_kind(kind, [&]<Weight W>() { unpack_values<W>(w, first, last, out); });
+}
+
+}  // namespace penstock::PENSTOCK_ISA

@@ -1,0 +1,276 @@
+"""A variant that reads windows of a text: its logits, and its residual stream after each layer.
+
+Where a variant asks for other kernels than this process runs, a process of its own reads: which
+kernels there are is decided when the library is loaded.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from penstock.bench.variant import Variant
+from penstock.errors import ConfigError, KernelError
+from penstock.kernels import native
+from penstock.nn import Decoder
+from penstock.runtime import Runtime, load_runtime
+from penstock.step import Step
+
+PROCESS = "penstock.bench.reader_process"
+PATIENCE_S = 10.0
+"""For a reading process to end by itself."""
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """What came of one window: S rows that predict, L layers."""
+
+    logits: Tensor  # [S, V] float32
+    residuals: Tensor | None = None  # [L + 1, S, D]: after the embedding, and after each layer
+    as_read: bool = True  # the pass that gave the residuals gave the same logits, bit for bit
+
+
+@dataclass(frozen=True, slots=True)
+class About:
+    """A variant as it was loaded."""
+
+    vocab_size: int
+    layers: int  # whose residuals can be read; 0 where the model is one program without modules
+    hidden: int
+    weights: str  # the name of their formats
+    cache: str  # what keys and values are stored as
+    kernels: str  # an instruction set, or `reference`
+    calls: str  # `one native call a step`, or `operators one by one`
+
+
+class Reader(Protocol):
+    """A loaded variant."""
+
+    @property
+    def about(self) -> About:
+        """What it is."""
+
+    def encode(self, documents: Sequence[str]) -> list[list[int]]:
+        """Token ids of each, as its tokenizer starts a text."""
+
+    def pieces(self) -> list[bytes]:
+        """The bytes of every token of its vocabulary."""
+
+    def read(self, ids: Sequence[int], first: int, layers: bool = False) -> Reading:
+        """A sequence of its own, in one step: the rows that predict `ids[first:]`.
+
+        layers: the residual stream of these rows as well, where it can be read.
+        """
+
+    def close(self) -> None:
+        """Let go of the model."""
+
+
+class LocalReader:
+    """A reader in this process."""
+
+    def __init__(self, runtime: Runtime) -> None:
+        """Raises ConfigError for a reduced vocabulary: what it lacks has no probability."""
+        if runtime.vocab_map is not None:
+            raise ConfigError(
+                f"The model has a reduced vocabulary, {len(runtime.vocab_map):,} of "
+                f"{runtime.vocab_size:,} tokens: its distributions can't be compared, nor a text "
+                "scored that needs the others. Compare before the vocabulary is reduced; the "
+                "logits of the tokens that are kept are the same."
+            )
+        self._runtime = runtime
+        model: object = runtime.model.model
+        self._decoder = model if isinstance(model, Decoder) else None
+        spec = runtime.model.spec.decoder
+        self.about = About(
+            vocab_size=spec.vocab_size,
+            layers=0 if self._decoder is None else len(self._decoder.layers),
+            hidden=spec.hidden,
+            weights=runtime.model.model.formats.name,
+            cache=str(runtime.layout.dtype).removeprefix("torch."),
+            kernels=native.isa or "reference",
+            calls="operators one by one"
+            if runtime.runner.program is None
+            else "one native call a step",
+        )
+
+    def encode(self, documents: Sequence[str]) -> list[list[int]]:
+        """Token ids of each, as the tokenizer starts a text."""
+        assert self._runtime.tokenizer is not None  # a variant never skips it
+        return [self._runtime.tokenizer.encode(document) for document in documents]
+
+    def pieces(self) -> list[bytes]:
+        """The bytes of every token of the vocabulary."""
+        assert self._runtime.tokenizer is not None
+        table = self._runtime.tokenizer.piece_table(skip_special_tokens=False)
+        return [table[i] for i in range(self.about.vocab_size)]
+
+    def read(self, ids: Sequence[int], first: int, layers: bool = False) -> Reading:
+        """A sequence of its own, in one step: the rows that predict `ids[first:]`."""
+        step = window_step(self._runtime, ids, first)
+        runner = self._runtime.runner
+        if not layers or self._decoder is None:
+            return Reading(runner.forward(step).clone())  # a runner's are good until its next step
+        rows = slice(first - 1, len(ids) - 1)
+        with residuals(self._decoder, rows) as taps:
+            if runner.program is None:
+                return Reading(runner.forward(step).clone(), torch.stack(taps))
+            logits = runner.forward(step).clone()
+            with torch.inference_mode():
+                again = self._decoder(step, runner.kv)
+        return Reading(logits, torch.stack(taps), torch.equal(logits, again))
+
+    def close(self) -> None:
+        """Nothing is held that the garbage collector doesn't find."""
+
+
+@contextmanager
+def residuals(decoder: Decoder, rows: slice) -> Iterator[list[Tensor]]:
+    """A list that one eager pass fills: the stream's `rows` after the embedding and each layer."""
+    found: list[Tensor] = []
+
+    def before(_: object, inputs: tuple[Any, ...]) -> None:
+        found.append(inputs[0][rows].clone())
+
+    def after(_: object, inputs: tuple[Any, ...], output: object) -> None:
+        found.append(inputs[0][rows].clone())  # a layer adds to it in place
+
+    hooks = [decoder.layers[0].register_forward_pre_hook(before)]
+    hooks += [layer.register_forward_hook(after) for layer in decoder.layers]
+    try:
+        yield found
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def window_step(runtime: Runtime, ids: Sequence[int], first: int) -> Step:
+    """The step that reads `ids` from position 0 in blocks from 0, for rows first − 1 … T − 2.
+
+    Raises ConfigError where the cache is too small.
+    """
+    size = len(ids)
+    blocks = runtime.layout.blocks_for(size)
+    if blocks > runtime.num_blocks:
+        raise ConfigError(
+            f"A window of {size} tokens needs {blocks} blocks, but the cache holds "
+            f"{runtime.num_blocks}. Take a shorter window."
+        )
+
+    def ints(values: Sequence[int]) -> Tensor:
+        return torch.tensor(values, dtype=torch.int32)
+
+    rows = torch.arange(size, dtype=torch.int32)
+    return Step(
+        tokens=ints(ids),
+        positions=rows,
+        slots=rows,
+        query_start=ints([0, size]),
+        context_len=ints([size]),
+        block_table=torch.arange(blocks, dtype=torch.int32)[None],
+        sample_at=rows[first - 1 : -1].clone(),
+    )
+
+
+class ProcessReader:
+    """A reader in a process with kernels of its own; as a context manager, it ends with it."""
+
+    def __init__(self, variant: Variant, window: int | None) -> None:
+        """Load the variant there; raises what loading raises."""
+        self._variant = variant
+        ours, theirs = Pipe()
+        environment = variant.environment(os.environ)
+        environment["OMP_NUM_THREADS"] = str(torch.get_num_threads())
+        with theirs:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", PROCESS, str(theirs.fileno())],
+                env=environment,
+                pass_fds=[theirs.fileno()],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+            )
+        self._pipe: Connection = ours
+        try:
+            self.about: About = self._ask("load", asdict(variant), window)
+        except BaseException:
+            self.close()
+            raise
+
+    def encode(self, documents: Sequence[str]) -> list[list[int]]:
+        """Token ids of each, as its tokenizer starts a text."""
+        found: list[list[int]] = self._ask("encode", list(documents))
+        return found
+
+    def pieces(self) -> list[bytes]:
+        """The bytes of every token of its vocabulary."""
+        found: list[bytes] = self._ask("pieces")
+        return found
+
+    def read(self, ids: Sequence[int], first: int, layers: bool = False) -> Reading:
+        """A sequence of its own, in one step: the rows that predict `ids[first:]`."""
+        found: Reading = self._ask("read", list(ids), first, layers)
+        return found
+
+    def close(self) -> None:
+        """End the process."""
+        self._pipe.close()
+        try:
+            self._process.wait(PATIENCE_S)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+
+    def _ask(self, what: str, *arguments: Any) -> Any:
+        try:
+            self._pipe.send_bytes(pickle.dumps((what, *arguments)))
+            fine, answer = pickle.loads(self._pipe.recv_bytes())
+        except (EOFError, OSError) as error:
+            raise KernelError(
+                f"The process that runs {self._variant} has ended: {self._ending()}."
+            ) from error
+        if not fine:
+            raise answer
+        return answer
+
+    def _ending(self) -> str:
+        try:
+            code = self._process.wait(PATIENCE_S)
+        except subprocess.TimeoutExpired:
+            return "it doesn't answer"
+        if code >= 0:
+            return f"exit code {code}"
+        name = signal.Signals(-code).name
+        hint = ", perhaps for want of memory" if name == "SIGKILL" else ""
+        return f"signal {name}{hint}"
+
+
+Load = Callable[[Any], Runtime]
+"""From an EngineConfig to a runtime: `load_runtime`, or one that shows its progress."""
+
+
+@contextmanager
+def open_reader(
+    variant: Variant, window: int | None, load: Load = load_runtime
+) -> Iterator[Reader]:
+    """A reader, here or in a process of its own; window: tokens at once, None for the model's."""
+    reader: Reader
+    if variant.here:
+        reader = LocalReader(load(variant.config(window)))
+    else:
+        reader = ProcessReader(variant, window)
+    try:
+        yield reader
+    finally:
+        reader.close()

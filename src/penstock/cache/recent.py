@@ -1,0 +1,130 @@
+"""Where the latest tokens lie in full precision beside a cache of codes: `ops.kivi`.
+
+A block of the cache has a place among the recent blocks from the step that begins it to the step
+after which no query can see any of it as it was written. What has to be known for that is in every
+step: who computes what, from which position on. A block that several sequences share (samples of
+one prompt) keeps its place until only one of them is left or all have gone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import pairwise
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from penstock.errors import OutOfCacheError, PenstockError
+from penstock.ops.kivi import KEY_GROUP, recent_from
+from penstock.step import KV, Step
+
+
+def most_recent_blocks(
+    window: int, block_size: int, max_model_len: int, max_num_seqs: int, max_num_batched_tokens: int
+) -> int:
+    """How many blocks can be in some window, or be written in one step.
+
+    A sequence between two steps needs the blocks of its last window + 31 tokens. Two samples or
+    more can share as many again, which they have left one after the other. A step adds the blocks
+    of its tokens, the first of each sequence's cut.
+    """
+    length = -(-max_model_len // block_size)
+    each = min(-(-(window + KEY_GROUP - 1) // block_size) + 1, length)
+    shared = max_num_seqs // 2 * each
+    return max_num_seqs * (each + 1) + shared + -(-max_num_batched_tokens // block_size)
+
+
+class RecentBlocks:
+    """Gives places to blocks as they are begun, and takes them back."""
+
+    def __init__(self, kv: KV, window: int, block_size: int) -> None:
+        """kv: a cache with a window; all layers share `recent_slots`."""
+        self._pools = [layer[4:6] for layer in kv]
+        self._place_of = kv[0][6].numpy()  # of each block, or −1; what the kernels read
+        self._block_at: list[int] = [-1] * self._pools[0][0].shape[0]
+        self._free = list(range(len(self._block_at) - 1, -1, -1))
+        self._window, self._block_size = window, block_size
+        self.holders: Callable[[int], int] = lambda block: 1
+        """How many sequences hold a block; without an engine, one each."""
+
+    @property
+    def num_used(self) -> int:
+        """Places that a block has."""
+        return len(self._block_at) - len(self._free)
+
+    def enter(self, step: Step) -> None:
+        """Places for all that `step` writes, before it does.
+
+        Raises PenstockError for a sequence that starts behind tokens whose values as they were
+        written are gone: nothing but their codes is left of them.
+        """
+        size = self._block_size
+        for blocks, first, length in self._sequences(step):
+            low = recent_from(first, self._window) // size
+            seen = blocks[low : -(-length // size)]
+            (lacking,) = (self._place_of[seen] < 0).nonzero()
+            if len(lacking) == 0:
+                continue
+            begins = (low + int(lacking[0])) * size
+            if begins < first:
+                raise PenstockError(
+                    f"A query at position {first} sees the tokens from {begins} on as they were "
+                    "written, but only their codes are left. A cache with a window can't be "
+                    "entered in the middle: compute the sequence from its first token."
+                )
+            self._give(seen[lacking].tolist())
+
+    def leave(self, step: Step) -> None:
+        """Take back the places that nobody needs any more, after `step` was computed."""
+        for blocks, _, length in self._sequences(step):
+            coded = blocks[: recent_from(length, self._window) // self._block_size]
+            for block in coded[self._place_of[coded] >= 0].tolist():
+                if self.holders(block) <= 1:
+                    self._take(block)
+
+    def copy(self, pairs: Sequence[tuple[int, int]]) -> None:
+        """Copy blocks' recent tokens, (from, to), all at once; a copy gets a place of its own."""
+        pairs = [pair for pair in pairs if self._place_of[pair[0]] >= 0]
+        if not pairs:
+            return
+        source = torch.from_numpy(self._place_of[[a for a, _ in pairs]]).long()
+        held = [[part[source] for part in pool] for pool in self._pools]
+        self._give(b for _, b in pairs if self._place_of[b] < 0)
+        target = torch.from_numpy(self._place_of[[b for _, b in pairs]]).long()
+        for pool, copies in zip(self._pools, held, strict=True):
+            for part, copied in zip(pool, copies, strict=True):
+                part[target] = copied
+
+    def _sequences(self, step: Step) -> Iterator[tuple[NDArray[np.int32], int, int]]:
+        """Of each: its blocks, the position of its first query, and its length."""
+        starts, table = step.query_start.tolist(), step.block_table.numpy()
+        lengths = step.context_len.tolist()
+        for blocks, (start, stop), length in zip(table, pairwise(starts), lengths, strict=True):
+            if stop > start:
+                yield blocks, length - (stop - start), length
+
+    def _give(self, blocks: Iterable[int]) -> None:
+        for block in blocks:
+            if not self._free:
+                self._sweep()
+            place = self._free.pop()
+            self._place_of[block] = place
+            self._block_at[place] = block
+
+    def _take(self, block: int) -> None:
+        place = int(self._place_of[block])
+        self._place_of[block] = -1
+        self._block_at[place] = -1
+        self._free.append(place)
+
+    def _sweep(self) -> None:
+        """Take back the places of blocks that their sequences have let go."""
+        for block in self._block_at:
+            if self.holders(block) == 0:
+                self._take(block)
+        if not self._free:
+            raise OutOfCacheError(
+                f"All {len(self._block_at)} blocks of recent tokens are in use: more sequences or "
+                "tokens at once than max_num_seqs and max_num_batched_tokens say. Raise them."
+            )

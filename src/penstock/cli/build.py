@@ -1,0 +1,122 @@
+"""`penstock build`: a model packed, planned and timed for this machine, as an engine folder."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from penstock.cli import console
+from penstock.cli.options import Dtype, KvCacheDtype, MaxModelLen, Quantization
+
+_WORDS = {"pack": "Packing weights", "plan": "Recording the plan", "time": "Timing steps"}
+
+
+def build(
+    model: Annotated[str, typer.Argument(help="A folder, a hub id, or an embedded model's name.")],
+    output: Annotated[Path, typer.Option("--output", "-o", help="The engine folder to make.")],
+    quantization: Quantization = None,
+    dtype: Dtype = "auto",
+    kv_cache_dtype: KvCacheDtype = "auto",
+    max_num_seqs: Annotated[int, typer.Option(help="Sequences in one step, at most.")] = 64,
+    max_model_len: MaxModelLen = None,
+    profile: Annotated[
+        str | None,
+        typer.Option(
+            help="Tokens of a step: MIN,OPT,MAX. MIN to MAX are timed; prompts are computed in "
+            "steps of at least OPT. Default: 1,512,2048."
+        ),
+    ] = None,
+    device: Annotated[str, typer.Option(help="What it runs on: cpu.")] = "cpu",
+    revision: Annotated[str | None, typer.Option(help="Branch, tag or commit of a hub id.")] = None,
+    no_timing_cache: Annotated[
+        bool,
+        typer.Option("--no-timing-cache", help="Time anew what an earlier build has measured."),
+    ] = False,
+    force: Annotated[bool, typer.Option("--force", help="Replace an engine there.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the report as JSON.")] = False,
+) -> None:
+    """Make an engine folder: it starts in a moment and runs without being prepared."""
+    from penstock.pipeline.build import BuildOptions, parse_profile
+    from penstock.pipeline.build import build as run
+
+    options = BuildOptions(
+        model=model,
+        output=output,
+        revision=revision,
+        quantization=quantization,
+        dtype=dtype,
+        kv_cache_dtype=kv_cache_dtype,
+        max_num_seqs=max_num_seqs,
+        max_model_len=max_model_len,
+        profile=None if profile is None else parse_profile(profile),
+        device=device,
+        force=force,
+        timing_cache=not no_timing_cache,
+    )
+    with _bars() as progress:
+        report = run(options, progress)
+    if as_json:
+        typer.echo(json.dumps(report, indent=2))
+        return
+    for line in lines(report, output):
+        typer.echo(line)
+
+
+@contextmanager
+def _bars() -> Iterator[Callable[[str, int, int], None]]:
+    """A bar for each phase, with an estimate of what is left, while somebody watches."""
+    if not console.is_terminal():
+        yield lambda *_: None
+        return
+    from rich.console import Console
+    from rich.progress import (
+        BarColumn,
+        Progress,
+        TaskID,
+        TaskProgressColumn,
+        TextColumn,
+        TimeElapsedColumn,
+        TimeRemainingColumn,
+    )
+
+    columns = TextColumn("{task.description}"), BarColumn(), TaskProgressColumn()
+    bars = Progress(
+        *columns, TimeElapsedColumn(), TimeRemainingColumn(), console=Console(stderr=True),
+        transient=True,
+    )  # fmt: skip
+    tasks: dict[str, TaskID] = {}
+
+    def show(phase: str, done: int, total: int) -> None:
+        if phase not in tasks:
+            tasks[phase] = bars.add_task(_WORDS[phase])
+        bars.update(tasks[phase], completed=done, total=total)
+
+    with bars:
+        yield show
+
+
+def lines(report: dict[str, Any], output: Path) -> list[str]:
+    """The report for a reader."""
+    sizes, chosen = report["bytes"], report["chosen"]
+    low, usual, most = report["choices"]["profile"]
+    seconds = report["seconds"]
+    limits = report["choices"]
+    steps = f"{len(report['operators'])} operators in one call"
+    tokens = chosen["prefill_tokens"] or most
+    found = "disturbed, nothing chosen" if report["disturbed"] else report["timings"]
+    return [
+        f"engine     {output}",
+        f"weights    {report['weight_formats']}, {sizes['weights_file'] / 1e6:,.1f} MB",
+        f"step       {steps}, {low} to {most} tokens, usually {usual}",
+        f"limits     {limits['max_num_seqs']} sequences of up to {limits['max_model_len']} tokens",
+        f"workspace  {sizes['workspace'] / 1e6:,.1f} MB for prompts and decoding; "
+        f"cache {sizes['cache_per_token']:,} bytes a token",
+        f"timings    {found}; steps with prompts of {tokens} tokens",
+        "took       " + ", ".join(f"{phase} {s:.1f} s" for phase, s in seconds.items())
+        + f"; at most {report['peak_bytes'] / 1e6:,.0f} MB of memory",
+    ]  # fmt: skip

@@ -1,0 +1,207 @@
+"""`penstock run`: answer a file of requests with an engine, all of them batched together."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+import threading
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
+from concurrent.futures import CancelledError
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import IO, TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from penstock.cli import console
+from penstock.cli.options import KvCacheDtype, MaxModelLen, MaxTokens, given
+from penstock.errors import ConfigError
+
+if TYPE_CHECKING:
+    from penstock.cli.batch import Counts
+    from penstock.engine import AsyncLLM
+
+
+def run(
+    engine: Annotated[str, typer.Argument(help="An engine folder, or any model.")],
+    input_file: Annotated[
+        str, typer.Option("--input", "-i", help="Requests, one JSON object a line; - is stdin.")
+    ],
+    output_file: Annotated[
+        str, typer.Option("--output", "-o", help="Answers, a line each; - is stdout.")
+    ],
+    max_tokens: MaxTokens = 128,
+    max_num_seqs: Annotated[int | None, typer.Option(help="Sequences in one step.")] = None,
+    max_model_len: MaxModelLen = None,
+    kv_cache_dtype: KvCacheDtype = "auto",
+    served_model_name: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="A model that batch lines may ask for; may be repeated. Default: any name."
+        ),
+    ] = None,
+    force: Annotated[bool, typer.Option("--force", help="Overwrite the output.")] = False,
+    resume: Annotated[
+        bool,
+        typer.Option("--resume", help="Go on with an output: answer what it doesn't, append."),
+    ] = False,
+    verify: Annotated[
+        bool, typer.Option("--verify", help="Check an engine's weights against their sums.")
+    ] = False,
+) -> None:
+    """Answer a file of requests.
+
+    A line is {"prompt": …} or {"messages": […]} with sampling parameters beside it,
+    or a line of an OpenAI batch file. Answers come in the order in which they end.
+    """
+    _check_files(input_file, output_file, force, resume)
+    from penstock.cli.batch import Batch, answered_in
+    from penstock.config import EngineConfig
+    from penstock.engine import AsyncLLM
+    from penstock.runtime import compile_counter
+
+    done = answered_in(_whole_lines(Path(output_file))) if resume else frozenset()
+    before = compile_counter.total()
+    config = EngineConfig.of(
+        model=engine,
+        **given(max_num_seqs=max_num_seqs, max_model_len=max_model_len),
+        kv_cache_dtype=kv_cache_dtype,
+        verify=verify,
+    )
+    with ExitStack() as stack:
+        source = stack.enter_context(_reading(input_file))
+        llm = AsyncLLM.of(config)
+        stack.callback(llm.shutdown)
+        write = stack.enter_context(_writing(output_file, "a" if resume else "w"))
+        advance = stack.enter_context(_bar(input_file))
+        batch = Batch(
+            llm, write, max_tokens, tuple(served_model_name or ()), done, advance
+        )  # fmt: skip
+        start = time.perf_counter()
+        try:
+            counts = asyncio.run(batch.run(_lines(source)))
+        except KeyboardInterrupt:
+            console.note(
+                f"{batch.counts.answered} answers are in {output_file}; --resume goes on."
+                if output_file != "-"
+                else f"{batch.counts.answered} were answered."
+            )
+            raise
+        seconds = time.perf_counter() - start
+        for line in _summary(llm, counts, seconds, compile_counter.total() - before):
+            typer.echo(line, err=True)
+
+
+def _check_files(input_file: str, output_file: str, force: bool, resume: bool) -> None:
+    if force and resume:
+        raise ConfigError("--force writes a new output and --resume goes on with one: choose.")
+    if output_file == "-":
+        if force or resume:
+            raise ConfigError("stdout has nothing to overwrite or go on with.")
+    elif Path(output_file).exists():
+        if input_file != "-" and Path(output_file).samefile(input_file):
+            raise ConfigError(f"{output_file} is the input. Write the answers to another file.")
+        if not (force or resume):
+            raise ConfigError(
+                f"{output_file} exists. --force overwrites it, --resume answers what it doesn't."
+            )
+    elif not Path(output_file).absolute().parent.is_dir():
+        raise ConfigError(f"There is no folder {Path(output_file).absolute().parent} to write in.")
+    if input_file != "-" and not Path(input_file).is_file():
+        raise ConfigError(f"There is no file {input_file}.")
+
+
+def _whole_lines(path: Path) -> str:
+    """An output so far, whose last line is cut off where it has no end."""
+    if not path.exists():
+        return ""
+    data = path.read_bytes()
+    whole = data[: data.rfind(b"\n") + 1]
+    if len(whole) < len(data):
+        with open(path, "r+b") as file:
+            file.truncate(len(whole))
+    return whole.decode(errors="replace")
+
+
+@contextmanager
+def _reading(name: str) -> Iterator[IO[bytes]]:
+    if name == "-":
+        yield sys.stdin.buffer
+        return
+    with open(name, "rb") as file:
+        yield file
+
+
+@contextmanager
+def _writing(name: str, mode: str) -> Iterator[Callable[[dict[str, Any]], None]]:
+    """A function that writes one answer, which can be read at once."""
+
+    def to(file: IO[str]) -> Callable[[dict[str, Any]], None]:
+        def write(answer: dict[str, Any]) -> None:
+            file.write(json.dumps(answer, ensure_ascii=False) + "\n")
+            file.flush()
+
+        return write
+
+    if name == "-":
+        yield to(sys.stdout)
+        return
+    with open(name, mode, encoding="utf-8") as file:
+        yield to(file)
+
+
+async def _lines(source: IO[bytes]) -> AsyncIterator[str]:
+    """Lines as they come; waiting for one holds nothing up, not even the end of the command."""
+    loop = asyncio.get_running_loop()
+    queue: asyncio.Queue[bytes] = asyncio.Queue(maxsize=64)
+
+    def read() -> None:
+        while True:
+            line = source.readline()
+            try:
+                asyncio.run_coroutine_threadsafe(queue.put(line), loop).result()
+            except (RuntimeError, CancelledError):  # nobody waits for it any more
+                return
+            if not line:
+                return
+
+    threading.Thread(target=read, name="penstock-lines", daemon=True).start()
+    while line := await queue.get():
+        yield line.decode(errors="replace")
+
+
+@contextmanager
+def _bar(name: str) -> Iterator[Callable[[], None]]:
+    if not console.is_terminal():
+        yield lambda: None
+        return
+    from rich.console import Console
+    from rich.progress import Progress
+
+    total = None
+    if name != "-":
+        with open(name, "rb") as file:
+            total = sum(1 for line in file if line.strip())
+    with Progress(console=Console(stderr=True), transient=True) as bars:
+        task = bars.add_task("Requests", total=total)
+        yield lambda: bars.advance(task)
+
+
+def _summary(llm: AsyncLLM, counts: Counts, seconds: float, compiled: int) -> list[str]:
+    ledger = llm.engine.ledger
+    total = ledger.total
+    skipped = f", {counts.skipped} answered before" if counts.skipped else ""
+    tokens = counts.prompt_tokens + counts.generated_tokens
+    share = total.share
+    floor = "floor unknown: penstock doctor measures it"
+    if share is not None:
+        floor = f"{share:.0%} of the hardware floor ({total.bound}-bound)"
+    return [
+        f"requests   {counts.answered} answered, {counts.failed} failed{skipped}",
+        f"tokens     {counts.prompt_tokens:,} of prompts, {counts.generated_tokens:,} generated; "
+        f"{tokens / seconds:,.1f} tok/s over {seconds:.2f} s",
+        f"steps      {total.steps}, {total.tokens_per_s:,.1f} tok/s, {floor}",
+        f"compiled: {compiled}",
+    ]

@@ -1,0 +1,1 @@
+"""GGUF files: one file with the tensors, what `config.json` would say, and the tokenizer."""

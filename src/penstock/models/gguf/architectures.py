@@ -1,0 +1,263 @@
+"""Architectures: from GGUF's names and metadata to what a family here reads.
+
+Names are those of the specification ("Standardized tensor names") and of llama.cpp's converters
+(github.com/ggml-org/llama.cpp, conversion/), whose changes to values are undone in `source`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from penstock.errors import UnsupportedModelError
+from penstock.models.gguf.container import Container
+from penstock.models.gguf.metadata import Metadata
+from penstock.models.gguf.rope import rope_config, share_of
+
+_LAYER = "model.layers.{i}."
+_OUTER = {"token_embd": "model.embed_tokens", "output": "lm_head", "output_norm": "model.norm"}
+_ATTENTION = {f"attn_{x}": f"{_LAYER}self_attn.{x}_proj" for x in "qkv"} | {
+    "attn_output": f"{_LAYER}self_attn.o_proj"
+}
+_MLP = {f"ffn_{x}": f"{_LAYER}mlp.{x}_proj" for x in ("gate", "up", "down")}
+_NORMS = {
+    "attn_norm": f"{_LAYER}input_layernorm",
+    "ffn_norm": f"{_LAYER}post_attention_layernorm",
+}
+_SANDWICH = {
+    "attn_norm": f"{_LAYER}input_layernorm",
+    "post_attention_norm": f"{_LAYER}post_attention_layernorm",
+    "ffn_norm": f"{_LAYER}pre_feedforward_layernorm",
+    "post_ffw_norm": f"{_LAYER}post_feedforward_layernorm",
+}
+_QK_NORMS = {f"attn_{x}_norm": f"{_LAYER}self_attn.{x}_norm" for x in "qk"}
+_DENSE = _OUTER | _ATTENTION | _MLP | _NORMS
+_PHI3 = _OUTER | _NORMS | {
+    "attn_qkv": f"{_LAYER}self_attn.qkv_proj",
+    "attn_output": f"{_LAYER}self_attn.o_proj",
+    "ffn_up": f"{_LAYER}mlp.gate_up_proj",
+    "ffn_down": f"{_LAYER}mlp.down_proj",
+}
+_GPT2 = {
+    "token_embd": "wte",
+    "position_embd": "wpe",
+    "output": "lm_head",
+    "output_norm": "ln_f",
+    "attn_norm": "h.{i}.ln_1",
+    "attn_qkv": "h.{i}.attn.c_attn",
+    "attn_output": "h.{i}.attn.c_proj",
+    "ffn_norm": "h.{i}.ln_2",
+    "ffn_up": "h.{i}.mlp.c_fc",
+    "ffn_down": "h.{i}.mlp.c_proj",
+}
+_NEOX_LAYER = "gpt_neox.layers.{i}."
+_GPT_NEOX = {
+    "token_embd": "gpt_neox.embed_in",
+    "output": "embed_out",
+    "output_norm": "gpt_neox.final_layer_norm",
+    "attn_norm": f"{_NEOX_LAYER}input_layernorm",
+    "attn_qkv": f"{_NEOX_LAYER}attention.query_key_value",
+    "attn_output": f"{_NEOX_LAYER}attention.dense",
+    "ffn_norm": f"{_NEOX_LAYER}post_attention_layernorm",
+    "ffn_up": f"{_NEOX_LAYER}mlp.dense_h_to_4h",
+    "ffn_down": f"{_NEOX_LAYER}mlp.dense_4h_to_h",
+}
+
+Config = dict[str, Any]
+ReadConfig = Callable[[Metadata, Container], Config]
+
+
+@dataclass(frozen=True, slots=True)
+class Architecture:
+    """One value of `general.architecture`."""
+
+    read_config: ReadConfig
+    names: dict[str, str]  # a tensor's stem → its name in a checkpoint, {i} for the layer
+    rotated: tuple[str, ...] = ()  # rows of a head in the order of pairs that turn together
+    by_head: tuple[str, ...] = ()  # rows in the order q, k, v instead of head by head
+    transposed: tuple[str, ...] = ()  # [N, K] here and [K, N] in a checkpoint
+    norm_shift: float = 0.0  # that was added to the norms
+    ignored: frozenset[str] = field(default_factory=frozenset)
+
+
+def _head_dim(m: Metadata) -> int:
+    heads, hidden = (m.integer(m.own(k)) for k in ("attention.head_count", "embedding_length"))
+    if heads == 0 or hidden % heads:
+        raise UnsupportedModelError(f"{heads} heads don't divide an embedding of {hidden}.")
+    dim = m.integer(m.own("attention.key_length"), hidden // heads)
+    if m.integer(m.own("attention.value_length"), dim) != dim:
+        raise m.fail(m.own("attention.value_length"), "another", f"the key's length, {dim}")
+    return dim
+
+
+def _rms_model(m: Metadata, c: Container, architecture: str) -> Config:
+    """What Llama and its kin have in common."""
+    heads, dim = m.integer(m.own("attention.head_count")), _head_dim(m)
+    return {
+        "architectures": [architecture],
+        "hidden_size": m.integer(m.own("embedding_length")),
+        "intermediate_size": m.integer(m.own("feed_forward_length")),
+        "num_hidden_layers": m.integer(m.own("block_count")),
+        "num_attention_heads": heads,
+        "num_key_value_heads": m.integer(m.own("attention.head_count_kv"), heads),
+        "head_dim": dim,
+        "rms_norm_eps": m.number(m.own("attention.layer_norm_rms_epsilon")),
+        "max_position_embeddings": m.integer(m.own("context_length")),
+        **rope_config(m, c, dim),
+    }
+
+
+def _scale(m: Metadata, config: Config) -> None:
+    """A scale of the scores is refused where it isn't that of the head's length."""
+    usual = config["head_dim"] ** -0.5
+    given = m.number(m.own("attention.scale"), 0.0) or usual
+    if abs(given - usual) > 1e-6 * usual:
+        config["attention_multiplier"] = given
+
+
+def _biases(c: Container, config: Config) -> Config:
+    """Whether there are biases shows in the tensors alone."""
+    config["attention_bias"] = "blk.0.attn_q.bias" in c.tensors
+    config["mlp_bias"] = "blk.0.ffn_up.bias" in c.tensors
+    return config
+
+
+def _llama(m: Metadata, c: Container) -> Config:
+    config = _biases(c, _rms_model(m, c, "LlamaForCausalLM"))
+    m.get(m.own("tensor_data_layout"))  # "Meta AI original pth": what `rotated` undoes
+    _scale(m, config)
+    window = m.integer(m.own("attention.sliding_window"), 0)
+    if window:  # the same architecture there
+        config |= {"architectures": ["MistralForCausalLM"], "sliding_window": window}
+        del config["attention_bias"]
+    return config
+
+
+def _qwen2(m: Metadata, c: Container) -> Config:
+    config = _rms_model(m, c, "Qwen2ForCausalLM")
+    _scale(m, config)
+    return config
+
+
+def _qwen3(m: Metadata, c: Container) -> Config:
+    config = _biases(c, _rms_model(m, c, "Qwen3ForCausalLM"))
+    _scale(m, config)
+    return config
+
+
+def _smollm3(m: Metadata, c: Container) -> Config:
+    config = _biases(c, _rms_model(m, c, "SmolLM3ForCausalLM"))
+    _scale(m, config)
+    return config
+
+
+def _olmo2(m: Metadata, c: Container) -> Config:
+    config = _biases(c, _rms_model(m, c, "Olmo2ForCausalLM"))
+    _scale(m, config)
+    if m.integer(m.own("attention.sliding_window"), 0):
+        raise UnsupportedModelError(
+            f"{c.path}: an olmo2 with a sliding window is an OLMo 3, which isn't built."
+        )
+    return config
+
+
+def _phi3(m: Metadata, c: Container) -> Config:
+    config = _rms_model(m, c, "Phi3ForCausalLM")
+    _scale(m, config)
+    config["sliding_window"] = m.integer(m.own("attention.sliding_window"), 0) or None
+    return config
+
+
+_LARGEST_GEMMA = {"gemma2": 46, "gemma3": 62}
+"""Layers of the 27B models, whose scores are scaled by hidden size ÷ heads: a file doesn't say."""
+
+
+def _gemma(m: Metadata, c: Container, architecture: str, period: int) -> Config:
+    config = _rms_model(m, c, architecture)
+    layers = config["num_hidden_layers"]
+    largest = layers == _LARGEST_GEMMA[m.architecture]
+    per_head = config["hidden_size"] / config["num_attention_heads"]
+    scale = m.number(m.own("attention.scale"), 0.0)
+    usual = per_head if largest else config["head_dim"]
+    config["query_pre_attn_scalar"] = scale**-2 if scale else usual
+    window = m.integer(m.own("attention.sliding_window"), 0)
+    pattern = m.get(m.own("attention.sliding_window_pattern"), period if window else 1)
+    if isinstance(pattern, int) and not isinstance(pattern, bool) and pattern >= 0:
+        slides = [pattern == 0 or i % pattern < pattern - 1 for i in range(layers)]
+    elif isinstance(pattern, list) and len(pattern) >= layers:
+        slides = [bool(p) for p in pattern[:layers]]
+    else:
+        raise m.fail(m.own("attention.sliding_window_pattern"), pattern, f"one of {layers} layers")
+    config["layer_types"] = ["sliding_attention" if s else "full_attention" for s in slides]
+    config["sliding_window"] = window or None
+    for theirs in ("attn_logit_softcapping", "final_logit_softcapping"):
+        default = {"gemma2": {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0}}
+        cap = m.number(m.own(theirs), default.get(m.architecture, {}).get(theirs, 0.0))
+        config[theirs] = cap or None
+    return config
+
+
+def _gemma2(m: Metadata, c: Container) -> Config:
+    return _gemma(m, c, "Gemma2ForCausalLM", 2)
+
+
+def _gemma3(m: Metadata, c: Container) -> Config:
+    config = _gemma(m, c, "Gemma3ForCausalLM", 6)
+    if m.get(m.own("rope.freq_base")) is None:
+        config["rope_theta"] = 1_000_000.0
+    config["rope_local_base_freq"] = m.number(m.own("rope.freq_base_swa"), 10_000.0)
+    return config
+
+
+def _gpt2(m: Metadata, c: Container) -> Config:
+    return {
+        "architectures": ["GPT2LMHeadModel"],
+        "n_embd": m.integer(m.own("embedding_length")),
+        "n_head": m.integer(m.own("attention.head_count")),
+        "n_layer": m.integer(m.own("block_count")),
+        "n_positions": m.integer(m.own("context_length")),
+        "n_inner": m.integer(m.own("feed_forward_length")),
+        "layer_norm_epsilon": m.number(m.own("attention.layer_norm_epsilon")),
+    }
+
+
+def _gpt_neox(m: Metadata, c: Container) -> Config:
+    dim = _head_dim(m)
+    return {
+        "architectures": ["GPTNeoXForCausalLM"],
+        "hidden_size": m.integer(m.own("embedding_length")),
+        "intermediate_size": m.integer(m.own("feed_forward_length")),
+        "num_hidden_layers": m.integer(m.own("block_count")),
+        "num_attention_heads": m.integer(m.own("attention.head_count")),
+        "layer_norm_eps": m.number(m.own("attention.layer_norm_epsilon")),
+        "max_position_embeddings": m.integer(m.own("context_length")),
+        "rotary_emb_base": m.number(m.own("rope.freq_base"), 10_000.0),
+        "rotary_pct": share_of(m.integer(m.own("rope.dimension_count"), dim), dim),
+        "use_parallel_residual": m.flag(m.own("use_parallel_residual"), True),
+    }
+
+
+_QK = ("attn_q", "attn_k")
+ARCHITECTURES: dict[str, Architecture] = {
+    "llama": Architecture(_llama, _DENSE, rotated=_QK),
+    "qwen2": Architecture(_qwen2, _DENSE),
+    "qwen3": Architecture(_qwen3, _DENSE | _QK_NORMS),
+    "smollm3": Architecture(_smollm3, _DENSE, rotated=_QK),
+    "gemma2": Architecture(_gemma2, _OUTER | _ATTENTION | _MLP | _SANDWICH, norm_shift=1.0),
+    "gemma3": Architecture(
+        _gemma3, _OUTER | _ATTENTION | _MLP | _SANDWICH | _QK_NORMS, norm_shift=1.0
+    ),
+    "olmo2": Architecture(
+        _olmo2,
+        _OUTER | _ATTENTION | _MLP | _QK_NORMS | {
+            k: v for k, v in _SANDWICH.items() if k.startswith("post_")
+        },
+    ),
+    "phi3": Architecture(_phi3, _PHI3),
+    "gpt2": Architecture(
+        _gpt2, _GPT2, transposed=("attn_qkv", "attn_output", "ffn_up", "ffn_down")
+    ),
+    "gptneox": Architecture(_gpt_neox, _GPT_NEOX, by_head=("attn_qkv",)),
+}
+"""Built architectures by `general.architecture`."""

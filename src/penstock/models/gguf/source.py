@@ -1,0 +1,144 @@
+"""`GgufSource`: the tensors of a GGUF file under the names that a family's weight rules know."""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from penstock.errors import WeightsError
+from penstock.models.gguf.architectures import ARCHITECTURES, Architecture
+from penstock.models.gguf.blocks import Bytes
+from penstock.models.gguf.config import generation_config, is_tied, main_dtype, read_gguf_config
+from penstock.models.gguf.container import Container, TensorInfo, read_container
+from penstock.models.gguf.rope import FACTORS
+from penstock.quant import Codes, Scheme
+
+logger = logging.getLogger("penstock")
+
+_LAYER = re.compile(r"blk\.(?P<i>\d+)\.(?P<stem>.+)\.(?P<p>weight|bias)")
+_OUTER = re.compile(r"(?P<stem>.+)\.(?P<p>weight|bias)")
+
+
+class GgufSource:
+    """One GGUF file, mapped. A tensor is read when it is asked for, and nothing is kept of it.
+
+    Quantized matrices come as `Codes` where a scheme means the same to the bit, else as their
+    values in float32. What converters do to a checkpoint's tensors is undone: rows go back into
+    their order, norms lose what was added.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._container: Container = read_container(path)
+        self.config: dict[str, Any] = read_gguf_config(self._container)
+        self.generation: dict[str, Any] = generation_config(self._container)
+        self._architecture: Architecture = ARCHITECTURES[self.config["model_type"]]
+        dropped = {*FACTORS, *(("output.weight",) if is_tied(self._container) else ())}
+        self._where: dict[str, tuple[str, TensorInfo]] = {}
+        for name, tensor in self._container.tensors.items():
+            if name not in dropped:
+                stem, there = self._translate(name)
+                if there in self._where:
+                    raise WeightsError(f"{path}: two tensors are {there}; {name} is one of them.")
+                self._where[there] = stem, tensor
+
+    @property
+    def quantization(self) -> str | None:
+        """The block type of most values, where they are quantized: `Q4_K`."""
+        sizes = Counter[str]()
+        for _, tensor in self._where.values():
+            if tensor.block.plain is None:
+                sizes[tensor.block.name] += tensor.nbytes
+        return sizes.most_common(1)[0][0] if sizes else None
+
+    def names(self) -> list[str]:
+        """Every tensor's name in a checkpoint of the family, sorted."""
+        return sorted(self._where)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """A tensor's shape, without reading it."""
+        stem, tensor = self._where[name]
+        return tensor.shape[::-1] if self._is_transposed(stem, tensor) else tensor.shape
+
+    def dtype(self) -> torch.dtype:
+        """What most of the values are stored in; bfloat16 where they are quantized."""
+        return main_dtype(self._container)
+
+    def scheme(self, name: str) -> Scheme | None:
+        """What holds the matrix exactly as it is quantized; None: its values are read."""
+        stem, tensor = self._where[name]
+        kept = len(tensor.shape) == 2 and not self._is_transposed(stem, tensor)
+        return tensor.block.scheme if kept else None
+
+    def read(self, name: str) -> Tensor | Codes:
+        """A tensor: a view of the file where it can be, else its values in float32, or its codes."""
+        stem, tensor = self._where[name]
+        raw = self._rows_in_order(stem, tensor)
+        if self.scheme(name) is not None:
+            return tensor.block.to_codes(raw, tensor.shape)
+        values = tensor.block.tensor(raw, tensor.shape)
+        if self._architecture.norm_shift and stem.endswith("norm"):
+            return values.float() - self._architecture.norm_shift
+        return values.t() if self._is_transposed(stem, tensor) else values
+
+    def announce(self) -> None:
+        """Say once what no scheme holds, and what its values take instead."""
+        widened = [
+            tensor
+            for name, (_, tensor) in self._where.items()
+            if tensor.block.plain is None and self.scheme(name) is None
+        ]
+        if not widened:
+            return
+        kinds = Counter(tensor.block.name for tensor in widened)
+        stored = sum(tensor.nbytes for tensor in widened)
+        values = sum(tensor.nbytes // tensor.block.nbytes * tensor.block.values for tensor in widened)
+        logger.warning(
+            "%s: %d tensors (%s) are widened as they are read, as no scheme means exactly the "
+            "same: %.2f GB in bfloat16 instead of %.2f.",
+            self.path, len(widened), ", ".join(f"{n} {kind}" for kind, n in kinds.items()),
+            2 * values / 1e9, stored / 1e9,
+        )  # fmt: skip
+
+    def _translate(self, name: str) -> tuple[str, str]:
+        """(stem, name in a checkpoint); a name that the architecture hasn't stays as it is."""
+        match = _LAYER.fullmatch(name) or _OUTER.fullmatch(name)
+        if match is None or match["stem"] not in self._architecture.names:
+            return name, name
+        there = self._architecture.names[match["stem"]]
+        layer = match.groupdict().get("i")
+        if ("{i}" in there) != (layer is not None):
+            return name, name
+        return match["stem"], f"{there.replace('{i}', layer or '')}.{match['p']}"
+
+    def _is_transposed(self, stem: str, tensor: TensorInfo) -> bool:
+        return stem in self._architecture.transposed and len(tensor.shape) == 2
+
+    def _rows_in_order(self, stem: str, tensor: TensorInfo) -> Bytes:
+        """The tensor's bytes with its rows as in a checkpoint: whole rows move, so codes may too."""
+        if stem in self._architecture.rotated:
+            heads = self._heads(stem)
+            return self._regroup(tensor, (heads, -1, 2), (0, 2, 1))
+        if stem in self._architecture.by_head:
+            return self._regroup(tensor, (3, self._heads("attn_q"), -1), (1, 0, 2))
+        return tensor.data
+
+    def _heads(self, stem: str) -> int:
+        key = "num_key_value_heads" if stem == "attn_k" else "num_attention_heads"
+        return int(self.config[key])
+
+    def _regroup(
+        self, tensor: TensorInfo, groups: tuple[int, int, int], order: tuple[int, int, int]
+    ) -> Bytes:
+        rows, known = tensor.shape[0], abs(int(np.prod(groups)))
+        if known == 0 or rows % known:
+            raise WeightsError(f"{self.path}: {tensor.name} has {rows} rows, no multiple of {known}.")
+        each = tensor.data.reshape(*groups, tensor.nbytes // rows)
+        return np.ascontiguousarray(each.transpose(*order, 3)).reshape(-1)

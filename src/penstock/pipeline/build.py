@@ -1,0 +1,376 @@
+"""From a model to an engine folder: packed weights, plans, timings, and a manifest of all of it.
+
+Tensors are packed and written one by one, so a build needs little memory beside the largest of
+them. The folder appears whole at the end (`new_folder`), its manifest written last.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import resource
+import shlex
+import shutil
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from penstock.cache import PagedLayout
+from penstock.config import EngineConfig, SchedulerConfig
+from penstock.errors import ConfigError, EngineFolderError
+from penstock.kernels import native
+from penstock.models.exported import read_exported
+from penstock.models.hub import resolve
+from penstock.models.load import LoadedModel, load_model
+from penstock.pipeline import tuning
+from penstock.pipeline.new_folder import new_folder, sync
+from penstock.pipeline.weights_file import WeightsFile
+from penstock.runtime import compile_counter
+from penstock.runtime.engine_folder import (
+    KIND,
+    MANIFEST,
+    PLAN,
+    REPORT,
+    TIMINGS,
+    WEIGHTS,
+    EngineFolder,
+    Limits,
+    digest,
+    is_engine,
+    sum_of,
+)
+from penstock.runtime.fingerprint import fingerprint
+from penstock.runtime.formats import encode
+from penstock.runtime.hidden import hidden_tensors
+from penstock.runtime.loader import layout_of
+from penstock.runtime.plan import Plan, fixed_tensors, record
+from penstock.runtime.program import Program
+from penstock.runtime.tuned import Tuned
+
+logger = logging.getLogger("penstock")
+
+Progress = Callable[[str, int, int], None]
+"""Called with (phase, done, all of it): phases are PHASES, in their order."""
+
+PHASES = ("pack", "plan", "time")
+USUAL_TOKENS = 512
+_COPIED = ("*.json", "*.jinja", "*.model", "*.txt", "*.tiktoken", "additional_chat_templates/*")
+_NOT_COPIED = (MANIFEST, PLAN, TIMINGS, REPORT, "model.safetensors.index.json", "penstock.json")
+
+
+@dataclass(frozen=True, slots=True)
+class BuildOptions:
+    """What to build, and for what."""
+
+    model: str | Path
+    output: Path
+    revision: str | None = None
+    quantization: str | None = None
+    dtype: str = "auto"
+    kv_cache_dtype: str = "auto"
+    max_num_seqs: int = 64
+    max_model_len: int | None = None  # tokens; None: what the model was made for
+    profile: tuple[int, int, int] | None = None  # tokens of a step: fewest, usual, most
+    device: str = "cpu"
+    force: bool = False  # replace an engine that is there
+    timing_cache: bool = True  # replay what an earlier build has measured
+
+    def __post_init__(self) -> None:
+        if self.device != "cpu":
+            raise ConfigError(f"device={self.device!r} isn't built: engines are for 'cpu'.")
+        _ = self.config  # refuses what is out of range
+        low, usual, most = self.steps
+        if not 1 <= low <= usual <= most:
+            raise ConfigError(
+                f"profile={low},{usual},{most} must be the fewest, usual and most tokens of a "
+                "step, none smaller than the one before, the first at least 1."
+            )
+
+    @property
+    def config(self) -> EngineConfig:
+        """Of engines that run what is built."""
+        return EngineConfig.of(
+            model=self.model,
+            dtype=self.dtype,
+            max_model_len=self.max_model_len,
+            quantization=self.quantization,
+            kv_cache_dtype=self.kv_cache_dtype,
+            max_num_seqs=self.max_num_seqs,
+            max_num_batched_tokens=self.steps[2],
+        )
+
+    def of_export(self, source: Path) -> BuildOptions:
+        """With what `source` was exported for where nothing was chosen."""
+        exported = read_exported(source)
+        if exported is None:
+            return self
+        stored = self.kv_cache_dtype
+        return replace(
+            self,
+            max_model_len=self.max_model_len or exported.max_model_len,
+            kv_cache_dtype=exported.kv_cache_dtype if stored == "auto" else stored,
+        )
+
+    @property
+    def steps(self) -> tuple[int, int, int]:
+        """The profile, or the default: up to as many tokens as an engine's steps have anyway."""
+        if self.profile is not None:
+            return self.profile
+        most = max(SchedulerConfig().max_num_batched_tokens, self.max_num_seqs)
+        return (1, min(USUAL_TOKENS, most), most)
+
+    @property
+    def command(self) -> str:
+        """What builds this engine again, in place of a broken one."""
+        words = ["penstock", "build", str(self.model), "-o", str(self.output)]
+        for name, value, default in (
+            ("--revision", self.revision, None),
+            ("--quantization", self.quantization, None),
+            ("--dtype", self.dtype, "auto"),
+            ("--kv-cache-dtype", self.kv_cache_dtype, "auto"),
+            ("--max-num-seqs", self.max_num_seqs, 64),
+            ("--max-model-len", self.max_model_len, None),
+            ("--profile", self.profile and ",".join(map(str, self.profile)), None),
+        ):
+            if value != default:
+                words += [name, str(value)]
+        return shlex.join([*words, "--force"])
+
+
+def build(options: BuildOptions, progress: Progress | None = None) -> dict[str, Any]:
+    """Build an engine folder at `options.output`; returns its report.
+
+    Raises ConfigError for choices that can't be or a folder that is in the way, ModelError for a
+    checkpoint that is wrong, EngineFolderError when the disk fills up. No folder is left then.
+    """
+    source = resolve(options.model, options.revision)
+    if is_engine(source):
+        raise ConfigError(f"{source} is an engine already. Give the model that it was built from.")
+    if options.output.absolute() == source.absolute():
+        raise ConfigError(f"{source} is the model. Give the engine a folder of its own.")
+    options = options.of_export(source)
+    with new_folder(options.output, force=options.force, replaces=is_engine) as partial:
+        return _Build(options, source, partial, progress or (lambda *_: None)).run()
+
+
+@dataclass(slots=True)
+class _Build:
+    options: BuildOptions
+    source: Path
+    folder: Path
+    progress: Progress
+    seconds: dict[str, float] = field(default_factory=dict)
+
+    def run(self) -> dict[str, Any]:
+        with self._timed("pack"):
+            loaded, index = self._pack()
+        with self._timed("plan"):
+            layout = layout_of(self.options.config, loaded)
+            plan = self._plan(loaded, layout, index)
+        self._copy_files()
+        limits = Limits(self.options.max_num_seqs, loaded.max_model_len, self.options.steps)
+        manifest = self._manifest(loaded, limits, index)
+        with self._timed("time"):
+            timings = self._time(loaded, layout, plan, limits, manifest)
+        _write(self.folder / TIMINGS, timings)
+        report = self._report(manifest, plan, layout, timings)
+        _write(self.folder / REPORT, report)
+        self._finish(manifest)
+        return report
+
+    @contextmanager
+    def _timed(self, phase: str) -> Iterator[None]:
+        start = time.perf_counter()
+        yield
+        self.seconds[phase] = round(time.perf_counter() - start, 3)
+
+    def _pack(self) -> tuple[LoadedModel, Mapping[str, Any]]:
+        """Pack and write every tensor. What is left of the model has shapes, but no data."""
+        options = self.options
+        with WeightsFile(self.folder / WEIGHTS) as weights:
+            loaded = load_model(
+                self.source,
+                dtype=options.dtype,
+                max_model_len=options.max_model_len,
+                quantization=options.quantization,
+                progress=lambda done, total: self.progress("pack", done, total),
+                stored=weights.take,
+            )
+            for name, table in loaded.model.named_buffers():
+                weights.add(name, table)
+            return loaded, weights.index(WEIGHTS)
+
+    def _plan(self, loaded: LoadedModel, layout: PagedLayout, index: Mapping[str, Any]) -> Plan:
+        """Record both kinds of step, and write their plans."""
+        self.progress("plan", 0, 2)
+        kv = layout.allocate(1)
+        plan, _ = record(loaded.model, kv, fixed_tensors(loaded.model))
+        self.progress("plan", 1, 2)
+        hidden = loaded.model.last_hidden_state()
+        hidden_plan, _ = record(hidden, kv, hidden_tensors(hidden))
+        unknown = [name for name in plan.weights() if name not in index["tensors"]]
+        if unknown:
+            raise EngineFolderError(
+                f"This model's step reads {len(unknown)} tensors that aren't parameters "
+                f"({', '.join(unknown[:3])}), so no engine can hold them. Run it unbuilt."
+            )
+        _write(self.folder / PLAN, {"step": plan.as_dict(), "hidden": hidden_plan.as_dict()})
+        self.progress("plan", 2, 2)
+        return plan
+
+    def _copy_files(self) -> None:
+        for pattern in _COPIED:
+            for path in sorted(self.source.glob(pattern)):
+                name = path.relative_to(self.source)
+                if path.is_file() and str(name) not in _NOT_COPIED:
+                    (self.folder / name).parent.mkdir(exist_ok=True)
+                    shutil.copyfile(path, self.folder / name)
+
+    def _manifest(
+        self, loaded: LoadedModel, limits: Limits, index: Mapping[str, Any]
+    ) -> dict[str, Any]:
+        options = self.options
+        choices = {
+            "model": str(options.model),
+            "revision": options.revision,
+            "quantization": options.quantization,
+            "dtype": options.dtype,
+            "kv_cache_dtype": options.kv_cache_dtype,
+            "device": options.device,
+            **asdict(limits),
+        }
+        return {
+            "kind": KIND,
+            "fingerprint": fingerprint().as_dict(),
+            "command": options.command,
+            "choices": choices,
+            "family": loaded.spec.family,
+            "dtype": str(loaded.dtype).removeprefix("torch."),
+            "weight_formats": loaded.model.formats.name,
+            "formats": encode(loaded.model.formats),
+            "weights": index,
+        }
+
+    def _time(
+        self,
+        loaded: LoadedModel,
+        layout: PagedLayout,
+        plan: Plan,
+        limits: Limits,
+        manifest: dict[str, Any],
+    ) -> dict[str, Any]:
+        """Measure what may be chosen, or replay it; notes the workspace in the manifest."""
+        if native.handle is None:
+            manifest["workspace_bytes"] = 0
+            reason = f"nothing to choose: {native.reason}"
+            return {"source": reason, "waited": 0.0, "chosen": Tuned().as_dict(), "measured": []}
+        engine = EngineFolder(
+            self.folder, manifest, loaded.model.formats, loaded.dtype,
+            self.options.kv_cache_dtype, limits, Tuned(),
+        )  # fmt: skip
+        mapped = engine.load(limits.max_model_len).model
+        kv = layout.allocate(tuning.blocks_needed(limits, layout.block_size))
+        if layout.recent_window:  # any place will do to be timed
+            kv[0][6].copy_(torch.arange(len(kv[0][6])) % len(kv[0][4]))
+        program = Program.of_plan(plan, fixed_tensors(mapped), kv)
+        manifest["workspace_bytes"] = program.reserve(limits.profile[2], limits.max_num_seqs)
+        key = tuning.cache_key(_timed_facts(manifest, plan, limits))
+        timings = tuning.replay(key) if self.options.timing_cache else None
+        source = "replayed" if timings is not None else "measured"
+        if timings is None:
+            timings = tuning.measure(
+                program, kv, limits, layout.block_size,
+                lambda done, total: self.progress("time", done, total),
+            )  # fmt: skip
+            try:
+                tuning.keep(key, timings)
+            except OSError as error:
+                logger.warning("The timings can't be kept: %s. Set PENSTOCK_CACHE.", error)
+        self.progress("time", 1, 1)
+        if timings.disturbed:
+            logger.warning(
+                "Other programs ran while steps were timed (threads waited %.0f%% of their work), "
+                "so nothing is chosen by it. Build again on an idle machine.",
+                timings.waited * 100,
+            )
+        return {
+            "source": source,
+            "waited": round(timings.waited, 4),
+            "chosen": tuning.choose(timings, limits.profile).as_dict(),
+            "measured": [asdict(timing) for timing in timings.steps],
+        }
+
+    def _report(
+        self,
+        manifest: Mapping[str, Any],
+        plan: Plan,
+        layout: PagedLayout,
+        timings: Mapping[str, Any],
+    ) -> dict[str, Any]:
+        tensors = manifest["weights"]["tensors"]
+        counts = Counter(operator.op for operator in plan.operators)
+        return {
+            "choices": manifest["choices"],
+            "weight_formats": manifest["weight_formats"],
+            "fingerprint": manifest["fingerprint"],
+            "operators": [
+                {"op": o.op, "weights": o.weights(), "shape": o.shape} for o in plan.operators
+            ],
+            "operator_counts": dict(counts),
+            "bytes": {
+                "weights": sum(entry["bytes"] for entry in tensors.values()),
+                "weights_file": manifest["weights"]["bytes"],
+                "workspace": manifest["workspace_bytes"],
+                "cache_per_token": layout.bytes_per_block // layout.block_size,
+            },
+            "timings": timings["source"],
+            "disturbed": timings["waited"] > tuning.DISTURBED,
+            "chosen": timings["chosen"],
+            "seconds": self.seconds,
+            "peak_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+            "compiled": compile_counter.counts(),
+        }
+
+    def _finish(self, manifest: dict[str, Any]) -> None:
+        """Sum every file up, and write the manifest when all of them are on the disk."""
+        files = {}
+        for path in sorted(self.folder.rglob("*")):
+            name = str(path.relative_to(self.folder))
+            if path.is_file() and name != WEIGHTS:
+                files[name] = {"bytes": path.stat().st_size, "sha256": sum_of(path)}
+            sync(path)
+        complete = json.loads(json.dumps({**manifest, "files": files}))  # as it will be read
+        _write(self.folder / MANIFEST, {**complete, "digest": digest(complete)})
+
+
+def _timed_facts(manifest: Mapping[str, Any], plan: Plan, limits: Limits) -> dict[str, Any]:
+    """What timings depend on: where, which operators, over which tensors, and the sizes."""
+    tensors = manifest["weights"]["tensors"]
+    return {
+        "fingerprint": manifest["fingerprint"],
+        "plan": plan.as_dict(),
+        "tensors": {name: [entry["dtype"], entry["shape"]] for name, entry in tensors.items()},
+        "kv_cache_dtype": manifest["choices"]["kv_cache_dtype"],
+        "limits": asdict(limits),
+    }
+
+
+def _write(path: Path, data: Mapping[str, Any]) -> None:
+    path.write_text(json.dumps(data, indent=1), encoding="utf-8")
+
+
+def parse_profile(text: str) -> tuple[int, int, int]:
+    """`1,512,2048` → (1, 512, 2048). Raises ConfigError for anything else."""
+    parts = text.split(",")
+    if len(parts) != 3 or not all(part.strip().isdecimal() for part in parts):
+        raise ConfigError(
+            f"profile={text!r} must be three numbers of tokens, MIN,OPT,MAX: 1,512,2048."
+        )
+    low, usual, most = (int(part) for part in parts)
+    return (low, usual, most)

@@ -1,0 +1,144 @@
+"""A folder that is there whole or not at all, whatever happens while it is written."""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import fcntl
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from penstock.errors import ConfigError, EngineFolderError
+from penstock.runtime.engine_folder import PARTIAL
+
+_AT_FDCWD = -100
+_RENAME_EXCHANGE = 2
+
+
+@contextmanager
+def new_folder(target: Path, *, force: bool, replaces: Callable[[Path], bool]) -> Iterator[Path]:
+    """Yields the folder to write into: `target` with `.partial`; its end makes it `target`.
+
+    A `.partial` that an interrupted process has left is removed first. What is at `target` is
+    replaced in one step, with `force` only, and only where `replaces` says that it is of this kind.
+    Raises ConfigError before anything is written where that can't be, or where another process
+    writes the same folder; any error in between removes what was written. A full disk is an
+    EngineFolderError.
+    """
+    target = target.absolute()
+    if not target.parent.is_dir():
+        raise ConfigError(f"There is no folder {target.parent} to make {target.name} in.")
+    partial = target.with_name(target.name + PARTIAL)
+    with _lock(target):
+        _check_target(target, force, replaces)
+        if partial.exists():
+            shutil.rmtree(partial)
+        try:
+            partial.mkdir()
+            yield partial
+            _sync_all(partial)
+            _put(partial, target)
+        except OSError as error:
+            _remove(partial)
+            if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+                raise
+            free = shutil.disk_usage(target.parent).free
+            raise EngineFolderError(
+                f"The disk filled up while {target} was written, and {partial.name} was removed: "
+                f"{free / 1e6:,.0f} MB are free now. Free more, or choose another place."
+            ) from error
+        except BaseException:
+            _remove(partial)
+            raise
+
+
+def sync(path: Path) -> None:
+    """Wait until a file, or a folder's list of names, is on the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _sync_all(folder: Path) -> None:
+    for path in sorted(folder.rglob("*")):
+        sync(path)
+    sync(folder)
+
+
+def _check_target(target: Path, force: bool, replaces: Callable[[Path], bool]) -> None:
+    if not target.exists() or (target.is_dir() and not any(target.iterdir())):
+        return
+    if not (target.is_dir() and replaces(target)):
+        raise ConfigError(f"{target} exists and isn't what would be replaced. Choose another name.")
+    if not force:
+        raise ConfigError(f"{target} exists. Give --force to replace it, or choose another name.")
+
+
+def _put(partial: Path, target: Path) -> None:
+    """Make `partial` be `target`, in one step; what was there is removed afterwards."""
+    if not target.exists() or not any(target.iterdir()):
+        partial.rename(target)
+    elif _exchange(partial, target):
+        sync(target.parent)
+        shutil.rmtree(partial)  # what was there before
+    else:  # a file system that can't swap two names: for a moment there is neither
+        old = target.with_name(target.name + ".old")
+        shutil.rmtree(old, ignore_errors=True)
+        target.rename(old)
+        partial.rename(target)
+        shutil.rmtree(old)
+    sync(target.parent)
+
+
+def _exchange(a: Path, b: Path) -> bool:
+    """renameat2(2) with RENAME_EXCHANGE; False where the file system doesn't have it."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    if not hasattr(libc, "renameat2"):
+        return False
+    done = libc.renameat2(_AT_FDCWD, os.fsencode(a), _AT_FDCWD, os.fsencode(b), _RENAME_EXCHANGE)
+    if done == 0:
+        return True
+    code = ctypes.get_errno()
+    if code in (errno.EINVAL, errno.ENOSYS):
+        return False
+    raise OSError(code, os.strerror(code), str(b))
+
+
+def _remove(partial: Path) -> None:
+    shutil.rmtree(partial, ignore_errors=True)
+
+
+@contextmanager
+def _lock(target: Path) -> Iterator[None]:
+    """One process at a time; the system ends the lock of one that dies."""
+    path = target.with_name(f".{target.name}.lock")
+    while True:
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            os.close(descriptor)
+            raise ConfigError(
+                f"Another process is writing {target} now ({path.name} is locked). Wait for its "
+                "end, or choose another name."
+            ) from error
+        if _is(path, descriptor):
+            break
+        os.close(descriptor)  # its last owner has removed it meanwhile
+    try:
+        yield
+    finally:
+        path.unlink(missing_ok=True)
+        os.close(descriptor)
+
+
+def _is(path: Path, descriptor: int) -> bool:
+    try:
+        return os.path.samestat(os.stat(path), os.fstat(descriptor))
+    except FileNotFoundError:
+        return False

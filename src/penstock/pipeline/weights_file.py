@@ -1,0 +1,62 @@
+"""Packed tensors, written one after the other as a model is read: none is kept in memory."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from penstock.nn.parameters import Loadable
+from penstock.runtime.mapping import PAGE
+
+
+class WeightsFile:
+    """Writes tensors from multiples of 4,096 bytes on, and their index."""
+
+    def __init__(self, path: Path) -> None:
+        self._file = open(path, "wb")  # noqa: SIM115 (closed by __exit__)
+        self._tensors: dict[str, dict[str, Any]] = {}
+
+    def __enter__(self) -> WeightsFile:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._file.close()
+
+    def add(self, name: str, tensor: Tensor) -> None:
+        """Write one tensor, contiguous."""
+        data = tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().data
+        start = -(-self._file.tell() // PAGE) * PAGE
+        self._file.write(b"\0" * (start - self._file.tell()))
+        self._file.write(data)
+        self._tensors[name] = {
+            "dtype": str(tensor.dtype).removeprefix("torch."),
+            "shape": list(tensor.shape),
+            "offset": start,
+            "bytes": data.nbytes,
+            "sha256": hashlib.sha256(data).hexdigest(),
+        }
+
+    def take(self, name: str, module: Loadable) -> None:
+        """Write what a module has packed since the last time, and leave its shapes only."""
+        for part, tensor in list(module._parameters.items()):
+            if tensor is not None and not tensor.is_meta:
+                self.add(f"{name}.{part}", tensor)
+                module.restore(part, torch.empty_like(tensor, device="meta"))
+
+    def index(self, file: str) -> Mapping[str, Any]:
+        """What a manifest says of this file; ends it with a whole page."""
+        size = -(-self._file.tell() // PAGE) * PAGE
+        self._file.truncate(size)
+        self._file.flush()
+        return {"file": file, "bytes": size, "tensors": self._tensors}

@@ -1,0 +1,59 @@
+"""Quantized checkpoints in the layouts of others: one file for each."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from penstock.errors import UnsupportedModelError, WeightsError, nearest
+from penstock.quant.files import awq, bitsandbytes, compressed_tensors, fp8, gptq, mxfp4
+from penstock.quant.files.layout import Config, Found, Matrix, Tensors
+from penstock.quant.files.writer import LAYOUTS, Layout, layouts_for, write_checkpoint
+
+METHODS: dict[str, Callable[[Config, Tensors], Found]] = {
+    "compressed-tensors": compressed_tensors.find,
+    "awq": awq.find,
+    "gptq": gptq.find,
+    "fp8": fp8.find,
+    "bitsandbytes": bitsandbytes.find,
+    "mxfp4": mxfp4.find,
+}
+"""What reads each `quant_method`."""
+
+
+def find_matrices(config: Config, tensors: Tensors) -> Found:
+    """The quantized matrices of a checkpoint whose `quantization_config` is `config`.
+
+    Raises UnsupportedModelError for what isn't read, WeightsError where tensors are missing,
+    misshapen or contradict the config. Nothing but small tensors is read.
+    """
+    method = str(config.get("quant_method"))
+    if method not in METHODS:
+        raise UnsupportedModelError(
+            f"quantization_config has quant_method={method!r}.{nearest(method, METHODS)} "
+            f"Read are {', '.join(METHODS)}."
+        )
+    found, names = METHODS[method](config, tensors), set(tensors.names())
+    if not found.matrices:
+        raise WeightsError(
+            f"config.json says that the weights are quantized by {method}, but none of the "
+            f"{len(names)} tensors is in its layout. Remove quantization_config, or give the "
+            "checkpoint that it belongs to."
+        )
+    for name, matrix in found.matrices.items():
+        if name in names and name not in matrix.parts:
+            raise WeightsError(f"{name} and {matrix.parts[0]} give the same matrix. Remove one.")
+    return found
+
+
+__all__ = [
+    "LAYOUTS",
+    "METHODS",
+    "Config",
+    "Found",
+    "Layout",
+    "Matrix",
+    "Tensors",
+    "find_matrices",
+    "layouts_for",
+    "write_checkpoint",
+]

@@ -1,0 +1,319 @@
+"""An engine folder: a model packed for one kind of machine, that starts without being prepared.
+
+    engine.json             manifest: choices, fingerprint, index of the weights, sums of the files
+    weights.bin             packed tensors, each from a multiple of 4,096 bytes on, mapped at load
+    plan.json               the operators of a step, and of one that ends with hidden states
+    timings.json            what was timed, and what was chosen by it
+    report.json             for readers
+    config.json …           of the model, with its tokenizer's files
+
+`penstock.pipeline` writes it. Here it is read: refused where it can't run, naming the difference.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from penstock.cache import kv_dtype
+from penstock.config import EngineConfig, SchedulerConfig
+from penstock.errors import ConfigError, EngineFolderError, KernelError
+from penstock.models.load import LoadedModel, stop_ids
+from penstock.models.registry import read_spec
+from penstock.models.sources import generation_in
+from penstock.nn import Decoder
+from penstock.nn.parameters import Loadable
+from penstock.nn.rope import RotaryTable, inverse_frequencies
+from penstock.quant import WeightFormats, formats_of
+from penstock.runtime.fingerprint import Fingerprint, fingerprint
+from penstock.runtime.formats import decode_formats
+from penstock.runtime.mapping import map_file
+from penstock.runtime.plan import Plan
+from penstock.runtime.tuned import Tuned
+
+MANIFEST, WEIGHTS, PLAN, TIMINGS, REPORT = (
+    "engine.json", "weights.bin", "plan.json", "timings.json", "report.json",
+)  # fmt: skip
+KIND = "penstock engine"
+PARTIAL = ".partial"
+"""How the name of a folder ends that is still being written."""
+
+_READ_FIRST = (PLAN, TIMINGS, "config.json", "generation_config.json")
+"""Small files whose sums are checked at every start."""
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """The sizes that an engine was built for."""
+
+    max_num_seqs: int
+    max_model_len: int  # tokens
+    profile: tuple[int, int, int]  # tokens of a step: the fewest, the usual, the most
+
+
+@dataclass(frozen=True, slots=True)
+class EngineFolder:
+    """An engine folder whose manifest is whole and fits this machine."""
+
+    folder: Path
+    manifest: Mapping[str, Any]
+    formats: WeightFormats
+    dtype: torch.dtype
+    kv_cache_dtype: str
+    limits: Limits
+    tuned: Tuned
+
+    @classmethod
+    def open(cls, folder: Path, *, verify: bool = False) -> EngineFolder:
+        """Read and check a folder; verify: the weights' sums too, which reads all of them.
+
+        Raises EngineFolderError, with the command that mends it, for one that is half-written,
+        damaged, or made for another machine or version.
+        """
+        command = f"penstock build MODEL -o {folder} --force"
+        try:
+            manifest = read_manifest(folder)
+            command = manifest.get("command", command)
+            _check_target(manifest)
+            _check_files(folder, manifest, verify)
+            return cls._of(folder, manifest)
+        except EngineFolderError as error:
+            raise EngineFolderError(
+                f"{folder} can't run: {error}. Build it again: {command}"
+            ) from error
+
+    @classmethod
+    def _of(cls, folder: Path, manifest: Mapping[str, Any]) -> EngineFolder:
+        try:
+            choices = manifest["choices"]
+            low, usual, most = choices["profile"]
+            limits = Limits(choices["max_num_seqs"], choices["max_model_len"], (low, usual, most))
+            tuned = Tuned.from_dict(_json(folder / TIMINGS)["chosen"])
+            dtype = getattr(torch, manifest["dtype"])
+            kv = str(choices["kv_cache_dtype"])
+            formats = decode_formats(manifest["formats"])
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise EngineFolderError(f"its manifest lacks something: {error!r}") from error
+        return cls(folder, manifest, formats, dtype, kv, limits, tuned)
+
+    # ── what it runs with ────────────────────────────────────────────────────────────────────
+
+    def settle(self, config: EngineConfig) -> EngineConfig:
+        """`config` with this engine's own values where nothing was chosen.
+
+        Raises ConfigError, naming both values, for a choice that contradicts how it was built.
+        """
+        self._check_choices(config)
+        limits, scheduler = self.limits, config.scheduler
+        seqs = self._size(config, "max_num_seqs", limits.max_num_seqs, limits.max_num_seqs)
+        most = limits.profile[2]
+        usual = self.tuned.prefill_tokens if scheduler.enable_chunked_prefill else None
+        tokens = self._size(
+            config, "max_num_batched_tokens", most, min(max(usual or most, seqs), most)
+        )
+        length = config.model.max_model_len or limits.max_model_len
+        self._refuse_beyond("max_model_len", length, limits.max_model_len)
+        settled = replace(
+            config,
+            model=replace(config.model, max_model_len=length),
+            cache=replace(config.cache, kv_cache_dtype=cast("Any", self.kv_cache_dtype)),
+            scheduler=replace(scheduler, max_num_seqs=seqs, max_num_batched_tokens=tokens),
+        )
+        settled.check_together()
+        return settled
+
+    def _size(self, config: EngineConfig, name: str, most: int, own: int) -> int:
+        """What was chosen, if it is within `most`; what was suggested, as far; else `own`."""
+        value: int = getattr(config.scheduler, name)
+        if config.chose(config.scheduler, name):
+            self._refuse_beyond(name, value, most)
+            return value
+        return own if value == getattr(SchedulerConfig(), name) else min(value, most)
+
+    def _check_choices(self, config: EngineConfig) -> None:
+        asked = config.model.dtype
+        if asked not in ("auto", _name(self.dtype)) and (asked, self.dtype) != (
+            "float",
+            torch.float32,
+        ):
+            self._contradiction("dtype", asked, _name(self.dtype))
+        asked_format = config.model.quantization
+        if asked_format is not None:
+            if formats_of(asked_format, self.dtype).name != self.formats.name:
+                self._contradiction("quantization", asked_format, self.formats.name)
+        kv = config.cache.kv_cache_dtype
+        if kv != "auto" and kv_dtype(kv, self.dtype) != kv_dtype(self.kv_cache_dtype, self.dtype):
+            self._contradiction("kv_cache_dtype", kv, self.kv_cache_dtype)
+
+    def _contradiction(self, name: str, asked: object, built: object) -> None:
+        raise ConfigError(
+            f"{name}={asked!r}, but the engine {self.folder} was built with {built!r}. Leave "
+            f"{name} out, or build another engine."
+        )
+
+    def _refuse_beyond(self, name: str, asked: int, built: int) -> None:
+        if asked > built:
+            raise ConfigError(
+                f"{name}={asked}, but the engine {self.folder} was built for up to {built}. Lower "
+                "it, or build another engine."
+            )
+
+    # ── what it holds ────────────────────────────────────────────────────────────────────────
+
+    def plans(self) -> tuple[Plan, Plan]:
+        """Of a step that ends with logits, and of one that ends with hidden states."""
+        data = _json(self.folder / PLAN)
+        try:
+            return Plan.from_dict(data["step"]), Plan.from_dict(data["hidden"])
+        except (KeyError, KernelError) as error:
+            raise EngineFolderError(f"{self.folder / PLAN} holds no plans: {error}.") from error
+
+    def tensors(self) -> dict[str, Tensor]:
+        """All tensors by name: views of one mapping, which can't be written to."""
+        index = self.manifest["weights"]
+        pages = map_file(self.folder / WEIGHTS, index["bytes"])
+        found = {}
+        for name, entry in index["tensors"].items():
+            held = pages[entry["offset"] : entry["offset"] + entry["bytes"]]
+            found[name] = held.view(getattr(torch, entry["dtype"])).view(entry["shape"])
+        return found
+
+    def load(self, max_model_len: int, *, strict: bool = False) -> LoadedModel:
+        """The model, its tensors mapped. max_model_len: at most what it was built for."""
+        spec = read_spec(self.folder, strict=strict)
+        decoder = Decoder(spec.decoder, self.formats, self.dtype, 1)  # tables come out of the file
+        for name, tensor in self.tensors().items():
+            path, _, leaf = name.rpartition(".")
+            module = decoder.get_submodule(path)
+            if isinstance(module, Loadable):
+                module.restore(leaf, tensor)
+            else:
+                assert isinstance(module, RotaryTable)
+                setattr(module, leaf, tensor[:max_model_len])
+        self._check_rope(spec.decoder, max_model_len)
+        generation = generation_in(self.folder)
+        stops = stop_ids(spec, generation, self.folder)
+        return LoadedModel(decoder.eval(), spec, self.dtype, max_model_len, generation, stops)
+
+    def _check_rope(self, spec: Any, length: int) -> None:
+        """longrope chooses its factors by the longest context: a shorter one may have others."""
+        built = self.limits.max_model_len
+        for layer in spec.layers:
+            rope = layer.attention.rope
+            if rope is None or rope.kind != "longrope":
+                continue
+            if (inverse_frequencies(rope, built)[0] != inverse_frequencies(rope, length)[0]).any():
+                raise ConfigError(
+                    f"max_model_len={length} takes this model's short rope factors, but the engine "
+                    f"{self.folder} was built for {built} tokens with its long ones. Leave it out, "
+                    f"or build another engine with --max-model-len {length}."
+                )
+
+
+def is_engine(folder: Path) -> bool:
+    """Whether `folder` is an engine, or what is left of one."""
+    return (folder / MANIFEST).exists() or is_partial(folder)
+
+
+def is_partial(folder: Path) -> bool:
+    """Whether a build of `folder` has not ended."""
+    if folder.name.endswith(PARTIAL) and (folder / WEIGHTS).exists():
+        return True
+    return (folder / WEIGHTS).exists() and not (folder / MANIFEST).exists()
+
+
+def read_manifest(folder: Path) -> dict[str, Any]:
+    """engine.json, whole and of this kind. Raises EngineFolderError, without the way out."""
+    if is_partial(folder):
+        raise EngineFolderError("its build hasn't ended, or was interrupted")
+    manifest = _json(folder / MANIFEST)
+    if manifest.get("kind") != KIND:
+        raise EngineFolderError(f"{MANIFEST} is of another kind: {manifest.get('kind')!r}")
+    if manifest.get("digest") != digest(manifest):
+        raise EngineFolderError(f"{MANIFEST} is damaged: its contents don't match its digest")
+    return manifest
+
+
+def digest(manifest: Mapping[str, Any]) -> str:
+    """SHA-256 of all of a manifest but this."""
+    rest = {key: value for key, value in manifest.items() if key != "digest"}
+    return hashlib.sha256(json.dumps(rest, sort_keys=True).encode()).hexdigest()
+
+
+def sum_of(path: Path) -> str:
+    """A file's SHA-256."""
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _check_target(manifest: Mapping[str, Any]) -> None:
+    try:
+        built = Fingerprint.from_dict(manifest["fingerprint"])
+    except (KeyError, TypeError) as error:
+        raise EngineFolderError(f"its fingerprint can't be read: {error!r}") from error
+    different = built.differences(fingerprint())
+    if different:
+        raise EngineFolderError(" and ".join(different))
+
+
+def _check_files(folder: Path, manifest: Mapping[str, Any], verify: bool) -> None:
+    try:
+        files, weights = manifest["files"], manifest["weights"]
+        for name, entry in files.items():
+            path = folder / name
+            if not path.is_file():
+                raise EngineFolderError(f"{name} is missing")
+            if path.stat().st_size != entry["bytes"]:
+                raise EngineFolderError(
+                    f"{name} has {path.stat().st_size:,} bytes instead of {entry['bytes']:,}"
+                )
+            if (verify or name in _READ_FIRST) and sum_of(path) != entry["sha256"]:
+                raise EngineFolderError(f"{name} is damaged: its contents don't match their sum")
+        path = folder / WEIGHTS
+        size = path.stat().st_size if path.exists() else 0
+        if size != weights["bytes"]:
+            raise EngineFolderError(f"{WEIGHTS} has {size:,} bytes instead of {weights['bytes']:,}")
+        for name, entry in weights["tensors"].items():
+            _check_entry(name, entry, size)
+        if verify:
+            _check_tensors(path, weights)
+    except (KeyError, TypeError, AttributeError) as error:
+        raise EngineFolderError(f"its index can't be read: {error!r}") from error
+
+
+def _check_entry(name: str, entry: Mapping[str, Any], size: int) -> None:
+    count = math.prod(entry["shape"]) * getattr(torch, entry["dtype"]).itemsize
+    if count != entry["bytes"] or not 0 <= entry["offset"] <= size - count:
+        raise EngineFolderError(f"{name} doesn't lie within the {size:,} bytes of {WEIGHTS}")
+
+
+def _check_tensors(path: Path, weights: Mapping[str, Any]) -> None:
+    pages = map_file(path, weights["bytes"]).numpy().data
+    for name, entry in weights["tensors"].items():
+        held = pages[entry["offset"] : entry["offset"] + entry["bytes"]]
+        if hashlib.sha256(held).hexdigest() != entry["sha256"]:
+            raise EngineFolderError(f"{name} in {WEIGHTS} is damaged: it doesn't match its sum")
+
+
+def _json(path: Path) -> dict[str, Any]:
+    try:
+        data = json.loads(path.read_bytes())
+    except FileNotFoundError as error:
+        raise EngineFolderError(f"{path.name} is missing") from error
+    except ValueError as error:
+        raise EngineFolderError(f"{path.name} is not valid JSON: {error}") from error
+    if not isinstance(data, dict):
+        raise EngineFolderError(f"{path.name} holds a {type(data).__name__}, not an object")
+    return data
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

@@ -1,0 +1,110 @@
+"""`penstock drift`: tables, JSON, plot, equality, and what is refused."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from typer.testing import Result
+
+from penstock.models.hub import resolve
+
+Run = Callable[..., Result]
+
+STORY = "Once upon a time, there was a little dog named Max. He loved to play in the park. " * 4
+
+
+@pytest.fixture
+def story(tmp_path: Path) -> Path:
+    file = tmp_path / "story.txt"
+    file.write_text(f"{STORY}<|endoftext|>\n{STORY}")
+    return file
+
+
+def test_a_format_against_the_model(penstock: Run, story: Path, tmp_path: Path) -> None:
+    kept, plot = tmp_path / "new" / "drift.json", tmp_path / "drift.svg"
+    result = penstock(
+        "drift", "stories", ":w4a8", "--text", story, "--json", kept, "--svg", plot, "--worst", "2"
+    )
+    assert result.exit_code == 0, result.output
+    for words in (
+        "Drift of stories:w4a8 from stories", "story.txt: 2 documents", "same likeliest token",
+        "w4a8-g32, w8a8 head", "layer 5", "what came",
+    ):  # fmt: skip
+        assert words in result.stdout
+    found = json.loads(kept.read_text())
+    assert found["a"]["variant"] == "stories" and found["b"]["weights"] == "w4a8-g32, w8a8 head"
+    assert 0 < found["kl"] < found["kl_p99"] <= found["kl_max"] and not found["equal"]
+    assert len(found["layers"]) == 7 and len(found["worst"]) == 2
+    one = found["worst"][0]
+    assert one["context"] + one["token"] in STORY and one["kl"] == found["kl_max"]
+    assert plot.read_text().startswith("<svg")
+
+
+def test_eval_finds_the_same_figures(penstock: Run, story: Path, tmp_path: Path) -> None:
+    drift, scores = tmp_path / "drift.json", tmp_path / "eval.json"
+    common = ("--text", story, "--window", "64", "--stride", "16")
+    assert penstock("drift", "stories", ":w8a8,kv=int8", *common, "--json", drift).exit_code == 0
+    result = penstock("eval", *common, "--against", "w8a8,kv=int8", "--json", scores)
+    assert result.exit_code == 0, result.output
+    mine, theirs = json.loads(drift.read_text()), json.loads(scores.read_text())["texts"][0]
+    assert {name: mine[name] for name in theirs["drift"]} == theirs["drift"]
+
+
+def test_equal_ones_are_said_to_be(penstock: Run, story: Path) -> None:
+    result = penstock("drift", "stories", ":eager", "--text", story, "--max-bytes", "200")
+    assert result.exit_code == 0, result.output
+    assert "× 4,096 logits are ==." in result.stdout
+    assert "Equal after all 6 layers" in result.stdout and "positions are few" in result.stdout
+
+
+def test_layers_and_worst_may_be_left_out(penstock: Run, story: Path, tmp_path: Path) -> None:
+    kept = tmp_path / "drift.json"
+    more = ("--no-layers", "--worst", "0", "--max-bytes", "200", "--json", kept)
+    result = penstock("drift", "stories", ":w8a8", "--text", story, *more)
+    assert result.exit_code == 0, result.output
+    assert "layer" not in result.stdout and "what came" not in result.stdout
+    found = json.loads(kept.read_text())
+    assert found["layers"] == [] == found["worst"]
+
+
+def test_two_models(penstock: Run, story: Path, tmp_path: Path) -> None:
+    """Another folder, and one whose tokenizer numbers two tokens the other way."""
+    copy = tmp_path / "copy"
+    shutil.copytree(resolve("stories"), copy)
+    result = penstock("drift", "stories", copy, "--text", story, "--max-bytes", "200")
+    assert result.exit_code == 0 and "logits are ==" in result.stdout, result.output
+    tokenizer = json.loads((copy / "tokenizer.json").read_text())
+    vocabulary = tokenizer["model"]["vocab"]
+    one, other = list(vocabulary)[1000:1002]
+    vocabulary[one], vocabulary[other] = vocabulary[other], vocabulary[one]
+    (copy / "tokenizer.json").write_text(json.dumps(tokenizer))
+    result = penstock("drift", "stories", copy, "--text", story)
+    assert result.exit_code == 1 and "The tokenizers differ: token" in result.output
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["stories", ":w3a1", "--text", "STORY"], "'w3a1' isn't an option of a variant"),
+        ([":w4a8", ":w8a8", "--text", "STORY"], "names no model"),
+        (["stories", "nowhere/at/all", "--text", "STORY"], "nowhere"),
+        (["stories", ":", "--text", "no such file"], "no such file"),
+        (["stories", ":", "--text", "EMPTY"], "holds no text to score"),
+        (["stories", ":", "--text", "STORY", "--window", "600"], "larger than the 512 positions"),
+        (["stories", ":", "--text", "STORY", "--window", "8", "--stride", "8"], "must be at least"),
+        (["stories", ":w8a8,dtype=float32", "--text", "STORY"], "dtype='float32'"),
+        (["stories", ":kv=int3", "--text", "STORY"], "int3"),
+    ],
+)
+def test_refusals(
+    penstock: Run, story: Path, tmp_path: Path, arguments: list[str], words: str
+) -> None:
+    (tmp_path / "empty.txt").write_text("<|endoftext|>\n\n<|endoftext|>")
+    named = {"STORY": str(story), "EMPTY": str(tmp_path / "empty.txt")}
+    result = penstock("drift", *(named.get(a, a) for a in arguments))
+    assert result.exit_code == 1
+    assert words in " ".join(result.output.split())

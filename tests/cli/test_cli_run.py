@@ -1,0 +1,301 @@
+"""`penstock build` and `penstock run`: engines, files of requests, and what is wrong in them."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import Result
+
+from penstock import LLM, SamplingParams
+from penstock.cli.batch import answered_in
+
+Run = Callable[..., Result]
+Process = Callable[..., "subprocess.Popen[bytes]"]
+GREEDY = {"temperature": 0, "max_tokens": 6}
+
+
+@pytest.fixture(scope="session")
+def engine(chat_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    from typer.testing import CliRunner
+
+    from penstock.cli.main import app
+
+    folder = tmp_path_factory.mktemp("engines") / "engine"
+    result = CliRunner().invoke(
+        app, ["build", str(chat_model), "-o", str(folder), "--quantization", "w8a16",
+              "--profile", "1,16,64", "--max-num-seqs", "4", "--max-model-len", "512"],
+    )  # fmt: skip
+    assert result.exit_code == 0, result.output
+    return folder
+
+
+@pytest.fixture
+def llm(engine: Path) -> LLM:
+    return LLM(engine)
+
+
+def write(path: Path, *lines: Any) -> Path:
+    texts = [line if isinstance(line, str) else json.dumps(line) for line in lines]
+    path.write_text("".join(text + "\n" for text in texts))
+    return path
+
+
+def answers(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def batch_line(name: str, url: str, **body: Any) -> dict[str, Any]:
+    return {"custom_id": name, "method": "POST", "url": f"/v1/{url}", "body": body}
+
+
+# ── build ────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_build_says_what_it_made(penstock: Run, chat_model: Path, tmp_path: Path) -> None:
+    options = ("--profile", "1,4,8", "--max-num-seqs", 2, "--kv-cache-dtype", "fp8")
+    result = penstock("build", chat_model, "-o", tmp_path / "e", "--json", *options)
+    assert result.exit_code == 0, result.output
+    report = json.loads(result.stdout)
+    assert report["choices"]["kv_cache_dtype"] == "fp8"
+    again = penstock("build", chat_model, "-o", tmp_path / "e", *options)
+    assert again.exit_code == 1 and "Give --force to replace it" in again.stderr
+    forced = penstock("build", chat_model, "-o", tmp_path / "e", "--force", *options)
+    assert forced.exit_code == 0
+    assert f"{len(report['operators'])} operators in one call, 1 to 8 tokens" in forced.stdout
+    assert "took       pack" in forced.stdout
+
+
+def test_build_refuses(penstock: Run, tmp_path: Path) -> None:
+    result = penstock("build", "stories", "-o", tmp_path / "e", "--profile", "1,2")
+    assert result.exit_code == 1 and "must be three numbers of tokens" in result.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_doctor_looks_at_an_engine(penstock: Run, engine: Path, tmp_path: Path) -> None:
+    found = json.loads(penstock("doctor", engine, "--json").stdout)["engine"]
+    assert found["runs"] and found["weight_formats"] == "w8a16"
+    (tmp_path / "weights.bin").write_text("")
+    shown = penstock("doctor", tmp_path).stdout
+    assert "Runs here" in shown and "its build hasn't ended" in " ".join(shown.split())
+
+
+@pytest.mark.parametrize("command", ["generate", "eval"])
+def test_commands_take_an_engine(
+    penstock: Run, engine: Path, chat_model: Path, tmp_path: Path, command: str
+) -> None:
+    if command == "generate":
+        options: tuple[Any, ...] = ("-p", "hello", "--temperature", 0, "--max-tokens", 9)
+    else:
+        text = tmp_path / "text.txt"
+        text.write_text("the quick brown fox jumps over the lazy dog " * 8)
+        options = ("--text", text, "--window", 128)
+    built = penstock(command, engine, *options)
+    plain = penstock(command, chat_model, "--quantization", "w8a16", *options)
+    assert built.exit_code == plain.exit_code == 0, built.output + plain.output
+    if command == "generate":
+        assert built.stdout == plain.stdout
+
+
+# ── run ──────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_plain_lines(penstock: Run, engine: Path, llm: LLM, tmp_path: Path) -> None:
+    requests = write(
+        tmp_path / "in.jsonl",
+        {"prompt": "hello", **GREEDY},
+        {"id": "chat", "messages": [{"role": "user", "content": "hi"}], **GREEDY},
+        "",
+        {"prompt_token_ids": [5, 6, 7], "temperature": 1, "seed": 3, "n": 2, "max_tokens": 4},
+    )
+    out = tmp_path / "out.jsonl"
+    result = penstock("run", engine, "--input", requests, "--output", out)
+    assert result.exit_code == 0, result.output
+    found = {answer["line"]: answer for answer in answers(out)}
+    assert set(found) == {1, 2, 4} and found[2]["id"] == "chat"
+    (text,) = llm.generate("hello", SamplingParams(**GREEDY))
+    (chat,) = llm.chat([{"role": "user", "content": "hi"}], SamplingParams(**GREEDY))
+    (two,) = llm.generate([[5, 6, 7]], SamplingParams(temperature=1, seed=3, n=2, max_tokens=4))
+    for line, expected in ((1, text), (2, chat), (4, two)):
+        assert [s["token_ids"] for s in found[line]["samples"]] == [
+            sample.token_ids for sample in expected.outputs
+        ]
+        assert found[line]["samples"][0]["text"] == expected.outputs[0].text
+        assert found[line]["usage"]["prompt_tokens"] == len(expected.prompt_token_ids)
+    assert "3 answered, 0 failed" in result.stderr
+    assert result.stderr.splitlines()[-1] == "compiled: 0"
+
+
+def test_a_model_is_recorded(penstock: Run, chat_model: Path, tmp_path: Path) -> None:
+    requests = write(tmp_path / "in.jsonl", {"prompt": "hello", **GREEDY})
+    result = penstock("run", chat_model, "-i", requests, "-o", "-")
+    assert result.exit_code == 0, result.output
+    assert result.stderr.splitlines()[-1] == "compiled: 1"
+    assert json.loads(result.stdout)["line"] == 1
+
+
+def test_openai_batch_lines(penstock: Run, engine: Path, llm: LLM, tmp_path: Path) -> None:
+    message = {"role": "user", "content": "hi"}
+    requests = write(
+        tmp_path / "in.jsonl",
+        batch_line("a", "completions", model="any", prompt="hello", **GREEDY),
+        batch_line("b", "chat/completions", model="any", messages=[message], **GREEDY),
+        batch_line("c", "embeddings", model="any", input=["one", "two"]),
+    )
+    out = tmp_path / "out.jsonl"
+    result = penstock("run", engine, "-i", requests, "-o", out)
+    assert result.exit_code == 0, result.output
+    found = {answer["custom_id"]: answer for answer in answers(out)}
+    assert all(set(a) == {"id", "custom_id", "response", "error"} for a in found.values())
+    assert all(a["error"] is None for a in found.values())
+    assert all(a["response"]["status_code"] == 200 for a in found.values())
+    bodies = {name: answer["response"]["body"] for name, answer in found.items()}
+    assert bodies["a"]["model"] == "any"
+    (text,) = llm.generate("hello", SamplingParams(**GREEDY))
+    assert bodies["a"]["choices"][0]["text"] == text.outputs[0].text
+    (chat,) = llm.chat([message], SamplingParams(**GREEDY))
+    assert bodies["b"]["choices"][0]["message"]["content"] == chat.outputs[0].text
+    vectors = [output.outputs.embedding for output in llm.embed(["one", "two"])]
+    assert [entry["embedding"] for entry in bodies["c"]["data"]] == vectors
+
+
+WRONG: dict[str, tuple[Any, str]] = {
+    "not JSON": ("{", "This isn't JSON"),
+    "a list": ("[1]", "A line is an object, not a list"),
+    "no prompt": ({"max_tokens": 3}, "A line needs one of prompt"),
+    "two prompts": ({"prompt": "a", "messages": []}, "this one has prompt and messages"),
+    "an unknown word": ({"prompt": "a", "max_token": 3}, "Unknown sampling argument 'max_token'"),
+    "out of range": ({"prompt": "a", "top_p": 7}, "top_p is 7"),
+    "too long": ({"prompt": "a b" * 900}, "fit into"),
+    "not shown": ({"prompt": "a", "logprobs": 1}, "doesn't show logprobs"),
+    "another url": (batch_line("x", "images", model="m"), "url is '/v1/images'"),
+    "no id": ({"method": "POST", "url": "/v1/completions", "body": {}}, "needs a custom_id"),
+    "no body": ({"custom_id": "x", "url": "/v1/completions"}, "body must be an object"),
+    "a stream": (batch_line("x", "completions", prompt="a", stream=True), "stream can't be true"),
+    "another word": ({**batch_line("x", "completions"), "priority": 1}, "'priority' isn't part"),
+}
+
+
+def test_what_is_wrong_with_a_line_is_its_answer(
+    penstock: Run, engine: Path, tmp_path: Path
+) -> None:
+    good = {"id": "good", "prompt": "hello", **GREEDY}
+    lines = [good, *(line for line, _ in WRONG.values()), {**good, "prompt": "again"}]
+    ids = [*range(1, len(lines) + 1)]
+    for i, line in enumerate(lines):
+        if isinstance(line, dict) and line.get("custom_id"):
+            lines[i] = {**line, "custom_id": f"x{i}"}
+    out = tmp_path / "out.jsonl"
+    result = penstock("run", engine, "-i", write(tmp_path / "in.jsonl", *lines), "-o", out)
+    assert result.exit_code == 0, result.output
+    found = {a.get("line") or a["error"]["line"]: a for a in answers(out)}
+    assert sorted(found) == ids
+    assert "samples" in found[1]
+    for number, (what, (_, words)) in enumerate(WRONG.items(), 2):
+        assert words in found[number]["error"]["message"], what
+    assert "The id 'good' is that of line 1" in found[ids[-1]]["error"]["message"]
+    assert f"1 answered, {len(WRONG) + 1} failed" in result.stderr
+
+
+def test_what_the_api_refuses(penstock: Run, engine: Path, tmp_path: Path) -> None:
+    requests = write(
+        tmp_path / "in.jsonl",
+        batch_line("low", "completions", model="m", prompt="a", max_tokens=-1),
+        batch_line("who", "completions", model="other", prompt="a"),
+    )
+    out = tmp_path / "out.jsonl"
+    penstock("run", engine, "-i", requests, "-o", out, "--served-model-name", "m")
+    found = {a["custom_id"]: a["response"] for a in answers(out)}
+    assert found["low"]["status_code"] == 400 and "max_tokens" in str(found["low"]["body"]["error"])
+    assert found["who"]["status_code"] == 404
+    assert found["who"]["body"]["error"]["code"] == "model_not_found"
+
+
+def test_an_output_is_kept(penstock: Run, engine: Path, tmp_path: Path) -> None:
+    requests = write(tmp_path / "in.jsonl", {"prompt": "hello", **GREEDY})
+    out = write(tmp_path / "out.jsonl", {"line": 1, "samples": []})
+    before = out.read_text()
+    for options, words in (
+        ((), "exists. --force overwrites it"),
+        (("--force", "--resume"), "choose"),
+    ):
+        result = penstock("run", engine, "-i", requests, "-o", out, *options)
+        assert result.exit_code == 1 and words in result.stderr
+    assert out.read_text() == before
+    same = penstock("run", engine, "-i", requests, "-o", requests, "--force")
+    assert same.exit_code == 1 and "is the input" in same.stderr
+    assert penstock("run", engine, "-i", requests, "-o", out, "--force").exit_code == 0
+    assert answers(out)[0]["samples"] != []
+
+
+def test_resume_answers_what_is_left(penstock: Run, engine: Path, tmp_path: Path) -> None:
+    lines = [{"id": f"r{i}", "prompt": "hello", **GREEDY} for i in range(3)]
+    lines += [batch_line("b", "completions", model="m", prompt="a", **GREEDY)]
+    lines += [{"prompt": "nameless", **GREEDY}]
+    requests, out = write(tmp_path / "in.jsonl", *lines), tmp_path / "out.jsonl"
+    kept = [
+        {"line": 2, "id": "r1", "samples": []},
+        {"id": "z", "custom_id": "b", "response": {"status_code": 500}, "error": None},
+        {"line": 5, "samples": []},
+    ]
+    out.write_text("".join(json.dumps(a) + "\n" for a in kept) + '{"line": 1, "id": "r0", "sam')
+    result = penstock("run", engine, "-i", requests, "-o", out, "--resume")
+    assert result.exit_code == 0, result.output
+    assert "3 answered, 0 failed, 2 answered before" in result.stderr
+    found = answers(out)
+    assert found[:3] == kept
+    assert {a.get("custom_id", a.get("id")) for a in found[3:]} == {"r0", "r2", "b"}
+    assert answered_in(out.read_text()) == {"id r0", "id r1", "id r2", "id b", "line 5"}
+
+
+def test_stdin_to_stdout_as_they_come(process: Process, engine: Path) -> None:
+    """Each answer can be read before the next request is sent."""
+    running = process("run", engine, "-i", "-", "-o", "-", stdin=subprocess.PIPE)
+    assert running.stdin is not None and running.stdout is not None
+    for i in range(3):
+        running.stdin.write(
+            json.dumps({"id": str(i), "prompt": "hello", **GREEDY}).encode() + b"\n"
+        )
+        running.stdin.flush()
+        assert json.loads(running.stdout.readline())["id"] == str(i)
+    _, said = running.communicate(timeout=60)
+    assert running.returncode == 0 and b"3 answered" in said
+
+
+def test_interrupted_run_keeps_what_was_answered(
+    process: Process, engine: Path, tmp_path: Path
+) -> None:
+    out = tmp_path / "out.jsonl"
+    running = process("run", engine, "-i", "-", "-o", out, stdin=subprocess.PIPE)
+    assert running.stdin is not None
+    running.stdin.write(json.dumps({"id": "one", "prompt": "hello", **GREEDY}).encode() + b"\n")
+    running.stdin.flush()
+    end = time.monotonic() + 60
+    while not (out.exists() and out.read_text().endswith("\n")) and time.monotonic() < end:
+        time.sleep(0.05)
+    running.send_signal(signal.SIGINT)
+    _, said = running.communicate(timeout=60)
+    assert running.returncode == 130
+    assert answers(out)[0]["id"] == "one"
+    assert b"--resume goes on" in said
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (("-i", "nowhere.jsonl", "-o", "-"), "There is no file nowhere.jsonl"),
+        (("-i", "-", "-o", "-", "--resume"), "stdout has nothing to overwrite"),
+        (("-i", "-", "-o", "no/where/out.jsonl"), "There is no folder"),
+    ],
+)
+def test_files_that_cant_be(
+    penstock: Run, engine: Path, options: tuple[str, ...], words: str
+) -> None:
+    result = penstock("run", engine, *options)
+    assert result.exit_code == 1 and words in result.stderr

@@ -1,0 +1,192 @@
+"""Whole models: a GGUF file gives the logits of the checkpoint whose tensors it holds."""
+
+from __future__ import annotations
+
+import shutil
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from gguf import GGMLQuantizationType as Kind
+from safetensors.torch import save_file
+from tiny import CASES, Sequence, make_model
+from torch import Tensor
+from writing import Choose, Floats, write_model
+
+from penstock.errors import ConfigError
+from penstock.models import load_model
+from penstock.models.gguf.blocks import BLOCKS
+
+FAMILIES = [
+    "llama", "llama3-rope", "mistral", "mistral-full", "qwen2", "qwen3", "gemma2", "gemma3",
+    "phi3", "phi3-short", "phi3-long", "olmo2", "smollm3", "gpt2", "gpt-neox", "gpt-neox-serial",
+]  # fmt: skip
+QUANTIZED = [Kind(kind) for kind, block in BLOCKS.items() if block.plain is None]
+UNSAID = {  # what no key of the format says
+    "gpt2": {"scale_attn_by_inverse_layer_idx": False},
+    "gpt-neox-serial": {"hidden_act": "gelu"},
+}
+TOKENS = torch.randint(3, 320, (40,), generator=torch.Generator().manual_seed(1))
+
+
+def whole(kind: Kind) -> Choose:
+    """Everything in one type."""
+    return lambda name, values: kind
+
+
+def matrices(kind: Kind) -> Choose:
+    """As llama.cpp's own quantizer does it: vectors in F32, rows that blocks don't fill in F16."""
+
+    def choose(name: str, values: Floats) -> Kind:
+        if values.ndim == 1 or "position_embd" in name:
+            return Kind.F32
+        return kind if values.shape[-1] % BLOCKS[kind].values == 0 else Kind.F16
+
+    return choose
+
+
+def make(name: str, **changes: Any) -> Any:
+    case = CASES[name]
+    more = UNSAID.get(name, {})
+    return make_model(replace(case, changes={**case.changes, **more, **changes}))
+
+
+def as_checkpoint(model: Any, tensors: dict[str, Tensor], folder: Path) -> Path:
+    """A Hugging Face checkpoint of the same model with these tensors, in float32."""
+    model.config.architectures = [type(model).__name__]
+    model.config.save_pretrained(folder)
+    save_file(tensors, folder / "model.safetensors")
+    return folder
+
+
+def logits(path: Path, dtype: str, max_len: int = 128) -> Tensor:
+    loaded = load_model(path, dtype=dtype, max_model_len=max_len, strict=True)
+    return Sequence(loaded.model).feed(TOKENS)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_float32_file_is_the_checkpoint(name: str, tmp_path: Path) -> None:
+    model = make(name)
+    back = write_model(model, tmp_path / "m.gguf", whole(Kind.F32))
+    folder = as_checkpoint(model, back, tmp_path / "hf")
+    got = logits(tmp_path / "m.gguf", "float32")
+    assert torch.equal(got, logits(folder, "float32"))
+    with torch.inference_mode():
+        expected = model(TOKENS[None]).logits[0]
+    torch.testing.assert_close(got, expected, atol=2e-4, rtol=2e-4)
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen2", "gemma3", "phi3", "gpt2", "gpt-neox"])
+@pytest.mark.parametrize("kind", [Kind.F16, Kind.BF16, Kind.Q8_0, Kind.Q4_0, Kind.Q5_1])
+def test_matrices_in_any_family(name: str, kind: Kind, tmp_path: Path) -> None:
+    sizes = {"n_embd": 64} if name == "gpt2" else {"intermediate_size": 96, "hidden_size": 64}
+    model = make(name, **sizes)
+    back = write_model(model, tmp_path / "m.gguf", matrices(kind))
+    folder = as_checkpoint(model, back, tmp_path / "hf")
+    compare(tmp_path / "m.gguf", folder, kind)
+
+
+@pytest.mark.parametrize("kind", QUANTIZED, ids=lambda kind: kind.name)
+def test_every_block_type_in_a_llama(kind: Kind, tmp_path: Path) -> None:
+    model = make("llama", hidden_size=256, intermediate_size=512, num_hidden_layers=2)
+    back = write_model(model, tmp_path / "m.gguf", matrices(kind))
+    folder = as_checkpoint(model, back, tmp_path / "hf")
+    compare(tmp_path / "m.gguf", folder, kind)
+
+
+def compare(path: Path, folder: Path, kind: Kind) -> None:
+    """Widened: equal to the checkpoint in bfloat16. Kept: within the rounding of bfloat16."""
+    got, expected = logits(path, "auto"), logits(folder, "bfloat16")
+    if any(f.name.startswith("w") and "in bfloat16" not in f.name for f in formats(path)):
+        error = (got - expected).abs().max() / expected.abs().max()
+        assert error < 0.03
+    else:
+        assert torch.equal(got, expected)
+
+
+def formats(path: Path) -> list[Any]:
+    found = load_model(path).model.formats
+    return [found.matrix, found.head, *found.special.values()]
+
+
+def test_what_a_scheme_holds_is_kept(tmp_path: Path) -> None:
+    model = make("llama", intermediate_size=96)
+    write_model(model, tmp_path / "q4.gguf", matrices(Kind.Q4_0))
+    assert {f.name for f in formats(tmp_path / "q4.gguf")} == {"w4a16-g32"}
+    write_model(model, tmp_path / "q8.gguf", matrices(Kind.Q8_0))
+    assert all(f.name.startswith("w8a16-g32") for f in formats(tmp_path / "q8.gguf"))
+
+
+def test_codes_are_the_files_own(tmp_path: Path) -> None:
+    model = make("llama", intermediate_size=96)
+    back = write_model(model, tmp_path / "m.gguf", matrices(Kind.Q4_0))
+    decoder = load_model(tmp_path / "m.gguf").model
+    layer = decoder.layers[0]
+    qkv = torch.cat([back[f"model.layers.0.self_attn.{x}_proj.weight"] for x in "qkv"])
+    linear = layer.attention.qkv
+    stored = linear.weight_format.unpack(linear.packed, linear.out_features, linear.in_features)
+    assert torch.equal(stored, qkv)
+
+
+def test_widening_is_said_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    model = make("llama", hidden_size=256, intermediate_size=512, num_hidden_layers=2)
+    write_model(model, tmp_path / "m.gguf", matrices(Kind.Q4_K))
+    load_model(tmp_path / "m.gguf")
+    said = [r.getMessage() for r in caplog.records if "widened" in r.getMessage()]
+    assert len(said) == 1
+    assert "14 tensors (14 Q4_K)" in said[0]
+
+
+def test_float_files_are_rounded_on_load(tmp_path: Path) -> None:
+    model = make("qwen2")
+    back = write_model(model, tmp_path / "m.gguf", whole(Kind.F32))
+    folder = as_checkpoint(model, back, tmp_path / "hf")
+    got, expected = (
+        Sequence(load_model(path, quantization="w8a8").model).feed(TOKENS)
+        for path in (tmp_path / "m.gguf", folder)
+    )
+    assert torch.equal(got, expected)
+
+
+@pytest.mark.parametrize("kind", [Kind.Q8_0, Kind.Q4_K])
+def test_quantized_files_are_not_rounded_again(kind: Kind, tmp_path: Path) -> None:
+    model = make("llama", hidden_size=256, intermediate_size=512, num_hidden_layers=1)
+    write_model(model, tmp_path / "m.gguf", matrices(kind))
+    with pytest.raises(ConfigError, match=r"m\.gguf is quantized already \("):
+        load_model(tmp_path / "m.gguf", quantization="w4a16")
+
+
+def test_a_head_that_is_the_embedding_is_stored_once(tmp_path: Path) -> None:
+    model = make("qwen3")
+    model.lm_head.weight.data.copy_(model.model.embed_tokens.weight)
+    write_model(model, tmp_path / "m.gguf", whole(Kind.F32))
+    assert load_model(tmp_path / "m.gguf").spec.decoder.tied
+    model.lm_head.weight.data[0, 0] += 1
+    write_model(model, tmp_path / "n.gguf", whole(Kind.F32))
+    assert not load_model(tmp_path / "n.gguf").spec.decoder.tied
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen2", "gemma2", "phi3"])
+def test_transformers_reads_the_same_file(name: str, tmp_path: Path) -> None:
+    """A file that llama.cpp's own converter could have written, read by somebody else's reader."""
+    pytest.importorskip("accelerate", reason="transformers needs it to read GGUF")
+    plain = {"rope_parameters": None} if name == "qwen2" else {}
+    if name == "llama":
+        plain = {"attention_bias": False, "mlp_bias": False, "head_dim": 16}
+    if name == "phi3":
+        plain = {"sliding_window": None}
+    if name == "gemma2":
+        plain = {"query_pre_attn_scalar": 256, "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0}
+    model = make(name, **plain)
+    write_model(model, tmp_path / "m.gguf", matrices(Kind.Q8_0))
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path, gguf_file="m.gguf", dtype=torch.float32
+    ).eval()
+    with torch.inference_mode():
+        expected = theirs(TOKENS[None]).logits[0]
+    got = logits(tmp_path / "m.gguf", "auto")
+    assert (got.float() - expected).abs().max() / expected.abs().max() < 0.05
+    shutil.rmtree(tmp_path)

@@ -1,0 +1,212 @@
+"""GGUF files made with the `gguf` package of transformers' models, as llama.cpp's converters do.
+
+Names come from the package's own tables, metadata is written by its writer's methods.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import torch
+from gguf import GGMLQuantizationType as Kind
+from numpy.typing import NDArray
+from test_gguf_blocks import HALVES
+from torch import Tensor
+
+from penstock.models.gguf.blocks import BLOCKS
+
+ARCHITECTURES = {
+    "LlamaForCausalLM": "llama",
+    "MistralForCausalLM": "llama",
+    "Qwen2ForCausalLM": "qwen2",
+    "Qwen3ForCausalLM": "qwen3",
+    "Gemma2ForCausalLM": "gemma2",
+    "Gemma3ForCausalLM": "gemma3",
+    "Phi3ForCausalLM": "phi3",
+    "Olmo2ForCausalLM": "olmo2",
+    "SmolLM3ForCausalLM": "smollm3",
+    "GPT2LMHeadModel": "gpt2",
+    "GPTNeoXForCausalLM": "gptneox",
+}
+Floats = NDArray[np.float32]
+Choose = Callable[[str, Floats], Kind]
+
+
+def write_model(model: Any, path: Path, choose: Choose, *, vocab: bool = True, **parts: int) -> dict[str, Tensor]:
+    """Write `model` with tensors in the types that `choose` names by (GGUF name, values).
+
+    Returns the checkpoint's tensors as they are after a round trip through those types. parts:
+    the writer's own splitting.
+    """
+    config = model.config
+    name = ARCHITECTURES[type(model).__name__]
+    writer = gguf.GGUFWriter(str(path), name, **parts)
+    write_config(writer, config, name)
+    if vocab:
+        write_vocab(writer, config.vocab_size)
+    back = write_tensors(writer, model, name, choose)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return back
+
+
+def write_config(writer: gguf.GGUFWriter, c: Any, arch: str) -> None:
+    rope = getattr(c, "rope_parameters", None) or {}
+    writer.add_context_length(c.max_position_embeddings)
+    writer.add_embedding_length(c.hidden_size)
+    writer.add_block_count(c.num_hidden_layers)
+    writer.add_head_count(c.num_attention_heads)
+    if arch == "gpt2":
+        writer.add_feed_forward_length(c.n_inner or 4 * c.n_embd)
+        writer.add_layer_norm_eps(c.layer_norm_epsilon)
+        return
+    writer.add_feed_forward_length(c.intermediate_size)
+    dim = getattr(c, "head_dim", None) or c.hidden_size // c.num_attention_heads
+    if arch == "gptneox":
+        writer.add_layer_norm_eps(c.layer_norm_eps)
+        writer.add_rope_dimension_count(int(dim * rope["partial_rotary_factor"]))
+        writer.add_parallel_residual(c.use_parallel_residual)
+        return
+    writer.add_head_count_kv(c.num_key_value_heads)
+    writer.add_layer_norm_rms_eps(c.rms_norm_eps)
+    writer.add_key_length(dim)
+    writer.add_value_length(dim)
+    if arch == "llama":
+        writer.add_vocab_size(c.vocab_size)
+    everywhere = rope.get("full_attention", rope)
+    writer.add_rope_freq_base(everywhere["rope_theta"])
+    writer.add_rope_dimension_count(int(dim * everywhere.get("partial_rotary_factor", 1.0)))
+    kind = everywhere.get("rope_type")
+    if kind in ("linear", "yarn"):
+        writer.add_rope_scaling_type(gguf.RopeScalingType(kind))
+        writer.add_rope_scaling_factor(everywhere["factor"])
+    if kind == "yarn":
+        writer.add_rope_scaling_orig_ctx_len(everywhere["original_max_position_embeddings"])
+    if arch == "phi3":
+        writer.add_sliding_window(c.sliding_window or 0)
+        original = getattr(c, "original_max_position_embeddings", None)
+        writer.add_rope_scaling_orig_ctx_len(original or c.max_position_embeddings)
+        if kind == "longrope":
+            ratio = c.max_position_embeddings / original
+            factor = math.sqrt(1 + math.log(ratio) / math.log(original)) if ratio > 1 else 1.0
+            writer.add_rope_scaling_attn_factors(factor)
+    elif arch in ("gemma2", "gemma3"):
+        writer.add_sliding_window(c.sliding_window)
+        if c.final_logit_softcapping:
+            writer.add_final_logit_softcapping(c.final_logit_softcapping)
+        if c.attn_logit_softcapping:
+            writer.add_attn_logit_softcapping(c.attn_logit_softcapping)
+        writer.add_attention_scale(c.query_pre_attn_scalar**-0.5)
+        writer.add_sliding_window_pattern([t == "sliding_attention" for t in c.layer_types])
+        if arch == "gemma3":
+            writer.add_rope_freq_base_swa(rope["sliding_attention"]["rope_theta"])
+    elif getattr(c, "sliding_window", None) and c.model_type == "mistral":
+        writer.add_sliding_window(c.sliding_window)
+
+
+def write_vocab(writer: gguf.GGUFWriter, size: int) -> None:
+    """A SentencePiece vocabulary: <unk> <s> </s>, the bytes, some letters, then unused rows."""
+    tokens = ["<unk>", "<s>", "</s>", *(f"<0x{i:02X}>" for i in range(256)), "▁", *"abcdefgh"]
+    tokens = [*tokens, "▁a", "ab", "▁ab"][:size]
+    kinds = [2, 3, 3, *[6] * 256]
+    kinds += [1] * (len(tokens) - len(kinds))
+    more = size - len(tokens)
+    writer.add_tokenizer_model("llama")
+    writer.add_tokenizer_pre("default")
+    writer.add_token_list([*tokens, *(f"[PAD{i}]" for i in range(more))])
+    writer.add_token_scores([-float(i) for i in range(size)])
+    writer.add_token_types([*kinds, *[5] * more])
+    writer.add_bos_token_id(1)
+    writer.add_eos_token_id(2)
+    writer.add_unk_token_id(0)
+    writer.add_pad_token_id(0)
+
+
+def write_tensors(writer: gguf.GGUFWriter, model: Any, arch: str, choose: Choose) -> dict[str, Tensor]:
+    c = model.config
+    kinds = {name: kind for kind, name in gguf.MODEL_ARCH_NAMES.items()}
+    names = gguf.get_tensor_name_map(kinds[arch], c.num_hidden_layers)
+    back = {}
+    for name, tensor in model.state_dict().items():
+        if c.tie_word_embeddings and name in ("lm_head.weight", "embed_out.weight"):
+            continue
+        there = names.get_name(name, try_suffixes=(".weight", ".bias"))
+        assert there is not None, name
+        forward, backward = _conversion(c, arch, name)
+        values = forward(tensor.float()).numpy()
+        kind = choose(there, values)
+        data = quantize(values, kind)
+        writer.add_tensor(there, data, raw_dtype=kind)
+        stored = torch.from_numpy(gguf.quants.dequantize(data, kind).copy())
+        back[name] = backward(stored.view(values.shape)).contiguous()
+    for name, divisors in rope_tensors(c).items():
+        writer.add_tensor(name, divisors)
+    return back
+
+
+def quantize(values: Floats, kind: Kind) -> NDArray[Any]:
+    """By the package where it can, else random codes: what counts is what they are read as."""
+    block = BLOCKS[kind]
+    try:
+        return gguf.quants.quantize(np.ascontiguousarray(values), kind)
+    except NotImplementedError:
+        random = np.random.default_rng(values.size)
+        raw = random.integers(0, 256, (values.size // block.values, block.nbytes), dtype=np.uint8)
+        spread = float(values.std()) / {"Q6_K": 2000, "IQ4_XS": 1000, "IQ4_NL": 60}.get(block.name, 200)
+        for at in HALVES[block.name]:
+            half = random.normal(0, spread, (len(raw), 1)).astype(np.float16)
+            raw[:, at : at + 2] = half.view(np.uint8)
+        return raw.reshape(*values.shape[:-1], -1)
+
+
+def _conversion(c: Any, arch: str, name: str) -> tuple[Callable[..., Tensor], Callable[..., Tensor]]:
+    """(what a converter does to a tensor, how a reader undoes it)."""
+    heads = c.num_attention_heads
+    if arch in ("llama", "smollm3") and ("q_proj" in name or "k_proj" in name):
+        count = heads if "q_proj" in name else c.num_key_value_heads
+        return (
+            lambda t: t.unflatten(0, (count, 2, -1)).transpose(1, 2).flatten(0, 2),
+            lambda t: t.unflatten(0, (count, -1, 2)).transpose(1, 2).flatten(0, 2),
+        )
+    if arch in ("gemma2", "gemma3") and name.endswith("norm.weight"):
+        return lambda t: t + 1, lambda t: t - 1
+    if arch == "gpt2" and any(p in name for p in ("c_attn.w", "c_proj.w", "c_fc.w")):
+        return lambda t: t.t(), lambda t: t.t()
+    if arch == "gptneox" and "query_key_value" in name:
+        return (
+            lambda t: t.unflatten(0, (heads, 3, -1)).transpose(0, 1).flatten(0, 2),
+            lambda t: t.unflatten(0, (3, heads, -1)).transpose(0, 1).flatten(0, 2),
+        )
+    return lambda t: t, lambda t: t
+
+
+def rope_tensors(c: Any) -> dict[str, Floats]:
+    """Divisors of the frequencies: Llama 3.1's by its own formula, Phi 3's as they are given."""
+    rope = getattr(c, "rope_parameters", None) or {}
+    if rope.get("rope_type") == "longrope":
+        lists = {"long": rope["long_factor"], "short": rope["short_factor"]}
+        return {f"rope_factors_{n}.weight": np.array(v, np.float32) for n, v in lists.items()}
+    if rope.get("rope_type") != "llama3":
+        return {}
+    dim = getattr(c, "head_dim", None) or c.hidden_size // c.num_attention_heads
+    freqs = 1.0 / rope["rope_theta"] ** (torch.arange(0, dim, 2, dtype=torch.float32) / dim)
+    low, high, old = (
+        rope[k] for k in ("low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
+    )
+    divisors = []
+    for wavelength in (2 * math.pi / freqs).tolist():
+        if wavelength < old / high:
+            divisors.append(1.0)
+        elif wavelength > old / low:
+            divisors.append(rope["factor"])
+        else:
+            smooth = (old / wavelength - low) / (high - low)
+            divisors.append(1 / ((1 - smooth) / rope["factor"] + smooth))
+    return {"rope_freqs.weight": np.array(divisors, np.float32)}
