@@ -68,7 +68,7 @@ def test_every_format(name: str, tmp_path: Path) -> None:
     assert torch.equal(steps(machine(decoder, loaded.bind(weights_of(decoder)))), want)
 
 
-@pytest.mark.parametrize("kv", ["int8", "fp8"])
+@pytest.mark.parametrize("kv", ["int8", "fp8", "int4", "kivi"])
 def test_every_cache(decoder: Decoder, kv: str) -> None:
     made = export_graph(decoder, Machine(decoder, kv=kv).kv)
     want = steps(machine(decoder, kv=kv))
