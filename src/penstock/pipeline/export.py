@@ -14,8 +14,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from penstock.cache import PagedLayout, kv_dtype
-from penstock.config import CacheConfig
+from penstock.config import EngineConfig
 from penstock.models.exported import FORMAT, MANIFEST, Exported, sha256
 from penstock.models.hub import EMBEDDED, resolve
 from penstock.models.load import LoadedModel, load_model
@@ -23,6 +22,7 @@ from penstock.models.registry import read_json
 from penstock.models.weights import Checkpoint
 from penstock.pipeline.graph import Graph, export_graph
 from penstock.pipeline.partial import writing
+from penstock.runtime.loader import layout_of
 
 GRAPH = "graph.pt2"
 SHARD_BYTES = 4 << 30
@@ -78,7 +78,7 @@ def export_model(
     Raises ConfigError when `output` can't be written; what loading the model raises.
     """
     source = resolve(model)
-    cache = CacheConfig(kv_cache_dtype=kv_cache_dtype)  # type: ignore[arg-type]
+    engine = EngineConfig.of(model=model, kv_cache_dtype=kv_cache_dtype)
     say = progress or (lambda _: None)
     with writing(output, force=force) as folder:
         say("weights")
@@ -92,8 +92,8 @@ def export_model(
         (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
         say("graph")
         loaded = load_model(folder, max_model_len=max_model_len)
-        layout = _layout(loaded, cache)
-        graph = export_graph(loaded.model, layout.allocate(1))
+        layout = layout_of(engine, loaded)
+        graph = export_graph(loaded.model, layout.allocate(2))
         graph.save(folder / GRAPH)
         say("checksums")
         manifest = Exported(
@@ -168,12 +168,6 @@ def _copy_rest(source: Path, folder: Path) -> None:
     templates = source / "additional_chat_templates"
     if templates.is_dir():
         shutil.copytree(templates, folder / templates.name)
-
-
-def _layout(loaded: LoadedModel, cache: CacheConfig) -> PagedLayout:
-    layers = loaded.spec.decoder.layers
-    heads = tuple((x.attention.num_kv_heads, x.attention.head_dim) for x in layers)
-    return PagedLayout(heads, kv_dtype(cache.kv_cache_dtype, loaded.dtype), cache.block_size)
 
 
 def _files(folder: Path) -> dict[str, dict[str, Any]]:

@@ -188,9 +188,11 @@ def check_cache(graph: Graph, kv: KV) -> None:
 def export_graph(decoder: nn.Module, kv: KV) -> Graph:
     """The graph of `decoder` over a cache like `kv`, in plain form: one operator for one thing.
 
-    kv: any number of blocks; nothing of it is read or written, nor does `decoder` change.
+    kv: two blocks or more; nothing of it is read or written, nor does `decoder` change.
     Raises KernelError when the decoder calls something that isn't one of Penstock's operators.
     """
+    if kv[0][0].shape[0] < 2:
+        raise ConfigError("A graph is exported over a cache of two blocks or more, not of one.")
     stencil = _Stencil(decoder)
     graph = trace(stencil, kv, weights_of(decoder), {})
     to_plain(graph.module.graph)
@@ -221,7 +223,7 @@ def trace(
     derived: dict[str, Derived],
 ) -> Graph:
     """Export `forward(step, kv, weights)`; all but dtypes and shapes of its inputs is ignored."""
-    tokens, sequences, width, sampled, blocks = (Dim(name, min=1) for name in "TBMSN")
+    tokens, sequences, width, sampled = (Dim(name, min=1) for name in "TBMS")
     with FakeTensorMode(shape_env=ShapeEnv()):
 
         def ints(*shape: int) -> Tensor:
@@ -229,12 +231,21 @@ def trace(
 
         # a dimension of 1 would be taken for a constant, and so would two that are equal
         step = Step(ints(7), ints(7), ints(7), ints(4), ints(3), ints(3, 5), ints(2))
-        caches = [tuple(torch.empty((11, *t.shape[1:]), dtype=t.dtype) for t in x) for x in kv]
+        caches = [
+            tuple(
+                torch.empty(t.shape if _fixed(t) else (11 + i, *t.shape[1:]), dtype=t.dtype)
+                for i, t in enumerate(parts)
+            )
+            for parts in kv
+        ]
         given = {name: torch.empty(tuple(t.shape), dtype=t.dtype) for name, t in weights.items()}
     rows, each = {0: tokens}, {0: sequences}
     shapes = (
         [rows, rows, rows, {0: sequences + 1}, each, {**each, 1: width}, {0: sampled}],
-        [tuple({0: blocks} for _ in layer) for layer in caches],
+        [
+            tuple({} if _fixed(t) else {0: Dim(f"N{i}", min=1)} for i, t in enumerate(parts))
+            for parts in caches
+        ],
         dict.fromkeys(given),
     )
     with quiet():
@@ -246,6 +257,11 @@ def trace(
             node.meta.pop(key, None)
     program.example_inputs = None
     return Graph(program, derived)
+
+
+def _fixed(part: Tensor) -> bool:
+    """Whether a part of a cache is one number for all blocks: the window of `kivi`."""
+    return tuple(part.shape) == (1,)
 
 
 def load_graph(file: Path) -> Graph:
