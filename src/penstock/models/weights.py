@@ -356,8 +356,8 @@ def _drop_zero_biases(
     plans: dict[str, _Plan], expected: dict[str, tuple[int, ...]], checkpoint: Source
 ) -> None:
     """AutoGPTQ gives every matrix a bias, of zeros where the model has none."""
-    if isinstance(checkpoint, Checkpoint):  # unquantized
-        return
+    if isinstance(checkpoint, Checkpoint):
+        return  # of plain values: nobody adds any
     for target in [t for t in plans if t.endswith(".bias") and t not in expected]:
         parts = [part for part in plans[target].parts if part is not None]
         if not any(plain(checkpoint.read(part)).any() for part in parts):
