@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -30,3 +30,12 @@ def calibration() -> CalibrationSet:
     random = torch.Generator().manual_seed(0)
     windows = [torch.randint(3, 320, (size,), generator=random) for size in (100, 90, 120, 60)]
     return CalibrationSet("random", tuple(tuple(window.tolist()) for window in windows))
+
+
+@pytest.fixture(scope="package", autouse=True)
+def one_thread() -> Iterator[None]:
+    """These matrices are far too small to share."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)

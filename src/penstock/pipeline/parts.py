@@ -95,6 +95,10 @@ class Parts:
             if target.startswith(prefix)
         }
 
+    def matrix(self, module: str) -> Tensor:
+        """A layer's matrix [N, K], all parts together, in float32."""
+        return torch.cat([self.read(name) for name in self.names[f"{module}.weight"]])
+
     def read(self, name: str) -> Tensor:
         """A tensor in float32; WeightsError where a value isn't finite."""
         found = self.source.read(name)

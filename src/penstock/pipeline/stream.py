@@ -25,7 +25,8 @@ from penstock.step import LayerCache, Step
 BATCH_TOKENS = 4096
 """Windows that run together have up to so many tokens, and one window at least."""
 
-_BLOCK = 32
+BLOCK = 32
+"""Tokens of a block of the cache."""
 
 Weights = Mapping[str, Tensor | Codes]
 """A layer's tensors by their parameters' names within it: `attention.qkv.weight`, …"""
@@ -83,7 +84,7 @@ class Stream:
         self.at = 0
         plain = Dense(torch.float32)
         self.decoder = Decoder(spec, WeightFormats(plain, plain), torch.float32)
-        self._batches = [_Batch(step, torch.empty(0), n) for step, n in _steps(calibration)]
+        self._batches = [_Batch(step, torch.empty(0), n) for step, n in steps(calibration)]
         self._embed(embeddings)
 
     @torch.inference_mode()
@@ -146,7 +147,7 @@ class Stream:
 
     def _cache(self) -> LayerCache:
         attention = self.spec.layers[self.at].attention
-        layout = PagedLayout(((attention.num_kv_heads, attention.head_dim),), torch.float32, _BLOCK)
+        layout = PagedLayout(((attention.num_kv_heads, attention.head_dim),), torch.float32, BLOCK)
         return layout.allocate(max(batch.blocks for batch in self._batches))[0]
 
 
@@ -167,7 +168,7 @@ def _forget(layer: DecoderLayer) -> None:
             module.packed.clear()
 
 
-def _steps(calibration: CalibrationSet) -> Iterator[tuple[Step, int]]:
+def steps(calibration: CalibrationSet) -> Iterator[tuple[Step, int]]:
     """Steps of whole windows, and the blocks that each needs."""
     batch: list[Tensor] = []
     for window in calibration.tensors():
@@ -181,10 +182,10 @@ def _steps(calibration: CalibrationSet) -> Iterator[tuple[Step, int]]:
 
 def _step(windows: list[Tensor]) -> tuple[Step, int]:
     lengths = torch.tensor([len(window) for window in windows])
-    widest = -(-int(lengths.max()) // _BLOCK)
+    widest = -(-int(lengths.max()) // BLOCK)
     table = torch.arange(len(windows) * widest, dtype=torch.int32).view(len(windows), widest)
     positions = [torch.arange(len(window), dtype=torch.int32) for window in windows]
-    slots = [at + int(own[0]) * _BLOCK for at, own in zip(positions, table, strict=True)]
+    slots = [at + int(own[0]) * BLOCK for at, own in zip(positions, table, strict=True)]
     start = torch.cat((torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)))
     step = Step(
         tokens=torch.cat(windows),

@@ -80,11 +80,8 @@ def _relative_size(weight: Tensor, group: int) -> Tensor:
     """[K]: the mean over rows of |w| over the largest of its group."""
     size = torch.nn.functional.pad(weight.abs(), (0, -weight.shape[1] % group))
     parts = size.unflatten(1, (-1, group))
-    return (
-        (parts / parts.amax(-1, keepdim=True).clamp(min=1e-12))
-        .flatten(1)
-        .mean(0)[: weight.shape[1]]
-    )
+    relative: Tensor = parts / parts.amax(-1, keepdim=True).clamp(min=1e-12)
+    return relative.flatten(1).mean(0)[: weight.shape[1]]
 
 
 def _loss(weight: Tensor, scales: Tensor, scheme: Scheme, hessian: Tensor) -> float:
