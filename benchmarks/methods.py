@@ -133,12 +133,11 @@ class Bench:
         return quantize_model(self.source, config, text or self.calibration)
 
     def rounding(self) -> Iterator[Row]:
-        for name in ("w4a16-g128", "w4a16-g128-asym"):
-            scheme = parse_scheme(name)
-            for method in ("rtn", "awq", "gptq") + (("awq+gptq",) if scheme.symmetric else ()):
-                config = QuantizeConfig(scheme, method)
-                yield self.row("rounding", name, method, lambda c=config: self.quantize(c),
-                               self.uniform(scheme))  # fmt: skip
+        scheme = parse_scheme("w4a16-g128")
+        for method in ("rtn", "gptq", "awq"):
+            config = QuantizeConfig(scheme, method)
+            yield self.row("rounding", scheme.name, method, lambda c=config: self.quantize(c),
+                           self.uniform(scheme))  # fmt: skip
 
     def mixed(self) -> Iterator[Row]:
         schemes = [parse_scheme(name) for name in CANDIDATES]
@@ -201,6 +200,22 @@ def table(rows: list[Row]) -> str:
     return "\n".join([*lines, ""])
 
 
+def write(file: Path, bench: Bench, rows: list[Row]) -> None:
+    result = {
+        "benchmark": "methods",
+        "setup": {
+            "model": "stories", "window": WINDOW, "tokens": len(bench.held_out),
+            "calibration": {
+                "name": bench.calibration.name, "tokens": bench.calibration.num_tokens,
+                "sha256": bench.calibration.sha256,
+            },
+        },
+        "results": [asdict(row) for row in rows],
+        **environment(detect()),
+    }  # fmt: skip
+    file.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--data", type=Path, default=ROOT.parent / "shared" / "data" / "text")
@@ -213,22 +228,11 @@ def main() -> None:
     options = parser.parse_args()
     bench, rows = Bench(options), list[Row]()
     for part in options.only:
-        rows += getattr(bench, part)()
+        for row in getattr(bench, part)():
+            rows.append(row)
+            if options.json:
+                write(options.json, bench, rows)
     print(f"\n{table(rows)}")
-    if options.json:
-        result = {
-            "benchmark": "methods",
-            "setup": {
-                "model": "stories", "window": WINDOW, "tokens": len(bench.held_out),
-                "calibration": {
-                    "name": bench.calibration.name, "tokens": bench.calibration.num_tokens,
-                    "sha256": bench.calibration.sha256,
-                },
-            },
-            "results": [asdict(row) for row in rows],
-            **environment(detect()),
-        }  # fmt: skip
-        options.json.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
     for name, wanted in PAGES.items() if options.pages else ():
         chosen = [row for row in rows if wanted(row)]
         if chosen:

@@ -58,7 +58,8 @@ def test_training_takes_off_what_rounding_costs(
     assert isinstance(head, Codes) and head.scheme.name == "w8a16"
     norm = found["model.layers.0.input_layernorm.weight"]
     assert isinstance(norm, torch.Tensor) and not torch.equal(
-        norm, source.read("model.layers.0.input_layernorm.weight").float()  # type: ignore[union-attr]
+        norm,
+        source.read("model.layers.0.input_layernorm.weight").float(),  # type: ignore[union-attr]
     )
 
 
