@@ -1,4 +1,4 @@
-"""One thread, and a cache of the tests' own; engines, and a tiny checkpoint with every file."""
+"""One thread, and a cache of the tests' own; tiny checkpoints, engines, calibration windows."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ import torch
 
 from penstock.kernels import native
 from penstock.pipeline.build import BuildOptions, build
-from tests.models.tiny import make_tiny
+from penstock.pipeline.calibration import CalibrationSet
+from tests.models.tiny import Tiny, make_tiny
 
 needs_native = pytest.mark.skipif(
     native.handle is None, reason=f"nothing is timed, no step is one call: {native.reason}"
@@ -60,3 +61,23 @@ def tiny_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "pytorch_model.bin").write_bytes(b"not taken along")
     (folder / "tokenizer_config.json").write_text(json.dumps({"bos_token": "<s>"}))
     return folder
+
+
+@pytest.fixture(scope="session")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Tiny]:
+    made: dict[str, Tiny] = {}
+
+    def make(name: str) -> Tiny:
+        if name not in made:
+            folder = Path(tmp_path_factory.mktemp(name))
+            made[name] = make_tiny(name, folder)
+        return made[name]
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def calibration() -> CalibrationSet:
+    random = torch.Generator().manual_seed(0)
+    windows = [torch.randint(3, 320, (size,), generator=random) for size in (100, 90, 120, 60)]
+    return CalibrationSet("random", tuple(tuple(window.tolist()) for window in windows))

@@ -1,0 +1,157 @@
+"""A decoder's matrices as its checkpoint has them: which tensors, which rows."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from penstock.errors import ConfigError, UnsupportedModelError, WeightsError
+from penstock.models.registry import spec_of
+from penstock.models.spec import ModelSpec
+from penstock.models.weights import Source, plan_weights
+from penstock.nn.decoder import MATRICES
+from penstock.quant import Codes, Scheme
+
+Tensors = dict[str, Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """Every parameter of a decoder, and the checkpoint's tensors it is made of, in order."""
+
+    source: Source
+    spec: ModelSpec
+    names: Mapping[str, tuple[str, ...]]
+
+    @staticmethod
+    def of(source: Source) -> Parts:
+        """Raises UnsupportedModelError where a matrix's values lie in another order.
+
+        Raises ConfigError where something is quantized already.
+        """
+        spec = spec_of(source.config, str(source.path))
+        quantized = [name for name in source.names() if source.scheme(name) is not None]
+        if quantized:
+            raise ConfigError(
+                f"{len(quantized)} tensors of {source.path} are quantized already, the first "
+                f"{quantized[0]}. Give the unquantized checkpoint."
+            )
+        plans, unknown = plan_weights(source.names(), spec)
+        if unknown:
+            raise WeightsError(
+                f"{len(unknown)} tensors in {source.path} have no place in {spec.family!r}: "
+                f"{', '.join(unknown[:5])}."
+            )
+        moved = [t for t, p in plans.items() if t.startswith("layers.") and p.rule.transform]
+        if moved:
+            raise UnsupportedModelError(
+                f"{spec.family!r} checkpoints hold {len(moved)} matrices with their values in "
+                f"another order ({plans[moved[0]].parts[0]}), so codes can't be handed back to "
+                "them. Models of this family are rounded as they are loaded: "
+                "quantization='w8a8', 'w4a8'."
+            )
+        missing = [t for t, plan in plans.items() if None in plan.parts]
+        if missing:
+            raise WeightsError(f"{source.path} lacks a part of {', '.join(missing[:5])}.")
+        names = {t: tuple(p for p in plan.parts if p is not None) for t, plan in plans.items()}
+        return Parts(source, spec, names)
+
+    @property
+    def num_layers(self) -> int:
+        """Of the decoder."""
+        return len(self.spec.decoder.layers)
+
+    def modules(self) -> list[str]:
+        """Every matrix of the layers, then `head`."""
+        layers = range(self.num_layers)
+        return [f"layers.{i}.{m}" for i in layers for m in MATRICES.values()] + ["head"]
+
+    def head(self) -> tuple[str, ...]:
+        """The tensor that is the output head; of a tied one the embedding, wherever it lies."""
+        if self.spec.decoder.tied and "embed.weight" in self.names:
+            return self.names["embed.weight"]
+        return self.names["head.weight"]
+
+    def embedding(self) -> str:
+        """The tensor that holds the embedding."""
+        return self.names.get("embed.weight", self.names.get("head.weight", ("",)))[0]
+
+    def shape(self, module: str) -> tuple[int, int]:
+        """[N, K] of a matrix, all parts together."""
+        parts = self.head() if module == "head" else self.names[f"{module}.weight"]
+        shapes = [self.source.shape(part) for part in parts]
+        return sum(shape[0] for shape in shapes), shapes[0][1]
+
+    def layer(self, i: int) -> Tensors:
+        """A layer's tensors by their names in it, in float32."""
+        prefix = f"layers.{i}."
+        return {
+            target.removeprefix(prefix): torch.cat([self.read(part) for part in parts])
+            for target, parts in self.names.items()
+            if target.startswith(prefix)
+        }
+
+    def matrix(self, module: str) -> Tensor:
+        """A layer's matrix [N, K], all parts together, in float32."""
+        return torch.cat([self.read(name) for name in self.names[f"{module}.weight"]])
+
+    def read(self, name: str) -> Tensor:
+        """A tensor in float32; WeightsError where a value isn't finite."""
+        found = self.source.read(name)
+        assert isinstance(found, Tensor)  # `of` refuses others
+        values = found.to(torch.float32, copy=True)
+        bad = ~values.isfinite()
+        if bool(bad.any()):
+            raise WeightsError(
+                f"{int(bad.sum())} of {values.numel()} values of {name} are NaN or infinite and "
+                "can't be quantized. The checkpoint is damaged."
+            )
+        return values
+
+    def split(self, target: str, whole: Tensor) -> dict[str, Tensor]:
+        """The rows of the parameter `target` by the checkpoint's names."""
+        names = self.names[target]
+        rows = [self.source.shape(name)[0] for name in names]
+        return dict(zip(names, whole.split(rows), strict=True))
+
+    def check_groups(self, schemes: Mapping[str, Scheme | None]) -> None:
+        """Raises ConfigError for a matrix whose K isn't a multiple of its group."""
+        for module, scheme in schemes.items():
+            if scheme is None or not scheme.group:
+                continue
+            n, k = self.shape(module)
+            if k % scheme.group:
+                fit = [g for g in (128, 64, 32) if k % g == 0]
+                ways = f"groups of {', '.join(map(str, fit))} fit" if fit else "no group fits"
+                raise ConfigError(
+                    f"{module} [{n}, {k}] has no whole number of groups of {scheme.group} "
+                    f"({scheme.name}), which this layout demands; {ways}. Choose another scheme "
+                    "for it, or keep it as it is."
+                )
+
+
+def bits_per_weight(scheme: Scheme | None, n: int, k: int, stored: int = 16) -> float:
+    """Of a matrix [N, K] in a file: codes, scales and zero points over its values.
+
+    Scales of groups count as 16 bits (of mxfp4 and nvfp4 8), those of rows and tensors as 32; an
+    unquantized value has `stored` bits.
+    """
+    if scheme is None:
+        return float(stored)
+    groups = math.ceil(k / scheme.group) if scheme.group else 1
+    rows = n if scheme.rows == 1 else math.ceil(n / scheme.rows) if scheme.rows else 1
+    scale = 8 if scheme.kind in ("mxfp4", "nvfp4") else 16 if scheme.group else 32
+    zero = 0 if scheme.symmetric else scheme.bits
+    return scheme.bits + rows * groups * (scale + zero) / (n * k)
+
+
+def joined(parts: list[Tensor | Codes]) -> Tensor | Codes:
+    """A parameter from its parts: codes where all are."""
+    codes = [part for part in parts if isinstance(part, Codes)]
+    if len(codes) == len(parts):
+        return Codes.stack(codes)
+    return torch.cat([p.dequantize() if isinstance(p, Codes) else p.float() for p in parts])

@@ -1,0 +1,291 @@
+"""Quantization-aware training: a short fine-tuning that sees its own rounding.
+
+Forward with rounded weights, backward as if they weren't (straight through): Bengio et al. 2013,
+arXiv:1308.3432; Jacob et al. 2017, arXiv:1712.05877. The float model as a teacher: Liu et al. 2023,
+arXiv:2305.17888 (LLM-QAT).
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from penstock.errors import ConfigError, UnsupportedModelError
+from penstock.models.sources import open_source
+from penstock.models.weights import Source
+from penstock.nn.decoder import MATRICES
+from penstock.nn.rope import cos_sin_table
+from penstock.nn.spec import DecoderSpec, LayerSpec
+from penstock.ops.rotary_cache import rotate
+from penstock.pipeline.calibration import CalibrationSet
+from penstock.pipeline.config import QuantizeConfig
+from penstock.pipeline.parts import Parts
+from penstock.quant import Codes, Scheme
+from penstock.quant.methods import rtn
+
+Report = Callable[[int, int, float], None]
+"""Called with (steps done, steps in all, the step's loss)."""
+
+
+@dataclass(frozen=True, slots=True)
+class QatOptions:
+    """How the model is trained: AdamW, a cosine from `learning_rate` to a tenth of it."""
+
+    steps: int = 100
+    batch: int = 4  # windows a step
+    learning_rate: float = 2e-4
+    weight_decay: float = 0.0
+    distillation: float = 1.0  # KL from the float model; what is left of 1: the text's own loss
+    seed: int = 0  # of the order of windows
+
+    def __post_init__(self) -> None:
+        if self.steps < 1 or self.batch < 1 or self.learning_rate <= 0:
+            raise ConfigError(
+                f"steps={self.steps}, batch={self.batch}, learning_rate={self.learning_rate}: "
+                "each is above 0."
+            )
+        if not 0 <= self.distillation <= 1:
+            raise ConfigError(f"distillation={self.distillation} doesn't lie from 0 to 1.")
+
+
+def train(
+    source: Path | Source,
+    config: QuantizeConfig,
+    text: CalibrationSet,
+    options: QatOptions = QatOptions(),
+    report: Report | None = None,
+) -> Iterator[tuple[str, Tensor | Codes]]:
+    """Fine-tune, then round to nearest: the tensors of a checkpoint, as `quantize_model` gives.
+
+    Of `config` the schemes count; text: windows of one length. Memory: five times the weights in
+    float32, and a batch's activations.
+    Raises UnsupportedModelError for a decoder that isn't shaped like Llama, ConfigError for a
+    scheme whose rows share scales.
+    """
+    parts = Parts.of(open_source(source) if isinstance(source, Path) else source)
+    decoder = parts.spec.decoder
+    text.check(decoder.vocab_size, decoder.max_position)
+    if len({len(window) for window in text.windows}) > 1:
+        raise ConfigError("Windows of different lengths can't be trained on together.")
+    schemes = {module: config.scheme_of(module) for module in parts.modules()}
+    for module, scheme in schemes.items():
+        if scheme is not None and (scheme.rows != 1 or scheme.kind == "nvfp4"):
+            raise ConfigError(f"{module} in {scheme.name}: rows share a scale, which QAT lacks.")
+        if scheme is not None and scheme.activations == "int8_static":
+            raise ConfigError(f"{module} in {scheme.name}: QAT calibrates no static scales.")
+    model = TrainableDecoder(parts, text.longest)
+    _fit(model, schemes, text, options, report)
+    return _tensors(parts, model, schemes)
+
+
+class TrainableDecoder(nn.Module):
+    """A decoder of RMS norms and gated feed-forwards in plain torch, float32, differentiable."""
+
+    def __init__(self, parts: Parts, length: int) -> None:
+        super().__init__()
+        self.spec = parts.spec.decoder
+        _check(self.spec, parts.spec.family)
+        self.layers = nn.ModuleList(
+            nn.ParameterDict({_key(n): nn.Parameter(t) for n, t in parts.layer(i).items()})
+            for i in range(parts.num_layers)
+        )
+        self.embed = nn.Parameter(parts.read(parts.embedding()))
+        self.norm = nn.Parameter(parts.read(parts.names["norm.weight"][0]))
+        self.head = None if self.spec.tied else nn.Parameter(parts.read(parts.head()[0]))
+        tables = {layer.attention.rope for layer in self.spec.layers}
+        self.tables = {r: None if r is None else cos_sin_table(r, length) for r in tables}
+
+    def weight(self, module: str) -> Tensor:
+        """The matrix in `module`, as it is trained."""
+        if module == "head":
+            return self.embed if self.head is None else self.head
+        _, i, name = module.split(".", 2)
+        return self._of(int(i), f"{name}.weight")
+
+    def forward(self, tokens: Tensor, rounded: Callable[[str, Tensor], Tensor]) -> Tensor:
+        """Logits [B, T, V] of tokens [B, T]; `rounded(module, W)` is what W is multiplied as."""
+        batch, length = tokens.shape
+        head = rounded("head", self.weight("head"))
+        table = head if self.head is None else self.embed
+        x = functional.embedding(tokens.flatten().long(), table) * self.spec.embed_scale
+        positions = torch.arange(length).repeat(batch)
+        for i, layer in enumerate(self.spec.layers):
+            x = x + self._attention(i, layer, x, positions, batch, rounded)
+            h = self._linear(i, "mlp.up", self._norm(x, self._of(i, "mlp_norm.weight")), rounded)
+            gate, up = h.chunk(2, -1)
+            match layer.mlp.activation:
+                case "silu":
+                    gate = functional.silu(gate)
+                case "gelu":
+                    gate = functional.gelu(gate)
+                case _:
+                    gate = functional.gelu(gate, approximate="tanh")
+            x = x + self._linear(i, "mlp.down", gate * up, rounded)
+        return functional.linear(self._norm(x, self.norm), head).view(batch, length, -1)
+
+    def _attention(
+        self,
+        i: int,
+        layer: LayerSpec,
+        x: Tensor,
+        positions: Tensor,
+        batch: int,
+        rounded: Callable[[str, Tensor], Tensor],
+    ) -> Tensor:
+        a = layer.attention
+        normed = self._norm(x, self._of(i, "attention_norm.weight"))
+        qkv = self._linear(i, "attention.qkv", normed, rounded).unflatten(-1, (-1, a.head_dim))
+        q, k, v = qkv.split((a.num_heads, a.num_kv_heads, a.num_kv_heads), 1)
+        if a.qk_norm == "head":
+            q = self._norm(q, self._of(i, "attention.q_norm.weight"))
+            k = self._norm(k, self._of(i, "attention.k_norm.weight"))
+        interleaved = a.rope is not None and a.rope.interleaved
+        q, k = (rotate(y, self.tables[a.rope], positions, interleaved) for y in (q, k))
+        shared = a.num_heads // a.num_kv_heads
+        heads = [y.unflatten(0, (batch, -1)).transpose(1, 2) for y in (q, k, v)]
+        k, v = (y.repeat_interleave(shared, 1) for y in heads[1:])
+        seen = functional.scaled_dot_product_attention(
+            heads[0], k, v, is_causal=True, scale=a.scale
+        )
+        return self._linear(i, "attention.out", seen.transpose(1, 2).flatten(2).flatten(0, 1),
+                            rounded)  # fmt: skip
+
+    def _of(self, i: int, name: str) -> Tensor:
+        layer = self.layers[i]
+        assert isinstance(layer, nn.ParameterDict)
+        found: Tensor = layer[_key(name)]
+        return found
+
+    def _norm(self, x: Tensor, weight: Tensor) -> Tensor:
+        weight = weight + self.spec.norm.offset
+        return functional.rms_norm(x, weight.shape, weight, self.spec.norm.eps)
+
+    def _linear(
+        self, i: int, module: str, x: Tensor, rounded: Callable[[str, Tensor], Tensor]
+    ) -> Tensor:
+        name = f"layers.{i}.{module}"
+        layer, bias = self.layers[i], _key(f"{module}.bias")
+        assert isinstance(layer, nn.ParameterDict)
+        return functional.linear(x, rounded(name, self.weight(name)), layer.get(bias))
+
+
+def _key(name: str) -> str:
+    return name.replace(".", "/")  # torch's parameters have no dots in their names
+
+
+def _check(spec: DecoderSpec, family: str) -> None:
+    lacking = {
+        "layer norms": spec.norm.kind != "rms",
+        "learned positions": bool(spec.learned_positions),
+        "capped logits": bool(spec.final_softcap),
+        "a biased head": spec.head_bias,
+    }
+    for layer in spec.layers:
+        a = layer.attention
+        lacking["parallel blocks"] = layer.parallel
+        lacking["norms after a block"] = layer.post_norm or not layer.pre_norm
+        lacking["feed-forwards without a gate"] = not layer.mlp.gated
+        lacking["sliding windows"] = bool(a.window)
+        lacking["long rope"] = a.rope is not None and a.rope.kind == "longrope"
+        lacking["capped scores or sinks"] = bool(a.softcap) or a.sinks
+        lacking["norms over all heads"] = a.qk_norm == "full"
+        if found := [name for name, there in lacking.items() if there]:
+            raise UnsupportedModelError(
+                f"{family!r} has {', '.join(found)}, which QAT isn't built for. Use GPTQ or AWQ."
+            )
+
+
+class _StraightThrough:
+    """W as its codes stand for it; the gradient is that of W."""
+
+    def __init__(self, schemes: dict[str, Scheme | None]) -> None:
+        self.schemes = schemes
+
+    def __call__(self, module: str, weight: Tensor) -> Tensor:
+        scheme = self.schemes[module]
+        if scheme is None:
+            return weight
+        with torch.no_grad():
+            lost = rtn.quantize(weight, scheme).dequantize() - weight
+        return weight + lost
+
+
+def _fit(
+    model: TrainableDecoder,
+    schemes: dict[str, Scheme | None],
+    text: CalibrationSet,
+    options: QatOptions,
+    report: Report | None,
+) -> None:
+    windows = torch.stack(text.tensors())
+    random = torch.Generator().manual_seed(options.seed)
+    teacher = copy.deepcopy(model).requires_grad_(False)
+    optimizer = torch.optim.AdamW(
+        model.parameters(), lr=options.learning_rate, weight_decay=options.weight_decay
+    )
+    rounded, order = _StraightThrough(schemes), torch.empty(0, dtype=torch.int64)
+    for step in range(options.steps):
+        if len(order) < options.batch:
+            order = torch.cat((order, torch.randperm(len(windows), generator=random)))
+        batch, order = windows[order[: options.batch]], order[options.batch :]
+        share = 0.55 + 0.45 * math.cos(math.pi * step / options.steps)
+        for group in optimizer.param_groups:
+            group["lr"] = options.learning_rate * share
+        logits = model(batch, rounded)
+        loss = torch.zeros(())
+        if options.distillation:
+            with torch.no_grad():
+                want = teacher(batch, lambda _, weight: weight).log_softmax(-1)
+            found = logits.log_softmax(-1)
+            kl = (want.exp() * (want - found)).sum(-1).mean()
+            loss = loss + options.distillation * kl
+        if options.distillation < 1:
+            own = functional.cross_entropy(
+                logits[:, :-1].flatten(0, 1), batch[:, 1:].flatten().long()
+            )
+            loss = loss + (1 - options.distillation) * own
+        optimizer.zero_grad(set_to_none=True)
+        torch.autograd.backward(loss)
+        optimizer.step()
+        if report is not None:
+            report(step + 1, options.steps, float(loss.detach()))
+
+
+def _tensors(
+    parts: Parts, model: TrainableDecoder, schemes: dict[str, Scheme | None]
+) -> Iterator[tuple[str, Tensor | Codes]]:
+    with torch.no_grad():
+        trained = {"norm.weight": model.norm, "embed.weight": model.embed}
+        if model.head is not None:
+            trained["head.weight"] = model.head
+        for i, layer in enumerate(model.layers):
+            assert isinstance(layer, nn.ParameterDict)
+            trained |= {f"layers.{i}.{n.replace('/', '.')}": t for n, t in layer.items()}
+    for target, names in parts.names.items():
+        module = target.removesuffix(".weight")
+        if target == "head.weight" and model.head is None and "embed.weight" in parts.names:
+            continue  # a second copy of the tied embedding
+        if model.head is None and module in ("embed", "head"):
+            module, target = "head", "embed.weight"
+        whole = trained[target].detach()
+        scheme = schemes.get(module) if target.endswith("weight") else None
+        matrix = module in ("embed", "head") or module.endswith(tuple(MATRICES.values()))
+        for name, piece in _split(parts, names, whole).items():
+            if scheme is not None:
+                yield name, rtn.quantize(piece, scheme)
+                continue
+            stored = parts.source.read(name)
+            assert isinstance(stored, Tensor)
+            yield name, piece.to(stored.dtype) if matrix else piece.clone()
+
+
+def _split(parts: Parts, names: tuple[str, ...], whole: Tensor) -> dict[str, Tensor]:
+    rows = [parts.source.shape(name)[0] for name in names]
+    return dict(zip(names, whole.split(rows), strict=True))

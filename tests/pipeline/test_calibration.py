@@ -1,0 +1,57 @@
+"""Calibration windows: which they are, and what is too little."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from penstock.errors import ConfigError
+from penstock.models.hub import resolve
+from penstock.pipeline.calibration import CalibrationSet, calibration_set, from_texts
+from penstock.tokenizer import Tokenizer
+
+STORY = "Once upon a time, there was a little girl named Lily. She loved to play in the park. "
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Tokenizer:
+    return Tokenizer.from_folder(resolve("stories"))
+
+
+def test_windows_are_spread_over_the_text(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    file = tmp_path / "text.txt"
+    file.write_text("<|endoftext|>".join([STORY * 5, STORY * 20, STORY * 10]))
+    tokens = [t for n in (5, 20, 10) for t in tokenizer.encode((STORY * n).strip())]
+    found = calibration_set([file], tokenizer, num_samples=4, window=64)
+    starts = [i * (len(tokens) // 64) // 4 for i in range(4)]
+    assert found.windows == tuple(tuple(tokens[64 * i : 64 * i + 64]) for i in starts)
+    assert (found.name, found.num_tokens, found.longest) == ("text.txt", 256, 64)
+    every = calibration_set([file], tokenizer, num_samples=10**6, window=64)
+    assert [t for window in every.windows for t in window] == tokens[: len(tokens) // 64 * 64]
+    assert every.first(4) == found
+
+
+def test_a_text_shorter_than_a_window_is_one_window(tokenizer: Tokenizer) -> None:
+    found = from_texts([STORY * 20], tokenizer, "short", window=100_000)
+    assert found.windows == (tuple(tokenizer.encode((STORY * 20).strip())),)
+
+
+def test_the_hash_is_of_windows_and_tokens() -> None:
+    one = CalibrationSet("a", ((1, 2), (3,)))
+    assert one.sha256 == CalibrationSet("b", ((1, 2), (3,))).sha256
+    others = [((1,), (2, 3)), ((1, 2), (4,)), ((1, 2, 3),)]
+    assert len({one.sha256, *(CalibrationSet("a", w).sha256 for w in others)}) == 4
+
+
+def test_too_little_text(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    for text in ("", "  <|endoftext|>\n", STORY):
+        with pytest.raises(ConfigError, match=r"has \d+ tokens, but 256 are the least"):
+            from_texts([text], tokenizer, "little")
+    with pytest.raises(ConfigError, match="one of two is the least"):
+        from_texts([STORY], tokenizer, "none", num_samples=0)
+    (tmp_path / "latin").write_bytes("für".encode("latin-1"))
+    with pytest.raises(ConfigError, match=r"latin isn't UTF-8 \(invalid .* at byte 1\)"):
+        calibration_set([tmp_path / "latin"], tokenizer)
+    with pytest.raises(ConfigError, match="can't be read"):
+        calibration_set([tmp_path / "absent"], tokenizer)
