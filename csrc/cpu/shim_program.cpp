@@ -353,14 +353,15 @@ STABLE_TORCH_LIBRARY_FRAGMENT(penstock, m) {
   m.def(
       "program_linear(int program, int x, Tensor weight, Tensor? scale, Tensor? zero, "
       "Tensor? bias, int out_features, bool int8_rows, Tensor? norm, float eps, int activation, "
-      "bool gated, ScalarType? out_dtype, int levels, Tensor? outer, Tensor? input_scale) -> int");
+      "bool gated, ScalarType? out_dtype, int levels=0, Tensor? outer=None, "
+      "Tensor? input_scale=None) -> int");
   m.def(
       "program_linear_add_(int program, int residual, int x, Tensor weight, Tensor? scale, "
-      "Tensor? zero, Tensor? bias, bool int8_rows, int levels, Tensor? outer, "
-      "Tensor? input_scale) -> ()");
+      "Tensor? zero, Tensor? bias, bool int8_rows, int levels=0, Tensor? outer=None, "
+      "Tensor? input_scale=None) -> ()");
   m.def(
       "program_embedding(int program, int tokens, Tensor weight, int dim, float scale, "
-      "Tensor? weight_scale, Tensor? zero, int levels, Tensor? outer) -> int");
+      "Tensor? weight_scale, Tensor? zero, int levels=0, Tensor? outer=None) -> int");
   m.def("program_sampled_rows(int program, int x) -> int");
   m.def("program_rms_norm(int program, int x, Tensor weight, float eps) -> int");
   m.def("program_layer_norm(int program, int x, Tensor weight, Tensor? bias, float eps) -> int");
