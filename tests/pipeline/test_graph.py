@@ -25,6 +25,10 @@ FORMATS = {
     "w8a8": (torch.bfloat16, "w8a8"),
     "w4a16": (torch.bfloat16, "w4a16-g64"),
     "w4a8": (torch.bfloat16, "w4a8-g32-asym"),
+    "fp8": (torch.bfloat16, "fp8"),
+    "nf4": (torch.bfloat16, "nf4"),
+    "mxfp4": (torch.bfloat16, "mxfp4"),
+    "nvfp4": (torch.bfloat16, "nvfp4"),
 }
 PLAIN = {"linear", "gate", "alternate", "rms_norm", "layer_norm", "add_", "embedding"}
 PLAIN |= {"rotary_cache", "paged_attention", "softcap_"}

@@ -136,8 +136,9 @@ def _fuse_residual(draft: _Draft) -> int:
             continue
         if not alone or not unchanged([product, linear["x"]], product, node):
             continue
-        kept = ("x", "weight", "scale", "zero", "bias", "int8_rows")
-        given = {"residual": residual, **{name: linear[name] for name in kept}}
+        before_and_after = {"out_features", "norm", "eps", "activation", "gated", "out_dtype"}
+        kept = {n: value for n, value in linear.items() if n not in before_and_after}
+        given = {"residual": residual, **kept}
         set_arguments(node, "linear_add_", given)
         draft.graph.erase_node(product)
         count += 1
