@@ -4,23 +4,22 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from penstock import LLM, SamplingParams
 from penstock.errors import ConfigError, ModelError, PenstockError
 from penstock.models.exported import MANIFEST, read_exported, verify_exported
 from penstock.models.load import load_model
-from penstock.models.weights import Checkpoint
-from penstock.pipeline import export, load_graph
-from penstock.pipeline.export import Export, NewWeights, export_model, write_tensors
+from penstock.pipeline import load_graph
+from penstock.pipeline.export import Export, export_model
 from penstock.pipeline.graph import weights_of
 from penstock.pipeline.partial import writing
 from tests.pipeline.test_graph import machine, steps
@@ -75,14 +74,11 @@ def test_what_is_in_it(exported: Export) -> None:
 
 def test_what_it_was_exported_for_is_what_engines_use(tiny_folder: Path, tmp_path: Path) -> None:
     source = tmp_path / "bfloat16"
+    shutil.copytree(tiny_folder, source)
     config = json.loads((tiny_folder / "config.json").read_text()) | {"dtype": "bfloat16"}
-    whole = Checkpoint(tiny_folder)
-
-    def write(folder: Path, tensors: object) -> dict[str, object]:
-        write_tensors(folder, ((n, whole.read(n).bfloat16()) for n in whole.names()))
-        return config
-
-    export_model(tiny_folder, source, weights=NewWeights([], write))
+    (source / "config.json").write_text(json.dumps(config))
+    whole = load_file(tiny_folder / "model.safetensors")
+    save_file({n: t.bfloat16() for n, t in whole.items()}, source / "model.safetensors")
     done = export_model(source, tmp_path / "out", kv_cache_dtype="int8", max_model_len=64)
     assert [len(layer) for layer in done.graph.caches] == [4] * 3  # with scales
     llm = LLM(tmp_path / "out", skip_tokenizer_init=True, num_gpu_blocks_override=8)
@@ -90,34 +86,6 @@ def test_what_it_was_exported_for_is_what_engines_use(tiny_folder: Path, tmp_pat
     llm = LLM(tmp_path / "out", skip_tokenizer_init=True, kv_cache_dtype="fp8", max_model_len=96)
     assert llm.runtime.layout.dtype is torch.float8_e4m3fn
     assert llm.runtime.model.max_model_len == 96
-
-
-def test_weights_from_elsewhere(
-    tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """In files of a limited size, and what config.json gains."""
-    monkeypatch.setattr(export, "SHARD_BYTES", 100_000)
-    whole = Checkpoint(tiny_folder)
-
-    def tensors() -> Iterator[tuple[str, Tensor]]:
-        for name in whole.names():
-            yield name, whole.read(name)
-
-    def write(folder: Path, named: export.Named) -> dict[str, object]:
-        return {**write_tensors(folder, named), "transformers_version": "of the writer"}
-
-    done = export_model(
-        tiny_folder, tmp_path / "out", weights=NewWeights(tensors(), write, {"scheme": "none"})
-    )
-    shards = sorted(done.folder.glob("*.safetensors"))
-    assert len(shards) > 2 and shards[0].name == f"model-00001-of-{len(shards):05}.safetensors"
-    assert all(sum(t.nbytes for t in load_file(f).values()) <= 100_000 for f in shards)
-    config = json.loads((done.folder / "config.json").read_text())
-    assert config["transformers_version"] == "of the writer"
-    assert done.manifest.choices["weights"] == {"scheme": "none"}
-    assert same(weights_of(done.model.model), weights_of(load_model(tiny_folder).model))
-    again = export_model(done.folder, tmp_path / "again")  # shards and their index are copied
-    assert same(weights_of(again.model.model), weights_of(done.model.model))
 
 
 def test_a_folder_that_is_taken(exported: Export, tiny_folder: Path, tmp_path: Path) -> None:

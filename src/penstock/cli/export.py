@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
 
@@ -14,6 +14,7 @@ from penstock.errors import ConfigError
 
 if TYPE_CHECKING:
     from penstock.pipeline.export import Export
+    from penstock.quant.files import Layout
 
 
 def export(
@@ -24,6 +25,49 @@ def export(
     *,
     kv_cache_dtype: KvCacheDtype = "auto",
     max_model_len: MaxModelLen = None,
+    quant: Annotated[
+        str | None,
+        typer.Option(
+            help="Store the layers' matrices in this scheme: w4a16-g128, w8a8, fp8, nf4, … "
+            "(see --quantization of generate)."
+        ),
+    ] = None,
+    method: Annotated[
+        str | None,
+        typer.Option(
+            help="How values are chosen: rtn, gptq, awq, smoothquant, awq+gptq, smoothquant+gptq, "
+            "qat. Default: gptq with --calib, else rtn."
+        ),
+    ] = None,
+    calib: Annotated[
+        list[Path] | None,
+        typer.Option(help="A text that values are fitted to; may be repeated."),
+    ] = None,
+    num_samples: Annotated[int, typer.Option(min=1, help="Windows of the calibration text.")] = 128,
+    window: Annotated[int, typer.Option(min=2, help="Tokens of each window.")] = 512,
+    budget: Annotated[
+        str | None,
+        typer.Option(
+            help="Choose each matrix's scheme by what it loses on the text: 4.5bpw, or a loss."
+        ),
+    ] = None,
+    head: Annotated[
+        str | None,
+        typer.Option(help="A scheme of the output head, too. Default: it stays as it is."),
+    ] = None,
+    layout: Annotated[
+        str,
+        typer.Option(help="compressed-tensors, awq, gptq, fp8 or bitsandbytes."),
+    ] = "compressed-tensors",
+    reduce_vocab: Annotated[
+        str | None,
+        typer.Option(
+            help="Keep so many tokens, the most frequent of --calib, or those that a file lists."
+        ),
+    ] = None,
+    merge_lora: Annotated[
+        Path | None, typer.Option(help="Add the LoRA adapter in this folder (PEFT's layout).")
+    ] = None,
     onnx: Annotated[
         Path | None,
         typer.Option(help="Write the model as ONNX, in float32, to this file; with or without -o."),
@@ -39,7 +83,14 @@ def export(
     if output is None and onnx is None:
         raise ConfigError("Nothing to write: give a folder by -o DIR, a file by --onnx, or both.")
     if output is None:
-        given = {"--kv-cache-dtype": kv_cache_dtype != "auto", "--json": as_json}
+        given = {
+            "--kv-cache-dtype": kv_cache_dtype != "auto",
+            "--json": as_json,
+            "--quant": quant is not None,
+            "--budget": budget is not None,
+            "--reduce-vocab": reduce_vocab is not None,
+            "--merge-lora": merge_lora is not None,
+        }
         for name, is_given in given.items():
             if is_given:
                 raise ConfigError(f"{name} is about the folder: give one by -o DIR.")
@@ -48,12 +99,31 @@ def export(
     if output is None:
         return
     from penstock.pipeline.export import export_model
+    from penstock.pipeline.new_weights import NewWeights
+    from penstock.pipeline.vocabulary import VocabularyChoice
 
+    texts = tuple(calib or ())
+    vocabulary = None
+    if reduce_vocab is not None:
+        vocabulary = VocabularyChoice.parse(reduce_vocab, texts)
+    fitted = quant is not None or budget is not None
     done = export_model(
         model,
         output,
         kv_cache_dtype=kv_cache_dtype,
         max_model_len=max_model_len,
+        weights=NewWeights(
+            quant=quant,
+            method=method,
+            calib=texts if fitted or vocabulary is None else (),
+            num_samples=num_samples,
+            window=window,
+            layout=cast("Layout", layout),
+            head=head,
+            budget=budget,
+            merge_lora=merge_lora,
+        ),
+        reduce_vocab=vocabulary,
         force=force,
         progress=lambda what: console.note(f"{what} …") if console.is_terminal() else None,
     )

@@ -4,50 +4,33 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable, Iterable
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
-from torch import Tensor
 
 from penstock.config import EngineConfig
+from penstock.errors import ConfigError
 from penstock.models.exported import FORMAT, MANIFEST, Exported, sha256
 from penstock.models.hub import EMBEDDED, resolve
 from penstock.models.load import LoadedModel, load_model
-from penstock.models.registry import read_json
 from penstock.models.weights import Checkpoint
 from penstock.pipeline.graph import Graph, export_graph
+from penstock.pipeline.new_weights import NewWeights
 from penstock.pipeline.partial import writing
+from penstock.pipeline.vocabulary import VocabularyChoice
 from penstock.runtime.loader import layout_of
+from penstock.tokenizer.vocab_map import FILE as VOCAB_MAP
 
 GRAPH = "graph.pt2"
-SHARD_BYTES = 4 << 30
-_KEPT = ("*.json", "*.jinja", "*.model", "*.tiktoken", "*.txt", "LICENSE*", "README.md")
+_KEPT = ("*.json", "*.jinja", "*.model", "*.tiktoken", "*.txt", "LICENSE*", "README.md", VOCAB_MAP)
 _INDEX = "model.safetensors.index.json"
-
-Named = Iterable[tuple[str, Any]]
-"""Checkpoint names and what they hold: a Tensor, or what the writer in use knows to store."""
-
-Writer = Callable[[Path, Named], dict[str, Any]]
-"""Stores tensors in a folder as safetensors; returns what config.json gains (its
-`quantization_config`).
-"""
 
 Progress = Callable[[str], None]
 """Called with what is being done."""
-
-
-@dataclass(frozen=True, slots=True)
-class NewWeights:
-    """What replaces the checkpoint's own weights, how it is stored, and the choices behind it."""
-
-    tensors: Named
-    write: Writer
-    choices: dict[str, Any] = field(default_factory=dict)  # scheme, calibration text and its hash
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,29 +50,45 @@ def export_model(
     kv_cache_dtype: str = "auto",
     max_model_len: int | None = None,
     weights: NewWeights | None = None,
+    reduce_vocab: VocabularyChoice | None = None,
     force: bool = False,
     progress: Progress | None = None,
 ) -> Export:
     """Write `model` to the folder `output`: checkpoint, tokenizer, graph, manifest.
 
     kv_cache_dtype, max_model_len: what engines of this folder use unless told otherwise, and the
-    graph's cache. weights: instead of the checkpoint's own, which are copied as they are. The
-    graph is made of what was written, read back. force: replace an earlier export.
+    graph's cache. weights: what becomes of the checkpoint's own, which else are copied as they are.
+    reduce_vocab: which tokens stay. The graph is made of what was written, read back. force:
+    replace an earlier export. Layers that are quantized are kept in `output` with `.work` until
+    the whole is done: the same export, started again, goes on there.
     Raises ConfigError when `output` can't be written; what loading the model raises.
     """
     source = resolve(model)
+    if not source.is_dir():
+        raise ConfigError(
+            f"{source} is a file. Its weights load and run as they are; an export is made of a "
+            "checkpoint's folder."
+        )
     engine = EngineConfig.of(model=model, kv_cache_dtype=kv_cache_dtype)
     say = progress or (lambda _: None)
     with writing(output, force=force) as folder:
+        chosen, work = dict[str, Any](), output.with_name(output.name + ".work")
+        whole, stage = source, folder / "stage"
+        if reduce_vocab is not None:
+            say("vocabulary")
+            stage.mkdir()
+            chosen["reduce_vocab"] = reduce_vocab.write(source, stage)
+            source = stage
         say("weights")
-        config = read_json(source / "config.json")
-        if weights is None:
-            _copy_weights(source, folder)
+        if weights is not None and weights.is_anything:
+            chosen |= weights.write(source, folder, None if source is stage else work, say)
         else:
-            config |= weights.write(folder, weights.tensors)
+            _copy_weights(source, folder)
+            shutil.copyfile(source / "config.json", folder / "config.json")
         say("tokenizer")
         _copy_rest(source, folder)
-        (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+        if source is stage:
+            shutil.rmtree(stage)
         say("graph")
         loaded = load_model(folder, max_model_len=max_model_len)
         layout = layout_of(engine, loaded)
@@ -100,7 +99,7 @@ def export_model(
             choices={
                 "kv_cache_dtype": kv_cache_dtype,
                 "max_model_len": max_model_len,
-                "weights": {} if weights is None else weights.choices,
+                "weights": chosen,
             },
             graph={
                 "file": GRAPH,
@@ -111,44 +110,12 @@ def export_model(
             },
             files=_files(folder),
             made_by={"penstock": version("penstock"), "torch": torch.__version__},
-            source=str(model) if isinstance(model, str) and _is_name(model) else source.name,
+            source=str(model) if isinstance(model, str) and _is_name(model) else whole.name,
         )
         text = json.dumps({"format": FORMAT, **asdict(manifest)}, indent=2)
         (folder / MANIFEST).write_text(text + "\n", encoding="utf-8")
+    shutil.rmtree(work, ignore_errors=True)
     return Export(output, graph, loaded, manifest)
-
-
-def write_tensors(folder: Path, tensors: Named) -> dict[str, Any]:
-    """A `Writer` of plain tensors, in files of up to SHARD_BYTES; holds one file's in memory."""
-    shards: list[list[str]] = []
-    held: dict[str, Tensor] = {}
-    size = 0
-
-    def put() -> None:
-        save_file(held, folder / f"shard-{len(shards)}.safetensors", {"format": "pt"})
-        shards.append(list(held))
-        held.clear()
-
-    total = 0
-    for name, tensor in tensors:
-        if held and size + tensor.nbytes > SHARD_BYTES:
-            put()
-            size = 0
-        held[name] = tensor.contiguous()
-        size += tensor.nbytes
-        total += tensor.nbytes
-    put()
-    if len(shards) == 1:
-        (folder / "shard-0.safetensors").rename(folder / "model.safetensors")
-        return {}
-    where: dict[str, str] = {}
-    for i, names in enumerate(shards):
-        file = f"model-{i + 1:05}-of-{len(shards):05}.safetensors"
-        (folder / f"shard-{i}.safetensors").rename(folder / file)
-        where |= dict.fromkeys(names, file)
-    index = {"metadata": {"total_size": total}, "weight_map": where}
-    (folder / _INDEX).write_text(json.dumps(index, indent=2), encoding="utf-8")
-    return {}
 
 
 def _copy_weights(source: Path, folder: Path) -> None:

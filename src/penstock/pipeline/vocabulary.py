@@ -93,6 +93,50 @@ def reduce_vocabulary(
     return found
 
 
+@dataclass(frozen=True, slots=True)
+class VocabularyChoice:
+    """Which tokens an export keeps: the most frequent of texts, or those of a list."""
+
+    size: int | None = None
+    texts: tuple[Path, ...] = ()
+    keep: Path | None = None  # a file with a list of them
+
+    @classmethod
+    def parse(cls, words: str, texts: tuple[Path, ...]) -> VocabularyChoice:
+        """Of `--reduce-vocab`: a number of tokens, counted in the texts, or a file with a list."""
+        if words.isdecimal():
+            if not texts:
+                raise ConfigError(
+                    f"--reduce-vocab {words} keeps the most frequent tokens of a text: give it by "
+                    "--calib."
+                )
+            return cls(int(words), texts)
+        if not Path(words).is_file():
+            raise ConfigError(f"--reduce-vocab {words} is neither a number nor a file of tokens.")
+        return cls(keep=Path(words))
+
+    def write(self, source: Path, folder: Path) -> dict[str, Any]:
+        """The model in `source` with fewer tokens, in the empty `folder`; what was chosen."""
+        if self.keep is not None:
+            found = choose_vocabulary(source, keep=read_keep_list(self.keep))
+        else:
+            found = choose_vocabulary(source, size=self.size, texts=_read_all(self.texts))
+        write_reduced(source, folder, found)
+        vocab_map = found.vocab_map
+        return {
+            "tokens": len(vocab_map),
+            "of": vocab_map.original_size,
+            "by": self.keep.name if self.keep else [file.name for file in self.texts],
+        }
+
+
+def _read_all(files: Sequence[Path]) -> list[str]:
+    try:
+        return [file.read_text(encoding="utf-8") for file in files]
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"A text of the vocabulary can't be read: {error}") from error
+
+
 def choose_vocabulary(
     folder: Path,
     *,

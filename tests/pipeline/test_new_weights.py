@@ -1,0 +1,223 @@
+"""What an export makes of weights: adapters, fewer tokens, codes; and in which order."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from penstock import LLM, SamplingParams
+from penstock.errors import ConfigError, ModelNotFoundError, UnsupportedModelError, WeightsError
+from penstock.models.hub import resolve
+from penstock.models.load import load_model
+from penstock.models.lora import CONFIG, WEIGHTS, Merged
+from penstock.models.weights import Checkpoint
+from penstock.pipeline.export import export_model
+from penstock.pipeline.graph import weights_of
+from penstock.pipeline.new_weights import NewWeights
+from penstock.pipeline.vocabulary import VocabularyChoice
+
+STORIES = resolve("stories")
+Q = "model.layers.0.self_attn.q_proj.weight"
+
+
+def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
+    return a.keys() == b.keys() and all(
+        torch.equal(x.view(torch.uint8), b[n].view(torch.uint8)) for n, x in a.items()
+    )
+
+
+def greedy(model: Path, prompt: str = "Once upon a time", **chosen: Any) -> list[int]:
+    llm = LLM(model, num_gpu_blocks_override=24, max_model_len=256, **chosen)
+    (found,) = llm.generate([prompt], SamplingParams(temperature=0, max_tokens=24))
+    return found.outputs[0].token_ids
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Of the embedded model's own, so that it needs no other data."""
+    file = tmp_path_factory.mktemp("text") / "stories.txt"
+    llm = LLM(max_model_len=256)
+    starts = ("Once upon a time", "One day, a little girl", "Tom and his dog", "The old tree")
+    written = llm.generate(list(starts), SamplingParams(seed=1, max_tokens=160, ignore_eos=True))
+    file.write_text(
+        "\n<|endoftext|>\n".join(
+            s + o.outputs[0].text for s, o in zip(starts, written, strict=True)
+        )
+    )
+    return file
+
+
+def test_rounded_to_nearest_it_is_what_loading_rounds_to(tmp_path: Path) -> None:
+    weights = NewWeights("w8a16", head="w8a16")
+    done = export_model("stories", tmp_path / "out", weights=weights)
+    on_load = load_model(STORIES, quantization="w8a16")
+    assert same(weights_of(done.model.model), weights_of(on_load.model))
+    assert done.manifest.choices["weights"]["quant"] == "w8a16"
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert config["quantization_config"]["quant_method"] == "compressed-tensors"
+    assert greedy(tmp_path / "out") == greedy(STORIES, quantization="w8a16")
+
+
+def test_fitted_to_a_text_that_the_manifest_names(tmp_path: Path, text: Path) -> None:
+    weights = NewWeights("w4a16-g64", calib=(text,), num_samples=4, window=64)
+    said: list[str] = []
+    done = export_model("stories", tmp_path / "out", weights=weights, progress=said.append)
+    chosen = done.manifest.choices["weights"]
+    assert chosen["method"] == "gptq" and chosen["head"] is None
+    assert chosen["calibration"]["windows"] == 4 and chosen["calibration"]["tokens"] == 256
+    assert chosen["calibration"]["files"][0]["name"] == "stories.txt"
+    assert any("layer 1 of" in line and "output error" in line for line in said)
+    nearest = export_model("stories", tmp_path / "rtn", weights=NewWeights("w4a16-g64"))
+    assert not same(weights_of(done.model.model), weights_of(nearest.model.model))
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["out", "rtn"]  # no .work, no .partial
+
+
+@pytest.mark.parametrize("layout", ["awq", "gptq"])
+def test_other_layouts(tmp_path: Path, layout: Any) -> None:
+    weights = NewWeights("w4a16-g64-asym", layout=layout)
+    done = export_model("stories", tmp_path / "out", weights=weights)
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert config["quantization_config"]["quant_method"] == layout
+    assert done.model.model.formats.matrix.name == "w4a16-g64-asym"
+
+
+def test_a_mixture_within_a_budget(tmp_path: Path, text: Path) -> None:
+    weights = NewWeights(budget="6bpw", calib=(text,), num_samples=4, window=64, method="rtn")
+    done = export_model("stories", tmp_path / "out", weights=weights)
+    formats = done.model.model.formats
+    names = {formats.of(m).name for m in done.manifest.choices["weights"]["special"]}
+    assert formats.special and len({*names, formats.matrix.name}) >= 2
+    assert greedy(tmp_path / "out")
+
+
+def test_fewer_tokens_then_codes(tmp_path: Path, text: Path) -> None:
+    vocabulary = VocabularyChoice.parse("1500", (text,))
+    weights = NewWeights("w8a16", calib=(), head="w8a16")
+    export_model("stories", tmp_path / "out", weights=weights, reduce_vocab=vocabulary)
+    assert not (tmp_path / "out" / "stage").exists()
+    export_model("stories", tmp_path / "whole", weights=weights)
+    prompt = text.read_text()[:40]
+    small, whole = greedy(tmp_path / "out", prompt), greedy(tmp_path / "whole", prompt)
+    assert small[:8] == whole[:8]
+    fitted = replace(weights, quant="w4a16-g64", calib=(text,), num_samples=4, window=64)
+    export_model("stories", tmp_path / "fitted", weights=fitted, reduce_vocab=vocabulary)
+    assert greedy(tmp_path / "fitted", prompt)
+
+
+# ── adapters ─────────────────────────────────────────────────────────────────────────────────
+
+
+def adapter(folder: Path, **config: Any) -> Path:
+    """Of rank 4 on two matrices of the embedded model."""
+    folder.mkdir(parents=True)
+    base, random = Checkpoint(STORIES), torch.Generator().manual_seed(3)
+    tensors = {}
+    for name in (Q, Q.replace(".0.", ".1.").replace("q_proj", "v_proj")):
+        n, k = base.shape(name)
+        module = "base_model.model." + name.removesuffix(".weight")
+        tensors[f"{module}.lora_A.weight"] = torch.randn(4, k, generator=random)
+        tensors[f"{module}.lora_B.weight"] = torch.randn(n, 4, generator=random)
+    save_file(tensors, folder / WEIGHTS)
+    about = {"peft_type": "LORA", "r": 4, "lora_alpha": 2, **config}
+    (folder / CONFIG).write_text(json.dumps(about))
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("config", "scale"),
+    [({}, 0.5), ({"use_rslora": True}, 1.0), ({"alpha_pattern": {"q_proj": 8}}, 2.0)],
+)
+def test_an_adapter_is_added(tmp_path: Path, config: dict[str, Any], scale: float) -> None:
+    folder = adapter(tmp_path / "adapter", **config)
+    merged, base, own = (
+        Merged(Checkpoint(STORIES), folder),
+        Checkpoint(STORIES),
+        load_file(folder / WEIGHTS),
+    )
+    a, b = (own[f"base_model.model.{Q.removesuffix('.weight')}.lora_{x}.weight"] for x in "AB")
+    before = base.read(Q)
+    assert torch.equal(merged.read(Q), (before.float() + scale * (b @ a)).to(before.dtype))
+    other = Q.replace("q_proj", "k_proj")
+    assert torch.equal(merged.read(other), base.read(other))
+    export_model("stories", tmp_path / "out", weights=NewWeights(merge_lora=folder))
+    assert torch.equal(Checkpoint(tmp_path / "out").read(Q), merged.read(Q))
+    quantized = NewWeights("w8a16", merge_lora=folder)
+    done = export_model("stories", tmp_path / "codes", weights=quantized)
+    assert done.manifest.choices["weights"]["merge_lora"]["name"] == "adapter"
+
+
+def about(**config: Any) -> Any:
+    return lambda folder: (folder / CONFIG).write_text(json.dumps({"peft_type": "LORA", **config}))
+
+
+def holding(*names: str) -> Any:
+    return lambda f: save_file({name: torch.ones(4, 4) for name in names}, f / WEIGHTS)
+
+
+def part(which: str) -> str:
+    return f"base_model.model.{Q.removesuffix('.weight')}.lora_{which}.weight"
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "words"),
+    [
+        (lambda f: (f / CONFIG).unlink(), ModelNotFoundError, "is no adapter"),
+        (lambda f: (f / WEIGHTS).write_bytes(b"x" * 99), WeightsError, "can't be read"),
+        (about(use_dora=True, lora_alpha=1), UnsupportedModelError, "use_dora=True"),
+        (about(), UnsupportedModelError, "lora_alpha must be a number"),
+        (holding("base_model.model.x.lora_A.weight"), WeightsError, "the model lacks"),
+        (holding(part("A")), WeightsError, "only half"),
+        (holding(part("A"), part("B")), WeightsError, "don't give that"),
+        (holding("something.else"), UnsupportedModelError, "isn't a LoRA matrix"),
+    ],
+)
+def test_what_is_no_adapter_of_the_model(
+    tmp_path: Path, change: Any, error: type[Exception], words: str
+) -> None:
+    folder = adapter(tmp_path / "adapter")
+    change(folder)
+    with pytest.raises(error, match=words):
+        export_model("stories", tmp_path / "out", weights=NewWeights(merge_lora=folder))
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("chosen", "words"),
+    [
+        ({"quant": "w5a8"}, "w5a8"),
+        ({"quant": "w8a8", "method": "magic"}, "magic isn't one of rtn, gptq"),
+        ({"quant": "w4a16", "method": "awq"}, "give --calib"),
+        ({"quant": "w4a16", "method": "rtn", "calib": (Path("x"),)}, "can't take effect"),
+        ({"method": "gptq"}, "nothing to act on without --quant"),
+        ({"budget": "4.5bpw"}, "give --calib"),
+        ({"budget": "4.5bpw", "quant": "w8a8", "calib": (Path("x"),)}, "can't take effect"),
+        ({"budget": "many", "calib": (Path("x"),)}, "neither bits a weight"),
+        ({"quant": "fp8", "layout": "awq"}, "can't express fp8"),
+        ({"quant": "w4a16-g128", "layout": "gguf"}, "isn't one of compressed-tensors"),
+    ],
+)  # fmt: skip
+def test_choices_that_cannot_be(chosen: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        NewWeights(**chosen)
+
+
+def test_calibration_that_is_too_short_or_missing(tmp_path: Path) -> None:
+    (tmp_path / "short.txt").write_text("Too short.")
+    for name, words in (("short.txt", "256 are the least"), ("none.txt", r"none\.txt")):
+        weights = NewWeights("w4a16-g64", calib=(tmp_path / name,))
+        with pytest.raises(ConfigError, match=words):
+            export_model("stories", tmp_path / "out", weights=weights)
+        assert not (tmp_path / "out").exists()
+
+
+def test_reduced_vocabularies_are_asked_for_rightly(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="give it by --calib"):
+        VocabularyChoice.parse("1000", ())
+    with pytest.raises(ConfigError, match="neither a number nor a file"):
+        VocabularyChoice.parse(str(tmp_path / "none"), ())
