@@ -60,7 +60,7 @@ def test_statistics_are_those_of_the_models_own_inputs(
     for i in range(parts.num_layers):
         before = [residual.clone() for residual in stream.residuals()]
         found = stream.observe(parts.layer(i))
-        assert all(map(torch.equal, before, stream.residuals(), strict=True))
+        assert all(torch.equal(a, b) for a, b in zip(before, stream.residuals(), strict=True))
         for name, seen in found.items():
             theirs = next(t for t in INPUTS[name] if f"model.layers.{i}.{t}" in want)
             x = want[f"model.layers.{i}.{theirs}"]

@@ -51,7 +51,7 @@ class InputStatistics:
     def hessian(self) -> Tensor:
         """[K, K] float32: XᵀX / T, half the Hessian of the mean squared error in one row of W."""
         if self._products is None:
-            raise ValueError("these statistics were kept without products")
+            raise WeightsError("These statistics were kept without XᵀX: ask for hessian=True.")
         return self._products / max(self.rows, 1)
 
 
