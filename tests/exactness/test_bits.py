@@ -142,7 +142,7 @@ GOLDEN_MORE = {
     "fp8-e5m2": "e273b6f79e9d0f654dade9f23899c4a4291f095b9293b6a6c087a135a7df6c4e",
     "nf4": "5e707165e9d63ed5809041f2c44fdb0240f7bb915074568cb728fbe833a74ff8",
     "mxfp4": "ab45b589687fdacfcd22c84a86972230effcac96d7e143e0ad8ebaba9af6e315",
-    "nvfp4": "1bc489fd08d1843a964740e21708efda3cb65cafdc35af343fbc5032adcfb13b",
+    "nvfp4": "962210e0c1b46fe49547455cd9b31d1a133ec38ae37396eed11c689fb291b4ce",
 }
 """The same prompt in the other formats."""
 

@@ -76,7 +76,7 @@ def choose_scale(weight: Tensor, scheme: Scheme) -> Scales:
     int8: top / 127; not symmetric (high − low) / 255, with the code of low at −128. In groups,
     the scale is rounded to float16. int4: as `ops.quantize_int4` says, for groups of any length.
     fp8: top / 448, of E5M2 top / 57,344. nf4: top, in float16. mxfp4: 2^(⌊log2 top⌋ − 2). nvfp4:
-    outer = the whole matrix's top / (448 · 6), and top / 6 / outer in E4M3.
+    outer = 1 / (448 · 6 / the whole matrix's top), and top / 6 / outer in E4M3.
     """
     grouped = _grouped(weight, scheme)
     low, high = _ends(grouped, scheme)
@@ -90,7 +90,8 @@ def choose_scale(weight: Tensor, scheme: Scheme) -> Scales:
     outer = None
     if scheme.kind == "nvfp4":
         whole = top.amax()
-        outer = torch.where(whole < LEAST_ROW, 1.0, whole / (_E4M3_MAX * _E2M1_MAX))
+        inverse = _E4M3_MAX * _E2M1_MAX / whole  # what files hold
+        outer = torch.where(whole < LEAST_ROW, 1.0, torch.ones_like(whole) / inverse)
         scale = (top / _E2M1_MAX / outer).clamp(max=_E4M3_MAX).to(torch.float8_e4m3fn).float()
         outer = outer.expand(weight.shape[0]).contiguous()
     _check(weight, torch.where(top.isfinite(), scale, torch.nan))
