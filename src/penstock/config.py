@@ -211,6 +211,15 @@ class EngineConfig:
     given: frozenset[str] = field(default=frozenset(), compare=False, repr=False)
     """Names of the fields that somebody chose, whatever their value."""
 
+    def storing(self, kv_cache_dtype: str) -> EngineConfig:
+        """This with keys and values in `kv_cache_dtype`, and what follows from it."""
+        caching = self.cache.enable_prefix_caching
+        if caching and "enable_prefix_caching" not in self.given:
+            caching = None  # nobody asked for it
+        stored: Any = kv_cache_dtype
+        cache = replace(self.cache, kv_cache_dtype=stored, enable_prefix_caching=caching)
+        return replace(self, cache=cache)
+
     def chose(self, part: object, name: str) -> bool:
         """Whether the field `name` of `part` was chosen, rather than suggested or left out."""
         if self.given:

@@ -13,7 +13,7 @@ import typer
 from penstock.cli import console
 from penstock.cli.options import Dtype, KvCacheDtype, MaxModelLen, Quantization
 
-_WORDS = {"pack": "Packing weights", "plan": "Recording the plan", "time": "Timing steps"}
+_WORDS = {"pack": "Packing weights", "plan": "Planning steps", "time": "Timing steps"}
 
 
 def build(
@@ -29,6 +29,13 @@ def build(
         typer.Option(
             help="Tokens of a step: MIN,OPT,MAX. MIN to MAX are timed; prompts are computed in "
             "steps of at least OPT. Default: 1,512,2048."
+        ),
+    ] = None,
+    passes: Annotated[
+        str | None,
+        typer.Option(
+            help="Passes over the graph, by name, joined by commas; none for none of them. "
+            "Default: all (docs/graph.md)."
         ),
     ] = None,
     device: Annotated[str, typer.Option(help="What it runs on: cpu.")] = "cpu",
@@ -54,6 +61,7 @@ def build(
         max_num_seqs=max_num_seqs,
         max_model_len=max_model_len,
         profile=None if profile is None else parse_profile(profile),
+        passes=None if passes is None else _names(passes),
         device=device,
         force=force,
         timing_cache=not no_timing_cache,
@@ -65,6 +73,10 @@ def build(
         return
     for line in lines(report, output):
         typer.echo(line)
+
+
+def _names(passes: str) -> tuple[str, ...]:
+    return () if passes == "none" else tuple(name.strip() for name in passes.split(","))
 
 
 @contextmanager
@@ -108,11 +120,14 @@ def lines(report: dict[str, Any], output: Path) -> list[str]:
     limits = report["choices"]
     steps = f"{len(report['operators'])} operators in one call"
     tokens = chosen["prefill_tokens"] or most
+    graph = report["graph"]
+    before, after = (sum(graph[when].values()) for when in ("before", "after"))
     found = "disturbed, nothing chosen" if report["disturbed"] else report["timings"]
     return [
         f"engine     {output}",
         f"weights    {report['weight_formats']}, {sizes['weights_file'] / 1e6:,.1f} MB",
         f"step       {steps}, {low} to {most} tokens, usually {usual}",
+        f"graph      {graph['source']}: {before} operators, {after} after passes",
         f"limits     {limits['max_num_seqs']} sequences of up to {limits['max_model_len']} tokens",
         f"workspace  {sizes['workspace'] / 1e6:,.1f} MB for prompts and decoding; "
         f"cache {sizes['cache_per_token']:,} bytes a token",

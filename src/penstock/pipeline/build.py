@@ -30,6 +30,8 @@ from penstock.models.hub import resolve
 from penstock.models.load import LoadedModel, load_model
 from penstock.pipeline import tuning
 from penstock.pipeline.new_folder import new_folder, sync
+from penstock.pipeline.passes import check_passes
+from penstock.pipeline.planning import Planned, plan_step
 from penstock.pipeline.weights_file import WeightsFile
 from penstock.runtime import compile_counter
 from penstock.runtime.engine_folder import (
@@ -52,6 +54,7 @@ from penstock.runtime.loader import layout_of
 from penstock.runtime.plan import Plan, fixed_tensors, record
 from penstock.runtime.program import Program
 from penstock.runtime.tuned import Tuned
+from penstock.tokenizer.vocab_map import FILE as VOCAB_MAP
 
 logger = logging.getLogger("penstock")
 
@@ -60,7 +63,15 @@ Progress = Callable[[str, int, int], None]
 
 PHASES = ("pack", "plan", "time")
 USUAL_TOKENS = 512
-_COPIED = ("*.json", "*.jinja", "*.model", "*.txt", "*.tiktoken", "additional_chat_templates/*")
+_COPIED = (
+    "*.json",
+    VOCAB_MAP,
+    "*.jinja",
+    "*.model",
+    "*.txt",
+    "*.tiktoken",
+    "additional_chat_templates/*",
+)
 _NOT_COPIED = (MANIFEST, PLAN, TIMINGS, REPORT, "model.safetensors.index.json", "penstock.json")
 
 
@@ -79,12 +90,14 @@ class BuildOptions:
     profile: tuple[int, int, int] | None = None  # tokens of a step: fewest, usual, most
     device: str = "cpu"
     force: bool = False  # replace an engine that is there
+    passes: tuple[str, ...] | None = None  # over the graph; None: all
     timing_cache: bool = True  # replay what an earlier build has measured
 
     def __post_init__(self) -> None:
         if self.device != "cpu":
             raise ConfigError(f"device={self.device!r} isn't built: engines are for 'cpu'.")
         _ = self.config  # refuses what is out of range
+        check_passes(self.passes or ())
         low, usual, most = self.steps
         if not 1 <= low <= usual <= most:
             raise ConfigError(
@@ -137,6 +150,7 @@ class BuildOptions:
             ("--max-num-seqs", self.max_num_seqs, 64),
             ("--max-model-len", self.max_model_len, None),
             ("--profile", self.profile and ",".join(map(str, self.profile)), None),
+            ("--passes", None if self.passes is None else ",".join(self.passes) or "none", None),
         ):
             if value != default:
                 words += [name, str(value)]
@@ -172,14 +186,15 @@ class _Build:
             loaded, index = self._pack()
         with self._timed("plan"):
             layout = layout_of(self.options.config, loaded)
-            plan = self._plan(loaded, layout, index)
+            planned = self._plan(loaded, layout, index)
+            plan = planned.plan
         self._copy_files()
         limits = Limits(self.options.max_num_seqs, loaded.max_model_len, self.options.steps)
         manifest = self._manifest(loaded, limits, index)
         with self._timed("time"):
             timings = self._time(loaded, layout, plan, limits, manifest)
         _write(self.folder / TIMINGS, timings)
-        report = self._report(manifest, plan, layout, timings)
+        report = self._report(manifest, planned, layout, timings)
         _write(self.folder / REPORT, report)
         self._finish(manifest)
         return report
@@ -206,11 +221,11 @@ class _Build:
                 weights.add(name, table)
             return loaded, weights.index(WEIGHTS)
 
-    def _plan(self, loaded: LoadedModel, layout: PagedLayout, index: Mapping[str, Any]) -> Plan:
-        """Record both kinds of step, and write their plans."""
+    def _plan(self, loaded: LoadedModel, layout: PagedLayout, index: Mapping[str, Any]) -> Planned:
+        """Plan both kinds of step, and write their plans."""
         self.progress("plan", 0, 2)
-        kv = layout.allocate(1)
-        plan, _ = record(loaded.model, kv, fixed_tensors(loaded.model))
+        planned = plan_step(loaded, layout, self.source, self.options.passes)
+        plan, kv = planned.plan, layout.allocate(1)
         self.progress("plan", 1, 2)
         hidden = loaded.model.last_hidden_state()
         hidden_plan, _ = record(hidden, kv, hidden_tensors(hidden))
@@ -222,7 +237,7 @@ class _Build:
             )
         _write(self.folder / PLAN, {"step": plan.as_dict(), "hidden": hidden_plan.as_dict()})
         self.progress("plan", 2, 2)
-        return plan
+        return planned
 
     def _copy_files(self) -> None:
         for pattern in _COPIED:
@@ -309,11 +324,11 @@ class _Build:
     def _report(
         self,
         manifest: Mapping[str, Any],
-        plan: Plan,
+        planned: Planned,
         layout: PagedLayout,
         timings: Mapping[str, Any],
     ) -> dict[str, Any]:
-        tensors = manifest["weights"]["tensors"]
+        tensors, plan = manifest["weights"]["tensors"], planned.plan
         counts = Counter(operator.op for operator in plan.operators)
         return {
             "choices": manifest["choices"],
@@ -323,6 +338,12 @@ class _Build:
                 {"op": o.op, "weights": o.weights(), "shape": o.shape} for o in plan.operators
             ],
             "operator_counts": dict(counts),
+            "graph": {
+                "source": planned.source,
+                "passes": planned.changes,
+                "before": planned.before,
+                "after": planned.after,
+            },
             "bytes": {
                 "weights": sum(entry["bytes"] for entry in tensors.values()),
                 "weights_file": manifest["weights"]["bytes"],

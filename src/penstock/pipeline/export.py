@@ -106,6 +106,7 @@ def export_model(
                 "digest": graph.digest,
                 "operators": len(graph.operators()),
                 "block_size": layout.block_size,
+                "cache": layout.stored,
                 "formats": loaded.model.formats.name,
             },
             files=_files(folder),

@@ -57,17 +57,22 @@ def optimize(graph: Graph, passes: Iterable[str] | None = None) -> Optimized:
     Raises ConfigError for a name that is no pass.
     """
     chosen = list(PASSES) if passes is None else list(passes)
-    for name in chosen:
-        if name not in PASSES:
-            raise ConfigError(
-                f"{name!r} isn't a pass; there are {', '.join(PASSES)}.{nearest(name, PASSES)}"
-            )
+    check_passes(chosen)
     with quiet():
         work = Graph(copy.deepcopy(graph.program), dict(graph.derived))
     draft = _Draft(work.module.graph, work.nodes[2], work.derived)
     changes = {name: rewrite(draft) for name, rewrite in PASSES.items() if name in chosen}
     after = retrace(work)
     return Optimized(after, graph.operators(), after.operators(), changes)
+
+
+def check_passes(names: Iterable[str]) -> None:
+    """Raises ConfigError for a name that is no pass."""
+    for name in names:
+        if name not in PASSES:
+            raise ConfigError(
+                f"{name!r} isn't a pass; there are {', '.join(PASSES)}.{nearest(name, PASSES)}"
+            )
 
 
 def _pass(name: str) -> Callable[[Rewrite], Rewrite]:

@@ -18,7 +18,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -122,9 +122,8 @@ class EngineFolder:
         length = config.model.max_model_len or limits.max_model_len
         self._refuse_beyond("max_model_len", length, limits.max_model_len)
         settled = replace(
-            config,
+            config.storing(self.kv_cache_dtype),
             model=replace(config.model, max_model_len=length),
-            cache=replace(config.cache, kv_cache_dtype=cast("Any", self.kv_cache_dtype)),
             scheduler=replace(scheduler, max_num_seqs=seqs, max_num_batched_tokens=tokens),
         )
         settled.check_together()

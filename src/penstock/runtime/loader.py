@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from penstock.cache import PagedLayout, RecentBlocks, kv_dtype, most_recent_blocks
 from penstock.cache.kv_dtype import RECENT_WINDOW
@@ -45,7 +44,9 @@ class Runtime:
 
     def settle(self, config: EngineConfig) -> EngineConfig:
         """`config`, with a built engine's own values where nothing was chosen."""
-        return config if self.engine is None else self.engine.settle(config)
+        if self.engine is not None:
+            return self.engine.settle(config)
+        return config.storing("kivi") if self.layout.recent_window else config
 
     @property
     def vocab_map(self) -> VocabMap | None:
@@ -181,15 +182,10 @@ def as_exported(folder: Path, config: EngineConfig) -> EngineConfig:
     exported = read_exported(folder)
     if exported is None:
         return config
-    length: Any = config.model.max_model_len or exported.max_model_len
-    stored: Any = config.cache.kv_cache_dtype
-    if stored == "auto":
-        stored = exported.kv_cache_dtype
-    return replace(
-        config,
-        model=replace(config.model, max_model_len=length),
-        cache=replace(config.cache, kv_cache_dtype=stored),
-    )
+    length = config.model.max_model_len or exported.max_model_len
+    if config.cache.kv_cache_dtype == "auto":
+        config = config.storing(exported.kv_cache_dtype)
+    return replace(config, model=replace(config.model, max_model_len=length))
 
 
 def runner_over(
