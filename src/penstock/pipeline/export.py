@@ -19,8 +19,8 @@ from penstock.models.hub import EMBEDDED, resolve
 from penstock.models.load import LoadedModel, load_model
 from penstock.models.weights import Checkpoint
 from penstock.pipeline.graph import Graph, export_graph
+from penstock.pipeline.new_folder import new_folder
 from penstock.pipeline.new_weights import NewWeights
-from penstock.pipeline.partial import writing
 from penstock.pipeline.vocabulary import VocabularyChoice
 from penstock.runtime.loader import layout_of
 from penstock.tokenizer.vocab_map import FILE as VOCAB_MAP
@@ -71,7 +71,7 @@ def export_model(
         )
     engine = EngineConfig.of(model=model, kv_cache_dtype=kv_cache_dtype)
     say = progress or (lambda _: None)
-    with writing(output, force=force) as folder:
+    with new_folder(output, force=force, replaces=_is_export) as folder:
         chosen, work = dict[str, Any](), output.with_name(output.name + ".work")
         whole, stage = source, folder / "stage"
         if reduce_vocab is not None:
@@ -136,6 +136,10 @@ def _copy_rest(source: Path, folder: Path) -> None:
     templates = source / "additional_chat_templates"
     if templates.is_dir():
         shutil.copytree(templates, folder / templates.name)
+
+
+def _is_export(folder: Path) -> bool:
+    return (folder / MANIFEST).is_file()
 
 
 def _files(folder: Path) -> dict[str, dict[str, Any]]:

@@ -16,6 +16,8 @@ from penstock.runtime.engine_folder import PARTIAL
 
 _AT_FDCWD = -100
 _RENAME_EXCHANGE = 2
+_OLD = ".old"
+"""What is replaced, for a moment, where two names can't be swapped."""
 
 
 @contextmanager
@@ -26,13 +28,15 @@ def new_folder(target: Path, *, force: bool, replaces: Callable[[Path], bool]) -
     replaced in one step, with `force` only, and only where `replaces` says that it is of this kind.
     Raises ConfigError before anything is written where that can't be, or where another process
     writes the same folder; any error in between removes what was written. A full disk is an
-    EngineFolderError.
+    EngineFolderError, another failure to write a ConfigError.
     """
     target = target.absolute()
     if not target.parent.is_dir():
         raise ConfigError(f"There is no folder {target.parent} to make {target.name} in.")
-    partial = target.with_name(target.name + PARTIAL)
+    partial, old = (target.with_name(target.name + end) for end in (PARTIAL, _OLD))
     with _lock(target):
+        if old.exists() and not target.exists():  # killed between two renames
+            old.rename(target)
         _check_target(target, force, replaces)
         if partial.exists():
             shutil.rmtree(partial)
@@ -43,8 +47,11 @@ def new_folder(target: Path, *, force: bool, replaces: Callable[[Path], bool]) -
             _put(partial, target)
         except OSError as error:
             _remove(partial)
-            if error.errno not in (errno.ENOSPC, errno.EDQUOT):
-                raise
+            if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+                where = f" ({error.filename})" if error.filename else ""
+                raise ConfigError(
+                    f"{target} can't be written: {error.strerror or error}{where}."
+                ) from error
             free = shutil.disk_usage(target.parent).free
             raise EngineFolderError(
                 f"The disk filled up while {target} was written, and {partial.name} was removed: "
@@ -73,8 +80,13 @@ def _sync_all(folder: Path) -> None:
 def _check_target(target: Path, force: bool, replaces: Callable[[Path], bool]) -> None:
     if not target.exists() or (target.is_dir() and not any(target.iterdir())):
         return
-    if not (target.is_dir() and replaces(target)):
-        raise ConfigError(f"{target} exists and isn't what would be replaced. Choose another name.")
+    if not target.is_dir():
+        raise ConfigError(f"{target} is a file. Give the name of a folder.")
+    if not replaces(target):
+        raise ConfigError(
+            f"{target} holds files that Penstock didn't write, or not by this command. Choose "
+            "another name, or delete it."
+        )
     if not force:
         raise ConfigError(f"{target} exists. Give --force to replace it, or choose another name.")
 
@@ -87,7 +99,7 @@ def _put(partial: Path, target: Path) -> None:
         sync(target.parent)
         shutil.rmtree(partial)  # what was there before
     else:  # a file system that can't swap two names: for a moment there is neither
-        old = target.with_name(target.name + ".old")
+        old = target.with_name(target.name + _OLD)
         shutil.rmtree(old, ignore_errors=True)
         target.rename(old)
         partial.rename(target)
@@ -118,7 +130,12 @@ def _lock(target: Path) -> Iterator[None]:
     """One process at a time; the system ends the lock of one that dies."""
     path = target.with_name(f".{target.name}.lock")
     while True:
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+        try:
+            descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+        except OSError as error:
+            raise ConfigError(
+                f"{target} can't be written: {error.strerror} ({target.parent})."
+            ) from error
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:

@@ -1,0 +1,66 @@
+"""A folder that is there whole or not at all."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from penstock.errors import ConfigError
+from penstock.pipeline import new_folder as module
+from penstock.pipeline.new_folder import new_folder
+
+
+def ours(folder: Path) -> bool:
+    return (folder / "mark").exists()
+
+
+def make(target: Path, text: str, force: bool = False) -> None:
+    with new_folder(target, force=force, replaces=ours) as folder:
+        (folder / "mark").write_text(text)
+
+
+def test_two_at_once(tmp_path: Path) -> None:
+    with new_folder(tmp_path / "out", force=False, replaces=ours) as folder:
+        (folder / "mark").write_text("")
+        with pytest.raises(ConfigError, match=r"Another process is writing .*out now"):
+            make(tmp_path / "out", "second")
+    assert [p.name for p in tmp_path.iterdir()] == ["out"]
+
+
+def test_what_a_killed_one_left_is_cleared(tmp_path: Path) -> None:
+    (tmp_path / "out.partial" / "deep").mkdir(parents=True)
+    (tmp_path / "out.partial" / "stale").write_text("")
+    make(tmp_path / "out", "new")
+    assert [p.name for p in (tmp_path / "out").iterdir()] == ["mark"]
+
+
+def test_killed_between_two_renames(tmp_path: Path) -> None:
+    (tmp_path / "out.old").mkdir()
+    (tmp_path / "out.old" / "mark").write_text("old")
+    with pytest.raises(ConfigError, match="exists"):
+        make(tmp_path / "out", "new")
+    assert (tmp_path / "out" / "mark").read_text() == "old"
+
+
+@pytest.mark.parametrize("swaps", [True, False])
+def test_replacing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, swaps: bool) -> None:
+    if not swaps:
+        monkeypatch.setattr(module, "_exchange", lambda a, b: False)
+    make(tmp_path / "out", "old")
+    make(tmp_path / "out", "new", force=True)
+    assert (tmp_path / "out" / "mark").read_text() == "new"
+    assert [p.name for p in tmp_path.iterdir()] == ["out"]
+
+
+def test_an_error_leaves_what_was_there(tmp_path: Path) -> None:
+    make(tmp_path / "out", "old")
+
+    def fail() -> None:
+        with new_folder(tmp_path / "out", force=True, replaces=ours) as folder:
+            (folder / "none" / "file").write_text("")
+
+    with pytest.raises(ConfigError, match=r"out can't be written: No such file or directory"):
+        fail()
+    assert (tmp_path / "out" / "mark").read_text() == "old"
+    assert [p.name for p in tmp_path.iterdir()] == ["out"]
