@@ -1,7 +1,8 @@
 """From a model to a small machine that starts in a moment: `python examples/edge_deployment.py`.
 
-Build once on the target: weights packed to 4 bits, the operators of a step written down, steps
-timed. What is deployed is one folder; nothing is traced or compiled when it runs.
+Export where there is time: weights in 4 bits, a folder that other tools load too. Build once on the
+target: weights packed, the operators of a step written down, steps timed. What is deployed is one
+folder; nothing is traced or compiled when it runs.
 """
 
 import json
@@ -25,9 +26,9 @@ def penstock(*arguments: object) -> str:
 
 
 with tempfile.TemporaryDirectory() as folder:
-    engine = Path(folder) / "engine"
-    print(penstock("build", "stories", "-o", engine, "--quantization", "w4a8", "--max-num-seqs", 8,
-                   "--profile", "1,64,256"))  # fmt: skip
+    export, engine = Path(folder) / "export", Path(folder) / "engine"
+    print(penstock("export", "stories", "-o", export, "--quant", "w4a8", "--head", "w8a8"))
+    print(penstock("build", export, "-o", engine, "--max-num-seqs", 8, "--profile", "1,64,256"))
 
     # In a program: an engine takes a model's place, and gives the model's tokens.
     params = SamplingParams(temperature=0, max_tokens=24)
