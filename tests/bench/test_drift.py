@@ -95,6 +95,21 @@ def test_keys_by_channel_drift_less_than_by_token(plain: Reader) -> None:
     assert 0 < kl["kv=int8"] < kl["kv=kivi"] < kl["kv=int4"] < 0.03
 
 
+@pytest.mark.parametrize(
+    "words",
+    ["graph", "w4a8,graph", "kv=kivi,graph", pytest.param("compiled", marks=pytest.mark.slow)],
+)
+def test_a_graph_has_the_bits_of_its_model(text: Text, words: str) -> None:
+    other = ",".join(w for w in words.split(",") if w not in ("graph", "compiled"))
+    with (
+        open_reader(Variant().with_options(other), 128) as a,
+        open_reader(Variant().with_options(words), 128) as b,
+    ):
+        found = measure_drift(a, b, [text], 128, 64, layers=True)
+    assert found.equal and found.layers == ()
+    assert any("layer" in remark for remark in found.remarks)
+
+
 def test_the_figures_follow_from_the_logits(
     plain: Reader, text: Text, monkeypatch: pytest.MonkeyPatch
 ) -> None:

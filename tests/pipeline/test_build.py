@@ -148,7 +148,7 @@ def test_an_engine_is_replaced_with_force_only(tmp_path: Path) -> None:
 def test_other_folders_are_never_replaced(tmp_path: Path) -> None:
     (tmp_path / "letters").mkdir()
     (tmp_path / "letters" / "mother.txt").write_text("dear")
-    with pytest.raises(ConfigError, match="holds files that Penstock didn't write|is a file"):
+    with pytest.raises(ConfigError, match=r"holds files that Penstock didn't write|is a file"):
         build(options(tmp_path / "letters", force=True))
     assert (tmp_path / "letters" / "mother.txt").read_text() == "dear"
 

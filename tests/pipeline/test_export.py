@@ -92,10 +92,10 @@ def test_a_folder_that_is_taken(exported: Export, tiny_folder: Path, tmp_path: P
         export_model(tiny_folder, exported.folder)
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "letter.txt").write_text("dear")
-    with pytest.raises(ConfigError, match="holds files that Penstock didn't write|is a file"):
+    with pytest.raises(ConfigError, match=r"holds files that Penstock didn't write|is a file"):
         export_model(tiny_folder, tmp_path / "mine", force=True)
     (tmp_path / "file").write_text("")
-    with pytest.raises(ConfigError, match="holds files that Penstock didn't write|is a file"):
+    with pytest.raises(ConfigError, match=r"holds files that Penstock didn't write|is a file"):
         export_model(tiny_folder, tmp_path / "file", force=True)
     assert sorted(p.name for p in tmp_path.iterdir()) == ["file", "mine"]
 

@@ -81,8 +81,11 @@ class Reader(Protocol):
 class LocalReader:
     """A reader in this process."""
 
-    def __init__(self, runtime: Runtime) -> None:
-        """Raises ConfigError for a reduced vocabulary: what it lacks has no probability."""
+    def __init__(self, runtime: Runtime, form: str | None = None) -> None:
+        """form: of steps that run by the model's graph (`bench.graph_form`).
+
+        Raises ConfigError for a reduced vocabulary: what it lacks has no probability.
+        """
         if runtime.vocab_map is not None:
             raise ConfigError(
                 f"The model has a reduced vocabulary, {len(runtime.vocab_map):,} of "
@@ -90,20 +93,25 @@ class LocalReader:
                 "scored that needs the others. Compare before the vocabulary is reduced; the "
                 "logits of the tokens that are kept are the same."
             )
+        if form is not None:
+            from penstock.bench.graph_form import by_graph
+            from penstock.pipeline.graph import quiet
+
+            with quiet():
+                runtime = by_graph(runtime, form)
         self._runtime = runtime
         model: object = runtime.model.model
-        self._decoder = model if isinstance(model, Decoder) else None
+        by_modules = form is None and isinstance(model, Decoder)
+        self._decoder = model if by_modules and isinstance(model, Decoder) else None
         spec = runtime.model.spec.decoder
         self.about = About(
             vocab_size=spec.vocab_size,
             layers=0 if self._decoder is None else len(self._decoder.layers),
             hidden=spec.hidden,
             weights=runtime.model.model.formats.name,
-            cache=str(runtime.layout.dtype).removeprefix("torch."),
+            cache=runtime.layout.stored,
             kernels=native.isa or "reference",
-            calls="operators one by one"
-            if runtime.runner.program is None
-            else "one native call a step",
+            calls=_calls(runtime, form),
         )
 
     def encode(self, documents: Sequence[str]) -> list[list[int]]:
@@ -134,6 +142,12 @@ class LocalReader:
 
     def close(self) -> None:
         """Nothing is held that the garbage collector doesn't find."""
+
+
+def _calls(runtime: Runtime, form: str | None) -> str:
+    if form is not None:
+        return {"graph": "its graph, one by one", "compiled": "a compiled package"}[form]
+    return "operators one by one" if runtime.runner.program is None else "one native call a step"
 
 
 @contextmanager
@@ -267,7 +281,7 @@ def open_reader(
     """A reader, here or in a process of its own; window: tokens at once, None for the model's."""
     reader: Reader
     if variant.here:
-        reader = LocalReader(load(variant.config(window)))
+        reader = LocalReader(load(variant.config(window)), variant.form)
     else:
         reader = ProcessReader(variant, window)
     try:

@@ -38,7 +38,7 @@ class _Server:
                 f"{variant} can't run here: this machine's kernels are "
                 f"{native.isa or 'the reference'}{f' ({native.reason})' if native.reason else ''}."
             )
-        self._reader = LocalReader(load_runtime(variant.config(window)))
+        self._reader = LocalReader(load_runtime(variant.config(window)), variant.form)
         return self._reader.about
 
 

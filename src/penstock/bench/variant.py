@@ -1,7 +1,8 @@
 """One way to run a model, in words: `MODEL[:option,option…]`.
 
 Options: a `--quantization` name; `dtype=float32` (or the dtype alone); `kv=int8`; `eager`, the
-operators called one by one; `isa=avx2` and `kernels=reference`, what the operators are run by.
+operators called one by one; `graph` and `compiled`, by the model's exported graph, or by that as a
+package; `isa=avx2` and `kernels=reference`, what the operators are run by.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from penstock.quant import formats_of
 
 DTYPES = ("float32", "bfloat16")
 KERNELS = ("native", "reference")
+FORMS = ("graph", "compiled")
 _KEYS = ("dtype", "kv", "isa", "kernels")
 
 
@@ -33,12 +35,15 @@ class Variant:
     kv_cache_dtype: str = "auto"
     dtype: str = "auto"
     eager: bool = False
+    form: str | None = None  # graph or compiled: by the model's graph (`bench.graph_form`)
     isa: str | None = None  # None: as in this process
     kernels: str | None = None
 
     def __post_init__(self) -> None:
         if self.quantization is not None:
             formats_of(self.quantization, torch.bfloat16)  # its names are known there
+        if self.eager and self.form is not None:
+            raise ConfigError(f"eager and {self.form} are two ways to run. Leave one of them out.")
         if self.isa is not None and self.isa not in ISAS:
             raise ConfigError(
                 f"isa={self.isa!r} isn't one of {', '.join(ISAS)}.{nearest(self.isa, ISAS)}"
@@ -58,6 +63,7 @@ class Variant:
             "" if self.dtype == "auto" else f"dtype={self.dtype}",
             "" if self.kv_cache_dtype == "auto" else f"kv={self.kv_cache_dtype}",
             "eager" if self.eager else "",
+            self.form or "",
             f"isa={self.isa}" if self.isa else "",
             f"kernels={self.kernels}" if self.kernels else "",
         ]
@@ -154,13 +160,15 @@ def _option(word: str) -> tuple[str, Any]:
         return names[key], value
     if word == "eager":
         return "eager", True
+    if word in FORMS:
+        return "form", word
     if word in DTYPES:
         return "dtype", word
     try:
         formats_of(word, torch.bfloat16)
     except ConfigError as error:
         raise ConfigError(
-            f"{word!r} isn't an option of a variant. Beside eager, dtype=, kv=, isa= and kernels=, "
-            f"it may be a quantization: {error}"
+            f"{word!r} isn't an option of a variant. Beside eager, {', '.join(FORMS)}, dtype=, "
+            f"kv=, isa= and kernels=, it may be a quantization: {error}"
         ) from error
     return "quantization", word

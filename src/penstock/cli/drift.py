@@ -37,7 +37,7 @@ def drift(
         str,
         typer.Argument(
             help="What B is held against: MODEL[:OPTION,…]. Options: a --quantization, dtype=, "
-            "kv=, isa=, kernels=reference, eager."
+            "kv=, isa=, kernels=reference, eager, graph, compiled."
         ),
     ],
     b: Annotated[str, typer.Argument(help="The same; without a model (:w4a8), A's is meant.")],
