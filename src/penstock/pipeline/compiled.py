@@ -30,6 +30,7 @@ from penstock.pipeline.graph import (
     quiet,
     with_derived,
 )
+from penstock.runtime import compile_counter
 from penstock.step import KV, Step
 
 _FORMAT = 1
@@ -66,6 +67,7 @@ def compile_graph(graph: Graph, folder: Path) -> Path:
 def _compile(graph: Graph, file: Path) -> None:
     from torch._inductor import aoti_compile_and_package
 
+    compile_counter.note("aot_inductor")
     graph.program.example_inputs = (graph.example(), {})
     try:
         with quiet():

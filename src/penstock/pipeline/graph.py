@@ -29,6 +29,7 @@ from penstock import ops
 from penstock.errors import ConfigError, WeightsError
 from penstock.pipeline.nodes import operator
 from penstock.pipeline.plain import to_plain
+from penstock.runtime import compile_counter
 from penstock.step import KV, Step
 
 Weights = Mapping[str, Tensor]
@@ -193,6 +194,7 @@ def export_graph(decoder: nn.Module, kv: KV) -> Graph:
     """
     if kv[0][0].shape[0] < 2:
         raise ConfigError("A graph is exported over a cache of two blocks or more, not of one.")
+    compile_counter.note("export")
     stencil = _Stencil(decoder)
     graph = trace(stencil, kv, weights_of(decoder), {})
     to_plain(graph.module.graph)

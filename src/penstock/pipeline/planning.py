@@ -12,7 +12,6 @@ from penstock.models.exported import read_exported
 from penstock.models.load import LoadedModel
 from penstock.pipeline.graph import Graph, export_graph, load_graph, weights_of
 from penstock.pipeline.passes import optimize
-from penstock.runtime import compile_counter
 from penstock.runtime.plan import Plan, record
 
 
@@ -40,7 +39,6 @@ def plan_step(
     graph = _of_export(loaded, layout, folder)
     source = "graph of the export"
     if graph is None:
-        compile_counter.note("export")
         graph, source = export_graph(loaded.model, kv), "exported now"
     found = optimize(graph, passes)
     forward = found.graph.bind(weights_of(loaded.model))
