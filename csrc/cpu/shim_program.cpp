@@ -31,6 +31,20 @@ struct Held {
   std::atomic<bool> running{false};
   std::vector<std::pair<int64_t, int>> threads;  // (steps of up to so many tokens, threads)
 
+  // Block tables are checked against the first cache, so all of a program's must be like it.
+  template <typename Args>
+  void take_cache(const Args& a) {
+    STD_TORCH_CHECK(block_size == 0 || (blocks == a.blocks && block_size == a.block_size),
+                    "The caches of one program must have the same blocks");
+    STD_TORCH_CHECK(block_size == 0 ||
+                        (recent.slots == a.recent.slots && recent.count == a.recent.count &&
+                         recent.window == a.recent.window),
+                    "The caches of one program must have the same window and places in it");
+    recent = a.recent;
+    blocks = a.blocks;
+    block_size = a.block_size;
+  }
+
   // As many threads as were chosen for steps of `tokens`, of those that there are.
   int threads_for(int64_t tokens) const {
     const int all = shim::threads();
@@ -143,6 +157,8 @@ int64_t program_embedding(int64_t id, int64_t tokens, const Tensor& weight, int6
                           double scale, Optional weight_scale, Optional zero, int64_t levels,
                           Optional outer) {
   const auto p = held(id);
+  STD_TORCH_CHECK(tokens == 0 || tokens == 1,
+                  "embedding: tokens must be 0, the step's tokens, or 1, its positions, not ", tokens);
   const EmbeddingArgs a = embedding_args(weight, dim, scale, weight_scale, zero, levels, outer);
   int64_t& limit = tokens == 0 ? p->tokens : p->positions;
   limit = std::min(limit, a.vocab);
@@ -222,15 +238,7 @@ int64_t program_rotary_cache(int64_t id, int64_t qkv, int64_t heads, Optional q_
                         {key_cache, value_cache, key_scale, value_scale, recent_keys,
                          recent_values, recent_slots, recent_window});
   if (a.cos_sin) p->positions = std::min(p->positions, a.num_positions);
-  STD_TORCH_CHECK(p->block_size == 0 || (p->blocks == a.blocks && p->block_size == a.block_size),
-                  "The caches of one program must have the same blocks");
-  STD_TORCH_CHECK(p->block_size == 0 || (p->recent.slots == a.recent.slots &&
-                                         p->recent.count == a.recent.count &&
-                                         p->recent.window == a.recent.window),
-                  "The caches of one program must have the same window and places in it");
-  p->recent = a.recent;
-  p->blocks = a.blocks;
-  p->block_size = a.block_size;
+  p->take_cache(a);
   p->keep_all(q_norm, k_norm, cos_sin, key_cache, value_cache, key_scale, value_scale, recent_keys,
               recent_values, recent_slots, recent_window);
   const int64_t y = p->result({a.dtype, heads * a.dim}, qkv, a.dim);
@@ -252,6 +260,7 @@ int64_t program_paged_attention(int64_t id, int64_t q, const Tensor& key_cache,
                      {key_cache, value_cache, key_scale, value_scale, recent_keys, recent_values,
                       recent_slots, recent_window},
                      scale, window, softcap, sinks);
+  p->take_cache(a);
   p->keep_all(key_cache, value_cache, sinks, key_scale, value_scale, recent_keys, recent_values,
               recent_slots, recent_window);
   const int64_t y = p->result(p->form(q), q);

@@ -9,7 +9,10 @@ import pytest
 import torch
 
 from penstock import LLM, SamplingParams
-from penstock.errors import ConfigError
+from penstock.bench.reader import open_reader
+from penstock.bench.variant import Variant
+from penstock.bench.workload import longest
+from penstock.errors import ConfigError, ModelError
 from penstock.pipeline.build import BuildOptions, build
 from penstock.pipeline.export import export_model
 from penstock.pipeline.new_weights import NewWeights
@@ -54,13 +57,13 @@ def test_no_such_pass(tmp_path: Path) -> None:
 @needs_native
 @pytest.mark.parametrize("kv", ["auto", "int8", "kivi"])
 def test_export_build_run(tmp_path: Path, kv: str) -> None:
-    """The export's own graph is taken, its cache format too, and nothing is compiled to run."""
+    """The graph is the export's, so is the cache's format, and nothing is compiled to run."""
     weights = NewWeights("w4a16-g64", head="w8a16")
     export_model("stories", tmp_path / "export", weights=weights, kv_cache_dtype=kv)
     report = build(
         BuildOptions(tmp_path / "export", tmp_path / "engine", profile=(1, 8, 128), max_num_seqs=8)
     )
-    assert report["graph"]["source"] == "graph of the export"
+    assert report["graph"]["source"] == "that of the export"
     before = compile_counter.total()
     engine = LLM(tmp_path / "engine", num_gpu_blocks_override=24)
     assert compile_counter.total() == before
@@ -84,3 +87,36 @@ def test_an_engine_of_fewer_tokens(tmp_path: Path) -> None:
     prompt = "Once upon a time, there was a zebra"
     assert answer(tmp_path / "engine", prompt) == answer(tmp_path / "export", prompt)
     assert torch.tensor(answer(tmp_path / "engine", prompt)).max() < 4096
+
+
+def test_what_an_export_holds_that_was_tampered_with(tmp_path: Path) -> None:
+    """Its graph is never read by a build, and a changed file is told from what was written."""
+    export = export_model("stories", tmp_path / "export", kv_cache_dtype="int8", max_model_len=128)
+    again = export_model(export.folder, tmp_path / "again")
+    assert again.manifest.choices["kv_cache_dtype"] == "int8"
+    assert again.manifest.max_model_len == 128
+    with pytest.raises(ConfigError, match="more than the 512 positions"):
+        export_model("stories", tmp_path / "long", max_model_len=4096)
+    LLM(export.folder, verify=True, num_gpu_blocks_override=8)
+    file = export.folder / "graph.pt2"
+    data = bytearray(file.read_bytes())
+    data[len(data) // 2] ^= 1
+    file.write_bytes(data)
+    for call in (
+        lambda: LLM(export.folder, verify=True),
+        lambda: build(BuildOptions(export.folder, tmp_path / "engine")),
+    ):
+        with pytest.raises(ModelError, match=r"graph\.pt2 has been changed since"):
+            call()
+
+
+@needs_native
+def test_another_length_than_it_was_exported_for(tmp_path: Path) -> None:
+    export_model("stories", tmp_path / "export", max_model_len=256)
+    options = BuildOptions(
+        tmp_path / "export", tmp_path / "engine", max_model_len=128, profile=(1, 8, 64)
+    )
+    assert build(options)["graph"]["source"] == "exported now"
+    assert LLM(tmp_path / "engine").runtime.model.max_model_len == 128
+    with open_reader(Variant(tmp_path / "engine"), longest(str(tmp_path / "engine"))) as reader:
+        assert reader.read(list(range(5, 105)), 1).logits.shape == (99, 4096)

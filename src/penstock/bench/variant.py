@@ -105,7 +105,8 @@ class Variant:
             enforce_eager=self.eager,
             max_model_len=window,
             max_num_seqs=1,
-            max_num_batched_tokens=max(window or 0, SchedulerConfig().max_num_batched_tokens),
+        ).suggesting(
+            max_num_batched_tokens=max(window or 0, SchedulerConfig().max_num_batched_tokens)
         )
 
     @property

@@ -19,6 +19,7 @@ from penstock.models.hub import resolve
 from penstock.models.load import max_positions
 from penstock.roofline import CAUSES, StepRecord, StepSize
 from penstock.runtime import Runtime
+from penstock.runtime.engine_folder import EngineFolder, is_engine
 from penstock.sampling import SamplingParams
 
 TOKENS_A_STEP = 2048
@@ -105,7 +106,10 @@ def title(name: str, meter: Meter, where: dict[str, Any]) -> str:
 
 def longest(model: str) -> int:
     """Tokens that a sequence of `model` can have."""
-    return max_positions(read_spec(resolve(model)).decoder)
+    folder = resolve(model)
+    if is_engine(folder):
+        return EngineFolder.open(folder).limits.max_model_len
+    return max_positions(read_spec(folder).decoder)
 
 
 def check_length(model: str, prompt: int, output: int, options: str) -> None:

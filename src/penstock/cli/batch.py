@@ -145,7 +145,8 @@ class Batch:
                 raise RequestError("messages must be a list of objects with role and content.")
             prompt = encode_chat(prompt, tokenizer)
         async with aclosing(self.llm.generate(prompt, params)) as outputs:
-            last = [output async for output in outputs][-1]
+            async for output in outputs:
+                last = output  # each has all of its tokens
         if last.error is not None:
             raise RequestError(f"Generation failed: {last.error}") from last.error
         return last

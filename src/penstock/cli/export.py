@@ -88,12 +88,25 @@ def export(
             "--json": as_json,
             "--quant": quant is not None,
             "--budget": budget is not None,
+            "--method": method is not None,
+            "--calib": bool(calib),
+            "--num-samples": num_samples != 128,
+            "--window": window != 512,
+            "--head": head is not None,
+            "--layout": layout != "compressed-tensors",
             "--reduce-vocab": reduce_vocab is not None,
             "--merge-lora": merge_lora is not None,
         }
         for name, is_given in given.items():
             if is_given:
                 raise ConfigError(f"{name} is about the folder: give one by -o DIR.")
+    changed = (quant, budget, reduce_vocab, merge_lora) != (None, None, None, None)
+    if onnx is not None and changed:
+        raise ConfigError(
+            "--onnx writes the model as it is, in float32, so --quant, --budget, --reduce-vocab "
+            "and --merge-lora don't reach it. Write it by a command of its own; an adapter can be "
+            "merged into a folder first, which is then the model."
+        )
     if onnx is not None:
         _write_onnx(model, onnx, max_model_len, force)
     if output is None:
@@ -107,6 +120,11 @@ def export(
     if reduce_vocab is not None:
         vocabulary = VocabularyChoice.parse(reduce_vocab, texts)
     fitted = quant is not None or budget is not None
+    if vocabulary is not None and vocabulary.keep is not None and texts and not fitted:
+        raise ConfigError(
+            f"--reduce-vocab {reduce_vocab} lists the tokens, so --calib can't take effect. Leave "
+            "one of them out."
+        )
     done = export_model(
         model,
         output,

@@ -40,6 +40,10 @@ def resolve(model: str | Path, revision: str | None = None) -> Path:
     path = Path(model).expanduser()
     if model and path.is_dir():
         _no_revision(path, revision)
+        if path.name.endswith(".partial"):
+            raise ModelNotFoundError(
+                f"{path} was being written when its export or build ended. Start that again."
+            )
         return _only_file(path) or path
     if is_gguf(path):
         _no_revision(path, revision)

@@ -25,7 +25,8 @@ from penstock.cache import PagedLayout
 from penstock.config import EngineConfig, SchedulerConfig
 from penstock.errors import ConfigError, EngineFolderError
 from penstock.kernels import native
-from penstock.models.exported import read_exported
+from penstock.models.exported import MANIFEST as EXPORTED
+from penstock.models.exported import read_exported, verify_exported
 from penstock.models.hub import resolve
 from penstock.models.load import LoadedModel, load_model
 from penstock.pipeline import tuning
@@ -166,6 +167,13 @@ def build(options: BuildOptions, progress: Progress | None = None) -> dict[str, 
     source = resolve(options.model, options.revision)
     if is_engine(source):
         raise ConfigError(f"{source} is an engine already. Give the model that it was built from.")
+    if source.is_file():
+        raise ConfigError(
+            f"{source} is a GGUF file. It loads and runs as it is; an engine is built of a "
+            "checkpoint's folder."
+        )
+    if (source / EXPORTED).exists():
+        verify_exported(source)
     if options.output.absolute() == source.absolute():
         raise ConfigError(f"{source} is the model. Give the engine a folder of its own.")
     options = options.of_export(source)

@@ -6,7 +6,6 @@ import json
 import shutil
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -14,14 +13,16 @@ import torch
 
 from penstock.config import EngineConfig
 from penstock.errors import ConfigError
-from penstock.models.exported import FORMAT, MANIFEST, Exported, sha256
+from penstock.models.exported import FORMAT, MANIFEST, Exported, read_exported, sha256
 from penstock.models.hub import EMBEDDED, resolve
-from penstock.models.load import LoadedModel, load_model
+from penstock.models.load import LoadedModel, load_model, max_positions
+from penstock.models.registry import read_spec
 from penstock.models.weights import Checkpoint
 from penstock.pipeline.graph import Graph, export_graph
 from penstock.pipeline.new_folder import new_folder
 from penstock.pipeline.new_weights import NewWeights
 from penstock.pipeline.vocabulary import VocabularyChoice
+from penstock.runtime.fingerprint import fingerprint
 from penstock.runtime.loader import layout_of
 from penstock.tokenizer.vocab_map import FILE as VOCAB_MAP
 
@@ -69,6 +70,16 @@ def export_model(
             f"{source} is a file. Its weights load and run as they are; an export is made of a "
             "checkpoint's folder."
         )
+    before = read_exported(source)
+    if before is not None:  # what it was exported for holds on
+        max_model_len = max_model_len or before.max_model_len
+        if kv_cache_dtype == "auto":
+            kv_cache_dtype = before.kv_cache_dtype
+    longest = max_positions(read_spec(source).decoder)
+    if max_model_len is not None and max_model_len > longest:  # before anything takes long
+        raise ConfigError(
+            f"max_model_len={max_model_len} is more than the {longest} positions of the model."
+        )
     engine = EngineConfig.of(model=model, kv_cache_dtype=kv_cache_dtype)
     say = progress or (lambda _: None)
     with new_folder(output, force=force, replaces=_is_export) as folder:
@@ -110,7 +121,7 @@ def export_model(
                 "formats": loaded.model.formats.name,
             },
             files=_files(folder),
-            made_by={"penstock": version("penstock"), "torch": torch.__version__},
+            made_by={"penstock": fingerprint().penstock, "torch": torch.__version__},
             source=str(model) if isinstance(model, str) and _is_name(model) else whole.name,
         )
         text = json.dumps({"format": FORMAT, **asdict(manifest)}, indent=2)

@@ -77,7 +77,13 @@ class NewWeights:
         if self.method not in (None, "rtn") and not self.calib:
             raise ConfigError(f"--method {self.method} is fitted to a text: give --calib.")
         if self.is_quantized:
-            check_layout(self.layout, [s for s in (self.scheme, self.head_scheme) if s])
+            schemes = [self.scheme] if self.scheme else list(map(parse_scheme, MIXTURE))
+            check_layout(self.layout, [*schemes, *filter(None, [self.head_scheme])])
+            if self.head_scheme is not None and self.head_scheme.activations == "int8_static":
+                raise ConfigError(
+                    f"--head {self.head}: the head is rounded to nearest, and no text gives it a "
+                    "scale of activations. Leave -static out of its name."
+                )
 
     def _nothing_without(self, names: str) -> None:
         default = NewWeights.__dataclass_fields__

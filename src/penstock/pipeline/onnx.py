@@ -5,10 +5,11 @@ from __future__ import annotations
 import tempfile
 from pathlib import Path
 
-from penstock.errors import ConfigError, MissingExtraError
+from penstock.errors import ConfigError, MissingExtraError, UnsupportedModelError
 from penstock.models.hub import resolve
 from penstock.models.load import load_model
 from penstock.pipeline.onnx_decoder import DecoderWriter
+from penstock.tokenizer.vocab_map import FILE as VOCAB_MAP
 
 INLINE_BYTES = 1_800_000_000
 """Weights beyond this lie in a second file: protobuf ends at 2 GiB."""
@@ -34,7 +35,13 @@ def export_onnx(
     taken = next((path for path in (file, data) if path.exists()), None)
     if taken is not None and (taken.is_dir() or not force):
         raise ConfigError(f"{taken} exists. Give another file, or replace it by --force.")
-    decoder = load_model(resolve(model), dtype="float32", max_model_len=max_model_len).model
+    source = resolve(model)
+    if (source / VOCAB_MAP).is_file():
+        raise UnsupportedModelError(
+            f"{source} has a reduced vocabulary, whose rows aren't its tokenizer's ids: ONNX has "
+            "no place for the map. Write the whole model."
+        )
+    decoder = load_model(source, dtype="float32", max_model_len=max_model_len).model
     graph = DecoderWriter(decoder).write()
     made = graph.model("decoder")
     external = graph.weight_bytes > INLINE_BYTES

@@ -10,7 +10,7 @@ from pathlib import Path
 from penstock.cache import PagedLayout
 from penstock.models.exported import read_exported
 from penstock.models.load import LoadedModel
-from penstock.pipeline.graph import Graph, export_graph, load_graph, weights_of
+from penstock.pipeline.graph import export_graph, weights_of
 from penstock.pipeline.passes import optimize
 from penstock.runtime.plan import Plan, record
 
@@ -20,7 +20,7 @@ class Planned:
     """A plan, and what passes made of the graph that it comes from."""
 
     plan: Plan
-    source: str  # of the graph: the export's own, or exported now
+    source: str  # of the graph: that of the export, or exported now
     changes: dict[str, int]  # pass → places that it changed
     before: dict[str, int]  # operator → how many
     after: dict[str, int]
@@ -31,33 +31,17 @@ def plan_step(
 ) -> Planned:
     """The plan of the model in `folder`, whose tensors may be without data.
 
-    passes: names of those to run; None: all. An export's own graph is taken where it is of these
-    formats and this cache, else one is exported here.
+    passes: names of those to run; None: all. The graph is exported here: that of an export lies in
+    a file whose reader would run what somebody put there. Its digest tells whether it is the same.
     Raises ConfigError for a name that is no pass.
     """
     kv = layout.allocate(2)
-    graph = _of_export(loaded, layout, folder)
-    source = "graph of the export"
-    if graph is None:
-        graph, source = export_graph(loaded.model, kv), "exported now"
+    graph = export_graph(loaded.model, kv)
+    exported = read_exported(folder)
+    same = exported is not None and exported.graph["digest"] == graph.digest
+    source = "that of the export" if same else "exported now"
     found = optimize(graph, passes)
     forward = found.graph.bind(weights_of(loaded.model))
     plan, _ = record(forward, kv, forward.bound)
     before, after = (dict(Counter(names)) for names in (found.before, found.after))
     return Planned(plan, source, found.changes, before, after)
-
-
-def _of_export(loaded: LoadedModel, layout: PagedLayout, folder: Path) -> Graph | None:
-    exported = read_exported(folder)
-    if exported is None:
-        return None
-    about = exported.graph
-    same = (
-        about["formats"] == loaded.model.formats.name
-        and about["block_size"] == layout.block_size
-        and about["cache"] == layout.stored
-    )
-    if not same:
-        return None
-    graph = load_graph(folder / str(about["file"]))
-    return graph if graph.digest == about["digest"] else None

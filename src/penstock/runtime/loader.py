@@ -12,7 +12,7 @@ from penstock.config import EngineConfig
 from penstock.errors import ConfigError, KernelError, WeightsError
 from penstock.hardware import detect
 from penstock.kernels import native
-from penstock.models.exported import read_exported
+from penstock.models.exported import read_exported, verify_exported
 from penstock.models.hub import resolve
 from penstock.models.load import LoadedModel, load_model
 from penstock.models.sources import open_tokenizer
@@ -69,9 +69,12 @@ def load_runtime(config: EngineConfig, progress: Progress | None = None) -> Runt
     if is_engine(folder):
         return _load_engine(folder, config)
     if config.model.verify:
-        raise ConfigError(
-            f"verify=True checks an engine folder's sums, but {folder} is a model. Leave it out."
-        )
+        if read_exported(folder) is None:
+            raise ConfigError(
+                f"verify=True checks the sums of an engine or an export, but {folder} has none. "
+                "Leave it out."
+            )
+        verify_exported(folder)
     config = as_exported(folder, config)
     loaded = load_model(
         folder,
@@ -112,7 +115,7 @@ def _load_engine(folder: Path, config: EngineConfig) -> Runtime:
 def _program(engine: EngineFolder, plan: Plan, decoder: Decoder, kv: KV) -> Program:
     try:
         program = Program.of_plan(plan, fixed_tensors(decoder), kv)
-    except (KernelError, RuntimeError) as error:
+    except (KernelError, RuntimeError, IndexError, ValueError, TypeError) as error:
         raise engine.broken(f"its plan and its weights disagree: {error}") from error
     program.reserve(engine.limits.profile[2], engine.limits.max_num_seqs)
     engine.tuned.apply(program)
