@@ -180,7 +180,7 @@ def test_without_swapping_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         ({"device": "cuda"}, "device='cuda' isn't built"),
         ({"quantization": "w5a5"}, "quantization='w5a5' isn't one of"),
         ({"profile": (8, 1, 64)}, "profile=8,1,64 must be the fewest, usual and most"),
-        ({"profile": (1, 1, 4)}, r"max_num_batched_tokens \(4\) is below max_num_seqs \(8\)"),
+        ({"profile": (1, 1, 4)}, "up to 4 tokens, fewer than max_num_seqs=8"),
         ({"max_model_len": 10**6}, "max_model_len=1000000 is more than the"),
     ],
 )

@@ -12,7 +12,7 @@ import pytest
 
 from penstock import LLM
 from penstock.config import EngineConfig
-from penstock.errors import ConfigError, EngineFolderError
+from penstock.errors import ConfigError, EngineFolderError, ModelNotFoundError
 from penstock.runtime import load_runtime
 from penstock.runtime.engine_folder import EngineFolder, digest
 from tests.models.tiny import make_tiny
@@ -114,8 +114,10 @@ def test_damage(engine: Path, what: str) -> None:
 
 def test_a_folder_that_is_being_written(engine: Path) -> None:
     partial = engine.rename(engine.with_name("engine.partial"))
-    with pytest.raises(EngineFolderError, match="its build hasn't ended, or was interrupted"):
+    with pytest.raises(ModelNotFoundError, match="was being written when its export or build"):
         LLM(partial)
+    with pytest.raises(EngineFolderError, match="its build hasn't ended, or was interrupted"):
+        EngineFolder.open(partial.rename(engine.with_name("other.partial")))
 
 
 def test_damaged_weights_are_found_where_asked(engine: Path) -> None:
@@ -128,7 +130,7 @@ def test_damaged_weights_are_found_where_asked(engine: Path) -> None:
     EngineFolder.open(engine)
     with pytest.raises(EngineFolderError, match=r"layers\.1\.mlp\.down\.weight .* is damaged"):
         LLM(engine, verify=True)
-    with pytest.raises(ConfigError, match="verify=True checks an engine folder's sums"):
+    with pytest.raises(ConfigError, match="verify=True checks the sums of an engine or an export"):
         LLM("stories", verify=True)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -221,3 +222,20 @@ def test_reduced_vocabularies_are_asked_for_rightly(tmp_path: Path) -> None:
         VocabularyChoice.parse("1000", ())
     with pytest.raises(ConfigError, match="neither a number nor a file"):
         VocabularyChoice.parse(str(tmp_path / "none"), ())
+
+
+def test_an_export_that_failed_is_not_in_the_way_of_the_next(tmp_path: Path) -> None:
+    whole = tmp_path / "model"
+    shutil.copytree(STORIES, whole)
+    tensors = load_file(whole / "model.safetensors")
+    right = {name: tensor.clone() for name, tensor in tensors.items()}
+    tensors[Q.replace(".0.", ".2.")][0, 0] = float("nan")
+    save_file(tensors, whole / "model.safetensors")
+    with pytest.raises(WeightsError, match="NaN"):
+        export_model(whole, tmp_path / "out", weights=NewWeights("w8a8"))
+    assert [p.name for p in tmp_path.iterdir()] == ["model"]
+    (tmp_path / "out.work").mkdir()  # of a run that was killed, with other choices
+    (tmp_path / "out.work" / "manifest.json").write_text('{"version": 0}')
+    save_file(right, whole / "model.safetensors")
+    export_model(whole, tmp_path / "out", weights=NewWeights("w8a8"))
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["model", "out"]

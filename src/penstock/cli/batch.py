@@ -69,6 +69,9 @@ class Batch:
         try:
             line: dict[str, Any] = {}
             try:
+                if f"refused {number}" in self.done_before:
+                    self.counts.skipped += 1
+                    return
                 line = _parse(text)
                 if self._is_done(number, line):
                     self.counts.skipped += 1
@@ -148,8 +151,14 @@ class Batch:
             async for output in outputs:
                 last = output  # each has all of its tokens
         if last.error is not None:
-            raise RequestError(f"Generation failed: {last.error}") from last.error
+            raise _FailedError(
+                f"Generation failed: {last.error} If it fails again, check the engine: --verify."
+            ) from last.error
         return last
+
+
+class _FailedError(RequestError):
+    """The engine failed at a request that is right: it is worth another try."""
 
 
 def key_of(line: dict[str, Any], number: int) -> str:
@@ -192,7 +201,8 @@ def _plain_answer(number: int, line: dict[str, Any], output: RequestOutput) -> d
 
 def _refusal(number: int, line: dict[str, Any], error: PenstockError) -> dict[str, Any]:
     """The answer to a line that no request could be made of, or that failed."""
-    said = {"code": "invalid_line", "message": str(error), "line": number}
+    code = "server_error" if isinstance(error, _FailedError) else "invalid_line"
+    said = {"code": code, "message": str(error), "line": number}
     name = line.get("custom_id", line.get("id"))
     if "url" in line or "body" in line:
         return {
@@ -207,7 +217,7 @@ def _refusal(number: int, line: dict[str, Any], error: PenstockError) -> dict[st
 def answered_in(text: str) -> frozenset[str]:
     """The keys of lines that an earlier run's output answers, refusals among them.
 
-    Answers that speak of the server's own failure (5xx) don't count: they are worth another try.
+    Answers that speak of the engine's own failure (5xx) don't count: they are worth another try.
     """
     found = set()
     for row in text.splitlines():
@@ -220,12 +230,16 @@ def answered_in(text: str) -> frozenset[str]:
         response = answer.get("response")
         if isinstance(response, dict) and response.get("status_code", 0) >= 500:
             continue
+        error = answer.get("error")
+        if isinstance(error, dict) and "line" in error:
+            if error.get("code") == "server_error":
+                continue
+            found.add(f"refused {error['line']}")
         if isinstance(answer.get("custom_id"), str):
             found.add(f"id {answer['custom_id']}")
         elif isinstance(answer.get("id"), str) and "line" in answer:
             found.add(f"id {answer['id']}")
         else:
-            error = answer.get("error")
             line = answer.get("line", error.get("line") if isinstance(error, dict) else None)
             found.add(f"line {line}")
     return frozenset(found)

@@ -169,7 +169,7 @@ async def _lines(source: IO[bytes]) -> AsyncIterator[str]:
 
     threading.Thread(target=read, name="penstock-lines", daemon=True).start()
     while line := await queue.get():
-        yield line.decode(errors="replace")
+        yield line.decode(errors="surrogateescape")  # what isn't UTF-8 is refused with its line
 
 
 @contextmanager

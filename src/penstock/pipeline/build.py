@@ -97,7 +97,6 @@ class BuildOptions:
     def __post_init__(self) -> None:
         if self.device != "cpu":
             raise ConfigError(f"device={self.device!r} isn't built: engines are for 'cpu'.")
-        _ = self.config  # refuses what is out of range
         check_passes(self.passes or ())
         low, usual, most = self.steps
         if not 1 <= low <= usual <= most:
@@ -105,6 +104,12 @@ class BuildOptions:
                 f"profile={low},{usual},{most} must be the fewest, usual and most tokens of a "
                 "step, none smaller than the one before, the first at least 1."
             )
+        if self.max_num_seqs > most:
+            raise ConfigError(
+                f"profile={low},{usual},{most} has steps of up to {most} tokens, fewer than "
+                f"max_num_seqs={self.max_num_seqs} sequences. Raise its last, or lower that."
+            )
+        _ = self.config  # refuses what is out of range
 
     @property
     def config(self) -> EngineConfig:

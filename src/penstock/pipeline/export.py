@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from penstock.config import EngineConfig
-from penstock.errors import ConfigError
+from penstock.errors import ConfigError, PenstockError
 from penstock.models.exported import FORMAT, MANIFEST, Exported, read_exported, sha256
 from penstock.models.hub import EMBEDDED, resolve
 from penstock.models.load import LoadedModel, load_model, max_positions
@@ -92,7 +92,11 @@ def export_model(
             source = stage
         say("weights")
         if weights is not None and weights.is_anything:
-            chosen |= weights.write(source, folder, None if source is stage else work, say)
+            try:
+                chosen |= weights.write(source, folder, None if source is stage else work, say)
+            except PenstockError:  # what failed so fails again
+                shutil.rmtree(work, ignore_errors=True)
+                raise
         else:
             _copy_weights(source, folder)
             shutil.copyfile(source / "config.json", folder / "config.json")

@@ -7,6 +7,7 @@ a source or a stream of tensors over the one before; nothing holds the whole mod
 from __future__ import annotations
 
 import logging
+import shutil
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -69,6 +70,12 @@ class NewWeights:
                     f"--budget {self.budget} chooses each matrix's scheme, so --quant {self.quant} "
                     "can't take effect. Leave one of them out."
                 )
+        for option, value, usual in (
+            ("--num-samples", self.num_samples, NUM_SAMPLES),
+            ("--window", self.window, WINDOW),
+        ):
+            if value != usual and not self.calib:
+                raise ConfigError(f"{option} is of the calibration text: give --calib.")
         if self.method == "rtn" and self.calib and not self._measures:
             raise ConfigError(
                 f"--method rtn takes each value by itself, so --calib {self.calib[0]} can't take "
@@ -147,6 +154,10 @@ class NewWeights:
             say("reading the calibration text")
             text = self._text(folder, int(base.config["vocab_size"]))
         config = self._config(base, text, say)
+
+        def tell(report: LayerReport) -> None:
+            say(_of_layer(report))
+
         chosen = {
             "quant": config.scheme.name,
             "method": self.method or config.method,
@@ -162,9 +173,16 @@ class NewWeights:
                 base, config, text,
                 report=lambda done, all_, loss: say(f"training: {done} of {all_}, loss {loss:.4f}"),
             ), chosen  # fmt: skip
-        return quantize_model(
-            base, config, text, work=work, progress=lambda report: say(_of_layer(report))
-        ), chosen
+        started = work is not None and work.exists()
+        try:
+            tensors = quantize_model(base, config, text, work=work, progress=tell)
+        except ConfigError:
+            if not started or work is None:
+                raise
+            say("another export was begun here: its layers are left out")
+            shutil.rmtree(work)
+            tensors = quantize_model(base, config, text, work=work, progress=tell)
+        return tensors, chosen
 
     def _text(self, folder: Path, vocab_size: int) -> CalibrationSet:
         """The calibration set, in rows of the model's embedding."""

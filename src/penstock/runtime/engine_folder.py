@@ -15,6 +15,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -81,7 +82,7 @@ class EngineFolder:
         command = f"penstock build MODEL -o {folder} --force"
         try:
             manifest = read_manifest(folder)
-            command = manifest.get("command", command)
+            command = _again(str(manifest.get("command", command)), folder)
             _check_target(manifest)
             _check_files(folder, manifest, verify)
             return cls._of(folder, manifest)
@@ -180,10 +181,15 @@ class EngineFolder:
                               f"{min(missing)} among them")  # fmt: skip
         return step, hidden
 
+    @property
+    def command(self) -> str:
+        """What builds this engine again, where it lies."""
+        return _again(str(self.manifest["command"]), self.folder)
+
     def broken(self, reason: str) -> EngineFolderError:
         """The error for a folder that can't run, with the command that mends it."""
         return EngineFolderError(
-            f"{self.folder} can't run: {reason}. Build it again: {self.manifest['command']}"
+            f"{self.folder} can't run: {reason}. Build it again: {self.command}"
         )
 
     def tensors(self) -> dict[str, Tensor]:
@@ -226,6 +232,14 @@ class EngineFolder:
                     f"{self.folder} was built for {built} tokens with its long ones. Leave it out, "
                     f"or build another engine with --max-model-len {length}."
                 )
+
+
+def _again(command: str, folder: Path) -> str:
+    """A build's command, for the place where the engine lies now."""
+    words = shlex.split(command)
+    if "-o" in words[:-1]:
+        words[words.index("-o") + 1] = str(folder)
+    return shlex.join(words)
 
 
 def is_engine(folder: Path) -> bool:
