@@ -239,3 +239,11 @@ def test_an_export_that_failed_is_not_in_the_way_of_the_next(tmp_path: Path) -> 
     save_file(right, whole / "model.safetensors")
     export_model(whole, tmp_path / "out", weights=NewWeights("w8a8"))
     assert sorted(p.name for p in tmp_path.iterdir()) == ["model", "out"]
+
+
+@pytest.mark.parametrize("layout", ["awq", "gptq"])
+def test_layouts_that_have_no_place_for_a_shorter_group(tmp_path: Path, layout: Any) -> None:
+    weights = NewWeights("w4a16-g128-asym", layout=layout)  # K = 704 = 5.5 · 128
+    with pytest.raises(ConfigError, match="704"):
+        export_model("stories", tmp_path / "out", weights=weights)
+    assert list(tmp_path.iterdir()) == []

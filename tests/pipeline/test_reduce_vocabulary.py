@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 import shutil
@@ -23,6 +24,7 @@ from penstock.bench.variant import Variant
 from penstock.engine import Engine
 from penstock.errors import (
     ConfigError,
+    EngineFolderError,
     InvalidPromptError,
     InvalidSamplingError,
     PenstockError,
@@ -424,11 +426,11 @@ def test_nothing_is_left_of_one_that_failed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def full(*_: object) -> None:
-        raise OSError("No space left on device")
+        raise OSError(errno.ENOSPC, "No space left on device")
 
     output = tmp_path / "out"
     monkeypatch.setattr(module, "save_file", full)
-    with pytest.raises(OSError, match="No space"):
+    with pytest.raises(EngineFolderError, match="The disk filled up"):
         reduce_vocabulary("stories", output, size=600, texts=[STORY])
     assert not list(tmp_path.iterdir())
     monkeypatch.undo()

@@ -51,8 +51,7 @@ class Engine:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """clock: seconds that never go back, of arrivals, tokens and waiting."""
-        config = runtime.settle(config)
-        self.config = config
+        config = self.config = runtime.settle(config)
         self.runtime = runtime
         self.vocab_size = runtime.vocab_size
         self.max_model_len = runtime.model.max_model_len

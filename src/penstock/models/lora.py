@@ -12,14 +12,14 @@ import re
 from pathlib import Path
 from typing import Any
 
-import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from penstock.errors import ModelNotFoundError, UnsupportedModelError, WeightsError
+from penstock.models.over import Over
 from penstock.models.registry import read_json
 from penstock.models.weights import Source
-from penstock.quant import Codes, Scheme
+from penstock.quant import Codes
 
 WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
 
@@ -37,14 +37,14 @@ _PLAIN: dict[str, tuple[Any, ...]] = {
 """Choices of an adapter that a plain product of two matrices stands for."""
 
 
-class Merged:
+class Merged(Over):
     """`base` with the adapter in `folder` added."""
 
     def __init__(self, base: Source, folder: Path) -> None:
         """Raises ModelNotFoundError where there is no adapter, UnsupportedModelError for one of
         another kind, WeightsError for one that doesn't fit `base`.
         """
-        self._base = base
+        super().__init__(base)
         self.folder = folder
         self._config = _read_config(folder)
         self._file = _open(folder / WEIGHTS)
@@ -84,35 +84,9 @@ class Merged:
                     "unquantized model, and quantize that."
                 )
 
-    @property
-    def path(self) -> Path:
-        """Of the base."""
-        return self._base.path
-
-    @property
-    def config(self) -> dict[str, Any]:
-        """Of the base."""
-        return self._base.config
-
-    def names(self) -> list[str]:
-        """Every tensor's name, sorted."""
-        return self._base.names()
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        """A tensor's shape."""
-        return self._base.shape(name)
-
-    def dtype(self) -> torch.dtype:
-        """Of the base's tensors."""
-        return self._base.dtype()
-
-    def scheme(self, name: str) -> Scheme | None:
-        """As in the base: matrices that change aren't quantized."""
-        return self._base.scheme(name)
-
     def read(self, name: str) -> Tensor | Codes:
         """A tensor, with the adapter's product added where it has one."""
-        found, keys = self._base.read(name), self._parts.get(name)
+        found, keys = super().read(name), self._parts.get(name)
         if keys is None:
             return found
         assert isinstance(found, Tensor)

@@ -26,7 +26,7 @@ from penstock.config import EngineConfig, SchedulerConfig
 from penstock.errors import ConfigError, EngineFolderError
 from penstock.kernels import native
 from penstock.models.exported import MANIFEST as EXPORTED
-from penstock.models.exported import read_exported, verify_exported
+from penstock.models.exported import read_exported, sha256, verify_exported
 from penstock.models.hub import resolve
 from penstock.models.load import LoadedModel, load_model
 from penstock.pipeline import tuning
@@ -46,7 +46,6 @@ from penstock.runtime.engine_folder import (
     Limits,
     digest,
     is_engine,
-    sum_of,
 )
 from penstock.runtime.fingerprint import fingerprint
 from penstock.runtime.formats import encode
@@ -377,7 +376,7 @@ class _Build:
         for path in sorted(self.folder.rglob("*")):
             name = str(path.relative_to(self.folder))
             if path.is_file() and name != WEIGHTS:
-                files[name] = {"bytes": path.stat().st_size, "sha256": sum_of(path)}
+                files[name] = {"bytes": path.stat().st_size, "sha256": sha256(path)}
             sync(path)
         complete = json.loads(json.dumps({**manifest, "files": files}))  # as it will be read
         _write(self.folder / MANIFEST, {**complete, "digest": digest(complete)})

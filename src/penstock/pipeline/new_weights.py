@@ -216,7 +216,8 @@ class NewWeights:
         method = self.method if self.method not in (None, "qat") else None
         if method is None:
             method = "gptq" if text is not None and self.method is None else "rtn"
-        return QuantizeConfig(scheme, method, special, self.head_scheme)
+        whole = self.layout in ("awq", "gptq")  # which have no place for a shorter group
+        return QuantizeConfig(scheme, method, special, self.head_scheme, whole_groups=whole)
 
 
 def _of_layer(report: LayerReport) -> str:

@@ -26,6 +26,7 @@ from penstock.models import read_spec
 from penstock.models.hub import resolve
 from penstock.models.registry import read_json
 from penstock.models.weights import Checkpoint, plan_weights
+from penstock.pipeline.new_folder import new_folder
 from penstock.tokenizer import Tokenizer, VocabMap
 from penstock.tokenizer.bpe import Bpe
 from penstock.tokenizer.vocab_map import FILE
@@ -72,24 +73,17 @@ def reduce_vocabulary(
     """Write the checkpoint `source` with a reduced vocabulary to the new folder `output`.
 
     Either the `size` (at most so many tokens) and `texts` whose most frequent tokens are kept, or
-    `keep`: ids, and texts whose tokens are kept. It is written as `<name>.partial` and renamed at
-    the end. Raises ConfigError for sizes and lists that can't be, TokenizerError for a tokenizer
-    that isn't BPE over bytes, UnsupportedModelError for a quantized checkpoint.
+    `keep`: ids, and texts whose tokens are kept. It is there whole or not at all. Raises
+    ConfigError for sizes and lists that can't be, TokenizerError for a tokenizer that isn't BPE
+    over bytes, UnsupportedModelError for a quantized checkpoint.
     """
     folder = resolve(source)
     if output.exists():
         raise ConfigError(f"{output} exists already. Give a new folder, or remove it.")
     found = choose_vocabulary(folder, size=size, texts=texts, keep=keep)
-    partial = output.with_name(output.name + ".partial")
-    if partial.exists():  # of a process that was killed
-        shutil.rmtree(partial)
-    partial.mkdir(parents=True)
-    try:
+    output.parent.mkdir(parents=True, exist_ok=True)
+    with new_folder(output, force=False, replaces=lambda _: False) as partial:
         write_reduced(folder, partial, found)
-        partial.rename(output)
-    except BaseException:
-        shutil.rmtree(partial, ignore_errors=True)
-        raise
     return found
 
 

@@ -74,11 +74,6 @@ class Scheme:
         """Of what a row has beside its groups."""
         return 32 if self.kind == "nvfp4" else 0
 
-    def bits_per_weight(self, n: int, k: int) -> float:
-        """Of a matrix [n, k] with its scales and zero points, as the panels hold them."""
-        count = -(-k // self.group) if self.group else 1
-        return self.bits + (count * self.group_bits + self.row_bits) / k
-
     @property
     def name(self) -> str:
         """What users call it; `parse_scheme` reads it."""

@@ -27,6 +27,7 @@ from torch import Tensor
 from penstock.cache import kv_dtype
 from penstock.config import EngineConfig, SchedulerConfig
 from penstock.errors import ConfigError, EngineFolderError, KernelError
+from penstock.models.exported import sha256
 from penstock.models.load import LoadedModel, stop_ids
 from penstock.models.registry import read_spec
 from penstock.models.sources import generation_in
@@ -272,12 +273,6 @@ def digest(manifest: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(rest, sort_keys=True).encode()).hexdigest()
 
 
-def sum_of(path: Path) -> str:
-    """A file's SHA-256."""
-    with open(path, "rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
 def _check_target(manifest: Mapping[str, Any]) -> None:
     try:
         built = Fingerprint.from_dict(manifest["fingerprint"])
@@ -299,7 +294,7 @@ def _check_files(folder: Path, manifest: Mapping[str, Any], verify: bool) -> Non
                 raise EngineFolderError(
                     f"{name} has {path.stat().st_size:,} bytes instead of {entry['bytes']:,}"
                 )
-            if (verify or name in _READ_FIRST) and sum_of(path) != entry["sha256"]:
+            if (verify or name in _READ_FIRST) and sha256(path) != entry["sha256"]:
                 raise EngineFolderError(f"{name} is damaged: its contents don't match their sum")
         path = folder / WEIGHTS
         size = path.stat().st_size if path.exists() else 0
