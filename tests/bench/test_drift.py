@@ -16,14 +16,18 @@ from penstock.bench.drift import (
     Drift,
     DriftSum,
     Place,
-    check_encodings,
     check_finite,
-    check_vocabularies,
     measure_drift,
 )
 from penstock.bench.reader import About, LocalReader, Reader, Reading, open_reader
 from penstock.bench.texts import Text, Window
 from penstock.bench.variant import Variant
+from penstock.bench.vocabularies import (
+    Shared,
+    check_encodings,
+    check_vocabularies,
+    encode_for_both,
+)
 from penstock.errors import ConfigError, ModelError
 
 STORY = (
@@ -194,9 +198,14 @@ class _Fixed:
         self.about = About(**shape, weights="x", cache="x", kernels="x", calls="x")
         self._reading = Reading(logits, residuals)
         self.names = [b"a", b"b", b"c"]
+        self.has: list[int] | None = None
+        self.ids = [0, 1, 2]
 
     def encode(self, documents: Sequence[str]) -> list[list[int]]:
-        return [[0, 1, 2] for _ in documents]
+        return [self.ids for _ in documents]
+
+    def kept(self) -> Tensor | None:
+        return None if self.has is None else torch.tensor(self.has)
 
     def pieces(self) -> list[bytes]:
         return self.names
@@ -258,6 +267,72 @@ def test_vocabularies_and_tokenizers_must_agree() -> None:
         check_encodings("t", [[1], [1, 2]], [[1], [1, 3, 4]], ("x", "y"))
     with pytest.raises(ConfigError, match="part at token 1"):
         check_encodings("t", [[1]], [[1, 3]], ("x", "y"))
+
+
+def lacking(token: int, *values: float) -> Tensor:
+    """Logits of probabilities, of which one has none."""
+    logits = torch.tensor([values]).log()
+    assert logits[0, token] == -math.inf
+    return logits
+
+
+def test_tokens_that_one_lacks_are_a_figure_of_their_own() -> None:
+    """p = (1/2, 1/4, 1/4), q = (3/4, 1/4, 0): over both, p is (2/3, 1/3), and a 1/4 is left out."""
+    p, q = torch.tensor([[0.5, 0.25, 0.25]]).log(), lacking(2, 0.75, 0.25, 0.0)
+    one, other = _Fixed(p), _Fixed(q)
+    other.has = [0, 1]
+    shared = Shared.of(one, other)
+    assert shared is not None
+    assert shared.ids.tolist() == [0, 1] and [x.tolist() for x in shared.only] == [[2], []]
+    total = DriftSum(worst=1, shared=shared)
+    total.add(p, q, torch.tensor([0]), Place("x", 0, Window([0, 0], 1)))
+    got = total.result()
+    want = 2 / 3 * math.log((2 / 3) / 0.75) + 1 / 3 * math.log((1 / 3) / 0.25)
+    assert got.kl == pytest.approx(want, rel=1e-6)
+    assert got.shared_tokens == 2 and got.outside is not None
+    assert got.outside[0].tokens == 1 and got.outside[0].mean == pytest.approx(0.25)
+    assert (got.outside[1].tokens, got.outside[1].largest) == (0, 0.0)
+    assert got.reference_perplexity == pytest.approx(2) and got.perplexity == pytest.approx(4 / 3)
+    assert got.worst[0].probability == pytest.approx((0.5, 0.75))
+    # the other way round: of q, nothing lies outside of p
+    assert Shared.of(other, one) is not None and Shared.of(one, one) is None
+
+
+def test_what_each_lacks_of_the_other() -> None:
+    p, q = lacking(2, 0.5, 0.5, 0.0), lacking(0, 0.0, 0.5, 0.5)
+    one, other = _Fixed(p), _Fixed(q)
+    one.has, other.has = [0, 1], [1, 2]
+    text = Text("x", [[1, 1]])
+    got = measure_drift(one, other, [text], 8, 4)
+    assert got.equal and got.kl == 0 and got.agreement == 0  # where both have a token
+    assert got.outside is not None and [x.mean for x in got.outside] == pytest.approx([0.5, 0.5])
+    broken = q.clone()
+    broken[0, 1] = math.nan
+    with pytest.raises(ModelError, match="B gives 1 NaN or infinite logits of 2"):
+        measure_drift(one, _with(broken, [1, 2]), [text], 8, 4)
+
+
+def _with(logits: Tensor, has: list[int]) -> _Fixed:
+    found = _Fixed(logits)
+    found.has = has
+    return found
+
+
+def test_a_text_in_the_tokens_of_the_smaller_vocabulary() -> None:
+    whole, reduced = _Fixed(torch.zeros(2, 3)), _Fixed(torch.zeros(2, 3))
+    whole.names = reduced.names = [b"a", b"b", b"ab"]
+    whole.ids, reduced.ids, reduced.has = [2, 0], [0, 1, 0], [0, 1]
+    for a, b in ((whole, reduced), (reduced, whole)):
+        found, remark = encode_for_both("t", ["aba"], a, b, ("x", "y"))
+        assert found == [[0, 1, 0]] and remark.startswith("t is 3 tokens instead of 2")
+    whole.ids = [0, 1, 0]
+    assert encode_for_both("t", ["aba"], whole, reduced, ("x", "y")) == ([[0, 1, 0]], "")
+    whole.ids = [2, 1]
+    with pytest.raises(ConfigError, match="is other text in the tokens of x than in those of y"):
+        encode_for_both("t", ["aba"], whole, reduced, ("x", "y"))
+    whole.ids, whole.has = [2, 0], [0, 2]
+    with pytest.raises(ConfigError, match="neither vocabulary holds the other"):
+        encode_for_both("t", ["aba"], whole, reduced, ("x", "y"))
 
 
 @pytest.mark.parametrize(("window", "stride"), [(8, 8), (8, 0), (1, 1)])

@@ -11,6 +11,7 @@ import pytest
 from typer.testing import Result
 
 from penstock.models.hub import resolve
+from penstock.pipeline.vocabulary import reduce_vocabulary
 
 Run = Callable[..., Result]
 
@@ -84,6 +85,39 @@ def test_two_models(penstock: Run, story: Path, tmp_path: Path) -> None:
     (copy / "tokenizer.json").write_text(json.dumps(tokenizer))
     result = penstock("drift", "stories", copy, "--text", story)
     assert result.exit_code == 1 and "The tokenizers differ: token" in result.output
+
+
+def test_a_reduced_vocabulary(penstock: Run, story: Path, tmp_path: Path) -> None:
+    small, kept = tmp_path / "small", tmp_path / "drift.json"
+    reduce_vocabulary("stories", small, size=700, texts=["Once upon a time there was a dog."])
+    common = ("--text", story, "--window", "64")
+    result = penstock("drift", "stories", small, *common, "--json", kept)
+    assert result.exit_code == 0, result.output
+    for words in (
+        "× 700 logits are ==", "Equal after all 6 layers", "700 of 4,096 tokens",
+        "to the 3,396 tokens that", "KL is of the 700 that both have", "written in others",
+    ):  # fmt: skip
+        assert words in " ".join(result.stdout.split())
+    found = json.loads(kept.read_text())
+    assert found["kl"] == 0 and found["shared_tokens"] == 700
+    assert 0 < found["outside"][0]["mean"] < 1 and found["outside"][1]["tokens"] == 0
+    assert found["perplexity"] < found["reference_perplexity"]
+    turned = penstock("drift", small, "stories", *common)
+    assert turned.exit_code == 0 and "× 700 logits are ==" in turned.stdout, turned.output
+
+
+def test_eval_of_a_reduced_vocabulary(penstock: Run, story: Path, tmp_path: Path) -> None:
+    small, scores = tmp_path / "small", tmp_path / "eval.json"
+    reduce_vocabulary("stories", small, size=700, texts=["Once upon a time there was a dog."])
+    common = ("--text", story, "--window", "64")
+    result = penstock("eval", small, *common, "--against", "stories:", "--json", scores)
+    assert result.exit_code == 0, result.output
+    (text,) = json.loads(scores.read_text())["texts"]
+    assert text["drift"]["kl"] == 0 and text["bits_per_byte"] > 0
+    wrong = penstock("eval", "stories", *common, "--against", f"{small}:")
+    assert wrong.exit_code == 1 and "lacks 3,396 tokens of the model" in wrong.output
+    wrong = penstock("eval", small, *common, "--save-run", tmp_path / "run")
+    assert wrong.exit_code == 1 and "a run on disk is of all of them" in wrong.output
 
 
 @pytest.mark.parametrize(

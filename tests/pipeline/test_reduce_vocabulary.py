@@ -19,8 +19,11 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from penstock import LLM, SamplingParams
-from penstock.bench.reader import LocalReader, window_step
+from penstock.bench.drift import measure_drift
+from penstock.bench.reader import open_reader, window_step
+from penstock.bench.texts import Text
 from penstock.bench.variant import Variant
+from penstock.bench.vocabularies import encode_for_both
 from penstock.engine import Engine
 from penstock.errors import (
     ConfigError,
@@ -32,6 +35,7 @@ from penstock.errors import (
     UnsupportedModelError,
     WeightsError,
 )
+from penstock.kernels import native
 from penstock.models.hub import resolve
 from penstock.pipeline import vocabulary as module
 from penstock.pipeline.vocabulary import read_keep_list, reduce_vocabulary
@@ -452,6 +456,43 @@ def test_a_map_of_another_model(tmp_path: Path, reduced: Path) -> None:
         load_runtime(Variant(copy).config(64))
 
 
-def test_figures_that_need_all_tokens_are_refused(reduced: Path) -> None:
-    with pytest.raises(ConfigError, match="reduced vocabulary, 700 of 4,096 tokens"):
-        LocalReader(load_runtime(Variant(reduced).config(64)))
+@pytest.mark.parametrize(
+    "words",
+    ["", "eager", "graph", "isa=avx2"],
+)
+def test_drift_of_nothing_but_the_tokens_left_out(reduced: Path, words: str) -> None:
+    """KL is 0 by ==; perplexity falls by the probability of what was left out, and by no more."""
+    if native.handle is None and "isa" in words:
+        pytest.skip(f"no native kernels: {native.reason}")
+    with (
+        open_reader(Variant(), 128) as a,
+        open_reader(Variant(reduced).with_options(words), 128) as b,
+    ):
+        encoded, remark = encode_for_both("x", [STRANGE], a, b, ("A", "B"))
+        assert "instead of" in remark
+        found = measure_drift(a, b, [Text("x", encoded)], 128, 64, worst=3, layers=True)
+        logits = a.read(encoded[0], 1).logits.double()
+        kept = b.kept()
+    assert kept is not None and len(kept) == 700
+    assert found.equal and found.kl == found.kl_max == 0 and found.worst == ()
+    assert all(layer.largest == 0 for layer in found.layers)
+    assert found.shared_tokens == 700 and found.outside is not None
+    one, other = found.outside
+    assert (one.tokens, other.tokens) == (4096 - 700, 0) and other.largest == 0
+    assert found.positions == len(logits)
+    inside = logits.softmax(-1)[:, kept].sum(-1)
+    assert one.mean == pytest.approx(float((1 - inside).mean()), rel=1e-6)
+    ratio = found.perplexity / found.reference_perplexity
+    assert ratio == pytest.approx(float(inside.log().mean().exp()), rel=1e-6)
+    assert 0 < one.mean < one.largest < 1
+
+
+def test_two_that_are_reduced_alike(reduced: Path) -> None:
+    with (
+        open_reader(Variant(reduced), 64) as a,
+        open_reader(Variant(reduced, quantization="w8a8"), 64) as b,
+    ):
+        encoded, _ = encode_for_both("x", [STRANGE], a, b, ("A", "B"))
+        found = measure_drift(a, b, [Text("x", encoded)], 64, 32, layers=True)
+    assert 0 < found.kl < 0.01 and found.outside is not None
+    assert [x.tokens for x in found.outside] == [0, 0]

@@ -10,7 +10,7 @@ from __future__ import annotations
 import heapq
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
@@ -18,7 +18,8 @@ from torch import Tensor
 
 from penstock.bench.reader import Reader, Reading
 from penstock.bench.texts import Text, Window, check_window, windows_of
-from penstock.errors import ConfigError, ModelError
+from penstock.bench.vocabularies import Shared
+from penstock.errors import ModelError
 
 DRIFT_ROWS = 64
 """Distributions that are compared at once: in float64, a large vocabulary takes a MB each."""
@@ -52,8 +53,21 @@ class LayerError:
 
 
 @dataclass(frozen=True, slots=True)
+class Outside:
+    """What a variant gives to tokens that the other lacks, over all positions."""
+
+    tokens: int
+    mean: float  # probability
+    largest: float
+
+
+@dataclass(frozen=True, slots=True)
 class Drift:
-    """Of B from A, over all positions."""
+    """Of B from A, over all positions.
+
+    Where one lacks tokens, `equal` and KL are of those that both have (`bench.vocabularies`), and
+    the others of each variant's own distribution.
+    """
 
     positions: int
     equal: bool  # every logit is the same, by ==
@@ -67,10 +81,12 @@ class Drift:
     worst: tuple[Worst, ...] = ()  # the worst first
     layers: tuple[LayerError, ...] = ()  # after the embedding, then after each layer
     remarks: tuple[str, ...] = ()
+    shared_tokens: int | None = None  # that both have; None: all
+    outside: tuple[Outside, Outside] | None = None  # of A's and of B's, where one lacks some
 
     def as_dict(self) -> dict[str, Any]:
         """The figures for JSON; the tokens of `worst` are the caller's to write."""
-        return {
+        found: dict[str, Any] = {
             "positions": self.positions,
             "equal": self.equal,
             "kl": self.kl,
@@ -80,6 +96,10 @@ class Drift:
             "perplexity": self.perplexity,
             "reference_perplexity": self.reference_perplexity,
         }
+        if self.outside is not None:
+            found["shared_tokens"] = self.shared_tokens
+            found["outside"] = [asdict(one) for one in self.outside]
+        return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,8 +125,12 @@ class _Layers:
 class DriftSum:
     """Adds up how far distributions lie from their references."""
 
-    def __init__(self, worst: int = 0) -> None:
-        """worst: how many of the worst positions are kept."""
+    def __init__(self, worst: int = 0, shared: Shared | None = None) -> None:
+        """worst: how many of the worst positions are kept. shared: the tokens that both have, where
+        one lacks some.
+        """
+        self._shared = shared
+        self._outside: list[Tensor] = []  # [2, T], of A and of B
         self._kl: list[Tensor] = []
         self._same = 0
         self._equal = True
@@ -118,20 +142,40 @@ class DriftSum:
     def add(
         self, reference: Tensor, other: Tensor, targets: Tensor, place: Place | None = None
     ) -> None:
-        """Log-probabilities or logits [T, V] of both, and the tokens that came: [T].
+        """Log-probabilities or logits [T, V] of both, −∞ of tokens that one lacks, and the tokens
+        that came: [T].
 
         place: where they stand; without it none of them is kept among the worst.
         """
         self._same += int((reference.argmax(-1) == other.argmax(-1)).sum())
-        self._equal = self._equal and torch.equal(reference, other)
+        self._equal = self._equal and torch.equal(self._common(reference), self._common(other))
         for row in range(0, len(reference), DRIFT_ROWS):
             rows = slice(row, row + DRIFT_ROWS)
             p, q = (x[rows].double().log_softmax(-1) for x in (reference, other))
-            kl = (p.exp() * (p - q)).sum(-1).clamp_min(0.0)  # below it only by rounding
+            if self._shared is None:
+                kl = _divergence(p, q)
+            else:
+                only = zip((p, q), self._shared.only, strict=True)
+                self._outside.append(torch.stack([x[:, ids].exp().sum(-1) for x, ids in only]))
+                both = (self._common(x[rows]).double() for x in (reference, other))
+                kl = _divergence(*(x.log_softmax(-1) for x in both))  # 0 of equal logits
             self._kl.append(kl)
             self._loss -= torch.stack([x.gather(1, targets[rows, None]).sum() for x in (p, q)])
             if place is not None and self._keep:
                 self._remember(kl, p, q, place, row)
+
+    def _common(self, logits: Tensor) -> Tensor:
+        """Of the tokens that both have."""
+        return logits if self._shared is None else logits.index_select(-1, self._shared.ids)
+
+    def _lacking(self) -> tuple[Outside, Outside] | None:
+        if self._shared is None:
+            return None
+        a, b = (
+            Outside(len(ids), float(each.mean()), float(each.max()))
+            for ids, each in zip(self._shared.only, torch.cat(self._outside, 1), strict=True)
+        )
+        return a, b
 
     def add_residuals(self, reference: Tensor, other: Tensor) -> None:
         """The streams [L + 1, T, D] of both."""
@@ -159,6 +203,8 @@ class DriftSum:
             worst=tuple(w for _, _, w in sorted(self._worst, key=lambda x: (-x[0], -x[1]))),
             layers=tuple(layer.result() for layer in self._layers),
             remarks=tuple(remarks),
+            shared_tokens=None if self._shared is None else len(self._shared.ids),
+            outside=self._lacking(),
         )
 
     def _remember(self, kl: Tensor, p: Tensor, q: Tensor, place: Place, row: int) -> None:
@@ -186,6 +232,12 @@ class DriftSum:
             (heapq.heapreplace if full else heapq.heappush)(self._worst, entry)
 
 
+def _divergence(p: Tensor, q: Tensor) -> Tensor:
+    """KL(p ‖ q) of each position, from log-probabilities [T, V]."""
+    kl: Tensor = (p.exp() * (p - q)).sum(-1)
+    return kl.clamp_min(0.0)  # below it only by rounding
+
+
 def _exp(nats: float | Tensor) -> float:
     try:
         return math.exp(float(nats))
@@ -202,13 +254,17 @@ def _p99(each: Tensor) -> float:
     return float(ordered[low] + (at - low) * (ordered[high] - ordered[low]))
 
 
-def check_finite(reading: Reading, name: str, place: Place) -> None:
-    """Raises ModelError naming the first position, and the first layer, that isn't finite."""
-    broken = ~reading.logits.isfinite().all(-1)
+def check_finite(reading: Reading, name: str, place: Place, kept: Tensor | None = None) -> None:
+    """Raises ModelError naming the first position, and the first layer, that isn't finite.
+
+    kept: the tokens that it has (`Reader.kept`).
+    """
+    found = reading.logits if kept is None else reading.logits.index_select(-1, kept)
+    broken = ~found.isfinite().all(-1)
     if not broken.any():
         return
     row = int(broken.nonzero()[0])
-    logits = reading.logits[row]
+    logits = found[row]
     words = (
         f"{name} gives {int((~logits.isfinite()).sum()):,} NaN or infinite logits of "
         f"{len(logits):,} in {place.text}, document {place.document + 1}, after token "
@@ -226,43 +282,6 @@ def check_finite(reading: Reading, name: str, place: Place) -> None:
     raise ModelError(f"{words} Nothing can be compared with it: check its weights.")
 
 
-def check_vocabularies(a: Reader, b: Reader, names: tuple[str, str]) -> None:
-    """Raises ConfigError unless a token id means the same to both."""
-    sizes = a.about.vocab_size, b.about.vocab_size
-    if sizes[0] != sizes[1]:
-        raise ConfigError(
-            f"{names[0]} and {names[1]} have vocabularies of {sizes[0]:,} and {sizes[1]:,} tokens: "
-            "their distributions can't be compared."
-        )
-    for i, (mine, theirs) in enumerate(zip(a.pieces(), b.pieces(), strict=True)):
-        if mine != theirs:
-            raise ConfigError(
-                f"The tokenizers differ: token {i} is {_shown(mine)} in {names[0]} and "
-                f"{_shown(theirs)} in {names[1]}. Distributions over different tokens can't be "
-                "compared."
-            )
-
-
-def check_encodings(
-    text: str, a: Sequence[list[int]], b: Sequence[list[int]], names: tuple[str, str]
-) -> None:
-    """Raises ConfigError unless both tokenizers made the same tokens of a text's documents."""
-    for number, (mine, theirs) in enumerate(zip(a, b, strict=True)):
-        if mine == theirs:
-            continue
-        pairs = enumerate(zip(mine, theirs, strict=False))
-        same = next((i for i, (x, y) in pairs if x != y), min(len(mine), len(theirs)))
-        raise ConfigError(
-            f"The tokenizers differ: {text}, document {number + 1}, is {len(mine):,} tokens in "
-            f"{names[0]} and {len(theirs):,} in {names[1]}, and they part at token {same:,}. "
-            "Compare models that read a text alike."
-        )
-
-
-def _shown(piece: bytes) -> str:
-    return repr(piece.decode("utf-8", "backslashreplace")) if piece else "nothing"
-
-
 def measure_drift(
     a: Reader,
     b: Reader,
@@ -276,21 +295,23 @@ def measure_drift(
 ) -> Drift:
     """Hold `b` against `a` over `texts`, in windows of `window` tokens of which `stride` are new.
 
-    Whoever calls has seen that both have one vocabulary (`check_vocabularies`).
+    Whoever calls has seen that a token id means the same to both (`check_vocabularies`), and that
+    both have those of the texts (`encode_for_both`).
     Raises ConfigError for a window that can't be, ModelError where one gives NaN.
     """
     check_window(window, stride)
     remarks, layers = _layers_of(a, b, names) if layers else ((), False)
-    found = DriftSum(worst)
+    found = DriftSum(worst, Shared.of(a, b))
+    kept = a.kept(), b.kept()
     astray: set[str] = set()
     for text in texts:
         for number, ids in enumerate(text.documents):
             for piece in windows_of(ids, window, stride):
                 place = Place(text.name, number, piece)
                 readings = []
-                for reader, name in zip((a, b), names, strict=True):
+                for reader, name, has in zip((a, b), names, kept, strict=True):
                     reading = reader.read(piece.ids, piece.first, layers)
-                    check_finite(reading, name, place)
+                    check_finite(reading, name, place, has)
                     readings.append(reading)
                     if not reading.as_read:
                         astray.add(name)

@@ -16,6 +16,7 @@ from penstock.bench.drift import Drift, DriftSum, Place, check_finite
 from penstock.bench.reader import LocalReader, Reader
 from penstock.bench.reference_run import ReferenceRun, RunWriter
 from penstock.bench.texts import Text, check_window, read_text, windows_of
+from penstock.bench.vocabularies import Shared
 from penstock.runtime import Runtime
 from penstock.tokenizer import Tokenizer
 
@@ -84,14 +85,15 @@ def evaluate(
     """
     check_window(window, stride)
     reader = LocalReader(runtime)
+    kept, others = reader.kept(), None if against is None else against.kept()
     score = TextScore(text.name, len(text.documents))
     lengths = tokenizer.piece_table(skip_special_tokens=True)
-    drift = DriftSum()
+    drift = DriftSum(shared=None if against is None else Shared.of(reader, against))
     for number, ids in enumerate(text.documents):
         for piece in windows_of(ids, window, stride):
             place = Place(text.name, number, piece)
             reading = reader.read(piece.ids, piece.first)
-            check_finite(reading, "The model", place)
+            check_finite(reading, "The model", place, kept)
             logits = reading.logits
             targets = torch.tensor(piece.ids[piece.first :])
             nats, correct = loss_of(logits, targets)
@@ -101,7 +103,7 @@ def evaluate(
             score.bytes += sum(len(lengths[i]) for i in piece.ids[piece.first :])
             if against is not None:
                 other = against.read(piece.ids, piece.first)
-                check_finite(other, "The other one", place)
+                check_finite(other, "The other one", place, others)
                 drift.add(logits, other.logits, targets, place)
             if reference is not None:
                 drift.add(reference.next(text.name, targets), logits, targets)

@@ -26,4 +26,5 @@ def by_graph(runtime: Runtime, form: str) -> Runtime:
         graph = optimize(graph).graph
         packages = cache_folder() / "packages"
         forward = CompiledForward(compile_graph(graph, packages), graph, weights_of(decoder))
-    return replace(runtime, runner=runner_over(forward, kv, runtime.layout))
+    runner = runner_over(forward, kv, runtime.layout, runtime.runner.vocabulary)
+    return replace(runtime, runner=runner)

@@ -37,7 +37,7 @@ PATIENCE_S = 10.0
 class Reading:
     """What came of one window: S rows that predict, L layers."""
 
-    logits: Tensor  # [S, V] float32
+    logits: Tensor  # [S, V] float32; −∞ of tokens that a reduced vocabulary lacks
     residuals: Tensor | None = None  # [L + 1, S, D]: after the embedding, and after each layer
     as_read: bool = True  # the pass that gave the residuals gave the same logits, bit for bit
 
@@ -46,13 +46,14 @@ class Reading:
 class About:
     """A variant as it was loaded."""
 
-    vocab_size: int
+    vocab_size: int  # ids of its tokenizer's vocabulary
     layers: int  # whose residuals can be read; 0 where the model is one program without modules
     hidden: int
     weights: str  # the name of their formats
     cache: str  # what keys and values are stored as
     kernels: str  # an instruction set, or `reference`
     calls: str  # `one native call a step`, or `operators one by one`
+    kept_tokens: int | None = None  # of a reduced vocabulary
 
 
 class Reader(Protocol):
@@ -68,6 +69,9 @@ class Reader(Protocol):
     def pieces(self) -> list[bytes]:
         """The bytes of every token of its vocabulary."""
 
+    def kept(self) -> Tensor | None:
+        """The ids [N] int64 that it has; None: all of its vocabulary."""
+
     def read(self, ids: Sequence[int], first: int, layers: bool = False) -> Reading:
         """A sequence of its own, in one step: the rows that predict `ids[first:]`.
 
@@ -82,17 +86,7 @@ class LocalReader:
     """A reader in this process."""
 
     def __init__(self, runtime: Runtime, form: str | None = None) -> None:
-        """form: of steps that run by the model's graph (`bench.graph_form`).
-
-        Raises ConfigError for a reduced vocabulary: what it lacks has no probability.
-        """
-        if runtime.vocab_map is not None:
-            raise ConfigError(
-                f"The model has a reduced vocabulary, {len(runtime.vocab_map):,} of "
-                f"{runtime.vocab_size:,} tokens: its distributions can't be compared, nor a text "
-                "scored that needs the others. Compare before the vocabulary is reduced; the "
-                "logits of the tokens that are kept are the same."
-            )
+        """form: of steps that run by the model's graph (`bench.graph_form`)."""
         if form is not None:
             from penstock.bench.graph_form import by_graph
             from penstock.pipeline.graph import quiet
@@ -105,13 +99,14 @@ class LocalReader:
         self._decoder = model if by_modules and isinstance(model, Decoder) else None
         spec = runtime.model.spec.decoder
         self.about = About(
-            vocab_size=spec.vocab_size,
+            vocab_size=runtime.vocab_size,
             layers=0 if self._decoder is None else len(self._decoder.layers),
             hidden=spec.hidden,
             weights=runtime.model.model.formats.name,
             cache=runtime.layout.stored,
             kernels=native.isa or "reference",
             calls=_calls(runtime, form),
+            kept_tokens=None if runtime.vocab_map is None else len(runtime.vocab_map),
         )
 
     def encode(self, documents: Sequence[str]) -> list[list[int]]:
@@ -125,6 +120,11 @@ class LocalReader:
         table = self._runtime.tokenizer.piece_table(skip_special_tokens=False)
         return [table[i] for i in range(self.about.vocab_size)]
 
+    def kept(self) -> Tensor | None:
+        """The ids [N] int64 that it has; None: all of its vocabulary."""
+        found = self._runtime.vocab_map
+        return None if found is None else torch.from_numpy(found.kept).long()
+
     def read(self, ids: Sequence[int], first: int, layers: bool = False) -> Reading:
         """A sequence of its own, in one step: the rows that predict `ids[first:]`."""
         step = window_step(self._runtime, ids, first)
@@ -136,8 +136,7 @@ class LocalReader:
             if runner.program is None:
                 return Reading(runner.forward(step).clone(), torch.stack(taps))
             logits = runner.forward(step).clone()
-            with torch.inference_mode(), runner.computing(step):
-                again = self._decoder(step, runner.kv)
+            again = runner.by(self._decoder, step)
         return Reading(logits, torch.stack(taps), torch.equal(logits, again))
 
     def close(self) -> None:
@@ -230,6 +229,11 @@ class ProcessReader:
     def pieces(self) -> list[bytes]:
         """The bytes of every token of its vocabulary."""
         found: list[bytes] = self._ask("pieces")
+        return found
+
+    def kept(self) -> Tensor | None:
+        """The ids [N] int64 that it has; None: all of its vocabulary."""
+        found: Tensor | None = self._ask("kept")
         return found
 
     def read(self, ids: Sequence[int], first: int, layers: bool = False) -> Reading:

@@ -66,6 +66,8 @@ def drift(
     svg: Annotated[Path | None, typer.Option(help="Write a plot to this file.")] = None,
 ) -> None:
     """Hold B's next-token distributions against A's: KL, agreement, perplexity, error per layer."""
+    from dataclasses import replace
+
     from penstock.bench.drift import measure_drift
     from penstock.bench.reader import open_reader
     from penstock.bench.texts import check_window, read_documents
@@ -80,10 +82,11 @@ def drift(
     check_window(window, stride)
     with ExitStack() as stack:
         readers = [stack.enter_context(open_reader(x, window, load)) for x in (one, other)]
-        texts = _encode(readers, documents, names)
+        texts, remarks = _encode(readers, documents, names)
         found = measure_drift(
             readers[0], readers[1], texts, window, stride, names=names, worst=worst, layers=layers
         )
+        found = replace(found, remarks=(*found.remarks, *remarks))
         pieces = readers[0].pieces()
         abouts = [reader.about for reader in readers]
     where = _where(texts, found, window, stride)
@@ -117,19 +120,19 @@ def _window(one: Variant, other: Variant, asked: int | None) -> int:
 
 def _encode(
     readers: Sequence[Reader], documents: dict[Path, list[str]], names: tuple[str, str]
-) -> list[Text]:
-    """The texts in tokens, which must be the same for both."""
-    from penstock.bench.drift import check_encodings, check_vocabularies
+) -> tuple[list[Text], list[str]]:
+    """The texts in tokens that both have, and remarks on how."""
     from penstock.bench.texts import text_of
+    from penstock.bench.vocabularies import check_vocabularies, encode_for_both
 
     one, other = readers
     check_vocabularies(one, other, names)
-    found = []
+    found, remarks = [], []
     for file, parts in documents.items():
-        mine = one.encode(parts)
-        check_encodings(file.name, mine, other.encode(parts), names)
-        found.append(text_of(file, mine))
-    return found
+        encoded, remark = encode_for_both(file.name, parts, one, other, names)
+        found.append(text_of(file, encoded))
+        remarks += [remark] if remark else []
+    return found, remarks
 
 
 def _where(texts: Sequence[Text], found: Drift, window: int, stride: int) -> str:
@@ -210,11 +213,14 @@ def _print(
     out.print()
     out.print(_models(found, names, abouts))
     out.print()
-    logits = f"{found.positions:,} × {abouts[0].vocab_size:,} logits"
+    tokens = found.shared_tokens or abouts[0].vocab_size
+    logits = f"{found.positions:,} × {tokens:,} logits"
     if found.equal:
         out.print(f"Equal: all {logits} are ==.", style="bold green", markup=False)
-    else:
+    if not found.equal or found.outside is not None:
         out.print(_figures(found))
+    for words in _outside(found, names):
+        out.print(words, markup=False)
     if found.layers:
         out.print()
         if any(layer.largest for layer in found.layers):
@@ -226,6 +232,17 @@ def _print(
         out.print(_worst(found.worst, pieces))
     for remark in _remarks(found):
         out.print(remark, style="dim", markup=False)
+
+
+def _outside(found: Drift, names: tuple[str, str]) -> list[str]:
+    """What either gives to tokens that the other lacks."""
+    return [
+        f"{names[i]} gives {one.mean:.3%} on average, {one.largest:.2%} at most, to the "
+        f"{one.tokens:,} tokens that {names[1 - i]} lacks. KL is of the {found.shared_tokens:,} "
+        "that both have."
+        for i, one in enumerate(found.outside or ())
+        if one.tokens
+    ]
 
 
 def _remarks(found: Drift) -> list[str]:
@@ -254,8 +271,15 @@ def _models(found: Drift, names: tuple[str, str], abouts: Sequence[About]) -> Ta
     for label, field in (("weights", "weights"), ("cache", "cache"), ("kernels", "kernels")):
         table.add_row(label, *(str(getattr(about, field)) for about in abouts))
     table.add_row("a step", *(about.calls for about in abouts))
+    if any(about.kept_tokens is not None for about in abouts):
+        table.add_row("vocabulary", *(_tokens(about) for about in abouts))
     table.add_row("perplexity", f"{found.reference_perplexity:.4f}", f"{found.perplexity:.4f}")
     return table
+
+
+def _tokens(about: About) -> str:
+    kept, whole = about.kept_tokens, about.vocab_size
+    return f"{whole:,} tokens" if kept is None else f"{kept:,} of {whole:,} tokens"
 
 
 def _figures(found: Drift) -> Table:

@@ -160,15 +160,32 @@ def _check_together(
     stride: int,
 ) -> None:
     """What is compared must have one vocabulary, and have been read alike."""
-    from penstock.bench.drift import check_vocabularies
     from penstock.bench.reader import LocalReader
+    from penstock.bench.vocabularies import Shared, check_vocabularies
 
-    size = runtime.model.spec.decoder.vocab_size
     if reference is not None:
-        reference.check(window, stride, size)
+        _check_whole(runtime)
+        reference.check(window, stride, runtime.vocab_size)
     if other is None:
         return
-    check_vocabularies(LocalReader(runtime), other, ("The model", "the other one"))
+    mine = LocalReader(runtime)
+    check_vocabularies(mine, other, ("The model", "the other one"))
+    shared = Shared.of(mine, other)
+    if shared is not None and len(shared.only[0]):
+        raise ConfigError(
+            f"--against lacks {len(shared.only[0]):,} tokens of the model, which the text may "
+            "need. Hold one against the other by penstock drift, or score the reduced model "
+            "--against the whole one."
+        )
+
+
+def _check_whole(runtime: Runtime) -> None:
+    if runtime.vocab_map is not None:
+        raise ConfigError(
+            f"The model has a reduced vocabulary, {len(runtime.vocab_map):,} of "
+            f"{runtime.vocab_size:,} tokens, and a run on disk is of all of them. Compare it by "
+            "penstock drift, or --against a whole model."
+        )
 
 
 def _writer(
@@ -178,6 +195,7 @@ def _writer(
 
     from penstock.bench.reference_run import RunWriter
 
+    _check_whole(runtime)
     positions = sum(len(ids) - 1 for text in texts for ids in text.documents)
     vocabulary = runtime.model.spec.decoder.vocab_size
     parent = next(p for p in folder.absolute().parents if p.exists())

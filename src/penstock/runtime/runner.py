@@ -107,8 +107,11 @@ class Runner:
 
     def forward(self, step: Step) -> Tensor:
         """The step's logits [S, V], good until the next one; keys and values go to the cache."""
+        return self.by(self._forward, step)
+
+    def by(self, forward: Forward, step: Step) -> Tensor:
+        """The same by another way to run the model, over the same cache."""
         with torch.inference_mode(), self.computing(step):
             if self.vocabulary is None:
-                return self._forward(step, self.kv)
-            logits = self._forward(self.vocabulary.narrow(step), self.kv)
-            return self.vocabulary.widen(logits)
+                return forward(step, self.kv)
+            return self.vocabulary.widen(forward(self.vocabulary.narrow(step), self.kv))
