@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from contextlib import ExitStack
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -66,35 +67,67 @@ def drift(
     svg: Annotated[Path | None, typer.Option(help="Write a plot to this file.")] = None,
 ) -> None:
     """Hold B's next-token distributions against A's: KL, agreement, perplexity, error per layer."""
-    from dataclasses import replace
-
-    from penstock.bench.drift import measure_drift
-    from penstock.bench.reader import open_reader
     from penstock.bench.texts import check_window, read_documents
     from penstock.bench.variant import Variant
 
     one = Variant.parse(a)
     other = Variant.parse(b, one.model)
-    names = _names(one, other)
     documents = {file: read_documents(file, max_bytes) for file in text}
     window = _window(one, other, window)
     stride = stride or max(1, window // 2)
     check_window(window, stride)
-    with ExitStack() as stack:
-        readers = [stack.enter_context(open_reader(x, window, load)) for x in (one, other)]
-        texts, remarks = _encode(readers, documents, names)
-        found = measure_drift(
-            readers[0], readers[1], texts, window, stride, names=names, worst=worst, layers=layers
-        )
-        found = replace(found, remarks=(*found.remarks, *remarks))
-        pieces = readers[0].pieces()
-        abouts = [reader.about for reader in readers]
-    where = _where(texts, found, window, stride)
+    found = _compare((one, other), documents, window, stride, worst, layers)
     if json_file is not None:
-        _write_json(json_file, found, names, abouts, texts, window, stride, pieces)
+        _write_json(json_file, found)
     if svg is not None:
-        _write_svg(svg, found, names, where)
-    _print(found, names, abouts, where, pieces)
+        _write_svg(svg, found)
+    _print(found)
+
+
+@dataclass(frozen=True, slots=True)
+class _Comparison:
+    """Two variants on texts, and what came of it."""
+
+    names: tuple[str, str]
+    abouts: tuple[About, About]
+    pieces: Sequence[bytes]  # of every token
+    texts: Sequence[Text]
+    window: int
+    stride: int
+    drift: Drift
+
+    @property
+    def where(self) -> str:
+        """What was read, and how."""
+        from penstock.bench.report import count
+
+        files = ", ".join(text.name for text in self.texts)
+        documents = sum(len(text.documents) for text in self.texts)
+        return (
+            f"{files}: {count(documents, 'document')}, "
+            f"{count(self.drift.positions, 'position')}, windows of {self.window} tokens, "
+            f"{self.stride} of them new"
+        )
+
+
+def _compare(
+    variants: tuple[Variant, Variant],
+    documents: dict[Path, list[str]],
+    window: int,
+    stride: int,
+    worst: int,
+    layers: bool,
+) -> _Comparison:
+    from penstock.bench.drift import measure_drift
+    from penstock.bench.reader import open_reader
+
+    names = _names(*variants)
+    with ExitStack() as stack:
+        a, b = (stack.enter_context(open_reader(x, window, load)) for x in variants)
+        texts, remarks = _encode(a, b, documents, names)
+        found = measure_drift(a, b, texts, window, stride, names=names, worst=worst, layers=layers)
+        found = replace(found, remarks=(*found.remarks, *remarks))
+        return _Comparison(names, (a.about, b.about), a.pieces(), texts, window, stride, found)
 
 
 def _names(one: Variant, other: Variant) -> tuple[str, str]:
@@ -119,56 +152,35 @@ def _window(one: Variant, other: Variant, asked: int | None) -> int:
 
 
 def _encode(
-    readers: Sequence[Reader], documents: dict[Path, list[str]], names: tuple[str, str]
+    a: Reader, b: Reader, documents: dict[Path, list[str]], names: tuple[str, str]
 ) -> tuple[list[Text], list[str]]:
     """The texts in tokens that both have, and remarks on how."""
     from penstock.bench.texts import text_of
     from penstock.bench.vocabularies import check_vocabularies, encode_for_both
 
-    one, other = readers
-    check_vocabularies(one, other, names)
+    check_vocabularies(a, b, names)
     found, remarks = [], []
     for file, parts in documents.items():
-        encoded, remark = encode_for_both(file.name, parts, one, other, names)
+        encoded, remark = encode_for_both(file.name, parts, a, b, names)
         found.append(text_of(file, encoded))
         remarks += [remark] if remark else []
     return found, remarks
 
 
-def _where(texts: Sequence[Text], found: Drift, window: int, stride: int) -> str:
-    from penstock.bench.report import count
-
-    files = ", ".join(text.name for text in texts)
-    return (
-        f"{files}: {count(sum(len(text.documents) for text in texts), 'document')}, "
-        f"{count(found.positions, 'position')}, windows of {window} tokens, {stride} of them new"
-    )
-
-
-def _write_json(
-    file: Path,
-    found: Drift,
-    names: tuple[str, str],
-    abouts: Sequence[About],
-    texts: Sequence[Text],
-    window: int,
-    stride: int,
-    pieces: Sequence[bytes],
-) -> None:
-    from dataclasses import asdict
-
+def _write_json(file: Path, found: _Comparison) -> None:
     from penstock.bench.environment import environment
     from penstock.hardware import detect
 
+    drift, pieces = found.drift, found.pieces
     whole = {
         "benchmark": "drift",
-        "a": {"variant": names[0], **asdict(abouts[0])},
-        "b": {"variant": names[1], **asdict(abouts[1])},
-        "texts": [text.name for text in texts],
-        "window": window,
-        "stride": stride,
-        **found.as_dict(),
-        "layers": [asdict(layer) for layer in found.layers],
+        "a": {"variant": found.names[0], **asdict(found.abouts[0])},
+        "b": {"variant": found.names[1], **asdict(found.abouts[1])},
+        "texts": [text.name for text in found.texts],
+        "window": found.window,
+        "stride": found.stride,
+        **drift.as_dict(),
+        "layers": [asdict(layer) for layer in drift.layers],
         "worst": [
             {
                 **asdict(w),
@@ -176,40 +188,35 @@ def _write_json(
                 "token": _decode([w.token], pieces),
                 "likeliest": [_decode([i], pieces) for i in w.likeliest],
             }
-            for w in found.worst
+            for w in drift.worst
         ],
-        "remarks": list(found.remarks),
+        "remarks": list(drift.remarks),
         **environment(detect()),
     }
     file.parent.mkdir(parents=True, exist_ok=True)
     file.write_text(json.dumps(whole, indent=2) + "\n", encoding="utf-8")
 
 
-def _write_svg(file: Path, found: Drift, names: tuple[str, str], where: str) -> None:
+def _write_svg(file: Path, found: _Comparison) -> None:
     from penstock.bench.drift_plot import drift_svg
 
     file.parent.mkdir(parents=True, exist_ok=True)
-    title = f"Drift of {names[1]} from {names[0]}"
-    file.write_text(drift_svg(found, title, where), encoding="utf-8")
+    title = f"Drift of {found.names[1]} from {found.names[0]}"
+    file.write_text(drift_svg(found.drift, title, found.where), encoding="utf-8")
 
 
 def _decode(ids: Sequence[int], pieces: Sequence[bytes]) -> str:
     return b"".join(pieces[i] for i in ids).decode("utf-8", "replace")
 
 
-def _print(
-    found: Drift,
-    names: tuple[str, str],
-    abouts: Sequence[About],
-    where: str,
-    pieces: Sequence[bytes],
-) -> None:
+def _print(comparison: _Comparison) -> None:
     from rich.console import Console
 
+    found, names, abouts = comparison.drift, comparison.names, comparison.abouts
     out = Console(highlight=False, soft_wrap=True)
     out.width = max(out.width, _WIDTH)
     out.print(f"Drift of {names[1]} from {names[0]}", style="bold", markup=False)
-    out.print(where, style="dim", markup=False)
+    out.print(comparison.where, style="dim", markup=False)
     out.print()
     out.print(_models(found, names, abouts))
     out.print()
@@ -229,7 +236,7 @@ def _print(
             out.print(f"Equal after all {len(found.layers) - 1} layers, too.", style="green")
     if found.worst:
         out.print()
-        out.print(_worst(found.worst, pieces))
+        out.print(_worst(found.worst, comparison.pieces))
     for remark in _remarks(found):
         out.print(remark, style="dim", markup=False)
 
