@@ -3,6 +3,7 @@
     engine.json             manifest: choices, fingerprint, index of the weights, sums of the files
     weights.bin             packed tensors, each from a multiple of 4,096 bytes on, mapped at load
     plan.json               the operators of a step, and of one that ends with hidden states
+    package.pt2             the step compiled, where it was asked for; package.json says of what
     timings.json            what was timed, and what was chosen by it
     report.json             for readers
     config.json …           of the model, with its tokenizer's files
@@ -41,8 +42,8 @@ from penstock.runtime.mapping import map_file
 from penstock.runtime.plan import Plan
 from penstock.runtime.tuned import Tuned
 
-MANIFEST, WEIGHTS, PLAN, TIMINGS, REPORT = (
-    "engine.json", "weights.bin", "plan.json", "timings.json", "report.json",
+MANIFEST, WEIGHTS, PLAN, TIMINGS, REPORT, PACKAGE = (
+    "engine.json", "weights.bin", "plan.json", "timings.json", "report.json", "package.pt2",
 )  # fmt: skip
 KIND = "penstock engine"
 PARTIAL = ".partial"
@@ -72,6 +73,7 @@ class EngineFolder:
     kv_cache_dtype: str
     limits: Limits
     tuned: Tuned
+    forward: str = "program"  # what its steps run by: that, or `package`
 
     @classmethod
     def open(cls, folder: Path, *, verify: bool = False) -> EngineFolder:
@@ -102,9 +104,10 @@ class EngineFolder:
             dtype = getattr(torch, manifest["dtype"])
             kv = str(choices["kv_cache_dtype"])
             formats = decode_formats(manifest["formats"])
+            forward = str(choices["forward"])
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise EngineFolderError(f"its manifest lacks something: {error!r}") from error
-        return cls(folder, manifest, formats, dtype, kv, limits, tuned)
+        return cls(folder, manifest, formats, dtype, kv, limits, tuned, forward)
 
     # ── what it runs with ────────────────────────────────────────────────────────────────────
 
