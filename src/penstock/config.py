@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from penstock.errors import ConfigError, nearest
 
@@ -14,6 +14,9 @@ DEFAULT_MODEL = "stories"
 
 MEMORY_FRACTION = 0.9
 """The default of `CacheConfig.memory_fraction`."""
+
+KvCacheDtype = Literal["auto", "int8", "fp8", "fp8_e4m3", "int4", "kivi", "bfloat16", "float32"]
+"""What keys and values are stored as; bfloat16 and float32 are the activations' own."""
 
 STARVATION_S = 60.0
 """The default of `SchedulerConfig.starvation_s`."""
@@ -97,14 +100,14 @@ class CacheConfig:
         MEMORY_FRACTION  # never more than this of the memory free after the weights
     )
     enable_prefix_caching: bool | None = None  # None: on, but with kivi, which it can't go with
-    # auto: that of the activations
-    kv_cache_dtype: Literal["auto", "int8", "fp8", "fp8_e4m3", "int4", "kivi"] = "auto"
+    # auto: what an export or engine was made with, else that of the activations
+    kv_cache_dtype: KvCacheDtype = "auto"
     kv_recent_window: int | None = None  # tokens that kivi keeps in bfloat16; None: 128
 
     def __post_init__(self) -> None:
         _positive(self, "block_size", "num_blocks")
         _one_of(self, "layout", ("paged",))
-        _one_of(self, "kv_cache_dtype", ("auto", "int8", "fp8", "fp8_e4m3", "int4", "kivi"))
+        _one_of(self, "kv_cache_dtype", get_args(KvCacheDtype))
         if self.block_size % 32:
             raise ConfigError(f"block_size must be a multiple of 32 tokens, not {self.block_size}.")
         self._check_window()

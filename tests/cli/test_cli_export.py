@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -43,6 +44,20 @@ def test_a_folder_that_is_taken(penstock: Run, base_model: Path, tmp_path: Path)
     assert penstock("export", base_model, "-o", tmp_path / "out").exit_code == 0
     refused(penstock("export", base_model, "-o", tmp_path / "out"), 1, "exists", "--force")
     assert penstock("export", base_model, "-o", tmp_path / "out", "--force").exit_code == 0
+
+
+def test_into_the_model_itself(penstock: Run, base_model: Path, tmp_path: Path) -> None:
+    model = tmp_path / "models" / "one"
+    shutil.copytree(base_model, model)
+    before = sorted(tmp_path.rglob("*"))
+    for output, words in (
+        (model, "is the model itself"),
+        (model / "out", "lies inside the model's own folder"),
+        (tmp_path / "models", "which would be replaced"),
+    ):
+        for command in (("export",), ("export", "--quant", "w8a8", "--force"), ("build",)):
+            refused(penstock(*command, model, "-o", output), 1, words)
+    assert sorted(tmp_path.rglob("*")) == before
 
 
 def test_onnx_alone(penstock: Run, base_model: Path, tmp_path: Path) -> None:

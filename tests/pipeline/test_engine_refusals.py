@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from penstock import LLM
 from penstock.config import EngineConfig
@@ -140,6 +141,7 @@ def test_damaged_weights_are_found_where_asked(engine: Path) -> None:
         ("quantization", "w4a8", "quantization='w4a8', but .* was built with 'bfloat16'"),
         ("dtype", "float32", "dtype='float32', but .* was built with 'bfloat16'"),
         ("kv_cache_dtype", "int8", "kv_cache_dtype='int8', but .* was built with 'auto'"),
+        ("kv_cache_dtype", "float32", "this model runs in bfloat16"),
         ("max_model_len", 513, "max_model_len=513, but .* was built for up to 512"),
         ("max_num_seqs", 9, "max_num_seqs=9, but .* was built for up to 8"),
         ("max_num_batched_tokens", 129, "max_num_batched_tokens=129, but .* up to 128"),
@@ -160,6 +162,14 @@ def test_what_agrees_with_the_engine(engine_of: Build) -> None:
     assert llm.config.scheduler.max_num_seqs == 3
     assert llm.config.scheduler.max_num_batched_tokens == 50
     assert llm.engine.max_model_len == 100 and str(llm.runtime.layout.dtype).endswith("e4m3fn")
+    assert LLM(engine_of(), kv_cache_dtype="bfloat16").runtime.layout.dtype is torch.bfloat16
+
+
+def test_two_caches_of_four_bits_are_told_apart(engine_of: Build) -> None:
+    for built, asked in (("int4", "kivi"), ("kivi", "int4")):
+        words = f"kv_cache_dtype='{asked}', but .* was built with '{built}'"
+        with pytest.raises(ConfigError, match=words):
+            LLM(engine_of(kv_cache_dtype=built), kv_cache_dtype=asked)
 
 
 @needs_native

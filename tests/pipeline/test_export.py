@@ -19,6 +19,7 @@ from penstock.errors import ConfigError, ModelError, PenstockError
 from penstock.models.exported import MANIFEST, read_exported, verify_exported
 from penstock.models.load import load_model
 from penstock.pipeline import load_graph
+from penstock.pipeline.build import BuildOptions, build
 from penstock.pipeline.export import Export, export_model
 from penstock.pipeline.graph import weights_of
 from tests.pipeline.test_graph import machine, steps
@@ -85,6 +86,21 @@ def test_what_it_was_exported_for_is_what_engines_use(tiny_folder: Path, tmp_pat
     llm = LLM(tmp_path / "out", skip_tokenizer_init=True, kv_cache_dtype="fp8", max_model_len=96)
     assert llm.runtime.layout.dtype is torch.float8_e4m3fn
     assert llm.runtime.model.max_model_len == 96
+    llm = LLM(tmp_path / "out", skip_tokenizer_init=True, kv_cache_dtype="bfloat16")
+    assert llm.runtime.layout.dtype is torch.bfloat16
+    wide = {"skip_tokenizer_init": True, "dtype": "float32"}
+    with pytest.raises(ConfigError, match=r"or say kv_cache_dtype='float32'\."):
+        LLM(tmp_path / "out", **wide)
+    assert LLM(tmp_path / "out", kv_cache_dtype="float32", **wide).runtime.layout.dtype is (
+        torch.float32
+    )
+    again = export_model(tmp_path / "out", tmp_path / "again", kv_cache_dtype="bfloat16")
+    assert again.manifest.kv_cache_dtype == "bfloat16"
+    assert [len(layer) for layer in again.graph.caches] == [2] * 3
+    options = BuildOptions(tmp_path / "out", tmp_path / "engine", kv_cache_dtype="bfloat16")
+    assert build(options)["choices"]["kv_cache_dtype"] == "bfloat16"
+    llm = LLM(tmp_path / "engine", skip_tokenizer_init=True)
+    assert llm.runtime.layout.dtype is torch.bfloat16
 
 
 def test_a_folder_that_is_taken(exported: Export, tiny_folder: Path, tmp_path: Path) -> None:

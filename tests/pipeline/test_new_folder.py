@@ -8,7 +8,7 @@ import pytest
 
 from penstock.errors import ConfigError
 from penstock.pipeline import new_folder as module
-from penstock.pipeline.new_folder import new_folder
+from penstock.pipeline.new_folder import check_apart, new_folder
 
 
 def ours(folder: Path) -> bool:
@@ -26,6 +26,24 @@ def test_two_at_once(tmp_path: Path) -> None:
         with pytest.raises(ConfigError, match=r"Another process is writing .*out now"):
             make(tmp_path / "out", "second")
     assert [p.name for p in tmp_path.iterdir()] == ["out"]
+
+
+def test_a_model_and_what_is_made_of_it_lie_apart(tmp_path: Path) -> None:
+    model = tmp_path / "models" / "whole"
+    model.mkdir(parents=True)
+    (tmp_path / "link").symlink_to(model)
+    for output, words in (
+        (model, "is the model itself"),
+        (tmp_path / "link", "is the model itself"),
+        (model / ".." / "whole", "is the model itself"),
+        (model / "deep" / "out", "lies inside the model's own folder"),
+        (tmp_path / "link" / "out", "lies inside the model's own folder"),
+        (tmp_path / "models", "The model, .*, lies inside .*, which would be replaced"),
+    ):
+        with pytest.raises(ConfigError, match=words):
+            check_apart(model, output)
+    check_apart(model, tmp_path / "models" / "whole-w4a16")
+    check_apart(model, tmp_path / "out")
 
 
 def test_what_a_killed_one_left_is_cleared(tmp_path: Path) -> None:

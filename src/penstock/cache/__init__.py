@@ -1,7 +1,7 @@
 """The key-value cache: who holds which block, what is in it, and how it lies in memory."""
 
 from penstock.cache.blocks import BlockPool
-from penstock.cache.kv_dtype import kv_dtype
+from penstock.cache.kv_dtype import kv_dtype, kv_name
 from penstock.cache.layouts import PagedLayout, copy_blocks
 from penstock.cache.pins import PinnablePool, Pins
 from penstock.cache.prefix_tree import NO_PREFIXES, Node, PrefixTree
@@ -21,5 +21,6 @@ __all__ = [
     "SwapStore",
     "copy_blocks",
     "kv_dtype",
+    "kv_name",
     "most_recent_blocks",
 ]

@@ -76,8 +76,9 @@ Quantization = Annotated[
 KvCacheDtype = Annotated[
     str,
     typer.Option(
-        help="auto (that of the activations), int8 or fp8: keys and values in half the bytes; "
-        "int4, or kivi, which drifts less: in less than a third.",
+        help="int8 or fp8: keys and values in half the bytes; int4, or kivi, which drifts less: in "
+        "less than a third; bfloat16 (or float32): as the model computes. auto: what an export or "
+        "engine was made with, else as the model computes.",
         rich_help_panel=_ENGINE,
     ),
 ]

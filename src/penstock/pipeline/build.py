@@ -32,7 +32,7 @@ from penstock.models.hub import resolve
 from penstock.models.load import LoadedModel, load_model
 from penstock.pipeline import tuning
 from penstock.pipeline.compiled import compile_graph
-from penstock.pipeline.new_folder import new_folder, sync
+from penstock.pipeline.new_folder import check_apart, new_folder, sync
 from penstock.pipeline.passes import check_passes
 from penstock.pipeline.planning import Planned, plan_step
 from penstock.pipeline.weights_file import WeightsFile
@@ -191,8 +191,7 @@ def build(options: BuildOptions, progress: Progress | None = None) -> dict[str, 
         )
     if (source / EXPORTED).exists():
         verify_exported(source)
-    if options.output.absolute() == source.absolute():
-        raise ConfigError(f"{source} is the model. Give the engine a folder of its own.")
+    check_apart(source, options.output)
     options = options.of_export(source)
     with new_folder(options.output, force=options.force, replaces=is_engine) as partial:
         return _Build(options, source, partial, progress or (lambda *_: None)).run()

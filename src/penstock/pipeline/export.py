@@ -19,7 +19,7 @@ from penstock.models.load import LoadedModel, load_model, max_positions
 from penstock.models.registry import read_spec
 from penstock.models.weights import Checkpoint
 from penstock.pipeline.graph import Graph, export_graph
-from penstock.pipeline.new_folder import new_folder
+from penstock.pipeline.new_folder import check_apart, new_folder
 from penstock.pipeline.new_weights import NewWeights
 from penstock.pipeline.vocabulary import VocabularyChoice
 from penstock.runtime.fingerprint import fingerprint
@@ -70,6 +70,7 @@ def export_model(
             f"{source} is a file. Its weights load and run as they are; an export is made of a "
             "checkpoint's folder."
         )
+    check_apart(source, output)
     before = read_exported(source)
     if before is not None:  # what it was exported for holds on
         max_model_len = max_model_len or before.max_model_len

@@ -62,6 +62,22 @@ def new_folder(target: Path, *, force: bool, replaces: Callable[[Path], bool]) -
             raise
 
 
+def check_apart(model: Path, output: Path) -> None:
+    """Raises ConfigError where `output` is the model's folder, lies in it, or holds the model."""
+    one, other = model.resolve(), output.resolve()
+    if one == other:
+        raise ConfigError(f"{output} is the model itself. Choose another folder for the output.")
+    if one in other.parents:
+        raise ConfigError(
+            f"{output} lies inside the model's own folder, {model}. Choose one outside of it."
+        )
+    if other in one.parents:
+        raise ConfigError(
+            f"The model, {model}, lies inside {output}, which would be replaced. Choose another "
+            "folder for the output."
+        )
+
+
 def sync(path: Path) -> None:
     """Wait until a file, or a folder's list of names, is on the disk."""
     descriptor = os.open(path, os.O_RDONLY)

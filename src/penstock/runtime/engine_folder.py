@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from penstock.cache import kv_dtype
+from penstock.cache import kv_dtype, kv_name
 from penstock.config import EngineConfig, SchedulerConfig
 from penstock.errors import ConfigError, EngineFolderError, KernelError
 from penstock.models.exported import sha256
@@ -154,7 +154,10 @@ class EngineFolder:
             if formats_of(asked_format, self.dtype).name != self.formats.name:
                 self._contradiction("quantization", asked_format, self.formats.name)
         kv = config.cache.kv_cache_dtype
-        if kv != "auto" and kv_dtype(kv, self.dtype) != kv_dtype(self.kv_cache_dtype, self.dtype):
+        if kv == "auto":
+            return
+        kv_dtype(kv, self.dtype)  # refuses what can't stand beside it
+        if kv_name(kv, self.dtype) != kv_name(self.kv_cache_dtype, self.dtype):
             self._contradiction("kv_cache_dtype", kv, self.kv_cache_dtype)
 
     def _contradiction(self, name: str, asked: object, built: object) -> None:
