@@ -77,6 +77,82 @@ def test_what_could_not_take_effect(penstock: Run, base_model: Path, tmp_path: P
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.fixture
+def text(tmp_path: Path) -> Path:
+    file = tmp_path / "text.txt"
+    file.write_text("the quick brown fox jumps over the lazy dog " * 20)
+    return file
+
+
+def test_what_a_method_is_told_is_in_the_manifest(
+    penstock: Run, base_model: Path, tmp_path: Path, text: Path
+) -> None:
+    options = (
+        "--quant", "w8a8-static", "--method", "smoothquant+gptq", "--calib", text, "--window", 64,
+        "--num-samples", 4, "--alpha", 0.8, "--no-act-order", "--damp-percent", 0.05,
+        "--calibrator", "percentile", "--percentile", 99.5, "--no-from-quantized",
+        "--special", "layers.0.*=none",
+    )  # fmt: skip
+    done = penstock("export", base_model, "-o", tmp_path / "out", *options, "--json")
+    assert done.exit_code == 0, done.output
+    chosen = json.loads(done.stdout)["choices"]["weights"]
+    assert chosen["options"] == {
+        "act_order": False, "block_size": 128, "damp_percent": 0.05, "clip": False, "alpha": 0.8,
+        "calibrator": "percentile", "percentile": 99.5, "from_quantized": False,
+    }  # fmt: skip
+    assert chosen["method"] == "smoothquant+gptq" and chosen["layout"] == "compressed-tensors"
+    assert set(chosen["special"].values()) == {None}
+
+
+def test_training(penstock: Run, base_model: Path, tmp_path: Path, text: Path) -> None:
+    options = ("--quant", "w4a16", "--method", "qat", "--calib", text, "--window", 32)
+    told = ("--steps", 2, "--batch-size", 2, "--learning-rate", 1e-3, "--json")
+    done = penstock("export", base_model, "-o", tmp_path / "out", *options, *told)
+    assert done.exit_code == 0, done.output
+    found = json.loads(done.stdout)["choices"]["weights"]["options"]
+    assert found["steps"] == 2 and found["learning_rate"] == 1e-3 and found["seed"] == 0
+
+
+def test_the_layout_is_said(penstock: Run, base_model: Path, tmp_path: Path) -> None:
+    done = penstock("export", base_model, "-o", tmp_path / "out", "--quant", "nf4-g32")
+    assert "weights in nf4-g32 by rtn, layout bitsandbytes" in done.stdout, done.output
+
+
+@pytest.mark.parametrize(
+    ("options", "code", "words"),
+    [
+        (("--quant", "w8a8", "--alpha", 0.5), 1, "--alpha 0.5 is for SmoothQuant"),
+        (("--quant", "w4a16", "--calib", "TEXT", "--n-grid", 5), 1, "--n-grid 5 is for AWQ"),
+        (("--quant", "w4a16", "--calib", "TEXT", "--percentile", 99), 1, "--percentile 99.0"),
+        (("--quant", "w4a16", "--no-act-order"), 1, "--no-act-order is for GPTQ"),
+        (("--act-order",), 1, "--act-order has nothing to act on without --quant"),
+        (("--quant", "w8a16", "--special", "layers.0"), 1, "isn't MATRIX=SCHEME"),
+        (("--quant", "w8a16", "--special", "x=w8a16"), 1, "none of this model's"),
+        (("--quant", "w8a16", "--special", "*=w9a16"), 1, "w9a16"),
+        (("--quant", "w8a16", "--mixture", "w8a16"), 1, "--mixture is of a budget"),
+        (("--budget", "5bpw", "--calib", "TEXT", "--mixture", "w8a16,nf4"), 1, "No layout holds"),
+        (("--quant", "nf4", "--layout", "awq"), 1, "can't express nf4-g64"),
+        (("--quant", "w4a16", "--calib", "TEXT", "--block-size", 0), 2, "block-size"),
+        (("--quant", "w4a16", "--calib", "TEXT", "--damp-percent", "much"), 2, "damp-percent"),
+    ],
+)
+def test_what_a_method_has_no_use_for(
+    penstock: Run, base_model: Path, tmp_path: Path, text: Path, options: tuple[object, ...],
+    code: int, words: str,
+) -> None:  # fmt: skip
+    given = [text if option == "TEXT" else option for option in options]
+    refused(penstock("export", base_model, "-o", tmp_path / "out", *given), code, words)
+    assert [p.name for p in tmp_path.iterdir()] == ["text.txt"]
+
+
+def test_what_was_given_as_its_default_is_refused_too(
+    penstock: Run, base_model: Path, tmp_path: Path
+) -> None:
+    onnx = ("--onnx", tmp_path / "model.onnx")
+    for option in (("--layout", "auto"), ("--window", 512), ("--kv-cache-dtype", "auto")):
+        refused(penstock("export", base_model, *onnx, *option), 1, option[0], "-o DIR")
+
+
 def test_a_cache_that_no_engine_knows(penstock: Run, base_model: Path, tmp_path: Path) -> None:
     wrong = penstock("export", base_model, "-o", tmp_path / "out", "--kv-cache-dtype", "int7")
     refused(wrong, 1, "kv_cache_dtype='int7' isn't one of", "Did you mean 'int8'?")

@@ -20,6 +20,7 @@ from penstock.models.lora import CONFIG, WEIGHTS, Merged
 from penstock.models.weights import Checkpoint
 from penstock.pipeline.export import export_model
 from penstock.pipeline.graph import weights_of
+from penstock.pipeline.method_options import MethodOptions
 from penstock.pipeline.new_weights import NewWeights
 from penstock.pipeline.vocabulary import VocabularyChoice
 
@@ -67,13 +68,20 @@ def test_rounded_to_nearest_it_is_what_loading_rounds_to(tmp_path: Path) -> None
 
 def test_fitted_to_a_text_that_the_manifest_names(tmp_path: Path, text: Path) -> None:
     weights = NewWeights("w4a16-g64", calib=(text,), num_samples=4, window=64)
-    said: list[str] = []
-    done = export_model("stories", tmp_path / "out", weights=weights, progress=said.append)
+    said: list[tuple[str, int, int]] = []
+    done = export_model(
+        "stories", tmp_path / "out", weights=weights, progress=lambda *what: said.append(what)
+    )
     chosen = done.manifest.choices["weights"]
     assert chosen["method"] == "gptq" and chosen["head"] is None
     assert chosen["calibration"]["windows"] == 4 and chosen["calibration"]["tokens"] == 256
     assert chosen["calibration"]["files"][0]["name"] == "stories.txt"
-    assert any("layer 1 of" in line and "output error" in line for line in said)
+    layers = [line for line in said if "output error" in line[0]]
+    assert [(done, total) for _, done, total in layers] == [(i, 6) for i in range(1, 7)]
+    assert chosen["options"] == {
+        "act_order": True, "block_size": 128, "damp_percent": 0.01, "clip": False,
+        "from_quantized": True,
+    }  # fmt: skip
     nearest = export_model("stories", tmp_path / "rtn", weights=NewWeights("w4a16-g64"))
     assert not same(weights_of(done.model.model), weights_of(nearest.model.model))
     assert sorted(p.name for p in tmp_path.iterdir()) == ["out", "rtn"]  # no .work, no .partial
@@ -88,12 +96,55 @@ def test_other_layouts(tmp_path: Path, layout: Any) -> None:
     assert done.model.model.formats.matrix.name == "w4a16-g64-asym"
 
 
+@pytest.mark.parametrize(
+    ("quant", "head", "layout"),
+    [
+        ("w4a16-g64", None, "compressed-tensors"),
+        ("w8a8", "w8a16", "compressed-tensors"),
+        ("nf4", None, "bitsandbytes"),
+        ("fp8-e5m2", "fp8-e5m2", "fp8"),
+    ],
+)
+def test_the_layout_that_can_hold_a_scheme(quant: str, head: str | None, layout: str) -> None:
+    assert NewWeights(quant, head=head).stored_layout == layout
+
+
+def test_an_export_in_a_layout_of_its_own_choice(tmp_path: Path) -> None:
+    done = export_model("stories", tmp_path / "out", weights=NewWeights("nf4"))
+    assert done.manifest.choices["weights"]["layout"] == "bitsandbytes"
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert config["quantization_config"]["quant_method"] == "bitsandbytes"
+
+
+def test_matrices_of_other_schemes(tmp_path: Path) -> None:
+    special = {"layers.0.*": "w8a16", "*.mlp.down": None, "layers.5.mlp.down": "w8a16"}
+    done = export_model("stories", tmp_path / "out", weights=NewWeights("w4a16", special=special))
+    formats = done.model.model.formats
+    for module, name in (
+        ("layers.0.attention.qkv", "w8a16"),
+        ("layers.1.attention.qkv", "w4a16-g32"),
+        ("layers.0.mlp.down", "bfloat16"),
+        ("layers.5.mlp.down", "w8a16"),
+    ):
+        assert formats.of(module).name == name
+    assert done.manifest.choices["weights"]["special"]["layers.0.mlp.down"] is None
+    weights = NewWeights("w4a16", special={"layers.9.*": "w8a16"})
+    with pytest.raises(ConfigError, match=r"layers\.9\.\* is none of this model's 24 matrices"):
+        export_model("stories", tmp_path / "none", weights=weights)
+
+
 def test_a_mixture_within_a_budget(tmp_path: Path, text: Path) -> None:
-    weights = NewWeights(budget="6bpw", calib=(text,), num_samples=4, window=64, method="rtn")
+    mixture = ("w4a16-g64", "w8a16")
+    weights = NewWeights(
+        budget="6bpw", mixture=mixture, budget_windows=2, calib=(text,), num_samples=4, window=64,
+        method="rtn",
+    )  # fmt: skip
     done = export_model("stories", tmp_path / "out", weights=weights)
     formats = done.model.model.formats
     names = {formats.of(m).name for m in done.manifest.choices["weights"]["special"]}
-    assert formats.special and len({*names, formats.matrix.name}) >= 2
+    assert formats.special and {*names, formats.matrix.name} == set(mixture)
+    assert done.manifest.choices["weights"]["mixture"] == list(mixture)
+    assert done.manifest.choices["weights"]["budget_windows"] == 2
     assert greedy(tmp_path / "out")
 
 
@@ -201,6 +252,18 @@ def test_what_is_no_adapter_of_the_model(
         ({"budget": "many", "calib": (Path("x"),)}, "neither bits a weight"),
         ({"quant": "fp8", "layout": "awq"}, "can't express fp8"),
         ({"quant": "w4a16-g128", "layout": "gguf"}, "isn't one of compressed-tensors"),
+        ({"quant": "nf4", "layout": "compressed-tensors"}, "can't express nf4"),
+        ({"quant": "nf4", "head": "w8a16"}, "No layout holds all of the schemes .nf4-g64: bits"),
+        ({"quant": "nf4", "special": {"*": "w8a16"}}, "No layout holds all of the schemes"),
+        ({"quant": "fp8-e5m2", "head": "fp8"}, "has one scheme for all its matrices"),
+        ({"quant": "w8a8-static"}, "a scale of activations that a text gives: give --calib"),
+        ({"quant": "w8a16", "mixture": ("w8a16",)}, "--mixture is of a budget"),
+        ({"quant": "w8a16", "budget_windows": 2}, "--budget-windows is of a budget"),
+        ({"budget": "5bpw", "calib": (Path("x"),), "mixture": ()}, "one of each is the least"),
+        ({"budget": "5bpw", "calib": (Path("x"),), "special": {"*": None}}, "so --special"),
+        ({"options": MethodOptions(alpha=0.5)}, "--alpha has nothing to act on"),
+        ({"special": {"*": "w8a16"}}, "--special has nothing to act on"),
+        ({"quant": "w8a16", "options": MethodOptions(damp_percent=0.1)}, "is for GPTQ: it can't"),
     ],
 )  # fmt: skip
 def test_choices_that_cannot_be(chosen: dict[str, Any], words: str) -> None:

@@ -73,5 +73,23 @@ def test_what_it_is_not_built_for(tiny: Callable[[str], Tiny], text: Calibration
             train(folder, QuantizeConfig(parse_scheme(name)), text)
     with pytest.raises(ConfigError, match="different lengths"):
         train(folder, W4, CalibrationSet("odd", ((5, 6, 7), (5, 6))))
-    with pytest.raises(ConfigError, match="distillation=2"):
-        QatOptions(distillation=2)
+    for wrong, words in (
+        ({"distillation": 2.0}, "distillation=2"),
+        ({"learning_rate": float("nan")}, "learning_rate=nan"),
+        ({"weight_decay": -0.1}, "weight_decay=-0.1"),
+        ({"seed": -1}, "seed=-1"),
+    ):
+        with pytest.raises(ConfigError, match=words):
+            QatOptions(**wrong)  # type: ignore[arg-type]
+
+
+def test_a_batch_of_more_windows_than_there_are(
+    tiny: Callable[[str], Tiny], text: CalibrationSet
+) -> None:
+    """They come again: the same windows twice have the mean, and so the step, of them once."""
+    two = CalibrationSet("two", text.windows[:2])
+    losses: list[float] = []
+    for batch in (2, 4):
+        options = QatOptions(steps=1, batch=batch)
+        train(tiny("llama").folder, W4, two, options, lambda _, __, loss: losses.append(loss))
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5)

@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from penstock.cli import console
 from penstock.cli.options import Dtype, KvCacheDtype, MaxModelLen, Quantization
+from penstock.cli.progress import progress_line
 
 _WORDS = {
-    "pack": "Packing weights",
-    "plan": "Planning steps",
-    "compile": "Compiling the step",
-    "time": "Timing steps",
+    "pack": "packing weights",
+    "plan": "planning steps",
+    "compile": "compiling the step",
+    "time": "timing steps",
 }
 
 
@@ -79,8 +77,8 @@ def build(
         force=force,
         timing_cache=not no_timing_cache,
     )
-    with _bars() as progress:
-        report = run(options, progress)
+    with progress_line() as show:
+        report = run(options, lambda phase, done, total: show(_WORDS[phase], done, total))
     if as_json:
         typer.echo(json.dumps(report, indent=2))
         return
@@ -90,39 +88,6 @@ def build(
 
 def _names(passes: str) -> tuple[str, ...]:
     return () if passes == "none" else tuple(name.strip() for name in passes.split(","))
-
-
-@contextmanager
-def _bars() -> Iterator[Callable[[str, int, int], None]]:
-    """A bar for each phase, with an estimate of what is left, while somebody watches."""
-    if not console.is_terminal():
-        yield lambda *_: None
-        return
-    from rich.console import Console
-    from rich.progress import (
-        BarColumn,
-        Progress,
-        TaskID,
-        TaskProgressColumn,
-        TextColumn,
-        TimeElapsedColumn,
-        TimeRemainingColumn,
-    )
-
-    columns = TextColumn("{task.description}"), BarColumn(), TaskProgressColumn()
-    bars = Progress(
-        *columns, TimeElapsedColumn(), TimeRemainingColumn(), console=Console(stderr=True),
-        transient=True,
-    )  # fmt: skip
-    tasks: dict[str, TaskID] = {}
-
-    def show(phase: str, done: int, total: int) -> None:
-        if phase not in tasks:
-            tasks[phase] = bars.add_task(_WORDS[phase])
-        bars.update(tasks[phase], completed=done, total=total)
-
-    with bars:
-        yield show
 
 
 def lines(report: dict[str, Any], output: Path) -> list[str]:

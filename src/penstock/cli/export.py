@@ -4,69 +4,42 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, cast
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from penstock.cli import console
-from penstock.cli.options import MODEL, KvCacheDtype, MaxModelLen, Model
+from penstock.cli.export_options import MethodFlags, WeightFlags
+from penstock.cli.options import MODEL, KvCacheDtype, MaxModelLen, grouped
+from penstock.cli.progress import progress_line
 from penstock.errors import ConfigError
 
 if TYPE_CHECKING:
     from penstock.pipeline.export import Export
-    from penstock.quant.files import Layout
+    from penstock.pipeline.vocabulary import VocabularyChoice
+
+_OF_ONNX = ("model", "output", "onnx", "max_model_len", "force")
+"""What an ONNX file is written by; all else is about the folder."""
 
 
+@grouped
 def export(
-    model: Model = MODEL,
+    context: typer.Context,
+    weights: WeightFlags,
+    method: MethodFlags,
+    model: Annotated[
+        str, typer.Argument(help="A folder, a hub id, or the name of an embedded model.")
+    ] = MODEL,
     output: Annotated[
         Path | None, typer.Option("--output", "-o", help="The folder to write.")
     ] = None,
     *,
     kv_cache_dtype: KvCacheDtype = "auto",
     max_model_len: MaxModelLen = None,
-    quant: Annotated[
-        str | None,
-        typer.Option(
-            help="Store the layers' matrices in this scheme: w4a16-g128, w8a8, fp8, nf4, … "
-            "(see --quantization of generate)."
-        ),
-    ] = None,
-    method: Annotated[
-        str | None,
-        typer.Option(
-            help="How values are chosen: rtn, gptq, awq, smoothquant, awq+gptq, smoothquant+gptq, "
-            "qat. Default: gptq with --calib, else rtn."
-        ),
-    ] = None,
-    calib: Annotated[
-        list[Path] | None,
-        typer.Option(help="A text that values are fitted to; may be repeated."),
-    ] = None,
-    num_samples: Annotated[int, typer.Option(min=1, help="Windows of the calibration text.")] = 128,
-    window: Annotated[int, typer.Option(min=2, help="Tokens of each window.")] = 512,
-    budget: Annotated[
-        str | None,
-        typer.Option(
-            help="Choose each matrix's scheme by what it loses on the text: 4.5bpw, or a loss."
-        ),
-    ] = None,
-    head: Annotated[
-        str | None,
-        typer.Option(help="A scheme of the output head, too. Default: it stays as it is."),
-    ] = None,
-    layout: Annotated[
-        str,
-        typer.Option(help="compressed-tensors, awq, gptq, fp8 or bitsandbytes."),
-    ] = "compressed-tensors",
     reduce_vocab: Annotated[
         str | None,
         typer.Option(
             help="Keep so many tokens, the most frequent of --calib, or those that a file lists."
         ),
-    ] = None,
-    merge_lora: Annotated[
-        Path | None, typer.Option(help="Add the LoRA adapter in this folder (PEFT's layout).")
     ] = None,
     onnx: Annotated[
         Path | None,
@@ -80,84 +53,83 @@ def export(
     The folder loads wherever a model is asked for, here and in other tools; `penstock build` makes
     an engine of it. It is there whole or not at all.
     """
-    if output is None and onnx is None:
-        raise ConfigError("Nothing to write: give a folder by -o DIR, a file by --onnx, or both.")
-    if output is None:
-        given = {
-            "--kv-cache-dtype": kv_cache_dtype != "auto",
-            "--json": as_json,
-            "--quant": quant is not None,
-            "--budget": budget is not None,
-            "--method": method is not None,
-            "--calib": bool(calib),
-            "--num-samples": num_samples != 128,
-            "--window": window != 512,
-            "--head": head is not None,
-            "--layout": layout != "compressed-tensors",
-            "--reduce-vocab": reduce_vocab is not None,
-            "--merge-lora": merge_lora is not None,
-        }
-        for name, is_given in given.items():
-            if is_given:
-                raise ConfigError(f"{name} is about the folder: give one by -o DIR.")
-    changed = (quant, budget, reduce_vocab, merge_lora) != (None, None, None, None)
-    if onnx is not None and changed:
-        raise ConfigError(
-            "--onnx writes the model as it is, in float32, so --quant, --budget, --reduce-vocab "
-            "and --merge-lora don't reach it. Write it by a command of its own; an adapter can be "
-            "merged into a folder first, which is then the model."
-        )
+    _check_targets(context, output, onnx)
     if onnx is not None:
         _write_onnx(model, onnx, max_model_len, force)
     if output is None:
         return
     from penstock.pipeline.export import export_model
-    from penstock.pipeline.new_weights import NewWeights
+
+    vocabulary, texts = _texts(reduce_vocab, weights)
+    new_weights = weights.new_weights(method, texts)
+    with progress_line() as progress:
+        done = export_model(
+            model,
+            output,
+            kv_cache_dtype=kv_cache_dtype,
+            max_model_len=max_model_len,
+            weights=new_weights,
+            reduce_vocab=vocabulary,
+            force=force,
+            progress=progress,
+        )
+    _report(done, as_json)
+
+
+def _check_targets(context: typer.Context, output: Path | None, onnx: Path | None) -> None:
+    """Raises ConfigError where nothing is to be written, or an option doesn't reach what is."""
+    if output is None and onnx is None:
+        raise ConfigError("Nothing to write: give a folder by -o DIR, a file by --onnx, or both.")
+    given = {
+        name
+        for name in context.params
+        if getattr(context.get_parameter_source(name), "name", "") == "COMMANDLINE"
+    }
+    for name in sorted(given.difference(_OF_ONNX)) if output is None else ():
+        flag = "--json" if name == "as_json" else f"--{name.replace('_', '-')}"
+        raise ConfigError(f"{flag} is about the folder: give one by -o DIR.")
+    if onnx is not None and given & {"quant", "budget", "reduce_vocab", "merge_lora"}:
+        raise ConfigError(
+            "--onnx writes the model as it is, in float32, so --quant, --budget, --reduce-vocab "
+            "and --merge-lora don't reach it. Write it by a command of its own; an adapter can be "
+            "merged into a folder first, which is then the model."
+        )
+
+
+def _texts(
+    reduce_vocab: str | None, weights: WeightFlags
+) -> tuple[VocabularyChoice | None, tuple[Path, ...]]:
+    """Which tokens stay, and the texts that values are fitted to."""
     from penstock.pipeline.vocabulary import VocabularyChoice
 
-    texts = tuple(calib or ())
-    vocabulary = None
-    if reduce_vocab is not None:
-        vocabulary = VocabularyChoice.parse(reduce_vocab, texts)
-    fitted = quant is not None or budget is not None
-    if vocabulary is not None and vocabulary.keep is not None and texts and not fitted:
+    texts = tuple(weights.calib or ())
+    if reduce_vocab is None:
+        return None, texts
+    vocabulary = VocabularyChoice.parse(reduce_vocab, texts)
+    if weights.quant is not None or weights.budget is not None:
+        return vocabulary, texts
+    if vocabulary.keep is not None and texts:
         raise ConfigError(
             f"--reduce-vocab {reduce_vocab} lists the tokens, so --calib can't take effect. Leave "
             "one of them out."
         )
-    done = export_model(
-        model,
-        output,
-        kv_cache_dtype=kv_cache_dtype,
-        max_model_len=max_model_len,
-        weights=NewWeights(
-            quant=quant,
-            method=method,
-            calib=texts if fitted or vocabulary is None else (),
-            num_samples=num_samples,
-            window=window,
-            layout=cast("Layout", layout),
-            head=head,
-            budget=budget,
-            merge_lora=merge_lora,
-        ),
-        reduce_vocab=vocabulary,
-        force=force,
-        progress=lambda what: console.note(f"{what} …") if console.is_terminal() else None,
-    )
+    return vocabulary, ()
+
+
+def _report(done: Export, as_json: bool) -> None:
     if as_json:
         from dataclasses import asdict
 
         typer.echo(json.dumps(asdict(done.manifest), indent=2))
-    else:
-        _report(done)
-
-
-def _report(done: Export) -> None:
+        return
     files: dict[str, dict[str, Any]] = done.manifest.files
     size = sum(entry["bytes"] for entry in files.values())
-    graph = done.manifest.graph
+    graph, weights = done.manifest.graph, done.manifest.choices["weights"]
     typer.echo(f"{done.folder}: {len(files) + 1} files, {size / 1e6:,.1f} MB")
+    if "quant" in weights:
+        typer.echo(
+            f"  weights in {weights['quant']} by {weights['method']}, layout {weights['layout']}"
+        )
     typer.echo(
         f"  graph of {graph['operators']} operators, {graph['formats']}, cache "
         f"{done.manifest.kv_cache_dtype}, blocks of {graph['block_size']} tokens"

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Callable
+from dataclasses import fields, is_dataclass
+from functools import wraps
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
 import typer
 
@@ -14,6 +18,7 @@ if TYPE_CHECKING:
 
 MODEL = DEFAULT_MODEL
 _SAMPLING, _ENGINE = "Sampling", "Engine"
+_BY_NAME = inspect.Parameter.KEYWORD_ONLY
 
 Model = Annotated[
     str, typer.Argument(help="A folder, a .gguf file, a hub id, or the name of an embedded model.")
@@ -101,6 +106,33 @@ AsJson = Annotated[
 JsonFile = Annotated[
     Path | None, typer.Option("--json", help="Write the figures to this file as JSON.")
 ]
+
+
+def grouped(command: Callable[..., None]) -> Callable[..., None]:
+    """`command` for typer, each field of a parameter that is a dataclass an option of its own."""
+    hints = get_type_hints(command, include_extras=True)
+    groups: dict[str, Any] = {name: kind for name, kind in hints.items() if is_dataclass(kind)}
+    options = []
+    for parameter in inspect.signature(command).parameters.values():
+        kind = groups.get(parameter.name)
+        if kind is None:
+            options.append(parameter.replace(annotation=hints[parameter.name], kind=_BY_NAME))
+            continue
+        annotations = get_type_hints(kind, include_extras=True)
+        options += [
+            inspect.Parameter(f.name, _BY_NAME, default=f.default, annotation=annotations[f.name])
+            for f in fields(kind)
+        ]
+
+    @wraps(command)
+    def run(**arguments: Any) -> None:
+        for name, kind in groups.items():
+            arguments[name] = kind(**{f.name: arguments.pop(f.name) for f in fields(kind)})
+        command(**arguments)
+
+    run.__annotations__ = {option.name: option.annotation for option in options}
+    run.__signature__ = inspect.Signature(options)  # type: ignore[attr-defined]
+    return run
 
 
 def given(**arguments: Any) -> dict[str, Any]:

@@ -50,6 +50,8 @@ class QuantizeConfig:
             )
         if not 0 <= self.alpha <= 1:
             raise ConfigError(f"alpha={self.alpha} doesn't lie from 0 to 1.")
+        if not 0 < self.percentile <= 100:
+            raise ConfigError(f"percentile={self.percentile} isn't above 0 and at most 100.")
 
     @property
     def scaling(self) -> str:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -20,7 +19,7 @@ from penstock.models.registry import read_spec
 from penstock.models.weights import Checkpoint
 from penstock.pipeline.graph import Graph, export_graph
 from penstock.pipeline.new_folder import check_apart, new_folder
-from penstock.pipeline.new_weights import NewWeights
+from penstock.pipeline.new_weights import NewWeights, Progress
 from penstock.pipeline.vocabulary import VocabularyChoice
 from penstock.runtime.fingerprint import fingerprint
 from penstock.runtime.loader import layout_of
@@ -29,9 +28,6 @@ from penstock.tokenizer.vocab_map import FILE as VOCAB_MAP
 GRAPH = "graph.pt2"
 _KEPT = ("*.json", "*.jinja", "*.model", "*.tiktoken", "*.txt", "LICENSE*", "README.md", VOCAB_MAP)
 _INDEX = "model.safetensors.index.json"
-
-Progress = Callable[[str], None]
-"""Called with what is being done."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +78,11 @@ def export_model(
             f"max_model_len={max_model_len} is more than the {longest} positions of the model."
         )
     engine = EngineConfig.of(model=model, kv_cache_dtype=kv_cache_dtype)
-    say = progress or (lambda _: None)
+    report = progress or (lambda *_: None)
+
+    def say(what: str) -> None:
+        report(what, 0, 0)
+
     with new_folder(output, force=force, replaces=_is_export) as folder:
         chosen, work = dict[str, Any](), output.with_name(output.name + ".work")
         whole, stage = source, folder / "stage"
@@ -94,7 +94,7 @@ def export_model(
         say("weights")
         if weights is not None and weights.is_anything:
             try:
-                chosen |= weights.write(source, folder, None if source is stage else work, say)
+                chosen |= weights.write(source, folder, None if source is stage else work, report)
             except PenstockError:  # what failed so fails again
                 shutil.rmtree(work, ignore_errors=True)
                 raise

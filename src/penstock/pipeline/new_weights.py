@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import logging
 import shutil
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import MISSING, dataclass, field, fields
+from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from torch import Tensor
 
@@ -23,21 +24,23 @@ from penstock.models.weights import Source
 from penstock.pipeline import qat, sensitivity
 from penstock.pipeline.calibration import NUM_SAMPLES, WINDOW, CalibrationSet, calibration_set
 from penstock.pipeline.config import METHODS, QuantizeConfig
+from penstock.pipeline.method_options import MethodOptions
+from penstock.pipeline.parts import Parts
 from penstock.pipeline.quantize import LayerReport, quantize_model
 from penstock.quant import Codes, Scheme, parse_scheme
-from penstock.quant.files import Layout, write_checkpoint
+from penstock.quant.files import LAYOUTS, Layout, layouts_for, write_checkpoint
 from penstock.quant.files.writer import check_layout
 from penstock.tokenizer import Tokenizer, VocabMap
 
 logger = logging.getLogger("penstock")
 
-Say = Callable[[str], None]
-"""Called with what is being done."""
+Progress = Callable[[str, int, int], None]
+"""Called with what is being done, how much of it is done, and all of it: 0 where nobody counts."""
 
 MIXTURE = ("w4a16-g128", "w4a16-g32", "w8a16-g128")
-"""Schemes that a budget chooses from, unless --quant names one of int8 activations."""
+"""Schemes that a budget chooses from."""
 
-SENSITIVITY_WINDOWS = 4
+BUDGET_WINDOWS = 4
 """Of the calibration text, on which each matrix is tried alone."""
 
 
@@ -47,62 +50,89 @@ class NewWeights:
 
     quant: str | None = None  # a scheme's name: w4a16-g128, w8a8, fp8, nf4, …
     method: str | None = None  # one of METHODS or qat; None: gptq with a text, else rtn
+    options: MethodOptions = field(default_factory=MethodOptions)
     calib: tuple[Path, ...] = ()
     num_samples: int = NUM_SAMPLES
     window: int = WINDOW  # tokens
-    layout: Layout = "compressed-tensors"
+    layout: str = "auto"  # the first of LAYOUTS that can hold the schemes
     head: str | None = None  # a scheme of the output head; None: it stays as it is
+    special: Mapping[str, str | None] = field(default_factory=dict)
+    """Schemes of matrices by their names (`layers.3.mlp.down`), which may be patterns (`*.down`);
+    None: kept. Of several that match, the last."""
     budget: str | None = None  # 4.5bpw, or a loss: schemes are chosen matrix by matrix
+    mixture: tuple[str, ...] = MIXTURE  # what a budget chooses from
+    budget_windows: int = BUDGET_WINDOWS
     merge_lora: Path | None = None
 
     def __post_init__(self) -> None:
         methods = (*METHODS, "qat")
         if self.method is not None and self.method not in methods:
             raise ConfigError(f"--method {self.method} isn't one of {', '.join(methods)}.")
-        if self.quant is None and self.budget is None:
-            self._nothing_without("--quant or --budget")
-        if self.budget is not None:
-            sensitivity.parse_budget(self.budget)
-            if not self.calib:
-                raise ConfigError(f"--budget {self.budget} is measured on a text: give --calib.")
-            if self.quant is not None:
+        if not self.is_quantized:
+            self._check_unquantized()
+            return
+        self._check_budget()
+        self._check_text()
+        if self.head_scheme is not None and self.head_scheme.activations == "int8_static":
+            raise ConfigError(
+                f"--head {self.head}: the head is rounded to nearest, and no text gives it a "
+                "scale of activations. Leave -static out of its name."
+            )
+        self.options.check(self.chosen_method, self.schemes)
+        _ = self.stored_layout  # refuses one that can't hold the schemes
+
+    def _check_unquantized(self) -> None:
+        names = [f.name for f in fields(self) if getattr(self, f.name) != _default(f)]
+        names = [name for name in names if name not in ("options", "merge_lora")]
+        for name in (*names, *self.options.given()):
+            raise ConfigError(
+                f"--{name.replace('_', '-')} has nothing to act on without --quant or --budget."
+            )
+
+    def _check_budget(self) -> None:
+        if self.budget is None:
+            for option, value, usual in (
+                ("--mixture", self.mixture, MIXTURE),
+                ("--budget-windows", self.budget_windows, BUDGET_WINDOWS),
+            ):
+                if value != usual:
+                    raise ConfigError(f"{option} is of a budget: give --budget.")
+            return
+        sensitivity.parse_budget(self.budget)
+        if not self.calib:
+            raise ConfigError(f"--budget {self.budget} is measured on a text: give --calib.")
+        for option, given in (("--quant", self.quant), ("--special", ", ".join(self.special))):
+            if given:
                 raise ConfigError(
-                    f"--budget {self.budget} chooses each matrix's scheme, so --quant {self.quant} "
+                    f"--budget {self.budget} chooses each matrix's scheme, so {option} {given} "
                     "can't take effect. Leave one of them out."
                 )
-        for option, value, usual in (
-            ("--num-samples", self.num_samples, NUM_SAMPLES),
-            ("--window", self.window, WINDOW),
-        ):
-            if value != usual and not self.calib:
-                raise ConfigError(f"{option} is of the calibration text: give --calib.")
-        if self.method == "rtn" and self.calib and not self._measures:
+        if not self.mixture or self.budget_windows < 1:
+            raise ConfigError(
+                f"--budget with {len(self.mixture)} schemes to choose from and "
+                f"{self.budget_windows} windows to try them on: one of each is the least."
+            )
+
+    def _check_text(self) -> None:
+        static = [s.name for s in self.schemes if s.activations == "int8_static"]
+        if not self.calib:
+            for option, value, usual in (
+                ("--num-samples", self.num_samples, NUM_SAMPLES),
+                ("--window", self.window, WINDOW),
+            ):
+                if value != usual:
+                    raise ConfigError(f"{option} is of the calibration text: give --calib.")
+            if self.method not in (None, "rtn"):
+                raise ConfigError(f"--method {self.method} is fitted to a text: give --calib.")
+            if static:
+                raise ConfigError(
+                    f"{static[0]} has a scale of activations that a text gives: give --calib."
+                )
+        elif self.method == "rtn" and self.budget is None and not static:
             raise ConfigError(
                 f"--method rtn takes each value by itself, so --calib {self.calib[0]} can't take "
                 "effect. Leave one of them out."
             )
-        if self.method not in (None, "rtn") and not self.calib:
-            raise ConfigError(f"--method {self.method} is fitted to a text: give --calib.")
-        if self.is_quantized:
-            schemes = [self.scheme] if self.scheme else list(map(parse_scheme, MIXTURE))
-            check_layout(self.layout, [*schemes, *filter(None, [self.head_scheme])])
-            if self.head_scheme is not None and self.head_scheme.activations == "int8_static":
-                raise ConfigError(
-                    f"--head {self.head}: the head is rounded to nearest, and no text gives it a "
-                    "scale of activations. Leave -static out of its name."
-                )
-
-    def _nothing_without(self, names: str) -> None:
-        default = NewWeights.__dataclass_fields__
-        for name in ("method", "calib", "num_samples", "window", "layout", "head"):
-            if getattr(self, name) != default[name].default:
-                option = "--" + name.replace("_", "-")
-                raise ConfigError(f"{option} has nothing to act on without {names}.")
-
-    @property
-    def _measures(self) -> bool:
-        scheme = self.scheme
-        return self.budget is not None or scheme is None or scheme.activations == "int8_static"
 
     @property
     def is_quantized(self) -> bool:
@@ -115,16 +145,35 @@ class NewWeights:
         return self.is_quantized or self.merge_lora is not None
 
     @property
-    def scheme(self) -> Scheme | None:
-        """That `quant` names."""
-        return None if self.quant is None else parse_scheme(self.quant)
+    def chosen_method(self) -> str:
+        """`method`, or what it is where it isn't named."""
+        return self.method or ("gptq" if self.calib else "rtn")
+
+    @property
+    def schemes(self) -> list[Scheme]:
+        """That the layers' matrices have, or may have."""
+        usual = self.mixture if self.quant is None else (self.quant,)
+        names = dict.fromkeys((*usual, *self.special.values()))
+        return [parse_scheme(name) for name in names if name is not None]
 
     @property
     def head_scheme(self) -> Scheme | None:
         """That `head` names."""
         return None if self.head is None else parse_scheme(self.head)
 
-    def write(self, source: Path, folder: Path, work: Path | None, say: Say) -> dict[str, Any]:
+    @property
+    def stored_layout(self) -> Layout:
+        """`layout`, or the one that `auto` means; ConfigError where it can't hold the schemes."""
+        if not self.is_quantized:
+            return "compressed-tensors"
+        schemes = [*self.schemes, *filter(None, [self.head_scheme])]
+        layout = _layout_for(schemes) if self.layout == "auto" else self.layout
+        check_layout(layout, schemes)
+        return cast("Layout", layout)
+
+    def write(
+        self, source: Path, folder: Path, work: Path | None, report: Progress
+    ) -> dict[str, Any]:
         """Store the tensors of the model in `source` and its config.json in the empty `folder`.
 
         work: where finished layers are kept until the whole is done. Returns the choices, for the
@@ -138,51 +187,61 @@ class NewWeights:
             work = None  # what lies there is of the model without it
         tensors: Iterable[tuple[str, Tensor | Codes]]
         if self.is_quantized:
-            tensors, choices = self._quantized(base, source, work, say)
+            tensors, choices = self._quantized(base, source, work, report)
             chosen |= choices
         else:
-            say("merging the adapter")
+            report("merging the adapter", 0, 0)
             tensors = ((name, base.read(name)) for name in base.names())
-        write_checkpoint(folder, base.config, tensors, self.layout)
+        write_checkpoint(folder, base.config, tensors, self.stored_layout)
         return chosen
 
     def _quantized(
-        self, base: Source, folder: Path, work: Path | None, say: Say
+        self, base: Source, folder: Path, work: Path | None, report: Progress
     ) -> tuple[Iterable[tuple[str, Tensor | Codes]], dict[str, Any]]:
         text = None
         if self.calib:
-            say("reading the calibration text")
+            report("reading the calibration text", 0, 0)
             text = self._text(folder, int(base.config["vocab_size"]))
-        config = self._config(base, text, say)
-
-        def tell(report: LayerReport) -> None:
-            say(_of_layer(report))
-
-        chosen = {
-            "quant": config.scheme.name,
-            "method": self.method or config.method,
-            "head": self.head,
-            "layout": self.layout,
-            "budget": self.budget,
-            "special": {m: s and s.name for m, s in sorted(config.special.items())},
-            "calibration": _about(text, self.calib),
-        }
+        config = self._config(base, text, report)
+        chosen = self._choices(config, text)
         if self.method == "qat":
             assert text is not None
             return qat.train(
-                base, config, text,
-                report=lambda done, all_, loss: say(f"training: {done} of {all_}, loss {loss:.4f}"),
+                base, config, text, self.options.qat(),
+                lambda done, total, loss: report(f"training, loss {loss:.4f}", done, total),
             ), chosen  # fmt: skip
+        report("quantizing", 0, 0)
+
+        def tell(layer: LayerReport) -> None:
+            if not layer.resumed:  # which takes no time that an estimate could go by
+                report(_of_layer(layer), layer.layer + 1, layer.layers)
+
         started = work is not None and work.exists()
         try:
             tensors = quantize_model(base, config, text, work=work, progress=tell)
         except ConfigError:
             if not started or work is None:
                 raise
-            say("another export was begun here: its layers are left out")
+            logger.warning("%s was begun by another export: its layers are left out.", work.name)
             shutil.rmtree(work)
             tensors = quantize_model(base, config, text, work=work, progress=tell)
         return tensors, chosen
+
+    def _choices(self, config: QuantizeConfig, text: CalibrationSet | None) -> dict[str, Any]:
+        """For the manifest."""
+        found: dict[str, Any] = {
+            "quant": config.scheme.name,
+            "method": self.chosen_method,
+            "options": self.options.in_effect(self.chosen_method, self.schemes),
+            "head": self.head,
+            "layout": self.stored_layout,
+            "budget": self.budget,
+            "special": {m: s and s.name for m, s in sorted(config.special.items())},
+            "calibration": _about(text, self.calib),
+        }
+        if self.budget is not None:
+            found |= {"mixture": list(self.mixture), "budget_windows": self.budget_windows}
+        return found
 
     def _text(self, folder: Path, vocab_size: int) -> CalibrationSet:
         """The calibration set, in rows of the model's embedding."""
@@ -199,33 +258,62 @@ class NewWeights:
         rows = [reduced.new[reduced.write(window)].tolist() for window in found.windows]
         return CalibrationSet(found.name, tuple(tuple(window) for window in rows))
 
-    def _config(self, base: Source, text: CalibrationSet | None, say: Say) -> QuantizeConfig:
-        scheme, special = self.scheme, dict[str, Scheme | None]()
+    def _config(
+        self, base: Source, text: CalibrationSet | None, report: Progress
+    ) -> QuantizeConfig:
+        schemes = self.schemes
+        scheme, special = schemes[0], self._special(Parts.of(base).modules())
         if self.budget is not None:
             assert text is not None
-            schemes = [parse_scheme(name) for name in MIXTURE]
             measured = sensitivity.measure(
-                base, schemes, text.first(SENSITIVITY_WINDOWS),
-                lambda done, total: say(f"trying matrix {done} of {total}"),
+                base, schemes, text.first(self.budget_windows),
+                lambda done, total: report("trying each matrix in each scheme", done, total),
             )  # fmt: skip
             count = sensitivity.num_weights(base)
             found = sensitivity.choose(measured, self.budget, schemes, count)
             scheme = max(schemes, key=list(found.values()).count)
             special = {m: s for m, s in found.items() if s != scheme}
-        assert scheme is not None
-        method = self.method if self.method not in (None, "qat") else None
-        if method is None:
-            method = "gptq" if text is not None and self.method is None else "rtn"
-        whole = self.layout in ("awq", "gptq")  # which have no place for a shorter group
-        return QuantizeConfig(scheme, method, special, self.head_scheme, whole_groups=whole)
+        return QuantizeConfig(
+            scheme,
+            "rtn" if self.method == "qat" else self.chosen_method,
+            special,
+            self.head_scheme,
+            whole_groups=self.stored_layout in ("awq", "gptq"),  # no place for a shorter one
+            **self.options.for_config(self.chosen_method),
+        )
+
+    def _special(self, modules: Sequence[str]) -> dict[str, Scheme | None]:
+        found: dict[str, Scheme | None] = {}
+        layers = [module for module in modules if module != "head"]
+        for pattern, name in self.special.items():
+            matching = [module for module in layers if fnmatchcase(module, pattern)]
+            if not matching:
+                raise ConfigError(
+                    f"--special {pattern} is none of this model's {len(layers)} matrices, "
+                    f"{layers[0]} … {layers[-1]}."
+                )
+            found |= dict.fromkeys(matching, None if name is None else parse_scheme(name))
+        return found
 
 
-def _of_layer(report: LayerReport) -> str:
-    done = f"layer {report.layer + 1} of {report.layers}"
-    if report.resumed:
-        return f"{done}: done before"
-    errors = report.errors.values()
-    return f"{done}: output error {max(errors):.2%} at most" if errors else done
+def _default(of: Any) -> Any:
+    """Of a dataclass's field."""
+    return of.default if of.default is not MISSING else of.default_factory()
+
+
+def _layout_for(schemes: Sequence[Scheme]) -> str:
+    """The first of LAYOUTS that can hold matrices in all of `schemes`."""
+    able = {scheme.name: layouts_for(scheme) for scheme in schemes}
+    for layout in LAYOUTS:
+        if all(layout in layouts for layouts in able.values()):
+            return layout
+    each = "; ".join(f"{name}: {', '.join(layouts)}" for name, layouts in able.items())
+    raise ConfigError(f"No layout holds all of the schemes ({each}). Choose those of one layout.")
+
+
+def _of_layer(layer: LayerReport) -> str:
+    errors = layer.errors.values()
+    return f"quantizing, output error {max(errors):.2%} at most" if errors else "quantizing"
 
 
 def _named(folder: Path, file: Path) -> Mapping[str, Any]:

@@ -46,10 +46,15 @@ class QatOptions:
     seed: int = 0  # of the order of windows
 
     def __post_init__(self) -> None:
-        if self.steps < 1 or self.batch < 1 or self.learning_rate <= 0:
+        if self.steps < 1 or self.batch < 1 or not 0 < self.learning_rate < math.inf:
             raise ConfigError(
                 f"steps={self.steps}, batch={self.batch}, learning_rate={self.learning_rate}: "
-                "each is above 0."
+                "each is above 0, and finite."
+            )
+        if not 0 <= self.weight_decay < math.inf or not 0 <= self.seed < 1 << 63:
+            raise ConfigError(
+                f"weight_decay={self.weight_decay}, seed={self.seed}: neither is below 0, the "
+                "first is finite, and the second below 2⁶³."
             )
         if not 0 <= self.distillation <= 1:
             raise ConfigError(f"distillation={self.distillation} doesn't lie from 0 to 1.")
@@ -232,7 +237,7 @@ def _fit(
     )
     rounded, order = _StraightThrough(schemes), torch.empty(0, dtype=torch.int64)
     for step in range(options.steps):
-        if len(order) < options.batch:
+        while len(order) < options.batch:
             order = torch.cat((order, torch.randperm(len(windows), generator=random)))
         batch, order = windows[order[: options.batch]], order[options.batch :]
         share = 0.55 + 0.45 * math.cos(math.pi * step / options.steps)

@@ -20,6 +20,12 @@ RATIOS = tuple(1 - i / 20 for i in range(10))
 _BLOCK = 128
 """Columns of H's blocks where a whole row shares a scale."""
 
+
+def can_clip(scheme: Scheme) -> bool:
+    """Whether a group's scale is free: no power of two, none above it, none that rows share."""
+    return scheme.kind not in ("mxfp4", "nvfp4") and scheme.rows == 1
+
+
 Scales = tuple[Tensor, Tensor | None, Tensor | None]
 """Scale [N, G], zero point [N, G] or None, outer scale [N] or None."""
 
@@ -28,11 +34,10 @@ def clipped_scale(weight: Tensor, hessian: Tensor, scheme: Scheme) -> Scales | N
     """Of ten scales for each group, the one whose products err least under H's diagonal blocks.
 
     weight [N, K], hessian [K, K] = XᵀX / T. The error of a group with Δ = W − Ŵ is Δ·H_gg·Δᵀ, as if
-    groups erred independently. None where scales aren't free: powers of two (mxfp4), a second
-    scale above them (nvfp4), or rows that share one.
+    groups erred independently. None where scales aren't free (`can_clip`).
     Cost: ten roundings and 10·N·K·group operations.
     """
-    if scheme.kind in ("mxfp4", "nvfp4") or scheme.rows != 1:
+    if not can_clip(scheme):
         return None
     weight = weight.float()
     width = scheme.group or min(_BLOCK, weight.shape[1])
