@@ -75,7 +75,7 @@ class QuantizeConfig:
     def needs_text(self, modules: Mapping[str, Scheme | None]) -> bool:
         """Whether anything is measured on a calibration set."""
         schemes = [scheme for scheme in modules.values() if scheme is not None]
-        static = any(scheme.activations == "int8_static" for scheme in schemes)
+        static = any(scheme.static for scheme in schemes)
         return bool(schemes) and (self.method != "rtn" or static)
 
     def key(self) -> dict[str, Any]:

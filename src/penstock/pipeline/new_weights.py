@@ -86,7 +86,7 @@ class NewWeights:
         if self.is_quantized:
             schemes = [self.scheme] if self.scheme else list(map(parse_scheme, MIXTURE))
             check_layout(self.layout, [*schemes, *filter(None, [self.head_scheme])])
-            if self.head_scheme is not None and self.head_scheme.activations == "int8_static":
+            if self.head_scheme is not None and self.head_scheme.static:
                 raise ConfigError(
                     f"--head {self.head}: the head is rounded to nearest, and no text gives it a "
                     "scale of activations. Leave -static out of its name."
@@ -102,7 +102,7 @@ class NewWeights:
     @property
     def _measures(self) -> bool:
         scheme = self.scheme
-        return self.budget is not None or scheme is None or scheme.activations == "int8_static"
+        return self.budget is not None or scheme is None or scheme.static
 
     @property
     def is_quantized(self) -> bool:

@@ -205,7 +205,7 @@ class _Run:
             self.progress(LayerReport(i, self.parts.num_layers, resumed, errors))
 
     def _observe(self, stream: Stream, tensors: Tensors) -> Statistics:
-        static = any(s and s.activations == "int8_static" for s in self.schemes.values())
+        static = any(s and s.static for s in self.schemes.values())
         return stream.observe(tensors, histogram=static)
 
     def _scale(self, i: int, tensors: Tensors, statistics: Statistics) -> set[str]:
@@ -262,7 +262,7 @@ class _Run:
         seen: InputStatistics | None,
     ) -> dict[str, Codes]:
         config, static = self.config, None
-        if scheme.activations == "int8_static":
+        if scheme.static:
             assert seen is not None and seen.histogram is not None
             static = input_scale(seen.histogram, config.calibrator, config.percentile)
         if seen is None or config.rounding == "nearest":
