@@ -73,7 +73,7 @@ class NewWeights:
             return
         self._check_budget()
         self._check_text()
-        if self.head_scheme is not None and self.head_scheme.activations == "int8_static":
+        if self.head_scheme is not None and self.head_scheme.static:
             raise ConfigError(
                 f"--head {self.head}: the head is rounded to nearest, and no text gives it a "
                 "scale of activations. Leave -static out of its name."
@@ -114,7 +114,7 @@ class NewWeights:
             )
 
     def _check_text(self) -> None:
-        static = [s.name for s in self.schemes if s.activations == "int8_static"]
+        static = [s.name for s in self.schemes if s.static]
         if not self.calib:
             for option, value, usual in (
                 ("--num-samples", self.num_samples, NUM_SAMPLES),

@@ -83,7 +83,7 @@ def train(
     for module, scheme in schemes.items():
         if scheme is not None and (scheme.rows != 1 or scheme.kind == "nvfp4"):
             raise ConfigError(f"{module} in {scheme.name}: rows share a scale, which QAT lacks.")
-        if scheme is not None and scheme.activations == "int8_static":
+        if scheme is not None and scheme.static:
             raise ConfigError(f"{module} in {scheme.name}: QAT calibrates no static scales.")
     model = TrainableDecoder(parts, text.longest)
     _fit(model, schemes, text, options, report)

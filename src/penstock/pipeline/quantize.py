@@ -23,7 +23,7 @@ from penstock.models.sources import open_source
 from penstock.models.weights import Source
 from penstock.nn.decoder import MATRICES
 from penstock.pipeline.calibration import CalibrationSet
-from penstock.pipeline.config import QuantizeConfig
+from penstock.pipeline.config import QuantizeConfig, rounded_to
 from penstock.pipeline.fold import fold, foldable, tie
 from penstock.pipeline.parts import Parts, Tensors, joined
 from penstock.pipeline.store import Result, Store
@@ -205,7 +205,7 @@ class _Run:
             self.progress(LayerReport(i, self.parts.num_layers, resumed, errors))
 
     def _observe(self, stream: Stream, tensors: Tensors) -> Statistics:
-        static = any(s and s.activations == "int8_static" for s in self.schemes.values())
+        static = any(s and s.static for s in self.schemes.values())
         return stream.observe(tensors, histogram=static)
 
     def _scale(self, i: int, tensors: Tensors, statistics: Statistics) -> set[str]:
@@ -262,9 +262,11 @@ class _Run:
         seen: InputStatistics | None,
     ) -> dict[str, Codes]:
         config, static = self.config, None
-        if scheme.activations == "int8_static":
+        if scheme.static:
             assert seen is not None and seen.histogram is not None
-            static = input_scale(seen.histogram, config.calibrator, config.percentile)
+            static = input_scale(
+                seen.histogram, config.calibrator, config.percentile, rounded_to(scheme)
+            )
         if seen is None or config.rounding == "nearest":
             return {name: rtn.quantize(piece, scheme, static) for name, piece in pieces.items()}
         hessian = seen.hessian

@@ -121,7 +121,7 @@ class _Probe:
 
 
 def _rounded(weight: Tensor, scheme: Scheme) -> Tensor:
-    static = 1.0 if scheme.activations == "int8_static" else None
+    static = 1.0 if scheme.static else None
     return rtn.quantize(weight, scheme, static).dequantize()
 
 
