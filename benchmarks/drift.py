@@ -96,13 +96,7 @@ def measure(
     exact = Variant(model, dtype="bfloat16")
     with open_reader(exact, window) as reader:
         reference = Remembered(reader)
-        encoded = reference.encode(documents)
-        starts = [0, *accumulate(map(len, encoded))]
-        ends = [
-            len(ids) if limit is None else max(0, limit - start)
-            for ids, start in zip(encoded, starts, strict=False)
-        ]
-        text = Text("text", [i[:n] for i, n in zip(encoded, ends, strict=True) if len(i[:n]) > 1])
+        text = Text("text", leading(reference.encode(documents), limit))
         for words in FORMATS:
             if rows.find(format=words) is not None:
                 continue
@@ -113,6 +107,16 @@ def measure(
                 found = {"skipped": str(error)}
             rows.add({"format": words, "bytes_per_weight": bytes_per_weight(words), **found})
             print(f"{words}: KL {found.get('kl')} {found.get('skipped', '')}", flush=True)
+
+
+def leading(documents: Sequence[list[int]], limit: int | None) -> list[list[int]]:
+    """The first `limit` tokens, or all; what is too short to predict anything is left out."""
+    starts = [0, *accumulate(map(len, documents))]
+    kept = [
+        ids if limit is None else ids[: max(0, limit - start)]
+        for ids, start in zip(documents, starts, strict=False)
+    ]
+    return [ids for ids in kept if len(ids) > 1]
 
 
 def _held(reference: Reader, reader: Reader, text: Text, window: int, stride: int) -> Row:

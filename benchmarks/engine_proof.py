@@ -5,9 +5,9 @@
         --json benchmarks/results/engines-qwen2.5-0.5b.json
 
 For each form: `penstock export`, `penstock build`; then prompts of 40 tokens and 8 decoding steps
-of three sequences, by the exported model's operators one by one, by its graph, and by the engine. All
-logits and hidden states must be equal by ==, and nothing may be traced or compiled while the engine
-runs. Ends with 1 where a form isn't so. Folders go form by form. --quick takes one of each kind.
+of three sequences, by the exported model's operators one by one, by its graph, and by the engine.
+All logits and hidden states must be equal by ==, and nothing may be traced or compiled while the
+engine runs. Ends with 1 where a form isn't so. Folders go form by form. --quick: one of each kind.
 """
 
 from __future__ import annotations
@@ -195,7 +195,7 @@ def holds(row: Row) -> bool:
 def table(rows: list[Row]) -> str:
     """Markdown."""
     lines = [
-        "| format | cache | graph = eager | engine = eager | compiled | weights | build | its peak |",
+        "| format | cache | graph equal | engine equal | compiled | weights | build | its peak |",
         "|---|---|---|---|---|---|---|---|",
     ]
     for row in rows:
