@@ -10,7 +10,6 @@ import json
 import logging
 import resource
 import shlex
-import shutil
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
@@ -27,6 +26,7 @@ from penstock.errors import ConfigError, EngineFolderError
 from penstock.kernels import native
 from penstock.models.exported import MANIFEST as EXPORTED
 from penstock.models.exported import read_exported, sha256, verify_exported
+from penstock.models.files import copy_settings
 from penstock.models.hub import resolve
 from penstock.models.load import LoadedModel, load_model
 from penstock.pipeline import tuning
@@ -54,7 +54,6 @@ from penstock.runtime.loader import layout_of
 from penstock.runtime.plan import Plan, fixed_tensors, record
 from penstock.runtime.program import Program
 from penstock.runtime.tuned import Tuned
-from penstock.tokenizer.vocab_map import FILE as VOCAB_MAP
 
 logger = logging.getLogger("penstock")
 
@@ -63,16 +62,7 @@ Progress = Callable[[str, int, int], None]
 
 PHASES = ("pack", "plan", "time")
 USUAL_TOKENS = 512
-_COPIED = (
-    "*.json",
-    VOCAB_MAP,
-    "*.jinja",
-    "*.model",
-    "*.txt",
-    "*.tiktoken",
-    "additional_chat_templates/*",
-)
-_NOT_COPIED = (MANIFEST, PLAN, TIMINGS, REPORT, "model.safetensors.index.json", "penstock.json")
+_NOT_COPIED = (MANIFEST, PLAN, TIMINGS, REPORT, EXPORTED)
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,11 +161,6 @@ def build(options: BuildOptions, progress: Progress | None = None) -> dict[str, 
     source = resolve(options.model, options.revision)
     if is_engine(source):
         raise ConfigError(f"{source} is an engine already. Give the model that it was built from.")
-    if source.is_file():
-        raise ConfigError(
-            f"{source} is a GGUF file. It loads and runs as it is; an engine is built of a "
-            "checkpoint's folder."
-        )
     if (source / EXPORTED).exists():
         verify_exported(source)
     if options.output.absolute() == source.absolute():
@@ -252,12 +237,7 @@ class _Build:
         return planned
 
     def _copy_files(self) -> None:
-        for pattern in _COPIED:
-            for path in sorted(self.source.glob(pattern)):
-                name = path.relative_to(self.source)
-                if path.is_file() and str(name) not in _NOT_COPIED:
-                    (self.folder / name).parent.mkdir(exist_ok=True)
-                    shutil.copyfile(path, self.folder / name)
+        copy_settings(self.source, self.folder, but=_NOT_COPIED)
 
     def _manifest(
         self, loaded: LoadedModel, limits: Limits, index: Mapping[str, Any]

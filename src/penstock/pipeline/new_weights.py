@@ -7,7 +7,6 @@ a source or a stream of tensors over the one before; nothing holds the whole mod
 from __future__ import annotations
 
 import logging
-import shutil
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +17,7 @@ from torch import Tensor
 from penstock.errors import ConfigError
 from penstock.models.exported import sha256
 from penstock.models.lora import WEIGHTS, Merged
-from penstock.models.sources import open_source
+from penstock.models.sources import open_source, open_tokenizer
 from penstock.models.weights import Source
 from penstock.pipeline import qat, sensitivity
 from penstock.pipeline.calibration import NUM_SAMPLES, WINDOW, CalibrationSet, calibration_set
@@ -27,7 +26,7 @@ from penstock.pipeline.quantize import LayerReport, quantize_model
 from penstock.quant import Codes, Scheme, parse_scheme
 from penstock.quant.files import Layout, write_checkpoint
 from penstock.quant.files.writer import check_layout
-from penstock.tokenizer import Tokenizer, VocabMap
+from penstock.tokenizer import VocabMap
 
 logger = logging.getLogger("penstock")
 
@@ -127,7 +126,7 @@ class NewWeights:
     def write(self, source: Path, folder: Path, work: Path | None, say: Say) -> dict[str, Any]:
         """Store the tensors of the model in `source` and its config.json in the empty `folder`.
 
-        work: where finished layers are kept until the whole is done. Returns the choices, for the
+        work: where what is done is kept until the whole is. Returns the choices, for the
         manifest.
         """
         base: Source = open_source(source)
@@ -135,7 +134,6 @@ class NewWeights:
         if self.merge_lora is not None:
             base = Merged(base, self.merge_lora)
             chosen["merge_lora"] = _named(self.merge_lora, self.merge_lora / WEIGHTS)
-            work = None  # what lies there is of the model without it
         tensors: Iterable[tuple[str, Tensor | Codes]]
         if self.is_quantized:
             tensors, choices = self._quantized(base, source, work, say)
@@ -153,7 +151,7 @@ class NewWeights:
         if self.calib:
             say("reading the calibration text")
             text = self._text(folder, int(base.config["vocab_size"]))
-        config = self._config(base, text, say)
+        config = self._config(base, text, work, say)
 
         def tell(report: LayerReport) -> None:
             say(_of_layer(report))
@@ -172,16 +170,10 @@ class NewWeights:
             return qat.train(
                 base, config, text,
                 report=lambda done, all_, loss: say(f"training: {done} of {all_}, loss {loss:.4f}"),
+                work=work and work / "training", replace=True,
             ), chosen  # fmt: skip
-        started = work is not None and work.exists()
-        try:
-            tensors = quantize_model(base, config, text, work=work, progress=tell)
-        except ConfigError:
-            if not started or work is None:
-                raise
-            say("another export was begun here: its layers are left out")
-            shutil.rmtree(work)
-            tensors = quantize_model(base, config, text, work=work, progress=tell)
+        layers = work and work / "layers"
+        tensors = quantize_model(base, config, text, work=layers, replace=True, progress=tell)
         return tensors, chosen
 
     def _text(self, folder: Path, vocab_size: int) -> CalibrationSet:
@@ -190,7 +182,7 @@ class NewWeights:
         size = vocab_size if reduced is None else reduced.original_size
         found = calibration_set(
             self.calib,
-            Tokenizer.from_folder(folder, vocab_size=size),
+            open_tokenizer(folder, vocab_size=size),
             num_samples=self.num_samples,
             window=self.window,
         )
@@ -199,7 +191,9 @@ class NewWeights:
         rows = [reduced.new[reduced.write(window)].tolist() for window in found.windows]
         return CalibrationSet(found.name, tuple(tuple(window) for window in rows))
 
-    def _config(self, base: Source, text: CalibrationSet | None, say: Say) -> QuantizeConfig:
+    def _config(
+        self, base: Source, text: CalibrationSet | None, work: Path | None, say: Say
+    ) -> QuantizeConfig:
         scheme, special = self.scheme, dict[str, Scheme | None]()
         if self.budget is not None:
             assert text is not None
@@ -207,6 +201,7 @@ class NewWeights:
             measured = sensitivity.measure(
                 base, schemes, text.first(SENSITIVITY_WINDOWS),
                 lambda done, total: say(f"trying matrix {done} of {total}"),
+                work=work and work / "sensitivity", replace=True,
             )  # fmt: skip
             count = sensitivity.num_weights(base)
             found = sensitivity.choose(measured, self.budget, schemes, count)
