@@ -124,15 +124,15 @@ def _vocab_size(m: Metadata, container: Container) -> int:
 
 
 def _special_tokens(m: Metadata) -> dict[str, Any]:
-    """`bos_token_id`, and as `eos_token_id` everything that ends a text."""
-    ids = [_token_id(m, name) for name in (*_STOPS, "bos")]
-    stops, bos = ids[:-1], ids[-1]
+    """`bos_token_id`, `pad_token_id`, and as `eos_token_id` everything that ends a text."""
+    *stops, bos, padding = (_token_id(m, name) for name in (*_STOPS, "bos", "padding"))
     tokens, types = (m.get(f"tokenizer.ggml.{key}") for key in ("tokens", "token_type"))
     if isinstance(tokens, list) and isinstance(types, list):
         pairs = enumerate(zip(tokens, types, strict=False))
         stops += [i for i, (token, kind) in pairs if kind == _CONTROL and token in _STOP_NAMES]
     return {
         "bos_token_id": bos,
+        "pad_token_id": padding,
         "eos_token_id": list(dict.fromkeys(stop for stop in stops if stop is not None)),
     }
 
