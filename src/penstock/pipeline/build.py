@@ -28,6 +28,7 @@ from penstock.hardware import cache_folder
 from penstock.kernels import native
 from penstock.models.exported import MANIFEST as EXPORTED
 from penstock.models.exported import read_exported, sha256, verify_exported
+from penstock.models.files import copy_settings
 from penstock.models.hub import resolve
 from penstock.models.load import LoadedModel, load_model
 from penstock.pipeline import tuning
@@ -58,7 +59,6 @@ from penstock.runtime.package import description
 from penstock.runtime.plan import Plan, fixed_tensors, record
 from penstock.runtime.program import Program
 from penstock.runtime.tuned import Tuned
-from penstock.tokenizer.vocab_map import FILE as VOCAB_MAP
 
 logger = logging.getLogger("penstock")
 
@@ -69,19 +69,7 @@ PHASES = ("pack", "plan", "compile", "time")
 FORWARDS = ("program", "package")
 """What an engine's steps run by: one native call, or an AOTInductor package."""
 USUAL_TOKENS = 512
-_COPIED = (
-    "*.json",
-    VOCAB_MAP,
-    "*.jinja",
-    "*.model",
-    "*.txt",
-    "*.tiktoken",
-    "additional_chat_templates/*",
-)
-_NOT_COPIED = (
-    *(MANIFEST, PLAN, TIMINGS, REPORT, description(Path(PACKAGE)).name),
-    *("model.safetensors.index.json", "penstock.json"),
-)
+_NOT_COPIED = (MANIFEST, PLAN, TIMINGS, REPORT, EXPORTED, description(Path(PACKAGE)).name)
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,11 +172,6 @@ def build(options: BuildOptions, progress: Progress | None = None) -> dict[str, 
     source = resolve(options.model, options.revision)
     if is_engine(source):
         raise ConfigError(f"{source} is an engine already. Give the model that it was built from.")
-    if source.is_file():
-        raise ConfigError(
-            f"{source} is a GGUF file. It loads and runs as it is; an engine is built of a "
-            "checkpoint's folder."
-        )
     if (source / EXPORTED).exists():
         verify_exported(source)
     check_apart(source, options.output)
@@ -276,12 +259,7 @@ class _Build:
         self.progress("compile", 1, 1)
 
     def _copy_files(self) -> None:
-        for pattern in _COPIED:
-            for path in sorted(self.source.glob(pattern)):
-                name = path.relative_to(self.source)
-                if path.is_file() and str(name) not in _NOT_COPIED:
-                    (self.folder / name).parent.mkdir(exist_ok=True)
-                    shutil.copyfile(path, self.folder / name)
+        copy_settings(self.source, self.folder, but=_NOT_COPIED)
 
     def _manifest(
         self, loaded: LoadedModel, limits: Limits, index: Mapping[str, Any]
