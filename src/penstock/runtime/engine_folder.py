@@ -17,8 +17,9 @@ import hashlib
 import json
 import math
 import shlex
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -175,11 +176,13 @@ class EngineFolder:
 
     # ── what it holds ────────────────────────────────────────────────────────────────────────
 
-    def plans(self) -> tuple[Plan, Plan]:
-        """Of a step that ends with logits, and of one that ends with hidden states."""
+    def plans(self) -> tuple[Plan, Callable[[], Plan]]:
+        """Of a step that ends with logits, and what gives that of one that ends with hidden states:
+        few engines pool.
+        """
         data = _json(self.folder / PLAN)
         try:
-            step, hidden = Plan.from_dict(data["step"]), Plan.from_dict(data["hidden"])
+            step, hidden = Plan.from_dict(data["step"]), partial(Plan.from_dict, data["hidden"])
         except (KeyError, KernelError) as error:
             raise self.broken(f"{PLAN} holds no plans: {error}") from error
         missing = set(step.weights()) - set(self.manifest["weights"]["tensors"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -209,7 +210,7 @@ def runner_over(
     kv: KV,
     layout: PagedLayout,
     vocabulary: ReducedVocabulary | None = None,
-    hidden_plan: Plan | None = None,
+    hidden_plan: Callable[[], Plan] | None = None,
 ) -> Runner:
     """What runs `forward` over the cache `kv` of that layout."""
     recent = None

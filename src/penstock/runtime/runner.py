@@ -30,12 +30,12 @@ class Runner:
         forward: Forward,
         kv: KV,
         vocabulary: ReducedVocabulary | None = None,
-        hidden_plan: Plan | None = None,
+        hidden_plan: Callable[[], Plan] | None = None,
         recent: RecentBlocks | None = None,
     ) -> None:
-        """vocabulary: of a model that lacks some of its tokenizer's ids. hidden_plan: of steps that
-        end with hidden states, where it was recorded before. recent: of a cache with a window, who
-        has which place in it.
+        """vocabulary: of a model that lacks some of its tokenizer's ids. hidden_plan: gives
+        that of steps that end with hidden states, where it was recorded before. recent: of a cache
+        with a window, who has which place in it.
         """
         self._forward = forward
         self.vocabulary = vocabulary
