@@ -6,6 +6,8 @@ What `penstock drift` measures, for all formats in one table.
         --page docs/quantization.md
     python benchmarks/drift.py path/to/a/model --text book.txt
 
+The figures are written format by format; --resume goes on with a run that was interrupted.
+
 Without --text: the TinyStories documents that the embedded model's recipe holds out. Documents in
 a text are parted by <|endoftext|>; each starts with the tokens its model expects at the start.
 """
@@ -13,28 +15,31 @@ a text are parted by <|endoftext|>; each starts with the tokens its model expect
 from __future__ import annotations
 
 import argparse
-import json
 import re
 import sys
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
 from itertools import accumulate
 from pathlib import Path
 
 import torch
 
-from penstock.bench.drift import Drift, measure_drift
-from penstock.bench.environment import environment
-from penstock.bench.reader import Reader, open_reader
+from penstock.bench.drift import measure_drift
+from penstock.bench.reader import LocalReader, Reader, open_reader
 from penstock.bench.texts import MARK, Text
 from penstock.bench.variant import Variant
 from penstock.bench.workload import longest
 from penstock.errors import PenstockError
-from penstock.hardware import detect
 from penstock.quant import formats_of
+from penstock.runtime import load_runtime
+from remembered import Remembered
+from rows import Row, Rows
 
 ROOT = Path(__file__).resolve().parents[1]
 WINDOW = 512
 MARKS = "<!-- drift -->\n", "<!-- /drift -->"
+CACHE_MARKS = "<!-- caches -->\n", "<!-- /caches -->"
 
 FORMATS = (
     *("w8a16", "w8a16-g32", "w8a16-tensor", "w8a8", "w8a8-asym"),
@@ -42,54 +47,83 @@ FORMATS = (
     *(f"w4a16-{shared}" for shared in ("g32", "channel", "channel-asym", "tensor")),
     *(f"w4a8-g{group}{zero}" for group in (32, 64, 128) for zero in ("", "-asym")),
     *("nf4-g64", "mxfp4", "nvfp4"),
-    *("kv=int8", "kv=fp8", "kv=int4", "kv=kivi"),
+    *("kv=int8", "kv=fp8", "kv=int4", "kv=kivi", "kv=kivi window=32", "kv=kivi window=1"),
 )
-"""Options of `penstock drift`."""
+"""Options of `penstock drift`; window: `kv_recent_window`."""
 
 TYPICAL = 4096
 """Rows and columns of the matrix whose bytes a weight are told."""
 
-Rows = Sequence[tuple[str, Drift | str]]
+
+def is_cache(words: str) -> bool:
+    """Whether it is keys and values that are stored otherwise."""
+    return words.startswith("kv=")
 
 
 def name_of(words: str) -> str:
-    """`fp8 cache` of kv=fp8; a quantization's own."""
-    return f"{words.removeprefix('kv=')} cache" if words.startswith("kv=") else words
+    """`kivi cache, window of 32` of kv=kivi window=32; a quantization's own."""
+    if not is_cache(words):
+        return words
+    kind, _, window = words.removeprefix("kv=").partition(" window=")
+    return f"{kind} cache, window of {window}" if window else f"{kind} cache"
 
 
 def bytes_per_weight(words: str) -> float:
     """Of a layer's matrix, scales and zero points included."""
-    quantization = None if words.startswith("kv=") else words
+    quantization = None if is_cache(words) else words
     matrix = formats_of(quantization, torch.bfloat16).matrix
     return matrix.nbytes(TYPICAL, TYPICAL) / TYPICAL**2
 
 
+@contextmanager
+def reading(exact: Variant, words: str, window: int) -> Iterator[Reader]:
+    """A reader of the model in the form that `words` say."""
+    options, _, recent = words.partition(" window=")
+    variant = exact.with_options(options)
+    if not recent:
+        with open_reader(variant, window) as reader:
+            yield reader
+        return
+    config = variant.config(window)
+    cache = replace(config.cache, kv_recent_window=int(recent))
+    yield LocalReader(load_runtime(replace(config, cache=cache)))
+
+
 def measure(
-    model: str, documents: Sequence[str], limit: int | None, window: int, stride: int
-) -> Iterator[tuple[str, Drift | str]]:
-    """Each format's drift, or why there is none: the words of the error."""
+    rows: Rows, model: str, documents: Sequence[str], limit: int | None, window: int, stride: int
+) -> None:
+    """Add each format's drift, or why there is none: the words of the error."""
     exact = Variant(model, dtype="bfloat16")
-    with open_reader(exact, window) as reference:
-        encoded = reference.encode(documents)
-        starts = [0, *accumulate(map(len, encoded))]
-        ends = [
-            len(ids) if limit is None else max(0, limit - start)
-            for ids, start in zip(encoded, starts, strict=False)
-        ]
-        text = Text("text", [i[:n] for i, n in zip(encoded, ends, strict=True) if len(i[:n]) > 1])
+    with open_reader(exact, window) as reader:
+        reference = Remembered(reader)
+        text = Text("text", leading(reference.encode(documents), limit))
         for words in FORMATS:
+            if rows.find(format=words) is not None:
+                continue
             try:
-                with open_reader(exact.with_options(words), window) as reader:
-                    yield words, _held(reference, reader, text, window, stride)
+                with reading(exact, words, window) as other:
+                    found = _held(reference, other, text, window, stride)
             except PenstockError as error:
-                yield words, str(error)
+                found = {"skipped": str(error)}
+            rows.add({"format": words, "bytes_per_weight": bytes_per_weight(words), **found})
+            print(f"{words}: KL {found.get('kl')} {found.get('skipped', '')}", flush=True)
 
 
-def _held(reference: Reader, reader: Reader, text: Text, window: int, stride: int) -> Drift | str:
+def leading(documents: Sequence[list[int]], limit: int | None) -> list[list[int]]:
+    """The first `limit` tokens, or all; what is too short to predict anything is left out."""
+    starts = [0, *accumulate(map(len, documents))]
+    kept = [
+        ids if limit is None else ids[: max(0, limit - start)]
+        for ids, start in zip(documents, starts, strict=False)
+    ]
+    return [ids for ids in kept if len(ids) > 1]
+
+
+def _held(reference: Reader, reader: Reader, text: Text, window: int, stride: int) -> Row:
     same = reader.about.weights == reference.about.weights
     if same and reader.about.cache == reference.about.cache:
-        return "it leaves the model as it is"
-    return measure_drift(reference, reader, [text], window, stride)
+        return {"skipped": "it leaves the model as it is"}
+    return measure_drift(reference, reader, [text], window, stride).as_dict()
 
 
 def held_out(data: Path, held: bool = True) -> list[str]:
@@ -110,28 +144,34 @@ def held_out(data: Path, held: bool = True) -> list[str]:
     return documents
 
 
-def table(rows: Rows) -> str:
-    """Markdown."""
-    lines = [
-        "| format | bytes a weight | KL from bfloat16 | 99% of positions below "
-        "| same likeliest token | perplexity |",
-        "|---|---|---|---|---|---|",
-    ]
-    measured = [found for _, found in rows if isinstance(found, Drift)]
+def table(rows: Sequence[Row], *, size: bool = True) -> str:
+    """Markdown; size: with the bytes a weight."""
+    columns = ["format", "KL from bfloat16", "99% of positions below", "same likeliest token"]
+    columns = [*columns[:1], *(["bytes a weight"] if size else []), *columns[1:], "perplexity"]
+    lines = ["| " + " | ".join(columns) + " |", "|---" * len(columns) + "|"]
+
+    def line(name: str, nbytes: float, *figures: str) -> None:
+        cells = [name, *([f"{nbytes:.3f}"] if size else []), *figures]
+        lines.append("| " + " | ".join(cells) + " |")
+
+    measured = [row for row in rows if "skipped" not in row]
     if measured:
-        first = measured[0]
-        lines.append(f"| bfloat16 | 2.000 | 0 | 0 | 100% | {first.reference_perplexity:.3f} |")
-    for words, found in rows:
-        name, size = name_of(words), f"{bytes_per_weight(words):.3f}"
-        if isinstance(found, str):
-            lines.append(f"| {name} | {size} | – | – | – | – |")
+        line("bfloat16", 2.0, "0", "0", "100%", f"{measured[0]['reference_perplexity']:.3f}")
+    for row in rows:
+        name, nbytes = name_of(row["format"]), row["bytes_per_weight"]
+        if "skipped" in row:
+            line(name, nbytes, "–", "–", "–", "–")
             continue
-        lines.append(
-            f"| {name} | {size} | {found.kl:.5f} | {found.kl_p99:.4f} "
-            f"| {found.agreement:.1%} | {found.perplexity:.3f} |"
-        )
-    skipped = [f"{name_of(w)}: not measured, {text}" for w, text in rows if isinstance(text, str)]
-    return "\n".join([*lines, *(["", *skipped] if skipped else []), ""])
+        line(
+            name, nbytes, f"{row['kl']:.5f}", f"{row['kl_p99']:.4f}",
+            f"{row['same_likeliest_token']:.1%}", f"{row['perplexity']:.3f}",
+        )  # fmt: skip
+    notes = [
+        f"{name_of(row['format'])}: not measured, {row['skipped']}"
+        for row in rows
+        if "skipped" in row
+    ]
+    return "\n".join([*lines, *(["", *notes] if notes else []), ""])
 
 
 def write_between(page: Path, text: str, marks: tuple[str, str]) -> None:
@@ -152,7 +192,9 @@ def main() -> None:
     parser.add_argument("--window", type=int, help=f"tokens; default: the model's, up to {WINDOW}")
     parser.add_argument("--tokens", type=int, help="stop after so many")
     parser.add_argument("--json", type=Path, help="write the figures here")
+    parser.add_argument("--resume", action="store_true", help="go on with the rows in --json")
     parser.add_argument("--page", type=Path, help="put the table between this page's marks")
+    parser.add_argument("--caches", type=Path, help="that of caches between those of this page")
     options = parser.parse_args()
     if options.text:
         documents = options.text.read_text(encoding="utf-8").split(MARK)
@@ -161,34 +203,22 @@ def main() -> None:
     documents = [text.strip() for text in documents if text.strip()]
     window = options.window or min(longest(options.model), WINDOW)
     stride = max(1, window // 2)
-    rows: list[tuple[str, Drift | str]] = []
-    for words, found in measure(options.model, documents, options.tokens, window, stride):
-        rows.append((words, found))
-        print(f"{words}: {found if isinstance(found, str) else f'KL {found.kl:.5f}'}")
-    text = table(rows)
-    positions = max((x.positions for _, x in rows if isinstance(x, Drift)), default=0)
-    print(f"\n{positions:,} positions in windows of {window}, {stride} tokens new\n\n{text}")
-    if options.json:
-        result = {
-            "benchmark": "drift",
-            "setup": {
-                "model": Path(options.model).name, "positions": positions, "window": window,
-                "stride": stride, "documents": len(documents),
-                "text": str(options.text or "held-out TinyStories"),
-            },
-            "results": [
-                {
-                    "format": name_of(words),
-                    "bytes_per_weight": bytes_per_weight(words),
-                    **({"skipped": found} if isinstance(found, str) else found.as_dict()),
-                }
-                for words, found in rows
-            ],
-            **environment(detect()),
-        }  # fmt: skip
-        options.json.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+    setup = {
+        "model": Path(options.model).name, "window": window, "stride": stride,
+        "documents": len(documents), "tokens": options.tokens,
+        "text": str(options.text or "held-out TinyStories"),
+    }  # fmt: skip
+    rows = Rows("drift", setup, options.json, options.resume)
+    measure(rows, options.model, documents, options.tokens, window, stride)
+    caches = [row for row in rows.all if is_cache(row["format"])]
+    weights = [row for row in rows.all if not is_cache(row["format"])]
+    positions = max((row.get("positions", 0) for row in rows.all), default=0)
+    print(f"\n{positions:,} positions in windows of {window}, {stride} tokens new\n")
+    print(f"{table(weights)}\n{table(caches, size=False)}")
     if options.page:
-        write_between(options.page, text, MARKS)
+        write_between(options.page, table(weights), MARKS)
+    if options.caches:
+        write_between(options.caches, table(caches, size=False), CACHE_MARKS)
 
 
 if __name__ == "__main__":

@@ -26,9 +26,10 @@ from penstock.models.hub import resolve
 from penstock.models.load import load_model
 from penstock.nn import Decoder
 from penstock.pipeline import PASSES, export_graph, optimize
-from penstock.pipeline.compiled import CompiledForward, compile_graph
+from penstock.pipeline.compiled import compile_graph
 from penstock.pipeline.graph import weights_of
 from penstock.runtime import Forward, Program
+from penstock.runtime.package import PackageForward
 from penstock.step import KV, Step
 
 BLOCK, CONTEXT, CHUNK = 32, 128, 256
@@ -67,7 +68,7 @@ def ways(
     if folder is not None:
         file, figures["compile_s"] = timed(lambda: compile_graph(done.graph, folder))
         _, figures["compile_again_s"] = timed(lambda: compile_graph(done.graph, folder))
-        found["compiled package"] = CompiledForward(file, done.graph, weights)
+        found["compiled package"] = PackageForward(file, weights)
     for name in FUSIONS:
         rest = [other for other in PASSES if other != name]
         graph = optimize(plain, rest).graph

@@ -40,6 +40,9 @@ enum class Weight : int { dense, int8, int8_zero, int4, fp8_e4m3, fp8_e5m2, leve
 // A group's scale: a float, or the exponent of a power of two (OCP's E8M0).
 enum class Scale : int { f32, f16, e8m0 };
 
+// What rows are rounded to before they are multiplied: ROW_CODES in ops/linear.py.
+enum class RowCodes : int { none, int8, e4m3 };
+
 constexpr bool is_integer(Weight kind) {
   return kind == Weight::int8 || kind == Weight::int8_zero || kind == Weight::int4;
 }
@@ -54,6 +57,7 @@ struct LinearArgs {
   const float* norm;  // [k]: the rows' root-mean-square norm is taken first; may be null
   float eps;
   bool int8_rows;  // rows are rounded to int8, each with a scale of its own
+  bool fp8_rows;   // rows are rounded to E4M3, each with a scale for each of the weight's groups
   const float* input_scale;  // of all rows, where it isn't their own; may be null
   Weight kind;
   const void* weight;  // panels: ops/panels.py

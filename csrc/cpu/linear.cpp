@@ -15,7 +15,8 @@ constexpr int64_t kParallelBytes = 128 * 1024;
 // Up to as many rows, quantized weights are widened in registers, again for each group of rows.
 constexpr int64_t kWidenRows = 2 * kFewRows;
 
-// Rows made ready to be multiplied: floats, or int8 with their scales and the sums of each group.
+// Rows made ready to be multiplied: floats, those of E4M3 with the scales of each group, or int8 with
+// their scales and the sums of each group.
 struct Rows {
   float* floats;
   int8_t* bytes;
@@ -25,19 +26,23 @@ struct Rows {
 
 Rows allocate(const LinearArgs& a) {
   Rows x = {};
-  const size_t values = static_cast<size_t>(a.rows * a.padded_k);
+  const size_t rows = static_cast<size_t>(a.rows), groups = static_cast<size_t>(a.groups);
+  const size_t values = rows * static_cast<size_t>(a.padded_k);
   if (!a.int8_rows) {
     x.floats = static_cast<float*>(scratch(Scratch::rows, values * sizeof(float)));
+    if (a.fp8_rows)
+      x.scale = static_cast<float*>(scratch(Scratch::sums, rows * groups * sizeof(float)));
     return x;
   }
   x.bytes = static_cast<int8_t*>(scratch(Scratch::rows, values));
-  const size_t rows = static_cast<size_t>(a.rows), groups = static_cast<size_t>(a.groups);
   x.scale = static_cast<float*>(scratch(Scratch::sums, rows * (1 + groups) * 4));
   x.sums = reinterpret_cast<int32_t*>(x.scale + rows);
   return x;
 }
 
 void prepare(const LinearArgs& a, const Rows& x, int64_t row) {
+  if (a.fp8_rows)
+    return fp8_row(a, row, x.floats + row * a.padded_k, x.scale + row * a.groups);
   if (!a.int8_rows) return float_row(a, row, a.padded_k, x.floats + row * a.padded_k);
   int8_t* out = x.bytes + row * a.padded_k;
   x.scale[row] = int8_row(a, row, out);
@@ -103,7 +108,8 @@ int64_t float_rows(const LinearArgs& a, const Rows& x, const Panel& w, int64_t r
                    int64_t p, const Columns& to) {
   for (; last - row >= R; row += R)
     multiply_floats<R, W>(w, x.floats + row * a.padded_k, a.padded_k,
-                             [&](int r, F16 value) { to(row + r, p, value); });
+                          x.scale ? x.scale + row * a.groups : nullptr,
+                          [&](int r, F16 value) { to(row + r, p, value); });
   return row;
 }
 
@@ -123,6 +129,7 @@ void widened_panel(const LinearArgs& a, const Rows& x, const Panel& w, Range row
         wide + g * w.group * kColumns, 0, 1, w.group, [](int64_t, int64_t) { return zero(); },
         [&](int64_t r, int64_t, F16 value) {
           float* total = totals + r * kColumns;
+          if (x.scale) value = value * set1(x.scale[(rows.first + r) * a.groups + g]);
           const F16 sum = fma(value, s, g ? load(total) : zero());
           g + 1 < w.groups ? store(total, sum) : to(rows.first + r, p, sum);
         });

@@ -90,6 +90,26 @@ static inline float int8_row(const LinearArgs& a, int64_t row, int8_t* out) {
   return highest / 127.0f + reduce_add(bad);
 }
 
+// The same row as values of E4M3, still floats; scales: of the weight's groups, each NaN where its
+// part of the row holds one.
+static inline void fp8_row(const LinearArgs& a, int64_t row, float* out, float* scales) {
+  float_row(a, row, a.padded_k, out);
+  const int64_t group = a.padded_k / a.groups;
+  for (int64_t g = 0; g < a.groups; g++, out += group) {
+    F16 top = zero(), bad = zero();
+    for (int64_t j = 0; j < group; j += 16) {
+      const F16 v = load(out + j);
+      top = max(top, abs(v));
+      bad = fma(v, zero(), bad);
+    }
+    const float highest = reduce_max(top), own = highest > 1e-30f ? highest / 448.0f : 1.0f;
+    const float scale = a.input_scale ? *a.input_scale : own;
+    const F16 by = set1(scale);
+    for (int64_t j = 0; j < group; j += 16) store(out + j, round_e4m3(load(out + j) / by));
+    scales[g] = scale + reduce_add(bad);
+  }
+}
+
 // Takes 16 columns of one row at a time: bias, activation, gate, residual, rounding, store.
 class Columns {
  public:

@@ -19,7 +19,7 @@ constexpr int64_t kPartBytes = 256 * 1024;
 
 struct Packed {
   unsigned char* tiles;  // [row tiles][depth] tiles
-  float* scale;          // of each row, for int8
+  float* scale;          // of int8 rows; [rows, groups] of rows in E4M3; else null
   int32_t* sums;         // [rows, groups] of int8 rows, where weights have zero points to take off
   int64_t row_tiles, depth;
   int64_t row_bytes;  // of a tile: 64, or 32 where a group is shorter than that
@@ -42,6 +42,10 @@ Packed shape(const LinearArgs& a) {
     const size_t groups = a.kind == Weight::int8_zero ? static_cast<size_t>(a.groups) : 0;
     x.scale = static_cast<float*>(scratch(Scratch::sums, rows * (1 + groups) * 4));
     if (groups) x.sums = reinterpret_cast<int32_t*>(x.scale + rows);
+  } else if (a.fp8_rows) {
+    const int64_t scales = x.row_tiles * kTileRows * a.groups;
+    x.scale = static_cast<float*>(
+        scratch(Scratch::sums, static_cast<size_t>(scales) * sizeof(float)));
   }
   return x;
 }
@@ -65,6 +69,8 @@ void pack_row(const LinearArgs& a, const Packed& x, int64_t row) {
       __builtin_memset(to + d * x.bytes, 0, static_cast<size_t>(x.row_bytes));
     if (x.sums)
       __builtin_memset(x.sums + row * a.groups, 0, static_cast<size_t>(a.groups) * 4);
+    if (a.fp8_rows)
+      __builtin_memset(x.scale + row * a.groups, 0, static_cast<size_t>(a.groups) * 4);
     return;
   }
   unsigned char* packed = static_cast<unsigned char*>(
@@ -74,7 +80,10 @@ void pack_row(const LinearArgs& a, const Packed& x, int64_t row) {
     if (x.sums) add_up(a, reinterpret_cast<int8_t*>(packed), x.sums + row * a.groups);
   } else {
     float* floats = reinterpret_cast<float*>(packed + a.padded_k * 2);
-    float_row(a, row, a.padded_k, floats);
+    if (a.fp8_rows)
+      fp8_row(a, row, floats, x.scale + row * a.groups);
+    else
+      float_row(a, row, a.padded_k, floats);
     for (int64_t j = 0; j < a.padded_k; j += 16)
       store(reinterpret_cast<bf16*>(packed) + j, load(floats + j));
   }
@@ -216,10 +225,12 @@ class PanelPair {
     }
   }
 
-  // What the tiles hold of a row and a group, as floats; of integers less their zero points.
+  // What the tiles hold of a row and a group, as floats: of integers less their zero points, of rows
+  // in E4M3 times the scale.
   template <bool Ints>
   F16 sum_of(const float* sums, int64_t i, int64_t row, int64_t g) const {
-    if constexpr (!Ints) return load(sums);
+    if constexpr (!Ints)
+      return a_.fp8_rows ? load(sums) * set1(x_.scale[row * a_.groups + g]) : load(sums);
     const Sums found = load_sums(reinterpret_cast<const int32_t*>(sums));
     if (!x_.sums) return to_float(found);
     return to_float(found + zero_points<8>(panel_[i], g) *

@@ -65,8 +65,8 @@ inline const int32_t* integers(const Tensor& t, int64_t count, const char* what)
 
 // n: columns of the product. Those of `linear` that come before and after it stay empty.
 LinearArgs linear_args(Form x, const Tensor& weight, const Optional& scale, const Optional& zero,
-                       const Optional& bias, int64_t n, bool int8_rows, bool gated, int64_t levels,
-                       const Optional& outer, const Optional& input_scale);
+                       const Optional& bias, int64_t n, int64_t row_codes, bool gated,
+                       int64_t levels, const Optional& outer, const Optional& input_scale);
 void with_norm_and_activation(LinearArgs& a, const Optional& norm, double eps, int64_t activation);
 EmbeddingArgs embedding_args(const Tensor& weight, int64_t dim, double scale,
                              const Optional& weight_scale, const Optional& zero, int64_t levels,
@@ -81,11 +81,11 @@ GateArgs gate_args(Form x, int64_t activation, bool gated, int64_t columns,
 void check_ids(const int32_t* ids, int64_t count, int64_t vocab, const char* what);
 
 Tensor linear(const Tensor& x, const Tensor& weight, Optional scale, Optional zero, Optional bias,
-              int64_t out_features, bool int8_rows, Optional norm, double eps, int64_t activation,
-              bool gated, std::optional<ScalarType> out_dtype, int64_t levels, Optional outer,
-              Optional input_scale);
+              int64_t out_features, int64_t row_codes, Optional norm, double eps,
+              int64_t activation, bool gated, std::optional<ScalarType> out_dtype, int64_t levels,
+              Optional outer, Optional input_scale);
 void linear_add_(const Tensor& residual, const Tensor& x, const Tensor& weight, Optional scale,
-                 Optional zero, Optional bias, bool int8_rows, int64_t levels, Optional outer,
+                 Optional zero, Optional bias, int64_t row_codes, int64_t levels, Optional outer,
                  Optional input_scale);
 Tensor embedding(const Tensor& tokens, const Tensor& weight, int64_t dim, double scale,
                  Optional weight_scale, Optional zero, int64_t levels, Optional outer);

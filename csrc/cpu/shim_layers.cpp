@@ -109,9 +109,13 @@ Matrix matrix(const Tensor& weight, const Optional& scale, const Optional& zero,
 }  // namespace
 
 LinearArgs linear_args(Form x, const Tensor& weight, const Optional& scale, const Optional& zero,
-                       const Optional& bias, int64_t n, bool int8_rows, bool gated, int64_t levels,
-                       const Optional& outer, const Optional& input_scale) {
+                       const Optional& bias, int64_t n, int64_t row_codes, bool gated,
+                       int64_t levels, const Optional& outer, const Optional& input_scale) {
   LinearArgs a = {};
+  STD_TORCH_CHECK(row_codes >= 0 && row_codes <= 2, "linear: row_codes ", row_codes,
+                  " isn't 0 (none), 1 (int8) or 2 (E4M3)");
+  a.int8_rows = row_codes == static_cast<int64_t>(RowCodes::int8);
+  a.fp8_rows = row_codes == static_cast<int64_t>(RowCodes::e4m3);
   const Matrix s = matrix(weight, scale, zero, levels, outer, "linear");
   a.dtype = x.dtype;
   a.k = x.columns;
@@ -119,20 +123,22 @@ LinearArgs linear_args(Form x, const Tensor& weight, const Optional& scale, cons
   if (s.kind == Weight::dense) {
     STD_TORCH_CHECK(dtype_of(weight, "linear: weight") == x.dtype,
                     "linear: x and weight must have the same dtype");
-    STD_TORCH_CHECK(!int8_rows, "linear: int8 rows need a quantized weight");
+    STD_TORCH_CHECK(row_codes == 0, "linear: rows in codes need a quantized weight");
   } else {
     STD_TORCH_CHECK(a.dtype == DType::bf16, "linear: quantized weights take bfloat16 rows");
   }
-  STD_TORCH_CHECK(!int8_rows || is_integer(s.kind), "linear: int8 rows need weights of integers");
-  STD_TORCH_CHECK(!int8_rows || s.kind != Weight::int8_zero || s.padded_k / s.groups <= 65536,
+  STD_TORCH_CHECK(!a.int8_rows || is_integer(s.kind),
+                  "linear: int8 rows need weights of integers");
+  STD_TORCH_CHECK(!a.fp8_rows || s.kind == Weight::fp8_e4m3,
+                  "linear: rows in E4M3 need weights in E4M3");
+  STD_TORCH_CHECK(!a.int8_rows || s.kind != Weight::int8_zero || s.padded_k / s.groups <= 65536,
                   "linear: a sum of more than 65536 products of 8 bits may not fit into 32");
-  STD_TORCH_CHECK(int8_rows || !input_scale, "linear: only int8 rows have an input_scale");
+  STD_TORCH_CHECK(row_codes || !input_scale, "linear: only rows in codes have an input_scale");
   const int64_t panels = (n + 15) / 16 * (gated ? 2 : 1);
   STD_TORCH_CHECK(a.k > 0 && s.panels == panels && s.padded_k >= a.k &&
                       s.padded_k < a.k + (s.kind == Weight::dense ? 32 : 192),
                   "linear: a weight of ", s.panels, " panels of ", s.padded_k,
                   " isn't the packed form of [", n, ", ", a.k, "]", gated ? " with a gate" : "");
-  a.int8_rows = int8_rows;
   a.kind = s.kind;
   a.weight = weight.data_ptr();
   a.padded_k = s.padded_k;
@@ -159,11 +165,11 @@ void with_norm_and_activation(LinearArgs& a, const Optional& norm, double eps,
 }
 
 Tensor linear(const Tensor& x, const Tensor& weight, Optional scale, Optional zero, Optional bias,
-              int64_t out_features, bool int8_rows, Optional norm, double eps, int64_t activation,
-              bool gated, std::optional<ScalarType> out_dtype, int64_t levels, Optional outer,
-              Optional input_scale) {
+              int64_t out_features, int64_t row_codes, Optional norm, double eps,
+              int64_t activation, bool gated, std::optional<ScalarType> out_dtype, int64_t levels,
+              Optional outer, Optional input_scale) {
   LinearArgs a = linear_args(form_of(x, "linear: x"), weight, scale, zero, bias, out_features,
-                             int8_rows, gated, levels, outer, input_scale);
+                             row_codes, gated, levels, outer, input_scale);
   with_norm_and_activation(a, norm, eps, activation);
   Tensor y = torch::stable::new_empty(x, {x.size(0), a.n}, out_dtype);
   a.x = x.data_ptr();
@@ -177,13 +183,13 @@ Tensor linear(const Tensor& x, const Tensor& weight, Optional scale, Optional ze
 }
 
 void linear_add_(const Tensor& residual, const Tensor& x, const Tensor& weight, Optional scale,
-                 Optional zero, Optional bias, bool int8_rows, int64_t levels, Optional outer,
+                 Optional zero, Optional bias, int64_t row_codes, int64_t levels, Optional outer,
                  Optional input_scale) {
   const Form form = form_of(x, "linear_add_: x"), sum = form_of(residual, "linear_add_: residual");
   STD_TORCH_CHECK(sum.dtype == form.dtype && residual.size(0) == x.size(0),
                   "linear_add_: residual has ", residual.size(0), " rows, x has ", x.size(0),
                   ", and they must have the same dtype");
-  LinearArgs a = linear_args(form, weight, scale, zero, bias, sum.columns, int8_rows, false, levels,
+  LinearArgs a = linear_args(form, weight, scale, zero, bias, sum.columns, row_codes, false, levels,
                              outer, input_scale);
   a.x = x.data_ptr();
   a.x_stride = x.stride(0);

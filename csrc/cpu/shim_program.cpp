@@ -121,12 +121,12 @@ void program_free(int64_t id) {
 }
 
 int64_t program_linear(int64_t id, int64_t x, const Tensor& weight, Optional scale, Optional zero,
-                       Optional bias, int64_t out_features, bool int8_rows, Optional norm,
+                       Optional bias, int64_t out_features, int64_t row_codes, Optional norm,
                        double eps, int64_t activation, bool gated,
                        std::optional<ScalarType> out_dtype, int64_t levels, Optional outer,
                        Optional input_scale) {
   const auto p = held(id);
-  LinearArgs a = linear_args(p->form(x), weight, scale, zero, bias, out_features, int8_rows, gated,
+  LinearArgs a = linear_args(p->form(x), weight, scale, zero, bias, out_features, row_codes, gated,
                              levels, outer, input_scale);
   with_norm_and_activation(a, norm, eps, activation);
   if (out_dtype) {
@@ -141,11 +141,11 @@ int64_t program_linear(int64_t id, int64_t x, const Tensor& weight, Optional sca
 }
 
 void program_linear_add_(int64_t id, int64_t residual, int64_t x, const Tensor& weight,
-                         Optional scale, Optional zero, Optional bias, bool int8_rows,
+                         Optional scale, Optional zero, Optional bias, int64_t row_codes,
                          int64_t levels, Optional outer, Optional input_scale) {
   const auto p = held(id);
   LinearArgs a = linear_args(p->form(x), weight, scale, zero, bias, p->form(residual).columns,
-                             int8_rows, false, levels, outer, input_scale);
+                             row_codes, false, levels, outer, input_scale);
   p->check_like(residual, x, "linear_add_");
   a.adds = true;
   p->keep_all(weight, scale, zero, bias, outer, input_scale);
@@ -361,12 +361,12 @@ STABLE_TORCH_LIBRARY_FRAGMENT(penstock, m) {
   m.def("program_free(int program) -> ()");
   m.def(
       "program_linear(int program, int x, Tensor weight, Tensor? scale, Tensor? zero, "
-      "Tensor? bias, int out_features, bool int8_rows, Tensor? norm, float eps, int activation, "
+      "Tensor? bias, int out_features, int row_codes, Tensor? norm, float eps, int activation, "
       "bool gated, ScalarType? out_dtype, int levels=0, Tensor? outer=None, "
       "Tensor? input_scale=None) -> int");
   m.def(
       "program_linear_add_(int program, int residual, int x, Tensor weight, Tensor? scale, "
-      "Tensor? zero, Tensor? bias, bool int8_rows, int levels=0, Tensor? outer=None, "
+      "Tensor? zero, Tensor? bias, int row_codes, int levels=0, Tensor? outer=None, "
       "Tensor? input_scale=None) -> ()");
   m.def(
       "program_embedding(int program, int tokens, Tensor weight, int dim, float scale, "

@@ -147,9 +147,11 @@ static inline void step_floats(const uint8_t* line, const Values<W>& values, con
 }
 
 // emit(r, Σ over groups of scale · Σ over k of value · x) for R rows of floats, in the order of
-// `dot_panels`: each group's sum from zero, times its scale, added up.
+// `dot_panels`: each group's sum from zero, times the row's scale of the group (x_scale [R, groups] of
+// rows of E4M3, else null), times its own, added up.
 template <int R, Weight W, typename Emit>
-static inline void multiply_floats(const Panel& w, const float* x, int64_t ldx, Emit emit) {
+static inline void multiply_floats(const Panel& w, const float* x, int64_t ldx,
+                                   const float* x_scale, Emit emit) {
   F16 total[R];
 #pragma GCC unroll 8
   for (int r = 0; r < R; r++) total[r] = zero();
@@ -173,6 +175,10 @@ static inline void multiply_floats(const Panel& w, const float* x, int64_t ldx, 
 #pragma GCC unroll 8
       for (int r = 0; r < R; r++) acc[r] = acc[r] + (even[r] + odd[r]);
     }
+    if constexpr (W == Weight::fp8_e4m3)
+      if (x_scale)
+#pragma GCC unroll 8
+        for (int r = 0; r < R; r++) acc[r] = acc[r] * set1(x_scale[r * w.groups + g]);
     const F16 s = w.scales(g);
 #pragma GCC unroll 8
     for (int r = 0; r < R; r++) total[r] = fma(acc[r], s, total[r]);

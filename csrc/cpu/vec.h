@@ -40,6 +40,11 @@ static inline F16 round_even(F16 a) {
   return {_mm512_roundscale_ps(a.v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC)};
 }
 static inline F16 abs(F16 a) { return {_mm512_abs_ps(a.v)}; }
+// 2^⌊log2 |a|⌋, and 0 of 0
+static inline F16 power_below(F16 a) {
+  return {_mm512_castsi512_ps(
+      _mm512_and_si512(_mm512_castps_si512(a.v), _mm512_set1_epi32(0x7f800000)))};
+}
 static inline F16 copy_sign(F16 magnitude, F16 sign) {
   const __m512i mask = _mm512_set1_epi32(static_cast<int>(0x80000000u));
   return {_mm512_castsi512_ps(_mm512_or_si512(
@@ -161,6 +166,10 @@ static inline F16 round_even(F16 a) {
 }
 static inline F16 abs(F16 a) {
   const __m256 mask = _mm256_castsi256_ps(_mm256_set1_epi32(0x7fffffff));
+  return {_mm256_and_ps(a.lo, mask), _mm256_and_ps(a.hi, mask)};
+}
+static inline F16 power_below(F16 a) {
+  const __m256 mask = _mm256_castsi256_ps(_mm256_set1_epi32(0x7f800000));
   return {_mm256_and_ps(a.lo, mask), _mm256_and_ps(a.hi, mask)};
 }
 static inline F16 copy_sign(F16 magnitude, F16 sign) {
@@ -336,6 +345,14 @@ static inline void from_float(float x, fp8& out) {
   else
     bits = static_cast<uint32_t>(__builtin_rintf(__builtin_fabsf(x) * 512.0f));
   out.bits = static_cast<uint8_t>(sign | bits);
+}
+
+// The nearest value of E4M3, ties to even, never beyond ±448; it stays a float. 1.5 · 2^20 times the
+// power of two below a value has the step of E4M3 there.
+static inline F16 round_e4m3(F16 a) {
+  const F16 end = set1(448.0f), x = min(max(a, zero() - end), end);
+  const F16 raise = max(power_below(x), set1(0x1p-6f)) * set1(0x1.8p20f);
+  return (x + raise) - raise;
 }
 
 template <typename T>

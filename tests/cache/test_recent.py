@@ -62,6 +62,34 @@ def test_places_follow_a_sequence() -> None:
     assert kv[1][6] is places  # the same in every layer
 
 
+def test_places_are_those_of_all_windows() -> None:
+    """Of sequences of different lengths in tables of one width, some without a query."""
+    draw = np.random.default_rng(0)
+    kv = cache(60, 60)
+    recent = RecentBlocks(kv, WINDOW, BLOCK)
+    tables = draw.permutation(60).reshape(6, 10).tolist()
+    done = [0] * 6
+    while min(done) < 300:
+        counts = [min(int(draw.choice([0, 1, 40])), 320 - at) for at in done]
+        run(recent, *zip(tables, done, counts, strict=True))
+        done = [at + count for at, count in zip(done, counts, strict=True)]
+        seen = {
+            block
+            for blocks, at in zip(tables, done, strict=True)
+            for block in blocks[recent_from(at, WINDOW) // BLOCK : -(-at // BLOCK)]
+        }
+        assert set((kv[0][6] >= 0).nonzero().flatten().tolist()) == seen
+
+
+def test_a_sequence_sees_what_another_begins_in_the_same_step() -> None:
+    kv = cache(8, 8)
+    recent = RecentBlocks(kv, WINDOW, BLOCK)
+    recent.holders = {0: 2, 1: 2, 2: 1, 3: 1}.__getitem__
+    run(recent, ([0, 1, 2], 0, 66), ([0, 1, 3], 64, 1))
+    assert (kv[0][6] >= 0).nonzero().flatten().tolist() == [0, 1, 2, 3]
+    assert recent.num_used == 4
+
+
 def test_a_place_lasts_while_a_block_is_shared() -> None:
     kv = cache(16, 16)
     recent = RecentBlocks(kv, WINDOW, BLOCK)

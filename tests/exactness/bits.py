@@ -21,7 +21,8 @@ from penstock.nn import (
 )
 from penstock.nn.linear import Linear
 from penstock.nn.parameters import Loadable
-from penstock.quant import Codes, Integer, WeightFormats, format_of, formats_of, parse_scheme
+from penstock.quant import Codes, WeightFormats, format_of, formats_of, parse_scheme
+from penstock.quant.formats.quantized import Quantized
 from penstock.quant.methods.rtn import quantize
 from penstock.quant.names import head_scheme
 from penstock.runtime import Forward, Program
@@ -76,7 +77,7 @@ def decoder_spec(layers: int = 3) -> DecoderSpec:
 def _loaded(module: Loadable, values: Tensor) -> Tensor | Codes:
     """What a checkpoint holds: codes where activations have a calibrated scale."""
     stored = module.weight_format if isinstance(module, Linear) and values.dim() == 2 else None
-    if isinstance(stored, Integer) and stored.scheme.activations == "int8_static":
+    if isinstance(stored, Quantized) and stored.scheme.static:
         return quantize(values, stored.scheme, INPUT_SCALE)
     return values
 

@@ -9,8 +9,10 @@ from torch import Tensor
 from penstock import ops
 from penstock.kernels import native
 from penstock.ops.levels import E2M1, NF4
-from penstock.ops.linear import quantize_rows
+from penstock.ops.linear import ROW_CODES, quantize_rows, quantize_rows_e4m3
 from penstock.quant import Codes, Dense, Integer, Packed, WeightFormat, format_of, parse_scheme
+from penstock.quant.formats.panels import PanelFormat
+from penstock.quant.formats.quantized import Quantized
 from penstock.quant.methods.rtn import quantize
 
 pytestmark = pytest.mark.skipif(native.handle is None, reason=f"no native kernels: {native.reason}")
@@ -18,10 +20,11 @@ pytestmark = pytest.mark.skipif(native.handle is None, reason=f"no native kernel
 QUANTIZED = [
     "w8a16", "w8a8", "w4a16", "w4a8", "w4a8-g64", "w4a16-g128", "w4a8-g128-asym", "w4a16-g32-asym",
     "w8a8-asym", "w8a16-g128-asym", "w8a8-g32-asym", "w8a8-static", "w4a8-channel-asym",
-    "fp8-block", "fp8-e5m2", "nf4", "mxfp4", "nvfp4",
+    "fp8-block", "fp8-e5m2", "fp8-w8a8", "fp8-w8a8-block", "fp8-w8a8-tensor-static",
+    "nf4", "mxfp4", "nvfp4",
 ]  # fmt: skip
-INPUT_SCALE = 3.5 / 127
-"""Of static activations: some of a normal distribution's lie beyond."""
+INPUT_TOP = 3.5
+"""What static scales reach to: some of a normal distribution's activations lie beyond."""
 FORMATS: dict[str, WeightFormat] = {
     "float32": Dense(torch.float32),
     "bfloat16": Dense(torch.bfloat16),
@@ -40,11 +43,17 @@ def activations(name: str, rows: int, k: int) -> Tensor:
 
 def pack(fmt: WeightFormat, weight: Tensor, gated: bool = False) -> Packed:
     """Rounded to nearest; a static scale of activations is given."""
-    if not (isinstance(fmt, Integer) and fmt.scheme.activations == "int8_static"):
+    if not (isinstance(fmt, Quantized) and fmt.scheme.static):
         return fmt.pack(weight, gated)
+    scale = INPUT_TOP / (127 if isinstance(fmt, Integer) else 448)
     parts = weight.chunk(2) if gated else (weight,)
-    codes = Codes.stack([quantize(part, fmt.scheme, INPUT_SCALE) for part in parts])
+    codes = Codes.stack([quantize(part, fmt.scheme, scale) for part in parts])
     return fmt.pack_codes(codes, gated)
+
+
+def row_codes(fmt: WeightFormat) -> int:
+    assert isinstance(fmt, PanelFormat)
+    return fmt.row_codes
 
 
 def exact(x: Tensor, name: str, weight: Tensor) -> Tensor:
@@ -53,9 +62,15 @@ def exact(x: Tensor, name: str, weight: Tensor) -> Tensor:
     n, k = weight.shape
     packed = pack(fmt, weight)
     stored = fmt.unpack(packed, n, k).double()
-    if isinstance(fmt, Integer) and fmt.int8_rows:
-        q, scale = quantize_rows(x, packed.get("input_scale"))
-        return (q.double() @ stored.t()) * scale.double()
+    match ROW_CODES[row_codes(fmt)]:
+        case "int8":
+            q, scale = quantize_rows(x, packed.get("input_scale"))
+            return (q.double() @ stored.t()) * scale.double()
+        case "e4m3":
+            padded, groups = packed["weight"].shape[1] * 4, packed["scale"].shape[1]
+            q, scale = quantize_rows_e4m3(x, groups, padded, packed.get("input_scale"))
+            of_each = scale.repeat_interleave(padded // groups, 1)[:, :k]
+            return (q.double() * of_each.double()) @ stored.t()
     return x.double() @ stored.t()
 
 
@@ -84,7 +99,7 @@ def test_reference(name: str) -> None:
     packed, norm = pack(fmt, w, gated=True), randn(k, seed=3).abs()
     args = (
         x, packed["weight"], packed.get("scale"), packed.get("zero"), randn(2 * n, seed=2), n,
-        isinstance(fmt, Integer) and fmt.int8_rows, norm, 1e-5, 1, True, torch.float32,
+        row_codes(fmt), norm, 1e-5, 1, True, torch.float32,
         getattr(fmt, "levels", 0), packed.get("outer"), packed.get("input_scale"),
     )  # fmt: skip
     got, want = ops.op("linear").call(*args), ops.op("linear").reference(*args)
@@ -234,9 +249,9 @@ def test_bad_arguments_are_refused() -> None:
         32,
     )
     refused("with a scale", x.bfloat16(), q, None, None, None, 32)
-    refused("bfloat16 rows", x, q, scale, None, None, 32, True)
-    refused("float16 or float32", x.bfloat16(), q, scale[:1], None, None, 32, True)
-    refused(r"isn't the packed form of \[48, 64\]", x.bfloat16(), q, scale, None, None, 48, True)
+    refused("bfloat16 rows", x, q, scale, None, None, 32, 1)
+    refused("float16 or float32", x.bfloat16(), q, scale[:1], None, None, 32, 1)
+    refused(r"isn't the packed form of \[48, 64\]", x.bfloat16(), q, scale, None, None, 48, 1)
     refused(
         "uint8 for int4 or int8 for int8",
         x.bfloat16(),
@@ -254,18 +269,25 @@ def test_bad_arguments_are_refused() -> None:
         None,
         None,
         32,
-        True,
+        1,
     )
-    refused("activation 9", x.bfloat16(), q, scale, None, None, 32, True, None, 0.0, 9)
+    refused("activation 9", x.bfloat16(), q, scale, None, None, 32, 1, None, 0.0, 9)
+    refused("row_codes 3", x.bfloat16(), q, scale, None, None, 32, 3)
+    refused("rows in E4M3 need weights in E4M3", x.bfloat16(), q, scale, None, None, 32, 2)
+    eight = FORMATS["fp8-block"].pack(w)
+    refused(
+        "int8 rows need weights of integers",
+        x.bfloat16(), eight["weight"], eight["scale"], None, None, 32, 1,
+    )  # fmt: skip
     with pytest.raises(RuntimeError, match="residual has 3 rows, x has 2"):
         ops.linear_add_(torch.zeros(3, 32).bfloat16(), x.bfloat16(), q, scale, None, None)
 
 
-@pytest.mark.parametrize("int8_rows", [False, True])
+@pytest.mark.parametrize("row_codes", [0, 1])
 @pytest.mark.parametrize(("bits", "groups"), [(8, 2), (8, 4), (4, 2)])
 @pytest.mark.parametrize("rows", [1, 20])
 @pytest.mark.usefixtures("isa")
-def test_groups_longer_than_a_block(int8_rows: bool, bits: int, groups: int, rows: int) -> None:
+def test_groups_longer_than_a_block(row_codes: int, bits: int, groups: int, rows: int) -> None:
     """Of any length that the operator takes, not only those that a format has."""
     k, n = 8192, 48
     draw = torch.Generator().manual_seed(groups)
@@ -275,7 +297,7 @@ def test_groups_longer_than_a_block(int8_rows: bool, bits: int, groups: int, row
         weight = torch.randint(0, 256, (n // 16, k // 8, 16, 4), generator=draw).to(torch.uint8)
     scale = torch.rand(n // 16, groups, 16, generator=draw) / k
     x = activations("w8a16", rows, k)
-    args = (x, weight, scale, None, None, n, int8_rows)
+    args = (x, weight, scale, None, None, n, row_codes)
     got, want = ops.op("linear").call(*args), ops.op("linear").reference(*args)
     torch.testing.assert_close(got, want, rtol=3e-2, atol=3e-2)
 
@@ -345,3 +367,74 @@ def test_static_rows_are_divided_by_their_scale() -> None:
     for rows in (slice(None), slice(1), slice(2, 5)):
         got = fmt.matmul(x[rows], packed, None, 16, out_dtype=torch.float32)
         assert torch.equal(got.double(), (q[rows] * 127 * 0.5)[:, None].expand(-1, 16))
+
+
+def identity(scheme: str, k: int, input_scale: float | None) -> tuple[WeightFormat, Packed]:
+    """A weight [k, k] of ones on its diagonal, in E4M3 with scales of 1."""
+    parsed = parse_scheme(scheme)
+    values, count = torch.eye(k).to(torch.float8_e4m3fn), -(-k // (parsed.group or k))
+    codes = Codes(parsed, values, torch.ones(k, count), input_scale=input_scale)
+    fmt = format_of(parsed)
+    return fmt, fmt.pack_codes(codes)
+
+
+@pytest.mark.parametrize("input_scale", [1.0, 2.0**-7, 0.0123, 37.5])
+@pytest.mark.usefixtures("isa")
+def test_every_activation_rounds_as_torch_casts(input_scale: float) -> None:
+    """All finite values of bfloat16, ties among them, through the identity."""
+    every = torch.arange(1 << 16, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
+    x = torch.where(every.isfinite() & (every.abs() > 2.0**-100), every, 0.0).view(-1, 256)
+    fmt, packed = identity("fp8-w8a8-static", 256, input_scale)
+    scale = packed["input_scale"]
+    want = (x.float() / scale).clamp(-448, 448).to(torch.float8_e4m3fn).float() * scale
+    for rows in (x, x[7:8], x[100:103]):
+        first = 0 if rows is x else 7 if len(rows) == 1 else 100
+        got = fmt.matmul(rows, packed, None, 256, out_dtype=torch.float32)
+        assert torch.equal(got, want[first : first + len(rows)])
+
+
+@pytest.mark.parametrize("scheme", ["fp8-w8a8", "fp8-w8a8-block"])
+@pytest.mark.usefixtures("isa")
+def test_each_token_has_its_scales(scheme: str) -> None:
+    """max|x| / 448 of a row, or of 128 values of it; that of zeros is 1."""
+    k, group = 256, 128 if scheme.endswith("block") else 256
+    x = (randn(40, k) * torch.logspace(-20, 20, 40, base=2.0)[:, None]).bfloat16()
+    x[3], x[4, :128] = 0, 0
+    x[5, 130] = 3000.0
+    parts = x.float().view(40, -1, group)
+    top = parts.abs().amax(-1, keepdim=True)
+    own = torch.where(top > 0, top / 448.0, 1.0)
+    want = ((parts / own).clamp(-448, 448).to(torch.float8_e4m3fn).float() * own).view(40, k)
+    fmt, packed = identity(scheme, k, None)
+    for rows in (slice(40), slice(1), slice(3, 6)):
+        got = fmt.matmul(x[rows], packed, None, k, out_dtype=torch.float32)
+        assert torch.equal(got, want[rows])
+
+
+@pytest.mark.parametrize("name", ["fp8-w8a8", "fp8-w8a8-block", "fp8-w8a8-tensor-static"])
+@pytest.mark.parametrize("rows", [1, 3, 20])
+@pytest.mark.usefixtures("isa")
+def test_products_of_two_e4m3_bit_for_bit(name: str, rows: int) -> None:
+    """The order of additions in torch: products are exact, so its float32 sums are FMAs'."""
+    fmt, (k, n) = FORMATS[name], (300, 50)
+    assert isinstance(fmt, Quantized)
+    x, packed = activations(name, rows, k), pack(fmt, randn(n, k, seed=1))
+    codes, bias = fmt.codes(packed, n, k), randn(n, seed=2)
+    groups, padded = packed["scale"].shape[1], packed["weight"].shape[1] * 4
+    q, scale = quantize_rows_e4m3(x, groups, padded, packed.get("input_scale"))
+    q, w = (torch.nn.functional.pad(t.float(), (0, padded - k)) for t in (q, codes.values))
+    total = torch.zeros(rows, n)
+    for g in range(groups):
+        acc = torch.zeros(rows, n)
+        for at in range(g * padded // groups, (g + 1) * padded // groups, 32):
+            halves = []
+            for odd in (0, 1):
+                half = torch.zeros(rows, n)
+                for i in range(at + odd, at + 32, 2):
+                    half = half + q[:, i, None] * w[None, :, i]
+                halves.append(half)
+            acc = acc + (halves[0] + halves[1])
+        scaled = (acc * scale[:, g, None]).double() * codes.scale[:, g].double()
+        total = (total.double() + scaled).float()
+    got = fmt.matmul(x, packed, bias, n, out_dtype=torch.float32)
+    assert torch.equal(got, total + bias)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from penstock import ops
 from penstock.kernels import native
-from penstock.ops.panels import unpack_int4, unpack_int8
+from penstock.ops.panels import unpack_quantized
 from penstock.ops.quantize import INT4_PARTS
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -112,19 +112,20 @@ def test_errors_of_rounding(name: str) -> None:
     n, k = 48, 320
     w = torch.randn(n, k, generator=torch.Generator().manual_seed(9))
     q, scale = int8(w)
-    off = (unpack_int8(q, scale, n, k) - w).abs()
+    off = (unpack_quantized(q, scale, None, 0, None, n, k) - w).abs()
     assert bool((off <= scale.flatten()[:, None] * 0.50001).all())
     assert torch.equal(scale.flatten(), w.abs().amax(1) / torch.full((n,), 127.0))
 
     q, scale, zero = int4(w, 32, False)
-    off = (unpack_int4(q, scale, zero, n, k) - w).abs().unflatten(1, (-1, 32))
+    off = (unpack_quantized(q, scale, zero, 0, None, n, k) - w).abs().unflatten(1, (-1, 32))
     by_row = scale.float().permute(0, 2, 1).reshape(n, -1, 1)
     assert bool((off <= by_row * 1.01).all())  # a zero point that was rounded adds half a step
 
     q, scale, zero = int4(w, 32, True)
     assert zero.numel() == 0
     groups = w.unflatten(1, (-1, 32)).double()
-    lost = (unpack_int4(q, scale, None, n, k).unflatten(1, (-1, 32)) - groups).square().sum(-1)
+    found = unpack_quantized(q, scale, None, 0, None, n, k).unflatten(1, (-1, 32))
+    lost = (found - groups).square().sum(-1)
     top = groups.gather(-1, groups.abs().argmax(-1, keepdim=True))
     least = torch.full_like(lost, torch.inf)
     for part in INT4_PARTS:

@@ -16,8 +16,9 @@ import torch
 from penstock.errors import ConfigError, KernelError, WeightsError
 from penstock.nn import Decoder
 from penstock.pipeline import Graph, export_graph, optimize
-from penstock.pipeline.compiled import CompiledForward, compile_graph
+from penstock.pipeline.compiled import compile_graph
 from penstock.pipeline.graph import weights_of
+from penstock.runtime.package import PackageForward
 from tests.exactness.bits import Machine, build
 from tests.pipeline.test_graph import machine, steps
 from tests.runtime.test_program import ints, prefill
@@ -51,19 +52,19 @@ def copied(package: Path, tmp_path: Path) -> Path:
     return tmp_path / "copy.pt2"
 
 
-def test_the_same_bits(decoder: Decoder, graph: Graph, package: Path) -> None:
-    forward = CompiledForward(package, graph, weights_of(decoder))
+def test_the_same_bits(decoder: Decoder, package: Path) -> None:
+    forward = PackageForward(package, weights_of(decoder))
     assert torch.equal(steps(machine(decoder, forward)), steps(machine(decoder)))
 
 
-def test_weights_stay_outside(decoder: Decoder, graph: Graph, package: Path) -> None:
+def test_weights_stay_outside(decoder: Decoder, package: Path) -> None:
     """Another model of the same shape runs by the same package."""
     other = build(quantization="w4a8")
     with torch.no_grad():
         other.norm.parameter("weight").mul_(0.5)
     want = steps(machine(other))
     assert not torch.equal(want, steps(machine(decoder)))
-    forward = CompiledForward(package, graph, weights_of(other))
+    forward = PackageForward(package, weights_of(other))
     assert torch.equal(steps(machine(other, forward)), want)
 
 
@@ -84,14 +85,12 @@ RUN = """
 import sys
 from pathlib import Path
 import torch
-from penstock.pipeline import export_graph, optimize
-from penstock.pipeline.compiled import CompiledForward
 from penstock.pipeline.graph import weights_of
+from penstock.runtime.package import PackageForward
 from tests.exactness.bits import Machine, build
 from tests.pipeline.test_graph import machine, steps
 decoder = build(quantization="w4a8")
-graph = optimize(export_graph(decoder, Machine(decoder).kv)).graph
-forward = CompiledForward(Path(sys.argv[1]), graph, weights_of(decoder))
+forward = PackageForward(Path(sys.argv[1]), weights_of(decoder))
 torch.save(steps(machine(decoder, forward)), sys.argv[2])
 """
 
@@ -117,12 +116,11 @@ def test_no_compiler(graph: Graph, tmp_path: Path, monkeypatch: pytest.MonkeyPat
         ("cut", "is damaged: its SHA-256"),
         ("no manifest", "can't be used: FileNotFoundError"),
         ("torch", "was compiled for another torch: 1.0, not"),
-        ("graph", "was compiled for another graph"),
+        ("vectors", "was compiled for another vectors: 1.0, not"),
+        ("inputs", "can't be read: TypeError"),
     ],
 )
-def test_a_package_that_isnt_right(
-    decoder: Decoder, graph: Graph, copied: Path, damage: str, words: str
-) -> None:
+def test_a_package_that_isnt_right(decoder: Decoder, copied: Path, damage: str, words: str) -> None:
     manifest = copied.with_suffix(".json")
     data = bytearray(copied.read_bytes())
     match damage:
@@ -136,17 +134,17 @@ def test_a_package_that_isnt_right(
         case _:
             manifest.write_text(json.dumps(json.loads(manifest.read_text()) | {damage: "1.0"}))
     with pytest.raises(ConfigError, match=words):
-        CompiledForward(copied, graph, weights_of(decoder))
+        PackageForward(copied, weights_of(decoder))
 
 
-def test_wrong_inputs_never_reach_it(decoder: Decoder, graph: Graph, package: Path) -> None:
+def test_wrong_inputs_never_reach_it(decoder: Decoder, package: Path) -> None:
     with pytest.raises(WeightsError, match=r"qkv\.weight as uint8 .*, not as int8"):
-        CompiledForward(package, graph, weights_of(build(quantization="w8a8")))
+        PackageForward(package, weights_of(build(quantization="w8a8")))
     missing = weights_of(decoder)
     del missing["norm.weight"]
     with pytest.raises(WeightsError, match=r"norm\.weight"):
-        CompiledForward(package, graph, missing)
-    forward, kv, step = CompiledForward(package, graph, weights_of(decoder)), None, prefill(4)
+        PackageForward(package, missing)
+    forward, kv, step = PackageForward(package, weights_of(decoder)), None, prefill(4)
     kv = Machine(decoder).kv
     with pytest.raises(KernelError, match=r"don't fit together: \[4\], \[2\]"):
         forward(replace(step, positions=ints(0, 1)), kv)

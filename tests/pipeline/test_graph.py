@@ -26,6 +26,7 @@ FORMATS = {
     "w4a16": (torch.bfloat16, "w4a16-g64"),
     "w4a8": (torch.bfloat16, "w4a8-g32-asym"),
     "fp8": (torch.bfloat16, "fp8"),
+    "fp8-w8a8": (torch.bfloat16, "fp8-w8a8-block"),
     "nf4": (torch.bfloat16, "nf4"),
     "mxfp4": (torch.bfloat16, "mxfp4"),
     "nvfp4": (torch.bfloat16, "nvfp4"),

@@ -133,6 +133,22 @@ def test_matrices_of_other_schemes(tmp_path: Path) -> None:
         export_model("stories", tmp_path / "none", weights=weights)
 
 
+def test_fp8_activations_with_calibrated_scales(tmp_path: Path, text: Path) -> None:
+    """The same in each layout that holds them, and read back as they were written."""
+    weights = NewWeights("fp8-w8a8-tensor-static", "rtn", calib=(text,), num_samples=4, window=64)
+    folders = []
+    for layout in ("compressed-tensors", "fp8"):
+        chosen = replace(weights, layout=layout)
+        done = export_model("stories", tmp_path / layout, weights=chosen)
+        assert done.model.model.formats.matrix.name == weights.quant
+        config = json.loads((tmp_path / layout / "config.json").read_text())
+        assert config["quantization_config"]["quant_method"] == layout
+        folders.append(weights_of(done.model.model))
+    assert same(*folders)
+    assert any("input_scale" in name for name in folders[0])
+    assert greedy(tmp_path / "fp8") == greedy(tmp_path / "compressed-tensors")
+
+
 def test_a_mixture_within_a_budget(tmp_path: Path, text: Path) -> None:
     mixture = ("w4a16-g64", "w8a16")
     weights = NewWeights(

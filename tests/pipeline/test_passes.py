@@ -109,7 +109,7 @@ def test_folded_weights_are_named_after_their_source(biased: Decoder) -> None:
     assert done.changes["fold-constants"] == 3 and "alternate" not in done.after
     name = "layers.0.mlp.up.bias"
     assert name not in done.graph.weights and f"{name}.alternate" in done.graph.weights
-    assert name in done.graph.sources
+    assert name in done.graph.inputs.sources
 
 
 def test_folded_weights_after_loading(biased: Decoder, tmp_path: Path) -> None:

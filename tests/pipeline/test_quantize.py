@@ -97,7 +97,7 @@ def test_round_to_nearest_is_that_of_each_tensor(family: str, tiny: Callable[[st
 
 
 @pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("scheme", ["w4a16-g32", "w8a8-static", "nvfp4"])
+@pytest.mark.parametrize("scheme", ["w4a16-g32", "w8a8-static", "fp8-w8a8-tensor-static", "nvfp4"])
 def test_every_method_gives_a_model_that_runs(
     method: str, scheme: str, tiny: Callable[[str], Tiny], calibration: CalibrationSet
 ) -> None:
@@ -110,7 +110,7 @@ def test_every_method_gives_a_model_that_runs(
     # 4 bits on random weights: the direction of the logits, not their digits
     assert torch.nn.functional.cosine_similarity(logits, want, dim=-1).mean() > 0.88
     assert [report.layer for report in reports] == [0, 1, 2]
-    if method != "rtn" or scheme == "w8a8-static":
+    if method != "rtn" or scheme.endswith("-static"):
         assert all(0 < error < 0.05 for r in reports for error in r.errors.values())
     codes = found["model.layers.1.mlp.down_proj.weight"]
     assert isinstance(codes, Codes)
@@ -206,7 +206,7 @@ def test_every_kind_of_codes_survives_the_work_folder(
     tiny: Callable[[str], Tiny], calibration: CalibrationSet, tmp_path: Path
 ) -> None:
     folder = tiny("llama").folder
-    for name in ("w8a8-asym-static", "fp8", "nvfp4", "nf4", "w4a16-g64-asym"):
+    for name in ("w8a8-asym-static", "fp8", "fp8-w8a8-static", "nvfp4", "nf4", "w4a16-g64-asym"):
         config = QuantizeConfig(parse_scheme(name))
         first = run(folder, config, calibration, work=tmp_path / name)
         assert same(run(folder, config, calibration, work=tmp_path / name), first)
@@ -261,6 +261,8 @@ def test_choices_that_cannot_work(tiny: Callable[[str], Tiny], calibration: Cali
             quantize_model(folder, config, text)  # before the first tensor is asked for
     with pytest.raises(ConfigError, match="method='magic'"):
         QuantizeConfig(W4, "magic")
+    with pytest.raises(ConfigError, match="minmax, percentile and mse find a scale"):
+        QuantizeConfig(parse_scheme("fp8-w8a8-static"), calibrator="entropy")
     with pytest.raises(ConfigError, match="alpha=2"):
         QuantizeConfig(W4, alpha=2)
     (folder / "notes").mkdir(exist_ok=True)

@@ -58,6 +58,25 @@ def test_the_cut_of_least_squares_is_that_of_trying_each() -> None:
     assert error(127 * input_scale(found, "mse")) < 1.03 * best
 
 
+def test_scales_of_e4m3() -> None:
+    """Its steps grow with values: what is cut off is all that a scale decides."""
+    found = histogram_of(torch.linspace(0, 8, 200_001))
+    assert input_scale(found, "minmax", rounded="fp8") == 8 / 448
+    assert input_scale(found, "percentile", 90, "fp8") == pytest.approx(7.2 / 448, rel=1e-3)
+    torch.manual_seed(3)
+    x = torch.distributions.Laplace(0.0, 1.0).sample((50_000,))
+    found = histogram_of(x)
+
+    def error(scale: float) -> float:
+        rounded = (x / scale).clamp(-448, 448).to(torch.float8_e4m3fn).float() * scale
+        return float((x - rounded).pow(2).mean())
+
+    best = min(error(found.largest * i / 100 / 448) for i in range(10, 101))
+    assert error(input_scale(found, "mse", rounded="fp8")) < 1.03 * best
+    with pytest.raises(ConfigError, match="equal steps, which E4M3 doesn't have"):
+        input_scale(found, "entropy", rounded="fp8")
+
+
 def test_zeros_have_no_scale() -> None:
     for name in CALIBRATORS:
         with pytest.raises(ConfigError, match="Every calibration activation of a matrix is zero"):

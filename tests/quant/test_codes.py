@@ -24,6 +24,8 @@ NAMES = (
     ),
     *("w4a16-g32", "w4a8-g64", "w4a16-g128-asym", "w4a16-channel", "w4a8-tensor-asym"),
     *("fp8", "fp8-tensor", "fp8-block", "fp8-e5m2", "fp8-e5m2-tensor"),
+    *("fp8-w8a8", "fp8-w8a8-tensor", "fp8-w8a8-block", "fp8-w8a8-static"),
+    *("fp8-w8a8-tensor-static", "fp8-w8a8-block-static"),
     *("nf4-g64", "nf4-g128", "mxfp4", "nvfp4"),
 )
 
@@ -38,13 +40,24 @@ def test_short_names_mean_the_usual_groups() -> None:
     assert parse_scheme("w8a8-channel") == parse_scheme("w8a8")
     assert parse_scheme("nf4") == Scheme("nf4", 64)
     assert parse_scheme("fp8-e4m3-channel") == parse_scheme("fp8")
+    assert parse_scheme("fp8-w8a8-channel") == Scheme("fp8_e4m3", activations="fp8")
 
 
 @pytest.mark.parametrize(
-    "name", ["w5a8", "w4a16-static", "w4a8-g33", "nf4-asym", "fp8-g32", "mxfp4-g64"]
+    ("name", "says"),
+    [
+        ("w5a8", "isn't one of w8a16, w8a8"),
+        ("w4a16-static", "activations of 16 bits have no static scale"),
+        ("w4a8-g33", "isn't one of"),
+        ("nf4-asym", "isn't one of"),
+        ("fp8-g32", "fp8 and fp8-w8a8 take -tensor or -block"),
+        ("fp8-static", "activations in bfloat16 have no static scale"),
+        ("fp8-e5m2-w8a8", "fp8_e5m2 isn't multiplied with activations in fp8"),
+        ("mxfp4-g64", "isn't one of"),
+    ],
 )
-def test_other_names_are_refused(name: str) -> None:
-    with pytest.raises(ConfigError):
+def test_other_names_are_refused(name: str, says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
         parse_scheme(name)
 
 
@@ -52,13 +65,14 @@ PACKED = (
     *("w8a16", "w8a8-asym", "w8a16-g32", "w8a8-g128-asym", "w8a8-tensor", "w8a8-static"),
     *("w4a16-g32", "w4a8-g64", "w4a8-g128", "w4a16-g32-asym", "w4a8-g128-asym", "w4a8-g32-static"),
     *("w4a16-channel", "w4a8-channel-asym", "w4a8-tensor"),
-    *("fp8", "fp8-tensor", "fp8-block", "fp8-e5m2", "nf4-g32", "nf4", "nf4-g128", "mxfp4"),
+    *("fp8", "fp8-tensor", "fp8-block", "fp8-e5m2", "fp8-w8a8", "fp8-w8a8-block-static"),
+    *("nf4-g32", "nf4", "nf4-g128", "mxfp4"),
     "nvfp4",
 )
 
 
 @pytest.mark.parametrize("gated", [False, True])
-@pytest.mark.parametrize("k", [32, 96, 200])
+@pytest.mark.parametrize("k", [7, 32, 96, 200])
 @pytest.mark.parametrize("name", PACKED)
 def test_codes_pass_through_panels(name: str, k: int, gated: bool) -> None:
     """Of rows that fill no panel, and groups that K cuts short."""

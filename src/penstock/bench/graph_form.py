@@ -5,11 +5,12 @@ from __future__ import annotations
 from dataclasses import replace
 
 from penstock.hardware import cache_folder
-from penstock.pipeline.compiled import CompiledForward, compile_graph
+from penstock.pipeline.compiled import compile_graph
 from penstock.pipeline.graph import export_graph, weights_of
 from penstock.pipeline.passes import optimize
 from penstock.runtime import Runtime
 from penstock.runtime.loader import runner_over
+from penstock.runtime.package import PackageForward
 from penstock.runtime.runner import Forward
 
 
@@ -23,8 +24,7 @@ def by_graph(runtime: Runtime, form: str) -> Runtime:
     graph = export_graph(decoder, runtime.layout.allocate(2))
     forward: Forward = graph.bind(weights_of(decoder))
     if form == "compiled":
-        graph = optimize(graph).graph
-        packages = cache_folder() / "packages"
-        forward = CompiledForward(compile_graph(graph, packages), graph, weights_of(decoder))
+        package = compile_graph(optimize(graph).graph, cache_folder() / "packages")
+        forward = PackageForward(package, weights_of(decoder))
     runner = runner_over(forward, kv, runtime.layout, runtime.runner.vocabulary)
     return replace(runtime, runner=runner)

@@ -89,7 +89,7 @@ class LocalReader:
         """form: of steps that run by the model's graph (`bench.graph_form`)."""
         if form is not None:
             from penstock.bench.graph_form import by_graph
-            from penstock.pipeline.graph import quiet
+            from penstock.runtime.package import quiet
 
             with quiet():
                 runtime = by_graph(runtime, form)
@@ -105,7 +105,7 @@ class LocalReader:
             weights=runtime.model.model.formats.name,
             cache=runtime.layout.stored,
             kernels=native.isa or "reference",
-            calls=_calls(runtime, form),
+            calls="its graph, one by one" if form == "graph" else runtime.runner.how,
             kept_tokens=None if runtime.vocab_map is None else len(runtime.vocab_map),
         )
 
@@ -133,7 +133,7 @@ class LocalReader:
             return Reading(runner.forward(step).clone())  # a runner's are good until its next step
         rows = slice(first - 1, len(ids) - 1)
         with residuals(self._decoder, rows) as taps:
-            if runner.program is None:
+            if runner.by_modules:
                 return Reading(runner.forward(step).clone(), torch.stack(taps))
             logits = runner.forward(step).clone()
             again = runner.by(self._decoder, step)
@@ -141,12 +141,6 @@ class LocalReader:
 
     def close(self) -> None:
         """Nothing is held that the garbage collector doesn't find."""
-
-
-def _calls(runtime: Runtime, form: str | None) -> str:
-    if form is not None:
-        return {"graph": "its graph, one by one", "compiled": "a compiled package"}[form]
-    return "operators one by one" if runtime.runner.program is None else "one native call a step"
 
 
 @contextmanager

@@ -8,15 +8,14 @@ one prompt) keeps its place until only one of them is left or all have gone.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from itertools import pairwise
+from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from penstock.errors import OutOfCacheError, PenstockError
-from penstock.ops.kivi import KEY_GROUP, recent_from
+from penstock.ops.kivi import KEY_GROUP
 from penstock.step import KV, Step
 
 
@@ -59,29 +58,38 @@ class RecentBlocks:
         Raises PenstockError for a sequence that starts behind tokens whose values as they were
         written are gone: nothing but their codes is left of them.
         """
-        size = self._block_size
-        for blocks, first, length in self._sequences(step):
-            low = recent_from(first, self._window) // size
-            seen = blocks[low : -(-length // size)]
-            (lacking,) = (self._place_of[seen] < 0).nonzero()
+        size, table = self._block_size, step.block_table.numpy()
+        first, length = _spans(step)
+        low, high = self._first_seen(first), -(-length // size)
+        columns = low[:, None] + np.arange(max((high - low).tolist(), default=0))  # [B, a window]
+        rows = np.arange(len(low))[:, None]
+        seen = table[rows, np.minimum(columns, table.shape[1] - 1)]
+        lacks = (self._place_of.take(seen) < 0) & (columns < high[:, None])
+        if not lacks.any():
+            return
+        for row in lacks.any(axis=1).nonzero()[0].tolist():
+            blocks = seen[row, : high[row] - low[row]]
+            (lacking,) = (self._place_of[blocks] < 0).nonzero()  # a row before may have begun some
             if len(lacking) == 0:
                 continue
-            begins = (low + int(lacking[0])) * size
-            if begins < first:
+            begins = int(low[row] + lacking[0]) * size
+            if begins < first[row]:
                 raise PenstockError(
-                    f"A query at position {first} sees the tokens from {begins} on as they were "
-                    "written, but only their codes are left. A cache with a window can't be "
+                    f"A query at position {first[row]} sees the tokens from {begins} on as they "
+                    "were written, but only their codes are left. A cache with a window can't be "
                     "entered in the middle: compute the sequence from its first token."
                 )
-            self._give(seen[lacking].tolist())
+            self._give(blocks[lacking].tolist())
 
     def leave(self, step: Step) -> None:
         """Take back the places that nobody needs any more, after `step` was computed."""
-        for blocks, _, length in self._sequences(step):
-            coded = blocks[: recent_from(length, self._window) // self._block_size]
-            for block in coded[self._place_of[coded] >= 0].tolist():
-                if self.holders(block) <= 1:
-                    self._take(block)
+        coded = self._first_seen(_spans(step)[1])  # [B] blocks of each that no query can see
+        blocks = step.block_table.numpy()[:, : max(coded.tolist(), default=0)]
+        held = self._place_of.take(blocks) >= 0
+        held &= np.arange(blocks.shape[1]) < coded[:, None]
+        for block in dict.fromkeys(blocks[held].tolist()):
+            if self.holders(block) <= 1:
+                self._take(block)
 
     def copy(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Copy blocks' recent tokens, (from, to), all at once; a copy gets a place of its own."""
@@ -96,13 +104,10 @@ class RecentBlocks:
             for part, copied in zip(pool, copies, strict=True):
                 part[target] = copied
 
-    def _sequences(self, step: Step) -> Iterator[tuple[NDArray[np.int32], int, int]]:
-        """Of each: its blocks, the position of its first query, and its length."""
-        starts, table = step.query_start.tolist(), step.block_table.numpy()
-        lengths = step.context_len.tolist()
-        for blocks, (start, stop), length in zip(table, pairwise(starts), lengths, strict=True):
-            if stop > start:
-                yield blocks, length - (stop - start), length
+    def _first_seen(self, position: NDArray[np.int32]) -> NDArray[np.int32]:
+        """The first block of which a query at `position` [B] sees anything as it was written."""
+        # that of `recent_from(position)`: a block holds whole groups
+        return np.maximum(position - self._window, 0) // self._block_size
 
     def _give(self, blocks: Iterable[int]) -> None:
         for block in blocks:
@@ -128,3 +133,11 @@ class RecentBlocks:
                 f"All {len(self._block_at)} blocks of recent tokens are in use: more sequences or "
                 "tokens at once than max_num_seqs and max_num_batched_tokens say. Raise them."
             )
+
+
+def _spans(step: Step) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
+    """The position of each sequence's first query, and its length [B]; 0 of one without queries."""
+    start = step.query_start.numpy()
+    count = start[1:] - start[:-1]
+    length = step.context_len.numpy() * (count > 0)
+    return length - count, length

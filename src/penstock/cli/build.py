@@ -11,7 +11,12 @@ import typer
 from penstock.cli.options import Dtype, KvCacheDtype, MaxModelLen, Quantization
 from penstock.cli.progress import progress_line
 
-_WORDS = {"pack": "packing weights", "plan": "planning steps", "time": "timing steps"}
+_WORDS = {
+    "pack": "packing weights",
+    "plan": "planning steps",
+    "compile": "compiling the step",
+    "time": "timing steps",
+}
 
 
 def build(
@@ -37,6 +42,13 @@ def build(
         ),
     ] = None,
     device: Annotated[str, typer.Option(help="What it runs on: cpu.")] = "cpu",
+    forward: Annotated[
+        str,
+        typer.Option(
+            help="What a step runs by: program, one native call; package, the graph compiled by "
+            "AOTInductor, which needs a C++ compiler here and none where it runs."
+        ),
+    ] = "program",
     revision: Annotated[str | None, typer.Option(help="Branch, tag or commit of a hub id.")] = None,
     no_timing_cache: Annotated[
         bool,
@@ -61,6 +73,7 @@ def build(
         profile=None if profile is None else parse_profile(profile),
         passes=None if passes is None else _names(passes),
         device=device,
+        forward=forward,
         force=force,
         timing_cache=not no_timing_cache,
     )
@@ -83,7 +96,8 @@ def lines(report: dict[str, Any], output: Path) -> list[str]:
     low, usual, most = report["choices"]["profile"]
     seconds = report["seconds"]
     limits = report["choices"]
-    steps = f"{len(report['operators'])} operators in one call"
+    by = {"program": "one call", "package": "a compiled package"}[limits["forward"]]
+    steps = f"{len(report['operators'])} operators in {by}"
     tokens = chosen["prefill_tokens"] or most
     graph = report["graph"]
     before, after = (sum(graph[when].values()) for when in ("before", "after"))

@@ -179,7 +179,7 @@ def report_linear() -> list[tuple[str, str, str]]:
         ("float32", fma, fma),
         ("bfloat16", fma, "tdpbf16ps"),
         ("w8a16, w4a16", float32, tiles),
-        ("fp8, fp8-e5m2", float32, tiles),
+        ("fp8, fp8-w8a8, fp8-e5m2", float32, tiles),
         ("nf4, mxfp4, nvfp4", f"looked up by vpermps, {fma}", "looked up by vpermps, tdpbf16ps"),
         ("w8a8", int8, "tdpbssd"),
         ("w4a8", int8, "widened to int8, tdpbssd"),

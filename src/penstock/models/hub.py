@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from penstock.errors import ConfigError, MissingExtraError, ModelNotFoundError, nearest
+from penstock.models.files import SETTINGS
 from penstock.models.gguf.container import LATER_PART, is_gguf
 
 EMBEDDED = ("stories",)
@@ -16,7 +17,7 @@ EMBEDDED = ("stories",)
 
 _ASSETS = Path(__file__).parent.parent / "assets"
 _HUB_ID = re.compile(r"[\w][\w.-]*/[\w][\w.-]*")
-_WANTED = ["*.safetensors", "*.json", "*.jinja", "*.model", "*.tiktoken", "*.txt"]
+_WANTED = ["*.safetensors", *SETTINGS]
 _UNWANTED = ["*/*", "consolidated*"]  # other formats in folders; Mistral's second layout
 
 

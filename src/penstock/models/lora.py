@@ -84,6 +84,10 @@ class Merged(Over):
                     "unquantized model, and quantize that."
                 )
 
+    def files(self) -> list[Path]:
+        """Of the base, and of the adapter."""
+        return [*super().files(), self.folder / CONFIG, self.folder / WEIGHTS]
+
     def read(self, name: str) -> Tensor | Codes:
         """A tensor, with the adapter's product added where it has one."""
         found, keys = super().read(name), self._parts.get(name)

@@ -28,6 +28,10 @@ class Over:
         """Of the base."""
         return self._base.config
 
+    def files(self) -> list[Path]:
+        """Of the base."""
+        return self._base.files()
+
     def names(self) -> list[str]:
         """Every tensor's name, sorted."""
         return self._base.names()

@@ -44,6 +44,10 @@ class QuantizedCheckpoint:
         """Of config.json."""
         return self._checkpoint.config
 
+    def files(self) -> list[Path]:
+        """Of the checkpoint."""
+        return self._checkpoint.files()
+
     def names(self) -> list[str]:
         """Every weight's name, sorted."""
         return sorted([*self._plain, *self._matrices])

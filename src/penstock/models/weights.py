@@ -60,6 +60,10 @@ class Source(Protocol):
         """What `config.json` says, or would say."""
         ...
 
+    def files(self) -> list[Path]:
+        """The files that tensors are read from, sorted."""
+        ...
+
     def names(self) -> list[str]:
         """Every tensor's name, sorted."""
         ...
@@ -141,9 +145,9 @@ class Checkpoint:
         """None: every tensor holds plain values."""
         return None
 
-    def files(self) -> list[str]:
-        """The names of the files in the folder that hold tensors, sorted."""
-        return sorted(self._files)
+    def files(self) -> list[Path]:
+        """The files in the folder that hold tensors, sorted."""
+        return [self.path / name for name in sorted(self._files)]
 
     def names(self) -> list[str]:
         """Every tensor's name, sorted."""

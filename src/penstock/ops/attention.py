@@ -93,6 +93,36 @@ def _attend(
     return out
 
 
+def _versions(
+    caches: tuple[Tensor, Tensor],
+    scales: tuple[Tensor | None, Tensor | None],
+    recent: tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None],
+    used: Tensor,
+    seen: Tensor,
+    at: Tensor,
+    dim: int,
+) -> list[tuple[Tensor, Tensor, Tensor]]:
+    """Keys and values of the blocks `used`, and which queries see them, as `_attend` takes them.
+
+    recent: keys, values, slots and the window of recent tokens; beside one, what a cache holds is
+    seen as codes or as it was written (`ops.kivi`).
+    """
+    (key_cache, value_cache), (key_scale, value_scale) = caches, scales
+    length = seen.shape[1]
+    v = gather_values(value_cache, used, length, dim, value_scale)
+    recent_keys, recent_values, slots, window = recent
+    if slots is None:
+        return [(seen >= 0, gather_keys(key_cache, used, length, dim, key_scale), v)]
+    assert key_scale is not None and window is not None
+    assert recent_keys is not None and recent_values is not None
+    k = kivi.coded_keys(key_cache, key_scale, used.long())[:length, :, :dim]
+    place = slots[used.long()].clamp(min=0)
+    recent_k = gather_keys(recent_keys, place, length, dim)
+    recent_v = gather_values(recent_values, place, length, dim)
+    coded = seen < (at - window).clamp(min=0) // kivi.KEY_GROUP * kivi.KEY_GROUP
+    return [(coded, k, v), (~coded, recent_k, recent_v)]
+
+
 def _per_query_head(x: Tensor, heads: int) -> Tensor:
     """[length, Hkv, D] → [length, H, D]."""
     return x.repeat_interleave(heads // x.shape[1], dim=1)
@@ -164,7 +194,8 @@ def paged_attention(
     Source: Milakov & Gimelshein 2018, arXiv:1805.02867; Dao et al. 2022, arXiv:2205.14135;
     paging: Kwon et al. 2023, arXiv:2309.06180; sinks: Xiao et al. 2023, arXiv:2309.17453.
     """
-    dim = q.shape[2]
+    caches, scales = (key_cache, value_cache), (key_scale, value_scale)
+    recent = recent_keys, recent_values, recent_slots, recent_window
     out = torch.empty_like(q)
     for b in range(context_len.shape[0]):
         start, stop = int(query_start[b]), int(query_start[b + 1])
@@ -174,22 +205,7 @@ def paged_attention(
         used = block_table[b, : -(-length // (key_cache.shape[2] * COLUMNS))]
         at = torch.arange(length - count, length).unsqueeze(1)
         seen = torch.arange(length).unsqueeze(0)
-        if recent_slots is None:
-            k = gather_keys(key_cache, used, length, dim, key_scale)
-            v = gather_values(value_cache, used, length, dim, value_scale)
-            versions = [(seen >= 0, k, v)]
-        else:
-            assert key_scale is not None and value_scale is not None and recent_window is not None
-            assert recent_keys is not None and recent_values is not None
-            k = kivi.coded_keys(key_cache, key_scale, used.long())[:length, :, :dim]
-            v = gather_values(value_cache, used, length, dim, value_scale)
-            place = recent_slots[used.long()].clamp(min=0)
-            recent_k = gather_keys(recent_keys, place, length, dim)
-            recent_v = gather_values(recent_values, place, length, dim)
-            groups = (at - recent_window).clamp(min=0) // kivi.KEY_GROUP
-            coded = seen < groups * kivi.KEY_GROUP
-            versions = [(coded, k, v), (~coded, recent_k, recent_v)]
-        out[start:stop] = _attend(
-            q[start:stop], versions, seen, at, scale, window, softcap, sinks
-        ).to(q.dtype)
+        versions = _versions(caches, scales, recent, used, seen, at, q.shape[2])
+        found = _attend(q[start:stop], versions, seen, at, scale, window, softcap, sinks)
+        out[start:stop] = found.to(q.dtype)
     return out.flatten(1)

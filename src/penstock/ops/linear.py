@@ -1,4 +1,36 @@
-"""Matrix product with a packed weight, and what comes before and after it."""
+"""Matrix product with a packed weight, and what comes before and after it.
+
+A weight W [N, K] by its dtype (`ops.panels`):
+    x.dtype     panels [N/16, K/v, 16, v] or, for the reference only, plain [N, K]
+    int8        [N/16, K/4, 16, 4]; W = q · scale
+                (q − zero) · scale where it has zero points
+    float8_*    E4M3 or E5M2, the same shape; W = value · scale
+    uint8       int4, [N/16, K/8, 16, 4]; W = (q − zero) · scale, zero 8 where it is None
+                with levels 1 (NF4) or 2 (E2M1): W = `ops.levels.table`[q] · scale
+scale [N/16, G, 16] float16, float32 or, of levels, uint8: the exponent of a power of two (OCP's
+E8M0; 0 is zero); zero [N/16, G, 16] uint8 of int4, int8 of int8: of groups of K/G values. outer
+[N/16, 1, 16] float32: W = table[q] · scale · outer, with scale [N/16, K/16, 16] in E4M3.
+
+row_codes, an index into ROW_CODES: what rows of x are rounded to before they are multiplied, each
+with a scale of its own or all with input_scale [1]:
+    int8        beside integers: round(x · 127 / max|x|), or round(x / input_scale) within ±127;
+                the products of a group are summed exactly in int32
+    e4m3        beside E4M3: x / scale to the nearest E4M3, ties to even, within ±448; the scale
+                is max|x| / 448 of the values that share one of W's: the row, or a group of it
+A row that holds a NaN or an infinity has the scale NaN.
+
+The native order of additions, the same on every ISA and for any number of rows: per 32 values of
+K the even and the odd products are summed apart, each from zero, in order, by float32 FMA; then
+acc += even + odd (what AMX's TDPBF16PS does; products of two bfloat16 are exact in float32).
+float32 operands: one FMA per k, in order. Denormals are zero. Quantized: total = fma(sum of a
+group, its scale, total) in order of groups. The scale of an int8 row multiplies the total, those
+of a row in E4M3 each group's sum. What q stands for, less its zero point or times the scale of
+its 16, is exact in bfloat16. Then the bias is added and the sum rounded once.
+
+Source: Intel SDM vol. 2, TDPBF16PS, TDPBSSD; int8 rows: Dettmers et al. 2022, arXiv:2208.07339;
+groups: Frantar et al. 2022, arXiv:2210.17323; float8: Micikevicius et al. 2022, arXiv:2209.05433;
+rows of it in groups: DeepSeek-V3, arXiv:2412.19437; E2M1, E8M0: OCP Microscaling Formats 1.0.
+"""
 
 from __future__ import annotations
 
@@ -17,6 +49,9 @@ Activation = Literal["none", "silu", "gelu", "gelu_tanh"]
 ACTIVATIONS: tuple[Activation, ...] = ("none", "silu", "gelu", "gelu_tanh")
 """What `activation` counts in."""
 
+ROW_CODES = ("none", "int8", "e4m3")
+"""What `row_codes` counts in."""
+
 
 def _fake(
     x: Tensor,
@@ -25,7 +60,7 @@ def _fake(
     zero: Tensor | None,
     bias: Tensor | None,
     out_features: int,
-    int8_rows: bool = False,
+    row_codes: int = 0,
     norm: Tensor | None = None,
     eps: float = 0.0,
     activation: int = 0,
@@ -50,6 +85,22 @@ def quantize_rows(x: Tensor, scale: Tensor | None = None) -> tuple[Tensor, Tenso
     return q.nan_to_num().to(torch.int8), top / 127.0
 
 
+def quantize_rows_e4m3(
+    x: Tensor, groups: int, padded: int, scale: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Rows of x [T, K] as values of E4M3, still float32, and their scales [T, groups].
+
+    padded: K as the weight stores it, of which each group is an equal part.
+    """
+    k = x.shape[1]
+    parts = functional.pad(x.float(), (0, padded - k)).unflatten(1, (groups, -1))
+    if scale is None:
+        top = parts.abs().amax(-1, keepdim=True)
+        scale = torch.where(top > 1e-30, top / 448.0, 1.0)
+    q = (parts / scale).clamp(-448, 448).to(torch.float8_e4m3fn).float()
+    return q.flatten(1)[:, :k], (scale + (parts * 0).sum(-1, keepdim=True)).squeeze(-1)
+
+
 def activate(x: Tensor, activation: int) -> Tensor:
     """ACTIVATIONS[activation] of x."""
     match ACTIVATIONS[activation]:
@@ -71,7 +122,7 @@ class _Matrix:
     zero: Tensor | None
     levels: int
     outer: Tensor | None
-    int8_rows: bool
+    row_codes: int
     input_scale: Tensor | None
 
     def values(self, n: int, k: int) -> Tensor:
@@ -85,10 +136,22 @@ class _Matrix:
     def product(self, x: Tensor, n: int) -> Tensor:
         """x · Wᵀ."""
         w = self.values(n, x.shape[1])
-        if not self.int8_rows:
-            return x.float() @ w.t()
-        q, row_scale = quantize_rows(x, self.input_scale)
-        return (q.float() @ w.t()) * row_scale
+        match ROW_CODES[self.row_codes]:
+            case "int8":
+                q, row_scale = quantize_rows(x, self.input_scale)
+                return (q.float() @ w.t()) * row_scale
+            case "e4m3":
+                assert self.scale is not None
+                count, padded = self.scale.shape[1], self.weight.shape[1] * 4
+                q, scales = quantize_rows_e4m3(x, count, padded, self.input_scale)
+                of_each = scales.repeat_interleave(padded // count, 1)[:, : x.shape[1]]
+                return (q * of_each) @ w.t()
+        return x.float() @ w.t()
+
+    def columns(self, x: Tensor, n: int, bias: Tensor | None) -> Tensor:
+        """x · Wᵀ + b."""
+        y = self.product(x, n)
+        return y if bias is None else y + bias
 
     def half(self, i: int) -> _Matrix:
         """Gate's panels (0) or up's (1)."""
@@ -100,7 +163,7 @@ class _Matrix:
 
 @define_op(
     "linear(Tensor x, Tensor weight, Tensor? scale, Tensor? zero, Tensor? bias, "
-    "SymInt out_features, bool int8_rows=False, Tensor? norm=None, float eps=0.0, "
+    "SymInt out_features, int row_codes=0, Tensor? norm=None, float eps=0.0, "
     "int activation=0, bool gated=False, ScalarType? out_dtype=None, int levels=0, "
     "Tensor? outer=None, Tensor? input_scale=None) -> Tensor",
     fake=_fake,
@@ -112,7 +175,7 @@ def linear(
     zero: Tensor | None,
     bias: Tensor | None,
     out_features: int,
-    int8_rows: bool = False,
+    row_codes: int = 0,
     norm: Tensor | None = None,
     eps: float = 0.0,
     activation: int = 0,
@@ -124,54 +187,28 @@ def linear(
 ) -> Tensor:
     """y = act(norm(x) · Wᵀ + b).
 
-    x [T, K] bfloat16 or float32, rows may be strided. weight, by its dtype (`ops.panels`):
-        x.dtype     panels [N/16, K/v, 16, v] or, for the reference only, plain [N, K]
-        int8        [N/16, K/4, 16, 4]; W = q · scale
-                    (q − zero) · scale where it has zero points
-        float8_*    E4M3 or E5M2, the same shape; W = value · scale
-        uint8       int4, [N/16, K/8, 16, 4]; W = (q − zero) · scale, zero 8 where it is None
-                    with levels 1 (NF4) or 2 (E2M1): W = `ops.levels.table`[q] · scale
-    scale [N/16, G, 16] float16, float32 or, of levels, uint8: the exponent of a power of two
-    (OCP's E8M0; 0 is zero); zero [N/16, G, 16] uint8 of int4, int8 of int8: of groups of K/G
-    values. outer [N/16, 1, 16] float32: W = table[q] · scale · outer, with scale [N/16, K/16, 16]
-    in E4M3.
-    bias [N] float32. int8_rows: rows of x are rounded to int8, each with a scale of its own
-    (max|x| / 127) or all with input_scale [1], and products are summed exactly in int32 within a
-    group; else x is used as it is. norm [K] float32: `rms_norm` comes first. activation: an index
-    into ACTIVATIONS. gated: the panels of gate and up alternate, bias holds [gate, up] and
-    y = act(gate) · up with N = width of each. Returns [T, out_features] in `out_dtype` (x.dtype if
-    None). Norm, gate and up are rounded to x.dtype, as if they were operators of their own.
-
-    The native order of additions, the same on every ISA and for any T: per 32 values of K the
-    even and the odd products are summed apart, each from zero, in order, by float32 FMA; then
-    acc += even + odd (what AMX's TDPBF16PS does; products of two bfloat16 are exact in float32).
-    float32 operands: one FMA per k, in order. Denormals are zero. Quantized: total = fma(sum of a
-    group, its scale, total) in order of groups; then times the row's scale. What q stands for, less
-    its zero point or times the scale of its 16, is exact in bfloat16. Then the bias is added
-    and the sum rounded once.
+    x [T, K] bfloat16 or float32, rows may be strided; weight, scale, zero, levels, outer and
+    row_codes, input_scale as above; bias [N] float32. norm [K] float32: `rms_norm` comes first.
+    activation: an index into ACTIVATIONS. gated: the panels of gate and up alternate, bias holds
+    [gate, up] and y = act(gate) · up with N = width of each. Returns [T, out_features] in
+    `out_dtype` (x.dtype if None). Norm, gate and up are rounded to x.dtype, as if they were
+    operators of their own.
     Cost: 2·T·K·N operations; the weight's bytes, read once; memory-bound for small T.
-    Source: Intel SDM vol. 2, TDPBF16PS, TDPBSSD; gated units: Shazeer 2020, arXiv:2002.05202;
-    int8 rows: Dettmers et al. 2022, arXiv:2208.07339; groups: Frantar et al. 2022,
-    arXiv:2210.17323; float8: arXiv:2209.05433; E2M1, E8M0: OCP Microscaling Formats 1.0.
+    Source: gated units: Shazeer 2020, arXiv:2002.05202; the rest: above.
     """
-    out_dtype = out_dtype or x.dtype
     if norm is not None:
         x = rms(x, norm, eps)
-    matrix = _Matrix(weight, scale, zero, levels, outer, int8_rows, input_scale)
-    if not gated:
-        y = matrix.product(x, out_features)
-        if bias is not None:
-            y = y + bias
-        if activation:
-            y = activate(y.to(x.dtype).float(), activation)
-        return y.to(out_dtype)
-    halves = []
-    for i in range(2):
-        y = matrix.half(i).product(x, out_features)
-        if bias is not None:
-            y = y + bias.view(2, -1)[i]
-        halves.append(y.to(x.dtype).float())
-    return (activate(halves[0], activation) * halves[1]).to(out_dtype)
+    matrix = _Matrix(weight, scale, zero, levels, outer, row_codes, input_scale)
+    if gated:
+        biases = (None, None) if bias is None else bias.view(2, -1)
+        gate, up = (
+            matrix.half(i).columns(x, out_features, biases[i]).to(x.dtype).float() for i in (0, 1)
+        )
+        return (activate(gate, activation) * up).to(out_dtype or x.dtype)
+    y = matrix.columns(x, out_features, bias)
+    if activation:
+        y = activate(y.to(x.dtype).float(), activation)
+    return y.to(out_dtype or x.dtype)
 
 
 def _fake_add(
@@ -181,7 +218,7 @@ def _fake_add(
     scale: Tensor | None,
     zero: Tensor | None,
     bias: Tensor | None,
-    int8_rows: bool = False,
+    row_codes: int = 0,
     levels: int = 0,
     outer: Tensor | None = None,
     input_scale: Tensor | None = None,
@@ -191,7 +228,7 @@ def _fake_add(
 
 @define_op(
     "linear_add_(Tensor(a!) residual, Tensor x, Tensor weight, Tensor? scale, Tensor? zero, "
-    "Tensor? bias, bool int8_rows=False, int levels=0, Tensor? outer=None, "
+    "Tensor? bias, int row_codes=0, int levels=0, Tensor? outer=None, "
     "Tensor? input_scale=None) -> ()",
     fake=_fake_add,
 )
@@ -202,7 +239,7 @@ def linear_add_(
     scale: Tensor | None,
     zero: Tensor | None,
     bias: Tensor | None,
-    int8_rows: bool = False,
+    row_codes: int = 0,
     levels: int = 0,
     outer: Tensor | None = None,
     input_scale: Tensor | None = None,
@@ -212,8 +249,5 @@ def linear_add_(
     residual [T, N], x [T, K] of one dtype; weights as in `linear`.
     Cost: that of `linear`, without writing and reading y.
     """
-    matrix = _Matrix(weight, scale, zero, levels, outer, int8_rows, input_scale)
-    y = matrix.product(x, residual.shape[1])
-    if bias is not None:
-        y = y + bias
-    residual.add_(y.to(x.dtype))
+    matrix = _Matrix(weight, scale, zero, levels, outer, row_codes, input_scale)
+    residual.add_(matrix.columns(x, residual.shape[1], bias).to(x.dtype))

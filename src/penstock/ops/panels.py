@@ -60,34 +60,25 @@ def unpack_panels(panels: Tensor, n: int, k: int) -> Tensor:
     return panels.permute(0, 2, 1, 3).reshape(count * COLUMNS, rows * v)[:n, :k]
 
 
-def pack_int8(q: Tensor) -> Tensor:
-    """[N, K] int8, K a multiple of 64 → panels [⌈N/16⌉, K/4, 16, 4]."""
-    n, k = q.shape
-    whole = functional.pad(q, (0, 0, 0, -n % COLUMNS))
-    return whole.view(-1, COLUMNS, k // 4, 4).permute(0, 2, 1, 3).contiguous()
+def pack_int8(q: Tensor, padded: int) -> Tensor:
+    """[N, K] bytes → panels [⌈N/16⌉, padded/4, 16, 4]; padded: at least K, a multiple of 64."""
+    grid = _whole(q, padded, 0).reshape(-1, COLUMNS, padded // 4, 4)
+    return grid.permute(0, 2, 1, 3).contiguous()
 
 
-def unpack_int8(panels: Tensor, scale: Tensor, n: int, k: int) -> Tensor:
-    """The [N, K] float32 weight q · scale."""
-    return _scaled(unpack_codes(panels).float(), scale, n, k)
-
-
-def pack_int4(q: Tensor, fill: int = 8) -> Tensor:
-    """[N, K] uint8 below 16, K a multiple of 64 → panels [⌈N/16⌉, K/8, 16, 4]."""
-    n, k = q.shape
-    whole = functional.pad(q, (0, 0, 0, -n % COLUMNS), value=fill)
-    grid = whole.view(-1, COLUMNS, k // 8, 2, 4)
+def pack_int4(q: Tensor, padded: int, fill: int = 8) -> Tensor:
+    """[N, K] uint8 below 16 → panels [⌈N/16⌉, padded/8, 16, 4]; padded as in `pack_int8`."""
+    grid = _whole(q, padded, fill).reshape(-1, COLUMNS, padded // 8, 2, 4)
     pairs: Tensor = grid[..., 0, :] | grid[..., 1, :] << 4
     return pairs.permute(0, 2, 1, 3).contiguous()
 
 
-def unpack_int4(panels: Tensor, scale: Tensor, zero: Tensor | None, n: int, k: int) -> Tensor:
-    """The [N, K] float32 weight (q − zero) · scale; zero is 8 where it is None."""
-    q = unpack_codes(panels).float()
-    if zero is None:
-        return _scaled(q - 8, scale, n, k)
-    flat = unpack_groups(zero)[..., None].float()
-    return _scaled((q.unflatten(1, (flat.shape[1], -1)) - flat).flatten(1), scale, n, k)
+def _whole(q: Tensor, padded: int, fill: int) -> Tensor:
+    """q [N, K] with whole panels of rows and `padded` columns; itself where nothing is missing."""
+    n, k = q.shape
+    if n % COLUMNS == 0 and k == padded:
+        return q  # functional.pad would copy it
+    return functional.pad(q, (0, padded - k, 0, -n % COLUMNS), value=fill)
 
 
 def unpack_codes(panels: Tensor) -> Tensor:
@@ -108,19 +99,16 @@ def unpack_quantized(
     k: int,
 ) -> Tensor:
     """The [N, K] float32 weight that quantized panels stand for; arguments as in `ops.linear`."""
-    if panels.dtype is torch.uint8 and not levels:
-        return unpack_int4(panels, scale, zero, n, k)
-    q = unpack_codes(panels)
-    if panels.dtype is torch.uint8:
-        q = table(levels)[q.long()]
-        if outer is not None:
-            return _scaled(_scaled(q, scale, *q.shape), outer, n, k)
-        return _scaled(q, powers(scale) if scale.dtype is torch.uint8 else scale, n, k)
-    q = q.float()
+    codes = unpack_codes(panels)
+    values = table(levels)[codes.long()] if levels else codes.float()
     if zero is not None:
-        flat = unpack_groups(zero)[..., None].float()
-        q = (q.unflatten(1, (flat.shape[1], -1)) - flat).flatten(1)
-    return _scaled(q, scale, n, k)
+        values = (_grouped(values, zero) - _of_groups(zero)).flatten(1)
+    elif panels.dtype is torch.uint8 and not levels:
+        values = values - 8
+    for each in (powers(scale) if scale.dtype is torch.uint8 else scale, outer):
+        if each is not None:
+            values = (_grouped(values, each) * _of_groups(each)).flatten(1)
+    return values[:n, :k]
 
 
 def powers(exponents: Tensor) -> Tensor:
@@ -128,10 +116,15 @@ def powers(exponents: Tensor) -> Tensor:
     return (exponents.to(torch.int32) << 23).view(torch.float32)
 
 
-def _scaled(q: Tensor, scale: Tensor, n: int, k: int) -> Tensor:
-    by_row = unpack_groups(scale)[..., None].float()
-    whole: Tensor = q.unflatten(1, (by_row.shape[1], -1)) * by_row
-    return whole.flatten(1)[:n, :k]
+def _grouped(values: Tensor, each: Tensor) -> Tensor:
+    """[N, K] → [N, G, K/G], of the groups that `each` [N/16, G, 16] has."""
+    grouped: Tensor = values.unflatten(1, (each.shape[1], -1))
+    return grouped
+
+
+def _of_groups(each: Tensor) -> Tensor:
+    """[N/16, G, 16] → [N, G, 1] float32."""
+    return unpack_groups(each)[..., None].float()
 
 
 def pack_groups(values: Tensor) -> Tensor:

@@ -77,7 +77,7 @@ def _int8(weight: Tensor) -> tuple[Tensor, Tensor]:
     scale = torch.where(top < LEAST_ROW, 1.0, top / 127.0)
     scale = torch.where(top.isfinite(), scale, torch.nan)
     q = torch.round(w * (torch.ones_like(scale) / scale))
-    return pack_int8(q.nan_to_num().to(torch.int8)), pack_groups(scale)
+    return pack_int8(q.nan_to_num().to(torch.int8), w.shape[1]), pack_groups(scale)
 
 
 @define_op("quantize_int8(Tensor weight, bool gated=False) -> (Tensor, Tensor)", fake=_fake_int8)
@@ -113,8 +113,8 @@ def _int4(weight: Tensor, group: int, symmetric: bool) -> tuple[Tensor, Tensor, 
         q = torch.round(w * inverse).add_(offset).clamp_(0, 15)
         scale = torch.where((high - low).isfinite(), scale, torch.nan)
         zero = pack_groups(offset[..., 0].nan_to_num().to(torch.uint8))
-    packed = pack_int4(q.nan_to_num().flatten(1).to(torch.uint8))
-    return packed, pack_groups(scale[..., 0].to(torch.float16)), zero
+    codes = q.nan_to_num().flatten(1).to(torch.uint8)
+    return pack_int4(codes, codes.shape[1]), pack_groups(scale[..., 0].to(torch.float16)), zero
 
 
 @define_op(

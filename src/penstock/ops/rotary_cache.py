@@ -1,9 +1,24 @@
-"""Everything between the QKV projection and attention, in one pass over the rows."""
+"""Everything between the QKV projection and attention, in one pass over the rows.
+
+The caches hold panels (`ops.panels`), so that attention reads both as weights. N blocks of P
+tokens:
+    key_cache   [N, Hkv, P/16, D/v, 16, v]    columns are positions, k runs over D
+    value_cache [N, Hkv, D/16, P/v, 16, v]    columns are dimensions, k runs over positions
+D is padded to a multiple of 16 in both. They are of qkv's dtype; or, beside bfloat16, of one
+byte (with bfloat16's v): float8_e4m3fn, rounded to nearest and never beyond ±448; or int8 in
+±127 with key_scale and value_scale [N, Hkv, P] float16, max|x| / 127 of each token and head.
+Or uint8, two int4 codes a byte (`ops.kv_int4`), both of one token:
+    key_cache   [N, Hkv, P/16, D/2, 16, 1]    low and high half: dimensions 2i and 2i + 1
+    value_cache [N, Hkv, D/16, P/2, 2, 8]     positions 2i and 2i + 1; columns c and c + 8
+with scales [N, Hkv, G, 2, P] float16: step and minimum of each group of 32 dimensions. Beside
+a window of recent tokens, keys are coded by channel instead: `ops.kivi`.
+"""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from penstock.ops import kivi, kv_int4
 from penstock.ops.panels import COLUMNS
@@ -101,22 +116,9 @@ def rotary_cache(
 
     qkv [T, (H + 2·Hkv) · D]: the heads of q, of k, of v, one projection; rows may be strided;
     q_norm, k_norm float32: [D] to normalise each head, [H · D] and [Hkv · D] all of them together,
-    or None; cos_sin [P, R] float32, cosines then sines of the R/2
-    angles of each position, or None for no rotation; interleaved: pairs (2i, 2i+1) instead of
-    (i, i+R/2); positions, slots [T] int32; a negative slot isn't written. Returns [T, H, D].
-
-    The caches hold panels (`ops.panels`), so that attention reads both as weights. N blocks of P
-    tokens:
-        key_cache   [N, Hkv, P/16, D/v, 16, v]    columns are positions, k runs over D
-        value_cache [N, Hkv, D/16, P/v, 16, v]    columns are dimensions, k runs over positions
-    D is padded to a multiple of 16 in both. They are of qkv's dtype; or, beside bfloat16, of one
-    byte (with bfloat16's v): float8_e4m3fn, rounded to nearest and never beyond ±448; or int8 in
-    ±127 with key_scale and value_scale [N, Hkv, P] float16, max|x| / 127 of each token and head.
-    Or uint8, two int4 codes a byte (`ops.kv_int4`), both of one token:
-        key_cache   [N, Hkv, P/16, D/2, 16, 1]    low and high half: dimensions 2i and 2i + 1
-        value_cache [N, Hkv, D/16, P/2, 2, 8]     positions 2i and 2i + 1; columns c and c + 8
-    with scales [N, Hkv, G, 2, P] float16: step and minimum of each group of 32 dimensions. Beside
-    a window of recent tokens, keys are coded by channel instead: `ops.kivi`.
+    or None; cos_sin [P, R] float32, cosines then sines of the R/2 angles of each position, or None
+    for no rotation; interleaved: pairs (2i, 2i+1) instead of (i, i+R/2); positions, slots [T]
+    int32; a negative slot isn't written; caches and scales as above. Returns [T, H, D].
     Source: Su et al. 2021, arXiv:2104.09864; FP8: Micikevicius et al. 2022, arXiv:2209.05433.
     """
     dtype, kv_heads = qkv.dtype, key_cache.shape[1]
@@ -125,39 +127,61 @@ def rotary_cache(
     q_out = rotate(_norm(q.float(), q_norm, eps), cos_sin, positions, interleaved).to(dtype)
     k_out = rotate(_norm(k.float(), k_norm, eps), cos_sin, positions, interleaved).to(dtype)
 
-    block_size = key_cache.shape[2] * COLUMNS
     keep = slots >= 0
-    block, offset = slots[keep].long() // block_size, slots[keep].long() % block_size
     if key_cache.dtype is torch.uint8:
         assert key_scale is not None and value_scale is not None
-        padded = value_cache.shape[2] * COLUMNS
-        k_pad, v_pad = (
-            torch.nn.functional.pad(x[keep], (0, padded - dim)) for x in (k_out, v.to(dtype))
-        )
-        if recent_slots is not None:
-            assert recent_keys is not None and recent_values is not None
-            place = recent_slots[block].long()
-            kivi.put_recent(recent_keys, k_pad, place, offset, keys=True)
-            kivi.put_recent(recent_values, v_pad, place, offset, keys=False)
-            kivi.round_keys(key_cache, key_scale, recent_keys, recent_slots, slots[keep])
-        else:
-            codes, scales = kv_int4.token_codes(k_pad[..., :dim].float(), padded)
-            key_scale[block, :, :, :, offset] = scales
-            kv_int4.put_keys(key_cache, codes, block, offset)
-        codes, scales = kv_int4.token_codes(v_pad[..., :dim].float(), padded)
-        value_scale[block, :, :, :, offset] = scales
-        kv_int4.put_values(value_cache, codes, block, offset)
+        recent = recent_keys, recent_values, recent_slots
+        caches, scales = (key_cache, value_cache), (key_scale, value_scale)
+        _write_int4(k_out[keep], v[keep].to(dtype), slots[keep], caches, scales, recent)
         return q_out
-    factor = key_cache.shape[-1]
-    padded = key_cache.shape[3] * factor
-    k_kept = stored(k_out[keep], key_cache.dtype, key_scale, block, offset)
-    v_kept = stored(v[keep], value_cache.dtype, value_scale, block, offset)
-    k_pad = torch.nn.functional.pad(k_kept, (0, padded - dim))
-    v_pad = torch.nn.functional.pad(v_kept, (0, padded - dim))
+    _write(k_out[keep], v[keep], slots[keep], key_cache, value_cache, key_scale, value_scale)
+    return q_out
+
+
+def _write(
+    k: Tensor,
+    v: Tensor,
+    slots: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    key_scale: Tensor | None,
+    value_scale: Tensor | None,
+) -> None:
+    """Keys and values [T, Hkv, D] into their slots, as they are or in a byte each."""
+    block_size, factor = key_cache.shape[2] * COLUMNS, key_cache.shape[-1]
+    block, offset = slots.long() // block_size, slots.long() % block_size
+    more = (0, key_cache.shape[3] * factor - k.shape[-1])
+    k = functional.pad(stored(k, key_cache.dtype, key_scale, block, offset), more)
+    v = functional.pad(stored(v, value_cache.dtype, value_scale, block, offset), more)
     if key_cache.dtype is torch.float8_e4m3fn:  # as bytes: torch can't index it
         key_cache, value_cache = key_cache.view(torch.uint8), value_cache.view(torch.uint8)
-    key_cache[block, :, offset // COLUMNS, :, offset % COLUMNS] = k_pad.unflatten(-1, (-1, factor))
-    value_cache[block, :, :, offset // factor, :, offset % factor] = v_pad.unflatten(
-        -1, (-1, COLUMNS)
-    )
-    return q_out
+    key_cache[block, :, offset // COLUMNS, :, offset % COLUMNS] = k.unflatten(-1, (-1, factor))
+    value_cache[block, :, :, offset // factor, :, offset % factor] = v.unflatten(-1, (-1, COLUMNS))
+
+
+def _write_int4(
+    k: Tensor,
+    v: Tensor,
+    slots: Tensor,
+    caches: tuple[Tensor, Tensor],
+    scales: tuple[Tensor, Tensor],
+    recent: tuple[Tensor | None, Tensor | None, Tensor | None],
+) -> None:
+    """The same in four bits, and beside a window (`ops.kivi`) in bfloat16 too."""
+    (key_cache, value_cache), (key_scale, value_scale) = caches, scales
+    recent_keys, recent_values, recent_slots = recent
+    block_size, padded = key_cache.shape[2] * COLUMNS, value_cache.shape[2] * COLUMNS
+    block, offset = slots.long() // block_size, slots.long() % block_size
+    if recent_slots is not None:
+        assert recent_keys is not None and recent_values is not None
+        place, more = recent_slots[block].long(), (0, padded - k.shape[-1])
+        kivi.put_recent(recent_keys, functional.pad(k, more), place, offset, keys=True)
+        kivi.put_recent(recent_values, functional.pad(v, more), place, offset, keys=False)
+        kivi.round_keys(key_cache, key_scale, recent_keys, recent_slots, slots)
+    else:
+        codes, steps = kv_int4.token_codes(k.float(), padded)
+        key_scale[block, :, :, :, offset] = steps
+        kv_int4.put_keys(key_cache, codes, block, offset)
+    codes, steps = kv_int4.token_codes(v.float(), padded)
+    value_scale[block, :, :, :, offset] = steps
+    kv_int4.put_values(value_cache, codes, block, offset)

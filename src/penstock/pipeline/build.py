@@ -24,12 +24,15 @@ import torch
 from penstock.cache import PagedLayout
 from penstock.config import EngineConfig, SchedulerConfig
 from penstock.errors import ConfigError, EngineFolderError
+from penstock.hardware import cache_folder
 from penstock.kernels import native
 from penstock.models.exported import MANIFEST as EXPORTED
 from penstock.models.exported import read_exported, sha256, verify_exported
+from penstock.models.files import copy_settings
 from penstock.models.hub import resolve
 from penstock.models.load import LoadedModel, load_model
 from penstock.pipeline import tuning
+from penstock.pipeline.compiled import compile_graph
 from penstock.pipeline.new_folder import check_apart, new_folder, sync
 from penstock.pipeline.passes import check_passes
 from penstock.pipeline.planning import Planned, plan_step
@@ -38,6 +41,7 @@ from penstock.runtime import compile_counter
 from penstock.runtime.engine_folder import (
     KIND,
     MANIFEST,
+    PACKAGE,
     PLAN,
     REPORT,
     TIMINGS,
@@ -51,28 +55,21 @@ from penstock.runtime.fingerprint import fingerprint
 from penstock.runtime.formats import encode
 from penstock.runtime.hidden import hidden_tensors
 from penstock.runtime.loader import layout_of
+from penstock.runtime.package import description
 from penstock.runtime.plan import Plan, fixed_tensors, record
 from penstock.runtime.program import Program
 from penstock.runtime.tuned import Tuned
-from penstock.tokenizer.vocab_map import FILE as VOCAB_MAP
 
 logger = logging.getLogger("penstock")
 
 Progress = Callable[[str, int, int], None]
 """Called with (phase, done, all of it): phases are PHASES, in their order."""
 
-PHASES = ("pack", "plan", "time")
+PHASES = ("pack", "plan", "compile", "time")
+FORWARDS = ("program", "package")
+"""What an engine's steps run by: one native call, or an AOTInductor package."""
 USUAL_TOKENS = 512
-_COPIED = (
-    "*.json",
-    VOCAB_MAP,
-    "*.jinja",
-    "*.model",
-    "*.txt",
-    "*.tiktoken",
-    "additional_chat_templates/*",
-)
-_NOT_COPIED = (MANIFEST, PLAN, TIMINGS, REPORT, "model.safetensors.index.json", "penstock.json")
+_NOT_COPIED = (MANIFEST, PLAN, TIMINGS, REPORT, EXPORTED, description(Path(PACKAGE)).name)
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +86,7 @@ class BuildOptions:
     max_model_len: int | None = None  # tokens; None: what the model was made for
     profile: tuple[int, int, int] | None = None  # tokens of a step: fewest, usual, most
     device: str = "cpu"
+    forward: str = "program"  # one of FORWARDS
     force: bool = False  # replace an engine that is there
     passes: tuple[str, ...] | None = None  # over the graph; None: all
     timing_cache: bool = True  # replay what an earlier build has measured
@@ -96,6 +94,8 @@ class BuildOptions:
     def __post_init__(self) -> None:
         if self.device != "cpu":
             raise ConfigError(f"device={self.device!r} isn't built: engines are for 'cpu'.")
+        if self.forward not in FORWARDS:
+            raise ConfigError(f"forward={self.forward!r} isn't one of {', '.join(FORWARDS)}.")
         check_passes(self.passes or ())
         low, usual, most = self.steps
         if not 1 <= low <= usual <= most:
@@ -155,6 +155,7 @@ class BuildOptions:
             ("--max-num-seqs", self.max_num_seqs, 64),
             ("--max-model-len", self.max_model_len, None),
             ("--profile", self.profile and ",".join(map(str, self.profile)), None),
+            ("--forward", self.forward, "program"),
             ("--passes", None if self.passes is None else ",".join(self.passes) or "none", None),
         ):
             if value != default:
@@ -171,11 +172,6 @@ def build(options: BuildOptions, progress: Progress | None = None) -> dict[str, 
     source = resolve(options.model, options.revision)
     if is_engine(source):
         raise ConfigError(f"{source} is an engine already. Give the model that it was built from.")
-    if source.is_file():
-        raise ConfigError(
-            f"{source} is a GGUF file. It loads and runs as it is; an engine is built of a "
-            "checkpoint's folder."
-        )
     if (source / EXPORTED).exists():
         verify_exported(source)
     check_apart(source, options.output)
@@ -199,6 +195,9 @@ class _Build:
             layout = layout_of(self.options.config, loaded)
             planned = self._plan(loaded, layout, index)
             plan = planned.plan
+        if self.options.forward == "package":
+            with self._timed("compile"):
+                self._compile(planned)
         self._copy_files()
         limits = Limits(self.options.max_num_seqs, loaded.max_model_len, self.options.steps)
         manifest = self._manifest(loaded, limits, index)
@@ -250,13 +249,17 @@ class _Build:
         self.progress("plan", 2, 2)
         return planned
 
+    def _compile(self, planned: Planned) -> None:
+        """The graph's package: compiled, or what an earlier build of the same graph compiled."""
+        self.progress("compile", 0, 1)
+        made = compile_graph(planned.graph, cache_folder() / "packages")
+        package = self.folder / PACKAGE
+        shutil.copyfile(made, package)
+        shutil.copyfile(description(made), description(package))
+        self.progress("compile", 1, 1)
+
     def _copy_files(self) -> None:
-        for pattern in _COPIED:
-            for path in sorted(self.source.glob(pattern)):
-                name = path.relative_to(self.source)
-                if path.is_file() and str(name) not in _NOT_COPIED:
-                    (self.folder / name).parent.mkdir(exist_ok=True)
-                    shutil.copyfile(path, self.folder / name)
+        copy_settings(self.source, self.folder, but=_NOT_COPIED)
 
     def _manifest(
         self, loaded: LoadedModel, limits: Limits, index: Mapping[str, Any]
@@ -269,6 +272,7 @@ class _Build:
             "dtype": options.dtype,
             "kv_cache_dtype": options.kv_cache_dtype,
             "device": options.device,
+            "forward": options.forward,
             **asdict(limits),
         }
         return {
@@ -325,10 +329,14 @@ class _Build:
                 "so nothing is chosen by it. Build again on an idle machine.",
                 timings.waited * 100,
             )
+        chosen = tuning.choose(timings, limits.profile)
+        if self.options.forward == "package":  # which takes its threads and memory as it goes
+            manifest["workspace_bytes"] = 0
+            chosen = Tuned(prefill_tokens=chosen.prefill_tokens)
         return {
             "source": source,
             "waited": round(timings.waited, 4),
-            "chosen": tuning.choose(timings, limits.profile).as_dict(),
+            "chosen": chosen.as_dict(),
             "measured": [asdict(timing) for timing in timings.steps],
         }
 

@@ -47,6 +47,10 @@ class CalibrationSet:
             digest.update(torch.tensor(window, dtype=torch.int32).numpy().tobytes())
         return digest.hexdigest()
 
+    def key(self) -> dict[str, str]:
+        """What a result that depends on it is known by."""
+        return {"name": self.name, "sha256": self.sha256}
+
     def tensors(self) -> list[Tensor]:
         """Each window [T] int32."""
         return [torch.tensor(window, dtype=torch.int32) for window in self.windows]

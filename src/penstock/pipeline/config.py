@@ -9,12 +9,17 @@ from typing import Any, Literal
 from penstock.errors import ConfigError
 from penstock.quant import Scheme
 from penstock.quant.methods.awq import AwqOptions
-from penstock.quant.methods.calibrate import CALIBRATORS, Calibrator
+from penstock.quant.methods.calibrate import Calibrator, Rounded, check_calibrator
 from penstock.quant.methods.gptq import GptqOptions
 from penstock.quant.names import head_scheme
 
 METHODS = ("rtn", "gptq", "awq", "smoothquant", "awq+gptq", "smoothquant+gptq")
 """How values are chosen: to nearest, by GPTQ; before it, columns may be scaled."""
+
+
+def rounded_to(scheme: Scheme) -> Rounded:
+    """What a scheme's activations become where they share a calibrated scale."""
+    return "fp8" if scheme.activations == "fp8_static" else "int8"
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,10 +49,9 @@ class QuantizeConfig:
     def __post_init__(self) -> None:
         if self.method not in METHODS:
             raise ConfigError(f"method={self.method!r} isn't one of {', '.join(METHODS)}.")
-        if self.calibrator not in CALIBRATORS:
-            raise ConfigError(
-                f"calibrator={self.calibrator!r} isn't one of {', '.join(CALIBRATORS)}."
-            )
+        for scheme in (self.scheme, *self.special.values()):
+            if scheme is not None:
+                check_calibrator(self.calibrator, rounded_to(scheme))
         if not 0 <= self.alpha <= 1:
             raise ConfigError(f"alpha={self.alpha} doesn't lie from 0 to 1.")
         if not 0 < self.percentile <= 100:
@@ -77,7 +81,7 @@ class QuantizeConfig:
     def needs_text(self, modules: Mapping[str, Scheme | None]) -> bool:
         """Whether anything is measured on a calibration set."""
         schemes = [scheme for scheme in modules.values() if scheme is not None]
-        static = any(scheme.activations == "int8_static" for scheme in schemes)
+        static = any(scheme.static for scheme in schemes)
         return bool(schemes) and (self.method != "rtn" or static)
 
     def key(self) -> dict[str, Any]:

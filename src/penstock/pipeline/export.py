@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import shutil
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -13,9 +14,14 @@ import torch
 from penstock.config import EngineConfig
 from penstock.errors import ConfigError, PenstockError
 from penstock.models.exported import FORMAT, MANIFEST, Exported, read_exported, sha256
+from penstock.models.files import INDEX, copy_settings
+from penstock.models.gguf.container import is_gguf
+from penstock.models.gguf.folder import write_weights
+from penstock.models.gguf.source import GgufSource
 from penstock.models.hub import EMBEDDED, resolve
 from penstock.models.load import LoadedModel, load_model, max_positions
 from penstock.models.registry import read_spec
+from penstock.models.sources import stored_quantization
 from penstock.models.weights import Checkpoint
 from penstock.pipeline.graph import Graph, export_graph
 from penstock.pipeline.new_folder import check_apart, new_folder
@@ -23,11 +29,12 @@ from penstock.pipeline.new_weights import NewWeights, Progress
 from penstock.pipeline.vocabulary import VocabularyChoice
 from penstock.runtime.fingerprint import fingerprint
 from penstock.runtime.loader import layout_of
-from penstock.tokenizer.vocab_map import FILE as VOCAB_MAP
+
+logger = logging.getLogger("penstock")
 
 GRAPH = "graph.pt2"
-_KEPT = ("*.json", "*.jinja", "*.model", "*.tiktoken", "*.txt", "LICENSE*", "README.md", VOCAB_MAP)
-_INDEX = "model.safetensors.index.json"
+WORK = ".work"
+"""How the name of the folder ends where an export keeps what it has done until all of it is."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,67 +63,34 @@ def export_model(
     kv_cache_dtype, max_model_len: what engines of this folder use unless told otherwise, and the
     graph's cache. weights: what becomes of the checkpoint's own, which else are copied as they are.
     reduce_vocab: which tokens stay. The graph is made of what was written, read back. force:
-    replace an earlier export. Layers that are quantized are kept in `output` with `.work` until
-    the whole is done: the same export, started again, goes on there.
+    replace an earlier export. What is computed is kept in `output` with `.work` until the whole is
+    done: the same export, started again, goes on there.
     Raises ConfigError when `output` can't be written; what loading the model raises.
     """
-    source = resolve(model)
-    if not source.is_dir():
-        raise ConfigError(
-            f"{source} is a file. Its weights load and run as they are; an export is made of a "
-            "checkpoint's folder."
-        )
+    source, report = resolve(model), progress or (lambda *_: None)
     check_apart(source, output)
-    before = read_exported(source)
-    if before is not None:  # what it was exported for holds on
-        max_model_len = max_model_len or before.max_model_len
-        if kv_cache_dtype == "auto":
-            kv_cache_dtype = before.kv_cache_dtype
-    longest = max_positions(read_spec(source).decoder)
-    if max_model_len is not None and max_model_len > longest:  # before anything takes long
-        raise ConfigError(
-            f"max_model_len={max_model_len} is more than the {longest} positions of the model."
-        )
-    engine = EngineConfig.of(model=model, kv_cache_dtype=kv_cache_dtype)
-    report = progress or (lambda *_: None)
-
-    def say(what: str) -> None:
-        report(what, 0, 0)
-
+    changes = _Changes(weights or NewWeights(), reduce_vocab)
+    changes.check(source)
+    settings = _settings(source, kv_cache_dtype, max_model_len)
+    engine = EngineConfig.of(model=model, kv_cache_dtype=settings["kv_cache_dtype"])
+    work = output.with_name(output.name + WORK)
     with new_folder(output, force=force, replaces=_is_export) as folder:
-        chosen, work = dict[str, Any](), output.with_name(output.name + ".work")
-        whole, stage = source, folder / "stage"
-        if reduce_vocab is not None:
-            say("vocabulary")
-            stage.mkdir()
-            chosen["reduce_vocab"] = reduce_vocab.write(source, stage)
-            source = stage
-        say("weights")
-        if weights is not None and weights.is_anything:
-            try:
-                chosen |= weights.write(source, folder, None if source is stage else work, report)
-            except PenstockError:  # what failed so fails again
-                shutil.rmtree(work, ignore_errors=True)
-                raise
-        else:
-            _copy_weights(source, folder)
-            shutil.copyfile(source / "config.json", folder / "config.json")
-        say("tokenizer")
-        _copy_rest(source, folder)
-        if source is stage:
-            shutil.rmtree(stage)
-        say("graph")
-        loaded = load_model(folder, max_model_len=max_model_len)
+        try:
+            chosen = changes.write(source, folder, work, report)
+        except (OSError, PenstockError) as error:
+            if not isinstance(error, OSError) and not isinstance(error.__cause__, OSError):
+                shutil.rmtree(work, ignore_errors=True)  # what failed so fails again
+            elif work.exists():
+                logger.warning("%s keeps what was done; started again, this goes on.", work)
+            raise
+        report("graph", 0, 0)
+        loaded = load_model(folder, max_model_len=settings["max_model_len"])
         layout = layout_of(engine, loaded)
         graph = export_graph(loaded.model, layout.allocate(2))
         graph.save(folder / GRAPH)
-        say("checksums")
+        report("checksums", 0, 0)
         manifest = Exported(
-            choices={
-                "kv_cache_dtype": kv_cache_dtype,
-                "max_model_len": max_model_len,
-                "weights": chosen,
-            },
+            choices={**settings, "weights": chosen},
             graph={
                 "file": GRAPH,
                 "digest": graph.digest,
@@ -127,7 +101,7 @@ def export_model(
             },
             files=_files(folder),
             made_by={"penstock": fingerprint().penstock, "torch": torch.__version__},
-            source=str(model) if isinstance(model, str) and _is_name(model) else whole.name,
+            source=str(model) if isinstance(model, str) and _is_name(model) else source.name,
         )
         text = json.dumps({"format": FORMAT, **asdict(manifest)}, indent=2)
         (folder / MANIFEST).write_text(text + "\n", encoding="utf-8")
@@ -135,23 +109,83 @@ def export_model(
     return Export(output, graph, loaded, manifest)
 
 
+def _settings(source: Path, kv_cache_dtype: str, max_model_len: int | None) -> dict[str, Any]:
+    """What engines of the export use, checked before anything takes long."""
+    before = read_exported(source)
+    if before is not None:  # what it was exported for holds on
+        max_model_len = max_model_len or before.max_model_len
+        if kv_cache_dtype == "auto":
+            kv_cache_dtype = before.kv_cache_dtype
+    longest = max_positions(read_spec(source).decoder)
+    if max_model_len is not None and max_model_len > longest:
+        raise ConfigError(
+            f"max_model_len={max_model_len} is more than the {longest} positions of the model."
+        )
+    return {"kv_cache_dtype": kv_cache_dtype, "max_model_len": max_model_len}
+
+
+@dataclass(frozen=True, slots=True)
+class _Changes:
+    """What becomes of a model on its way into an export."""
+
+    weights: NewWeights
+    vocabulary: VocabularyChoice | None
+
+    def check(self, source: Path) -> None:
+        """Raise ConfigError for a GGUF file that can't be changed: it is quantized already."""
+        asked = self.weights.is_anything or self.vocabulary is not None
+        if not asked or not is_gguf(source):
+            return
+        quantized = stored_quantization(GgufSource(source))
+        if quantized is not None:
+            raise ConfigError(
+                f"{source} is quantized already ({quantized}), so it can only be exported as it "
+                "is. Give the unquantized checkpoint to quantize it, to merge an adapter into it, "
+                "or to leave out tokens."
+            )
+
+    def write(self, source: Path, folder: Path, work: Path, report: Progress) -> dict[str, Any]:
+        """Write checkpoint and tokenizer into `folder`; returns the choices, for the manifest."""
+        chosen, stages = dict[str, Any](), folder / "stages"
+        if self.vocabulary is not None:
+            report("vocabulary", 0, 0)
+            source, chosen["reduce_vocab"] = self._reduced(self.vocabulary, source, stages)
+        report("weights", 0, 0)
+        if self.weights.is_anything:
+            chosen |= self.weights.write(source, folder, work, report)
+        else:
+            _copy_weights(source, folder)
+        report("tokenizer", 0, 0)
+        copy_settings(source, folder, but=("config.json", MANIFEST))
+        shutil.rmtree(stages, ignore_errors=True)
+        return chosen
+
+    def _reduced(
+        self, vocabulary: VocabularyChoice, source: Path, stages: Path
+    ) -> tuple[Path, dict[str, Any]]:
+        """The model with fewer tokens, in a folder under `stages`."""
+        stages.mkdir()
+        if is_gguf(source):
+            whole = stages / "whole"
+            whole.mkdir()
+            _copy_weights(source, whole)
+            copy_settings(source, whole, but=("config.json",))
+            source = whole
+        reduced = stages / "reduced"
+        reduced.mkdir()
+        return reduced, vocabulary.write(source, reduced)
+
+
 def _copy_weights(source: Path, folder: Path) -> None:
-    """The files that loading `source` would read."""
-    for name in (*Checkpoint(source).files(), _INDEX):
-        if (source / name).exists():
-            shutil.copyfile(source / name, folder / name)
-
-
-def _copy_rest(source: Path, folder: Path) -> None:
-    """Tokenizer, templates, generation settings, licence."""
-    skipped = {"config.json", MANIFEST, _INDEX}
-    for pattern in _KEPT:
-        for file in sorted(source.glob(pattern)):
-            if file.name not in skipped and file.is_file():
-                shutil.copyfile(file, folder / file.name)
-    templates = source / "additional_chat_templates"
-    if templates.is_dir():
-        shutil.copytree(templates, folder / templates.name)
+    """What loading `source` would read, and config.json."""
+    if is_gguf(source):
+        found = GgufSource(source)
+        found.announce()
+        write_weights(found, folder)
+        return
+    for file in (*Checkpoint(source).files(), source / INDEX, source / "config.json"):
+        if file.exists():
+            shutil.copyfile(file, folder / file.name)
 
 
 def _is_export(folder: Path) -> bool:

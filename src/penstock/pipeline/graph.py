@@ -11,10 +11,8 @@ import copy
 import hashlib
 import io
 import json
-import warnings
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import dataclass, fields
+from collections.abc import Callable
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -25,27 +23,17 @@ from torch.export import Dim, ExportedProgram
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils import _pytree as pytree
 
-from penstock import ops
-from penstock.errors import ConfigError, WeightsError
+from penstock.errors import ConfigError
 from penstock.pipeline.nodes import operator
 from penstock.pipeline.plain import to_plain
 from penstock.runtime import compile_counter
+from penstock.runtime.inputs import Derived, Form, Inputs, Weights
+from penstock.runtime.package import quiet
 from penstock.step import KV, Step
-
-Weights = Mapping[str, Tensor]
-"""A decoder's packed tensors by the names of its parameters, its tables among them."""
 
 _FORMAT = 1
 _TRACES = ("stack_trace", "nn_module_stack", "source_fn_stack", "torch_fn", "from_node")
 """What torch notes about where a node came from: paths of this machine among it."""
-
-
-@dataclass(frozen=True, slots=True)
-class Derived:
-    """A weight that is computed from others when an engine is made: `fold-constants`."""
-
-    operator: str
-    arguments: dict[str, Any]  # as the operator takes them; {"weight": name} stands for a weight
 
 
 class Graph:
@@ -67,12 +55,13 @@ class Graph:
         self.module = program.graph_module
 
     @property
-    def sources(self) -> list[str]:
-        """The weights that must be given: those it takes, and those that others derive from."""
-        given = [name for name in self.weights if name not in self.derived]
-        for derived in self.derived.values():
-            given += [v["weight"] for v in derived.arguments.values() if isinstance(v, dict)]
-        return [name for name in dict.fromkeys(given) if name not in self.derived]
+    def inputs(self) -> Inputs:
+        """What it takes beside a step."""
+        return Inputs(
+            tuple(tuple(Form.of_block(part) for part in layer) for layer in self.caches),
+            {name: Form.of(weight) for name, weight in self.weights.items()},
+            self.derived,
+        )
 
     def operators(self) -> list[str]:
         """The operators in the order in which they run."""
@@ -117,21 +106,19 @@ class GraphForward(nn.Module):
 
     def __init__(self, graph: Graph, weights: Weights) -> None:
         super().__init__()
-        self._graph = graph
-        complete = with_derived(graph, weights)
-        check_weights(graph, complete)
-        self._weights = [complete[name] for name in graph.weights]
+        self._inputs = graph.inputs
+        self._weights = list(self._inputs.complete(weights).values())
         self._run = graph.module
         self._kv: KV | None = None
 
     @property
     def bound(self) -> dict[str, Tensor]:
         """The weights by name, derived ones among them."""
-        return dict(zip(self._graph.weights, self._weights, strict=True))
+        return dict(zip(self._inputs.weights, self._weights, strict=True))
 
     def forward(self, step: Step, kv: KV) -> Tensor:
         if kv is not self._kv:
-            check_cache(self._graph, kv)
+            self._inputs.check_cache(kv)
             self._kv = kv
         arrays = (getattr(step, f.name) for f in fields(step))
         parts = (part for layer in kv for part in layer)
@@ -143,47 +130,6 @@ class GraphForward(nn.Module):
 def weights_of(decoder: nn.Module) -> dict[str, Tensor]:
     """A decoder's packed tensors by name: what its graph is given. None of them is copied."""
     return {**dict(decoder.named_parameters()), **dict(decoder.named_buffers())}
-
-
-def with_derived(graph: Graph, weights: Weights) -> dict[str, Tensor]:
-    """The weights that `graph` takes, those it derives from others computed."""
-    missing = [name for name in graph.sources if name not in weights]
-    if missing:
-        raise WeightsError(
-            f"The graph takes {len(missing)} weights that aren't here: {', '.join(missing[:5])}. "
-            "It was exported of another model, or with other formats."
-        )
-    found = dict(weights)
-    for name, derived in graph.derived.items():
-        given = {
-            key: found[value["weight"]] if isinstance(value, dict) else value
-            for key, value in derived.arguments.items()
-        }
-        found[name] = ops.op(derived.operator).call(**given)
-    return {name: found[name] for name in graph.weights}
-
-
-def check_weights(graph: Graph, weights: Weights) -> None:
-    """Raises WeightsError unless each weight has the form that the graph was made for."""
-    for name, want in graph.weights.items():
-        got = weights[name]
-        if got.dtype != want.dtype or got.shape != want.shape or not got.is_contiguous():
-            raise WeightsError(
-                f"The graph takes {name} as {_form(want)}, not as {_form(got)}"
-                + ("." if got.is_contiguous() else ", and contiguous.")
-                + " Export the model again in this format."
-            )
-
-
-def check_cache(graph: Graph, kv: KV) -> None:
-    """Raises ConfigError unless the cache has the layout that the graph was made for."""
-    want = [[(part.dtype, part.shape[1:]) for part in layer] for layer in graph.caches]
-    got = [[(part.dtype, part.shape[1:]) for part in layer] for layer in kv]
-    if want != got:
-        raise ConfigError(
-            f"The graph was exported for a cache of {_cache_form(graph.caches)}, not of "
-            f"{_cache_form(kv)}. Export it with this cache's dtype and block size."
-        )
 
 
 def export_graph(decoder: nn.Module, kv: KV) -> Graph:
@@ -318,25 +264,5 @@ class _Stencil:
         return logits
 
 
-@contextmanager
-def quiet() -> Iterator[None]:
-    """torch warns of its own future while it exports."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", FutureWarning)
-        warnings.simplefilter("ignore", DeprecationWarning)
-        yield
-
-
 def _plain(derived: dict[str, Derived]) -> dict[str, Any]:
     return {n: {"operator": d.operator, "arguments": d.arguments} for n, d in derived.items()}
-
-
-def _form(tensor: Tensor) -> str:
-    return f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
-
-
-def _cache_form(kv: KV) -> str:
-    return f"{len(kv)} layers of " + " and ".join(
-        f"{str(part.dtype).removeprefix('torch.')} [blocks, {str(list(part.shape[1:]))[1:]}"
-        for part in kv[0]
-    )

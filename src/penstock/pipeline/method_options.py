@@ -114,7 +114,7 @@ class MethodOptions:
     def _of(self, method: str, schemes: Sequence[Scheme]) -> list[str]:
         """The options that `method` in `schemes` has a use for."""
         parts = method.split("+")
-        static = any(scheme.activations == "int8_static" for scheme in schemes)
+        static = any(scheme.static for scheme in schemes)
         found = [*(_GPTQ if "gptq" in parts else ()), *(_AWQ if "awq" in parts else ())]
         if {"gptq", "awq"} & set(parts) and any(map(can_clip, schemes)):
             found.append("clip")

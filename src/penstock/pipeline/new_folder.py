@@ -11,11 +11,12 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from penstock.errors import ConfigError, EngineFolderError
+from penstock.errors import ConfigError, EngineFolderError, PenstockError
 from penstock.runtime.engine_folder import PARTIAL
 
 _AT_FDCWD = -100
 _RENAME_EXCHANGE = 2
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _OLD = ".old"
 """What is replaced, for a moment, where two names can't be swapped."""
 
@@ -45,17 +46,21 @@ def new_folder(target: Path, *, force: bool, replaces: Callable[[Path], bool]) -
             yield partial
             _sync_all(partial)
             _put(partial, target)
-        except OSError as error:
+        except (OSError, PenstockError) as error:
             _remove(partial)
-            if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-                where = f" ({error.filename})" if error.filename else ""
-                raise ConfigError(
-                    f"{target} can't be written: {error.strerror or error}{where}."
+            failed = error if isinstance(error, OSError) else error.__cause__
+            if isinstance(failed, OSError) and failed.errno in _FULL:
+                free = shutil.disk_usage(target.parent).free
+                raise EngineFolderError(
+                    f"The disk filled up while {target} was written, and {partial.name} was "
+                    f"removed: {free / 1e6:,.0f} MB are free now. Free more, or choose another "
+                    "place."
                 ) from error
-            free = shutil.disk_usage(target.parent).free
-            raise EngineFolderError(
-                f"The disk filled up while {target} was written, and {partial.name} was removed: "
-                f"{free / 1e6:,.0f} MB are free now. Free more, or choose another place."
+            if isinstance(error, PenstockError):
+                raise
+            where = f" ({error.filename})" if error.filename else ""
+            raise ConfigError(
+                f"{target} can't be written: {error.strerror or error}{where}."
             ) from error
         except BaseException:
             _remove(partial)

@@ -7,7 +7,6 @@ a source or a stream of tensors over the one before; nothing holds the whole mod
 from __future__ import annotations
 
 import logging
-import shutil
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import MISSING, dataclass, field, fields
 from fnmatch import fnmatchcase
@@ -19,7 +18,7 @@ from torch import Tensor
 from penstock.errors import ConfigError
 from penstock.models.exported import sha256
 from penstock.models.lora import WEIGHTS, Merged
-from penstock.models.sources import open_source
+from penstock.models.sources import open_source, open_tokenizer
 from penstock.models.weights import Source
 from penstock.pipeline import qat, sensitivity
 from penstock.pipeline.calibration import NUM_SAMPLES, WINDOW, CalibrationSet, calibration_set
@@ -30,7 +29,7 @@ from penstock.pipeline.quantize import LayerReport, quantize_model
 from penstock.quant import Codes, Scheme, parse_scheme
 from penstock.quant.files import LAYOUTS, Layout, layouts_for, write_checkpoint
 from penstock.quant.files.writer import check_layout
-from penstock.tokenizer import Tokenizer, VocabMap
+from penstock.tokenizer import VocabMap
 
 logger = logging.getLogger("penstock")
 
@@ -73,7 +72,7 @@ class NewWeights:
             return
         self._check_budget()
         self._check_text()
-        if self.head_scheme is not None and self.head_scheme.activations == "int8_static":
+        if self.head_scheme is not None and self.head_scheme.static:
             raise ConfigError(
                 f"--head {self.head}: the head is rounded to nearest, and no text gives it a "
                 "scale of activations. Leave -static out of its name."
@@ -114,7 +113,7 @@ class NewWeights:
             )
 
     def _check_text(self) -> None:
-        static = [s.name for s in self.schemes if s.activations == "int8_static"]
+        static = [s.name for s in self.schemes if s.static]
         if not self.calib:
             for option, value, usual in (
                 ("--num-samples", self.num_samples, NUM_SAMPLES),
@@ -176,7 +175,7 @@ class NewWeights:
     ) -> dict[str, Any]:
         """Store the tensors of the model in `source` and its config.json in the empty `folder`.
 
-        work: where finished layers are kept until the whole is done. Returns the choices, for the
+        work: where what is done is kept until the whole is. Returns the choices, for the
         manifest.
         """
         base: Source = open_source(source)
@@ -184,7 +183,6 @@ class NewWeights:
         if self.merge_lora is not None:
             base = Merged(base, self.merge_lora)
             chosen["merge_lora"] = _named(self.merge_lora, self.merge_lora / WEIGHTS)
-            work = None  # what lies there is of the model without it
         tensors: Iterable[tuple[str, Tensor | Codes]]
         if self.is_quantized:
             tensors, choices = self._quantized(base, source, work, report)
@@ -202,13 +200,14 @@ class NewWeights:
         if self.calib:
             report("reading the calibration text", 0, 0)
             text = self._text(folder, int(base.config["vocab_size"]))
-        config = self._config(base, text, report)
+        config = self._config(base, text, work, report)
         chosen = self._choices(config, text)
         if self.method == "qat":
             assert text is not None
             return qat.train(
                 base, config, text, self.options.qat(),
                 lambda done, total, loss: report(f"training, loss {loss:.4f}", done, total),
+                work=work and work / "training", replace=True,
             ), chosen  # fmt: skip
         report("quantizing", 0, 0)
 
@@ -216,15 +215,8 @@ class NewWeights:
             if not layer.resumed:  # which takes no time that an estimate could go by
                 report(_of_layer(layer), layer.layer + 1, layer.layers)
 
-        started = work is not None and work.exists()
-        try:
-            tensors = quantize_model(base, config, text, work=work, progress=tell)
-        except ConfigError:
-            if not started or work is None:
-                raise
-            logger.warning("%s was begun by another export: its layers are left out.", work.name)
-            shutil.rmtree(work)
-            tensors = quantize_model(base, config, text, work=work, progress=tell)
+        layers = work and work / "layers"
+        tensors = quantize_model(base, config, text, work=layers, replace=True, progress=tell)
         return tensors, chosen
 
     def _choices(self, config: QuantizeConfig, text: CalibrationSet | None) -> dict[str, Any]:
@@ -249,7 +241,7 @@ class NewWeights:
         size = vocab_size if reduced is None else reduced.original_size
         found = calibration_set(
             self.calib,
-            Tokenizer.from_folder(folder, vocab_size=size),
+            open_tokenizer(folder, vocab_size=size),
             num_samples=self.num_samples,
             window=self.window,
         )
@@ -259,7 +251,7 @@ class NewWeights:
         return CalibrationSet(found.name, tuple(tuple(window) for window in rows))
 
     def _config(
-        self, base: Source, text: CalibrationSet | None, report: Progress
+        self, base: Source, text: CalibrationSet | None, work: Path | None, report: Progress
     ) -> QuantizeConfig:
         schemes = self.schemes
         scheme, special = schemes[0], self._special(Parts.of(base).modules())
@@ -268,6 +260,7 @@ class NewWeights:
             measured = sensitivity.measure(
                 base, schemes, text.first(self.budget_windows),
                 lambda done, total: report("trying each matrix in each scheme", done, total),
+                work=work and work / "sensitivity", replace=True,
             )  # fmt: skip
             count = sensitivity.num_weights(base)
             found = sensitivity.choose(measured, self.budget, schemes, count)

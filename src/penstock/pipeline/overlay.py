@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from pathlib import Path
 
 from torch import Tensor
 
+from penstock.errors import ConfigError
 from penstock.models.over import Over
 from penstock.models.weights import Source
 from penstock.quant import Codes, Scheme
@@ -17,6 +19,13 @@ class Overlay(Over):
     def __init__(self, base: Source, tensors: Iterable[tuple[str, Tensor | Codes]]) -> None:
         super().__init__(base)
         self._own = dict(tensors)
+
+    def files(self) -> list[Path]:
+        """None: what tells one run over it from another isn't in files."""
+        raise ConfigError(
+            f"{len(self._own)} tensors over {self.path} are in memory alone, so nothing made of "
+            "them can be kept in a work folder. Leave it out, or write them to a checkpoint."
+        )
 
     def shape(self, name: str) -> tuple[int, ...]:
         """A tensor's shape."""

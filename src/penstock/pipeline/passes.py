@@ -13,7 +13,7 @@ from typing import Any
 from torch import fx
 
 from penstock.errors import ConfigError, nearest
-from penstock.pipeline.graph import Derived, Graph, quiet, retrace
+from penstock.pipeline.graph import Graph, retrace
 from penstock.pipeline.nodes import (
     arguments,
     calls,
@@ -22,6 +22,8 @@ from penstock.pipeline.nodes import (
     set_arguments,
     unchanged,
 )
+from penstock.runtime.inputs import Derived
+from penstock.runtime.package import quiet
 
 Rewrite = Callable[["_Draft"], int]
 PASSES: dict[str, Rewrite] = {}

@@ -10,7 +10,7 @@ from pathlib import Path
 from penstock.cache import PagedLayout
 from penstock.models.exported import read_exported
 from penstock.models.load import LoadedModel
-from penstock.pipeline.graph import export_graph, weights_of
+from penstock.pipeline.graph import Graph, export_graph, weights_of
 from penstock.pipeline.passes import optimize
 from penstock.runtime.plan import Plan, record
 
@@ -20,6 +20,7 @@ class Planned:
     """A plan, and what passes made of the graph that it comes from."""
 
     plan: Plan
+    graph: Graph  # after the passes
     source: str  # of the graph: that of the export, or exported now
     changes: dict[str, int]  # pass → places that it changed
     before: dict[str, int]  # operator → how many
@@ -44,4 +45,4 @@ def plan_step(
     forward = found.graph.bind(weights_of(loaded.model))
     plan, _ = record(forward, kv, forward.bound)
     before, after = (dict(Counter(names)) for names in (found.before, found.after))
-    return Planned(plan, source, found.changes, before, after)
+    return Planned(plan, found.graph, source, found.changes, before, after)

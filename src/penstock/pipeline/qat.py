@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import copy
 import math
+import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
@@ -27,8 +28,11 @@ from penstock.ops.rotary_cache import rotate
 from penstock.pipeline.calibration import CalibrationSet
 from penstock.pipeline.config import QuantizeConfig
 from penstock.pipeline.parts import Parts
+from penstock.pipeline.store import Result, Store, source_digest
 from penstock.quant import Codes, Scheme
 from penstock.quant.methods import rtn
+
+_SNAPSHOT, _MOMENTS = "training", ("exp_avg", "exp_avg_sq")
 
 Report = Callable[[int, int, float], None]
 """Called with (steps done, steps in all, the step's loss)."""
@@ -66,11 +70,16 @@ def train(
     text: CalibrationSet,
     options: QatOptions = QatOptions(),
     report: Report | None = None,
+    *,
+    work: Path | None = None,
+    replace: bool = False,
 ) -> Iterator[tuple[str, Tensor | Codes]]:
     """Fine-tune, then round to nearest: the tensors of a checkpoint, as `quantize_model` gives.
 
-    Of `config` the schemes count; text: windows of one length. Memory: five times the weights in
-    float32, and a batch's activations.
+    Of `config` the schemes count; text: windows of one length. work, replace: as of
+    `quantize_model`; where training stands is kept there, as often as it takes a tenth of the time,
+    three times the weights in float32. Memory: five times the weights in float32, and a batch's
+    activations.
     Raises UnsupportedModelError for a decoder that isn't shaped like Llama, ConfigError for a
     scheme whose rows share scales.
     """
@@ -83,10 +92,19 @@ def train(
     for module, scheme in schemes.items():
         if scheme is not None and (scheme.rows != 1 or scheme.kind == "nvfp4"):
             raise ConfigError(f"{module} in {scheme.name}: rows share a scale, which QAT lacks.")
-        if scheme is not None and scheme.activations == "int8_static":
+        if scheme is not None and scheme.static:
             raise ConfigError(f"{module} in {scheme.name}: QAT calibrates no static scales.")
+    store = None
+    if work is not None:
+        key = {
+            "source": source_digest(parts.source),
+            "choices": config.key(),
+            "training": asdict(options),
+            "calibration": text.key(),
+        }
+        store = Store(work, key, replace=replace)
     model = TrainableDecoder(parts, text.longest)
-    _fit(model, schemes, text, options, report)
+    _fit(model, schemes, text, options, report, store)
     return _tensors(parts, model, schemes)
 
 
@@ -228,39 +246,95 @@ def _fit(
     text: CalibrationSet,
     options: QatOptions,
     report: Report | None,
+    store: Store | None,
 ) -> None:
-    windows = torch.stack(text.tensors())
-    random = torch.Generator().manual_seed(options.seed)
     teacher = copy.deepcopy(model).requires_grad_(False)
     optimizer = torch.optim.AdamW(
         model.parameters(), lr=options.learning_rate, weight_decay=options.weight_decay
     )
-    rounded, order = _StraightThrough(schemes), torch.empty(0, dtype=torch.int64)
-    for step in range(options.steps):
-        while len(order) < options.batch:
-            order = torch.cat((order, torch.randperm(len(windows), generator=random)))
-        batch, order = windows[order[: options.batch]], order[options.batch :]
+    kept = None if store is None else _Snapshot(store, model, optimizer)
+    done = 0 if kept is None else kept.restore()
+    rounded = _StraightThrough(schemes)
+    for step, batch in enumerate(_batches(text, options)):
+        if step < done:
+            continue
         share = 0.55 + 0.45 * math.cos(math.pi * step / options.steps)
         for group in optimizer.param_groups:
             group["lr"] = options.learning_rate * share
-        logits = model(batch, rounded)
-        loss = torch.zeros(())
-        if options.distillation:
-            with torch.no_grad():
-                want = teacher(batch, lambda _, weight: weight).log_softmax(-1)
-            found = logits.log_softmax(-1)
-            kl = (want.exp() * (want - found)).sum(-1).mean()
-            loss = loss + options.distillation * kl
-        if options.distillation < 1:
-            own = functional.cross_entropy(
-                logits[:, :-1].flatten(0, 1), batch[:, 1:].flatten().long()
-            )
-            loss = loss + (1 - options.distillation) * own
+        loss = _loss(model(batch, rounded), teacher, batch, options)
         optimizer.zero_grad(set_to_none=True)
         torch.autograd.backward(loss)
         optimizer.step()
+        if kept is not None:
+            kept.note(step + 1, last=step + 1 == options.steps)
         if report is not None:
             report(step + 1, options.steps, float(loss.detach()))
+
+
+def _batches(text: CalibrationSet, options: QatOptions) -> Iterator[Tensor]:
+    """The windows of each step [B, T], in an order that the seed alone decides."""
+    windows = torch.stack(text.tensors())
+    random = torch.Generator().manual_seed(options.seed)
+    order = torch.empty(0, dtype=torch.int64)
+    for _ in range(options.steps):
+        while len(order) < options.batch:
+            order = torch.cat((order, torch.randperm(len(windows), generator=random)))
+        yield windows[order[: options.batch]]
+        order = order[options.batch :]
+
+
+def _loss(logits: Tensor, teacher: TrainableDecoder, batch: Tensor, options: QatOptions) -> Tensor:
+    """KL from the float model and the text's own loss, in their shares."""
+    loss = torch.zeros(())
+    if options.distillation:
+        with torch.no_grad():
+            want = teacher(batch, lambda _, weight: weight).log_softmax(-1)
+        found = logits.log_softmax(-1)
+        kl = (want.exp() * (want - found)).sum(-1).mean()
+        loss = loss + options.distillation * kl
+    if options.distillation < 1:
+        own = functional.cross_entropy(logits[:, :-1].flatten(0, 1), batch[:, 1:].flatten().long())
+        loss = loss + (1 - options.distillation) * own
+    return loss
+
+
+class _Snapshot:
+    """Where training stands: steps done, parameters, AdamW's two moments of each."""
+
+    def __init__(
+        self, store: Store, model: TrainableDecoder, optimizer: torch.optim.Optimizer
+    ) -> None:
+        self._store, self._optimizer = store, optimizer
+        self._parameters = list(model.parameters())
+        self._kept_at, self._took_s = time.monotonic(), 0.0
+
+    def restore(self) -> int:
+        """Go on where a run was cut off; how many steps it had done."""
+        if not self._store.has(_SNAPSHOT):
+            return 0
+        found = {key: t for key, t in self._store.load(_SNAPSHOT).items() if isinstance(t, Tensor)}
+        state: dict[int, dict[str, Tensor]] = {}
+        for i, parameter in enumerate(self._parameters):
+            parameter.data.copy_(found[f"{i}.value"])
+            names = ("step", *_MOMENTS)
+            state[i] = {name: found[f"{i}.{name}"].clone() for name in names}
+        groups = self._optimizer.state_dict()["param_groups"]
+        self._optimizer.load_state_dict({"state": state, "param_groups": groups})
+        return int(state[0]["step"])
+
+    def note(self, step: int, *, last: bool) -> None:
+        """Keep it after `step` steps, if it is the last or keeping takes a tenth of the time."""
+        start = time.monotonic()
+        if not last and start - self._kept_at < 9 * self._took_s:
+            return
+        found: Result = {}
+        for i, parameter in enumerate(self._parameters):
+            state = self._optimizer.state[parameter]
+            found[f"{i}.value"] = parameter.detach()
+            found |= {f"{i}.{name}": state[name] for name in ("step", *_MOMENTS)}
+        self._store.save(_SNAPSHOT, found)
+        self._kept_at = time.monotonic()
+        self._took_s = self._kept_at - start
 
 
 def _tensors(

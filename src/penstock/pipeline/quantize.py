@@ -7,7 +7,6 @@ come out under the checkpoint's own names.
 
 from __future__ import annotations
 
-import hashlib
 import logging
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -23,10 +22,10 @@ from penstock.models.sources import open_source
 from penstock.models.weights import Source
 from penstock.nn.decoder import MATRICES
 from penstock.pipeline.calibration import CalibrationSet
-from penstock.pipeline.config import QuantizeConfig
+from penstock.pipeline.config import QuantizeConfig, rounded_to
 from penstock.pipeline.fold import fold, foldable, tie
 from penstock.pipeline.parts import Parts, Tensors, joined
-from penstock.pipeline.store import Result, Store
+from penstock.pipeline.store import Result, Store, source_digest
 from penstock.pipeline.stream import Stream
 from penstock.quant import Codes, Scheme
 from penstock.quant.methods import awq, clip, gptq, rtn, smoothquant
@@ -58,13 +57,15 @@ def quantize_model(
     calibration: CalibrationSet | None = None,
     *,
     work: Path | None = None,
+    replace: bool = False,
     progress: Progress | None = None,
 ) -> Iterator[tuple[str, Tensor | Codes]]:
     """Every tensor of the checkpoint `source`, by its name: codes, or a tensor that stays.
 
     A norm that took the scales of columns comes in float32; what nobody changed, as it is stored.
     work: a folder where finished layers are kept, so that a run that was cut off goes on there with
-    the same result. progress: called after each layer.
+    the same result. replace: another run's layers in it make way, instead of being an error.
+    progress: called after each layer.
 
     Raises ConfigError for choices that can't work, before anything is computed; WeightsError for a
     tensor that isn't finite, which it names; UnsupportedModelError for families whose checkpoints
@@ -91,26 +92,17 @@ def quantize_model(
         calibration.check(decoder.vocab_size, decoder.max_position)
     store = None
     if work is not None:
-        store = Store(work, _key(parts, config, calibration))
+        store = Store(work, _key(parts, config, calibration), replace=replace)
     return _Run(parts, config, schemes, calibration, store, progress).tensors()
 
 
 def _key(
     parts: Parts, config: QuantizeConfig, calibration: CalibrationSet | None
 ) -> dict[str, Any]:
-    source = parts.source
-    digest = hashlib.sha256()
-    for name in source.names():
-        digest.update(f"{name} {source.shape(name)}\n".encode())
-    folder = source.path
-    for file in sorted(folder.glob("*.safetensors")) if folder.is_dir() else [folder]:
-        about = file.stat()
-        digest.update(f"{file.name} {about.st_size} {about.st_mtime_ns}\n".encode())
     return {
-        "version": 1,
-        "source": digest.hexdigest(),
+        "source": source_digest(parts.source),
         "choices": config.key(),
-        "calibration": calibration and {"name": calibration.name, "sha256": calibration.sha256},
+        "calibration": calibration and calibration.key(),
     }
 
 
@@ -165,7 +157,7 @@ class _Run:
         return Stream(parts.spec.decoder, self.calibration, tensors)
 
     def _has(self, layer: int) -> bool:
-        return self.store is not None and self.store.has(layer)
+        return self.store is not None and self.store.has(_name(layer))
 
     def _advance(self, i: int, result: Result, stream: Stream) -> None:
         """Carry the text through layer i, where a later one still needs it."""
@@ -183,9 +175,9 @@ class _Run:
         stream.advance(weights)
 
     def _layer(self, i: int, stream: Stream | None) -> Result:
-        if self.store is not None and self.store.has(i):
+        if self.store is not None and self.store.has(_name(i)):
             self._report(i, True, {})
-            return self.store.load(i)
+            return self.store.load(_name(i))
         tensors = self.parts.layer(i)
         changed: set[str] = set()
         statistics: Statistics = {}
@@ -196,7 +188,7 @@ class _Run:
                 statistics = self._observe(stream, tensors) if changed else statistics
         result, errors = self._choose(i, tensors, changed, statistics)
         if self.store is not None:
-            self.store.save(i, result)
+            self.store.save(_name(i), result)
         self._report(i, False, errors)
         return result
 
@@ -205,7 +197,7 @@ class _Run:
             self.progress(LayerReport(i, self.parts.num_layers, resumed, errors))
 
     def _observe(self, stream: Stream, tensors: Tensors) -> Statistics:
-        static = any(s and s.activations == "int8_static" for s in self.schemes.values())
+        static = any(s and s.static for s in self.schemes.values())
         return stream.observe(tensors, histogram=static)
 
     def _scale(self, i: int, tensors: Tensors, statistics: Statistics) -> set[str]:
@@ -262,9 +254,11 @@ class _Run:
         seen: InputStatistics | None,
     ) -> dict[str, Codes]:
         config, static = self.config, None
-        if scheme.activations == "int8_static":
+        if scheme.static:
             assert seen is not None and seen.histogram is not None
-            static = input_scale(seen.histogram, config.calibrator, config.percentile)
+            static = input_scale(
+                seen.histogram, config.calibrator, config.percentile, rounded_to(scheme)
+            )
         if seen is None or config.rounding == "nearest":
             return {name: rtn.quantize(piece, scheme, static) for name, piece in pieces.items()}
         hessian = seen.hessian
@@ -288,6 +282,11 @@ class _Run:
         return {
             name: whole.rows(slice(*at)) for name, at in zip(pieces, pairwise(bounds), strict=True)
         }
+
+
+def _name(layer: int) -> str:
+    """What a layer is called in a store."""
+    return f"layer-{layer:05}"
 
 
 def _relative_error(

@@ -19,6 +19,7 @@ from penstock.nn import Decoder
 from penstock.nn.linear import Linear
 from penstock.pipeline.calibration import CalibrationSet
 from penstock.pipeline.parts import Parts, bits_per_weight
+from penstock.pipeline.store import Store, source_digest
 from penstock.pipeline.stream import BLOCK, steps
 from penstock.quant import Dense, Scheme, WeightFormats
 from penstock.quant.methods import rtn
@@ -42,11 +43,15 @@ def measure(
     schemes: Sequence[Scheme],
     calibration: CalibrationSet,
     progress: Callable[[int, int], None] | None = None,
+    *,
+    work: Path | None = None,
+    replace: bool = False,
 ) -> Measured:
     """Each matrix of the layers in each scheme, rounded to nearest, alone in a float model.
 
     The loss is the mean KL(p_float ‖ p) of the next token over the calibration text, in nats.
-    progress: called with (matrices done, matrices in all).
+    progress: called with (matrices done, matrices in all). work, replace: as of `quantize_model`;
+    the losses of each matrix are kept.
     Cost: half a pass over the text for each matrix and scheme; the model in float32, its logits,
     and the residual stream before each layer lie in memory. A few windows are enough.
     """
@@ -55,16 +60,31 @@ def measure(
     calibration.check(spec.vocab_size, spec.max_position)
     if not schemes:
         raise ConfigError("There is no scheme to measure.")
+    store = None
+    if work is not None:
+        key = {
+            "source": source_digest(parts.source),
+            "schemes": [scheme.name for scheme in schemes],
+            "calibration": calibration.key(),
+        }
+        store = Store(work, key, replace=replace)
     modules = [module for module in parts.modules() if module != "head"]
-    probe = _Probe(parts, calibration)
+    probe: _Probe | None = None
     found: Measured = {}
     for module in modules:
-        pieces = list(parts.split(f"{module}.weight", parts.matrix(module)).values())
-        found[module] = []
-        for scheme in schemes:
-            rounded = torch.cat([_rounded(piece, scheme) for piece in pieces])
-            bits = sum(bits_per_weight(scheme, *_shape(p)) * p.numel() for p in pieces)
-            found[module].append(Choice(scheme.name, bits, probe.loss(module, rounded)))
+        if store is not None and store.has(module):
+            kept = store.load(module)["losses"]
+            assert isinstance(kept, Tensor)
+            losses = kept.tolist()
+        else:
+            probe = probe or _Probe(parts, calibration)
+            losses = probe.losses(module, schemes)
+            if store is not None:
+                store.save(module, {"losses": torch.tensor(losses, dtype=torch.float64)})
+        found[module] = [
+            Choice(scheme.name, _bits(parts, module, scheme), loss)
+            for scheme, loss in zip(schemes, losses, strict=True)
+        ]
         if progress is not None:
             progress(len(found), len(modules))
     return found
@@ -74,7 +94,7 @@ class _Probe:
     """A float model on a text, in which one matrix at a time is another."""
 
     def __init__(self, parts: Parts, calibration: CalibrationSet) -> None:
-        spec = parts.spec.decoder
+        self._parts, spec = parts, parts.spec.decoder
         plain = Dense(torch.float32)
         self._decoder = Decoder(spec, WeightFormats(plain, plain), torch.float32)
         load_weights(self._decoder, parts.spec, parts.source)
@@ -94,6 +114,14 @@ class _Probe:
                     self._before[-1].append(residual.clone())
                     layer(residual, step, cache)
                 self._reference.append(self._logits(residual).log_softmax(-1))
+
+    def losses(self, module: str, schemes: Sequence[Scheme]) -> list[float]:
+        """Mean KL with the matrix in `module` rounded to each of `schemes`."""
+        pieces = self._parts.split(f"{module}.weight", self._parts.matrix(module)).values()
+        return [
+            self.loss(module, torch.cat([_rounded(piece, scheme) for piece in pieces]))
+            for scheme in schemes
+        ]
 
     def _logits(self, residual: Tensor) -> Tensor:
         logits: Tensor = self._decoder.head(residual, self._decoder.norm)
@@ -121,13 +149,14 @@ class _Probe:
 
 
 def _rounded(weight: Tensor, scheme: Scheme) -> Tensor:
-    static = 1.0 if scheme.activations == "int8_static" else None
+    static = 1.0 if scheme.static else None
     return rtn.quantize(weight, scheme, static).dequantize()
 
 
-def _shape(weight: Tensor) -> tuple[int, int]:
-    n, k = weight.shape
-    return n, k
+def _bits(parts: Parts, module: str, scheme: Scheme) -> float:
+    """What a matrix takes in a scheme, all parts of it together."""
+    shapes = (parts.source.shape(name) for name in parts.names[f"{module}.weight"])
+    return sum(bits_per_weight(scheme, n, k) * n * k for n, k in shapes)
 
 
 def choose(

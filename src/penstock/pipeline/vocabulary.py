@@ -23,10 +23,12 @@ from torch import Tensor
 
 from penstock.errors import ConfigError, UnsupportedModelError, WeightsError
 from penstock.models import read_spec
+from penstock.models.files import INDEX, copy_settings
 from penstock.models.hub import resolve
 from penstock.models.registry import read_json
 from penstock.models.weights import Checkpoint, plan_weights
 from penstock.pipeline.new_folder import new_folder
+from penstock.pipeline.store import writing
 from penstock.tokenizer import Tokenizer, VocabMap
 from penstock.tokenizer.bpe import Bpe
 from penstock.tokenizer.vocab_map import FILE
@@ -37,7 +39,6 @@ REPORT = "vocabulary.json"
 _LEFT = (REPORT, "penstock.json", "graph.pt2")
 """Files of a checkpoint that speak of its weights as they were."""
 
-_INDEX = "model.safetensors.index.json"
 _ROWS = ("embed.weight", "head.weight", "head.bias")
 """Parameters of the decoder with a row for each token."""
 
@@ -198,10 +199,7 @@ def write_reduced(source: Path, folder: Path, found: Reduction) -> None:
     vocab_map = found.vocab_map
     rows = _row_tensors(source, vocab_map.original_size)
     shards = _shards(source)
-    for file in source.iterdir():
-        weights = file.suffix in (".safetensors", ".bin", ".gguf", ".pth") or file.name == _INDEX
-        if file.is_file() and not weights and file.name not in _LEFT:
-            shutil.copyfile(file, folder / file.name)
+    copy_settings(source, folder, but=_LEFT)
     for name in ("config.json", "generation_config.json"):
         if (source / name).is_file():
             _write_json(folder / name, _reduced_config(read_json(source / name), vocab_map))
@@ -216,13 +214,15 @@ def write_reduced(source: Path, folder: Path, found: Reduction) -> None:
                 sizes |= {name: handle.get_tensor(name).nbytes for name in names}
             else:
                 tensors = {n: _reduced(handle.get_tensor(n), n in rows, vocab_map) for n in names}
-                save_file(tensors, folder / file.name, metadata)
+                with writing(folder / file.name):
+                    save_file(tensors, folder / file.name, metadata)
                 sizes |= {name: tensor.nbytes for name, tensor in tensors.items()}
             where |= dict.fromkeys(names, file.name)
     if len(shards) > 1 or shards[0].name != "model.safetensors":
         total = {"total_size": sum(sizes.values())}
-        _write_json(folder / _INDEX, {"metadata": total, "weight_map": where})
-    vocab_map.save(folder)
+        _write_json(folder / INDEX, {"metadata": total, "weight_map": where})
+    with writing(folder / FILE):
+        vocab_map.save(folder)
     _write_json(folder / REPORT, found.as_dict())
 
 
@@ -338,8 +338,8 @@ def _row_tensors(folder: Path, vocab_size: int) -> set[str]:
 
 def _shards(folder: Path) -> list[Path]:
     """The files of a checkpoint that `Checkpoint` has read."""
-    if (folder / _INDEX).is_file():
-        names = set(read_json(folder / _INDEX)["weight_map"].values())
+    if (folder / INDEX).is_file():
+        names = set(read_json(folder / INDEX)["weight_map"].values())
         return sorted(folder / name for name in names)
     whole = folder / "model.safetensors"
     return [whole] if whole.is_file() else sorted(folder.glob("*.safetensors"))

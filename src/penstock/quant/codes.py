@@ -54,7 +54,7 @@ class Codes:
                  self.zero is not None and self.zero.shape != shape),
                 ("outer scales", (self.outer is not None) != (self.scheme.kind == "nvfp4")),
                 ("a scale of activations, or none",
-                 (self.input_scale is not None) != (self.scheme.activations == "int8_static")),
+                 (self.input_scale is not None) != self.scheme.static),
             )
             if bad
         ]  # fmt: skip

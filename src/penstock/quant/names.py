@@ -27,7 +27,7 @@ def format_of(scheme: Scheme) -> WeightFormat:
 def parse_quantization(name: str) -> WeightFormat:
     """The format of the layers' matrices that `name` means; ConfigError for any other name."""
     scheme = parse_scheme(name)
-    if scheme.activations == "int8_static":
+    if scheme.static:
         raise ConfigError(
             f"quantization={name!r} needs a scale of each matrix's activations, which calibration "
             f"finds: penstock export MODEL --quant {name} --calib TEXT -o DIR, then load DIR. Or "
@@ -38,7 +38,8 @@ def parse_quantization(name: str) -> WeightFormat:
 
 def head_scheme(scheme: Scheme) -> Scheme:
     """Of the head beside layers in `scheme`: 8 bits at least, as it decides tokens directly."""
-    return Scheme("int8", activations="float" if scheme.activations == "float" else "int8")
+    whole = scheme.activations in ("int8", "int8_static")
+    return Scheme("int8", activations="int8" if whole else "float")
 
 
 def formats_of(quantization: str | None, dtype: torch.dtype) -> WeightFormats:

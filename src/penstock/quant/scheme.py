@@ -9,7 +9,7 @@ from typing import Literal
 from penstock.errors import ConfigError
 
 Kind = Literal["int8", "int4", "fp8_e4m3", "fp8_e5m2", "nf4", "mxfp4", "nvfp4"]
-Activations = Literal["float", "int8", "int8_static"]
+Activations = Literal["float", "int8", "int8_static", "fp8", "fp8_static"]
 
 GROUPS = (32, 64, 128)
 BLOCK = 128
@@ -31,7 +31,9 @@ class Scheme:
     kind: Kind
     group: int = 0  # values of K that share a scale; 0: all of a row
     symmetric: bool = True  # of integers; False: each scale has a zero point
-    activations: Activations = "float"  # as they are; int8 a token; int8 with a calibrated scale
+    activations: Activations = "float"
+    """float: as they are. int8, fp8 (E4M3): each token has a scale, or each group of a token beside
+    FP8 weights in groups. …_static: one scale for all, from a calibration."""
     rows: int = 1  # that share a scale when values are chosen: 1, a block's, or 0 for all
 
     def __post_init__(self) -> None:
@@ -44,8 +46,10 @@ class Scheme:
             )
         if not self.symmetric and not self.is_integer:
             raise ConfigError(f"{self.kind} has no zero points: it is symmetric.")
-        if self.activations != "float" and not self.is_integer:
-            raise ConfigError(f"{self.kind} isn't multiplied with activations in int8.")
+        wanted = {"int8": self.is_integer, "fp8": self.kind == "fp8_e4m3"}
+        inputs = self.activations.removesuffix("_static")
+        if not wanted.get(inputs, True):
+            raise ConfigError(f"{self.kind} isn't multiplied with activations in {inputs}.")
         if self.rows not in (0, 1, BLOCK) or (self.rows == 0 and self.group):
             raise ConfigError(
                 f"rows={self.rows} with group={self.group} isn't a way to share scales."
@@ -55,6 +59,11 @@ class Scheme:
     def is_integer(self) -> bool:
         """Whether codes are integers."""
         return self.kind in ("int8", "int4")
+
+    @property
+    def static(self) -> bool:
+        """Whether all activations share one scale, which a calibration finds."""
+        return self.activations.endswith("_static")
 
     @property
     def bits(self) -> int:
@@ -87,7 +96,7 @@ class Scheme:
         elif self.bits == 4:
             name += "-channel"
         name += "" if self.symmetric else "-asym"
-        return name + ("-static" if self.activations == "int8_static" else "")
+        return name + ("-static" if self.static else "")
 
     def _float_name(self) -> str:
         match self.kind:
@@ -95,15 +104,18 @@ class Scheme:
                 return f"nf4-g{self.group}"
             case "mxfp4" | "nvfp4":
                 return self.kind
-        shared = {0: "-tensor", 1: "", BLOCK: "-block"}[self.rows]
-        return ("fp8" if self.kind == "fp8_e4m3" else "fp8-e5m2") + shared
+        name = "fp8" if self.kind == "fp8_e4m3" else "fp8-e5m2"
+        name += "" if self.activations == "float" else "-w8a8"
+        name += {0: "-tensor", 1: "", BLOCK: "-block"}[self.rows]
+        return name + ("-static" if self.static else "")
 
 
-SCHEMES = ("w8a16", "w8a8", "w4a16", "w4a8", "fp8", "fp8-e5m2", "nf4", "mxfp4", "nvfp4")
-"""The base names."""
+SCHEMES = ("w8a16", "w8a8", "w4a16", "w4a8", "fp8", "fp8-w8a8", "fp8-e5m2", "nf4", "mxfp4", "nvfp4")
+"""The base names. `fp8-w8a8` is what vLLM and LLM Compressor call FP8 W8A8: FP8_DYNAMIC; -block,
+FP8_BLOCK; -tensor-static, FP8. `fp8` alone leaves activations in bfloat16."""
 
 _INTEGER = re.compile(r"w(4|8)a(8|16)(-tensor|-channel|-g32|-g64|-g128)?(-asym)?(-static)?")
-_FP8 = re.compile(r"fp8(-e4m3|-e5m2)?(-tensor|-channel|-block)?")
+_FP8 = re.compile(r"fp8(-e4m3|-e5m2)?(-w8a8)?(-tensor|-channel|-block)?(-static)?")
 _NF4 = re.compile(r"nf4(?:-g(32|64|128))?")
 
 
@@ -123,9 +135,12 @@ def parse_scheme(name: str) -> Scheme:
             0 if shared == "-tensor" else 1,
         )
     if match := _FP8.fullmatch(name):
-        rows = {"-tensor": 0, "-block": BLOCK}.get(match[2] or "", 1)
+        rows = {"-tensor": 0, "-block": BLOCK}.get(match[3] or "", 1)
         kind = "fp8_e5m2" if match[1] == "-e5m2" else "fp8_e4m3"
-        return Scheme(kind, BLOCK if rows == BLOCK else 0, rows=rows)
+        if match[4] and not match[2]:
+            raise ConfigError(f"{name!r}: activations in bfloat16 have no static scale.")
+        inputs: Activations = "float" if not match[2] else "fp8_static" if match[4] else "fp8"
+        return Scheme(kind, BLOCK if rows == BLOCK else 0, activations=inputs, rows=rows)
     if match := _NF4.fullmatch(name):
         return Scheme("nf4", int(match[1] or 64))
     if name == "mxfp4":
@@ -134,6 +149,6 @@ def parse_scheme(name: str) -> Scheme:
         return Scheme("nvfp4", 16)
     raise ConfigError(
         f"quantization={name!r} isn't one of {', '.join(SCHEMES)}. Integers take what shares a "
-        "scale and a zero point: w8a8-tensor, w4a8-g64, w4a16-g128-asym; fp8 takes -tensor or "
-        "-block, nf4 a group."
+        "scale and a zero point: w8a8-tensor, w4a8-g64, w4a16-g128-asym; fp8 and fp8-w8a8 take "
+        "-tensor or -block, nf4 a group."
     )

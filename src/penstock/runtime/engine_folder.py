@@ -3,6 +3,7 @@
     engine.json             manifest: choices, fingerprint, index of the weights, sums of the files
     weights.bin             packed tensors, each from a multiple of 4,096 bytes on, mapped at load
     plan.json               the operators of a step, and of one that ends with hidden states
+    package.pt2             the step compiled, where it was asked for; package.json says of what
     timings.json            what was timed, and what was chosen by it
     report.json             for readers
     config.json …           of the model, with its tokenizer's files
@@ -16,8 +17,9 @@ import hashlib
 import json
 import math
 import shlex
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -41,8 +43,8 @@ from penstock.runtime.mapping import map_file
 from penstock.runtime.plan import Plan
 from penstock.runtime.tuned import Tuned
 
-MANIFEST, WEIGHTS, PLAN, TIMINGS, REPORT = (
-    "engine.json", "weights.bin", "plan.json", "timings.json", "report.json",
+MANIFEST, WEIGHTS, PLAN, TIMINGS, REPORT, PACKAGE = (
+    "engine.json", "weights.bin", "plan.json", "timings.json", "report.json", "package.pt2",
 )  # fmt: skip
 KIND = "penstock engine"
 PARTIAL = ".partial"
@@ -72,6 +74,7 @@ class EngineFolder:
     kv_cache_dtype: str
     limits: Limits
     tuned: Tuned
+    forward: str = "program"  # what its steps run by: that, or `package`
 
     @classmethod
     def open(cls, folder: Path, *, verify: bool = False) -> EngineFolder:
@@ -102,9 +105,10 @@ class EngineFolder:
             dtype = getattr(torch, manifest["dtype"])
             kv = str(choices["kv_cache_dtype"])
             formats = decode_formats(manifest["formats"])
+            forward = str(choices["forward"])
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise EngineFolderError(f"its manifest lacks something: {error!r}") from error
-        return cls(folder, manifest, formats, dtype, kv, limits, tuned)
+        return cls(folder, manifest, formats, dtype, kv, limits, tuned, forward)
 
     # ── what it runs with ────────────────────────────────────────────────────────────────────
 
@@ -172,11 +176,13 @@ class EngineFolder:
 
     # ── what it holds ────────────────────────────────────────────────────────────────────────
 
-    def plans(self) -> tuple[Plan, Plan]:
-        """Of a step that ends with logits, and of one that ends with hidden states."""
+    def plans(self) -> tuple[Plan, Callable[[], Plan]]:
+        """Of a step that ends with logits, and what gives that of one that ends with hidden states:
+        few engines pool.
+        """
         data = _json(self.folder / PLAN)
         try:
-            step, hidden = Plan.from_dict(data["step"]), Plan.from_dict(data["hidden"])
+            step, hidden = Plan.from_dict(data["step"]), partial(Plan.from_dict, data["hidden"])
         except (KeyError, KernelError) as error:
             raise self.broken(f"{PLAN} holds no plans: {error}") from error
         missing = set(step.weights()) - set(self.manifest["weights"]["tensors"])

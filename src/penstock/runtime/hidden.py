@@ -34,9 +34,10 @@ class HiddenRunner:
         self._forward: Forward = hidden
         if runner.program is not None:
             tensors = hidden_tensors(hidden)
-            plan = runner.hidden_plan
-            if plan is None:
+            if runner.hidden_plan is None:
                 plan, tensors = record(hidden, runner.kv, tensors)
+            else:
+                plan = runner.hidden_plan()
             program = Program.of_plan(plan, tensors, runner.kv)
             logger.info("A pooling step is one native call of %d operators.", len(program.calls))
             self._forward = program

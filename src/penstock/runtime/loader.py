@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -18,8 +19,9 @@ from penstock.models.load import LoadedModel, load_model
 from penstock.models.sources import open_tokenizer
 from penstock.models.weights import Progress
 from penstock.nn import Decoder
-from penstock.runtime.engine_folder import EngineFolder, is_engine
+from penstock.runtime.engine_folder import PACKAGE, EngineFolder, is_engine
 from penstock.runtime.memory import plan_blocks
+from penstock.runtime.package import PackageForward
 from penstock.runtime.plan import Plan, fixed_tensors
 from penstock.runtime.program import Program
 from penstock.runtime.runner import Forward, Runner
@@ -102,14 +104,26 @@ def _load_engine(folder: Path, config: EngineConfig) -> Runtime:
     mapped = engine.manifest["weights"]["bytes"]  # in the page cache, which counts as free
     layout, blocks = _cache(config, loaded, max(detect().available_bytes - mapped, 0))
     kv = layout.allocate(blocks)
-    step, hidden = engine.plans()
-    if config.model.enforce_eager or native.handle is None:
+    hidden = None
+    if engine.forward == "package" and not config.model.enforce_eager:
+        forward: Forward = _package(engine, kv)
+    elif config.model.enforce_eager or native.handle is None:
         forward = _forward(loaded.model, kv, config.model.enforce_eager)
-        runner = runner_over(forward, kv, layout, vocabulary)
     else:
-        program = _program(engine, step, loaded.model, kv)
-        runner = runner_over(program, kv, layout, vocabulary, hidden)
+        step, hidden = engine.plans()
+        forward = _program(engine, step, loaded.model, kv)
+    runner = runner_over(forward, kv, layout, vocabulary, hidden)
     return Runtime(loaded, tokenizer, layout, blocks, runner, engine)
+
+
+def _package(engine: EngineFolder, kv: KV) -> PackageForward:
+    try:
+        found = PackageForward(engine.folder / PACKAGE, engine.tensors())
+    except (ConfigError, WeightsError) as error:
+        raise engine.broken(str(error)) from error
+    found.inputs.check_cache(kv)
+    logger.info("A step is a call of a compiled package.")
+    return found
 
 
 def _program(engine: EngineFolder, plan: Plan, decoder: Decoder, kv: KV) -> Program:
@@ -196,7 +210,7 @@ def runner_over(
     kv: KV,
     layout: PagedLayout,
     vocabulary: ReducedVocabulary | None = None,
-    hidden_plan: Plan | None = None,
+    hidden_plan: Callable[[], Plan] | None = None,
 ) -> Runner:
     """What runs `forward` over the cache `kv` of that layout."""
     recent = None

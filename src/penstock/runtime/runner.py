@@ -11,6 +11,8 @@ from torch import Tensor
 
 from penstock.cache import RecentBlocks, SwapStore, copy_blocks
 from penstock.errors import ConfigError, PenstockError
+from penstock.nn import Decoder
+from penstock.runtime.package import PackageForward
 from penstock.runtime.plan import Plan
 from penstock.runtime.program import Program
 from penstock.runtime.vocabulary import ReducedVocabulary
@@ -28,12 +30,12 @@ class Runner:
         forward: Forward,
         kv: KV,
         vocabulary: ReducedVocabulary | None = None,
-        hidden_plan: Plan | None = None,
+        hidden_plan: Callable[[], Plan] | None = None,
         recent: RecentBlocks | None = None,
     ) -> None:
-        """vocabulary: of a model that lacks some of its tokenizer's ids. hidden_plan: of steps that
-        end with hidden states, where it was recorded before. recent: of a cache with a window, who
-        has which place in it.
+        """vocabulary: of a model that lacks some of its tokenizer's ids. hidden_plan: gives
+        that of steps that end with hidden states, where it was recorded before. recent: of a cache
+        with a window, who has which place in it.
         """
         self._forward = forward
         self.vocabulary = vocabulary
@@ -73,6 +75,19 @@ class Runner:
     def program(self) -> Program | None:
         """What runs steps as one native call, where that is how they run."""
         return self._forward if isinstance(self._forward, Program) else None
+
+    @property
+    def how(self) -> str:
+        """How steps run, for readers."""
+        if self.program is not None:
+            return "one native call a step"
+        packaged = isinstance(self._forward, PackageForward)
+        return "a compiled package" if packaged else "operators one by one"
+
+    @property
+    def by_modules(self) -> bool:
+        """Whether steps run by the decoder's modules, where hooks see what passes."""
+        return isinstance(self._forward, Decoder)
 
     def copy(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Copy blocks, (from, to): before the step that writes to the copies."""

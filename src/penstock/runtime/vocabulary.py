@@ -47,8 +47,10 @@ class ReducedVocabulary:
             if rows > KEPT_ROWS:
                 wide = torch.full((rows, size), -torch.inf)
             else:
-                if self._logits.shape[0] < rows:
-                    self._logits = torch.full((rows, size), -torch.inf)
+                held = self._logits.shape[0]
+                if held < rows:  # at least doubled: filling takes longer than all the rest
+                    held = min(max(rows, 2 * held), KEPT_ROWS)
+                    self._logits = torch.full((held, size), -torch.inf)
                 # a sampler may write to them, but only −∞ where there is no row
                 wide = self._logits[:rows]
-            return wide.index_copy_(1, self._kept, logits)
+            return wide.scatter_(1, self._kept.expand(rows, -1), logits)

@@ -16,6 +16,8 @@ SCHEMES = [
       for asym in ("", "-asym")
       for static in (("",) if acts == 16 else ("", "-static"))),
     "fp8", "fp8-tensor", "fp8-block", "fp8-e5m2", "fp8-e5m2-tensor", "fp8-e5m2-block",
+    *(f"fp8-w8a8{shared}{static}" for shared in ("", "-tensor", "-block")
+      for static in ("", "-static")),
     "nf4", "nf4-g32", "nf4-g128", "mxfp4", "nvfp4",
 ]  # fmt: skip
 
@@ -62,7 +64,7 @@ def random_codes(scheme: Scheme | str, n: int, k: int, seed: int = 0) -> Codes:
             values = integers(0, 16, n, k).to(torch.uint8)
             scale = (scale * 1000).to(torch.float8_e4m3fn).float()
             outer = torch.tensor([1234.567 + seed]).reciprocal().expand(n).contiguous()
-    static = 0.037 if scheme.activations == "int8_static" else None
+    static = 0.037 if scheme.static else None
     rounded = None if static is None else torch.tensor(static).item()
     return Codes(scheme, values, scale, zero, outer, rounded)
 

@@ -69,6 +69,7 @@ def args(**values: Any) -> QuantizationArgs:
 
 TOKEN = args(dynamic=True, strategy="token")
 STATIC = args(dynamic=False, strategy="tensor")
+BLOCKS = args(type="float", strategy="block", block_structure=[128, 128])
 THEIRS = {
     # what the package is asked for, and the scheme that it means here
     "w4a16-g128": (args(num_bits=4, strategy="group", group_size=128), None, "pack-quantized"),
@@ -84,12 +85,16 @@ THEIRS = {
     "w8a8-asym": (args(strategy="channel", symmetric=False), TOKEN, "int-quantized"),
     "w8a8-tensor-static": (args(strategy="tensor"), STATIC, "int-quantized"),
     "w4a8-g128": (args(num_bits=4, strategy="group", group_size=128), TOKEN, "int-quantized"),
-    "fp8-tensor": (args(type="float", strategy="tensor"), args(type="float", strategy="tensor"),
-                   "float-quantized"),
-    "fp8": (args(type="float", strategy="channel"), args(type="float", dynamic=True,
-            strategy="token"), "float-quantized"),
-    "fp8-block": (args(type="float", strategy="block", block_structure=[128, 128]), None,
-                  "naive-quantized"),
+    "fp8": (args(type="float", strategy="channel"), None, "naive-quantized"),
+    "fp8-tensor": (args(type="float", strategy="tensor"), None, "naive-quantized"),
+    "fp8-block": (BLOCKS, None, "naive-quantized"),
+    "fp8-w8a8": (args(type="float", strategy="channel"),
+                 args(type="float", dynamic=True, strategy="token"), "float-quantized"),
+    "fp8-w8a8-tensor-static": (args(type="float", strategy="tensor"),
+                               args(type="float", strategy="tensor"), "float-quantized"),
+    "fp8-w8a8-block": (BLOCKS, args(type="float", dynamic=True, strategy="group", group_size=128),
+                       "float-quantized"),
+    "fp8-w8a8-block-static": (BLOCKS, args(type="float", strategy="tensor"), "float-quantized"),
     "mxfp4": (args(num_bits=4, type="float", strategy="group", group_size=32), None,
               "mxfp4-pack-quantized"),
     "nvfp4": (args(num_bits=4, type="float", strategy="tensor_group", group_size=16), None,
@@ -176,8 +181,54 @@ def test_what_the_package_writes_is_read(name: str | None, shape: tuple[int, int
         assert torch.equal(read.dequantize(), theirs)
     if name.endswith("static"):
         assert read.input_scale == torch.tensor(0.021).item()
-    float_inputs = name in ("fp8", "fp8-tensor")
-    assert any("activations stay" in text for text in found.notices) == float_inputs
+    assert not found.notices
+
+
+FLOAT = args(type="float", strategy="channel")
+
+
+@pytest.mark.parametrize(
+    ("weights", "inputs", "name", "says"),
+    [
+        (args(strategy="channel"), args(dynamic=True, strategy="tensor"), "w8a8",
+         "a scale for each token, not one for all tokens of a batch"),
+        (FLOAT, args(type="float", dynamic=True, strategy="tensor"), "fp8-w8a8",
+         "a scale for each token, not one for all tokens of a batch"),
+        (BLOCKS, args(type="float", dynamic=True, strategy="tensor"), "fp8-w8a8-block",
+         "each 128 values of a token, not one for all tokens of a batch"),
+        (BLOCKS, args(type="float", dynamic=True, strategy="token"), "fp8-w8a8-block",
+         "a scale for each 128 values of a token, not one for all of it"),
+        (args(strategy="channel"), args(symmetric=False, strategy="tensor"), "w8a16",
+         "stay in bfloat16, not in the checkpoint's int8 with a zero point, by tensor"),
+        (args(strategy="channel"), args(symmetric=False, dynamic=True, strategy="token"), "w8a16",
+         "stay in bfloat16, not in the checkpoint's int8 with a zero point, by token"),
+        (FLOAT, args(type="float", dynamic=True, strategy="group", group_size=128), "fp8",
+         "stay in bfloat16, not in the checkpoint's float8, by group"),
+        (args(num_bits=4, strategy="group", group_size=128),
+         args(type="float", dynamic=True, strategy="token"), "w4a16-g128",
+         "stay in bfloat16, not in the checkpoint's float8, by token"),
+    ],
+)  # fmt: skip
+def test_activations_that_differ_from_the_checkpoint_s(
+    weights: QuantizationArgs, inputs: QuantizationArgs, name: str, says: str
+) -> None:
+    kind = "float-quantized" if weights.type == "float" else "int-quantized"
+    stored, config = compress(weights, inputs, kind, (128, 256))
+    if not inputs.symmetric and not inputs.dynamic:
+        stored["a.input_zero_point"] = torch.tensor([3], dtype=torch.int8)
+    found = find_matrices(config, Memory(stored))
+    matrix = found.matrices["a.weight"]
+    assert set(matrix.parts) == stored.keys()
+    assert matrix.scheme == parse_scheme(name)
+    (notice,) = found.notices
+    assert says in notice
+
+
+def test_static_activations_need_their_scale() -> None:
+    stored, config = compress(*THEIRS["fp8-w8a8-tensor-static"], (24, 256))
+    del stored["a.input_scale"]
+    with pytest.raises(WeightsError, match="a lacks input_scale"):
+        find_matrices(config, Memory(stored))
 
 
 def test_every_format_is_tried() -> None:

@@ -265,25 +265,56 @@ def fp8_by_transformers(values: Tensor, scales: Tensor) -> Tensor:
         ((24, 128), (24, 1), "weight_scale", ""),
     ],
 )
+@pytest.mark.parametrize("static", ["", "input_scale", "activation_scale"])
 def test_fp8(
-    shape: tuple[int, int], scale_shape: tuple[int, ...], name: str, rest: str, dtype: torch.dtype
+    shape: tuple[int, int],
+    scale_shape: tuple[int, ...],
+    name: str,
+    rest: str,
+    dtype: torch.dtype,
+    static: str,
 ) -> None:
     torch.manual_seed(0)
     values, scale = (torch.randn(shape) * 40).to(dtype), torch.rand(scale_shape) + 0.5
     block = [128, 128] if rest == "-block" else None
-    config = {"quant_method": "fp8", "weight_block_size": block, "activation_scheme": "static"}
-    stored = {"a.weight": values, f"a.{name}": scale, "a.input_scale": torch.tensor(0.1)}
+    config = {"quant_method": "fp8", "weight_block_size": block, "activation_scheme": "dynamic"}
+    stored = {"a.weight": values, f"a.{name}": scale}
+    if static:
+        config["activation_scheme"] = "static"
+        stored[f"a.{static}"] = torch.tensor(0.1)
     found = find_matrices(config, Memory(stored))
     matrix = found.matrices["a.weight"]
     assert set(matrix.parts) == stored.keys()
     read = matrix.read()
     assert isinstance(read, Codes)
-    base = "fp8" if dtype is torch.float8_e4m3fn else "fp8-e5m2"
+    e4m3 = dtype is torch.float8_e4m3fn
+    base = "fp8-w8a8" if e4m3 else "fp8-e5m2"
     assert read.scheme == matrix.scheme
-    assert read.scheme.name == base + rest
+    assert read.scheme.name == base + rest + ("-static" if static and e4m3 else "")
+    assert read.input_scale == (torch.tensor(0.1).item() if static and e4m3 else None)
     grid = scale if scale.ndim == 2 else scale.reshape(1, 1)
     assert torch.equal(read.dequantize(), fp8_by_transformers(values, grid))
-    assert any("activations stay in bfloat16" in text for text in found.notices)
+    assert any("activations stay in bfloat16" in text for text in found.notices) == (not e4m3)
+
+
+@pytest.mark.parametrize(
+    ("scheme", "inputs", "error", "says"),
+    [
+        ("static", (), WeightsError, "has 0 of the tensors input_scale, activation_scale"),
+        ("static", ("input_scale", "activation_scale"), WeightsError, "has 2 of the tensors"),
+        ("token", (), UnsupportedModelError, "activation_scheme='token'; read are 'dynamic', 'st"),
+    ],
+)
+def test_activations_of_fp8_that_are_not_read(
+    scheme: str, inputs: tuple[str, ...], error: type[Exception], says: str
+) -> None:
+    stored = {
+        "a.weight": torch.ones(24, 64).to(torch.float8_e4m3fn),
+        "a.weight_scale": torch.ones(1),
+    }
+    stored |= {f"a.{name}": torch.tensor(0.1) for name in inputs}
+    with pytest.raises(error, match=says):
+        find_matrices({"quant_method": "fp8", "activation_scheme": scheme}, Memory(stored))
 
 
 def test_fp8_in_blocks_that_end_early_and_with_powers_of_two() -> None:

@@ -185,7 +185,9 @@ def _gemma(m: Metadata, c: Container, architecture: str, period: int) -> Config:
     per_head = config["hidden_size"] / config["num_attention_heads"]
     scale = m.number(m.own("attention.scale"), 0.0)
     usual = per_head if largest else config["head_dim"]
-    config["query_pre_attn_scalar"] = scale**-2 if scale else usual
+    scalar = scale**-2 if scale else usual
+    whole = round(scalar)  # as configs have it; a float32 scale gives it back but for its rounding
+    config["query_pre_attn_scalar"] = whole if abs(scalar - whole) < 1e-5 * scalar else scalar
     window = m.integer(m.own("attention.sliding_window"), 0)
     pattern = m.get(m.own("attention.sliding_window_pattern"), period if window else 1)
     if isinstance(pattern, int) and not isinstance(pattern, bool) and pattern >= 0:

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from penstock.errors import WeightsError
 from penstock.quant import Codes, Scheme
+from penstock.quant.levels import E2M1
 
 Bytes = NDArray[np.uint8]
 Floats = NDArray[np.float32]
@@ -216,8 +217,7 @@ def _mxfp4_codes(blocks: Bytes) -> tuple[Bytes, Floats]:
 
 def _mxfp4(blocks: Bytes) -> Floats:
     values, scale = _mxfp4_codes(blocks)
-    magnitude = np.array((0, 0.5, 1, 1.5, 2, 3, 4, 6), dtype=np.float32)
-    return scale * np.concatenate((magnitude, -magnitude))[values]
+    return scale * np.array(E2M1, dtype=np.float32)[values]
 
 
 BLOCKS: dict[int, Block] = {

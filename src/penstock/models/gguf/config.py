@@ -23,6 +23,13 @@ _REFUSED = {
 """Keys that any architecture may carry: what config.json calls them (which refuses them) and the
 value, beside 0, that asks for nothing."""
 
+_MODEL_TYPES = {
+    "Gemma3ForCausalLM": "gemma3_text",
+    "GPTNeoXForCausalLM": "gpt_neox",
+    "MistralForCausalLM": "mistral",
+}
+"""Where `config.json` says another `model_type` than GGUF's architecture."""
+
 _SAMPLING = {
     "temp": "temperature",
     "top_k": "top_k",
@@ -54,15 +61,17 @@ def read_gguf_config(container: Container) -> dict[str, Any]:
             f"{nearest(m.architecture, ARCHITECTURES)} Built: {', '.join(ARCHITECTURES)}."
         )
     config = ARCHITECTURES[m.architecture].read_config(m, container)
-    config["model_type"] = m.architecture
+    (architecture,) = config["architectures"]
+    config["model_type"] = _MODEL_TYPES.get(architecture, m.architecture)
     config["vocab_size"] = _vocab_size(m, container)
     config["tie_word_embeddings"] = is_tied(container)
     config["dtype"] = str(main_dtype(container)).removeprefix("torch.")
     config |= _special_tokens(m)
     for theirs, (ours, off) in _REFUSED.items():
         value = m.get(m.own(theirs), off)
-        config[ours] = None if value in (0, off) else value
-    if not config["num_local_experts"]:
+        if value not in (0, off):
+            config[ours] = value
+    if "num_local_experts" not in config:
         m.get(m.own("expert_used_count"))
     config["use_bidirectional_attention"] = not m.flag(m.own("attention.causal"), True)
     return config | m.unread()
@@ -115,15 +124,15 @@ def _vocab_size(m: Metadata, container: Container) -> int:
 
 
 def _special_tokens(m: Metadata) -> dict[str, Any]:
-    """`bos_token_id`, and as `eos_token_id` everything that ends a text."""
-    ids = [_token_id(m, name) for name in (*_STOPS, "bos")]
-    stops, bos = ids[:-1], ids[-1]
+    """`bos_token_id`, `pad_token_id`, and as `eos_token_id` everything that ends a text."""
+    *stops, bos, padding = (_token_id(m, name) for name in (*_STOPS, "bos", "padding"))
     tokens, types = (m.get(f"tokenizer.ggml.{key}") for key in ("tokens", "token_type"))
     if isinstance(tokens, list) and isinstance(types, list):
         pairs = enumerate(zip(tokens, types, strict=False))
         stops += [i for i, (token, kind) in pairs if kind == _CONTROL and token in _STOP_NAMES]
     return {
         "bos_token_id": bos,
+        "pad_token_id": padding,
         "eos_token_id": list(dict.fromkeys(stop for stop in stops if stop is not None)),
     }
 

@@ -62,6 +62,7 @@ class Container:
     path: Path
     metadata: Mapping[str, Any]
     tensors: Mapping[str, TensorInfo]
+    files: tuple[Path, ...]  # all parts
 
 
 _Info = tuple[str, tuple[int, ...], Block, int]
@@ -116,7 +117,8 @@ def _join(path: Path, count: int) -> Container:
         raise WeightsError(
             f"{path}: {total} tensors should be in {count} files; {len(tensors)} are."
         )
-    return Container(parts[0].path, parts[0].metadata, tensors)
+    files = tuple(part.path for part in parts)
+    return Container(parts[0].path, parts[0].metadata, tensors, files)
 
 
 def _read_part(path: Path) -> Container:
@@ -129,7 +131,7 @@ def _read_part(path: Path) -> Container:
     if not isinstance(alignment, int) or alignment < 8 or alignment & (alignment - 1):
         raise cursor.fail(f"general.alignment is {alignment!r}, not a power of two from 8 on")
     infos = [_info(cursor) for _ in range(num_tensors)]
-    return Container(path, metadata, _tensors(infos, view, cursor, alignment))
+    return Container(path, metadata, _tensors(infos, view, cursor, alignment), (path,))
 
 
 def _check_version(path: Path, view: memoryview, cursor: Cursor) -> None:

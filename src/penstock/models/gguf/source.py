@@ -39,7 +39,8 @@ class GgufSource:
         self._container: Container = read_container(path)
         self.config: dict[str, Any] = read_gguf_config(self._container)
         self.generation: dict[str, Any] = generation_config(self._container)
-        self._architecture: Architecture = ARCHITECTURES[self.config["model_type"]]
+        name = self._container.metadata["general.architecture"]
+        self._architecture: Architecture = ARCHITECTURES[name]
         dropped = {*FACTORS, *(("output.weight",) if is_tied(self._container) else ())}
         self._where: dict[str, tuple[str, TensorInfo]] = {}
         for name, tensor in self._container.tensors.items():
@@ -57,6 +58,10 @@ class GgufSource:
             if tensor.block.plain is None:
                 sizes[tensor.block.name] += tensor.nbytes
         return sizes.most_common(1)[0][0] if sizes else None
+
+    def files(self) -> list[Path]:
+        """All parts of the model."""
+        return list(self._container.files)
 
     def names(self) -> list[str]:
         """Every tensor's name in a checkpoint of the family, sorted."""
@@ -88,13 +93,23 @@ class GgufSource:
             return values.float() - self._architecture.norm_shift
         return values.t() if self._is_transposed(stem, tensor) else values
 
+    @property
+    def table(self) -> str:
+        """The embedding's name."""
+        return f"{self._architecture.names['token_embd']}.weight"
+
+    @property
+    def head(self) -> str:
+        """The name of the output head, where it isn't tied."""
+        return f"{self._architecture.names['output']}.weight"
+
+    def is_widened(self, name: str) -> bool:
+        """Whether a tensor is quantized in a way that no scheme holds: its values are read."""
+        return self._where[name][1].block.plain is None and self.scheme(name) is None
+
     def announce(self) -> None:
         """Say once what no scheme holds, and what its values take instead."""
-        widened = [
-            tensor
-            for name, (_, tensor) in self._where.items()
-            if tensor.block.plain is None and self.scheme(name) is None
-        ]
+        widened = [tensor for name, (_, tensor) in self._where.items() if self.is_widened(name)]
         if not widened:
             return
         kinds = Counter(tensor.block.name for tensor in widened)

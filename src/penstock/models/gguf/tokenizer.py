@@ -1,5 +1,7 @@
 """The tokenizer and the chat templates of a GGUF file, from `tokenizer.*` in its metadata.
 
+As a `Tokenizer`, or as the files of a model's folder.
+
 Two kinds: "gpt2", byte-level BPE, whose way of splitting a text into words has a name
 (`tokenizer.ggml.pre`); and "llama", SentencePiece's BPE, whose merges follow from the scores.
 Sources: the specification ("Tokenizer"), and llama.cpp's llama-vocab.cpp for names and defaults.
@@ -7,13 +9,15 @@ Sources: the specification ("Tokenizer"), and llama.cpp's llama-vocab.cpp for na
 
 from __future__ import annotations
 
+import json
+import re
 from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import tokenizers
-from tokenizers import decoders, models, normalizers
+from tokenizers import decoders, models, normalizers, processors
 
 from penstock.errors import TokenizerError
 from penstock.models.gguf.container import read_container
@@ -45,6 +49,15 @@ def gguf_tokenizer(path: Path, *, vocab_size: int | None = None) -> Tokenizer:
     return tokenizer
 
 
+def write_tokenizer(path: Path, folder: Path) -> None:
+    """Write the tokenizer of the file `path` as a folder has it, here and for transformers.
+
+    `tokenizer.json`, `tokenizer_config.json`, `chat_template.jinja`, `additional_chat_templates/`.
+    Raises TokenizerError for one that isn't built, before anything is written.
+    """
+    Vocabulary(read_container(path).metadata, path).write(folder)
+
+
 class Vocabulary:
     """What a file says about its tokens."""
 
@@ -61,6 +74,40 @@ class Vocabulary:
 
     def tokenizer(self) -> Tokenizer:
         """Text to ids and back, as the files that the metadata was made of would give it."""
+        built, settings = self._build()
+        backend = FastBackend(built)
+        configure(backend, settings)
+        return Tokenizer(backend, settings, name=str(self.path))
+
+    def write(self, folder: Path) -> None:
+        """As `tokenizer`, in files."""
+        built, settings = self._build()
+        before, after = (
+            settings.named_tokens[name] if asked else ""
+            for name, asked in (
+                ("bos_token", settings.add_bos_token),
+                ("eos_token", settings.add_eos_token),
+            )
+        )
+        built.post_processor = _affixes(built, before, after)
+        config = {
+            "tokenizer_class": "PreTrainedTokenizerFast",
+            "add_bos_token": settings.add_bos_token,
+            "add_eos_token": settings.add_eos_token,
+            "clean_up_tokenization_spaces": False,
+            **settings.named_tokens,
+        }
+        text = json.dumps(config, indent=2, ensure_ascii=False) + "\n"
+        (folder / "tokenizer_config.json").write_text(text, encoding="utf-8")
+        (folder / "tokenizer.json").write_text(built.to_str(pretty=True), encoding="utf-8")
+        for name, template in settings.chat_templates.items():
+            file = folder / "chat_template.jinja"
+            if name != "default":
+                file = folder / "additional_chat_templates" / f"{name}.jinja"
+                file.parent.mkdir(exist_ok=True)
+            file.write_text(template, encoding="utf-8")
+
+    def _build(self) -> tuple[tokenizers.Tokenizer, TokenizerSettings]:
         if self.kind == "gpt2":
             built, add_bos = self._byte_level()
         elif self.kind == "llama":
@@ -71,10 +118,7 @@ class Vocabulary:
                 "and llama (SentencePiece) are"
             )
         self._add_special(built)
-        settings = self._settings(add_bos)
-        backend = FastBackend(built)
-        configure(backend, settings)
-        return Tokenizer(backend, settings, name=str(self.path))
+        return built, self._settings(add_bos)
 
     def _byte_level(self) -> tuple[tokenizers.Tokenizer, bool]:
         """(tokenizer, whether BOS goes first where the file doesn't say)."""
@@ -205,6 +249,9 @@ class Vocabulary:
         wrong = [name for name, text in found.items() if not isinstance(text, str | None)]
         if wrong:
             raise self._fail(f"the chat template {wrong[0]!r} isn't a text")
+        strange = [name for name in found if not re.fullmatch(r"\w[\w.-]*", name)]
+        if strange:  # a file's name, where it is written
+            raise self._fail(f"a chat template is called {strange[0][:60]!r}")
         return {name: text for name, text in found.items() if text is not None}
 
     def _token(self, name: str, default: int | None = None) -> str | None:
@@ -241,3 +288,17 @@ class Vocabulary:
             f"The tokenizer in {self.path}: {what}. Give the folder of the model's tokenizer "
             "files beside it (tokenizer=…), or convert the file again with a newer converter."
         )
+
+
+def _affixes(built: tokenizers.Tokenizer, before: str, after: str) -> Any:
+    """What puts the tokens called `before` and `after` around a text, where they aren't empty."""
+    parts = [part for part in (before, "$A", after) if part]
+    special = [(token, built.token_to_id(token)) for token in (before, after) if token]
+    if not special:
+        return None
+    second = [part.replace("$A", "$B") for part in parts]
+    return processors.TemplateProcessing(
+        single=parts,
+        pair=[*parts, *(f"{part}:1" for part in second)],
+        special_tokens=list(dict(special).items()),
+    )

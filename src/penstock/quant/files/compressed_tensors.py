@@ -37,7 +37,7 @@ from penstock.quant.files.layout import (
     unpack_bits,
     unpack_nibbles,
 )
-from penstock.quant.scheme import Activations, Scheme
+from penstock.quant.scheme import BLOCK, Activations, Scheme
 
 _BYTES = ("int-quantized", "float-quantized", "naive-quantized")
 _FLOATS = {"nvfp4-pack-quantized": 16, "mxfp4-pack-quantized": 32}
@@ -162,15 +162,36 @@ class _Module:
         inputs = group.get("input_activations")
         if not inputs:
             return "float"
-        whole = inputs.get("type", "int") == "int" and not self.float
-        if whole and inputs.get("num_bits", 8) == 8 and inputs.get("symmetric", True):
-            if inputs.get("dynamic", False):
-                return "int8"
-            if inputs.get("strategy", "tensor") == "tensor":
-                return "int8_static"
-        bits = f"{inputs.get('type', 'int')}{inputs.get('num_bits', 8)}"
-        self.found.note(f"activations stay in bfloat16, not in the checkpoint's {bits}", self.name)
+        kind, bits = inputs.get("type", "int"), inputs.get("num_bits", 8)
+        even, strategy = inputs.get("symmetric", True), inputs.get("strategy") or "tensor"
+        dynamic, size = inputs.get("dynamic", False), inputs.get("group_size")
+        fits = self.float and self.bits == 8 if kind == "float" else not self.float
+        if fits and bits == 8 and even:
+            if dynamic is True and self._spreads(strategy, size, kind):
+                return "int8" if kind == "int" else "fp8"
+            if dynamic is False and strategy == "tensor":
+                return "int8_static" if kind == "int" else "fp8_static"
+        said = f"{kind}{bits}{'' if even else ' with a zero point'}, by {strategy}"
+        self.found.note(f"activations stay in bfloat16, not in the checkpoint's {said}", self.name)
         return "float"
+
+    def _spreads(self, strategy: str, size: int | None, kind: str) -> bool:
+        """Whether a token's own scales do for what shares one; a note where they are finer.
+
+        They are of the whole token or, beside FP8 weights in groups, of each group of it.
+        """
+        grouped = kind == "float" and self.group == BLOCK
+        own = f"each {BLOCK} values of a token" if grouped else ""
+        if strategy == "group":
+            return grouped and size == BLOCK
+        if strategy == "tensor":
+            self.found.note(
+                f"activations have a scale for {own or 'each token'}, not one for all tokens of a "
+                "batch: what a token gives would depend on the others", self.name,
+            )  # fmt: skip
+        elif strategy == "token" and grouped:
+            self.found.note(f"activations have a scale for {own}, not one for all of it", self.name)
+        return strategy in ("tensor", "token")
 
     @property
     def name(self) -> str:
@@ -187,7 +208,7 @@ class _Module:
         listed = (own, *(p for p in _PARTS if p not in ("weight", "weight_packed")))
         parts = tuple(self.part(p) for p in listed if self.has(p))
         need(self.tensors, self.names, self.module, "weight_scale")
-        if self.activations == "int8_static":
+        if self.activations.endswith("_static"):
             need(self.tensors, self.names, self.module, "input_scale")
         if kind in _FLOATS:
             shape, scheme, read = self._nibbles(kind)
@@ -201,6 +222,8 @@ class _Module:
                 f"{self.group or 'all'} columns have no kernel and are widened",
                 self.name,
             )
+            if self.activations != "float":
+                self.found.note("activations stay in bfloat16 beside widened weights", self.name)
         return Matrix(shape, scheme, read, parts)
 
     def _check_scales(self, n: int, k: int) -> None:
@@ -271,10 +294,8 @@ class _Module:
         matrix = Integers(self.bits, self.group, unsigned, scale, zero, of)
         if scheme is None:
             return matrix.values()
-        static = scheme.activations == "int8_static"
-        return matrix.codes(
-            scheme, number(self.tensors, self.part("input_scale")) if static else None
-        )
+        static = number(self.tensors, self.part("input_scale")) if scheme.static else None
+        return matrix.codes(scheme, static)
 
     def _unsigned(self, stored: Tensor, half: int) -> Tensor:
         raised = stored.to(torch.int16) + half
@@ -290,9 +311,10 @@ class _Module:
         check_dtype(self.tensors, self.name, torch.float8_e4m3fn)
         n, k = self.tensors.shape(self.name)
         self._check_scales(n, k)
-        scheme = float8_scheme(torch.float8_e4m3fn, self.group, self.rows)
-        scales, sharing = self.part("weight_scale"), (self.group, self.rows)
-        read = partial(read_float8, self.tensors, self.name, scales, *sharing, scheme)
+        sharing = self.group, self.rows
+        scheme = float8_scheme(torch.float8_e4m3fn, *sharing, self.activations)
+        scales, inputs = self.part("weight_scale"), self.part("input_scale")
+        read = partial(read_float8, self.tensors, self.name, scales, sharing, scheme, inputs)
         return (n, k), scheme, read
 
     def _nibbles(self, kind: str) -> tuple[tuple[int, int], Scheme | None, Callable[[], Any]]:

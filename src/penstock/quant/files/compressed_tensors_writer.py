@@ -112,7 +112,7 @@ def _format(scheme: Scheme) -> str:
     if scheme.kind in ("nvfp4", "mxfp4"):
         return f"{scheme.kind}-pack-quantized"
     if scheme.kind == "fp8_e4m3":
-        return "naive-quantized"
+        return "naive-quantized" if scheme.activations == "float" else "float-quantized"
     return "pack-quantized" if scheme.activations == "float" else "int-quantized"
 
 
@@ -132,16 +132,21 @@ def _describe(scheme: Scheme) -> dict[str, Any]:
     }
     if strategy == "block":
         weights["block_structure"] = [BLOCK, scheme.group]
-    inputs = None
-    if scheme.activations != "float":
-        static = scheme.activations == "int8_static"
-        inputs = {
-            "num_bits": 8, "type": "int", "symmetric": True, "dynamic": not static,
-            "strategy": "tensor" if static else "token",
-        }  # fmt: skip
     return {
         "weights": weights,
-        "input_activations": inputs,
+        "input_activations": None if scheme.activations == "float" else _describe_inputs(scheme),
         "output_activations": None,
         "format": _format(scheme),
+    }
+
+
+def _describe_inputs(scheme: Scheme) -> dict[str, Any]:
+    grouped = scheme.activations == "fp8" and scheme.group > 0
+    return {
+        "num_bits": 8,
+        "type": "int" if scheme.is_integer else "float",
+        "symmetric": True,
+        "dynamic": not scheme.static,
+        "strategy": "tensor" if scheme.static else "group" if grouped else "token",
+        "group_size": scheme.group if grouped else None,
     }

@@ -7,29 +7,41 @@ from torch import Tensor
 
 from penstock.errors import WeightsError
 from penstock.quant.codes import Codes
-from penstock.quant.files.layout import Tensors, finite, scale_shape, spread
-from penstock.quant.scheme import BLOCK, Scheme
+from penstock.quant.files.layout import Tensors, finite, number, scale_shape, spread
+from penstock.quant.scheme import BLOCK, Activations, Kind, Scheme
 
 
-def float8_scheme(dtype: torch.dtype, group: int, rows: int) -> Scheme | None:
+def float8_scheme(
+    dtype: torch.dtype, group: int, rows: int, activations: Activations
+) -> Scheme | None:
     """The scheme of 8-bit floats whose scales `rows` rows and `group` columns share; None: none."""
-    kind = "fp8_e4m3" if dtype is torch.float8_e4m3fn else "fp8_e5m2"
+    kind: Kind = "fp8_e4m3" if dtype is torch.float8_e4m3fn else "fp8_e5m2"
     if (group, rows) not in ((0, 0), (0, 1), (BLOCK, BLOCK)):
         return None
-    return Scheme(kind, group, rows=rows)  # type: ignore[arg-type]
+    return Scheme(kind, group, activations=activations, rows=rows)
 
 
 def read_float8(
-    tensors: Tensors, weight: str, scales: str, group: int, rows: int, scheme: Scheme | None
+    tensors: Tensors,
+    weight: str,
+    scales: str,
+    sharing: tuple[int, int],
+    scheme: Scheme | None,
+    input_scale: str,
 ) -> Tensor | Codes:
-    """A matrix of 8-bit floats, its scales shared by `rows` rows and `group` columns (0: all)."""
-    values = tensors.raw(weight)
+    """A matrix of 8-bit floats.
+
+    sharing: the columns and rows that share a scale (0: all). input_scale: the tensor of static
+    activations' scale, read where the scheme has one.
+    """
+    values, (group, rows) = tensors.raw(weight), sharing
     n, k = values.shape
     scale = finite(tensors, scales).reshape(scale_shape(n, k, group, rows))
     scale = spread(scale, n, rows)
-    if scheme is not None:
-        return Codes(scheme, values, scale)
-    return values.float() * scale.repeat_interleave(group or k, 1)[:, :k]
+    if scheme is None:
+        return values.float() * scale.repeat_interleave(group or k, 1)[:, :k]
+    static = number(tensors, input_scale) if scheme.static else None
+    return Codes(scheme, values, scale, input_scale=static)
 
 
 def read_exponents(tensors: Tensors, name: str) -> Tensor:

@@ -1,4 +1,4 @@
-"""Weights in eight bits of floating point, E4M3 or E5M2, beside activations in bfloat16."""
+"""Weights in eight bits of floating point, E4M3 or E5M2; beside E4M3 activations in it too."""
 
 from __future__ import annotations
 
@@ -10,23 +10,28 @@ from torch.nn import functional
 from penstock.ops.panels import pack_groups, pack_int8, unpack_codes, unpack_groups
 from penstock.quant.codes import Codes, groups
 from penstock.quant.format import Packed
-from penstock.quant.formats.quantized import Quantized, spare_groups
+from penstock.quant.formats.quantized import (
+    Quantized,
+    restored_input,
+    spare_groups,
+    stored_input,
+)
 
 
 @dataclass(frozen=True, slots=True)
 class Float8(Quantized):
     """A float32 scale for each row, or for each 128 values of K; codes widen exactly to bfloat16.
 
+    Activations in E4M3 are exact in bfloat16 too: both are multiplied as weights alone are, and the
+    activations' scale multiplies the sums (`ops.linear`).
     Source: Micikevicius et al. 2022, arXiv:2209.05433; blocks: DeepSeek-V3, arXiv:2412.19437.
     """
 
     def store(self, codes: Codes) -> Packed:
         padded = self.padded(codes.shape[1])
-        spare = spare_groups(codes, padded)
-        stored = codes.values.dtype
-        values = functional.pad(codes.values.view(torch.int8), (0, padded - codes.shape[1]))
-        scale = functional.pad(codes.scale, (0, spare), value=1.0)
-        return {"weight": pack_int8(values).view(stored), "scale": pack_groups(scale)}
+        scale = functional.pad(codes.scale, (0, spare_groups(codes, padded)), value=1.0)
+        panels = pack_int8(codes.values.view(torch.int8), padded).view(codes.values.dtype)
+        return {"weight": panels, "scale": pack_groups(scale), **stored_input(codes)}
 
     def restore(self, packed: Packed, out_features: int, in_features: int) -> Codes:
         count = groups(in_features, self.scheme.group)
@@ -34,4 +39,5 @@ class Float8(Quantized):
             self.scheme,
             unpack_codes(packed["weight"])[:out_features, :in_features],
             unpack_groups(packed["scale"])[:out_features, :count],
+            input_scale=restored_input(packed),
         )

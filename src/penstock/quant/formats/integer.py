@@ -4,14 +4,19 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 from torch.nn import functional
 
 from penstock.ops.panels import pack_groups, pack_int4, pack_int8, unpack_codes, unpack_groups
 from penstock.quant.codes import Codes, groups
 from penstock.quant.format import Packed
-from penstock.quant.formats.quantized import Quantized, half_if_exact, spare_groups
+from penstock.quant.formats.quantized import (
+    Quantized,
+    half_if_exact,
+    restored_input,
+    spare_groups,
+    stored_input,
+)
 from penstock.quant.methods.rtn import round_int4, round_int8
 
 
@@ -25,7 +30,7 @@ class Integer(Quantized):
 
     def pack(self, weight: Tensor, gated: bool = False) -> Packed:
         scheme = self.scheme
-        if scheme.rows == 1 and scheme.activations != "int8_static":  # the operators' part
+        if scheme.rows == 1 and not scheme.static:  # the operators' part
             if scheme.kind == "int8" and not scheme.group and scheme.symmetric:
                 return round_int8(weight, gated)
             if scheme.kind == "int4" and scheme.group:
@@ -33,32 +38,26 @@ class Integer(Quantized):
         return Quantized.pack(self, weight, gated)
 
     def store(self, codes: Codes) -> Packed:
-        k, eight = codes.shape[1], self.scheme.bits == 8
-        padded = self.padded(k)
+        eight, padded = self.scheme.bits == 8, self.padded(codes.shape[1])
         spare = spare_groups(codes, padded)
-        nothing = 0 if eight else 8
-        values = functional.pad(codes.values, (0, padded - k), value=nothing)
         scale = functional.pad(codes.scale, (0, spare), value=1.0)
+        if not eight or self.scheme.group:
+            scale = half_if_exact(scale)
         packed = {
-            "scale": pack_groups(scale if eight and not self.scheme.group else half_if_exact(scale))
+            "weight": pack_int8(codes.values, padded) if eight else pack_int4(codes.values, padded),
+            "scale": pack_groups(scale),
         }
         if codes.zero is not None:
-            zero = functional.pad(codes.zero, (0, spare), value=nothing)
-            of_each = zero.repeat_interleave(padded // zero.shape[1], 1)
-            values[:, k:] = of_each[:, k:]  # beyond K nothing stands
-            packed["zero"] = pack_groups(zero)
-        if codes.input_scale is not None:
-            packed["input_scale"] = torch.tensor([codes.input_scale], dtype=torch.float32)
-        return {"weight": pack_int8(values) if eight else pack_int4(values), **packed}
+            packed["zero"] = pack_groups(functional.pad(codes.zero, (0, spare)))
+        return packed | stored_input(codes)
 
     def restore(self, packed: Packed, out_features: int, in_features: int) -> Codes:
         n, count = out_features, groups(in_features, self.scheme.group)
-        zero, given = packed.get("zero"), packed.get("input_scale")
+        zero = packed.get("zero")
         return Codes(
             self.scheme,
             unpack_codes(packed["weight"])[:n, :in_features],
             unpack_groups(packed["scale"])[:n, :count].float(),
             None if zero is None else unpack_groups(zero)[:n, :count],
-            None,
-            None if given is None else float(given),
+            input_scale=restored_input(packed),
         )

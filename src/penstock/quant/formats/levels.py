@@ -31,9 +31,11 @@ class Levels(Quantized):
     def store(self, codes: Codes) -> Packed:
         padded = self.padded(codes.shape[1])
         nothing = 7 if self.scheme.kind == "nf4" else 0
-        values = functional.pad(codes.values, (0, padded - codes.shape[1]), value=nothing)
         scale = functional.pad(codes.scale, (0, spare_groups(codes, padded)), value=1.0)
-        packed = {"weight": pack_int4(values, nothing), "scale": pack_groups(self._stored(scale))}
+        packed = {
+            "weight": pack_int4(codes.values, padded, nothing),
+            "scale": pack_groups(self._stored(scale)),
+        }
         if codes.outer is not None:
             packed["outer"] = pack_groups(codes.outer[:, None])
         return packed

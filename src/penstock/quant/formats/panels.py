@@ -21,9 +21,9 @@ class PanelFormat:
     __slots__ = ()
 
     @property
-    def int8_rows(self) -> bool:
-        """Whether activations are rounded to int8."""
-        return False
+    def row_codes(self) -> int:
+        """What activations are rounded to, if anything (`ops.linear.ROW_CODES`)."""
+        return 0
 
     @property
     def levels(self) -> int:
@@ -50,7 +50,7 @@ class PanelFormat:
             packed.get("zero"),
             bias,
             out_features,
-            self.int8_rows,
+            self.row_codes,
             norm,
             eps,
             _INDEX[activation],
@@ -69,7 +69,7 @@ class PanelFormat:
             packed.get("scale"),
             packed.get("zero"),
             bias,
-            self.int8_rows,
+            self.row_codes,
             self.levels,
             packed.get("outer"),
             packed.get("input_scale"),

@@ -10,12 +10,21 @@ from torch import Tensor
 
 from penstock.errors import WeightsError
 from penstock.hardware import Compute
+from penstock.ops.linear import ROW_CODES
 from penstock.ops.panels import BYTE_BLOCK, COLUMNS, alternate, round_up, unpack_quantized
 from penstock.quant.codes import Codes, groups
 from penstock.quant.format import Packed
 from penstock.quant.formats.panels import PanelFormat
 from penstock.quant.methods.rtn import quantize
-from penstock.quant.scheme import Scheme
+from penstock.quant.scheme import Activations, Scheme
+
+_ROW_CODES: dict[Activations, int] = {
+    "float": ROW_CODES.index("none"),
+    "int8": ROW_CODES.index("int8"),
+    "int8_static": ROW_CODES.index("int8"),
+    "fp8": ROW_CODES.index("e4m3"),
+    "fp8_static": ROW_CODES.index("e4m3"),
+}
 
 _WHOLE = ("input_scale",)
 """Tensors of the whole matrix: the halves of a gate share them."""
@@ -36,11 +45,11 @@ class Quantized(PanelFormat):
 
     @property
     def compute(self) -> Compute:
-        return "int8" if self.int8_rows else "bfloat16"
+        return "int8" if ROW_CODES[self.row_codes] == "int8" else "bfloat16"
 
     @property
-    def int8_rows(self) -> bool:
-        return self.scheme.activations != "float"
+    def row_codes(self) -> int:
+        return _ROW_CODES[self.scheme.activations]
 
     def padded(self, in_features: int) -> int:
         """K as it is stored."""
@@ -96,6 +105,18 @@ class Quantized(PanelFormat):
 def spare_groups(codes: Codes, padded: int) -> int:
     """How many groups of padding follow those of K."""
     return groups(padded, codes.scheme.group) - codes.scale.shape[1]
+
+
+def stored_input(codes: Codes) -> Packed:
+    """The scale of static activations, as operators take it."""
+    if codes.input_scale is None:
+        return {}
+    return {"input_scale": torch.tensor([codes.input_scale], dtype=torch.float32)}
+
+
+def restored_input(packed: Packed) -> float | None:
+    """What `stored_input` was given."""
+    return float(packed["input_scale"]) if "input_scale" in packed else None
 
 
 def half_if_exact(scale: Tensor) -> Tensor:

@@ -85,6 +85,6 @@ def _relative_size(weight: Tensor, group: int) -> Tensor:
 
 
 def _loss(weight: Tensor, scales: Tensor, scheme: Scheme, hessian: Tensor) -> float:
-    static = 1.0 if scheme.activations == "int8_static" else None
+    static = 1.0 if scheme.static else None
     rounded = rtn.quantize(weight * scales, scheme, static).dequantize() / scales
     return output_error(weight - rounded, hessian)

@@ -1,4 +1,4 @@
-"""From the magnitudes that a calibration run saw to one scale of int8: where to cut them off.
+"""From the magnitudes that a calibration run saw to one scale: where to cut them off.
 
 Sources: min-max, percentile and squared error: Nagel et al. 2021, arXiv:2106.08295, section 3.1;
 entropy: Migacz 2017, "8-bit inference with TensorRT", GTC 2017.
@@ -15,6 +15,10 @@ from penstock.errors import ConfigError
 
 Calibrator = Literal["minmax", "percentile", "entropy", "mse"]
 CALIBRATORS: tuple[Calibrator, ...] = ("minmax", "percentile", "entropy", "mse")
+
+Rounded = Literal["int8", "fp8"]
+"""What activations become."""
+LARGEST: dict[Rounded, int] = {"int8": 127, "fp8": 448}
 
 BINS = 2048
 LEVELS = 128
@@ -51,18 +55,35 @@ class Histogram:
         self.counts += torch.bincount(at, minlength=BINS)
 
 
-def input_scale(histogram: Histogram, calibrator: Calibrator, percentile: float = 99.99) -> float:
-    """x ≈ q · scale for q in ±127: where magnitudes are cut off, over 127.
+def check_calibrator(calibrator: str, rounded: Rounded) -> None:
+    """Raise ConfigError where `calibrator` is none, or none of activations in `rounded`."""
+    if calibrator not in CALIBRATORS:
+        raise ConfigError(f"calibrator={calibrator!r} isn't one of {', '.join(CALIBRATORS)}.")
+    if calibrator == "entropy" and rounded == "fp8":
+        raise ConfigError(
+            "calibrator='entropy' compares distributions over equal steps, which E4M3 doesn't "
+            "have. Of activations in fp8 minmax, percentile and mse find a scale."
+        )
 
-    minmax: nowhere. percentile: where that share of them lies below. entropy: where the
+
+def input_scale(
+    histogram: Histogram,
+    calibrator: Calibrator,
+    percentile: float = 99.99,
+    rounded: Rounded = "int8",
+) -> float:
+    """x ≈ q · scale for q within LARGEST[rounded]: where magnitudes are cut off, over that.
+
+    minmax: nowhere. percentile: where that share of them lies below. entropy (of int8): where the
     distribution of what remains, in 128 levels, diverges least from the one before. mse: where the
     squared error of rounding and clipping is least.
     Raises ConfigError where nothing but zeros was seen.
     """
+    check_calibrator(calibrator, rounded)
     if histogram.largest == 0:
         raise ConfigError(
             "Every calibration activation of a matrix is zero: no static scale follows from them. "
-            "Use other text, or activations rounded token by token (w8a8)."
+            "Use other text, or activations rounded token by token (w8a8, fp8-w8a8)."
         )
     match calibrator:
         case "minmax":
@@ -72,10 +93,8 @@ def input_scale(histogram: Histogram, calibrator: Calibrator, percentile: float 
         case "entropy":
             cut = _entropy(histogram)
         case "mse":
-            cut = _least_squares(histogram)
-        case _:
-            raise ConfigError(f"calibrator={calibrator!r} isn't one of {', '.join(CALIBRATORS)}.")
-    return min(cut, histogram.largest) / (LEVELS - 1)
+            cut = _least_squares(histogram, rounded)
+    return min(cut, histogram.largest) / LARGEST[rounded]
 
 
 def _percentile(histogram: Histogram, percentile: float) -> float:
@@ -113,16 +132,17 @@ def _divergence(reference: Tensor, inside: Tensor) -> float:
     return float((p[here] * (p[here].log() - q[here].clamp(min=1e-12).log())).sum())
 
 
-def _least_squares(histogram: Histogram) -> float:
+def _least_squares(histogram: Histogram, rounded: Rounded) -> float:
     """Over 200 cuts: bins stand for their middles; rounding within a step is uniform."""
     counts = histogram.counts.double()
     middle = (torch.arange(BINS, dtype=torch.float64) + 0.5) * histogram.width
     best, cut = torch.inf, histogram.largest
     for i in range(20, 201):
         top = histogram.largest * i / 200
-        step = top / (LEVELS - 1)
-        rounded = (middle / step).round().clamp(max=LEVELS - 1) * step
-        error = float((counts * (middle - rounded) ** 2).sum())
+        step = top / LARGEST[rounded]
+        q = (middle / step).clamp(max=LARGEST[rounded])
+        q = q.round() if rounded == "int8" else q.to(torch.float8_e4m3fn).double()
+        error = float((counts * (middle - q * step) ** 2).sum())
         if error < best:
             best, cut = error, top
     return cut

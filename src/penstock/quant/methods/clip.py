@@ -73,7 +73,7 @@ def quantize(
 
 
 def _meaning(scheme: Scheme, values: Tensor, scale: Tensor, zero: Tensor | None) -> Tensor:
-    static = 1.0 if scheme.activations == "int8_static" else None
+    static = 1.0 if scheme.static else None
     return Codes(scheme, values, scale, zero, None, static).dequantize()
 
 

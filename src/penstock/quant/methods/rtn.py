@@ -39,7 +39,7 @@ def quantize(weight: Tensor, scheme: Scheme, input_scale: float | None = None) -
     input_scale: of static activations, and only of them. The last group of a row may be shorter.
     Raises WeightsError for a value that is NaN or infinite and for one beyond what a scale holds.
     """
-    if (input_scale is not None) != (scheme.activations == "int8_static"):
+    if (input_scale is not None) != scheme.static:
         if input_scale is not None:
             raise ConfigError(f"{scheme.name} has no scale of activations that could be given.")
         raise ConfigError(
