@@ -1,4 +1,4 @@
-"""What each further sampler keeps, by transformers' warpers or a closed form; the shape of draws."""
+"""What each further sampler keeps, by transformers' warpers or a closed form; its draws."""
 
 from __future__ import annotations
 
@@ -74,7 +74,10 @@ def test_cutoffs(vocab_size, value):
 def test_the_order_of_stages(vocab_size):
     logits = normal_logits(1, vocab_size, seed=vocab_size)[0]
     want = warped(
-        logits / 1.5, TypicalLogitsWarper(mass=0.9), TopPLogitsWarper(0.8), EpsilonLogitsWarper(0.01)
+        logits / 1.5,
+        TypicalLogitsWarper(mass=0.9),
+        TopPLogitsWarper(0.8),
+        EpsilonLogitsWarper(0.01),
     )
     got = kept(logits, temperature=1.5, typical_p=0.9, top_p=0.8, epsilon_cutoff=0.01)
     assert np.allclose(got, want, atol=1e-6)
@@ -120,9 +123,7 @@ def test_exclude_top_choices():
 
 def test_exclude_top_choices_happens_as_often_as_it_should():
     p = np.array([0.6, 0.3, 0.1])
-    rows = [
-        sequence(3, seed=i, xtc_probability=0.25, xtc_threshold=0.2) for i in range(20_000)
-    ]
+    rows = [sequence(3, seed=i, xtc_probability=0.25, xtc_threshold=0.2) for i in range(20_000)]
     logits = torch.tensor(np.log(p), dtype=torch.float32).repeat(len(rows), 1)
     counts = np.bincount(chosen(logits, rows), minlength=3)
     want = 0.75 * p + 0.25 * np.array([0, 0.75, 0.25])

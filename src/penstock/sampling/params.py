@@ -8,7 +8,7 @@ way out.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, Final, cast
 
 from penstock.errors import InvalidSamplingError, nearest
@@ -27,6 +27,12 @@ _HIGHEST_STRENGTH: Final = 1e3
 
 DRY_BREAKERS: Final = ("\n", ":", '"', "*")
 """What repetitions end at unless told otherwise, as in llama.cpp."""
+
+SUGGESTED: Final = (
+    "temperature", "top_p", "top_k", "min_p", "typical_p", "epsilon_cutoff", "eta_cutoff",
+    "repetition_penalty",
+)  # fmt: skip
+"""What a model's generation_config.json may suggest."""
 
 CUTS: Final = {
     "top_p": 1.0, "top_k": 0, "min_p": 0.0, "typical_p": 1.0, "epsilon_cutoff": 0.0,
@@ -104,6 +110,14 @@ class SamplingParams:
                     f"The {len(known)} known ones are: {', '.join(known)}."
                 )
         return cls(**kwargs)
+
+    def over(self, **chosen: Any) -> SamplingParams:
+        """These parameters with the chosen ones over them.
+
+        Cuts that only stand here give way to a chosen mirostat, which takes their place.
+        """
+        way = CUTS if chosen.get("mirostat") else {}
+        return replace(self, **{**way, **chosen})
 
     @property
     def is_greedy(self) -> bool:

@@ -74,12 +74,12 @@ class DryState:
             self._matches = np.concatenate((self._matches, np.zeros_like(self._matches)))
         matches = self._matches
         if token in self._breakers:
-            matches[: n + 1] = 0
-        else:
+            matches[:n] = 0
+        elif n:
             same = self._tokens[:n] == token
-            matches[1:n] = (matches[: n - 1] + 1) * same[1:] if n else 0
-            matches[:1] = same[:1]
-            matches[n] = 0  # it isn't a repetition of itself
+            matches[1:n] = (matches[: n - 1] + 1) * same[1:]
+            matches[0] = same[0]
+        matches[n] = 0  # it isn't a repetition of itself
         self._tokens[n] = token
         self._length = n + 1
 
