@@ -5,18 +5,24 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import get_args
 
 import pytest
+from tests.cli.test_cli_main import refused
 from typer.testing import Result
 
 from penstock import ops
 from penstock.cli import diagnosis
 from penstock.cli.diagnosis import Kernels, diagnose
+from penstock.cli.examined import examine
+from penstock.config import KvCacheDtype
 from penstock.errors import KernelError
 from penstock.hardware import Hardware, Peaks, detect
-from penstock.kernels import native
+from penstock.kernels import native, report_cache
+from penstock.pipeline.vocabulary import reduce_vocabulary
 
 Run = Callable[..., Result]
 MACHINE = Hardware("a processor", 4, ("avx2",), 8 << 30, 6 << 30)
@@ -80,6 +86,71 @@ def test_linear_is_shown_by_weights(penstock: Run, monkeypatch: pytest.MonkeyPat
     assert "any number of rows" in penstock("doctor").stdout
     monkeypatch.setattr("penstock.kernels.report_linear", list)
     assert "linear by weights" not in penstock("doctor").stdout
+
+
+def test_caches_are_shown(penstock: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = json.loads(penstock("doctor", "--json").stdout)["kernels"]["cache"]
+    names = [row["kv_cache_dtype"] for row in rows]
+    assert {"auto", "fp8_e4m3", *names} == set(get_args(KvCacheDtype))
+    kind = "reference" if native.handle is None else f"native, {native.isa}"
+    assert all(row["runs"].startswith(kind) for row in rows if row["activations"] == "bfloat16")
+    monkeypatch.setattr(ops, "has_native", lambda name: name != "rotary_cache")
+    assert all(runs.startswith("reference") for _, _, runs, _ in report_cache())
+    shown = penstock("doctor").stdout
+    assert "keys and values" in shown and "kivi" in shown
+
+
+def test_a_model(penstock: Run, base_model: Path) -> None:
+    shown = penstock("doctor", base_model)
+    assert shown.exit_code == 0, shown.output
+    for words in ("Architecture", "512 tokens", "stored as", "runs as", "far as its headers say"):
+        assert words in " ".join(shown.stdout.split())
+    assert examine("stories").kind == "model"
+    assert [(row.stored, row.matrices, row.runs_as) for row in examine("stories").weights] == [
+        ("bfloat16", 6 * 7 + 1, "bfloat16")
+    ]
+
+
+def test_an_export(penstock: Run, base_model: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    options = ("--quant", "w4a16-g32", "--special", "layers.0.*=w8a16", "--kv-cache-dtype", "int8")
+    assert penstock("export", base_model, "-o", out, *options).exit_code == 0
+    found = examine(str(out))
+    assert found.kind == "export" and found.runs and "cache in int8" in found.facts["Exported"]
+    runs = {row.stored: (row.runs_as, row.how) for row in found.weights}
+    kernel = "native, " if native.handle is not None else "reference: "
+    for scheme in ("w4a16-g32", "w8a16"):
+        assert runs[scheme][0] == scheme and runs[scheme][1].startswith(kernel)
+    file = out / "graph.pt2"
+    file.write_bytes(file.read_bytes()[:-1] + b"x")
+    broken = penstock("doctor", out)
+    assert broken.exit_code == 1
+    assert "graph.pt2 has been changed since" in " ".join(broken.stdout.split())
+
+
+def test_a_reduced_vocabulary(tmp_path: Path) -> None:
+    reduce_vocabulary("stories", tmp_path / "small", size=700, texts=["Once upon a time."])
+    assert examine(str(tmp_path / "small")).facts["Vocabulary"] == "700 of 4,096 tokens (reduced)"
+
+
+def test_a_model_that_is_not_built(penstock: Run, base_model: Path, tmp_path: Path) -> None:
+    shutil.copytree(base_model, tmp_path / "model")
+    config = json.loads((base_model / "config.json").read_text()) | {
+        "architectures": ["MambaForCausalLM"]
+    }
+    (tmp_path / "model" / "config.json").write_text(json.dumps(config))
+    found = penstock("doctor", tmp_path / "model", "--json")
+    assert found.exit_code == 1
+    examined = json.loads(found.stdout)["examined"]
+    assert examined["kind"] == "model" and "Mamba" in examined["why"]
+
+
+def test_what_is_nothing_of_ours(penstock: Run, tmp_path: Path) -> None:
+    refused(penstock("doctor", tmp_path / "no"), 1, "There is no file or folder", "or an embedded")
+    (tmp_path / "notes.txt").write_text("mine")
+    refused(penstock("doctor", tmp_path), 1, "is no engine", "has 1 entries: notes.txt")
+    refused(penstock("doctor", tmp_path / "notes.txt"), 1, "is a file, but no GGUF")
+    refused(penstock("doctor", "some/model"), 1, "There is no file or folder some/model")
 
 
 @pytest.mark.parametrize(

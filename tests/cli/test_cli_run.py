@@ -80,11 +80,15 @@ def test_build_refuses(penstock: Run, tmp_path: Path) -> None:
 
 
 def test_doctor_looks_at_an_engine(penstock: Run, engine: Path, tmp_path: Path) -> None:
-    found = json.loads(penstock("doctor", engine, "--json").stdout)["engine"]
-    assert found["runs"] and found["weight_formats"] == "w8a16"
+    done = penstock("doctor", engine, "--json")
+    found = json.loads(done.stdout)["examined"]
+    assert done.exit_code == 0 and found["runs"] and found["weight_formats"] == "w8a16"
     (tmp_path / "weights.bin").write_text("")
-    shown = penstock("doctor", tmp_path).stdout
-    assert "Runs here" in shown and "its build hasn't ended" in " ".join(shown.split())
+    broken = penstock("doctor", tmp_path)
+    assert broken.exit_code == 1 and "Runs here" in broken.stdout
+    assert "its build hasn't ended" in " ".join(broken.stdout.split())
+    as_json = penstock("doctor", tmp_path, "--json")
+    assert as_json.exit_code == 1 and not json.loads(as_json.stdout)["examined"]["runs"]
 
 
 @pytest.mark.parametrize("command", ["generate", "eval"])

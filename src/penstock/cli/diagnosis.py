@@ -43,6 +43,8 @@ class Kernels:
     operators: list[tuple[str, str, str]]  # (operator, what runs, why)
     # `linear`: (weights, what multiplies few rows, and from TILE_MIN_ROWS)
     linear: list[tuple[str, str, str]] = field(default_factory=list)
+    # keys and values: (kv_cache_dtype, beside activations in, what runs, how)
+    cache: list[tuple[str, str, str, str]] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,10 +82,12 @@ def diagnose(*, calibrate: bool = False) -> Diagnosis:
     import torch
 
     import penstock
-    from penstock.kernels import native, report, report_linear
+    from penstock.kernels import native, report, report_cache, report_linear
 
     available = native.available_isas()
-    kernels = Kernels(native.isa, available, native.reason, report(), report_linear())
+    kernels = Kernels(
+        native.isa, available, native.reason, report(), report_linear(), report_cache()
+    )
     environment = _environment()
     threads, quota = torch.get_num_threads(), cpu_quota()
     machine_cores = os.cpu_count() or hardware.cores

@@ -4,107 +4,80 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from penstock.cli.diagnosis import EXTRAS, Diagnosis, diagnose
-from penstock.errors import EngineFolderError
+from penstock.cli.examined import Examined, examine
 
 if TYPE_CHECKING:
     from rich.table import Table
 
 
 def doctor(
-    engine: Annotated[
-        Path | None, typer.Argument(help="An engine folder to look at: what it is, if it runs.")
+    path: Annotated[
+        str | None,
+        typer.Argument(
+            help="An engine, an export, a model's folder or a .gguf file: what it is, if it runs."
+        ),
     ] = None,
     calibrate: Annotated[
         bool, typer.Option("--calibrate", help="Measure bandwidth and matrix peaks again.")
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
-    """Show what this machine has, which kernel runs for each operator and why."""
+    """Show what this machine has, which kernel runs for each operator and why.
+
+    Exit code 1: what was given doesn't run here.
+    """
+    examined = None if path is None else examine(path)
     found = diagnose(calibrate=calibrate)
-    built = None if engine is None else examine(engine)
     if as_json:
-        extra = {} if built is None else {"engine": built}
+        extra = {} if examined is None else {"examined": examined.as_dict()}
         typer.echo(json.dumps({**as_dict(found), **extra}, indent=2))
-        return
+    else:
+        _print(found, examined)
+    if examined is not None and not examined.runs:
+        raise typer.Exit(1)
+
+
+def _print(found: Diagnosis, examined: Examined | None) -> None:
     from rich.console import Console
 
     console = Console(highlight=False, soft_wrap=True)
-    console.print(_machine(found))
+    console.print(_pairs(_facts(found)))
     console.print(_operators(found))
     if found.kernels.linear:
         console.print(_linear(found))
-    if built is not None:
-        console.print(_engine(built))
+    console.print(_cache(found))
+    if examined is not None:
+        console.print(_pairs(_about(examined)))
+        if examined.weights:
+            console.print(_weights(examined))
     for text in found.warnings:
         console.print(f"[yellow]warning:[/yellow] {text}", markup=True)
-    if not found.warnings:
+    if not found.warnings and (examined is None or examined.runs):
         console.print("[green]Nothing is off.[/green]")
 
 
-def examine(folder: Path) -> dict[str, Any]:
-    """What an engine folder was built for, its weights held against their sums, and whether it
-    runs here; `why` says what keeps it from that.
-    """
-    from penstock.runtime.engine_folder import EngineFolder, read_manifest
-
-    facts: dict[str, Any] = {"folder": str(folder), "runs": False, "why": ""}
-    try:
-        EngineFolder.open(folder, verify=True)
-        facts["runs"] = True
-    except EngineFolderError as error:
-        facts["why"] = str(error)
-    try:
-        manifest = read_manifest(folder)
-    except EngineFolderError:
-        return facts
-    return facts | {
-        "weight_formats": manifest["weight_formats"],
-        "weights_bytes": manifest["weights"]["bytes"],
-        "workspace_bytes": manifest["workspace_bytes"],
-        "choices": manifest["choices"],
-        "fingerprint": manifest["fingerprint"],
-    }
+def _about(examined: Examined) -> list[tuple[str, str]]:
+    by = "its files match their sums"
+    if examined.kind in ("model", "GGUF file"):
+        by = "as far as its headers say"
+    return [
+        (examined.kind[0].upper() + examined.kind[1:], examined.path),
+        *examined.facts.items(),
+        ("Runs here", f"yes, {by}" if examined.runs else examined.why),
+    ]
 
 
-def _engine(built: dict[str, Any]) -> Table:
-    from rich.markup import escape
-    from rich.table import Table
-
-    rows = [("Engine", built["folder"])]
-    if "choices" in built:
-        choices, made_for = built["choices"], built["fingerprint"]
-        rows += [
-            ("Model", f"{choices['model']}, {built['weight_formats']}"),
-            (
-                "Limits",
-                f"{choices['max_num_seqs']} sequences of up to {choices['max_model_len']} tokens, "
-                f"cache in {choices['kv_cache_dtype']}",
-            ),
-            (
-                "Made for",
-                f"{made_for['arch']} {made_for['isa']}, Penstock {made_for['penstock']}, "
-                f"torch {made_for['torch']} (on {made_for['machine']['processor']})",
-            ),
-            (
-                "Bytes",
-                f"{built['weights_bytes'] / 1e6:,.1f} MB of weights, "
-                f"{built['workspace_bytes'] / 1e6:,.1f} MB of workspace",
-            ),
-        ]
-    rows.append(
-        ("Runs here", "yes, and its weights match their sums" if built["runs"] else built["why"])
-    )
-    table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
-    table.add_column(style="bold", no_wrap=True)
-    table.add_column(overflow="fold")
-    for name, value in rows:
-        table.add_row(name, escape(value))
+def _weights(examined: Examined) -> Table:
+    """How its matrices are stored, and what they run as."""
+    table = _table("stored as", "matrices", "values", "runs as", "how")
+    for row in examined.weights:
+        values = f"{row.values / 1e6:,.1f} M"
+        table.add_row(row.stored, f"{row.matrices:,}", values, row.runs_as, row.how)
     return table
 
 
@@ -119,6 +92,10 @@ def as_dict(found: Diagnosis) -> dict[str, Any]:
         {"weights": weights, "few_rows": few, "many_rows": many}
         for weights, few, many in found.kernels.linear
     ]
+    data["kernels"]["cache"] = [
+        {"kv_cache_dtype": name, "activations": beside, "runs": runs, "how": how}
+        for name, beside, runs, how in found.kernels.cache
+    ]
     data["extras"] = {
         name: {"installed": there, "for": EXTRAS[name][1], "get": _get(name)}
         for name, there in found.extras.items()
@@ -130,16 +107,22 @@ def _get(extra: str) -> str:
     return f"pip install penstock[{extra}]"
 
 
-def _machine(found: Diagnosis) -> Table:
+def _pairs(rows: list[tuple[str, str]]) -> Table:
     from rich.markup import escape
     from rich.table import Table
 
     table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
     table.add_column(style="bold", no_wrap=True)
     table.add_column(overflow="fold")
-    for name, value in _facts(found):
+    for name, value in rows:
         table.add_row(name, escape(value))
     return table
+
+
+def _table(*columns: str) -> Table:
+    from rich.table import Table
+
+    return Table(*columns, box=None, header_style="bold", padding=(0, 2, 0, 0))
 
 
 def _facts(found: Diagnosis) -> list[tuple[str, str]]:
@@ -196,24 +179,27 @@ def _cores(found: Diagnosis) -> str:
 
 def _linear(found: Diagnosis) -> Table:
     """How `linear` multiplies each kind of weights."""
-    from rich.table import Table
-
     from penstock.kernels.load import TILE_MIN_ROWS
 
     rows = found.kernels.linear
     few, many = f"below {TILE_MIN_ROWS} rows", f"from {TILE_MIN_ROWS} rows"
     same = all(a == b for _, a, b in rows)
-    names = ("linear by weights", *(["any number of rows"] if same else [few, many]))
-    table = Table(*names, box=None, header_style="bold", padding=(0, 2, 0, 0))
+    table = _table("linear by weights", *(["any number of rows"] if same else [few, many]))
     for row in rows:
         table.add_row(*(row[:2] if same else row))
     return table
 
 
-def _operators(found: Diagnosis) -> Table:
-    from rich.table import Table
+def _cache(found: Diagnosis) -> Table:
+    """What writes and reads each kind of keys and values."""
+    table = _table("keys and values", "beside", "runs", "how")
+    for row in found.kernels.cache:
+        table.add_row(*row)
+    return table
 
-    table = Table("operator", "runs", "why", box=None, header_style="bold", padding=(0, 2, 0, 0))
+
+def _operators(found: Diagnosis) -> Table:
+    table = _table("operator", "runs", "why")
     for row in found.kernels.operators:
         table.add_row(*row)
     return table

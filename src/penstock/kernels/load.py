@@ -189,6 +189,30 @@ def report_linear() -> list[tuple[str, str, str]]:
     return rows
 
 
+def report_cache() -> list[tuple[str, str, str, str]]:
+    """(kv_cache_dtype, the activations it goes with, what runs, how) of keys and values.
+
+    Their operators are `rotary_cache`, which writes them, and `paged_attention`, which reads them.
+    """
+    names = ("rotary_cache", "paged_attention")
+    runs = "native, " + _code_of("paged_attention")
+    if not all(map(ops.has_native, names)):
+        runs = f"reference: {native.reason or 'no native kernel'}"
+    widened = "widened to bfloat16"
+    rows = [
+        ("bfloat16", "bfloat16", "multiplied as it is"),
+        ("float32", "float32", "multiplied as it is"),
+        ("int8", "bfloat16", f"{widened}; scales go into scores, weights"),
+        ("fp8", "bfloat16", widened),
+        ("int4", "bfloat16", f"{widened}, with step and minimum"),
+        ("kivi", "bfloat16", "as int4; the latest tokens as bfloat16"),
+    ]
+    vectors = f"native, {_vectors()}" if runs.startswith("native") else runs
+    return [
+        (name, beside, vectors if beside == "float32" else runs, how) for name, beside, how in rows
+    ]
+
+
 def report() -> list[tuple[str, str, str]]:
     """(operator, what runs, why) for every operator on the CPU."""
     forced = os.environ.get("PENSTOCK_ISA")

@@ -64,34 +64,9 @@ def load_model(
     if not folder.exists():
         raise ModelNotFoundError(f"There is no folder and no file {folder}.")
     spec, checkpoint = open_model(folder, strict=strict)
-    chosen = _dtype(dtype, spec, checkpoint)
-    own = stored_quantization(checkpoint)
-    if own is not None and quantization is not None:
-        raise ConfigError(
-            f"{folder} is quantized already ({own}), so quantization={quantization!r} "
-            "can't take effect. Leave it out, or give the unquantized checkpoint."
-        )
-    kept = any(checkpoint.scheme(name) is not None for name in checkpoint.names())
-    rounded = quantization or (own if kept else None)
-    if rounded is not None and chosen is not torch.bfloat16:
-        if dtype != "auto" and quantization is None:
-            raise ConfigError(
-                f"{folder} is quantized ({rounded}) and computes in bfloat16, so dtype={dtype!r} "
-                "can't take effect. Leave it out."
-            )
-        if dtype != "auto":
-            raise ConfigError(
-                f"quantization={rounded!r} computes in bfloat16 beside integers, so "
-                f"dtype={dtype!r} can't take effect. Leave one of them out."
-            )
-        logger.info("The checkpoint is %s; quantized, it runs in bfloat16.", chosen)
-        chosen = torch.bfloat16
+    chosen, formats = chosen_formats(spec, checkpoint, dtype, quantization)
     length = _length(max_model_len, spec.decoder)
     generation = read_generation(checkpoint)
-    if quantization is None:
-        formats = stored_formats(spec, checkpoint, chosen)
-    else:
-        formats = formats_of(quantization, chosen)
     if stored is None:
         _check_memory(checkpoint, spec.decoder, formats, chosen)
     model = Decoder(spec.decoder, formats, chosen, length)
@@ -104,6 +79,40 @@ def load_model(
         generation=generation,
         eos_token_ids=stop_ids(spec, generation, folder),
     )
+
+
+def chosen_formats(
+    spec: ModelSpec, checkpoint: Source, dtype: str = "auto", quantization: str | None = None
+) -> tuple[torch.dtype, WeightFormats]:
+    """What the model computes in, and its matrices' formats, as `load_model` chooses them.
+
+    Raises ConfigError for choices that can't take effect.
+    """
+    chosen = _dtype(dtype, spec, checkpoint)
+    own = stored_quantization(checkpoint)
+    if own is not None and quantization is not None:
+        raise ConfigError(
+            f"{checkpoint.path} is quantized already ({own}), so quantization={quantization!r} "
+            "can't take effect. Leave it out, or give the unquantized checkpoint."
+        )
+    kept = any(checkpoint.scheme(name) is not None for name in checkpoint.names())
+    rounded = quantization or (own if kept else None)
+    if rounded is not None and chosen is not torch.bfloat16:
+        if dtype != "auto" and quantization is None:
+            raise ConfigError(
+                f"{checkpoint.path} is quantized ({rounded}) and computes in bfloat16, so "
+                f"dtype={dtype!r} can't take effect. Leave it out."
+            )
+        if dtype != "auto":
+            raise ConfigError(
+                f"quantization={rounded!r} computes in bfloat16 beside integers, so "
+                f"dtype={dtype!r} can't take effect. Leave one of them out."
+            )
+        logger.info("The checkpoint is %s; quantized, it runs in bfloat16.", chosen)
+        chosen = torch.bfloat16
+    if quantization is not None:
+        return chosen, formats_of(quantization, chosen)
+    return chosen, stored_formats(spec, checkpoint, chosen)
 
 
 def _dtype(asked: str, spec: ModelSpec, checkpoint: Source) -> torch.dtype:

@@ -24,7 +24,7 @@ class QuantizedCheckpoint:
     """
 
     def __init__(self, checkpoint: Checkpoint, config: Config) -> None:
-        self._checkpoint = checkpoint
+        self._checkpoint, self._layout = checkpoint, str(config.get("quant_method"))
         found = find_matrices(config, checkpoint)
         self._matrices = found.matrices
         used = {part for matrix in found.matrices.values() for part in matrix.parts}
@@ -60,6 +60,13 @@ class QuantizedCheckpoint:
     def dtype(self) -> torch.dtype:
         """What most of the unquantized tensors are stored in."""
         return self._checkpoint.dtype_of(self._plain)
+
+    def stored_as(self, name: str) -> str:
+        """The name of a tensor's elements or a matrix's scheme; the layout's where none says it."""
+        matrix = self._matrices.get(name)
+        if matrix is None:
+            return self._checkpoint.stored_as(name)
+        return matrix.scheme.name if matrix.scheme is not None else self._layout
 
     def scheme(self, name: str) -> Scheme | None:
         """How the matrix `name` is quantized; None where it isn't, or where nothing says it."""

@@ -15,8 +15,11 @@ from penstock.models.spec import ModelSpec
 from penstock.models.weights import Checkpoint, Source
 from penstock.tokenizer import Tokenizer
 
+Stored = Checkpoint | QuantizedCheckpoint | GgufSource
+"""What lies on a disk: `stored_as(name)` says how."""
 
-def open_source(path: Path) -> Source:
+
+def open_source(path: Path) -> Stored:
     """The source in `path`: a GGUF file, or safetensors, quantized as config.json says."""
     if is_gguf(path):
         source = GgufSource(path)
@@ -31,7 +34,7 @@ def open_source(path: Path) -> Source:
     return QuantizedCheckpoint(checkpoint, config)
 
 
-def open_model(path: Path, *, strict: bool = False) -> tuple[ModelSpec, Source]:
+def open_model(path: Path, *, strict: bool = False) -> tuple[ModelSpec, Stored]:
     """What `path` describes, and its tensors; a folder's config is wrong before its weights are."""
     if is_gguf(path):
         source = open_source(path)

@@ -164,6 +164,10 @@ class Checkpoint:
             raise WeightsError(f"Tensor {name!r} has elements {text!r}, which aren't read.")
         return _ELEMENTS[text]
 
+    def stored_as(self, name: str) -> str:
+        """The name of a tensor's elements: `bfloat16`."""
+        return str(self.stored_dtype(name)).removeprefix("torch.")
+
     def dtype(self) -> torch.dtype:
         """What most of the tensors are stored in."""
         return self.dtype_of(self._where)

@@ -103,6 +103,10 @@ class GgufSource:
         """The name of the output head, where it isn't tied."""
         return f"{self._architecture.names['output']}.weight"
 
+    def stored_as(self, name: str) -> str:
+        """The name of a tensor's block type: `Q4_K`, `BF16`."""
+        return self._where[name][1].block.name
+
     def is_widened(self, name: str) -> bool:
         """Whether a tensor is quantized in a way that no scheme holds: its values are read."""
         return self._where[name][1].block.plain is None and self.scheme(name) is None
