@@ -72,6 +72,17 @@ class Chain:
         """One token of each row. logits [R, V] (overwritten), u [R] in [0, 1)."""
         _, peaks = ops.argmax(logits)
         logits[~peaks.isfinite()] = 0.0  # broken: the peak says so, and no stage meets a NaN
+        weights, log2_p = self.weights(logits, cuts)
+        tokens = draw_from_vocab(weights, u)
+        for i, before in log2_p.items():
+            self._rows[i].surprise = -float(before[tokens[i]])
+        return tokens, peaks
+
+    def weights(self, logits: Tensor, cuts: Cuts) -> tuple[Tensor, dict[int, Tensor]]:
+        """The distribution that each row is drawn from, [R, V]; logits are overwritten.
+
+        Also, for rows with mirostat, log₂-probabilities [V] as they were before it.
+        """
         self._sigma.apply_(top_n_sigma.cut_, logits)
         temperature = self._temperature(logits, cuts.temperature)
         cut_top_k_(logits, cuts.top_k)
@@ -83,11 +94,8 @@ class Chain:
         self._eta.apply_(cutoff.cut_eta_, scaled)
         if self._xtc.rows:
             self._xtc.apply_(xtc.cut_, scaled, self._uniforms(_XTC_USE))
-        before = {i: self._bound(scaled[i : i + 1], i) for i in self._mirostat}
-        tokens = draw_from_vocab(scaled.softmax(-1), u)
-        for i, log2_p in before.items():
-            self._rows[i].surprise = -float(log2_p[tokens[i]])
-        return tokens, peaks
+        log2_p = {i: self._bound(scaled[i : i + 1], i) for i in self._mirostat}
+        return scaled.softmax(-1), log2_p
 
     def _stage(self, *names: str) -> _Stage:
         """Of the rows for which the first of these parameters isn't off."""

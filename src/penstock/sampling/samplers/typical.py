@@ -6,10 +6,15 @@ Source: Meister et al. 2022, "Locally Typical Sampling", arXiv:2202.00666.
 from __future__ import annotations
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from penstock.sampling.samplers.rows import entropies
+
+Row = npt.NDArray[np.float32]
+
+_BUCKETS = 1 << 15
 
 
 def cut_(scaled: Tensor, p: Tensor) -> None:
@@ -22,15 +27,25 @@ def cut_(scaled: Tensor, p: Tensor) -> None:
 
 
 def _reach(distance: Tensor, weights: Tensor, p: Tensor) -> Tensor:
-    """The least distance within which the weights sum to p, [R, 1].
+    """The least distance within which the weights sum to p, [R, 1]."""
+    rows = zip(
+        distance.numpy(force=True), weights.numpy(force=True), p.numpy(force=True), strict=True
+    )
+    found = [_least(near, mass, float(share[0])) for near, mass, share in rows]
+    return torch.tensor(found, dtype=torch.float32, device=distance.device)[:, None]
 
-    Distance and weight are sorted as the halves of one integer: floats that aren't negative have
-    the order of their bits, and integers sort many times faster than indices.
+
+def _least(near: Row, mass: Row, share: float) -> float:
+    """The same of one row [V].
+
+    Distances are dealt into buckets by their upper bits, which have the order of floats that aren't
+    negative; only the bucket in which the sum passes the share is sorted.
     """
-    near = distance.numpy(force=True).view(np.uint32).astype(np.uint64)
-    both = near << np.uint64(32) | weights.numpy(force=True).view(np.uint32)
-    both.sort(axis=-1)
-    mass = (both & np.uint64(0xFFFFFFFF)).astype(np.uint32).view(np.float32).cumsum(-1, np.float64)
-    at = np.minimum((mass < p.numpy(force=True)).sum(-1, keepdims=True), mass.shape[1] - 1)
-    found = np.take_along_axis(both, at, -1) >> np.uint64(32)
-    return torch.from_numpy(found.astype(np.uint32).view(np.float32)).to(distance.device)
+    buckets = near.view(np.uint32) >> np.uint32(16)
+    sums = np.bincount(buckets, mass, minlength=_BUCKETS).cumsum()
+    at = min(int(np.searchsorted(sums, share)), int(buckets[mass > 0].max()))
+    inside = np.flatnonzero(buckets == at)
+    order = inside[near[inside].argsort(kind="stable")]
+    below = sums[at - 1] if at else 0.0
+    last = np.searchsorted(below + mass[order].cumsum(dtype=np.float64), share)
+    return float(near[order[min(int(last), len(order) - 1)]])
