@@ -1,4 +1,6 @@
 // Rounding and packing weights, bound to torch.
+#include <sys/mman.h>
+
 #include "shim.h"
 
 namespace penstock::shim {
@@ -26,6 +28,17 @@ void read_weight(PackArgs& a, const Tensor& weight, int64_t multiple, bool gated
   a.threads = threads();
 }
 
+// An empty tensor whose memory will be pages of 2 MB, where the system has them: at one row a weight is
+// read as fast as memory is, but for the pages' places, which have to be looked up.
+Tensor new_panels(const Tensor& like, int64_t panels, int64_t lines, int64_t v, ScalarType type) {
+  Tensor made = torch::stable::new_empty(like, {panels, lines, 16, v}, type);
+  const auto at = reinterpret_cast<uintptr_t>(made.data_ptr());
+  const uintptr_t page = 4096, first = (at + page - 1) / page * page;
+  const uintptr_t last = (at + static_cast<uintptr_t>(panels * lines) * 64) / page * page;
+  if (first < last) madvise(reinterpret_cast<void*>(first), last - first, MADV_HUGEPAGE);
+  return made;
+}
+
 int64_t count_panels(const PackArgs& a) { return (a.n + 15) / 16 * (a.gated ? 2 : 1); }
 
 // What `quantize_int8` (group 0) and `quantize_int4` share; the caller adds scale and zero.
@@ -45,8 +58,7 @@ Tensor pack(const Tensor& weight, ScalarType dtype, bool gated) {
                   "pack: dtype must be float32 or bfloat16");
   a.to = dtype == ScalarType::Float ? DType::f32 : DType::bf16;
   const int64_t v = dtype == ScalarType::Float ? 1 : 2;
-  Tensor panels =
-      torch::stable::new_empty(weight, {count_panels(a), a.padded_k / v, 16, v}, dtype);
+  Tensor panels = new_panels(weight, count_panels(a), a.padded_k / v, v, dtype);
   a.panels = panels.data_ptr();
   kernels().pack(a);
   return panels;
@@ -55,7 +67,7 @@ Tensor pack(const Tensor& weight, ScalarType dtype, bool gated) {
 std::tuple<Tensor, Tensor> quantize_int8(const Tensor& weight, bool gated) {
   QuantizeArgs a = quantize_args(weight, 0, gated);
   const int64_t panels = count_panels(a);
-  Tensor q = torch::stable::new_empty(weight, {panels, a.padded_k / 4, 16, 4}, ScalarType::Char);
+  Tensor q = new_panels(weight, panels, a.padded_k / 4, 4, ScalarType::Char);
   Tensor scale = torch::stable::new_empty(weight, {panels, 1, 16}, ScalarType::Float);
   a.panels = q.data_ptr();
   a.scale = scale.data_ptr();
@@ -69,7 +81,7 @@ std::tuple<Tensor, Tensor, Tensor> quantize_int4(const Tensor& weight, int64_t g
                   " isn't 32, 64 or 128");
   QuantizeArgs a = quantize_args(weight, group, gated);
   const int64_t panels = count_panels(a), groups = a.padded_k / group;
-  Tensor q = torch::stable::new_empty(weight, {panels, a.padded_k / 8, 16, 4}, ScalarType::Byte);
+  Tensor q = new_panels(weight, panels, a.padded_k / 8, 4, ScalarType::Byte);
   Tensor scale = torch::stable::new_empty(weight, {panels, groups, 16}, ScalarType::Half);
   Tensor zero = torch::stable::new_empty(weight, {symmetric ? 0 : panels, groups, 16},
                                          ScalarType::Byte);
