@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from penstock.cli.options import Dtype, KvCacheDtype, MaxModelLen, Quantization
+from penstock.cli.options import Dtype, KvCacheDtype, MaxModelLen, Model, Quantization
 from penstock.cli.progress import progress_line
 
 _WORDS = {
@@ -20,7 +20,7 @@ _WORDS = {
 
 
 def build(
-    model: Annotated[str, typer.Argument(help="A folder, a hub id, or an embedded model's name.")],
+    model: Model,
     output: Annotated[Path, typer.Option("--output", "-o", help="The engine folder to make.")],
     quantization: Quantization = None,
     dtype: Dtype = "auto",

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from penstock.cli.export_options import MethodFlags, WeightFlags
-from penstock.cli.options import MODEL, KvCacheDtype, MaxModelLen, grouped
+from penstock.cli.options import MODEL, KvCacheDtype, MaxModelLen, Model, grouped
 from penstock.cli.progress import progress_line
 from penstock.errors import ConfigError
 
@@ -26,9 +26,7 @@ def export(
     context: typer.Context,
     weights: WeightFlags,
     method: MethodFlags,
-    model: Annotated[
-        str, typer.Argument(help="A folder, a hub id, or the name of an embedded model.")
-    ] = MODEL,
+    model: Model = MODEL,
     output: Annotated[
         Path | None, typer.Option("--output", "-o", help="The folder to write.")
     ] = None,

@@ -188,7 +188,7 @@ class MethodFlags:
     calibrator: Annotated[
         str | None,
         typer.Option(
-            help="Static activations (w8a8-static): where values are cut off: minmax, percentile, "
+            help="Static activations (…-static): where values are cut off: minmax, percentile, "
             "entropy or mse. Default: minmax.",
             rich_help_panel=_METHOD,
         ),

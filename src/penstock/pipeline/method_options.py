@@ -37,7 +37,7 @@ _WHOSE = {
     **dict.fromkeys(_QAT, "QAT"),
     "clip": "GPTQ and AWQ, where each row or group has a free scale",
     "alpha": "SmoothQuant",
-    "calibrator": "static activations (w8a8-static, w4a8-static)",
+    "calibrator": "static activations (w8a8-static, fp8-w8a8-static)",
     "percentile": "static activations with --calibrator percentile",
     "from_quantized": "methods that measure inputs layer by layer on a text",
 }
