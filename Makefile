@@ -1,6 +1,7 @@
 # `make run` and `make test` set everything up on a fresh machine: Python ≥ 3.11 and, for the fast
 # kernels, a C++ compiler are all they need.
 PYTHON ?= python3
+JOBS ?= 2
 BIN := .venv/bin
 
 .PHONY: run test check clean
@@ -8,8 +9,8 @@ BIN := .venv/bin
 run: .venv/.run  ## generate text with the embedded model; tokens/s and the share of the floor
 	$(BIN)/penstock generate --prompt "Once upon a time" --max-tokens 200 --seed 1 --stats
 
-test: .venv/.dev  ## the test suite: offline, no GPU
-	$(BIN)/python -m pytest
+test: .venv/.dev  ## the test suite: offline, no GPU, in JOBS processes
+	$(BIN)/python -m pytest --numprocesses $(JOBS) --dist loadfile --no-loadscope-reorder
 
 check: .venv/.dev  ## style, types, layers
 	$(BIN)/ruff check

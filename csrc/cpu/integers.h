@@ -65,29 +65,36 @@ static inline Sums widen_bytes(const int8_t* p) {
 template <int Bits>
 constexpr int32_t kRaised = Bits == 8 ? 128 : 8;
 
-// acc[r] += 32 values of K of one panel times row r.
-template <int R, int Bits>
-static inline void multiply_unit(const uint8_t* w, const int8_t* x, int64_t ldx, Sums (&acc)[R]) {
+// acc[r][p] += 32 values of K of row r times panel p; panels lie `stride` bytes apart.
+template <int R, int P, int Bits>
+static inline void multiply_unit(const uint8_t* w, int64_t stride, const int8_t* x, int64_t ldx,
+                                 const Stream& stream, Sums (&acc)[R][P]) {
   const __m512i raise = _mm512_set1_epi8(static_cast<char>(0x80)), low = _mm512_set1_epi8(15);
 #pragma GCC unroll 8
   for (int i = 0; i < kLines<Bits>; i++) {
-    if constexpr (R <= kFewRows) prefetch_bytes(w + i * 64 + kAheadBytes);
-    const __m512i line = _mm512_loadu_si512(w + i * 64);
-    if constexpr (Bits == 8) {
-      const __m512i up = _mm512_xor_si512(line, raise);
-#pragma GCC unroll 8
-      for (int r = 0; r < R; r++)
-        acc[r].v = _mm512_dpbusd_epi32(acc[r].v, up, _mm512_set1_epi32(word(x + r * ldx + 4 * i)));
-    } else {
-      const __m512i first = _mm512_and_si512(line, low);
-      const __m512i second = _mm512_and_si512(_mm512_srli_epi16(line, 4), low);
-#pragma GCC unroll 8
-      for (int r = 0; r < R; r++) {
-        const int8_t* at = x + r * ldx + 8 * i;
-        acc[r].v = _mm512_dpbusd_epi32(acc[r].v, first, _mm512_set1_epi32(word(at)));
-        acc[r].v = _mm512_dpbusd_epi32(acc[r].v, second, _mm512_set1_epi32(word(at + 4)));
+    constexpr int parts = Bits == 8 ? 1 : 2;  // of a line, 4 values of K each
+    __m512i lines[P][parts];
+#pragma GCC unroll 2
+    for (int p = 0; p < P; p++) {
+      const uint8_t* at = w + p * stride + i * 64;
+      if constexpr (R <= kFewRows) stream.line(at);
+      const __m512i line = _mm512_loadu_si512(at);
+      if constexpr (Bits == 8) {
+        lines[p][0] = _mm512_xor_si512(line, raise);
+      } else {
+        lines[p][0] = _mm512_and_si512(line, low);
+        lines[p][1] = _mm512_and_si512(_mm512_srli_epi16(line, 4), low);
       }
     }
+#pragma GCC unroll 8
+    for (int r = 0; r < R; r++)
+#pragma GCC unroll 2
+      for (int h = 0; h < parts; h++) {
+        const __m512i xs = _mm512_set1_epi32(word(x + r * ldx + 4 * (parts * i + h)));
+#pragma GCC unroll 2
+        for (int p = 0; p < P; p++)
+          acc[r][p].v = _mm512_dpbusd_epi32(acc[r][p].v, lines[p][h], xs);
+      }
   }
 }
 
@@ -133,13 +140,15 @@ constexpr int32_t kRaised = Bits == 8 ? 0 : 8;
 // them in memory and adds them up at the end.
 static inline void settle(__m256i& sum) { asm("" : "+x"(sum)); }
 
-template <int R, int Bits>
-static inline void multiply_unit(const uint8_t* w, const int8_t* x, int64_t ldx, Sums (&acc)[R]) {
+template <int R, int P, int Bits>
+static inline void multiply_unit(const uint8_t* w, int64_t, const int8_t* x, int64_t ldx,
+                                 const Stream& stream, Sums (&acc)[R][P]) {
+  static_assert(P == 1, "sixteen registers hold the sums of one panel");
   const __m256i ones = _mm256_set1_epi16(1), low = _mm256_set1_epi8(15);
   if constexpr (Bits == 8) {
 #pragma GCC unroll 8
     for (int i = 0; i < kLines<8>; i++) {
-      if constexpr (R <= kFewRows) prefetch_bytes(w + i * 64 + kAheadBytes);
+      if constexpr (R <= kFewRows) stream.line(w + i * 64);
       const __m256i* at = reinterpret_cast<const __m256i*>(w + i * 64);
       const __m256i a = _mm256_loadu_si256(at), b = _mm256_loadu_si256(at + 1);
       const __m256i mag_a = _mm256_abs_epi8(a), mag_b = _mm256_abs_epi8(b);
@@ -148,10 +157,10 @@ static inline void multiply_unit(const uint8_t* w, const int8_t* x, int64_t ldx,
         const __m256i xs = _mm256_set1_epi32(word(x + r * ldx + 4 * i));
         const __m256i pa = _mm256_maddubs_epi16(mag_a, _mm256_sign_epi8(xs, a));
         const __m256i pb = _mm256_maddubs_epi16(mag_b, _mm256_sign_epi8(xs, b));
-        acc[r].lo = _mm256_add_epi32(acc[r].lo, _mm256_madd_epi16(pa, ones));
-        acc[r].hi = _mm256_add_epi32(acc[r].hi, _mm256_madd_epi16(pb, ones));
-        settle(acc[r].lo);
-        settle(acc[r].hi);
+        acc[r][0].lo = _mm256_add_epi32(acc[r][0].lo, _mm256_madd_epi16(pa, ones));
+        acc[r][0].hi = _mm256_add_epi32(acc[r][0].hi, _mm256_madd_epi16(pb, ones));
+        settle(acc[r][0].lo);
+        settle(acc[r][0].hi);
       }
     }
   } else {
@@ -161,7 +170,7 @@ static inline void multiply_unit(const uint8_t* w, const int8_t* x, int64_t ldx,
     for (int r = 0; r < R; r++) lo[r] = hi[r] = _mm256_setzero_si256();
 #pragma GCC unroll 8
     for (int i = 0; i < kLines<4>; i++) {
-      if constexpr (R <= kFewRows) prefetch_bytes(w + i * 64 + kAheadBytes);
+      if constexpr (R <= kFewRows) stream.line(w + i * 64);
       const __m256i* at = reinterpret_cast<const __m256i*>(w + i * 64);
       const __m256i a = _mm256_loadu_si256(at), b = _mm256_loadu_si256(at + 1);
       const __m256i a0 = _mm256_and_si256(a, low), b0 = _mm256_and_si256(b, low);
@@ -181,8 +190,8 @@ static inline void multiply_unit(const uint8_t* w, const int8_t* x, int64_t ldx,
     }
 #pragma GCC unroll 8
     for (int r = 0; r < R; r++) {
-      acc[r].lo = _mm256_add_epi32(acc[r].lo, _mm256_madd_epi16(lo[r], ones));
-      acc[r].hi = _mm256_add_epi32(acc[r].hi, _mm256_madd_epi16(hi[r], ones));
+      acc[r][0].lo = _mm256_add_epi32(acc[r][0].lo, _mm256_madd_epi16(lo[r], ones));
+      acc[r][0].hi = _mm256_add_epi32(acc[r][0].hi, _mm256_madd_epi16(hi[r], ones));
     }
   }
 }
@@ -210,34 +219,48 @@ static inline Sums zero_points(const Panel& w, int64_t g) {
                    : widen_bytes(static_cast<const int8_t*>(w.zero) + at);
 }
 
-// emit(r, Σ over groups of scale · Σ over k of (q − z) · x) for R rows of int8.
+// emit(r, p, Σ over groups of scale · Σ over k of (q − z) · x) for R rows of int8 and P panels.
 // sums [rows, groups]: Σ over k of x, `lds` apart.
-template <int R, int Bits, typename Emit>
-static inline void multiply_ints(const Panel& w, const int8_t* x, int64_t ldx, const int32_t* sums,
-                                 int64_t lds, Emit emit) {
-  F16 total[R];
+template <int R, int P, int Bits, typename Emit>
+static inline void multiply_ints(const Panel (&w)[P], const int8_t* x, int64_t ldx,
+                                 const int32_t* sums, int64_t lds, Stream& stream, Emit emit) {
+  static_assert(P <= 2);
+  F16 total[R][P];
 #pragma GCC unroll 8
-  for (int r = 0; r < R; r++) total[r] = zero();
-  const uint8_t* data = w.data;
-  for (int64_t g = 0; g < w.groups; g++) {
-    Sums acc[R];
-    if (w.zero) {
-      Sums z = zero_points<Bits>(w, g);
-      if constexpr (Bits == 8) z = z + set_sums(kRaised<8>);
+  for (int r = 0; r < R; r++)
+#pragma GCC unroll 2
+    for (int p = 0; p < P; p++) total[r][p] = zero();
+  const uint8_t* data = w[0].data;
+  const int64_t stride = w[P - 1].data - w[0].data;
+  for (int64_t g = 0; g < w[0].groups; g++) {
+    Sums acc[R][P];
+#pragma GCC unroll 2
+    for (int p = 0; p < P; p++) {
+      if (w[0].zero) {
+        Sums z = zero_points<Bits>(w[p], g);
+        if constexpr (Bits == 8) z = z + set_sums(kRaised<8>);
 #pragma GCC unroll 8
-      for (int r = 0; r < R; r++) acc[r] = z * set_sums(-sums[r * lds + g]);
-    } else {
+        for (int r = 0; r < R; r++) acc[r][p] = z * set_sums(-sums[r * lds + g]);
+      } else {
 #pragma GCC unroll 8
-      for (int r = 0; r < R; r++) acc[r] = set_sums(-kRaised<Bits> * sums[r * lds + g]);
+        for (int r = 0; r < R; r++) acc[r][p] = set_sums(-kRaised<Bits> * sums[r * lds + g]);
+      }
     }
-    for (int64_t k = 0; k < w.group; k += kUnit, data += kLines<Bits> * 64)
-      multiply_unit<R, Bits>(data, x + g * w.group + k, ldx, acc);
-    const F16 s = w.scales(g);
+    for (int64_t k = 0; k < w[0].group; k += kUnit, data += kLines<Bits> * 64) {
+      if constexpr (R > kFewRows) stream.block();
+      multiply_unit<R, P, Bits>(data, stride, x + g * w[0].group + k, ldx, stream, acc);
+    }
+#pragma GCC unroll 2
+    for (int p = 0; p < P; p++) {
+      const F16 s = w[p].scales(g);
 #pragma GCC unroll 8
-    for (int r = 0; r < R; r++) total[r] = fma(to_float(acc[r]), s, total[r]);
+      for (int r = 0; r < R; r++) total[r][p] = fma(to_float(acc[r][p]), s, total[r][p]);
+    }
   }
 #pragma GCC unroll 8
-  for (int r = 0; r < R; r++) emit(r, total[r]);
+  for (int r = 0; r < R; r++)
+#pragma GCC unroll 2
+    for (int p = 0; p < P; p++) emit(r, p, total[r][p]);
 }
 
 // Values [first, last) of K of an int4 panel, q − z, as an int8 panel.

@@ -50,6 +50,21 @@ constexpr int bits_of(Weight kind) {
   return kind == Weight::int4 || kind == Weight::levels || kind == Weight::nvfp4 ? 4 : 8;
 }
 
+// How `linear` goes over a matrix. No choice changes a bit of the result; which is fastest depends on
+// the machine, the shape and the rows. 0: what suits most.
+struct LinearVariant {
+  int32_t part_bytes;   // of weights that a thread takes at a time, at least
+  int32_t rows_bytes;   // of rows that it takes through all of those before the next rows
+  int32_t widen_rows;   // more rows than so many: a panel is widened once, not for a few rows at a time
+  int32_t pair_rows;    // from so many rows on, two panels of integers at a time
+  int32_t ahead_bytes;  // how far ahead of what few rows read memory is asked for
+  int32_t ahead_cache;  // into which cache: 1, 2, or 3 to leave it to the processor
+};
+
+constexpr int64_t choice_or(int32_t choice, int64_t otherwise) {
+  return choice > 0 ? choice : otherwise;
+}
+
 // y [rows, n] = x [rows, k] · panels, with what comes before and after it. ops/linear.py.
 struct LinearArgs {
   const void* x;
@@ -79,6 +94,7 @@ struct LinearArgs {
   DType dtype;      // of x
   DType out_dtype;  // of y
   int threads;
+  LinearVariant variant;
 };
 
 // out [tokens, dim] = rows of a table times scale.

@@ -4,16 +4,23 @@
 namespace penstock::PENSTOCK_ISA {
 namespace {
 
-// Bytes of rows that a thread goes over again and again: half of a small L2.
+// What a LinearVariant leaves open. Rows that a thread goes over again and again: half of a small L2.
 constexpr int64_t kRowsBytes = 512 * 1024;
-
 constexpr int64_t kPartBytes = 128 * 1024;
+constexpr int64_t kWidenRows = 2 * kFewRows;
+constexpr int64_t kPairRows = 16;
 
 // Below this many bytes of weights times rows a second thread costs more than it saves.
 constexpr int64_t kParallelBytes = 128 * 1024;
 
-// Up to as many rows, quantized weights are widened in registers, again for each group of rows.
-constexpr int64_t kWidenRows = 2 * kFewRows;
+// Few rows wait for memory, which answers soonest into L1. What comes next for more rows may be as
+// large as L1; where dense panels are passed over once, the processor finds it by itself.
+Ahead ahead_of(const LinearArgs& a, int64_t rows) {
+  const bool once = a.kind == Weight::dense && rows <= kMaxRows;
+  const int64_t cache = choice_or(a.variant.ahead_cache, rows <= kFewRows ? 1 : once ? 3 : 2);
+  if (cache > 2) return {0, false, true};
+  return {choice_or(a.variant.ahead_bytes, kAheadBytes), true, cache == 1};
+}
 
 // Rows made ready to be multiplied: floats, those of E4M3 with the scales of each group, or int8 with
 // their scales and the sums of each group.
@@ -54,17 +61,18 @@ void prepare(const LinearArgs& a, const Rows& x, int64_t row) {
   }
 }
 
-// Into how many parts the panels are dealt: at least kPartBytes each, and a few for each thread.
-int64_t count_parts(int64_t panels, int64_t bytes, int threads) {
-  int64_t parts = panels * bytes / kPartBytes;
+// Into how many parts the panels are dealt: of some size at least, and a few for each thread.
+int64_t count_parts(const LinearArgs& a, int64_t panels, int64_t bytes, int threads) {
+  int64_t parts = panels * bytes / choice_or(a.variant.part_bytes, kPartBytes);
   if (parts > 8 * threads) parts = 8 * threads;
   if (parts < threads) parts = threads;
   return parts < panels ? parts : panels;
 }
 
 // How many rows a thread takes through all its panels before the next ones.
-int64_t row_block(int64_t row_bytes) {
-  const int64_t rows = kRowsBytes / row_bytes / 24 * 24;
+int64_t row_block(const LinearArgs& a) {
+  const int64_t row_bytes = a.padded_k * (a.int8_rows ? 1 : 4);
+  const int64_t rows = choice_or(a.variant.rows_bytes, kRowsBytes) / row_bytes / 24 * 24;
   return rows < 24 ? 24 : rows;
 }
 
@@ -75,32 +83,54 @@ void dense_part(const LinearArgs& a, const Rows& x, Range rows, Range panels, co
       x.floats + rows.first * a.padded_k, a.padded_k, rows.last - rows.first,
       static_cast<const T*>(a.weight) + panels.first * stride, stride, panels.last - panels.first,
       a.padded_k, [](int64_t, int64_t) { return zero(); },
-      [&](int64_t r, int64_t p, F16 value) { to(rows.first + r, panels.first + p, value); });
+      [&](int64_t r, int64_t p, F16 value) { to(rows.first + r, panels.first + p, value); },
+      ahead_of(a, rows.last - rows.first));
 }
 
-template <int R, int Bits>
-int64_t int_rows(const LinearArgs& a, const Rows& x, const Panel& w, int64_t row, int64_t last,
-                 int64_t p, const Columns& to) {
+// For rows that go over `count` quantized panels in `passes`.
+Stream stream_of(const LinearArgs& a, int64_t rows, Range panels, int64_t p, int64_t count,
+                 int64_t passes) {
+  const Ahead ahead = ahead_of(a, rows);
+  if (!ahead.next || rows <= kFewRows || panels.last - p < 2 * count) return Stream(ahead);
+  return Stream(ahead, quantized_panel(a, p + count).data, count * panel_bytes(a),
+                count * bits_of(a.kind), passes);
+}
+
+template <int R, int P, int Bits>
+int64_t int_rows(const LinearArgs& a, const Rows& x, const Panel (&w)[P], int64_t row, int64_t last,
+                 int64_t p, Stream& stream, const Columns& to) {
   for (; last - row >= R; row += R)
-    multiply_ints<R, Bits>(w, x.bytes + row * a.padded_k, a.padded_k, x.sums + row * a.groups,
-                           a.groups, [&](int r, F16 value) {
-                             to(row + r, p, value * set1(x.scale[row + r]));
-                           });
+    multiply_ints<R, P, Bits>(w, x.bytes + row * a.padded_k, a.padded_k, x.sums + row * a.groups,
+                              a.groups, stream, [&](int r, int i, F16 value) {
+                                to(row + r, p + i, value * set1(x.scale[row + r]));
+                              });
   return row;
+}
+
+// All rows times P panels, Most rows at a time.
+template <int Most, int P, int Bits>
+void int_panels(const LinearArgs& a, const Rows& x, Range rows, Range panels, int64_t p,
+                const Columns& to) {
+  Panel w[P];
+  for (int64_t i = 0; i < P; i++) w[i] = quantized_panel(a, p + i);
+  const int64_t count = rows.last - rows.first;
+  Stream stream = stream_of(a, count, panels, p, P, (count + Most - 1) / Most);
+  int64_t row = int_rows<Most, P, Bits>(a, x, w, rows.first, rows.last, p, stream, to);
+  if constexpr (Most > 4) row = int_rows<4, P, Bits>(a, x, w, row, rows.last, p, stream, to);
+  row = int_rows<2, P, Bits>(a, x, w, row, rows.last, p, stream, to);
+  int_rows<1, P, Bits>(a, x, w, row, rows.last, p, stream, to);
 }
 
 template <int Bits>
 void int_part(const LinearArgs& a, const Rows& x, Range rows, Range panels, const Columns& to) {
-  for (int64_t p = panels.first; p < panels.last; p++) {
-    const Panel w = quantized_panel(a, p);
-    int64_t row = rows.first;
+  int64_t p = panels.first;
 #if defined(__AVX512F__)
-    row = int_rows<8, Bits>(a, x, w, row, rows.last, p, to);
+  if (rows.last - rows.first >= choice_or(a.variant.pair_rows, kPairRows))
+    for (; panels.last - p >= 2; p += 2) int_panels<6, 2, Bits>(a, x, rows, panels, p, to);
+  for (; p < panels.last; p++) int_panels<8, 1, Bits>(a, x, rows, panels, p, to);
+#else
+  for (; p < panels.last; p++) int_panels<4, 1, Bits>(a, x, rows, panels, p, to);
 #endif
-    row = int_rows<4, Bits>(a, x, w, row, rows.last, p, to);
-    row = int_rows<2, Bits>(a, x, w, row, rows.last, p, to);
-    int_rows<1, Bits>(a, x, w, row, rows.last, p, to);
-  }
 }
 
 template <int R, Weight W>
@@ -114,9 +144,10 @@ int64_t float_rows(const LinearArgs& a, const Rows& x, const Panel& w, int64_t r
 }
 
 // Many rows: the panel is widened to bfloat16 once, and each group multiplied like a dense one.
-void widened_panel(const LinearArgs& a, const Rows& x, const Panel& w, Range rows, int64_t p,
-                   const Columns& to) {
+void widened_panel(const LinearArgs& a, const Rows& x, const Panel& w, Range rows, Range panels,
+                   int64_t p, const Columns& to) {
   const int64_t count = rows.last - rows.first;
+  Stream stream = stream_of(a, count, panels, p, 1, count_passes(count));
   bf16* wide = static_cast<bf16*>(
       scratch(Scratch::unpacked, static_cast<size_t>(a.padded_k * kColumns) * sizeof(bf16)));
   float* totals = static_cast<float*>(
@@ -124,10 +155,10 @@ void widened_panel(const LinearArgs& a, const Rows& x, const Panel& w, Range row
   unpack_bf16(a.kind, w, 0, a.padded_k, wide);
   for (int64_t g = 0; g < w.groups; g++) {
     const F16 s = w.scales(g);
-    multiply_panels(
+    all_rows<1>(
         x.floats + rows.first * a.padded_k + g * w.group, a.padded_k, count,
-        wide + g * w.group * kColumns, 0, 1, w.group, [](int64_t, int64_t) { return zero(); },
-        [&](int64_t r, int64_t, F16 value) {
+        wide + g * w.group * kColumns, 0, 0, w.group, stream,
+        [](int64_t, int64_t) { return zero(); }, [&](int64_t r, int64_t, F16 value) {
           float* total = totals + r * kColumns;
           if (x.scale) value = value * set1(x.scale[(rows.first + r) * a.groups + g]);
           const F16 sum = fma(value, s, g ? load(total) : zero());
@@ -140,8 +171,8 @@ template <Weight W>
 void float_part(const LinearArgs& a, const Rows& x, Range rows, Range panels, const Columns& to) {
   for (int64_t p = panels.first; p < panels.last; p++) {
     const Panel w = quantized_panel(a, p);
-    if (rows.last - rows.first > kWidenRows) {
-      widened_panel(a, x, w, rows, p, to);
+    if (rows.last - rows.first > choice_or(a.variant.widen_rows, kWidenRows)) {
+      widened_panel(a, x, w, rows, panels, p, to);
       continue;
     }
     int64_t row = rows.first;
@@ -166,7 +197,7 @@ Part choose(const LinearArgs& a) {
 // All rows times some panels. Not inlined: the compiler would read what the lambda captures from
 // memory again and again.
 [[gnu::noinline]] void multiply(const LinearArgs& a, const Rows& x, Range panels, Part part) {
-  const int64_t block = row_block(a.padded_k * (a.int8_rows ? 1 : 4));
+  const int64_t block = row_block(a);
   for (int64_t row = 0; row < a.rows; row += block) {
     const int64_t last = a.rows - row < block ? a.rows : row + block;
     part(a, x, {row, last}, panels, Columns(a, row, last - row));
@@ -181,7 +212,7 @@ void linear(const LinearArgs& a) {
   const int64_t unit = a.gated ? 2 : 1;  // panels that stay together
   const int64_t units = count_panels(a) / unit, bytes = panel_bytes(a) * unit;
   const int threads = units * bytes * a.rows > kParallelBytes ? a.threads : 1;
-  const int64_t parts = count_parts(units, bytes, threads);
+  const int64_t parts = count_parts(a, units, bytes, threads);
   // few rows are sooner ready than another thread
   over_rows(a.rows <= 4 ? 1 : threads, a.rows, [&](int64_t row) { prepare(a, x, row); });
   // Panels go to whichever thread is free, in parts large enough to stream: a core that is slower,

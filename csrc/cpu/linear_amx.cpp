@@ -14,7 +14,9 @@ namespace {
 constexpr int64_t kTileRows = 16;
 constexpr int64_t kSums = 256;               // of a tile
 constexpr int64_t kBlockBytes = 14 * 1024;   // of a panel while all rows pass: two stay in L1
-constexpr int64_t kRowsBytes = 1024 * 1024;  // packed rows that stay in L2
+
+// What a LinearVariant leaves open: packed rows that stay in L2, and what a thread takes at a time.
+constexpr int64_t kRowsBytes = 1024 * 1024;
 constexpr int64_t kPartBytes = 256 * 1024;
 
 struct Packed {
@@ -280,7 +282,7 @@ class PanelPair {
 
 // All rows times the panels [first, last).
 [[gnu::noinline]] void multiply(const LinearArgs& a, const Packed& x, Range panels) {
-  int64_t block = kRowsBytes / (x.depth * x.bytes) / 2 * 2;
+  int64_t block = choice_or(a.variant.rows_bytes, kRowsBytes) / (x.depth * x.bytes) / 2 * 2;
   if (block < 2) block = 2;
   for (int64_t first = 0; first < x.row_tiles; first += block) {
     const Range tiles = {first, first + block < x.row_tiles ? first + block : x.row_tiles};
@@ -297,7 +299,7 @@ class PanelPair {
 void linear_tiles(const LinearArgs& a) {
   const Packed x = shape(a);
   const int64_t pairs = (count_panels(a) + 1) / 2, bytes = 2 * panel_bytes(a);
-  int64_t parts = pairs * bytes / kPartBytes;
+  int64_t parts = pairs * bytes / choice_or(a.variant.part_bytes, kPartBytes);
   if (parts > 8 * a.threads) parts = 8 * a.threads;
   if (parts < a.threads) parts = a.threads;
   over_rows(a.threads, x.row_tiles * kTileRows, [&](int64_t row) { pack_row(a, x, row); });

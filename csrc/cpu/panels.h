@@ -20,19 +20,50 @@ constexpr int kFewRows = 3, kMaxRows = 6, kPanels = 2;
 constexpr int kFewRows = 1, kMaxRows = 2, kPanels = 1;
 #endif
 
-// How far ahead of the stream of weights memory is asked for, in values.
-constexpr int64_t kAhead = 2048;
+// What memory is asked for while rows pass over panels that lie one behind the other.
+struct Ahead {
+  int64_t bytes = 4096;  // few rows: so far ahead of each line they read
+  bool next = false;     // more rows: the panels that come next, a part at each of their passes
+  bool near = true;      // into L1, else into L2
+};
 
-static inline void prefetch(const bf16* p) {
-  _mm_prefetch(reinterpret_cast<const char*>(p), _MM_HINT_T0);
+static inline void prefetch(const char* at, bool near) {
+  near ? _mm_prefetch(at, _MM_HINT_T0) : _mm_prefetch(at, _MM_HINT_T1);
 }
+
+// Asks for it.
+class Stream {
+ public:
+  explicit Stream(const Ahead& ahead) : bytes_(ahead.bytes), near_(ahead.near) {}
+  // More rows: `bytes` from `next` on, `lines` of 64 at the start of every `every`-th block of K.
+  Stream(const Ahead& ahead, const void* next, int64_t bytes, int64_t lines, int64_t every)
+      : next_(static_cast<const char*>(next)), left_(bytes / 64), lines_(lines), every_(every),
+        near_(ahead.near) {}
+
+  // Few rows read this line.
+  void line(const void* at) const { prefetch(static_cast<const char*>(at) + bytes_, near_); }
+
+  // More rows start with a block of kBlock values of K.
+  void block() {
+    if (left_ <= 0 || --turn_ > 0) return;
+    turn_ = every_;
+    left_ -= lines_;
+    for (int64_t i = 0; i < lines_; i++, next_ += 64) prefetch(next_, near_);
+  }
+
+ private:
+  const char* next_ = nullptr;
+  int64_t bytes_ = 0, left_ = 0, lines_ = 0, every_ = 1, turn_ = 1;
+  bool near_;
+};
 
 // acc[R][P] += x [R, k] · P panels over `k` values of K. Each acc is 16 columns.
 // x: float rows `ldx` apart; w: panels `stride` elements apart.
 template <int R, int P>
 static inline void dot_panels(const float* x, int64_t ldx, const bf16* w, int64_t stride, int64_t k,
-                              F16 (&acc)[R][P]) {
+                              Stream& stream, F16 (&acc)[R][P]) {
   for (int64_t k0 = 0; k0 < k; k0 += kBlock) {
+    if constexpr (R > kFewRows) stream.block();
     const int64_t pairs = k - k0 < kBlock ? (k - k0) / 2 : kBlock / 2;
     F16 even[R][P], odd[R][P];
 #pragma GCC unroll 8
@@ -42,15 +73,21 @@ static inline void dot_panels(const float* x, int64_t ldx, const bf16* w, int64_
     const float* xk = x + k0;
     const bf16* wk = w + k0 * kColumns;
     for (int64_t j = 0; j < pairs; j++) {
+      F16 we[P], wo[P];
 #pragma GCC unroll 8
       for (int p = 0; p < P; p++) {
-        F16 we, wo;
-        if constexpr (R <= kFewRows) prefetch(wk + p * stride + j * 2 * kColumns + kAhead);
-        load_pairs(wk + p * stride + j * 2 * kColumns, we, wo);
+        const bf16* line = wk + p * stride + j * 2 * kColumns;
+        if constexpr (R <= kFewRows) stream.line(line);
+        load_pairs(line, we[p], wo[p]);
+      }
+      // a row at a time: where panels come first, gcc keeps all rows at hand and spills sums for it
 #pragma GCC unroll 8
-        for (int r = 0; r < R; r++) {
-          even[r][p] = fma(set1(xk[r * ldx + 2 * j]), we, even[r][p]);
-          odd[r][p] = fma(set1(xk[r * ldx + 2 * j + 1]), wo, odd[r][p]);
+      for (int r = 0; r < R; r++) {
+        const F16 xe = set1(xk[r * ldx + 2 * j]), xo = set1(xk[r * ldx + 2 * j + 1]);
+#pragma GCC unroll 8
+        for (int p = 0; p < P; p++) {
+          even[r][p] = fma(xe, we[p], even[r][p]);
+          odd[r][p] = fma(xo, wo[p], odd[r][p]);
         }
       }
     }
@@ -63,7 +100,7 @@ static inline void dot_panels(const float* x, int64_t ldx, const bf16* w, int64_
 
 template <int R, int P>
 static inline void dot_panels(const float* x, int64_t ldx, const float* w, int64_t stride,
-                              int64_t k, F16 (&acc)[R][P]) {
+                              int64_t k, Stream&, F16 (&acc)[R][P]) {
   for (int64_t j = 0; j < k; j++) {
 #pragma GCC unroll 8
     for (int p = 0; p < P; p++) {
@@ -76,34 +113,37 @@ static inline void dot_panels(const float* x, int64_t ldx, const float* w, int64
 
 template <int R, int P, typename T, typename Init, typename Emit>
 static inline void tile(const float* x, int64_t ldx, int64_t row, const T* w, int64_t stride,
-                        int64_t panel, int64_t k, Init init, Emit emit) {
+                        int64_t panel, int64_t k, Stream& stream, Init init, Emit emit) {
   F16 acc[R][P];
 #pragma GCC unroll 8
   for (int r = 0; r < R; r++)
 #pragma GCC unroll 8
     for (int p = 0; p < P; p++) acc[r][p] = init(row + r, panel + p);
-  dot_panels<R, P>(x + row * ldx, ldx, w + panel * stride, stride, k, acc);
+  dot_panels<R, P>(x + row * ldx, ldx, w + panel * stride, stride, k, stream, acc);
 #pragma GCC unroll 8
   for (int r = 0; r < R; r++)
 #pragma GCC unroll 8
     for (int p = 0; p < P; p++) emit(row + r, panel + p, acc[r][p]);
 }
 
+// How often `rows` go over a panel.
+constexpr int64_t count_passes(int64_t rows) { return (rows + kMaxRows - 1) / kMaxRows; }
+
 template <int P, typename T, typename Init, typename Emit>
 static inline void all_rows(const float* x, int64_t ldx, int64_t rows, const T* w, int64_t stride,
-                            int64_t panel, int64_t k, Init init, Emit emit) {
+                            int64_t panel, int64_t k, Stream& stream, Init init, Emit emit) {
   int64_t r = 0;
 #if defined(__AVX512F__)
   if (rows > kFewRows) {
-    for (; rows - r >= 6; r += 6) tile<6, P>(x, ldx, r, w, stride, panel, k, init, emit);
-    if (rows - r >= 4) tile<4, P>(x, ldx, r, w, stride, panel, k, init, emit), r += 4;
+    for (; rows - r >= 6; r += 6) tile<6, P>(x, ldx, r, w, stride, panel, k, stream, init, emit);
+    if (rows - r >= 4) tile<4, P>(x, ldx, r, w, stride, panel, k, stream, init, emit), r += 4;
   }
-  for (; rows - r >= 3; r += 3) tile<3, P>(x, ldx, r, w, stride, panel, k, init, emit);
-  if (rows - r == 2) tile<2, P>(x, ldx, r, w, stride, panel, k, init, emit), r += 2;
+  for (; rows - r >= 3; r += 3) tile<3, P>(x, ldx, r, w, stride, panel, k, stream, init, emit);
+  if (rows - r == 2) tile<2, P>(x, ldx, r, w, stride, panel, k, stream, init, emit), r += 2;
 #else
-  for (; rows - r >= 2; r += 2) tile<2, P>(x, ldx, r, w, stride, panel, k, init, emit);
+  for (; rows - r >= 2; r += 2) tile<2, P>(x, ldx, r, w, stride, panel, k, stream, init, emit);
 #endif
-  for (; r < rows; r++) tile<1, P>(x, ldx, r, w, stride, panel, k, init, emit);
+  for (; r < rows; r++) tile<1, P>(x, ldx, r, w, stride, panel, k, stream, init, emit);
 }
 
 // For every row r < rows and every panel p < panels:
@@ -111,17 +151,28 @@ static inline void all_rows(const float* x, int64_t ldx, int64_t rows, const T* 
 // the same for every r, p, rows and panels.
 template <typename T, typename Init, typename Emit>
 static inline void multiply_panels(const float* x, int64_t ldx, int64_t rows, const T* w,
-                                   int64_t stride, int64_t panels, int64_t k, Init init,
-                                   Emit emit) {
+                                   int64_t stride, int64_t panels, int64_t k, Init init, Emit emit,
+                                   const Ahead& ahead = {}) {
   int64_t p = 0;
+  Stream stream(ahead);
 #if !defined(__AVX512F__)
   if (rows == 1)  // two streams: 0.80 of the bandwidth on Zen 3 instead of 0.76
-    for (; panels - p >= 2; p += 2) tile<1, 2>(x, ldx, 0, w, stride, p, k, init, emit);
+    for (; panels - p >= 2; p += 2) tile<1, 2>(x, ldx, 0, w, stride, p, k, stream, init, emit);
 #endif
+  const auto go_on = [&](int64_t next, int64_t count) {
+    if (!ahead.next || rows <= kFewRows || panels - next < count) return;
+    const int64_t bytes = count * k * kColumns * static_cast<int64_t>(sizeof(T));
+    stream = Stream(ahead, w + next * stride, bytes, count * kBlock / kVnni<T>, count_passes(rows));
+  };
   if (rows > kFewRows)
-    for (; panels - p >= kPanels; p += kPanels)
-      all_rows<kPanels>(x, ldx, rows, w, stride, p, k, init, emit);
-  for (; p < panels; p++) all_rows<1>(x, ldx, rows, w, stride, p, k, init, emit);
+    for (; panels - p >= kPanels; p += kPanels) {
+      go_on(p + kPanels, kPanels);
+      all_rows<kPanels>(x, ldx, rows, w, stride, p, k, stream, init, emit);
+    }
+  for (; p < panels; p++) {
+    go_on(p + 1, 1);
+    all_rows<1>(x, ldx, rows, w, stride, p, k, stream, init, emit);
+  }
 }
 
 }  // namespace penstock::PENSTOCK_ISA

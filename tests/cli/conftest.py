@@ -29,22 +29,13 @@ TEMPLATE = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}as
 
 
 @pytest.fixture(scope="session", autouse=True)
-def known_peaks(_one_thread: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Peaks]:
+def known_peaks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Peaks]:
     """Peaks in a cache of the tests' own: nothing is measured, nothing of the user's is read."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PENSTOCK_CACHE", str(tmp_path_factory.mktemp("cache")))
         peaks = Peaks(2e10, 1e11, 0.0, torch.get_num_threads(), "2026-11-21T00:00:00+00:00")
         save_peaks(detect(), peaks, "native" if native.handle else "reference")
         yield peaks
-
-
-@pytest.fixture(scope="session", autouse=True)
-def _one_thread() -> Iterator[None]:
-    """Two threads that wait for each other are slow where others use the cores."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(autouse=True)

@@ -1,4 +1,4 @@
-"""One thread, and a cache of the tests' own; tiny checkpoints, engines, calibration windows."""
+"""A cache of the tests' own; tiny checkpoints, engines, calibration windows."""
 
 from __future__ import annotations
 
@@ -23,14 +23,11 @@ Build = Callable[..., Path]
 
 @pytest.fixture(scope="package", autouse=True)
 def _quiet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PENSTOCK_CACHE", str(tmp_path_factory.mktemp("cache")))
         patch.setattr("penstock.pipeline.tuning._waited", lambda: 0.0)  # as on an idle machine
         patch.setattr("penstock.pipeline.tuning._ENOUGH_S", 0.0)
         yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="package")

@@ -271,7 +271,7 @@ def test_what_is_no_adapter_of_the_model(
         ({"quant": "nf4", "layout": "compressed-tensors"}, "can't express nf4"),
         ({"quant": "nf4", "head": "w8a16"}, "No layout holds all of the schemes .nf4-g64: bits"),
         ({"quant": "nf4", "special": {"*": "w8a16"}}, "No layout holds all of the schemes"),
-        ({"quant": "fp8-e5m2", "head": "fp8-e5m2-tensor"}, "has one scheme for all its matrices"),
+        ({"quant": "fp8-w8a8", "head": "fp8-w8a8-tensor", "layout": "fp8"}, "has one scheme"),
         ({"quant": "w8a8-static"}, "a scale of activations that a text gives: give --calib"),
         ({"quant": "w8a16", "mixture": ("w8a16",)}, "--mixture is of a budget"),
         ({"quant": "w8a16", "budget_windows": 2}, "--budget-windows is of a budget"),

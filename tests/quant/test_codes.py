@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
+from typing import get_args
 
 import pytest
 import torch
 
 from penstock.errors import ConfigError, WeightsError
-from penstock.quant import Codes, Dense, Scheme, format_of, parse_scheme
+from penstock.kernels import native, report_linear
+from penstock.quant import SCHEMES, Codes, Dense, Scheme, format_of, parse_scheme
 from penstock.quant.levels import E2M1
 from penstock.quant.methods.rtn import quantize
+from penstock.quant.scheme import Activations, Kind
+
+needs_native = pytest.mark.skipif(native.handle is None, reason="no native kernels")
 
 NAMES = (
     *(
@@ -62,13 +68,30 @@ def test_other_names_are_refused(name: str, says: str) -> None:
 
 
 PACKED = (
-    *("w8a16", "w8a8-asym", "w8a16-g32", "w8a8-g128-asym", "w8a8-tensor", "w8a8-static"),
-    *("w4a16-g32", "w4a8-g64", "w4a8-g128", "w4a16-g32-asym", "w4a8-g128-asym", "w4a8-g32-static"),
-    *("w4a16-channel", "w4a8-channel-asym", "w4a8-tensor"),
-    *("fp8", "fp8-tensor", "fp8-block", "fp8-e5m2", "fp8-w8a8", "fp8-w8a8-block-static"),
-    *("nf4-g32", "nf4", "nf4-g128", "mxfp4"),
-    "nvfp4",
+    *NAMES,
+    *("w8a16-g32", "w8a8-g128-asym", "w4a8-g32-static", "w4a16-g64-asym", "nf4-g32"),
 )
+
+
+def test_every_kind_of_codes_and_activations_is_packed() -> None:
+    tried = {(s.kind, s.activations) for s in map(parse_scheme, PACKED)}
+    for kind in get_args(Kind):
+        for activations in get_args(Activations):
+            try:
+                Scheme(kind, {"mxfp4": 32, "nvfp4": 16}.get(kind, 0), activations=activations)
+            except ConfigError:
+                continue
+            assert (kind, activations) in tried
+
+
+@needs_native
+@pytest.mark.parametrize("name", PACKED)
+def test_doctor_names_what_multiplies_each_scheme(name: str) -> None:
+    """`report_linear` has the scheme without what shares its scales."""
+    (base,) = [b for b in SCHEMES if re.fullmatch(rf"{b}(-(?!w8a8|e5m2).*)?", name)]
+    (row,) = [row for row in report_linear() if base in row[0].split(", ")]
+    fmt = format_of(parse_scheme(name))
+    assert any("vpdpbusd" in x or "vpmaddubsw" in x for x in row) == (fmt.compute == "int8")
 
 
 @pytest.mark.parametrize("gated", [False, True])
@@ -77,8 +100,8 @@ PACKED = (
 def test_codes_pass_through_panels(name: str, k: int, gated: bool) -> None:
     """Of rows that fill no panel, and groups that K cuts short."""
     scheme = parse_scheme(name)
-    stored, n = format_of(scheme), 40  # n of one half where gated
-    weight = torch.randn(80 if gated else 40, k, generator=torch.manual_seed(0))
+    stored, n = format_of(scheme), 37  # n of one half where gated
+    weight = torch.randn(2 * n if gated else n, k, generator=torch.manual_seed(0))
     given = 0.125 if name.endswith("static") else None
     codes = quantize(weight, scheme, given)
     packed = stored.pack_codes(codes, gated)

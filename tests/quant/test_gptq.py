@@ -14,8 +14,6 @@ from penstock.quant.methods import clip, gptq, rtn
 from penstock.quant.methods.gptq import GptqOptions
 from penstock.quant.methods.statistics import InputStatistics, output_error
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 EVERY = ("w8a8", "w4a16-g32", "w4a16-g64-asym", "w8a16-g32-asym", "w4a16-channel", "fp8", "nf4")
 EVERY += ("mxfp4", "nvfp4", "fp8-tensor", "fp8-block", "w8a8-tensor")
 

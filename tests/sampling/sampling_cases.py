@@ -20,11 +20,12 @@ def sequence(
     seed: int = 0,
     sample_index: int = 0,
     eos: frozenset[int] = frozenset({EOS}),
+    text: list[int] | None = None,
     **params: Any,
 ) -> SequenceSampling:
     params.setdefault("max_tokens", None)
     state = SequenceSampling(
-        SamplingParams(**params), prompt or [], vocab_size, seed, eos, sample_index
+        SamplingParams(**params), prompt or [], vocab_size, seed, eos, sample_index, text=text
     )
     for token in output or []:
         state.append(token)

@@ -12,7 +12,6 @@ from typing import Any
 
 import httpx2 as httpx
 import pytest
-import torch
 import uvicorn
 
 from penstock.config import EngineConfig
@@ -72,11 +71,8 @@ def serving(config: ServerConfig, **engine: Any) -> Iterator[Running]:
 
 
 @pytest.fixture(scope="session")
-def server_runtime() -> Iterator[Runtime]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield load_runtime(EngineConfig.of())
-    torch.set_num_threads(threads)
+def server_runtime() -> Runtime:
+    return load_runtime(EngineConfig.of())
 
 
 @pytest.fixture(scope="session")

@@ -68,11 +68,28 @@ class Endpoint:
 CHAT = [{"role": "user", "content": "Tell me of a dog. Please!"}]
 LONG = [{"role": "user", "content": "A long walk by the sea. " * 40},
         {"role": "assistant", "content": "Yes."}] * 2 + CHAT  # fmt: skip
+TWO = {"allowed_token_ids": [300, 301]}
 SAMPLING: dict[str, Any] = {
     "temperature": 1000.0,
     "top_p": (0.01, {"temperature": 1.5}),
     "top_k": (1, {"temperature": 1.5}),
     "min_p": (0.99, {"temperature": 1.5}),
+    "typical_p": (0.05, {"temperature": 1.5}),
+    "epsilon_cutoff": (0.9, {"temperature": 1.5}),
+    "eta_cutoff": (0.9, {"temperature": 1.5}),
+    "top_n_sigma": (0.01, {"temperature": 1.5}),
+    "xtc_probability": (1.0, {"temperature": 1.5}),
+    "xtc_threshold": (0.0, {"temperature": 1.5, "xtc_probability": 1.0}),
+    "dynatemp_range": (5.0, {"temperature": 1.5}),
+    "dynatemp_exponent": (0.01, {"temperature": 3.0, "dynatemp_range": 3.0}),
+    "mirostat": (2, {"temperature": 1.5, "mirostat_tau": 0.01}),
+    "mirostat_tau": (0.01, {"temperature": 1.5, "mirostat": 2}),
+    "mirostat_eta": (1.0, {"temperature": 1.5, "mirostat": 2, "mirostat_tau": 3.0}),
+    "dry_multiplier": (5.0, TWO),
+    "dry_base": (100.0, {**TWO, "dry_multiplier": 0.1, "dry_allowed_length": 1}),
+    "dry_allowed_length": (6, {**TWO, "dry_multiplier": 5.0}),
+    "dry_penalty_last_n": (0, {**TWO, "dry_multiplier": 5.0}),
+    "dry_sequence_breakers": (list("aeiou "), {**TWO, "dry_multiplier": 5.0}),
     "repetition_penalty": 1.9,
     "presence_penalty": (2.0, {"allowed_token_ids": [300, 301]}),
     "frequency_penalty": (2.0, {"allowed_token_ids": [300, 301]}),

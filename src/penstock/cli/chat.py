@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -20,11 +19,13 @@ from penstock.cli.options import (
     Model,
     Quantization,
     RepetitionPenalty,
+    Sampling,
     Seed,
     Temperature,
     TopK,
     TopP,
     given,
+    named_values,
     sampling,
 )
 from penstock.cli.stats import RunStats, machine_peaks
@@ -60,6 +61,7 @@ def chat(
     top_k: TopK = None,
     min_p: MinP = None,
     repetition_penalty: RepetitionPenalty = None,
+    more: Sampling = None,
     seed: Seed = None,
     dtype: Dtype = "auto",
     quantization: Quantization = None,
@@ -81,6 +83,7 @@ def chat(
         min_p=min_p,
         repetition_penalty=repetition_penalty,
         seed=seed,
+        **named_values(more),
     )
     sampling(**chosen, max_tokens=max_tokens)  # refuses before the model is loaded
     config = EngineConfig.of(
@@ -93,9 +96,8 @@ def chat(
         ),
     )
     meter = Meter(config, load(config))
-    params = replace(
-        default_params(meter.runtime.model.generation), **chosen, max_tokens=max_tokens
-    )
+    suggested = default_params(meter.runtime.model.generation)
+    params = suggested.over(**chosen, max_tokens=max_tokens)
     conversation = Conversation(meter, params, model, system)
     if console.is_terminal(sys.stdin):
         console.note(f"{model}: type a message; /help lists commands, Ctrl-D leaves.")

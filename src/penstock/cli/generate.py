@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import sys
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import typer
@@ -25,6 +24,7 @@ from penstock.cli.options import (
     Quantization,
     RepetitionPenalty,
     Samples,
+    Sampling,
     Seed,
     Stats,
     Stop,
@@ -32,6 +32,7 @@ from penstock.cli.options import (
     TopK,
     TopP,
     given,
+    named_values,
     sampling,
 )
 from penstock.cli.stats import RunStats, machine_peaks, metrics
@@ -52,6 +53,7 @@ def generate(
     top_k: TopK = None,
     min_p: MinP = None,
     repetition_penalty: RepetitionPenalty = None,
+    more: Sampling = None,
     seed: Seed = None,
     stop: Stop = None,
     n: Samples = 1,
@@ -79,6 +81,7 @@ def generate(
         stop=stop or None,
         n=n,
         ignore_eos=ignore_eos,
+        **named_values(more),
     )
     prompts = _read(prompt)
     sampling(**chosen)  # refuses what is out of range before the model is loaded
@@ -89,7 +92,7 @@ def generate(
         kv_cache_dtype=kv_cache_dtype,
         max_model_len=max_model_len,
     )
-    params = replace(_defaults(meter), **chosen)
+    params = _defaults(meter).over(**chosen)
     peaks = machine_peaks() if stats or as_json else None
     if peaks is not None:
         meter.engine.ledger.peaks = peaks

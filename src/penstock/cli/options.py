@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import json
 from collections.abc import Callable
 from dataclasses import fields, is_dataclass
 from functools import wraps
@@ -12,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 import typer
 
 from penstock.config import DEFAULT_MODEL
+from penstock.errors import ConfigError
 
 if TYPE_CHECKING:
     from penstock.sampling import SamplingParams
@@ -47,6 +49,16 @@ MinP = Annotated[
 RepetitionPenalty = Annotated[
     float | None,
     typer.Option(help="Above 1 discourages what was there before.", rich_help_panel=_SAMPLING),
+]
+Sampling = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--sampling",
+        metavar="NAME=VALUE",
+        help="Any other sampling parameter (docs/sampling.md): mirostat=2, typical_p=0.9, "
+        "dry_multiplier=0.8; may be repeated.",
+        rich_help_panel=_SAMPLING,
+    ),
 ]
 Seed = Annotated[
     int | None, typer.Option(help="The same seed, the same text.", rich_help_panel=_SAMPLING)
@@ -138,6 +150,20 @@ def grouped(command: Callable[..., None]) -> Callable[..., None]:
 def given(**arguments: Any) -> dict[str, Any]:
     """The arguments that were given: those that aren't None."""
     return {name: value for name, value in arguments.items() if value is not None}
+
+
+def named_values(pairs: list[str] | None) -> dict[str, Any]:
+    """`["mirostat=2"]` → {"mirostat": 2}: values are JSON, or text where they aren't."""
+    found: dict[str, Any] = {}
+    for pair in pairs or ():
+        name, equals, text = pair.partition("=")
+        if not equals:
+            raise ConfigError(f"--sampling {pair!r} must be NAME=VALUE, such as mirostat=2.")
+        try:
+            found[name] = json.loads(text)
+        except ValueError:
+            found[name] = text
+    return found
 
 
 def sampling(**chosen: Any) -> SamplingParams:

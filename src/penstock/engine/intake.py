@@ -29,6 +29,7 @@ class Intake:
         self._vocab_size = whole if vocab_map is None else vocab_map.original_size
         self._max_len = model.max_model_len
         self._eos = frozenset(model.eos_token_ids)
+        self._known_breakers: dict[tuple[str, ...], frozenset[int]] = {}  # of the last request
 
     def bad_words(self, params: SamplingParams) -> list[tuple[int, ...]]:
         """The tokens of each bad word, at the start of a text and after a space, as in vLLM."""
@@ -52,18 +53,47 @@ class Intake:
         params, tokens = request.params, request.prompt_token_ids
         if index == 0:
             self._check_kept(params)
+        text = list(tokens)
         return Sequence(
             request=request,
             index=index,
-            tokens=list(tokens),
+            tokens=text,
             sampling=SequenceSampling(
-                params, tokens, self._vocab_size, seed, self._eos, index, bad_words
+                params,
+                tokens,
+                self._vocab_size,
+                seed,
+                self._eos,
+                index,
+                bad_words,
+                self._breakers(params),
+                text,
             ),
             detokenizer=self.detokenizer(
                 params, tokens, () if params.min_tokens else params.stop_strings
             ),
             logprobs=None if params.logprobs is None else [],
         )
+
+    def _breakers(self, params: SamplingParams) -> frozenset[int]:
+        """The tokens that hold one of DRY's sequence breakers."""
+        if not params.dry_multiplier or not params.breakers:
+            return frozenset()
+        if self._tokenizer is None:
+            raise RequestError(
+                "dry_sequence_breakers need a tokenizer, but skip_tokenizer_init is set. Pass none "
+                "of them."
+            )
+        if params.breakers not in self._known_breakers:
+            pieces = self._tokenizer.piece_table(skip_special_tokens=False)
+            wanted = [text.encode() for text in params.breakers]
+            found = frozenset(
+                token
+                for token in range(self._tokenizer.vocab_size)
+                if any(w in pieces[token] for w in wanted)
+            )
+            self._known_breakers = {params.breakers: found}
+        return self._known_breakers[params.breakers]
 
     def detokenizer(
         self, params: SamplingParams, context: list[int], stop: tuple[str, ...]

@@ -6,13 +6,12 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from penstock.errors import InvalidPromptError, TokenizerError, nearest
-from penstock.sampling import SamplingParams
+from penstock.sampling import CUTS, SUGGESTED, SamplingParams
 from penstock.tokenizer import Tokenizer
 
 Prompt = str | Sequence[int] | Mapping[str, Any]
 
 _KEYS = ("prompt", "prompt_token_ids")
-_GENERATION_KEYS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 
 
 def split(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
@@ -67,10 +66,9 @@ def encode_chat(
 
 def default_params(generation: Mapping[str, Any]) -> SamplingParams:
     """Sampling parameters that `generation_config.json` suggests, vLLM's defaults otherwise."""
-    chosen = {k: generation[k] for k in _GENERATION_KEYS if generation.get(k) is not None}
+    chosen = {k: generation[k] for k in SUGGESTED if generation.get(k) is not None}
     if generation.get("do_sample") is False:
-        greedy = ("temperature", "top_p", "top_k", "min_p")
-        chosen = {k: v for k, v in chosen.items() if k not in greedy} | {"temperature": 0.0}
+        chosen = {k: v for k, v in chosen.items() if k not in CUTS} | {"temperature": 0.0}
     if generation.get("max_new_tokens"):
         chosen["max_tokens"] = generation["max_new_tokens"]
     return SamplingParams(**chosen)

@@ -87,10 +87,10 @@ class Store:
     def save(self, name: str, result: Result) -> None:
         """Keep a result; one of this name is replaced."""
         tensors: dict[str, Tensor] = {}
-        schemes: dict[str, str] = {}
+        schemes: dict[str, str | None] = {}  # of each result, in its order
         for key, value in result.items():
             if isinstance(value, Tensor):
-                tensors[key] = value.contiguous()
+                schemes[key], tensors[key] = None, value.contiguous()
                 continue
             schemes[key] = value.scheme.name
             for part in ("values", "scale", "zero", "outer"):
@@ -99,32 +99,20 @@ class Store:
                     tensors[f"{key}:{part}"] = held.contiguous()
             if value.input_scale is not None:
                 tensors[f"{key}:input"] = torch.tensor(value.input_scale, dtype=torch.float64)
-        metadata = {"schemes": json.dumps(schemes)}
-        file = self._file(name)
+        metadata, file = {"schemes": json.dumps(schemes)}, self._file(name)
         with writing(file):
             self._write(file.name, lambda partial: save_file(tensors, partial, metadata))
 
     def load(self, name: str) -> Result:
-        """A result that is there."""
+        """A result that is there, in the order in which it was kept."""
         file = self._file(name)
         try:
             with safe_open(file, framework="pt") as held:
                 schemes = json.loads(held.metadata()["schemes"])
                 tensors = {key: held.get_tensor(key) for key in held.keys()}  # noqa: SIM118
+                return {key: _result(tensors, key, scheme) for key, scheme in schemes.items()}
         except (SafetensorError, OSError, KeyError, TypeError, ValueError) as error:
             raise ConfigError(f"{file} can't be read: {error}. Delete it to redo it.") from error
-        result: Result = {key: tensor for key, tensor in tensors.items() if ":" not in key}
-        for key, scheme in schemes.items():
-            static = tensors.get(f"{key}:input")
-            result[key] = Codes(
-                parse_scheme(scheme),
-                tensors[f"{key}:values"],
-                tensors[f"{key}:scale"],
-                tensors.get(f"{key}:zero"),
-                tensors.get(f"{key}:outer"),
-                None if static is None else float(static),
-            )
-        return result
 
     def _write(self, name: str, write: Callable[[Path], object]) -> None:
         """Under another name first: what is cut off never has the file's own."""
@@ -133,6 +121,20 @@ class Store:
         write(partial)
         sync(partial)
         os.replace(partial, file)
+
+
+def _result(tensors: Mapping[str, Tensor], key: str, scheme: str | None) -> Tensor | Codes:
+    if scheme is None:
+        return tensors[key]
+    static = tensors.get(f"{key}:input")
+    return Codes(
+        parse_scheme(scheme),
+        tensors[f"{key}:values"],
+        tensors[f"{key}:scale"],
+        tensors.get(f"{key}:zero"),
+        tensors.get(f"{key}:outer"),
+        None if static is None else float(static),
+    )
 
 
 @contextmanager

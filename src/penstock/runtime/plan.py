@@ -20,7 +20,7 @@ from penstock.ops.registry import NAMESPACE
 from penstock.runtime import compile_counter
 from penstock.step import KV, Step
 
-PLAN_VERSION = 1
+PLAN_VERSION = 2
 """Of the form of a plan and the meaning of its operators' arguments."""
 
 

@@ -2,12 +2,14 @@
 
 from penstock import kernels as _kernels  # the native library registers its operators
 from penstock.sampling.logprobs import Logprob, TokenLogprobs, prompt_logprobs
-from penstock.sampling.params import SamplingParams
+from penstock.sampling.params import CUTS, SUGGESTED, SamplingParams
 from penstock.sampling.pipeline import NO_TOKEN, Sampled, Sampler
 from penstock.sampling.state import SequenceSampling
 
 __all__ = [
+    "CUTS",
     "NO_TOKEN",
+    "SUGGESTED",
     "Logprob",
     "Sampled",
     "Sampler",

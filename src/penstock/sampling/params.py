@@ -7,12 +7,13 @@ way out.
 
 from __future__ import annotations
 
-import numbers
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, Final, cast
 
 from penstock.errors import InvalidSamplingError, nearest
+from penstock.sampling.checks import bias, integer, real, texts, token_ids
+from penstock.sampling.processors import LogitsProcessor, processors
 
 MAX_LOGPROBS: Final = 20
 """The most top logprobs per token that may be asked for short of -1 (all), as in the OpenAI API."""
@@ -22,7 +23,22 @@ _GREEDY_BELOW: Final = 1e-5
 
 _HIGHEST_TEMPERATURE: Final = 1e4
 _HIGHEST_REPETITION: Final = 1e4
-_HIGHEST_BIAS: Final = 100.0
+_HIGHEST_STRENGTH: Final = 1e3
+
+DRY_BREAKERS: Final = ("\n", ":", '"', "*")
+"""What repetitions end at unless told otherwise, as in llama.cpp."""
+
+SUGGESTED: Final = (
+    "temperature", "top_p", "top_k", "min_p", "typical_p", "epsilon_cutoff", "eta_cutoff",
+    "repetition_penalty",
+)  # fmt: skip
+"""What a model's generation_config.json may suggest."""
+
+CUTS: Final = {
+    "top_p": 1.0, "top_k": 0, "min_p": 0.0, "typical_p": 1.0, "epsilon_cutoff": 0.0,
+    "eta_cutoff": 0.0, "top_n_sigma": 0.0, "xtc_probability": 0.0,
+}  # fmt: skip
+"""What drops tokens, and the value that drops none: not beside mirostat, which does it itself."""
 _SEEDS: Final = 2**64
 
 
@@ -40,12 +56,29 @@ class SamplingParams:
     top_p: float = 1.0
     top_k: int = 0  # 0 or -1 = off
     min_p: float = 0.0
+    typical_p: float = 1.0
+    epsilon_cutoff: float = 0.0
+    eta_cutoff: float = 0.0
+    top_n_sigma: float = 0.0  # 0 or -1 = off
+    xtc_probability: float = 0.0
+    xtc_threshold: float = 0.1
+    dynatemp_range: float = 0.0  # temperature ± this, by the entropy
+    dynatemp_exponent: float = 1.0
+    mirostat: int = 0  # 1 or 2: instead of the cuts above
+    mirostat_tau: float = 5.0  # bits
+    mirostat_eta: float = 0.1
     repetition_penalty: float = 1.0  # > 1 discourages tokens of the prompt and the output
     presence_penalty: float = 0.0  # once per distinct output token
     frequency_penalty: float = 0.0  # once per occurrence in the output
+    dry_multiplier: float = 0.0  # > 0 discourages what would prolong a repetition
+    dry_base: float = 1.75
+    dry_allowed_length: int = 2  # tokens
+    dry_penalty_last_n: int = -1  # tokens that are looked at; -1 = all
+    dry_sequence_breakers: str | Sequence[str] = DRY_BREAKERS
     logit_bias: Mapping[int, float] | None = field(default=None, hash=False)
     allowed_token_ids: Sequence[int] | None = None
     bad_words: Sequence[str] | None = None  # texts that the output must not hold as tokens
+    logits_processors: Sequence[LogitsProcessor] | None = None  # in this process only
     seed: int | None = None
     stop: str | Sequence[str] | None = None
     stop_token_ids: Sequence[int] | None = None
@@ -60,6 +93,7 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         self._check_truncation()
+        self._check_samplers()
         self._check_penalties()
         self._check_tokens()
         self._check_output()
@@ -77,6 +111,14 @@ class SamplingParams:
                 )
         return cls(**kwargs)
 
+    def over(self, **chosen: Any) -> SamplingParams:
+        """These parameters with the chosen ones over them.
+
+        Cuts that only stand here give way to a chosen mirostat, which takes their place.
+        """
+        way = CUTS if chosen.get("mirostat") else {}
+        return replace(self, **{**way, **chosen})
+
     @property
     def is_greedy(self) -> bool:
         """Whether each token is simply the most likely one."""
@@ -93,6 +135,11 @@ class SamplingParams:
         return cast("tuple[str, ...]", self.bad_words)
 
     @property
+    def breakers(self) -> tuple[str, ...]:
+        """``dry_sequence_breakers`` as it is stored."""
+        return cast("tuple[str, ...]", self.dry_sequence_breakers)
+
+    @property
     def stop_ids(self) -> tuple[int, ...]:
         """``stop_token_ids`` as it is stored."""
         return cast("tuple[int, ...]", self.stop_token_ids)
@@ -101,15 +148,15 @@ class SamplingParams:
         object.__setattr__(self, name, value)
 
     def _whole(self, name: str, low: int, high: int | None, hint: str) -> None:
-        self._set(name, _integer(name, getattr(self, name), low, high, hint))
+        self._set(name, integer(name, getattr(self, name), low, high, hint))
 
     def _check_truncation(self) -> None:
         self._whole("n", 1, None, "Ask for at least one sample.")
         self._set(
             "temperature",
-            _real("temperature", self.temperature, 0.0, _HIGHEST_TEMPERATURE, "0 is greedy."),
+            real("temperature", self.temperature, 0.0, _HIGHEST_TEMPERATURE, "0 is greedy."),
         )
-        top_p = _real("top_p", self.top_p, 0.0, 1.0, "1.0 keeps every token.")
+        top_p = real("top_p", self.top_p, 0.0, 1.0, "1.0 keeps every token.")
         if top_p == 0.0:
             raise InvalidSamplingError(
                 "top_p is 0.0, which keeps no token; it must be in (0, 1]. "
@@ -119,13 +166,34 @@ class SamplingParams:
         self._whole("top_k", -1, None, "0 or -1 keeps every token.")
         if self.top_k == -1:
             self._set("top_k", 0)
-        self._set("min_p", _real("min_p", self.min_p, 0.0, 1.0, "0.0 keeps every token."))
+        self._set("min_p", real("min_p", self.min_p, 0.0, 1.0, "0.0 keeps every token."))
+
+    def _check_samplers(self) -> None:
+        self._real("typical_p", 0.0, 1.0, "1.0 keeps every token.")
+        if self.typical_p == 0.0:
+            raise InvalidSamplingError(
+                "typical_p is 0.0, which keeps no token; it must be in (0, 1]. 1.0 is off."
+            )
+        for name in ("epsilon_cutoff", "eta_cutoff"):
+            self._real(name, 0.0, 1.0, "0.0 keeps every token; useful values are about 0.0003.")
+        self._real("top_n_sigma", -1.0, _HIGHEST_STRENGTH, "0 or -1 keeps every token.")
+        self._set("top_n_sigma", max(self.top_n_sigma, 0.0))
+        self._real("xtc_probability", 0.0, 1.0, "0.0 is off.")
+        self._real("xtc_threshold", 0.0, 1.0, "Useful values are about 0.1.")
+        self._real("dynatemp_range", 0.0, _HIGHEST_TEMPERATURE, "0.0 is off.")
+        self._real("dynatemp_exponent", 1e-3, _HIGHEST_STRENGTH, "1.0 is linear.")
+        self._whole("mirostat", 0, 2, "0 is off.")
+        self._real("mirostat_tau", 1e-3, _HIGHEST_STRENGTH, "Bits; useful values are about 5.")
+        self._real("mirostat_eta", 1e-6, 1.0, "Useful values are about 0.1.")
+
+    def _real(self, name: str, low: float, high: float, hint: str) -> None:
+        self._set(name, real(name, getattr(self, name), low, high, hint))
 
     def _check_penalties(self) -> None:
         low = 1 / _HIGHEST_REPETITION
         self._set(
             "repetition_penalty",
-            _real(
+            real(
                 "repetition_penalty",
                 self.repetition_penalty,
                 low,
@@ -134,23 +202,29 @@ class SamplingParams:
             ),
         )
         for name in ("presence_penalty", "frequency_penalty"):
-            value = _real(name, getattr(self, name), -2.0, 2.0, "0.0 is no penalty.")
+            value = real(name, getattr(self, name), -2.0, 2.0, "0.0 is no penalty.")
             self._set(name, value)
+        self._real("dry_multiplier", 0.0, _HIGHEST_STRENGTH, "0.0 is no penalty.")
+        self._real("dry_base", 1.0, _HIGHEST_STRENGTH, "1.0 punishes every length alike.")
+        self._whole("dry_allowed_length", 1, None, "Tokens that may repeat.")
+        self._whole("dry_penalty_last_n", -1, None, "-1 looks at the whole text, 0 at none.")
+        self._set("dry_sequence_breakers", texts("dry_sequence_breakers", self.breakers))
         if self.logit_bias is not None:
-            self._set("logit_bias", _bias(self.logit_bias))
+            self._set("logit_bias", bias(self.logit_bias))
 
     def _check_tokens(self) -> None:
         if self.allowed_token_ids is not None:
-            allowed = _token_ids("allowed_token_ids", self.allowed_token_ids)
+            allowed = token_ids("allowed_token_ids", self.allowed_token_ids)
             if not allowed:
                 raise InvalidSamplingError(
                     "allowed_token_ids is empty (0 ids), so no token could be chosen. "
                     "Use None to allow every token."
                 )
             self._set("allowed_token_ids", allowed)
-        self._set("stop", _texts("stop", self.stop))
-        self._set("bad_words", _texts("bad_words", self.bad_words))
-        self._set("stop_token_ids", _token_ids("stop_token_ids", self.stop_token_ids or ()))
+        self._set("stop", texts("stop", self.stop))
+        self._set("bad_words", texts("bad_words", self.bad_words))
+        self._set("logits_processors", processors(self.logits_processors))
+        self._set("stop_token_ids", token_ids("stop_token_ids", self.stop_token_ids or ()))
         if self.seed is not None:
             self._whole("seed", 0, _SEEDS - 1, "Use None for a fresh one per request.")
         if self.max_tokens is not None:
@@ -178,6 +252,23 @@ class SamplingParams:
                 f"n is {self.n} with temperature {self.temperature}: {self.n} greedy samples "
                 "would be identical. Use n=1, or a temperature above 0."
             )
+        for name, off in (("mirostat", 0), ("xtc_probability", 0.0), ("dynatemp_range", 0.0)):
+            if self.is_greedy and getattr(self, name) != off:
+                raise InvalidSamplingError(
+                    f"{name} is {getattr(self, name)} with temperature {self.temperature}, which "
+                    "always takes the likeliest token. Raise the temperature, or leave it out."
+                )
+        used = [name for name, off in CUTS.items() if getattr(self, name) != off]
+        if self.mirostat and used:
+            raise InvalidSamplingError(
+                f"mirostat is {self.mirostat} and {used[0]} {getattr(self, used[0])}, but mirostat "
+                f"decides by itself what is dropped. Leave out {' and '.join(used)}, or mirostat."
+            )
+        if self.xtc_probability and self.xtc_threshold > 0.5:
+            raise InvalidSamplingError(
+                f"xtc_threshold is {self.xtc_threshold}: two tokens can't both be likelier than "
+                "0.5, so xtc_probability would do nothing. Lower the threshold."
+            )
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise InvalidSamplingError(
                 f"min_tokens is {self.min_tokens} but max_tokens is {self.max_tokens}. "
@@ -188,80 +279,3 @@ class SamplingParams:
                 f"stop holds {len(self.stop)} strings but detokenize is False, so they could "
                 "never be found. Use stop_token_ids, or detokenize=True."
             )
-
-
-def _integer(name: str, value: object, low: int, high: int | None, hint: str) -> int:
-    """``value`` as a plain int in [low, high]; numpy's integers pass, bools and floats don't."""
-    if isinstance(value, bool) or not isinstance(value, numbers.Integral):
-        raise InvalidSamplingError(
-            f"{name} is {value!r}, a {type(value).__name__}; it must be an integer. {hint}"
-        )
-    number = int(value)
-    if number < low or (high is not None and number > high):
-        span = f"at least {low}" if high is None else f"in [{low}, {high}]"
-        raise InvalidSamplingError(f"{name} is {number}; it must be {span}. {hint}")
-    return number
-
-
-def _real(name: str, value: object, low: float, high: float, hint: str) -> float:
-    """``value`` as a plain finite float in [low, high]; bools and strings don't pass."""
-    if isinstance(value, bool) or not isinstance(value, numbers.Real):
-        raise InvalidSamplingError(
-            f"{name} is {value!r}, a {type(value).__name__}; it must be a number. {hint}"
-        )
-    # Compared before converting: a huge int doesn't fit a float. NaN fails the comparison.
-    number = cast("float", value)
-    if not low <= number <= high:
-        raise InvalidSamplingError(f"{name} is {number}; it must be in [{low:g}, {high:g}]. {hint}")
-    return float(number)
-
-
-def _token_ids(name: str, value: object) -> tuple[int, ...]:
-    """A tuple of non-negative ids; whether they exist is known once the vocabulary is."""
-    if isinstance(value, (str, bytes, Mapping)) or not hasattr(value, "__iter__"):
-        raise InvalidSamplingError(
-            f"{name} is {value!r}, a {type(value).__name__}. Pass a list of token ids."
-        )
-    return tuple(
-        _integer(f"{name}[{i}]", one, 0, None, "Pass token ids.") for i, one in enumerate(value)
-    )
-
-
-def _bias(value: object) -> dict[int, float]:
-    """``logit_bias`` as plain ints and floats."""
-    if not isinstance(value, Mapping):
-        raise InvalidSamplingError(
-            f"logit_bias is {value!r}, a {type(value).__name__}. "
-            "Pass a mapping of token id to bias, such as {50256: -100}."
-        )
-    checked: dict[int, float] = {}
-    for token, bias in value.items():
-        token_id = _integer("a key of logit_bias", token, 0, None, "Pass token ids, not strings.")
-        hint = "To forbid or force a token use allowed_token_ids."
-        checked[token_id] = _real(
-            f"logit_bias[{token_id}]", bias, -_HIGHEST_BIAS, _HIGHEST_BIAS, hint
-        )
-    return checked
-
-
-def _texts(name: str, value: object) -> tuple[str, ...]:
-    """``stop`` or ``bad_words`` as a tuple: a single string stands for a list of one."""
-    if value is None:
-        return ()
-    if isinstance(value, str):
-        value = (value,)
-    if isinstance(value, (bytes, Mapping)) or not isinstance(value, Sequence):
-        raise InvalidSamplingError(
-            f"{name} is {value!r}, a {type(value).__name__}. Pass a string or a list of strings."
-        )
-    for i, one in enumerate(value):
-        if not isinstance(one, str):
-            raise InvalidSamplingError(
-                f"{name}[{i}] is {one!r}, a {type(one).__name__}. Pass strings here, and ids in "
-                "stop_token_ids or logit_bias."
-            )
-        if not one:
-            raise InvalidSamplingError(
-                f"{name}[{i}] is an empty string, which is everywhere. Leave it out."
-            )
-    return tuple(value)

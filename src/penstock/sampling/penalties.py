@@ -32,10 +32,11 @@ class LogitEdits:
     with_minimum: tuple[int, ...]  # rows with min_tokens
     with_bad_words: tuple[int, ...]  # rows with bad_words
     penalised: tuple[int, ...]  # rows with a penalty
+    dry: tuple[int, ...]  # rows with dry_multiplier
     strengths: Counts  # [P, 3] repetition, presence, frequency of the penalised rows
 
     def apply_(self, logits: Tensor) -> None:
-        """Change logits [S, V] float32, contiguous, in place: masks, then bias, then penalties."""
+        """Change logits [S, V] float32, contiguous, in place: masks, bias, penalties, DRY."""
         if self.restricted is not None and self.forbidden is not None:
             part = logits.index_select(0, self.restricted)
             logits[self.restricted] = part.masked_fill_(self.forbidden, -torch.inf)
@@ -49,6 +50,11 @@ class LogitEdits:
             flat[self.biased] += self.bias
         if self.penalised:
             self._penalise_(logits)
+        for i in self.dry:
+            state = self.rows[i].dry
+            assert state is not None  # of rows that are in here
+            ids, values = state.penalties()
+            logits[i, torch.from_numpy(ids)] -= torch.from_numpy(values).to(logits.device)
 
     def _penalise_(self, logits: Tensor) -> None:
         """repetition: l / r where l > 0 else l · r; presence, frequency: l - p·[c > 0] - f·c.
@@ -93,7 +99,8 @@ def gather_edits(
     )
     with_bad_words = tuple(i for i, row in enumerate(rows) if row.bad_words)
     penalised = tuple(i for i, row in enumerate(rows) if row.has_penalties)
-    if not (restricted or biased or with_minimum or with_bad_words or penalised):
+    dry = tuple(i for i, row in enumerate(rows) if row.dry is not None)
+    if not (restricted or biased or with_minimum or with_bad_words or penalised or dry):
         return None
     forbidden = bias_at = bias = None
     if restricted:
@@ -118,6 +125,7 @@ def gather_edits(
         with_minimum=with_minimum,
         with_bad_words=with_bad_words,
         penalised=penalised,
+        dry=dry,
         strengths=np.array(strengths, dtype=np.float32).reshape(-1, 3),
     )
 

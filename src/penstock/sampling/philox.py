@@ -40,16 +40,16 @@ def philox4x32(counter: Words, key: Words) -> Words:
 
 
 def uniforms(
-    seed: Words, sample_index: Words, position: npt.NDArray[np.int64]
+    seed: Words, sample_index: Words, position: npt.NDArray[np.int64], use: int = 0
 ) -> npt.NDArray[np.float64]:
     """One number in [0, 1) for each (seed, sample, position).
 
-    seed [N] of 64 bits, sample_index [N] of 32 bits, position [N] of 64 bits; returns [N] with
-    all 53 bits of a float64's mantissa random.
+    seed [N] of 64 bits, sample_index [N] of 32 bits, position [N] of 64 bits; use: which of the
+    numbers that belong there, of 32 bits, 0 for the one that draws the token; returns [N] with all
+    53 bits of a float64's mantissa random.
     """
     at = position.astype(np.uint64)
-    # The counter's last word stays 0: another use of the same key takes another value there.
-    counter = np.stack((at & _LOW, at >> _HALF, sample_index, np.zeros_like(at)))
+    counter = np.stack((at & _LOW, at >> _HALF, sample_index, np.full_like(at, use)))
     words = philox4x32(counter, np.stack((seed & _LOW, seed >> _HALF)))
     high, low = words[0] >> np.uint64(5), words[1] >> np.uint64(6)  # 27 + 26 bits
     whole: npt.NDArray[np.float64] = ((high << np.uint64(26)) | low).astype(np.float64)  # exact

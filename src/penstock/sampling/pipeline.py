@@ -1,9 +1,11 @@
 """From a batch's logits to its next tokens.
 
     raw logits ─ log-probabilities (only for rows that ask)
-        └─ allowed ids, min_tokens, bias, penalties       penalties.py
-             ├─ greedy rows: argmax, the lowest id of equals
-             └─ the others: temperature, min_p, top_k, top_p, one draw      truncation.py
+        └─ a caller's own processors                                        processors.py
+             └─ allowed ids, min_tokens, bias, penalties, DRY               penalties.py
+                  ├─ greedy rows: argmax, the lowest id of equals
+                  ├─ temperature, min_p, top_k, top_p, one draw             truncation.py
+                  └─ rows that ask for more                                 chain.py
 
 Rows are sorted by what they need when a batch is first seen, and the tensors of their parameters
 are kept while the batch stays the same; a step then touches only what its rows ask for. Nothing
@@ -24,10 +26,12 @@ from torch import Tensor
 
 from penstock import ops
 from penstock.errors import ConfigError
+from penstock.sampling.chain import Chain, needs_chain
 from penstock.sampling.logprobs import TokenLogprobs, collect
 from penstock.sampling.params import SamplingParams
 from penstock.sampling.penalties import LogitEdits, gather_edits
 from penstock.sampling.philox import Words, uniforms
+from penstock.sampling.processors import ProcessedLogits
 from penstock.sampling.state import SequenceSampling
 from penstock.sampling.truncation import (
     NARROW,
@@ -73,6 +77,7 @@ class _Plan:
 
     rows: list[SequenceSampling]
     device: torch.device
+    processed: ProcessedLogits
     edits: LogitEdits | None
     greedy: npt.NDArray[np.int64]  # [G]
     greedy_index: Tensor | None  # the same on the device; None = every row, in order
@@ -115,21 +120,21 @@ class Sampler:
         raw = None
         if plan.reported:
             raw = logits.index_select(0, plan.reported_index).log_softmax(-1)
+        tokens = np.full(len(rows), NO_TOKEN, dtype=np.int64)
+        errors = plan.processed.apply_(logits) if plan.processed else {}
         if plan.edits is not None:
             plan.edits.apply_(logits)
-        tokens = np.full(len(rows), NO_TOKEN, dtype=np.int64)
-        errors: dict[int, str] = {}
         if len(plan.greedy):
             drawn, peaks = ops.argmax(_select(logits, plan.greedy_index))
             tokens[plan.greedy] = drawn.cpu().numpy()
-            errors |= _failures(plan.greedy, peaks)
+            errors = _failures(plan.greedy, peaks) | errors
         for group in plan.groups:
             part = _select(logits, group.index)
             positions = np.array([row.num_generated for row in group.rows], dtype=np.int64)
             u = torch.from_numpy(uniforms(group.seeds, group.sample_indices, positions))
             drawn, peaks = group.draw(part, group.cuts, u.to(part.device))
             tokens[group.members] = drawn.cpu().numpy()
-            errors |= _failures(group.members, peaks)
+            errors = _failures(group.members, peaks) | errors
         for i in errors:
             tokens[i] = NO_TOKEN
         logprobs: list[TokenLogprobs | None] = [None] * len(rows)
@@ -168,6 +173,7 @@ def _make_plan(rows: list[SequenceSampling], vocab_size: int, device: torch.devi
     return _Plan(
         rows=rows,
         device=device,
+        processed=ProcessedLogits(rows),
         edits=gather_edits(rows, vocab_size, device),
         greedy=np.array(greedy, dtype=np.int64),
         greedy_index=_index(greedy, len(rows), device),
@@ -180,11 +186,18 @@ def _make_plan(rows: list[SequenceSampling], vocab_size: int, device: torch.devi
 
 def _draw_for(params: SamplingParams, vocab_size: int) -> Draw:
     """The cheapest way that serves these parameters."""
+    if needs_chain(params):
+        return _draw_chain
     if NARROW <= params.top_k < vocab_size:
         return draw_full
     if 0 < params.top_k < vocab_size or params.min_p > 0.0:
         return draw_leading
     return draw_nucleus if params.top_p < 1.0 else draw_plain
+
+
+def _draw_chain(logits: Tensor, cuts: Cuts, u: Tensor) -> Drawn:
+    """Stands for a `Chain`, which each group of rows has its own of."""
+    raise AssertionError("a group has its own chain")
 
 
 def _make_group(
@@ -199,6 +212,8 @@ def _make_group(
     def column(values: list[float], dtype: torch.dtype) -> Tensor:
         return torch.tensor(values, dtype=dtype, device=device)[:, None]
 
+    if draw is _draw_chain:
+        draw = Chain([rows[i] for i in members], device)
     return _Group(
         draw=draw,
         rows=[rows[i] for i in members],

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 from typing import Final
 
 import numpy as np
@@ -10,6 +10,9 @@ import numpy.typing as npt
 
 from penstock.errors import InvalidSamplingError
 from penstock.sampling.params import SamplingParams
+from penstock.sampling.processors import ProcessorRow
+from penstock.sampling.samplers.dry import DryParams, DryState
+from penstock.sampling.samplers.mirostat import moved
 
 Ids = npt.NDArray[np.int64]
 Counts = npt.NDArray[np.float32]
@@ -36,12 +39,17 @@ class SequenceSampling:
         "bad_words",
         "bias_ids",
         "bias_values",
+        "dry",
         "end_ids",
         "has_penalties",
+        "mu",
         "num_generated",
+        "num_prompt",
         "params",
         "sample_index",
         "seed",
+        "surprise",
+        "text",
     )
 
     def __init__(
@@ -53,8 +61,13 @@ class SequenceSampling:
         eos_token_ids: frozenset[int],
         sample_index: int = 0,
         bad_words: Sequence[Sequence[int]] = (),
+        breakers: Container[int] = frozenset(),
+        text: Sequence[int] | None = None,
     ) -> None:
-        """bad_words: the token sequences of ``params.bad_words``."""
+        """bad_words: the token sequences of ``params.bad_words``; breakers: the tokens that hold
+        one of ``params.breakers``; text: the sequence's tokens, kept up to date by its owner, for
+        logits processors.
+        """
         self.params = params
         self.seed = seed & _SEED_BITS
         self.sample_index = sample_index
@@ -77,6 +90,14 @@ class SequenceSampling:
         self.has_penalties = (
             repeats or params.presence_penalty != 0.0 or params.frequency_penalty != 0.0
         )
+        self.mu = 2 * params.mirostat_tau  # bits: what mirostat bounds surprise by
+        self.surprise = 0.0  # bits: of the token that was drawn last
+        self.text = text
+        self.num_prompt = len(prompt_token_ids)
+        self.dry: DryState | None = None
+        if params.dry_multiplier and params.dry_penalty_last_n:
+            _within("The prompt", prompt_token_ids, vocab_size)
+            self.dry = DryState(DryParams.of(params), prompt_token_ids, breakers)
         prompt: Ids = np.empty(0, dtype=np.int64)
         if repeats:  # the only penalty that looks at the prompt
             prompt = np.unique(_within("The prompt", prompt_token_ids, vocab_size))
@@ -89,6 +110,11 @@ class SequenceSampling:
     def append(self, token_id: int) -> None:
         """Record a token that was accepted into the output."""
         self.num_generated += 1
+        params = self.params
+        if params.mirostat:
+            self.mu = moved(self.mu, self.surprise, params.mirostat_tau, params.mirostat_eta)
+        if self.dry is not None:
+            self.dry.append(token_id)
         if self._kept:
             self._tail.append(token_id)
             del self._tail[: -self._kept]
@@ -103,6 +129,14 @@ class SequenceSampling:
             self._tokens[slot] = token_id
             self._length += 1
         self._counts[slot] += 1.0
+
+    def seen(self) -> ProcessorRow:
+        """The sequence, as logits processors see it. Raises ValueError without its text."""
+        if self.text is None:
+            raise ValueError("this sequence was made without its text")
+        tokens = tuple(self.text)
+        n = self.num_prompt
+        return ProcessorRow(tokens[:n], tokens[n:], self.sample_index)
 
     @property
     def seen_tokens(self) -> Ids:

@@ -104,12 +104,9 @@ def draw_full(logits: Tensor, cuts: Cuts, u: Tensor) -> Drawn:
 
     logits [R, V] (overwritten), u [R].
     """
-    vocab_size = logits.shape[1]
     _, peaks = ops.argmax(logits)
-    if bool((cuts.top_k < vocab_size).any()):
-        kth = _descending(logits).gather(1, cuts.top_k - 1)
-        logits.masked_fill_(logits < kth, -torch.inf)
-    scaled = _scaled(logits, peaks[:, None], cuts.temperature)
+    cut_top_k_(logits, cuts.top_k)
+    scaled = scale_(logits, peaks[:, None], cuts.temperature)
     scaled.masked_fill_(scaled < cuts.log_min_p, -torch.inf)
     weights = scaled.softmax(-1)
     if bool((cuts.top_p < 1.0).any()):  # a p of 1 beside others comes to the same draw there
@@ -117,7 +114,22 @@ def draw_full(logits: Tensor, cuts: Cuts, u: Tensor) -> Drawn:
     return draw_from_vocab(weights, u), peaks
 
 
-def _scaled(logits: Tensor, peaks: Tensor, temperature: Tensor) -> Tensor:
+def cut_top_k_(logits: Tensor, top_k: Tensor) -> None:
+    """Make all but each row's largest impossible. logits [R, V], top_k [R, 1] int64."""
+    if bool((top_k < logits.shape[1]).any()):
+        kth = _descending(logits).gather(1, top_k - 1)
+        logits.masked_fill_(logits < kth, -torch.inf)
+
+
+def cut_top_p_(scaled: Tensor, top_p: Tensor) -> None:
+    """Make all but each row's nucleus impossible. scaled [R, V] logits, top_p [R, 1]."""
+    if bool((top_p < 1.0).any()):
+        weights = scaled.softmax(-1)
+        floor = _nucleus_floor(_descending(weights), top_p)
+        scaled.masked_fill_(weights < floor, -torch.inf)
+
+
+def scale_(logits: Tensor, peaks: Tensor, temperature: Tensor) -> Tensor:
     """(l - max l) / t in place: the largest becomes 0, so no temperature can overflow it."""
     return logits.sub_(peaks).div_(temperature)
 

@@ -326,7 +326,9 @@ def test_fp8_in_blocks_that_end_early_and_with_powers_of_two() -> None:
     want = fp8_by_transformers(padded, scale)[:200, :300]
     for stored in (scale, scale.to(torch.float8_e8m0fnu)):
         tensors = {"a.weight": values, "a.weight_scale_inv": stored}
-        read = find_matrices(config, Memory(tensors)).matrices["a.weight"].read()
+        found = find_matrices(config, Memory(tensors))
+        assert any("powers of two" in text for text in found.notices)
+        read = found.matrices["a.weight"].read()
         assert isinstance(read, Codes)
         assert torch.equal(read.dequantize(), want)
 

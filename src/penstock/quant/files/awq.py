@@ -11,21 +11,16 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from penstock.errors import ConfigError, UnsupportedModelError, WeightsError
+from penstock.errors import ConfigError, UnsupportedModelError
 from penstock.quant.codes import Codes, groups
 from penstock.quant.files.layout import (
     Config,
     Found,
-    Integers,
     Matrix,
     Tensors,
-    check_dtype,
     check_included,
-    check_shape,
-    finite,
     integer_scheme,
     modules_with,
     need,
@@ -34,6 +29,7 @@ from penstock.quant.files.layout import (
     smallest_exact,
     unpack_bits,
 )
+from penstock.quant.files.words import PARTS, Coding, check_parts, group_size, matrix_shape
 from penstock.quant.scheme import Scheme
 
 _ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
@@ -50,53 +46,29 @@ def find(config: Config, tensors: Tensors) -> Found:
             "Convert it, or give the model in another layout."
         )
     symmetric = not option(config, "zero_point", (True, False), True)
-    size = config.get("group_size", config.get("q_group_size", 128))
-    if not isinstance(size, int) or size == 0 or size < -1:
-        raise UnsupportedModelError(f"quantization_config has group_size={size!r}.")
     found, names = Found(), set(tensors.names())
     for module in modules_with(tensors, ".qweight"):
         check_included(module, config, "modules_to_not_convert")
         need(tensors, names, module, "qzeros", "scales")
-        parts = tuple(f"{module}.{part}" for part in ("qweight", "qzeros", "scales"))
-        for part in parts[:2]:
-            check_dtype(tensors, part, torch.int32)
-        shapes = [tensors.shape(part) for part in parts]
-        if [len(shape) for shape in shapes] != [2, 2, 2]:
-            raise WeightsError(f"{module} has tensors of shapes {shapes}, which aren't matrices.")
-        k, n = shapes[0][0], shapes[2][1]
-        count = groups(k, max(size, 0))
-        check_shape(tensors, parts[0], (k, n // 8))
-        check_shape(tensors, parts[1], (count, n // 8))
-        check_shape(tensors, parts[2], (count, n))
-        scheme = integer_scheme(4, max(size, 0), symmetric)
+        group = group_size(config, module, 128)
+        parts = tuple(f"{module}.{part}" for part in PARTS)
+        (k, _), (_, n) = matrix_shape(tensors, parts[0]), matrix_shape(tensors, parts[2])
+        count = groups(k, group)
+        check_parts(tensors, parts, (k, n // 8), (count, n // 8), (count, n))
+        scheme = integer_scheme(4, group, symmetric)
         if scheme is None:
-            found.note(f"groups of {size} have no kernel and are widened", f"{module}.weight")
-        read = partial(_read, tensors, parts, max(size, 0), symmetric, scheme)
+            found.note(f"groups of {group} have no kernel and are widened", f"{module}.weight")
+        coding = Coding(4, group, symmetric, "zero_point is false")
+        read = partial(_read, tensors, parts, coding, scheme)
         found.matrices[f"{module}.weight"] = Matrix((n, k), scheme, read, parts)
     return found
 
 
 def _read(
-    tensors: Tensors, parts: tuple[str, ...], group: int, symmetric: bool, scheme: Scheme | None
+    tensors: Tensors, parts: tuple[str, ...], coding: Coding, scheme: Scheme | None
 ) -> Tensor | Codes:
-    unsigned = _columns(tensors.raw(parts[0])).t().contiguous()
-    zero = _columns(tensors.raw(parts[1])).t().contiguous()
-    scale = finite(tensors, parts[2]).t().contiguous()
-    if symmetric:
-        check_middle(parts[1], zero, 4, "zero_point is false")
-    matrix = Integers(4, group, unsigned, scale, None if symmetric else zero)
-    return matrix.values() if scheme is None else matrix.codes(scheme)
-
-
-def check_middle(name: str, zero: Tensor, bits: int, says: str) -> None:
-    """Raise where a zero point isn't that of symmetric codes."""
-    middle = 2 ** (bits - 1)
-    wrong = zero[zero != middle]
-    if wrong.numel():
-        raise WeightsError(
-            f"{name}: {says}, but {wrong.numel()} zero points aren't {middle}, for example "
-            f"{int(wrong[0])}. config.json describes another checkpoint."
-        )
+    unsigned, zero = (_columns(tensors.raw(part)).t().contiguous() for part in parts[:2])
+    return coding.read(tensors, parts, unsigned, zero, scheme)
 
 
 def _columns(words: Tensor) -> Tensor:

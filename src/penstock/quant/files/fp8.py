@@ -67,9 +67,11 @@ def find(config: Config, tensors: Tensors) -> Found:
                 f"{len(inputs)} of the tensors {', '.join(_INPUTS)} beside it; it needs one."
             )
         parts = (name, scales[0], *inputs)
-        found.matrices[name] = _matrix(
-            tensors, parts, "fp8" if dynamic else "fp8_static", block, found
-        )
+        matrix = _matrix(tensors, parts, "fp8" if dynamic else "fp8_static", block, found)
+        found.matrices[name] = matrix
+        finer = matrix.scheme is not None and matrix.scheme.activations == "fp8"
+        if finer and config.get("scale_fmt") == "ue8m0":
+            found.note("scales of activations aren't rounded up to powers of two (scale_fmt)", name)
     return found
 
 

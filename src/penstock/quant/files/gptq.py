@@ -17,17 +17,12 @@ from torch import Tensor
 
 from penstock.errors import ConfigError, UnsupportedModelError, WeightsError
 from penstock.quant.codes import Codes, groups
-from penstock.quant.files.awq import check_middle
 from penstock.quant.files.layout import (
     Config,
     Found,
-    Integers,
     Matrix,
     Tensors,
-    check_dtype,
     check_included,
-    check_shape,
-    finite,
     integer_scheme,
     modules_with,
     need,
@@ -36,6 +31,7 @@ from penstock.quant.files.layout import (
     smallest_exact,
     unpack_bits,
 )
+from penstock.quant.files.words import PARTS, Coding, check_parts, group_size, matrix_shape
 from penstock.quant.scheme import Scheme
 
 _BITS = (2, 3, 4, 8)
@@ -84,30 +80,25 @@ def _matrix(
 ) -> Matrix:
     bits = option(config, "bits", _BITS, None)
     symmetric = option(config, "sym", (True, False), True)
-    size = config.get("group_size", -1)
-    if not isinstance(size, int) or size == 0 or size < -1:
-        raise UnsupportedModelError(f"quantization_config has group_size={size!r} for {module}.")
-    group = max(size, 0)
+    group = group_size(config, module, -1)
     has_order = f"{module}.g_idx" in names
-    listed = ("qweight", "qzeros", "scales", *(("g_idx",) if has_order else ()))
+    listed = (*PARTS, *(("g_idx",) if has_order else ()))
     parts = tuple(f"{module}.{part}" for part in listed)
-    for part in parts[:2]:
-        check_dtype(tensors, part, torch.int32)
-    words, n = tensors.shape(parts[0])
+    words, n = matrix_shape(tensors, parts[0])
     k = tensors.shape(parts[3])[0] if has_order else words * 32 // bits
     count = groups(k, group)
-    check_shape(tensors, parts[0], (-(-k * bits // 32), n))
-    check_shape(tensors, parts[1], (count, -(-n * bits // 32)))
-    check_shape(tensors, parts[2], (count, n))
+    check_parts(tensors, parts, (-(-k * bits // 32), n), (count, -(-n * bits // 32)), (count, n))
     of = _column_group(tensors, parts[3], k, group) if has_order else None
     scheme = integer_scheme(bits, group, symmetric) if of is None else None
     if of is not None:
         found.note("columns aren't in the order of their groups (desc_act)", f"{module}.weight")
     elif scheme is None:
         found.note(
-            f"{bits} bits in groups of {size} have no kernel and are widened", f"{module}.weight"
+            f"{bits} bits in groups of {group} have no kernel and are widened", f"{module}.weight"
         )
-    read = partial(_read, tensors, parts, (bits, group, symmetric, less_one), of, scheme)
+    says = "sym is true" + (" and checkpoint_format 'gptq'" if less_one else "")
+    coding = Coding(bits, group, symmetric, says)
+    read = partial(_read, tensors, parts, coding, (n, k), less_one, of, scheme)
     return Matrix((n, k), scheme, read, parts)
 
 
@@ -125,24 +116,18 @@ def _column_group(tensors: Tensors, name: str, k: int, group: int) -> Tensor | N
 def _read(
     tensors: Tensors,
     parts: tuple[str, ...],
-    how: tuple[int, int, bool, bool],
+    coding: Coding,
+    shape: tuple[int, int],
+    less_one: bool,
     of: Tensor | None,
     scheme: Scheme | None,
 ) -> Tensor | Codes:
-    bits, group, symmetric, less_one = how
-    scale = finite(tensors, parts[2])
-    n = scale.shape[1]
-    k = len(tensors.raw(parts[3])) if len(parts) > 3 else tensors.shape(parts[0])[0] * 32 // bits
+    (n, k), bits = shape, coding.bits
     unsigned = unpack_bits(tensors.raw(parts[0]).t(), bits, k)
     zero = unpack_bits(tensors.raw(parts[1]), bits, n).t().contiguous()
     if less_one:  # zero points have `bits` bits: 0 is stored as all ones
         zero = (zero + 1) & (2**bits - 1)
-    if symmetric:
-        says = "sym is true" + (" and checkpoint_format 'gptq'" if less_one else "")
-        check_middle(parts[1], zero, bits, says)
-    zeros = None if symmetric else zero
-    matrix = Integers(bits, group, unsigned, scale.t().contiguous(), zeros, of)
-    return matrix.values() if scheme is None else matrix.codes(scheme)
+    return coding.read(tensors, parts, unsigned, zero, scheme, of)
 
 
 def expresses(scheme: Scheme) -> bool:

@@ -8,7 +8,7 @@ from typing import Annotated, Any, ClassVar, Literal, TypeVar
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 from penstock.errors import InvalidSamplingError
-from penstock.sampling import SamplingParams
+from penstock.sampling import CUTS, SUGGESTED, SamplingParams
 from penstock.server.errors import ApiError, as_api_error
 from penstock.server.validation import refusal
 
@@ -123,6 +123,22 @@ class SamplingFields(Body):
     top_p: float | None = None
     top_k: int | None = None
     min_p: float | None = None
+    typical_p: float | None = None
+    epsilon_cutoff: float | None = None
+    eta_cutoff: float | None = None
+    top_n_sigma: float | None = None
+    xtc_probability: float | None = None
+    xtc_threshold: float | None = None
+    dynatemp_range: float | None = None
+    dynatemp_exponent: float | None = None
+    mirostat: int | None = None
+    mirostat_tau: float | None = None
+    mirostat_eta: float | None = None
+    dry_multiplier: float | None = None
+    dry_base: float | None = None
+    dry_allowed_length: int | None = None
+    dry_penalty_last_n: int | None = None
+    dry_sequence_breakers: Some[str] | None = None
     repetition_penalty: float | None = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
@@ -155,8 +171,9 @@ class SamplingFields(Body):
             given["logit_bias"] = {_token(k): v for k, v in given["logit_bias"].items()}
         if "seed" in given:
             given["seed"] %= _SEEDS  # the API's seeds may be negative
-        suggested = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
-        base = {name: getattr(defaults, name) for name in suggested}
+        base = {name: getattr(defaults, name) for name in SUGGESTED}
+        if self.mirostat:  # which takes the place of cuts that nobody has asked for
+            base = {name: value for name, value in base.items() if name not in CUTS}
         try:
             return SamplingParams(**{**base, **given, **chosen})
         except InvalidSamplingError as error:

@@ -1,0 +1,27 @@
+"""Sums along the rows of a batch whose bits don't depend on how many rows there are."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+_BLOCK = 128
+
+
+def totals(values: Tensor) -> Tensor:
+    """The sum of each row of [R, V], [R, 1] float64.
+
+    By blocks of fixed size and then in order: a reduction over a whole row would be split over
+    threads when the row is alone, and round differently.
+    """
+    rest = -values.shape[1] % _BLOCK
+    padded = torch.nn.functional.pad(values, (0, rest)) if rest else values
+    blocks: Tensor = padded.unflatten(-1, (-1, _BLOCK)).sum(-1, dtype=torch.float64)
+    return blocks.cumsum(-1)[:, -1:]
+
+
+def entropies(log_p: Tensor) -> Tensor:
+    """−Σ p·log p of each row of log-probabilities [R, V], in nats, [R, 1] float32."""
+    p = log_p.exp()
+    terms = (p * log_p).masked_fill_(p == 0.0, 0.0)  # 0 · log 0 = 0
+    return -totals(terms).to(torch.float32)

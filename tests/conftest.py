@@ -1,0 +1,9 @@
+"""One thread a process: tests run side by side, and threads that wait for each other on a busy
+machine take longer than tiny products. Tests of threads set as many as they need."""
+
+import os
+
+os.environ["OMP_WAIT_POLICY"] = "passive"  # or torch's threads keep cores busy while they wait
+import torch
+
+torch.set_num_threads(1)
