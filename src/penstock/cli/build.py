@@ -18,6 +18,28 @@ _WORDS = {
     "time": "timing steps",
 }
 
+Profile = Annotated[
+    str | None,
+    typer.Option(
+        help="Tokens of a step: MIN,OPT,MAX. MIN to MAX are timed; prompts are computed in "
+        "steps of at least OPT. Default: 1,512,2048."
+    ),
+]
+Passes = Annotated[
+    str | None,
+    typer.Option(
+        help="Passes over the graph, by name, joined by commas; none for none of them. "
+        "Default: all (docs/graph.md)."
+    ),
+]
+Forward = Annotated[
+    str,
+    typer.Option(
+        help="What a step runs by: program, one native call; package, the graph compiled by "
+        "AOTInductor, which needs a C++ compiler here and none where it runs."
+    ),
+]
+
 
 def build(
     model: Model,
@@ -27,28 +49,10 @@ def build(
     kv_cache_dtype: KvCacheDtype = "auto",
     max_num_seqs: Annotated[int, typer.Option(help="Sequences in one step, at most.")] = 64,
     max_model_len: MaxModelLen = None,
-    profile: Annotated[
-        str | None,
-        typer.Option(
-            help="Tokens of a step: MIN,OPT,MAX. MIN to MAX are timed; prompts are computed in "
-            "steps of at least OPT. Default: 1,512,2048."
-        ),
-    ] = None,
-    passes: Annotated[
-        str | None,
-        typer.Option(
-            help="Passes over the graph, by name, joined by commas; none for none of them. "
-            "Default: all (docs/graph.md)."
-        ),
-    ] = None,
+    profile: Profile = None,
+    passes: Passes = None,
     device: Annotated[str, typer.Option(help="What it runs on: cpu.")] = "cpu",
-    forward: Annotated[
-        str,
-        typer.Option(
-            help="What a step runs by: program, one native call; package, the graph compiled by "
-            "AOTInductor, which needs a C++ compiler here and none where it runs."
-        ),
-    ] = "program",
+    forward: Forward = "program",
     revision: Annotated[str | None, typer.Option(help="Branch, tag or commit of a hub id.")] = None,
     no_timing_cache: Annotated[
         bool,
