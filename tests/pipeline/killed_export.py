@@ -8,7 +8,6 @@ Writes FOLDER/whole, never interrupted, and FOLDER/resumed; prints the messages 
 from __future__ import annotations
 
 import os
-import re
 import signal
 import sys
 from collections.abc import Callable
@@ -18,12 +17,13 @@ from typing import Any
 import torch
 
 from penstock.pipeline.export import export_model
+from penstock.pipeline.method_options import MethodOptions
 from penstock.pipeline.new_weights import NewWeights
 from penstock.pipeline.vocabulary import VocabularyChoice
 
-Say = Callable[[str], None]
+Say = Callable[[str, int, int], None]
 
-MIDDLE = ("trying matrix 13 of", "layer 4 of", "training: 60 of")
+MIDDLE = ("trying 13/", "quantizing 4/", "training 15/")
 
 
 def choices(folder: Path, case: str) -> dict[str, Any]:
@@ -32,7 +32,10 @@ def choices(folder: Path, case: str) -> dict[str, Any]:
     few = VocabularyChoice.parse("1500", (folder / "text.txt",))
     cases: dict[str, dict[str, Any]] = {
         "adapter": {"weights": NewWeights("w4a16-g64", merge_lora=adapter, **fitted)},
-        "training": {"weights": NewWeights("w4a16-g64", "qat", **fitted), "reduce_vocab": few},
+        "training": {
+            "weights": NewWeights("w4a16-g64", "qat", MethodOptions(steps=20), **fitted),
+            "reduce_vocab": few,
+        },
         "all": {
             "weights": NewWeights(budget="6bpw", merge_lora=adapter, method="awq+gptq", **fitted),
             "reduce_vocab": few,
@@ -56,40 +59,44 @@ def child(folder: Path, name: str, case: str, say: Say) -> int:
     return os.WTERMSIG(status)
 
 
+def line(what: str, done: int, total: int) -> str:
+    """A message as its phase and how far that is."""
+    return f"{what.split(maxsplit=1)[0].rstrip(',')} {done}/{total}"
+
+
 def killed_at(message: str) -> Say:
     """Ends the process by SIGKILL when it says that."""
 
-    def say(what: str) -> None:
-        if what.startswith(message):
+    def say(what: str, done: int, total: int) -> None:
+        if line(what, done, total) == message:
             os.kill(os.getpid(), signal.SIGKILL)
 
     return say
 
 
 def stops(messages: list[str]) -> list[str]:
-    """How the first message of each phase begins, and one in the middle of those that take long."""
-    found: list[str] = []
-    seen: set[str] = set()
+    """The first message of each phase, and one in the middle of those that take long."""
+    found: dict[str, str] = {}
     for message in messages:
-        phase = message.split()[0]
-        if phase not in seen or any(message.startswith(start) for start in MIDDLE):
-            seen.add(phase)
-            found.append(re.split(r"(?<= of) ", message)[0])
-    return found
+        phase = message if message.startswith(MIDDLE) else message.split()[0]
+        found.setdefault(phase, message)
+    return list(found.values())
+
+
+def export(folder: Path, name: str, case: str) -> list[str]:
+    """One that isn't interrupted; its messages."""
+    log = folder / f"{name}.said"
+    with log.open("w") as file:
+        say = child(folder, name, case, lambda *at: print(line(*at), file=file, flush=True))
+    assert say == 0
+    return log.read_text().splitlines()
 
 
 def main(folder: Path, case: str) -> None:
-    log = folder / "said"
-    with log.open("w") as file:
-        assert child(folder, "whole", case, lambda what: print(what, file=file, flush=True)) == 0
-    messages = log.read_text().splitlines()
-    for message in stops(messages):
+    for message in stops(export(folder, "whole", case)):
         assert child(folder, "resumed", case, killed_at(message)) == signal.SIGKILL, message
         assert not (folder / "resumed").exists()
-    said = folder / "last"
-    with said.open("w") as file:
-        assert child(folder, "resumed", case, lambda what: print(what, file=file, flush=True)) == 0
-    print(said.read_text(), end="")
+    print("\n".join(export(folder, "resumed", case)))
 
 
 if __name__ == "__main__":

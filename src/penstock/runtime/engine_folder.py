@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
 import shlex
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -36,11 +35,12 @@ from penstock.models.sources import generation_in
 from penstock.nn import Decoder
 from penstock.nn.parameters import Loadable
 from penstock.nn.rope import RotaryTable, inverse_frequencies
-from penstock.quant import WeightFormats, formats_of
+from penstock.quant import Dense, WeightFormats, formats_of
 from penstock.runtime.fingerprint import Fingerprint, fingerprint
 from penstock.runtime.formats import decode_formats
+from penstock.runtime.manifest import check_manifest, read_json
 from penstock.runtime.mapping import map_file
-from penstock.runtime.plan import Plan
+from penstock.runtime.plan import Plan, fixed_tensors
 from penstock.runtime.tuned import Tuned
 
 MANIFEST, WEIGHTS, PLAN, TIMINGS, REPORT, PACKAGE = (
@@ -50,7 +50,8 @@ KIND = "penstock engine"
 PARTIAL = ".partial"
 """How the name of a folder ends that is still being written."""
 
-_READ_FIRST = (PLAN, TIMINGS, "config.json", "generation_config.json")
+_READ_ALWAYS = (PLAN, TIMINGS, "config.json")
+_READ_FIRST = (*_READ_ALWAYS, "generation_config.json")
 """Small files whose sums are checked at every start."""
 
 
@@ -85,9 +86,10 @@ class EngineFolder:
         """
         command = f"penstock build MODEL -o {folder} --force"
         try:
-            manifest = read_manifest(folder)
-            command = _again(str(manifest.get("command", command)), folder)
+            manifest = _read(folder)
+            command = _again(manifest.get("command"), folder) or command
             _check_target(manifest)
+            check_manifest(manifest, _READ_ALWAYS)
             _check_files(folder, manifest, verify)
             return cls._of(folder, manifest)
         except EngineFolderError as error:
@@ -97,18 +99,20 @@ class EngineFolder:
 
     @classmethod
     def _of(cls, folder: Path, manifest: Mapping[str, Any]) -> EngineFolder:
+        choices = manifest["choices"]
+        low, usual, most = choices["profile"]
+        limits = Limits(choices["max_num_seqs"], choices["max_model_len"], (low, usual, most))
         try:
-            choices = manifest["choices"]
-            low, usual, most = choices["profile"]
-            limits = Limits(choices["max_num_seqs"], choices["max_model_len"], (low, usual, most))
-            tuned = Tuned.from_dict(_json(folder / TIMINGS)["chosen"])
-            dtype = getattr(torch, manifest["dtype"])
-            kv = str(choices["kv_cache_dtype"])
-            formats = decode_formats(manifest["formats"])
-            forward = str(choices["forward"])
+            tuned = Tuned.from_dict(read_json(folder / TIMINGS)["chosen"])
         except (KeyError, TypeError, ValueError, AttributeError) as error:
-            raise EngineFolderError(f"its manifest lacks something: {error!r}") from error
-        return cls(folder, manifest, formats, dtype, kv, limits, tuned, forward)
+            raise EngineFolderError(f"{TIMINGS} can't be read: {error!r}") from error
+        dtype = getattr(torch, manifest["dtype"])
+        formats = decode_formats(manifest["formats"])
+        _check_formats(manifest, formats, dtype)
+        return cls(
+            folder, manifest, formats, dtype, choices["kv_cache_dtype"], limits, tuned,
+            choices["forward"],
+        )  # fmt: skip
 
     # ── what it runs with ────────────────────────────────────────────────────────────────────
 
@@ -180,21 +184,46 @@ class EngineFolder:
         """Of a step that ends with logits, and what gives that of one that ends with hidden states:
         few engines pool.
         """
-        data = _json(self.folder / PLAN)
+        data = read_json(self.folder / PLAN)
         try:
-            step, hidden = Plan.from_dict(data["step"]), partial(Plan.from_dict, data["hidden"])
+            return Plan.from_dict(data["step"]), partial(self._plan, data["hidden"])
         except (KeyError, KernelError) as error:
             raise self.broken(f"{PLAN} holds no plans: {error}") from error
-        missing = set(step.weights()) - set(self.manifest["weights"]["tensors"])
-        if missing:
-            raise self.broken(f"its plan reads {len(missing)} tensors that {WEIGHTS} doesn't hold, "
-                              f"{min(missing)} among them")  # fmt: skip
-        return step, hidden
+
+    def _plan(self, data: Mapping[str, Any]) -> Plan:
+        try:
+            return Plan.from_dict(data)
+        except KernelError as error:
+            raise self.broken(f"{PLAN} holds no plan of hidden states: {error}") from error
+
+    def _check_read(self, decoder: Decoder) -> None:
+        """Plans read what the decoder has, all of it and nothing else."""
+        data = read_json(self.folder / PLAN)
+        try:
+            read = {
+                argument["weight"]
+                for plan in (data["step"], data["hidden"])
+                for operator in plan["operators"]
+                for argument in operator["arguments"].values()
+                if isinstance(argument, dict) and "weight" in argument
+            }
+        except (KeyError, TypeError, AttributeError) as error:
+            raise self.broken(f"{PLAN} holds no plans: {error!r}") from error
+        held = self.manifest["weights"]["tensors"].keys()
+        own = {
+            n for n in fixed_tensors(decoder.last_hidden_state()) if not n.startswith("decoder.")
+        }
+        for names, what in (
+            (read - held - own, f"its plan reads {{}} tensors that {WEIGHTS} doesn't hold"),
+            (held - read, f"{WEIGHTS} holds {{}} tensors that its plan doesn't read"),
+        ):
+            if names:
+                raise self.broken(f"{what.format(len(names))}, {min(names)} among them")
 
     @property
     def command(self) -> str:
         """What builds this engine again, where it lies."""
-        return _again(str(self.manifest["command"]), self.folder)
+        return _again(self.manifest["command"], self.folder)
 
     def broken(self, reason: str) -> EngineFolderError:
         """The error for a folder that can't run, with the command that mends it."""
@@ -216,18 +245,30 @@ class EngineFolder:
         """The model, its tensors mapped. max_model_len: at most what it was built for."""
         spec = read_spec(self.folder, strict=strict)
         decoder = Decoder(spec.decoder, self.formats, self.dtype, 1)  # tables come out of the file
-        for name, tensor in self.tensors().items():
-            path, _, leaf = name.rpartition(".")
-            module = decoder.get_submodule(path)
-            if isinstance(module, Loadable):
-                module.restore(leaf, tensor)
-            else:
-                assert isinstance(module, RotaryTable)
-                setattr(module, leaf, tensor[:max_model_len])
+        self._fill(decoder, max_model_len)
+        self._check_read(decoder)
         self._check_rope(spec.decoder, max_model_len)
         generation = generation_in(self.folder)
         stops = stop_ids(spec, generation, self.folder)
         return LoadedModel(decoder.eval(), spec, self.dtype, max_model_len, generation, stops)
+
+    def _fill(self, decoder: Decoder, max_model_len: int) -> None:
+        """Give every module what it has in the file."""
+        modules = dict(decoder.named_modules())
+        for name, tensor in self.tensors().items():
+            path, _, leaf = name.rpartition(".")
+            module = modules.get(path)
+            if isinstance(module, Loadable):
+                module.restore(leaf, tensor)
+            elif isinstance(module, RotaryTable) and tensor.ndim == 2:
+                if len(tensor) < self.limits.max_model_len:
+                    raise self.broken(
+                        f"{name} has {len(tensor):,} positions, fewer than max_model_len="
+                        f"{self.limits.max_model_len:,}"
+                    )
+                setattr(module, leaf, tensor[:max_model_len])
+            else:
+                raise self.broken(f"{WEIGHTS} holds {name}, which this model has no place for")
 
     def _check_rope(self, spec: Any, length: int) -> None:
         """longrope chooses its factors by the longest context: a shorter one may have others."""
@@ -244,9 +285,12 @@ class EngineFolder:
                 )
 
 
-def _again(command: str, folder: Path) -> str:
-    """A build's command, for the place where the engine lies now."""
-    words = shlex.split(command)
+def _again(command: object, folder: Path) -> str:
+    """A build's command, for the place where the engine lies now; empty where it is none."""
+    try:
+        words = shlex.split(command) if isinstance(command, str) else []
+    except ValueError:
+        return ""
     if "-o" in words[:-1]:
         words[words.index("-o") + 1] = str(folder)
     return shlex.join(words)
@@ -265,10 +309,16 @@ def is_partial(folder: Path) -> bool:
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
-    """engine.json, whole and of this kind. Raises EngineFolderError, without the way out."""
+    """engine.json, whole and with every field. Raises EngineFolderError, without the way out."""
+    manifest = _read(folder)
+    check_manifest(manifest, _READ_ALWAYS)
+    return manifest
+
+
+def _read(folder: Path) -> dict[str, Any]:
     if is_partial(folder):
         raise EngineFolderError("its build hasn't ended, or was interrupted")
-    manifest = _json(folder / MANIFEST)
+    manifest = read_json(folder / MANIFEST)
     if manifest.get("kind") != KIND:
         raise EngineFolderError(f"{MANIFEST} is of another kind: {manifest.get('kind')!r}")
     if manifest.get("digest") != digest(manifest):
@@ -292,35 +342,38 @@ def _check_target(manifest: Mapping[str, Any]) -> None:
         raise EngineFolderError(" and ".join(different))
 
 
+def _check_formats(manifest: Mapping[str, Any], formats: WeightFormats, dtype: torch.dtype) -> None:
+    """What is said of the weights in three places is the same."""
+    if formats.name != manifest["weight_formats"]:
+        raise EngineFolderError(
+            f"weight_formats in its manifest is {manifest['weight_formats']!r}, but formats are "
+            f"{formats.name!r}"
+        )
+    each = (formats.matrix, formats.head, *formats.special.values())
+    plain = {held.dtype if isinstance(held, Dense) else torch.bfloat16 for held in each}
+    if plain != {dtype}:
+        raise EngineFolderError(
+            f"dtype in its manifest is {_name(dtype)}, but formats are {formats.name}"
+        )
+
+
 def _check_files(folder: Path, manifest: Mapping[str, Any], verify: bool) -> None:
-    try:
-        files, weights = manifest["files"], manifest["weights"]
-        for name, entry in files.items():
-            path = folder / name
-            if not path.is_file():
-                raise EngineFolderError(f"{name} is missing")
-            if path.stat().st_size != entry["bytes"]:
-                raise EngineFolderError(
-                    f"{name} has {path.stat().st_size:,} bytes instead of {entry['bytes']:,}"
-                )
-            if (verify or name in _READ_FIRST) and sha256(path) != entry["sha256"]:
-                raise EngineFolderError(f"{name} is damaged: its contents don't match their sum")
-        path = folder / WEIGHTS
-        size = path.stat().st_size if path.exists() else 0
-        if size != weights["bytes"]:
-            raise EngineFolderError(f"{WEIGHTS} has {size:,} bytes instead of {weights['bytes']:,}")
-        for name, entry in weights["tensors"].items():
-            _check_entry(name, entry, size)
-        if verify:
-            _check_tensors(path, weights)
-    except (KeyError, TypeError, AttributeError) as error:
-        raise EngineFolderError(f"its index can't be read: {error!r}") from error
-
-
-def _check_entry(name: str, entry: Mapping[str, Any], size: int) -> None:
-    count = math.prod(entry["shape"]) * getattr(torch, entry["dtype"]).itemsize
-    if count != entry["bytes"] or not 0 <= entry["offset"] <= size - count:
-        raise EngineFolderError(f"{name} doesn't lie within the {size:,} bytes of {WEIGHTS}")
+    for name, entry in manifest["files"].items():
+        path = folder / name
+        if not path.is_file():
+            raise EngineFolderError(f"{name} is missing")
+        if path.stat().st_size != entry["bytes"]:
+            raise EngineFolderError(
+                f"{name} has {path.stat().st_size:,} bytes instead of {entry['bytes']:,}"
+            )
+        if (verify or name in _READ_FIRST) and sha256(path) != entry["sha256"]:
+            raise EngineFolderError(f"{name} is damaged: its contents don't match their sum")
+    path, weights = folder / WEIGHTS, manifest["weights"]
+    size = path.stat().st_size if path.exists() else 0
+    if size != weights["bytes"]:
+        raise EngineFolderError(f"{WEIGHTS} has {size:,} bytes instead of {weights['bytes']:,}")
+    if verify:
+        _check_tensors(path, weights)
 
 
 def _check_tensors(path: Path, weights: Mapping[str, Any]) -> None:
@@ -329,18 +382,6 @@ def _check_tensors(path: Path, weights: Mapping[str, Any]) -> None:
         held = pages[entry["offset"] : entry["offset"] + entry["bytes"]]
         if hashlib.sha256(held).hexdigest() != entry["sha256"]:
             raise EngineFolderError(f"{name} in {WEIGHTS} is damaged: it doesn't match its sum")
-
-
-def _json(path: Path) -> dict[str, Any]:
-    try:
-        data = json.loads(path.read_bytes())
-    except FileNotFoundError as error:
-        raise EngineFolderError(f"{path.name} is missing") from error
-    except ValueError as error:
-        raise EngineFolderError(f"{path.name} is not valid JSON: {error}") from error
-    if not isinstance(data, dict):
-        raise EngineFolderError(f"{path.name} holds a {type(data).__name__}, not an object")
-    return data
 
 
 def _name(dtype: torch.dtype) -> str:

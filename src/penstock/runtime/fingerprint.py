@@ -14,7 +14,7 @@ from penstock.hardware import detect
 from penstock.kernels import native
 from penstock.runtime.plan import PLAN_VERSION
 
-FOLDER_VERSION = 1
+FOLDER_VERSION = 2
 """Of the layout of an engine folder and its manifest."""
 
 _WORDS = {

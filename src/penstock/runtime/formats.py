@@ -1,66 +1,60 @@
 """Weight formats as data: what an engine folder says of how its matrices are stored.
 
-A format is a frozen dataclass of `penstock.quant`; its fields are literals, dtypes, other such
-dataclasses, and mappings and tuples of these.
+A format is that of a dtype, by its name, or that of a scheme, by its fields.
 """
 
 from __future__ import annotations
 
-import importlib
-from collections.abc import Mapping
-from dataclasses import fields, is_dataclass
-from typing import Any
+from dataclasses import asdict
+from typing import Any, get_args
 
 import torch
 
-from penstock.errors import EngineFolderError
-from penstock.quant import WeightFormats
+from penstock.errors import ConfigError, EngineFolderError
+from penstock.quant import Dense, Scheme, WeightFormat, WeightFormats, format_of
+from penstock.quant.formats.quantized import Quantized
+from penstock.quant.scheme import Activations, Kind
 
-_PACKAGE = "penstock.quant."
+_PLAIN = {"bfloat16": torch.bfloat16, "float32": torch.float32}
+_TYPES = {"kind": str, "group": int, "symmetric": bool, "activations": str, "rows": int}
+"""Of a scheme's fields."""
 
 
-def encode(value: Any) -> Any:
+def encode(formats: WeightFormats) -> dict[str, Any]:
     """For JSON."""
-    if is_dataclass(value) and not isinstance(value, type):
-        kind = type(value)
-        held = {f.name: encode(getattr(value, f.name)) for f in fields(value) if f.init}
-        return {"class": f"{kind.__module__}:{kind.__qualname__}", "fields": held}
-    if isinstance(value, torch.dtype):
-        return {"dtype": str(value).removeprefix("torch.")}
-    if isinstance(value, Mapping):
-        return {"map": [[encode(k), encode(v)] for k, v in value.items()]}
-    if isinstance(value, tuple | list):
-        return {"tuple": [encode(v) for v in value]}
-    if value is None or isinstance(value, bool | int | float | str):
-        return value
-    raise TypeError(f"A weight format holds a {type(value).__name__}, which can't be written down.")
-
-
-def decode(data: Any) -> Any:
-    """What `encode` was given."""
-    if not isinstance(data, dict):
-        return data
-    if "dtype" in data:
-        return getattr(torch, data["dtype"])
-    if "map" in data:
-        return {decode(k): decode(v) for k, v in data["map"]}
-    if "tuple" in data:
-        return tuple(decode(v) for v in data["tuple"])
-    module, _, name = str(data["class"]).partition(":")
-    if not module.startswith(_PACKAGE):
-        raise ValueError(f"{module} isn't part of {_PACKAGE[:-1]}")
-    kind = getattr(importlib.import_module(module), name)
-    if not (isinstance(kind, type) and is_dataclass(kind)):
-        raise ValueError(f"{name} isn't a weight format")
-    return kind(**{k: decode(v) for k, v in data["fields"].items()})
+    return {
+        "matrix": _encoded(formats.matrix),
+        "head": _encoded(formats.head),
+        "special": {module: _encoded(held) for module, held in formats.special.items()},
+    }
 
 
 def decode_formats(data: Any) -> WeightFormats:
-    """The formats of a model. Raises EngineFolderError for data of another kind."""
-    try:
-        found = decode(data)
-    except (KeyError, TypeError, ValueError, AttributeError, ImportError) as error:
-        raise EngineFolderError(f"its weight formats can't be read: {error!r}") from error
-    if not isinstance(found, WeightFormats):
-        raise EngineFolderError(f"its weight formats are a {type(found).__name__}")
-    return found
+    """What `encode` was given. Raises EngineFolderError, naming the field, for other data."""
+    if not isinstance(data, dict) or set(data) != {"matrix", "head", "special"}:
+        raise EngineFolderError("formats in its manifest aren't those of matrix, head and special")
+    special = data["special"]
+    if not isinstance(special, dict):
+        raise EngineFolderError(f"formats.special in its manifest is a {type(special).__name__}")
+    return WeightFormats(
+        _decoded("matrix", data["matrix"]),
+        _decoded("head", data["head"]),
+        {module: _decoded(f"special.{module}", one) for module, one in special.items()},
+    )
+
+
+def _encoded(held: WeightFormat) -> Any:
+    return asdict(held.scheme) if isinstance(held, Quantized) else held.name
+
+
+def _decoded(field: str, data: Any) -> WeightFormat:
+    if isinstance(data, str) and data in _PLAIN:
+        return Dense(_PLAIN[data])
+    if isinstance(data, dict) and {key: type(value) for key, value in data.items()} == _TYPES:
+        known = data["kind"] in get_args(Kind) and data["activations"] in get_args(Activations)
+        try:
+            if known:
+                return format_of(Scheme(**data))
+        except ConfigError as error:
+            raise EngineFolderError(f"formats.{field} in its manifest: {error}") from error
+    raise EngineFolderError(f"formats.{field} in its manifest is {data!r:.80}, not a format")
