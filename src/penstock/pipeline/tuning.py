@@ -169,7 +169,9 @@ def measure(
         best = min(times.values())
         counts = [c for c in counts if times[c] <= _HOPELESS * best]
         program.use_threads([(tokens, best_threads(times))])
-        variants += _time_variants(program, kv, step, best)
+        runs = min(int(_VARIANTS_S / (best * len(candidates(tokens)))), _MOST_RUNS)
+        if runs >= _FEWEST_RUNS:
+            variants += time_variants(program, kv, step, runs)
         done += tokens
         if progress is not None:
             progress(done, total)
@@ -187,16 +189,12 @@ def best_threads(times: Mapping[int, float]) -> int:
     return best if times[best] <= MARGIN * times[most] else most
 
 
-def _time_variants(program: Program, kv: KV, step: Step, step_s: float) -> list[VariantTiming]:
+def time_variants(program: Program, kv: KV, step: Step, runs: int) -> list[VariantTiming]:
     """Time the candidates of every form of product in this step, in turns; forms by themselves.
 
-    Nothing where the step takes too long, or of products whose rows aren't the step's tokens.
+    Of products whose rows aren't the step's tokens, nothing.
     """
     tokens, sampled = step.num_tokens, step.sample_at.shape[0]
-    tried = candidates(tokens)
-    runs = min(int(_VARIANTS_S / (step_s * len(tried))), _MOST_RUNS)
-    if runs < _FEWEST_RUNS:
-        return []
     rows_of = {
         product: sampled if program.calls[numbers[0]].shapes.startswith("[S") else tokens
         for product, numbers in program.products.items()
@@ -205,7 +203,7 @@ def _time_variants(program: Program, kv: KV, step: Step, step_s: float) -> list[
     clock = torch.zeros(len(program.calls) + 1, dtype=torch.float64)
     shortest: dict[tuple[str, LinearVariant], float] = {}
     for _ in range(runs):
-        for variant in tried:
+        for variant in candidates(tokens):
             program.use_variants([(form, tokens, variant) for form in forms])
             program(step, kv, clock)
             taken = clock.diff()
