@@ -23,6 +23,12 @@ void call(const GateArgs& a) { kernels().gate(a); }
 void call(const RotaryCacheArgs& a) { kernels().rotary_cache(a); }
 void call(const AttentionArgs& a) { kernels().attention(a); }
 
+LinearVariant variant_for(const Program::Node& node, int64_t rows) {
+  for (const auto& [most, variant] : node.variants)
+    if (rows <= most) return variant;
+  return node.variants.empty() ? LinearVariant{} : node.variants.back().second;
+}
+
 }  // namespace
 
 void Program::finish(int logits) {
@@ -70,6 +76,7 @@ void Program::bind(Args& a, const Node& node, const StepArrays& step, void* logi
     a.x = x;
     a.x_stride = stride;
     a.rows = rows;
+    a.variant = variant_for(node, rows);
     if (a.adds) {
       a.residual = y;
       a.residual_stride = out.columns;

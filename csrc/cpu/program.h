@@ -6,6 +6,7 @@
 
 #include <cstdlib>
 #include <memory>
+#include <utility>
 #include <variant>
 #include <vector>
 
@@ -55,6 +56,8 @@ class Program {
         args;
     int x, y;
     Ids ids;
+    // (up to so many rows, how), in order; more rows go as the last
+    std::vector<std::pair<int64_t, LinearVariant>> variants = {};
   };
 
   int value(Value value) {
@@ -64,6 +67,7 @@ class Program {
   const Value& at(int value) const { return values_.at(static_cast<size_t>(value)); }
   void add(const Node& node) { nodes_.push_back(node); }
   size_t size() const { return nodes_.size(); }
+  Node& node(size_t index) { return nodes_.at(index); }
 
   // `logits` is what `run` writes for its caller. Gives every other value a buffer, shared by those
   // that are never needed at the same time.

@@ -306,6 +306,29 @@ void program_threads(int64_t id, const Tensor& table) {
   }
 }
 
+// table [n, 8] int32, in the order of rows: an operator's number, rows, and its LinearVariant for up
+// to so many. Replaces what was chosen before.
+void program_variants(int64_t id, const Tensor& table) {
+  const auto p = held(id);
+  STD_TORCH_CHECK(table.dim() == 2 && table.size(1) == 8, "table must be [n, 8]");
+  const int32_t* entry = integers(table, table.numel(), "table");
+  STD_TORCH_CHECK(!p->running.exchange(true), "Program ", id, " is running");
+  const Release release(p->running);
+  const auto size = static_cast<int64_t>(p->program.size());
+  for (int64_t i = 0; i < size; i++) p->program.node(static_cast<size_t>(i)).variants.clear();
+  for (int64_t i = 0; i < table.size(0); i++, entry += 8) {
+    STD_TORCH_CHECK(entry[0] >= 0 && entry[0] < size, "There is no operator ", entry[0]);
+    Program::Node& node = p->program.node(static_cast<size_t>(entry[0]));
+    STD_TORCH_CHECK(std::holds_alternative<LinearArgs>(node.args), "Operator ", entry[0],
+                    " is no product");
+    const auto negative = [](int32_t value) { return value < 0; };
+    STD_TORCH_CHECK(std::none_of(entry + 2, entry + 8, negative) && entry[7] <= 3,
+                    "A variant's numbers aren't negative, and its cache is 3 at most");
+    node.variants.emplace_back(entry[1], LinearVariant{entry[2], entry[3], entry[4], entry[5],
+                                                       entry[6], entry[7]});
+  }
+}
+
 void program_run(int64_t id, const Tensor& tokens, const Tensor& positions, const Tensor& slots,
                  const Tensor& query_start, const Tensor& context_len, const Tensor& block_table,
                  const Tensor& sample_at, const Tensor& logits, Optional times) {
@@ -392,6 +415,7 @@ STABLE_TORCH_LIBRARY_FRAGMENT(penstock, m) {
   m.def("program_finish(int program, int logits) -> int");
   m.def("program_reserve(int program, int rows) -> int");
   m.def("program_threads(int program, Tensor table) -> ()");
+  m.def("program_variants(int program, Tensor table) -> ()");
   m.def(
       "program_run(int program, Tensor tokens, Tensor positions, Tensor slots, "
       "Tensor query_start, Tensor context_len, Tensor block_table, Tensor sample_at, "
@@ -415,5 +439,6 @@ STABLE_TORCH_LIBRARY_IMPL(penstock, CompositeExplicitAutograd, m) {
   m.impl("program_finish", TORCH_BOX(&program_finish));
   m.impl("program_reserve", TORCH_BOX(&program_reserve));
   m.impl("program_threads", TORCH_BOX(&program_threads));
+  m.impl("program_variants", TORCH_BOX(&program_variants));
   m.impl("program_run", TORCH_BOX(&program_run));
 }

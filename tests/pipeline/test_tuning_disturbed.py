@@ -23,6 +23,6 @@ def test_a_busy_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
         )
         report = build(options)
         assert report["disturbed"] and report["timings"] == "measured"  # never replayed
-        assert report["chosen"] == {"threads": (), "prefill_tokens": None}
+        assert report["chosen"] == {"threads": (), "prefill_tokens": None, "variants": ()}
     kept = tuning.Timings((tuning.Timing(1, 1, 1.0),), 1.0)
     assert tuning.choose(kept, (1, 8, 64)).prefill_tokens is None

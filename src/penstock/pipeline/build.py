@@ -299,7 +299,8 @@ class _Build:
         if native.handle is None:
             manifest["workspace_bytes"] = 0
             reason = f"nothing to choose: {native.reason}"
-            return {"source": reason, "waited": 0.0, "chosen": Tuned().as_dict(), "measured": []}
+            nothing = tuning.Timings((), 0.0)
+            return {"source": reason, **nothing.as_dict(), "chosen": Tuned().as_dict()}
         engine = EngineFolder(
             self.folder, manifest, loaded.model.formats, loaded.dtype,
             self.options.kv_cache_dtype, limits, Tuned(),
@@ -335,9 +336,8 @@ class _Build:
             chosen = Tuned(prefill_tokens=chosen.prefill_tokens)
         return {
             "source": source,
-            "waited": round(timings.waited, 4),
+            **timings.as_dict(),
             "chosen": chosen.as_dict(),
-            "measured": [asdict(timing) for timing in timings.steps],
         }
 
     def _report(

@@ -1,5 +1,5 @@
-"""Timing what may be chosen freely: threads for each size of a step, and the tokens of a step with
-prompts. No choice changes a bit of any result.
+"""Timing what may be chosen freely: threads for each size of a step, how `linear` goes over its
+matrices, and the tokens of a step with prompts. No choice changes a bit of any result.
 
 What was measured is kept for this user's later builds of the same operators on the same machine.
 """
@@ -10,8 +10,8 @@ import hashlib
 import json
 import os
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,11 +20,11 @@ from torch import Tensor
 
 from penstock.hardware import cache_folder
 from penstock.runtime.engine_folder import Limits
-from penstock.runtime.program import Program
+from penstock.runtime.program import LinearVariant, Program
 from penstock.runtime.tuned import Tuned
 from penstock.step import KV, Step
 
-VERSION = 1
+VERSION = 2
 """Of what is timed and how it is chosen."""
 
 CONTEXT = 64
@@ -46,6 +46,20 @@ _ENOUGH_S = 0.3
 _MOST_RUNS = 20
 _HOPELESS = 1.5
 
+VARIANT_MARGIN = 0.95
+"""A variant is chosen where it takes at most this much of the default's time. Closer than for
+threads: variants take turns, and a form's time is a sum over all layers."""
+
+_VARIANTS_S = 2.5
+"""Seconds for the variants of one size of step; larger steps, of which that is too few runs, go as
+the largest that was timed."""
+_FEWEST_RUNS = 2
+
+_FEW_ROWS = 3
+"""So many read a panel once, as fast as memory is (csrc/cpu/panels.h)."""
+
+_NEVER = 1 << 30
+
 Progress = Callable[[int, int], None]
 
 
@@ -59,16 +73,35 @@ class Timing:
 
 
 @dataclass(frozen=True, slots=True)
+class VariantTiming:
+    """The shortest time of all of a step's products of one form, of so many rows."""
+
+    product: str  # `Program.products`
+    rows: int
+    variant: LinearVariant
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
 class Timings:
     """All that were measured, and how long the threads waited for a processor meanwhile."""
 
     steps: tuple[Timing, ...]
     waited: float  # seconds per second of their work
+    variants: tuple[VariantTiming, ...] = ()
 
     @property
     def disturbed(self) -> bool:
         """Whether other programs ran meanwhile: on an idle machine other choices may be best."""
         return self.waited > DISTURBED
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        return {
+            "waited": round(self.waited, 4),
+            "measured": [asdict(timing) for timing in self.steps],
+            "variants": [asdict(timing) for timing in self.variants],
+        }
 
 
 def step_sizes(profile: tuple[int, int, int]) -> list[int]:
@@ -83,6 +116,22 @@ def thread_counts(available: int) -> list[int]:
     return sorted(
         {available, *(1 << i for i in range(available.bit_length()) if 1 << i < available)}
     )
+
+
+def candidates(rows: int) -> list[LinearVariant]:
+    """How `linear` may go over a matrix with so many rows: the default, then one change each."""
+    parts = [LinearVariant(part_bytes=size << 10) for size in (64, 512)]
+    if rows <= _FEW_ROWS:
+        ahead = [LinearVariant(ahead_cache=2), LinearVariant(ahead_cache=3)]
+        near = [LinearVariant(ahead_bytes=2048), LinearVariant(ahead_bytes=2048, ahead_cache=2)]
+        return [LinearVariant(), *ahead, *near, *parts]
+    ahead = [LinearVariant(ahead_cache=cache) for cache in (1, 2, 3)]
+    pairs = [LinearVariant(pair_rows=_FEW_ROWS + 1), LinearVariant(pair_rows=_NEVER)]
+    if rows <= 16:
+        widen = [LinearVariant(widen_rows=_FEW_ROWS), LinearVariant(widen_rows=16)]
+        return [LinearVariant(), *ahead, *pairs, *widen, *parts]
+    blocks = [LinearVariant(rows_bytes=size << 10) for size in (256, 1024)]
+    return [LinearVariant(), *ahead, *pairs[1:], *blocks, *parts[1:]]
 
 
 def blocks_needed(limits: Limits, block_size: int) -> int:
@@ -100,12 +149,14 @@ def measure(
     progress: Progress | None = None,
 ) -> Timings:
     """Time every size of step on every sensible number of threads, larger steps on fewer numbers:
-    those that were far behind in a smaller step don't catch up in a larger one.
+    those that were far behind in a smaller step don't catch up in a larger one. Then, on the best
+    number, the variants of its products.
 
     Ends early where other programs take so much of the processors that nothing can be said.
     """
     sizes, counts = step_sizes(limits.profile), thread_counts(torch.get_num_threads())
     found: list[Timing] = []
+    variants: list[VariantTiming] = []
     waited, spent = _waited(), time.process_time()
     done, total = 0, sum(sizes)
     for tokens in sizes:
@@ -117,6 +168,10 @@ def measure(
             found.append(Timing(tokens, threads, times[threads]))
         best = min(times.values())
         counts = [c for c in counts if times[c] <= _HOPELESS * best]
+        program.use_threads([(tokens, best_threads(times))])
+        runs = min(int(_VARIANTS_S / (best * len(candidates(tokens)))), _MOST_RUNS)
+        if runs >= _FEWEST_RUNS:
+            variants += time_variants(program, kv, step, runs)
         done += tokens
         if progress is not None:
             progress(done, total)
@@ -125,7 +180,39 @@ def measure(
             break
     program.use_threads([])
     spent = time.process_time() - spent
-    return Timings(tuple(found), (_waited() - waited) / max(spent, 1e-9))
+    return Timings(tuple(found), (_waited() - waited) / max(spent, 1e-9), tuple(variants))
+
+
+def best_threads(times: Mapping[int, float]) -> int:
+    """Of seconds by numbers of threads: the largest number, unless fewer are clearly faster."""
+    most, best = max(times), min(times, key=lambda count: times[count])
+    return best if times[best] <= MARGIN * times[most] else most
+
+
+def time_variants(program: Program, kv: KV, step: Step, runs: int) -> list[VariantTiming]:
+    """Time the candidates of every form of product in this step, in turns; forms by themselves.
+
+    Of products whose rows aren't the step's tokens, nothing.
+    """
+    tokens, sampled = step.num_tokens, step.sample_at.shape[0]
+    rows_of = {
+        product: sampled if program.calls[numbers[0]].shapes.startswith("[S") else tokens
+        for product, numbers in program.products.items()
+    }
+    forms = [product for product, rows in rows_of.items() if rows == tokens]
+    clock = torch.zeros(len(program.calls) + 1, dtype=torch.float64)
+    shortest: dict[tuple[str, LinearVariant], float] = {}
+    for _ in range(runs):
+        for variant in candidates(tokens):
+            program.use_variants([(form, tokens, variant) for form in forms])
+            program(step, kv, clock)
+            taken = clock.diff()
+            for form in forms:
+                seconds = float(taken[program.products[form]].sum())
+                key = (form, variant)
+                shortest[key] = min(seconds, shortest.get(key, seconds))
+    program.use_variants([])
+    return [VariantTiming(form, tokens, how, s) for (form, how), s in shortest.items()]
 
 
 def _waited() -> float:
@@ -151,8 +238,9 @@ def _shortest(run: Callable[[], Tensor]) -> float:
 
 
 def choose(timings: Timings, profile: tuple[int, int, int]) -> Tuned:
-    """The threads of each size of step, and the smallest step, from the usual size on, that gives
-    prompts nearly the best speed: others wait less for it. Nothing of a disturbed measurement.
+    """The threads of each size of step, how its products go over their matrices, and the smallest
+    step, from the usual size on, that gives prompts nearly the best speed: others wait less for it.
+    Nothing of a disturbed measurement.
     """
     if timings.disturbed:
         return Tuned()
@@ -162,13 +250,28 @@ def choose(timings: Timings, profile: tuple[int, int, int]) -> Tuned:
     threads: list[tuple[int, int]] = []
     speed: dict[int, float] = {}
     for tokens, times in sorted(by_size.items()):
-        most, best = max(times), min(times, key=lambda count: times[count])
-        chosen = best if times[best] <= MARGIN * times[most] else most
+        chosen = best_threads(times)
         threads.append((tokens, chosen))
         speed[tokens] = tokens / times[chosen]
     large = [tokens for tokens in speed if tokens >= profile[1]]
     top = max(speed[tokens] for tokens in large)
-    return Tuned(tuple(threads), min(t for t in large if speed[t] >= MARGIN * top))
+    usual = min(t for t in large if speed[t] >= MARGIN * top)
+    return Tuned(tuple(threads), usual, _choose_variants(timings.variants))
+
+
+def _choose_variants(
+    timings: Sequence[VariantTiming],
+) -> tuple[tuple[str, int, LinearVariant], ...]:
+    """(product, rows, how) of every form and number of rows that was timed."""
+    taken: dict[tuple[str, int], dict[LinearVariant, float]] = {}
+    for t in timings:
+        taken.setdefault((t.product, t.rows), {})[t.variant] = t.seconds
+    chosen: list[tuple[str, int, LinearVariant]] = []
+    for (product, rows), seconds in taken.items():
+        default, best = LinearVariant(), min(seconds, key=lambda how: seconds[how])
+        clearly = seconds[best] <= VARIANT_MARGIN * seconds[default]
+        chosen.append((product, rows, best if clearly else default))
+    return tuple(chosen)
 
 
 def make_step(tokens: int, limits: Limits, block_size: int) -> Step:
@@ -218,7 +321,11 @@ def replay(key: str) -> Timings | None:
     try:
         data = json.loads(_cache_file(key).read_text())
         steps = tuple(Timing(int(a), int(b), float(c)) for a, b, c in data["steps"])
-        found = Timings(steps, float(data["waited"]))
+        variants = tuple(
+            VariantTiming(str(product), int(rows), LinearVariant(**how), float(seconds))
+            for product, rows, how, seconds in data["variants"]
+        )
+        found = Timings(steps, float(data["waited"]), variants)
         return None if found.disturbed or not steps else found
     except (OSError, ValueError, TypeError, KeyError):
         return None
@@ -230,5 +337,7 @@ def keep(key: str, timings: Timings) -> None:
     file.parent.mkdir(parents=True, exist_ok=True)
     temporary = file.with_suffix(f".{os.getpid()}")
     steps = [(t.tokens, t.threads, t.seconds) for t in timings.steps]
-    temporary.write_text(json.dumps({"steps": steps, "waited": timings.waited}))
+    variants = [(t.product, t.rows, asdict(t.variant), t.seconds) for t in timings.variants]
+    data = {"steps": steps, "variants": variants, "waited": timings.waited}
+    temporary.write_text(json.dumps(data))
     temporary.replace(file)

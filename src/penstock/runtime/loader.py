@@ -132,7 +132,10 @@ def _program(engine: EngineFolder, plan: Plan, decoder: Decoder, kv: KV) -> Prog
     except (KernelError, RuntimeError, IndexError, ValueError, TypeError) as error:
         raise engine.broken(f"its plan and its weights disagree: {error}") from error
     program.reserve(engine.limits.profile[2], engine.limits.max_num_seqs)
-    engine.tuned.apply(program)
+    try:
+        engine.tuned.apply(program)
+    except KernelError as error:
+        raise engine.broken(f"what was timed isn't of its plan: {error}") from error
     return program
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass, fields
 from functools import cached_property
 from typing import Any
 
@@ -47,6 +47,28 @@ _ARRAYS = {
 }
 
 _native = getattr(torch.ops, NAMESPACE)
+
+
+@dataclass(frozen=True, slots=True)
+class LinearVariant:
+    """How `linear` goes over a matrix: csrc/cpu/kernels.h. 0: as without a choice.
+
+    No choice changes a bit of the result; which is fastest depends on machine, shape and rows.
+    Raises ValueError for numbers that mean nothing.
+    """
+
+    part_bytes: int = 0  # of weights that a thread takes at a time, at least
+    rows_bytes: int = 0  # of rows that it takes through all of those before the next rows
+    widen_rows: int = 0  # more rows: a panel is widened once, not for a few rows at a time
+    pair_rows: int = 0  # from so many rows on, two panels of integers at a time
+    ahead_bytes: int = 0  # how far ahead of what few rows read memory is asked for
+    ahead_cache: int = 0  # into which cache: 1, 2, or 3 to leave it to the processor
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            value, most = getattr(self, field.name), 3 if field.name == "ahead_cache" else 1 << 30
+            if type(value) is not int or not 0 <= value <= most:
+                raise ValueError(f"{field.name}={value!r} isn't a number from 0 to {most:,}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,6 +193,42 @@ class Program:
         """
         entries = torch.tensor(table, dtype=torch.int32).reshape(-1, 2)
         _native.program_threads(self._handle, entries)
+
+    @cached_property
+    def products(self) -> dict[str, list[int]]:
+        """The operators that multiply by a matrix, by its form: those alike are equally fast."""
+        found: dict[str, list[int]] = {}
+        for number, operator in enumerate(self.plan.operators):
+            if operator.op in ("linear", "linear_add_"):
+                found.setdefault(self._product(operator), []).append(number)
+        return found
+
+    def _product(self, operator: Operator) -> str:
+        """`linear int8[72, 224, 16, 4] scale float32[72, 1, 16] of int8 rows`."""
+        said = [operator.op]
+        for name in ("weight", "scale", "zero"):
+            argument = operator.arguments[name]
+            if argument is not None:
+                tensor = self._fixed(argument)
+                dtype = str(tensor.dtype).removeprefix("torch.")
+                said.append(f"{'' if name == 'weight' else name + ' '}{dtype}{list(tensor.shape)}")
+        return " ".join([*said, *["of int8 rows"] * bool(operator.arguments["int8_rows"])])
+
+    def use_variants(self, table: Sequence[tuple[str, int, LinearVariant]]) -> None:
+        """(product, rows, how): calls with up to so many rows go so, those with more as the last.
+
+        Replaces earlier choices. Raises KernelError for a product that isn't one of `products`.
+        """
+        entries: list[tuple[int, ...]] = []
+        for product, rows, variant in sorted(table, key=lambda entry: entry[1]):
+            if product not in self.products:
+                raise KernelError(f"A variant is chosen for {product!r}, which isn't in the plan.")
+            how = astuple(variant)
+            entries += [(number, rows, *how) for number in self.products[product]]
+        chosen = torch.tensor(entries, dtype=torch.int32).reshape(
+            -1, 2 + len(fields(LinearVariant))
+        )
+        _native.program_variants(self._handle, chosen)
 
     def __call__(self, step: Step, kv: KV, times: Tensor | None = None) -> Tensor:
         """Logits [S, V] float32 of the rows `step.sample_at`.
