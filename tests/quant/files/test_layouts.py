@@ -374,7 +374,8 @@ def four_bits(kind: str, block: int, nested: bool, shape: tuple[int, int]) -> tu
     stored = {"a.weight": packed}
     stored |= {f"a.weight.{name}": t for name, t in state.as_dict(packed=True).items()}
     state.shape = torch.Size([1, weight.numel()])  # 0.50's for CPUs starts each row with a block
-    return stored, functional.dequantize_4bit(packed, state).view(shape)
+    with torch.compiler.set_stance("force_eager"):  # it compiles a function for odd shapes
+        return stored, functional.dequantize_4bit(packed, state).view(shape)
 
 
 BNB = {"quant_method": "bitsandbytes", "load_in_4bit": True}
