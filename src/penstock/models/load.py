@@ -64,28 +64,7 @@ def load_model(
     if not folder.exists():
         raise ModelNotFoundError(f"There is no folder and no file {folder}.")
     spec, checkpoint = open_model(folder, strict=strict)
-    chosen = _dtype(dtype, spec, checkpoint)
-    own = stored_quantization(checkpoint)
-    if own is not None and quantization is not None:
-        raise ConfigError(
-            f"{folder} is quantized already ({own}), so quantization={quantization!r} "
-            "can't take effect. Leave it out, or give the unquantized checkpoint."
-        )
-    kept = any(checkpoint.scheme(name) is not None for name in checkpoint.names())
-    rounded = quantization or (own if kept else None)
-    if rounded is not None and chosen is not torch.bfloat16:
-        if dtype != "auto" and quantization is None:
-            raise ConfigError(
-                f"{folder} is quantized ({rounded}) and computes in bfloat16, so dtype={dtype!r} "
-                "can't take effect. Leave it out."
-            )
-        if dtype != "auto":
-            raise ConfigError(
-                f"quantization={rounded!r} computes in bfloat16 beside integers, so "
-                f"dtype={dtype!r} can't take effect. Leave one of them out."
-            )
-        logger.info("The checkpoint is %s; quantized, it runs in bfloat16.", chosen)
-        chosen = torch.bfloat16
+    chosen = _dtype(dtype, quantization, spec, checkpoint)
     length = _length(max_model_len, spec.decoder)
     generation = read_generation(checkpoint)
     if quantization is None:
@@ -106,7 +85,35 @@ def load_model(
     )
 
 
-def _dtype(asked: str, spec: ModelSpec, checkpoint: Source) -> torch.dtype:
+def _dtype(
+    asked: str, quantization: str | None, spec: ModelSpec, checkpoint: Source
+) -> torch.dtype:
+    """What weights and activations are: bfloat16 where matrices are quantized, here or before."""
+    chosen = _plain_dtype(asked, spec, checkpoint)
+    own = stored_quantization(checkpoint)
+    if own is not None and quantization is not None:
+        raise ConfigError(
+            f"{checkpoint.path} is quantized already ({own}), so quantization={quantization!r} "
+            "can't take effect. Leave it out, or give the unquantized checkpoint."
+        )
+    kept = any(checkpoint.scheme(name) is not None for name in checkpoint.names())
+    if chosen is torch.bfloat16 or not (quantization or kept):
+        return chosen
+    if asked != "auto" and quantization is None:
+        raise ConfigError(
+            f"{checkpoint.path} is quantized ({own}) and computes in bfloat16, so dtype={asked!r} "
+            "can't take effect. Leave it out."
+        )
+    if asked != "auto":
+        raise ConfigError(
+            f"quantization={quantization!r} computes in bfloat16 beside integers, so "
+            f"dtype={asked!r} can't take effect. Leave one of them out."
+        )
+    logger.info("The checkpoint is %s; quantized, it runs in bfloat16.", chosen)
+    return torch.bfloat16
+
+
+def _plain_dtype(asked: str, spec: ModelSpec, checkpoint: Source) -> torch.dtype:
     if asked != "auto":
         if asked not in ("float32", "float", "bfloat16"):
             raise ConfigError(f"dtype={asked!r} isn't one of auto, float32, float, bfloat16.")
