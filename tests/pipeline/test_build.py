@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -12,9 +13,11 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from penstock import LLM
-from penstock.errors import ConfigError, EngineFolderError
+from penstock.errors import ConfigError, EngineFolderError, WeightsError
+from penstock.models.hub import resolve
 from penstock.pipeline import build as building
 from penstock.pipeline import tuning
 from penstock.pipeline.build import BuildOptions, build, parse_profile
@@ -182,12 +185,26 @@ def test_without_swapping_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         ({"profile": (8, 1, 64)}, "profile=8,1,64 must be the fewest, usual and most"),
         ({"profile": (1, 1, 4)}, "up to 4 tokens, fewer than max_num_seqs=8"),
         ({"max_model_len": 10**6}, "max_model_len=1000000 is more than the"),
+        ({"quantization": "w8a8-static"}, "needs a scale of each matrix's activations"),
     ],
 )
 def test_choices_that_cant_be(tmp_path: Path, changes: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         build(options(tmp_path / "engine", **changes))
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("quantization", ["w8a8", "w4a8", "nf4", "fp8"])
+def test_a_weight_that_is_no_number_is_named(tmp_path: Path, quantization: str) -> None:
+    shutil.copytree(resolve("stories"), tmp_path / "model")
+    name, file = "model.layers.2.self_attn.q_proj.weight", tmp_path / "model/model.safetensors"
+    tensors = {key: tensor.clone() for key, tensor in load_file(file).items()}
+    tensors[name][0, 0] = float("nan")
+    save_file(tensors, file)
+    chosen = {"model": tmp_path / "model", "quantization": quantization}
+    with pytest.raises(WeightsError, match=r"layers\.2\.self_attn\.q_proj\.weight.*NaN or infinit"):
+        build(options(tmp_path / "engine", **chosen))
+    assert [path.name for path in tmp_path.iterdir()] == ["model"]
 
 
 def test_an_engine_is_no_model(engine_of: Build, tmp_path: Path) -> None:

@@ -100,7 +100,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], None], str]] = {
     "not an engine's": (lambda f: (f / "engine.json").write_text("{}"), "of another kind: None"),
     "half-written": (lambda f: (f / "engine.json").unlink(), "hasn't ended, or was interrupted"),
     "a place outside": (move_tensor, "offset in its manifest is 1099511627776"),
-    "a tensor less": (lose_tensor, r"its plan reads 1 tensors .* norm\.weight among them"),
+    "a tensor less": (lose_tensor, "where the tensor before it ends"),
 }
 
 

@@ -289,7 +289,12 @@ def test_choices_that_cannot_be(chosen: dict[str, Any], words: str) -> None:
 
 def test_calibration_that_is_too_short_or_missing(tmp_path: Path) -> None:
     (tmp_path / "short.txt").write_text("Too short.")
-    for name, words in (("short.txt", "256 are the least"), ("none.txt", r"none\.txt")):
+    (tmp_path / "empty.txt").write_text(" \n")
+    for name, words in (
+        ("short.txt", "256 are the least"),
+        ("empty.txt", "has 0 tokens, but 256 are the least"),
+        ("none.txt", r"none\.txt"),
+    ):
         weights = NewWeights("w4a16-g64", calib=(tmp_path / name,))
         with pytest.raises(ConfigError, match=words):
             export_model("stories", tmp_path / "out", weights=weights)

@@ -279,7 +279,11 @@ def load_weights(
                 f"{list(tensor.shape)}. config.json and the weights disagree."
             )
         name, _, parameter = target.rpartition(".")
-        modules[name].load(parameter, tensor)
+        try:
+            modules[name].load(parameter, tensor)
+        except WeightsError as error:  # of values; which tensor's, only this place knows
+            parts = ", ".join(part for part in plans[target].parts if part is not None)
+            raise WeightsError(f"{parts}: {error}") from error
         if stored is not None:
             stored(name, modules[name])
         done += math.prod(shape)
