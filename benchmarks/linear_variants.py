@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import time
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ import torch
 from penstock.bench.environment import environment
 from penstock.config import EngineConfig
 from penstock.hardware import Peaks, detect
+from penstock.pipeline import tuning
 from penstock.pipeline.tuning import VariantTiming, blocks_needed, make_step, time_variants
 from penstock.roofline.peaks import measure
 from penstock.runtime import Program, load_runtime
@@ -93,7 +95,10 @@ def main() -> None:
         for rows in options.rows:
             step = make_step(rows, limits, runtime.layout.block_size)
             program(step, kv)
+            before, start = tuning.waited_s(), time.process_time()
             timings = time_variants(program, kv, step, options.runs if rows < 512 else 2)
+            share = (tuning.waited_s() - before) / (time.process_time() - start)
+            print(f"threads waited {share:.0%} of their work", flush=True)
             for row in rows_of(program, rows, timings, peaks):
                 result[name].append(row)
                 timed = f"{name:11} {rows:4} {row['us']:10,.1f} µs {row['of_floor']:6.0%}"

@@ -4,9 +4,10 @@
 namespace penstock::PENSTOCK_ISA {
 namespace {
 
-// What a LinearVariant leaves open. Rows that a thread goes over again and again: half of a small L2.
+// What a LinearVariant leaves open. Rows that a thread goes over again: half of a small L2. Parts are
+// larger for more rows: the first panel of each comes from memory while nothing is multiplied.
 constexpr int64_t kRowsBytes = 512 * 1024;
-constexpr int64_t kPartBytes = 128 * 1024;
+constexpr int64_t kPartBytes = 128 * 1024, kPartBytesOfRows = 512 * 1024;
 constexpr int64_t kWidenRows = 2 * kFewRows;
 constexpr int64_t kPairRows = 16;
 
@@ -63,7 +64,8 @@ void prepare(const LinearArgs& a, const Rows& x, int64_t row) {
 
 // Into how many parts the panels are dealt: of some size at least, and a few for each thread.
 int64_t count_parts(const LinearArgs& a, int64_t panels, int64_t bytes, int threads) {
-  int64_t parts = panels * bytes / choice_or(a.variant.part_bytes, kPartBytes);
+  const int64_t least = a.rows > kFewRows ? kPartBytesOfRows : kPartBytes;
+  int64_t parts = panels * bytes / choice_or(a.variant.part_bytes, least);
   if (parts > 8 * threads) parts = 8 * threads;
   if (parts < threads) parts = threads;
   return parts < panels ? parts : panels;

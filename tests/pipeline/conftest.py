@@ -25,7 +25,7 @@ Build = Callable[..., Path]
 def _quiet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PENSTOCK_CACHE", str(tmp_path_factory.mktemp("cache")))
-        patch.setattr("penstock.pipeline.tuning._waited", lambda: 0.0)  # as on an idle machine
+        patch.setattr("penstock.pipeline.tuning.waited_s", lambda: 0.0)  # as on an idle machine
         patch.setattr("penstock.pipeline.tuning._ENOUGH_S", 0.0)
         patch.setattr("penstock.pipeline.tuning._MOST_RUNS", 2)
         yield

@@ -14,7 +14,7 @@ from tests.pipeline.conftest import needs_native
 
 @needs_native
 def test_a_busy_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tuning, "_waited", time.process_time)  # as much waiting as work
+    monkeypatch.setattr(tuning, "waited_s", time.process_time)  # as much waiting as work
     monkeypatch.setattr(tuning, "_TRIAL_S", 0.0)
     monkeypatch.setenv("PENSTOCK_CACHE", str(tmp_path / "cache"))
     for name in ("a", "b"):

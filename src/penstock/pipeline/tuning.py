@@ -120,18 +120,20 @@ def thread_counts(available: int) -> list[int]:
 
 def candidates(rows: int) -> list[LinearVariant]:
     """How `linear` may go over a matrix with so many rows: the default, then one change each."""
-    parts = [LinearVariant(part_bytes=size << 10) for size in (64, 512)]
+    sizes = (64, 512) if rows <= _FEW_ROWS else (128, 2048)
+    parts = [LinearVariant(part_bytes=size << 10) for size in sizes]
     if rows <= _FEW_ROWS:
         ahead = [LinearVariant(ahead_cache=2), LinearVariant(ahead_cache=3)]
         near = [LinearVariant(ahead_bytes=2048), LinearVariant(ahead_bytes=2048, ahead_cache=2)]
         return [LinearVariant(), *ahead, *near, *parts]
-    ahead = [LinearVariant(ahead_cache=cache) for cache in (1, 2, 3)]
+    ahead = [LinearVariant(ahead_cache=1), LinearVariant(ahead_cache=3)]
     pairs = [LinearVariant(pair_rows=_FEW_ROWS + 1), LinearVariant(pair_rows=_NEVER)]
     if rows <= 16:
         widen = [LinearVariant(widen_rows=_FEW_ROWS), LinearVariant(widen_rows=16)]
-        return [LinearVariant(), *ahead, *pairs, *widen, *parts]
+        once = [LinearVariant(ahead_cache=2)] if rows <= 2 * _FEW_ROWS else []
+        return [LinearVariant(), *ahead, *once, *pairs[rows >= 16 :], *widen, *parts]
     blocks = [LinearVariant(rows_bytes=size << 10) for size in (256, 1024)]
-    return [LinearVariant(), *ahead, *pairs[1:], *blocks, *parts[1:]]
+    return [LinearVariant(), *ahead, *pairs[1:], *blocks, *parts]
 
 
 def blocks_needed(limits: Limits, block_size: int) -> int:
@@ -157,7 +159,7 @@ def measure(
     sizes, counts = step_sizes(limits.profile), thread_counts(torch.get_num_threads())
     found: list[Timing] = []
     variants: list[VariantTiming] = []
-    waited, spent = _waited(), time.process_time()
+    waited, spent = waited_s(), time.process_time()
     done, total = 0, sum(sizes)
     for tokens in sizes:
         step = make_step(tokens, limits, block_size)
@@ -176,11 +178,11 @@ def measure(
         if progress is not None:
             progress(done, total)
         work = time.process_time() - spent
-        if work > _TRIAL_S and _waited() - waited > _BEYOND_DOUBT * work:
+        if work > _TRIAL_S and waited_s() - waited > _BEYOND_DOUBT * work:
             break
     program.use_threads([])
     spent = time.process_time() - spent
-    return Timings(tuple(found), (_waited() - waited) / max(spent, 1e-9), tuple(variants))
+    return Timings(tuple(found), (waited_s() - waited) / max(spent, 1e-9), tuple(variants))
 
 
 def best_threads(times: Mapping[int, float]) -> int:
@@ -202,8 +204,10 @@ def time_variants(program: Program, kv: KV, step: Step, runs: int) -> list[Varia
     forms = [product for product, rows in rows_of.items() if rows == tokens]
     clock = torch.zeros(len(program.calls) + 1, dtype=torch.float64)
     shortest: dict[tuple[str, LinearVariant], float] = {}
-    for _ in range(runs):
-        for variant in candidates(tokens):
+    tried = candidates(tokens)
+    for turn in range(runs):  # each is first once: what came before leaves its mark
+        first = turn % len(tried)
+        for variant in tried[first:] + tried[:first]:
             program.use_variants([(form, tokens, variant) for form in forms])
             program(step, kv, clock)
             taken = clock.diff()
@@ -215,7 +219,7 @@ def time_variants(program: Program, kv: KV, step: Step, runs: int) -> list[Varia
     return [VariantTiming(form, tokens, how, s) for (form, how), s in shortest.items()]
 
 
-def _waited() -> float:
+def waited_s() -> float:
     """Seconds that this process' threads have waited for a processor (proc(5), schedstat)."""
     total = 0
     for path in Path("/proc/self/task").glob("*/schedstat"):
