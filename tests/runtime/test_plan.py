@@ -16,7 +16,7 @@ from penstock.errors import KernelError
 from penstock.kernels import native
 from penstock.nn import Decoder
 from penstock.runtime import Program, compile_counter
-from penstock.runtime.plan import Plan, Weight, fixed_tensors, record
+from penstock.runtime.plan import PLAN_VERSION, Plan, Weight, fixed_tensors, record
 from penstock.step import KV, Step
 from tests.exactness.bits import BLOCK, build
 from tests.runtime.test_program import ints, prefill
@@ -128,7 +128,7 @@ def test_what_a_plan_reads_must_be_there(decoder: Decoder) -> None:
     ],
 )  # fmt: skip
 def test_what_isnt_a_plan(data: dict[str, object]) -> None:
-    with pytest.raises(KernelError, match="isn't a plan of version 1"):
+    with pytest.raises(KernelError, match=f"isn't a plan of version {PLAN_VERSION}"):
         Plan.from_dict(data)
 
 
