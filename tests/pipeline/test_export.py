@@ -253,7 +253,7 @@ def test_killed_at_ten_random_moments(tiny_folder: Path, tmp_path: Path) -> None
             if output.exists():
                 assert verify_exported(output).max_model_len in (32, 64)
             else:  # between two renames
-                assert verify_exported(tmp_path / "out.replaced").max_model_len in (32, 64)
+                assert verify_exported(tmp_path / "out.old").max_model_len in (32, 64)
             partial = tmp_path / "out.partial"
             try:
                 left = load_model(partial, max_model_len=32) if partial.exists() else None
