@@ -28,6 +28,7 @@ from penstock.pipeline.graph import Graph, export_graph
 from penstock.pipeline.new_folder import check_apart, new_folder
 from penstock.pipeline.new_weights import NewWeights, Progress
 from penstock.pipeline.vocabulary import VocabularyChoice
+from penstock.runtime.engine_folder import is_engine
 from penstock.runtime.fingerprint import fingerprint
 from penstock.runtime.loader import layout_of
 
@@ -69,6 +70,8 @@ def export_model(
     Raises ConfigError when `output` can't be written; what loading the model raises.
     """
     source, report = resolve(model), progress or (lambda *_: None)
+    if is_engine(source):
+        raise ConfigError(f"{source} is an engine: export the model that it was built from.")
     check_apart(source, output)
     changes = _Changes(weights or NewWeights(), reduce_vocab)
     changes.check(source)
