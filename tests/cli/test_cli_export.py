@@ -74,6 +74,8 @@ def test_what_could_not_take_effect(penstock: Run, base_model: Path, tmp_path: P
     onnx = ("--onnx", tmp_path / "model.onnx")
     for option in (("--kv-cache-dtype", "fp8"), ("--json",)):
         refused(penstock("export", base_model, *onnx, *option), 1, option[0], "-o DIR")
+    inside = ("-o", tmp_path, "--onnx", tmp_path / "deep" / "model.onnx")
+    refused(penstock("export", base_model, *inside, "--force"), 1, "written whole, by itself")
     assert list(tmp_path.iterdir()) == []
 
 
@@ -111,6 +113,15 @@ def test_training(penstock: Run, base_model: Path, tmp_path: Path, text: Path) -
     assert done.exit_code == 0, done.output
     found = json.loads(done.stdout)["choices"]["weights"]["options"]
     assert found["steps"] == 2 and found["learning_rate"] == 1e-3 and found["seed"] == 0
+
+
+def test_a_text_may_be_of_the_vocabulary_alone(penstock: Run, tmp_path: Path, text: Path) -> None:
+    options = ("--quant", "nf4", "--method", "rtn", "--reduce-vocab", 600, "--calib", text)
+    done = penstock("export", "stories", "-o", tmp_path / "out", *options, "--json")
+    assert done.exit_code == 0, done.output
+    chosen = json.loads(done.stdout)["choices"]["weights"]
+    assert chosen["reduce_vocab"] == {"tokens": 600, "of": 4096, "by": ["text.txt"]}
+    assert chosen["method"] == "rtn" and chosen["calibration"] is None
 
 
 def test_the_layout_is_said(penstock: Run, base_model: Path, tmp_path: Path) -> None:

@@ -132,6 +132,14 @@ def test_a_place_that_cant_be_written(tiny_folder: Path, tmp_path: Path) -> None
         export_model(tiny_folder, tmp_path / "file" / "out")
 
 
+def test_an_engine_is_no_model(tmp_path: Path) -> None:
+    (tmp_path / "engine").mkdir()
+    (tmp_path / "engine" / "engine.json").write_text("{}")
+    with pytest.raises(ConfigError, match="is an engine: export the model"):
+        export_model(tmp_path / "engine", tmp_path / "out")
+    assert [p.name for p in tmp_path.iterdir()] == ["engine"]
+
+
 def test_a_model_that_fails_leaves_nothing(tiny_folder: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="kv_cache_dtype='int8' is widened to bfloat16"):
         export_model(tiny_folder, tmp_path / "out", kv_cache_dtype="int8")  # float32
@@ -253,7 +261,7 @@ def test_killed_at_ten_random_moments(tiny_folder: Path, tmp_path: Path) -> None
             if output.exists():
                 assert verify_exported(output).max_model_len in (32, 64)
             else:  # between two renames
-                assert verify_exported(tmp_path / "out.replaced").max_model_len in (32, 64)
+                assert verify_exported(tmp_path / "out.old").max_model_len in (32, 64)
             partial = tmp_path / "out.partial"
             try:
                 left = load_model(partial, max_model_len=32) if partial.exists() else None

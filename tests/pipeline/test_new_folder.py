@@ -46,6 +46,12 @@ def test_a_model_and_what_is_made_of_it_lie_apart(tmp_path: Path) -> None:
     check_apart(model, tmp_path / "out")
 
 
+def test_a_name_that_never_loads(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"out\.partial ends in \.partial"):
+        make(tmp_path / "out.partial", "new")
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_what_a_killed_one_left_is_cleared(tmp_path: Path) -> None:
     (tmp_path / "out.partial" / "deep").mkdir(parents=True)
     (tmp_path / "out.partial" / "stale").write_text("")

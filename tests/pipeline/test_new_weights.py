@@ -17,12 +17,15 @@ from penstock.errors import ConfigError, ModelNotFoundError, UnsupportedModelErr
 from penstock.models.hub import resolve
 from penstock.models.load import load_model
 from penstock.models.lora import CONFIG, WEIGHTS, Merged
+from penstock.models.sources import open_source
 from penstock.models.weights import Checkpoint
+from penstock.pipeline.build import BuildOptions, build
 from penstock.pipeline.export import export_model
 from penstock.pipeline.graph import weights_of
 from penstock.pipeline.method_options import MethodOptions
 from penstock.pipeline.new_weights import NewWeights
 from penstock.pipeline.vocabulary import VocabularyChoice
+from penstock.quant.methods import rtn
 
 STORIES = resolve("stories")
 Q = "model.layers.0.self_attn.q_proj.weight"
@@ -325,9 +328,51 @@ def test_an_export_that_failed_is_not_in_the_way_of_the_next(tmp_path: Path) -> 
     assert sorted(p.name for p in tmp_path.iterdir()) == ["model", "out"]
 
 
-@pytest.mark.parametrize("layout", ["awq", "gptq"])
-def test_layouts_that_have_no_place_for_a_shorter_group(tmp_path: Path, layout: Any) -> None:
-    weights = NewWeights("w4a16-g128-asym", layout=layout)  # K = 704 = 5.5 · 128
-    with pytest.raises(ConfigError, match="704"):
+@pytest.mark.parametrize("quant", [None, "w8a8"])
+@pytest.mark.parametrize("name", [Q, "model.embed_tokens.weight", "model.norm.weight"])
+def test_what_is_not_finite_is_neither_exported_nor_built(
+    tmp_path: Path, quant: str | None, name: str
+) -> None:
+    whole = tmp_path / "model"
+    shutil.copytree(STORIES, whole)
+    tensors = load_file(whole / "model.safetensors")
+    tensors[name].view(-1)[7] = float("inf")
+    save_file(tensors, whole / "model.safetensors")
+    with pytest.raises(WeightsError, match=r"1 of [\d,]+ values of .* NaN or infinite"):
+        export_model(whole, tmp_path / "out", weights=NewWeights(quant))
+    with pytest.raises(WeightsError, match="NaN or infinite"):
+        build(BuildOptions(whole, tmp_path / "engine", quantization=quant))
+    assert [p.name for p in tmp_path.iterdir()] == ["model"]
+
+
+@pytest.mark.parametrize(
+    ("quant", "layout", "method"),
+    [
+        ("w4a16-g128-asym", "awq", None),
+        ("w4a16-g128-asym", "gptq", None),
+        ("nf4-g128", "auto", None),
+        ("w4a16-g128", "gptq", "qat"),
+    ],
+)
+def test_layouts_that_have_no_place_for_a_shorter_group(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    text: Path,
+    quant: str,
+    layout: str,
+    method: str | None,
+) -> None:
+    """K = 704 = 5.5 · 128, which is said before anything is rounded or trained."""
+    monkeypatch.setattr(rtn, "quantize", None)
+    weights = NewWeights(quant, method, calib=(text,) if method else (), layout=layout)
+    with pytest.raises(ConfigError, match=r"704.*of 32 or 64, .* --special '\*\.mlp\.down=none'"):
         export_model("stories", tmp_path / "out", weights=weights)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_what_a_layout_has_no_place_for_may_stay(tmp_path: Path) -> None:
+    weights = NewWeights("nf4-g128", special={"*.mlp.down": None})
+    export_model("stories", tmp_path / "out", weights=weights)
+    source = open_source(tmp_path / "out")
+    up, down = (source.scheme(f"model.layers.0.mlp.{name}_proj.weight") for name in ("up", "down"))
+    assert up is not None and up.name == "nf4-g128" and down is None

@@ -115,6 +115,26 @@ def test_weights_in_a_second_file(
     assert {p.name for p in tmp_path.iterdir()} == names
 
 
+def test_a_file_never_lies_over_weights_of_another(
+    tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Killed between the two, there is no file that would load the wrong weights."""
+    monkeypatch.setattr(onnx_export, "INLINE_BYTES", 1000)
+    file = tmp_path / "model.onnx"
+    export_onnx(tiny_folder, file)
+    replace = Path.replace
+
+    def killed(self: Path, target: Path) -> Path:
+        if target == file:
+            raise KeyboardInterrupt
+        return replace(self, target)
+
+    monkeypatch.setattr(Path, "replace", killed)
+    with pytest.raises(KeyboardInterrupt):
+        export_onnx(tiny_folder, file, force=True)
+    assert [p.name for p in tmp_path.iterdir()] == ["model.onnx_data"]
+
+
 def test_the_table_that_is_tied_is_stored_once(tiny_folder: Path, tmp_path: Path) -> None:
     size = export_onnx(tiny_folder, tmp_path / "model.onnx", max_model_len=16)
     decoder = load_model(tiny_folder, max_model_len=16).model

@@ -254,8 +254,8 @@ def test_choices_that_cannot_work(tiny: Callable[[str], Tiny], calibration: Cali
          r"Window 0 .* has 2 tokens outside the vocabulary of 320: \[320, -1\]"),
         (QuantizeConfig(W4, "gptq"), CalibrationSet("long", ((5,) * 300,)), "Set window=256"),
         (QuantizeConfig(W4, special={"layers.9.mlp.up": None}), None, "special names layers.9"),
-        (QuantizeConfig(W4, whole_groups=True), None,
-         r"layers.0.mlp.down \[64, 100\] has no whole number of groups of 32"),
+        (QuantizeConfig(W4, whole_groups=("int4",)), None,
+         r"layers.0.mlp.down \[64, 100\] has no whole number of groups of 32 .* another scheme"),
     ):  # fmt: skip
         with pytest.raises(ConfigError, match=message):
             quantize_model(folder, config, text)  # before the first tensor is asked for

@@ -86,6 +86,11 @@ def _check_targets(context: typer.Context, output: Path | None, onnx: Path | Non
     for name in sorted(given.difference(_OF_ONNX)) if output is None else ():
         flag = "--json" if name == "as_json" else f"--{name.replace('_', '-')}"
         raise ConfigError(f"{flag} is about the folder: give one by -o DIR.")
+    if output is not None and onnx is not None and output.resolve() in onnx.resolve().parents:
+        raise ConfigError(
+            f"--onnx {onnx} lies in {output}, which is written whole, by itself. Choose a place "
+            "outside of it."
+        )
     if onnx is not None and given & {"quant", "budget", "reduce_vocab", "merge_lora"}:
         raise ConfigError(
             "--onnx writes the model as it is, in float32, so --quant, --budget, --reduce-vocab "
@@ -104,7 +109,7 @@ def _texts(
     if reduce_vocab is None:
         return None, texts
     vocabulary = VocabularyChoice.parse(reduce_vocab, texts)
-    if weights.quant is not None or weights.budget is not None:
+    if _is_fitted(weights):
         return vocabulary, texts
     if vocabulary.keep is not None and texts:
         raise ConfigError(
@@ -112,6 +117,14 @@ def _texts(
             "one of them out."
         )
     return vocabulary, ()
+
+
+def _is_fitted(weights: WeightFlags) -> bool:
+    """Whether the quantization asked for looks at a text."""
+    if weights.budget is not None or weights.quant is None:
+        return weights.budget is not None
+    static = any(name.endswith("-static") for name in (weights.quant, *(weights.special or ())))
+    return weights.method != "rtn" or static
 
 
 def _report(done: Export, as_json: bool) -> None:

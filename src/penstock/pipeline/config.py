@@ -12,6 +12,7 @@ from penstock.quant.methods.awq import AwqOptions
 from penstock.quant.methods.calibrate import Calibrator, Rounded, check_calibrator
 from penstock.quant.methods.gptq import GptqOptions
 from penstock.quant.names import head_scheme
+from penstock.quant.scheme import Kind
 
 METHODS = ("rtn", "gptq", "awq", "smoothquant", "awq+gptq", "smoothquant+gptq")
 """How values are chosen: to nearest, by GPTQ; before it, columns may be scaled."""
@@ -43,8 +44,9 @@ class QuantizeConfig:
     """Of static activations."""
     percentile: float = 99.99
     """Of `calibrator="percentile"`."""
-    whole_groups: bool = False
-    """Refuse a matrix whose K isn't a multiple of its group: some files' layouts can't hold it."""
+    whole_groups: tuple[Kind, ...] = ()
+    """Of these kinds a matrix is refused whose K isn't a multiple of its group: the layout of its
+    file can't hold it."""
 
     def __post_init__(self) -> None:
         if self.method not in METHODS:

@@ -23,10 +23,12 @@ from penstock.models.load import LoadedModel, load_model, max_positions
 from penstock.models.registry import read_spec
 from penstock.models.sources import stored_quantization
 from penstock.models.weights import Checkpoint
+from penstock.pipeline.finite import check_finite
 from penstock.pipeline.graph import Graph, export_graph
 from penstock.pipeline.new_folder import check_apart, new_folder
 from penstock.pipeline.new_weights import NewWeights, Progress
 from penstock.pipeline.vocabulary import VocabularyChoice
+from penstock.runtime.engine_folder import is_engine
 from penstock.runtime.fingerprint import fingerprint
 from penstock.runtime.loader import layout_of
 
@@ -68,6 +70,8 @@ def export_model(
     Raises ConfigError when `output` can't be written; what loading the model raises.
     """
     source, report = resolve(model), progress or (lambda *_: None)
+    if is_engine(source):
+        raise ConfigError(f"{source} is an engine: export the model that it was built from.")
     check_apart(source, output)
     changes = _Changes(weights or NewWeights(), reduce_vocab)
     changes.check(source)
@@ -77,14 +81,16 @@ def export_model(
     with new_folder(output, force=force, replaces=_is_export) as folder:
         try:
             chosen = changes.write(source, folder, work, report)
+            report("graph", 0, 0)
+            loaded = load_model(folder, max_model_len=settings["max_model_len"])
+            for name, tensor in loaded.model.named_parameters():
+                check_finite(name, tensor)
         except (OSError, PenstockError) as error:
             if not isinstance(error, OSError) and not isinstance(error.__cause__, OSError):
                 shutil.rmtree(work, ignore_errors=True)  # what failed so fails again
             elif work.exists():
                 logger.warning("%s keeps what was done; started again, this goes on.", work)
             raise
-        report("graph", 0, 0)
-        loaded = load_model(folder, max_model_len=settings["max_model_len"])
         layout = layout_of(engine, loaded)
         graph = export_graph(loaded.model, layout.allocate(2))
         graph.save(folder / GRAPH)

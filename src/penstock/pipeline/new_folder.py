@@ -32,6 +32,11 @@ def new_folder(target: Path, *, force: bool, replaces: Callable[[Path], bool]) -
     EngineFolderError, another failure to write a ConfigError.
     """
     target = target.absolute()
+    if target.name.endswith(PARTIAL):
+        raise ConfigError(
+            f"{target.name} ends in {PARTIAL}, which marks what is still being written and never "
+            "loads. Choose another name."
+        )
     if not target.parent.is_dir():
         raise ConfigError(f"There is no folder {target.parent} to make {target.name} in.")
     partial, old = (target.with_name(target.name + end) for end in (PARTIAL, _OLD))

@@ -28,7 +28,7 @@ from penstock.pipeline.parts import Parts
 from penstock.pipeline.quantize import LayerReport, quantize_model
 from penstock.quant import Codes, Scheme, parse_scheme
 from penstock.quant.files import LAYOUTS, Layout, layouts_for, write_checkpoint
-from penstock.quant.files.writer import check_layout
+from penstock.quant.files.writer import check_layout, whole_groups
 from penstock.tokenizer import VocabMap
 
 logger = logging.getLogger("penstock")
@@ -271,7 +271,7 @@ class NewWeights:
             "rtn" if self.method == "qat" else self.chosen_method,
             special,
             self.head_scheme,
-            whole_groups=self.stored_layout in ("awq", "gptq"),  # no place for a shorter one
+            whole_groups=whole_groups(self.stored_layout),
             **self.options.for_config(self.chosen_method),
         )
 

@@ -54,10 +54,11 @@ def export_onnx(
             else:
                 onnx.save_model(made, partial)
             onnx.checker.check_model(str(partial), full_check=True)
+            if data.exists():  # what is killed between these leaves no file over another's weights
+                file.unlink(missing_ok=True)
+                data.unlink()
             if external:
                 (Path(folder) / data.name).replace(data)
-            else:
-                data.unlink(missing_ok=True)
             partial.replace(file)
     except OSError as error:
         raise ConfigError(f"{file} can't be written: {error.strerror or error}.") from error

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+import re
+from collections.abc import Container, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -14,7 +15,9 @@ from penstock.models.registry import spec_of
 from penstock.models.spec import ModelSpec
 from penstock.models.weights import Source, plan_weights
 from penstock.nn.decoder import MATRICES
+from penstock.pipeline.finite import check_finite
 from penstock.quant import Codes, Scheme
+from penstock.quant.scheme import GROUPS, Kind
 
 Tensors = dict[str, Tensor]
 
@@ -104,12 +107,7 @@ class Parts:
         found = self.source.read(name)
         assert isinstance(found, Tensor)  # `of` refuses others
         values = found.to(torch.float32, copy=True)
-        bad = ~values.isfinite()
-        if bool(bad.any()):
-            raise WeightsError(
-                f"{int(bad.sum())} of {values.numel()} values of {name} are NaN or infinite and "
-                "can't be quantized. The checkpoint is damaged."
-            )
+        check_finite(name, values)
         return values
 
     def split(self, target: str, whole: Tensor) -> dict[str, Tensor]:
@@ -118,20 +116,28 @@ class Parts:
         rows = [self.source.shape(name)[0] for name in names]
         return dict(zip(names, whole.split(rows), strict=True))
 
-    def check_groups(self, schemes: Mapping[str, Scheme | None]) -> None:
-        """Raises ConfigError for a matrix whose K isn't a multiple of its group."""
+    def check_groups(self, schemes: Mapping[str, Scheme | None], kinds: Container[Kind]) -> None:
+        """Raises ConfigError for a matrix of `kinds` whose K isn't a multiple of its group."""
         for module, scheme in schemes.items():
-            if scheme is None or not scheme.group:
+            if scheme is None or not scheme.group or scheme.kind not in kinds:
                 continue
             n, k = self.shape(module)
             if k % scheme.group:
-                fit = [g for g in (128, 64, 32) if k % g == 0]
-                ways = f"groups of {', '.join(map(str, fit))} fit" if fit else "no group fits"
                 raise ConfigError(
                     f"{module} [{n}, {k}] has no whole number of groups of {scheme.group} "
-                    f"({scheme.name}), which this layout demands; {ways}. Choose another scheme "
-                    "for it, or keep it as it is."
+                    f"({scheme.name}), which this layout demands. {_way_out(module, k, scheme)}"
                 )
+
+
+def _way_out(module: str, k: int, scheme: Scheme) -> str:
+    """What to do about a matrix whose K isn't a multiple of its scheme's group."""
+    fit = [group for group in GROUPS if k % group == 0]
+    if scheme.kind in ("mxfp4", "nvfp4") or not fit:
+        ways = "Choose another scheme"
+    else:
+        ways = f"Choose a group of {' or '.join(map(str, fit))}"
+    pattern = re.sub(r"^layers\.\d+", "*", module)
+    return f"{ways}, or keep such matrices as they are: --special '{pattern}=none'."
 
 
 def bits_per_weight(scheme: Scheme | None, n: int, k: int, stored: int = 16) -> float:

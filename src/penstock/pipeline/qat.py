@@ -94,6 +94,7 @@ def train(
             raise ConfigError(f"{module} in {scheme.name}: rows share a scale, which QAT lacks.")
         if scheme is not None and scheme.static:
             raise ConfigError(f"{module} in {scheme.name}: QAT calibrates no static scales.")
+    parts.check_groups(schemes, config.whole_groups)
     store = None
     if work is not None:
         key = {

@@ -79,8 +79,7 @@ def quantize_model(
             f"special names {', '.join(unknown[:5])}, but the matrices of this model are "
             f"layers.0.attention.qkv … {list(schemes)[-2]} and head."
         )
-    if config.whole_groups:
-        parts.check_groups(schemes)
+    parts.check_groups(schemes, config.whole_groups)
     if not config.needs_text(schemes):
         calibration = None
     elif calibration is None:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from penstock.nn.parameters import Loadable
+from penstock.pipeline.finite import check_finite
 from penstock.runtime.mapping import PAGE
 
 _TRIM_BYTES = 16 << 20
@@ -45,7 +46,8 @@ class WeightsFile:
         self._file.close()
 
     def add(self, name: str, tensor: Tensor) -> None:
-        """Write one tensor, contiguous."""
+        """Write one tensor, contiguous. Raises WeightsError where a value isn't finite."""
+        check_finite(name, tensor)
         data = tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().data
         start = -(-self._file.tell() // PAGE) * PAGE
         self._write(memoryview(bytes(start - self._file.tell())))

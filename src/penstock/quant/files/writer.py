@@ -15,7 +15,7 @@ from penstock.errors import ConfigError, WeightsError, nearest
 from penstock.quant.codes import Codes
 from penstock.quant.files import awq, bitsandbytes, compressed_tensors_writer, fp8, gptq
 from penstock.quant.files.shards import ShardWriter
-from penstock.quant.scheme import Scheme
+from penstock.quant.scheme import Kind, Scheme
 
 logger = logging.getLogger("penstock")
 
@@ -48,6 +48,19 @@ LAYOUTS = tuple(_WRITERS)
 
 _MIXES = ("compressed-tensors",)
 """Layouts in which matrices may differ in their schemes."""
+
+
+_WHOLE_GROUPS: dict[str, tuple[Kind, ...]] = {
+    "compressed-tensors": ("mxfp4", "nvfp4"),
+    "awq": ("int4",),
+    "gptq": ("int4", "int8"),
+    "bitsandbytes": ("nf4",),
+}
+
+
+def whole_groups(layout: str) -> tuple[Kind, ...]:
+    """The kinds of matrices that `layout` holds in whole groups only."""
+    return _WHOLE_GROUPS.get(layout, ())
 
 
 def layouts_for(scheme: Scheme) -> tuple[str, ...]:
