@@ -55,7 +55,7 @@ constexpr int bits_of(Weight kind) {
 struct LinearVariant {
   int32_t part_bytes;   // of weights that a thread takes at a time, at least
   int32_t rows_bytes;   // of rows that it takes through all of those before the next rows
-  int32_t widen_rows;   // more rows than so many: a panel is widened once, not for a few rows at a time
+  int32_t widen_rows;   // more rows than that: a panel is widened once, not for a few at a time
   int32_t pair_rows;    // from so many rows on, two panels of integers at a time
   int32_t ahead_bytes;  // how far ahead of what few rows read memory is asked for
   int32_t ahead_cache;  // into which cache: 1, 2, or 3 to leave it to the processor

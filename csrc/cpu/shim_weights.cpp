@@ -28,8 +28,8 @@ void read_weight(PackArgs& a, const Tensor& weight, int64_t multiple, bool gated
   a.threads = threads();
 }
 
-// An empty tensor whose memory will be pages of 2 MB, where the system has them: at one row a weight is
-// read as fast as memory is, but for the pages' places, which have to be looked up.
+// An empty tensor whose memory will be pages of 2 MB, where the system has them: one row reads weights
+// as fast as memory answers, but for the places of pages, which have to be looked up.
 Tensor new_panels(const Tensor& like, int64_t panels, int64_t lines, int64_t v, ScalarType type) {
   Tensor made = torch::stable::new_empty(like, {panels, lines, 16, v}, type);
   const auto at = reinterpret_cast<uintptr_t>(made.data_ptr());
