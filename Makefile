@@ -9,8 +9,10 @@ BIN := .venv/bin
 run: .venv/.run  ## generate text with the embedded model; tokens/s and the share of the floor
 	$(BIN)/penstock generate --prompt "Once upon a time" --max-tokens 200 --seed 1 --stats
 
-test: .venv/.dev  ## the test suite: offline, no GPU, in JOBS processes
-	$(BIN)/python -m pytest --numprocesses $(JOBS) --dist loadfile --no-loadscope-reorder
+test: .venv/.dev  ## the test suite: offline, no GPU; in JOBS processes, then what must run alone
+	$(BIN)/python -m pytest --numprocesses $(JOBS) --dist loadfile --no-loadscope-reorder \
+		-m "$(FAST) and not alone"
+	$(BIN)/python -m pytest -m "$(FAST) and alone"
 
 check: .venv/.dev  ## style, types, layers
 	$(BIN)/ruff check
@@ -18,6 +20,7 @@ check: .venv/.dev  ## style, types, layers
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
+FAST := not slow and not gpu
 SOURCES := pyproject.toml CMakeLists.txt $(wildcard csrc/cpu/*)
 
 .venv/bin/python:

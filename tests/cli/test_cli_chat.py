@@ -104,7 +104,7 @@ def test_ctrl_c_stops_the_reply_only(
         os.close(terminal)
 
 
-def read_until(terminal: int, pattern: bytes, timeout_s: float = 30) -> bytes:
+def read_until(terminal: int, pattern: bytes, timeout_s: float = 120) -> bytes:
     """What the terminal shows, up to `pattern`."""
     shown, end = b"", time.monotonic() + timeout_s
     while not re.search(pattern, shown, re.DOTALL):
