@@ -72,11 +72,9 @@ def measure(
     probe: _Probe | None = None
     found: Measured = {}
     for module in modules:
-        if store is not None and store.has(module):
-            kept = store.load(module)["losses"]
-            assert isinstance(kept, Tensor)
-            losses = kept.tolist()
-        else:
+        kept = None if store is None else _kept(store, module)
+        losses = kept
+        if losses is None:
             probe = probe or _Probe(parts, calibration)
             losses = probe.losses(module, schemes)
             if store is not None:
@@ -85,9 +83,17 @@ def measure(
             Choice(scheme.name, _bits(parts, module, scheme), loss)
             for scheme, loss in zip(schemes, losses, strict=True)
         ]
-        if progress is not None:
+        if progress is not None and kept is None:  # the others take no time to estimate by
             progress(len(found), len(modules))
     return found
+
+
+def _kept(store: Store, module: str) -> list[float] | None:
+    if not store.has(module):
+        return None
+    losses = store.load(module)["losses"]
+    assert isinstance(losses, Tensor)
+    return [float(loss) for loss in losses]
 
 
 class _Probe:
