@@ -175,6 +175,13 @@ def window_step(runtime: Runtime, ids: Sequence[int], first: int) -> Step:
             f"A window of {size} tokens needs {blocks} blocks, but the cache holds "
             f"{runtime.num_blocks}. Take a shorter window."
         )
+    recent = runtime.runner.recent
+    if recent is not None and blocks > recent.num_places:
+        raise ConfigError(
+            f"A window of {size} tokens writes {blocks} blocks in one step, but this cache keeps "
+            f"{recent.num_places} as they are written. Take a shorter window, or an engine with a "
+            "larger --profile."
+        )
 
     def ints(values: Sequence[int]) -> Tensor:
         return torch.tensor(values, dtype=torch.int32)

@@ -38,10 +38,12 @@ class Text:
 def read_documents(file: Path, max_bytes: int | None = None) -> list[str]:
     """The file's documents, or so many of them as have `max_bytes` together.
 
-    Raises ConfigError for a file that isn't UTF-8.
+    Raises ConfigError for a file that can't be read or isn't UTF-8.
     """
     try:
         whole = file.read_text(encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"The text {file} can't be read: {error.strerror}.") from error
     except UnicodeDecodeError as error:
         raise ConfigError(f"{file} isn't UTF-8 text: {error}.") from error
     found: list[str] = []

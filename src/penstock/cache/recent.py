@@ -48,6 +48,11 @@ class RecentBlocks:
         """How many sequences hold a block; without an engine, one each."""
 
     @property
+    def num_places(self) -> int:
+        """Places that there are."""
+        return len(self._block_at)
+
+    @property
     def num_used(self) -> int:
         """Places that a block has."""
         return len(self._block_at) - len(self._free)

@@ -55,7 +55,10 @@ def read_json(file: Path) -> dict[str, Any]:
     try:
         data = json.loads(file.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
-        raise ModelNotFoundError(f"{file.parent} has no {file.name}.") from error
+        raise ModelNotFoundError(
+            f"{file.parent} has no {file.name}, so it isn't a model. Give a folder with that and "
+            "safetensors, a .gguf file, or an embedded model's name."
+        ) from error
     except (json.JSONDecodeError, UnicodeDecodeError, OSError) as error:
         raise UnsupportedModelError(f"{file} is not valid JSON: {error}") from error
     if not isinstance(data, dict):

@@ -138,12 +138,20 @@ def test_a_tensor_is_stored_before_the_next_is_made(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "layout", "says"),
     [
-        ("w4a16-g128", "awq", "can't express w4a16-g128. Those that can: compressed-tensors, gptq"),
-        ("w4a8-g64-asym", "gptq", "Those that can: compressed-tensors"),
-        ("nf4", "compressed-tensors", "Those that can: bitsandbytes"),
-        ("fp8-e5m2-block", "compressed-tensors", "Those that can: fp8"),
-        ("fp8-block", "fp8", "Those that can: compressed-tensors"),  # its readers round activations
-        ("nvfp4", "gptq", "Those that can: compressed-tensors"),
+        (
+            "w4a16-g128",
+            "awq",
+            "can: compressed-tensors, gptq. It holds w4a16-g128-asym",
+        ),
+        ("w4a8-g64-asym", "gptq", "Layouts that can: compressed-tensors"),
+        ("nf4", "compressed-tensors", "Layouts that can: bitsandbytes"),
+        ("fp8-e5m2-block", "compressed-tensors", "Layouts that can: fp8"),
+        (
+            "fp8-block",
+            "fp8",
+            "Layouts that can: compressed-tensors",
+        ),  # its readers round activations
+        ("nvfp4", "gptq", "Layouts that can: compressed-tensors"),
         ("w8a8", "compressed-tensor", "Did you mean 'compressed-tensors'"),
     ],
 )

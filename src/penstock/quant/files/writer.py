@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal, Protocol, cast
 
@@ -68,6 +69,14 @@ def layouts_for(scheme: Scheme) -> tuple[str, ...]:
     return tuple(name for name, writer in _WRITERS.items() if writer.expresses(scheme))
 
 
+def _nearly(layout: str, scheme: Scheme) -> str:
+    """Says so where the layout holds this scheme with a zero point."""
+    if scheme.kind not in ("int8", "int4") or not scheme.symmetric:
+        return ""
+    other = replace(scheme, symmetric=False)
+    return f" It holds {other.name}." if _WRITERS[layout].expresses(other) else ""
+
+
 def check_layout(layout: str, schemes: Iterable[Scheme]) -> None:
     """Raise ConfigError where `layout` can't hold matrices in all of `schemes`."""
     if layout not in _WRITERS:
@@ -78,8 +87,8 @@ def check_layout(layout: str, schemes: Iterable[Scheme]) -> None:
     for scheme in kinds:
         if not _WRITERS[layout].expresses(scheme):
             raise ConfigError(
-                f"The layout {layout!r} can't express {scheme.name}. "
-                f"Those that can: {', '.join(layouts_for(scheme)) or 'none'}."
+                f"The layout {layout!r} can't express {scheme.name}. Layouts that can: "
+                f"{', '.join(layouts_for(scheme)) or 'none'}.{_nearly(layout, scheme)}"
             )
     if len(kinds) > 1 and layout not in _MIXES:
         raise ConfigError(
