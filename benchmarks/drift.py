@@ -2,8 +2,7 @@
 
 What `penstock drift` measures, for all formats in one table.
 
-    python benchmarks/drift.py --json benchmarks/results/drift-stories.json \
-        --page docs/quantization.md
+    python benchmarks/drift.py --json benchmarks/results/drift-stories.json --docs docs
     python benchmarks/drift.py path/to/a/model --text book.txt
 
 The figures are written format by format; --resume goes on with a run that was interrupted.
@@ -15,16 +14,17 @@ a text are parted by <|endoftext|>; each starts with the tokens its model expect
 from __future__ import annotations
 
 import argparse
-import re
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from itertools import accumulate
 from pathlib import Path
 
 import torch
 
+from pages import fill
 from penstock.bench.drift import measure_drift
 from penstock.bench.reader import LocalReader, Reader, open_reader
 from penstock.bench.texts import MARK, Text
@@ -38,8 +38,6 @@ from rows import Row, Rows
 
 ROOT = Path(__file__).resolve().parents[1]
 WINDOW = 512
-MARKS = "<!-- drift -->\n", "<!-- /drift -->"
-CACHE_MARKS = "<!-- caches -->\n", "<!-- /caches -->"
 
 FORMATS = (
     *("w8a16", "w8a16-g32", "w8a16-tensor", "w8a8", "w8a8-asym"),
@@ -174,14 +172,20 @@ def table(rows: Sequence[Row], *, size: bool = True) -> str:
     return "\n".join([*lines, *(["", *notes] if notes else []), ""])
 
 
-def write_between(page: Path, text: str, marks: tuple[str, str]) -> None:
-    """Put `text` between the page's marks."""
-    first, last = marks
-    pattern = re.compile(f"{re.escape(first)}.*?{re.escape(last)}", re.DOTALL)
-    before = page.read_text(encoding="utf-8")
-    if not pattern.search(before):
-        raise SystemExit(f"{page} has no {first.strip()} … {last}.")
-    page.write_text(pattern.sub(lambda _: f"{first}{text}{last}", before), encoding="utf-8")
+def tables(rows: Sequence[Row]) -> dict[str, Callable[[], str]]:
+    """The tables that pages may ask for: `weights`, `caches`, and `cache NAME` for each."""
+    weights = [row for row in rows if not is_cache(row["format"])]
+    caches = [row for row in rows if is_cache(row["format"])]
+
+    def of_cache(name: str) -> str:
+        return table([r for r in caches if name_of(r["format"]).split()[0] == name], size=False)
+
+    names = {name_of(row["format"]).split()[0] for row in caches}
+    return {
+        "weights": partial(table, weights),
+        "caches": partial(table, caches, size=False),
+        **{f"cache {name}": partial(of_cache, name) for name in names},
+    }
 
 
 def main() -> None:
@@ -193,8 +197,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, help="stop after so many")
     parser.add_argument("--json", type=Path, help="write the figures here")
     parser.add_argument("--resume", action="store_true", help="go on with the rows in --json")
-    parser.add_argument("--page", type=Path, help="put the table between this page's marks")
-    parser.add_argument("--caches", type=Path, help="that of caches between those of this page")
+    parser.add_argument("--docs", type=Path, help="fill in the tables of the pages there")
     options = parser.parse_args()
     if options.text:
         documents = options.text.read_text(encoding="utf-8").split(MARK)
@@ -210,15 +213,11 @@ def main() -> None:
     }  # fmt: skip
     rows = Rows("drift", setup, options.json, options.resume)
     measure(rows, options.model, documents, options.tokens, window, stride)
-    caches = [row for row in rows.all if is_cache(row["format"])]
-    weights = [row for row in rows.all if not is_cache(row["format"])]
     positions = max((row.get("positions", 0) for row in rows.all), default=0)
     print(f"\n{positions:,} positions in windows of {window}, {stride} tokens new\n")
-    print(f"{table(weights)}\n{table(caches, size=False)}")
-    if options.page:
-        write_between(options.page, table(weights), MARKS)
-    if options.caches:
-        write_between(options.caches, table(caches, size=False), CACHE_MARKS)
+    print(table(rows.all))
+    if options.docs:
+        fill(options.docs, "drift", tables(rows.all))
 
 
 if __name__ == "__main__":

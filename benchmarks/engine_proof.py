@@ -2,7 +2,7 @@
 
     python benchmarks/make_checkpoint.py qwen2.5-0.5b checkpoints/qwen
     python benchmarks/engine_proof.py checkpoints/qwen \
-        --json benchmarks/results/engines-qwen2.5-0.5b.json
+        --json benchmarks/results/engines-qwen2.5-0.5b.json --docs docs
 
 For each form: `penstock export`, `penstock build`; then prompts of 40 tokens and 8 decoding steps
 of three sequences, by the exported model's operators one by one, by its graph, and by the engine.
@@ -18,13 +18,15 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from pages import fill
 from penstock.config import EngineConfig
 from penstock.errors import PenstockError
 from penstock.pipeline import load_graph
@@ -195,7 +197,7 @@ def holds(row: Row) -> bool:
 def table(rows: list[Row]) -> str:
     """Markdown."""
     lines = [
-        "| format | cache | graph equal | engine equal | compiled | weights | build | its peak |",
+        "| format | cache | graph equal | engine equal | compiled | operators | weights | build |",
         "|---|---|---|---|---|---|---|---|",
     ]
     for row in rows:
@@ -205,11 +207,15 @@ def table(rows: list[Row]) -> str:
             continue
         equal = ["yes" if row[key] else "NO" for key in ("graph_equal", "engine_equal")]
         lines.append(
-            f"{name}| {equal[0]} | {equal[1]} | {row['compiled']} "
-            f"| {row['weights_bytes'] / 1e6:,.0f} MB | {row['build_s']:.0f} s "
-            f"| {row['build_peak_bytes'] / 1e6:,.0f} MB |"
+            f"{name}| {equal[0]} | {equal[1]} | {row['compiled']} | {row['operators']} "
+            f"| {row['weights_bytes'] / 1e6:,.0f} MB | {row['build_peak_bytes'] / 1e6:,.0f} MB |"
         )
     return "\n".join([*lines, ""])
+
+
+def tables(rows: list[Row]) -> dict[str, Callable[[], str]]:
+    """The tables that pages may ask for."""
+    return {"forms": partial(table, rows)}
 
 
 def main() -> int:
@@ -219,6 +225,7 @@ def main() -> int:
     parser.add_argument("--work", type=Path, help="where folders are made; default: the system's")
     parser.add_argument("--json", type=Path, help="write the figures here, form by form")
     parser.add_argument("--resume", action="store_true", help="go on with the rows in --json")
+    parser.add_argument("--docs", type=Path, help="fill in the tables of the pages there")
     options = parser.parse_args()
     setup = {
         "model": options.model.name, "sequences": SEQUENCES, "prompt": PROMPT, "decodes": DECODES,
@@ -236,6 +243,8 @@ def main() -> int:
         print(form, "holds" if holds(row) else f"FAILS: {row}", flush=True)
     failed = [row for row in rows.all if not holds(row)]
     print(f"\n{table(rows.all)}\n{len(rows.all) - len(failed)} of {len(rows.all)} forms hold")
+    if options.docs:
+        fill(options.docs, "engines", tables(rows.all))
     return 1 if failed else 0
 
 

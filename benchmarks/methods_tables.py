@@ -15,7 +15,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from drift import write_between
+from methods import LESSON
+from pages import fill
 from penstock.pipeline.config import METHODS
 from rows import Row
 
@@ -61,7 +62,7 @@ def of_method(rows: Sequence[Row], method: str) -> str:
             continue
         found.append([
             row["scheme"], _bits([row]), f"{base['kl']:.5f}", f"{row['kl']:.5f}",
-            f"{1 - row['kl'] / base['kl']:.0%}", f"{base['perplexity']:.3f}",
+            f"{round(100 * (1 - row['kl'] / base['kl']))}%", f"{base['perplexity']:.3f}",
             f"{row['perplexity']:.3f}",
         ])  # fmt: skip
     return _markdown(found) + _notes(own, "scheme")
@@ -130,29 +131,24 @@ TABLES: dict[str, Table] = {
 def caption(results: Row) -> str:
     """What was measured, and bfloat16's own perplexity."""
     setup, rows = results["setup"], results["results"]
+    trained = setup["qat"]["steps"] * setup["qat"]["batch"] * LESSON
     perplexity = next(row["reference_perplexity"] for row in rows if "kl" in row)
+    fitted = setup["calibration"]["tokens"]
     return (
-        f"The embedded model on {setup['tokens']:,} held-out tokens, fitted to "
-        f"{setup['calibration']['tokens']:,} others; bfloat16's perplexity is {perplexity:.3f}.\n"
+        f"The embedded model on {setup['tokens']:,} held-out tokens; fitted to {fitted:,} others, "
+        f"trained on {trained:,}. bfloat16's perplexity is {perplexity:.3f}.\n"
     )
 
 
 def write_pages(results: Row, docs: Path) -> list[Path]:
-    """Fill in every table under `docs`; returns the pages that have one.
+    """Fill in every table that a page under `docs` asks for; returns these pages."""
+    rows, below = results["results"], caption(results)
+    made = {name: partial(_with_caption, make, rows, below) for name, make in TABLES.items()}
+    return fill(docs, "methods", made)
 
-    Ends the program for a page that names a table which isn't there, or whose end is missing.
-    """
-    found = []
-    for page in sorted(docs.rglob("*.md")):
-        names = re.findall(r"<!-- methods: (.+?) -->", page.read_text(encoding="utf-8"))
-        for name in names:
-            if name not in TABLES:
-                raise SystemExit(f"{page} asks for {name!r}. Tables: {', '.join(TABLES)}.")
-            text = f"{TABLES[name](results['results'])}\n{caption(results)}"
-            write_between(page, text, (f"<!-- methods: {name} -->\n", "<!-- /methods -->"))
-        if names:
-            found.append(page)
-    return found
+
+def _with_caption(make: Table, rows: Sequence[Row], below: str) -> str:
+    return f"{make(rows)}\n{below}"
 
 
 def _order(name: str) -> tuple[bool, bool, str]:
@@ -188,14 +184,18 @@ def _markdown(lines: list[list[str]]) -> str:
 
 def _notes(rows: Sequence[Row], name: str) -> str:
     """Why cells are empty; `name`: the row's key that says of what."""
-    found: dict[tuple[str, str], list[str]] = {}
+    names: dict[tuple[str, str], list[str]] = {}
     for row in rows:
         if "not" in row:
             reason = re.sub(r"^layers\.\S+ in \S+: ", "", row["not"]).rstrip(".")
-            found.setdefault((row["method"], reason), []).append(row[name] if name else "")
+            names.setdefault((reason, row["method"]), []).append(row[name] if name else "")
+    methods: dict[tuple[str, str], list[str]] = {}
+    for (reason, method), of in names.items():
+        said = ", ".join(sorted(of, key=_order)) if name else ""
+        methods.setdefault((reason, said), []).append(f"`{method}`")
     lines = [
-        f"- No `{method}`{' of ' * bool(name)}{', '.join(sorted(names, key=_order))}: {reason}."
-        for (method, reason), names in found.items()
+        f"- No {', '.join(of)}{' of ' * bool(said)}{said}: {reason}."
+        for (reason, said), of in methods.items()
     ]
     return "\n" + "\n".join([*lines, ""]) if lines else ""
 

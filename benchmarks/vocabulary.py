@@ -19,7 +19,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from drift import ROOT, held_out, write_between
+from drift import ROOT, held_out
+from pages import write_between
 from penstock import LLM, SamplingParams
 from penstock.bench.environment import environment
 from penstock.bench.texts import MARK

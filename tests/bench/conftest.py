@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 
@@ -27,3 +29,10 @@ def tiny(make_checkpoint: ModuleType, tmp_path_factory: pytest.TempPathFactory) 
     folder = tmp_path_factory.mktemp("tiny")
     make_checkpoint.write_checkpoint("tiny", folder)
     return folder
+
+
+@pytest.fixture
+def benchmark(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], ModuleType]:
+    """A script of benchmarks/ by its name; they import each other by theirs."""
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    return importlib.import_module
