@@ -41,7 +41,7 @@ WINDOW = 512
 
 FORMATS = (
     *("w8a16", "w8a16-g32", "w8a16-tensor", "w8a8", "w8a8-asym"),
-    *("fp8", "fp8-tensor", "fp8-block", "fp8-e5m2"),
+    *("fp8", "fp8-tensor", "fp8-block", "fp8-e5m2", "fp8-w8a8", "fp8-w8a8-block"),
     *(f"w4a16-{shared}" for shared in ("g32", "channel", "channel-asym", "tensor")),
     *(f"w4a8-g{group}{zero}" for group in (32, 64, 128) for zero in ("", "-asym")),
     *("nf4-g64", "mxfp4", "nvfp4"),

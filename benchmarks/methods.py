@@ -58,6 +58,7 @@ FORMATS = (
     *("w4a16-channel", "w4a16-tensor", "w8a16-g128", "w8a16-tensor", "w8a8-static"),
     *("w4a16-g128-asym", "w4a16-channel-asym", "w4a16-tensor-asym", "w8a8-asym"),
     *("w8a16-g128-asym", "w8a16-asym", "w8a16-tensor-asym", "fp8-tensor", "fp8-block", "fp8-e5m2"),
+    *("fp8-w8a8", "fp8-w8a8-block", "fp8-w8a8-tensor-static"),
 )
 TRAINED = ("w4a16-g128", "nf4-g64")
 """Integers and levels of 4 bits: training takes ten times as long as everything else."""
