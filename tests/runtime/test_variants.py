@@ -12,7 +12,7 @@ from torch import Tensor
 from penstock.errors import KernelError
 from penstock.kernels import native
 from penstock.ops.linear import ACTIVATIONS
-from penstock.quant import Dense, Integer, Packed, WeightFormat, format_of, parse_scheme
+from penstock.quant import Dense, Packed, WeightFormat, format_of, parse_scheme
 from penstock.runtime.plan import Array, Operator, Plan, Value, Weight
 from penstock.runtime.program import LinearVariant, Program
 from penstock.step import Step
@@ -61,7 +61,7 @@ def program_of(fmt: WeightFormat, x: Tensor, packed: Packed, n: int, gated: bool
     product = {
         "x": Value(0), "weight": weights["weight"], "scale": weights["scale"],
         "zero": weights["zero"], "bias": None, "out_features": n,
-        "int8_rows": isinstance(fmt, Integer) and fmt.int8_rows, "norm": None, "eps": 0.0,
+        "row_codes": getattr(fmt, "row_codes", 0), "norm": None, "eps": 0.0,
         "activation": ACTIVATIONS.index("silu") if gated else 0, "gated": gated,
         "out_dtype": torch.float32, "levels": getattr(fmt, "levels", 0),
         "outer": weights["outer"], "input_scale": weights["input_scale"],

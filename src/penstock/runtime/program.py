@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from penstock.errors import KernelError
+from penstock.ops.linear import ROW_CODES
 from penstock.ops.registry import NAMESPACE
 from penstock.runtime.plan import (
     Array,
@@ -212,7 +213,8 @@ class Program:
                 tensor = self._fixed(argument)
                 dtype = str(tensor.dtype).removeprefix("torch.")
                 said.append(f"{'' if name == 'weight' else name + ' '}{dtype}{list(tensor.shape)}")
-        return " ".join([*said, *["of int8 rows"] * bool(operator.arguments["int8_rows"])])
+        rows = ROW_CODES[int(operator.arguments["row_codes"])]  # type: ignore[arg-type]
+        return " ".join([*said, *[f"of {rows} rows"] * (rows != "none")])
 
     def use_variants(self, table: Sequence[tuple[str, int, LinearVariant]]) -> None:
         """(product, rows, how): calls with up to so many rows go so, those with more as the last.

@@ -45,7 +45,7 @@ def _quiet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     transformers.utils.logging.set_verbosity_error()
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PENSTOCK_CACHE", str(tmp_path_factory.mktemp("cache")))
-        patch.setattr("penstock.pipeline.tuning._waited", lambda: 0.0)
+        patch.setattr("penstock.pipeline.tuning.waited_s", lambda: 0.0)
         patch.setattr("penstock.pipeline.tuning._ENOUGH_S", 0.0)
         yield
     transformers.utils.logging.set_verbosity_warning()
