@@ -20,9 +20,12 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from penstock.bench.environment import environment
-from penstock.bench.latency import Workload
-from penstock.bench.profile import run
+from penstock.bench.latency import Workload, run_once
+from penstock.bench.meter import Meter
+from penstock.bench.profile import decoding
 from penstock.hardware import detect
 from penstock.runtime import load_runtime
 
@@ -75,17 +78,21 @@ def starts(options: dict[str, Any], times: int) -> list[float]:
 def steps(engine: Path, rounds: int) -> dict[str, dict[str, float]]:
     """A decoding step of the engine, and of its operators one by one: medians of rounds in turns.
 
-    Outside: the step's parts around the forward pass, and the pass beyond its operators.
+    Outside: what a step takes beyond its operators, in the same pass. One by one that includes what
+    timing them costs.
     """
     ways, found = {"engine": False, "one by one": True}, dict[str, list[tuple[float, float]]]()
     work = Workload(input_len=64, output_len=64, batch_size=1, context=64, repeats=1)
     for _ in range(rounds):
         for name, eager in ways.items():
             config = work.config(str(engine), enforce_eager=eager)
-            decode = next(p for p in run(config, load_runtime(config), work).phases
-                          if p.name == "decode")  # fmt: skip
-            outside = decode.between_s + sum(decode.parts.values())
-            found.setdefault(name, []).append((decode.seconds, outside))
+            runtime = load_runtime(config)
+            _, plain = run_once(Meter(config, runtime), np.random.default_rng(0), work)
+            outside = [r.seconds - ops for r, ops in decoding(config, runtime, work)]
+            seconds = [record.seconds for record in plain]
+            found.setdefault(name, []).append(
+                (statistics.median(seconds), statistics.median(outside))
+            )
     return {
         name: {
             "step_s": statistics.median(seconds for seconds, _ in rows),

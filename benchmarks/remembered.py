@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from torch import Tensor
+
 from penstock.bench.reader import About, Reader, Reading
 
 MOST_BYTES = 1 << 30
@@ -30,6 +32,10 @@ class Remembered:
     def pieces(self) -> list[bytes]:
         """The bytes of every token."""
         return self._reader.pieces()
+
+    def kept(self) -> Tensor | None:
+        """The ids that it has."""
+        return self._reader.kept()
 
     def read(self, ids: Sequence[int], first: int, layers: bool = False) -> Reading:
         """The rows that predict `ids[first:]`; with `layers` they are always computed."""

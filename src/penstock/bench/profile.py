@@ -190,6 +190,18 @@ def run(config: EngineConfig, runtime: Runtime, workload: Workload) -> Profile:
     )
 
 
+def decoding(
+    config: EngineConfig, runtime: Runtime, workload: Workload
+) -> list[tuple[StepRecord, float]]:
+    """Steps that decode, and what each one's operators took in the same pass, seconds."""
+    runner = _TimedRunner(runtime.runner, runtime.model.model)
+    meter, draw = Meter(config, replace(runtime, runner=runner)), np.random.default_rng(0)
+    run_batch(meter, draw, workload.batch_size, 64, WARM_UP_STEPS + 1)
+    runner.on = True
+    _, decode = _timed(meter, runner, draw, workload)
+    return [(step.record, sum(event.seconds for event in step.events)) for step in decode]
+
+
 def _timed(
     meter: Meter, runner: _TimedRunner, draw: np.random.Generator, workload: Workload
 ) -> tuple[list[_Timed], list[_Timed]]:
