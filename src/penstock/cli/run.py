@@ -128,7 +128,14 @@ def _whole_lines(path: Path) -> str:
 @contextmanager
 def _reading(name: str) -> Iterator[IO[bytes]]:
     if name == "-":
-        yield sys.stdin.buffer
+        try:
+            number = sys.stdin.fileno()
+        except OSError:  # not a file: something that stands for one
+            yield sys.stdin.buffer
+            return
+        # A reader of its own, never closed: a thread may wait in it until the process ends, which
+        # Python doesn't survive where it has to close sys.stdin's.
+        yield open(number, "rb", closefd=False)  # noqa: SIM115
         return
     with open(name, "rb") as file:
         yield file

@@ -8,10 +8,12 @@ are part of the graph.
 from __future__ import annotations
 
 import copy
+import gc
 import hashlib
 import io
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -196,7 +198,7 @@ def trace(
         ],
         dict.fromkeys(given),
     )
-    with quiet():
+    with quiet(), _uncollected():
         program = torch.export.export(
             _Callable(forward), (step, caches, given), dynamic_shapes=shapes, strict=False
         )
@@ -262,6 +264,20 @@ class _Stencil:
             holder[key] = weights[name]
         logits: Tensor = self._decoder(step, kv)
         return logits
+
+
+@contextmanager
+def _uncollected() -> Iterator[None]:
+    """Nothing is collected meanwhile: freeing a native program is an operator too, and would become
+    part of what is traced.
+    """
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 def _plain(derived: dict[str, Derived]) -> dict[str, Any]:
