@@ -16,6 +16,7 @@ from transformers import (
     TypicalLogitsWarper,
 )
 
+from penstock import LLM, SamplingParams
 from penstock.sampling import Sampler
 from penstock.sampling.chain import Chain
 from penstock.sampling.philox import uniforms
@@ -214,6 +215,22 @@ def test_mirostat_holds_its_target(version, tau):
         surprises.append(-float(logits[0].double().log_softmax(-1)[token]) / math.log(2))
         row.append(token)
     assert np.mean(surprises[100:]) == pytest.approx(tau, rel=0.1)
+
+
+@pytest.mark.parametrize("version", [1, 2])
+@pytest.mark.parametrize("tau", [2.0, 3.0])  # drawn freely, the model's text has 3.4 bits
+def test_mirostat_holds_its_target_on_the_embedded_model(version, tau):
+    llm = LLM("stories", num_gpu_blocks_override=200)
+    params = SamplingParams(
+        mirostat=version, mirostat_tau=tau, max_tokens=500, ignore_eos=True, logprobs=0, seed=3
+    )
+    [sample] = llm.generate(["Once upon a time"], params)[0].outputs
+    surprises = [
+        -known[token].logprob / math.log(2)
+        for token, known in zip(sample.token_ids, sample.logprobs, strict=True)
+    ]
+    assert len(surprises) == 500
+    assert np.mean(surprises) == pytest.approx(tau, rel=0.1)
 
 
 def test_a_step_that_is_taken_again_moves_nothing():
