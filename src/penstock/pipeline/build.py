@@ -55,6 +55,7 @@ from penstock.runtime.fingerprint import fingerprint
 from penstock.runtime.formats import encode
 from penstock.runtime.hidden import hidden_tensors
 from penstock.runtime.loader import layout_of
+from penstock.runtime.manifest import FORWARDS
 from penstock.runtime.package import description
 from penstock.runtime.plan import Plan, fixed_tensors, record
 from penstock.runtime.program import Program
@@ -66,8 +67,6 @@ Progress = Callable[[str, int, int], None]
 """Called with (phase, done, all of it): phases are PHASES, in their order."""
 
 PHASES = ("pack", "plan", "compile", "time")
-FORWARDS = ("program", "package")
-"""What an engine's steps run by: one native call, or an AOTInductor package."""
 USUAL_TOKENS = 512
 _NOT_COPIED = (MANIFEST, PLAN, TIMINGS, REPORT, EXPORTED, description(Path(PACKAGE)).name)
 

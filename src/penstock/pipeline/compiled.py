@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import os
 import shutil
 import subprocess
@@ -20,20 +21,25 @@ from penstock.pipeline.graph import Graph
 from penstock.runtime import compile_counter
 from penstock.runtime.package import description, quiet, read_package, target
 
+logger = logging.getLogger("penstock")
+
 
 def compile_graph(graph: Graph, folder: Path) -> Path:
     """The package of `graph` in `folder`, compiled unless it is there.
 
     It is found again by what it depends on: the graph's digest, torch's version, the compiler and
     this CPU's vectors. Takes tens of seconds, most of them the C++ compiler's.
-    Raises ConfigError where there is no C++ compiler, or for a package there that is damaged.
+    One that is damaged is replaced. Raises ConfigError where there is no C++ compiler.
     """
     facts = {**target(), "graph": graph.digest, "compiler": _compiler()}
     key = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:24]
     file = folder / f"{key}.pt2"
     if file.exists() and description(file).exists():
-        read_package(file)
-        return file
+        try:
+            read_package(file)
+            return file
+        except ConfigError as error:
+            logger.warning("Compiled anew: %s", error)
     folder.mkdir(parents=True, exist_ok=True)
     partial = folder / f"{key}.{os.getpid()}.partial.pt2"
     try:

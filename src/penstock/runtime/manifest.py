@@ -19,6 +19,9 @@ from penstock.config import KvCacheDtype
 from penstock.errors import EngineFolderError
 from penstock.runtime.mapping import PAGE
 
+FORWARDS = ("program", "package")
+"""What an engine's steps run by: one native call, or an AOTInductor package."""
+
 MOST_BYTES = 64 << 20
 """Of a manifest: a million tensors' worth. More is no manifest, and is not read."""
 
@@ -150,7 +153,7 @@ def _check_choices(choices: Fields) -> None:
         choices.optional_text(key)
     choices.text("device", ("cpu",))
     choices.text("kv_cache_dtype", get_args(KvCacheDtype))
-    choices.text("forward", ("program", "package"))
+    choices.text("forward", FORWARDS)
     seqs = choices.whole("max_num_seqs", 1, _MOST)
     choices.whole("max_model_len", 1, _MOST)
     profile = choices.sizes("profile", 1)
