@@ -14,6 +14,7 @@ from typing import Any, Final, cast
 from penstock.errors import InvalidSamplingError, nearest
 from penstock.sampling.checks import bias, integer, real, texts, token_ids
 from penstock.sampling.processors import LogitsProcessor, processors
+from penstock.sampling.structured import StructuredOutputs
 
 MAX_LOGPROBS: Final = 20
 """The most top logprobs per token that may be asked for short of -1 (all), as in the OpenAI API."""
@@ -79,6 +80,7 @@ class SamplingParams:
     allowed_token_ids: Sequence[int] | None = None
     bad_words: Sequence[str] | None = None  # texts that the output must not hold as tokens
     logits_processors: Sequence[LogitsProcessor] | None = None  # in this process only
+    structured_outputs: StructuredOutputs | Mapping[str, Any] | None = None
     seed: int | None = None
     stop: str | Sequence[str] | None = None
     stop_token_ids: Sequence[int] | None = None
@@ -133,6 +135,11 @@ class SamplingParams:
     def banned_texts(self) -> tuple[str, ...]:
         """``bad_words`` as it is stored."""
         return cast("tuple[str, ...]", self.bad_words)
+
+    @property
+    def structure(self) -> StructuredOutputs | None:
+        """``structured_outputs`` as it is stored."""
+        return cast("StructuredOutputs | None", self.structured_outputs)
 
     @property
     def breakers(self) -> tuple[str, ...]:
@@ -211,6 +218,8 @@ class SamplingParams:
         self._set("dry_sequence_breakers", texts("dry_sequence_breakers", self.breakers))
         if self.logit_bias is not None:
             self._set("logit_bias", bias(self.logit_bias))
+        if self.structured_outputs is not None:
+            self._set("structured_outputs", StructuredOutputs.of(self.structured_outputs))
 
     def _check_tokens(self) -> None:
         if self.allowed_token_ids is not None:
