@@ -6,12 +6,12 @@ stood before what comes next: "http:" ends in ":", from which no text of the tra
 must begin with the bytes that were theirs, whatever their boundaries.
 Source: Lundberg & Ribeiro 2023, The Art of Prompt Design: Prompt Boundaries and Token Healing.
 
-Which tokens are taken back: those that some continuation would change, no others. A place is open
-where the text behind it is the beginning of a longer piece: one token may run from there across the
-prompt's end. For each open place it is known what stands before it: the tokens of the text up to
-there. Tokens on which all these readings agree are kept. (Of one that ends with a token, the
-reading is the prompt's own: byte pair encoding cuts a text at its own boundary as before it.) An
-open place may lie within a token: in "P" + "ree" there is one before the last "e", from which
+Which tokens are taken back: those that some continuation may change. A place is open where the
+text behind it is the beginning of a longer piece: one token may run from there across the prompt's
+end. For each open place it is known what stands before it: the tokens of the text up to there.
+Tokens on which all these readings agree are kept. (Of one that ends with a token, the reading is
+the prompt's own: byte pair encoding cuts a text up to one of its boundaries as in the whole.)
+An open place may lie within a token: in "P" + "ree" there is one before the last "e", from which
 "Pre" + "emption" goes on; so "P" isn't kept.
 
 All of it is about bytes, so a prompt of token ids that ends within a character heals too.
@@ -19,6 +19,7 @@ All of it is about bytes, so a prompt of token ids that ends within a character 
 
 from __future__ import annotations
 
+import codecs
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -113,6 +114,8 @@ def _packed(flags: npt.NDArray[np.bool_]) -> Bits:
 Encode = Callable[[bytes], Sequence[int] | None]
 """The tokens of a text that stands within a longer one; None for bytes that aren't such a text."""
 
+_utf8_decoder = codecs.getincrementaldecoder("utf-8")
+
 _WINDOW = range(16, 24)
 """Tokens before the open ones that are read again with them: one of these numbers may be right."""
 
@@ -139,8 +142,7 @@ def heal(prompt: Sequence[int], index: PieceIndex, encode: Encode) -> Healed:
     pieces = pieces[len(pieces) - most :]
     text = b"".join(pieces)
     ends = np.cumsum([0, *map(len, reversed(pieces))]).tolist()  # bytes behind each boundary
-    reach = min(len(text), index.longest - 1)
-    places = [size for size in range(1, reach + 1) if index.is_beginning(text[-size:])]
+    places = _open_places(text, index)
     if not places:
         return Healed(list(prompt), b"")
     back = bisect_left(ends, places[-1])
@@ -148,6 +150,24 @@ def heal(prompt: Sequence[int], index: PieceIndex, encode: Encode) -> Healed:
     if within:
         back = max(back, _changed(prompt[len(prompt) - most :], text, ends, within, back, encode))
     return Healed(list(prompt[: len(prompt) - back]), text[len(text) - ends[back] :])
+
+
+def _open_places(text: bytes, index: PieceIndex) -> list[int]:
+    """How many bytes are behind each open place at the end of a text.
+
+    Where the text ends within a character, a token may end there too: nobody has cut the half of a
+    character as the tokenizer cuts the whole.
+    """
+    decoder = _utf8_decoder("replace")
+    decoder.decode(text)
+    places = set()
+    for cut in range(max(len(decoder.getstate()[0]), 1)):
+        before = text[: len(text) - cut]
+        for size in range(1, min(len(before), index.longest) + 1):
+            begun = before[len(before) - size :]
+            if index.is_beginning(begun) or (cut and index.beginning_with(begun)):
+                places.add(size + cut)
+    return sorted(places)
 
 
 def _changed(
