@@ -442,11 +442,8 @@ class Engine:
                 return self._finish(sequence, "stop", detokenizer.stop_reason)
         if count == params.max_tokens or len(sequence.tokens) >= self.max_model_len:
             return self._finish(sequence, "length")
-        if count == params.min_tokens and params.stop_strings:  # they count from here on
-            sequence.early_text = sequence.text
-            sequence.detokenizer = self.intake.detokenizer(
-                params, sequence.tokens, params.stop_strings
-            )
+        if detokenizer is not None and count == params.min_tokens and params.stop_strings:
+            detokenizer.look_for(params.stop_strings)
         return None
 
     def _detokenize(self, detokenizer: IncrementalDetokenizer, token: int) -> None:

@@ -69,9 +69,7 @@ class Intake:
                 self._breakers(params),
                 text,
             ),
-            detokenizer=self.detokenizer(
-                params, tokens, () if params.min_tokens else params.stop_strings
-            ),
+            detokenizer=self._detokenizer(params, tokens),
             logprobs=None if params.logprobs is None else [],
         )
 
@@ -95,17 +93,17 @@ class Intake:
             self._known_breakers = {params.breakers: found}
         return self._known_breakers[params.breakers]
 
-    def detokenizer(
-        self, params: SamplingParams, context: list[int], stop: tuple[str, ...]
+    def _detokenizer(
+        self, params: SamplingParams, prompt: list[int]
     ) -> IncrementalDetokenizer | None:
-        """For the output that follows `context`."""
+        """For the output that follows a prompt; `min_tokens` come before stop strings count."""
         if self._tokenizer is None or not params.detokenize:
             return None
         return IncrementalDetokenizer(
             self._tokenizer,
-            prompt_ids=context,
+            prompt_ids=prompt,
             skip_special_tokens=params.skip_special_tokens,
-            stop=stop,
+            stop=() if params.min_tokens else params.stop_strings,
             include_stop_str_in_output=params.include_stop_str_in_output,
         )
 

@@ -46,7 +46,6 @@ class Sequence:
     preempted: PreemptionRecord | None = None  # the last time, until what it cost is known
     logprobs: list[TokenLogprobs] | None = None
     cumulative_logprob: float = 0.0
-    early_text: str = ""  # of the first `min_tokens`, in which no stop string is looked for
     finish_reason: str | None = None
     stop_reason: int | str | None = None
     num_prompt: int = field(init=False)
@@ -82,7 +81,7 @@ class Sequence:
     @property
     def text(self) -> str:
         """The output so far, as text that can be shown."""
-        return "" if self.detokenizer is None else self.early_text + self.detokenizer.text
+        return "" if self.detokenizer is None else self.detokenizer.text
 
     def completion(self) -> CompletionOutput:
         """What there is of it now."""
