@@ -36,7 +36,12 @@ PROMPTS = {  # kind → prompt, and how the model goes on
     "spaces": [("The book is ", "on the table."), ("a  ", " b"), ("One\n\n", "\nTwo")],
     "URLs": [("The link is http:", "//www.example.org/a?b=1"), ("at https://www.exa", "mple.org")],
     "code": [("def f(x):\n  ret", "urn x + 1"), ("foo(ba", "r, baz)"), ("if (a =", "= b) {\n")],
-    "Unicode": [("Ein Übe", "rmaß"), ("naïve caf", "és"), ("Скажи пр", "ивет 🦙")],
+    "Unicode": [
+        ("Ein Übe", "rmaß"),
+        ("naïve caf", "és"),
+        ("Скажи пр", "ивет 🦙"),
+        ("日本", "語です"),
+    ],
     "numbers": [("Pi is 3.14", "159265"), ("In 20 2", "024-11-22"), ("1,23", "4,567.89")],
 }
 

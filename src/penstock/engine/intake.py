@@ -8,8 +8,10 @@ import numpy as np
 
 from penstock.engine.request import Request, Sequence
 from penstock.errors import InvalidPromptError, InvalidSamplingError, RequestError
+from penstock.grammar.healing import Healer
 from penstock.models.load import LoadedModel
 from penstock.sampling import SamplingParams, SequenceSampling
+from penstock.sampling.healing import Healed, PrefixConstraint
 from penstock.tokenizer import IncrementalDetokenizer, Tokenizer, VocabMap
 
 
@@ -29,6 +31,7 @@ class Intake:
         self._vocab_size = whole if vocab_map is None else vocab_map.original_size
         self._max_len = model.max_model_len
         self._eos = frozenset(model.eos_token_ids)
+        self._healer = None if tokenizer is None else Healer(tokenizer, self._vocab_size)
         self._known_breakers: dict[tuple[str, ...], frozenset[int]] = {}  # of the last request
 
     def bad_words(self, params: SamplingParams) -> list[tuple[int, ...]]:
@@ -45,6 +48,20 @@ class Intake:
                 if ids:
                     words[tuple(ids)] = None
         return list(words)
+
+    def heal(self, prompt: list[int], params: SamplingParams) -> Healed:
+        """A checked prompt; where its end is to be chosen anew, without it."""
+        if not params.token_healing:
+            return Healed(prompt, b"")
+        if self._healer is None:
+            raise RequestError("token_healing needs a tokenizer, but skip_tokenizer_init is set.")
+        return self._healer.heal(prompt)
+
+    def prefix_constraint(self, request: Request) -> PrefixConstraint | None:
+        """What holds one sample to the end of its prompt; None where nothing was taken back."""
+        if self._healer is None or not request.prefix:
+            return None
+        return self._healer.constraint(request.prefix)
 
     def sequence(
         self, request: Request, index: int, seed: int, bad_words: Seq[Seq[int]] = ()
@@ -69,7 +86,7 @@ class Intake:
                 self._breakers(params),
                 text,
             ),
-            detokenizer=self._detokenizer(params, tokens),
+            detokenizer=self._detokenizer(request),
             logprobs=None if params.logprobs is None else [],
         )
 
@@ -93,18 +110,18 @@ class Intake:
             self._known_breakers = {params.breakers: found}
         return self._known_breakers[params.breakers]
 
-    def _detokenizer(
-        self, params: SamplingParams, prompt: list[int]
-    ) -> IncrementalDetokenizer | None:
-        """For the output that follows a prompt; `min_tokens` come before stop strings count."""
+    def _detokenizer(self, request: Request) -> IncrementalDetokenizer | None:
+        """For one sample's output; `min_tokens` come before stop strings count."""
+        params = request.params
         if self._tokenizer is None or not params.detokenize:
             return None
         return IncrementalDetokenizer(
             self._tokenizer,
-            prompt_ids=prompt,
+            prompt_ids=request.given,
             skip_special_tokens=params.skip_special_tokens,
             stop=() if params.min_tokens else params.stop_strings,
             include_stop_str_in_output=params.include_stop_str_in_output,
+            skip_bytes=len(request.prefix),
         )
 
     def checked(self, prompt: Seq[int], generates: bool = True) -> list[int]:

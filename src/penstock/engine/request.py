@@ -115,6 +115,13 @@ class Request:
     live: int = 0  # of the sequences: those that haven't finished
     prompt_logprobs: list[TokenLogprobs | None] | None = None
     error: Exception | None = None
+    taken_back: list[int] = field(default_factory=list)  # the given prompt's end, to choose anew
+    prefix: bytes = b""  # of the tokens that were taken back: what the output begins with
+
+    @property
+    def given(self) -> list[int]:
+        """The prompt as it was given."""
+        return self.prompt_token_ids + self.taken_back
 
     @property
     def finished(self) -> bool:
@@ -130,10 +137,11 @@ class Request:
         return RequestOutput(
             request_id=self.request_id,
             prompt=self.prompt,
-            prompt_token_ids=self.prompt_token_ids,
+            prompt_token_ids=self.given,
             outputs=[s.completion() for s in self.sequences],
             finished=self.finished,
             metrics=self.metrics,
             prompt_logprobs=self.prompt_logprobs,
             error=self.error,
+            num_taken_back=len(self.taken_back),
         )
