@@ -129,15 +129,18 @@ class Engine:
         self.scheduler.check(params.n, options)  # before a sequence is made for each
         if params.stop_strings and self.runtime.tokenizer is None:
             raise RequestError("Stop strings need a tokenizer, but skip_tokenizer_init is set.")
+        healed = self.intake.heal(tokens, params)
         request = Request(
             request_id=request_id,
             prompt=prompt,
-            prompt_token_ids=tokens,
+            prompt_token_ids=healed.kept,
             params=params,
             arrival=self._arrivals,
             stream=stream,
             metrics=RequestMetrics(self.clock() if arrival_time is None else arrival_time),
             options=options,
+            taken_back=tokens[len(healed.kept) :],
+            prefix=healed.prefix,
         )
         if params.prompt_logprobs is not None:
             request.prompt_logprobs = [None]

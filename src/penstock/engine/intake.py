@@ -11,8 +11,10 @@ import numpy as np
 from penstock.engine.request import Request, Sequence
 from penstock.errors import InvalidPromptError, InvalidSamplingError, RequestError
 from penstock.grammar import Grammars
+from penstock.grammar.healing import Healer
 from penstock.models.load import LoadedModel
 from penstock.sampling import Constraint, SamplingParams, SequenceSampling, StructuredOutputs
+from penstock.sampling.healing import Healed, PrefixConstraint
 from penstock.tokenizer import IncrementalDetokenizer, Tokenizer, VocabMap
 
 
@@ -32,6 +34,7 @@ class Intake:
         self._vocab_size = whole if vocab_map is None else vocab_map.original_size
         self.max_len = model.max_model_len
         self.eos = frozenset(model.eos_token_ids)
+        self._healer = None if tokenizer is None else Healer(tokenizer, self._vocab_size)
         self._grammars: Grammars | None = None  # made when a request asks for a form
         self._making = Lock()
         self._known_breakers: dict[tuple[str, ...], frozenset[int]] = {}  # of the last request
@@ -94,6 +97,20 @@ class Intake:
                     words[tuple(ids)] = None
         return list(words)
 
+    def heal(self, prompt: list[int], params: SamplingParams) -> Healed:
+        """A checked prompt; where its end is to be chosen anew, without it."""
+        if not params.token_healing:
+            return Healed(prompt, b"")
+        if self._healer is None:
+            raise RequestError("token_healing needs a tokenizer, but skip_tokenizer_init is set.")
+        return self._healer.heal(prompt)
+
+    def prefix_constraint(self, request: Request) -> PrefixConstraint | None:
+        """What holds one sample to the end of its prompt; None where nothing was taken back."""
+        if self._healer is None or not request.prefix:
+            return None
+        return self._healer.constraint(request.prefix)
+
     def sequence(
         self, request: Request, index: int, seed: int, bad_words: Seq[Seq[int]] = ()
     ) -> Sequence:
@@ -116,17 +133,18 @@ class Intake:
                 bad_words,
                 self._breakers(params),
                 text,
-                self._constraint(params),
+                self._constraint(request),
             ),
-            detokenizer=self.detokenizer(
-                params, tokens, () if params.min_tokens else params.stop_strings
-            ),
+            detokenizer=self._detokenizer(request),
             logprobs=None if params.logprobs is None else [],
         )
 
-    def _constraint(self, params: SamplingParams) -> Constraint | None:
+    def _constraint(self, request: Request) -> Constraint | None:
         """What limits the tokens of one more sequence."""
-        return None if params.structure is None else self._compiler().start(params.structure)
+        structure = request.params.structure
+        if structure is not None and request.guides is None:
+            return self._compiler().start(structure)
+        return self.prefix_constraint(request)
 
     def _breakers(self, params: SamplingParams) -> frozenset[int]:
         """The tokens that hold one of DRY's sequence breakers."""
@@ -148,18 +166,18 @@ class Intake:
             self._known_breakers = {params.breakers: found}
         return self._known_breakers[params.breakers]
 
-    def detokenizer(
-        self, params: SamplingParams, context: list[int], stop: tuple[str, ...]
-    ) -> IncrementalDetokenizer | None:
-        """For the output that follows `context`."""
+    def _detokenizer(self, request: Request) -> IncrementalDetokenizer | None:
+        """For one sample's output; `min_tokens` come before stop strings count."""
+        params = request.params
         if self.tokenizer is None or not params.detokenize:
             return None
         return IncrementalDetokenizer(
             self.tokenizer,
-            prompt_ids=context,
+            prompt_ids=request.given,
             skip_special_tokens=params.skip_special_tokens,
-            stop=stop,
+            stop=() if params.min_tokens else params.stop_strings,
             include_stop_str_in_output=params.include_stop_str_in_output,
+            skip_bytes=len(request.prefix),
         )
 
     def checked(self, prompt: Seq[int], generates: bool = True) -> list[int]:

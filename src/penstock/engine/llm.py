@@ -14,7 +14,14 @@ from penstock.engine.engine import Engine
 from penstock.engine.options import RequestOptions
 from penstock.engine.outputs import RequestOutput
 from penstock.engine.pooling import EmbeddingRequestOutput, PoolingParams
-from penstock.engine.prompts import Prompt, default_params, encode, encode_chat, split
+from penstock.engine.prompts import (
+    Prompt,
+    check_chat,
+    default_params,
+    encode,
+    encode_chat,
+    split,
+)
 from penstock.errors import ConfigError, RequestError, TokenizerError
 from penstock.models.weights import Progress
 from penstock.runtime import load_runtime
@@ -128,6 +135,7 @@ class LLM:
         use_tqdm: bool = False,
     ) -> list[RequestOutput]:
         """Answer one conversation, or several, through the model's chat template."""
+        check_chat(sampling_params)
         single = not messages or isinstance(messages[0], Mapping)
         conversations: Any = [messages] if single else messages
         prompts: list[Prompt] = [

@@ -123,3 +123,4 @@ class RequestOutput:
     metrics: RequestMetrics
     prompt_logprobs: list[TokenLogprobs | None] | None = None
     error: Exception | None = None  # why finish_reason is "error"
+    num_taken_back: int = 0  # of the prompt's tokens: the last, in whose place output tokens stand

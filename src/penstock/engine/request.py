@@ -48,7 +48,6 @@ class Sequence:
     preempted: PreemptionRecord | None = None  # the last time, until what it cost is known
     logprobs: list[TokenLogprobs] | None = None
     cumulative_logprob: float = 0.0
-    early_text: str = ""  # of the first `min_tokens`, in which no stop string is looked for
     finish_reason: str | None = None
     stop_reason: int | str | None = None
     num_prompt: int = field(init=False)
@@ -89,7 +88,7 @@ class Sequence:
     @property
     def text(self) -> str:
         """The output so far, as text that can be shown."""
-        return "" if self.detokenizer is None else self.early_text + self.detokenizer.text
+        return "" if self.detokenizer is None else self.detokenizer.text
 
     def completion(self) -> CompletionOutput:
         """What there is of it now."""
@@ -124,6 +123,13 @@ class Request:
     prompt_logprobs: list[TokenLogprobs | None] | None = None
     error: Exception | None = None
     guides: Request | None = None  # whose samples its sequences are the shadows of
+    taken_back: list[int] = field(default_factory=list)  # the given prompt's end, to choose anew
+    prefix: bytes = b""  # of the tokens that were taken back: what the output begins with
+
+    @property
+    def given(self) -> list[int]:
+        """The prompt as it was given."""
+        return self.prompt_token_ids + self.taken_back
 
     @property
     def finished(self) -> bool:
@@ -139,10 +145,11 @@ class Request:
         return RequestOutput(
             request_id=self.request_id,
             prompt=self.prompt,
-            prompt_token_ids=self.prompt_token_ids,
+            prompt_token_ids=self.given,
             outputs=[s.completion() for s in self.sequences],
             finished=self.finished,
             metrics=self.metrics,
             prompt_logprobs=self.prompt_logprobs,
             error=self.error,
+            num_taken_back=len(self.taken_back),
         )
