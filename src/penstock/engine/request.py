@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import Enum, auto
+from typing import TYPE_CHECKING
 
 from penstock.cache import Node
 from penstock.engine.options import RequestOptions
@@ -16,12 +17,15 @@ from penstock.engine.outputs import (
 from penstock.sampling import SamplingParams, SequenceSampling, TokenLogprobs
 from penstock.tokenizer import IncrementalDetokenizer
 
+if TYPE_CHECKING:
+    from penstock.engine.beams import Beams
+
 
 class Status(Enum):
     """Where a sequence is."""
 
     WAITING = auto()  # in the queue, holding nothing
-    FORKING = auto()  # has a row; waits for the first sample's prompt
+    FORKING = auto()  # has a row; waits for the first sample's prompt, or for a beam to go on
     RUNNING = auto()
     SWAPPED = auto()  # in the queue with all of its request that ran, holding swap slots only
     FINISHED = auto()
@@ -122,6 +126,7 @@ class Request:
     live: int = 0  # of the sequences: those that haven't finished
     prompt_logprobs: list[TokenLogprobs | None] | None = None
     error: Exception | None = None
+    beams: Beams | None = None  # where its sequences are those of one search
     guides: Request | None = None  # whose samples its sequences are the shadows of
     taken_back: list[int] = field(default_factory=list)  # the given prompt's end, to choose anew
     prefix: bytes = b""  # of the tokens that were taken back: what the output begins with
@@ -146,7 +151,9 @@ class Request:
             request_id=self.request_id,
             prompt=self.prompt,
             prompt_token_ids=self.given,
-            outputs=[s.completion() for s in self.sequences],
+            outputs=[s.completion() for s in self.sequences]
+            if self.beams is None
+            else self.beams.completions(),
             finished=self.finished,
             metrics=self.metrics,
             prompt_logprobs=self.prompt_logprobs,

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Final, Literal, cast
+from typing import Any, Final, Literal, cast
 
 from penstock.errors import InvalidSamplingError
 from penstock.sampling.checks import integer, real, texts, token_ids
 from penstock.sampling.params import MAX_LOGPROBS
+from penstock.sampling.structured import StructuredOutputs
 
 _LOWEST_TEMPERATURE: Final = 1e-5
 _HIGHEST_TEMPERATURE: Final = 1e4
@@ -38,6 +39,7 @@ class BeamSearchParams:
     n: int | None = None  # how many of the best come back; None = beam_width
     stop: str | Sequence[str] | None = None
     stop_token_ids: Sequence[int] | None = None
+    structured_outputs: StructuredOutputs | Mapping[str, Any] | None = None
     logprobs: int | None = None  # 0..20 beside each chosen token; -1 = the whole vocabulary
 
     def __post_init__(self) -> None:
@@ -50,6 +52,13 @@ class BeamSearchParams:
             self._whole("n", 1, self.beam_width, hint)
         self._set("stop", texts("stop", self.stop))
         self._set("stop_token_ids", token_ids("stop_token_ids", self.stop_token_ids or ()))
+        if self.structured_outputs is not None:
+            self._set("structured_outputs", StructuredOutputs.of(self.structured_outputs))
+            if self.ignore_eos:
+                raise InvalidSamplingError(
+                    "ignore_eos is set beside structured_outputs, whose output ends when its form "
+                    "is complete. Leave out one of them."
+                )
         if self.logprobs is not None:
             hint = "0 gives the chosen token's only, -1 the whole vocabulary's, None none."
             self._whole("logprobs", -1, MAX_LOGPROBS, hint)
@@ -72,6 +81,11 @@ class BeamSearchParams:
     def divisor(self) -> float:
         """What logits are divided by before the log-softmax."""
         return 1.0 if self.temperature == 0.0 else self.temperature
+
+    @property
+    def structure(self) -> StructuredOutputs | None:
+        """``structured_outputs`` as it is stored."""
+        return cast("StructuredOutputs | None", self.structured_outputs)
 
     @property
     def stop_strings(self) -> tuple[str, ...]:
