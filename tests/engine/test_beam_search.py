@@ -162,7 +162,8 @@ def test_text_stops_and_forms(llm: LLM) -> None:
     (plain,) = llm.beam_search("Once upon a time there was a", params(max_tokens=16))
     best = plain.sequences[0]
     assert best.text.startswith("Once upon a time there was a little")
-    (output,) = llm.beam_search("Once upon a time there was a", params(max_tokens=16, stop=" girl"))
+    by_sum = params(max_tokens=16, stop=" girl", length_penalty=0.0)
+    (output,) = llm.beam_search("Once upon a time there was a", by_sum)
     stopped = [one for one in output.sequences if one.stop_reason == " girl"]
     assert stopped
     assert {one.output_text for one in stopped} == {" little"}
