@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -54,10 +55,13 @@ TEMPLATES: dict[str, tuple[str, str, bool, bool]] = {
     f"{PEERS}/microsoft-Phi-3.5-mini-instruct": ("", "", False, False),
     f"{VLLM}/template_chatml": ("", "", False, False),
 }
-# Pythonic ones write texts without quotes.
+# Pythonic ones write texts without quotes; these two write &#34; for quotes, in transformers too.
+_ESCAPING = ("mistral/v3", "mistral/v7")
 _WRITING = [
-    name for name, (family, *_) in TEMPLATES.items() if family and family != "pythonic"
-]  # fmt: skip
+    name
+    for name, (family, *_) in TEMPLATES.items()
+    if family not in ("", "pythonic") and name not in _ESCAPING
+]
 
 
 def template(name: str) -> str:
@@ -89,11 +93,15 @@ def written(source: str, calls: list[tuple[str, Any]]) -> str:
         listed.append({"id": f"call0000{i}", "type": "function", "function": function})
     question = {"role": "user", "content": "question"}
     answer: dict[str, Any] = {"role": "assistant", "content": form.content, "tool_calls": listed}
-    named = dict.fromkeys(("bos_token", "eos_token"), "")
-    before = render_chat(source, [question], add_generation_prompt=False, variables=named)
-    after = render_chat(source, [question, answer], add_generation_prompt=False, variables=named)
-    assert after.startswith(before)
-    return after[len(before) :]
+    function = {"name": "f", "description": "d", "parameters": {"type": "object", "properties": {}}}
+    options: dict[str, Any] = {
+        "tools": [{"type": "function", "function": function}],
+        "add_generation_prompt": False,
+        "variables": dict.fromkeys(("bos_token", "eos_token"), ""),
+    }
+    before = render_chat(source, [question], **options)
+    after = render_chat(source, [question, answer], **options)
+    return after[len(os.path.commonprefix([before, after])) :]
 
 
 def rows(kind: str, count: int) -> Iterator[tuple[dict[str, Any], list[tuple[str, Any]]]]:
