@@ -191,6 +191,15 @@ class Tokenizer:
             variables={**self._named_tokens, **kwargs},
         )
 
+    def template_source(
+        self, chat_template: str | None = None, *, has_tools: bool = False
+    ) -> str | None:
+        """The template, chosen as in `apply_chat_template`; None where there is none."""
+        try:
+            return self._template(chat_template, has_tools=has_tools)
+        except ChatTemplateError:
+            return None
+
     def template_variables(self, chat_template: str | None = None) -> frozenset[str]:
         """The names that the template, chosen as in `apply_chat_template`, may look up."""
         from penstock.tokenizer.chat import template_variables

@@ -179,9 +179,11 @@ def test_reasoning_in_any_pieces(row: tuple[bool, str, str, str, int], cuts: lis
 
 
 def test_the_prompt_says_whether_reasoning_is_open() -> None:
-    assert TAGS.left_open("<|im_start|>assistant\n<think>\n")
-    assert not TAGS.left_open("<|im_start|>assistant\n<think>\n\n</think>\n\n")
-    assert not TAGS.left_open("<|im_start|>assistant\n")
+    assert TAGS.opened_by("<|im_start|>assistant\n<think>\n")
+    assert not TAGS.opened_by("<|im_start|>assistant\n<think>\n\n</think>\n\n")
+    assert not TAGS.opened_by("What does <think> mean?<|im_start|>assistant\n")
+    assert TAGS.left_open("<think>I wonder")
+    assert not TAGS.left_open("<think>I wonder</think>It")
 
 
 # ── texts without calls ──────────────────────────────────────────────────────────────────────

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -101,7 +100,8 @@ def written(source: str, calls: list[tuple[str, Any]]) -> str:
     }
     before = render_chat(source, [question], **options)
     after = render_chat(source, [question, answer], **options)
-    return after[len(os.path.commonprefix([before, after])) :]
+    pairs = enumerate(zip(before, after, strict=False))
+    return after[next((i for i, (a, b) in pairs if a != b), len(before)) :]
 
 
 def rows(kind: str, count: int) -> Iterator[tuple[dict[str, Any], list[tuple[str, Any]]]]:

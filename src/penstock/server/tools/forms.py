@@ -90,14 +90,14 @@ HARMONY = Form(
 )
 
 
-def instructions(tools: Iterable[object]) -> str:
-    """What a model is told whose template says nothing of tools: Hermes' words and form.
+def instructions(tools: Iterable[object], form: Form) -> str:
+    """What a model is told whose template says nothing of tools: much as Hermes' says it.
 
     Source: the chat templates of Hermes 2 Pro and Qwen2.5, shortened.
     """
     listed = "\n".join(json.dumps(tool, ensure_ascii=False) for tool in tools)
+    example = form.write([Call("<name>", "<arguments as a JSON object>")])
     return (
-        f"# Tools\n\nYou may call one or more of these functions:\n<tools>\n{listed}\n</tools>\n\n"
-        "Write each call as a JSON object with the function's name and arguments:\n"
-        f'{hermes.OPEN}\n{{"name": <name>, "arguments": <object>}}\n{hermes.CLOSE}'
+        "# Tools\n\nYou may call one or more of these functions:\n"
+        f"<tools>\n{listed}\n</tools>\n\nWrite each call so:\n{example}"
     )

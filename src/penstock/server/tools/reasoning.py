@@ -23,9 +23,13 @@ class ThinkTags:
     open: str
     close: str
 
-    def left_open(self, prompt: str) -> bool:
-        """Whether a prompt ends inside of reasoning."""
-        return prompt.rfind(self.open) > prompt.rfind(self.close)
+    def opened_by(self, prompt: str) -> bool:
+        """Whether a prompt ends with the opening tag, so that an answer begins with reasoning."""
+        return prompt.rstrip().endswith(self.open)
+
+    def left_open(self, text: str) -> bool:
+        """Whether a turn that is to go on is still reasoning."""
+        return text.rfind(self.open) > text.rfind(self.close)
 
 
 class ThinkReader:
