@@ -61,6 +61,7 @@ WEIGHTS = (
     *(f"w4a16-{shared}{zero}" for shared in ("g128", "g32") for zero in ("", "-asym")),
     *(f"w4a8-{shared}{zero}" for shared in ("g128", "g32") for zero in ("", "-asym")),
     *("fp8", "fp8-tensor", "fp8-block", "fp8-e5m2", "nf4", "mxfp4", "nvfp4"),
+    *("fp8-w8a8", "fp8-w8a8-tensor", "fp8-w8a8-block"),
 )
 CACHES = ("int8", "fp8", "int4", "kivi")
 FORMS = (

@@ -24,6 +24,7 @@ namespace penstock {
   void rotary_cache(const RotaryCacheArgs&);      \
   void attention(const AttentionArgs&);           \
   void argmax(const ArgmaxArgs&);                 \
+  void mask(const MaskArgs&);                     \
   void top_k(const TopKArgs&);                    \
   void draw_plain(const DrawPlainArgs&);          \
   void draw_from(const DrawFromArgs&);            \
@@ -58,8 +59,8 @@ void linear_amx_emulated(const LinearArgs& a) {
 // `isa` has the vectors, `tiles` attention's products.
 #define PENSTOCK_TABLE(name, isa, tiles, linear)                                   \
   {name,         linear,            isa::embedding,   isa::norm,   isa::add,        \
-   isa::softcap, isa::gate, isa::rotary_cache, tiles::attention, isa::argmax, isa::top_k,      \
-   isa::draw_plain, isa::draw_from, isa::pack, isa::quantize}
+   isa::softcap, isa::gate, isa::rotary_cache, tiles::attention, isa::argmax, isa::mask,       \
+   isa::top_k, isa::draw_plain, isa::draw_from, isa::pack, isa::quantize}
 
 const Kernels tables[] = {
     PENSTOCK_TABLE("avx2", avx2, avx2, avx2::linear),

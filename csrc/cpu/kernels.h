@@ -240,6 +240,16 @@ struct ArgmaxArgs {
   int threads;
 };
 
+// Logits of the listed rows become -inf where the row's mask has no bit.
+struct MaskArgs {
+  float* logits;
+  int64_t stride;         // elements between rows
+  const int64_t* rows;    // [count]
+  const uint32_t* bits;   // [count, words]
+  int64_t count, words, size;
+  int threads;
+};
+
 // The k ≤ size largest of each row; with weights: their share of softmax(logits / temperature).
 struct TopKArgs {
   const float* logits;
@@ -311,6 +321,7 @@ struct Kernels {
   void (*rotary_cache)(const RotaryCacheArgs&);
   void (*attention)(const AttentionArgs&);
   void (*argmax)(const ArgmaxArgs&);
+  void (*mask)(const MaskArgs&);
   void (*top_k)(const TopKArgs&);
   void (*draw_plain)(const DrawPlainArgs&);
   void (*draw_from)(const DrawFromArgs&);

@@ -295,6 +295,31 @@ void draw_from_row(const DrawFromArgs& a, int64_t row) {
   a.out[row] = place.at < 0 ? -1 : kept[place.at].id;
 }
 
+// Up to 32 logits, of which those without a bit become -inf: whichever are fewer are gone through.
+void mask_word(float* x, uint32_t allowed, int count) {
+  const uint32_t all = count < 32 ? (1u << count) - 1 : ~0u;
+  allowed &= all;
+  if (allowed == all) return;
+  if (__builtin_popcount(allowed) > count / 2) {
+    for (uint32_t left_out = all & ~allowed; left_out; left_out &= left_out - 1)
+      x[__builtin_ctz(left_out)] = -kInfinity;
+    return;
+  }
+  float kept[32];
+  for (uint32_t left = allowed; left; left &= left - 1)
+    kept[__builtin_ctz(left)] = x[__builtin_ctz(left)];
+  for (int j = 0; j < count; j++) x[j] = -kInfinity;
+  for (uint32_t left = allowed; left; left &= left - 1)
+    x[__builtin_ctz(left)] = kept[__builtin_ctz(left)];
+}
+
+void mask_row(const MaskArgs& a, int64_t i) {
+  float* x = a.logits + a.rows[i] * a.stride;
+  const uint32_t* bits = a.bits + i * a.words;
+  for (int64_t w = 0; w < a.words; w++)
+    mask_word(x + 32 * w, bits[w], length_of(32 * w, a.size, 32));
+}
+
 template <typename Args>
 void over_rows(const Args& a, int64_t rows, int64_t work, void (*row)(const Args&, int64_t)) {
   parallel(work > kParallel ? a.threads : 1, rows, [&](int64_t r) { row(a, r); });
@@ -321,6 +346,8 @@ void argmax(const ArgmaxArgs& a) {
     a.values[row] = x[a.ids[row]];
   }
 }
+
+void mask(const MaskArgs& a) { over_rows(a, a.count, a.count * a.size, mask_row); }
 
 void top_k(const TopKArgs& a) { over_rows(a, a.rows, a.rows * a.size, top_k_row); }
 

@@ -19,6 +19,7 @@ STABLE_TORCH_LIBRARY_IMPL(penstock, CPU, m) {
   m.impl("rotary_cache", TORCH_BOX(&rotary_cache));
   m.impl("paged_attention", TORCH_BOX(&paged_attention));
   m.impl("argmax", TORCH_BOX(&argmax));
+  m.impl("mask_", TORCH_BOX(&mask_));
   m.impl("top_k", TORCH_BOX(&top_k));
   m.impl("softmax_top_k", TORCH_BOX(&softmax_top_k));
   m.impl("draw_plain", TORCH_BOX(&draw_plain));

@@ -152,6 +152,7 @@ Tensor paged_attention(const Tensor& q, const Tensor& key_cache, const Tensor& v
 // ── shim_select.cpp ──────────────────────────────────────────────────────────────────────────
 
 std::tuple<Tensor, Tensor> argmax(const Tensor& logits);
+void mask_(const Tensor& logits, const Tensor& rows, const Tensor& bits);
 std::tuple<Tensor, Tensor> top_k(const Tensor& logits, int64_t k);
 std::tuple<Tensor, Tensor, Tensor> softmax_top_k(const Tensor& logits, const Tensor& temperature,
                                                  int64_t k);

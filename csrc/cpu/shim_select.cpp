@@ -51,6 +51,30 @@ std::tuple<Tensor, Tensor> argmax(const Tensor& logits) {
   return {ids, values};
 }
 
+void mask_(const Tensor& logits, const Tensor& rows, const Tensor& bits) {
+  const Logits x = logits_of(logits, "mask_: logits");
+  STD_TORCH_CHECK(rows.dim() == 1 && rows.is_contiguous() &&
+                      rows.scalar_type() == ScalarType::Long,
+                  "mask_: rows must be contiguous int64 [R], has ", rows.dim(), " dimensions");
+  MaskArgs a = {};
+  a.count = rows.size(0);
+  a.words = (x.size + 31) / 32;
+  STD_TORCH_CHECK(bits.dim() == 2 && bits.is_contiguous() &&
+                      bits.scalar_type() == ScalarType::Int && bits.size(0) == a.count &&
+                      bits.size(1) == a.words,
+                  "mask_: bits must be contiguous int32 [", a.count, ", ", a.words, "]");
+  a.rows = static_cast<const int64_t*>(rows.data_ptr());
+  for (int64_t i = 0; i < a.count; i++)
+    STD_TORCH_CHECK(a.rows[i] >= 0 && a.rows[i] < x.rows, "mask_: row ", a.rows[i],
+                    " isn't one of ", x.rows);
+  a.logits = const_cast<float*>(x.data);
+  a.stride = x.stride;
+  a.bits = static_cast<const uint32_t*>(bits.data_ptr());
+  a.size = x.size;
+  a.threads = threads();
+  kernels().mask(a);
+}
+
 std::tuple<Tensor, Tensor> top_k(const Tensor& logits, int64_t k) {
   Tensor values, ids;
   kernels().top_k(top_k_args(logits, k, values, ids));

@@ -149,6 +149,7 @@ class SchedulerConfig:
     max_num_seqs: int = 64  # sequences in one step
     max_num_batched_tokens: int = 2048  # tokens in one step
     enable_chunked_prefill: bool = True
+    enable_jump_forward: bool = True  # tokens that a grammar forces take no step of their own
     policy: Literal["fcfs", "priority", "sjf", "edf"] = "fcfs"
     ttft_slo_s: float | None = None  # edf: for requests that don't bring their own
     tpot_slo_s: float | None = None
@@ -158,7 +159,7 @@ class SchedulerConfig:
 
     def __post_init__(self) -> None:
         _positive(self, "max_num_seqs", "max_num_batched_tokens")
-        _flags(self, "enable_chunked_prefill")
+        _flags(self, "enable_chunked_prefill", "enable_jump_forward")
         _one_of(self, "policy", ("fcfs", "priority", "sjf", "edf"))
         _one_of(self, "preemption_mode", ("auto", "recompute", "swap"))
         _seconds(self, "ttft_slo_s", "tpot_slo_s", "starvation_s")

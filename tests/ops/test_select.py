@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -111,6 +112,25 @@ def test_no_rows_and_strided_rows() -> None:
             same(got, want)
 
 
+@pytest.mark.parametrize("size", [1, 31, 32, 33, 1000, 40_001])
+@pytest.mark.parametrize("share", [0.0, 0.02, 0.5, 0.98, 1.0])
+@pytest.mark.usefixtures("isa")
+def test_a_mask_of_bits_makes_others_impossible(size: int, share: float) -> None:
+    rows, words = torch.tensor([4, 0, 3]), -(-size // 32)
+    allowed = torch.rand(3, size, generator=torch.manual_seed(size)) < share
+    padded = torch.ones(3, words * 32, dtype=torch.bool)  # what is beyond the vocabulary is ignored
+    padded[:, :size] = allowed
+    packed = np.packbits(padded.numpy(), axis=1, bitorder="little").view(np.int32)
+    wide = randn(5, size + 7)
+    want = wide.clone()
+    for at, row in enumerate(rows.tolist()):
+        want[row, :size][~allowed[at]] = -inf
+    for call in ops.implementations("mask_").values():
+        got = wide.clone()
+        call(got[:, :size], rows, torch.from_numpy(packed.copy()))
+        same(got, want)
+
+
 @pytest.mark.parametrize("size", [1, 17, 300, 5000, 32_001])
 @pytest.mark.parametrize("temperature", [0.05, 0.7, 30.0])
 @pytest.mark.usefixtures("isa")
@@ -191,5 +211,10 @@ def test_bad_arguments_are_refused() -> None:
         ops.softmax_top_k(logits, torch.ones(3), 4)
     with pytest.raises(RuntimeError, match="u must be 2 contiguous float64, has 2"):
         ops.draw_plain(logits, torch.ones(2), u.float())
+    bits = torch.zeros(1, 2, dtype=torch.int32)
+    with pytest.raises(RuntimeError, match="row 2 isn't one of 2"):
+        ops.mask_(logits, torch.tensor([2]), bits)
+    with pytest.raises(RuntimeError, match=r"bits must be contiguous int32 \[1, 2\]"):
+        ops.mask_(logits, torch.tensor([0]), bits[:, :1])
     with pytest.raises(RuntimeError, match=r"weights must be \[2, 3\]"):
         ops.draw_from(torch.zeros(2, 3, dtype=torch.int64), logits, u)

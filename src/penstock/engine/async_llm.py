@@ -113,6 +113,8 @@ class AsyncLLM:
         """
         params = sampling_params or default_params(self.runtime.model.generation)
         text, tokens = encode(prompt, self.runtime.tokenizer)
+        if isinstance(params, SamplingParams) and params.structure is not None:
+            await asyncio.to_thread(self.engine.intake.compile, params.structure)
         name = request_id if request_id is not None else f"request-{next(self._ids)}"
         loop = asyncio.get_running_loop()
         stream = _Stream(loop)

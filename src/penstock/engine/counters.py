@@ -17,10 +17,13 @@ class TokenCounts:
     computed. What is computed again after giving way isn't counted again, so a request whose prompt
     is complete has added its length."""
     generated: int = 0  # of all samples
+    jumped: int = 0  # of these, those that a constraint forced, without a step of their own
 
     def prompt_computed(self, sequence: Sequence) -> None:
         """`sequence` has come further in its prompt, or again as far."""
         request = sequence.request
+        if request.guides is not None:  # what is sent is counted
+            return
         reached = min(sequence.num_computed, sequence.num_prompt)
         if reached > request.num_counted:
             self.prompt += reached - request.num_counted
@@ -34,8 +37,8 @@ def requests_by_state(
 
     A request runs as long as any of its samples does.
     """
-    active = {sequence.request for sequence in running}
-    out = sum(request not in active for request in swapped)
+    active = {sequence.owner for sequence in running}
+    out = len({request.guides or request for request in swapped} - active)
     return {
         "requests_running": len(active),
         "requests_waiting": max(total - len(active) - out, 0),

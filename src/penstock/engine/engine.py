@@ -15,9 +15,12 @@ from torch import Tensor
 
 from penstock.cache import NO_PREFIXES, PinnablePool, Pins, PrefixTree, SwapSpace
 from penstock.config import EngineConfig
+from penstock.engine.appender import Appender
 from penstock.engine.batch import Batch, Batcher
 from penstock.engine.counters import TokenCounts, requests_by_state
+from penstock.engine.guidance import add_shadow, follow, guided
 from penstock.engine.intake import Intake
+from penstock.engine.lockstep import together
 from penstock.engine.options import RequestOptions
 from penstock.engine.outputs import PreemptionRecord, RequestMetrics, RequestOutput
 from penstock.engine.plan import Part, Plan
@@ -33,10 +36,8 @@ from penstock.sampling import (
     Sampled,
     Sampler,
     SamplingParams,
-    TokenLogprobs,
     prompt_logprobs,
 )
-from penstock.tokenizer import IncrementalDetokenizer
 
 logger = logging.getLogger("penstock")
 
@@ -89,13 +90,14 @@ class Engine:
         self.sampler = Sampler(self.vocab_size)
         self.pooler: Pooler | None = None
         self.requests: dict[str, Request] = {}
-        self._eos = frozenset(runtime.model.eos_token_ids)
         self.intake = Intake(model, runtime.tokenizer, runtime.vocab_map)
+        self.token_counts = TokenCounts()
+        self.appender = Appender(
+            self.intake, self.token_counts, self._finish, limits.enable_jump_forward
+        )
         self._arrivals = 0
         self._seeds = np.random.default_rng(config.model.seed)
-        self.token_counts = TokenCounts()
         self._ended: list[Request] = []  # outside of a step
-        self._detokenize_s = 0.0  # in this step
 
     # ── requests ─────────────────────────────────────────────────────────────────────────────
 
@@ -145,10 +147,21 @@ class Engine:
             self.intake.sequence(request, i, seed, bad_words) for i in range(params.n)
         ]
         request.live = params.n
+        shadow = self._shadow(request) if params.guidance_scale != 1.0 else None
         self.scheduler.add(request)
         self._arrivals += 1
+        if shadow is not None:
+            self.scheduler.add(shadow)
+            self._arrivals += 1
         self.requests[request_id] = request
         self.ledger.wait(time.perf_counter())
+
+    def _shadow(self, request: Request) -> Request:
+        """What follows the negative prompt of a request. Raises RequestError."""
+        negative = self.intake.negative(request.params, request.prompt_token_ids)
+        lengths = [len(request.prompt_token_ids), len(negative)]
+        self.scheduler.refusals.check_together(request.params, lengths)
+        return add_shadow(request, negative, self.intake)
 
     def add_pooling_request(
         self,
@@ -234,6 +247,8 @@ class Engine:
         request = sequence.request
         sequence.finish_reason, sequence.stop_reason = reason, stop
         self.scheduler.finish(sequence)
+        if sequence.shadow is not None:
+            self.scheduler.finish(sequence.shadow)
         self.batcher.forget()
         request.live -= 1
         if request.finished:
@@ -242,10 +257,13 @@ class Engine:
         if sequence.detokenizer is not None and request.error is None:
             sequence.detokenizer.finish()
 
-    def _fail(self, request: Request, error: Exception) -> None:
+    def _fail(self, request: Request, error: Exception) -> Request:
+        """End a request, or the one that it guides; returns which."""
+        request = request.guides or request
         logger.warning("Request %s failed: %s", request.request_id, error)
         request.error = error
         self._end(request, "error")
+        return request
 
     @property
     def has_unfinished(self) -> bool:
@@ -257,7 +275,7 @@ class Engine:
     def step(self) -> list[RequestOutput]:
         """Advance every scheduled sequence; outputs of streaming and of ended requests."""
         self.runtime.runner.check(self)
-        self._detokenize_s = 0.0
+        self.appender.detokenize_s = 0.0
         marks = [time.perf_counter()]
         plan = self.scheduler.schedule()
         marks.append(time.perf_counter())
@@ -277,7 +295,7 @@ class Engine:
         """Enter the step in the ledger, unless there was nothing to do or it raised."""
         now = time.perf_counter()
         if batch is not None:
-            record = self.ledger.record(batch.size, (*marks, now), self._detokenize_s)
+            record = self.ledger.record(batch.size, (*marks, now), self.appender.detokenize_s)
             for request in {sequence.request for sequence, _ in plan.parts}:
                 request.metrics.take_part(record)
             self.preemption.saw_step(record, plan.parts)
@@ -309,8 +327,8 @@ class Engine:
             try:
                 runner.swap_in(swap.pairs)
             except Exception as error:
-                self._fail(swap.group[0].request, error)
-                touched[swap.group[0].request.request_id] = swap.group[0].request
+                failed = self._fail(swap.group[0].request, error)
+                touched[failed.request_id] = failed
             else:
                 self.preemption.copied(swap, time.perf_counter() - start, back=True)
             self.swap_space.release(swap.slots)
@@ -324,8 +342,8 @@ class Engine:
             targets = {target for _, target in plan.copies}
             for sequence, _ in plan.parts:
                 if sequence.status is Status.RUNNING and not targets.isdisjoint(sequence.blocks):
-                    self._fail(sequence.request, error)
-                    touched[sequence.request.request_id] = sequence.request
+                    failed = self._fail(sequence.request, error)
+                    touched[failed.request_id] = failed
             plan.parts = [part for part in plan.parts if part[0].status is Status.RUNNING]
 
     def _run(self, plan: Plan, touched: dict[str, Request], marks: list[float]) -> Batch | None:
@@ -336,35 +354,40 @@ class Engine:
         Returns the batch, or None where it raised.
         """
         try:
-            batch, sampled = self._compute(plan, marks)
+            batch, drawn, sampled = self._compute(plan, marks)
         except Exception as error:  # whatever a model, a kernel or the sampler raises
-            if len(plan.parts) == 1:
-                request = plan.parts[0][0].request
-                self._fail(request, error)
-                touched[request.request_id] = request
+            groups = together(plan.parts)
+            if len(groups) == 1:
+                failed = self._fail(plan.parts[0][0].request, error)
+                touched[failed.request_id] = failed
                 return None
             logger.warning("A step of %d sequences raised: %r", len(plan.parts), error)
-            for part in plan.parts:
-                if part[0].status is Status.RUNNING:  # its request hasn't failed already
-                    self._run(Plan([part]), touched, [])
+            for group in groups:
+                if group[0][0].status is Status.RUNNING:  # its request hasn't failed already
+                    self._run(Plan(group), touched, [])
             return None
-        self._apply(plan.parts, batch, sampled, touched)
+        self._apply(plan.parts, batch, drawn, sampled, touched)
         return batch
 
-    def _compute(self, plan: Plan, marks: list[float]) -> tuple[Batch, Sampled]:
-        """Batch → forward → sample; changes nothing but the cache and prompt logprobs."""
+    def _compute(self, plan: Plan, marks: list[float]) -> tuple[Batch, list[Sequence], Sampled]:
+        """Batch → forward → sample; changes nothing but the cache and prompt logprobs.
+
+        Also those that get a token, in the order of what was sampled.
+        """
         batch = self.batcher.build(plan.parts)
         marks.append(time.perf_counter())
+        self.sampler.prepare([s.sampling for s in batch.sampled if s.request.guides is None])
         logits = self.runtime.runner.forward(batch.step)
         marks.append(time.perf_counter())
         for sequence, first, count in batch.prompt_rows:
             self._read_prompt(sequence, logits[first : first + count])
-        rows = [s.sampling for s in batch.sampled]
-        if len(rows) != logits.shape[0] or batch.logit_rows != list(range(len(rows))):
+        count = len(batch.sampled)
+        if count != logits.shape[0] or batch.logit_rows != list(range(count)):
             logits = logits.index_select(0, torch.tensor(batch.logit_rows, dtype=torch.int64))
-        sampled = self.sampler(logits, rows)
+        drawn, logits = guided(batch.sampled, logits)
+        sampled = self.sampler(logits, [s.sampling for s in drawn])
         marks.append(time.perf_counter())
-        return batch, sampled
+        return batch, drawn, sampled
 
     def _read_prompt(self, sequence: Sequence, logits: Tensor) -> None:
         """Log-probabilities of the prompt tokens that follow these rows."""
@@ -378,11 +401,16 @@ class Engine:
         if next_ids and k is not None:
             found = prompt_logprobs(logits[: len(next_ids)], torch.tensor(next_ids), k)
             for entry in found:
-                self._name(entry)
+                self.appender.name(entry)
             request.prompt_logprobs += found
 
     def _apply(
-        self, parts: list[Part], batch: Batch, sampled: Sampled, touched: dict[str, Request]
+        self,
+        parts: list[Part],
+        batch: Batch,
+        drawn: list[Sequence],
+        sampled: Sampled,
+        touched: dict[str, Request],
     ) -> None:
         """Give each sequence its token, and end what ends with it."""
         now = self.clock()
@@ -393,7 +421,7 @@ class Engine:
         for sequence in batch.sampled:
             if sequence.status is Status.FORKING:
                 self.scheduler.fork(sequence.request.sequences[0])
-        for row, sequence in enumerate(batch.sampled):
+        for row, sequence in enumerate(drawn):
             request = sequence.request
             touched[request.request_id] = request
             if sequence.status is not Status.RUNNING:
@@ -401,10 +429,9 @@ class Engine:
             if row in sampled.errors:
                 self._fail(request, RequestError(sampled.errors[row]))
                 continue
-            if sequence.index == 0:
-                request.metrics.token_times.append(now)
             try:
-                self._take(sequence, sampled.token_ids[row], sampled.logprobs[row])
+                self.appender.append(sequence, sampled.token_ids[row], sampled.logprobs[row], now)
+                follow(sequence)
             except Exception as error:  # its own fault, whatever it is: the others go on
                 self._fail(request, error)
 
@@ -419,48 +446,6 @@ class Engine:
             wanted = [(pin.tokens, pin.ttl_s) for pin in request.options.pins]
             self.pins.renew(sequence.nodes, wanted)
 
-    def _take(self, sequence: Sequence, token: int, logprobs: TokenLogprobs | None) -> None:
-        """Append a sampled token and see whether the sequence ends with it."""
-        params = sequence.request.params
-        sequence.tokens.append(token)
-        sequence.sampling.append(token)
-        self.token_counts.generated += 1
-        if logprobs is not None and sequence.logprobs is not None:
-            self._name(logprobs)
-            sequence.logprobs.append(logprobs)
-            sequence.cumulative_logprob += logprobs[token].logprob
-        count, detokenizer = sequence.num_output, sequence.detokenizer
-        if count >= params.min_tokens:
-            asked = token in params.stop_ids
-            if asked or (token in self._eos and not params.ignore_eos):
-                if detokenizer is not None and params.include_stop_str_in_output:
-                    self._detokenize(detokenizer, token)
-                return self._finish(sequence, "stop", token if asked else None)
-        if detokenizer is not None:
-            self._detokenize(detokenizer, token)
-            if detokenizer.stop_reason is not None:
-                return self._finish(sequence, "stop", detokenizer.stop_reason)
-        if count == params.max_tokens or len(sequence.tokens) >= self.max_model_len:
-            return self._finish(sequence, "length")
-        if count == params.min_tokens and params.stop_strings:  # they count from here on
-            sequence.early_text = sequence.text
-            sequence.detokenizer = self.intake.detokenizer(
-                params, sequence.tokens, params.stop_strings
-            )
-        return None
-
-    def _detokenize(self, detokenizer: IncrementalDetokenizer, token: int) -> None:
-        start = time.perf_counter()
-        detokenizer.append((token,))
-        self._detokenize_s += time.perf_counter() - start
-
-    def _name(self, logprobs: TokenLogprobs) -> None:
-        """Fill in what each token looks like."""
-        tokenizer = self.runtime.tokenizer
-        if tokenizer is not None:
-            for token, entry in logprobs.items():
-                entry.decoded_token = tokenizer.token_bytes(token).decode("utf-8", "replace")
-
     # ── state ────────────────────────────────────────────────────────────────────────────────
 
     def stats(self) -> dict[str, Any]:
@@ -474,6 +459,8 @@ class Engine:
             ),
             "prompt_tokens": self.token_counts.prompt,
             "generation_tokens": self.token_counts.generated,
+            "jumped_tokens": self.token_counts.jumped,
+            **self.intake.grammar_stats(),
             "running": self.scheduler.num_running,
             "waiting": self.scheduler.num_waiting,
             "swapped": self.scheduler.num_swapped,

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
+from threading import Lock
+from typing import Any
 
 import numpy as np
 
 from penstock.engine.request import Request, Sequence
 from penstock.errors import InvalidPromptError, InvalidSamplingError, RequestError
+from penstock.grammar import Grammars
 from penstock.models.load import LoadedModel
-from penstock.sampling import SamplingParams, SequenceSampling
+from penstock.sampling import Constraint, SamplingParams, SequenceSampling, StructuredOutputs
 from penstock.tokenizer import IncrementalDetokenizer, Tokenizer, VocabMap
 
 
@@ -23,19 +26,64 @@ class Intake:
         vocab_map: VocabMap | None = None,
     ) -> None:
         """vocab_map: of a model with a reduced vocabulary; ids are those of the whole one."""
-        self._tokenizer = tokenizer
+        self.tokenizer = tokenizer
         self._vocab_map = vocab_map
         whole = model.spec.decoder.vocab_size
         self._vocab_size = whole if vocab_map is None else vocab_map.original_size
-        self._max_len = model.max_model_len
-        self._eos = frozenset(model.eos_token_ids)
+        self.max_len = model.max_model_len
+        self.eos = frozenset(model.eos_token_ids)
+        self._grammars: Grammars | None = None  # made when a request asks for a form
+        self._making = Lock()
         self._known_breakers: dict[tuple[str, ...], frozenset[int]] = {}  # of the last request
+
+    def compile(self, structure: StructuredOutputs) -> None:
+        """Prepare what an output's form needs; may take long, and be called in any thread.
+
+        Raises InvalidSamplingError for a form that can't be followed.
+        """
+        self._compiler().compile(structure)
+
+    def _compiler(self) -> Grammars:
+        if self.tokenizer is None:
+            raise RequestError(
+                "structured_outputs need a tokenizer, but skip_tokenizer_init is set."
+            )
+        with self._making:
+            if self._grammars is None:
+                self._grammars = Grammars(
+                    self.tokenizer, self._vocab_size, self.eos, self._vocab_map
+                )
+        return self._grammars
+
+    def grammar_stats(self) -> dict[str, Any]:
+        """Counters of forms that were compiled."""
+        if self._grammars is None:
+            return {"grammar_hits": 0, "grammar_misses": 0, "grammars": 0}
+        found = self._grammars.stats()
+        return {
+            "grammar_hits": found.hits,
+            "grammar_misses": found.misses,
+            "grammars": found.entries,
+        }
+
+    def negative(self, params: SamplingParams, prompt: list[int]) -> list[int]:
+        """The tokens of a negative prompt; without one the prompt's last, as in transformers."""
+        given = params.negative_prompt
+        if given is None:
+            return prompt[-1:]
+        if isinstance(given, str):
+            if self.tokenizer is None:
+                raise RequestError(
+                    "A negative_prompt as text needs a tokenizer, but skip_tokenizer_init is set."
+                )
+            given = self.tokenizer.encode(given)
+        return self.checked(given)
 
     def bad_words(self, params: SamplingParams) -> list[tuple[int, ...]]:
         """The tokens of each bad word, at the start of a text and after a space, as in vLLM."""
         if not params.banned_texts:
             return []
-        tokenizer = self._tokenizer
+        tokenizer = self.tokenizer
         if tokenizer is None:
             raise RequestError("bad_words need a tokenizer, but skip_tokenizer_init is set.")
         words: dict[tuple[int, ...], None] = {}  # each once, in their order
@@ -63,11 +111,12 @@ class Intake:
                 tokens,
                 self._vocab_size,
                 seed,
-                self._eos,
+                self.eos,
                 index,
                 bad_words,
                 self._breakers(params),
                 text,
+                self._constraint(params),
             ),
             detokenizer=self.detokenizer(
                 params, tokens, () if params.min_tokens else params.stop_strings
@@ -75,21 +124,25 @@ class Intake:
             logprobs=None if params.logprobs is None else [],
         )
 
+    def _constraint(self, params: SamplingParams) -> Constraint | None:
+        """What limits the tokens of one more sequence."""
+        return None if params.structure is None else self._compiler().start(params.structure)
+
     def _breakers(self, params: SamplingParams) -> frozenset[int]:
         """The tokens that hold one of DRY's sequence breakers."""
         if not params.dry_multiplier or not params.breakers:
             return frozenset()
-        if self._tokenizer is None:
+        if self.tokenizer is None:
             raise RequestError(
                 "dry_sequence_breakers need a tokenizer, but skip_tokenizer_init is set. Pass none "
                 "of them."
             )
         if params.breakers not in self._known_breakers:
-            pieces = self._tokenizer.piece_table(skip_special_tokens=False)
+            pieces = self.tokenizer.piece_table(skip_special_tokens=False)
             wanted = [text.encode() for text in params.breakers]
             found = frozenset(
                 token
-                for token in range(self._tokenizer.vocab_size)
+                for token in range(self.tokenizer.vocab_size)
                 if any(w in pieces[token] for w in wanted)
             )
             self._known_breakers = {params.breakers: found}
@@ -99,10 +152,10 @@ class Intake:
         self, params: SamplingParams, context: list[int], stop: tuple[str, ...]
     ) -> IncrementalDetokenizer | None:
         """For the output that follows `context`."""
-        if self._tokenizer is None or not params.detokenize:
+        if self.tokenizer is None or not params.detokenize:
             return None
         return IncrementalDetokenizer(
-            self._tokenizer,
+            self.tokenizer,
             prompt_ids=context,
             skip_special_tokens=params.skip_special_tokens,
             stop=stop,
@@ -130,12 +183,12 @@ class Intake:
         ids: list[int] = tokens.tolist()
         if self._vocab_map is not None:
             ids = self._vocab_map.write(ids, self._named)
-        limit = self._max_len - generates
+        limit = self.max_len - generates
         if len(ids) > limit:
             raise InvalidPromptError(
                 f"The prompt has {len(ids)} tokens, but "
                 f"{'with at least one to generate ' if generates else ''}only {limit} fit into "
-                f"max_model_len={self._max_len}. Shorten it."
+                f"max_model_len={self.max_len}. Shorten it."
             )
         return ids
 
@@ -155,4 +208,4 @@ class Intake:
 
     def _named(self, token: int) -> str:
         """What it looks like, where that is known."""
-        return "" if self._tokenizer is None else self._tokenizer.quoted(token)
+        return "" if self.tokenizer is None else self.tokenizer.quoted(token)

@@ -204,7 +204,7 @@ class Pooler:
         engine: Engine,
         computed: Callable[[Sequence, int], None],
         finish: Callable[[Sequence, str], None],
-        fail: Callable[[Request, Exception], None],
+        fail: Callable[[Request, Exception], Request],
     ) -> None:
         """computed, finish, fail: what the engine does when a part of a prompt is in the cache, a
         sequence ends, or a request fails.

@@ -43,6 +43,8 @@ class Sequence:
     nodes: list[Node] = field(default_factory=list)  # its path in the prefix tree
     slots: list[int] = field(default_factory=list)  # of the swap space, while it is swapped out
     overdue: bool = False  # has waited so long that it goes first
+    mates: list[Sequence] = field(default_factory=list)  # to be sampled together; itself included
+    shadow: Sequence | None = None  # that guides it
     preempted: PreemptionRecord | None = None  # the last time, until what it cost is known
     logprobs: list[TokenLogprobs] | None = None
     cumulative_logprob: float = 0.0
@@ -53,6 +55,11 @@ class Sequence:
 
     def __post_init__(self) -> None:
         self.num_prompt = len(self.request.prompt_token_ids)
+
+    @property
+    def owner(self) -> Request:
+        """The request that it works for."""
+        return self.request.guides or self.request
 
     @property
     def num_output(self) -> int:
@@ -116,6 +123,7 @@ class Request:
     live: int = 0  # of the sequences: those that haven't finished
     prompt_logprobs: list[TokenLogprobs | None] | None = None
     error: Exception | None = None
+    guides: Request | None = None  # whose samples its sequences are the shadows of
 
     @property
     def finished(self) -> bool:

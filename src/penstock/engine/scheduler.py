@@ -15,16 +15,17 @@ import numpy as np
 
 from penstock.cache import BlockPool, Node, PrefixTree, SwapSpace
 from penstock.config import SchedulerConfig
+from penstock.engine.lockstep import hold_back
 from penstock.engine.options import RequestOptions
 from penstock.engine.outputs import PreemptionRecord
 from penstock.engine.plan import Part, Plan, Swap
 from penstock.engine.policy import check_options, policy_of
 from penstock.engine.preemption import Preemption
+from penstock.engine.refusals import Refusals
 from penstock.engine.request import Request, Sequence, Status
 from penstock.engine.sharing import awaits
 from penstock.engine.swapping import Swapper
 from penstock.engine.waiting import Entry, WaitingQueue
-from penstock.errors import ConfigError, OutOfCacheError, RequestError
 
 __all__ = ["Part", "Plan", "Scheduler"]
 
@@ -57,19 +58,8 @@ class Scheduler:
         self.running: list[Sequence] = []
         self.preemption = preemption
         self.swapper = Swapper(swap_space, pool, block_size, self._cached)
+        self.refusals = Refusals(config, pool.num_blocks, block_size, max_model_len)
         width = -(-max_model_len // block_size)
-        if pool.num_blocks < width:  # it would give way to itself for ever
-            raise OutOfCacheError(
-                f"One sequence of max_model_len={max_model_len} needs {width} blocks of "
-                f"{block_size} tokens, but the cache holds {pool.num_blocks}. Lower max_model_len "
-                f"to {pool.num_blocks * block_size}, or give the cache more blocks."
-            )
-        if not config.enable_chunked_prefill and config.max_num_batched_tokens < max_model_len:
-            raise ConfigError(
-                f"Without chunked prefill a prompt of max_model_len ({max_model_len}) must fit in "
-                f"max_num_batched_tokens ({config.max_num_batched_tokens}). Raise the second, or "
-                "lower the first."
-            )
         self.table = np.zeros((config.max_num_seqs, width), dtype=np.int32)
         self._free_rows = list(range(config.max_num_seqs - 1, -1, -1))
         self._kept_rows = 0  # of the free ones: for those that are set aside in this step
@@ -79,17 +69,15 @@ class Scheduler:
     def check(self, n: int, options: RequestOptions) -> None:
         """Raises RequestError for `n` samples that could never run, or a wish that can't be met."""
         check_options(self.policy, options)
-        if n > self.config.max_num_seqs:
-            raise RequestError(
-                f"n={n} samples can't run at once: max_num_seqs is {self.config.max_num_seqs}. "
-                "Raise it, or send several requests."
-            )
+        self.refusals.check_samples(n)
 
     def add(self, request: Request) -> None:
         """Queue a request that `check` let pass."""
         first = request.sequences[0]
         request.num_uncached = first.num_prompt
-        if self.config.policy == "sjf":
+        if request.guides is not None:  # they rank alike
+            request.num_uncached = request.guides.num_uncached
+        elif self.config.policy == "sjf":
             request.num_uncached -= len(self._cached(first)) * self.block_size
         self.waiting.add(first, self.clock())
 
@@ -143,6 +131,11 @@ class Scheduler:
                 plan.take(sequence, count)
         if self.num_preemptions == preempted:
             self._admit(plan, limit)
+        if hold_back(plan) and not plan.parts and self.waiting:
+            lowest = max(self.running, key=self.waiting.rank)
+            first = self.waiting.first()
+            assert first is not None  # just looked
+            self._preempt(lowest, first, plan)
         return plan
 
     def _by_phase(self) -> list[Sequence]:
@@ -305,7 +298,11 @@ class Scheduler:
         size = self.block_size
         if self.tree is None or sequence.status is Status.SWAPPED or sequence.reads_prompt:
             return False
-        filling = [s for s in self.running if s.num_computed // size < len(s.tokens) // size]
+        filling = [
+            s
+            for s in self.running
+            if s.num_computed // size < len(s.tokens) // size and s not in sequence.mates
+        ]
         if not filling:  # mostly so: nothing is looked up then
             return False
         return awaits(sequence, len(self._cached(sequence)) * size, size, filling)

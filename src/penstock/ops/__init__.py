@@ -7,6 +7,7 @@ from penstock.ops.draw import draw_from, draw_plain
 from penstock.ops.embedding import embedding
 from penstock.ops.gate import alternate, gate
 from penstock.ops.linear import ACTIVATIONS, Activation, linear, linear_add_
+from penstock.ops.mask import mask_
 from penstock.ops.norm import layer_norm, rms_norm
 from penstock.ops.pack import pack
 from penstock.ops.quantize import quantize_int4, quantize_int8
@@ -32,6 +33,7 @@ __all__ = [
     "layer_norm",
     "linear",
     "linear_add_",
+    "mask_",
     "op",
     "op_names",
     "pack",

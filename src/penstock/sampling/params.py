@@ -81,6 +81,8 @@ class SamplingParams:
     bad_words: Sequence[str] | None = None  # texts that the output must not hold as tokens
     logits_processors: Sequence[LogitsProcessor] | None = None  # in this process only
     structured_outputs: StructuredOutputs | Mapping[str, Any] | None = None
+    guidance_scale: float = 1.0  # away from the negative prompt; 1 is off
+    negative_prompt: str | Sequence[int] | None = None  # None: the prompt's last token
     seed: int | None = None
     stop: str | Sequence[str] | None = None
     stop_token_ids: Sequence[int] | None = None
@@ -230,6 +232,9 @@ class SamplingParams:
                     "Use None to allow every token."
                 )
             self._set("allowed_token_ids", allowed)
+        self._real("guidance_scale", 0.0, _HIGHEST_STRENGTH, "1.0 is off.")
+        if self.negative_prompt is not None and not isinstance(self.negative_prompt, str):
+            self._set("negative_prompt", token_ids("negative_prompt", self.negative_prompt))
         self._set("stop", texts("stop", self.stop))
         self._set("bad_words", texts("bad_words", self.bad_words))
         self._set("logits_processors", processors(self.logits_processors))
@@ -267,6 +272,18 @@ class SamplingParams:
                     f"{name} is {getattr(self, name)} with temperature {self.temperature}, which "
                     "always takes the likeliest token. Raise the temperature, or leave it out."
                 )
+        if self.guidance_scale == 1.0 and self.negative_prompt is not None:
+            raise InvalidSamplingError(
+                "negative_prompt is given but guidance_scale is 1.0, which doesn't look at it. "
+                "Raise the scale, 1.5 say, or leave the prompt out."
+            )
+        if not self.negative_prompt and self.negative_prompt is not None:
+            raise InvalidSamplingError("negative_prompt is empty. Leave it out.")
+        if self.structured_outputs is not None and self.ignore_eos:
+            raise InvalidSamplingError(
+                "ignore_eos is set beside structured_outputs, whose output ends when its form is "
+                "complete. Leave out one of them."
+            )
         used = [name for name, off in CUTS.items() if getattr(self, name) != off]
         if self.mirostat and used:
             raise InvalidSamplingError(

@@ -2,6 +2,7 @@
 
     raw logits ─ log-probabilities (only for rows that ask)
         └─ a caller's own processors                                        processors.py
+             ├─ a constraint's mask                                         masks.py
              └─ allowed ids, min_tokens, bias, penalties, DRY               penalties.py
                   ├─ greedy rows: argmax, the lowest id of equals
                   ├─ temperature, min_p, top_k, top_p, one draw             truncation.py
@@ -28,6 +29,7 @@ from penstock import ops
 from penstock.errors import ConfigError
 from penstock.sampling.chain import Chain, needs_chain
 from penstock.sampling.logprobs import TokenLogprobs, collect
+from penstock.sampling.masks import Masks
 from penstock.sampling.params import SamplingParams
 from penstock.sampling.penalties import LogitEdits, gather_edits
 from penstock.sampling.philox import Words, uniforms
@@ -78,6 +80,7 @@ class _Plan:
     rows: list[SequenceSampling]
     device: torch.device
     processed: ProcessedLogits
+    constrained: bool  # some row has a constraint
     edits: LogitEdits | None
     greedy: npt.NDArray[np.int64]  # [G]
     greedy_index: Tensor | None  # the same on the device; None = every row, in order
@@ -97,6 +100,14 @@ class Sampler:
     def __init__(self, vocab_size: int) -> None:
         self.vocab_size = vocab_size
         self._plan: _Plan | None = None
+        self._masks = Masks(vocab_size)
+
+    def prepare(self, rows: Sequence[SequenceSampling]) -> None:
+        """Begin with what these rows' next tokens need beside logits, in another thread.
+
+        Their constraints are in use until they are sampled.
+        """
+        self._masks.begin(rows)
 
     def __call__(self, logits: Tensor, rows: Sequence[SequenceSampling]) -> Sampled:
         """Choose one token per row; ``append`` it to the row's state once it is accepted.
@@ -122,6 +133,8 @@ class Sampler:
             raw = logits.index_select(0, plan.reported_index).log_softmax(-1)
         tokens = np.full(len(rows), NO_TOKEN, dtype=np.int64)
         errors = plan.processed.apply_(logits) if plan.processed else {}
+        if plan.constrained:
+            errors = self._masks.apply_(logits, rows) | errors
         if plan.edits is not None:
             plan.edits.apply_(logits)
         if len(plan.greedy):
@@ -174,6 +187,7 @@ def _make_plan(rows: list[SequenceSampling], vocab_size: int, device: torch.devi
         rows=rows,
         device=device,
         processed=ProcessedLogits(rows),
+        constrained=any(row.constraint is not None for row in rows),
         edits=gather_edits(rows, vocab_size, device),
         greedy=np.array(greedy, dtype=np.int64),
         greedy_index=_index(greedy, len(rows), device),

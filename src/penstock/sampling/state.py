@@ -9,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from penstock.errors import InvalidSamplingError
+from penstock.sampling.constraint import Constraint
 from penstock.sampling.params import SamplingParams
 from penstock.sampling.processors import ProcessorRow
 from penstock.sampling.samplers.dry import DryParams, DryState
@@ -39,6 +40,7 @@ class SequenceSampling:
         "bad_words",
         "bias_ids",
         "bias_values",
+        "constraint",
         "dry",
         "end_ids",
         "has_penalties",
@@ -63,10 +65,11 @@ class SequenceSampling:
         bad_words: Sequence[Sequence[int]] = (),
         breakers: Container[int] = frozenset(),
         text: Sequence[int] | None = None,
+        constraint: Constraint | None = None,
     ) -> None:
         """bad_words: the token sequences of ``params.bad_words``; breakers: the tokens that hold
         one of ``params.breakers``; text: the sequence's tokens, kept up to date by its owner, for
-        logits processors.
+        logits processors; constraint: what limits its next token, moved on with its tokens.
         """
         self.params = params
         self.seed = seed & _SEED_BITS
@@ -93,6 +96,7 @@ class SequenceSampling:
         self.mu = 2 * params.mirostat_tau  # bits: what mirostat bounds surprise by
         self.surprise = 0.0  # bits: of the token that was drawn last
         self.text = text
+        self.constraint = constraint
         self.num_prompt = len(prompt_token_ids)
         self.dry: DryState | None = None
         if params.dry_multiplier and params.dry_penalty_last_n:
@@ -107,8 +111,15 @@ class SequenceSampling:
         self._counts: Counts = np.zeros(len(self._tokens), dtype=np.float32)
         self._slots: dict[int, int] = {token: i for i, token in enumerate(prompt.tolist())}
 
-    def append(self, token_id: int) -> None:
-        """Record a token that was accepted into the output."""
+    def append(self, token_id: int, *, forced: bool = False) -> None:
+        """Record a token that was accepted into the output; forced: it was the only one possible.
+
+        Raises RequestError for one that the constraint forbids.
+        """
+        if self.constraint is not None:
+            self.constraint.accept(token_id)
+        if forced:
+            self.surprise = 0.0
         self.num_generated += 1
         params = self.params
         if params.mirostat:

@@ -13,9 +13,9 @@ from typing import Any, Literal, TypeVar
 
 from penstock.engine import AsyncLLM, PoolingParams, RequestOptions, RequestOutput
 from penstock.engine.prompts import default_params
-from penstock.errors import ConfigError, RequestError, RequestTimeoutError
+from penstock.errors import ConfigError, InvalidSamplingError, RequestError, RequestTimeoutError
 from penstock.roofline import StepRecord
-from penstock.sampling import SamplingParams
+from penstock.sampling import SamplingParams, StructuredOutputs
 from penstock.server.admission import Caller, Lanes, Ticket
 from penstock.server.answers import accounted
 from penstock.server.config import ServerConfig
@@ -26,6 +26,7 @@ from penstock.server.limits import Gate
 from penstock.server.logs import shortened
 from penstock.server.metrics import Metrics
 from penstock.server.protocol.common import EngineFields
+from penstock.server.protocol.structure import structure_error
 from penstock.server.sse import Receive
 from penstock.server.tracing import NoTracer, Tracer
 
@@ -219,6 +220,17 @@ class Service:
         slow: it may take long, however short what was sent is. Raises ApiError 408.
         """
         return await self._lanes.run(ticket, work, slow=slow)
+
+    async def compile(self, ticket: Ticket, structure: StructuredOutputs, field: str) -> None:
+        """Prepare an answer's form beside the event loop.
+
+        field: of the request, which asks for it. Raises ApiError for one that can't be followed.
+        """
+        compiled = self.llm.engine.intake.compile
+        try:
+            await self.compute(ticket, lambda: compiled(structure), slow=True)
+        except InvalidSamplingError as error:
+            raise structure_error(error, field) from error
 
     async def stream(
         self, ticket: Ticket, works: Sequence[Work]

@@ -20,6 +20,7 @@ from penstock.server.protocol.common import (
     StreamOptions,
     UserName,
 )
+from penstock.server.protocol.structure import StructureFields
 from penstock.server.validation import refusal
 from penstock.tokenizer.tool_calls import ToolCallForm
 
@@ -169,7 +170,7 @@ class TemplateFields(Body):
     documents: Some[dict[str, Any]] | None = None
 
 
-class ChatRequest(SamplingFields, EngineFields, TemplateFields):
+class ChatRequest(SamplingFields, StructureFields, EngineFields, TemplateFields):
     """`POST /v1/chat/completions`."""
 
     model: str | None = None
@@ -194,10 +195,6 @@ class ChatRequest(SamplingFields, EngineFields, TemplateFields):
         "best_of": (1,),
         "function_call": ("none", "auto"),
         "functions": (),
-        "guided_choice": (),
-        "guided_grammar": (),
-        "guided_json": (),
-        "guided_regex": (),
         "kv_transfer_params": (),
         "length_penalty": (1.0,),
         "logits_processors": (),
@@ -210,12 +207,9 @@ class ChatRequest(SamplingFields, EngineFields, TemplateFields):
         "prompt_cache_options": (),
         "prompt_cache_retention": (),
         "reasoning_effort": ("none",),
-        "response_format": ({"type": "text"},),
         "service_tier": ("auto", "default"),
         "spaces_between_special_tokens": (True,),
         "store": (),
-        "structural_tag": (),
-        "structured_outputs": (),
         "tool_choice": ("none", "auto"),
         "tools": (),
         "use_beam_search": (),

@@ -153,6 +153,8 @@ class SamplingFields(Body):
     skip_special_tokens: bool | None = None
     include_stop_str_in_output: bool | None = None
     prompt_logprobs: int | None = None
+    guidance_scale: float | None = None
+    negative_prompt: str | Some[TokenId] | None = None
 
     def sampling(
         self, defaults: SamplingParams, names: Mapping[str, str] | None = None, **chosen: Any

@@ -15,6 +15,7 @@ from penstock.server.protocol.common import (
     TokenId,
     UserName,
 )
+from penstock.server.protocol.structure import StructureFields
 
 
 def _kind(prompt: Any) -> str | None:
@@ -40,7 +41,7 @@ PromptField = Annotated[
 DEFAULT_MAX_TOKENS = 16  # as in the API
 
 
-class CompletionRequest(SamplingFields, EngineFields):
+class CompletionRequest(SamplingFields, StructureFields, EngineFields):
     """`POST /v1/completions`."""
 
     model: str | None = None
@@ -59,18 +60,11 @@ class CompletionRequest(SamplingFields, EngineFields):
     request_id: str | None = None
     unsupported: ClassVar[Mapping[str, tuple[Any, ...]]] = {
         "best_of": (1,),
-        "guided_choice": (),
-        "guided_grammar": (),
-        "guided_json": (),
-        "guided_regex": (),
         "kv_transfer_params": (),
         "length_penalty": (1.0,),
         "logits_processors": (),
         "prompt_embeds": (),
-        "response_format": ({"type": "text"},),
         "spaces_between_special_tokens": (True,),
-        "structural_tag": (),
-        "structured_outputs": (),
         "suffix": (),
         "use_beam_search": (),
         "vllm_xargs": (),

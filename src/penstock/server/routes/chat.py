@@ -22,6 +22,7 @@ from penstock.server.routes.common import (
     answers,
     caller_of,
     check_words,
+    form_of,
     last_of,
     made,
     now,
@@ -79,12 +80,14 @@ async def _work(request: Request, body: ChatRequest, ticket: Ticket) -> Work:
         reserve=limit,
         keep=body.truncate_prompt_tokens,
     )
+    form = await form_of(service, ticket, body)
     params = body.sampling(
         service.defaults,
         {"max_tokens": body.limit_field},
         n=body.n or 1,
         max_tokens=service.prompts.limit(prompt, limit, body.limit_field),
         logprobs=(body.top_logprobs or 0) if body.logprobs else None,
+        **form,
     )
     return Work(prompt, params, service.options(ticket.caller, body, prompt))
 

@@ -17,6 +17,7 @@ from penstock.server.middleware import REQUEST_ID
 from penstock.server.protocol.chat import Message, TemplateFields
 from penstock.server.protocol.common import Body, SamplingFields
 from penstock.server.protocol.errors import ErrorBody, MessagesErrorBody
+from penstock.server.protocol.structure import StructureFields
 from penstock.server.service import Service
 from penstock.server.sse import EventStream, event
 
@@ -151,6 +152,15 @@ def check_words(service: Service, body: SamplingFields) -> None:
                 f"{field} has {count:,} token ids, the vocabulary only {vocabulary:,}.",
                 param=field,
             )
+
+
+async def form_of(service: Service, ticket: Ticket, body: StructureFields) -> dict[str, Any]:
+    """The sampling parameters of the form that an answer must have, compiled. Raises ApiError."""
+    structure, field = body.structure()
+    if structure is None:
+        return {}
+    await service.compile(ticket, structure, field)
+    return {"structured_outputs": structure}
 
 
 def rendering_of(service: Service, body: TemplateFields) -> Rendering:

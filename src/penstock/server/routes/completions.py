@@ -25,6 +25,7 @@ from penstock.server.routes.common import (
     answers,
     caller_of,
     check_words,
+    form_of,
     made,
     now,
     service_of,
@@ -64,13 +65,14 @@ async def _works(
     )
     wants_prompt = body.echo and body.logprobs is not None
     asked = body.logprobs if wants_prompt else body.prompt_logprobs
+    form = await form_of(service, ticket, body)
     works = []
     for prompt in prompts:
         limit = body.limit
         if body.max_tokens is None:
             limit = min(limit, service.prompts.limit(prompt, None, "max_tokens"))
         limit = max(1, service.prompts.limit(prompt, limit, "max_tokens"))
-        chosen: dict[str, Any] = {} if asked is None else {"prompt_logprobs": asked}
+        chosen = form if asked is None else form | {"prompt_logprobs": asked}
         params = body.sampling(
             service.defaults, n=body.n or 1, max_tokens=limit, logprobs=body.logprobs, **chosen
         )

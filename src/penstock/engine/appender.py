@@ -1,0 +1,104 @@
+"""Giving sequences their next tokens, and ending those that end with them."""
+
+from __future__ import annotations
+
+import time
+from typing import Protocol
+
+from penstock.engine.counters import TokenCounts
+from penstock.engine.intake import Intake
+from penstock.engine.request import Sequence
+from penstock.sampling import TokenLogprobs
+from penstock.tokenizer import IncrementalDetokenizer
+
+
+class Finish(Protocol):
+    """Ends one sequence."""
+
+    def __call__(self, sequence: Sequence, reason: str, stop: int | str | None = None) -> None: ...
+
+
+class Appender:
+    """Appends tokens to sequences."""
+
+    def __init__(
+        self, intake: Intake, counts: TokenCounts, finish: Finish, jump_forward: bool
+    ) -> None:
+        self._intake = intake
+        self._counts = counts
+        self._finish = finish
+        self._jump_forward = jump_forward
+        self.detokenize_s = 0.0  # since its reader set it to 0
+
+    def append(
+        self, sequence: Sequence, token: int, logprobs: TokenLogprobs | None, now: float
+    ) -> None:
+        """A sampled token, and those that must follow it; the next step computes all in one go.
+
+        Step by step each of those would be the only one that may come: the output is the same. With
+        log-probabilities there is no jump, for they need every token's logits.
+        """
+        self._take(sequence, token, logprobs, now)
+        constraint = sequence.sampling.constraint
+        if constraint is None or sequence.logprobs is not None or not self._jump_forward:
+            return
+        for forced in constraint.forced() if sequence.finish_reason is None else ():
+            self._take(sequence, forced, None, now, forced=True)
+            self._counts.jumped += 1
+            if sequence.finish_reason is not None:
+                return
+
+    def _take(
+        self,
+        sequence: Sequence,
+        token: int,
+        logprobs: TokenLogprobs | None,
+        now: float,
+        *,
+        forced: bool = False,
+    ) -> None:
+        """Append one token and see whether the sequence ends with it."""
+        params = sequence.request.params
+        if sequence.index == 0:
+            sequence.request.metrics.token_times.append(now)
+        sequence.tokens.append(token)
+        sequence.sampling.append(token, forced=forced)
+        self._counts.generated += 1
+        if logprobs is not None and sequence.logprobs is not None:
+            self.name(logprobs)
+            sequence.logprobs.append(logprobs)
+            sequence.cumulative_logprob += logprobs[token].logprob
+        count, detokenizer = sequence.num_output, sequence.detokenizer
+        if count >= params.min_tokens:
+            asked = token in params.stop_ids
+            if asked or (token in self._intake.eos and not params.ignore_eos):
+                if detokenizer is not None and params.include_stop_str_in_output:
+                    self._detokenize(detokenizer, token)
+                return self._finish(sequence, "stop", token if asked else None)
+        if detokenizer is not None:
+            self._detokenize(detokenizer, token)
+            if detokenizer.stop_reason is not None:
+                return self._finish(sequence, "stop", detokenizer.stop_reason)
+        constraint = sequence.sampling.constraint
+        if constraint is not None and constraint.is_complete:
+            return self._finish(sequence, "stop")
+        if count == params.max_tokens or len(sequence.tokens) >= self._intake.max_len:
+            return self._finish(sequence, "length")
+        if count == params.min_tokens and params.stop_strings:  # they count from here on
+            sequence.early_text = sequence.text
+            sequence.detokenizer = self._intake.detokenizer(
+                params, sequence.tokens, params.stop_strings
+            )
+        return None
+
+    def _detokenize(self, detokenizer: IncrementalDetokenizer, token: int) -> None:
+        start = time.perf_counter()
+        detokenizer.append((token,))
+        self.detokenize_s += time.perf_counter() - start
+
+    def name(self, logprobs: TokenLogprobs) -> None:
+        """Fill in what each token looks like."""
+        tokenizer = self._intake.tokenizer
+        if tokenizer is not None:
+            for token, entry in logprobs.items():
+                entry.decoded_token = tokenizer.token_bytes(token).decode("utf-8", "replace")

@@ -1,0 +1,66 @@
+"""What could never run is refused before it is queued."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+
+from penstock.config import SchedulerConfig
+from penstock.errors import ConfigError, OutOfCacheError, RequestError
+from penstock.sampling import SamplingParams
+
+
+class Refusals:
+    """For one cache and one configuration."""
+
+    def __init__(
+        self, config: SchedulerConfig, num_blocks: int, block_size: int, max_model_len: int
+    ) -> None:
+        """Raises ConfigError where the longest sequence wouldn't fit."""
+        self._config = config
+        self._num_blocks = num_blocks
+        self._block_size = block_size
+        self._max_model_len = max_model_len
+        width = -(-max_model_len // block_size)
+        if num_blocks < width:  # it would give way to itself for ever
+            raise OutOfCacheError(
+                f"One sequence of max_model_len={max_model_len} needs {width} blocks of "
+                f"{block_size} tokens, but the cache holds {num_blocks}. Lower max_model_len "
+                f"to {num_blocks * block_size}, or give the cache more blocks."
+            )
+        if not config.enable_chunked_prefill and config.max_num_batched_tokens < max_model_len:
+            raise ConfigError(
+                f"Without chunked prefill a prompt of max_model_len ({max_model_len}) must fit in "
+                f"max_num_batched_tokens ({config.max_num_batched_tokens}). Raise the second, or "
+                "lower the first."
+            )
+
+    def check_samples(self, n: int) -> None:
+        """Raises RequestError for more samples of a prompt than can run at once."""
+        if n > self._config.max_num_seqs:
+            raise RequestError(
+                f"n={n} samples can't run at once: max_num_seqs is {self._config.max_num_seqs}. "
+                "Raise it, or send several requests."
+            )
+
+    def check_together(self, params: SamplingParams, lengths: Seq[int]) -> None:
+        """Raises RequestError for a sample made of several sequences that can't all run at once.
+
+        lengths: of the prompt of each.
+        """
+        most, seqs = self._config.max_num_batched_tokens, self._config.max_num_seqs
+        if len(lengths) * params.n > seqs or len(lengths) > most:
+            raise RequestError(
+                f"{params.n} samples of {len(lengths)} sequences each can't run at once: "
+                f"max_num_seqs is {seqs}, max_num_batched_tokens {most}. Raise them, or ask for "
+                "fewer."
+            )
+        room = self._max_model_len
+        ends = [min(length + (params.max_tokens or room), room) for length in lengths]
+        # whoever starts leaves a block for each that runs
+        blocks = params.n * sum(-(-end // self._block_size) + 1 for end in ends)
+        if blocks > self._num_blocks:
+            raise RequestError(
+                f"{params.n * len(lengths)} sequences that run together may need {blocks} blocks "
+                f"of {self._block_size} tokens, but the cache holds {self._num_blocks}. Lower "
+                "max_tokens, or give the cache more blocks."
+            )

@@ -1,0 +1,168 @@
+"""Structures, compiled once and kept: what a request asks for becomes a state of its own."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import OrderedDict, deque
+from collections.abc import Iterable
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Final
+
+import llguidance
+import numpy as np
+
+from penstock.errors import InvalidSamplingError, RequestError
+from penstock.grammar.matcher import build_matcher
+from penstock.grammar.refusal import Refusal, as_error
+from penstock.grammar.source import source_of
+from penstock.grammar.state import GrammarState
+from penstock.grammar.vocabulary import Vocabulary
+from penstock.sampling.structured import StructuredOutputs
+from penstock.tokenizer import Tokenizer, VocabMap
+
+_MEASURED: Final = 4096
+"""Of the last compilations, whose times are kept."""
+
+
+@dataclass(frozen=True, slots=True)
+class GrammarStats:
+    """What the cache has done since it was made."""
+
+    hits: int  # found compiled, refusals that were remembered among them
+    misses: int  # compiled
+    refused: int  # of the misses
+    entries: int
+    nbytes: int  # of the entries' sources
+    compile_s: tuple[float, ...]  # of the last misses
+
+    def percentile(self, percent: float) -> float | None:
+        """Of the seconds that compilations took; None before the first."""
+        return float(np.percentile(self.compile_s, percent)) if self.compile_s else None
+
+
+@dataclass(frozen=True, slots=True)
+class _Compiled:
+    """A matcher that is only ever copied, or why there is none."""
+
+    matcher: llguidance.LLMatcher | None
+    refusal: str
+    nbytes: int
+
+
+class Grammars:
+    """Compiles and keeps structures for one model's vocabulary. Any thread may call it."""
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        vocab_size: int,
+        eos_token_ids: Iterable[int],
+        vocab_map: VocabMap | None = None,
+        *,
+        max_entries: int = 512,
+        max_bytes: int = 64 << 20,
+    ) -> None:
+        """max_entries, max_bytes: kept at most; those used longest ago go first."""
+        self.vocabulary = Vocabulary(tokenizer, vocab_size, eos_token_ids, vocab_map)
+        self._max_entries, self._max_bytes = max_entries, max_bytes
+        self._kept: OrderedDict[tuple[object, ...], Future[_Compiled]] = OrderedDict()
+        self._lock = threading.Lock()
+        self._hits = self._misses = self._refused = self._nbytes = 0
+        self._times: deque[float] = deque(maxlen=_MEASURED)
+
+    def start(self, spec: StructuredOutputs) -> GrammarState:
+        """A fresh state. Raises InvalidSamplingError for what can't be followed."""
+        return GrammarState(self._matcher(spec).deep_copy(), self.vocabulary)
+
+    def compile(self, spec: StructuredOutputs) -> None:
+        """See that `start` will be fast. Raises InvalidSamplingError for what can't be followed."""
+        self._matcher(spec)
+
+    def stats(self) -> GrammarStats:
+        """What has been done so far."""
+        with self._lock:
+            return GrammarStats(
+                self._hits,
+                self._misses,
+                self._refused,
+                len(self._kept),
+                self._nbytes,
+                tuple(self._times),
+            )
+
+    def _matcher(self, spec: StructuredOutputs) -> llguidance.LLMatcher:
+        key = (spec.kind, spec.text, spec.disable_any_whitespace, spec.whitespace_pattern)
+        with self._lock:
+            future = self._kept.get(key)
+            found = future is not None
+            if future is None:
+                future = self._kept[key] = Future()
+                self._misses += 1
+            else:
+                self._hits += 1
+            self._kept.move_to_end(key)
+        if not found:
+            self._fulfil(key, spec, future)
+        compiled = future.result()
+        if compiled.matcher is None:
+            raise InvalidSamplingError(compiled.refusal)
+        return compiled.matcher
+
+    def _fulfil(
+        self, key: tuple[object, ...], spec: StructuredOutputs, future: Future[_Compiled]
+    ) -> None:
+        """Compile for everyone who waits for this future."""
+        start = time.perf_counter()
+        try:
+            compiled = self._compile(spec)
+        except BaseException as error:  # whoever waits gets it too; the next one tries again
+            with self._lock:
+                self._kept.pop(key, None)
+            future.set_exception(error)
+            raise
+        taken = time.perf_counter() - start
+        with self._lock:
+            self._times.append(taken)
+            self._refused += compiled.matcher is None
+            self._nbytes += compiled.nbytes
+            future.set_result(compiled)
+            self._make_room()
+
+    def _make_room(self) -> None:
+        """Let go of what was used longest ago; what is being compiled stays."""
+        for key in list(self._kept):
+            if len(self._kept) <= self._max_entries and self._nbytes <= self._max_bytes:
+                return
+            if self._kept[key].done():
+                self._nbytes -= self._kept.pop(key).result().nbytes
+
+    def _compile(self, spec: StructuredOutputs) -> _Compiled:
+        nbytes = len(spec.text.encode())
+        try:
+            return _Compiled(self._build(spec), "", nbytes)
+        except Refusal as refusal:
+            message = str(as_error(spec, refusal))
+            return _Compiled(None, message, len(message.encode()) + nbytes)
+
+    def _build(self, spec: StructuredOutputs) -> llguidance.LLMatcher:
+        source = source_of(spec, self.vocabulary)
+        matcher = build_matcher(self.vocabulary, source.text)
+        if detail := matcher.get_error():
+            reason, place, detail = source.explain(detail)
+            raise Refusal(reason, place, detail)
+        state = GrammarState(matcher.deep_copy(), self.vocabulary)
+        bits = np.zeros(self.vocabulary.words, dtype=np.int32)
+        try:
+            state.fill(bits)
+        except RequestError as error:
+            raise Refusal(f"its first token can't be found: {error}") from error
+        if not bits.any() and not (state.may_end and not self.vocabulary.eos_token_ids):
+            raise Refusal(
+                "no token of the model can begin it"
+                + (", whose vocabulary is reduced" if self.vocabulary.vocab_map else "")
+            )
+        if state.is_complete:
+            raise Refusal("nothing but the empty text follows it, so nothing would be written")
+        return matcher

@@ -1,0 +1,230 @@
+"""Lark as llguidance reads it: writing its literals, and checks that its compiler leaves out.
+
+The library compiles rules by recursion, so a long chain of rules would overflow the stack and end
+the process; and it takes a rule that needs itself in each alternative, whose text never ends.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from penstock.grammar.refusal import Refusal
+
+LONGEST_CHAIN: Final = 500
+"""Of rules and parentheses, each within the one before: 2,500 overflowed a stack of 8 MB."""
+
+_TOKEN = re.compile(
+    r"""(?P<space>[ \t\r]+|\#[^\n]*|//[^\n]*)
+      |(?P<newline>\n)
+      |(?P<string>"(?:[^"\\\n]|\\.)*"i?)
+      |(?P<regex>/(?:[^/\\\n]|\\.)+/[imslux]*)
+      |(?P<special><[^>\s]+>)
+      |(?P<directive>%[a-z_]+)
+      |(?P<embedded>@[A-Za-z_0-9-]+)
+      |(?P<count>\{[0-9, \t]*\}|~\s*\d+(?:\s*\.\.\s*\d+)?)
+      |(?P<name>[?!]*[A-Za-z_][A-Za-z_0-9-]*)
+      |(?P<arrow>->)
+      |(?P<other>.)
+    """,
+    re.VERBOSE | re.DOTALL,
+)
+_HEAD = re.compile(r"[?!]?([A-Za-z_][A-Za-z_0-9-]*)(?:\.-?\d+)?[ \t]*(?:\[[^\]\n]*\])?[ \t]*:")
+
+
+def literal(text: str) -> str:
+    """A text as a Lark string."""
+    return json.dumps(text, ensure_ascii=True) if text else '""'
+
+
+def regex(pattern: str) -> str:
+    """A regex between slashes."""
+    escaped, after_backslash = [], False
+    for character in pattern:
+        if character == "/" and not after_backslash:
+            escaped.append("\\/")
+        elif character == "\n":
+            escaped.append("n" if after_backslash else "\\n")
+        else:
+            escaped.append(character)
+        after_backslash = character == "\\" and not after_backslash
+    if after_backslash:
+        raise Refusal("the regex ends with a backslash", detail="")
+    return f"/{''.join(escaped)}/"
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """A rule's name, the line it begins in, and its body's tokens: (kind, text)."""
+
+    name: str
+    line: int
+    body: Sequence[tuple[str, str]]
+
+
+def check(text: str) -> None:
+    """Raises Refusal for a grammar whose compiler would overflow, or whose text never ends."""
+    rules = {rule.name: rule for rule in read(text)}
+    names = {name: _names(rule, rules) for name, rule in rules.items()}
+    check_depth(names, {name: _weight(rule) for name, rule in rules.items()})
+    if "start" not in rules:
+        return  # the library says so
+    endless = set(rules) - _that_end(rules)
+    if "start" in endless:
+        name = _culprit(names, endless)
+        raise Refusal(
+            f"the rule {name!r} needs itself in each of its alternatives, so its text would never "
+            "end: add one without it",
+            f"line {rules[name].line}",
+        )
+
+
+def read(text: str) -> Iterator[Rule]:
+    """The rules of a grammar, roughly: enough to see which need which."""
+    position, line = 0, 1
+    name, first, body = "", 1, list[tuple[str, str]]()
+    fresh = True  # at the beginning of a line, where a rule may begin
+    depth = 0
+    while position < len(text):
+        if fresh and depth == 0 and (head := _HEAD.match(text, position)):
+            if name:
+                yield Rule(name, first, body)
+            name, first, body = head[1], line, []
+            position, fresh = head.end(), False
+            continue
+        token = _TOKEN.match(text, position)
+        assert token is not None  # the last alternative takes any character
+        kind = str(token.lastgroup)
+        end = token.end()
+        if kind == "directive" and token[0] in ("%json", "%regex", "%llguidance", "%lark"):
+            end = _after_object(text, end)
+        if kind == "directive" and token[0] in ("%ignore", "%import", "%llguidance", "%declare"):
+            if name:
+                yield Rule(name, first, body)
+            name = ""
+        line += text.count("\n", position, end)
+        position = end
+        fresh = kind == "newline" or (fresh and kind == "space")
+        if kind in ("space", "newline"):
+            continue
+        depth += token[0] == "("
+        depth -= token[0] == ")"
+        body.append((kind, token[0].lstrip("?!") if kind == "name" else token[0]))
+    if name:
+        yield Rule(name, first, body)
+
+
+def _after_object(text: str, position: int) -> int:
+    """Where a JSON object ends that begins after white space here; else `position`."""
+    start = position + len(text[position:]) - len(text[position:].lstrip())
+    try:
+        return json.JSONDecoder().raw_decode(text, start)[1]
+    except (ValueError, RecursionError):
+        return position
+
+
+def _names(rule: Rule, rules: Mapping[str, Rule]) -> list[str]:
+    return list(dict.fromkeys(text for kind, text in rule.body if kind == "name" and text in rules))
+
+
+def check_depth(
+    names: Mapping[str, Sequence[str]], weights: Mapping[str, int], first: str = "start"
+) -> None:
+    """The depth of a search along the names, which is that of the library's recursion.
+
+    names: the rules that each rule uses; weights: the levels that its own body adds.
+    """
+    seen: set[str] = set()
+    for root in (first, *names):
+        if root in seen or root not in names:
+            continue
+        seen.add(root)
+        path, depth = [(root, iter(names[root]))], weights[root]
+        while path:
+            if depth > LONGEST_CHAIN:
+                raise Refusal(
+                    f"{len(path)} rules and their parentheses lie {depth} deep within each other, "
+                    f"from {path[0][0]!r} to {path[-1][0]!r}; at most {LONGEST_CHAIN} may"
+                )
+            for name in path[-1][1]:
+                if name not in seen:
+                    seen.add(name)
+                    path.append((name, iter(names[name])))
+                    depth += weights[name]
+                    break
+            else:
+                depth -= weights[path.pop()[0]]
+
+
+def _weight(rule: Rule) -> int:
+    """One, and the deepest of its parentheses."""
+    depth = deepest = 0
+    for _, text in rule.body:
+        depth += (text in ("(", "[")) - (text in (")", "]"))
+        deepest = max(deepest, depth)
+    return 1 + deepest
+
+
+def _that_end(rules: Mapping[str, Rule]) -> set[str]:
+    """The rules that some finite text follows: the least fixed point."""
+    users: dict[str, set[str]] = {}
+    for name, rule in rules.items():
+        for used in _names(rule, rules):
+            users.setdefault(used, set()).add(name)
+    ends: set[str] = set()
+    waiting = list(rules)
+    while waiting:
+        name = waiting.pop()
+        if name not in ends and _Body(rules[name].body, ends, rules).ends():
+            ends.add(name)
+            waiting.extend(users.get(name, ()))
+    return ends
+
+
+class _Body:
+    """Whether a rule's body can end, given the rules that can."""
+
+    def __init__(
+        self, tokens: Sequence[tuple[str, str]], ends: set[str], rules: Mapping[str, Rule]
+    ) -> None:
+        self.tokens, self.known, self.rules = tokens, ends, rules
+
+    def ends(self) -> bool:
+        # One frame a parenthesis: whether an alternative ended, whether this one still can, and
+        # whether its last item can.
+        frames = [[False, True, True]]
+        for kind, text in self.tokens:
+            top = frames[-1]
+            if text in ("(", "["):
+                frames.append([False, True, True])
+            elif text in (")", "]") and len(frames) > 1:
+                closed = frames.pop()
+                inner = closed[0] or (closed[1] and closed[2]) or text == "]"
+                self._item(frames[-1], inner)
+            elif text == "|":
+                top[0] = top[0] or (top[1] and top[2])
+                top[1] = top[2] = True
+            elif text in ("?", "*") or (kind == "count" and re.match(r"\{\s*[0,]|~\s*0", text)):
+                top[2] = True
+            elif kind == "name":
+                self._item(top, text in self.known or text not in self.rules)
+        top = frames[0]
+        return top[0] or (top[1] and top[2])
+
+    @staticmethod
+    def _item(frame: list[bool], can_end: bool) -> None:
+        frame[1] = frame[1] and frame[2]
+        frame[2] = can_end
+
+
+def _culprit(names: Mapping[str, Sequence[str]], endless: set[str]) -> str:
+    """Of the rules that never end, one that lies on a circle."""
+    seen: list[str] = []
+    name = "start"
+    while name not in seen:
+        seen.append(name)
+        name = next(one for one in names[name] if one in endless)
+    return name

@@ -1,0 +1,47 @@
+"""The library's own call, whose failures of any kind become an error of one request."""
+
+from __future__ import annotations
+
+from typing import Final
+
+import llguidance
+
+from penstock.grammar.refusal import Refusal
+from penstock.grammar.vocabulary import Vocabulary
+
+# What a compilation and a mask may take. Each is the library's default or below: with them the
+# slowest input that was found is refused within a second (tests/grammar/test_grammar_limits.py).
+LIMITS: Final = llguidance.LLParserLimits(
+    max_items_in_row=2_000,
+    initial_lexer_fuel=1_000_000,
+    step_lexer_fuel=200_000,
+    step_max_items=50_000,
+    max_lexer_states=50_000,
+    max_grammar_size=200_000,
+    verbose_errors=False,
+)
+
+
+def build_matcher(vocabulary: Vocabulary, grammar: str) -> llguidance.LLMatcher:
+    """The matcher of a grammar in the library's form; its error is in `get_error`."""
+    tokens = vocabulary.tokens
+    try:
+        return llguidance.LLMatcher(tokens, grammar, log_level=0, limits=LIMITS)
+    except (ValueError, TypeError, RuntimeError) as error:
+        raise Refusal("it can't be read", detail=first_line(str(error))) from error
+    except BaseException as error:
+        if type(error).__name__ != "PanicException":  # Rust's own, which no class here names
+            raise
+        raise Refusal("it is more than the library can take", detail=first_line(str(error))) from (
+            error
+        )
+
+
+def first_line(detail: str) -> str:
+    """The library's message without a trace and without the source."""
+    lines = [line.strip() for line in detail.splitlines() if line.strip()]
+    said = lines[0] if lines else "no reason given"
+    if said.startswith(("regex parse error", "panic")) or said.endswith("regex parse error:"):
+        more = [line for line in lines if line.startswith("error:")]
+        said = (said if not more else more[-1].removeprefix("error: ")).removeprefix("panic: ")
+    return said if len(said) <= 200 else said[:200] + "…"

@@ -1,0 +1,80 @@
+"""The masks of a step's constrained rows, computed in another thread while its forward pass runs.
+
+What a mask depends on is known before the step: the tokens so far. So `begin` is called before the
+forward pass and `masked` after it. One thread goes through the rows; where that takes less than the
+forward pass, constraints cost no time but that of writing -inf.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Final
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from penstock import ops
+from penstock.errors import RequestError
+from penstock.sampling.constraint import Bits, Constraint, num_words
+from penstock.sampling.state import SequenceSampling
+
+_BROKEN: Final = "What limits this output broke: "
+
+
+class Masks:
+    """Memory for masks, and the thread that writes them."""
+
+    def __init__(self, vocab_size: int) -> None:
+        self._words = num_words(vocab_size)
+        self._bits: Bits = np.zeros((0, self._words), dtype=np.int32)
+        self._rows: list[SequenceSampling] = []
+        self._members: list[int] = []
+        self._work: Future[dict[int, str]] | None = None
+        self._pool: ThreadPoolExecutor | None = None  # made when it is first needed
+
+    def begin(self, rows: Sequence[SequenceSampling]) -> None:
+        """Start with the masks of those of `rows` that have a constraint."""
+        self.wait()
+        members = [i for i, row in enumerate(rows) if row.constraint is not None]
+        self._rows, self._members = list(rows), members
+        if not members:
+            return
+        if len(self._bits) < len(members):
+            self._bits = np.zeros((2 * len(members), self._words), dtype=np.int32)
+        if self._pool is None:
+            self._pool = ThreadPoolExecutor(1, thread_name_prefix="penstock-masks")
+        constraints = [rows[i].constraint for i in members]
+        self._work = self._pool.submit(_fill, constraints, members, self._bits)
+
+    def wait(self) -> dict[int, str]:
+        """Let the work end; by row, what went wrong."""
+        work, self._work = self._work, None
+        return {} if work is None else work.result()
+
+    def apply_(self, logits: Tensor, rows: Sequence[SequenceSampling]) -> dict[int, str]:
+        """Make impossible in logits [S, V] what constraints forbid; by row, what went wrong."""
+        if self._rows != list(rows):  # nobody has begun with these
+            self.begin(rows)
+        errors = self.wait()
+        self._rows = []  # they will have moved on
+        if self._members:
+            bits = torch.from_numpy(self._bits[: len(self._members)]).to(logits.device)
+            ops.mask_(logits, torch.tensor(self._members, device=logits.device), bits)
+        return errors
+
+
+def _fill(
+    constraints: Sequence[Constraint | None], members: Sequence[int], bits: Bits
+) -> dict[int, str]:
+    errors: dict[int, str] = {}
+    for row, (member, constraint) in enumerate(zip(members, constraints, strict=True)):
+        assert constraint is not None  # of rows that have one
+        try:
+            constraint.fill(bits[row])
+        except RequestError as error:
+            errors[member] = str(error)
+        except Exception as error:  # its request's own failure: the others go on
+            errors[member] = f"{_BROKEN}{error!r}"
+    return errors
