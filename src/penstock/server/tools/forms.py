@@ -85,8 +85,7 @@ DEEPSEEK_V31 = Form(
 )
 HARMONY = Form(
     before=f"{harmony.CHANNEL}commentary to=functions.{NAME} <|constrain|>json{harmony.MESSAGE}",
-    after=harmony.CALL,
-    several=False,
+    several=False,  # what ends a call ends the answer
 )
 
 

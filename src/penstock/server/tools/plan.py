@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
 
 from penstock.errors import ChatTemplateError
 from penstock.server.config import ServerConfig
@@ -20,29 +18,13 @@ from penstock.server.tools.families import (
     family_of,
     tags_of,
 )
-from penstock.server.tools.forms import Form
 from penstock.server.tools.offer import Offer
 from penstock.server.tools.plain import PlainReader, SpecialFilter
 from penstock.server.tools.reader import CallReader
 from penstock.server.tools.reasoning import ThinkReader, ThinkTags
+from penstock.server.tools.telling import Telling
 from penstock.tokenizer import Tokenizer
 from penstock.tokenizer.tool_calls import writes_calls, writes_system
-
-logger = logging.getLogger("penstock.server")
-
-
-@dataclass(frozen=True, slots=True)
-class Telling:
-    """How a conversation tells a model of tools.
-
-    tools: for the template; instructions: for the system's message, where the template has no words
-    for tools; history: how earlier calls are written where the template leaves them out.
-    """
-
-    tools: tuple[dict[str, Any], ...] = ()
-    instructions: str | None = None
-    in_system: bool = True  # or, where the template takes no system's message, the first user's
-    history: Form | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,10 +52,8 @@ class Plan:
             return PlainReader()
 
         reader: CallReader | ThinkReader
-        if self.tags is None:
-            reader = calls()
-        else:
-            reader = ThinkReader(self.tags, inside, calls(), calls())
+        tags = self.tags
+        reader = calls() if tags is None else ThinkReader(tags, inside, calls(), calls())
         return AnswerReader(reader, SpecialFilter(self.hidden), self.offer.parallel)
 
 

@@ -31,9 +31,7 @@ def as_json(text: str) -> str:
     if _skip(text, end) != len(text):
         raise ValueError(f"{text[end : end + 40]!r} follows a literal")
     made = json.dumps(value, ensure_ascii=False, allow_nan=False)
-    if any(0xD800 <= ord(character) < 0xE000 for character in made):
-        raise ValueError("half of a surrogate pair isn't a character")
-    return made
+    return made.encode("utf-16", "surrogatepass").decode("utf-16")  # JSON's pairs of escapes
 
 
 def _skip(text: str, at: int) -> int:
