@@ -63,6 +63,8 @@ _OPTIONS = {
     "num_blocks": "--num-gpu-blocks-override",
     "preemption_mode": "--preemption-mode",
     "swap_space": "--swap-space",
+    "tool_call_parser": "--tool-call-parser",
+    "reasoning_parser": "--reasoning-parser",
     "policy(?==)": "--scheduling-policy",
     "^kv_cache_dtype": "--kv-cache-dtype",
     "^dtype": "--dtype",
@@ -95,6 +97,29 @@ def serve(
             panel=_SERVER,
         ),
     ] = "disabled",
+    tool_call_parser: Annotated[
+        str,
+        _option(
+            help="How the model writes calls of tools; auto: as its chat template says.",
+            panel=_SERVER,
+        ),
+    ] = "auto",
+    reasoning_parser: Annotated[
+        str,
+        _option(
+            help="How the model marks its reasoning; auto: as its chat template says; none: it "
+            "stays in the answer.",
+            panel=_SERVER,
+        ),
+    ] = "auto",
+    enable_auto_tool_choice: Annotated[
+        bool,
+        _option(
+            "--enable-auto-tool-choice/--no-enable-auto-tool-choice",
+            help="Let the model choose whether to call a tool.",
+            panel=_SERVER,
+        ),
+    ] = True,
     shutdown_timeout: Annotated[
         float, _option(help="Seconds for running requests after SIGTERM.", panel=_SERVER)
     ] = 60.0,
@@ -286,6 +311,9 @@ def serve(
         log_prompts=log_prompts,
         log_format="json" if log_format == "json" else "text",
         chat_template=None if chat_template is None else _read(chat_template),
+        tool_call_parser=tool_call_parser,
+        reasoning_parser=reasoning_parser,
+        enable_auto_tool_choice=enable_auto_tool_choice,
         otlp_endpoint=otlp_traces_endpoint,
         page=page,
     )

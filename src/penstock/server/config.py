@@ -8,8 +8,9 @@ import re
 from dataclasses import dataclass, field, fields
 from typing import Literal
 
-from penstock.errors import ConfigError
+from penstock.errors import ConfigError, nearest
 from penstock.server.keys import Key, Limits
+from penstock.server.tools.families import REASONING_PARSERS, TOOL_PARSERS
 
 EVERYBODY = "everybody"
 LOOPBACK_NAMES = ("localhost", "127.0.0.1", "[::1]")
@@ -44,6 +45,9 @@ class ServerConfig:
     log_prompts: bool = False
     log_format: Literal["text", "json"] = "text"
     chat_template: str | None = None  # instead of the model's own
+    tool_call_parser: str = "auto"  # how calls are written; auto: as the chat template says
+    reasoning_parser: str = "auto"  # how reasoning is marked; none: it stays in the answer
+    enable_auto_tool_choice: bool = True  # without it a call must be asked for
     otlp_endpoint: str | None = None  # where traces go
     page: bool = True  # the page at /
 
@@ -59,8 +63,21 @@ class ServerConfig:
                 continue
             if not math.isfinite(value) or value <= 0:
                 raise ConfigError(f"{one.name} is {value}; it must be a time above 0.")
+        self._check_parsers()
         self._check_names()
         self._check_keys()
+
+    def _check_parsers(self) -> None:
+        for name, known in (
+            ("tool_call_parser", TOOL_PARSERS),
+            ("reasoning_parser", REASONING_PARSERS),
+        ):
+            value = getattr(self, name)
+            if value != "auto" and value not in known:
+                raise ConfigError(
+                    f"{name} is {value!r}.{nearest(value, known)} There are: auto, "
+                    f"{', '.join(known)}."
+                )
 
     def _check_names(self) -> None:
         """Of models, hosts and sites: one that no request could have would let nobody in."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from penstock.engine import Pin
@@ -11,6 +11,7 @@ from penstock.errors import ChatTemplateError, TokenizerError
 from penstock.server.errors import ApiError
 from penstock.server.protocol.chat import Message
 from penstock.server.protocol.common import CacheControl
+from penstock.server.tools.telling import Telling, without_calls
 from penstock.tokenizer import Tokenizer
 from penstock.tokenizer.tool_calls import ToolCallForm
 
@@ -69,6 +70,7 @@ class Rendering:
     chat_template: str | None = None
     kwargs: dict[str, Any] | None = None
     documents: list[dict[str, Any]] | None = None
+    telling: Telling = field(default_factory=Telling)
 
 
 class Prompts:
@@ -207,10 +209,14 @@ class Prompts:
         form = ToolCallForm()
         if any(message.tool_calls for message in messages):
             try:
-                form = self.tokenizer.tool_call_form(how.chat_template)
+                form = self.tokenizer.tool_call_form(
+                    how.chat_template, has_tools=bool(how.telling.tools)
+                )
             except ChatTemplateError as error:
                 raise _template_error(error, source) from error
-        return [message.for_template(form) for message in messages]
+        plain = [message.for_template(form) for message in messages]
+        history = how.telling.history
+        return plain if history is None else [without_calls(x, history) for x in plain]
 
     def _check_variables(self, how: Rendering, source: Source) -> None:
         """Raises ApiError for what the request gives to the template and that doesn't read it."""
@@ -250,7 +256,8 @@ class Prompts:
         tokenizer = self.tokenizer
         try:
             text = tokenizer.apply_chat_template(
-                plain,
+                how.telling.told(plain),
+                tools=how.telling.tools or None,
                 documents=how.documents,
                 add_generation_prompt=how.add_generation_prompt and not how.continue_final_message,
                 continue_final_message=how.continue_final_message,

@@ -28,6 +28,7 @@ from penstock.server.metrics import Metrics
 from penstock.server.protocol.common import EngineFields
 from penstock.server.protocol.structure import structure_error
 from penstock.server.sse import Receive
+from penstock.server.tools.plan import Tooling
 from penstock.server.tracing import NoTracer, Tracer
 
 logger = logging.getLogger("penstock.server")
@@ -112,6 +113,7 @@ class Service:
         self._names = self._names or (name,)
         runtime = llm.runtime
         self.prompts = Prompts(runtime.tokenizer, runtime.model.max_model_len)
+        self.tooling = Tooling(runtime.tokenizer, self.config)
         self.defaults = default_params(runtime.model.generation)
         self.metrics.attach(llm, self._names[0])
         llm.engine.ledger.watch = self._saw_step

@@ -191,17 +191,28 @@ class Tokenizer:
             variables={**self._named_tokens, **kwargs},
         )
 
+    def template_source(
+        self, chat_template: str | None = None, *, has_tools: bool = False
+    ) -> str | None:
+        """The template, chosen as in `apply_chat_template`; None where there is none."""
+        try:
+            return self._template(chat_template, has_tools=has_tools)
+        except ChatTemplateError:
+            return None
+
     def template_variables(self, chat_template: str | None = None) -> frozenset[str]:
         """The names that the template, chosen as in `apply_chat_template`, may look up."""
         from penstock.tokenizer.chat import template_variables
 
         return template_variables(self._template(chat_template, has_tools=False))
 
-    def tool_call_form(self, chat_template: str | None = None) -> ToolCallForm:
+    def tool_call_form(
+        self, chat_template: str | None = None, *, has_tools: bool = False
+    ) -> ToolCallForm:
         """How the template, chosen as in `apply_chat_template`, wants earlier tool calls."""
         from penstock.tokenizer.tool_calls import tool_call_form
 
-        return tool_call_form(self._template(chat_template, has_tools=False))
+        return tool_call_form(self._template(chat_template, has_tools=has_tools))
 
     def _template(self, chosen: str | None, *, has_tools: bool) -> str:
         templates = self._templates

@@ -16,6 +16,14 @@ from penstock.errors import ChatTemplateError
 from penstock.tokenizer.chat import render_chat
 
 _NAME, _ARGUMENT, _VALUE = "probe_function", "probe_argument", "probe_value"
+_TOOL = {
+    "type": "function",
+    "function": {
+        "name": "other_function",
+        "description": "other",
+        "parameters": {"type": "object", "properties": {}},
+    },
+}
 _NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token")
 
 
@@ -26,8 +34,8 @@ class ToolCallForm:
     arguments_as_text: bool = False  # JSON text instead of an object
     content: str | None = ""  # where the turn says nothing beside its calls
 
-    def shown_by(self, template: str) -> str | None:
-        """The probe's prompt, or None where the template refuses it."""
+    def shown_by(self, template: str, *, tools: bool = False) -> str | None:
+        """The probe's prompt, or None where the template refuses it. tools: it is given some."""
         arguments: Any = {_ARGUMENT: _VALUE}
         if self.arguments_as_text:
             arguments = f'{{"{_ARGUMENT}": "{_VALUE}"}}'
@@ -38,8 +46,10 @@ class ToolCallForm:
             {"role": "assistant", "content": self.content, "tool_calls": [call]},
             {"role": "tool", "content": "answer", "tool_call_id": "probe0000", "name": _NAME},
         ]
+        names = dict.fromkeys(_NAMED_TOKENS, "")
+        offered = [_TOOL] if tools else None
         try:
-            return render_chat(template, messages, variables=dict.fromkeys(_NAMED_TOKENS, ""))
+            return render_chat(template, messages, tools=offered, variables=names)
         except ChatTemplateError:
             return None
 
@@ -64,6 +74,24 @@ def tool_call_form(template: str) -> ToolCallForm:
         if prompt is not None and _is_whole(prompt):
             return form
     return next((form for form, prompt in shown.items() if prompt is not None), _FORMS[0])
+
+
+@functools.lru_cache(maxsize=64)
+def writes_calls(template: str) -> bool:
+    """Whether a template writes earlier calls at all; others leave them out without a word."""
+    prompts = (form.shown_by(template, tools=tools) for form in _FORMS for tools in (False, True))
+    return any(x is not None and all(y in x for y in (_NAME, _VALUE)) for x in prompts)
+
+
+@functools.lru_cache(maxsize=64)
+def writes_system(template: str) -> bool:
+    """Whether a template writes what the system says, and doesn't refuse it."""
+    messages = [{"role": "system", "content": _VALUE}, {"role": "user", "content": "question"}]
+    try:
+        prompt = render_chat(template, messages, variables=dict.fromkeys(_NAMED_TOKENS, ""))
+    except ChatTemplateError:
+        return False
+    return _VALUE in prompt
 
 
 def _is_whole(prompt: str) -> bool:

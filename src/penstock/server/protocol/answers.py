@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 from penstock.server.protocol.common import Body
 
-FinishReason = Literal["stop", "length", "abort"]
+FinishReason = Literal["stop", "length", "abort", "tool_calls"]
 
 
 class Measured(Body):
@@ -67,12 +67,30 @@ class ChatLogprobs(Body):
     refusal: None
 
 
+class CalledFunction(Body):
+    """A function and its arguments, a JSON object as text."""
+
+    name: str
+    arguments: str
+
+
+class MadeCall(Body):
+    """A call of a tool."""
+
+    id: str
+    type: Literal["function"]
+    function: CalledFunction
+
+
 class ChatMessage(Body):
     """What was answered."""
 
     role: Literal["assistant"]
-    content: str
+    content: str | None
     refusal: None
+    reasoning_content: str | None = None
+    reasoning: str | None = None
+    tool_calls: list[MadeCall] | None = None
 
 
 class ChatChoice(Body):

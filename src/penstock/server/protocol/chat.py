@@ -21,6 +21,8 @@ from penstock.server.protocol.common import (
     UserName,
 )
 from penstock.server.protocol.structure import StructureFields
+from penstock.server.protocol.tools import NamedTool, ToolFields
+from penstock.server.tools.offer import Choice, Function, Offer, offer_of
 from penstock.server.validation import refusal
 from penstock.tokenizer.tool_calls import ToolCallForm
 
@@ -121,6 +123,7 @@ class Message(Body):
     tool_calls: Some[ToolCall] | None = None
     tool_call_id: str | None = None
     reasoning_content: str | None = None
+    reasoning: str | None = None  # vLLM's newer name
     cache_control: CacheControl | None = None
     unsupported: ClassVar[Mapping[str, tuple[Any, ...]]] = {
         "refusal": (),
@@ -153,6 +156,8 @@ class Message(Body):
         for field in ("name", "tool_call_id", "reasoning_content"):
             if (value := getattr(self, field)) is not None:
                 plain[field] = value
+        if self.reasoning is not None and self.reasoning_content is None:
+            plain["reasoning_content"] = self.reasoning
         if self.tool_calls:
             plain["tool_calls"] = [call.for_template(form) for call in self.tool_calls]
         return plain
@@ -170,7 +175,7 @@ class TemplateFields(Body):
     documents: Some[dict[str, Any]] | None = None
 
 
-class ChatRequest(SamplingFields, StructureFields, EngineFields, TemplateFields):
+class ChatRequest(SamplingFields, StructureFields, EngineFields, TemplateFields, ToolFields):
     """`POST /v1/chat/completions`."""
 
     model: str | None = None
@@ -202,7 +207,6 @@ class ChatRequest(SamplingFields, StructureFields, EngineFields, TemplateFields)
         "modalities": (["text"],),
         "mm_processor_kwargs": (),
         "moderation": (),
-        "parallel_tool_calls": (True,),
         "prediction": (),
         "prompt_cache_options": (),
         "prompt_cache_retention": (),
@@ -210,8 +214,6 @@ class ChatRequest(SamplingFields, StructureFields, EngineFields, TemplateFields)
         "service_tier": ("auto", "default"),
         "spaces_between_special_tokens": (True,),
         "store": (),
-        "tool_choice": ("none", "auto"),
-        "tools": (),
         "use_beam_search": (),
         "verbosity": ("medium",),
         "vllm_xargs": (),
@@ -234,3 +236,23 @@ class ChatRequest(SamplingFields, StructureFields, EngineFields, TemplateFields)
     def limit_field(self) -> str:
         """Which of the two fields says so."""
         return "max_tokens" if self.max_completion_tokens is None else "max_completion_tokens"
+
+    def offer(self) -> Offer:
+        """The tools that may be called. Raises ApiError."""
+        functions = [
+            Function(
+                f"tools[{i}].function",
+                tool.function.name,
+                tool.function.description,
+                tool.function.parameters,
+                bool(tool.function.strict),
+            )
+            for i, tool in enumerate(self.tools or ())
+        ]
+        choice = self.tool_choice
+        chosen = (
+            Choice(named=choice.function.name, param="tool_choice.function.name")
+            if isinstance(choice, NamedTool)
+            else Choice(choice)
+        )
+        return offer_of(functions, chosen, self.parallel_tool_calls is not False)

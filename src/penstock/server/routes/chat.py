@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
+from dataclasses import replace
 from typing import Any
 
 from fastapi import APIRouter, Request
@@ -22,7 +23,6 @@ from penstock.server.routes.common import (
     answers,
     caller_of,
     check_words,
-    form_of,
     last_of,
     made,
     now,
@@ -32,8 +32,18 @@ from penstock.server.routes.common import (
     stream_response,
     usage,
 )
+from penstock.server.routes.tools import (
+    Answering,
+    Calls,
+    answering,
+    message_of,
+    plan_of,
+    sampling_of,
+    telling,
+)
 from penstock.server.service import Service, Work, priced
 from penstock.server.sse import DONE, dumps, event, unless_gone
+from penstock.server.tools.offer import Offer
 
 router = APIRouter(route_class=JsonRoute)
 
@@ -45,14 +55,16 @@ async def create_chat_completion(body: ChatRequest, request: Request) -> Respons
     model = service.check_model(body.model)
     caller = caller_of(request, "chatcmpl", body.user or body.safety_identifier, body.request_id)
     _check(service, body)
+    offer = body.offer()
     ticket = await admit(request, caller, samples=body.n or 1)
-    work = await _work(request, body, ticket)
+    work, how = await _work(request, body, ticket, offer)
     names = TokenNames(service.prompts.tokenizer, bool(body.return_tokens_as_token_ids))
     outputs = service.stream(ticket, [work])
     if body.stream:
-        return stream_response(_chunks(outputs, body, caller, work, model, names), outputs)
+        chunks = _Chunks(body, caller, work, model, names, how)
+        return stream_response(chunks.events(outputs), outputs)
     output = await unless_gone(request.receive, last_of(outputs))
-    return JSONResponse(_whole(body, caller, output, model, names))
+    return JSONResponse(_whole(body, caller, output, model, names, how))
 
 
 def _check(service: Service, body: ChatRequest) -> None:
@@ -67,20 +79,27 @@ def _check(service: Service, body: ChatRequest) -> None:
         raise ApiError(400, "prompt_logprobs can't be streamed.", param="prompt_logprobs")
 
 
-async def _work(request: Request, body: ChatRequest, ticket: Ticket) -> Work:
+async def _work(
+    request: Request, body: ChatRequest, ticket: Ticket, offer: Offer
+) -> tuple[Work, Answering]:
     service = service_of(request)
     limit = body.limit
     rendering = rendering_of(service, body)
+    plan = await plan_of(request, ticket, rendering, offer)
     prompt = await prompt_of_messages(
         request,
         ticket,
         body.messages,
-        rendering,
+        telling(rendering, plan),
         truncation=body.truncation,
         reserve=limit,
         keep=body.truncate_prompt_tokens,
     )
-    form = await form_of(service, ticket, body)
+    goes_on = body.messages[-1] if rendering.continue_final_message else None
+    how = answering(service.prompts, plan, prompt, goes_on)
+    if body.skip_special_tokens is False:
+        how = replace(how, plan=replace(plan, hidden=()))
+    form = await sampling_of(service, ticket, how, *body.structure())
     params = body.sampling(
         service.defaults,
         {"max_tokens": body.limit_field},
@@ -89,20 +108,26 @@ async def _work(request: Request, body: ChatRequest, ticket: Ticket) -> Work:
         logprobs=(body.top_logprobs or 0) if body.logprobs else None,
         **form,
     )
-    return Work(prompt, params, service.options(ticket.caller, body, prompt))
+    return Work(prompt, params, service.options(ticket.caller, body, prompt)), how
 
 
 def _whole(
-    body: ChatRequest, caller: Caller, output: RequestOutput, model: str, names: TokenNames
+    body: ChatRequest,
+    caller: Caller,
+    output: RequestOutput,
+    model: str,
+    names: TokenNames,
+    how: Answering,
 ) -> dict[str, Any]:
     choices = []
     for sample in output.outputs:
         delta = whole(sample)
+        message, calls = message_of(delta.text, how)
         choice: dict[str, Any] = {
             "index": delta.index,
-            "message": {"role": "assistant", "content": delta.text, "refusal": None},
+            "message": message,
             "logprobs": _logprobs(delta, body, names),
-            "finish_reason": delta.finish_reason,
+            "finish_reason": _reason(delta, calls),
             "stop_reason": delta.stop_reason,
         }
         if body.return_token_ids:
@@ -124,69 +149,112 @@ def _whole(
     return answer
 
 
+def _reason(delta: Delta, calls: bool) -> str | None:
+    return "tool_calls" if calls and delta.finish_reason == "stop" else delta.finish_reason
+
+
 def _logprobs(delta: Delta, body: ChatRequest, names: TokenNames) -> dict[str, Any] | None:
     if delta.logprobs is None:
         return None
     return names.chat(delta.logprobs, body.top_logprobs or 0)
 
 
-async def _chunks(
-    outputs: AsyncIterator[tuple[int, RequestOutput]],
-    body: ChatRequest,
-    caller: Caller,
-    work: Work,
-    model: str,
-    names: TokenNames,
-) -> AsyncIterator[bytes]:
-    """`chat.completion.chunk`s: the role, the text as it comes, the end, the usage."""
-    options = body.stream_options
-    counting = options is not None and options.include_usage
-    running = options is not None and options.continuous_usage_stats
-    head: dict[str, Any] = {
-        "id": caller.request_id,
-        "object": "chat.completion.chunk",
-        "created": now(),
-        "model": model,
-    }
-    # What is the same in every chunk of text is written once.
-    opening = dumps(head)[:-1] + ',"choices":[{"index":'
-    plain = not (running or counting or body.logprobs or body.return_token_ids)
-    reader = Reader()
-    output: RequestOutput | None = None
-    async for _, output in outputs:
-        if not reader.started:  # the engine has taken it; what it refuses has a status instead
-            for index in range(work.params.n):
-                delta: dict[str, Any] = {"role": "assistant", "content": ""}
-                first = {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
-                yield event(head | {"choices": [first]} | ({"usage": None} if counting else {}))
-        for new in reader.read(output):
-            if plain and new.finish_reason is None:
-                if new.text:
-                    text = dumps(new.text)
-                    yield (
-                        f'data: {opening}{new.index},"delta":{{"content":{text}}},'
-                        '"logprobs":null,"finish_reason":null}]}\n\n'
-                    ).encode()
-                continue
-            if not (new.text or new.finish_reason or new.logprobs or body.return_token_ids):
-                continue
-            choice: dict[str, Any] = {
-                "index": new.index,
-                "delta": {"content": new.text} if new.text or new.finish_reason is None else {},
-                "logprobs": _logprobs(new, body, names),
-                "finish_reason": new.finish_reason,
-            }
-            if new.finish_reason is not None:
-                choice["stop_reason"] = new.stop_reason
-            if body.return_token_ids:
-                choice["token_ids"] = new.token_ids
-            chunk = head | {"choices": [choice]}
-            if running:
-                chunk["usage"] = usage(len(work.prompt.tokens), made(output))
-            elif counting:
-                chunk["usage"] = None
-            yield event(chunk)
-    if counting and output is not None:
-        total = usage(len(work.prompt.tokens), made(output), output.metrics.cached_tokens)
-        yield event(head | {"choices": [], "usage": total, "penstock": priced(output)})
-    yield DONE
+class _Chunks:
+    """`chat.completion.chunk`s: the role, what is said as it comes, the end, the usage."""
+
+    def __init__(
+        self,
+        body: ChatRequest,
+        caller: Caller,
+        work: Work,
+        model: str,
+        names: TokenNames,
+        how: Answering,
+    ) -> None:
+        options = body.stream_options
+        self._counting = options is not None and options.include_usage
+        self._running = options is not None and options.continuous_usage_stats
+        self._body, self._work, self._names = body, work, names
+        self._head: dict[str, Any] = {
+            "id": caller.request_id,
+            "object": "chat.completion.chunk",
+            "created": now(),
+            "model": model,
+        }
+        # What is the same in every chunk of text is written once.
+        self._opening = dumps(self._head)[:-1] + ',"choices":[{"index":'
+        self._plain = not (
+            self._running or self._counting or body.logprobs or body.return_token_ids
+        )
+        reads = how.plan.reads
+        self._calls = {i: Calls(how) for i in range(work.params.n)} if reads else {}
+
+    async def events(
+        self, outputs: AsyncIterator[tuple[int, RequestOutput]]
+    ) -> AsyncIterator[bytes]:
+        """All of them."""
+        reader = Reader()
+        output: RequestOutput | None = None
+        async for _, output in outputs:
+            if not reader.started:  # the engine has taken it; what it refuses has a status instead
+                for index in range(self._work.params.n):
+                    yield self._first(index)
+            for new in reader.read(output):
+                for chunk in self._of(new, output):
+                    yield chunk
+        if self._counting and output is not None:
+            total = usage(len(self._work.prompt.tokens), made(output), output.metrics.cached_tokens)
+            yield event(self._head | {"choices": [], "usage": total, "penstock": priced(output)})
+        yield DONE
+
+    def _first(self, index: int) -> bytes:
+        delta: dict[str, Any] = {"role": "assistant", "content": ""}
+        choice = {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
+        return event(
+            self._head | {"choices": [choice]} | ({"usage": None} if self._counting else {})
+        )
+
+    def _of(self, new: Delta, output: RequestOutput) -> Iterator[bytes]:
+        """What is new of a sample."""
+        ended = new.finish_reason is not None
+        calls = self._calls.get(new.index)
+        if calls is not None:
+            deltas = calls.deltas(new.text, ended)
+        else:
+            deltas = [{"content": new.text}] if new.text else []
+        reason = _reason(new, calls is not None and calls.whole > 0)
+        if not deltas and (ended or new.logprobs or self._body.return_token_ids):
+            deltas = [{} if ended else {"content": ""}]
+        for i, delta in enumerate(deltas):
+            last = i == len(deltas) - 1
+            if self._plain and not (last and ended) and delta.keys() == {"content"}:
+                yield self._text(new.index, delta["content"])
+            else:
+                yield self._chunk(new, delta, reason if last else None, output, i == 0)
+
+    def _text(self, index: int, text: str) -> bytes:
+        return (
+            f'data: {self._opening}{index},"delta":{{"content":{dumps(text)}}},'
+            '"logprobs":null,"finish_reason":null}]}\n\n'
+        ).encode()
+
+    def _chunk(
+        self, new: Delta, delta: Any, reason: str | None, output: RequestOutput, first: bool
+    ) -> bytes:
+        """first: of those that say what is new, which has the tokens."""
+        choice: dict[str, Any] = {
+            "index": new.index,
+            "delta": delta,
+            "logprobs": _logprobs(new, self._body, self._names) if first else None,
+            "finish_reason": reason,
+        }
+        if reason is not None:
+            choice["stop_reason"] = new.stop_reason
+        if self._body.return_token_ids:
+            choice["token_ids"] = new.token_ids if first else []
+        chunk = self._head | {"choices": [choice]}
+        if self._running:
+            chunk["usage"] = usage(len(self._work.prompt.tokens), made(output))
+        elif self._counting:
+            chunk["usage"] = None
+        return event(chunk)

@@ -1,0 +1,179 @@
+"""What holds a model to whole calls: a structural tag in the family's own form.
+
+A call that must be made is all of the answer, behind reasoning if the model thinks. Where it may be
+made, text is free until the family's mark stands there; from then on only a call can follow. The
+parts are those of vLLM's and xgrammar's structural tags, which `penstock.grammar` compiles.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from typing import Any, TypeAlias
+
+from penstock.sampling import StructuredOutputs
+from penstock.server.tools import qwen3_coder
+from penstock.server.tools.forms import NAME, Form
+from penstock.server.tools.offer import Function, Offer
+from penstock.server.tools.reasoning import ThinkTags
+
+Part: TypeAlias = dict[str, Any]
+
+_ANY_OBJECT: dict[str, Any] = {"type": "object"}
+_BLANK = r"[\n]{0,2}"  # behind reasoning
+
+
+def constrains(offer: Offer) -> bool:
+    """Whether an answer must be held to calls that are whole."""
+    return offer.active and (offer.mode == "required" or any(x.strict for x in offer.callable))
+
+
+def calls(form: Form, offer: Offer, loose: Collection[str] = ()) -> Part:
+    """An answer that only calls, at least once.
+
+    loose: tools whose schema can't be followed; their arguments are any object.
+    """
+    several = form.several and offer.parallel
+    tags = [_tag(form, function, loose) for function in offer.callable]
+    listed = {
+        "type": "tags_with_separator",
+        "tags": tags,
+        "separator": form.between,
+        "at_least_one": True,
+        "stop_after_first": not several,
+    }
+    return _sequence(_text(form.opening), listed, _text(form.closing))
+
+
+def text_or_calls(form: Form, offer: Offer, loose: Collection[str] = ()) -> Part:
+    """An answer that may call. Only strict tools' arguments follow their schemas."""
+    loose = {*loose, *(x.name for x in offer.callable if not x.strict)}
+    parallel = form.several and offer.parallel
+    if form.arguments == "python":  # nothing but its name tells a call from a list
+        tags = [_python_tag(form, x, offer, loose) for x in offer.callable]
+        triggers = [tag["begin"] for tag in tags]
+    elif form.opening:
+        inner = calls(form, offer, loose)["elements"][1]
+        tags = [_as_tag(form.opening, inner, form.closing)]
+        triggers = [form.trigger]
+    else:
+        tags = [_tag(form, function, loose) for function in offer.callable]
+        triggers = [form.trigger]
+    return {
+        "type": "triggered_tags",
+        "triggers": triggers,
+        "tags": tags,
+        "stop_after_first": not parallel,
+    }
+
+
+def behind_reasoning(part: Part, tags: ThinkTags | None, inside: bool) -> Part:
+    """A part that reasoning comes before. inside: which the prompt has opened."""
+    if tags is None:
+        return part
+    thought = _as_tag("" if inside else tags.open, {"type": "any_text"}, tags.close)
+    before = _sequence(thought, {"type": "regex", "pattern": _BLANK})
+    return _sequence(before if inside else {"type": "optional", "content": before}, part)
+
+
+def behind_analysis(part: Part, before: str, after: str) -> Part:
+    """A part that a message of harmony's analysis may come before."""
+    thought = _as_tag(before, {"type": "any_text"}, after)
+    return _sequence({"type": "optional", "content": thought}, part)
+
+
+def structured(part: Part) -> StructuredOutputs:
+    """As sampling parameters have it."""
+    return StructuredOutputs(structural_tag={"type": "structural_tag", "format": part})
+
+
+def _text(value: str) -> Part:
+    return {"type": "const_string", "value": value}
+
+
+def _sequence(*parts: Part) -> Part:
+    return {"type": "sequence", "elements": list(parts)}
+
+
+def _as_tag(begin: str, content: Part, end: str) -> Part:
+    return {"type": "tag", "begin": begin, "content": content, "end": end}
+
+
+def _tag(form: Form, function: Function, loose: Collection[str]) -> Part:
+    content = _arguments(form, function, loose)
+    return _as_tag(form.before.replace(NAME, function.name), content, form.after)
+
+
+def _python_tag(form: Form, function: Function, offer: Offer, loose: Collection[str]) -> Part:
+    """A list that begins with a call of this function."""
+    begin = form.opening + form.before.replace(NAME, function.name)
+    parts = [_arguments(form, function, loose), _text(form.after)]
+    if offer.parallel:
+        others = [_tag(form, other, loose) for other in offer.callable]
+        more = _sequence(_text(form.between), {"type": "or", "elements": others})
+        parts.append({"type": "star", "content": more})
+    return _as_tag(begin, _sequence(*parts), form.closing)
+
+
+def _arguments(form: Form, function: Function, loose: Collection[str]) -> Part:
+    schema = function.parameters or {}
+    if form.arguments == "json":
+        held = _ANY_OBJECT if function.name in loose or not schema else {"type": "object", **schema}
+        return {"type": "json_schema", "json_schema": held}
+    properties = schema.get("properties") or {}
+    required = [name for name in schema.get("required") or () if name in properties]
+    optional = [name for name in properties if name not in required]
+    if form.arguments == "xml":
+        parts = [_xml(name, schema, function.name in loose) for name in required]
+        parts += [
+            {"type": "optional", "content": _xml(name, schema, function.name in loose)}
+            for name in optional
+        ]
+        return _sequence(*parts)
+    return _python(required, optional, schema, function.name in loose)
+
+
+def _value(name: str, schema: Mapping[str, Any], loose: bool) -> Part:
+    """One argument's value as JSON; references lead to definitions, which come along."""
+    one = schema["properties"][name]
+    if loose:
+        return {"type": "json_schema", "json_schema": True}
+    definitions = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
+    held = {**one, **definitions} if isinstance(one, Mapping) else one
+    return {"type": "json_schema", "json_schema": held}
+
+
+def _xml(name: str, schema: Mapping[str, Any], loose: bool) -> Part:
+    begin = f"{qwen3_coder.PARAMETER}{name}>\n"
+    end = f"\n{qwen3_coder.PARAMETER_END}\n"
+    one = schema["properties"][name]
+    types = set(qwen3_coder.types_of(one))
+    if types <= {"string"}:  # written as it is
+        listed = one.get("enum") if isinstance(one, Mapping) else None
+        texts = [value for value in listed or () if isinstance(value, str)]
+        if texts and not loose:
+            options = {"type": "or", "elements": [_text(value) for value in texts]}
+            return _sequence(_text(begin), options, _text(end))
+        return _as_tag(begin, {"type": "any_text"}, end)
+    return _sequence(_text(begin), _value(name, schema, loose), _text(end))
+
+
+def _python(
+    required: list[str], optional: list[str], schema: Mapping[str, Any], loose: bool
+) -> Part:
+    """`a=1, b="x"`: the required ones first, then any of the others in their order."""
+
+    def one(name: str, comma: bool) -> Part:
+        return _sequence(_text(f"{', ' if comma else ''}{name}="), _value(name, schema, loose))
+
+    def rest(names: list[str]) -> list[Part]:
+        return [{"type": "optional", "content": one(name, True)} for name in names]
+
+    if required:
+        first = [one(name, i > 0) for i, name in enumerate(required)]
+        return _sequence(*first, *rest(optional))
+    if not optional:
+        return _text("")
+    starts = [
+        _sequence(one(name, False), *rest(optional[i + 1 :])) for i, name in enumerate(optional)
+    ]
+    return {"type": "optional", "content": {"type": "or", "elements": starts}}

@@ -1,0 +1,142 @@
+"""What a request offers: which tools, and whether one must be called."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from penstock.server.errors import ApiError
+from penstock.server.tools.reader import Schemas
+from penstock.server.tools.schema import problem_of
+
+_NAME = re.compile(r"[a-zA-Z0-9_-]{1,64}")
+_MOST_CHARACTERS = 1 << 20
+"""Of all tools as JSON: a prompt of that many is longer than models take."""
+
+
+@dataclass(frozen=True, slots=True)
+class Function:
+    """A tool. place: where it stands in the request, such as `tools[0].function`."""
+
+    place: str
+    name: str
+    description: str | None
+    parameters: dict[str, Any] | None
+    strict: bool = False
+    schema_field: str = "parameters"
+
+    def for_template(self) -> dict[str, Any]:
+        """As chat templates read it, in OpenAI's words."""
+        function: dict[str, Any] = {"name": self.name}
+        if self.description is not None:
+            function["description"] = self.description
+        # Many templates look into the properties without asking whether there are any.
+        function["parameters"] = {"type": "object", "properties": {}, **(self.parameters or {})}
+        return {"type": "function", "function": function}
+
+
+@dataclass(frozen=True, slots=True)
+class Offer:
+    """What may be called. mode: whether a call must be made; named: the one that must be called."""
+
+    functions: tuple[Function, ...] = ()
+    mode: Literal["none", "auto", "required"] = "none"
+    named: str | None = None
+    parallel: bool = True
+
+    @property
+    def active(self) -> bool:
+        """Whether calls may be made at all."""
+        return bool(self.functions) and self.mode != "none"
+
+    @property
+    def callable(self) -> tuple[Function, ...]:
+        """The functions that may be called."""
+        return tuple(x for x in self.functions if self.named in (None, x.name))
+
+    @property
+    def schemas(self) -> Schemas:
+        """Of those, name → schema of the arguments."""
+        return {x.name: x.parameters or {} for x in self.callable} if self.active else {}
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """What a request says of `tool_choice`, in whatever form. param: the field to blame."""
+
+    mode: Literal["none", "auto", "required"] | None = None
+    named: str | None = None
+    param: str = field(default="tool_choice")
+
+
+def offer_of(functions: Sequence[Function], choice: Choice, parallel: bool = True) -> Offer:
+    """The offer. Raises ApiError naming the tool or field that is wrong."""
+    _check_names(functions)
+    _check_size(functions)
+    for function in functions:
+        if function.parameters is None:
+            continue
+        found = problem_of(function.parameters)
+        if found is not None:
+            where, what = found
+            place = f"{function.place}.{function.schema_field}{where}"
+            raise ApiError(400, f"{place} {what}.", param=place, code="invalid_function_parameters")
+    if not functions:
+        if choice.mode == "required" or choice.named is not None:
+            raise ApiError(
+                400, f"{choice.param} asks for a call, but there are no tools. Send tools.",
+                param=choice.param,
+            )  # fmt: skip
+        return Offer(parallel=parallel)
+    if choice.named is not None:
+        names = [function.name for function in functions]
+        if choice.named not in names:
+            raise ApiError(
+                400,
+                f"{choice.param} names {choice.named[:80]!r}, which isn't among the tools: "
+                f"{', '.join(names)[:200]}.",
+                param=choice.param,
+            )
+        return Offer(tuple(functions), "required", choice.named, parallel=False)
+    return Offer(tuple(functions), choice.mode or "auto", parallel=parallel)
+
+
+def _check_names(functions: Sequence[Function]) -> None:
+    seen: dict[str, str] = {}
+    for function in functions:
+        place = f"{function.place}.name"
+        if not _NAME.fullmatch(function.name):
+            raise ApiError(
+                400,
+                f"{place} is {function.name[:80]!r}; a name has 1 to 64 of a-z A-Z 0-9 _ -, and "
+                "nothing else.",
+                param=place,
+                code="invalid_value",
+            )
+        if function.name in seen:
+            raise ApiError(
+                400,
+                f"{place} is {function.name!r}, as {seen[function.name]} is. Give each tool a name "
+                "of its own.",
+                param=place,
+                code="invalid_value",
+            )
+        seen[function.name] = place
+
+
+def _check_size(functions: Sequence[Function]) -> None:
+    total = 0
+    for function in functions:
+        size = len(json.dumps(function.for_template(), ensure_ascii=False))
+        total += size
+        if total > _MOST_CHARACTERS:
+            raise ApiError(
+                400,
+                f"{function.place} has {size:,} characters as JSON and the tools up to it "
+                f"{total:,}; at most {_MOST_CHARACTERS:,} are read. Send fewer or shorter ones.",
+                param=function.place,
+                code="context_length_exceeded",
+            )

@@ -1,0 +1,104 @@
+"""Qwen3-Coder's XML, which Nemotron 3 and Step 3.5 have too.
+
+    <tool_call>
+    <function=get_weather>
+    <parameter=city>
+    Paris
+    </parameter>
+    </function>
+    </tool_call>
+
+What a parameter's text stands for, its schema says: a string is written as it is, anything else as
+JSON or, as templates print it, as Python. Source: the chat template and model card of Qwen3-Coder.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from typing import Any, NoReturn
+
+from penstock.server.tools.hermes import CLOSE, OPEN
+from penstock.server.tools.reader import CallReader, Marks, Reading
+
+FUNCTION, FUNCTION_END = "<function=", "</function>"
+PARAMETER, PARAMETER_END = "<parameter=", "</parameter>"
+_STARTS = Marks(OPEN, FUNCTION)
+_MOST_NAME = 256
+_PYTHON = {"True": "true", "False": "false", "None": "null"}
+
+
+class Qwen3CoderReader(CallReader):
+    """Reads blocks of parameters; each is passed on when it is whole."""
+
+    def read(self) -> Reading[None]:
+        """Read all of the text."""
+        while (mark := (yield from self.text_until(_STARTS))) is not None:
+            tagged = mark == OPEN
+            if tagged:
+                yield from self.space()
+                tagged = yield from self.literal(FUNCTION)
+                if not tagged:
+                    self.refuse()
+                    continue
+            if (yield from self._function(tagged)):
+                yield from self.closing(CLOSE)
+            else:
+                self.refuse()
+
+    def _function(self, tagged: bool) -> Reading[bool]:
+        """tagged: behind `<tool_call>`, without which only an offered tool is called."""
+        name = yield from self.until(">", _MOST_NAME)
+        if name is None or not self.is_name(name) or not (tagged or name in self.offered):
+            return False
+        self.begin(name)
+        self.argue("{")
+        schema, separator = self.offered.get(name, {}), ""
+        while True:
+            yield from self.space()
+            if (yield from self.literal(FUNCTION_END)):
+                self.argue("}")
+                self.end()
+                return True
+            if not (yield from self.literal(PARAMETER)):
+                return False
+            key = yield from self.until(">", _MOST_NAME)
+            text = None if key is None else (yield from self.until(PARAMETER_END))
+            if key is None or text is None:
+                return False
+            value = _value(text.removeprefix("\n").removesuffix("\n"), _types(schema, key))
+            self.argue(f"{separator}{json.dumps(key, ensure_ascii=False)}: {value}")
+            separator = ", "
+
+
+def _types(schema: Mapping[str, Any], key: str) -> set[str]:
+    """JSON's types that a parameter may have, as far as its schema says."""
+    properties = schema.get("properties")
+    one = properties.get(key) if isinstance(properties, Mapping) else None
+    return set(types_of(one))
+
+
+def types_of(schema: Any) -> Iterator[str]:
+    """JSON's types that a schema names."""
+    if not isinstance(schema, Mapping):
+        return
+    named = schema.get("type")
+    yield from [named] if isinstance(named, str) else named or ()
+    for branch in (*(schema.get("anyOf") or ()), *(schema.get("oneOf") or ())):
+        yield from types_of(branch)
+
+
+def _value(text: str, types: set[str]) -> str:
+    """A parameter's value as JSON."""
+    said = _PYTHON.get(text.strip(), text.strip())
+    if types <= {"string"} or ("string" in types and not (said == "null" and "null" in types)):
+        return json.dumps(text, ensure_ascii=False)
+    try:
+        json.loads(said, parse_constant=_refuse)
+    except (ValueError, RecursionError):
+        return json.dumps(text, ensure_ascii=False)
+    return said
+
+
+def _refuse(name: str) -> NoReturn:
+    raise ValueError(f"{name} isn't JSON")

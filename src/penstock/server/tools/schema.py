@@ -1,0 +1,156 @@
+"""Whether the schema of a tool's arguments is one, before a model is shown it.
+
+Held to JSON Schema 2020-12 where that says what a keyword must be, and looked through for what
+nothing can satisfy. What a grammar can't follow is another question, asked only of schemas that the
+arguments are held to. Source: json-schema.org, draft 2020-12, "Core" and "Validation".
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+_TYPES = ("array", "boolean", "integer", "null", "number", "object", "string")
+_MAPS = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
+_LISTS = ("anyOf", "oneOf", "allOf", "prefixItems")
+_SINGLE = (
+    "additionalProperties", "contains", "else", "if", "items", "not", "propertyNames", "then",
+    "unevaluatedItems", "unevaluatedProperties",
+)  # fmt: skip
+_COUNTS = (
+    "maxContains", "maxItems", "maxLength", "maxProperties", "minContains", "minItems", "minLength",
+    "minProperties",
+)  # fmt: skip
+_NUMBERS = ("exclusiveMaximum", "exclusiveMinimum", "maximum", "minimum")
+_ORDERED = (
+    ("minimum", "maximum"), ("minItems", "maxItems"), ("minLength", "maxLength"),
+    ("minProperties", "maxProperties"), ("minContains", "maxContains"),
+)  # fmt: skip
+_PLAIN_KEY = re.compile(r"[A-Za-z_$][\w$-]*")
+
+
+def problem_of(schema: Mapping[str, Any]) -> tuple[str, str] | None:
+    """(where, what is wrong) of the first mistake, or None. where: such as `.properties.city`."""
+    kind = schema.get("type", "object")
+    if kind != "object":
+        return ".type", f"is {_shown(kind)}; arguments are an object, so it must be 'object'"
+    waiting: list[tuple[str, Any]] = [("", schema)]
+    for place, one in waiting:  # which grows
+        if isinstance(one, bool):
+            continue
+        if not isinstance(one, Mapping):
+            return place, f"is {_shown(one)}; it must be a schema: an object, true or false"
+        found = _mistake(one) or _contradiction(one) or _dangling(one, schema)
+        if found is not None:
+            return place + found[0], found[1]
+        waiting += ((place + inner, value) for inner, value in _subschemas(one))
+    return None
+
+
+def _subschemas(schema: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    for key in _MAPS:
+        for name, value in schema.get(key, {}).items():
+            yield f".{key}{_step(name)}", value
+    for key in _LISTS:
+        yield from ((f".{key}[{i}]", x) for i, x in enumerate(schema.get(key, ())))
+    for key in _SINGLE:
+        value = schema.get(key)
+        if key == "items" and isinstance(value, list):  # as up to draft 2019-09
+            yield from ((f".items[{i}]", x) for i, x in enumerate(value))
+        elif key in schema:
+            yield f".{key}", value
+
+
+def _step(name: str) -> str:
+    return f".{name}" if _PLAIN_KEY.fullmatch(name) else f"[{name[:60]!r}]"
+
+
+def _mistake(schema: Mapping[str, Any]) -> tuple[str, str] | None:
+    """A keyword that has a value it can't have."""
+    kinds = schema.get("type")
+    if "type" in schema:
+        for kind in kinds if isinstance(kinds, list) and kinds else [kinds]:
+            if kind not in _TYPES:
+                return ".type", f"is {_shown(kind)}; it must be one of {', '.join(_TYPES)}"
+    for key in _MAPS:
+        if key in schema and not isinstance(schema[key], Mapping):
+            return f".{key}", f"is {_shown(schema[key])}; it must be an object of schemas"
+    for key in (*_LISTS, "enum"):
+        value = schema.get(key)
+        if key in schema and not (isinstance(value, list) and value):
+            return f".{key}", f"is {_shown(value)}; it must be a list with at least one entry"
+    for key in _COUNTS:
+        value = schema.get(key, 0)
+        whole = isinstance(value, int) or (isinstance(value, float) and value.is_integer())
+        if not whole or isinstance(value, bool) or value < 0:
+            return f".{key}", f"is {_shown(value)}; it must be an integer of at least 0"
+    for key in _NUMBERS:
+        value = schema.get(key, 0)
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            return f".{key}", f"is {_shown(value)}; it must be a number"
+    for key in ("$ref", "pattern", "format", "$schema"):
+        if not isinstance(schema.get(key, ""), str):
+            return f".{key}", f"is {_shown(schema[key])}; it must be a text"
+    required = schema.get("required", [])
+    if not isinstance(required, list) or not all(isinstance(x, str) for x in required):
+        return ".required", f"is {_shown(required)}; it must be a list of texts"
+    return None
+
+
+def _contradiction(schema: Mapping[str, Any]) -> tuple[str, str] | None:
+    """Keywords that no value can satisfy together."""
+    for low, high in _ORDERED:
+        if low in schema and high in schema and schema[low] > schema[high]:
+            return f".{low}", f"is {schema[low]}, but {high} is {schema[high]}"
+    kinds = schema.get("type")
+    if kinds is not None:
+        named = kinds if isinstance(kinds, list) else [kinds]
+        for key, values in (("enum", schema.get("enum")), ("const", [schema.get("const")])):
+            if key in schema and not any(
+                _has_type(x, kind) for x in values or () for kind in named
+            ):
+                return f".{key}", f"has no value of type {' or '.join(named)}"
+    properties = schema.get("properties", {})
+    for name in schema.get("required", ()):
+        closed = schema.get("additionalProperties") is False and "patternProperties" not in schema
+        if properties.get(name) is False or (closed and name not in properties):
+            return ".required", f"names {name[:60]!r}, which properties doesn't allow"
+    return None
+
+
+def _dangling(schema: Mapping[str, Any], root: Mapping[str, Any]) -> tuple[str, str] | None:
+    """A reference into the schema to what isn't there."""
+    reference = schema.get("$ref", "#")
+    if not (reference == "#" or reference.startswith("#/")):
+        return None if reference.startswith("#") else (".$ref", _outside(reference))
+    found: Any = root
+    for part in reference.split("/")[1:]:
+        key = part.replace("~1", "/").replace("~0", "~")
+        if isinstance(found, list) and key.isdecimal() and int(key) < len(found):
+            found = found[int(key)]
+        elif isinstance(found, Mapping) and key in found:
+            found = found[key]
+        else:
+            return ".$ref", f"is {reference[:80]!r}, and there is nothing"
+    return None
+
+
+def _outside(reference: str) -> str:
+    return f"is {reference[:80]!r}; only the schema's own parts (#/…) are looked up"
+
+
+def _has_type(value: Any, kind: str) -> bool:
+    if kind in ("integer", "number"):
+        number = isinstance(value, int | float) and not isinstance(value, bool)
+        return number and (kind == "number" or isinstance(value, int) or value.is_integer())
+    classes = {"array": list, "boolean": bool, "object": dict, "string": str}
+    return value is None if kind == "null" else isinstance(value, classes[kind])
+
+
+def _shown(value: Any) -> str:
+    if value is None or isinstance(value, bool):
+        return {None: "null", True: "true", False: "false"}[value]
+    if isinstance(value, int | float | str):
+        return repr(value)[:80]
+    return ("an empty " if not value else "a ") + ("list" if isinstance(value, list) else "object")

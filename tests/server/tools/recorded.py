@@ -1,0 +1,434 @@
+"""Outputs of each family, in the forms that model cards and chat templates document.
+
+Each is (what it shows, the text as a model writes it, the answer, the calls). Sources are named in
+the modules of `penstock.server.tools`.
+"""
+# ruff: noqa: E501
+
+from __future__ import annotations
+
+from typing import Any
+
+Row = tuple[str, str, str, list[tuple[str, dict[str, Any]]]]
+
+SCHEMAS: dict[str, dict[str, Any]] = {
+    "get_weather": {
+        "type": "object",
+        "properties": {
+            "city": {"type": "string"},
+            "days": {"type": "integer"},
+            "units": {"anyOf": [{"type": "string"}, {"type": "null"}]},
+            "where": {"type": "object"},
+            "exact": {"type": "boolean"},
+        },
+    },
+    "get_time": {"type": "object", "properties": {}},
+    "note": {"type": "object", "properties": {"text": {"type": "string"}}},
+}
+
+PARIS = ("get_weather", {"city": "Paris", "days": 3})
+TIME: tuple[str, dict[str, Any]] = ("get_time", {})
+NESTED = (
+    "get_weather",
+    {"where": {"at": [48.85, 2.35], "tags": [{"a": None}, {"b": True}]}, "exact": False},
+)
+QUOTES = ("note", {"text": 'She said "no\\yes" {then} [left],\n<b>1</b>'})
+UNICODE = ("note", {"text": "Zürich – 東京 🗼"})
+
+HERMES: list[Row] = [
+    (
+        "one",
+        '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Paris", "days": 3}}\n'
+        "</tool_call>",
+        "",
+        [PARIS],
+    ),
+    (
+        "parallel, behind text",
+        'I\'ll look both up.\n\n<tool_call>\n{"name": "get_weather", "arguments": {"city": "Paris", '
+        '"days": 3}}\n</tool_call>\n<tool_call>\n{"name": "get_time", "arguments": {}}\n'
+        "</tool_call>",
+        "I'll look both up.",
+        [PARIS, TIME],
+    ),
+    (
+        "nested",
+        '<tool_call>\n{"name": "get_weather", "arguments": {"where": {"at": [48.85, 2.35], "tags": '
+        '[{"a": null}, {"b": true}]}, "exact": false}}\n</tool_call>',
+        "",
+        [NESTED],
+    ),
+    (
+        "quotes",
+        '<tool_call>\n{"name": "note", "arguments": {"text": "She said \\"no\\\\yes\\" {then} '
+        '[left],\\n<b>1</b>"}}\n</tool_call>',
+        "",
+        [QUOTES],
+    ),
+    (
+        "unicode, escaped and not",
+        '<tool_call>\n{"name": "note", "arguments": {"text": "Zürich \\u2013 東京 '
+        '\\ud83d\\uddfc"}}\n</tool_call>',
+        "",
+        [UNICODE],
+    ),
+    (
+        "arguments before the name, without a closing tag",
+        '<tool_call>{"arguments": {"city": "Paris", "days": 3}, "name": "get_weather"}',
+        "",
+        [PARIS],
+    ),
+    (
+        "arguments as text, none, and two in a block",
+        '<tool_call>\n{"name": "get_weather", "arguments": "{\\"city\\": \\"Paris\\", \\"days\\": '
+        '3}"}\n{"name": "get_time"}\n</tool_call>',
+        "",
+        [PARIS, TIME],
+    ),
+    (
+        "a brace short",
+        '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Paris", "days": 3}\n'
+        "</tool_call> Done.",
+        "Done.",
+        [PARIS],
+    ),
+    (
+        "not JSON",
+        "Look: <tool_call>\n{'name': 'get_time', 'arguments': {}}\n</tool_call> ok",
+        "Look: <tool_call>\n{'name': 'get_time', 'arguments': {}}\n</tool_call> ok",
+        [],
+    ),
+    (
+        "wrong in its arguments, and a whole one behind it",
+        '<tool_call>\n{"name": "get_weather", "arguments": {"city": Paris}}\n</tool_call>\n'
+        '<tool_call>\n{"name": "get_time", "arguments": {}}\n</tool_call>',
+        '<tool_call>\n{"name": "get_weather", "arguments": {"city": Paris}}\n</tool_call>',
+        [TIME],
+    ),
+    (
+        "cut off",
+        '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Pa',
+        '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Pa',
+        [],
+    ),
+    (
+        "arguments that aren't an object",
+        '<tool_call>\n{"name": "get_time", "arguments": [1]}\n</tool_call>',
+        '<tool_call>\n{"name": "get_time", "arguments": [1]}\n</tool_call>',
+        [],
+    ),
+    ("no call", "2 < 3 and <tool\n", "2 < 3 and <tool\n", []),
+]
+
+QWEN3_CODER: list[Row] = [
+    (
+        "one, behind text",
+        "Let me look.\n\n<tool_call>\n<function=get_weather>\n<parameter=city>\nParis\n</parameter>\n"
+        "<parameter=days>\n3\n</parameter>\n</function>\n</tool_call>",
+        "Let me look.",
+        [PARIS],
+    ),
+    (
+        "parallel, empty",
+        "<tool_call>\n<function=get_weather>\n<parameter=city>\nParis\n</parameter>\n"
+        "<parameter=days>\n3\n</parameter>\n</function>\n</tool_call>\n<tool_call>\n"
+        "<function=get_time>\n</function>\n</tool_call>",
+        "",
+        [PARIS, TIME],
+    ),
+    (
+        "nested, and a name of Python's",
+        '<tool_call>\n<function=get_weather>\n<parameter=where>\n{"at": [48.85, 2.35], "tags": '
+        '[{"a": null}, {"b": true}]}\n</parameter>\n<parameter=exact>\nFalse\n</parameter>\n'
+        "</function>\n</tool_call>",
+        "",
+        [NESTED],
+    ),
+    (
+        "text as it is",
+        '<tool_call>\n<function=note>\n<parameter=text>\nShe said "no\\yes" {then} [left],\n<b>1</b>'
+        "\n</parameter>\n</function>\n</tool_call>",
+        "",
+        [QUOTES],
+    ),
+    (
+        "null or text, and a text that looks like a number",
+        "<tool_call>\n<function=get_weather>\n<parameter=city>\n75001\n</parameter>\n"
+        "<parameter=units>\nNone\n</parameter>\n</function>\n</tool_call>",
+        "",
+        [("get_weather", {"city": "75001", "units": None})],
+    ),
+    (
+        "without the outer tag",
+        "<function=note>\n<parameter=text>\nZürich – 東京 🗼\n</parameter>\n</function>\n</tool_call>",
+        "",
+        [UNICODE],
+    ),
+    (
+        "cut off",
+        "<tool_call>\n<function=note>\n<parameter=text>\nZür",
+        "<tool_call>\n<function=note>\n<parameter=text>\nZür",
+        [],
+    ),
+    (
+        "JSON instead",
+        '<tool_call>\n{"name": "get_time"}\n</tool_call>',
+        '<tool_call>\n{"name": "get_time"}\n</tool_call>',
+        [],
+    ),
+]
+
+LLAMA3_JSON: list[Row] = [
+    (
+        "one",
+        '{"name": "get_weather", "parameters": {"city": "Paris", "days": 3}}',
+        "",
+        [PARIS],
+    ),
+    (
+        "behind the tag, with a type",
+        '<|python_tag|>{"type": "function", "name": "get_weather", "parameters": {"city": "Paris", '
+        '"days": 3}}',
+        "",
+        [PARIS],
+    ),
+    (
+        "parallel, behind text",
+        'Both: {"name": "get_weather", "parameters": {"city": "Paris", "days": 3}}; {"name": '
+        '"get_time", "parameters": {}}',
+        "Both:",
+        [PARIS, TIME],
+    ),
+    (
+        "nested",
+        '{"name": "get_weather", "parameters": {"where": {"at": [48.85, 2.35], "tags": [{"a": null}'
+        ', {"b": true}]}, "exact": false}}',
+        "",
+        [NESTED],
+    ),
+    (
+        "quotes",
+        '{"name": "note", "parameters": {"text": "She said \\"no\\\\yes\\" {then} [left],\\n<b>1</b>'
+        '"}}',
+        "",
+        [QUOTES],
+    ),
+    (
+        "unicode",
+        '{"name": "note", "parameters": {"text": "Zürich – 東京 🗼"}}',
+        "",
+        [UNICODE],
+    ),
+    (
+        "JSON that calls nothing",
+        '{"name": "Bob", "parameters": {"age": 3}} {"x": 1} {',
+        '{"name": "Bob", "parameters": {"age": 3}} {"x": 1} {',
+        [],
+    ),
+    (
+        "a built-in tool",
+        '<|python_tag|>brave_search.call(query="Paris")',
+        '<|python_tag|>brave_search.call(query="Paris")',
+        [],
+    ),
+    (
+        "cut off",
+        '{"name": "get_weather", "parameters": {"city": "Par',
+        '{"name": "get_weather", "parameters": {"city": "Par',
+        [],
+    ),
+]
+
+PYTHONIC: list[Row] = [
+    ("one", '[get_weather(city="Paris", days=3)]', "", [PARIS]),
+    ("parallel", "[get_weather(city='Paris', days=3), get_time()]", "", [PARIS, TIME]),
+    (
+        "between Llama 4's tags, behind text",
+        "Both.\n<|python_start|>[get_weather(city='Paris',days = 3,),get_time( )]<|python_end|>",
+        "Both.",
+        [PARIS, TIME],
+    ),
+    (
+        "nested",
+        "[get_weather(where={'at': (48.85, 2.35), 'tags': [{'a': None}, {'b': true}]}, exact=False)]",
+        "",
+        [NESTED],
+    ),
+    (
+        "quotes",
+        "[note(text='She said \"no\\\\yes\" {then} [left],\\n<b>1</b>')]",
+        "",
+        [QUOTES],
+    ),
+    ("unicode", "[note(text='Z\\xfcrich ' '\\u2013 東京 \\U0001f5fc')]", "", [UNICODE]),
+    (
+        "lists that call nothing",
+        "See [1], [note] and [other(a=1)].",
+        "See [1], [note] and [other(a=1)].",
+        [],
+    ),
+    ("not a literal", "[note(text=open('x'))]", "[note(text=open('x'))]", []),
+    ("cut off", "[get_time(), note(text='a", ", note(text='a", [TIME]),
+]
+
+MISTRAL: list[Row] = [
+    (
+        "one, with an id",
+        '[TOOL_CALLS] [{"name": "get_weather", "arguments": {"city": "Paris", "days": 3}, "id": '
+        '"D681PevKs"}]',
+        "",
+        [PARIS],
+    ),
+    (
+        "parallel, behind text",
+        'Both.[TOOL_CALLS][{"name": "get_weather", "arguments": {"city": "Paris", "days": 3}}, '
+        '{"name": "get_time", "arguments": {}}]',
+        "Both.",
+        [PARIS, TIME],
+    ),
+    (
+        "nested, by name",
+        '[TOOL_CALLS]get_weather[ARGS]{"where": {"at": [48.85, 2.35], "tags": [{"a": null}, {"b": '
+        'true}]}, "exact": false}',
+        "",
+        [NESTED],
+    ),
+    (
+        "parallel, with and without ids",
+        '[TOOL_CALLS]get_weather[CALL_ID]bbc5b7ede[ARGS]{"city": "Paris", "days": 3}[TOOL_CALLS]'
+        "get_time[ARGS]{}",
+        "",
+        [PARIS, TIME],
+    ),
+    (
+        "quotes",
+        '[TOOL_CALLS]note[ARGS]{"text": "She said \\"no\\\\yes\\" {then} [left],\\n<b>1</b>"}',
+        "",
+        [QUOTES],
+    ),
+    (
+        "unicode, an object alone",
+        '[TOOL_CALLS]{"name": "note", "arguments": {"text": "Zürich – 東京 🗼"}}',
+        "",
+        [UNICODE],
+    ),
+    ("no arguments", "[TOOL_CALLS]get_time ok", "[TOOL_CALLS]get_time ok", []),
+    (
+        "cut off",
+        '[TOOL_CALLS][{"name": "get_weather", "argum',
+        '[TOOL_CALLS][{"name": "get_weather", "argum',
+        [],
+    ),
+]
+
+_BEGIN, _END = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
+_CALL, _CALLED, _SEP = "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>", "<｜tool▁sep｜>"
+
+DEEPSEEK: list[Row] = [
+    (
+        "V3, parallel, behind text",
+        f"Both.{_BEGIN}{_CALL}function{_SEP}get_weather\n```json\n"
+        f'{{"city": "Paris", "days": 3}}\n```{_CALLED}\n{_CALL}function{_SEP}get_time\n```json\n{{}}'
+        f"\n```{_CALLED}{_END}",
+        "Both.",
+        [PARIS, TIME],
+    ),
+    (
+        "V3.1, parallel",
+        f'{_BEGIN}{_CALL}get_weather{_SEP}{{"city": "Paris", "days": 3}}{_CALLED}{_CALL}get_time'
+        f"{_SEP}{{}}{_CALLED}{_END}",
+        "",
+        [PARIS, TIME],
+    ),
+    (
+        "nested",
+        f'{_BEGIN}{_CALL}get_weather{_SEP}{{"where": {{"at": [48.85, 2.35], "tags": [{{"a": null}}, '
+        f'{{"b": true}}]}}, "exact": false}}{_CALLED}{_END}',
+        "",
+        [NESTED],
+    ),
+    (
+        "quotes",
+        f'{_BEGIN}{_CALL}note{_SEP}{{"text": "She said \\"no\\\\yes\\" {{then}} [left],\\n<b>1</b>"}}'
+        f"{_CALLED}{_END}",
+        "",
+        [QUOTES],
+    ),
+    (
+        "unicode, without the outer tokens",
+        f'{_CALL}function{_SEP}note\n```json\n{{"text": "Zürich – 東京 🗼"}}\n```{_CALLED}',
+        "",
+        [UNICODE],
+    ),
+    (
+        "not JSON",
+        f"{_BEGIN}{_CALL}function{_SEP}note\n```json\ntext: x\n```{_CALLED}{_END}",
+        f"{_BEGIN}{_CALL}function{_SEP}note\n```json\ntext: x\n```{_CALLED}{_END}",
+        [],
+    ),
+    ("cut off", f"{_BEGIN}{_CALL}get_ti", f"{_BEGIN}{_CALL}get_ti", []),
+]
+
+_THOUGHT = "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant"
+
+HARMONY: list[Row] = [
+    (
+        "one, thought about",
+        f"{_THOUGHT}<|channel|>commentary to=functions.get_weather <|constrain|>json<|message|>"
+        '{"city": "Paris", "days": 3}<|call|>',
+        "",
+        [PARIS],
+    ),
+    (
+        "the recipient first, as templates write it",
+        ' to=functions.get_weather<|channel|>commentary json<|message|>{"city": "Paris", "days": 3}',
+        "",
+        [PARIS],
+    ),
+    (
+        "said before, and two",
+        "<|channel|>commentary<|message|>Both.<|end|><|start|>assistant<|channel|>commentary "
+        'to=functions.get_weather<|message|>{"city": "Paris", "days": 3}<|call|><|start|>assistant'
+        "<|channel|>commentary to=functions.get_time<|message|>{}<|call|>",
+        "Both.",
+        [PARIS, TIME],
+    ),
+    (
+        "nested",
+        "<|channel|>commentary to=functions.get_weather <|constrain|>json<|message|>"
+        '{"where": {"at": [48.85, 2.35], "tags": [{"a": null}, {"b": true}]}, "exact": false}',
+        "",
+        [NESTED],
+    ),
+    (
+        "quotes",
+        "<|channel|>commentary to=functions.note <|constrain|>json<|message|>"
+        '{"text": "She said \\"no\\\\yes\\" {then} [left],\\n<b>1</b>"}<|call|>',
+        "",
+        [QUOTES],
+    ),
+    (
+        "unicode",
+        "<|channel|>commentary to=functions.note <|constrain|>json<|message|>"
+        '{"text": "Zürich – 東京 🗼"}<|call|>',
+        "",
+        [UNICODE],
+    ),
+    ("an answer", f"{_THOUGHT}<|channel|>final<|message|>It rains.<|return|>", "It rains.", []),
+    (
+        "not JSON",
+        "<|channel|>commentary to=functions.note <|constrain|>json<|message|>text",
+        "<|channel|>commentary to=functions.note <|constrain|>json<|message|>text",
+        [],
+    ),
+]
+
+RECORDED: dict[str, list[Row]] = {
+    "hermes": HERMES,
+    "qwen3_coder": QWEN3_CODER,
+    "llama3_json": LLAMA3_JSON,
+    "pythonic": PYTHONIC,
+    "mistral": MISTRAL,
+    "deepseek_v3": DEEPSEEK,
+    "openai": HARMONY,
+}
