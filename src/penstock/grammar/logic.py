@@ -20,11 +20,11 @@ MOST_NEGATED: Final = 2_000
 
 KINDS: Final = ("null", "boolean", "number", "string", "array", "object")
 _UNSAID: Final = frozenset(
-    "pattern format items prefixItems additionalItems contains additionalProperties uniqueItems "
-    "additionalItems patternProperties propertyNames multipleOf unevaluatedItems unevaluatedProperties if then else"
-    " dependencies dependentRequired dependentSchemas $dynamicRef $recursiveRef oneOf".split()
+    "pattern format multipleOf items prefixItems additionalItems contains uniqueItems "
+    "unevaluatedItems additionalProperties patternProperties propertyNames unevaluatedProperties "
+    "dependencies dependentRequired dependentSchemas if then else oneOf $dynamicRef $recursiveRef"
+    "".split()
 )
-
 _TRIVIAL: Final = frozenset(("additionalProperties", "items", "additionalItems", "uniqueItems"))
 
 
