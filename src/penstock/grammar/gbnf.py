@@ -22,6 +22,9 @@ from penstock.grammar.refusal import Refusal
 MOST_NESTED: Final = 100
 """Parentheses within each other."""
 
+MOST_CHARACTERS: Final = 200_000
+"""Of a recursive grammar, as it is written for the library."""
+
 _RULE = re.compile(r"^[ \t]*[A-Za-z_][A-Za-z0-9_-]*[ \t]*::=", re.MULTILINE)
 _NAME = re.compile(r"[A-Za-z0-9_-]+")
 _COUNT = re.compile(r"\{\s*(\d{1,9})\s*(?:(,)\s*(\d{1,9})?\s*)?\}")
@@ -98,7 +101,14 @@ def to_rules(text: str, prefix: str = "") -> tuple[str, list[str]]:
     _check_depth(rules)
     _check_ends(rules, lines)
     writer = _Writer(rules, prefix)
-    return writer.reference("root"), writer.lines
+    first = writer.reference("root")
+    size = sum(map(len, writer.lines))
+    if size > MOST_CHARACTERS and not writer.regular:
+        raise Refusal(
+            f"it takes {size:,} characters to say, character by character; at most "
+            f"{MOST_CHARACTERS:,} can be compiled in time"
+        )
+    return first, writer.lines
 
 
 class _Parser:

@@ -17,6 +17,9 @@ from penstock.grammar.refusal import Refusal
 LONGEST_CHAIN: Final = 500
 """Of rules and parentheses, each within the one before: 2,500 overflowed a stack of 8 MB."""
 
+MOST_ITEMS: Final = 40_000
+"""Of all rules: names, texts, regexes and the marks between them."""
+
 _TOKEN = re.compile(
     r"""(?P<space>[ \t\r]+|\#[^\n]*|//[^\n]*)
       |(?P<newline>\n)
@@ -68,6 +71,12 @@ class Rule:
 def check(text: str) -> None:
     """Raises Refusal for a grammar whose compiler would overflow, or whose text never ends."""
     rules = {rule.name: rule for rule in read(text)}
+    items = sum(len(rule.body) for rule in rules.values())
+    if items > MOST_ITEMS:
+        raise Refusal(
+            f"its rules have {items:,} items; at most {MOST_ITEMS:,} can be compiled in time. Put "
+            "words into one terminal (its name in capitals), as a regex"
+        )
     names = {name: _names(rule, rules) for name, rule in rules.items()}
     check_depth(names, {name: _weight(rule) for name, rule in rules.items()})
     if "start" not in rules:

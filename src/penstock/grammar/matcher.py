@@ -19,7 +19,7 @@ def build_matcher(vocabulary: Vocabulary, grammar: str, fuel: int) -> llguidance
     limits = llguidance.LLParserLimits(
         initial_lexer_fuel=fuel,
         max_lexer_states=50_000,
-        max_grammar_size=200_000,
+        max_grammar_size=60_000,
         verbose_errors=False,
     )
     try:
