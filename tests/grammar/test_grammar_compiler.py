@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import re
 import threading
 import time
 from collections.abc import Callable
@@ -172,6 +173,10 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "deep regex": ({"regex": "(" * 50_000 + "a" + ")" * 50_000}, "the regex isn't one"),
     "whitespace": ({"json_object": True, "whitespace_pattern": "["}, "unclosed character class"),
     "lark": ({"grammar": 'start: "a" b\n'}, "line 1.*unknown name: .b"),
+    "lark that takes back": (
+        {"grammar": "start: a\na[max_tokens=3]: /.*/\n"},
+        "at line 2: the rule 'a' asks for max_tokens",
+    ),
     "lark without start": ({"grammar": 'begin: "a"\n'}, "no start rule found"),
     "lark without end": (
         {"grammar": 'start: "a" b\nb: "(" b ")"\n'},
@@ -219,6 +224,34 @@ def test_what_cant_be_followed_is_refused_with_its_place(
     assert time.perf_counter() - start < 5  # under a second on an idle machine
     assert str(error.value).startswith(f"structured_outputs.{spec.kind} can't be followed")
     assert len(str(error.value)) < 900
+
+
+MALFORMED: list[tuple[Any, str]] = [
+    ({"type": 5}, "#/type"),
+    ({"type": [["null"]]}, "#/type"),
+    ({"properties": {"a": 5}}, "#/properties"),
+    ({"properties": {"a": {"required": [1]}}}, "#/properties/a/required"),
+    ({"enum": 5}, "#/enum"),
+    ({"anyOf": {}}, "#/anyOf"),
+    ({"allOf": [5]}, "#/allOf"),
+    ({"not": {"allOf": 5}}, "#/not/allOf"),
+    ({"not": {"properties": 5}}, "#/not/properties"),
+    ({"oneOf": [{"required": 5}, {}]}, "#/oneOf/0/required"),
+    ({"items": "a"}, "#/items"),
+    ({"minLength": -1}, "#/minLength"),
+    ({"multipleOf": 0}, "#/multipleOf"),
+    ({"pattern": 5}, "#/pattern"),
+    ({"dependencies": {"a": 5}}, "#/dependencies"),
+    ({"$ref": 5}, "#/$ref"),
+]
+
+
+@pytest.mark.parametrize(("schema", "place"), MALFORMED)
+def test_what_isnt_a_schema_is_refused_with_its_place(
+    schema: Any, place: str, grammars_of: Callable[[str], Grammars]
+) -> None:
+    with pytest.raises(InvalidSamplingError, match=f"at {re.escape(place)}: .* must be"):
+        grammars_of("gpt2").compile(StructuredOutputs(json=schema))
 
 
 HARD = {

@@ -164,7 +164,7 @@ class _Rewriting:
                 if target is None or value in within or len(within) > 20:
                     raise Unsayable
                 return [self.negate(target, (*within, value))]
-            case "required":
+            case "required" if isinstance(value, list):
                 return [{"type": "object", "properties": {name: False}} for name in value]
             case "properties":
                 return [

@@ -19,6 +19,7 @@ from penstock.grammar.formats import pattern_of
 from penstock.grammar.logic import rewrite
 from penstock.grammar.matcher import first_line
 from penstock.grammar.refusal import Refusal, pointer
+from penstock.grammar.shape import check_shape
 from penstock.grammar.subschemas import Path, Schema, children, reachable, resolve
 from penstock.sampling.structured import StructuredOutputs
 
@@ -149,9 +150,13 @@ def _check_nesting(document: Schema) -> None:
 
 
 def _check_size(document: Schema) -> None:
-    """Raises Refusal for more than the library compiles in time, before it takes any."""
+    """Raises Refusal for what isn't a schema, and for more than can be compiled in time."""
     squared, multiples = 0, dict[int, Path]()
     for count, (path, schema) in enumerate(reachable(document)):
+        try:
+            check_shape(schema)
+        except Refusal as refusal:
+            raise refusal.at(pointer(path)) from refusal
         properties = schema.get("properties")
         squared += len(properties) ** 2 if isinstance(properties, dict) else 0
         if count >= MOST_SCHEMAS or squared > MOST_SQUARED:
