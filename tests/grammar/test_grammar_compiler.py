@@ -122,6 +122,10 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         {"json": nested({"$ref": "http://example.com/a"}, 1)},
         "at #/properties/a/.ref: .ref names 'http://example.com/a', which isn't within it",
     ),
+    "nowhere": (
+        {"json": nested({"$ref": "#/$defs/a"}, 1)},
+        "at #/properties/a/.ref: .ref names '/.defs/a', where nothing is",
+    ),
     "format": ({"json": {"format": "datetime"}}, "at #/format: .*it calls it 'date-time'"),
     "regex format": ({"json": {"format": "regex"}}, "at #/format: the format 'regex' can't be"),
     "one of": (

@@ -106,6 +106,11 @@ _MESSAGES: Final = (
     (r"oneOf constraints are not supported", "oneOf has options that more than one value may meet"),
     (r"Unsatisfiable schema: (?P<why>[^\n]*)", "no value follows it ({why})"),
     (r"Resource '(?P<uri>[^']*)' is not present", "$ref names {uri!r}, which isn't within it"),
+    (
+        r"Pointer '(?P<pointer>[^']*)' does not exist",
+        "$ref names {pointer!r}, where nothing is, or a part within not, if or oneOf, which are "
+        "written otherwise",
+    ),
     (r"schema too large", "it is larger than can be compiled in time"),
     (r"too big|too deep|too large", "it is larger than can be compiled in time"),
     (r"circular references with sibling keys", "a $ref that leads to itself has other keys beside"),
@@ -126,6 +131,8 @@ def _place(document: Schema, key: str | None, match: re.Match[str]) -> str:
             return pointer((*path, key))
         if "format" in found and schema.get("format") == found["format"]:
             return pointer((*path, "format"))
+        if "pointer" in found and str(schema.get("$ref")).endswith(found["pointer"]):
+            return pointer((*path, "$ref"))
         if "uri" in found and str(schema.get("$ref", "")).split("#")[0] not in ("", "#"):
             return pointer((*path, "$ref"))
         for words, keyword in _KEYS_OF.items():
