@@ -105,6 +105,7 @@ SAMPLING: dict[str, Any] = {
     "include_stop_str_in_output": (True, {"stop": [" "]}),
     "prompt_logprobs": 1,
 }
+TOOLS = [{"type": "function", "function": {"name": "f", "parameters": None}}]
 SAID_IN_THE_LOG = {"user", "safety_identifier"}  # test_user_is_in_the_log
 ASKS_FOR_NOTHING = {"prompt_cache_key"}  # as docs/compatibility.md says
 OF_THE_QUEUE = {"priority", "ttft_slo_ms", "tpot_slo_ms"}  # reach the engine: test below
@@ -142,6 +143,12 @@ ENDPOINTS = {
             "return_tokens_as_token_ids": (True, {"logprobs": True}),
             "echo": True,
             "request_id": "chosen",
+            "tools": TOOLS,
+            "tool_choice": ("none", {"tools": TOOLS}),
+            "parallel_tool_calls": (
+                False,
+                {"tools": TOOLS, "tool_choice": "required", "max_tokens": 150, "temperature": 0},
+            ),
         },
         SAID_IN_THE_LOG | ASKS_FOR_NOTHING | OF_THE_QUEUE | {"cache_salt"},
     ),

@@ -112,12 +112,11 @@ def said(client: OpenAI, **options: Any) -> dict[str, Any]:
     return whole
 
 
-@pytest.mark.parametrize("family", sorted(TOOL_PARSERS))
+# Harmony's reasoning, which may come first, has no end of its own with the embedded model.
+@pytest.mark.parametrize("family", sorted(TOOL_PARSERS.keys() - {"openai"}))
 def test_a_call_that_must_be_made_is_made(client: OpenAI, as_family: Any, family: str) -> None:
     """The embedded model, held to each family's form."""
     as_family(family)
-    if family == "openai":  # its reasoning, which may come first, has no end of its own here
-        pytest.skip("the embedded model thinks for ever")
     named = said(client, tools=[F], tool_choice={"type": "function", "function": {"name": "f"}})
     ((name, arguments),) = named["calls"]
     assert name == "f"

@@ -150,8 +150,8 @@ def _value(name: str, schema: Mapping[str, Any], loose: bool) -> Part:
 def _xml(name: str, schema: Mapping[str, Any], loose: bool) -> Part:
     begin = f"{qwen3_coder.PARAMETER}{name}>\n"
     end = f"\n{qwen3_coder.PARAMETER_END}\n"
-    one = schema["properties"][name]
-    types = set(qwen3_coder.types_of(one))
+    one = qwen3_coder.resolved(schema["properties"][name], schema)
+    types = set(qwen3_coder.types_of(one, schema))
     if types <= {"string"}:  # written as it is
         listed = one.get("enum") if isinstance(one, Mapping) else None
         texts = [value for value in listed or () if isinstance(value, str)]
