@@ -145,12 +145,11 @@ ENDPOINTS = {
             "request_id": "chosen",
             "tools": TOOLS,
             "tool_choice": ("none", {"tools": TOOLS}),
-            "parallel_tool_calls": (
-                False,
-                {"tools": TOOLS, "tool_choice": "required", "max_tokens": 150, "temperature": 0},
-            ),
         },
-        SAID_IN_THE_LOG | ASKS_FOR_NOTHING | OF_THE_QUEUE | {"cache_salt"},
+        SAID_IN_THE_LOG
+        | ASKS_FOR_NOTHING
+        | OF_THE_QUEUE
+        | {"cache_salt", "parallel_tool_calls"},  # the latter: tools/test_chat.py
     ),
     "completions": Endpoint(
         "/v1/completions",
