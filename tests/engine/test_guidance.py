@@ -12,7 +12,6 @@ import pytest
 import torch
 
 from penstock import LLM, SamplingParams
-
 from penstock.errors import InvalidSamplingError, RequestError
 from penstock.sampling import Sampler, SequenceSampling
 from tests.engine.toy import IS_NAN, VOCAB, check, drain, logits_of, run_one, toy_engine
@@ -128,7 +127,7 @@ def test_half_started_pairs_make_way_for_each_other() -> None:
 def test_prompts_that_begin_alike_do_not_wait_for_each_other() -> None:
     block = list(range(8))
     engine = toy_engine(enable_prefix_caching=True)
-    cases = itertools.product([block, block + [1]], [block + [2, 3], [*block, 1, 2]])
+    cases = itertools.product([block, [*block, 1]], [[*block, 2, 3], [*block, 1, 2]])
     for i, (prompt, negative) in enumerate(cases):
         engine.add_request(str(i), prompt, params(negative_prompt=negative))
     done = drain(engine, 200)
@@ -154,7 +153,7 @@ def test_aborted_and_failed() -> None:
 
 def test_what_could_never_run_is_refused() -> None:
     engine = toy_engine(12, 40, max_num_seqs=3)
-    with pytest.raises(RequestError, match="2 samples of 2 sequences each .* max_num_seqs is 3"):
+    with pytest.raises(RequestError, match=r"2 samples of 2 sequences each .* max_num_seqs is 3"):
         engine.add_request("it", [1], params(n=2, temperature=1.0))
     with pytest.raises(RequestError, match="may need 19 blocks of 4 tokens, but the cache holds"):
         engine.add_request("it", [1, 2], params(max_tokens=30))

@@ -159,7 +159,7 @@ def test_what_cannot_be_followed_is_refused_before_it_starts(llm: LLM) -> None:
 class Broken:
     """A constraint that breaks after some tokens."""
 
-    is_complete = may_end = False
+    is_complete = is_over = may_end = False
 
     def __init__(self, place: str) -> None:
         self.place, self.count = place, 0
@@ -192,7 +192,7 @@ def test_one_that_breaks_fails_alone(place: str, monkeypatch: pytest.MonkeyPatch
     plain = SamplingParams(temperature=0.0, max_tokens=6)
     engine.add_request("before", [1, 2], plain)
     constraint = Broken(place)
-    monkeypatch.setattr(engine.intake, "_constraint", lambda params: constraint)
+    monkeypatch.setattr(engine.intake, "_constraint", lambda request: constraint)
     engine.add_request("broken", [3, 4], plain)
     monkeypatch.undo()
     engine.add_request("after", [1, 2], plain)

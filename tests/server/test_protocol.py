@@ -165,6 +165,7 @@ ENDPOINTS = {
             "stream_options": ({"include_usage": True}, {"stream": True}),
             "logprobs": 1,
             "echo": True,
+            "token_healing": (True, {"prompt": "Once upon a ti"}),
             "add_special_tokens": False,
             "truncate_prompt_tokens": 2,
             "return_token_ids": True,
@@ -437,6 +438,26 @@ def test_tokens_are_counted_also_where_they_dont_fit(server: Running) -> None:
         model="stories", messages=[{"role": "user", "content": "word " * 2000}]
     )
     assert many.input_tokens > 2000
+
+
+def test_a_healed_prompt_and_what_follows_are_one_text(server: Running) -> None:
+    prompt = "Once upon a ti"
+    body = {"prompt": prompt, "max_tokens": 4, "temperature": 0, "token_healing": True}
+    with server.client() as client:
+        plain = client.post("/v1/completions", json={**body, "logprobs": 0}).json()
+        echoed = client.post("/v1/completions", json={**body, "echo": True}).json()
+        both = client.post("/v1/completions", json={**body, "echo": True, "logprobs": 0})
+        chat = client.post("/v1/chat/completions", json={"messages": CHAT, "token_healing": True})
+    (choice,) = plain["choices"]
+    tokens, offsets = choice["logprobs"]["tokens"], choice["logprobs"]["text_offset"]
+    assert echoed["choices"][0]["text"] == prompt + choice["text"]
+    assert offsets[0] < 0
+    assert (prompt + choice["text"])[len(prompt) + offsets[0] :] == "".join(tokens)
+    assert plain["usage"]["prompt_tokens"] == len(server.service.prompts.tokenizer.encode(prompt))
+    assert plain["usage"]["completion_tokens"] == 4 == len(tokens)
+    assert both.status_code == 400
+    assert "token_healing" in both.json()["error"]["message"]
+    assert chat.json()["error"]["code"] == "unknown_parameter"
 
 
 def test_a_prompts_logprobs_with_its_echo(server: Running) -> None:

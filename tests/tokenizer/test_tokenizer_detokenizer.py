@@ -30,7 +30,7 @@ def chunks(ids: Sequence[int], sizes: Sequence[int]) -> Iterator[list[int]]:
 
 
 def stream(detokenizer: IncrementalDetokenizer, ids: Sequence[int], sizes: Sequence[int]) -> str:
-    deltas = [detokenizer.append(chunk) for chunk in chunks(ids, sizes)]
+    deltas = [detokenizer.text, *(detokenizer.append(chunk) for chunk in chunks(ids, sizes))]
     assert "".join(deltas) == detokenizer.text
     deltas.append(detokenizer.finish())
     assert "".join(deltas) == detokenizer.text
@@ -149,3 +149,70 @@ def test_wrong_use_says_so(tokenizer_of: Callable[[str], Tokenizer]) -> None:
         detokenizer.append([1])
     with pytest.raises(TokenizerError, match="negative"):
         tokenizer.decode([-1])
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("stop", [(), ("a", " t", "é", "\ufffd")])
+def test_what_was_chosen_anew_is_not_text(
+    name: str, stop: tuple[str, ...], tokenizer_of: Callable[[str], Tokenizer]
+) -> None:
+    """Any end of a prompt may be output instead: the text, and where it stops, stay the same."""
+    tokenizer = tokenizer_of(name)
+
+    @quick
+    @given(ids=raw_ids, text=texts, sizes=widths, cuts=st.tuples(st.integers(), st.integers()))
+    def check(ids: list[int], text: str, sizes: list[int], cuts: tuple[int, int]) -> None:
+        ids = [*tokenizer.encode(text), *ids, *tokenizer.encode("a the é")]
+        kept, end = sorted(cut % (len(ids) + 1) for cut in cuts)
+        prompt = ids[:end]
+        plain = IncrementalDetokenizer(tokenizer, prompt_ids=prompt, stop=stop)
+        expected = stream(plain, ids[end:], sizes)
+        table = tokenizer.piece_table(skip_special_tokens=True)
+        prefix = b"".join(table[token] for token in ids[kept:end])
+        healed = IncrementalDetokenizer(
+            tokenizer, prompt_ids=prompt, stop=stop, skip_bytes=len(prefix)
+        )
+        assert stream(healed, ids[kept:], sizes) == expected
+        assert healed.stop_reason == plain.stop_reason
+
+    check()
+
+
+def test_a_stop_string_begins_behind_the_prompt(tokenizer_of: Callable[[str], Tokenizer]) -> None:
+    tokenizer = tokenizer_of("gpt2")
+    prompt = tokenizer.encode("The link is http:")
+    output = tokenizer.encode("The link is http://example.org/a//b")[len(prompt) - 1 :]
+    assert tokenizer.token_bytes(output[0]) == b"://"
+
+    def read(*stop: str) -> tuple[list[str], str | None]:
+        one = IncrementalDetokenizer(tokenizer, prompt_ids=prompt, stop=stop, skip_bytes=1)
+        return [one.append([token]) for token in output], one.stop_reason
+
+    assert read() == (["//", "example", ".", "org", "/", "a", "//", "b"], None)
+    assert "".join(read("://", "http://")[0]) == "//example.org/a//b"
+    assert read("//") == ([""] * 8, "//")
+    assert read("/e")[0][:2] == ["/", ""]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_stop_strings_may_count_from_a_token_on(
+    name: str, tokenizer_of: Callable[[str], Tokenizer]
+) -> None:
+    tokenizer = tokenizer_of(name)
+
+    @quick
+    @given(first=texts, then=texts, stop=st.text("ae \n🦙", min_size=1, max_size=3))
+    def check(first: str, then: str, stop: str) -> None:
+        prompt = tokenizer.encode("Hi")
+        ids = tokenizer.encode(first, add_special_tokens=False)
+        more = tokenizer.encode(then, add_special_tokens=False)
+        whole = IncrementalDetokenizer(tokenizer, prompt_ids=prompt)
+        early = whole.append(ids)
+        late = whole.append(more) + whole.finish()
+        detokenizer = IncrementalDetokenizer(tokenizer, prompt_ids=prompt)
+        assert detokenizer.append(ids) == early
+        detokenizer.look_for([stop])
+        assert stream(detokenizer, more, [2]) == early + late.split(stop)[0]
+        assert detokenizer.stop_reason == (stop if stop in late else None)
+
+    check()

@@ -121,7 +121,7 @@ class Batch:
 
     async def _generate(self, line: dict[str, Any]) -> RequestOutput:
         """A line with a prompt or messages, and sampling parameters beside them."""
-        from penstock.engine.prompts import default_params, encode_chat
+        from penstock.engine.prompts import check_chat, default_params, encode_chat
         from penstock.sampling import SamplingParams
 
         chosen = {k: v for k, v in line.items() if k not in (*_PROMPTS, "id", "custom_id")}
@@ -146,6 +146,7 @@ class Batch:
                 raise RequestError("messages need a tokenizer, and this model has none.")
             if not isinstance(prompt, list) or not all(isinstance(m, dict) for m in prompt):
                 raise RequestError("messages must be a list of objects with role and content.")
+            check_chat(params)
             prompt = encode_chat(prompt, tokenizer)
         async with aclosing(self.llm.generate(prompt, params)) as outputs:
             async for output in outputs:

@@ -74,7 +74,7 @@ def chat(
     """
     from penstock.bench.meter import Meter
     from penstock.config import EngineConfig
-    from penstock.engine.prompts import default_params
+    from penstock.engine.prompts import check_chat, default_params
 
     chosen = given(
         temperature=temperature,
@@ -85,7 +85,7 @@ def chat(
         seed=seed,
         **named_values(more),
     )
-    sampling(**chosen, max_tokens=max_tokens)  # refuses before the model is loaded
+    check_chat(sampling(**chosen, max_tokens=max_tokens))  # refuses before the model is loaded
     config = EngineConfig.of(
         model=model,
         **given(

@@ -69,7 +69,9 @@ class Appender:
             sequence.logprobs.append(logprobs)
             sequence.cumulative_logprob += logprobs[token].logprob
         count, detokenizer = sequence.num_output, sequence.detokenizer
-        if count >= params.min_tokens:
+        constraint = sequence.sampling.constraint
+        healing = constraint is not None and sequence.request.prefix  # it repeats the prompt's end
+        if count >= params.min_tokens and not healing:
             asked = token in params.stop_ids
             if asked or (token in self._intake.eos and not params.ignore_eos):
                 if detokenizer is not None and params.include_stop_str_in_output:
@@ -79,16 +81,14 @@ class Appender:
             self._detokenize(detokenizer, token)
             if detokenizer.stop_reason is not None:
                 return self._finish(sequence, "stop", detokenizer.stop_reason)
-        constraint = sequence.sampling.constraint
         if constraint is not None and constraint.is_complete:
             return self._finish(sequence, "stop")
         if count == params.max_tokens or len(sequence.tokens) >= self._intake.max_len:
             return self._finish(sequence, "length")
-        if count == params.min_tokens and params.stop_strings:  # they count from here on
-            sequence.early_text = sequence.text
-            sequence.detokenizer = self._intake.detokenizer(
-                params, sequence.tokens, params.stop_strings
-            )
+        if (
+            detokenizer is not None and count == params.min_tokens and params.stop_strings
+        ):  # they count from here on
+            detokenizer.look_for(params.stop_strings)
         return None
 
     def _detokenize(self, detokenizer: IncrementalDetokenizer, token: int) -> None:

@@ -17,10 +17,12 @@ from penstock.cache import NO_PREFIXES, PinnablePool, Pins, PrefixTree, SwapSpac
 from penstock.config import EngineConfig
 from penstock.engine.appender import Appender
 from penstock.engine.batch import Batch, Batcher
+from penstock.engine.beams import Beams, beams_among, sampling_of, without_beams
 from penstock.engine.counters import TokenCounts, requests_by_state
 from penstock.engine.guidance import add_shadow, follow, guided
-from penstock.engine.intake import Intake
+from penstock.engine.intake import Intake, Start
 from penstock.engine.lockstep import together
+from penstock.engine.mover import Mover
 from penstock.engine.options import RequestOptions
 from penstock.engine.outputs import PreemptionRecord, RequestMetrics, RequestOutput
 from penstock.engine.plan import Part, Plan
@@ -33,6 +35,7 @@ from penstock.hardware import detect
 from penstock.roofline import CostModel, Ledger, kept_peaks
 from penstock.runtime import Runtime, plan_swap
 from penstock.sampling import (
+    BeamSearchParams,
     Sampled,
     Sampler,
     SamplingParams,
@@ -84,6 +87,7 @@ class Engine:
             self.preemption,
             clock,
         )
+        self.mover = Mover(runtime.runner, self.scheduler, self._fail)
         self.batcher = Batcher(
             self.scheduler.table, block_size, limits.max_num_seqs, limits.max_num_batched_tokens
         )
@@ -105,7 +109,7 @@ class Engine:
         self,
         request_id: str,
         prompt_token_ids: Seq[int],
-        params: SamplingParams,
+        params: SamplingParams | BeamSearchParams,
         *,
         prompt: str | None = None,
         stream: bool = False,
@@ -118,7 +122,7 @@ class Engine:
         Raises RequestError; nothing is queued then.
         """
         self._check_id(request_id)
-        if not isinstance(params, SamplingParams):
+        if not isinstance(params, SamplingParams | BeamSearchParams):
             raise InvalidSamplingError(
                 f"Sampling parameters must be SamplingParams, not {type(params).__name__}. "
                 "SamplingParams.from_kwargs(**arguments) makes them from a dictionary."
@@ -126,42 +130,49 @@ class Engine:
         options = options or RequestOptions()
         tokens = self.intake.checked(prompt_token_ids)
         self._check_options(tokens, options)
-        self.scheduler.check(params.n, options)  # before a sequence is made for each
+        count = params.beam_width if isinstance(params, BeamSearchParams) else params.n
+        self.scheduler.check(count, options)  # before a sequence is made for each
         if params.stop_strings and self.runtime.tokenizer is None:
             raise RequestError("Stop strings need a tokenizer, but skip_tokenizer_init is set.")
-        request = Request(
-            request_id=request_id,
-            prompt=prompt,
-            prompt_token_ids=tokens,
-            params=params,
-            arrival=self._arrivals,
-            stream=stream,
-            metrics=RequestMetrics(self.clock() if arrival_time is None else arrival_time),
-            options=options,
+        start = Start(
+            request_id,
+            self._arrivals,
+            self.clock() if arrival_time is None else arrival_time,
+            stream,
+            options,
         )
-        if params.prompt_logprobs is not None:
-            request.prompt_logprobs = [None]
-        seed = params.seed if params.seed is not None else int(self._seeds.integers(1 << 63))
-        bad_words = self.intake.bad_words(params)
-        request.sequences = [
-            self.intake.sequence(request, i, seed, bad_words) for i in range(params.n)
-        ]
-        request.live = params.n
-        shadow = self._shadow(request) if params.guidance_scale != 1.0 else None
-        self.scheduler.add(request)
-        self._arrivals += 1
-        if shadow is not None:
-            self.scheduler.add(shadow)
+        if isinstance(params, BeamSearchParams):
+            entering = [self._search(start, prompt, tokens, params)]
+        else:
+            entering = self._samples(start, prompt, tokens, params)
+        for request in entering:
+            self.scheduler.add(request)
             self._arrivals += 1
-        self.requests[request_id] = request
+        self.requests[request_id] = entering[0]
         self.ledger.wait(time.perf_counter())
 
-    def _shadow(self, request: Request) -> Request:
-        """What follows the negative prompt of a request. Raises RequestError."""
-        negative = self.intake.negative(request.params, request.prompt_token_ids)
+    def _samples(
+        self, start: Start, prompt: str | None, tokens: list[int], params: SamplingParams
+    ) -> list[Request]:
+        """A request for samples, and what guides them. Raises RequestError."""
+        seed = params.seed if params.seed is not None else int(self._seeds.integers(1 << 63))
+        request = self.intake.request(start, prompt, tokens, params, seed)
+        if params.guidance_scale == 1.0:
+            return [request]
+        negative = self.intake.negative(params, request.prompt_token_ids)
         lengths = [len(request.prompt_token_ids), len(negative)]
-        self.scheduler.refusals.check_together(request.params, lengths)
-        return add_shadow(request, negative, self.intake)
+        self.scheduler.refusals.check_together(params.n, lengths, params.max_tokens)
+        return [request, add_shadow(request, negative, self.intake)]
+
+    def _search(
+        self, start: Start, prompt: str | None, tokens: list[int], params: BeamSearchParams
+    ) -> Request:
+        """A request for the best of a beam search. Raises RequestError."""
+        lengths = [len(tokens)] * params.beam_width
+        self.scheduler.refusals.check_together(1, lengths, params.max_tokens)
+        request = self.intake.request(start, prompt, tokens, sampling_of(params), 0)
+        Beams(request, params, self.intake)
+        return request
 
     def add_pooling_request(
         self,
@@ -281,7 +292,7 @@ class Engine:
         marks.append(time.perf_counter())
         touched: dict[str, Request] = {}
         if plan.moves_blocks:
-            self._move(plan, touched)
+            self.mover.move(plan, touched)
         if self.pooler is not None:  # after the copies, whose sources it may be given
             marks = self.pooler.run(plan, touched, marks)
         batch = self._run(plan, touched, marks) if plan.parts else None
@@ -302,49 +313,6 @@ class Engine:
         self.ledger.rest()
         if self.requests:
             self.ledger.wait(now)
-
-    def _move(self, plan: Plan, touched: dict[str, Request]) -> None:
-        """Copy blocks out, within the cache, and back in.
-
-        Where that fails, what should have gone out will be computed again, and what should have
-        come in fails with its request.
-        """
-        runner = self.runtime.runner
-        for swap in plan.swaps_out:
-            start = time.perf_counter()
-            try:
-                runner.swap_out(swap.pairs)
-            except Exception as error:  # out of memory, most likely
-                logger.warning("%d blocks can't be swapped out: %r", len(swap.pairs), error)
-                self.scheduler.forget_swapped(swap.group)
-                self.preemption.not_copied()
-                continue
-            self.preemption.copied(swap, time.perf_counter() - start, back=False)
-        if plan.copies:
-            self._copy(plan, touched)
-        for swap in plan.swaps_in:
-            start = time.perf_counter()
-            try:
-                runner.swap_in(swap.pairs)
-            except Exception as error:
-                failed = self._fail(swap.group[0].request, error)
-                touched[failed.request_id] = failed
-            else:
-                self.preemption.copied(swap, time.perf_counter() - start, back=True)
-            self.swap_space.release(swap.slots)
-        plan.parts = [part for part in plan.parts if part[0].status is Status.RUNNING]
-
-    def _copy(self, plan: Plan, touched: dict[str, Request]) -> None:
-        """Make the plan's copies; if that fails, so do the requests that would write to them."""
-        try:
-            self.runtime.runner.copy(plan.copies)
-        except Exception as error:  # out of memory, most likely
-            targets = {target for _, target in plan.copies}
-            for sequence, _ in plan.parts:
-                if sequence.status is Status.RUNNING and not targets.isdisjoint(sequence.blocks):
-                    failed = self._fail(sequence.request, error)
-                    touched[failed.request_id] = failed
-            plan.parts = [part for part in plan.parts if part[0].status is Status.RUNNING]
 
     def _run(self, plan: Plan, touched: dict[str, Request], marks: list[float]) -> Batch | None:
         """Compute and apply; where that raises, each sequence alone: only the culprit fails.
@@ -376,7 +344,8 @@ class Engine:
         """
         batch = self.batcher.build(plan.parts)
         marks.append(time.perf_counter())
-        self.sampler.prepare([s.sampling for s in batch.sampled if s.request.guides is None])
+        drawn = [s for s in batch.sampled if s.request.guides is None and s.request.beams is None]
+        self.sampler.prepare([s.sampling for s in drawn])
         logits = self.runtime.runner.forward(batch.step)
         marks.append(time.perf_counter())
         for sequence, first, count in batch.prompt_rows:
@@ -384,7 +353,9 @@ class Engine:
         count = len(batch.sampled)
         if count != logits.shape[0] or batch.logit_rows != list(range(count)):
             logits = logits.index_select(0, torch.tensor(batch.logit_rows, dtype=torch.int64))
-        drawn, logits = guided(batch.sampled, logits)
+        for beams in beams_among(batch.sampled):
+            beams.read(batch.sampled, logits)
+        drawn, logits = guided(*without_beams(batch.sampled, logits))
         sampled = self.sampler(logits, [s.sampling for s in drawn])
         marks.append(time.perf_counter())
         return batch, drawn, sampled
@@ -420,7 +391,11 @@ class Engine:
                 self._prompt_computed(sequence, count)
         for sequence in batch.sampled:
             if sequence.status is Status.FORKING:
-                self.scheduler.fork(sequence.request.sequences[0])
+                self.scheduler.forks.fork(sequence.request.sequences[0])
+        for beams in beams_among(batch.sampled):
+            touched[beams.request.request_id] = beams.request
+            if beams.request.error is None:
+                self._search_on(beams, now)
         for row, sequence in enumerate(drawn):
             request = sequence.request
             touched[request.request_id] = request
@@ -434,6 +409,19 @@ class Engine:
                 follow(sequence)
             except Exception as error:  # its own fault, whatever it is: the others go on
                 self._fail(request, error)
+
+    def _search_on(self, beams: Beams, now: float) -> None:
+        """Let a request's beams go on, or end with them."""
+        request = beams.request
+        request.metrics.token_times.append(now)
+        try:
+            self.token_counts.generated += beams.advance(self.scheduler.forks)
+        except Exception as error:  # its own fault, whatever it is: the others go on
+            self._fail(request, error)
+        else:
+            self.batcher.forget()  # sequences have taken others' blocks
+            if beams.is_done:
+                self._end(request, "stop")
 
     def _prompt_computed(self, sequence: Sequence, count: int) -> None:
         """`count` more tokens of a prompt are in the cache."""

@@ -3,17 +3,33 @@
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
+from dataclasses import dataclass
 from threading import Lock
 from typing import Any
 
 import numpy as np
 
+from penstock.engine.options import RequestOptions
+from penstock.engine.outputs import RequestMetrics
 from penstock.engine.request import Request, Sequence
 from penstock.errors import InvalidPromptError, InvalidSamplingError, RequestError
 from penstock.grammar import Grammars
+from penstock.grammar.healing import Healer
 from penstock.models.load import LoadedModel
 from penstock.sampling import Constraint, SamplingParams, SequenceSampling, StructuredOutputs
+from penstock.sampling.healing import Healed, PrefixConstraint
 from penstock.tokenizer import IncrementalDetokenizer, Tokenizer, VocabMap
+
+
+@dataclass(frozen=True, slots=True)
+class Start:
+    """Who a request is, and when it came."""
+
+    request_id: str
+    arrival: int  # counts requests
+    time_s: float
+    stream: bool
+    options: RequestOptions
 
 
 class Intake:
@@ -29,9 +45,10 @@ class Intake:
         self.tokenizer = tokenizer
         self._vocab_map = vocab_map
         whole = model.spec.decoder.vocab_size
-        self._vocab_size = whole if vocab_map is None else vocab_map.original_size
+        self.vocab_size = whole if vocab_map is None else vocab_map.original_size
         self.max_len = model.max_model_len
         self.eos = frozenset(model.eos_token_ids)
+        self._healer = None if tokenizer is None else Healer(tokenizer, self.vocab_size)
         self._grammars: Grammars | None = None  # made when a request asks for a form
         self._making = Lock()
         self._known_breakers: dict[tuple[str, ...], frozenset[int]] = {}  # of the last request
@@ -51,7 +68,7 @@ class Intake:
         with self._making:
             if self._grammars is None:
                 self._grammars = Grammars(
-                    self.tokenizer, self._vocab_size, self.eos, self._vocab_map
+                    self.tokenizer, self.vocab_size, self.eos, self._vocab_map
                 )
         return self._grammars
 
@@ -94,6 +111,49 @@ class Intake:
                     words[tuple(ids)] = None
         return list(words)
 
+    def heal(self, prompt: list[int], params: SamplingParams) -> Healed:
+        """A checked prompt; where its end is to be chosen anew, without it."""
+        if not params.token_healing:
+            return Healed(prompt, b"")
+        if self._healer is None:
+            raise RequestError("token_healing needs a tokenizer, but skip_tokenizer_init is set.")
+        return self._healer.heal(prompt)
+
+    def prefix_constraint(self, request: Request) -> PrefixConstraint | None:
+        """What holds one sample to the end of its prompt; None where nothing was taken back."""
+        if self._healer is None or not request.prefix:
+            return None
+        return self._healer.constraint(request.prefix)
+
+    def request(
+        self,
+        start: Start,
+        prompt: str | None,
+        tokens: list[int],
+        params: SamplingParams,
+        seed: int,
+    ) -> Request:
+        """A request with all of its samples. Raises RequestError."""
+        healed = self.heal(tokens, params)
+        request = Request(
+            request_id=start.request_id,
+            prompt=prompt,
+            prompt_token_ids=healed.kept,
+            params=params,
+            arrival=start.arrival,
+            stream=start.stream,
+            metrics=RequestMetrics(start.time_s),
+            options=start.options,
+            taken_back=tokens[len(healed.kept) :],
+            prefix=healed.prefix,
+        )
+        if params.prompt_logprobs is not None:
+            request.prompt_logprobs = [None]
+        bad_words = self.bad_words(params)
+        request.sequences = [self.sequence(request, i, seed, bad_words) for i in range(params.n)]
+        request.live = params.n
+        return request
+
     def sequence(
         self, request: Request, index: int, seed: int, bad_words: Seq[Seq[int]] = ()
     ) -> Sequence:
@@ -109,24 +169,25 @@ class Intake:
             sampling=SequenceSampling(
                 params,
                 tokens,
-                self._vocab_size,
+                self.vocab_size,
                 seed,
                 self.eos,
                 index,
                 bad_words,
                 self._breakers(params),
                 text,
-                self._constraint(params),
+                self._constraint(request),
             ),
-            detokenizer=self.detokenizer(
-                params, tokens, () if params.min_tokens else params.stop_strings
-            ),
+            detokenizer=self._detokenizer(request),
             logprobs=None if params.logprobs is None else [],
         )
 
-    def _constraint(self, params: SamplingParams) -> Constraint | None:
+    def _constraint(self, request: Request) -> Constraint | None:
         """What limits the tokens of one more sequence."""
-        return None if params.structure is None else self._compiler().start(params.structure)
+        structure = request.params.structure
+        if structure is not None and request.guides is None:
+            return self._compiler().start(structure)
+        return self.prefix_constraint(request)
 
     def _breakers(self, params: SamplingParams) -> frozenset[int]:
         """The tokens that hold one of DRY's sequence breakers."""
@@ -148,18 +209,18 @@ class Intake:
             self._known_breakers = {params.breakers: found}
         return self._known_breakers[params.breakers]
 
-    def detokenizer(
-        self, params: SamplingParams, context: list[int], stop: tuple[str, ...]
-    ) -> IncrementalDetokenizer | None:
-        """For the output that follows `context`."""
+    def _detokenizer(self, request: Request) -> IncrementalDetokenizer | None:
+        """For one sample's output; `min_tokens` come before stop strings count."""
+        params = request.params
         if self.tokenizer is None or not params.detokenize:
             return None
         return IncrementalDetokenizer(
             self.tokenizer,
-            prompt_ids=context,
+            prompt_ids=request.given,
             skip_special_tokens=params.skip_special_tokens,
-            stop=stop,
+            stop=() if params.min_tokens else params.stop_strings,
             include_stop_str_in_output=params.include_stop_str_in_output,
+            skip_bytes=len(request.prefix),
         )
 
     def checked(self, prompt: Seq[int], generates: bool = True) -> list[int]:
@@ -175,10 +236,10 @@ class Intake:
                 f"A prompt must be a flat list of integer token ids, not {tokens.dtype} of shape "
                 f"{list(tokens.shape)}."
             )
-        outside = tokens[(tokens < 0) | (tokens >= self._vocab_size)]
+        outside = tokens[(tokens < 0) | (tokens >= self.vocab_size)]
         if len(outside):
             raise InvalidPromptError(
-                f"Token id {outside[0]} is outside the vocabulary of {self._vocab_size}."
+                f"Token id {outside[0]} is outside the vocabulary of {self.vocab_size}."
             )
         ids: list[int] = tokens.tolist()
         if self._vocab_map is not None:
@@ -198,10 +259,10 @@ class Intake:
             return
         for name in ("stop_token_ids", "logit_bias", "allowed_token_ids"):
             for token in getattr(params, name) or ():
-                if token < self._vocab_size and not self._vocab_map.has(token):
+                if token < self.vocab_size and not self._vocab_map.has(token):
                     raise InvalidSamplingError(
                         f"{name} holds token id {token}{self._named(token)}, which isn't among the "
-                        f"{len(self._vocab_map):,} of {self._vocab_size:,} that this model's "
+                        f"{len(self._vocab_map):,} of {self.vocab_size:,} that this model's "
                         "reduced vocabulary has, so it could never come. Leave it out, or keep "
                         "the token when the vocabulary is reduced."
                     )

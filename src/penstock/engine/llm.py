@@ -12,13 +12,20 @@ from typing import Any
 from penstock.config import DEFAULT_MODEL, EngineConfig
 from penstock.engine.engine import Engine
 from penstock.engine.options import RequestOptions
-from penstock.engine.outputs import RequestOutput
+from penstock.engine.outputs import BeamSearchOutput, RequestOutput
 from penstock.engine.pooling import EmbeddingRequestOutput, PoolingParams
-from penstock.engine.prompts import Prompt, default_params, encode, encode_chat, split
-from penstock.errors import ConfigError, RequestError, TokenizerError
+from penstock.engine.prompts import (
+    Prompt,
+    check_chat,
+    default_params,
+    encode,
+    encode_chat,
+    split,
+)
+from penstock.errors import ConfigError, InvalidSamplingError, RequestError, TokenizerError
 from penstock.models.weights import Progress
 from penstock.runtime import load_runtime
-from penstock.sampling import SamplingParams
+from penstock.sampling import BeamSearchParams, SamplingParams
 from penstock.tokenizer import Tokenizer
 
 
@@ -62,6 +69,36 @@ class LLM:
         items = split(prompts)
         params = self._params_for(sampling_params, len(items))
         return self._serve(items, params, options, self.engine.add_request, use_tqdm)
+
+    def beam_search(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: BeamSearchParams,
+        *,
+        options: RequestOptions | Sequence[RequestOptions] | None = None,
+        use_tqdm: bool = False,
+    ) -> list[BeamSearchOutput]:
+        """The likeliest continuations of one prompt or several, as `generate` takes them.
+
+        All searches run in one batch. Raises what a prompt's search failed of.
+        """
+        if not isinstance(params, BeamSearchParams):
+            raise InvalidSamplingError(
+                f"A beam search's parameters must be BeamSearchParams, not {type(params).__name__}."
+            )
+        items = split(prompts)
+        found = self._serve(
+            items, [params] * len(items), options, self.engine.add_request, use_tqdm
+        )
+        outputs = []
+        for output in found:
+            if output.error is not None:
+                raise output.error
+            text = output.prompt
+            if text is None and self.runtime.tokenizer is not None:
+                text = self.runtime.tokenizer.decode(output.prompt_token_ids)
+            outputs.append(BeamSearchOutput.of(output, text or ""))
+        return outputs
 
     def embed(
         self,
@@ -128,6 +165,7 @@ class LLM:
         use_tqdm: bool = False,
     ) -> list[RequestOutput]:
         """Answer one conversation, or several, through the model's chat template."""
+        check_chat(sampling_params)
         single = not messages or isinstance(messages[0], Mapping)
         conversations: Any = [messages] if single else messages
         prompts: list[Prompt] = [

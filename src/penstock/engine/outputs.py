@@ -105,10 +105,53 @@ class CompletionOutput:
     logprobs: list[TokenLogprobs] | None = None
     finish_reason: str | None = None  # "stop", "length", "abort" or "error"
     stop_reason: int | str | None = None  # the token id or the string that stopped it
+    score: float | None = None  # of beam search: what it is ranked by
 
     @property
     def finished(self) -> bool:
         return self.finish_reason is not None
+
+
+@dataclass(slots=True)
+class BeamSearchSequence:
+    """One of a search's hypotheses."""
+
+    tokens: list[int]  # the prompt's and its own
+    text: str  # of both
+    output_text: str  # of its own
+    score: float  # what it is ranked by: cum_logprob ÷ its tokens ** length_penalty
+    cum_logprob: float
+    logprobs: list[TokenLogprobs] | None
+    finish_reason: str | None
+    stop_reason: int | str | None
+
+
+@dataclass(slots=True)
+class BeamSearchOutput:
+    """What a prompt's beam search has found, the best first."""
+
+    sequences: list[BeamSearchSequence]
+    prompt: str | None
+    prompt_token_ids: list[int]
+    metrics: RequestMetrics
+
+    @classmethod
+    def of(cls, output: RequestOutput, prompt: str) -> BeamSearchOutput:
+        """From what the engine gives; prompt: its text."""
+        found = [
+            BeamSearchSequence(
+                tokens=output.prompt_token_ids + one.token_ids,
+                text=prompt + one.text,
+                output_text=one.text,
+                score=one.score or 0.0,
+                cum_logprob=one.cumulative_logprob or 0.0,
+                logprobs=one.logprobs,
+                finish_reason=one.finish_reason,
+                stop_reason=one.stop_reason,
+            )
+            for one in output.outputs
+        ]
+        return cls(found, output.prompt, output.prompt_token_ids, output.metrics)
 
 
 @dataclass(slots=True)
@@ -123,3 +166,4 @@ class RequestOutput:
     metrics: RequestMetrics
     prompt_logprobs: list[TokenLogprobs | None] | None = None
     error: Exception | None = None  # why finish_reason is "error"
+    num_taken_back: int = 0  # of the prompt's tokens: the last, in whose place output tokens stand

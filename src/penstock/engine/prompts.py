@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from penstock.errors import InvalidPromptError, TokenizerError, nearest
+from penstock.errors import InvalidPromptError, InvalidSamplingError, TokenizerError, nearest
 from penstock.sampling import CUTS, SUGGESTED, SamplingParams
 from penstock.tokenizer import Tokenizer
 
@@ -62,6 +62,16 @@ def encode_chat(
     """A conversation through the chat template, which writes its own special tokens."""
     text = tokenizer.apply_chat_template(messages, **options)
     return {"prompt": text, "prompt_token_ids": tokenizer.encode(text, add_special_tokens=False)}
+
+
+def check_chat(params: object) -> None:
+    """Raises InvalidSamplingError for sampling parameters, one or several, of completions only."""
+    for one in params if isinstance(params, list | tuple) else [params]:
+        if isinstance(one, SamplingParams) and one.token_healing:
+            raise InvalidSamplingError(
+                "token_healing is of completions: a chat's prompt ends in its template's own "
+                "tokens, none of which the answer changes. Leave it out, or use generate()."
+            )
 
 
 def default_params(generation: Mapping[str, Any]) -> SamplingParams:

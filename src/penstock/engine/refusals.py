@@ -6,7 +6,6 @@ from collections.abc import Sequence as Seq
 
 from penstock.config import SchedulerConfig
 from penstock.errors import ConfigError, OutOfCacheError, RequestError
-from penstock.sampling import SamplingParams
 
 
 class Refusals:
@@ -42,25 +41,25 @@ class Refusals:
                 "Raise it, or send several requests."
             )
 
-    def check_together(self, params: SamplingParams, lengths: Seq[int]) -> None:
-        """Raises RequestError for a sample made of several sequences that can't all run at once.
+    def check_together(self, n: int, lengths: Seq[int], max_tokens: int | None) -> None:
+        """Raises RequestError for samples made of several sequences that can't all run at once.
 
-        lengths: of the prompt of each.
+        n: samples; lengths: of the prompt of each of a sample's sequences.
         """
         most, seqs = self._config.max_num_batched_tokens, self._config.max_num_seqs
-        if len(lengths) * params.n > seqs or len(lengths) > most:
+        if len(lengths) * n > seqs or len(lengths) > most:
             raise RequestError(
-                f"{params.n} samples of {len(lengths)} sequences each can't run at once: "
+                f"{n} samples of {len(lengths)} sequences each can't run at once: "
                 f"max_num_seqs is {seqs}, max_num_batched_tokens {most}. Raise them, or ask for "
                 "fewer."
             )
         room = self._max_model_len
-        ends = [min(length + (params.max_tokens or room), room) for length in lengths]
+        ends = [min(length + (max_tokens or room), room) for length in lengths]
         # whoever starts leaves a block for each that runs
-        blocks = params.n * sum(-(-end // self._block_size) + 1 for end in ends)
+        blocks = n * sum(-(-end // self._block_size) + 1 for end in ends)
         if blocks > self._num_blocks:
             raise RequestError(
-                f"{params.n * len(lengths)} sequences that run together may need {blocks} blocks "
+                f"{n * len(lengths)} sequences that run together may need {blocks} blocks "
                 f"of {self._block_size} tokens, but the cache holds {self._num_blocks}. Lower "
                 "max_tokens, or give the cache more blocks."
             )

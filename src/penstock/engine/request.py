@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import Enum, auto
+from typing import TYPE_CHECKING
 
 from penstock.cache import Node
 from penstock.engine.options import RequestOptions
@@ -16,12 +17,15 @@ from penstock.engine.outputs import (
 from penstock.sampling import SamplingParams, SequenceSampling, TokenLogprobs
 from penstock.tokenizer import IncrementalDetokenizer
 
+if TYPE_CHECKING:
+    from penstock.engine.beams import Beams
+
 
 class Status(Enum):
     """Where a sequence is."""
 
     WAITING = auto()  # in the queue, holding nothing
-    FORKING = auto()  # has a row; waits for the first sample's prompt
+    FORKING = auto()  # has a row; waits for the first sample's prompt, or for a beam to go on
     RUNNING = auto()
     SWAPPED = auto()  # in the queue with all of its request that ran, holding swap slots only
     FINISHED = auto()
@@ -48,7 +52,6 @@ class Sequence:
     preempted: PreemptionRecord | None = None  # the last time, until what it cost is known
     logprobs: list[TokenLogprobs] | None = None
     cumulative_logprob: float = 0.0
-    early_text: str = ""  # of the first `min_tokens`, in which no stop string is looked for
     finish_reason: str | None = None
     stop_reason: int | str | None = None
     num_prompt: int = field(init=False)
@@ -89,7 +92,7 @@ class Sequence:
     @property
     def text(self) -> str:
         """The output so far, as text that can be shown."""
-        return "" if self.detokenizer is None else self.early_text + self.detokenizer.text
+        return "" if self.detokenizer is None else self.detokenizer.text
 
     def completion(self) -> CompletionOutput:
         """What there is of it now."""
@@ -123,7 +126,15 @@ class Request:
     live: int = 0  # of the sequences: those that haven't finished
     prompt_logprobs: list[TokenLogprobs | None] | None = None
     error: Exception | None = None
+    beams: Beams | None = None  # where its sequences are those of one search
     guides: Request | None = None  # whose samples its sequences are the shadows of
+    taken_back: list[int] = field(default_factory=list)  # the given prompt's end, to choose anew
+    prefix: bytes = b""  # of the tokens that were taken back: what the output begins with
+
+    @property
+    def given(self) -> list[int]:
+        """The prompt as it was given."""
+        return self.prompt_token_ids + self.taken_back
 
     @property
     def finished(self) -> bool:
@@ -139,10 +150,13 @@ class Request:
         return RequestOutput(
             request_id=self.request_id,
             prompt=self.prompt,
-            prompt_token_ids=self.prompt_token_ids,
-            outputs=[s.completion() for s in self.sequences],
+            prompt_token_ids=self.given,
+            outputs=[s.completion() for s in self.sequences]
+            if self.beams is None
+            else self.beams.completions(),
             finished=self.finished,
             metrics=self.metrics,
             prompt_logprobs=self.prompt_logprobs,
             error=self.error,
+            num_taken_back=len(self.taken_back),
         )

@@ -15,6 +15,7 @@ import numpy as np
 
 from penstock.cache import BlockPool, Node, PrefixTree, SwapSpace
 from penstock.config import SchedulerConfig
+from penstock.engine.forks import Forks
 from penstock.engine.lockstep import hold_back
 from penstock.engine.options import RequestOptions
 from penstock.engine.outputs import PreemptionRecord
@@ -61,6 +62,7 @@ class Scheduler:
         self.refusals = Refusals(config, pool.num_blocks, block_size, max_model_len)
         width = -(-max_model_len // block_size)
         self.table = np.zeros((config.max_num_seqs, width), dtype=np.int32)
+        self.forks = Forks(pool, self.table, self.running)
         self._free_rows = list(range(config.max_num_seqs - 1, -1, -1))
         self._kept_rows = 0  # of the free ones: for those that are set aside in this step
 
@@ -384,7 +386,7 @@ class Scheduler:
         for sequence in leaving:
             self.running.remove(sequence)
             plan.drop(sequence)
-            if sequence.index == 0:  # perhaps its prompt wasn't complete
+            if sequence.index == 0 and not sequence.num_output:  # nobody has forked yet
                 for member in sequence.request.sequences:
                     if member.status is Status.FORKING:
                         self._stop(member)
@@ -480,18 +482,3 @@ class Scheduler:
                 sequence.blocks[at] = node.block
                 self.table[sequence.row, at] = node.block
             nodes.append(node)
-
-    def fork(self, parent: Sequence) -> list[Sequence]:
-        """Start the other samples of a request whose prompt `parent` has computed."""
-        forks = [s for s in parent.request.sequences if s.status is Status.FORKING]
-        for sequence in forks:
-            sequence.num_computed = parent.num_computed
-            sequence.blocks = list(parent.blocks)
-            sequence.nodes = list(parent.nodes)
-            for block in sequence.blocks:
-                self.pool.share(block)
-            self.table[sequence.row, : len(sequence.blocks)] = sequence.blocks
-            sequence.status = Status.RUNNING
-            sequence.overdue = parent.overdue
-            self.running.append(sequence)
-        return forks

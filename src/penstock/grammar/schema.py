@@ -14,6 +14,7 @@ from typing import Any, Final
 
 from penstock.grammar.ecma import to_rust
 from penstock.grammar.formats import pattern_of
+from penstock.grammar.logic import rewrite
 from penstock.grammar.matcher import first_line
 from penstock.grammar.refusal import Refusal, pointer
 from penstock.grammar.subschemas import Path, Schema, children, reachable, resolve
@@ -70,6 +71,7 @@ def prepare(document: Schema) -> Schema:
             "is laid out",
             "#/x-guidance",
         )
+    rewrite(document)
     for path, schema in list(reachable(document)):
         try:
             _check(schema)

@@ -73,6 +73,11 @@ class GrammarState:
         return self._ended or (self._matcher.is_stopped() and not self._matcher.is_error())
 
     @property
+    def is_over(self) -> bool:
+        """Never: what is complete must end."""
+        return False
+
+    @property
     def may_end(self) -> bool:
         """Whether the text may end here."""
         return not self._ended and self._matcher.is_accepting()

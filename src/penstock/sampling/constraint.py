@@ -35,6 +35,10 @@ class Constraint(Protocol):
         """Whether the text ends here: nothing may come but an end token."""
 
     @property
+    def is_over(self) -> bool:
+        """Whether it limits nothing any more, so that the sequence can go on without it."""
+
+    @property
     def may_end(self) -> bool:
         """Whether the text may end here, so that an end token is among those that may come."""
 

@@ -83,6 +83,7 @@ class SamplingParams:
     structured_outputs: StructuredOutputs | Mapping[str, Any] | None = None
     guidance_scale: float = 1.0  # away from the negative prompt; 1 is off
     negative_prompt: str | Sequence[int] | None = None  # None: the prompt's last token
+    token_healing: bool = False  # the prompt's last tokens are chosen anew; of completions
     seed: int | None = None
     stop: str | Sequence[str] | None = None
     stop_token_ids: Sequence[int] | None = None
@@ -251,6 +252,7 @@ class SamplingParams:
                 hint = "0 gives the chosen token's only, -1 the whole vocabulary's, None none."
                 self._whole(name, -1, MAX_LOGPROBS, hint)
         for name in (
+            "token_healing",
             "ignore_eos",
             "skip_special_tokens",
             "include_stop_str_in_output",
@@ -295,6 +297,7 @@ class SamplingParams:
                 f"xtc_threshold is {self.xtc_threshold}: two tokens can't both be likelier than "
                 "0.5, so xtc_probability would do nothing. Lower the threshold."
             )
+        self._check_healing()
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise InvalidSamplingError(
                 f"min_tokens is {self.min_tokens} but max_tokens is {self.max_tokens}. "
@@ -304,4 +307,19 @@ class SamplingParams:
             raise InvalidSamplingError(
                 f"stop holds {len(self.stop)} strings but detokenize is False, so they could "
                 "never be found. Use stop_token_ids, or detokenize=True."
+            )
+
+    def _check_healing(self) -> None:
+        if not self.token_healing:
+            return
+        if self.structure is not None:
+            raise InvalidSamplingError(
+                "token_healing chooses the prompt's last tokens anew, but structured_outputs holds "
+                "the output to a form from its first token on. Leave out one of the two."
+            )
+        if self.prompt_logprobs is not None:
+            raise InvalidSamplingError(
+                f"prompt_logprobs (and echo with logprobs) is {self.prompt_logprobs}, but with "
+                "token_healing the prompt's last tokens aren't a part of what the model reads. "
+                "Leave out one of the two."
             )

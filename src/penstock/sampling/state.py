@@ -118,6 +118,8 @@ class SequenceSampling:
         """
         if self.constraint is not None:
             self.constraint.accept(token_id)
+            if self.constraint.is_over:
+                self.constraint = None
         if forced:
             self.surprise = 0.0
         self.num_generated += 1

@@ -23,6 +23,9 @@ class IncrementalDetokenizer:
 
     The concatenated results of `append` and `finish` are the text that `Tokenizer.decode` gives
     the output as a continuation of the prompt, cut at the first stop string.
+
+    Where the end of the prompt was chosen anew, output begins with bytes of the prompt: the first
+    `skip_bytes` of it are no text, and no stop string is looked for in them.
     """
 
     def __init__(
@@ -33,7 +36,9 @@ class IncrementalDetokenizer:
         skip_special_tokens: bool = True,
         stop: Sequence[str] = (),
         include_stop_str_in_output: bool = False,
+        skip_bytes: int = 0,
     ) -> None:
+        """prompt_ids: the whole prompt, also of what was chosen anew."""
         _check_stops(stop)
         self._pieces = tokenizer.piece_table(skip_special_tokens=skip_special_tokens)
         self._decoder = _utf8_decoder("replace")
@@ -48,8 +53,14 @@ class IncrementalDetokenizer:
         self.stop_reason: str | None = None
         self._tail, empty = self._prompt_tail(prompt_ids)
         self._strip_space = empty and tokenizer.strip_leading_space
-        # Both only matter until the first byte of output.
+        # All of these only matter until the first byte of text.
+        self._skip = skip_bytes
         self._at_start = True
+
+    def look_for(self, stop: Sequence[str]) -> None:
+        """Look for these stop strings in what comes from now on; there were none before."""
+        _check_stops(stop)
+        self._finder = StopFinder(stop)
 
     @property
     def text(self) -> str:
@@ -126,6 +137,10 @@ class IncrementalDetokenizer:
 
     def _first_bytes(self, data: bytes) -> bytes:
         """Settle what depends on the prompt, when the first output bytes arrive."""
+        if self._skip:
+            skipped = min(self._skip, len(data))
+            self._skip -= skipped
+            data = data[skipped:]
         if not data:
             return data
         self._at_start = False

@@ -52,6 +52,7 @@ class CompletionRequest(SamplingFields, StructureFields, EngineFields):
     stream_options: StreamOptions | None = None
     logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     echo: bool | None = None
+    token_healing: bool | None = None
     add_special_tokens: bool | None = None
     truncate_prompt_tokens: Annotated[int, Field(ge=-1)] | None = None
     return_token_ids: bool | None = None

@@ -72,7 +72,9 @@ async def _works(
         if body.max_tokens is None:
             limit = min(limit, service.prompts.limit(prompt, None, "max_tokens"))
         limit = max(1, service.prompts.limit(prompt, limit, "max_tokens"))
-        chosen = form if asked is None else form | {"prompt_logprobs": asked}
+        chosen = dict(form) if asked is None else form | {"prompt_logprobs": asked}
+        if body.token_healing:
+            chosen["token_healing"] = True
         params = body.sampling(
             service.defaults, n=body.n or 1, max_tokens=limit, logprobs=body.logprobs, **chosen
         )
@@ -172,7 +174,7 @@ class _Answer:
             for sample in output.outputs:
                 delta = whole(sample, number * self._each)
                 choices.append(self._echoed(delta, output) if self._body.echo
-                               else self._choice(delta, 0))  # fmt: skip
+                               else self._choice(delta, self._start(output)))  # fmt: skip
                 if output.prompt_logprobs is not None and self._body.prompt_logprobs is not None:
                     choices[-1]["prompt_logprobs"] = prompt_logprobs(output.prompt_logprobs)
                 if self._body.return_token_ids:
@@ -189,6 +191,11 @@ class _Answer:
             generated,
             sum(x.metrics.cached_tokens for x in outputs),
         )
+
+    def _start(self, output: RequestOutput) -> int:
+        """Where the first token is in the text: before it, if it makes the prompt's end again."""
+        taken = output.num_taken_back
+        return -self._names.width(output.prompt_token_ids[-taken:]) if taken else 0
 
     def _choice(self, delta: Delta, offset: int) -> dict[str, Any]:
         logprobs = None
@@ -217,7 +224,7 @@ class _Answer:
         if self._body.max_tokens == 0:
             delta = replace(delta, text="", token_ids=[], logprobs=delta.logprobs and [],
                             finish_reason="length", stop_reason=None)  # fmt: skip
-        choice = self._choice(delta, len(text))
+        choice = self._choice(delta, len(text) + self._start(output))
         choice["text"] = text + delta.text
         if delta.logprobs is not None and output.prompt_logprobs is not None:
             before = self._names.legacy(
@@ -250,7 +257,7 @@ class _Answer:
                             '"logprobs":null,"finish_reason":null}]}\n\n'
                         ).encode()
                     continue
-                offset = offsets.get(new.index, 0)
+                offset = offsets.get(new.index, self._start(output))
                 offsets[new.index] = offset + self._names.width(new.token_ids)
                 chunk = head | {"choices": [self._choice(new, offset)]}
                 if running:

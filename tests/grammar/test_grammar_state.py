@@ -1,0 +1,181 @@
+"""A sequence's state: masks, forced tokens, ends, copies and steps back, held to each other."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+from tests.grammar.walks import allowed, closing, text_of, walk
+
+from penstock.errors import RequestError
+from penstock.grammar import Grammars
+from penstock.sampling.structured import StructuredOutputs
+from penstock.tokenizer import Tokenizer
+
+TOKENIZERS = ("stories260K", "gpt2", "llama2", "qwen2.5")
+OBJECT = {
+    "type": "object",
+    "properties": {
+        "first name": {"const": "Lily Ann"},
+        "kind": {"enum": ["a little girl", "a little dog", "<|im_end|>", "</s>"]},
+        "age": {"type": "integer", "minimum": 0, "maximum": 120},
+    },
+    "required": ["first name", "kind", "age"],
+    "additionalProperties": False,
+}
+SPECS = {
+    "choice": StructuredOutputs(choice=["yes", "no", "not at all", "é日本", "<|im_end|>", " a"]),
+    "regex": StructuredOutputs(regex=r"The (cat|dog|café) (is|was) [0-9]{1,3} years old\."),
+    "object": StructuredOutputs(json=OBJECT),
+    "compact": StructuredOutputs(json=OBJECT, disable_any_whitespace=True),
+    "any object": StructuredOutputs(json_object=True),
+    "lark": StructuredOutputs(grammar='start: item+\nitem: "[" /[a-z]{2,8}/ "] " | "(" item ")"\n'),
+    "gbnf": StructuredOutputs(grammar='root ::= "f(" root ")" | [α-ω]+ | "the end"'),
+    "tag": StructuredOutputs(
+        structural_tag={
+            "structures": [{"begin": "<call=go>", "schema": OBJECT, "end": "</call>"}],
+            "triggers": ["<call="],
+        }
+    ),
+}
+
+
+@pytest.mark.parametrize("name", TOKENIZERS)
+@pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS.keys())
+def test_forced_tokens_are_those_that_single_masks_leave(
+    name: str, spec: StructuredOutputs, grammars_of: Callable[[str], Grammars]
+) -> None:
+    grammars = grammars_of(name)
+    size, tokenizer = grammars.vocabulary.size, grammars.vocabulary.tokenizer
+    rng = random.Random(name)
+    ends = set(grammars.vocabulary.eos_token_ids)
+    jumps = 0
+    for _ in range(2):
+        state = grammars.start(spec)
+        for _ in range(20):
+            forced = state.forced()
+            stepping = state.fork()
+            for token in forced:
+                assert allowed(stepping, size) == [token]
+                stepping.accept(token)
+            jumps += len(forced)
+            for token in forced:
+                state.accept(token)
+            assert allowed(state, size) == allowed(stepping, size)
+            choice = [i for i in allowed(state, size) if i not in ends]
+            if not choice:
+                break
+            state.accept(rng.choice(choice))
+    if spec.kind == "json" and spec.disable_any_whitespace:
+        assert jumps > 10
+    assert tokenizer.vocab_size == size
+
+
+@pytest.mark.parametrize("name", TOKENIZERS)
+@pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS.keys())
+def test_a_walk_ends_in_a_text_without_special_tokens(
+    name: str, spec: StructuredOutputs, grammars_of: Callable[[str], Grammars]
+) -> None:
+    grammars = grammars_of(name)
+    vocabulary = grammars.vocabulary
+    favoured, rng = closing(vocabulary.tokenizer), random.Random(f"{name} {spec.kind}")
+    finished = 0
+    for _ in range(3):
+        ends = vocabulary.eos_token_ids
+        ids = walk(grammars.start(spec), vocabulary.size, ends, rng, favoured=favoured, limit=100)
+        if ids is not None:
+            finished += 1
+            assert not vocabulary.special_ids & set(ids)
+            text_of(vocabulary.tokenizer, ids)
+    assert finished or spec.kind in ("json_object", "structural_tag")
+
+
+@pytest.mark.parametrize("name", TOKENIZERS)
+def test_copies_and_steps_back_are_the_same_state(
+    name: str, grammars_of: Callable[[str], Grammars]
+) -> None:
+    grammars = grammars_of(name)
+    size, rng = grammars.vocabulary.size, random.Random(3)
+    ends = set(grammars.vocabulary.eos_token_ids)
+    for spec in SPECS.values():
+        state = grammars.start(spec)
+        masks = [allowed(state, size)]
+        for _ in range(12):
+            choice = [i for i in masks[-1] if i not in ends]
+            if not choice:
+                break
+            state.accept(rng.choice(choice))
+            masks.append(allowed(state, size))
+        for back in range(1, len(masks)):
+            other = state.fork()
+            other.rollback(back)
+            assert allowed(other, size) == masks[-1 - back]
+        assert allowed(state, size) == masks[-1]
+        state.rollback(0)
+        with pytest.raises(ValueError, match="can't be taken back"):
+            state.rollback(len(masks) + 5)
+
+
+def test_a_token_that_must_not_come_is_an_error_and_changes_nothing(
+    grammars_of: Callable[[str], Grammars],
+) -> None:
+    grammars = grammars_of("gpt2")
+    tokenizer, size = grammars.vocabulary.tokenizer, grammars.vocabulary.size
+    state = grammars.start(SPECS["choice"])
+    before = allowed(state, size)
+    with pytest.raises(RequestError, match=r"Token id \d+ \('z'\) doesn't go on"):
+        state.accept(tokenizer.encode("zebra")[0])
+    with pytest.raises(RequestError, match="doesn't go on"):
+        state.accept(tokenizer.eos_token_id or 0)
+    assert allowed(state, size) == before
+
+
+def test_all_end_tokens_may_come_where_the_text_may_end(
+    tokenizer_of: Callable[[str], Tokenizer],
+) -> None:
+    tokenizer = tokenizer_of("qwen2.5")
+    ends = [tokenizer.token_to_id(name) for name in ("<|im_end|>", "<|endoftext|>")]
+    size = 151_936  # rows of the head beyond the tokenizer's own
+    grammars = Grammars(tokenizer, size, [i for i in ends if i is not None])
+    state = grammars.start(StructuredOutputs(regex="ab?"))
+    assert not state.may_end and not set(ends) & set(allowed(state, size))
+    (a,), (b,) = tokenizer.encode("a"), tokenizer.encode("b")
+    state.accept(a)
+    assert state.may_end and not state.is_complete
+    assert allowed(state, size) == sorted([b, *ends])
+    assert state.forced() == []
+    state.accept(b)
+    assert state.may_end and state.is_complete
+    assert allowed(state, size) == sorted(ends)
+    assert state.forced() == []
+    for end in ends:
+        state.accept(end or 0)
+        assert allowed(state, size) == []
+        with pytest.raises(RequestError, match="doesn't go on"):
+            state.accept(b)
+        state.rollback(1)
+        assert allowed(state, size) == sorted(ends)
+    state.accept(ends[0] or 0)
+    state.rollback(2)
+    assert allowed(state, size) == sorted([b, *ends])
+
+
+@pytest.mark.parametrize("extra", [0, 1, 31, 32])
+def test_a_model_without_an_end_token_has_empty_masks_at_the_end(
+    extra: int, tokenizer_of: Callable[[str], Tokenizer]
+) -> None:
+    tokenizer = tokenizer_of("gpt2")
+    size = tokenizer.vocab_size + extra
+    state = Grammars(tokenizer, size, []).start(StructuredOutputs(choice=["yes"]))
+    assert allowed(state, size) == tokenizer.encode("yes")
+    state.accept(tokenizer.encode("yes")[0])
+    assert state.is_complete and state.may_end
+    assert allowed(state, size) == []
+
+
+def test_a_row_of_another_size_is_refused(grammars_of: Callable[[str], Grammars]) -> None:
+    state = grammars_of("gpt2").start(SPECS["choice"])
+    with pytest.raises(ValueError, match="words of int32"):
+        state.fill(np.zeros(5, dtype=np.int32))
