@@ -305,7 +305,8 @@ class Intake:
                 what = "token_healing" if params.token_healing else "its form"
                 raise InvalidSamplingError(
                     f"{name} has no room for an output: {what} lets it begin with {len(may):,} "
-                    f"tokens, such as {first}{self._named(first)}, and none of them is left. Allow some."
+                    f"tokens, such as {first}{self._named(first)}, and none of them is left. Allow "
+                    "some."
                 )
 
     def _named(self, token: int) -> str:
