@@ -106,7 +106,8 @@ class AsyncLLM:
     ) -> AsyncGenerator[RequestOutput, None]:
         """Outputs so far, after every step, until the last has `finished`.
 
-        Each holds the whole text until then; a reader slower than the engine gets the newest.
+        Each holds the whole text until then; a reader slower than the engine gets the newest. Of a
+        beam search there is only the last.
         Leaving the loop early, or cancelling its task, ends the request and frees its blocks.
         timeout_s: from now to its end; RequestTimeoutError then. arrival_time: since when its
         times count, as `time.monotonic` says it, where that is before now.
@@ -260,7 +261,7 @@ class AsyncLLM:
                 tokens,
                 params,
                 prompt=text,
-                stream=True,
+                stream=not isinstance(params, BeamSearchParams),
                 arrival_time=arrival,
                 options=options,
             )

@@ -186,7 +186,7 @@ class Metrics:
         sizes = [len(x.token_ids) for x in last.outputs]
         self._output_sizes.observe(sum(sizes))
         self._longest.observe(max(sizes))
-        self._samples.observe(work.params.n)
+        self._samples.observe(work.samples)
         if work.params.max_tokens is not None:
             self._limits.observe(work.params.max_tokens)
         self.times(last.metrics)

@@ -11,6 +11,7 @@ from fastapi.responses import JSONResponse
 from starlette.responses import Response
 
 from penstock.engine import CompletionOutput, RequestOutput
+from penstock.sampling import SamplingParams
 from penstock.server.body import JsonRoute
 from penstock.server.choices import Reader, TokenNames
 from penstock.server.conversation import RESPONSE, Rendering
@@ -82,6 +83,7 @@ class _Answer:
     def response(self, output: RequestOutput | None, error: Any = None) -> dict[str, Any]:
         """The response so far; without an output, in progress."""
         params, body = self._work.params, self._body
+        assert isinstance(params, SamplingParams)  # nothing searches here
         sample = None if output is None else output.outputs[0]
         status = "failed" if error else _status(sample)
         return {
