@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from penstock.server.protocol.beams import BeamFields
+from penstock.server.protocol.blocks import Block
 from penstock.server.protocol.chat import ChatRequest, Message, TemplateFields, TextPart
 from penstock.server.protocol.common import (
     Body,
@@ -49,6 +50,7 @@ SECTIONS: dict[str, type[Body]] = {
     "POST /v1/embeddings": EmbeddingRequest,
     "POST /v1/messages": MessagesRequest,
     "A message": Turn,
+    "A block of a message": Block,
     "POST /v1/messages/count_tokens": CountTokensRequest,
     "POST /tokenize": TokenizeRequest,
     "POST /detokenize": DetokenizeRequest,

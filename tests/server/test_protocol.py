@@ -127,6 +127,8 @@ SEARCH: dict[str, Any] = {
     "length_penalty": (-5.0, BEAMS),
     "early_stopping": (True, BEAMS),
 }
+TOOLS = [{"type": "function", "function": {"name": "f", "parameters": None}}]
+INPUTS = [{"name": "f", "input_schema": {"type": "object"}}]
 SAID_IN_THE_LOG = {"user", "safety_identifier"}  # test_user_is_in_the_log
 ASKS_FOR_NOTHING = {"prompt_cache_key"}  # as docs/compatibility.md says
 OF_THE_QUEUE = {"priority", "ttft_slo_ms", "tpot_slo_ms"}  # reach the engine: test below
@@ -166,8 +168,13 @@ ENDPOINTS = {
             "return_tokens_as_token_ids": (True, {"logprobs": True}),
             "echo": True,
             "request_id": "chosen",
+            "tools": TOOLS,
+            "tool_choice": ("none", {"tools": TOOLS}),
         },
-        SAID_IN_THE_LOG | ASKS_FOR_NOTHING | OF_THE_QUEUE | {"cache_salt"},
+        SAID_IN_THE_LOG
+        | ASKS_FOR_NOTHING
+        | OF_THE_QUEUE
+        | {"cache_salt", "parallel_tool_calls"},  # the latter: tools/test_chat.py
     ),
     "completions": Endpoint(
         "/v1/completions",
@@ -248,6 +255,8 @@ ENDPOINTS = {
             "top_k": (1, {"temperature": 1000.0}),
             "stop_sequences": [" "],
             "system": "Be brief.",
+            "tools": INPUTS,
+            "tool_choice": ({"type": "none"}, {"tools": INPUTS}),
         },
         {"metadata"} | OF_THE_QUEUE | OF_THE_CACHE,
     ),
@@ -255,7 +264,13 @@ ENDPOINTS = {
         "/v1/messages/count_tokens",
         CountTokensRequest,
         {"model": "stories", "messages": CHAT},
-        {"model": "another", "messages": CHAT + CHAT, "system": "Be brief."},
+        {
+            "model": "another",
+            "messages": CHAT + CHAT,
+            "system": "Be brief.",
+            "tools": INPUTS,
+            "tool_choice": ({"type": "none"}, {"tools": INPUTS}),
+        },
         {"cache_control"},  # asks for nothing here, as in Anthropic's API
     ),
     "tokenize": Endpoint(

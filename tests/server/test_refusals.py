@@ -156,7 +156,7 @@ KINDS = [
     *((CHAT, part({"type": kind, kind: {}}), "messages[0].content", kind)
       for kind in ("image_url", "input_audio", "file", "refusal", "tool_use")),
     *((path, part({"type": kind, "source": {}, "content": []}), "messages[0].content", kind)
-      for kind in ("image", "tool_result", "tool_use", "document", "thinking", "search_result")
+      for kind in ("image", "document", "search_result", "server_tool_use")
       for path in (MESSAGE, COUNT)),
     *((ANSWER, {"input": [*ASK, {"type": kind, "call_id": "a", "name": "b", "output": "c"}]},
        "input", kind) for kind in ("function_call", "function_call_output", "reasoning")),

@@ -267,6 +267,23 @@ class TextBlock(Body):
     text: str
 
 
+class ThinkingBlock(Body):
+    """What was thought before it; nothing signs it."""
+
+    type: Literal["thinking"]
+    thinking: str
+    signature: str
+
+
+class ToolUseBlock(Body):
+    """A call of a tool."""
+
+    type: Literal["tool_use"]
+    id: str
+    name: str
+    input: dict[str, Any]
+
+
 class MessageUsage(Body):
     """Tokens of a message: computed, kept, found in the cache, generated."""
 
@@ -283,8 +300,8 @@ class MessageAnswer(Body):
     type: Literal["message"]
     role: Literal["assistant"]
     model: str
-    content: list[TextBlock]
-    stop_reason: Literal["end_turn", "max_tokens", "stop_sequence"]
+    content: list[ThinkingBlock | TextBlock | ToolUseBlock]
+    stop_reason: Literal["end_turn", "max_tokens", "stop_sequence", "tool_use"]
     stop_sequence: str | None
     usage: MessageUsage
     penstock: Measured
