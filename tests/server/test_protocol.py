@@ -104,6 +104,28 @@ SAMPLING: dict[str, Any] = {
     "skip_special_tokens": (False, {"logit_bias": {"1": 100}}),
     "include_stop_str_in_output": (True, {"stop": [" "]}),
     "prompt_logprobs": 1,
+    "guidance_scale": 9.0,
+    "negative_prompt": ("dog dog dog dog", {"guidance_scale": 5.0}),
+}
+FLAG = {"type": "object", "properties": {"a": {"type": "boolean"}}, "required": ["a"]}
+STRUCTURE: dict[str, Any] = {
+    "response_format": {"type": "json_object"},
+    "structured_outputs": {"regex": "[0-9]+"},
+    "guided_json": FLAG,
+    "guided_regex": "[0-9]+",
+    "guided_choice": ["yes", "no"],
+    "guided_grammar": 'root ::= "yes" | "no"',
+    "guided_whitespace_pattern": ("\n\n", {"guided_json": FLAG}),
+    "structural_tag": {
+        "type": "structural_tag",
+        "format": {"type": "const_string", "value": "yes"},
+    },
+}
+BEAMS = {"use_beam_search": True, "n": 4, "seed": None, "max_tokens": 24, "stop": ["t"]}
+SEARCH: dict[str, Any] = {
+    "use_beam_search": (True, {"n": 2, "seed": None, "temperature": 1.0}),
+    "length_penalty": (-5.0, BEAMS),
+    "early_stopping": (True, BEAMS),
 }
 TOOLS = [{"type": "function", "function": {"name": "f", "parameters": None}}]
 INPUTS = [{"name": "f", "input_schema": {"type": "object"}}]
@@ -135,6 +157,8 @@ ENDPOINTS = {
             "max_tokens": 3,
             "max_completion_tokens": 7,
             "n": (2, {"temperature": 1.0}),
+            **STRUCTURE,
+            **SEARCH,
             "stream": True,
             "stream_options": ({"include_usage": True}, {"stream": True}),
             "logprobs": True,
@@ -163,6 +187,9 @@ ENDPOINTS = {
             "prompt": "Once",
             "max_tokens": 3,
             "n": (2, {"temperature": 1.0}),
+            **STRUCTURE,
+            **SEARCH,
+            "best_of": (5, {"temperature": 1.5}),
             "stream": True,
             "stream_options": ({"include_usage": True}, {"stream": True}),
             "logprobs": 1,

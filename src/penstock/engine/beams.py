@@ -161,6 +161,7 @@ def _text(
     detokenizer = IncrementalDetokenizer(
         tokenizer,
         prompt_ids=prompt,
+        skip_special_tokens=params.skip_special_tokens,
         stop=params.stop_strings,
         include_stop_str_in_output=params.include_stop_str_in_output,
     )

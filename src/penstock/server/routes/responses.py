@@ -11,7 +11,7 @@ from fastapi.responses import JSONResponse
 from starlette.responses import Response
 
 from penstock.engine import CompletionOutput, RequestOutput
-from penstock.sampling import TokenLogprobs
+from penstock.sampling import SamplingParams, TokenLogprobs
 from penstock.server.body import JsonRoute
 from penstock.server.choices import Reader, TokenNames
 from penstock.server.conversation import RESPONSE, Rendering
@@ -117,6 +117,7 @@ class _Answer:
     ) -> dict[str, Any]:
         """The response so far; without an output, in progress."""
         params, body = self._work.params, self._body
+        assert isinstance(params, SamplingParams)  # nothing searches here
         status = "failed" if error else _status(self._sample if output is not None else None)
         choice = body.tool_choice
         return {
