@@ -35,9 +35,9 @@ class Appender:
     ) -> None:
         """A sampled token, and those that must follow it; the next step computes all in one go.
 
-        Step by step each of those would be the only one that may come: the output is the same. There
-        is no jump where every token's logits are needed: for log-probabilities, and for what else
-        may forbid the token.
+        Step by step each of those would be the only one that may come: the output is the same.
+        There is no jump where every token's logits are needed: for log-probabilities, and for what
+        else may forbid the token.
         """
         self._take(sequence, token, logprobs, now)
         constraint = sequence.sampling.constraint
