@@ -189,8 +189,14 @@ def test_an_empty_schema_asks_for_something(server: Running, name: str, empty: o
         (MESSAGE, name, {name: empty}),
         (ANSWER, f"text.{name}", {"text": {name: empty}}),
     ):
-        param, message, _ = refused(ask(server, path, more), path)
-        assert (param, repr(field) in message) == (field, True)
+        answer = ask(server, path, more)
+        if (name, empty) == ("guided_json", {}) and path in (CHAT, WORDS):
+            assert answer.status_code == 200  # the schema that takes any JSON
+            continue
+        param, message, _ = refused(answer, path)
+        assert param is not None
+        assert param.startswith(field)
+        assert field in message
     if name not in ("format", "output_format"):
         assert ask(server, CHAT, {name: None}).status_code == 200
 

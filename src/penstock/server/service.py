@@ -444,8 +444,8 @@ def priced(output: RequestOutput) -> dict[str, Any]:
     """What Penstock adds beside the usage: how long it took, and how near the floor."""
     metrics = output.metrics
     times = metrics.token_times
-    taken_s = times[-1] - times[0] if times else 0.0  # 0 where all were forced by the first
-    rate = (len(times) - 1) / taken_s if taken_s else None
+    taken = times[-1] - times[0] if times else 0.0  # none where all tokens were forced
+    rate = (len(times) - 1) / taken if taken > 0 else None
     return {
         "queue_s": _rounded(metrics.queue_s),
         "ttft_s": _rounded(metrics.ttft_s),

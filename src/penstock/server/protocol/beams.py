@@ -59,17 +59,17 @@ class BeamFields(SamplingFields):
                 "Leave out stream, or use_beam_search.",
                 param="stream",
             )
+        ignored = {name: value for name, value in beside.items() if value}
         for name in SamplingFields.model_fields:
             if name not in _HEEDED and not _is_off(name, getattr(self, name)):
-                beside[name] = getattr(self, name)
-        for name, value in beside.items():
-            if value:
-                raise ApiError(
-                    400,
-                    f"{name} is {_shown(value)}, but use_beam_search looks for the likeliest texts "
-                    "and doesn't heed it. Leave out one of the two.",
-                    param=name,
-                )
+                ignored[name] = getattr(self, name)
+        for name, value in ignored.items():
+            raise ApiError(
+                400,
+                f"{name} is {_shown(value)}, but use_beam_search looks for the likeliest texts "
+                "and doesn't heed it. Leave out one of the two.",
+                param=name,
+            )
 
     def parameters(
         self, defaults: SamplingParams, names: Mapping[str, str] | None = None, **chosen: Any
