@@ -79,7 +79,7 @@ def run(
     if "outputs" in o.parts:
         number = len(found) if o.num_prompts is None else o.num_prompts
         result.outputs = run_outputs(meter, found, number, o.max_tokens, o.seed, prompt, show)
-    without = replace(config, scheduler=replace(config.scheduler, enable_jump_forward=False))
+    without = without_jumps(config)
     if "overhead" in o.parts:
         result.overhead = run_overhead(
             without, (runtime, second(config)), found, o.max_tokens, o.seed, o.rounds, prompt, show
@@ -92,3 +92,8 @@ def run(
             )
         )  # fmt: skip
     return result
+
+
+def without_jumps(config: EngineConfig) -> EngineConfig:
+    """The same engine, which takes a step for every token."""
+    return replace(config, scheduler=replace(config.scheduler, enable_jump_forward=False))

@@ -23,6 +23,7 @@ _AT_ONCE: Final = 256
 
 _EXAMPLES: Final = 3
 _WAY_OUT: Final = re.compile(r"(?<=[.)]) (Change|Leave|Make) .*$", re.DOTALL)
+_QUOTED: Final = re.compile(r"(?<!\w)'([^']*)'(?!\w)")  # a word of JSON Schema stays
 _OPENING: Final = re.compile(r"^structured_outputs\.\w+ can't be followed(?: at \S+)?: ")
 
 
@@ -130,7 +131,7 @@ def reason_of(message: str) -> str:
     said, _, detail = text.rstrip(".").partition(" (llguidance: ")
     if said == "the library refuses it" and detail:
         said += f": {re.split(r'[;:]', detail)[0]}"
-    said = re.sub(r"'[^' ]*[^'a-zA-Z][^']*'", "…", said)  # a word of JSON Schema stays
     said = re.sub(r"^the pattern .*, character \d+:", "a pattern:", said, flags=re.DOTALL)
+    said = _QUOTED.sub(lambda m: m[0] if m[1].isalpha() else "…", said)
     said = re.sub(r"^no value follows it \(.*", "no value follows it", said, flags=re.DOTALL)
     return re.sub(r"\d+", "N", said)[:160]
