@@ -4,7 +4,8 @@
     python benchmarks/samplers.py --json benchmarks/results/samplers.json
 
 The distributions are what the sampler's own code gives for three sets of 24 made-up logits: a model
-that is sure, one that hesitates, one that doesn't know. Costs are of 16 rows of 151,936 logits.
+that is sure, one that hesitates, one that doesn't know. For guidance, made-up logits after a
+negative prompt are marked too. Costs are of 16 rows of 151,936 logits.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import json
 import statistics
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -22,6 +24,7 @@ from torch import Tensor
 
 from penstock import SamplingParams
 from penstock.bench.environment import environment
+from penstock.engine.guidance import guided
 from penstock.hardware import detect
 from penstock.sampling import Sampler, SequenceSampling
 from penstock.sampling.penalties import gather_edits
@@ -42,6 +45,7 @@ CASES: dict[str, dict[str, Any]] = {
     "mirostat": {"mirostat": 2, "mirostat_tau": 1.5},
     "dry": {"dry_multiplier": 1.0},
 }
+GUIDANCE = 1.5
 REPEATED = [0, 1, 2, 7, 7, 7, 0, 1]  # 2 would go on as before
 PANELS = ("sure", "hesitating", "at a loss")
 
@@ -51,6 +55,7 @@ _STYLE = (
     ".axis{stroke:#8c959f}@media(prefers-color-scheme:dark){text{fill:#e6edf3}.dim{fill:#8b949e}"
     ".page{fill:#0d1117}.was{fill:#30363d}.is{fill:#58a6ff}.axis{stroke:#6e7681}}"
 )
+_MARKED = ".no{stroke:#cf222e;stroke-width:2}"
 
 
 def examples() -> Tensor:
@@ -79,27 +84,71 @@ def shaped(logits: Tensor, params: dict[str, Any]) -> Tensor:
     return group.draw.weights(logits, group.cuts)[0]  # type: ignore[attr-defined,no-any-return]
 
 
+def unwanted() -> Tensor:
+    """Logits [3, TOKENS] after a negative prompt: two of every three tokens are likelier there."""
+    place = torch.arange(TOKENS)
+    return examples() + 0.7 * (place % 3 != 1)
+
+
+class Row:
+    """A sequence, as far as guidance looks at it."""
+
+    def __init__(self, request: SimpleNamespace) -> None:
+        self.request = request
+        self.shadow: Row | None = None
+
+
+def led_away(scale: float) -> Tensor:
+    """The distributions [3, TOKENS] of guided samples, by the engine's own formula."""
+    rows = []
+    for pair in torch.stack((examples(), unwanted()), dim=1):  # [2, TOKENS]: own, shadow's
+        params = SamplingParams(guidance_scale=scale)
+        shadow, sample = Row(SimpleNamespace(guides=True)), Row(SimpleNamespace(guides=None))
+        sample.shadow, sample.request.params = shadow, params
+        rows.append(guided([sample, shadow], pair)[1][0])
+    return torch.stack(rows).softmax(-1)
+
+
 def figure(name: str, params: dict[str, Any]) -> str:
     """Bars of the probabilities before (grey) and after (blue)."""
-    before, after = examples().softmax(-1), shaped(examples(), params)
     said = ", ".join(f"{key}={value}" for key, value in params.items())
+    return drawn(said, examples().softmax(-1), shaped(examples(), params))
+
+
+def guidance_figure() -> str:
+    """The same for guidance, with a red line where the negative prompt's probability is."""
+    after, marks = led_away(GUIDANCE), unwanted().softmax(-1)
+    return drawn(f"guidance_scale={GUIDANCE}", examples().softmax(-1), after, marks)
+
+
+def drawn(said: str, before: Tensor, after: Tensor, marks: Tensor | None = None) -> str:
+    """Three panels; marks: a third probability of each token."""
+    red = "" if marks is None else ", the negative prompt's red"
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{WIDTH}" height="{HEIGHT}" '
         f'viewBox="0 0 {WIDTH} {HEIGHT}" font-family="system-ui, sans-serif" font-size="13">',
-        f"<style>{_STYLE}</style>",
+        f"<style>{_STYLE}{_MARKED if marks is not None else ''}</style>",
         f'<rect class="page" width="{WIDTH}" height="{HEIGHT}"/>',
         f'<text x="12" y="22" font-size="15" font-weight="600">{said}</text>',
         f'<text x="{WIDTH - 12}" y="22" text-anchor="end" class="dim">probability of 24 tokens, '
-        "before grey, after blue; each panel to its own scale</text>",
+        f"before grey, after blue{red}; each panel to its own scale</text>",
     ]
     width = (WIDTH - 24 - 2 * GAP) / 3
     for i, panel in enumerate(PANELS):
-        parts += _panel(before[i], after[i], 12 + i * (width + GAP), width, f"a model {panel}")
+        left, marked = 12 + i * (width + GAP), None if marks is None else marks[i]
+        parts += _panel(before[i], after[i], left, width, f"a model {panel}", marked)
     return "\n".join([*parts, "</svg>", ""])
 
 
-def _panel(before: Tensor, after: Tensor, left: float, width: float, heading: str) -> list[str]:
-    top = float(max(before.max(), after.max()))
+def _panel(
+    before: Tensor,
+    after: Tensor,
+    left: float,
+    width: float,
+    heading: str,
+    marks: Tensor | None,
+) -> list[str]:
+    top = float(max(one.max() for one in (before, after, marks) if one is not None))
     base, tall, step = HEIGHT - BOTTOM, HEIGHT - BOTTOM - TOP, width / TOKENS
     parts = [f'<text class="dim" x="{left:.1f}" y="{TOP - 12}">{heading}</text>']
     for values, kind, inset in ((before, "was", 0.08), (after, "is", 0.28)):
@@ -111,6 +160,11 @@ def _panel(before: Tensor, after: Tensor, left: float, width: float, heading: st
                     f'y="{base - high:.1f}" width="{step * (1 - 2 * inset):.1f}" '
                     f'height="{high:.1f}"/>'
                 )
+    for at, value in enumerate(() if marks is None else marks.tolist()):
+        y, x = base - value / top * tall, left + step * at
+        parts.append(
+            f'<line class="no" x1="{x:.1f}" y1="{y:.1f}" x2="{x + step:.1f}" y2="{y:.1f}"/>'
+        )
     parts.append(
         f'<line class="axis" x1="{left:.1f}" y1="{base}" x2="{left + width:.1f}" y2="{base}"/>'
     )
@@ -153,6 +207,7 @@ def main() -> None:
         given.figures.mkdir(parents=True, exist_ok=True)
         for name, params in CASES.items():
             (given.figures / f"{name}.svg").write_text(figure(name, params), encoding="utf-8")
+        (given.figures / "guidance.svg").write_text(guidance_figure(), encoding="utf-8")
     if given.json is not None:
         found = costs(given.rounds)
         for name, cost in found.items():

@@ -38,13 +38,16 @@ def test_options_reach_the_server(penstock: Run, started: dict[str, Any]) -> Non
         "--allowed-host LLM.example.org --allowed-host [fd00::1] "
         "--allowed-origin https://a.example --allowed-origin http://b.example:8080 "
         "--served-model-name one --served-model-name two --scheduling-policy edf "
-        "--starvation-time 7 --ttft-slo-ms 250"
+        "--starvation-time 7 --ttft-slo-ms 250 --tool-call-parser llama3_json "
+        "--reasoning-parser none --no-enable-auto-tool-choice"
     )
     result = penstock("serve", *words.split())
     assert result.exit_code == 0, result.output
     server, scheduler = started["server"], started["engine"].scheduler
     assert (server.body_timeout_s, server.stall_timeout_s, server.max_stop_strings) == (3, 4, 5)
     assert server.request_timeout_s == 6
+    assert (server.tool_call_parser, server.reasoning_parser) == ("llama3_json", "none")
+    assert not server.enable_auto_tool_choice
     assert server.allowed_hosts == ("llm.example.org", "[fd00::1]")
     assert server.allowed_origins == ("https://a.example", "http://b.example:8080")
     assert server.served_model_names == ("one", "two")
@@ -68,6 +71,8 @@ def test_options_reach_the_server(penstock: Run, started: dict[str, Any]) -> Non
         ("--shutdown-timeout inf", "--shutdown-timeout is inf"),
         ("--max-body-size 0", "--max-body-size is 0"),
         ("--max-stop-strings 0", "--max-stop-strings is 0"),
+        ("--tool-call-parser hermse", "--tool-call-parser is 'hermse'. Did you mean 'hermes'?"),
+        ("--reasoning-parser r1", "--reasoning-parser is 'r1'"),
         ("--max-queue-size 0", "--max-queue-size is 0"),
         ("--max-concurrency 0", "--max-concurrency must be"),
         ("--port 99999", "--port is 99999"),

@@ -129,6 +129,7 @@ SEARCH: dict[str, Any] = {
 }
 TOOLS = [{"type": "function", "function": {"name": "f", "parameters": None}}]
 INPUTS = [{"name": "f", "input_schema": {"type": "object"}}]
+FLAT = [{"type": "function", "name": "f"}]
 SAID_IN_THE_LOG = {"user", "safety_identifier"}  # test_user_is_in_the_log
 ASKS_FOR_NOTHING = {"prompt_cache_key"}  # as docs/compatibility.md says
 OF_THE_QUEUE = {"priority", "ttft_slo_ms", "tpot_slo_ms"}  # reach the engine: test below
@@ -221,6 +222,9 @@ ENDPOINTS = {
             "truncation": ("auto", {"input": LONG}),
             "store": True,
             "chat_template_kwargs": {"more": "X"},
+            "tools": FLAT,
+            "tool_choice": ("none", {"tools": FLAT}),
+            "parallel_tool_calls": False,
         },
         SAID_IN_THE_LOG | ASKS_FOR_NOTHING | OF_THE_QUEUE | {"cache_salt"},
     ),

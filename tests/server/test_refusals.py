@@ -159,7 +159,7 @@ KINDS = [
       for kind in ("image", "document", "search_result", "server_tool_use")
       for path in (MESSAGE, COUNT)),
     *((ANSWER, {"input": [*ASK, {"type": kind, "call_id": "a", "name": "b", "output": "c"}]},
-       "input", kind) for kind in ("function_call", "function_call_output", "reasoning")),
+       "input", kind) for kind in ("custom_tool_call", "web_search_call", "computer_call_output")),
     (ANSWER, {"input": [{"type": "item_reference", "id": "msg_1"}]}, "input", "item_reference"),
     (ANSWER, {"input": [{"role": "assistant", "content": [{"type": "refusal", "refusal": "no"}]}]},
      "input[0].content", "refusal"),

@@ -17,6 +17,7 @@ from penstock.grammar import Grammars
 from penstock.grammar.healing import Healer
 from penstock.models.load import LoadedModel
 from penstock.sampling import (
+    BeamSearchParams,
     Constraint,
     SamplingParams,
     SequenceSampling,
@@ -61,6 +62,16 @@ class Intake:
         self._grammars: Grammars | None = None  # made when a request asks for a form
         self._making = Lock()
         self._known_breakers: dict[tuple[str, ...], frozenset[int]] = {}  # of the last request
+
+    def prepare(self, params: SamplingParams | BeamSearchParams) -> None:
+        """What takes long of what a request will need; may be called in any thread.
+
+        Raises InvalidSamplingError for a form that can't be followed.
+        """
+        if params.structure is not None:
+            self.compile(params.structure)
+        if isinstance(params, SamplingParams) and params.token_healing and self._healer is not None:
+            self._healer.prepare()
 
     def compile(self, structure: StructuredOutputs) -> None:
         """Prepare what an output's form needs; may take long, and be called in any thread.

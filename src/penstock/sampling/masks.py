@@ -7,8 +7,10 @@ forward pass, constraints cost no time but that of writing -inf.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from typing import Final
 
 import numpy as np
@@ -23,15 +25,29 @@ from penstock.sampling.state import SequenceSampling
 _BROKEN: Final = "What limits this output broke: "
 
 
+@dataclass(frozen=True, slots=True)
+class MaskTimes:
+    """What the masks of one step took."""
+
+    fill_s: tuple[float, ...]  # each mask, in the other thread
+    wait_s: float  # until the last was there, after the forward pass
+    apply_s: float  # to make logits -inf
+
+
 class Masks:
-    """Memory for masks, and the thread that writes them."""
+    """Memory for masks, and the thread that writes them.
+
+    `watch` is shown each step's times.
+    """
 
     def __init__(self, vocab_size: int) -> None:
+        self.watch: Callable[[MaskTimes], None] | None = None
         self._words = num_words(vocab_size)
         self._bits: Bits = np.zeros((0, self._words), dtype=np.int32)
         self._rows: list[SequenceSampling] = []
         self._members: list[int] = []
         self._work: Future[dict[int, str]] | None = None
+        self._fill_s: list[float] = []
         self._pool: ThreadPoolExecutor | None = None  # made when it is first needed
 
     def begin(self, rows: Sequence[SequenceSampling]) -> None:
@@ -46,7 +62,8 @@ class Masks:
         if self._pool is None:
             self._pool = ThreadPoolExecutor(1, thread_name_prefix="penstock-masks")
         constraints = [rows[i].constraint for i in members]
-        self._work = self._pool.submit(_fill, constraints, members, self._bits)
+        self._fill_s = []
+        self._work = self._pool.submit(_fill, constraints, members, self._bits, self._fill_s)
 
     def wait(self) -> dict[int, str]:
         """Let the work end; by row, what went wrong."""
@@ -57,18 +74,27 @@ class Masks:
         """Make impossible in logits [S, V] what constraints forbid; by row, what went wrong."""
         if self._rows != list(rows):  # nobody has begun with these
             self.begin(rows)
+        start = time.perf_counter()
         errors = self.wait()
+        waited = time.perf_counter()
         self._rows = []  # they will have moved on
         if self._members:
             bits = torch.from_numpy(self._bits[: len(self._members)]).to(logits.device)
             ops.mask_(logits, torch.tensor(self._members, device=logits.device), bits)
+            if self.watch is not None:
+                applied = time.perf_counter()
+                self.watch(MaskTimes(tuple(self._fill_s), waited - start, applied - waited))
         return errors
 
 
 def _fill(
-    constraints: Sequence[Constraint | None], members: Sequence[int], bits: Bits
+    constraints: Sequence[Constraint | None],
+    members: Sequence[int],
+    bits: Bits,
+    seconds: list[float],
 ) -> dict[int, str]:
     errors: dict[int, str] = {}
+    start = time.perf_counter()
     for row, (member, constraint) in enumerate(zip(members, constraints, strict=True)):
         assert constraint is not None  # of rows that have one
         try:
@@ -77,4 +103,7 @@ def _fill(
             errors[member] = str(error)
         except Exception as error:  # its request's own failure: the others go on
             errors[member] = f"{_BROKEN}{error!r}"
+        now = time.perf_counter()
+        seconds.append(now - start)
+        start = now
     return errors

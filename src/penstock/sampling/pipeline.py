@@ -100,14 +100,14 @@ class Sampler:
     def __init__(self, vocab_size: int) -> None:
         self.vocab_size = vocab_size
         self._plan: _Plan | None = None
-        self._masks = Masks(vocab_size)
+        self.masks = Masks(vocab_size)
 
     def prepare(self, rows: Sequence[SequenceSampling]) -> None:
         """Begin with what these rows' next tokens need beside logits, in another thread.
 
         Their constraints are in use until they are sampled.
         """
-        self._masks.begin(rows)
+        self.masks.begin(rows)
 
     def __call__(self, logits: Tensor, rows: Sequence[SequenceSampling]) -> Sampled:
         """Choose one token per row; ``append`` it to the row's state once it is accepted.
@@ -134,7 +134,7 @@ class Sampler:
         tokens = np.full(len(rows), NO_TOKEN, dtype=np.int64)
         errors = plan.processed.apply_(logits) if plan.processed else {}
         if plan.constrained:
-            errors = self._masks.apply_(logits, rows) | errors
+            errors = self.masks.apply_(logits, rows) | errors
         if plan.edits is not None:
             plan.edits.apply_(logits)
         if len(plan.greedy):

@@ -102,7 +102,8 @@ def serve(config: ServerConfig, load: Callable[[], tuple[AsyncLLM, str]]) -> Non
         else:
             host, port = listener.getsockname()[:2]
             shown = f"[{host}]" if ":" in host else host
-            logger.info("ready", extra={"fields": {"url": f"http://{shown}:{port}"}})
+            chosen = service.tooling.describe()
+            logger.info("ready", extra={"fields": {"url": f"http://{shown}:{port}", **chosen}})
 
     loader = threading.Thread(target=load_model, name="penstock-load", daemon=True)
     before = sys.getswitchinterval()

@@ -244,6 +244,7 @@ WRONG: list[tuple[str, dict[str, Any], str, str]] = [
 ]
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize(("what", "options", "param", "words"), WRONG, ids=[x[0] for x in WRONG])
 def test_bad_input_is_refused_at_once(
     client: OpenAI, as_family: Any, what: str, options: dict[str, Any], param: str, words: str

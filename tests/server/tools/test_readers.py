@@ -171,6 +171,7 @@ def test_reasoning_is_split_off(
     assert (found.reasoning, found.content, len(found.calls)) == (reasoning, content, calls)
 
 
+@settings(deadline=None)
 @given(st.sampled_from(THOUGHTS), st.lists(st.integers(0, 200), max_size=12))
 def test_reasoning_in_any_pieces(row: tuple[bool, str, str, str, int], cuts: list[int]) -> None:
     inside, text = row[:2]
@@ -190,11 +191,13 @@ def test_the_prompt_says_whether_reasoning_is_open() -> None:
 
 
 @pytest.mark.parametrize("make", [PlainReader, lambda: reader("hermes")])
+@settings(deadline=None)
 @given(st.text(" \nab"), st.lists(st.integers(0, 50)))
 def test_plain_text_stays(make: Callable[[], CallReader], text: str, cuts: list[int]) -> None:
     assert collect(fed(make(), pieces(text, cuts))) == Parsed(content=text)
 
 
+@settings(deadline=None)
 @given(st.lists(st.integers(0, 50)))
 def test_special_tokens_are_left_out(cuts: list[int]) -> None:
     text = "a<|eot|>b <|e<|eom|>c<|eo"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Iterator
-from dataclasses import replace
 from typing import Any
 
 from fastapi import APIRouter, Request
@@ -97,9 +96,8 @@ async def _work(
         keep=body.truncate_prompt_tokens,
     )
     goes_on = body.messages[-1] if rendering.continue_final_message else None
-    how = answering(service.prompts, plan, prompt, goes_on)
-    if body.skip_special_tokens is False:
-        how = replace(how, plan=replace(plan, hidden=()))
+    special = body.skip_special_tokens is not False
+    how = answering(service.prompts, plan, prompt, goes_on, skips_special=special)
     form = await sampling_of(service, ticket, how, *body.structure())
     params = body.parameters(
         service.defaults,

@@ -123,9 +123,11 @@ class Tooling:
         source = self._source(self._config.chat_template, Offer())
         family, known = self._family(source)
         tags = self._tags(source)
-        form = family.name if known else f"{family.name} (the template has no form that is known)"
-        thinks = "in its channels" if family.thinks else None if tags is None else tags.open
-        return {"tool_call_parser": form, "reasoning": thinks or "none"}
+        thinks = "channels" if family.thinks else "none" if tags is None else tags.open
+        return {
+            "tools": family.name if known else f"{family.name}, told by us",
+            "reasoning": thinks,
+        }
 
     def _check_allowed(self, offer: Offer) -> None:
         if offer.active and offer.mode == "auto" and not self._config.enable_auto_tool_choice:
