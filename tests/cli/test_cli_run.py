@@ -16,6 +16,7 @@ from typer.testing import Result
 from penstock import LLM, SamplingParams
 from penstock.cli.batch import answered_in
 from penstock.cli.serve import STEP_TOKENS, _step_tokens
+from penstock.sampling import BeamSearchParams
 
 Run = Callable[..., Result]
 Process = Callable[..., "subprocess.Popen[bytes]"]
@@ -226,6 +227,42 @@ def test_what_the_api_refuses(penstock: Run, engine: Path, tmp_path: Path) -> No
     assert found["low"]["status_code"] == 400 and "max_tokens" in str(found["low"]["body"]["error"])
     assert found["who"]["status_code"] == 404
     assert found["who"]["body"]["error"]["code"] == "model_not_found"
+
+
+def test_forms_beams_and_best_of_in_batch_lines(
+    penstock: Run, engine: Path, llm: LLM, tmp_path: Path
+) -> None:
+    """What is wrong with one is its answer; the others are answered."""
+    ask = {"model": "m", "prompt": "hello", "max_tokens": 6}
+    chat = {"model": "m", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 6}
+    requests = write(
+        tmp_path / "in.jsonl",
+        batch_line("beams", "completions", **ask, use_beam_search=True, n=3),
+        batch_line("choice", "chat/completions", **chat, guided_choice=["yes", "no"]),
+        batch_line("best", "completions", **ask, best_of=3, seed=1),
+        batch_line("bad form", "completions", **ask, guided_regex="(a"),
+        batch_line("bad beams", "chat/completions", **chat, use_beam_search=True, top_p=0.5),
+        batch_line("bad best", "completions", **ask, best_of=2, n=3),
+        {"id": "plain", "prompt": "hello", "structured_outputs": {"choice": ["yes", "no"]}},
+        {"id": "bad plain", "prompt": "hello", "structured_outputs": {"regex": "(a"}},
+    )
+    out = tmp_path / "out.jsonl"
+    result = penstock("run", engine, "-i", requests, "-o", out)
+    assert result.exit_code == 0, result.output
+    found = {a.get("custom_id") or a["id"]: a for a in answers(out)}
+    bodies = {name: a["response"]["body"] for name, a in found.items() if "response" in a}
+    (expected,) = llm.beam_search("hello", BeamSearchParams(beam_width=3, max_tokens=6))
+    texts = [choice["text"] for choice in bodies["beams"]["choices"]]
+    assert texts == [one.output_text for one in expected.sequences]
+    assert bodies["choice"]["choices"][0]["message"]["content"] in ("yes", "no")
+    assert len(bodies["best"]["choices"]) == 1
+    assert bodies["best"]["usage"]["completion_tokens"] == 18
+    params = {name: a["response"]["body"]["error"]["param"] for name, a in found.items()
+              if name.startswith("bad ") and "response" in a}  # fmt: skip
+    assert params == {"bad form": "guided_regex", "bad beams": "top_p", "bad best": "best_of"}
+    assert found["plain"]["samples"][0]["text"] in ("yes", "no")
+    assert "unclosed group" in found["bad plain"]["error"]["message"]
+    assert "4 answered, 4 failed" in result.stderr
 
 
 def test_an_output_is_kept(penstock: Run, engine: Path, tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from penstock.cli import console
+from penstock.cli.form_options import Form, Guided
 from penstock.cli.generate import TextWriter
 from penstock.cli.loading import load
 from penstock.cli.options import (
@@ -25,8 +26,10 @@ from penstock.cli.options import (
     TopK,
     TopP,
     given,
+    grouped,
     named_values,
     sampling,
+    together,
 )
 from penstock.cli.stats import RunStats, machine_peaks
 from penstock.errors import ChatTemplateError, PenstockError, RequestError
@@ -44,7 +47,10 @@ HELP = """\
 /exit    leave, as Ctrl-D does; Ctrl-C stops a reply"""
 
 
+@grouped
 def chat(
+    form: Form,
+    guided: Guided,
     model: Model = MODEL,
     system: Annotated[
         str | None, typer.Option(help="What the model is told before the conversation.")
@@ -76,14 +82,18 @@ def chat(
     from penstock.config import EngineConfig
     from penstock.engine.prompts import check_chat, default_params
 
-    chosen = given(
-        temperature=temperature,
-        top_p=top_p,
-        top_k=top_k,
-        min_p=min_p,
-        repetition_penalty=repetition_penalty,
-        seed=seed,
-        **named_values(more),
+    chosen = together(
+        given(
+            temperature=temperature,
+            top_p=top_p,
+            top_k=top_k,
+            min_p=min_p,
+            repetition_penalty=repetition_penalty,
+            seed=seed,
+        ),
+        form.chosen(),
+        guided.chosen(),
+        named_values(more),
     )
     check_chat(sampling(**chosen, max_tokens=max_tokens))  # refuses before the model is loaded
     config = EngineConfig.of(

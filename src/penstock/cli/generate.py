@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from penstock.cli import console
+from penstock.cli.form_options import Form, Guided, Search, as_given
 from penstock.cli.loading import load
 from penstock.cli.options import (
     MODEL,
@@ -29,23 +30,30 @@ from penstock.cli.options import (
     Stats,
     Stop,
     Temperature,
+    TokenHealing,
     TopK,
     TopP,
     given,
+    grouped,
     named_values,
     sampling,
+    together,
 )
 from penstock.cli.stats import RunStats, machine_peaks, metrics
-from penstock.errors import PenstockError, RequestError
+from penstock.errors import InvalidSamplingError, PenstockError, RequestError
 
 if TYPE_CHECKING:
     from penstock.bench.meter import Meter
     from penstock.engine import CompletionOutput, RequestOutput
-    from penstock.sampling import SamplingParams
+    from penstock.sampling import BeamSearchParams, SamplingParams
 
 
+@grouped
 def generate(
     prompt: Prompts,
+    form: Form,
+    guided: Guided,
+    search: Search,
     model: Model = MODEL,
     max_tokens: MaxTokens = 128,
     temperature: Temperature = None,
@@ -58,6 +66,7 @@ def generate(
     stop: Stop = None,
     n: Samples = 1,
     ignore_eos: IgnoreEos = False,
+    token_healing: TokenHealing = False,
     dtype: Dtype = "auto",
     quantization: Quantization = None,
     kv_cache_dtype: KvCacheDtype = "auto",
@@ -68,23 +77,32 @@ def generate(
     """Complete one or several prompts.
 
     The text of a single prompt is shown as it comes, and stdout has nothing
-    else. Several prompts run as one batch.
+    else. Several prompts run as one batch. What a search finds is shown at its
+    end.
     """
-    chosen = given(
-        max_tokens=max_tokens,
-        temperature=temperature,
-        top_p=top_p,
-        top_k=top_k,
-        min_p=min_p,
-        repetition_penalty=repetition_penalty,
-        seed=seed,
-        stop=stop or None,
-        n=n,
-        ignore_eos=ignore_eos,
-        **named_values(more),
+    chosen = together(
+        given(
+            max_tokens=max_tokens,
+            temperature=temperature,
+            top_p=top_p,
+            top_k=top_k,
+            min_p=min_p,
+            repetition_penalty=repetition_penalty,
+            seed=seed,
+            stop=stop or None,
+            n=n,
+            ignore_eos=ignore_eos,
+            token_healing=token_healing or None,
+        ),
+        form.chosen(),
+        guided.chosen(),
+        named_values(more),
     )
     prompts = _read(prompt)
-    sampling(**chosen)  # refuses what is out of range before the model is loaded
+    # What is out of range is refused before the model is loaded.
+    beams = search.params(chosen)
+    if beams is None:
+        sampling(**chosen)
     meter = _engine(
         model,
         dtype=dtype,
@@ -92,11 +110,11 @@ def generate(
         kv_cache_dtype=kv_cache_dtype,
         max_model_len=max_model_len,
     )
-    params = _defaults(meter).over(**chosen)
+    params = beams or _defaults(meter).over(**chosen)
     peaks = machine_peaks() if stats or as_json else None
     if peaks is not None:
         meter.engine.ledger.peaks = peaks
-    streaming = not as_json and len(prompts) == 1 and n == 1
+    streaming = not as_json and len(prompts) == 1 and n == 1 and beams is None
     outputs = _run(meter, prompts, params, streaming)
     found = RunStats.of(meter, meter.take(), peaks) if peaks else None
     if as_json:
@@ -141,7 +159,10 @@ def _defaults(meter: Meter) -> SamplingParams:
 
 
 def _run(
-    meter: Meter, prompts: list[str], params: SamplingParams, streaming: bool
+    meter: Meter,
+    prompts: list[str],
+    params: SamplingParams | BeamSearchParams,
+    streaming: bool,
 ) -> list[RequestOutput]:
     """Run the prompts to their end, writing the text as it comes when `streaming`."""
     from penstock.engine.llm import interrupt_between_steps
@@ -168,7 +189,12 @@ def _run(
 
 
 def _add(
-    meter: Meter, index: int, text: str, params: SamplingParams, count: int, streaming: bool
+    meter: Meter,
+    index: int,
+    text: str,
+    params: SamplingParams | BeamSearchParams,
+    count: int,
+    streaming: bool,
 ) -> None:
     from penstock.engine.prompts import encode
 
@@ -176,8 +202,10 @@ def _add(
         prompt, tokens = encode(text, meter.runtime.tokenizer)
         meter.engine.add_request(str(index), tokens, params, prompt=prompt, stream=streaming)
     except PenstockError as error:
+        if isinstance(error, InvalidSamplingError):
+            error = as_given(error)
         if count == 1:
-            raise
+            raise error from None
         raise type(error)(f"Prompt {index + 1} of {count}: {error}") from error
 
 
@@ -234,5 +262,6 @@ def _as_dict(
         "token_ids": sample.token_ids,
         "finish_reason": sample.finish_reason,
         "stop_reason": sample.stop_reason,
+        **({} if sample.score is None else {"score": sample.score}),
         "metrics": {**metrics(output), **(run or {})},
     }

@@ -70,6 +70,14 @@ Stop = Annotated[
     list[str] | None,
     typer.Option(help="End before this text; may be repeated.", rich_help_panel=_SAMPLING),
 ]
+TokenHealing = Annotated[
+    bool,
+    typer.Option(
+        "--token-healing",
+        help="Choose the prompt's last tokens anew: for prompts that end within a word.",
+        rich_help_panel=_SAMPLING,
+    ),
+]
 Samples = Annotated[int, typer.Option(help="Samples of each.", rich_help_panel=_SAMPLING)]
 IgnoreEos = Annotated[
     bool,
@@ -163,6 +171,16 @@ def named_values(pairs: list[str] | None) -> dict[str, Any]:
             found[name] = json.loads(text)
         except ValueError:
             found[name] = text
+    return found
+
+
+def together(*groups: dict[str, Any]) -> dict[str, Any]:
+    """The arguments of all groups, the last those of --sampling. Raises ConfigError for two."""
+    found: dict[str, Any] = {}
+    for group in groups:
+        for name in group.keys() & found.keys():
+            raise ConfigError(f"{name} has an option of its own: give it there, not by --sampling.")
+        found |= group
     return found
 
 

@@ -1,0 +1,171 @@
+"""Options in groups: the form of an output, what guides it, and a search in place of sampling."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from penstock.cli.options import given
+from penstock.errors import ConfigError, PenstockError
+
+if TYPE_CHECKING:
+    from penstock.sampling import BeamSearchParams
+
+_FORM, _GUIDANCE, _BEAMS = "Form of the output", "Guidance", "Beam search"
+_LONGEST_NAME = 4096  # of a file
+
+
+@dataclass(frozen=True, slots=True)
+class Form:
+    """What an output is held to."""
+
+    json_schema: Annotated[
+        str | None,
+        typer.Option(
+            metavar="SCHEMA|FILE",
+            help="JSON that follows this schema: the schema itself, such as '{}', or a file.",
+            rich_help_panel=_FORM,
+        ),
+    ] = None
+    regex: Annotated[
+        str | None,
+        typer.Option(help="The whole text matches it (Rust's syntax).", rich_help_panel=_FORM),
+    ] = None
+    choice: Annotated[
+        list[str] | None,
+        typer.Option(help="The text is one of these; may be repeated.", rich_help_panel=_FORM),
+    ] = None
+    grammar: Annotated[
+        str | None,
+        typer.Option(
+            metavar="GRAMMAR|FILE",
+            help="GBNF, as llama.cpp reads it, or Lark: the grammar itself, or a file.",
+            rich_help_panel=_FORM,
+        ),
+    ] = None
+
+    def chosen(self) -> dict[str, Any]:
+        """As sampling parameters. Raises ConfigError or InvalidSamplingError."""
+        from penstock.sampling import StructuredOutputs
+
+        asked = given(
+            json=None if self.json_schema is None else _schema(self.json_schema),
+            regex=self.regex,
+            choice=self.choice or None,
+            grammar=None if self.grammar is None else _grammar(self.grammar),
+        )
+        if not asked:
+            return {}
+        if len(asked) > 1:
+            first, second = [_OPTIONS[name] for name in asked][:2]
+            raise ConfigError(f"{first} and {second} both say what form the text has. Choose one.")
+        try:
+            return {"structured_outputs": StructuredOutputs(**asked)}
+        except PenstockError as error:
+            raise as_given(error) from error
+
+
+_OPTIONS = {
+    "json": "--json-schema",
+    "regex": "--regex",
+    "choice": "--choice",
+    "grammar": "--grammar",
+}
+"""What is called by these names in `StructuredOutputs`."""
+
+
+def as_given(error: PenstockError) -> PenstockError:
+    """The error in the words of the options."""
+    said = str(error)
+    for name, option in _OPTIONS.items():
+        said = said.replace(f"structured_outputs.{name}", option)
+    return type(error)(said)
+
+
+def _schema(value: str) -> str:
+    """A schema as text."""
+    if value.lstrip().startswith("{") or value.strip() in ("true", "false"):
+        return value
+    return _read("--json-schema", value)
+
+
+def _grammar(value: str) -> str:
+    """A grammar as text: a file's, if there is one of that name."""
+    is_name = "\n" not in value and len(value.encode()) < _LONGEST_NAME
+    if is_name and (Path(value).is_file() or ":" not in value):  # every grammar has one
+        return _read("--grammar", value)
+    return value
+
+
+def _read(option: str, name: str) -> str:
+    try:
+        return Path(name).read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f"{option} {name!r} is neither written out nor a file that can be read: {error}."
+        ) from error
+
+
+@dataclass(frozen=True, slots=True)
+class Guided:
+    """What an output is led away from."""
+
+    guidance_scale: Annotated[
+        float | None,
+        typer.Option(
+            help="Above 1: away from the negative prompt (llama.cpp's --cfg-scale).",
+            rich_help_panel=_GUIDANCE,
+        ),
+    ] = None
+    negative_prompt: Annotated[
+        str | None,
+        typer.Option(
+            help="What to get away from. Default: what follows the prompt's last token alone.",
+            rich_help_panel=_GUIDANCE,
+        ),
+    ] = None
+
+    def chosen(self) -> dict[str, Any]:
+        """As sampling parameters."""
+        return given(guidance_scale=self.guidance_scale, negative_prompt=self.negative_prompt)
+
+
+@dataclass(frozen=True, slots=True)
+class Search:
+    """A beam search in place of sampling."""
+
+    beam_width: Annotated[
+        int | None,
+        typer.Option(
+            help="Keep this many of the likeliest texts at each token, and show the --n best.",
+            rich_help_panel=_BEAMS,
+        ),
+    ] = None
+    length_penalty: Annotated[
+        float | None,
+        typer.Option(
+            help="Above 0 favours long texts, below 0 short ones. Default: 1, the mean.",
+            rich_help_panel=_BEAMS,
+        ),
+    ] = None
+
+    def params(self, chosen: dict[str, Any]) -> BeamSearchParams | None:
+        """Of the search, or None where there is none to be. Raises ConfigError."""
+        from penstock.sampling import BeamSearchParams
+
+        if self.beam_width is None:
+            if self.length_penalty is not None:
+                raise ConfigError("--length-penalty ranks a search's texts: give --beam-width too.")
+            return None
+        known = {one.name for one in fields(BeamSearchParams)}
+        for name in chosen:
+            if name not in known:
+                raise ConfigError(
+                    f"{name} has no effect on a search: --beam-width looks for the likeliest "
+                    "texts. Leave out one of them."
+                )
+        penalty = given(length_penalty=self.length_penalty)
+        return BeamSearchParams(beam_width=self.beam_width, **penalty, **chosen)
