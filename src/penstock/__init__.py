@@ -7,22 +7,25 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from penstock.engine import LLM, AsyncLLM, CompletionOutput, RequestMetrics, RequestOutput
     from penstock.errors import PenstockError
-    from penstock.sampling import SamplingParams
+    from penstock.sampling import BeamSearchParams, SamplingParams, StructuredOutputs
 
 __version__ = "0.1.0"
 
 __all__ = [
     "LLM",
     "AsyncLLM",
+    "BeamSearchParams",
     "CompletionOutput",
     "PenstockError",
     "RequestMetrics",
     "RequestOutput",
     "SamplingParams",
+    "StructuredOutputs",
     "__version__",
 ]
 
-_HOMES = {"PenstockError": "penstock.errors", "SamplingParams": "penstock.sampling"}
+_SAMPLING = ("BeamSearchParams", "SamplingParams", "StructuredOutputs")
+_HOMES = {"PenstockError": "penstock.errors", **dict.fromkeys(_SAMPLING, "penstock.sampling")}
 
 
 def __getattr__(name: str) -> Any:

@@ -138,7 +138,10 @@ def test_every_model_end_is_one(llm: LLM) -> None:
     yes = set(tokenizer.encode("yes", add_special_tokens=False))
     (output,) = llm.generate("Once", params(form, logit_bias=dict.fromkeys(yes, -100.0)))
     assert output.outputs[0].text in ("yes", "no")
-    (output,) = llm.generate("Once", params(form, allowed_token_ids=[3]))
+    with pytest.raises(InvalidSamplingError, match="none of them is left"):
+        llm.generate("Once", params(form, allowed_token_ids=[3]))
+    first = tokenizer.encode("n", add_special_tokens=False)
+    (output,) = llm.generate("Once", params({"regex": "nz"}, allowed_token_ids=first))
     assert output.outputs[0].finish_reason == "error"
     assert "Every token is masked" in str(output.error)
 

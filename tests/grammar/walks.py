@@ -23,7 +23,7 @@ def allowed(state: Constraint, vocab_size: int) -> list[int]:
 
 def closing(tokenizer: Tokenizer) -> frozenset[int]:
     """Tokens that end a part, which a walk favours so that it ends."""
-    ends = {b'"', b"}", b"]", b")", b'"}', b'"]', b"\n", b";"}
+    ends = {b'"', b"}", b"]", b")", b'"}', b'"]', b"\n", b";", b".", b"="}
     return frozenset(i for i in range(tokenizer.vocab_size) if tokenizer.token_bytes(i) in ends)
 
 

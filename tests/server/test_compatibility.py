@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 
+from penstock.server.protocol.beams import BeamFields
+from penstock.server.protocol.blocks import Block
 from penstock.server.protocol.chat import ChatRequest, Message, TemplateFields, TextPart
 from penstock.server.protocol.common import (
     Body,
@@ -21,17 +23,22 @@ from penstock.server.protocol.completions import CompletionRequest
 from penstock.server.protocol.embeddings import EmbeddingRequest
 from penstock.server.protocol.messages import CountTokensRequest, MessagesRequest, Turn
 from penstock.server.protocol.responses import InputItem, ResponsesRequest
+from penstock.server.protocol.structure import JsonSchema, ResponseFormat, StructureFields
 from penstock.server.protocol.tokens import DetokenizeRequest, TokenizeRequest
 from tests.server.conftest import Running
 
 PAGE = Path(__file__).parents[2] / "docs" / "compatibility.md"
 SHARED: dict[str, type[Body]] = {
     "Choosing tokens": SamplingFields,
+    "Searching with beams": BeamFields,
+    "The form of an answer": StructureFields,
     "Queue and cache": EngineFields,
     "Writing a conversation": TemplateFields,
 }
 SECTIONS: dict[str, type[Body]] = {
     **SHARED,
+    "response_format": ResponseFormat,
+    "response_format.json_schema": JsonSchema,
     "POST /v1/chat/completions": ChatRequest,
     "A message of a chat": Message,
     "A part of a message": TextPart,
@@ -43,6 +50,7 @@ SECTIONS: dict[str, type[Body]] = {
     "POST /v1/embeddings": EmbeddingRequest,
     "POST /v1/messages": MessagesRequest,
     "A message": Turn,
+    "A block of a message": Block,
     "POST /v1/messages/count_tokens": CountTokensRequest,
     "POST /tokenize": TokenizeRequest,
     "POST /detokenize": DetokenizeRequest,

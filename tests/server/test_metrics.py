@@ -43,6 +43,9 @@ VLLM = {
 }
 OWN = {
     "penstock:http_requests": "counter",
+    "penstock:jumped_tokens": "counter",
+    "penstock:grammar_cache_queries": "counter",
+    "penstock:grammar_cache_hits": "counter",
     "penstock:request_rejections": "counter",
     "penstock:sequences_running": "gauge",
     "penstock:kv_cache_blocks": "gauge",

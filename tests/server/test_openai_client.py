@@ -252,13 +252,11 @@ def test_errors_are_the_clients_own(client: OpenAI) -> None:
     with pytest.raises(openai.BadRequestError, match="temperature") as wrong:
         client.completions.create(model="stories", prompt=STORY, temperature=-1)
     assert wrong.value.type == "invalid_request_error"
-    with pytest.raises(openai.BadRequestError, match="tools") as unsupported:
+    with pytest.raises(openai.BadRequestError, match="audio") as unsupported:
         client.chat.completions.create(
-            model="stories",
-            messages=ASK,
-            tools=[{"type": "function", "function": {"name": "f", "parameters": {}}}],
+            model="stories", messages=ASK, audio={"voice": "alloy", "format": "wav"}
         )
-    assert unsupported.value.param == "tools"
+    assert unsupported.value.param == "audio"
     with pytest.raises(openai.BadRequestError, match="fit into this model's") as long:
         client.completions.create(model="stories", prompt="word " * 2000)
     assert long.value.code == "context_length_exceeded"

@@ -104,7 +104,32 @@ SAMPLING: dict[str, Any] = {
     "skip_special_tokens": (False, {"logit_bias": {"1": 100}}),
     "include_stop_str_in_output": (True, {"stop": [" "]}),
     "prompt_logprobs": 1,
+    "guidance_scale": 9.0,
+    "negative_prompt": ("dog dog dog dog", {"guidance_scale": 5.0}),
 }
+FLAG = {"type": "object", "properties": {"a": {"type": "boolean"}}, "required": ["a"]}
+STRUCTURE: dict[str, Any] = {
+    "response_format": {"type": "json_object"},
+    "structured_outputs": {"regex": "[0-9]+"},
+    "guided_json": FLAG,
+    "guided_regex": "[0-9]+",
+    "guided_choice": ["yes", "no"],
+    "guided_grammar": 'root ::= "yes" | "no"',
+    "guided_whitespace_pattern": ("\n\n", {"guided_json": FLAG}),
+    "structural_tag": {
+        "type": "structural_tag",
+        "format": {"type": "const_string", "value": "yes"},
+    },
+}
+BEAMS = {"use_beam_search": True, "n": 4, "seed": None, "max_tokens": 24, "stop": ["t"]}
+SEARCH: dict[str, Any] = {
+    "use_beam_search": (True, {"n": 2, "seed": None, "temperature": 1.0}),
+    "length_penalty": (-5.0, BEAMS),
+    "early_stopping": (True, BEAMS),
+}
+TOOLS = [{"type": "function", "function": {"name": "f", "parameters": None}}]
+INPUTS = [{"name": "f", "input_schema": {"type": "object"}}]
+FLAT = [{"type": "function", "name": "f"}]
 SAID_IN_THE_LOG = {"user", "safety_identifier"}  # test_user_is_in_the_log
 ASKS_FOR_NOTHING = {"prompt_cache_key"}  # as docs/compatibility.md says
 OF_THE_QUEUE = {"priority", "ttft_slo_ms", "tpot_slo_ms"}  # reach the engine: test below
@@ -132,6 +157,8 @@ ENDPOINTS = {
             "max_tokens": 3,
             "max_completion_tokens": 7,
             "n": (2, {"temperature": 1.0}),
+            **STRUCTURE,
+            **SEARCH,
             "stream": True,
             "stream_options": ({"include_usage": True}, {"stream": True}),
             "logprobs": True,
@@ -142,8 +169,13 @@ ENDPOINTS = {
             "return_tokens_as_token_ids": (True, {"logprobs": True}),
             "echo": True,
             "request_id": "chosen",
+            "tools": TOOLS,
+            "tool_choice": ("none", {"tools": TOOLS}),
         },
-        SAID_IN_THE_LOG | ASKS_FOR_NOTHING | OF_THE_QUEUE | {"cache_salt"},
+        SAID_IN_THE_LOG
+        | ASKS_FOR_NOTHING
+        | OF_THE_QUEUE
+        | {"cache_salt", "parallel_tool_calls"},  # the latter: tools/test_chat.py
     ),
     "completions": Endpoint(
         "/v1/completions",
@@ -155,6 +187,9 @@ ENDPOINTS = {
             "prompt": "Once",
             "max_tokens": 3,
             "n": (2, {"temperature": 1.0}),
+            **STRUCTURE,
+            **SEARCH,
+            "best_of": (5, {"temperature": 1.5}),
             "stream": True,
             "stream_options": ({"include_usage": True}, {"stream": True}),
             "logprobs": 1,
@@ -187,6 +222,9 @@ ENDPOINTS = {
             "truncation": ("auto", {"input": LONG}),
             "store": True,
             "chat_template_kwargs": {"more": "X"},
+            "tools": FLAT,
+            "tool_choice": ("none", {"tools": FLAT}),
+            "parallel_tool_calls": False,
         },
         SAID_IN_THE_LOG | ASKS_FOR_NOTHING | OF_THE_QUEUE | {"cache_salt"},
     ),
@@ -221,6 +259,8 @@ ENDPOINTS = {
             "top_k": (1, {"temperature": 1000.0}),
             "stop_sequences": [" "],
             "system": "Be brief.",
+            "tools": INPUTS,
+            "tool_choice": ({"type": "none"}, {"tools": INPUTS}),
         },
         {"metadata"} | OF_THE_QUEUE | OF_THE_CACHE,
     ),
@@ -228,7 +268,13 @@ ENDPOINTS = {
         "/v1/messages/count_tokens",
         CountTokensRequest,
         {"model": "stories", "messages": CHAT},
-        {"model": "another", "messages": CHAT + CHAT, "system": "Be brief."},
+        {
+            "model": "another",
+            "messages": CHAT + CHAT,
+            "system": "Be brief.",
+            "tools": INPUTS,
+            "tool_choice": ({"type": "none"}, {"tools": INPUTS}),
+        },
         {"cache_control"},  # asks for nothing here, as in Anthropic's API
     ),
     "tokenize": Endpoint(

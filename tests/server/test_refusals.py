@@ -156,10 +156,10 @@ KINDS = [
     *((CHAT, part({"type": kind, kind: {}}), "messages[0].content", kind)
       for kind in ("image_url", "input_audio", "file", "refusal", "tool_use")),
     *((path, part({"type": kind, "source": {}, "content": []}), "messages[0].content", kind)
-      for kind in ("image", "tool_result", "tool_use", "document", "thinking", "search_result")
+      for kind in ("image", "document", "search_result", "server_tool_use")
       for path in (MESSAGE, COUNT)),
     *((ANSWER, {"input": [*ASK, {"type": kind, "call_id": "a", "name": "b", "output": "c"}]},
-       "input", kind) for kind in ("function_call", "function_call_output", "reasoning")),
+       "input", kind) for kind in ("custom_tool_call", "web_search_call", "computer_call_output")),
     (ANSWER, {"input": [{"type": "item_reference", "id": "msg_1"}]}, "input", "item_reference"),
     (ANSWER, {"input": [{"role": "assistant", "content": [{"type": "refusal", "refusal": "no"}]}]},
      "input[0].content", "refusal"),
@@ -189,8 +189,14 @@ def test_an_empty_schema_asks_for_something(server: Running, name: str, empty: o
         (MESSAGE, name, {name: empty}),
         (ANSWER, f"text.{name}", {"text": {name: empty}}),
     ):
-        param, message, _ = refused(ask(server, path, more), path)
-        assert (param, repr(field) in message) == (field, True)
+        answer = ask(server, path, more)
+        if (name, empty) == ("guided_json", {}) and path in (CHAT, WORDS):
+            assert answer.status_code == 200  # the schema that takes any JSON
+            continue
+        param, message, _ = refused(answer, path)
+        assert param is not None
+        assert param.startswith(field)
+        assert field in message
     if name not in ("format", "output_format"):
         assert ask(server, CHAT, {name: None}).status_code == 200
 

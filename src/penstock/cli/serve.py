@@ -230,6 +230,14 @@ def serve(
             panel=_ENGINE,
         ),
     ] = True,
+    jump_forward: Annotated[
+        bool,
+        _option(
+            "--enable-jump-forward/--no-enable-jump-forward",
+            help="Tokens that a grammar forces take no step of their own.",
+            panel=_ENGINE,
+        ),
+    ] = True,
     scheduling_policy: Annotated[
         str,
         _option(
@@ -322,6 +330,7 @@ def serve(
         model=model,
         enable_prefix_caching=prefix_caching,
         enable_chunked_prefill=chunked_prefill,
+        enable_jump_forward=jump_forward,
         enforce_eager=enforce_eager,
         policy=scheduling_policy,
         preemption_mode=preemption_mode,

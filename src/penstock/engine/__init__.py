@@ -5,6 +5,8 @@ from penstock.engine.engine import Engine
 from penstock.engine.llm import LLM
 from penstock.engine.options import Pin, RequestOptions
 from penstock.engine.outputs import (
+    BeamSearchOutput,
+    BeamSearchSequence,
     CompletionOutput,
     PreemptionRecord,
     RequestMetrics,
@@ -15,6 +17,8 @@ from penstock.engine.pooling import EmbeddingOutput, EmbeddingRequestOutput, Poo
 __all__ = [
     "LLM",
     "AsyncLLM",
+    "BeamSearchOutput",
+    "BeamSearchSequence",
     "CompletionOutput",
     "EmbeddingOutput",
     "EmbeddingRequestOutput",

@@ -35,12 +35,13 @@ class Appender:
     ) -> None:
         """A sampled token, and those that must follow it; the next step computes all in one go.
 
-        Step by step each of those would be the only one that may come: the output is the same. With
-        log-probabilities there is no jump, for they need every token's logits.
+        Step by step each of those would be the only one that may come: the output is the same. There
+        is no jump where every token's logits are needed: for log-probabilities, and for what else
+        may forbid the token.
         """
         self._take(sequence, token, logprobs, now)
         constraint = sequence.sampling.constraint
-        if constraint is None or sequence.logprobs is not None or not self._jump_forward:
+        if constraint is None or not self._jump_forward or _needs_logits(sequence):
             return
         for forced in constraint.forced() if sequence.finish_reason is None else ():
             self._take(sequence, forced, None, now, forced=True)
@@ -102,3 +103,10 @@ class Appender:
         if tokenizer is not None:
             for token, entry in logprobs.items():
                 entry.decoded_token = tokenizer.token_bytes(token).decode("utf-8", "replace")
+
+
+def _needs_logits(sequence: Sequence) -> bool:
+    """Whether a token that a constraint forces may still be refused, or is to be reported."""
+    params = sequence.request.params
+    bans = params.allowed_token_ids or params.banned_texts or params.logits_processors
+    return bool(bans) or sequence.logprobs is not None

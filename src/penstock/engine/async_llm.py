@@ -22,7 +22,7 @@ from penstock.engine.prompts import Prompt, default_params, encode
 from penstock.errors import ConfigError, EngineDeadError, RequestTimeoutError
 from penstock.models.weights import Progress
 from penstock.runtime import Runtime, load_runtime
-from penstock.sampling import SamplingParams
+from penstock.sampling import BeamSearchParams, SamplingParams
 from penstock.tokenizer import Tokenizer
 
 Item = RequestOutput | BaseException
@@ -97,7 +97,7 @@ class AsyncLLM:
     async def generate(
         self,
         prompt: Prompt,
-        sampling_params: SamplingParams | None = None,
+        sampling_params: SamplingParams | BeamSearchParams | None = None,
         request_id: str | None = None,
         *,
         options: RequestOptions | None = None,
@@ -106,15 +106,16 @@ class AsyncLLM:
     ) -> AsyncGenerator[RequestOutput, None]:
         """Outputs so far, after every step, until the last has `finished`.
 
-        Each holds the whole text until then; a reader slower than the engine gets the newest.
+        Each holds the whole text until then; a reader slower than the engine gets the newest. Of a
+        beam search there is only the last.
         Leaving the loop early, or cancelling its task, ends the request and frees its blocks.
         timeout_s: from now to its end; RequestTimeoutError then. arrival_time: since when its
         times count, as `time.monotonic` says it, where that is before now.
         """
         params = sampling_params or default_params(self.runtime.model.generation)
         text, tokens = encode(prompt, self.runtime.tokenizer)
-        if isinstance(params, SamplingParams) and params.structure is not None:
-            await asyncio.to_thread(self.engine.intake.compile, params.structure)
+        if _takes_long(params):
+            await asyncio.to_thread(self.engine.intake.prepare, params)
         name = request_id if request_id is not None else f"request-{next(self._ids)}"
         loop = asyncio.get_running_loop()
         stream = _Stream(loop)
@@ -248,7 +249,7 @@ class AsyncLLM:
         self,
         name: str,
         tokens: Any,
-        params: SamplingParams,
+        params: SamplingParams | BeamSearchParams,
         text: str | None,
         stream: _Stream,
         arrival: float,
@@ -260,7 +261,7 @@ class AsyncLLM:
                 tokens,
                 params,
                 prompt=text,
-                stream=True,
+                stream=not isinstance(params, BeamSearchParams),
                 arrival_time=arrival,
                 options=options,
             )
@@ -309,6 +310,14 @@ class AsyncLLM:
         death = EngineDeadError(f"The engine has stopped: {self._death or 'shutting down'}")
         death.__cause__ = self._death
         return death
+
+
+def _takes_long(params: SamplingParams | BeamSearchParams) -> bool:
+    """Whether anything must be prepared that the event loop shouldn't wait for."""
+    if isinstance(params, BeamSearchParams):
+        return params.structure is not None
+    known = isinstance(params, SamplingParams)  # what isn't is refused by the engine
+    return known and (params.structure is not None or params.token_healing)
 
 
 def _put(loop: asyncio.AbstractEventLoop, items: list[tuple[_Stream, Item]]) -> None:

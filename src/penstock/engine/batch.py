@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -13,6 +14,9 @@ from penstock.engine.plan import Part
 from penstock.engine.request import Sequence, Status
 from penstock.roofline import StepSize
 from penstock.step import Step
+
+if TYPE_CHECKING:
+    from penstock.engine.beams import Beams
 
 Ints = NDArray[np.int32]
 
@@ -26,6 +30,8 @@ class Batch:
     sampled: list[Sequence]  # those that get a token, forks included
     logit_rows: list[int]  # the row of each, ascending
     prompt_rows: list[tuple[Sequence, int, int]]  # (sequence, first row, count)
+    drawn: list[Sequence]  # of those sampled, the ones that a token is drawn for
+    searches: list[Beams]  # what the others belong to, but for shadows
 
 
 class _Buffer:
@@ -159,4 +165,9 @@ class Batcher:
             sample_at=self._sample_at.fill(wanted),
         )
         counted = StepSize([count for _, count in parts], contexts, len(wanted))
-        return Batch(step, counted, sampled, logit_rows, prompt_rows)
+        drawn = sampled
+        if any(sequence.mates for sequence in sampled):
+            drawn = [s for s in sampled if s.request.guides is None and s.request.beams is None]
+        searching = {s.request.beams: None for s in sampled if s.request.beams is not None}
+        searches = [beams for beams in searching if beams is not None]
+        return Batch(step, counted, sampled, logit_rows, prompt_rows, drawn, searches)

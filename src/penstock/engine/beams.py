@@ -161,23 +161,10 @@ def _text(
     detokenizer = IncrementalDetokenizer(
         tokenizer,
         prompt_ids=prompt,
+        skip_special_tokens=params.skip_special_tokens,
         stop=params.stop_strings,
         include_stop_str_in_output=params.include_stop_str_in_output,
     )
     detokenizer.append(one.tokens[:-1] if hidden else one.tokens)
     detokenizer.finish()
     return detokenizer.text
-
-
-def beams_among(sampled: Seq[Sequence]) -> list[Beams]:
-    """The searches that have beams in a step."""
-    requests = dict.fromkeys(one.request for one in sampled)
-    return [request.beams for request in requests if request.beams is not None]
-
-
-def without_beams(sampled: Seq[Sequence], logits: Tensor) -> tuple[list[Sequence], Tensor]:
-    """Those that are sampled one by one, and their logits [R, V]."""
-    keep = [row for row, one in enumerate(sampled) if one.request.beams is None]
-    if len(keep) == len(sampled):
-        return list(sampled), logits
-    return [sampled[row] for row in keep], logits[keep]

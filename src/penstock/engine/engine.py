@@ -17,7 +17,7 @@ from penstock.cache import NO_PREFIXES, PinnablePool, Pins, PrefixTree, SwapSpac
 from penstock.config import EngineConfig
 from penstock.engine.appender import Appender
 from penstock.engine.batch import Batch, Batcher
-from penstock.engine.beams import Beams, beams_among, sampling_of, without_beams
+from penstock.engine.beams import Beams, sampling_of
 from penstock.engine.counters import TokenCounts, requests_by_state
 from penstock.engine.guidance import add_shadow, follow, guided
 from penstock.engine.intake import Intake, Start
@@ -322,7 +322,7 @@ class Engine:
         Returns the batch, or None where it raised.
         """
         try:
-            batch, drawn, sampled = self._compute(plan, marks)
+            batch, sampled = self._compute(plan, marks)
         except Exception as error:  # whatever a model, a kernel or the sampler raises
             groups = together(plan.parts)
             if len(groups) == 1:
@@ -334,18 +334,15 @@ class Engine:
                 if group[0][0].status is Status.RUNNING:  # its request hasn't failed already
                     self._run(Plan(group), touched, [])
             return None
-        self._apply(plan.parts, batch, drawn, sampled, touched)
+        self._apply(plan.parts, batch, sampled, touched)
         return batch
 
-    def _compute(self, plan: Plan, marks: list[float]) -> tuple[Batch, list[Sequence], Sampled]:
-        """Batch → forward → sample; changes nothing but the cache and prompt logprobs.
-
-        Also those that get a token, in the order of what was sampled.
-        """
+    def _compute(self, plan: Plan, marks: list[float]) -> tuple[Batch, Sampled]:
+        """Batch → forward → sample; changes nothing but the cache and prompt logprobs."""
         batch = self.batcher.build(plan.parts)
         marks.append(time.perf_counter())
-        drawn = [s for s in batch.sampled if s.request.guides is None and s.request.beams is None]
-        self.sampler.prepare([s.sampling for s in drawn])
+        rows = [sequence.sampling for sequence in batch.drawn]
+        self.sampler.prepare(rows)
         logits = self.runtime.runner.forward(batch.step)
         marks.append(time.perf_counter())
         for sequence, first, count in batch.prompt_rows:
@@ -353,12 +350,13 @@ class Engine:
         count = len(batch.sampled)
         if count != logits.shape[0] or batch.logit_rows != list(range(count)):
             logits = logits.index_select(0, torch.tensor(batch.logit_rows, dtype=torch.int64))
-        for beams in beams_among(batch.sampled):
+        for beams in batch.searches:
             beams.read(batch.sampled, logits)
-        drawn, logits = guided(*without_beams(batch.sampled, logits))
-        sampled = self.sampler(logits, [s.sampling for s in drawn])
+        if batch.drawn is not batch.sampled:
+            logits = guided(batch.drawn, batch.sampled, logits)
+        sampled = self.sampler(logits, rows)
         marks.append(time.perf_counter())
-        return batch, drawn, sampled
+        return batch, sampled
 
     def _read_prompt(self, sequence: Sequence, logits: Tensor) -> None:
         """Log-probabilities of the prompt tokens that follow these rows."""
@@ -379,7 +377,6 @@ class Engine:
         self,
         parts: list[Part],
         batch: Batch,
-        drawn: list[Sequence],
         sampled: Sampled,
         touched: dict[str, Request],
     ) -> None:
@@ -392,11 +389,11 @@ class Engine:
         for sequence in batch.sampled:
             if sequence.status is Status.FORKING:
                 self.scheduler.forks.fork(sequence.request.sequences[0])
-        for beams in beams_among(batch.sampled):
+        for beams in batch.searches:
             touched[beams.request.request_id] = beams.request
             if beams.request.error is None:
                 self._search_on(beams, now)
-        for row, sequence in enumerate(drawn):
+        for row, sequence in enumerate(batch.drawn):
             request = sequence.request
             touched[request.request_id] = request
             if sequence.status is not Status.RUNNING:

@@ -44,23 +44,20 @@ def add_shadow(request: Request, negative: list[int], intake: Intake) -> Request
     return shadow
 
 
-def guided(sampled: Seq[Sequence], logits: Tensor) -> tuple[list[Sequence], Tensor]:
-    """Those that get a token and their logits [R, V]: shadows have gone into their samples'.
+def guided(drawn: Seq[Sequence], sampled: Seq[Sequence], logits: Tensor) -> Tensor:
+    """The logits [R, V] that tokens of `drawn` are drawn from: shadows have gone into theirs.
 
     logits [S, V] float32 belong to `sampled`, in their order.
     """
-    if not any(sequence.shadow is not None for sequence in sampled):
-        return list(sampled), logits
     place = {sequence: row for row, sequence in enumerate(sampled)}
-    own = [sequence for sequence in sampled if sequence.request.guides is None]
-    found = logits[[place[sequence] for sequence in own]]
-    for row, sequence in enumerate(own):
+    found = logits[[place[sequence] for sequence in drawn]]
+    for row, sequence in enumerate(drawn):
         if sequence.shadow is None:
             continue
         scale = sequence.request.params.guidance_scale
         base = logits[place[sequence.shadow]].log_softmax(-1)
         found[row] = base + scale * (found[row].log_softmax(-1) - base)
-    return own, found
+    return found
 
 
 def follow(sequence: Sequence) -> None:

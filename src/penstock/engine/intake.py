@@ -16,9 +16,19 @@ from penstock.errors import InvalidPromptError, InvalidSamplingError, RequestErr
 from penstock.grammar import Grammars
 from penstock.grammar.healing import Healer
 from penstock.models.load import LoadedModel
-from penstock.sampling import Constraint, SamplingParams, SequenceSampling, StructuredOutputs
+from penstock.sampling import (
+    BeamSearchParams,
+    Constraint,
+    SamplingParams,
+    SequenceSampling,
+    StructuredOutputs,
+    num_words,
+)
 from penstock.sampling.healing import Healed, PrefixConstraint
 from penstock.tokenizer import IncrementalDetokenizer, Tokenizer, VocabMap
+
+BANS = -100.0
+"""A bias that bans a token, as in OpenAI's API."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +62,16 @@ class Intake:
         self._grammars: Grammars | None = None  # made when a request asks for a form
         self._making = Lock()
         self._known_breakers: dict[tuple[str, ...], frozenset[int]] = {}  # of the last request
+
+    def prepare(self, params: SamplingParams | BeamSearchParams) -> None:
+        """What takes long of what a request will need; may be called in any thread.
+
+        Raises InvalidSamplingError for a form that can't be followed.
+        """
+        if params.structure is not None:
+            self.compile(params.structure)
+        if isinstance(params, SamplingParams) and params.token_healing and self._healer is not None:
+            self._healer.prepare()
 
     def compile(self, structure: StructuredOutputs) -> None:
         """Prepare what an output's form needs; may take long, and be called in any thread.
@@ -162,6 +182,9 @@ class Intake:
         if index == 0:
             self._check_kept(params)
         text = list(tokens)
+        constraint = self._constraint(request)
+        if index == 0 and constraint is not None:
+            self._check_beginning(params, constraint, bad_words)
         return Sequence(
             request=request,
             index=index,
@@ -176,7 +199,7 @@ class Intake:
                 bad_words,
                 self._breakers(params),
                 text,
-                self._constraint(request),
+                constraint,
             ),
             detokenizer=self._detokenizer(request),
             logprobs=None if params.logprobs is None else [],
@@ -266,6 +289,36 @@ class Intake:
                         "reduced vocabulary has, so it could never come. Leave it out, or keep "
                         "the token when the vocabulary is reduced."
                     )
+
+    def _check_beginning(
+        self, params: SamplingParams, constraint: Constraint, bad_words: Seq[Seq[int]]
+    ) -> None:
+        """Raises InvalidSamplingError where all with which the output may begin is banned."""
+        banned: dict[str, set[int]] = {
+            "allowed_token_ids": set(),
+            "logit_bias": {t for t, x in (params.logit_bias or {}).items() if x <= BANS},
+            "bad_words": {word[0] for word in bad_words if len(word) == 1},
+        }
+        allowed = params.allowed_token_ids
+        if allowed is None and not any(banned.values()):
+            return
+        bits = np.zeros(num_words(self.vocab_size), dtype=np.int32)
+        constraint.fill(bits)
+        flags = np.unpackbits(bits.view(np.uint8), bitorder="little", count=self.vocab_size)
+        may = set(np.flatnonzero(flags).tolist())
+        if allowed is not None:
+            banned["allowed_token_ids"] = may - set(allowed)
+        left = may
+        for name, tokens in banned.items():
+            left = left - tokens
+            if not left:
+                first = min(may)
+                what = "token_healing" if params.token_healing else "its form"
+                raise InvalidSamplingError(
+                    f"{name} has no room for an output: {what} lets it begin with {len(may):,} "
+                    f"tokens, such as {first}{self._named(first)}, and none of them is left. Allow "
+                    "some."
+                )
 
     def _named(self, token: int) -> str:
         """What it looks like, where that is known."""

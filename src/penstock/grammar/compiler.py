@@ -148,7 +148,7 @@ class Grammars:
 
     def _build(self, spec: StructuredOutputs) -> llguidance.LLMatcher:
         source = source_of(spec, self.vocabulary)
-        matcher = build_matcher(self.vocabulary, source.text)
+        matcher = build_matcher(self.vocabulary, source.text, source.fuel)
         if detail := matcher.get_error():
             reason, place, detail = source.explain(detail)
             raise Refusal(reason, place, detail)
@@ -157,12 +157,11 @@ class Grammars:
         try:
             state.fill(bits)
         except RequestError as error:
-            raise Refusal(f"its first token can't be found: {error}") from error
-        if not bits.any() and not (state.may_end and not self.vocabulary.eos_token_ids):
-            raise Refusal(
-                "no token of the model can begin it"
-                + (", whose vocabulary is reduced" if self.vocabulary.vocab_map else "")
-            )
-        if state.is_complete:
+            raise Refusal("no token of the model can begin it", detail=str(error)) from error
+        for token in self.vocabulary.eos_token_ids:
+            bits[token // 32] &= ~np.int32(1 << token % 32) if token % 32 < 31 else 0x7FFFFFFF
+        if bits.any():
+            return matcher
+        if state.may_end:
             raise Refusal("nothing but the empty text follows it, so nothing would be written")
-        return matcher
+        raise Refusal("no token of the model can begin it")

@@ -63,13 +63,19 @@ class Disjoint:
         if self.kinds(left) & self.kinds(right) != {"object"}:
             return False
         for one, other in ((left, right), (right, left)):
-            for name in one.get("required", ()):
+            for name in required(one):
                 mine, theirs = _property(one, name), _property(other, name)
                 if theirs is False:
                     return True
-                if name in other.get("required", ()) and self(mine, theirs, depth + 1):
+                if name in required(other) and self(mine, theirs, depth + 1):
                     return True
         return False
+
+
+def required(schema: dict[str, Any]) -> list[Any]:
+    """The names that must be there."""
+    found = schema.get("required")
+    return found if isinstance(found, list) else []
 
 
 def _property(schema: dict[str, Any], name: Any) -> Schema:

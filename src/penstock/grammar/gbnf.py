@@ -1,9 +1,10 @@
 """GBNF, llama.cpp's grammars, as Lark for llguidance.
 
 Three steps: characters to tokens, tokens to a tree, the tree to Lark. A GBNF grammar reads single
-characters; llguidance reads lexemes, each as long as it can be. So whatever is regular, a rule that
-leads to no recursion, or a run of such parts, becomes one terminal, in which nothing can be cut
-wrongly, and a rule whose only recursion stands at its end or beginning becomes a repetition.
+characters; llguidance reads lexemes, each as long as it can be, so that a space at the end of one
+is lost for the next. A grammar without recursion therefore becomes one lexeme, and in any other
+each character is one of its own; a rule whose only recursion stands at its end or beginning is a
+repetition, and none.
 
 Source: llama.cpp's grammars/README.md describes the notation.
 """
@@ -11,7 +12,7 @@ Source: llama.cpp's grammars/README.md describes the notation.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Final, NoReturn
 
@@ -20,6 +21,9 @@ from penstock.grammar.refusal import Refusal
 
 MOST_NESTED: Final = 100
 """Parentheses within each other."""
+
+MOST_CHARACTERS: Final = 200_000
+"""Of a recursive grammar, as it is written for the library."""
 
 _RULE = re.compile(r"^[ \t]*[A-Za-z_][A-Za-z0-9_-]*[ \t]*::=", re.MULTILINE)
 _NAME = re.compile(r"[A-Za-z0-9_-]+")
@@ -97,7 +101,14 @@ def to_rules(text: str, prefix: str = "") -> tuple[str, list[str]]:
     _check_depth(rules)
     _check_ends(rules, lines)
     writer = _Writer(rules, prefix)
-    return writer.reference("root"), writer.lines
+    first = writer.reference("root")
+    size = sum(map(len, writer.lines))
+    if size > MOST_CHARACTERS and not writer.regular:
+        raise Refusal(
+            f"it takes {size:,} characters to say, character by character; at most "
+            f"{MOST_CHARACTERS:,} can be compiled in time"
+        )
+    return first, writer.lines
 
 
 class _Parser:
@@ -375,83 +386,39 @@ def _check_ends(rules: Mapping[str, Node], lines: Mapping[str, int]) -> None:
 
 
 class _Writer:
-    """Writes a tree as Lark: recursive rules as rules, all else as terminals."""
+    """Writes a tree as Lark: one terminal where it is regular, else rules of single characters."""
 
     def __init__(self, rules: Mapping[str, Node], prefix: str) -> None:
         self.rules, self.prefix = rules, prefix
-        self.recursive = _recursive(rules)
+        self.regular = "root" not in _recursive(rules)
         self.lines: list[str] = []
         self.written: dict[str, str] = {}
-        self.count = 0
 
     def reference(self, name: str) -> str:
         """What the rule is called in Lark; it is written when first needed."""
         if name not in self.written:
-            regular = name not in self.recursive
-            known = self.written[name] = self._fresh("T" if regular else "r")
-            node = self.rules[name]
-            body = self._terminal(node) if regular else self._rule(node)
-            self.lines.append(f"{known}: {body}")
+            kind, prefix = ("T", self.prefix.upper()) if self.regular else ("r", self.prefix)
+            known = self.written[name] = f"{prefix}{kind}{len(self.written)}"
+            self.lines.append(f"{known}: {self._body(self.rules[name])}")
         return self.written[name]
 
-    def _is_regular(self, node: Node) -> bool:
-        return all(name.value not in self.recursive for name in _names(node))
-
-    def _rule(self, node: Node) -> str:
-        """A body in which a recursive rule stands."""
+    def _body(self, node: Node) -> str:
         match node:
-            case Choice(options):
-                regular = tuple(one for one in options if self._is_regular(one))
-                others = [self._rule(one) for one in options if not self._is_regular(one)]
-                parts = [self._own_terminal(Choice(regular))] if regular else []
-                return f"({' | '.join([*parts, *others])})"
-            case Row(items):
-                return " ".join(self._runs(items)) or '""'
-            case Repeat(item):
-                return f"({self._rule(item)}){_count(node)}"
-            case Name(value) if value in self.recursive:
-                return self.reference(value)
-            case _:
-                return self._own_terminal(node)
-
-    def _runs(self, items: Sequence[Node]) -> Iterator[str]:
-        """Neighbours that are regular as one terminal each."""
-        run: list[Node] = []
-        for item in items:
-            if self._is_regular(item):
-                run.append(item)
-                continue
-            if run:
-                yield self._own_terminal(Row(tuple(run)))
-                run = []
-            yield self._rule(item)
-        if run:
-            yield self._own_terminal(Row(tuple(run)))
-
-    def _own_terminal(self, node: Node) -> str:
-        known = self._fresh("T")
-        self.lines.append(f"{known}: {self._terminal(node)}")
-        return known
-
-    def _fresh(self, kind: str) -> str:
-        self.count += 1
-        prefix = self.prefix.upper() if kind == "T" else self.prefix
-        return f"{prefix}{kind}{self.count}"
-
-    def _terminal(self, node: Node) -> str:
-        match node:
+            case Text(""):
+                return '""'
             case Text(value):
-                return f"/{''.join(map(_escaped, value))}/" if value else '""'
+                written = [f"/{_escaped(one)}/" for one in value]
+                return f"/{''.join(map(_escaped, value))}/" if self.regular else " ".join(written)
             case Characters():
                 return f"/{_class(node)}/"
             case Name(value):
                 return self.reference(value)
             case Row(items):
-                return f"({' '.join(map(self._terminal, items))})" if items else '""'
+                return f"({' '.join(map(self._body, items))})" if items else '""'
             case Choice(options):
-                return f"({' | '.join(map(self._terminal, options))})"
+                return f"({' | '.join(map(self._body, options))})"
             case Repeat(item):
-                return f"({self._terminal(item)}){_count(node)}"
+                return f"({self._body(item)}){_count(node)}"
 
 
 def _recursive(rules: Mapping[str, Node]) -> set[str]:

@@ -23,6 +23,10 @@ class Healer:
         self._tokenizer = tokenizer
         self._vocab_size = vocab_size
 
+    def prepare(self) -> None:
+        """Make the indexes now."""
+        self._chosen  # noqa: B018
+
     def heal(self, prompt: Sequence[int]) -> Healed:
         """Take back the end of a prompt. A prefix of no bytes says that nothing is to be healed."""
         return heal(prompt, self._made, self._encode)

@@ -17,6 +17,9 @@ from penstock.grammar.refusal import Refusal
 LONGEST_CHAIN: Final = 500
 """Of rules and parentheses, each within the one before: 2,500 overflowed a stack of 8 MB."""
 
+MOST_ITEMS: Final = 40_000
+"""Of all rules: names, texts, regexes and the marks between them."""
+
 _TOKEN = re.compile(
     r"""(?P<space>[ \t\r]+|\#[^\n]*|//[^\n]*)
       |(?P<newline>\n)
@@ -32,7 +35,7 @@ _TOKEN = re.compile(
     """,
     re.VERBOSE | re.DOTALL,
 )
-_HEAD = re.compile(r"[?!]?([A-Za-z_][A-Za-z_0-9-]*)(?:\.-?\d+)?[ \t]*(?:\[[^\]\n]*\])?[ \t]*:")
+_HEAD = re.compile(r"[?!]?([A-Za-z_][A-Za-z_0-9-]*)(?:\.-?\d+)?[ \t]*(?:\[([^\]\n]*)\])?[ \t]*:")
 
 
 def literal(text: str) -> str:
@@ -58,16 +61,30 @@ def regex(pattern: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """A rule's name, the line it begins in, and its body's tokens: (kind, text)."""
+    """A rule's name, its line, what stands in brackets, and its body's tokens: (kind, text)."""
 
     name: str
     line: int
+    options: str
     body: Sequence[tuple[str, str]]
 
 
 def check(text: str) -> None:
     """Raises Refusal for a grammar whose compiler would overflow, or whose text never ends."""
     rules = {rule.name: rule for rule in read(text)}
+    for name, rule in rules.items():
+        if match := re.search(r"\b(max_tokens|temperature|stop)\s*=", rule.options):
+            raise Refusal(
+                f"the rule {name!r} asks for {match[1]}, which can't be followed: tokens "
+                "would have to be taken back",
+                f"line {rule.line}",
+            )
+    items = sum(len(rule.body) for rule in rules.values())
+    if items > MOST_ITEMS:
+        raise Refusal(
+            f"its rules have {items:,} items; at most {MOST_ITEMS:,} can be compiled in time. Put "
+            "words into one terminal (its name in capitals), as a regex"
+        )
     names = {name: _names(rule, rules) for name, rule in rules.items()}
     check_depth(names, {name: _weight(rule) for name, rule in rules.items()})
     if "start" not in rules:
@@ -85,14 +102,14 @@ def check(text: str) -> None:
 def read(text: str) -> Iterator[Rule]:
     """The rules of a grammar, roughly: enough to see which need which."""
     position, line = 0, 1
-    name, first, body = "", 1, list[tuple[str, str]]()
+    name, first, options, body = "", 1, "", list[tuple[str, str]]()
     fresh = True  # at the beginning of a line, where a rule may begin
     depth = 0
     while position < len(text):
         if fresh and depth == 0 and (head := _HEAD.match(text, position)):
             if name:
-                yield Rule(name, first, body)
-            name, first, body = head[1], line, []
+                yield Rule(name, first, options, body)
+            name, first, options, body = head[1], line, head[2] or "", []
             position, fresh = head.end(), False
             continue
         token = _TOKEN.match(text, position)
@@ -103,7 +120,7 @@ def read(text: str) -> Iterator[Rule]:
             end = _after_object(text, end)
         if kind == "directive" and token[0] in ("%ignore", "%import", "%llguidance", "%declare"):
             if name:
-                yield Rule(name, first, body)
+                yield Rule(name, first, options, body)
             name = ""
         line += text.count("\n", position, end)
         position = end
@@ -114,7 +131,7 @@ def read(text: str) -> Iterator[Rule]:
         depth -= token[0] == ")"
         body.append((kind, token[0].lstrip("?!") if kind == "name" else token[0]))
     if name:
-        yield Rule(name, first, body)
+        yield Rule(name, first, options, body)
 
 
 def _after_object(text: str, position: int) -> int:

@@ -20,11 +20,11 @@ MOST_NEGATED: Final = 2_000
 
 KINDS: Final = ("null", "boolean", "number", "string", "array", "object")
 _UNSAID: Final = frozenset(
-    "pattern format items prefixItems additionalItems contains additionalProperties uniqueItems "
-    "additionalItems patternProperties propertyNames multipleOf unevaluatedItems unevaluatedProperties if then else"
-    " dependencies dependentRequired dependentSchemas $dynamicRef $recursiveRef oneOf".split()
+    "pattern format multipleOf items prefixItems additionalItems contains uniqueItems "
+    "unevaluatedItems additionalProperties patternProperties propertyNames unevaluatedProperties "
+    "dependencies dependentRequired dependentSchemas if then else oneOf $dynamicRef $recursiveRef"
+    "".split()
 )
-
 _TRIVIAL: Final = frozenset(("additionalProperties", "items", "additionalItems", "uniqueItems"))
 
 
@@ -164,7 +164,7 @@ class _Rewriting:
                 if target is None or value in within or len(within) > 20:
                     raise Unsayable
                 return [self.negate(target, (*within, value))]
-            case "required":
+            case "required" if isinstance(value, list):
                 return [{"type": "object", "properties": {name: False}} for name in value]
             case "properties":
                 return [

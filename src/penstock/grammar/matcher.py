@@ -2,31 +2,28 @@
 
 from __future__ import annotations
 
-from typing import Final
-
 import llguidance
 
 from penstock.grammar.refusal import Refusal
 from penstock.grammar.vocabulary import Vocabulary
 
-# What a compilation and a mask may take. Each is the library's default or below: with them the
-# slowest input that was found is refused within a second (tests/grammar/test_grammar_limits.py).
-LIMITS: Final = llguidance.LLParserLimits(
-    max_items_in_row=2_000,
-    initial_lexer_fuel=1_000_000,
-    step_lexer_fuel=200_000,
-    step_max_items=50_000,
-    max_lexer_states=50_000,
-    max_grammar_size=200_000,
-    verbose_errors=False,
-)
 
+def build_matcher(vocabulary: Vocabulary, grammar: str, fuel: int) -> llguidance.LLMatcher:
+    """The matcher of a grammar in the library's form; its error is in `get_error`.
 
-def build_matcher(vocabulary: Vocabulary, grammar: str) -> llguidance.LLMatcher:
-    """The matcher of a grammar in the library's form; its error is in `get_error`."""
+    fuel: what building its lexer may take; a million is half a second to two.
+    """
     tokens = vocabulary.tokens
+    # What a mask may take is the library's default; with these and the checks before, the slowest
+    # input that was found is refused in a second or two (tests/grammar/test_grammar_compiler.py).
+    limits = llguidance.LLParserLimits(
+        initial_lexer_fuel=fuel,
+        max_lexer_states=50_000,
+        max_grammar_size=60_000,
+        verbose_errors=False,
+    )
     try:
-        return llguidance.LLMatcher(tokens, grammar, log_level=0, limits=LIMITS)
+        return llguidance.LLMatcher(tokens, grammar, log_level=0, limits=limits)
     except (ValueError, TypeError, RuntimeError) as error:
         raise Refusal("it can't be read", detail=first_line(str(error))) from error
     except BaseException as error:

@@ -7,9 +7,11 @@ never ends, and counts that repeated keys would meet.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
+from decimal import Decimal
 from typing import Any, Final
 
 from penstock.grammar.ecma import to_rust
@@ -17,13 +19,15 @@ from penstock.grammar.formats import pattern_of
 from penstock.grammar.logic import rewrite
 from penstock.grammar.matcher import first_line
 from penstock.grammar.refusal import Refusal, pointer
+from penstock.grammar.shape import check_shape
 from penstock.grammar.subschemas import Path, Schema, children, reachable, resolve
 from penstock.sampling.structured import StructuredOutputs
 
 MOST_NESTED: Final = 100
-MOST_PROPERTIES: Final = 2_000
+MOST_SCHEMAS: Final = 25_000  # the library stops at 50,000 of its own steps, two a schema or more
 MOST_PATTERNS: Final = 32
-HIGHEST_MULTIPLE: Final = 100_000
+MOST_SQUARED: Final = 8_000_000  # properties of an object, squared, in all: what compiling takes
+HIGHEST_MULTIPLE: Final = 100_000  # its digits as a whole number: the states that a multiple takes
 
 WHITESPACE: Final = r"\x20|(?:\r?\n){1,2}(?:\x20{0,64}|\t{0,16})"
 """A space; or one or two line ends and an indentation. Unbounded, it is what a model can write
@@ -71,6 +75,7 @@ def prepare(document: Schema) -> Schema:
             "is laid out",
             "#/x-guidance",
         )
+    _check_size(document)
     rewrite(document)
     for path, schema in list(reachable(document)):
         try:
@@ -101,6 +106,11 @@ _MESSAGES: Final = (
     (r"oneOf constraints are not supported", "oneOf has options that more than one value may meet"),
     (r"Unsatisfiable schema: (?P<why>[^\n]*)", "no value follows it ({why})"),
     (r"Resource '(?P<uri>[^']*)' is not present", "$ref names {uri!r}, which isn't within it"),
+    (
+        r"Pointer '(?P<pointer>[^']*)' does not exist",
+        "$ref names {pointer!r}, where nothing is, or a part within not, if or oneOf, which are "
+        "written otherwise",
+    ),
     (r"schema too large", "it is larger than can be compiled in time"),
     (r"too big|too deep|too large", "it is larger than can be compiled in time"),
     (r"circular references with sibling keys", "a $ref that leads to itself has other keys beside"),
@@ -121,6 +131,8 @@ def _place(document: Schema, key: str | None, match: re.Match[str]) -> str:
             return pointer((*path, key))
         if "format" in found and schema.get("format") == found["format"]:
             return pointer((*path, "format"))
+        if "pointer" in found and str(schema.get("$ref")).endswith(found["pointer"]):
+            return pointer((*path, "$ref"))
         if "uri" in found and str(schema.get("$ref", "")).split("#")[0] not in ("", "#"):
             return pointer((*path, "$ref"))
         for words, keyword in _KEYS_OF.items():
@@ -144,13 +156,44 @@ def _check_nesting(document: Schema) -> None:
             waiting += [((*path, i), one, depth + 1) for i, one in enumerate(value)]
 
 
+def _check_size(document: Schema) -> None:
+    """Raises Refusal for what isn't a schema, and for more than can be compiled in time."""
+    squared, multiples = 0, dict[int, Path]()
+    for count, (path, schema) in enumerate(reachable(document)):
+        try:
+            check_shape(schema)
+        except Refusal as refusal:
+            raise refusal.at(pointer(path)) from refusal
+        properties = schema.get("properties")
+        squared += len(properties) ** 2 if isinstance(properties, dict) else 0
+        if count >= MOST_SCHEMAS or squared > MOST_SQUARED:
+            raise Refusal(
+                "it holds more schemas or properties than can be compiled in time: at most "
+                f"{MOST_SCHEMAS:,} schemas, and about {math.isqrt(MOST_SQUARED):,} properties in "
+                "an object"
+            )
+        multiple = schema.get("multipleOf")
+        if isinstance(multiple, (int, float)) and not isinstance(multiple, bool) and multiple > 0:
+            multiples[_digits(multiple)] = path
+            # Where several meet in one number it must be a multiple of all.
+            together = max(sum(multiples), math.lcm(*multiples))
+            if together > HIGHEST_MULTIPLE:
+                raise Refusal(
+                    f"{multiple} is too fine, alone or beside others: what all are multiples of "
+                    f"has {together:,} steps, and at most {HIGHEST_MULTIPLE:,} can be followed",
+                    pointer((*path, "multipleOf")),
+                )
+
+
+def _digits(number: float) -> int:
+    """2.50 → 25, 1200 → 12: what remains without the power of ten."""
+    whole = "".join(map(str, Decimal(str(number)).normalize().as_tuple().digits))
+    return int(whole)
+
+
 def _check(schema: dict[str, Any]) -> None:
     """Raises Refusal for what the library takes and can't hold to, or not in time."""
-    properties, patterns = schema.get("properties"), schema.get("patternProperties")
-    if isinstance(properties, dict) and len(properties) > MOST_PROPERTIES:
-        raise Refusal(
-            f"{len(properties):,} properties; an object may have {MOST_PROPERTIES:,}", "/properties"
-        )
+    patterns = schema.get("patternProperties")
     if isinstance(patterns, dict) and len(patterns) > MOST_PATTERNS:
         raise Refusal(
             f"{len(patterns):,} patterns; an object may have {MOST_PATTERNS}", "/patternProperties"
@@ -163,9 +206,6 @@ def _check(schema: dict[str, Any]) -> None:
             "with the same key twice",
             "/minProperties",
         )
-    multiple = schema.get("multipleOf")
-    if isinstance(multiple, (int, float)) and multiple > HIGHEST_MULTIPLE:
-        raise Refusal(f"{multiple} is above {HIGHEST_MULTIPLE:,}", "/multipleOf")
 
 
 def _spell_out(schema: dict[str, Any]) -> None:

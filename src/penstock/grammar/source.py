@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from penstock.grammar import gbnf, lark, schema, structural_tag
 from penstock.grammar.matcher import first_line
@@ -25,6 +25,7 @@ class Source:
 
     text: str
     explain: Explain
+    fuel: int = 500_000
 
 
 def source_of(spec: StructuredOutputs, vocabulary: Vocabulary) -> Source:
@@ -61,7 +62,8 @@ def _of_choices(spec: StructuredOutputs) -> Source:
         )
     # One terminal: as alternatives of a rule, a thousand of them would take seconds.
     options = " | ".join(map(lark.literal, choices))
-    return _of_lark(f"start: CHOICE\nCHOICE: {options}\n", _explain)
+    choice = _of_lark(f"start: CHOICE\nCHOICE: {options}\n", _explain)
+    return replace(choice, fuel=1_000_000)  # plain texts burn fast: 100,000 take half a second
 
 
 def _of_grammar(text: str) -> Source:

@@ -6,6 +6,7 @@ import llguidance
 import numpy as np
 
 from penstock.errors import RequestError
+from penstock.grammar.matcher import first_line
 from penstock.grammar.vocabulary import Vocabulary
 from penstock.sampling.constraint import Bits, num_words
 
@@ -97,9 +98,9 @@ class GrammarState:
     def _check(self) -> None:
         if not self._matcher.is_error():
             return
-        detail = self._matcher.get_error().split("\n")[0]
         reason = _REASONS.get(self._matcher.stop_reason(), "no token of the model can go on here")
         raise RequestError(
-            f"The text can't be held to its structure any further: {reason} (llguidance: {detail})."
-            " Make the grammar or schema simpler, or bound its repetitions."
+            f"The text can't be held to its structure any further: {reason} (llguidance: "
+            f"{first_line(self._matcher.get_error())}). Make the grammar or schema simpler, or "
+            "bound its repetitions."
         )

@@ -21,7 +21,7 @@ MOST_NESTED: Final = 50
 _TEXT: Final = r"(?s:.*)"
 _FIELDS: Final[dict[str, tuple[str, ...]]] = {
     "const_string": ("value",),
-    "json_schema": ("json_schema", "style", "any_order"),
+    "json_schema": ("json_schema", "style", "any_order", "any_whitespace"),
     "regex": ("pattern",),
     "grammar": ("grammar",),
     "any_text": ("excludes",),
@@ -115,7 +115,9 @@ class _Builder:
         except Refusal as refusal:
             inner = refusal.place.removeprefix("#")
             raise Refusal(refusal.reason, pointer(place) + inner, refusal.detail) from refusal
-        body = schema.with_options(prepared, schema.Whitespace(schema.WHITESPACE))
+        free = _field(form, "any_whitespace", bool, path, default=True)
+        space = schema.Whitespace(schema.WHITESPACE if free else None)
+        body = schema.with_options(prepared, space)
         return self._rule(f"%json {json.dumps(body)}")
 
     def _regex(self, form: Mapping[str, Any], path: tuple[str | int, ...]) -> str:

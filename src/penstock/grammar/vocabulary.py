@@ -13,12 +13,14 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import llguidance
 
-from penstock.errors import InvalidPromptError
+from penstock.errors import InvalidPromptError, TokenizerError
 from penstock.sampling.constraint import num_words
 from penstock.tokenizer import Tokenizer, VocabMap
 
 _MARK = b"\xff"
 """Begins a special token: a byte that no UTF-8 text holds."""
+
+_NO_TOKENS = "the model has no tokens for the text"
 
 _BEFORE = ("", "\n", ".", "a")
 """What may stand before a text while it is encoded, so that no word marker is put before it."""
@@ -45,10 +47,13 @@ class Writer:
         self._longest = max(map(len, self._by_bytes), default=0)
 
     def write(self, text: str) -> list[int]:
-        """The tokens; only those of its beginning where the vocabulary lacks the rest."""
+        """The tokens. Raises TokenizerError where the vocabulary lacks some of it."""
         found: list[int] = []
         for part in self._parts(text):
             found += self._exact(part)
+        if self._bytes(found) != text.encode():
+            # Less than all would pass for it, and the next mask would be one of another place.
+            raise TokenizerError(f"{_NO_TOKENS} {text!r:.60}")
         return found
 
     def _parts(self, text: str) -> list[str]:

@@ -33,6 +33,7 @@ class BeamSearchParams:
     temperature: float = 0.0  # 0 or 1: the model's own distribution is searched
     length_penalty: float = 1.0  # above 0 favours long hypotheses, below 0 short ones
     include_stop_str_in_output: bool = False
+    skip_special_tokens: bool = True  # in the text
     early_stopping: EarlyStopping = False  # True: at beam_width hypotheses, whatever may follow
     num_beam_groups: int = 1  # > 1: diverse beam search
     diversity_penalty: float = 0.0  # for each beam of an earlier group that took the token
@@ -62,7 +63,7 @@ class BeamSearchParams:
         if self.logprobs is not None:
             hint = "0 gives the chosen token's only, -1 the whole vocabulary's, None none."
             self._whole("logprobs", -1, MAX_LOGPROBS, hint)
-        for name in ("ignore_eos", "include_stop_str_in_output"):
+        for name in ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens"):
             value = getattr(self, name)
             if not isinstance(value, bool):
                 raise InvalidSamplingError(f"{name} is {value!r}. Use True or False.")

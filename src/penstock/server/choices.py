@@ -98,6 +98,12 @@ class TokenNames:
             return f"token_id:{token}"
         return self._tokenizer.token_bytes(token).decode("utf-8", "replace")
 
+    def count(self, text: str) -> int:
+        """How many tokens a text has; 0 without a tokenizer."""
+        if self._tokenizer is None:
+            return 0
+        return len(self._tokenizer.encode(text, add_special_tokens=False))
+
     def width(self, ids: Iterable[int]) -> int:
         """Characters that tokens have in an answer's text."""
         return sum(self._width(token, None, 0) for token in ids)

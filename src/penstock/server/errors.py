@@ -18,7 +18,7 @@ from penstock.errors import (
     RequestTimeoutError,
     TokenizerError,
 )
-from penstock.sampling import SamplingParams
+from penstock.sampling import BeamSearchParams, SamplingParams
 
 # OpenAI's and Anthropic's names for an error of a status.
 _TYPES = {
@@ -34,7 +34,8 @@ _CLIENT = ("invalid_request_error", "invalid_request_error")
 _SERVER = ("server_error", "api_error")
 # The engine's errors begin with what they blame.
 _BLAMED = re.compile(r"(\w+)(?:\[\d+\])?(?= is |=| has | holds )")
-_FIELDS = {one.name for one in fields(SamplingParams)} | {"cache_salt", "dimensions", "priority"}
+_FIELDS = {one.name for kind in (SamplingParams, BeamSearchParams) for one in fields(kind)}
+_FIELDS |= {"cache_salt", "dimensions", "priority"}
 _INERT = re.compile(r"(\w+?)(_s)?=(\S+) has no effect: requests are scheduled by policy='(\w+)'.")
 _HEEDED_BY = {"priority": "priority", "ttft_slo": "edf", "tpot_slo": "edf"}
 

@@ -186,7 +186,7 @@ class Metrics:
         sizes = [len(x.token_ids) for x in last.outputs]
         self._output_sizes.observe(sum(sizes))
         self._longest.observe(max(sizes))
-        self._samples.observe(work.params.n)
+        self._samples.observe(work.samples)
         if work.params.max_tokens is not None:
             self._limits.observe(work.params.max_tokens)
         self.times(last.metrics)
@@ -294,6 +294,21 @@ class _EngineCollector(Collector):
                 ("vllm:prefix_cache_queries", "Prompt tokens looked up.", prefix["queries"]),
                 ("vllm:prefix_cache_hits", "Prompt tokens found in the cache.", prefix["hits"]),
                 ("penstock:steps", "Steps of the engine.", stats["steps"]),
+                (
+                    "penstock:jumped_tokens",
+                    "Of the tokens generated, those that a grammar forced, without a step each.",
+                    stats["jumped_tokens"],
+                ),
+                (
+                    "penstock:grammar_cache_queries",
+                    "Forms of outputs that were asked for, a sample each.",
+                    stats["grammar_hits"] + stats["grammar_misses"],
+                ),
+                (
+                    "penstock:grammar_cache_hits",
+                    "Of these, those that were compiled already.",
+                    stats["grammar_hits"],
+                ),
             )
         )
         yield self._step_sizes()

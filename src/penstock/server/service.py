@@ -15,7 +15,7 @@ from penstock.engine import AsyncLLM, PoolingParams, RequestOptions, RequestOutp
 from penstock.engine.prompts import default_params
 from penstock.errors import ConfigError, InvalidSamplingError, RequestError, RequestTimeoutError
 from penstock.roofline import StepRecord
-from penstock.sampling import SamplingParams, StructuredOutputs
+from penstock.sampling import BeamSearchParams, SamplingParams, StructuredOutputs
 from penstock.server.admission import Caller, Lanes, Ticket
 from penstock.server.answers import accounted
 from penstock.server.config import ServerConfig
@@ -44,8 +44,14 @@ class Work:
     """One prompt and what is to become of it."""
 
     prompt: PromptText
-    params: SamplingParams
+    params: SamplingParams | BeamSearchParams
     options: RequestOptions = field(default_factory=RequestOptions)
+
+    @property
+    def samples(self) -> int:
+        """Sequences that are generated."""
+        params = self.params
+        return params.n if isinstance(params, SamplingParams) else params.beam_width
 
 
 @dataclass(slots=True)
@@ -438,7 +444,8 @@ def priced(output: RequestOutput) -> dict[str, Any]:
     """What Penstock adds beside the usage: how long it took, and how near the floor."""
     metrics = output.metrics
     times = metrics.token_times
-    rate = (len(times) - 1) / (times[-1] - times[0]) if len(times) > 1 else None
+    taken = times[-1] - times[0] if times else 0.0  # none where all tokens were forced
+    rate = (len(times) - 1) / taken if taken > 0 else None
     return {
         "queue_s": _rounded(metrics.queue_s),
         "ttft_s": _rounded(metrics.ttft_s),

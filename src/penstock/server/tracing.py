@@ -116,8 +116,8 @@ class OpenTelemetryTracer:
                 "gen_ai.operation.name": _OPERATIONS.get(path, path),
                 "url.path": path,
                 "gen_ai.request.temperature": work.params.temperature,
-                "gen_ai.request.top_p": work.params.top_p,
-                "gen_ai.request.n": work.params.n,
+                "gen_ai.request.top_p": getattr(work.params, "top_p", 1.0),  # a search has none
+                "gen_ai.request.n": work.samples,
                 "gen_ai.usage.prompt_tokens": len(work.prompt.tokens),
                 "penstock.outcome": outcome,
             },

@@ -9,7 +9,7 @@ from pydantic_core import PydanticCustomError
 
 from penstock.server.errors import ApiError, as_sentence, unsupported
 
-_TYPES = ("function-", "list[", "dict[")  # how an error's place names types
+_TYPES = ("function-", "list[", "dict[", "literal[")  # how an error's place names types
 _REFUSED = "unsupported_parameter"
 _SHOWN_CHARACTERS = 80
 

@@ -171,6 +171,34 @@ class OutputMessage(Body):
     content: list[OutputText]
 
 
+class OutputReasoningText(Body):
+    """What was thought."""
+
+    type: Literal["reasoning_text"]
+    text: str
+
+
+class OutputReasoning(Body):
+    """Reasoning of a response."""
+
+    type: Literal["reasoning"]
+    id: str
+    status: Literal["in_progress", "completed", "incomplete"]
+    summary: list[Any]
+    content: list[OutputReasoningText]
+
+
+class OutputCall(Body):
+    """A call of a function; arguments are a JSON object as text."""
+
+    type: Literal["function_call"]
+    id: str
+    status: Literal["in_progress", "completed", "incomplete"]
+    call_id: str
+    name: str
+    arguments: str
+
+
 class InputTokensDetails(Body):
     """Of the input's tokens."""
 
@@ -219,14 +247,14 @@ class Response(Body):
     max_output_tokens: int | None
     metadata: dict[str, str]
     model: str
-    output: list[OutputMessage]
+    output: list[OutputReasoning | OutputMessage | OutputCall]
     parallel_tool_calls: bool
     previous_response_id: None
     reasoning: dict[str, None]
     store: Literal[False]
     temperature: float
     text: dict[str, Any]
-    tool_choice: str
+    tool_choice: str | dict[str, Any]
     tools: list[Any]
     top_logprobs: int
     top_p: float
@@ -267,6 +295,23 @@ class TextBlock(Body):
     text: str
 
 
+class ThinkingBlock(Body):
+    """What was thought before it; nothing signs it."""
+
+    type: Literal["thinking"]
+    thinking: str
+    signature: str
+
+
+class ToolUseBlock(Body):
+    """A call of a tool."""
+
+    type: Literal["tool_use"]
+    id: str
+    name: str
+    input: dict[str, Any]
+
+
 class MessageUsage(Body):
     """Tokens of a message: computed, kept, found in the cache, generated."""
 
@@ -283,8 +328,8 @@ class MessageAnswer(Body):
     type: Literal["message"]
     role: Literal["assistant"]
     model: str
-    content: list[TextBlock]
-    stop_reason: Literal["end_turn", "max_tokens", "stop_sequence"]
+    content: list[ThinkingBlock | TextBlock | ToolUseBlock]
+    stop_reason: Literal["end_turn", "max_tokens", "stop_sequence", "tool_use"]
     stop_sequence: str | None
     usage: MessageUsage
     penstock: Measured

@@ -10,12 +10,12 @@ from pydantic import AfterValidator, Field, model_validator
 
 from penstock.server.body import read_json
 from penstock.server.errors import ApiError
+from penstock.server.protocol.beams import BeamFields
 from penstock.server.protocol.common import (
     MOST_MESSAGES,
     Body,
     CacheControl,
     EngineFields,
-    SamplingFields,
     Some,
     StreamOptions,
     UserName,
@@ -175,7 +175,7 @@ class TemplateFields(Body):
     documents: Some[dict[str, Any]] | None = None
 
 
-class ChatRequest(SamplingFields, StructureFields, EngineFields, TemplateFields, ToolFields):
+class ChatRequest(BeamFields, StructureFields, EngineFields, TemplateFields, ToolFields):
     """`POST /v1/chat/completions`."""
 
     model: str | None = None
@@ -201,7 +201,6 @@ class ChatRequest(SamplingFields, StructureFields, EngineFields, TemplateFields,
         "function_call": ("none", "auto"),
         "functions": (),
         "kv_transfer_params": (),
-        "length_penalty": (1.0,),
         "logits_processors": (),
         "metadata": (),
         "modalities": (["text"],),
@@ -214,7 +213,6 @@ class ChatRequest(SamplingFields, StructureFields, EngineFields, TemplateFields,
         "service_tier": ("auto", "default"),
         "spaces_between_special_tokens": (True,),
         "store": (),
-        "use_beam_search": (),
         "verbosity": ("medium",),
         "vllm_xargs": (),
         "web_search_options": (),

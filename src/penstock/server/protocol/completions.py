@@ -7,9 +7,9 @@ from typing import Annotated, Any, ClassVar
 
 from pydantic import Discriminator, Field, Tag
 
+from penstock.server.protocol.beams import BeamFields
 from penstock.server.protocol.common import (
     EngineFields,
-    SamplingFields,
     Some,
     StreamOptions,
     TokenId,
@@ -41,13 +41,14 @@ PromptField = Annotated[
 DEFAULT_MAX_TOKENS = 16  # as in the API
 
 
-class CompletionRequest(SamplingFields, StructureFields, EngineFields):
+class CompletionRequest(BeamFields, StructureFields, EngineFields):
     """`POST /v1/completions`."""
 
     model: str | None = None
     prompt: PromptField
     max_tokens: Annotated[int, Field(ge=0)] | None = None
     n: Annotated[int, Field(ge=1)] | None = None
+    best_of: Annotated[int, Field(ge=1)] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
@@ -60,14 +61,11 @@ class CompletionRequest(SamplingFields, StructureFields, EngineFields):
     user: UserName | None = None
     request_id: str | None = None
     unsupported: ClassVar[Mapping[str, tuple[Any, ...]]] = {
-        "best_of": (1,),
         "kv_transfer_params": (),
-        "length_penalty": (1.0,),
         "logits_processors": (),
         "prompt_embeds": (),
         "spaces_between_special_tokens": (True,),
         "suffix": (),
-        "use_beam_search": (),
         "vllm_xargs": (),
     }
 
@@ -75,3 +73,13 @@ class CompletionRequest(SamplingFields, StructureFields, EngineFields):
     def limit(self) -> int:
         """Most tokens to generate."""
         return DEFAULT_MAX_TOKENS if self.max_tokens is None else self.max_tokens
+
+    @property
+    def ranks(self) -> bool:
+        """Whether the samples that come back are chosen from more, or put in order."""
+        return self.best_of is not None and self.best_of > 1
+
+    @property
+    def samples(self) -> int:
+        """Sequences to generate for each prompt."""
+        return max(self.n or 1, self.best_of or 1)

@@ -7,6 +7,13 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
+from penstock.server.protocol.blocks import (
+    Block,
+    ToolChoice,
+    ToolDefinition,
+    messages_of,
+    offer_of_tools,
+)
 from penstock.server.protocol.chat import Message, TextPart
 from penstock.server.protocol.common import (
     MOST_MESSAGES,
@@ -16,13 +23,21 @@ from penstock.server.protocol.common import (
     Some,
     UserName,
 )
+from penstock.server.protocol.tools import MOST_TOOLS
+from penstock.server.tools.offer import Offer
 
 
 class Turn(Body):
     """One message."""
 
     role: Literal["user", "assistant", "system"]
-    content: str | Some[TextPart]
+    content: str | Some[Block]
+
+    def conversation(self) -> list[Message]:
+        """The same as a chat's messages. Raises ApiError."""
+        if isinstance(self.content, str):
+            return [Message(role=self.role, content=self.content)]
+        return messages_of(self.role, self.content)
 
 
 class Metadata(Body):
@@ -38,6 +53,10 @@ class CountTokensRequest(Body):
     messages: Some[Turn] = Field(min_length=1, max_length=MOST_MESSAGES)
     system: str | Some[TextPart] | None = None
     cache_control: CacheControl | None = None
+    tools: Annotated[list[ToolDefinition], Field(fail_fast=True, max_length=MOST_TOOLS)] | None = (
+        None
+    )
+    tool_choice: ToolChoice | None = None
     unsupported: ClassVar[Mapping[str, tuple[Any, ...]]] = {
         "context_management": ({"edits": []},),
         "diagnostics": (),
@@ -45,12 +64,6 @@ class CountTokensRequest(Body):
         "output_config": (),
         "output_format": (),
         "thinking": ({"type": "disabled"},),
-        "tool_choice": (
-            {"type": "auto"},
-            {"type": "none"},
-            {"type": "auto", "disable_parallel_tool_use": False},
-        ),
-        "tools": (),
         "user_profile_id": (),
         "workspace_id": (),
         "speed": ("standard",),
@@ -59,10 +72,14 @@ class CountTokensRequest(Body):
     def conversation(self) -> list[Message]:
         """The same as a chat's messages."""
         system = [] if self.system is None else [Message(role="system", content=self.system)]
-        turns = [Message(role=turn.role, content=turn.content) for turn in self.messages]
+        turns = [message for turn in self.messages for message in turn.conversation()]
         if self.cache_control is not None:
             turns[-1] = turns[-1].model_copy(update={"cache_control": self.cache_control})
         return system + turns
+
+    def offer(self) -> Offer:
+        """The tools that may be called. Raises ApiError."""
+        return offer_of_tools(self.tools or (), self.tool_choice)
 
 
 class MessagesRequest(CountTokensRequest, EngineFields):

@@ -8,7 +8,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import BeforeValidator, Field, model_validator
 
 from penstock.server.errors import ApiError, unsupported
-from penstock.server.protocol.chat import Message, TextPart
+from penstock.server.protocol.chat import TEXT_PARTS, FunctionCall, Message, TextPart, ToolCall
 from penstock.server.protocol.common import (
     MOST_MESSAGES,
     Body,
@@ -17,6 +17,8 @@ from penstock.server.protocol.common import (
     Some,
     UserName,
 )
+from penstock.server.protocol.tools import MOST_TOOLS, only_functions
+from penstock.server.tools.offer import Choice, Function, Offer, offer_of
 from penstock.server.validation import refusal
 
 MOST_METADATA = 16  # as in the API
@@ -31,30 +33,131 @@ def _few(data: Any) -> Any:
 LOGPROBS = "message.output_text.logprobs"  # what `include` may ask for
 
 
-class InputItem(Body):
-    """A message among the input."""
+_THOUGHTS = ("reasoning_text", "summary_text")
+_KINDS = ("message", "function_call", "function_call_output", "reasoning")
 
-    type: str = "message"
-    role: Literal["system", "developer", "user", "assistant"] | None = None
-    content: str | Some[TextPart] | None = None
-    id: str | None = None
-    status: Literal["completed", "incomplete", "in_progress"] | None = None
-    unsupported: ClassVar[Mapping[str, tuple[Any, ...]]] = {"phase": ()}
+
+class ItemPart(TextPart):
+    """A part of an item: text, or reasoning that is sent back."""
 
     @model_validator(mode="before")
     @classmethod
-    def _only_messages(cls, data: Any) -> Any:
+    def _only_text(cls, data: Any) -> Any:
         """Before its fields, which are another kind's."""
         kind = data.get("type") if isinstance(data, dict) else None
-        if isinstance(kind, str) and kind != "message":
-            raise refusal(kind=f"An item of type {kind[:40]!r}", why="Only messages are read.")
+        if isinstance(kind, str) and kind not in (*TEXT_PARTS, *_THOUGHTS):
+            raise refusal(kind=f"Content of type {kind[:40]!r}", why="Only text is read.")
         return data
+
+
+class InputItem(Body):
+    """A message among the input, an earlier call, what came of it, or reasoning."""
+
+    type: str = "message"
+    role: Literal["system", "developer", "user", "assistant"] | None = None
+    content: str | Some[ItemPart] | None = None
+    id: str | None = None
+    status: Literal["completed", "incomplete", "in_progress"] | None = None
+    call_id: str | None = None
+    name: str | None = None
+    arguments: str | None = None
+    output: str | Some[TextPart] | None = None
+    summary: Some[ItemPart] | None = None
+    unsupported: ClassVar[Mapping[str, tuple[Any, ...]]] = {
+        "phase": (),
+        "encrypted_content": (),
+        "namespace": (),
+        "caller": (),
+    }
+
+    @model_validator(mode="before")
+    @classmethod
+    def _only_known(cls, data: Any) -> Any:
+        """Before its fields, which are another kind's."""
+        kind = data.get("type") if isinstance(data, dict) else None
+        if isinstance(kind, str) and kind not in _KINDS:
+            why = "Messages, calls of functions, their output and reasoning are read."
+            raise refusal(kind=f"An item of type {kind[:40]!r}", why=why)
+        return data
+
+    @model_validator(mode="after")
+    def _has_all(self) -> InputItem:
+        needed = {
+            "function_call": ("call_id", "name", "arguments"),
+            "function_call_output": ("call_id", "output"),
+        }
+        for name in needed.get(self.type, ()):
+            if getattr(self, name) is None:
+                raise ValueError(f"an item of type {self.type!r} has no {name}")
+        return self
 
     def message(self) -> Message:
         """The same as a chat's message. Raises ApiError for what isn't one."""
+        if self.type == "function_call":
+            function = FunctionCall(name=self.name or "", arguments=self.arguments or "")
+            return Message(
+                role="assistant", tool_calls=[ToolCall(id=self.call_id, function=function)]
+            )
+        if self.type == "function_call_output":
+            return Message(role="tool", content=self.output, tool_call_id=self.call_id)
+        if self.type == "reasoning":
+            return Message(role="assistant", reasoning_content=self._thought())
         if self.role is None:
             raise ApiError(400, "A message of the input has no role.", param="input")
-        return Message(role=self.role, content=self.content)
+        parts = self.content if isinstance(self.content, list) else []
+        if any(part.type in _THOUGHTS for part in parts):
+            raise ApiError(400, "A message of the input has no reasoning_text.", param="input")
+        return Message(role=self.role, content=self.content)  # type: ignore[arg-type]
+
+    def _thought(self) -> str:
+        content = self.content or self.summary or []
+        return content if isinstance(content, str) else "\n".join(x.read() for x in content)
+
+
+def joined(messages: list[Message]) -> list[Message]:
+    """The assistant's reasoning, text and calls, which are items of their own, as one turn."""
+    made: list[Message] = []
+    for message in messages:
+        last = made[-1] if made else None
+        if last is None or message.role != "assistant" or last.role != "assistant":
+            made.append(message)
+        elif message.tool_calls:
+            calls = [*(last.tool_calls or ()), *message.tool_calls]
+            made[-1] = last.model_copy(update={"tool_calls": calls})
+        elif last.content is None and not last.tool_calls:  # reasoning before what is said
+            made[-1] = message.model_copy(update={"reasoning_content": last.reasoning_content})
+        else:
+            made.append(message)
+    return [x for x in made if x.content is not None or x.tool_calls or x.role != "assistant"]
+
+
+class ResponseTool(Body):
+    """A function that may be called."""
+
+    type: Literal["function"]
+    name: str
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+    unsupported: ClassVar[Mapping[str, tuple[Any, ...]]] = {
+        "allowed_callers": (["direct"],),
+        "async": (),
+        "defer_loading": (),
+        "output_schema": (),
+    }
+
+    @model_validator(mode="before")
+    @classmethod
+    def _only_functions(cls, data: Any) -> Any:
+        """Before its fields, which are another kind's."""
+        return only_functions(data)
+
+
+class NamedFunctionTool(Body):
+    """A `tool_choice` that names a function."""
+
+    type: Literal["function"]
+    name: str
 
 
 class TextOptions(Body):
@@ -95,6 +198,9 @@ class ResponsesRequest(SamplingFields, EngineFields):
     safety_identifier: UserName | None = None
     store: bool | None = None  # nothing is stored; true would promise that
     chat_template_kwargs: dict[str, Any] | None = None
+    tools: Annotated[list[ResponseTool], Field(fail_fast=True, max_length=MOST_TOOLS)] | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedFunctionTool | None = None
+    parallel_tool_calls: bool | None = None
     unsupported: ClassVar[Mapping[str, tuple[Any, ...]]] = {
         "access_programs": (),
         "background": (),
@@ -104,7 +210,6 @@ class ResponsesRequest(SamplingFields, EngineFields):
         "image": (),
         "max_tool_calls": (),
         "moderation": (),
-        "parallel_tool_calls": (True,),
         "previous_response_id": (),
         "prompt": (),
         "prompt_cache_options": (),
@@ -112,8 +217,6 @@ class ResponsesRequest(SamplingFields, EngineFields):
         "prompt_cache_retention": (),
         "service_tier": ("auto", "default"),
         "stream_options": ({"include_obfuscation": False},),
-        "tool_choice": ("none", "auto"),
-        "tools": (),
     }
 
     @property
@@ -134,7 +237,21 @@ class ResponsesRequest(SamplingFields, EngineFields):
         if isinstance(self.input, str):
             messages.append(Message(role="user", content=self.input))
         else:
-            messages += [item.message() for item in self.input]
+            messages += joined([item.message() for item in self.input])
         if not messages or (isinstance(self.input, list) and not self.input):
             raise ApiError(400, "The input is empty.", param="input")
         return messages
+
+    def offer(self) -> Offer:
+        """The tools that may be called. Raises ApiError."""
+        functions = [
+            Function(f"tools[{i}]", x.name, x.description, x.parameters, bool(x.strict))
+            for i, x in enumerate(self.tools or ())
+        ]
+        choice = self.tool_choice
+        chosen = (
+            Choice(named=choice.name, param="tool_choice.name")
+            if isinstance(choice, NamedFunctionTool)
+            else Choice(choice)
+        )
+        return offer_of(functions, chosen, self.parallel_tool_calls is not False)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Iterator
-from dataclasses import replace
 from typing import Any
 
 from fastapi import APIRouter, Request
@@ -69,6 +68,7 @@ async def create_chat_completion(body: ChatRequest, request: Request) -> Respons
 
 def _check(service: Service, body: ChatRequest) -> None:
     check_words(service, body)
+    body.check_search(stream=body.stream)
     if body.echo:
         raise unsupported("echo", "A conversation's prompt isn't repeated.")
     if body.stream_options is not None and not body.stream:
@@ -96,11 +96,10 @@ async def _work(
         keep=body.truncate_prompt_tokens,
     )
     goes_on = body.messages[-1] if rendering.continue_final_message else None
-    how = answering(service.prompts, plan, prompt, goes_on)
-    if body.skip_special_tokens is False:
-        how = replace(how, plan=replace(plan, hidden=()))
+    special = body.skip_special_tokens is not False
+    how = answering(service.prompts, plan, prompt, goes_on, skips_special=special)
     form = await sampling_of(service, ticket, how, *body.structure())
-    params = body.sampling(
+    params = body.parameters(
         service.defaults,
         {"max_tokens": body.limit_field},
         n=body.n or 1,
@@ -187,7 +186,7 @@ class _Chunks:
             self._running or self._counting or body.logprobs or body.return_token_ids
         )
         reads = how.plan.reads
-        self._calls = {i: Calls(how) for i in range(work.params.n)} if reads else {}
+        self._calls = {i: Calls(how) for i in range(work.samples)} if reads else {}
 
     async def events(
         self, outputs: AsyncIterator[tuple[int, RequestOutput]]
@@ -197,7 +196,7 @@ class _Chunks:
         output: RequestOutput | None = None
         async for _, output in outputs:
             if not reader.started:  # the engine has taken it; what it refuses has a status instead
-                for index in range(self._work.params.n):
+                for index in range(self._work.samples):
                     yield self._first(index)
             for new in reader.read(output):
                 for chunk in self._of(new, output):

@@ -10,8 +10,8 @@ from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse
 from starlette.responses import Response
 
-from penstock.engine import RequestOutput
-from penstock.sampling import TokenLogprobs
+from penstock.engine import CompletionOutput, RequestOutput
+from penstock.sampling import TokenLogprobs, best_of
 from penstock.server.admission import Ticket
 from penstock.server.body import JsonRoute
 from penstock.server.choices import Delta, Reader, TokenNames, prompt_logprobs, whole
@@ -48,7 +48,7 @@ async def create_completion(body: CompletionRequest, request: Request) -> Respon
     caller = caller_of(request, "cmpl", body.user, body.request_id)
     _check(service, body)
     several = prompts_in(service, body.prompt, COMPLETION.field)
-    ticket = await admit(request, caller, len(several), body.n or 1)
+    ticket = await admit(request, caller, len(several), body.samples)
     works = await _works(service, body, ticket, several)
     answer = _Answer(service, body, ticket, model, works)
     outputs = service.stream(ticket, works)
@@ -75,8 +75,13 @@ async def _works(
         chosen = dict(form) if asked is None else form | {"prompt_logprobs": asked}
         if body.token_healing:
             chosen["token_healing"] = True
-        params = body.sampling(
-            service.defaults, n=body.n or 1, max_tokens=limit, logprobs=body.logprobs, **chosen
+        params = body.parameters(
+            service.defaults,
+            {"n": "best_of"} if body.ranks else None,
+            n=body.samples,
+            max_tokens=limit,
+            logprobs=body.logprobs or 0 if body.ranks else body.logprobs,
+            **chosen,
         )
         works.append(Work(prompt, params, service.options(ticket.caller, body, prompt)))
     return works
@@ -84,6 +89,7 @@ async def _works(
 
 def _check(service: Service, body: CompletionRequest) -> None:
     check_words(service, body)
+    _check_choosing(service, body)
     if body.max_tokens == 0 and not body.echo:
         raise ApiError(400, "max_tokens is 0, which generates nothing.", param="max_tokens")
     if body.stream_options is not None and not body.stream:
@@ -97,6 +103,54 @@ def _check(service: Service, body: CompletionRequest) -> None:
             "echo with logprobs gives the prompt's log-probabilities already. Leave out "
             "prompt_logprobs, or one of the two.",
             param="prompt_logprobs",
+        )
+
+
+def _check_choosing(service: Service, body: CompletionRequest) -> None:
+    """Raises ApiError for fields about which samples come back that can't go together."""
+    body.check_search(
+        stream=body.stream,
+        best_of=body.best_of if body.ranks else None,
+        token_healing=body.token_healing,
+    )
+    n = body.n or 1
+    if body.best_of is not None and body.best_of < n:
+        raise ApiError(
+            400,
+            f"best_of is {body.best_of} and n {n}: there are fewer samples than are to come back. "
+            "Raise best_of, or lower n.",
+            param="best_of",
+        )
+    most = service.llm.config.scheduler.max_num_seqs
+    if body.ranks and body.samples > most:
+        raise ApiError(
+            400,
+            f"best_of is {body.best_of}, but only {most} samples can run at once. Lower it, or "
+            "start the server with a higher --max-num-seqs.",
+            param="best_of",
+        )
+    if body.ranks and body.stream:
+        raise ApiError(
+            400,
+            f"best_of is {body.best_of}, which can't be streamed: the best sample is known at the "
+            "end. Leave out stream, or best_of.",
+            param="best_of",
+        )
+    if not body.use_beam_search:
+        return
+    if body.max_tokens == 0:
+        raise ApiError(
+            400,
+            "max_tokens is 0, which leaves use_beam_search nothing to look for. Leave out one of "
+            "the two.",
+            param="max_tokens",
+        )
+    if body.echo and body.logprobs is not None:
+        raise ApiError(
+            400,
+            "echo with logprobs asks for the prompt's log-probabilities, which use_beam_search "
+            "doesn't read. Leave out one of the three.",
+            param="echo",
         )
 
 
@@ -171,7 +225,7 @@ class _Answer:
         outputs = [last[i] for i in range(len(self._works))]
         choices = []
         for number, output in enumerate(outputs):
-            for sample in output.outputs:
+            for sample in self._returned(output):
                 delta = whole(sample, number * self._each)
                 choices.append(self._echoed(delta, output) if self._body.echo
                                else self._choice(delta, self._start(output)))  # fmt: skip
@@ -183,6 +237,17 @@ class _Answer:
         if len(outputs) == 1:
             answer["penstock"] = priced(outputs[0])
         return answer
+
+    def _returned(self, output: RequestOutput) -> list[CompletionOutput]:
+        """The samples that come back, in their order."""
+        if not self._body.ranks:
+            return output.outputs
+        best = best_of(output.outputs, self._each)
+        logprobs = self._body.logprobs is not None
+        return [
+            replace(sample, index=i, logprobs=sample.logprobs if logprobs else None)
+            for i, sample in enumerate(best)
+        ]
 
     def _usage(self, outputs: list[RequestOutput]) -> dict[str, Any]:
         generated = 0 if self._body.max_tokens == 0 else sum(made(x) for x in outputs)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+import json
+from collections.abc import AsyncIterator, Callable, Iterator
 from typing import Any
 
 from fastapi import APIRouter, Request
@@ -29,6 +30,15 @@ from penstock.server.routes.common import (
     service_of,
     stream_response,
 )
+from penstock.server.routes.tools import (
+    Answering,
+    Calls,
+    answering,
+    message_of,
+    plan_of,
+    sampling_of,
+    telling,
+)
 from penstock.server.service import Work, priced
 from penstock.server.sse import event, unless_gone
 
@@ -47,21 +57,27 @@ async def create_message(body: MessagesRequest, request: Request) -> Response:
     user = None if body.metadata is None else body.metadata.user_id
     caller = caller_of(request, "msg", user)
     check_stops(service, body.stop_sequences, "stop_sequences")
+    offer, conversation = body.offer(), body.conversation()
     ticket = await admit(request, caller)
+    rendering = _rendering(body, service.config.chat_template)
+    plan = await plan_of(request, ticket, rendering, offer)
     prompt = await prompt_of_messages(
         request,
         ticket,
-        body.conversation(),
-        _rendering(body, service.config.chat_template),
+        conversation,
+        telling(rendering, plan),
         truncation=None,
         reserve=min(body.max_tokens, service.llm.engine.max_model_len // _RESERVED),
         source=ANTHROPIC,
     )
     room = service.prompts.limit(prompt, None, "max_tokens")
-    params = _params(body, service.defaults, min(body.max_tokens, room))
+    goes_on = conversation[-1] if rendering.continue_final_message else None
+    how = answering(service.prompts, plan, prompt, goes_on)
+    form = await sampling_of(service, ticket, how)
+    params = _params(body, service.defaults, min(body.max_tokens, room), form)
     work = Work(prompt, params, service.options(caller, body, prompt))
     outputs = service.stream(ticket, [work])
-    answer = _Answer(caller.request_id, model, work)
+    answer = _Answer(caller.request_id, model, work, how)
     if body.stream:
         return stream_response(answer.events(outputs), outputs)
     return JSONResponse(answer.message(await unless_gone(request.receive, last_of(outputs))))
@@ -73,8 +89,10 @@ async def count_tokens(body: CountTokensRequest, request: Request) -> dict[str, 
     service = service_of(request)
     service.check_model(body.model)
     rendering = _rendering(body, service.config.chat_template)
+    offer, messages = body.offer(), body.conversation()
     ticket = await admit(request, caller_of(request, "count"))
-    prompts, messages = service.prompts, body.conversation()
+    rendering = telling(rendering, await plan_of(request, ticket, rendering, offer))
+    prompts = service.prompts
     ids = await service.compute(ticket, lambda: prompts.rendered(messages, rendering))
     return {"input_tokens": len(ids)}
 
@@ -87,35 +105,57 @@ def _rendering(body: CountTokensRequest, template: str | None) -> Rendering:
     )
 
 
-def _params(body: MessagesRequest, defaults: SamplingParams, limit: int) -> SamplingParams:
+def _params(
+    body: MessagesRequest, defaults: SamplingParams, limit: int, form: dict[str, Any]
+) -> SamplingParams:
     fields = SamplingFields(
         temperature=body.temperature,
         top_p=body.top_p,
         top_k=body.top_k,
         stop=body.stop_sequences or None,
     )
-    return fields.sampling(defaults, {"stop": "stop_sequences"}, max_tokens=limit)
+    return fields.sampling(defaults, {"stop": "stop_sequences"}, max_tokens=limit, **form)
 
 
 class _Answer:
     """The message as an object, and as the events that build it."""
 
-    def __init__(self, request_id: str, model: str, work: Work) -> None:
+    def __init__(self, request_id: str, model: str, work: Work, how: Answering) -> None:
         self._id = request_id.replace("-", "_", 1)
         self._model = model
         self._work = work
+        self._how = how
 
     def message(self, output: RequestOutput) -> dict[str, Any]:
         """All of it."""
         sample = output.outputs[0]
-        reason, sequence = _stop(sample)
+        content, calls = self._content(sample.text)
+        reason, sequence = _stop(sample, calls)
         return self._empty() | {
-            "content": [{"type": "text", "text": sample.text}],
+            "content": content,
             "stop_reason": reason,
             "stop_sequence": sequence,
             "usage": self._usage(output),
             "penstock": priced(output),
         }
+
+    def _content(self, text: str) -> tuple[list[dict[str, Any]], bool]:
+        """(the blocks, whether there are calls among them)."""
+        said, calls = message_of(text, self._how)
+        blocks: list[dict[str, Any]] = []
+        if "reasoning" in said:
+            thought = said["reasoning"]
+            blocks.append({"type": "thinking", "thinking": thought, "signature": ""})
+        if said["content"] or not self._how.plan.reads:
+            blocks.append({"type": "text", "text": said["content"]})
+        for call in said.get("tool_calls", ()):
+            function = call["function"]
+            arguments = json.loads(function["arguments"])
+            blocks.append(
+                {"type": "tool_use", "id": _tool_id(call["id"]), "name": function["name"],
+                 "input": arguments}
+            )  # fmt: skip
+        return blocks, calls
 
     def _empty(self) -> dict[str, Any]:
         return {
@@ -148,28 +188,28 @@ class _Answer:
         def tell(name: str, **data: Any) -> bytes:
             return event({"type": name, **data}, name)
 
-        reader = Reader()
+        reader, blocks = Reader(), _Blocks(self._how, tell)
         output: RequestOutput | None = None
         try:
             async for _, output in outputs:
                 if not reader.started:
                     start = self._empty() | {"usage": self._usage(output) | {"output_tokens": 0}}
                     yield tell("message_start", message=start)
-                    block = {"type": "text", "text": ""}
-                    yield tell("content_block_start", index=0, content_block=block)
+                    if not self._how.plan.reads:
+                        yield blocks.open({"type": "text", "text": ""})
                     yield tell("ping")
                 for new in reader.read(output):
-                    if new.text:
-                        delta = {"type": "text_delta", "text": new.text}
-                        yield tell("content_block_delta", index=0, delta=delta)
+                    for made in blocks.of(new.text, new.finish_reason is not None):
+                        yield made
         except Exception as error:
             if not reader.started:
                 raise
             yield event(as_api_error(error).anthropic(), "error")
             return
         assert output is not None
-        reason, sequence = _stop(output.outputs[0])
-        yield tell("content_block_stop", index=0)
+        reason, sequence = _stop(output.outputs[0], blocks.calls)
+        for made in blocks.close():
+            yield made
         yield tell(
             "message_delta",
             delta={"stop_reason": reason, "stop_sequence": sequence},
@@ -179,10 +219,70 @@ class _Answer:
         yield tell("message_stop")
 
 
-def _stop(sample: CompletionOutput) -> tuple[str, str | None]:
+class _Blocks:
+    """The blocks of a message as events, each opened when there is something for it."""
+
+    def __init__(self, how: Answering, tell: Callable[..., bytes]) -> None:
+        self._deltas = Calls(how)
+        self._tell = tell
+        self._index = -1
+        self._kind = ""  # of the block that is open
+
+    @property
+    def calls(self) -> bool:
+        """Whether one was whole."""
+        return self._deltas.whole > 0
+
+    def open(self, block: dict[str, Any]) -> bytes:
+        """A block begins."""
+        self._index += 1
+        self._kind = block["type"]
+        return self._tell("content_block_start", index=self._index, content_block=block)
+
+    def close(self) -> Iterator[bytes]:
+        """The open block ends."""
+        if self._kind:
+            self._kind = ""
+            yield self._tell("content_block_stop", index=self._index)
+
+    def of(self, text: str, ended: bool) -> Iterator[bytes]:
+        """What new text says."""
+        for delta in self._deltas.deltas(text, ended):
+            if "tool_calls" in delta:
+                (call,) = delta["tool_calls"]
+                function = call["function"]
+                if "id" in call:
+                    yield from self.close()
+                    named = {"id": _tool_id(call["id"]), "name": function["name"]}
+                    yield self.open({"type": "tool_use", **named, "input": {}})
+                if function["arguments"]:
+                    yield self._more("input_json_delta", partial_json=function["arguments"])
+            elif "reasoning" in delta:
+                empty = {"type": "thinking", "thinking": "", "signature": ""}
+                yield from self._in(empty)
+                yield self._more("thinking_delta", thinking=delta["reasoning"])
+            else:
+                yield from self._in({"type": "text", "text": ""})
+                yield self._more("text_delta", text=delta["content"])
+
+    def _in(self, block: dict[str, Any]) -> Iterator[bytes]:
+        if self._kind != block["type"]:
+            yield from self.close()
+            yield self.open(block)
+
+    def _more(self, kind: str, **data: str) -> bytes:
+        return self._tell("content_block_delta", index=self._index, delta={"type": kind, **data})
+
+
+def _tool_id(made: str) -> str:
+    """As this API's clients expect an id to begin; a family's own short ones stay."""
+    return made.replace("call_", "toolu_", 1)
+
+
+def _stop(sample: CompletionOutput, calls: bool) -> tuple[str, str | None]:
     """(stop_reason, stop_sequence)."""
     if sample.finish_reason == "length":
         return "max_tokens", None
     if isinstance(sample.stop_reason, str):
         return "stop_sequence", sample.stop_reason
-    return "end_turn", None
+    return "tool_use" if calls else "end_turn", None

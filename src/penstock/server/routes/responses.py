@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 from fastapi import APIRouter, Request
@@ -11,12 +11,13 @@ from fastapi.responses import JSONResponse
 from starlette.responses import Response
 
 from penstock.engine import CompletionOutput, RequestOutput
+from penstock.sampling import SamplingParams, TokenLogprobs
 from penstock.server.body import JsonRoute
 from penstock.server.choices import Reader, TokenNames
 from penstock.server.conversation import RESPONSE, Rendering
 from penstock.server.errors import as_api_error
 from penstock.server.protocol.answers import Response as ResponseAnswer
-from penstock.server.protocol.responses import ResponsesRequest
+from penstock.server.protocol.responses import NamedFunctionTool, ResponsesRequest
 from penstock.server.routes.common import (
     ERRORS,
     admit,
@@ -29,6 +30,8 @@ from penstock.server.routes.common import (
     service_of,
     stream_response,
 )
+from penstock.server.routes.items import Items
+from penstock.server.routes.tools import Answering, answering, plan_of, sampling_of, telling
 from penstock.server.service import Service, Work, priced
 from penstock.server.sse import event, unless_gone
 
@@ -42,24 +45,33 @@ async def create_response(body: ResponsesRequest, request: Request) -> Response:
     model = service.check_model(body.model)
     caller = caller_of(request, "resp", body.user or body.safety_identifier)
     check_words(service, body)
+    offer, messages = body.offer(), body.messages()
     ticket = await admit(request, caller)
+    rendering = Rendering(
+        chat_template=service.config.chat_template, kwargs=body.chat_template_kwargs
+    )
+    plan = await plan_of(request, ticket, rendering, offer)
     prompt = await prompt_of_messages(
         request,
         ticket,
-        body.messages(),
-        Rendering(chat_template=service.config.chat_template, kwargs=body.chat_template_kwargs),
+        messages,
+        telling(rendering, plan),
         truncation=body.truncation,
         reserve=body.max_output_tokens,
         source=RESPONSE,
     )
+    special = body.skip_special_tokens is not False
+    how = answering(service.prompts, plan, prompt, skips_special=special)
+    form = await sampling_of(service, ticket, how)
     params = body.sampling(
         service.defaults,
         {"max_tokens": "max_output_tokens"},
         max_tokens=service.prompts.limit(prompt, body.max_output_tokens, "max_output_tokens"),
         logprobs=body.num_logprobs,
+        **form,
     )
     work = Work(prompt, params, service.options(caller, body, prompt))
-    answer = _Answer(body, caller.request_id, model, work, service)
+    answer = _Answer(body, caller.request_id, model, work, service, how)
     outputs = service.stream(ticket, [work])
     if body.stream:
         return stream_response(answer.events(outputs), outputs)
@@ -70,20 +82,44 @@ class _Answer:
     """The response as an object, and as the events that build it."""
 
     def __init__(
-        self, body: ResponsesRequest, request_id: str, model: str, work: Work, service: Service
+        self,
+        body: ResponsesRequest,
+        request_id: str,
+        model: str,
+        work: Work,
+        service: Service,
+        how: Answering,
     ) -> None:
-        self._body, self._model, self._work = body, model, work
+        self._body, self._model, self._work, self._how = body, model, work, how
         self._id = request_id.replace("-", "_", 1)
         self._names = TokenNames(service.prompts.tokenizer, as_ids=False)
         self._created = now()
         self._truncation = body.truncation or service.config.truncation
-        self._item = f"msg_{request_id.removeprefix('resp-')}"
+        self._name = request_id.removeprefix("resp-")
+        self._sample: CompletionOutput | None = None  # once it has ended
 
-    def response(self, output: RequestOutput | None, error: Any = None) -> dict[str, Any]:
+    def response(self, output: RequestOutput) -> dict[str, Any]:
+        """All of it."""
+        self._sample = output.outputs[0]
+        items = self._items(lambda name, /, **data: b"")
+        for _ in (*items.of(self._sample.text, True, []), *items.finish(_status(self._sample))):
+            pass
+        return self._response(items.done, output)
+
+    def _items(self, tell: Callable[..., bytes]) -> Items:
+        return Items(self._how, tell, self._name, self._part)
+
+    def _response(
+        self,
+        items: list[dict[str, Any]],
+        output: RequestOutput | None = None,
+        error: Any = None,
+    ) -> dict[str, Any]:
         """The response so far; without an output, in progress."""
         params, body = self._work.params, self._body
-        sample = None if output is None else output.outputs[0]
-        status = "failed" if error else _status(sample)
+        assert isinstance(params, SamplingParams)  # nothing searches here
+        status = "failed" if error else _status(self._sample if output is not None else None)
+        choice = body.tool_choice
         return {
             "id": self._id,
             "object": "response",
@@ -97,36 +133,47 @@ class _Answer:
             "max_output_tokens": body.max_output_tokens,
             "metadata": body.metadata or {},
             "model": self._model,
-            "output": [] if sample is None else [self._message(sample, status)],
-            "parallel_tool_calls": True,
+            "output": items,
+            "parallel_tool_calls": body.parallel_tool_calls is not False,
             "previous_response_id": None,
             "reasoning": {"effort": None, "summary": None},
             "store": False,
             "temperature": params.temperature,
             "text": {"format": {"type": "text"}},
-            "tool_choice": "none",
-            "tools": [],
+            "tool_choice": (
+                choice.model_dump()
+                if isinstance(choice, NamedFunctionTool)
+                else choice or ("auto" if body.tools else "none")
+            ),
+            "tools": [tool.model_dump() for tool in body.tools or ()],
             "top_logprobs": body.top_logprobs or 0,
             "top_p": params.top_p,
             "truncation": self._truncation,
-            "usage": None if output is None else _usage(output),
+            "usage": None if output is None else self._usage(output, items),
             "user": body.user,
         } | ({} if output is None else {"penstock": priced(output)})
 
-    def _message(self, sample: CompletionOutput, status: str) -> dict[str, Any]:
+    def _usage(self, output: RequestOutput, items: list[dict[str, Any]]) -> dict[str, Any]:
+        """Reasoning's tokens are those of its text, without the tags around it."""
+        read, made = len(output.prompt_token_ids), len(output.outputs[0].token_ids)
+        thoughts = [x["content"][0]["text"] for x in items if x["type"] == "reasoning"]
         return {
-            "type": "message",
-            "id": self._item,
-            "status": status,
-            "role": "assistant",
-            "content": [self._part(sample.text, sample)],
+            "input_tokens": read,
+            "input_tokens_details": {"cached_tokens": output.metrics.cached_tokens},
+            "output_tokens": made,
+            "output_tokens_details": {"reasoning_tokens": sum(map(self._names.count, thoughts))},
+            "total_tokens": read + made,
         }
 
-    def _part(self, text: str, sample: CompletionOutput | None = None) -> dict[str, Any]:
+    def _part(self, text: str) -> dict[str, Any]:
+        sample = self._sample
         entries = sample.logprobs if sample is not None else None
-        logprobs = [] if not entries else self._names.chat(entries, self._body.top_logprobs or 0)[
-            "content"]  # fmt: skip
+        logprobs = [] if not entries else self._logprobs(entries)
         return {"type": "output_text", "text": text, "annotations": [], "logprobs": logprobs}
+
+    def _logprobs(self, entries: list[TokenLogprobs]) -> list[Any]:
+        found: list[Any] = self._names.chat(entries, self._body.top_logprobs or 0)["content"]
+        return found
 
     async def events(
         self, outputs: AsyncIterator[tuple[int, RequestOutput]]
@@ -134,60 +181,40 @@ class _Answer:
         """The API's events, numbered."""
         numbers = itertools.count()
 
-        def tell(name: str, **data: Any) -> bytes:
+        def tell(name: str, /, **data: Any) -> bytes:
             return event({"type": name, "sequence_number": next(numbers), **data}, name)
 
-        where = {"item_id": self._item, "output_index": 0, "content_index": 0}
-        empty = {"type": "message", "id": self._item, "status": "in_progress",
-                 "role": "assistant", "content": []}  # fmt: skip
-        reader = Reader()
+        reader, items = Reader(), self._items(tell)
         output: RequestOutput | None = None
         try:
             async for _, output in outputs:
                 if not reader.started:  # the engine has taken it
-                    yield tell("response.created", response=self.response(None))
-                    yield tell("response.in_progress", response=self.response(None))
-                    yield tell("response.output_item.added", output_index=0, item=empty)
-                    yield tell("response.content_part.added", **where, part=self._part(""))
+                    yield tell("response.created", response=self._response([]))
+                    yield tell("response.in_progress", response=self._response([]))
+                    if not self._how.plan.reads:
+                        for made in items.start():
+                            yield made
                 for new in reader.read(output):
-                    if not new.text and not new.logprobs:
-                        continue
-                    entries = new.logprobs or []
-                    found = self._names.chat(entries, self._body.top_logprobs or 0)["content"]
-                    yield tell(
-                        "response.output_text.delta", **where, delta=new.text, logprobs=found
-                    )
+                    ended = new.finish_reason is not None
+                    if ended:
+                        self._sample = output.outputs[0]
+                    for made in items.of(new.text, ended, self._logprobs(new.logprobs or [])):
+                        yield made
         except Exception as error:
             if not reader.started:
                 raise
             said = as_api_error(error)
             told = {"code": said.code or said.type, "message": said.message}
-            yield tell("response.failed", response=self.response(None, told))
+            yield tell("response.failed", response=self._response(items.done, error=told))
             return
         assert output is not None
-        sample = output.outputs[0]
-        part = self._part(sample.text, sample)
-        yield tell(
-            "response.output_text.done", **where, text=sample.text, logprobs=part["logprobs"]
-        )
-        yield tell("response.content_part.done", **where, part=part)
-        status = _status(sample)
-        yield tell("response.output_item.done", output_index=0, item=self._message(sample, status))
-        yield tell(f"response.{status}", response=self.response(output))
+        status = _status(self._sample)
+        for made in items.finish(status):
+            yield made
+        yield tell(f"response.{status}", response=self._response(items.done, output))
 
 
 def _status(sample: CompletionOutput | None) -> str:
     if sample is None:
         return "in_progress"
     return "incomplete" if sample.finish_reason == "length" else "completed"
-
-
-def _usage(output: RequestOutput) -> dict[str, Any]:
-    read, made = len(output.prompt_token_ids), len(output.outputs[0].token_ids)
-    return {
-        "input_tokens": read,
-        "input_tokens_details": {"cached_tokens": output.metrics.cached_tokens},
-        "output_tokens": made,
-        "output_tokens_details": {"reasoning_tokens": 0},
-        "total_tokens": read + made,
-    }

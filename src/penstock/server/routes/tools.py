@@ -69,9 +69,19 @@ def telling(rendering: Rendering, plan: Plan) -> Rendering:
 
 
 def answering(
-    prompts: Prompts, plan: Plan, prompt: PromptText, goes_on: Message | None = None
+    prompts: Prompts,
+    plan: Plan,
+    prompt: PromptText,
+    goes_on: Message | None = None,
+    *,
+    skips_special: bool = True,
 ) -> Answering:
-    """How answers to a prompt are read. goes_on: the last message, where it is to be continued."""
+    """How answers to a prompt are read.
+
+    goes_on: the last message, where it is to be continued; skips_special: tokens in an answer.
+    """
+    if not skips_special:
+        plan = replace(plan, hidden=())
     if plan.tags is None:
         return Answering(plan)
     if goes_on is not None:

@@ -98,6 +98,11 @@ def _as_tag(begin: str, content: Part, end: str) -> Part:
     return {"type": "tag", "begin": begin, "content": content, "end": end}
 
 
+def _json(schema: Any) -> Part:
+    """A value of a schema, laid out as templates and training texts have it."""
+    return {"type": "json_schema", "json_schema": schema, "any_whitespace": False}
+
+
 def _tag(form: Form, function: Function, loose: Collection[str]) -> Part:
     content = _arguments(form, function, loose)
     return _as_tag(form.before.replace(NAME, function.name), content, form.after)
@@ -118,7 +123,7 @@ def _arguments(form: Form, function: Function, loose: Collection[str]) -> Part:
     schema = function.parameters or {}
     if form.arguments == "json":
         held = _ANY_OBJECT if function.name in loose or not schema else {"type": "object", **schema}
-        return {"type": "json_schema", "json_schema": held}
+        return _json(held)
     properties = schema.get("properties") or {}
     required = [name for name in schema.get("required") or () if name in properties]
     optional = [name for name in properties if name not in required]
@@ -136,17 +141,17 @@ def _value(name: str, schema: Mapping[str, Any], loose: bool) -> Part:
     """One argument's value as JSON; references lead to definitions, which come along."""
     one = schema["properties"][name]
     if loose:
-        return {"type": "json_schema", "json_schema": True}
+        return _json(True)
     definitions = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
     held = {**one, **definitions} if isinstance(one, Mapping) else one
-    return {"type": "json_schema", "json_schema": held}
+    return _json(held)
 
 
 def _xml(name: str, schema: Mapping[str, Any], loose: bool) -> Part:
     begin = f"{qwen3_coder.PARAMETER}{name}>\n"
     end = f"\n{qwen3_coder.PARAMETER_END}\n"
-    one = schema["properties"][name]
-    types = set(qwen3_coder.types_of(one))
+    one = qwen3_coder.resolved(schema["properties"][name], schema)
+    types = set(qwen3_coder.types_of(one, schema))
     if types <= {"string"}:  # written as it is
         listed = one.get("enum") if isinstance(one, Mapping) else None
         texts = [value for value in listed or () if isinstance(value, str)]

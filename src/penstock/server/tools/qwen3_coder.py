@@ -25,6 +25,9 @@ FUNCTION, FUNCTION_END = "<function=", "</function>"
 PARAMETER, PARAMETER_END = "<parameter=", "</parameter>"
 _STARTS = Marks(OPEN, FUNCTION)
 _MOST_NAME = 256
+_MOST_REFERENCES = 16  # behind each other
+_TYPES = {str: "string", bool: "boolean", int: "integer", float: "number", list: "array",
+          dict: "object", type(None): "null"}  # fmt: skip
 _PYTHON = {"True": "true", "False": "false", "None": "null"}
 
 
@@ -75,17 +78,36 @@ def _types(schema: Mapping[str, Any], key: str) -> set[str]:
     """JSON's types that a parameter may have, as far as its schema says."""
     properties = schema.get("properties")
     one = properties.get(key) if isinstance(properties, Mapping) else None
-    return set(types_of(one))
+    return set(types_of(one, schema))
 
 
-def types_of(schema: Any) -> Iterator[str]:
-    """JSON's types that a schema names."""
-    if not isinstance(schema, Mapping):
-        return
-    named = schema.get("type")
-    yield from [named] if isinstance(named, str) else named or ()
-    for branch in (*(schema.get("anyOf") or ()), *(schema.get("oneOf") or ())):
-        yield from types_of(branch)
+def types_of(schema: Any, root: Mapping[str, Any]) -> Iterator[str]:
+    """JSON's types that a schema names, by `type`, its values or its branches."""
+    waiting, seen = [schema], set[int]()  # a schema may lead back to itself
+    for each in waiting:  # which grows
+        one = resolved(each, root)
+        if not isinstance(one, Mapping) or id(one) in seen:
+            continue
+        seen.add(id(one))
+        named = one.get("type")
+        yield from [named] if isinstance(named, str) else named or ()
+        if named is None:
+            values = one.get("enum") or [one[key] for key in ("const",) if key in one]
+            yield from (_TYPES[type(value)] for value in values)
+        waiting += [*(one.get("anyOf") or ()), *(one.get("oneOf") or ())]
+
+
+def resolved(schema: Any, root: Mapping[str, Any]) -> Any:
+    """What a reference leads to, or the schema itself."""
+    for _ in range(_MOST_REFERENCES):
+        reference = schema.get("$ref") if isinstance(schema, Mapping) else None
+        if not isinstance(reference, str) or not reference.startswith("#/"):
+            break
+        schema = root
+        for part in reference[2:].split("/"):
+            key = part.replace("~1", "/").replace("~0", "~")
+            schema = schema.get(key) if isinstance(schema, Mapping) else None
+    return schema
 
 
 def _value(text: str, types: set[str]) -> str:

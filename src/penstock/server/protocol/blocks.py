@@ -1,0 +1,165 @@
+"""Blocks of Anthropic's messages: text, calls of tools, what came of them, reasoning."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar, Literal
+
+from pydantic import model_validator
+
+from penstock.server.errors import ApiError
+from penstock.server.protocol.chat import FunctionCall, Message, TextPart, ToolCall
+from penstock.server.protocol.common import Body, CacheControl, Some
+from penstock.server.tools.offer import Choice, Function, Offer, offer_of
+from penstock.server.validation import refusal
+
+_FIELDS: dict[str, tuple[str, ...]] = {
+    "text": ("text",),
+    "tool_use": ("id", "name", "input"),
+    "tool_result": ("tool_use_id",),
+    "thinking": ("thinking",),
+    "redacted_thinking": (),
+}
+"""Kinds of blocks, and what each must have."""
+
+
+class Block(TextPart):
+    """A part of a message's content."""
+
+    text: str | None = None
+    id: str | None = None  # of a call
+    name: str | None = None
+    input: dict[str, Any] | None = None
+    tool_use_id: str | None = None  # of a call's result
+    content: str | Some[TextPart] | None = None
+    is_error: bool | None = None
+    thinking: str | None = None
+    signature: str | None = None  # of reasoning; nothing is checked here
+    data: str | None = None  # of reasoning that nobody can read
+    unsupported: ClassVar[Mapping[str, tuple[Any, ...]]] = {
+        **TextPart.unsupported,
+        "caller": ({"type": "direct"},),
+        "toolset_name": (),
+    }
+
+    @model_validator(mode="before")
+    @classmethod
+    def _only_text(cls, data: Any) -> Any:
+        """Before its fields, which are another kind's."""
+        kind = data.get("type") if isinstance(data, dict) else None
+        if isinstance(kind, str) and kind not in _FIELDS:
+            why = "Text, calls, their results and reasoning are read."
+            raise refusal(kind=f"Content of type {kind[:40]!r}", why=why)
+        return data
+
+    @model_validator(mode="after")
+    def _has_text(self) -> Block:
+        for name in _FIELDS.get(self.type, ()):
+            if getattr(self, name) is None:
+                raise ValueError(f"a part of type {self.type!r} has no {name}")
+        return self
+
+    def result(self) -> Message:
+        """What came of a call, as a chat's message."""
+        said = self.content
+        text = said if isinstance(said, str) else "\n".join(part.read() for part in said or ())
+        if self.is_error:
+            text = f"Error: {text}"
+        return Message(
+            role="tool",
+            content=text,
+            tool_call_id=self.tool_use_id,
+            cache_control=self.cache_control,
+        )
+
+
+def messages_of(role: Any, blocks: Sequence[Block]) -> list[Message]:
+    """A turn as a chat's messages: results of calls first, then the rest. Raises ApiError."""
+    foreign = {"user": ("tool_use", "thinking", "redacted_thinking")}.get(role, ("tool_result",))
+    wrong = next((block.type for block in blocks if block.type in foreign), None)
+    if wrong is not None:
+        raise ApiError(400, f"A turn of the {role} has no {wrong}.", param="messages")
+    made = [block.result() for block in blocks if block.type == "tool_result"]
+    texts = [
+        TextPart(type="text", text=block.text, cache_control=block.cache_control)
+        for block in blocks
+        if block.type == "text"
+    ]
+    calls = [
+        ToolCall(
+            id=block.id, function=FunctionCall(name=block.name or "", arguments=block.input or {})
+        )
+        for block in blocks
+        if block.type == "tool_use"
+    ]
+    thought = "\n".join(block.thinking or "" for block in blocks if block.type == "thinking")
+    if texts or calls or not made:
+        made.append(
+            Message(
+                role=role,
+                content=texts or None if calls else texts,
+                tool_calls=calls or None,
+                reasoning_content=thought or None,
+            )
+        )
+    return made
+
+
+class ToolDefinition(Body):
+    """A tool."""
+
+    name: str
+    description: str | None = None
+    input_schema: dict[str, Any]
+    strict: bool | None = None
+    type: str | None = None
+    cache_control: CacheControl | None = None  # asks for nothing: every prompt is looked up
+    unsupported: ClassVar[Mapping[str, tuple[Any, ...]]] = {
+        "allowed_callers": (["direct"],),
+        "defer_loading": (),
+        "eager_input_streaming": (),
+        "input_examples": (),
+    }
+
+    @model_validator(mode="before")
+    @classmethod
+    def _only_custom(cls, data: Any) -> Any:
+        """Before its fields, which are another kind's."""
+        kind = data.get("type") if isinstance(data, dict) else None
+        if isinstance(kind, str) and kind != "custom":
+            raise refusal(kind=f"A tool of type {kind[:40]!r}", why="Only functions are called.")
+        return data
+
+
+class ToolChoice(Body):
+    """Whether a tool must be called."""
+
+    type: Literal["auto", "any", "tool", "none"]
+    name: str | None = None
+    disable_parallel_tool_use: bool | None = None
+
+    @model_validator(mode="after")
+    def _names(self) -> ToolChoice:
+        if (self.type == "tool") != (self.name is not None):
+            raise ValueError("a choice of type 'tool', and no other, names one")
+        return self
+
+
+def offer_of_tools(tools: Sequence[ToolDefinition], choice: ToolChoice | None) -> Offer:
+    """The tools that may be called. Raises ApiError."""
+    functions = [
+        Function(
+            f"tools[{i}]",
+            tool.name,
+            tool.description,
+            tool.input_schema,
+            bool(tool.strict),
+            "input_schema",
+        )
+        for i, tool in enumerate(tools)
+    ]
+    if choice is None:
+        return offer_of(functions, Choice())
+    modes: dict[str, Any] = {"auto": "auto", "any": "required", "none": "none", "tool": None}
+    chosen = Choice(modes[choice.type], choice.name, param="tool_choice")
+    return offer_of(functions, chosen, not choice.disable_parallel_tool_use)

@@ -1,0 +1,318 @@
+"""The cache, its counters and threads; and what is refused, with its place, in time."""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+from tests.grammar.walks import allowed, closing, text_of, walk
+
+from penstock.errors import InvalidSamplingError
+from penstock.grammar import Grammars
+from penstock.sampling.structured import StructuredOutputs
+from penstock.tokenizer import Tokenizer, VocabMap
+
+
+@pytest.fixture
+def grammars(tokenizer_of: Callable[[str], Tokenizer]) -> Grammars:
+    tokenizer = tokenizer_of("stories260K")
+    return Grammars(tokenizer, 512, [2], max_entries=4, max_bytes=10_000)
+
+
+def test_a_structure_is_compiled_once_and_each_start_is_its_own(grammars: Grammars) -> None:
+    spec = StructuredOutputs(regex="[ab]+")
+    first, second = grammars.start(spec), grammars.start(StructuredOutputs(regex="[ab]+"))
+    before = allowed(second, 512)
+    first.accept(before[0])
+    assert allowed(second, 512) == before
+    stats = grammars.stats()
+    assert (stats.hits, stats.misses, stats.refused, stats.entries) == (1, 1, 0, 1)
+    assert stats.nbytes == len("[ab]+") and len(stats.compile_s) == 1
+    assert stats.percentile(50) == stats.compile_s[0] > 0
+
+
+def test_whitespace_is_part_of_what_is_asked(grammars: Grammars) -> None:
+    grammars.compile(StructuredOutputs(json_object=True))
+    grammars.compile(StructuredOutputs(json_object=True, disable_any_whitespace=True))
+    grammars.compile(StructuredOutputs(json_object=True, whitespace_pattern=" ?"))
+    assert grammars.stats().misses == 3
+
+
+def test_the_cache_is_bounded_by_count_and_bytes(grammars: Grammars) -> None:
+    specs = [StructuredOutputs(regex=f"a{i}") for i in range(6)]
+    for spec in specs[:4]:
+        grammars.compile(spec)
+    grammars.compile(specs[0])  # used again: the second is the oldest
+    grammars.compile(specs[4])
+    assert grammars.stats().entries == 4
+    grammars.compile(specs[0])
+    assert (grammars.stats().hits, grammars.stats().misses) == (2, 5)
+    grammars.compile(specs[1])
+    assert grammars.stats().misses == 6
+    grammars.compile(StructuredOutputs(choice=["x" * 9_995]))
+    assert grammars.stats().nbytes <= 10_000 and grammars.stats().entries == 1
+
+
+def test_threads_that_ask_at_once_wait_for_one_compilation(
+    tokenizer_of: Callable[[str], Tokenizer],
+) -> None:
+    grammars = Grammars(tokenizer_of("stories260K"), 512, [2])
+    spec = StructuredOutputs(choice=[f"value {i}" for i in range(5_000)])
+    together = threading.Barrier(6)
+
+    def start(_: int) -> list[int]:
+        together.wait()
+        return allowed(grammars.start(spec), 512)
+
+    with ThreadPoolExecutor(6) as pool:
+        masks = list(pool.map(start, range(6)))
+    assert all(mask == masks[0] for mask in masks)
+    assert (grammars.stats().misses, grammars.stats().hits) == (1, 5)
+
+
+def test_a_refusal_is_remembered(grammars: Grammars) -> None:
+    for _ in range(3):
+        with pytest.raises(InvalidSamplingError, match=r"outputs\.regex can't be"):
+            grammars.start(StructuredOutputs(regex="(a"))
+    assert (grammars.stats().hits, grammars.stats().misses, grammars.stats().refused) == (2, 1, 1)
+
+
+def nested(inner: Any, depth: int) -> Any:
+    for _ in range(depth):
+        inner = {"properties": {"a": inner}}
+    return inner
+
+
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "false": ({"json": False}, "at #: no value follows the schema false"),
+    "contradiction": (
+        {"json": {"allOf": [{"type": "string"}, {"type": "integer"}]}},
+        "no value follows it .incompatible types",
+    ),
+    "lengths": (
+        {"json": {"type": "string", "minLength": 5, "maxLength": 2}},
+        "no value follows it .minLength .5. is greater than maxLength .2",
+    ),
+    "without end": ({"json": {"$ref": "#"}}, "at #: each of its values would hold another"),
+    "needs itself": (
+        {"json": {"type": "object", "properties": {"a": {"$ref": "#"}}, "required": ["a"]}},
+        "would hold another one within it, without end",
+    ),
+    "unique": (
+        {"json": nested({"type": "array", "uniqueItems": True}, 1)},
+        "at #/properties/a/uniqueItems: 'uniqueItems' can't be held to",
+    ),
+    "not a pattern": (
+        {"json": nested({"not": {"pattern": "a"}}, 1)},
+        "at #/properties/a/not: 'not' can't be held to",
+    ),
+    "pattern": (
+        {"json": nested({"type": "string", "pattern": "a(?=b)"}, 1)},
+        r"at #/properties/a/pattern: the pattern 'a\(\?=b\)', character 2: look-around",
+    ),
+    "boundary": ({"json": {"pattern": r"\bx"}}, "at #/pattern.*a word's boundary"),
+    "external": (
+        {"json": nested({"$ref": "http://example.com/a"}, 1)},
+        "at #/properties/a/.ref: .ref names 'http://example.com/a', which isn't within it",
+    ),
+    "nowhere": (
+        {"json": nested({"$ref": "#/$defs/a"}, 1)},
+        "at #/properties/a/.ref: .ref names '/.defs/a', where nothing is",
+    ),
+    "format": ({"json": {"format": "datetime"}}, "at #/format: .*it calls it 'date-time'"),
+    "regex format": ({"json": {"format": "regex"}}, "at #/format: the format 'regex' can't be"),
+    "one of": (
+        {"json": {"oneOf": [{"type": "string", "pattern": "a"}, {"minLength": 2}]}},
+        "at #/oneOf: oneOf has options that more than one value may meet",
+    ),
+    "keys twice": (
+        {"json": {"type": "object", "minProperties": 3}},
+        "at #/minProperties: at least 3 properties, of which 0 are required",
+    ),
+    "options": ({"json": {"x-guidance": {"lenient": True}}}, "at #/x-guidance: x-guidance isn't"),
+    "deep": ({"json": nested({}, 80)}, "parts lie more than 100 deep within each other"),
+    "wide": (
+        {"json": {"properties": {f"p{i}": {} for i in range(3_000)}}},
+        "more schemas or properties than can be compiled in time",
+    ),
+    "4 MB": (
+        {
+            "json": {
+                "properties": {
+                    f"p{i}": {"properties": {f"q{j}": {"const": "x" * 20} for j in range(100)}}
+                    for i in range(900)
+                }
+            }
+        },
+        "more schemas or properties than can be compiled in time",
+    ),
+    "all of any of": (
+        {
+            "json": {
+                "allOf": [{"anyOf": [{"minLength": i}, {"maxLength": 50 + i}]} for i in range(20)]
+            }
+        },
+        "larger than can be compiled in time",
+    ),
+    "multiple": ({"json": {"multipleOf": 99_999_989}}, "at #/multipleOf: 99999989 is too fine"),
+    "multiples": (
+        {"json": {"allOf": [{"multipleOf": 9_973}, {"multipleOf": 9_967}]}},
+        "at #/allOf/1/multipleOf: 9967 is too fine, alone or beside others",
+    ),
+    "enum": (
+        {"json": {"enum": [f"value {i}" for i in range(200_000)]}},
+        "larger than can be compiled in time",
+    ),
+    "choices": ({"choice": [f"{i}" for i in range(100_001)]}, "it has 100,001 choices"),
+    "regex": ({"regex": "[a-z"}, "the regex isn't one .*unclosed character class"),
+    "regex that nothing matches": ({"regex": r"[^\x00-\u{10FFFF}]"}, "can't be followed"),
+    "empty": ({"regex": "()"}, "nothing but the empty text follows it"),
+    "deep regex": ({"regex": "(" * 50_000 + "a" + ")" * 50_000}, "the regex isn't one"),
+    "whitespace": ({"json_object": True, "whitespace_pattern": "["}, "unclosed character class"),
+    "lark": ({"grammar": 'start: "a" b\n'}, "line 1.*unknown name: .b"),
+    "lark that takes back": (
+        {"grammar": "start: a\na[max_tokens=3]: /.*/\n"},
+        "at line 2: the rule 'a' asks for max_tokens",
+    ),
+    "lark without start": ({"grammar": 'begin: "a"\n'}, "no start rule found"),
+    "lark without end": (
+        {"grammar": 'start: "a" b\nb: "(" b ")"\n'},
+        "at line 2: the rule 'b' needs itself in each of its alternatives",
+    ),
+    "deep lark": ({"grammar": "start: " + "(" * 15_000 + '"a"' + ")" * 15_000}, "deep within"),
+    "long chain": (
+        {
+            "grammar": "start: r0\n"
+            + "".join(f"r{i}: r{i + 1}\n" for i in range(9_000))
+            + 'r9000: "a"\n'
+        },
+        "deep within each other, from 'start' to",
+    ),
+    "many words": (
+        {"grammar": "start: " + " | ".join(f'"word {i}"' for i in range(50_000))},
+        "its rules have 99,999 items; at most 40,000",
+    ),
+    "many words in GBNF": (
+        {"grammar": 'root ::= "(" root ")" | ' + " | ".join(f'"word {i}"' for i in range(20_000))},
+        "character by character; at most 200,000",
+    ),
+    "doubling": (
+        {
+            "grammar": "start: A0\n"
+            + "".join(f'A{i}: "y" A{i + 1} A{i + 1}\n' for i in range(40))
+            + 'A40: "x"\n'
+        },
+        "too big",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cant_be_followed_is_refused_with_its_place(
+    name: str, grammars_of: Callable[[str], Grammars]
+) -> None:
+    asked, message = REFUSED[name]
+    spec = StructuredOutputs(**asked)
+    grammars = grammars_of("gpt2")
+    assert grammars.vocabulary.tokens.vocab_size == 50_257
+    start = time.perf_counter()
+    with pytest.raises(InvalidSamplingError, match=message) as error:
+        grammars.compile(spec)
+    assert time.perf_counter() - start < 5  # under a second on an idle machine
+    assert str(error.value).startswith(f"structured_outputs.{spec.kind} can't be followed")
+    assert len(str(error.value)) < 900
+
+
+MALFORMED: list[tuple[Any, str]] = [
+    ({"type": 5}, "#/type"),
+    ({"type": [["null"]]}, "#/type"),
+    ({"properties": {"a": 5}}, "#/properties"),
+    ({"properties": {"a": {"required": [1]}}}, "#/properties/a/required"),
+    ({"enum": 5}, "#/enum"),
+    ({"anyOf": {}}, "#/anyOf"),
+    ({"allOf": [5]}, "#/allOf"),
+    ({"not": {"allOf": 5}}, "#/not/allOf"),
+    ({"not": {"properties": 5}}, "#/not/properties"),
+    ({"oneOf": [{"required": 5}, {}]}, "#/oneOf/0/required"),
+    ({"items": "a"}, "#/items"),
+    ({"minLength": -1}, "#/minLength"),
+    ({"multipleOf": 0}, "#/multipleOf"),
+    ({"pattern": 5}, "#/pattern"),
+    ({"dependencies": {"a": 5}}, "#/dependencies"),
+    ({"$ref": 5}, "#/$ref"),
+]
+
+
+@pytest.mark.parametrize(("schema", "place"), MALFORMED)
+def test_what_isnt_a_schema_is_refused_with_its_place(
+    schema: Any, place: str, grammars_of: Callable[[str], Grammars]
+) -> None:
+    with pytest.raises(InvalidSamplingError, match=f"at {re.escape(place)}: .* must be"):
+        grammars_of("gpt2").compile(StructuredOutputs(json=schema))
+
+
+HARD = {
+    "exponential": {"regex": r"((((a|aa)+|b)+|c)+|d)+"},
+    "far back": {"regex": ".*a.{200}"},
+    "long": {"regex": "x{1,100000}"},
+    "squared": {"regex": "(x{1,1000}y?){1,1000}"},
+    "letters": {"regex": r"\p{L}{1,100000}"},
+    "items": {"json": {"type": "array", "items": {"type": "string"}, "maxItems": 100_000}},
+    "length": {"json": {"type": "string", "maxLength": 10_000_000}},
+    "enum": {"json": {"enum": [f"value {i}" for i in range(20_000)]}},
+    "choices": {"choice": [f"value {i}" for i in range(100_000)]},
+    "ambiguous": {"grammar": 'start: s\ns: s s | "a" | "a" "a" |\n'},
+}
+
+
+@pytest.mark.parametrize("name", HARD)
+def test_what_looks_hard_is_followed(name: str, grammars_of: Callable[[str], Grammars]) -> None:
+    state = grammars_of("gpt2").start(StructuredOutputs(**HARD[name]))
+    rng = random.Random(name)
+    for _ in range(10):
+        tokens = [i for i in allowed(state, 50_257) if i != 50_256]
+        if not tokens:
+            break
+        state.accept(rng.choice(tokens))
+
+
+def test_a_reduced_vocabulary_writes_with_what_it_has(
+    tokenizer_of: Callable[[str], Tokenizer],
+) -> None:
+    tokenizer = tokenizer_of("gpt2")
+    letters = {i for i in range(50_257) if len(tokenizer.token_bytes(i)) == 1}
+    vocab_map = VocabMap.of(50_257, {*letters, 50_256}, {})
+    grammars = Grammars(tokenizer, 50_257, [50_256], vocab_map)
+    spec = StructuredOutputs(json={"type": "object", "properties": {"name": {"const": "Lily"}}})
+    rng, favoured = random.Random(5), closing(tokenizer)
+    for _ in range(5):
+        ids = walk(grammars.start(spec), 50_257, [50_256], rng, favoured=favoured)
+        assert ids is not None
+        assert set(ids) <= letters
+        json.loads(text_of(tokenizer, ids))
+    state = grammars.start(StructuredOutputs(choice=["Lily"]))
+    forced = state.forced()
+    assert [tokenizer.token_bytes(i) for i in forced] == [b"L", b"i", b"l", b"y"]
+
+
+def test_what_a_reduced_vocabulary_cant_begin_is_refused(
+    tokenizer_of: Callable[[str], Tokenizer],
+) -> None:
+    tokenizer = tokenizer_of("gpt2")
+    kept = {i for i in range(50_257) if not tokenizer.token_bytes(i).startswith(b"{")}
+    grammars = Grammars(tokenizer, 50_257, [50_256], VocabMap.of(50_257, kept, {}))
+    for asked in (
+        StructuredOutputs(json_object=True),
+        StructuredOutputs(choice=["a{b"]),
+        StructuredOutputs(regex="\\{+"),
+    ):
+        with pytest.raises(InvalidSamplingError, match="no token of the model can"):
+            grammars.compile(asked)
+    grammars.compile(StructuredOutputs(regex="[{}]+"))  # another way is left

@@ -1,0 +1,151 @@
+"""Tools through the official client's Responses."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import openai
+import pytest
+from openai import OpenAI
+
+from penstock.server.protocol.responses import InputItem, joined
+from penstock.server.routes import tools as routes
+from penstock.server.tools.plan import Tooling
+from tests.server.conftest import Running
+from tests.server.tools.test_chat import SHORT, TERSE, is_f
+
+F: Any = {"type": "function", "name": "f", "parameters": SHORT, "strict": True}
+CALL = '<tool_call>\n{"name": "f", "arguments": {"at": "Rome", "n": 3}}\n</tool_call>'
+
+
+@pytest.fixture
+def client(server: Running) -> Iterator[OpenAI]:
+    with OpenAI(base_url=server.v1, api_key="none", max_retries=0) as made:
+        yield made
+
+
+@pytest.fixture
+def terse(server: Running, monkeypatch: pytest.MonkeyPatch) -> Any:
+    def use(**more: Any) -> None:
+        chosen = {"chat_template": TERSE, "tool_call_parser": "hermes", **more}
+        config = replace(server.service.config, **chosen)
+        monkeypatch.setattr(server.service, "config", config)
+        made = Tooling(server.service.prompts.tokenizer, config)
+        monkeypatch.setattr(server.service, "tooling", made)
+
+    return use
+
+
+def plain(response: Any) -> list[dict[str, Any]]:
+    """The output without ids, which are new each time."""
+    return [item.model_dump(exclude={"id", "call_id"}, exclude_none=True)
+            for item in response.output]  # fmt: skip
+
+
+def said(client: OpenAI, **options: Any) -> Any:
+    """A response, checked to be the same streamed, and its events to build it."""
+    asked: dict[str, Any] = {
+        "model": "stories",
+        "input": "Weather?",
+        "max_output_tokens": 120,
+        "temperature": 0,
+        **options,
+    }
+    whole = client.responses.create(**asked)
+    deltas: dict[int, str] = {}
+    added: list[str] = []
+    final: Any = None
+    for number, event in enumerate(client.responses.create(**asked, stream=True)):
+        assert event.sequence_number == number
+        if event.type == "response.output_item.added":
+            assert event.output_index == len(added)
+            added.append(event.item.type)
+        elif event.type.endswith(".delta"):
+            deltas[event.output_index] = deltas.get(event.output_index, "") + event.delta
+        elif event.type == "response.function_call_arguments.done":
+            assert deltas.get(event.output_index, "") == event.arguments
+        elif event.type in ("response.completed", "response.incomplete"):
+            final = event.response
+    assert plain(final) == plain(whole)
+    assert added == [item.type for item in whole.output]
+    assert final.status == whole.status
+    return whole
+
+
+def test_a_call_that_must_be_made_is_made(client: OpenAI, terse: Any) -> None:
+    terse()
+    for choice in ("required", {"type": "function", "name": "f"}):
+        answer = said(client, tools=[F], tool_choice=choice, parallel_tool_calls=False)
+        (call,) = answer.output
+        assert (call.type, call.name, call.status) == ("function_call", "f", "completed")
+        assert call.call_id.startswith("call_")
+        assert is_f(call.arguments)
+    assert answer.tool_choice.name == "f"
+    assert answer.tools[0].name == "f"
+    assert answer.parallel_tool_calls is False
+
+
+def test_reasoning_text_and_calls(
+    client: OpenAI, terse: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    terse(chat_template=TERSE + "<think>", reasoning_parser="qwen3")
+    text = f"Hm.\n</think>\n\nI'll look.\n{CALL}\n{CALL}"
+    real = routes.sampling_of
+
+    async def forced(*arguments: Any) -> dict[str, Any]:
+        return {**await real(*arguments), "structured_outputs": {"choice": [text]}}
+
+    monkeypatch.setattr("penstock.server.routes.responses.sampling_of", forced)
+    answer = said(client, tools=[{**F, "strict": False}], max_output_tokens=400)
+    kinds = [item.type for item in answer.output]
+    assert kinds == ["reasoning", "message", "function_call", "function_call"]
+    assert answer.output[0].content[0].text == "Hm."
+    assert answer.output_text == "I'll look."
+    assert json.loads(answer.output[3].arguments) == {"at": "Rome", "n": 3}
+    assert len({item.id for item in answer.output}) == 4
+    assert answer.usage.output_tokens_details.reasoning_tokens > 0
+
+
+def test_items_become_turns(client: OpenAI) -> None:
+    """An answer's items are sent back as they came."""
+    items = [
+        {"role": "user", "content": "Weather?"},
+        {"type": "reasoning", "id": "rs_1", "summary": [],
+         "content": [{"type": "reasoning_text", "text": "Hm."}]},
+        {"type": "message", "role": "assistant",
+         "content": [{"type": "output_text", "text": "So."}]},
+        {"type": "function_call", "call_id": "a", "name": "f", "arguments": '{"n": 1}'},
+        {"type": "function_call", "call_id": "b", "name": "f", "arguments": '{"n": 2}'},
+        {"type": "function_call_output", "call_id": "a", "output": "rain"},
+        {"type": "function_call_output", "call_id": "b", "output": "sun"},
+    ]  # fmt: skip
+    turns = joined([InputItem.model_validate(item).message() for item in items])
+    assert [turn.role for turn in turns] == ["user", "assistant", "tool", "tool"]
+    assert turns[1].reasoning_content == "Hm."
+    assert [call.id for call in turns[1].tool_calls or ()] == ["a", "b"]
+    assert turns[3].tool_call_id == "b"
+    options: Any = {"model": "stories", "input": items, "max_output_tokens": 2}
+    assert client.responses.create(**options).output
+
+
+WRONG: list[tuple[dict[str, Any], str, str]] = [
+    ({"tools": [{**F, "name": "a tool"}]}, "tools[0].name", "1 to 64"),
+    ({"tools": [{**F, "parameters": {"type": "array"}}]}, "tools[0].parameters.type", "'object'"),
+    ({"tools": [{"type": "web_search_preview"}]}, "tools", "'web_search_preview'"),
+    ({"tool_choice": "required"}, "tool_choice", "there are no tools"),
+    ({"input": [{"type": "function_call", "call_id": "a", "name": "f"}]}, "input[0]", "arguments"),
+]
+
+
+@pytest.mark.parametrize(("options", "param", "words"), WRONG)
+def test_bad_input_is_refused(
+    client: OpenAI, options: dict[str, Any], param: str, words: str
+) -> None:
+    asked = {"model": "stories", "input": "x", "max_output_tokens": 1, **options}
+    with pytest.raises(openai.BadRequestError) as refused:
+        client.responses.create(**asked)
+    assert refused.value.param == param
+    assert words in refused.value.message
