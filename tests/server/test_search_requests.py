@@ -92,6 +92,13 @@ def test_one_beam_is_greedy(client: httpx.Client) -> None:
     assert post(client, WORDS, use_beam_search=True, max_tokens=12)["choices"][0]["text"] == greedy
 
 
+def test_special_tokens_are_shown_where_they_are_wanted(client: httpx.Client) -> None:
+    form = {"guided_grammar": 'start: "yes" <|im_start|> "no"'}
+    for skips, text in ((True, "yesno"), (False, "yes<|im_start|>no")):
+        more = {"use_beam_search": True, "n": 1, "max_tokens": 12, "skip_special_tokens": skips}
+        assert post(client, WORDS, **more, **form)["choices"][0]["text"] == text
+
+
 def test_what_asks_for_nothing_passes(client: httpx.Client) -> None:
     off: dict[str, Any] = {
         "top_p": 1, "top_k": -1, "min_p": 0, "presence_penalty": 0, "logit_bias": {},

@@ -58,6 +58,10 @@ REFUSED: dict[str, tuple[dict[str, Any], str, str]] = {
     "an enum of 100,000": (
         {"guided_json": {"enum": [f"value {i}" for i in range(100_000)]}},
         "guided_json", "larger than can be compiled"),
+    "a product of 12 unions": (
+        {"guided_json": {"allOf": [
+            {"anyOf": [{"type": "object", "properties": {f"p{i}{j}": {}}} for j in range(3)]}
+            for i in range(12)]}}, "guided_json", "larger than can be compiled"),
     "an open group": ({"guided_regex": "(a"}, "guided_regex", "unclosed group"),
     "look-ahead": ({"guided_regex": "(?=a)b"}, "guided_regex", "look-around"),
     "a rule that needs itself": (
@@ -144,7 +148,9 @@ def test_a_body_that_is_too_large(server: Running) -> None:
 
 
 @pytest.mark.usefixtures("untouched")
-@pytest.mark.parametrize("pattern", ["(x+x+)+y", "(a|aa)+$", "((a{1,90}){1,90}){1,90}b"])
+@pytest.mark.parametrize(
+    "pattern", ["(x+x+)+y", "(a|aa)+$", "((a{1,90}){1,90}){1,90}b", "(a|b)*a(a|b){300}"]
+)
 def test_regexes_on_which_others_take_forever(server: Running, pattern: str) -> None:
     """Followed: no state is visited twice for a token."""
     start = time.perf_counter()
