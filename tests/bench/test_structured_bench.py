@@ -150,6 +150,15 @@ def test_outputs_are_counted_and_judged() -> None:
     assert found.as_dict()["output_tokens_per_s"] == 9.0
 
 
+@pytest.mark.parametrize(("text", "valid"), [("32.33", True), ("32.335", False), ("1e-999", False)])
+def test_numbers_are_judged_as_they_are_written(text: str, valid: bool) -> None:
+    """By floats 32.33 / 0.01 isn't whole."""
+    pytest.importorskip("jsonschema", reason="judges outputs")
+    cents = {"type": "number", "multipleOf": 0.01, "exclusiveMinimum": 0, "maximum": 100.0}
+    found = outputs.judge([answer(text, schema=cents)], 1.0)
+    assert (found.valid == 1) is valid and not found.unread
+
+
 def test_formats_are_judged() -> None:
     pytest.importorskip("jsonschema", reason="judges outputs")
     dated = {"type": "string", "format": "date"}

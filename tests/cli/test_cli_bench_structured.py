@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 from typer.testing import Result
@@ -47,13 +46,12 @@ def test_only_the_parts_that_are_asked_for(penstock: Run, tmp_path: Path) -> Non
 
 def test_invalid_outputs_fail_the_command(penstock: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("jsonschema", reason="judges outputs")
-    instead = SimpleNamespace(loads=lambda text: "no object")
-    monkeypatch.setattr("penstock.bench.structured.outputs.json", instead)
+    monkeypatch.setattr("penstock.bench.structured.outputs._problem", lambda *_: "it's broken")
     found = penstock(
-        "bench", "structured", "--parts", "outputs", "--max-tokens", 64, "--num-prompts", 16
+        "bench", "structured", "--parts", "outputs", "--max-tokens", 64, "--num-prompts", 8
     )
     assert found.exit_code == 1
-    assert "outputs aren't what they must be" in found.stderr
+    assert "outputs aren't what they must be" in found.stderr and "it's broken" in found.stderr
 
 
 @pytest.mark.parametrize(

@@ -261,6 +261,8 @@ ENDPOINTS = {
             "system": "Be brief.",
             "tools": INPUTS,
             "tool_choice": ({"type": "none"}, {"tools": INPUTS}),
+            "output_config": {"format": {"type": "json_schema", "schema": {"type": "object"}}},
+            "output_format": {"type": "json_object"},
         },
         {"metadata"} | OF_THE_QUEUE | OF_THE_CACHE,
     ),
@@ -275,7 +277,8 @@ ENDPOINTS = {
             "tools": INPUTS,
             "tool_choice": ({"type": "none"}, {"tools": INPUTS}),
         },
-        {"cache_control"},  # asks for nothing here, as in Anthropic's API
+        # these ask for nothing here, as in Anthropic's API
+        {"cache_control", "output_config", "output_format"},
     ),
     "tokenize": Endpoint(
         "/tokenize",
@@ -307,7 +310,6 @@ REFUSED = {
     "chat_template": "--trust-request-chat-template",
     "echo": "echo",
     "prompt_logprobs": "prompt_logprobs",
-    "text": "format",
     "reasoning": "effort",
     "store": "store",
     "tpot_slo_ms": "tpot_slo_ms",

@@ -315,3 +315,22 @@ def test_the_client_is_told(client: OpenAI) -> None:
         )
     assert caught.value.code == "invalid_structure"
     assert caught.value.param == "response_format"
+
+
+def test_responses_and_messages_follow_a_schema(server: Running) -> None:
+    schema = {"type": "object", "properties": {"n": {"enum": [1, 22]}}, "required": ["n"],
+              "additionalProperties": False}  # fmt: skip
+    form = {"type": "json_schema", "name": "number", "schema": schema, "strict": True}
+    with server.client() as client:
+        answer = client.post(
+            "/v1/responses",
+            json={"input": "A number?", "text": {"format": form}, "max_output_tokens": 90},
+        ).json()
+        assert json.loads(answer["output"][0]["content"][0]["text"])["n"] in (1, 22)
+        assert answer["text"]["format"] == form
+        form = {"type": "json_schema", "schema": schema}
+        for more in ({"output_format": form}, {"output_config": {"format": form}}):
+            body = {"model": "stories", "max_tokens": 90, "messages": ASK, **more}
+            said = client.post("/v1/messages", json=body).json()
+            assert json.loads(said["content"][0]["text"])["n"] in (1, 22)
+            assert said["stop_reason"] == "end_turn"

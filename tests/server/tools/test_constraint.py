@@ -11,6 +11,8 @@ import pytest
 
 from penstock.errors import RequestError
 from penstock.grammar import Grammars
+from penstock.server import ServerConfig
+from penstock.server.routes import tools as routes
 from penstock.server.tools import harmony
 from penstock.server.tools.constraint import (
     behind_analysis,
@@ -24,6 +26,7 @@ from penstock.server.tools.events import Call
 from penstock.server.tools.families import TOOL_PARSERS
 from penstock.server.tools.forms import NAME, Form
 from penstock.server.tools.offer import Choice, Function, Offer, offer_of
+from penstock.server.tools.plan import Tooling
 from penstock.server.tools.reasoning import ThinkTags
 from penstock.tokenizer import Tokenizer
 from tests.server.tools.test_templates import TEMPLATES, rows, template, written
@@ -195,6 +198,18 @@ def test_reasoning_may_come_first(grammars: Grammars) -> None:
     call = write("openai", ("get_weather", GOOD))
     assert takes(grammars, part, call)
     assert takes(grammars, part, f"{before}Hm.{after}{call}")
+
+
+def test_harmony_answers_or_calls(grammars: Grammars) -> None:
+    plan = Tooling(grammars.vocabulary.tokenizer, ServerConfig(tool_call_parser="openai"))
+    make = routes._form(routes.Answering(plan.plan(None, offer("auto"))), None, "")
+    assert make is not None
+    part = make(())
+    final = f"{harmony.CHANNEL}final{harmony.MESSAGE}"
+    assert takes(grammars, part, f"{final}It rains.")
+    assert takes(grammars, part, write("openai", ("get_weather", GOOD)))
+    assert not takes(grammars, part, write("openai", ("get_weather", {"city": "Köln"})))
+    assert not takes(grammars, part, "It rains.")
 
 
 def test_optional_python_arguments(grammars: Grammars) -> None:

@@ -88,11 +88,11 @@ def compile_all(runtime: Runtime, schemas: Sequence[Schema], show: Show) -> Comp
         tokenizer, runtime.vocab_size, runtime.model.eos_token_ids, runtime.vocab_map
     )
     grammars.compile(StructuredOutputs(json_object=True))  # makes the vocabulary
-    before = grammars.stats().hits
     found: list[Schema] = []
     refused: dict[str, Refusals] = {}
     first: list[float] = []
     second: list[float] = []
+    hits = 0
     for start in range(0, len(schemas), _AT_ONCE):
         part = schemas[start : start + _AT_ONCE]
         for i, schema in enumerate(part):
@@ -104,14 +104,15 @@ def compile_all(runtime: Runtime, schemas: Sequence[Schema], show: Show) -> Comp
                 continue
             same = refused.setdefault(reason_of(message), Refusals(message=message))
             same.names.append(schema.name)
+        before = grammars.stats().hits
         second += [_compile(grammars, schema)[0] for schema in part]
+        hits += grammars.stats().hits - before
     if not found:
         raise ConfigError(
             f"None of {len(schemas)} schemas can be followed. The first: "
             f"{next(iter(refused.values())).message}"
         )
     ordered = sorted(refused.items(), key=lambda one: -len(one[1].names))
-    hits = grammars.stats().hits - before
     return Compiled(found, dict(ordered), first, hits, float(np.median(second)))
 
 

@@ -5,8 +5,10 @@ from __future__ import annotations
 import importlib.util
 import json
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from decimal import Decimal
+from fractions import Fraction
 from typing import Any, Final
 
 from penstock.bench.meter import Meter
@@ -19,6 +21,7 @@ HOW_TO_GET_IT: Final = (
 )
 
 _SHOWN: Final = 200  # characters of an output
+_DIGITS: Final = 300  # that an exact number may have before or after its point
 
 
 @dataclass(slots=True)
@@ -91,19 +94,10 @@ def judge(answers: Sequence[Answer], elapsed: float) -> Outputs:
 
 
 def _validate(answer: Answer, found: Outputs) -> None:
-    """Enter one output. Formats count too, those that the package knows."""
-    from jsonschema import ValidationError
-    from jsonschema.validators import Draft202012Validator, validator_for
-
-    schema, problem = answer.schema.document, ""
-    kind = validator_for(schema, default=Draft202012Validator)
+    """Enter one output."""
     try:
-        kind(schema, format_checker=kind.FORMAT_CHECKER).validate(json.loads(answer.text))
-    except ValidationError as error:
-        problem = f"{error.json_path}: {error.message}"
-    except ValueError as error:
-        problem = f"it isn't JSON: {error}"
-    except Exception as error:  # whatever the package raises of what it can't read
+        problem = _problem(answer, float) and _problem(answer, _exact)
+    except Exception as error:  # whatever the package raises of a schema that it can't read
         found.unread.append({"schema": answer.name, "problem": f"{error!r:.200}"})
         return
     if not problem:
@@ -112,3 +106,33 @@ def _validate(answer: Answer, found: Outputs) -> None:
     found.invalid.append(
         {"schema": answer.name, "problem": problem[:_SHOWN], "output": answer.text[:_SHOWN]}
     )
+
+
+def _problem(answer: Answer, number: Callable[[str], Any]) -> str:
+    """Why an output isn't valid; formats count too, those that the package knows.
+
+    number: reads what isn't an integer. By floats, as the package means it, 32.33 is no multiple of
+    0.01, so what fails is read again exactly.
+    """
+    from jsonschema import ValidationError
+    from jsonschema.validators import Draft202012Validator, validator_for
+
+    schema = json.loads(answer.schema.text, parse_float=number)
+    kind = validator_for(schema, default=Draft202012Validator)
+    try:
+        value = json.loads(answer.text, parse_float=number)
+    except ValueError as error:
+        return f"it isn't JSON: {error}"
+    try:
+        kind(schema, format_checker=kind.FORMAT_CHECKER).validate(value)
+    except ValidationError as error:
+        return f"{error.json_path}: {error.message}"
+    return ""
+
+
+def _exact(text: str) -> int | float | Fraction:
+    """A number as it is written; one beyond a float's range as that."""
+    value = Decimal(text)
+    if abs(value.adjusted()) > _DIGITS:
+        return float(text)
+    return int(value) if value == value.to_integral_value() else Fraction(value)

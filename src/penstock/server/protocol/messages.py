@@ -7,6 +7,8 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
+from penstock.sampling import StructuredOutputs
+from penstock.server.errors import ApiError
 from penstock.server.protocol.blocks import (
     Block,
     ToolChoice,
@@ -23,6 +25,7 @@ from penstock.server.protocol.common import (
     Some,
     UserName,
 )
+from penstock.server.protocol.structure import TextFormat
 from penstock.server.protocol.tools import MOST_TOOLS
 from penstock.server.tools.offer import Offer
 
@@ -46,6 +49,13 @@ class Metadata(Body):
     user_id: UserName | None = None
 
 
+class OutputConfig(Body):
+    """`output_config`: the form of an answer."""
+
+    format: TextFormat | None = None
+    unsupported: ClassVar[Mapping[str, tuple[Any, ...]]] = {"effort": (), "task_budget": ()}
+
+
 class CountTokensRequest(Body):
     """`POST /v1/messages/count_tokens`."""
 
@@ -57,12 +67,12 @@ class CountTokensRequest(Body):
         None
     )
     tool_choice: ToolChoice | None = None
+    output_config: OutputConfig | None = None
+    output_format: TextFormat | None = None  # what output_config.format was called before
     unsupported: ClassVar[Mapping[str, tuple[Any, ...]]] = {
         "context_management": ({"edits": []},),
         "diagnostics": (),
         "mcp_servers": (),
-        "output_config": (),
-        "output_format": (),
         "thinking": ({"type": "disabled"},),
         "user_profile_id": (),
         "workspace_id": (),
@@ -76,6 +86,20 @@ class CountTokensRequest(Body):
         if self.cache_control is not None:
             turns[-1] = turns[-1].model_copy(update={"cache_control": self.cache_control})
         return system + turns
+
+    def structure(self) -> tuple[StructuredOutputs | None, str]:
+        """The form that the answer must have, and the field that says so. Raises ApiError."""
+        new = None if self.output_config is None else self.output_config.format
+        if new is not None and self.output_format is not None:
+            raise ApiError(
+                400,
+                "output_format and output_config.format both say what form the answer has. Leave "
+                "out the first.",
+                param="output_format",
+            )
+        field = "output_format" if new is None else "output_config.format"
+        asked = self.output_format if new is None else new
+        return None if asked is None else asked.structure(field), field
 
     def offer(self) -> Offer:
         """The tools that may be called. Raises ApiError."""

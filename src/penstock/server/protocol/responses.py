@@ -7,6 +7,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
 
+from penstock.sampling import StructuredOutputs
 from penstock.server.errors import ApiError, unsupported
 from penstock.server.protocol.chat import TEXT_PARTS, FunctionCall, Message, TextPart, ToolCall
 from penstock.server.protocol.common import (
@@ -17,6 +18,7 @@ from penstock.server.protocol.common import (
     Some,
     UserName,
 )
+from penstock.server.protocol.structure import TextFormat
 from penstock.server.protocol.tools import MOST_TOOLS, only_functions
 from penstock.server.tools.offer import Choice, Function, Offer, offer_of
 from penstock.server.validation import refusal
@@ -163,10 +165,8 @@ class NamedFunctionTool(Body):
 class TextOptions(Body):
     """`text`: how the answer is written."""
 
-    unsupported: ClassVar[Mapping[str, tuple[Any, ...]]] = {
-        "format": ({"type": "text"},),
-        "verbosity": ("medium",),
-    }
+    format: TextFormat | None = None
+    unsupported: ClassVar[Mapping[str, tuple[Any, ...]]] = {"verbosity": ("medium",)}
 
 
 class ReasoningOptions(Body):
@@ -226,6 +226,11 @@ class ResponsesRequest(SamplingFields, EngineFields):
         if other is not None:
             raise unsupported("include", kind=f"What {other[:60]!r} asks for")
         return 0 if self.include and self.top_logprobs is None else self.top_logprobs
+
+    def structure(self) -> tuple[StructuredOutputs | None, str]:
+        """The form that the answer must have, and the field that says so. Raises ApiError."""
+        asked = None if self.text is None else self.text.format
+        return None if asked is None else asked.structure("text.format"), "text.format"
 
     def messages(self) -> list[Message]:
         """The conversation. Raises ApiError for what can't be one."""

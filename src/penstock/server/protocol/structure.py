@@ -95,6 +95,33 @@ def _missing(name: str, kind: str) -> ApiError:
     )
 
 
+class TextFormat(Body):
+    """`text.format` of the Responses API, and Anthropic's `output_format`."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    name: str | None = None
+    description: str | None = None
+    json_schema: dict[str, Any] | bool | None = Field(default=None, alias="schema")
+    strict: bool | None = None  # answers follow the schema either way
+
+    def structure(self, field: str) -> StructuredOutputs | None:
+        """What `field` asks for; None for plain text. Raises ApiError."""
+        if self.type != "json_schema" and self.json_schema is not None:
+            raise ApiError(
+                400, f"{field} of type {self.type!r} has no schema. Leave it out.", param=field
+            )
+        if self.type == "json_schema" and self.json_schema is None:
+            raise ApiError(400, f"{field} of type 'json_schema' needs a schema.", param=field)
+        if self.type == "text":
+            return None
+        if self.type == "json_object":
+            return StructuredOutputs(json_object=True)
+        try:
+            return StructuredOutputs(json=self.json_schema)
+        except InvalidSamplingError as error:
+            raise structure_error(error, field) from error
+
+
 class StructureFields(Body):
     """What may be asked of an answer's form; one of them at a time."""
 

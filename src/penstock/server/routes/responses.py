@@ -62,7 +62,7 @@ async def create_response(body: ResponsesRequest, request: Request) -> Response:
     )
     special = body.skip_special_tokens is not False
     how = answering(service.prompts, plan, prompt, skips_special=special)
-    form = await sampling_of(service, ticket, how)
+    form = await sampling_of(service, ticket, how, *body.structure())
     params = body.sampling(
         service.defaults,
         {"max_tokens": "max_output_tokens"},
@@ -106,6 +106,13 @@ class _Answer:
             pass
         return self._response(items.done, output)
 
+    def _format(self) -> dict[str, Any]:
+        """The answer's form, as it was asked for."""
+        asked = None if self._body.text is None else self._body.text.format
+        if asked is None:
+            return {"type": "text"}
+        return asked.model_dump(by_alias=True, exclude_none=True)
+
     def _items(self, tell: Callable[..., bytes]) -> Items:
         return Items(self._how, tell, self._name, self._part)
 
@@ -139,7 +146,7 @@ class _Answer:
             "reasoning": {"effort": None, "summary": None},
             "store": False,
             "temperature": params.temperature,
-            "text": {"format": {"type": "text"}},
+            "text": {"format": self._format()},
             "tool_choice": (
                 choice.model_dump()
                 if isinstance(choice, NamedFunctionTool)

@@ -145,6 +145,10 @@ def _form(
             part = {"type": "or", "elements": [calls(form, offer, loose), _final(plan, content)]}
         elif content is not None:
             part = _final(plan, content)
+        elif plan.family.thinks:  # a call has a message of its own
+            free = {*loose, *(x.name for x in offer.callable if not x.strict)}
+            said = _final(plan, {"type": "any_text"})
+            part = {"type": "or", "elements": [calls(form, offer, free), said]}
         else:
             part = text_or_calls(form, offer, loose)
         if plan.family.thinks:
