@@ -267,6 +267,8 @@ def test_parse_into_a_class(client: OpenAI) -> None:
     parsed = client.chat.completions.parse(**OPTIONS, response_format=Dog, seed=7)
     dog = parsed.choices[0].message.parsed
     assert isinstance(dog, Dog)
+    older = client.beta.chat.completions.parse(**OPTIONS, response_format=Dog, seed=7)
+    assert older.choices[0].message.parsed == dog
     with client.chat.completions.stream(**OPTIONS, response_format=Dog, seed=7) as stream:
         final = stream.get_final_completion()
     assert final.choices[0].message.parsed == dog
