@@ -152,7 +152,7 @@ def test_a_body_that_is_too_large(server: Running) -> None:
     "pattern", ["(x+x+)+y", "(a|aa)+$", "((a{1,90}){1,90}){1,90}b", "(a|b)*a(a|b){300}"]
 )
 def test_regexes_on_which_others_take_forever(server: Running, pattern: str) -> None:
-    """Followed: no state is visited twice for a token."""
+    """Followed by an automaton, which never tries a way again."""
     start = time.perf_counter()
     with server.client() as client:
         body = {"prompt": "x", "guided_regex": pattern, "max_tokens": 24, "temperature": 0}
@@ -267,6 +267,8 @@ def test_parse_into_a_class(client: OpenAI) -> None:
     parsed = client.chat.completions.parse(**OPTIONS, response_format=Dog, seed=7)
     dog = parsed.choices[0].message.parsed
     assert isinstance(dog, Dog)
+    older = client.beta.chat.completions.parse(**OPTIONS, response_format=Dog, seed=7)
+    assert older.choices[0].message.parsed == dog
     with client.chat.completions.stream(**OPTIONS, response_format=Dog, seed=7) as stream:
         final = stream.get_final_completion()
     assert final.choices[0].message.parsed == dog
