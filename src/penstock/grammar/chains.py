@@ -12,7 +12,7 @@ from penstock.grammar.refusal import Refusal, pointer
 from penstock.grammar.subschemas import reachable, resolve
 
 LONGEST_CHAIN: Final = 200
-"""Of $ref and allOf: 300 take a third of a second, 1,000 three."""
+"""Of $ref and allOf: 300 take 0.15 s of a core, 1,000 take 1.4."""
 
 MOST_PATTERNS: Final = 8
 """That one text must match, formats among them: 20 take three seconds."""

@@ -11,8 +11,8 @@ from collections.abc import Callable
 from typing import Final
 
 STACK_BYTES: Final = 1 << 30
-"""Reserved, of which only what is used takes memory. The most schemas that are read, each in the
-one before, took less than half."""
+"""Reserved, of which only what is used takes memory. 10,000 definitions that each hold the next are
+compiled or refused in it; 8 MB overflow between 300 and 1,000."""
 
 _starting = threading.Lock()  # the size is the whole process's: the next thread's that starts
 
