@@ -21,7 +21,9 @@ def grammars_of(tokenizer_of: Callable[[str], Tokenizer]) -> Callable[[str], Gra
         if name not in made:
             tokenizer = tokenizer_of(name)
             eos = tokenizer.eos_token_id
-            made[name] = Grammars(tokenizer, tokenizer.vocab_size, [] if eos is None else [eos])
+            ends = [] if eos is None else [eos]
+            # A busy machine must not turn what compiles into what is refused.
+            made[name] = Grammars(tokenizer, tokenizer.vocab_size, ends, deadline_s=120.0)
         return made[name]
 
     return make

@@ -19,11 +19,18 @@ from penstock.grammar.refusal import Refusal, as_error
 from penstock.grammar.source import source_of
 from penstock.grammar.state import GrammarState
 from penstock.grammar.vocabulary import Vocabulary
+from penstock.grammar.worker import Worker
 from penstock.sampling.structured import StructuredOutputs
 from penstock.tokenizer import Tokenizer, VocabMap
 
 _MEASURED: Final = 4096
 """Of the last compilations, whose times are kept."""
+
+DEADLINE_S: Final = 5.0
+"""Of one compilation, for whoever waits. The slowest of 5,707 real schemas takes half of it, on a
+machine that does nothing else."""
+
+_AT_ONCE: Final = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,10 +70,17 @@ class Grammars:
         *,
         max_entries: int = 512,
         max_bytes: int = 64 << 20,
+        deadline_s: float = DEADLINE_S,
+        at_once: int = _AT_ONCE,
     ) -> None:
-        """max_entries, max_bytes: kept at most; those used longest ago go first."""
+        """max_entries, max_bytes: kept at most; those used longest ago go first.
+
+        deadline_s: after it a request is refused, while the compilation goes on for the next that
+        asks; at_once: compilations.
+        """
         self.vocabulary = Vocabulary(tokenizer, vocab_size, eos_token_ids, vocab_map)
         self._max_entries, self._max_bytes = max_entries, max_bytes
+        self._deadline_s, self._worker = deadline_s, Worker(at_once)
         self._kept: OrderedDict[tuple[object, ...], Future[_Compiled]] = OrderedDict()
         self._lock = threading.Lock()
         self._hits = self._misses = self._refused = self._nbytes = 0
@@ -103,25 +117,53 @@ class Grammars:
             else:
                 self._hits += 1
             self._kept.move_to_end(key)
+        until = time.monotonic() + self._deadline_s
         if not found:
-            self._fulfil(key, spec, future)
-        compiled = future.result()
+            self._begin(key, spec, future)
+        try:
+            compiled = future.result(max(0.0, until - time.monotonic()))
+        except TimeoutError as error:
+            raise InvalidSamplingError(
+                f"structured_outputs.{spec.kind} takes longer than {self._deadline_s:g} s to "
+                "compile. That goes on, so ask again in a while, or make it simpler."
+            ) from error
         if compiled.matcher is None:
             raise InvalidSamplingError(compiled.refusal)
         return compiled.matcher
 
+    def _begin(
+        self, key: tuple[object, ...], spec: StructuredOutputs, future: Future[_Compiled]
+    ) -> None:
+        """Have it compiled for everyone who waits for this future."""
+        try:
+            if self._worker.run(lambda: self._fulfil(key, spec, future), self._deadline_s):
+                return
+            raise InvalidSamplingError(
+                f"structured_outputs.{spec.kind} can't be compiled now: others have been at it for "
+                f"{self._deadline_s:g} s. Ask again in a while."
+            )
+        except BaseException as error:
+            self._fail(key, future, error)
+            raise
+
+    def _fail(
+        self, key: tuple[object, ...], future: Future[_Compiled], error: BaseException
+    ) -> None:
+        """Whoever waits gets it too; the next one tries again."""
+        with self._lock:
+            self._kept.pop(key, None)
+        future.set_exception(error)
+
     def _fulfil(
         self, key: tuple[object, ...], spec: StructuredOutputs, future: Future[_Compiled]
     ) -> None:
-        """Compile for everyone who waits for this future."""
+        """Compile, and keep what comes of it."""
         start = time.perf_counter()
         try:
             compiled = self._compile(spec)
-        except BaseException as error:  # whoever waits gets it too; the next one tries again
-            with self._lock:
-                self._kept.pop(key, None)
-            future.set_exception(error)
-            raise
+        except BaseException as error:
+            self._fail(key, future, error)
+            return
         taken = time.perf_counter() - start
         with self._lock:
             self._times.append(taken)
@@ -143,8 +185,11 @@ class Grammars:
         try:
             return _Compiled(self._build(spec), "", nbytes)
         except Refusal as refusal:
-            message = str(as_error(spec, refusal))
-            return _Compiled(None, message, len(message.encode()) + nbytes)
+            reason = refusal
+        except RecursionError:
+            reason = Refusal("its parts lie too deep within each other")
+        message = str(as_error(spec, reason))
+        return _Compiled(None, message, len(message.encode()) + nbytes)
 
     def _build(self, spec: StructuredOutputs) -> llguidance.LLMatcher:
         source = source_of(spec, self.vocabulary)

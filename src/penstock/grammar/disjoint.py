@@ -7,6 +7,9 @@ from typing import Any, Final
 from penstock.grammar.subschemas import Schema, resolve
 
 _DEEPEST: Final = 12
+_MOST_ASKED: Final = 20_000
+"""Of one document; further questions are answered "no"."""
+
 _ALL: Final = frozenset(("null", "boolean", "number", "string", "array", "object"))
 
 
@@ -15,10 +18,26 @@ class Disjoint:
 
     def __init__(self, document: dict[str, Any]) -> None:
         self.document = document
+        self._asked = 0
+
+    def all(self, schemas: list[Schema]) -> bool:
+        """Whether each two are, seen at once: they list values, of their own or of a property."""
+        if _share_none(schemas):
+            return True
+        objects = [one for one in schemas if isinstance(one, dict)]
+        names = required(objects[0]) if objects and len(objects) == len(schemas) else []
+        return any(
+            _share_none([_property(one, name) for one in objects])
+            for name in names[:_DEEPEST]
+            if isinstance(name, str) and all(_is_object_with(one, name) for one in objects)
+        )
 
     def __call__(self, left: Schema, right: Schema, depth: int = 0) -> bool:
         if left is False or right is False:
             return True
+        self._asked += 1
+        if self._asked > _MOST_ASKED:
+            return False
         if not isinstance(left, dict) or not isinstance(right, dict) or depth > _DEEPEST:
             return False
         for one, other in ((left, right), (right, left)):
@@ -86,6 +105,25 @@ def _property(schema: dict[str, Any], name: Any) -> Schema:
         return found
     closed = schema.get("additionalProperties") is False and not schema.get("patternProperties")
     return not closed
+
+
+def _is_object_with(schema: dict[str, Any], name: str) -> bool:
+    return schema.get("type") == "object" and name in required(schema)
+
+
+def _share_none(schemas: list[Schema]) -> bool:
+    """Whether each lists texts and whole numbers as its values, and none is listed twice."""
+    seen: set[str | int] = set()
+    for schema in schemas:
+        values = _values(schema) if isinstance(schema, dict) else None
+        if values is None or not all(
+            isinstance(one, (str, int)) and not isinstance(one, bool) for one in values
+        ):
+            return False
+        if not seen.isdisjoint(values):
+            return False
+        seen.update(values)
+    return True
 
 
 def _values_differ(left: dict[str, Any], right: dict[str, Any]) -> bool:

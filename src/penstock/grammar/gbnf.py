@@ -11,6 +11,7 @@ Source: llama.cpp's grammars/README.md describes the notation.
 
 from __future__ import annotations
 
+import bisect
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -118,6 +119,7 @@ class _Parser:
         self.text = text
         self.at = 0
         self.nested = 0
+        self.newlines = [match.start() for match in re.finditer("\n", text)]
 
     def rules(self) -> tuple[dict[str, Node], dict[str, int]]:
         """Each rule's body and line, by name."""
@@ -197,7 +199,11 @@ class _Parser:
         return inner
 
     def _repeated(self, item: Node) -> Node:
+        marks = 0
         while True:
+            marks += 1
+            if marks > MOST_NESTED:
+                self._refuse(f"more than {MOST_NESTED} repetitions of one another")
             self._space(newlines=self.nested > 0)
             character = self._peek()
             if character and character in "*+?":
@@ -282,7 +288,7 @@ class _Parser:
         return self.text[self.at : self.at + 1]
 
     def _line(self) -> int:
-        return self.text.count("\n", 0, self.at) + 1
+        return bisect.bisect_left(self.newlines, self.at) + 1
 
     def _refuse(self, reason: str, *, whole: bool = False) -> NoReturn:
         raise Refusal(reason, "" if whole else f"line {self._line()}")

@@ -72,14 +72,16 @@ class _Rewriting:
         options = schema.get("oneOf")
         if not isinstance(options, list) or not options:
             return
+        apart = self.disjoint.all(options)
         written = []
-        for i, option in enumerate(options):
+        for i, option in enumerate([] if apart else options):
             others = [
                 self.negate(other)
                 for j, other in enumerate(options)
                 if j != i and not self.disjoint(option, other)
             ]
             written.append({"allOf": [option, *others]} if others else option)
+        written = options if apart else written
         del schema["oneOf"]
         if "anyOf" in schema:
             _add(schema, {"anyOf": written})

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from decimal import Decimal
 from typing import Any, Final
 
+from penstock.grammar.chains import check_chains
 from penstock.grammar.ecma import to_rust
 from penstock.grammar.formats import pattern_of
 from penstock.grammar.logic import rewrite
@@ -83,6 +84,7 @@ def prepare(document: Schema) -> Schema:
             _spell_out(schema)
         except Refusal as refusal:
             raise refusal.at(pointer(path)) from refusal
+    check_chains(document)
     _cut_what_never_ends(document)
     return document
 
@@ -246,21 +248,28 @@ def _cut_what_never_ends(document: dict[str, Any]) -> None:
     def finite(schema: Any) -> bool:
         return schema is not False and (not isinstance(schema, dict) or id(schema) in ends)
 
-    again = True
-    while again:
-        fresh = [
-            key
-            for key, schema in nodes.items()
-            if key not in ends and _ends(document, schema, finite)
-        ]
-        ends.update(fresh)
-        again = bool(fresh)
+    users: dict[int, list[int]] = {}
+    for key, schema in nodes.items():
+        for part in (*(one for _, one in children(schema)), _named(document, schema)):
+            users.setdefault(id(part), []).append(key)
+    waiting = dict.fromkeys(reversed(nodes))
+    while waiting:  # the last first: what they need is often there already
+        fresh: dict[int, None] = {}
+        for one in waiting:
+            if one not in ends and _ends(document, nodes[one], finite):
+                ends.add(one)
+                fresh.update(dict.fromkeys(users.get(one, ())))
+        waiting = {one: None for one in fresh if one not in ends}
     if id(document) not in ends:
         raise Refusal("each of its values would hold another one within it, without end", "#")
     for schema in nodes.values():
-        for holder, key, child in list(_places(schema)):
+        for holder, at, child in list(_places(schema)):
             if isinstance(child, dict) and id(child) not in ends:
-                holder[key] = False
+                holder[at] = False
+
+
+def _named(document: dict[str, Any], schema: dict[str, Any]) -> Schema | None:
+    return resolve(document, schema["$ref"]) if "$ref" in schema else None
 
 
 def _ends(document: dict[str, Any], schema: dict[str, Any], finite: Any) -> bool:
