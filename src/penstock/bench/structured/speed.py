@@ -34,6 +34,8 @@ class Pair:
 
     held: StepRecord
     free: StepRecord
+    held_cpu_s: float  # of all threads
+    free_cpu_s: float
 
 
 @dataclass(slots=True)
@@ -80,6 +82,12 @@ class Overhead:
         free = np.percentile([pair.free.seconds for pair in self.pairs], 10)
         return float(held / free) - 1.0
 
+    @property
+    def share_of_cpu(self) -> float:
+        """The same of processor time, of all threads: what it costs where no core is idle."""
+        held = statistics.median(pair.held_cpu_s for pair in self.pairs)
+        return held / statistics.median(pair.free_cpu_s for pair in self.pairs) - 1.0
+
     def as_dict(self) -> dict[str, Any]:
         """For JSON; times in milliseconds."""
         fills = [s * 1e3 for one in self.masks for s in one.fill_s]
@@ -94,6 +102,8 @@ class Overhead:
             "overhead_by_round": self.shares,
             "overhead_of_sums": self.share_of_sums,
             "overhead_of_fastest": self.share_of_fastest,
+            "overhead_of_cpu": self.share_of_cpu,
+            "free_cpu_ms": 1e3 * statistics.median(pair.free_cpu_s for pair in self.pairs),
             "held_parts_ms": _parts([pair.held for pair in self.pairs]),
             "free_parts_ms": _parts([pair.free for pair in self.pairs]),
             "more_by_part_ms": self.more_by_part_ms,
@@ -176,13 +186,18 @@ def _in_turns(
         meter.take()
         for i, one in enumerate(params):
             meter.engine.add_request(str(i), prompt, one)
-    order = [held[0], free[0]]
-    while any(meter.engine.has_unfinished for meter in order):
-        for meter in order:
+    held_cpu: list[float] = []
+    free_cpu: list[float] = []
+    order = [(held[0], held_cpu), (free[0], free_cpu)]
+    while any(meter.engine.has_unfinished for meter, _ in order):
+        for meter, spent in order:
             if meter.engine.has_unfinished:
+                start = time.process_time()
                 meter.step()
+                spent.append(time.process_time() - start)
         order.reverse()
-    return [Pair(a, b) for a, b in zip(held[0].take(), free[0].take(), strict=False)]
+    steps = zip(held[0].take(), free[0].take(), held_cpu, free_cpu, strict=False)
+    return [Pair(*one) for one in steps]
 
 
 def _is_full(pair: Pair, size: int) -> bool:
