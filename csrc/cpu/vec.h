@@ -69,6 +69,10 @@ static inline F16 load_first(const float* p, int count) {
   const __mmask16 mask = static_cast<__mmask16>(count >= 16 ? 0xffff : (1u << count) - 1);
   return {_mm512_maskz_loadu_ps(mask, p)};
 }
+// sixteen in memory, of which those that have a bit become a's
+static inline void put_lanes(float* p, unsigned lanes, F16 a) {
+  _mm512_mask_storeu_ps(p, static_cast<__mmask16>(lanes), a.v);
+}
 // the low and the high halves of sixteen 4-byte pairs of bfloat16
 static inline void load_pairs(const bf16* p, F16& even, F16& odd) {
   const __m512i w = _mm512_loadu_si512(p);
@@ -199,6 +203,17 @@ static inline F16 keep_first(F16 a, int count, float fill) {
 static inline F16 load_first(const float* p, int count) {
   return {_mm256_maskload_ps(p, first_lanes(count)),
           count > 8 ? _mm256_maskload_ps(p + 8, first_lanes(count - 8)) : _mm256_setzero_ps()};
+}
+static inline __m256i lanes_of(unsigned bits) {
+  const __m256i own = _mm256_setr_epi32(1, 2, 4, 8, 16, 32, 64, 128);
+  return _mm256_cmpeq_epi32(_mm256_and_si256(_mm256_set1_epi32(static_cast<int>(bits)), own), own);
+}
+// not by masked stores, which some machines take thirty times as long for
+static inline void put_lanes(float* p, unsigned lanes, F16 a) {
+  const __m256 low = _mm256_castsi256_ps(lanes_of(lanes & 0xff));
+  const __m256 high = _mm256_castsi256_ps(lanes_of(lanes >> 8 & 0xff));
+  _mm256_storeu_ps(p, _mm256_blendv_ps(_mm256_loadu_ps(p), a.lo, low));
+  _mm256_storeu_ps(p + 8, _mm256_blendv_ps(_mm256_loadu_ps(p + 8), a.hi, high));
 }
 static inline void load_pairs(const bf16* p, F16& even, F16& odd) {
   const __m256i mask = _mm256_set1_epi32(static_cast<int>(0xffff0000));

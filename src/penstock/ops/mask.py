@@ -18,8 +18,8 @@ def mask_(logits: Tensor, rows: Tensor, bits: Tensor) -> None:
 
     logits [S, V] float32, rows may be strided; rows [R] int64, which of them, each at most once;
     bits [R, ⌈V / 32⌉] int32, token v's bit is bit v % 32 of word v // 32.
-    Natively words that leave out nothing aren't looked at twice.
-    Cost: R·V / 8 bytes read, 4 written for each token left out; memory-bound.
+    Natively 16 lanes at a time, without a branch.
+    Cost: R·V·(4 + 1/8) bytes read, R·V·4 written; memory-bound.
     """
     shifts = torch.arange(32, dtype=torch.int32, device=bits.device)
     allowed = (bits[:, :, None] >> shifts) & 1
