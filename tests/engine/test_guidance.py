@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from penstock import LLM, SamplingParams
+from penstock.engine.guidance import guided
 from penstock.errors import InvalidSamplingError, RequestError
 from penstock.sampling import Sampler, SequenceSampling
 from tests.engine.toy import IS_NAN, VOCAB, check, drain, logits_of, run_one, toy_engine
@@ -47,7 +48,8 @@ def test_the_formula(scale: float) -> None:
     prompt, engine = [1, 2, 3], toy_engine()
     found = run_one(engine, prompt, params(scale)).outputs[0].token_ids
     assert found == reference(prompt, [4, 5, 6, 7, 8], params(scale))
-    assert found != run_one(engine, prompt, SamplingParams(temperature=0.0, max_tokens=12))
+    plain = run_one(engine, prompt, SamplingParams(temperature=0.0, max_tokens=12))
+    assert found != plain.outputs[0].token_ids
     assert engine.stats()["used_blocks"] == 0
 
 
@@ -109,6 +111,75 @@ def test_many_that_crowd_each_other_out(n: int, mode: str) -> None:
             assert sample.finish_reason == "length"
     assert engine.stats()["preemptions"] > 0
     assert engine.stats()["used_blocks"] == 0
+
+
+@pytest.mark.parametrize("max_tokens", [None, 60])
+def test_a_long_negative_prompt_ends_a_sample_where_the_context_does(
+    max_tokens: int | None,
+) -> None:
+    engine = toy_engine(64, 40)
+    given = params(negative_prompt=[*range(31)], max_tokens=max_tokens)
+    engine.add_request("it", [1, 2, 3], given)
+    engine.add_request("other", [1, 2], SamplingParams(temperature=0.0, max_tokens=20))
+    done = drain(engine)
+    (sample,) = done["it"].outputs
+    assert (len(sample.token_ids), sample.finish_reason) == (9, "length")
+    assert len(done["other"].outputs[0].token_ids) == 20
+    alone = run_one(toy_engine(), [1, 2, 3], params(negative_prompt=[*range(31)], max_tokens=9))
+    assert sample.token_ids == alone.outputs[0].token_ids
+
+
+def test_one_block_may_take_the_place_of_another_in_mid_batch() -> None:
+    """Who comes back from swap with its mate finds that both have computed the same block."""
+    for seed in range(60):
+        rng = random.Random(seed)
+        engine = toy_engine(
+            16, 40, max_num_seqs=10, preemption_mode="swap", swap_space=1e-4,
+            enable_prefix_caching=True,
+        )  # fmt: skip
+        wanted = {}
+        for i in range(6):
+            prompt = [rng.randrange(3) for _ in range(rng.randrange(1, 14))]
+            given = params(
+                seed=i, temperature=1.0, max_tokens=rng.randrange(2, 14),
+                negative_prompt=prompt[: rng.randrange(1, 9)],
+            )  # fmt: skip
+            engine.add_request(str(i), prompt, given)
+            wanted[str(i)] = (prompt, given)
+        done = drain(engine)
+        for name, (prompt, given) in wanted.items():
+            assert isinstance(given.negative_prompt, tuple)
+            want = reference(prompt, given.negative_prompt, given)
+            assert done[name].outputs[0].token_ids == want, seed
+
+
+def test_tokens_that_a_model_lacks_stay_impossible() -> None:
+    lacking = torch.tensor([[0.5, -torch.inf, 1.0], [0.1, -torch.inf, 2.0]])
+    engine = toy_engine()
+    engine.add_request("it", [1, 2, 3], params(2.0))
+    own = engine.requests["it"].sequences[0]
+    assert own.shadow is not None
+    found = guided([own], [own, own.shadow], lacking)
+    assert found[0, 1] == -torch.inf
+    assert found.isfinite().sum() == 2
+
+
+def test_forced_tokens_without_chunks_come_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run of forced tokens that is longer than a step's budget mustn't wait for room for all."""
+    llm = LLM(max_model_len=96, max_num_batched_tokens=96, enable_chunked_prefill=False)
+    words = "the cat sat on the mat and the dog ran to the big red house by the sea "
+    form = {"grammar": f'start: /[ab]/ "{words * 2}" /[a-z]/'}
+    given = SamplingParams(
+        n=4, seed=1, max_tokens=60, guidance_scale=1.5, negative_prompt="The dog",
+        structured_outputs=form,
+    )  # fmt: skip
+    for i in range(3):
+        llm.engine.add_request(str(i), llm.get_tokenizer().encode("Once"), given)
+    steps = 0
+    while llm.engine.has_unfinished:
+        llm.engine.step()
+        steps += 1
+        assert steps < 200
 
 
 def test_half_started_pairs_make_way_for_each_other() -> None:

@@ -97,6 +97,16 @@ def test_log_probabilities_come_with_every_token(llm: LLM, alone: list[Any]) -> 
     assert llm.stats()["jumped_tokens"] == before
 
 
+def test_what_min_tokens_forbids_is_not_jumped_over(llm: LLM, stepwise: LLM) -> None:
+    tokenizer = llm.get_tokenizer()
+    stops = tokenizer.encode(" brown fox", add_special_tokens=False)
+    form = {"choice": ["the slow brown fox who"]}
+    given = params(form, stop_token_ids=stops, min_tokens=8)
+    found = [one.generate("Once", given)[0].outputs[0] for one in (llm, stepwise)]
+    assert found[0].token_ids == found[1].token_ids
+    assert found[0].finish_reason == found[1].finish_reason == "error"
+
+
 def test_samples_differ_and_each_follows_the_form(llm: LLM) -> None:
     (output,) = llm.generate("Once", params({"json": SCHEMA}, 4, n=6, max_tokens=200))
     texts = [sample.text for sample in output.outputs]

@@ -292,7 +292,7 @@ def watch(engine: Engine) -> None:
         assert len(set(targets)) == len(targets)
         for s, n in plan.parts:
             assert s.status is Status.RUNNING and 0 < n <= s.remaining
-            assert n == s.remaining or config.enable_chunked_prefill
+            assert n == s.remaining or config.enable_chunked_prefill or s.num_output
             written = range(s.num_computed // size, (s.num_computed + n - 1) // size + 1)
             assert all(engine.pool.count(s.blocks[i]) == 1 for i in written)
         decoding = [

@@ -84,7 +84,7 @@ class Appender:
                 return self._finish(sequence, "stop", detokenizer.stop_reason)
         if constraint is not None and constraint.is_complete:
             return self._finish(sequence, "stop")
-        if count == params.max_tokens or len(sequence.tokens) >= self._intake.max_len:
+        if count == params.max_tokens or sequence.longest >= self._intake.max_len:
             return self._finish(sequence, "length")
         if (
             detokenizer is not None and count == params.min_tokens and params.stop_strings
@@ -109,4 +109,5 @@ def _needs_logits(sequence: Sequence) -> bool:
     """Whether a token that a constraint forces may still be refused, or is to be reported."""
     params = sequence.request.params
     bans = params.allowed_token_ids or params.banned_texts or params.logits_processors
-    return bool(bans) or sequence.logprobs is not None
+    below = sequence.num_output < params.min_tokens  # end and stop tokens are banned until then
+    return bool(bans) or below or sequence.logprobs is not None

@@ -115,7 +115,7 @@ class AsyncLLM:
         params = sampling_params or default_params(self.runtime.model.generation)
         text, tokens = encode(prompt, self.runtime.tokenizer)
         if _takes_long(params):
-            await asyncio.to_thread(self.engine.intake.prepare, params)
+            params = await asyncio.to_thread(self.engine.intake.prepare, params)
         name = request_id if request_id is not None else f"request-{next(self._ids)}"
         loop = asyncio.get_running_loop()
         stream = _Stream(loop)
@@ -316,8 +316,11 @@ def _takes_long(params: SamplingParams | BeamSearchParams) -> bool:
     """Whether anything must be prepared that the event loop shouldn't wait for."""
     if isinstance(params, BeamSearchParams):
         return params.structure is not None
-    known = isinstance(params, SamplingParams)  # what isn't is refused by the engine
-    return known and (params.structure is not None or params.token_healing)
+    known: bool = isinstance(params, SamplingParams)  # what isn't is refused by the engine
+    if not known:
+        return False
+    texts = params.structure is not None or isinstance(params.negative_prompt, str)
+    return texts or params.token_healing
 
 
 def _put(loop: asyncio.AbstractEventLoop, items: list[tuple[_Stream, Item]]) -> None:

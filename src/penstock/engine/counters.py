@@ -22,8 +22,6 @@ class TokenCounts:
     def prompt_computed(self, sequence: Sequence) -> None:
         """`sequence` has come further in its prompt, or again as far."""
         request = sequence.request
-        if request.guides is not None:  # what is sent is counted
-            return
         reached = min(sequence.num_computed, sequence.num_prompt)
         if reached > request.num_counted:
             self.prompt += reached - request.num_counted

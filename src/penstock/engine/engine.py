@@ -383,7 +383,8 @@ class Engine:
         """Give each sequence its token, and end what ends with it."""
         now = self.clock()
         for sequence, count in parts:
-            self.scheduler.computed(sequence, count)
+            if self.scheduler.computed(sequence, count):
+                self.batcher.forget()
             if sequence.num_computed <= sequence.num_prompt:
                 self._prompt_computed(sequence, count)
         for sequence in batch.sampled:
@@ -422,9 +423,9 @@ class Engine:
 
     def _prompt_computed(self, sequence: Sequence, count: int) -> None:
         """`count` more tokens of a prompt are in the cache."""
-        if sequence.num_output:  # computed again
-            return
         request = sequence.request
+        if sequence.num_output or request.guides is not None:  # computed again, or for another
+            return
         request.metrics.computed_tokens += count
         self.token_counts.prompt_computed(sequence)
         if self.pins is not None and not sequence.remaining:

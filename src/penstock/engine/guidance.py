@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Seq
 
+import torch
 from torch import Tensor
 
 from penstock.engine.intake import Intake
@@ -56,7 +57,9 @@ def guided(drawn: Seq[Sequence], sampled: Seq[Sequence], logits: Tensor) -> Tens
             continue
         scale = sequence.request.params.guidance_scale
         base = logits[place[sequence.shadow]].log_softmax(-1)
-        found[row] = base + scale * (found[row].log_softmax(-1) - base)
+        own = found[row].log_softmax(-1)
+        lacking = own.isneginf() | base.isneginf()  # of a reduced vocabulary
+        found[row] = (base + scale * (own - base)).masked_fill_(lacking, -torch.inf)
     return found
 
 

@@ -31,6 +31,10 @@ BANS = -100.0
 """A bias that bans a token, as in OpenAI's API."""
 
 
+_CHARACTERS_PER_TOKEN = 128
+"""A text of more for each token that fits isn't one that can fit."""
+
+
 @dataclass(frozen=True, slots=True)
 class Start:
     """Who a request is, and when it came."""
@@ -63,15 +67,23 @@ class Intake:
         self._making = Lock()
         self._known_breakers: dict[tuple[str, ...], frozenset[int]] = {}  # of the last request
 
-    def prepare(self, params: SamplingParams | BeamSearchParams) -> None:
-        """What takes long of what a request will need; may be called in any thread.
+    def prepare(
+        self, params: SamplingParams | BeamSearchParams
+    ) -> SamplingParams | BeamSearchParams:
+        """Do what takes long of what a request will need; may be called in any thread.
 
-        Raises InvalidSamplingError for a form that can't be followed.
+        Returns parameters that need it no more. Raises InvalidSamplingError for a form that can't
+        be followed, or a negative prompt that can't be computed.
         """
         if params.structure is not None:
             self.compile(params.structure)
-        if isinstance(params, SamplingParams) and params.token_healing and self._healer is not None:
+        if isinstance(params, BeamSearchParams):
+            return params
+        if params.token_healing and self._healer is not None:
             self._healer.prepare()
+        if isinstance(params.negative_prompt, str):
+            return params.over(negative_prompt=self.negative(params, []))
+        return params
 
     def compile(self, structure: StructuredOutputs) -> None:
         """Prepare what an output's form needs; may take long, and be called in any thread.
@@ -113,8 +125,17 @@ class Intake:
                 raise RequestError(
                     "A negative_prompt as text needs a tokenizer, but skip_tokenizer_init is set."
                 )
+            most = self.max_len * _CHARACTERS_PER_TOKEN
+            if len(given) > most:
+                raise InvalidSamplingError(
+                    f"negative_prompt has {len(given):,} characters; the model takes "
+                    f"{self.max_len:,} tokens, and at most {most:,} characters are read."
+                )
             given = self.tokenizer.encode(given)
-        return self.checked(given)
+        try:
+            return self.checked(given)
+        except InvalidPromptError as error:
+            raise InvalidSamplingError(f"negative_prompt is refused: {error}") from error
 
     def bad_words(self, params: SamplingParams) -> list[tuple[int, ...]]:
         """The tokens of each bad word, at the start of a text and after a space, as in vLLM."""

@@ -69,6 +69,12 @@ class Sequence:
         return len(self.tokens) - self.num_prompt
 
     @property
+    def longest(self) -> int:
+        """Tokens that it has, or its shadow will have."""
+        shadow = 0 if self.shadow is None else self.shadow.num_prompt + self.num_output
+        return max(len(self.tokens), shadow)
+
+    @property
     def remaining(self) -> int:
         """Tokens that still have to be computed before the next can be sampled."""
         return len(self.tokens) - self.num_computed

@@ -148,11 +148,13 @@ class Scheduler:
         return decoding + [s for s in self.running if not s.is_decoding]
 
     def _share(self, sequence: Sequence, budget: int) -> int:
-        """How many of its tokens fit the budget: all or none without chunked prefill."""
+        """How many of its tokens fit the budget: all or none of a prompt without chunks."""
         remaining = sequence.remaining
         if remaining <= budget:
             return remaining
-        return budget if self.config.enable_chunked_prefill else 0
+        if self.config.enable_chunked_prefill or sequence.num_output:
+            return budget
+        return 0
 
     def _make_room(self, sequence: Sequence, count: int, plan: Plan) -> bool:
         """Give `sequence` blocks for `count` more tokens; who ranks lowest gives way if need be."""
@@ -464,11 +466,15 @@ class Scheduler:
 
     # ── after a step ─────────────────────────────────────────────────────────────────────────
 
-    def computed(self, sequence: Sequence, count: int) -> None:
-        """`count` more tokens of `sequence` are in the cache; full blocks become findable."""
+    def computed(self, sequence: Sequence, count: int) -> bool:
+        """`count` more tokens of `sequence` are in the cache; full blocks become findable.
+
+        Whether a block of it has given way to another's that holds the same.
+        """
+        replaced = False
         sequence.num_computed += count
         if self.tree is None:
-            return
+            return replaced
         size, nodes = self.block_size, sequence.nodes
         while (len(nodes) + 1) * size <= sequence.num_computed:
             at = len(nodes)
@@ -481,4 +487,6 @@ class Scheduler:
                 self.pool.release([sequence.blocks[at]])
                 sequence.blocks[at] = node.block
                 self.table[sequence.row, at] = node.block
+                replaced = True
             nodes.append(node)
+        return replaced

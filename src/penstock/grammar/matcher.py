@@ -20,6 +20,7 @@ def build_matcher(vocabulary: Vocabulary, grammar: str, fuel: int) -> llguidance
         initial_lexer_fuel=fuel,
         max_lexer_states=50_000,
         max_grammar_size=60_000,
+        max_items_in_row=20_000,
         verbose_errors=False,
     )
     try:

@@ -129,6 +129,10 @@ class PagedLayout:
         ]
 
 
+_FEW = 16
+"""Blocks that are copied one by one."""
+
+
 def copy_blocks(kv: KV, pairs: Sequence[tuple[int, int]]) -> None:
     """Copy each block's keys and values, (from, to), in every layer.
 
@@ -136,9 +140,15 @@ def copy_blocks(kv: KV, pairs: Sequence[tuple[int, int]]) -> None:
     """
     if not pairs:
         return
+    # A block is sooner copied than threads are woken. But all are read before any is written.
+    one_by_one = len(pairs) <= _FEW and not {a for a, _ in pairs} & {b for _, b in pairs}
     source = torch.tensor([a for a, _ in pairs])
     target = torch.tensor([b for _, b in pairs])
     for layer in kv:
         for part in layer[:4]:
             held = part.view(torch.uint8) if part.dtype is torch.float8_e4m3fn else part
-            held[target] = held[source]
+            if not one_by_one:
+                held[target] = held[source]
+                continue
+            for a, b in pairs:
+                held[b].copy_(held[a])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Any, ClassVar, Literal
 
@@ -171,7 +172,7 @@ class StructureFields(Body):
 
 def structure_error(error: InvalidSamplingError, field: str) -> ApiError:
     """What is wrong with an answer's form, in the words of the field that asked for it."""
-    made = as_api_error(error)
-    name = f"structured_outputs.{_GUIDED[field]}" if field in _GUIDED else "structured_outputs"
-    message = made.message.replace(name, field) if field != "structured_outputs" else made.message
+    message = as_api_error(error).message
+    if field != "structured_outputs":
+        message = re.sub(r"\bstructured_outputs(\.\w+)?", field, message)
     return ApiError(400, message, param=field, code="invalid_structure")

@@ -130,6 +130,13 @@ def _form(
             return None
         if content is None and not offer.active:
             return None
+    if offer.mode == "required" and offer.active and asked is not None:
+        raise ApiError(
+            400,
+            f"{field} says what form the answer has, but tool_choice asks for a call, whose form "
+            "its tool decides. Leave out one of them.",
+            param=field,
+        )
     if offer.mode == "auto" and offer.active and asked is not None and content is None:
         raise ApiError(
             400,

@@ -18,6 +18,9 @@ from penstock.server.tools.reasoning import ThinkTags
 
 Part: TypeAlias = dict[str, Any]
 
+_NO_ARGUMENTS: Part = {"type": "object", "properties": {}, "additionalProperties": False}
+"""Of a function without parameters, as in OpenAI's API."""
+
 _ANY_OBJECT: dict[str, Any] = {"type": "object"}
 _BLANK = r"[\n]{0,2}"  # behind reasoning
 
@@ -120,7 +123,7 @@ def _python_tag(form: Form, function: Function, offer: Offer, loose: Collection[
 
 
 def _arguments(form: Form, function: Function, loose: Collection[str]) -> Part:
-    schema = function.parameters or {}
+    schema = _NO_ARGUMENTS if function.parameters is None else function.parameters
     if form.arguments == "json":
         held = _ANY_OBJECT if function.name in loose or not schema else {"type": "object", **schema}
         return _json(held)
