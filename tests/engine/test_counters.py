@@ -69,11 +69,17 @@ def test_samples_share_their_prompt() -> None:
 
 def test_a_request_is_in_one_state() -> None:
     """Whatever its samples do: one may run while others of it wait, or are swapped out."""
-    requests: list[Any] = ["one", "two", "three"]
-    one, two, three = requests
+
+    class Asked:
+        guides = None
+
+    one: Any
+    two: Any
+    three: Any
+    one, two, three = Asked(), Asked(), Asked()
 
     def of(request: Any) -> Any:
-        return SimpleNamespace(request=request)
+        return SimpleNamespace(request=request, owner=request)
 
     def states(running: int, waiting: int, swapped: int) -> dict[str, int]:
         return {"requests_running": running, "requests_waiting": waiting,
