@@ -43,6 +43,9 @@ class Recorder:
         self.logits: dict[Key, Tensor] = {}
         engine.sampler = self  # type: ignore[assignment]
 
+    def prepare(self, rows: list[SequenceSampling]) -> None:
+        self.sampler.prepare(rows)
+
     def __call__(self, logits: Tensor, rows: list[SequenceSampling]) -> Sampled:
         owners = {
             id(s.sampling): (name, s.index)

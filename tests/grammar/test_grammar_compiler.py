@@ -23,7 +23,7 @@ from penstock.tokenizer import Tokenizer, VocabMap
 @pytest.fixture
 def grammars(tokenizer_of: Callable[[str], Tokenizer]) -> Grammars:
     tokenizer = tokenizer_of("stories260K")
-    return Grammars(tokenizer, 512, [2], max_entries=4, max_bytes=10_000)
+    return Grammars(tokenizer, 512, [2], max_entries=4, max_bytes=640_000)
 
 
 def test_a_structure_is_compiled_once_and_each_start_is_its_own(grammars: Grammars) -> None:
@@ -34,7 +34,7 @@ def test_a_structure_is_compiled_once_and_each_start_is_its_own(grammars: Gramma
     assert allowed(second, 512) == before
     stats = grammars.stats()
     assert (stats.hits, stats.misses, stats.refused, stats.entries) == (1, 1, 0, 1)
-    assert stats.nbytes == len("[ab]+") and len(stats.compile_s) == 1
+    assert stats.nbytes == 64 * len("[ab]+") and len(stats.compile_s) == 1
     assert stats.percentile(50) == stats.compile_s[0] > 0
 
 
@@ -57,7 +57,7 @@ def test_the_cache_is_bounded_by_count_and_bytes(grammars: Grammars) -> None:
     grammars.compile(specs[1])
     assert grammars.stats().misses == 6
     grammars.compile(StructuredOutputs(choice=["x" * 9_995]))
-    assert grammars.stats().nbytes <= 10_000 and grammars.stats().entries == 1
+    assert grammars.stats().nbytes <= 640_000 and grammars.stats().entries == 1
 
 
 def test_threads_that_ask_at_once_wait_for_one_compilation(
