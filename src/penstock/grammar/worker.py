@@ -28,31 +28,20 @@ class Worker:
         if not self._free.acquire(timeout=wait_s):
             return False
         # A daemon: what takes for ever must not keep the process from ending.
+        thread = threading.Thread(
+            target=self._run, args=(task,), name="penstock-grammar", daemon=True
+        )
         try:
             with _starting:
-                before = threading.stack_size()
+                before = threading.stack_size(STACK_BYTES)
                 try:
-                    self._start(task)
+                    thread.start()
                 finally:
                     threading.stack_size(before)
         except BaseException:
             self._free.release()
             raise
         return True
-
-    def _start(self, task: Callable[[], None]) -> None:
-        """Where so much can't be reserved, as under a limit of address space, with less."""
-        for size in (STACK_BYTES, STACK_BYTES // 4, STACK_BYTES // 16):
-            threading.stack_size(size)
-            thread = threading.Thread(
-                target=self._run, args=(task,), name="penstock-grammar", daemon=True
-            )
-            try:
-                return thread.start()
-            except RuntimeError:
-                if size == STACK_BYTES // 16:
-                    raise
-        return None
 
     def _run(self, task: Callable[[], None]) -> None:
         try:
