@@ -6,16 +6,51 @@ that a text must all match, faster than any power of their number.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any, Final
 
 from penstock.grammar.refusal import Refusal, pointer
-from penstock.grammar.subschemas import reachable, resolve
+from penstock.grammar.subschemas import children, reachable, resolve
 
 LONGEST_CHAIN: Final = 200
 """Of $ref and allOf: 300 take 0.15 s of a core, 1,000 take 1.4."""
 
 MOST_PATTERNS: Final = 8
 """That one text must match, formats among them: 20 take three seconds."""
+
+
+DEEPEST: Final = 400
+"""Schemas within each other or named by each other, of whatever kind: the library goes into them by
+recursion when it compiles, copies and lets go, in whatever thread, and 8 MB of stack overflow
+between 600 and 2,000."""
+
+
+def check_depth(document: dict[str, Any]) -> None:
+    """Raises Refusal where the depth of a search along parts and references is too large."""
+    seen = {id(document)}
+    path = [_parts(document, document)]
+    while path:
+        if len(path) > DEEPEST:
+            raise Refusal(
+                f"more than {DEEPEST} schemas lie within each other here, or name each other", "#"
+            )
+        for part in path[-1]:
+            if id(part) not in seen:
+                seen.add(id(part))
+                path.append(_parts(document, part))
+                break
+        else:
+            path.pop()
+
+
+def _parts(document: dict[str, Any], schema: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """The schemas that one leads to at once."""
+    for _, part in children(schema):
+        if isinstance(part, dict):
+            yield part
+    target = resolve(document, schema["$ref"]) if "$ref" in schema else None
+    if isinstance(target, dict):
+        yield target
 
 
 def check_chains(document: dict[str, Any]) -> None:
@@ -38,6 +73,7 @@ def check_chains(document: dict[str, Any]) -> None:
                 f"{MOST_PATTERNS} can be compiled in time",
                 pointer(path),
             )
+    check_depth(document)
 
 
 def _measure(
