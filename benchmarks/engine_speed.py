@@ -1,7 +1,7 @@
 """What an engine costs to build and gains at run time, beside the model unbuilt.
 
     python benchmarks/make_checkpoint.py qwen2.5-0.5b checkpoints/qwen
-    python benchmarks/engine_speed.py checkpoints/qwen --quantization w4a8 --json benchmarks/results/…
+    python benchmarks/engine_speed.py checkpoints/qwen --quantization w4a8 --json results.json
 
 A build with an empty timing cache and one that replays it; from `LLM(…)` to the first token in a
 process of its own, files in the page cache; a decoding step of the engine and of its operators
