@@ -30,9 +30,8 @@ from penstock.tokenizer import IncrementalDetokenizer, Tokenizer, VocabMap
 BANS = -100.0
 """A bias that bans a token, as in OpenAI's API."""
 
-
-_CHARACTERS_PER_TOKEN = 128
-"""A text of more for each token that fits isn't one that can fit."""
+CHARACTERS_PER_TOKEN = 128
+"""A token of more is possible; a prompt made of nothing else is not a text."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,7 +124,7 @@ class Intake:
                 raise RequestError(
                     "A negative_prompt as text needs a tokenizer, but skip_tokenizer_init is set."
                 )
-            most = self.max_len * _CHARACTERS_PER_TOKEN
+            most = self.max_len * CHARACTERS_PER_TOKEN
             if len(given) > most:
                 raise InvalidSamplingError(
                     f"negative_prompt has {len(given):,} characters; the model takes "
@@ -191,21 +190,28 @@ class Intake:
         if params.prompt_logprobs is not None:
             request.prompt_logprobs = [None]
         bad_words = self.bad_words(params)
-        request.sequences = [self.sequence(request, i, seed, bad_words) for i in range(params.n)]
+        constraint = self._constraint(request)
+        if constraint is not None:
+            self._check_beginning(params, constraint, bad_words)
+        request.sequences = [
+            self.sequence(request, i, seed, bad_words, constraint) for i in range(params.n)
+        ]
         request.live = params.n
         return request
 
     def sequence(
-        self, request: Request, index: int, seed: int, bad_words: Seq[Seq[int]] = ()
+        self,
+        request: Request,
+        index: int,
+        seed: int,
+        bad_words: Seq[Seq[int]] = (),
+        constraint: Constraint | None = None,
     ) -> Sequence:
-        """Sample number `index` of a request."""
+        """Sample number `index` of a request; constraint: what limits each of its samples."""
         params, tokens = request.params, request.prompt_token_ids
         if index == 0:
             self._check_kept(params)
         text = list(tokens)
-        constraint = self._constraint(request)
-        if index == 0 and constraint is not None:
-            self._check_beginning(params, constraint, bad_words)
         return Sequence(
             request=request,
             index=index,
@@ -220,16 +226,16 @@ class Intake:
                 bad_words,
                 self._breakers(params),
                 text,
-                constraint,
+                constraint.fork() if index and constraint is not None else constraint,
             ),
             detokenizer=self._detokenizer(request),
             logprobs=None if params.logprobs is None else [],
         )
 
     def _constraint(self, request: Request) -> Constraint | None:
-        """What limits the tokens of one more sequence."""
+        """What limits the tokens of a request's samples."""
         structure = request.params.structure
-        if structure is not None and request.guides is None:
+        if structure is not None:
             return self._compiler().start(structure)
         return self.prefix_constraint(request)
 

@@ -25,7 +25,7 @@ class Healer:
 
     def prepare(self) -> None:
         """Make the indexes now."""
-        self._chosen  # noqa: B018
+        self.constraint(b"")
 
     def heal(self, prompt: Sequence[int]) -> Healed:
         """Take back the end of a prompt. A prefix of no bytes says that nothing is to be healed."""

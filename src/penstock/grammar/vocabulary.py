@@ -167,12 +167,6 @@ class Vocabulary:
                 self._made = self._make()
             return self._made
 
-    def special_token(self, name: str) -> int | None:
-        """The id of a special token that the model has."""
-        found = self.tokenizer.token_to_id(name)
-        known = found is not None and found in self.special_ids and self.has(found)
-        return found if known else None
-
     def _make(self) -> llguidance.LLTokenizer:
         table: Mapping[int, bytes] = self.tokenizer.piece_table(skip_special_tokens=False)
         pieces = [table[i] if self.has(i) else b"" for i in range(self.size)]

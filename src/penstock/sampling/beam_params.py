@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Final, Literal, cast
 
 from penstock.errors import InvalidSamplingError
-from penstock.sampling.checks import integer, real, texts, token_ids
+from penstock.sampling.checks import Checked, texts, token_ids
 from penstock.sampling.params import MAX_LOGPROBS
 from penstock.sampling.structured import StructuredOutputs
 
@@ -20,7 +20,7 @@ EarlyStopping = Literal["never"] | bool
 
 
 @dataclass(frozen=True, slots=True)
-class BeamSearchParams:
+class BeamSearchParams(Checked):
     """How widely a request is searched, how its hypotheses are ranked, and when the search ends.
 
     A hypothesis's score is the sum of its tokens' log-probabilities ÷ tokens ** length_penalty,
@@ -97,15 +97,6 @@ class BeamSearchParams:
     def stop_ids(self) -> tuple[int, ...]:
         """``stop_token_ids`` as it is stored."""
         return cast("tuple[int, ...]", self.stop_token_ids)
-
-    def _set(self, name: str, value: object) -> None:
-        object.__setattr__(self, name, value)
-
-    def _whole(self, name: str, low: int, high: int | None, hint: str) -> None:
-        self._set(name, integer(name, getattr(self, name), low, high, hint))
-
-    def _real(self, name: str, low: float, high: float, hint: str) -> None:
-        self._set(name, real(name, getattr(self, name), low, high, hint))
 
     def _check_score(self) -> None:
         self._real("temperature", 0.0, _HIGHEST_TEMPERATURE, "0 is the model's own distribution.")

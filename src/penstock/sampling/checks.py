@@ -11,6 +11,21 @@ from penstock.errors import InvalidSamplingError
 HIGHEST_BIAS: Final = 100.0
 
 
+class Checked:
+    """Fields of a frozen dataclass that are checked, and stored as plain values."""
+
+    __slots__ = ()
+
+    def _set(self, name: str, value: object) -> None:
+        object.__setattr__(self, name, value)
+
+    def _whole(self, name: str, low: int, high: int | None, hint: str) -> None:
+        self._set(name, integer(name, getattr(self, name), low, high, hint))
+
+    def _real(self, name: str, low: float, high: float, hint: str) -> None:
+        self._set(name, real(name, getattr(self, name), low, high, hint))
+
+
 def integer(name: str, value: object, low: int, high: int | None, hint: str) -> int:
     """``value`` as a plain int in [low, high]; numpy's integers pass, bools and floats don't."""
     if isinstance(value, bool) or not isinstance(value, numbers.Integral):

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, fields, replace
 from typing import Any, Final, cast
 
 from penstock.errors import InvalidSamplingError, nearest
-from penstock.sampling.checks import bias, integer, real, texts, token_ids
+from penstock.sampling.checks import Checked, bias, real, texts, token_ids
 from penstock.sampling.processors import LogitsProcessor, processors
 from penstock.sampling.structured import StructuredOutputs
 
@@ -44,7 +44,7 @@ _SEEDS: Final = 2**64
 
 
 @dataclass(frozen=True, slots=True)
-class SamplingParams:
+class SamplingParams(Checked):
     """How the tokens of one request are chosen, and when it stops.
 
     Sequences and mappings are copied into tuples and a dict of plain ints and floats, so the
@@ -154,12 +154,6 @@ class SamplingParams:
         """``stop_token_ids`` as it is stored."""
         return cast("tuple[int, ...]", self.stop_token_ids)
 
-    def _set(self, name: str, value: object) -> None:
-        object.__setattr__(self, name, value)
-
-    def _whole(self, name: str, low: int, high: int | None, hint: str) -> None:
-        self._set(name, integer(name, getattr(self, name), low, high, hint))
-
     def _check_truncation(self) -> None:
         self._whole("n", 1, None, "Ask for at least one sample.")
         self._set(
@@ -195,9 +189,6 @@ class SamplingParams:
         self._whole("mirostat", 0, 2, "0 is off.")
         self._real("mirostat_tau", 1e-3, _HIGHEST_STRENGTH, "Bits; useful values are about 5.")
         self._real("mirostat_eta", 1e-6, 1.0, "Useful values are about 0.1.")
-
-    def _real(self, name: str, low: float, high: float, hint: str) -> None:
-        self._set(name, real(name, getattr(self, name), low, high, hint))
 
     def _check_penalties(self) -> None:
         low = 1 / _HIGHEST_REPETITION

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from penstock.engine import Pin
+from penstock.engine.intake import CHARACTERS_PER_TOKEN
 from penstock.errors import ChatTemplateError, TokenizerError
 from penstock.server.errors import ApiError
 from penstock.server.protocol.chat import Message
@@ -15,8 +16,6 @@ from penstock.server.tools.telling import Telling, without_calls
 from penstock.tokenizer import Tokenizer
 from penstock.tokenizer.tool_calls import ToolCallForm
 
-# A token of more characters than this is possible; a prompt made of nothing else is not a text.
-_CHARACTERS_PER_TOKEN = 128
 # What is read of texts that may be longer than the model takes; a million characters take a second.
 _MOST_CHARACTERS = 1 << 20
 _MOST_MARKS = 4  # of cache_control, as in Anthropic's API
@@ -308,7 +307,7 @@ class Prompts:
 
         least: so many characters are read in any case.
         """
-        most = max(self._max_len * _CHARACTERS_PER_TOKEN, least)
+        most = max(self._max_len * CHARACTERS_PER_TOKEN, least)
         if len(text) > most:
             raise ApiError(
                 400,

@@ -301,7 +301,7 @@ class _EngineCollector(Collector):
                 ),
                 (
                     "penstock:grammar_cache_queries",
-                    "Forms of outputs that were asked for, a sample each.",
+                    "Forms of outputs that were asked for.",
                     stats["grammar_hits"] + stats["grammar_misses"],
                 ),
                 (
