@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -197,6 +198,83 @@ class SchedulerConfig:
             )
 
 
+SpeculativeMethod = Literal["ngram", "suffix", "draft_model", "self"]
+"""Who guesses; `speculate/` has a file for each."""
+
+_SPECULATION = {
+    "ngram": (16, {"prompt_lookup_min", "prompt_lookup_max"}),
+    "suffix": (16, {"suffix_decoding_max_tree_depth", "suffix_decoding_max_cached_tokens"}),
+    "draft_model": (8, {"model", "quantization"}),
+    "self": (6, {"draft_layers"}),
+}
+"""Of each method: the default of num_speculative_tokens, and the options that it alone reads."""
+
+
+@dataclass(frozen=True, slots=True)
+class SpeculativeConfig:
+    """How tokens are guessed ahead; vLLM's names where it has them."""
+
+    method: SpeculativeMethod | None = None  # None: draft_model where a model is given
+    num_speculative_tokens: int | None = None  # the most in a draft; None: the method's own
+    model: str | Path | None = None  # draft_model: of the same vocabulary
+    quantization: str | None = None  # draft_model: of its weights as they are loaded
+    draft_layers: int | None = None  # self: the first so many guess; None: a quarter
+    prompt_lookup_min: int | None = None  # ngram: tokens that must match; None: 2
+    prompt_lookup_max: int | None = None  # ngram: tokens that are looked at; None: 16
+    suffix_decoding_max_tree_depth: int | None = None  # tokens that are looked at; None: 24
+    suffix_decoding_max_cached_tokens: int | None = None  # of past outputs; None: 1,000,000
+    adaptive: bool = True  # drafts are as long as they are predicted to pay, or there are none
+
+    def __post_init__(self) -> None:
+        if self.method is None:
+            if self.model is None:
+                raise ConfigError(
+                    "A speculative_config needs a method: one of "
+                    f"{', '.join(get_args(SpeculativeMethod))}."
+                )
+            object.__setattr__(self, "method", "draft_model")
+        _one_of(self, "method", get_args(SpeculativeMethod))
+        assert self.method is not None  # checked
+        most, own = _SPECULATION[self.method]
+        for name in set().union(*(names for _, names in _SPECULATION.values())) - own:
+            if getattr(self, name) is not None:
+                raise ConfigError(
+                    f"method={self.method!r} has no use for {name}={getattr(self, name)!r}. Leave "
+                    "it out."
+                )
+        if self.method == "draft_model" and not self.model:
+            raise ConfigError("method='draft_model' needs a model: a folder, a hub id or a name.")
+        if self.num_speculative_tokens is None:
+            object.__setattr__(self, "num_speculative_tokens", most)
+        _flags(self, "adaptive")
+        _positive(
+            self,
+            "num_speculative_tokens", "draft_layers", "prompt_lookup_min", "prompt_lookup_max",
+            "suffix_decoding_max_tree_depth", "suffix_decoding_max_cached_tokens",
+        )  # fmt: skip
+        low, high = self.prompt_lookup_min, self.prompt_lookup_max
+        if low is not None and high is not None and low > high:
+            raise ConfigError(f"prompt_lookup_min={low} is above prompt_lookup_max={high}.")
+
+    @classmethod
+    def of(cls, value: object) -> SpeculativeConfig | None:
+        """From what a caller gave: a dictionary, one of these, or None for no speculation."""
+        if value is None or isinstance(value, SpeculativeConfig):
+            return value
+        if not isinstance(value, Mapping):
+            raise ConfigError(
+                f"speculative_config must be a dictionary, not {type(value).__name__}: "
+                '{"method": "ngram"} is one.'
+            )
+        names = [f.name for f in fields(cls)]
+        for name in value:
+            if name not in names:
+                raise ConfigError(
+                    f"{name!r} isn't in a speculative_config.{nearest(str(name), names)}"
+                )
+        return cls(**value)
+
+
 # vLLM's names for what is called otherwise, or sits deeper, here
 _ALIASES = {
     "num_gpu_blocks_override": "num_blocks",
@@ -212,6 +290,7 @@ class EngineConfig:
     model: ModelConfig = field(default_factory=ModelConfig)
     cache: CacheConfig = field(default_factory=CacheConfig)
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
+    speculative: SpeculativeConfig | None = None
     given: frozenset[str] = field(default=frozenset(), compare=False, repr=False)
     """Names of the fields that somebody chose, whatever their value."""
 
@@ -250,17 +329,20 @@ class EngineConfig:
         }
         known = {f.name: part for part, kind in parts.items() for f in fields(kind)}
         chosen: dict[str, dict[str, Any]] = {part: {} for part in parts}
+        speculative = SpeculativeConfig.of(kwargs.pop("speculative_config", None))
         for name, value in kwargs.items():
             real = _ALIASES.get(name, name)
             if real not in known:
                 raise ConfigError(
-                    f"{name!r} isn't an argument of the engine.{nearest(name, [*known, *_ALIASES])}"
+                    f"{name!r} isn't an argument of the engine."
+                    f"{nearest(name, [*known, *_ALIASES, 'speculative_config'])}"
                 )
             if real in chosen[known[real]]:
                 raise ConfigError(f"{name!r} is given twice, once under its other name.")
             chosen[known[real]][real] = value
         config = cls(
             **{part: kind(**chosen[part]) for part, kind in parts.items()},
+            speculative=speculative,
             given=frozenset(name for part in chosen.values() for name in part),
         )
         config.check_together()

@@ -143,6 +143,28 @@ class SequenceSampling:
             self._length += 1
         self._counts[slot] += 1.0
 
+    def fork(self, token_id: int) -> SequenceSampling:
+        """The state after one more token, for a guess at what may come; this one stays as it is.
+
+        Raises RequestError for a token that the constraint forbids.
+        """
+        twin = object.__new__(SequenceSampling)
+        for name in self.__slots__:
+            setattr(twin, name, getattr(self, name))
+        if self.constraint is not None:
+            twin.constraint = self.constraint.fork()
+        if self.dry is not None:
+            twin.dry = self.dry.fork()
+        if self._kept:
+            twin._tail = list(self._tail)
+        if self.has_penalties:
+            twin._tokens, twin._counts = self._tokens.copy(), self._counts.copy()
+            twin._slots = dict(self._slots)
+        if self.text is not None:
+            twin.text = [*self.text, token_id]
+        twin.append(token_id)
+        return twin
+
     def seen(self) -> ProcessorRow:
         """The sequence, as logits processors see it. Raises ValueError without its text."""
         if self.text is None:

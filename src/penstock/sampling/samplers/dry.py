@@ -83,6 +83,13 @@ class DryState:
         self._tokens[n] = token
         self._length = n + 1
 
+    def fork(self) -> DryState:
+        """The same state for another sequence with the same tokens."""
+        twin = object.__new__(DryState)
+        twin._params, twin._breakers, twin._length = self._params, self._breakers, self._length
+        twin._tokens, twin._matches = self._tokens.copy(), self._matches.copy()
+        return twin
+
     def penalties(self) -> tuple[Ids, Values]:
         """What tokens lose now: ids [N], each once, and values [N]."""
         n, params = self._length, self._params

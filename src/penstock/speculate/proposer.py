@@ -1,0 +1,77 @@
+"""Drafts of what may come next, and who makes them.
+
+A draft is a guess: verifying it computes its tokens' logits in one step, and the sampler then says
+what it would have chosen at each place. Up to the first place where that is another token, guess
+and choice are the same, and so are logits, masks, penalties and random numbers. So the output is
+the one that plain decoding gives, token for token, at any temperature; a proposer decides only how
+fast.
+Source: Leviathan, Kalman & Matias 2023, arXiv:2211.17192; Chen et al. 2023, arXiv:2302.01318. Their
+test, accept or draw again, is replaced by the sampler's own draw, with the place's random number.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from penstock.errors import RequestError
+from penstock.sampling import SequenceSampling
+
+
+class Draft:
+    """Tokens that may follow, and the sampler's state before each of them and after the last."""
+
+    __slots__ = ("states", "tokens")
+
+    def __init__(self, sampling: SequenceSampling) -> None:
+        """Of no tokens; sampling: the sequence's own state, which no draft changes."""
+        self.tokens: list[int] = []
+        self.states = [sampling]
+
+    def add(self, token: int) -> bool:
+        """Go on with `token`; False if the sequence couldn't, and then the draft ends before it."""
+        try:
+            after = self.states[-1].fork(token)
+        except RequestError:  # a grammar forbids it
+            return False
+        self.tokens.append(token)
+        self.states.append(after)
+        return True
+
+    def extend(self, tokens: Iterable[int]) -> None:
+        """Go on with as many of `tokens` as the sequence could."""
+        for token in tokens:
+            if not self.add(token):
+                return
+
+    def cut(self, length: int) -> None:
+        """Keep no more than the first `length` tokens."""
+        del self.tokens[length:], self.states[length + 1 :]
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+
+@dataclass(frozen=True, slots=True)
+class Wish:
+    """A sequence whose last token is the only one to be computed, and that wants a draft."""
+
+    key: object  # the same one for the same sequence; compared by identity
+    tokens: list[int]  # all of it so far, not to be changed
+    sampling: SequenceSampling
+    blocks: list[int]  # its own, with room for len(tokens) - 1 + limit tokens
+    limit: int  # of tokens in the draft, at least 1
+
+
+class Proposer(Protocol):
+    """Guesses."""
+
+    name: str
+    """What speculative_config calls it."""
+
+    def propose(self, wishes: Sequence[Wish]) -> list[Draft]:
+        """A draft for each wish, of no tokens where it has no guess."""
+
+    def forget(self, key: object) -> None:
+        """The sequence of that key has ended."""
