@@ -31,9 +31,17 @@ class Appender:
         self.detokenize_s = 0.0  # since its reader set it to 0
 
     def append(
-        self, sequence: Sequence, token: int, logprobs: TokenLogprobs | None, now: float
+        self,
+        sequence: Sequence,
+        token: int,
+        logprobs: TokenLogprobs | None,
+        now: float,
+        *,
+        jump: bool = True,
     ) -> None:
         """A sampled token, and those that must follow it; the next step computes all in one go.
+
+        jump: False where the token after it is known already, with its logits.
 
         Step by step each of those would be the only one that may come: the output is the same.
         There is no jump where every token's logits are needed: for log-probabilities, and for what
@@ -41,8 +49,10 @@ class Appender:
         """
         self._take(sequence, token, logprobs, now)
         constraint = sequence.sampling.constraint
-        if constraint is None or not self._jump_forward or _needs_logits(sequence):
+        jump = jump and self._jump_forward and constraint is not None
+        if not jump or _needs_logits(sequence):
             return
+        assert constraint is not None  # or there would be no jump
         for forced in constraint.forced() if sequence.finish_reason is None else ():
             self._take(sequence, forced, None, now, forced=True)
             self._counts.jumped += 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -27,10 +28,12 @@ class Batch:
 
     step: Step
     size: StepSize
-    sampled: list[Sequence]  # those that get a token, forks included
+    sampled: list[Sequence]  # those that get a token, forks included; again for each drafted one
     logit_rows: list[int]  # the row of each, ascending
     prompt_rows: list[tuple[Sequence, int, int]]  # (sequence, first row, count)
-    drawn: list[Sequence]  # of those sampled, the ones that a token is drawn for
+    drawn: list[Sequence]  # those that a token is drawn for, each once
+    drawn_at: list[int] | None  # the places in `sampled` that are drawn for; None: all
+    rows: list[range]  # of those places, the ones of each of `drawn`: one more than its draft has
     searches: list[Beams]  # what the others belong to, but for shadows
 
 
@@ -125,19 +128,25 @@ class Batcher:
         positions: list[int] = []
         starts, contexts, rows = [0], [], []
         wanted: list[int] = []  # rows of T whose logits are computed
+        drafted = 0
         sampled: list[Sequence] = []
+        drawn: list[Sequence] = []
         logit_rows: list[int] = []
         prompt_rows: list[tuple[Sequence, int, int]] = []
         for sequence, count in parts:
             first = sequence.num_computed
             last = first + count
             tokens += sequence.tokens[first:last]
+            guesses = 0 if sequence.draft is None else len(sequence.draft)
+            if sequence.draft is not None:
+                tokens += sequence.draft.tokens
+            drafted += guesses
             positions += range(first, last)
             at = starts[-1]
             starts.append(at + count)
             contexts.append(last)
             rows.append(sequence.row)
-            ends = last == len(sequence.tokens)
+            ends = last == len(sequence.tokens) + guesses
             if not sequence.num_output and sequence.request.reads_prompt:
                 prompt_rows.append((sequence, len(wanted), count))
                 wanted += range(at, at + count - ends)
@@ -145,9 +154,11 @@ class Batcher:
                 members = [sequence]
                 if sequence.index == 0 and not sequence.num_output:
                     members += [s for s in sequence.request.sequences if s.status is Status.FORKING]
-                sampled += members
-                logit_rows += [len(wanted)] * len(members)
-                wanted.append(at + count - 1)
+                drawn += members
+                for row in range(at + count - 1 - guesses, at + count):
+                    sampled += members
+                    logit_rows += [len(wanted)] * len(members)
+                    wanted.append(row)
         spread = np.array(positions, dtype=np.int32)
         owner = np.array(rows)
         of_token = owner if len(owner) == len(spread) else np.repeat(owner, np.diff(starts))
@@ -164,10 +175,20 @@ class Batcher:
             block_table=block_table,
             sample_at=self._sample_at.fill(wanted),
         )
-        counted = StepSize([count for _, count in parts], contexts, len(wanted))
-        drawn = sampled
-        if any(sequence.mates for sequence in sampled):
-            drawn = [s for s in sampled if s.request.guides is None and s.request.beams is None]
-        searching = {s.request.beams: None for s in sampled if s.request.beams is not None}
-        searches = [beams for beams in searching if beams is not None]
-        return Batch(step, counted, sampled, logit_rows, prompt_rows, drawn, searches)
+        counted = StepSize([count for _, count in parts], contexts, len(wanted), drafted)
+        return Batch(step, counted, sampled, logit_rows, prompt_rows, *_drawing(drawn, sampled))
+
+
+def _drawing(
+    drawn: list[Sequence], sampled: list[Sequence]
+) -> tuple[list[Sequence], list[int] | None, list[range], list[Beams]]:
+    """The last four of a batch, where `drawn` are those of `sampled`, each once."""
+    drawn_at = None
+    if any(sequence.mates for sequence in drawn):
+        drawn = [s for s in drawn if s.request.guides is None and s.request.beams is None]
+        drawing = set(drawn)
+        drawn_at = [row for row, sequence in enumerate(sampled) if sequence in drawing]
+    lengths = [len(sequence.states) for sequence in drawn]
+    rows = [range(end - n, end) for n, end in zip(lengths, accumulate(lengths), strict=True)]
+    searching = {s.request.beams: None for s in sampled if s.request.beams is not None}
+    return drawn, drawn_at, rows, [beams for beams in searching if beams is not None]

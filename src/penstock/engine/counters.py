@@ -4,8 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
+from penstock.cache import NO_PREFIXES
 from penstock.engine.request import Request, Sequence
+
+if TYPE_CHECKING:
+    from penstock.engine.engine import Engine
 
 
 @dataclass(slots=True)
@@ -26,6 +31,34 @@ class TokenCounts:
         if reached > request.num_counted:
             self.prompt += reached - request.num_counted
             request.num_counted = reached
+
+
+def stats_of(engine: Engine) -> dict[str, Any]:
+    """Counters of an engine as it stands."""
+    scheduler, pool = engine.scheduler, engine.pool
+    return {
+        "requests": len(engine.requests),
+        **requests_by_state(
+            len(engine.requests), list(scheduler.running), list(scheduler.swapper.groups)
+        ),
+        "prompt_tokens": engine.token_counts.prompt,
+        "generation_tokens": engine.token_counts.generated,
+        "jumped_tokens": engine.token_counts.jumped,
+        **engine.intake.grammar_stats(),
+        **({} if engine.speculation is None else engine.speculation.stats()),
+        "running": scheduler.num_running,
+        "waiting": scheduler.num_waiting,
+        "swapped": scheduler.num_swapped,
+        "blocks": pool.num_blocks,
+        "used_blocks": pool.num_used,
+        "cached_blocks": pool.num_idle,
+        **(engine.pins.stats() if engine.pins else {"pins": 0, "pinned_blocks": 0}),
+        **(engine.tree.stats() if engine.tree else NO_PREFIXES),
+        **engine.preemption.stats(),
+        "swapped_blocks": engine.swap_space.num_used,
+        "swap_space_blocks": engine.swap_space.num_slots,
+        "steps": engine.ledger.prefill.steps + engine.ledger.decode.steps,
+    }
 
 
 def requests_by_state(

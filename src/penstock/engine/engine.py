@@ -13,12 +13,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from penstock.cache import NO_PREFIXES, PinnablePool, Pins, PrefixTree, SwapSpace
+from penstock.cache import PinnablePool, Pins, PrefixTree, SwapSpace
 from penstock.config import EngineConfig
 from penstock.engine.appender import Appender
 from penstock.engine.batch import Batch, Batcher
 from penstock.engine.beams import Beams, sampling_of
-from penstock.engine.counters import TokenCounts, requests_by_state
+from penstock.engine.counters import TokenCounts, stats_of
 from penstock.engine.guidance import add_shadow, follow, guided
 from penstock.engine.intake import Intake, Start
 from penstock.engine.lockstep import together
@@ -30,6 +30,7 @@ from penstock.engine.pooling import NO_SAMPLES, Pooler, PoolingParams, PoolingRe
 from penstock.engine.preemption import CostPredictor, Preemption
 from penstock.engine.request import Request, Sequence, Status
 from penstock.engine.scheduler import Scheduler
+from penstock.engine.speculation import Speculation
 from penstock.errors import InvalidSamplingError, RequestError
 from penstock.hardware import detect
 from penstock.roofline import CostModel, Ledger, kept_peaks
@@ -87,6 +88,7 @@ class Engine:
             self.preemption,
             clock,
         )
+        self.speculation = Speculation.of(config, runtime, self.scheduler)
         self.mover = Mover(runtime.runner, self.scheduler, self._fail)
         self.batcher = Batcher(
             self.scheduler.table, block_size, limits.max_num_seqs, limits.max_num_batched_tokens
@@ -260,6 +262,8 @@ class Engine:
         self.scheduler.finish(sequence)
         if sequence.shadow is not None:
             self.scheduler.finish(sequence.shadow)
+        if self.speculation is not None:
+            self.speculation.forget(sequence)
         self.batcher.forget()
         request.live -= 1
         if request.finished:
@@ -288,6 +292,8 @@ class Engine:
         self.runtime.runner.check(self)
         self.appender.detokenize_s = 0.0
         marks = [time.perf_counter()]
+        if self.speculation is not None:
+            self.speculation.propose()
         plan = self.scheduler.schedule()
         marks.append(time.perf_counter())
         touched: dict[str, Request] = {}
@@ -296,6 +302,8 @@ class Engine:
         if self.pooler is not None:  # after the copies, whose sources it may be given
             marks = self.pooler.run(plan, touched, marks)
         batch = self._run(plan, touched, marks) if plan.parts else None
+        if self.speculation is not None:
+            self.speculation.settle()
         ended, self._ended = self._ended, []
         touched |= {r.request_id: r for r in ended}
         outputs = [r.output() for r in touched.values() if r.stream or r.finished]
@@ -306,7 +314,12 @@ class Engine:
         """Enter the step in the ledger, unless there was nothing to do or it raised."""
         now = time.perf_counter()
         if batch is not None:
-            record = self.ledger.record(batch.size, (*marks, now), self.appender.detokenize_s)
+            draft_s = 0.0 if self.speculation is None else self.speculation.draft_s
+            record = self.ledger.record(
+                batch.size, (*marks, now), self.appender.detokenize_s, draft_s
+            )
+            if self.speculation is not None:
+                self.speculation.saw_step(record)
             for request in {sequence.request for sequence, _ in plan.parts}:
                 request.metrics.take_part(record)
             self.preemption.saw_step(record, plan.parts)
@@ -341,7 +354,7 @@ class Engine:
         """Batch → forward → sample; changes nothing but the cache and prompt logprobs."""
         batch = self.batcher.build(plan.parts)
         marks.append(time.perf_counter())
-        rows = [sequence.sampling for sequence in batch.drawn]
+        rows = [state for sequence in batch.drawn for state in sequence.states]
         self.sampler.prepare(rows)
         logits = self.runtime.runner.forward(batch.step)
         marks.append(time.perf_counter())
@@ -352,8 +365,8 @@ class Engine:
             logits = logits.index_select(0, torch.tensor(batch.logit_rows, dtype=torch.int64))
         for beams in batch.searches:
             beams.read(batch.sampled, logits)
-        if batch.drawn is not batch.sampled:
-            logits = guided(batch.drawn, batch.sampled, logits)
+        if batch.drawn_at is not None:
+            logits = guided(batch.sampled, batch.drawn_at, logits)
         sampled = self.sampler(logits, rows)
         marks.append(time.perf_counter())
         return batch, sampled
@@ -383,8 +396,7 @@ class Engine:
         """Give each sequence its token, and end what ends with it."""
         now = self.clock()
         for sequence, count in parts:
-            if self.scheduler.computed(sequence, count):
-                self.batcher.forget()
+            self._computed(sequence, count - len(sequence.states) + 1)
             if sequence.num_computed <= sequence.num_prompt:
                 self._prompt_computed(sequence, count)
         for sequence in batch.sampled:
@@ -394,19 +406,39 @@ class Engine:
             touched[beams.request.request_id] = beams.request
             if beams.request.error is None:
                 self._search_on(beams, now)
-        for row, sequence in enumerate(batch.drawn):
-            request = sequence.request
-            touched[request.request_id] = request
+        for sequence, rows in zip(batch.drawn, batch.rows, strict=True):
+            touched[sequence.request.request_id] = sequence.request
             if sequence.status is not Status.RUNNING:
                 continue  # another sample of its request failed in this step
-            if row in sampled.errors:
-                self._fail(request, RequestError(sampled.errors[row]))
-                continue
             try:
-                self.appender.append(sequence, sampled.token_ids[row], sampled.logprobs[row], now)
-                follow(sequence)
+                self._append(sequence, rows, sampled, now)
             except Exception as error:  # its own fault, whatever it is: the others go on
-                self._fail(request, error)
+                self._fail(sequence.request, error)
+
+    def _computed(self, sequence: Sequence, count: int) -> None:
+        if self.scheduler.computed(sequence, count):
+            self.batcher.forget()
+
+    def _append(self, sequence: Sequence, rows: range, sampled: Sampled, now: float) -> None:
+        """Give a sequence the tokens of its rows, as long as they were guessed right before.
+
+        Raises RequestError where the sampler found none.
+        """
+        draft, sequence.draft = sequence.draft, None
+        last = rows.start
+        if draft is not None:
+            assert self.speculation is not None  # whose draft it is
+            last += self.speculation.right(draft, sampled.token_ids[rows.start : rows.stop])
+        for row in range(rows.start, last + 1):
+            if row in sampled.errors:
+                raise RequestError(sampled.errors[row])
+            token, logprobs = sampled.token_ids[row], sampled.logprobs[row]
+            self.appender.append(sequence, token, logprobs, now, jump=row == last)
+            if sequence.finish_reason is not None:
+                return
+            if row < last:  # the step has computed it, too
+                self._computed(sequence, 1)
+        follow(sequence)
 
     def _search_on(self, beams: Beams, now: float) -> None:
         """Let a request's beams go on, or end with them."""
@@ -436,30 +468,7 @@ class Engine:
 
     def stats(self) -> dict[str, Any]:
         """Counters of the engine as it stands."""
-        return {
-            "requests": len(self.requests),
-            **requests_by_state(
-                len(self.requests),
-                list(self.scheduler.running),
-                list(self.scheduler.swapper.groups),
-            ),
-            "prompt_tokens": self.token_counts.prompt,
-            "generation_tokens": self.token_counts.generated,
-            "jumped_tokens": self.token_counts.jumped,
-            **self.intake.grammar_stats(),
-            "running": self.scheduler.num_running,
-            "waiting": self.scheduler.num_waiting,
-            "swapped": self.scheduler.num_swapped,
-            "blocks": self.pool.num_blocks,
-            "used_blocks": self.pool.num_used,
-            "cached_blocks": self.pool.num_idle,
-            **(self.pins.stats() if self.pins else {"pins": 0, "pinned_blocks": 0}),
-            **(self.tree.stats() if self.tree else NO_PREFIXES),
-            **self.preemption.stats(),
-            "swapped_blocks": self.swap_space.num_used,
-            "swap_space_blocks": self.swap_space.num_slots,
-            "steps": self.ledger.prefill.steps + self.ledger.decode.steps,
-        }
+        return stats_of(self)
 
     @property
     def preemption_log(self) -> deque[PreemptionRecord]:

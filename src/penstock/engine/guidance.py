@@ -45,14 +45,15 @@ def add_shadow(request: Request, negative: list[int], intake: Intake) -> Request
     return shadow
 
 
-def guided(drawn: Seq[Sequence], sampled: Seq[Sequence], logits: Tensor) -> Tensor:
-    """The logits [R, V] that tokens of `drawn` are drawn from: shadows have gone into theirs.
+def guided(sampled: Seq[Sequence], drawn: Seq[int], logits: Tensor) -> Tensor:
+    """The logits [R, V] that tokens are drawn from: shadows have gone into theirs.
 
-    logits [S, V] float32 belong to `sampled`, in their order.
+    logits [S, V] float32 belong to `sampled`, in their order; drawn: which of them are drawn from.
     """
     place = {sequence: row for row, sequence in enumerate(sampled)}
-    found = logits[[place[sequence] for sequence in drawn]]
-    for row, sequence in enumerate(drawn):
+    found = logits[drawn]
+    for row, at in enumerate(drawn):
+        sequence = sampled[at]
         if sequence.shadow is None:
             continue
         scale = sequence.request.params.guidance_scale

@@ -15,6 +15,7 @@ from penstock.engine.outputs import (
     RequestOutput,
 )
 from penstock.sampling import SamplingParams, SequenceSampling, TokenLogprobs
+from penstock.speculate import Draft
 from penstock.tokenizer import IncrementalDetokenizer
 
 if TYPE_CHECKING:
@@ -49,6 +50,7 @@ class Sequence:
     overdue: bool = False  # has waited so long that it goes first
     mates: list[Sequence] = field(default_factory=list)  # to be sampled together; itself included
     shadow: Sequence | None = None  # that guides it
+    draft: Draft | None = None  # what may follow, to be verified in the next step
     preempted: PreemptionRecord | None = None  # the last time, until what it cost is known
     logprobs: list[TokenLogprobs] | None = None
     cumulative_logprob: float = 0.0
@@ -74,6 +76,14 @@ class Sequence:
         shadow = 0 if self.shadow is None else self.shadow.num_prompt + self.num_output
         return max(len(self.tokens), shadow)
 
+    def shorten_draft(self, most: int) -> int:
+        """Keep so many tokens of its draft at most; how many it has then."""
+        if self.draft is not None:
+            self.draft.settle(min(most, len(self.draft)))
+            if not self.draft.tokens:
+                self.draft = None
+        return len(self.states) - 1
+
     @property
     def remaining(self) -> int:
         """Tokens that still have to be computed before the next can be sampled."""
@@ -84,6 +94,11 @@ class Sequence:
         """Whether all that is left to compute is the last token that was sampled."""
         length = len(self.tokens)
         return length > self.num_prompt and length == self.num_computed + 1
+
+    @property
+    def states(self) -> list[SequenceSampling]:
+        """What it is sampled by: its own state, and those after each token of its draft."""
+        return [self.sampling] if self.draft is None else self.draft.states
 
     @property
     def reads_prompt(self) -> bool:

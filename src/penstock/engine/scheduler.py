@@ -24,6 +24,7 @@ from penstock.engine.policy import check_options, policy_of
 from penstock.engine.preemption import Preemption
 from penstock.engine.refusals import Refusals
 from penstock.engine.request import Request, Sequence, Status
+from penstock.engine.reservations import Reservations
 from penstock.engine.sharing import awaits
 from penstock.engine.swapping import Swapper
 from penstock.engine.waiting import Entry, WaitingQueue
@@ -63,6 +64,7 @@ class Scheduler:
         width = -(-max_model_len // block_size)
         self.table = np.zeros((config.max_num_seqs, width), dtype=np.int32)
         self.forks = Forks(pool, self.table, self.running)
+        self.reservations = Reservations(pool, self.table, block_size, self.running, self.waiting)
         self._free_rows = list(range(config.max_num_seqs - 1, -1, -1))
         self._kept_rows = 0  # of the free ones: for those that are set aside in this step
 
@@ -125,10 +127,15 @@ class Scheduler:
         self.waiting.age(self.clock())
         limit = self.config.max_num_batched_tokens
         preempted = self.num_preemptions
+        spare = limit - len(self.running)  # for drafts
         for sequence in self._by_phase():
             if sequence.status is not Status.RUNNING:
                 continue  # gave way to one before it
             count = self._share(sequence, limit - plan.num_tokens)
+            if sequence.draft is not None:
+                whole = count == sequence.remaining  # or it isn't sampled
+                spare -= sequence.shorten_draft(spare if whole else 0)
+                count += len(sequence.states) - 1
             if count and self._make_room(sequence, count, plan):
                 plan.take(sequence, count)
         if self.num_preemptions == preempted:
@@ -405,14 +412,14 @@ class Scheduler:
         if self.tree is None:
             return self.pool.num_blocks  # nothing is found again
         others = [s for s in {*self.running, asker} if s not in leaving]
-        steps = min(map(self._tokens_left, others), default=0)
+        steps = min(map(self.tokens_left, others), default=0)
         grown = sum(
             max(self._blocks_for(len(s.tokens) + steps - 1) - len(s.blocks), 0) for s in others
         )
         open_blocks = sum(len(s.blocks) - len(s.nodes) for s in leaving)  # not in the tree: free
         return max(grown - open_blocks - self.pool.num_available, 0)
 
-    def _tokens_left(self, sequence: Sequence) -> int:
+    def tokens_left(self, sequence: Sequence) -> int:
         """How many tokens a sequence may still be given."""
         room, limit = self.max_model_len - len(sequence.tokens), sequence.request.params.max_tokens
         return room if limit is None else min(limit - sequence.num_output, room)
@@ -460,6 +467,7 @@ class Scheduler:
     def _let_go(self, sequence: Sequence) -> None:
         self.pool.release(reversed(sequence.blocks))
         sequence.blocks, sequence.nodes, sequence.num_computed = [], [], 0
+        sequence.draft = None
         if sequence.row >= 0:
             self._free_rows.append(sequence.row)
             sequence.row = -1

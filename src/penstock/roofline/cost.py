@@ -57,6 +57,7 @@ class StepSize:
     queries: Sequence[int]  # new tokens of each sequence, at least one
     contexts: Sequence[int]  # tokens each sees, the new ones included
     sampled: int  # rows of logits
+    drafted: int = 0  # of the new tokens, those that are guesses
     tokens: int = field(init=False)
 
     def __post_init__(self) -> None:
@@ -73,7 +74,7 @@ class StepSize:
     @property
     def is_prefill(self) -> bool:
         """Whether any sequence had more than its last token computed."""
-        return self.tokens > len(self.contexts) or 1 in self.contexts
+        return self.tokens - self.drafted > len(self.contexts) or 1 in self.contexts
 
 
 @dataclass(slots=True)

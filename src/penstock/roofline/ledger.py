@@ -14,9 +14,9 @@ from penstock.hardware import Peaks
 from penstock.roofline.cost import Cost, CostModel, StepSize
 from penstock.roofline.floor import Bound, Floor, floor_of
 
-CAUSES = ("schedule", "batch", "sample", "detokenize", "output", "wait")
-"""Where time goes outside of the forward pass. `output` appends, checks for the end and hands out;
-`wait` lies between two steps while there are requests."""
+CAUSES = ("draft", "schedule", "batch", "sample", "detokenize", "output", "wait")
+"""Where time goes outside of the forward pass. `draft` guesses tokens; `output` appends,
+checks for the end and hands out; `wait` lies between two steps while there are requests."""
 
 
 @dataclass(slots=True)
@@ -25,6 +25,7 @@ class StepRecord:
 
     start: float  # time.perf_counter()
     seconds: float
+    draft_s: float
     schedule_s: float
     batch_s: float
     forward_s: float
@@ -55,6 +56,7 @@ class Totals:
     sequences: int = 0
     tokens: int = 0  # computed
     seconds: float = 0.0
+    draft_s: float = 0.0
     schedule_s: float = 0.0
     batch_s: float = 0.0
     forward_s: float = 0.0
@@ -75,6 +77,7 @@ class Totals:
         self.sequences += len(record.size.queries)
         self.tokens += record.size.tokens
         self.seconds += record.seconds
+        self.draft_s += record.draft_s
         self.schedule_s += record.schedule_s
         self.batch_s += record.batch_s
         self.forward_s += record.forward_s
@@ -160,10 +163,14 @@ class Ledger:
             self._waiting_since = now
 
     def record(
-        self, size: StepSize, marks: Sequence[float], detokenize_s: float = 0.0
+        self,
+        size: StepSize,
+        marks: Sequence[float],
+        detokenize_s: float = 0.0,
+        draft_s: float = 0.0,
     ) -> StepRecord:
-        """Count a step; `marks`: its start and the ends of its five parts, the last of which
-        includes `detokenize_s`.
+        """Count a step; `marks`: its start and the ends of its five parts, the first of which
+        includes `draft_s` and the last `detokenize_s`.
         """
         start, scheduled, built, computed, sampled, end = marks
         since = start if self._waiting_since is None else self._waiting_since
@@ -171,7 +178,8 @@ class Ledger:
         record = StepRecord(
             start=start,
             seconds=end - start,
-            schedule_s=scheduled - start,
+            draft_s=draft_s,
+            schedule_s=scheduled - start - draft_s,
             batch_s=built - scheduled,
             forward_s=computed - built,
             sample_s=sampled - computed,

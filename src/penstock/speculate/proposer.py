@@ -27,7 +27,7 @@ class Draft:
     def __init__(self, sampling: SequenceSampling) -> None:
         """Of no tokens; sampling: the sequence's own state, which no draft changes."""
         self.tokens: list[int] = []
-        self.states = [sampling]
+        self.states = [sampling]  # those after tokens that `extend` brought come with `settle`
 
     def add(self, token: int) -> bool:
         """Go on with `token`; False if the sequence couldn't, and then the draft ends before it."""
@@ -40,14 +40,16 @@ class Draft:
         return True
 
     def extend(self, tokens: Iterable[int]) -> None:
-        """Go on with as many of `tokens` as the sequence could."""
+        """Go on with `tokens`, though the sequence mayn't: `settle` will see."""
+        self.tokens += tokens
+
+    def settle(self, length: int) -> None:
+        """Keep the first `length` tokens, or as many of them as the sequence could go on with."""
+        tokens = self.tokens[len(self.states) - 1 : length]
+        del self.tokens[min(len(self.states) - 1, length) :], self.states[length + 1 :]
         for token in tokens:
             if not self.add(token):
                 return
-
-    def cut(self, length: int) -> None:
-        """Keep no more than the first `length` tokens."""
-        del self.tokens[length:], self.states[length + 1 :]
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -69,6 +71,9 @@ class Proposer(Protocol):
 
     name: str
     """What speculative_config calls it."""
+
+    by_passes: bool
+    """Whether each token of a draft takes a pass of a model; else a draft costs next to nothing."""
 
     def propose(self, wishes: Sequence[Wish]) -> list[Draft]:
         """A draft for each wish, of no tokens where it has no guess."""

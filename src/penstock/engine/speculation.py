@@ -1,0 +1,154 @@
+"""Speculation in the engine: who gets a draft, what becomes of it, and what it leaves behind.
+
+Two points of a step. Before scheduling, `propose` gives sequences drafts; a scheduled one brings
+1 + len(draft) tokens, and the sampler draws one for each of those rows. After it, `right` says how
+many guesses were drawn as well: these the sequence goes on with, and the token drawn after them.
+What the others have left in the cache is written again before anything reads it, and blocks
+that hold nothing else are given back.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterable
+from collections.abc import Sequence as Seq
+from typing import Any
+
+from penstock.config import EngineConfig
+from penstock.engine.proposers import proposer_of
+from penstock.engine.request import Sequence
+from penstock.engine.scheduler import Scheduler
+from penstock.roofline import StepRecord
+from penstock.runtime import Runtime
+from penstock.speculate import Controller, Draft, DraftCounts, Proposer, Record, Wish
+
+logger = logging.getLogger("penstock")
+
+
+class Speculation:
+    """One engine's guesses."""
+
+    def __init__(self, proposer: Proposer, controller: Controller, scheduler: Scheduler) -> None:
+        self.proposer = proposer
+        self.controller = controller
+        self.counts = DraftCounts()
+        self.broken: Exception | None = None  # why there are no guesses any more
+        self.draft_s = 0.0  # what guessing took in this step
+        self._scheduler = scheduler
+        self._records: dict[Sequence, Record] = {}
+        # of this step, whether verified or not: from which place on, and what
+        self._guesses: dict[Sequence, tuple[int, list[int]]] = {}
+        self._reserved: list[Sequence] = []
+
+    @classmethod
+    def of(cls, config: EngineConfig, runtime: Runtime, scheduler: Scheduler) -> Speculation | None:
+        """What a configuration asks for; None where it doesn't."""
+        asked = config.speculative
+        if asked is None:
+            return None
+        proposer = proposer_of(asked, runtime)
+        most = asked.num_speculative_tokens
+        assert most is not None  # the configuration has filled it in
+        controller = Controller(most, adaptive=asked.adaptive, by_passes=proposer.by_passes)
+        return cls(proposer, controller, scheduler)
+
+    def stats(self) -> dict[str, Any]:
+        """Counters, under the names that the engine's have."""
+        counts = self.counts
+        return {
+            "spec_decode_num_drafts": counts.drafts,
+            "spec_decode_num_draft_tokens": counts.draft_tokens,
+            "spec_decode_num_accepted_tokens": counts.accepted_tokens,
+            "spec_decode_num_accepted_tokens_per_pos": list(counts.accepted_at),
+            "spec_decode_on": self.broken is None and self.controller.is_on,
+        }
+
+    # ── before scheduling ────────────────────────────────────────────────────────────────────
+
+    def propose(self) -> None:
+        """Give drafts to sequences that decode."""
+        self.draft_s = 0.0
+        if self.broken is not None:
+            return
+        start = time.perf_counter()
+        decoding = [s for s in self._scheduler.running if s.is_decoding]
+        if decoding and self.controller.may_guess(len(decoding)):
+            try:
+                self._propose(decoding, start)
+            except Exception as error:  # guesses may fail, but not the requests
+                logger.exception("Speculation has failed and is off from here on.")
+                self.broken = error
+                for sequence in decoding:
+                    sequence.draft = None
+        self.draft_s = time.perf_counter() - start
+
+    def _propose(self, decoding: list[Sequence], start: float) -> None:
+        room = {s: most for s in decoding if (most := self._room(s)) > 0}
+        self._reserved = list(room)
+        control, batch = self.controller, len(decoding)
+        if room and control.by_passes:
+            wanted = control.choose(batch, self._records_of(room), list(room.values()))
+            room = dict(zip(room, wanted, strict=True))
+        wishes = {s: Wish(s, s.tokens, s.sampling, s.blocks, n) for s, n in room.items() if n}
+        if not wishes:
+            return
+        drafts = self.proposer.propose(list(wishes.values()))
+        found = {s: draft for s, draft in zip(wishes, drafts, strict=True) if draft.tokens}
+        passes = max(wish.limit for wish in wishes.values())
+        control.saw_drafting(passes, time.perf_counter() - start)
+        if not found:
+            return
+        self._guesses = {s: (len(s.tokens), list(d.tokens)) for s, d in found.items()}
+        lengths = [len(draft) for draft in found.values()]
+        if not control.by_passes:
+            lengths = control.choose(batch, self._records_of(found), lengths)
+        for (sequence, draft), length in zip(found.items(), lengths, strict=True):
+            sequence.draft = draft
+            sequence.shorten_draft(length)
+
+    def _room(self, sequence: Sequence) -> int:
+        """How many tokens its draft may have; their places in the cache are reserved."""
+        params = sequence.request.params
+        if sequence.mates or params.mirostat:  # whose next token depends on more than the tokens
+            return 0
+        most = min(self._scheduler.tokens_left(sequence) - 1, self.controller.most)
+        return self._scheduler.reservations.reserve(sequence, most) if most > 0 else 0
+
+    def _records_of(self, sequences: Iterable[Sequence]) -> list[Record]:
+        return [self._records.setdefault(s, Record()) for s in sequences]
+
+    # ── after sampling ───────────────────────────────────────────────────────────────────────
+
+    def right(self, draft: Draft, drawn: Seq[int]) -> int:
+        """How many tokens of a draft are what was drawn for their rows."""
+        right = 0
+        while right < len(draft) and draft.tokens[right] == drawn[right]:
+            right += 1
+        self.counts.count(len(draft), right)
+        return right
+
+    def settle(self) -> None:
+        """Compare what was guessed with what has come, and give back what was reserved."""
+        for sequence, (start, guess) in self._guesses.items():
+            came = sequence.tokens[start:]
+            tested = min(len(guess), len(came))
+            right = next((i for i in range(tested) if guess[i] != came[i]), tested)
+            record = self._records.get(sequence) or Record()  # of one that has ended
+            self.controller.saw_guess(record, right, min(right + 1, tested))
+        self._guesses.clear()
+        for sequence in self._reserved:
+            self._scheduler.reservations.trim(sequence)
+        self._reserved = []
+
+    def saw_step(self, record: StepRecord) -> None:
+        """Learn from a step's time."""
+        size = record.size
+        if not size.is_prefill:
+            seconds = record.seconds - record.draft_s
+            self.controller.saw_step(len(size.contexts), size.drafted, seconds)
+
+    def forget(self, sequence: Sequence) -> None:
+        """It has ended."""
+        self._records.pop(sequence, None)
+        self.proposer.forget(sequence)

@@ -1,0 +1,204 @@
+"""How long drafts should be: as long as they are predicted to pay.
+
+A step of B sequences whose drafts hold n tokens in all gives B + Σ P(the first j of draft i are
+right) tokens, and takes t(B, n) seconds, and drafting's. Both are measured: how often a guess was
+what came, and what steps took. `Controller.choose` takes the guesses in the order of what they
+promise, as many as make tokens per second the most; none, where none makes them more than a plain
+step does. Then only so much is guessed that it costs a hundredth of the time, to see whether it
+would pay again; where guesses cost nothing but their verification, they are compared with what
+comes without one.
+Source: Leviathan, Kalman & Matias 2023, arXiv:2211.17192, section 3.4, for one sequence and one
+rate; the gain of each further token against its cost: Liu et al. 2024, arXiv:2406.14066.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+
+Floats = npt.NDArray[np.float64]
+
+FIRST, LATER = 0.6, 0.8
+"""How often guesses are right before any was seen: a draft's first token, each one after it."""
+
+MEMORY = 0.9
+"""Of what was seen before, after each further draft of a sequence."""
+
+LONG_MEMORY = 0.995
+"""The same of all sequences together."""
+
+TRUST = 4.0
+"""Guesses' worth of trust in what all sequences showed, against one sequence's own."""
+
+MARGIN = 1.02
+"""Speculation must be predicted to be faster than plain steps by this factor."""
+
+BUDGET = 0.01
+"""The share of the time that may be spent on finding out whether speculation would pay."""
+
+PLAIN_STEPS = 3
+"""Plain steps that are measured before the first draft, at each size of batch."""
+
+ASSUMED_SLOPE = 0.03
+"""What a draft's token adds to a step, as a share of it, until two lengths were measured."""
+
+
+@dataclass(slots=True)
+class Rate:
+    """How often something was so, the past weighing less and less."""
+
+    hits: float = 0.0
+    trials: float = 0.0
+
+    def see(self, hits: int, trials: int, memory: float) -> None:
+        self.hits = self.hits * memory + hits
+        self.trials = self.trials * memory + trials
+
+    def after(self, prior: float, weight: float) -> float:
+        """The rate, where before anything was seen it was `prior`, as if seen `weight` times."""
+        return (self.hits + prior * weight) / (self.trials + weight)
+
+
+@dataclass(slots=True)
+class Record:
+    """What became of guesses: a draft's first tokens, and later ones whose elder was right."""
+
+    first: Rate = field(default_factory=Rate)
+    later: Rate = field(default_factory=Rate)
+
+    def see(self, right: int, tested: int, memory: float) -> None:
+        """Of a draft, the first `tested` tokens were tested, of which the first `right` came."""
+        if not tested:
+            return
+        self.first.see(min(right, 1), 1, memory)
+        if right:
+            tried = min(right + 1, tested) - 1
+            self.later.see(right - 1, tried, memory)
+
+
+class StepTimes:
+    """Seconds of decoding steps, by the number of sequences and of drafts' tokens."""
+
+    def __init__(self) -> None:
+        self._seen: dict[int, dict[int, list[float]]] = {}  # batch → tokens → [seconds, count]
+
+    def see(self, batch: int, drafted: int, seconds: float) -> None:
+        """A step took so long; one that was held up counts as half as long again at most."""
+        known = self._seen.setdefault(_class_of(batch), {})
+        entry = known.setdefault(drafted, [seconds, 0.0])
+        bounded = min(max(seconds, 0.5 * entry[0]), 1.5 * entry[0])
+        entry[1] += 1.0
+        entry[0] += max(0.1, 1.0 / entry[1]) * (bounded - entry[0])
+
+    def plain_steps(self, batch: int) -> int:
+        """How many steps without drafts were seen."""
+        return int(self._seen.get(_class_of(batch), {}).get(0, (0.0, 0.0))[1])
+
+    def seconds(self, batch: int, most: int) -> Floats:
+        """Predicted for 0 … `most` tokens in drafts, [most + 1]; never less for more of them."""
+        known = self._seen[_class_of(batch)]
+        at = sorted(known)
+        times: Floats = np.maximum.accumulate([known[n][0] for n in at])
+        if len(at) > 1:
+            slope = (times[-1] - times[0]) / (at[-1] - at[0])
+        else:
+            slope = ASSUMED_SLOPE * times[0]
+        wanted = np.arange(most + 1)
+        found: Floats = np.interp(wanted, at, times)
+        found += slope * np.maximum(wanted - at[-1], 0)
+        return found
+
+
+def _class_of(batch: int) -> int:
+    """Batches that are taken for alike."""
+    return batch if batch <= 4 else 4 + (batch - 1).bit_length()
+
+
+class Controller:
+    """Decides how many of the guesses are verified, or made at all."""
+
+    def __init__(self, most: int, *, adaptive: bool, by_passes: bool) -> None:
+        """most: tokens in a draft; by_passes: whether each of them takes a pass of a model."""
+        self.most = most
+        self.adaptive = adaptive
+        self.by_passes = by_passes
+        self.times = StepTimes()
+        self.overall = Record()
+        self.pass_s = 0.0  # one token of a draft, or, without passes, all of them
+        self._budget_s = 0.0
+        self.is_on = True  # whether the last choice had drafts
+
+    # ── before a step ────────────────────────────────────────────────────────────────────────
+
+    def may_guess(self, batch: int) -> bool:
+        """Whether to guess at all, before a step of `batch` sequences."""
+        if not self.adaptive:
+            return True
+        if self.times.plain_steps(batch) < PLAIN_STEPS:
+            return False
+        return self.is_on or self.pass_s <= self._budget_s
+
+    def choose(self, batch: int, records: Sequence[Record], room: Sequence[int]) -> list[int]:
+        """How long the draft of each of some sequences should be, up to its `room`.
+
+        batch: the sequences of the step, those included.
+        """
+        room = [min(most, self.most) for most in room]
+        if not self.adaptive:
+            return room
+        depth = np.arange(1, max(room) + 1)
+        first, later = self._rates(records)
+        gains = first[:, None] * later[:, None] ** (depth - 1)
+        gains[depth > np.array(room)[:, None]] = 0.0
+        order = np.argsort(-gains, axis=None, kind="stable")
+        order = order[: np.count_nonzero(gains)]
+        promised = np.concatenate(([0.0], np.cumsum(gains.ravel()[order])))
+        seconds = self.times.seconds(batch, len(order))
+        if self.by_passes:
+            passes = np.maximum.accumulate(order % len(depth) + 1) if len(order) else order
+            seconds[1:] += self.pass_s * passes
+        speed = (batch + promised) / seconds
+        best = int(np.argmax(speed))
+        self.is_on = bool(speed[best] > MARGIN * speed[0])
+        if not self.is_on:
+            best = self._probe(order, seconds) if self.by_passes else 0
+        rows = order[:best] // len(depth)
+        lengths: list[int] = np.bincount(rows, minlength=len(room)).tolist()
+        return lengths
+
+    def _rates(self, records: Sequence[Record]) -> tuple[Floats, Floats]:
+        first = self.overall.first.after(FIRST, TRUST)
+        later = self.overall.later.after(LATER, TRUST)
+        return (
+            np.array([record.first.after(first, TRUST) for record in records]),
+            np.array([record.later.after(later, TRUST) for record in records]),
+        )
+
+    def _probe(self, order: npt.NDArray[np.int64], seconds: Floats) -> int:
+        """How many guesses to make though they won't pay: one, once in a while."""
+        if not len(order) or seconds[1] - seconds[0] > self._budget_s:
+            return 0
+        self._budget_s -= float(seconds[1] - seconds[0])
+        return 1
+
+    # ── after it ─────────────────────────────────────────────────────────────────────────────
+
+    def saw_step(self, batch: int, drafted: int, seconds: float) -> None:
+        """A decoding step took `seconds`, drafting apart."""
+        self.times.see(batch, drafted, seconds)
+        self._budget_s = min(self._budget_s + BUDGET * seconds, 1.0)
+
+    def saw_drafting(self, passes: int, seconds: float) -> None:
+        """Drafts of up to so many tokens took `seconds`."""
+        each = seconds / max(passes, 1) if self.by_passes else seconds
+        self.pass_s += 0.2 * (each - self.pass_s) if self.pass_s else each
+        if not self.is_on and not self.by_passes:
+            self._budget_s = max(self._budget_s - seconds, 0.0)
+
+    def saw_guess(self, record: Record, right: int, tested: int) -> None:
+        """Of a sequence's draft, `tested` tokens were tested and the first `right` of them came."""
+        record.see(right, tested, MEMORY)
+        self.overall.see(right, tested, LONG_MEMORY)

@@ -1,0 +1,34 @@
+"""What became of drafts, in numbers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+
+@dataclass(slots=True)
+class DraftCounts:
+    """Drafts that were verified; vLLM's terms."""
+
+    drafts: int = 0
+    draft_tokens: int = 0
+    accepted_tokens: int = 0
+    accepted_at: list[int] = field(default_factory=list)  # by place in the draft
+
+    def count(self, drafted: int, accepted: int) -> None:
+        """A draft of so many tokens, of which so many were right."""
+        self.drafts += 1
+        self.draft_tokens += drafted
+        self.accepted_tokens += accepted
+        self.accepted_at += [0] * (drafted - len(self.accepted_at))
+        for place in range(accepted):
+            self.accepted_at[place] += 1
+
+    @property
+    def acceptance_rate(self) -> float | None:
+        """Of drafts' tokens, the share that was right; None before there was one."""
+        return self.accepted_tokens / self.draft_tokens if self.draft_tokens else None
+
+    @property
+    def mean_acceptance_length(self) -> float | None:
+        """Tokens that a verified draft came to, the one after it included."""
+        return 1 + self.accepted_tokens / self.drafts if self.drafts else None
