@@ -48,9 +48,10 @@ class Recorder:
 
     def __call__(self, logits: Tensor, rows: list[SequenceSampling]) -> Sampled:
         owners = {
-            id(s.sampling): (name, s.index)
+            id(state): (name, s.index)
             for name, request in self.engine.requests.items()
             for s in request.sequences
+            for state in s.states
         }
         for row, state in zip(logits, rows, strict=True):
             assert row.isfinite().all()

@@ -25,6 +25,7 @@ from penstock.engine import Engine, RequestOutput
 from penstock.engine.batch import Batch, Batcher
 from penstock.engine.request import Status
 from penstock.engine.scheduler import Part, Plan
+from penstock.engine.waiting import Entry
 from penstock.models.load import LoadedModel
 from penstock.models.spec import ModelSpec
 from penstock.nn import AttentionSpec, DecoderSpec, LayerSpec, MlpSpec, NormSpec
@@ -202,7 +203,7 @@ def check(engine: Engine, plan: Plan | None = None) -> None:
     unborn = [s for s in by_status[Status.WAITING] if not any(s is other for other in queued)]
     assert all(s.index > 0 and not s.num_output for s in unborn)  # samples of a queued request
     for s in sequences:
-        _check_sequence(engine, s, any(s is one for one in back))
+        _check_sequence(engine, s, any(s is one for one in back), plan is not None)
     if engine.tree is not None:
         _check_tree(engine)
 
@@ -221,7 +222,7 @@ def _check_swapped(
     assert len(leaders) == len(groups)
 
 
-def _check_sequence(engine: Engine, s: Any, back: bool) -> None:
+def _check_sequence(engine: Engine, s: Any, back: bool, planned: bool) -> None:
     size = engine.scheduler.block_size
     if s.status is Status.SWAPPED:
         assert not s.blocks and not s.nodes and s.row < 0
@@ -235,6 +236,8 @@ def _check_sequence(engine: Engine, s: Any, back: bool) -> None:
     assert 0 < len(s.tokens) <= engine.max_model_len
     assert 0 <= s.num_computed < len(s.tokens)
     assert len(s.blocks) * size >= s.num_computed
+    if not planned:
+        assert s.draft is None and len(s.blocks) == -(-s.num_computed // size)
     assert engine.scheduler.table[s.row, : len(s.blocks)].tolist() == s.blocks
     if engine.tree is not None:
         full = s.num_computed // size
@@ -276,7 +279,13 @@ def watch(engine: Engine) -> None:
     """Check every plan of this engine's scheduler, and every batch made of one."""
     _watch_batches(engine)
     scheduler = engine.scheduler
-    schedule = scheduler.schedule
+    schedule, set_aside = scheduler.schedule, scheduler.waiting.set_aside
+    overtaken = False  # somebody waited for another's prefix, and others went first
+
+    def noted() -> Entry:
+        nonlocal overtaken
+        overtaken = True
+        return set_aside()
 
     def checked() -> Plan:
         had = bool(scheduler.running or scheduler.waiting)
@@ -291,8 +300,10 @@ def watch(engine: Engine) -> None:
         targets = [target for _, target in plan.copies]
         assert len(set(targets)) == len(targets)
         for s, n in plan.parts:
-            assert s.status is Status.RUNNING and 0 < n <= s.remaining
-            assert n == s.remaining or config.enable_chunked_prefill or s.num_output
+            guesses = 0 if s.draft is None else len(s.draft)
+            assert s.status is Status.RUNNING and 0 < n <= s.remaining + guesses
+            assert guesses == 0 or n == s.remaining + guesses
+            assert n >= s.remaining or config.enable_chunked_prefill or s.num_output
             written = range(s.num_computed // size, (s.num_computed + n - 1) // size + 1)
             assert all(engine.pool.count(s.blocks[i]) == 1 for i in written)
         decoding = [
@@ -304,7 +315,7 @@ def watch(engine: Engine) -> None:
             for gone in set(scheduler.waiting) - queued:
                 last = max(rank(s) for s in gone.request.sequences if s.status is gone.status)
                 assert all(rank(s) < last for s in scheduler.running)
-            if config.policy == "fcfs":
+            if config.policy == "fcfs" and not overtaken:
                 assert max(s.order for s in scheduler.running) < min(
                     s.order for s in scheduler.waiting
                 )
@@ -312,6 +323,7 @@ def watch(engine: Engine) -> None:
         return plan
 
     scheduler.schedule = checked  # type: ignore[method-assign]
+    scheduler.waiting.set_aside = noted  # type: ignore[method-assign]
 
 
 def _watch_batches(engine: Engine) -> None:
@@ -329,6 +341,7 @@ def _watch_batches(engine: Engine) -> None:
         for one in fields(Step):
             assert torch.equal(getattr(batch.step, one.name), getattr(anew.step, one.name))
         assert (batch.sampled, batch.logit_rows) == (anew.sampled, anew.logit_rows)
+        assert (batch.drawn, batch.rows) == (anew.drawn, anew.rows)
         assert batch.prompt_rows == anew.prompt_rows
         return batch
 

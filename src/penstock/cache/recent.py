@@ -46,6 +46,8 @@ class RecentBlocks:
         self._window, self._block_size = window, block_size
         self.holders: Callable[[int], int] = lambda block: 1
         """How many sequences hold a block; without an engine, one each."""
+        self.unsure = 0
+        """How many of a step's last tokens may be guesses, which the next step computes anew."""
 
     @property
     def num_places(self) -> int:
@@ -88,7 +90,8 @@ class RecentBlocks:
 
     def leave(self, step: Step) -> None:
         """Take back the places that nobody needs any more, after `step` was computed."""
-        coded = self._first_seen(_spans(step)[1])  # [B] blocks of each that no query can see
+        following = _spans(step)[1] - self.unsure
+        coded = self._first_seen(following)  # [B] blocks of each that no query can see
         blocks = step.block_table.numpy()[:, : max(coded.tolist(), default=0)]
         held = self._place_of.take(blocks) >= 0
         held &= np.arange(blocks.shape[1]) < coded[:, None]

@@ -51,6 +51,8 @@ class Speculation:
         most = asked.num_speculative_tokens
         assert most is not None  # the configuration has filled it in
         controller = Controller(most, adaptive=asked.adaptive, by_passes=proposer.by_passes)
+        if runtime.runner.recent is not None:
+            runtime.runner.recent.unsure = most
         return cls(proposer, controller, scheduler)
 
     def stats(self) -> dict[str, Any]:

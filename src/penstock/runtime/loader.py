@@ -232,13 +232,15 @@ def layout_of(config: EngineConfig, loaded: LoadedModel) -> PagedLayout:
     if cache.kv_cache_dtype != "kivi":
         return PagedLayout(heads, stored, cache.block_size)
     window = cache.kv_recent_window or RECENT_WINDOW
+    asked = config.speculative
+    guesses = 0 if asked is None else asked.num_speculative_tokens or 0
     return PagedLayout(
         heads,
         stored,
         cache.block_size,
         window,
         most_recent_blocks(
-            window,
+            window + guesses,
             cache.block_size,
             loaded.max_model_len,
             limits.max_num_seqs,

@@ -1,0 +1,213 @@
+"""Drafts in the engine: whatever is guessed, what comes is what would have come without."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+import torch
+
+from penstock.engine import Engine, RequestOptions
+from penstock.engine.request import Sequence, Status
+from penstock.sampling import BeamSearchParams, SamplingParams
+from penstock.speculate import Draft
+
+from .guessing import Guesser, by_the_toy, speculate
+from .toy import IS_NAN, check, drain, reference, run_one, toy_engine
+
+PROMPT = [5, 6, 7]
+GREEDY = SamplingParams(temperature=0.0, max_tokens=24)
+
+
+def random_params(rng: random.Random) -> SamplingParams:
+    options: dict[str, Any] = {
+        "temperature": rng.choice([0.0, 0.7, 1.0]),
+        "max_tokens": rng.choice([1, 2, *range(7, 31)]),
+        "seed": rng.randrange(100),
+    }
+    for name, values in {
+        "top_p": [0.9], "top_k": [5], "min_p": [0.1], "repetition_penalty": [1.3],
+        "presence_penalty": [0.5], "frequency_penalty": [0.5], "logprobs": [2],
+        "stop_token_ids": [[9, 12]], "min_tokens": [1],
+        "logit_bias": [{3: 2.0}], "typical_p": [0.9], "prompt_logprobs": [0],
+    }.items():  # fmt: skip
+        if rng.random() < 0.15:
+            options[name] = rng.choice(values)
+    if rng.random() < 0.15:
+        options |= {"dry_multiplier": 0.8, "dry_sequence_breakers": []}
+    if options["temperature"]:
+        options["n"] = rng.choice([1, 1, 1, 3])
+    return SamplingParams(**options)
+
+
+def contents(engine: Engine, sequence: Sequence) -> list[int]:
+    """What the toy's cache holds of a sequence."""
+    ids: torch.Tensor = engine.runtime.runner.kv[0][0]
+    return ids[sequence.blocks].flatten()[: sequence.num_computed].tolist()
+
+
+@pytest.mark.parametrize("wrong", [0.0, 0.3, 1.0])
+@pytest.mark.parametrize("adaptive", [False, True])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"num_blocks": 16},
+        {"num_blocks": 16, "preemption_mode": "swap"},
+        {"max_num_batched_tokens": 9, "max_num_seqs": 4},
+        {"enable_chunked_prefill": False, "max_num_batched_tokens": 65},
+        {"enable_prefix_caching": False},
+        {"policy": "priority"},
+    ],
+    ids=str,
+)
+def test_what_comes_is_what_would_have_come(
+    options: dict[str, Any], adaptive: bool, wrong: float
+) -> None:
+    rng = random.Random(f"{options} {adaptive} {wrong}")
+    engine = toy_engine(**{"num_blocks": 64, **options})
+    speculation = speculate(
+        engine, Guesser(by_the_toy, wrong), rng.randint(1, 7), adaptive=adaptive
+    )
+    asked: dict[str, tuple[list[int], SamplingParams]] = {}
+    done: dict[str, Any] = {}
+    while len(asked) < 15 or engine.has_unfinished:
+        if len(asked) < 15 and rng.random() < 0.4:
+            prompt = [5 + i for i in range(rng.choice([0, 8, 16]))]
+            prompt += [rng.randrange(2, 60) for _ in range(rng.randint(1, 12))]
+            name, params = str(len(asked)), random_params(rng)
+            asked[name] = prompt, params
+            wish = RequestOptions(priority=rng.randrange(3) if "policy" in options else 0)
+            engine.add_request(name, prompt, params, options=wish)
+        done |= {output.request_id: output for output in engine.step() if output.finished}
+        check(engine)
+        for sequence in engine.scheduler.running:
+            assert contents(engine, sequence) == sequence.tokens[: sequence.num_computed]
+    for name, (prompt, params) in asked.items():
+        want = [reference(prompt, params, index=i) for i in range(params.n)]
+        assert [sample.token_ids for sample in done[name].outputs] == want, (name, params)
+    counts = speculation.counts
+    assert counts.drafts if not adaptive else counts.drafts >= 0
+    if wrong == 0.0:
+        assert counts.accepted_tokens > 0.8 * counts.draft_tokens  # some end within a draft
+    assert counts.accepted_tokens == sum(counts.accepted_at)
+    assert not speculation._records and engine.pool.num_used == 0
+
+
+def test_mirostat_has_no_drafts() -> None:
+    """How far it cuts depends on how surprising the token before was, not on which it is."""
+    params = SamplingParams(mirostat=2, seed=3, max_tokens=20)
+    engine, guesser = toy_engine(), Guesser(by_the_toy)
+    speculate(engine, guesser)
+    assert run_one(engine, PROMPT, params).outputs[0].token_ids == reference(PROMPT, params)
+    assert not guesser.limits
+
+
+def test_a_right_draft_saves_steps() -> None:
+    engine = toy_engine()
+    speculation = speculate(engine, Guesser(by_the_toy), 4)
+    steps = 0
+    engine.add_request("it", PROMPT, GREEDY)
+    while engine.has_unfinished:
+        engine.step()
+        steps += 1
+    assert steps < 24 * 0.7
+    stats = engine.stats()
+    assert stats["spec_decode_num_draft_tokens"] == stats["spec_decode_num_accepted_tokens"] > 12
+    assert stats["spec_decode_num_accepted_tokens_per_pos"] == speculation.counts.accepted_at
+    assert stats["generation_tokens"] == 24
+
+
+def test_log_probabilities_are_those_of_plain_steps() -> None:
+    params = SamplingParams(temperature=0.7, seed=3, max_tokens=20, logprobs=4, n=2)
+    plain = run_one(toy_engine(), PROMPT, params)
+    engine = toy_engine()
+    speculate(engine, Guesser(by_the_toy, 0.3), 5)
+    assert [s.logprobs for s in run_one(engine, PROMPT, params).outputs] == [
+        s.logprobs for s in plain.outputs
+    ]
+
+
+def test_no_draft_goes_beyond_the_end() -> None:
+    engine = toy_engine()
+    guesser = Guesser(by_the_toy)
+    speculate(engine, guesser, 60)
+    run_one(engine, PROMPT, SamplingParams(temperature=0.0, max_tokens=10))
+    assert max(guesser.limits) == 8  # the first is there, and the last comes without a guess
+    guesser.limits.clear()
+    run_one(engine, PROMPT, SamplingParams(temperature=0.0, max_tokens=None))  # until 64
+    assert max(guesser.limits) == 64 - 3 - 1 - 1
+
+
+def test_other_requests_come_first() -> None:
+    """Whoever waits for blocks isn't kept waiting by places for drafts."""
+    engine = toy_engine(num_blocks=18)
+    guesser = Guesser(by_the_toy)
+    speculate(engine, guesser, 16)
+    engine.add_request("long", PROMPT, SamplingParams(temperature=0.0, max_tokens=56))
+    for _ in range(3):
+        engine.step()
+    assert max(guesser.limits) == 16
+    engine.add_request("big", list(range(2, 50)), SamplingParams(temperature=0.0, max_tokens=2))
+    engine.step()
+    big = engine.requests["big"].sequences[0]
+    assert big.status is Status.RUNNING
+    drain(engine)
+
+
+def test_beams_and_guided_samples_have_no_drafts() -> None:
+    engine = toy_engine()
+    guesser = Guesser(by_the_toy)
+    speculate(engine, guesser)
+    engine.add_request("beams", PROMPT, BeamSearchParams(beam_width=3, max_tokens=8))
+    guided = SamplingParams(temperature=0.0, max_tokens=8, guidance_scale=1.5)
+    engine.add_request("guided", PROMPT, guided)
+    engine.add_request("plain", PROMPT, GREEDY)
+    done = drain(engine)
+    alone = toy_engine()
+    alone.add_request("beams", PROMPT, BeamSearchParams(beam_width=3, max_tokens=8))
+    alone.add_request("guided", PROMPT, guided)
+    for name, output in drain(alone).items():
+        assert [s.token_ids for s in done[name].outputs] == [s.token_ids for s in output.outputs]
+    assert done["plain"].outputs[0].token_ids == reference(PROMPT, GREEDY)
+    assert set(guesser.forgotten) and guesser.limits
+
+
+class Fails(Guesser):
+    def propose(self, wishes: Any) -> list[Draft]:
+        if len(self.limits) > 3:
+            raise ValueError("no idea")
+        return super().propose(wishes)
+
+
+def test_a_proposer_that_fails_is_let_go(caplog: pytest.LogCaptureFixture) -> None:
+    engine = toy_engine()
+    speculation = speculate(engine, Fails(by_the_toy), 2)
+    assert run_one(engine, PROMPT, GREEDY).outputs[0].token_ids == reference(PROMPT, GREEDY)
+    assert isinstance(speculation.broken, ValueError) and "no idea" in caplog.text
+    assert engine.stats()["spec_decode_on"] is False
+
+
+def test_a_request_that_breaks_leaves_the_others_their_drafts() -> None:
+    engine = toy_engine()
+    speculate(engine, Guesser(by_the_toy), 3)
+    engine.add_request("fine", PROMPT, GREEDY)
+    for _ in range(3):
+        engine.step()
+    engine.add_request("broken", [4, IS_NAN], GREEDY)
+    done = drain(engine)
+    assert done["broken"].error is not None
+    assert done["fine"].outputs[0].token_ids == reference(PROMPT, GREEDY)
+
+
+def test_aborted_between_steps() -> None:
+    engine = toy_engine()
+    speculation = speculate(engine, Guesser(by_the_toy), 3)
+    engine.add_request("it", PROMPT, GREEDY)
+    for _ in range(3):
+        engine.step()
+    engine.abort("it")
+    engine.step()
+    check(engine)
+    assert engine.pool.num_used == 0 and not speculation._records
