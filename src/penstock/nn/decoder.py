@@ -126,17 +126,23 @@ class Decoder(nn.Module):
             self.layers.append(DecoderLayer(spec.hidden, layer, spec.norm, own, table))
         self.norm = Norm(spec.hidden, spec.norm)
 
-    def hidden_states(self, step: Step, kv: KV) -> Tensor:
-        """The residual stream [T, D] that the final norm reads."""
+    def hidden_states(self, step: Step, kv: KV, layers: int | None = None) -> Tensor:
+        """The residual stream [T, D] that the final norm reads; after the first `layers` of them.
+
+        kv: of the layers that compute.
+        """
         residual: Tensor = self.embed(step.tokens)
         if self.positions is not None:
             ops.add_(residual, self.positions(step.positions))
-        for layer, cache in zip(self.layers, kv, strict=True):
+        for layer, cache in zip(self.layers[:layers], kv, strict=True):
             layer(residual, step, cache)
         return residual
 
     def forward(self, step: Step, kv: KV) -> Tensor:
-        residual = self.hidden_states(step, kv)
+        return self.logits(step, self.hidden_states(step, kv))
+
+    def logits(self, step: Step, residual: Tensor) -> Tensor:
+        """The final norm and the head of the rows `step.sample_at` of a residual stream."""
         sampled = ops.embedding(step.sample_at, residual, self.spec.hidden)  # these rows of it
         logits: Tensor = self.head(sampled, self.norm)
         if self.spec.final_softcap:
@@ -146,6 +152,25 @@ class Decoder(nn.Module):
     def last_hidden_state(self) -> LastHiddenState:
         """This decoder with the final norm's rows instead of logits; they share all weights."""
         return LastHiddenState(self)
+
+    def first_layers(self, count: int) -> FirstLayers:
+        """This decoder without the layers after the first `count`; they share all weights."""
+        return FirstLayers(self, count)
+
+
+class FirstLayers(nn.Module):
+    """`forward(step, kv)` → logits as the whole decoder's, by an early exit; kv: of these layers.
+
+    The keys and values that they write are those that the whole decoder writes.
+    """
+
+    def __init__(self, decoder: Decoder, count: int) -> None:
+        super().__init__()
+        self.decoder = decoder
+        self.count = count
+
+    def forward(self, step: Step, kv: KV) -> Tensor:
+        return self.decoder.logits(step, self.decoder.hidden_states(step, kv, self.count))
 
 
 class LastHiddenState(nn.Module):

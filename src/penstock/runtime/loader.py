@@ -10,20 +10,18 @@ from pathlib import Path
 from penstock.cache import PagedLayout, RecentBlocks, kv_dtype, most_recent_blocks
 from penstock.cache.kv_dtype import RECENT_WINDOW
 from penstock.config import EngineConfig
-from penstock.errors import ConfigError, KernelError, WeightsError
+from penstock.errors import ConfigError, WeightsError
 from penstock.hardware import detect
-from penstock.kernels import native
 from penstock.models.exported import read_exported, verify_exported
 from penstock.models.hub import resolve
 from penstock.models.load import LoadedModel, load_model
 from penstock.models.sources import open_tokenizer
 from penstock.models.weights import Progress
-from penstock.nn import Decoder
-from penstock.runtime.engine_folder import PACKAGE, EngineFolder, is_engine
+from penstock.runtime.draft_model import DraftModel, OpenedDraft, open_draft
+from penstock.runtime.engine_folder import EngineFolder, is_engine
+from penstock.runtime.forwards import forward_of, forward_of_engine
 from penstock.runtime.memory import plan_blocks
-from penstock.runtime.package import PackageForward
-from penstock.runtime.plan import Plan, fixed_tensors
-from penstock.runtime.program import Program
+from penstock.runtime.plan import Plan
 from penstock.runtime.runner import Forward, Runner
 from penstock.runtime.vocabulary import ReducedVocabulary
 from penstock.step import KV
@@ -43,12 +41,23 @@ class Runtime:
     num_blocks: int
     runner: Runner
     engine: EngineFolder | None = None  # what it was loaded from, where that was built
+    draft: DraftModel | None = None  # a smaller one in the same blocks, where there is one
 
     def settle(self, config: EngineConfig) -> EngineConfig:
         """`config`, with a built engine's own values where nothing was chosen."""
         if self.engine is not None:
             return self.engine.settle(config)
         return config.storing("kivi") if self.layout.recent_window else config
+
+    @property
+    def layouts(self) -> tuple[PagedLayout, ...]:
+        """Of all caches that a block has a part of, the target's first."""
+        return (self.layout,) if self.draft is None else (self.layout, self.draft.layout)
+
+    @property
+    def cache_bytes(self) -> int:
+        """Of all caches; committed as they are first used."""
+        return sum(layout.nbytes(self.num_blocks) for layout in self.layouts)
 
     @property
     def vocab_map(self) -> VocabMap | None:
@@ -88,10 +97,13 @@ def load_runtime(config: EngineConfig, progress: Progress | None = None) -> Runt
     )
     loaded, vocabulary = _reduced(folder, loaded)
     tokenizer = _tokenizer(config, folder, loaded, vocabulary)
-    layout, blocks = _cache(config, loaded, detect().available_bytes)
+    draft = open_draft(config, loaded, tokenizer, vocabulary)
+    layout, blocks = _cache(config, loaded, draft)
     kv = layout.allocate(blocks)
-    forward = _forward(loaded.model, kv, config.model.enforce_eager)
-    return Runtime(loaded, tokenizer, layout, blocks, runner_over(forward, kv, layout, vocabulary))
+    forward = forward_of(loaded.model, kv, config.model.enforce_eager)
+    placed = None if draft is None else draft.place(blocks, config.model.enforce_eager)
+    runner = runner_over(forward, kv, layout, vocabulary, draft=placed)
+    return Runtime(loaded, tokenizer, layout, blocks, runner, draft=placed)
 
 
 def _load_engine(folder: Path, config: EngineConfig) -> Runtime:
@@ -102,41 +114,14 @@ def _load_engine(folder: Path, config: EngineConfig) -> Runtime:
     loaded, vocabulary = _reduced(folder, loaded)
     tokenizer = _tokenizer(config, folder, loaded, vocabulary)
     mapped = engine.manifest["weights"]["bytes"]  # in the page cache, which counts as free
-    layout, blocks = _cache(config, loaded, max(detect().available_bytes - mapped, 0))
+    draft = open_draft(config, loaded, tokenizer, vocabulary)
+    layout, blocks = _cache(config, loaded, draft, mapped)
     kv = layout.allocate(blocks)
-    hidden = None
-    if engine.forward == "package" and not config.model.enforce_eager:
-        forward: Forward = _package(engine, kv)
-    elif config.model.enforce_eager or native.handle is None:
-        forward = _forward(loaded.model, kv, config.model.enforce_eager)
-    else:
-        step, hidden = engine.plans()
-        forward = _program(engine, step, loaded.model, kv)
-    runner = runner_over(forward, kv, layout, vocabulary, hidden)
-    return Runtime(loaded, tokenizer, layout, blocks, runner, engine)
-
-
-def _package(engine: EngineFolder, kv: KV) -> PackageForward:
-    try:
-        found = PackageForward(engine.folder / PACKAGE, engine.tensors())
-    except (ConfigError, WeightsError) as error:
-        raise engine.broken(str(error)) from error
-    found.inputs.check_cache(kv)
-    logger.info("A step is a call of a compiled package.")
-    return found
-
-
-def _program(engine: EngineFolder, plan: Plan, decoder: Decoder, kv: KV) -> Program:
-    try:
-        program = Program.of_plan(plan, fixed_tensors(decoder), kv)
-    except (KernelError, RuntimeError, IndexError, ValueError, TypeError) as error:
-        raise engine.broken(f"its plan and its weights disagree: {error}") from error
-    program.reserve(engine.limits.profile[2], engine.limits.max_num_seqs)
-    try:
-        engine.tuned.apply(program)
-    except KernelError as error:
-        raise engine.broken(f"what was timed isn't of its plan: {error}") from error
-    return program
+    eager = config.model.enforce_eager
+    forward, hidden = forward_of_engine(engine, loaded.model, kv, eager)
+    placed = None if draft is None else draft.place(blocks, eager)
+    runner = runner_over(forward, kv, layout, vocabulary, hidden, placed)
+    return Runtime(loaded, tokenizer, layout, blocks, runner, engine, placed)
 
 
 def _reduced(folder: Path, loaded: LoadedModel) -> tuple[LoadedModel, ReducedVocabulary | None]:
@@ -164,21 +149,29 @@ def _tokenizer(
     return tokenizer
 
 
-def _cache(config: EngineConfig, loaded: LoadedModel, free_bytes: int) -> tuple[PagedLayout, int]:
-    """The cache's layout and how many blocks it has."""
+def _cache(
+    config: EngineConfig, loaded: LoadedModel, draft: OpenedDraft | None, mapped: int = 0
+) -> tuple[PagedLayout, int]:
+    """The cache's layout and how many blocks it has. mapped: bytes of the target's weights that
+    still count as free.
+    """
     layout = layout_of(config, loaded)
+    beside = () if draft is None else (draft.layout,)
+    mapped += 0 if draft is None else draft.mapped_bytes
+    free_bytes = max(detect().available_bytes - mapped, 0)
     blocks = plan_blocks(
         layout,
         config.cache,
         loaded.max_model_len,
         config.scheduler.max_num_seqs,
         free_bytes,
+        beside,
     )
     logger.info(
-        "%s, %s, up to %d tokens a sequence; cache of %d blocks × %d tokens in %s (%.0f MiB).",
+        "%s, %s, up to %d tokens a sequence; cache of %d blocks × %d tokens in %s (%.0f MiB)%s.",
         loaded.spec.family, loaded.model.formats.name, loaded.max_model_len,
-        blocks, layout.block_size, layout.stored,
-        layout.nbytes(blocks) / (1 << 20),
+        blocks, layout.block_size, layout.stored, layout.nbytes(blocks) / (1 << 20),
+        "" if draft is None else draft.described(blocks),
     )  # fmt: skip
     return layout, blocks
 
@@ -214,12 +207,14 @@ def runner_over(
     layout: PagedLayout,
     vocabulary: ReducedVocabulary | None = None,
     hidden_plan: Callable[[], Plan] | None = None,
+    draft: DraftModel | None = None,
 ) -> Runner:
-    """What runs `forward` over the cache `kv` of that layout."""
+    """What runs `forward` over the cache `kv` of that layout, beside the cache of `draft`."""
     recent = None
     if layout.recent_window:
         recent = RecentBlocks(kv, layout.recent_window, layout.block_size)
-    return Runner(forward, kv, vocabulary, hidden_plan, recent)
+    companions = () if draft is None else (draft.companion,)
+    return Runner(forward, kv, vocabulary, hidden_plan, recent, companions)
 
 
 def layout_of(config: EngineConfig, loaded: LoadedModel) -> PagedLayout:
@@ -247,14 +242,3 @@ def layout_of(config: EngineConfig, loaded: LoadedModel) -> PagedLayout:
             limits.max_num_batched_tokens,
         ),
     )
-
-
-def _forward(decoder: Decoder, kv: KV, eager: bool) -> Forward:
-    """The whole decoder as one native call, unless its operators are to be called one by one."""
-    if eager or native.handle is None:
-        reason = "enforce_eager is set" if eager else native.reason
-        logger.info("Operators are called one by one: %s.", reason)
-        return decoder
-    program = Program(decoder, kv)
-    logger.info("A step is one native call of %d operators.", len(program.calls))
-    return program

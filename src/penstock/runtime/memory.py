@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
+from collections.abc import Sequence
+
 from penstock.cache import PagedLayout
 from penstock.config import CacheConfig, SchedulerConfig
 from penstock.errors import OutOfCacheError
@@ -16,26 +19,45 @@ SWAP_FRACTION = 0.1
 """… this much of the free memory."""
 
 
+class _Caches:
+    """Caches of the same blocks, as one."""
+
+    def __init__(self, layouts: Sequence[PagedLayout]) -> None:
+        self._layouts = layouts
+        self.bytes_per_block = sum(layout.bytes_per_block for layout in layouts)
+
+    def nbytes(self, num_blocks: int) -> int:
+        return sum(layout.nbytes(num_blocks) for layout in self._layouts)
+
+    def blocks_in(self, nbytes: int) -> int:
+        """The most blocks that `nbytes` hold; a cache with a window has more than its blocks."""
+        most = nbytes // self.bytes_per_block
+        return bisect_right(range(1, most + 1), nbytes, key=self.nbytes)
+
+
 def plan_blocks(
     layout: PagedLayout,
     config: CacheConfig,
     max_model_len: int,
     max_num_seqs: int,
     available_bytes: int,
+    beside: Sequence[PagedLayout] = (),
 ) -> int:
     """The number of blocks: `config.num_blocks`, or as many as fit and can be used.
 
+    beside: caches with as many blocks as this one, of a draft model.
     Raises OutOfCacheError when not even one sequence of `max_model_len` fits.
     """
+    all_of = _Caches((layout, *beside))
     one = layout.blocks_for(max_model_len)
-    size = layout.bytes_per_block
+    size = all_of.bytes_per_block
     budget = int(available_bytes * config.memory_fraction)
     if config.num_blocks is not None:
-        need = layout.nbytes(config.num_blocks)
+        need = all_of.nbytes(config.num_blocks)
         if need > available_bytes:
             raise OutOfCacheError(
                 f"num_blocks={config.num_blocks} need {_mib(need)}, but {_mib(available_bytes)} "
-                f"are free. At most {layout.blocks_in(available_bytes)} fit."
+                f"are free. At most {all_of.blocks_in(available_bytes)} fit."
             )
         blocks = config.num_blocks
         if blocks < one:
@@ -45,16 +67,16 @@ def plan_blocks(
                 f"max_model_len to {blocks * layout.block_size}."
             )
         return blocks
-    fit = layout.blocks_in(budget)
+    fit = all_of.blocks_in(budget)
     if fit < one:
-        need = layout.nbytes(one)
+        need = all_of.nbytes(one)
         raise OutOfCacheError(
             f"One sequence of max_model_len={max_model_len} needs {_mib(need)} of cache, "
             f"but {_mib(budget)} may be used ({config.memory_fraction:.0%} of what is free). "
             + (
                 f"Lower max_model_len to {fit * layout.block_size}."
                 if fit
-                else f"Not even one block ({_mib(layout.nbytes(1))}) fits: free some memory."
+                else f"Not even one block ({_mib(all_of.nbytes(1))}) fits: free some memory."
             )
         )
     # and one more for each, which the scheduler keeps free for it to grow into
@@ -63,16 +85,21 @@ def plan_blocks(
     return min(fit, useful, comfortable)
 
 
-def plan_swap(layout: PagedLayout, config: SchedulerConfig, available_bytes: int) -> int:
+def plan_swap(
+    layout: PagedLayout,
+    config: SchedulerConfig,
+    available_bytes: int,
+    beside: Sequence[PagedLayout] = (),
+) -> int:
     """The number of blocks that may lie outside the cache; 0 where none are to.
 
-    available_bytes: what is free beside the cache.
+    available_bytes: what is free beside the cache. beside: caches whose blocks are swapped along.
     Raises OutOfCacheError when `config.swap_space` is more than there is, or when
     `preemption_mode="swap"` would have no room for a single block.
     """
     if config.preemption_mode == "recompute" or layout.recent_window:
         return 0  # what lies in a window can't be swapped out: config.py refuses to be asked
-    size = layout.bytes_per_block
+    size = _Caches((layout, *beside)).bytes_per_block
     if config.swap_space is None:
         budget = min(SWAP_BYTES, int(available_bytes * SWAP_FRACTION))
     else:

@@ -12,6 +12,7 @@ from torch import Tensor
 from penstock.cache import RecentBlocks, SwapStore, copy_blocks
 from penstock.errors import ConfigError, PenstockError
 from penstock.nn import Decoder
+from penstock.runtime.companion import CompanionCache
 from penstock.runtime.package import PackageForward
 from penstock.runtime.plan import Plan
 from penstock.runtime.program import Program
@@ -32,16 +33,19 @@ class Runner:
         vocabulary: ReducedVocabulary | None = None,
         hidden_plan: Callable[[], Plan] | None = None,
         recent: RecentBlocks | None = None,
+        companions: Sequence[CompanionCache] = (),
     ) -> None:
         """vocabulary: of a model that lacks some of its tokenizer's ids. hidden_plan: gives
         that of steps that end with hidden states, where it was recorded before. recent: of a cache
-        with a window, who has which place in it.
+        with a window, who has which place in it. companions: caches of other models in the same
+        blocks, which move with this one's.
         """
         self._forward = forward
         self.vocabulary = vocabulary
         self.hidden_plan = hidden_plan
         self.kv = kv
         self.recent = recent
+        self.companions = tuple(companions)
         self._swapped: SwapStore | None = None
         self._owner: Callable[[], object | None] = lambda: None
 
@@ -95,14 +99,20 @@ class Runner:
             copy_blocks(self.kv, pairs)
             if self.recent is not None:
                 self.recent.copy(pairs)
+            for companion in self.companions:
+                companion.copy(pairs)
 
     def swap_out(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Copy blocks to swap slots, (block, slot); memory for them is taken as it is needed."""
         self._store().put(pairs)
+        for companion in self.companions:
+            companion.swap_out(pairs)
 
     def swap_in(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Copy swap slots back to blocks, (slot, block)."""
         self._store().take(pairs)
+        for companion in self.companions:
+            companion.swap_in(pairs)
 
     def _store(self) -> SwapStore:
         if self.recent is not None:

@@ -1,0 +1,228 @@
+"""A draft model beside its target: loaded, found to have the same tokens, given a cache."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from penstock.cache import PagedLayout, kv_dtype
+from penstock.config import EngineConfig, ModelConfig, SpeculativeConfig
+from penstock.errors import ConfigError
+from penstock.models.hub import resolve
+from penstock.models.load import LoadedModel, load_model, max_positions
+from penstock.models.sources import open_model, open_tokenizer
+from penstock.runtime.companion import CompanionCache
+from penstock.runtime.engine_folder import EngineFolder, is_engine
+from penstock.runtime.forwards import forward_of, forward_of_engine
+from penstock.runtime.runner import Runner
+from penstock.runtime.vocabulary import KEPT_ROWS, ReducedVocabulary
+from penstock.step import Step
+from penstock.tokenizer import Tokenizer, VocabMap
+
+logger = logging.getLogger("penstock")
+
+
+@dataclass(frozen=True, slots=True)
+class DraftModel:
+    """A loaded draft model and its cache."""
+
+    model: LoadedModel
+    layout: PagedLayout
+    runner: Runner
+    companion: CompanionCache  # its cache, as what moves with the target's blocks
+
+    @property
+    def num_ids(self) -> int:
+        """Ids that it can read."""
+        found = self.runner.vocabulary
+        own = self.model.spec.decoder.vocab_size
+        return own if found is None else found.map.original_size
+
+
+@dataclass(frozen=True, slots=True)
+class OpenedDraft:
+    """A draft model whose cache has no size yet."""
+
+    model: LoadedModel
+    layout: PagedLayout
+    vocabulary: ReducedVocabulary | None
+    engine: EngineFolder | None
+
+    @property
+    def mapped_bytes(self) -> int:
+        """Of weights in the page cache, which counts as free memory."""
+        return 0 if self.engine is None else int(self.engine.manifest["weights"]["bytes"])
+
+    def described(self, num_blocks: int) -> str:
+        """Its part of the line that says what is loaded."""
+        return (
+            f"; drafts by {self.model.spec.family}, {self.model.model.formats.name}, whose part of "
+            f"each block is in {self.layout.stored} "
+            f"({self.layout.nbytes(num_blocks) / (1 << 20):.0f} MiB)"
+        )
+
+    def place(self, num_blocks: int, eager: bool) -> DraftModel:
+        """The model over a cache of that many blocks."""
+        kv = self.layout.allocate(num_blocks)
+        decoder = self.model.model
+        if self.engine is None:
+            forward = forward_of(decoder, kv, eager, "A draft's step")
+        else:
+            forward, _ = forward_of_engine(self.engine, decoder, kv, eager)
+        runner = Runner(forward, kv, self.vocabulary)
+        return DraftModel(self.model, self.layout, runner, CompanionCache(kv))
+
+
+def open_draft(
+    config: EngineConfig,
+    target: LoadedModel,
+    tokenizer: Tokenizer | None,
+    vocabulary: ReducedVocabulary | None,
+) -> OpenedDraft | None:
+    """The draft model that `config` asks for; None where it asks for none.
+
+    tokenizer, vocabulary: the target's. Raises ConfigError for one whose tokens aren't the
+    target's.
+    """
+    speculative = config.speculative
+    if speculative is None or speculative.method != "draft_model":
+        return None
+    assert speculative.model is not None  # checked
+    folder = resolve(speculative.model)
+    loaded, engine = _load(folder, config, speculative, target.max_model_len)
+    _check_vocabulary(folder, loaded, target, tokenizer, vocabulary)
+    own = None if vocabulary is None else ReducedVocabulary(vocabulary.map)
+    return OpenedDraft(loaded, _layout(config, loaded, engine), own, engine)
+
+
+def _load(
+    folder: Path, config: EngineConfig, speculative: SpeculativeConfig, most: int
+) -> tuple[LoadedModel, EngineFolder | None]:
+    """Of as many positions as it has, but no more than `most`."""
+    if not is_engine(folder):
+        longest = max_positions(open_model(folder)[0].decoder)
+        loaded = load_model(
+            folder,
+            max_model_len=min(most, longest),
+            strict=config.model.strict,
+            quantization=speculative.quantization,
+        )
+        return loaded, None
+    engine = EngineFolder.open(folder, verify=config.model.verify)
+    length = min(most, engine.limits.max_model_len)
+    assert speculative.model is not None
+    engine.settle(
+        EngineConfig(ModelConfig(model=speculative.model, quantization=speculative.quantization))
+    )
+    return engine.load(length, strict=config.model.strict), engine
+
+
+def _layout(config: EngineConfig, draft: LoadedModel, engine: EngineFolder | None) -> PagedLayout:
+    """The target's blocks; quantized as the target's where the draft's dtype allows it."""
+    stored = config.cache.kv_cache_dtype
+    if engine is not None:
+        stored = engine.kv_cache_dtype  # type: ignore[assignment]  # its plan is for that
+        if stored == "kivi":
+            raise ConfigError(
+                f"The draft model {engine.folder} was built with kv_cache_dtype='kivi', whose "
+                "recent tokens lie in places of their own. Build it with another one."
+            )
+    elif stored not in ("int8", "fp8", "fp8_e4m3", "int4") or draft.dtype is not torch.bfloat16:
+        stored = "auto"
+    layers = draft.spec.decoder.layers
+    heads = tuple((x.attention.num_kv_heads, x.attention.head_dim) for x in layers)
+    return PagedLayout(heads, kv_dtype(stored, draft.dtype), config.cache.block_size)
+
+
+# ── the same tokens ──────────────────────────────────────────────────────────────────────────────
+
+
+def _check_vocabulary(
+    folder: Path,
+    draft: LoadedModel,
+    target: LoadedModel,
+    tokenizer: Tokenizer | None,
+    vocabulary: ReducedVocabulary | None,
+) -> None:
+    """Raises ConfigError unless each id means the same to both; padding rows may differ."""
+    own, size = draft.spec.decoder.vocab_size, target.spec.decoder.vocab_size
+    _check_reduced(folder, None if vocabulary is None else vocabulary.map)
+    ids = own if vocabulary is None else vocabulary.map.original_size
+    found = None if tokenizer is None else _tokenizer(folder, ids)
+    if tokenizer is not None and found is not None:
+        different = _first_difference(tokenizer, found)
+        if different is not None:
+            raise ConfigError(
+                f"The draft model {folder} has other tokens than its target: id {different} is "
+                f"{found.id_to_token(different)!r} there and {tokenizer.id_to_token(different)!r} "
+                f"here (vocabularies of {own:,} and {size:,}). Choose one of the target's family."
+            )
+    elif own != size:
+        raise ConfigError(
+            f"The draft model {folder} has a vocabulary of {own:,} ids and its target one of "
+            f"{size:,}, and no tokenizers say whether that is padding. Leave out "
+            "skip_tokenizer_init and give both folders their tokenizers, or choose a draft model "
+            "of the same vocabulary."
+        )
+
+
+def _check_reduced(folder: Path, target: VocabMap | None) -> None:
+    """A reduced vocabulary is both models' or none's: each reads the other's tokens."""
+    own = VocabMap.load(folder) if folder.is_dir() else None
+    if own is None and target is None:
+        return
+    if own is None or target is None or own.kept.tolist() != target.kept.tolist():
+        counts = [f"{len(x):,} of {x.original_size:,}" if x else "all" for x in (own, target)]
+        raise ConfigError(
+            f"The draft model {folder} has {counts[0]} ids of its vocabulary and its target "
+            f"{counts[1]}: one would be given tokens that it doesn't have. Reduce both to the same "
+            "ids, or neither."
+        )
+
+
+def _tokenizer(folder: Path, vocab_size: int) -> Tokenizer | None:
+    """The folder's; None where it has none."""
+    names = ("tokenizer.json", "tokenizer.model", "vocab.json")
+    if folder.is_dir() and not any((folder / name).is_file() for name in names):
+        return None
+    return open_tokenizer(folder, vocab_size=vocab_size)
+
+
+def _first_difference(one: Tokenizer, other: Tokenizer) -> int | None:
+    """The first id that isn't the same token to both."""
+    for token_id in range(max(one.vocab_size, other.vocab_size)):
+        if one.id_to_token(token_id) != other.id_to_token(token_id):
+            return token_id
+    return None
+
+
+class FittedLogits:
+    """A draft model's logits over the target's ids, where these are more or fewer: padding rows.
+
+    What only one of the two has can't be guessed.
+    """
+
+    def __init__(self, runner: Runner, num_ids: int, vocab_size: int) -> None:
+        """num_ids: the draft model's; vocab_size: the target's."""
+        self._runner = runner
+        self._num_ids = num_ids
+        self._size = vocab_size
+        self._logits = torch.empty((0, vocab_size))
+
+    def __call__(self, step: Step) -> Tensor:
+        """Logits [S, V], good until the next call."""
+        logits = self._runner.forward(step)
+        if self._num_ids >= self._size:
+            return logits[:, : self._size]
+        rows = logits.shape[0]
+        with torch.inference_mode():
+            if rows > len(self._logits):
+                held = max(rows, min(2 * len(self._logits), KEPT_ROWS))
+                self._logits = torch.full((held, self._size), -torch.inf)
+            wide = self._logits[:rows]
+            wide[:, : self._num_ids] = logits  # a sampler may write to the rest, but only −∞
+            return wide

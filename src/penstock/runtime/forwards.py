@@ -1,0 +1,66 @@
+"""How a loaded decoder's steps run over a cache: as one native call, a package, or one by one."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+
+from torch import nn
+
+from penstock.errors import ConfigError, KernelError, WeightsError
+from penstock.kernels import native
+from penstock.nn import Decoder
+from penstock.runtime.engine_folder import PACKAGE, EngineFolder
+from penstock.runtime.package import PackageForward
+from penstock.runtime.plan import Plan, fixed_tensors
+from penstock.runtime.program import Program
+from penstock.runtime.runner import Forward
+from penstock.step import KV
+
+logger = logging.getLogger("penstock")
+
+
+def forward_of(decoder: nn.Module, kv: KV, eager: bool, what: str = "A step") -> Forward:
+    """The whole decoder as one native call, unless its operators are to be called one by one."""
+    if eager or native.handle is None:
+        reason = "enforce_eager is set" if eager else native.reason
+        logger.info("Operators are called one by one: %s.", reason)
+        return decoder
+    program = Program(decoder, kv)
+    logger.info("%s is one native call of %d operators.", what, len(program.calls))
+    return program
+
+
+def forward_of_engine(
+    engine: EngineFolder, decoder: Decoder, kv: KV, eager: bool
+) -> tuple[Forward, Callable[[], Plan] | None]:
+    """That of an engine folder, and what gives the plan of hidden states where it has one."""
+    if engine.forward == "package" and not eager:
+        return _package(engine, kv), None
+    if eager or native.handle is None:
+        return forward_of(decoder, kv, eager), None
+    step, hidden = engine.plans()
+    return _program(engine, step, decoder, kv), hidden
+
+
+def _package(engine: EngineFolder, kv: KV) -> PackageForward:
+    try:
+        found = PackageForward(engine.folder / PACKAGE, engine.tensors())
+    except (ConfigError, WeightsError) as error:
+        raise engine.broken(str(error)) from error
+    found.inputs.check_cache(kv)
+    logger.info("A step is a call of a compiled package.")
+    return found
+
+
+def _program(engine: EngineFolder, plan: Plan, decoder: Decoder, kv: KV) -> Program:
+    try:
+        program = Program.of_plan(plan, fixed_tensors(decoder), kv)
+    except (KernelError, RuntimeError, IndexError, ValueError, TypeError) as error:
+        raise engine.broken(f"its plan and its weights disagree: {error}") from error
+    program.reserve(engine.limits.profile[2], engine.limits.max_num_seqs)
+    try:
+        engine.tuned.apply(program)
+    except KernelError as error:
+        raise engine.broken(f"what was timed isn't of its plan: {error}") from error
+    return program
