@@ -28,6 +28,7 @@ class Guesser:
     """Right but for a share of its tokens, which are any."""
 
     name = "guesser"
+    last_caught_up = 0
 
     def __init__(
         self, follow: Next, wrong: float = 0.0, *, by_passes: bool = False, seed: int = 0

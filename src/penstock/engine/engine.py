@@ -71,12 +71,13 @@ class Engine:
         costs = CostModel(model.spec.decoder, model.model.formats, runtime.layout, model.dtype)
         self.ledger = Ledger(costs, kept_peaks())
         limits, layout = config.scheduler, runtime.layout
-        cache_bytes = layout.nbytes(runtime.num_blocks)  # committed as it is first used
-        spare_bytes = max(detect().available_bytes - cache_bytes, 0)
-        self.swap_space = SwapSpace(plan_swap(layout, limits, spare_bytes))
+        # committed as it is first used
+        spare_bytes = max(detect().available_bytes - runtime.cache_bytes, 0)
+        self.swap_space = SwapSpace(plan_swap(layout, limits, spare_bytes, runtime.layouts[1:]))
+        block_bytes = sum(one.bytes_per_block for one in runtime.layouts)
         self.preemption = Preemption(
             limits,
-            CostPredictor(self.ledger, layout.bytes_per_block, limits.max_num_batched_tokens),
+            CostPredictor(self.ledger, block_bytes, limits.max_num_batched_tokens),
         )
         self.scheduler = Scheduler(
             limits,

@@ -47,7 +47,7 @@ class Speculation:
         asked = config.speculative
         if asked is None:
             return None
-        proposer = proposer_of(asked, runtime)
+        proposer = proposer_of(config, runtime)
         most = asked.num_speculative_tokens
         assert most is not None  # the configuration has filled it in
         controller = Controller(most, adaptive=asked.adaptive, by_passes=proposer.by_passes)
@@ -98,7 +98,8 @@ class Speculation:
         drafts = self.proposer.propose(list(wishes.values()))
         found = {s: draft for s, draft in zip(wishes, drafts, strict=True) if draft.tokens}
         passes = max(wish.limit for wish in wishes.values())
-        control.saw_drafting(passes, time.perf_counter() - start)
+        if not self.proposer.last_caught_up:
+            control.saw_drafting(passes, time.perf_counter() - start)
         if not found:
             return
         self._guesses = {s: (len(s.tokens), list(d.tokens)) for s, d in found.items()}

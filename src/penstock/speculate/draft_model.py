@@ -38,6 +38,7 @@ class DraftModelProposer:
     """Lets a model with a cache of its own go ahead. One thread's, as an engine is."""
 
     name = "draft_model"
+    by_passes = True
 
     def __init__(
         self, forward: DraftForward, limits: DraftLimits, num_blocks: int, num_ids: int
@@ -48,7 +49,6 @@ class DraftModelProposer:
         self.stamps = Stamps(num_blocks)
         """To be told of blocks that are copied or swapped."""
         self.last_caught_up = 0
-        """Tokens before each sequence's last that the last call has computed."""
         self._loop = DraftLoop(forward, limits)
         self._limits = limits
         self._num_ids = num_ids

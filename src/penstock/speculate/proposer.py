@@ -75,6 +75,10 @@ class Proposer(Protocol):
     by_passes: bool
     """Whether each token of a draft takes a pass of a model; else a draft costs next to nothing."""
 
+    @property
+    def last_caught_up(self) -> int:
+        """Tokens of sequences that the last call of `propose` had to read before it could guess."""
+
     def propose(self, wishes: Sequence[Wish]) -> list[Draft]:
         """A draft for each wish, of no tokens where it has no guess."""
 

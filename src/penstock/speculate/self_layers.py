@@ -20,11 +20,11 @@ class SelfLayersProposer:
     """Lets the first layers go ahead. One thread's, as an engine is."""
 
     name = "self"
+    by_passes = True
 
     def __init__(self, forward: DraftForward, limits: DraftLimits) -> None:
         """forward: of the first layers, over the target's cache."""
-        self.last_caught_up = 0
-        """As of a draft model: there is never anything to catch up."""
+        self.last_caught_up = 0  # there is never anything to
         self._loop = DraftLoop(forward, limits)
         self._limits = limits
 
