@@ -20,11 +20,14 @@ import numpy as np
 import numpy.typing as npt
 
 Floats = npt.NDArray[np.float64]
+Rows = npt.NDArray[np.int64]
+
+NOBODY: Rows = np.zeros(0, dtype=np.int64)
 
 FIRST, LATER = 0.6, 0.8
 """How often guesses are right before any was seen: a draft's first token, each one after it."""
 
-MEMORY = 0.9
+MEMORY = 0.95
 """Of what was seen before, after each further draft of a sequence."""
 
 LONG_MEMORY = 0.995
@@ -38,6 +41,12 @@ MARGIN = 1.02
 
 BUDGET = 0.01
 """The share of the time that may be spent on finding out whether speculation would pay."""
+
+SAVINGS = 20.0
+"""As many steps' time at most is kept for that."""
+
+NEWEST = 0.1
+"""The weight of the newest step in the average of those like it."""
 
 PLAIN_STEPS = 3
 """Plain steps that are measured before the first draft, at each size of batch."""
@@ -91,7 +100,7 @@ class StepTimes:
         entry = known.setdefault(drafted, [seconds, 0.0])
         bounded = min(max(seconds, 0.5 * entry[0]), 1.5 * entry[0])
         entry[1] += 1.0
-        entry[0] += max(0.1, 1.0 / entry[1]) * (bounded - entry[0])
+        entry[0] += max(NEWEST, 1.0 / entry[1]) * (bounded - entry[0])
 
     def plain_steps(self, batch: int) -> int:
         """How many steps without drafts were seen."""
@@ -101,7 +110,7 @@ class StepTimes:
         """Predicted for 0 … `most` tokens in drafts, [most + 1]; never less for more of them."""
         known = self._seen[_class_of(batch)]
         at = sorted(known)
-        times: Floats = np.maximum.accumulate([known[n][0] for n in at])
+        times = _ascending([(known[n][0], known[n][1]) for n in at])
         if len(at) > 1:
             slope = (times[-1] - times[0]) / (at[-1] - at[0])
         else:
@@ -110,6 +119,23 @@ class StepTimes:
         found: Floats = np.interp(wanted, at, times)
         found += slope * np.maximum(wanted - at[-1], 0)
         return found
+
+
+def _ascending(seen: Sequence[tuple[float, float]]) -> Floats:
+    """The values nearest to some that never fall; each with how many times it was seen.
+
+    Neighbours that fall are taken together: Ayer et al. 1955, doi:10.1214/aoms/1177728423.
+    """
+    pools: list[tuple[float, float, int]] = []  # (mean, weight, places)
+    for value, count in seen:
+        mean, weight, places = value, min(count, 1.0 / NEWEST), 1
+        while pools and pools[-1][0] >= mean:
+            before, more, others = pools.pop()
+            mean = (mean * weight + before * more) / (weight + more)
+            weight, places = weight + more, places + others
+        pools.append((mean, weight, places))
+    means = [mean for mean, _, _ in pools]
+    return np.repeat(np.array(means), [places for _, _, places in pools])
 
 
 def _class_of(batch: int) -> int:
@@ -153,19 +179,22 @@ class Controller:
         first, later = self._rates(records)
         gains = first[:, None] * later[:, None] ** (depth - 1)
         gains[depth > np.array(room)[:, None]] = 0.0
-        order = np.argsort(-gains, axis=None, kind="stable")
-        order = order[: np.count_nonzero(gains)]
-        promised = np.concatenate(([0.0], np.cumsum(gains.ravel()[order])))
-        seconds = self.times.seconds(batch, len(order))
-        if self.by_passes:
-            passes = np.maximum.accumulate(order % len(depth) + 1) if len(order) else order
-            seconds[1:] += self.pass_s * passes
-        speed = (batch + promised) / seconds
-        best = int(np.argmax(speed))
-        self.is_on = bool(speed[best] > MARGIN * speed[0])
-        if not self.is_on:
-            best = self._probe(order, seconds) if self.by_passes else 0
-        rows = order[:best] // len(depth)
+        seconds = self.times.seconds(batch, sum(room))
+        plain = batch / seconds[0]
+        best, loss, rows = 0.0, 0.0, NOBODY
+        for passes in depth if self.by_passes else depth[-1:]:
+            order = np.argsort(-gains[:, :passes], axis=None, kind="stable")
+            order = order[: np.count_nonzero(gains[:, :passes])]
+            drafting = self.pass_s * passes if self.by_passes else 0.0
+            promised = batch + np.cumsum(gains[:, :passes].ravel()[order])
+            took = seconds[1 : len(order) + 1] + drafting
+            at = int(np.argmax(promised / took))
+            if promised[at] / took[at] > best:
+                best, rows = promised[at] / took[at], order[: at + 1] // passes
+                loss = took[at] - promised[at] / plain
+        self.is_on = best > plain * MARGIN
+        if not self.is_on and not self._affords(max(loss, BUDGET * seconds[0])):
+            rows = NOBODY
         lengths: list[int] = np.bincount(rows, minlength=len(room)).tolist()
         return lengths
 
@@ -177,19 +206,19 @@ class Controller:
             np.array([record.later.after(later, TRUST) for record in records]),
         )
 
-    def _probe(self, order: npt.NDArray[np.int64], seconds: Floats) -> int:
-        """How many guesses to make though they won't pay: one, once in a while."""
-        if not len(order) or seconds[1] - seconds[0] > self._budget_s:
-            return 0
-        self._budget_s -= float(seconds[1] - seconds[0])
-        return 1
+    def _affords(self, seconds: float) -> bool:
+        """Whether to try the best that there is though it won't pay, at the price of so much."""
+        if seconds > self._budget_s:
+            return False
+        self._budget_s -= seconds
+        return True
 
     # ── after it ─────────────────────────────────────────────────────────────────────────────
 
     def saw_step(self, batch: int, drafted: int, seconds: float) -> None:
         """A decoding step took `seconds`, drafting apart."""
         self.times.see(batch, drafted, seconds)
-        self._budget_s = min(self._budget_s + BUDGET * seconds, 1.0)
+        self._budget_s = min(self._budget_s + BUDGET * seconds, SAVINGS * seconds)
 
     def saw_drafting(self, passes: int, seconds: float) -> None:
         """Drafts of up to so many tokens took `seconds`."""

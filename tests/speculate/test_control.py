@@ -1,0 +1,191 @@
+"""How long drafts are, in a world whose speed and whose luck are known."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import numpy as np
+import pytest
+
+from penstock.speculate.control import PLAIN_STEPS, Controller, Rate, Record, StepTimes
+
+Seconds = Callable[[int, int], float]
+"""Of a step, by its sequences and its drafts' tokens."""
+
+
+@dataclass
+class World:
+    """An engine's steps: each guess is right with a probability of its own, if those before are."""
+
+    most: int
+    seconds: Seconds
+    right: float
+    pass_s: float = 0.0  # of a draft's token, or of all where there are no passes
+    by_passes: bool = False
+    batch: int = 1
+    noise: float = 0.0
+    rng: random.Random = field(default_factory=lambda: random.Random(0))
+    lengths: list[int] = field(default_factory=list)  # of the first sequence's drafts
+
+    def __post_init__(self) -> None:
+        self.controller = Controller(self.most, adaptive=True, by_passes=self.by_passes)
+        self.records = [Record() for _ in range(self.batch)]
+
+    def step(self) -> tuple[int, float]:
+        """Tokens and seconds of a step."""
+        control, batch = self.controller, self.batch
+        spent, chosen, guessed = 0.0, [0] * batch, 0
+        if control.may_guess(batch):
+            room = [self.most] * batch
+            if self.by_passes:
+                chosen = control.choose(batch, self.records[:batch], room)
+                guessed = max(chosen)
+                spent = self.pass_s * guessed
+            else:
+                spent, guessed = self.pass_s, self.most
+            if guessed:
+                control.saw_drafting(guessed, spent)
+            if not self.by_passes:
+                chosen = control.choose(batch, self.records[:batch], room)
+        tokens = 0
+        for record, length in zip(self.records, chosen, strict=False):
+            seen = length if self.by_passes else guessed  # what comes is held against all of it
+            right = 0
+            while right < length and self.rng.random() < self.right:
+                right += 1
+            tokens += right + 1
+            tested = min(right + 1, seen)
+            also = right == length < seen and self.rng.random() < self.right
+            control.saw_guess(record, right + also, tested)
+        took = self.seconds(batch, sum(chosen)) * (1 + self.noise * self.rng.random())
+        control.saw_step(batch, sum(chosen), took)
+        self.lengths.append(chosen[0])
+        return tokens, took + spent
+
+    def speed(self, steps: int) -> float:
+        """Tokens per second over some steps."""
+        found = [self.step() for _ in range(steps)]
+        return sum(n for n, _ in found) / sum(s for _, s in found)
+
+    def ideal(self) -> float:
+        """Tokens per second at the best length that doesn't change."""
+        return max(
+            self.batch * sum(self.right**j for j in range(length + 1))
+            / (self.seconds(self.batch, self.batch * length)
+               + (self.pass_s * (length if self.by_passes else length > 0)))
+            for length in range(self.most + 1)
+        )  # fmt: skip
+
+    def plain(self) -> float:
+        return self.batch / self.seconds(self.batch, 0)
+
+
+def flat(batch: int, drafted: int) -> float:
+    """Memory is the bound: more tokens cost next to nothing."""
+    return 10.0 + 0.1 * (batch + drafted)
+
+
+def steep(batch: int, drafted: int) -> float:
+    """Products are the bound: twice the tokens, nearly twice the time."""
+    return 1.0 + 1.0 * (batch + drafted)
+
+
+@pytest.mark.parametrize("noise", [0.0, 0.3])
+@pytest.mark.parametrize("batch", [1, 4, 16])
+@pytest.mark.parametrize("right", [0.3, 0.6, 0.9, 1.0])
+@pytest.mark.parametrize("by_passes", [False, True])
+def test_it_finds_a_length_about_as_good_as_the_best(
+    right: float, batch: int, by_passes: bool, noise: float
+) -> None:
+    for seconds, pass_s in ((flat, 0.5), (flat, 2.0), (steep, 0.1)):
+        world = World(8, seconds, right, pass_s, by_passes, batch, noise)
+        world.speed(150)
+        ideal = world.ideal() / (1 + 0.5 * noise)
+        assert world.speed(600) > 0.92 * ideal, (seconds, pass_s)
+
+
+@pytest.mark.parametrize("by_passes", [False, True])
+@pytest.mark.parametrize("batch", [1, 16])
+def test_wrong_guesses_cost_a_hundredth_or_two(by_passes: bool, batch: int) -> None:
+    for seconds in (flat, steep):
+        for pass_s in (0.02, 0.5, 5.0):
+            world = World(8, seconds, 0.0, pass_s, by_passes, batch)
+            world.speed(150)
+            assert not world.controller.is_on
+            assert world.speed(2000) > 0.975 * world.plain(), (seconds, pass_s)
+
+
+def test_it_is_off_where_steps_get_longer_than_they_save() -> None:
+    world = World(8, lambda batch, drafted: float(batch + drafted), 0.7, 0.0)
+    world.speed(200)
+    assert world.speed(500) > 0.98 * world.plain()
+    assert sum(world.lengths[-500:]) < 25
+
+
+@pytest.mark.parametrize("by_passes", [False, True])
+def test_it_comes_back_when_guesses_get_right(by_passes: bool) -> None:
+    world = World(8, flat, 0.0, 0.05, by_passes)
+    world.speed(1000)
+    assert not world.controller.is_on
+    world.right = 0.95
+    world.speed(1500)
+    assert world.controller.is_on
+    assert world.speed(300) > 0.9 * world.ideal()
+
+
+def test_the_lucky_sequence_has_the_longer_draft() -> None:
+    control = Controller(8, adaptive=True, by_passes=True)
+    lucky, unlucky = Record(), Record()
+    for drafted in range(17):
+        control.saw_step(2, 0, 10.0)
+        control.saw_step(2, drafted, 10.0 + 0.3 * drafted)
+    for _ in range(30):
+        control.saw_guess(lucky, 4, 4)
+        control.saw_guess(unlucky, 0, 1)
+    control.saw_drafting(4, 0.4)
+    lengths = control.choose(2, [lucky, unlucky], [8, 8])
+    assert lengths[0] >= 6 and lengths[1] == 0
+
+
+def test_without_adapting_drafts_are_as_long_as_they_may() -> None:
+    control = Controller(5, adaptive=False, by_passes=False)
+    assert control.may_guess(3)
+    assert control.choose(3, [Record()] * 3, [9, 2, 5]) == [5, 2, 5]
+
+
+def test_plain_steps_are_measured_first() -> None:
+    control = Controller(4, adaptive=True, by_passes=False)
+    for _ in range(PLAIN_STEPS):
+        assert not control.may_guess(1)
+        control.saw_step(1, 0, 0.01)
+    assert control.may_guess(1) and not control.may_guess(2)
+
+
+def test_times_grow_with_the_drafts() -> None:
+    times = StepTimes()
+    times.see(2, 0, 1.0)
+    assert times.seconds(2, 2).tolist() == pytest.approx([1.0, 1.03, 1.06])  # assumed
+    times.see(2, 4, 3.0)
+    assert times.seconds(2, 6).tolist() == pytest.approx([1.0, 1.5, 2.0, 2.5, 3.0, 3.5, 4.0])
+    times.see(2, 2, 0.5)  # a step that was held up less: it can't be faster than a shorter one
+    assert np.all(np.diff(times.seconds(2, 6)) >= 0)
+    for _ in range(50):
+        times.see(2, 0, 1.0)
+    times.see(2, 0, 1000.0)  # interrupted
+    assert times.seconds(2, 0)[0] < 1.1
+
+
+def test_rates_forget() -> None:
+    rate = Rate()
+    assert rate.after(0.6, 4.0) == 0.6
+    for _ in range(200):
+        rate.see(1, 1, 0.9)
+    assert rate.after(0.0, 4.0) == pytest.approx(10 / 14, abs=1e-3)
+    record = Record()
+    record.see(2, 3, 1.0)  # right, right, wrong
+    assert (record.first.hits, record.first.trials) == (1, 1)
+    assert (record.later.hits, record.later.trials) == (1, 2)
+    record.see(0, 0, 1.0)  # nothing came
+    assert record.first.trials == 1
