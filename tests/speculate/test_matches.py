@@ -39,9 +39,9 @@ def test_the_longest_match_is_found_as_the_text_grows(seed: int) -> None:
 @pytest.mark.parametrize("seed", range(10))
 def test_long_texts_with_few_repetitions(seed: int) -> None:
     rng = random.Random(seed)
-    text = letters(rng, 400, 900)
+    text = letters(rng, 400, 200)
     runs = Runs(2, 16, 20)  # its tables grow on the way
-    for _ in range(60):
+    for _ in range(80):
         if rng.random() < 0.5:
             at = rng.randrange(len(text))
             text += text[at : at + rng.randrange(1, 30)]

@@ -150,6 +150,29 @@ def test_past_outputs_are_bounded_and_the_oldest_go_first() -> None:
     assert proposer.past.nbytes < 100 * most
 
 
+def test_all_parts_count_together() -> None:
+    proposer = SuffixProposer(max_tokens=24)  # an output a part
+    for last in (9, 8, 9, 7):
+        finish(proposer, [50], [1, 2, 3, last])
+    assert len(proposer.past._parts) == PARTS
+    assert proposer.guess(Key(), [60, 1, 2, 3], 1, 1) == [9]
+    finish(proposer, [50], [1, 2, 3, 7])  # the first 9 is forgotten
+    assert proposer.guess(Key(), [60, 1, 2, 3], 1, 1) == [7]
+    finish(proposer, [50], [1, 2, 3, 4, 5])  # and 8, of which nothing is seen behind a longer one
+    assert proposer.guess(Key(), [60, 1, 2, 3, 4], 1, 1) == [5]
+
+
+def test_of_many_places_the_own_and_the_latest_count() -> None:
+    own: list[int] = []
+    for i in range(MOST_PLACES // 2 + 1):
+        own += [100 + i, 1, 2, 3, 9]
+    proposer = SuffixProposer(max_depth=3)
+    for _ in range(MOST_PLACES - 4):
+        finish(proposer, [50], [1, 2, 3, 8])
+    assert proposer.guess(Key(), [60, 1, 2, 3], 1, 1) == [8]
+    assert proposer.guess(Key(), [*own, 1, 2, 3], 1, 1) == [9]
+
+
 def test_an_output_longer_than_a_part_leaves_its_end() -> None:
     proposer = SuffixProposer(max_tokens=40)
     finish(proposer, [50], list(range(100, 200)))
