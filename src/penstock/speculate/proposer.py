@@ -64,6 +64,7 @@ class Wish:
     sampling: SequenceSampling
     blocks: list[int]  # its own, with room for len(tokens) - 1 + limit tokens
     limit: int  # of tokens in the draft, at least 1
+    salt: str | None = None  # what it brings forth may be seen by those of the same only
 
 
 class Proposer(Protocol):

@@ -1,0 +1,296 @@
+"""How much text repeats itself, and past text: guesses by lookup, without a model.
+
+    python benchmarks/speculate_lookup.py ../shared/data --json benchmarks/results/lookup.json
+
+Documents are replayed as if a model wrote them: at each step a proposer guesses, the guess's tokens
+count up to the first that the document doesn't have, and the step brings one more. Workloads:
+    rewrite    files of this repository before (the prompt) and after (the output) a commit
+    code       the second half of code files, after the first
+    dialogue   an assistant's turns with tool calls, each after the turns before it
+    tools      calls in JSON, after functions and a question
+    maths      worked answers, after their questions
+    stories    the second half of short stories, after the first
+Each is a tenant of its own: a proposer that remembers begins with nothing. Prints, by workload and
+proposer, the tokens a step, the share of steps with a guess, what of the guessed was right, and the
+microseconds of a guess, in the mean (with reading the prompt) and in the median; of all workloads
+together, the right tokens a guess by the length of the match; and what it costs to read a prompt,
+to keep an output, and to make a draft of the guess.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import statistics
+import subprocess
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from tokenizers import ByteLevelBPETokenizer
+
+from penstock import SamplingParams
+from penstock.bench.environment import environment
+from penstock.hardware import detect
+from penstock.sampling import SequenceSampling
+from penstock.speculate.matches import Runs
+from penstock.speculate.ngram import NgramProposer
+from penstock.speculate.proposer import Draft
+from penstock.speculate.suffix import Past, SuffixProposer
+
+ROOT = Path(__file__).resolve().parents[1]
+Pair = tuple[str, str]
+"""A prompt and what follows."""
+Row = dict[str, Any]
+BUCKETS = (1, 2, 3, 4, 6, 8, 12, 16, 24)
+ENTRIES = 151_936  # Qwen2.5's vocabulary
+
+
+def halves(texts: Iterator[str]) -> Iterator[Pair]:
+    for text in texts:
+        at = text.rfind("\n", 0, len(text) // 2) + 1 or len(text) // 2
+        yield text[:at], text[at:]
+
+
+def rows(file: Path) -> Iterator[Row]:
+    with file.open(encoding="utf-8") as lines:
+        for line in lines:
+            yield json.loads(line)
+
+
+def rewrite(data: Path) -> Iterator[Pair]:
+    def git(*words: str) -> str:
+        ran = subprocess.run(["git", *words], cwd=ROOT, check=True, capture_output=True)
+        return ran.stdout.decode()
+
+    changes = git("log", "--diff-filter=M", "--name-only", "--format=%n%H", "--", "src/*.py")
+    commit = ""
+    for line in changes.split("\n"):
+        if line.endswith(".py"):
+            before, after = (git("show", f"{at}:{line}") for at in (f"{commit}^", commit))
+            yield f"Rewrite this file.\n\n{before}\n\nThe new file:\n\n", after
+        elif line:
+            commit = line
+
+
+def code(data: Path) -> Iterator[Pair]:
+    text = (data / "text/exllamav3/standard_cal_data/code.utf8").read_text(encoding="utf-8")
+    return halves(text[i : i + 12_000] for i in range(0, len(text), 12_000))
+
+
+def dialogue(data: Path) -> Iterator[Pair]:
+    for row in rows(data / "text/dialogue/sgd_dev.jsonl"):
+        before = ""
+        for turn in row["turns"]:
+            calls = "".join(f"\n{json.dumps(call)}" for call in turn.get("tool_calls", ()))
+            said = f"{turn['content']}{calls}\n"
+            if turn["role"] == "assistant":
+                yield f"{before}assistant: ", said
+            before += f"{turn['role']}: {said}"
+            before += "".join(f"{json.dumps(one)}\n" for one in turn.get("tool_results", ()))
+
+
+def tools(data: Path) -> Iterator[Pair]:
+    folder = data / "structured/bfcl"
+    answers = folder / "possible_answer"
+    for name in ("simple_python", "multiple", "parallel", "parallel_multiple"):
+        file = f"BFCL_v4_{name}.json"
+        if not (answers / file).exists():
+            continue
+        for row, right in zip(rows(folder / file), rows(answers / file), strict=True):
+            functions = json.dumps(row["function"], indent=2)
+            calls = [
+                {"name": n, "arguments": {key: v[0] for key, v in given.items() if v[0] != ""}}
+                for call in right["ground_truth"]
+                for n, given in call.items()
+            ]
+            asked = row["question"][0][-1]["content"]
+            yield f"{functions}\nuser: {asked}\nassistant: ", f"{json.dumps(calls)}\n"
+
+
+def maths(data: Path) -> Iterator[Pair]:
+    for row in rows(data / "eval/gsm8k/train.jsonl"):
+        yield f"Question: {row['question']}\nAnswer: ", f"{row['answer']}\n"
+
+
+def stories(data: Path) -> Iterator[Pair]:
+    return halves(row["text"][:12_000] for row in rows(data / "text/lcats_stories_train.jsonl"))
+
+
+WORKLOADS: dict[str, Callable[[Path], Iterator[Pair]]] = {
+    one.__name__: one for one in (rewrite, code, dialogue, tools, maths, stories)
+}
+
+
+class Tally:
+    """What guesses of one kind came to."""
+
+    def __init__(self) -> None:
+        self.steps = self.tokens = self.guesses = self.guessed = self.right = 0
+        self.seconds: list[float] = []
+        self.by_match: dict[int, list[int]] = defaultdict(lambda: [0, 0, 0])
+
+    def add(self, match: int, guess: list[int], right: int, seconds: float) -> None:
+        self.steps += 1
+        self.tokens += right + 1
+        self.seconds.append(seconds)
+        if guess:
+            self.guesses += 1
+            self.guessed += len(guess)
+            self.right += right
+            bucket = max(one for one in BUCKETS if one <= match)
+            for i, value in enumerate((1, len(guess), right)):
+                self.by_match[bucket][i] += value
+
+    def row(self) -> Row:
+        return {
+            "steps": self.steps,
+            "tokens_per_step": round(self.tokens / self.steps, 3),
+            "share_of_steps_with_guess": round(self.guesses / self.steps, 3),
+            "tokens_per_guess": round(self.guessed / max(1, self.guesses), 2),
+            "right_per_guess": round(self.right / max(1, self.guesses), 2),
+            "share_right": round(self.right / max(1, self.guessed), 3),
+            "guess_us_mean": round(statistics.mean(self.seconds) * 1e6, 1),
+            "guess_us_median": round(statistics.median(self.seconds) * 1e6, 1),
+        }
+
+    def matches(self) -> Row:
+        """What guesses came to, by the least length of the matches that they are made from."""
+        return {
+            str(least): {"guesses": n, "tokens": round(m / n, 2), "right": round(r / n, 2)}
+            for least, (n, m, r) in sorted(self.by_match.items())
+        }
+
+
+class Lookup:
+    """A proposer's guess, and how long the match was that it is made from."""
+
+    def __init__(self, name: str, limit: int) -> None:
+        self._limit = limit
+        self.ngram = NgramProposer() if name == "ngram" else None
+        self.suffix = SuffixProposer() if name != "ngram" else None
+
+    def guess(self, key: object, tokens: list[int], prompt: int) -> tuple[int, list[int], float]:
+        start = time.perf_counter()
+        if self.ngram is not None:
+            found = self.ngram.guess(key, tokens, self._limit)
+        else:
+            assert self.suffix is not None
+            found = self.suffix.guess(key, tokens, prompt, self._limit)
+        seconds = time.perf_counter() - start
+        if self.ngram is not None:
+            length = self.ngram.match(key, tokens)[0]
+        else:
+            assert self.suffix is not None
+            length = self.suffix.match(key, tokens, prompt, None)[0]
+        return length, found, seconds
+
+    def forget(self, key: object) -> None:
+        if self.ngram is not None:
+            self.ngram.forget(key)
+        elif self.suffix is not None:
+            self.suffix.forget(key)
+
+
+def replay(lookup: Lookup, prompt: list[int], output: list[int], tally: Tally) -> None:
+    """One document; its first token is the prefill's."""
+    key, whole = object(), prompt + output
+    tokens = whole[: len(prompt) + 1]
+    while len(tokens) < len(whole):
+        matched, guess, seconds = lookup.guess(key, tokens, len(prompt))
+        rest = whole[len(tokens) : len(tokens) + len(guess) + 1]
+        right = 0
+        while right < min(len(guess), len(rest) - 1) and guess[right] == rest[right]:
+            right += 1
+        tally.add(matched, guess, right, seconds)
+        tokens += rest[: right + 1]
+    lookup.forget(key)
+
+
+def least_s(run: Callable[[], object], rounds: int = 5) -> float:
+    found = []
+    for _ in range(rounds):
+        start = time.perf_counter()
+        run()
+        found.append(time.perf_counter() - start)
+    return min(found)
+
+
+def costs() -> Row:
+    """Of reading a prompt, of outputs that are kept, of a draft; the best of five."""
+    rng = random.Random(0)
+    found: Row = {}
+    for length in (8_000, 30_000):
+        prompt = [rng.randrange(3000) for _ in range(length)]
+        runs = Runs(2, 16, 2 * length)
+        runs.read(prompt)
+        taken = least_s(lambda: Runs(2, 16, 2 * length).read(prompt))  # noqa: B023
+        found[f"read_{length}_tokens_ms"] = round(taken * 1e3, 2)
+        found[f"index_of_{length}_bytes_per_token"] = round(runs.nbytes / length, 1)
+    past = Past(24, 1_000_000)
+    for _ in range(1000):
+        past.add([rng.randrange(3000) for _ in range(999)], None)
+    found["kept_outputs_bytes_per_token"] = round(past.nbytes / past.num_tokens, 1)
+    found["kept_tokens"] = past.num_tokens
+    output = [rng.randrange(3000) for _ in range(999)]
+    found["keep_999_tokens_ms"] = round(least_s(lambda: past.add(output, None)) * 1e3, 2)
+    sampling = SequenceSampling(SamplingParams(), output, ENTRIES, 0, frozenset())
+    taken = least_s(lambda: Draft(sampling).extend(output[:16]), 50)
+    found["draft_us_per_token"] = round(taken / 16 * 1e6, 2)
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("data", type=Path)
+    parser.add_argument("--tokens", type=int, default=40_000, help="of output, a workload")
+    parser.add_argument("--limit", type=int, default=16, help="tokens in a draft")
+    parser.add_argument("--json", type=Path)
+    given = parser.parse_args()
+    folder = given.data / "tokenizers/qwen2.5"
+    tokenizer = ByteLevelBPETokenizer(str(folder / "vocab.json"), str(folder / "merges.txt"))
+    results: list[Row] = []
+    together = {name: Tally() for name in ("ngram", "suffix")}
+    for workload, pairs in WORKLOADS.items():
+        documents = chosen(list(pairs(given.data)), tokenizer, given.tokens)
+        for name, whole in together.items():
+            lookup, tally = Lookup(name, given.limit), Tally()
+            for prompt, output in documents:
+                replay(lookup, prompt, output, tally)
+            for bucket, values in tally.by_match.items():
+                for i, value in enumerate(values):
+                    whole.by_match[bucket][i] += value
+            row = {"workload": workload, "proposer": name, "documents": len(documents)}
+            results.append(row | tally.row())
+            print(" ".join(f"{key} {value}" for key, value in results[-1].items()), flush=True)
+    matches = {name: tally.matches() for name, tally in together.items()}
+    known = costs()
+    print(json.dumps({"by_match": matches, "costs": known}, indent=1))
+    if given.json is not None:
+        setup = {"tokens": given.tokens, "limit": given.limit, "tokenizer": "qwen2.5"}
+        found = {"setup": setup, "results": results, "by_match": matches, "costs": known}
+        given.json.write_text(json.dumps(found | environment(detect()), indent=1) + "\n")
+
+
+def chosen(pairs: list[Pair], tokenizer: Any, tokens: int) -> list[tuple[list[int], list[int]]]:
+    """Documents one after the other, from a random one on, with so many tokens of output."""
+    start = random.Random(0).randrange(max(1, len(pairs) // 2))
+    found = []
+    for prompt, output in pairs[start:]:
+        ids = tokenizer.encode(prompt).ids[-6000:], tokenizer.encode(output).ids[:2000]
+        if len(ids[1]) < 2:
+            continue
+        found.append(ids)
+        tokens -= len(ids[1])
+        if tokens <= 0:
+            break
+    return found
+
+
+if __name__ == "__main__":
+    main()
