@@ -5,9 +5,9 @@ from array import array
 
 import numpy as np
 import pytest
-from tests.speculate.lookup_cases import letters, places_of
 
 from penstock.speculate.matches import MOST_PLACES, Runs
+from tests.speculate.lookup_cases import letters, places_of
 
 
 def longest(text: list[int], low: int, high: int) -> tuple[int, list[int]]:

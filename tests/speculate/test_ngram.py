@@ -4,10 +4,10 @@ import random
 import weakref
 
 import pytest
-from tests.speculate.lookup_cases import Only, letters, places_of, wish
 
 from penstock.errors import ConfigError
 from penstock.speculate.ngram import TOKENS_PER_MATCHED, NgramProposer, continued
+from tests.speculate.lookup_cases import Only, letters, places_of, wish
 
 
 def rescanned(text: list[int], low: int, high: int, limit: int) -> list[int]:
@@ -35,6 +35,7 @@ def test_guesses_are_those_of_a_search_of_the_whole_text(seed: int) -> None:
     while len(tokens) < 60:
         (draft,) = proposer.propose([wish(tokens, 1, limit, key)])
         assert draft.tokens == rescanned(tokens, low, high, limit)
+        draft.settle(limit)
         assert len(draft.states) == len(draft.tokens) + 1
         tokens += letters(rng, alphabet, rng.choice([1, 1, 1, 2, 4]))
 
@@ -101,6 +102,7 @@ def test_a_draft_ends_where_the_constraint_forbids() -> None:
     tokens = [1, 2, 3, 4, 5, 6, 7, 8] * 2
     constraint = Only(frozenset({1, 2, 3, 5}), left=9)
     (draft,) = NgramProposer().propose([wish(tokens, 8, 16, Key(), constraint=constraint)])
+    draft.settle(16)
     assert draft.tokens == [1, 2, 3]
     assert len(draft.states) == 4
     assert constraint.left == 9
@@ -108,6 +110,7 @@ def test_a_draft_ends_where_the_constraint_forbids() -> None:
     assert [state.left for state in states if isinstance(state, Only)] == [9, 8, 7, 6]
     ended = Only(frozenset(range(9)), left=2)
     (draft,) = NgramProposer().propose([wish(tokens, 8, 16, Key(), constraint=ended)])
+    draft.settle(16)
     assert draft.tokens == [1, 2]
 
 

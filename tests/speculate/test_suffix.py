@@ -4,7 +4,6 @@ import random
 import weakref
 
 import pytest
-from tests.speculate.lookup_cases import Only, letters, places_of, wish
 
 from penstock.errors import ConfigError
 from penstock.speculate.matches import MOST_PLACES
@@ -16,6 +15,7 @@ from penstock.speculate.suffix import (
     TOKENS_PER_MATCHED,
     SuffixProposer,
 )
+from tests.speculate.lookup_cases import Only, letters, places_of, wish
 
 
 class Key:
@@ -226,6 +226,7 @@ def test_a_draft_ends_where_the_constraint_forbids() -> None:
     tokens = [60, *range(10, 18)]
     constraint = Only(frozenset({18, 19, 21}), left=9)
     (draft,) = proposer.propose([wish(tokens, 1, 16, Key(), constraint=constraint)])
+    draft.settle(16)
     assert draft.tokens == [18, 19]
     assert len(draft.states) == 3
     assert constraint.left == 9

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
-from penstock.config import EngineConfig
+from typing import Any
+
+from penstock.config import EngineConfig, SpeculativeConfig
 from penstock.runtime import Runtime
 from penstock.runtime.drafting import draft_proposer
 from penstock.speculate import Proposer
+from penstock.speculate.ngram import NgramProposer
+from penstock.speculate.suffix import SuffixProposer
 
 
 def proposer_of(config: EngineConfig, runtime: Runtime) -> Proposer:
@@ -15,6 +19,24 @@ def proposer_of(config: EngineConfig, runtime: Runtime) -> Proposer:
     """
     asked = config.speculative
     assert asked is not None  # the caller looked
+    if asked.method == "ngram":
+        return NgramProposer(
+            **_given(asked, prompt_lookup_min="min_match", prompt_lookup_max="max_match")
+        )
+    if asked.method == "suffix":
+        return SuffixProposer(
+            **_given(
+                asked,
+                suffix_decoding_max_tree_depth="max_depth",
+                suffix_decoding_max_cached_tokens="max_tokens",
+            )
+        )
     found = draft_proposer(config, runtime)
-    assert found is not None
+    assert found is not None  # by any other method
     return found
+
+
+def _given(asked: SpeculativeConfig, **names: str) -> dict[str, Any]:
+    """Those of some options that were given, under other names."""
+    found = {own: getattr(asked, name) for name, own in names.items()}
+    return {name: value for name, value in found.items() if value is not None}

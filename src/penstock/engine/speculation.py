@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterable
 from collections.abc import Sequence as Seq
 from typing import Any
 
@@ -36,9 +35,9 @@ class Speculation:
         self.broken: Exception | None = None  # why there are no guesses any more
         self.draft_s = 0.0  # what guessing took in this step
         self._scheduler = scheduler
-        self._records: dict[Sequence, Record] = {}
-        # of this step, whether verified or not: from which place on, and what
-        self._guesses: dict[Sequence, tuple[int, list[int]]] = {}
+        self._records: dict[Sequence, dict[int, Record]] = {}  # by kind of draft
+        # of this step, whether verified or not: from which place on, what, and its kind
+        self._guesses: dict[Sequence, tuple[int, list[int], int]] = {}
         self._reserved: list[Sequence] = []
 
     @classmethod
@@ -90,9 +89,10 @@ class Speculation:
         self._reserved = list(room)
         control, batch = self.controller, len(decoding)
         if room and control.by_passes:
-            wanted = control.choose(batch, self._records_of(room), list(room.values()))
+            records = [self._record(s, 0) for s in room]
+            wanted = control.choose(batch, records, list(room.values()))
             room = dict(zip(room, wanted, strict=True))
-        wishes = {s: Wish(s, s.tokens, s.sampling, s.blocks, n) for s, n in room.items() if n}
+        wishes = {s: _wish(s, most) for s, most in room.items() if most}
         if not wishes:
             return
         drafts = self.proposer.propose(list(wishes.values()))
@@ -102,10 +102,12 @@ class Speculation:
             control.saw_drafting(passes, time.perf_counter() - start)
         if not found:
             return
-        self._guesses = {s: (len(s.tokens), list(d.tokens)) for s, d in found.items()}
+        self._guesses = {s: (len(s.tokens), list(d.tokens), d.kind) for s, d in found.items()}
         lengths = [len(draft) for draft in found.values()]
         if not control.by_passes:
-            lengths = control.choose(batch, self._records_of(found), lengths)
+            kinds = [draft.kind for draft in found.values()]
+            records = [self._record(s, draft.kind) for s, draft in found.items()]
+            lengths = control.choose(batch, records, lengths, kinds)
         for (sequence, draft), length in zip(found.items(), lengths, strict=True):
             sequence.draft = draft
             sequence.shorten_draft(length)
@@ -118,8 +120,8 @@ class Speculation:
         most = min(self._scheduler.tokens_left(sequence) - 1, self.controller.most)
         return self._scheduler.reservations.reserve(sequence, most) if most > 0 else 0
 
-    def _records_of(self, sequences: Iterable[Sequence]) -> list[Record]:
-        return [self._records.setdefault(s, Record()) for s in sequences]
+    def _record(self, sequence: Sequence, kind: int) -> Record:
+        return self._records.setdefault(sequence, {}).setdefault(kind, Record())
 
     # ── after sampling ───────────────────────────────────────────────────────────────────────
 
@@ -133,12 +135,13 @@ class Speculation:
 
     def settle(self) -> None:
         """Compare what was guessed with what has come, and give back what was reserved."""
-        for sequence, (start, guess) in self._guesses.items():
+        for sequence, (start, guess, kind) in self._guesses.items():
             came = sequence.tokens[start:]
             tested = min(len(guess), len(came))
             right = next((i for i in range(tested) if guess[i] != came[i]), tested)
-            record = self._records.get(sequence) or Record()  # of one that has ended
-            self.controller.saw_guess(record, right, min(right + 1, tested))
+            ended = sequence not in self._records
+            record = Record() if ended else self._record(sequence, kind)
+            self.controller.saw_guess(record, right, min(right + 1, tested), kind)
         self._guesses.clear()
         for sequence in self._reserved:
             self._scheduler.reservations.trim(sequence)
@@ -155,3 +158,8 @@ class Speculation:
         """It has ended."""
         self._records.pop(sequence, None)
         self.proposer.forget(sequence)
+
+
+def _wish(sequence: Sequence, most: int) -> Wish:
+    salt = sequence.request.options.cache_salt
+    return Wish(sequence, sequence.tokens, sequence.sampling, sequence.blocks, most, salt)

@@ -4,15 +4,16 @@ A step of B sequences whose drafts hold n tokens in all gives B + Σ P(the first
 right) tokens, and takes t(B, n) seconds, and drafting's. Both are measured: how often a guess was
 what came, and what steps took. `Controller.choose` takes the guesses in the order of what they
 promise, as many as make tokens per second the most; none, where none makes them more than a plain
-step does. Then only so much is guessed that it costs a hundredth of the time, to see whether it
-would pay again; where guesses cost nothing but their verification, they are compared with what
-comes without one.
+step does. Then the best of them are tried now and then, for a hundredth of the time, to see whether
+they would pay by now; and where guesses cost nothing but their verification, they are made all the
+same and compared with what comes.
 Source: Leviathan, Kalman & Matias 2023, arXiv:2211.17192, section 3.4, for one sequence and one
 rate; the gain of each further token against its cost: Liu et al. 2024, arXiv:2406.14066.
 """
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -152,7 +153,7 @@ class Controller:
         self.adaptive = adaptive
         self.by_passes = by_passes
         self.times = StepTimes()
-        self.overall = Record()
+        self.overall: defaultdict[int, Record] = defaultdict(Record)  # by kind of draft
         self.pass_s = 0.0  # one token of a draft, or, without passes, all of them
         self._budget_s = 0.0
         self.is_on = True  # whether the last choice had drafts
@@ -167,16 +168,19 @@ class Controller:
             return False
         return self.is_on or self.pass_s <= self._budget_s
 
-    def choose(self, batch: int, records: Sequence[Record], room: Sequence[int]) -> list[int]:
+    def choose(
+        self, batch: int, records: Sequence[Record], room: Sequence[int], kinds: Sequence[int] = ()
+    ) -> list[int]:
         """How long the draft of each of some sequences should be, up to its `room`.
 
-        batch: the sequences of the step, those included.
+        batch: the sequences of the step, those included. records: of each one's own drafts of that
+        kind. kinds: of the drafts, where they aren't all of kind 0.
         """
         room = [min(most, self.most) for most in room]
         if not self.adaptive:
             return room
         depth = np.arange(1, max(room) + 1)
-        first, later = self._rates(records)
+        first, later = self._rates(records, kinds or [0] * len(records))
         gains = first[:, None] * later[:, None] ** (depth - 1)
         gains[depth > np.array(room)[:, None]] = 0.0
         seconds = self.times.seconds(batch, sum(room))
@@ -192,19 +196,19 @@ class Controller:
             if promised[at] / took[at] > best:
                 best, rows = promised[at] / took[at], order[: at + 1] // passes
                 loss = took[at] - promised[at] / plain
-        self.is_on = best > plain * MARGIN
+        self.is_on = bool(best > plain * MARGIN)
         if not self.is_on and not self._affords(max(loss, BUDGET * seconds[0])):
             rows = NOBODY
         lengths: list[int] = np.bincount(rows, minlength=len(room)).tolist()
         return lengths
 
-    def _rates(self, records: Sequence[Record]) -> tuple[Floats, Floats]:
-        first = self.overall.first.after(FIRST, TRUST)
-        later = self.overall.later.after(LATER, TRUST)
-        return (
-            np.array([record.first.after(first, TRUST) for record in records]),
-            np.array([record.later.after(later, TRUST) for record in records]),
-        )
+    def _rates(self, records: Sequence[Record], kinds: Sequence[int]) -> tuple[Floats, Floats]:
+        first, later = [], []
+        for record, kind in zip(records, kinds, strict=True):
+            all_of_it = self.overall[kind]
+            first.append(record.first.after(all_of_it.first.after(FIRST, TRUST), TRUST))
+            later.append(record.later.after(all_of_it.later.after(LATER, TRUST), TRUST))
+        return np.array(first), np.array(later)
 
     def _affords(self, seconds: float) -> bool:
         """Whether to try the best that there is though it won't pay, at the price of so much."""
@@ -227,7 +231,7 @@ class Controller:
         if not self.is_on and not self.by_passes:
             self._budget_s = max(self._budget_s - seconds, 0.0)
 
-    def saw_guess(self, record: Record, right: int, tested: int) -> None:
+    def saw_guess(self, record: Record, right: int, tested: int, kind: int = 0) -> None:
         """Of a sequence's draft, `tested` tokens were tested and the first `right` of them came."""
         record.see(right, tested, MEMORY)
-        self.overall.see(right, tested, LONG_MEMORY)
+        self.overall[kind].see(right, tested, LONG_MEMORY)

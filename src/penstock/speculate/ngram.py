@@ -26,6 +26,8 @@ class NgramProposer:
     """
 
     name = "ngram"
+    by_passes = False
+    last_caught_up = 0
 
     def __init__(self, min_match: int = 2, max_match: int = 16) -> None:
         """How many tokens must match, and how many are looked at."""
@@ -42,7 +44,9 @@ class NgramProposer:
         drafts = []
         for wish in wishes:
             draft = Draft(wish.sampling)
-            draft.extend(self.guess(wish.key, wish.tokens, wish.limit))
+            length, place = self.match(wish.key, wish.tokens)
+            draft.kind = length.bit_length()
+            draft.extend(self._guess(wish.tokens, length, place, wish.limit))
             drafts.append(draft)
         return drafts
 
@@ -53,7 +57,10 @@ class NgramProposer:
 
     def guess(self, key: object, tokens: list[int], limit: int) -> list[int]:
         """Up to `limit` tokens that may follow `tokens`, the sequence of that key."""
-        length, place = self.match(key, tokens)
+        return self._guess(tokens, *self.match(key, tokens), limit)
+
+    @staticmethod
+    def _guess(tokens: list[int], length: int, place: int, limit: int) -> list[int]:
         limit = min(limit, TOKENS_PER_MATCHED * length)
         return continued(tokens, place, limit) if place else []
 

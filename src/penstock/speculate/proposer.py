@@ -22,11 +22,12 @@ from penstock.sampling import SequenceSampling
 class Draft:
     """Tokens that may follow, and the sampler's state before each of them and after the last."""
 
-    __slots__ = ("states", "tokens")
+    __slots__ = ("kind", "states", "tokens")
 
     def __init__(self, sampling: SequenceSampling) -> None:
         """Of no tokens; sampling: the sequence's own state, which no draft changes."""
         self.tokens: list[int] = []
+        self.kind = 0  # guesses that are right about as often have the same
         self.states = [sampling]  # those after tokens that `extend` brought come with `settle`
 
     def add(self, token: int) -> bool:

@@ -46,6 +46,8 @@ class SuffixProposer:
     """
 
     name = "suffix"
+    by_passes = False
+    last_caught_up = 0
 
     def __init__(self, max_depth: int = 24, max_tokens: int = 1_000_000) -> None:
         """How many tokens are looked at, and how many of past outputs are kept."""
@@ -64,7 +66,9 @@ class SuffixProposer:
         for wish in wishes:
             draft = Draft(wish.sampling)
             prompt = wish.sampling.num_prompt
-            draft.extend(self.guess(wish.key, wish.tokens, prompt, wish.limit, wish.salt))
+            length, branches = self.match(wish.key, wish.tokens, prompt, wish.salt)
+            draft.kind = length.bit_length()
+            draft.extend(self._guess(wish.tokens, length, branches, wish.limit))
             drafts.append(draft)
         return drafts
 
@@ -77,7 +81,10 @@ class SuffixProposer:
         self, key: object, tokens: list[int], num_prompt: int, limit: int, salt: str | None = None
     ) -> list[int]:
         """Up to `limit` tokens that may follow `tokens`, the sequence of that key."""
-        length, branches = self.match(key, tokens, num_prompt, salt)
+        return self._guess(tokens, *self.match(key, tokens, num_prompt, salt), limit)
+
+    @staticmethod
+    def _guess(tokens: list[int], length: int, branches: list[Branch], limit: int) -> list[int]:
         limit = min(limit, TOKENS_PER_MATCHED * length)
         return likeliest(branches[:MOST_PLACES], tokens, limit)
 

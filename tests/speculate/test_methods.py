@@ -1,0 +1,221 @@
+"""Every method, on a trained model and on random ones: the tokens of plain decoding, by `==`."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from penstock import LLM, SamplingParams
+from penstock.errors import ConfigError
+
+METHODS: dict[str, dict[str, Any]] = {
+    "ngram": {"method": "ngram", "prompt_lookup_min": 1},
+    "suffix": {"method": "suffix"},
+    "draft_model": {"method": "draft_model"},
+    "self": {"method": "self", "draft_layers": 1},
+}
+
+Folder = Callable[[int], Path]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Folder:
+    """Tiny checkpoints with 50 tokens, by their seed."""
+    torch = pytest.importorskip("torch")
+    transformers = pytest.importorskip("transformers")
+
+    def make(seed: int) -> Path:
+        where = tmp_path_factory.mktemp(f"random{seed}")
+        torch.manual_seed(seed)
+        config = transformers.LlamaConfig(
+            vocab_size=50, hidden_size=32, intermediate_size=48, num_hidden_layers=3,
+            num_attention_heads=2, num_key_value_heads=1, head_dim=16,
+            max_position_embeddings=256, initializer_range=0.3, bos_token_id=None,
+            eos_token_id=None, tie_word_embeddings=False,
+        )  # fmt: skip
+        transformers.LlamaForCausalLM(config).save_pretrained(where)
+        return Path(where)
+
+    return make
+
+
+def speculating(method: str, target: str | Path, draft: str | Path, **more: Any) -> LLM:
+    chosen = dict(METHODS[method])
+    if method == "draft_model":
+        chosen["model"] = str(draft)
+    return LLM(target, speculative_config={**chosen, **more.pop("speculative", {})}, **more)
+
+
+def prompts(count: int, vocab: int) -> list[list[int]]:
+    """Some begin alike, and many repeat themselves."""
+    rng = random.Random(count)
+    shared = [rng.randrange(3, vocab) for _ in range(40)]
+    found = []
+    for _ in range(count):
+        phrase = [rng.randrange(3, vocab) for _ in range(rng.randint(1, 8))]
+        found.append(rng.choice([[], shared[:33], shared]) + phrase * rng.randint(1, 5))
+    return found
+
+
+def texts(llm: LLM, asked: list[list[int]], params: SamplingParams) -> list[Any]:
+    outputs = llm.generate(asked, params)
+    assert llm.stats()["used_blocks"] == 0
+    return [[s.token_ids for s in output.outputs] for output in outputs]
+
+
+CROWDED = {"max_num_seqs": 16, "max_num_batched_tokens": 48, "num_blocks": 12, "max_model_len": 128}
+"""Chunks, prefixes that are found, and too few blocks for all."""
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("count", [24, pytest.param(200, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("adaptive", [False, True])
+def test_greedy_tokens_are_those_of_plain_decoding(
+    method: str, count: int, adaptive: bool, folder: Folder
+) -> None:
+    """On the embedded model and a random one, one at a time and 16, in want of blocks."""
+    params = SamplingParams(temperature=0.0, max_tokens=30, ignore_eos=True)
+    for target, draft, vocab in (("stories", "stories", 500), (folder(0), folder(1), 50)):
+        tokenizer = {} if vocab == 500 else {"skip_tokenizer_init": True}
+        asked = prompts(count, vocab)
+        want = texts(LLM(target, max_model_len=128, **tokenizer), asked, params)
+        for more in ({"max_num_seqs": 1, "max_model_len": 128}, CROWDED):
+            llm = speculating(
+                method, target, draft, speculative={"adaptive": adaptive}, **more, **tokenizer
+            )
+            chosen = asked if count > 24 or more is CROWDED else asked[:8]
+            assert texts(llm, chosen, params) == want[: len(chosen)]
+            stats = llm.stats()
+            assert stats["spec_decode_num_drafts"] or adaptive
+            if more is CROWDED:
+                assert stats["preemptions"] > 0 and stats["prefix_hit_rate"] > 0
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_sampled_tokens_are_those_of_plain_decoding(method: str, folder: Folder) -> None:
+    params = SamplingParams(
+        temperature=0.9, top_p=0.9, seed=3, n=2, repetition_penalty=1.2, presence_penalty=0.2,
+        max_tokens=20, ignore_eos=True, logprobs=2,
+    )  # fmt: skip
+    target, asked = folder(0), prompts(10, 50)
+    plain = LLM(target, skip_tokenizer_init=True, max_model_len=128)
+    llm = speculating(
+        method, target, folder(1), speculative={"adaptive": False},
+        skip_tokenizer_init=True, max_model_len=128,
+    )  # fmt: skip
+    want, got = plain.generate(asked, params), llm.generate(asked, params)
+    for a, b in zip(want, got, strict=True):
+        assert [s.token_ids for s in a.outputs] == [s.token_ids for s in b.outputs]
+        assert [s.logprobs for s in a.outputs] == [s.logprobs for s in b.outputs]
+
+
+def test_a_draft_like_the_target_is_always_right() -> None:
+    for params in (
+        SamplingParams(temperature=0.0, max_tokens=64),
+        SamplingParams(temperature=1.0, seed=1, max_tokens=64, min_p=0.05, frequency_penalty=0.3),
+    ):
+        llm = speculating("draft_model", "stories", "stories", speculative={"adaptive": False})
+        llm.generate(["Once upon a time", "The dog", "Lily"], params)
+        stats = llm.stats()
+        assert (
+            stats["spec_decode_num_accepted_tokens"] == stats["spec_decode_num_draft_tokens"] > 99
+        )
+
+
+SAMPLES = 100_000
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", METHODS)
+def test_three_tokens_come_as_often_as_they_should(method: str, folder: Folder) -> None:
+    """Chi-square of all triples against their probabilities, with top_p and penalties."""
+    stats = pytest.importorskip("scipy.stats")
+    target = folder(0)
+    prompt = [7, 8, 9, 7, 8]
+    options: dict[str, Any] = {
+        "temperature": 1.3, "top_p": 0.8, "repetition_penalty": 1.3, "presence_penalty": 0.4,
+    }  # fmt: skip
+    chances = triples(target, prompt, options)
+    llm = speculating(
+        method, target, folder(1), speculative={"adaptive": False, "num_speculative_tokens": 3},
+        skip_tokenizer_init=True, max_model_len=64, max_num_seqs=64,
+    )  # fmt: skip
+    seen = np.zeros_like(chances)
+    params = SamplingParams(**options, n=50, max_tokens=3, ignore_eos=True, detokenize=False)
+    for _ in range(SAMPLES // 5000):
+        for output in llm.generate([prompt] * 100, params):
+            for sample in output.outputs:
+                seen[tuple(sample.token_ids)] += 1
+    assert llm.stats()["spec_decode_num_draft_tokens"] > 1000
+    expected = chances.ravel() * SAMPLES
+    often = expected >= 5
+    observed = np.append(seen.ravel()[often], seen.ravel()[~often].sum())
+    expected = np.append(expected[often], expected[~often].sum())
+    if expected[-1] < 5:
+        assert observed[-1] <= 15
+        observed, expected = observed[:-1], expected[:-1] * (observed[:-1].sum() / SAMPLES)
+        expected *= observed.sum() / expected.sum()
+    assert stats.chisquare(observed, expected * observed.sum() / expected.sum()).pvalue > 0.01
+
+
+def triples(target: Path, prompt: list[int], options: dict[str, Any]) -> np.ndarray:
+    """The probability of each three tokens, [50, 50, 50], by transformers in float64."""
+    import torch
+    import transformers
+
+    model = transformers.AutoModelForCausalLM.from_pretrained(target, dtype=torch.float64)
+    found = np.zeros((50, 50, 50))
+    firsts = after(model, [prompt], prompt, options)[0]
+    for i in np.flatnonzero(firsts):
+        seconds = after(model, [[*prompt, i]], prompt, options)[0]
+        some = np.flatnonzero(seconds)
+        thirds = after(model, [[*prompt, i, j] for j in some], prompt, options)
+        for j, row in zip(some, thirds, strict=True):
+            found[i, j] = firsts[i] * seconds[j] * row
+    return found
+
+
+def after(model: Any, rows: list[list[int]], prompt: list[int], options: Any) -> np.ndarray:
+    """The distribution after each of some texts of one length, [R, 50]: penalties, then cuts."""
+    import torch
+
+    with torch.inference_mode():
+        logits = model(torch.tensor(np.array(rows))).logits[:, -1].numpy().copy()
+    for row, text in zip(logits, rows, strict=True):
+        for token in set(map(int, text)):
+            factor = options["repetition_penalty"]
+            row[token] = row[token] / factor if row[token] > 0 else row[token] * factor
+        for token in set(map(int, text[len(prompt) :])):
+            row[token] -= options["presence_penalty"]
+    weights = np.exp((logits - logits.max(-1, keepdims=True)) / options["temperature"])
+    weights /= weights.sum(-1, keepdims=True)
+    for row in weights:
+        order = np.argsort(-row, kind="stable")
+        before = np.cumsum(row[order]) - row[order]
+        row[order[before >= options["top_p"]]] = 0.0
+    return weights / weights.sum(-1, keepdims=True)
+
+
+@pytest.mark.parametrize(
+    ("config", "said"),
+    [
+        ("ngram", "must be a dictionary, not str"),
+        ({"method": "medusa"}, "isn't one of ngram"),
+        ({}, "needs a method"),
+        ({"method": "ngram", "num_speculative_token": 3}, "num_speculative_tokens"),
+        ({"method": "ngram", "num_speculative_tokens": 0}, "must be a positive integer"),
+        ({"method": "ngram", "model": "stories"}, "no use for model"),
+        ({"method": "ngram", "prompt_lookup_min": 5, "prompt_lookup_max": 2}, "above"),
+        ({"method": "draft_model"}, "needs a model"),
+        ({"method": "self", "draft_layers": 99}, "draft_layers=99"),
+        ({"method": "self", "adaptive": 1}, "must be True or False"),
+    ],
+)
+def test_what_cannot_be_is_refused(config: Any, said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        LLM(speculative_config=config)
