@@ -10,11 +10,11 @@ count up to the first that the document doesn't have, and the step brings one mo
     tools      calls in JSON, after functions and a question
     maths      worked answers, after their questions
     stories    the second half of short stories, after the first
-Each is a tenant of its own: a proposer that remembers begins with nothing. Prints, by workload and
-proposer, the tokens a step, the share of steps with a guess, what of the guessed was right, and the
-microseconds of a guess, in the mean (with reading the prompt) and in the median; of all workloads
-together, the right tokens a guess by the length of the match; and what it costs to read a prompt,
-to keep an output, and to make a draft of the guess.
+Each begins with a proposer that remembers nothing. Prints, by workload and proposer, the tokens a
+step, the share of steps with a guess, what of the guessed was right, and the microseconds of a
+guess, in the mean (with reading the prompt) and in the median; of all workloads together, the right
+tokens a guess by the length of the match; and what it costs to read a prompt, to keep an output,
+and to make a draft of the guess.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 from tokenizers import ByteLevelBPETokenizer
 
@@ -36,6 +37,7 @@ from penstock import SamplingParams
 from penstock.bench.environment import environment
 from penstock.hardware import detect
 from penstock.sampling import SequenceSampling
+from penstock.speculate import ngram, suffix
 from penstock.speculate.matches import Runs
 from penstock.speculate.ngram import NgramProposer
 from penstock.speculate.proposer import Draft
@@ -157,6 +159,11 @@ class Tally:
             "guess_us_median": round(statistics.median(self.seconds) * 1e6, 1),
         }
 
+    def include(self, other: Tally) -> None:
+        for least, values in other.by_match.items():
+            for i, value in enumerate(values):
+                self.by_match[least][i] += value
+
     def matches(self) -> Row:
         """What guesses came to, by the least length of the matches that they are made from."""
         return {
@@ -165,34 +172,46 @@ class Tally:
         }
 
 
+class Earliest(NgramProposer):
+    """Prompt lookup that takes the earliest of equal matches."""
+
+    def match(self, key: object, tokens: list[int]) -> tuple[int, int]:
+        if not super().match(key, tokens)[1]:
+            return 0, 0
+        runs = self._runs[key]
+        length, places = runs.find(tokens, tokens[-self._max :], runs.hashes)
+        return length, places[-1]
+
+
+VARIANTS: dict[str, tuple[type[NgramProposer | SuffixProposer], Any, str, int]] = {
+    "ngram": (NgramProposer, ngram, "TOKENS_PER_MATCHED", ngram.TOKENS_PER_MATCHED),
+    "suffix": (SuffixProposer, suffix, "TOKENS_PER_MATCHED", suffix.TOKENS_PER_MATCHED),
+    "ngram, 1 token a match": (NgramProposer, ngram, "TOKENS_PER_MATCHED", 1),
+    "ngram, any length": (NgramProposer, ngram, "TOKENS_PER_MATCHED", 1000),
+    "ngram, the earliest": (Earliest, ngram, "TOKENS_PER_MATCHED", ngram.TOKENS_PER_MATCHED),
+    "suffix, 2 tokens a match": (SuffixProposer, suffix, "TOKENS_PER_MATCHED", 2),
+    "suffix, matches of 2": (SuffixProposer, suffix, "MIN_MATCH", 2),
+}
+"""A proposer, and the constant of a module that makes it another."""
+
+
 class Lookup:
     """A proposer's guess, and how long the match was that it is made from."""
 
-    def __init__(self, name: str, limit: int) -> None:
-        self._limit = limit
-        self.ngram = NgramProposer() if name == "ngram" else None
-        self.suffix = SuffixProposer() if name != "ngram" else None
+    def __init__(self, kind: type[NgramProposer | SuffixProposer], limit: int) -> None:
+        self._proposer, self._limit = kind(), limit
+        self.forget = self._proposer.forget
 
     def guess(self, key: object, tokens: list[int], prompt: int) -> tuple[int, list[int], float]:
         start = time.perf_counter()
-        if self.ngram is not None:
-            found = self.ngram.guess(key, tokens, self._limit)
+        if isinstance(self._proposer, NgramProposer):
+            found = self._proposer.guess(key, tokens, self._limit)
         else:
-            assert self.suffix is not None
-            found = self.suffix.guess(key, tokens, prompt, self._limit)
+            found = self._proposer.guess(key, tokens, prompt, self._limit)
         seconds = time.perf_counter() - start
-        if self.ngram is not None:
-            length = self.ngram.match(key, tokens)[0]
-        else:
-            assert self.suffix is not None
-            length = self.suffix.match(key, tokens, prompt, None)[0]
-        return length, found, seconds
-
-    def forget(self, key: object) -> None:
-        if self.ngram is not None:
-            self.ngram.forget(key)
-        elif self.suffix is not None:
-            self.suffix.forget(key)
+        if isinstance(self._proposer, NgramProposer):
+            return self._proposer.match(key, tokens)[0], found, seconds
+        return self._proposer.match(key, tokens, prompt, None)[0], found, seconds
 
 
 def replay(lookup: Lookup, prompt: list[int], output: list[int], tally: Tally) -> None:
@@ -255,20 +274,19 @@ def main() -> None:
     folder = given.data / "tokenizers/qwen2.5"
     tokenizer = ByteLevelBPETokenizer(str(folder / "vocab.json"), str(folder / "merges.txt"))
     results: list[Row] = []
-    together = {name: Tally() for name in ("ngram", "suffix")}
+    together = {name: Tally() for name in VARIANTS}
     for workload, pairs in WORKLOADS.items():
         documents = chosen(list(pairs(given.data)), tokenizer, given.tokens)
-        for name, whole in together.items():
-            lookup, tally = Lookup(name, given.limit), Tally()
-            for prompt, output in documents:
-                replay(lookup, prompt, output, tally)
-            for bucket, values in tally.by_match.items():
-                for i, value in enumerate(values):
-                    whole.by_match[bucket][i] += value
+        for name, (kind, module, constant, value) in VARIANTS.items():
+            lookup, tally = Lookup(kind, given.limit), Tally()
+            with mock.patch.object(module, constant, value):
+                for prompt, output in documents:
+                    replay(lookup, prompt, output, tally)
+            together[name].include(tally)
             row = {"workload": workload, "proposer": name, "documents": len(documents)}
             results.append(row | tally.row())
             print(" ".join(f"{key} {value}" for key, value in results[-1].items()), flush=True)
-    matches = {name: tally.matches() for name, tally in together.items()}
+    matches = {name: together[name].matches() for name in ("ngram", "suffix")}
     known = costs()
     print(json.dumps({"by_match": matches, "costs": known}, indent=1))
     if given.json is not None:
