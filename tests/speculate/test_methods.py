@@ -68,7 +68,7 @@ def texts(llm: LLM, asked: list[list[int]], params: SamplingParams) -> list[Any]
     return [[s.token_ids for s in output.outputs] for output in outputs]
 
 
-CROWDED = {"max_num_seqs": 16, "max_num_batched_tokens": 48, "num_blocks": 12, "max_model_len": 128}
+CROWDED = {"max_num_seqs": 16, "max_num_batched_tokens": 48, "num_blocks": 9, "max_model_len": 128}
 """Chunks, prefixes that are found, and too few blocks for all."""
 
 
@@ -79,7 +79,8 @@ def test_greedy_tokens_are_those_of_plain_decoding(
     method: str, count: int, adaptive: bool, folder: Folder
 ) -> None:
     """On the embedded model and a random one, one at a time and 16, in want of blocks."""
-    params = SamplingParams(temperature=0.0, max_tokens=30, ignore_eos=True)
+    params = SamplingParams(temperature=0.0, max_tokens=48, ignore_eos=True)
+    gave_way = 0
     for target, draft, vocab in (("stories", "stories", 500), (folder(0), folder(1), 50)):
         tokenizer = {} if vocab == 500 else {"skip_tokenizer_init": True}
         asked = prompts(count, vocab)
@@ -93,7 +94,9 @@ def test_greedy_tokens_are_those_of_plain_decoding(
             stats = llm.stats()
             assert stats["spec_decode_num_drafts"] or adaptive
             if more is CROWDED:
-                assert stats["preemptions"] > 0 and stats["prefix_hit_rate"] > 0
+                gave_way += stats["preemptions"]
+                assert stats["prefix_hit_rate"] > 0
+    assert gave_way > 0
 
 
 @pytest.mark.parametrize("method", METHODS)
