@@ -42,7 +42,6 @@ from penstock.server.routes.tools import (
 )
 from penstock.server.service import Service, Work, priced
 from penstock.server.sse import DONE, dumps, event, unless_gone
-from penstock.server.tools.offer import Offer
 
 router = APIRouter(route_class=JsonRoute)
 
@@ -54,9 +53,8 @@ async def create_chat_completion(body: ChatRequest, request: Request) -> Respons
     model = service.check_model(body.model)
     caller = caller_of(request, "chatcmpl", body.user or body.safety_identifier, body.request_id)
     _check(service, body)
-    offer = body.offer()
     ticket = await admit(request, caller, samples=body.n or 1)
-    work, how = await _work(request, body, ticket, offer)
+    work, how = await _work(request, body, ticket)
     names = TokenNames(service.prompts.tokenizer, bool(body.return_tokens_as_token_ids))
     outputs = service.stream(ticket, [work])
     if body.stream:
@@ -79,13 +77,11 @@ def _check(service: Service, body: ChatRequest) -> None:
         raise ApiError(400, "prompt_logprobs can't be streamed.", param="prompt_logprobs")
 
 
-async def _work(
-    request: Request, body: ChatRequest, ticket: Ticket, offer: Offer
-) -> tuple[Work, Answering]:
+async def _work(request: Request, body: ChatRequest, ticket: Ticket) -> tuple[Work, Answering]:
     service = service_of(request)
     limit = body.limit
     rendering = rendering_of(service, body)
-    plan = await plan_of(request, ticket, rendering, offer)
+    plan = await plan_of(request, ticket, rendering, body)
     prompt = await prompt_of_messages(
         request,
         ticket,
@@ -98,7 +94,7 @@ async def _work(
     goes_on = body.messages[-1] if rendering.continue_final_message else None
     special = body.skip_special_tokens is not False
     how = answering(service.prompts, plan, prompt, goes_on, skips_special=special)
-    form = await sampling_of(service, ticket, how, *body.structure())
+    form = await sampling_of(service, ticket, how, body.structure)
     params = body.parameters(
         service.defaults,
         {"max_tokens": body.limit_field},

@@ -45,12 +45,12 @@ async def create_response(body: ResponsesRequest, request: Request) -> Response:
     model = service.check_model(body.model)
     caller = caller_of(request, "resp", body.user or body.safety_identifier)
     check_words(service, body)
-    offer, messages = body.offer(), body.messages()
+    messages = body.messages()
     ticket = await admit(request, caller)
     rendering = Rendering(
         chat_template=service.config.chat_template, kwargs=body.chat_template_kwargs
     )
-    plan = await plan_of(request, ticket, rendering, offer)
+    plan = await plan_of(request, ticket, rendering, body)
     prompt = await prompt_of_messages(
         request,
         ticket,
@@ -62,7 +62,7 @@ async def create_response(body: ResponsesRequest, request: Request) -> Response:
     )
     special = body.skip_special_tokens is not False
     how = answering(service.prompts, plan, prompt, skips_special=special)
-    form = await sampling_of(service, ticket, how, *body.structure())
+    form = await sampling_of(service, ticket, how, body.structure)
     params = body.sampling(
         service.defaults,
         {"max_tokens": "max_output_tokens"},

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Collection
+import time
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from functools import partial
+from typing import Any, Protocol
 
 from fastapi import Request
 
@@ -22,6 +24,7 @@ from penstock.server.tools.constraint import (
     behind_analysis,
     behind_reasoning,
     calls,
+    check_size,
     constrains,
     structured,
     text_or_calls,
@@ -39,6 +42,8 @@ from penstock.server.tools.events import (
 from penstock.server.tools.offer import Offer
 from penstock.server.tools.plan import AnswerReader, Plan
 
+_LARGE_BYTES = 1 << 15  # of a body: what it asks for is written out beside the event loop
+_LOOSE_S = 5.0  # for finding out which schemas can't be followed
 _TAIL_TOKENS = 16  # of a prompt, in which the opening tag of reasoning may stand
 
 
@@ -54,13 +59,28 @@ class Answering:
         return self.plan.answer(self.inside)
 
 
-async def plan_of(request: Request, ticket: Ticket, rendering: Rendering, offer: Offer) -> Plan:
-    """How tools are told of and read. Raises ApiError."""
+class Offering(Protocol):
+    """A request that may offer tools."""
+
+    @property
+    def tools(self) -> Sequence[object] | None:
+        """They."""
+
+    def offer(self) -> Offer:
+        """What may be called. Raises ApiError."""
+
+
+async def plan_of(request: Request, ticket: Ticket, rendering: Rendering, body: Offering) -> Plan:
+    """How tools are told of and read, found out beside the event loop. Raises ApiError."""
     service = service_of(request)
     template, own = rendering.chat_template, service.config.chat_template
-    if template is own:  # which was looked at before
-        return service.tooling.plan(template, offer)
-    return await service.compute(ticket, lambda: service.tooling.plan(template, offer), slow=True)
+
+    def plan() -> Plan:
+        return service.tooling.plan(template, body.offer())
+
+    if template is own and not body.tools:  # a template that was looked at before
+        return plan()
+    return await service.compute(ticket, plan, slow=template is not own)
 
 
 def telling(rendering: Rendering, plan: Plan) -> Rendering:
@@ -98,13 +118,14 @@ async def sampling_of(
     service: Service,
     ticket: Ticket,
     how: Answering,
-    asked: StructuredOutputs | None = None,
-    field: str = "",
+    structure: Callable[[], tuple[StructuredOutputs | None, str]],
 ) -> dict[str, Any]:
     """The sampling parameters that follow: the form of the answer, and what text it shows.
 
-    asked: the form that the request asks for itself, in `field`. Raises ApiError.
+    structure: the form that the request asks for itself, and its field. Raises ApiError.
     """
+    large = ticket.size > _LARGE_BYTES
+    asked, field = await service.compute(ticket, structure) if large else structure()
     chosen: dict[str, Any] = {}
     if how.plan.sees_special:
         chosen["skip_special_tokens"] = False
@@ -146,6 +167,7 @@ def _form(
         )
 
     def make(loose: Collection[str]) -> Part:
+        check_size(form, offer)
         if offer.active and offer.mode == "required":
             part = calls(form, offer, loose)
         elif content is not None and offer.active:
@@ -193,27 +215,38 @@ async def _compiled(
     service: Service, ticket: Ticket, offer: Offer, make: Callable[[Collection[str]], Part]
 ) -> StructuredOutputs:
     """The form, in which what can't be held to its schema is any object, unless it is strict."""
-    whole = structured(make(()))
+
+    async def compiled(loose: Collection[str]) -> StructuredOutputs:
+        form = await service.compute(ticket, lambda: structured(make(loose)), slow=True)
+        await service.compile(ticket, form, "tools")
+        return form
+
     try:
-        await service.compile(ticket, whole, "tools")
+        return await compiled(())
     except ApiError as error:
         loose = await _loose(service, ticket, offer)
         if not loose:
             raise error
-        whole = structured(make(loose))
-        await service.compile(ticket, whole, "tools")
-    return whole
+    return await compiled(loose)
 
 
 async def _loose(service: Service, ticket: Ticket, offer: Offer) -> set[str]:
-    """Tools whose schemas can't be followed. Raises ApiError for one that is strict."""
+    """Tools whose schemas can't be followed, or not be compiled in time.
+
+    Raises ApiError for one that is strict.
+    """
     loose = set()
+    end = time.monotonic() + _LOOSE_S
     for function in offer.callable if offer.active else ():
-        if not function.parameters:
+        parameters = function.parameters
+        if not parameters:
+            continue
+        if not function.strict and time.monotonic() > end:
+            loose.add(function.name)
             continue
         place = f"{function.place}.{function.schema_field}"
         try:
-            alone = StructuredOutputs(json={"type": "object", **function.parameters})
+            alone = await service.compute(ticket, partial(_object_of, parameters), slow=True)
             await service.compile(ticket, alone, place)
         except ApiError as error:
             if function.strict:
@@ -223,6 +256,10 @@ async def _loose(service: Service, ticket: Ticket, offer: Offer) -> set[str]:
                 ) from error
             loose.add(function.name)
     return loose
+
+
+def _object_of(parameters: dict[str, Any]) -> StructuredOutputs:
+    return StructuredOutputs(json={"type": "object", **parameters})
 
 
 class Calls:

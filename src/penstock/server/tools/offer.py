@@ -46,6 +46,7 @@ class Offer:
     mode: Literal["none", "auto", "required"] = "none"
     named: str | None = None
     parallel: bool = True
+    size: int = 0  # characters of the functions as JSON
 
     @property
     def active(self) -> bool:
@@ -75,7 +76,7 @@ class Choice:
 def offer_of(functions: Sequence[Function], choice: Choice, parallel: bool = True) -> Offer:
     """The offer. Raises ApiError naming the tool or field that is wrong."""
     _check_names(functions)
-    _check_size(functions)
+    size = _size(functions)
     for function in functions:
         if function.parameters is None:
             continue
@@ -100,8 +101,8 @@ def offer_of(functions: Sequence[Function], choice: Choice, parallel: bool = Tru
                 f"{', '.join(names)[:200]}.",
                 param=choice.param,
             )
-        return Offer(tuple(functions), "required", choice.named, parallel=False)
-    return Offer(tuple(functions), choice.mode or "auto", parallel=parallel)
+        return Offer(tuple(functions), "required", choice.named, parallel=False, size=size)
+    return Offer(tuple(functions), choice.mode or "auto", parallel=parallel, size=size)
 
 
 def _check_names(functions: Sequence[Function]) -> None:
@@ -127,7 +128,8 @@ def _check_names(functions: Sequence[Function]) -> None:
         seen[function.name] = place
 
 
-def _check_size(functions: Sequence[Function]) -> None:
+def _size(functions: Sequence[Function]) -> int:
+    """Characters of all of them. Raises ApiError for too many."""
     total = 0
     for function in functions:
         size = len(json.dumps(function.for_template(), ensure_ascii=False))
@@ -140,3 +142,4 @@ def _check_size(functions: Sequence[Function]) -> None:
                 param=function.place,
                 code="context_length_exceeded",
             )
+    return total

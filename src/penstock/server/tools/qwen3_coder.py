@@ -14,6 +14,7 @@ JSON or, as templates print it, as Python. Source: the chat template and model c
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Iterator, Mapping
 from typing import Any, NoReturn
@@ -26,6 +27,7 @@ PARAMETER, PARAMETER_END = "<parameter=", "</parameter>"
 _STARTS = Marks(OPEN, FUNCTION)
 _MOST_NAME = 256
 _MOST_REFERENCES = 16  # behind each other
+_MOST_BRANCHES = 256  # of a value's schema; each property may lead to the same thousands
 _TYPES = {str: "string", bool: "boolean", int: "integer", float: "number", list: "array",
           dict: "object", type(None): "null"}  # fmt: skip
 _PYTHON = {"True": "true", "False": "false", "None": "null"}
@@ -84,7 +86,7 @@ def _types(schema: Mapping[str, Any], key: str) -> set[str]:
 def types_of(schema: Any, root: Mapping[str, Any]) -> Iterator[str]:
     """JSON's types that a schema names, by `type`, its values or its branches."""
     waiting, seen = [schema], set[int]()  # a schema may lead back to itself
-    for each in waiting:  # which grows
+    for each in itertools.islice(waiting, _MOST_BRANCHES):  # which grows
         one = resolved(each, root)
         if not isinstance(one, Mapping) or id(one) in seen:
             continue
@@ -93,8 +95,9 @@ def types_of(schema: Any, root: Mapping[str, Any]) -> Iterator[str]:
         yield from [named] if isinstance(named, str) else named or ()
         if named is None:
             values = one.get("enum") or [one[key] for key in ("const",) if key in one]
-            yield from (_TYPES[type(value)] for value in values)
-        waiting += [*(one.get("anyOf") or ()), *(one.get("oneOf") or ())]
+            yield from (_TYPES[kind] for kind in set(map(type, values)))
+        branches = itertools.chain(one.get("anyOf") or (), one.get("oneOf") or ())
+        waiting += itertools.islice(branches, _MOST_BRANCHES)
 
 
 def resolved(schema: Any, root: Mapping[str, Any]) -> Any:

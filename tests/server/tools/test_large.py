@@ -1,0 +1,120 @@
+"""Large offers of tools: nobody else waits for them, and what is too large is refused at once."""
+
+from __future__ import annotations
+
+import threading
+import time
+from typing import Any
+
+import httpx2 as httpx
+import pytest
+
+from penstock.server.errors import ApiError
+from penstock.server.tools.constraint import check_size, text_or_calls
+from penstock.server.tools.families import TOOL_PARSERS
+from penstock.server.tools.offer import Choice, Function, Offer, offer_of
+from penstock.server.tools.schema import problem_of
+from tests.server.conftest import Running
+from tests.server.tools.test_chat import as_family  # noqa: F401 — a fixture
+
+TEXTS = {"type": "string"}
+
+
+def properties(count: int) -> dict[str, Any]:
+    return {f"argument_{i}": TEXTS for i in range(count)}
+
+
+def tools(count: int, each: int, **more: Any) -> list[dict[str, Any]]:
+    schema = {"type": "object", "properties": properties(each)}
+    return [
+        {"type": "function", "function": {"name": f"f{i}", "parameters": schema, **more}}
+        for i in range(count)
+    ]
+
+
+def offer(count: int, each: int, parallel: bool = True) -> Offer:
+    schema = {"type": "object", "properties": properties(each)}
+    functions = [Function(f"tools[{i}]", f"f{i}", None, schema, True) for i in range(count)]
+    return offer_of(functions, Choice("auto"), parallel)
+
+
+@pytest.mark.alone
+@pytest.mark.parametrize(
+    ("family", "count", "each"), [("hermes", 1000, 24), ("qwen3_coder", 1, 20_000)]
+)
+def test_others_are_served_meanwhile(
+    server: Running,
+    as_family: Any,  # noqa: F811
+    family: str,
+    count: int,
+    each: int,
+) -> None:
+    """One megabyte of tools, refused for its length or for its form, in three requests at once."""
+    as_family(family)
+    body = {"messages": [{"role": "user", "content": "Hi"}], "tools": tools(count, each),
+            "tool_choice": "required", "max_tokens": 1}  # fmt: skip
+    answers: list[httpx.Response] = []
+
+    def ask() -> None:
+        with server.client() as client:
+            answers.append(client.post("/v1/chat/completions", json=body))
+
+    askers = [threading.Thread(target=ask) for _ in range(3)]
+    waits: list[float] = []
+    with server.client() as client:
+        for asker in askers:
+            asker.start()
+        while any(asker.is_alive() for asker in askers):
+            start = time.perf_counter()
+            assert client.get("/health").status_code == 200
+            waits.append(time.perf_counter() - start)
+        for asker in askers:
+            asker.join()
+    assert max(waits) < 0.6  # it was 1.9 s and more, for each
+    assert {answer.status_code for answer in answers} == {400}
+
+
+@pytest.mark.alone
+def test_tools_that_cant_fit_are_to_blame(server: Running) -> None:
+    """The tools' field, how long they are, and what to do; within a second."""
+    for count, words in ((1000, "characters as JSON"), (20, "of which the tools are about")):
+        body = {"messages": [{"role": "user", "content": "Hi"}], "tools": tools(count, 24)}
+        start = time.perf_counter()
+        with server.client() as client:
+            error = client.post("/v1/chat/completions", json=body).json()["error"]
+        assert time.perf_counter() - start < 1.5
+        assert (error["param"], error["code"]) == ("tools", "context_length_exceeded")
+        assert words in error["message"]
+        assert "Send fewer tools" in error["message"]
+
+
+@pytest.mark.alone
+def test_forms_that_would_be_too_long_arent_written() -> None:
+    """1,000 tools in Python's lists, each behind each other, took three minutes to say."""
+    form = TOOL_PARSERS["pythonic"].form
+    start = time.perf_counter()
+    with pytest.raises(ApiError, match=r"1,000 tools .* parallel_tool_calls: false") as refused:
+        check_size(form, offer(1000, 20))
+    assert time.perf_counter() - start < 1
+    assert refused.value.param == "tools"
+    check_size(form, offer(1000, 2, parallel=False))
+    with pytest.raises(ApiError, match=r"The longest is tools\[0\]"):
+        check_size(form, offer(1, 1000))  # any of the arguments may be the first
+    check_size(TOOL_PARSERS["hermes"].form, offer(1000, 20))
+    small = offer(8, 8)
+    check_size(form, small)
+    assert len(text_or_calls(form, small)["tags"]) == 8
+
+
+@pytest.mark.alone
+def test_schemas_are_read_in_time_that_grows_with_them() -> None:
+    long_name = {"properties": {"a" * 500_000: {"properties": properties(20_000)}}}
+    kinds = {"properties": {"a": {"type": ["string"] * 50_000, "enum": [1] * 50_000}}}
+    start = time.perf_counter()
+    assert problem_of(long_name) is None
+    found = problem_of(kinds)
+    assert time.perf_counter() - start < 1
+    assert found == (".properties.a.enum", "has no value of type string")
+    wrong = {"properties": {"b" * 500: {"type": "text"}}}
+    where, _ = problem_of(wrong) or ("", "")
+    assert where == f".properties['{'b' * 60}'].type"
