@@ -93,7 +93,7 @@ async def _work(request: Request, body: ChatRequest, ticket: Ticket) -> tuple[Wo
     )
     goes_on = body.messages[-1] if rendering.continue_final_message else None
     special = body.skip_special_tokens is not False
-    how = answering(service.prompts, plan, prompt, goes_on, skips_special=special)
+    how = answering(service, ticket, plan, prompt, goes_on, skips_special=special)
     form = await sampling_of(service, ticket, how, body.structure)
     params = body.parameters(
         service.defaults,

@@ -72,7 +72,7 @@ async def create_message(body: MessagesRequest, request: Request) -> Response:
     )
     room = service.prompts.limit(prompt, None, "max_tokens")
     goes_on = conversation[-1] if rendering.continue_final_message else None
-    how = answering(service.prompts, plan, prompt, goes_on)
+    how = answering(service, ticket, plan, prompt, goes_on)
     form = await sampling_of(service, ticket, how, body.structure)
     params = _params(body, service.defaults, min(body.max_tokens, room), form)
     work = Work(prompt, params, service.options(caller, body, prompt))

@@ -61,7 +61,7 @@ async def create_response(body: ResponsesRequest, request: Request) -> Response:
         source=RESPONSE,
     )
     special = body.skip_special_tokens is not False
-    how = answering(service.prompts, plan, prompt, skips_special=special)
+    how = answering(service, ticket, plan, prompt, skips_special=special)
     form = await sampling_of(service, ticket, how, body.structure)
     params = body.sampling(
         service.defaults,

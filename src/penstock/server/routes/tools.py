@@ -13,6 +13,7 @@ from fastapi import Request
 
 from penstock.sampling import StructuredOutputs
 from penstock.server.admission import Ticket
+from penstock.server.called import Called
 from penstock.server.conversation import Prompts, PromptText, Rendering
 from penstock.server.errors import ApiError
 from penstock.server.protocol.chat import Message
@@ -33,6 +34,7 @@ from penstock.server.tools.events import (
     Arguments,
     Begin,
     Broken,
+    Call,
     End,
     Event,
     Reasoning,
@@ -41,6 +43,7 @@ from penstock.server.tools.events import (
 )
 from penstock.server.tools.offer import Offer
 from penstock.server.tools.plan import AnswerReader, Plan
+from penstock.server.tools.reasoning import ThinkTags
 
 _LARGE_BYTES = 1 << 15  # of a body: what it asks for is written out beside the event loop
 _LOOSE_S = 5.0  # for finding out which schemas can't be followed
@@ -52,7 +55,15 @@ class Answering:
     """How a request's answers are read. inside: of reasoning, which the prompt has opened."""
 
     plan: Plan
-    inside: bool = False
+    inside: bool
+    called: Called
+    request_id: str
+
+    def check(self, call: Call) -> None:
+        """A call is whole: it is looked at beside the event loop."""
+        function = next((x for x in self.plan.offer.callable if x.name == call.name), None)
+        if function is not None:
+            self.called.check(self.request_id, function, call.arguments)
 
     def reader(self) -> AnswerReader:
         """Of one answer."""
@@ -89,7 +100,8 @@ def telling(rendering: Rendering, plan: Plan) -> Rendering:
 
 
 def answering(
-    prompts: Prompts,
+    service: Service,
+    ticket: Ticket,
     plan: Plan,
     prompt: PromptText,
     goes_on: Message | None = None,
@@ -102,16 +114,23 @@ def answering(
     """
     if not skips_special:
         plan = replace(plan, hidden=())
-    if plan.tags is None:
-        return Answering(plan)
+    inside = _is_inside(service.prompts, plan.tags, prompt, goes_on)
+    return Answering(plan, inside, service.called, ticket.caller.request_id)
+
+
+def _is_inside(
+    prompts: Prompts, tags: ThinkTags | None, prompt: PromptText, goes_on: Message | None
+) -> bool:
+    """Whether the answer begins within reasoning."""
+    if tags is None:
+        return False
     if goes_on is not None:
-        said = "".join(text for text, _ in goes_on.passages())
-        return Answering(plan, plan.tags.left_open(said))
+        return tags.left_open("".join(text for text, _ in goes_on.passages()))
     tail = prompt.text
     if tail is None:
         ids = prompt.tokens[-_TAIL_TOKENS:]
         tail = prompts.tokenizer.decode(ids, skip_special_tokens=False)
-    return Answering(plan, plan.tags.opened_by(tail))
+    return tags.opened_by(tail)
 
 
 async def sampling_of(
@@ -266,9 +285,11 @@ class Calls:
     """Turns an answer's events into OpenAI's deltas of a message."""
 
     def __init__(self, how: Answering) -> None:
+        self._how = how
         self._reader = how.reader()
         self._new_id = how.plan.family.new_id
         self._begun = -1  # index of the call that began last
+        self._name, self._arguments = "", list[str]()  # of that call
         self.whole = 0
 
     def deltas(self, text: str, ended: bool) -> list[dict[str, Any]]:
@@ -294,14 +315,17 @@ class Calls:
                 return {"reasoning_content": text, "reasoning": text}
             case Begin(name):
                 self._begun += 1
+                self._name, self._arguments = name, []
                 function = {"name": name, "arguments": ""}
                 call = {"index": self._begun, "id": self._new_id(), "type": "function"}
                 return {"tool_calls": [call | {"function": function}]}
             case Arguments(text):
+                self._arguments.append(text)
                 call = {"index": self._begun, "function": {"arguments": text}}
                 return {"tool_calls": [call]}
             case End():
                 self.whole += 1
+                self._how.check(Call(self._name, "".join(self._arguments)))
         return None
 
 
@@ -330,6 +354,8 @@ def message_of(text: str, how: Answering) -> tuple[dict[str, Any], bool]:
     }
     if found.reasoning:
         message |= {"reasoning_content": found.reasoning, "reasoning": found.reasoning}
+    for call in found.calls:
+        how.check(call)
     if found.calls:
         message["tool_calls"] = [
             {

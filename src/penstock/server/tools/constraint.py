@@ -16,13 +16,10 @@ from penstock.sampling.structured import MOST_CHARACTERS
 from penstock.server.errors import ApiError
 from penstock.server.tools import qwen3_coder
 from penstock.server.tools.forms import NAME, Form
-from penstock.server.tools.offer import Function, Offer
+from penstock.server.tools.offer import NO_ARGUMENTS, Function, Offer
 from penstock.server.tools.reasoning import ThinkTags
 
 Part: TypeAlias = dict[str, Any]
-
-_NO_ARGUMENTS: Part = {"type": "object", "properties": {}, "additionalProperties": False}
-"""Of a function without parameters, as in OpenAI's API."""
 
 _ANY_OBJECT: dict[str, Any] = {"type": "object"}
 _PART_CHARACTERS: Final = 160  # around a property's schema or a tool's
@@ -183,7 +180,7 @@ def _arguments(form: Form, function: Function, loose: Collection[str]) -> Part:
 
 
 def _schema(function: Function) -> Mapping[str, Any]:
-    return _NO_ARGUMENTS if function.parameters is None else function.parameters
+    return NO_ARGUMENTS if function.parameters is None else function.parameters
 
 
 def _value(name: str, schema: Mapping[str, Any], loose: bool) -> Part:

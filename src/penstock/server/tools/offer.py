@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Final, Literal
 
 from penstock.server.errors import ApiError
 from penstock.server.tools.reader import Schemas
@@ -15,6 +15,14 @@ from penstock.server.tools.schema import problem_of
 _NAME = re.compile(r"[a-zA-Z0-9_-]{1,64}")
 _MOST_CHARACTERS = 1 << 20
 """Of all tools as JSON: a prompt of that many is longer than models take."""
+
+
+NO_ARGUMENTS: Final[Mapping[str, Any]] = {
+    "type": "object",
+    "properties": {},
+    "additionalProperties": False,
+}
+"""Of a function without parameters, as in OpenAI's API."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +35,11 @@ class Function:
     parameters: dict[str, Any] | None
     strict: bool = False
     schema_field: str = "parameters"
+
+    @property
+    def schema(self) -> Mapping[str, Any]:
+        """Of the arguments."""
+        return NO_ARGUMENTS if self.parameters is None else {"type": "object", **self.parameters}
 
     def for_template(self) -> dict[str, Any]:
         """As chat templates read it, in OpenAI's words."""

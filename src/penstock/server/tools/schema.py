@@ -121,9 +121,7 @@ def _contradiction(schema: Mapping[str, Any]) -> tuple[str, str] | None:
     if kinds is not None:
         named = list(dict.fromkeys(kinds)) if isinstance(kinds, list) else [kinds]
         for key, values in (("enum", schema.get("enum")), ("const", [schema.get("const")])):
-            if key in schema and not any(
-                _has_type(x, kind) for x in values or () for kind in named
-            ):
+            if key in schema and not any(has_type(x, kind) for x in values or () for kind in named):
                 return f".{key}", f"has no value of type {' or '.join(named)}"
     properties = schema.get("properties", {})
     for name in schema.get("required", ()):
@@ -154,7 +152,8 @@ def _outside(reference: str) -> str:
     return f"is {reference[:80]!r}; only the schema's own parts (#/…) are looked up"
 
 
-def _has_type(value: Any, kind: str) -> bool:
+def has_type(value: Any, kind: str) -> bool:
+    """Whether a value is of one of JSON Schema's types; 1.0 is an integer."""
     if kind in ("integer", "number"):
         number = isinstance(value, int | float) and not isinstance(value, bool)
         return number and (kind == "number" or isinstance(value, int) or value.is_integer())
