@@ -37,6 +37,12 @@ UNICODE = ("note", {"text": "Zürich – 東京 🗼"})
 
 HERMES: list[Row] = [
     (
+        "a tool that wasn't offered",
+        '<tool_call>\n{"name": "get_rain", "arguments": {"city": "Paris"}}\n</tool_call>',
+        '<tool_call>\n{"name": "get_rain", "arguments": {"city": "Paris"}}\n</tool_call>',
+        [],
+    ),
+    (
         "one",
         '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Paris", "days": 3}}\n'
         "</tool_call>",
@@ -122,6 +128,12 @@ HERMES: list[Row] = [
 
 QWEN3_CODER: list[Row] = [
     (
+        "a tool that wasn't offered",
+        "<tool_call>\n<function=get_rain>\n<parameter=city>\nParis\n</parameter>\n</function>\n</tool_call>",
+        "<tool_call>\n<function=get_rain>\n<parameter=city>\nParis\n</parameter>\n</function>\n</tool_call>",
+        [],
+    ),
+    (
         "one, behind text",
         "Let me look.\n\n<tool_call>\n<function=get_weather>\n<parameter=city>\nParis\n</parameter>\n"
         "<parameter=days>\n3\n</parameter>\n</function>\n</tool_call>",
@@ -193,11 +205,43 @@ LLAMA3_JSON: list[Row] = [
         [PARIS],
     ),
     (
-        "parallel, behind text",
-        'Both: {"name": "get_weather", "parameters": {"city": "Paris", "days": 3}}; {"name": '
+        "parallel",
+        '{"name": "get_weather", "parameters": {"city": "Paris", "days": 3}}; {"name": '
         '"get_time", "parameters": {}}',
-        "Both:",
+        "",
         [PARIS, TIME],
+    ),
+    (
+        "behind text and the tag",
+        'Now: <|python_tag|>{"name": "get_time", "parameters": {}}',
+        "Now:",
+        [TIME],
+    ),
+    (
+        "in a text",
+        'Write {"name": "get_time", "parameters": {}} for it.',
+        'Write {"name": "get_time", "parameters": {}} for it.',
+        [],
+    ),
+    (
+        "within an object",
+        '{"log": [{"name": "get_time", "parameters": {}}], "last": {"name": "note", "parameters": '
+        '{"text": "a"}}}',
+        '{"log": [{"name": "get_time", "parameters": {}}], "last": {"name": "note", "parameters": '
+        '{"text": "a"}}}',
+        [],
+    ),
+    (
+        "in a list",
+        ' [{"name": "get_time", "parameters": {}}]',
+        ' [{"name": "get_time", "parameters": {}}]',
+        [],
+    ),
+    (
+        "behind a call",
+        '{"name": "get_time", "parameters": {}} It is {"name": "get_time", "parameters": {}}',
+        'It is {"name": "get_time", "parameters": {}}',
+        [TIME],
     ),
     (
         "nested",
@@ -240,6 +284,12 @@ LLAMA3_JSON: list[Row] = [
 ]
 
 PYTHONIC: list[Row] = [
+    (
+        "a tool that wasn't offered",
+        "[get_rain(city='Paris')]",
+        "[get_rain(city='Paris')]",
+        [],
+    ),
     ("one", '[get_weather(city="Paris", days=3)]', "", [PARIS]),
     ("parallel", "[get_weather(city='Paris', days=3), get_time()]", "", [PARIS, TIME]),
     (
@@ -272,6 +322,18 @@ PYTHONIC: list[Row] = [
 ]
 
 MISTRAL: list[Row] = [
+    (
+        "a tool that wasn't offered, by name",
+        '[TOOL_CALLS]get_rain[ARGS]{"city": "Paris"}',
+        '[TOOL_CALLS]get_rain[ARGS]{"city": "Paris"}',
+        [],
+    ),
+    (
+        "a tool that wasn't offered",
+        '[TOOL_CALLS][{"name": "get_rain", "arguments": {"city": "Paris"}}]',
+        '[TOOL_CALLS][{"name": "get_rain", "arguments": {"city": "Paris"}}]',
+        [],
+    ),
     (
         "one, with an id",
         '[TOOL_CALLS] [{"name": "get_weather", "arguments": {"city": "Paris", "days": 3}, "id": '
@@ -326,6 +388,12 @@ _CALL, _CALLED, _SEP = "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>
 
 DEEPSEEK: list[Row] = [
     (
+        "a tool that wasn't offered",
+        f'{_BEGIN}{_CALL}get_rain{_SEP}{{"city": "Paris"}}{_CALLED}{_END}',
+        f'{_BEGIN}{_CALL}get_rain{_SEP}{{"city": "Paris"}}{_CALLED}{_END}',
+        [],
+    ),
+    (
         "V3, parallel, behind text",
         f"Both.{_BEGIN}{_CALL}function{_SEP}get_weather\n```json\n"
         f'{{"city": "Paris", "days": 3}}\n```{_CALLED}\n{_CALL}function{_SEP}get_time\n```json\n{{}}'
@@ -372,6 +440,12 @@ DEEPSEEK: list[Row] = [
 _THOUGHT = "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant"
 
 HARMONY: list[Row] = [
+    (
+        "a tool that wasn't offered",
+        '<|channel|>commentary to=functions.get_rain <|constrain|>json<|message|>{"city": "Paris"}<|call|>',
+        '<|channel|>commentary to=functions.get_rain <|constrain|>json<|message|>{"city": "Paris"}<|call|>',
+        [],
+    ),
     (
         "one, thought about",
         f"{_THOUGHT}<|channel|>commentary to=functions.get_weather <|constrain|>json<|message|>"

@@ -23,6 +23,8 @@ Part: TypeAlias = dict[str, Any]
 
 _ANY_OBJECT: dict[str, Any] = {"type": "object"}
 _PART_CHARACTERS: Final = 160  # around a property's schema or a tool's
+_NO_OBJECT: Final[Part] = {"type": "regex", "pattern": r"(?s:\s*(?:[^{\s].*)?)"}
+"""Text that doesn't begin as a call would."""
 _BLANK = r"[\n]{0,2}"  # behind reasoning
 
 
@@ -52,6 +54,8 @@ def text_or_calls(form: Form, offer: Offer, loose: Collection[str] = ()) -> Part
     """An answer that may call. Only strict tools' arguments follow their schemas."""
     loose = {*loose, *(x.name for x in offer.callable if not x.strict)}
     parallel = form.several and offer.parallel
+    if form.leading:
+        return {"type": "or", "elements": [calls(form, offer, loose), dict(_NO_OBJECT)]}
     if form.arguments == "python":  # nothing but its name tells a call from a list
         tags = [_python_tag(form, x, offer, loose) for x in offer.callable]
         triggers = [tag["begin"] for tag in tags]

@@ -39,26 +39,23 @@ class Qwen3CoderReader(CallReader):
     def read(self) -> Reading[None]:
         """Read all of the text."""
         while (mark := (yield from self.text_until(_STARTS))) is not None:
-            tagged = mark == OPEN
-            if tagged:
+            if mark == OPEN:
                 yield from self.space()
-                tagged = yield from self.literal(FUNCTION)
-                if not tagged:
+                if not (yield from self.literal(FUNCTION)):
                     self.refuse()
                     continue
-            if (yield from self._function(tagged)):
+            if (yield from self._function()):
                 yield from self.closing(CLOSE)
             else:
                 self.refuse()
 
-    def _function(self, tagged: bool) -> Reading[bool]:
-        """tagged: behind `<tool_call>`, without which only an offered tool is called."""
+    def _function(self) -> Reading[bool]:
         name = yield from self.until(">", _MOST_NAME)
-        if name is None or not self.is_name(name) or not (tagged or name in self.offered):
+        if name is None or not self.is_name(name):
             return False
         self.begin(name)
         self.argue("{")
-        schema, separator = self.offered.get(name, {}), ""
+        schema, separator = self.offered[name], ""
         while True:
             yield from self.space()
             if (yield from self.literal(FUNCTION_END)):
