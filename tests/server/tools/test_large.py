@@ -15,7 +15,6 @@ from penstock.server.tools.families import TOOL_PARSERS
 from penstock.server.tools.offer import Choice, Function, Offer, offer_of
 from penstock.server.tools.schema import problem_of
 from tests.server.conftest import Running
-from tests.server.tools.test_chat import as_family  # noqa: F401 — a fixture
 
 TEXTS = {"type": "string"}
 
@@ -44,7 +43,7 @@ def offer(count: int, each: int, parallel: bool = True) -> Offer:
 )
 def test_others_are_served_meanwhile(
     server: Running,
-    as_family: Any,  # noqa: F811
+    as_family: Any,
     family: str,
     count: int,
     each: int,

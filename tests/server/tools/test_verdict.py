@@ -16,7 +16,7 @@ from openai import OpenAI
 from penstock.server.routes import tools as routes
 from penstock.server.tools.verdict import Verdict, judge
 from tests.server.conftest import Running
-from tests.server.tools.test_chat import ASK, as_family, client, tool  # noqa: F401 — fixtures
+from tests.server.tools.test_chat import ASK, tool
 from tests.server.tools.test_templates import DATA
 
 SUITE = "structured/json-schema-test-suite.tar.xz"
@@ -118,9 +118,9 @@ def counts(server: Running) -> Counter[str]:
 
 
 def test_calls_are_counted_and_sent_as_they_are(
-    client: OpenAI,  # noqa: F811
+    client: OpenAI,
     server: Running,
-    as_family: Any,  # noqa: F811
+    as_family: Any,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:

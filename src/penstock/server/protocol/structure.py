@@ -22,6 +22,9 @@ _GUIDED = {
 }
 """vLLM's fields of before, and what they are called now."""
 
+_BACKENDS = ("auto", "guidance", "llguidance")
+"""vLLM's names for what holds answers to their form here."""
+
 ANY_JSON: Mapping[str, Any] = {}
 """The schema that takes any value."""
 
@@ -134,10 +137,12 @@ class StructureFields(Body):
     guided_grammar: str | None = None
     guided_whitespace_pattern: str | None = None
     structural_tag: str | dict[str, Any] | None = None
+    guided_decoding_backend: str | None = None  # vLLM's; here there is one
     renamed: ClassVar[Mapping[str, str]] = _GUIDED
 
     def structure(self) -> tuple[StructuredOutputs | None, str]:
         """What is asked for, and by which field. Raises ApiError for two that disagree."""
+        self._check_backend()
         asked: dict[str, dict[str, Any]] = {}
         if self.response_format is not None:
             asked["response_format"] = self.response_format.structure()
@@ -168,6 +173,17 @@ class StructureFields(Body):
             except InvalidSamplingError as error:
                 raise structure_error(error, field) from error
         return None, ""
+
+    def _check_backend(self) -> None:
+        backend = self.guided_decoding_backend
+        if backend not in (None, *_BACKENDS):
+            raise ApiError(
+                400,
+                f"guided_decoding_backend is {backend[:60]!r}, but answers are held to their form "
+                f"by llguidance, whatever the form. Send {', '.join(map(repr, _BACKENDS[:-1]))} or "
+                f"{_BACKENDS[-1]!r}, or leave it out.",
+                param="guided_decoding_backend",
+            )
 
 
 def structure_error(error: InvalidSamplingError, field: str) -> ApiError:

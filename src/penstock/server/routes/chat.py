@@ -35,6 +35,7 @@ from penstock.server.routes.tools import (
     Answering,
     Calls,
     answering,
+    in_older_words,
     message_of,
     plan_of,
     sampling_of,
@@ -118,11 +119,13 @@ def _whole(
     for sample in output.outputs:
         delta = whole(sample)
         message, calls = message_of(delta.text, how)
+        if body.legacy:
+            message = in_older_words(message)
         choice: dict[str, Any] = {
             "index": delta.index,
             "message": message,
             "logprobs": _logprobs(delta, body, names),
-            "finish_reason": _reason(delta, calls),
+            "finish_reason": _reason(body, delta, calls),
             "stop_reason": delta.stop_reason,
         }
         if body.return_token_ids:
@@ -144,8 +147,10 @@ def _whole(
     return answer
 
 
-def _reason(delta: Delta, calls: bool) -> str | None:
-    return "tool_calls" if calls and delta.finish_reason == "stop" else delta.finish_reason
+def _reason(body: ChatRequest, delta: Delta, calls: bool) -> str | None:
+    if not calls or delta.finish_reason != "stop":
+        return delta.finish_reason
+    return "function_call" if body.legacy else "tool_calls"
 
 
 def _logprobs(delta: Delta, body: ChatRequest, names: TokenNames) -> dict[str, Any] | None:
@@ -215,9 +220,11 @@ class _Chunks:
         calls = self._calls.get(new.index)
         if calls is not None:
             deltas = calls.deltas(new.text, ended)
+            if self._body.legacy:
+                deltas = [in_older_words(delta) for delta in deltas]
         else:
             deltas = [{"content": new.text}] if new.text else []
-        reason = _reason(new, calls is not None and calls.whole > 0)
+        reason = _reason(self._body, new, calls is not None and calls.whole > 0)
         if not deltas and (ended or new.logprobs or self._body.return_token_ids):
             deltas = [{} if ended else {"content": ""}]
         for i, delta in enumerate(deltas):

@@ -17,7 +17,7 @@ from penstock.server.choices import Reader, TokenNames
 from penstock.server.conversation import RESPONSE, Rendering
 from penstock.server.errors import as_api_error
 from penstock.server.protocol.answers import Response as ResponseAnswer
-from penstock.server.protocol.responses import NamedFunctionTool, ResponsesRequest
+from penstock.server.protocol.responses import ResponsesRequest
 from penstock.server.routes.common import (
     ERRORS,
     admit,
@@ -148,9 +148,9 @@ class _Answer:
             "temperature": params.temperature,
             "text": {"format": self._format()},
             "tool_choice": (
-                choice.model_dump()
-                if isinstance(choice, NamedFunctionTool)
-                else choice or ("auto" if body.tools else "none")
+                choice or ("auto" if body.tools else "none")
+                if choice is None or isinstance(choice, str)
+                else choice.model_dump()
             ),
             "tools": [tool.model_dump() for tool in body.tools or ()],
             "top_logprobs": body.top_logprobs or 0,

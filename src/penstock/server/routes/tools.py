@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Protocol
@@ -45,6 +45,7 @@ from penstock.server.tools.offer import Offer
 from penstock.server.tools.plan import AnswerReader, Plan
 from penstock.server.tools.reasoning import ThinkTags
 
+_SMALL_BYTES = 1 << 11  # of a body: the tools in it are read in less time than a thread takes
 _LARGE_BYTES = 1 << 15  # of a body: what it asks for is written out beside the event loop
 _LOOSE_S = 5.0  # for finding out which schemas can't be followed
 _TAIL_TOKENS = 16  # of a prompt, in which the opening tag of reasoning may stand
@@ -73,10 +74,6 @@ class Answering:
 class Offering(Protocol):
     """A request that may offer tools."""
 
-    @property
-    def tools(self) -> Sequence[object] | None:
-        """They."""
-
     def offer(self) -> Offer:
         """What may be called. Raises ApiError."""
 
@@ -89,7 +86,7 @@ async def plan_of(request: Request, ticket: Ticket, rendering: Rendering, body: 
     def plan() -> Plan:
         return service.tooling.plan(template, body.offer())
 
-    if template is own and not body.tools:  # a template that was looked at before
+    if template is own and ticket.size <= _SMALL_BYTES:  # a template that was looked at before
         return plan()
     return await service.compute(ticket, plan, slow=template is not own)
 
@@ -327,6 +324,15 @@ class Calls:
                 self.whole += 1
                 self._how.check(Call(self._name, "".join(self._arguments)))
         return None
+
+
+def in_older_words(said: dict[str, Any]) -> dict[str, Any]:
+    """A message or a delta as the API had it for `functions`: one call, without an id."""
+    if "tool_calls" not in said:
+        return said
+    function = said["tool_calls"][0]["function"]
+    kept = {name: value for name, value in said.items() if name != "tool_calls"}
+    return {**kept, "function_call": function}
 
 
 def _joined(last: dict[str, Any], delta: dict[str, Any]) -> bool:
