@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
 _FORM, _GUIDANCE, _BEAMS = "Form of the output", "Guidance", "Beam search"
 _LONGEST_NAME = 4096  # of a file
+_ENDINGS = frozenset((".gbnf", ".lark", ".ebnf", ".bnf", ".txt"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,20 +90,33 @@ def _schema(value: str) -> str:
     """A schema as text."""
     if value.lstrip().startswith("{") or value.strip() in ("true", "false"):
         return value
-    return _read("--json-schema", value)
+    return _read("--json-schema", value, '{"type": "object"}')
 
 
 def _grammar(value: str) -> str:
     """A grammar as text: a file's, if there is one of that name."""
     is_name = "\n" not in value and len(value.encode()) < _LONGEST_NAME
-    if is_name and (Path(value).is_file() or ":" not in value):  # every grammar has one
-        return _read("--grammar", value)
+    if is_name and (Path(value).is_file() or _looks_like_name(value)):
+        return _read("--grammar", value, 'root ::= "yes" | "no"')
     return value
 
 
-def _read(option: str, name: str) -> str:
+def _looks_like_name(value: str) -> bool:
+    """Whether a line is meant as a file's name: every grammar has a colon, and few an ending."""
+    return ":" not in value or (not set(value) & set(' "') and Path(value).suffix in _ENDINGS)
+
+
+def _read(option: str, name: str, such: str) -> str:
+    """A file's text. such: what could be written out in its place."""
+    if not name.strip():
+        raise ConfigError(f"{option} is empty. Give a file, or write out {such}.")
     try:
         return Path(name).read_text(encoding="utf-8")
+    except FileNotFoundError as error:
+        raise ConfigError(
+            f"{option} {name!r:.200} looks like the name of a file, and there is none, seen from "
+            f"{Path.cwd()}. Give the path of one, or write it out, such as {such}."
+        ) from error
     except (OSError, ValueError) as error:
         raise ConfigError(
             f"{option} {name!r} is neither written out nor a file that can be read: {error}."

@@ -95,15 +95,15 @@ def test_others_are_served_meanwhile(server: Running) -> None:
 @pytest.mark.alone
 @pytest.mark.parametrize("family", ["hermes", "qwen3_coder", "pythonic"])
 def test_a_form_is_written_in_time_that_grows_with_it(family: str) -> None:
-    """Names were looked up in lists: 2 s for 20,000 arguments."""
-    schema = {"type": "object", "properties": properties(10_000)}
+    """Names were looked up in lists, which took 1.5 s and more."""
+    schema = {"type": "object", "properties": properties(18_000)}
     schema["required"] = list(schema["properties"])
     offered = offer_of([Function("tools[0]", "f", None, schema)], Choice("required"), False)
     form = TOOL_PARSERS[family].form
     start = time.perf_counter()
     check_size(form, offered)
     structured(calls(form, offered))
-    assert time.perf_counter() - start < 0.6
+    assert time.perf_counter() - start < 0.8
 
 
 @pytest.mark.alone
