@@ -1,4 +1,5 @@
-"""Options in groups: the form of an output, what guides it, and a search in place of sampling."""
+"""Options in groups: how tokens are drawn, the form of an output, what guides it, a search in
+place of sampling, and how a model is loaded."""
 
 from __future__ import annotations
 
@@ -8,15 +9,84 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from penstock.cli.options import given
+from penstock.cli.options import (
+    Dtype,
+    KvCacheDtype,
+    MaxModelLen,
+    MinP,
+    Quantization,
+    RepetitionPenalty,
+    Sampling,
+    Seed,
+    Temperature,
+    TopK,
+    TopP,
+    given,
+    named_values,
+    together,
+)
 from penstock.errors import ConfigError, PenstockError
 
 if TYPE_CHECKING:
+    from penstock.config import EngineConfig
     from penstock.sampling import BeamSearchParams
 
 _FORM, _GUIDANCE, _BEAMS = "Form of the output", "Guidance", "Beam search"
 _LONGEST_NAME = 4096  # of a file
 _ENDINGS = frozenset((".gbnf", ".lark", ".ebnf", ".bnf", ".txt"))
+
+
+@dataclass(frozen=True, slots=True)
+class Drawn:
+    """How tokens are drawn."""
+
+    temperature: Temperature = None
+    top_p: TopP = None
+    top_k: TopK = None
+    min_p: MinP = None
+    repetition_penalty: RepetitionPenalty = None
+    more: Sampling = None
+    seed: Seed = None
+
+    def with_(self, *groups: dict[str, Any]) -> dict[str, Any]:
+        """What was given, and in the groups. Raises ConfigError for what is given twice."""
+        own = given(
+            temperature=self.temperature,
+            top_p=self.top_p,
+            top_k=self.top_k,
+            min_p=self.min_p,
+            repetition_penalty=self.repetition_penalty,
+            seed=self.seed,
+        )
+        return together(own, *groups, named_values(self.more))
+
+
+DRAWN = Drawn()
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """How a model is loaded."""
+
+    dtype: Dtype = "auto"
+    quantization: Quantization = None
+    kv_cache_dtype: KvCacheDtype = "auto"
+    max_model_len: MaxModelLen = None
+
+    def config(self, model: str) -> EngineConfig:
+        """An engine's, for this model."""
+        from penstock.config import EngineConfig
+
+        options = given(
+            dtype=self.dtype,
+            quantization=self.quantization,
+            kv_cache_dtype=self.kv_cache_dtype,
+            max_model_len=self.max_model_len,
+        )
+        return EngineConfig.of(model=model, **options)
+
+
+LOADED = Loaded()
 
 
 @dataclass(frozen=True, slots=True)
