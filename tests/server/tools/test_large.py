@@ -103,7 +103,7 @@ def test_a_form_is_written_in_time_that_grows_with_it(family: str) -> None:
     start = time.perf_counter()
     check_size(form, offered)
     structured(calls(form, offered))
-    assert time.perf_counter() - start < 0.8
+    assert time.perf_counter() - start < 1.2
 
 
 @pytest.mark.alone

@@ -10,6 +10,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+import jsonschema_rs
 import pytest
 from openai import OpenAI
 
@@ -17,7 +18,7 @@ from penstock.server.routes import tools as routes
 from penstock.server.tools.verdict import Verdict, judge
 from tests.server.conftest import Running
 from tests.server.tools.test_chat import ASK, tool
-from tests.server.tools.test_templates import DATA
+from tests.server.tools.test_templates import DATA, rows
 
 SUITE = "structured/json-schema-test-suite.tar.xz"
 
@@ -46,7 +47,24 @@ def test_the_official_suite() -> None:
                         wrong.append((member.name, group["description"], case["description"]))
     assert wrong == []
     assert count[True] > 500
+    assert count[True] > 500
     assert count[False] > 350
+
+
+@pytest.mark.parametrize("kind", ["parallel_multiple", "multiple", "simple_python"])
+def test_bfcls_answers_are_judged_as_by_another_validator(kind: str) -> None:
+    count = Counter[bool | None]()
+    for schemas, calls in rows(kind, 100):
+        for name, arguments in calls:
+            text = json.dumps(arguments)
+            found = judge(schemas[name], text).valid
+            assert found is jsonschema_rs.is_valid(schemas[name], arguments), text
+            count[found] += 1
+            # … and so is the same call with something wrong in it.
+            wrong = {**arguments, **{key: [None, {}] for key in list(arguments)[:1]}}
+            expected = jsonschema_rs.is_valid(schemas[name], wrong)
+            assert judge(schemas[name], json.dumps(wrong)).valid is expected
+    assert count[True] > 90
 
 
 @pytest.mark.parametrize(
