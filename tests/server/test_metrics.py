@@ -47,6 +47,7 @@ OWN = {
     "penstock:grammar_cache_queries": "counter",
     "penstock:grammar_cache_hits": "counter",
     "penstock:request_rejections": "counter",
+    "penstock:tool_calls": "counter",
     "penstock:sequences_running": "gauge",
     "penstock:kv_cache_blocks": "gauge",
     "penstock:kv_cache_idle_blocks": "gauge",
@@ -60,7 +61,8 @@ BASE = ("model_name", "engine")
 HTTP = (
     "penstock:http_requests",
     "penstock:request_rejections",
-)  # counted before there is an engine
+    "penstock:tool_calls",
+)  # counted by the server, not of one engine
 MISNAMED = ("vllm:iteration_tokens_total",)  # by vLLM
 PER_STEP = ("vllm:iteration_tokens_total", "vllm:inter_token_latency_seconds")
 LABELS = {

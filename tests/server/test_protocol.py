@@ -14,7 +14,6 @@ import pytest
 from anthropic import Anthropic
 from openai import OpenAI
 
-from penstock.server import ServerConfig
 from penstock.server.protocol.chat import ChatRequest
 from penstock.server.protocol.common import Body
 from penstock.server.protocol.completions import CompletionRequest
@@ -22,7 +21,7 @@ from penstock.server.protocol.embeddings import EmbeddingRequest
 from penstock.server.protocol.messages import CountTokensRequest, MessagesRequest
 from penstock.server.protocol.responses import ResponsesRequest
 from penstock.server.protocol.tokens import DetokenizeRequest, TokenizeRequest
-from tests.server.conftest import Running, serving
+from tests.server.conftest import Running
 
 OPENAI = OpenAI(api_key="none", base_url="http://127.0.0.1:9")
 ANTHROPIC = Anthropic(api_key="none", base_url="http://127.0.0.1:9")
@@ -120,6 +119,7 @@ STRUCTURE: dict[str, Any] = {
         "type": "structural_tag",
         "format": {"type": "const_string", "value": "yes"},
     },
+    "guided_decoding_backend": ("xgrammar", {"guided_regex": "[0-9]+"}),
 }
 BEAMS = {"use_beam_search": True, "n": 4, "seed": None, "max_tokens": 24, "stop": ["t"]}
 SEARCH: dict[str, Any] = {
@@ -128,10 +128,12 @@ SEARCH: dict[str, Any] = {
     "early_stopping": (True, BEAMS),
 }
 TOOLS = [{"type": "function", "function": {"name": "f", "parameters": None}}]
+OLDER = [{"name": "f"}]
 INPUTS = [{"name": "f", "input_schema": {"type": "object"}}]
 FLAT = [{"type": "function", "name": "f"}]
 SAID_IN_THE_LOG = {"user", "safety_identifier"}  # test_user_is_in_the_log
 ASKS_FOR_NOTHING = {"prompt_cache_key"}  # as docs/compatibility.md says
+GROUPS = {"num_beam_groups", "diversity_penalty"}  # neither without the other: search requests
 OF_THE_QUEUE = {"priority", "ttft_slo_ms", "tpot_slo_ms"}  # reach the engine: test below
 OF_THE_CACHE = {"cache_salt", "cache_control"}  # test below, and the clients' tests
 
@@ -171,10 +173,13 @@ ENDPOINTS = {
             "request_id": "chosen",
             "tools": TOOLS,
             "tool_choice": ("none", {"tools": TOOLS}),
+            "functions": OLDER,
+            "function_call": ("none", {"functions": OLDER}),
         },
         SAID_IN_THE_LOG
         | ASKS_FOR_NOTHING
         | OF_THE_QUEUE
+        | GROUPS
         | {"cache_salt", "parallel_tool_calls"},  # the latter: tools/test_chat.py
     ),
     "completions": Endpoint(
@@ -201,7 +206,7 @@ ENDPOINTS = {
             "return_tokens_as_token_ids": (True, {"logprobs": 0}),
             "request_id": "chosen",
         },
-        SAID_IN_THE_LOG | ASKS_FOR_NOTHING | OF_THE_QUEUE | {"cache_salt"},
+        SAID_IN_THE_LOG | ASKS_FOR_NOTHING | OF_THE_QUEUE | GROUPS | {"cache_salt"},
     ),
     "responses": Endpoint(
         "/v1/responses",
@@ -309,6 +314,7 @@ REFUSED = {
     "model": "isn't served",
     "chat_template": "--trust-request-chat-template",
     "echo": "echo",
+    "guided_decoding_backend": "llguidance",
     "prompt_logprobs": "prompt_logprobs",
     "reasoning": "effort",
     "store": "store",
@@ -438,87 +444,3 @@ def test_user_is_in_the_log(server: Running, key: str, caplog: pytest.LogCapture
         assert _post(server, endpoint.path, {**endpoint.base, **more})[0] == 200
         server.rest()
         assert [r.fields["user"] for r in caplog.records if hasattr(r, "fields")] == ["u-1"]
-
-
-def test_an_answer_can_be_sent_back(server: Running) -> None:
-    """As both clients' guides do it for the next turn."""
-    openai = OPENAI.with_options(base_url=server.v1)
-    ask: list[Any] = [{"role": "user", "content": "Hello."}]
-    first = openai.responses.create(model="stories", input=ask, max_output_tokens=8,
-                                    include=["message.output_text.logprobs"])  # fmt: skip
-    second = openai.responses.create(
-        model="stories", input=[*ask, *first.output, *ask], max_output_tokens=8
-    )
-    assert second.usage.input_tokens > first.usage.input_tokens + 8
-    whole = openai.chat.completions.create(model="stories", messages=ask, max_tokens=8)
-    again = openai.chat.completions.create(
-        model="stories", messages=[*ask, whole.choices[0].message, *ask], max_tokens=8
-    )
-    assert again.usage.prompt_tokens == second.usage.input_tokens
-    anthropic = ANTHROPIC.with_options(base_url=server.url)
-    message = anthropic.messages.create(model="stories", max_tokens=8, messages=ask)
-    counted = anthropic.messages.count_tokens(
-        model="stories", messages=[*ask, {"role": "assistant", "content": message.content}, *ask]
-    )
-    assert counted.input_tokens > first.usage.input_tokens + 8
-
-
-def test_logprobs_of_a_response(server: Running) -> None:
-    client = OPENAI.with_options(base_url=server.v1)
-    ask = {"model": "stories", "input": "Hello.", "max_output_tokens": 4}
-    plain = client.responses.create(**ask)
-    assert not plain.output[0].content[0].logprobs
-    asked = client.responses.create(**ask, include=["message.output_text.logprobs"])
-    assert [len(x.top_logprobs) for x in asked.output[0].content[0].logprobs] == [0] * 4
-    top = client.responses.create(**ask, top_logprobs=2)
-    assert [len(x.top_logprobs) for x in top.output[0].content[0].logprobs] == [2] * 4
-
-
-def test_tokens_are_counted_also_where_they_dont_fit(server: Running) -> None:
-    client = ANTHROPIC.with_options(base_url=server.url)
-    many = client.messages.count_tokens(
-        model="stories", messages=[{"role": "user", "content": "word " * 2000}]
-    )
-    assert many.input_tokens > 2000
-
-
-def test_a_healed_prompt_and_what_follows_are_one_text(server: Running) -> None:
-    prompt = "Once upon a ti"
-    body = {"prompt": prompt, "max_tokens": 4, "temperature": 0, "token_healing": True}
-    with server.client() as client:
-        plain = client.post("/v1/completions", json={**body, "logprobs": 0}).json()
-        echoed = client.post("/v1/completions", json={**body, "echo": True}).json()
-        both = client.post("/v1/completions", json={**body, "echo": True, "logprobs": 0})
-        chat = client.post("/v1/chat/completions", json={"messages": CHAT, "token_healing": True})
-    (choice,) = plain["choices"]
-    tokens, offsets = choice["logprobs"]["tokens"], choice["logprobs"]["text_offset"]
-    assert echoed["choices"][0]["text"] == prompt + choice["text"]
-    assert offsets[0] < 0
-    assert (prompt + choice["text"])[len(prompt) + offsets[0] :] == "".join(tokens)
-    assert plain["usage"]["prompt_tokens"] == len(server.service.prompts.tokenizer.encode(prompt))
-    assert plain["usage"]["completion_tokens"] == 4 == len(tokens)
-    assert both.status_code == 400
-    assert "token_healing" in both.json()["error"]["message"]
-    assert chat.json()["error"]["code"] == "unknown_parameter"
-
-
-def test_a_prompts_logprobs_with_its_echo(server: Running) -> None:
-    body = {"prompt": "Once upon a time", "max_tokens": 1, "echo": True, "prompt_logprobs": 1}
-    status, answer = _post(server, "/v1/completions", body)
-    assert status == 200
-    assert len(answer["choices"][0]["prompt_logprobs"]) == 5
-    status, answer = _post(server, "/v1/completions", body | {"logprobs": 1})
-    assert status == 400
-    assert answer["error"]["param"] == "prompt_logprobs"
-
-
-def test_truncation_leaves_a_part_for_the_answer_not_all() -> None:
-    """Anthropic's clients ask for thousands of tokens, which are lowered to what fits."""
-    said = [{"role": role, "content": "A long walk by the sea. " * 12} for role in
-            ("user", "assistant", "user", "assistant", "user", "assistant", "user")]  # fmt: skip
-    with serving(ServerConfig(truncation="auto")) as running:
-        client = ANTHROPIC.with_options(base_url=running.url)
-        made = client.messages.create(model="stories", max_tokens=8000, messages=said)
-        usage = made.usage
-        assert 512 // 2 < usage.input_tokens + (usage.cache_read_input_tokens or 0) <= 512 * 3 // 4
-        running.rest()

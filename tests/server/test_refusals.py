@@ -15,6 +15,8 @@ import pytest
 from penstock.server.protocol.common import STRICT
 from tests.server.conftest import Running
 
+WRAPPED = '{"type": "json_schema", "json_schema": {"name": "answer", "schema": {…}}}'
+FLAT = '{"type": "json_schema", "name": "answer", "schema": {…}}'
 CHAT, WORDS, ANSWER, VECTOR, MESSAGE, COUNT = (
     "/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/embeddings", "/v1/messages",
     "/v1/messages/count_tokens",
@@ -105,6 +107,18 @@ NAMED = [
     (CHAT, called(arguments="[]"), "messages[1].tool_calls[0].function.arguments", "JSON object"),
     (ANSWER, {"input": [{**ASK[0], "phase": "x"}]}, "input[0].phase", "isn't supported"),
     (ANSWER, {"text": {"format": {"type": "json_schema"}}}, "text.format", "needs a schema"),
+    (ANSWER, {"text": {"format": {"type": "object", "properties": {}}}}, "text.format", FLAT),
+    (ANSWER, {"text": {"format": {"type": "json_schema", "json_schema": {"schema": {}}}}},
+     "text.format", FLAT),
+    (CHAT, {"response_format": {"type": "object", "properties": {}}}, "response_format", WRAPPED),
+    (CHAT, {"response_format": {"type": "json_schema", "json_schema": {"type": "object"}}},
+     "response_format", WRAPPED),
+    (CHAT, {"response_format": {"type": "json_schema", "schema": {"type": "object"}}},
+     "response_format", WRAPPED),
+    (CHAT, {"response_format": {"type": "json_schema"}}, "response_format", WRAPPED),
+    (MESSAGE, {"output_format": {"anyOf": [{}]}}, "output_format", FLAT),
+    (MESSAGE, {"tool_choice": "auto"}, "tool_choice", '\'auto\' isn\'t a choice; send {"type": '),
+    (MESSAGE, {"tool_choice": {"type": "required"}}, "tool_choice", '"tool", "name": …}'),
     (ANSWER, {"text": {"format": {"type": "text", "schema": {}}}}, "text.format", "has no schema"),
     (ANSWER, {"text": {"format": {"type": "json_schema", "schema": {"type": "strin"}}}},
      "text.format", "can't be followed at #/type"),

@@ -43,6 +43,7 @@ SEARCHES: list[dict[str, Any]] = [
     {"max_tokens": 30, "stop": ["t"], "length_penalty": 3.0, "early_stopping": "never"},
     {"max_tokens": 10, "temperature": 2.5, "ignore_eos": True, "stop_token_ids": [261]},
     {"max_tokens": 20, "structured_outputs": {"choice": ["a dog", "a doll", "the sea", "no"]}},
+    {"max_tokens": 12, "num_beam_groups": 3, "diversity_penalty": 0.7},
 ]
 
 
@@ -147,6 +148,13 @@ def test_what_a_search_would_ignore_is_refused(
     ("more", "field", "words"),
     [
         ({"length_penalty": 2.0}, "length_penalty", "Set use_beam_search"),
+        ({"num_beam_groups": 2}, "num_beam_groups", "Set use_beam_search"),
+        ({"diversity_penalty": 0.5}, "diversity_penalty", "Set use_beam_search"),
+        (
+            {"use_beam_search": True, "n": 3, "num_beam_groups": 2, "diversity_penalty": 0.5},
+            "num_beam_groups",
+            "doesn't divide n (3)",
+        ),
         ({"early_stopping": True}, "early_stopping", "Set use_beam_search"),
         ({"use_beam_search": True, "length_penalty": 99}, "length_penalty", "[-10, 10]"),
         ({"use_beam_search": True, "early_stopping": "soon"}, "early_stopping", "'never'"),

@@ -8,28 +8,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from penstock.cli import console
-from penstock.cli.form_options import Form, Guided
+from penstock.cli.form_options import DRAWN, LOADED, Drawn, Form, Guided, Loaded
 from penstock.cli.generate import TextWriter
 from penstock.cli.loading import load
 from penstock.cli.options import (
     MODEL,
-    Dtype,
-    KvCacheDtype,
-    MaxModelLen,
-    MinP,
     Model,
-    Quantization,
-    RepetitionPenalty,
-    Sampling,
-    Seed,
-    Temperature,
-    TopK,
-    TopP,
-    given,
     grouped,
-    named_values,
     sampling,
-    together,
 )
 from penstock.cli.stats import RunStats, machine_peaks
 from penstock.errors import ChatTemplateError, PenstockError, RequestError
@@ -62,49 +48,19 @@ def chat(
             rich_help_panel="Sampling",
         ),
     ] = None,
-    temperature: Temperature = None,
-    top_p: TopP = None,
-    top_k: TopK = None,
-    min_p: MinP = None,
-    repetition_penalty: RepetitionPenalty = None,
-    more: Sampling = None,
-    seed: Seed = None,
-    dtype: Dtype = "auto",
-    quantization: Quantization = None,
-    kv_cache_dtype: KvCacheDtype = "auto",
-    max_model_len: MaxModelLen = None,
+    drawn: Drawn = DRAWN,
+    loaded: Loaded = LOADED,
 ) -> None:
     """Talk with a model. Ctrl-C stops a reply, Ctrl-D leaves.
 
     When stdin is no terminal, every line of it is a message.
     """
     from penstock.bench.meter import Meter
-    from penstock.config import EngineConfig
     from penstock.engine.prompts import check_chat, default_params
 
-    chosen = together(
-        given(
-            temperature=temperature,
-            top_p=top_p,
-            top_k=top_k,
-            min_p=min_p,
-            repetition_penalty=repetition_penalty,
-            seed=seed,
-        ),
-        form.chosen(),
-        guided.chosen(),
-        named_values(more),
-    )
+    chosen = drawn.with_(form.chosen(), guided.chosen())
     check_chat(sampling(**chosen, max_tokens=max_tokens))  # refuses before the model is loaded
-    config = EngineConfig.of(
-        model=model,
-        **given(
-            dtype=dtype,
-            quantization=quantization,
-            kv_cache_dtype=kv_cache_dtype,
-            max_model_len=max_model_len,
-        ),
-    )
+    config = loaded.config(model)
     meter = Meter(config, load(config))
     suggested = default_params(meter.runtime.model.generation)
     params = suggested.over(**chosen, max_tokens=max_tokens)

@@ -1,4 +1,5 @@
-"""Options in groups: the form of an output, what guides it, and a search in place of sampling."""
+"""Options in groups: how tokens are drawn, the form of an output, what guides it, a search in
+place of sampling, and how a model is loaded."""
 
 from __future__ import annotations
 
@@ -8,14 +9,84 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from penstock.cli.options import given
+from penstock.cli.options import (
+    Dtype,
+    KvCacheDtype,
+    MaxModelLen,
+    MinP,
+    Quantization,
+    RepetitionPenalty,
+    Sampling,
+    Seed,
+    Temperature,
+    TopK,
+    TopP,
+    given,
+    named_values,
+    together,
+)
 from penstock.errors import ConfigError, PenstockError
 
 if TYPE_CHECKING:
+    from penstock.config import EngineConfig
     from penstock.sampling import BeamSearchParams
 
 _FORM, _GUIDANCE, _BEAMS = "Form of the output", "Guidance", "Beam search"
 _LONGEST_NAME = 4096  # of a file
+_ENDINGS = frozenset((".gbnf", ".lark", ".ebnf", ".bnf", ".txt"))
+
+
+@dataclass(frozen=True, slots=True)
+class Drawn:
+    """How tokens are drawn."""
+
+    temperature: Temperature = None
+    top_p: TopP = None
+    top_k: TopK = None
+    min_p: MinP = None
+    repetition_penalty: RepetitionPenalty = None
+    more: Sampling = None
+    seed: Seed = None
+
+    def with_(self, *groups: dict[str, Any]) -> dict[str, Any]:
+        """What was given, and in the groups. Raises ConfigError for what is given twice."""
+        own = given(
+            temperature=self.temperature,
+            top_p=self.top_p,
+            top_k=self.top_k,
+            min_p=self.min_p,
+            repetition_penalty=self.repetition_penalty,
+            seed=self.seed,
+        )
+        return together(own, *groups, named_values(self.more))
+
+
+DRAWN = Drawn()
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """How a model is loaded."""
+
+    dtype: Dtype = "auto"
+    quantization: Quantization = None
+    kv_cache_dtype: KvCacheDtype = "auto"
+    max_model_len: MaxModelLen = None
+
+    def config(self, model: str) -> EngineConfig:
+        """An engine's, for this model."""
+        from penstock.config import EngineConfig
+
+        options = given(
+            dtype=self.dtype,
+            quantization=self.quantization,
+            kv_cache_dtype=self.kv_cache_dtype,
+            max_model_len=self.max_model_len,
+        )
+        return EngineConfig.of(model=model, **options)
+
+
+LOADED = Loaded()
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,20 +160,33 @@ def _schema(value: str) -> str:
     """A schema as text."""
     if value.lstrip().startswith("{") or value.strip() in ("true", "false"):
         return value
-    return _read("--json-schema", value)
+    return _read("--json-schema", value, '{"type": "object"}')
 
 
 def _grammar(value: str) -> str:
     """A grammar as text: a file's, if there is one of that name."""
     is_name = "\n" not in value and len(value.encode()) < _LONGEST_NAME
-    if is_name and (Path(value).is_file() or ":" not in value):  # every grammar has one
-        return _read("--grammar", value)
+    if is_name and (Path(value).is_file() or _looks_like_name(value)):
+        return _read("--grammar", value, 'root ::= "yes" | "no"')
     return value
 
 
-def _read(option: str, name: str) -> str:
+def _looks_like_name(value: str) -> bool:
+    """Whether a line is meant as a file's name: every grammar has a colon, and few an ending."""
+    return ":" not in value or (not set(value) & set(' "') and Path(value).suffix in _ENDINGS)
+
+
+def _read(option: str, name: str, such: str) -> str:
+    """A file's text. such: what could be written out in its place."""
+    if not name.strip():
+        raise ConfigError(f"{option} is empty. Give a file, or write out {such}.")
     try:
         return Path(name).read_text(encoding="utf-8")
+    except FileNotFoundError as error:
+        raise ConfigError(
+            f"{option} {name!r:.200} looks like the name of a file, and there is none, seen from "
+            f"{Path.cwd()}. Give the path of one, or write it out, such as {such}."
+        ) from error
     except (OSError, ValueError) as error:
         raise ConfigError(
             f"{option} {name!r} is neither written out nor a file that can be read: {error}."

@@ -9,35 +9,31 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from penstock.cli import console
-from penstock.cli.form_options import Form, Guided, Search, as_given
+from penstock.cli.form_options import (
+    DRAWN,
+    LOADED,
+    Drawn,
+    Form,
+    Guided,
+    Loaded,
+    Search,
+    as_given,
+)
 from penstock.cli.loading import load
 from penstock.cli.options import (
     MODEL,
     AsJson,
-    Dtype,
     IgnoreEos,
-    KvCacheDtype,
-    MaxModelLen,
     MaxTokens,
-    MinP,
     Model,
     Prompts,
-    Quantization,
-    RepetitionPenalty,
     Samples,
-    Sampling,
-    Seed,
     Stats,
     Stop,
-    Temperature,
     TokenHealing,
-    TopK,
-    TopP,
     given,
     grouped,
-    named_values,
     sampling,
-    together,
 )
 from penstock.cli.stats import RunStats, machine_peaks, metrics
 from penstock.errors import InvalidSamplingError, PenstockError, RequestError
@@ -56,21 +52,12 @@ def generate(
     search: Search,
     model: Model = MODEL,
     max_tokens: MaxTokens = 128,
-    temperature: Temperature = None,
-    top_p: TopP = None,
-    top_k: TopK = None,
-    min_p: MinP = None,
-    repetition_penalty: RepetitionPenalty = None,
-    more: Sampling = None,
-    seed: Seed = None,
+    drawn: Drawn = DRAWN,
     stop: Stop = None,
     n: Samples = 1,
     ignore_eos: IgnoreEos = False,
     token_healing: TokenHealing = False,
-    dtype: Dtype = "auto",
-    quantization: Quantization = None,
-    kv_cache_dtype: KvCacheDtype = "auto",
-    max_model_len: MaxModelLen = None,
+    loaded: Loaded = LOADED,
     stats: Stats = False,
     as_json: AsJson = False,
 ) -> None:
@@ -80,36 +67,20 @@ def generate(
     else. Several prompts run as one batch. What a search finds is shown at its
     end.
     """
-    chosen = together(
-        given(
-            max_tokens=max_tokens,
-            temperature=temperature,
-            top_p=top_p,
-            top_k=top_k,
-            min_p=min_p,
-            repetition_penalty=repetition_penalty,
-            seed=seed,
-            stop=stop or None,
-            n=n,
-            ignore_eos=ignore_eos,
-            token_healing=token_healing or None,
-        ),
-        form.chosen(),
-        guided.chosen(),
-        named_values(more),
+    own = given(
+        max_tokens=max_tokens,
+        stop=stop or None,
+        n=n,
+        ignore_eos=ignore_eos,
+        token_healing=token_healing or None,
     )
+    chosen = drawn.with_(own, form.chosen(), guided.chosen())
     prompts = _read(prompt)
     # What is out of range is refused before the model is loaded.
     beams = search.params(chosen)
     if beams is None:
         sampling(**chosen)
-    meter = _engine(
-        model,
-        dtype=dtype,
-        quantization=quantization,
-        kv_cache_dtype=kv_cache_dtype,
-        max_model_len=max_model_len,
-    )
+    meter = _engine(model, loaded)
     params = beams or _defaults(meter).over(**chosen)
     peaks = machine_peaks() if stats or as_json else None
     if peaks is not None:
@@ -144,11 +115,10 @@ def _read(prompts: list[str]) -> list[str]:
     return [text if prompt == "-" else prompt for prompt in prompts]
 
 
-def _engine(model: str, **options: Any) -> Meter:
+def _engine(model: str, loaded: Loaded) -> Meter:
     from penstock.bench.meter import Meter
-    from penstock.config import EngineConfig
 
-    config = EngineConfig.of(model=model, **given(**options))
+    config = loaded.config(model)
     return Meter(config, load(config))
 
 

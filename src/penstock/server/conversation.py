@@ -49,6 +49,7 @@ class Source:
 
 _KEEP_END = "truncate_prompt_tokens: -1 to keep its end"
 _LEAVE_OUT = 'truncation: "auto" to leave out old turns'
+_TOOLS = "Send fewer tools, or shorten their descriptions and schemas."
 COMPLETION = Source("prompt", f", or send {_KEEP_END}")
 EMBEDDING = Source("input", f", or send {_KEEP_END}", generates=False)
 CHAT = Source("messages", f", or send {_KEEP_END}, or {_LEAVE_OUT}")
@@ -131,10 +132,14 @@ class Prompts:
                 param=source.field,
                 code="context_length_exceeded",
             )
+        if keep is None:
+            self._check_tools(rendering.telling)
         plain = self._plain(messages, rendering, source)
         text, ids, left_out = self._shortened(
             plain, rendering, source, truncation == "auto", reserve
         )
+        if keep is None:
+            self._check_room(ids, rendering.telling, source)
         made = self._fitting(ids, text, keep, source)
         kept = [m for i, m in enumerate(messages) if i not in left_out]
         passages = [passage for message in kept for passage in message.passages()]
@@ -314,6 +319,34 @@ class Prompts:
                 f"The prompt has {len(text):,} characters; the model takes {self._max_len:,} "
                 f"tokens, and at most {most:,} characters are read. Shorten it.",
                 param=source.field,
+                code="context_length_exceeded",
+            )
+
+    def _check_tools(self, telling: Telling) -> None:
+        """Refuse tools that can't fit before they are written into a prompt."""
+        most = self._max_len * CHARACTERS_PER_TOKEN
+        if telling.size > most:
+            raise ApiError(
+                400,
+                f"The tools have {telling.size:,} characters as JSON; the model takes "
+                f"{self._max_len:,} tokens, and at most {most:,} characters are read. {_TOOLS}",
+                param="tools",
+                code="context_length_exceeded",
+            )
+
+    def _check_room(self, ids: list[int], telling: Telling, source: Source) -> None:
+        """Raises ApiError for a prompt that would fit if it weren't for its tools."""
+        most = self._max_len - source.generates
+        if not telling.size or len(ids) <= most:
+            return
+        count = len(self.tokenizer.encode(telling.shown, add_special_tokens=False))
+        if len(ids) - count <= most:
+            raise ApiError(
+                400,
+                f"The prompt has {len(ids):,} tokens, of which the tools are about {count:,}; only "
+                f"{most:,} fit into this model's {self._max_len:,} with at least one to generate. "
+                f"{_TOOLS}",
+                param="tools",
                 code="context_length_exceeded",
             )
 

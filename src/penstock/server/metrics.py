@@ -94,6 +94,13 @@ class Metrics:
             registry=self.registry,
         )
 
+        self._called = Counter(
+            "penstock:tool_calls",
+            "Calls of tools in answers, by whether their arguments follow the tool's schema.",
+            ["model_name", "valid"],
+            registry=self.registry,
+        )
+
     def attach(self, llm: AsyncLLM, model_name: str) -> None:
         """Make the metrics of this engine; each carries `model_name`."""
         self._name = model_name
@@ -170,6 +177,10 @@ class Metrics:
         reason = None if error is None else rejection_reason(error)
         if reason is not None:
             self._rejections.labels(self._name, reason).inc()
+
+    def called(self, valid: str) -> None:
+        """Count a call of a tool. valid: true, false or unknown."""
+        self._called.labels(self._name, valid).inc()
 
     def stepped(self, record: StepRecord) -> None:
         """Count a step. Called by the engine's thread."""

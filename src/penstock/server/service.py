@@ -18,6 +18,7 @@ from penstock.roofline import StepRecord
 from penstock.sampling import BeamSearchParams, SamplingParams, StructuredOutputs
 from penstock.server.admission import Caller, Lanes, Ticket
 from penstock.server.answers import accounted
+from penstock.server.called import Called
 from penstock.server.config import ServerConfig
 from penstock.server.conversation import Prompts, PromptText
 from penstock.server.errors import ApiError, as_api_error
@@ -96,6 +97,7 @@ class Service:
         self.metrics = Metrics(next(iter(config.served_model_names), ""))
         self.tracer: Tracer = tracer or NoTracer()
         self.recent = Recent()
+        self.called = Called(self.metrics)
         self.state: State = "loading"
         self.started = time.time()
         self.inflight: dict[str, Caller] = {}  # prompts, from their arrival on
@@ -402,6 +404,7 @@ class Service:
         if self._llm is not None:
             self._llm.shutdown()
         self._lanes.close()
+        self.called.close()
         self.tracer.close()
 
 

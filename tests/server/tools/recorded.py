@@ -11,6 +11,12 @@ from typing import Any
 
 Row = tuple[str, str, str, list[tuple[str, dict[str, Any]]]]
 
+
+def untouched(what: str, text: str) -> Row:
+    """Text in which nothing is called."""
+    return what, text, text, []
+
+
 SCHEMAS: dict[str, dict[str, Any]] = {
     "get_weather": {
         "type": "object",
@@ -36,6 +42,10 @@ QUOTES = ("note", {"text": 'She said "no\\yes" {then} [left],\n<b>1</b>'})
 UNICODE = ("note", {"text": "Zürich – 東京 🗼"})
 
 HERMES: list[Row] = [
+    untouched(
+        "a tool that wasn't offered",
+        '<tool_call>\n{"name": "get_rain", "arguments": {"city": "Paris"}}\n</tool_call>',
+    ),
     (
         "one",
         '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Paris", "days": 3}}\n'
@@ -92,11 +102,8 @@ HERMES: list[Row] = [
         "Done.",
         [PARIS],
     ),
-    (
-        "not JSON",
-        "Look: <tool_call>\n{'name': 'get_time', 'arguments': {}}\n</tool_call> ok",
-        "Look: <tool_call>\n{'name': 'get_time', 'arguments': {}}\n</tool_call> ok",
-        [],
+    untouched(
+        "not JSON", "Look: <tool_call>\n{'name': 'get_time', 'arguments': {}}\n</tool_call> ok"
     ),
     (
         "wrong in its arguments, and a whole one behind it",
@@ -105,22 +112,19 @@ HERMES: list[Row] = [
         '<tool_call>\n{"name": "get_weather", "arguments": {"city": Paris}}\n</tool_call>',
         [TIME],
     ),
-    (
-        "cut off",
-        '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Pa',
-        '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Pa',
-        [],
-    ),
-    (
+    untouched("cut off", '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Pa'),
+    untouched(
         "arguments that aren't an object",
         '<tool_call>\n{"name": "get_time", "arguments": [1]}\n</tool_call>',
-        '<tool_call>\n{"name": "get_time", "arguments": [1]}\n</tool_call>',
-        [],
     ),
-    ("no call", "2 < 3 and <tool\n", "2 < 3 and <tool\n", []),
+    untouched("no call", "2 < 3 and <tool\n"),
 ]
 
 QWEN3_CODER: list[Row] = [
+    untouched(
+        "a tool that wasn't offered",
+        "<tool_call>\n<function=get_rain>\n<parameter=city>\nParis\n</parameter>\n</function>\n</tool_call>",
+    ),
     (
         "one, behind text",
         "Let me look.\n\n<tool_call>\n<function=get_weather>\n<parameter=city>\nParis\n</parameter>\n"
@@ -164,18 +168,8 @@ QWEN3_CODER: list[Row] = [
         "",
         [UNICODE],
     ),
-    (
-        "cut off",
-        "<tool_call>\n<function=note>\n<parameter=text>\nZür",
-        "<tool_call>\n<function=note>\n<parameter=text>\nZür",
-        [],
-    ),
-    (
-        "JSON instead",
-        '<tool_call>\n{"name": "get_time"}\n</tool_call>',
-        '<tool_call>\n{"name": "get_time"}\n</tool_call>',
-        [],
-    ),
+    untouched("cut off", "<tool_call>\n<function=note>\n<parameter=text>\nZür"),
+    untouched("JSON instead", '<tool_call>\n{"name": "get_time"}\n</tool_call>'),
 ]
 
 LLAMA3_JSON: list[Row] = [
@@ -193,11 +187,30 @@ LLAMA3_JSON: list[Row] = [
         [PARIS],
     ),
     (
-        "parallel, behind text",
-        'Both: {"name": "get_weather", "parameters": {"city": "Paris", "days": 3}}; {"name": '
+        "parallel",
+        '{"name": "get_weather", "parameters": {"city": "Paris", "days": 3}}; {"name": '
         '"get_time", "parameters": {}}',
-        "Both:",
+        "",
         [PARIS, TIME],
+    ),
+    (
+        "behind text and the tag",
+        'Now: <|python_tag|>{"name": "get_time", "parameters": {}}',
+        "Now:",
+        [TIME],
+    ),
+    untouched("in a text", 'Write {"name": "get_time", "parameters": {}} for it.'),
+    untouched(
+        "within an object",
+        '{"log": [{"name": "get_time", "parameters": {}}], "last": {"name": "note", "parameters": '
+        '{"text": "a"}}}',
+    ),
+    untouched("in a list", ' [{"name": "get_time", "parameters": {}}]'),
+    (
+        "behind a call",
+        '{"name": "get_time", "parameters": {}} It is {"name": "get_time", "parameters": {}}',
+        'It is {"name": "get_time", "parameters": {}}',
+        [TIME],
     ),
     (
         "nested",
@@ -219,27 +232,13 @@ LLAMA3_JSON: list[Row] = [
         "",
         [UNICODE],
     ),
-    (
-        "JSON that calls nothing",
-        '{"name": "Bob", "parameters": {"age": 3}} {"x": 1} {',
-        '{"name": "Bob", "parameters": {"age": 3}} {"x": 1} {',
-        [],
-    ),
-    (
-        "a built-in tool",
-        '<|python_tag|>brave_search.call(query="Paris")',
-        '<|python_tag|>brave_search.call(query="Paris")',
-        [],
-    ),
-    (
-        "cut off",
-        '{"name": "get_weather", "parameters": {"city": "Par',
-        '{"name": "get_weather", "parameters": {"city": "Par',
-        [],
-    ),
+    untouched("JSON that calls nothing", '{"name": "Bob", "parameters": {"age": 3}} {"x": 1} {'),
+    untouched("a built-in tool", '<|python_tag|>brave_search.call(query="Paris")'),
+    untouched("cut off", '{"name": "get_weather", "parameters": {"city": "Par'),
 ]
 
 PYTHONIC: list[Row] = [
+    untouched("a tool that wasn't offered", "[get_rain(city='Paris')]"),
     ("one", '[get_weather(city="Paris", days=3)]', "", [PARIS]),
     ("parallel", "[get_weather(city='Paris', days=3), get_time()]", "", [PARIS, TIME]),
     (
@@ -261,17 +260,17 @@ PYTHONIC: list[Row] = [
         [QUOTES],
     ),
     ("unicode", "[note(text='Z\\xfcrich ' '\\u2013 東京 \\U0001f5fc')]", "", [UNICODE]),
-    (
-        "lists that call nothing",
-        "See [1], [note] and [other(a=1)].",
-        "See [1], [note] and [other(a=1)].",
-        [],
-    ),
-    ("not a literal", "[note(text=open('x'))]", "[note(text=open('x'))]", []),
+    untouched("lists that call nothing", "See [1], [note] and [other(a=1)]."),
+    untouched("not a literal", "[note(text=open('x'))]"),
     ("cut off", "[get_time(), note(text='a", ", note(text='a", [TIME]),
 ]
 
 MISTRAL: list[Row] = [
+    untouched("a tool that wasn't offered, by name", '[TOOL_CALLS]get_rain[ARGS]{"city": "Paris"}'),
+    untouched(
+        "a tool that wasn't offered",
+        '[TOOL_CALLS][{"name": "get_rain", "arguments": {"city": "Paris"}}]',
+    ),
     (
         "one, with an id",
         '[TOOL_CALLS] [{"name": "get_weather", "arguments": {"city": "Paris", "days": 3}, "id": '
@@ -312,19 +311,18 @@ MISTRAL: list[Row] = [
         "",
         [UNICODE],
     ),
-    ("no arguments", "[TOOL_CALLS]get_time ok", "[TOOL_CALLS]get_time ok", []),
-    (
-        "cut off",
-        '[TOOL_CALLS][{"name": "get_weather", "argum',
-        '[TOOL_CALLS][{"name": "get_weather", "argum',
-        [],
-    ),
+    untouched("no arguments", "[TOOL_CALLS]get_time ok"),
+    untouched("cut off", '[TOOL_CALLS][{"name": "get_weather", "argum'),
 ]
 
 _BEGIN, _END = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
 _CALL, _CALLED, _SEP = "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>", "<｜tool▁sep｜>"
 
 DEEPSEEK: list[Row] = [
+    untouched(
+        "a tool that wasn't offered",
+        f'{_BEGIN}{_CALL}get_rain{_SEP}{{"city": "Paris"}}{_CALLED}{_END}',
+    ),
     (
         "V3, parallel, behind text",
         f"Both.{_BEGIN}{_CALL}function{_SEP}get_weather\n```json\n"
@@ -360,18 +358,19 @@ DEEPSEEK: list[Row] = [
         "",
         [UNICODE],
     ),
-    (
-        "not JSON",
-        f"{_BEGIN}{_CALL}function{_SEP}note\n```json\ntext: x\n```{_CALLED}{_END}",
-        f"{_BEGIN}{_CALL}function{_SEP}note\n```json\ntext: x\n```{_CALLED}{_END}",
-        [],
+    untouched(
+        "not JSON", f"{_BEGIN}{_CALL}function{_SEP}note\n```json\ntext: x\n```{_CALLED}{_END}"
     ),
-    ("cut off", f"{_BEGIN}{_CALL}get_ti", f"{_BEGIN}{_CALL}get_ti", []),
+    untouched("cut off", f"{_BEGIN}{_CALL}get_ti"),
 ]
 
 _THOUGHT = "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant"
 
 HARMONY: list[Row] = [
+    untouched(
+        "a tool that wasn't offered",
+        '<|channel|>commentary to=functions.get_rain <|constrain|>json<|message|>{"city": "Paris"}<|call|>',
+    ),
     (
         "one, thought about",
         f"{_THOUGHT}<|channel|>commentary to=functions.get_weather <|constrain|>json<|message|>"
@@ -415,11 +414,8 @@ HARMONY: list[Row] = [
         [UNICODE],
     ),
     ("an answer", f"{_THOUGHT}<|channel|>final<|message|>It rains.<|return|>", "It rains.", []),
-    (
-        "not JSON",
-        "<|channel|>commentary to=functions.note <|constrain|>json<|message|>text",
-        "<|channel|>commentary to=functions.note <|constrain|>json<|message|>text",
-        [],
+    untouched(
+        "not JSON", "<|channel|>commentary to=functions.note <|constrain|>json<|message|>text"
     ),
 ]
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterator
-from dataclasses import replace
 from typing import Any
 
 import openai
@@ -14,8 +12,8 @@ from openai import OpenAI
 
 from penstock.server.routes import tools as routes
 from penstock.server.tools.families import TOOL_PARSERS
-from penstock.server.tools.plan import Tooling
 from tests.server.conftest import Running
+from tests.server.tools.conftest import TERSE
 from tests.server.tools.recorded import RECORDED, SCHEMAS
 
 ASK = [{"role": "user", "content": "Weather?"}]
@@ -38,8 +36,6 @@ F, G = (
     tool("f", SHORT),
     tool("g", {"type": "object", "properties": {}, "additionalProperties": False}),
 )
-# The embedded model's context is short: this template has room for what is asked of it here.
-TERSE = "{{ bos_token }}{% if tools %}{{ tools | length }} {% endif %}{{ messages[-1]['content'] }}"
 
 
 def is_f(arguments: str) -> bool:
@@ -50,24 +46,6 @@ def is_f(arguments: str) -> bool:
         and isinstance(found["n"], int)
         and 0 <= found["n"] <= 99
     )
-
-
-@pytest.fixture
-def client(server: Running) -> Iterator[OpenAI]:
-    with OpenAI(base_url=server.v1, api_key="none", max_retries=0) as made:
-        yield made
-
-
-@pytest.fixture
-def as_family(server: Running, monkeypatch: pytest.MonkeyPatch) -> Any:
-    def use(family: str, **more: Any) -> None:
-        more = {"chat_template": TERSE, **more}
-        config = replace(server.service.config, tool_call_parser=family, **more)
-        made = Tooling(server.service.prompts.tokenizer, config)
-        monkeypatch.setattr(server.service, "config", config)
-        monkeypatch.setattr(server.service, "tooling", made)
-
-    return use
 
 
 def is_broken(arguments: str) -> bool:

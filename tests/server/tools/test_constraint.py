@@ -12,6 +12,8 @@ import pytest
 from penstock.errors import RequestError
 from penstock.grammar import Grammars
 from penstock.server import ServerConfig
+from penstock.server.called import Called
+from penstock.server.metrics import Metrics
 from penstock.server.routes import tools as routes
 from penstock.server.tools import harmony
 from penstock.server.tools.constraint import (
@@ -123,11 +125,12 @@ def test_calls_that_may_be_made(grammars: Grammars, name: str) -> None:
     part = text_or_calls(form, offer("auto"))
     weather = ("get_weather", GOOD)
     assert takes(grammars, part, "It rains, [1] {a}.\n")
-    assert takes(grammars, part, "Let me see.\n\n" + write(name, weather))
+    before, so = ("", "") if form.leading else ("Let me see.\n\n", "So: ")
+    assert takes(grammars, part, before + write(name, weather))
     assert takes(grammars, part, write(name, weather, ("get_time", {})))
-    assert not takes(grammars, part, "So: " + write(name, ("get_weather", {"city": "Köln"})))
+    assert not takes(grammars, part, so + write(name, ("get_weather", {"city": "Köln"})))
     only_one = text_or_calls(form, offer("auto", parallel=False))
-    assert takes(grammars, only_one, "So: " + write(name, weather))
+    assert takes(grammars, only_one, so + write(name, weather))
     assert not takes(grammars, only_one, write(name, weather, weather))
     loose = text_or_calls(form, offer("auto", strict=False))
     if form.arguments == "json":
@@ -202,7 +205,8 @@ def test_reasoning_may_come_first(grammars: Grammars) -> None:
 
 def test_harmony_answers_or_calls(grammars: Grammars) -> None:
     plan = Tooling(grammars.vocabulary.tokenizer, ServerConfig(tool_call_parser="openai"))
-    make = routes._form(routes.Answering(plan.plan(None, offer("auto"))), None, "")
+    how = routes.Answering(plan.plan(None, offer("auto")), False, Called(Metrics()), "r")
+    make = routes._form(how, None, "")
     assert make is not None
     part = make(())
     final = f"{harmony.CHANNEL}final{harmony.MESSAGE}"
@@ -240,6 +244,6 @@ def test_every_form_has_a_trigger_where_it_needs_one() -> None:
     for name, form in FORMS.items():
         begins = form.opening or form.before
         assert isinstance(form, Form)
-        if name not in ("pythonic", "llama4_pythonic", "openai"):
+        if name not in ("pythonic", "llama4_pythonic", "openai") and not form.leading:
             assert form.trigger
             assert begins.startswith(form.trigger)

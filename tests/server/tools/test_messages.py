@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from dataclasses import replace
 from typing import Any
 
 import anthropic
@@ -12,9 +11,9 @@ import pytest
 from anthropic import Anthropic
 
 from penstock.server.routes import tools as routes
-from penstock.server.tools.plan import Tooling
 from tests.server.conftest import Running
-from tests.server.tools.test_chat import SHORT, TERSE, is_f
+from tests.server.tools.conftest import TERSE
+from tests.server.tools.test_chat import SHORT, is_f
 
 ASK: list[Any] = [{"role": "user", "content": "Weather?"}]
 F: Any = {"name": "f", "input_schema": SHORT}
@@ -26,18 +25,6 @@ CALL = '<tool_call>\n{"name": "f", "arguments": {"at": "Rome", "n": 3}}\n</tool_
 def client(server: Running) -> Iterator[Anthropic]:
     with Anthropic(base_url=server.url, api_key="none", max_retries=0) as made:
         yield made
-
-
-@pytest.fixture
-def terse(server: Running, monkeypatch: pytest.MonkeyPatch) -> Any:
-    def use(**more: Any) -> None:
-        chosen = {"chat_template": TERSE, "tool_call_parser": "hermes", **more}
-        config = replace(server.service.config, **chosen)
-        monkeypatch.setattr(server.service, "config", config)
-        made = Tooling(server.service.prompts.tokenizer, config)
-        monkeypatch.setattr(server.service, "tooling", made)
-
-    return use
 
 
 def blocks(message: anthropic.types.Message) -> list[Any]:
@@ -60,8 +47,8 @@ def said(client: Anthropic, **options: Any) -> anthropic.types.Message:
 
 
 @pytest.mark.parametrize("choice", [{"type": "any"}, {"type": "tool", "name": "f"}])
-def test_a_call_that_must_be_made_is_made(client: Anthropic, terse: Any, choice: Any) -> None:
-    terse()
+def test_a_call_that_must_be_made_is_made(client: Anthropic, as_family: Any, choice: Any) -> None:
+    as_family("hermes")
     message = said(client, tools=[F], tool_choice=choice | {"disable_parallel_tool_use": True}
                    if choice["type"] == "any" else choice)  # fmt: skip
     (block,) = message.content
@@ -73,10 +60,10 @@ def test_a_call_that_must_be_made_is_made(client: Anthropic, terse: Any, choice:
 
 
 def test_text_reasoning_and_calls(
-    client: Anthropic, terse: Any, monkeypatch: pytest.MonkeyPatch
+    client: Anthropic, as_family: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What a model of the family has written."""
-    terse(chat_template=TERSE + "<think>", reasoning_parser="qwen3")
+    as_family("hermes", chat_template=TERSE + "<think>", reasoning_parser="qwen3")
     text = f"Hm.\n</think>\n\nI'll look.\n{CALL}\n{CALL}"
     real = routes.sampling_of
 

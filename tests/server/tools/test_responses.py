@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
-from dataclasses import replace
 from typing import Any
 
 import openai
@@ -13,30 +11,11 @@ from openai import OpenAI
 
 from penstock.server.protocol.responses import InputItem, joined
 from penstock.server.routes import tools as routes
-from penstock.server.tools.plan import Tooling
-from tests.server.conftest import Running
-from tests.server.tools.test_chat import SHORT, TERSE, is_f
+from tests.server.tools.conftest import TERSE
+from tests.server.tools.test_chat import SHORT, is_f
 
 F: Any = {"type": "function", "name": "f", "parameters": SHORT, "strict": True}
 CALL = '<tool_call>\n{"name": "f", "arguments": {"at": "Rome", "n": 3}}\n</tool_call>'
-
-
-@pytest.fixture
-def client(server: Running) -> Iterator[OpenAI]:
-    with OpenAI(base_url=server.v1, api_key="none", max_retries=0) as made:
-        yield made
-
-
-@pytest.fixture
-def terse(server: Running, monkeypatch: pytest.MonkeyPatch) -> Any:
-    def use(**more: Any) -> None:
-        chosen = {"chat_template": TERSE, "tool_call_parser": "hermes", **more}
-        config = replace(server.service.config, **chosen)
-        monkeypatch.setattr(server.service, "config", config)
-        made = Tooling(server.service.prompts.tokenizer, config)
-        monkeypatch.setattr(server.service, "tooling", made)
-
-    return use
 
 
 def plain(response: Any) -> list[dict[str, Any]]:
@@ -75,8 +54,8 @@ def said(client: OpenAI, **options: Any) -> Any:
     return whole
 
 
-def test_a_call_that_must_be_made_is_made(client: OpenAI, terse: Any) -> None:
-    terse()
+def test_a_call_that_must_be_made_is_made(client: OpenAI, as_family: Any) -> None:
+    as_family("hermes")
     for choice in ("required", {"type": "function", "name": "f"}):
         answer = said(client, tools=[F], tool_choice=choice, parallel_tool_calls=False)
         (call,) = answer.output
@@ -89,9 +68,9 @@ def test_a_call_that_must_be_made_is_made(client: OpenAI, terse: Any) -> None:
 
 
 def test_reasoning_text_and_calls(
-    client: OpenAI, terse: Any, monkeypatch: pytest.MonkeyPatch
+    client: OpenAI, as_family: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    terse(chat_template=TERSE + "<think>", reasoning_parser="qwen3")
+    as_family("hermes", chat_template=TERSE + "<think>", reasoning_parser="qwen3")
     text = f"Hm.\n</think>\n\nI'll look.\n{CALL}\n{CALL}"
     real = routes.sampling_of
 

@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 from penstock.server.protocol.common import Body
 
-FinishReason = Literal["stop", "length", "abort", "tool_calls"]
+FinishReason = Literal["stop", "length", "abort", "tool_calls", "function_call"]
 
 
 class Measured(Body):
@@ -91,6 +91,7 @@ class ChatMessage(Body):
     reasoning_content: str | None = None
     reasoning: str | None = None
     tool_calls: list[MadeCall] | None = None
+    function_call: CalledFunction | None = None
 
 
 class ChatChoice(Body):

@@ -23,7 +23,12 @@ _OFF: Final[Mapping[str, tuple[Any, ...]]] = {
 }
 """The values that ask for nothing."""
 
-_SEARCH: Final[Mapping[str, Any]] = {"length_penalty": 1.0, "early_stopping": False}
+_SEARCH: Final[Mapping[str, Any]] = {
+    "length_penalty": 1.0,
+    "early_stopping": False,
+    "num_beam_groups": 1,
+    "diversity_penalty": 0.0,
+}
 """What only a search looks at, and the values that ask for nothing."""
 
 
@@ -36,6 +41,8 @@ class BeamFields(SamplingFields):
     use_beam_search: bool | None = None
     length_penalty: float | None = None
     early_stopping: bool | str | None = None  # true, false or "never"
+    num_beam_groups: int | None = None  # that search apart, …
+    diversity_penalty: float | None = None  # … and shun what earlier ones took
 
     def check_search(self, **beside: Any) -> None:
         """Raises ApiError for fields that could have no effect on a search, or without one.
@@ -47,8 +54,8 @@ class BeamFields(SamplingFields):
                 if getattr(self, name) not in (None, off):
                     raise ApiError(
                         400,
-                        f"{name} is {_shown(getattr(self, name))}, but ranks the texts of a beam "
-                        "search only. Set use_beam_search, or leave it out.",
+                        f"{name} is {_shown(getattr(self, name))}, but is for a beam search "
+                        "only. Set use_beam_search, or leave it out.",
                         param=name,
                     )
             return

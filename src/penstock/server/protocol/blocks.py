@@ -131,12 +131,29 @@ class ToolDefinition(Body):
         return data
 
 
+_CHOICES = '{"type": "auto"}, {"type": "any"}, {"type": "none"}, or {"type": "tool", "name": …}'
+
+
+def _short(data: Any) -> str:
+    if isinstance(data, dict):
+        return f"an object of type {data.get('type')!r:.40}"
+    return f"{data!r:.60}"
+
+
 class ToolChoice(Body):
     """Whether a tool must be called."""
 
     type: Literal["auto", "any", "tool", "none"]
     name: str | None = None
     disable_parallel_tool_use: bool | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _in_forms(cls, data: Any) -> Any:
+        kind = data.get("type") if isinstance(data, dict) else None
+        if not isinstance(kind, str) or kind not in ("auto", "any", "tool", "none"):
+            raise ValueError(f"{_short(data)} isn't a choice; send {_CHOICES}")
+        return data
 
     @model_validator(mode="after")
     def _names(self) -> ToolChoice:

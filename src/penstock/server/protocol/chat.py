@@ -21,8 +21,7 @@ from penstock.server.protocol.common import (
     UserName,
 )
 from penstock.server.protocol.structure import StructureFields
-from penstock.server.protocol.tools import NamedTool, ToolFields
-from penstock.server.tools.offer import Choice, Function, Offer, offer_of
+from penstock.server.protocol.tools import ToolFields
 from penstock.server.validation import refusal
 from penstock.tokenizer.tool_calls import ToolCallForm
 
@@ -114,6 +113,10 @@ class ToolCall(Body):
         return {name: value for name, value in plain.items() if value is not None}
 
 
+_LEGACY_ID = "function0"
+"""Of calls that have none, in nine letters, as Mistral's templates want them."""
+
+
 class Message(Body):
     """One turn of a conversation."""
 
@@ -129,8 +132,23 @@ class Message(Body):
         "refusal": (),
         "audio": (),
         "annotations": (),
-        "function_call": (),
     }
+
+    @model_validator(mode="before")
+    @classmethod
+    def _in_new_words(cls, data: Any) -> Any:
+        """The older API's `function_call`, and what came of it, as `tool_calls` and a tool's."""
+        if not isinstance(data, dict):
+            return data
+        if data.get("role") == "function":
+            data = {"tool_call_id": _LEGACY_ID, **data, "role": "tool"}
+        called = data.get("function_call")
+        if called is None:
+            return data
+        if data.get("tool_calls"):
+            raise ValueError("function_call and tool_calls say the same; send tool_calls alone")
+        kept = {name: value for name, value in data.items() if name != "function_call"}
+        return {**kept, "tool_calls": [{"id": _LEGACY_ID, "type": "function", "function": called}]}
 
     def passages(self) -> list[tuple[str, CacheControl | None]]:
         """(text, whether the prompt is to be kept up to its end), one after the other."""
@@ -198,8 +216,6 @@ class ChatRequest(BeamFields, StructureFields, EngineFields, TemplateFields, Too
     unsupported: ClassVar[Mapping[str, tuple[Any, ...]]] = {
         "audio": (),
         "best_of": (1,),
-        "function_call": ("none", "auto"),
-        "functions": (),
         "kv_transfer_params": (),
         "logits_processors": (),
         "metadata": (),
@@ -234,23 +250,3 @@ class ChatRequest(BeamFields, StructureFields, EngineFields, TemplateFields, Too
     def limit_field(self) -> str:
         """Which of the two fields says so."""
         return "max_tokens" if self.max_completion_tokens is None else "max_completion_tokens"
-
-    def offer(self) -> Offer:
-        """The tools that may be called. Raises ApiError."""
-        functions = [
-            Function(
-                f"tools[{i}].function",
-                tool.function.name,
-                tool.function.description,
-                tool.function.parameters,
-                bool(tool.function.strict),
-            )
-            for i, tool in enumerate(self.tools or ())
-        ]
-        choice = self.tool_choice
-        chosen = (
-            Choice(named=choice.function.name, param="tool_choice.function.name")
-            if isinstance(choice, NamedTool)
-            else Choice(choice)
-        )
-        return offer_of(functions, chosen, self.parallel_tool_calls is not False)

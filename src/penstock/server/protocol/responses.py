@@ -19,7 +19,7 @@ from penstock.server.protocol.common import (
     UserName,
 )
 from penstock.server.protocol.structure import TextFormat
-from penstock.server.protocol.tools import MOST_TOOLS, only_functions
+from penstock.server.protocol.tools import MOST_TOOLS, Mode, in_forms, only_functions
 from penstock.server.tools.offer import Choice, Function, Offer, offer_of
 from penstock.server.validation import refusal
 
@@ -161,6 +161,30 @@ class NamedFunctionTool(Body):
     type: Literal["function"]
     name: str
 
+    def choice(self) -> Choice:
+        """The same for the offer."""
+        return Choice(named=self.name, param="tool_choice.name")
+
+
+class AllowedFunctionTools(Body):
+    """A `tool_choice` that allows some of the tools."""
+
+    type: Literal["allowed_tools"]
+    mode: Literal["auto", "required"]
+    tools: Annotated[list[NamedFunctionTool], Field(fail_fast=True, max_length=MOST_TOOLS)]
+
+    def choice(self) -> Choice:
+        """The same for the offer."""
+        names = tuple(tool.name for tool in self.tools)
+        return Choice(self.mode, allowed=names, param="tool_choice.tools")
+
+
+_FUNCTION = '{"type": "function", "name": …}'
+_FORMS = (
+    f"'none', 'auto', 'required', {_FUNCTION}, or {{\"type\": \"allowed_tools\", \"mode\": "
+    f'"auto" or "required", "tools": [{_FUNCTION}]}}'
+)
+
 
 class TextOptions(Body):
     """`text`: how the answer is written."""
@@ -199,7 +223,10 @@ class ResponsesRequest(SamplingFields, EngineFields):
     store: bool | None = None  # nothing is stored; true would promise that
     chat_template_kwargs: dict[str, Any] | None = None
     tools: Annotated[list[ResponseTool], Field(fail_fast=True, max_length=MOST_TOOLS)] | None = None
-    tool_choice: Literal["none", "auto", "required"] | NamedFunctionTool | None = None
+    tool_choice: Annotated[
+        Mode | NamedFunctionTool | AllowedFunctionTools | None,
+        in_forms({"function": NamedFunctionTool, "allowed_tools": AllowedFunctionTools}, _FORMS),
+    ] = None
     parallel_tool_calls: bool | None = None
     unsupported: ClassVar[Mapping[str, tuple[Any, ...]]] = {
         "access_programs": (),
@@ -254,9 +281,5 @@ class ResponsesRequest(SamplingFields, EngineFields):
             for i, x in enumerate(self.tools or ())
         ]
         choice = self.tool_choice
-        chosen = (
-            Choice(named=choice.name, param="tool_choice.name")
-            if isinstance(choice, NamedFunctionTool)
-            else Choice(choice)
-        )
+        chosen = Choice(choice) if choice is None or isinstance(choice, str) else choice.choice()
         return offer_of(functions, chosen, self.parallel_tool_calls is not False)

@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping
 from typing import Any, ClassVar, Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from penstock.errors import InvalidSamplingError
 from penstock.sampling import StructuredOutputs
@@ -22,6 +22,9 @@ _GUIDED = {
 }
 """vLLM's fields of before, and what they are called now."""
 
+_BACKENDS = ("auto", "guidance", "llguidance")
+"""vLLM's names for what holds answers to their form here."""
+
 ANY_JSON: Mapping[str, Any] = {}
 """The schema that takes any value."""
 
@@ -35,6 +38,19 @@ class JsonSchema(Body):
     strict: bool | None = None  # answers follow the schema either way
 
 
+_NO_FORMS = frozenset(("array", "boolean", "integer", "null", "number", "object", "string"))
+_OF_SCHEMAS = frozenset("$defs $ref $schema allOf anyOf const enum oneOf properties".split())
+_WRAPPER = '{"type": "json_schema", "json_schema": {"name": "answer", "schema": {…}}}'
+_FLAT_WRAPPER = '{"type": "json_schema", "name": "answer", "schema": {…}}'
+
+
+def _is_bare(data: Mapping[str, Any]) -> bool:
+    """Whether this is a schema, where something that has one is due."""
+    kind = data.get("type")
+    named = isinstance(kind, str) and kind in _NO_FORMS
+    return named or isinstance(kind, list) or bool(_OF_SCHEMAS & data.keys())
+
+
 class ResponseFormat(Body):
     """`response_format`."""
 
@@ -46,6 +62,18 @@ class ResponseFormat(Body):
     grammar: str | None = None
     pattern: str | None = None
 
+    @model_validator(mode="before")
+    @classmethod
+    def _wrapped(cls, data: Any) -> Any:
+        """Before its fields, which a schema hasn't."""
+        if not isinstance(data, dict):
+            return data
+        inner = data.get("json_schema")
+        bare = isinstance(inner, dict) and "schema" not in inner and _is_bare(inner)
+        if _is_bare(data) or bare or ("schema" in data and data.get("type") == "json_schema"):
+            raise ValueError(f"the schema stands in the wrong place; send {_WRAPPER}")
+        return data
+
     def structure(self) -> dict[str, Any]:
         """As `structured_outputs` has it; empty for plain text. Raises ApiError."""
         self._check_beside()
@@ -53,7 +81,7 @@ class ResponseFormat(Body):
             return {"json_object": True}
         if self.type == "json_schema":
             if self.json_schema is None:
-                raise _missing("json_schema", "json_schema")
+                raise _missing("json_schema", "json_schema", f": {_WRAPPER}")
             schema = self.json_schema.json_schema
             return {"json": ANY_JSON if schema is None else schema}
         if self.type == "structural_tag":
@@ -90,10 +118,9 @@ def _present(value: str | None, name: str, kind: str) -> str:
     return value
 
 
-def _missing(name: str, kind: str) -> ApiError:
-    return ApiError(
-        400, f"response_format of type {kind!r} needs {name!r}.", param="response_format"
-    )
+def _missing(name: str, kind: str, such: str = "") -> ApiError:
+    said = f"response_format of type {kind!r} needs {name!r}{such}."
+    return ApiError(400, said, param="response_format")
 
 
 class TextFormat(Body):
@@ -105,6 +132,14 @@ class TextFormat(Body):
     json_schema: dict[str, Any] | bool | None = Field(default=None, alias="schema")
     strict: bool | None = None  # answers follow the schema either way
 
+    @model_validator(mode="before")
+    @classmethod
+    def _flat(cls, data: Any) -> Any:
+        """Before its fields: a chat's form has others, and a schema has none of them."""
+        if isinstance(data, dict) and (_is_bare(data) or isinstance(data.get("json_schema"), dict)):
+            raise ValueError(f"the schema stands in the wrong place; send {_FLAT_WRAPPER}")
+        return data
+
     def structure(self, field: str) -> StructuredOutputs | None:
         """What `field` asks for; None for plain text. Raises ApiError."""
         if self.type != "json_schema" and self.json_schema is not None:
@@ -112,7 +147,9 @@ class TextFormat(Body):
                 400, f"{field} of type {self.type!r} has no schema. Leave it out.", param=field
             )
         if self.type == "json_schema" and self.json_schema is None:
-            raise ApiError(400, f"{field} of type 'json_schema' needs a schema.", param=field)
+            raise ApiError(
+                400, f"{field} of type 'json_schema' needs a schema: {_FLAT_WRAPPER}.", param=field
+            )
         if self.type == "text":
             return None
         if self.type == "json_object":
@@ -134,10 +171,12 @@ class StructureFields(Body):
     guided_grammar: str | None = None
     guided_whitespace_pattern: str | None = None
     structural_tag: str | dict[str, Any] | None = None
+    guided_decoding_backend: str | None = None  # vLLM's; here there is one
     renamed: ClassVar[Mapping[str, str]] = _GUIDED
 
     def structure(self) -> tuple[StructuredOutputs | None, str]:
         """What is asked for, and by which field. Raises ApiError for two that disagree."""
+        self._check_backend()
         asked: dict[str, dict[str, Any]] = {}
         if self.response_format is not None:
             asked["response_format"] = self.response_format.structure()
@@ -168,6 +207,17 @@ class StructureFields(Body):
             except InvalidSamplingError as error:
                 raise structure_error(error, field) from error
         return None, ""
+
+    def _check_backend(self) -> None:
+        backend = self.guided_decoding_backend
+        if backend not in (None, *_BACKENDS):
+            raise ApiError(
+                400,
+                f"guided_decoding_backend is {backend[:60]!r}, but answers are held to their form "
+                f"by llguidance, whatever the form. Send {', '.join(map(repr, _BACKENDS[:-1]))} or "
+                f"{_BACKENDS[-1]!r}, or leave it out.",
+                param="guided_decoding_backend",
+            )
 
 
 def structure_error(error: InvalidSamplingError, field: str) -> ApiError:

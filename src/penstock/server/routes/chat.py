@@ -35,6 +35,7 @@ from penstock.server.routes.tools import (
     Answering,
     Calls,
     answering,
+    in_older_words,
     message_of,
     plan_of,
     sampling_of,
@@ -42,7 +43,6 @@ from penstock.server.routes.tools import (
 )
 from penstock.server.service import Service, Work, priced
 from penstock.server.sse import DONE, dumps, event, unless_gone
-from penstock.server.tools.offer import Offer
 
 router = APIRouter(route_class=JsonRoute)
 
@@ -54,9 +54,8 @@ async def create_chat_completion(body: ChatRequest, request: Request) -> Respons
     model = service.check_model(body.model)
     caller = caller_of(request, "chatcmpl", body.user or body.safety_identifier, body.request_id)
     _check(service, body)
-    offer = body.offer()
     ticket = await admit(request, caller, samples=body.n or 1)
-    work, how = await _work(request, body, ticket, offer)
+    work, how = await _work(request, body, ticket)
     names = TokenNames(service.prompts.tokenizer, bool(body.return_tokens_as_token_ids))
     outputs = service.stream(ticket, [work])
     if body.stream:
@@ -79,13 +78,11 @@ def _check(service: Service, body: ChatRequest) -> None:
         raise ApiError(400, "prompt_logprobs can't be streamed.", param="prompt_logprobs")
 
 
-async def _work(
-    request: Request, body: ChatRequest, ticket: Ticket, offer: Offer
-) -> tuple[Work, Answering]:
+async def _work(request: Request, body: ChatRequest, ticket: Ticket) -> tuple[Work, Answering]:
     service = service_of(request)
     limit = body.limit
     rendering = rendering_of(service, body)
-    plan = await plan_of(request, ticket, rendering, offer)
+    plan = await plan_of(request, ticket, rendering, body)
     prompt = await prompt_of_messages(
         request,
         ticket,
@@ -97,8 +94,8 @@ async def _work(
     )
     goes_on = body.messages[-1] if rendering.continue_final_message else None
     special = body.skip_special_tokens is not False
-    how = answering(service.prompts, plan, prompt, goes_on, skips_special=special)
-    form = await sampling_of(service, ticket, how, *body.structure())
+    how = answering(service, ticket, plan, prompt, goes_on, skips_special=special)
+    form = await sampling_of(service, ticket, how, body.structure)
     params = body.parameters(
         service.defaults,
         {"max_tokens": body.limit_field},
@@ -122,11 +119,13 @@ def _whole(
     for sample in output.outputs:
         delta = whole(sample)
         message, calls = message_of(delta.text, how)
+        if body.legacy:
+            message = in_older_words(message)
         choice: dict[str, Any] = {
             "index": delta.index,
             "message": message,
             "logprobs": _logprobs(delta, body, names),
-            "finish_reason": _reason(delta, calls),
+            "finish_reason": _reason(body, delta, calls),
             "stop_reason": delta.stop_reason,
         }
         if body.return_token_ids:
@@ -148,8 +147,10 @@ def _whole(
     return answer
 
 
-def _reason(delta: Delta, calls: bool) -> str | None:
-    return "tool_calls" if calls and delta.finish_reason == "stop" else delta.finish_reason
+def _reason(body: ChatRequest, delta: Delta, calls: bool) -> str | None:
+    if not calls or delta.finish_reason != "stop":
+        return delta.finish_reason
+    return "function_call" if body.legacy else "tool_calls"
 
 
 def _logprobs(delta: Delta, body: ChatRequest, names: TokenNames) -> dict[str, Any] | None:
@@ -219,9 +220,11 @@ class _Chunks:
         calls = self._calls.get(new.index)
         if calls is not None:
             deltas = calls.deltas(new.text, ended)
+            if self._body.legacy:
+                deltas = [in_older_words(delta) for delta in deltas]
         else:
             deltas = [{"content": new.text}] if new.text else []
-        reason = _reason(new, calls is not None and calls.whole > 0)
+        reason = _reason(self._body, new, calls is not None and calls.whole > 0)
         if not deltas and (ended or new.logprobs or self._body.return_token_ids):
             deltas = [{} if ended else {"content": ""}]
         for i, delta in enumerate(deltas):

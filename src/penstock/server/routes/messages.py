@@ -57,10 +57,10 @@ async def create_message(body: MessagesRequest, request: Request) -> Response:
     user = None if body.metadata is None else body.metadata.user_id
     caller = caller_of(request, "msg", user)
     check_stops(service, body.stop_sequences, "stop_sequences")
-    offer, conversation = body.offer(), body.conversation()
+    conversation = body.conversation()
     ticket = await admit(request, caller)
     rendering = _rendering(body, service.config.chat_template)
-    plan = await plan_of(request, ticket, rendering, offer)
+    plan = await plan_of(request, ticket, rendering, body)
     prompt = await prompt_of_messages(
         request,
         ticket,
@@ -72,8 +72,8 @@ async def create_message(body: MessagesRequest, request: Request) -> Response:
     )
     room = service.prompts.limit(prompt, None, "max_tokens")
     goes_on = conversation[-1] if rendering.continue_final_message else None
-    how = answering(service.prompts, plan, prompt, goes_on)
-    form = await sampling_of(service, ticket, how, *body.structure())
+    how = answering(service, ticket, plan, prompt, goes_on)
+    form = await sampling_of(service, ticket, how, body.structure)
     params = _params(body, service.defaults, min(body.max_tokens, room), form)
     work = Work(prompt, params, service.options(caller, body, prompt))
     outputs = service.stream(ticket, [work])
@@ -89,9 +89,9 @@ async def count_tokens(body: CountTokensRequest, request: Request) -> dict[str, 
     service = service_of(request)
     service.check_model(body.model)
     rendering = _rendering(body, service.config.chat_template)
-    offer, messages = body.offer(), body.conversation()
+    messages = body.conversation()
     ticket = await admit(request, caller_of(request, "count"))
-    rendering = telling(rendering, await plan_of(request, ticket, rendering, offer))
+    rendering = telling(rendering, await plan_of(request, ticket, rendering, body))
     prompts = service.prompts
     ids = await service.compute(ticket, lambda: prompts.rendered(messages, rendering))
     return {"input_tokens": len(ids)}

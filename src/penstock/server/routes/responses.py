@@ -17,7 +17,7 @@ from penstock.server.choices import Reader, TokenNames
 from penstock.server.conversation import RESPONSE, Rendering
 from penstock.server.errors import as_api_error
 from penstock.server.protocol.answers import Response as ResponseAnswer
-from penstock.server.protocol.responses import NamedFunctionTool, ResponsesRequest
+from penstock.server.protocol.responses import ResponsesRequest
 from penstock.server.routes.common import (
     ERRORS,
     admit,
@@ -45,12 +45,12 @@ async def create_response(body: ResponsesRequest, request: Request) -> Response:
     model = service.check_model(body.model)
     caller = caller_of(request, "resp", body.user or body.safety_identifier)
     check_words(service, body)
-    offer, messages = body.offer(), body.messages()
+    messages = body.messages()
     ticket = await admit(request, caller)
     rendering = Rendering(
         chat_template=service.config.chat_template, kwargs=body.chat_template_kwargs
     )
-    plan = await plan_of(request, ticket, rendering, offer)
+    plan = await plan_of(request, ticket, rendering, body)
     prompt = await prompt_of_messages(
         request,
         ticket,
@@ -61,8 +61,8 @@ async def create_response(body: ResponsesRequest, request: Request) -> Response:
         source=RESPONSE,
     )
     special = body.skip_special_tokens is not False
-    how = answering(service.prompts, plan, prompt, skips_special=special)
-    form = await sampling_of(service, ticket, how, *body.structure())
+    how = answering(service, ticket, plan, prompt, skips_special=special)
+    form = await sampling_of(service, ticket, how, body.structure)
     params = body.sampling(
         service.defaults,
         {"max_tokens": "max_output_tokens"},
@@ -148,9 +148,9 @@ class _Answer:
             "temperature": params.temperature,
             "text": {"format": self._format()},
             "tool_choice": (
-                choice.model_dump()
-                if isinstance(choice, NamedFunctionTool)
-                else choice or ("auto" if body.tools else "none")
+                choice or ("auto" if body.tools else "none")
+                if choice is None or isinstance(choice, str)
+                else choice.model_dump()
             ),
             "tools": [tool.model_dump() for tool in body.tools or ()],
             "top_logprobs": body.top_logprobs or 0,

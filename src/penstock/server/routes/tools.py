@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
-from typing import Any
+from functools import partial
+from typing import Any, Protocol
 
 from fastapi import Request
 
 from penstock.sampling import StructuredOutputs
 from penstock.server.admission import Ticket
+from penstock.server.called import Called
 from penstock.server.conversation import Prompts, PromptText, Rendering
 from penstock.server.errors import ApiError
 from penstock.server.protocol.chat import Message
@@ -22,6 +25,7 @@ from penstock.server.tools.constraint import (
     behind_analysis,
     behind_reasoning,
     calls,
+    check_size,
     constrains,
     structured,
     text_or_calls,
@@ -30,6 +34,7 @@ from penstock.server.tools.events import (
     Arguments,
     Begin,
     Broken,
+    Call,
     End,
     Event,
     Reasoning,
@@ -38,7 +43,11 @@ from penstock.server.tools.events import (
 )
 from penstock.server.tools.offer import Offer
 from penstock.server.tools.plan import AnswerReader, Plan
+from penstock.server.tools.reasoning import ThinkTags
 
+_SMALL_BYTES = 1 << 11  # of a body: the tools in it are read in less time than a thread takes
+_LARGE_BYTES = 1 << 15  # of a body: what it asks for is written out beside the event loop
+_LOOSE_S = 5.0  # for finding out which schemas can't be followed
 _TAIL_TOKENS = 16  # of a prompt, in which the opening tag of reasoning may stand
 
 
@@ -47,20 +56,39 @@ class Answering:
     """How a request's answers are read. inside: of reasoning, which the prompt has opened."""
 
     plan: Plan
-    inside: bool = False
+    inside: bool
+    called: Called
+    request_id: str
+
+    def check(self, call: Call) -> None:
+        """A call is whole: it is looked at beside the event loop."""
+        function = next((x for x in self.plan.offer.callable if x.name == call.name), None)
+        if function is not None:
+            self.called.check(self.request_id, function, call.arguments)
 
     def reader(self) -> AnswerReader:
         """Of one answer."""
         return self.plan.answer(self.inside)
 
 
-async def plan_of(request: Request, ticket: Ticket, rendering: Rendering, offer: Offer) -> Plan:
-    """How tools are told of and read. Raises ApiError."""
+class Offering(Protocol):
+    """A request that may offer tools."""
+
+    def offer(self) -> Offer:
+        """What may be called. Raises ApiError."""
+
+
+async def plan_of(request: Request, ticket: Ticket, rendering: Rendering, body: Offering) -> Plan:
+    """How tools are told of and read, found out beside the event loop. Raises ApiError."""
     service = service_of(request)
     template, own = rendering.chat_template, service.config.chat_template
-    if template is own:  # which was looked at before
-        return service.tooling.plan(template, offer)
-    return await service.compute(ticket, lambda: service.tooling.plan(template, offer), slow=True)
+
+    def plan() -> Plan:
+        return service.tooling.plan(template, body.offer())
+
+    if template is own and ticket.size <= _SMALL_BYTES:  # a template that was looked at before
+        return plan()
+    return await service.compute(ticket, plan, slow=template is not own)
 
 
 def telling(rendering: Rendering, plan: Plan) -> Rendering:
@@ -69,7 +97,8 @@ def telling(rendering: Rendering, plan: Plan) -> Rendering:
 
 
 def answering(
-    prompts: Prompts,
+    service: Service,
+    ticket: Ticket,
     plan: Plan,
     prompt: PromptText,
     goes_on: Message | None = None,
@@ -82,29 +111,37 @@ def answering(
     """
     if not skips_special:
         plan = replace(plan, hidden=())
-    if plan.tags is None:
-        return Answering(plan)
+    inside = _is_inside(service.prompts, plan.tags, prompt, goes_on)
+    return Answering(plan, inside, service.called, ticket.caller.request_id)
+
+
+def _is_inside(
+    prompts: Prompts, tags: ThinkTags | None, prompt: PromptText, goes_on: Message | None
+) -> bool:
+    """Whether the answer begins within reasoning."""
+    if tags is None:
+        return False
     if goes_on is not None:
-        said = "".join(text for text, _ in goes_on.passages())
-        return Answering(plan, plan.tags.left_open(said))
+        return tags.left_open("".join(text for text, _ in goes_on.passages()))
     tail = prompt.text
     if tail is None:
         ids = prompt.tokens[-_TAIL_TOKENS:]
         tail = prompts.tokenizer.decode(ids, skip_special_tokens=False)
-    return Answering(plan, plan.tags.opened_by(tail))
+    return tags.opened_by(tail)
 
 
 async def sampling_of(
     service: Service,
     ticket: Ticket,
     how: Answering,
-    asked: StructuredOutputs | None = None,
-    field: str = "",
+    structure: Callable[[], tuple[StructuredOutputs | None, str]],
 ) -> dict[str, Any]:
     """The sampling parameters that follow: the form of the answer, and what text it shows.
 
-    asked: the form that the request asks for itself, in `field`. Raises ApiError.
+    structure: the form that the request asks for itself, and its field. Raises ApiError.
     """
+    large = ticket.size > _LARGE_BYTES
+    asked, field = await service.compute(ticket, structure) if large else structure()
     chosen: dict[str, Any] = {}
     if how.plan.sees_special:
         chosen["skip_special_tokens"] = False
@@ -146,6 +183,7 @@ def _form(
         )
 
     def make(loose: Collection[str]) -> Part:
+        check_size(form, offer)
         if offer.active and offer.mode == "required":
             part = calls(form, offer, loose)
         elif content is not None and offer.active:
@@ -193,27 +231,38 @@ async def _compiled(
     service: Service, ticket: Ticket, offer: Offer, make: Callable[[Collection[str]], Part]
 ) -> StructuredOutputs:
     """The form, in which what can't be held to its schema is any object, unless it is strict."""
-    whole = structured(make(()))
+
+    async def compiled(loose: Collection[str]) -> StructuredOutputs:
+        form = await service.compute(ticket, lambda: structured(make(loose)), slow=True)
+        await service.compile(ticket, form, "tools")
+        return form
+
     try:
-        await service.compile(ticket, whole, "tools")
+        return await compiled(())
     except ApiError as error:
         loose = await _loose(service, ticket, offer)
         if not loose:
             raise error
-        whole = structured(make(loose))
-        await service.compile(ticket, whole, "tools")
-    return whole
+    return await compiled(loose)
 
 
 async def _loose(service: Service, ticket: Ticket, offer: Offer) -> set[str]:
-    """Tools whose schemas can't be followed. Raises ApiError for one that is strict."""
+    """Tools whose schemas can't be followed, or not be compiled in time.
+
+    Raises ApiError for one that is strict.
+    """
     loose = set()
+    end = time.monotonic() + _LOOSE_S
     for function in offer.callable if offer.active else ():
-        if not function.parameters:
+        parameters = function.parameters
+        if not parameters:
+            continue
+        if not function.strict and time.monotonic() > end:
+            loose.add(function.name)
             continue
         place = f"{function.place}.{function.schema_field}"
         try:
-            alone = StructuredOutputs(json={"type": "object", **function.parameters})
+            alone = await service.compute(ticket, partial(_object_of, parameters), slow=True)
             await service.compile(ticket, alone, place)
         except ApiError as error:
             if function.strict:
@@ -225,13 +274,19 @@ async def _loose(service: Service, ticket: Ticket, offer: Offer) -> set[str]:
     return loose
 
 
+def _object_of(parameters: dict[str, Any]) -> StructuredOutputs:
+    return StructuredOutputs(json={"type": "object", **parameters})
+
+
 class Calls:
     """Turns an answer's events into OpenAI's deltas of a message."""
 
     def __init__(self, how: Answering) -> None:
+        self._how = how
         self._reader = how.reader()
         self._new_id = how.plan.family.new_id
         self._begun = -1  # index of the call that began last
+        self._name, self._arguments = "", list[str]()  # of that call
         self.whole = 0
 
     def deltas(self, text: str, ended: bool) -> list[dict[str, Any]]:
@@ -257,15 +312,27 @@ class Calls:
                 return {"reasoning_content": text, "reasoning": text}
             case Begin(name):
                 self._begun += 1
+                self._name, self._arguments = name, []
                 function = {"name": name, "arguments": ""}
                 call = {"index": self._begun, "id": self._new_id(), "type": "function"}
                 return {"tool_calls": [call | {"function": function}]}
             case Arguments(text):
+                self._arguments.append(text)
                 call = {"index": self._begun, "function": {"arguments": text}}
                 return {"tool_calls": [call]}
             case End():
                 self.whole += 1
+                self._how.check(Call(self._name, "".join(self._arguments)))
         return None
+
+
+def in_older_words(said: dict[str, Any]) -> dict[str, Any]:
+    """A message or a delta as the API had it for `functions`: one call, without an id."""
+    if "tool_calls" not in said:
+        return said
+    function = said["tool_calls"][0]["function"]
+    kept = {name: value for name, value in said.items() if name != "tool_calls"}
+    return {**kept, "function_call": function}
 
 
 def _joined(last: dict[str, Any], delta: dict[str, Any]) -> bool:
@@ -293,6 +360,8 @@ def message_of(text: str, how: Answering) -> tuple[dict[str, Any], bool]:
     }
     if found.reasoning:
         message |= {"reasoning_content": found.reasoning, "reasoning": found.reasoning}
+    for call in found.calls:
+        how.check(call)
     if found.calls:
         message["tool_calls"] = [
             {

@@ -7,21 +7,24 @@ parts are those of vLLM's and xgrammar's structural tags, which `penstock.gramma
 
 from __future__ import annotations
 
+import json
 from collections.abc import Collection, Mapping
-from typing import Any, TypeAlias
+from typing import Any, Final, TypeAlias
 
 from penstock.sampling import StructuredOutputs
+from penstock.sampling.structured import MOST_CHARACTERS
+from penstock.server.errors import ApiError
 from penstock.server.tools import qwen3_coder
 from penstock.server.tools.forms import NAME, Form
-from penstock.server.tools.offer import Function, Offer
+from penstock.server.tools.offer import NO_ARGUMENTS, Function, Offer
 from penstock.server.tools.reasoning import ThinkTags
 
 Part: TypeAlias = dict[str, Any]
 
-_NO_ARGUMENTS: Part = {"type": "object", "properties": {}, "additionalProperties": False}
-"""Of a function without parameters, as in OpenAI's API."""
-
 _ANY_OBJECT: dict[str, Any] = {"type": "object"}
+_PART_CHARACTERS: Final = 160  # around a property's schema or a tool's
+_NO_OBJECT: Final[Part] = {"type": "regex", "pattern": r"(?s:\s*(?:[^{\s].*)?)"}
+"""Text that doesn't begin as a call would."""
 _BLANK = r"[\n]{0,2}"  # behind reasoning
 
 
@@ -51,6 +54,8 @@ def text_or_calls(form: Form, offer: Offer, loose: Collection[str] = ()) -> Part
     """An answer that may call. Only strict tools' arguments follow their schemas."""
     loose = {*loose, *(x.name for x in offer.callable if not x.strict)}
     parallel = form.several and offer.parallel
+    if form.leading:
+        return {"type": "or", "elements": [calls(form, offer, loose), dict(_NO_OBJECT)]}
     if form.arguments == "python":  # nothing but its name tells a call from a list
         tags = [_python_tag(form, x, offer, loose) for x in offer.callable]
         triggers = [tag["begin"] for tag in tags]
@@ -67,6 +72,44 @@ def text_or_calls(form: Form, offer: Offer, loose: Collection[str] = ()) -> Part
         "tags": tags,
         "stop_after_first": not parallel,
     }
+
+
+def check_size(form: Form, offer: Offer) -> None:
+    """Raises ApiError for tools whose form is too long to be written, before it is.
+
+    Where arguments are no JSON, each property is a part with the definitions that it may refer to;
+    in Python's lists any call may stand behind any other, and any argument be the first.
+    """
+    sizes = [_size(form, function) for function in offer.callable]
+    total = sum(sizes)
+    lists = form.arguments == "python" and offer.mode == "auto" and offer.parallel
+    if lists:
+        total *= 1 + len(sizes)
+    if total > MOST_CHARACTERS:
+        at = max(range(len(sizes)), key=sizes.__getitem__)
+        advice = ", or parallel_tool_calls: false" if lists else ""
+        raise ApiError(
+            400,
+            f"What {len(sizes):,} tools may be called with takes about {total:,} characters to say "
+            f"in this model's form; at most {MOST_CHARACTERS:,} are read. The longest is "
+            f"{offer.callable[at].place} with {sizes[at]:,}. Send fewer or shorter ones, tools "
+            f"without strict and with tool_choice 'auto'{advice}.",
+            param="tools",
+            code="invalid_function_parameters",
+        )
+
+
+def _size(form: Form, function: Function) -> int:
+    """Characters of a tool's part, about."""
+    schema = _schema(function)
+    if form.arguments == "json":
+        return len(json.dumps(schema)) + _PART_CHARACTERS
+    properties = schema.get("properties") or {}
+    each = len(json.dumps(_definitions(schema))) + _PART_CHARACTERS
+    size = len(json.dumps(properties)) + each * len(properties)
+    if form.arguments == "python" and not schema.get("required"):
+        size = size * (len(properties) + 1) // 2
+    return size + _PART_CHARACTERS
 
 
 def behind_reasoning(part: Part, tags: ThinkTags | None, inside: bool) -> Part:
@@ -123,13 +166,13 @@ def _python_tag(form: Form, function: Function, offer: Offer, loose: Collection[
 
 
 def _arguments(form: Form, function: Function, loose: Collection[str]) -> Part:
-    schema = _NO_ARGUMENTS if function.parameters is None else function.parameters
+    schema = _schema(function)
     if form.arguments == "json":
         held = _ANY_OBJECT if function.name in loose or not schema else {"type": "object", **schema}
         return _json(held)
     properties = schema.get("properties") or {}
-    required = [name for name in schema.get("required") or () if name in properties]
-    optional = [name for name in properties if name not in required]
+    needed = dict.fromkeys(name for name in schema.get("required") or () if name in properties)
+    required, optional = list(needed), [name for name in properties if name not in needed]
     if form.arguments == "xml":
         parts = [_xml(name, schema, function.name in loose) for name in required]
         parts += [
@@ -140,14 +183,22 @@ def _arguments(form: Form, function: Function, loose: Collection[str]) -> Part:
     return _python(required, optional, schema, function.name in loose)
 
 
+def _schema(function: Function) -> Mapping[str, Any]:
+    return NO_ARGUMENTS if function.parameters is None else function.parameters
+
+
 def _value(name: str, schema: Mapping[str, Any], loose: bool) -> Part:
     """One argument's value as JSON; references lead to definitions, which come along."""
     one = schema["properties"][name]
     if loose:
         return _json(True)
-    definitions = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
+    definitions = _definitions(schema)
     held = {**one, **definitions} if isinstance(one, Mapping) else one
     return _json(held)
+
+
+def _definitions(schema: Mapping[str, Any]) -> Part:
+    return {key: schema[key] for key in ("$defs", "definitions") if key in schema}
 
 
 def _xml(name: str, schema: Mapping[str, Any], loose: bool) -> Part:

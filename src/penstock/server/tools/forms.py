@@ -16,7 +16,8 @@ class Form:
 
     A call is `before` (with the tool's name in place of `NAME`), its arguments, `after`. trigger:
     what a model writes only to begin a call. several: more than one call fits into a turn.
-    arguments: what they are written as.
+    leading: nothing marks a call but that the answer begins with it. arguments: what they are
+    written as.
     """
 
     before: str
@@ -26,6 +27,7 @@ class Form:
     closing: str = ""
     trigger: str = ""
     several: bool = True
+    leading: bool = False
     arguments: str = "json"  # or "python", "xml"
 
     def write(self, calls: Iterable[Call]) -> str:
@@ -54,7 +56,7 @@ QWEN3_CODER = Form(
     arguments="xml",
 )
 LLAMA3_JSON = Form(
-    before=f'{{"name": "{NAME}", "parameters": ', after="}", between="; ", trigger='{"name":'
+    before=f'{{"name": "{NAME}", "parameters": ', after="}", between="; ", leading=True
 )
 PYTHONIC = Form(
     before=f"{NAME}(", after=")", between=", ", opening="[", closing="]", arguments="python"

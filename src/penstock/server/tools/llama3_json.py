@@ -2,9 +2,10 @@
 
     {"name": "get_weather", "parameters": {"city": "Paris"}}
 
-Sometimes behind `<|python_tag|>`; several are separated by semicolons. Nothing marks a call, so
-only a tool that is offered makes one. Source: Meta, prompt formats of Llama 3.1 to 3.3, "JSON based
-tool calling", and the models' chat templates.
+Sometimes behind `<|python_tag|>`; several are separated by semicolons. But for the tag nothing
+marks a call, so it begins the message or follows another one: an object within text, or within
+another object, is a part of the answer. Source: Meta, prompt formats of Llama 3.1 to 3.3, "JSON
+based tool calling", and the models' chat templates.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from __future__ import annotations
 from penstock.server.tools.reader import CallReader, Marks, Reading
 
 TAG = "<|python_tag|>"
-_STARTS = Marks("{", TAG)
+_TAG = Marks(TAG)
 
 
 class Llama3JsonReader(CallReader):
@@ -22,12 +23,11 @@ class Llama3JsonReader(CallReader):
 
     def read(self) -> Reading[None]:
         """Read all of the text."""
-        while (mark := (yield from self.text_until(_STARTS))) is not None:
-            if mark == "{":
-                self.back(1)
-            else:
-                yield from self.space()
-            if (yield from self.call_of_object()):
+        while True:
+            yield from self.space()
+            if (yield from self.peek()) == "{" and (yield from self.call_of_object()):
                 yield from self.closing(";")
-            else:
-                self.refuse()
+                continue
+            self.refuse()
+            if (yield from self.text_until(_TAG)) is None:
+                return

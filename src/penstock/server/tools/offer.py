@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import Any, Literal
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final, Literal
 
 from penstock.server.errors import ApiError
 from penstock.server.tools.reader import Schemas
@@ -15,6 +15,14 @@ from penstock.server.tools.schema import problem_of
 _NAME = re.compile(r"[a-zA-Z0-9_-]{1,64}")
 _MOST_CHARACTERS = 1 << 20
 """Of all tools as JSON: a prompt of that many is longer than models take."""
+
+
+NO_ARGUMENTS: Final[Mapping[str, Any]] = {
+    "type": "object",
+    "properties": {},
+    "additionalProperties": False,
+}
+"""Of a function without parameters, as in OpenAI's API."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +36,11 @@ class Function:
     strict: bool = False
     schema_field: str = "parameters"
 
+    @property
+    def schema(self) -> Mapping[str, Any]:
+        """Of the arguments."""
+        return NO_ARGUMENTS if self.parameters is None else {"type": "object", **self.parameters}
+
     def for_template(self) -> dict[str, Any]:
         """As chat templates read it, in OpenAI's words."""
         function: dict[str, Any] = {"name": self.name}
@@ -40,12 +53,13 @@ class Function:
 
 @dataclass(frozen=True, slots=True)
 class Offer:
-    """What may be called. mode: whether a call must be made; named: the one that must be called."""
+    """What may be called. mode: whether a call must be made; allowed: of which alone, None: any."""
 
     functions: tuple[Function, ...] = ()
     mode: Literal["none", "auto", "required"] = "none"
-    named: str | None = None
+    allowed: frozenset[str] | None = None
     parallel: bool = True
+    size: int = 0  # characters of the functions as JSON
 
     @property
     def active(self) -> bool:
@@ -55,7 +69,9 @@ class Offer:
     @property
     def callable(self) -> tuple[Function, ...]:
         """The functions that may be called."""
-        return tuple(x for x in self.functions if self.named in (None, x.name))
+        if self.allowed is None:
+            return self.functions
+        return tuple(x for x in self.functions if x.name in self.allowed)
 
     @property
     def schemas(self) -> Schemas:
@@ -65,17 +81,23 @@ class Offer:
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """What a request says of `tool_choice`, in whatever form. param: the field to blame."""
+    """What a request says of `tool_choice`, in whatever form.
+
+    named: the one that must be called; allowed: those that alone may be; param: the field to blame;
+    tools: what the field is called that has the tools.
+    """
 
     mode: Literal["none", "auto", "required"] | None = None
     named: str | None = None
-    param: str = field(default="tool_choice")
+    allowed: tuple[str, ...] | None = None
+    param: str = "tool_choice"
+    tools: str = "tools"
 
 
 def offer_of(functions: Sequence[Function], choice: Choice, parallel: bool = True) -> Offer:
     """The offer. Raises ApiError naming the tool or field that is wrong."""
     _check_names(functions)
-    _check_size(functions)
+    size = _size(functions)
     for function in functions:
         if function.parameters is None:
             continue
@@ -85,23 +107,41 @@ def offer_of(functions: Sequence[Function], choice: Choice, parallel: bool = Tru
             place = f"{function.place}.{function.schema_field}{where}"
             raise ApiError(400, f"{place} {what}.", param=place, code="invalid_function_parameters")
     if not functions:
-        if choice.mode == "required" or choice.named is not None:
-            raise ApiError(
-                400, f"{choice.param} asks for a call, but there are no tools. Send tools.",
-                param=choice.param,
-            )  # fmt: skip
-        return Offer(parallel=parallel)
-    if choice.named is not None:
-        names = [function.name for function in functions]
-        if choice.named not in names:
+        if choice.mode == "required" or choice.named is not None or choice.allowed is not None:
             raise ApiError(
                 400,
-                f"{choice.param} names {choice.named[:80]!r}, which isn't among the tools: "
-                f"{', '.join(names)[:200]}.",
+                f"{choice.param} asks for a call, but there are no {choice.tools}. Send "
+                f"{choice.tools}.",
                 param=choice.param,
             )
-        return Offer(tuple(functions), "required", choice.named, parallel=False)
-    return Offer(tuple(functions), choice.mode or "auto", parallel=parallel)
+        return Offer(parallel=parallel)
+    allowed = _allowed(functions, choice)
+    if choice.named is not None:
+        return Offer(tuple(functions), "required", allowed, parallel=False, size=size)
+    return Offer(tuple(functions), choice.mode or "auto", allowed, parallel=parallel, size=size)
+
+
+def _allowed(functions: Sequence[Function], choice: Choice) -> frozenset[str] | None:
+    """The names that a choice gives; None where it gives none. Raises ApiError for unknown ones."""
+    given = choice.allowed if choice.named is None else (choice.named,)
+    if given is None:
+        return None
+    if not given:
+        raise ApiError(
+            400,
+            f"{choice.param} allows no tool at all. Name some, or send tool_choice: 'none'.",
+            param=choice.param,
+        )
+    names = dict.fromkeys(function.name for function in functions)
+    unknown = next((name for name in given if name not in names), None)
+    if unknown is not None:
+        raise ApiError(
+            400,
+            f"{choice.param} names {unknown[:80]!r}, which isn't among the {choice.tools}: "
+            f"{', '.join(names)[:200]}.",
+            param=choice.param,
+        )
+    return frozenset(given)
 
 
 def _check_names(functions: Sequence[Function]) -> None:
@@ -127,7 +167,8 @@ def _check_names(functions: Sequence[Function]) -> None:
         seen[function.name] = place
 
 
-def _check_size(functions: Sequence[Function]) -> None:
+def _size(functions: Sequence[Function]) -> int:
+    """Characters of all of them. Raises ApiError for too many."""
     total = 0
     for function in functions:
         size = len(json.dumps(function.for_template(), ensure_ascii=False))
@@ -140,3 +181,4 @@ def _check_size(functions: Sequence[Function]) -> None:
                 param=function.place,
                 code="context_length_exceeded",
             )
+    return total

@@ -167,9 +167,9 @@ class Tooling:
             return Telling(history=history)
         tools = tuple(function.for_template() for function in offer.functions)
         if known and self._reads_tools(chat_template):
-            return Telling(tools, history=history)
+            return Telling(tools, history=history, size=offer.size)
         told = forms.instructions(tools, form)
-        return Telling((), told, writes_system(source), history)
+        return Telling((), told, writes_system(source), history, offer.size)
 
     def _reads_tools(self, chat_template: str | None) -> bool:
         assert self._tokenizer is not None  # or there was no template

@@ -14,6 +14,7 @@ JSON or, as templates print it, as Python. Source: the chat template and model c
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Iterator, Mapping
 from typing import Any, NoReturn
@@ -26,6 +27,7 @@ PARAMETER, PARAMETER_END = "<parameter=", "</parameter>"
 _STARTS = Marks(OPEN, FUNCTION)
 _MOST_NAME = 256
 _MOST_REFERENCES = 16  # behind each other
+_MOST_BRANCHES = 256  # of a value's schema; each property may lead to the same thousands
 _TYPES = {str: "string", bool: "boolean", int: "integer", float: "number", list: "array",
           dict: "object", type(None): "null"}  # fmt: skip
 _PYTHON = {"True": "true", "False": "false", "None": "null"}
@@ -37,26 +39,23 @@ class Qwen3CoderReader(CallReader):
     def read(self) -> Reading[None]:
         """Read all of the text."""
         while (mark := (yield from self.text_until(_STARTS))) is not None:
-            tagged = mark == OPEN
-            if tagged:
+            if mark == OPEN:
                 yield from self.space()
-                tagged = yield from self.literal(FUNCTION)
-                if not tagged:
+                if not (yield from self.literal(FUNCTION)):
                     self.refuse()
                     continue
-            if (yield from self._function(tagged)):
+            if (yield from self._function()):
                 yield from self.closing(CLOSE)
             else:
                 self.refuse()
 
-    def _function(self, tagged: bool) -> Reading[bool]:
-        """tagged: behind `<tool_call>`, without which only an offered tool is called."""
+    def _function(self) -> Reading[bool]:
         name = yield from self.until(">", _MOST_NAME)
-        if name is None or not self.is_name(name) or not (tagged or name in self.offered):
+        if name is None or not self.is_name(name):
             return False
         self.begin(name)
         self.argue("{")
-        schema, separator = self.offered.get(name, {}), ""
+        schema, separator = self.offered[name], ""
         while True:
             yield from self.space()
             if (yield from self.literal(FUNCTION_END)):
@@ -84,7 +83,7 @@ def _types(schema: Mapping[str, Any], key: str) -> set[str]:
 def types_of(schema: Any, root: Mapping[str, Any]) -> Iterator[str]:
     """JSON's types that a schema names, by `type`, its values or its branches."""
     waiting, seen = [schema], set[int]()  # a schema may lead back to itself
-    for each in waiting:  # which grows
+    for each in itertools.islice(waiting, _MOST_BRANCHES):  # which grows
         one = resolved(each, root)
         if not isinstance(one, Mapping) or id(one) in seen:
             continue
@@ -93,8 +92,9 @@ def types_of(schema: Any, root: Mapping[str, Any]) -> Iterator[str]:
         yield from [named] if isinstance(named, str) else named or ()
         if named is None:
             values = one.get("enum") or [one[key] for key in ("const",) if key in one]
-            yield from (_TYPES[type(value)] for value in values)
-        waiting += [*(one.get("anyOf") or ()), *(one.get("oneOf") or ())]
+            yield from (_TYPES[kind] for kind in set(map(type, values)))
+        branches = itertools.chain(one.get("anyOf") or (), one.get("oneOf") or ())
+        waiting += itertools.islice(branches, _MOST_BRANCHES)
 
 
 def resolved(schema: Any, root: Mapping[str, Any]) -> Any:

@@ -38,7 +38,8 @@ class _Member:
 class CallReader:
     """Turns text into events. A family says in `read` what its calls look like.
 
-    bare: nothing but its name tells a call from an answer, so only tools that are offered count.
+    Only tools that are offered can be called. bare: nothing but that tells a call from an answer,
+    so an object with other keys isn't one.
     """
 
     bare = False
@@ -244,7 +245,7 @@ class CallReader:
             return False
         if any(0xD800 <= ord(character) < 0xE000 for character in name):
             return False
-        return name in self.offered or not self.bare
+        return name in self.offered
 
     def call_of_object(self) -> Reading[bool]:
         """Read `{"name": …, "arguments": {…}}`; whether it was a call.

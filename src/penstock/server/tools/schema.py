@@ -9,7 +9,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, TypeAlias
+
+Place: TypeAlias = "tuple[Place, str | tuple[str, str]] | None"
+"""Of a part of a schema: the part around it, and the step into it. Written out for a mistake alone:
+names of properties may be long, and what they hold many."""
 
 _TYPES = ("array", "boolean", "integer", "null", "number", "object", "string")
 _MAPS = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
@@ -35,23 +39,24 @@ def problem_of(schema: Mapping[str, Any]) -> tuple[str, str] | None:
     kind = schema.get("type", "object")
     if kind != "object":
         return ".type", f"is {_shown(kind)}; arguments are an object, so it must be 'object'"
-    waiting: list[tuple[str, Any]] = [("", schema)]
+    waiting: list[tuple[Place, Any]] = [(None, schema)]
     for place, one in waiting:  # which grows
         if isinstance(one, bool):
             continue
         if not isinstance(one, Mapping):
-            return place, f"is {_shown(one)}; it must be a schema: an object, true or false"
+            said = f"is {_shown(one)}; it must be a schema: an object, true or false"
+            return _written(place), said
         found = _mistake(one) or _contradiction(one) or _dangling(one, schema)
         if found is not None:
-            return place + found[0], found[1]
-        waiting += ((place + inner, value) for inner, value in _subschemas(one))
+            return _written(place) + found[0], found[1]
+        waiting += (((place, inner), value) for inner, value in _subschemas(one))
     return None
 
 
-def _subschemas(schema: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+def _subschemas(schema: Mapping[str, Any]) -> Iterator[tuple[str | tuple[str, str], Any]]:
     for key in _MAPS:
         for name, value in schema.get(key, {}).items():
-            yield f".{key}{_step(name)}", value
+            yield (key, name), value
     for key in _LISTS:
         yield from ((f".{key}[{i}]", x) for i, x in enumerate(schema.get(key, ())))
     for key in _SINGLE:
@@ -62,8 +67,17 @@ def _subschemas(schema: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
             yield f".{key}", value
 
 
+def _written(place: Place) -> str:
+    steps = []
+    while place is not None:
+        place, step = place
+        steps.append(step if isinstance(step, str) else f".{step[0]}{_step(step[1])}")
+    return "".join(reversed(steps))
+
+
 def _step(name: str) -> str:
-    return f".{name}" if _PLAIN_KEY.fullmatch(name) else f"[{name[:60]!r}]"
+    plain = len(name) <= 60 and _PLAIN_KEY.fullmatch(name)
+    return f".{name}" if plain else f"[{name[:60]!r}]"
 
 
 def _mistake(schema: Mapping[str, Any]) -> tuple[str, str] | None:
@@ -105,11 +119,9 @@ def _contradiction(schema: Mapping[str, Any]) -> tuple[str, str] | None:
             return f".{low}", f"is {schema[low]}, but {high} is {schema[high]}"
     kinds = schema.get("type")
     if kinds is not None:
-        named = kinds if isinstance(kinds, list) else [kinds]
+        named = list(dict.fromkeys(kinds)) if isinstance(kinds, list) else [kinds]
         for key, values in (("enum", schema.get("enum")), ("const", [schema.get("const")])):
-            if key in schema and not any(
-                _has_type(x, kind) for x in values or () for kind in named
-            ):
+            if key in schema and not any(has_type(x, kind) for x in values or () for kind in named):
                 return f".{key}", f"has no value of type {' or '.join(named)}"
     properties = schema.get("properties", {})
     for name in schema.get("required", ()):
@@ -140,7 +152,8 @@ def _outside(reference: str) -> str:
     return f"is {reference[:80]!r}; only the schema's own parts (#/…) are looked up"
 
 
-def _has_type(value: Any, kind: str) -> bool:
+def has_type(value: Any, kind: str) -> bool:
+    """Whether a value is of one of JSON Schema's types; 1.0 is an integer."""
     if kind in ("integer", "number"):
         number = isinstance(value, int | float) and not isinstance(value, bool)
         return number and (kind == "number" or isinstance(value, int) or value.is_integer())

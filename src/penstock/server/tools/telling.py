@@ -24,6 +24,12 @@ class Telling:
     instructions: str | None = None
     in_system: bool = True
     history: Form | None = None
+    size: int = 0  # characters of the tools as JSON
+
+    @property
+    def shown(self) -> str:
+        """The tools as text, about as a prompt has them."""
+        return self.instructions or json.dumps(self.tools, ensure_ascii=False)
 
     def told(self, messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
         """The messages with the instructions in them."""
