@@ -213,6 +213,21 @@ def test_the_block_in_which_it_was_writing_was_given_away() -> None:
     assert toy.proposer.last_caught_up == 9 - 8
 
 
+def test_room_for_guesses_that_was_given_back() -> None:
+    """What was computed in it is gone, and nothing else."""
+    toy, text = ToyDraft(), Text(tokens(7), BLOCKS[:3])
+    [draft] = drafted(toy, text, limit=5)  # to position 10, in the third block
+    text.tokens += [draft[0], draft[1] ^ 1]
+    drafted(toy, Text(tokens(2, 1), [BLOCKS[2], 40]))
+    text.blocks[2:] = [50, 51]
+    assert drafted(toy, text) == [text.next()]
+    assert toy.proposer.last_caught_up == 0
+    text.tokens += [1, 2, 3]  # in the block 50
+    text.blocks[2] = 52
+    assert drafted(toy, text) == [text.next()]
+    assert toy.proposer.last_caught_up == 3
+
+
 def test_what_is_kept_of_a_sequence() -> None:
     toy, text = ToyDraft(), Text(tokens(10), BLOCKS)
     drafted(toy, text)
