@@ -352,6 +352,12 @@ def test_engine_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stories
     assert right == guesses > 20  # what is caught up in a call depends on what was timed
     with pytest.raises(ConfigError, match="quantization='w8a8', but the engine"):
         loaded({**DRAFTED, "model": folder, "quantization": "w8a8"})
+    block = 2 * 32 * 6 * 4 * 32 * 2  # of one of the two caches
+    free = (folder / "weights.bin").stat().st_size + 40 * block  # mapped pages count as free
+    machine = Hardware("a small one", 1, (), 1 << 40, available_bytes=free)
+    monkeypatch.setattr(loader, "detect", lambda: machine)
+    _, runtime = loaded({**DRAFTED, "model": folder}, num_blocks=None)
+    assert runtime.num_blocks == 18 == int(40 * 0.9) // 2
     (folder / "weights.bin").unlink()
     with pytest.raises(EngineFolderError, match="Build it again"):
         loaded({**DRAFTED, "model": folder})

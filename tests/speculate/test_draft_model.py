@@ -300,6 +300,10 @@ def test_everything_at_once(seed: int) -> None:
             assert draft.tokens == text.next(limit)[: len(draft)]
             drafts += bool(draft)
             text.tokens += [*draft.tokens[: rng.randrange(5)], rng.randrange(RAISES)]
+            room = -(-len(text.tokens) // BLOCK)
+            if rng.random() < 0.3:  # for guesses, given back
+                free += text.blocks[room:]
+                text.blocks[room:] = [free.pop(rng.randrange(len(free))) for _ in range(10 - room)]
         for text in list(texts):
             others = {block for other in texts if other is not text for block in other.blocks}
             if len(text.tokens) > 34 or rng.random() < 0.05:

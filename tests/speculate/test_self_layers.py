@@ -134,11 +134,18 @@ def decoded(
 
 
 @exact
-@pytest.mark.parametrize("params", [GREEDY, LIVELY])
 @pytest.mark.parametrize(
-    ("form", "kv"), [("bfloat16", "auto"), ("float32", "auto"), ("w4a8", "auto"),
-                     ("bfloat16", "int8"), ("bfloat16", "fp8"), ("bfloat16", "int4")],
-)  # fmt: skip
+    ("form", "kv", "params"),
+    [
+        ("bfloat16", "auto", GREEDY),
+        ("bfloat16", "auto", LIVELY),
+        ("float32", "auto", LIVELY),
+        ("w4a8", "auto", LIVELY),
+        ("bfloat16", "int8", LIVELY),
+        ("bfloat16", "fp8", LIVELY),
+        ("bfloat16", "int4", LIVELY),
+    ],
+)
 def test_verified_drafts_leave_no_trace(form: str, kv: str, params: SamplingParams) -> None:
     """Tokens, logits, and keys and values of all layers: the bits of a run without drafts."""
     decoder = target(form)
