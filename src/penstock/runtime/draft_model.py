@@ -222,7 +222,8 @@ class FittedLogits:
         with torch.inference_mode():
             if rows > len(self._logits):
                 held = max(rows, min(2 * len(self._logits), KEPT_ROWS))
-                self._logits = torch.full((held, self._size), -torch.inf)
+                self._logits = torch.empty((held, self._size))
             wide = self._logits[:rows]
-            wide[:, : self._num_ids] = logits  # a sampler may write to the rest, but only −∞
+            wide[:, : self._num_ids] = logits
+            wide[:, self._num_ids :] = -torch.inf
             return wide

@@ -33,6 +33,12 @@ class _Progress:
     guessed: list[int] = field(default_factory=list)  # … and those computed after them
     marks: list[int] = field(default_factory=list)  # stamps of the blocks that hold them
 
+    def lose(self, blocks: int, computed: int) -> None:
+        """Keep no more than the first so many blocks, and what is computed in them."""
+        del self.marks[blocks:]
+        del self.guessed[max(computed - self.num_known, 0) :]
+        self.num_known = min(self.num_known, computed)
+
 
 class DraftModelProposer:
     """Lets a model with a cache of its own go ahead. One thread's, as an engine is."""
@@ -121,22 +127,34 @@ class DraftModelProposer:
     def _computed(self, progress: _Progress, wish: Wish) -> int:
         """How many of the sequence's tokens needn't be computed: all but the last at most."""
         tokens, size = wish.tokens, self._limits.block_size
-        held = len(progress.marks)
-        same = progress.blocks[:held] == wish.blocks[:held]
-        if same and held and self.stamps.of(progress.blocks[:held]) == progress.marks:
-            done = progress.num_known
-            for guess, token in zip(progress.guessed, tokens[done:], strict=False):
-                if guess != token:
-                    break
-                done += 1
-        else:
-            progress.marks = self.stamps.walk(tokens, wish.blocks, size)
-            done = progress.num_known = len(progress.marks) * size
-            progress.guessed = []
+        whole = self._unchanged(progress, wish)
+        if whole < len(progress.marks):
+            progress.lose(whole, whole * size)
+        done = progress.num_known
+        for guess, token in zip(progress.guessed, tokens[done:], strict=False):
+            if guess != token:
+                break
+            done += 1
+        marks = progress.marks
+        if done == len(marks) * size:  # whoever computed what comes next
+            progress.marks = self.stamps.walk(tokens, wish.blocks, size, marks)
+            if len(progress.marks) > len(marks):
+                done = progress.num_known = len(progress.marks) * size
+                progress.guessed = []
         if progress.blocks != wish.blocks:
             progress.blocks = list(wish.blocks)
             progress.row = np.array(wish.blocks, dtype=np.int32)
         return min(done, len(tokens) - 1)
+
+    def _unchanged(self, progress: _Progress, wish: Wish) -> int:
+        """How many of the first blocks are those of the last call, with what was in them then."""
+        marks = progress.marks
+        before, now = progress.blocks[: len(marks)], wish.blocks[: len(marks)]
+        held = self.stamps.of(now)
+        if before == now and held == marks:
+            return len(marks)
+        same = zip(before, now, held, marks, strict=False)
+        return next((i for i, (a, b, c, d) in enumerate(same) if a != b or c != d), len(now))
 
     # ── what is in the blocks ────────────────────────────────────────────────────────────────
 

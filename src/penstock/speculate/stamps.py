@@ -41,11 +41,16 @@ class Stamps:
         held = self._of
         return [held[block] for block in blocks]
 
-    def walk(self, tokens: Sequence[int], blocks: Sequence[int], size: int) -> list[int]:
-        """The marks of the first blocks as far as they hold `tokens`, block after block."""
-        found: list[int] = []
-        mark = NOTHING
-        for at in range(len(tokens) // size):
+    def walk(
+        self, tokens: Sequence[int], blocks: Sequence[int], size: int, known: Sequence[int] = ()
+    ) -> list[int]:
+        """The marks of the first blocks as far as they hold `tokens`, block after block.
+
+        known: those of the first, which needn't be looked at.
+        """
+        found = list(known)
+        mark = found[-1] if found else NOTHING
+        for at in range(len(found), len(tokens) // size):
             mark = mark_after(mark, tokens[at * size : (at + 1) * size])
             if self._of[blocks[at]] != mark:
                 break
