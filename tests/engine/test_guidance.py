@@ -159,7 +159,7 @@ def test_tokens_that_a_model_lacks_stay_impossible() -> None:
     engine.add_request("it", [1, 2, 3], params(2.0))
     own = engine.requests["it"].sequences[0]
     assert own.shadow is not None
-    found = guided([own], [own, own.shadow], lacking)
+    found = guided([own, own.shadow], [0], lacking)
     assert found[0, 1] == -torch.inf
     assert found.isfinite().sum() == 2
 

@@ -142,7 +142,7 @@ def test_no_draft_goes_beyond_the_end() -> None:
 
 def test_other_requests_come_first() -> None:
     """Whoever waits for blocks isn't kept waiting by places for drafts."""
-    engine = toy_engine(num_blocks=18)
+    engine = toy_engine(num_blocks=28)
     guesser = Guesser(by_the_toy)
     speculate(engine, guesser, 16)
     engine.add_request("long", PROMPT, SamplingParams(temperature=0.0, max_tokens=56))

@@ -25,9 +25,10 @@ def test_a_record_splits_the_step_by_cause() -> None:
     ledger = Ledger(costs(qwen()), PEAKS)
     ledger.wait(9.0)
     ledger.wait(9.5)  # was waiting already
-    record = ledger.record(DECODE, MARKS, detokenize_s=0.125)
+    record = ledger.record(DECODE, MARKS, detokenize_s=0.125, draft_s=0.25)
     assert record.lost == {
-        "schedule": 1, "batch": 2, "sample": 1.5, "detokenize": 0.125, "output": 0.375, "wait": 1
+        "draft": 0.25, "schedule": 0.75, "batch": 2, "sample": 1.5, "detokenize": 0.125,
+        "output": 0.375, "wait": 1,
     }  # fmt: skip
     assert tuple(record.lost) == CAUSES and record.forward_s == 10
     assert (record.seconds, record.overhead_s) == (15.0, 5.0)

@@ -139,7 +139,8 @@ def describe_lost(phases: Mapping[str, Totals]) -> list[str]:
         whole = phase.seconds + phase.wait_s
         if not phase.steps or not whole:
             continue
-        causes = ", ".join(f"{cause} {percent(s / whole)}" for cause, s in phase.lost.items())
+        lost = {cause: s for cause, s in phase.lost.items() if s or cause != "draft"}
+        causes = ", ".join(f"{cause} {percent(s / whole)}" for cause, s in lost.items())
         lines.append(
             f"{name}: {percent(1 - phase.forward_s / whole)} outside the forward pass ({causes})"
         )

@@ -18,11 +18,13 @@ from penstock.cli.options import (
     RepetitionPenalty,
     Sampling,
     Seed,
+    SpeculativeConfig,
     Temperature,
     TopK,
     TopP,
     given,
     named_values,
+    speculation,
     together,
 )
 from penstock.errors import ConfigError, PenstockError
@@ -72,6 +74,7 @@ class Loaded:
     quantization: Quantization = None
     kv_cache_dtype: KvCacheDtype = "auto"
     max_model_len: MaxModelLen = None
+    speculative_config: SpeculativeConfig = None
 
     def config(self, model: str) -> EngineConfig:
         """An engine's, for this model."""
@@ -82,6 +85,7 @@ class Loaded:
             quantization=self.quantization,
             kv_cache_dtype=self.kv_cache_dtype,
             max_model_len=self.max_model_len,
+            speculative_config=speculation(self.speculative_config),
         )
         return EngineConfig.of(model=model, **options)
 

@@ -114,6 +114,15 @@ MaxModelLen = Annotated[
         rich_help_panel=_ENGINE,
     ),
 ]
+SpeculativeConfig = Annotated[
+    str | None,
+    typer.Option(
+        metavar="JSON",
+        help='Guess tokens ahead: \'{"method": "ngram"}\', suffix, self, or draft_model with a '
+        "model of its own (docs/speculation.md).",
+        rich_help_panel=_ENGINE,
+    ),
+]
 Prompts = Annotated[
     list[str], typer.Option("--prompt", "-p", help="The text to complete; - reads stdin.")
 ]
@@ -158,6 +167,21 @@ def grouped(command: Callable[..., None]) -> Callable[..., None]:
 def given(**arguments: Any) -> dict[str, Any]:
     """The arguments that were given: those that aren't None."""
     return {name: value for name, value in arguments.items() if value is not None}
+
+
+def speculation(text: str | None) -> dict[str, Any] | None:
+    """The value of --speculative-config. Raises ConfigError for what isn't a JSON object."""
+    if text is None:
+        return None
+    try:
+        found = json.loads(text)
+    except ValueError as error:
+        raise ConfigError(f"--speculative-config isn't JSON: {error}.") from error
+    if not isinstance(found, dict):
+        raise ConfigError(
+            f'--speculative-config must be an object such as {{"method": "ngram"}}, not {text!r}.'
+        )
+    return found
 
 
 def named_values(pairs: list[str] | None) -> dict[str, Any]:

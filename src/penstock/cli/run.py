@@ -16,7 +16,14 @@ from typing import IO, TYPE_CHECKING, Annotated, Any
 import typer
 
 from penstock.cli import console
-from penstock.cli.options import KvCacheDtype, MaxModelLen, MaxTokens, given
+from penstock.cli.options import (
+    KvCacheDtype,
+    MaxModelLen,
+    MaxTokens,
+    SpeculativeConfig,
+    given,
+    speculation,
+)
 from penstock.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -36,6 +43,7 @@ def run(
     max_num_seqs: Annotated[int | None, typer.Option(help="Sequences in one step.")] = None,
     max_model_len: MaxModelLen = None,
     kv_cache_dtype: KvCacheDtype = "auto",
+    speculative_config: SpeculativeConfig = None,
     served_model_name: Annotated[
         list[str] | None,
         typer.Option(
@@ -66,7 +74,11 @@ def run(
     before = compile_counter.total()
     config = EngineConfig.of(
         model=engine,
-        **given(max_num_seqs=max_num_seqs, max_model_len=max_model_len),
+        **given(
+            max_num_seqs=max_num_seqs,
+            max_model_len=max_model_len,
+            speculative_config=speculation(speculative_config),
+        ),
         kv_cache_dtype=kv_cache_dtype,
         verify=verify,
     )

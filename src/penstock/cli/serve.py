@@ -19,7 +19,9 @@ from penstock.cli.options import (
     MaxModelLen,
     Model,
     Quantization,
+    SpeculativeConfig,
     given,
+    speculation,
 )
 from penstock.cli.stats import machine_peaks
 from penstock.errors import ConfigError, MissingExtraError
@@ -267,6 +269,7 @@ def serve(
         bool,
         _option("--enforce-eager", help="Call the operators one by one.", panel=_ENGINE),
     ] = False,
+    speculative_config: SpeculativeConfig = None,
     seed: Annotated[
         int | None, _option(help="For requests without their own.", panel=_ENGINE)
     ] = None,
@@ -339,6 +342,7 @@ def serve(
             tpot_slo_s=None if tpot_slo_ms is None else tpot_slo_ms / 1000,
             starvation_s=starvation_time,
             swap_space=swap_space,
+            speculative_config=speculation(speculative_config),
             dtype=dtype,
             quantization=quantization,
             kv_cache_dtype=kv_cache_dtype,

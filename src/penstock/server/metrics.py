@@ -9,7 +9,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator
 from itertools import accumulate
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import (
@@ -322,6 +322,7 @@ class _EngineCollector(Collector):
                 ),
             )
         )
+        yield from self._speculation(stats)
         yield self._step_sizes()
         yield self._cache_config()
         yield from self._ledger()
@@ -337,6 +338,47 @@ class _EngineCollector(Collector):
             counter = CounterMetricFamily(name, what, labels=_LABELS)
             counter.add_metric(self._labels, value)
             yield counter
+
+    def _speculation(self, stats: dict[str, Any]) -> Iterator[Metric]:
+        """What became of drafts; nothing where there are none."""
+        if "spec_decode_num_drafts" not in stats:
+            return
+        yield from self._counters(
+            (
+                (
+                    "vllm:spec_decode_num_drafts",
+                    "Drafts that were verified.",
+                    stats["spec_decode_num_drafts"],
+                ),
+                (
+                    "vllm:spec_decode_num_draft_tokens",
+                    "Tokens of drafts.",
+                    stats["spec_decode_num_draft_tokens"],
+                ),
+                (
+                    "vllm:spec_decode_num_accepted_tokens",
+                    "Of these, those that were right.",
+                    stats["spec_decode_num_accepted_tokens"],
+                ),
+            )
+        )
+        found = CounterMetricFamily(
+            "vllm:spec_decode_num_accepted_tokens_per_pos",
+            "The same by place in the draft, from 0.",
+            labels=[*_LABELS, "position"],
+        )
+        for place, count in enumerate(stats["spec_decode_num_accepted_tokens_per_pos"]):
+            found.add_metric([*self._labels, str(place)], count)
+        yield found
+        yield from self._gauges(
+            [
+                (
+                    "penstock:spec_decode_on",
+                    "1 while drafts are predicted to pay.",
+                    stats["spec_decode_on"],
+                )
+            ]
+        )
 
     def _step_sizes(self) -> Metric:
         edges = [*(str(float(edge)) for edge in _STEP_TOKENS), "+Inf"]
