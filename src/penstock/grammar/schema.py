@@ -7,11 +7,9 @@ never ends, and counts that repeated keys would meet.
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
-from decimal import Decimal
 from typing import Any, Final
 
 from penstock.grammar.chains import check_chains
@@ -20,15 +18,12 @@ from penstock.grammar.formats import pattern_of
 from penstock.grammar.logic import rewrite
 from penstock.grammar.matcher import first_line
 from penstock.grammar.refusal import Refusal, pointer
-from penstock.grammar.shape import check_shape
+from penstock.grammar.sizes import check_count, check_size
 from penstock.grammar.subschemas import Path, Schema, children, reachable, resolve
 from penstock.sampling.structured import StructuredOutputs
 
 MOST_NESTED: Final = 100
-MOST_SCHEMAS: Final = 25_000  # the library stops at 50,000 of its own steps, two a schema or more
 MOST_PATTERNS: Final = 32
-MOST_SQUARED: Final = 8_000_000  # properties of an object, squared, in all: what compiling takes
-HIGHEST_MULTIPLE: Final = 100_000  # its digits as a whole number: the states that a multiple takes
 
 WHITESPACE: Final = r"\x20|(?:\r?\n){1,2}(?:\x20{0,64}|\t{0,16})"
 """A space; or one or two line ends and an indentation. Unbounded, it is what a model can write
@@ -76,8 +71,9 @@ def prepare(document: Schema) -> Schema:
             "is laid out",
             "#/x-guidance",
         )
-    _check_size(document)
+    check_size(document)
     rewrite(document)
+    check_count(document)
     for path, schema in list(reachable(document)):
         try:
             _check(schema)
@@ -156,41 +152,6 @@ def _check_nesting(document: Schema) -> None:
             waiting += [((*path, key), one, depth + 1) for key, one in value.items()]
         elif isinstance(value, list):
             waiting += [((*path, i), one, depth + 1) for i, one in enumerate(value)]
-
-
-def _check_size(document: Schema) -> None:
-    """Raises Refusal for what isn't a schema, and for more than can be compiled in time."""
-    squared, multiples = 0, dict[int, Path]()
-    for count, (path, schema) in enumerate(reachable(document)):
-        try:
-            check_shape(schema)
-        except Refusal as refusal:
-            raise refusal.at(pointer(path)) from refusal
-        properties = schema.get("properties")
-        squared += len(properties) ** 2 if isinstance(properties, dict) else 0
-        if count >= MOST_SCHEMAS or squared > MOST_SQUARED:
-            raise Refusal(
-                "it holds more schemas or properties than can be compiled in time: at most "
-                f"{MOST_SCHEMAS:,} schemas, and about {math.isqrt(MOST_SQUARED):,} properties in "
-                "an object"
-            )
-        multiple = schema.get("multipleOf")
-        if isinstance(multiple, (int, float)) and not isinstance(multiple, bool) and multiple > 0:
-            multiples[_digits(multiple)] = path
-            # Where several meet in one number it must be a multiple of all.
-            together = max(sum(multiples), math.lcm(*multiples))
-            if together > HIGHEST_MULTIPLE:
-                raise Refusal(
-                    f"{multiple} is too fine, alone or beside others: what all are multiples of "
-                    f"has {together:,} steps, and at most {HIGHEST_MULTIPLE:,} can be followed",
-                    pointer((*path, "multipleOf")),
-                )
-
-
-def _digits(number: float) -> int:
-    """2.50 → 25, 1200 → 12: what remains without the power of ten."""
-    whole = "".join(map(str, Decimal(str(number)).normalize().as_tuple().digits))
-    return int(whole)
 
 
 def _check(schema: dict[str, Any]) -> None:
