@@ -400,7 +400,7 @@ class Engine:
             if sequence.status is not Status.RUNNING:
                 continue  # another sample of its request failed in this step
             if row in sampled.errors:
-                self._fail(request, RequestError(sampled.errors[row]))
+                self._fail(request, self.intake.failure(sequence, sampled.errors[row]))
                 continue
             try:
                 self.appender.append(sequence, sampled.token_ids[row], sampled.logprobs[row], now)
