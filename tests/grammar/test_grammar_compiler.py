@@ -100,7 +100,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "lengths": (
         {"json": {"type": "string", "minLength": 5, "maxLength": 2}},
-        "no value follows it .minLength .5. is greater than maxLength .2",
+        "at #/minLength: no value follows it .minLength is 5, but maxLength is 2",
     ),
     "without end": ({"json": {"$ref": "#"}}, "at #: each of its values would hold another"),
     "needs itself": (
@@ -263,6 +263,82 @@ def test_what_cant_be_followed_is_refused_with_its_place(
     assert time.process_time() - start < SLOWEST_S
     assert str(error.value).startswith(f"structured_outputs.{spec.kind} can't be followed")
     assert len(str(error.value)) < 900
+
+
+UNSATISFIABLE: dict[str, tuple[Any, str]] = {
+    "bounds": (
+        {"minimum": 5, "maximum": 2, "type": "number"},
+        "/minimum: .*minimum is 5, but maximum is 2",
+    ),
+    "lengths": ({"minLength": 5, "maxLength": 2, "type": "string"}, "/minLength: .*maxLength is 2"),
+    "items": ({"minItems": 5, "maxItems": 2, "type": "array"}, "/minItems: .*maxItems is 2"),
+    "interval": (
+        {"type": "integer", "exclusiveMinimum": 5, "exclusiveMaximum": 6},
+        ": .*contains no integer values",
+    ),
+    "multiple": ({"type": "integer", "multipleOf": 10, "minimum": 1, "maximum": 9}, ": .*multiple"),
+    "enum": ({"type": "integer", "enum": ["a"]}, "/enum: .*enum has no value of type integer"),
+    "constant": ({"type": "string", "const": 5}, "/const: .*const has no value of type string"),
+    "no values": ({"enum": []}, "/enum: .*enum is an empty list"),
+    "no options": ({"anyOf": []}, "/anyOf: .*anyOf is an empty list"),
+    "types": ({"allOf": [{"type": "string"}, {"type": "integer"}]}, ": .*incompatible types"),
+    "part": (
+        {"allOf": [{"type": "string"}, {"minLength": 3, "maxLength": 1}]},
+        "/allOf/1/minLength: ",
+    ),
+    "required": (
+        {"type": "object", "required": ["x"], "additionalProperties": False},
+        "/required: .*names 'x', which properties doesn't allow",
+    ),
+    "pattern and length": ({"pattern": "^a{5}$", "maxLength": 3, "type": "string"}, ": no value"),
+}
+
+
+@pytest.mark.parametrize("name", UNSATISFIABLE)
+def test_what_no_value_follows_is_named_deep_within(
+    name: str, grammars_of: Callable[[str], Grammars]
+) -> None:
+    schema, message = UNSATISFIABLE[name]
+    inner = {"type": "object", "properties": {"a": schema}, "required": ["a"]}
+    whole = {
+        "type": "object",
+        "properties": {"a": {"$ref": "#/$defs/b"}, "c": {"minimum": 5, "maximum": 2}},
+        "required": ["a"],
+        "$defs": {"b": inner},
+    }
+    with pytest.raises(InvalidSamplingError, match="at #/.defs/b/properties/a" + message):
+        grammars_of("gpt2").compile(StructuredOutputs(json=whole))
+    optional = {"type": "object", "properties": {"a": inner}}  # a value without it follows
+    grammars_of("gpt2").compile(StructuredOutputs(json=optional))
+
+
+MISPLACED: dict[str, tuple[Any, str]] = {
+    "group": ({"pattern": "(a"}, "/pattern: the pattern isn't one .*: unclosed group"),
+    "count": (
+        {"pattern": "a{2,1}"},
+        "/pattern: the pattern isn't one .*: invalid repetition count",
+    ),
+    "property": ({"pattern": r"\p{Foo}"}, "/pattern: the pattern isn't one .*: Unicode property"),
+    "names": ({"patternProperties": {"a)": {}}}, "/patternProperties/.*: unopened group"),
+    "undecided": (
+        {"type": "string", "pattern": "^[ab]*a[ab]{40}c$", "maxLength": 30},
+        "/pattern: whether a text follows its pattern, its length .* takes too long",
+    ),
+    "undecided names": (
+        {"patternProperties": {"^[ab]*a[ab]{40}c$": {}, "^[ab]*b[ab]{40}d$": {}}},
+        "/patternProperties: whether two of its patterns meet the same name",
+    ),
+    "range": ({"type": "number", "maximum": 1e300}, "/maximum: a bound is too large"),
+}
+
+
+@pytest.mark.parametrize("name", MISPLACED)
+def test_what_the_library_refuses_is_named_with_its_place(
+    name: str, grammars_of: Callable[[str], Grammars]
+) -> None:
+    schema, message = MISPLACED[name]
+    with pytest.raises(InvalidSamplingError, match="at #/properties/a/properties/a" + message):
+        grammars_of("gpt2").compile(StructuredOutputs(json=nested(schema, 2)))
 
 
 BREAKS = (

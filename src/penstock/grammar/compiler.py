@@ -223,11 +223,18 @@ class Grammars:
         source = source_of(spec, self.vocabulary)
         matcher = self._build_one(source)
         for place, part in source.parts.items():
-            try:
-                self._build_one(part)
-            except Refusal as refusal:
-                raise refusal.at(place) from refusal
+            self._try(part, place)
         return matcher
+
+    def _try(self, source: Source, place: str) -> None:
+        """Raises Refusal where a part would break a text off."""
+        matcher = build_matcher(self.vocabulary, source.text, source.fuel)
+        if matcher.is_error():
+            return  # it may be left out: the whole has been compiled
+        try:
+            check_steps(GrammarState(matcher, self.vocabulary), self.vocabulary, source.steps)
+        except Refusal as refusal:
+            raise refusal.at(place) from refusal
 
     def _build_one(self, source: Source) -> llguidance.LLMatcher:
         """A matcher that has been tried out."""

@@ -32,7 +32,7 @@ STEPS: Final = 8
 _CHOICES: Final = 6  # at each step, until one of them doesn't end the text
 
 MOST_TRIED: Final = 16  # of a schema's patterns, a few milliseconds each
-_SUSPICIOUS: Final = re.compile(r"\{\d{2,}|\)[*+{]|(?:\?[^)]?){20}|.{400}", re.DOTALL)
+_SUSPICIOUS: Final = re.compile(r"(?<!\\u)\{\d{2,}|\)[*+{]|(?:\?[^)]?){20}|.{400}", re.DOTALL)
 
 
 def suspicious(document: Schema) -> Iterator[tuple[str, str]]:

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Final
 
+from penstock.grammar import places
 from penstock.grammar.chains import check_chains
 from penstock.grammar.ecma import to_rust
 from penstock.grammar.formats import pattern_of
@@ -88,6 +89,11 @@ def prepare(document: Schema) -> Schema:
 def explain(document: Schema, detail: str) -> tuple[str, str, str]:
     """Our reason, the place, and the library's words, for its message about a prepared schema."""
     said = first_line(detail)
+    if match := re.search(r"Unsatisfiable schema: ([^\n]*)", detail):
+        place, why = places.of_nothing(document, first_line(match[1]))
+        return f"no value follows it ({why})", place, said
+    if "regex" in detail and (wrong := places.of_a_regex(document)):
+        return f"the pattern isn't one that can be followed: {wrong[1]}", wrong[0], ""
     for pattern, reason in _MESSAGES:
         if match := re.search(pattern, detail):
             named = match.groupdict().get("key")
@@ -102,7 +108,16 @@ _MESSAGES: Final = (
     ),
     (r"Unknown format: (?P<format>.*)", "the format {format!r} can't be held to"),
     (r"oneOf constraints are not supported", "oneOf has options that more than one value may meet"),
-    (r"Unsatisfiable schema: (?P<why>[^\n]*)", "no value follows it ({why})"),
+    (
+        r"Unable to determine if regex is empty",
+        "whether a text follows its pattern, its length and its format together takes too long to "
+        "find out",
+    ),
+    (
+        r"can't determine if patternProperty",
+        "whether two of its patterns meet the same name takes too long to find out",
+    ),
+    (r"Failed to generate regex for float range", "a bound is too large or has too many digits"),
     (r"Resource '(?P<uri>[^']*)' is not present", "$ref names {uri!r}, which isn't within it"),
     (
         r"Pointer '(?P<pointer>[^']*)' does not exist",
@@ -123,6 +138,10 @@ _KEYS_OF = {"oneOf": "oneOf", "min/max": "maxProperties", "not disjoint": "patte
 
 def _place(document: Schema, key: str | None, match: re.Match[str]) -> str:
     """Where the first part is that the message can be about."""
+    if place := places.of_a_pattern(document, match.string):
+        return place
+    if place := places.of_a_range(document, match.string):
+        return place
     found = match.groupdict()
     for path, schema in reachable(document):
         if key is not None and key in schema:
@@ -222,6 +241,8 @@ def _cut_what_never_ends(document: dict[str, Any]) -> None:
                 fresh.update(dict.fromkeys(users.get(one, ())))
         waiting = {one: None for one in fresh if one not in ends}
     if id(document) not in ends:
+        if found := places.seen(document):
+            raise Refusal(f"no value follows it ({found[1]})", found[0])
         raise Refusal("each of its values would hold another one within it, without end", "#")
     for schema in nodes.values():
         for holder, at, child in list(_places(schema)):

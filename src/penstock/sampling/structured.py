@@ -114,6 +114,10 @@ class StructuredOutputs:
         return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
 
 
+StructuredOutputsParams = StructuredOutputs
+"""vLLM's name."""
+
+
 def _check_text(name: str, value: object) -> None:
     """Raises InvalidSamplingError for what isn't a text that can be read."""
     if value is None:
