@@ -26,7 +26,7 @@ from penstock.sampling.structured import StructuredOutputs
 MOST_NESTED: Final = 100
 MOST_PATTERNS: Final = 32
 
-WHITESPACE: Final = r"\x20|(?:\r?\n){1,2}(?:\x20{0,64}|\t{0,16})"
+WHITESPACE: Final = r"\x20|(?:\r?\n){1,2}(?:\x20{0,32}|\t{0,8})"
 """A space; or one or two line ends and an indentation. Unbounded, it is what a model can write
 for ever at a high temperature."""
 
