@@ -16,6 +16,7 @@ from tests.grammar.walks import allowed, closing, text_of, walk
 
 from penstock.errors import InvalidSamplingError
 from penstock.grammar import Grammars
+from penstock.grammar.shortest import shortest
 from penstock.sampling.structured import StructuredOutputs
 from penstock.tokenizer import Tokenizer, VocabMap
 
@@ -342,9 +343,6 @@ def test_what_the_library_refuses_is_named_with_its_place(
 
 
 BREAKS = (
-    "(a{1000}){1000}",
-    "((a{100}){100}){100}",
-    "a{1000000}",
     "(aa|aaa){500}b",
     "((a|aa){100}){100}",
     "a?" * 300 + "a" * 300,
@@ -365,7 +363,51 @@ def test_a_regex_that_would_break_a_text_off_is_refused(
             InvalidSamplingError, match=rf"followed{place}: a text .* breaks off at token \d+"
         ):
             grammars.compile(StructuredOutputs(**asked))
-        assert time.process_time() - start < 2 * SLOWEST_S  # the library's own step, twice
+        assert time.process_time() - start < SLOWEST_S
+
+
+def test_a_regex_whose_masks_take_too_long_is_refused(
+    grammars_of: Callable[[str], Grammars],
+) -> None:
+    start = time.process_time()
+    with pytest.raises(
+        InvalidSamplingError, match=r"tokens of a text .* longer than 0\.3 s to allow"
+    ):
+        grammars_of("stories260K").compile(StructuredOutputs(regex="(a{100}){450}"))
+    assert time.process_time() - start < SLOWEST_S
+
+
+ENDLESS = ("(a{1000}){1000}", "((a{100}){100}){100}", "a{1000000}", "([ab]{999}c?|x{200000}){999,}")
+
+
+@pytest.mark.parametrize("regex", ENDLESS)
+def test_a_regex_whose_shortest_text_is_too_long_is_refused(
+    regex: str, tokenizer_of: Callable[[str], Tokenizer]
+) -> None:
+    grammars = Grammars(tokenizer_of("stories260K"), 512, [2], deadline_s=60.0)
+    nested = {"type": "object", "properties": {"a": {"type": "string", "pattern": f"^{regex}$"}}}
+    for asked, place in (({"regex": regex}, ""), ({"json": nested}, " at #/properties/a/pattern")):
+        start = time.process_time()
+        with pytest.raises(
+            InvalidSamplingError, match=rf"followed{place}: the shortest text .* [\d,]+ characters"
+        ):
+            grammars.compile(StructuredOutputs(**asked))
+        assert time.process_time() - start < SLOWEST_S / 2
+
+
+@pytest.mark.parametrize(
+    "regex",
+    [
+        "", "abc", "a*b+c?d", "a{3}(bc){2,}", "(a|bc|)(de|f)", r"\p{L}{2}\.\x{41}", "[]a{9}]x",
+        r"[^\]]{2}", "^(?:a|b{3})$", "(?P<n>ab){2,4}(?i)x", "[[ab]c]{2}", "a|",
+        "((a{2}b){3}|c{5}){2}",
+    ],
+)  # fmt: skip
+def test_the_length_of_the_shortest_text(regex: str) -> None:
+    """Held to Python's own parser, where it reads the same."""
+    python = regex.replace("\\p{L}", "\\w").replace("\\x{41}", "A").replace("(?i)", "")
+    python = python.replace("[[ab]c]", "[abc]").replace("[]a{9}]", "[xa]")
+    assert shortest(regex) == re._parser.parse(python).getwidth()[0]  # type: ignore[attr-defined]
 
 
 TOO_LONG: dict[str, Any] = {

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 import re
+import time
 from collections.abc import Iterator
 from typing import Final
 
@@ -28,6 +29,9 @@ STEPS_OF_A_REGEX: Final = 128
 
 STEPS: Final = 8
 """Of any other form, whose masks may take a millisecond each."""
+
+MOST_S: Final = 0.3
+"""Of a core, for all steps together: a real schema's take a tenth of it at most."""
 
 _CHOICES: Final = 6  # at each step, until one of them doesn't end the text
 
@@ -49,10 +53,16 @@ def suspicious(document: Schema) -> Iterator[tuple[str, str]]:
 
 def check_steps(state: GrammarState, vocabulary: Vocabulary, steps: int) -> None:
     """Raises Refusal where it breaks within some tokens, of a text that is long if it can be."""
+    until = time.thread_time() + MOST_S
     may = _going_on(state, vocabulary, 1)
     for step in range(1, steps):
         if not len(may):
             return
+        if time.thread_time() > until:
+            raise Refusal(
+                f"{step} tokens of a text that follows it take longer than {MOST_S:g} s to allow, "
+                "which would hold up the requests beside it. Repetitions of repetitions make that"
+            )
         before = state
         for token in np.roll(may[np.linspace(0, len(may) - 1, _CHOICES, dtype=int)], step):
             state = before.fork()

@@ -19,6 +19,7 @@ from penstock.grammar.formats import pattern_of
 from penstock.grammar.logic import rewrite
 from penstock.grammar.matcher import first_line
 from penstock.grammar.refusal import Refusal, pointer
+from penstock.grammar.shortest import check_shortest
 from penstock.grammar.sizes import check_count, check_size
 from penstock.grammar.subschemas import Path, Schema, children, reachable, resolve
 from penstock.sampling.structured import StructuredOutputs
@@ -213,7 +214,9 @@ def _spell_out(schema: dict[str, Any]) -> None:
 
 def _translated(pattern: str, place: str) -> str:
     try:
-        return to_rust(pattern)
+        written = to_rust(pattern)
+        check_shortest(written)
+        return written
     except Refusal as refusal:
         raise refusal.at(place) from refusal
 

@@ -11,6 +11,7 @@ from penstock.grammar import gbnf, lark, schema, structural_tag
 from penstock.grammar.matcher import first_line
 from penstock.grammar.probe import STEPS, STEPS_OF_A_REGEX, suspicious
 from penstock.grammar.refusal import Refusal
+from penstock.grammar.shortest import check_shortest
 from penstock.grammar.subschemas import Schema
 from penstock.grammar.vocabulary import Vocabulary
 from penstock.sampling.structured import StructuredOutputs
@@ -38,6 +39,7 @@ def source_of(spec: StructuredOutputs, vocabulary: Vocabulary) -> Source:
         case "json" | "json_object":
             return _of_json(spec)
         case "regex":
+            check_shortest(str(spec.regex))
             source = _of_lark(f"start: {lark.regex(str(spec.regex))}\n", _explain_regex)
             return replace(source, steps=STEPS_OF_A_REGEX)
         case "choice":
