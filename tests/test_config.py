@@ -84,7 +84,8 @@ def test_names_of_vllm() -> None:
 def test_public_names() -> None:
     assert penstock.__all__ == [
         "LLM", "AsyncLLM", "BeamSearchParams", "CompletionOutput", "PenstockError",
-        "RequestMetrics", "RequestOutput", "SamplingParams", "StructuredOutputs", "__version__",
+        "RequestMetrics", "RequestOutput", "SamplingParams", "StructuredOutputs",
+        "StructuredOutputsParams", "__version__",
     ]  # fmt: skip
     for name in penstock.__all__:
         assert getattr(penstock, name) is not None

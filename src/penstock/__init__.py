@@ -7,7 +7,12 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from penstock.engine import LLM, AsyncLLM, CompletionOutput, RequestMetrics, RequestOutput
     from penstock.errors import PenstockError
-    from penstock.sampling import BeamSearchParams, SamplingParams, StructuredOutputs
+    from penstock.sampling import (
+        BeamSearchParams,
+        SamplingParams,
+        StructuredOutputs,
+        StructuredOutputsParams,
+    )
 
 __version__ = "0.1.0"
 
@@ -21,10 +26,16 @@ __all__ = [
     "RequestOutput",
     "SamplingParams",
     "StructuredOutputs",
+    "StructuredOutputsParams",
     "__version__",
 ]
 
-_SAMPLING = ("BeamSearchParams", "SamplingParams", "StructuredOutputs")
+_SAMPLING = (
+    "BeamSearchParams",
+    "SamplingParams",
+    "StructuredOutputs",
+    "StructuredOutputsParams",
+)
 _HOMES = {"PenstockError": "penstock.errors", **dict.fromkeys(_SAMPLING, "penstock.sampling")}
 
 

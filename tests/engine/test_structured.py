@@ -79,7 +79,7 @@ def test_jumping_over_forced_tokens_changes_nothing_but_the_steps(
 
 def test_in_chunks_with_preemption_and_without_the_prefix_cache(alone: list[Any]) -> None:
     small = LLM(
-        dtype="float32", max_num_seqs=6, max_num_batched_tokens=9, num_gpu_blocks_override=5,
+        dtype="float32", max_num_seqs=6, max_num_batched_tokens=9, num_gpu_blocks_override=4,
         max_model_len=128, enable_prefix_caching=False, preemption_mode="recompute",
     )  # fmt: skip
     assert run(small) == alone
@@ -153,7 +153,7 @@ def test_every_model_end_is_one(llm: LLM) -> None:
     first = tokenizer.encode("n", add_special_tokens=False)
     (output,) = llm.generate("Once", params({"regex": "nz"}, allowed_token_ids=first))
     assert output.outputs[0].finish_reason == "error"
-    assert "Every token is masked" in str(output.error)
+    assert "Nothing is left for token 2 of the output" in str(output.error)
 
 
 def test_what_cannot_be_followed_is_refused_before_it_starts(llm: LLM) -> None:
@@ -215,3 +215,26 @@ def test_one_that_breaks_fails_alone(place: str, monkeypatch: pytest.MonkeyPatch
     want = done["before"].outputs[0].token_ids
     assert len(want) == 6
     assert done["after"].outputs[0].token_ids == want
+
+
+def test_a_form_that_bans_leave_nothing_of_ends_with_what_it_has(llm: LLM) -> None:
+    """In the middle of an answer, with the place and the reason; those beside it go on."""
+    tokenizer = llm.get_tokenizer()
+    ids = {one: i for i in range(512) for one in [tokenizer.token_bytes(i)] if len(one) == 1}
+    plain = params({"choice": ["abcd"]}, temperature=0.0)
+    allowed = params({"regex": "ab[xy]"}, allowed_token_ids=[ids[b"a"], ids[b"b"]])
+    words = params({"regex": "[ab]{3}(xy|xz){2}"}, bad_words=["x"])
+    several = [plain, allowed, words, plain]
+    before, cut, worded, after = llm.generate(["Once"] * 4, several)
+    for output in (before, after):
+        assert (output.outputs[0].text, output.outputs[0].finish_reason) == ("abcd", "stop")
+        assert output.error is None
+    (sample,) = cut.outputs
+    assert (sample.text, sample.finish_reason) == ("ab", "error")
+    assert "token 3 of the output: its form lets 2 come there, such as" in str(cut.error)
+    assert "allowed_token_ids bans them. What came before stays" in str(cut.error)
+    (sample,) = worded.outputs
+    assert re.fullmatch("[ab]{3}", sample.text)
+    assert sample.finish_reason == "error"
+    assert "bad_words bans them" in str(worded.error)
+    assert llm.stats()["used_blocks"] == 0

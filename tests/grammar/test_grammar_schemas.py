@@ -211,3 +211,16 @@ def _accepts(state: Any, tokens: list[int]) -> bool:
     except RequestError:
         return False
     return bool(state.may_end)
+
+
+def test_white_space_has_bounds(grammars_of: Callable[[str], Grammars]) -> None:
+    """A space; or one or two line ends and up to 32 spaces or 8 tabs."""
+    grammars = grammars_of("gpt2")
+    schema = {"type": "object", "properties": {"a": {"const": 1}}, "required": ["a"]}
+    for between, follows in (
+        ("", True), (" ", True), ("  ", False), ("\n" + " " * 32, True), ("\n" + " " * 33, False),
+        ("\r\n\n" + "\t" * 8, True), ("\n" + "\t" * 9, False), ("\n\n\n", False),
+    ):  # fmt: skip
+        tokens = grammars.vocabulary.tokenizer.encode("{" + between + '"a":1}')
+        state = grammars.start(StructuredOutputs(json={**schema, "additionalProperties": False}))
+        assert _accepts(state, tokens) == follows, repr(between)

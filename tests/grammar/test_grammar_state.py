@@ -10,7 +10,7 @@ import pytest
 from tests.grammar.walks import allowed, closing, text_of, walk
 
 from penstock.errors import RequestError
-from penstock.grammar import Grammars
+from penstock.grammar import Grammars, GrammarState
 from penstock.sampling.structured import StructuredOutputs
 from penstock.tokenizer import Tokenizer
 
@@ -179,3 +179,29 @@ def test_a_row_of_another_size_is_refused(grammars_of: Callable[[str], Grammars]
     state = grammars_of("gpt2").start(SPECS["choice"])
     with pytest.raises(ValueError, match="words of int32"):
         state.fill(np.zeros(5, dtype=np.int32))
+
+
+def test_a_form_whose_states_are_used_up_is_compiled_anew(
+    tokenizer_of: Callable[[str], Tokenizer],
+) -> None:
+    """All copies of a matcher share its lexer, which keeps 50,000 states: then it is stuck."""
+    tokenizer = tokenizer_of("stories260K")
+    letters = [
+        next(i for i in range(512) if tokenizer.token_bytes(i) == one) for one in (b"a", b"b")
+    ]
+    grammars = Grammars(tokenizer, 512, [2])
+    spec = StructuredOutputs(choice=["a" * 30_000, "b" * 30_000])
+
+    def follow(token: int) -> GrammarState:
+        state = grammars.start(spec)
+        state.accept(token)
+        for one in state.forced():
+            state.accept(one)
+        return state
+
+    assert follow(letters[0]).is_complete
+    with pytest.raises(RequestError, match=r"takes too many states .*too many states"):
+        follow(letters[1])
+    assert grammars.stats().entries == 0
+    assert follow(letters[1]).is_complete
+    assert grammars.stats().misses == 2

@@ -57,7 +57,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str, str]] = {
         {"guided_json": {"description": "x" * (5 << 20)}}, "guided_json", "at most 4,194,304"),
     "an enum of 100,000": (
         {"guided_json": {"enum": [f"value {i}" for i in range(100_000)]}},
-        "guided_json", "larger than can be compiled"),
+        "guided_json", "at #/enum: 100,000 values; at most 40,000"),
     "a product of 12 unions": (
         {"guided_json": {"allOf": [
             {"anyOf": [{"type": "object", "properties": {f"p{i}{j}": {}}} for j in range(3)]}
@@ -149,7 +149,7 @@ def test_a_body_that_is_too_large(server: Running) -> None:
 
 @pytest.mark.usefixtures("untouched")
 @pytest.mark.parametrize(
-    "pattern", ["(x+x+)+y", "(a|aa)+$", "((a{1,90}){1,90}){1,90}b", "(a|b)*a(a|b){300}"]
+    "pattern", ["(x+x+)+y", "(a|aa)+$", "((a{1,9}){1,9}){1,9}b", "(a|b)*a(a|b){300}"]
 )
 def test_regexes_on_which_others_take_forever(server: Running, pattern: str) -> None:
     """Followed by an automaton, which never tries a way again."""

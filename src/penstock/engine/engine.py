@@ -432,7 +432,7 @@ class Engine:
             last += self.speculation.right(draft, sampled.token_ids[rows.start : rows.stop])
         for row in range(rows.start, last + 1):
             if row in sampled.errors:
-                raise RequestError(sampled.errors[row])
+                raise self.intake.failure(sequence, sampled.errors[row])
             token, logprobs = sampled.token_ids[row], sampled.logprobs[row]
             self.appender.append(sequence, token, logprobs, now, jump=row == last)
             if sequence.finish_reason is not None:

@@ -25,6 +25,7 @@ from penstock.sampling import (
     num_words,
 )
 from penstock.sampling.healing import Healed, PrefixConstraint
+from penstock.sampling.pipeline import MASKED
 from penstock.tokenizer import IncrementalDetokenizer, Tokenizer, VocabMap
 
 BANS = -100.0
@@ -329,10 +330,7 @@ class Intake:
         allowed = params.allowed_token_ids
         if allowed is None and not any(banned.values()):
             return
-        bits = np.zeros(num_words(self.vocab_size), dtype=np.int32)
-        constraint.fill(bits)
-        flags = np.unpackbits(bits.view(np.uint8), bitorder="little", count=self.vocab_size)
-        may = set(np.flatnonzero(flags).tolist())
+        may = self._may_come(constraint)
         if allowed is not None:
             banned["allowed_token_ids"] = may - set(allowed)
         left = may
@@ -346,6 +344,39 @@ class Intake:
                     f"tokens, such as {first}{self._named(first)}, and none of them is left. Allow "
                     "some."
                 )
+
+    def failure(self, sequence: Sequence, message: str) -> RequestError:
+        """Why no token could be chosen; where a form met bans, which and where."""
+        constraint, params = sequence.sampling.constraint, sequence.request.params
+        if constraint is None or not message.startswith(MASKED):
+            return RequestError(message)
+        try:
+            may = self._may_come(constraint)
+        except RequestError as error:
+            return error
+        above = sequence.num_output >= params.min_tokens
+        given = {
+            "allowed_token_ids": params.allowed_token_ids,
+            "bad_words": params.banned_texts,
+            "min_tokens": () if above else (params.min_tokens,),
+            "logits_processors": params.logits_processors,
+        }
+        names = " and ".join(name for name, value in given.items() if value)
+        first = min(may, default=0)
+        such = f", such as {first}{self._named(first)}" if may else ""
+        what = "its prompt's end" if sequence.request.prefix else "its form"
+        return RequestError(
+            f"Nothing is left for token {sequence.num_output + 1} of the output: {what} lets "
+            f"{len(may):,} come there{such}, and {names or 'what else is asked'} bans them. What "
+            "came before stays. Ban less, or loosen the form."
+        )
+
+    def _may_come(self, constraint: Constraint) -> set[int]:
+        """The tokens that a constraint lets come next."""
+        bits = np.zeros(num_words(self.vocab_size), dtype=np.int32)
+        constraint.fill(bits)
+        flags = np.unpackbits(bits.view(np.uint8), bitorder="little", count=self.vocab_size)
+        return set(np.flatnonzero(flags).tolist())
 
     def _named(self, token: int) -> str:
         """What it looks like, where that is known."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any, Final
 
+from penstock.grammar.depth import too_deep
 from penstock.grammar.refusal import Refusal, pointer
 from penstock.grammar.subschemas import children, reachable, resolve
 
@@ -27,20 +28,17 @@ between 600 and 2,000."""
 
 def check_depth(document: dict[str, Any]) -> None:
     """Raises Refusal where the depth of a search along parts and references is too large."""
-    seen = {id(document)}
-    path = [_parts(document, document)]
-    while path:
-        if len(path) > DEEPEST:
-            raise Refusal(
-                f"more than {DEEPEST} schemas lie within each other here, or name each other", "#"
-            )
-        for part in path[-1]:
-            if id(part) not in seen:
-                seen.add(id(part))
-                path.append(_parts(document, part))
-                break
-        else:
-            path.pop()
+    schemas = {id(document): document}
+
+    def parts(key: int) -> Iterator[int]:
+        for part in _parts(document, schemas[key]):
+            schemas[id(part)] = part
+            yield id(part)
+
+    if too_deep([id(document)], parts, DEEPEST):
+        raise Refusal(
+            f"more than {DEEPEST} schemas lie within each other here, or name each other", "#"
+        )
 
 
 def _parts(document: dict[str, Any], schema: dict[str, Any]) -> Iterator[dict[str, Any]]:

@@ -15,8 +15,9 @@ import numpy as np
 
 from penstock.errors import InvalidSamplingError, RequestError
 from penstock.grammar.matcher import build_matcher
+from penstock.grammar.probe import check_steps
 from penstock.grammar.refusal import Refusal, as_error
-from penstock.grammar.source import source_of
+from penstock.grammar.source import Source, source_of
 from penstock.grammar.state import GrammarState
 from penstock.grammar.vocabulary import Vocabulary
 from penstock.grammar.worker import Worker
@@ -52,6 +53,21 @@ class GrammarStats:
         return float(np.percentile(self.compile_s, percent)) if self.compile_s else None
 
 
+_Key = tuple[object, ...]
+
+
+def _key(spec: StructuredOutputs) -> _Key:
+    return (spec.kind, spec.text, spec.disable_any_whitespace, spec.whitespace_pattern)
+
+
+@dataclass(frozen=True, slots=True)
+class _Entry:
+    """What is compiled, or being compiled."""
+
+    future: Future[_Compiled]
+    until: float  # the moment up to which it is waited for
+
+
 @dataclass(frozen=True, slots=True)
 class _Compiled:
     """A matcher that is only ever copied, or why there is none."""
@@ -80,19 +96,22 @@ class Grammars:
         longest ago go first.
 
         deadline_s: after it a request is refused, while the compilation goes on for the next that
-        asks; at_once: compilations.
+        asks; at_once: compilations, beside some that are late.
         """
         self.vocabulary = Vocabulary(tokenizer, vocab_size, eos_token_ids, vocab_map)
         self._max_entries, self._max_bytes = max_entries, max_bytes
-        self._deadline_s, self._worker = deadline_s, Worker(at_once)
-        self._kept: OrderedDict[tuple[object, ...], Future[_Compiled]] = OrderedDict()
+        self._deadline_s, self._worker = deadline_s, Worker(at_once, deadline_s)
+        self._kept: OrderedDict[_Key, _Entry] = OrderedDict()
         self._lock = threading.Lock()
         self._hits = self._misses = self._refused = self._nbytes = 0
         self._times: deque[float] = deque(maxlen=_MEASURED)
 
     def start(self, spec: StructuredOutputs) -> GrammarState:
         """A fresh state. Raises InvalidSamplingError for what can't be followed."""
-        return GrammarState(self._matcher(spec).deep_copy(), self.vocabulary)
+        matcher = self._matcher(spec)
+        return GrammarState(
+            matcher.deep_copy(), self.vocabulary, used_up=lambda: self._forget(_key(spec), matcher)
+        )
 
     def compile(self, spec: StructuredOutputs) -> None:
         """See that `start` will be fast. Raises InvalidSamplingError for what can't be followed."""
@@ -111,21 +130,20 @@ class Grammars:
             )
 
     def _matcher(self, spec: StructuredOutputs) -> llguidance.LLMatcher:
-        key = (spec.kind, spec.text, spec.disable_any_whitespace, spec.whitespace_pattern)
+        key = _key(spec)
         with self._lock:
-            future = self._kept.get(key)
-            found = future is not None
-            if future is None:
-                future = self._kept[key] = Future()
+            entry = self._kept.get(key)
+            found = entry is not None
+            if entry is None:
+                entry = self._kept[key] = _Entry(Future(), time.monotonic() + self._deadline_s)
                 self._misses += 1
             else:
                 self._hits += 1
             self._kept.move_to_end(key)
-        until = time.monotonic() + self._deadline_s
         if not found:
-            self._begin(key, spec, future)
+            self._begin(key, spec, entry.future)
         try:
-            compiled = future.result(max(0.0, until - time.monotonic()))
+            compiled = entry.future.result(max(0.0, entry.until - time.monotonic()))
         except TimeoutError as error:
             raise InvalidSamplingError(
                 f"structured_outputs.{spec.kind} takes longer than {self._deadline_s:g} s to "
@@ -135,32 +153,27 @@ class Grammars:
             raise InvalidSamplingError(compiled.refusal)
         return compiled.matcher
 
-    def _begin(
-        self, key: tuple[object, ...], spec: StructuredOutputs, future: Future[_Compiled]
-    ) -> None:
+    def _begin(self, key: _Key, spec: StructuredOutputs, future: Future[_Compiled]) -> None:
         """Have it compiled for everyone who waits for this future."""
         try:
             if self._worker.run(lambda: self._fulfil(key, spec, future), self._deadline_s):
                 return
             raise InvalidSamplingError(
-                f"structured_outputs.{spec.kind} can't be compiled now: others have been at it for "
-                f"{self._deadline_s:g} s. Ask again in a while."
+                f"structured_outputs.{spec.kind} can't be compiled now, for the compiler is busy: "
+                f"{self._worker.num_late} others have taken longer than {self._deadline_s:g} s and "
+                "go on. Ask again in a while."
             )
         except BaseException as error:
             self._fail(key, future, error)
             raise
 
-    def _fail(
-        self, key: tuple[object, ...], future: Future[_Compiled], error: BaseException
-    ) -> None:
+    def _fail(self, key: _Key, future: Future[_Compiled], error: BaseException) -> None:
         """Whoever waits gets it too; the next one tries again."""
         with self._lock:
             self._kept.pop(key, None)
         future.set_exception(error)
 
-    def _fulfil(
-        self, key: tuple[object, ...], spec: StructuredOutputs, future: Future[_Compiled]
-    ) -> None:
+    def _fulfil(self, key: _Key, spec: StructuredOutputs, future: Future[_Compiled]) -> None:
         """Compile, and keep what comes of it."""
         start = time.perf_counter()
         try:
@@ -176,13 +189,24 @@ class Grammars:
             future.set_result(compiled)
             self._make_room()
 
+    def _forget(self, key: _Key, matcher: llguidance.LLMatcher) -> None:
+        """The next that asks gets a fresh one."""
+        with self._lock:
+            entry = self._kept.get(key)
+            if (
+                entry is not None
+                and entry.future.done()
+                and entry.future.result().matcher is matcher
+            ):
+                self._nbytes -= self._kept.pop(key).future.result().nbytes
+
     def _make_room(self) -> None:
         """Let go of what was used longest ago; what is being compiled stays."""
         for key in list(self._kept):
             if len(self._kept) <= self._max_entries and self._nbytes <= self._max_bytes:
                 return
-            if self._kept[key].done():
-                self._nbytes -= self._kept.pop(key).result().nbytes
+            if self._kept[key].future.done():
+                self._nbytes -= self._kept.pop(key).future.result().nbytes
 
     def _compile(self, spec: StructuredOutputs) -> _Compiled:
         nbytes = _GROWTH * len(spec.text.encode())
@@ -197,6 +221,23 @@ class Grammars:
 
     def _build(self, spec: StructuredOutputs) -> llguidance.LLMatcher:
         source = source_of(spec, self.vocabulary)
+        matcher = self._build_one(source)
+        for place, part in source.parts.items():
+            self._try(part, place)
+        return matcher
+
+    def _try(self, source: Source, place: str) -> None:
+        """Raises Refusal where a part would break a text off."""
+        matcher = build_matcher(self.vocabulary, source.text, source.fuel)
+        if matcher.is_error():
+            return  # it may be left out: the whole has been compiled
+        try:
+            check_steps(GrammarState(matcher, self.vocabulary), self.vocabulary, source.steps)
+        except Refusal as refusal:
+            raise refusal.at(place) from refusal
+
+    def _build_one(self, source: Source) -> llguidance.LLMatcher:
+        """A matcher that has been tried out."""
         matcher = build_matcher(self.vocabulary, source.text, source.fuel)
         if detail := matcher.get_error():
             reason, place, detail = source.explain(detail)
@@ -206,10 +247,14 @@ class Grammars:
         try:
             state.fill(bits)
         except RequestError as error:
-            raise Refusal("no token of the model can begin it", detail=str(error)) from error
+            raise Refusal(
+                "no token of the model can begin it", detail=state.failure or str(error)
+            ) from error
         for token in self.vocabulary.eos_token_ids:
             bits[token // 32] &= ~np.int32(1 << token % 32) if token % 32 < 31 else 0x7FFFFFFF
         if bits.any():
+            if source.steps:
+                check_steps(state, self.vocabulary, source.steps)
             return matcher
         if state.may_end:
             raise Refusal("nothing but the empty text follows it, so nothing would be written")

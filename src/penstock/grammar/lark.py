@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
+from penstock.grammar.depth import too_deep
 from penstock.grammar.refusal import Refusal
 
 LONGEST_CHAIN: Final = 500
@@ -150,30 +151,17 @@ def _names(rule: Rule, rules: Mapping[str, Rule]) -> list[str]:
 def check_depth(
     names: Mapping[str, Sequence[str]], weights: Mapping[str, int], first: str = "start"
 ) -> None:
-    """The depth of a search along the names, which is that of the library's recursion.
+    """Raises Refusal for rules that lie too deep within each other.
 
     names: the rules that each rule uses; weights: the levels that its own body adds.
     """
-    seen: set[str] = set()
-    for root in (first, *names):
-        if root in seen or root not in names:
-            continue
-        seen.add(root)
-        path, depth = [(root, iter(names[root]))], weights[root]
-        while path:
-            if depth > LONGEST_CHAIN:
-                raise Refusal(
-                    f"{len(path)} rules and their parentheses lie {depth} deep within each other, "
-                    f"from {path[0][0]!r} to {path[-1][0]!r}; at most {LONGEST_CHAIN} may"
-                )
-            for name in path[-1][1]:
-                if name not in seen:
-                    seen.add(name)
-                    path.append((name, iter(names[name])))
-                    depth += weights[name]
-                    break
-            else:
-                depth -= weights[path.pop()[0]]
+    roots = [name for name in (first, *names) if name in names]
+    if found := too_deep(roots, names.__getitem__, LONGEST_CHAIN, weights.__getitem__):
+        path, depth = found
+        raise Refusal(
+            f"{len(path)} rules and their parentheses lie {depth} deep within each other, from "
+            f"{path[0]!r} to {path[-1]!r}; at most {LONGEST_CHAIN} may"
+        )
 
 
 def _weight(rule: Rule) -> int:

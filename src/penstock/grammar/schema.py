@@ -7,30 +7,27 @@ never ends, and counts that repeated keys would meet.
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
-from decimal import Decimal
 from typing import Any, Final
 
+from penstock.grammar import places
 from penstock.grammar.chains import check_chains
 from penstock.grammar.ecma import to_rust
 from penstock.grammar.formats import pattern_of
 from penstock.grammar.logic import rewrite
 from penstock.grammar.matcher import first_line
 from penstock.grammar.refusal import Refusal, pointer
-from penstock.grammar.shape import check_shape
+from penstock.grammar.shortest import check_shortest
+from penstock.grammar.sizes import check_count, check_size
 from penstock.grammar.subschemas import Path, Schema, children, reachable, resolve
 from penstock.sampling.structured import StructuredOutputs
 
 MOST_NESTED: Final = 100
-MOST_SCHEMAS: Final = 25_000  # the library stops at 50,000 of its own steps, two a schema or more
 MOST_PATTERNS: Final = 32
-MOST_SQUARED: Final = 8_000_000  # properties of an object, squared, in all: what compiling takes
-HIGHEST_MULTIPLE: Final = 100_000  # its digits as a whole number: the states that a multiple takes
 
-WHITESPACE: Final = r"\x20|(?:\r?\n){1,2}(?:\x20{0,64}|\t{0,16})"
+WHITESPACE: Final = r"\x20|(?:\r?\n){1,2}(?:\x20{0,32}|\t{0,8})"
 """A space; or one or two line ends and an indentation. Unbounded, it is what a model can write
 for ever at a high temperature."""
 
@@ -76,8 +73,9 @@ def prepare(document: Schema) -> Schema:
             "is laid out",
             "#/x-guidance",
         )
-    _check_size(document)
+    check_size(document)
     rewrite(document)
+    check_count(document)
     for path, schema in list(reachable(document)):
         try:
             _check(schema)
@@ -92,6 +90,11 @@ def prepare(document: Schema) -> Schema:
 def explain(document: Schema, detail: str) -> tuple[str, str, str]:
     """Our reason, the place, and the library's words, for its message about a prepared schema."""
     said = first_line(detail)
+    if match := re.search(r"Unsatisfiable schema: ([^\n]*)", detail):
+        place, why = places.of_nothing(document, first_line(match[1]))
+        return f"no value follows it ({why})", place, said
+    if "regex" in detail and (wrong := places.of_a_regex(document)):
+        return f"the pattern isn't one that can be followed: {wrong[1]}", wrong[0], ""
     for pattern, reason in _MESSAGES:
         if match := re.search(pattern, detail):
             named = match.groupdict().get("key")
@@ -106,7 +109,16 @@ _MESSAGES: Final = (
     ),
     (r"Unknown format: (?P<format>.*)", "the format {format!r} can't be held to"),
     (r"oneOf constraints are not supported", "oneOf has options that more than one value may meet"),
-    (r"Unsatisfiable schema: (?P<why>[^\n]*)", "no value follows it ({why})"),
+    (
+        r"Unable to determine if regex is empty",
+        "whether a text follows its pattern, its length and its format together takes too long to "
+        "find out",
+    ),
+    (
+        r"can't determine if patternProperty",
+        "whether two of its patterns meet the same name takes too long to find out",
+    ),
+    (r"Failed to generate regex for float range", "a bound is too large or has too many digits"),
     (r"Resource '(?P<uri>[^']*)' is not present", "$ref names {uri!r}, which isn't within it"),
     (
         r"Pointer '(?P<pointer>[^']*)' does not exist",
@@ -127,6 +139,10 @@ _KEYS_OF = {"oneOf": "oneOf", "min/max": "maxProperties", "not disjoint": "patte
 
 def _place(document: Schema, key: str | None, match: re.Match[str]) -> str:
     """Where the first part is that the message can be about."""
+    if place := places.of_a_pattern(document, match.string):
+        return place
+    if place := places.of_a_range(document, match.string):
+        return place
     found = match.groupdict()
     for path, schema in reachable(document):
         if key is not None and key in schema:
@@ -156,41 +172,6 @@ def _check_nesting(document: Schema) -> None:
             waiting += [((*path, key), one, depth + 1) for key, one in value.items()]
         elif isinstance(value, list):
             waiting += [((*path, i), one, depth + 1) for i, one in enumerate(value)]
-
-
-def _check_size(document: Schema) -> None:
-    """Raises Refusal for what isn't a schema, and for more than can be compiled in time."""
-    squared, multiples = 0, dict[int, Path]()
-    for count, (path, schema) in enumerate(reachable(document)):
-        try:
-            check_shape(schema)
-        except Refusal as refusal:
-            raise refusal.at(pointer(path)) from refusal
-        properties = schema.get("properties")
-        squared += len(properties) ** 2 if isinstance(properties, dict) else 0
-        if count >= MOST_SCHEMAS or squared > MOST_SQUARED:
-            raise Refusal(
-                "it holds more schemas or properties than can be compiled in time: at most "
-                f"{MOST_SCHEMAS:,} schemas, and about {math.isqrt(MOST_SQUARED):,} properties in "
-                "an object"
-            )
-        multiple = schema.get("multipleOf")
-        if isinstance(multiple, (int, float)) and not isinstance(multiple, bool) and multiple > 0:
-            multiples[_digits(multiple)] = path
-            # Where several meet in one number it must be a multiple of all.
-            together = max(sum(multiples), math.lcm(*multiples))
-            if together > HIGHEST_MULTIPLE:
-                raise Refusal(
-                    f"{multiple} is too fine, alone or beside others: what all are multiples of "
-                    f"has {together:,} steps, and at most {HIGHEST_MULTIPLE:,} can be followed",
-                    pointer((*path, "multipleOf")),
-                )
-
-
-def _digits(number: float) -> int:
-    """2.50 → 25, 1200 → 12: what remains without the power of ten."""
-    whole = "".join(map(str, Decimal(str(number)).normalize().as_tuple().digits))
-    return int(whole)
 
 
 def _check(schema: dict[str, Any]) -> None:
@@ -233,7 +214,9 @@ def _spell_out(schema: dict[str, Any]) -> None:
 
 def _translated(pattern: str, place: str) -> str:
     try:
-        return to_rust(pattern)
+        written = to_rust(pattern)
+        check_shortest(written)
+        return written
     except Refusal as refusal:
         raise refusal.at(place) from refusal
 
@@ -261,6 +244,8 @@ def _cut_what_never_ends(document: dict[str, Any]) -> None:
                 fresh.update(dict.fromkeys(users.get(one, ())))
         waiting = {one: None for one in fresh if one not in ends}
     if id(document) not in ends:
+        if found := places.seen(document):
+            raise Refusal(f"no value follows it ({found[1]})", found[0])
         raise Refusal("each of its values would hold another one within it, without end", "#")
     for schema in nodes.values():
         for holder, at, child in list(_places(schema)):

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Final
 
 from penstock.grammar.refusal import Refusal
 
+_ORDERED: Final = (
+    ("minimum", "maximum"), ("minItems", "maxItems"), ("minLength", "maxLength"),
+    ("minProperties", "maxProperties"), ("minContains", "maxContains"),
+)  # fmt: skip
 _KINDS: Final = ("null", "boolean", "integer", "number", "string", "array", "object")
 
 
@@ -16,6 +20,44 @@ def check_shape(schema: dict[str, Any]) -> None:
         for name in names.split():
             if name in schema and not fits(schema[name]):
                 raise Refusal(f"{name} must be {what}, not {schema[name]!r:.60}", f"/{name}")
+
+
+def contradiction(schema: Mapping[str, Any]) -> tuple[str, str] | None:
+    """(keyword, what is wrong) where keywords of a schema let no value follow them together.
+
+    Its keywords must hold what they must.
+    """
+    for low, high in _ORDERED:
+        if low in schema and high in schema and schema[low] > schema[high]:
+            return low, f"is {schema[low]}, but {high} is {schema[high]}"
+    for key in ("enum", "anyOf", "oneOf"):
+        if key in schema and not schema[key]:
+            return key, "is an empty list"
+    kinds = schema.get("type")
+    if kinds is not None:
+        named = list(dict.fromkeys(kinds)) if isinstance(kinds, list) else [kinds]
+        for key, values in (("enum", schema.get("enum")), ("const", [schema.get("const")])):
+            if key in schema and not any(
+                has_type(one, kind) for one in values or () for kind in named
+            ):
+                return key, f"has no value of type {' or '.join(named)}"
+        if "object" not in named:
+            return None
+    properties, required = schema.get("properties", {}), schema.get("required", ())
+    closed = schema.get("additionalProperties") is False and "patternProperties" not in schema
+    for name in required if isinstance(required, list) else ():
+        if properties.get(name) is False or (closed and name not in properties):
+            return "required", f"names {name[:60]!r}, which properties doesn't allow"
+    return None
+
+
+def has_type(value: Any, kind: str) -> bool:
+    """Whether a value is of one of JSON Schema's types; 1.0 is an integer."""
+    if kind in ("integer", "number"):
+        number = isinstance(value, int | float) and not isinstance(value, bool)
+        return number and (kind == "number" or isinstance(value, int) or value.is_integer())
+    classes = {"array": list, "boolean": bool, "object": dict, "string": str}
+    return value is None if kind == "null" else isinstance(value, classes[kind])
 
 
 def _schema(value: Any) -> bool:

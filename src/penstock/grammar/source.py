@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 
 from penstock.grammar import gbnf, lark, schema, structural_tag
 from penstock.grammar.matcher import first_line
+from penstock.grammar.probe import STEPS, STEPS_OF_A_REGEX, suspicious
 from penstock.grammar.refusal import Refusal
+from penstock.grammar.shortest import check_shortest
+from penstock.grammar.subschemas import Schema
 from penstock.grammar.vocabulary import Vocabulary
 from penstock.sampling.structured import StructuredOutputs
 
@@ -26,6 +29,8 @@ class Source:
     text: str
     explain: Explain
     fuel: int = 500_000
+    steps: int = STEPS  # for which it is tried out
+    parts: Mapping[str, Source] = field(default_factory=dict)  # tried out alone, by place
 
 
 def source_of(spec: StructuredOutputs, vocabulary: Vocabulary) -> Source:
@@ -34,7 +39,9 @@ def source_of(spec: StructuredOutputs, vocabulary: Vocabulary) -> Source:
         case "json" | "json_object":
             return _of_json(spec)
         case "regex":
-            return _of_lark(f"start: {lark.regex(str(spec.regex))}\n", _explain_regex)
+            check_shortest(str(spec.regex))
+            source = _of_lark(f"start: {lark.regex(str(spec.regex))}\n", _explain_regex)
+            return replace(source, steps=STEPS_OF_A_REGEX)
         case "choice":
             return _of_choices(spec)
         case "grammar":
@@ -49,9 +56,16 @@ def _of_json(spec: StructuredOutputs) -> Source:
     document = {"type": "object"} if spec.kind == "json_object" else json.loads(spec.text)
     whitespace = schema.Whitespace.of(spec)
     prepared = schema.prepare(document)
-    body = schema.with_options(prepared, whitespace)
-    text = json.dumps({"grammars": [{"json_schema": body}]})
-    return Source(text, lambda detail: schema.explain(document, detail))
+
+    def source(part: Schema, steps: int) -> Source:
+        text = json.dumps({"grammars": [{"json_schema": schema.with_options(part, whitespace)}]})
+        return Source(text, lambda detail: schema.explain(document, detail), steps=steps)
+
+    tried = {
+        place: source({"type": "string", "pattern": pattern}, STEPS_OF_A_REGEX)
+        for place, pattern in suspicious(prepared)
+    }
+    return replace(source(prepared, 0), parts=tried)
 
 
 def _of_choices(spec: StructuredOutputs) -> Source:
@@ -63,7 +77,9 @@ def _of_choices(spec: StructuredOutputs) -> Source:
     # One terminal: as alternatives of a rule, a thousand of them would take seconds.
     options = " | ".join(map(lark.literal, choices))
     choice = _of_lark(f"start: CHOICE\nCHOICE: {options}\n", _explain)
-    return replace(choice, fuel=1_000_000)  # plain texts burn fast: 100,000 take half a second
+    return replace(
+        choice, fuel=1_000_000, steps=0
+    )  # plain texts burn fast: 100,000 take half a second
 
 
 def _of_grammar(text: str) -> Source:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import llguidance
 import numpy as np
 
@@ -21,14 +23,23 @@ _REASONS = {
 class GrammarState:
     """A `Constraint`: llguidance's matcher for a compiled grammar, over a model's vocabulary."""
 
-    __slots__ = ("_ended", "_matcher", "_vocabulary")
+    __slots__ = ("_ended", "_matcher", "_used_up", "_vocabulary")
 
     def __init__(
-        self, matcher: llguidance.LLMatcher, vocabulary: Vocabulary, *, ended: bool = False
+        self,
+        matcher: llguidance.LLMatcher,
+        vocabulary: Vocabulary,
+        *,
+        ended: bool = False,
+        used_up: Callable[[], None] | None = None,
     ) -> None:
+        """used_up: called where the matcher has no room for another state of its lexer, which it
+        shares with all its copies: none of them can go on to where none has been.
+        """
         self._matcher = matcher
         self._vocabulary = vocabulary
         self._ended = ended  # by an end token, which the matcher isn't told: it wouldn't count it
+        self._used_up = used_up
 
     def fill(self, bits: Bits) -> None:
         """Write which tokens may come next. Raises RequestError where a limit is reached."""
@@ -85,7 +96,9 @@ class GrammarState:
 
     def fork(self) -> GrammarState:
         """The same state for another sequence with the same tokens."""
-        return GrammarState(self._matcher.deep_copy(), self._vocabulary, ended=self._ended)
+        return GrammarState(
+            self._matcher.deep_copy(), self._vocabulary, ended=self._ended, used_up=self._used_up
+        )
 
     def rollback(self, count: int) -> None:
         """Take back the last `count` accepted tokens."""
@@ -95,12 +108,20 @@ class GrammarState:
         if count and not self._matcher.rollback(count):
             raise ValueError(f"{count} tokens can't be taken back: {self._matcher.get_error()}")
 
+    @property
+    def failure(self) -> str:
+        """Why it can't go on, in the library's words; empty while it can."""
+        return first_line(self._matcher.get_error()) if self._matcher.is_error() else ""
+
     def _check(self) -> None:
-        if not self._matcher.is_error():
+        if not (failure := self.failure):
             return
         reason = _REASONS.get(self._matcher.stop_reason(), "no token of the model can go on here")
+        if "too many" in failure:  # expressions of one step, or states of all copies together
+            reason = _REASONS["LexerTooComplex"]
+            if self._used_up is not None:
+                self._used_up()
         raise RequestError(
-            f"The text can't be held to its structure any further: {reason} (llguidance: "
-            f"{first_line(self._matcher.get_error())}). Make the grammar or schema simpler, or "
-            "bound its repetitions."
+            f"The text can't be held to its structure any further: {reason} (llguidance: {failure})"
+            ". Make the grammar or schema simpler, or bound its repetitions."
         )

@@ -16,8 +16,11 @@ from typing import Any, Final
 from penstock.grammar import gbnf, lark, schema
 from penstock.grammar.refusal import Refusal, pointer
 from penstock.grammar.vocabulary import Vocabulary
+from penstock.sampling.structured import MOST_CHARACTERS
 
 MOST_NESTED: Final = 50
+MOST_PARTS: Final = 3_000
+MOST_TRIGGERS: Final = 500  # each tag's beginning is held against every one
 _TEXT: Final = r"(?s:.*)"
 _FIELDS: Final[dict[str, tuple[str, ...]]] = {
     "const_string": ("value",),
@@ -77,6 +80,7 @@ class _Builder:
     def __init__(self, vocabulary: Vocabulary) -> None:
         self.vocabulary = vocabulary
         self.lines: list[str] = []
+        self.count = self.characters = 0
         names = {vocabulary.tokenizer.id_to_token(i): i for i in sorted(vocabulary.special_ids)}
         self.special = {name: i for name, i in names.items() if name and vocabulary.has(i)}
         longest = sorted(self.special, key=len, reverse=True)
@@ -86,6 +90,11 @@ class _Builder:
         """A part, and with `ends` what closes it: then one of them is a piece of it."""
         if len(path) > 2 * MOST_NESTED:
             raise Refusal(f"more than {MOST_NESTED} parts lie within each other", pointer(path[:4]))
+        self.count += 1
+        if self.count > MOST_PARTS:
+            raise Refusal(
+                f"more than {MOST_PARTS:,} parts can't be compiled in time", pointer(path)
+            )
         kind = _field(form, "type", str, path) if isinstance(form, Mapping) else None
         if kind not in _FIELDS:
             known = ", ".join(_FIELDS)
@@ -121,16 +130,28 @@ class _Builder:
         return self._rule(f"%json {json.dumps(body)}")
 
     def _regex(self, form: Mapping[str, Any], path: tuple[str | int, ...]) -> str:
-        return lark.regex(_field(form, "pattern", str, path))
+        return lark.regex(self._read(form, "pattern", path))
 
     def _grammar(self, form: Mapping[str, Any], path: tuple[str | int, ...]) -> str:
-        text = _field(form, "grammar", str, path)
+        text = self._read(form, "grammar", path)
         try:
             first, lines = gbnf.to_rules(text, prefix=f"g{len(self.lines)}_")
         except Refusal as refusal:
             raise Refusal(f"{refusal.place}: {refusal.reason}", pointer(path)) from refusal
         self.lines += lines
         return first
+
+    def _read(self, form: Mapping[str, Any], name: str, path: tuple[str | int, ...]) -> str:
+        """A regex or a grammar, as long as all of them are short enough."""
+        text = str(_field(form, name, str, path))
+        self.characters += len(text)
+        if self.characters > MOST_CHARACTERS["grammar"]:
+            raise Refusal(
+                f"the regexes and grammars up to here have {self.characters:,} characters; at most "
+                f"{MOST_CHARACTERS['grammar']:,} are read",
+                pointer((*path, name)),
+            )
+        return text
 
     def _token(self, form: Mapping[str, Any], path: tuple[str | int, ...]) -> str:
         return self._parts([self._token_id(form, path)])
@@ -217,6 +238,11 @@ class _Builder:
         self, form: Mapping[str, Any], path: tuple[str | int, ...], ends: list[list[Part]] | None
     ) -> str:
         triggers = _field(form, "triggers", list, path)
+        if len(triggers) > MOST_TRIGGERS:
+            raise Refusal(
+                f"{len(triggers):,} triggers; at most {MOST_TRIGGERS} can be compiled in time",
+                pointer((*path, "triggers")),
+            )
         if form.get("excludes"):
             raise Refusal("excludes can't be followed here", pointer((*path, "excludes")))
         at_once, later = self._tags(form, path, triggers)

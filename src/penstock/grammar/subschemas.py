@@ -62,7 +62,7 @@ def reachable(document: Schema) -> Iterator[tuple[Path, dict[str, Any]]]:
                     if isinstance(named, dict):
                         found += [((key, name), one) for name, one in named.items()]
             else:
-                found.append((_path(schema["$ref"]), target))
+                found.append((path_of(schema["$ref"]), target))
         waiting += reversed(found)
 
 
@@ -71,7 +71,7 @@ def resolve(document: Schema, reference: object) -> Any:
     if not isinstance(reference, str) or not (reference == "#" or reference.startswith("#/")):
         return None
     found: Any = document
-    for one in _path(reference):
+    for one in path_of(reference):
         if isinstance(found, dict) and one in found:
             found = found[str(one)]
         elif isinstance(found, list) and str(one).isdecimal() and int(one) < len(found):
@@ -81,6 +81,7 @@ def resolve(document: Schema, reference: object) -> Any:
     return found
 
 
-def _path(reference: str) -> Path:
+def path_of(reference: str) -> Path:
+    """The place that "#/…" names."""
     parts = unquote(reference[1:]).split("/")[1:]
     return tuple(part.replace("~1", "/").replace("~0", "~") for part in parts)

@@ -9,7 +9,7 @@ from penstock.sampling.logprobs import Logprob, TokenLogprobs, prompt_logprobs
 from penstock.sampling.params import CUTS, SUGGESTED, SamplingParams
 from penstock.sampling.pipeline import NO_TOKEN, Sampled, Sampler
 from penstock.sampling.state import SequenceSampling
-from penstock.sampling.structured import StructuredOutputs
+from penstock.sampling.structured import StructuredOutputs, StructuredOutputsParams
 
 __all__ = [
     "CUTS",
@@ -27,6 +27,7 @@ __all__ = [
     "SamplingParams",
     "SequenceSampling",
     "StructuredOutputs",
+    "StructuredOutputsParams",
     "TokenLogprobs",
     "best_of",
     "log_probabilities",

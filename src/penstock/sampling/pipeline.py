@@ -50,6 +50,9 @@ Draw = Callable[[Tensor, Cuts, Tensor], Drawn]
 NO_TOKEN = -1
 """Stands in ``Sampled.token_ids`` for a row that failed."""
 
+MASKED = "Every token is masked"
+"""How the error begins that a row gets of which nothing is left."""
+
 
 @dataclass(slots=True)
 class Sampled:
@@ -266,8 +269,8 @@ def _failures(members: npt.NDArray[np.int64], peaks: Tensor) -> dict[int, str]:
 def _describe(peak: float) -> str:
     if peak == -math.inf:
         return (
-            "Every token is masked: allowed_token_ids, min_tokens or a grammar leave none of the "
-            "vocabulary. Loosen one of them."
+            f"{MASKED}: allowed_token_ids, min_tokens or a grammar leave none of the vocabulary. "
+            "Loosen one of them."
         )
     return (
         f"The model's logits hold a {'NaN' if math.isnan(peak) else '+infinity'}, so no token "

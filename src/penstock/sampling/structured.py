@@ -15,8 +15,16 @@ from penstock.errors import InvalidSamplingError, nearest
 KINDS: Final = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
 """What an output may be held to; one of them at a time."""
 
-MOST_CHARACTERS: Final = 4 << 20
-"""Of a schema or a grammar: more is refused before it is read."""
+MOST_CHARACTERS: Final = {
+    "json": 4 << 20,
+    "choice": 4 << 20,
+    "structural_tag": 1 << 20,
+    "grammar": 200_000,
+    "regex": 200_000,
+    "whitespace_pattern": 200_000,
+}
+"""More is refused before it is read: each keeps a refusal within a second. A schema may have most,
+for much of it is often descriptions."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,6 +114,10 @@ class StructuredOutputs:
         return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
 
 
+StructuredOutputsParams = StructuredOutputs
+"""vLLM's name."""
+
+
 def _check_text(name: str, value: object) -> None:
     """Raises InvalidSamplingError for what isn't a text that can be read."""
     if value is None:
@@ -116,10 +128,10 @@ def _check_text(name: str, value: object) -> None:
         )
     if not value and name != "whitespace_pattern":
         raise InvalidSamplingError(f"structured_outputs.{name} is empty. Leave it out.")
-    if len(value) > MOST_CHARACTERS:
+    if len(value) > MOST_CHARACTERS[name]:
         raise InvalidSamplingError(
             f"structured_outputs.{name} has {len(value):,} characters; at most "
-            f"{MOST_CHARACTERS:,} are read."
+            f"{MOST_CHARACTERS[name]:,} are read. Make it shorter."
         )
     try:
         value.encode()
@@ -169,9 +181,9 @@ def _choices(value: object) -> tuple[str, ...]:
                 f"structured_outputs.choice[{i}] is {one!r:.60}; it must be a text of at least one "
                 "character."
             )
-    if sum(map(len, value)) > MOST_CHARACTERS:
+    if sum(map(len, value)) > MOST_CHARACTERS["choice"]:
         raise InvalidSamplingError(
             f"structured_outputs.choice has {sum(map(len, value)):,} characters; at most "
-            f"{MOST_CHARACTERS:,} are read."
+            f"{MOST_CHARACTERS['choice']:,} are read. Offer fewer choices, or shorter ones."
         )
     return tuple(dict.fromkeys(value))

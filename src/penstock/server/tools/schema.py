@@ -11,6 +11,8 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any, TypeAlias
 
+from penstock.grammar.shape import contradiction
+
 Place: TypeAlias = "tuple[Place, str | tuple[str, str]] | None"
 """Of a part of a schema: the part around it, and the step into it. Written out for a mistake alone:
 names of properties may be long, and what they hold many."""
@@ -27,10 +29,6 @@ _COUNTS = (
     "minProperties",
 )  # fmt: skip
 _NUMBERS = ("exclusiveMaximum", "exclusiveMinimum", "maximum", "minimum")
-_ORDERED = (
-    ("minimum", "maximum"), ("minItems", "maxItems"), ("minLength", "maxLength"),
-    ("minProperties", "maxProperties"), ("minContains", "maxContains"),
-)  # fmt: skip
 _PLAIN_KEY = re.compile(r"[A-Za-z_$][\w$-]*")
 
 
@@ -46,7 +44,10 @@ def problem_of(schema: Mapping[str, Any]) -> tuple[str, str] | None:
         if not isinstance(one, Mapping):
             said = f"is {_shown(one)}; it must be a schema: an object, true or false"
             return _written(place), said
-        found = _mistake(one) or _contradiction(one) or _dangling(one, schema)
+        found = _mistake(one)
+        if found is None and (said := contradiction(one)):
+            found = f".{said[0]}", said[1]
+        found = found or _dangling(one, schema)
         if found is not None:
             return _written(place) + found[0], found[1]
         waiting += (((place, inner), value) for inner, value in _subschemas(one))
@@ -112,25 +113,6 @@ def _mistake(schema: Mapping[str, Any]) -> tuple[str, str] | None:
     return None
 
 
-def _contradiction(schema: Mapping[str, Any]) -> tuple[str, str] | None:
-    """Keywords that no value can satisfy together."""
-    for low, high in _ORDERED:
-        if low in schema and high in schema and schema[low] > schema[high]:
-            return f".{low}", f"is {schema[low]}, but {high} is {schema[high]}"
-    kinds = schema.get("type")
-    if kinds is not None:
-        named = list(dict.fromkeys(kinds)) if isinstance(kinds, list) else [kinds]
-        for key, values in (("enum", schema.get("enum")), ("const", [schema.get("const")])):
-            if key in schema and not any(has_type(x, kind) for x in values or () for kind in named):
-                return f".{key}", f"has no value of type {' or '.join(named)}"
-    properties = schema.get("properties", {})
-    for name in schema.get("required", ()):
-        closed = schema.get("additionalProperties") is False and "patternProperties" not in schema
-        if properties.get(name) is False or (closed and name not in properties):
-            return ".required", f"names {name[:60]!r}, which properties doesn't allow"
-    return None
-
-
 def _dangling(schema: Mapping[str, Any], root: Mapping[str, Any]) -> tuple[str, str] | None:
     """A reference into the schema to what isn't there."""
     reference = schema.get("$ref", "#")
@@ -150,15 +132,6 @@ def _dangling(schema: Mapping[str, Any], root: Mapping[str, Any]) -> tuple[str, 
 
 def _outside(reference: str) -> str:
     return f"is {reference[:80]!r}; only the schema's own parts (#/…) are looked up"
-
-
-def has_type(value: Any, kind: str) -> bool:
-    """Whether a value is of one of JSON Schema's types; 1.0 is an integer."""
-    if kind in ("integer", "number"):
-        number = isinstance(value, int | float) and not isinstance(value, bool)
-        return number and (kind == "number" or isinstance(value, int) or value.is_integer())
-    classes = {"array": list, "boolean": bool, "object": dict, "string": str}
-    return value is None if kind == "null" else isinstance(value, classes[kind])
 
 
 def _shown(value: Any) -> str:

@@ -22,7 +22,7 @@ import llguidance
 
 from penstock.grammar.ecma import to_rust
 from penstock.grammar.refusal import Refusal
-from penstock.server.tools.schema import has_type
+from penstock.grammar.shape import has_type
 
 Place: TypeAlias = "tuple[Place, str | int] | None"
 Found: TypeAlias = bool | None
