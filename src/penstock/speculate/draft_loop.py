@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -100,27 +101,44 @@ class DraftLoop:
         return going
 
 
+class _Array:
+    """Memory that is written to again and again, and the same as a tensor."""
+
+    def __init__(self, size: int) -> None:
+        self.held: Ints = np.zeros(size, dtype=np.int32)
+        self._tensor = torch.from_numpy(self.held)
+
+    def fill(self, values: Sequence[int] | NDArray[np.integer[Any]]) -> Tensor:
+        """The first places, holding `values`."""
+        self.held[: len(values)] = values
+        return self._tensor[: len(values)]
+
+    def table(self, rows: int, width: int) -> tuple[Ints, Tensor]:
+        """The first places as a matrix."""
+        size = rows * width
+        return self.held[:size].reshape(rows, width), self._tensor[:size].view(rows, width)
+
+
 class StepArrays:
     """Lays passes out, in arrays that are allocated once: a `Step` is good until the next one."""
 
     def __init__(self, limits: DraftLimits) -> None:
         self._block_size = limits.block_size
-        width = -(-limits.max_model_len // limits.block_size)
-        tokens, seqs = max(limits.max_num_tokens, limits.max_num_seqs), limits.max_num_seqs
-        sizes = (tokens, tokens, tokens, seqs + 1, seqs, seqs * width, seqs)
-        self._arrays: list[Ints] = [np.zeros(size, dtype=np.int32) for size in sizes]
-        self._tensors = [torch.from_numpy(array) for array in self._arrays]
-        self._count = 0  # of sequences in the last pass
-        self._width = 0  # of its block table
+        seqs = limits.max_num_seqs
+        tokens = max(limits.max_num_tokens, seqs)
+        self._tokens, self._positions, self._slots = (_Array(tokens) for _ in range(3))
+        self._query_start, self._context_len, self._sample_at = (_Array(seqs + 1) for _ in range(3))
+        self._blocks = _Array(seqs * -(-limits.max_model_len // limits.block_size))
+        self._width = 0  # of the last pass's block table
 
     def lay_out(self, runs: Sequence[Run]) -> Step:
         """The pass that computes the runs' tokens; of those with a limit, logits of the last."""
         size = self._block_size
         counts = [len(run.tokens) for run in runs]
-        starts = np.cumsum([0, *counts])
-        total, width = int(starts[-1]), max(-(-run.most // size) for run in runs)
-        held = self._arrays[5][: len(runs) * width].reshape(len(runs), width)
-        for row, run in zip(held, runs, strict=True):
+        starts = np.cumsum([0, *counts], dtype=np.int64)
+        self._width = max(-(-run.most // size) for run in runs)
+        table, block_table = self._blocks.table(len(runs), self._width)
+        for row, run in zip(table, runs, strict=True):
             blocks = run.blocks[: -(-run.most // size)]
             if len(blocks) * size < run.most:
                 raise PenstockError(
@@ -128,37 +146,29 @@ class StepArrays:
                     f"{len(blocks)} blocks of {size}."
                 )
             row[: len(blocks)] = blocks
-        firsts = np.array([run.first for run in runs])
+        firsts = np.array([run.first for run in runs], dtype=np.int64)
         owner = np.repeat(np.arange(len(runs)), counts)
-        positions = np.arange(total) - starts[owner] + firsts[owner]
-        contents = (
-            [token for run in runs for token in run.tokens],
-            positions,
-            held[owner, positions // size] * size + positions % size,
-            starts,
-            firsts + counts,
-            None,
-            [end - 1 for end, run in zip(starts[1:].tolist(), runs, strict=True) if run.limit],
+        positions = np.arange(int(starts[-1])) - starts[owner] + firsts[owner]
+        ends = zip(starts[1:].tolist(), runs, strict=True)
+        return Step(
+            tokens=self._tokens.fill([token for run in runs for token in run.tokens]),
+            positions=self._positions.fill(positions),
+            slots=self._slots.fill(table[owner, positions // size] * size + positions % size),
+            query_start=self._query_start.fill(starts),
+            context_len=self._context_len.fill(firsts + counts),
+            block_table=block_table,
+            sample_at=self._sample_at.fill([end - 1 for end, run in ends if run.limit]),
         )
-        self._count, self._width = len(runs), width
-        tensors = []
-        for array, tensor, content in zip(self._arrays, self._tensors, contents, strict=True):
-            if content is None:
-                tensors.append(tensor[: held.size].view(held.shape))
-                continue
-            array[: len(content)] = content
-            tensors.append(tensor[: len(content)])
-        return Step(*tensors)
 
     def advance(self, tokens: list[int]) -> None:
         """Make the last pass, where each sequence had one token, the one after it."""
-        count, size = self._count, self._block_size
-        held, positions, slots, _, contexts, table, _ = self._arrays
-        held[:count] = tokens
-        positions, slots = positions[:count], slots[:count]
+        count, size = len(tokens), self._block_size
+        self._tokens.held[:count] = tokens
+        positions, slots = self._positions.held[:count], self._slots.held[:count]
         positions += 1
-        contexts[:count] += 1
         slots += 1
+        self._context_len.held[:count] += 1
         (entering,) = (positions % size == 0).nonzero()
         if len(entering):
-            slots[entering] = table[entering * self._width + positions[entering] // size] * size
+            table, _ = self._blocks.table(count, self._width)
+            slots[entering] = table[entering, positions[entering] // size] * size
