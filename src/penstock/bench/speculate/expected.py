@@ -122,7 +122,7 @@ class Costs:
     def best(self, alpha: float, most: int) -> tuple[float, int]:
         """The best speed-up with drafts at a rate of `alpha`, and their length, 1 … `most`."""
         return max(
-            (geometric_tokens(alpha, length) * self.plain_s / self._seconds(length), length)
+            (geometric_tokens(alpha, length) * self.by_drafted[0] / self._seconds(length), length)
             for length in range(1, most + 1)
         )
 

@@ -6,7 +6,7 @@ import statistics
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 from penstock.bench.speculate.expected import (
     Costs,
@@ -21,8 +21,11 @@ from penstock.bench.speculate.floors import DraftFloor
 from penstock.bench.speculate.runs import Runs, Step, tokens_per_s
 from penstock.errors import ConfigError
 from penstock.hardware import Peaks
-from penstock.roofline import StepSize, floor_of
+from penstock.roofline import StepRecord, StepSize, floor_of
 from penstock.speculate.control import StepTimes
+
+SEEN_OFTEN: Final = 3
+"""Steps of a size, before others' costs are taken from theirs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,13 +38,23 @@ class Expected:
 
 
 @dataclass(frozen=True, slots=True)
+class StepTime:
+    """Steps of one size."""
+
+    seconds: float  # the median, drafting apart
+    forward_s: float  # of this, the forward pass
+    steps: int
+
+
+@dataclass(frozen=True, slots=True)
 class Figures:
     """What came of one workload."""
 
     runs: Runs
     places: Sequence[Place]
     costs: Costs
-    steps_at: dict[int, tuple[float, int]]  # tokens verified → the median step, drafting apart; …
+    steps_at: dict[int, StepTime]  # with drafts, by the number of tokens verified
+    plain: StepTime
     expected: Expected
     shares: tuple[float, float]  # of the floor: plain, with drafts
 
@@ -141,11 +154,8 @@ class Figures:
                 "draft_lengths": dict(sorted(self.lengths.items())),
             },
             "costs": {
-                "plain_step_ms": 1e3 * self.costs.plain_s,
-                "verification": {
-                    count: {"ms": 1e3 * seconds, "steps": steps}
-                    for count, (seconds, steps) in self.steps_at.items()
-                },
+                "plain_step": _milliseconds(self.plain),
+                "verification": {n: _milliseconds(took) for n, took in self.steps_at.items()},
                 "drafting_ms": 1e3 * self.costs.draft_s,
                 "drafting_by_token": self.costs.by_passes,
                 "drafting_of_a_plain_step": self.drafting,
@@ -171,6 +181,10 @@ class Figures:
         }
 
 
+def _milliseconds(took: StepTime) -> dict[str, Any]:
+    return {"ms": 1e3 * took.seconds, "forward_ms": 1e3 * took.forward_s, "steps": took.steps}
+
+
 def _pair(values: tuple[float, float]) -> dict[str, float]:
     return {"plain": values[0], "speculating": values[1]}
 
@@ -194,7 +208,7 @@ def figures_of(runs: Runs, peaks: Peaks, draft_floor: DraftFloor) -> Figures:
             "nothing was timed. Lower --batch-size, or give prompts with longer outputs."
         )
     places = runs.log.places()
-    costs, steps_at, looking_s = _costs(runs, *full)
+    costs, without, steps_at, looking_s = _costs(runs, *full)
     sizes = [step.record.size for step in full[1]]
     floors = (
         _floor_s(plain, peaks, None),
@@ -208,7 +222,7 @@ def figures_of(runs: Runs, peaks: Peaks, draft_floor: DraftFloor) -> Figures:
     )
     spent = [sum(step.seconds for step in steps) for steps in (plain, drafted)]
     shares = (floors[0] / spent[0], floors[1] / spent[1])
-    return Figures(runs, places, costs, steps_at, expected, shares)
+    return Figures(runs, places, costs, steps_at, without, expected, shares)
 
 
 def _floor_s(steps: Sequence[Step], peaks: Peaks, draft: DraftFloor | None) -> float:
@@ -222,30 +236,48 @@ def _floor_s(steps: Sequence[Step], peaks: Peaks, draft: DraftFloor | None) -> f
 
 def _costs(
     runs: Runs, plain: Sequence[Step], drafted: Sequence[Step]
-) -> tuple[Costs, dict[int, tuple[float, int]], float]:
-    """Of steps with the whole batch; their medians, by tokens that were verified; and what it
-    takes to look for a draft where there is none.
+) -> tuple[Costs, StepTime, dict[int, StepTime], float]:
+    """Of steps with the whole batch: what they cost, plain and by tokens that were verified; and
+    the seconds that it takes to find no draft.
     """
     control = runs.speculation.controller
-    plain_s = statistics.median(step.record.seconds for step in plain)
-    times: dict[int, list[float]] = defaultdict(list)
+    by_drafted: dict[int, list[StepRecord]] = defaultdict(list)
     each, looking = [], []
     for record in (step.record for step in drafted):
-        times[record.size.drafted].append(record.seconds - record.draft_s)
+        by_drafted[record.size.drafted].append(record)
         longest = max(drafted_of(record.size))
         if longest:
             each.append(record.draft_s / longest if control.by_passes else record.draft_s)
         else:
             looking.append(record.draft_s)
-    steps_at = {n: (statistics.median(found), len(found)) for n, found in sorted(times.items())}
-    predicted = StepTimes()
-    for count, (seconds, number) in {0: (plain_s, len(plain)), **steps_at}.items():
-        for _ in range(number):
-            predicted.see(runs.batch, count, seconds if count else plain_s)
-    by_drafted = predicted.seconds(runs.batch, control.most * runs.batch).tolist()
+    without = _time_of([step.record for step in plain])
+    steps_at = {n: _time_of(records) for n, records in sorted(by_drafted.items())}
+    times = _predicted(runs.batch, control.most, without, steps_at)
     draft_s = statistics.median(each) if each else 0.0
-    costs = Costs(runs.batch, plain_s, by_drafted, draft_s, control.by_passes)
-    return costs, steps_at, statistics.median(looking) if looking else 0.0
+    costs = Costs(runs.batch, without.seconds, times, draft_s, control.by_passes)
+    return costs, without, steps_at, statistics.median(looking) if looking else 0.0
+
+
+def _time_of(records: Sequence[StepRecord]) -> StepTime:
+    return StepTime(
+        statistics.median(one.seconds - one.draft_s for one in records),
+        statistics.median(one.forward_s for one in records),
+        len(records),
+    )
+
+
+def _predicted(
+    batch: int, most: int, plain: StepTime, steps_at: dict[int, StepTime]
+) -> list[float]:
+    """Steps that verify 0, 1, … tokens: between and beyond what was seen, and never falling."""
+    times = StepTimes()
+    for count, took in {**steps_at, 0: plain}.items():
+        for _ in range(took.steps if took.steps >= SEEN_OFTEN else 0):
+            times.see(batch, count, took.seconds)
+    if not times.plain_steps(batch):
+        times.see(batch, 0, plain.seconds)
+    found: list[float] = times.seconds(batch, most * batch).tolist()
+    return found
 
 
 def _geometric(sizes: Sequence[StepSize], places: Sequence[Place], costs: Costs) -> float:
@@ -263,7 +295,7 @@ def _from_costs(
     sizes: Sequence[StepSize],
     places: Sequence[Place],
     costs: Costs,
-    steps_at: dict[int, tuple[float, int]],
+    steps_at: dict[int, StepTime],
     looking_s: float,
 ) -> float:
     """By a rate for each place and the median step of each size."""
@@ -271,6 +303,6 @@ def _from_costs(
     def seconds(size: StepSize) -> float:
         longest = max(drafted_of(size))
         more = costs.drafting_s(longest) if longest else looking_s
-        return steps_at[size.drafted][0] + more
+        return steps_at[size.drafted].seconds + more
 
     return speedup_of(sizes, lambda n: tokens_by_place(places, n), seconds, costs.plain_s)

@@ -95,10 +95,10 @@ class PlantedProposer:
 
     def _draft(self, wish: Wish) -> Draft:
         draft, at = Draft(wish.sampling), len(wish.tokens)
-        for token in self._whole(wish)[at : at + wish.limit]:
-            right = self._random.random() < self._rate
-            if not draft.add(token if right else self._other(token)):
-                break
+        draft.extend(
+            token if self._random.random() < self._rate else self._other(token)
+            for token in self._whole(wish)[at : at + wish.limit]
+        )
         return draft
 
     def _whole(self, wish: Wish) -> list[int]:

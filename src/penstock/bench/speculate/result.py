@@ -162,7 +162,7 @@ def _draft_rows(one: Figures) -> Rows:
         ("plain step", seconds(costs.plain_s)),
         (
             "steps by tokens verified",
-            ", ".join(f"{n}: {seconds(took)}" for n, (took, _) in one.steps_at.items()),
+            ", ".join(f"{n}: {seconds(took.seconds)}" for n, took in one.steps_at.items()),
         ),
     ]
     if one.alpha is None or log.acceptance_rate is None:
