@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from penstock.cli.bench_serve import serve
+from penstock.cli.bench_speculate import speculate
 from penstock.cli.bench_structured import structured
 from penstock.cli.loading import load
 from penstock.cli.options import MODEL, Dtype, JsonFile, KvCacheDtype, Model, Quantization
@@ -96,6 +97,7 @@ def throughput(
 
 
 app.command()(serve)
+app.command()(speculate)
 app.command()(structured)
 
 

@@ -43,9 +43,8 @@ def _of_draft_model(config: EngineConfig, runtime: Runtime) -> DraftModelPropose
 
 
 def _of_first_layers(config: EngineConfig, runtime: Runtime) -> SelfLayersProposer:
-    assert config.speculative is not None
     decoder, total = runtime.model.model, len(runtime.model.spec.decoder.layers)
-    count = config.speculative.draft_layers or max(total // 4, 1)
+    count = num_draft_layers(config, runtime)
     if count >= total:
         raise ConfigError(
             f"draft_layers={count}, but the model has {total} layer{'s' * (total > 1)}: a draft "
@@ -65,6 +64,12 @@ def _of_first_layers(config: EngineConfig, runtime: Runtime) -> SelfLayersPropos
     runner = Runner(forward, kv, None if found is None else ReducedVocabulary(found))
     limits = _limits(config, runtime, runtime.model.max_model_len)
     return SelfLayersProposer(runner.forward, limits)
+
+
+def num_draft_layers(config: EngineConfig, runtime: Runtime) -> int:
+    """Of `self`: how many of the first layers guess."""
+    assert config.speculative is not None
+    return config.speculative.draft_layers or max(len(runtime.model.spec.decoder.layers) // 4, 1)
 
 
 def _limits(config: EngineConfig, runtime: Runtime, max_model_len: int) -> DraftLimits:

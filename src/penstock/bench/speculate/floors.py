@@ -1,0 +1,86 @@
+"""What the ledger predicts: the least time of the steps with drafts, and of those without."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from typing import Any
+
+from penstock.bench.speculate.expected import drafted_of
+from penstock.bench.speculate.planted import Planted
+from penstock.config import EngineConfig
+from penstock.hardware import Peaks
+from penstock.models.load import LoadedModel
+from penstock.roofline import CostModel, StepSize, floor_s
+from penstock.runtime import Runtime
+from penstock.runtime.drafting import num_draft_layers
+
+DraftFloor = Callable[[StepSize, Peaks], float]
+"""The least time that drafting a step's guesses takes."""
+
+
+def draft_floor(config: EngineConfig, runtime: Runtime, planted: Planted | None) -> DraftFloor:
+    """Of what guesses here: a model's passes, a share of plain steps, or nothing."""
+    costs = _draft_costs(config, runtime, planted)
+    share = 1.0 if planted is None else planted.cost
+
+    def floor(size: StepSize, peaks: Peaks) -> float:
+        if costs is None or not share:
+            return 0.0
+        return share * sum(floor_s(costs.cost(one), peaks) for one in passes_of(size))
+
+    return floor
+
+
+def passes_of(size: StepSize) -> Iterable[StepSize]:
+    """The passes of a model that has made a step's drafts; one computes a token of each."""
+    lengths = drafted_of(size)
+    for done in range(max(lengths)):
+        contexts = [
+            context - length + done
+            for length, context in zip(lengths, size.contexts, strict=True)
+            if length > done
+        ]
+        yield StepSize([1] * len(contexts), contexts, len(contexts))
+
+
+def _draft_costs(
+    config: EngineConfig, runtime: Runtime, planted: Planted | None
+) -> CostModel | None:
+    """Of a pass of the draft; of the target, whose share it takes, where guesses are planted."""
+    model = runtime.model
+    if planted is not None:
+        return CostModel(model.spec.decoder, model.model.formats, runtime.layout, model.dtype)
+    if runtime.draft is not None:
+        draft = runtime.draft
+        own = draft.model
+        return CostModel(own.spec.decoder, own.model.formats, draft.layout, own.dtype)
+    if config.speculative is not None and config.speculative.method == "self":
+        decoder = model.spec.decoder
+        first = replace(decoder, layers=decoder.layers[: num_draft_layers(config, runtime)])
+        return CostModel(first, model.model.formats, runtime.layout, model.dtype)
+    return None
+
+
+def memory_of(runtime: Runtime) -> dict[str, Any]:
+    """Bytes of the target's and the draft model's weights, and of their caches."""
+    draft = runtime.draft
+    target = {
+        "weight_bytes": _weight_bytes(runtime.model),
+        "kv_bytes_per_token": runtime.layout.bytes_per_block // runtime.layout.block_size,
+        "cache_bytes": runtime.layout.nbytes(runtime.num_blocks),
+    }
+    if draft is None:  # nobody beside the target, or its own layers
+        return {"target": target, "draft": dict.fromkeys(target, 0)}
+    beside = {
+        "weight_bytes": _weight_bytes(draft.model),
+        "kv_bytes_per_token": draft.layout.bytes_per_block // draft.layout.block_size,
+        "cache_bytes": draft.layout.nbytes(runtime.num_blocks),
+    }
+    return {"target": target, "draft": beside}
+
+
+def _weight_bytes(loaded: LoadedModel) -> int:
+    """Of all that is loaded; what is tied counts once."""
+    held = {id(t): t for t in (*loaded.model.parameters(), *loaded.model.buffers())}
+    return sum(tensor.nbytes for tensor in held.values())
