@@ -85,13 +85,14 @@ def check_size(form: Form, offer: Offer) -> None:
     lists = form.arguments == "python" and offer.mode == "auto" and offer.parallel
     if lists:
         total *= 1 + len(sizes)
-    if total > MOST_CHARACTERS:
+    most = MOST_CHARACTERS["structural_tag"]
+    if total > most:
         at = max(range(len(sizes)), key=sizes.__getitem__)
         advice = ", or parallel_tool_calls: false" if lists else ""
         raise ApiError(
             400,
             f"What {len(sizes):,} tools may be called with takes about {total:,} characters to say "
-            f"in this model's form; at most {MOST_CHARACTERS:,} are read. The longest is "
+            f"in this model's form; at most {most:,} are read. The longest is "
             f"{offer.callable[at].place} with {sizes[at]:,}. Send fewer or shorter ones, tools "
             f"without strict and with tool_choice 'auto'{advice}.",
             param="tools",

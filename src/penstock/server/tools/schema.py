@@ -45,8 +45,8 @@ def problem_of(schema: Mapping[str, Any]) -> tuple[str, str] | None:
             said = f"is {_shown(one)}; it must be a schema: an object, true or false"
             return _written(place), said
         found = _mistake(one)
-        if found is None and (said := contradiction(one)):
-            found = f".{said[0]}", said[1]
+        if found is None and (contrary := contradiction(one)):
+            found = f".{contrary[0]}", contrary[1]
         found = found or _dangling(one, schema)
         if found is not None:
             return _written(place) + found[0], found[1]
