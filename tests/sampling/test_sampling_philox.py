@@ -55,3 +55,17 @@ def test_numbers_are_uniform_and_below_one():
         chi_square = ((counts - n / 100) ** 2 / (n / 100)).sum()
         assert 55 < chi_square < 160  # 99 degrees: mean 99, deviation 14
         assert abs(np.corrcoef(values[:-1], values[1:])[0, 1]) < 0.015  # 4.7 deviations
+
+
+def test_few_are_computed_as_many_are():
+    rng = np.random.default_rng(1)
+    seeds = rng.integers(0, 2**64, 500, dtype=np.uint64)
+    samples = rng.integers(0, 2**32, 500).astype(np.uint64)
+    places = rng.integers(0, 2**62, 500)
+    for use in (0, 1, 2**32 - 1):
+        many = uniforms(seeds, samples, places, use)
+        ones = [
+            uniforms(seeds[i : i + 1], samples[i : i + 1], places[i : i + 1], use)
+            for i in range(500)
+        ]
+        assert np.array_equal(np.concatenate(ones), many)

@@ -9,7 +9,8 @@ from dataclasses import dataclass, field
 import numpy as np
 import pytest
 
-from penstock.speculate.control import PLAIN_STEPS, Controller, Rate, Record, StepTimes
+from penstock.speculate.control import PLAIN_STEPS, Controller, Rate, Record
+from penstock.speculate.times import SURE, StepTimes
 
 Seconds = Callable[[int, int], float]
 """Of a step, by its sequences and its drafts' tokens."""
@@ -60,7 +61,7 @@ class World:
             also = right == length < seen and self.rng.random() < self.right
             control.saw_guess(record, right + also, tested)
         took = self.seconds(batch, sum(chosen)) * (1 + self.noise * self.rng.random())
-        control.saw_step(batch, sum(chosen), took)
+        control.saw_step(batch, sum(chosen), took, spent, tokens - batch)
         self.lengths.append(chosen[0])
         return tokens, took + spent
 
@@ -163,18 +164,35 @@ def test_plain_steps_are_measured_first() -> None:
     assert control.may_guess(1) and not control.may_guess(2)
 
 
+def seen(times: StepTimes, drafted: int, seconds: float, count: int = SURE) -> None:
+    for _ in range(count):
+        times.see(2, drafted, seconds)
+
+
 def test_times_grow_with_the_drafts() -> None:
     times = StepTimes()
-    times.see(2, 0, 1.0)
-    assert times.seconds(2, 2).tolist() == pytest.approx([1.0, 1.03, 1.06])  # assumed
-    times.see(2, 4, 3.0)
-    assert times.seconds(2, 6).tolist() == pytest.approx([1.0, 1.5, 2.0, 2.5, 3.0, 3.5, 4.0])
-    times.see(2, 2, 0.5)  # a step that was held up less: it can't be faster than a shorter one
+    seen(times, 0, 1.0)
+    assert times.seconds(2, 2) == pytest.approx([1.0, 1.03, 1.06])  # assumed
+    seen(times, 4, 3.0)
+    assert times.seconds(2, 6) == pytest.approx([1.0, 1.5, 2.0, 2.5, 3.0, 3.5, 4.0])
+    seen(times, 2, 0.5)  # held up less: a longer step can't be faster than a shorter one
     assert np.all(np.diff(times.seconds(2, 6)) >= 0)
-    for _ in range(50):
-        times.see(2, 0, 1.0)
+    seen(times, 0, 1.0, 50)
     times.see(2, 0, 1000.0)  # interrupted
-    assert times.seconds(2, 0)[0] < 1.1
+    assert times.plain(2)[0] < 1.1
+    assert times.plain(3) == (0.0, 0)
+
+
+def test_what_was_slow_once_is_tried_again() -> None:
+    times = StepTimes()
+    seen(times, 0, 1.0)
+    seen(times, 2, 1.2)
+    times.see(2, 8, 50.0)
+    assert times.seconds(2, 8)[8] == pytest.approx(1.8)  # as the others make one expect
+    seen(times, 8, 50.0, SURE - 1)
+    assert times.seconds(2, 8)[8] == pytest.approx(50.0)
+    times.see(2, 6, 1.1)  # but fast once is believed
+    assert times.seconds(2, 6)[6] == pytest.approx(1.2, abs=0.05)
 
 
 def test_rates_forget() -> None:

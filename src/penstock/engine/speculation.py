@@ -39,6 +39,7 @@ class Speculation:
         # of this step, whether verified or not: from which place on, what, and its kind
         self._guesses: dict[Sequence, tuple[int, list[int], int]] = {}
         self._reserved: list[Sequence] = []
+        self._right = 0  # guesses of this step that came true
 
     @classmethod
     def of(cls, config: EngineConfig, runtime: Runtime, scheduler: Scheduler) -> Speculation | None:
@@ -69,7 +70,7 @@ class Speculation:
 
     def propose(self) -> None:
         """Give drafts to sequences that decode."""
-        self.draft_s = 0.0
+        self.draft_s, self._right = 0.0, 0
         if self.broken is not None:
             return
         start = time.perf_counter()
@@ -131,6 +132,7 @@ class Speculation:
         while right < len(draft) and draft.tokens[right] == drawn[right]:
             right += 1
         self.counts.count(len(draft), right)
+        self._right += right
         return right
 
     def settle(self) -> None:
@@ -152,7 +154,9 @@ class Speculation:
         size = record.size
         if not size.is_prefill:
             seconds = record.seconds - record.draft_s
-            self.controller.saw_step(len(size.contexts), size.drafted, seconds)
+            self.controller.saw_step(
+                len(size.contexts), size.drafted, seconds, record.draft_s, self._right
+            )
 
     def forget(self, sequence: Sequence) -> None:
         """It has ended."""

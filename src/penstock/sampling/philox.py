@@ -20,9 +20,12 @@ Words = npt.NDArray[np.uint64]
 
 _MULTIPLIERS: Final = np.array([[0xD2511F53], [0xCD9E8D57]], dtype=np.uint64)
 _KEY_STEPS: Final = np.array([[0x9E3779B9], [0xBB67AE85]], dtype=np.uint64)  # golden, sqrt(3)-1
-_LOW: Final = np.uint64(0xFFFFFFFF)
+_MASK: Final = 0xFFFFFFFF
+_LOW: Final = np.uint64(_MASK)
 _HALF: Final = np.uint64(32)
 _ROUNDS: Final = 10
+_FEW: Final = 10
+"""So many numbers come faster from Python's integers than from arrays."""
 
 
 def philox4x32(counter: Words, key: Words) -> Words:
@@ -48,9 +51,25 @@ def uniforms(
     numbers that belong there, of 32 bits, 0 for the one that draws the token; returns [N] with all
     53 bits of a float64's mantissa random.
     """
+    if len(position) <= _FEW:
+        rows = zip(seed.tolist(), sample_index.tolist(), position.tolist(), strict=True)
+        return np.array([_uniform(*row, use) for row in rows])
     at = position.astype(np.uint64)
     counter = np.stack((at & _LOW, at >> _HALF, sample_index, np.full_like(at, use)))
     words = philox4x32(counter, np.stack((seed & _LOW, seed >> _HALF)))
     high, low = words[0] >> np.uint64(5), words[1] >> np.uint64(6)  # 27 + 26 bits
     whole: npt.NDArray[np.float64] = ((high << np.uint64(26)) | low).astype(np.float64)  # exact
     return whole * 2.0**-53
+
+
+def _uniform(seed: int, sample_index: int, position: int, use: int) -> float:
+    """The same for one of each."""
+    even0, odd0 = position & _MASK, position >> 32
+    even1, odd1 = sample_index, use
+    key0, key1 = seed & _MASK, seed >> 32
+    for _ in range(_ROUNDS):
+        product0, product1 = even0 * 0xD2511F53, even1 * 0xCD9E8D57
+        even0, odd0 = (product1 >> 32) ^ odd0 ^ key0, product1 & _MASK
+        even1, odd1 = (product0 >> 32) ^ odd1 ^ key1, product0 & _MASK
+        key0, key1 = (key0 + 0x9E3779B9) & _MASK, (key1 + 0xBB67AE85) & _MASK
+    return float(((even0 >> 5) << 26) | (odd0 >> 6)) * 2.0**-53

@@ -18,12 +18,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
-import numpy.typing as npt
 
-Floats = npt.NDArray[np.float64]
-Rows = npt.NDArray[np.int64]
-
-NOBODY: Rows = np.zeros(0, dtype=np.int64)
+from penstock.speculate.times import StepTimes
 
 FIRST, LATER = 0.6, 0.8
 """How often guesses are right before any was seen: a draft's first token, each one after it."""
@@ -46,14 +42,8 @@ BUDGET = 0.01
 SAVINGS = 20.0
 """As many steps' time at most is kept for that."""
 
-NEWEST = 0.1
-"""The weight of the newest step in the average of those like it."""
-
 PLAIN_STEPS = 3
 """Plain steps that are measured before the first draft, at each size of batch."""
-
-ASSUMED_SLOPE = 0.03
-"""What a draft's token adds to a step, as a share of it, until two lengths were measured."""
 
 
 @dataclass(slots=True)
@@ -89,59 +79,13 @@ class Record:
             self.later.see(right - 1, tried, memory)
 
 
-class StepTimes:
-    """Seconds of decoding steps, by the number of sequences and of drafts' tokens."""
+@dataclass(frozen=True, slots=True)
+class _Choice:
+    """Drafts of some lengths, as fast as they are predicted to be."""
 
-    def __init__(self) -> None:
-        self._seen: dict[int, dict[int, list[float]]] = {}  # batch → tokens → [seconds, count]
-
-    def see(self, batch: int, drafted: int, seconds: float) -> None:
-        """A step took so long; one that was held up counts as half as long again at most."""
-        known = self._seen.setdefault(_class_of(batch), {})
-        entry = known.setdefault(drafted, [seconds, 0.0])
-        bounded = min(max(seconds, 0.5 * entry[0]), 1.5 * entry[0])
-        entry[1] += 1.0
-        entry[0] += max(NEWEST, 1.0 / entry[1]) * (bounded - entry[0])
-
-    def plain_steps(self, batch: int) -> int:
-        """How many steps without drafts were seen."""
-        return int(self._seen.get(_class_of(batch), {}).get(0, (0.0, 0.0))[1])
-
-    def seconds(self, batch: int, most: int) -> Floats:
-        """Predicted for 0 … `most` tokens in drafts, [most + 1]; never less for more of them."""
-        known = self._seen[_class_of(batch)]
-        at = sorted(known)
-        times = _ascending([(known[n][0], known[n][1]) for n in at])
-        if len(at) > 1:
-            slope = (times[-1] - times[0]) / (at[-1] - at[0])
-        else:
-            slope = ASSUMED_SLOPE * times[0]
-        wanted = np.arange(most + 1)
-        found: Floats = np.interp(wanted, at, times)
-        found += slope * np.maximum(wanted - at[-1], 0)
-        return found
-
-
-def _ascending(seen: Sequence[tuple[float, float]]) -> Floats:
-    """The values nearest to some that never fall; each with how many times it was seen.
-
-    Neighbours that fall are taken together: Ayer et al. 1955, doi:10.1214/aoms/1177728423.
-    """
-    pools: list[tuple[float, float, int]] = []  # (mean, weight, places)
-    for value, count in seen:
-        mean, weight, places = value, min(count, 1.0 / NEWEST), 1
-        while pools and pools[-1][0] >= mean:
-            before, more, others = pools.pop()
-            mean = (mean * weight + before * more) / (weight + more)
-            weight, places = weight + more, places + others
-        pools.append((mean, weight, places))
-    means = [mean for mean, _, _ in pools]
-    return np.repeat(np.array(means), [places for _, _, places in pools])
-
-
-def _class_of(batch: int) -> int:
-    """Batches that are taken for alike."""
-    return batch if batch <= 4 else 4 + (batch - 1).bit_length()
+    speed: float  # tokens per second
+    loss: float  # seconds that plain steps would have spared
+    lengths: list[int]
 
 
 class Controller:
@@ -156,7 +100,7 @@ class Controller:
         self.overall: defaultdict[int, Record] = defaultdict(Record)  # by kind of draft
         self.pass_s = 0.0  # one token of a draft, or, without passes, all of them
         self._budget_s = 0.0
-        self.is_on = True  # whether the last choice had drafts
+        self.is_on = True  # whether drafts were last predicted to pay
 
     # ── before a step ────────────────────────────────────────────────────────────────────────
 
@@ -164,7 +108,7 @@ class Controller:
         """Whether to guess at all, before a step of `batch` sequences."""
         if not self.adaptive:
             return True
-        if self.times.plain_steps(batch) < PLAIN_STEPS:
+        if self.times.plain(batch)[1] < PLAIN_STEPS:
             return False
         return self.is_on or self.pass_s <= self._budget_s
 
@@ -179,57 +123,80 @@ class Controller:
         room = [min(most, self.most) for most in room]
         if not self.adaptive:
             return room
-        depth = np.arange(1, max(room) + 1)
-        first, later = self._rates(records, kinds or [0] * len(records))
-        gains = first[:, None] * later[:, None] ** (depth - 1)
-        gains[depth > np.array(room)[:, None]] = 0.0
+        rates = self._rates(records, kinds or [0] * len(records))
         seconds = self.times.seconds(batch, sum(room))
-        plain = batch / seconds[0]
-        best, loss, rows = 0.0, 0.0, NOBODY
-        for passes in depth if self.by_passes else depth[-1:]:
-            order = np.argsort(-gains[:, :passes], axis=None, kind="stable")
-            order = order[: np.count_nonzero(gains[:, :passes])]
-            drafting = self.pass_s * passes if self.by_passes else 0.0
-            promised = batch + np.cumsum(gains[:, :passes].ravel()[order])
-            took = seconds[1 : len(order) + 1] + drafting
+        best = self._best_alone if len(room) == 1 else self._best
+        choice = best(batch, rates, room, seconds)
+        self.is_on = choice.speed > MARGIN * batch / seconds[0]
+        tries = max(choice.loss, BUDGET * seconds[0]) <= self._budget_s
+        return choice.lengths if self.is_on or tries else [0] * len(room)
+
+    def _best_alone(
+        self, batch: int, rates: list[tuple[float, float]], room: list[int], seconds: list[float]
+    ) -> _Choice:
+        """The fastest length of one draft."""
+        gain, later = rates[0]
+        promised, found = float(batch), _Choice(0.0, 0.0, [0])
+        for length in range(1, room[0] + 1):
+            promised += gain
+            gain *= later
+            took = seconds[length] + (self.pass_s * length if self.by_passes else 0.0)
+            if promised / took > found.speed:
+                found = _Choice(promised / took, took - promised * seconds[0] / batch, [length])
+        return found
+
+    def _best(
+        self, batch: int, rates: list[tuple[float, float]], room: list[int], seconds: list[float]
+    ) -> _Choice:
+        """The fastest lengths of several: guesses by their promise, for each depth of passes."""
+        depth = np.arange(max(room))
+        first, later = np.array(rates).T[:, :, None]
+        gains = np.where(depth < np.array(room)[:, None], first * later**depth, 0.0)
+        times = np.array(seconds)
+        found = _Choice(0.0, 0.0, [0] * len(room))
+        for passes in range(1, len(depth) + 1) if self.by_passes else [len(depth)]:
+            within = gains[:, :passes]
+            order = np.argsort(-within, axis=None, kind="stable")[: np.count_nonzero(within)]
+            promised = batch + np.cumsum(within.ravel()[order])
+            took = times[1 : len(order) + 1] + (self.pass_s * passes if self.by_passes else 0.0)
             at = int(np.argmax(promised / took))
-            if promised[at] / took[at] > best:
-                best, rows = promised[at] / took[at], order[: at + 1] // passes
-                loss = took[at] - promised[at] / plain
-        self.is_on = bool(best > plain * MARGIN)
-        if not self.is_on and not self._affords(max(loss, BUDGET * seconds[0])):
-            rows = NOBODY
-        lengths: list[int] = np.bincount(rows, minlength=len(room)).tolist()
-        return lengths
+            speed = float(promised[at] / took[at])
+            if speed > found.speed:
+                rows = order[: at + 1] // passes
+                loss = float(took[at] - promised[at] * times[0] / batch)
+                lengths: list[int] = np.bincount(rows, minlength=len(room)).tolist()
+                found = _Choice(speed, loss, lengths)
+        return found
 
-    def _rates(self, records: Sequence[Record], kinds: Sequence[int]) -> tuple[Floats, Floats]:
-        first, later = [], []
+    def _rates(self, records: Sequence[Record], kinds: Sequence[int]) -> list[tuple[float, float]]:
+        """How often each one's first guess is right, and each later one."""
+        found = []
         for record, kind in zip(records, kinds, strict=True):
-            all_of_it = self.overall[kind]
-            first.append(record.first.after(all_of_it.first.after(FIRST, TRUST), TRUST))
-            later.append(record.later.after(all_of_it.later.after(LATER, TRUST), TRUST))
-        return np.array(first), np.array(later)
-
-    def _affords(self, seconds: float) -> bool:
-        """Whether to try the best that there is though it won't pay, at the price of so much."""
-        if seconds > self._budget_s:
-            return False
-        self._budget_s -= seconds
-        return True
+            of_all = self.overall[kind]
+            first = record.first.after(of_all.first.after(FIRST, TRUST), TRUST)
+            later = record.later.after(of_all.later.after(LATER, TRUST), TRUST)
+            found.append((first, later))
+        return found
 
     # ── after it ─────────────────────────────────────────────────────────────────────────────
 
-    def saw_step(self, batch: int, drafted: int, seconds: float) -> None:
-        """A decoding step took `seconds`, drafting apart."""
+    def saw_step(
+        self, batch: int, drafted: int, seconds: float, draft_s: float = 0.0, right: int = 0
+    ) -> None:
+        """A decoding step took `seconds` and drafting `draft_s`; `right` guesses came true."""
         self.times.see(batch, drafted, seconds)
-        self._budget_s = min(self._budget_s + BUDGET * seconds, SAVINGS * seconds)
+        plain, _ = self.times.plain(batch)
+        self._budget_s += BUDGET * plain
+        if not self.is_on and (drafted or draft_s):
+            spent = (seconds - plain if drafted else 0.0) + draft_s - right * plain / batch
+            self._budget_s -= max(spent, 0.0)
+        bound = SAVINGS * plain
+        self._budget_s = min(max(self._budget_s, -bound), bound)
 
     def saw_drafting(self, passes: int, seconds: float) -> None:
         """Drafts of up to so many tokens took `seconds`."""
         each = seconds / max(passes, 1) if self.by_passes else seconds
         self.pass_s += 0.2 * (each - self.pass_s) if self.pass_s else each
-        if not self.is_on and not self.by_passes:
-            self._budget_s = max(self._budget_s - seconds, 0.0)
 
     def saw_guess(self, record: Record, right: int, tested: int, kind: int = 0) -> None:
         """Of a sequence's draft, `tested` tokens were tested and the first `right` of them came."""

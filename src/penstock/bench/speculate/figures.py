@@ -22,7 +22,7 @@ from penstock.bench.speculate.runs import Runs, Step, tokens_per_s
 from penstock.errors import ConfigError
 from penstock.hardware import Peaks
 from penstock.roofline import StepRecord, StepSize, floor_of
-from penstock.speculate.control import StepTimes
+from penstock.speculate.times import StepTimes
 
 SEEN_OFTEN: Final = 3
 """Steps of a size, before others' costs are taken from theirs."""
@@ -274,10 +274,9 @@ def _predicted(
     for count, took in {**steps_at, 0: plain}.items():
         for _ in range(took.steps if took.steps >= SEEN_OFTEN else 0):
             times.see(batch, count, took.seconds)
-    if not times.plain_steps(batch):
+    if not times.plain(batch)[1]:
         times.see(batch, 0, plain.seconds)
-    found: list[float] = times.seconds(batch, most * batch).tolist()
-    return found
+    return times.seconds(batch, most * batch)
 
 
 def _geometric(sizes: Sequence[StepSize], places: Sequence[Place], costs: Costs) -> float:
