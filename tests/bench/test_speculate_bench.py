@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import io
 import json
 from dataclasses import replace
 from random import Random
 from typing import Any
 
 import pytest
+from rich.console import Console
 
 from penstock.bench.speculate import benchmark, floors, runs
 from penstock.bench.speculate.benchmark import Options
@@ -176,6 +178,11 @@ def test_guessing_that_fails_is_told(runtime: Runtime, monkeypatch: pytest.Monke
     assert told["outputs_equal"] is True and "no idea" in result.problems[0]
     assert told["acceptance"]["rate"] is None and told["acceptance"]["by_position"] == []
     assert told["break_even_acceptance"] is None and told["best_length"] is None
+    assert told["control"]["share_of_time_with_drafts"] == 0.0
+    console = Console(record=True, width=200, file=io.StringIO())
+    console.print(result.table())
+    shown = console.export_text()
+    assert "there were no drafts" in shown and "guessing has failed" in shown
 
 
 def test_outputs_too_short_to_time(runtime: Runtime) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -105,7 +105,15 @@ class Figures:
     @property
     def share_with_drafts(self) -> float:
         """Of the steps that decode, those that verified any guess."""
-        return with_drafts(step for one in self.runs.rounds for step in one.drafted)
+        decoding = [s for one in self.runs.rounds for s in one.drafted if s.is_decode]
+        return sum(step.record.size.drafted > 0 for step in decoding) / len(decoding)
+
+    @property
+    def time_with_drafts(self) -> float:
+        """The same of the time."""
+        decoding = [s for one in self.runs.rounds for s in one.drafted if s.is_decode]
+        spent = sum(step.seconds for step in decoding if step.record.size.drafted)
+        return spent / sum(step.seconds for step in decoding)
 
     @property
     def most(self) -> int:
@@ -167,6 +175,7 @@ class Figures:
                 "adaptive": control.adaptive,
                 "most": self.most,
                 "share_of_steps_with_drafts": self.share_with_drafts,
+                "share_of_time_with_drafts": self.time_with_drafts,
                 "on_at_the_end": bool(control.is_on),
             },
         }
@@ -187,12 +196,6 @@ def _milliseconds(took: StepTime) -> dict[str, Any]:
 
 def _pair(values: tuple[float, float]) -> dict[str, float]:
     return {"plain": values[0], "speculating": values[1]}
-
-
-def with_drafts(steps: Iterable[Step]) -> float:
-    """Of the steps that decode, the share that verified any guess."""
-    decoding = [step for step in steps if step.is_decode]
-    return sum(step.record.size.drafted > 0 for step in decoding) / max(len(decoding), 1)
 
 
 def figures_of(runs: Runs, peaks: Peaks, draft_floor: DraftFloor) -> Figures:

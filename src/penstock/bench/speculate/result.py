@@ -74,7 +74,8 @@ class SpeculateResult:
             _pairs("memory", _memory_rows(self.memory)),
         ]
         for one in self.workloads:
-            parts += [_pairs(_heading(one), _speed_rows(one)), _places(one)]
+            parts.append(_pairs(_heading(one), _speed_rows(one)))
+            parts += [_places(one)] if one.places else []
         parts.append(Text(describe_peaks(self.peaks, self.compute), style="dim"))
         parts += [Text(problem, style="red") for problem in self.problems[:_SHOWN]]
         return Group(*parts)
@@ -157,7 +158,8 @@ def _draft_rows(one: Figures) -> Rows:
     rows = [
         (
             "drafts",
-            f"{decided}, up to {one.most} tokens; {percent(one.share_with_drafts)} of steps",
+            f"{decided}, up to {one.most} tokens; {percent(one.share_with_drafts)} of steps, "
+            f"{percent(one.time_with_drafts)} of the time",
         ),
         ("plain step", seconds(costs.plain_s)),
         (
