@@ -99,7 +99,7 @@ class Speculation:
         drafts = self.proposer.propose(list(wishes.values()))
         found = {s: draft for s, draft in zip(wishes, drafts, strict=True) if draft.tokens}
         passes = max(wish.limit for wish in wishes.values())
-        if not self.proposer.last_caught_up:
+        if self.proposer.last_caught_up <= len(wishes):  # a guess that was right is one to catch up
             control.saw_drafting(passes, time.perf_counter() - start)
         if not found:
             return

@@ -100,6 +100,7 @@ class Controller:
         self.overall: defaultdict[int, Record] = defaultdict(Record)  # by kind of draft
         self.pass_s = 0.0  # one token of a draft, or, without passes, all of them
         self._budget_s = 0.0
+        self._price_s = 0.0  # of the next look at whether guesses would pay
         self.is_on = True  # whether drafts were last predicted to pay
 
     # ── before a step ────────────────────────────────────────────────────────────────────────
@@ -110,7 +111,7 @@ class Controller:
             return True
         if self.times.plain(batch)[1] < PLAIN_STEPS:
             return False
-        return self.is_on or self.pass_s <= self._budget_s
+        return self.is_on or self._price_s <= self._budget_s
 
     def choose(
         self, batch: int, records: Sequence[Record], room: Sequence[int], kinds: Sequence[int] = ()
@@ -128,7 +129,9 @@ class Controller:
         best = self._best_alone if len(room) == 1 else self._best
         choice = best(batch, rates, room, seconds)
         self.is_on = choice.speed > MARGIN * batch / seconds[0]
-        tries = max(choice.loss, BUDGET * seconds[0]) <= self._budget_s
+        price = max(choice.loss, BUDGET * seconds[0])
+        self._price_s = price if self.by_passes else self.pass_s
+        tries = price <= self._budget_s
         return choice.lengths if self.is_on or tries else [0] * len(room)
 
     def _best_alone(
