@@ -29,19 +29,29 @@ class Reservations:
     def reserve(self, sequence: Sequence, count: int) -> int:
         """Blocks for up to `count` tokens behind those of `sequence`; how many have room.
 
-        Each that runs may need a block in the next step, and whoever waits may need all. None for
-        a sequence that is about to copy the block it writes to.
+        Each that runs may need a block in the next step, and whoever waits first those of its
+        tokens. None for a sequence that is about to copy the block it writes to.
         """
         size, blocks = self._block_size, sequence.blocks
         at, first = sequence.num_computed // size, len(blocks)
         if at < first and self._pool.count(blocks[at]) > 1:
             return 0
-        free = 0 if self._waiting else max(self._pool.num_available - len(self._running), 0)
+        free = self._pool.num_available - len(self._running) - self._wanted
         need = min(-(-(len(sequence.tokens) + count) // size) - first, free)
         if need > 0:
             blocks += self._pool.allocate(need) or ()
             self._table[sequence.row, first : len(blocks)] = blocks[first:]
         return max(min(count, len(blocks) * size - len(sequence.tokens)), 0)
+
+    @property
+    def _wanted(self) -> int:
+        """Blocks that the first of those who wait is about to take."""
+        first = self._waiting.first()
+        if first is None:
+            return 0
+        if first.status is Status.SWAPPED:  # with all of its request
+            return self._pool.num_blocks
+        return -(-len(first.tokens) // self._block_size)
 
     def trim(self, sequence: Sequence) -> None:
         """Give back the blocks of `sequence` that hold nothing it has computed."""
