@@ -10,6 +10,7 @@ import numpy as np
 from penstock.errors import RequestError
 from penstock.grammar.matcher import first_line
 from penstock.grammar.vocabulary import Vocabulary
+from penstock.grammar.work import Work
 from penstock.sampling.constraint import Bits, num_words
 
 _REASONS = {
@@ -23,7 +24,7 @@ _REASONS = {
 class GrammarState:
     """A `Constraint`: llguidance's matcher for a compiled grammar, over a model's vocabulary."""
 
-    __slots__ = ("_ended", "_matcher", "_used_up", "_vocabulary")
+    __slots__ = ("_ended", "_matcher", "_used_up", "_vocabulary", "_work")
 
     def __init__(
         self,
@@ -32,14 +33,17 @@ class GrammarState:
         *,
         ended: bool = False,
         used_up: Callable[[], None] | None = None,
+        work: Work | None = None,
     ) -> None:
         """used_up: called where the matcher has no room for another state of its lexer, which it
-        shares with all its copies: none of them can go on to where none has been.
+        shares with all its copies: none of them can go on to where none has been. work: what those
+        it was forked from have taken.
         """
         self._matcher = matcher
         self._vocabulary = vocabulary
         self._ended = ended  # by an end token, which the matcher isn't told: it wouldn't count it
         self._used_up = used_up
+        self._work = Work() if work is None else work
 
     def fill(self, bits: Bits) -> None:
         """Write which tokens may come next. Raises RequestError where a limit is reached."""
@@ -52,8 +56,10 @@ class GrammarState:
         if self._ended:
             bits[:] = 0
             return
+        self._work.check()
         if vocabulary.eos_token_ids or vocabulary.size % 32:
-            self._matcher.unsafe_compute_mask_ptr(bits.ctypes.data, bits.nbytes)
+            with self._work.counted():
+                self._matcher.unsafe_compute_mask_ptr(bits.ctypes.data, bits.nbytes)
             if not vocabulary.eos_token_ids:  # the end token that the library has in their place
                 bits[-1] &= (1 << vocabulary.size % 32) - 1
         else:
@@ -67,7 +73,10 @@ class GrammarState:
         if token_id in self._vocabulary.eos_token_ids and self.may_end:
             self._ended = True
             return
-        if self._ended or self._matcher.try_consume_tokens([token_id]) != 1:
+        with self._work.counted():
+            follows = not self._ended and self._matcher.try_consume_tokens([token_id]) == 1
+        self._work.tokens += 1
+        if not follows:
             self._check()
             raise RequestError(
                 f"Token id {token_id}{self._vocabulary.tokenizer.quoted(token_id)} doesn't go on "
@@ -77,7 +86,10 @@ class GrammarState:
 
     def forced(self) -> list[int]:
         """Tokens of which each is the only one that may come, in order."""
-        return [] if self._ended else self._matcher.compute_ff_tokens()
+        if self._ended:
+            return []
+        with self._work.counted():
+            return self._matcher.compute_ff_tokens()
 
     @property
     def is_complete(self) -> bool:
@@ -96,8 +108,9 @@ class GrammarState:
 
     def fork(self) -> GrammarState:
         """The same state for another sequence with the same tokens."""
+        matcher, work = self._matcher.deep_copy(), self._work
         return GrammarState(
-            self._matcher.deep_copy(), self._vocabulary, ended=self._ended, used_up=self._used_up
+            matcher, self._vocabulary, ended=self._ended, used_up=self._used_up, work=work
         )
 
     def rollback(self, count: int) -> None:
