@@ -209,6 +209,15 @@ _SPECULATION = {
 }
 """Of each method: the default of num_speculative_tokens, and the options that it alone reads."""
 
+_MOST = {
+    "num_speculative_tokens": 1024,
+    "prompt_lookup_min": 1024,
+    "prompt_lookup_max": 1024,
+    "suffix_decoding_max_tree_depth": 1024,
+    "suffix_decoding_max_cached_tokens": 100_000_000,
+}
+"""What some options may be: beyond it they take time or memory and find nothing more."""
+
 
 @dataclass(frozen=True, slots=True)
 class SpeculativeConfig:
@@ -244,6 +253,10 @@ class SpeculativeConfig:
                 )
         if self.method == "draft_model" and not self.model:
             raise ConfigError("method='draft_model' needs a model: a folder, a hub id or a name.")
+        if not isinstance(self.model, str | Path | None):
+            raise ConfigError(f"model must be a folder, a hub id or a name, not {self.model!r}.")
+        if not isinstance(self.quantization, str | None):
+            raise ConfigError(f"quantization must be a name, not {self.quantization!r}.")
         if self.num_speculative_tokens is None:
             object.__setattr__(self, "num_speculative_tokens", most)
         _flags(self, "adaptive")
@@ -252,6 +265,9 @@ class SpeculativeConfig:
             "num_speculative_tokens", "draft_layers", "prompt_lookup_min", "prompt_lookup_max",
             "suffix_decoding_max_tree_depth", "suffix_decoding_max_cached_tokens",
         )  # fmt: skip
+        for name, most in _MOST.items():
+            if (getattr(self, name) or 0) > most:
+                raise ConfigError(f"{name} must be {most:,} at most, not {getattr(self, name):,}.")
         low, high = self.prompt_lookup_min, self.prompt_lookup_max
         if low is not None and high is not None and low > high:
             raise ConfigError(f"prompt_lookup_min={low} is above prompt_lookup_max={high}.")

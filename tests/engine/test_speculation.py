@@ -189,6 +189,21 @@ def test_a_proposer_that_fails_is_let_go(caplog: pytest.LogCaptureFixture) -> No
     assert engine.stats()["spec_decode_on"] is False
 
 
+class FailsToForget(Guesser):
+    def forget(self, key: object) -> None:
+        raise MemoryError("no room for its past")
+
+
+def test_a_proposer_that_cannot_forget_holds_nobody_up() -> None:
+    engine = toy_engine()
+    speculation = speculate(engine, FailsToForget(by_the_toy), 2)
+    for name in "ab":
+        engine.add_request(name, PROMPT, GREEDY)
+    done = drain(engine)
+    assert all(done[name].outputs[0].token_ids == reference(PROMPT, GREEDY) for name in "ab")
+    assert isinstance(speculation.broken, MemoryError) and engine.pool.num_used == 0
+
+
 def test_a_request_that_breaks_leaves_the_others_their_drafts() -> None:
     engine = toy_engine()
     speculate(engine, Guesser(by_the_toy), 3)

@@ -11,7 +11,10 @@ import numpy as np
 import pytest
 
 from penstock import LLM, SamplingParams
+from penstock.config import EngineConfig
+from penstock.engine import Engine
 from penstock.errors import ConfigError
+from penstock.runtime import load_runtime
 
 METHODS: dict[str, dict[str, Any]] = {
     "ngram": {"method": "ngram", "prompt_lookup_min": 1},
@@ -215,7 +218,13 @@ def after(model: Any, rows: list[list[int]], prompt: list[int], options: Any) ->
         ({"method": "ngram", "num_speculative_tokens": 0}, "must be a positive integer"),
         ({"method": "ngram", "model": "stories"}, "no use for model"),
         ({"method": "ngram", "prompt_lookup_min": 5, "prompt_lookup_max": 2}, "above"),
+        ({"method": "ngram", "prompt_lookup_max": 10**21}, "must be 1,024 at most"),
+        ({"method": "suffix", "suffix_decoding_max_tree_depth": 10**9}, "must be 1,024 at most"),
+        ({"method": "suffix", "suffix_decoding_max_cached_tokens": 10**13}, "100,000,000 at"),
+        ({"method": "ngram", "num_speculative_tokens": 10**9}, "must be 1,024 at most"),
         ({"method": "draft_model"}, "needs a model"),
+        ({"model": 5}, "model must be a folder"),
+        ({"model": "stories", "quantization": 5}, "quantization must be a name"),
         ({"method": "self", "draft_layers": 99}, "draft_layers=99"),
         ({"method": "self", "adaptive": 1}, "must be True or False"),
     ],
@@ -223,3 +232,33 @@ def after(model: Any, rows: list[list[int]], prompt: list[int], options: Any) ->
 def test_what_cannot_be_is_refused(config: Any, said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         LLM(speculative_config=config)
+
+
+def test_one_of_two_lengths_moves_the_others_default() -> None:
+    for config in ({"prompt_lookup_max": 1}, {"prompt_lookup_min": 20}):
+        llm = LLM(speculative_config={"method": "ngram", "adaptive": False, **config})
+        llm.generate("the cat the cat the cat the", SamplingParams(temperature=0.0, max_tokens=4))
+        assert llm.engine.speculation is not None and llm.engine.speculation.broken is None
+
+
+def test_a_loaded_draft_model_is_not_taken_for_another() -> None:
+    runtime = load_runtime(EngineConfig.of(speculative_config={"model": "stories"}))
+    for other in ({"model": "elsewhere"}, {"model": "stories", "quantization": "w8a8"}):
+        with pytest.raises(ConfigError, match="was loaded with a draft model of"):
+            Engine(EngineConfig.of(speculative_config=other), runtime)
+
+
+def test_a_window_is_made_for_guesses_of_a_length() -> None:
+    """An engine that takes over a cache with a window guesses no further, and leaves no trace."""
+    limits: dict[str, Any] = {"max_num_seqs": 4, "max_num_batched_tokens": 64}
+    kivi: dict[str, Any] = {"kv_cache_dtype": "kivi", "kv_recent_window": 32, **limits}
+    guess = {"method": "ngram", "num_speculative_tokens": 60}
+    runtime = load_runtime(EngineConfig.of(**kivi, speculative_config=guess))
+    assert runtime.runner.recent is not None
+    Engine(EngineConfig.of(**limits, speculative_config=guess), runtime)
+    assert runtime.runner.recent.unsure == 60
+    Engine(EngineConfig.of(**limits), runtime)
+    assert runtime.runner.recent.unsure == 0
+    further = EngineConfig.of(**limits, speculative_config={**guess, "num_speculative_tokens": 200})
+    with pytest.raises(ConfigError, match="needs 66 places for recent blocks"):
+        Engine(further, runtime)

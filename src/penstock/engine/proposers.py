@@ -8,7 +8,7 @@ from penstock.config import EngineConfig, SpeculativeConfig
 from penstock.runtime import Runtime
 from penstock.runtime.drafting import draft_proposer
 from penstock.speculate import Proposer
-from penstock.speculate.ngram import NgramProposer
+from penstock.speculate.ngram import MAX_MATCH, MIN_MATCH, NgramProposer
 from penstock.speculate.suffix import SuffixProposer
 
 
@@ -20,9 +20,13 @@ def proposer_of(config: EngineConfig, runtime: Runtime) -> Proposer:
     asked = config.speculative
     assert asked is not None  # the caller looked
     if asked.method == "ngram":
-        return NgramProposer(
-            **_given(asked, prompt_lookup_min="min_match", prompt_lookup_max="max_match")
-        )
+        given = _given(asked, prompt_lookup_min="min_match", prompt_lookup_max="max_match")
+        if len(given) == 1:  # the other's default gives way
+            if "min_match" in given:
+                given["max_match"] = max(MAX_MATCH, given["min_match"])
+            else:
+                given["min_match"] = min(MIN_MATCH, given["max_match"])
+        return NgramProposer(**given)
     if asked.method == "suffix":
         return SuffixProposer(
             **_given(

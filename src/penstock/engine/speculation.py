@@ -14,10 +14,12 @@ import time
 from collections.abc import Sequence as Seq
 from typing import Any
 
+from penstock.cache import most_recent_blocks
 from penstock.config import EngineConfig
 from penstock.engine.proposers import proposer_of
 from penstock.engine.request import Sequence
 from penstock.engine.scheduler import Scheduler
+from penstock.errors import ConfigError
 from penstock.roofline import StepRecord
 from penstock.runtime import Runtime
 from penstock.speculate import Controller, Draft, DraftCounts, Proposer, Record, Wish
@@ -52,6 +54,7 @@ class Speculation:
         assert most is not None  # the configuration has filled it in
         controller = Controller(most, adaptive=asked.adaptive, by_passes=proposer.by_passes)
         if runtime.runner.recent is not None:
+            _check_recent(config, runtime, most)
             runtime.runner.recent.unsure = most
         return cls(proposer, controller, scheduler)
 
@@ -79,11 +82,15 @@ class Speculation:
             try:
                 self._propose(decoding, start)
             except Exception as error:  # guesses may fail, but not the requests
-                logger.exception("Speculation has failed and is off from here on.")
-                self.broken = error
+                self._give_up(error)
                 for sequence in decoding:
                     sequence.draft = None
         self.draft_s = time.perf_counter() - start
+
+    def _give_up(self, error: Exception) -> None:
+        if self.broken is None:
+            logger.error("Speculation has failed and is off from here on.", exc_info=error)
+            self.broken = error
 
     def _propose(self, decoding: list[Sequence], start: float) -> None:
         room = {s: most for s in decoding if (most := self._room(s)) > 0}
@@ -161,7 +168,28 @@ class Speculation:
     def forget(self, sequence: Sequence) -> None:
         """It has ended."""
         self._records.pop(sequence, None)
-        self.proposer.forget(sequence)
+        try:
+            self.proposer.forget(sequence)
+        except Exception as error:  # whatever it is, the sequence must end
+            self._give_up(error)
+
+
+def _check_recent(config: EngineConfig, runtime: Runtime, most: int) -> None:
+    """Raises ConfigError for a cache with a window that wasn't made for so long guesses."""
+    layout, limits = runtime.layout, config.scheduler
+    needed = most_recent_blocks(
+        layout.recent_window + most,
+        layout.block_size,
+        runtime.model.max_model_len,
+        limits.max_num_seqs,
+        limits.max_num_batched_tokens,
+    )
+    if needed > layout.max_recent_blocks:
+        raise ConfigError(
+            f"With num_speculative_tokens={most} a cache of kv_cache_dtype='kivi' needs {needed} "
+            f"places for recent blocks, and this one was made with {layout.max_recent_blocks}. "
+            "Load the runtime with this speculative_config."
+        )
 
 
 def _wish(sequence: Sequence, most: int) -> Wish:

@@ -34,6 +34,7 @@ class DraftModel:
     layout: PagedLayout
     runner: Runner
     companion: CompanionCache  # its cache, as what moves with the target's blocks
+    asked: SpeculativeConfig  # what it was loaded for
 
     @property
     def num_ids(self) -> int:
@@ -51,6 +52,7 @@ class OpenedDraft:
     layout: PagedLayout
     vocabulary: ReducedVocabulary | None
     engine: EngineFolder | None
+    asked: SpeculativeConfig
 
     @property
     def mapped_bytes(self) -> int:
@@ -74,7 +76,7 @@ class OpenedDraft:
         else:
             forward, _ = forward_of_engine(self.engine, decoder, kv, eager)
         runner = Runner(forward, kv, self.vocabulary)
-        return DraftModel(self.model, self.layout, runner, CompanionCache(kv))
+        return DraftModel(self.model, self.layout, runner, CompanionCache(kv), self.asked)
 
 
 def open_draft(
@@ -96,7 +98,7 @@ def open_draft(
     loaded, engine = _load(folder, config, speculative, target.max_model_len)
     _check_vocabulary(folder, loaded, target, tokenizer, vocabulary)
     own = None if vocabulary is None else ReducedVocabulary(vocabulary.map)
-    return OpenedDraft(loaded, _layout(config, loaded, engine), own, engine)
+    return OpenedDraft(loaded, _layout(config, loaded, engine), own, engine, speculative)
 
 
 def _load(

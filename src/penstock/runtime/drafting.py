@@ -33,6 +33,15 @@ def _of_draft_model(config: EngineConfig, runtime: Runtime) -> DraftModelPropose
             "method='draft_model' takes a runtime that was loaded with this speculative_config: "
             "the draft model has its part of the cache. Load it so."
         )
+    asked = config.speculative
+    assert asked is not None  # the caller looked
+    for name in ("model", "quantization"):
+        loaded, wanted = getattr(draft.asked, name), getattr(asked, name)
+        if str(loaded) != str(wanted):
+            raise ConfigError(
+                f"The runtime was loaded with a draft model of {name}={str(loaded)!r}, not "
+                f"{str(wanted)!r}. Load another one for it."
+            )
     forward: DraftForward = draft.runner.forward
     if draft.num_ids != runtime.vocab_size:
         forward = FittedLogits(draft.runner, draft.num_ids, runtime.vocab_size)

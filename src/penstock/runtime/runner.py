@@ -66,6 +66,7 @@ class Runner:
         self._owner = weakref.ref(engine)
         if self.recent is not None:
             self.recent.holders = holders or (lambda block: 1)
+            self.recent.unsure = 0  # until it says that it guesses
 
     def check(self, engine: object) -> None:
         """Raises ConfigError unless `engine` was the last to claim this runner."""

@@ -13,6 +13,12 @@ from penstock.errors import ConfigError
 from penstock.speculate.matches import Runs
 from penstock.speculate.proposer import Draft, Wish
 
+MIN_MATCH: Final = 2
+"""Tokens that must match, unless somebody chose."""
+
+MAX_MATCH: Final = 16
+"""Tokens that are looked at, unless somebody chose."""
+
 TOKENS_PER_MATCHED: Final = 2
 """How long a guess may be, for each token that matches: short matches are mostly chance."""
 
@@ -29,7 +35,7 @@ class NgramProposer:
     by_passes = False
     last_caught_up = 0
 
-    def __init__(self, min_match: int = 2, max_match: int = 16) -> None:
+    def __init__(self, min_match: int = MIN_MATCH, max_match: int = MAX_MATCH) -> None:
         """How many tokens must match, and how many are looked at."""
         if min_match > max_match:
             raise ConfigError(
