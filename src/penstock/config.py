@@ -286,7 +286,8 @@ class SpeculativeConfig:
         for name in value:
             if name not in names:
                 raise ConfigError(
-                    f"{name!r} isn't in a speculative_config.{nearest(str(name), names)}"
+                    f"{name!r} isn't in a speculative_config.{nearest(str(name), names)} It may "
+                    f"have {', '.join(names)}."
                 )
         return cls(**value)
 

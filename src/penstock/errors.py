@@ -12,6 +12,7 @@
     │   └── ChatTemplateError             a template that is missing, fails or is unsafe
     ├── RequestError (ValueError)         one request is wrong; the engine goes on
     │   ├── InvalidPromptError            empty, too long, or with token ids out of range
+    │   ├── BusyError                     others take what it needs: it may come again
     │   ├── InvalidSamplingError          sampling parameters out of their range
     │   └── RequestTimeoutError           it took longer than its caller allowed
     ├── KernelError (RuntimeError)        the native library is broken or was misused
@@ -77,6 +78,10 @@ class InvalidPromptError(RequestError):
 
 class InvalidSamplingError(RequestError):
     """Sampling parameters out of their range."""
+
+
+class BusyError(RequestError):
+    """What a request needs is taken by others for now."""
 
 
 class RequestTimeoutError(RequestError):

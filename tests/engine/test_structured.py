@@ -232,7 +232,7 @@ def test_a_form_that_bans_leave_nothing_of_ends_with_what_it_has(llm: LLM) -> No
     (sample,) = cut.outputs
     assert (sample.text, sample.finish_reason) == ("ab", "error")
     assert "token 3 of the output: its form lets 2 come there, such as" in str(cut.error)
-    assert "allowed_token_ids bans them. What came before stays" in str(cut.error)
+    assert "allowed_token_ids bans them" in str(cut.error)
     (sample,) = worded.outputs
     assert re.fullmatch("[ab]{3}", sample.text)
     assert sample.finish_reason == "error"

@@ -143,11 +143,11 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "deep": ({"json": nested({}, 80)}, "parts lie more than 100 deep within each other"),
     "wide": (
         {"json": {"properties": {f"p{i}": {} for i in range(3_000)}}},
-        "at #/properties: 3,000 names, .* at most 2,828",
+        "at #/properties: 3,000 names, .* together may have 2,828",
     ),
     "wide by what is required": (
         {"json": nested({"required": [f"p{i}" for i in range(20_000)]}, 1)},
-        "at #/properties/a/required: 20,000 names, .* at most 2,828",
+        "at #/properties/a/required: 20,000 names, .* together may have 2,828",
     ),
     "dependencies": (
         {"json": {"dependentRequired": {f"p{i}": ["q"] for i in range(20_000)}}},
@@ -412,7 +412,7 @@ def test_the_length_of_the_shortest_text(regex: str) -> None:
 
 TOO_LONG: dict[str, Any] = {
     "json": {"enum": ["x" * 100] * 50_000},
-    "choice": ["x" * 60_000 + str(i) for i in range(100)],
+    "choice": ["x" * 30_000 + str(i) for i in range(200)],
     "grammar": "root ::= " + " | ".join(f'"w{i}"' for i in range(300_000)),
     "regex": "|".join(f"w{i}" for i in range(300_000)),
     "structural_tag": {"type": "structural_tag", "format": {"value": "x" * 2_000_000}},

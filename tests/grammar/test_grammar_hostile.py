@@ -14,7 +14,8 @@ from pathlib import Path
 import pytest
 from tests.grammar.hostile import CASES
 
-from penstock.errors import InvalidSamplingError
+from penstock import LLM, SamplingParams
+from penstock.errors import BusyError, InvalidSamplingError
 from penstock.grammar import Grammars
 from penstock.grammar.worker import Worker
 from penstock.sampling.structured import StructuredOutputs
@@ -106,7 +107,7 @@ def test_compilations_without_end_leave_room_until_too_many_are(
             grammars.start(StructuredOutputs(regex=f"e{i}"))
         if i < 3:
             grammars.start(StructuredOutputs(regex=f"good{i}"))
-    with pytest.raises(InvalidSamplingError, match="the compiler is busy: 4 others have taken"):
+    with pytest.raises(BusyError, match="the compiler is busy: 4 others have taken"):
         grammars.start(StructuredOutputs(regex="one more"))
     if sys.platform == "linux":
         assert [os.getpriority(os.PRIO_PROCESS, one) for one in ids] == [19] * 4
@@ -137,3 +138,27 @@ def test_a_worker_has_a_large_stack_and_leaves_other_threads_theirs() -> None:
     assert threading.stack_size() == before
     if sys.platform == "linux":
         assert max(sizes) >= 1 << 30
+
+
+def test_a_text_that_can_be_read_in_ever_more_ways_ends_its_own_request() -> None:
+    """Each token takes longer than the one before; those beside it must not wait for long."""
+    llm = LLM()
+    ambiguous = {"grammar": 'root ::= "a" root | root "a" | root root | "a"'}
+    slow = SamplingParams(max_tokens=400, min_tokens=390, seed=1, structured_outputs=ambiguous)
+    plain = SamplingParams(max_tokens=400, temperature=0, ignore_eos=True)
+    start = time.thread_time()
+    cut, whole = llm.generate(["x", "Once"], [slow, plain])
+    assert time.thread_time() - start < 8
+    assert "too many ways to read them" in str(cut.error)
+    assert 100 < len(cut.outputs[0].token_ids) < 400
+    assert len(whole.outputs[0].token_ids) == 400
+
+
+def test_a_text_that_is_too_long_to_follow_is_refused() -> None:
+    for form, place in (
+        ({"choice": ["a", "x" * 50_000]}, r"choice\[1\] has 50,000"),
+        ({"json": {"const": "x" * 50_000}}, "50,000 characters"),
+        ({"json": {"properties": {"a": {"enum": ["x" * 50_000]}}}}, "/properties/a/enum"),
+    ):
+        with pytest.raises(InvalidSamplingError, match=place):
+            LLM().engine.intake.compile(StructuredOutputs.of(form))

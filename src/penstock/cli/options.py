@@ -176,7 +176,10 @@ def speculation(text: str | None) -> dict[str, Any] | None:
     try:
         found = json.loads(text)
     except ValueError as error:
-        raise ConfigError(f"--speculative-config isn't JSON: {error}.") from error
+        raise ConfigError(
+            f"--speculative-config isn't JSON: {error}. An object such as "
+            '{"method": "ngram"} is.'
+        ) from error
     if not isinstance(found, dict):
         raise ConfigError(
             f'--speculative-config must be an object such as {{"method": "ngram"}}, not {text!r}.'

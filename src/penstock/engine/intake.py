@@ -367,8 +367,8 @@ class Intake:
         what = "its prompt's end" if sequence.request.prefix else "its form"
         return RequestError(
             f"Nothing is left for token {sequence.num_output + 1} of the output: {what} lets "
-            f"{len(may):,} come there{such}, and {names or 'what else is asked'} bans them. What "
-            "came before stays. Ban less, or loosen the form."
+            f"{len(may):,} come there{such}, and {names or 'what else is asked'} bans them. "
+            "Ban less, or loosen the form."
         )
 
     def _may_come(self, constraint: Constraint) -> set[int]:

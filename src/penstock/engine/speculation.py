@@ -123,8 +123,8 @@ class Speculation:
     def _room(self, sequence: Sequence) -> int:
         """How many tokens its draft may have; their places in the cache are reserved."""
         params = sequence.request.params
-        if sequence.mates or params.mirostat:  # whose next token depends on more than the tokens
-            return 0
+        if sequence.mates or params.mirostat or params.logits_processors:
+            return 0  # what comes next may depend on more than the tokens
         most = min(self._scheduler.tokens_left(sequence) - 1, self.controller.most)
         return self._scheduler.reservations.reserve(sequence, most) if most > 0 else 0
 

@@ -13,7 +13,7 @@ from typing import Final
 import llguidance
 import numpy as np
 
-from penstock.errors import InvalidSamplingError, RequestError
+from penstock.errors import BusyError, InvalidSamplingError, RequestError
 from penstock.grammar.matcher import build_matcher
 from penstock.grammar.probe import check_steps
 from penstock.grammar.refusal import Refusal, as_error
@@ -158,7 +158,7 @@ class Grammars:
         try:
             if self._worker.run(lambda: self._fulfil(key, spec, future), self._deadline_s):
                 return
-            raise InvalidSamplingError(
+            raise BusyError(
                 f"structured_outputs.{spec.kind} can't be compiled now, for the compiler is busy: "
                 f"{self._worker.num_late} others have taken longer than {self._deadline_s:g} s and "
                 "go on. Ask again in a while."

@@ -16,6 +16,7 @@ from typing import Any, Final
 from penstock.grammar.refusal import Refusal, pointer
 from penstock.grammar.shape import check_shape
 from penstock.grammar.subschemas import Schema, reachable
+from penstock.sampling.structured import MOST_LITERAL
 
 MOST_SCHEMAS: Final = 10_000
 MOST_SQUARED: Final = 8_000_000  # names of an object, squared, in all: what compiling takes
@@ -70,14 +71,21 @@ class _Counted:
             self.squared += count**2
             if self.squared > MOST_SQUARED:
                 raise Refusal(
-                    f"{count:,} names, which take too long to compile beside those before them; at "
-                    f"most {math.isqrt(MOST_SQUARED):,} can be followed in one object, or fewer in "
-                    "each of several",
+                    f"{count:,} names, which take too long to compile beside those before them: "
+                    f"properties and required together may have {math.isqrt(MOST_SQUARED):,} in "
+                    f"one object, or {math.isqrt(MOST_SQUARED // 2):,} each, or fewer in each of "
+                    "several",
                     f"/{key}",
                 )
 
     def _add_values(self, schema: dict[str, Any]) -> None:
         for key, values in (("enum", schema.get("enum", ())), ("const", [schema.get("const")])):
+            longest = max((len(value) for value in values if isinstance(value, str)), default=0)
+            if longest > MOST_LITERAL:
+                raise Refusal(
+                    f"a text of {longest:,} characters; at most {MOST_LITERAL:,} can be followed",
+                    f"/{key}",
+                )
             for weight in itertools.chain.from_iterable(map(_weights, values)):
                 self.values += weight
                 if self.values > MOST_VALUES:

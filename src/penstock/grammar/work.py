@@ -38,6 +38,6 @@ class Work:
         if self.seconds > FIRST_S + EACH_S * self.tokens:
             raise RequestError(
                 f"Following {self.tokens:,} tokens as the grammar says has taken "
-                f"{self.seconds:.1f} seconds of a core: there are too many ways to read them. Make the grammar less "
-                "ambiguous: one way to write each thing."
+                f"{self.seconds:.1f} seconds of a core: there are too many ways to read them. "
+                "Make the grammar less ambiguous: one way to write each thing."
             )

@@ -15,6 +15,9 @@ from penstock.errors import InvalidSamplingError, nearest
 KINDS: Final = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
 """What an output may be held to; one of them at a time."""
 
+MOST_LITERAL: Final = 40_000
+"""Characters of one choice: each takes a state of the lexer, which has 50,000."""
+
 MOST_CHARACTERS: Final = {
     "json": 4 << 20,
     "choice": 4 << 20,
@@ -181,6 +184,12 @@ def _choices(value: object) -> tuple[str, ...]:
                 f"structured_outputs.choice[{i}] is {one!r:.60}; it must be a text of at least one "
                 "character."
             )
+    longest = max(range(len(value)), key=lambda i: len(value[i]))
+    if len(value[longest]) > MOST_LITERAL:
+        raise InvalidSamplingError(
+            f"structured_outputs.choice[{longest}] has {len(value[longest]):,} characters; at most "
+            f"{MOST_LITERAL:,} can be followed. Make it shorter."
+        )
     if sum(map(len, value)) > MOST_CHARACTERS["choice"]:
         raise InvalidSamplingError(
             f"structured_outputs.choice has {sum(map(len, value)):,} characters; at most "

@@ -39,8 +39,13 @@ class Called:
             taken = self._waiting < _MOST_WAITING
             self._waiting += taken
         if taken:
-            self._thread.submit(self._look, request_id, function, arguments)
-        else:
+            try:
+                self._thread.submit(self._look, request_id, function, arguments)
+            except RuntimeError:  # the server is stopping
+                with self._lock:
+                    self._waiting -= 1
+                taken = False
+        if not taken:
             self._metrics.called(_WORDS[None])
 
     def _look(self, request_id: str, function: Function, arguments: str) -> None:

@@ -11,6 +11,7 @@ from fastapi import Request
 from fastapi.responses import JSONResponse
 
 from penstock.errors import (
+    BusyError,
     EngineDeadError,
     MissingExtraError,
     PenstockError,
@@ -42,6 +43,10 @@ _HEEDED_BY = {"priority": "priority", "ttft_slo": "edf", "tpot_slo": "edf"}
 
 def _types(status: int) -> tuple[str, str]:
     return _TYPES.get(status, _CLIENT if status < 500 else _SERVER)
+
+
+BUSY_S = 5.0
+"""When to send a request again that found something busy."""
 
 
 class ApiError(Exception):
@@ -119,6 +124,8 @@ def as_api_error(error: BaseException, names: Mapping[str, str] | None = None) -
         return ApiError(503, str(error), code="engine_dead")
     if isinstance(error, MissingExtraError):
         return ApiError(500, str(error))
+    if isinstance(error, BusyError):
+        return ApiError(503, str(error), code="busy", retry_after_s=BUSY_S)
     if isinstance(error, RequestTimeoutError):
         return ApiError(408, str(error), code="request_timeout")
     if isinstance(error, RequestError | TokenizerError):
