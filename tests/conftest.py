@@ -2,8 +2,12 @@
 machine take longer than tiny products. Tests of threads set as many as they need."""
 
 import os
+import signal
 
 os.environ["OMP_WAIT_POLICY"] = "passive"  # or torch's threads keep cores busy while they wait
 import torch
 
 torch.set_num_threads(1)
+
+# Of a job in the background, Ctrl-C is ignored, and by all that it starts: tests of it need it.
+signal.signal(signal.SIGINT, signal.default_int_handler)
