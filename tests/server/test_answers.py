@@ -84,6 +84,13 @@ class Seen:
         time.sleep(0.02)  # the line follows
         return self.counted()[0] == wanted
 
+    def awaited(self, message: str) -> list[dict[str, Any]]:
+        """The lines, once there is one: what a client left behind ends a little later."""
+        end = time.monotonic() + 10
+        while not self.lines(message) and time.monotonic() < end:
+            time.sleep(0.01)
+        return self.lines(message)
+
     def lines(self, message: str = "answered") -> list[dict[str, Any]]:
         return [x.fields for x in self._caplog.records if x.getMessage() == message]
 
@@ -244,7 +251,7 @@ def test_a_client_that_left_is_counted_apart(strict: Running, seen: Seen) -> Non
             time.sleep(0.001)
     assert seen.http({(COMPLETIONS, "499"): 1})
     assert seen.counted()[1] == {}
-    (line,) = seen.lines("request")
+    (line,) = seen.awaited("request")
     assert line["outcome"] == "abort"
     assert seen.lines() == []
 
