@@ -247,7 +247,7 @@ def test_a_client_that_left_is_counted_apart(strict: Running, seen: Seen) -> Non
     with closing(http.client.HTTPConnection(host, int(port), timeout=30)) as connection:
         headers = ALICE | {"Content-Type": "application/json"}
         connection.request("POST", COMPLETIONS, body, headers)
-        while not strict.service.inflight:
+        while not strict.service.llm.engine.requests:
             time.sleep(0.001)
     assert seen.http({(COMPLETIONS, "499"): 1})
     assert seen.counted()[1] == {}
