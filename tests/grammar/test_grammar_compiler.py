@@ -351,19 +351,22 @@ BREAKS = (
 )
 
 
+def refused(tokenizer: Tokenizer, regex: str, said: str, seconds: float) -> None:
+    """Alone and as a pattern inside a schema, in time, with its place."""
+    grammars = Grammars(tokenizer, 512, [2], deadline_s=60.0)
+    nested = {"type": "object", "properties": {"a": {"type": "string", "pattern": f"^{regex}$"}}}
+    for asked, place in (({"regex": regex}, ""), ({"json": nested}, " at #/properties/a/pattern")):
+        start = time.process_time()
+        with pytest.raises(InvalidSamplingError, match=rf"followed{place}: {said}"):
+            grammars.compile(StructuredOutputs(**asked))
+        assert time.process_time() - start < seconds
+
+
 @pytest.mark.parametrize("regex", BREAKS)
 def test_a_regex_that_would_break_a_text_off_is_refused(
     regex: str, tokenizer_of: Callable[[str], Tokenizer]
 ) -> None:
-    grammars = Grammars(tokenizer_of("stories260K"), 512, [2], deadline_s=60.0)
-    nested = {"type": "object", "properties": {"a": {"type": "string", "pattern": f"^{regex}$"}}}
-    for asked, place in (({"regex": regex}, ""), ({"json": nested}, " at #/properties/a/pattern")):
-        start = time.process_time()
-        with pytest.raises(
-            InvalidSamplingError, match=rf"followed{place}: a text .* breaks off at token \d+"
-        ):
-            grammars.compile(StructuredOutputs(**asked))
-        assert time.process_time() - start < SLOWEST_S
+    refused(tokenizer_of("stories260K"), regex, r"a text .* breaks off at token \d+", SLOWEST_S)
 
 
 def test_a_regex_whose_masks_take_too_long_is_refused(
@@ -384,15 +387,8 @@ ENDLESS = ("(a{1000}){1000}", "((a{100}){100}){100}", "a{1000000}", "([ab]{999}c
 def test_a_regex_whose_shortest_text_is_too_long_is_refused(
     regex: str, tokenizer_of: Callable[[str], Tokenizer]
 ) -> None:
-    grammars = Grammars(tokenizer_of("stories260K"), 512, [2], deadline_s=60.0)
-    nested = {"type": "object", "properties": {"a": {"type": "string", "pattern": f"^{regex}$"}}}
-    for asked, place in (({"regex": regex}, ""), ({"json": nested}, " at #/properties/a/pattern")):
-        start = time.process_time()
-        with pytest.raises(
-            InvalidSamplingError, match=rf"followed{place}: the shortest text .* [\d,]+ characters"
-        ):
-            grammars.compile(StructuredOutputs(**asked))
-        assert time.process_time() - start < SLOWEST_S / 2
+    said = r"the shortest text .* [\d,]+ characters"
+    refused(tokenizer_of("stories260K"), regex, said, SLOWEST_S / 2)
 
 
 @pytest.mark.parametrize(

@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from penstock.cli.loading import load
-from penstock.cli.options import MODEL, Dtype, JsonFile, KvCacheDtype, Model, Quantization, given
+from penstock.cli.options import (
+    MODEL,
+    Dtype,
+    JsonFile,
+    KvCacheDtype,
+    Model,
+    Quantization,
+    TokenizerFrom,
+    given,
+    speculation,
+)
 from penstock.cli.progress import progress_line
 from penstock.config import SpeculativeConfig
 from penstock.errors import ConfigError, PenstockError, TokenizerError
@@ -60,9 +69,6 @@ Rounds = Annotated[
     int, typer.Option(min=1, help="Runs of each request, in turns with plain ones; medians count.")
 ]
 Seed = Annotated[int, typer.Option(min=0, help="Of sampled requests.")]
-TokenizerFrom = Annotated[
-    str | None, typer.Option(help="Folder or hub id. Default: the model's own.")
-]
 
 
 def speculate(
@@ -124,16 +130,7 @@ def speculate(
 
 def _asked(text: str | None, method: str | None, number: int | None, fixed: bool) -> dict[str, Any]:
     """The speculative_config, with what other options say. Raises ConfigError for two of a kind."""
-    asked: Any = {}
-    if text is not None:
-        try:
-            asked = json.loads(text)
-        except ValueError as error:
-            raise ConfigError(f"--speculative-config isn't JSON: {error}.") from error
-        if not isinstance(asked, dict):
-            raise ConfigError(
-                f'--speculative-config must be an object, not {text}: {{"method": "self"}} is one.'
-            )
+    asked = speculation(text) or {}
     options = given(method=method, num_speculative_tokens=number, adaptive=False if fixed else None)
     for name in options.keys() & asked.keys():
         option = "--fixed" if name == "adaptive" else f"--{name.replace('_', '-')}"

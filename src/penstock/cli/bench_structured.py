@@ -8,7 +8,16 @@ from typing import Annotated
 import typer
 
 from penstock.cli.loading import load
-from penstock.cli.options import MODEL, Dtype, JsonFile, KvCacheDtype, Model, Quantization, given
+from penstock.cli.options import (
+    MODEL,
+    Dtype,
+    JsonFile,
+    KvCacheDtype,
+    Model,
+    Quantization,
+    TokenizerFrom,
+    given,
+)
 from penstock.cli.progress import progress_line
 from penstock.errors import ConfigError, PenstockError, nearest
 
@@ -32,9 +41,6 @@ Parts = Annotated[
     str, typer.Option(help="What to measure, with commas: compile, outputs, overhead, jumps.")
 ]
 Seed = Annotated[int, typer.Option(min=0, help="The same seed, the same outputs.")]
-TokenizerFrom = Annotated[
-    str | None, typer.Option(help="Folder or hub id. Default: the model's own.")
-]
 
 
 def structured(

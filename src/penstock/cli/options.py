@@ -132,6 +132,9 @@ Stats = Annotated[
 AsJson = Annotated[
     bool, typer.Option("--json", help="Print one JSON object a sample instead of the text.")
 ]
+TokenizerFrom = Annotated[
+    str | None, typer.Option(help="Folder or hub id. Default: the model's own.")
+]
 JsonFile = Annotated[
     Path | None, typer.Option("--json", help="Write the figures to this file as JSON.")
 ]
