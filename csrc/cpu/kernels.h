@@ -193,6 +193,8 @@ struct RotaryCacheArgs {
   bool interleaved;
   const int32_t* positions;
   const int32_t* slots;
+  const int32_t* copies;  // [copied, 2]: a token, and another slot for its key and value
+  int64_t copied;
   void* key_cache;
   void* value_cache;
   uint16_t* key_scale;  // float16: [blocks, kv_heads, block_size] for int8,
@@ -228,6 +230,15 @@ struct AttentionArgs {
   const float* sinks;  // [heads], may be null
   DType dtype;
   int threads;
+};
+
+// Rows from one matrix to another. ops/kept_rows.py.
+struct RowsArgs {
+  const void* from;
+  void* to;
+  int64_t rows, row_bytes;
+  int64_t from_stride, to_stride;  // bytes
+  bool keeps;  // a value's rows go to a store; otherwise the other way
 };
 
 // The place and value of each row's largest logit.

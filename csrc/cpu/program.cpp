@@ -22,6 +22,12 @@ void call(const SoftcapArgs& a) { kernels().softcap(a); }
 void call(const GateArgs& a) { kernels().gate(a); }
 void call(const RotaryCacheArgs& a) { kernels().rotary_cache(a); }
 void call(const AttentionArgs& a) { kernels().attention(a); }
+void call(const RowsArgs& a) {
+  for (int64_t row = 0; row < a.rows; row++)
+    __builtin_memcpy(static_cast<char*>(a.to) + row * a.to_stride,
+                     static_cast<const char*>(a.from) + row * a.from_stride,
+                     static_cast<size_t>(a.row_bytes));
+}
 
 LinearVariant variant_for(const Program::Node& node, int64_t rows) {
   for (const auto& [most, variant] : node.variants)
@@ -114,7 +120,16 @@ void Program::bind(Args& a, const Node& node, const StepArrays& step, void* logi
     a.positions = step.positions;
     a.slots = step.slots;
     a.tokens = rows;
+    a.copies = step.copies;
+    a.copied = step.copied;
     a.q_out = y;
+  } else if constexpr (std::is_same_v<Args, RowsArgs>) {
+    a.rows = rows;
+    (a.keeps ? a.from_stride : a.to_stride) = a.row_bytes;
+    if (a.keeps)
+      a.from = y;
+    else
+      a.to = y;
   } else {
     static_assert(std::is_same_v<Args, AttentionArgs>);
     a.q = x;
@@ -157,7 +172,7 @@ void Program::run(const StepArrays& step, void* logits, int threads, double* tim
     std::visit(
         [&](auto args) {
           bind(args, node, step, logits);
-          args.threads = threads;
+          if constexpr (!std::is_same_v<decltype(args), RowsArgs>) args.threads = threads;
           call(args);
         },
         node.args);

@@ -23,7 +23,8 @@ struct StepArrays {
   const int32_t* context_len;
   const int32_t* block_table;
   const int32_t* sample_at;
-  int64_t table_stride, count, sequences, sampled;
+  const int32_t* copies;  // [copied, 2]
+  int64_t table_stride, count, sequences, sampled, copied;
 };
 
 // Which of a step's arrays an embedding looks up.
@@ -52,7 +53,7 @@ class Program {
   // x: the value that is read; y: the one that is written, or added to in place. −1: none.
   struct Node {
     std::variant<LinearArgs, EmbeddingArgs, NormArgs, AddArgs, SoftcapArgs, GateArgs,
-                 RotaryCacheArgs, AttentionArgs>
+                 RotaryCacheArgs, AttentionArgs, RowsArgs>
         args;
     int x, y;
     Ids ids;

@@ -204,26 +204,33 @@ void round_full_groups(const RotaryCacheArgs& a, int threads) {
   });
 }
 
+// The angles of token t.
+const float* angles(const RotaryCacheArgs& a, int64_t t) {
+  return a.cos_sin ? a.cos_sin + a.positions[t] * a.rotary_dim : nullptr;
+}
+
 template <typename T>
-void one_token(const RotaryCacheArgs& a, int64_t t, float* head) {
-  const float* cos_sin = a.cos_sin ? a.cos_sin + a.positions[t] * a.rotary_dim : nullptr;
-  const auto turn = [&] {
-    if (cos_sin) rotate(head, cos_sin, a.rotary_dim, a.interleaved);
-  };
+void one_query(const RotaryCacheArgs& a, int64_t t, float* head) {
+  const float* cos_sin = angles(a, t);
   const T* q = static_cast<const T*>(a.q) + t * a.stride;
   T* q_out = static_cast<T*>(a.q_out) + t * a.heads * a.dim;
   each_head(a, q, a.heads, a.q_norm, head, [&](int64_t h) {
-    turn();
+    if (cos_sin) rotate(head, cos_sin, a.rotary_dim, a.interleaved);
     for (int64_t j = 0; j < a.dim; j += 16)
       store_some(q_out + h * a.dim + j, load(head + j),
                  a.dim - j < 16 ? static_cast<int>(a.dim - j) : 16);
   });
-  const int64_t slot = a.slots[t];
+}
+
+// The key and value of token t, into a slot.
+template <typename T>
+void one_slot(const RotaryCacheArgs& a, int64_t t, int64_t slot, float* head) {
   if (slot < 0) return;
+  const float* cos_sin = angles(a, t);
   const int64_t first = slot / a.block_size * a.kv_heads, offset = slot % a.block_size;
   const T* key = static_cast<const T*>(a.k) + t * a.stride;
   each_head(a, key, a.kv_heads, a.k_norm, head, [&](int64_t h) {
-    turn();
+    if (cos_sin) rotate(head, cos_sin, a.rotary_dim, a.interleaved);
     if (a.recent.slots) return keep_head<Key>(a, head, a.recent.keys, h, slot);
     write_head<T>(a, head, Key{}, first + h, offset);
   });
@@ -234,15 +241,27 @@ void one_token(const RotaryCacheArgs& a, int64_t t, float* head) {
   });
 }
 
+// Tokens first, then the copies.
+template <typename T>
+void one_row(const RotaryCacheArgs& a, int64_t row) {
+  float* head = static_cast<float*>(
+      scratch(Scratch::partials, static_cast<size_t>(a.dim + 16) * sizeof(float)));
+  if (row < a.tokens) {
+    one_query<T>(a, row, head);
+    one_slot<T>(a, row, a.slots[row], head);
+  } else {
+    const int32_t* copy = a.copies + 2 * (row - a.tokens);
+    one_slot<T>(a, copy[0], copy[1], head);
+  }
+}
+
 }  // namespace
 
 void rotary_cache(const RotaryCacheArgs& a) {
   const int64_t work = a.tokens * (a.heads + 2 * a.kv_heads) * a.dim;
   const int threads = work > 16 * 1024 ? a.threads : 1;
-  over_rows(threads, a.tokens, [&](int64_t t) {
-    float* head = static_cast<float*>(
-        scratch(Scratch::partials, static_cast<size_t>(a.dim + 16) * sizeof(float)));
-    a.dtype == DType::bf16 ? one_token<bf16>(a, t, head) : one_token<float>(a, t, head);
+  over_rows(threads, a.tokens + a.copied, [&](int64_t row) {
+    a.dtype == DType::bf16 ? one_row<bf16>(a, row) : one_row<float>(a, row);
   });
   if (a.recent.slots) round_full_groups(a, threads);
 }

@@ -121,6 +121,9 @@ AttentionArgs attention_args(DType dtype, int64_t heads, int64_t dim, const Cach
 void check_places(const int32_t* positions, const int32_t* slots, int64_t count, int64_t table,
                   int64_t places);
 
+// [copied, 2] int32: one of `count` tokens, and a slot of a cache of `places`. Returns `copied`.
+int64_t check_copies(const Optional& copies, int64_t count, int64_t places);
+
 // A step's sequences and the blocks that each of them reads.
 struct Sequences {
   const int32_t* query_start;
@@ -141,7 +144,8 @@ Tensor rotary_cache(const Tensor& qkv, int64_t heads, Optional q_norm, Optional 
                     Optional cos_sin, bool interleaved, const Tensor& positions,
                     const Tensor& slots, const Tensor& key_cache, const Tensor& value_cache,
                     Optional key_scale, Optional value_scale, Optional recent_keys,
-                    Optional recent_values, Optional recent_slots, Optional recent_window);
+                    Optional recent_values, Optional recent_slots, Optional recent_window,
+                    Optional copies);
 Tensor paged_attention(const Tensor& q, const Tensor& key_cache, const Tensor& value_cache,
                        const Tensor& query_start, const Tensor& context_len,
                        const Tensor& block_table, double scale, int64_t window, double softcap,

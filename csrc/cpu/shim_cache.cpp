@@ -167,11 +167,23 @@ void check_places(const int32_t* positions, const int32_t* slots, int64_t count,
   }
 }
 
+int64_t check_copies(const Optional& copies, int64_t count, int64_t places) {
+  if (!copies) return 0;
+  STD_TORCH_CHECK(copies->dim() == 2 && copies->size(1) == 2, "copies must be [copied, 2]");
+  const int32_t* pair = integers(*copies, copies->numel(), "copies");
+  for (int64_t i = 0; i < copies->size(0); i++, pair += 2)
+    STD_TORCH_CHECK(pair[0] >= 0 && pair[0] < count && pair[1] >= 0 && pair[1] < places,
+                    "rotary_cache: a copy of token ", pair[0], " of ", count, " to slot ", pair[1],
+                    " of ", places);
+  return copies->size(0);
+}
+
 Tensor rotary_cache(const Tensor& qkv, int64_t heads, Optional q_norm, Optional k_norm, double eps,
                     Optional cos_sin, bool interleaved, const Tensor& positions,
                     const Tensor& slots, const Tensor& key_cache, const Tensor& value_cache,
                     Optional key_scale, Optional value_scale, Optional recent_keys,
-                    Optional recent_values, Optional recent_slots, Optional recent_window) {
+                    Optional recent_values, Optional recent_slots, Optional recent_window,
+                    Optional copies) {
   RotaryCacheArgs a = rotary_cache_args(
       form_of(qkv, "rotary_cache: qkv"), heads, q_norm, k_norm, eps, cos_sin, interleaved,
       {key_cache, value_cache, key_scale, value_scale, recent_keys, recent_values, recent_slots,
@@ -182,6 +194,9 @@ Tensor rotary_cache(const Tensor& qkv, int64_t heads, Optional q_norm, Optional 
   check_places(a.positions, a.slots, a.tokens, a.cos_sin ? a.num_positions : INT64_MAX,
                a.blocks * a.block_size);
   check_recent(a.recent, a.slots, a.tokens, a.block_size);
+  a.copied = check_copies(copies, a.tokens, a.blocks * a.block_size);
+  STD_TORCH_CHECK(a.copied == 0 || !a.recent.slots, "rotary_cache: no copies beside a window");
+  if (a.copied > 0) a.copies = static_cast<const int32_t*>(copies->data_ptr());
   place_heads(a, qkv.data_ptr(), qkv.stride(0));
   Tensor out = torch::stable::new_empty(qkv, {a.tokens, a.heads, a.dim});
   a.q_out = out.data_ptr();

@@ -26,6 +26,7 @@ struct Held {
   Program program;
   std::vector<Tensor> kept;
   int64_t tokens = INT64_MAX, positions = INT64_MAX;  // rows of the tables that are looked up
+  int64_t kept_rows = INT64_MAX;       // of the stores that rows are kept in
   int64_t blocks = 0, block_size = 0;  // of every cache, or none
   Recent recent = {};                  // of every cache, or none: its places are the same
   std::atomic<bool> running{false};
@@ -268,6 +269,39 @@ int64_t program_paged_attention(int64_t id, int64_t q, const Tensor& key_cache,
   return y;
 }
 
+// The form of a store of rows, and where a column of it lies.
+RowsArgs rows_args(Held& p, const Tensor& store, int64_t column, int64_t columns, bool keeps) {
+  const Form form = form_of(store, "store");
+  STD_TORCH_CHECK(store.is_contiguous() && column >= 0 && column + columns <= form.columns,
+                  "columns ", column, " to ", column + columns, " of a store of ", form.columns);
+  const int64_t bytes = form.dtype == DType::bf16 ? 2 : 4;
+  RowsArgs a = {};
+  a.keeps = keeps;
+  a.row_bytes = columns * bytes;
+  (keeps ? a.to_stride : a.from_stride) = form.columns * bytes;
+  char* at = static_cast<char*>(store.data_ptr()) + column * bytes;
+  a.from = at;
+  a.to = at;
+  p.kept_rows = std::min(p.kept_rows, store.size(0));
+  p.keep(store);
+  return a;
+}
+
+void program_keep_rows(int64_t id, int64_t x, const Tensor& store, int64_t column) {
+  const auto p = held(id);
+  const Form form = p->form(x);
+  STD_TORCH_CHECK(form.dtype == dtype_of(store, "store"), "keep_rows: x and store have two dtypes");
+  p->add(rows_args(*p, store, column, form.columns, true), -1, x);
+}
+
+int64_t program_kept_rows(int64_t id, const Tensor& store) {
+  const auto p = held(id);
+  const Form form = form_of(store, "store");
+  const int64_t y = p->result(form, -1);
+  p->add(rows_args(*p, store, 0, form.columns, false), -1, y);
+  return y;
+}
+
 // `logits` is the value that a run writes for its caller. Returns the number of operators.
 int64_t program_finish(int64_t id, int64_t logits) {
   const auto p = held(id);
@@ -331,7 +365,7 @@ void program_variants(int64_t id, const Tensor& table) {
 
 void program_run(int64_t id, const Tensor& tokens, const Tensor& positions, const Tensor& slots,
                  const Tensor& query_start, const Tensor& context_len, const Tensor& block_table,
-                 const Tensor& sample_at, const Tensor& logits, Optional times) {
+                 const Tensor& sample_at, Optional copies, const Tensor& logits, Optional times) {
   const auto p = held(id);
   Program& program = p->program;
   STD_TORCH_CHECK(program.logits() >= 0, "Program ", id, " isn't finished");
@@ -361,6 +395,11 @@ void program_run(int64_t id, const Tensor& tokens, const Tensor& positions, cons
     check_recent(p->recent, step.slots, step.count, p->block_size);
     check_recent(p->recent, s, p->block_size);
   }
+  step.copied = check_copies(copies, step.count, p->blocks * p->block_size);
+  STD_TORCH_CHECK(step.copied == 0 || !p->recent.slots, "There are no copies beside a window");
+  if (step.copied > 0) step.copies = static_cast<const int32_t*>(copies->data_ptr());
+  STD_TORCH_CHECK(std::max(step.count, step.sampled) <= p->kept_rows, "A step of ", step.count,
+                  " tokens whose rows are kept has room for ", p->kept_rows);
   const Form out = p->form(program.logits());
   STD_TORCH_CHECK(logits.scalar_type() == ScalarType::Float && logits.is_contiguous() &&
                       logits.dim() == 2 && logits.size(0) == step.sampled &&
@@ -412,6 +451,8 @@ STABLE_TORCH_LIBRARY_FRAGMENT(penstock, m) {
       "float scale, int window, float softcap, Tensor? sinks, Tensor? key_scale, "
       "Tensor? value_scale, Tensor? recent_keys, Tensor? recent_values, Tensor? recent_slots, "
       "Tensor? recent_window) -> int");
+  m.def("program_keep_rows(int program, int x, Tensor store, int column) -> ()");
+  m.def("program_kept_rows(int program, Tensor store) -> int");
   m.def("program_finish(int program, int logits) -> int");
   m.def("program_reserve(int program, int rows) -> int");
   m.def("program_threads(int program, Tensor table) -> ()");
@@ -419,7 +460,7 @@ STABLE_TORCH_LIBRARY_FRAGMENT(penstock, m) {
   m.def(
       "program_run(int program, Tensor tokens, Tensor positions, Tensor slots, "
       "Tensor query_start, Tensor context_len, Tensor block_table, Tensor sample_at, "
-      "Tensor logits, Tensor? times) -> ()");
+      "Tensor? copies, Tensor logits, Tensor? times) -> ()");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(penstock, CompositeExplicitAutograd, m) {
@@ -436,6 +477,8 @@ STABLE_TORCH_LIBRARY_IMPL(penstock, CompositeExplicitAutograd, m) {
   m.impl("program_gate", TORCH_BOX(&program_gate));
   m.impl("program_rotary_cache", TORCH_BOX(&program_rotary_cache));
   m.impl("program_paged_attention", TORCH_BOX(&program_paged_attention));
+  m.impl("program_keep_rows", TORCH_BOX(&program_keep_rows));
+  m.impl("program_kept_rows", TORCH_BOX(&program_kept_rows));
   m.impl("program_finish", TORCH_BOX(&program_finish));
   m.impl("program_reserve", TORCH_BOX(&program_reserve));
   m.impl("program_threads", TORCH_BOX(&program_threads));

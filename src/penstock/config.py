@@ -198,7 +198,7 @@ class SchedulerConfig:
             )
 
 
-SpeculativeMethod = Literal["ngram", "suffix", "draft_model", "self"]
+SpeculativeMethod = Literal["ngram", "suffix", "draft_model", "self", "medusa", "eagle", "eagle3"]
 """Who guesses; `speculate/` has a file for each."""
 
 _SPECULATION = {
@@ -206,6 +206,9 @@ _SPECULATION = {
     "suffix": (16, {"suffix_decoding_max_tree_depth", "suffix_decoding_max_cached_tokens"}),
     "draft_model": (8, {"model", "quantization"}),
     "self": (6, {"draft_layers"}),
+    "medusa": (4, {"model", "quantization", "tree_width", "tree_tokens"}),
+    "eagle": (5, {"model", "quantization", "tree_width", "tree_tokens"}),
+    "eagle3": (5, {"model", "quantization", "tree_width", "tree_tokens"}),
 }
 """Of each method: the default of num_speculative_tokens, and the options that it alone reads."""
 
@@ -215,6 +218,8 @@ _MOST = {
     "prompt_lookup_max": 1024,
     "suffix_decoding_max_tree_depth": 1024,
     "suffix_decoding_max_cached_tokens": 100_000_000,
+    "tree_width": 64,
+    "tree_tokens": 256,
 }
 """What some options may be: beyond it they take time or memory and find nothing more."""
 
@@ -224,9 +229,11 @@ class SpeculativeConfig:
     """How tokens are guessed ahead; vLLM's names where it has them."""
 
     method: SpeculativeMethod | None = None  # None: draft_model where a model is given
-    num_speculative_tokens: int | None = None  # the most in a draft; None: the method's own
-    model: str | Path | None = None  # draft_model: of the same vocabulary
-    quantization: str | None = None  # draft_model: of its weights as they are loaded
+    num_speculative_tokens: int | None = None  # the most one after another; None: the method's own
+    model: str | Path | None = None  # that guesses: a draft model, or heads; of the same vocabulary
+    quantization: str | None = None  # of its weights as they are loaded
+    tree_width: int | None = None  # of heads: guesses that may follow one; 1: no trees; None: 4
+    tree_tokens: int | None = None  # guesses in a tree; None: twice num_speculative_tokens
     draft_layers: int | None = None  # self: the first so many guess; None: a quarter
     prompt_lookup_min: int | None = None  # ngram: tokens that must match; None: 2
     prompt_lookup_max: int | None = None  # ngram: tokens that are looked at; None: 16
@@ -264,6 +271,7 @@ class SpeculativeConfig:
             self,
             "num_speculative_tokens", "draft_layers", "prompt_lookup_min", "prompt_lookup_max",
             "suffix_decoding_max_tree_depth", "suffix_decoding_max_cached_tokens",
+            "tree_width", "tree_tokens",
         )  # fmt: skip
         for name, most in _MOST.items():
             if (getattr(self, name) or 0) > most:
@@ -271,6 +279,19 @@ class SpeculativeConfig:
         low, high = self.prompt_lookup_min, self.prompt_lookup_max
         if low is not None and high is not None and low > high:
             raise ConfigError(f"prompt_lookup_min={low} is above prompt_lookup_max={high}.")
+
+    @property
+    def width(self) -> int:
+        """Guesses that may follow one another's place: 1 where drafts are no trees."""
+        heads = self.method in ("medusa", "eagle", "eagle3")
+        return (self.tree_width or 4) if heads else 1
+
+    @property
+    def most_tokens(self) -> int:
+        """Tokens in a draft, tree or not."""
+        depth = self.num_speculative_tokens
+        assert depth is not None  # filled in
+        return depth if self.width == 1 else max(self.tree_tokens or 2 * depth, depth)
 
     @classmethod
     def of(cls, value: object) -> SpeculativeConfig | None:

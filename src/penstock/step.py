@@ -46,5 +46,21 @@ class Step:
         """B."""
         return self.context_len.shape[0]
 
+    @property
+    def copies(self) -> Tensor | None:
+        """[C, 2] int32: tokens whose key and value go into another slot too; None: no such."""
+        return None
+
+
+@dataclass(frozen=True, slots=True)
+class ForkedStep(Step):
+    """A step some of whose sequences are ways through the tree of one draft.
+
+    Each way reads its own blocks. A token that lies on several of them is computed on the first
+    one, and its key and value are written to all.
+    """
+
+    copies: Tensor
+
 
 torch.export.register_dataclass(Step, serialized_type_name="penstock.Step")

@@ -212,7 +212,7 @@ def after(model: Any, rows: list[list[int]], prompt: list[int], options: Any) ->
     ("config", "said"),
     [
         ("ngram", "must be a dictionary, not str"),
-        ({"method": "medusa"}, "isn't one of ngram"),
+        ({"method": "lookahead"}, "isn't one of ngram"),
         ({}, "needs a method"),
         ({"method": "ngram", "num_speculative_token": 3}, "num_speculative_tokens"),
         ({"method": "ngram", "num_speculative_tokens": 0}, "must be a positive integer"),

@@ -1,7 +1,7 @@
 """The modules that every model is made of."""
 
 from penstock import kernels as _kernels  # the native library registers its operators
-from penstock.nn.decoder import Decoder
+from penstock.nn.decoder import Decoder, KeptStates
 from penstock.nn.spec import (
     AttentionSpec,
     DecoderSpec,
@@ -15,6 +15,7 @@ __all__ = [
     "AttentionSpec",
     "Decoder",
     "DecoderSpec",
+    "KeptStates",
     "LayerSpec",
     "MlpSpec",
     "NormSpec",

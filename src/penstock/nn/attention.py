@@ -73,6 +73,7 @@ class Attention(nn.Module):
             key_cache,
             value_cache,
             *beside,
+            copies=step.copies,
         )
         return ops.paged_attention(
             q,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -38,6 +39,14 @@ class Mlp(nn.Module):
             gated=spec.gated,
         )
         self.down = Linear(spec.intermediate, hidden, spec.bias, down)
+
+
+@dataclass(frozen=True, slots=True)
+class KeptStates:
+    """Where a decoder leaves its residual stream, for those that guess by it."""
+
+    layers: tuple[int, ...]  # what each of them reads; their number: what the final norm reads
+    store: Tensor  # [N, len(layers) · D] in the decoder's dtype: row t is token t of the last step
 
 
 class DecoderLayer(nn.Module):
@@ -125,6 +134,7 @@ class Decoder(nn.Module):
             own = {name: formats.of(f"layers.{i}.{at}") for name, at in MATRICES.items()}
             self.layers.append(DecoderLayer(spec.hidden, layer, spec.norm, own, table))
         self.norm = Norm(spec.hidden, spec.norm)
+        self.kept: KeptStates | None = None
 
     def hidden_states(self, step: Step, kv: KV, layers: int | None = None) -> Tensor:
         """The residual stream [T, D] that the final norm reads; after the first `layers` of them.
@@ -134,9 +144,17 @@ class Decoder(nn.Module):
         residual: Tensor = self.embed(step.tokens)
         if self.positions is not None:
             ops.add_(residual, self.positions(step.positions))
-        for layer, cache in zip(self.layers[:layers], kv, strict=True):
+        for number, (layer, cache) in enumerate(zip(self.layers[:layers], kv, strict=True)):
+            self._keep(residual, number)
             layer(residual, step, cache)
+        self._keep(residual, len(kv))
         return residual
+
+    def _keep(self, residual: Tensor, number: int) -> None:
+        """Keep what layer `number` reads, where somebody wants it."""
+        if self.kept is not None and number in self.kept.layers:
+            column = self.kept.layers.index(number) * self.spec.hidden
+            ops.keep_rows(residual, self.kept.store, column)
 
     def forward(self, step: Step, kv: KV) -> Tensor:
         return self.logits(step, self.hidden_states(step, kv))

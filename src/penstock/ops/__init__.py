@@ -6,6 +6,7 @@ from penstock.ops.attention import paged_attention
 from penstock.ops.draw import draw_from, draw_plain
 from penstock.ops.embedding import embedding
 from penstock.ops.gate import alternate, gate
+from penstock.ops.kept_rows import keep_rows, kept_rows
 from penstock.ops.linear import ACTIVATIONS, Activation, linear, linear_add_
 from penstock.ops.mask import mask_
 from penstock.ops.norm import layer_norm, rms_norm
@@ -30,6 +31,8 @@ __all__ = [
     "gate",
     "has_native",
     "implementations",
+    "keep_rows",
+    "kept_rows",
     "layer_norm",
     "linear",
     "linear_add_",

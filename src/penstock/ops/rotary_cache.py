@@ -80,6 +80,8 @@ def _fake(
     recent_values: Tensor | None = None,
     recent_slots: Tensor | None = None,
     recent_window: Tensor | None = None,
+    *,
+    copies: Tensor | None = None,
 ) -> Tensor:
     dim = qkv.shape[1] // (heads + 2 * key_cache.shape[1])
     return qkv.new_empty((qkv.shape[0], heads, dim))
@@ -90,7 +92,8 @@ def _fake(
     "Tensor? cos_sin, bool interleaved, Tensor positions, Tensor slots, "
     "Tensor(a!) key_cache, Tensor(b!) value_cache, Tensor(c!)? key_scale=None, "
     "Tensor(d!)? value_scale=None, Tensor(e!)? recent_keys=None, Tensor(f!)? recent_values=None, "
-    "Tensor? recent_slots=None, Tensor? recent_window=None) -> Tensor",
+    "Tensor? recent_slots=None, Tensor? recent_window=None, *, "
+    "Tensor? copies=None) -> Tensor",
     fake=_fake,
 )
 def rotary_cache(
@@ -111,6 +114,8 @@ def rotary_cache(
     recent_values: Tensor | None = None,
     recent_slots: Tensor | None = None,
     recent_window: Tensor | None = None,
+    *,
+    copies: Tensor | None = None,
 ) -> Tensor:
     """Normalise the heads of q and k, rotate them, write k and v into their slots; returns q.
 
@@ -118,7 +123,8 @@ def rotary_cache(
     q_norm, k_norm float32: [D] to normalise each head, [H · D] and [Hkv · D] all of them together,
     or None; cos_sin [P, R] float32, cosines then sines of the R/2 angles of each position, or None
     for no rotation; interleaved: pairs (2i, 2i+1) instead of (i, i+R/2); positions, slots [T]
-    int32; a negative slot isn't written; caches and scales as above. Returns [T, H, D].
+    int32; a negative slot isn't written; caches and scales as above;
+    copies [C, 2] int32: (t, slot), where token t's k and v go too. Returns [T, H, D].
     Source: Su et al. 2021, arXiv:2104.09864; FP8: Micikevicius et al. 2022, arXiv:2209.05433.
     """
     dtype, kv_heads = qkv.dtype, key_cache.shape[1]
@@ -127,6 +133,10 @@ def rotary_cache(
     q_out = rotate(_norm(q.float(), q_norm, eps), cos_sin, positions, interleaved).to(dtype)
     k_out = rotate(_norm(k.float(), k_norm, eps), cos_sin, positions, interleaved).to(dtype)
 
+    if copies is not None:
+        again, more = copies.long().unbind(1)
+        k_out, v = torch.cat((k_out, k_out[again])), torch.cat((v, v[again]))
+        slots = torch.cat((slots.long(), more))
     keep = slots >= 0
     if key_cache.dtype is torch.uint8:
         assert key_scale is not None and value_scale is not None

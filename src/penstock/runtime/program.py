@@ -125,7 +125,9 @@ class Program:
             assert isinstance(source, Value)
             return _native.program_sampled_rows(self._handle, values[source.number])
         native: list[Any] = []
-        for argument in operator.arguments.values():
+        for name, argument in operator.arguments.items():
+            if name == "copies":  # of a step, as its arrays
+                continue
             if isinstance(argument, Value):
                 native.append(values[argument.number])
             elif isinstance(argument, Array):
@@ -133,10 +135,10 @@ class Program:
                     native.append(("tokens", "positions").index(argument.name))
             else:
                 native.append(self._fixed(argument))
-        name = f"program_{operator.op}"
-        if not hasattr(_native, name):
+        emit = getattr(_native, f"program_{operator.op}", None)
+        if emit is None:
             raise not_built(operator.op)
-        return getattr(_native, name)(self._handle, *native)
+        return emit(self._handle, *native)
 
     def _fixed(self, argument: Any) -> Any:
         """The tensor that a weight or a cache stands for; a literal itself."""
@@ -250,6 +252,7 @@ class Program:
             step.context_len,
             step.block_table,
             step.sample_at,
+            step.copies,
             logits,
             times,
         )

@@ -2,6 +2,16 @@
 
 from penstock.speculate.control import Controller, Record
 from penstock.speculate.counts import DraftCounts
-from penstock.speculate.proposer import Draft, Proposer, Wish
+from penstock.speculate.proposer import ROOT, Computed, Draft, Proposer, StateReader, Wish
 
-__all__ = ["Controller", "Draft", "DraftCounts", "Proposer", "Record", "Wish"]
+__all__ = [
+    "ROOT",
+    "Computed",
+    "Controller",
+    "Draft",
+    "DraftCounts",
+    "Proposer",
+    "Record",
+    "StateReader",
+    "Wish",
+]

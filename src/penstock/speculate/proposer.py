@@ -13,28 +13,34 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from penstock.errors import RequestError
 from penstock.sampling import SequenceSampling
 
+ROOT = -1
+"""What a draft's first tokens follow: the sequence's own last token."""
+
 
 class Draft:
-    """Tokens that may follow, and the sampler's state before each of them and after the last."""
+    """Tokens that may follow, and the sampler's state before the first and after each of them.
 
-    __slots__ = ("kind", "states", "tokens")
+    One after another; or a tree, whose tokens say which one they follow: an earlier one.
+    """
+
+    __slots__ = ("kind", "parents", "states", "tokens")
 
     def __init__(self, sampling: SequenceSampling) -> None:
         """Of no tokens; sampling: the sequence's own state, which no draft changes."""
         self.tokens: list[int] = []
+        self.parents: list[int] | None = None  # ROOT or a token's place; None: the one before it
         self.kind = 0  # guesses that are right about as often have the same
         self.states = [sampling]  # those after tokens that `extend` brought come with `settle`
 
     def add(self, token: int) -> bool:
         """Go on with `token`; False if the sequence couldn't, and then the draft ends before it."""
-        try:
-            after = self.states[-1].fork(token)
-        except RequestError:  # a grammar forbids it
+        after = _forked(self.states[-1], token)
+        if after is None:
             return False
         self.tokens.append(token)
         self.states.append(after)
@@ -44,16 +50,62 @@ class Draft:
         """Go on with `tokens`, though the sequence mayn't: `settle` will see."""
         self.tokens += tokens
 
+    def branch(self, tokens: Sequence[int], parents: Sequence[int]) -> None:
+        """Become the tree of `tokens`, of which none was there; likelier ones first.
+
+        parents: of each, ROOT or the place of an earlier one; two that follow the same differ.
+        """
+        self.tokens, self.parents = list(tokens), list(parents)
+
     def settle(self, length: int) -> None:
-        """Keep the first `length` tokens, or as many of them as the sequence could go on with."""
+        """Keep the first `length` tokens, or those of them that the sequence could go on with."""
+        if self.parents is not None:
+            self._settle_tree(self.parents, length)
+            return
         tokens = self.tokens[len(self.states) - 1 : length]
         del self.tokens[min(len(self.states) - 1, length) :], self.states[length + 1 :]
         for token in tokens:
             if not self.add(token):
                 return
 
+    def _settle_tree(self, parents: list[int], length: int) -> None:
+        tokens, parents = self.tokens[:length], parents[:length]
+        states, known = self.states[: length + 1], len(self.states) - 1
+        place = {at: at for at in range(ROOT, known)}  # of each token that stays
+        for at in range(known, len(tokens)):
+            parent = place.get(parents[at])
+            after = None if parent is None else _forked(states[parent + 1], tokens[at])
+            if after is not None:
+                place[at] = len(states) - 1
+                states.append(after)
+        del place[ROOT]
+        self.tokens, self.states = [tokens[at] for at in place], states
+        self.parents = [ROOT if parents[at] == ROOT else place[parents[at]] for at in place]
+
+    @property
+    def ways(self) -> list[list[int]]:
+        """The places of the tokens on each way from the root to a leaf."""
+        if self.parents is None:
+            return [list(range(len(self.tokens)))] if self.tokens else []
+        leaves = set(range(len(self.tokens))) - set(self.parents)
+        return [self._way(leaf) for leaf in sorted(leaves)]
+
+    def _way(self, leaf: int) -> list[int]:
+        assert self.parents is not None
+        way = [leaf]
+        while self.parents[way[-1]] != ROOT:
+            way.append(self.parents[way[-1]])
+        return way[::-1]
+
     def __len__(self) -> int:
         return len(self.tokens)
+
+
+def _forked(state: SequenceSampling, token: int) -> SequenceSampling | None:
+    try:
+        return state.fork(token)
+    except RequestError:  # a grammar forbids it
+        return None
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,8 +116,19 @@ class Wish:
     tokens: list[int]  # all of it so far, not to be changed
     sampling: SequenceSampling
     blocks: list[int]  # its own, with room for len(tokens) - 1 + limit tokens
-    limit: int  # of tokens in the draft, at least 1
+    limit: int  # of tokens one after another in the draft, at least 1
     salt: str | None = None  # what it brings forth may be seen by those of the same only
+
+
+@dataclass(frozen=True, slots=True)
+class Computed:
+    """What a step has computed of a sequence, for those that guess by the target's states."""
+
+    key: object
+    tokens: list[int]  # all of it, what the step has brought included; not to be changed
+    blocks: list[int]
+    first: int  # the position of the first row
+    rows: list[int]  # of the last step, for that position and those after it: none of wrong guesses
 
 
 class Proposer(Protocol):
@@ -86,3 +149,13 @@ class Proposer(Protocol):
 
     def forget(self, key: object) -> None:
         """The sequence of that key has ended."""
+
+
+@runtime_checkable
+class StateReader(Proposer, Protocol):
+    """Guesses by the states that the target has computed inside (`nn.KeptStates`)."""
+
+    def saw(self, computed: Sequence[Computed]) -> None:
+        """A step is over, whose states are still where they are kept. Drafts for some of these
+        sequences may be wished for next.
+        """
