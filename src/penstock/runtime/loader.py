@@ -22,6 +22,7 @@ from penstock.runtime.companion import CompanionCache
 from penstock.runtime.draft_model import open_draft
 from penstock.runtime.engine_folder import EngineFolder, is_engine
 from penstock.runtime.forwards import forward_of, forward_of_engine
+from penstock.runtime.medusa import open_medusa
 from penstock.runtime.memory import plan_blocks
 from penstock.runtime.plan import Plan
 from penstock.runtime.runner import Forward, Runner
@@ -32,7 +33,7 @@ from penstock.tokenizer.vocab_map import FILE
 
 logger = logging.getLogger("penstock")
 
-_OPENERS: dict[str, Opener] = {"draft_model": open_draft}
+_OPENERS: dict[str, Opener] = {"draft_model": open_draft, "medusa": open_medusa}
 """Of the methods for which something is loaded beside the target."""
 
 
