@@ -201,7 +201,7 @@ def _spec(config: ConfigReader, parts: _Parts, hidden: int) -> MedusaSpec:
             f"{parts.file} has {len(parts.projections)} projections, but config.json says "
             "medusa_shared_lm_head: that they are the target's head. One of the two is wrong."
         )
-    one = parts.one_for_all or config.flag("original_lm_head", False)
+    one = config.flag("original_lm_head", parts.one_for_all)
     bias = any(part == "bias" for _, _, part in parts.blocks)
     _check_complete(parts, set() if shared else {0} if one else set(range(heads)), bias)
     if one:
