@@ -86,8 +86,12 @@ class Runner:
         """How steps run, for readers."""
         if self.program is not None:
             return "one native call a step"
-        packaged = isinstance(self._forward, PackageForward)
-        return "a compiled package" if packaged else "operators one by one"
+        return "a compiled package" if self.is_packaged else "operators one by one"
+
+    @property
+    def is_packaged(self) -> bool:
+        """Whether steps run by a compiled package."""
+        return isinstance(self._forward, PackageForward)
 
     @property
     def by_modules(self) -> bool:
