@@ -103,6 +103,7 @@ def test_the_likeliest_ways_of_all(
     assert len(set(found)) == len(found) == min(most, len(all_ways))
     ranked = sorted(all_ways.values(), reverse=True)[:most]
     assert [all_ways[way] for way in found] == pytest.approx(ranked, rel=1e-4)
+    assert draft.chances == pytest.approx(ranked, rel=1e-4)
 
 
 def test_any_first_part_of_a_tree_is_the_smaller_tree() -> None:
@@ -117,7 +118,7 @@ def test_any_first_part_of_a_tree_is_the_smaller_tree() -> None:
 def test_nothing_that_cannot_be() -> None:
     """Guesses of no probability are left out, and what would come after them."""
     certain = np.array([[1.0, 0.0], [0.75, 0.25], [0.0, 0.0]], dtype=np.float32)
-    assert likeliest(certain, 16) == ([ROOT, 0, 0], [0, 1, 1], [0, 0, 1])
+    assert likeliest(certain, 16) == ([ROOT, 0, 0], [0, 1, 1], [0, 0, 1], [1.0, 0.75, 0.25])
     for width in (1, 3):
         proposer, _, _ = made(width)
         text = Text(3)
@@ -134,6 +135,8 @@ def test_a_chain_is_each_heads_likeliest() -> None:
         [draft] = proposer.propose([text.wish(limit)])
         assert draft.parents is None
         assert draft.tokens == probabilities(store[3]).argmax(-1)[:limit].tolist()
+        sure = probabilities(store[3]).max(-1)[:limit].cumprod()
+        assert draft.chances == pytest.approx(sure.tolist(), rel=1e-4)
 
 
 def test_columns_that_stand_for_other_ids() -> None:
@@ -164,7 +167,7 @@ def test_a_batch_is_each_of_its_sequences() -> None:
     together = proposer.propose([text.wish(4 - i) for i, text in enumerate(texts)])
     assert heads.calls == [3]
     for one, other in zip(alone, together, strict=True):
-        assert (one.tokens, one.parents, one.kind) == (other.tokens, other.parents, other.kind)
+        assert (one.tokens, one.parents) == (other.tokens, other.parents)
     assert len({tuple(draft.tokens) for draft in together}) == 3
 
 
@@ -215,15 +218,3 @@ def test_keys_that_are_equal_are_not_the_same() -> None:
     state = SequenceSampling(GREEDY, tokens, V, 5, frozenset())
     drafts = proposer.propose([Wish(key, tokens, state, [], 4) for key in keys])
     assert drafts[0].tokens != drafts[1].tokens
-
-
-def test_kinds_are_by_how_sure_the_first_head_is() -> None:
-    proposer, store, _ = made()
-    for row in range(16):
-        store[row] *= row / 4
-    texts = [Text(3) for _ in range(16)]
-    proposer.saw([text.computed([row]) for row, text in enumerate(texts)])
-    drafts = proposer.propose([text.wish() for text in texts])
-    sure = [probabilities(store[row])[0].max() for row in range(16)]
-    assert [draft.kind for draft in drafts] == [min(int(p * 4), 3) for p in sure]
-    assert {draft.kind for draft in drafts} == {0, 1, 2, 3}

@@ -28,9 +28,6 @@ HeadsForward = Callable[[Tensor], Tensor]
 Ids = NDArray[np.int64]
 Chances = NDArray[np.float32]
 
-KINDS = 4
-"""Drafts are told apart by how sure the first head is of its first guess."""
-
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _State:
@@ -132,17 +129,17 @@ def _grow(draft: Draft, ids: Ids, chances: Chances, most: int) -> None:
     """Give `draft` the `most` likeliest places of the tree whose level d has the candidates
     ids[d, :], the likeliest first, with the probabilities chances[d, :] whatever was before.
     """
-    draft.kind = min(int(chances[0, 0] * KINDS), KINDS - 1)
-    if ids.shape[1] == 1:
-        sure = int(np.argmin(np.append(chances[:, 0] > 0, False)))
-        draft.extend(ids[:sure, 0].tolist())
-        return
-    parents, levels, ranks = likeliest(chances, most)
-    draft.branch(ids[levels, ranks].tolist(), parents)
+    parents, levels, ranks, whole = likeliest(chances, most)
+    tokens = ids[levels, ranks].tolist() if levels else []
+    if chances.shape[1] > 1:
+        draft.branch(tokens, parents, whole)
+    else:
+        draft.extend(tokens)
+        draft.chances = whole
 
 
-def likeliest(chances: Chances, most: int) -> tuple[list[int], list[int], list[int]]:
-    """The parents, levels and ranks of a tree's likeliest `most` places, the likeliest first.
+def likeliest(chances: Chances, most: int) -> tuple[list[int], list[int], list[int], list[float]]:
+    """The parents, levels, ranks and probabilities of a tree's likeliest `most` places, in order.
 
     chances [D, K], descending in each row: a place's own is the product of those on the way to it.
     A place comes after its parent and after its elder sibling, which are at least as likely; so
@@ -153,6 +150,7 @@ def likeliest(chances: Chances, most: int) -> tuple[list[int], list[int], list[i
     parents: list[int] = []
     levels: list[int] = []
     ranks: list[int] = []
+    found: list[float] = []
     # (−probability, level, rank, parent, the parent's probability)
     waiting = [(-table[0][0], 0, 0, ROOT, 1.0)]
     while waiting and len(parents) < most:
@@ -163,9 +161,10 @@ def likeliest(chances: Chances, most: int) -> tuple[list[int], list[int], list[i
         parents.append(parent)
         levels.append(level)
         ranks.append(rank)
+        found.append(-chance)
         if rank + 1 < width:
             following = (-before * table[level][rank + 1], level, rank + 1, parent, before)
             heapq.heappush(waiting, following)
         if level + 1 < depth:
             heapq.heappush(waiting, (chance * table[level + 1][0], level + 1, 0, at, -chance))
-    return parents, levels, ranks
+    return parents, levels, ranks, found
