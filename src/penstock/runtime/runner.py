@@ -101,7 +101,10 @@ class Runner:
     def copy(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Copy blocks, (from, to): before the step that writes to the copies."""
         with torch.inference_mode():
-            copy_blocks(self.kv, pairs)
+            if self.program is not None:
+                self.program.copy_blocks(pairs)
+            else:
+                copy_blocks(self.kv, pairs)
             if self.recent is not None:
                 self.recent.copy(pairs)
             for companion in self.companions:
