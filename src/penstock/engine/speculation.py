@@ -53,10 +53,19 @@ class Speculation:
         self._records: dict[Sequence, dict[int, Record]] = {}  # by kind of draft
         # of this step, whether verified or not
         self._guesses: dict[Sequence, _Guess] = {}
-        self._reader = proposer if isinstance(proposer, StateReader) else None
         self._came_true: dict[Sequence, list[int]] = {}  # of this step: places of guesses
         self._reserved: list[Sequence] = []
         self._right = 0  # guesses of this step that came true
+
+    @property
+    def proposer(self) -> Proposer:
+        """Who guesses; another one may take its place between steps."""
+        return self._proposer
+
+    @proposer.setter
+    def proposer(self, proposer: Proposer) -> None:
+        self._proposer = proposer
+        self._reader = proposer if isinstance(proposer, StateReader) else None
 
     @classmethod
     def of(cls, config: EngineConfig, runtime: Runtime, scheduler: Scheduler) -> Speculation | None:
