@@ -12,6 +12,7 @@ from typing import Final
 from penstock.bench.meter import Meter
 from penstock.bench.speculate.expected import DraftLog
 from penstock.bench.speculate.planted import Planted, PlantedProposer
+from penstock.bench.speculate.whiteboard import Verified, Whiteboard
 from penstock.bench.workload import raise_errors
 from penstock.config import EngineConfig
 from penstock.engine.proposers import proposer_of
@@ -85,6 +86,7 @@ class Runs:
     log: DraftLog
     rounds: list[Round]
     differing: list[int]  # requests whose outputs aren't equal, from 1
+    shown: Verified | None = None  # a draft of the round without figures
 
 
 def in_waves(
@@ -135,7 +137,12 @@ def measure_runs(
     proposer = _proposers(drafted, planted, waves, expected, _median_s(first.plain))
     found = Runs(name, sum(map(len, waves)), len(waves[0]), speculation, DraftLog(), [], [])
     speculation.proposer = proposer(WARM_UP)
+    board = Whiteboard()
+    speculation.on_verified = lambda s, draft, right, drawn: board.see(
+        s.tokens, draft, right, drawn
+    )
     found.differing += _unequal(_run(drafted, waves[0], first.drafted), expected, 0)
+    speculation.on_verified, found.shown = None, board.best
     speculation.counts = found.log
     for number in range(rounds):
         speculation.proposer = proposer(number)
