@@ -201,16 +201,18 @@ class SchedulerConfig:
 SpeculativeMethod = Literal["ngram", "suffix", "draft_model", "self", "medusa", "eagle", "eagle3"]
 """Who guesses; `speculate/` has a file for each."""
 
-_SPECULATION = {
+_SPECULATION: dict[str, tuple[int | None, set[str]]] = {
     "ngram": (16, {"prompt_lookup_min", "prompt_lookup_max"}),
     "suffix": (16, {"suffix_decoding_max_tree_depth", "suffix_decoding_max_cached_tokens"}),
     "draft_model": (8, {"model", "quantization"}),
     "self": (6, {"draft_layers"}),
-    "medusa": (4, {"model", "quantization", "tree_width", "tree_tokens"}),
+    "medusa": (None, {"model", "quantization", "tree_width", "tree_tokens"}),
     "eagle": (5, {"model", "quantization", "tree_width", "tree_tokens"}),
     "eagle3": (5, {"model", "quantization", "tree_width", "tree_tokens"}),
 }
-"""Of each method: the default of num_speculative_tokens, and the options that it alone reads."""
+"""Of each method: the default of num_speculative_tokens (None: as many as there are heads), and the
+options that it alone reads.
+"""
 
 _MOST = {
     "num_speculative_tokens": 1024,
@@ -258,8 +260,6 @@ class SpeculativeConfig:
                     f"method={self.method!r} has no use for {name}={getattr(self, name)!r}. Leave "
                     "it out."
                 )
-        if self.method == "draft_model" and not self.model:
-            raise ConfigError("method='draft_model' needs a model: a folder, a hub id or a name.")
         if not isinstance(self.model, str | Path | None):
             raise ConfigError(f"model must be a folder, a hub id or a name, not {self.model!r}.")
         if not isinstance(self.quantization, str | None):

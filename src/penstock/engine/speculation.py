@@ -45,7 +45,7 @@ class Speculation:
     """One engine's guesses."""
 
     def __init__(self, proposer: Proposer, controller: Controller, scheduler: Scheduler) -> None:
-        self._proposer = proposer
+        self.proposer = proposer
         self.controller = controller
         self.counts = DraftCounts()
         self.broken: Exception | None = None  # why there are no guesses any more
@@ -54,12 +54,21 @@ class Speculation:
         self._records: dict[Sequence, dict[int, Record]] = {}  # by kind of draft
         # of this step, whether verified or not
         self._guesses: dict[Sequence, _Guess] = {}
-        self._reads_states = isinstance(proposer, StateReader)
         self.on_verified: Callable[[Sequence, Draft, list[int], Seq[int]], None] | None = None
         """Is told of each draft with what was right of it, and what was drawn for its rows."""
         self._came_true: dict[Sequence, list[int]] = {}  # of this step: places of guesses
         self._reserved: list[Sequence] = []
         self._right = 0  # guesses of this step that came true
+
+    @property
+    def proposer(self) -> Proposer:
+        """Who guesses; another one may take its place between steps."""
+        return self._proposer
+
+    @proposer.setter
+    def proposer(self, proposer: Proposer) -> None:
+        self._proposer = proposer
+        self._reader = proposer if isinstance(proposer, StateReader) else None
 
     @classmethod
     def of(cls, config: EngineConfig, runtime: Runtime, scheduler: Scheduler) -> Speculation | None:
@@ -82,15 +91,6 @@ class Speculation:
             _check_recent(config, runtime, most)
             runtime.runner.recent.unsure = most
         return cls(proposer, controller, scheduler)
-
-    @property
-    def proposer(self) -> Proposer:
-        """Who guesses."""
-        return self._proposer
-
-    @proposer.setter
-    def proposer(self, proposer: Proposer) -> None:
-        self._proposer, self._reads_states = proposer, isinstance(proposer, StateReader)
 
     def stats(self) -> dict[str, Any]:
         """Counters, under the names that the engine's have."""
@@ -200,7 +200,7 @@ class Speculation:
     def computed(self, parts: Seq[Part], firsts: Seq[int]) -> None:
         """A step's tokens were applied. firsts: where in each sequence its part began."""
         came_true, self._came_true = self._came_true, {}
-        if not self._reads_states or self.broken is not None:
+        if self._reader is None or self.broken is not None:
             return
         found, row = [], 0
         for (sequence, count), first in zip(parts, firsts, strict=True):
@@ -211,8 +211,7 @@ class Speculation:
             if sequence.status is Status.RUNNING:
                 found.append(Computed(sequence, sequence.tokens, sequence.blocks, first, rows))
         try:
-            assert isinstance(self._proposer, StateReader)  # it reads states
-            self._proposer.saw(found)
+            self._reader.saw(found)
         except Exception as error:  # guesses may fail, but not the requests
             self._give_up(error)
 

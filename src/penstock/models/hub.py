@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import os
 import re
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -15,21 +16,25 @@ from penstock.models.gguf.container import LATER_PART, is_gguf
 EMBEDDED = ("stories",)
 """Models that come with the package, in `assets/`."""
 
+_SHIPPED = {"draft_model": "draft", "medusa": "medusa", "eagle": "eagle", "eagle3": "eagle"}
+"""What guesses for them and comes along, by the method: `stories-medusa` in `assets/`."""
+
 _ASSETS = Path(__file__).parent.parent / "assets"
 _HUB_ID = re.compile(r"[\w][\w.-]*/[\w][\w.-]*")
 _WANTED = ["*.safetensors", *SETTINGS]
 _UNWANTED = ["*/*", "consolidated*"]  # other formats in folders; Mistral's second layout
 
 
-def resolve(model: str | Path, revision: str | None = None) -> Path:
+def resolve(model: str | Path, revision: str | None = None, *, also: Iterable[str] = ()) -> Path:
     """The folder of `model`: an existing one, an embedded model's, or a snapshot from the hub.
 
     Or a GGUF file: the one given, or the only model in a folder without config.json.
 
-    revision: branch, tag or commit of a hub id; None is its main branch.
+    revision: branch, tag or commit of a hub id; None is its main branch. also: patterns of files
+    that are fetched from there too.
     A folder of an embedded model's name is reached as `./stories`.
     """
-    if model in EMBEDDED:
+    if model in EMBEDDED or model in _companions():
         _no_revision(model, revision)
         folder = _ASSETS / str(model)
         if not (folder / "config.json").exists():
@@ -59,7 +64,27 @@ def resolve(model: str | Path, revision: str | None = None) -> Path:
             f"embedded model ({', '.join(EMBEDDED)}) or a hub id like 'org/name'."
             f"{nearest(str(model), EMBEDDED)}"
         )
-    return _download(model, revision, path)
+    return _download(model, revision, path, also)
+
+
+def _companions() -> list[str]:
+    """The names of all that comes with the embedded models."""
+    kinds = dict.fromkeys(_SHIPPED.values())
+    return [f"{model}-{kind}" for model in EMBEDDED for kind in kinds]
+
+
+def shipped(folder: Path, method: str) -> Path:
+    """The folder of what guesses by `method` for the embedded model in `folder`.
+
+    Raises ConfigError for any other model, which needs to be told.
+    """
+    names = [name for name in EMBEDDED if folder == _ASSETS / name]
+    if not names:
+        raise ConfigError(
+            f"method={method!r} needs a model: a folder, a hub id or a name of what was made for "
+            f"{folder}. Only embedded models ({', '.join(EMBEDDED)}) bring their own."
+        )
+    return resolve(f"{names[0]}-{_SHIPPED[method]}")
 
 
 def _only_file(folder: Path) -> Path | None:
@@ -81,7 +106,7 @@ def _no_revision(model: str | Path, revision: str | None) -> None:
         raise ConfigError(f"revision={revision!r} is of the hub, but {model} is on this machine.")
 
 
-def _download(name: str, revision: str | None, path: Path) -> Path:
+def _download(name: str, revision: str | None, path: Path, also: Iterable[str]) -> Path:
     try:
         from huggingface_hub import snapshot_download
     except ImportError as error:
@@ -91,7 +116,7 @@ def _download(name: str, revision: str | None, path: Path) -> Path:
         ) from error
     try:
         folder = snapshot_download(
-            name, revision=revision, allow_patterns=_WANTED, ignore_patterns=_UNWANTED
+            name, revision=revision, allow_patterns=[*_WANTED, *also], ignore_patterns=_UNWANTED
         )
     except Exception as error:  # its own, httpx's and the operating system's
         raise ModelNotFoundError(_failure(name, revision, path, error)) from error

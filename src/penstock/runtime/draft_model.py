@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -12,18 +11,18 @@ from torch import Tensor
 from penstock.cache import PagedLayout, kv_dtype
 from penstock.config import EngineConfig, ModelConfig, SpeculativeConfig
 from penstock.errors import ConfigError
-from penstock.models.hub import resolve
 from penstock.models.load import LoadedModel, load_model, max_positions
 from penstock.models.sources import open_model, open_tokenizer
+from penstock.runtime.beside import Target, bytes_of, guessing_folder
 from penstock.runtime.companion import CompanionCache
 from penstock.runtime.engine_folder import EngineFolder, is_engine
 from penstock.runtime.forwards import forward_of, forward_of_engine
 from penstock.runtime.runner import Runner
 from penstock.runtime.vocabulary import KEPT_ROWS, ReducedVocabulary
+from penstock.speculate.draft_loop import DraftForward, DraftLimits
+from penstock.speculate.draft_model import DraftModelProposer
 from penstock.step import Step
 from penstock.tokenizer import Tokenizer, VocabMap
-
-logger = logging.getLogger("penstock")
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +34,19 @@ class DraftModel:
     runner: Runner
     companion: CompanionCache  # its cache, as what moves with the target's blocks
     asked: SpeculativeConfig  # what it was loaded for
+    num_blocks: int
+
+    @property
+    def layouts(self) -> tuple[PagedLayout, ...]:
+        return (self.layout,)
+
+    @property
+    def companions(self) -> tuple[CompanionCache, ...]:
+        return (self.companion,)
+
+    @property
+    def weight_bytes(self) -> int:
+        return bytes_of(self.model.model)
 
     @property
     def num_ids(self) -> int:
@@ -42,6 +54,15 @@ class DraftModel:
         found = self.runner.vocabulary
         own = self.model.spec.decoder.vocab_size
         return own if found is None else found.map.original_size
+
+    def proposer(self, asked: SpeculativeConfig, limits: DraftLimits) -> DraftModelProposer:
+        forward: DraftForward = self.runner.forward
+        if self.num_ids != limits.vocab_size:
+            forward = FittedLogits(self.runner, self.num_ids, limits.vocab_size)
+        own = replace(limits, max_model_len=self.model.max_model_len)
+        proposer = DraftModelProposer(forward, own, self.num_blocks, self.num_ids)
+        self.companion.stamps = proposer.stamps  # of the engine that has the cache now
+        return proposer
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,12 +76,15 @@ class OpenedDraft:
     asked: SpeculativeConfig
 
     @property
-    def mapped_bytes(self) -> int:
+    def layouts(self) -> tuple[PagedLayout, ...]:
+        return (self.layout,)
+
+    @property
+    def later_bytes(self) -> int:
         """Of weights in the page cache, which counts as free memory."""
         return 0 if self.engine is None else int(self.engine.manifest["weights"]["bytes"])
 
     def described(self, num_blocks: int) -> str:
-        """Its part of the line that says what is loaded."""
         return (
             f"; drafts by {self.model.spec.family}, {self.model.model.formats.name}, whose part of "
             f"each block is in {self.layout.stored} "
@@ -68,7 +92,6 @@ class OpenedDraft:
         )
 
     def place(self, num_blocks: int, eager: bool) -> DraftModel:
-        """The model over a cache of that many blocks."""
         kv = self.layout.allocate(num_blocks)
         decoder = self.model.model
         if self.engine is None:
@@ -76,27 +99,21 @@ class OpenedDraft:
         else:
             forward, _ = forward_of_engine(self.engine, decoder, kv, eager)
         runner = Runner(forward, kv, self.vocabulary)
-        return DraftModel(self.model, self.layout, runner, CompanionCache(kv), self.asked)
+        return DraftModel(
+            self.model, self.layout, runner, CompanionCache(kv), self.asked, num_blocks
+        )
 
 
-def open_draft(
-    config: EngineConfig,
-    target: LoadedModel,
-    tokenizer: Tokenizer | None,
-    vocabulary: ReducedVocabulary | None,
-) -> OpenedDraft | None:
-    """The draft model that `config` asks for; None where it asks for none.
+def open_draft(config: EngineConfig, target: Target) -> OpenedDraft:
+    """The draft model that `config` asks for.
 
-    tokenizer, vocabulary: the target's. Raises ConfigError for one whose tokens aren't the
-    target's.
+    Raises ConfigError for one whose tokens aren't the target's.
     """
-    speculative = config.speculative
-    if speculative is None or speculative.method != "draft_model":
-        return None
-    assert speculative.model is not None  # checked
-    folder = resolve(speculative.model)
-    loaded, engine = _load(folder, config, speculative, target.max_model_len)
-    _check_vocabulary(folder, loaded, target, tokenizer, vocabulary)
+    speculative, vocabulary = config.speculative, target.vocabulary
+    assert speculative is not None  # the caller looked
+    folder = guessing_folder(speculative, target)
+    loaded, engine = _load(folder, config, speculative, target.loaded.max_model_len)
+    _check_vocabulary(folder, loaded, target.loaded, target.tokenizer, vocabulary)
     own = None if vocabulary is None else ReducedVocabulary(vocabulary.map)
     return OpenedDraft(loaded, _layout(config, loaded, engine), own, engine, speculative)
 
@@ -116,10 +133,7 @@ def _load(
         return loaded, None
     engine = EngineFolder.open(folder, verify=config.model.verify)
     length = min(most, engine.limits.max_model_len)
-    assert speculative.model is not None
-    engine.settle(
-        EngineConfig(ModelConfig(model=speculative.model, quantization=speculative.quantization))
-    )
+    engine.settle(EngineConfig(ModelConfig(model=folder, quantization=speculative.quantization)))
     return engine.load(length, strict=config.model.strict), engine
 
 

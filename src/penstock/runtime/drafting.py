@@ -4,51 +4,39 @@ from __future__ import annotations
 
 from penstock.config import EngineConfig
 from penstock.errors import ConfigError
-from penstock.runtime.draft_model import FittedLogits
 from penstock.runtime.forwards import forward_of
 from penstock.runtime.loader import Runtime
 from penstock.runtime.runner import Runner
 from penstock.runtime.vocabulary import ReducedVocabulary
 from penstock.speculate import Proposer
-from penstock.speculate.draft_loop import DraftForward, DraftLimits
-from penstock.speculate.draft_model import DraftModelProposer
+from penstock.speculate.draft_loop import DraftLimits
 from penstock.speculate.self_layers import SelfLayersProposer
 
 
 def draft_proposer(config: EngineConfig, runtime: Runtime) -> Proposer | None:
-    """The proposer of `draft_model` or `self`, for one engine; None for other methods.
+    """The proposer of a method that takes a model, for one engine; None for other methods.
 
     config: settled. Raises ConfigError for what this runtime can't do.
     """
-    method = None if config.speculative is None else config.speculative.method
-    if method == "draft_model":
-        return _of_draft_model(config, runtime)
-    return _of_first_layers(config, runtime) if method == "self" else None
-
-
-def _of_draft_model(config: EngineConfig, runtime: Runtime) -> DraftModelProposer:
-    draft = runtime.draft
-    if draft is None:
-        raise ConfigError(
-            "method='draft_model' takes a runtime that was loaded with this speculative_config: "
-            "the draft model has its part of the cache. Load it so."
-        )
     asked = config.speculative
-    assert asked is not None  # the caller looked
+    if asked is None or asked.method in ("ngram", "suffix"):
+        return None
+    if asked.method == "self":
+        return _of_first_layers(config, runtime)
+    draft = runtime.draft
+    if draft is None or draft.asked.method != asked.method:
+        raise ConfigError(
+            f"method={asked.method!r} takes a runtime that was loaded with this "
+            "speculative_config: what guesses is loaded with the target. Load it so."
+        )
     for name in ("model", "quantization"):
         loaded, wanted = getattr(draft.asked, name), getattr(asked, name)
         if str(loaded) != str(wanted):
             raise ConfigError(
-                f"The runtime was loaded with a draft model of {name}={str(loaded)!r}, not "
-                f"{str(wanted)!r}. Load another one for it."
+                f"The runtime was loaded with method={asked.method!r} and {name}={str(loaded)!r}, "
+                f"not {str(wanted)!r}. Load another one for it."
             )
-    forward: DraftForward = draft.runner.forward
-    if draft.num_ids != runtime.vocab_size:
-        forward = FittedLogits(draft.runner, draft.num_ids, runtime.vocab_size)
-    limits = _limits(config, runtime, draft.model.max_model_len)
-    proposer = DraftModelProposer(forward, limits, runtime.num_blocks, draft.num_ids)
-    draft.companion.stamps = proposer.stamps  # of the engine that has the cache now
-    return proposer
+    return draft.proposer(asked, _limits(config, runtime))
 
 
 def _of_first_layers(config: EngineConfig, runtime: Runtime) -> SelfLayersProposer:
@@ -71,8 +59,7 @@ def _of_first_layers(config: EngineConfig, runtime: Runtime) -> SelfLayersPropos
     )
     found = runtime.vocab_map
     runner = Runner(forward, kv, None if found is None else ReducedVocabulary(found))
-    limits = _limits(config, runtime, runtime.model.max_model_len)
-    return SelfLayersProposer(runner.forward, limits)
+    return SelfLayersProposer(runner.forward, _limits(config, runtime))
 
 
 def num_draft_layers(config: EngineConfig, runtime: Runtime) -> int:
@@ -81,12 +68,12 @@ def num_draft_layers(config: EngineConfig, runtime: Runtime) -> int:
     return config.speculative.draft_layers or max(len(runtime.model.spec.decoder.layers) // 4, 1)
 
 
-def _limits(config: EngineConfig, runtime: Runtime, max_model_len: int) -> DraftLimits:
+def _limits(config: EngineConfig, runtime: Runtime) -> DraftLimits:
     scheduler = config.scheduler
     return DraftLimits(
         runtime.vocab_size,
         runtime.layout.block_size,
         scheduler.max_num_seqs,
         scheduler.max_num_batched_tokens,
-        max_model_len,
+        runtime.model.max_model_len,
     )

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
-from torch import nn
+from torch import Tensor, nn
 
 from penstock.errors import ConfigError, KernelError, WeightsError
 from penstock.kernels import native
 from penstock.nn import Decoder
 from penstock.runtime.engine_folder import PACKAGE, EngineFolder
 from penstock.runtime.package import PackageForward
-from penstock.runtime.plan import Plan, fixed_tensors
+from penstock.runtime.plan import Plan, fixed_tensors, record
 from penstock.runtime.program import Program
 from penstock.runtime.runner import Forward
 from penstock.step import KV
@@ -40,7 +40,10 @@ def forward_of_engine(
     if eager or native.handle is None:
         return forward_of(decoder, kv, eager), None
     step, hidden = engine.plans()
-    return _program(engine, step, decoder, kv), hidden
+    tensors = fixed_tensors(decoder)
+    if decoder.kept is not None:  # which the plan knows nothing of
+        step, tensors = record(decoder, kv, tensors)
+    return _program(engine, step, tensors, kv), hidden
 
 
 def _package(engine: EngineFolder, kv: KV) -> PackageForward:
@@ -53,9 +56,9 @@ def _package(engine: EngineFolder, kv: KV) -> PackageForward:
     return found
 
 
-def _program(engine: EngineFolder, plan: Plan, decoder: Decoder, kv: KV) -> Program:
+def _program(engine: EngineFolder, plan: Plan, tensors: Mapping[str, Tensor], kv: KV) -> Program:
     try:
-        program = Program.of_plan(plan, fixed_tensors(decoder), kv)
+        program = Program.of_plan(plan, tensors, kv)
     except (KernelError, RuntimeError, IndexError, ValueError, TypeError) as error:
         raise engine.broken(f"its plan and its weights disagree: {error}") from error
     program.reserve(engine.limits.profile[2], engine.limits.max_num_seqs)

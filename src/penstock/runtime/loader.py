@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from penstock.cache import PagedLayout, RecentBlocks, kv_dtype, most_recent_blocks
 from penstock.cache.kv_dtype import RECENT_WINDOW
-from penstock.config import EngineConfig
+from penstock.config import EngineConfig, SpeculativeConfig
 from penstock.errors import ConfigError, WeightsError
 from penstock.hardware import detect
 from penstock.models.exported import read_exported, verify_exported
@@ -17,9 +17,12 @@ from penstock.models.hub import resolve
 from penstock.models.load import LoadedModel, load_model
 from penstock.models.sources import open_tokenizer
 from penstock.models.weights import Progress
-from penstock.runtime.draft_model import DraftModel, OpenedDraft, open_draft
+from penstock.runtime.beside import Opened, Opener, Placed, Target
+from penstock.runtime.companion import CompanionCache
+from penstock.runtime.draft_model import open_draft
 from penstock.runtime.engine_folder import EngineFolder, is_engine
 from penstock.runtime.forwards import forward_of, forward_of_engine
+from penstock.runtime.medusa import open_medusa
 from penstock.runtime.memory import plan_blocks
 from penstock.runtime.plan import Plan
 from penstock.runtime.runner import Forward, Runner
@@ -29,6 +32,9 @@ from penstock.tokenizer import Tokenizer, VocabMap
 from penstock.tokenizer.vocab_map import FILE
 
 logger = logging.getLogger("penstock")
+
+_OPENERS: dict[str, Opener] = {"draft_model": open_draft, "medusa": open_medusa}
+"""Of the methods for which something is loaded beside the target."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,18 +47,32 @@ class Runtime:
     num_blocks: int
     runner: Runner
     engine: EngineFolder | None = None  # what it was loaded from, where that was built
-    draft: DraftModel | None = None  # a smaller one in the same blocks, where there is one
+    draft: Placed | None = None  # what guesses beside it, where something was loaded for that
 
     def settle(self, config: EngineConfig) -> EngineConfig:
         """`config`, with a built engine's own values where nothing was chosen."""
         if self.engine is not None:
-            return self.engine.settle(config)
-        return config.storing("kivi") if self.layout.recent_window else config
+            config = self.engine.settle(config)
+        elif self.layout.recent_window:
+            config = config.storing("kivi")
+        if self.draft is None:
+            return config
+        self._check_kept(config)
+        return _with_depth(config, self.draft.asked)
+
+    def _check_kept(self, config: EngineConfig) -> None:
+        """Raises ConfigError for steps that are larger than the room for their states."""
+        kept, most = self.model.model.kept, config.scheduler.max_num_batched_tokens
+        if kept is not None and most > len(kept.store):
+            raise ConfigError(
+                f"max_num_batched_tokens={most}, but the runtime was loaded with room for the "
+                f"states of {len(kept.store)} tokens. Lower it, or load the runtime with it."
+            )
 
     @property
     def layouts(self) -> tuple[PagedLayout, ...]:
         """Of all caches that a block has a part of, the target's first."""
-        return (self.layout,) if self.draft is None else (self.layout, self.draft.layout)
+        return (self.layout,) if self.draft is None else (self.layout, *self.draft.layouts)
 
     @property
     def cache_bytes(self) -> int:
@@ -97,12 +117,12 @@ def load_runtime(config: EngineConfig, progress: Progress | None = None) -> Runt
     )
     loaded, vocabulary = _reduced(folder, loaded)
     tokenizer = _tokenizer(config, folder, loaded, vocabulary)
-    draft = open_draft(config, loaded, tokenizer, vocabulary)
-    layout, blocks = _cache(config, loaded, draft)
+    opened = open_beside(config, Target(folder, loaded, tokenizer, vocabulary))
+    layout, blocks = _cache(config, loaded, opened)
     kv = layout.allocate(blocks)
     forward = forward_of(loaded.model, kv, config.model.enforce_eager)
-    placed = None if draft is None else draft.place(blocks, config.model.enforce_eager)
-    runner = runner_over(forward, kv, layout, vocabulary, draft=placed)
+    placed = None if opened is None else opened.place(blocks, config.model.enforce_eager)
+    runner = runner_over(forward, kv, layout, vocabulary, companions=_companions(placed))
     return Runtime(loaded, tokenizer, layout, blocks, runner, draft=placed)
 
 
@@ -114,14 +134,34 @@ def _load_engine(folder: Path, config: EngineConfig) -> Runtime:
     loaded, vocabulary = _reduced(folder, loaded)
     tokenizer = _tokenizer(config, folder, loaded, vocabulary)
     mapped = engine.manifest["weights"]["bytes"]  # in the page cache, which counts as free
-    draft = open_draft(config, loaded, tokenizer, vocabulary)
-    layout, blocks = _cache(config, loaded, draft, mapped)
+    opened = open_beside(config, Target(folder, loaded, tokenizer, vocabulary, engine))
+    layout, blocks = _cache(config, loaded, opened, mapped)
     kv = layout.allocate(blocks)
     eager = config.model.enforce_eager
     forward, hidden = forward_of_engine(engine, loaded.model, kv, eager)
-    placed = None if draft is None else draft.place(blocks, eager)
-    runner = runner_over(forward, kv, layout, vocabulary, hidden, placed)
+    placed = None if opened is None else opened.place(blocks, eager)
+    runner = runner_over(forward, kv, layout, vocabulary, hidden, _companions(placed))
     return Runtime(loaded, tokenizer, layout, blocks, runner, engine, placed)
+
+
+def open_beside(config: EngineConfig, target: Target) -> Opened | None:
+    """What `config` asks to guess beside the target; None where nothing is loaded for that."""
+    method = None if config.speculative is None else config.speculative.method
+    opener = _OPENERS.get(method or "")
+    return None if opener is None else opener(config, target)
+
+
+def _companions(placed: Placed | None) -> tuple[CompanionCache, ...]:
+    return () if placed is None else placed.companions
+
+
+def _with_depth(config: EngineConfig, loaded: SpeculativeConfig) -> EngineConfig:
+    """`config`, with num_speculative_tokens of what was loaded where it leaves that open."""
+    asked = config.speculative
+    if asked is None or asked.method != loaded.method or asked.num_speculative_tokens is not None:
+        return config
+    filled = replace(asked, num_speculative_tokens=loaded.num_speculative_tokens)
+    return replace(config, speculative=filled)
 
 
 def _reduced(folder: Path, loaded: LoadedModel) -> tuple[LoadedModel, ReducedVocabulary | None]:
@@ -150,14 +190,15 @@ def _tokenizer(
 
 
 def _cache(
-    config: EngineConfig, loaded: LoadedModel, draft: OpenedDraft | None, mapped: int = 0
+    config: EngineConfig, loaded: LoadedModel, opened: Opened | None, mapped: int = 0
 ) -> tuple[PagedLayout, int]:
     """The cache's layout and how many blocks it has. mapped: bytes of the target's weights that
     still count as free.
     """
+    if opened is not None:
+        config, mapped = _with_depth(config, opened.asked), mapped + opened.later_bytes
     layout = layout_of(config, loaded)
-    beside = () if draft is None else (draft.layout,)
-    mapped += 0 if draft is None else draft.mapped_bytes
+    beside = () if opened is None else opened.layouts
     free_bytes = max(detect().available_bytes - mapped, 0)
     blocks = plan_blocks(
         layout,
@@ -171,7 +212,7 @@ def _cache(
         "%s, %s, up to %d tokens a sequence; cache of %d blocks × %d tokens in %s (%.0f MiB)%s.",
         loaded.spec.family, loaded.model.formats.name, loaded.max_model_len,
         blocks, layout.block_size, layout.stored, layout.nbytes(blocks) / (1 << 20),
-        "" if draft is None else draft.described(blocks),
+        "" if opened is None else opened.described(blocks),
     )  # fmt: skip
     return layout, blocks
 
@@ -207,13 +248,12 @@ def runner_over(
     layout: PagedLayout,
     vocabulary: ReducedVocabulary | None = None,
     hidden_plan: Callable[[], Plan] | None = None,
-    draft: DraftModel | None = None,
+    companions: Sequence[CompanionCache] = (),
 ) -> Runner:
-    """What runs `forward` over the cache `kv` of that layout, beside the cache of `draft`."""
+    """What runs `forward` over the cache `kv` of that layout, beside other caches."""
     recent = None
     if layout.recent_window:
         recent = RecentBlocks(kv, layout.recent_window, layout.block_size)
-    companions = () if draft is None else (draft.companion,)
     return Runner(forward, kv, vocabulary, hidden_plan, recent, companions)
 
 
@@ -228,7 +268,7 @@ def layout_of(config: EngineConfig, loaded: LoadedModel) -> PagedLayout:
         return PagedLayout(heads, stored, cache.block_size)
     window = cache.kv_recent_window or RECENT_WINDOW
     asked = config.speculative
-    guesses = 0 if asked is None else asked.num_speculative_tokens or 0
+    guesses = 0 if asked is None else asked.most_tokens
     return PagedLayout(
         heads,
         stored,

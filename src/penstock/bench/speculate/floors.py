@@ -10,17 +10,22 @@ from penstock.bench.speculate.expected import drafted_of
 from penstock.bench.speculate.planted import Planted
 from penstock.config import EngineConfig
 from penstock.hardware import Peaks
-from penstock.models.load import LoadedModel
 from penstock.roofline import CostModel, StepSize, floor_s
 from penstock.runtime import Runtime
+from penstock.runtime.beside import bytes_of
+from penstock.runtime.draft_model import DraftModel
 from penstock.runtime.drafting import num_draft_layers
+from penstock.runtime.medusa import Medusa
 
 DraftFloor = Callable[[StepSize, Peaks], float]
 """The least time that drafting a step's guesses takes."""
 
 
 def draft_floor(config: EngineConfig, runtime: Runtime, planted: Planted | None) -> DraftFloor:
-    """Of what guesses here: a model's passes, a share of plain steps, or nothing."""
+    """Of what guesses here: a model's passes, heads, a share of plain steps, or nothing."""
+    draft = runtime.draft
+    if planted is None and isinstance(draft, Medusa):
+        return lambda size, peaks: floor_s(draft.cost(_drafting(size)), peaks)
     costs = _draft_costs(config, runtime, planted)
     share = 1.0 if planted is None else planted.cost
 
@@ -44,6 +49,11 @@ def passes_of(size: StepSize) -> Iterable[StepSize]:
         yield StepSize([1] * len(contexts), contexts, len(contexts))
 
 
+def _drafting(size: StepSize) -> int:
+    """How many sequences had drafts."""
+    return sum(count > 0 for count in drafted_of(size))
+
+
 def _draft_costs(
     config: EngineConfig, runtime: Runtime, planted: Planted | None
 ) -> CostModel | None:
@@ -51,8 +61,7 @@ def _draft_costs(
     model = runtime.model
     if planted is not None:
         return CostModel(model.spec.decoder, model.model.formats, runtime.layout, model.dtype)
-    if runtime.draft is not None:
-        draft = runtime.draft
+    if isinstance(draft := runtime.draft, DraftModel):
         own = draft.model
         return CostModel(own.spec.decoder, own.model.formats, draft.layout, own.dtype)
     if config.speculative is not None and config.speculative.method == "self":
@@ -66,21 +75,15 @@ def memory_of(runtime: Runtime) -> dict[str, Any]:
     """Bytes of the target's and the draft model's weights, and of their caches."""
     draft = runtime.draft
     target = {
-        "weight_bytes": _weight_bytes(runtime.model),
+        "weight_bytes": bytes_of(runtime.model.model),
         "kv_bytes_per_token": runtime.layout.bytes_per_block // runtime.layout.block_size,
         "cache_bytes": runtime.layout.nbytes(runtime.num_blocks),
     }
     if draft is None:  # nobody beside the target, or its own layers
         return {"target": target, "draft": dict.fromkeys(target, 0)}
     beside = {
-        "weight_bytes": _weight_bytes(draft.model),
-        "kv_bytes_per_token": draft.layout.bytes_per_block // draft.layout.block_size,
-        "cache_bytes": draft.layout.nbytes(runtime.num_blocks),
+        "weight_bytes": draft.weight_bytes,
+        "kv_bytes_per_token": sum(x.bytes_per_block // x.block_size for x in draft.layouts),
+        "cache_bytes": sum(x.nbytes(runtime.num_blocks) for x in draft.layouts),
     }
     return {"target": target, "draft": beside}
-
-
-def _weight_bytes(loaded: LoadedModel) -> int:
-    """Of all that is loaded; what is tied counts once."""
-    held = {id(t): t for t in (*loaded.model.parameters(), *loaded.model.buffers())}
-    return sum(tensor.nbytes for tensor in held.values())
