@@ -155,8 +155,13 @@ def _speed_rows(one: Figures) -> Rows:
         ("expected, by costs", f"{expected.measured:.2f} ×"),
         (
             "predicted by the ledger",
-            f"{expected.ledger:.2f} ×, {one.ledger_error:+.0%} of what came; share of the floor "
-            f"{percent(one.shares[1])}, plain {percent(one.shares[0])}",
+            f"{expected.ledger:.2f} ×, {one.ledger_error:+.0%} of what came",
+        ),
+        (
+            "at the floor",
+            f"{expected.floors:.2f} ×; share of it {percent(one.shares[1])}, plain "
+            f"{percent(one.shares[0])}; passes by rows "
+            + ", ".join(f"{rows}: {percent(share)}" for rows, share in one.pass_shares.items()),
         ),
         ("outputs", equal),
         *_draft_rows(one),
