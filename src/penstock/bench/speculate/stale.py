@@ -19,6 +19,7 @@ from penstock.config import EngineConfig
 from penstock.engine import Engine
 from penstock.engine.request import Sequence as Running
 from penstock.runtime import Runtime
+from penstock.runtime.draft_model import DraftModel
 from penstock.runtime.runner import Runner
 from penstock.runtime.vocabulary import ReducedVocabulary
 from penstock.sampling import SamplingParams
@@ -120,9 +121,10 @@ def _caches(engine: Engine, sequence: Running) -> Iterator[tuple[str, _Blocks, _
         fresh = _computed(own, layout, runtime.vocab_map, sequence.tokens[: whole * size])
         yield "target", _Blocks(runtime.runner.kv, sequence.blocks[:whole]), fresh, size
     proposer = None if engine.speculation is None else engine.speculation.proposer
-    if isinstance(proposer, DraftModelProposer) and runtime.draft is not None:
+    draft = runtime.draft
+    if isinstance(proposer, DraftModelProposer) and isinstance(draft, DraftModel):
         blocks, known = proposer.computed(sequence)
-        whole, draft = known // size, runtime.draft
+        whole = known // size
         if whole:
             tokens = sequence.tokens[: whole * size]
             fresh = _computed(draft.model.model, draft.layout, runtime.vocab_map, tokens)
