@@ -41,7 +41,7 @@ class Shelf:
         with torch.inference_mode():
             if len(rows) == 1:
                 self.store[places[0]].copy_(self._kept[rows[0]])
-            else:
+            elif rows:
                 found = self._kept.index_select(0, torch.tensor(rows))
                 self.store.index_copy_(0, torch.tensor(places), found)
         return places
