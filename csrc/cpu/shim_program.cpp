@@ -29,6 +29,7 @@ struct Held {
   int64_t kept_rows = INT64_MAX;       // of the stores that rows are kept in
   int64_t blocks = 0, block_size = 0;  // of every cache, or none
   Recent recent = {};                  // of every cache, or none: its places are the same
+  std::vector<std::pair<char*, size_t>> parts;  // of every cache: where, and bytes of a block
   std::atomic<bool> running{false};
   std::vector<std::pair<int64_t, int>> threads;  // (steps of up to so many tokens, threads)
 
@@ -44,6 +45,18 @@ struct Held {
     recent = a.recent;
     blocks = a.blocks;
     block_size = a.block_size;
+  }
+
+  // What of a cache is copied with its blocks.
+  void take_parts(const Tensor& keys, const Tensor& values, const Optional& key_scale,
+                  const Optional& value_scale) {
+    for (const Tensor* part : {&keys, &values, key_scale ? &*key_scale : nullptr,
+                               value_scale ? &*value_scale : nullptr}) {
+      if (part == nullptr || part->numel() == 0) continue;
+      const int64_t values_per_block = part->numel() / part->size(0);
+      parts.emplace_back(static_cast<char*>(part->data_ptr()),
+                         static_cast<size_t>(values_per_block * part->element_size()));
+    }
   }
 
   // As many threads as were chosen for steps of `tokens`, of those that there are.
@@ -240,6 +253,7 @@ int64_t program_rotary_cache(int64_t id, int64_t qkv, int64_t heads, Optional q_
                          recent_values, recent_slots, recent_window});
   if (a.cos_sin) p->positions = std::min(p->positions, a.num_positions);
   p->take_cache(a);
+  p->take_parts(key_cache, value_cache, key_scale, value_scale);
   p->keep_all(q_norm, k_norm, cos_sin, key_cache, value_cache, key_scale, value_scale, recent_keys,
               recent_values, recent_slots, recent_window);
   const int64_t y = p->result({a.dtype, heads * a.dim}, qkv, a.dim);
@@ -363,6 +377,22 @@ void program_variants(int64_t id, const Tensor& table) {
   }
 }
 
+// pairs [n, 2] int32: blocks of every cache, from and to; none is both.
+void program_copy_blocks(int64_t id, const Tensor& pairs) {
+  const auto p = held(id);
+  STD_TORCH_CHECK(pairs.dim() == 2 && pairs.size(1) == 2, "pairs must be [n, 2]");
+  const int32_t* pair = integers(pairs, pairs.numel(), "pairs");
+  for (int64_t i = 0; i < pairs.numel(); i++)
+    STD_TORCH_CHECK(pair[i] >= 0 && pair[i] < p->blocks, "block ", pair[i],
+                    " is outside the cache of ", p->blocks);
+  STD_TORCH_CHECK(!p->running.exchange(true), "Program ", id, " is running");
+  const Release release(p->running);
+  for (const auto& [data, bytes] : p->parts)
+    for (int64_t i = 0; i < pairs.size(0); i++)
+      __builtin_memcpy(data + static_cast<size_t>(pair[2 * i + 1]) * bytes,
+                       data + static_cast<size_t>(pair[2 * i]) * bytes, bytes);
+}
+
 void program_run(int64_t id, const Tensor& tokens, const Tensor& positions, const Tensor& slots,
                  const Tensor& query_start, const Tensor& context_len, const Tensor& block_table,
                  const Tensor& sample_at, Optional copies, const Tensor& logits, Optional times) {
@@ -457,6 +487,7 @@ STABLE_TORCH_LIBRARY_FRAGMENT(penstock, m) {
   m.def("program_reserve(int program, int rows) -> int");
   m.def("program_threads(int program, Tensor table) -> ()");
   m.def("program_variants(int program, Tensor table) -> ()");
+  m.def("program_copy_blocks(int program, Tensor pairs) -> ()");
   m.def(
       "program_run(int program, Tensor tokens, Tensor positions, Tensor slots, "
       "Tensor query_start, Tensor context_len, Tensor block_table, Tensor sample_at, "
@@ -483,5 +514,6 @@ STABLE_TORCH_LIBRARY_IMPL(penstock, CompositeExplicitAutograd, m) {
   m.impl("program_reserve", TORCH_BOX(&program_reserve));
   m.impl("program_threads", TORCH_BOX(&program_threads));
   m.impl("program_variants", TORCH_BOX(&program_variants));
+  m.impl("program_copy_blocks", TORCH_BOX(&program_copy_blocks));
   m.impl("program_run", TORCH_BOX(&program_run));
 }

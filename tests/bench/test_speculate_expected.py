@@ -54,7 +54,7 @@ def test_steps_of_several_sequences() -> None:
 def test_places_of_drafts() -> None:
     log = DraftLog()
     for drafted, accepted in [(3, 3), (3, 1), (2, 0), (2, 2), (1, 1)]:
-        log.count(drafted, accepted)
+        log.count(drafted, accepted, drafted)
     assert (log.drafts, log.draft_tokens, log.accepted_tokens) == (5, 11, 7)
     assert log.places() == [Place(5, 5, 4), Place(4, 3, 2), Place(2, 1, 1)]
     assert rate_of(log.places()) == pytest.approx(7 / 9)  # two mismatches were compared
@@ -67,7 +67,7 @@ def test_the_rate_of_a_coin_is_found() -> None:
     for _ in range(20_000):
         drafted = rng.randint(1, 6)
         accepted = next((i for i in range(drafted) if rng.random() >= 0.7), drafted)
-        log.count(drafted, accepted)
+        log.count(drafted, accepted, drafted)
     assert rate_of(log.places()) == pytest.approx(0.7, abs=0.01)
     assert [place.rate for place in log.places()] == pytest.approx([0.7] * 6, abs=0.03)
 

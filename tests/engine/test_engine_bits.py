@@ -14,12 +14,14 @@ from torch import Tensor
 from penstock.cache import PagedLayout
 from penstock.config import EngineConfig
 from penstock.engine import Engine, RequestOutput
+from penstock.engine.request import Sequence
 from penstock.kernels import native
 from penstock.models.load import LoadedModel
 from penstock.models.spec import ModelSpec
 from penstock.nn import Decoder
 from penstock.runtime import Program, Runner, Runtime
 from penstock.sampling import Sampled, SamplingParams, SequenceSampling
+from penstock.speculate import ROOT
 
 from ..exactness import bits
 from .toy import check
@@ -37,8 +39,10 @@ Key = tuple[str, int, int]  # request, sample, position in its output
 class Recorder:
     """Stands before the sampler and keeps the logits of every row."""
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: Engine, texts: dict[str, list[int]] | None = None) -> None:
+        """texts: what comes, by request: rows of other guesses aren't kept. None: all rows are."""
         self.engine = engine
+        self.texts = texts
         self.sampler = engine.sampler
         self.logits: dict[Key, Tensor] = {}
         engine.sampler = self  # type: ignore[assignment]
@@ -51,10 +55,13 @@ class Recorder:
             id(state): (name, s.index)
             for name, request in self.engine.requests.items()
             for s in request.sequences
-            for state in s.states
+            for state, way in zip(s.states, ways_of(s), strict=True)
+            if self.texts is None or self.texts[name][: len(s.tokens + way)] == s.tokens + way
         }
         for row, state in zip(logits, rows, strict=True):
             assert row.isfinite().all()
+            if id(state) not in owners:
+                continue
             self.logits[(*owners[id(state)], state.num_generated)] = row.clone()
         return self.sampler(logits, rows)
 
@@ -75,10 +82,25 @@ def engine_on(model: Decoder, num_blocks: int = 160, **kwargs: Any) -> Engine:
     return Engine(EngineConfig.of(**kwargs), Runtime(loaded, None, layout, num_blocks, runner))
 
 
+def ways_of(sequence: Sequence) -> list[list[int]]:
+    """The guesses before each row of a sequence."""
+    if sequence.draft is None:
+        return [[]]
+    found: list[list[int]] = [[]]
+    draft = sequence.draft
+    parents = range(ROOT, len(draft) - 1) if draft.parents is None else draft.parents
+    for token, parent in zip(draft.tokens, parents, strict=True):
+        found.append([*found[parent + 1], token])
+    return found
+
+
 def run(
-    engine: Engine, prompts: dict[str, list[int]], params: SamplingParams
+    engine: Engine,
+    prompts: dict[str, list[int]],
+    params: SamplingParams,
+    texts: dict[str, list[int]] | None = None,
 ) -> tuple[dict[Key, Tensor], dict[str, RequestOutput]]:
-    recorder = Recorder(engine)
+    recorder = Recorder(engine, texts)
     for name, prompt in prompts.items():
         engine.add_request(name, prompt, params)
     done = {}

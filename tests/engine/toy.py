@@ -68,9 +68,12 @@ class Toy:
 
     def __call__(self, step: Step, kv: KV) -> Tensor:
         copies = {one.name: getattr(step, one.name).clone() for one in fields(step)}
-        self.steps.append(Step(**copies))  # the next step overwrites this one's tensors
+        self.steps.append(type(step)(**copies))  # the next step overwrites this one's tensors
         ids = kv[0][0]
         ids.view(-1)[step.slots.long()] = step.tokens
+        if step.copies is not None:
+            again, slots = step.copies.long().unbind(1)
+            ids.view(-1)[slots] = step.tokens[again]
         if (step.tokens == RAISES).any():
             raise RuntimeError("the toy broke")
         starts, lengths = step.query_start.tolist(), step.context_len.tolist()
@@ -183,7 +186,7 @@ def check(engine: Engine, plan: Plan | None = None) -> None:
     pool, scheduler = engine.pool, engine.scheduler
     own = [s for r in engine.requests.values() for s in r.sequences]
     sequences = own + [s.shadow for s in own if s.shadow is not None]
-    held = Counter(block for s in sequences for block in s.blocks)
+    held = Counter(block for s in sequences for way in (s.blocks, *s.ways) for block in way)
     assert [pool.count(b) for b in range(pool.num_blocks)] == [
         held[b] for b in range(pool.num_blocks)
     ]
@@ -237,7 +240,7 @@ def _check_sequence(engine: Engine, s: Any, back: bool, planned: bool) -> None:
     assert 0 <= s.num_computed < len(s.tokens)
     assert len(s.blocks) * size >= s.num_computed
     if not planned and not s.mates:  # which are given a block and may then be held up
-        assert s.draft is None and len(s.blocks) == -(-s.num_computed // size)
+        assert s.draft is None and not s.ways and len(s.blocks) == -(-s.num_computed // size)
     assert engine.scheduler.table[s.row, : len(s.blocks)].tolist() == s.blocks
     if engine.tree is not None:
         full = s.num_computed // size
@@ -304,7 +307,10 @@ def watch(engine: Engine) -> None:
             assert s.status is Status.RUNNING and 0 < n <= s.remaining + guesses
             assert guesses == 0 or n == s.remaining + guesses
             assert n >= s.remaining or config.enable_chunked_prefill or s.num_output
-            written = range(s.num_computed // size, (s.num_computed + n - 1) // size + 1)
+            written = range(
+                s.num_computed // size,
+                (s.num_computed + n - 1 - guesses + s.draft_depth) // size + 1,
+            )
             assert all(engine.pool.count(s.blocks[i]) == 1 for i in written)
         decoding = [
             s for s in scheduler.running if s.num_output and s.remaining == 1 and not s.mates

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from penstock import ops
+from penstock.cache import copy_blocks
 from penstock.errors import KernelError
 from penstock.kernels import native
 from penstock.nn import Decoder
@@ -124,6 +125,27 @@ def test_a_wrong_step(decoder: Decoder, kv: KV, words: str) -> None:
     with pytest.raises(RuntimeError, match=words):
         program(replace(step, **WRONG[words]), kv)
     assert torch.equal(program(step, kv), want)
+
+
+@pytest.mark.parametrize("stored", ["auto", "int8", "fp8", "int4"])
+@pytest.mark.parametrize("pairs", [[(0, 3)], [(0, 3), (1, 4), (0, 5)], [(0, 3), (3, 4)]], ids=str)
+def test_blocks_are_copied(stored: str, pairs: list[tuple[int, int]]) -> None:
+    """Every part of every layer, as the cache's own way does it."""
+    model = build(torch.bfloat16)
+    got, want = (Machine(model, 8, stored, program=True) for _ in range(2))
+    for machine in (got, want):
+        for number, part in enumerate(part for layer in machine.kv for part in layer):
+            generator = torch.Generator().manual_seed(number)
+            values = torch.randint(0, 256, part.view(torch.uint8).shape, generator=generator)
+            part.view(torch.uint8).copy_(values)
+    assert isinstance(got.forward, Program)
+    got.forward.copy_blocks(pairs)
+    copy_blocks(want.kv, pairs)
+    for a, b in zip(got.kv, want.kv, strict=True):
+        for one, other in zip(a, b, strict=True):
+            assert torch.equal(one.view(torch.uint8), other.view(torch.uint8))
+    with pytest.raises(RuntimeError, match="block 8 is outside the cache of 8"):
+        got.forward.copy_blocks([(0, 8)])
 
 
 def test_another_cache(decoder: Decoder, kv: KV) -> None:

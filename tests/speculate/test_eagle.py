@@ -291,10 +291,23 @@ def test_copied_and_swapped_blocks_keep_what_is_known_of_them(world: World) -> N
     runner.swap_out([(BLOCKS[0], 0), (BLOCKS[1], 1), (BLOCKS[2], 2)])
     runner.swap_in([(0, 21), (1, 22), (2, 23)])
     text.blocks = [21, 22, 23, 24, 25]
-    while len(text.tokens) < 3 * SIZE + 3:
-        go_on(rig, text, [len(text.tokens)])
-    seen = [p for p in range(len(text.tokens) - 1) if not 2 * SIZE <= p < 3 * SIZE]
-    assert rig.ways(text) == [world.tree("eagle", text, 3, 2, 6, seen)]
+    go_on(rig, text, [9])
+    assert rig.ways(text) == [world.tree("eagle", text, 3, 2, 6)]
+
+
+@pytest.mark.parametrize("count", [50, SIZE, SIZE + 1, 2 * SIZE - 1, 2 * SIZE - 3])
+def test_a_way_through_a_tree_may_become_the_sequences_own(world: World, count: int) -> None:
+    """Its blocks are copies of the one that wasn't full, and what comes after them."""
+    rig = world.rig("eagle", num_speculative_tokens=3, tree_width=2)
+    text, spare = prompt(rig, text_of(count)), iter(range(24, 40))
+    for turn in range(6):
+        assert rig.ways(text) == [world.tree("eagle", text, 3, 2, 6)]
+        at, beyond = divmod(text.computed, SIZE)
+        way = [next(spare), next(spare)]
+        if beyond:
+            rig.runtime.runner.copy([(text.blocks[at], way[0])])
+        text.blocks[at:] = way
+        go_on(rig, text, [turn + 3, turn + 40])
 
 
 def test_a_prompt_that_is_computed_again(world: World) -> None:

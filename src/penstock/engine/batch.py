@@ -8,18 +8,16 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
+from penstock.engine.layout import Ints, Layout
 from penstock.engine.plan import Part
 from penstock.engine.request import Sequence, Status
 from penstock.roofline import StepSize
-from penstock.step import Step
+from penstock.step import ForkedStep, Step
 
 if TYPE_CHECKING:
     from penstock.engine.beams import Beams
-
-Ints = NDArray[np.int32]
 
 
 @dataclass(slots=True)
@@ -41,17 +39,24 @@ class _Buffer:
     """An array that is written to again and again, and its views as tensors."""
 
     def __init__(self, size: int) -> None:
+        self._make(size)
+
+    def _make(self, size: int) -> None:
         self.array: Ints = np.zeros(size, dtype=np.int32)
         self._tensor = torch.from_numpy(self.array)
 
     def fill(self, values: list[int] | Ints) -> Tensor:
-        """The first `len(values)` places, holding them."""
+        """The first `len(values)` places, holding them; of a larger array, where there are more."""
+        if len(values) > len(self.array):
+            self._make(2 * len(values))
         self.array[: len(values)] = values
         return self._tensor[: len(values)]
 
     def table(self, rows: int, width: int) -> tuple[Ints, Tensor]:
-        """The first `rows · width` places as a matrix."""
+        """The first `rows · width` places as a matrix; of a larger array, where there are more."""
         size = rows * width
+        if size > len(self.array):
+            self._make(2 * size)
         return self.array[:size].reshape(rows, width), self._tensor[:size].view(rows, width)
 
 
@@ -72,8 +77,10 @@ class Batcher:
         self._tokens, self._positions, self._slots, self._sample_at = (
             _Buffer(max_num_tokens) for _ in range(4)
         )
-        self._query_start, self._context_len = _Buffer(max_num_seqs + 1), _Buffer(max_num_seqs)
-        self._blocks = _Buffer(table.size)
+        # a sequence is several, where its draft is a tree: up to one for each token
+        most = max(max_num_seqs, max_num_tokens)
+        self._query_start, self._context_len = _Buffer(most + 1), _Buffer(most)
+        self._blocks, self._copies = _Buffer(table.size), _Buffer(0)
         self._batch: Batch | None = None  # the last one, if every sequence in it decoded
         self._rows: list[int] = []  # of the last one's sequences in the scheduler's table
 
@@ -124,29 +131,16 @@ class Batcher:
         return True
 
     def _lay_out(self, parts: list[Part]) -> Batch:
-        tokens: list[int] = []
-        positions: list[int] = []
-        starts, contexts, rows = [0], [], []
+        layout = Layout()
         wanted: list[int] = []  # rows of T whose logits are computed
-        drafted = 0
         sampled: list[Sequence] = []
         drawn: list[Sequence] = []
         logit_rows: list[int] = []
         prompt_rows: list[tuple[Sequence, int, int]] = []
         for sequence, count in parts:
-            first = sequence.num_computed
-            last = first + count
-            tokens += sequence.tokens[first:last]
-            guesses = 0 if sequence.draft is None else len(sequence.draft)
-            if sequence.draft is not None:
-                tokens += sequence.draft.tokens
-            drafted += guesses
-            positions += range(first, last)
-            at = starts[-1]
-            starts.append(at + count)
-            contexts.append(last)
-            rows.append(sequence.row)
-            ends = last == len(sequence.tokens) + guesses
+            at = layout.starts[-1]
+            guesses = layout.take(sequence, count)
+            ends = sequence.num_computed + count == len(sequence.tokens) + guesses
             if not sequence.num_output and sequence.request.reads_prompt:
                 prompt_rows.append((sequence, len(wanted), count))
                 wanted += range(at, at + count - ends)
@@ -159,24 +153,35 @@ class Batcher:
                     sampled += members
                     logit_rows += [len(wanted)] * len(members)
                     wanted.append(row)
-        spread = np.array(positions, dtype=np.int32)
-        owner = np.array(rows)
-        of_token = owner if len(owner) == len(spread) else np.repeat(owner, np.diff(starts))
-        size = np.int32(self._block_size)
-        slots = self._table[of_token, spread // size] * size + spread % size
-        blocks, block_table = self._blocks.table(len(parts), -(-max(contexts) // int(size)))
-        blocks[:] = self._table[owner, : blocks.shape[1]]
-        step = Step(
-            tokens=self._tokens.fill(tokens),
-            positions=self._positions.fill(spread),
-            slots=self._slots.fill(slots),
-            query_start=self._query_start.fill(starts),
-            context_len=self._context_len.fill(contexts),
-            block_table=block_table,
-            sample_at=self._sample_at.fill(wanted),
+        step = self._step(layout, wanted)
+        counted = StepSize(
+            [count for _, count in parts], layout.lengths, len(wanted), layout.drafted
         )
-        counted = StepSize([count for _, count in parts], contexts, len(wanted), drafted)
         return Batch(step, counted, sampled, logit_rows, prompt_rows, *_drawing(drawn, sampled))
+
+    def _step(self, layout: Layout, wanted: list[int]) -> Step:
+        spread = np.array(layout.positions, dtype=np.int32)
+        owner = np.array(layout.rows)
+        size = np.int32(self._block_size)
+        blocks, block_table = self._blocks.table(len(owner), -(-max(layout.contexts) // int(size)))
+        blocks[:] = self._table[owner, : blocks.shape[1]]
+        copies = layout.part_blocks(blocks, self._block_size) if layout.trees else []
+        of_token = np.arange(len(owner))
+        if len(owner) != len(spread):
+            of_token = np.repeat(of_token, np.diff(layout.starts))
+        slots = blocks[of_token, spread // size] * size + spread % size
+        arrays = (
+            self._tokens.fill(layout.tokens),
+            self._positions.fill(spread),
+            self._slots.fill(slots),
+            self._query_start.fill(layout.starts),
+            self._context_len.fill(layout.contexts),
+            block_table,
+            self._sample_at.fill(wanted),
+        )
+        if copies:
+            return ForkedStep(*arrays, self._copies.fill(copies).view(-1, 2))
+        return Step(*arrays)
 
 
 def _drawing(

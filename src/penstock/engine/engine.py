@@ -296,6 +296,8 @@ class Engine:
         if self.speculation is not None:
             self.speculation.propose()
         plan = self.scheduler.schedule()
+        if self.speculation is not None:
+            self.speculation.part(plan)
         marks.append(time.perf_counter())
         touched: dict[str, Request] = {}
         if plan.moves_blocks:
@@ -396,6 +398,7 @@ class Engine:
     ) -> None:
         """Give each sequence its token, and end what ends with it."""
         now = self.clock()
+        firsts = [sequence.num_computed for sequence, _ in parts]
         for sequence, count in parts:
             self._computed(sequence, count - len(sequence.states) + 1)
             if sequence.num_computed <= sequence.num_prompt:
@@ -415,6 +418,8 @@ class Engine:
                 self._append(sequence, rows, sampled, now)
             except Exception as error:  # its own fault, whatever it is: the others go on
                 self._fail(sequence.request, error)
+        if self.speculation is not None:
+            self.speculation.computed(parts, firsts)
 
     def _computed(self, sequence: Sequence, count: int) -> None:
         if self.scheduler.computed(sequence, count):
@@ -425,19 +430,19 @@ class Engine:
 
         Raises RequestError where the sampler found none.
         """
-        draft, sequence.draft = sequence.draft, None
-        last = rows.start
-        if draft is not None:
+        way = [rows.start]
+        if sequence.draft is not None:
             assert self.speculation is not None  # whose draft it is
-            last += self.speculation.right(draft, sampled.token_ids[rows.start : rows.stop])
-        for row in range(rows.start, last + 1):
+            drawn = sampled.token_ids[rows.start : rows.stop]
+            way += [rows.start + 1 + at for at in self.speculation.right(sequence, drawn)]
+        for row in way:
             if row in sampled.errors:
                 raise self.intake.failure(sequence, sampled.errors[row])
             token, logprobs = sampled.token_ids[row], sampled.logprobs[row]
-            self.appender.append(sequence, token, logprobs, now, jump=row == last)
+            self.appender.append(sequence, token, logprobs, now, jump=row == way[-1])
             if sequence.finish_reason is not None:
                 return
-            if row < last:  # the step has computed it, too
+            if row < way[-1]:  # the step has computed it, too
                 self._computed(sequence, 1)
         follow(sequence)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from penstock.cache import BlockPool
-from penstock.engine.batch import Ints
+from penstock.engine.layout import Ints
 from penstock.engine.request import Sequence, Status
 
 

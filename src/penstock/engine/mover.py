@@ -63,7 +63,10 @@ class Mover:
         except Exception as error:  # out of memory, most likely
             targets = {target for _, target in plan.copies}
             for sequence, _ in plan.parts:
-                if sequence.status is Status.RUNNING and not targets.isdisjoint(sequence.blocks):
+                written = {
+                    block for blocks in (sequence.blocks, *sequence.ways) for block in blocks
+                }
+                if sequence.status is Status.RUNNING and not targets.isdisjoint(written):
                     failed = self._fail(sequence.request, error)
                     touched[failed.request_id] = failed
             plan.parts = [part for part in plan.parts if part[0].status is Status.RUNNING]

@@ -51,6 +51,7 @@ class Sequence:
     mates: list[Sequence] = field(default_factory=list)  # to be sampled together; itself included
     shadow: Sequence | None = None  # that guides it
     draft: Draft | None = None  # what may follow, to be verified in the next step
+    ways: list[list[int]] = field(default_factory=list)  # blocks of all ways through it but one
     preempted: PreemptionRecord | None = None  # the last time, until what it cost is known
     logprobs: list[TokenLogprobs] | None = None
     cumulative_logprob: float = 0.0
@@ -83,6 +84,11 @@ class Sequence:
             if not self.draft.tokens:
                 self.draft = None
         return len(self.states) - 1
+
+    @property
+    def draft_depth(self) -> int:
+        """Positions that its draft goes beyond its tokens."""
+        return 0 if self.draft is None else self.draft.depth
 
     @property
     def remaining(self) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from penstock.cache import BlockPool
-from penstock.engine.batch import Ints
+from penstock.engine.layout import Ints
 from penstock.engine.request import Sequence, Status
 from penstock.engine.waiting import WaitingQueue
 
@@ -36,12 +36,53 @@ class Reservations:
         at, first = sequence.num_computed // size, len(blocks)
         if at < first and self._pool.count(blocks[at]) > 1:
             return 0
-        free = self._pool.num_available - len(self._running) - self._wanted
-        need = min(-(-(len(sequence.tokens) + count) // size) - first, free)
+        need = min(-(-(len(sequence.tokens) + count) // size) - first, self._spare)
         if need > 0:
             blocks += self._pool.allocate(need) or ()
             self._table[sequence.row, first : len(blocks)] = blocks[first:]
         return max(min(count, len(blocks) * size - len(sequence.tokens)), 0)
+
+    def reserve_ways(self, sequence: Sequence) -> None:
+        """Blocks for every way but the first through the draft of `sequence`, which reads and
+        writes its own; where there are too few, its last guesses go.
+        """
+        size, first = self._block_size, (sequence.num_computed + 1) // self._block_size
+        while sequence.draft is not None:
+            each = (sequence.num_computed + sequence.draft.depth) // size + 1 - first
+            others = len(sequence.draft.ways) - 1
+            if others * each <= self._spare:
+                sequence.ways = [self._pool.allocate(each) or [] for _ in range(others)]
+                return
+            sequence.shorten_draft(len(sequence.draft) - 1)
+
+    def ways_to_copy(self, sequence: Sequence) -> list[tuple[int, int]]:
+        """What its ways need of the block that they part in: (from, to)."""
+        at, beyond = divmod(sequence.num_computed, self._block_size)
+        if not beyond or beyond == self._block_size - 1 or sequence.draft is None:
+            return []
+        used = sequence.ways[: len(sequence.draft.ways) - 1]
+        return [(sequence.blocks[at], way[0]) for way in used]
+
+    def adopt(self, sequence: Sequence, number: int) -> None:
+        """Let the blocks of a way be its own; `number` 0: they are."""
+        if not number:
+            return
+        at = sequence.num_computed // self._block_size
+        others, own = sequence.blocks[at:], sequence.ways[number - 1]
+        sequence.blocks[at:], sequence.ways[number - 1] = own, others
+        self._table[sequence.row, at : at + len(own)] = own
+
+    def drop(self, sequence: Sequence) -> None:
+        """It has no draft any more, and no ways."""
+        sequence.draft = None
+        for way in sequence.ways:
+            self._pool.release(way)
+        sequence.ways = []
+
+    @property
+    def _spare(self) -> int:
+        """Blocks that nobody needs for the next step, and whoever waits first doesn't either."""
+        return self._pool.num_available - len(self._running) - self._wanted
 
     @property
     def _wanted(self) -> int:
@@ -55,6 +96,7 @@ class Reservations:
 
     def trim(self, sequence: Sequence) -> None:
         """Give back the blocks of `sequence` that hold nothing it has computed."""
+        self.drop(sequence)
         if sequence.status is Status.RUNNING:
             kept = -(-sequence.num_computed // self._block_size)
             self._pool.release(reversed(sequence.blocks[kept:]))

@@ -135,9 +135,9 @@ class Scheduler:
             if sequence.draft is not None:
                 whole = count == sequence.remaining  # or it isn't sampled
                 spare -= sequence.shorten_draft(spare if whole else 0)
-                count += len(sequence.states) - 1
-            if count and self._make_room(sequence, count, plan):
-                plan.take(sequence, count)
+            guesses = len(sequence.states) - 1
+            if count and self._make_room(sequence, count + sequence.draft_depth, plan):
+                plan.take(sequence, count + guesses)
         if self.num_preemptions == preempted:
             self._admit(plan, limit)
         if hold_back(plan) and not plan.parts and self.waiting:
@@ -467,7 +467,7 @@ class Scheduler:
     def _let_go(self, sequence: Sequence) -> None:
         self.pool.release(reversed(sequence.blocks))
         sequence.blocks, sequence.nodes, sequence.num_computed = [], [], 0
-        sequence.draft = None
+        self.reservations.drop(sequence)
         if sequence.row >= 0:
             self._free_rows.append(sequence.row)
             sequence.row = -1

@@ -12,17 +12,30 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Sequence as Seq
+from dataclasses import dataclass
 from typing import Any
 
 from penstock.cache import most_recent_blocks
 from penstock.config import EngineConfig
+from penstock.engine.plan import Part, Plan
 from penstock.engine.proposers import proposer_of
-from penstock.engine.request import Sequence
+from penstock.engine.request import Sequence, Status
 from penstock.engine.scheduler import Scheduler
 from penstock.errors import ConfigError
 from penstock.roofline import StepRecord
 from penstock.runtime import Runtime
-from penstock.speculate import Controller, Draft, DraftCounts, Proposer, Record, Wish
+from penstock.speculate import (
+    ROOT,
+    Computed,
+    Controller,
+    Draft,
+    DraftCounts,
+    Proposer,
+    Record,
+    StateReader,
+    Wish,
+    followed,
+)
 
 logger = logging.getLogger("penstock")
 
@@ -38,8 +51,10 @@ class Speculation:
         self.draft_s = 0.0  # what guessing took in this step
         self._scheduler = scheduler
         self._records: dict[Sequence, dict[int, Record]] = {}  # by kind of draft
-        # of this step, whether verified or not: from which place on, what, and its kind
-        self._guesses: dict[Sequence, tuple[int, list[int], int]] = {}
+        # of this step, whether verified or not
+        self._guesses: dict[Sequence, _Guess] = {}
+        self._reader = proposer if isinstance(proposer, StateReader) else None
+        self._came_true: dict[Sequence, list[int]] = {}  # of this step: places of guesses
         self._reserved: list[Sequence] = []
         self._right = 0  # guesses of this step that came true
 
@@ -52,7 +67,14 @@ class Speculation:
         proposer = proposer_of(config, runtime)
         most = asked.num_speculative_tokens
         assert most is not None  # the configuration has filled it in
-        controller = Controller(most, adaptive=asked.adaptive, by_passes=proposer.by_passes)
+        controller = Controller(
+            most,
+            adaptive=asked.adaptive,
+            by_passes=proposer.by_passes,
+            tree_tokens=asked.most_tokens,
+        )
+        if asked.width > 1:
+            _check_trees(runtime)
         if runtime.runner.recent is not None:
             _check_recent(config, runtime, most)
             runtime.runner.recent.unsure = most
@@ -110,15 +132,19 @@ class Speculation:
             control.saw_drafting(passes, time.perf_counter() - start)
         if not found:
             return
-        self._guesses = {s: (len(s.tokens), list(d.tokens), d.kind) for s, d in found.items()}
+        self._guesses = {s: _Guess.of(len(s.tokens), d) for s, d in found.items()}
         lengths = [len(draft) for draft in found.values()]
+        chances = [draft.chances for draft in found.values()]
         if not control.by_passes:
             kinds = [draft.kind for draft in found.values()]
             records = [self._record(s, draft.kind) for s, draft in found.items()]
-            lengths = control.choose(batch, records, lengths, kinds)
+            lengths = control.choose(batch, records, lengths, kinds, chances)
+        elif any(chances):
+            lengths = control.cut(batch, chances)
         for (sequence, draft), length in zip(found.items(), lengths, strict=True):
             sequence.draft = draft
-            sequence.shorten_draft(length)
+            if sequence.shorten_draft(length) and draft.parents is not None:
+                self._scheduler.reservations.reserve_ways(sequence)
 
     def _room(self, sequence: Sequence) -> int:
         """How many tokens its draft may have; their places in the cache are reserved."""
@@ -131,26 +157,59 @@ class Speculation:
     def _record(self, sequence: Sequence, kind: int) -> Record:
         return self._records.setdefault(sequence, {}).setdefault(kind, Record())
 
+    def part(self, plan: Plan) -> None:
+        """Have the block in which ways through a tree part copied for each of them."""
+        for sequence, _ in plan.parts:
+            if sequence.ways:
+                plan.copies += self._scheduler.reservations.ways_to_copy(sequence)
+
     # ── after sampling ───────────────────────────────────────────────────────────────────────
 
-    def right(self, draft: Draft, drawn: Seq[int]) -> int:
-        """How many tokens of a draft are what was drawn for their rows."""
-        right = 0
-        while right < len(draft) and draft.tokens[right] == drawn[right]:
-            right += 1
-        self.counts.count(len(draft), right)
-        self._right += right
+    def right(self, sequence: Sequence, drawn: Seq[int]) -> list[int]:
+        """The guesses of its draft that are what was drawn, one after another; the sequence goes on
+        with what was computed on their way.
+
+        drawn: for its last token's row, and that of each guess.
+        """
+        draft, sequence.draft = sequence.draft, None
+        assert draft is not None  # the caller looked
+        right = followed(draft.tokens, draft.parents, lambda place, _: drawn[place + 1])
+        if right and draft.parents is not None:
+            ways = draft.ways
+            way = next(at for at, way in enumerate(ways) if way[: len(right)] == right)
+            self._scheduler.reservations.adopt(sequence, way)
+        self.counts.count(len(draft), len(right), draft.depth)
+        self._right += len(right)
+        self._came_true[sequence] = right
         return right
+
+    def computed(self, parts: Seq[Part], firsts: Seq[int]) -> None:
+        """A step's tokens were applied. firsts: where in each sequence its part began."""
+        came_true, self._came_true = self._came_true, {}
+        if self._reader is None or self.broken is not None:
+            return
+        found, row = [], 0
+        for (sequence, count), first in zip(parts, firsts, strict=True):
+            rows = list(range(row, row + count))
+            if sequence in came_true:
+                rows = [row, *(row + 1 + place for place in came_true[sequence])]
+            row += count
+            if sequence.status is Status.RUNNING:
+                found.append(Computed(sequence, sequence.tokens, sequence.blocks, first, rows))
+        try:
+            self._reader.saw(found)
+        except Exception as error:  # guesses may fail, but not the requests
+            self._give_up(error)
 
     def settle(self) -> None:
         """Compare what was guessed with what has come, and give back what was reserved."""
-        for sequence, (start, guess, kind) in self._guesses.items():
-            came = sequence.tokens[start:]
-            tested = min(len(guess), len(came))
-            right = next((i for i in range(tested) if guess[i] != came[i]), tested)
+        for sequence, guess in self._guesses.items():
+            right, tested = guess.compare(sequence.tokens[guess.start :])
             ended = sequence not in self._records
-            record = Record() if ended else self._record(sequence, kind)
-            self.controller.saw_guess(record, right, min(right + 1, tested), kind)
+            record = Record() if ended else self._record(sequence, guess.kind)
+            self.controller.saw_guess(record, right, tested, guess.kind)
+            if guess.chances is not None and tested:
+                self.controller.saw_tree(guess.chances, right)
         self._guesses.clear()
         for sequence in self._reserved:
             self._scheduler.reservations.trim(sequence)
@@ -172,6 +231,42 @@ class Speculation:
             self.proposer.forget(sequence)
         except Exception as error:  # whatever it is, the sequence must end
             self._give_up(error)
+
+
+@dataclass(frozen=True, slots=True)
+class _Guess:
+    """What was guessed, as it was before any of it was left out."""
+
+    start: int  # the place of the first token
+    tokens: list[int]
+    parents: list[int] | None
+    chances: list[float] | None
+    kind: int
+
+    @classmethod
+    def of(cls, start: int, draft: Draft) -> _Guess:
+        """Of a draft that hasn't been settled: that changes its lists."""
+        return cls(start, list(draft.tokens), draft.parents, draft.chances, draft.kind)
+
+    def compare(self, came: Seq[int]) -> tuple[int, int]:
+        """How many of the tokens that came were guessed, and how many were guessed at."""
+        right = followed(
+            self.tokens, self.parents, lambda _, count: came[count] if count < len(came) else ROOT
+        )
+        parents = range(ROOT, len(self.tokens) - 1) if self.parents is None else self.parents
+        goes_on = (right[-1] if right else ROOT) in parents
+        return len(right), len(right) + (goes_on and len(right) < len(came))
+
+
+def _check_trees(runtime: Runtime) -> None:
+    """Raises ConfigError where steps can't take drafts that are trees."""
+    why = None
+    if runtime.layout.recent_window:
+        why = "the recent tokens of kv_cache_dtype='kivi' are one sequence's"
+    elif runtime.runner.is_packaged:
+        why = "a compiled package takes sequences only"
+    if why is not None:
+        raise ConfigError(f"Drafts can't be trees here: {why}. Set tree_width=1.")
 
 
 def _check_recent(config: EngineConfig, runtime: Runtime, most: int) -> None:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from penstock.cache import PagedLayout, kv_dtype
+from penstock.cache import PagedLayout, copy_blocks, kv_dtype
 from penstock.config import EngineConfig, SpeculativeConfig
 from penstock.errors import ConfigError
 from penstock.models.heads.eagle import FILES, EagleCheckpoint, open_eagle_checkpoint
@@ -17,6 +18,7 @@ from penstock.quant import formats_of
 from penstock.runtime.beside import Target, bytes_of, guessing_folder, keep_states
 from penstock.runtime.companion import CompanionCache
 from penstock.runtime.forwards import forward_of
+from penstock.runtime.program import Program
 from penstock.runtime.runner import Forward
 from penstock.runtime.vocabulary import ReducedVocabulary
 from penstock.speculate.draft_loop import DraftForward, DraftLimits
@@ -70,7 +72,8 @@ class PlacedEagle:
             features=head.features,
             given=head.given,
             kept=self.kept.store,
-            kv=self.kv,
+            copy=self._copy,
+            num_blocks=self.kv[0][0].shape[0],
             num_logits=head.spec.vocab_size if own is None else own,
             ids=self.ids,
         )
@@ -93,6 +96,14 @@ class PlacedEagle:
                 f"the cache, but the runtime was loaded with {held} and {len(self.head.given)}. "
                 "Load it with this speculative_config and max_num_seqs."
             )
+
+    def _copy(self, pairs: Sequence[tuple[int, int]]) -> None:
+        """Copy blocks of the head's cache, (from, to)."""
+        with torch.inference_mode():
+            if isinstance(self.by_states, Program):
+                self.by_states.copy_blocks(pairs)
+            else:
+                copy_blocks(self.kv, pairs)
 
     def _narrowed(self, forward: Forward) -> DraftForward:
         """`forward` over the head's cache, of steps with the tokenizer's ids."""

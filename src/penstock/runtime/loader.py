@@ -23,6 +23,7 @@ from penstock.runtime.draft_model import open_draft
 from penstock.runtime.eagle import open_eagle
 from penstock.runtime.engine_folder import EngineFolder, is_engine
 from penstock.runtime.forwards import forward_of, forward_of_engine
+from penstock.runtime.medusa import open_medusa
 from penstock.runtime.memory import plan_blocks
 from penstock.runtime.plan import Plan
 from penstock.runtime.runner import Forward, Runner
@@ -35,6 +36,7 @@ logger = logging.getLogger("penstock")
 
 _OPENERS: dict[str, Opener] = {
     "draft_model": open_draft,
+    "medusa": open_medusa,
     "eagle": open_eagle,
     "eagle3": open_eagle,
 }

@@ -86,8 +86,12 @@ class Runner:
         """How steps run, for readers."""
         if self.program is not None:
             return "one native call a step"
-        packaged = isinstance(self._forward, PackageForward)
-        return "a compiled package" if packaged else "operators one by one"
+        return "a compiled package" if self.is_packaged else "operators one by one"
+
+    @property
+    def is_packaged(self) -> bool:
+        """Whether steps run by a compiled package."""
+        return isinstance(self._forward, PackageForward)
 
     @property
     def by_modules(self) -> bool:
@@ -97,7 +101,10 @@ class Runner:
     def copy(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Copy blocks, (from, to): before the step that writes to the copies."""
         with torch.inference_mode():
-            copy_blocks(self.kv, pairs)
+            if self.program is not None:
+                self.program.copy_blocks(pairs)
+            else:
+                copy_blocks(self.kv, pairs)
             if self.recent is not None:
                 self.recent.copy(pairs)
             for companion in self.companions:

@@ -2,7 +2,7 @@
 
 from penstock.speculate.control import Controller, Record
 from penstock.speculate.counts import DraftCounts
-from penstock.speculate.proposer import ROOT, Computed, Draft, Proposer, StateReader, Wish
+from penstock.speculate.proposer import ROOT, Computed, Draft, Proposer, StateReader, Wish, followed
 
 __all__ = [
     "ROOT",
@@ -14,4 +14,5 @@ __all__ = [
     "Record",
     "StateReader",
     "Wish",
+    "followed",
 ]

@@ -13,9 +13,12 @@ rate; the gain of each further token against its cost: Liu et al. 2024, arXiv:24
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate, repeat
+from operator import mul
 
 import numpy as np
 
@@ -91,13 +94,19 @@ class _Choice:
 class Controller:
     """Decides how many of the guesses are verified, or made at all."""
 
-    def __init__(self, most: int, *, adaptive: bool, by_passes: bool) -> None:
-        """most: tokens in a draft; by_passes: whether each of them takes a pass of a model."""
+    def __init__(
+        self, most: int, *, adaptive: bool, by_passes: bool, tree_tokens: int | None = None
+    ) -> None:
+        """most: tokens one after another in a draft; by_passes: whether each of them takes a pass
+        of a model; tree_tokens: in a draft that is a tree.
+        """
         self.most = most
+        self.tree_tokens = tree_tokens or most
         self.adaptive = adaptive
         self.by_passes = by_passes
         self.times = StepTimes()
         self.overall: defaultdict[int, Record] = defaultdict(Record)  # by kind of draft
+        self.promises = Rate()  # of trees: tokens that came, for each that was promised
         self.pass_s = 0.0  # one token of a draft, or, without passes, all of them
         self._budget_s = 0.0
         self._price_s = 0.0  # of the next look at whether guesses would pay
@@ -114,60 +123,92 @@ class Controller:
         return self.is_on or self._price_s <= self._budget_s
 
     def choose(
-        self, batch: int, records: Sequence[Record], room: Sequence[int], kinds: Sequence[int] = ()
+        self,
+        batch: int,
+        records: Sequence[Record],
+        room: Sequence[int],
+        kinds: Sequence[int] = (),
+        chances: Sequence[Sequence[float] | None] = (),
     ) -> list[int]:
         """How long the draft of each of some sequences should be, up to its `room`.
 
         batch: the sequences of the step, those included. records: of each one's own drafts of that
-        kind. kinds: of the drafts, where they aren't all of kind 0.
+        kind. kinds: of the drafts, where they aren't all of kind 0. chances: of each one's guesses,
+        where they are trees that have been made; then lengths are numbers of guesses.
         """
-        room = [min(most, self.most) for most in room]
+        if not any(chances):
+            room = [min(most, self.most) for most in room]
         if not self.adaptive:
-            return room
+            return list(room)
         rates = self._rates(records, kinds or [0] * len(records))
-        seconds = self.times.seconds(batch, sum(room))
+        gains = [
+            self._expected(tree) if tree else _declining(first, later, most)
+            for tree, (first, later), most in zip(
+                chances or [None] * len(room), rates, room, strict=True
+            )
+        ]
+        seconds = self._seconds(batch, sum(room), made=any(chances))
         best = self._best_alone if len(room) == 1 else self._best
-        choice = best(batch, rates, room, seconds)
+        choice = best(batch, gains, seconds, self.pass_s if self.by_passes else 0.0)
         self.is_on = choice.speed > MARGIN * batch / seconds[0]
         price = max(choice.loss, BUDGET * seconds[0])
         self._price_s = price if self.by_passes else self.pass_s
         tries = price <= self._budget_s
         return choice.lengths if self.is_on or tries else [0] * len(room)
 
+    def cut(self, batch: int, chances: Sequence[Sequence[float] | None]) -> list[int]:
+        """How much of trees that passes have made is to be verified: what they cost is spent."""
+        gains = [self._expected(tree or ()) for tree in chances]
+        if not self.adaptive:
+            return [len(tree) for tree in gains]
+        seconds = self._seconds(batch, sum(map(len, gains)), made=True)
+        best = self._best_alone if len(gains) == 1 else self._best
+        return best(batch, gains, seconds, 0.0).lengths
+
+    def _seconds(self, batch: int, most: int, *, made: bool) -> list[float]:
+        """Of steps with drafts of 0 … `most` tokens; or so deep, where trees will be made."""
+        if made or self.tree_tokens == self.most:
+            return self.times.seconds(batch, most)
+        each = self.tree_tokens / self.most
+        seconds = self.times.seconds(batch, math.ceil(most * each))
+        return [seconds[math.ceil(depth * each)] for depth in range(most + 1)]
+
+    def _expected(self, chances: Sequence[float]) -> list[float]:
+        """The tokens that guesses of such chances bring: as many as such guesses have brought."""
+        kept = self.promises.after(1.0, TRUST)
+        return [min(chance * kept, 1.0) for chance in chances]
+
     def _best_alone(
-        self, batch: int, rates: list[tuple[float, float]], room: list[int], seconds: list[float]
+        self, batch: int, gains: list[list[float]], seconds: list[float], pass_s: float
     ) -> _Choice:
         """The fastest length of one draft."""
-        gain, later = rates[0]
         promised, found = float(batch), _Choice(0.0, 0.0, [0])
-        for length in range(1, room[0] + 1):
+        for length, gain in enumerate(gains[0], 1):
             promised += gain
-            gain *= later
-            took = seconds[length] + (self.pass_s * length if self.by_passes else 0.0)
+            took = seconds[length] + pass_s * length
             if promised / took > found.speed:
                 found = _Choice(promised / took, took - promised * seconds[0] / batch, [length])
         return found
 
     def _best(
-        self, batch: int, rates: list[tuple[float, float]], room: list[int], seconds: list[float]
+        self, batch: int, promises: list[list[float]], seconds: list[float], pass_s: float
     ) -> _Choice:
         """The fastest lengths of several: guesses by their promise, for each depth of passes."""
-        depth = np.arange(max(room))
-        first, later = np.array(rates).T[:, :, None]
-        gains = np.where(depth < np.array(room)[:, None], first * later**depth, 0.0)
+        deepest = max(map(len, promises))
+        gains = np.array([[*row, *[0.0] * (deepest - len(row))] for row in promises])
         times = np.array(seconds)
-        found = _Choice(0.0, 0.0, [0] * len(room))
-        for passes in range(1, len(depth) + 1) if self.by_passes else [len(depth)]:
+        found = _Choice(0.0, 0.0, [0] * len(gains))
+        for passes in range(1, deepest + 1) if pass_s else [deepest]:
             within = gains[:, :passes]
             order = np.argsort(-within, axis=None, kind="stable")[: np.count_nonzero(within)]
             promised = batch + np.cumsum(within.ravel()[order])
-            took = times[1 : len(order) + 1] + (self.pass_s * passes if self.by_passes else 0.0)
+            took = times[1 : len(order) + 1] + pass_s * passes
             at = int(np.argmax(promised / took))
             speed = float(promised[at] / took[at])
             if speed > found.speed:
                 rows = order[: at + 1] // passes
                 loss = float(took[at] - promised[at] * times[0] / batch)
-                lengths: list[int] = np.bincount(rows, minlength=len(room)).tolist()
+                lengths: list[int] = np.bincount(rows, minlength=len(gains)).tolist()
                 found = _Choice(speed, loss, lengths)
         return found
 
@@ -205,3 +246,13 @@ class Controller:
         """Of a sequence's draft, `tested` tokens were tested and the first `right` of them came."""
         record.see(right, tested, MEMORY)
         self.overall[kind].see(right, tested, LONG_MEMORY)
+
+    def saw_tree(self, chances: Sequence[float], right: int) -> None:
+        """Of a tree's guesses, which had such chances, so many came."""
+        self.promises.hits = self.promises.hits * LONG_MEMORY + right
+        self.promises.trials = self.promises.trials * LONG_MEMORY + sum(chances)
+
+
+def _declining(first: float, later: float, count: int) -> list[float]:
+    """What each guess of a draft brings, where each takes those before it to be right."""
+    return list(accumulate(repeat(later, count - 1), mul, initial=first)) if count else []

@@ -14,12 +14,12 @@ class DraftCounts:
     accepted_tokens: int = 0
     accepted_at: list[int] = field(default_factory=list)  # by place in the draft
 
-    def count(self, drafted: int, accepted: int) -> None:
-        """A draft of so many tokens, of which so many were right."""
+    def count(self, drafted: int, accepted: int, depth: int) -> None:
+        """A draft of so many tokens, `depth` one after another, of which so many were right."""
         self.drafts += 1
         self.draft_tokens += drafted
         self.accepted_tokens += accepted
-        self.accepted_at += [0] * (drafted - len(self.accepted_at))
+        self.accepted_at += [0] * (depth - len(self.accepted_at))
         for place in range(accepted):
             self.accepted_at[place] += 1
 

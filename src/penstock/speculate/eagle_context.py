@@ -21,6 +21,21 @@ from penstock.speculate.draft_loop import Ints
 from penstock.speculate.stamps import NOTHING, Stamps, mark_after
 
 
+class HeadStamps(Stamps):
+    """Of a block that isn't full its writer's copies hold what it holds: the sequence may go on in
+    one of them, as in the block of a way through a tree, and after a swap.
+    """
+
+    def copy(self, pairs: Sequence[tuple[int, int]]) -> None:
+        held = self.of([source for source, _ in pairs])
+        for (_, target), mark in zip(pairs, held, strict=True):
+            self.set(target, mark)
+
+    def swap_out(self, pairs: Sequence[tuple[int, int]]) -> None:
+        for (_, slot), mark in zip(pairs, self.of([b for b, _ in pairs]), strict=True):
+            self._swapped[slot] = mark
+
+
 class Shelf:
     """Rows of states that were copied from where the target keeps them."""
 
@@ -61,7 +76,7 @@ class Context:
     row: Ints = field(default_factory=lambda: np.zeros(0, dtype=np.int32))  # the same
     marks: list[int] = field(default_factory=list)  # of its full blocks, by its tokens alone
     written: int = 0  # after the last position that the head has read
-    writing: tuple[int, int] | None = None  # number and block of the one that isn't full yet
+    writing: int | None = None  # which block isn't full yet
     first: int = 0  # the position of the first state on the shelf
     places: list[int] = field(default_factory=list)  # of it and of those after it
 
@@ -75,7 +90,7 @@ class Contexts:
     """Those of all sequences, and what each block holds."""
 
     def __init__(self, num_blocks: int, block_size: int) -> None:
-        self.stamps = Stamps(num_blocks)
+        self.stamps = HeadStamps(num_blocks)
         """To be told of blocks that are copied or swapped."""
         self._size = block_size
         self._of: dict[int, Context] = {}  # by the key's id
@@ -111,10 +126,9 @@ class Contexts:
         at, offset = divmod(position, self._size)
         if not offset:
             return position
-        block = context.blocks[at]
-        [held] = self.stamps.of((block,))
+        [held] = self.stamps.of((context.blocks[at],))
         known = at < len(context.marks) and held == context.marks[at]
-        mine = held == -context.serial and context.writing == (at, block)
+        mine = held == -context.serial and context.writing == at
         if known or (mine and position <= context.written):
             return position
         return (at + 1) * self._size
@@ -129,8 +143,7 @@ class Contexts:
         size = self._size
         for at in range(first // size, end // size):
             self.stamps.set(context.blocks[at], context.marks[at])
-        at = end // size
-        context.writing = (at, context.blocks[at]) if end % size else None
+        context.writing = end // size if end % size else None
         context.written = end
 
     def guessed(self, context: Context, first: int, end: int) -> None:

@@ -6,7 +6,7 @@ counted in these, while its position, and its slot in its own block, are the seq
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -14,10 +14,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from penstock.cache import copy_blocks
 from penstock.speculate.draft_loop import Array, DraftForward, DraftLimits, Ints
 from penstock.speculate.eagle_context import Context, Contexts
-from penstock.step import KV, Step
+from penstock.step import Step
 
 Ids = NDArray[np.int64]
 
@@ -32,7 +31,8 @@ class Head:
     features: Tensor  # [N, D]
     given: Tensor  # [N, D]: what the last pass has given, for each token of its step
     kept: Tensor  # [M, W]: the target's states of its last step
-    kv: KV  # one layer's; behind the blocks that sequences have, those of `ways`
+    copy: Callable[[Sequence[tuple[int, int]]], None]  # blocks of its cache, (from, to)
+    num_blocks: int  # that it has: behind those that sequences have, those of `Ways`
     num_logits: int
     ids: Ids | None  # the token of each logit; None: the logit's number
 
@@ -201,7 +201,7 @@ class Ways:
         rows = len(tails) * width
         columns = max(len(k) + len(t) for k, t in zip(knowns, tails, strict=True))
         tables = np.zeros((rows, columns), dtype=np.int32)
-        scratch = self._passes.head.kv[0][0].shape[0] - rows * longest
+        scratch = self._passes.head.num_blocks - rows * longest
         for s, (known, tail) in enumerate(zip(knowns, tails, strict=True)):
             own = tables[s * width : (s + 1) * width]
             own[:, : len(known)] = known
@@ -234,8 +234,8 @@ class Ways:
             column = self._known[s] + block
             own = self._tables[s * self._width : (s + 1) * self._width, column]
             pairs.append((int(own[source]), int(own[target])))
-        with torch.inference_mode():
-            copy_blocks(self._passes.head.kv, pairs)
+        if pairs:
+            self._passes.head.copy(pairs)
 
     def go_on(self, tokens: Ids, rows: Sequence[int] | NDArray[np.int64]) -> Tensor:
         """One pass: each way's next token, with the feature that the last pass gave for a row.

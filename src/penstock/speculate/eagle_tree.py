@@ -93,7 +93,8 @@ class Trees:
         order = order[np.isfinite(chances[order])]
         place = np.full(len(tokens) + 1, ROOT)  # the last entry: that of ROOT
         place[order] = np.arange(len(order))
-        draft.branch(tokens[order].tolist(), place[parents[order]].tolist())
+        whole = np.exp(chances[order]).tolist()
+        draft.branch(tokens[order].tolist(), place[parents[order]].tolist(), whole)
 
 
 class _Level:

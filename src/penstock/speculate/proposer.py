@@ -11,7 +11,7 @@ test, accept or draw again, is replaced by the sampler's own draw, with the plac
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
@@ -28,12 +28,13 @@ class Draft:
     One after another; or a tree, whose tokens say which one they follow: an earlier one.
     """
 
-    __slots__ = ("kind", "parents", "states", "tokens")
+    __slots__ = ("chances", "kind", "parents", "states", "tokens")
 
     def __init__(self, sampling: SequenceSampling) -> None:
         """Of no tokens; sampling: the sequence's own state, which no draft changes."""
         self.tokens: list[int] = []
         self.parents: list[int] | None = None  # ROOT or a token's place; None: the one before it
+        self.chances: list[float] | None = None  # that a token and those before it are right
         self.kind = 0  # guesses that are right about as often have the same
         self.states = [sampling]  # those after tokens that `extend` brought come with `settle`
 
@@ -50,12 +51,15 @@ class Draft:
         """Go on with `tokens`, though the sequence mayn't: `settle` will see."""
         self.tokens += tokens
 
-    def branch(self, tokens: Sequence[int], parents: Sequence[int]) -> None:
+    def branch(
+        self, tokens: Sequence[int], parents: Sequence[int], chances: Sequence[float]
+    ) -> None:
         """Become the tree of `tokens`, of which none was there; likelier ones first.
 
         parents: of each, ROOT or the place of an earlier one; two that follow the same differ.
+        chances: that it comes, and all of those before it on its way, by what guessed it.
         """
-        self.tokens, self.parents = list(tokens), list(parents)
+        self.tokens, self.parents, self.chances = list(tokens), list(parents), list(chances)
 
     def settle(self, length: int) -> None:
         """Keep the first `length` tokens, or those of them that the sequence could go on with."""
@@ -70,7 +74,8 @@ class Draft:
 
     def _settle_tree(self, parents: list[int], length: int) -> None:
         tokens, parents = self.tokens[:length], parents[:length]
-        states, known = self.states[: length + 1], len(self.states) - 1
+        states = self.states[: length + 1]
+        known = len(states) - 1
         place = {at: at for at in range(ROOT, known)}  # of each token that stays
         for at in range(known, len(tokens)):
             parent = place.get(parents[at])
@@ -82,23 +87,69 @@ class Draft:
         self.tokens, self.states = [tokens[at] for at in place], states
         self.parents = [ROOT if parents[at] == ROOT else place[parents[at]] for at in place]
 
+    def arrange(self) -> None:
+        """Put a tree that stays as it is in the order of its ways: after each token its first."""
+        if self.parents is None:
+            return
+        order: list[int] = []
+        open_ = [at for at, parent in enumerate(self.parents) if parent == ROOT][::-1]
+        following: list[list[int]] = [[] for _ in self.tokens]
+        for at, parent in enumerate(self.parents):
+            if parent != ROOT:
+                following[parent].append(at)
+        while open_:
+            order.append(open_.pop())
+            open_ += following[order[-1]][::-1]
+        place = {at: new for new, at in enumerate(order)} | {ROOT: ROOT}
+        self.parents = [place[self.parents[at]] for at in order]
+        self.tokens = [self.tokens[at] for at in order]
+        self.states = [self.states[0], *(self.states[at + 1] for at in order)]
+        self.chances = None
+
     @property
     def ways(self) -> list[list[int]]:
         """The places of the tokens on each way from the root to a leaf."""
-        if self.parents is None:
-            return [list(range(len(self.tokens)))] if self.tokens else []
-        leaves = set(range(len(self.tokens))) - set(self.parents)
-        return [self._way(leaf) for leaf in sorted(leaves)]
+        return ways(self.parents, len(self.tokens))
 
-    def _way(self, leaf: int) -> list[int]:
-        assert self.parents is not None
-        way = [leaf]
-        while self.parents[way[-1]] != ROOT:
-            way.append(self.parents[way[-1]])
-        return way[::-1]
+    @property
+    def depth(self) -> int:
+        """Tokens on the longest way."""
+        return len(self) if self.parents is None else max(map(len, self.ways), default=0)
 
     def __len__(self) -> int:
         return len(self.tokens)
+
+
+def ways(parents: Sequence[int] | None, count: int) -> list[list[int]]:
+    """The places on each way from the root to a leaf of `count` guesses."""
+    if parents is None:
+        return [list(range(count))] if count else []
+    found = []
+    for leaf in sorted(set(range(count)) - set(parents)):
+        way = [leaf]
+        while parents[way[-1]] != ROOT:
+            way.append(parents[way[-1]])
+        found.append(way[::-1])
+    return found
+
+
+def followed(
+    tokens: Sequence[int], parents: Sequence[int] | None, next_after: Callable[[int, int], int]
+) -> list[int]:
+    """The places of the guesses that came true, one after another.
+
+    next_after: what came after the guess at some place, the root's too, and how many lie before.
+    """
+    if parents is None:
+        parents = range(ROOT, len(tokens) - 1)
+    following = {
+        (parent, token): at for at, (parent, token) in enumerate(zip(parents, tokens, strict=True))
+    }
+    found: list[int] = []
+    at = ROOT
+    while (at := following.get((at, next_after(at, len(found))), ROOT)) != ROOT:
+        found.append(at)
+    return found
 
 
 def _forked(state: SequenceSampling, token: int) -> SequenceSampling | None:

@@ -24,14 +24,14 @@ _HALVINGS: Final = 50
 
 @dataclass(slots=True)
 class DraftLog(DraftCounts):
-    """Every draft that was verified: how long, and how much of it was right."""
+    """Every draft that was verified: how deep, and how much of it was right."""
 
     lengths: Counter[tuple[int, int]] = field(default_factory=Counter)
 
-    def count(self, drafted: int, accepted: int) -> None:
-        """A draft of so many tokens, of which so many were right."""
-        DraftCounts.count(self, drafted, accepted)
-        self.lengths[drafted, accepted] += 1
+    def count(self, drafted: int, accepted: int, depth: int) -> None:
+        """A draft of so many tokens, `depth` one after another, of which so many were right."""
+        DraftCounts.count(self, drafted, accepted, depth)
+        self.lengths[depth, accepted] += 1
 
     def places(self) -> list[Place]:
         """By place in the draft, as far as any draft went."""

@@ -1,0 +1,99 @@
+"""Medusa heads beside their target: loaded, found to fit, made ready to guess."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+
+from penstock.cache import PagedLayout
+from penstock.config import EngineConfig, SpeculativeConfig
+from penstock.errors import ConfigError
+from penstock.models.heads.medusa import FILES, Ids, open_medusa_checkpoint
+from penstock.nn import KeptStates
+from penstock.nn.medusa import MedusaHeads
+from penstock.quant import formats_of
+from penstock.runtime.beside import Target, bytes_of, guessing_folder, keep_states
+from penstock.runtime.companion import CompanionCache
+from penstock.runtime.heads import HeadsRunner
+from penstock.speculate.draft_loop import DraftLimits
+from penstock.speculate.medusa import MedusaProposer, TreeLimits
+
+MOST_ROWS = 32
+"""Sequences that one pass guesses for: logits of all heads are kept, float32. More take more."""
+
+
+@dataclass(frozen=True, slots=True)
+class Medusa:
+    """Loaded heads; opened and placed are the same, as they have no cache."""
+
+    heads: MedusaHeads
+    format: str  # of their weights
+    kept: KeptStates
+    ids: Ids | None  # what the columns of their logits stand for
+    asked: SpeculativeConfig
+    runner: HeadsRunner | None = None  # once they are placed
+
+    @property
+    def layouts(self) -> tuple[PagedLayout, ...]:
+        return ()
+
+    @property
+    def companions(self) -> tuple[CompanionCache, ...]:
+        return ()
+
+    @property
+    def weight_bytes(self) -> int:
+        return bytes_of(self.heads)
+
+    @property
+    def later_bytes(self) -> int:
+        """Of stores, which are committed as they are first used."""
+        heads = self.heads
+        given = heads.logits if heads.shared is None else heads.states
+        return self.kept.store.nbytes + heads.features.nbytes + given.nbytes
+
+    def described(self, num_blocks: int) -> str:
+        count = self.heads.spec.num_heads
+        return (
+            f"; guesses by {count} Medusa head{'s' * (count > 1)}, {self.format} "
+            f"({self.weight_bytes / (1 << 20):.1f} MiB)"
+        )
+
+    def place(self, num_blocks: int, eager: bool) -> Medusa:
+        return replace(self, runner=HeadsRunner(self.heads, eager))
+
+    def proposer(self, asked: SpeculativeConfig, limits: DraftLimits) -> MedusaProposer:
+        assert self.runner is not None  # placed
+        depth, held = asked.num_speculative_tokens, self.heads.spec.num_heads
+        assert depth is not None  # settled
+        if depth > held:
+            raise ConfigError(
+                f"num_speculative_tokens={depth}, but the runtime was loaded with {held} Medusa "
+                "heads. Load it with this speculative_config."
+            )
+        tree = TreeLimits(depth, asked.width, asked.most_tokens)
+        return MedusaProposer(self.runner, self.kept.store, tree, self.ids)
+
+
+def open_medusa(config: EngineConfig, target: Target) -> Medusa:
+    """The heads that `config` asks for. Raises ConfigError for heads of another model."""
+    asked = config.speculative
+    assert asked is not None  # the caller looked
+    decoder = target.loaded.model
+    if asked.quantization is not None and decoder.dtype is not torch.bfloat16:
+        raise ConfigError(
+            f"quantization={asked.quantization!r} of Medusa heads goes with a target that computes "
+            "in bfloat16, and this one computes in float32. Leave one of the two out."
+        )
+    folder = guessing_folder(asked, target, also=FILES)
+    reduced = None if target.vocabulary is None else target.vocabulary.map
+    found = open_medusa_checkpoint(folder, decoder.spec.hidden, decoder.spec.vocab_size, reduced)
+    spec = found.of(asked.num_speculative_tokens or found.spec.num_heads)
+    formats = formats_of(asked.quantization, decoder.dtype)
+    rows = min(config.scheduler.max_num_seqs, MOST_ROWS)
+    heads = MedusaHeads(spec, decoder.norm, decoder.head, formats, decoder.dtype, rows)
+    found.fill(heads)
+    kept = keep_states(config, target, (len(decoder.spec.layers),))
+    filled = replace(asked, num_speculative_tokens=spec.num_heads)
+    return Medusa(heads.eval(), formats.name, kept, found.ids, filled)
