@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import torch
 
 from penstock.speculate.draft_loop import DraftLimits
 from penstock.speculate.eagle_context import Context, Contexts, Shelf
@@ -72,6 +73,10 @@ class EagleProposer:
 
     def saw(self, computed: Sequence[Computed]) -> None:
         """Read or lay aside the states of a step's rows."""
+        with torch.inference_mode():
+            self._saw(computed)
+
+    def _saw(self, computed: Sequence[Computed]) -> None:
         aside = list[tuple[Context, Computed, int]]()  # from which of its rows on
         read = list[tuple[Context, Computed, int]]()  # up to which
         for one in computed:
@@ -153,6 +158,10 @@ class EagleProposer:
 
     def propose(self, wishes: Sequence[Wish]) -> list[Draft]:
         """A draft for each wish, of no tokens for one whose last state isn't there."""
+        with torch.inference_mode():
+            return self._propose(wishes)
+
+    def _propose(self, wishes: Sequence[Wish]) -> list[Draft]:
         drafts = [Draft(wish.sampling) for wish in wishes]
         plan = list[tuple[Draft, Reading, int]]()
         for wish, draft in zip(wishes, drafts, strict=True):

@@ -53,12 +53,11 @@ class Shelf:
     def put(self, rows: Sequence[int]) -> list[int]:
         """Copy these rows of the target's; where they are."""
         places = [self._free.pop() for _ in rows]
-        with torch.inference_mode():
-            if len(rows) == 1:
-                self.store[places[0]].copy_(self._kept[rows[0]])
-            elif rows:
-                found = self._kept.index_select(0, torch.tensor(rows))
-                self.store.index_copy_(0, torch.tensor(places), found)
+        if len(rows) == 1:
+            self.store[places[0]].copy_(self._kept[rows[0]])
+        elif rows:
+            found = self._kept.index_select(0, torch.tensor(rows))
+            self.store.index_copy_(0, torch.tensor(places), found)
         return places
 
     def give_back(self, places: Sequence[int]) -> None:

@@ -94,12 +94,10 @@ class HeadPasses:
         for reading in readings:
             contexts.begin(reading.context, reading.first, reading.end)
         at = 0
-        with torch.inference_mode():
-            for reading in readings:
-                count = len(reading.places)
-                into, places = head.states[at : at + count], torch.tensor(reading.places)
-                torch.index_select(reading.store, 0, places, out=into)
-                at += count
+        for reading in readings:
+            into = head.states[at : at + len(reading.places)]
+            torch.index_select(reading.store, 0, torch.tensor(reading.places), out=into)
+            at += len(reading.places)
         logits = head.by_states(self._lay_out(readings, sample_at))
         for reading in readings:
             contexts.done(reading.context, reading.first, reading.end)
@@ -107,27 +105,26 @@ class HeadPasses:
 
     def _lay_out(self, readings: Sequence[Reading], sample_at: Sequence[int]) -> Step:
         size = self._size
-        tables, seen, slots = list[Ints](), list[int](), list[Ints]()
-        tokens, positions = list[int](), list[Ints]()
+        tables, starts, seen = list[Ints](), [0], list[int]()
+        tokens, positions, slots = list[int](), list[int](), list[int]()
         for reading in readings:
-            row, start, end = reading.context.row, reading.first // size, reading.end
-            known = self._contexts.known(reading.context, start)
-            tables.append(np.concatenate((known, row[start : -(-end // size)])))
+            context, start, end = reading.context, reading.first // size, reading.end
+            known = self._contexts.known(context, start)
+            tables.append(np.concatenate((known, context.row[start : -(-end // size)])))
             seen.append(len(known) * size + end - start * size)
-            where = np.arange(reading.first, end, dtype=np.int32)
-            positions.append(where)
-            slots.append(row[where // size] * size + where % size)
+            where, blocks = range(reading.first, end), context.blocks
+            positions += where
+            slots += [blocks[at // size] * size + at % size for at in where]
             tokens += reading.tokens[reading.first + 1 : end + 1]
-        counts = [len(reading.places) for reading in readings]
+            starts.append(len(tokens))
         held, table = self._blocks.table(len(tables), max(map(len, tables)))
         for into, one in zip(held, tables, strict=True):
             into[: len(one)] = one
-            into[len(one) :] = 0
         return Step(
             tokens=self._tokens.fill(tokens),
-            positions=self._positions.fill(np.concatenate(positions)),
-            slots=self._slots.fill(np.concatenate(slots)),
-            query_start=self._query_start.fill(np.cumsum([0, *counts])),
+            positions=self._positions.fill(positions),
+            slots=self._slots.fill(slots),
+            query_start=self._query_start.fill(starts),
             context_len=self._context_len.fill(seen),
             block_table=table,
             sample_at=self._sample_at.fill(sample_at),
@@ -139,24 +136,38 @@ class HeadPasses:
         """Ways on from the ends of `readings`, which were read. depths: of guesses, 2 or more."""
         return Ways(self, self._contexts, readings, depths, self._size, self._width)
 
-    def go_on(self, tables: Ints, tokens: Ids, positions: Ints, slots: Ints, seen: Ints) -> Tensor:
-        """One pass over a row for each way, whose features are there: logits of all.
-
-        tables [R, M]; the others [R].
-        """
-        rows = len(tokens)
-        held, table = self._blocks.table(*tables.shape)
+    def one_each(self, tables: Ints, positions: Ints, seen: Ints) -> Rows:
+        """Passes over one row of each table, whose next positions are these."""
+        rows, columns = tables.shape
+        held, table = self._blocks.table(rows, columns)
         held[:] = tables
         step = Step(
-            tokens=self._tokens.fill(tokens),
+            tokens=self._tokens.fill(positions),  # some, as yet
             positions=self._positions.fill(positions),
-            slots=self._slots.fill(slots),
+            slots=self._slots.fill(positions),
             query_start=self._query_start.fill(np.arange(rows + 1)),
             context_len=self._context_len.fill(seen),
             block_table=table,
             sample_at=self._sample_at.fill(np.arange(rows)),
         )
-        return self.head.by_features(step)
+        arrays = self._tokens, self._positions, self._slots, self._context_len
+        return Rows(step, *(array.held[:rows] for array in arrays))
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """A step, and what lies in its arrays."""
+
+    step: Step
+    tokens: Ints
+    positions: Ints
+    slots: Ints
+    seen: Ints
+
+    def advance(self) -> None:
+        """To the next position of each row; its slot too, within its block."""
+        for array in (self.positions, self.slots, self.seen):
+            array += 1
 
 
 class Ways:
@@ -178,22 +189,19 @@ class Ways:
         self._passes = passes
         self._size = size
         self._width = width
-        self._last = np.array([reading.end - 1 for reading in readings], dtype=np.int32)
-        """The last position of each sequence that is written, on all its ways."""
+        self._ends = [reading.end for reading in readings]  # the next position of each sequence
+        self._starts = [end // size for end in self._ends]  # the block that it is in
         tails, knowns = list[Ints](), list[Ints]()
-        starts = (self._last + 1) // size  # the block that the next position is in
-        self._start = starts.astype(np.int32)
-        for reading, start, depth in zip(readings, starts.tolist(), depths, strict=True):
+        for reading, start, depth in zip(readings, self._starts, depths, strict=True):
             last = reading.end + depth - 2  # the last guess isn't computed
             contexts.guessed(reading.context, reading.end, last + 1)
             knowns.append(contexts.known(reading.context, start))
             tails.append(reading.context.row[start : last // size + 1])
-        self._known = np.array([len(known) for known in knowns], dtype=np.int32)
+        self._knowns = [len(known) for known in knowns]
         self._tables = self._lay_out(knowns, tails)
-        partial = (self._last + 1) % size != 0
-        if width > 1 and partial.any():
-            begun = np.flatnonzero(partial).tolist()
-            self._copy([(s, 0, way, 0) for s in begun for way in range(1, width)])
+        begun = [s for s, end in enumerate(self._ends) if end % size]
+        self._copy([(s, 0, way, 0) for s in begun for way in range(1, width)])
+        self._rows = self._restart()
 
     def _lay_out(self, knowns: Sequence[Ints], tails: Sequence[Ints]) -> Ints:
         """Tables of all ways, [S · width, M]."""
@@ -211,19 +219,35 @@ class Ways:
                 own[way, len(known) : len(known) + len(tail)] = np.arange(at, at + len(tail))
         return tables
 
-    def keep(self, rows: Sequence[int]) -> None:
+    def _restart(self) -> Rows:
+        """Passes from the next positions on."""
+        each = np.array(self._ends, dtype=np.int32).repeat(self._width)
+        missed = [k - start for k, start in zip(self._knowns, self._starts, strict=True)]
+        beside = np.array(missed, dtype=np.int32).repeat(self._width) * self._size
+        rows = self._passes.one_each(self._tables, each, each + beside + 1)
+        self._enter(rows)
+        return rows
+
+    def _enter(self, rows: Rows) -> None:
+        """Find the slots of the rows' positions: within a block each is one further."""
+        held = np.minimum((rows.seen - 1) // self._size, self._tables.shape[1] - 1)  # after the end
+        blocks = self._tables[np.arange(len(held)), held]
+        rows.slots[:] = blocks * self._size + rows.positions % self._size
+
+    def keep(self, chosen: Sequence[int]) -> None:
         """Go on with these sequences only, by their numbers among those that are left."""
-        chosen = np.array(rows, dtype=np.int64)
-        self._last, self._start = self._last[chosen], self._start[chosen]
-        self._known = self._known[chosen]
+        self._ends = [self._ends[s] for s in chosen]
+        self._starts = [self._starts[s] for s in chosen]
+        self._knowns = [self._knowns[s] for s in chosen]
         tables = self._tables.reshape(-1, self._width, self._tables.shape[1])
-        self._tables = tables[chosen].reshape(-1, self._tables.shape[1])
+        self._tables = tables[list(chosen)].reshape(-1, self._tables.shape[1])
+        self._rows = self._restart()
 
     def fork(self, pairs: Sequence[tuple[int, int, int]]) -> None:
         """(sequence, from, to): what is written on one way is copied to another."""
         wanted = list[tuple[int, int, int, int]]()
         for s, source, target in pairs:
-            blocks = int(self._last[s]) // self._size - int(self._start[s]) + 1
+            blocks = (self._ends[s] - 1) // self._size - self._starts[s] + 1
             wanted += [(s, source, target, block) for block in range(blocks)]
         self._copy(wanted)
 
@@ -231,29 +255,27 @@ class Ways:
         """(sequence, from, to, which of the blocks after the known ones)."""
         pairs = list[tuple[int, int]]()
         for s, source, target, block in wanted:
-            column = self._known[s] + block
-            own = self._tables[s * self._width : (s + 1) * self._width, column]
-            pairs.append((int(own[source]), int(own[target])))
+            first = s * self._width
+            own = self._tables[first : first + self._width, self._knowns[s] + block].tolist()
+            pairs.append((own[source], own[target]))
         if pairs:
             self._passes.head.copy(pairs)
 
-    def go_on(self, tokens: Ids, rows: Sequence[int] | NDArray[np.int64]) -> Tensor:
+    def go_on(self, tokens: Ids, source: Ids) -> Tensor:
         """One pass: each way's next token, with the feature that the last pass gave for a row.
 
-        tokens [S, width]; rows [S · width], of the last pass. Logits [S · width, …].
+        tokens, source [S · width]. Logits [S · width, …].
         """
-        head, size, width = self._passes.head, self._size, self._width
-        with torch.inference_mode():
-            wanted = torch.as_tensor(rows)
-            torch.index_select(head.given, 0, wanted, out=head.features[: len(wanted)])
-        self._last = self._last + 1
-        at = self._known + self._last // size - self._start
-        columns = np.repeat(at, width)
-        blocks = self._tables[np.arange(len(columns)), columns]
-        positions = np.repeat(self._last, width)
-        seen = np.repeat((self._known - self._start) * size + self._last + 1, width)
-        slots = blocks * size + positions % size
-        return self._passes.go_on(self._tables, tokens.ravel(), positions, slots, seen)
+        head, rows = self._passes.head, self._rows
+        features = head.features[: len(source)]
+        torch.index_select(head.given, 0, torch.from_numpy(source), out=features)
+        rows.tokens[:] = tokens
+        logits = head.by_features(rows.step)
+        rows.advance()
+        self._ends = [end + 1 for end in self._ends]
+        if any(end % self._size == 0 for end in self._ends):
+            self._enter(rows)
+        return logits
 
 
 def scratch_blocks(max_num_seqs: int, width: int, depth: int, block_size: int) -> int:

@@ -10,6 +10,7 @@ Source: Li et al. 2024, arXiv:2406.16858.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -21,7 +22,10 @@ from penstock.sampling import Sampler
 from penstock.speculate.eagle_passes import HeadPasses, Ids, Reading
 from penstock.speculate.proposer import ROOT, Draft
 
-Floats = NDArray[np.float64]
+Floats = NDArray[np.float32]
+
+_LEAST = 1e-30
+"""What is likelier isn't impossible."""
 
 
 class Trees:
@@ -32,6 +36,7 @@ class Trees:
         self._passes = passes
         self._width = width
         self._most = most_tokens
+        self._ones = torch.ones(passes.most_rows)
 
     def grow(
         self,
@@ -46,88 +51,85 @@ class Trees:
         logits: of each sequence's next token, by the pass over `readings`, of whose rows `rows`
         they are.
         """
-        width, count, most = self._width, len(drafts), np.array(depths)
+        width, most = self._width, np.array(depths)
         tokens, chances = self._likeliest(logits)
-        levels = [_Level(np.arange(count), 0, tokens, chances, np.full(tokens.shape, ROOT))]
+        levels = [_Level(np.arange(len(drafts)), tokens, chances, np.full((len(drafts), 1), ROOT))]
         going = np.flatnonzero(most > 1)
         if len(going):
             ways = self._passes.ways([readings[s] for s in going.tolist()], most[going].tolist())
+        first = 0  # the number of the last level's first token in its tree
         passed = np.arange(len(going))  # where those that go on were in the last pass
         while len(going):
             last = levels[-1].of(going)
-            chosen = np.argsort(-last.chances, axis=1, kind="stable")[:, :width]
+            chosen = (-last.chances).argsort(axis=1, kind="stable")[:, :width]
             if len(levels) == 1:
-                source = np.repeat(rows[going], width)
+                source = rows[going].repeat(width)
             else:
                 way, chosen, forks = _on_ways(chosen, width)
                 ways.fork(forks)
                 source = (passed[:, None] * width + way).ravel()
-            before = np.take_along_axis(last.chances, chosen, 1)
-            tokens = np.take_along_axis(last.tokens, chosen, 1)
-            tokens, chances = self._likeliest(ways.go_on(tokens, source))
-            levels.append(last.then(chosen, tokens, chances + before.reshape(-1, 1)))
+            here = (np.arange(len(going))[:, None] * last.tokens.shape[1] + chosen).ravel()
+            before = last.chances.ravel()[here]
+            tokens, chances = self._likeliest(ways.go_on(last.tokens.ravel()[here], source))
+            shape = (len(going), -1)
+            chances = (chances + before[:, None]).reshape(shape)
+            levels.append(_Level(going, tokens.reshape(shape), chances, chosen + first))
+            first += last.tokens.shape[1]
             passed = np.flatnonzero(most[going] > len(levels))
-            if len(passed) < len(going):
-                going = going[passed]
+            if 0 < len(passed) < len(going):
                 ways.keep(passed.tolist())
+            going = going[passed]
         for s, draft in enumerate(drafts):
             self._settle(draft, s, levels)
 
     def _likeliest(self, logits: Tensor) -> tuple[Ids, Floats]:
         """The likeliest tokens of each row and the logarithms of their shares, [R, width]."""
-        with torch.inference_mode():
-            _, found, weights = ops.softmax_top_k(logits, torch.ones(len(logits)), self._width)
+        ones = self._ones[: len(logits)]
+        _, found, weights = ops.softmax_top_k(logits, ones, self._width)
         ids = self._passes.head.ids
         tokens: Ids = found.numpy() if ids is None else ids[found.numpy()]
-        with np.errstate(divide="ignore"):
-            return tokens, np.log(weights.numpy().astype(np.float64))
+        return tokens, np.log(np.maximum(weights.numpy(), _LEAST))
 
     def _settle(self, draft: Draft, s: int, levels: Sequence[_Level]) -> None:
         """Make the draft of sequence `s` the likeliest of the tokens that its levels have."""
-        own = [level.of(np.array([s])) for level in levels if level.has(s)]
-        chances = np.concatenate([level.chances[0] for level in own])
-        tokens = np.concatenate([level.tokens[0] for level in own])
-        parents = np.concatenate([level.parents[0] for level in own])
+        own = [(level, level.at(s)) for level in levels]
+        own = [(level, at) for level, at in own if at >= 0]
+        chances = np.concatenate([level.chances[at] for level, at in own])
+        tokens = np.concatenate([level.tokens[at] for level, at in own])
+        each = self._width
+        parents = np.concatenate([level.parents[at].repeat(each) for level, at in own])
         # no token is likelier than the one it follows, which stands before it
-        order = np.argsort(-chances, kind="stable")[: self._most]
-        order = order[np.isfinite(chances[order])]
+        order = (-chances).argsort(kind="stable")[: self._most]
+        whole = np.exp(chances[order])
+        order, whole = order[whole > _LEAST], whole[whole > _LEAST]
         place = np.full(len(tokens) + 1, ROOT)  # the last entry: that of ROOT
         place[order] = np.arange(len(order))
-        whole = np.exp(chances[order]).tolist()
-        draft.branch(tokens[order].tolist(), place[parents[order]].tolist(), whole)
+        draft.branch(tokens[order].tolist(), place[parents[order]].tolist(), whole.tolist())
 
 
+@dataclass(frozen=True, slots=True)
 class _Level:
-    """The tokens of one depth: those of some sequences, [S, n]."""
+    """The tokens of one depth, of some sequences: as many after each token that was gone on from.
 
-    __slots__ = ("chances", "first", "owners", "parents", "tokens")
+    In a tree, tokens are numbered by depth, then as they stand here.
+    """
 
-    def __init__(self, owners: Ids, first: int, tokens: Ids, chances: Floats, parents: Ids) -> None:
-        """owners: the sequences' numbers, ascending. first: the number of the first token in its
-        tree; parents: the numbers of those they follow.
-        """
-        self.owners, self.first = owners, first
-        self.tokens, self.chances, self.parents = tokens, chances, parents
+    owners: Ids  # the sequences' numbers, ascending
+    tokens: Ids  # [S, n]
+    chances: Floats  # the same
+    parents: Ids  # [S, width]: the numbers of those that were gone on from
 
-    def has(self, owner: int) -> bool:
-        """Whether a sequence is among its own."""
-        at = int(np.searchsorted(self.owners, owner))
-        return at < len(self.owners) and int(self.owners[at]) == owner
+    def at(self, owner: int) -> int:
+        """The row of a sequence; −1: it has none."""
+        at = int(self.owners.searchsorted(owner))
+        return at if at < len(self.owners) and int(self.owners[at]) == owner else -1
 
     def of(self, owners: Ids) -> _Level:
         """Those of some of its sequences, ascending."""
         if len(owners) == len(self.owners):
             return self
-        chosen = np.searchsorted(self.owners, owners)
-        parts = self.tokens[chosen], self.chances[chosen], self.parents[chosen]
-        return _Level(owners, self.first, *parts)
-
-    def then(self, chosen: Ids, tokens: Ids, chances: Floats) -> _Level:
-        """The next one: tokens [S · width, n] after those chosen here, [S, width]."""
-        each, shape = tokens.shape[1], (len(chosen), -1)
-        first = self.first + self.tokens.shape[1]
-        parents = np.repeat(self.first + chosen, each, axis=1)
-        return _Level(self.owners, first, tokens.reshape(shape), chances.reshape(shape), parents)
+        chosen = self.owners.searchsorted(owners)
+        return _Level(owners, self.tokens[chosen], self.chances[chosen], self.parents[chosen])
 
 
 def _on_ways(chosen: Ids, width: int) -> tuple[Ids, Ids, list[tuple[int, int, int]]]:
@@ -137,7 +139,7 @@ def _on_ways(chosen: Ids, width: int) -> tuple[Ids, Ids, list[tuple[int, int, in
     the tokens in the order of ways, and the copies that this takes: a token stays on the way of the
     one it follows, but two can't.
     """
-    source, placed = np.empty_like(chosen), np.empty_like(chosen)
+    placed = list[list[int]]()
     forks: list[tuple[int, int, int]] = []
     for s, row in enumerate(chosen.tolist()):
         held: dict[int, int] = {}
@@ -146,8 +148,9 @@ def _on_ways(chosen: Ids, width: int) -> tuple[Ids, Ids, list[tuple[int, int, in
             if way not in held:
                 held[way] = waiting.pop(0)
                 forks.append((s, held[way] // width, way))
-            placed[s, way], source[s, way] = held[way], held[way] // width
-    return source, placed, forks
+        placed.append([held[way] for way in range(width)])
+    tokens = np.array(placed)
+    return tokens // width, tokens, forks
 
 
 class Chains:
@@ -177,7 +180,7 @@ class Chains:
         ways = self._passes.ways(left, [depths[s] for s in going])
         source = rows[going]
         while True:
-            tokens = np.array([[drafts[s].tokens[-1]] for s in going])
+            tokens = np.array([drafts[s].tokens[-1] for s in going])
             logits = ways.go_on(tokens, source)
             on = self._drawn(logits, drafts, depths, going)
             if not on:
@@ -206,8 +209,7 @@ class Chains:
         """Logits over the target's ids: −∞ where the head has none. Good until the next call."""
         if self._ids is None:
             return logits
-        with torch.inference_mode():
-            if len(logits) > len(self._wide):
-                self._wide = torch.full((len(logits), self._size), -torch.inf)
-            wide = self._wide[: len(logits)]
-            return wide.scatter_(1, self._ids.expand(len(logits), -1), logits)
+        if len(logits) > len(self._wide):
+            self._wide = torch.full((len(logits), self._size), -torch.inf)
+        wide = self._wide[: len(logits)]
+        return wide.scatter_(1, self._ids.expand(len(logits), -1), logits)
