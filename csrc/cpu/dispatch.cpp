@@ -26,8 +26,11 @@ namespace penstock {
   void argmax(const ArgmaxArgs&);                 \
   void mask(const MaskArgs&);                     \
   void top_k(const TopKArgs&);                    \
+  void scaled_top_k(const ScaledTopKArgs&);       \
+  void draw_nucleus(const DrawNucleusArgs&);      \
   void draw_plain(const DrawPlainArgs&);          \
   void draw_from(const DrawFromArgs&);            \
+  void uniforms(const UniformsArgs&);             \
   void pack(const PackArgs&);                     \
   void quantize(const QuantizeArgs&);             \
   void linear_tiles(const LinearArgs&);           \
@@ -60,7 +63,8 @@ void linear_amx_emulated(const LinearArgs& a) {
 #define PENSTOCK_TABLE(name, isa, tiles, linear)                                   \
   {name,         linear,            isa::embedding,   isa::norm,   isa::add,        \
    isa::softcap, isa::gate, isa::rotary_cache, tiles::attention, isa::argmax, isa::mask,       \
-   isa::top_k, isa::draw_plain, isa::draw_from, isa::pack, isa::quantize}
+   isa::top_k, isa::scaled_top_k, isa::draw_nucleus, isa::draw_plain, isa::draw_from,          \
+   isa::uniforms, isa::pack, isa::quantize}
 
 const Kernels tables[] = {
     PENSTOCK_TABLE("avx2", avx2, avx2, avx2::linear),

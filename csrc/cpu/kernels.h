@@ -261,16 +261,42 @@ struct MaskArgs {
   int threads;
 };
 
-// The k ≤ size largest of each row; with weights: their share of softmax(logits / temperature).
-struct TopKArgs {
+// Rows of logits whose k ≤ size largest matter.
+struct LeadingArgs {
   const float* logits;
-  int64_t stride;
-  const float* temperature;  // [rows], null without weights
-  float* values;             // [rows, k]
-  int64_t* ids;              // [rows, k]
-  float* weights;            // [rows, k], may be null
+  int64_t stride;            // elements between rows
+  const float* temperature;  // [rows], null where none is asked for
   int64_t rows, size, k;
   int threads;
+};
+
+// Those; with weights: their share of softmax(logits / temperature).
+struct TopKArgs : LeadingArgs {
+  float* values;   // [rows, k]
+  int64_t* ids;    // [rows, k]
+  float* weights;  // [rows, k], may be null
+};
+
+// The same, scaled by the temperature, and -inf where top_k or min_p leave them out.
+struct ScaledTopKArgs : LeadingArgs {
+  const int64_t* top_k;    // [rows]
+  const float* log_min_p;  // [rows]
+  float* scaled;           // [rows, k]
+  int64_t* ids;            // [rows, k]
+  float* peaks;            // [rows]
+  bool* more;              // [rows]: whether others may be left too
+};
+
+// Stands for the token of a row whose nucleus may hold more than its `wide` largest.
+constexpr int64_t kBeyond = -2;
+
+// One token of each row's nucleus, which is looked for in the k largest first.
+struct DrawNucleusArgs : LeadingArgs {
+  int64_t wide;        // k ≤ wide ≤ size
+  const float* top_p;  // [rows]
+  const double* u;     // [rows]
+  int64_t* out;
+  float* peaks;
 };
 
 // One token of each row of softmax(logits / temperature).
@@ -288,11 +314,22 @@ struct DrawPlainArgs {
 // One of each row's few candidates.
 struct DrawFromArgs {
   const int64_t* ids;    // [rows, count]
-  const float* weights;  // [rows, count]
+  const float* weights;  // [rows, count]; in falling order if there is a top_p
   const double* u;       // [rows]
+  const float* top_p;    // [rows], may be null
   int64_t* out;
   int64_t rows, count;
   int threads;
+};
+
+// Random numbers in [0, 1), each a function of the numbers that it belongs to. ops/uniforms.py.
+struct UniformsArgs {
+  const int64_t* seeds;      // [count]
+  const int64_t* samples;    // [count]
+  const int64_t* positions;  // [count]
+  uint32_t use;
+  double* out;
+  int64_t count;
 };
 
 enum class Float : int { f32, bf16, f16 };
@@ -334,8 +371,11 @@ struct Kernels {
   void (*argmax)(const ArgmaxArgs&);
   void (*mask)(const MaskArgs&);
   void (*top_k)(const TopKArgs&);
+  void (*scaled_top_k)(const ScaledTopKArgs&);
+  void (*draw_nucleus)(const DrawNucleusArgs&);
   void (*draw_plain)(const DrawPlainArgs&);
   void (*draw_from)(const DrawFromArgs&);
+  void (*uniforms)(const UniformsArgs&);
   void (*pack)(const PackArgs&);
   void (*quantize)(const QuantizeArgs&);
 };

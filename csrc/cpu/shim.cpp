@@ -22,8 +22,11 @@ STABLE_TORCH_LIBRARY_IMPL(penstock, CPU, m) {
   m.impl("mask_", TORCH_BOX(&mask_));
   m.impl("top_k", TORCH_BOX(&top_k));
   m.impl("softmax_top_k", TORCH_BOX(&softmax_top_k));
+  m.impl("scaled_top_k", TORCH_BOX(&scaled_top_k));
+  m.impl("draw_nucleus", TORCH_BOX(&draw_nucleus));
   m.impl("draw_plain", TORCH_BOX(&draw_plain));
   m.impl("draw_from", TORCH_BOX(&draw_from));
+  m.impl("uniforms", TORCH_BOX(&uniforms));
   m.impl("pack", TORCH_BOX(&pack));
   m.impl("quantize_int8", TORCH_BOX(&quantize_int8));
   m.impl("quantize_int4", TORCH_BOX(&quantize_int4));

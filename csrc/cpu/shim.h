@@ -160,9 +160,17 @@ void mask_(const Tensor& logits, const Tensor& rows, const Tensor& bits);
 std::tuple<Tensor, Tensor> top_k(const Tensor& logits, int64_t k);
 std::tuple<Tensor, Tensor, Tensor> softmax_top_k(const Tensor& logits, const Tensor& temperature,
                                                  int64_t k);
+std::tuple<Tensor, Tensor, Tensor, Tensor> scaled_top_k(const Tensor& logits,
+                                                        const Tensor& temperature,
+                                                        const Tensor& top_k,
+                                                        const Tensor& log_min_p, int64_t k);
+std::tuple<Tensor, Tensor> draw_nucleus(const Tensor& logits, const Tensor& temperature,
+                                        const Tensor& top_p, const Tensor& u, int64_t narrow,
+                                        int64_t wide);
 std::tuple<Tensor, Tensor> draw_plain(const Tensor& logits, const Tensor& temperature,
                                       const Tensor& u);
-Tensor draw_from(const Tensor& ids, const Tensor& weights, const Tensor& u);
+Tensor draw_from(const Tensor& ids, const Tensor& weights, const Tensor& u, Optional top_p);
+Tensor uniforms(const Tensor& seeds, const Tensor& samples, const Tensor& positions, int64_t use);
 
 // ── shim_weights.cpp ────────────────────────────────────────────────────────────────────────
 

@@ -23,16 +23,28 @@ const double* fractions(const Tensor& t, int64_t count, const char* what) {
   return static_cast<const double*>(t.data_ptr());
 }
 
-TopKArgs top_k_args(const Tensor& logits, int64_t k, Tensor& values, Tensor& ids) {
-  const Logits x = logits_of(logits, "top_k: logits");
-  STD_TORCH_CHECK(k > 0, "top_k: k must be at least 1, is ", k);
-  TopKArgs a = {};
+const int64_t* longs(const Tensor& t, int64_t count, const char* what) {
+  STD_TORCH_CHECK(t.scalar_type() == ScalarType::Long && t.is_contiguous() && t.numel() == count,
+                  what, " must be ", count, " contiguous int64, has ", t.numel());
+  return static_cast<const int64_t*>(t.data_ptr());
+}
+
+template <typename Args>
+Args leading_args(const Tensor& logits, int64_t k, const char* what) {
+  const Logits x = logits_of(logits, what);
+  STD_TORCH_CHECK(k > 0, what, ": k must be at least 1, is ", k);
+  Args a = {};
   a.logits = x.data;
   a.stride = x.stride;
   a.rows = x.rows;
   a.size = x.size;
   a.k = k < x.size ? k : x.size;
   a.threads = threads();
+  return a;
+}
+
+TopKArgs top_k_args(const Tensor& logits, int64_t k, Tensor& values, Tensor& ids) {
+  TopKArgs a = leading_args<TopKArgs>(logits, k, "top_k: logits");
   values = torch::stable::new_empty(logits, {a.rows, a.k});
   ids = torch::stable::new_empty(logits, {a.rows, a.k}, ScalarType::Long);
   a.values = static_cast<float*>(values.data_ptr());
@@ -92,6 +104,43 @@ std::tuple<Tensor, Tensor, Tensor> softmax_top_k(const Tensor& logits, const Ten
   return {values, ids, weights};
 }
 
+std::tuple<Tensor, Tensor, Tensor, Tensor> scaled_top_k(const Tensor& logits,
+                                                        const Tensor& temperature,
+                                                        const Tensor& top_k,
+                                                        const Tensor& log_min_p, int64_t k) {
+  ScaledTopKArgs a = leading_args<ScaledTopKArgs>(logits, k, "scaled_top_k: logits");
+  a.temperature = floats(temperature, a.rows, "scaled_top_k: temperature");
+  a.top_k = longs(top_k, a.rows, "scaled_top_k: top_k");
+  a.log_min_p = floats(log_min_p, a.rows, "scaled_top_k: log_min_p");
+  Tensor scaled = torch::stable::new_empty(logits, {a.rows, a.k});
+  Tensor ids = torch::stable::new_empty(logits, {a.rows, a.k}, ScalarType::Long);
+  Tensor peaks = torch::stable::new_empty(logits, {a.rows});
+  Tensor more = torch::stable::new_empty(logits, {a.rows}, ScalarType::Bool);
+  a.scaled = static_cast<float*>(scaled.data_ptr());
+  a.ids = static_cast<int64_t*>(ids.data_ptr());
+  a.peaks = static_cast<float*>(peaks.data_ptr());
+  a.more = static_cast<bool*>(more.data_ptr());
+  kernels().scaled_top_k(a);
+  return {scaled, ids, peaks, more};
+}
+
+std::tuple<Tensor, Tensor> draw_nucleus(const Tensor& logits, const Tensor& temperature,
+                                        const Tensor& top_p, const Tensor& u, int64_t narrow,
+                                        int64_t wide) {
+  STD_TORCH_CHECK(narrow <= wide, "draw_nucleus: narrow is ", narrow, ", above wide, ", wide);
+  DrawNucleusArgs a = leading_args<DrawNucleusArgs>(logits, narrow, "draw_nucleus: logits");
+  a.wide = wide < a.size ? wide : a.size;
+  a.temperature = floats(temperature, a.rows, "draw_nucleus: temperature");
+  a.top_p = floats(top_p, a.rows, "draw_nucleus: top_p");
+  a.u = fractions(u, a.rows, "draw_nucleus: u");
+  Tensor out = torch::stable::new_empty(logits, {a.rows}, ScalarType::Long);
+  Tensor peaks = torch::stable::new_empty(logits, {a.rows});
+  a.out = static_cast<int64_t*>(out.data_ptr());
+  a.peaks = static_cast<float*>(peaks.data_ptr());
+  kernels().draw_nucleus(a);
+  return {out, peaks};
+}
+
 std::tuple<Tensor, Tensor> draw_plain(const Tensor& logits, const Tensor& temperature,
                                       const Tensor& u) {
   const Logits x = logits_of(logits, "draw_plain: logits");
@@ -111,7 +160,7 @@ std::tuple<Tensor, Tensor> draw_plain(const Tensor& logits, const Tensor& temper
   return {ids, peaks};
 }
 
-Tensor draw_from(const Tensor& ids, const Tensor& weights, const Tensor& u) {
+Tensor draw_from(const Tensor& ids, const Tensor& weights, const Tensor& u, Optional top_p) {
   STD_TORCH_CHECK(ids.dim() == 2 && ids.is_contiguous() && ids.scalar_type() == ScalarType::Long,
                   "draw_from: ids must be contiguous int64 [rows, candidates], dim ", ids.dim());
   DrawFromArgs a = {};
@@ -121,11 +170,26 @@ Tensor draw_from(const Tensor& ids, const Tensor& weights, const Tensor& u) {
                   "draw_from: weights must be [", a.rows, ", ", a.count, "] as ids are");
   a.weights = floats(weights, a.rows * a.count, "draw_from: weights");
   a.u = fractions(u, a.rows, "draw_from: u");
+  a.top_p = floats(top_p, a.rows, "draw_from: top_p");
   Tensor out = torch::stable::new_empty(ids, {a.rows});
   a.ids = static_cast<const int64_t*>(ids.data_ptr());
   a.out = static_cast<int64_t*>(out.data_ptr());
   a.threads = threads();
   kernels().draw_from(a);
+  return out;
+}
+
+Tensor uniforms(const Tensor& seeds, const Tensor& samples, const Tensor& positions, int64_t use) {
+  UniformsArgs a = {};
+  a.count = seeds.numel();
+  a.seeds = longs(seeds, a.count, "uniforms: seeds");
+  a.samples = longs(samples, a.count, "uniforms: samples");
+  a.positions = longs(positions, a.count, "uniforms: positions");
+  STD_TORCH_CHECK(use >= 0 && use <= UINT32_MAX, "uniforms: use must have 32 bits, is ", use);
+  a.use = static_cast<uint32_t>(use);
+  Tensor out = torch::stable::new_empty(seeds, {a.count}, ScalarType::Double);
+  a.out = static_cast<double*>(out.data_ptr());
+  kernels().uniforms(a);
   return out;
 }
 

@@ -102,13 +102,13 @@ def test_planted_rates(runtime: Runtime) -> None:
     _, all_right = run(runtime, replace(PLANTED, rate=1.0))
     assert all_right["acceptance"]["rate"] == 1.0 and all_right["acceptance"]["alpha"] == 1.0
     assert {one["conditional"] for one in all_right["acceptance"]["by_position"]} == {1.0}
-    assert all_right["expected"]["ledger"] > 2.0  # five tokens for little more than one's bytes
+    assert all_right["expected"]["floors"] > 2.0  # five tokens for little more than one's bytes
     _, none_right = run(runtime, replace(PLANTED, rate=0.0))
     assert none_right["acceptance"]["accepted_tokens"] == 0
     assert none_right["acceptance"]["alpha"] == 0.0
     assert none_right["acceptance"]["mean_length"] == 1.0
     assert 0.3 < none_right["expected"]["geometric"] < 1.0  # for what drafting took
-    assert none_right["expected"]["ledger"] < 1.0
+    assert none_right["expected"]["floors"] < 1.0
     _, some = run(runtime, PLANTED, rounds=4)
     tested = (
         sum(one["accepted"] for one in some["acceptance"]["by_position"])
@@ -122,7 +122,7 @@ def test_planted_drafts_take_the_time_they_are_told_to(runtime: Runtime) -> None
     assert told["costs"]["drafting_by_token"] is True
     assert told["costs"]["drafting_of_a_plain_step"] > 1.0  # five plain steps, were these as slow
     assert told["break_even_acceptance"] is None  # three tokens for at least eleven steps
-    assert told["expected"]["ledger"] == pytest.approx(3 / 11, rel=0.1)
+    assert told["expected"]["floors"] == pytest.approx(3 / 11, rel=0.1)
 
 
 def test_a_planted_draft() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import pty
 import re
@@ -61,6 +62,15 @@ def test_commands(penstock: Run, chat_model: Path) -> None:
     unknown = penstock("chat", chat_model, stdin="/quit\n")
     assert unknown.exit_code == 1
     assert "no command /quit" in unknown.stderr and "/exit" in unknown.stderr
+
+
+def test_stats_are_of_the_last_replys_drafts(penstock: Run, chat_model: Path) -> None:
+    asked = {"model": str(chat_model), "num_speculative_tokens": 2, "adaptive": False}
+    options = (*GREEDY, "--speculative-config", json.dumps(asked))
+    result = penstock("chat", chat_model, *options, stdin="hello\n/stats\nhello\n/stats\n")
+    shown = [line for line in result.stderr.splitlines() if line.startswith("drafts")]
+    assert len(shown) == 2 and shown[0] == shown[1]  # not both replies' together
+    assert "3 of 3 tokens accepted (100%) in 2 drafts" in shown[0]
 
 
 def test_a_full_context_says_so(penstock: Run, chat_model: Path) -> None:

@@ -239,3 +239,26 @@ def test_little_memory_is_warned_about() -> None:
     assert not diagnosis._memory_warnings(MACHINE)
     (text,) = diagnosis._memory_warnings(Hardware("p", 2, (), 8 << 30, 300 << 20))
     assert "300 MiB" in text
+
+
+def test_drafts_are_looked_at(penstock: Run) -> None:
+    asked = '{"method": "ngram", "num_speculative_tokens": 2}'
+    result = penstock("doctor", "stories", "--speculative-config", asked, "--json")
+    assert result.exit_code == 0, result.output
+    told = json.loads(result.stdout)["speculation"]
+    assert told["method"] == "ngram" and told["checks"] == ["temperature", "raw text", "cache"]
+    assert set(told["rates"]) == {"temperature 0", "temperature 1", "conversation"}
+    assert all(one["level"] == "hint" for one in told["findings"]) and told["positions"] > 0
+    shown = penstock("doctor", "--speculative-config", asked)
+    assert shown.exit_code == 0
+    assert "Right, of guesses compared" in shown.stdout and "Computed again" in shown.stdout
+
+
+def test_drafts_by_another_vocabulary_fail(penstock: Run, chat_model: Path) -> None:
+    result = penstock("doctor", "--speculative-config", json.dumps({"model": str(chat_model)}))
+    assert result.exit_code == 1
+    assert "mismatch, tokenizer:" in result.stdout and "ids are other tokens" in result.stdout
+
+
+def test_drafts_that_are_no_json(penstock: Run) -> None:
+    refused(penstock("doctor", "--speculative-config", "ngram"), 1, "isn't JSON")

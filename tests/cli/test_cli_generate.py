@@ -106,6 +106,33 @@ def test_stats_go_to_stderr(penstock: Run, base_model: Path) -> None:
         assert word in result.stderr
 
 
+def test_stats_of_drafts(penstock: Run, base_model: Path) -> None:
+    """By a model that is the target itself, every guess is right."""
+    asked = {"model": str(base_model), "num_speculative_tokens": 3, "adaptive": False}
+    options = ("-p", "hello", "--temperature", 0, "--max-tokens", 13, "--speculative-config")
+    shown = penstock("generate", base_model, *options, json.dumps(asked), "--stats")
+    line = next(one for one in shown.stderr.splitlines() if one.startswith("drafts"))
+    assert line == (
+        "drafts     draft_model, always; 9 of 9 tokens accepted (100%) in 3 drafts, "
+        "4.00 tokens a step; by position 100%, 100%, 100%"
+    )
+    (told,) = read_json(penstock("generate", base_model, *options, json.dumps(asked), "--json"))
+    assert told["metrics"]["drafts"] == {
+        "method": "draft_model", "drafts": 3, "draft_tokens": 9, "accepted_tokens": 9,
+        "acceptance_rate": 1.0, "accepted_per_position": [3, 3, 3], "mean_acceptance_length": 4.0,
+        "adaptive": False, "on": True, "failed": None,
+    }  # fmt: skip
+    (plain,) = read_json(penstock("generate", base_model, *options[:-1], "--json"))
+    assert "drafts" not in plain["metrics"] and plain["token_ids"] == told["token_ids"]
+
+
+def test_stats_of_a_controller(penstock: Run, base_model: Path) -> None:
+    asked = json.dumps({"method": "ngram", "prompt_lookup_min": 5, "prompt_lookup_max": 5})
+    options = ("-p", "hello", "--max-tokens", 2, "--stats", "--speculative-config", asked)
+    shown = penstock("generate", base_model, *options).stderr
+    assert "drafts     ngram, on; none was verified" in shown
+
+
 def test_the_checkpoints_own_sampling_is_the_default(
     penstock: Run, chat_model: Path, base_model: Path
 ) -> None:

@@ -144,6 +144,16 @@ def test_plain_lines(penstock: Run, engine: Path, llm: LLM, tmp_path: Path) -> N
     assert result.stderr.splitlines()[-1] == "compiled: 0"
 
 
+def test_the_summary_has_drafts(penstock: Run, chat_model: Path, tmp_path: Path) -> None:
+    asked = {"model": str(chat_model), "num_speculative_tokens": 2, "adaptive": False}
+    source = write(tmp_path / "in.jsonl", {"prompt": "hello", "max_tokens": 7, "temperature": 0})
+    options = ("-i", source, "-o", tmp_path / "out.jsonl")
+    result = penstock("run", chat_model, *options, "--speculative-config", json.dumps(asked))
+    assert result.exit_code == 0, result.output
+    assert "drafts     draft_model, always; 4 of 4 tokens accepted (100%)" in result.stderr
+    assert "drafts " not in penstock("run", chat_model, *options, "--force").stderr
+
+
 def test_a_model_is_recorded(penstock: Run, chat_model: Path, tmp_path: Path) -> None:
     requests = write(tmp_path / "in.jsonl", {"prompt": "hello", **GREEDY})
     result = penstock("run", chat_model, "-i", requests, "-o", "-")

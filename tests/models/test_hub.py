@@ -60,6 +60,24 @@ def test_embedded_models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     assert hub.resolve("./stories") == Path("stories")
 
 
+def test_what_comes_with_embedded_models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By its own name, or by the folder of the model that it guesses for."""
+    monkeypatch.setattr(hub, "_ASSETS", tmp_path)
+    stories = tmp_path / "stories"
+    kinds = {"draft_model": "draft", "medusa": "medusa", "eagle": "eagle", "eagle3": "eagle"}
+    for method, kind in kinds.items():
+        with pytest.raises(ModelNotFoundError, match=f"'stories-{kind}' isn't in this install"):
+            hub.shipped(stories, method)
+        with pytest.raises(ConfigError, match=f"method='{method}' needs a model: .* for elsewhere"):
+            hub.shipped(Path("elsewhere"), method)
+    for kind in ("draft", "medusa", "eagle"):
+        (tmp_path / f"stories-{kind}").mkdir()
+        (tmp_path / f"stories-{kind}" / "config.json").write_text("{}")
+        assert hub.resolve(f"stories-{kind}") == tmp_path / f"stories-{kind}"
+    for method, kind in kinds.items():
+        assert hub.shipped(stories, method) == tmp_path / f"stories-{kind}"
+
+
 @pytest.mark.parametrize("as_path", [True, False])
 def test_a_folder_that_is_not_there(tmp_path: Path, as_path: bool, answer: Any) -> None:
     (tmp_path / "models" / "llama-3.2-1b").mkdir(parents=True)
@@ -100,6 +118,15 @@ def test_a_hub_id(tmp_path: Path, answer: Any) -> None:
         files, allow_patterns=patterns[0], ignore_patterns=patterns[1]
     )
     assert list(filtered) == files[:9]
+    hub.resolve("org/heads", also=("medusa_lm_head.pt", "pytorch_model.bin"))
+    more = huggingface_hub.utils.filter_repo_objects(
+        [*files, "medusa_lm_head.pt", "medusa_lm_head.safetensors"],
+        allow_patterns=calls[1]["allow_patterns"],
+        ignore_patterns=calls[1]["ignore_patterns"],
+    )
+    assert set(more) == {*files[:9], "pytorch_model.bin", *(
+        f"medusa_lm_head.{kind}" for kind in ("pt", "safetensors")
+    )}  # fmt: skip
 
 
 RESPONSE: Any = SimpleNamespace(headers={}, request=None)

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from penstock import ops
 from penstock.kernels import native
+from penstock.ops.draw import BEYOND, nucleus_floor
 
 inf, nan = torch.inf, torch.nan
 
@@ -101,10 +102,14 @@ def test_no_rows_and_strided_rows() -> None:
     assert [t.shape for t in ops.top_k(empty, 5)] == [(0, 5), (0, 5)]
     assert [t.shape for t in ops.draw_plain(empty, one[:0], u[:0])] == [(0,), (0,)]
     assert ops.draw_from(torch.empty(0, 3, dtype=torch.int64), empty[:, :3], u[:0]).shape == (0,)
+    nothing = ops.draw_nucleus(empty, one[:0], one[:0], u[:0], 5, 9)
+    assert [t.shape for t in nothing] == [(0,), (0,)]
     for name, args in (
         ("argmax", ()),
         ("top_k", (20,)),
         ("softmax_top_k", (one, 20)),
+        ("scaled_top_k", (one, torch.full((5,), 9), -one, 20)),
+        ("draw_nucleus", (one, one / 3, u, 20, 300)),
         ("draw_plain", (one, u)),
     ):
         call = ops.op(name).call
@@ -159,6 +164,86 @@ def test_a_draw_from_candidates_goes_by_id() -> None:
         assert call(ids, weights, u).tolist() == [3, 3, 7, 9, 9, -1, -1]
 
 
+def peaked(size: int) -> Tensor:
+    """Rows whose nucleus is one token, a few, about 128, about 1024, and nearly all."""
+    place = torch.arange(size).roll(size // 3)
+    sure = torch.where(place == 0, 30.0, -place.float())
+    rows = [sure, *(-place / width for width in (3.0, 40.0, 120.0, 350.0, 1e6))]
+    return torch.stack([*rows, (-place / 60.0).round(), -1.5 * (place + 1).log()])
+
+
+@pytest.mark.parametrize("size", [1, 2, 16, 127, 129, 300, 1025, 4096, 32_001])
+@pytest.mark.parametrize("top_p", [1e-9, 0.3, 0.9, 0.999, 1.0])
+@pytest.mark.usefixtures("isa")
+def test_a_draw_from_a_nucleus_equals_its_parts(size: int, top_p: float) -> None:
+    """Token for token, whatever is looked at first; it says so where the nucleus is wider."""
+    logits = torch.cat((awkward(size), peaked(size)))
+    rows = len(logits)
+    u, p = fractions(rows), torch.full((rows, 1), top_p)
+    for temperature in (0.05, 0.8, 3.0):
+        t = torch.full((rows, 1), temperature)
+        for narrow, wide in ((128, 1024), (1, 1024), (1024, 1024), (16, 40), (4, 5)):
+            call = (logits, t, p, u, narrow, wide)
+            ids, peaks = ops.draw_nucleus(*call)
+            want, largest = ops.op("draw_nucleus").reference(*call)
+            same(ids, want)
+            same(peaks, largest)
+            same(peaks, ops.argmax(logits)[1])
+            assert (ids == -1).equal(~peaks.isfinite())
+            if wide >= size:
+                assert BEYOND not in ids.tolist()
+            elif top_p == 1.0:
+                assert (ids == BEYOND).equal(peaks.isfinite())
+
+
+@pytest.mark.parametrize("size", [1, 2, 16, 127, 129, 300, 4096])
+@pytest.mark.usefixtures("isa")
+def test_scaled_and_cut_leaders_equal_their_reference(size: int) -> None:
+    logits = torch.cat((awkward(size), peaked(size)))
+    rows = len(logits)
+    u, p = fractions(rows), torch.full((rows, 1), 0.8)
+    for temperature, top_k, min_p in ((0.7, 40, 0.0), (1.3, size, 0.05), (3.0, 3, 0.5), (1, 1, 0)):
+        t = torch.full((rows, 1), float(temperature))
+        k = torch.full((rows, 1), min(top_k, size))
+        least = torch.full((rows, 1), min_p).log()
+        call = (logits, t, k, least, 128)
+        found = ops.scaled_top_k(*call)
+        for got, want in zip(found, ops.op("scaled_top_k").reference(*call), strict=True):
+            same(got, want)
+        scaled, ids, peaks, _ = found
+        same(peaks, ops.argmax(logits)[1])
+        weights = scaled.softmax(-1)
+        cut = weights.masked_fill(weights < nucleus_floor(weights, p), 0.0)
+        whole = peaks.isfinite()
+        same(ops.draw_from(ids, weights, u, p)[whole], ops.draw_from(ids, cut, u)[whole])
+        reference = ops.op("draw_from").reference(ids, weights, u, p)
+        same(ops.draw_from(ids, weights, u, p)[whole], reference[whole])
+
+
+def test_a_nucleus_ends_where_the_mass_before_a_token_reaches_p() -> None:
+    """By hand: quarters are exact, equal ones stay or go together, and 1 keeps what rounds away."""
+    weights = torch.tensor([[0.5, 0.25, 0.125, 0.125], [0.25] * 4, [1.0, 1e-30, 1e-30, 0.0]])
+    for p, want in ((0.5, [0.5, 0.25, 1.0]), (0.51, [0.25, 0.25, 1.0]), (0.8, [0.125, 0.25, 1.0])):
+        assert nucleus_floor(weights, torch.full((3, 1), p))[:, 0].tolist() == want
+    assert nucleus_floor(weights, torch.ones(3, 1)).count_nonzero() == 0
+    ids, u = torch.tensor([[4, 3, 2, 1]] * 3), torch.zeros(3, dtype=torch.float64)
+    for call in ops.implementations("draw_from").values():
+        assert call(ids, weights, u, torch.full((3, 1), 0.6)).tolist() == [3, 1, 4]
+        assert call(ids, weights, u, torch.full((3, 1), 0.9)).tolist() == [1, 1, 4]
+
+
+def test_random_numbers_are_those_of_the_reference() -> None:
+    """Which is held to published vectors by tests/sampling/test_sampling_philox.py."""
+    rng = np.random.default_rng(2)
+    seeds = torch.from_numpy(rng.integers(-(2**63), 2**63 - 1, 400))
+    samples = torch.from_numpy(rng.integers(0, 2**32, 400))
+    places = torch.from_numpy(rng.integers(0, 2**62, 400))
+    for use in (0, 1, 2**32 - 1):
+        want = ops.op("uniforms").reference(seeds, samples, places, use)
+        same(ops.uniforms(seeds, samples, places, use), want)
+    assert ops.uniforms(seeds[:0], samples[:0], places[:0], 0).shape == (0,)
+
+
 @pytest.mark.usefixtures("isa")
 def test_broken_rows_give_no_token() -> None:
     logits = awkward(1000)
@@ -185,6 +270,9 @@ def test_the_same_bits_on_any_number_of_threads_and_instruction_set() -> None:
                     *ops.argmax(logits),
                     *ops.softmax_top_k(logits, temperature, 200),
                     *ops.draw_plain(logits, temperature, u),
+                    *ops.softmax_top_k(logits[:2], temperature[:2], 200),
+                    *ops.draw_nucleus(logits, temperature, temperature / 3, u, 128, 1024),
+                    *ops.draw_nucleus(logits[5:6], temperature[:1], temperature[5:6], u[:1], 9, 99),
                 ]
             )
             alone = ops.softmax_top_k(logits[3:4], temperature[3:4], 200)
@@ -218,3 +306,12 @@ def test_bad_arguments_are_refused() -> None:
         ops.mask_(logits, torch.tensor([0]), bits[:, :1])
     with pytest.raises(RuntimeError, match=r"weights must be \[2, 3\]"):
         ops.draw_from(torch.zeros(2, 3, dtype=torch.int64), logits, u)
+    one, whole = torch.ones(2), torch.zeros(2, dtype=torch.int64)
+    with pytest.raises(RuntimeError, match="narrow is 5, above wide, 4"):
+        ops.draw_nucleus(logits, one, one, u, 5, 4)
+    with pytest.raises(RuntimeError, match="top_k must be 2 contiguous int64, has 2"):
+        ops.scaled_top_k(logits, one, one, one, 4)
+    with pytest.raises(RuntimeError, match="samples must be 2 contiguous int64, has 1"):
+        ops.uniforms(whole, whole[:1], whole, 0)
+    with pytest.raises(RuntimeError, match="32 bits, is -1"):
+        ops.uniforms(whole, whole, whole, -1)

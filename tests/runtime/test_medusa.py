@@ -14,17 +14,18 @@ from torch import Tensor
 
 from penstock import LLM, SamplingParams
 from penstock.bench.reader import window_step
-from penstock.bench.speculate.floors import memory_of
+from penstock.bench.speculate.floors import draft_floor, memory_of
 from penstock.config import EngineConfig
 from penstock.engine import Engine
 from penstock.errors import ConfigError, ModelNotFoundError
-from penstock.hardware import Hardware
+from penstock.hardware import Hardware, Peaks
 from penstock.kernels import native
 from penstock.models import hub
 from penstock.models.hub import resolve
 from penstock.nn import KeptStates
 from penstock.pipeline.build import BuildOptions, build
 from penstock.pipeline.vocabulary import reduce_vocabulary
+from penstock.roofline import Cost, StepSize
 from penstock.runtime import Runtime, load_runtime, loader
 from penstock.runtime.beside import Target, keep_states
 from penstock.runtime.drafting import draft_proposer
@@ -198,6 +199,23 @@ def test_by_programs_as_by_modules(tmp_path: Path) -> None:
         assert (found[0].double() - want).abs().max() < 0.03 * want.abs().max()
 
 
+@exact
+def test_another_proposer_sees_what_is_computed(rounds: Path, tmp_path: Path) -> None:
+    """As one takes the place of another between a benchmark's rounds."""
+    config, runtime = loaded(rounds, sure_heads(tmp_path, "each"), speculative={"adaptive": False})
+    engine = Engine(config, runtime)
+    assert engine.speculation is not None
+    for _ in range(2):
+        before = engine.speculation.counts.accepted_tokens
+        fresh = draft_proposer(config, runtime)
+        assert fresh is not None
+        engine.speculation.proposer = fresh
+        engine.add_request("a", [1, 2, 3], GREEDY)
+        while engine.has_unfinished:
+            engine.step()
+        assert engine.speculation.counts.accepted_tokens == before + 31
+
+
 # ── what is loaded ───────────────────────────────────────────────────────────────────────────────
 
 
@@ -221,6 +239,14 @@ def test_memory_and_what_is_said(
     assert memory_of(runtime)["draft"] == {
         "weight_bytes": blocks + projections, "kv_bytes_per_token": 0, "cache_bytes": 0,
     }  # fmt: skip
+    assert isinstance(draft, Medusa) and draft.cost(0) == Cost(0, 0, {})
+    flops = 4 * 2 * D * (D + V)
+    matrices = blocks + projections - 4 * 4 * D
+    assert draft.cost(3) == Cost(matrices, 0, {"bfloat16": 3 * flops})
+    size = StepSize([9, 1, 5], [20, 20, 20], 15, drafted=12)  # two drafts, trees or not
+    peaks = Peaks(1e9, 1e9, 0.0, 2, "now")
+    floor = draft_floor(config, runtime, None)(size, peaks)
+    assert floor == max(matrices / 1e9, 2 * flops / 1e9) and floor > 0
     # stores aren't committed yet when the cache is sized: states, features, logits of 4 rows
     later = 2 * 40 * D + 2 * 4 * D + 4 * 4 * 4 * V
     block = runtime.layout.bytes_per_block

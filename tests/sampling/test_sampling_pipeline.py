@@ -210,6 +210,33 @@ def test_changed_batches_are_planned_anew():
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=str)
+def test_drafts_of_a_sequence_are_sampled_by_one_plan(kind):
+    """Guesses' states are new objects in every step; each row is drawn as it is alone."""
+    sampler, state, other = Sampler(300), sequence(300, seed=4, **kind), sequence(300, seed=5)
+    plans = []
+    for step in range(4):
+        guesses = [state]
+        for token in (7, 7, 9)[: 2 + step % 2]:
+            guesses.append(guesses[-1].fork(token + step))
+        rows = [*guesses, other]
+        logits = normal_logits(len(rows), 300, seed=step)
+        want = [Sampler(300)(logits[i : i + 1].clone(), [row]) for i, row in enumerate(rows)]
+        found = sampler(logits.clone(), rows)
+        assert found.token_ids == [one.token_ids[0] for one in want]
+        assert found.logprobs == [one.logprobs[0] for one in want]
+        plans.append(sampler._plan)
+        state.append(found.token_ids[0])
+    assert plans[0] is plans[2] and plans[1] is plans[3] and plans[0] is not plans[1]
+
+
+def test_plans_of_batches_that_are_gone_are_let_go():
+    sampler, rows = Sampler(9), [sequence(9, seed=i) for i in range(40)]
+    for row in rows:
+        sampler(torch.zeros(1, 9), [row])
+    assert len(sampler._plans) < 10
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=str)
 def test_other_dtypes_and_strides_are_taken(kind):
     logits = normal_logits(2, 300).to(torch.bfloat16)
     rows = [sequence(300, seed=i, **kind) for i in range(2)]

@@ -9,18 +9,21 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from penstock import LLM, SamplingParams
 from penstock.config import EngineConfig
 from penstock.engine import Engine
 from penstock.errors import ConfigError
 from penstock.runtime import load_runtime
+from tests.models.heads.made import Made
 
 METHODS: dict[str, dict[str, Any]] = {
     "ngram": {"method": "ngram", "prompt_lookup_min": 1},
     "suffix": {"method": "suffix"},
     "draft_model": {"method": "draft_model"},
     "self": {"method": "self", "draft_layers": 1},
+    "medusa": {"method": "medusa", "tree_tokens": 12},
 }
 
 Folder = Callable[[int], Path]
@@ -47,10 +50,23 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Folder:
     return make
 
 
+HEADS: dict[str, Path] = {}
+"""Medusa heads of random weights, for the embedded model and for the random ones."""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _heads(tmp_path_factory: pytest.TempPathFactory) -> None:
+    for target, hidden, vocab in (("stories", 256, 4096), ("random", 32, 50)):
+        where = tmp_path_factory.mktemp(f"heads-{target}")
+        HEADS[target] = Made(hidden, vocab, dtype=torch.bfloat16).write(where)
+
+
 def speculating(method: str, target: str | Path, draft: str | Path, **more: Any) -> LLM:
     chosen = dict(METHODS[method])
     if method == "draft_model":
         chosen["model"] = str(draft)
+    if method == "medusa":
+        chosen["model"] = HEADS["stories" if target == "stories" else "random"]
     return LLM(target, speculative_config={**chosen, **more.pop("speculative", {})}, **more)
 
 
@@ -225,6 +241,9 @@ def after(model: Any, rows: list[list[int]], prompt: list[int], options: Any) ->
         ({"model": 5}, "model must be a folder"),
         ({"model": "stories", "quantization": 5}, "quantization must be a name"),
         ({"method": "self", "draft_layers": 99}, "draft_layers=99"),
+        ({"method": "self", "tree_width": 2}, "no use for tree_width=2"),
+        ({"method": "medusa", "tree_width": 65}, "tree_width must be 64 at most"),
+        ({"method": "medusa", "tree_tokens": 0}, "must be a positive integer"),
         ({"method": "self", "adaptive": 1}, "must be True or False"),
     ],
 )

@@ -69,6 +69,10 @@ Rounds = Annotated[
     int, typer.Option(min=1, help="Runs of each request, in turns with plain ones; medians count.")
 ]
 Seed = Annotated[int, typer.Option(min=0, help="Of sampled requests.")]
+Picture = Annotated[
+    Path | None,
+    typer.Option("--draw", help="Draw the draft that the most of came true into this .svg."),
+]
 
 
 def speculate(
@@ -90,6 +94,7 @@ def speculate(
     quantization: Quantization = None,
     kv_cache_dtype: KvCacheDtype = "auto",
     json_file: JsonFile = None,
+    picture: Picture = None,
 ) -> None:
     """Time requests with tokens guessed ahead and without, and say what was to be expected."""
     from rich.console import Console
@@ -120,6 +125,8 @@ def speculate(
         result = benchmark.run(config, runtime, workloads, options, show)
     if json_file is not None:
         result.write(json_file)
+    if picture is not None:
+        picture.write_text(result.picture(runtime.tokenizer), encoding="utf-8")
     Console(highlight=False, soft_wrap=True).print(result.table())
     if result.problems:
         raise PenstockError(

@@ -17,7 +17,7 @@ from penstock.cli.options import (
     grouped,
     sampling,
 )
-from penstock.cli.stats import RunStats, machine_peaks
+from penstock.cli.stats import DraftStats, RunStats, machine_peaks
 from penstock.errors import ChatTemplateError, PenstockError, RequestError
 
 if TYPE_CHECKING:
@@ -89,7 +89,7 @@ class Conversation:
         self._params = params
         self._opening = [{"role": "system", "content": system}] if system else []
         self._messages = list(self._opening)
-        self._last: tuple[list[StepRecord], RequestOutput] | None = None
+        self._last: tuple[list[StepRecord], RequestOutput, DraftStats | None] | None = None
         self._count = 0
 
     def reset(self) -> None:
@@ -123,6 +123,8 @@ class Conversation:
         meter, request_id = self._meter, str(self._count)
         self._count += 1
         meter.take()
+        speculation = meter.engine.speculation
+        before = None if speculation is None else speculation.counts.copy()
         meter.engine.add_request(request_id, tokens, self._params, stream=True)
         writer = TextWriter()
         output: RequestOutput | None = None
@@ -138,15 +140,15 @@ class Conversation:
                 writer.show(output.outputs[0].text)
         writer.end()
         assert output is not None  # an added request has an output when it ends
-        self._last = meter.take(), output
+        self._last = meter.take(), output, DraftStats.of(meter.engine, before)
         return output
 
     def stats(self) -> list[str]:
         """Lines about the last reply."""
         if self._last is None:
             return ["There is no reply yet."]
-        records, output = self._last
-        return RunStats.of(self._meter, records, machine_peaks()).lines([output])
+        records, output, drafts = self._last
+        return RunStats.of(self._meter, records, machine_peaks(), drafts).lines([output])
 
 
 def _talk(conversation: Conversation) -> None:

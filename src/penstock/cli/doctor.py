@@ -10,9 +10,13 @@ import typer
 
 from penstock.cli.diagnosis import EXTRAS, Diagnosis, diagnose
 from penstock.cli.examined import Examined, examine
+from penstock.errors import KernelError
 
 if TYPE_CHECKING:
     from rich.table import Table
+
+    from penstock.bench.speculate.checkup import Checkup
+    from penstock.config import SpeculativeConfig
 
 
 def doctor(
@@ -25,25 +29,58 @@ def doctor(
     calibrate: Annotated[
         bool, typer.Option("--calibrate", help="Measure bandwidth and matrix peaks again.")
     ] = False,
+    speculative_config: Annotated[
+        str | None,
+        typer.Option(
+            metavar="JSON",
+            help="Drafts for the model at PATH (default: the embedded one): run it for seconds to "
+            "see why few of them may be accepted.",
+        ),
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """Show what this machine has, which kernel runs for each operator and why.
 
     Exit code 1: what was given doesn't run here.
     """
+    asked = _asked(speculative_config)
     examined = None if path is None else examine(path)
     found = diagnose(calibrate=calibrate)
+    runs = examined is None or examined.runs
+    checked = None
+    if asked is not None and runs:
+        checked = _check_up(path, asked, found)
     if as_json:
         extra = {} if examined is None else {"examined": examined.as_dict()}
+        extra |= {} if checked is None else {"speculation": checked.as_dict()}
         typer.echo(json.dumps({**as_dict(found), **extra}, indent=2))
     else:
-        _print(found, examined)
-    if examined is not None and not examined.runs:
+        _print(found, examined, checked)
+    if not runs or (checked is not None and not checked.runs):
         raise typer.Exit(1)
 
 
-def _print(found: Diagnosis, examined: Examined | None) -> None:
+def _asked(text: str | None) -> SpeculativeConfig | None:
+    """What --speculative-config says. Raises ConfigError for what it can't."""
+    from penstock.cli.options import speculation
+    from penstock.config import SpeculativeConfig
+
+    return SpeculativeConfig.of(speculation(text))
+
+
+def _check_up(path: str | None, asked: SpeculativeConfig, found: Diagnosis) -> Checkup:
+    """Short runs with drafts."""
+    from penstock.bench.speculate.checkup import check_up
+    from penstock.cli.options import MODEL
+
+    if found.peaks is None:
+        raise KernelError("Drafts are held against the machine's peaks, which aren't known here.")
+    return check_up(path or MODEL, asked, found.peaks)
+
+
+def _print(found: Diagnosis, examined: Examined | None, checked: Checkup | None) -> None:
     from rich.console import Console
+    from rich.markup import escape
 
     console = Console(highlight=False, soft_wrap=True)
     console.print(_pairs(_facts(found)))
@@ -55,9 +92,15 @@ def _print(found: Diagnosis, examined: Examined | None) -> None:
         console.print(_pairs(_about(examined)))
         if examined.weights:
             console.print(_weights(examined))
+    if checked is not None:
+        console.print(_pairs(_drafts(checked)))
     for text in found.warnings:
         console.print(f"[yellow]warning:[/yellow] {text}", markup=True)
-    if not found.warnings and (examined is None or examined.runs):
+    findings = () if checked is None else checked.findings
+    for one in findings:
+        colour = "yellow" if one.level == "hint" else "red"
+        console.print(f"[{colour}]{one.level}, {one.check}:[/{colour}] {escape(one.text)}")
+    if not found.warnings and not findings and (examined is None or examined.runs):
         console.print("[green]Nothing is off.[/green]")
 
 
@@ -70,6 +113,22 @@ def _about(examined: Examined) -> list[tuple[str, str]]:
         *examined.facts.items(),
         ("Runs here", f"yes, {by}" if examined.runs else examined.why),
     ]
+
+
+def _drafts(checked: Checkup) -> list[tuple[str, str]]:
+    """What was run with drafts, and what came."""
+    from penstock.bench.report import percent
+
+    rates = ", ".join(
+        f"{name} {'–' if rate is None else percent(rate)}" for name, rate in checked.rates.items()
+    )
+    least = "none pays" if checked.break_even is None else f"{percent(checked.break_even)} pays"
+    rows = [("Drafts", f"{checked.method}; looked at: {', '.join(checked.checks)}")]
+    if rates:
+        rows.append(("Right, of guesses compared", f"{rates}; {least}"))
+    if checked.positions:
+        rows.append(("Computed again", f"{checked.positions:,} positions of the caches"))
+    return rows
 
 
 def _weights(examined: Examined) -> Table:

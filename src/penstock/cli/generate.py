@@ -35,7 +35,7 @@ from penstock.cli.options import (
     grouped,
     sampling,
 )
-from penstock.cli.stats import RunStats, machine_peaks, metrics
+from penstock.cli.stats import DraftStats, RunStats, machine_peaks, metrics
 from penstock.errors import InvalidSamplingError, PenstockError, RequestError
 
 if TYPE_CHECKING:
@@ -87,7 +87,9 @@ def generate(
         meter.engine.ledger.peaks = peaks
     streaming = not as_json and len(prompts) == 1 and n == 1 and beams is None
     outputs = _run(meter, prompts, params, streaming)
-    found = RunStats.of(meter, meter.take(), peaks) if peaks else None
+    found = None
+    if peaks is not None:
+        found = RunStats.of(meter, meter.take(), peaks, DraftStats.of(meter.engine))
     if as_json:
         _print_json(outputs, found)
     elif not streaming:

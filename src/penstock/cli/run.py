@@ -24,6 +24,7 @@ from penstock.cli.options import (
     given,
     speculation,
 )
+from penstock.cli.stats import DraftStats
 from penstock.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -213,7 +214,7 @@ def _summary(llm: AsyncLLM, counts: Counts, seconds: float, compiled: int) -> li
     total = ledger.total
     skipped = f", {counts.skipped} answered before" if counts.skipped else ""
     tokens = counts.prompt_tokens + counts.generated_tokens
-    share = total.share
+    share, drafts = total.share, DraftStats.of(llm.engine)
     floor = "floor unknown: penstock doctor measures it"
     if share is not None:
         floor = f"{share:.0%} of the hardware floor ({total.bound}-bound)"
@@ -222,5 +223,6 @@ def _summary(llm: AsyncLLM, counts: Counts, seconds: float, compiled: int) -> li
         f"tokens     {counts.prompt_tokens:,} of prompts, {counts.generated_tokens:,} generated; "
         f"{tokens / seconds:,.1f} tok/s over {seconds:.2f} s",
         f"steps      {total.steps}, {total.tokens_per_s:,.1f} tok/s, {floor}",
+        *([] if drafts is None else [drafts.line()]),
         f"compiled: {compiled}",
     ]

@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from penstock.bench.meter import Meter
-    from penstock.engine import RequestOutput
+    from penstock.engine import Engine, RequestOutput
     from penstock.hardware import Peaks
     from penstock.roofline import StepRecord, Totals
+    from penstock.speculate import DraftCounts
 
 
 def machine_peaks() -> Peaks:
@@ -18,6 +19,64 @@ def machine_peaks() -> Peaks:
     from penstock.roofline import peaks
 
     return peaks()
+
+
+@dataclass(frozen=True, slots=True)
+class DraftStats:
+    """What became of a run's drafts."""
+
+    method: str
+    counts: DraftCounts
+    adaptive: bool  # whether a controller decides on them …
+    is_on: bool  # … and found last that they pay
+    failed: str  # why there were none any more; empty where nothing failed
+
+    @classmethod
+    def of(cls, engine: Engine, before: DraftCounts | None = None) -> DraftStats | None:
+        """An engine's, since its counts were those of `before`; None where nobody guesses."""
+        found = engine.speculation
+        if found is None:
+            return None
+        counts = found.counts if before is None else found.counts.since(before)
+        control, broken = found.controller, found.broken
+        failed = "" if broken is None else repr(broken)
+        return cls(
+            found.proposer.name, counts, control.adaptive, bool(control.is_on), failed
+        )  # fmt: skip
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        counts = self.counts
+        return {
+            "method": self.method,
+            "drafts": counts.drafts,
+            "draft_tokens": counts.draft_tokens,
+            "accepted_tokens": counts.accepted_tokens,
+            "acceptance_rate": counts.acceptance_rate,
+            "accepted_per_position": list(counts.accepted_at),
+            "mean_acceptance_length": counts.mean_acceptance_length,
+            "adaptive": self.adaptive,
+            "on": self.is_on and not self.failed,
+            "failed": self.failed or None,
+        }
+
+    def line(self) -> str:
+        """For a reader."""
+        from penstock.bench.report import count, percent
+
+        counts = self.counts
+        state = "always" if not self.adaptive else "on" if self.is_on else "off: they don't pay"
+        if self.failed:
+            state = f"off: guessing has failed, {self.failed}"
+        line = f"drafts     {self.method}, {state}"
+        if counts.acceptance_rate is None or counts.mean_acceptance_length is None:
+            return f"{line}; none was verified"
+        places = ", ".join(percent(right / counts.drafts) for right in counts.accepted_at)
+        return (
+            f"{line}; {counts.accepted_tokens:,} of {count(counts.draft_tokens, 'token')} "
+            f"accepted ({percent(counts.acceptance_rate)}) in {counts.drafts:,} drafts, "
+            f"{counts.mean_acceptance_length:.2f} tokens a step; by position {places or '–'}"
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,9 +88,16 @@ class RunStats:
     weights: str
     isa: str
     threads: int
+    drafts: DraftStats | None = None
 
     @classmethod
-    def of(cls, meter: Meter, records: Sequence[StepRecord], peaks: Peaks) -> RunStats:
+    def of(
+        cls,
+        meter: Meter,
+        records: Sequence[StepRecord],
+        peaks: Peaks,
+        drafts: DraftStats | None = None,
+    ) -> RunStats:
         """Add the records up."""
         import torch
 
@@ -43,6 +109,7 @@ class RunStats:
             weights=meter.weight_format,
             isa=native.isa or "reference",
             threads=torch.get_num_threads(),
+            drafts=drafts,
         )
 
     def as_dict(self) -> dict[str, Any]:
@@ -53,6 +120,7 @@ class RunStats:
             "weights": self.weights,
             "isa": self.isa,
             "threads": self.threads,
+            **({} if self.drafts is None else {"drafts": self.drafts.as_dict()}),
         }
 
     def lines(self, outputs: Sequence[RequestOutput]) -> list[str]:
@@ -68,6 +136,7 @@ class RunStats:
             f"prompt     {prompt:>7,} tokens{found}   generated {count(generated, 'token')}",
             f"prefill    {_phase(self.prefill)}",
             f"decode     {_phase(self.decode)}",
+            *([] if self.drafts is None else [self.drafts.line()]),
         ]
         if first:
             worst = f", slowest of {len(first)}" if len(first) > 1 else ""

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from typing import Any
@@ -53,10 +54,21 @@ class Speculation:
         self._records: dict[Sequence, dict[int, Record]] = {}  # by kind of draft
         # of this step, whether verified or not
         self._guesses: dict[Sequence, _Guess] = {}
-        self._reader = proposer if isinstance(proposer, StateReader) else None
+        self.on_verified: Callable[[Sequence, Draft, list[int], Seq[int]], None] | None = None
+        """Is told of each draft with what was right of it, and what was drawn for its rows."""
         self._came_true: dict[Sequence, list[int]] = {}  # of this step: places of guesses
         self._reserved: list[Sequence] = []
         self._right = 0  # guesses of this step that came true
+
+    @property
+    def proposer(self) -> Proposer:
+        """Who guesses; another one may take its place between steps."""
+        return self._proposer
+
+    @proposer.setter
+    def proposer(self, proposer: Proposer) -> None:
+        self._proposer = proposer
+        self._reader = proposer if isinstance(proposer, StateReader) else None
 
     @classmethod
     def of(cls, config: EngineConfig, runtime: Runtime, scheduler: Scheduler) -> Speculation | None:
@@ -181,6 +193,8 @@ class Speculation:
         self.counts.count(len(draft), len(right), draft.depth)
         self._right += len(right)
         self._came_true[sequence] = right
+        if self.on_verified is not None:
+            self.on_verified(sequence, draft, right, drawn)
         return right
 
     def computed(self, parts: Seq[Part], firsts: Seq[int]) -> None:

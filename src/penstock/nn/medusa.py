@@ -8,6 +8,7 @@ Source: Cai et al. 2024, arXiv:2401.10774, section 2.1.1.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
@@ -92,6 +93,15 @@ class MedusaHeads(nn.Module):
         self.end.load("weight", torch.zeros(1, d))  # a program has to end with a float32 product
         matrix = self.projections[0] if own else head
         self.shared = SharedProjection(matrix, self.states.view(rows * count, d))
+
+    def matrices(self) -> Iterator[tuple[Linear, int]]:
+        """What is multiplied, the target's head too where it is; and how many rows for a state."""
+        for linear in self.heads.modules():
+            if isinstance(linear, Linear):
+                yield linear, 1
+        for projection in self.projections or self.target[1:]:
+            assert isinstance(projection, Linear)
+            yield projection, 1 if self.shared is None else self.spec.num_heads
 
     def forward(self, step: Step, kv: KV) -> Tensor:
         """Of no interest. kv: none, as nothing of a sequence is kept."""

@@ -3,7 +3,7 @@
 from penstock.ops.add import add_
 from penstock.ops.argmax import argmax
 from penstock.ops.attention import paged_attention
-from penstock.ops.draw import draw_from, draw_plain
+from penstock.ops.draw import draw_from, draw_nucleus, draw_plain
 from penstock.ops.embedding import embedding
 from penstock.ops.gate import alternate, gate
 from penstock.ops.kept_rows import keep_rows, kept_rows
@@ -15,7 +15,8 @@ from penstock.ops.quantize import quantize_int4, quantize_int8
 from penstock.ops.registry import Op, define_op, has_native, implementations, op, op_names
 from penstock.ops.rotary_cache import rotary_cache
 from penstock.ops.softcap import softcap_
-from penstock.ops.top_k import softmax_top_k, top_k
+from penstock.ops.top_k import scaled_top_k, softmax_top_k, top_k
+from penstock.ops.uniforms import uniforms
 
 __all__ = [
     "ACTIVATIONS",
@@ -26,6 +27,7 @@ __all__ = [
     "argmax",
     "define_op",
     "draw_from",
+    "draw_nucleus",
     "draw_plain",
     "embedding",
     "gate",
@@ -45,7 +47,9 @@ __all__ = [
     "quantize_int8",
     "rms_norm",
     "rotary_cache",
+    "scaled_top_k",
     "softcap_",
     "softmax_top_k",
     "top_k",
+    "uniforms",
 ]

@@ -6,28 +6,85 @@ import torch
 from torch import Tensor
 
 from penstock.ops.registry import define_op
+from penstock.ops.top_k import softmax_top_k
+
+NO_DRAW = -1
+"""Stands for the token of a row that has no weights to draw by."""
+
+BEYOND = -2
+"""Stands for the token of a row whose nucleus may hold more than its k largest."""
 
 _BLOCK = 128
 """Tokens per partial sum when drawing from a whole vocabulary."""
 
 
-def _fake_from(ids: Tensor, weights: Tensor, u: Tensor) -> Tensor:
+def _fake_from(ids: Tensor, weights: Tensor, u: Tensor, top_p: Tensor | None = None) -> Tensor:
     return torch.empty_like(ids[:, 0])
 
 
-@define_op("draw_from(Tensor ids, Tensor weights, Tensor u) -> Tensor", fake=_fake_from)
-def draw_from(ids: Tensor, weights: Tensor, u: Tensor) -> Tensor:
+@define_op(
+    "draw_from(Tensor ids, Tensor weights, Tensor u, Tensor? top_p=None) -> Tensor",
+    fake=_fake_from,
+)
+def draw_from(ids: Tensor, weights: Tensor, u: Tensor, top_p: Tensor | None = None) -> Tensor:
     """One of a few candidates, by weight.
 
     ids [R, K] int64 in any order, weights [R, K] float32 that sum to anything, u [R] float64 in
     [0, 1); returns [R] int64: the first id, in the order of ids, where the running sum of weights
     passes u of their total. -1 for a row without any weight, or with one that isn't finite.
     Summed in float64. A token without weight is never drawn.
+    top_p [R, 1] float32: only of the nucleus (`nucleus_floor`); weights fall then.
     """
+    if top_p is not None:
+        weights = weights.masked_fill(weights < nucleus_floor(weights, top_p), 0.0)
     ids, order = ids.sort(dim=-1)
     place, _ = invert(weights.gather(1, order), u[:, None])
     total = weights.sum(-1)
-    return torch.where(total.isfinite() & (total > 0), ids.gather(1, place)[:, 0], -1)
+    return torch.where(total.isfinite() & (total > 0), ids.gather(1, place)[:, 0], NO_DRAW)
+
+
+def nucleus_floor(ordered: Tensor, top_p: Tensor) -> Tensor:
+    """The least weight that top_p keeps: a token stays while those above it hold less than p.
+
+    ordered [R, K] weights, largest first; top_p [R, 1]; returns [R, 1]. Summed in float64, each
+    sum rounded to float32 before it is compared.
+    """
+    sums = ordered.cumsum(-1, dtype=torch.float64).to(torch.float32)
+    last = torch.searchsorted(sums, top_p.view(-1, 1)).clamp_(max=ordered.shape[1] - 1)
+    # Rounded sums may reach 1 before the last token: a p of 1 must keep them all the same.
+    return torch.where(top_p.view(-1, 1) < 1.0, ordered.gather(1, last), 0.0)
+
+
+def _fake_nucleus(
+    logits: Tensor, temperature: Tensor, top_p: Tensor, u: Tensor, narrow: int, wide: int
+) -> tuple[Tensor, Tensor]:
+    return _fake_plain(logits, temperature, u)
+
+
+@define_op(
+    "draw_nucleus(Tensor logits, Tensor temperature, Tensor top_p, Tensor u, int narrow, int wide)"
+    " -> (Tensor ids, Tensor peaks)",
+    fake=_fake_nucleus,
+)
+def draw_nucleus(
+    logits: Tensor, temperature: Tensor, top_p: Tensor, u: Tensor, narrow: int, wide: int
+) -> tuple[Tensor, Tensor]:
+    """A token of the nucleus of softmax(logits / temperature), if the `wide` largest hold it all.
+
+    logits [R, V] float32, rows may be strided; temperature and top_p float32, one for each row; u
+    [R] float64 in [0, 1); narrow: how many are looked at first, which changes only the time.
+    Returns ids [R] int64 and peaks [R], each row's largest logit. Instead of an id: -2 where the
+    nucleus may hold more than the `wide` largest, -1 where the largest isn't a finite number.
+    It is what its parts make of the same row, by ==.
+    Cost: as `softmax_top_k`; few rows are read by all threads.
+    Source: Holtzman et al. 2019, arXiv:1904.09751.
+    """
+    values, ids, weights = softmax_top_k(logits, temperature, wide)
+    tokens = draw_from(ids, weights, u, top_p)
+    if ids.shape[1] < logits.shape[1]:
+        beyond = weights[:, -1] >= nucleus_floor(weights, top_p)[:, 0]
+        tokens = torch.where(beyond & (weights[:, 0] > 0.0), BEYOND, tokens)
+    return tokens, values[:, 0].contiguous()
 
 
 def _fake_plain(logits: Tensor, temperature: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:

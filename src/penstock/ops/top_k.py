@@ -55,3 +55,39 @@ def softmax_top_k(logits: Tensor, temperature: Tensor, k: int) -> tuple[Tensor, 
     scaled = (logits - values[:, :1]) / temperature.view(-1, 1)
     weights = scaled.softmax(-1).gather(1, ids)
     return values, ids, torch.where(values[:, :1].isfinite(), weights, 0.0)
+
+
+def _fake_scaled(
+    logits: Tensor, temperature: Tensor, top_k: Tensor, log_min_p: Tensor, k: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    values, ids = _fake(logits, k)
+    return values, ids, logits.new_empty(len(logits)), ids.new_empty(len(logits), dtype=torch.bool)
+
+
+@define_op(
+    "scaled_top_k(Tensor logits, Tensor temperature, Tensor top_k, Tensor log_min_p, int k) "
+    "-> (Tensor scaled, Tensor ids, Tensor peaks, Tensor more)",
+    fake=_fake_scaled,
+)
+def scaled_top_k(
+    logits: Tensor, temperature: Tensor, top_k: Tensor, log_min_p: Tensor, k: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The k largest, scaled by a temperature and cut by top_k and min_p.
+
+    logits [R, V] float32, rows may be strided; temperature and log_min_p float32, top_k int64, one
+    for each row, where V and -inf cut nothing. Returns scaled and ids [R, K], as `top_k` gives
+    them: (l − m) / t with m the row's largest, -inf where l is below the top_k-th or the scaled
+    value below log_min_p; peaks [R]: m; more [R] bool: whether the last of K < V isn't cut, so
+    that others may stay too.
+    Cost: as `top_k`.
+    """
+    values, ids = _leading(logits, k)
+    columns = (temperature.view(-1, 1), top_k.view(-1, 1), log_min_p.view(-1, 1))
+    temperature, top_k, log_min_p = columns
+    narrow, peaks = ids.shape[1], values[:, :1]
+    kth = values.gather(1, (top_k - 1).clamp(0, narrow - 1))
+    kth = torch.where(top_k < logits.shape[1], kth, -torch.inf)
+    scaled = (values - peaks).div_(temperature)
+    kept = (values >= kth) & (scaled >= log_min_p)
+    more = kept[:, -1] & (narrow < logits.shape[1])
+    return scaled.masked_fill_(~kept, -torch.inf), ids, peaks[:, 0].contiguous(), more

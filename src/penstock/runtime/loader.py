@@ -61,8 +61,10 @@ class Runtime:
             config = self.engine.settle(config)
         elif self.layout.recent_window:
             config = config.storing("kivi")
+        if self.draft is None:
+            return config
         self._check_kept(config)
-        return config if self.draft is None else _with_depth(config, self.draft.asked)
+        return _with_depth(config, self.draft.asked)
 
     def _check_kept(self, config: EngineConfig) -> None:
         """Raises ConfigError for steps that are larger than the room for their states."""

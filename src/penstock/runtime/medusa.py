@@ -9,10 +9,12 @@ import torch
 from penstock.cache import PagedLayout
 from penstock.config import EngineConfig, SpeculativeConfig
 from penstock.errors import ConfigError
+from penstock.hardware import Compute
 from penstock.models.heads.medusa import FILES, Ids, open_medusa_checkpoint
 from penstock.nn import KeptStates
 from penstock.nn.medusa import MedusaHeads
 from penstock.quant import formats_of
+from penstock.roofline import Cost
 from penstock.runtime.beside import Target, bytes_of, guessing_folder, keep_states
 from penstock.runtime.companion import CompanionCache
 from penstock.runtime.heads import HeadsRunner
@@ -52,6 +54,17 @@ class Medusa:
         heads = self.heads
         given = heads.logits if heads.shared is None else heads.states
         return self.kept.store.nbytes + heads.features.nbytes + given.nbytes
+
+    def cost(self, rows: int) -> Cost:
+        """Of guessing for so many sequences at once: all matrices are read, in one pass."""
+        if not rows:
+            return Cost(0, 0, {})
+        nbytes, products = 0, dict[Compute, int]()
+        for matrix, each in self.heads.matrices():
+            stored, n, k = matrix.weight_format, matrix.out_features, matrix.in_features
+            nbytes += stored.nbytes(n, k)
+            products[stored.compute] = products.get(stored.compute, 0) + 2 * n * k * each * rows
+        return Cost(nbytes, 0, products)
 
     def described(self, num_blocks: int) -> str:
         count = self.heads.spec.num_heads

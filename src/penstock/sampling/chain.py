@@ -55,10 +55,10 @@ class _Stage:
 
 
 class Chain:
-    """The stages of some rows; made once for a batch."""
+    """The stages of some rows; `rows` may become later ones of the same sequences."""
 
     def __init__(self, rows: Sequence[SequenceSampling], device: torch.device) -> None:
-        self._rows = rows
+        self.rows = rows
         self._device = device
         self._sigma = self._stage("top_n_sigma")
         self._dynamic = self._stage("dynatemp_range", "dynatemp_exponent")
@@ -75,7 +75,7 @@ class Chain:
         weights, log2_p = self.weights(logits, cuts)
         tokens = draw_from_vocab(weights, u)
         for i, before in log2_p.items():
-            self._rows[i].surprise = -float(before[tokens[i]])
+            self.rows[i].surprise = -float(before[tokens[i]])
         return tokens, peaks
 
     def weights(self, logits: Tensor, cuts: Cuts) -> tuple[Tensor, dict[int, Tensor]]:
@@ -100,9 +100,9 @@ class Chain:
     def _stage(self, *names: str) -> _Stage:
         """Of the rows for which the first of these parameters isn't off."""
         asking = [
-            i for i, row in enumerate(self._rows) if getattr(row.params, names[0]) != _OFF[names[0]]
+            i for i, row in enumerate(self.rows) if getattr(row.params, names[0]) != _OFF[names[0]]
         ]
-        columns = ([getattr(self._rows[i].params, name) for i in asking] for name in names)
+        columns = ([getattr(self.rows[i].params, name) for i in asking] for name in names)
         values = (torch.tensor(c, dtype=torch.float32, device=self._device) for c in columns)
         return _Stage(asking, tuple(v[:, None] for v in values))
 
@@ -116,12 +116,12 @@ class Chain:
 
     def _uniforms(self, use: int) -> Tensor:
         """A number in [0, 1) for each row, [R, 1] float64."""
-        seeds = np.array([row.seed for row in self._rows], dtype=np.uint64)
-        samples = np.array([row.sample_index for row in self._rows], dtype=np.uint64)
-        positions = np.array([row.num_generated for row in self._rows], dtype=np.int64)
+        seeds = np.array([row.seed for row in self.rows], dtype=np.uint64)
+        samples = np.array([row.sample_index for row in self.rows], dtype=np.uint64)
+        positions = np.array([row.num_generated for row in self.rows], dtype=np.int64)
         return torch.from_numpy(uniforms(seeds, samples, positions, use))[:, None].to(self._device)
 
     def _bound(self, scaled: Tensor, row: int) -> Tensor:
         """Let mirostat cut one row [1, V]; returns the log₂-probabilities before it, [V]."""
-        state = self._rows[row]
+        state = self.rows[row]
         return mirostat.cut_(scaled, state.params.mirostat, state.mu)[0]

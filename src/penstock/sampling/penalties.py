@@ -20,11 +20,11 @@ from torch import Tensor
 from penstock.sampling.state import Counts, Ids, SequenceSampling
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class LogitEdits:
     """The changes that one batch's rows ask for; ``None`` or empty where no row asks."""
 
-    rows: tuple[SequenceSampling, ...]
+    rows: Sequence[SequenceSampling]  # those of this step
     restricted: Tensor | None  # [A] rows with allowed_token_ids
     forbidden: Tensor | None  # [A, V] bool, what those may not use
     biased: Tensor | None  # [N] flat indices row·V + token
@@ -33,7 +33,8 @@ class LogitEdits:
     with_bad_words: tuple[int, ...]  # rows with bad_words
     penalised: tuple[int, ...]  # rows with a penalty
     dry: tuple[int, ...]  # rows with dry_multiplier
-    strengths: Counts  # [P, 3] repetition, presence, frequency of the penalised rows
+    strengths: Counts  # [P, 3] repetition, presence, frequency of the penalised rows, [1, 3] if
+    # they are the same for all
 
     def apply_(self, logits: Tensor) -> None:
         """Change logits [S, V] float32, contiguous, in place: masks, bias, penalties, DRY."""
@@ -62,21 +63,36 @@ class LogitEdits:
         Here c counts the token in the output; repetition looks at the prompt too.
         """
         rows = [self.rows[i] for i in self.penalised]
-        lengths = [len(row.seen_tokens) for row in rows]
-        starts = np.array(self.penalised, dtype=np.int64) * logits.shape[1]
-        at = np.concatenate([row.seen_tokens for row in rows]) + np.repeat(starts, lengths)
+        seen = [row.seen_tokens for row in rows]
+        starts = [i * logits.shape[1] for i in self.penalised]
+        at = np.concatenate([ids + start for ids, start in zip(seen, starts, strict=True)])
         if not len(at):
             return
         counts = np.concatenate([row.seen_counts for row in rows])
-        repetition, presence, frequency = np.repeat(self.strengths, lengths, axis=0).T
-        changes = np.stack((repetition, presence * (counts > 0), frequency * counts))
-        factor, once, each = torch.from_numpy(changes).to(logits.device)
-        index = torch.from_numpy(at).to(logits.device)
+        if len(self.strengths) > 1:
+            strengths = np.repeat(self.strengths, [len(ids) for ids in seen], axis=0).T
+        else:
+            strengths = self.strengths[0]
         flat = logits.view(-1)
-        value = flat[index]
-        value = torch.where(value > 0, value / factor, value * factor)
         # Every (row, token) pair occurs once, so the order of the writes doesn't matter.
-        flat[index] = value.sub_(each).sub_(once)
+        if logits.device.type == "cpu":
+            table = flat.numpy()
+            table[at] = _penalised(table[at], counts, *strengths)
+        else:
+            index = torch.from_numpy(at).to(logits.device)
+            found = _penalised(flat[index].numpy(force=True), counts, *strengths)
+            flat[index] = torch.from_numpy(found).to(logits.device)
+
+
+def _penalised(
+    value: Counts, counts: Counts, repetition: Counts, presence: Counts, frequency: Counts
+) -> Counts:
+    """What logits become whose tokens the output holds so often; [N], or one strength for all."""
+    with np.errstate(over="ignore", invalid="ignore"):  # logits may be as large as floats go
+        found = np.where(value > 0, value / repetition, value * repetition)
+        found -= frequency * counts
+        found -= presence * (counts > 0)
+    return found
 
 
 def _forbid_(logits: Tensor, tokens: dict[int, Ids]) -> None:
@@ -116,8 +132,10 @@ def gather_edits(
         (p.repetition_penalty, p.presence_penalty, p.frequency_penalty)
         for p in (rows[i].params for i in penalised)
     ]
+    if len(set(strengths)) == 1:
+        del strengths[1:]
     return LogitEdits(
-        rows=tuple(rows),
+        rows=rows,
         restricted=torch.tensor(restricted, device=device) if restricted else None,
         forbidden=forbidden,
         biased=bias_at,

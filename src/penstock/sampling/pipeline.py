@@ -9,9 +9,9 @@
                   └─ rows that ask for more                                 chain.py
 
 Rows are sorted by what they need when a batch is first seen, and the tensors of their parameters
-are kept while the batch stays the same; a step then touches only what its rows ask for. Nothing
-that a row's token depends on depends on the other rows: every sum runs along one row, and the
-random number comes from the row's own seed and position.
+are kept for batches of the same sequences, whatever has been appended or guessed since; a step then
+touches only what its rows ask for. Nothing that a row's token depends on depends on the other rows:
+every sum runs along one row, and the random number comes from the row's own seed and position.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Final
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -32,7 +32,6 @@ from penstock.sampling.logprobs import TokenLogprobs, collect
 from penstock.sampling.masks import Masks
 from penstock.sampling.params import SamplingParams
 from penstock.sampling.penalties import LogitEdits, gather_edits
-from penstock.sampling.philox import Words, uniforms
 from penstock.sampling.processors import ProcessedLogits
 from penstock.sampling.state import SequenceSampling
 from penstock.sampling.truncation import (
@@ -53,6 +52,12 @@ NO_TOKEN = -1
 MASKED = "Every token is masked"
 """How the error begins that a row gets of which nothing is left."""
 
+_KEPT_PLANS: Final = 8
+"""Batches that take turns: of one sequence, drafts of different lengths."""
+
+_DRAWING: Final = 0
+"""Which of the random numbers of a row and position draws its token."""
+
 
 @dataclass(slots=True)
 class Sampled:
@@ -68,41 +73,55 @@ class _Group:
     """Rows that are drawn in the same way."""
 
     draw: Draw
-    rows: list[SequenceSampling]  # R of them
-    members: npt.NDArray[np.int64]  # [R] which rows of the batch they are
+    members: list[int]  # R of them: which rows of the batch they are
     index: Tensor | None  # the same on the device; None = every row, in order
     cuts: Cuts
-    seeds: Words  # [R]
-    sample_indices: Words  # [R]
+    seeds: Tensor  # [R] int64
+    sample_indices: Tensor  # [R] int64
+
+    def uniforms(self, rows: Sequence[SequenceSampling]) -> Tensor:
+        """The random number that draws each one's token, [R]."""
+        positions = np.array([rows[i].num_generated for i in self.members])
+        at = torch.from_numpy(positions)
+        return ops.uniforms(self.seeds, self.sample_indices, at, _DRAWING)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Plan:
-    """What stays the same from step to step while the batch does."""
+    """What is the same for all batches of the same sequences, and this step's rows of them."""
 
     rows: list[SequenceSampling]
     device: torch.device
     processed: ProcessedLogits
-    constrained: bool  # some row has a constraint
     edits: LogitEdits | None
-    greedy: npt.NDArray[np.int64]  # [G]
+    greedy: list[int]  # G of them
     greedy_index: Tensor | None  # the same on the device; None = every row, in order
     groups: list[_Group]
     reported: list[int]  # rows that want log-probabilities
     reported_index: Tensor
     reported_counts: list[int]
 
+    def go_on(self, rows: list[SequenceSampling]) -> None:
+        """Work on these rows of the same sequences from here on."""
+        self.rows = self.processed.rows = rows
+        if self.edits is not None:
+            self.edits.rows = rows
+        for group in self.groups:
+            if isinstance(group.draw, Chain):
+                group.draw.rows = [rows[i] for i in group.members]
+
 
 class Sampler:
     """Chooses the next token of every row of a batch.
 
-    It keeps the plan of the last batch and nothing else: a sequence's own state is in its
+    It keeps the plans of the last batches and nothing else: a sequence's own state is in its
     :class:`SequenceSampling`.
     """
 
     def __init__(self, vocab_size: int) -> None:
         self.vocab_size = vocab_size
-        self._plan: _Plan | None = None
+        self._plan: _Plan | None = None  # of the last batch
+        self._plans: dict[tuple[object, ...], _Plan] = {}  # by the sequences of its rows
         self.masks = Masks(vocab_size)
 
     def prepare(self, rows: Sequence[SequenceSampling]) -> None:
@@ -127,56 +146,61 @@ class Sampler:
         if not rows:
             return Sampled([], [])
         with torch.inference_mode():
-            return self._sample(logits.detach().to(torch.float32).contiguous(), rows)
+            if logits.dtype is not torch.float32:
+                logits = logits.to(torch.float32)
+            return self._sample(logits.detach().contiguous(), rows)
 
     def _sample(self, logits: Tensor, rows: Sequence[SequenceSampling]) -> Sampled:
         plan = self._plan_for(rows, logits.device)
         raw = None
         if plan.reported:
             raw = logits.index_select(0, plan.reported_index).log_softmax(-1)
-        tokens = np.full(len(rows), NO_TOKEN, dtype=np.int64)
+        tokens = [NO_TOKEN] * len(rows)
         errors = plan.processed.apply_(logits) if plan.processed else {}
-        if plan.constrained:
+        if any(row.constraint is not None for row in rows):
             errors = self.masks.apply_(logits, rows) | errors
         if plan.edits is not None:
             plan.edits.apply_(logits)
-        if len(plan.greedy):
+        if plan.greedy:
             drawn, peaks = ops.argmax(_select(logits, plan.greedy_index))
-            tokens[plan.greedy] = drawn.cpu().numpy()
+            _put(tokens, plan.greedy, drawn)
             errors = _failures(plan.greedy, peaks) | errors
         for group in plan.groups:
             part = _select(logits, group.index)
-            positions = np.array([row.num_generated for row in group.rows], dtype=np.int64)
-            u = torch.from_numpy(uniforms(group.seeds, group.sample_indices, positions))
-            drawn, peaks = group.draw(part, group.cuts, u.to(part.device))
-            tokens[group.members] = drawn.cpu().numpy()
+            drawn, peaks = group.draw(part, group.cuts, group.uniforms(rows).to(part.device))
+            _put(tokens, group.members, drawn)
             errors = _failures(group.members, peaks) | errors
         for i in errors:
             tokens[i] = NO_TOKEN
         logprobs: list[TokenLogprobs | None] = [None] * len(rows)
         if raw is not None:
             self._report(plan, raw, tokens, logprobs)
-        return Sampled(tokens.tolist(), logprobs, errors)
+        return Sampled(tokens, logprobs, errors)
 
     def _report(
         self,
         plan: _Plan,
         raw: Tensor,
-        tokens: npt.NDArray[np.int64],
+        tokens: list[int],
         logprobs: list[TokenLogprobs | None],
     ) -> None:
         """Fill in the log-probabilities of the rows that asked and have a token."""
-        chosen = torch.from_numpy(tokens[plan.reported].clip(min=0)).to(raw.device)
+        chosen = torch.tensor([max(tokens[i], 0) for i in plan.reported], device=raw.device)
         found = collect(raw, chosen, plan.reported_counts)
         for i, entry in zip(plan.reported, found, strict=True):
             logprobs[i] = entry if tokens[i] != NO_TOKEN else None
 
     def _plan_for(self, rows: Sequence[SequenceSampling], device: torch.device) -> _Plan:
-        # Lists of the same objects compare by identity, in C. The plan holds them, so that an
-        # object's address can't come to mean another one.
-        if self._plan is None or self._plan.rows != list(rows) or self._plan.device != device:
-            self._plan = _make_plan(list(rows), self.vocab_size, device)
-        return self._plan
+        # The keys hold what they name, so that an object's address can't come to mean another.
+        key = (*[row.kin for row in rows], device)
+        plan = self._plan = self._plans.get(key)
+        if plan is None:
+            while len(self._plans) >= _KEPT_PLANS:
+                del self._plans[next(iter(self._plans))]
+            plan = self._plan = self._plans[key] = _make_plan(list(rows), self.vocab_size, device)
+        elif plan.rows != rows:  # lists of the same objects compare by identity, in C
+            plan.go_on(list(rows))
+        return plan
 
 
 def _make_plan(rows: list[SequenceSampling], vocab_size: int, device: torch.device) -> _Plan:
@@ -190,9 +214,8 @@ def _make_plan(rows: list[SequenceSampling], vocab_size: int, device: torch.devi
         rows=rows,
         device=device,
         processed=ProcessedLogits(rows),
-        constrained=any(row.constraint is not None for row in rows),
         edits=gather_edits(rows, vocab_size, device),
-        greedy=np.array(greedy, dtype=np.int64),
+        greedy=greedy,
         greedy_index=_index(greedy, len(rows), device),
         groups=[_make_group(draw, rows, at, vocab_size, device) for draw, at in by_draw.items()],
         reported=reported,
@@ -231,10 +254,10 @@ def _make_group(
 
     if draw is _draw_chain:
         draw = Chain([rows[i] for i in members], device)
+    seeds = np.array([rows[i].seed for i in members], dtype=np.uint64)
     return _Group(
         draw=draw,
-        rows=[rows[i] for i in members],
-        members=np.array(members, dtype=np.int64),
+        members=members,
         index=_index(members, len(rows), device),
         cuts=Cuts(
             temperature=column([p.temperature for p in params], torch.float32),
@@ -245,8 +268,8 @@ def _make_group(
                 torch.float32,
             ),
         ),
-        seeds=np.array([rows[i].seed for i in members], dtype=np.uint64),
-        sample_indices=np.array([rows[i].sample_index for i in members], dtype=np.uint64),
+        seeds=torch.from_numpy(seeds.view(np.int64)),
+        sample_indices=torch.tensor([rows[i].sample_index for i in members]),
     )
 
 
@@ -259,11 +282,19 @@ def _select(logits: Tensor, index: Tensor | None) -> Tensor:
     return logits if index is None else logits.index_select(0, index)
 
 
-def _failures(members: npt.NDArray[np.int64], peaks: Tensor) -> dict[int, str]:
+def _put(tokens: list[int], members: list[int], drawn: Tensor) -> None:
+    """Write the members' tokens to their places."""
+    for i, token in zip(members, drawn.tolist(), strict=True):
+        tokens[i] = token
+
+
+def _failures(members: list[int], peaks: Tensor) -> dict[int, str]:
     """By row, what is wrong with those whose largest logit isn't a finite number."""
-    values = peaks.cpu().numpy()
-    broken = np.flatnonzero(~np.isfinite(values))
-    return {int(members[i]): _describe(float(values[i])) for i in broken}
+    values: list[float] = peaks.tolist()
+    if math.isfinite(sum(values)):  # floats of 32 bits: as Python's numbers they can't overflow
+        return {}
+    found = zip(members, values, strict=True)
+    return {i: _describe(peak) for i, peak in found if not math.isfinite(peak)}
 
 
 def _describe(peak: float) -> str:

@@ -34,10 +34,10 @@ LogitsProcessor = Callable[[Sequence[ProcessorRow], Tensor], Tensor | None]
 
 
 class ProcessedLogits:
-    """The processors of one batch's rows, each object once."""
+    """The processors of one batch's rows, each object once; `rows` are this step's."""
 
     def __init__(self, rows: Sequence[SequenceSampling]) -> None:
-        self._rows = rows
+        self.rows = rows
         self._work: list[tuple[LogitsProcessor, list[int]]] = []
         for i, row in enumerate(rows):
             for processor in cast("tuple[LogitsProcessor, ...]", row.params.logits_processors):
@@ -69,7 +69,7 @@ class ProcessedLogits:
         name = getattr(processor, "__qualname__", type(processor).__qualname__)
         part = logits[members]
         try:
-            found = processor([self._rows[i].seen() for i in members], part)
+            found = processor([self.rows[i].seen() for i in members], part)
         except Exception as error:  # whatever a caller's code raises is its request's own failure
             return f"The logits processor {name} raised {type(error).__name__}: {error}"
         if found is None:

@@ -29,31 +29,6 @@ class SequenceSampling:
     request share it and differ in ``sample_index``. One object belongs to one sequence.
     """
 
-    __slots__ = (
-        "_counts",
-        "_kept",
-        "_length",
-        "_slots",
-        "_tail",
-        "_tokens",
-        "allowed_ids",
-        "bad_words",
-        "bias_ids",
-        "bias_values",
-        "constraint",
-        "dry",
-        "end_ids",
-        "has_penalties",
-        "mu",
-        "num_generated",
-        "num_prompt",
-        "params",
-        "sample_index",
-        "seed",
-        "surprise",
-        "text",
-    )
-
     def __init__(
         self,
         params: SamplingParams,
@@ -72,6 +47,7 @@ class SequenceSampling:
         logits processors; constraint: what limits its next token, moved on with its tokens.
         """
         self.params = params
+        self.kin = object()  # the same one in all forks: what is fixed is the same in them
         self.seed = seed & _SEED_BITS
         self.sample_index = sample_index
         self.num_generated = 0
@@ -149,8 +125,7 @@ class SequenceSampling:
         Raises RequestError for a token that the constraint forbids.
         """
         twin = object.__new__(SequenceSampling)
-        for name in self.__slots__:
-            setattr(twin, name, getattr(self, name))
+        twin.__dict__.update(self.__dict__)
         if self.constraint is not None:
             twin.constraint = self.constraint.fork()
         if self.dry is not None:

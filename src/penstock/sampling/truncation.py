@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from penstock import ops
-from penstock.ops.draw import draw_from_vocab
+from penstock.ops.draw import BEYOND, draw_from_vocab, nucleus_floor
 
 NARROW: Final = 128
 """How many tokens are fetched at first: covers the usual top_k and nucleus."""
@@ -57,24 +57,16 @@ def draw_plain(logits: Tensor, cuts: Cuts, u: Tensor) -> Drawn:
     return ops.draw_plain(logits, cuts.temperature, u)
 
 
-def draw_nucleus(
-    logits: Tensor, cuts: Cuts, u: Tensor, widths: tuple[int, ...] = (NARROW, WIDE)
-) -> Drawn:
+def draw_nucleus(logits: Tensor, cuts: Cuts, u: Tensor) -> Drawn:
     """Rows with a temperature and top_p. logits [R, V], u [R].
 
-    A row whose nucleus may hold more than the first of `widths` tries the next, then sorts.
+    A row whose nucleus may hold more than NARROW tokens tries WIDE, then sorts.
     """
-    if not widths:
-        return draw_full(logits, cuts, u)
-    values, ids, weights = ops.softmax_top_k(logits, cuts.temperature, widths[0])
-    floor = _nucleus_floor(weights, cuts.top_p)
-    tokens = ops.draw_from(ids, weights.masked_fill(weights < floor, 0.0), u)
-    if ids.shape[1] < logits.shape[1]:
-        rest = ((weights[:, -1:] >= floor) & (weights[:, :1] > 0.0))[:, 0].nonzero()[:, 0]
-        if len(rest):
-            again = draw_nucleus(logits[rest], cuts.take(rest), u[rest], widths[1:])
-            tokens[rest] = again[0]
-    return tokens, values[:, 0]
+    tokens, peaks = ops.draw_nucleus(logits, cuts.temperature, cuts.top_p, u, NARROW, WIDE)
+    if BEYOND in tokens.tolist():
+        rest = (tokens == BEYOND).nonzero()[:, 0]
+        tokens[rest] = draw_full(logits[rest], cuts.take(rest), u[rest])[0]
+    return tokens, peaks
 
 
 def draw_leading(logits: Tensor, cuts: Cuts, u: Tensor) -> Drawn:
@@ -83,20 +75,14 @@ def draw_leading(logits: Tensor, cuts: Cuts, u: Tensor) -> Drawn:
     No pass over the vocabulary but the one that fetches the candidates: what min_p and top_k
     leave is the whole of the distribution that top_p sees. logits [R, V], u [R].
     """
-    values, ids = ops.top_k(logits, NARROW)
-    narrow = ids.shape[1]
-    scaled = (values - values[:, :1]).div_(cuts.temperature)
-    kth = values.gather(1, (cuts.top_k - 1).clamp(max=narrow - 1))
-    kth = torch.where(cuts.top_k < logits.shape[1], kth, -torch.inf)
-    kept = (values >= kth) & (scaled >= cuts.log_min_p)
-    weights = scaled.masked_fill_(~kept, -torch.inf).softmax(-1)
-    weights.masked_fill_(weights < _nucleus_floor(weights, cuts.top_p), 0.0)
-    tokens = ops.draw_from(ids, weights, u)
-    if narrow < logits.shape[1]:
-        rest = kept[:, -1].nonzero()[:, 0]  # more of these rows' survivors may lie beyond
-        if len(rest):
-            tokens[rest] = draw_full(logits[rest], cuts.take(rest), u[rest])[0]
-    return tokens, values[:, 0]
+    scaled, ids, peaks, more = ops.scaled_top_k(
+        logits, cuts.temperature, cuts.top_k, cuts.log_min_p, NARROW
+    )
+    tokens = ops.draw_from(ids, scaled.softmax(-1), u, cuts.top_p)
+    if True in more.tolist():  # more of these rows' survivors may lie beyond
+        rest = more.nonzero()[:, 0]
+        tokens[rest] = draw_full(logits[rest], cuts.take(rest), u[rest])[0]
+    return tokens, peaks
 
 
 def draw_full(logits: Tensor, cuts: Cuts, u: Tensor) -> Drawn:
@@ -110,7 +96,7 @@ def draw_full(logits: Tensor, cuts: Cuts, u: Tensor) -> Drawn:
     scaled.masked_fill_(scaled < cuts.log_min_p, -torch.inf)
     weights = scaled.softmax(-1)
     if bool((cuts.top_p < 1.0).any()):  # a p of 1 beside others comes to the same draw there
-        weights.masked_fill_(weights < _nucleus_floor(_descending(weights), cuts.top_p), 0.0)
+        weights.masked_fill_(weights < nucleus_floor(_descending(weights), cuts.top_p), 0.0)
     return draw_from_vocab(weights, u), peaks
 
 
@@ -125,23 +111,13 @@ def cut_top_p_(scaled: Tensor, top_p: Tensor) -> None:
     """Make all but each row's nucleus impossible. scaled [R, V] logits, top_p [R, 1]."""
     if bool((top_p < 1.0).any()):
         weights = scaled.softmax(-1)
-        floor = _nucleus_floor(_descending(weights), top_p)
+        floor = nucleus_floor(_descending(weights), top_p)
         scaled.masked_fill_(weights < floor, -torch.inf)
 
 
 def scale_(logits: Tensor, peaks: Tensor, temperature: Tensor) -> Tensor:
     """(l - max l) / t in place: the largest becomes 0, so no temperature can overflow it."""
     return logits.sub_(peaks).div_(temperature)
-
-
-def _nucleus_floor(ordered: Tensor, top_p: Tensor) -> Tensor:
-    """The least weight that top_p keeps: a token stays while those above it hold less than p.
-
-    ordered [R, K] weights, largest first; top_p [R, 1]; returns [R, 1].
-    """
-    last = torch.searchsorted(ordered.cumsum(-1), top_p).clamp_(max=ordered.shape[1] - 1)
-    # Rounded sums may reach 1 before the last token: a p of 1 must keep them all the same.
-    return torch.where(top_p < 1.0, ordered.gather(1, last), 0.0)
 
 
 def _descending(values: Tensor) -> Tensor:

@@ -32,3 +32,19 @@ class DraftCounts:
     def mean_acceptance_length(self) -> float | None:
         """Tokens that a verified draft came to, the one after it included."""
         return 1 + self.accepted_tokens / self.drafts if self.drafts else None
+
+    def copy(self) -> DraftCounts:
+        """As they are now."""
+        return DraftCounts(
+            self.drafts, self.draft_tokens, self.accepted_tokens, list(self.accepted_at)
+        )
+
+    def since(self, before: DraftCounts) -> DraftCounts:
+        """What was added after `before` was copied."""
+        earlier = before.accepted_at + [0] * (len(self.accepted_at) - len(before.accepted_at))
+        return DraftCounts(
+            self.drafts - before.drafts,
+            self.draft_tokens - before.draft_tokens,
+            self.accepted_tokens - before.accepted_tokens,
+            [now - then for now, then in zip(self.accepted_at, earlier, strict=True)],
+        )

@@ -88,6 +88,11 @@ class DraftModelProposer:
         """The sequence of that key has ended; what is in its blocks may serve another."""
         self._known.pop(id(key), None)
 
+    def computed(self, key: object) -> tuple[list[int], int]:
+        """The blocks of the sequence of that key, and how many of its tokens are computed there."""
+        progress = self._known.get(id(key))
+        return ([], 0) if progress is None else (list(progress.blocks), progress.num_known)
+
     # ── what is to be computed ───────────────────────────────────────────────────────────────
 
     def _plan(

@@ -84,6 +84,8 @@ class Draft:
                 place[at] = len(states) - 1
                 states.append(after)
         del place[ROOT]
+        if self.chances is not None:
+            self.chances = [self.chances[at] for at in place]
         self.tokens, self.states = [tokens[at] for at in place], states
         self.parents = [ROOT if parents[at] == ROOT else place[parents[at]] for at in place]
 
@@ -104,7 +106,8 @@ class Draft:
         self.parents = [place[self.parents[at]] for at in order]
         self.tokens = [self.tokens[at] for at in order]
         self.states = [self.states[0], *(self.states[at + 1] for at in order)]
-        self.chances = None
+        if self.chances is not None:
+            self.chances = [self.chances[at] for at in order]
 
     @property
     def ways(self) -> list[list[int]]:

@@ -6,6 +6,7 @@ import statistics
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import reduce
 from typing import Any, Final
 
 from penstock.bench.speculate.expected import (
@@ -18,6 +19,8 @@ from penstock.bench.speculate.expected import (
     tokens_by_place,
 )
 from penstock.bench.speculate.floors import DraftFloor
+from penstock.bench.speculate.passes import Passes
+from penstock.bench.speculate.predicted import predicted_speedup
 from penstock.bench.speculate.runs import Runs, Step, tokens_per_s
 from penstock.errors import ConfigError
 from penstock.hardware import Peaks
@@ -34,7 +37,8 @@ class Expected:
 
     geometric: float  # by one rate, and verification for the price of a plain step
     measured: float  # by a rate for each place, and measured costs
-    ledger: float  # by the floors of the steps that were run
+    ledger: float  # by what plain steps took, and how floors and their distance grow with rows
+    floors: float  # by the floors alone: the most that this machine allows
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +61,7 @@ class Figures:
     plain: StepTime
     expected: Expected
     shares: tuple[float, float]  # of the floor: plain, with drafts
+    pass_shares: dict[int, float]  # of the floor, by the rows of a pass
 
     # ── speed ────────────────────────────────────────────────────────────────────────────────
 
@@ -144,12 +149,13 @@ class Figures:
                 "tokens_per_s": _pair(self.tokens_per_s(whole=True)),
                 "speedup": statistics.median(one.whole_gain for one in self.runs.rounds),
             },
-            "share_of_floor": _pair(self.shares),
+            "share_of_floor": {**_pair(self.shares), "passes": self.pass_shares},
             "expected": {
                 "geometric": self.expected.geometric,
                 "measured_costs": self.expected.measured,
                 "ledger": self.expected.ledger,
                 "ledger_error": self.ledger_error,
+                "floors": self.expected.floors,
             },
             "acceptance": {
                 "drafts": log.drafts,
@@ -221,11 +227,15 @@ def figures_of(runs: Runs, peaks: Peaks, draft_floor: DraftFloor) -> Figures:
     expected = Expected(
         _geometric(sizes, places, costs),
         _from_costs(sizes, places, costs, steps_at, looking_s),
+        predicted_speedup(runs.rounds, runs.batch, peaks, places),
         floors[0] / tokens[0] / (floors[1] / tokens[1]),
     )
     spent = [sum(step.seconds for step in steps) for steps in (plain, drafted)]
+    passes = reduce(Passes.plus, (one.passes for one in runs.rounds))
     shares = (floors[0] / spent[0], floors[1] / spent[1])
-    return Figures(runs, places, costs, steps_at, without, expected, shares)
+    return Figures(
+        runs, places, costs, steps_at, without, expected, shares, passes.shares(peaks)
+    )  # fmt: skip
 
 
 def _floor_s(steps: Sequence[Step], peaks: Peaks, draft: DraftFloor | None) -> float:

@@ -15,13 +15,17 @@ from penstock.runtime import Runtime
 from penstock.runtime.beside import bytes_of
 from penstock.runtime.draft_model import DraftModel
 from penstock.runtime.drafting import num_draft_layers
+from penstock.runtime.medusa import Medusa
 
 DraftFloor = Callable[[StepSize, Peaks], float]
 """The least time that drafting a step's guesses takes."""
 
 
 def draft_floor(config: EngineConfig, runtime: Runtime, planted: Planted | None) -> DraftFloor:
-    """Of what guesses here: a model's passes, a share of plain steps, or nothing."""
+    """Of what guesses here: a model's passes, heads, a share of plain steps, or nothing."""
+    draft = runtime.draft
+    if planted is None and isinstance(draft, Medusa):
+        return lambda size, peaks: floor_s(draft.cost(_drafting(size)), peaks)
     costs = _draft_costs(config, runtime, planted)
     share = 1.0 if planted is None else planted.cost
 
@@ -43,6 +47,11 @@ def passes_of(size: StepSize) -> Iterable[StepSize]:
             if length > done
         ]
         yield StepSize([1] * len(contexts), contexts, len(contexts))
+
+
+def _drafting(size: StepSize) -> int:
+    """How many sequences had drafts."""
+    return sum(count > 0 for count in drafted_of(size))
 
 
 def _draft_costs(

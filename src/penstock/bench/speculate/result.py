@@ -10,7 +10,10 @@ from typing import TYPE_CHECKING, Any, Final
 
 from penstock.bench.report import amount, count, describe_peaks, percent, seconds
 from penstock.bench.speculate.figures import Figures
+from penstock.bench.speculate.whiteboard import draw
+from penstock.errors import ConfigError
 from penstock.hardware import Compute, Peaks
+from penstock.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -44,6 +47,14 @@ class SpeculateResult:
             if runs.speculation.broken is not None:
                 found.append(f"{runs.name}: guessing has failed: {runs.speculation.broken!r}")
         return found
+
+    def picture(self, tokenizer: Tokenizer | None) -> str:
+        """The draft of which the most came true, as SVG. Raises ConfigError where there is none."""
+        shown = [one.runs.shown for one in self.workloads if one.runs.shown is not None]
+        if not shown:
+            raise ConfigError("Nothing was guessed, so there is no draft to draw.")
+        best = max(shown, key=lambda one: one.worth)
+        return draw(best, str if tokenizer is None else tokenizer.decode)
 
     def as_dict(self) -> dict[str, Any]:
         """What is kept."""
@@ -144,8 +155,13 @@ def _speed_rows(one: Figures) -> Rows:
         ("expected, by costs", f"{expected.measured:.2f} ×"),
         (
             "predicted by the ledger",
-            f"{expected.ledger:.2f} ×, {one.ledger_error:+.0%} of what came; share of the floor "
-            f"{percent(one.shares[1])}, plain {percent(one.shares[0])}",
+            f"{expected.ledger:.2f} ×, {one.ledger_error:+.0%} of what came",
+        ),
+        (
+            "at the floor",
+            f"{expected.floors:.2f} ×; share of it {percent(one.shares[1])}, plain "
+            f"{percent(one.shares[0])}; passes by rows "
+            + ", ".join(f"{rows}: {percent(share)}" for rows, share in one.pass_shares.items()),
         ),
         ("outputs", equal),
         *_draft_rows(one),

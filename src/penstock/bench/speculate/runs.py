@@ -11,7 +11,9 @@ from typing import Final
 
 from penstock.bench.meter import Meter
 from penstock.bench.speculate.expected import DraftLog
+from penstock.bench.speculate.passes import Like, Passes
 from penstock.bench.speculate.planted import Planted, PlantedProposer
+from penstock.bench.speculate.whiteboard import Verified, Whiteboard
 from penstock.bench.workload import raise_errors
 from penstock.config import EngineConfig
 from penstock.engine.proposers import proposer_of
@@ -56,6 +58,7 @@ class Round:
 
     plain: list[Step] = field(default_factory=list)
     drafted: list[Step] = field(default_factory=list)
+    passes: Passes = field(default_factory=Passes)  # of as many rows as steps had
 
     @property
     def gain(self) -> float:
@@ -85,6 +88,7 @@ class Runs:
     log: DraftLog
     rounds: list[Round]
     differing: list[int]  # requests whose outputs aren't equal, from 1
+    shown: Verified | None = None  # a draft of the round without figures
 
 
 def in_waves(
@@ -135,7 +139,12 @@ def measure_runs(
     proposer = _proposers(drafted, planted, waves, expected, _median_s(first.plain))
     found = Runs(name, sum(map(len, waves)), len(waves[0]), speculation, DraftLog(), [], [])
     speculation.proposer = proposer(WARM_UP)
+    board = Whiteboard()
+    speculation.on_verified = lambda s, draft, right, drawn: board.see(
+        s.tokens, draft, right, drawn
+    )
     found.differing += _unequal(_run(drafted, waves[0], first.drafted), expected, 0)
+    speculation.on_verified, found.shown = None, board.best
     speculation.counts = found.log
     for number in range(rounds):
         speculation.proposer = proposer(number)
@@ -157,10 +166,23 @@ def _take_turns(
     """One round; returns the requests whose outputs differ from `expected`."""
     differing = []
     for i, wave in enumerate(waves):
+        seen = len(into.drafted)
         order = [(plain, into.plain), (drafted, into.drafted)]
         for meter, steps in order if (number + i) % 2 else order[::-1]:
             differing += _unequal(_run(meter, wave, steps), expected, i * len(wave))
+        _time_passes(plain, wave, into.drafted[seen:], into.passes)
     return differing
+
+
+def _time_passes(meter: Meter, wave: Sequence[Job], steps: Sequence[Step], into: Passes) -> None:
+    """Passes of as many rows as a wave's steps had, once it has ended."""
+    sizes = [s.record.size for s in steps if s.is_decode]
+    full = [size for size in sizes if len(size.queries) == len(wave)]
+    if full:
+        context = statistics.median_high(size.contexts[0] for size in full)
+        counts = [size.tokens for size in full]
+        like = Like(len(wave), wave[0].prompt, context, wave[0].params)
+        into.time(meter.runtime, meter.engine.ledger.costs, counts, like)
 
 
 def _unequal(came: Sequence[list[int]], expected: Sequence[list[int]], at: int) -> list[int]:

@@ -1,0 +1,164 @@
+"""Whether what lies in the caches is what computing the tokens gives.
+
+Drafts leave guesses in the cache that turn out wrong, and a draft model's own keys and values are
+shared, moved and found again with the target's blocks. What a sequence has of both is computed
+again from its tokens in fresh caches while it decodes, and compared to the last bit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Final
+
+import torch
+from torch import nn
+
+from penstock.bench.speculate.mismatch import Finding
+from penstock.cache import PagedLayout
+from penstock.config import EngineConfig
+from penstock.engine import Engine
+from penstock.engine.request import Sequence as Running
+from penstock.runtime import Runtime
+from penstock.runtime.draft_model import DraftModel
+from penstock.runtime.runner import Runner
+from penstock.runtime.vocabulary import ReducedVocabulary
+from penstock.sampling import SamplingParams
+from penstock.speculate.draft_model import DraftModelProposer
+from penstock.step import KV, Step
+from penstock.tokenizer import VocabMap
+
+OUTPUTS: Final = (24, 52)
+"""Tokens of an output behind which the caches are looked at."""
+
+CHUNK: Final = 256
+"""Tokens of a pass."""
+
+
+def cache_findings(
+    config: EngineConfig, runtime: Runtime, prompts: Sequence[list[int]]
+) -> tuple[list[Finding], int]:
+    """Run some requests, and look twice at what each has left in the caches.
+
+    Returns what is wrong, and how many positions were compared.
+    """
+    engine = Engine(config, runtime)
+    findings: list[Finding] = []
+    positions = 0
+    room = runtime.model.max_model_len
+    for i, prompt in enumerate(prompts):
+        params = SamplingParams(
+            temperature=0.0, max_tokens=min(OUTPUTS[-1] + 8, room - len(prompt)), ignore_eos=True
+        )
+        engine.add_request(str(i), prompt, params)
+        due = list(OUTPUTS)
+        while engine.has_unfinished:
+            engine.step()
+            running = list(engine.scheduler.running)
+            if due and running and running[0].num_output >= due[0]:
+                del due[0]
+                found, count = stale_blocks(engine, running[0])
+                findings += found
+                positions += count
+    return findings[:1], positions
+
+
+def stale_blocks(engine: Engine, sequence: Running) -> tuple[list[Finding], int]:
+    """What of a sequence's full blocks isn't what its tokens give, and positions compared."""
+    findings: list[Finding] = []
+    positions = 0
+    for name, held, fresh, size in _caches(engine, sequence):
+        count = len(held)
+        positions += count * size
+        found = _first_difference(held, fresh)
+        if found is not None:
+            layer, at = found
+            findings.append(
+                Finding(
+                    "cache",
+                    "bug",
+                    f"The {name}'s keys and values in layer {layer} aren't those of the tokens at "
+                    f"positions {at * size} to {at * size + size - 1}, which a fresh cache gives. "
+                    "This is an error of Penstock: please report it with this command.",
+                )
+            )
+    return findings, positions
+
+
+class _Blocks:
+    """Some blocks of a cache, one behind the other."""
+
+    def __init__(self, kv: KV, blocks: Sequence[int]) -> None:
+        index = torch.tensor(blocks, dtype=torch.int64)
+        self.layers = [[_bytes(part)[index] for part in layer[:4]] for layer in kv]
+        self._count = len(blocks)
+
+    def __len__(self) -> int:
+        return self._count
+
+
+def _bytes(part: torch.Tensor) -> torch.Tensor:
+    """[blocks, bytes]"""
+    return part.contiguous().view(torch.uint8).reshape(part.shape[0], -1)
+
+
+def _first_difference(held: _Blocks, fresh: _Blocks) -> tuple[int, int] | None:
+    """The first layer, and in it the first block, that isn't the same."""
+    for layer, (ours, theirs) in enumerate(zip(held.layers, fresh.layers, strict=True)):
+        differs = [(a != b).any(dim=1) for a, b in zip(ours, theirs, strict=True)]
+        wrong = torch.stack(differs).any(dim=0).nonzero()
+        if len(wrong):
+            return layer, int(wrong[0])
+    return None
+
+
+def _caches(engine: Engine, sequence: Running) -> Iterator[tuple[str, _Blocks, _Blocks, int]]:
+    """Each cache's full blocks of a sequence, and the same computed afresh."""
+    runtime = engine.runtime
+    layout, size = runtime.layout, runtime.layout.block_size
+    whole = sequence.num_computed // size
+    if whole and not layout.recent_window:  # whose codes depend on what was recent
+        own = runtime.model.model
+        fresh = _computed(own, layout, runtime.vocab_map, sequence.tokens[: whole * size])
+        yield "target", _Blocks(runtime.runner.kv, sequence.blocks[:whole]), fresh, size
+    proposer = None if engine.speculation is None else engine.speculation.proposer
+    draft = runtime.draft
+    if isinstance(proposer, DraftModelProposer) and isinstance(draft, DraftModel):
+        blocks, known = proposer.computed(sequence)
+        whole = known // size
+        if whole:
+            tokens = sequence.tokens[: whole * size]
+            fresh = _computed(draft.model.model, draft.layout, runtime.vocab_map, tokens)
+            yield "draft model", _Blocks(draft.runner.kv, blocks[:whole]), fresh, size
+
+
+def _computed(
+    decoder: nn.Module, layout: PagedLayout, vocabulary: VocabMap | None, tokens: Sequence[int]
+) -> _Blocks:
+    """The blocks of a fresh cache that hold `tokens`, which fill them, computed in their order."""
+    size = layout.block_size
+    blocks = len(tokens) // size
+    runner = Runner(
+        decoder,
+        layout.allocate(blocks),
+        None if vocabulary is None else ReducedVocabulary(vocabulary),
+    )
+    for first in range(0, len(tokens), CHUNK):
+        runner.forward(_step(tokens, first, min(first + CHUNK, len(tokens)), blocks))
+    return _Blocks(runner.kv, range(blocks))
+
+
+def _step(tokens: Sequence[int], first: int, last: int, blocks: int) -> Step:
+    """The pass that computes the tokens from `first` to `last`, in blocks in their order."""
+
+    def whole(values: Sequence[int]) -> torch.Tensor:
+        return torch.tensor(values, dtype=torch.int32)
+
+    return Step(
+        tokens=whole(tokens[first:last]),
+        positions=whole(range(first, last)),
+        slots=whole(range(first, last)),
+        query_start=whole([0, last - first]),
+        context_len=whole([last]),
+        block_table=whole(range(blocks))[None],
+        sample_at=whole([last - first - 1]),
+    )
