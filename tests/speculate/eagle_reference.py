@@ -182,11 +182,13 @@ class Reference:
         width: int,
         most: int,
         seen: Sequence[int] | None = None,
+        temperature: float = 1.0,
     ) -> list[Path_]:
         """The nodes of EAGLE-2's tree as the ways to them, likelier ones first."""
 
         def children(path: Path_, chance: float) -> list[tuple[Path_, float]]:
-            values, ids = self.after(states, tokens, path, seen).topk(width)
+            logits = self.after(states, tokens, path, seen) / temperature
+            values, ids = logits.log_softmax(-1).topk(width)
             pairs = zip(ids.tolist(), values.tolist(), strict=True)
             return [((*path, token), chance + value) for token, value in pairs]
 

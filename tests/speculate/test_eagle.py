@@ -164,6 +164,25 @@ def test_it_goes_on_with_what_was_accepted(world: World, method: str, width: int
     assert rig.proposer.last_caught_up == 0
 
 
+@pytest.mark.parametrize("temperature", [0.3, 4.0])
+def test_a_trees_tokens_are_likely_at_the_requests_temperature(
+    world: World, temperature: float
+) -> None:
+    rig = world.rig("eagle", num_speculative_tokens=3, tree_width=3, tree_tokens=10)
+    texts = [prompt(rig, text_of(30, 2, [1])), prompt(rig, text_of(20, 3, [2]))]
+    texts[0].params = SamplingParams(temperature=temperature)
+    states = world.states("eagle", texts[0].tokens)
+    want = [
+        world.heads["eagle"].tree(states, texts[0].tokens, 3, 3, 10, None, temperature),
+        world.tree("eagle", texts[1], 3, 3, 10),
+    ]
+    assert rig.ways(*texts) == want != [world.tree("eagle", texts[0], 3, 3, 10), want[1]]
+    [draft] = rig.drafts(texts[0])
+    assert draft.chances == sorted(draft.chances or (), reverse=True)
+    found = world.heads["eagle"].after(states, texts[0].tokens) / temperature
+    assert draft.chances[0] == pytest.approx(float(found.softmax(-1).max()), rel=1e-3)
+
+
 def test_a_sampled_chain_draws_as_the_target_would(world: World) -> None:
     """With the sequence's parameters and each place's own random number."""
     params = SamplingParams(temperature=1.3, top_p=0.95, seed=3)

@@ -112,6 +112,10 @@ class EagleHead(nn.Module):
     def go_on(self, x: Tensor, step: Step, cache: LayerCache) -> Tensor:
         """The layer: x [T, D] and the step's tokens → the features that it gives, [T, D]."""
 
+    @abstractmethod
+    def mixing(self, by_states: bool) -> tuple[Linear, ...]:
+        """The matrices that a decoder layer doesn't have, of those that one pass reads."""
+
     def embedded(self, tokens: Tensor) -> Tensor:
         """Rows [T, D] of the tokens' embedding."""
         found: Tensor = (self._target_embed[0] if self.embed is None else self.embed)(tokens)
@@ -192,6 +196,9 @@ class FeatureHead(EagleHead):
         found: Tensor = self.of_feature(features)
         return found
 
+    def mixing(self, by_states: bool) -> tuple[Linear, ...]:
+        return self.of_embedding, self.of_feature
+
     def go_on(self, x: Tensor, step: Step, cache: LayerCache) -> Tensor:
         self.of_embedding.add_(x, self.embedded(step.tokens))
         self.layer(x, step, cache)
@@ -219,6 +226,9 @@ class FusingHead(EagleHead):
 
     def of_features(self, features: Tensor) -> Tensor:
         return features
+
+    def mixing(self, by_states: bool) -> tuple[Linear, ...]:
+        return (*((self.fc,) if by_states else ()), self.layer.qkv_of_feature)
 
     def go_on(self, x: Tensor, step: Step, cache: LayerCache) -> Tensor:
         return self.layer.go_on(self.embedded(step.tokens), x, step, cache)

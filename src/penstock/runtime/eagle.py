@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -12,9 +12,10 @@ from penstock.cache import PagedLayout, copy_blocks, kv_dtype
 from penstock.config import EngineConfig, SpeculativeConfig
 from penstock.errors import ConfigError
 from penstock.models.heads.eagle import FILES, EagleCheckpoint, open_eagle_checkpoint
-from penstock.nn import KeptStates
+from penstock.nn import DecoderSpec, KeptStates
 from penstock.nn.eagle import EagleHead, FeatureHead, FusingHead
 from penstock.quant import formats_of
+from penstock.roofline import Cost, CostModel, StepSize
 from penstock.runtime.beside import Target, bytes_of, guessing_folder, keep_states
 from penstock.runtime.companion import CompanionCache
 from penstock.runtime.forwards import forward_of
@@ -59,6 +60,28 @@ class PlacedEagle:
         head = self.head
         stores = head.states.nbytes + head.features.nbytes + head.given.nbytes
         return bytes_of(head) - stores
+
+    def costs(self, contexts: Sequence[int], depth: int) -> Iterator[Cost]:
+        """Of the passes of a draft, one for each depth. contexts: of the sequences that get one."""
+        spec, formats = self.head.spec, self.head.formats
+        size = (spec.vocab_size if spec.head_size is None else spec.head_size, spec.hidden)
+        decoder = DecoderSpec(*size, (spec.layer,), spec.norm, 0)
+        model = CostModel(decoder, formats, self.layout, self.head.dtype)
+        for done in range(depth):
+            # the first one reads a row that the target has given, the others one for each way
+            ways = [context + done for context in contexts for _ in range(self._ways(done))]
+            of_layer = model.cost(StepSize([1] * len(ways), ways, len(ways)))
+            nbytes, products = of_layer.weight_bytes, dict(of_layer.products)
+            for matrix in self.head.mixing(by_states=not done):
+                stored, n, k = matrix.weight_format, matrix.out_features, matrix.in_features
+                nbytes += stored.nbytes(n, k)
+                flops = products.get(stored.compute, 0) + 2 * n * k * len(ways)
+                products[stored.compute] = flops
+            yield Cost(nbytes, of_layer.kv_bytes, products)
+
+    def _ways(self, done: int) -> int:
+        """Rows of a sequence in a pass."""
+        return self.asked.width if done else 1
 
     def proposer(self, asked: SpeculativeConfig, limits: DraftLimits) -> EagleProposer:
         self._check_room(asked, limits)

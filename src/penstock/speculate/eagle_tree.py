@@ -2,8 +2,9 @@
 
 The tree is EAGLE-2's: at each depth the few likeliest tokens, by the product of what the head gives
 to all on the way to them, are gone on from, in one pass of all of them; in the end the likeliest of
-all that were looked at are the draft. A chain is drawn by the sampler instead, with each place's
-own random number: what the target will draw from nearly the same distribution.
+all that were looked at are the draft. How likely is meant at the request's temperature. A chain is
+drawn by the sampler instead, with each place's own random number: what the target will draw from
+nearly the same distribution.
 Source: Li et al. 2024, arXiv:2406.16858.
 """
 
@@ -36,7 +37,6 @@ class Trees:
         self._passes = passes
         self._width = width
         self._most = most_tokens
-        self._ones = torch.ones(passes.most_rows)
 
     def grow(
         self,
@@ -52,11 +52,13 @@ class Trees:
         they are.
         """
         width, most = self._width, np.array(depths)
-        tokens, chances = self._likeliest(logits)
+        heat = torch.tensor([_heat(draft) for draft in drafts])
+        tokens, chances = self._likeliest(logits, heat)
         levels = [_Level(np.arange(len(drafts)), tokens, chances, np.full((len(drafts), 1), ROOT))]
         going = np.flatnonzero(most > 1)
         if len(going):
             ways = self._passes.ways([readings[s] for s in going.tolist()], most[going].tolist())
+            on_ways = heat[going].repeat_interleave(width)
         first = 0  # the number of the last level's first token in its tree
         passed = np.arange(len(going))  # where those that go on were in the last pass
         while len(going):
@@ -70,7 +72,9 @@ class Trees:
                 source = (passed[:, None] * width + way).ravel()
             here = (np.arange(len(going))[:, None] * last.tokens.shape[1] + chosen).ravel()
             before = last.chances.ravel()[here]
-            tokens, chances = self._likeliest(ways.go_on(last.tokens.ravel()[here], source))
+            tokens, chances = self._likeliest(
+                ways.go_on(last.tokens.ravel()[here], source), on_ways
+            )
             shape = (len(going), -1)
             chances = (chances + before[:, None]).reshape(shape)
             levels.append(_Level(going, tokens.reshape(shape), chances, chosen + first))
@@ -78,14 +82,14 @@ class Trees:
             passed = np.flatnonzero(most[going] > len(levels))
             if 0 < len(passed) < len(going):
                 ways.keep(passed.tolist())
+                on_ways = heat[going[passed]].repeat_interleave(width)
             going = going[passed]
         for s, draft in enumerate(drafts):
             self._settle(draft, s, levels)
 
-    def _likeliest(self, logits: Tensor) -> tuple[Ids, Floats]:
+    def _likeliest(self, logits: Tensor, heat: Tensor) -> tuple[Ids, Floats]:
         """The likeliest tokens of each row and the logarithms of their shares, [R, width]."""
-        ones = self._ones[: len(logits)]
-        _, found, weights = ops.softmax_top_k(logits, ones, self._width)
+        _, found, weights = ops.softmax_top_k(logits, heat, self._width)
         ids = self._passes.head.ids
         tokens: Ids = found.numpy() if ids is None else ids[found.numpy()]
         return tokens, np.log(np.maximum(weights.numpy(), _LEAST))
@@ -105,6 +109,12 @@ class Trees:
         place = np.full(len(tokens) + 1, ROOT)  # the last entry: that of ROOT
         place[order] = np.arange(len(order))
         draft.branch(tokens[order].tolist(), place[parents[order]].tolist(), whole.tolist())
+
+
+def _heat(draft: Draft) -> float:
+    """The temperature that a sequence's tokens are drawn at; greedy ones are likely as at 1."""
+    params = draft.states[0].params
+    return 1.0 if params.is_greedy else params.temperature
 
 
 @dataclass(frozen=True, slots=True)
