@@ -8,6 +8,7 @@ import torch
 import typer
 
 from penstock.errors import PenstockError
+from recipes.family import device_of
 from recipes.speculation.run import Make, Settings, train
 from recipes.train import TrainConfig
 
@@ -32,6 +33,7 @@ Length = Annotated[int, typer.Option(help="Tokens of a row, at most.")]
 Rate = Annotated[float, typer.Option(help="Peak learning rate.")]
 Muon = Annotated[bool, typer.Option(help="Muon for the layers' matrices; else AdamW for all.")]
 Dtype = Annotated[str | None, typer.Option(help="bfloat16 or float32. Default: what is fast here.")]
+Device = Annotated[str | None, typer.Option(help="cuda or cpu. Default: a GPU if there is one.")]
 Threads = Annotated[int | None, typer.Option(min=1, help="Default: torch's choice.")]
 Seed = Annotated[int, typer.Option()]
 SaveEvery = Annotated[int | None, typer.Option(min=1, help="Steps. Default: every minute.")]
@@ -46,10 +48,14 @@ Inner = Annotated[int | None, typer.Option(min=1, help="Its MLP's size. Default:
 Embedding = Annotated[bool, typer.Option(help="Save the target's embedding with it.")]
 
 
-def _dtype(name: str | None) -> str:
+def _dtype(name: str | None, device: torch.device) -> str:
     if name is not None:
         return name
-    fast = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
+    fast = (
+        device.type == "cuda"
+        or torch.cpu._is_avx512_bf16_supported()
+        or torch.cpu._is_amx_tile_supported()
+    )
     return "bfloat16" if fast else "float32"
 
 
@@ -66,14 +72,16 @@ def _train(method: str, make: Make, own: dict[str, Any], options: dict[str, Any]
         message = f"--temperatures takes numbers between commas, not {written!r}."
         raise typer.BadParameter(message) from error
     names = ("model", "texts", "output", "work", "length", "self_distill", "text_share",
-             "evaluate", "sampled_at", "depth")  # fmt: skip
+             "evaluate", "sampled_at", "depth", "device")  # fmt: skip
     settings = Settings(
         data=options["data"], temperatures=temperatures, **{name: options[name] for name in names}
     )
+    device = device_of(options["device"])
+    at_once = options["rows"] if device.type == "cuda" else 2 - options["rows"] % 2
     names = ("steps", "minutes", "rows", "learning_rate", "muon", "seed", "save_every")
     config = TrainConfig(
-        micro_rows=2 if options["rows"] % 2 == 0 else 1, warm_up=0.03, weight_decay=0.01,
-        evaluate_every=0.1, dtype=_dtype(options["dtype"]),
+        micro_rows=at_once, warm_up=0.03, weight_decay=0.01,
+        evaluate_every=0.1, dtype=_dtype(options["dtype"], device),
         **{name: options[name] for name in names},
     )  # fmt: skip
     train(method, make, own, settings, config)
@@ -101,6 +109,7 @@ def medusa(
     learning_rate: Rate = 3e-3,
     muon: Muon = True,
     dtype: Dtype = None,
+    device: Device = None,
     threads: Threads = None,
     seed: Seed = 0,
     save_every: SaveEvery = None,
@@ -143,6 +152,7 @@ def eagle(
     learning_rate: Rate = 3e-3,
     muon: Muon = True,
     dtype: Dtype = None,
+    device: Device = None,
     threads: Threads = None,
     seed: Seed = 0,
     save_every: SaveEvery = None,
@@ -192,6 +202,7 @@ def eagle3(
     learning_rate: Rate = 3e-3,
     muon: Muon = True,
     dtype: Dtype = None,
+    device: Device = None,
     threads: Threads = None,
     seed: Seed = 0,
     save_every: SaveEvery = None,
@@ -243,6 +254,7 @@ def draft(
     learning_rate: Rate = 5e-3,
     muon: Muon = True,
     dtype: Dtype = None,
+    device: Device = None,
     threads: Threads = None,
     seed: Seed = 0,
     save_every: SaveEvery = None,

@@ -63,13 +63,13 @@ def chains(ranks: Sequence[Tensor], weights: Tensor, widths: Sequence[int] = WID
     length = ranks[-1].shape[1]
     counted = (weights[:, :length] > 0) & (weights[:, depth : depth + length] > 0)
     places = int(counted.sum())
-    kept = [r[:, :length][counted] for r in ranks]
+    kept = [r[:, :length][counted].cpu() for r in ranks]
     found: dict[int, list[float]] = {}
     for width in widths:
         alive = torch.ones(places, dtype=torch.bool)
         found[width] = []
         for r in kept:
-            alive = alive & (r < width).cpu()
+            alive = alive & (r < width)
             found[width].append(float(alive.float().mean()) if places else 0.0)
     right = [float((r == 0).float().mean()) if places else 0.0 for r in kept]
     return Acceptance(found, right, places)

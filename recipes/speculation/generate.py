@@ -19,7 +19,7 @@ from penstock.errors import ConfigError
 from recipes.speculation.target import Target
 from recipes.speculation.text import Document, Row, encode
 
-AT_ONCE = 256  # requests between two looks at the progress, and between two saves
+AT_ONCE = 384  # requests between two looks at the progress, and between two saves
 GIVEN = (4, 32)  # tokens of a beginning where the document doesn't say
 
 
@@ -102,7 +102,7 @@ def _requests(
 def _sample(
     folder: Path, wanted: list[tuple[list[int], SamplingParams]], done: int, length: int
 ) -> Iterator[list[int]]:
-    llm = LLM(folder, max_num_seqs=32, max_model_len=length)
+    llm = LLM(folder, max_num_seqs=96, max_model_len=length)
     columns = (
         TextColumn("the target's own text"), BarColumn(), MofNCompleteColumn(),
         TimeRemainingColumn(),

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from penstock.errors import ConfigError
 from penstock.models.hub import resolve
 from recipes.batches import Batch
+from recipes.family import device_of
 from recipes.speculation.acceptance import WIDTHS, Acceptance, measure
 from recipes.speculation.generate import continuations, prompts
 from recipes.speculation.guesser import Guesser
@@ -43,6 +44,7 @@ class Settings:
     evaluate: int = 64  # held-out beginnings that acceptance is measured on
     sampled_at: float = 0.8
     depth: int = 6  # guesses of a draft, as acceptance is measured
+    device: str | None = None  # None: a GPU if there is one
 
     def __post_init__(self) -> None:
         if self.length < 16 or self.depth < 1 or self.evaluate < 1:
@@ -182,11 +184,12 @@ def train(
 ) -> dict[str, Acceptance]:
     """Make a guesser, train it or go on, measure it, and write its folder."""
     settings.work.mkdir(parents=True, exist_ok=True)
-    target = Target(Path(resolve(settings.model)))
+    target = Target(Path(resolve(settings.model)), device_of(settings.device))
     data = prepare(settings, target, config.seed)
     folder = settings.work / f"{settings.output.name}.training"
     _same_run(folder, method, own_options, settings, config)
-    guesser = make(target, count_tokens(data.text + data.own, target.vocab_size))
+    counts = count_tokens(data.text + data.own, target.vocab_size)
+    guesser = make(target, counts).to(target.device)
     rows = Rows(data.text, data.own, config.rows, config.seed, settings.text_share)
 
     def loss(model: nn.Module, batch: Batch) -> Tensor:
@@ -230,7 +233,8 @@ def _same_run(
     config: TrainConfig,
 ) -> None:  # fmt: skip
     """Refuse to go on with another run's checkpoint; a longer run is the same one."""
-    length = {"steps", "minutes", "save_every", "evaluate_every", "evaluate", "sampled_at", "depth"}
+    length = {"steps", "minutes", "save_every", "evaluate_every", "evaluate", "sampled_at", "depth",
+              "device", "work", "texts"}  # fmt: skip
     entries = {"method": method, **own_options, **asdict(settings), **asdict(config)}
     now = {key: str(value) for key, value in entries.items() if key not in length}
     file = folder / "settings.json"
