@@ -9,7 +9,7 @@ import typer
 
 from penstock.errors import PenstockError
 from recipes.family import device_of
-from recipes.speculation.run import Make, Settings, train
+from recipes.speculation.run import Make, Settings, measure_again, train
 from recipes.train import TrainConfig
 
 app = typer.Typer(help=__doc__, no_args_is_help=True, add_completion=False)
@@ -274,6 +274,34 @@ def draft(
         "num_kv_heads": num_kv_heads, "intermediate_size": intermediate_size,
     }  # fmt: skip
     _train("draft", lambda target, counts: Draft(target, **shape, seed=seed), shape, options)
+
+
+@app.command(name="measure")
+def measure_folder(
+    folder: Annotated[Path, typer.Argument(help="What was trained.")],
+    model: Model = "stories",
+    data: DataFile = None,
+    texts: Texts = TEXTS,
+    work: Work = WORK,
+    length: Length = 512,
+    device: Device = None,
+    threads: Threads = None,
+    seed: Seed = 0,
+    evaluate: Evaluate = 64,
+    sampled_at: SampledAt = 0.8,
+    depth: Depth = 6,
+) -> None:
+    """What is accepted of a folder's guesses, along what the target says after held-out texts."""
+    if threads:
+        torch.set_num_threads(threads)
+    measure_again(
+        folder,
+        Settings(
+            model, data, texts, folder, work, length=length, evaluate=evaluate,
+            sampled_at=sampled_at, depth=depth, device=device,
+        ),
+        seed,
+    )  # fmt: skip
 
 
 def main() -> None:

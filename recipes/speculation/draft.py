@@ -72,6 +72,19 @@ class Draft(Guesser):
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             self.model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        self._begin_with(target)
+
+    @torch.no_grad()
+    def _begin_with(self, target: Target) -> None:
+        """The target's tables in as many dimensions as keep most of them."""
+        tables = [(self.model.get_input_embeddings().weight, target.embedding)]
+        if self.model.get_output_embeddings().weight is not tables[0][0]:
+            tables.append((self.model.get_output_embeddings().weight, target.head))
+        for own, full in tables:
+            # the largest eigenvectors of EᵀE: E's principal directions
+            _, directions = torch.linalg.eigh(full.T @ full)
+            if own.shape[1] <= full.shape[1]:
+                own.copy_(full @ directions[:, -own.shape[1] :])
 
     def logits(self, tokens: Tensor) -> Tensor:
         """[B, T, V]."""

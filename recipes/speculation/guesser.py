@@ -50,9 +50,33 @@ class Guesser(nn.Module):
         return sum(p.numel() for p in self.parameters() if p.requires_grad)
 
 
+class _CrossEntropy(torch.autograd.Function):
+    """Σ −p log softmax(x), whose gradient softmax(x) − p takes the place of what was kept for it.
+
+    Of a vocabulary each pass counts: of heads over a small model, this is most of the time.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, probabilities: Tensor) -> Tensor:
+        found = logits.log_softmax(-1, dtype=torch.float32)
+        ctx.save_for_backward(found, probabilities)
+        ctx.dtype = logits.dtype
+        return -torch.linalg.vecdot(probabilities, found)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        found, probabilities = ctx.saved_tensors
+        wanted = found.exp_().sub_(probabilities).mul_(gradients[0][..., None])
+        return wanted.to(ctx.dtype), None
+
+
 def distribution_loss(logits: Tensor, probabilities: Tensor) -> Tensor:
-    """Cross-entropy with a distribution, a number for each row: its least value is its entropy."""
-    return -(probabilities * logits.float().log_softmax(-1)).sum(-1)
+    """Cross-entropy with a distribution, a number for each row: its least value is its entropy.
+
+    logits [..., V]; probabilities [..., V] in float32, which sum to one. Backward runs once.
+    """
+    found: Tensor = _CrossEntropy.apply(logits, probabilities)
+    return found
 
 
 def write_folder(

@@ -5,12 +5,9 @@ of github.com/FasterDecoding/Medusa: `{head}.{block}.linear.weight`, `.bias`, an
 `{head}.{blocks}.weight`, the projection.
 """
 
-import json
 from collections.abc import Iterator
 from pathlib import Path
 
-import torch
-from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -105,17 +102,3 @@ class Medusa(Guesser):
             if not self.shared_head:
                 tensors[f"{d}.{self.num_layers}.weight"] = self.lm_heads[d]
         write_folder(folder, config, tensors, WEIGHTS)
-
-
-def load_medusa(folder: Path, target: Target) -> Medusa:
-    """Heads that `save` wrote, in float32."""
-    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    shared, blocks = config["medusa_shared_lm_head"], config["medusa_num_layers"]
-    heads = Medusa(target, config["medusa_num_heads"], blocks, shared_head=shared)
-    state = {}
-    for name, tensor in load_file(folder / WEIGHTS).items():
-        head, rest = name.split(".", 1)
-        own = rest == f"{blocks}.weight"
-        state[f"lm_heads.{head}" if own else f"heads.{head}.{rest}"] = tensor.to(torch.float32)
-    heads.load_state_dict(state)
-    return heads

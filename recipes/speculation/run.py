@@ -19,6 +19,7 @@ from recipes.family import device_of
 from recipes.speculation.acceptance import WIDTHS, Acceptance, measure
 from recipes.speculation.generate import continuations, prompts
 from recipes.speculation.guesser import Guesser
+from recipes.speculation.load import load_guesser
 from recipes.speculation.target import Target
 from recipes.speculation.text import Row, Rows, count_tokens, pad, read_documents, text_rows
 from recipes.stories.prepare import chat_documents, load_corpus
@@ -208,11 +209,8 @@ def train(
     )
     progress = trainer.run()
     guesser.save(settings.output)
-    found = {
-        name: measure(guesser, target, data.held_out[name], settings.depth)
-        for name in ("greedy", "sampled", "text")
-    }
-    show(found)
+    stored = load_guesser(settings.output, target)
+    found = _measure(stored, target, data.held_out, settings.depth)
     report = {
         "method": method,
         "weights": guesser.num_weights(),
@@ -225,6 +223,26 @@ def train(
     }
     text = json.dumps(report, indent=2) + "\n"
     (settings.output / "acceptance.json").write_text(text, encoding="utf-8")
+    return found
+
+
+def measure_again(folder: Path, settings: Settings, seed: int) -> dict[str, Acceptance]:
+    """Measure what a folder holds, as `train` does at its end."""
+    settings.work.mkdir(parents=True, exist_ok=True)
+    target = Target(Path(resolve(settings.model)), device_of(settings.device))
+    stored = load_guesser(folder, target)
+    held_out = prepare(settings, target, seed).held_out
+    return _measure(stored, target, held_out, settings.depth)
+
+
+def _measure(
+    stored: Guesser, target: Target, held_out: Mapping[str, list[Row]], depth: int
+) -> dict[str, Acceptance]:
+    found = {
+        name: measure(stored, target, held_out[name], depth)
+        for name in ("greedy", "sampled", "text")
+    }
+    show(found)
     return found
 
 

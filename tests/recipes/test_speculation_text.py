@@ -1,6 +1,7 @@
 """Documents, rows, batches: what is trained on, what is held out, and in which order."""
 
 import json
+from itertools import chain
 from pathlib import Path
 
 import pytest
@@ -50,7 +51,11 @@ def test_json_lines_may_say_prompts_and_what_is_held_out(tmp_path: Path) -> None
         ("a.txt", b"", "has no text"),
         ("a.txt", b" \n\n \n", "has no text"),
         ("a.txt", b"\xff\xfe\x00", "isn't text in UTF-8"),
-        ("a.jsonl", b'{"text": "a"}\n{"txt": "b"}\n', 'Line 2 of .* isn\'t an object with a "text"'),
+        (
+            "a.jsonl",
+            b'{"text": "a"}\n{"txt": "b"}\n',
+            'Line 2 of .* isn\'t an object with a "text"',
+        ),
         ("a.jsonl", b'["text"]\n', "Line 1"),
         ("a.jsonl", b'{"text": 7}\n', "must be strings"),
         ("a.jsonl", b'{"text": "ab", "prompt": "b"}\n', "doesn't begin with its prompt"),
@@ -97,7 +102,7 @@ def test_an_epoch_has_all_its_own_rows_and_a_share_of_the_text() -> None:
     rows = Rows(text, own, 8, seed=3, text_share=0.3)
     assert rows.text_count == 30
     assert len(rows) == 13  # of 100 rows, 8 at once
-    first, second, third, fourth = (sum(read(rows, 13), []) for _ in range(4))
+    first, second, third, fourth = (list(chain(*read(rows, 13))) for _ in range(4))
     for epoch in (first, second, third, fourth):
         assert sorted(i for i in epoch if i >= 100) == list(range(100, 170))
         assert len(epoch) == 100
@@ -127,7 +132,7 @@ def test_rows_go_on_where_they_were() -> None:
 def test_nothing_to_train_on_is_refused() -> None:
     with pytest.raises(ConfigError, match="nothing to train on"):
         Rows([], [], 4, seed=0)
-    with pytest.raises(ConfigError, match="below 1, not 1.0"):
+    with pytest.raises(ConfigError, match=r"below 1, not 1\.0"):
         Rows(numbered(0, 3), numbered(3, 3), 4, seed=0, text_share=1.0)
 
 
@@ -181,7 +186,7 @@ def test_a_temperature_below_zero_is_refused(target: Target, tmp_path: Path) -> 
 
 
 def test_a_folder_that_holds_no_model_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="has no config.json"):
+    with pytest.raises(ConfigError, match=r"has no config\.json"):
         Target(tmp_path)
     (tmp_path / "config.json").write_text('{"model_type": "llama"}')
     with pytest.raises(ConfigError, match="transformers can't read"):
