@@ -95,4 +95,5 @@ def write_folder(
     }
     partial = folder / f"{name}.partial"
     save_file(stored, partial, metadata={"format": "pt"})
+    partial.chmod(0o644)  # safetensors writes for its own user only
     partial.replace(folder / name)

@@ -119,11 +119,16 @@ def prepare(settings: Settings, target: Target, seed: int) -> Data:
         text_rows(target.tokenizer, training, length),
         written(training, settings.self_distill, settings.temperatures),
         {
-            "text": text_rows(target.tokenizer, held_out, length),
+            "text": _some(text_rows(target.tokenizer, held_out, length), settings.evaluate),
             "greedy": written(held_out, settings.evaluate, (0.0,)),
             "sampled": written(held_out, settings.evaluate, (settings.sampled_at,)),
         },
     )
+
+
+def _some(rows: list[Row], count: int) -> list[Row]:
+    """So many rows, from all parts of a text."""
+    return rows[:: max(1, len(rows) // count)][:count]
 
 
 class HeadTrainer(Trainer):
