@@ -20,6 +20,7 @@ from penstock.models.weights import Progress
 from penstock.runtime.beside import Opened, Opener, Placed, Target
 from penstock.runtime.companion import CompanionCache
 from penstock.runtime.draft_model import open_draft
+from penstock.runtime.eagle import open_eagle
 from penstock.runtime.engine_folder import EngineFolder, is_engine
 from penstock.runtime.forwards import forward_of, forward_of_engine
 from penstock.runtime.medusa import open_medusa
@@ -33,7 +34,12 @@ from penstock.tokenizer.vocab_map import FILE
 
 logger = logging.getLogger("penstock")
 
-_OPENERS: dict[str, Opener] = {"draft_model": open_draft, "medusa": open_medusa}
+_OPENERS: dict[str, Opener] = {
+    "draft_model": open_draft,
+    "medusa": open_medusa,
+    "eagle": open_eagle,
+    "eagle3": open_eagle,
+}
 """Of the methods for which something is loaded beside the target."""
 
 

@@ -101,7 +101,7 @@ class DraftLoop:
         return going
 
 
-class _Array:
+class Array:
     """Memory that is written to again and again, and the same as a tensor."""
 
     def __init__(self, size: int) -> None:
@@ -126,9 +126,9 @@ class StepArrays:
         self._block_size = limits.block_size
         seqs = limits.max_num_seqs
         tokens = max(limits.max_num_tokens, seqs)
-        self._tokens, self._positions, self._slots = (_Array(tokens) for _ in range(3))
-        self._query_start, self._context_len, self._sample_at = (_Array(seqs + 1) for _ in range(3))
-        self._blocks = _Array(seqs * -(-limits.max_model_len // limits.block_size))
+        self._tokens, self._positions, self._slots = (Array(tokens) for _ in range(3))
+        self._query_start, self._context_len, self._sample_at = (Array(seqs + 1) for _ in range(3))
+        self._blocks = Array(seqs * -(-limits.max_model_len // limits.block_size))
         self._width = 0  # of the last pass's block table
 
     def lay_out(self, runs: Sequence[Run]) -> Step:

@@ -10,11 +10,12 @@ from penstock.bench.speculate.expected import drafted_of
 from penstock.bench.speculate.planted import Planted
 from penstock.config import EngineConfig
 from penstock.hardware import Peaks
-from penstock.roofline import CostModel, StepSize, floor_s
+from penstock.roofline import Cost, CostModel, StepSize, floor_s
 from penstock.runtime import Runtime
 from penstock.runtime.beside import bytes_of
 from penstock.runtime.draft_model import DraftModel
 from penstock.runtime.drafting import num_draft_layers
+from penstock.runtime.eagle import PlacedEagle
 from penstock.runtime.medusa import Medusa
 
 DraftFloor = Callable[[StepSize, Peaks], float]
@@ -26,6 +27,9 @@ def draft_floor(config: EngineConfig, runtime: Runtime, planted: Planted | None)
     draft = runtime.draft
     if planted is None and isinstance(draft, Medusa):
         return lambda size, peaks: floor_s(draft.cost(_drafting(size)), peaks)
+    if planted is None and isinstance(draft, PlacedEagle):
+        most = draft.asked.num_speculative_tokens or 0
+        return lambda size, peaks: sum(floor_s(c, peaks) for c in _passes(draft, size, most))
     costs = _draft_costs(config, runtime, planted)
     share = 1.0 if planted is None else planted.cost
 
@@ -52,6 +56,14 @@ def passes_of(size: StepSize) -> Iterable[StepSize]:
 def _drafting(size: StepSize) -> int:
     """How many sequences had drafts."""
     return sum(count > 0 for count in drafted_of(size))
+
+
+def _passes(draft: PlacedEagle, size: StepSize, most: int) -> Iterable[Cost]:
+    """What an EAGLE head has read and multiplied for a step's drafts, of up to `most` passes."""
+    lengths = drafted_of(size)
+    drafted = zip(size.contexts, lengths, strict=True)
+    contexts = [context - length for context, length in drafted if length]
+    return draft.costs(contexts, min(most, max(lengths)) if contexts else 0)
 
 
 def _draft_costs(
