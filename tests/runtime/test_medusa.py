@@ -323,6 +323,22 @@ def test_what_is_shipped(method: str, rounds: Path, tmp_path: Path, monkeypatch:
     assert runtime.draft is not None
 
 
+@exact
+def test_the_shipped_heads() -> None:
+    """Those of the embedded model: what they guess is right often enough to be theirs."""
+    prompts = ["Once upon a time", "Lily and Tom went to the park.", "Mom said"]
+    plain = LLM("stories", num_gpu_blocks_override=24).generate(prompts, GREEDY)
+    llm = LLM(
+        "stories", num_gpu_blocks_override=24,
+        speculative_config={"method": "medusa", "adaptive": False},
+    )  # fmt: skip
+    for one, other in zip(llm.generate(prompts, GREEDY), plain, strict=True):
+        assert one.outputs[0].token_ids == other.outputs[0].token_ids
+    stats = llm.stats()
+    accepted = stats["spec_decode_num_accepted_tokens"] / stats["spec_decode_num_drafts"]
+    assert accepted > 1.3  # 2.0 as they were trained; with each a place off, 0.1
+
+
 # ── other kinds of targets ───────────────────────────────────────────────────────────────────────
 
 
