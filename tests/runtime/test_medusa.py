@@ -260,6 +260,22 @@ def test_memory_and_what_is_said(
     assert loaded(rounds, heads, **options)[1].num_blocks == 17
 
 
+def test_the_targets_head_in_fewer_bits(rounds: Path, tmp_path: Path) -> None:
+    """Heads that are rounded have a copy of it; the target's logits are what they were."""
+    heads = sure_heads(tmp_path, "target")
+    plain, rounded = (
+        loaded(rounds, heads, speculative={"quantization": q})[1] for q in (None, "w8a8")
+    )
+    assert isinstance(plain.draft, Medusa) and isinstance(rounded.draft, Medusa)
+    assert not plain.draft.heads.projections
+    [copy] = rounded.draft.heads.projections
+    own = rounded.model.model.head
+    assert copy is not own and copy.weight_format.name == "w8a8" != own.weight_format.name
+    assert [n for m, n in rounded.draft.heads.matrices() if m is copy] == [4]
+    step = window_step(plain, [1, 2, 3], 1)
+    assert torch.equal(plain.runner.forward(step), rounded.runner.forward(step))
+
+
 def test_as_many_heads_as_are_wanted(rounds: Path, tmp_path: Path) -> None:
     heads = sure_heads(tmp_path, "each")
     config, runtime = loaded(rounds, heads, speculative={"num_speculative_tokens": 2})

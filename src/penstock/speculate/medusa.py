@@ -100,7 +100,7 @@ class MedusaProposer:
         with torch.inference_mode():
             logits = self._heads(self._store[rows])
             count, heads, _ = logits.shape
-            scale = torch.tensor(temperatures).repeat_interleave(heads)
+            scale = torch.tensor([one for one in temperatures for _ in range(heads)])
             _, ids, chances = ops.softmax_top_k(logits.flatten(0, 1), scale, self._limits.width)
             shape = (count, heads, -1)
             found: Ids = ids.view(shape).numpy()
