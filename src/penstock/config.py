@@ -203,8 +203,17 @@ SpeculativeMethod = Literal["ngram", "suffix", "draft_model", "self"]
 
 _SPECULATION = {
     "ngram": (16, {"prompt_lookup_min", "prompt_lookup_max"}),
-    "suffix": (16, {"suffix_decoding_max_tree_depth", "suffix_decoding_max_cached_tokens"}),
-    "draft_model": (8, {"model", "quantization"}),
+    "suffix": (
+        16,
+        {
+            "suffix_decoding_max_tree_depth",
+            "suffix_decoding_max_cached_tokens",
+            "suffix_decoding_max_cached_requests",
+            "suffix_decoding_max_spec_factor",
+            "suffix_decoding_min_token_prob",
+        },
+    ),
+    "draft_model": (8, {"model", "quantization", "max_model_len"}),
     "self": (6, {"draft_layers"}),
 }
 """Of each method: the default of num_speculative_tokens, and the options that it alone reads."""
@@ -215,6 +224,9 @@ _MOST = {
     "prompt_lookup_max": 1024,
     "suffix_decoding_max_tree_depth": 1024,
     "suffix_decoding_max_cached_tokens": 100_000_000,
+    "suffix_decoding_max_cached_requests": 100_000_000,
+    "suffix_decoding_max_spec_factor": 1024,
+    "suffix_decoding_min_token_prob": 1,
 }
 """What some options may be: beyond it they take time or memory and find nothing more."""
 
@@ -227,11 +239,17 @@ class SpeculativeConfig:
     num_speculative_tokens: int | None = None  # the most in a draft; None: the method's own
     model: str | Path | None = None  # draft_model: of the same vocabulary
     quantization: str | None = None  # draft_model: of its weights as they are loaded
+    max_model_len: int | None = None  # draft_model: tokens of a sequence that it drafts for
     draft_layers: int | None = None  # self: the first so many guess; None: a quarter
     prompt_lookup_min: int | None = None  # ngram: tokens that must match; None: 2
     prompt_lookup_max: int | None = None  # ngram: tokens that are looked at; None: 16
     suffix_decoding_max_tree_depth: int | None = None  # tokens that are looked at; None: 24
     suffix_decoding_max_cached_tokens: int | None = None  # of past outputs; None: 1,000,000
+    suffix_decoding_max_cached_requests: int | None = None  # of past outputs; 0: none are kept
+    suffix_decoding_max_spec_factor: float | None = None  # guessed for each that matches; None: 1
+    suffix_decoding_min_token_prob: float | None = None  # the least of a whole guess; None: 0.1
+    disable_by_batch_size: int | None = None  # no drafts where more sequences than that decode
+    draft_tensor_parallel_size: int | None = None  # vLLM's; 1 is all there is
     adaptive: bool = True  # drafts are as long as they are predicted to pay, or there are none
 
     def __post_init__(self) -> None:
@@ -264,7 +282,14 @@ class SpeculativeConfig:
             self,
             "num_speculative_tokens", "draft_layers", "prompt_lookup_min", "prompt_lookup_max",
             "suffix_decoding_max_tree_depth", "suffix_decoding_max_cached_tokens",
+            "max_model_len", "disable_by_batch_size", "draft_tensor_parallel_size",
         )  # fmt: skip
+        _at_least_zero(self)
+        if self.draft_tensor_parallel_size not in (None, 1):
+            raise ConfigError(
+                f"draft_tensor_parallel_size={self.draft_tensor_parallel_size} isn't possible: a "
+                "model runs in one process, on all its cores. Leave it out."
+            )
         for name, most in _MOST.items():
             if (getattr(self, name) or 0) > most:
                 raise ConfigError(f"{name} must be {most:,} at most, not {getattr(self, name):,}.")
@@ -290,6 +315,27 @@ class SpeculativeConfig:
                     f"have {', '.join(names)}."
                 )
         return cls(**value)
+
+
+def _at_least_zero(config: SpeculativeConfig) -> None:
+    """Raises ConfigError for what isn't the number that it must be, where it may be 0 or between
+    whole ones."""
+    for name, kinds in (
+        ("suffix_decoding_max_cached_requests", int),
+        ("suffix_decoding_max_spec_factor", int | float),
+        ("suffix_decoding_min_token_prob", int | float),
+    ):
+        value = getattr(config, name)
+        if value is None:
+            continue
+        if isinstance(value, bool) or not isinstance(value, kinds) or not 0 <= value < math.inf:
+            kind = "an integer" if kinds is int else "a number"
+            raise ConfigError(f"{name} must be {kind} of at least 0, not {value!r}.")
+    if config.suffix_decoding_max_spec_factor == 0:
+        raise ConfigError(
+            "suffix_decoding_max_spec_factor=0 lets no guess have a token. Leave out the "
+            "speculative_config instead."
+        )
 
 
 # vLLM's names for what is called otherwise, or sits deeper, here

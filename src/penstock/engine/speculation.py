@@ -52,7 +52,12 @@ class Speculation:
         proposer = proposer_of(config, runtime)
         most = asked.num_speculative_tokens
         assert most is not None  # the configuration has filled it in
-        controller = Controller(most, adaptive=asked.adaptive, by_passes=proposer.by_passes)
+        controller = Controller(
+            most,
+            adaptive=asked.adaptive,
+            by_passes=proposer.by_passes,
+            most_sequences=asked.disable_by_batch_size,
+        )
         if runtime.runner.recent is not None:
             _check_recent(config, runtime, most)
             runtime.runner.recent.unsure = most

@@ -35,7 +35,7 @@ def _of_draft_model(config: EngineConfig, runtime: Runtime) -> DraftModelPropose
         )
     asked = config.speculative
     assert asked is not None  # the caller looked
-    for name in ("model", "quantization"):
+    for name in ("model", "quantization", "max_model_len"):
         loaded, wanted = getattr(draft.asked, name), getattr(asked, name)
         if str(loaded) != str(wanted):
             raise ConfigError(
