@@ -16,6 +16,7 @@ from penstock.config import EngineConfig
 from penstock.engine import Engine
 from penstock.errors import ConfigError
 from penstock.runtime import load_runtime
+from penstock.speculate.suffix import SuffixProposer
 from tests.models.heads.made import Made
 
 METHODS: dict[str, dict[str, Any]] = {
@@ -245,11 +246,71 @@ def after(model: Any, rows: list[list[int]], prompt: list[int], options: Any) ->
         ({"method": "medusa", "tree_width": 65}, "tree_width must be 64 at most"),
         ({"method": "medusa", "tree_tokens": 0}, "must be a positive integer"),
         ({"method": "self", "adaptive": 1}, "must be True or False"),
+        ({"method": "ngram", "max_model_len": 64}, "no use for max_model_len"),
+        ({"model": "stories", "max_model_len": 0}, "must be a positive integer"),
+        ({"method": "self", "disable_by_batch_size": 0}, "must be a positive integer"),
+        ({"method": "ngram", "draft_tensor_parallel_size": 2}, "a model runs in one process"),
+        ({"method": "ngram", "suffix_decoding_max_spec_factor": 2}, "no use for suffix_decoding"),
+        ({"method": "suffix", "suffix_decoding_max_spec_factor": 0}, "no guess have a token"),
+        ({"method": "suffix", "suffix_decoding_max_spec_factor": "1"}, "a number of at least 0"),
+        ({"method": "suffix", "suffix_decoding_max_spec_factor": float("nan")}, "at least 0"),
+        ({"method": "suffix", "suffix_decoding_max_spec_factor": 1e9}, "must be 1,024 at most"),
+        ({"method": "suffix", "suffix_decoding_min_token_prob": 1.5}, "must be 1 at most"),
+        ({"method": "suffix", "suffix_decoding_max_cached_requests": 1.5}, "an integer of"),
+        ({"method": "suffix", "suffix_decoding_max_cached_requests": -1}, "at least 0, not -1"),
     ],
 )
 def test_what_cannot_be_is_refused(config: Any, said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         LLM(speculative_config=config)
+
+
+def test_a_draft_for_more_positions_than_its_model_has(folder: Folder) -> None:
+    draft = {"model": str(folder(1)), "max_model_len": 300}
+    with pytest.raises(ConfigError, match="max_model_len=300 is more than the 256 positions"):
+        LLM(folder(0), skip_tokenizer_init=True, speculative_config=draft)
+
+
+def test_a_draft_for_the_beginning_only() -> None:
+    """As many as plain decoding gives, and no guess behind position 40."""
+    params = SamplingParams(temperature=0.0, max_tokens=60, ignore_eos=True)
+    draft = {"model": "stories", "num_speculative_tokens": 4, "adaptive": False}
+    counts = []
+    for limited in ({}, {"max_model_len": 40}):
+        llm = LLM(max_model_len=128, speculative_config={**draft, **limited})
+        (output,) = llm.generate([list(range(5, 25))], params)
+        counts.append(llm.stats()["spec_decode_num_draft_tokens"])
+        assert list(output.outputs[0].token_ids) == plain_tokens(params)
+    assert counts[0] >= 44 and 0 < counts[1] <= 20  # positions 20 to 39 are guessed
+
+
+def plain_tokens(params: SamplingParams) -> list[int]:
+    (output,) = LLM(max_model_len=128).generate([list(range(5, 25))], params)
+    return list(output.outputs[0].token_ids)
+
+
+def test_no_drafts_beside_more_sequences() -> None:
+    """Two at once have none; the one that goes on alone does."""
+    asked = {"method": "self", "adaptive": False, "disable_by_batch_size": 1}
+    llm = LLM(max_model_len=128, speculative_config={**asked, "num_speculative_tokens": 2})
+    short, longer = (
+        SamplingParams(temperature=0.0, max_tokens=n, ignore_eos=True) for n in (12, 30)
+    )
+    llm.generate([[5, 6, 7], [8, 9, 10]], [short, short])
+    assert llm.stats()["spec_decode_num_drafts"] == 0
+    llm.generate([[5, 6, 7], [8, 9, 10]], [short, longer])
+    assert 0 < llm.stats()["spec_decode_num_drafts"] <= 18
+
+
+def test_what_vllm_says_beside_is_taken() -> None:
+    asked = {"method": "suffix", "draft_tensor_parallel_size": 1, "disable_by_batch_size": 32,
+             "suffix_decoding_max_cached_requests": 100, "suffix_decoding_max_spec_factor": 2.0,
+             "suffix_decoding_min_token_prob": 0.2}  # fmt: skip
+    llm = LLM(speculative_config=asked)
+    assert llm.engine.speculation is not None
+    proposer = llm.engine.speculation.proposer
+    assert isinstance(proposer, SuffixProposer)
+    assert (proposer._factor, proposer._least, proposer.past._outputs) == (2.0, 0.2, 25)
 
 
 def test_one_of_two_lengths_moves_the_others_default() -> None:
