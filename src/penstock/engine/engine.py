@@ -430,6 +430,11 @@ class Engine:
         if draft is not None:
             assert self.speculation is not None  # whose draft it is
             last += self.speculation.right(draft, sampled.token_ids[rows.start : rows.stop])
+        if last > rows.start and not sampled.errors:
+            tokens = sampled.token_ids[rows.start : last + 1]
+            if self.appender.append_all(sequence, tokens, now):
+                self._computed(sequence, last - rows.start)
+                return
         for row in range(rows.start, last + 1):
             if row in sampled.errors:
                 raise self.intake.failure(sequence, sampled.errors[row])
