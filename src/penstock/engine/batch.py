@@ -99,24 +99,23 @@ class Batcher:
         # Lists of the same objects compare by identity, in C.
         if members != batch.sampled or len(members) != count:
             return False
-        size, step = self._block_size, batch.step
-        positions, contexts = self._positions.array[:count], self._context_len.array[:count]
+        size, width = self._block_size, batch.step.block_table.shape[1]
         done = [sequence.num_computed for sequence in members]
         # One that gave way in between may have started again elsewhere.
-        if contexts.tolist() != done or [s.row for s in members] != self._rows:
+        if batch.size.contexts != done or [s.row for s in members] != self._rows:
             return False
-        width = step.block_table.shape[1]
         if max(done) >= width * size:
             return False
-        positions[:] = contexts
+        contexts = self._context_len.array[:count]
+        self._positions.array[:count] = contexts
         contexts += 1
         self._tokens.array[:count] = [s.tokens[at] for s, at in zip(members, done, strict=True)]
-        blocks, _ = self._blocks.table(count, width)
         slots = self._slots.array[:count]
         slots += 1
-        (entering,) = (positions % size == 0).nonzero()
-        if len(entering):  # a new block; the one before may have become one that held the same
-            rows, at = np.array(self._rows)[entering], positions[entering] // size
+        entering = [i for i, at in enumerate(done) if at % size == 0]
+        if entering:  # a new block; the one before may have become one that held the same
+            blocks, _ = self._blocks.table(count, width)
+            rows, at = np.array(self._rows)[entering], np.array(done)[entering] // size
             blocks[entering, at - 1] = self._table[rows, at - 1]
             blocks[entering, at] = self._table[rows, at]
             slots[entering] = blocks[entering, at] * size
