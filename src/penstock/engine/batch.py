@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from itertools import accumulate
-from typing import TYPE_CHECKING
+from itertools import accumulate, pairwise
+from typing import TYPE_CHECKING, Final
 
 import numpy as np
 import torch
@@ -20,6 +20,11 @@ if TYPE_CHECKING:
     from penstock.engine.beams import Beams
 
 Ints = NDArray[np.int32]
+
+_FEW: Final = 64
+"""Numbers that are faster one by one: arithmetic on arrays has to be fetched from memory first, of
+which a forward pass has just used all that is near.
+"""
 
 
 @dataclass(slots=True)
@@ -38,21 +43,32 @@ class Batch:
 
 
 class _Buffer:
-    """An array that is written to again and again, and its views as tensors."""
+    """An array that is written to again and again, and its views as tensors.
+
+    The last views are kept: most steps have the form of the one before.
+    """
 
     def __init__(self, size: int) -> None:
         self.array: Ints = np.zeros(size, dtype=np.int32)
         self._tensor = torch.from_numpy(self.array)
+        self._filled = self._tensor
+        self._table = self.array[:0, None], self._tensor[:0, None]
 
     def fill(self, values: list[int] | Ints) -> Tensor:
         """The first `len(values)` places, holding them."""
-        self.array[: len(values)] = values
-        return self._tensor[: len(values)]
+        count = len(values)
+        self.array[:count] = values
+        if len(self._filled) != count:
+            self._filled = self._tensor[:count]
+        return self._filled
 
     def table(self, rows: int, width: int) -> tuple[Ints, Tensor]:
         """The first `rows · width` places as a matrix."""
-        size = rows * width
-        return self.array[:size].reshape(rows, width), self._tensor[:size].view(rows, width)
+        if self._table[0].shape != (rows, width):
+            size = rows * width
+            array, tensor = self.array[:size], self._tensor[:size]
+            self._table = array.reshape(rows, width), tensor.view(rows, width)
+        return self._table
 
 
 class Batcher:
@@ -106,20 +122,19 @@ class Batcher:
             return False
         if max(done) >= width * size:
             return False
-        contexts = self._context_len.array[:count]
-        self._positions.array[:count] = contexts
-        contexts += 1
-        self._tokens.array[:count] = [s.tokens[at] for s, at in zip(members, done, strict=True)]
-        slots = self._slots.array[:count]
-        slots += 1
-        entering = [i for i, at in enumerate(done) if at % size == 0]
-        if entering:  # a new block; the one before may have become one that held the same
-            blocks, _ = self._blocks.table(count, width)
-            rows, at = np.array(self._rows)[entering], np.array(done)[entering] // size
-            blocks[entering, at - 1] = self._table[rows, at - 1]
-            blocks[entering, at] = self._table[rows, at]
-            slots[entering] = blocks[entering, at] * size
-        batch.size = StepSize(batch.size.queries, contexts.tolist(), count)
+        contexts = [at + 1 for at in done]
+        slots = [slot + 1 for slot in self._slots.array[:count].tolist()]
+        blocks, _ = self._blocks.table(count, width)
+        for i, at in enumerate(done):
+            if at % size == 0:  # a new block; the one before may have become one that held the same
+                block = at // size
+                blocks[i, block - 1 : block + 1] = self._table[self._rows[i], block - 1 : block + 1]
+                slots[i] = int(blocks[i, block]) * size
+        self._tokens.fill([s.tokens[at] for s, at in zip(members, done, strict=True)])
+        self._positions.fill(done)
+        self._context_len.fill(contexts)
+        self._slots.fill(slots)
+        batch.size = StepSize(batch.size.queries, contexts, count)
         return True
 
     def _lay_out(self, parts: list[Part]) -> Batch:
@@ -158,17 +173,13 @@ class Batcher:
                     sampled += members
                     logit_rows += [len(wanted)] * len(members)
                     wanted.append(row)
-        spread = np.array(positions, dtype=np.int32)
-        owner = np.array(rows)
-        of_token = owner if len(owner) == len(spread) else np.repeat(owner, np.diff(starts))
-        size = np.int32(self._block_size)
-        slots = self._table[of_token, spread // size] * size + spread % size
-        blocks, block_table = self._blocks.table(len(parts), -(-max(contexts) // int(size)))
-        blocks[:] = self._table[owner, : blocks.shape[1]]
+        width = -(-max(contexts) // self._block_size)
+        blocks, block_table = self._blocks.table(len(rows), width)
+        blocks[:] = self._table[rows if len(rows) > 1 else rows[0], :width]  # a gather, or a copy
         step = Step(
             tokens=self._tokens.fill(tokens),
-            positions=self._positions.fill(spread),
-            slots=self._slots.fill(slots),
+            positions=self._positions.fill(positions),
+            slots=self._slots.fill(self._slots_of(blocks, starts, positions)),
             query_start=self._query_start.fill(starts),
             context_len=self._context_len.fill(contexts),
             block_table=block_table,
@@ -176,6 +187,18 @@ class Batcher:
         )
         counted = StepSize([count for _, count in parts], contexts, len(wanted), drafted)
         return Batch(step, counted, sampled, logit_rows, prompt_rows, *_drawing(drawn, sampled))
+
+    def _slots_of(self, blocks: Ints, starts: list[int], positions: list[int]) -> list[int] | Ints:
+        """Where tokens are written; starts: of each row of `blocks`, and the end."""
+        size = self._block_size
+        if len(positions) <= _FEW:
+            return [
+                int(blocks[row, at // size]) * size + at % size
+                for row, (first, end) in enumerate(pairwise(starts))
+                for at in positions[first:end]
+            ]
+        at, beyond = np.divmod(np.array(positions, dtype=np.int32), np.int32(size))
+        return blocks[np.repeat(np.arange(len(blocks)), np.diff(starts)), at] * size + beyond
 
 
 def _drawing(
