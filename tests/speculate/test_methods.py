@@ -19,12 +19,16 @@ from penstock.runtime import load_runtime
 from penstock.speculate.suffix import SuffixProposer
 from tests.models.heads.made import Made
 
+from .eagle_reference import make_tensors, write
+
 METHODS: dict[str, dict[str, Any]] = {
     "ngram": {"method": "ngram", "prompt_lookup_min": 1},
     "suffix": {"method": "suffix"},
     "draft_model": {"method": "draft_model"},
     "self": {"method": "self", "draft_layers": 1},
     "medusa": {"method": "medusa", "tree_tokens": 12},
+    "eagle": {"method": "eagle", "tree_tokens": 12},
+    "eagle3": {"method": "eagle3", "tree_tokens": 12},
 }
 
 Folder = Callable[[int], Path]
@@ -51,23 +55,35 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Folder:
     return make
 
 
-HEADS: dict[str, Path] = {}
-"""Medusa heads of random weights, for the embedded model and for the random ones."""
+HEADS: dict[tuple[str, str], Path] = {}
+"""Heads of random weights by method, for the embedded model and for the random ones."""
 
 
 @pytest.fixture(scope="module", autouse=True)
 def _heads(tmp_path_factory: pytest.TempPathFactory) -> None:
     for target, hidden, vocab in (("stories", 256, 4096), ("random", 32, 50)):
         where = tmp_path_factory.mktemp(f"heads-{target}")
-        HEADS[target] = Made(hidden, vocab, dtype=torch.bfloat16).write(where)
+        HEADS["medusa", target] = Made(hidden, vocab, dtype=torch.bfloat16).write(where)
+        for method in ("eagle", "eagle3"):
+            tensors = make_tensors(method == "eagle3", hidden=hidden, vocab=vocab)
+            changes: dict[str, Any] = {
+                "hidden_size": hidden,
+                "vocab_size": vocab,
+                "head_dim": 16,
+            }
+            if method == "eagle3":
+                changes["eagle_config"] = {"eagle_aux_hidden_state_layer_ids": [0, 1, 2]}
+            HEADS[method, target] = write(
+                tmp_path_factory.mktemp(f"{method}-{target}"), tensors, **changes
+            )
 
 
 def speculating(method: str, target: str | Path, draft: str | Path, **more: Any) -> LLM:
     chosen = dict(METHODS[method])
     if method == "draft_model":
         chosen["model"] = str(draft)
-    if method == "medusa":
-        chosen["model"] = HEADS["stories" if target == "stories" else "random"]
+    if method in ("medusa", "eagle", "eagle3"):
+        chosen["model"] = HEADS[method, "stories" if target == "stories" else "random"]
     return LLM(target, speculative_config={**chosen, **more.pop("speculative", {})}, **more)
 
 
