@@ -130,10 +130,14 @@ def make_optimizers(model: nn.Module, config: TrainConfig) -> list[torch.optim.O
     return found
 
 
+Optimizers = Callable[[nn.Module, TrainConfig], list[torch.optim.Optimizer]]
+
+
 class Trainer:
     """A model on its way: optimizers, data position, progress, saved together.
 
-    folder: where checkpoint, log and curve go. held_out: batches by name, scored now and then.
+    folder: where checkpoint, log and curve go. held_out: batches by name, scored now and then by
+    `held_out_loss`.
     flops_per_token: of a step's forward and backward pass.
     """
 
@@ -146,14 +150,16 @@ class Trainer:
         *,
         loss: Loss = cross_entropy,
         held_out: Mapping[str, Batch] | None = None,
+        held_out_loss: Loss = cross_entropy,
+        optimizers: Optimizers = make_optimizers,
         flops_per_token: float = 0.0,
     ) -> None:
         self.folder, self.model, self.mixture, self.config = folder, model, mixture, config
-        self.loss = loss
+        self.loss, self.held_out_loss = loss, held_out_loss
         self.device = next(model.parameters()).device
         self.held_out = {k: b.to(self.device) for k, b in (held_out or {}).items()}
         self.flops_per_token = flops_per_token
-        self.optimizers = make_optimizers(model, config)
+        self.optimizers = optimizers(model, config)
         self.progress = Progress(total_steps=config.steps)
         self.best: dict[str, Tensor] = {}  # weights, on the CPU
         self.forward = torch.compile(model) if config.compile else model
@@ -287,7 +293,7 @@ class Trainer:
             total = 0.0
             for part in batch.split(self.config.micro_rows):
                 with self._autocast():
-                    total += float(cross_entropy(self.model, part))
+                    total += float(self.held_out_loss(self.model, part))
             losses[name] = round(total / float(batch.weights.sum()), 4)
         progress = self.progress
         progress.evaluated_at = self.done

@@ -124,3 +124,47 @@ def made_up_data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     )
     write("instruct/chatterbot-english/greetings.yml", greetings)
     return root
+
+
+@pytest.fixture(scope="session")
+def target_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny random Llama of 96 tokens, with a tokenizer of single characters."""
+    import torch
+    from tokenizers import Regex, Tokenizer, models, pre_tokenizers, processors
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    folder = tmp_path_factory.mktemp("target")
+    letters = ["<|endoftext|>", *(chr(i) for i in range(32, 127))]
+    tokenizer = Tokenizer(models.WordLevel({c: i for i, c in enumerate(letters)}, letters[0]))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
+    tokenizer.add_special_tokens(letters[:1])
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single=f"{letters[0]} $A", special_tokens=[(letters[0], 0)]
+    )
+    tokenizer.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text(
+        json.dumps(
+            {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": letters[0],
+             "eos_token": letters[0], "pad_token": letters[0]}
+        )
+    )  # fmt: skip
+    shape = {
+        "vocab_size": 96, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8,
+        "max_position_embeddings": 64, "rms_norm_eps": 1e-5, "tie_word_embeddings": True,
+        "bos_token_id": 0, "eos_token_id": 0, "pad_token_id": 0,
+    }  # fmt: skip
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(LlamaConfig(**shape, initializer_range=0.3))
+    model.to(torch.bfloat16).save_pretrained(folder)
+    config = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", **shape,
+              "hidden_act": "silu", "rope_theta": 10000.0, "torch_dtype": "bfloat16"}  # fmt: skip
+    (folder / "config.json").write_text(json.dumps(config, indent=2))
+    return folder
+
+
+@pytest.fixture
+def target(target_folder: Path) -> Any:
+    from recipes.speculation.target import Target
+
+    return Target(target_folder)

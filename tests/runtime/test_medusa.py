@@ -34,6 +34,7 @@ from penstock.runtime.medusa import Medusa
 from penstock.sampling import SequenceSampling
 from penstock.speculate import Computed, Wish
 from tests.models.heads.made import Made, written
+from tests.models.tiny import make_tiny
 
 exact = pytest.mark.skipif(native.handle is None, reason=f"no native kernels: {native.reason}")
 GREEDY = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
@@ -247,8 +248,9 @@ def test_memory_and_what_is_said(
     peaks = Peaks(1e9, 1e9, 0.0, 2, "now")
     floor = draft_floor(config, runtime, None)(size, peaks)
     assert floor == max(matrices / 1e9, 2 * flops / 1e9) and floor > 0
-    # stores aren't committed yet when the cache is sized: states, features, logits of 4 rows
-    later = 2 * 40 * D + 2 * 4 * D + 4 * 4 * 4 * V
+    # not committed yet when the cache is sized: states; features and logits of 4 rows, the last
+    # head's once more
+    later = 2 * 40 * D + 2 * 4 * D + 4 * 4 * 4 * V + 4 * 4 * V
     block = runtime.layout.bytes_per_block
     free = Hardware("a small one", 1, (), 1 << 40, available_bytes=20 * block + later)
     monkeypatch.setattr(loader, "detect", lambda: free)
@@ -322,6 +324,26 @@ def test_what_is_shipped(method: str, rounds: Path, tmp_path: Path, monkeypatch:
 
 
 # ── other kinds of targets ───────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize("eager", [False, True])
+@pytest.mark.parametrize("name", ["gpt2", "gemma2", "gpt-neox", "qwen3"])
+def test_of_other_families(name: str, eager: bool, tmp_path: Path) -> None:
+    """The states are transformers' last hidden states, whatever the norm; heads by the formula."""
+    tiny = make_tiny(name, tmp_path / "target")
+    config = tiny.oracle.config
+    made = Made(config.hidden_size, config.vocab_size, heads=2)
+    folder = made.write(tmp_path / "heads")
+    _, runtime = loaded(
+        tiny.folder, folder, dtype="float32", enforce_eager=eager, max_model_len=128
+    )
+    tokens = tiny.prompt[:40]
+    with torch.inference_mode():
+        features = tiny.oracle.base_model(tokens[None]).last_hidden_state[0]
+    runtime.runner.forward(window_step(runtime, tokens.tolist(), 1))
+    assert isinstance(runtime.draft, Medusa) and runtime.draft.runner is not None
+    got = runtime.draft.runner(kept_of(runtime)[:40])
+    assert (got.double() - made.logits(features)).abs().max() < 1e-4
 
 
 @pytest.fixture(scope="module")

@@ -207,3 +207,98 @@ def test_rates_forget() -> None:
     assert (record.later.hits, record.later.trials) == (1, 2)
     record.see(0, 0, 1.0)  # nothing came
     assert record.first.trials == 1
+
+
+# ── trees ────────────────────────────────────────────────────────────────────────────────────────
+
+PROMISED = [0.8, 0.5, 0.3, 0.15, 0.1, 0.05]
+"""Chances of a tree's guesses, in the order in which it holds them."""
+
+
+@dataclass
+class Forest:
+    """Steps of one sequence whose trees promise PROMISED and keep a share of it."""
+
+    seconds: Seconds
+    kept: float
+    pass_s: float = 0.02
+    by_passes: bool = False
+    rng: random.Random = field(default_factory=lambda: random.Random(0))
+    sizes: list[int] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.controller = Controller(
+            3, adaptive=True, by_passes=self.by_passes, tree_tokens=len(PROMISED)
+        )
+        self.record = Record()
+
+    def step(self) -> tuple[int, float]:
+        control, spent, chosen, right = self.controller, 0.0, 0, 0
+        if control.may_guess(1):
+            depth = 3
+            if self.by_passes:
+                (depth,) = control.choose(1, [self.record], [3])
+            spent = self.pass_s * (depth if self.by_passes else 1)
+            if depth:
+                control.saw_drafting(depth, spent)
+                # as many of them on one way as they promise in the mean
+                mean = self.kept * sum(PROMISED)
+                deepest = sum(self.rng.random() < mean / 3 for _ in range(3))
+                if self.by_passes:
+                    (chosen,) = control.cut(1, [PROMISED])
+                else:
+                    sizes = control.choose(1, [self.record], [len(PROMISED)], (), [PROMISED])
+                    (chosen,) = sizes
+                right = round(deepest * sum(PROMISED[:chosen]) / sum(PROMISED))
+                control.saw_guess(self.record, min(deepest, depth), min(deepest + 1, depth))
+                control.saw_tree(PROMISED, deepest)
+        took = self.seconds(1, chosen)
+        control.saw_step(1, chosen, took, spent, right)
+        self.sizes.append(chosen)
+        return right + 1, took + spent
+
+    def speed(self, steps: int) -> float:
+        found = [self.step() for _ in range(steps)]
+        return sum(n for n, _ in found) / sum(s for _, s in found)
+
+
+@pytest.mark.parametrize("by_passes", [False, True])
+def test_a_tree_is_as_large_as_it_pays(by_passes: bool) -> None:
+    cheap = Forest(flat, 1.0, by_passes=by_passes)
+    cheap.speed(300)
+    assert np.mean(cheap.sizes[-100:]) > 5.5
+    dear = Forest(lambda b, n: 1.0 + 0.25 * n, 1.0, by_passes=by_passes)
+    dear.speed(300)
+    assert 1 <= np.mean(dear.sizes[-100:]) < 4  # guesses below 0.25 don't pay
+
+
+@pytest.mark.parametrize("by_passes", [False, True])
+def test_promises_that_are_not_kept_are_seen(by_passes: bool) -> None:
+    """Trees that never come true: no more than three hundredths of the time go to them."""
+    for seconds in (flat, lambda b, n: 1.0 + 0.1 * n):
+        forest = Forest(seconds, 0.0, by_passes=by_passes)
+        forest.speed(300)
+        assert not forest.controller.is_on
+        assert forest.speed(2000) > 0.97 / seconds(1, 0)
+        forest.kept = 1.0
+        forest.speed(2000)
+        assert forest.controller.is_on
+
+
+def test_trees_of_several_share_what_pays() -> None:
+    """The guesses of the most promise are taken, whosever they are."""
+    control = Controller(2, adaptive=True, by_passes=False, tree_tokens=4)
+    for _ in range(PLAIN_STEPS):
+        control.saw_step(2, 0, 1.0)
+    for n in (1, 2, 4, 8):
+        for _ in range(5):
+            control.saw_step(2, n, 1.0 + 0.2 * n)
+    trees = [[0.9, 0.8, 0.1, 0.05], [0.3, 0.05, 0.02, 0.01]]
+    assert control.choose(2, [Record(), Record()], [4, 4], (), trees) == [2, 0]
+    assert control.cut(2, trees) == [2, 0]
+
+
+def test_trees_that_are_not_kept_to_what_pays() -> None:
+    control = Controller(2, adaptive=False, by_passes=True, tree_tokens=4)
+    assert control.choose(1, [Record()], [5]) == [2]
+    assert control.cut(1, [[0.5, 0.2, 0.1]]) == [3]

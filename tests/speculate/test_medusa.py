@@ -171,21 +171,21 @@ def test_a_batch_is_each_of_its_sequences() -> None:
     assert len({tuple(draft.tokens) for draft in together}) == 3
 
 
-def test_what_was_seen_is_kept_though_the_store_is_written_to() -> None:
-    """Of a sequence that sat out a step, beside one that didn't, and in another order."""
-    proposer, store, _ = made()
-    still, going = Text(4), Text(6)
+def test_the_last_steps_states_are_looked_at() -> None:
+    """As they are by the time of the wish, in whatever order; of who sat out that step, none."""
+    proposer, store, heads = made()
+    still, going, new = Text(4), Text(6), Text(9)
     want = {}
-    for text, row in ((still, 1), (going, 9)):
+    for text, row in ((going, 9), (new, 2)):
         fresh = made()[0]
         fresh.saw([text.computed([row])])
         want[text] = fresh.propose([text.wish()])[0].tokens
-    proposer.saw([going.computed([7]), still.computed([1])])
-    going.tokens.append(3)
-    proposer.saw([going.computed([9])])
-    store[:] = 0
-    found = proposer.propose([still.wish(), going.wish()])
-    assert [draft.tokens for draft in found] == [want[still], want[going]]
+    proposer.saw([still.computed([1]), going.computed([7])])
+    store[[9, 2]] = store[[2, 9]]
+    proposer.saw([going.computed([2]), new.computed([0, 0, 9])])
+    found = proposer.propose([text.wish() for text in (still, new, going)])
+    assert [draft.tokens for draft in found] == [[], want[new], want[going]]
+    assert heads.calls == [2]
     assert isinstance(proposer, StateReader) and proposer.last_caught_up == 0
 
 
@@ -193,8 +193,8 @@ def test_without_the_state_of_the_token_before_the_last() -> None:
     """Sequences that were never seen, have more tokens by now, or have ended."""
     proposer, _, heads = made()
     never, ahead, ended, there = (Text(5) for _ in range(4))
-    proposer.saw([text.computed([2]) for text in (ahead, ended, there)])
-    proposer.saw([Computed(never, never.tokens, [], 0, [])])  # rows of wrong guesses only
+    wrong = Computed(never, never.tokens, [], 0, [])  # rows of wrong guesses only
+    proposer.saw([wrong, *(text.computed([2]) for text in (ahead, ended, there))])
     ahead.tokens += [1, 2]  # forced by a grammar
     proposer.forget(ended)
     proposer.forget(ended)
@@ -204,7 +204,7 @@ def test_without_the_state_of_the_token_before_the_last() -> None:
     assert proposer.propose([]) == [] and heads.calls == [1]
     proposer.forget(there)
     proposer.forget(ahead)
-    assert not proposer._known
+    assert [one.key for one in proposer._seen] == [never]
 
 
 def test_keys_that_are_equal_are_not_the_same() -> None:

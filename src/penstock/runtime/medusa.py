@@ -50,10 +50,12 @@ class Medusa:
 
     @property
     def later_bytes(self) -> int:
-        """Of stores, which are committed as they are first used."""
-        heads = self.heads
+        """Of stores and logits, which are committed as they are first used."""
+        heads, spec = self.heads, self.heads.spec
+        rows = len(heads.features) * (1 if heads.shared is None else spec.num_heads)
         given = heads.logits if heads.shared is None else heads.states
-        return self.kept.store.nbytes + heads.features.nbytes + given.nbytes
+        last = rows * spec.num_rows * torch.float32.itemsize  # what the program ends with
+        return self.kept.store.nbytes + heads.features.nbytes + given.nbytes + last
 
     def cost(self, rows: int) -> Cost:
         """Of guessing for so many sequences at once: all matrices are read, in one pass."""

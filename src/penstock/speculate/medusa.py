@@ -29,16 +29,6 @@ Ids = NDArray[np.int64]
 Chances = NDArray[np.float32]
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _State:
-    """The last state of a sequence that a step has computed."""
-
-    key: object  # held, so that its id stays its own
-    position: int  # of its token
-    states: Tensor  # [R, D], of this and other sequences …
-    row: int  # … whose place this is
-
-
 @dataclass(frozen=True, slots=True)
 class TreeLimits:
     """How large a draft may be."""
@@ -65,64 +55,51 @@ class MedusaProposer:
         self._store = store
         self._limits = limits
         self._ids = ids
-        self._known: dict[int, _State] = {}  # by the key's id
+        self._seen: Sequence[Computed] = ()  # by the last step, whose states are in the store
 
     def saw(self, computed: Sequence[Computed]) -> None:
-        """Note the last state of each sequence: the store is written to in the next step."""
-        seen = [one for one in computed if one.rows]
-        if not seen:
-            return
-        with torch.inference_mode():
-            states = self._store.index_select(0, torch.tensor([one.rows[-1] for one in seen]))
-        for row, one in enumerate(seen):
-            at = one.first + len(one.rows) - 1
-            self._known[id(one.key)] = _State(one.key, at, states, row)
+        """Note who was computed; what isn't guessed by before the next step is never looked at."""
+        self._seen = computed
 
     def propose(self, wishes: Sequence[Wish]) -> list[Draft]:
-        """A draft for each wish; of no tokens where the token before the last wasn't seen."""
+        """A draft for each wish; of no tokens where the last step hasn't computed the token before
+        the last.
+        """
         drafts = [Draft(wish.sampling) for wish in wishes]
-        found = [self._known.get(id(wish.key)) for wish in wishes]
-        rows = [
-            i
-            for i, (wish, state) in enumerate(zip(wishes, found, strict=True))
-            if state is not None and state.position == len(wish.tokens) - 2
-        ]
-        if not rows:
+        seen = {id(one.key): one for one in self._seen if one.rows}
+        found: list[tuple[Draft, Wish, int]] = []
+        for draft, wish in zip(drafts, wishes, strict=True):
+            one = seen.get(id(wish.key))
+            if one is not None and one.first + len(one.rows) == len(wish.tokens) - 1:
+                found.append((draft, wish, one.rows[-1]))
+        if not found:
             return drafts
-        states = _stacked([state for i in rows if (state := found[i]) is not None])
-        params = [wishes[i].sampling.params for i in rows]
-        temperatures = [1.0 if p.is_greedy else p.temperature for p in params]
-        ids, chances = self._candidates(states, temperatures)
-        for i, tokens, odds in zip(rows, ids, chances, strict=True):
-            depth = min(wishes[i].limit, self._limits.depth)
-            _grow(drafts[i], tokens[:depth], odds[:depth], self._limits.most)
+        params = [wish.sampling.params for _, wish, _ in found]
+        ids, chances = self._candidates(
+            [row for *_, row in found], [1.0 if p.is_greedy else p.temperature for p in params]
+        )
+        for (draft, wish, _), tokens, odds in zip(found, ids, chances, strict=True):
+            depth = min(wish.limit, self._limits.depth)
+            _grow(draft, tokens[:depth], odds[:depth], self._limits.most)
         return drafts
 
     def forget(self, key: object) -> None:
         """The sequence of that key has ended."""
-        self._known.pop(id(key), None)
+        self._seen = [one for one in self._seen if one.key is not key]
 
-    def _candidates(self, states: Tensor, temperatures: list[float]) -> tuple[Ids, Chances]:
-        """Of each state [R, D] and head, the likeliest ids and their probabilities, [R, K, k]."""
+    def _candidates(self, rows: list[int], temperatures: list[float]) -> tuple[Ids, Chances]:
+        """Of each row of the store and each head, the likeliest ids and their probabilities,
+        [R, K, k].
+        """
         with torch.inference_mode():
-            logits = self._heads(states)
-            rows, heads, _ = logits.shape
+            logits = self._heads(self._store[rows])
+            count, heads, _ = logits.shape
             scale = torch.tensor(temperatures).repeat_interleave(heads)
             _, ids, chances = ops.softmax_top_k(logits.flatten(0, 1), scale, self._limits.width)
-            shape = (rows, heads, -1)
+            shape = (count, heads, -1)
             found: Ids = ids.view(shape).numpy()
             odds: Chances = chances.view(shape).numpy()
         return (found if self._ids is None else self._ids[found]), odds
-
-
-def _stacked(states: Sequence[_State]) -> Tensor:
-    """Their rows, [R, D]."""
-    first = states[0].states
-    places = [state.row for state in states]
-    if all(state.states is first for state in states):
-        whole = places == list(range(len(first)))
-        return first if whole else first[places]
-    return torch.stack([state.states[state.row] for state in states])
 
 
 def _grow(draft: Draft, ids: Ids, chances: Chances, most: int) -> None:

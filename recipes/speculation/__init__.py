@@ -1,0 +1,1 @@
+"""Training what guesses ahead of a model: Medusa heads, EAGLE heads, a small draft model."""

@@ -1,0 +1,316 @@
+"""`python -m recipes.speculation METHOD`: train what guesses ahead of a model."""
+
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+
+from penstock.errors import PenstockError
+from recipes.family import device_of
+from recipes.speculation.run import Make, Settings, measure_again, train
+from recipes.train import TrainConfig
+
+app = typer.Typer(help=__doc__, no_args_is_help=True, add_completion=False)
+
+ROOT = Path(__file__).resolve().parents[2]
+WORK = ROOT / "build" / "speculation"
+TEXTS = ROOT.parent / "shared" / "data" / "text"
+
+Output = Annotated[Path, typer.Option(help="Folder to write.")]
+Model = Annotated[str, typer.Option(help="The target: a folder, or an embedded model's name.")]
+DataFile = Annotated[
+    Path | None,
+    typer.Option("--data", help="A text file, or .jsonl with `text`. Default: recipes/stories'."),
+]
+Texts = Annotated[Path, typer.Option(help="Where the default text is made from.")]
+Work = Annotated[Path, typer.Option(help="Folder of checkpoints and of texts that were sampled.")]
+Minutes = Annotated[float | None, typer.Option(help="Length of the run in minutes.")]
+Steps = Annotated[int | None, typer.Option(min=1, help="Or in steps.")]
+Rows = Annotated[int, typer.Option(min=1, help="Rows of a step.")]
+Length = Annotated[int, typer.Option(help="Tokens of a row, at most.")]
+Rate = Annotated[float, typer.Option(help="Peak learning rate.")]
+Muon = Annotated[bool, typer.Option(help="Muon for the layers' matrices; else AdamW for all.")]
+Dtype = Annotated[str | None, typer.Option(help="bfloat16 or float32. Default: what is fast here.")]
+Device = Annotated[str | None, typer.Option(help="cuda or cpu. Default: a GPU if there is one.")]
+Threads = Annotated[int | None, typer.Option(min=1, help="Default: torch's choice.")]
+Seed = Annotated[int, typer.Option()]
+SaveEvery = Annotated[int | None, typer.Option(min=1, help="Steps. Default: every minute.")]
+SelfDistill = Annotated[int, typer.Option(min=0, help="Texts that the target writes first.")]
+Temperatures = Annotated[str, typer.Option(help="Its temperatures, in turns; 0 is greedy.")]
+TextShare = Annotated[float, typer.Option(help="Share of the text's rows beside its own.")]
+Evaluate = Annotated[int, typer.Option(min=1, help="Held-out beginnings to measure on.")]
+SampledAt = Annotated[float, typer.Option(help="Temperature of the sampled ones.")]
+Depth = Annotated[int, typer.Option(min=1, max=32, help="Guesses of a draft, as measured.")]
+SelfFed = Annotated[int, typer.Option(help="Steps in training that read the head's own output.")]
+Inner = Annotated[int | None, typer.Option(min=1, help="Its MLP's size. Default: the target's.")]
+Embedding = Annotated[bool, typer.Option(help="Save the target's embedding with it.")]
+
+
+def _dtype(name: str | None, device: torch.device) -> str:
+    if name is not None:
+        return name
+    fast = (
+        device.type == "cuda"
+        or torch.cpu._is_avx512_bf16_supported()
+        or torch.cpu._is_amx_tile_supported()
+    )
+    return "bfloat16" if fast else "float32"
+
+
+def _train(method: str, make: Make, own: dict[str, Any], options: dict[str, Any]) -> None:
+    """Split a command's options into what they are of, and run."""
+    if options["threads"]:
+        torch.set_num_threads(options["threads"])
+    if options["minutes"] is None and options["steps"] is None:
+        options["minutes"] = 10.0
+    written = options["temperatures"]
+    try:
+        temperatures = tuple(float(part) for part in written.split(","))
+    except ValueError as error:
+        message = f"--temperatures takes numbers between commas, not {written!r}."
+        raise typer.BadParameter(message) from error
+    names = ("model", "texts", "output", "work", "length", "self_distill", "text_share",
+             "evaluate", "sampled_at", "depth", "device")  # fmt: skip
+    settings = Settings(
+        data=options["data"], temperatures=temperatures, **{name: options[name] for name in names}
+    )
+    device = device_of(options["device"])
+    at_once = options["rows"] if device.type == "cuda" else 2 - options["rows"] % 2
+    names = ("steps", "minutes", "rows", "learning_rate", "muon", "seed", "save_every")
+    config = TrainConfig(
+        micro_rows=at_once, warm_up=0.03, weight_decay=0.01,
+        evaluate_every=0.1, dtype=_dtype(options["dtype"], device),
+        **{name: options[name] for name in names},
+    )  # fmt: skip
+    train(method, make, own, settings, config)
+
+
+@app.command()
+def medusa(
+    output: Output,
+    model: Model = "stories",
+    data: DataFile = None,
+    texts: Texts = TEXTS,
+    work: Work = WORK,
+    heads: Annotated[int, typer.Option(min=1, max=16, help="Tokens that are guessed.")] = 4,
+    blocks: Annotated[int, typer.Option(min=0, help="ResBlocks of a head.")] = 1,
+    shared_head: Annotated[
+        bool, typer.Option(help="Guess through the target's own head: far smaller.")
+    ] = False,
+    text_labels: Annotated[
+        bool, typer.Option(help="Learn from the text's tokens, not the target's distributions.")
+    ] = False,
+    minutes: Minutes = None,
+    steps: Steps = None,
+    rows: Rows = 16,
+    length: Length = 512,
+    learning_rate: Rate = 3e-3,
+    muon: Muon = True,
+    dtype: Dtype = None,
+    device: Device = None,
+    threads: Threads = None,
+    seed: Seed = 0,
+    save_every: SaveEvery = None,
+    self_distill: SelfDistill = 0,
+    temperatures: Temperatures = "0,0.6,0.9",
+    text_share: TextShare = 0.3,
+    evaluate: Evaluate = 64,
+    sampled_at: SampledAt = 0.8,
+) -> None:
+    """Medusa heads: each guesses another one of the next tokens, all at once."""
+    from recipes.speculation.medusa import Medusa
+
+    options = dict(locals(), depth=heads)
+    own = {"heads": heads, "blocks": blocks, "shared": shared_head, "labels": text_labels}
+    _train(
+        "medusa",
+        lambda target, counts: Medusa(
+            target, heads, blocks, shared_head=shared_head, text_labels=text_labels
+        ),
+        own,
+        options,
+    )
+
+
+@app.command()
+def eagle(
+    output: Output,
+    model: Model = "stories",
+    data: DataFile = None,
+    texts: Texts = TEXTS,
+    work: Work = WORK,
+    self_fed: SelfFed = 1,
+    intermediate_size: Inner = None,
+    fc_bias: Annotated[bool, typer.Option(help="A bias in fc, as the first heads had.")] = False,
+    save_embedding: Embedding = False,
+    minutes: Minutes = None,
+    steps: Steps = None,
+    rows: Rows = 16,
+    length: Length = 512,
+    learning_rate: Rate = 3e-3,
+    muon: Muon = True,
+    dtype: Dtype = None,
+    device: Device = None,
+    threads: Threads = None,
+    seed: Seed = 0,
+    save_every: SaveEvery = None,
+    self_distill: SelfDistill = 0,
+    temperatures: Temperatures = "0,0.6,0.9",
+    text_share: TextShare = 0.3,
+    evaluate: Evaluate = 64,
+    sampled_at: SampledAt = 0.8,
+    depth: Depth = 6,
+) -> None:
+    """An EAGLE head (1 and 2): a layer that guesses the target's next features."""
+    from recipes.speculation.eagle import Eagle
+
+    options = dict(locals())
+    own = {"self_fed": self_fed, "intermediate": intermediate_size, "bias": fc_bias}
+    _train(
+        "eagle",
+        lambda target, counts: Eagle(
+            target, intermediate_size=intermediate_size, fc_bias=fc_bias, steps=self_fed,
+            save_embedding=save_embedding, seed=seed,
+        ),
+        own,
+        options,
+    )  # fmt: skip
+
+
+@app.command()
+def eagle3(
+    output: Output,
+    model: Model = "stories",
+    data: DataFile = None,
+    texts: Texts = TEXTS,
+    work: Work = WORK,
+    self_fed: SelfFed = 4,
+    intermediate_size: Inner = None,
+    draft_vocab: Annotated[
+        int | None, typer.Option(min=1, help="Most frequent tokens that are guessed. Default: all.")
+    ] = None,
+    layers: Annotated[
+        str | None, typer.Option(help="Three layers whose inputs are read, as in 2,16,29.")
+    ] = None,
+    save_embedding: Embedding = False,
+    minutes: Minutes = None,
+    steps: Steps = None,
+    rows: Rows = 16,
+    length: Length = 512,
+    learning_rate: Rate = 3e-3,
+    muon: Muon = True,
+    dtype: Dtype = None,
+    device: Device = None,
+    threads: Threads = None,
+    seed: Seed = 0,
+    save_every: SaveEvery = None,
+    self_distill: SelfDistill = 0,
+    temperatures: Temperatures = "0,0.6,0.9",
+    text_share: TextShare = 0.3,
+    evaluate: Evaluate = 64,
+    sampled_at: SampledAt = 0.8,
+    depth: Depth = 6,
+) -> None:
+    """An EAGLE-3 head: a layer over features of three layers, with a head of its own."""
+    from recipes.speculation.eagle3 import Eagle3
+
+    options = dict(locals())
+    try:
+        chosen = None if layers is None else [int(part) for part in layers.split(",")]
+    except ValueError as error:
+        raise typer.BadParameter(f"--layers takes three numbers, not {layers!r}.") from error
+    own = {"self_fed": self_fed, "intermediate": intermediate_size, "vocab": draft_vocab,
+           "layers": layers}  # fmt: skip
+    _train(
+        "eagle3",
+        lambda target, counts: Eagle3(
+            target, counts, draft_vocab_size=draft_vocab, layers=chosen,
+            intermediate_size=intermediate_size, steps=self_fed, save_embedding=save_embedding,
+            seed=seed,
+        ),
+        own,
+        options,
+    )  # fmt: skip
+
+
+@app.command()
+def draft(
+    output: Output,
+    model: Model = "stories",
+    data: DataFile = None,
+    texts: Texts = TEXTS,
+    work: Work = WORK,
+    hidden_size: Annotated[int, typer.Option(min=8)] = 128,
+    num_layers: Annotated[int, typer.Option(min=1)] = 2,
+    num_heads: Annotated[int, typer.Option(min=1)] = 4,
+    num_kv_heads: Annotated[int, typer.Option(min=1)] = 2,
+    intermediate_size: Annotated[int, typer.Option(min=8)] = 256,
+    minutes: Minutes = None,
+    steps: Steps = None,
+    rows: Rows = 16,
+    length: Length = 512,
+    learning_rate: Rate = 5e-3,
+    muon: Muon = True,
+    dtype: Dtype = None,
+    device: Device = None,
+    threads: Threads = None,
+    seed: Seed = 0,
+    save_every: SaveEvery = None,
+    self_distill: SelfDistill = 0,
+    temperatures: Temperatures = "0,0.6,0.9",
+    text_share: TextShare = 0.3,
+    evaluate: Evaluate = 64,
+    sampled_at: SampledAt = 0.8,
+    depth: Depth = 6,
+) -> None:
+    """A small model of the target's family that learns its distributions."""
+    from recipes.speculation.draft import Draft
+
+    options = dict(locals())
+    shape = {
+        "hidden_size": hidden_size, "num_layers": num_layers, "num_heads": num_heads,
+        "num_kv_heads": num_kv_heads, "intermediate_size": intermediate_size,
+    }  # fmt: skip
+    _train("draft", lambda target, counts: Draft(target, **shape, seed=seed), shape, options)
+
+
+@app.command(name="measure")
+def measure_folder(
+    folder: Annotated[Path, typer.Argument(help="What was trained.")],
+    model: Model = "stories",
+    data: DataFile = None,
+    texts: Texts = TEXTS,
+    work: Work = WORK,
+    length: Length = 512,
+    device: Device = None,
+    threads: Threads = None,
+    seed: Seed = 0,
+    evaluate: Evaluate = 64,
+    sampled_at: SampledAt = 0.8,
+    depth: Depth = 6,
+) -> None:
+    """What is accepted of a folder's guesses, along what the target says after held-out texts."""
+    if threads:
+        torch.set_num_threads(threads)
+    measure_again(
+        folder,
+        Settings(
+            model, data, texts, folder, work, length=length, evaluate=evaluate,
+            sampled_at=sampled_at, depth=depth, device=device,
+        ),
+        seed,
+    )  # fmt: skip
+
+
+def main() -> None:
+    """Run a command; an error made on purpose is one line."""
+    try:
+        app()
+    except PenstockError as error:
+        sys.exit(f"error: {error}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,289 @@
+"""From options to a folder: text, the target's own text, training, measuring, saving."""
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.table import Table
+from torch import Tensor, nn
+
+from penstock.errors import ConfigError
+from penstock.models.hub import resolve
+from recipes.batches import Batch
+from recipes.family import device_of
+from recipes.speculation.acceptance import WIDTHS, Acceptance, measure
+from recipes.speculation.generate import continuations, prompts
+from recipes.speculation.guesser import Guesser
+from recipes.speculation.load import load_guesser
+from recipes.speculation.target import Target
+from recipes.speculation.text import Row, Rows, count_tokens, pad, read_documents, text_rows
+from recipes.stories.prepare import chat_documents, load_corpus
+from recipes.stories.tokenizer import EOS, render_chat
+from recipes.train import TrainConfig, Trainer
+
+HELD_OUT_ROWS = 8  # of each kind, scored during training
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """What a run is made of, beside its method's own options."""
+
+    model: str
+    data: Path | None
+    texts: Path  # where the default text is made from
+    output: Path
+    work: Path
+    length: int = 512  # tokens of a row
+    self_distill: int = 0  # texts that the target writes first
+    text_share: float = 0.3  # of the rows, where the target has written some
+    temperatures: tuple[float, ...] = (0.0, 0.6, 0.9)
+    evaluate: int = 64  # held-out beginnings that acceptance is measured on
+    sampled_at: float = 0.8
+    depth: int = 6  # guesses of a draft, as acceptance is measured
+    device: str | None = None  # None: a GPU if there is one
+
+    def __post_init__(self) -> None:
+        if self.length < 16 or self.depth < 1 or self.evaluate < 1:
+            raise ConfigError(
+                f"--length must be at least 16 tokens, --depth and --evaluate at least 1, not "
+                f"{self.length}, {self.depth} and {self.evaluate}."
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class Data:
+    """Rows to train on, and rows that are held out."""
+
+    text: list[Row]
+    own: list[Row]
+    held_out: dict[str, list[Row]]  # `text`, and what the target says: `greedy`, `sampled`
+
+
+Make = Callable[[Target, Tensor], Guesser]
+"""A guesser for a target whose training text has so many of each token [V]."""
+
+
+def write_default_text(texts: Path, file: Path) -> None:
+    """What recipes/stories prepares, as JSON lines: stories, and each as a request's answer."""
+    if not (texts / "tinystories" / "train_2M.txt").exists():
+        raise ConfigError(
+            f"The default text isn't in {texts}: give the folder by --texts, or a text of "
+            "your own by --data."
+        )
+    corpus = load_corpus(texts)
+    entries: list[dict[str, Any]] = []
+    for stories, held_out in (
+        (corpus.stories, False),
+        (corpus.held_out + corpus.held_out_recased, True),
+    ):
+        entries += [{"text": text, "held_out": held_out} for text in stories]
+        for ask, story in chat_documents(stories):
+            text = render_chat(ask, story)
+            given = text[: text.index(story)]
+            entries.append({"text": text, "prompt": given, "held_out": held_out})
+    assert entries[-1]["text"].startswith(EOS)
+    partial = file.with_suffix(".partial")
+    partial.write_text("".join(json.dumps(entry) + "\n" for entry in entries), encoding="utf-8")
+    partial.replace(file)
+
+
+def prepare(settings: Settings, target: Target, seed: int) -> Data:
+    """Read the text, split it, and let the target write what is asked for."""
+    data = settings.data
+    if data is None:
+        data = settings.work / "stories.jsonl"
+        if not data.exists():
+            write_default_text(settings.texts, data)
+    documents = read_documents(data)
+    training = [document for document in documents if not document.is_held_out]
+    held_out = [document for document in documents if document.is_held_out]
+    if not held_out:
+        raise ConfigError(
+            f"None of the {len(documents)} documents of {data} is held out by its hash: "
+            "acceptance needs some. Bring more documents, or mark some in JSON lines by "
+            '"held_out": true.'
+        )
+    length = min(settings.length, target.context)
+    cache = settings.work / "texts"
+
+    def written(of: Sequence[Any], count: int, temperatures: Sequence[float]) -> list[Row]:
+        starts = prompts(target.tokenizer, of, count, length, seed)
+        return continuations(target, starts, temperatures, length, seed, cache)
+
+    return Data(
+        text_rows(target.tokenizer, training, length),
+        written(training, settings.self_distill, settings.temperatures),
+        {
+            "text": _some(text_rows(target.tokenizer, held_out, length), settings.evaluate),
+            "greedy": written(held_out, settings.evaluate, (0.0,)),
+            "sampled": written(held_out, settings.evaluate, (settings.sampled_at,)),
+        },
+    )
+
+
+def _some(rows: list[Row], count: int) -> list[Row]:
+    """So many rows, from all parts of a text."""
+    return rows[:: max(1, len(rows) // count)][:count]
+
+
+class HeadTrainer(Trainer):
+    """The recipes' loop, with a bar where somebody watches."""
+
+    _bar: Progress | None = None
+
+    def run(self) -> Any:
+        console = Console(stderr=True)
+        if not console.is_terminal:
+            return super().run()
+        columns = (
+            TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn(),
+            TimeRemainingColumn(),
+        )  # fmt: skip
+        with Progress(*columns, console=console) as self._bar:
+            self._task = self._bar.add_task("training", total=1.0, completed=self.done)
+            found = super().run()
+            self._bar.update(self._task, completed=1.0)
+        self._bar = None
+        return found
+
+    def _report(self, loss: float) -> None:
+        if self._bar is None:
+            super()._report(loss)
+            return
+        words = f"step {self.progress.step:,}, loss {loss:.3f}"
+        self._bar.update(self._task, description=words, completed=self.done)
+
+
+def optimizers(model: nn.Module, config: TrainConfig) -> list[torch.optim.Optimizer]:
+    """AdamW, and Muon for the matrices of layers if asked for; see recipes/train.py."""
+    assert isinstance(model, Guesser)
+    inner, rest = model.weight_groups()
+    if not config.muon:
+        inner, rest = [], inner + rest
+    decayed = [p for p in rest if p.dim() == 2]
+    vectors = [p for p in rest if p.dim() != 2]
+    groups: list[dict[str, Any]] = [
+        {"params": decayed, "weight_decay": config.weight_decay},
+        {"params": vectors, "weight_decay": 0.0},
+    ]
+    groups = [group for group in groups if group["params"]]
+    found: list[torch.optim.Optimizer] = []
+    if groups:
+        found.append(torch.optim.AdamW(groups, lr=config.learning_rate, betas=(0.9, 0.95)))
+    if inner:
+        found.append(
+            torch.optim.Muon(
+                inner, lr=config.learning_rate, weight_decay=config.weight_decay, momentum=0.95,
+                adjust_lr_fn="match_rms_adamw",
+            )
+        )  # fmt: skip
+    return found
+
+
+def train(
+    method: str, make: Make, own_options: Mapping[str, Any], settings: Settings, config: TrainConfig
+) -> dict[str, Acceptance]:
+    """Make a guesser, train it or go on, measure it, and write its folder."""
+    settings.work.mkdir(parents=True, exist_ok=True)
+    target = Target(Path(resolve(settings.model)), device_of(settings.device))
+    data = prepare(settings, target, config.seed)
+    folder = settings.work / f"{settings.output.name}.training"
+    _same_run(folder, method, own_options, settings, config)
+    counts = count_tokens(data.text + data.own, target.vocab_size)
+    guesser = make(target, counts).to(target.device)
+    rows = Rows(data.text, data.own, config.rows, config.seed, settings.text_share)
+
+    def loss(model: nn.Module, batch: Batch) -> Tensor:
+        return guesser.loss(target.look(batch.tokens, guesser.stream_ids), batch.weights)
+
+    held_out = {name: pad(found[:HELD_OUT_ROWS]) for name, found in data.held_out.items()}
+    trainer = HeadTrainer(
+        folder, guesser, rows, config, loss=loss, held_out=held_out,  # type: ignore[arg-type]
+        held_out_loss=loss, optimizers=optimizers,
+        flops_per_token=6.0 * guesser.num_weights() + 2.0 * target.num_weights(),
+    )  # fmt: skip
+    print(
+        f"{method}: {guesser.num_weights():,} weights; an epoch is {len(rows):,} steps, "
+        f"{len(data.own):,} texts of the target's and {rows.text_count:,} rows of text",
+        flush=True,
+    )
+    progress = trainer.run()
+    guesser.save(settings.output)
+    stored = load_guesser(settings.output, target)
+    found = _measure(stored, target, data.held_out, settings.depth)
+    report = {
+        "method": method,
+        "weights": guesser.num_weights(),
+        "steps": progress.step,
+        "tokens": progress.tokens,
+        "elapsed_s": round(progress.elapsed_s, 1),
+        "epochs": round(rows.epochs(), 2),
+        "sampled_at": settings.sampled_at,
+        "acceptance": {name: asdict(acceptance) for name, acceptance in found.items()},
+    }
+    text = json.dumps(report, indent=2) + "\n"
+    (settings.output / "acceptance.json").write_text(text, encoding="utf-8")
+    return found
+
+
+def measure_again(folder: Path, settings: Settings, seed: int) -> dict[str, Acceptance]:
+    """Measure what a folder holds, as `train` does at its end."""
+    settings.work.mkdir(parents=True, exist_ok=True)
+    target = Target(Path(resolve(settings.model)), device_of(settings.device))
+    stored = load_guesser(folder, target)
+    held_out = prepare(settings, target, seed).held_out
+    return _measure(stored, target, held_out, settings.depth)
+
+
+def _measure(
+    stored: Guesser, target: Target, held_out: Mapping[str, list[Row]], depth: int
+) -> dict[str, Acceptance]:
+    found = {
+        name: measure(stored, target, held_out[name], depth)
+        for name in ("greedy", "sampled", "text")
+    }
+    show(found)
+    return found
+
+
+def _same_run(
+    folder: Path, method: str, own_options: Mapping[str, Any], settings: Settings,
+    config: TrainConfig,
+) -> None:  # fmt: skip
+    """Refuse to go on with another run's checkpoint; a longer run is the same one."""
+    length = {"steps", "minutes", "save_every", "evaluate_every", "evaluate", "sampled_at", "depth",
+              "device", "work", "texts"}  # fmt: skip
+    entries = {"method": method, **own_options, **asdict(settings), **asdict(config)}
+    now = {key: str(value) for key, value in entries.items() if key not in length}
+    file = folder / "settings.json"
+    if (folder / "checkpoint.pt").exists() and file.exists():
+        before = json.loads(file.read_text(encoding="utf-8"))
+        changed = [key for key in now if now[key] != before.get(key)]
+        if changed:
+            words = ", ".join(f"{key} {before.get(key)} → {now[key]}" for key in changed)
+            raise ConfigError(
+                f"{folder} holds a run with other settings ({words}). Repeat its command to go "
+                "on, delete the folder to start over, or give another --output."
+            )
+    folder.mkdir(parents=True, exist_ok=True)
+    file.write_text(json.dumps(now, indent=2) + "\n", encoding="utf-8")
+
+
+def show(found: Mapping[str, Acceptance]) -> None:
+    """Print the share of drafts whose first guesses come true."""
+    table = Table(title="Guesses accepted, by position")
+    depth = max(len(acceptance.right) for acceptance in found.values())
+    for name in ("text", "candidates", *map(str, range(1, depth + 1)), "tokens a step", "places"):
+        table.add_column(name, justify="left" if name == "text" else "right")
+    for name, acceptance in found.items():
+        for width in WIDTHS:
+            shares = [f"{share:.3f}" for share in acceptance.chains[width]]
+            shares += [""] * (depth - len(shares))
+            tokens = f"{acceptance.tokens(width):.2f}"
+            table.add_row(name, str(width), *shares, tokens, f"{acceptance.places:,}")
+    Console(width=120).print(table)
