@@ -289,10 +289,10 @@ def test_engine_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
             )
             proposer = draft_proposer(config, runtime)
             assert isinstance(proposer, EagleProposer)
-            text = list(range(5, 25))
+            text = list(range(5, 17))
             blocks = [1, 2]
             runtime.runner.forward(window_step(runtime, text[:-1], 1))
-            proposer.saw([Computed(text, text, blocks, 0, list(range(19)))])
+            proposer.saw([Computed(text, text, blocks, 0, list(range(11)))])
             state = SequenceSampling(GREEDY, text, runtime.vocab_size, 0, frozenset())
             [draft] = proposer.propose([Wish(text, text, state, blocks, 4)])
             found.append((draft.tokens, draft.parents, draft.chances))
