@@ -203,8 +203,17 @@ SpeculativeMethod = Literal["ngram", "suffix", "draft_model", "self", "medusa", 
 
 _SPECULATION: dict[str, tuple[int | None, set[str]]] = {
     "ngram": (16, {"prompt_lookup_min", "prompt_lookup_max"}),
-    "suffix": (16, {"suffix_decoding_max_tree_depth", "suffix_decoding_max_cached_tokens"}),
-    "draft_model": (8, {"model", "quantization"}),
+    "suffix": (
+        16,
+        {
+            "suffix_decoding_max_tree_depth",
+            "suffix_decoding_max_cached_tokens",
+            "suffix_decoding_max_cached_requests",
+            "suffix_decoding_max_spec_factor",
+            "suffix_decoding_min_token_prob",
+        },
+    ),
+    "draft_model": (8, {"model", "quantization", "max_model_len"}),
     "self": (6, {"draft_layers"}),
     "medusa": (None, {"model", "quantization", "tree_width", "tree_tokens"}),
     "eagle": (5, {"model", "quantization", "tree_width", "tree_tokens"}),
@@ -222,6 +231,9 @@ _MOST = {
     "suffix_decoding_max_cached_tokens": 100_000_000,
     "tree_width": 64,
     "tree_tokens": 256,
+    "suffix_decoding_max_cached_requests": 100_000_000,
+    "suffix_decoding_max_spec_factor": 1024,
+    "suffix_decoding_min_token_prob": 1,
 }
 """What some options may be: beyond it they take time or memory and find nothing more."""
 
@@ -234,6 +246,7 @@ class SpeculativeConfig:
     num_speculative_tokens: int | None = None  # the most one after another; None: the method's own
     model: str | Path | None = None  # that guesses: a draft model, or heads; of the same vocabulary
     quantization: str | None = None  # of its weights as they are loaded
+    max_model_len: int | None = None  # draft_model: tokens of a sequence that it drafts for
     tree_width: int | None = None  # of heads: guesses that may follow one; 1: no trees; None: 4
     tree_tokens: int | None = None  # guesses in a tree; None: twice num_speculative_tokens
     draft_layers: int | None = None  # self: the first so many guess; None: a quarter
@@ -241,6 +254,11 @@ class SpeculativeConfig:
     prompt_lookup_max: int | None = None  # ngram: tokens that are looked at; None: 16
     suffix_decoding_max_tree_depth: int | None = None  # tokens that are looked at; None: 24
     suffix_decoding_max_cached_tokens: int | None = None  # of past outputs; None: 1,000,000
+    suffix_decoding_max_cached_requests: int | None = None  # of past outputs; 0: none are kept
+    suffix_decoding_max_spec_factor: float | None = None  # guessed for each that matches; None: 1
+    suffix_decoding_min_token_prob: float | None = None  # the least of a whole guess; None: 0.1
+    disable_by_batch_size: int | None = None  # no drafts where more sequences than that decode
+    draft_tensor_parallel_size: int | None = None  # vLLM's; 1 is all there is
     adaptive: bool = True  # drafts are as long as they are predicted to pay, or there are none
 
     def __post_init__(self) -> None:
@@ -272,7 +290,14 @@ class SpeculativeConfig:
             "num_speculative_tokens", "draft_layers", "prompt_lookup_min", "prompt_lookup_max",
             "suffix_decoding_max_tree_depth", "suffix_decoding_max_cached_tokens",
             "tree_width", "tree_tokens",
+            "max_model_len", "disable_by_batch_size", "draft_tensor_parallel_size",
         )  # fmt: skip
+        _at_least_zero(self)
+        if self.draft_tensor_parallel_size not in (None, 1):
+            raise ConfigError(
+                f"draft_tensor_parallel_size={self.draft_tensor_parallel_size} isn't possible: a "
+                "model runs in one process, on all its cores. Leave it out."
+            )
         for name, most in _MOST.items():
             if (getattr(self, name) or 0) > most:
                 raise ConfigError(f"{name} must be {most:,} at most, not {getattr(self, name):,}.")
@@ -311,6 +336,27 @@ class SpeculativeConfig:
                     f"have {', '.join(names)}."
                 )
         return cls(**value)
+
+
+def _at_least_zero(config: SpeculativeConfig) -> None:
+    """Raises ConfigError for what isn't the number that it must be, where it may be 0 or between
+    whole ones."""
+    for name, kinds in (
+        ("suffix_decoding_max_cached_requests", int),
+        ("suffix_decoding_max_spec_factor", int | float),
+        ("suffix_decoding_min_token_prob", int | float),
+    ):
+        value = getattr(config, name)
+        if value is None:
+            continue
+        if isinstance(value, bool) or not isinstance(value, kinds) or not 0 <= value < math.inf:
+            kind = "an integer" if kinds is int else "a number"
+            raise ConfigError(f"{name} must be {kind} of at least 0, not {value!r}.")
+    if config.suffix_decoding_max_spec_factor == 0:
+        raise ConfigError(
+            "suffix_decoding_max_spec_factor=0 lets no guess have a token. Leave out the "
+            "speculative_config instead."
+        )
 
 
 # vLLM's names for what is called otherwise, or sits deeper, here

@@ -11,6 +11,7 @@ from tests.grammar.walks import allowed, closing, text_of, walk
 
 from penstock.errors import RequestError
 from penstock.grammar import Grammars, GrammarState
+from penstock.grammar import state as grammar_state
 from penstock.sampling.structured import StructuredOutputs
 from penstock.tokenizer import Tokenizer
 
@@ -182,7 +183,7 @@ def test_a_row_of_another_size_is_refused(grammars_of: Callable[[str], Grammars]
 
 
 def test_a_form_whose_states_are_used_up_is_compiled_anew(
-    tokenizer_of: Callable[[str], Tokenizer],
+    tokenizer_of: Callable[[str], Tokenizer], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """All copies of a matcher share its lexer, which keeps 50,000 states: then it is stuck."""
     tokenizer = tokenizer_of("stories260K")
@@ -195,13 +196,127 @@ def test_a_form_whose_states_are_used_up_is_compiled_anew(
     def follow(token: int) -> GrammarState:
         state = grammars.start(spec)
         state.accept(token)
-        for one in state.forced():
-            state.accept(one)
+        while not state.is_complete:
+            forced = state.forced()
+            if not forced:
+                forced = allowed(state, 512)[:1]
+            for one in forced:
+                state.accept(one)
         return state
 
     assert follow(letters[0]).is_complete
+    assert follow(letters[1]).is_complete  # in a lexer of its own
+    assert (grammars.stats().misses, grammars.stats().entries) == (2, 1)
+    monkeypatch.setattr(grammar_state.GrammarState, "_renew", lambda self: False)
     with pytest.raises(RequestError, match=r"takes too many states .*too many states"):
-        follow(letters[1])
-    assert grammars.stats().entries == 0
-    assert follow(letters[1]).is_complete
+        follow(letters[0])
+
+
+def row(grammars: Grammars) -> np.ndarray[tuple[int], np.dtype[np.int32]]:
+    return np.zeros(grammars.vocabulary.words, dtype=np.int32)
+
+
+def words_of(tokenizer: Tokenizer) -> list[int]:
+    """Tokens of letters alone."""
+    pieces = {i: tokenizer.token_bytes(i) for i in range(3, tokenizer.vocab_size)}
+    return [i for i, piece in pieces.items() if piece.isalpha() and piece.isascii()]
+
+
+def told(grammars: Grammars, tokens: list[int]) -> GrammarState:
+    state = grammars.start(MANY_STATES)
+    for token in tokens:
+        state.accept(token)
+    return state
+
+
+MANY_STATES = StructuredOutputs(regex=".*a.{60}b.{60}c")
+"""A lexer that must know where each of the last 60 a's stood."""
+
+
+def test_guesses_use_states_up_and_the_text_goes_on(
+    tokenizer_of: Callable[[str], Tokenizer],
+) -> None:
+    """Three wrong guesses at each place; masks stay those of a text that nobody guessed at."""
+    tokenizer = tokenizer_of("stories260K")
+    grammars, rng = Grammars(tokenizer, 512, [2]), random.Random(0)
+    words = words_of(tokenizer)
+    state = grammars.start(MANY_STATES)
+    early = state.fork()
+    tokens: list[int] = []
+    while grammars.stats().misses < 2:
+        assert len(tokens) < 5_000, "the states never ended"
+        for _ in range(3):
+            guess = state.fork()
+            for token in rng.choices(words, k=4):
+                guess.accept(token)
+            guess.fill(row(grammars))
+        tokens.append(rng.choice(words))
+        state.accept(tokens[-1])
+        state.fill(row(grammars))
+    for _ in range(100):
+        tokens.append(rng.choice(words))
+        state.accept(tokens[-1])
+    alone = told(Grammars(tokenizer, 512, [2]), tokens)
+    masks = [row(grammars), row(grammars)]
+    alone.fill(masks[0])
+    state.fill(masks[1])
+    assert masks[0].tolist() == masks[1].tolist()
+    early.accept(rng.choice(words))  # of the old lexer, which would say that it doesn't go on
+    assert len(tokens) > 100
+
+
+def test_a_refusal_for_want_of_states_is_not_the_texts_fault(
+    tokenizer_of: Callable[[str], Tokenizer],
+) -> None:
+    """A stuck lexer refuses what may come, and doesn't say why; what mayn't come stays refused."""
+    tokenizer = tokenizer_of("stories260K")
+    grammars, rng = Grammars(tokenizer, 512, [2]), random.Random(1)
+    words = words_of(tokenizer)
+    kept, tokens = grammars.start(MANY_STATES), rng.choices(words, k=60)
+    for token in tokens:
+        kept.accept(token)
+
+    def wander(state: GrammarState, count: int) -> None:
+        for token in rng.choices(words, k=count):
+            state.accept(token)
+        state.fill(row(grammars))
+
+    def stuck() -> str:
+        """Why a copy that can't renew itself ends, once the states are used up."""
+        for _ in range(2_000):
+            other = kept.fork()
+            other._fresh = None
+            try:
+                wander(other, 40)
+            except RequestError as error:
+                return str(error)
+        return "never"
+
+    assert all("too many states" in stuck() for _ in range(20))
+    more = rng.choices(words, k=50)
+    for token in more:
+        kept.accept(token)
     assert grammars.stats().misses == 2
+    newline = next(i for i in range(512) if tokenizer.token_bytes(i) == b"\n")
+    with pytest.raises(RequestError, match="doesn't go on"):
+        kept.fork().accept(newline)
+    alone = told(Grammars(tokenizer, 512, [2]), tokens + more)
+    assert alone.fork()._told == kept._told
+
+
+def test_a_lexer_is_renewed_every_so_many_tokens(
+    tokenizer_of: Callable[[str], Tokenizer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And a text that takes all states by itself ends with the reason."""
+    tokenizer = tokenizer_of("stories260K")
+    grammars = Grammars(tokenizer, 512, [2])
+    state = told(grammars, words_of(tokenizer)[:10])
+    assert state._renew() and not state._renew()
+    for token in words_of(tokenizer)[: grammar_state.RENEWED_EVERY]:
+        assert not state._renew()
+        state.accept(token)
+    assert state._renew()
+    state.rollback(20)
+    assert not state._renew()
+    monkeypatch.setattr(state, "_fresh", None)
+    assert not state._renew()

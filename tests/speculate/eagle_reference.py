@@ -40,39 +40,42 @@ STATES = (2, 1, 0)  # what vLLM's choice is for three layers
 DRAFT_IDS = torch.arange(0, VOCAB, 3)  # tokens that an EAGLE-3 head's own head has
 
 
-def make_tensors(fuses: bool, seed: int = 1, states: int = 3) -> Tensors:
+def make_tensors(
+    fuses: bool, seed: int = 1, states: int = 3, hidden: int = HIDDEN, vocab: int = VOCAB
+) -> Tensors:
     """A head's, by the names of the authors' layout."""
+    ids = torch.arange(0, vocab, 3)
     random = torch.Generator().manual_seed(seed)
 
     def matrix(rows: int, columns: int) -> Tensor:
         return torch.randn(rows, columns, generator=random) / columns**0.5
 
     def norm() -> Tensor:
-        return 1 + 0.2 * torch.randn(HIDDEN, generator=random)
+        return 1 + 0.2 * torch.randn(hidden, generator=random)
 
     layer = "midlayer" if fuses else "layers.0"
-    inputs = 2 * HIDDEN if fuses else HIDDEN
+    inputs = 2 * hidden if fuses else hidden
     made = {
-        "fc.weight": matrix(HIDDEN, states * HIDDEN if fuses else 2 * HIDDEN),
+        "fc.weight": matrix(hidden, states * hidden if fuses else 2 * hidden),
         f"{layer}.self_attn.q_proj.weight": matrix(HEADS * HEAD_DIM, inputs),
         f"{layer}.self_attn.k_proj.weight": matrix(KV_HEADS * HEAD_DIM, inputs),
         f"{layer}.self_attn.v_proj.weight": matrix(KV_HEADS * HEAD_DIM, inputs),
-        f"{layer}.self_attn.o_proj.weight": matrix(HIDDEN, HEADS * HEAD_DIM),
-        f"{layer}.mlp.gate_proj.weight": matrix(INNER, HIDDEN),
-        f"{layer}.mlp.up_proj.weight": matrix(INNER, HIDDEN),
-        f"{layer}.mlp.down_proj.weight": matrix(HIDDEN, INNER),
+        f"{layer}.self_attn.o_proj.weight": matrix(hidden, HEADS * HEAD_DIM),
+        f"{layer}.mlp.gate_proj.weight": matrix(INNER, hidden),
+        f"{layer}.mlp.up_proj.weight": matrix(INNER, hidden),
+        f"{layer}.mlp.down_proj.weight": matrix(hidden, INNER),
         f"{layer}.post_attention_layernorm.weight": norm(),
     }
     if not fuses:
-        return made | {"fc.bias": 0.1 * torch.randn(HIDDEN, generator=random)}
-    marked = torch.zeros(VOCAB, dtype=torch.bool)
-    marked[DRAFT_IDS] = True
+        return made | {"fc.bias": 0.1 * torch.randn(hidden, generator=random)}
+    marked = torch.zeros(vocab, dtype=torch.bool)
+    marked[ids] = True
     return made | {
         "midlayer.input_layernorm.weight": norm(),
         "midlayer.hidden_norm.weight": norm(),
         "norm.weight": norm(),
-        "lm_head.weight": 2 * matrix(len(DRAFT_IDS), HIDDEN),
-        "d2t": DRAFT_IDS - torch.arange(len(DRAFT_IDS)),
+        "lm_head.weight": 2 * matrix(len(ids), hidden),
+        "d2t": ids - torch.arange(len(ids)),
         "t2d": marked,
     }
 

@@ -156,6 +156,15 @@ def test_without_adapting_drafts_are_as_long_as_they_may() -> None:
     assert control.choose(3, [Record()] * 3, [9, 2, 5]) == [5, 2, 5]
 
 
+@pytest.mark.parametrize("adaptive", [False, True])
+def test_no_drafts_in_a_step_of_more_sequences(adaptive: bool) -> None:
+    control = Controller(4, adaptive=adaptive, by_passes=False, most_sequences=2)
+    for batch in (1, 2, 3):
+        for _ in range(PLAIN_STEPS):
+            control.saw_step(batch, 0, 0.01)
+    assert [control.may_guess(batch) for batch in (1, 2, 3)] == [True, True, False]
+
+
 def test_plain_steps_are_measured_first() -> None:
     control = Controller(4, adaptive=True, by_passes=False)
     for _ in range(PLAIN_STEPS):

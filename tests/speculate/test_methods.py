@@ -16,7 +16,10 @@ from penstock.config import EngineConfig
 from penstock.engine import Engine
 from penstock.errors import ConfigError
 from penstock.runtime import load_runtime
+from penstock.speculate.suffix import SuffixProposer
 from tests.models.heads.made import Made
+
+from .eagle_reference import make_tensors, write
 
 METHODS: dict[str, dict[str, Any]] = {
     "ngram": {"method": "ngram", "prompt_lookup_min": 1},
@@ -24,6 +27,8 @@ METHODS: dict[str, dict[str, Any]] = {
     "draft_model": {"method": "draft_model"},
     "self": {"method": "self", "draft_layers": 1},
     "medusa": {"method": "medusa", "tree_tokens": 12},
+    "eagle": {"method": "eagle", "tree_tokens": 12},
+    "eagle3": {"method": "eagle3", "tree_tokens": 12},
 }
 
 Folder = Callable[[int], Path]
@@ -50,23 +55,35 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Folder:
     return make
 
 
-HEADS: dict[str, Path] = {}
-"""Medusa heads of random weights, for the embedded model and for the random ones."""
+HEADS: dict[tuple[str, str], Path] = {}
+"""Heads of random weights by method, for the embedded model and for the random ones."""
 
 
 @pytest.fixture(scope="module", autouse=True)
 def _heads(tmp_path_factory: pytest.TempPathFactory) -> None:
     for target, hidden, vocab in (("stories", 256, 4096), ("random", 32, 50)):
         where = tmp_path_factory.mktemp(f"heads-{target}")
-        HEADS[target] = Made(hidden, vocab, dtype=torch.bfloat16).write(where)
+        HEADS["medusa", target] = Made(hidden, vocab, dtype=torch.bfloat16).write(where)
+        for method in ("eagle", "eagle3"):
+            tensors = make_tensors(method == "eagle3", hidden=hidden, vocab=vocab)
+            changes: dict[str, Any] = {
+                "hidden_size": hidden,
+                "vocab_size": vocab,
+                "head_dim": 16,
+            }
+            if method == "eagle3":
+                changes["eagle_config"] = {"eagle_aux_hidden_state_layer_ids": [0, 1, 2]}
+            HEADS[method, target] = write(
+                tmp_path_factory.mktemp(f"{method}-{target}"), tensors, **changes
+            )
 
 
 def speculating(method: str, target: str | Path, draft: str | Path, **more: Any) -> LLM:
     chosen = dict(METHODS[method])
     if method == "draft_model":
         chosen["model"] = str(draft)
-    if method == "medusa":
-        chosen["model"] = HEADS["stories" if target == "stories" else "random"]
+    if method in ("medusa", "eagle", "eagle3"):
+        chosen["model"] = HEADS[method, "stories" if target == "stories" else "random"]
     return LLM(target, speculative_config={**chosen, **more.pop("speculative", {})}, **more)
 
 
@@ -245,11 +262,71 @@ def after(model: Any, rows: list[list[int]], prompt: list[int], options: Any) ->
         ({"method": "medusa", "tree_width": 65}, "tree_width must be 64 at most"),
         ({"method": "medusa", "tree_tokens": 0}, "must be a positive integer"),
         ({"method": "self", "adaptive": 1}, "must be True or False"),
+        ({"method": "ngram", "max_model_len": 64}, "no use for max_model_len"),
+        ({"model": "stories", "max_model_len": 0}, "must be a positive integer"),
+        ({"method": "self", "disable_by_batch_size": 0}, "must be a positive integer"),
+        ({"method": "ngram", "draft_tensor_parallel_size": 2}, "a model runs in one process"),
+        ({"method": "ngram", "suffix_decoding_max_spec_factor": 2}, "no use for suffix_decoding"),
+        ({"method": "suffix", "suffix_decoding_max_spec_factor": 0}, "no guess have a token"),
+        ({"method": "suffix", "suffix_decoding_max_spec_factor": "1"}, "a number of at least 0"),
+        ({"method": "suffix", "suffix_decoding_max_spec_factor": float("nan")}, "at least 0"),
+        ({"method": "suffix", "suffix_decoding_max_spec_factor": 1e9}, "must be 1,024 at most"),
+        ({"method": "suffix", "suffix_decoding_min_token_prob": 1.5}, "must be 1 at most"),
+        ({"method": "suffix", "suffix_decoding_max_cached_requests": 1.5}, "an integer of"),
+        ({"method": "suffix", "suffix_decoding_max_cached_requests": -1}, "at least 0, not -1"),
     ],
 )
 def test_what_cannot_be_is_refused(config: Any, said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         LLM(speculative_config=config)
+
+
+def test_a_draft_for_more_positions_than_its_model_has(folder: Folder) -> None:
+    draft = {"model": str(folder(1)), "max_model_len": 300}
+    with pytest.raises(ConfigError, match="max_model_len=300 is more than the 256 positions"):
+        LLM(folder(0), skip_tokenizer_init=True, speculative_config=draft)
+
+
+def test_a_draft_for_the_beginning_only() -> None:
+    """As many as plain decoding gives, and no guess behind position 40."""
+    params = SamplingParams(temperature=0.0, max_tokens=60, ignore_eos=True)
+    draft = {"model": "stories", "num_speculative_tokens": 4, "adaptive": False}
+    counts = []
+    for limited in ({}, {"max_model_len": 40}):
+        llm = LLM(max_model_len=128, speculative_config={**draft, **limited})
+        (output,) = llm.generate([list(range(5, 25))], params)
+        counts.append(llm.stats()["spec_decode_num_draft_tokens"])
+        assert list(output.outputs[0].token_ids) == plain_tokens(params)
+    assert counts[0] >= 44 and 0 < counts[1] <= 20  # positions 20 to 39 are guessed
+
+
+def plain_tokens(params: SamplingParams) -> list[int]:
+    (output,) = LLM(max_model_len=128).generate([list(range(5, 25))], params)
+    return list(output.outputs[0].token_ids)
+
+
+def test_no_drafts_beside_more_sequences() -> None:
+    """Two at once have none; the one that goes on alone does."""
+    asked = {"method": "self", "adaptive": False, "disable_by_batch_size": 1}
+    llm = LLM(max_model_len=128, speculative_config={**asked, "num_speculative_tokens": 2})
+    short, longer = (
+        SamplingParams(temperature=0.0, max_tokens=n, ignore_eos=True) for n in (12, 30)
+    )
+    llm.generate([[5, 6, 7], [8, 9, 10]], [short, short])
+    assert llm.stats()["spec_decode_num_drafts"] == 0
+    llm.generate([[5, 6, 7], [8, 9, 10]], [short, longer])
+    assert 0 < llm.stats()["spec_decode_num_drafts"] <= 18
+
+
+def test_what_vllm_says_beside_is_taken() -> None:
+    asked = {"method": "suffix", "draft_tensor_parallel_size": 1, "disable_by_batch_size": 32,
+             "suffix_decoding_max_cached_requests": 100, "suffix_decoding_max_spec_factor": 2.0,
+             "suffix_decoding_min_token_prob": 0.2}  # fmt: skip
+    llm = LLM(speculative_config=asked)
+    assert llm.engine.speculation is not None
+    proposer = llm.engine.speculation.proposer
+    assert isinstance(proposer, SuffixProposer)
+    assert (proposer._factor, proposer._least, proposer.past._outputs) == (2.0, 0.2, 25)
 
 
 def test_one_of_two_lengths_moves_the_others_default() -> None:

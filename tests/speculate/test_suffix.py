@@ -100,6 +100,39 @@ def test_an_unlikely_guess_ends() -> None:
     assert proposer.guess(Key(), [60, 1, 2, 3], 1, 16) == [108, 200]  # the latest; then an end
 
 
+def test_the_least_share_of_a_guess() -> None:
+    """Of three places that go one way and one that goes another."""
+    for least, guess in ((0.75, [4, 5]), (0.76, [])):
+        proposer = SuffixProposer(least=least)
+        for following in (4, 4, 4, 9):
+            finish(proposer, [50], [1, 2, 3, following, 5])
+        assert proposer.guess(Key(), [60, 1, 2, 3], 1, 2) == guess
+
+
+@pytest.mark.parametrize(("factor", "length"), [(0.5, 1), (1, 3), (1.5, 4), (2.0, 6), (9, 8)])
+def test_the_length_for_each_token_that_matches(factor: float, length: int) -> None:
+    proposer = SuffixProposer(factor=factor)
+    finish(proposer, [50], [1, 2, 3, *range(10, 30)])
+    assert proposer.guess(Key(), [60, 1, 2, 3], 1, 8) == list(range(10, 10 + length))
+
+
+@pytest.mark.parametrize("most", [0, 1, 2, 3, 4, 10, 100])
+def test_outputs_are_counted(most: int) -> None:
+    """The last ones are known, of which at least three quarters of the number, and no more."""
+    proposer = SuffixProposer(max_outputs=most)
+    outputs = [[1000 + i, 2000 + i, 3000 + i] for i in range(60)]
+    for output in outputs:
+        finish(proposer, [50], output)
+        assert proposer.past.num_outputs <= most
+    known = [proposer.guess(Key(), [60, *one[:2]], 1, 1) == one[2:] for one in outputs]
+    kept = sum(known)
+    assert known == [False] * (60 - kept) + [True] * kept
+    assert kept == proposer.past.num_outputs
+    assert min(most, 60) * 0.5 <= kept <= most
+    own = [7, 8, 9, 7, 8]
+    assert proposer.guess(Key(), own, 1, 1) == [9]  # its own text counts all the same
+
+
 def test_a_longer_match_goes_before_more_frequent_ones() -> None:
     proposer = SuffixProposer()
     for _ in range(5):

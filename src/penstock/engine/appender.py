@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence as Seq
 from typing import Protocol
 
 from penstock.engine.counters import TokenCounts
@@ -59,6 +60,33 @@ class Appender:
             if sequence.finish_reason is not None:
                 return
 
+    def append_all(self, sequence: Sequence, tokens: list[int], now: float) -> bool:
+        """Several sampled tokens at once; False, and nothing is done, where each must be looked at.
+
+        So it is where one of them may end the sequence, or is more than its id to somebody.
+        """
+        params, request = sequence.request.params, sequence.request
+        count = sequence.num_output + len(tokens)
+        alone = sequence.shadow is None and sequence.sampling.constraint is None
+        if not alone or sequence.logprobs is not None or params.stop_strings:
+            return False
+        if (params.max_tokens is not None and count >= params.max_tokens) or (
+            len(sequence.tokens) + len(tokens) >= self._intake.max_len
+        ):
+            return False
+        ends = () if params.ignore_eos else self._intake.eos
+        if any(token in ends or token in params.stop_ids for token in tokens):
+            return False
+        if sequence.index == 0:
+            request.metrics.token_times += [now] * len(tokens)
+        sequence.tokens += tokens
+        for token in tokens:
+            sequence.sampling.append(token)
+        self._counts.generated += len(tokens)
+        if sequence.detokenizer is not None:
+            self._detokenize(sequence.detokenizer, tokens)
+        return True
+
     def _take(
         self,
         sequence: Sequence,
@@ -86,10 +114,10 @@ class Appender:
             asked = token in params.stop_ids
             if asked or (token in self._intake.eos and not params.ignore_eos):
                 if detokenizer is not None and params.include_stop_str_in_output:
-                    self._detokenize(detokenizer, token)
+                    self._detokenize(detokenizer, (token,))
                 return self._finish(sequence, "stop", token if asked else None)
         if detokenizer is not None:
-            self._detokenize(detokenizer, token)
+            self._detokenize(detokenizer, (token,))
             if detokenizer.stop_reason is not None:
                 return self._finish(sequence, "stop", detokenizer.stop_reason)
         if constraint is not None and constraint.is_complete:
@@ -102,9 +130,9 @@ class Appender:
             detokenizer.look_for(params.stop_strings)
         return None
 
-    def _detokenize(self, detokenizer: IncrementalDetokenizer, token: int) -> None:
+    def _detokenize(self, detokenizer: IncrementalDetokenizer, tokens: Seq[int]) -> None:
         start = time.perf_counter()
-        detokenizer.append((token,))
+        detokenizer.append(tokens)
         self.detokenize_s += time.perf_counter() - start
 
     def name(self, logprobs: TokenLogprobs) -> None:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from itertools import accumulate
-from typing import TYPE_CHECKING
+from itertools import accumulate, pairwise
+from typing import TYPE_CHECKING, Final
 
 import numpy as np
 import torch
@@ -18,6 +18,11 @@ from penstock.step import ForkedStep, Step
 
 if TYPE_CHECKING:
     from penstock.engine.beams import Beams
+
+_FEW: Final = 64
+"""Numbers that are faster one by one: arithmetic on arrays has to be fetched from memory first, of
+which a forward pass has just used all that is near.
+"""
 
 
 @dataclass(slots=True)
@@ -36,7 +41,10 @@ class Batch:
 
 
 class _Buffer:
-    """An array that is written to again and again, and its views as tensors."""
+    """An array that is written to again and again, and its views as tensors.
+
+    The last views are kept: most steps have the form of the one before.
+    """
 
     def __init__(self, size: int) -> None:
         self._make(size)
@@ -44,20 +52,28 @@ class _Buffer:
     def _make(self, size: int) -> None:
         self.array: Ints = np.zeros(size, dtype=np.int32)
         self._tensor = torch.from_numpy(self.array)
+        self._filled = self._tensor
+        self._table = self.array[:0, None], self._tensor[:0, None]
 
     def fill(self, values: list[int] | Ints) -> Tensor:
         """The first `len(values)` places, holding them; of a larger array, where there are more."""
-        if len(values) > len(self.array):
-            self._make(2 * len(values))
-        self.array[: len(values)] = values
-        return self._tensor[: len(values)]
+        count = len(values)
+        if count > len(self.array):
+            self._make(2 * count)
+        self.array[:count] = values
+        if len(self._filled) != count:
+            self._filled = self._tensor[:count]
+        return self._filled
 
     def table(self, rows: int, width: int) -> tuple[Ints, Tensor]:
         """The first `rows · width` places as a matrix; of a larger array, where there are more."""
-        size = rows * width
-        if size > len(self.array):
-            self._make(2 * size)
-        return self.array[:size].reshape(rows, width), self._tensor[:size].view(rows, width)
+        if self._table[0].shape != (rows, width):
+            size = rows * width
+            if size > len(self.array):
+                self._make(2 * size)
+            array, tensor = self.array[:size], self._tensor[:size]
+            self._table = array.reshape(rows, width), tensor.view(rows, width)
+        return self._table
 
 
 class Batcher:
@@ -106,28 +122,26 @@ class Batcher:
         # Lists of the same objects compare by identity, in C.
         if members != batch.sampled or len(members) != count:
             return False
-        size, step = self._block_size, batch.step
-        positions, contexts = self._positions.array[:count], self._context_len.array[:count]
+        size, width = self._block_size, batch.step.block_table.shape[1]
         done = [sequence.num_computed for sequence in members]
         # One that gave way in between may have started again elsewhere.
-        if contexts.tolist() != done or [s.row for s in members] != self._rows:
+        if batch.size.contexts != done or [s.row for s in members] != self._rows:
             return False
-        width = step.block_table.shape[1]
         if max(done) >= width * size:
             return False
-        positions[:] = contexts
-        contexts += 1
-        self._tokens.array[:count] = [s.tokens[at] for s, at in zip(members, done, strict=True)]
+        contexts = [at + 1 for at in done]
+        slots = [slot + 1 for slot in self._slots.array[:count].tolist()]
         blocks, _ = self._blocks.table(count, width)
-        slots = self._slots.array[:count]
-        slots += 1
-        (entering,) = (positions % size == 0).nonzero()
-        if len(entering):  # a new block; the one before may have become one that held the same
-            rows, at = np.array(self._rows)[entering], positions[entering] // size
-            blocks[entering, at - 1] = self._table[rows, at - 1]
-            blocks[entering, at] = self._table[rows, at]
-            slots[entering] = blocks[entering, at] * size
-        batch.size = StepSize(batch.size.queries, contexts.tolist(), count)
+        for i, at in enumerate(done):
+            if at % size == 0:  # a new block; the one before may have become one that held the same
+                block = at // size
+                blocks[i, block - 1 : block + 1] = self._table[self._rows[i], block - 1 : block + 1]
+                slots[i] = int(blocks[i, block]) * size
+        self._tokens.fill([s.tokens[at] for s, at in zip(members, done, strict=True)])
+        self._positions.fill(done)
+        self._context_len.fill(contexts)
+        self._slots.fill(slots)
+        batch.size = StepSize(batch.size.queries, contexts, count)
         return True
 
     def _lay_out(self, parts: list[Part]) -> Batch:
@@ -160,20 +174,14 @@ class Batcher:
         return Batch(step, counted, sampled, logit_rows, prompt_rows, *_drawing(drawn, sampled))
 
     def _step(self, layout: Layout, wanted: list[int]) -> Step:
-        spread = np.array(layout.positions, dtype=np.int32)
-        owner = np.array(layout.rows)
-        size = np.int32(self._block_size)
-        blocks, block_table = self._blocks.table(len(owner), -(-max(layout.contexts) // int(size)))
-        blocks[:] = self._table[owner, : blocks.shape[1]]
+        rows, width = layout.rows, -(-max(layout.contexts) // self._block_size)
+        blocks, block_table = self._blocks.table(len(rows), width)
+        blocks[:] = self._table[rows if len(rows) > 1 else rows[0], :width]  # a gather, or a copy
         copies = layout.part_blocks(blocks, self._block_size) if layout.trees else []
-        of_token = np.arange(len(owner))
-        if len(owner) != len(spread):
-            of_token = np.repeat(of_token, np.diff(layout.starts))
-        slots = blocks[of_token, spread // size] * size + spread % size
         arrays = (
             self._tokens.fill(layout.tokens),
-            self._positions.fill(spread),
-            self._slots.fill(slots),
+            self._positions.fill(layout.positions),
+            self._slots.fill(self._slots_of(blocks, layout.starts, layout.positions)),
             self._query_start.fill(layout.starts),
             self._context_len.fill(layout.contexts),
             block_table,
@@ -182,6 +190,18 @@ class Batcher:
         if copies:
             return ForkedStep(*arrays, self._copies.fill(copies).view(-1, 2))
         return Step(*arrays)
+
+    def _slots_of(self, blocks: Ints, starts: list[int], positions: list[int]) -> list[int] | Ints:
+        """Where tokens are written; starts: of each row of `blocks`, and the end."""
+        size = self._block_size
+        if len(positions) <= _FEW:
+            return [
+                int(blocks[row, at // size]) * size + at % size
+                for row, (first, end) in enumerate(pairwise(starts))
+                for at in positions[first:end]
+            ]
+        at, beyond = np.divmod(np.array(positions, dtype=np.int32), np.int32(size))
+        return blocks[np.repeat(np.arange(len(blocks)), np.diff(starts)), at] * size + beyond
 
 
 def _drawing(

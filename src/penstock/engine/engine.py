@@ -435,6 +435,11 @@ class Engine:
             assert self.speculation is not None  # whose draft it is
             drawn = sampled.token_ids[rows.start : rows.stop]
             way += [rows.start + 1 + at for at in self.speculation.right(sequence, drawn)]
+        if len(way) > 1 and not sampled.errors:
+            tokens = [sampled.token_ids[row] for row in way]
+            if self.appender.append_all(sequence, tokens, now):
+                self._computed(sequence, len(way) - 1)
+                return
         for row in way:
             if row in sampled.errors:
                 raise self.intake.failure(sequence, sampled.errors[row])

@@ -33,6 +33,9 @@ def proposer_of(config: EngineConfig, runtime: Runtime) -> Proposer:
                 asked,
                 suffix_decoding_max_tree_depth="max_depth",
                 suffix_decoding_max_cached_tokens="max_tokens",
+                suffix_decoding_max_cached_requests="max_outputs",
+                suffix_decoding_max_spec_factor="factor",
+                suffix_decoding_min_token_prob="least",
             )
         )
     found = draft_proposer(config, runtime)

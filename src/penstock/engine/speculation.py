@@ -84,6 +84,7 @@ class Speculation:
             adaptive=asked.adaptive,
             by_passes=proposer.by_passes,
             tree_tokens=asked.most_tokens,
+            most_sequences=asked.disable_by_batch_size,
         )
         if asked.width > 1:
             _check_trees(runtime)

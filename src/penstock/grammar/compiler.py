@@ -109,9 +109,12 @@ class Grammars:
     def start(self, spec: StructuredOutputs) -> GrammarState:
         """A fresh state. Raises InvalidSamplingError for what can't be followed."""
         matcher = self._matcher(spec)
-        return GrammarState(
-            matcher.deep_copy(), self.vocabulary, used_up=lambda: self._forget(_key(spec), matcher)
-        )
+
+        def fresh() -> GrammarState:
+            self._forget(_key(spec), matcher)
+            return self.start(spec)
+
+        return GrammarState(matcher.deep_copy(), self.vocabulary, fresh=fresh)
 
     def compile(self, spec: StructuredOutputs) -> None:
         """See that `start` will be fast. Raises InvalidSamplingError for what can't be followed."""

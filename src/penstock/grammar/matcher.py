@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Final
+
 import llguidance
 
 from penstock.grammar.refusal import Refusal
 from penstock.grammar.vocabulary import Vocabulary
+
+LEXER_STATES: Final = 50_000
+"""Of one lexer, which a compiled form's copies share."""
 
 
 def build_matcher(vocabulary: Vocabulary, grammar: str, fuel: int) -> llguidance.LLMatcher:
@@ -18,7 +23,7 @@ def build_matcher(vocabulary: Vocabulary, grammar: str, fuel: int) -> llguidance
     # input that was found is refused in a second or two (tests/grammar/test_grammar_compiler.py).
     limits = llguidance.LLParserLimits(
         initial_lexer_fuel=fuel,
-        max_lexer_states=50_000,
+        max_lexer_states=LEXER_STATES,
         max_grammar_size=60_000,
         max_items_in_row=20_000,
         verbose_errors=False,

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
+from typing import Final, Optional
 
 import llguidance
 import numpy as np
 
-from penstock.errors import RequestError
+from penstock.errors import PenstockError, RequestError
 from penstock.grammar.matcher import first_line
 from penstock.grammar.vocabulary import Vocabulary
 from penstock.grammar.work import Work
@@ -21,29 +23,52 @@ _REASONS = {
 }
 
 
-class GrammarState:
-    """A `Constraint`: llguidance's matcher for a compiled grammar, over a model's vocabulary."""
+_OUT_OF_STATES: Final = "too many states"
+"""In the library's words."""
 
-    __slots__ = ("_ended", "_matcher", "_used_up", "_vocabulary", "_work")
+RENEWED_EVERY: Final = 50
+"""Tokens at least between two lexers that are made for one text."""
+
+_Told = Optional[tuple["_Told", int]]  # noqa: UP045  it names itself
+"""The tokens of a text, the last first; what is shared with copies isn't copied."""
+
+
+class GrammarState:
+    """A `Constraint`: llguidance's matcher for a compiled grammar, over a model's vocabulary.
+
+    A matcher shares its lexer with all its copies, and a lexer keeps a bounded number of states:
+    those that other texts and wrong guesses have come to are among them. Where it has no room for
+    another, none of the copies can go on to where none has been. Then the text's own tokens are
+    told to a matcher that is compiled anew.
+    """
+
+    __slots__ = (
+        "_ended",
+        "_fresh",
+        "_matcher",
+        "_renewed_at",
+        "_tokens",
+        "_told",
+        "_vocabulary",
+        "_work"
+    )  # fmt: skip
 
     def __init__(
         self,
         matcher: llguidance.LLMatcher,
         vocabulary: Vocabulary,
         *,
-        ended: bool = False,
-        used_up: Callable[[], None] | None = None,
-        work: Work | None = None,
+        fresh: Callable[[], GrammarState] | None = None,
     ) -> None:
-        """used_up: called where the matcher has no room for another state of its lexer, which it
-        shares with all its copies: none of them can go on to where none has been. work: what those
-        it was forked from have taken.
-        """
+        """fresh: a state at the beginning of the same form, with a lexer that isn't used up."""
         self._matcher = matcher
         self._vocabulary = vocabulary
-        self._ended = ended  # by an end token, which the matcher isn't told: it wouldn't count it
-        self._used_up = used_up
-        self._work = Work() if work is None else work
+        self._ended = False  # by an end token, which the matcher isn't told: it wouldn't count it
+        self._fresh = fresh
+        self._told: _Told = None
+        self._tokens = 0  # that were told
+        self._renewed_at: int | None = None
+        self._work = Work()  # of this and what is forked from it
 
     def fill(self, bits: Bits) -> None:
         """Write which tokens may come next. Raises RequestError where a limit is reached."""
@@ -57,6 +82,13 @@ class GrammarState:
             bits[:] = 0
             return
         self._work.check()
+        self._mask(bits)
+        if _OUT_OF_STATES in self.failure and self._renew():
+            self._mask(bits)
+        self._check()
+
+    def _mask(self, bits: Bits) -> None:
+        vocabulary = self._vocabulary
         if vocabulary.eos_token_ids or vocabulary.size % 32:
             with self._work.counted():
                 self._matcher.unsafe_compute_mask_ptr(bits.ctypes.data, bits.nbytes)
@@ -66,15 +98,17 @@ class GrammarState:
             wider = np.zeros(num_words(vocabulary.size + 1), dtype=np.int32)
             self._matcher.unsafe_compute_mask_ptr(wider.ctypes.data, wider.nbytes)
             bits[:] = wider[: len(bits)]
-        self._check()
 
     def accept(self, token_id: int) -> None:
         """The sequence goes on with this token. Raises RequestError for one that mustn't come."""
         if token_id in self._vocabulary.eos_token_ids and self.may_end:
             self._ended = True
             return
-        with self._work.counted():
-            follows = not self._ended and self._matcher.try_consume_tokens([token_id]) == 1
+        follows = not self._ended and self._follows(token_id)
+        if not (follows or self._ended) and self._lacks_states(token_id):
+            if not self._renew():
+                raise _broken_off(_REASONS["LexerTooComplex"], self.failure or _OUT_OF_STATES)
+            follows = self._follows(token_id)
         self._work.tokens += 1
         if not follows:
             self._check()
@@ -82,14 +116,23 @@ class GrammarState:
                 f"Token id {token_id}{self._vocabulary.tokenizer.quoted(token_id)} doesn't go on "
                 "with the text as its grammar, regex or schema demands."
             )
+        self._told, self._tokens = (self._told, token_id), self._tokens + 1
         self._check()
+
+    def _follows(self, token_id: int) -> bool:
+        with self._work.counted():
+            return bool(self._matcher.try_consume_tokens([token_id]) == 1)
 
     def forced(self) -> list[int]:
         """Tokens of which each is the only one that may come, in order."""
         if self._ended:
             return []
         with self._work.counted():
-            return self._matcher.compute_ff_tokens()
+            found = self._matcher.compute_ff_tokens()
+        if _OUT_OF_STATES in self.failure and self._renew():
+            with self._work.counted():
+                found = self._matcher.compute_ff_tokens()
+        return found
 
     @property
     def is_complete(self) -> bool:
@@ -108,10 +151,11 @@ class GrammarState:
 
     def fork(self) -> GrammarState:
         """The same state for another sequence with the same tokens."""
-        matcher, work = self._matcher.deep_copy(), self._work
-        return GrammarState(
-            matcher, self._vocabulary, ended=self._ended, used_up=self._used_up, work=work
-        )
+        twin = object.__new__(GrammarState)
+        for name in self.__slots__:
+            setattr(twin, name, getattr(self, name))
+        twin._matcher = self._matcher.deep_copy()
+        return twin
 
     def rollback(self, count: int) -> None:
         """Take back the last `count` accepted tokens."""
@@ -120,6 +164,45 @@ class GrammarState:
             count -= 1
         if count and not self._matcher.rollback(count):
             raise ValueError(f"{count} tokens can't be taken back: {self._matcher.get_error()}")
+        for _ in range(count):
+            assert self._told is not None  # or the matcher would have refused
+            self._told = self._told[0]
+        self._tokens -= count
+
+    # ── a lexer without room ─────────────────────────────────────────────────────────────────
+
+    def _lacks_states(self, token_id: int) -> bool:
+        """Whether a token was refused for want of a state of the lexer, which needn't say so.
+
+        Where it doesn't, the mask still does, or knows that the token may come.
+        """
+        if not self._matcher.is_error() and 0 <= token_id < self._vocabulary.size:
+            bits = np.zeros(self._vocabulary.words, dtype=np.int32)
+            self._mask(bits)
+            if bits[token_id // 32] >> token_id % 32 & 1:
+                return True
+        return _OUT_OF_STATES in self.failure
+
+    def _renew(self) -> bool:
+        """Go on with a matcher of its own lexer that has been told the same tokens."""
+        since = None if self._renewed_at is None else self._tokens - self._renewed_at
+        if self._fresh is None or (since is not None and since < RENEWED_EVERY):
+            return False
+        start = time.perf_counter()
+        try:
+            found = self._fresh()
+        except PenstockError:  # it takes too long now; the reason is that of the old one
+            return False
+        tokens, told = list[int](), self._told
+        while told is not None:
+            told, token = told
+            tokens.append(token)
+        follows = found._matcher.try_consume_tokens(tokens[::-1]) == len(tokens)
+        self._work.seconds += time.perf_counter() - start
+        if follows:
+            self._matcher, self._fresh = found._matcher, found._fresh
+            self._renewed_at = self._tokens
+        return follows
 
     @property
     def failure(self) -> str:
@@ -132,9 +215,11 @@ class GrammarState:
         reason = _REASONS.get(self._matcher.stop_reason(), "no token of the model can go on here")
         if "too many" in failure:  # expressions of one step, or states of all copies together
             reason = _REASONS["LexerTooComplex"]
-            if self._used_up is not None:
-                self._used_up()
-        raise RequestError(
-            f"The text can't be held to its structure any further: {reason} (llguidance: {failure})"
-            ". Make the grammar or schema simpler, or bound its repetitions."
-        )
+        raise _broken_off(reason, failure)
+
+
+def _broken_off(reason: str, failure: str) -> RequestError:
+    return RequestError(
+        f"The text can't be held to its structure any further: {reason} (llguidance: {failure}). "
+        "Make the grammar or schema simpler, or bound its repetitions."
+    )

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, fields
+from operator import attrgetter
 from typing import Any
 
 from penstock.hardware import Peaks
@@ -17,6 +18,8 @@ from penstock.roofline.floor import Bound, Floor, floor_of
 CAUSES = ("draft", "schedule", "batch", "sample", "detokenize", "output", "wait")
 """Where time goes outside of the forward pass. `draft` guesses tokens; `output` appends,
 checks for the end and hands out; `wait` lies between two steps while there are requests."""
+
+_seconds = attrgetter(*(f"{cause}_s" for cause in CAUSES))
 
 
 @dataclass(slots=True)
@@ -45,7 +48,7 @@ class StepRecord:
     @property
     def lost(self) -> dict[str, float]:
         """Seconds outside the forward pass by cause."""
-        return {cause: getattr(self, f"{cause}_s") for cause in CAUSES}
+        return dict(zip(CAUSES, _seconds(self), strict=True))
 
 
 @dataclass(slots=True)
@@ -125,7 +128,7 @@ class Totals:
     @property
     def lost(self) -> dict[str, float]:
         """Seconds outside the forward pass by cause."""
-        return {cause: getattr(self, f"{cause}_s") for cause in CAUSES}
+        return dict(zip(CAUSES, _seconds(self), strict=True))
 
     def as_dict(self) -> dict[str, Any]:
         """For JSON."""

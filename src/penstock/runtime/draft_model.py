@@ -121,9 +121,12 @@ def open_draft(config: EngineConfig, target: Target) -> OpenedDraft:
 def _load(
     folder: Path, config: EngineConfig, speculative: SpeculativeConfig, most: int
 ) -> tuple[LoadedModel, EngineFolder | None]:
-    """Of as many positions as it has, but no more than `most`."""
+    """Of as many positions as it has or was asked for, but no more than `most`."""
+    asked = speculative.max_model_len
+    most = most if asked is None else min(asked, most)
     if not is_engine(folder):
         longest = max_positions(open_model(folder)[0].decoder)
+        _check_length(folder, asked, longest)
         loaded = load_model(
             folder,
             max_model_len=min(most, longest),
@@ -132,9 +135,18 @@ def _load(
         )
         return loaded, None
     engine = EngineFolder.open(folder, verify=config.model.verify)
+    _check_length(folder, asked, engine.limits.max_model_len)
     length = min(most, engine.limits.max_model_len)
     engine.settle(EngineConfig(ModelConfig(model=folder, quantization=speculative.quantization)))
     return engine.load(length, strict=config.model.strict), engine
+
+
+def _check_length(folder: Path, asked: int | None, longest: int) -> None:
+    if asked is not None and asked > longest:
+        raise ConfigError(
+            f"max_model_len={asked} is more than the {longest} positions of the draft model "
+            f"{folder}. Choose up to {longest}, or leave it out."
+        )
 
 
 def _layout(config: EngineConfig, draft: LoadedModel, engine: EngineFolder | None) -> PagedLayout:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 
 import torch
 from torch import Tensor
@@ -144,7 +144,7 @@ class Runner:
 
     def by(self, forward: Forward, step: Step) -> Tensor:
         """The same by another way to run the model, over the same cache."""
-        with torch.inference_mode(), self.computing(step):
+        with torch.inference_mode(), nullcontext() if self.recent is None else self.computing(step):
             if self.vocabulary is None:
                 return forward(step, self.kv)
             return self.vocabulary.widen(forward(self.vocabulary.narrow(step), self.kv))

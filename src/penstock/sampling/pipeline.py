@@ -52,7 +52,7 @@ NO_TOKEN = -1
 MASKED = "Every token is masked"
 """How the error begins that a row gets of which nothing is left."""
 
-_KEPT_PLANS: Final = 8
+_KEPT_PLANS: Final = 20
 """Batches that take turns: of one sequence, drafts of different lengths."""
 
 _DRAWING: Final = 0
@@ -88,10 +88,8 @@ class _Group:
 
 @dataclass(slots=True)
 class _Plan:
-    """What is the same for all batches of the same sequences, and this step's rows of them."""
+    """What is the same for all batches of the same sequences; in a step also its rows of them."""
 
-    rows: list[SequenceSampling]
-    device: torch.device
     processed: ProcessedLogits
     edits: LogitEdits | None
     greedy: list[int]  # G of them
@@ -101,14 +99,14 @@ class _Plan:
     reported_index: Tensor
     reported_counts: list[int]
 
-    def go_on(self, rows: list[SequenceSampling]) -> None:
-        """Work on these rows of the same sequences from here on."""
-        self.rows = self.processed.rows = rows
+    def work_on(self, rows: Sequence[SequenceSampling]) -> None:
+        """These are the rows from here on; without any, nothing holds the last ones."""
+        self.processed.rows = rows
         if self.edits is not None:
             self.edits.rows = rows
         for group in self.groups:
             if isinstance(group.draw, Chain):
-                group.draw.rows = [rows[i] for i in group.members]
+                group.draw.rows = [rows[i] for i in group.members] if rows else []
 
 
 class Sampler:
@@ -152,6 +150,7 @@ class Sampler:
 
     def _sample(self, logits: Tensor, rows: Sequence[SequenceSampling]) -> Sampled:
         plan = self._plan_for(rows, logits.device)
+        plan.work_on(rows)
         raw = None
         if plan.reported:
             raw = logits.index_select(0, plan.reported_index).log_softmax(-1)
@@ -175,6 +174,7 @@ class Sampler:
         logprobs: list[TokenLogprobs | None] = [None] * len(rows)
         if raw is not None:
             self._report(plan, raw, tokens, logprobs)
+        plan.work_on(())
         return Sampled(tokens, logprobs, errors)
 
     def _report(
@@ -193,17 +193,19 @@ class Sampler:
     def _plan_for(self, rows: Sequence[SequenceSampling], device: torch.device) -> _Plan:
         # The keys hold what they name, so that an object's address can't come to mean another.
         key = (*[row.kin for row in rows], device)
-        plan = self._plan = self._plans.get(key)
+        plan = self._plans.get(key)
         if plan is None:
+            plan = _make_plan(rows, self.vocab_size, device)
+            if plan.edits is not None and plan.edits.forbidden is not None:
+                self._plans.clear()  # flags for whole vocabularies: those of one plan are enough
             while len(self._plans) >= _KEPT_PLANS:
                 del self._plans[next(iter(self._plans))]
-            plan = self._plan = self._plans[key] = _make_plan(list(rows), self.vocab_size, device)
-        elif plan.rows != rows:  # lists of the same objects compare by identity, in C
-            plan.go_on(list(rows))
+            self._plans[key] = plan
+        self._plan = plan
         return plan
 
 
-def _make_plan(rows: list[SequenceSampling], vocab_size: int, device: torch.device) -> _Plan:
+def _make_plan(rows: Sequence[SequenceSampling], vocab_size: int, device: torch.device) -> _Plan:
     greedy = [i for i, row in enumerate(rows) if row.params.is_greedy]
     by_draw: dict[Draw, list[int]] = {}
     for i, row in enumerate(rows):
@@ -211,8 +213,6 @@ def _make_plan(rows: list[SequenceSampling], vocab_size: int, device: torch.devi
             by_draw.setdefault(_draw_for(row.params, vocab_size), []).append(i)
     reported = [i for i, row in enumerate(rows) if row.params.logprobs is not None]
     return _Plan(
-        rows=rows,
-        device=device,
         processed=ProcessedLogits(rows),
         edits=gather_edits(rows, vocab_size, device),
         greedy=greedy,
@@ -242,7 +242,7 @@ def _draw_chain(logits: Tensor, cuts: Cuts, u: Tensor) -> Drawn:
 
 def _make_group(
     draw: Draw,
-    rows: list[SequenceSampling],
+    rows: Sequence[SequenceSampling],
     members: list[int],
     vocab_size: int,
     device: torch.device,

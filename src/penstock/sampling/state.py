@@ -135,8 +135,8 @@ class SequenceSampling:
         if self.has_penalties:
             twin._tokens, twin._counts = self._tokens.copy(), self._counts.copy()
             twin._slots = dict(self._slots)
-        if self.text is not None:
-            twin.text = [*self.text, token_id]
+        if self.text is not None:  # which only processors look at
+            twin.text = [*self.text, token_id] if self.params.logits_processors else None
         twin.append(token_id)
         return twin
 

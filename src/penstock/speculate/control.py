@@ -95,13 +95,21 @@ class Controller:
     """Decides how many of the guesses are verified, or made at all."""
 
     def __init__(
-        self, most: int, *, adaptive: bool, by_passes: bool, tree_tokens: int | None = None
+        self,
+        most: int,
+        *,
+        adaptive: bool,
+        by_passes: bool,
+        tree_tokens: int | None = None,
+        most_sequences: int | None = None,
     ) -> None:
         """most: tokens one after another in a draft; by_passes: whether each of them takes a pass
-        of a model; tree_tokens: in a draft that is a tree.
+        of a model; tree_tokens: in a draft that is a tree; most_sequences: in a step with more of
+        them there are no drafts.
         """
         self.most = most
         self.tree_tokens = tree_tokens or most
+        self.most_sequences = most_sequences
         self.adaptive = adaptive
         self.by_passes = by_passes
         self.times = StepTimes()
@@ -116,6 +124,8 @@ class Controller:
 
     def may_guess(self, batch: int) -> bool:
         """Whether to guess at all, before a step of `batch` sequences."""
+        if self.most_sequences is not None and batch > self.most_sequences:
+            return False
         if not self.adaptive:
             return True
         if self.times.plain(batch)[1] < PLAIN_STEPS:

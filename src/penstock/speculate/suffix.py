@@ -49,16 +49,27 @@ class SuffixProposer:
     by_passes = False
     last_caught_up = 0
 
-    def __init__(self, max_depth: int = 24, max_tokens: int = 1_000_000) -> None:
-        """How many tokens are looked at, and how many of past outputs are kept."""
+    def __init__(
+        self,
+        max_depth: int = 24,
+        max_tokens: int = 1_000_000,
+        max_outputs: int | None = None,
+        factor: float = TOKENS_PER_MATCHED,
+        least: float = MIN_PROBABILITY,
+    ) -> None:
+        """How many tokens are looked at, and how many of past outputs are kept; of how many
+        outputs at most, None: of any number. factor: how long a guess may be, for each token that
+        matches. least: a guess ends where what is known gives the whole of it less.
+        """
         if max_tokens < LEAST_TOKENS:
             raise ConfigError(
                 f"suffix_decoding_max_cached_tokens={max_tokens} keeps nothing to look at. Make it "
                 f"at least {LEAST_TOKENS}, or take method='ngram'."
             )
         self._depth = max_depth
+        self._factor, self._least = factor, least
         self._live: dict[object, _Live] = {}
-        self.past = Past(max_depth, max_tokens)
+        self.past = Past(max_depth, max_tokens, max_outputs)
 
     def propose(self, wishes: Sequence[Wish]) -> list[Draft]:
         """A draft for each wish, of no tokens where its end never stood before."""
@@ -83,10 +94,11 @@ class SuffixProposer:
         """Up to `limit` tokens that may follow `tokens`, the sequence of that key."""
         return self._guess(tokens, *self.match(key, tokens, num_prompt, salt), limit)
 
-    @staticmethod
-    def _guess(tokens: list[int], length: int, branches: list[Branch], limit: int) -> list[int]:
-        limit = min(limit, TOKENS_PER_MATCHED * length)
-        return likeliest(branches[:MOST_PLACES], tokens, limit)
+    def _guess(
+        self, tokens: list[int], length: int, branches: list[Branch], limit: int
+    ) -> list[int]:
+        limit = min(limit, int(self._factor * length))
+        return likeliest(branches[:MOST_PLACES], tokens, limit, self._least)
 
     def match(
         self, key: object, tokens: list[int], num_prompt: int, salt: str | None
@@ -115,7 +127,9 @@ class SuffixProposer:
             self.past.add(live.tokens[live.num_prompt :], live.salt)
 
 
-def likeliest(branches: list[Branch], own: list[int], limit: int) -> list[int]:
+def likeliest(
+    branches: list[Branch], own: list[int], limit: int, least: float = MIN_PROBABILITY
+) -> list[int]:
     """Up to `limit` tokens, each the one that most branches go on with that went on so far.
 
     Of equally frequent ones the first branch's. `own` is the text whose end is to be continued:
@@ -133,7 +147,7 @@ def likeliest(branches: list[Branch], own: list[int], limit: int) -> list[int]:
         following = [_token(text, place, own, guess) for text, place in branches]
         token, count = Counter(following).most_common(1)[0]
         probability *= count / len(branches)
-        if token == _END or probability < MIN_PROBABILITY:
+        if token == _END or probability < least:
             break
         guess.append(token)
         branches = [
@@ -169,14 +183,23 @@ class Past:
     the tables of 1, 2, 4, … tokens. A full part takes 49 bytes a token, with a depth of 24.
     """
 
-    def __init__(self, depth: int, max_tokens: int) -> None:
+    def __init__(self, depth: int, max_tokens: int, max_outputs: int | None = None) -> None:
         self._depth, self._size = depth, max_tokens // PARTS
+        self._most_parts, self._outputs = PARTS, max_tokens
+        if max_outputs is not None:
+            self._most_parts = min(PARTS, max_outputs)
+            self._outputs = max_outputs // max(self._most_parts, 1)
         self._parts: list[_Part] = []  # the newest first
 
     @property
     def num_tokens(self) -> int:
         """How many are kept, and one more for each output's end."""
         return sum(len(part.text) for part in self._parts)
+
+    @property
+    def num_outputs(self) -> int:
+        """How many are kept."""
+        return sum(part.outputs for part in self._parts)
 
     @property
     def nbytes(self) -> int:
@@ -186,12 +209,18 @@ class Past:
     def add(self, output: list[int], salt: str | None) -> None:
         """Keep an output, or as much of its end as fits."""
         output = output[-(self._size - 1) :]  # with room for its end
-        if len(output) < MIN_MATCH + 1:
-            return  # nothing follows a match in it
-        if not self._parts or len(self._parts[0].text) + len(output) >= self._size:
+        if len(output) < MIN_MATCH + 1 or not self._most_parts:
+            return  # nothing follows a match in it; or nothing is to be kept
+        newest = self._parts[0] if self._parts else None
+        if (
+            newest is None
+            or len(newest.text) + len(output) >= self._size
+            or newest.outputs == self._outputs
+        ):
             self._parts.insert(0, _Part(array("q"), Runs(MIN_MATCH, self._depth, self._size), {}))
-            del self._parts[PARTS:]
+            del self._parts[self._most_parts :]
         part = self._parts[0]
+        part.outputs += 1
         base = part.salts.setdefault(salt, len(part.salts)) << 32
         part.runs.begin(len(part.text))
         part.text.extend([base | token for token in output])
@@ -225,3 +254,4 @@ class _Part:
     text: array[int]
     runs: Runs
     salts: dict[str | None, int]  # the numbers of those who are in it
+    outputs: int = 0
