@@ -2,8 +2,9 @@
 
 Source: Li et al. 2025, arXiv:2503.01840. The layout is that of github.com/SafeAILab/EAGLE: `fc`
 [D, 3D], `midlayer.…`, `norm`, `lm_head` over a draft vocabulary, `d2t` (what to add to a row's
-number for its token) and `t2d` (whether a token has a row). Which layers are read stands in
-`eagle_config`, as vLLM writes it: id j is the residual stream that enters layer j.
+number for its token) and `t2d` (whether a token has a row). Which states are read stands there
+twice: `eagle_aux_hidden_state_layer_ids` names the layers that they enter, as vLLM and speculators
+have it, and within `eagle_config` those that they leave, as SpecForge, ModelOpt and SGLang have it.
 """
 
 from collections.abc import Iterator, Sequence
@@ -119,15 +120,16 @@ class Eagle3(Guesser):
 
     def save(self, folder: Path) -> None:
         target = self.target[0]
+        written = {}
+        if min(self.stream_ids) > 0:  # what enters the first layer is no layer's output
+            written["eagle_aux_hidden_state_layer_ids"] = [i - 1 for i in self.stream_ids]
         config = {
             "architectures": ["LlamaForCausalLMEagle3"],
             **self.shape.config(target),
             "draft_vocab_size": len(self.d2t),
             "target_hidden_size": target.hidden_size,
-            "eagle_config": {
-                "eagle_aux_hidden_state_layer_ids": list(self.stream_ids),
-                "use_aux_hidden_state": True,
-            },
+            "eagle_aux_hidden_state_layer_ids": list(self.stream_ids),
+            "eagle_config": {"use_aux_hidden_state": True, **written},
         }
         tensors = dict(self.state_dict())
         if self.save_embedding:

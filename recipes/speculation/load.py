@@ -53,7 +53,7 @@ def _load(config: dict[str, Any], tensors: dict[str, Tensor], target: Target) ->
             target,
             counts,
             draft_vocab_size=config["draft_vocab_size"],
-            layers=config["eagle_config"]["eagle_aux_hidden_state_layer_ids"],
+            layers=config["eagle_aux_hidden_state_layer_ids"],
             intermediate_size=config["intermediate_size"],
         )
     elif "fc.weight" in tensors:

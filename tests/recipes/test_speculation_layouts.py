@@ -190,8 +190,9 @@ def test_eagle3_goes_on_from_its_own_stream(target: Target, tmp_path: Path) -> N
     assert sorted(kept.tolist()) == sorted(counts.topk(40).indices.tolist())
     assert kept.tolist() == tensors["t2d"].nonzero()[:, 0].tolist()
     assert config["draft_vocab_size"] == 40
-    layers = config["eagle_config"]["eagle_aux_hidden_state_layer_ids"]
-    assert layers == [1, 2, 3]
+    layers = config["eagle_aux_hidden_state_layer_ids"]
+    assert layers == [1, 2, 3]  # whose inputs are read, and whose outputs
+    assert config["eagle_config"]["eagle_aux_hidden_state_layer_ids"] == [0, 1, 2]
 
     llama = llama_config(config)
     layer = load_layer(tensors, "midlayer.", llama, 64)

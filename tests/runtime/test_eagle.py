@@ -14,13 +14,15 @@ from torch import Tensor
 
 from penstock import LLM, SamplingParams
 from penstock.bench.reader import window_step
-from penstock.bench.speculate.floors import memory_of
+from penstock.bench.speculate.floors import draft_floor, memory_of
 from penstock.config import EngineConfig
 from penstock.engine import Engine
 from penstock.errors import ConfigError, ModelNotFoundError
+from penstock.hardware import Peaks
 from penstock.kernels import native
 from penstock.pipeline.build import BuildOptions, build
 from penstock.pipeline.vocabulary import reduce_vocabulary
+from penstock.roofline import StepSize, floor_s
 from penstock.runtime import Runtime, load_runtime
 from penstock.runtime.drafting import draft_proposer
 from penstock.runtime.eagle import PlacedEagle
@@ -249,6 +251,31 @@ def test_memory_and_what_is_said(
     assert isinstance(plain[1].draft, PlacedEagle) and plain[1].draft.kv[0][0].shape[0] == 16
 
 
+def test_what_a_draft_costs(rounds: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every matrix is read in every pass, but EAGLE-3's fc in the first only; a row for each way."""
+    of_layer = 128 * D + D * 64 + 2 * 48 * D + D * 48
+    for fuses in (False, True):
+        head = made(tmp_path / str(fuses), fuses, monkeypatch, **SHAPE)
+        method = "eagle3" if fuses else "eagle"
+        config, runtime = loaded(rounds, head, speculative={"method": method, "tree_width": 3})
+        assert isinstance(runtime.draft, PlacedEagle)
+        costs = list(runtime.draft.costs([10, 20], 3))
+        mixing = [128 * D] * 3 if fuses else [2 * D * D] * 3
+        mixing[0] += 3 * D * D if fuses else 0
+        rows = V // 2 if fuses else V
+        for cost, own, ways in zip(costs, mixing, (1, 3, 3), strict=True):
+            matrices = of_layer + own + rows * D
+            assert 2 * matrices <= cost.weight_bytes < 2.3 * matrices  # columns are padded
+            multiplied = sum(cost.products.values()) - 2 * 2 * ways * matrices
+            seen = {1: 30, 3: 3 * 30}[ways]  # and a few more at later depths
+            assert 4 * 64 * seen <= multiplied <= 4 * 64 * (seen + 4 * 2 * ways)
+        floor = draft_floor(config, runtime, None)
+        size = StepSize([4, 1], [13, 20], 5, drafted=3)
+        peaks = Peaks(1e9, 1e9, 1e9, 1, "2026-01-01T00:00:00", 1e9)
+        want = sum(floor_s(cost, peaks) for cost in runtime.draft.costs([10], 3))
+        assert floor(size, peaks) == want > 0
+
+
 def test_what_does_not_go_together(rounds: Path, tmp_path: Path) -> None:
     head = sure_head(tmp_path / "head")
     with pytest.raises(ConfigError, match="runs in float32, whose states it reads"):
@@ -289,10 +316,10 @@ def test_engine_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
             )
             proposer = draft_proposer(config, runtime)
             assert isinstance(proposer, EagleProposer)
-            text = list(range(5, 25))
+            text = list(range(5, 17))
             blocks = [1, 2]
             runtime.runner.forward(window_step(runtime, text[:-1], 1))
-            proposer.saw([Computed(text, text, blocks, 0, list(range(19)))])
+            proposer.saw([Computed(text, text, blocks, 0, list(range(11)))])
             state = SequenceSampling(GREEDY, text, runtime.vocab_size, 0, frozenset())
             [draft] = proposer.propose([Wish(text, text, state, blocks, 4)])
             found.append((draft.tokens, draft.parents, draft.chances))
