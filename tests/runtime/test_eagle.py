@@ -252,7 +252,7 @@ def test_memory_and_what_is_said(
 
 
 def test_what_a_draft_costs(rounds: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every matrix is read in every pass, but EAGLE-3's fc in the first only; a row for each way."""
+    """Every matrix is read in every pass, but EAGLE-3's fc in the first; a row for each way."""
     of_layer = 128 * D + D * 64 + 2 * 48 * D + D * 48
     for fuses in (False, True):
         head = made(tmp_path / str(fuses), fuses, monkeypatch, **SHAPE)
