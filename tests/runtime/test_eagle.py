@@ -29,8 +29,7 @@ from penstock.runtime.eagle import PlacedEagle
 from penstock.sampling import SequenceSampling
 from penstock.speculate import Computed, Wish
 from penstock.speculate.eagle import EagleProposer
-from tests.speculate import eagle_reference
-from tests.speculate.eagle_reference import Tensors, write
+from tests.speculate.eagle_reference import make_tensors, write
 
 exact = pytest.mark.skipif(native.handle is None, reason=f"no native kernels: {native.reason}")
 GREEDY = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
@@ -97,22 +96,15 @@ def sure_head(folder: Path, noise: float = 0.0) -> Path:
     return write(folder, {n: t.to(torch.bfloat16) for n, t in tensors.items()}, **SHAPE)
 
 
-def made(folder: Path, fuses: bool, monkeypatch: pytest.MonkeyPatch, **shape: Any) -> Path:
-    """A head of random weights, of the shape of a target."""
-    names = {"HIDDEN": "hidden_size", "INNER": "intermediate_size", "VOCAB": "vocab_size",
-             "HEADS": "num_attention_heads", "KV_HEADS": "num_key_value_heads",
-             "HEAD_DIM": "head_dim"}  # fmt: skip
-    with monkeypatch.context() as patch:
-        for name, key in names.items():
-            patch.setattr(eagle_reference, name, shape[key])
-        patch.setattr(eagle_reference, "DRAFT_IDS", torch.arange(0, shape["vocab_size"], 2))
-        tensors: Tensors = eagle_reference.make_tensors(fuses)
+def made(folder: Path, fuses: bool, hidden: int = D, vocab: int = V) -> Path:
+    """A head of random weights, of a target's sizes."""
+    tensors = make_tensors(fuses, hidden=hidden, vocab=vocab)
     chosen = {AUX: [0, 1, 3]} if fuses else {}
-    return write(folder, tensors, **shape, **chosen)
+    sizes = {"hidden_size": hidden, "vocab_size": vocab, "head_dim": 16}
+    return write(folder, tensors, **sizes, **chosen)
 
 
-STORIES = {"vocab_size": 4096, "hidden_size": 256, "intermediate_size": 96, "head_dim": 64,
-           "num_attention_heads": 4, "num_key_value_heads": 2}  # fmt: skip
+STORIES = (256, 4096)
 
 
 def llm_of(model: Path | str, head: Path | None, method: str = "eagle", **kwargs: Any) -> LLM:
@@ -251,18 +243,18 @@ def test_memory_and_what_is_said(
     assert isinstance(plain[1].draft, PlacedEagle) and plain[1].draft.kv[0][0].shape[0] == 16
 
 
-def test_what_a_draft_costs(rounds: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every matrix is read in every pass, but EAGLE-3's fc in the first; a row for each way."""
-    of_layer = 128 * D + D * 64 + 2 * 48 * D + D * 48
+def test_what_a_draft_costs(rounds: Path, tmp_path: Path) -> None:
+    """All matrices are read in each pass, EAGLE-3's fc in the first only; a row for each way."""
+    of_layer = 128 * D + D * 64 + 2 * 96 * D + D * 96
     for fuses in (False, True):
-        head = made(tmp_path / str(fuses), fuses, monkeypatch, **SHAPE)
+        head = made(tmp_path / str(fuses), fuses)
         method = "eagle3" if fuses else "eagle"
         config, runtime = loaded(rounds, head, speculative={"method": method, "tree_width": 3})
         assert isinstance(runtime.draft, PlacedEagle)
         costs = list(runtime.draft.costs([10, 20], 3))
         mixing = [128 * D] * 3 if fuses else [2 * D * D] * 3
         mixing[0] += 3 * D * D if fuses else 0
-        rows = V // 2 if fuses else V
+        rows = len(range(0, V, 3)) if fuses else V
         for cost, own, ways in zip(costs, mixing, (1, 3, 3), strict=True):
             matrices = of_layer + own + rows * D
             assert 2 * matrices <= cost.weight_bytes < 2.3 * matrices  # columns are padded
@@ -308,12 +300,13 @@ def test_engine_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr("penstock.pipeline.tuning._MOST_RUNS", 2)
     build(BuildOptions("stories", tmp_path / "engine", profile=(1, 8, 64), max_num_seqs=4))
     for method in ("eagle", "eagle3"):
-        head = made(tmp_path / method, method == "eagle3", monkeypatch, **STORIES)
+        head = made(tmp_path / method, method == "eagle3", *STORIES)
         found = []
         for model in (tmp_path / "engine", "stories"):
             config, runtime = loaded(
-                model, head, max_model_len=128, speculative={"method": method, "tree_width": 2}
-            )
+                model, head, max_model_len=128, max_num_batched_tokens=64,
+                speculative={"method": method, "tree_width": 2},
+            )  # fmt: skip
             proposer = draft_proposer(config, runtime)
             assert isinstance(proposer, EagleProposer)
             text = list(range(5, 17))
@@ -328,12 +321,12 @@ def test_engine_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
 
 @exact
 @pytest.mark.parametrize("method", ["eagle", "eagle3"])
-def test_a_reduced_vocabulary(method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_reduced_vocabulary(method: str, tmp_path: Path) -> None:
     """Guesses are the tokenizer's ids, of those that are left; chains and trees."""
     folder = tmp_path / "reduced"
     texts = ["Once upon a time there was a dog.", "The cat sat on the mat."]
     reduce_vocabulary("stories", folder, size=700, texts=texts)
-    head = made(tmp_path / "head", method == "eagle3", monkeypatch, **STORIES)
+    head = made(tmp_path / "head", method == "eagle3", *STORIES)
     plain = answers(llm_of(folder, None), texts, GREEDY)
     for width in (1, 3):
         llm = llm_of(folder, head, method, speculative={"tree_width": width})

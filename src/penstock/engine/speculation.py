@@ -141,7 +141,10 @@ class Speculation:
         drafts = self.proposer.propose(list(wishes.values()))
         found = {s: draft for s, draft in zip(wishes, drafts, strict=True) if draft.tokens}
         passes = max(wish.limit for wish in wishes.values())
-        if self.proposer.last_caught_up <= len(wishes):  # a guess that was right is one to catch up
+        told = bool(found) or self._reader is None  # or it hadn't seen what it guesses by
+        if told and self.proposer.last_caught_up <= len(
+            wishes
+        ):  # a guess that was right is one to catch up
             control.saw_drafting(passes, time.perf_counter() - start)
         if not found:
             return
@@ -203,6 +206,8 @@ class Speculation:
         came_true, self._came_true = self._came_true, {}
         if self._reader is None or self.broken is not None:
             return
+        if not (self.controller.is_on or self.controller.may_guess(len(parts))):
+            return  # nobody will ask for these states
         found, row = [], 0
         for (sequence, count), first in zip(parts, firsts, strict=True):
             rows = list(range(row, row + count))

@@ -223,6 +223,8 @@ def report() -> list[tuple[str, str, str]]:
             rows.append((name, f"native, {_code_of(name)}", why))
         elif native.handle is None:
             rows.append((name, "reference", native.reason))
+        elif hasattr(torch.ops.penstock, f"program_{name}"):
+            rows.append((name, "native in programs", "a copy; one by one by torch"))
         else:
             rows.append((name, "reference", "no native kernel for this operator"))
     return rows

@@ -87,6 +87,7 @@ class _Choice:
     """Drafts of some lengths, as fast as they are predicted to be."""
 
     speed: float  # tokens per second
+    seconds: float  # that the step takes, and the passes before it
     loss: float  # seconds that plain steps would have spared
     lengths: list[int]
 
@@ -160,7 +161,10 @@ class Controller:
         seconds = self._seconds(batch, sum(room), made=any(chances))
         best = self._best_alone if len(room) == 1 else self._best
         choice = best(batch, gains, seconds, self.pass_s if self.by_passes else 0.0)
-        self.is_on = choice.speed > MARGIN * batch / seconds[0]
+        speed = choice.speed
+        if not self.by_passes:  # what guessing takes is spent, but will be again
+            speed *= choice.seconds / (choice.seconds + self.pass_s) if choice.seconds else 0.0
+        self.is_on = speed > MARGIN * batch / seconds[0]
         price = max(choice.loss, BUDGET * seconds[0])
         self._price_s = price if self.by_passes else self.pass_s
         tries = price <= self._budget_s
@@ -192,12 +196,13 @@ class Controller:
         self, batch: int, gains: list[list[float]], seconds: list[float], pass_s: float
     ) -> _Choice:
         """The fastest length of one draft."""
-        promised, found = float(batch), _Choice(0.0, 0.0, [0])
+        promised, found = float(batch), _Choice(0.0, 0.0, 0.0, [0])
         for length, gain in enumerate(gains[0], 1):
             promised += gain
             took = seconds[length] + pass_s * length
             if promised / took > found.speed:
-                found = _Choice(promised / took, took - promised * seconds[0] / batch, [length])
+                loss = took - promised * seconds[0] / batch
+                found = _Choice(promised / took, took, loss, [length])
         return found
 
     def _best(
@@ -207,7 +212,7 @@ class Controller:
         deepest = max(map(len, promises))
         gains = np.array([[*row, *[0.0] * (deepest - len(row))] for row in promises])
         times = np.array(seconds)
-        found = _Choice(0.0, 0.0, [0] * len(gains))
+        found = _Choice(0.0, 0.0, 0.0, [0] * len(gains))
         for passes in range(1, deepest + 1) if pass_s else [deepest]:
             within = gains[:, :passes]
             order = np.argsort(-within, axis=None, kind="stable")[: np.count_nonzero(within)]
@@ -219,7 +224,7 @@ class Controller:
                 rows = order[: at + 1] // passes
                 loss = float(took[at] - promised[at] * times[0] / batch)
                 lengths: list[int] = np.bincount(rows, minlength=len(gains)).tolist()
-                found = _Choice(speed, loss, lengths)
+                found = _Choice(speed, float(took[at]), loss, lengths)
         return found
 
     def _rates(self, records: Sequence[Record], kinds: Sequence[int]) -> list[tuple[float, float]]:

@@ -18,6 +18,7 @@ from penstock.cache import PagedLayout
 from penstock.config import EngineConfig
 from penstock.engine import Engine
 from penstock.engine.request import Sequence as Running
+from penstock.nn import Decoder
 from penstock.runtime import Runtime
 from penstock.runtime.draft_model import DraftModel
 from penstock.runtime.runner import Runner
@@ -142,8 +143,13 @@ def _computed(
         layout.allocate(blocks),
         None if vocabulary is None else ReducedVocabulary(vocabulary),
     )
+    kept = getattr(decoder, "kept", None)
+    if isinstance(decoder, Decoder):
+        decoder.kept = None  # steps of the engine have room for their states, these are others
     for first in range(0, len(tokens), CHUNK):
         runner.forward(_step(tokens, first, min(first + CHUNK, len(tokens)), blocks))
+    if isinstance(decoder, Decoder):
+        decoder.kept = kept
     return _Blocks(runner.kv, range(blocks))
 
 
