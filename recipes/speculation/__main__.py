@@ -104,9 +104,11 @@ def medusa(
     ] = False,
     minutes: Minutes = None,
     steps: Steps = None,
-    rows: Rows = 16,
+    rows: Rows = 8,
     length: Length = 512,
-    learning_rate: Rate = 3e-3,
+    learning_rate: Annotated[
+        float | None, typer.Option(help="Peak. Default: 0.02 with --shared-head, else 0.002.")
+    ] = None,
     muon: Muon = True,
     dtype: Dtype = None,
     device: Device = None,
@@ -122,12 +124,14 @@ def medusa(
     """Medusa heads: each guesses another one of the next tokens, all at once."""
     from recipes.speculation.medusa import Medusa
 
+    if learning_rate is None:
+        learning_rate = 2e-2 if shared_head else 2e-3
     options = dict(locals(), depth=heads)
     own = {"heads": heads, "blocks": blocks, "shared": shared_head, "labels": text_labels}
     _train(
         "medusa",
         lambda target, counts: Medusa(
-            target, heads, blocks, shared_head=shared_head, text_labels=text_labels
+            target, heads, blocks, shared_head=shared_head, text_labels=text_labels, seed=seed
         ),
         own,
         options,
@@ -147,9 +151,9 @@ def eagle(
     save_embedding: Embedding = False,
     minutes: Minutes = None,
     steps: Steps = None,
-    rows: Rows = 16,
+    rows: Rows = 8,
     length: Length = 512,
-    learning_rate: Rate = 3e-3,
+    learning_rate: Rate = 1e-2,
     muon: Muon = True,
     dtype: Dtype = None,
     device: Device = None,
@@ -197,9 +201,9 @@ def eagle3(
     save_embedding: Embedding = False,
     minutes: Minutes = None,
     steps: Steps = None,
-    rows: Rows = 16,
+    rows: Rows = 8,
     length: Length = 512,
-    learning_rate: Rate = 3e-3,
+    learning_rate: Rate = 1e-2,
     muon: Muon = True,
     dtype: Dtype = None,
     device: Device = None,
@@ -249,9 +253,9 @@ def draft(
     intermediate_size: Annotated[int, typer.Option(min=8)] = 256,
     minutes: Minutes = None,
     steps: Steps = None,
-    rows: Rows = 16,
+    rows: Rows = 8,
     length: Length = 512,
-    learning_rate: Rate = 5e-3,
+    learning_rate: Rate = 8e-3,
     muon: Muon = True,
     dtype: Dtype = None,
     device: Device = None,

@@ -8,6 +8,7 @@ of github.com/FasterDecoding/Medusa: `{head}.{block}.linear.weight`, `.bias`, an
 from collections.abc import Iterator
 from pathlib import Path
 
+import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -22,10 +23,11 @@ WEIGHTS = "medusa_lm_head.safetensors"
 class ResBlock(nn.Module):
     """x + silu(W x + b); at the beginning W is zero and b random and small, as in Medusa's code."""
 
-    def __init__(self, size: int) -> None:
+    def __init__(self, size: int, generator: torch.Generator) -> None:
         super().__init__()
         self.linear = nn.Linear(size, size)
         nn.init.zeros_(self.linear.weight)
+        nn.init.uniform_(self.linear.bias, -(size**-0.5), size**-0.5, generator=generator)
 
     def forward(self, x: Tensor) -> Tensor:
         return x + F.silu(self.linear(x))
@@ -47,6 +49,7 @@ class Medusa(Guesser):
         *,
         shared_head: bool = False,
         text_labels: bool = False,
+        seed: int = 0,
     ) -> None:
         super().__init__()
         if num_heads < 1 or num_layers < 0 or (shared_head and num_layers < 1):
@@ -56,9 +59,10 @@ class Medusa(Guesser):
             )
         self.target, self.shared_head, self.text_labels = (target,), shared_head, text_labels
         self.num_layers = num_layers
-        size = target.hidden_size
+        size, generator = target.hidden_size, torch.Generator().manual_seed(seed)
         self.heads = nn.ModuleList(
-            nn.Sequential(*(ResBlock(size) for _ in range(num_layers))) for _ in range(num_heads)
+            nn.Sequential(*(ResBlock(size, generator) for _ in range(num_layers)))
+            for _ in range(num_heads)
         )
         self.lm_heads = nn.ParameterList(
             [] if shared_head else [target.head.detach().clone() for _ in range(num_heads)]

@@ -119,6 +119,5 @@ class Target:
             raise ConfigError(
                 f"The logits of the model in {self.folder} aren't its head times its last hidden "
                 f"state (they differ by {float((logits - found).abs().max()):.3g}): heads with a "
-                "bias, a scale or a soft cap can't be shared. Train a draft model "
-                "with another recipe."
+                "bias, a scale or a soft cap aren't known here."
             )

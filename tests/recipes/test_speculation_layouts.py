@@ -4,6 +4,7 @@ The references are made of transformers' own modules, from the saved files, a to
 """
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -243,6 +244,25 @@ def test_a_draft_is_a_model_of_its_own(target: Target, tmp_path: Path) -> None:
     logits = model(TEXT).logits
     for d, found in enumerate(all_guesses(draft, target)):
         torch.testing.assert_close(found, logits[:, 1 + d : -1])
+
+
+def test_a_draft_begins_with_the_most_of_the_targets_table(target: Target) -> None:
+    draft = Draft(target, hidden_size=16, num_layers=1, num_heads=2, num_kv_heads=1)
+    own = draft.model.get_input_embeddings().weight
+    u, values, _ = torch.linalg.svd(target.embedding, full_matrices=False)
+    best = u[:, :16] * values[:16]  # of that rank, the nearest there is
+    torch.testing.assert_close(own @ own.T, best @ best.T, atol=1e-3, rtol=1e-3)
+
+
+def test_a_head_that_is_scaled_is_refused(target: Target, tmp_path: Path) -> None:
+    shutil.copytree(target.folder, tmp_path, dirs_exist_ok=True)
+    config = target.saved_config() | {
+        "architectures": ["GraniteForCausalLM"], "model_type": "granite", "logits_scaling": 8.0,
+        "embedding_multiplier": 1.0, "residual_multiplier": 1.0, "attention_multiplier": 0.25,
+    }  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ConfigError, match="aren't its head times its last hidden state"):
+        Target(tmp_path)
 
 
 def test_layers_whose_inputs_are_read() -> None:

@@ -267,7 +267,7 @@ def command(method: str, chosen: Settings, *options: str) -> list[str]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("method", ["medusa", "eagle", "eagle3", "draft"])
+@pytest.mark.parametrize("method", ["eagle3"])
 def test_a_killed_process_is_resumed_to_the_same_weights(
     settings: Callable[..., Settings], method: str
 ) -> None:

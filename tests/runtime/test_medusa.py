@@ -260,6 +260,22 @@ def test_memory_and_what_is_said(
     assert loaded(rounds, heads, **options)[1].num_blocks == 17
 
 
+def test_the_targets_head_in_fewer_bits(rounds: Path, tmp_path: Path) -> None:
+    """Heads that are rounded have a copy of it; the target's logits are what they were."""
+    heads = sure_heads(tmp_path, "target")
+    plain, rounded = (
+        loaded(rounds, heads, speculative={"quantization": q})[1] for q in (None, "w8a8")
+    )
+    assert isinstance(plain.draft, Medusa) and isinstance(rounded.draft, Medusa)
+    assert not plain.draft.heads.projections
+    [copy] = rounded.draft.heads.projections
+    own = rounded.model.model.head
+    assert copy is not own and copy.weight_format.name == "w8a8" != own.weight_format.name
+    assert [n for m, n in rounded.draft.heads.matrices() if m is copy] == [4]
+    step = window_step(plain, [1, 2, 3], 1)
+    assert torch.equal(plain.runner.forward(step), rounded.runner.forward(step))
+
+
 def test_as_many_heads_as_are_wanted(rounds: Path, tmp_path: Path) -> None:
     heads = sure_heads(tmp_path, "each")
     config, runtime = loaded(rounds, heads, speculative={"num_speculative_tokens": 2})
@@ -321,6 +337,22 @@ def test_what_is_shipped(method: str, rounds: Path, tmp_path: Path, monkeypatch:
     assert resolve(name) == tmp_path / name
     _, runtime = loaded(rounds, rounds, speculative={"method": method, "model": name})
     assert runtime.draft is not None
+
+
+@exact
+def test_the_shipped_heads() -> None:
+    """Those of the embedded model: what they guess is right often enough to be theirs."""
+    prompts = ["Once upon a time", "Lily and Tom went to the park.", "Mom said"]
+    plain = LLM("stories", num_gpu_blocks_override=24).generate(prompts, GREEDY)
+    llm = LLM(
+        "stories", num_gpu_blocks_override=24,
+        speculative_config={"method": "medusa", "adaptive": False},
+    )  # fmt: skip
+    for one, other in zip(llm.generate(prompts, GREEDY), plain, strict=True):
+        assert one.outputs[0].token_ids == other.outputs[0].token_ids
+    stats = llm.stats()
+    accepted = stats["spec_decode_num_accepted_tokens"] / stats["spec_decode_num_drafts"]
+    assert accepted > 1.3  # 2.0 as they were trained; with each a place off, 0.1
 
 
 # ── other kinds of targets ───────────────────────────────────────────────────────────────────────

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from penstock.sampling import SamplingParams, SequenceSampling
 from penstock.speculate import ROOT, Computed, Draft, StateReader, Wish
+from penstock.speculate.medusa import GREEDY as GREEDY_TEMPERATURE
 from penstock.speculate.medusa import MedusaProposer, TreeLimits, likeliest
 
 GREEDY = SamplingParams(temperature=0.0)
@@ -56,7 +57,7 @@ def made(
     return MedusaProposer(heads, store, TreeLimits(depth, width, most), ids), store, heads
 
 
-def probabilities(state: Tensor, temperature: float = 1.0) -> np.ndarray:
+def probabilities(state: Tensor, temperature: float = GREEDY_TEMPERATURE) -> np.ndarray:
     """Of each head, [K, V]."""
     logits = (MATRICES.double() @ state.double()).numpy() / temperature
     weights = np.exp(logits - logits.max(-1, keepdims=True))
@@ -97,7 +98,7 @@ def test_the_likeliest_ways_of_all(
     text = Text(7, SamplingParams(temperature=temperature))
     proposer.saw([text.computed([2, 9])])
     [draft] = proposer.propose([text.wish(limit)])
-    chances = probabilities(store[9], temperature or 1.0)
+    chances = probabilities(store[9], temperature or GREEDY_TEMPERATURE)
     all_ways = ways(chances, min(limit, depth, K), width)
     found = ways_of(draft)
     assert len(set(found)) == len(found) == min(most, len(all_ways))

@@ -12,6 +12,7 @@ from penstock.errors import ConfigError
 from penstock.hardware import Compute
 from penstock.models.heads.medusa import FILES, Ids, open_medusa_checkpoint
 from penstock.nn import KeptStates
+from penstock.nn.linear import Linear
 from penstock.nn.medusa import MedusaHeads
 from penstock.quant import formats_of
 from penstock.roofline import Cost
@@ -105,10 +106,17 @@ def open_medusa(config: EngineConfig, target: Target) -> Medusa:
     reduced = None if target.vocabulary is None else target.vocabulary.map
     found = open_medusa_checkpoint(folder, decoder.spec.hidden, decoder.spec.vocab_size, reduced)
     spec = found.of(asked.num_speculative_tokens or found.spec.num_heads)
-    formats = formats_of(asked.quantization, decoder.dtype)
+    formats, head = formats_of(asked.quantization, decoder.dtype), decoder.head
+    copies = spec.projection == "target" and asked.quantization is not None
+    spec = replace(spec, projection="one") if copies else spec
     rows = min(config.scheduler.max_num_seqs, MOST_ROWS)
-    heads = MedusaHeads(spec, decoder.norm, decoder.head, formats, decoder.dtype, rows)
+    heads = MedusaHeads(spec, decoder.norm, head, formats, decoder.dtype, rows)
     found.fill(heads)
+    if copies:  # of the target's own head, which stays as it is
+        stored = head.weight_format.unpack(head.packed, head.out_features, head.in_features)
+        [projection] = heads.projections
+        assert isinstance(projection, Linear)
+        projection.load("weight", stored)
     kept = keep_states(config, target, (len(decoder.spec.layers),))
     filled = replace(asked, num_speculative_tokens=spec.num_heads)
     return Medusa(heads.eval(), formats.name, kept, found.ids, filled)

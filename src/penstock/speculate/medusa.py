@@ -29,6 +29,12 @@ Ids = NDArray[np.int64]
 Chances = NDArray[np.float32]
 
 
+GREEDY = 0.7
+"""The temperature of heads whose target takes its likeliest token: surer than of one that draws.
+Trees of eight and sixteen guesses of the embedded model's heads were best so, of 0.4 to 1.6.
+"""
+
+
 @dataclass(frozen=True, slots=True)
 class TreeLimits:
     """How large a draft may be."""
@@ -76,7 +82,7 @@ class MedusaProposer:
             return drafts
         params = [wish.sampling.params for _, wish, _ in found]
         ids, chances = self._candidates(
-            [row for *_, row in found], [1.0 if p.is_greedy else p.temperature for p in params]
+            [row for *_, row in found], [GREEDY if p.is_greedy else p.temperature for p in params]
         )
         for (draft, wish, _), tokens, odds in zip(found, ids, chances, strict=True):
             depth = min(wish.limit, self._limits.depth)
@@ -94,7 +100,7 @@ class MedusaProposer:
         with torch.inference_mode():
             logits = self._heads(self._store[rows])
             count, heads, _ = logits.shape
-            scale = torch.tensor(temperatures).repeat_interleave(heads)
+            scale = torch.tensor([one for one in temperatures for _ in range(heads)])
             _, ids, chances = ops.softmax_top_k(logits.flatten(0, 1), scale, self._limits.width)
             shape = (count, heads, -1)
             found: Ids = ids.view(shape).numpy()

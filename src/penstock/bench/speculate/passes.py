@@ -9,11 +9,12 @@ time after a run, so that what else the machine does falls on them as on the run
 
 from __future__ import annotations
 
-import statistics
 import time
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import product
+from statistics import fmean
 from typing import Final
 
 import numpy as np
@@ -29,8 +30,8 @@ from penstock.step import Step
 MOST_COUNTS: Final = 8
 """Numbers of rows that are timed after a run, the most frequent; between them, by the line."""
 
-REPEATS: Final = 3
-"""Passes of each, after each run."""
+LEAST, MOST, SPENT_S = 3, 20, 0.1
+"""Passes of each, after each run; more than the least where all have not taken so long."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +55,7 @@ class Passes:
     def shares(self, peaks: Peaks) -> dict[int, float]:
         """Of its floor, what a pass reaches: floor ÷ time, by rows."""
         return {
-            rows: floor_s(self.costs[rows], peaks) / statistics.median(took)
+            rows: floor_s(self.costs[rows], peaks) / fmean(took)
             for rows, took in sorted(self.forward.items())
         }
 
@@ -64,7 +65,7 @@ class Passes:
 
     def sample_s(self, rows: int) -> float:
         """What it takes to sample so many rows."""
-        return _at(rows, {count: statistics.median(took) for count, took in self.sampling.items()})
+        return _at(rows, {count: fmean(took) for count, took in self.sampling.items()})
 
     def time(self, runtime: Runtime, costs: CostModel, counts: Iterable[int], like: Like) -> None:
         """Time passes; the cache must be nobody's. counts: rows, of each step that was run."""
@@ -73,7 +74,10 @@ class Passes:
         steps = [
             _step(rows, like, runtime) for rows in [like.batch, *_frequent(counts, like.batch)]
         ]
-        for step in steps * REPEATS:
+        began = time.perf_counter()
+        for number, step in product(range(MOST), steps):
+            if number >= LEAST and time.perf_counter() - began > SPENT_S:
+                return
             rows = step.num_tokens
             self.costs[rows] = costs.cost(StepSize.of(step))
             states = [state] * rows

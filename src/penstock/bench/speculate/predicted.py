@@ -6,6 +6,7 @@ one with drafts or behind one, is laid out anew and finds less of what it needs 
 caches: its floor ÷ the share that a pass of so many rows reaches (`passes`), the sampling of so
 many rows, and the host's seconds of those plain steps that are laid out anew, too, behind a prompt.
 Drafting is what the ledger has noted of it; what comes of a draft is by the rate of each place.
+Times are means, as in tokens a second: what else the machine does holds some steps up for long.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from statistics import fmean
 
 from penstock.bench.speculate.expected import Place, drafted_of, tokens_by_place
 from penstock.bench.speculate.passes import Passes
@@ -25,7 +27,7 @@ from penstock.roofline import floor_s
 
 @dataclass(frozen=True, slots=True)
 class PlainSteps:
-    """Medians of the plain run's steps of a full batch, in seconds."""
+    """Means of the plain run's steps of a full batch, in seconds."""
 
     whole_s: float  # since the step before ended
     floor_s: float
@@ -52,18 +54,20 @@ class PlainSteps:
             return None
         records = [step.record for step in usual]
         host = _host_s(usual)
+        # there are few that were laid out anew: how much more they take is by medians
+        more = statistics.median(_host_s(anew or usual)) / statistics.median(host)
         return cls(
-            whole_s=statistics.median(step.seconds for step in usual),
-            floor_s=statistics.median(floor_s(one.cost, peaks) for one in records),
-            forward_s=statistics.median(one.forward_s for one in records),
-            sample_s=statistics.median(one.sample_s for one in records),
-            host_s=host,
-            anew_s=max(_host_s(anew), host) if anew else host,
+            whole_s=fmean(step.seconds for step in usual),
+            floor_s=fmean(floor_s(one.cost, peaks) for one in records),
+            forward_s=fmean(one.forward_s for one in records),
+            sample_s=fmean(one.sample_s for one in records),
+            host_s=fmean(host),
+            anew_s=fmean(host) * max(more, 1.0),
         )
 
 
-def _host_s(steps: Sequence[Step]) -> float:
-    return statistics.median(s.seconds - s.record.forward_s - s.record.sample_s for s in steps)
+def _host_s(steps: Sequence[Step]) -> list[float]:
+    return [s.seconds - s.record.forward_s - s.record.sample_s for s in steps]
 
 
 def predicted_speedup(
@@ -95,11 +99,11 @@ def _of_round(a_round: Round, batch: int, peaks: Peaks, places: Sequence[Place])
 
 
 def _drafting(steps: Iterable[Step]) -> dict[int, float]:
-    """Median seconds of drafting, by the longest draft; 0: none was found, or sought."""
+    """Mean seconds of drafting, by the longest draft; 0: none was found, or sought."""
     found = defaultdict[int, list[float]](list)
     for step in steps:
         found[max(drafted_of(step.record.size))].append(step.record.draft_s)
-    return {length: statistics.median(took) for length, took in found.items()}
+    return {length: fmean(took) for length, took in found.items()}
 
 
 def predicted_s(step: Step, plain: PlainSteps, passes: Passes, peaks: Peaks, moved: bool) -> float:
