@@ -28,13 +28,14 @@ class Draft:
     One after another; or a tree, whose tokens say which one they follow: an earlier one.
     """
 
-    __slots__ = ("chances", "kind", "parents", "states", "tokens")
+    __slots__ = ("_ways", "chances", "kind", "parents", "states", "tokens")
 
     def __init__(self, sampling: SequenceSampling) -> None:
         """Of no tokens; sampling: the sequence's own state, which no draft changes."""
         self.tokens: list[int] = []
         self.parents: list[int] | None = None  # ROOT or a token's place; None: the one before it
         self.chances: list[float] | None = None  # that a token and those before it are right
+        self._ways: list[list[int]] | None = None  # of a tree, once they were asked for
         self.kind = 0  # guesses that are right about as often have the same
         self.states = [sampling]  # those after tokens that `extend` brought come with `settle`
 
@@ -60,9 +61,12 @@ class Draft:
         chances: that it comes, and all of those before it on its way, by what guessed it.
         """
         self.tokens, self.parents, self.chances = list(tokens), list(parents), list(chances)
+        self._ways = None
 
     def settle(self, length: int) -> None:
         """Keep the first `length` tokens, or those of them that the sequence could go on with."""
+        if length >= len(self.tokens) < len(self.states):
+            return  # it is
         if self.parents is not None:
             self._settle_tree(self.parents, length)
             return
@@ -88,6 +92,7 @@ class Draft:
             self.chances = [self.chances[at] for at in place]
         self.tokens, self.states = [tokens[at] for at in place], states
         self.parents = [ROOT if parents[at] == ROOT else place[parents[at]] for at in place]
+        self._ways = None
 
     def arrange(self) -> None:
         """Put a tree that stays as it is in the order of its ways: after each token its first."""
@@ -104,6 +109,7 @@ class Draft:
             open_ += following[order[-1]][::-1]
         place = {at: new for new, at in enumerate(order)} | {ROOT: ROOT}
         self.parents = [place[self.parents[at]] for at in order]
+        self._ways = None
         self.tokens = [self.tokens[at] for at in order]
         self.states = [self.states[0], *(self.states[at + 1] for at in order)]
         if self.chances is not None:
@@ -111,8 +117,12 @@ class Draft:
 
     @property
     def ways(self) -> list[list[int]]:
-        """The places of the tokens on each way from the root to a leaf."""
-        return ways(self.parents, len(self.tokens))
+        """The places of the tokens on each way from the root to a leaf; not to be changed."""
+        if self.parents is None:
+            return ways(None, len(self.tokens))
+        if self._ways is None:
+            self._ways = ways(self.parents, len(self.tokens))
+        return self._ways
 
     @property
     def depth(self) -> int:
