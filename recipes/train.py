@@ -349,6 +349,8 @@ class Trainer:
         self.best = state["best"]
         if self.config.steps is not None:
             self.progress.total_steps = self.config.steps
+        # a run that had ended and is lengthened has been looked at for less of its length
+        self.progress.evaluated_at = min(self.progress.evaluated_at, self.done)
         torch.set_rng_state(state["random"])
         if state["cuda_random"] and self.device.type == "cuda":
             torch.cuda.set_rng_state_all(state["cuda_random"])

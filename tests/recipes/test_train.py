@@ -104,6 +104,17 @@ def test_a_resumed_run_ends_with_the_same_weights(tmp_path: Path) -> None:
         }
 
 
+def test_a_run_that_is_lengthened_goes_on_being_looked_at(tmp_path: Path) -> None:
+    trainer(tmp_path, quick(steps=20)).run()
+    longer = trainer(tmp_path, quick(steps=40))
+    assert longer.progress.step == 20
+    progress = longer.run()
+    looked_at = [entry["step"] for entry in progress.history]
+    assert 20 in looked_at
+    assert looked_at[-1] == 40
+    assert sum(20 < step < 40 for step in looked_at) >= 5
+
+
 def test_a_run_ends_with_the_weights_that_did_best(tmp_path: Path) -> None:
     run = trainer(tmp_path, quick(steps=60))
     steps, original = iter(range(30)), run._step
