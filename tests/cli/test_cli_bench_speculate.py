@@ -92,7 +92,7 @@ def test_outputs_that_differ_fail_the_command(
         (["--speculative-config", '{"method": "self"}', "--method", "self"], "both say method"),
         (["--speculative-config", '{"adaptive": true}', "--fixed"], "--fixed both say adaptive"),
         (["--method", "shelf"], "Did you mean 'self'?"),
-        (["--method", "draft_model"], "needs a model"),
+        (["--method", "eagle3"], "holds an EAGLE-1 or 2 head: set method='eagle'"),
         (["--planted", "1.5"], "--planted 1.5 isn't a probability"),
         (["--planted", "-0.1"], "Choose one from 0"),
         (["--planted", "0.5", "--planted-cost", "-1"], "0 or more, not -1"),

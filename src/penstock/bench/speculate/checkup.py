@@ -16,7 +16,7 @@ from penstock.bench.speculate.runs import in_waves, measure_runs
 from penstock.bench.speculate.stale import cache_findings
 from penstock.config import EngineConfig, SpeculativeConfig
 from penstock.hardware import Peaks
-from penstock.models.hub import resolve
+from penstock.models.hub import resolve, shipped
 from penstock.runtime import Runtime, load_runtime
 
 TEMPERATURES: Final = (0.0, 1.0)
@@ -64,9 +64,10 @@ def check_up(model: str, asked: SpeculativeConfig, peaks: Peaks, **forms: Any) -
     assert asked.method is not None  # a configuration has filled it in
     found = Checkup(asked.method)
     if asked.method == "draft_model":
-        assert asked.model is not None  # checked
+        folder = resolve(model)
+        guesser = shipped(folder, asked.method) if asked.model is None else resolve(asked.model)
         found.checks += ["tokenizer", "template"]
-        found.findings += folder_findings(resolve(model), resolve(asked.model))
+        found.findings += folder_findings(folder, guesser)
         if any(one.check == "tokenizer" and one.level == "mismatch" for one in found.findings):
             return found  # an engine would refuse it
     fixed = replace(asked, adaptive=False)
