@@ -301,9 +301,26 @@ class SpeculativeConfig:
         for name, most in _MOST.items():
             if (getattr(self, name) or 0) > most:
                 raise ConfigError(f"{name} must be {most:,} at most, not {getattr(self, name):,}.")
+        self._check_tree()
         low, high = self.prompt_lookup_min, self.prompt_lookup_max
         if low is not None and high is not None and low > high:
             raise ConfigError(f"prompt_lookup_min={low} is above prompt_lookup_max={high}.")
+
+    def _check_tree(self) -> None:
+        """Raises ConfigError for a size that would have no effect."""
+        depth, most = self.num_speculative_tokens, self.tree_tokens
+        if most is None:
+            return
+        if self.tree_width == 1:
+            raise ConfigError(
+                f"tree_tokens={most} has no effect with tree_width=1, which makes chains: their "
+                "length is num_speculative_tokens. Leave one of them out."
+            )
+        if depth is not None and most < depth:
+            raise ConfigError(
+                f"tree_tokens={most} is less than num_speculative_tokens={depth}: a tree so deep "
+                "has at least as many guesses. Raise the one or lower the other."
+            )
 
     @property
     def width(self) -> int:

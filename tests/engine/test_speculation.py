@@ -225,3 +225,22 @@ def test_aborted_between_steps() -> None:
     engine.step()
     check(engine)
     assert engine.pool.num_used == 0 and not speculation._records
+
+
+class Sees(TreeGuesser):
+    """Whose states are shown to it, and what is forgotten."""
+
+    def __init__(self) -> None:
+        super().__init__(by_the_toy)
+
+
+def test_who_gets_no_drafts_is_not_shown() -> None:
+    """Guided samples and their shadows, beams: nobody would forget them."""
+    engine, guesser = toy_engine(max_num_seqs=8), Sees()
+    speculate(engine, guesser)
+    guided = SamplingParams(temperature=0.7, seed=1, max_tokens=6, guidance_scale=2.0)
+    engine.add_request("guided", PROMPT, guided)
+    engine.add_request("beams", PROMPT, BeamSearchParams(beam_width=2, max_tokens=6))
+    engine.add_request("plain", PROMPT, SamplingParams(temperature=0, max_tokens=6))
+    drain(engine)
+    assert guesser.seen and set(guesser.seen) <= set(guesser.forgotten)

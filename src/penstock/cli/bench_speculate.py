@@ -34,7 +34,11 @@ Config = Annotated[
     ),
 ]
 Method = Annotated[
-    str | None, typer.Option(help="The same, for a method that needs nothing else: self, ngram, …")
+    str | None,
+    typer.Option(
+        help="The same, where that is all there is to say: ngram, suffix, self; with the embedded "
+        "model draft_model, medusa, eagle.",
+    ),
 ]
 Number = Annotated[int | None, typer.Option(min=1, help="The most tokens in a draft.")]
 Fixed = Annotated[
@@ -102,6 +106,8 @@ def speculate(
     from penstock.bench.speculate import benchmark
     from penstock.bench.speculate.prompts import built_in, read_prompts
 
+    if picture is not None:
+        _check_picture(picture)
     asked = _asked(speculative_config, method, num_speculative_tokens, fixed)
     options = benchmark.Options(
         _drafts(asked, planted, planted_cost), max_tokens, batch_size, temperature, rounds, seed
@@ -133,6 +139,14 @@ def speculate(
             f"Drafts have changed what comes, or failed, {len(result.problems)} times. The first: "
             f"{result.problems[0]}"
         )
+
+
+def _check_picture(path: Path) -> None:
+    """Before anything is run. Raises ConfigError for what couldn't be written."""
+    if path.suffix.lower() != ".svg":
+        raise ConfigError(f"--draw {path} must end in .svg: that is what is drawn.")
+    if not path.parent.is_dir():
+        raise ConfigError(f"--draw {path} can't be written: there is no folder {path.parent}.")
 
 
 def _asked(text: str | None, method: str | None, number: int | None, fixed: bool) -> dict[str, Any]:

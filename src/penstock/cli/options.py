@@ -118,8 +118,8 @@ SpeculativeConfig = Annotated[
     str | None,
     typer.Option(
         metavar="JSON",
-        help='Guess tokens ahead: \'{"method": "ngram"}\', suffix, self, or draft_model with a '
-        "model of its own (docs/speculation.md).",
+        help='Guess tokens ahead: \'{"method": "ngram"}\', suffix, self, or draft_model, medusa, '
+        "eagle, eagle3 with a model of their own (docs/speculation.md).",
         rich_help_panel=_ENGINE,
     ),
 ]

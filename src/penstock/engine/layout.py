@@ -29,7 +29,7 @@ class Layout:
     starts: list[int] = field(default_factory=lambda: [0])  # of each way, and the end
     contexts: list[int] = field(default_factory=list)  # of each way
     rows: list[int] = field(default_factory=list)  # of each way, its sequence's in the table
-    lengths: list[int] = field(default_factory=list)  # of each sequence, guesses included
+    lengths: list[int] = field(default_factory=list)  # of each sequence, all guesses included
     drafted: int = 0
     trees: list[tuple[Sequence, int]] = field(default_factory=list)  # and their first ways
 
@@ -68,7 +68,7 @@ class Layout:
             self.contexts.append(end)
             self.rows.append(sequence.row)
             known, root = way[-1] + 1, 0
-        self.lengths.append(first + 1 + draft.depth)
+        self.lengths.append(first + 1 + len(draft))  # as if they came one after another
 
     def part_blocks(self, blocks: Ints, size: int) -> list[int]:
         """Give ways their own blocks, in the table of all; what is written there too: the rows of

@@ -214,7 +214,7 @@ class Speculation:
             if sequence in came_true:
                 rows = [row, *(row + 1 + place for place in came_true[sequence])]
             row += count
-            if sequence.status is Status.RUNNING:
+            if sequence.status is Status.RUNNING and not sequence.mates:  # they have no drafts
                 found.append(Computed(sequence, sequence.tokens, sequence.blocks, first, rows))
         try:
             self._reader.saw(found)

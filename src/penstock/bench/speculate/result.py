@@ -52,7 +52,10 @@ class SpeculateResult:
         """The draft of which the most came true, as SVG. Raises ConfigError where there is none."""
         shown = [one.runs.shown for one in self.workloads if one.runs.shown is not None]
         if not shown:
-            raise ConfigError("Nothing was guessed, so there is no draft to draw.")
+            raise ConfigError(
+                "No draft was verified in the run before the timed ones, so there is none to draw. "
+                "--fixed makes drafts whether they pay or not; longer outputs (--max-tokens) help."
+            )
         best = max(shown, key=lambda one: one.worth)
         return draw(best, str if tokenizer is None else tokenizer.decode)
 

@@ -1,0 +1,94 @@
+// What a program holds beside its operators, for whoever runs it.
+#pragma once
+
+#include <algorithm>
+#include <atomic>
+#include <utility>
+#include <vector>
+
+#include "program.h"
+#include "shim.h"
+
+namespace penstock::shim {
+
+// A program, the tensors that it points into, and what a step may name in them.
+struct Held {
+  Program program;
+  std::vector<Tensor> kept;
+  int64_t tokens = INT64_MAX, positions = INT64_MAX;  // rows of the tables that are looked up
+  int64_t kept_rows = INT64_MAX;       // of the stores that rows are kept in
+  int64_t blocks = 0, block_size = 0;  // of every cache, or none
+  Recent recent = {};                  // of every cache, or none: its places are the same
+  std::vector<std::pair<char*, size_t>> parts;  // of every cache: where, and bytes of a block
+  std::atomic<bool> running{false};
+  std::vector<std::pair<int64_t, int>> threads;  // (steps of up to so many tokens, threads)
+
+  // Block tables are checked against the first cache, so all of a program's must be like it.
+  template <typename Args>
+  void take_cache(const Args& a) {
+    STD_TORCH_CHECK(block_size == 0 || (blocks == a.blocks && block_size == a.block_size),
+                    "The caches of one program must have the same blocks");
+    STD_TORCH_CHECK(block_size == 0 ||
+                        (recent.slots == a.recent.slots && recent.count == a.recent.count &&
+                         recent.window == a.recent.window),
+                    "The caches of one program must have the same window and places in it");
+    recent = a.recent;
+    blocks = a.blocks;
+    block_size = a.block_size;
+  }
+
+  // What of a cache is copied with its blocks.
+  void take_parts(const Tensor& keys, const Tensor& values, const Optional& key_scale,
+                  const Optional& value_scale) {
+    for (const Tensor* part : {&keys, &values, key_scale ? &*key_scale : nullptr,
+                               value_scale ? &*value_scale : nullptr}) {
+      if (part == nullptr || part->numel() == 0) continue;
+      const int64_t values_per_block = part->numel() / part->size(0);
+      parts.emplace_back(static_cast<char*>(part->data_ptr()),
+                         static_cast<size_t>(values_per_block * part->element_size()));
+    }
+  }
+
+  // As many threads as were chosen for steps of `tokens`, of those that there are.
+  int threads_for(int64_t tokens) const {
+    const int all = shim::threads();
+    for (const auto& [most, chosen] : threads)
+      if (tokens <= most) return std::min(chosen, all);
+    return all;
+  }
+
+  void keep(const Tensor& tensor) { kept.push_back(tensor); }
+  void keep(const Optional& tensor) {
+    if (tensor) kept.push_back(*tensor);
+  }
+  template <typename... Tensors>
+  void keep_all(const Tensors&... tensors) {
+    (keep(tensors), ...);
+  }
+
+  Form form(int64_t value) const {
+    const Program::Value& v = program.at(static_cast<int>(value));
+    return {v.dtype, v.columns};
+  }
+  // One dtype, and all rows or the sampled ones in both.
+  void check_like(int64_t residual, int64_t x, const char* what) const {
+    const Program::Value& a = program.at(static_cast<int>(residual));
+    const Program::Value& b = program.at(static_cast<int>(x));
+    STD_TORCH_CHECK(a.dtype == b.dtype && a.sampled == b.sampled, what,
+                    ": residual and x must have the same rows and dtype");
+  }
+  void check_all_rows(int64_t value, const char* what) const {
+    STD_TORCH_CHECK(!program.at(static_cast<int>(value)).sampled, what, ": value ", value,
+                    " has the sampled rows only");
+  }
+  int64_t result(Form form, int64_t like, int64_t dim = 0) {
+    return program.value(
+        {form.columns, form.dtype, like >= 0 && program.at(static_cast<int>(like)).sampled, dim});
+  }
+  template <typename Args>
+  void add(const Args& args, int64_t x, int64_t y, Ids ids = Ids::tokens) {
+    program.add({args, static_cast<int>(x), static_cast<int>(y), ids});
+  }
+};
+
+}  // namespace penstock::shim
