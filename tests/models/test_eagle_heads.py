@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from tests.models.heads.made import LAYOUTS, Layout, Made
 from tests.models.tiny import Tiny, make_tiny
 from tests.speculate.eagle_reference import (
     CONFIG,
@@ -165,6 +167,9 @@ def test_a_head_smaller_than_its_target(tmp_path: Path, target: Decoder) -> None
     changes = {"hidden_size": 32, "head_dim": 16, "target_hidden_size": 64}
     head = filled(write(tmp_path / "small", small, **changes), True, target)
     assert head.spec.hidden == 32 and head.spec.width == 192
+    said = r"fc.weight is \[32, 192\], but a head of hidden size 64 that reads 3 states of 64"
+    with pytest.raises(WeightsError, match=said):
+        filled(write(tmp_path / "unsaid", small, head_dim=16), True, target)
     del small["embed_tokens.weight"]
     with pytest.raises(ConfigError, match="hidden size of 32, and the target has one of 64"):
         filled(write(tmp_path / "none", small, **changes), True, target)
@@ -231,7 +236,7 @@ BAD: list[tuple[bool, Callable[[Tensors], Tensors], dict[str, Any], type[Excepti
     ),
     (
         False, replacing("layers.0.self_attn.q_proj.weight", torch.ones(8, 64)), {},
-        WeightsError, "needs shape",
+        WeightsError, r"q_proj.weight is \[8, 64\], but by config.json, .* it is \[64, 64\]",
     ),
     (
         False, replacing("fc.bias", torch.ones(64, dtype=torch.int64)), {},
@@ -260,8 +265,52 @@ BAD: list[tuple[bool, Callable[[Tensors], Tensors], dict[str, Any], type[Excepti
     (True, without(), {"norm_before_fc": True}, UnsupportedModelError, "norm_before_fc=True"),
     (
         True, replacing("midlayer.self_attn.k_proj.weight", torch.ones(32, 64)), {},
-        WeightsError, r"k_proj.weight is \[32, 64\]; .* has 128 columns",
+        WeightsError, r"k_proj.weight is \[32, 64\], but by config.json, .* it is \[32, 128\]",
     ),
+    (
+        True, replacing("midlayer.self_attn.o_proj.weight", torch.tensor(1.0)), {},
+        WeightsError, r"o_proj.weight is \[\], .* it is \[64, 64\]",
+    ),
+    (
+        False, replacing("fc.weight", torch.tensor(1.0)), {},
+        WeightsError, r"fc.weight is \[\], but a head of hidden size 64",
+    ),
+    (
+        False, replacing("embed_tokens.weight", torch.ones(320)), {},
+        WeightsError, r"embed_tokens.weight is \[320\], .* it is \[any, 64\]",
+    ),
+    (
+        False, replacing("embed_tokens.weight", torch.tensor(1.0)), {},
+        WeightsError, r"embed_tokens.weight is \[\], .* it is \[any, 64\]",
+    ),
+    (
+        True, replacing("lm_head.weight", torch.ones(107)), {},
+        WeightsError, r"lm_head.weight is \[107\], .* it is \[any, 64\]",
+    ),
+    (True, replacing("t2d", torch.tensor(True)), {}, WeightsError, r"t2d is \[\], .* is \[any\]"),
+    (True, replacing("d2t", torch.tensor(0)), {}, WeightsError, r"d2t is torch.int64 of \[\]"),
+    (True, replacing("d2t", torch.zeros(107)), {}, WeightsError, "d2t is torch.float32 of"),
+    (True, replacing("d2t", torch.zeros(107).bool()), {}, WeightsError, "d2t is torch.bool of"),
+    (False, without(), {"rms_norm_eps": 0}, ConfigError, "rms_norm_eps must be above 0.*: 0.0"),
+    (False, without(), {"rms_norm_eps": -1e-5}, ConfigError, "rms_norm_eps must be above 0"),
+    (False, without(), {"rms_norm_eps": 1e-300}, ConfigError, "rms_norm_eps must be above 0"),
+    (
+        False, without(), {"rms_norm_eps": float("nan")},
+        UnsupportedModelError, "rms_norm_eps must be a number: nan",
+    ),
+    (False, without(), {"rms_norm_eps": 10**400}, ConfigError, "a number that is too large"),
+    (False, without(), {"attention_bias": "no"}, ConfigError, "attention_bias must be .*: 'no'"),
+    (True, without(), {"attention_bias": 1}, ConfigError, "must be true or false: 1"),
+    (False, without(), {"rope_theta": 1e-300}, ConfigError, "can't be rotated by its rope_theta"),
+    (
+        False, without(), {"rope_scaling": {"type": "yarn", "factor": 2.0, "beta_slow": 0}},
+        ConfigError, "rope parameters of type 'yarn': ",
+    ),
+    (
+        False, without(), {"rope_scaling": {"type": "linear", "factor": 1e-320}},
+        ConfigError, "type 'linear': they aren't finite",
+    ),
+    (False, without(), {"head_dim": 10**400}, ConfigError, "a number that is too large"),
 ]  # fmt: skip
 
 
@@ -282,6 +331,69 @@ def test_heads_that_do_not_fit(
 
 
 @pytest.mark.parametrize("fuses", [False, True])
+@pytest.mark.parametrize("key", ["head_dim", "num_attention_heads", "intermediate_size"])
+def test_sizes_of_a_config_are_held_against_the_tensors(
+    tmp_path: Path, target: Decoder, fuses: bool, key: str
+) -> None:
+    """Nothing of such a size is made: 10^9 of a head would be a table of terabytes."""
+    changes = {key: 10**9, "head_dim": 16} | ({key: 10**9} if key == "head_dim" else {})
+    folder = write(tmp_path / "head", make_tensors(fuses), **changes)
+    start = time.perf_counter()
+    with pytest.raises(WeightsError, match=r"but by config.json, .* 1000000000"):
+        filled(folder, fuses, target)
+    assert time.perf_counter() - start < 1
+
+
+def test_positions_of_a_config_make_no_table(tmp_path: Path, target: Decoder) -> None:
+    """How long sequences are is the target's matter."""
+    tensors = make_tensors(False)
+    want = filled(write(tmp_path / "plain", tensors), False, target)
+    many = filled(write(tmp_path / "many", tensors, max_position_embeddings=10**18), False, target)
+    assert same(many, want)
+    assert many.table is not None and want.table is not None
+    assert torch.equal(many.table.cos_sin, want.table.cos_sin)
+
+
+@pytest.mark.parametrize("fuses", [False, True])
+@pytest.mark.parametrize("value", ["nan", "inf", "-inf"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_damaged_values(
+    tmp_path: Path, target: Decoder, fuses: bool, value: str, dtype: torch.dtype
+) -> None:
+    tensors = make_tensors(fuses)
+    for name in [name for name, tensor in tensors.items() if tensor.is_floating_point()]:
+        bad = tensors[name].to(dtype).clone()
+        bad.view(-1)[[0, -1]] = float(value)
+        folder = write(tmp_path / "head", tensors | {name: bad})
+        said = f"^2 of {bad.numel()} values of {name} in {folder}/model.* damaged"
+        with pytest.raises(WeightsError, match=said):
+            filled(folder, fuses, target)
+
+
+@pytest.mark.parametrize("fuses", [False, True])
+@pytest.mark.parametrize("own", [False, True])
+def test_tensors_of_another_hidden_size(
+    tmp_path: Path, target: Decoder, fuses: bool, own: bool
+) -> None:
+    """Whether config.json says it or not, and with a table of its own too."""
+    tensors = make_tensors(fuses, hidden=96)
+    if own:
+        tensors["embed_tokens.weight"] = torch.ones(VOCAB, 96)
+    for size in (HIDDEN, 96):
+        folder = write(tmp_path / str(size), tensors, head_dim=16, hidden_size=size)
+        with pytest.raises(ConfigError, match=r"made for a hidden size of 96, .* one of 64"):
+            filled(folder, fuses, target)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("fuses", [False, True])
+def test_heads_of_medusa(tmp_path: Path, target: Decoder, layout: Layout, fuses: bool) -> None:
+    folder = Made(HIDDEN, VOCAB).write(tmp_path / "heads", layout)
+    with pytest.raises(ConfigError, match=r"holds Medusa heads, .* set method='medusa'"):
+        filled(folder, fuses, target)
+
+
+@pytest.mark.parametrize("fuses", [False, True])
 def test_a_head_of_the_other_kind(tmp_path: Path, target: Decoder, fuses: bool) -> None:
     folder = write(tmp_path / "head", make_tensors(fuses))
     with pytest.raises(ConfigError, match=f"set method='{'eagle3' if fuses else 'eagle'}'"):
@@ -298,6 +410,9 @@ def test_broken_files(tmp_path: Path, target: Decoder) -> None:
                 filled(folder, False, target)
     torch.save({"fc.weight": Path("x")}, folder / name)
     with pytest.raises(WeightsError, match="isn't a file of tensors only"):
+        filled(folder, False, target)
+    torch.save({"fc.weight": torch.eye(4).to_sparse()}, folder / name)
+    with pytest.raises(WeightsError, match=r"'fc\.weight' in it is sparse"):
         filled(folder, False, target)
     (folder / name).unlink()
     with pytest.raises(ModelNotFoundError, match=r"none of model\.safetensors, pytorch_model\.bin"):

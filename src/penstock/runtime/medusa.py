@@ -10,7 +10,8 @@ from penstock.cache import PagedLayout
 from penstock.config import EngineConfig, SpeculativeConfig
 from penstock.errors import ConfigError
 from penstock.hardware import Compute
-from penstock.models.heads.medusa import FILES, Ids, open_medusa_checkpoint
+from penstock.models.heads.medusa import FILES, open_medusa_checkpoint
+from penstock.models.heads.source import Ids
 from penstock.nn import KeptStates
 from penstock.nn.linear import Linear
 from penstock.nn.medusa import MedusaHeads

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import time
 from pathlib import Path
 from typing import Any
 
@@ -123,8 +124,19 @@ def test_fewer_ids(cut: bool, tmp_path: Path) -> None:
     x = states(3)
     assert close(filled(found)(x), made.logits(normalized(x))[..., ids])
     beyond = written(tmp_path / "beyond", tensors | {"token_map": ids + 20}, config)
-    with pytest.raises(WeightsError, match="token_map names ids beyond the target's 48"):
+    with pytest.raises(WeightsError, match=r"token_map leads to tokens from 23 to 60, .* of 48"):
         open_medusa_checkpoint(beyond, D, V)
+    for name, bad, said in (
+        ("floats", ids.float(), r"token_map is torch.float32 of \[4\], not a list of integers"),
+        ("flags", ids.bool(), "token_map is torch.bool"),
+        ("table", ids[None], r"token_map is torch.int64 of \[1, 4\]"),
+        ("twice", torch.tensor([40, 3, 3, 5]), "from 3 to 40, some of them twice"),
+        ("negative", ids - 4, "from -1 to 36, some of them twice or beyond"),
+        ("none", ids[:0], "token_map names 0 ids"),
+    ):
+        folder = written(tmp_path / name, tensors | {"token_map": bad}, config)
+        with pytest.raises(WeightsError, match=said):
+            open_medusa_checkpoint(folder, D, V)
     if cut:
         fewer = written(tmp_path / "fewer", tensors | {"token_map": ids[:3].clone()}, config)
         with pytest.raises(WeightsError, match=r"names 3 ids, but its projections have 4 rows"):
@@ -195,6 +207,11 @@ OTHER = torch.zeros(D, D)
          "'0.1.weight' in .* is torch.int8; float32, bfloat16 and float16 load"),
         ({}, {}, WeightsError, "has no tensors of Medusa heads"),
         (FIRST, {"logit_scale": 0.5}, UnsupportedModelError, "logit_scale"),
+        (FIRST | {"0.0.linear.weight": torch.tensor(1.0)}, {}, WeightsError,
+         r"the weight of block 0 of head 0 is \[\], not \[32, 32\]"),
+        (FIRST | {"0.0.linear.bias": torch.tensor(1.0)}, {}, WeightsError,
+         r"the bias of block 0 of head 0 is \[\], not \[32\]"),
+        (FIRST | {"0.1.weight": torch.tensor(1.0)}, {}, WeightsError, r"projections are \[\(\), "),
         (FIRST, {"medusa_num_heads": "three"}, WeightsError, "says medusa_num_heads='three'"),
     ],
 )  # fmt: skip
@@ -207,6 +224,58 @@ def test_heads_that_do_not_fit(
 ) -> None:
     with pytest.raises(error, match=said):
         open_medusa_checkpoint(written(tmp_path / "heads", tensors, config), D, V)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "99999999.0.linear.bias", "0.99999999.linear.bias", "blocks.9.layers.0.weight",
+        "lm_heads.99999999.weight", "99999999.1.weight", f"{'9' * 5000}.0.linear.bias",
+    ],
+)  # fmt: skip
+def test_numbers_beyond_the_tensors(name: str, tmp_path: Path) -> None:
+    """Nothing is counted up to such a number."""
+    tensors = without(FIRST, "2.0.linear.bias") | {name: torch.zeros(D)}
+    folder = written(tmp_path / "heads", tensors, {})
+    start = time.perf_counter()
+    with pytest.raises(WeightsError, match=r"has 9 tensors, too few for one that is named '\w+"):
+        open_medusa_checkpoint(folder, D, V)
+    assert time.perf_counter() - start < 1
+
+
+def test_far_fewer_tensors_than_their_numbers_ask_for(tmp_path: Path) -> None:
+    """Those that are missing are counted, not listed: here 4 · 10^6 less 3000."""
+    some = torch.zeros(1)
+    tensors = {f"{i}.{i}.linear.bias": some.clone() for i in range(1000)}
+    tensors |= {f"{i}.0.linear.weight": some.clone() for i in range(1000)}
+    tensors |= {f"0.{i}.linear.weight": some.clone() for i in range(1, 1000)}
+    tensors |= {"1999.1999.linear.weight": some.clone()}
+    folder = written(tmp_path / "heads", tensors, {"medusa_shared_lm_head": True})
+    start = time.perf_counter()
+    with pytest.raises(WeightsError, match="lacks 7997000 tensors of its 2000 heads with 2000"):
+        open_medusa_checkpoint(folder, D, V)
+    assert time.perf_counter() - start < 2
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("value", ["nan", "inf", "-inf"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_damaged_values(layout: Layout, value: str, dtype: torch.dtype, tmp_path: Path) -> None:
+    for place in ("weight", "bias", "projection"):
+        made = Made(D, V)
+        weight, bias = made.blocks[1][0]
+        assert bias is not None
+        bad = {"weight": weight, "bias": bias, "projection": made.projections[1]}[place]
+        held = bad.to(dtype).clone()
+        held.view(-1)[[0, 3, -1]] = float(value)
+        made.blocks[1][0] = (
+            held if place == "weight" else weight, held if place == "bias" else bias
+        )  # fmt: skip
+        made.projections[1] = held if place == "projection" else made.projections[1]
+        folder = made.write(tmp_path / place, layout)
+        said = rf"^3 of {bad.numel()} values of \S*1\.\S+ in {folder}/\w+\.\w+ are NaN.*damaged"
+        with pytest.raises(WeightsError, match=said):
+            open_medusa_checkpoint(folder, D, V)
 
 
 def test_folders_without_heads(tmp_path: Path) -> None:

@@ -15,41 +15,49 @@ it, layers whose output is meant. Without either: the inputs of layers 2, n // 2
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NoReturn
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from penstock.errors import ConfigError, ModelNotFoundError, UnsupportedModelError, WeightsError
 from penstock.models.common import attention, decoder, gated_mlp, head_dim
 from penstock.models.config_reader import ConfigReader
-from penstock.models.heads.source import read_tensors
+from penstock.models.heads import medusa
+from penstock.models.heads.source import (
+    STORED,
+    Ids,
+    as_ids,
+    check_finite,
+    check_ids,
+    read_tensors,
+)
 from penstock.models.registry import read_json
 from penstock.models.rope import rope
 from penstock.models.spec import Ignore, ModelSpec, Rename, Rule, Stack
 from penstock.models.weights import load_weights
-from penstock.nn import Decoder, DecoderSpec, LayerSpec
+from penstock.nn import Decoder, DecoderSpec, LayerSpec, RopeSpec
 from penstock.nn.eagle import EagleHead, EagleSpec, target_embedding
+from penstock.nn.rope import inverse_frequencies
 from penstock.quant import Scheme
 from penstock.tokenizer.vocab_map import VocabMap
 
 FILES = ("model.safetensors", "pytorch_model.bin")
 """Where the weights may be, the first that is there."""
 
+MOST_POSITIONS = 1 << 31
+"""Of any sequence: positions are int32."""
+
 _AUX_LAYERS = "eagle_aux_hidden_state_layer_ids"
 _SAID = """bias qkv_bias attention_bias num_hidden_layers target_hidden_size embed_requires_grad
     speculators_model_type speculators_version speculators_config""".split()
 """Keys of a config that the tensors say too, or that are about training."""
 
-_STORED = (torch.float32, torch.bfloat16, torch.float16)
 _LAYER = "layers.0."
-
-Ids = NDArray[np.int64]
 
 _COMMON_RULES: tuple[Rule, ...] = (
     Rename("embed_tokens.weight", "embed.weight"),
@@ -93,6 +101,7 @@ _NEEDED = (
         "post_attention_layernorm",
     )),
 )  # fmt: skip
+_NORMS = ("hidden_norm", "input_layernorm", "post_attention_layernorm")
 _NEEDED_FUSING = (f"{_LAYER}hidden_norm.weight", f"{_LAYER}input_layernorm.weight",
                   "norm.weight", "lm_head.weight")  # fmt: skip
 
@@ -168,18 +177,23 @@ def open_eagle_checkpoint(
     config = ConfigReader(said, where)
     config.refuse_unbuilt()
     layer = config.nested("transformer_layer_config") or config
+    if not any((folder / name).is_file() for name in FILES):
+        _check_no_medusa(folder, ())
     file, held = read_tensors(folder, FILES)
     tensors = {_short(name): tensor for name, tensor in held.items()}
     _check_kind(file, tensors, fuses)
-    whole = decoder(layer, (_layer(layer, tensors),))
+    whole = _read(layer, where, tensors)
     spec = _spec(config, whole, fuses, target, tensors, file)
+    _check_shapes(file, spec, tensors)
+    _check_rope(where, spec.layer.attention.rope)
+    check_finite(file, held)
     spec, tensors, ids = _vocabularies(file, config, whole, spec, target, tensors, reduced)
     for key in _SAID:
         config.get(key)
         layer.get(key)
     config.only("norm_before_fc", (False,), False)
     config.finish(strict=strict)
-    return EagleCheckpoint(file, spec, ids, _split(file, tensors, spec), whole)
+    return EagleCheckpoint(file, spec, ids, _split(tensors, spec), whole)
 
 
 def _short(name: str) -> str:
@@ -191,6 +205,7 @@ def _check_kind(file: Path, tensors: dict[str, Tensor], fuses: bool) -> None:
     """A head of the wanted kind, of one layer, with all that it needs."""
     is_fusing = f"{_LAYER}hidden_norm.weight" in tensors or "d2t" in tensors
     if "fc.weight" not in tensors:
+        _check_no_medusa(file.parent, tensors)
         raise WeightsError(
             f"{file} has no fc.weight, where every EAGLE head brings a token's embedding and a "
             f"state together: it is of something else. It has {_some(sorted(tensors))}."
@@ -207,10 +222,47 @@ def _check_kind(file: Path, tensors: dict[str, Tensor], fuses: bool) -> None:
     if missing:
         raise WeightsError(f"{file} lacks {len(missing)} tensors of a head: {_some(missing)}.")
     for name, tensor in tensors.items():
-        if name not in ("d2t", "t2d") and tensor.dtype not in _STORED:
+        if name not in ("d2t", "t2d") and tensor.dtype not in STORED:
             raise WeightsError(
                 f"{name!r} in {file} is {tensor.dtype}; float32, bfloat16 and float16 load."
             )
+
+
+def _check_no_medusa(folder: Path, names: Iterable[str]) -> None:
+    if medusa.are_of_medusa(folder, names):
+        raise ConfigError(f"{folder} holds Medusa heads, not an EAGLE head: set method='medusa'.")
+
+
+def _read(layer: ConfigReader, where: str, tensors: dict[str, Tensor]) -> DecoderSpec:
+    """What a config says of the layer, with numbers that can be computed with."""
+    try:
+        whole = decoder(layer, (_layer(layer, tensors),))
+    except OverflowError as error:
+        raise ConfigError(f"{where} has a number that is too large: {error}.") from error
+    eps, held = whole.norm.eps, torch.finfo(torch.float32)
+    if not held.tiny <= eps <= held.max:
+        raise ConfigError(f"{where}: rms_norm_eps must be above 0, as a float32: {eps}")
+    for key in ("attention_bias", "qkv_bias", "bias"):
+        if not isinstance(layer.get(key, False), bool):
+            raise ConfigError(f"{where}: {key} must be true or false: {layer.get(key)!r}")
+    return whole
+
+
+def _check_rope(where: str, rope: RopeSpec | None) -> None:
+    """Raises ConfigError for a rotation whose angles or factor no float32 holds."""
+    assert rope is not None  # a Llama's
+    try:
+        for length in (1, MOST_POSITIONS):  # longrope has factors for each
+            with np.errstate(all="ignore"):
+                inverse, factor = inverse_frequencies(rope, length)
+                widest = np.append(inverse * MOST_POSITIONS, factor).astype(np.float32)
+            if not np.isfinite(widest).all():
+                raise ValueError("they aren't finite")
+    except (ArithmeticError, ValueError) as error:
+        raise ConfigError(
+            f"{where}: positions can't be rotated by its rope_theta="
+            f"{rope.theta} and rope parameters of type {rope.kind!r}: {error}."
+        ) from error
 
 
 def _layer(c: ConfigReader, tensors: dict[str, Tensor]) -> LayerSpec:
@@ -242,9 +294,14 @@ def _spec(
     num_layers = len(target.spec.layers)
     states = _states(config, num_layers) if fuses else (num_layers,)
     fc = tensors["fc.weight"]
+    held, read = tuple(fc.shape) if fc.dim() == 2 else (hidden, 0)
     own_embedding = "embed_tokens.weight" in tensors
     if hidden != wanted and not (fuses and own_embedding):
         _other_target(file, "a hidden size", hidden, wanted)
+    # one of another size may be of this target, but not where it reads states of its own size
+    may_differ = fuses and own_embedding and read % wanted == 0 and read != len(states) * held
+    if held != wanted and not may_differ:
+        _other_target(file, "a hidden size", held, wanted)
     columns = len(states) * wanted + (0 if fuses else hidden)
     if fuses and (config.get("target_hidden_size") or wanted) != wanted:
         _other_target(file, "a hidden size", config.integer("target_hidden_size"), wanted)
@@ -267,6 +324,41 @@ def _spec(
         input_norm=f"{_LAYER}input_layernorm.weight" in tensors,
         residual_is_normed=config.flag("norm_before_residual", False),
     )
+
+
+def _check_shapes(file: Path, spec: EagleSpec, tensors: dict[str, Tensor]) -> None:
+    """Every tensor is as config.json says, before anything of a size that it says is made."""
+    own, mlp = spec.layer.attention, spec.layer.mlp
+    hidden, inner = spec.hidden, mlp.intermediate
+    q, kv = own.num_heads * own.head_dim, own.num_kv_heads * own.head_dim
+    read = (2 if spec.fuses else 1) * hidden
+    wanted: dict[str, tuple[int | None, ...]] = {
+        **dict(zip(_qkv("weight"), ((q, read), (kv, read), (kv, read)), strict=True)),
+        **dict(zip(_qkv("bias"), ((q,), (kv,), (kv,)), strict=True)),
+        f"{_LAYER}self_attn.o_proj.weight": (hidden, q),
+        f"{_LAYER}self_attn.o_proj.bias": (hidden,),
+        f"{_LAYER}mlp.gate_proj.weight": (inner, hidden),
+        f"{_LAYER}mlp.up_proj.weight": (inner, hidden),
+        f"{_LAYER}mlp.down_proj.weight": (hidden, inner),
+        **{f"{_LAYER}{x}.weight": (hidden,) for x in _NORMS},
+        "norm.weight": (hidden,),
+        "fc.bias": (hidden,),
+        "embed_tokens.weight": (None, hidden),  # rows are looked at by `_vocabularies`
+        "lm_head.weight": (None, hidden),
+        "t2d": (None,),
+    }
+    for name, tensor in tensors.items():
+        shape = tuple(tensor.shape)
+        fits = wanted.get(name, shape)
+        if len(shape) != len(fits) or any(
+            b not in (None, a) for a, b in zip(shape, fits, strict=True)
+        ):
+            shown = ", ".join("any" if size is None else str(size) for size in fits)
+            raise WeightsError(
+                f"{file}: {name} is {list(shape)}, but by config.json, with hidden_size={hidden}, "
+                f"intermediate_size={inner} and {own.num_heads} heads, {own.num_kv_heads} of keys, "
+                f"of {own.head_dim}, it is [{shown}]. It is of another head, or config.json is."
+            )
 
 
 def _states(config: ConfigReader, num_layers: int) -> tuple[int, ...]:
@@ -354,17 +446,13 @@ def _ids(file: Path, rows: int, added: Tensor | None, size: int) -> Ids:
                 "lm_head.weight stand."
             )
         return ids
-    if added.is_floating_point() or tuple(added.shape) != (rows,):
+    offsets = as_ids(file, "d2t", added)
+    if len(offsets) != rows:
         raise WeightsError(
-            f"{file}: d2t is {added.dtype} of {list(added.shape)}, not an integer for each of the "
-            f"{rows:,} rows of lm_head.weight."
+            f"{file}: d2t is of {len(offsets):,} rows, but lm_head.weight has {rows:,}."
         )
-    ids += added.numpy().astype(np.int64)
-    if len(ids) and (ids.min() < 0 or ids.max() >= size or len(np.unique(ids)) < rows):
-        raise WeightsError(
-            f"{file}: d2t leads to tokens from {ids.min():,} to {ids.max():,}, some of them twice "
-            f"or beyond the vocabulary of {size:,}."
-        )
+    ids += offsets
+    check_ids(file, "d2t", ids, size)
     return ids
 
 
@@ -382,17 +470,12 @@ def _is_targets(table: Tensor, target: Decoder) -> bool:
     return True
 
 
-def _split(file: Path, tensors: dict[str, Tensor], spec: EagleSpec) -> dict[str, Tensor]:
+def _split(tensors: dict[str, Tensor], spec: EagleSpec) -> dict[str, Tensor]:
     """Matrices over two rows side by side as one for each."""
     found = dict(tensors)
     names = _qkv("weight") if spec.fuses else ("fc.weight",)
     for name in names:
         matrix = found.pop(name)
-        if matrix.dim() != 2 or matrix.shape[1] != 2 * spec.hidden:
-            raise WeightsError(
-                f"{file}: {name} is {list(matrix.shape)}; over two rows of {spec.hidden} it has "
-                f"{2 * spec.hidden} columns."
-            )
         stem = name.removesuffix("weight")
         found[f"{stem}embedding.weight"] = matrix[:, : spec.hidden].contiguous()
         found[f"{stem}feature.weight"] = matrix[:, spec.hidden :].contiguous()

@@ -13,29 +13,33 @@ The weights say how many heads and blocks there are; config.json mustn't say oth
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from itertools import islice, product
 from pathlib import Path
 from typing import NoReturn
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from penstock.errors import ConfigError, ModelNotFoundError, WeightsError
 from penstock.models.config_reader import ConfigReader
-from penstock.models.heads.source import read_tensors
+from penstock.models.heads.source import (
+    STORED,
+    Ids,
+    as_ids,
+    check_finite,
+    check_ids,
+    read_tensors,
+)
 from penstock.models.registry import read_json
 from penstock.nn.linear import Linear
 from penstock.nn.medusa import MedusaHeads, MedusaSpec
 from penstock.tokenizer.vocab_map import VocabMap
 
-FILES = (
-    "medusa_lm_head.safetensors",
-    "medusa_lm_head.pt",
-    "model.safetensors",
-    "pytorch_model.bin",
-)
+_OWN_FILES = ("medusa_lm_head.safetensors", "medusa_lm_head.pt")
+FILES = (*_OWN_FILES, "model.safetensors", "pytorch_model.bin")
 """Where the weights may be, the first that is there."""
 
 _PREFIXES = ("medusa_heads.", "medusa_head.")
@@ -45,15 +49,12 @@ _BLOCK = (
 )
 _LAST = re.compile(r"(?P<k>\d+)\.(?P<i>\d+)\.weight")
 _PROJECTION = re.compile(r"lm_heads\.(?P<k>\d+)\.weight")
-_STORED = (torch.float32, torch.bfloat16, torch.float16)
 
 _NOTED = (
     "base_model_name_or_path", "version", "max_paths", "topk", "max_seq_len", "medusa_fc_bias",
     "truncated_vocab_size",
 )  # fmt: skip
 """Keys of config.json that say nothing which the weights don't."""
-
-Ids = NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,6 +110,7 @@ def open_medusa_checkpoint(
         if config.has(key) and config.integer(key) not in fits:
             _wrong(file, f"a {key}", config.integer(key), fits[-1])
     _check_shapes(parts, hidden)
+    check_finite(file, tensors)
     projections = [parts.projections[k] for k in sorted(parts.projections)]
     rows, ids = _vocabulary(file, projections, parts.token_map, vocab_size, reduced)
     for key in _NOTED:
@@ -138,22 +140,24 @@ class _Parts:
         token_map, one_for_all = None, False
         unknown = []
         for name, tensor in tensors.items():
-            short = name
-            for prefix in _PREFIXES:
-                short = short.removeprefix(prefix)
+            short = _short(name)
             if short == "token_map":
                 token_map = tensor
                 continue
-            if tensor.dtype not in _STORED:
+            if tensor.dtype not in STORED:
                 raise WeightsError(
                     f"{name!r} in {file} is {tensor.dtype}; float32, bfloat16 and float16 load."
                 )
-            if match := next((m for p in _BLOCK if (m := p.fullmatch(short))), None):
-                blocks[int(match["k"]), int(match["i"]), match["p"]] = tensor
-            elif match := _LAST.fullmatch(short):
-                last[int(match["k"])] = int(match["i"]), tensor
-            elif match := _PROJECTION.fullmatch(short):
-                projections[int(match["k"])] = tensor
+            match = _matched(short)
+            numbers = () if match is None else _numbers(file, name, match, len(tensors))
+            if match is not None and match.re in _BLOCK:
+                k, i = numbers
+                blocks[k, i, match["p"]] = tensor
+            elif match is not None and match.re is _LAST:
+                k, i = numbers
+                last[k] = i, tensor
+            elif match is not None:
+                projections[numbers[0]] = tensor
             elif short == "lm_head.weight":
                 projections[0], one_for_all = tensor, True
             else:
@@ -183,6 +187,36 @@ class _Parts:
             set() if self.one_for_all else {*self.projections}
         )
         return max(found, default=-1) + 1
+
+
+def are_of_medusa(folder: Path, names: Iterable[str]) -> bool:
+    """Whether a folder with tensors of these names has heads in one of the layouts."""
+    return any((folder / name).is_file() for name in _OWN_FILES) or any(
+        match is not None and match.re is not _LAST
+        for match in (_matched(_short(name)) for name in names)
+    )
+
+
+def _short(name: str) -> str:
+    for prefix in _PREFIXES:
+        name = name.removeprefix(prefix)
+    return name
+
+
+def _matched(short: str) -> re.Match[str] | None:
+    return next((m for p in (*_BLOCK, _LAST, _PROJECTION) if (m := p.fullmatch(short))), None)
+
+
+def _numbers(file: Path, name: str, match: re.Match[str], count: int) -> tuple[int, ...]:
+    """Which head's, and block's, a tensor is: all are there, so none goes beyond the tensors."""
+    found = [match[part] for part in ("k", "i") if part in match.re.groupindex]
+    for digits in found:
+        if len(digits) > 9 or int(digits) >= count:  # more digits may be beyond what int reads
+            raise WeightsError(
+                f"{file} has {count} tensors, too few for one that is named {name[:80]!r}: numbers "
+                "of heads and blocks begin at 0, and none is left out."
+            )
+    return tuple(map(int, found))
 
 
 def _spec(config: ConfigReader, parts: _Parts, hidden: int) -> MedusaSpec:
@@ -215,22 +249,26 @@ def _spec(config: ConfigReader, parts: _Parts, hidden: int) -> MedusaSpec:
 def _check_complete(parts: _Parts, projections: set[int], bias: bool) -> None:
     """Raises WeightsError where a block or a projection is missing."""
     heads, layers = parts.num_heads, parts.num_layers
-    names = ("weight", "bias") if bias else ("weight",)
-    wanted = {(k, i, part) for k in range(heads) for i in range(layers) for part in names}
-    missing = [f"{p} of block {i} of head {k}" for k, i, p in sorted(wanted - parts.blocks.keys())]
-    missing += [f"projection of head {k}" for k in sorted(projections - parts.projections.keys())]
+    names = ("bias", "weight") if bias else ("weight",)
+    wanted = product(range(heads), range(layers), names)  # may be many more than there are
+    absent = (key for key in wanted if key not in parts.blocks)
+    missing = [f"{part} of block {i} of head {k}" for k, i, part in islice(absent, 5)]
+    without = sorted(projections - parts.projections.keys())
+    missing += [f"projection of head {k}" for k in without]
+    count = heads * layers * len(names) - len(parts.blocks) + len(without)
     if not parts.blocks and not parts.projections:
         raise WeightsError(f"{parts.file} has no tensors of Medusa heads.")
     if missing:
         raise WeightsError(
-            f"{parts.file} lacks {len(missing)} tensors of its {heads} heads with {layers} blocks "
+            f"{parts.file} lacks {count} tensors of its {heads} heads with {layers} blocks "
             f"each: {', '.join(missing[:5])}."
         )
 
 
 def _check_shapes(parts: _Parts, hidden: int) -> None:
     """All are of the target's hidden size, and the projections alike."""
-    sizes = {t.shape[-1] for t in (*parts.blocks.values(), *parts.projections.values())}
+    held = (*parts.blocks.values(), *parts.projections.values())
+    sizes = {tensor.shape[-1] for tensor in held if tensor.dim()}
     for size in sorted(sizes - {hidden}):
         _wrong(parts.file, "a hidden_size", size, hidden)
     for (k, i, part), tensor in parts.blocks.items():
@@ -264,10 +302,10 @@ def _vocabulary(
         if kept is not None and held == whole:
             return torch.from_numpy(kept), kept
         _wrong(file, "a vocab_size", held, whole)
-    ids = token_map.to(torch.int64).flatten()
-    if len(ids) == 0 or int(ids.min()) < 0 or int(ids.max()) >= whole:
-        raise WeightsError(f"{file}: token_map names ids beyond the target's {whole:,}.")
-    if held not in (len(ids), whole):
+    named = as_ids(file, "token_map", token_map)
+    check_ids(file, "token_map", named, whole)
+    ids = torch.from_numpy(named)
+    if not len(ids) or held not in (len(ids), whole):
         raise WeightsError(
             f"{file}: token_map names {len(ids):,} ids, but its projections have {held:,} rows."
         )
