@@ -29,13 +29,15 @@ Work = Annotated[Path, typer.Option(help="Folder of checkpoints and of texts tha
 Minutes = Annotated[float | None, typer.Option(help="Length of the run in minutes.")]
 Steps = Annotated[int | None, typer.Option(min=1, help="Or in steps.")]
 Rows = Annotated[int, typer.Option(min=1, help="Rows of a step.")]
-Length = Annotated[int, typer.Option(help="Tokens of a row, at most.")]
+Length = Annotated[
+    int | None, typer.Option(help="Tokens of a row, at most. Default: 512, or the model's.")
+]
 Rate = Annotated[float, typer.Option(help="Peak learning rate.")]
 Muon = Annotated[bool, typer.Option(help="Muon for the layers' matrices; else AdamW for all.")]
 Dtype = Annotated[str | None, typer.Option(help="bfloat16 or float32. Default: what is fast here.")]
 Device = Annotated[str | None, typer.Option(help="cuda or cpu. Default: a GPU if there is one.")]
 Threads = Annotated[int | None, typer.Option(min=1, help="Default: torch's choice.")]
-Seed = Annotated[int, typer.Option()]
+Seed = Annotated[int, typer.Option(min=0)]
 SaveEvery = Annotated[int | None, typer.Option(min=1, help="Steps. Default: every minute.")]
 SelfDistill = Annotated[int, typer.Option(min=0, help="Texts that the target writes first.")]
 Temperatures = Annotated[str, typer.Option(help="Its temperatures, in turns; 0 is greedy.")]
@@ -50,6 +52,8 @@ Embedding = Annotated[bool, typer.Option(help="Save the target's embedding with 
 
 def _dtype(name: str | None, device: torch.device) -> str:
     if name is not None:
+        if name not in ("bfloat16", "float32"):
+            raise typer.BadParameter(f"--dtype is bfloat16 or float32, not {name!r}.")
         return name
     fast = (
         device.type == "cuda"
@@ -105,7 +109,7 @@ def medusa(
     minutes: Minutes = None,
     steps: Steps = None,
     rows: Rows = 8,
-    length: Length = 512,
+    length: Length = None,
     learning_rate: Annotated[
         float | None, typer.Option(help="Peak. Default: 0.02 with --shared-head, else 0.002.")
     ] = None,
@@ -152,7 +156,7 @@ def eagle(
     minutes: Minutes = None,
     steps: Steps = None,
     rows: Rows = 8,
-    length: Length = 512,
+    length: Length = None,
     learning_rate: Rate = 1e-2,
     muon: Muon = True,
     dtype: Dtype = None,
@@ -202,7 +206,7 @@ def eagle3(
     minutes: Minutes = None,
     steps: Steps = None,
     rows: Rows = 8,
-    length: Length = 512,
+    length: Length = None,
     learning_rate: Rate = 1e-2,
     muon: Muon = True,
     dtype: Dtype = None,
@@ -254,7 +258,7 @@ def draft(
     minutes: Minutes = None,
     steps: Steps = None,
     rows: Rows = 8,
-    length: Length = 512,
+    length: Length = None,
     learning_rate: Rate = 8e-3,
     muon: Muon = True,
     dtype: Dtype = None,
@@ -287,7 +291,7 @@ def measure_folder(
     data: DataFile = None,
     texts: Texts = TEXTS,
     work: Work = WORK,
-    length: Length = 512,
+    length: Length = None,
     device: Device = None,
     threads: Threads = None,
     seed: Seed = 0,
