@@ -2,9 +2,8 @@
 
 import hashlib
 import json
-import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +21,7 @@ from recipes.speculation.acceptance import WIDTHS, Acceptance, measure
 from recipes.speculation.generate import continuations, prompts
 from recipes.speculation.guesser import Guesser
 from recipes.speculation.load import load_guesser
+from recipes.speculation.settings import Settings, check_run
 from recipes.speculation.target import Target, load_config
 from recipes.speculation.text import (
     Row,
@@ -36,61 +36,11 @@ from recipes.stories.prepare import chat_documents, load_corpus
 from recipes.stories.tokenizer import EOS, render_chat
 from recipes.train import TrainConfig, Trainer
 
-DEFAULT_LENGTH = 512  # tokens of a row
 DEFAULT_SOURCES = (
     "tinystories/train_2M.txt", "tinystories/train_lowercase_tail.txt", "lcats_stories_train.jsonl",
 )  # fmt: skip
 """What of `--texts` recipes/stories reads."""
 HELD_OUT_ROWS = 8  # of each kind, scored during training
-
-
-@dataclass(frozen=True, slots=True)
-class Settings:
-    """What a run is made of, beside its method's own options."""
-
-    model: str
-    data: Path | None
-    texts: Path  # where the default text is made from
-    output: Path
-    work: Path
-    length: int | None = None  # tokens of a row; None: 512, or as many as the target has positions
-    self_distill: int = 0  # texts that the target writes first
-    text_share: float = 0.3  # of the rows, where the target has written some
-    temperatures: tuple[float, ...] = (0.0, 0.6, 0.9)
-    evaluate: int = 64  # held-out beginnings that acceptance is measured on
-    sampled_at: float = 0.8
-    depth: int = 6  # guesses of a draft, as acceptance is measured
-    device: str | None = None  # None: a GPU if there is one
-
-    def __post_init__(self) -> None:
-        if (self.length or 16) < 16 or self.depth < 1 or self.evaluate < 1:
-            raise ConfigError(
-                f"--length must be at least 16 tokens, --depth and --evaluate at least 1, not "
-                f"{self.length}, {self.depth} and {self.evaluate}."
-            )
-        if self.self_distill < 0:
-            raise ConfigError(f"--self-distill must be 0 or more texts, not {self.self_distill}.")
-        if not 0 <= self.text_share < 1:
-            raise ConfigError(
-                f"--text-share must be at least 0 and below 1, not {self.text_share}."
-            )
-        for name, values in (
-            ("--temperatures", self.temperatures),
-            ("--sampled-at", [self.sampled_at]),
-        ):
-            if not all(math.isfinite(value) and value >= 0 for value in values):
-                raise ConfigError(f"{name} must be 0 or more, not {', '.join(map(str, values))}.")
-
-    def for_positions(self, positions: int) -> "Settings":
-        """With the tokens of a row that a target of so many positions is given."""
-        if self.length is None:
-            return replace(self, length=min(DEFAULT_LENGTH, positions))
-        if self.length > positions:
-            raise ConfigError(
-                f"--length {self.length} is more than the {positions} positions that {self.model} "
-                f"was made for: give at most {positions}."
-            )
-        return self
 
 
 @dataclass(frozen=True, slots=True)
@@ -236,7 +186,7 @@ def train(
     method: str, make: Make, own_options: dict[str, Any], settings: Settings, config: TrainConfig
 ) -> dict[str, Acceptance]:
     """Make a guesser, train it or go on, measure it, and write its folder."""
-    _check_numbers(config)
+    check_run(config.steps, config.minutes, config.learning_rate)
     model = Path(resolve(settings.model))
     settings = settings.for_positions(load_config(model).max_position_embeddings)
     settings.work.mkdir(parents=True, exist_ok=True)
@@ -303,15 +253,6 @@ def _measure(
     }
     show(found)
     return found
-
-
-def _check_numbers(config: TrainConfig) -> None:
-    """Refuse what would divide by zero, never end, or not learn."""
-    for name, value in (("--minutes", config.minutes), ("--learning-rate", config.learning_rate)):
-        if value is not None and not (math.isfinite(value) and value > 0):
-            raise ConfigError(f"{name} must be a number above 0, not {value:g}.")
-    if config.steps is not None and config.steps < 1:
-        raise ConfigError(f"--steps must be at least 1, not {config.steps}.")
 
 
 def _same_run(

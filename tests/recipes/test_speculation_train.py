@@ -23,12 +23,12 @@ from recipes.speculation.medusa import Medusa
 from recipes.speculation.run import (
     DEFAULT_SOURCES,
     HeadTrainer,
-    Settings,
     measure_again,
     text_file,
     train,
     write_default_text,
 )
+from recipes.speculation.settings import Settings
 from recipes.speculation.target import Target
 from recipes.speculation.text import read_documents
 from recipes.train import TrainConfig
@@ -406,8 +406,29 @@ def test_bad_numbers_are_refused_before_anything_is_done(
     assert not chosen.output.exists()
 
 
+def test_bad_numbers_are_said_before_torch_is_loaded(tmp_path: Path) -> None:
+    code = (
+        "import sys; from recipes.speculation.__main__ import main\n"
+        "try: main()\n"
+        "finally: print('torch' in sys.modules)"
+    )
+    options = ["eagle", "--minutes", "0", "--output", str(tmp_path / "out")]
+    line = [sys.executable, "-c", code, *options]
+    ended = subprocess.run(line, check=False, cwd=ROOT, capture_output=True, text=True)
+    assert ended.stderr == "error: --minutes must be a number above 0, not 0.\n"
+    assert ended.stdout == "False\n"
+    assert ended.returncode == 1
+
+
 @pytest.mark.parametrize(
-    "options", [["--steps", "0"], ["--self-distill", "-1"], ["--seed", "-1"], ["--dtype", "int8"]]
+    "options",
+    [
+        ["--steps", "0"],
+        ["--self-distill", "-1"],
+        ["--seed", "-1"],
+        ["--dtype", "int8"],
+        ["--learning-rate", "fast"],
+    ],
 )
 def test_bad_options_are_named(
     settings: Callable[..., Settings], monkeypatch: pytest.MonkeyPatch,
