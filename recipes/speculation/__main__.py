@@ -2,15 +2,19 @@
 
 import sys
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
-import torch
 import typer
 
 from penstock.errors import PenstockError
-from recipes.family import device_of
-from recipes.speculation.run import Make, Settings, measure_again, train
-from recipes.train import TrainConfig
+from recipes.speculation.settings import Settings, check_run
+
+if TYPE_CHECKING:  # loading torch takes seconds: what is wrong with the options is said before
+    import torch
+
+    from recipes.speculation.guesser import Guesser
+    from recipes.speculation.run import Make
+    from recipes.speculation.target import Target
 
 app = typer.Typer(help=__doc__, no_args_is_help=True, add_completion=False)
 
@@ -29,13 +33,15 @@ Work = Annotated[Path, typer.Option(help="Folder of checkpoints and of texts tha
 Minutes = Annotated[float | None, typer.Option(help="Length of the run in minutes.")]
 Steps = Annotated[int | None, typer.Option(min=1, help="Or in steps.")]
 Rows = Annotated[int, typer.Option(min=1, help="Rows of a step.")]
-Length = Annotated[int, typer.Option(help="Tokens of a row, at most.")]
+Length = Annotated[
+    int | None, typer.Option(help="Tokens of a row, at most. Default: 512, or the model's.")
+]
 Rate = Annotated[float, typer.Option(help="Peak learning rate.")]
 Muon = Annotated[bool, typer.Option(help="Muon for the layers' matrices; else AdamW for all.")]
 Dtype = Annotated[str | None, typer.Option(help="bfloat16 or float32. Default: what is fast here.")]
 Device = Annotated[str | None, typer.Option(help="cuda or cpu. Default: a GPU if there is one.")]
 Threads = Annotated[int | None, typer.Option(min=1, help="Default: torch's choice.")]
-Seed = Annotated[int, typer.Option()]
+Seed = Annotated[int, typer.Option(min=0)]
 SaveEvery = Annotated[int | None, typer.Option(min=1, help="Steps. Default: every minute.")]
 SelfDistill = Annotated[int, typer.Option(min=0, help="Texts that the target writes first.")]
 Temperatures = Annotated[str, typer.Option(help="Its temperatures, in turns; 0 is greedy.")]
@@ -43,12 +49,16 @@ TextShare = Annotated[float, typer.Option(help="Share of the text's rows beside 
 Evaluate = Annotated[int, typer.Option(min=1, help="Held-out beginnings to measure on.")]
 SampledAt = Annotated[float, typer.Option(help="Temperature of the sampled ones.")]
 Depth = Annotated[int, typer.Option(min=1, max=32, help="Guesses of a draft, as measured.")]
-SelfFed = Annotated[int, typer.Option(help="Steps in training that read the head's own output.")]
+SelfFed = Annotated[
+    int, typer.Option(min=1, help="Steps in training that read the head's own output.")
+]
 Inner = Annotated[int | None, typer.Option(min=1, help="Its MLP's size. Default: the target's.")]
 Embedding = Annotated[bool, typer.Option(help="Save the target's embedding with it.")]
 
 
-def _dtype(name: str | None, device: torch.device) -> str:
+def _dtype(name: str | None, device: "torch.device") -> str:
+    import torch
+
     if name is not None:
         return name
     fast = (
@@ -59,10 +69,11 @@ def _dtype(name: str | None, device: torch.device) -> str:
     return "bfloat16" if fast else "float32"
 
 
-def _train(method: str, make: Make, own: dict[str, Any], options: dict[str, Any]) -> None:
-    """Split a command's options into what they are of, and run."""
-    if options["threads"]:
-        torch.set_num_threads(options["threads"])
+def _settings(options: dict[str, Any]) -> Settings:
+    """A run's settings, its numbers looked at."""
+    check_run(options["steps"], options["minutes"], options["learning_rate"])
+    if options["dtype"] not in (None, "bfloat16", "float32"):
+        raise typer.BadParameter(f"--dtype is bfloat16 or float32, not {options['dtype']!r}.")
     if options["minutes"] is None and options["steps"] is None:
         options["minutes"] = 10.0
     written = options["temperatures"]
@@ -73,9 +84,22 @@ def _train(method: str, make: Make, own: dict[str, Any], options: dict[str, Any]
         raise typer.BadParameter(message) from error
     names = ("model", "texts", "output", "work", "length", "self_distill", "text_share",
              "evaluate", "sampled_at", "depth", "device")  # fmt: skip
-    settings = Settings(
+    return Settings(
         data=options["data"], temperatures=temperatures, **{name: options[name] for name in names}
     )
+
+
+def _train(method: str, make: "Make", own: dict[str, Any], options: dict[str, Any]) -> None:
+    """Split a command's options into what they are of, and run."""
+    settings = _settings(options)
+    import torch
+
+    from recipes.family import device_of
+    from recipes.speculation.run import train
+    from recipes.train import TrainConfig
+
+    if options["threads"]:
+        torch.set_num_threads(options["threads"])
     device = device_of(options["device"])
     at_once = options["rows"] if device.type == "cuda" else 2 - options["rows"] % 2
     names = ("steps", "minutes", "rows", "learning_rate", "muon", "seed", "save_every")
@@ -105,7 +129,7 @@ def medusa(
     minutes: Minutes = None,
     steps: Steps = None,
     rows: Rows = 8,
-    length: Length = 512,
+    length: Length = None,
     learning_rate: Annotated[
         float | None, typer.Option(help="Peak. Default: 0.02 with --shared-head, else 0.002.")
     ] = None,
@@ -122,20 +146,19 @@ def medusa(
     sampled_at: SampledAt = 0.8,
 ) -> None:
     """Medusa heads: each guesses another one of the next tokens, all at once."""
-    from recipes.speculation.medusa import Medusa
-
     if learning_rate is None:
         learning_rate = 2e-2 if shared_head else 2e-3
     options = dict(locals(), depth=heads)
     own = {"heads": heads, "blocks": blocks, "shared": shared_head, "labels": text_labels}
-    _train(
-        "medusa",
-        lambda target, counts: Medusa(
+
+    def make(target: "Target", counts: "torch.Tensor") -> "Guesser":
+        from recipes.speculation.medusa import Medusa
+
+        return Medusa(
             target, heads, blocks, shared_head=shared_head, text_labels=text_labels, seed=seed
-        ),
-        own,
-        options,
-    )
+        )
+
+    _train("medusa", make, own, options)
 
 
 @app.command()
@@ -152,7 +175,7 @@ def eagle(
     minutes: Minutes = None,
     steps: Steps = None,
     rows: Rows = 8,
-    length: Length = 512,
+    length: Length = None,
     learning_rate: Rate = 1e-2,
     muon: Muon = True,
     dtype: Dtype = None,
@@ -168,19 +191,18 @@ def eagle(
     depth: Depth = 6,
 ) -> None:
     """An EAGLE head (1 and 2): a layer that guesses the target's next features."""
-    from recipes.speculation.eagle import Eagle
-
     options = dict(locals())
     own = {"self_fed": self_fed, "intermediate": intermediate_size, "bias": fc_bias}
-    _train(
-        "eagle",
-        lambda target, counts: Eagle(
+
+    def make(target: "Target", counts: "torch.Tensor") -> "Guesser":
+        from recipes.speculation.eagle import Eagle
+
+        return Eagle(
             target, intermediate_size=intermediate_size, fc_bias=fc_bias, steps=self_fed,
             save_embedding=save_embedding, seed=seed,
-        ),
-        own,
-        options,
-    )  # fmt: skip
+        )  # fmt: skip
+
+    _train("eagle", make, own, options)
 
 
 @app.command()
@@ -202,7 +224,7 @@ def eagle3(
     minutes: Minutes = None,
     steps: Steps = None,
     rows: Rows = 8,
-    length: Length = 512,
+    length: Length = None,
     learning_rate: Rate = 1e-2,
     muon: Muon = True,
     dtype: Dtype = None,
@@ -218,8 +240,6 @@ def eagle3(
     depth: Depth = 6,
 ) -> None:
     """An EAGLE-3 head: a layer over features of three layers, with a head of its own."""
-    from recipes.speculation.eagle3 import Eagle3
-
     options = dict(locals())
     try:
         chosen = None if layers is None else [int(part) for part in layers.split(",")]
@@ -227,16 +247,17 @@ def eagle3(
         raise typer.BadParameter(f"--layers takes three numbers, not {layers!r}.") from error
     own = {"self_fed": self_fed, "intermediate": intermediate_size, "vocab": draft_vocab,
            "layers": layers}  # fmt: skip
-    _train(
-        "eagle3",
-        lambda target, counts: Eagle3(
+
+    def make(target: "Target", counts: "torch.Tensor") -> "Guesser":
+        from recipes.speculation.eagle3 import Eagle3
+
+        return Eagle3(
             target, counts, draft_vocab_size=draft_vocab, layers=chosen,
             intermediate_size=intermediate_size, steps=self_fed, save_embedding=save_embedding,
             seed=seed,
-        ),
-        own,
-        options,
-    )  # fmt: skip
+        )  # fmt: skip
+
+    _train("eagle3", make, own, options)
 
 
 @app.command()
@@ -254,7 +275,7 @@ def draft(
     minutes: Minutes = None,
     steps: Steps = None,
     rows: Rows = 8,
-    length: Length = 512,
+    length: Length = None,
     learning_rate: Rate = 8e-3,
     muon: Muon = True,
     dtype: Dtype = None,
@@ -270,14 +291,18 @@ def draft(
     depth: Depth = 6,
 ) -> None:
     """A small model of the target's family that learns its distributions."""
-    from recipes.speculation.draft import Draft
-
     options = dict(locals())
     shape = {
         "hidden_size": hidden_size, "num_layers": num_layers, "num_heads": num_heads,
         "num_kv_heads": num_kv_heads, "intermediate_size": intermediate_size,
     }  # fmt: skip
-    _train("draft", lambda target, counts: Draft(target, **shape, seed=seed), shape, options)
+
+    def make(target: "Target", counts: "torch.Tensor") -> "Guesser":
+        from recipes.speculation.draft import Draft
+
+        return Draft(target, **shape, seed=seed)
+
+    _train("draft", make, shape, options)
 
 
 @app.command(name="measure")
@@ -287,7 +312,7 @@ def measure_folder(
     data: DataFile = None,
     texts: Texts = TEXTS,
     work: Work = WORK,
-    length: Length = 512,
+    length: Length = None,
     device: Device = None,
     threads: Threads = None,
     seed: Seed = 0,
@@ -296,16 +321,17 @@ def measure_folder(
     depth: Depth = 6,
 ) -> None:
     """What is accepted of a folder's guesses, along what the target says after held-out texts."""
+    settings = Settings(
+        model, data, texts, folder, work, length=length, evaluate=evaluate,
+        sampled_at=sampled_at, depth=depth, device=device,
+    )  # fmt: skip
+    import torch
+
+    from recipes.speculation.run import measure_again
+
     if threads:
         torch.set_num_threads(threads)
-    measure_again(
-        folder,
-        Settings(
-            model, data, texts, folder, work, length=length, evaluate=evaluate,
-            sampled_at=sampled_at, depth=depth, device=device,
-        ),
-        seed,
-    )  # fmt: skip
+    measure_again(folder, settings, seed)
 
 
 def main() -> None:

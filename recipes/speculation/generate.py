@@ -6,6 +6,7 @@ in Cai et al. 2024, arXiv:2401.10774, and Zhou et al. 2023, arXiv:2310.08461).
 
 import hashlib
 import json
+import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -74,8 +75,7 @@ def continuations(
     done = [json.loads(line) for line in _whole_lines(file)]
     if len(done) < len(starts):
         wanted = _requests(starts, temperatures, length, seed)
-        with file.open("w", encoding="utf-8") as out:  # a torn last line goes
-            out.writelines(json.dumps(tokens) + "\n" for tokens in done)
+        with file.open("a", encoding="utf-8") as out:
             for tokens in _sample(target.folder, wanted, len(done), length):
                 done.append(tokens)
                 out.write(json.dumps(tokens) + "\n")
@@ -140,8 +140,12 @@ def _edges(file: Path, size: int = 1 << 20) -> bytes:
         return first + opened.read(size)
 
 
-def _whole_lines(file: Path) -> list[str]:
+def _whole_lines(file: Path) -> list[bytes]:
+    """Lines of a file, from which a torn last one is cut: what is whole is never written again."""
     if not file.exists():
         return []
-    text = file.read_text(encoding="utf-8")
-    return text[: text.rfind("\n") + 1].splitlines()
+    raw = file.read_bytes()
+    whole = raw[: raw.rfind(b"\n") + 1]
+    if len(whole) < len(raw):
+        os.truncate(file, len(whole))
+    return whole.splitlines()

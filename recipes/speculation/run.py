@@ -1,5 +1,6 @@
 """From options to a folder: text, the target's own text, training, measuring, saving."""
 
+import hashlib
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -20,39 +21,26 @@ from recipes.speculation.acceptance import WIDTHS, Acceptance, measure
 from recipes.speculation.generate import continuations, prompts
 from recipes.speculation.guesser import Guesser
 from recipes.speculation.load import load_guesser
-from recipes.speculation.target import Target
-from recipes.speculation.text import Row, Rows, count_tokens, pad, read_documents, text_rows
+from recipes.speculation.settings import Settings, check_run
+from recipes.speculation.target import Target, load_config
+from recipes.speculation.text import (
+    Row,
+    Rows,
+    count_tokens,
+    fingerprint,
+    pad,
+    read_documents,
+    text_rows,
+)
 from recipes.stories.prepare import chat_documents, load_corpus
 from recipes.stories.tokenizer import EOS, render_chat
 from recipes.train import TrainConfig, Trainer
 
+DEFAULT_SOURCES = (
+    "tinystories/train_2M.txt", "tinystories/train_lowercase_tail.txt", "lcats_stories_train.jsonl",
+)  # fmt: skip
+"""What of `--texts` recipes/stories reads."""
 HELD_OUT_ROWS = 8  # of each kind, scored during training
-
-
-@dataclass(frozen=True, slots=True)
-class Settings:
-    """What a run is made of, beside its method's own options."""
-
-    model: str
-    data: Path | None
-    texts: Path  # where the default text is made from
-    output: Path
-    work: Path
-    length: int = 512  # tokens of a row
-    self_distill: int = 0  # texts that the target writes first
-    text_share: float = 0.3  # of the rows, where the target has written some
-    temperatures: tuple[float, ...] = (0.0, 0.6, 0.9)
-    evaluate: int = 64  # held-out beginnings that acceptance is measured on
-    sampled_at: float = 0.8
-    depth: int = 6  # guesses of a draft, as acceptance is measured
-    device: str | None = None  # None: a GPU if there is one
-
-    def __post_init__(self) -> None:
-        if self.length < 16 or self.depth < 1 or self.evaluate < 1:
-            raise ConfigError(
-                f"--length must be at least 16 tokens, --depth and --evaluate at least 1, not "
-                f"{self.length}, {self.depth} and {self.evaluate}."
-            )
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,11 +58,6 @@ Make = Callable[[Target, Tensor], Guesser]
 
 def write_default_text(texts: Path, file: Path) -> None:
     """What recipes/stories prepares, as JSON lines: stories, and each as a request's answer."""
-    if not (texts / "tinystories" / "train_2M.txt").exists():
-        raise ConfigError(
-            f"The default text isn't in {texts}: give the folder by --texts, or a text of "
-            "your own by --data."
-        )
     corpus = load_corpus(texts)
     entries: list[dict[str, Any]] = []
     for stories, held_out in (
@@ -92,13 +75,26 @@ def write_default_text(texts: Path, file: Path) -> None:
     partial.replace(file)
 
 
-def prepare(settings: Settings, target: Target, seed: int) -> Data:
+def text_file(settings: Settings) -> Path:
+    """--data, or the default text, written once for each state of what it is made from."""
+    if settings.data is not None:
+        return settings.data
+    sources = [settings.texts / name for name in DEFAULT_SOURCES]
+    missing = [str(source) for source in sources if not source.is_file()]
+    if missing:
+        raise ConfigError(
+            f"The default text isn't in {settings.texts} (there is no {', '.join(missing)}): give "
+            "the folder by --texts, or a text of your own by --data."
+        )
+    key = hashlib.sha256("".join(map(fingerprint, sources)).encode()).hexdigest()[:16]
+    file = settings.work / f"stories-{key}.jsonl"
+    if not file.exists():
+        write_default_text(settings.texts, file)
+    return file
+
+
+def prepare(settings: Settings, data: Path, target: Target, seed: int) -> Data:
     """Read the text, split it, and let the target write what is asked for."""
-    data = settings.data
-    if data is None:
-        data = settings.work / "stories.jsonl"
-        if not data.exists():
-            write_default_text(settings.texts, data)
     documents = read_documents(data)
     training = [document for document in documents if not document.is_held_out]
     held_out = [document for document in documents if document.is_held_out]
@@ -108,7 +104,8 @@ def prepare(settings: Settings, target: Target, seed: int) -> Data:
             "acceptance needs some. Bring more documents, or mark some in JSON lines by "
             '"held_out": true.'
         )
-    length = min(settings.length, target.context)
+    length = settings.for_positions(target.context).length
+    assert length is not None
     cache = settings.work / "texts"
 
     def written(of: Sequence[Any], count: int, temperatures: Sequence[float]) -> list[Row]:
@@ -186,14 +183,18 @@ def optimizers(model: nn.Module, config: TrainConfig) -> list[torch.optim.Optimi
 
 
 def train(
-    method: str, make: Make, own_options: Mapping[str, Any], settings: Settings, config: TrainConfig
+    method: str, make: Make, own_options: dict[str, Any], settings: Settings, config: TrainConfig
 ) -> dict[str, Acceptance]:
     """Make a guesser, train it or go on, measure it, and write its folder."""
+    check_run(config.steps, config.minutes, config.learning_rate)
+    model = Path(resolve(settings.model))
+    settings = settings.for_positions(load_config(model).max_position_embeddings)
     settings.work.mkdir(parents=True, exist_ok=True)
-    target = Target(Path(resolve(settings.model)), device_of(settings.device))
-    data = prepare(settings, target, config.seed)
+    text = text_file(settings)
     folder = settings.work / f"{settings.output.name}.training"
-    _same_run(folder, method, own_options, settings, config)
+    _same_run(folder, method, own_options | {"text": fingerprint(text)}, settings, config)
+    target = Target(model, device_of(settings.device))
+    data = prepare(settings, text, target, config.seed)
     counts = count_tokens(data.text + data.own, target.vocab_size)
     guesser = make(target, counts).to(target.device)
     rows = Rows(data.text, data.own, config.rows, config.seed, settings.text_share)
@@ -226,17 +227,20 @@ def train(
         "sampled_at": settings.sampled_at,
         "acceptance": {name: asdict(acceptance) for name, acceptance in found.items()},
     }
-    text = json.dumps(report, indent=2) + "\n"
-    (settings.output / "acceptance.json").write_text(text, encoding="utf-8")
+    (settings.output / "acceptance.json").write_text(
+        json.dumps(report, indent=2) + "\n", encoding="utf-8"
+    )
     return found
 
 
 def measure_again(folder: Path, settings: Settings, seed: int) -> dict[str, Acceptance]:
     """Measure what a folder holds, as `train` does at its end."""
+    model = Path(resolve(settings.model))
+    settings = settings.for_positions(load_config(model).max_position_embeddings)
     settings.work.mkdir(parents=True, exist_ok=True)
-    target = Target(Path(resolve(settings.model)), device_of(settings.device))
+    target = Target(model, device_of(settings.device))
     stored = load_guesser(folder, target)
-    held_out = prepare(settings, target, seed).held_out
+    held_out = prepare(settings, text_file(settings), target, seed).held_out
     return _measure(stored, target, held_out, settings.depth)
 
 
@@ -255,9 +259,12 @@ def _same_run(
     folder: Path, method: str, own_options: Mapping[str, Any], settings: Settings,
     config: TrainConfig,
 ) -> None:  # fmt: skip
-    """Refuse to go on with another run's checkpoint; a longer run is the same one."""
+    """Refuse to go on with another run's checkpoint; a longer run is the same one.
+
+    own_options has the text's fingerprint: what it says counts, not where it lies.
+    """
     length = {"steps", "minutes", "save_every", "evaluate_every", "evaluate", "sampled_at", "depth",
-              "device", "work", "texts"}  # fmt: skip
+              "device", "work", "texts", "data"}  # fmt: skip
     entries = {"method": method, **own_options, **asdict(settings), **asdict(config)}
     now = {key: str(value) for key, value in entries.items() if key not in length}
     file = folder / "settings.json"

@@ -27,20 +27,28 @@ class Seen:
     logits: Tensor  # [B, T, V]
 
 
+def load_config(folder: Path) -> Any:
+    """The configuration of the model in a folder: read at once, unlike its weights."""
+    if not (folder / "config.json").is_file():
+        raise ConfigError(
+            f"{folder} has no config.json: --model takes a folder with config.json, "
+            "model.safetensors and tokenizer.json, as Hugging Face's transformers writes it."
+        )
+    try:
+        return AutoConfig.from_pretrained(folder)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"transformers can't read the model in {folder}: {error}") from error
+
+
 class Target:
     """A causal language model from a folder in Hugging Face's layout, and its tokenizer."""
 
     def __init__(self, folder: Path, device: torch.device | None = None) -> None:
         self.folder = folder
         self.device = device or torch.device("cpu")
-        if not (folder / "config.json").is_file():
-            raise ConfigError(
-                f"{folder} has no config.json: --model takes a folder with config.json, "
-                "model.safetensors and tokenizer.json, as Hugging Face's transformers writes it."
-            )
+        self.config = load_config(folder)
         logging.disable_progress_bar()
         try:
-            self.config = AutoConfig.from_pretrained(folder)
             self.tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(folder)
             model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
         except (OSError, ValueError) as error:

@@ -42,8 +42,7 @@ def read_documents(path: Path) -> list[Document]:
 
     A plain text is cut at <|endoftext|>, or else into whole paragraphs.
     """
-    if not path.is_file():
-        raise ConfigError(f"There is no file {path}: --data takes a text file or JSON lines.")
+    _must_exist(path)
     try:
         raw = path.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
@@ -58,6 +57,19 @@ def read_documents(path: Path) -> list[Document]:
     if not found:
         raise ConfigError(f"{path} has no text: {len(raw)} characters, all of them blank.")
     return found
+
+
+def fingerprint(path: Path) -> str:
+    """What tells one text from another, wherever it lies: its size and its hash."""
+    _must_exist(path)
+    with path.open("rb") as opened:
+        digest = hashlib.file_digest(opened, "sha256").hexdigest()
+    return f"{path.stat().st_size:,} bytes with sha256 {digest[:16]}…"
+
+
+def _must_exist(path: Path) -> None:
+    if not path.is_file():
+        raise ConfigError(f"There is no file {path}: --data takes a text file or JSON lines.")
 
 
 def _document(path: Path, number: int, line: str) -> Document:

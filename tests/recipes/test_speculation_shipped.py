@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 from recipes.speculation.acceptance import measure
 from recipes.speculation.load import load_guesser
-from recipes.speculation.run import Settings, measure_again
+from recipes.speculation.run import measure_again
+from recipes.speculation.settings import Settings
 from recipes.speculation.target import Target
 from recipes.speculation.text import Row, encode
 from safetensors import safe_open
@@ -81,6 +82,19 @@ def test_guesses_are_accepted(embedded: Target, texts: list[Row], name: str) -> 
     assert found.places > 200
     assert found.chains[1][0] == pytest.approx(chain[0], abs=0.15)
     assert found.tokens() > 0.7 * (1 + sum(chain))
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_the_docs_state_what_was_measured(name: str) -> None:
+    page = (ROOT / "docs" / "speculation" / "training.md").read_text(encoding="utf-8")
+    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in page.splitlines()]
+    stated = [row[1:] for row in rows if len(row) == 8 and row[0] == f"`{KINDS[name]}`"]
+    expected = []
+    for text in ("greedy", "sampled", "text"):
+        chain = report(name)["acceptance"][text]["chains"]["1"]
+        shares = [f"{share:.2f}" for share in chain] + [""] * (6 - len(chain))
+        expected.append([*shares, f"{1 + sum(chain):.2f}"])
+    assert stated == expected
 
 
 @pytest.mark.slow

@@ -13,6 +13,7 @@ from recipes.speculation.text import (
     Rows,
     count_tokens,
     encode,
+    fingerprint,
     pad,
     read_documents,
     text_rows,
@@ -178,6 +179,38 @@ def test_what_was_sampled_is_kept_and_completed(
     assert continuations(target, starts, (0.9,), 24, 1, tmp_path) == rows
     with pytest.raises(TypeError):
         continuations(target, starts, (0.9,), 24, 2, tmp_path)
+
+
+def test_a_run_killed_before_it_samples_loses_nothing(
+    target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    starts = prompts(target.tokenizer, DOCUMENTS, 6, 24, seed=0)
+    continuations(target, starts, (0.9,), 24, 1, tmp_path)
+    (file,) = tmp_path.iterdir()
+    lines = file.read_text().splitlines(keepends=True)
+    file.write_text("".join(lines[:3]) + lines[3][:4])
+    found = []
+
+    def killed(*_: object, **__: object) -> None:
+        found.append(file.read_text())  # as another process would see it at this moment
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("recipes.speculation.generate.LLM", killed)
+    with pytest.raises(KeyboardInterrupt):
+        continuations(target, starts, (0.9,), 24, 1, tmp_path)
+    assert found == ["".join(lines[:3])]
+
+
+def test_a_fingerprint_is_of_what_a_text_says(tmp_path: Path) -> None:
+    one, same, other = (tmp_path / name for name in ("one", "same", "other"))
+    one.write_text("abc")
+    same.write_text("abc")
+    other.write_text("abd")  # of the same size
+    # the hash that FIPS 180-2 gives for abc
+    assert fingerprint(one) == "3 bytes with sha256 ba7816bf8f01cfea…"
+    assert fingerprint(same) == fingerprint(one) != fingerprint(other)
+    with pytest.raises(ConfigError, match="There is no file"):
+        fingerprint(tmp_path / "none")
 
 
 def test_a_temperature_below_zero_is_refused(target: Target, tmp_path: Path) -> None:

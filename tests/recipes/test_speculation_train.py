@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,12 +21,14 @@ from recipes.speculation.guesser import Guesser, distribution_loss
 from recipes.speculation.load import load_guesser
 from recipes.speculation.medusa import Medusa
 from recipes.speculation.run import (
+    DEFAULT_SOURCES,
     HeadTrainer,
-    Settings,
     measure_again,
+    text_file,
     train,
     write_default_text,
 )
+from recipes.speculation.settings import Settings
 from recipes.speculation.target import Target
 from recipes.speculation.text import read_documents
 from recipes.train import TrainConfig
@@ -207,6 +210,18 @@ def test_another_run_isnt_gone_on_with(settings: Callable[..., Settings]) -> Non
             changed()
 
 
+def test_changed_text_isnt_gone_on_with(settings: Callable[..., Settings], tmp_path: Path) -> None:
+    chosen = settings()
+    assert chosen.data is not None
+    train("medusa", MAKE["medusa"], {}, chosen, quick(steps=2))
+    moved = chosen.data.rename(tmp_path / "moved.jsonl")
+    train("medusa", MAKE["medusa"], {}, replace(chosen, data=moved), quick(steps=2))
+    text = moved.read_text()
+    chosen.data.write_text(text.replace("xyz", "zyx"))
+    with pytest.raises(ConfigError, match=r"other settings \(text 1,\d+ bytes with sha256 .* → "):
+        train("medusa", MAKE["medusa"], {}, chosen, quick(steps=2))
+
+
 @pytest.mark.parametrize("kind", MAKE)
 def test_what_was_saved_is_measured(
     settings: Callable[..., Settings], target: Target, kind: str
@@ -253,8 +268,29 @@ def test_the_default_text_is_the_stories_and_requests_for_them(
         assert document.prompt.endswith("<|im_start|>assistant\n")
         assert document.text.startswith(document.prompt)
     assert {document.held_out for document in documents} == {True, False}
-    with pytest.raises(ConfigError, match="The default text isn't in"):
-        write_default_text(tmp_path, file)
+
+
+def test_the_default_text_is_written_for_each_state_of_its_sources(
+    made_up_data: Path, tmp_path: Path
+) -> None:
+    texts = tmp_path / "texts"
+    for name in DEFAULT_SOURCES:
+        (texts / name).parent.mkdir(parents=True, exist_ok=True)
+        (texts / name).write_bytes((made_up_data / name).read_bytes())
+    chosen = Settings("stories", None, texts, tmp_path / "out", tmp_path)
+    first = text_file(chosen)
+    before = first.stat().st_mtime_ns
+    assert text_file(replace(chosen, texts=made_up_data)) == first  # the same text elsewhere
+    assert first.stat().st_mtime_ns == before
+    stories = texts / DEFAULT_SOURCES[0]
+    stories.write_text(stories.read_text().replace("Anna", "Zora"))
+    second = text_file(chosen)
+    assert second != first
+    assert "Zora" in second.read_text()
+    assert "Zora" not in first.read_text()
+    stories.unlink()
+    with pytest.raises(ConfigError, match=r"The default text isn't in .*train_2M\.txt"):
+        text_file(chosen)
 
 
 def command(method: str, chosen: Settings, *options: str) -> list[str]:
@@ -335,6 +371,106 @@ def test_a_command_says_what_is_wrong_in_one_line(
     assert ended.value.code == (
         f"error: There is no file {chosen.data}: --data takes a text file or JSON lines."
     )
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--minutes", "0"], "--minutes must be a number above 0, not 0."),
+        (["--minutes", "-1"], "--minutes must be a number above 0, not -1."),
+        (["--minutes", "inf"], "--minutes must be a number above 0, not inf."),
+        (["--learning-rate", "nan"], "--learning-rate must be a number above 0, not nan."),
+        (["--learning-rate", "0"], "--learning-rate must be a number above 0, not 0."),
+        (["--learning-rate", "-1"], "--learning-rate must be a number above 0, not -1."),
+        (["--length", "65"], "--length 65 is more than the 64 positions"),
+        (["--length", "15"], "--length must be at least 16 tokens"),
+        (["--text-share", "1"], "--text-share must be at least 0 and below 1, not 1.0."),
+        (["--sampled-at", "nan"], "--sampled-at must be 0 or more, not nan."),
+        (["--temperatures", "0,-1"], "--temperatures must be 0 or more, not 0.0, -1.0."),
+    ],
+)
+def test_bad_numbers_are_refused_before_anything_is_done(
+    settings: Callable[..., Settings], monkeypatch: pytest.MonkeyPatch, options: list[str],
+    said: str,
+) -> None:  # fmt: skip
+    chosen = settings()
+    if "--minutes" not in options:
+        options = ["--steps", "2", *options]
+    monkeypatch.setattr("recipes.speculation.run.Target", None)
+    monkeypatch.setattr(sys, "argv", command("medusa", chosen, *options)[2:])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert isinstance(ended.value.code, str)
+    assert ended.value.code.startswith(f"error: {said}")
+    assert "\n" not in ended.value.code
+    assert not chosen.output.exists()
+
+
+def test_bad_numbers_are_said_before_torch_is_loaded(tmp_path: Path) -> None:
+    code = (
+        "import sys; from recipes.speculation.__main__ import main\n"
+        "try: main()\n"
+        "finally: print('torch' in sys.modules)"
+    )
+    options = ["eagle", "--minutes", "0", "--output", str(tmp_path / "out")]
+    line = [sys.executable, "-c", code, *options]
+    ended = subprocess.run(line, check=False, cwd=ROOT, capture_output=True, text=True)
+    assert ended.stderr == "error: --minutes must be a number above 0, not 0.\n"
+    assert ended.stdout == "False\n"
+    assert ended.returncode == 1
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        ["--steps", "0"],
+        ["--self-distill", "-1"],
+        ["--seed", "-1"],
+        ["--dtype", "int8"],
+        ["--learning-rate", "fast"],
+    ],
+)
+def test_bad_options_are_named(
+    settings: Callable[..., Settings], monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str], options: list[str],
+) -> None:  # fmt: skip
+    line = command("medusa", settings(), "--steps", "2", *options)[2:]
+    monkeypatch.setattr(sys, "argv", line)
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert ended.value.code == 2
+    assert options[0] in capsys.readouterr().err
+
+
+def test_a_row_is_as_long_as_the_target_allows(settings: Callable[..., Settings]) -> None:
+    unsaid = settings(length=None)
+    assert unsaid.for_positions(64).length == 64
+    assert unsaid.for_positions(2048).length == 512
+    assert settings(length=64).for_positions(64).length == 64
+
+
+def test_measure_prints_its_table(
+    settings: Callable[..., Settings], monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    chosen = settings()
+    found = train("eagle", MAKE["eagle"], {}, chosen, quick(steps=2))
+    capsys.readouterr()
+    line = [
+        "recipes.speculation", "measure", str(chosen.output), "--model", chosen.model,
+        "--data", str(chosen.data), "--work", str(chosen.work), "--length", "32",
+        "--evaluate", "2", "--depth", "2", "--device", "cpu",
+    ]  # fmt: skip
+    monkeypatch.setattr(sys, "argv", line)
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert ended.value.code == 0
+    printed = capsys.readouterr().out
+    rows = [[cell.strip() for cell in row.split("│")[1:-1]] for row in printed.splitlines()]
+    for name in ("greedy", "sampled", "text"):
+        (row,) = (cells for cells in rows if cells[:2] == [name, "1"])
+        assert row[2:4] == [f"{share:.3f}" for share in found[name].chains[1]]
+        assert row[-1] == str(found[name].places)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
