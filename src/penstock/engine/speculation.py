@@ -142,9 +142,8 @@ class Speculation:
         found = {s: draft for s, draft in zip(wishes, drafts, strict=True) if draft.tokens}
         passes = max(wish.limit for wish in wishes.values())
         told = bool(found) or self._reader is None  # or it hadn't seen what it guesses by
-        if told and self.proposer.last_caught_up <= len(
-            wishes
-        ):  # a guess that was right is one to catch up
+        # a guess that was right is one to catch up
+        if told and self.proposer.last_caught_up <= len(wishes):
             control.saw_drafting(passes, time.perf_counter() - start)
         if not found:
             return
