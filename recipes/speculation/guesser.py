@@ -1,6 +1,7 @@
 """What all that guess have in common: a loss, guesses at every place, a folder."""
 
 import json
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ from torch import Tensor, nn
 from recipes.speculation.target import Seen
 
 
-class Guesser(nn.Module):
+class Guesser(nn.Module, ABC):
     """Guesses tokens from what the target has computed.
 
     A place is a row t of the target's output: token t + 1 has been chosen from its logits, and
@@ -21,21 +22,21 @@ class Guesser(nn.Module):
 
     stream_ids: Sequence[int] = ()
 
+    @abstractmethod
     def loss(self, seen: Seen, weights: Tensor) -> Tensor:
         """The sum over a batch; weights [B, T - 1] say how much each token but the first counts."""
-        raise NotImplementedError
 
+    @abstractmethod
     def guesses(self, seen: Seen, depth: int) -> Iterator[Tensor]:
         """Logits [B, T - 2 - d, V] of guess d, for d = 0 … depth - 1, at places 0 … T - 3 - d.
 
         Those of guess d know the text's own tokens up to t + 1 + d, where the guesser reads tokens,
         and of the target nothing that lies beyond place t.
         """
-        raise NotImplementedError
 
+    @abstractmethod
     def save(self, folder: Path) -> None:
         """Write a folder that Penstock and others load."""
-        raise NotImplementedError
 
     def weight_groups(self) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
         """(matrices for Muon, everything else)."""

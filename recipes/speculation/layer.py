@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from penstock.errors import ConfigError
-from recipes.model import RMSNorm, rotary_table, rotate
+from recipes.model import MLP, RMSNorm, rotary_table, rotate
 from recipes.speculation.target import Target
 
 
@@ -139,26 +139,13 @@ class Attention(nn.Module):
         return y
 
 
-class MLP(nn.Module):
-    """down(silu(gate(x)) · up(x))."""
-
-    def __init__(self, shape: LayerShape) -> None:
-        super().__init__()
-        self.gate_proj = nn.Linear(shape.hidden_size, shape.intermediate_size, bias=False)
-        self.up_proj = nn.Linear(shape.hidden_size, shape.intermediate_size, bias=False)
-        self.down_proj = nn.Linear(shape.intermediate_size, shape.hidden_size, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
-
-
 class HeadLayer(nn.Module):
     """EAGLE's layer: a Llama's without the norm before its attention."""
 
     def __init__(self, shape: LayerShape) -> None:
         super().__init__()
         self.self_attn = Attention(shape, shape.hidden_size)
-        self.mlp = MLP(shape)
+        self.mlp = MLP(shape.hidden_size, shape.intermediate_size)
         self.post_attention_layernorm = RMSNorm(shape.hidden_size, shape.norm_eps)
 
     def forward(self, x: Tensor, rotary: tuple[Tensor, Tensor], past: Keys) -> Tensor:
@@ -172,7 +159,7 @@ class FusingLayer(nn.Module):
     def __init__(self, shape: LayerShape) -> None:
         super().__init__()
         self.self_attn = Attention(shape, 2 * shape.hidden_size)
-        self.mlp = MLP(shape)
+        self.mlp = MLP(shape.hidden_size, shape.intermediate_size)
         self.input_layernorm = RMSNorm(shape.hidden_size, shape.norm_eps)
         self.hidden_norm = RMSNorm(shape.hidden_size, shape.norm_eps)
         self.post_attention_layernorm = RMSNorm(shape.hidden_size, shape.norm_eps)

@@ -204,7 +204,7 @@ def train(
 
     held_out = {name: pad(found[:HELD_OUT_ROWS]) for name, found in data.held_out.items()}
     trainer = HeadTrainer(
-        folder, guesser, rows, config, loss=loss, held_out=held_out,  # type: ignore[arg-type]
+        folder, guesser, rows, config, loss=loss, held_out=held_out,
         held_out_loss=loss, optimizers=optimizers,
         flops_per_token=6.0 * guesser.num_weights() + 2.0 * target.num_weights(),
     )  # fmt: skip

@@ -398,7 +398,9 @@ class Engine:
     ) -> None:
         """Give each sequence its token, and end what ends with it."""
         now = self.clock()
-        firsts = [sequence.num_computed for sequence, _ in parts]
+        firsts: list[int] = []  # for whoever guesses by what was computed
+        if self.speculation is not None:
+            firsts = [sequence.num_computed for sequence, _ in parts]
         for sequence, count in parts:
             self._computed(sequence, count - len(sequence.states) + 1)
             if sequence.num_computed <= sequence.num_prompt:

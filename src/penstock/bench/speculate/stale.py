@@ -11,7 +11,6 @@ from collections.abc import Iterator, Sequence
 from typing import Final
 
 import torch
-from torch import nn
 
 from penstock.bench.speculate.mismatch import Finding
 from penstock.cache import PagedLayout
@@ -133,7 +132,7 @@ def _caches(engine: Engine, sequence: Running) -> Iterator[tuple[str, _Blocks, _
 
 
 def _computed(
-    decoder: nn.Module, layout: PagedLayout, vocabulary: VocabMap | None, tokens: Sequence[int]
+    decoder: Decoder, layout: PagedLayout, vocabulary: VocabMap | None, tokens: Sequence[int]
 ) -> _Blocks:
     """The blocks of a fresh cache that hold `tokens`, which fill them, computed in their order."""
     size = layout.block_size
@@ -143,12 +142,11 @@ def _computed(
         layout.allocate(blocks),
         None if vocabulary is None else ReducedVocabulary(vocabulary),
     )
-    kept = getattr(decoder, "kept", None)
-    if isinstance(decoder, Decoder):
-        decoder.kept = None  # steps of the engine have room for their states, these are others
-    for first in range(0, len(tokens), CHUNK):
-        runner.forward(_step(tokens, first, min(first + CHUNK, len(tokens)), blocks))
-    if isinstance(decoder, Decoder):
+    kept, decoder.kept = decoder.kept, None  # the engine's last step has left its states there
+    try:
+        for first in range(0, len(tokens), CHUNK):
+            runner.forward(_step(tokens, first, min(first + CHUNK, len(tokens)), blocks))
+    finally:
         decoder.kept = kept
     return _Blocks(runner.kv, range(blocks))
 
