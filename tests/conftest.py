@@ -7,6 +7,8 @@ import signal
 os.environ["OMP_WAIT_POLICY"] = "passive"  # or torch's threads keep cores busy while they wait
 import torch
 
+if not torch.cuda.is_available():  # before Triton is imported by anybody
+    os.environ.setdefault("TRITON_INTERPRET", "1")
 torch.set_num_threads(1)
 
 # Of a job in the background, Ctrl-C is ignored, and by all that it starts: tests of it need it.

@@ -11,7 +11,7 @@ from penstock.kernels import native
 from penstock.ops.levels import E2M1, NF4
 from penstock.ops.linear import ROW_CODES, quantize_rows, quantize_rows_e4m3
 from penstock.quant import Codes, Dense, Integer, Packed, WeightFormat, format_of, parse_scheme
-from penstock.quant.formats.panels import PanelFormat
+from penstock.quant.formats.operators import OperatorFormat
 from penstock.quant.formats.quantized import Quantized
 from penstock.quant.methods.rtn import quantize
 
@@ -52,7 +52,7 @@ def pack(fmt: WeightFormat, weight: Tensor, gated: bool = False) -> Packed:
 
 
 def row_codes(fmt: WeightFormat) -> int:
-    assert isinstance(fmt, PanelFormat)
+    assert isinstance(fmt, OperatorFormat)
     return fmt.row_codes
 
 

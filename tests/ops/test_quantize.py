@@ -10,8 +10,8 @@ from torch import Tensor
 
 from penstock import ops
 from penstock.kernels import native
-from penstock.ops.panels import unpack_quantized
 from penstock.ops.quantize import INT4_PARTS
+from penstock.ops.stored import unpack_quantized
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 SHAPES = [(1, 1), (16, 64), (7, 100), (33, 31), (50, 300), (40, 1000), (96, 129)]

@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from penstock.ops import kivi, kv_int4
-from penstock.ops.panels import COLUMNS
 from penstock.ops.registry import define_op
+from penstock.ops.rotary_cache import block_size
 
 SPAN = 256
 """Positions per softmax span, counted from position 0; part of the defined order of additions."""
@@ -20,6 +20,8 @@ def gather_keys(
     if key_cache.dtype is torch.uint8:
         return _by_token(kv_int4.key_codes(key_cache[blocks.long()]), scale, blocks, length, dim)
     k = _bytes(key_cache)[blocks.long()].view(key_cache.dtype)  # [M, Hkv, P/16, D/v, 16, v]
+    if k.dim() == 4:  # [M, Hkv, P, D]
+        return _of_rows(k, scale, blocks, length)
     k = k.float().permute(0, 2, 4, 1, 3, 5).flatten(4).flatten(0, 2)
     return _scaled(k, scale, blocks)[:length, :, :dim]
 
@@ -32,8 +34,15 @@ def gather_values(
         codes = kv_int4.value_codes(value_cache[blocks.long()])
         return _by_token(codes, scale, blocks, length, dim)
     v = _bytes(value_cache)[blocks.long()].view(value_cache.dtype)  # [M, Hkv, D/16, P/v, 16, v]
+    if v.dim() == 4:
+        return _of_rows(v, scale, blocks, length)
     v = v.float().permute(0, 3, 5, 1, 2, 4).flatten(4).flatten(0, 2)
     return _scaled(v, scale, blocks)[:length, :, :dim]
+
+
+def _of_rows(x: Tensor, scale: Tensor | None, blocks: Tensor, length: int) -> Tensor:
+    """x [M, Hkv, P, D] → [length, Hkv, D] float32."""
+    return _scaled(x.float().transpose(1, 2).flatten(0, 1), scale, blocks)[:length]
 
 
 def _bytes(cache: Tensor) -> Tensor:
@@ -71,7 +80,7 @@ def _attend(
     queries see them so, [n, length]; where a version isn't seen it may hold anything.
     """
     count, heads, _ = q.shape
-    scores = torch.zeros(heads, count, seen.shape[1])
+    scores = torch.zeros(heads, count, seen.shape[1], device=q.device)
     for mask, k, _ in versions:
         each = torch.einsum("thd,shd->hts", q.float(), _per_query_head(k, heads)) * scale
         scores = torch.where(mask, each, scores)
@@ -86,7 +95,7 @@ def _attend(
         weights = torch.softmax(torch.cat((scores, extra), dim=-1), dim=-1)[..., :-1]
     else:
         weights = torch.softmax(scores, dim=-1)
-    out = torch.zeros(q.shape)
+    out = torch.zeros(q.shape, device=q.device)
     for mask, _, v in versions:
         finite = _per_query_head(v, heads).masked_fill(~mask.any(0).view(-1, 1, 1), 0.0)
         out += torch.einsum("hts,shd->thd", weights * mask, finite)
@@ -202,9 +211,9 @@ def paged_attention(
         length, count = int(context_len[b]), stop - start
         if count == 0:
             continue
-        used = block_table[b, : -(-length // (key_cache.shape[2] * COLUMNS))]
-        at = torch.arange(length - count, length).unsqueeze(1)
-        seen = torch.arange(length).unsqueeze(0)
+        used = block_table[b, : -(-length // block_size(key_cache))]
+        seen = torch.arange(length, device=q.device).unsqueeze(0)
+        at = seen[:, length - count :].t()
         versions = _versions(caches, scales, recent, used, seen, at, q.shape[2])
         found = _attend(q[start:stop], versions, seen, at, scale, window, softcap, sinks)
         out[start:stop] = found.to(q.dtype)

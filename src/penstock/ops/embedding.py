@@ -5,8 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from penstock.ops.panels import COLUMNS, unpack_quantized
+from penstock.ops.panels import COLUMNS
 from penstock.ops.registry import define_op
+from penstock.ops.stored import unpack_quantized
 
 
 def _fake(
@@ -47,8 +48,14 @@ def embedding(
     Cost: T·D·itemsize bytes (16 × the cache lines when packed, still far below one projection).
     """
     ids = tokens.long()
-    if weight.dim() == 2:
+    if weight.dim() == 2 and weight_scale is None:
         rows = weight[ids]
+    elif weight.dim() == 2:
+        parts = [None if t is None else t[ids] for t in (weight, weight_scale, zero, outer)]
+        assert parts[0] is not None and parts[1] is not None  # weight and weight_scale
+        size = len(ids), dim
+        rows = unpack_quantized(parts[0], parts[1], parts[2], levels, parts[3], *size)
+        rows = rows.to(torch.bfloat16)
     elif weight_scale is None:
         rows = weight[ids // COLUMNS, :, ids % COLUMNS].reshape(ids.shape[0], -1)[:, :dim]
     else:

@@ -1,7 +1,7 @@
 """Matrix product with a packed weight, and what comes before and after it.
 
-A weight W [N, K] by its dtype (`ops.panels`):
-    x.dtype     panels [N/16, K/v, 16, v] or, for the reference only, plain [N, K]
+A weight W [N, K] by its dtype, in the shapes of panels (`ops.panels`; `ops.rows` has a GPU's):
+    x.dtype     [N/16, K/v, 16, v]
     int8        [N/16, K/4, 16, 4]; W = q · scale
                 (q − zero) · scale where it has zero points
     float8_*    E4M3 or E5M2, the same shape; W = value · scale
@@ -42,8 +42,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from penstock.ops.norm import rms
-from penstock.ops.panels import unpack_panels, unpack_quantized
 from penstock.ops.registry import define_op
+from penstock.ops.stored import dense, half, unpack_quantized, width
 
 Activation = Literal["none", "silu", "gelu", "gelu_tanh"]
 ACTIVATIONS: tuple[Activation, ...] = ("none", "silu", "gelu", "gelu_tanh")
@@ -127,10 +127,8 @@ class _Matrix:
 
     def values(self, n: int, k: int) -> Tensor:
         """The [N, K] float32 matrix that the panels stand for."""
-        if self.weight.dim() == 2:
-            return self.weight.float()
         if self.scale is None:
-            return unpack_panels(self.weight, n, k).float()
+            return dense(self.weight, n, k).float()
         return unpack_quantized(self.weight, self.scale, self.zero, self.levels, self.outer, n, k)
 
     def product(self, x: Tensor, n: int) -> Tensor:
@@ -142,7 +140,7 @@ class _Matrix:
                 return (q.float() @ w.t()) * row_scale
             case "e4m3":
                 assert self.scale is not None
-                count, padded = self.scale.shape[1], self.weight.shape[1] * 4
+                count, padded = self.scale.shape[1], width(self.weight)
                 q, scales = quantize_rows_e4m3(x, count, padded, self.input_scale)
                 of_each = scales.repeat_interleave(padded // count, 1)[:, : x.shape[1]]
                 return (q * of_each) @ w.t()
@@ -154,9 +152,9 @@ class _Matrix:
         return y if bias is None else y + bias
 
     def half(self, i: int) -> _Matrix:
-        """Gate's panels (0) or up's (1)."""
+        """Gate's part (0) or up's (1)."""
         parts = (self.weight, self.scale, self.zero, self.outer)
-        weight, scale, zero, outer = (None if t is None else t[i::2] for t in parts)
+        weight, scale, zero, outer = (None if t is None else half(t, i) for t in parts)
         assert weight is not None
         return replace(self, weight=weight, scale=scale, zero=zero, outer=outer)
 
@@ -189,7 +187,7 @@ def linear(
 
     x [T, K] bfloat16 or float32, rows may be strided; weight, scale, zero, levels, outer and
     row_codes, input_scale as above; bias [N] float32. norm [K] float32: `rms_norm` comes first.
-    activation: an index into ACTIVATIONS. gated: the panels of gate and up alternate, bias holds
+    activation: an index into ACTIVATIONS. gated: W is gate and up (panels of them alternate), bias
     [gate, up] and y = act(gate) · up with N = width of each. Returns [T, out_features] in
     `out_dtype` (x.dtype if None). Norm, gate and up are rounded to x.dtype, as if they were
     operators of their own.

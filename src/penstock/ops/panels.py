@@ -22,8 +22,6 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from penstock.ops.levels import table
-
 COLUMNS = 16
 K_BLOCK = 32
 BYTE_BLOCK = 64
@@ -87,44 +85,6 @@ def unpack_codes(panels: Tensor) -> Tensor:
     if panels.dtype is torch.uint8:
         rows = torch.stack((rows & 15, rows >> 4), dim=-2)
     return rows.reshape(panels.shape[0] * COLUMNS, -1)
-
-
-def unpack_quantized(
-    panels: Tensor,
-    scale: Tensor,
-    zero: Tensor | None,
-    levels: int,
-    outer: Tensor | None,
-    n: int,
-    k: int,
-) -> Tensor:
-    """The [N, K] float32 weight that quantized panels stand for; arguments as in `ops.linear`."""
-    codes = unpack_codes(panels)
-    values = table(levels)[codes.long()] if levels else codes.float()
-    if zero is not None:
-        values = (_grouped(values, zero) - _of_groups(zero)).flatten(1)
-    elif panels.dtype is torch.uint8 and not levels:
-        values = values - 8
-    for each in (powers(scale) if scale.dtype is torch.uint8 else scale, outer):
-        if each is not None:
-            values = (_grouped(values, each) * _of_groups(each)).flatten(1)
-    return values[:n, :k]
-
-
-def powers(exponents: Tensor) -> Tensor:
-    """2^(e − 127) in float32 of uint8 exponents, 0 for e = 0: OCP's E8M0 without denormals."""
-    return (exponents.to(torch.int32) << 23).view(torch.float32)
-
-
-def _grouped(values: Tensor, each: Tensor) -> Tensor:
-    """[N, K] → [N, G, K/G], of the groups that `each` [N/16, G, 16] has."""
-    grouped: Tensor = values.unflatten(1, (each.shape[1], -1))
-    return grouped
-
-
-def _of_groups(each: Tensor) -> Tensor:
-    """[N/16, G, 16] → [N, G, 1] float32."""
-    return unpack_groups(each)[..., None].float()
 
 
 def pack_groups(values: Tensor) -> Tensor:

@@ -12,6 +12,8 @@ Or uint8, two int4 codes a byte (`ops.kv_int4`), both of one token:
     value_cache [N, Hkv, D/16, P/2, 2, 8]     positions 2i and 2i + 1; columns c and c + 8
 with scales [N, Hkv, G, 2, P] float16: step and minimum of each group of 32 dimensions. Beside
 a window of recent tokens, keys are coded by channel instead: `ops.kivi`.
+
+A GPU has both as [N, Hkv, P, D], with the same dtypes and scales but for int4 (`ops.rows`).
 """
 
 from __future__ import annotations
@@ -23,6 +25,11 @@ from torch.nn import functional
 from penstock.ops import kivi, kv_int4
 from penstock.ops.panels import COLUMNS
 from penstock.ops.registry import define_op
+
+
+def block_size(key_cache: Tensor) -> int:
+    """P: tokens in a block of keys, in panels or in rows."""
+    return key_cache.shape[2] * (1 if key_cache.dim() == 4 else COLUMNS)
 
 
 def _norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
@@ -158,8 +165,14 @@ def _write(
     value_scale: Tensor | None,
 ) -> None:
     """Keys and values [T, Hkv, D] into their slots, as they are or in a byte each."""
-    block_size, factor = key_cache.shape[2] * COLUMNS, key_cache.shape[-1]
-    block, offset = slots.long() // block_size, slots.long() % block_size
+    size = block_size(key_cache)
+    block, offset = slots.long() // size, slots.long() % size
+    if key_cache.dim() == 4:
+        for cache, x, scale in ((key_cache, k, key_scale), (value_cache, v, value_scale)):
+            held = cache.view(torch.uint8) if cache.dtype is torch.float8_e4m3fn else cache
+            held[block, :, offset] = stored(x, cache.dtype, scale, block, offset)
+        return
+    factor = key_cache.shape[-1]
     more = (0, key_cache.shape[3] * factor - k.shape[-1])
     k = functional.pad(stored(k, key_cache.dtype, key_scale, block, offset), more)
     v = functional.pad(stored(v, value_cache.dtype, value_scale, block, offset), more)
@@ -180,8 +193,8 @@ def _write_int4(
     """The same in four bits, and beside a window (`ops.kivi`) in bfloat16 too."""
     (key_cache, value_cache), (key_scale, value_scale) = caches, scales
     recent_keys, recent_values, recent_slots = recent
-    block_size, padded = key_cache.shape[2] * COLUMNS, value_cache.shape[2] * COLUMNS
-    block, offset = slots.long() // block_size, slots.long() % block_size
+    size, padded = block_size(key_cache), value_cache.shape[2] * COLUMNS
+    block, offset = slots.long() // size, slots.long() % size
     if recent_slots is not None:
         assert recent_keys is not None and recent_values is not None
         place, more = recent_slots[block].long(), (0, padded - k.shape[-1])

@@ -18,7 +18,7 @@ from penstock.nn.parameters import Loadable
 from penstock.ops import Activation
 from penstock.pipeline.calibration import CalibrationSet
 from penstock.quant import Codes, Dense, Packed, WeightFormat, WeightFormats
-from penstock.quant.formats.panels import PanelFormat
+from penstock.quant.formats.operators import OperatorFormat
 from penstock.quant.methods.statistics import InputStatistics
 from penstock.step import LayerCache, Step
 
@@ -32,12 +32,12 @@ Weights = Mapping[str, Tensor | Codes]
 """A layer's tensors by their parameters' names within it: `attention.qkv.weight`, …"""
 
 
-class Watched(PanelFormat):
+class Watched(OperatorFormat):
     """A format that shows each product's input, as the matrix sees it, and then computes it."""
 
     __slots__ = ("_inner", "_see")
 
-    def __init__(self, inner: PanelFormat, see: Callable[[Tensor], None]) -> None:
+    def __init__(self, inner: OperatorFormat, see: Callable[[Tensor], None]) -> None:
         self._inner, self._see = inner, see
 
     def matmul(
@@ -109,7 +109,7 @@ class Stream:
             linear = layer.get_submodule(name)
             assert isinstance(linear, Linear)
             found[name] = InputStatistics(linear.in_features, hessian=hessian, histogram=histogram)
-            assert isinstance(linear.weight_format, PanelFormat)
+            assert isinstance(linear.weight_format, OperatorFormat)
             watched = Watched(linear.weight_format, found[name].add)
             linear.weight_format = cast(WeightFormat, watched)
         cache = self._cache()

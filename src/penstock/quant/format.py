@@ -12,6 +12,7 @@ from torch import Tensor
 from penstock.hardware import Compute
 from penstock.ops import Activation
 from penstock.quant.codes import Codes
+from penstock.quant.formats.storage import Storage
 
 Packed = dict[str, Tensor]
 """A stored matrix: named tensors, the same names for every matrix of a format."""
@@ -81,6 +82,10 @@ class WeightFormat(Protocol):
         """Bytes read when the whole matrix is used once."""
         ...
 
+    def stored_as(self, storage: Storage) -> WeightFormat:
+        """The same values, lying in memory as `storage` has it."""
+        ...
+
 
 @dataclass(frozen=True, slots=True)
 class WeightFormats:
@@ -94,6 +99,11 @@ class WeightFormats:
     def of(self, module: str) -> WeightFormat:
         """The format of the matrix in `module`: `head`, `layers.0.attention.qkv`, …"""
         return self.special.get(module, self.head if module == "head" else self.matrix)
+
+    def stored_as(self, storage: Storage) -> WeightFormats:
+        """The same, all of them lying in memory as `storage` has it."""
+        special = {module: held.stored_as(storage) for module, held in self.special.items()}
+        return WeightFormats(self.matrix.stored_as(storage), self.head.stored_as(storage), special)
 
     @property
     def name(self) -> str:

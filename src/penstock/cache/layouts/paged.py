@@ -8,12 +8,15 @@ for int8 two more, float16: scales of keys and of values [N, Hkv, P]; and for in
     value [N, Hkv, D/16, P/2, 2, 8]
 with scales of each [N, Hkv, G, 2, P] float16, for groups of 32 dimensions. With a window (kivi) the
 scales of keys are [N, Hkv, P/32, 2, D], and four more tensors hold recent tokens: `ops.kivi`.
+
+`PagedRows` has the same blocks for a GPU, [N, Hkv, P, D] (`ops.rows`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
@@ -22,6 +25,8 @@ from penstock.ops.kivi import KEY_GROUP
 from penstock.ops.kv_int4 import GROUP
 from penstock.ops.panels import COLUMNS, round_up, vnni_factor
 from penstock.step import KV
+
+CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,10 +92,11 @@ class PagedLayout:
         """Blocks that a sequence of `tokens` needs."""
         return -(-tokens // self.block_size)
 
-    def allocate(self, num_blocks: int) -> KV:
-        """The cache, zeroed; the system commits its memory as it is first used."""
+    def allocate(self, num_blocks: int, device: torch.device = CPU) -> KV:
+        """The cache, zeroed; a CPU's is committed as it is first used."""
+        zeros = lazy_zeros if device.type == "cpu" else partial(_zeros_on, device)
         kv: KV = [
-            tuple(lazy_zeros(shape, dtype) for shape, dtype in self._parts(num_blocks, *head))
+            tuple(zeros(shape, dtype) for shape, dtype in self._parts(num_blocks, *head))
             for head in self.heads
         ]
         if not self.recent_window:
@@ -127,6 +133,24 @@ class PagedLayout:
             ((n, count, d // COLUMNS, p // v, COLUMNS, v), self.dtype),
             *([by_token, by_token] if self.dtype is torch.int8 else []),
         ]
+
+
+@dataclass(frozen=True, slots=True)
+class PagedRows(PagedLayout):
+    """The same cache in rows: key and value [N, Hkv, P, D]; of int8, scales [N, Hkv, P]."""
+
+    def bytes_per_token(self, layer: int) -> int:
+        count, dim = self.heads[layer]
+        return 2 * count * (dim * self.dtype.itemsize + (2 if self.dtype is torch.int8 else 0))
+
+    def _parts(self, n: int, count: int, dim: int) -> list[tuple[tuple[int, ...], torch.dtype]]:
+        whole = ((n, count, self.block_size, dim), self.dtype)
+        by_token = ((n, count, self.block_size), torch.float16)
+        return [whole, whole, *([by_token, by_token] if self.dtype is torch.int8 else [])]
+
+
+def _zeros_on(device: torch.device, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    return torch.zeros(shape, dtype=dtype, device=device)
 
 
 _FEW = 16

@@ -1,27 +1,26 @@
-"""Unquantized weights, float32 or bfloat16, in panels."""
+"""Unquantized weights, float32 or bfloat16."""
 
 from __future__ import annotations
 
-import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from penstock import ops
 from penstock.errors import WeightsError
 from penstock.hardware import Compute
-from penstock.ops.panels import panel_shape, unpack_panels
 from penstock.quant.codes import Codes
 from penstock.quant.format import Packed
-from penstock.quant.formats.panels import PanelFormat
+from penstock.quant.formats.operators import OperatorFormat
+from penstock.quant.formats.storage import PANELS, Storage
 
 
 @dataclass(frozen=True, slots=True)
-class Dense(PanelFormat):
-    """A float matrix as panels [N/16, K/v, 16, v] (see `ops.panels`)."""
+class Dense(OperatorFormat):
+    """A float matrix, rounded to a dtype."""
 
     dtype: torch.dtype
+    storage: Storage = PANELS
 
     @property
     def name(self) -> str:
@@ -32,7 +31,7 @@ class Dense(PanelFormat):
         return "float32" if self.dtype is torch.float32 else "bfloat16"
 
     def pack(self, weight: Tensor, gated: bool = False) -> Packed:
-        return {"weight": ops.pack(weight, self.dtype, gated)}
+        return {"weight": self.storage.pack_dense(weight, self.dtype, gated)}
 
     def pack_codes(self, codes: Codes, gated: bool = False) -> Packed:
         return self.pack(codes.dequantize(), gated)
@@ -45,10 +44,14 @@ class Dense(PanelFormat):
     def unpack(
         self, packed: Packed, out_features: int, in_features: int, gated: bool = False
     ) -> Tensor:
-        panels = packed["weight"]
+        stored, storage = packed["weight"], self.storage
         if not gated:
-            return unpack_panels(panels, out_features, in_features)
-        return torch.cat([unpack_panels(panels[i::2], out_features, in_features) for i in (0, 1)])
+            return storage.unpack_dense(stored, out_features, in_features)
+        halves = (storage.half(stored, i) for i in (0, 1))
+        return torch.cat([storage.unpack_dense(h, out_features, in_features) for h in halves])
 
     def nbytes(self, out_features: int, in_features: int) -> int:
-        return math.prod(panel_shape(out_features, in_features, self.dtype)) * self.dtype.itemsize
+        return self.storage.dense_nbytes(out_features, in_features, self.dtype)
+
+    def stored_as(self, storage: Storage) -> Dense:
+        return replace(self, storage=storage)

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 import torch
 from torch.nn import functional
 
-from penstock.ops.panels import pack_groups, pack_int8, unpack_codes, unpack_groups
 from penstock.quant.codes import Codes, groups
 from penstock.quant.format import Packed
 from penstock.quant.formats.quantized import (
@@ -30,14 +29,15 @@ class Float8(Quantized):
     def store(self, codes: Codes) -> Packed:
         padded = self.padded(codes.shape[1])
         scale = functional.pad(codes.scale, (0, spare_groups(codes, padded)), value=1.0)
-        panels = pack_int8(codes.values.view(torch.int8), padded).view(codes.values.dtype)
-        return {"weight": panels, "scale": pack_groups(scale), **stored_input(codes)}
+        values = self.storage.pack_bytes(codes.values.view(torch.int8), padded)
+        packed = {"weight": values.view(codes.values.dtype)}
+        return packed | {"scale": self.storage.pack_groups(scale), **stored_input(codes)}
 
     def restore(self, packed: Packed, out_features: int, in_features: int) -> Codes:
         count = groups(in_features, self.scheme.group)
         return Codes(
             self.scheme,
-            unpack_codes(packed["weight"])[:out_features, :in_features],
-            unpack_groups(packed["scale"])[:out_features, :count],
+            self.storage.unpack_codes(packed["weight"])[:out_features, :in_features],
+            self.storage.unpack_groups(packed["scale"])[:out_features, :count],
             input_scale=restored_input(packed),
         )

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from torch import Tensor
 from torch.nn import functional
 
-from penstock.ops.panels import pack_groups, pack_int4, pack_int8, unpack_codes, unpack_groups
 from penstock.quant.codes import Codes, groups
 from penstock.quant.format import Packed
 from penstock.quant.formats.quantized import (
@@ -17,6 +16,7 @@ from penstock.quant.formats.quantized import (
     spare_groups,
     stored_input,
 )
+from penstock.quant.formats.storage import PANELS
 from penstock.quant.methods.rtn import round_int4, round_int8
 
 
@@ -30,7 +30,7 @@ class Integer(Quantized):
 
     def pack(self, weight: Tensor, gated: bool = False) -> Packed:
         scheme = self.scheme
-        if scheme.rows == 1 and not scheme.static:  # the operators' part
+        if self.storage == PANELS and scheme.rows == 1 and not scheme.static:  # operators' part
             if scheme.kind == "int8" and not scheme.group and scheme.symmetric:
                 return round_int8(weight, gated)
             if scheme.kind == "int4" and scheme.group:
@@ -43,12 +43,13 @@ class Integer(Quantized):
         scale = functional.pad(codes.scale, (0, spare), value=1.0)
         if not eight or self.scheme.group:
             scale = half_if_exact(scale)
+        pack = self.storage.pack_bytes if eight else self.storage.pack_nibbles
         packed = {
-            "weight": pack_int8(codes.values, padded) if eight else pack_int4(codes.values, padded),
-            "scale": pack_groups(scale),
+            "weight": pack(codes.values, padded),
+            "scale": self.storage.pack_groups(scale),
         }
         if codes.zero is not None:
-            packed["zero"] = pack_groups(functional.pad(codes.zero, (0, spare)))
+            packed["zero"] = self.storage.pack_groups(functional.pad(codes.zero, (0, spare)))
         return packed | stored_input(codes)
 
     def restore(self, packed: Packed, out_features: int, in_features: int) -> Codes:
@@ -56,8 +57,8 @@ class Integer(Quantized):
         zero = packed.get("zero")
         return Codes(
             self.scheme,
-            unpack_codes(packed["weight"])[:n, :in_features],
-            unpack_groups(packed["scale"])[:n, :count].float(),
-            None if zero is None else unpack_groups(zero)[:n, :count],
+            self.storage.unpack_codes(packed["weight"])[:n, :in_features],
+            self.storage.unpack_groups(packed["scale"])[:n, :count].float(),
+            None if zero is None else self.storage.unpack_groups(zero)[:n, :count],
             input_scale=restored_input(packed),
         )

@@ -10,7 +10,7 @@ from torch.nn import functional
 
 from penstock.errors import WeightsError
 from penstock.ops.levels import LEVELS
-from penstock.ops.panels import pack_groups, pack_int4, powers, unpack_codes, unpack_groups
+from penstock.ops.stored import powers
 from penstock.quant.codes import Codes, groups
 from penstock.quant.format import Packed
 from penstock.quant.formats.quantized import Quantized, half_if_exact, spare_groups
@@ -33,11 +33,11 @@ class Levels(Quantized):
         nothing = 7 if self.scheme.kind == "nf4" else 0
         scale = functional.pad(codes.scale, (0, spare_groups(codes, padded)), value=1.0)
         packed = {
-            "weight": pack_int4(codes.values, padded, nothing),
-            "scale": pack_groups(self._stored(scale)),
+            "weight": self.storage.pack_nibbles(codes.values, padded, nothing),
+            "scale": self.storage.pack_groups(self._stored(scale)),
         }
         if codes.outer is not None:
-            packed["outer"] = pack_groups(codes.outer[:, None])
+            packed["outer"] = self.storage.pack_groups(codes.outer[:, None])
         return packed
 
     def _stored(self, scale: Tensor) -> Tensor:
@@ -60,11 +60,11 @@ class Levels(Quantized):
 
     def restore(self, packed: Packed, out_features: int, in_features: int) -> Codes:
         n, count = out_features, groups(in_features, self.scheme.group)
-        scale, outer = unpack_groups(packed["scale"])[:n, :count], packed.get("outer")
+        scale, outer = self.storage.unpack_groups(packed["scale"])[:n, :count], packed.get("outer")
         return Codes(
             self.scheme,
-            unpack_codes(packed["weight"])[:n, :in_features],
+            self.storage.unpack_codes(packed["weight"])[:n, :in_features],
             powers(scale) if scale.dtype is torch.uint8 else scale.float(),
             None,
-            None if outer is None else unpack_groups(outer)[:n, 0],
+            None if outer is None else self.storage.unpack_groups(outer)[:n, 0],
         )

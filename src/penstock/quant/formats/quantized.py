@@ -1,9 +1,9 @@
-"""What every quantized format in panels shares: rounding, gates, codes in and out."""
+"""What every quantized format shares: rounding, gates, codes in and out."""
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -11,10 +11,11 @@ from torch import Tensor
 from penstock.errors import WeightsError
 from penstock.hardware import Compute
 from penstock.ops.linear import ROW_CODES
-from penstock.ops.panels import BYTE_BLOCK, COLUMNS, alternate, round_up, unpack_quantized
+from penstock.ops.stored import unpack_quantized
 from penstock.quant.codes import Codes, groups
 from penstock.quant.format import Packed
-from penstock.quant.formats.panels import PanelFormat
+from penstock.quant.formats.operators import OperatorFormat
+from penstock.quant.formats.storage import PANELS, Storage
 from penstock.quant.methods.rtn import quantize
 from penstock.quant.scheme import Activations, Scheme
 
@@ -31,13 +32,14 @@ _WHOLE = ("input_scale",)
 
 
 @dataclass(frozen=True, slots=True)
-class Quantized(PanelFormat):
-    """Codes in panels of bytes beside their scales. Subclasses store and restore one matrix.
+class Quantized(OperatorFormat):
+    """Codes in bytes beside their scales. Subclasses store and restore one matrix.
 
     K is padded to whole groups and lines; what lies there is multiplied by zeros.
     """
 
     scheme: Scheme
+    storage: Storage = PANELS
 
     @property
     def name(self) -> str:
@@ -53,10 +55,10 @@ class Quantized(PanelFormat):
 
     def padded(self, in_features: int) -> int:
         """K as it is stored."""
-        return round_up(in_features, max(BYTE_BLOCK, self.scheme.group))
+        return self.storage.padded(in_features, self.scheme.group)
 
     def store(self, codes: Codes) -> Packed:
-        """The panels of a matrix without a gate."""
+        """The tensors of a matrix without a gate."""
         raise NotImplementedError
 
     def restore(self, packed: Packed, out_features: int, in_features: int) -> Codes:
@@ -75,21 +77,21 @@ class Quantized(PanelFormat):
             return self.store(codes)
         half = codes.shape[0] // 2
         gate, up = (self.store(codes.rows(s)) for s in (slice(half), slice(half, None)))
-        return {n: t if n in _WHOLE else alternate(t, up[n]) for n, t in gate.items()}
+        return {n: t if n in _WHOLE else self.storage.join(t, up[n]) for n, t in gate.items()}
 
     def codes(
         self, packed: Packed, out_features: int, in_features: int, gated: bool = False
     ) -> Codes:
         if not gated:
             return self.restore(packed, out_features, in_features)
-        parts = [self.restore(part, out_features, in_features) for part in _halves(packed)]
+        parts = [self.restore(part, out_features, in_features) for part in self._halves(packed)]
         return Codes.stack(parts)
 
     def unpack(
         self, packed: Packed, out_features: int, in_features: int, gated: bool = False
     ) -> Tensor:
         if gated:
-            parts = [self.unpack(part, out_features, in_features) for part in _halves(packed)]
+            parts = [self.unpack(part, out_features, in_features) for part in self._halves(packed)]
             return torch.cat(parts)
         scale, zero, outer = packed["scale"], packed.get("zero"), packed.get("outer")
         return unpack_quantized(
@@ -97,9 +99,16 @@ class Quantized(PanelFormat):
         )
 
     def nbytes(self, out_features: int, in_features: int) -> int:
-        rows, k = round_up(out_features, COLUMNS), self.padded(in_features)
+        rows, k = self.storage.stored_rows(out_features), self.padded(in_features)
         bits = k * self.scheme.bits + groups(k, self.scheme.group) * self.scheme.group_bits
         return rows * (bits + self.scheme.row_bits) // 8
+
+    def stored_as(self, storage: Storage) -> Quantized:
+        return replace(self, storage=storage)
+
+    def _halves(self, packed: Packed) -> list[Packed]:
+        half = self.storage.half
+        return [{n: t if n in _WHOLE else half(t, i) for n, t in packed.items()} for i in (0, 1)]
 
 
 def spare_groups(codes: Codes, padded: int) -> int:
@@ -123,10 +132,6 @@ def half_if_exact(scale: Tensor) -> Tensor:
     """Scales in float16 where that changes none of them, else in float32."""
     half = scale.to(torch.float16)
     return half if torch.equal(half.float(), scale) else scale
-
-
-def _halves(packed: Packed) -> list[Packed]:
-    return [{n: t if n in _WHOLE else t[i::2] for n, t in packed.items()} for i in (0, 1)]
 
 
 def _check(codes: Codes) -> None:

@@ -1,4 +1,4 @@
-"""What every format in panels shares: the operators take the stored tensors as they are."""
+"""What every format shares: the operators take the stored tensors as they are."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from penstock.quant.format import Packed
 _INDEX: dict[Activation, int] = {name: i for i, name in enumerate(ACTIVATIONS)}
 
 
-class PanelFormat:
+class OperatorFormat:
     """Tensors `weight` and, where quantized, `scale` and perhaps `zero`, `outer`, `input_scale`.
 
     `ops.linear` says what they are.
