@@ -77,8 +77,10 @@ def load_model(
         _check_memory(checkpoint, spec.decoder, formats, chosen, device)
     model = Decoder(spec.decoder, formats, chosen, length)
     load_weights(model, spec, checkpoint, progress, stored)
+    if device != CPU:
+        model.to(device)
     return LoadedModel(
-        model=model.eval().to(device),
+        model=model.eval(),
         spec=spec,
         dtype=chosen,
         max_model_len=length,
