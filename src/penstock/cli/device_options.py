@@ -43,6 +43,14 @@ Compilation = Annotated[
         rich_help_panel=_PANEL,
     ),
 ]
+LoadFormat = Annotated[
+    str,
+    typer.Option(
+        metavar="auto|dummy",
+        help="dummy: random weights of the shape that config.json has, which is all it reads.",
+        rich_help_panel=_PANEL,
+    ),
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +61,7 @@ class Placed:
     deterministic: Deterministic = None
     enforce_eager: EnforceEager = False
     compilation_config: Compilation = None
+    load_format: LoadFormat = "auto"
 
     def chosen(self) -> dict[str, Any]:
         """As arguments of an engine. Raises ConfigError for what isn't a JSON object."""
@@ -60,6 +69,7 @@ class Placed:
             device=None if self.device == "auto" else self.device,
             deterministic=self.deterministic,
             enforce_eager=self.enforce_eager or None,
+            load_format=None if self.load_format == "auto" else self.load_format,
             compilation_config=_object(self.compilation_config),
         )
 
