@@ -365,7 +365,7 @@ class Engine:
             self._read_prompt(sequence, logits[first : first + count])
         count = len(batch.sampled)
         if count != logits.shape[0] or batch.logit_rows != list(range(count)):
-            logits = logits.index_select(0, torch.tensor(batch.logit_rows, dtype=torch.int64))
+            logits = logits.index_select(0, torch.tensor(batch.logit_rows, device=logits.device))
         for beams in batch.searches:
             beams.read(batch.sampled, logits)
         if batch.drawn_at is not None:
@@ -384,7 +384,9 @@ class Engine:
         next_ids = sequence.tokens[first : min(first + len(logits), sequence.num_prompt)]
         k = request.params.prompt_logprobs
         if next_ids and k is not None:
-            found = prompt_logprobs(logits[: len(next_ids)], torch.tensor(next_ids), k)
+            found = prompt_logprobs(
+                logits[: len(next_ids)], torch.tensor(next_ids, device=logits.device), k
+            )
             for entry in found:
                 self.appender.name(entry)
             request.prompt_logprobs += found

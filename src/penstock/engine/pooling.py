@@ -250,7 +250,7 @@ class Pooler:
             batch = self._batcher.build(parts)
             self._batcher.forget()  # none of them decodes
             marks.append(time.perf_counter())
-            rows: NDArray[np.float32] = self._hidden.forward(batch.step).numpy()
+            rows: NDArray[np.float32] = self._hidden.forward(batch.step).cpu().numpy()
             marks.append(time.perf_counter())
         except Exception as error:  # whatever a model or a kernel raises
             if len(parts) == 1:

@@ -1,7 +1,8 @@
 """The native CPU library: found, loaded, told which instruction set to use, and reported.
 
 Environment:
-    PENSTOCK_KERNELS   `native` (default) or `reference`: run every operator's Python reference
+    PENSTOCK_KERNELS   `native` (default), `reference`: run every operator's Python reference, or
+                       `triton`: interpret the kernels of GPUs (`kernels.gpu`)
     PENSTOCK_ISA       `avx2`, `avx512`, `amx`, or `amx-emulated` (AMX's code with its tiles in
                        software, for tests); unset: the best that this machine has
 """
@@ -110,15 +111,15 @@ def _declare(handle: ctypes.CDLL) -> None:
 def load() -> NativeLibrary:
     """Load the native library, unless PENSTOCK_KERNELS or its absence says otherwise."""
     wanted = os.environ.get("PENSTOCK_KERNELS", "native")
-    if wanted not in ("native", "reference"):
-        raise KernelError(f"PENSTOCK_KERNELS={wanted!r} isn't one of native, reference.")
-    if wanted == "reference" and os.environ.get("PENSTOCK_ISA"):
+    if wanted not in ("native", "reference", "triton"):
+        raise KernelError(f"PENSTOCK_KERNELS={wanted!r} isn't one of native, reference, triton.")
+    if wanted != "native" and os.environ.get("PENSTOCK_ISA"):
         raise KernelError(
             f"PENSTOCK_ISA={os.environ['PENSTOCK_ISA']} chooses among native kernels, but "
-            "PENSTOCK_KERNELS=reference runs none. Unset one of them."
+            f"PENSTOCK_KERNELS={wanted} runs none. Unset one of them."
         )
-    if wanted == "reference":
-        return NativeLibrary(None, "PENSTOCK_KERNELS=reference")
+    if wanted != "native":
+        return NativeLibrary(None, f"PENSTOCK_KERNELS={wanted}")
     path = _find()
     if path is None:
         reason = (

@@ -16,12 +16,14 @@ from penstock.models.sources import open_model, read_generation, stored_quantiza
 from penstock.models.spec import ModelSpec
 from penstock.models.weights import Progress, Source, Stored, load_weights, stored_formats
 from penstock.nn import Decoder, DecoderSpec, RopeSpec
-from penstock.quant import WeightFormats, formats_of
+from penstock.quant import PANELS, Storage, WeightFormats, formats_of
 
 logger = logging.getLogger(__name__)
 
 _TYPICAL = 4096
 """Rows and columns of the matrix that says what a weight takes, scales included."""
+
+CPU = torch.device("cpu")
 
 _DTYPES = {
     "float32": torch.float32,
@@ -52,6 +54,8 @@ def load_model(
     quantization: str | None = None,
     progress: Progress | None = None,
     stored: Stored | None = None,
+    storage: Storage = PANELS,
+    device: torch.device = CPU,
 ) -> LoadedModel:
     """Read the checkpoint in `folder`, or the GGUF file of that path.
 
@@ -60,19 +64,21 @@ def load_model(
     strict: a config key that nothing reads is an error instead of a warning. quantization: round
     the weights to `w8a8`, `w4a16-g64`, … as they are read (`quant.names`).
     stored: takes each tensor away once it is packed; memory is then not looked at beforehand.
+    storage: how weights lie in memory. device: where they are to be, in the end.
     """
     if not folder.exists():
         raise ModelNotFoundError(f"There is no folder and no file {folder}.")
     spec, checkpoint = open_model(folder, strict=strict)
     chosen, formats = chosen_formats(spec, checkpoint, dtype, quantization)
+    formats = formats.stored_as(storage)
     length = _length(max_model_len, spec.decoder)
     generation = read_generation(checkpoint)
     if stored is None:
-        _check_memory(checkpoint, spec.decoder, formats, chosen)
+        _check_memory(checkpoint, spec.decoder, formats, chosen, device)
     model = Decoder(spec.decoder, formats, chosen, length)
     load_weights(model, spec, checkpoint, progress, stored)
     return LoadedModel(
-        model=model.eval(),
+        model=model.eval().to(device),
         spec=spec,
         dtype=chosen,
         max_model_len=length,
@@ -138,7 +144,11 @@ def _dtype(asked: str, spec: ModelSpec, checkpoint: Source) -> torch.dtype:
 
 
 def _check_memory(
-    checkpoint: Source, decoder: DecoderSpec, formats: WeightFormats, dtype: torch.dtype
+    checkpoint: Source,
+    decoder: DecoderSpec,
+    formats: WeightFormats,
+    dtype: torch.dtype,
+    device: torch.device,
 ) -> None:
     """Refuse weights that can't fit before reading them."""
     table = decoder.vocab_size * decoder.hidden
@@ -147,7 +157,9 @@ def _check_memory(
     need = max(rest, 0) * formats.matrix.nbytes(_TYPICAL, _TYPICAL) / _TYPICAL**2
     need += formats.of("head").nbytes(decoder.vocab_size, decoder.hidden)
     need += 0 if decoder.tied else table * dtype.itemsize
-    free = detect().available_bytes
+    free = detect().available_bytes  # on their way to a GPU they are here, too
+    if device.type == "cuda":
+        free = min(free, torch.cuda.mem_get_info(device)[0])
     if need <= free:
         return
     ways = ["free some memory", "use a smaller model"]

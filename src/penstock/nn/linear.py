@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Self
+
 import torch
 from torch import Tensor
 
@@ -60,6 +63,11 @@ class Linear(Loadable):
         for part, stored in packed.items():
             self.own(part, stored)
             self.packed[part] = self.parameter(part)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        found = super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        self.packed = {part: self.parameter(part) for part in self.packed}  # moved, perhaps
+        return found  # type: ignore[no-any-return]
 
     def restore(self, name: str, stored: Tensor) -> None:
         self.own(name, stored)

@@ -6,11 +6,14 @@ from penstock.quant.formats.dense import Dense
 from penstock.quant.formats.float8 import Float8
 from penstock.quant.formats.integer import Integer
 from penstock.quant.formats.levels import Levels
+from penstock.quant.formats.storage import PANELS, ROWS, Storage
 from penstock.quant.names import QUANTIZATIONS, format_of, formats_of, parse_quantization
 from penstock.quant.scheme import SCHEMES, Scheme, parse_scheme
 
 __all__ = [
+    "PANELS",
     "QUANTIZATIONS",
+    "ROWS",
     "SCHEMES",
     "Codes",
     "Dense",
@@ -19,6 +22,7 @@ __all__ = [
     "Levels",
     "Packed",
     "Scheme",
+    "Storage",
     "WeightFormat",
     "WeightFormats",
     "format_of",

@@ -6,7 +6,7 @@ from penstock.config import EngineConfig
 from penstock.errors import ConfigError
 from penstock.runtime.forwards import forward_of
 from penstock.runtime.loader import Runtime
-from penstock.runtime.runner import Runner
+from penstock.runtime.runner import Forward, Runner
 from penstock.runtime.vocabulary import ReducedVocabulary
 from penstock.speculate import Proposer
 from penstock.speculate.draft_loop import DraftLimits
@@ -54,9 +54,15 @@ def _of_first_layers(config: EngineConfig, runtime: Runtime) -> SelfLayersPropos
             "have pushed tokens out of its window. kv_cache_dtype='int4' goes with it."
         )
     kv = runtime.runner.kv[:count]
-    forward = forward_of(
-        decoder.first_layers(count), kv, config.model.enforce_eager, f"A draft by {count} layers"
+    layers, eager, graphs = (
+        decoder.first_layers(count),
+        config.model.enforce_eager,
+        runtime.runner.graphs,
     )
+    if graphs is not None:
+        forward: Forward = graphs.beside(layers, kv)
+    else:
+        forward = forward_of(layers, kv, eager, f"A draft by {count} layers")
     found = runtime.vocab_map
     runner = Runner(forward, kv, None if found is None else ReducedVocabulary(found))
     return SelfLayersProposer(runner.forward, _limits(config, runtime))

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Mapping
 
 from torch import Tensor, nn
 
+from penstock.config import CompilationConfig, ModelConfig
 from penstock.errors import ConfigError, KernelError, WeightsError
 from penstock.kernels import native
 from penstock.nn import Decoder
+from penstock.runtime.device import Device
 from penstock.runtime.engine_folder import PACKAGE, EngineFolder
+from penstock.runtime.graphs import GraphForward, StepLimits
 from penstock.runtime.package import PackageForward
 from penstock.runtime.plan import Plan, fixed_tensors, record
 from penstock.runtime.program import Program
@@ -29,6 +33,22 @@ def forward_of(decoder: nn.Module, kv: KV, eager: bool, what: str = "A step") ->
     program = Program(decoder, kv)
     logger.info("%s is one native call of %d operators.", what, len(program.calls))
     return program
+
+
+def forward_on(
+    device: Device, decoder: nn.Module, kv: KV, limits: StepLimits, model: ModelConfig
+) -> Forward:
+    """The decoder on a GPU: by graphs, by compiled code, or kernel by kernel."""
+    if model.enforce_eager:
+        chosen = CompilationConfig(cudagraph_mode="none")
+    else:
+        chosen = model.compilation or CompilationConfig()
+    forward = GraphForward(decoder, kv, device, limits, chosen)
+    if device.is_gpu:
+        begun = time.perf_counter()
+        forward.warm_up()
+        logger.info("Kernels compiled, graphs recorded in %.1f s.", time.perf_counter() - begun)
+    return forward
 
 
 def forward_of_engine(

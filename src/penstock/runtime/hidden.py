@@ -41,6 +41,8 @@ class HiddenRunner:
             program = Program.of_plan(plan, tensors, runner.kv)
             logger.info("A pooling step is one native call of %d operators.", len(program.calls))
             self._forward = program
+        elif runner.graphs is not None:
+            self._forward = runner.graphs.beside(hidden, runner.kv)
 
     def forward(self, step: Step) -> Tensor:
         """The final norm's rows `step.sample_at`, [S, D] float32, good until the next pooling

@@ -11,7 +11,6 @@ from penstock.cache import PagedLayout, RecentBlocks, kv_dtype, most_recent_bloc
 from penstock.cache.kv_dtype import RECENT_WINDOW
 from penstock.config import EngineConfig, SpeculativeConfig
 from penstock.errors import ConfigError, WeightsError
-from penstock.hardware import detect
 from penstock.models.exported import read_exported, verify_exported
 from penstock.models.hub import resolve
 from penstock.models.load import LoadedModel, load_model
@@ -19,10 +18,12 @@ from penstock.models.sources import open_tokenizer
 from penstock.models.weights import Progress
 from penstock.runtime.beside import Opened, Opener, Placed, Target
 from penstock.runtime.companion import CompanionCache
+from penstock.runtime.device import CPU, Device, check_device, device_of
 from penstock.runtime.draft_model import open_draft
 from penstock.runtime.eagle import open_eagle
 from penstock.runtime.engine_folder import EngineFolder, is_engine
-from penstock.runtime.forwards import forward_of, forward_of_engine
+from penstock.runtime.forwards import forward_of, forward_of_engine, forward_on
+from penstock.runtime.graphs import StepLimits
 from penstock.runtime.medusa import open_medusa
 from penstock.runtime.memory import plan_blocks
 from penstock.runtime.plan import Plan
@@ -105,6 +106,8 @@ def load_runtime(config: EngineConfig, progress: Progress | None = None) -> Runt
     folder = resolve(config.model.model, config.model.revision)
     if is_engine(folder):
         return _load_engine(folder, config)
+    device = device_of(config.model.device)
+    check_device(config, device)
     if config.model.verify:
         if read_exported(folder) is None:
             raise ConfigError(
@@ -120,19 +123,40 @@ def load_runtime(config: EngineConfig, progress: Progress | None = None) -> Runt
         strict=config.model.strict,
         quantization=config.model.quantization,
         progress=progress,
+        storage=device.storage,
+        device=device.torch,
     )
     loaded, vocabulary = _reduced(folder, loaded)
     tokenizer = _tokenizer(config, folder, loaded, vocabulary)
     opened = open_beside(config, Target(folder, loaded, tokenizer, vocabulary))
-    layout, blocks = _cache(config, loaded, opened)
-    kv = layout.allocate(blocks)
-    forward = forward_of(loaded.model, kv, config.model.enforce_eager)
+    layout, blocks = _cache(config, loaded, opened, device=device)
+    kv = layout.allocate(blocks, device.torch)
+    if device.by_triton:
+        forward = forward_on(
+            device, loaded.model, kv, _limits(config, loaded, layout), config.model
+        )
+    else:
+        forward = forward_of(loaded.model, kv, config.model.enforce_eager)
     placed = None if opened is None else opened.place(blocks, config.model.enforce_eager)
     runner = runner_over(forward, kv, layout, vocabulary, companions=_companions(placed))
     return Runtime(loaded, tokenizer, layout, blocks, runner, draft=placed)
 
 
+def _limits(config: EngineConfig, loaded: LoadedModel, layout: PagedLayout) -> StepLimits:
+    limits = config.scheduler
+    return StepLimits(
+        limits.max_num_seqs,
+        limits.max_num_batched_tokens,
+        layout.blocks_for(loaded.max_model_len),
+    )
+
+
 def _load_engine(folder: Path, config: EngineConfig) -> Runtime:
+    if config.model.device.startswith("cuda"):
+        raise ConfigError(
+            f"{folder} was built for a CPU, so device={config.model.device!r} can't take effect. "
+            "On a GPU load what it was built from."
+        )
     engine = EngineFolder.open(folder, verify=config.model.verify)
     config = engine.settle(config)
     assert config.model.max_model_len is not None  # settled
@@ -196,16 +220,20 @@ def _tokenizer(
 
 
 def _cache(
-    config: EngineConfig, loaded: LoadedModel, opened: Opened | None, mapped: int = 0
+    config: EngineConfig,
+    loaded: LoadedModel,
+    opened: Opened | None,
+    mapped: int = 0,
+    device: Device = CPU,
 ) -> tuple[PagedLayout, int]:
     """The cache's layout and how many blocks it has. mapped: bytes of the target's weights that
     still count as free.
     """
     if opened is not None:
         config, mapped = _with_depth(config, opened.asked), mapped + opened.later_bytes
-    layout = layout_of(config, loaded)
+    layout = layout_of(config, loaded, device)
     beside = () if opened is None else opened.layouts
-    free_bytes = max(detect().available_bytes - mapped, 0)
+    free_bytes = max(device.available_bytes - mapped, 0)
     blocks = plan_blocks(
         layout,
         config.cache,
@@ -213,6 +241,7 @@ def _cache(
         config.scheduler.max_num_seqs,
         free_bytes,
         beside,
+        comfortable=not device.is_gpu,
     )
     logger.info(
         "%s, %s, up to %d tokens a sequence; cache of %d blocks × %d tokens in %s (%.0f MiB)%s.",
@@ -263,7 +292,7 @@ def runner_over(
     return Runner(forward, kv, vocabulary, hidden_plan, recent, companions)
 
 
-def layout_of(config: EngineConfig, loaded: LoadedModel) -> PagedLayout:
+def layout_of(config: EngineConfig, loaded: LoadedModel, device: Device = CPU) -> PagedLayout:
     """How the cache of a loaded model lies in memory."""
     cache, limits = config.cache, config.scheduler
     heads = tuple(
@@ -271,7 +300,7 @@ def layout_of(config: EngineConfig, loaded: LoadedModel) -> PagedLayout:
     )
     stored = kv_dtype(cache.kv_cache_dtype, loaded.dtype)
     if cache.kv_cache_dtype != "kivi":
-        return PagedLayout(heads, stored, cache.block_size)
+        return device.layout(heads, stored, cache.block_size)
     window = cache.kv_recent_window or RECENT_WINDOW
     asked = config.speculative
     guesses = 0 if asked is None else asked.most_tokens

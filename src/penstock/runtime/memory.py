@@ -42,10 +42,12 @@ def plan_blocks(
     max_num_seqs: int,
     available_bytes: int,
     beside: Sequence[PagedLayout] = (),
+    comfortable: bool = True,
 ) -> int:
     """The number of blocks: `config.num_blocks`, or as many as fit and can be used.
 
-    beside: caches with as many blocks as this one, of a draft model.
+    beside: caches with as many blocks as this one, of a draft model. comfortable: others want
+    memory too, so that 4 GiB are enough unless one sequence needs more.
     Raises OutOfCacheError when not even one sequence of `max_model_len` fits.
     """
     all_of = _Caches((layout, *beside))
@@ -81,8 +83,8 @@ def plan_blocks(
         )
     # and one more for each, which the scheduler keeps free for it to grow into
     useful = (one + 1) * max_num_seqs
-    comfortable = max(COMFORTABLE_BYTES // size, one)
-    return min(fit, useful, comfortable)
+    most = max(COMFORTABLE_BYTES // size, one) if comfortable else fit
+    return min(fit, useful, most)
 
 
 def plan_swap(
@@ -98,7 +100,7 @@ def plan_swap(
     `preemption_mode="swap"` would have no room for a single block.
     """
     if config.preemption_mode == "recompute" or layout.recent_window:
-        return 0  # what lies in a window can't be swapped out: config.py refuses to be asked
+        return 0  # what lies in a window can't be swapped out: config refuses to be asked
     size = _Caches((layout, *beside)).bytes_per_block
     if config.swap_space is None:
         budget = min(SWAP_BYTES, int(available_bytes * SWAP_FRACTION))

@@ -13,6 +13,7 @@ from penstock.cache import RecentBlocks, SwapStore, copy_blocks
 from penstock.errors import ConfigError, PenstockError
 from penstock.nn import Decoder
 from penstock.runtime.companion import CompanionCache
+from penstock.runtime.graphs import GraphForward
 from penstock.runtime.package import PackageForward
 from penstock.runtime.plan import Plan
 from penstock.runtime.program import Program
@@ -82,8 +83,15 @@ class Runner:
         return self._forward if isinstance(self._forward, Program) else None
 
     @property
+    def graphs(self) -> GraphForward | None:
+        """What runs steps on a GPU, where that is how they run."""
+        return self._forward if isinstance(self._forward, GraphForward) else None
+
+    @property
     def how(self) -> str:
         """How steps run, for readers."""
+        if self.graphs is not None:
+            return self.graphs.how
         if self.program is not None:
             return "one native call a step"
         return "a compiled package" if self.is_packaged else "operators one by one"

@@ -45,12 +45,15 @@ class ReducedVocabulary:
         rows, size = logits.shape[0], self.map.original_size
         with torch.inference_mode():
             if rows > KEPT_ROWS:
-                wide = torch.full((rows, size), -torch.inf)
+                wide = torch.full((rows, size), -torch.inf, device=logits.device)
             else:
                 held = self._logits.shape[0]
-                if held < rows:  # at least doubled: filling takes longer than all the rest
+                if (
+                    held < rows or self._logits.device != logits.device
+                ):  # at least doubled: filling takes longer than all the rest
                     held = min(max(rows, 2 * held), KEPT_ROWS)
-                    self._logits = torch.full((held, size), -torch.inf)
+                    self._logits = torch.full((held, size), -torch.inf, device=logits.device)
+                    self._kept = self._kept.to(logits.device)
                 # a sampler may write to them, but only −∞ where there is no row
                 wide = self._logits[:rows]
             return wide.scatter_(1, self._kept.expand(rows, -1), logits)

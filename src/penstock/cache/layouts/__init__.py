@@ -1,5 +1,5 @@
 """Where keys and values lie in memory: one file for each layout."""
 
-from penstock.cache.layouts.paged import PagedLayout, copy_blocks
+from penstock.cache.layouts.paged import PagedLayout, PagedRows, copy_blocks
 
-__all__ = ["PagedLayout", "copy_blocks"]
+__all__ = ["PagedLayout", "PagedRows", "copy_blocks"]

@@ -166,8 +166,9 @@ def copy_blocks(kv: KV, pairs: Sequence[tuple[int, int]]) -> None:
         return
     # A block is sooner copied than threads are woken. But all are read before any is written.
     one_by_one = len(pairs) <= _FEW and not {a for a, _ in pairs} & {b for _, b in pairs}
-    source = torch.tensor([a for a, _ in pairs])
-    target = torch.tensor([b for _, b in pairs])
+    device = kv[0][0].device
+    source = torch.tensor([a for a, _ in pairs], device=device)
+    target = torch.tensor([b for _, b in pairs], device=device)
     for layer in kv:
         for part in layer[:4]:
             held = part.view(torch.uint8) if part.dtype is torch.float8_e4m3fn else part

@@ -1,0 +1,28 @@
+"""What a user may choose. Frozen, checked on creation; an unknown name is an error."""
+
+from penstock.config.compilation import CompilationConfig
+from penstock.config.engine import EngineConfig
+from penstock.config.parts import (
+    DEFAULT_MODEL,
+    MEMORY_FRACTION,
+    STARVATION_S,
+    CacheConfig,
+    KvCacheDtype,
+    ModelConfig,
+    SchedulerConfig,
+)
+from penstock.config.speculative import SpeculativeConfig, SpeculativeMethod
+
+__all__ = [
+    "DEFAULT_MODEL",
+    "MEMORY_FRACTION",
+    "STARVATION_S",
+    "CacheConfig",
+    "CompilationConfig",
+    "EngineConfig",
+    "KvCacheDtype",
+    "ModelConfig",
+    "SchedulerConfig",
+    "SpeculativeConfig",
+    "SpeculativeMethod",
+]

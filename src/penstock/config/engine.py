@@ -1,0 +1,117 @@
+"""The whole choice, from arguments by name."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, fields, replace
+from typing import Any
+
+from penstock.config.parts import CacheConfig, ModelConfig, SchedulerConfig
+from penstock.config.speculative import SpeculativeConfig
+from penstock.errors import ConfigError, nearest
+
+# vLLM's names for what is called otherwise, or sits deeper, here
+_ALIASES = {
+    "compilation_config": "compilation",
+    "num_gpu_blocks_override": "num_blocks",
+    "gpu_memory_utilization": "memory_fraction",
+    "scheduling_policy": "policy",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class EngineConfig:
+    """The whole choice. `EngineConfig.of(**kwargs)` takes every field of every part by name."""
+
+    model: ModelConfig = field(default_factory=ModelConfig)
+    cache: CacheConfig = field(default_factory=CacheConfig)
+    scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
+    speculative: SpeculativeConfig | None = None
+    given: frozenset[str] = field(default=frozenset(), compare=False, repr=False)
+    """Names of the fields that somebody chose, whatever their value."""
+
+    def storing(self, kv_cache_dtype: str) -> EngineConfig:
+        """This with keys and values in `kv_cache_dtype`, and what follows from it."""
+        caching = self.cache.enable_prefix_caching
+        if caching and "enable_prefix_caching" not in self.given:
+            caching = None  # nobody asked for it
+        stored: Any = kv_cache_dtype
+        cache = replace(self.cache, kv_cache_dtype=stored, enable_prefix_caching=caching)
+        return replace(self, cache=cache)
+
+    def chose(self, part: object, name: str) -> bool:
+        """Whether the field `name` of `part` was chosen, rather than suggested or left out."""
+        if self.given:
+            return name in self.given
+        default = next(f.default for f in fields(part) if f.name == name)  # type: ignore[arg-type]
+        return bool(getattr(part, name) != default)
+
+    def suggesting(self, **scheduler: Any) -> EngineConfig:
+        """The same with these values of the scheduler, of which a built engine may have less."""
+        suggested = replace(self, scheduler=replace(self.scheduler, **scheduler))
+        suggested.check_together()
+        return suggested
+
+    @classmethod
+    def of(cls, **kwargs: Any) -> EngineConfig:
+        """Build from flat keyword arguments, in vLLM's names.
+
+        Raises ConfigError naming the nearest known argument for one that isn't known.
+        """
+        parts: dict[str, type] = {
+            "model": ModelConfig,
+            "cache": CacheConfig,
+            "scheduler": SchedulerConfig,
+        }
+        known = {f.name: part for part, kind in parts.items() for f in fields(kind)}
+        chosen: dict[str, dict[str, Any]] = {part: {} for part in parts}
+        speculative = SpeculativeConfig.of(kwargs.pop("speculative_config", None))
+        for name, value in kwargs.items():
+            real = _ALIASES.get(name, name)
+            if real not in known:
+                raise ConfigError(
+                    f"{name!r} isn't an argument of the engine."
+                    f"{nearest(name, [*known, *_ALIASES, 'speculative_config'])}"
+                )
+            if real in chosen[known[real]]:
+                raise ConfigError(f"{name!r} is given twice, once under its other name.")
+            chosen[known[real]][real] = value
+        config = cls(
+            **{part: kind(**chosen[part]) for part, kind in parts.items()},
+            speculative=speculative,
+            given=frozenset(name for part in chosen.values() for name in part),
+        )
+        config.check_together()
+        return config
+
+    def differs_before_engine(self) -> bool:
+        """Whether something is chosen that only loading a model or a cache can heed."""
+        engine_only = {"seed", "enable_prefix_caching"}
+        return any(
+            getattr(part, f.name) != f.default
+            for part in (self.model, self.cache)
+            for f in fields(part)
+            if f.name not in engine_only
+        )
+
+    def check_together(self) -> None:
+        """Raises ConfigError where fields of two parts contradict each other."""
+        scheduler, length = self.scheduler, self.model.max_model_len
+        asked = scheduler.preemption_mode == "swap" or bool(scheduler.swap_space)
+        if self.cache.kv_cache_dtype == "kivi" and asked:
+            raise ConfigError(
+                "kv_cache_dtype='kivi' can't be swapped out: its recent tokens lie in places of "
+                "their own. Leave out preemption_mode='swap' and swap_space; who gives way is "
+                "computed again."
+            )
+        if scheduler.max_num_batched_tokens < scheduler.max_num_seqs:
+            raise ConfigError(
+                f"max_num_batched_tokens ({scheduler.max_num_batched_tokens}) is below "
+                f"max_num_seqs ({scheduler.max_num_seqs}): not every sequence could decode in one "
+                "step. Raise the first or lower the second."
+            )
+        if not scheduler.enable_chunked_prefill and length is not None:
+            if scheduler.max_num_batched_tokens < length:
+                raise ConfigError(
+                    f"Without chunked prefill a prompt of max_model_len ({length}) must fit in "
+                    f"max_num_batched_tokens ({scheduler.max_num_batched_tokens})."
+                )

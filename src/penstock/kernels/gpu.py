@@ -1,0 +1,66 @@
+"""Triton's kernels: when they run, and why they can't.
+
+They run on CUDA tensors. With PENSTOCK_KERNELS=triton they run on CPU tensors, interpreted, for
+tests: then every operator that has one takes it.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+
+import torch
+
+from penstock.errors import KernelError
+
+LEAST_CAPABILITY = (8, 0)
+"""Of a GPU: the first with bfloat16 in its matrix units."""
+
+
+def interpreting() -> bool:
+    """Whether CPU tensors go to Triton's kernels. Raises KernelError where that can't be."""
+    if os.environ.get("PENSTOCK_KERNELS") != "triton":
+        return False
+    if os.environ.get("TRITON_INTERPRET") != "1":
+        raise KernelError(
+            "PENSTOCK_KERNELS=triton runs Triton's kernels on CPU tensors, which its interpreter "
+            "alone can: set TRITON_INTERPRET=1 too. On a GPU they run without either."
+        )
+    return True
+
+
+def why_no_gpu(device: torch.device) -> str | None:
+    """Why models can't run on that GPU, and the way out; None: they can."""
+    if torch.version.cuda is None:
+        return (
+            f"this torch ({torch.__version__}) was built without CUDA. Install one that was built "
+            "with it, or leave the device out to run on the CPU"
+        )
+    if not torch.cuda.is_available():
+        return (
+            "torch finds no NVIDIA GPU with a driver that works (nvidia-smi shows what the system "
+            "sees). Leave the device out to run on the CPU"
+        )
+    count, index = torch.cuda.device_count(), device.index or 0
+    if index >= count:
+        known = ", ".join(f"cuda:{i}" for i in range(count))
+        return f"there is no GPU {index}: this machine has {known}"
+    capability = torch.cuda.get_device_capability(device)
+    if capability < LEAST_CAPABILITY:
+        have, need = (".".join(map(str, each)) for each in (capability, LEAST_CAPABILITY))
+        return (
+            f"{torch.cuda.get_device_name(device)} has compute capability {have}, but the kernels "
+            f"need {need} (Ampere or later)"
+        )
+    if importlib.util.find_spec("triton") is None:
+        return "the kernels are written in Triton, which isn't installed: pip install triton"
+    return None
+
+
+def use_triton(device: torch.device) -> None:
+    """Have the dispatcher choose Triton's kernels for tensors there. Raises KernelError."""
+    if importlib.util.find_spec("triton") is None:
+        raise KernelError("Triton isn't installed: pip install 'penstock[gpu]'.")
+    from penstock.kernels import triton  # takes half a second, and a GPU to be of use
+
+    triton.register("CUDA" if device.type == "cuda" else "CPU")

@@ -1,0 +1,99 @@
+"""Where a model runs: which memory, and how weights, keys and values lie in it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from penstock.cache import PagedLayout, PagedRows
+from penstock.config import EngineConfig
+from penstock.errors import ConfigError
+from penstock.hardware import detect
+from penstock.kernels import interpreting, use_triton, why_no_gpu
+from penstock.quant import PANELS, ROWS, Storage
+
+
+@dataclass(frozen=True, slots=True)
+class Device:
+    """A CPU with its own kernels, or a GPU (a CPU that interprets its kernels) with Triton's."""
+
+    torch: torch.device
+    by_triton: bool
+
+    @property
+    def storage(self) -> Storage:
+        """How weights lie."""
+        return ROWS if self.by_triton else PANELS
+
+    @property
+    def layout(self) -> type[PagedLayout]:
+        """How keys and values lie."""
+        return PagedRows if self.by_triton else PagedLayout
+
+    @property
+    def is_gpu(self) -> bool:
+        """Whether its memory is apart from the CPU's."""
+        return self.torch.type == "cuda"
+
+    @property
+    def available_bytes(self) -> int:
+        """Of its memory that is free."""
+        if self.is_gpu:
+            free, _ = torch.cuda.mem_get_info(self.torch)
+            return (
+                free
+                + torch.cuda.memory_reserved(self.torch)
+                - torch.cuda.memory_allocated(self.torch)
+            )
+        return detect().available_bytes
+
+
+CPU = Device(torch.device("cpu"), by_triton=False)
+
+
+def check_device(config: EngineConfig, device: Device) -> None:
+    """Raises ConfigError for what was chosen and isn't built for that device."""
+    model, asked = config.model, config.speculative
+    if not device.by_triton:
+        if model.compilation is not None or model.deterministic is False:
+            what = "deterministic=False" if model.compilation is None else "A compilation_config"
+            raise ConfigError(
+                f"{what} is of a GPU, and there is none that can be used: "
+                f"{why_no_gpu(torch.device('cuda'))}."
+            )
+        return
+    if config.cache.kv_cache_dtype in ("int4", "kivi"):
+        raise ConfigError(
+            f"kv_cache_dtype={config.cache.kv_cache_dtype!r} is built for CPUs only. On a GPU "
+            "choose fp8 or int8; or choose device='cpu'."
+        )
+    if asked is not None and asked.method not in ("ngram", "suffix", "self"):
+        raise ConfigError(
+            f"method={asked.method!r} of a speculative_config is built for CPUs only. On a GPU "
+            "choose ngram, suffix or self; or choose device='cpu'."
+        )
+
+
+def device_of(name: str) -> Device:
+    """The device called auto, cpu, cuda or cuda:N; auto: a GPU where one can be used.
+
+    Raises ConfigError, with the reason, for one that can't be.
+    """
+    if interpreting():
+        if name not in ("auto", "cpu"):
+            raise ConfigError(
+                f"PENSTOCK_KERNELS=triton interprets the kernels on the CPU, so device={name!r} "
+                "can't take effect. Leave one of them out."
+            )
+        use_triton(torch.device("cpu"))
+        return Device(torch.device("cpu"), by_triton=True)
+    found = torch.device("cuda" if name == "auto" else name)
+    if found.type == "cuda":
+        reason = why_no_gpu(found)
+        if reason is None:
+            use_triton(found)
+            return Device(torch.device("cuda", found.index or 0), by_triton=True)
+        if name != "auto":
+            raise ConfigError(f"device={name!r} can't be used: {reason}.")
+    return CPU

@@ -1,0 +1,214 @@
+"""A decoder on a GPU: steps that decode are recorded once and replayed as a whole.
+
+A step of a large model is hundreds of kernels, and starting one from Python takes longer than a
+small one runs. Recorded in a CUDA graph, they start by one call. A graph's kernels have fixed
+sizes and addresses, so steps are padded to one of a few numbers of sequences and widths of the
+block table, and their arrays are copied to where the graph reads them. Steps with prompts in them
+run kernel by kernel: they are long enough.
+
+Graphs are found by a hash of what they were recorded with: sequences and width as padded, the
+addresses of the step's arrays and of the cache, the adapters in use.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from bisect import bisect_left
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+
+from penstock.config import CompilationConfig
+from penstock.runtime.device import Device
+from penstock.runtime.staging import Staging, StepShape
+from penstock.step import KV, Step
+
+logger = logging.getLogger("penstock")
+
+LEAST_WIDTH = 8
+"""Blocks of the narrowest table that graphs are recorded for; wider ones are powers of two."""
+
+Compute = Callable[[Step], Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class StepLimits:
+    """The largest steps there will be."""
+
+    sequences: int
+    tokens: int
+    width: int  # blocks of the longest sequence
+
+
+@dataclass(slots=True)
+class GraphCounts:
+    """How steps have run."""
+
+    captures: int = 0
+    replays: int = 0
+    eager: int = 0  # steps that were launched kernel by kernel
+    capture_s: float = 0.0
+
+
+class Recorder(Protocol):
+    """Makes of a computation one that is started by a single call."""
+
+    def record(self, compute: Callable[[], Tensor]) -> tuple[Callable[[], None], Tensor]:
+        """What repeats it, and where its result then is."""
+        ...
+
+
+class CudaGraphs:
+    """Recorded by the GPU's driver; all graphs share one pool of memory."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._pool = torch.cuda.graph_pool_handle()
+
+    def record(self, compute: Callable[[], Tensor]) -> tuple[Callable[[], None], Tensor]:
+        side = torch.cuda.Stream(self._device)
+        side.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(side):
+            compute()  # compiles kernels, which can't be done while recording
+        torch.cuda.current_stream(self._device).wait_stream(side)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self._pool):
+            result = compute()
+        return graph.replay, result
+
+
+class Repeated:
+    """The computation itself, again: stands for a graph where kernels are interpreted."""
+
+    def record(self, compute: Callable[[], Tensor]) -> tuple[Callable[[], None], Tensor]:
+        result = compute()
+
+        def again() -> None:
+            result.copy_(compute())
+
+        return again, result
+
+
+@dataclass(frozen=True, slots=True)
+class _Graph:
+    replay: Callable[[], None]
+    logits: Tensor  # [B, V] of the padded step
+
+
+def capture_sizes(most: int) -> tuple[int, ...]:
+    """The numbers of sequences that graphs are recorded for: 1, 2, 4, then every eighth."""
+    sizes = [size for size in (1, 2, 4) if size < most]
+    return (*sizes, *range(8, most, 8), most)
+
+
+class GraphForward:
+    """`Forward` of one decoder on a GPU; one thread's.
+
+    Logits lie on the GPU and are good until the next step.
+    """
+
+    def __init__(
+        self,
+        decoder: nn.Module,
+        kv: KV,
+        device: Device,
+        limits: StepLimits,
+        compilation: CompilationConfig,
+    ) -> None:
+        self.compilation = compilation
+        self.counts = GraphCounts()
+        self._device = device
+        self._limits = limits
+        self._compute: Callable[[Step, KV], Tensor] = decoder
+        if compilation.mode == "compile":
+            self._compute = torch.compile(decoder, dynamic=True)
+        self._kv = kv
+        self._staging = Staging(device.torch)
+        self._sizes: Sequence[int] = ()
+        if compilation.cudagraph_mode != "none":
+            self._sizes = compilation.cudagraph_capture_sizes or capture_sizes(limits.sequences)
+            self._recorder: Recorder = CudaGraphs(device.torch) if device.is_gpu else Repeated()
+            largest = self._padded(self._sizes[-1], limits.width)
+            self._inputs = Staging(device.torch, largest.ends[-1])
+            caches = (part.data_ptr() for layer in kv for part in layer)
+            self._where = hash((self._inputs.address, *caches))
+        self._graphs: dict[tuple[int, int, int, tuple[int, ...]], _Graph] = {}
+
+    def __call__(self, step: Step, kv: KV) -> Tensor:
+        shape = self._graph_shape(step)
+        if shape is None or kv is not self._kv:
+            self.counts.eager += 1
+            return self._compute(self._staging.send(step), kv)
+        sent = self._inputs.send(step, shape)
+        graph = self._graph(sent, shape)
+        return graph.logits[: step.num_sequences]
+
+    @property
+    def how(self) -> str:
+        """How steps run, for readers."""
+        compiled = "code by torch.compile" if self.compilation.mode == "compile" else "kernels"
+        graphs = "CUDA graphs of steps that decode, else " if self._sizes else ""
+        return graphs + compiled + " one by one"
+
+    def beside(self, module: nn.Module, kv: KV) -> GraphForward:
+        """Another module's over the same layers, without graphs of its own."""
+        chosen = replace(self.compilation, cudagraph_mode="none", cudagraph_capture_sizes=None)
+        return GraphForward(module, kv, self._device, self._limits, chosen)
+
+    def warm_up(self) -> None:
+        """Record graphs for every number of sequences, of short contexts, and compile kernels."""
+        blank = _blank(1)
+        with torch.inference_mode():
+            for size in reversed(self._sizes):  # the largest first: others fit in its memory
+                shape = self._padded(size, min(LEAST_WIDTH, self._limits.width))
+                self._graph(self._inputs.send(blank, shape), shape)
+            tokens = 16
+            while tokens <= self._limits.tokens:
+                self._compute(self._staging.send(_blank(tokens)), self._kv)
+                tokens *= 4
+
+    def _graph_shape(self, step: Step) -> StepShape | None:
+        """What the step is padded to; None where it is launched kernel by kernel."""
+        sequences = step.num_sequences
+        decodes = step.num_tokens == sequences == len(step.sample_at) and step.copies is None
+        if not self._sizes or not decodes or sequences > self._sizes[-1]:
+            return None
+        return self._padded(
+            self._sizes[bisect_left(self._sizes, sequences)], step.block_table.shape[1]
+        )
+
+    def _padded(self, sequences: int, width: int) -> StepShape:
+        wide = max(LEAST_WIDTH, 1 << (width - 1).bit_length())
+        return StepShape(sequences, sequences, min(wide, max(self._limits.width, width)), sequences)
+
+    def _graph(self, step: Step, shape: StepShape) -> _Graph:
+        """The graph of such steps, having run once over this one."""
+        adapters: tuple[int, ...] = ()  # a later part of the engine has some
+        key = shape.sequences, shape.width, self._where, adapters
+        found = self._graphs.get(key)
+        if found is not None:
+            self.counts.replays += 1
+            found.replay()
+            return found
+        begun = time.perf_counter()
+        replay, logits = self._recorder.record(lambda: self._compute(step, self._kv))
+        found = self._graphs[key] = _Graph(replay, logits)
+        replay()
+        self.counts.captures += 1
+        self.counts.capture_s += time.perf_counter() - begun
+        logger.debug("Recorded a graph of %d sequences, %d blocks.", shape.sequences, shape.width)
+        return found
+
+
+def _blank(tokens: int) -> Step:
+    """A step of tokens that belong to nobody, for what compiles kernels by it."""
+
+    def ints(*shape: int, value: int = 0) -> Tensor:
+        return torch.full(shape, value, dtype=torch.int32)
+
+    nobody = ints(tokens, value=-1)
+    return Step(ints(tokens), ints(tokens), nobody, ints(2), ints(1), ints(1, 1), ints(1))
