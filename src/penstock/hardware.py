@@ -1,4 +1,4 @@
-"""This machine: processor, cores, memory, and the peaks that were measured on it."""
+"""This machine: processor, cores, memory, GPU, and the peaks that were measured on them."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import hashlib
 import json
 import os
 import platform
+import re
+import warnings
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal, assert_never
@@ -14,7 +16,7 @@ _ISA_FLAGS = ("avx2", "fma", "f16c", "avx512f", "avx512bw", "avx512_vnni", "avx5
               "amx_tile", "amx_bf16", "amx_int8")  # fmt: skip
 
 _PEAKS_VERSION = 2  # of what is measured: peaks kept by another one are measured anew
-
+_GPU_PEAKS_VERSION = 1
 
 Compute = Literal["float32", "bfloat16", "int8"]
 """What products run in; sums are float32, or int32 for int8."""
@@ -71,6 +73,65 @@ class Peaks:
                 assert_never(compute)
 
 
+@dataclass(frozen=True, slots=True)
+class Gpu:
+    """An NVIDIA GPU, as its driver describes it."""
+
+    name: str
+    index: int
+    capability: tuple[int, int]  # 9.0: Hopper
+    multiprocessors: int
+    memory_bytes: int
+    free_bytes: int
+    l2_bytes: int  # 0 where torch doesn't say
+    driver: str  # its version; empty where the system doesn't say
+    runtime: str  # the CUDA version that torch was built for
+
+    @property
+    def key(self) -> str:
+        """Identifies this kind of GPU, and what drives it, in the cache of peaks."""
+        text = f"{self.name}|{self.capability}|{self.multiprocessors}|{self.memory_bytes}"
+        text += f"|{self.driver}|{self.runtime}"
+        return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+@dataclass(frozen=True, slots=True)
+class GpuPeaks:
+    """What was measured on a GPU: medians, of random data."""
+
+    read_bytes_per_s: float  # a sum over a buffer far beyond the L2
+    copy_bytes_per_s: float  # from device to device, bytes read and written
+    float32_flops: float  # without TF32
+    tf32_flops: float
+    bfloat16_flops: float
+    float16_flops: float
+    float8_flops: float  # E4M3; 0: the GPU has none, or torch doesn't multiply it there
+    int8_ops: float  # two a multiply-add; 0: not measured
+    launch_s: float  # the host's time for one small kernel
+    name: str  # of the GPU
+    measured_at: str  # ISO 8601
+
+    def of(self, compute: Compute) -> float:
+        """FLOPs per second of products in `compute`.
+
+        float32 is full float32, as the kernels compute it. int8 that wasn't measured counts as
+        bfloat16.
+        """
+        match compute:
+            case "float32":
+                return self.float32_flops
+            case "bfloat16":
+                return self.bfloat16_flops
+            case "int8":
+                return self.int8_ops or self.bfloat16_flops
+            case _:
+                assert_never(compute)
+
+
+AnyPeaks = Peaks | GpuPeaks
+"""What a floor is taken with: both have `read_bytes_per_s` and `of`."""
+
+
 def _first(path: str, key: str) -> str:
     try:
         with open(path, encoding="utf-8") as file:
@@ -122,6 +183,58 @@ def detect() -> Hardware:
     )
 
 
+def why_no_gpu() -> str:
+    """Why torch can't use a GPU here; empty where it can."""
+    import torch
+
+    if not torch.backends.cuda.is_built():
+        return f"torch {torch.__version__} was built without CUDA"
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        if torch.cuda.is_available():
+            return ""
+    if said:
+        return str(said[-1].message).partition("\n")[0]
+    if not _driver():
+        return "there is no NVIDIA driver"
+    return "the driver shows no GPU: look at CUDA_VISIBLE_DEVICES"
+
+
+def detect_gpu(index: int | None = None) -> Gpu | None:
+    """Look at a GPU: torch's current one, or one by its number. None where torch can use none.
+
+    CUDA is initialised only where there is a GPU.
+    """
+    import torch
+
+    if why_no_gpu():
+        return None
+    at = torch.cuda.current_device() if index is None else index
+    found = torch.cuda.get_device_properties(at)
+    free, total = torch.cuda.mem_get_info(at)
+    return Gpu(
+        name=found.name,
+        index=at,
+        capability=(found.major, found.minor),
+        multiprocessors=found.multi_processor_count,
+        memory_bytes=total,
+        free_bytes=free,
+        l2_bytes=getattr(found, "L2_cache_size", 0),
+        driver=_driver(),
+        runtime=torch.version.cuda or "",
+    )
+
+
+def _driver() -> str:
+    """The version of NVIDIA's kernel module; empty where the system has or shows none."""
+    try:
+        text = Path("/proc/driver/nvidia/version").read_text()
+    except OSError:
+        return ""
+    found = re.search(r"\b\d{3,}\.\d+(\.\d+)?\b", text)
+    return found.group() if found else ""
+
+
 def cache_folder() -> Path:
     """Where measurements are kept: PENSTOCK_CACHE, else the user's cache folder."""
     if "PENSTOCK_CACHE" in os.environ:
@@ -162,7 +275,27 @@ def load_peaks(hardware: Hardware, threads: int, kernels: str) -> Peaks | None:
 
 def save_peaks(hardware: Hardware, peaks: Peaks, kernels: str) -> Path:
     """Keep `peaks` for later runs on this machine."""
-    file = _peaks_file(hardware, peaks.threads, kernels)
+    return _keep(_peaks_file(hardware, peaks.threads, kernels), peaks)
+
+
+def _gpu_peaks_file(gpu: Gpu) -> Path:
+    return cache_folder() / f"gpu-peaks-{_GPU_PEAKS_VERSION}-{gpu.key}.json"
+
+
+def load_gpu_peaks(gpu: Gpu) -> GpuPeaks | None:
+    """The peaks kept for this kind of GPU, driver and CUDA version; None as for `load_peaks`."""
+    try:
+        return GpuPeaks(**json.loads(_gpu_peaks_file(gpu).read_text()))
+    except (OSError, ValueError, TypeError):
+        return None
+
+
+def save_gpu_peaks(gpu: Gpu, peaks: GpuPeaks) -> Path:
+    """Keep `peaks` for later runs on this kind of GPU."""
+    return _keep(_gpu_peaks_file(gpu), peaks)
+
+
+def _keep(file: Path, peaks: AnyPeaks) -> Path:
     file.parent.mkdir(parents=True, exist_ok=True)
     temporary = file.with_suffix(f".{os.getpid()}")
     temporary.write_text(json.dumps(asdict(peaks)))

@@ -6,6 +6,8 @@ import json
 import os
 import re
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import get_args
@@ -20,8 +22,9 @@ from penstock.cli.diagnosis import Kernels, diagnose
 from penstock.cli.examined import examine
 from penstock.config import KvCacheDtype
 from penstock.errors import KernelError
-from penstock.hardware import Hardware, Peaks, detect
+from penstock.hardware import Gpu, GpuPeaks, Hardware, Peaks, detect, detect_gpu
 from penstock.kernels import native, report_cache
+from penstock.kernels.triton import launchers
 from penstock.pipeline.vocabulary import reduce_vocabulary
 
 Run = Callable[..., Result]
@@ -34,7 +37,7 @@ def test_json(penstock: Run, known_peaks: Peaks) -> None:
     found = json.loads(result.stdout)
     assert set(found) == {
         "versions", "hardware", "load", "threads", "affinity", "machine_cores", "waiting",
-        "cpu_quota", "kernels", "peaks", "models", "extras", "environment", "warnings",
+        "cpu_quota", "kernels", "peaks", "gpu", "models", "extras", "environment", "warnings",
     }  # fmt: skip
     assert found["hardware"]["processor"] == detect().processor
     assert found["peaks"]["read_bytes_per_s"] == known_peaks.read_bytes_per_s
@@ -47,6 +50,74 @@ def test_json(penstock: Run, known_peaks: Peaks) -> None:
     assert found["machine_cores"] == os.cpu_count()
     assert found["extras"]["hub"]["get"] == "pip install penstock[hub]"
     assert [model["name"] for model in found["models"]] == ["stories"]
+
+
+GPU = Gpu("NVIDIA H200", 0, (9, 0), 132, 139 << 30, 100 << 30, 60 << 20, "580.1", "13.0")
+GPU_PEAKS = GpuPeaks(
+    4.1e12, 4.3e12, 5.1e13, 4e14, 7.88e14, 7.9e14, 1.4e15, 1.5e15, 4.2e-6, "NVIDIA H200", "then"
+)
+
+
+@pytest.fixture
+def a_gpu(monkeypatch: pytest.MonkeyPatch, known_peaks: Peaks) -> list[bool]:
+    """There seems to be one, whose peaks are known; how they were asked for."""
+    asked: list[bool] = []
+
+    def peaks(*, calibrate: bool) -> GpuPeaks:
+        asked.append(calibrate)
+        return GPU_PEAKS
+
+    monkeypatch.setattr(diagnosis, "detect_gpu", lambda: GPU)
+    monkeypatch.setattr("penstock.roofline.peaks", lambda *, calibrate: known_peaks)
+    monkeypatch.setattr("penstock.roofline.gpu_peaks", peaks)
+    return asked
+
+
+def test_no_gpu(penstock: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(diagnosis, "detect_gpu", lambda: None)
+    monkeypatch.setattr(diagnosis, "why_no_gpu", lambda: "there is no NVIDIA driver")
+    assert "none: there is no NVIDIA driver" in penstock("doctor").stdout
+    gpu = json.loads(penstock("doctor", "--json").stdout)["gpu"]
+    assert gpu == {
+        "gpu": None, "why_none": "there is no NVIDIA driver", "peaks": None, "operators": [],
+    }  # fmt: skip
+
+
+def test_a_gpu(penstock: Run, a_gpu: list[bool]) -> None:
+    shown = penstock("doctor").stdout
+    for words in ("NVIDIA H200, sm_90, 132 multiprocessors", "driver 580.1, CUDA 13.0",
+                  "139.0 GiB, 100.0 free", "4.10 TB/s", "788.0 TFLOP/s", "1500.0 TOP/s",
+                  "4.2 µs of the host's time a kernel", "operator on the GPU"):  # fmt: skip
+        assert words in shown, words
+    gpu = json.loads(penstock("doctor", "--json", "--calibrate").stdout)["gpu"]
+    assert a_gpu == [False, True]
+    assert gpu["gpu"]["capability"] == [9, 0] and gpu["peaks"]["copy_bytes_per_s"] == 4.3e12
+    runs = {row["operator"]: row["runs"] for row in gpu["operators"]}
+    assert set(runs) == set(ops.op_names())
+    assert runs["rms_norm"].startswith("Triton") and runs["rms_norm"].endswith(", norm")
+    kernels = {name for name, how in runs.items() if how != "reference"}
+    assert kernels == set(launchers())
+
+
+def test_a_gpu_without_its_kernels(
+    penstock: Run, a_gpu: list[bool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def peaks(*, calibrate: bool) -> GpuPeaks:
+        raise KernelError("Only 12 MiB of its memory are free.")
+
+    monkeypatch.setattr("penstock.roofline.gpu_peaks", peaks)
+    monkeypatch.setattr(diagnosis, "_is_there", lambda module: module != "triton")
+    found = json.loads(penstock("doctor", "--json").stdout)
+    assert found["gpu"]["operators"] == [] and found["gpu"]["peaks"] is None
+    said = " ".join(found["warnings"])
+    assert "pip install penstock[gpu]" in said and "Only 12 MiB" in said
+
+
+def test_triton_is_not_imported_without_a_gpu() -> None:
+    code = "from penstock.cli.diagnosis import _gpu; import sys; _gpu(False); "
+    code += "sys.exit(3 if 'triton.language' in sys.modules else 0)"
+    if detect_gpu() is None:
+        assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
 def test_text(penstock: Run) -> None:

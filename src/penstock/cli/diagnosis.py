@@ -9,9 +9,19 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from penstock.errors import KernelError, ModelNotFoundError
-from penstock.hardware import Hardware, Peaks, cpu_quota, detect
+from penstock.hardware import (
+    Gpu,
+    GpuPeaks,
+    Hardware,
+    Peaks,
+    cpu_quota,
+    detect,
+    detect_gpu,
+    why_no_gpu,
+)
 
 EXTRAS = {
+    "gpu": ("triton", "runs models on NVIDIA GPUs"),
     "hub": ("huggingface_hub", "fetches models from the hub by their id"),
     "sentencepiece": ("sentencepiece", "reads tokenizer.model files"),
 }
@@ -48,6 +58,17 @@ class Kernels:
 
 
 @dataclass(frozen=True, slots=True)
+class GpuFound:
+    """The GPU that torch can use, or why there is none."""
+
+    gpu: Gpu | None
+    why_none: str  # empty where there is one
+    peaks: GpuPeaks | None = None
+    operators: list[tuple[str, str, str]] = field(default_factory=list)
+    """(operator, what runs, why), where there is a GPU."""
+
+
+@dataclass(frozen=True, slots=True)
 class Embedded:
     """A model that comes with the package."""
 
@@ -70,6 +91,7 @@ class Diagnosis:
     cpu_quota: float | None  # cores that the container may use; None: no limit
     kernels: Kernels
     peaks: Peaks | None
+    gpu: GpuFound
     models: list[Embedded]
     extras: dict[str, bool]
     environment: dict[str, str]
@@ -92,12 +114,14 @@ def diagnose(*, calibrate: bool = False) -> Diagnosis:
     threads, quota = torch.get_num_threads(), cpu_quota()
     machine_cores = os.cpu_count() or hardware.cores
     found, trouble = _peaks(calibrate)
+    gpu, gpu_trouble = _gpu(calibrate)
     warnings = [
         *_processor_warnings(hardware, threads, quota, load, machine_cores),
         *_kernel_warnings(kernels),
         *_memory_warnings(hardware),
         *_environment_warnings(environment),
         *trouble,
+        *gpu_trouble,
     ]
     return Diagnosis(
         versions={
@@ -114,6 +138,7 @@ def diagnose(*, calibrate: bool = False) -> Diagnosis:
         cpu_quota=quota,
         kernels=kernels,
         peaks=found,
+        gpu=gpu,
         models=_models(),
         extras={name: _is_there(module) for name, (module, _) in EXTRAS.items()},
         environment=environment,
@@ -130,6 +155,44 @@ def _peaks(calibrate: bool) -> tuple[Peaks | None, list[str]]:
         return None, [f"The peaks couldn't be measured. {error}"]
     except OSError as error:
         return None, [f"The measured peaks couldn't be kept: {error}. Set PENSTOCK_CACHE."]
+
+
+def _gpu(calibrate: bool) -> tuple[GpuFound, list[str]]:
+    """Triton is imported only where there is a GPU to run it on."""
+    gpu = detect_gpu()
+    if gpu is None:
+        return GpuFound(None, why_no_gpu()), []
+    trouble = []
+    operators: list[tuple[str, str, str]] = []
+    if _is_there("triton"):
+        operators = _triton_operators()
+    else:
+        trouble.append(
+            f"{gpu.name} is there, but its kernels need triton: pip install penstock[gpu]."
+        )
+    from penstock.roofline import gpu_peaks
+
+    found = None
+    try:
+        found = gpu_peaks(calibrate=calibrate)
+    except (KernelError, RuntimeError) as error:
+        trouble.append(f"The GPU's peaks couldn't be measured. {error}")
+    return GpuFound(gpu, "", found, operators), trouble
+
+
+def _triton_operators() -> list[tuple[str, str, str]]:
+    from penstock import ops
+    from penstock.kernels.triton import INTERPRETED, launchers
+
+    there = launchers()
+    runs = "Triton, interpreted" if INTERPRETED else "Triton"
+    why = "TRITON_INTERPRET=1, for tests" if INTERPRETED else "compiled at its first call"
+    missing = ("reference", "no Triton kernel for this operator")
+    return [
+        (name, *((f"{runs}, {there[name].__module__.rpartition('.')[2]}", why)
+                 if name in there else missing))
+        for name in ops.op_names()
+    ]  # fmt: skip
 
 
 def _models() -> list[Embedded]:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from penstock.cli.diagnosis import EXTRAS, Diagnosis, diagnose
+from penstock.cli.diagnosis import EXTRAS, Diagnosis, GpuFound, diagnose
 from penstock.cli.examined import Examined, examine
 from penstock.errors import KernelError
 
@@ -27,7 +27,8 @@ def doctor(
         ),
     ] = None,
     calibrate: Annotated[
-        bool, typer.Option("--calibrate", help="Measure bandwidth and matrix peaks again.")
+        bool,
+        typer.Option("--calibrate", help="Measure bandwidth and matrix peaks again, a GPU's too."),
     ] = False,
     speculative_config: Annotated[
         str | None,
@@ -84,7 +85,9 @@ def _print(found: Diagnosis, examined: Examined | None, checked: Checkup | None)
 
     console = Console(highlight=False, soft_wrap=True)
     console.print(_pairs(_facts(found)))
-    console.print(_operators(found))
+    console.print(_operators(found.kernels.operators))
+    if found.gpu.operators:
+        console.print(_operators(found.gpu.operators, "operator on the GPU"))
     if found.kernels.linear:
         console.print(_linear(found))
     console.print(_cache(found))
@@ -146,6 +149,9 @@ def as_dict(found: Diagnosis) -> dict[str, Any]:
     operators = found.kernels.operators
     data["kernels"]["operators"] = [
         {"operator": name, "runs": runs, "why": why} for name, runs, why in operators
+    ]
+    data["gpu"]["operators"] = [
+        {"operator": name, "runs": runs, "why": why} for name, runs, why in found.gpu.operators
     ]
     data["kernels"]["linear"] = [
         {"weights": weights, "few_rows": few, "many_rows": many}
@@ -213,6 +219,7 @@ def _facts(found: Diagnosis) -> list[tuple[str, str]]:
             ("Matrix, float32", f"{peaks.fma_flops / 1e12:.2f} TFLOP/s (FMA, from registers)"),
             ("Measured", f"{peaks.measured_at}, {peaks.threads} threads"),
         ]
+    rows += _gpu_facts(found.gpu)
     for model in found.models:
         size = f"{model.weight_bytes / 1e6:.1f} MB, {model.folder}"
         rows.append((f"Model {model.name}", size if model.folder else "not in this installation"))
@@ -222,6 +229,41 @@ def _facts(found: Diagnosis) -> list[tuple[str, str]]:
     if found.environment:
         rows.append(("Environment", " ".join(f"{k}={v}" for k, v in found.environment.items())))
     return rows
+
+
+def _gpu_facts(found: GpuFound) -> list[tuple[str, str]]:
+    gpu, peaks, gib = found.gpu, found.peaks, 1 << 30
+    if gpu is None:
+        return [("GPU", f"none: {found.why_none}")]
+    major, minor = gpu.capability
+    driver = f"driver {gpu.driver}, " if gpu.driver else ""
+    memory = f"{gpu.memory_bytes / gib:.1f} GiB, {gpu.free_bytes / gib:.1f} free"
+    rows = [
+        ("GPU", f"{gpu.name}, sm_{major}{minor}, {gpu.multiprocessors} multiprocessors"),
+        ("GPU's software", f"{driver}CUDA {gpu.runtime}"),
+        ("GPU's memory", memory),
+    ]
+    if peaks is None:
+        return rows
+    rows += [
+        ("GPU's memory read", f"{peaks.read_bytes_per_s / 1e12:.2f} TB/s"),
+        ("GPU's memory copied", f"{peaks.copy_bytes_per_s / 1e12:.2f} TB/s, read and written"),
+    ]
+    for name, value in (
+        ("bfloat16", peaks.bfloat16_flops),
+        ("float16", peaks.float16_flops),
+        ("float8", peaks.float8_flops),
+        ("int8", peaks.int8_ops),
+        ("tf32", peaks.tf32_flops),
+        ("float32", peaks.float32_flops),
+    ):
+        unit = "TOP/s" if name == "int8" else "TFLOP/s"
+        rows.append((f"GPU matrix, {name}", f"{value / 1e12:.1f} {unit}" if value else "none"))
+    return [
+        *rows,
+        ("GPU launch", f"{peaks.launch_s * 1e6:.1f} µs of the host's time a kernel"),
+        ("GPU measured", peaks.measured_at),
+    ]
 
 
 def _cores(found: Diagnosis) -> str:
@@ -257,8 +299,8 @@ def _cache(found: Diagnosis) -> Table:
     return table
 
 
-def _operators(found: Diagnosis) -> Table:
-    table = _table("operator", "runs", "why")
-    for row in found.kernels.operators:
+def _operators(rows: list[tuple[str, str, str]], name: str = "operator") -> Table:
+    table = _table(name, "runs", "why")
+    for row in rows:
         table.add_row(*row)
     return table

@@ -8,9 +8,8 @@ from collections import OrderedDict, deque
 from collections.abc import Iterable
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
-import llguidance
 import numpy as np
 
 from penstock.errors import BusyError, InvalidSamplingError, RequestError
@@ -23,6 +22,9 @@ from penstock.grammar.vocabulary import Vocabulary
 from penstock.grammar.worker import Worker
 from penstock.sampling.structured import StructuredOutputs
 from penstock.tokenizer import Tokenizer, VocabMap
+
+if TYPE_CHECKING:
+    import llguidance
 
 _GROWTH: Final = 64
 """What a compiled form takes of memory for each byte of its source, about: 12 of choices, 75 of

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Final
-
-import llguidance
+from typing import TYPE_CHECKING, Final
 
 from penstock.grammar.refusal import Refusal
 from penstock.grammar.vocabulary import Vocabulary
+
+if TYPE_CHECKING:
+    import llguidance
 
 LEXER_STATES: Final = 50_000
 """Of one lexer, which a compiled form's copies share."""
@@ -18,6 +19,8 @@ def build_matcher(vocabulary: Vocabulary, grammar: str, fuel: int) -> llguidance
 
     fuel: what building its lexer may take; a million is half a second to two.
     """
+    import llguidance
+
     tokens = vocabulary.tokens
     # What a mask may take is the library's default; with these and the checks before, the slowest
     # input that was found is refused in a second or two (tests/grammar/test_grammar_compiler.py).

@@ -8,8 +8,6 @@ from collections import deque
 from collections.abc import Iterator
 from typing import Any, Final
 
-import llguidance
-
 from penstock.grammar import lark
 from penstock.grammar.matcher import first_line
 from penstock.grammar.refusal import Refusal, pointer
@@ -83,6 +81,8 @@ def _together(
 
 def _complaint(document: Schema, schema: dict[str, Any]) -> str:
     """What the library says of a part by itself, with what it may name."""
+    import llguidance
+
     named = {key: document[key] for key in ("$defs", "definitions") if key in document}  # type: ignore[index,operator]
     text = json.dumps({"grammars": [{"json_schema": {**named, **schema}}]})
     said = first_line(llguidance.LLMatcher.validate_grammar(text))
@@ -103,6 +103,8 @@ def of_a_regex(document: Schema) -> tuple[str, str] | None:
 
 def _wrong(pattern: str) -> str:
     """Why it is no regex; empty where it is one."""
+    import llguidance
+
     try:
         text = f"start: {lark.regex(pattern)}\n"
     except Refusal as refusal:

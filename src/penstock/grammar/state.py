@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from typing import Final, Optional
+from typing import TYPE_CHECKING, Final, Optional
 
-import llguidance
 import numpy as np
 
 from penstock.errors import PenstockError, RequestError
@@ -14,6 +13,9 @@ from penstock.grammar.matcher import first_line
 from penstock.grammar.vocabulary import Vocabulary
 from penstock.grammar.work import Work
 from penstock.sampling.constraint import Bits, num_words
+
+if TYPE_CHECKING:
+    import llguidance
 
 _REASONS = {
     "ParserTooComplex": "too many ways to read the text remain open at once",

@@ -10,12 +10,14 @@ from __future__ import annotations
 import re
 import threading
 from collections.abc import Iterable, Mapping, Sequence
-
-import llguidance
+from typing import TYPE_CHECKING
 
 from penstock.errors import InvalidPromptError, TokenizerError
 from penstock.sampling.constraint import num_words
 from penstock.tokenizer import Tokenizer, VocabMap
+
+if TYPE_CHECKING:
+    import llguidance
 
 _MARK = b"\xff"
 """Begins a special token: a byte that no UTF-8 text holds."""
@@ -168,6 +170,8 @@ class Vocabulary:
             return self._made
 
     def _make(self) -> llguidance.LLTokenizer:
+        import llguidance
+
         table: Mapping[int, bytes] = self.tokenizer.piece_table(skip_special_tokens=False)
         pieces = [table[i] if self.has(i) else b"" for i in range(self.size)]
         special = [i for i in sorted(self.special_ids) if self.has(i)]

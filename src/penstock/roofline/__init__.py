@@ -2,6 +2,7 @@
 
 from penstock.roofline.cost import OPS, Cost, CostModel, OpCost, StepSize, total
 from penstock.roofline.floor import Bound, Floor, floor_of, floor_s, op_floor
+from penstock.roofline.gpu_peaks import gpu_peaks, kept_gpu_peaks, measure_gpu
 from penstock.roofline.ledger import CAUSES, Ledger, StepRecord, Totals
 from penstock.roofline.peaks import kept_peaks, measure, peaks
 
@@ -19,8 +20,11 @@ __all__ = [
     "Totals",
     "floor_of",
     "floor_s",
+    "gpu_peaks",
+    "kept_gpu_peaks",
     "kept_peaks",
     "measure",
+    "measure_gpu",
     "op_floor",
     "peaks",
     "total",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from penstock.hardware import Peaks
+from penstock.hardware import AnyPeaks
 from penstock.roofline.cost import Cost, OpCost
 
 Bound = Literal["memory", "compute"]
@@ -27,7 +27,7 @@ class Floor:
         return "memory" if self.memory_s >= self.compute_s else "compute"
 
 
-def floor_of(cost: Cost, peaks: Peaks) -> Floor:
+def floor_of(cost: Cost, peaks: AnyPeaks) -> Floor:
     """A step's floor: each kind of product at its own peak, all bytes at the read bandwidth."""
     compute = 0.0
     for kind, flops in cost.products.items():
@@ -35,12 +35,12 @@ def floor_of(cost: Cost, peaks: Peaks) -> Floor:
     return Floor(cost.bytes_moved / peaks.read_bytes_per_s, compute)
 
 
-def op_floor(row: OpCost, peaks: Peaks) -> Floor:
+def op_floor(row: OpCost, peaks: AnyPeaks) -> Floor:
     """An operator's floor; what isn't a product runs at the float32 peak."""
     peak = peaks.of("float32" if row.unit == "vector" else row.unit)
     return Floor(row.bytes_moved / peaks.read_bytes_per_s, row.flops / peak)
 
 
-def floor_s(cost: Cost, peaks: Peaks) -> float:
+def floor_s(cost: Cost, peaks: AnyPeaks) -> float:
     """The least time, in seconds."""
     return floor_of(cost, peaks).seconds

@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, fields
 from operator import attrgetter
 from typing import Any
 
-from penstock.hardware import Peaks
+from penstock.hardware import AnyPeaks
 from penstock.roofline.cost import Cost, CostModel, StepSize
 from penstock.roofline.floor import Bound, Floor, floor_of
 
@@ -151,7 +151,7 @@ class Totals:
 class Ledger:
     """An engine's book: `record` after every step, `snapshot` whenever somebody asks."""
 
-    def __init__(self, costs: CostModel, peaks: Peaks | None) -> None:
+    def __init__(self, costs: CostModel, peaks: AnyPeaks | None) -> None:
         """peaks: None where this machine wasn't measured; may be set later."""
         self.costs = costs
         self.peaks = peaks
