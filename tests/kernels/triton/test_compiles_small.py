@@ -10,10 +10,23 @@ from typing import Any
 import pytest
 import torch
 
+from penstock.kernels.triton.add import add_
+from penstock.kernels.triton.embedding import embedding
+from penstock.kernels.triton.gate import alternate, gate
+from penstock.kernels.triton.kept_rows import keep_rows, kept_rows
+from penstock.kernels.triton.mask import mask_
 from penstock.kernels.triton.norm import layer_norm, rms_norm
 from penstock.kernels.triton.rotary_cache import rotary_cache
 from penstock.kernels.triton.rows import e4m3_rows, int8_rows
+from penstock.kernels.triton.softcap import softcap_
+from penstock.quant import format_of, parse_scheme
+from penstock.quant.formats.storage import ROWS
 from tests.kernels.triton.compiled import compiled, in_fresh_process, registers
+
+NAMES = (
+    *("w8a16-g64", "w8a8-asym", "w4a16-g32", "w4a16-g128-asym", "w4a16-channel"),
+    *("fp8", "fp8-block", "fp8-e5m2", "nf4-g64", "mxfp4", "nvfp4"),
+)
 
 
 def test_some() -> None:
@@ -79,6 +92,38 @@ def rotary_caches(some: bool) -> None:
                 rotary(dtype, cache, norm, turned, turned == 64 * norm, norm == 1)
 
 
+def elementwise(dtype: torch.dtype) -> None:
+    x, y = torch.empty(3, 4096, dtype=dtype), torch.empty(3, 4096, dtype=dtype)
+    for activation in range(4):
+        vectorised(lambda a=activation: gate(x, a, True, 2048))
+        vectorised(lambda a=activation: gate(x, a, False, 4096))
+    vectorised(lambda: alternate(x.flatten().float()))
+    vectorised(lambda: add_(x, y))
+    vectorised(lambda: softcap_(x.float(), 30.0))
+    vectorised(lambda: keep_rows(x, y, 0))
+    vectorised(lambda: kept_rows(x[:2, 0], y))
+    rows, bits = torch.zeros(2, dtype=torch.int64), torch.zeros(2, 128, dtype=torch.int32)
+    vectorised(lambda: mask_(x.float(), rows, bits))
+
+
+def embeddings(names: tuple[str, ...]) -> None:
+    tokens, weight = torch.zeros(2, dtype=torch.int32), torch.randn(3, 896)
+    for dtype in (torch.float32, torch.bfloat16):
+        vectorised(lambda d=dtype: embedding(tokens, weight.to(d), 896))
+        vectorised(lambda d=dtype: embedding(tokens, weight.to(d), 896, 2.5))
+    for name in names:
+        held = format_of(parse_scheme(name)).stored_as(ROWS)
+        packed, levels = held.pack(weight), getattr(held, "levels", 0)
+        more = packed["scale"], packed.get("zero"), levels, packed.get("outer")
+        [kernel] = compiled(lambda p=packed["weight"], m=more: embedding(tokens, p, 896, 2.5, *m))
+        assert "st.global.v" in kernel.asm["ptx"] and registers(kernel)[1] == 0, name
+
+
 if __name__ == "__main__":
+    elementwise(torch.bfloat16)
+    if "--all" in sys.argv:
+        elementwise(torch.float16)
+        elementwise(torch.float32)
+    embeddings(("w8a16",) if "--all" not in sys.argv else NAMES)
     rotary_caches(some="--all" not in sys.argv)
     norms_and_rows()

@@ -1,6 +1,27 @@
 """The operators in Triton, for NVIDIA GPUs; importing this needs the package `triton`."""
 
-from penstock.kernels.triton import norm, rotary_cache
+from penstock.kernels.triton import (
+    add,
+    embedding,
+    gate,
+    kept_rows,
+    mask,
+    norm,
+    rotary_cache,
+    softcap,
+)
 from penstock.kernels.triton.launch import INTERPRETED, launchers, register
 
-__all__ = ["INTERPRETED", "launchers", "norm", "register", "rotary_cache"]
+__all__ = [
+    "INTERPRETED",
+    "add",
+    "embedding",
+    "gate",
+    "kept_rows",
+    "launchers",
+    "mask",
+    "norm",
+    "register",
+    "rotary_cache",
+    "softcap",
+]
