@@ -55,9 +55,40 @@ def norms_and_rows() -> None:
     vectorised(lambda: int8_rows(x, None, 0.0, one))
     vectorised(lambda: e4m3_rows(x, weight, 1e-5, 1, 896))
     vectorised(lambda: e4m3_rows(x, None, 0.0, 7, 896))
-    odd = torch.empty(3, 25)
-    [kernel] = compiled(lambda: rms_norm(odd, weight[:25], 1e-5))
-    assert "ld.global.v4" not in kernel.asm["ptx"]  # whatever the row begins on
+
+
+def layouts(launch: Callable[[], Any]) -> list[str]:
+    """Where threads hold a kernel's values: what decides over the order of additions."""
+    [kernel] = compiled(launch)
+    code = kernel.asm["ttgir"]
+    return [line for line in code.splitlines() if line.startswith("#") or 'tt.reduce"' in line]
+
+
+def tokens_of_any_number_and_place() -> None:
+    """The same of the norms of heads."""
+    wide, ids = torch.empty(6, 16 * 128 + 3), torch.zeros(6, dtype=torch.int32)
+    norm, cos_sin, kv = torch.empty(128), torch.empty(64, 128), torch.empty(2, 4, 16, 128)
+    found = [
+        layouts(lambda x=x, i=i: rotary_cache(x, 8, norm, norm, 1e-5, cos_sin, False, i, i, kv, kv))
+        for x, i in ((wide[:, :-3], ids), (wide[1:2, 3:], ids[1:2]), (wide[:, :-3].clone(), ids))
+    ]
+    assert found[0] and found.count(found[0]) == 3, found
+
+
+def rows_of_any_number_and_place() -> None:
+    """One row or many, from anywhere in memory: they are summed in the same order."""
+    for width in (896, 25):
+        whole, weight = torch.empty(6, 2 * width + 3), torch.empty(width)
+        plain = whole.flatten()[: 3 * width].view(3, width)
+        places = plain, plain[:1], plain[1:2], whole[:, 3 : 3 + width], whole[1:2, :width]
+        for call in (
+            lambda x, w: rms_norm(x, w, 1e-5),
+            lambda x, w: layer_norm(x, w, w, 1e-5),
+            lambda x, w: int8_rows(x, w, 1e-5),
+            lambda x, w: e4m3_rows(x, w, 1e-5, 1, 896),
+        ):
+            found = [layouts(lambda x=x, c=call, w=weight: c(x, w)) for x in places]
+            assert found[0] and found.count(found[0]) == len(places), (width, found)
 
 
 def rotary(
@@ -127,3 +158,5 @@ if __name__ == "__main__":
     embeddings(("w8a16",) if "--all" not in sys.argv else NAMES)
     rotary_caches(some="--all" not in sys.argv)
     norms_and_rows()
+    rows_of_any_number_and_place()
+    tokens_of_any_number_and_place()
