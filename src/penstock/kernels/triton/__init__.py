@@ -1,17 +1,29 @@
 """The operators in Triton, for NVIDIA GPUs; importing this needs the package `triton`."""
 
 from penstock.kernels.triton import (
+    add,
     attention,
+    embedding,
+    gate,
+    kept_rows,
+    mask,
     norm,
     rotary_cache,
+    softcap,
 )
 from penstock.kernels.triton.launch import INTERPRETED, launchers, register
 
 __all__ = [
     "INTERPRETED",
+    "add",
     "attention",
+    "embedding",
+    "gate",
+    "kept_rows",
     "launchers",
+    "mask",
     "norm",
     "register",
     "rotary_cache",
+    "softcap",
 ]
