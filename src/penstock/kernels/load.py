@@ -214,6 +214,10 @@ def report_cache() -> list[tuple[str, str, str, str]]:
     ]
 
 
+_FOR_GPUS = {"draw_beyond": "a CPU is asked which rows need it, and sorts those"}
+"""Operators that steps on a CPU don't call."""
+
+
 def report() -> list[tuple[str, str, str]]:
     """(operator, what runs, why) for every operator on the CPU."""
     forced = os.environ.get("PENSTOCK_ISA")
@@ -226,6 +230,8 @@ def report() -> list[tuple[str, str, str]]:
             rows.append((name, "reference", native.reason))
         elif hasattr(torch.ops.penstock, f"program_{name}"):
             rows.append((name, "native in programs", "a copy; one by one by torch"))
+        elif name in _FOR_GPUS:
+            rows.append((name, "on GPUs only", _FOR_GPUS[name]))
         else:
             rows.append((name, "reference", "no native kernel for this operator"))
     return rows

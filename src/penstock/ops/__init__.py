@@ -3,7 +3,7 @@
 from penstock.ops.add import add_
 from penstock.ops.argmax import argmax
 from penstock.ops.attention import paged_attention
-from penstock.ops.draw import draw_from, draw_nucleus, draw_plain
+from penstock.ops.draw import draw_beyond, draw_from, draw_nucleus, draw_plain
 from penstock.ops.embedding import embedding
 from penstock.ops.gate import alternate, gate
 from penstock.ops.kept_rows import keep_rows, kept_rows
@@ -26,6 +26,7 @@ __all__ = [
     "alternate",
     "argmax",
     "define_op",
+    "draw_beyond",
     "draw_from",
     "draw_nucleus",
     "draw_plain",

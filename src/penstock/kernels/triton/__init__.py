@@ -2,7 +2,9 @@
 
 from penstock.kernels.triton import (
     add,
+    argmax,
     attention,
+    draw,
     embedding,
     gate,
     kept_rows,
@@ -10,13 +12,17 @@ from penstock.kernels.triton import (
     norm,
     rotary_cache,
     softcap,
+    top_k,
+    uniforms,
 )
 from penstock.kernels.triton.launch import INTERPRETED, launchers, register
 
 __all__ = [
     "INTERPRETED",
     "add",
+    "argmax",
     "attention",
+    "draw",
     "embedding",
     "gate",
     "kept_rows",
@@ -26,4 +32,6 @@ __all__ = [
     "register",
     "rotary_cache",
     "softcap",
+    "top_k",
+    "uniforms",
 ]
