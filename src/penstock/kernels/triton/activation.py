@@ -22,9 +22,9 @@ def _tanh(x):
 def activated(x, ACTIVATION: tl.constexpr):
     """ACTIVATIONS[ACTIVATION] of float32 x."""
     if ACTIVATION == 1:
-        return x / (1.0 + tl.exp(-x))
-    if ACTIVATION == 2:
-        return 0.5 * x * (1.0 + tl.erf(x * _SQRT_HALF))
-    if ACTIVATION == 3:
-        return 0.5 * x * (1.0 + _tanh(_SQRT_2_BY_PI * (x + _CUBE * x * x * x)))
+        x = x / (1.0 + tl.exp(-x))
+    elif ACTIVATION == 2:
+        x = 0.5 * x * (1.0 + tl.erf(x * _SQRT_HALF))
+    elif ACTIVATION == 3:
+        x = 0.5 * x * (1.0 + _tanh(_SQRT_2_BY_PI * (x + _CUBE * x * x * x)))
     return x

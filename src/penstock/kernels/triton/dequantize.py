@@ -20,26 +20,32 @@ NIBBLES: tl.constexpr = tl.constexpr(2)
 
 @triton.jit
 def exact(values, dtype: tl.constexpr):
-    """Values that `dtype` holds; float32 in the interpreter, which multiplies no float below."""
-    if INTERPRETED and dtype != tl.int8:
-        return values.to(tl.float32)
-    return values.to(dtype)
+    """Values that `dtype` holds; float32 in the interpreter, which multiplies nothing below."""
+    if INTERPRETED:
+        held = values.to(tl.float32)
+    else:
+        held = values.to(dtype)
+    return held
 
 
 @triton.jit
 def nibbles(codes, HIGH: tl.constexpr):
     """The low or the high halves of bytes, int16."""
     if HIGH:
-        return (codes >> 4).to(tl.int16)
-    return (codes & 15).to(tl.int16)
+        half = codes >> 4
+    else:
+        half = codes & 15
+    return half.to(tl.int16)
 
 
 @triton.jit
 def multipliers(scale):
     """Scales as float32; uint8 are exponents of two."""
     if scale.dtype == tl.uint8:
-        return (scale.to(tl.int32) << 23).to(tl.float32, bitcast=True)
-    return scale.to(tl.float32)
+        value = (scale.to(tl.int32) << 23).to(tl.float32, bitcast=True)
+    else:
+        value = scale.to(tl.float32)
+    return value
 
 
 @triton.jit

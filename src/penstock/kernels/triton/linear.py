@@ -74,10 +74,11 @@ def _values(total, ends, features, rows):
 
 @triton.jit
 def _finish(
-    total, other, ends, size, features, rows, inside, out_stride, dtype: tl.constexpr,
+    total, other, ends, size, tile, inside, out_stride, dtype: tl.constexpr,
     ACTIVATION: tl.constexpr, GATED: tl.constexpr, RESIDUAL: tl.constexpr,
 ):  # fmt: skip
     """Sums [F, R] as the operator's result, stored where `inside`."""
+    _, features, _, rows = tile
     value = _values(total, ends, features, rows)
     if GATED:
         up = _values(other, ends, features + size.features, rows)
@@ -85,7 +86,7 @@ def _finish(
         value *= narrow(up, dtype).to(tl.float32)
     elif ACTIVATION:
         value = activated(narrow(value, dtype).to(tl.float32), ACTIVATION)
-    at = ends.out + rows[None, :] * out_stride + features[:, None]
+    at = ends.out + (rows.to(tl.int64) * out_stride)[None, :] + features[:, None]
     if RESIDUAL:
         before = tl.load(at, mask=inside, other=0.0).to(tl.float32)
         value = before + narrow(value, dtype).to(tl.float32)
@@ -94,7 +95,9 @@ def _finish(
 
 @triton.jit
 def _tile(pid, count, size, F: tl.constexpr, R: tl.constexpr):
-    """Features and rows of program `pid`, and which of them there are; the others repeat the last.
+    """Features and rows of program `pid`, the first of each before them, and which there are.
+
+    Those that there aren't repeat the last.
 
     Programs go through the matrix SWIZZLE tiles of rows at a time.
     """
@@ -108,15 +111,16 @@ def _tile(pid, count, size, F: tl.constexpr, R: tl.constexpr):
     features = feature_tile * F + tl.arange(0, F)
     rows = row_tile * R + tl.arange(0, R)
     inside = (features < size.features)[:, None] & (rows < count)[None, :]
-    features = tl.minimum(features, size.features - 1).to(tl.int64)
-    rows = tl.minimum(rows, count - 1).to(tl.int64)
-    return features, rows, inside
+    features = tl.minimum(features, size.features - 1)
+    rows = tl.minimum(rows, count - 1)
+    return (feature_tile * F, features, row_tile * R, rows), inside
 
 
 @triton.jit
-def _at(sums, part, features, rows):
+def _at(sums, part, tile):
     """Where a part's sums lie; sums: a tensor, and elements from part to part and row to row."""
-    return sums.held + (part * sums.part_stride + rows[None, :] * sums.stride + features[:, None])
+    rows = tile[3].to(tl.int64) * sums.stride
+    return sums.held + (part * sums.part_stride + rows[None, :] + tile[1][:, None])
 
 
 @triton.jit(do_not_specialize=["count"])
@@ -128,35 +132,36 @@ def _linear(
     F: tl.constexpr, R: tl.constexpr,
 ):  # fmt: skip
     """A tile of the result; or, APART, one span's sums of it. depth: K as W stores it."""
-    features, rows, inside = _tile(tl.program_id(0), count, size, F, R)
+    tile, inside = _tile(tl.program_id(0), count, size, F, R)
     if APART:
-        span = tl.program_id(1)
-        begin = span * length
+        begin = tl.program_id(1) * length
         total, other = span_sums(
-            m, size, features, rows, begin, tl.minimum(begin + length, depth), CODES, ROWS, LENGTH,
-            FOLD, STEP, P, EVEN, GATED, F, R,
+            m, size, tile, begin, tl.minimum(begin + length, depth), CODES, ROWS, LENGTH, FOLD,
+            STEP, P, EVEN, GATED, F, R,
         )  # fmt: skip
-        part = span.to(tl.int64)
-        tl.store(_at(sums, part, features, rows), total, mask=inside)
+        part = tl.program_id(1).to(tl.int64)
+        tl.store(_at(sums, part, tile), total, mask=inside)
         if GATED:
-            tl.store(_at(sums, SPANS + part, features, rows), other, mask=inside)
+            tl.store(_at(sums, SPANS + part, tile), other, mask=inside)
     else:
-        total, other = span_sums(
-            m, size, features, rows, 0, tl.minimum(length, depth), CODES, ROWS, LENGTH, FOLD, STEP,
-            P, EVEN, GATED, F, R,
-        )  # fmt: skip
-        for span in range(1, SPANS):
-            begin = span * length
-            part, other_part = span_sums(
-                m, size, features, rows, begin, tl.minimum(begin + length, depth), CODES, ROWS,
-                LENGTH, FOLD, STEP, P, EVEN, GATED, F, R,
-            )  # fmt: skip
-            total += part
-            other += other_part
+        if SPANS == 1:
+            total, other = span_sums(
+                m, size, tile, 0, depth, CODES, ROWS, LENGTH, FOLD, STEP, P, EVEN, GATED, F, R
+            )
+        else:
+            total = tl.zeros((F, R), sums.held.dtype.element_ty)
+            other = tl.zeros((F, R), sums.held.dtype.element_ty)
+            for span in range(SPANS):
+                begin = span * length
+                part, other_part = span_sums(
+                    m, size, tile, begin, tl.minimum(begin + length, depth), CODES, ROWS, LENGTH,
+                    FOLD, STEP, P, EVEN, GATED, F, R,
+                )  # fmt: skip
+                total += part
+                other += other_part
         _finish(
-            total, other, ends, size, features, rows, inside, out_stride, dtype, ACTIVATION, GATED,
-            RESIDUAL,
-        )  # fmt: skip
+            total, other, ends, size, tile, inside, out_stride, dtype, ACTIVATION, GATED, RESIDUAL
+        )
 
 
 @triton.jit(do_not_specialize=["count"])
@@ -166,30 +171,29 @@ def _join(
     F: tl.constexpr, R: tl.constexpr,
 ):  # fmt: skip
     """A tile of the result from the sums of all spans."""
-    features, rows, inside = _tile(tl.program_id(0), count, size, F, R)
-    total = tl.load(_at(sums, 0, features, rows))
-    other = total
-    if GATED:
-        other = tl.load(_at(sums, SPANS, features, rows))
-    for span in tl.static_range(1, SPANS):
-        total += tl.load(_at(sums, span, features, rows))
+    tile, inside = _tile(tl.program_id(0), count, size, F, R)
+    total = tl.zeros((F, R), sums.held.dtype.element_ty)
+    other = tl.zeros((F, R), sums.held.dtype.element_ty)
+    for span in tl.static_range(SPANS):
+        total += tl.load(_at(sums, tl.cast(span, tl.int64), tile))
         if GATED:
-            other += tl.load(_at(sums, SPANS + span, features, rows))
-    _finish(
-        total, other, ends, size, features, rows, inside, out_stride, dtype, ACTIVATION, GATED,
-        RESIDUAL,
-    )  # fmt: skip
+            other += tl.load(_at(sums, tl.cast(SPANS + span, tl.int64), tile))
+    _finish(total, other, ends, size, tile, inside, out_stride, dtype, ACTIVATION, GATED, RESIDUAL)
 
 
-@triton.jit
-def _row_sums(codes, sums, depth, groups, LENGTH: tl.constexpr, BLOCK: tl.constexpr):
-    row, group = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    total = tl.zeros((BLOCK,), tl.int32)
+@triton.jit(do_not_specialize=["count"])
+def _row_sums(
+    codes, sums, count, depth, groups, LENGTH: tl.constexpr, BLOCK: tl.constexpr, R: tl.constexpr
+):
+    """Sums of each group of R rows of int8."""
+    rows, group = tl.program_id(0).to(tl.int64) * R + tl.arange(0, R), tl.program_id(1)
+    total = tl.zeros((R, BLOCK), tl.int32)
     for start in range(0, LENGTH, BLOCK):
         at = start + tl.arange(0, BLOCK)
         inside = (at < LENGTH) & (group * LENGTH + at < depth)
-        total += tl.load(codes + row * depth + group * LENGTH + at, mask=inside, other=0)
-    tl.store(sums + row * groups + group, tl.sum(total))
+        pointers = codes + (rows * depth + group * LENGTH)[:, None] + at[None, :]
+        total += tl.load(pointers, mask=(rows < count)[:, None] & inside[None, :], other=0)
+    tl.store(sums + rows * groups + group, tl.sum(total, 1), mask=rows < count)
 
 
 _DTYPES = {
@@ -217,15 +221,13 @@ def _rounded(x: Tensor, matrix: Matrix, norm: Tensor | None, eps: float) -> _Row
             return _Rows(codes, scale, None)
         length = matrix.depth // matrix.groups
         sums = torch.empty((x.shape[0], matrix.groups), dtype=torch.int32, device=x.device)
-        block = min(1024, triton.next_power_of_2(length))
-        _row_sums[(x.shape[0], matrix.groups)](
-            codes, sums, x.shape[1], matrix.groups, LENGTH=length, BLOCK=block
-        )
+        _row_sums[(triton.cdiv(x.shape[0], 16), matrix.groups)](
+            codes, sums, x.shape[0], x.shape[1], matrix.groups, LENGTH=length,
+            BLOCK=min(256, triton.next_power_of_2(length)), R=16,
+        )  # fmt: skip
         return _Rows(codes, scale, sums)
     if matrix.row_codes == E4M3.value:
-        codes, scale = e4m3_rows(
-            x, norm, eps, matrix.groups, matrix.depth, matrix.input_scale
-        )
+        codes, scale = e4m3_rows(x, norm, eps, matrix.groups, matrix.depth, matrix.input_scale)
         return _Rows(codes, scale, None)
     return _Rows(x if norm is None else norm_rows(x, norm, eps), None, None)
 
@@ -360,9 +362,7 @@ def linear(
 
     Norm, and rounding to codes, are a kernel of their own before it.
     """
-    matrix = Matrix(
-        weight, scale, zero, bias, row_codes, levels, outer, input_scale, gated
-    )
+    matrix = Matrix(weight, scale, zero, bias, row_codes, levels, outer, input_scale, gated)
     matrix.check(x, out_features)
     out = torch.empty((x.shape[0], out_features), dtype=out_dtype or x.dtype, device=x.device)
     _multiply(x, matrix, out, norm, eps, activation)

@@ -61,13 +61,22 @@ class Sizes(NamedTuple):
 @triton.jit
 def product(w, x, total, ROWS: tl.constexpr):
     """total + w · x: int32 of int8, else float32."""
-    if ROWS == INT8:
-        return tl.dot(w, x, total, out_dtype=tl.int32)
-    if INTERPRETED:  # which multiplies nothing below float32
-        return total + tl.dot(w.to(tl.float32), x.to(tl.float32), input_precision="ieee")
-    if ROWS == E4M3:
-        return tl.dot(w, x, total, max_num_imprecise_acc=PROMOTED)
-    return tl.dot(w, x, total, input_precision="ieee")
+    if INTERPRETED:  # which multiplies nothing below float32; that holds the sums of 128 products
+        part = tl.dot(w.to(tl.float32), x.to(tl.float32), input_precision="ieee")
+        total += part.to(total.dtype)
+    elif ROWS == INT8:
+        total = tl.dot(w, x, total, out_dtype=tl.int32)
+    elif ROWS == E4M3:
+        total = tl.dot(w, x, total, max_num_imprecise_acc=PROMOTED)
+    else:
+        total = tl.dot(w, x, total, input_precision="ieee")
+    return total
+
+
+@triton.jit
+def _none(total, ROWS: tl.constexpr):
+    """Zeros that a group is summed from."""
+    return tl.zeros(total.shape, tl.int32 if ROWS == INT8 else tl.float32)
 
 
 @triton.jit
@@ -87,9 +96,9 @@ def _group_added(total, sums, m, size, features, rows, k, LENGTH: tl.constexpr, 
 
 @triton.jit
 def _zero(m, size, features, k, LENGTH: tl.constexpr):
-    """Zero points [F] of the group that k lies in."""
+    """Zero points [F, 1] of the group that k lies in."""
     group = 0 if LENGTH == 0 else k // LENGTH
-    return tl.load(m.zero + features * size.groups + group)
+    return tl.load(m.zero + features * size.groups + group)[:, None]
 
 
 @triton.jit
@@ -97,110 +106,132 @@ def _half(codes, m, size, features, k, HIGH: tl.constexpr, LENGTH: tl.constexpr,
           dtype: tl.constexpr):  # fmt: skip
     """The low or the high nibbles of codes [F, P], whose first is at k, as operands."""
     code = nibbles(codes, HIGH)
-    if m.table is None:
-        if m.zero is None:
-            return widen_integers(code, 8, dtype)
-        return widen_integers(code, _zero(m, size, features, k, LENGTH)[:, None], dtype)
-    value = widen_levels(code, m.table, dtype)
-    if FOLD == 0:
-        return value
-    COUNT: tl.constexpr = codes.shape[1] // FOLD
-    at = features[:, None] * size.groups + k // FOLD + tl.arange(0, COUNT)[None, :]
-    scale = exact(multipliers(tl.load(m.scale + at)), dtype)
-    return value * repeated(scale, COUNT, FOLD)
+    if m.table is not None:
+        value = widen_levels(code, m.table, dtype)
+    elif m.zero is not None:
+        value = widen_integers(code, _zero(m, size, features, k, LENGTH), dtype)
+    else:
+        value = widen_integers(code, 8, dtype)
+    if FOLD:
+        COUNT: tl.constexpr = codes.shape[1] // FOLD
+        at = features[:, None] * size.groups + k // FOLD + tl.arange(0, COUNT)[None, :]
+        value *= repeated(exact(multipliers(tl.load(m.scale + at)), dtype), COUNT, FOLD)
+    return value
 
 
 @triton.jit
-def _columns(m, size, rows, k, P: tl.constexpr, EVEN: tl.constexpr):
-    """x^T [P, R] from k on."""
-    at = k + tl.arange(0, P)
-    pointers = m.x + rows[None, :] * size.x_stride + at[:, None]
+def _codes(m, size, first, features, k, P: tl.constexpr, EVEN: tl.constexpr):
+    """W [F, P] from element k on of each row.
+
+    Offsets are of 32 bits, from the first row of the tile: of 64 they would take twice the registers.
+    """
+    at = tl.arange(0, P)
+    offsets = (features - first) * size.weight_stride
+    pointers = m.weight + (first.to(tl.int64) * size.weight_stride + k)
+    pointers += offsets[:, None] + at[None, :]
     if EVEN:
-        return tl.load(pointers)
-    return tl.load(pointers, mask=at[:, None] < size.depth, other=0.0)
+        w = tl.load(pointers)
+    else:
+        w = tl.load(pointers, mask=(k + at)[None, :] < size.depth, other=0.0)
+    return w
+
+
+@triton.jit
+def _columns(m, size, first, rows, k, P: tl.constexpr, EVEN: tl.constexpr):
+    """x^T [P, R] from k on."""
+    at = tl.arange(0, P)
+    offsets = (rows - first) * size.x_stride
+    pointers = m.x + (first.to(tl.int64) * size.x_stride + k)
+    pointers += offsets[None, :] + at[:, None]
+    if EVEN:
+        x = tl.load(pointers)
+    else:
+        x = tl.load(pointers, mask=(k + at)[:, None] < size.depth, other=0.0)
+    return x
 
 
 @triton.jit
 def _bytes_step(
-    total, m, size, features, rows, x, k, CODES: tl.constexpr, ROWS: tl.constexpr,
+    total, m, size, first, features, rows, x, k, CODES: tl.constexpr, ROWS: tl.constexpr,
     LENGTH: tl.constexpr, P: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
     """total with the products of P values from k on, a value of W in one element."""
-    at = k + tl.arange(0, P)
-    pointers = m.weight + features[:, None] * size.weight_stride + at[None, :]
-    if CODES == DENSE and not EVEN:
-        w = tl.load(pointers, mask=at[None, :] < size.depth, other=0.0)
-    else:
-        w = tl.load(pointers)
+    w = _codes(m, size, first, features, k, P, CODES != DENSE or EVEN)
     if ROWS == FLOATS and CODES == BYTES:
         if m.zero is None:
             w = exact(w, x.dtype)
         else:
-            w = widen_bytes(w, _zero(m, size, features, k, LENGTH)[:, None], x.dtype)
+            w = widen_bytes(w, _zero(m, size, features, k, LENGTH), x.dtype)
     if LENGTH == 0:
-        return product(w, x, total, ROWS)
-    sums = product(w, x, tl.zeros(total.shape, tl.int32 if ROWS == INT8 else tl.float32), ROWS)
-    return _group_added(total, sums, m, size, features, rows, k, LENGTH, ROWS)
+        total = product(w, x, total, ROWS)
+    else:
+        sums = product(w, x, _none(total, ROWS), ROWS)
+        total = _group_added(total, sums, m, size, features, rows, k, LENGTH, ROWS)
+    return total
 
 
 @triton.jit
 def _nibbles_step(
-    total, m, size, features, rows, low, high, k, ROWS: tl.constexpr,
+    total, m, size, first, features, rows, low, high, k, ROWS: tl.constexpr,
     LENGTH: tl.constexpr, FOLD: tl.constexpr, P: tl.constexpr,
 ):  # fmt: skip
     """total with the products of P values from k on and of P from k + 64 on: a byte has both."""
     dtype: tl.constexpr = low.dtype
-    at = k // 128 * 64 + k % 128 + tl.arange(0, P)
-    codes = tl.load(m.weight + features[:, None] * size.weight_stride + at[None, :])
-    first = _half(codes, m, size, features, k, False, LENGTH, FOLD, dtype)
-    second = _half(codes, m, size, features, k + 64, True, LENGTH, FOLD, dtype)
+    codes = _codes(m, size, first, features, k // 128 * 64 + k % 128, P, True)
+    least = _half(codes, m, size, features, k, False, LENGTH, FOLD, dtype)
+    most = _half(codes, m, size, features, k + 64, True, LENGTH, FOLD, dtype)
     if LENGTH == 0:
-        return product(second, high, product(first, low, total, ROWS), ROWS)
-    sums = product(first, low, tl.zeros(total.shape, tl.int32 if ROWS == INT8 else tl.float32), ROWS)
-    if LENGTH > 64:
-        sums = product(second, high, sums, ROWS)
-        return _group_added(total, sums, m, size, features, rows, k, LENGTH, ROWS)
-    total = _group_added(total, sums, m, size, features, rows, k, LENGTH, ROWS)
-    sums = product(second, high, tl.zeros(total.shape, sums.dtype), ROWS)
-    return _group_added(total, sums, m, size, features, rows, k + 64, LENGTH, ROWS)
+        total = product(most, high, product(least, low, total, ROWS), ROWS)
+    elif LENGTH > 64:
+        sums = product(most, high, product(least, low, _none(total, ROWS), ROWS), ROWS)
+        total = _group_added(total, sums, m, size, features, rows, k, LENGTH, ROWS)
+    else:
+        sums = product(least, low, _none(total, ROWS), ROWS)
+        total = _group_added(total, sums, m, size, features, rows, k, LENGTH, ROWS)
+        sums = product(most, high, _none(total, ROWS), ROWS)
+        total = _group_added(total, sums, m, size, features, rows, k + 64, LENGTH, ROWS)
+    return total
 
 
 @triton.jit
 def span_sums(
-    m, size, features, rows, begin, end, CODES: tl.constexpr, ROWS: tl.constexpr,
-    LENGTH: tl.constexpr, FOLD: tl.constexpr, STEP: tl.constexpr, P: tl.constexpr,
-    EVEN: tl.constexpr, GATED: tl.constexpr, F: tl.constexpr, R: tl.constexpr,
+    m, size, tile, begin, end, CODES: tl.constexpr, ROWS: tl.constexpr, LENGTH: tl.constexpr,
+    FOLD: tl.constexpr, STEP: tl.constexpr, P: tl.constexpr, EVEN: tl.constexpr,
+    GATED: tl.constexpr, F: tl.constexpr, R: tl.constexpr,
 ):  # fmt: skip
     """Sums [F, R] from `begin` to `end`, and those of the other half, where gated.
 
     A step is STEP values of K: 64 or 32 floats, or 128 codes; P of them share a scale or more.
     """
+    first, features, first_row, rows = tile
+    ups = features + size.features
     dtype: tl.constexpr = tl.int32 if ROWS == INT8 and LENGTH == 0 else tl.float32
     total = tl.zeros((F, R), dtype)
     other = tl.zeros((F, R), dtype)
-    ups = features + size.features
     for k in tl.range(begin, end, STEP):
         if CODES <= BYTES:
             for i in tl.static_range(STEP // P):
                 at = k + i * P
-                x = _columns(m, size, rows, at, P, EVEN)
+                x = _columns(m, size, first_row, rows, at, P, EVEN)
                 total = _bytes_step(
-                    total, m, size, features, rows, x, at, CODES, ROWS, LENGTH, P, EVEN
+                    total, m, size, first, features, rows, x, at, CODES, ROWS, LENGTH, P, EVEN
                 )
                 if GATED:
                     other = _bytes_step(
-                        other, m, size, ups, rows, x, at, CODES, ROWS, LENGTH, P, EVEN
-                    )
+                        other, m, size, first + size.features, ups, rows, x, at, CODES, ROWS,
+                        LENGTH, P, EVEN,
+                    )  # fmt: skip
         else:
             for i in tl.static_range(STEP // (2 * P)):
                 at = k + i * P
-                low = _columns(m, size, rows, at, P, EVEN)
-                high = _columns(m, size, rows, at + 64, P, EVEN)
+                low = _columns(m, size, first_row, rows, at, P, EVEN)
+                high = _columns(m, size, first_row, rows, at + 64, P, EVEN)
                 total = _nibbles_step(
-                    total, m, size, features, rows, low, high, at, ROWS, LENGTH, FOLD, P
+                    total, m, size, first, features, rows, low, high, at, ROWS, LENGTH, FOLD, P
                 )
                 if GATED:
                     other = _nibbles_step(
-                        other, m, size, ups, rows, low, high, at, ROWS, LENGTH, FOLD, P
-                    )
+                        other, m, size, first + size.features, ups, rows, low, high, at, ROWS,
+                        LENGTH, FOLD, P,
+                    )  # fmt: skip
     return total, other
