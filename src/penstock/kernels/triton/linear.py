@@ -22,10 +22,10 @@ import triton.language as tl
 from torch import Tensor
 
 from penstock.kernels.triton.activation import activated
-from penstock.kernels.triton.dequantize import BYTES, multipliers
+from penstock.kernels.triton.dequantize import multipliers
 from penstock.kernels.triton.launch import implement
-from penstock.kernels.triton.linear_forms import Form, Matrix, levels_table
-from penstock.kernels.triton.linear_sums import E4M3, FLOATS, INT8, Operands, Sizes, span_sums
+from penstock.kernels.triton.linear_forms import Form, Matrix
+from penstock.kernels.triton.linear_sums import E4M3, INT8, Operands, Sizes, span_sums
 from penstock.kernels.triton.linear_tiles import PROCESSORS, span_length, tiles_for
 from penstock.kernels.triton.rounding import narrow
 from penstock.kernels.triton.rows import e4m3_rows, int8_rows, norm_rows
@@ -235,7 +235,6 @@ def _rounded(x: Tensor, matrix: Matrix, norm: Tensor | None, eps: float) -> _Row
 def _operands(rows: _Rows, matrix: Matrix, form: Form) -> Operands:
     """What is read in the loop over K."""
     grouped = form.length > 0
-    table = levels_table(matrix.levels, rows.x.device) if matrix.levels else None
     return Operands(
         x=rows.x,
         row_scale=rows.scale if grouped and form.rows == E4M3.value else None,
@@ -243,7 +242,6 @@ def _operands(rows: _Rows, matrix: Matrix, form: Form) -> Operands:
         weight=matrix.weight,
         scale=matrix.scale if grouped or form.fold else None,
         zero=matrix.zero if grouped or rows.sums is None else None,
-        table=table,
     )
 
 

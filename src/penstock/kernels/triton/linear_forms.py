@@ -1,26 +1,18 @@
-"""What kinds of matrix `linear` multiplies on a GPU, and which of its kernels' variants each needs."""
+"""The kinds of matrix that `linear` multiplies, and the variant of its kernel that each has."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import lru_cache
 
 import torch
 from torch import Tensor
 
 from penstock.errors import KernelError
-from penstock.kernels.triton.dequantize import BYTES, DENSE, NIBBLES
+from penstock.kernels.triton.dequantize import BYTES, DENSE, INT4
 from penstock.kernels.triton.linear_tiles import BLOCK, STEP, Kind
-from penstock.ops.levels import table
 from penstock.ops.linear import ROW_CODES
 from penstock.ops.rows import is_rows
 from penstock.ops.stored import width
-
-
-@lru_cache(maxsize=8)
-def levels_table(levels: int, device: torch.device) -> Tensor:
-    """`ops.levels.table`, once for each device."""
-    return table(levels).to(device)
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +20,7 @@ class Form:
     """What of a matrix's tensors decides which kernel multiplies it."""
 
     kind: Kind
-    codes: int  # DENSE, BYTES or NIBBLES
+    codes: int  # DENSE, BYTES, INT4 or above it
     rows: int  # what rows of x are rounded to, of ROW_CODES
     length: int  # values of K that share a scale which multiplies their sum; 0: none do
     fold: int  # or which multiplies W; 0: none do
@@ -36,9 +28,9 @@ class Form:
     @property
     def part(self) -> int:
         """Elements of a row of W that are multiplied at once."""
-        if self.codes == DENSE:
+        if self.codes == DENSE.value:
             return STEP[self.kind]
-        return min(self.length or BLOCK, BLOCK // 2 if self.codes == NIBBLES else BLOCK)
+        return min(self.length or BLOCK, BLOCK // 2 if self.codes >= INT4.value else BLOCK)
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +64,7 @@ class Matrix:
     def form(self, x: Tensor) -> Form:
         """Of the kernel for rows like x."""
         if self.scale is None:
-            return Form("float32" if x.dtype is torch.float32 else "half", DENSE, 0, 0, 0)
+            return Form("float32" if x.dtype is torch.float32 else "half", DENSE.value, 0, 0, 0)
         nibbles = self.weight.dtype is torch.uint8
         each = self.depth // self.groups
         folded = bool(self.levels) and each in (16, 32) and self.scale.dtype.itemsize == 1
@@ -84,8 +76,8 @@ class Matrix:
             )
         kinds: tuple[Kind, Kind, Kind, Kind] = ("w8a16", "w8a8", "w4a16", "w4a8")
         kind = kinds[2 * nibbles + bool(self.row_codes)]
-        codes = NIBBLES if nibbles else BYTES
-        return Form(kind, codes.value, self.row_codes, length, each if folded else 0)
+        codes = INT4.value + self.levels if nibbles else BYTES.value
+        return Form(kind, codes, self.row_codes, length, each if folded else 0)
 
     def check(self, x: Tensor, out_features: int) -> None:
         """Raise KernelError for what the kernels would misread."""

@@ -18,11 +18,9 @@ from penstock.kernels.triton.dequantize import (
     DENSE,
     exact,
     multipliers,
-    nibbles,
     repeated,
     widen_bytes,
-    widen_integers,
-    widen_levels,
+    widen_nibbles,
 )
 from penstock.kernels.triton.launch import INTERPRETED
 
@@ -45,7 +43,6 @@ class Operands(NamedTuple):
     weight: Any
     scale: Any
     zero: Any
-    table: Any  # [16] float32 of levels
 
 
 class Sizes(NamedTuple):
@@ -96,22 +93,23 @@ def _group_added(total, sums, m, size, features, rows, k, LENGTH: tl.constexpr, 
 
 @triton.jit
 def _zero(m, size, features, k, LENGTH: tl.constexpr):
-    """Zero points [F, 1] of the group that k lies in."""
-    group = 0 if LENGTH == 0 else k // LENGTH
-    return tl.load(m.zero + features * size.groups + group)[:, None]
+    """Zero points [F, 1] of the group that k lies in; 0 where there are none."""
+    if m.zero is None:
+        zero = 0
+    else:
+        group = 0 if LENGTH == 0 else k // LENGTH
+        zero = tl.load(m.zero + features * size.groups + group)[:, None]
+    return zero
 
 
 @triton.jit
-def _half(codes, m, size, features, k, HIGH: tl.constexpr, LENGTH: tl.constexpr, FOLD: tl.constexpr,
-          dtype: tl.constexpr):  # fmt: skip
+def _half(
+    codes, m, size, features, k, HIGH: tl.constexpr, CODES: tl.constexpr, LENGTH: tl.constexpr,
+    FOLD: tl.constexpr, dtype: tl.constexpr,
+):  # fmt: skip
     """The low or the high nibbles of codes [F, P], whose first is at k, as operands."""
-    code = nibbles(codes, HIGH)
-    if m.table is not None:
-        value = widen_levels(code, m.table, dtype)
-    elif m.zero is not None:
-        value = widen_integers(code, _zero(m, size, features, k, LENGTH), dtype)
-    else:
-        value = widen_integers(code, 8, dtype)
+    zero = _zero(m, size, features, k, LENGTH)
+    value = widen_nibbles(codes, zero, m.zero is not None, CODES, HIGH, dtype)
     if FOLD:
         COUNT: tl.constexpr = codes.shape[1] // FOLD
         at = features[:, None] * size.groups + k // FOLD + tl.arange(0, COUNT)[None, :]
@@ -123,7 +121,7 @@ def _half(codes, m, size, features, k, HIGH: tl.constexpr, LENGTH: tl.constexpr,
 def _codes(m, size, first, features, k, P: tl.constexpr, EVEN: tl.constexpr):
     """W [F, P] from element k on of each row.
 
-    Offsets are of 32 bits, from the first row of the tile: of 64 they would take twice the registers.
+    Offsets are of 32 bits, from the tile's first row: of 64 they would take twice the registers.
     """
     at = tl.arange(0, P)
     offsets = (features - first) * size.weight_stride
@@ -158,10 +156,8 @@ def _bytes_step(
     """total with the products of P values from k on, a value of W in one element."""
     w = _codes(m, size, first, features, k, P, CODES != DENSE or EVEN)
     if ROWS == FLOATS and CODES == BYTES:
-        if m.zero is None:
-            w = exact(w, x.dtype)
-        else:
-            w = widen_bytes(w, _zero(m, size, features, k, LENGTH), x.dtype)
+        zero = _zero(m, size, features, k, LENGTH)
+        w = widen_bytes(w, zero, m.zero is not None, x.dtype)
     if LENGTH == 0:
         total = product(w, x, total, ROWS)
     else:
@@ -172,14 +168,14 @@ def _bytes_step(
 
 @triton.jit
 def _nibbles_step(
-    total, m, size, first, features, rows, low, high, k, ROWS: tl.constexpr,
-    LENGTH: tl.constexpr, FOLD: tl.constexpr, P: tl.constexpr,
+    total, m, size, first, features, rows, low, high, k, CODES: tl.constexpr,
+    ROWS: tl.constexpr, LENGTH: tl.constexpr, FOLD: tl.constexpr, P: tl.constexpr,
 ):  # fmt: skip
     """total with the products of P values from k on and of P from k + 64 on: a byte has both."""
     dtype: tl.constexpr = low.dtype
     codes = _codes(m, size, first, features, k // 128 * 64 + k % 128, P, True)
-    least = _half(codes, m, size, features, k, False, LENGTH, FOLD, dtype)
-    most = _half(codes, m, size, features, k + 64, True, LENGTH, FOLD, dtype)
+    least = _half(codes, m, size, features, k, False, CODES, LENGTH, FOLD, dtype)
+    most = _half(codes, m, size, features, k + 64, True, CODES, LENGTH, FOLD, dtype)
     if LENGTH == 0:
         total = product(most, high, product(least, low, total, ROWS), ROWS)
     elif LENGTH > 64:
@@ -227,11 +223,24 @@ def span_sums(
                 low = _columns(m, size, first_row, rows, at, P, EVEN)
                 high = _columns(m, size, first_row, rows, at + 64, P, EVEN)
                 total = _nibbles_step(
-                    total, m, size, first, features, rows, low, high, at, ROWS, LENGTH, FOLD, P
+                    total,
+                    m,
+                    size,
+                    first,
+                    features,
+                    rows,
+                    low,
+                    high,
+                    at,
+                    CODES,
+                    ROWS,
+                    LENGTH,
+                    FOLD,
+                    P,
                 )
                 if GATED:
                     other = _nibbles_step(
-                        other, m, size, first + size.features, ups, rows, low, high, at, ROWS,
-                        LENGTH, FOLD, P,
+                        other, m, size, first + size.features, ups, rows, low, high, at, CODES,
+                        ROWS, LENGTH, FOLD, P,
                     )  # fmt: skip
     return total, other

@@ -46,11 +46,12 @@ STEP: dict[Kind, int] = {
     "float32": 32, "half": 64, "w8a16": 128, "w4a16": 128, "w8a8": 128, "w4a8": 128,
 }  # fmt: skip
 
+_Table = dict[Kind, list[tuple[int, int, int, int]]]
 _ROWS = (16, 32, 64, 128, MANY)
 
 # features, rows, warps, stages. Few rows: 40 kB on their way on each multiprocessor, or more. Many:
 # a tile whose sums fill the registers of its warps.
-_FEW = {
+_FEW: _Table = {
     "float32": [(64, 16, 4, 4), (64, 32, 4, 4), (64, 64, 4, 3), (64, 64, 4, 3), (64, 64, 4, 3)],
     "half": [(64, 16, 4, 6), (64, 32, 4, 6), (64, 64, 4, 5), (64, 128, 4, 4), (128, 256, 8, 3)],
     "w8a16": [(64, 16, 4, 6), (64, 32, 4, 5), (64, 64, 4, 4), (64, 128, 4, 3), (128, 128, 8, 3)],
@@ -58,7 +59,7 @@ _FEW = {
     "w8a8": [(64, 16, 4, 6), (64, 32, 4, 6), (64, 64, 4, 5), (64, 128, 4, 4), (128, 256, 8, 3)],
     "w4a8": [(64, 16, 4, 6), (64, 32, 4, 6), (64, 64, 4, 5), (64, 128, 4, 4), (128, 128, 8, 4)],
 }
-_TWICE = {
+_TWICE: _Table = {
     "float32": [(64, 16, 4, 3), (64, 32, 4, 3), (64, 32, 4, 3), (64, 32, 4, 3), (64, 32, 4, 3)],
     "half": [(64, 16, 4, 5), (64, 32, 4, 4), (64, 64, 4, 4), (64, 128, 4, 3), (128, 128, 8, 4)],
     "w8a16": [(64, 16, 4, 5), (64, 32, 4, 4), (64, 64, 4, 4), (64, 64, 4, 4), (128, 128, 8, 3)],
@@ -72,7 +73,7 @@ _table: dict[Bucket, tuple[int, int, int, int]] = {
     for twice, table in ((False, _FEW), (True, _TWICE))
     for kind, column in table.items()
     for rows, each in zip(_ROWS, column, strict=True)
-}  # type: ignore[misc]
+}
 _overridden: dict[Bucket, tuple[int, int, int, int]] = {}
 
 
