@@ -16,7 +16,8 @@ for all of them.
 Both multiply tiles whose sides along K and along the keys are the same, by the same instructions
 (wgmma, whose order along K isn't affected by the number of rows), and keep a row's scores in the
 same places, so that its sums fold alike. Work for a step of B sequences and T tokens is laid out
-by T, B and the table's width; each program finds its sequence in `query_start`.
+by T, B and the table's width; each program finds its sequence in `query_start`. Numbers that
+differ from step to step aren't specialised on: nothing is compiled anew for another batch.
 """
 
 from __future__ import annotations
@@ -214,6 +215,8 @@ def _check(
             f"Keys and values are [N, Hkv, P, D] and laid out alike, not {list(keys.shape)} and "
             f"{list(values.shape)} with strides {keys.stride()} and {values.stride()}."
         )
+    if any(stride % 8 for stride in keys.stride()[:3]):
+        raise KernelError(f"Rows of keys begin at multiples of 8 numbers, not {keys.stride()}.")
     last = (q.stride(2), keys.stride(3), block_table.stride(1))
     if last != (1, 1, 1) or q.shape[2] != keys.shape[3] or q.shape[1] % keys.shape[1]:
         raise KernelError(

@@ -16,7 +16,10 @@ from penstock.kernels.triton.attention_tile import (
 )
 
 
-@triton.jit
+@triton.jit(
+    do_not_specialize=["lanes", "spans", "window", "table_row"],
+    do_not_specialize_on_alignment=["query_start", "context_len", "block_table", "sinks"],
+)
 def few(
     q,
     out,
@@ -127,7 +130,10 @@ def few(
         write(out, (start + token).to(tl.int64) * heads + head, found, inside, DIM)
 
 
-@triton.jit
+@triton.jit(
+    do_not_specialize=["batch", "spans", "window"],
+    do_not_specialize_on_alignment=["query_start", "context_len", "sinks"],
+)
 def join_spans(
     out,
     space,

@@ -17,7 +17,10 @@ from penstock.kernels.triton.attention_tile import (
 )
 
 
-@triton.jit
+@triton.jit(
+    do_not_specialize=["batch", "least", "window", "table_row"],
+    do_not_specialize_on_alignment=["query_start", "context_len", "block_table", "sinks"],
+)
 def many(
     q,
     out,
