@@ -7,6 +7,7 @@ it, specialised as it would be there: the arguments are the launcher's own.
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -60,13 +61,15 @@ def registers(kernel: Any) -> tuple[int, int]:
         ptxas = get_ptxas(TARGET.arch).path
         line = [ptxas, "-v", "--gpu-name=sm_90a", str(source), "-o", str(Path(folder, "out"))]
         said = subprocess.run(line, capture_output=True, text=True, check=True).stderr
-    words = said.replace(",", " ").split()
-    return int(words[words.index("registers") - 1]), int(words[words.index("spill") - 2])
+    found = re.search(r"Used (\d+) registers", said), re.search(r"(\d+) bytes spill stores", said)
+    count, spilled = (int(each[1]) for each in found if each)
+    assert "serialized" not in said, said  # products that wait for each other
+    return count, spilled
 
 
-def in_fresh_process(module: str) -> None:
+def in_fresh_process(module: str, *arguments: str) -> None:
     """Run `module`, without the interpreter that tests choose."""
     kept = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    line = [sys.executable, "-m", module]
+    line = [sys.executable, "-m", module, *arguments]
     done = subprocess.run(line, check=False, env=kept, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
