@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import MixtralConfig
+from transformers.models.mixtral.modeling_mixtral import MixtralSparseMoeBlock
 
 from penstock import ops
 from penstock.kernels.triton import launchers
@@ -184,3 +189,62 @@ def test_sorting(tokens: int, top: int, count: int) -> None:
     for got, want in zip(found, expected, strict=True):
         assert got.dtype is want.dtype
         assert torch.equal(got, want)
+
+
+def layer(x: Tensor, logits: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
+    """Two experts a token, from the logits to the sum, without a reference in between."""
+    run, count, inner = launchers(), gate_up.shape[0], down.shape[2]
+    weights, experts = run["route"](logits, 2, True)
+    rows, starts, places = run["sort_tokens"](experts, count)
+    hidden = run["grouped_linear"](
+        x, gate_up, None, None, None, rows, starts, inner, activation=1, gated=True
+    )
+    y = run["grouped_linear"](hidden, down, None, None, None, None, starts, x.shape[1])
+    return run["combine"](y, places, weights)
+
+
+def test_a_layer() -> None:
+    config = MixtralConfig(
+        hidden_size=48, intermediate_size=40, num_local_experts=6, num_experts_per_tok=2
+    )
+    torch.manual_seed(0)
+    block = MixtralSparseMoeBlock(config).to(DEVICE).eval()
+    for parameter in block.parameters():
+        torch.nn.init.normal_(parameter, std=0.3)
+    x, experts = randn(20, 48), block.experts
+    with torch.no_grad():
+        want = block(x[None])[0]
+        logits = x @ block.gate.weight.t()
+        found = layer(x, logits, experts.gate_up_proj, experts.down_proj)
+        torch.testing.assert_close(found, want, rtol=1e-5, atol=1e-5)
+        alone = layer(x[5:6], logits[5:6], experts.gate_up_proj, experts.down_proj)
+    assert torch.equal(alone, found[5:6])
+
+
+class Calls(TorchDispatchMode):
+    """The names of torch's operators that are called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: set[str] = set()
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> object:
+        self.names.add(str(func))
+        return func(*args, **kwargs or {})
+
+
+def test_nothing_reads_what_a_gpu_computes() -> None:
+    """A value that Python asks for, or a result as long as values say, would wait for the GPU."""
+    x, weight = randn(6, 16), randn(3, 16, 16)
+    adapters, scaling = choices(6, 3, -1, 3)[:, 0].contiguous(), torch.rand(3, device=DEVICE)
+    waiting = {"aten._local_scalar_dense.default", "aten.nonzero.default", "aten._unique2.default"}
+    with Calls() as reference:
+        ops.op("lora_add_").reference(x.clone(), x, weight, weight, adapters, scaling)
+    assert reference.names & waiting
+    with Calls() as launched:
+        layer(x, randn(6, 3), torch.cat((weight, weight), 1), weight)
+        launchers()["lora_add_"](x.clone(), x, weight, weight, adapters, scaling)
+    assert launched.names
+    assert not launched.names & waiting
