@@ -45,9 +45,8 @@ def prompts(context: Context, batch: int) -> list[list[int]]:
     """The same for everybody."""
     _, length, _ = _sizes(context)
     draw = np.random.default_rng(batch)
-    found: list[list[int]] = draw.integers(
-        3, _shape(context)["vocab_size"], (batch, length)
-    ).tolist()
+    most = _shape(context)["vocab_size"]
+    found: list[list[int]] = draw.integers(3, most, (batch, length)).tolist()
     return found
 
 

@@ -86,13 +86,15 @@ _DECODE_32K = tuple(
 )
 
 TARGETS = (
-    Target("8B shape, decode, batch 1: of the floor", _at("engine", "8b-decode-1", "achieved"), 0.85),
+    Target("8B shape, decode, batch 1: of the floor",
+           _at("engine", "8b-decode-1", "achieved"), 0.85),
     Target("the same in w4a16", _at("engine", "8b-w4a16-decode-1", "achieved"), 0.70),
     Target("8B shape, decode, batch 64: of the floor",
            _at("engine", "8b-decode-64", "achieved"), 0.70),
     Target("8B shape, prefill of 4,096 tokens: of the matrix rate",
            _at("engine", "8b-prefill-4096", "of_matrix_rate"), 0.65),
-    Target("1B shape, decode, batch 1: of the floor", _at("engine", "1b-decode-1", "achieved"), 0.70),
+    Target("1B shape, decode, batch 1: of the floor",
+           _at("engine", "1b-decode-1", "achieved"), 0.70),
     Target("decode attention at 32k, the least of batch 1, 8, 64: of the copy bandwidth",
            _least(*_DECODE_32K), 0.85),
     Target("prefill attention of 4,096 tokens: of the matrix rate",

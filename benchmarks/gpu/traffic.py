@@ -30,7 +30,7 @@ MOST_CONTEXT, MOST_GENERATED = 7437, 1899
 RATES = (4.0, 12.0, 24.0)  # requests a second
 SEATS = 128
 CACHE_TOKENS = 400_000
-"""52 GB of the 8B shape: each of the seats at the mean length of a request, and half as much more."""
+"""52 GB of the 8B shape: all seats at a request's mean length, and half as much more."""
 
 
 def items(context: Context) -> Iterator[Item]:
