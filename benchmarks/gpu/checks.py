@@ -129,16 +129,23 @@ def _prompts(vocabulary: int, seed: int = 3) -> list[list[int]]:
     return [torch.randint(3, vocabulary, (n,), generator=random).tolist() for n in PROMPTS]
 
 
-def _generate(folder: str, prompts: list[list[int]], **how: Any) -> list[Any]:
-    """Tokens of each prompt, and of each token the log-probabilities of the likeliest five."""
+def _generate(
+    folder: str, prompts: list[list[int]], *, alone: bool = False, **how: Any
+) -> list[Any]:
+    """Tokens of each prompt, and of each token the log-probabilities of the likeliest five.
+
+    alone: one prompt after another, else all in one batch.
+    """
     from penstock import LLM, SamplingParams
 
-    llm = LLM(folder, skip_tokenizer_init=True, num_gpu_blocks_override=64, **how)
+    limits = {"max_num_seqs": 3, "max_num_batched_tokens": 256, "num_gpu_blocks_override": 64}
+    llm = LLM(folder, skip_tokenizer_init=True, **{**limits, **how})
     params = SamplingParams(
         temperature=0.0, max_tokens=TOKENS, ignore_eos=True, detokenize=False, logprobs=5
     )
     found = []
-    for output in llm.generate(prompts, params):
+    batches = [[prompt] for prompt in prompts] if alone else [prompts]
+    for output in (output for batch in batches for output in llm.generate(batch, params)):
         one = output.outputs[0]
         ranks = [{t: entry.logprob for t, entry in token.items()} for token in one.logprobs or ()]
         found.append((list(one.token_ids), ranks))
@@ -184,8 +191,8 @@ def invariance(context: Context) -> dict[str, Any]:
             }
             prompts = _prompts(320)
             together = _generate(folder, prompts, **how)
-            chunks = _generate(folder, prompts, max_num_batched_tokens=16, max_num_seqs=3, **how)
-            alone = [_generate(folder, [prompt], **how)[0] for prompt in prompts]
+            chunks = _generate(folder, prompts, max_num_batched_tokens=16, **how)
+            alone = _generate(folder, prompts, alone=True, **how)
             found[f"{family}: alone"] = together == alone
             found[f"{family}: in chunks"] = together == chunks
             if context.device.type == "cuda":

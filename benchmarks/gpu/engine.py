@@ -13,14 +13,17 @@ from typing import Any
 
 import numpy as np
 import torch
-from benchmarks.gpu.document import Context, Item
+from benchmarks.gpu.document import Context, Item, is_fatal
 from benchmarks.gpu.models import MODES, Made, make
 from benchmarks.gpu.shapes import LLAMA_1B, LLAMA_8B, TINY
+from torch import Tensor
 
 from penstock.bench.meter import Meter
 from penstock.bench.workload import greedy, raise_errors, random_prompts
 from penstock.roofline import StepRecord, floor_of
 from penstock.roofline.gaps import profiled
+from penstock.roofline.timing import median
+from penstock.step import Step
 
 WARM_UP = 4
 """Steps that decode before any counts."""
@@ -147,45 +150,101 @@ def gaps_of(context: Context, shape: dict[str, Any], batch: int) -> dict[str, An
         return {"missing": "a CPU has no gaps"}
     found: dict[str, Any] = {"batch": batch}
     for mode in ("graphs", "eager"):
-        made = make(context, shape, max_model_len=1024 + 128, batch=batch, mode=mode)
-        found[mode] = _profile(context, made, batch, f"{mode}-{batch}")
+        made = make(context, shape, max_model_len=1024 + 192, batch=batch, mode=mode)
+        found[mode] = _gaps(context, made, batch, f"{mode}-{batch}")
         del made
         torch.cuda.empty_cache()
-    eager, graphs = (found[mode]["idle_s_a_step"] for mode in ("eager", "graphs"))
-    found["idle_removed"] = 1 - graphs / eager if eager else None
-    eager, graphs = (found[mode]["launch_s_a_step"] for mode in ("eager", "graphs"))
-    found["launch_gaps_removed"] = 1 - graphs / eager if eager else None
-    found["host_hidden"] = found["graphs"]["host_hidden"]
-    return found
+    return found | removed(found["graphs"], found["eager"])
 
 
-def _profile(context: Context, made: Made, batch: int, name: str) -> dict[str, Any]:
-    """Sixteen steps that decode, under the profiler and not."""
-    meter, draw, steps = made.meter(), np.random.default_rng(0), 16
-    plain_s, _ = run_decode(meter, batch, 1024, steps)
-    for i, prompt in enumerate(random_prompts(draw, meter.runtime, batch, 1024)):
-        meter.engine.add_request(f"profiled-{i}", prompt, greedy(4 * steps))
-    meter.take()
-    done = 0
-    while done < WARM_UP:
-        meter.step()
-        done += sum(r.size.tokens == batch and not r.size.is_prefill for r in meter.take())
+def removed(graphs: dict[str, Any], eager: dict[str, Any]) -> dict[str, Any]:
+    """What graphs do away with, as the profiler saw it, or where it didn't, by events."""
+    name = (
+        "launch_s_a_step"
+        if "launch_s_a_step" in graphs and "launch_s_a_step" in eager
+        else ("exposed_s")
+    )
+    before, after = eager[name], graphs[name]
+    hidden = graphs.get("host_hidden")
+    if hidden is None:  # the host's work beside the forward pass, and what of the step is not it
+        idle = max(graphs["step_s"] - graphs["forward_ahead_s"], 0.0)
+        hidden = max(1 - idle / graphs["host_s"], 0.0)
+    return {
+        "by": name,
+        "launch_gaps_removed": 1 - after / before if before > 0 else None,
+        "host_hidden": hidden,
+    }
 
+
+def _gaps(context: Context, made: Made, batch: int, name: str) -> dict[str, Any]:
+    """Steps that decode: by the host's clock, their forward pass by events, and profiled."""
+    meter, steps = made.meter(), 16
+    plain_s, records = run_decode(meter, batch, 1024, steps)
+    found: dict[str, Any] = {
+        "step_s": plain_s,
+        "host_s": statistics.median(r.overhead_s for r in records),
+        **_forward_times(context, made, meter, batch),
+    }
+    _decode_alone(meter, batch)
     trace = context.document.file.parent / f"trace-{name}.json" if batch == 1 else None
 
     def run() -> None:
         for _ in range(steps):
             raise_errors(meter.step())
 
-    found = profiled(run, trace)
+    try:
+        seen = profiled(run, trace)
+    except Exception as error:  # a system without the driver's profiling interface
+        if is_fatal(error):
+            raise
+        return {**found, "profiler": f"{type(error).__name__}: {error}"}
     return {
-        **found.as_dict(),
+        **found,
+        **seen.as_dict(),
         "steps": steps,
-        "step_s": plain_s,
-        "launch_s_a_step": found.launch_s / steps,
-        "idle_s_a_step": found.idle_s / steps,
-        "kernels_a_step": found.kernels / steps,
+        "launch_s_a_step": seen.launch_s / steps,
+        "idle_s_a_step": seen.idle_s / steps,
+        "kernels_a_step": seen.kernels / steps,
     }
+
+
+def _decode_alone(meter: Meter, batch: int) -> None:
+    """Have `batch` sequences come to where each step is one of decoding."""
+    draw = np.random.default_rng(1)
+    for i, prompt in enumerate(random_prompts(draw, meter.runtime, batch, 1024)):
+        meter.engine.add_request(f"{time.monotonic_ns()}-{i}", prompt, greedy(96))
+    meter.take()
+    done = 0
+    while done < WARM_UP:
+        raise_errors(meter.step())
+        done += sum(r.size.tokens == batch and not r.size.is_prefill for r in meter.take())
+
+
+def _forward_times(context: Context, made: Made, meter: Meter, batch: int) -> dict[str, float]:
+    """A step's forward pass again and again, to the same bytes: as it is launched, and with all of
+    its launches queued before it begins. What lies between the two are launch gaps."""
+    _decode_alone(meter, batch)
+    runner, kept = made.runtime.runner, []
+
+    def keeping(step: Step) -> Tensor:
+        kept.append(step)
+        return type(runner).forward(runner, step)
+
+    runner.forward = keeping
+    try:
+        raise_errors(meter.step())
+    finally:
+        del runner.forward
+    step = kept[-1]
+
+    def again() -> Tensor:
+        return runner.forward(step)
+
+    shown = median(again, context.device, repeats=10, ahead_cycles=0)
+    ahead = median(again, context.device, repeats=10, ahead_cycles=60_000_000)
+    for request_id in list(meter.engine.requests):
+        meter.engine.abort(request_id, report=False)
+    return {"forward_s": shown, "forward_ahead_s": ahead, "exposed_s": max(shown - ahead, 0.0)}
 
 
 def modes(context: Context, shape: dict[str, Any]) -> dict[str, Any]:

@@ -16,6 +16,7 @@ import os
 import subprocess
 import sys
 import time
+import traceback
 from pathlib import Path
 from typing import Any
 
@@ -74,8 +75,12 @@ def perform_section(wanted: argparse.Namespace, section: str, seconds: float, on
     context = Context(
         device, wanted.dry_run, wanted.quick, Document(wanted.out), time.monotonic() + seconds, only
     )
-    module = importlib.import_module(f"benchmarks.gpu.{section}")
-    return perform(context, section, module.items(context))
+    try:
+        items = list(importlib.import_module(f"benchmarks.gpu.{section}").items(context))
+    except Exception:  # the others may run
+        context.document.put(section, "start", {"error": traceback.format_exc()[-6000:]})
+        return 0
+    return perform(context, section, items)
 
 
 def run_section(wanted: argparse.Namespace, section: str, seconds: float, only: str) -> None:

@@ -130,7 +130,16 @@ def errors(document: Document) -> dict[str, str]:
         for name, entry in items.items():
             if "error" in entry:
                 found[f"{section}: {name}"] = entry["error"].strip().splitlines()[-1][:200]
+            for part, one in _ours(entry.get("result")):
+                found[f"{section}: {name}, {part}"] = one["error"][:200]
     return found
+
+
+def _ours(result: Any) -> list[tuple[str, dict[str, str]]]:
+    """What of a comparison's parts failed in our own kernel."""
+    parts = result.items() if isinstance(result, dict) else ()
+    ours = ((k, v["penstock"]) for k, v in parts if isinstance(v, dict) and "penstock" in v)
+    return [(part, one) for part, one in ours if isinstance(one, dict) and "error" in one]
 
 
 def text(document: Document) -> str:

@@ -44,7 +44,7 @@ def measure_gpu(
     *,
     repeats: int = 10,
     device: torch.device | None = None,
-    sizes: Sizes = Sizes(),  # noqa: B008  frozen
+    sizes: Sizes = Sizes(),
 ) -> GpuPeaks:
     """Measure bandwidth and matrix rates, each a median; takes about a second.
 
