@@ -23,7 +23,7 @@ from penstock.kernels import native
 from penstock.models.hub import resolve
 from penstock.pipeline.build import BuildOptions, build
 from penstock.pipeline.vocabulary import reduce_vocabulary
-from penstock.runtime import Runtime, load_runtime, loader, plan_blocks, plan_swap
+from penstock.runtime import Runtime, device, load_runtime, plan_blocks, plan_swap
 from penstock.runtime.draft_model import FittedLogits
 from penstock.runtime.drafting import draft_proposer
 from penstock.sampling import SequenceSampling
@@ -178,7 +178,7 @@ def test_both_models_are_counted(
 ) -> None:
     block = 2 * 32 * 6 * 4 * 32 * 2  # a block of the stories in bfloat16, in bytes
     machine = Hardware("a small one", 1, (), 1 << 40, available_bytes=30 * block)
-    monkeypatch.setattr(loader, "detect", lambda: machine)
+    monkeypatch.setattr(device, "detect", lambda: machine)
     one = loaded({"method": "ngram"}, num_blocks=None)[1]
     assert one.num_blocks == int(30 * 0.9) and one.layouts == (one.layout,)
     assert one.cache_bytes == 27 * block
@@ -355,7 +355,7 @@ def test_engine_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stories
     block = 2 * 32 * 6 * 4 * 32 * 2  # of one of the two caches
     free = (folder / "weights.bin").stat().st_size + 40 * block  # mapped pages count as free
     machine = Hardware("a small one", 1, (), 1 << 40, available_bytes=free)
-    monkeypatch.setattr(loader, "detect", lambda: machine)
+    monkeypatch.setattr(device, "detect", lambda: machine)
     _, runtime = loaded({**DRAFTED, "model": folder}, num_blocks=None)
     assert runtime.num_blocks == 18 == int(40 * 0.9) // 2
     (folder / "weights.bin").unlink()

@@ -12,7 +12,7 @@ from penstock.config import EngineConfig
 from penstock.errors import ModelNotFoundError, OutOfCacheError, TokenizerError
 from penstock.hardware import Hardware
 from penstock.kernels import native
-from penstock.runtime import load_runtime, loader
+from penstock.runtime import device, load_runtime
 
 FOLDER = Path(__file__).resolve().parents[2].parent / "shared/data/models/stories260K/hf"
 pytestmark = pytest.mark.skipif(not FOLDER.is_dir(), reason=f"no {FOLDER}")
@@ -53,7 +53,7 @@ def test_a_machine_without_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     """Said before the cache is allocated, with the length that would fit."""
     block = 2 * 32 * 5 * 4 * 16 * 4  # heads of 8 are padded to 16
     full = Hardware("a small one", 1, (), 1 << 30, available_bytes=10 * block)
-    monkeypatch.setattr(loader, "detect", lambda: full)
+    monkeypatch.setattr(device, "detect", lambda: full)
     with pytest.raises(OutOfCacheError, match="Lower max_model_len to 288"):
         load_runtime(EngineConfig.of(model=FOLDER))
     runtime = load_runtime(EngineConfig.of(model=FOLDER, max_model_len=288))

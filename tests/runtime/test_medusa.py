@@ -26,7 +26,7 @@ from penstock.nn import KeptStates
 from penstock.pipeline.build import BuildOptions, build
 from penstock.pipeline.vocabulary import reduce_vocabulary
 from penstock.roofline import Cost, StepSize
-from penstock.runtime import Runtime, load_runtime, loader
+from penstock.runtime import Runtime, device, load_runtime
 from penstock.runtime.beside import Target, keep_states
 from penstock.runtime.drafting import draft_proposer
 from penstock.runtime.engine_folder import EngineFolder
@@ -253,7 +253,7 @@ def test_memory_and_what_is_said(
     later = 2 * 40 * D + 2 * 4 * D + 4 * 4 * 4 * V + 4 * 4 * V
     block = runtime.layout.bytes_per_block
     free = Hardware("a small one", 1, (), 1 << 40, available_bytes=20 * block + later)
-    monkeypatch.setattr(loader, "detect", lambda: free)
+    monkeypatch.setattr(device, "detect", lambda: free)
     options: dict[str, Any] = {"num_blocks": None, "max_num_batched_tokens": 40}
     assert loaded(rounds, heads, **options)[1].num_blocks == 18
     free = replace(free, available_bytes=20 * block + later - 1)

@@ -2,7 +2,7 @@
 
 Options: a `--quantization` name; `dtype=float32` (or the dtype alone); `kv=int8`; `eager`, the
 operators called one by one; `graph` and `compiled`, by the model's exported graph, or by that as a
-package; `isa=avx2` and `kernels=reference`, what the operators are run by.
+package; `isa=avx2` and `kernels=reference`, what the operators are run by; `device=cpu`, where.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from penstock.quant import formats_of
 DTYPES = ("float32", "bfloat16")
 KERNELS = ("native", "reference")
 FORMS = ("graph", "compiled")
-_KEYS = ("dtype", "kv", "isa", "kernels")
+_KEYS = ("dtype", "kv", "isa", "kernels", "device")
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +38,7 @@ class Variant:
     form: str | None = None  # graph or compiled: by the model's graph (`bench.graph_form`)
     isa: str | None = None  # None: as in this process
     kernels: str | None = None
+    device: str = "auto"
 
     def __post_init__(self) -> None:
         if self.quantization is not None:
@@ -66,6 +67,7 @@ class Variant:
             self.form or "",
             f"isa={self.isa}" if self.isa else "",
             f"kernels={self.kernels}" if self.kernels else "",
+            "" if self.device == "auto" else f"device={self.device}",
         ]
         words = ",".join(filter(None, chosen))
         return f"{self.model}:{words}" if words else str(self.model)
@@ -103,6 +105,7 @@ class Variant:
             quantization=self.quantization,
             kv_cache_dtype=self.kv_cache_dtype,
             enforce_eager=self.eager,
+            device=self.device,
             max_model_len=window,
             max_num_seqs=1,
         ).suggesting(
@@ -170,6 +173,6 @@ def _option(word: str) -> tuple[str, Any]:
     except ConfigError as error:
         raise ConfigError(
             f"{word!r} isn't an option of a variant. Beside eager, {', '.join(FORMS)}, dtype=, "
-            f"kv=, isa= and kernels=, it may be a quantization: {error}"
+            f"kv=, isa=, kernels= and device=, it may be a quantization: {error}"
         ) from error
     return "quantization", word

@@ -10,8 +10,17 @@ import typer
 from penstock.cli.bench_serve import serve
 from penstock.cli.bench_speculate import speculate
 from penstock.cli.bench_structured import structured
+from penstock.cli.device_options import PLACED, Placed
 from penstock.cli.loading import load
-from penstock.cli.options import MODEL, Dtype, JsonFile, KvCacheDtype, Model, Quantization
+from penstock.cli.options import (
+    MODEL,
+    Dtype,
+    JsonFile,
+    KvCacheDtype,
+    Model,
+    Quantization,
+    grouped,
+)
 
 if TYPE_CHECKING:
     from penstock.bench.report import Report
@@ -26,6 +35,7 @@ OutputLen = Annotated[int, typer.Option(min=2, help="Tokens to generate for each
 
 
 @app.command()
+@grouped
 def latency(
     model: Model = MODEL,
     input_len: Annotated[
@@ -42,6 +52,7 @@ def latency(
     dtype: Dtype = "auto",
     quantization: Quantization = None,
     kv_cache_dtype: KvCacheDtype = "auto",
+    placed: Placed = PLACED,
     json_file: JsonFile = None,
 ) -> None:
     """Time a batch that starts together: its prompts (prefill), then each step (decode)."""
@@ -62,12 +73,17 @@ def latency(
         repeats=repeats,
     )
     config = workload.config(
-        model, dtype=dtype, quantization=quantization, kv_cache_dtype=kv_cache_dtype
+        model,
+        dtype=dtype,
+        quantization=quantization,
+        kv_cache_dtype=kv_cache_dtype,
+        **placed.chosen(),
     )
     _show(benchmark.run(config, load(config), workload), json_file)
 
 
 @app.command()
+@grouped
 def throughput(
     model: Model = MODEL,
     num_prompts: Annotated[int, typer.Option(min=1, help="Requests, all there at the start.")] = 64,
@@ -77,6 +93,7 @@ def throughput(
     dtype: Dtype = "auto",
     quantization: Quantization = None,
     kv_cache_dtype: KvCacheDtype = "auto",
+    placed: Placed = PLACED,
     json_file: JsonFile = None,
 ) -> None:
     """Time many requests through the scheduler."""
@@ -91,7 +108,11 @@ def throughput(
         max_num_seqs=max_num_seqs,
     )
     config = workload.config(
-        model, dtype=dtype, quantization=quantization, kv_cache_dtype=kv_cache_dtype
+        model,
+        dtype=dtype,
+        quantization=quantization,
+        kv_cache_dtype=kv_cache_dtype,
+        **placed.chosen(),
     )
     _show(benchmark.run(config, load(config), workload), json_file)
 

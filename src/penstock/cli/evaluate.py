@@ -10,8 +10,16 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from penstock.cli.device_options import Device
 from penstock.cli.loading import load
-from penstock.cli.options import MODEL, Dtype, JsonFile, KvCacheDtype, Model, Quantization
+from penstock.cli.options import (
+    MODEL,
+    Dtype,
+    JsonFile,
+    KvCacheDtype,
+    Model,
+    Quantization,
+)
 from penstock.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -67,6 +75,7 @@ def evaluate(
     dtype: Dtype = "auto",
     quantization: Quantization = None,
     kv_cache_dtype: KvCacheDtype = "auto",
+    device: Device = "auto",
     json_file: JsonFile = None,
 ) -> None:
     """Score held-out texts (perplexity, bits per byte, accuracy) and dialogues (format, tools)."""
@@ -76,6 +85,8 @@ def evaluate(
 
     _check_options(text, dialogues, against, save_run, reference_run)
     chosen = {"dtype": dtype, "quantization": quantization, "kv_cache_dtype": kv_cache_dtype}
+    if device != "auto":
+        chosen["device"] = device
     window = window or _window(model)
     stride = stride or max(1, window // 2)
     check_window(window, stride)

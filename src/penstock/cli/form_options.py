@@ -9,6 +9,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from penstock.cli.device_options import (
+    Compilation,
+    Deterministic,
+    Device,
+    EnforceEager,
+    Placed,
+)
 from penstock.cli.options import (
     Dtype,
     KvCacheDtype,
@@ -68,13 +75,17 @@ DRAWN = Drawn()
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """How a model is loaded."""
+    """How a model is loaded, and where."""
 
     dtype: Dtype = "auto"
     quantization: Quantization = None
     kv_cache_dtype: KvCacheDtype = "auto"
     max_model_len: MaxModelLen = None
     speculative_config: SpeculativeConfig = None
+    device: Device = "auto"
+    deterministic: Deterministic = None
+    enforce_eager: EnforceEager = False
+    compilation_config: Compilation = None
 
     def config(self, model: str) -> EngineConfig:
         """An engine's, for this model."""
@@ -87,6 +98,9 @@ class Loaded:
             max_model_len=self.max_model_len,
             speculative_config=speculation(self.speculative_config),
         )
+        options |= Placed(
+            self.device, self.deterministic, self.enforce_eager, self.compilation_config
+        ).chosen()
         return EngineConfig.of(model=model, **options)
 
 

@@ -8,8 +8,17 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from penstock.cli.device_options import PLACED, Placed
 from penstock.cli.loading import load
-from penstock.cli.options import MODEL, Dtype, JsonFile, KvCacheDtype, Model, Quantization
+from penstock.cli.options import (
+    MODEL,
+    Dtype,
+    JsonFile,
+    KvCacheDtype,
+    Model,
+    Quantization,
+    grouped,
+)
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -17,6 +26,7 @@ if TYPE_CHECKING:
     from penstock.bench.profile import PhaseProfile, Profile, Row
 
 
+@grouped
 def profile(
     model: Model = MODEL,
     prompt_len: Annotated[
@@ -36,6 +46,7 @@ def profile(
     dtype: Dtype = "auto",
     quantization: Quantization = None,
     kv_cache_dtype: KvCacheDtype = "auto",
+    placed: Placed = PLACED,
     json_file: JsonFile = None,
     trace: Annotated[
         Path | None,
@@ -65,7 +76,11 @@ def profile(
         repeats=3,
     )
     config = workload.config(
-        model, dtype=dtype, quantization=quantization, kv_cache_dtype=kv_cache_dtype
+        model,
+        dtype=dtype,
+        quantization=quantization,
+        kv_cache_dtype=kv_cache_dtype,
+        **placed.chosen(),
     )
     found = benchmark.run(config, load(config), workload)
     _write(found, json_file, trace, svg)

@@ -16,12 +16,14 @@ from typing import IO, TYPE_CHECKING, Annotated, Any
 import typer
 
 from penstock.cli import console
+from penstock.cli.device_options import PLACED, Placed
 from penstock.cli.options import (
     KvCacheDtype,
     MaxModelLen,
     MaxTokens,
     SpeculativeConfig,
     given,
+    grouped,
     speculation,
 )
 from penstock.cli.stats import DraftStats
@@ -32,6 +34,7 @@ if TYPE_CHECKING:
     from penstock.engine import AsyncLLM
 
 
+@grouped
 def run(
     engine: Annotated[str, typer.Argument(help="An engine folder, or any model.")],
     input_file: Annotated[
@@ -45,6 +48,7 @@ def run(
     max_model_len: MaxModelLen = None,
     kv_cache_dtype: KvCacheDtype = "auto",
     speculative_config: SpeculativeConfig = None,
+    placed: Placed = PLACED,
     served_model_name: Annotated[
         list[str] | None,
         typer.Option(
@@ -80,6 +84,7 @@ def run(
             max_model_len=max_model_len,
             speculative_config=speculation(speculative_config),
         ),
+        **placed.chosen(),
         kv_cache_dtype=kv_cache_dtype,
         verify=verify,
     )

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 
+from penstock.cli.device_options import PLACED, Placed
 from penstock.cli.options import (
     MODEL,
     Dtype,
@@ -21,6 +22,7 @@ from penstock.cli.options import (
     Quantization,
     SpeculativeConfig,
     given,
+    grouped,
     speculation,
 )
 from penstock.cli.stats import machine_peaks
@@ -70,6 +72,7 @@ _OPTIONS = {
     "policy(?==)": "--scheduling-policy",
     "^kv_cache_dtype": "--kv-cache-dtype",
     "^dtype": "--dtype",
+    "^device": "--device",
     "^seed": "--seed",
     "^port": "--port",
     "^host=": "--host ",
@@ -80,6 +83,7 @@ def _option(*names: str, help: str, panel: str) -> Any:  # noqa: A002
     return typer.Option(*names, help=help, rich_help_panel=panel)
 
 
+@grouped
 def serve(
     model: Model = MODEL,
     host: Annotated[str, _option(help="Address to listen on.", panel=_SERVER)] = "127.0.0.1",
@@ -265,10 +269,7 @@ def serve(
     swap_space: Annotated[
         float | None, _option(help="GiB for what is swapped out.", panel=_ENGINE)
     ] = None,
-    enforce_eager: Annotated[
-        bool,
-        _option("--enforce-eager", help="Call the operators one by one.", panel=_ENGINE),
-    ] = False,
+    placed: Placed = PLACED,
     speculative_config: SpeculativeConfig = None,
     seed: Annotated[
         int | None, _option(help="For requests without their own.", panel=_ENGINE)
@@ -334,9 +335,9 @@ def serve(
         enable_prefix_caching=prefix_caching,
         enable_chunked_prefill=chunked_prefill,
         enable_jump_forward=jump_forward,
-        enforce_eager=enforce_eager,
         policy=scheduling_policy,
         preemption_mode=preemption_mode,
+        **placed.chosen(),
         **given(
             ttft_slo_s=None if ttft_slo_ms is None else ttft_slo_ms / 1000,
             tpot_slo_s=None if tpot_slo_ms is None else tpot_slo_ms / 1000,

@@ -35,6 +35,7 @@ class ModelConfig:
     tokenizer: str | Path | None = None  # None: beside the model
     skip_tokenizer_init: bool = False
     revision: str | None = None  # of a hub id
+    load_format: Literal["auto", "dummy"] = "auto"  # dummy: random weights, config.json is enough
     strict: bool = False  # a config key that nothing reads is an error
     quantization: str | None = None  # of weights as they are loaded: w8a8, w4a8-g64, …
     device: str = "auto"  # cpu, cuda or cuda:N; auto: a GPU where one can be used, else the CPU
@@ -55,6 +56,7 @@ class ModelConfig:
         if self.quantization is not None and not isinstance(self.quantization, str):
             raise ConfigError(f"quantization must be a name, not {self.quantization!r}.")
         one_of(self, "dtype", ("auto", "float32", "float", "bfloat16"))
+        one_of(self, "load_format", ("auto", "dummy"))
         object.__setattr__(self, "compilation", CompilationConfig.of(self.compilation))
         self._check_device()
         if isinstance(self.seed, bool) or not isinstance(self.seed, int) or self.seed < 0:
@@ -146,6 +148,7 @@ class SchedulerConfig:
     max_num_seqs: int = 64  # sequences in one step
     max_num_batched_tokens: int = 2048  # tokens in one step
     enable_chunked_prefill: bool = True
+    async_scheduling: bool | None = None  # a GPU's next step is begun early; None: where it can be
     enable_jump_forward: bool = True  # tokens that a grammar forces take no step of their own
     policy: Literal["fcfs", "priority", "sjf", "edf"] = "fcfs"
     ttft_slo_s: float | None = None  # edf: for requests that don't bring their own
@@ -157,6 +160,10 @@ class SchedulerConfig:
     def __post_init__(self) -> None:
         positive(self, "max_num_seqs", "max_num_batched_tokens")
         flags(self, "enable_chunked_prefill", "enable_jump_forward")
+        if self.async_scheduling not in (None, True, False):
+            raise ConfigError(
+                f"async_scheduling must be True, False or None, not {self.async_scheduling!r}."
+            )
         one_of(self, "policy", ("fcfs", "priority", "sjf", "edf"))
         one_of(self, "preemption_mode", ("auto", "recompute", "swap"))
         seconds(self, "ttft_slo_s", "tpot_slo_s", "starvation_s")

@@ -12,6 +12,8 @@ import torch
 
 from penstock.errors import ConfigError, ModelNotFoundError, UnsupportedModelError
 from penstock.hardware import detect
+from penstock.models.dummy import fill_with_noise
+from penstock.models.registry import read_spec
 from penstock.models.sources import open_model, read_generation, stored_quantization
 from penstock.models.spec import ModelSpec
 from penstock.models.weights import Progress, Source, Stored, load_weights, stored_formats
@@ -77,14 +79,43 @@ def load_model(
         _check_memory(checkpoint, spec.decoder, formats, chosen, device)
     model = Decoder(spec.decoder, formats, chosen, length)
     load_weights(model, spec, checkpoint, progress, stored)
+    if device != CPU:
+        model.to(device)
     return LoadedModel(
-        model=model.eval().to(device),
+        model=model.eval(),
         spec=spec,
         dtype=chosen,
         max_model_len=length,
         generation=generation,
         eos_token_ids=stop_ids(spec, generation, folder),
     )
+
+
+def load_dummy(
+    folder: Path,
+    *,
+    dtype: str = "auto",
+    max_model_len: int | None = None,
+    strict: bool = False,
+    quantization: str | None = None,
+    seed: int = 0,
+    progress: Progress | None = None,
+    storage: Storage = PANELS,
+    device: torch.device = CPU,
+) -> LoadedModel:
+    """A model of the shape that `folder`'s config.json has, with random weights made on `device`.
+
+    Arguments as of `load_model`; in bfloat16 where the config names no dtype.
+    """
+    spec = read_spec(folder, strict=strict)
+    chosen = _DTYPES.get((spec.dtype or "bfloat16") if dtype == "auto" else dtype, torch.bfloat16)
+    if quantization is not None or chosen is torch.float16:
+        chosen = torch.bfloat16
+    formats = formats_of(quantization, chosen).stored_as(storage)
+    length = _length(max_model_len, spec.decoder)
+    model = Decoder(spec.decoder, formats, chosen, length).to(device)
+    fill_with_noise(model, chosen, device, seed, progress)
+    return LoadedModel(model.eval(), spec, chosen, length, {}, stop_ids(spec, {}, folder))
 
 
 def chosen_formats(

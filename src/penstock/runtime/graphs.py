@@ -139,13 +139,22 @@ class GraphForward:
         self._graphs: dict[tuple[int, int, int, tuple[int, ...]], _Graph] = {}
 
     def __call__(self, step: Step, kv: KV) -> Tensor:
-        shape = self._graph_shape(step)
-        if shape is None or kv is not self._kv:
+        return self._run(step, kv, None)
+
+    def follow(self, step: Step, kv: KV, tokens: Tensor) -> Tensor:
+        """The same of tokens that are on the device already: `step.tokens` says which."""
+        return self._run(step, kv, tokens)
+
+    def _run(self, step: Step, kv: KV, tokens: Tensor | None) -> Tensor:
+        shape = self._graph_shape(step) if kv is self._kv else None
+        sent = self._staging.send(step) if shape is None else self._inputs.send(step, shape)
+        if tokens is not None:
+            given = sent.tokens[: step.num_tokens]
+            given.copy_(tokens.index_select(0, given))
+        if shape is None:
             self.counts.eager += 1
-            return self._compute(self._staging.send(step), kv)
-        sent = self._inputs.send(step, shape)
-        graph = self._graph(sent, shape)
-        return graph.logits[: step.num_sequences]
+            return self._compute(sent, kv)
+        return self._graph(sent, shape).logits[: step.num_sequences]
 
     @property
     def how(self) -> str:

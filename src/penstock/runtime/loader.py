@@ -5,15 +5,16 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 from penstock.cache import PagedLayout, RecentBlocks, kv_dtype, most_recent_blocks
 from penstock.cache.kv_dtype import RECENT_WINDOW
-from penstock.config import EngineConfig, SpeculativeConfig
+from penstock.config import EngineConfig, ModelConfig, SpeculativeConfig
 from penstock.errors import ConfigError, WeightsError
 from penstock.models.exported import read_exported, verify_exported
 from penstock.models.hub import resolve
-from penstock.models.load import LoadedModel, load_model
+from penstock.models.load import LoadedModel, load_dummy, load_model
 from penstock.models.sources import open_tokenizer
 from penstock.models.weights import Progress
 from penstock.runtime.beside import Opened, Opener, Placed, Target
@@ -116,17 +117,7 @@ def load_runtime(config: EngineConfig, progress: Progress | None = None) -> Runt
             )
         verify_exported(folder)
     config = as_exported(folder, config)
-    loaded = load_model(
-        folder,
-        dtype=config.model.dtype,
-        max_model_len=config.model.max_model_len,
-        strict=config.model.strict,
-        quantization=config.model.quantization,
-        progress=progress,
-        storage=device.storage,
-        device=device.torch,
-    )
-    loaded, vocabulary = _reduced(folder, loaded)
+    loaded, vocabulary = _reduced(folder, _loaded(folder, config.model, device, progress))
     tokenizer = _tokenizer(config, folder, loaded, vocabulary)
     opened = open_beside(config, Target(folder, loaded, tokenizer, vocabulary))
     layout, blocks = _cache(config, loaded, opened, device=device)
@@ -142,6 +133,23 @@ def load_runtime(config: EngineConfig, progress: Progress | None = None) -> Runt
     return Runtime(loaded, tokenizer, layout, blocks, runner, draft=placed)
 
 
+def _loaded(
+    folder: Path, model: ModelConfig, device: Device, progress: Progress | None
+) -> LoadedModel:
+    dummy = model.load_format == "dummy"
+    load = partial(load_dummy, seed=model.seed) if dummy else load_model
+    return load(
+        folder,
+        dtype=model.dtype,
+        max_model_len=model.max_model_len,
+        strict=model.strict,
+        quantization=model.quantization,
+        progress=progress,
+        storage=device.storage,
+        device=device.torch,
+    )
+
+
 def _limits(config: EngineConfig, loaded: LoadedModel, layout: PagedLayout) -> StepLimits:
     limits = config.scheduler
     return StepLimits(
@@ -152,6 +160,8 @@ def _limits(config: EngineConfig, loaded: LoadedModel, layout: PagedLayout) -> S
 
 
 def _load_engine(folder: Path, config: EngineConfig) -> Runtime:
+    if config.model.load_format == "dummy":
+        raise ConfigError(f"{folder} was built with its weights: leave load_format='dummy' out.")
     if config.model.device.startswith("cuda"):
         raise ConfigError(
             f"{folder} was built for a CPU, so device={config.model.device!r} can't take effect. "

@@ -150,6 +150,12 @@ class Runner:
         """The step's logits [S, V], good until the next one; keys and values go to the cache."""
         return self.by(self._forward, step)
 
+    def follow(self, step: Step, tokens: Tensor) -> Tensor:
+        """The same where `step.tokens` says which of `tokens`, on the GPU, they are."""
+        assert self.graphs is not None and self.vocabulary is None
+        with torch.inference_mode():
+            return self.graphs.follow(step, self.kv, tokens)
+
     def by(self, forward: Forward, step: Step) -> Tensor:
         """The same by another way to run the model, over the same cache."""
         with torch.inference_mode(), nullcontext() if self.recent is None else self.computing(step):

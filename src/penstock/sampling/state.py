@@ -170,6 +170,20 @@ class SequenceSampling:
         return np.array(sorted(found), dtype=np.int64)
 
     @property
+    def looks_back(self) -> bool:
+        """Whether what may come next depends on what the tokens before it are."""
+        params = self.params
+        return bool(
+            self.has_penalties
+            or self.constraint is not None
+            or self.dry is not None
+            or self.bad_words
+            or params.mirostat
+            or params.logits_processors
+            or self.num_generated < params.min_tokens  # whose end tokens are banned by a count
+        )
+
+    @property
     def is_below_minimum(self) -> bool:
         """Whether ``min_tokens`` still forbids this sequence to end."""
         return self.num_generated < self.params.min_tokens

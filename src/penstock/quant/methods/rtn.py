@@ -136,12 +136,12 @@ def nearest_e2m1(u: Tensor) -> Tensor:
     # a value on the border goes up where that code is even
     down = torch.tensor([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0])
     down[1::2] = torch.nextafter(down[1::2], torch.zeros(3))
-    return (torch.bucketize(u.abs(), down) + 8 * torch.signbit(u)).to(torch.uint8)
+    return (torch.bucketize(u.abs(), down.to(u.device)) + 8 * torch.signbit(u)).to(torch.uint8)
 
 
 def _nearest_nf4(u: Tensor) -> Tensor:
     level = levels("nf4").double()
-    return torch.bucketize(u.double(), (level[1:] + level[:-1]) / 2).to(torch.uint8)
+    return torch.bucketize(u.double(), ((level[1:] + level[:-1]) / 2).to(u.device)).to(torch.uint8)
 
 
 def _grouped(weight: Tensor, scheme: Scheme) -> Tensor:

@@ -1,0 +1,95 @@
+"""Options that say where a model runs, and how its steps are put together there."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+import typer
+
+from penstock.cli.options import given
+from penstock.errors import ConfigError
+
+_PANEL = "Device"
+
+Device = Annotated[
+    str,
+    typer.Option(
+        metavar="auto|cpu|cuda|cuda:N",
+        help="auto: a GPU where one can be used, else the CPU.",
+        rich_help_panel=_PANEL,
+    ),
+]
+Deterministic = Annotated[
+    bool | None,
+    typer.Option(
+        "--deterministic/--no-deterministic",
+        help="On a GPU: one order of additions, whatever else is in a batch. "
+        "--no-deterministic: whatever is fastest. A CPU is always deterministic.",
+        rich_help_panel=_PANEL,
+    ),
+]
+EnforceEager = Annotated[
+    bool,
+    typer.Option("--enforce-eager", help="Call the operators one by one.", rich_help_panel=_PANEL),
+]
+Compilation = Annotated[
+    str | None,
+    typer.Option(
+        metavar="JSON",
+        help='Of a GPU\'s steps: \'{"cudagraph_mode": "none"}\', \'{"mode": "compile"}\', '
+        "'{\"cudagraph_capture_sizes\": [1, 8, 64]}' (docs/gpu.md).",
+        rich_help_panel=_PANEL,
+    ),
+]
+LoadFormat = Annotated[
+    str,
+    typer.Option(
+        metavar="auto|dummy",
+        help="dummy: random weights of the shape that config.json has, which is all it reads.",
+        rich_help_panel=_PANEL,
+    ),
+]
+
+
+@dataclass(frozen=True, slots=True)
+class Placed:
+    """Where a model runs."""
+
+    device: Device = "auto"
+    deterministic: Deterministic = None
+    enforce_eager: EnforceEager = False
+    compilation_config: Compilation = None
+    load_format: LoadFormat = "auto"
+
+    def chosen(self) -> dict[str, Any]:
+        """As arguments of an engine. Raises ConfigError for what isn't a JSON object."""
+        return given(
+            device=None if self.device == "auto" else self.device,
+            deterministic=self.deterministic,
+            enforce_eager=self.enforce_eager or None,
+            load_format=None if self.load_format == "auto" else self.load_format,
+            compilation_config=_object(self.compilation_config),
+        )
+
+
+PLACED = Placed()
+
+
+def _object(text: str | None) -> dict[str, Any] | None:
+    if text is None:
+        return None
+    try:
+        found = json.loads(text)
+    except ValueError as error:
+        raise ConfigError(
+            f"--compilation-config isn't JSON: {error}. An object such as "
+            '{"cudagraph_mode": "none"} is.'
+        ) from error
+    if not isinstance(found, dict):
+        raise ConfigError(
+            "--compilation-config must be an object such as "
+            f'{{"cudagraph_mode": "none"}}, not {text!r}.'
+        )
+    return found

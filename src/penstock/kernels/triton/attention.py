@@ -1,0 +1,478 @@
+"""Attention over keys and values in rows, with one order of additions for any mixture.
+
+A query's bits don't depend on how many others there are, in its sequence or beside it. Keys are
+taken in spans of SPAN, counted from position 0; in a span, tiles of keys follow one another from
+nothing (online softmax); spans are joined in order; sinks come last. A tile or a span that a row
+doesn't see at all changes none of its bits, so loops may begin and end where they like. All rows of
+a tile are queries of one KV head: tokens times the heads that share it, so that keys are read once
+for all of them.
+
+- Few queries (decoding, short verifications: `rows` or less): a program a sequence, KV head and
+  span, or more spans one after another if there are plenty of programs; a second kernel joins.
+  Workspace: 4 · (D + 2) bytes for each query head and span, 1.6% of what keys take in bfloat16
+  where four heads share them.
+- Many queries: a program a tile of queries and a KV head, that joins as it goes.
+
+Both multiply tiles whose sides along K and along the keys are the same, by the same instructions
+(wgmma, whose order along K isn't affected by the number of rows), and keep a row's scores in the
+same places, so that its sums fold alike. Work for a step of B sequences and T tokens is laid out
+by T, B and the table's width; each program finds its sequence in `query_start`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from penstock.errors import KernelError
+from penstock.kernels.triton.attention_tile import (
+    blocks_of,
+    finish,
+    join,
+    owner,
+    queries,
+    tile_step,
+    write,
+)
+from penstock.kernels.triton.launch import implement
+
+SPAN = 256
+"""Positions per softmax span, counted from position 0; part of the defined order of additions."""
+
+LOG2_E = 1.4426950408889634
+PROGRAMS = 2048
+"""About how many programs few queries are spread over, for GPUs of up to a few hundred SMs."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """How keys and queries are cut. span and keys define the bits, the others don't."""
+
+    span: int  # positions
+    keys: int  # in a tile
+    rows: int  # of a tile of few queries
+    many_rows: int  # of a tile of many
+    stages: int  # tiles of keys on their way
+    many_stages: int
+
+
+def sizes(dtype: torch.dtype, dim: int) -> Sizes:
+    """For queries of `dtype` and heads of `dim`: what registers and shared memory hold."""
+    if dtype is torch.float32:
+        return Sizes(SPAN, 32 if dim <= 128 else 16, 64, 64, 2, 2)
+    if dim <= 64:
+        return Sizes(SPAN, 128, 64, 128, 3, 3)
+    if dim <= 128:
+        return Sizes(SPAN, 64, 64, 128, 3, 3)
+    return Sizes(SPAN, 32, 64, 64, 3, 3)
+
+
+@triton.jit
+def _few(
+    q,
+    out,
+    space,
+    stats,
+    key,
+    value,
+    key_scale,
+    value_scale,
+    sinks,
+    query_start,
+    context_len,
+    block_table,
+    heads,
+    lanes,
+    spans,
+    unit,
+    cap,
+    window,
+    q_token,
+    q_head,
+    stride_block,
+    stride_head,
+    stride_row,
+    scale_block,
+    scale_head,
+    scale_row,
+    table_row,
+    GROUP: tl.constexpr,
+    DIM: tl.constexpr,
+    P: tl.constexpr,
+    SPAN: tl.constexpr,
+    KEYS: tl.constexpr,
+    ROWS: tl.constexpr,
+    STAGES: tl.constexpr,
+    WINDOW: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    SCALED: tl.constexpr,
+    HAS_SINKS: tl.constexpr,
+    DIRECT: tl.constexpr,
+):
+    """Every `lanes`-th span of one sequence and KV head, from span program_id(0) on."""
+    kv_head = tl.program_id(1).to(tl.int64)
+    b = tl.program_id(2)
+    start = tl.load(query_start + b)
+    count = tl.load(query_start + b + 1) - start
+    if (count == 0) | (count * GROUP > ROWS):
+        return
+    length = tl.load(context_len + b)
+    D: tl.constexpr = triton.next_power_of_2(DIM)
+    query, at, token, head, inside = queries(
+        q, 0, start, count, length, kv_head, q_token, q_head, GROUP, DIM, ROWS
+    )
+    first = tl.maximum(length - count - window + 1, 0) if WINDOW else 0
+    place = (tl.minimum(start, b * (ROWS // GROUP)) + token).to(tl.int64) * heads + head
+    table = block_table + b.to(tl.int64) * table_row
+    key += kv_head * stride_head
+    value += kv_head * stride_head
+    if SCALED:
+        key_scale += kv_head * scale_head
+        value_scale += kv_head * scale_head
+    all_top = tl.full([ROWS], float("-inf"), tl.float32)
+    all_total = tl.zeros([ROWS], tl.float32)
+    all_values = tl.zeros([ROWS, D], tl.float32)
+    for span in tl.range(first // SPAN + tl.program_id(0), tl.cdiv(length, SPAN), lanes):
+        top = tl.full([ROWS], float("-inf"), tl.float32)
+        total = tl.zeros([ROWS], tl.float32)
+        values = tl.zeros([ROWS, D], tl.float32)
+        low = tl.maximum(span * SPAN, first) // KEYS
+        high = tl.cdiv(tl.minimum(span * SPAN + SPAN, length), KEYS)
+        blocks = blocks_of(table, low, length, P, KEYS)
+        for tile in tl.range(low, high, num_stages=STAGES):
+            following = blocks_of(table, tile + 1, length, P, KEYS)
+            top, total, values = tile_step(
+                query, at, tile, blocks, length, True, key, value, key_scale, value_scale,
+                stride_block, stride_row, scale_block, scale_row, unit, cap, window,
+                top, total, values, DIM, P, KEYS, WINDOW, SOFTCAP, SCALED,
+            )  # fmt: skip
+            blocks = following
+        if DIRECT:  # there is but one
+            all_top, all_total, all_values = join(
+                all_top, all_total, all_values, top, total, values
+            )
+        else:
+            span_at = place * spans + span
+            tl.store(stats + span_at * 2, top, mask=inside)
+            tl.store(stats + span_at * 2 + 1, total, mask=inside)
+            write(space, span_at, values, inside, DIM)
+    if DIRECT:
+        found = finish(all_top, all_total, all_values, sinks, head, HAS_SINKS)
+        write(out, (start + token).to(tl.int64) * heads + head, found, inside, DIM)
+
+
+@triton.jit
+def _join(
+    out,
+    space,
+    stats,
+    sinks,
+    query_start,
+    context_len,
+    batch,
+    heads,
+    spans,
+    window,
+    DIM: tl.constexpr,
+    SPAN: tl.constexpr,
+    TOKENS: tl.constexpr,
+    WINDOW: tl.constexpr,
+    HAS_SINKS: tl.constexpr,
+):
+    """Joins the spans of one row that `_few` has left: of one token and query head."""
+    place = tl.program_id(0)
+    head = tl.program_id(1)
+    low = 0
+    high = batch
+    while high - low > 1:
+        middle = (low + high) // 2
+        if tl.minimum(tl.load(query_start + middle), middle * TOKENS) <= place:
+            low = middle
+        else:
+            high = middle
+    start = tl.load(query_start + low)
+    count = tl.load(query_start + low + 1) - start
+    token = place - tl.minimum(start, low * TOKENS)
+    if (token >= count) | (count > TOKENS):
+        return
+    length = tl.load(context_len + low)
+    first = tl.maximum(length - count - window + 1, 0) if WINDOW else 0
+    D: tl.constexpr = triton.next_power_of_2(DIM)
+    d = tl.arange(0, D)
+    one = tl.arange(0, 1)
+    row = (place.to(tl.int64) * heads + head) * spans + one
+    top = tl.full([1], float("-inf"), tl.float32)
+    total = tl.zeros([1], tl.float32)
+    values = tl.zeros([1, D], tl.float32)
+    inside = (d < DIM)[None, :]
+    for span in tl.range(first // SPAN, tl.cdiv(length, SPAN), loop_unroll_factor=16):
+        span_top = tl.load(stats + (row + span) * 2)
+        span_total = tl.load(stats + (row + span) * 2 + 1)
+        span_values = tl.load(space + (row + span)[:, None] * DIM + d[None, :], mask=inside)
+        top, total, values = join(top, total, values, span_top, span_total, span_values)
+    found = finish(top, total, values, sinks, head + one, HAS_SINKS)
+    write(out, (start + token).to(tl.int64) * heads + head + one, found, one == 0, DIM)
+
+
+@triton.jit
+def _many(
+    q,
+    out,
+    key,
+    value,
+    key_scale,
+    value_scale,
+    sinks,
+    query_start,
+    context_len,
+    block_table,
+    batch,
+    heads,
+    least,
+    unit,
+    cap,
+    window,
+    q_token,
+    q_head,
+    stride_block,
+    stride_head,
+    stride_row,
+    scale_block,
+    scale_head,
+    scale_row,
+    table_row,
+    GROUP: tl.constexpr,
+    DIM: tl.constexpr,
+    P: tl.constexpr,
+    SPAN: tl.constexpr,
+    KEYS: tl.constexpr,
+    ROWS: tl.constexpr,
+    STAGES: tl.constexpr,
+    WINDOW: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    SCALED: tl.constexpr,
+    HAS_SINKS: tl.constexpr,
+):
+    """One tile of queries of one KV head; the last ones, which see most, come first."""
+    index = tl.num_programs(0) - 1 - tl.program_id(0)
+    kv_head = tl.program_id(1).to(tl.int64)
+    b = owner(query_start, batch, index, GROUP, ROWS)
+    start = tl.load(query_start + b)
+    count = tl.load(query_start + b + 1) - start
+    begin = (index - (start * GROUP // ROWS + b)) * ROWS
+    if (begin >= count * GROUP) | (count * GROUP <= least):
+        return
+    length = tl.load(context_len + b)
+    D: tl.constexpr = triton.next_power_of_2(DIM)
+    query, at, token, head, inside = queries(
+        q, begin, start, count, length, kv_head, q_token, q_head, GROUP, DIM, ROWS
+    )
+    lowest = length - count + begin // GROUP
+    highest = length - count + (tl.minimum(begin + ROWS, count * GROUP) - 1) // GROUP
+    low = tl.maximum(lowest - window + 1, 0) // KEYS if WINDOW else 0
+    high = tl.cdiv(highest + 1, KEYS)
+    table = block_table + b.to(tl.int64) * table_row
+    key += kv_head * stride_head
+    value += kv_head * stride_head
+    if SCALED:
+        key_scale += kv_head * scale_head
+        value_scale += kv_head * scale_head
+    all_top = tl.full([ROWS], float("-inf"), tl.float32)
+    all_total = tl.zeros([ROWS], tl.float32)
+    all_values = tl.zeros([ROWS, D], tl.float32)
+    top = tl.full([ROWS], float("-inf"), tl.float32)
+    total = tl.zeros([ROWS], tl.float32)
+    values = tl.zeros([ROWS, D], tl.float32)
+    blocks = blocks_of(table, low, length, P, KEYS)
+    for tile in tl.range(low, high, num_stages=STAGES):
+        if tile % (SPAN // KEYS) == 0:
+            all_top, all_total, all_values = join(
+                all_top, all_total, all_values, top, total, values
+            )
+            top = tl.full([ROWS], float("-inf"), tl.float32)
+            total = tl.zeros([ROWS], tl.float32)
+            values = tl.zeros([ROWS, D], tl.float32)
+        following = blocks_of(table, tile + 1, length, P, KEYS)
+        masked = tile * KEYS + KEYS > lowest + 1
+        if WINDOW:
+            masked = masked | (tile * KEYS <= highest - window)
+        top, total, values = tile_step(
+            query, at, tile, blocks, length, masked, key, value, key_scale, value_scale,
+            stride_block, stride_row, scale_block, scale_row, unit, cap, window,
+            top, total, values, DIM, P, KEYS, WINDOW, SOFTCAP, SCALED,
+        )  # fmt: skip
+        blocks = following
+    all_top, all_total, all_values = join(all_top, all_total, all_values, top, total, values)
+    found = finish(all_top, all_total, all_values, sinks, head, HAS_SINKS)
+    write(out, (start + token).to(tl.int64) * heads + head, found, inside, DIM)
+
+
+@implement("paged_attention")
+def paged_attention(
+    q: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    query_start: Tensor,
+    context_len: Tensor,
+    block_table: Tensor,
+    scale: float,
+    window: int = 0,
+    softcap: float = 0.0,
+    sinks: Tensor | None = None,
+    key_scale: Tensor | None = None,
+    value_scale: Tensor | None = None,
+    recent_keys: Tensor | None = None,
+    recent_values: Tensor | None = None,
+    recent_slots: Tensor | None = None,
+    recent_window: Tensor | None = None,
+) -> Tensor:
+    """`ops.paged_attention`: few queries by spans of the keys, many by tiles of queries.
+
+    T == B means one query a sequence.
+    """
+    if key_cache.dtype is torch.uint8 or recent_slots is not None:
+        raise KernelError(
+            "int4 and kivi caches aren't built for a GPU: use the cache dtypes auto, fp8 or int8."
+        )
+    return attend(
+        q, (key_cache, value_cache), (key_scale, value_scale), (query_start, context_len),
+        block_table, scale, window, softcap, sinks, sizes(q.dtype, q.shape[2]),
+    )  # fmt: skip
+
+
+def attend(
+    q: Tensor,
+    caches: tuple[Tensor, Tensor],
+    scales: tuple[Tensor | None, Tensor | None],
+    ragged: tuple[Tensor, Tensor],
+    block_table: Tensor,
+    scale: float,
+    window: int,
+    softcap: float,
+    sinks: Tensor | None,
+    cut: Sizes,
+) -> Tensor:
+    """`paged_attention` cut as `cut` says; ragged: query_start and context_len."""
+    _check(q, caches, scales, block_table, scale)
+    tokens, heads, dim = q.shape
+    batch, group = block_table.shape[0], heads // caches[0].shape[1]
+    out = torch.empty((tokens, heads * dim), dtype=q.dtype, device=q.device)
+    if not tokens or not batch:
+        return out
+    unit = 2.0 * scale / softcap if softcap > 0 else scale
+    common = {
+        "unit": unit * LOG2_E,
+        "cap": softcap * LOG2_E,
+        "window": window,
+        **_strides(q, caches[0], scales[0], block_table),
+        "GROUP": group,
+        "DIM": dim,
+        "P": caches[0].shape[2],
+        "SPAN": cut.span,
+        "KEYS": cut.keys,
+        "WINDOW": window > 0,
+        "SOFTCAP": softcap > 0,
+        "SCALED": scales[0] is not None,
+        "HAS_SINKS": sinks is not None,
+        "enable_fp_fusion": False,
+    }
+    inputs = (*caches, *scales, sinks, *ragged, block_table)
+    each = cut.rows // group  # most queries that few are
+    if each and (batch > 1 or tokens <= each):
+        _launch_few(q, out, inputs, common, cut, each)
+    if tokens > each and (tokens != batch or not each):
+        rows = cut.many_rows
+        grid = (tokens * group // rows + batch, caches[0].shape[1])
+        least = cut.rows if each and batch > 1 else 0
+        _many[grid](
+            q, out, *inputs, batch, heads, least,
+            **common, ROWS=rows, STAGES=cut.many_stages, num_warps=_warps(rows),
+        )  # fmt: skip
+    return out
+
+
+def _launch_few(
+    q: Tensor,
+    out: Tensor,
+    inputs: tuple[Tensor | None, ...],
+    common: dict[str, Any],
+    cut: Sizes,
+    each: int,
+) -> None:
+    """`_few`, and `_join` where a table has room for more than one span."""
+    keys, sinks, query_start, context_len, block_table = inputs[0], *inputs[4:]
+    assert keys is not None and block_table is not None
+    (tokens, heads, dim), kv_heads = q.shape, keys.shape[1]
+    batch, width = block_table.shape
+    spans = max(1, triton.cdiv(width * keys.shape[2], cut.span))
+    lanes = min(spans, triton.cdiv(PROGRAMS, batch * kv_heads))
+    places = min(tokens, batch * each) if spans > 1 else 0
+    space = torch.empty((places * heads, spans, dim), dtype=torch.float32, device=q.device)
+    stats = torch.empty((places * heads, spans, 2), dtype=torch.float32, device=q.device)
+    _few[(lanes, kv_heads, batch)](
+        q, out, space, stats, *inputs, heads, lanes, spans,
+        **common, ROWS=cut.rows, STAGES=cut.stages, DIRECT=spans == 1,
+        num_warps=_warps(cut.rows),
+    )  # fmt: skip
+    if spans > 1:
+        _join[(places, heads)](
+            out, space, stats, sinks, query_start, context_len, batch, heads, spans,
+            common["window"], DIM=dim, SPAN=cut.span, TOKENS=each, WINDOW=common["WINDOW"],
+            HAS_SINKS=common["HAS_SINKS"], num_warps=1, enable_fp_fusion=False,
+        )  # fmt: skip
+
+
+def _warps(rows: int) -> int:
+    """Sixteen rows each: a warp has whole rows, and sums of theirs are folded in one way."""
+    return max(rows // 16, 1)
+
+
+def _strides(q: Tensor, cache: Tensor, scale: Tensor | None, block_table: Tensor) -> dict[str, int]:
+    """The strides that the kernels take, by name."""
+    block, head, row = scale.stride() if scale is not None else (0, 0, 0)
+    return {
+        "q_token": q.stride(0),
+        "q_head": q.stride(1),
+        "stride_block": cache.stride(0),
+        "stride_head": cache.stride(1),
+        "stride_row": cache.stride(2),
+        "scale_block": block,
+        "scale_head": head,
+        "scale_row": row,
+        "table_row": block_table.stride(0),
+    }
+
+
+def _check(
+    q: Tensor,
+    caches: tuple[Tensor, Tensor],
+    scales: tuple[Tensor | None, Tensor | None],
+    block_table: Tensor,
+    scale: float,
+) -> None:
+    """Raise KernelError for what the kernels would read wrongly."""
+    keys, values = caches
+    if keys.dim() != 4 or keys.shape != values.shape or keys.stride() != values.stride():
+        raise KernelError(
+            f"Keys and values are [N, Hkv, P, D] and laid out alike, not {list(keys.shape)} and "
+            f"{list(values.shape)} with strides {keys.stride()} and {values.stride()}."
+        )
+    last = (q.stride(2), keys.stride(3), block_table.stride(1))
+    if last != (1, 1, 1) or q.shape[2] != keys.shape[3] or q.shape[1] % keys.shape[1]:
+        raise KernelError(
+            f"q {list(q.shape)} doesn't fit keys {list(keys.shape)}, or a last dimension isn't "
+            f"contiguous: strides {last} of q, keys and block_table."
+        )
+    if q.shape[2] % 8 or q.shape[2] > 256:
+        raise KernelError(f"A head's size is a multiple of 8 up to 256, not {q.shape[2]}.")
+    if not scale > 0:
+        raise KernelError(f"The scale of scores must be above 0, not {scale}.")
+    if (keys.dtype is torch.int8) != (scales[0] is not None) or (scales[0] is None) != (
+        scales[1] is None
+    ):
+        raise KernelError("int8 keys and values have scales of both, and no others have any.")
