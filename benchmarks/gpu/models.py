@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from benchmarks.gpu.document import Context
 
 from penstock.bench.meter import Meter
-from penstock.bench.workload import engine_config
+from penstock.bench.random_model import random_runtime
+from penstock.bench.workload import TOKENS_A_STEP
 from penstock.config import EngineConfig
 from penstock.runtime import Runtime
 
@@ -48,24 +48,21 @@ def make(
 
     cache_tokens: that the cache holds; None: every sequence at its longest.
     """
-    from penstock.bench.random_model import random_runtime
-
     block = 32
     blocks = batch * (-(-max_model_len // block) + 1)
     if cache_tokens is not None:
         blocks = -(-cache_tokens // block)
-    forms: dict[str, Any] = {} if context.dry else MODES[mode]
-    config = engine_config(
-        "random",
-        max_model_len=max_model_len,
-        max_num_seqs=batch,
-        num_blocks=blocks,
+    options: dict[str, Any] = {} if context.dry else MODES[mode]
+    config, runtime = random_runtime(
+        shape,
+        device=context.device.type,
         dtype="bfloat16",
         quantization=quantization,
-        device=context.device.type,
-        **forms,
+        max_model_len=max_model_len,
+        max_num_seqs=batch,
+        max_num_batched_tokens=max(tokens_a_step or TOKENS_A_STEP, batch),
+        num_blocks=blocks,
+        enable_prefix_caching=False,
+        **options,
     )
-    if tokens_a_step is not None:
-        config = config.suggesting(max_num_batched_tokens=max(tokens_a_step, batch))
-    runtime = random_runtime(shape, context.device, torch.bfloat16, quantization, config=config)
     return Made(config, runtime)

@@ -8,9 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -21,34 +19,12 @@ from benchmarks.gpu.engine import removed
 from benchmarks.gpu.shapes import LLAMA_1B, LLAMA_8B, matrices
 from benchmarks.gpu.sweep import candidates
 
-from penstock.config import EngineConfig
 from penstock.kernels.triton import launchers
-from penstock.runtime import Runtime, load_runtime
 
 pytestmark = pytest.mark.skipif(
     torch.cuda.is_available(), reason="dry runs interpret Triton's kernels: the GPU has real ones"
 )
 ROOT = Path(__file__).resolve().parents[2]
-
-
-@pytest.fixture
-def random_model(
-    make_checkpoint: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Random weights by way of a checkpoint on disk."""
-
-    def random_runtime(
-        shape: dict[str, Any], device: torch.device, dtype: torch.dtype,
-        quantization: str | None, *, config: EngineConfig,
-    ) -> Runtime:  # fmt: skip
-        folder = tmp_path / "model"
-        monkeypatch.setitem(make_checkpoint.SHAPES, "given", shape)
-        make_checkpoint.write_checkpoint("given", folder)
-        return load_runtime(replace(config, model=replace(config.model, model=folder)))
-
-    module = ModuleType("penstock.bench.random_model")
-    module.random_runtime = random_runtime  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "penstock.bench.random_model", module)
 
 
 @pytest.fixture
@@ -69,7 +45,7 @@ def results(found: dict[str, Any], section: str) -> dict[str, Any]:
     return {name: entry["result"] for name, entry in items.items()}
 
 
-@pytest.mark.usefixtures("here", "random_model")
+@pytest.mark.usefixtures("here")
 def test_engine_traffic_and_peaks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     found = go(tmp_path, "--only", "peaks,engine,traffic,peers:penstock")
     peaks = results(found, "peaks")["peaks"]
