@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,11 +16,11 @@ from penstock.runtime import Runtime
 
 MODES: dict[str, dict[str, Any]] = {
     "graphs": {},
-    "eager": {"enforce_eager": True},
-    "compile": {"compilation_config": {"mode": "compile", "cudagraph_mode": "none"}},
-    "compile+graphs": {"compilation_config": {"mode": "compile"}},
+    "eager": {"cudagraph_mode": "none"},
+    "compile": {"mode": "compile", "cudagraph_mode": "none"},
+    "compile+graphs": {"mode": "compile"},
 }
-"""How the steps of a GPU are run."""
+"""How the steps of a GPU are run: a compilation_config."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,16 +44,23 @@ def make(
     mode: str = "graphs",
     tokens_a_step: int | None = None,
     cache_tokens: int | None = None,
+    graphs_of: Sequence[int] = (),
 ) -> Made:
     """An engine for `batch` sequences of at most `max_model_len` tokens.
 
-    cache_tokens: that the cache holds; None: every sequence at its longest.
+    cache_tokens: that the cache holds; None: every sequence at its longest. graphs_of: numbers
+    of sequences for which graphs are recorded; none: `batch`, which is what is timed.
     """
     block = 32
     blocks = batch * (-(-max_model_len // block) + 1)
     if cache_tokens is not None:
         blocks = -(-cache_tokens // block)
-    options: dict[str, Any] = {} if context.dry else MODES[mode]
+    options: dict[str, Any] = {}
+    if not context.dry:
+        compilation = dict(MODES[mode])
+        if "cudagraph_mode" not in compilation:
+            compilation["cudagraph_capture_sizes"] = list(graphs_of or (batch,))
+        options["compilation_config"] = compilation
     config, runtime = random_runtime(
         shape,
         device=context.device.type,

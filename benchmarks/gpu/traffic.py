@@ -73,6 +73,7 @@ def _made(context: Context) -> Made:
             max_model_len=longest,
             batch=seats,
             tokens_a_step=2048,
+            graphs_of=(4, 16, 64, SEATS),
             cache_tokens=seats * longest if context.dry else CACHE_TOKENS,
         )
     made: Made = context.scratch["traffic"]
@@ -92,7 +93,7 @@ def at_rate(context: Context, rate: float) -> dict[str, Any]:
     vocabulary = made.runtime.vocab_size
     prompts = [draw.integers(0, vocabulary, a).tolist() for a, _ in sizes]
     due = np.cumsum(draw.exponential(seconds / count if context.dry else 1 / rate, count))
-    _warm_up(engine, prompts[0])
+    _warm_up(engine, prompts)
     begun, sent, outputs = time.monotonic(), 0, []
     while sent < count or engine.has_unfinished:
         now = time.monotonic() - begun
@@ -113,8 +114,10 @@ def at_rate(context: Context, rate: float) -> dict[str, Any]:
     return _figures(outputs, wall, rate, source, count)
 
 
-def _warm_up(engine: Any, prompt: list[int]) -> None:
-    engine.add_request("warm-up", prompt, greedy(4))
+def _warm_up(engine: Any, prompts: list[list[int]]) -> None:
+    """Some of the prompts at once, so that kernels are compiled and graphs recorded."""
+    for i, prompt in enumerate(sorted(prompts[:SEATS], key=len)):
+        engine.add_request(f"warm-up-{i}", prompt, greedy(4 + i % 5))
     while engine.has_unfinished:
         raise_errors(engine.step())
 
