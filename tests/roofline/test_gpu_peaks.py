@@ -49,12 +49,9 @@ def test_every_byte_is_read_once(count: int) -> None:
         assert parts.sum() == x.sum()
 
 
-def test_measured_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "READ_BYTES", 1 << 16)
-    monkeypatch.setattr(module, "COPY_BYTES", 1 << 16)
-    monkeypatch.setattr(module, "SIDE", 32)
-    monkeypatch.setattr(module, "_LAUNCHES", 10)
-    found = module.measure_gpu(GPU, repeats=1, device=CPU)
+def test_measured_on_the_cpu() -> None:
+    sizes = module.Sizes(1 << 16, 1 << 16, 32, 10)
+    found = module.measure_gpu(GPU, repeats=1, device=CPU, sizes=sizes)
     rates = asdict(found)
     for name in ("read_bytes_per_s", "copy_bytes_per_s", "float32_flops", "bfloat16_flops",
                  "int8_ops", "launch_s"):  # fmt: skip

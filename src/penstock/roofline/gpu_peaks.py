@@ -6,6 +6,7 @@ import logging
 import statistics
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from datetime import UTC, datetime
 
 import torch
@@ -24,18 +25,26 @@ from penstock.roofline.timing import median
 
 logger = logging.getLogger("penstock")
 
-READ_BYTES = 4 << 30
-COPY_BYTES = 2 << 30  # of each of two buffers
-"""Far beyond any L2."""
-SIDE = 8192
-"""Of the matrices: enough work for all multiprocessors, in halves of a second for all kinds."""
-_LAUNCHES = 2000
 _SPARE = 1 << 30
 """Bytes that are left free beside the buffers."""
 
 
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """Of what is measured with: buffers far beyond any L2, work for all multiprocessors."""
+
+    read_bytes: int = 4 << 30
+    copy_bytes: int = 2 << 30  # of each of two buffers
+    side: int = 8192  # of the matrices
+    launches: int = 2000
+
+
 def measure_gpu(
-    gpu: Gpu | None = None, *, repeats: int = 10, device: torch.device | None = None
+    gpu: Gpu | None = None,
+    *,
+    repeats: int = 10,
+    device: torch.device | None = None,
+    sizes: Sizes = Sizes(),
 ) -> GpuPeaks:
     """Measure bandwidth and matrix rates, each a median; takes about a second.
 
@@ -51,18 +60,20 @@ def measure_gpu(
             f"Only {gpu.free_bytes >> 20} MiB of {gpu.name}'s memory are free; measuring needs "
             f"{(_SPARE >> 20) + 64}."
         )
-    side = min(SIDE, 1 << int((most / 16) ** 0.5).bit_length() - 1)  # three matrices of 4 bytes
+    side = min(
+        sizes.side, 1 << int((most / 16) ** 0.5).bit_length() - 1
+    )  # three matrices of 4 bytes
     rates = {name: _rate(name, side, device, repeats) for name in _PRODUCTS}
     return GpuPeaks(
-        read_bytes_per_s=_read(min(READ_BYTES, most) // 4, gpu, device, repeats),
-        copy_bytes_per_s=_copy(min(COPY_BYTES, most // 2), device, repeats),
+        read_bytes_per_s=_read(min(sizes.read_bytes, most) // 4, gpu, device, repeats),
+        copy_bytes_per_s=_copy(min(sizes.copy_bytes, most // 2), device, repeats),
         float32_flops=rates["float32"],
         tf32_flops=rates["tf32"],
         bfloat16_flops=rates["bfloat16"],
         float16_flops=rates["float16"],
         float8_flops=rates["float8"],
         int8_ops=rates["int8"],
-        launch_s=_launch(device),
+        launch_s=_launch(device, sizes.launches),
         name=gpu.name,
         measured_at=datetime.now(UTC).isoformat(timespec="seconds"),
     )
@@ -141,18 +152,18 @@ _PRODUCTS: dict[str, Callable[[int, torch.device], Callable[[], Tensor]]] = {
 }
 
 
-def _launch(device: torch.device) -> float:
+def _launch(device: torch.device, count: int) -> float:
     """The host's seconds for one small kernel of torch's, many in a row."""
     x = torch.zeros(1, device=device)
 
     def once() -> float:
         start = time.perf_counter()
-        for _ in range(_LAUNCHES):
+        for _ in range(count):
             x.add_(1.0)
         queued = time.perf_counter() - start
         if device.type == "cuda":
             torch.cuda.synchronize(device)
-        return queued / _LAUNCHES
+        return queued / count
 
     return statistics.median(once() for _ in range(3))
 

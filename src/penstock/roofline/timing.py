@@ -43,10 +43,12 @@ def times(
     repeats: int = 20,
     warm_up: int = 3,
     flush: Flush | None = None,
+    ahead_cycles: int = AHEAD_CYCLES,
 ) -> list[float]:
     """Seconds of each of `repeats` calls of `run`, which only queues work.
 
-    flush: before each call, so that it reads memory and not the L2.
+    flush: before each call, so that it reads memory and not the L2. ahead_cycles: how long the host
+    has for its launches before the GPU begins; 0: it begins at the first, and waits for the others.
     """
     for _ in range(warm_up):
         run()
@@ -55,7 +57,10 @@ def times(
     torch.cuda.synchronize(device)
     marks = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(repeats)]
     for start, end in marks:
-        torch.cuda._sleep(AHEAD_CYCLES)
+        if ahead_cycles:
+            torch.cuda._sleep(ahead_cycles)
+        else:
+            torch.cuda.synchronize(device)
         if flush is not None:
             flush()
         start.record()
@@ -112,23 +117,3 @@ def _timed(rounds: list[list[float]]) -> Timed:
     middles = [statistics.median(seconds) for seconds in rounds]
     middle = statistics.median(every)
     return Timed(middle, min(every), (max(middles) - min(middles)) / middle)
-
-
-class Replay:
-    """A CUDA graph of `run` repeated over, as an engine's step runs it: no launch is waited for."""
-
-    def __init__(self, run: Run, count: int = 1) -> None:
-        """run: queues work on the current stream; it may not wait for the GPU."""
-        side = torch.cuda.Stream()
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):
-            for _ in range(3):  # compiles, and allocates outside of the graph
-                run()
-        torch.cuda.current_stream().wait_stream(side)
-        self._graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self._graph):
-            for _ in range(count):
-                run()
-
-    def __call__(self) -> None:
-        self._graph.replay()
