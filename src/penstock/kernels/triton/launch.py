@@ -26,22 +26,10 @@ INTERPRETED: tl.constexpr = tl.constexpr(bool(triton.knobs.runtime.interpret))
 """Whether kernels run in the interpreter."""
 
 
-def _count_by_scalars() -> None:
-    """Let the interpreter's loops end at a scalar: it keeps those in arrays of one element, which
-    NumPy 2.4 no longer takes for integers."""
-    from triton.runtime import interpreter
-
-    patch = interpreter._patch_lang_tensor
-
-    def patched(tensor: Any, scope: Any) -> None:
-        patch(tensor, scope)
-        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
-
-    interpreter._patch_lang_tensor = patched
-
-
 if INTERPRETED:
-    _count_by_scalars()
+    from penstock.kernels.triton import interpreting
+
+    interpreting.prepare()
 
 _launchers: dict[str, Callable[..., Any]] = {}
 _library = torch.library.Library(NAMESPACE, "IMPL")

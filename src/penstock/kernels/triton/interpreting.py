@@ -1,0 +1,44 @@
+"""What Triton's interpreter needs to run these kernels, and to run them in a test's time.
+
+It keeps scalars in arrays of one element, which NumPy 2.4 no longer takes for a loop's end. At
+every call of a function inside a kernel it looks through the whole language for what its own
+functions have to stand for, though they do already. And it checks each sum of integers for
+overflow by computing it once more.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import triton.language as tl
+from triton.language import core
+from triton.runtime import interpreter
+
+_LANGUAGES = (tl, core)
+
+
+def prepare() -> None:
+    """Once, before a kernel runs."""
+    _count_by_scalars()
+    interpreter.InterpretedFunction.__call__ = _call
+    builder = interpreter.interpreter_builder
+    builder.options = replace(builder.options, sanitize_overflow=False)
+
+
+def _count_by_scalars() -> None:
+    patch = interpreter._patch_lang_tensor
+
+    def patched(tensor: Any, scope: Any) -> None:
+        patch(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
+
+    interpreter._patch_lang_tensor = patched
+
+
+def _call(function: Any, *args: Any, **kwargs: Any) -> Any:
+    """A function inside a kernel; mostly the kernel's launch has prepared the language for both."""
+    languages = [each for each in function.fn.__globals__.values() if any(each is one for one in _LANGUAGES)]
+    if any(core.is_builtin(language.load) for language in languages):
+        interpreter._patch_lang(function.fn)
+    return function.rewrite()(*args, **kwargs)
