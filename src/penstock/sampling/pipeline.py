@@ -107,9 +107,9 @@ class Sampler:
     :class:`SequenceSampling`.
     """
 
-    def __init__(self, vocab_size: int, gather: bool | None = None) -> None:
-        """gather: whether what a step has to say comes to the host at once, so that nothing waits
-        before; None: where logits aren't on a CPU.
+    def __init__(self, vocab_size: int, gather: bool = False) -> None:
+        """gather: bring what a step has to say to the host at once, and wait for nothing before,
+        even where logits are on a CPU; elsewhere that is the only way.
         """
         self.vocab_size = vocab_size
         self._gather = gather
@@ -131,7 +131,8 @@ class Sampler:
         logits hold a NaN or an infinity, or leave no token, is reported in ``errors``; the others
         go on.
         """
-        return self.begin(logits, rows).result()
+        begun = self._begin(logits, rows)
+        return begun if isinstance(begun, Sampled) else begun.result()
 
     def begin(self, logits: Tensor, rows: Sequence[SequenceSampling]) -> Pending:
         """The same in two halves: this one asks a GPU for nothing, and comes back at once.
@@ -139,23 +140,24 @@ class Sampler:
         Only a caller's own processors are waited for. The logits belong to the sampler until the
         result is there.
         """
+        begun = self._begin(logits, rows)
+        return Done(begun, logits.device) if isinstance(begun, Sampled) else begun
+
+    def _begin(self, logits: Tensor, rows: Sequence[SequenceSampling]) -> Launched | Sampled:
         if logits.shape != (len(rows), self.vocab_size):
             raise ConfigError(
                 f"The sampler got logits of shape {list(logits.shape)} for {len(rows)} rows and "
                 f"a vocabulary of {self.vocab_size}. Pass logits [S, V] and S rows."
             )
         if not rows:
-            return Done(Sampled([], []), logits.device)
+            return Sampled([], [])
         with torch.inference_mode():
             if logits.dtype is not torch.float32:
                 logits = logits.to(torch.float32)
             logits = logits.detach().contiguous()
-            if self._gathers(logits.device):
+            if self._gather or not logits.is_cpu:
                 return self._launch(logits, rows)
-            return Done(self._sample(logits, rows), logits.device)
-
-    def _gathers(self, device: torch.device) -> bool:
-        return device.type != "cpu" if self._gather is None else self._gather
+            return self._sample(logits, rows)
 
     def _edit(
         self, plan: _Plan, logits: Tensor, rows: Sequence[SequenceSampling]
@@ -206,9 +208,8 @@ class Sampler:
         fed: list[tuple[SequenceSampling, ...]] = []
         parts: list[Tensor] = []
         if plan.greedy:
-            _put_all(
-                ops.argmax(_select(logits, plan.greedy_index)), plan.greedy_index, tokens, peaks
-            )
+            drawn = ops.argmax(_select(logits, plan.greedy_index))
+            _put_all(drawn, plan.greedy_index, tokens, peaks)
         for group in plan.groups:
             part = _select(logits, group.index)
             drawn = group.draw(part, group.cuts, group.uniforms(rows))
@@ -264,7 +265,7 @@ class Sampler:
         key = (*[row.kin for row in rows], device)
         plan = self._plans.get(key)
         if plan is None:
-            plan = _make_plan(rows, self.vocab_size, device, self._gathers(device))
+            plan = _make_plan(rows, self.vocab_size, device, self._gather or device.type != "cpu")
             if plan.edits is not None and plan.edits.forbidden is not None:
                 self._plans.clear()  # flags for whole vocabularies: those of one plan are enough
             while len(self._plans) >= _KEPT_PLANS:
@@ -281,7 +282,10 @@ def _make_plan(
     by_draw: dict[Draw, list[int]] = {}
     for i, row in enumerate(rows):
         if not row.params.is_greedy:
-            by_draw.setdefault(_draw_for(row.params, vocab_size), []).append(i)
+            draw = _draw_for(row.params, vocab_size)
+            if gathers:
+                draw = on_device.instead_of(draw, row.params.top_k)
+            by_draw.setdefault(draw, []).append(i)
     reported = [i for i, row in enumerate(rows) if row.params.logprobs is not None]
     return _Plan(
         processed=ProcessedLogits(rows),
@@ -328,8 +332,6 @@ def _make_group(
 
     if draw is _draw_chain:
         draw = Chain([rows[i] for i in members], device, gathers)
-    elif gathers:
-        draw = on_device.INSTEAD.get(draw, draw)
     seeds = np.array([rows[i].seed for i in members], dtype=np.uint64)
     return _Group(
         draw=draw,
