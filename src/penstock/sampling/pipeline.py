@@ -12,6 +12,10 @@ Rows are sorted by what they need when a batch is first seen, and the tensors of
 are kept for batches of the same sequences, whatever has been appended or guessed since; a step then
 touches only what its rows ask for. Nothing that a row's token depends on depends on the other rows:
 every sum runs along one row, and the random number comes from the row's own seed and position.
+
+With logits on a GPU a step has two halves (`Sampler.begin`, `pending.py`). The first only launches:
+which way a row takes follows from its parameters (`on_device.py`), never from a value, and what the
+host must know is gathered into one copy. The second waits for that copy.
 """
 
 from __future__ import annotations
