@@ -11,7 +11,7 @@ from torch import Tensor
 
 from penstock import ops
 from penstock.kernels import native
-from penstock.ops.draw import BEYOND, nucleus_floor
+from penstock.ops.draw import BEYOND, doubled, nucleus_floor
 
 inf, nan = torch.inf, torch.nan
 
@@ -230,6 +230,53 @@ def test_a_nucleus_ends_where_the_mass_before_a_token_reaches_p() -> None:
     for call in ops.implementations("draw_from").values():
         assert call(ids, weights, u, torch.full((3, 1), 0.6)).tolist() == [3, 1, 4]
         assert call(ids, weights, u, torch.full((3, 1), 0.9)).tolist() == [1, 1, 4]
+
+
+@pytest.mark.parametrize("size", [1, 130, 2000])
+@pytest.mark.parametrize("given", [(1.0, 2000, 0.0), (0.8, 2000, 0.0), (0.9, 40, 0.01)])
+def test_what_lies_beyond_is_drawn_where_the_cuts_leave_it(
+    size: int, given: tuple[float, int, float]
+) -> None:
+    """By a distribution function in float64 of what thresholds keep; other tokens stay."""
+    p, k, min_p = given
+    logits = torch.cat((randn(60, size), awkward(size)))
+    rows, u = len(logits), fractions(len(logits))
+    tokens = torch.full((rows,), BEYOND)
+    tokens[::3] = 5
+    one = torch.ones(rows, 1)
+    most, least = torch.full((rows, 1), min(k, size)), (one * min_p).log()
+    found = ops.draw_beyond(tokens, logits, one * 0.9, most, one * p, least, u)
+    for i in range(rows):
+        row = logits[i].double()
+        if i % 3 == 0:
+            assert found[i] == 5
+        elif not row.max().isfinite():
+            assert found[i] == -1
+        else:
+            scaled = (row - row.max()) / 0.9
+            kept = (row >= row.sort(descending=True).values[min(k, size) - 1]) & (
+                scaled >= (np.log(min_p) if min_p else -inf)
+            )
+            weights = scaled.masked_fill(~kept, -inf).softmax(-1)
+            above = (weights * (weights > weights[found[i]])).sum()
+            assert above < p + 1e-6  # the mass of the tokens before it is short of p
+            ordered = weights.sort(descending=True).values
+            floor = ordered[int((ordered.cumsum(-1) < p - 1e-7).sum().clamp(max=size - 1))]
+            left = torch.where(weights >= floor * (1 - 1e-6), weights, 0.0)
+            upper = left.cumsum(-1) / left.sum()
+            assert weights[found[i]] > 0
+            assert upper[found[i]] > u[i] - 1e-5
+            assert upper[found[i]] - left[found[i]] / left.sum() < u[i] + 1e-5
+
+
+def test_a_gpus_running_sums_are_those_of_one_row() -> None:
+    """Where a device isn't a CPU: on a GPU torch's own order hangs on the number of rows."""
+    for size in (1, 2, 3, 100, 1025):
+        weights = randn(5, size).softmax(-1)
+        found = doubled(weights)
+        torch.testing.assert_close(found, weights.double().cumsum(-1), rtol=1e-14, atol=0)
+        same(found, torch.cat([doubled(row[None]) for row in weights]))
+        assert (found.diff() >= 0).all()
 
 
 def test_random_numbers_are_those_of_the_reference() -> None:

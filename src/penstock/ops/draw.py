@@ -49,7 +49,7 @@ def nucleus_floor(ordered: Tensor, top_p: Tensor) -> Tensor:
     ordered [R, K] weights, largest first; top_p [R, 1]; returns [R, 1]. Summed in float64, each
     sum rounded to float32 before it is compared.
     """
-    sums = ordered.cumsum(-1, dtype=torch.float64).to(torch.float32)
+    sums = _running(ordered).to(torch.float32)
     last = torch.searchsorted(sums, top_p.view(-1, 1)).clamp_(max=ordered.shape[1] - 1)
     # Rounded sums may reach 1 before the last token: a p of 1 must keep them all the same.
     return torch.where(top_p.view(-1, 1) < 1.0, ordered.gather(1, last), 0.0)
@@ -185,7 +185,7 @@ def invert(weights: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
     Returns places [R, 1] and how far into its weight each u lies, [R, 1] in [0, 1]. A place
     with no weight is never returned, unless the row has none or one that isn't a number.
     """
-    sums = weights.cumsum(-1, dtype=torch.float64)
+    sums = _running(weights)
     total = sums[:, -1:]
     # Strictly below the total, whatever the product rounds to: some place does pass it.
     target = torch.minimum(u * total, torch.nextafter(total, torch.zeros_like(total)))
@@ -193,3 +193,22 @@ def invert(weights: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
     upper = sums.gather(1, place)
     below = torch.where(place > 0, sums.gather(1, (place - 1).clamp(min=0)), 0.0)
     return place, (target - below) / (upper - below)
+
+
+def _running(weights: Tensor) -> Tensor:
+    """Running sums of weights [R, K] in float64."""
+    if weights.device.type == "cpu":
+        return weights.cumsum(-1, dtype=torch.float64)
+    return doubled(weights)
+
+
+def doubled(weights: Tensor) -> Tensor:
+    """The same in an order of additions that hangs on K alone, as a GPU's own doesn't.
+
+    Each pass doubles how many are summed (Hillis & Steele 1986); rounding mustn't let a sum fall.
+    """
+    sums, step = weights.to(torch.float64), 1
+    while step < sums.shape[1]:
+        sums = torch.cat((sums[:, :step], sums[:, step:] + sums[:, :-step]), -1)
+        step *= 2
+    return sums.cummax(-1).values

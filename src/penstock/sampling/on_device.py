@@ -28,8 +28,17 @@ def draw_nucleus(logits: Tensor, cuts: Cuts, u: Tensor) -> Drawn:
 
 def draw_leading(logits: Tensor, cuts: Cuts, u: Tensor) -> Drawn:
     """Rows with a top_k below NARROW, a min_p, or both, and perhaps top_p."""
+    return _leading(logits, cuts, u, NARROW)
+
+
+def draw_wide(logits: Tensor, cuts: Cuts, u: Tensor) -> Drawn:
+    """Rows with a top_k from NARROW to below WIDE."""
+    return _leading(logits, cuts, u, WIDE)
+
+
+def _leading(logits: Tensor, cuts: Cuts, u: Tensor, most: int) -> Drawn:
     scaled, ids, peaks, more = ops.scaled_top_k(
-        logits, cuts.temperature, cuts.top_k, cuts.log_min_p, NARROW
+        logits, cuts.temperature, cuts.top_k, cuts.log_min_p, most
     )
     tokens = ops.draw_from(ids, scaled.softmax(-1), u, cuts.top_p)
     return _beyond(tokens.masked_fill_(more, BEYOND), logits, cuts, u), peaks
@@ -47,9 +56,15 @@ def _beyond(tokens: Tensor, logits: Tensor, cuts: Cuts, u: Tensor) -> Tensor:
     )
 
 
-INSTEAD: Final[dict[Draw, Draw]] = {
+_INSTEAD: Final[dict[Draw, Draw]] = {
     truncation.draw_nucleus: draw_nucleus,
     truncation.draw_leading: draw_leading,
     truncation.draw_full: draw_full,
 }
-"""What stands here for the host's ways; the others ask for nothing either."""
+
+
+def instead_of(draw: Draw, top_k: int) -> Draw:
+    """What stands here for one of the host's ways, for a row with that top_k."""
+    if draw is truncation.draw_full and top_k < WIDE:
+        return draw_wide
+    return _INSTEAD.get(draw, draw)

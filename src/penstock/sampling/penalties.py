@@ -58,16 +58,16 @@ class LogitEdits:
 
     def _repel_(self, logits: Tensor) -> None:
         """Take off what DRY says."""
-        at, values = [], []
-        for i in self.dry:
-            state = self.rows[i].dry
-            assert state is not None  # of rows that are in here
-            ids, lost = state.penalties()
-            at.append(ids + i * logits.shape[1])
-            values.append(lost)
-        index = upload(torch.from_numpy(np.concatenate(at)), logits.device)
-        flat = logits.view(-1)
-        flat[index] -= upload(torch.from_numpy(np.concatenate(values)), logits.device)
+        found = [(i, self.rows[i].dry) for i in self.dry]
+        lost = [(i, *state.penalties()) for i, state in found if state is not None]
+        if not self.on_device:
+            for i, ids, values in lost:
+                logits[i, torch.from_numpy(ids)] -= torch.from_numpy(values)
+            return
+        at = np.concatenate([ids + i * logits.shape[1] for i, ids, _ in lost])
+        flat, index = logits.view(-1), upload(torch.from_numpy(at), logits.device)
+        taken = np.concatenate([values for _, _, values in lost])
+        flat[index] -= upload(torch.from_numpy(taken), logits.device)
 
     def _penalise_(self, logits: Tensor) -> None:
         """repetition: l / r where l > 0 else l · r; presence, frequency: l - p·[c > 0] - f·c.

@@ -12,6 +12,10 @@ Rows are sorted by what they need when a batch is first seen, and the tensors of
 are kept for batches of the same sequences, whatever has been appended or guessed since; a step then
 touches only what its rows ask for. Nothing that a row's token depends on depends on the other rows:
 every sum runs along one row, and the random number comes from the row's own seed and position.
+
+With logits on a GPU a step has two halves (`Sampler.begin`, `pending.py`). The first only launches:
+which way a row takes follows from its parameters (`on_device.py`), never from a value, and what the
+host must know is gathered into one copy. The second waits for that copy.
 """
 
 from __future__ import annotations
@@ -108,9 +112,9 @@ class Sampler:
     :class:`SequenceSampling`.
     """
 
-    def __init__(self, vocab_size: int, gather: bool | None = None) -> None:
-        """gather: whether what a step has to say comes to the host at once, so that nothing waits
-        before; None: where logits aren't on a CPU.
+    def __init__(self, vocab_size: int, gather: bool = False) -> None:
+        """gather: bring what a step has to say to the host at once, and wait for nothing before,
+        even where logits are on a CPU; elsewhere that is the only way.
         """
         self.vocab_size = vocab_size
         self._gather = gather
@@ -132,7 +136,8 @@ class Sampler:
         logits hold a NaN or an infinity, or leave no token, is reported in ``errors``; the others
         go on.
         """
-        return self.begin(logits, rows).result()
+        begun = self._begin(logits, rows, 0)
+        return begun if isinstance(begun, Sampled) else begun.result()
 
     def begin(self, logits: Tensor, rows: Sequence[SequenceSampling], *, ahead: int = 0) -> Pending:
         """The same in two halves: this one asks a GPU for nothing, and comes back at once.
@@ -141,23 +146,26 @@ class Sampler:
         result is there. ahead: tokens that each row will have been given by then, of which its
         state knows nothing yet; for rows that don't look back at them.
         """
+        begun = self._begin(logits, rows, ahead)
+        return Done(begun, logits.device) if isinstance(begun, Sampled) else begun
+
+    def _begin(
+        self, logits: Tensor, rows: Sequence[SequenceSampling], ahead: int
+    ) -> Launched | Sampled:
         if logits.shape != (len(rows), self.vocab_size):
             raise ConfigError(
                 f"The sampler got logits of shape {list(logits.shape)} for {len(rows)} rows and "
                 f"a vocabulary of {self.vocab_size}. Pass logits [S, V] and S rows."
             )
         if not rows:
-            return Done(Sampled([], []), logits.device)
+            return Sampled([], [])
         with torch.inference_mode():
             if logits.dtype is not torch.float32:
                 logits = logits.to(torch.float32)
             logits = logits.detach().contiguous()
-            if self._gathers(logits.device):
+            if self._gather or not logits.is_cpu:
                 return self._launch(logits, rows, ahead)
-            return Done(self._sample(logits, rows, ahead), logits.device)
-
-    def _gathers(self, device: torch.device) -> bool:
-        return device.type != "cpu" if self._gather is None else self._gather
+            return self._sample(logits, rows, ahead)
 
     def _edit(
         self, plan: _Plan, logits: Tensor, rows: Sequence[SequenceSampling]
@@ -208,9 +216,8 @@ class Sampler:
         fed: list[tuple[SequenceSampling, ...]] = []
         parts: list[Tensor] = []
         if plan.greedy:
-            _put_all(
-                ops.argmax(_select(logits, plan.greedy_index)), plan.greedy_index, tokens, peaks
-            )
+            drawn = ops.argmax(_select(logits, plan.greedy_index))
+            _put_all(drawn, plan.greedy_index, tokens, peaks)
         for group in plan.groups:
             part = _select(logits, group.index)
             drawn = group.draw(part, group.cuts, group.uniforms(rows, ahead))
@@ -266,7 +273,7 @@ class Sampler:
         key = (*[row.kin for row in rows], device)
         plan = self._plans.get(key)
         if plan is None:
-            plan = _make_plan(rows, self.vocab_size, device, self._gathers(device))
+            plan = _make_plan(rows, self.vocab_size, device, self._gather or device.type != "cpu")
             if plan.edits is not None and plan.edits.forbidden is not None:
                 self._plans.clear()  # flags for whole vocabularies: those of one plan are enough
             while len(self._plans) >= _KEPT_PLANS:
@@ -283,7 +290,10 @@ def _make_plan(
     by_draw: dict[Draw, list[int]] = {}
     for i, row in enumerate(rows):
         if not row.params.is_greedy:
-            by_draw.setdefault(_draw_for(row.params, vocab_size), []).append(i)
+            draw = _draw_for(row.params, vocab_size)
+            if gathers:
+                draw = on_device.instead_of(draw, row.params.top_k)
+            by_draw.setdefault(draw, []).append(i)
     reported = [i for i, row in enumerate(rows) if row.params.logprobs is not None]
     return _Plan(
         processed=ProcessedLogits(rows),
@@ -330,8 +340,6 @@ def _make_group(
 
     if draw is _draw_chain:
         draw = Chain([rows[i] for i in members], device, gathers)
-    elif gathers:
-        draw = on_device.INSTEAD.get(draw, draw)
     seeds = np.array([rows[i].seed for i in members], dtype=np.uint64)
     return _Group(
         draw=draw,

@@ -19,6 +19,8 @@ Part = npt.NDArray[Any]
 
 def upload(values: Tensor, device: torch.device) -> Tensor:
     """Values of the host on a device; what is on its way must be left as it is only until here."""
+    if device.type == "cpu":
+        return values
     if device.type != "cuda":
         return values.to(device)
     return values.pin_memory().to(device, non_blocking=True)

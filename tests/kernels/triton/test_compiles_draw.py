@@ -37,6 +37,7 @@ def main(size: int, most: int, few: bool) -> None:
     if not few:
         launches += [
             lambda: op["argmax"](logits[:2]),
+            lambda: op["top_k"](logits, 1),
             lambda: op["top_k"](logits, 64),
             lambda: op["scaled_top_k"](logits, row, whole, row, 128),
             lambda: op["draw_from"](ids, weights, u),

@@ -38,7 +38,9 @@ def _count_by_scalars() -> None:
 
 def _call(function: Any, *args: Any, **kwargs: Any) -> Any:
     """A function inside a kernel; mostly the kernel's launch has prepared the language for both."""
-    languages = [each for each in function.fn.__globals__.values() if any(each is one for one in _LANGUAGES)]
+    languages = [
+        each for each in function.fn.__globals__.values() if any(each is one for one in _LANGUAGES)
+    ]
     if any(core.is_builtin(language.load) for language in languages):
         interpreter._patch_lang(function.fn)
     return function.rewrite()(*args, **kwargs)
