@@ -93,7 +93,7 @@ class Engine:
             self.scheduler.table, block_size, limits.max_num_seqs, limits.max_num_batched_tokens
         )
         # interpreted, too, a GPU's steps end as on a GPU
-        self.sampler = Sampler(self.vocab_size, runtime.runner.graphs is not None or None)
+        self.sampler = Sampler(self.vocab_size, gather=runtime.runner.graphs is not None)
         self.pooler: Pooler | None = None
         self.requests: dict[str, Request] = {}
         self.intake = Intake(model, runtime.tokenizer, runtime.vocab_map)
