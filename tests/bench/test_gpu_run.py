@@ -15,8 +15,9 @@ import pytest
 import torch
 from benchmarks.gpu import run, summary, traffic, warm
 from benchmarks.gpu.document import FATAL, Context, Document, is_fatal, perform, plain
-from benchmarks.gpu.engine import removed
-from benchmarks.gpu.shapes import LLAMA_1B, LLAMA_8B, matrices
+from benchmarks.gpu.engine import _forward_times, decode_step, removed
+from benchmarks.gpu.models import make
+from benchmarks.gpu.shapes import LLAMA_1B, LLAMA_8B, TINY, matrices
 from benchmarks.gpu.sweep import candidates
 
 from penstock.kernels.triton import launchers
@@ -274,6 +275,17 @@ def test_what_graphs_remove() -> None:
     found = removed({**graphs, "launch_s_a_step": 5e-4, "host_hidden": 0.97}, eager)
     assert found["by"] == "launch_s_a_step"
     assert found["launch_gaps_removed"] == pytest.approx(0.9) and found["host_hidden"] == 0.97
+
+
+def test_a_step_that_decodes_runs(tmp_path: Path) -> None:
+    """Of any batch: what is timed apart from the engine is a step as the engine makes them."""
+    made = make(context(tmp_path), TINY, max_model_len=1056, batch=3)
+    runner, step = made.runtime.runner, decode_step(3, 40, made.runtime.layout.block_size)
+    logits = runner.forward(step).clone()
+    assert logits.shape == (3, TINY["vocab_size"]) and logits.isfinite().all()
+    assert step.slots.tolist() == [40, 104, 168]
+    times = _forward_times(context(tmp_path), made, 1)
+    assert times["exposed_s"] >= 0 < times["forward_s"]
 
 
 def test_lengths_of_requests(tmp_path: Path) -> None:

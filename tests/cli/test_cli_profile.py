@@ -9,6 +9,7 @@ from pathlib import Path
 from xml.etree import ElementTree as ET
 
 import pytest
+import torch
 from typer.testing import Result
 
 from penstock.bench import profile as benchmark
@@ -29,10 +30,10 @@ ROWS = set(OPS) - {"norm", "softcap"}
 def fake_peaks(known_peaks: Peaks, monkeypatch: pytest.MonkeyPatch) -> Peaks:
     """Instead of two seconds of measuring."""
 
-    def measure(hardware: Hardware) -> Peaks:
+    def measure(device: torch.device, hardware: Hardware) -> Peaks:
         return known_peaks
 
-    monkeypatch.setattr(benchmark, "measure", measure)
+    monkeypatch.setattr(benchmark, "measure_on", measure)
     return known_peaks
 
 

@@ -23,9 +23,9 @@ from penstock.bench.latency import WARM_UP_STEPS, Workload, run_once
 from penstock.bench.meter import Meter
 from penstock.bench.workload import run_batch, setup
 from penstock.config import EngineConfig
-from penstock.hardware import Peaks, detect
+from penstock.hardware import AnyPeaks, detect
 from penstock.nn import Decoder
-from penstock.roofline import OPS, CostModel, Floor, StepRecord, floor_of, measure, op_floor
+from penstock.roofline import OPS, CostModel, Floor, StepRecord, floor_of, measure_on, op_floor
 from penstock.roofline.trace import OTHER, OpEvent, OpTimer, Rows, Span
 from penstock.runtime import Runner, Runtime
 from penstock.step import Step
@@ -133,7 +133,7 @@ class Profile:
 
     setup: dict[str, Any]
     environment: dict[str, Any]
-    peaks: Peaks
+    peaks: AnyPeaks
     phases: list[PhaseProfile]
     spans: list[Span]
 
@@ -161,13 +161,13 @@ def run(config: EngineConfig, runtime: Runtime, workload: Workload) -> Profile:
     runner = _TimedRunner(runtime.runner, runtime.model.model)
     meter, w = Meter(config, replace(runtime, runner=runner)), workload
     draw = np.random.default_rng(0)
-    hardware = detect()
+    hardware, device = detect(), runtime.device
     run_batch(meter, draw, w.batch_size, min(w.input_len, 64), WARM_UP_STEPS + 1)
-    measured = [measure(hardware)]
+    measured = [measure_on(device, hardware)]
     plain = [run_once(meter, draw, w) for _ in range(w.repeats)]
     runner.on = True
     timed = [_timed(meter, runner, draw, w) for _ in range(w.repeats)]
-    peaks = median_of([*measured, measure(hardware)])
+    peaks = median_of([*measured, measure_on(device, hardware)])
     costs = meter.engine.ledger.costs
     phases = [
         _phase(
@@ -220,7 +220,7 @@ def _phase(
     name: str,
     what: str,
     costs: CostModel,
-    peaks: Peaks,
+    peaks: AnyPeaks,
     plain: Sequence[list[StepRecord]],
     timed: Sequence[list[_Timed]],
 ) -> PhaseProfile:
@@ -245,7 +245,7 @@ def _phase(
 
 
 def _rows(
-    costs: CostModel, peaks: Peaks, passes: Sequence[list[_Timed]], whole_s: float
+    costs: CostModel, peaks: AnyPeaks, passes: Sequence[list[_Timed]], whole_s: float
 ) -> list[Row]:
     """Calls and seconds: medians over the passes; bytes, FLOPs and floors: means."""
     calls: dict[str, list[int]] = {row: [] for row in (*OPS, OTHER)}

@@ -122,7 +122,9 @@ def _write(found: Profile, json_file: Path | None, trace: Path | None, svg: Path
             if row.flops and row.seconds
         ]
         processor = found.environment["hardware"]["processor"]
-        caption = f"{processor}, {found.peaks.threads} threads, {found.environment['isa']} kernels"
+        kernels = f"{found.environment['threads']} threads, {found.environment['isa']} kernels"
+        gpu = getattr(found.peaks, "name", "")
+        caption = f"{gpu}, Triton's kernels" if gpu else f"{processor}, {kernels}"
         texts[svg] = roofline_svg(found.peaks, dots, f"Roofline: {_title(found)}", caption)
     for file, text in texts.items():
         file.parent.mkdir(parents=True, exist_ok=True)
