@@ -12,7 +12,7 @@ import pytest
 from penstock import ops
 from penstock.errors import KernelError
 from penstock.kernels import native, report, report_linear
-from penstock.kernels.load import ISAS, TILE_MIN_ROWS, NativeLibrary
+from penstock.kernels.load import BY_TORCH, ISAS, TILE_MIN_ROWS, NativeLibrary
 from penstock.quant import SCHEMES
 
 needs_native = pytest.mark.skipif(native.handle is None, reason=f"no native: {native.reason}")
@@ -32,6 +32,7 @@ def run(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
 @needs_native
 def test_every_operator_runs_natively() -> None:
     assert [name for name, what, _ in report() if what == "reference"] == []
+    assert [name for name, what, _ in report() if what == "by torch"] == sorted(BY_TORCH)
     assert {name for name, _, _ in report()} == set(ops.op_names())
     assert set(ops.implementations("linear")) == {"reference", "native"}
 

@@ -149,6 +149,16 @@ def load() -> NativeLibrary:
 native = load()
 
 
+BY_TORCH = {
+    "combine": "a few sums",
+    "grouped_linear": "each expert's product is linear's",
+    "lora_add_": "each adapter's products are linear's",
+    "route": "a few numbers",
+    "sort_tokens": "a few numbers",
+}
+"""Operators without a native kernel, and why that isn't slow."""
+
+
 def _vectors() -> str:
     """The vectors that stand beside the tiles in use, or alone."""
     return {"amx": "avx512", "amx-emulated": "avx2"}.get(native.isa or "", native.isa or "none")
@@ -214,6 +224,10 @@ def report_cache() -> list[tuple[str, str, str, str]]:
     ]
 
 
+_FOR_GPUS = {"draw_beyond": "a CPU is asked which rows need it, and sorts those"}
+"""Operators that steps on a CPU don't call."""
+
+
 def report() -> list[tuple[str, str, str]]:
     """(operator, what runs, why) for every operator on the CPU."""
     forced = os.environ.get("PENSTOCK_ISA")
@@ -226,6 +240,10 @@ def report() -> list[tuple[str, str, str]]:
             rows.append((name, "reference", native.reason))
         elif hasattr(torch.ops.penstock, f"program_{name}"):
             rows.append((name, "native in programs", "a copy; one by one by torch"))
+        elif name in _FOR_GPUS:
+            rows.append((name, "on GPUs only", _FOR_GPUS[name]))
+        elif name in BY_TORCH:
+            rows.append((name, "by torch", BY_TORCH[name]))
         else:
             rows.append((name, "reference", "no native kernel for this operator"))
     return rows

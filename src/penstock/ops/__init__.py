@@ -3,17 +3,20 @@
 from penstock.ops.add import add_
 from penstock.ops.argmax import argmax
 from penstock.ops.attention import paged_attention
-from penstock.ops.draw import draw_from, draw_nucleus, draw_plain
+from penstock.ops.draw import draw_beyond, draw_from, draw_nucleus, draw_plain
 from penstock.ops.embedding import embedding
 from penstock.ops.gate import alternate, gate
+from penstock.ops.grouped_linear import combine, grouped_linear
 from penstock.ops.kept_rows import keep_rows, kept_rows
 from penstock.ops.linear import ACTIVATIONS, Activation, linear, linear_add_
+from penstock.ops.lora import lora_add_
 from penstock.ops.mask import mask_
 from penstock.ops.norm import layer_norm, rms_norm
 from penstock.ops.pack import pack
 from penstock.ops.quantize import quantize_int4, quantize_int8
 from penstock.ops.registry import Op, define_op, has_native, implementations, op, op_names
 from penstock.ops.rotary_cache import rotary_cache
+from penstock.ops.route import route, sort_tokens
 from penstock.ops.softcap import softcap_
 from penstock.ops.top_k import scaled_top_k, softmax_top_k, top_k
 from penstock.ops.uniforms import uniforms
@@ -25,12 +28,15 @@ __all__ = [
     "add_",
     "alternate",
     "argmax",
+    "combine",
     "define_op",
+    "draw_beyond",
     "draw_from",
     "draw_nucleus",
     "draw_plain",
     "embedding",
     "gate",
+    "grouped_linear",
     "has_native",
     "implementations",
     "keep_rows",
@@ -38,6 +44,7 @@ __all__ = [
     "layer_norm",
     "linear",
     "linear_add_",
+    "lora_add_",
     "mask_",
     "op",
     "op_names",
@@ -47,9 +54,11 @@ __all__ = [
     "quantize_int8",
     "rms_norm",
     "rotary_cache",
+    "route",
     "scaled_top_k",
     "softcap_",
     "softmax_top_k",
+    "sort_tokens",
     "top_k",
     "uniforms",
 ]

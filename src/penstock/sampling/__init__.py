@@ -7,7 +7,8 @@ from penstock.sampling.best_of import best_of
 from penstock.sampling.constraint import Bits, Constraint, num_words
 from penstock.sampling.logprobs import Logprob, TokenLogprobs, prompt_logprobs
 from penstock.sampling.params import CUTS, SUGGESTED, SamplingParams
-from penstock.sampling.pipeline import NO_TOKEN, Sampled, Sampler
+from penstock.sampling.pending import NO_TOKEN, Pending, Sampled
+from penstock.sampling.pipeline import Sampler
 from penstock.sampling.state import SequenceSampling
 from penstock.sampling.structured import StructuredOutputs, StructuredOutputsParams
 
@@ -22,6 +23,7 @@ __all__ = [
     "Continuation",
     "Hypothesis",
     "Logprob",
+    "Pending",
     "Sampled",
     "Sampler",
     "SamplingParams",

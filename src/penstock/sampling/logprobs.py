@@ -14,6 +14,7 @@ from torch import Tensor
 
 from penstock import ops
 from penstock.errors import ConfigError
+from penstock.sampling.transfer import Part
 
 
 @dataclass(slots=True)
@@ -27,6 +28,8 @@ class Logprob:
 
 TokenLogprobs = dict[int, Logprob]
 """By token id: the chosen token first, then the most likely ones, best first."""
+
+Entries = list[TokenLogprobs]
 
 _CANDIDATES: Final = 64
 """Fetched for any k up to 20; a chosen token among them needs no count of those before it."""
@@ -44,7 +47,7 @@ def prompt_logprobs(logits: Tensor, next_ids: Tensor, k: int) -> list[TokenLogpr
             f"{list(logits.shape)} and {list(next_ids.shape)}."
         )
     with torch.inference_mode():
-        logprobs = logits.to(torch.float32).log_softmax(-1)
+        logprobs = log_softmax(logits.to(torch.float32))
         return collect(logprobs, next_ids.to(logprobs.device, torch.int64), [k] * len(logprobs))
 
 
@@ -55,20 +58,30 @@ def collect(logprobs: Tensor, chosen: Tensor, counts: list[int]) -> list[TokenLo
     """
     if not counts:
         return []
-    vocab_size = logprobs.shape[1]
-    widths = [vocab_size if count < 0 else min(count, vocab_size) for count in counts]
+    widths = _widths(counts, logprobs.shape[1])
     ids, values = _leading(logprobs, widths)
     own_values: list[float] = logprobs.gather(1, chosen[:, None])[:, 0].tolist()
     tokens: list[int] = chosen.tolist()
     ranks = _ranks(logprobs, tokens, own_values, ids, values)
-    found: list[TokenLogprobs] = []
-    for i, width in enumerate(widths):
-        entry = {tokens[i]: Logprob(own_values[i], ranks[i])}
-        for place in range(width):
-            if values[i][place] == -torch.inf:  # a token that can't come, and so are all after it
-                break
-            entry.setdefault(ids[i][place], Logprob(values[i][place], place + 1))
-        found.append(entry)
+    return [
+        _entry(tokens[i], own_values[i], ranks[i], ids[i], values[i], width)
+        for i, width in enumerate(widths)
+    ]
+
+
+def _widths(counts: list[int], vocab_size: int) -> list[int]:
+    return [vocab_size if count < 0 else min(count, vocab_size) for count in counts]
+
+
+def _entry(
+    token: int, value: float, rank: int, ids: list[int], values: list[float], width: int
+) -> TokenLogprobs:
+    """A row's chosen token and its first `width` tokens."""
+    found = {token: Logprob(value, rank)}
+    for place in range(width):
+        if values[place] == -torch.inf:  # a token that can't come, and so are all after it
+            break
+        found.setdefault(ids[place], Logprob(values[place], place + 1))
     return found
 
 
@@ -113,3 +126,53 @@ def _leading(logprobs: Tensor, widths: list[int]) -> tuple[list[list[int]], list
             more, at = ops.top_k(logprobs[i : i + 1], width)
             id_rows[i], value_rows[i] = at[0].tolist(), more[0].tolist()
     return id_rows, value_rows
+
+
+def log_softmax(logits: Tensor) -> Tensor:
+    """Log-probabilities of logits [L, V] float32, by float32's log-softmax.
+
+    On a GPU rows begin on 16 bytes: the order of torch's additions depends on that.
+    """
+    rest = -logits.shape[1] % 4
+    if rest and logits.device.type != "cpu":
+        padded = torch.nn.functional.pad(logits, (0, rest), value=-torch.inf)
+        return padded.log_softmax(-1)[:, : logits.shape[1]]
+    return logits.log_softmax(-1)
+
+
+def gather(logprobs: Tensor, chosen: Tensor, counts: list[int]) -> list[Tensor]:
+    """What `read` makes the entries of, on the device of logprobs [L, V], float32 and int32.
+
+    chosen [L] int64. The chosen one's value and rank, the leading ids and values of all rows,
+    and those of each row that wants more than are fetched for all.
+    """
+    widths = _widths(counts, logprobs.shape[1])
+    own, token = logprobs.gather(1, chosen[:, None]), chosen[:, None]
+    column = torch.arange(logprobs.shape[1], device=logprobs.device)
+    before = (logprobs > own) | ((logprobs == own) & (column < token))
+    parts = [own[:, 0], before.sum(-1, dtype=torch.int32).add_(1)]
+    values, ids = ops.top_k(logprobs, max(_common(widths), 1))
+    parts += [ids.to(torch.int32), values]
+    for i, width in enumerate(widths):
+        if width > _CANDIDATES:
+            values, ids = ops.top_k(logprobs[i : i + 1], width)
+            parts += [ids[0].to(torch.int32), values[0]]
+    return parts
+
+
+def read(parts: list[Part], tokens: list[int], counts: list[int], vocab_size: int) -> Entries:
+    """The entries of `gather`'s parts, once they are on the host."""
+    own, ranks, *listed = parts
+    ids, values = listed[0].tolist(), listed[1].tolist()
+    widths, more = _widths(counts, vocab_size), iter(listed[2:])
+    for i, width in enumerate(widths):
+        if width > _CANDIDATES:
+            ids[i], values[i] = next(more).tolist(), next(more).tolist()
+    chosen = zip(tokens, own.tolist(), ranks.tolist(), strict=True)
+    found = zip(chosen, ids, values, widths, strict=True)
+    return [_entry(*one, at, value, width) for one, at, value, width in found]
+
+
+def _common(widths: list[int]) -> int:
+    """How many are fetched for all rows."""
+    return max((width for width in widths if width <= _CANDIDATES), default=0)

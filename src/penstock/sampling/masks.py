@@ -21,6 +21,7 @@ from penstock import ops
 from penstock.errors import RequestError
 from penstock.sampling.constraint import Bits, Constraint, num_words
 from penstock.sampling.state import SequenceSampling
+from penstock.sampling.transfer import upload
 
 _BROKEN: Final = "What limits this output broke: "
 
@@ -79,8 +80,8 @@ class Masks:
         waited = time.perf_counter()
         self._rows = []  # they will have moved on
         if self._members:
-            bits = torch.from_numpy(self._bits[: len(self._members)]).to(logits.device)
-            ops.mask_(logits, torch.tensor(self._members, device=logits.device), bits)
+            bits = upload(torch.from_numpy(self._bits[: len(self._members)]), logits.device)
+            ops.mask_(logits, upload(torch.tensor(self._members), logits.device), bits)
             if self.watch is not None:
                 applied = time.perf_counter()
                 self.watch(MaskTimes(tuple(self._fill_s), waited - start, applied - waited))

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from penstock.sampling.state import Counts, Ids, SequenceSampling
+from penstock.sampling.transfer import upload
 
 
 @dataclass(slots=True)
@@ -35,6 +36,7 @@ class LogitEdits:
     dry: tuple[int, ...]  # rows with dry_multiplier
     strengths: Counts  # [P, 3] repetition, presence, frequency of the penalised rows, [1, 3] if
     # they are the same for all
+    on_device: bool  # nothing waits for a value of the logits
 
     def apply_(self, logits: Tensor) -> None:
         """Change logits [S, V] float32, contiguous, in place: masks, bias, penalties, DRY."""
@@ -51,11 +53,21 @@ class LogitEdits:
             flat[self.biased] += self.bias
         if self.penalised:
             self._penalise_(logits)
+        if self.dry:
+            self._repel_(logits)
+
+    def _repel_(self, logits: Tensor) -> None:
+        """Take off what DRY says."""
+        at, values = [], []
         for i in self.dry:
             state = self.rows[i].dry
             assert state is not None  # of rows that are in here
-            ids, values = state.penalties()
-            logits[i, torch.from_numpy(ids)] -= torch.from_numpy(values).to(logits.device)
+            ids, lost = state.penalties()
+            at.append(ids + i * logits.shape[1])
+            values.append(lost)
+        index = upload(torch.from_numpy(np.concatenate(at)), logits.device)
+        flat = logits.view(-1)
+        flat[index] -= upload(torch.from_numpy(np.concatenate(values)), logits.device)
 
     def _penalise_(self, logits: Tensor) -> None:
         """repetition: l / r where l > 0 else l · r; presence, frequency: l - p·[c > 0] - f·c.
@@ -75,13 +87,18 @@ class LogitEdits:
             strengths = self.strengths[0]
         flat = logits.view(-1)
         # Every (row, token) pair occurs once, so the order of the writes doesn't matter.
-        if logits.device.type == "cpu":
+        if not self.on_device:
             table = flat.numpy()
             table[at] = _penalised(table[at], counts, *strengths)
-        else:
-            index = torch.from_numpy(at).to(logits.device)
-            found = _penalised(flat[index].numpy(force=True), counts, *strengths)
-            flat[index] = torch.from_numpy(found).to(logits.device)
+            return
+        index = upload(torch.from_numpy(at), logits.device)
+        given = torch.from_numpy(np.stack(np.broadcast_arrays(counts, *strengths)))
+        count, repetition, presence, frequency = upload(given, logits.device)
+        value = flat[index]
+        found = torch.where(value > 0, value / repetition, value * repetition)
+        found -= frequency * count
+        found -= presence * (count > 0)
+        flat[index] = found
 
 
 def _penalised(
@@ -101,13 +118,19 @@ def _forbid_(logits: Tensor, tokens: dict[int, Ids]) -> None:
         return
     vocab_size = logits.shape[1]
     at = np.concatenate([ids + row * vocab_size for row, ids in tokens.items()])
-    logits.view(-1)[torch.from_numpy(at).to(logits.device)] = -torch.inf
+    logits.view(-1)[upload(torch.from_numpy(at), logits.device)] = -torch.inf
 
 
 def gather_edits(
-    rows: Sequence[SequenceSampling], vocab_size: int, device: torch.device
+    rows: Sequence[SequenceSampling],
+    vocab_size: int,
+    device: torch.device,
+    on_device: bool | None = None,
 ) -> LogitEdits | None:
-    """Put together what ``rows`` ask for; ``None`` if they leave the logits as they are."""
+    """Put together what ``rows`` ask for; ``None`` if they leave the logits as they are.
+
+    on_device: compute where the logits are, even on a CPU.
+    """
     restricted = [i for i, row in enumerate(rows) if row.allowed_ids is not None]
     biased = [i for i, row in enumerate(rows) if len(row.bias_ids)]
     with_minimum = tuple(
@@ -123,11 +146,12 @@ def gather_edits(
         forbidden = torch.ones(len(restricted), vocab_size, dtype=torch.bool)
         for k, i in enumerate(restricted):
             forbidden[k, torch.from_numpy(_present(rows[i].allowed_ids))] = False
-        forbidden = forbidden.to(device)
+        forbidden = upload(forbidden, device)
     if biased:
         at = np.concatenate([rows[i].bias_ids + i * vocab_size for i in biased])
-        bias_at = torch.from_numpy(at).to(device)
-        bias = torch.from_numpy(np.concatenate([rows[i].bias_values for i in biased])).to(device)
+        bias_at = upload(torch.from_numpy(at), device)
+        values = np.concatenate([rows[i].bias_values for i in biased])
+        bias = upload(torch.from_numpy(values), device)
     strengths = [
         (p.repetition_penalty, p.presence_penalty, p.frequency_penalty)
         for p in (rows[i].params for i in penalised)
@@ -136,7 +160,7 @@ def gather_edits(
         del strengths[1:]
     return LogitEdits(
         rows=rows,
-        restricted=torch.tensor(restricted, device=device) if restricted else None,
+        restricted=upload(torch.tensor(restricted), device) if restricted else None,
         forbidden=forbidden,
         biased=bias_at,
         bias=bias,
@@ -145,6 +169,7 @@ def gather_edits(
         penalised=penalised,
         dry=dry,
         strengths=np.array(strengths, dtype=np.float32).reshape(-1, 3),
+        on_device=device.type != "cpu" if on_device is None else on_device,
     )
 
 

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Final
 
 import numpy as np
@@ -27,13 +27,17 @@ from torch import Tensor
 
 from penstock import ops
 from penstock.errors import ConfigError
+from penstock.sampling import logprobs as report
+from penstock.sampling import on_device
 from penstock.sampling.chain import Chain, needs_chain
 from penstock.sampling.logprobs import TokenLogprobs, collect
 from penstock.sampling.masks import Masks
 from penstock.sampling.params import SamplingParams
 from penstock.sampling.penalties import LogitEdits, gather_edits
+from penstock.sampling.pending import MASKED, NO_TOKEN, Done, Launched, Pending, Sampled, failures
 from penstock.sampling.processors import ProcessedLogits
 from penstock.sampling.state import SequenceSampling
+from penstock.sampling.transfer import Gathered, Part, upload
 from penstock.sampling.truncation import (
     NARROW,
     Cuts,
@@ -46,26 +50,13 @@ from penstock.sampling.truncation import (
 
 Draw = Callable[[Tensor, Cuts, Tensor], Drawn]
 
-NO_TOKEN = -1
-"""Stands in ``Sampled.token_ids`` for a row that failed."""
-
-MASKED = "Every token is masked"
-"""How the error begins that a row gets of which nothing is left."""
+__all__ = ["MASKED", "NO_TOKEN", "Pending", "Sampled", "Sampler"]
 
 _KEPT_PLANS: Final = 20
 """Batches that take turns: of one sequence, drafts of different lengths."""
 
 _DRAWING: Final = 0
 """Which of the random numbers of a row and position draws its token."""
-
-
-@dataclass(slots=True)
-class Sampled:
-    """One step's tokens, one per row."""
-
-    token_ids: list[int]  # NO_TOKEN where the row is in `errors`
-    logprobs: list[TokenLogprobs | None]
-    errors: dict[int, str] = field(default_factory=dict)  # by row: why it has no token
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +73,7 @@ class _Group:
     def uniforms(self, rows: Sequence[SequenceSampling]) -> Tensor:
         """The random number that draws each one's token, [R]."""
         positions = np.array([rows[i].num_generated for i in self.members])
-        at = torch.from_numpy(positions)
+        at = upload(torch.from_numpy(positions), self.seeds.device)
         return ops.uniforms(self.seeds, self.sample_indices, at, _DRAWING)
 
 
@@ -116,8 +107,12 @@ class Sampler:
     :class:`SequenceSampling`.
     """
 
-    def __init__(self, vocab_size: int) -> None:
+    def __init__(self, vocab_size: int, gather: bool | None = None) -> None:
+        """gather: whether what a step has to say comes to the host at once, so that nothing waits
+        before; None: where logits aren't on a CPU.
+        """
         self.vocab_size = vocab_size
+        self._gather = gather
         self._plan: _Plan | None = None  # of the last batch
         self._plans: dict[tuple[object, ...], _Plan] = {}  # by the sequences of its rows
         self.masks = Masks(vocab_size)
@@ -136,17 +131,42 @@ class Sampler:
         logits hold a NaN or an infinity, or leave no token, is reported in ``errors``; the others
         go on.
         """
+        return self.begin(logits, rows).result()
+
+    def begin(self, logits: Tensor, rows: Sequence[SequenceSampling]) -> Pending:
+        """The same in two halves: this one asks a GPU for nothing, and comes back at once.
+
+        Only a caller's own processors are waited for. The logits belong to the sampler until the
+        result is there.
+        """
         if logits.shape != (len(rows), self.vocab_size):
             raise ConfigError(
                 f"The sampler got logits of shape {list(logits.shape)} for {len(rows)} rows and "
                 f"a vocabulary of {self.vocab_size}. Pass logits [S, V] and S rows."
             )
         if not rows:
-            return Sampled([], [])
+            return Done(Sampled([], []), logits.device)
         with torch.inference_mode():
             if logits.dtype is not torch.float32:
                 logits = logits.to(torch.float32)
-            return self._sample(logits.detach().contiguous(), rows)
+            logits = logits.detach().contiguous()
+            if self._gathers(logits.device):
+                return self._launch(logits, rows)
+            return Done(self._sample(logits, rows), logits.device)
+
+    def _gathers(self, device: torch.device) -> bool:
+        return device.type != "cpu" if self._gather is None else self._gather
+
+    def _edit(
+        self, plan: _Plan, logits: Tensor, rows: Sequence[SequenceSampling]
+    ) -> dict[int, str]:
+        """What is done to logits before anything is drawn; by row, what went wrong."""
+        errors = plan.processed.apply_(logits) if plan.processed else {}
+        if any(row.constraint is not None for row in rows):
+            errors = self.masks.apply_(logits, rows) | errors
+        if plan.edits is not None:
+            plan.edits.apply_(logits)
+        return errors
 
     def _sample(self, logits: Tensor, rows: Sequence[SequenceSampling]) -> Sampled:
         plan = self._plan_for(rows, logits.device)
@@ -155,26 +175,75 @@ class Sampler:
         if plan.reported:
             raw = logits.index_select(0, plan.reported_index).log_softmax(-1)
         tokens = [NO_TOKEN] * len(rows)
-        errors = plan.processed.apply_(logits) if plan.processed else {}
-        if any(row.constraint is not None for row in rows):
-            errors = self.masks.apply_(logits, rows) | errors
-        if plan.edits is not None:
-            plan.edits.apply_(logits)
+        errors = self._edit(plan, logits, rows)
         if plan.greedy:
             drawn, peaks = ops.argmax(_select(logits, plan.greedy_index))
             _put(tokens, plan.greedy, drawn)
-            errors = _failures(plan.greedy, peaks) | errors
+            errors = failures(plan.greedy, peaks.tolist()) | errors
         for group in plan.groups:
             part = _select(logits, group.index)
-            drawn, peaks = group.draw(part, group.cuts, group.uniforms(rows).to(part.device))
+            drawn, peaks = group.draw(part, group.cuts, group.uniforms(rows))
             _put(tokens, group.members, drawn)
-            errors = _failures(group.members, peaks) | errors
+            errors = failures(group.members, peaks.tolist()) | errors
         for i in errors:
             tokens[i] = NO_TOKEN
         logprobs: list[TokenLogprobs | None] = [None] * len(rows)
         if raw is not None:
             self._report(plan, raw, tokens, logprobs)
         plan.work_on(())
+        return Sampled(tokens, logprobs, errors)
+
+    def _launch(self, logits: Tensor, rows: Sequence[SequenceSampling]) -> Launched:
+        """`_sample` where all that the host gets to know comes at the end, in one copy."""
+        plan = self._plan_for(rows, logits.device)
+        plan.work_on(rows)
+        raw = None
+        if plan.reported:
+            raw = report.log_softmax(logits.index_select(0, plan.reported_index))
+        errors = self._edit(plan, logits, rows)
+        tokens = logits.new_empty(len(rows), dtype=torch.int64)
+        peaks = logits.new_empty(len(rows))
+        fed: list[tuple[SequenceSampling, ...]] = []
+        parts: list[Tensor] = []
+        if plan.greedy:
+            _put_all(
+                ops.argmax(_select(logits, plan.greedy_index)), plan.greedy_index, tokens, peaks
+            )
+        for group in plan.groups:
+            part = _select(logits, group.index)
+            drawn = group.draw(part, group.cuts, group.uniforms(rows))
+            _put_all(drawn, group.index, tokens, peaks)
+            if isinstance(group.draw, Chain) and group.draw.surprises is not None:
+                fed.append(tuple(rows[group.members[i]] for i in group.draw.feeding))
+                parts.append(group.draw.surprises)
+        if raw is not None:
+            chosen = tokens.index_select(0, plan.reported_index).clamp_(min=0)
+            parts += report.gather(raw, chosen, plan.reported_counts)
+        plan.work_on(())
+        found = tokens.to(torch.int32)
+        gathered = Gathered([found, peaks, *parts])
+
+        def read(arrived: list[Part]) -> Sampled:
+            for states, surprises in zip(fed, arrived[2:], strict=False):
+                for state, surprise in zip(states, surprises.tolist(), strict=True):
+                    state.surprise = surprise
+            return self._read(plan, arrived[:2] + arrived[2 + len(fed) :], errors)
+
+        return Launched(found.clamp(min=0), gathered, read)
+
+    def _read(self, plan: _Plan, arrived: list[Part], errors: dict[int, str]) -> Sampled:
+        """What the host makes of a step's tokens, peaks and log-probabilities."""
+        tokens: list[int] = arrived[0].tolist()
+        errors = failures(range(len(tokens)), arrived[1].tolist()) | errors
+        logprobs: list[TokenLogprobs | None] = [None] * len(tokens)
+        if plan.reported:
+            chosen = [max(tokens[i], 0) for i in plan.reported]
+            counts = plan.reported_counts
+            found = report.read(arrived[2:], chosen, counts, self.vocab_size)
+            for i, entry in zip(plan.reported, found, strict=True):
+                logprobs[i] = entry if i not in errors else None
+        for i in errors:
+            tokens[i] = NO_TOKEN
         return Sampled(tokens, logprobs, errors)
 
     def _report(
@@ -195,7 +264,7 @@ class Sampler:
         key = (*[row.kin for row in rows], device)
         plan = self._plans.get(key)
         if plan is None:
-            plan = _make_plan(rows, self.vocab_size, device)
+            plan = _make_plan(rows, self.vocab_size, device, self._gathers(device))
             if plan.edits is not None and plan.edits.forbidden is not None:
                 self._plans.clear()  # flags for whole vocabularies: those of one plan are enough
             while len(self._plans) >= _KEPT_PLANS:
@@ -205,7 +274,9 @@ class Sampler:
         return plan
 
 
-def _make_plan(rows: Sequence[SequenceSampling], vocab_size: int, device: torch.device) -> _Plan:
+def _make_plan(
+    rows: Sequence[SequenceSampling], vocab_size: int, device: torch.device, gathers: bool
+) -> _Plan:
     greedy = [i for i, row in enumerate(rows) if row.params.is_greedy]
     by_draw: dict[Draw, list[int]] = {}
     for i, row in enumerate(rows):
@@ -214,12 +285,14 @@ def _make_plan(rows: Sequence[SequenceSampling], vocab_size: int, device: torch.
     reported = [i for i, row in enumerate(rows) if row.params.logprobs is not None]
     return _Plan(
         processed=ProcessedLogits(rows),
-        edits=gather_edits(rows, vocab_size, device),
+        edits=gather_edits(rows, vocab_size, device, gathers),
         greedy=greedy,
         greedy_index=_index(greedy, len(rows), device),
-        groups=[_make_group(draw, rows, at, vocab_size, device) for draw, at in by_draw.items()],
+        groups=[
+            _make_group(draw, rows, at, vocab_size, device, gathers) for draw, at in by_draw.items()
+        ],
         reported=reported,
-        reported_index=torch.tensor(reported, dtype=torch.int64, device=device),
+        reported_index=upload(torch.tensor(reported, dtype=torch.int64), device),
         reported_counts=[rows[i].params.logprobs or 0 for i in reported],
     )
 
@@ -246,14 +319,17 @@ def _make_group(
     members: list[int],
     vocab_size: int,
     device: torch.device,
+    gathers: bool = False,
 ) -> _Group:
     params = [rows[i].params for i in members]
 
     def column(values: list[float], dtype: torch.dtype) -> Tensor:
-        return torch.tensor(values, dtype=dtype, device=device)[:, None]
+        return upload(torch.tensor(values, dtype=dtype)[:, None], device)
 
     if draw is _draw_chain:
-        draw = Chain([rows[i] for i in members], device)
+        draw = Chain([rows[i] for i in members], device, gathers)
+    elif gathers:
+        draw = on_device.INSTEAD.get(draw, draw)
     seeds = np.array([rows[i].seed for i in members], dtype=np.uint64)
     return _Group(
         draw=draw,
@@ -268,13 +344,13 @@ def _make_group(
                 torch.float32,
             ),
         ),
-        seeds=torch.from_numpy(seeds.view(np.int64)),
-        sample_indices=torch.tensor([rows[i].sample_index for i in members]),
+        seeds=upload(torch.from_numpy(seeds.view(np.int64)), device),
+        sample_indices=upload(torch.tensor([rows[i].sample_index for i in members]), device),
     )
 
 
 def _index(members: list[int], total: int, device: torch.device) -> Tensor | None:
-    return None if len(members) == total else torch.tensor(members, device=device)
+    return None if len(members) == total else upload(torch.tensor(members), device)
 
 
 def _select(logits: Tensor, index: Tensor | None) -> Tensor:
@@ -288,22 +364,10 @@ def _put(tokens: list[int], members: list[int], drawn: Tensor) -> None:
         tokens[i] = token
 
 
-def _failures(members: list[int], peaks: Tensor) -> dict[int, str]:
-    """By row, what is wrong with those whose largest logit isn't a finite number."""
-    values: list[float] = peaks.tolist()
-    if math.isfinite(sum(values)):  # floats of 32 bits: as Python's numbers they can't overflow
-        return {}
-    found = zip(members, values, strict=True)
-    return {i: _describe(peak) for i, peak in found if not math.isfinite(peak)}
-
-
-def _describe(peak: float) -> str:
-    if peak == -math.inf:
-        return (
-            f"{MASKED}: allowed_token_ids, min_tokens or a grammar leave none of the vocabulary. "
-            "Loosen one of them."
-        )
-    return (
-        f"The model's logits hold a {'NaN' if math.isnan(peak) else '+infinity'}, so no token "
-        "can be chosen. Check the weights, and the dtype if it is float16."
-    )
+def _put_all(drawn: Drawn, index: Tensor | None, tokens: Tensor, peaks: Tensor) -> None:
+    """Write the tokens and peaks of the indexed rows to their places, on the device."""
+    for places, values in zip((tokens, peaks), drawn, strict=True):
+        if index is None:
+            places.copy_(values)
+        else:
+            places.index_copy_(0, index, values)

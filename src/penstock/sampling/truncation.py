@@ -91,7 +91,8 @@ def draw_full(logits: Tensor, cuts: Cuts, u: Tensor) -> Drawn:
     logits [R, V] (overwritten), u [R].
     """
     _, peaks = ops.argmax(logits)
-    cut_top_k_(logits, cuts.top_k)
+    if bool((cuts.top_k < logits.shape[1]).any()):
+        cut_top_k_(logits, cuts.top_k)
     scaled = scale_(logits, peaks[:, None], cuts.temperature)
     scaled.masked_fill_(scaled < cuts.log_min_p, -torch.inf)
     weights = scaled.softmax(-1)
@@ -102,17 +103,15 @@ def draw_full(logits: Tensor, cuts: Cuts, u: Tensor) -> Drawn:
 
 def cut_top_k_(logits: Tensor, top_k: Tensor) -> None:
     """Make all but each row's largest impossible. logits [R, V], top_k [R, 1] int64."""
-    if bool((top_k < logits.shape[1]).any()):
-        kth = _descending(logits).gather(1, top_k - 1)
-        logits.masked_fill_(logits < kth, -torch.inf)
+    kth = _descending(logits).gather(1, top_k - 1)
+    logits.masked_fill_(logits < kth, -torch.inf)
 
 
 def cut_top_p_(scaled: Tensor, top_p: Tensor) -> None:
     """Make all but each row's nucleus impossible. scaled [R, V] logits, top_p [R, 1]."""
-    if bool((top_p < 1.0).any()):
-        weights = scaled.softmax(-1)
-        floor = nucleus_floor(_descending(weights), top_p)
-        scaled.masked_fill_(weights < floor, -torch.inf)
+    weights = scaled.softmax(-1)
+    floor = nucleus_floor(_descending(weights), top_p)
+    scaled.masked_fill_(weights < floor, -torch.inf)
 
 
 def scale_(logits: Tensor, peaks: Tensor, temperature: Tensor) -> Tensor:

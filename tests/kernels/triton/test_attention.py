@@ -218,5 +218,8 @@ def test_refused() -> None:
         run(q[..., :12], key[..., :12], value[..., :12], *rest, 1.0)
     with pytest.raises(KernelError, match="laid out alike"):
         run(q, key, value[1:], *rest, 1.0)
+    odd = torch.zeros(*key.shape[:3], 65, device=DEVICE)[..., :64]
+    with pytest.raises(KernelError, match="multiples of 8"):
+        run(q, odd, odd, *rest, 1.0)
     with pytest.raises(KernelError, match="scales"):
         run(q, key.to(torch.int8), value.to(torch.int8), *rest, 1.0)

@@ -1,17 +1,45 @@
 """The operators in Triton, for NVIDIA GPUs; importing this needs the package `triton`."""
 
 from penstock.kernels.triton import (
+    add,
+    argmax,
     attention,
+    draw,
+    embedding,
+    gate,
+    grouped_linear,
+    kept_rows,
+    linear,
+    lora,
+    mask,
     norm,
     rotary_cache,
+    route,
+    softcap,
+    top_k,
+    uniforms,
 )
 from penstock.kernels.triton.launch import INTERPRETED, launchers, register
 
 __all__ = [
     "INTERPRETED",
+    "add",
+    "argmax",
     "attention",
+    "draw",
+    "embedding",
+    "gate",
+    "grouped_linear",
+    "kept_rows",
     "launchers",
+    "linear",
+    "lora",
+    "mask",
     "norm",
     "register",
     "rotary_cache",
+    "route",
+    "softcap",
+    "top_k",
+    "uniforms",
 ]

@@ -16,7 +16,8 @@ for all of them.
 Both multiply tiles whose sides along K and along the keys are the same, by the same instructions
 (wgmma, whose order along K isn't affected by the number of rows), and keep a row's scores in the
 same places, so that its sums fold alike. Work for a step of B sequences and T tokens is laid out
-by T, B and the table's width; each program finds its sequence in `query_start`.
+by T, B and the table's width; each program finds its sequence in `query_start`. Numbers that
+differ from step to step aren't specialised on: nothing is compiled anew for another batch.
 """
 
 from __future__ import annotations
@@ -26,19 +27,11 @@ from typing import Any
 
 import torch
 import triton
-import triton.language as tl
 from torch import Tensor
 
 from penstock.errors import KernelError
-from penstock.kernels.triton.attention_tile import (
-    blocks_of,
-    finish,
-    join,
-    owner,
-    queries,
-    tile_step,
-    write,
-)
+from penstock.kernels.triton.attention_few import few, join_spans
+from penstock.kernels.triton.attention_many import many
 from penstock.kernels.triton.launch import implement
 
 SPAN = 256
@@ -69,247 +62,7 @@ def sizes(dtype: torch.dtype, dim: int) -> Sizes:
         return Sizes(SPAN, 128, 64, 128, 3, 3)
     if dim <= 128:
         return Sizes(SPAN, 64, 64, 128, 3, 3)
-    return Sizes(SPAN, 32, 64, 64, 3, 3)
-
-
-@triton.jit
-def _few(
-    q,
-    out,
-    space,
-    stats,
-    key,
-    value,
-    key_scale,
-    value_scale,
-    sinks,
-    query_start,
-    context_len,
-    block_table,
-    heads,
-    lanes,
-    spans,
-    unit,
-    cap,
-    window,
-    q_token,
-    q_head,
-    stride_block,
-    stride_head,
-    stride_row,
-    scale_block,
-    scale_head,
-    scale_row,
-    table_row,
-    GROUP: tl.constexpr,
-    DIM: tl.constexpr,
-    P: tl.constexpr,
-    SPAN: tl.constexpr,
-    KEYS: tl.constexpr,
-    ROWS: tl.constexpr,
-    STAGES: tl.constexpr,
-    WINDOW: tl.constexpr,
-    SOFTCAP: tl.constexpr,
-    SCALED: tl.constexpr,
-    HAS_SINKS: tl.constexpr,
-    DIRECT: tl.constexpr,
-):
-    """Every `lanes`-th span of one sequence and KV head, from span program_id(0) on."""
-    kv_head = tl.program_id(1).to(tl.int64)
-    b = tl.program_id(2)
-    start = tl.load(query_start + b)
-    count = tl.load(query_start + b + 1) - start
-    if (count == 0) | (count * GROUP > ROWS):
-        return
-    length = tl.load(context_len + b)
-    D: tl.constexpr = triton.next_power_of_2(DIM)
-    query, at, token, head, inside = queries(
-        q, 0, start, count, length, kv_head, q_token, q_head, GROUP, DIM, ROWS
-    )
-    first = tl.maximum(length - count - window + 1, 0) if WINDOW else 0
-    place = (tl.minimum(start, b * (ROWS // GROUP)) + token).to(tl.int64) * heads + head
-    table = block_table + b.to(tl.int64) * table_row
-    key += kv_head * stride_head
-    value += kv_head * stride_head
-    if SCALED:
-        key_scale += kv_head * scale_head
-        value_scale += kv_head * scale_head
-    all_top = tl.full([ROWS], float("-inf"), tl.float32)
-    all_total = tl.zeros([ROWS], tl.float32)
-    all_values = tl.zeros([ROWS, D], tl.float32)
-    for span in tl.range(first // SPAN + tl.program_id(0), tl.cdiv(length, SPAN), lanes):
-        top = tl.full([ROWS], float("-inf"), tl.float32)
-        total = tl.zeros([ROWS], tl.float32)
-        values = tl.zeros([ROWS, D], tl.float32)
-        low = tl.maximum(span * SPAN, first) // KEYS
-        high = tl.cdiv(tl.minimum(span * SPAN + SPAN, length), KEYS)
-        blocks = blocks_of(table, low, length, P, KEYS)
-        for tile in tl.range(low, high, num_stages=STAGES):
-            following = blocks_of(table, tile + 1, length, P, KEYS)
-            top, total, values = tile_step(
-                query, at, tile, blocks, length, True, key, value, key_scale, value_scale,
-                stride_block, stride_row, scale_block, scale_row, unit, cap, window,
-                top, total, values, DIM, P, KEYS, WINDOW, SOFTCAP, SCALED,
-            )  # fmt: skip
-            blocks = following
-        if DIRECT:  # there is but one
-            all_top, all_total, all_values = join(
-                all_top, all_total, all_values, top, total, values
-            )
-        else:
-            span_at = place * spans + span
-            tl.store(stats + span_at * 2, top, mask=inside)
-            tl.store(stats + span_at * 2 + 1, total, mask=inside)
-            write(space, span_at, values, inside, DIM)
-    if DIRECT:
-        found = finish(all_top, all_total, all_values, sinks, head, HAS_SINKS)
-        write(out, (start + token).to(tl.int64) * heads + head, found, inside, DIM)
-
-
-@triton.jit
-def _join(
-    out,
-    space,
-    stats,
-    sinks,
-    query_start,
-    context_len,
-    batch,
-    heads,
-    spans,
-    window,
-    DIM: tl.constexpr,
-    SPAN: tl.constexpr,
-    TOKENS: tl.constexpr,
-    WINDOW: tl.constexpr,
-    HAS_SINKS: tl.constexpr,
-):
-    """Joins the spans of one row that `_few` has left: of one token and query head."""
-    place = tl.program_id(0)
-    head = tl.program_id(1)
-    low = 0
-    high = batch
-    while high - low > 1:
-        middle = (low + high) // 2
-        if tl.minimum(tl.load(query_start + middle), middle * TOKENS) <= place:
-            low = middle
-        else:
-            high = middle
-    start = tl.load(query_start + low)
-    count = tl.load(query_start + low + 1) - start
-    token = place - tl.minimum(start, low * TOKENS)
-    if (token >= count) | (count > TOKENS):
-        return
-    length = tl.load(context_len + low)
-    first = tl.maximum(length - count - window + 1, 0) if WINDOW else 0
-    D: tl.constexpr = triton.next_power_of_2(DIM)
-    d = tl.arange(0, D)
-    one = tl.arange(0, 1)
-    row = (place.to(tl.int64) * heads + head) * spans + one
-    top = tl.full([1], float("-inf"), tl.float32)
-    total = tl.zeros([1], tl.float32)
-    values = tl.zeros([1, D], tl.float32)
-    inside = (d < DIM)[None, :]
-    for span in tl.range(first // SPAN, tl.cdiv(length, SPAN), loop_unroll_factor=16):
-        span_top = tl.load(stats + (row + span) * 2)
-        span_total = tl.load(stats + (row + span) * 2 + 1)
-        span_values = tl.load(space + (row + span)[:, None] * DIM + d[None, :], mask=inside)
-        top, total, values = join(top, total, values, span_top, span_total, span_values)
-    found = finish(top, total, values, sinks, head + one, HAS_SINKS)
-    write(out, (start + token).to(tl.int64) * heads + head + one, found, one == 0, DIM)
-
-
-@triton.jit
-def _many(
-    q,
-    out,
-    key,
-    value,
-    key_scale,
-    value_scale,
-    sinks,
-    query_start,
-    context_len,
-    block_table,
-    batch,
-    heads,
-    least,
-    unit,
-    cap,
-    window,
-    q_token,
-    q_head,
-    stride_block,
-    stride_head,
-    stride_row,
-    scale_block,
-    scale_head,
-    scale_row,
-    table_row,
-    GROUP: tl.constexpr,
-    DIM: tl.constexpr,
-    P: tl.constexpr,
-    SPAN: tl.constexpr,
-    KEYS: tl.constexpr,
-    ROWS: tl.constexpr,
-    STAGES: tl.constexpr,
-    WINDOW: tl.constexpr,
-    SOFTCAP: tl.constexpr,
-    SCALED: tl.constexpr,
-    HAS_SINKS: tl.constexpr,
-):
-    """One tile of queries of one KV head; the last ones, which see most, come first."""
-    index = tl.num_programs(0) - 1 - tl.program_id(0)
-    kv_head = tl.program_id(1).to(tl.int64)
-    b = owner(query_start, batch, index, GROUP, ROWS)
-    start = tl.load(query_start + b)
-    count = tl.load(query_start + b + 1) - start
-    begin = (index - (start * GROUP // ROWS + b)) * ROWS
-    if (begin >= count * GROUP) | (count * GROUP <= least):
-        return
-    length = tl.load(context_len + b)
-    D: tl.constexpr = triton.next_power_of_2(DIM)
-    query, at, token, head, inside = queries(
-        q, begin, start, count, length, kv_head, q_token, q_head, GROUP, DIM, ROWS
-    )
-    lowest = length - count + begin // GROUP
-    highest = length - count + (tl.minimum(begin + ROWS, count * GROUP) - 1) // GROUP
-    low = tl.maximum(lowest - window + 1, 0) // KEYS if WINDOW else 0
-    high = tl.cdiv(highest + 1, KEYS)
-    table = block_table + b.to(tl.int64) * table_row
-    key += kv_head * stride_head
-    value += kv_head * stride_head
-    if SCALED:
-        key_scale += kv_head * scale_head
-        value_scale += kv_head * scale_head
-    all_top = tl.full([ROWS], float("-inf"), tl.float32)
-    all_total = tl.zeros([ROWS], tl.float32)
-    all_values = tl.zeros([ROWS, D], tl.float32)
-    top = tl.full([ROWS], float("-inf"), tl.float32)
-    total = tl.zeros([ROWS], tl.float32)
-    values = tl.zeros([ROWS, D], tl.float32)
-    blocks = blocks_of(table, low, length, P, KEYS)
-    for tile in tl.range(low, high, num_stages=STAGES):
-        if tile % (SPAN // KEYS) == 0:
-            all_top, all_total, all_values = join(
-                all_top, all_total, all_values, top, total, values
-            )
-            top = tl.full([ROWS], float("-inf"), tl.float32)
-            total = tl.zeros([ROWS], tl.float32)
-            values = tl.zeros([ROWS, D], tl.float32)
-        following = blocks_of(table, tile + 1, length, P, KEYS)
-        masked = tile * KEYS + KEYS > lowest + 1
-        if WINDOW:
-            masked = masked | (tile * KEYS <= highest - window)
-        top, total, values = tile_step(
-            query, at, tile, blocks, length, masked, key, value, key_scale, value_scale,
-            stride_block, stride_row, scale_block, scale_row, unit, cap, window,
-            top, total, values, DIM, P, KEYS, WINDOW, SOFTCAP, SCALED,
-        )  # fmt: skip
-        blocks = following
-    all_top, all_total, all_values = join(all_top, all_total, all_values, top, total, values)
-    found = finish(all_top, all_total, all_values, sinks, head, HAS_SINKS)
-    write(out, (start + token).to(tl.int64) * heads + head, found, inside, DIM)
+    return Sizes(SPAN, 32, 64, 64, 2, 2)
 
 
 @implement("paged_attention")
@@ -389,7 +142,7 @@ def attend(
         rows = cut.many_rows
         grid = (tokens * group // rows + batch, caches[0].shape[1])
         least = cut.rows if each and batch > 1 else 0
-        _many[grid](
+        many[grid](
             q, out, *inputs, batch, heads, least,
             **common, ROWS=rows, STAGES=cut.many_stages, num_warps=_warps(rows),
         )  # fmt: skip
@@ -404,7 +157,7 @@ def _launch_few(
     cut: Sizes,
     each: int,
 ) -> None:
-    """`_few`, and `_join` where a table has room for more than one span."""
+    """`few`, and `join_spans` where a table has room for more than one span."""
     keys, sinks, query_start, context_len, block_table = inputs[0], *inputs[4:]
     assert keys is not None and block_table is not None
     (tokens, heads, dim), kv_heads = q.shape, keys.shape[1]
@@ -414,13 +167,13 @@ def _launch_few(
     places = min(tokens, batch * each) if spans > 1 else 0
     space = torch.empty((places * heads, spans, dim), dtype=torch.float32, device=q.device)
     stats = torch.empty((places * heads, spans, 2), dtype=torch.float32, device=q.device)
-    _few[(lanes, kv_heads, batch)](
+    few[(lanes, kv_heads, batch)](
         q, out, space, stats, *inputs, heads, lanes, spans,
         **common, ROWS=cut.rows, STAGES=cut.stages, DIRECT=spans == 1,
         num_warps=_warps(cut.rows),
     )  # fmt: skip
     if spans > 1:
-        _join[(places, heads)](
+        join_spans[(places, heads)](
             out, space, stats, sinks, query_start, context_len, batch, heads, spans,
             common["window"], DIM=dim, SPAN=cut.span, TOKENS=each, WINDOW=common["WINDOW"],
             HAS_SINKS=common["HAS_SINKS"], num_warps=1, enable_fp_fusion=False,
@@ -462,6 +215,8 @@ def _check(
             f"Keys and values are [N, Hkv, P, D] and laid out alike, not {list(keys.shape)} and "
             f"{list(values.shape)} with strides {keys.stride()} and {values.stride()}."
         )
+    if any(stride % 8 for stride in keys.stride()[:3]):
+        raise KernelError(f"Rows of keys begin at multiples of 8 numbers, not {keys.stride()}.")
     last = (q.stride(2), keys.stride(3), block_table.stride(1))
     if last != (1, 1, 1) or q.shape[2] != keys.shape[3] or q.shape[1] % keys.shape[1]:
         raise KernelError(

@@ -10,7 +10,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from penstock.kernels.triton.launch import dot
+from penstock.kernels.triton.launch import INTERPRETED, dot
 
 
 @triton.jit
@@ -96,11 +96,32 @@ def finish(top, total, values, sinks, head, HAS_SINKS: tl.constexpr):
     return values * share[:, None]
 
 
+_INT8_PAIRS: tl.constexpr = tl.constexpr("""{
+.reg .b32 t, a, b, minus;
+mov.b32 minus, 0xBF80BF80;
+prmt.b32 t, $2, 0x43434343, 0x4140;
+and.b32 a, t, 0xFF7FFF7F;
+and.b32 b, t, 0xFF80FF80;
+fma.rn.bf16x2 $0, b, minus, a;
+prmt.b32 t, $2, 0x43434343, 0x4342;
+and.b32 a, t, 0xFF7FFF7F;
+and.b32 b, t, 0xFF80FF80;
+fma.rn.bf16x2 $1, b, minus, a;
+}""")
+"""Four int8 to bfloat16: 0x43 above a byte is 128 and its low seven bits, less 128, or 256 if the
+eighth is set; two at a time."""
+
+
 @triton.jit
 def widened(x, dtype: tl.constexpr):
-    """x in q's dtype; int8 by way of float32, as the interpreter has no other to bfloat16."""
+    """One byte in q's dtype, exactly, by the fast ways there are."""
     if x.dtype == tl.int8:
-        x = x.to(tl.float32)
+        if INTERPRETED or dtype != tl.bfloat16:
+            x = x.to(tl.float32)
+        else:
+            x = tl.inline_asm_elementwise(_INT8_PAIRS, "=r,=r,r", [x], tl.bfloat16, True, 4)
+    elif x.dtype == tl.float8e4nv:  # from float16 to bfloat16 there is but a slow instruction
+        x = x.to(tl.float16).to(tl.float32)
     return x.to(dtype)
 
 
@@ -116,11 +137,39 @@ def rows_of(cache, blocks, offset, inside, stride_block, stride_row, DIM: tl.con
     """Keys or values [KEYS, D] of one tile; zeros where nobody may look."""
     D: tl.constexpr = triton.next_power_of_2(DIM)
     d = tl.arange(0, D)
-    start = tl.multiple_of(blocks.to(tl.int64) * stride_block + offset * stride_row, 8)
+    start = blocks.to(tl.int64) * stride_block + offset * stride_row
+    if DIM % 16 != 0:  # of 16, the launch tells
+        start = tl.multiple_of(start, 8)
     mask = inside[:, None]
     if D != DIM:
         mask = mask & (d < DIM)[None, :]
     return tl.load(cache + start[:, None] + d[None, :], mask=mask, other=0.0)
+
+
+@triton.jit
+def scales_of(
+    key_scale,
+    value_scale,
+    blocks,
+    tile,
+    length,
+    stride_block,
+    stride_row,
+    P: tl.constexpr,
+    KEYS: tl.constexpr,
+):
+    """The scales of one tile's keys and values, [KEYS] float32.
+
+    Each is loaded by one thread, in a column of four of which the others are left out: a load of
+    fewer elements than threads is repeated by all that will need them.
+    """
+    position = tile * KEYS + tl.arange(0, KEYS)
+    at = blocks.to(tl.int64) * stride_block + position % P * stride_row
+    column = tl.zeros([KEYS], tl.int32)[:, None] + tl.arange(0, 4)[None, :]
+    mask = (position < length)[:, None] & (column == 0)
+    keys = tl.load(key_scale + at[:, None] + column, mask=mask, other=0.0)
+    values = tl.load(value_scale + at[:, None] + column, mask=mask, other=0.0)
+    return tl.sum(keys.to(tl.float32), 1), tl.sum(values.to(tl.float32), 1)
 
 
 @triton.jit
@@ -133,12 +182,10 @@ def tile_step(
     masked,
     key,
     value,
-    key_scale,
-    value_scale,
+    key_scales,
+    value_scales,
     stride_block,
     stride_row,
-    scale_block,
-    scale_row,
     unit,
     cap,
     window,
@@ -165,8 +212,7 @@ def tile_step(
     nothing = tl.zeros([q.shape[0], KEYS], tl.float32)
     scores = dot(q, tl.trans(widened(k, q.dtype)), nothing)
     if SCALED:
-        scale_at = blocks.to(tl.int64) * scale_block + offset * scale_row
-        scores *= tl.load(key_scale + scale_at, mask=inside, other=0.0).to(tl.float32)[None, :]
+        scores *= key_scales[None, :]
     factor = unit
     if SOFTCAP:  # cap · tanh(x) = cap − 2 · cap / (exp(2x) + 1)
         scores = cap - 2.0 * cap / (tl.exp2(scores * unit) + 1.0)
@@ -181,7 +227,7 @@ def tile_step(
     old_weight = tl.exp2(top - safe(new))
     total = tl.fma(total, old_weight, tl.sum(weights, 1))
     if SCALED:
-        weights *= tl.load(value_scale + scale_at, mask=inside, other=0.0).to(tl.float32)[None, :]
+        weights *= value_scales[None, :]
     v = rows_of(value, blocks, offset, inside, stride_block, stride_row, DIM)
-    values = dot(weights.to(q.dtype), widened(v, q.dtype), values * old_weight[:, None])
-    return new, total, values
+    kept = tl.fma(values, old_weight[:, None], 0.0)  # +0 of whatever a weight of 0 leaves behind
+    return new, total, dot(weights.to(q.dtype), widened(v, q.dtype), kept)

@@ -42,6 +42,50 @@ def cut_(scaled: Tensor, version: int, mu: float) -> Tensor:
     return log2_p
 
 
+def cut_1_(scaled: Tensor, mu: Tensor) -> None:
+    """Version 1 for rows of scaled logits [R, V] and bounds [R, 1] float64, without the host."""
+    leading = ops.top_k(scaled, min(LEADING, scaled.shape[1]))[0].double()
+    count = _counts(_slopes(leading), mu, scaled.shape[1])
+    least = scaled.sort(dim=-1, descending=True).values.gather(1, count - 1)
+    scaled.masked_fill_(scaled < least, -torch.inf)
+
+
+def cut_2_(scaled: Tensor, mu: Tensor) -> None:
+    """Version 2 for rows of scaled logits [R, V] and bounds [R, 1] float64, without the host."""
+    log2_p = surprises(scaled).neg_()
+    floor = torch.minimum(-mu.to(torch.float32), log2_p.amax(-1, keepdim=True))
+    scaled.masked_fill_(log2_p < floor, -torch.inf)
+
+
+def surprises(scaled: Tensor) -> Tensor:
+    """−log₂ p of scaled logits [R, V]."""
+    return scaled.log_softmax(-1).div_(_LOG2).neg_()
+
+
+def _slopes(leading: Tensor) -> Tensor:
+    """`_slope` of rows of logits [R, m], [R, 1]."""
+    ranks = torch.arange(1, leading.shape[1] + 1, dtype=torch.float64, device=leading.device)
+    steps = ranks.log().diff()
+    known = leading[:, 1:].isfinite()
+    drops = torch.where(known, -leading.diff(dim=-1), 0.0)
+    square = (known * steps.square()).sum(-1, keepdim=True)
+    slope = (drops * steps).sum(-1, keepdim=True) / square
+    return torch.where(square > 0, slope, torch.inf)
+
+
+def _counts(slope: Tensor, mu: Tensor, vocab_size: int) -> Tensor:
+    """`_count` of rows [R, 1] float64, int64."""
+    log_n = math.log(vocab_size)
+    epsilon = slope - 1.0
+    spread = (-torch.expm1(-epsilon * log_n) / epsilon).log()
+    if log_n > 0.0:
+        spread = torch.where(epsilon == 0.0, math.log(log_n), spread)
+    log_k = (mu * _LOG2 - spread) / slope
+    count = log_k.clamp(max=log_n).exp().nan_to_num(1.0).to(torch.int64).clamp(1, vocab_size)
+    count = torch.where(slope.isinf() | (log_k <= 0.0), 1, count)
+    return torch.where(slope <= 0.0, vocab_size, count)
+
+
 def _slope(leading: npt.NDArray[np.float64]) -> float:
     """How fast logits [m], largest first, fall with the logarithm of their rank: Zipf's exponent
     ŝ, by least squares through the differences of neighbours; infinite for a single token.

@@ -16,8 +16,19 @@ def totals(values: Tensor) -> Tensor:
     """
     rest = -values.shape[1] % _BLOCK
     padded = torch.nn.functional.pad(values, (0, rest)) if rest else values
-    blocks: Tensor = padded.unflatten(-1, (-1, _BLOCK)).sum(-1, dtype=torch.float64)
-    return blocks.cumsum(-1)[:, -1:]
+    blocks: Tensor = padded.unflatten(-1, (-1, _BLOCK))
+    if values.device.type != "cpu":
+        return _folded(_folded(blocks.to(torch.float64))[..., 0])
+    return blocks.sum(-1, dtype=torch.float64).cumsum(-1)[:, -1:]
+
+
+def _folded(values: Tensor) -> Tensor:
+    """The sum along the last dimension, kept, half by half: a GPU's own order hangs on the rows."""
+    while (size := values.shape[-1]) > 1:
+        half = size // 2
+        folded = values[..., :half] + values[..., half : 2 * half]
+        values = torch.cat((folded, values[..., 2 * half :]), -1) if size % 2 else folded
+    return values
 
 
 def entropies(log_p: Tensor) -> Tensor:

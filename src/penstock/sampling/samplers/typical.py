@@ -17,13 +17,24 @@ Row = npt.NDArray[np.float32]
 _BUCKETS = 1 << 15
 
 
-def cut_(scaled: Tensor, p: Tensor) -> None:
+def cut_(scaled: Tensor, p: Tensor, on_device: bool = False) -> None:
     """Keep of each row of scaled logits [R, V] the tokens with the smallest |−log p − H| that hold
-    at least mass p [R, 1]; equal distances stay or go together.
+    at least mass p [R, 1]; equal distances stay or go together. on_device: without the host.
     """
     log_p = scaled.log_softmax(-1)
     distance = (log_p + entropies(log_p)).abs_()  # inf where a token is impossible
-    scaled.masked_fill_(distance > _reach(distance, log_p.exp(), p), -torch.inf)
+    reach = _reach_on_device if on_device else _reach
+    scaled.masked_fill_(distance > reach(distance, log_p.exp(), p), -torch.inf)
+
+
+def _reach_on_device(distance: Tensor, weights: Tensor, p: Tensor) -> Tensor:
+    """The same as `_reach`, by a sort of the vocabulary."""
+    near, order = distance.sort(dim=-1, stable=True)
+    mass = weights.gather(1, order)
+    sums = mass.cumsum(-1, dtype=torch.float64)
+    place = torch.arange(mass.shape[1], device=mass.device)
+    last = torch.where(mass > 0, place, 0).amax(-1, keepdim=True)
+    return near.gather(1, torch.searchsorted(sums, p.to(torch.float64)).minimum(last))
 
 
 def _reach(distance: Tensor, weights: Tensor, p: Tensor) -> Tensor:

@@ -1,0 +1,386 @@
+"""Matrix product over weights in rows, and what comes before and after it.
+
+How it is computed: `linear_sums` (one tile), `linear_tiles` (which tiles), `dequantize` (codes).
+
+The bits of a row's result are a function of that row and the matrix. K is cut into spans by the
+matrix's sizes (`linear_tiles.spans_for`); a span is summed from zero, in order, and spans are added
+in order. With few rows each span has a program of its own, so that a small matrix keeps all
+multiprocessors busy, and a second kernel adds the spans; with many a program goes through all spans
+of its tile. Either way the same numbers are added in the same order.
+
+The scale of a group multiplies its sum in float32, never the weight in bfloat16, which would round;
+that of MXFP4's or NVFP4's groups does multiply the weight: it rounds nothing there.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from penstock.kernels.triton.activation import activated
+from penstock.kernels.triton.dequantize import multipliers
+from penstock.kernels.triton.launch import implement
+from penstock.kernels.triton.linear_forms import Form, Matrix
+from penstock.kernels.triton.linear_sums import E4M3, INT8, Operands, Sizes, span_sums
+from penstock.kernels.triton.linear_tiles import PROCESSORS, span_length, tiles_for
+from penstock.kernels.triton.rounding import narrow
+from penstock.kernels.triton.rows import e4m3_rows, int8_rows, norm_rows
+
+SWIZZLE: tl.constexpr = tl.constexpr(8)
+"""Tiles of rows that go through the matrix together, so that both are read from the L2 cache."""
+
+
+class Ends(NamedTuple):
+    """What is done with sums: tensors, or None."""
+
+    scale: Any  # [N] of a row of W without groups
+    zero: Any  # [N] of int8 weights beside int8 rows, without groups
+    outer: Any  # [N]
+    row_scale: Any  # [T] of rows without groups
+    row_sums: Any  # [T] of int8 rows, for zero points
+    bias: Any  # [N], or [2·N]
+    out: Any  # [T, N]
+
+
+class Sums(NamedTuple):
+    """Of parts: spans, and after them those of up, where gated."""
+
+    held: Any
+    part_stride: int
+    stride: int
+
+
+@triton.jit
+def _values(total, ends, features, rows):
+    """Sums with what a whole row of W, or of x, is multiplied by, and the bias."""
+    if ends.zero is not None:
+        zero = tl.load(ends.zero + features).to(tl.int32)[:, None]
+        total -= zero * tl.load(ends.row_sums + rows)[None, :]
+    value = total.to(tl.float32)
+    if ends.scale is not None:
+        value *= multipliers(tl.load(ends.scale + features))[:, None]
+    if ends.outer is not None:
+        value *= tl.load(ends.outer + features)[:, None]
+    if ends.row_scale is not None:
+        value *= tl.load(ends.row_scale + rows)[None, :]
+    if ends.bias is not None:
+        value += tl.load(ends.bias + features)[:, None]
+    return value
+
+
+@triton.jit
+def _finish(
+    total, other, ends, size, tile, inside, out_stride, dtype: tl.constexpr,
+    ACTIVATION: tl.constexpr, GATED: tl.constexpr, RESIDUAL: tl.constexpr,
+):  # fmt: skip
+    """Sums [F, R] as the operator's result, stored where `inside`."""
+    _, features, _, rows = tile
+    value = _values(total, ends, features, rows)
+    if GATED:
+        up = _values(other, ends, features + size.features, rows)
+        value = activated(narrow(value, dtype).to(tl.float32), ACTIVATION)
+        value *= narrow(up, dtype).to(tl.float32)
+    elif ACTIVATION:
+        value = activated(narrow(value, dtype).to(tl.float32), ACTIVATION)
+    at = ends.out + (rows.to(tl.int64) * out_stride)[None, :] + features[:, None]
+    if RESIDUAL:
+        before = tl.load(at, mask=inside, other=0.0).to(tl.float32)
+        value = before + narrow(value, dtype).to(tl.float32)
+    tl.store(at, narrow(value, ends.out.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _tile(pid, count, size, F: tl.constexpr, R: tl.constexpr):
+    """Features and rows of program `pid`, the first of each before them, and which there are.
+
+    Those that there aren't repeat the last.
+
+    Programs go through the matrix SWIZZLE tiles of rows at a time.
+    """
+    feature_tiles = tl.cdiv(size.features, F)
+    row_tiles = tl.cdiv(count, R)
+    each = SWIZZLE * feature_tiles
+    first = pid // each * SWIZZLE
+    height = tl.minimum(row_tiles - first, SWIZZLE)
+    row_tile = first + pid % each % height
+    feature_tile = pid % each // height
+    features = feature_tile * F + tl.arange(0, F)
+    rows = row_tile * R + tl.arange(0, R)
+    inside = (features < size.features)[:, None] & (rows < count)[None, :]
+    features = tl.minimum(features, size.features - 1)
+    rows = tl.minimum(rows, count - 1)
+    return (feature_tile * F, features, row_tile * R, rows), inside
+
+
+@triton.jit
+def _at(sums, part, tile):
+    """Where a part's sums lie; sums: a tensor, and elements from part to part and row to row."""
+    rows = tile[3].to(tl.int64) * sums.stride
+    return sums.held + (part * sums.part_stride + rows[None, :] + tile[1][:, None])
+
+
+@triton.jit(do_not_specialize=["count"])
+def _linear(
+    m, ends, size, sums, count, out_stride, depth, length, SPANS: tl.constexpr, APART: tl.constexpr,
+    CODES: tl.constexpr, ROWS: tl.constexpr, LENGTH: tl.constexpr, FOLD: tl.constexpr,
+    STEP: tl.constexpr, P: tl.constexpr, EVEN: tl.constexpr, dtype: tl.constexpr,
+    ACTIVATION: tl.constexpr, GATED: tl.constexpr, RESIDUAL: tl.constexpr,
+    F: tl.constexpr, R: tl.constexpr,
+):  # fmt: skip
+    """A tile of the result; or, APART, one span's sums of it. depth: K as W stores it."""
+    tile, inside = _tile(tl.program_id(0), count, size, F, R)
+    if APART:
+        begin = tl.program_id(1) * length
+        total, other = span_sums(
+            m, size, tile, begin, tl.minimum(begin + length, depth), CODES, ROWS, LENGTH, FOLD,
+            STEP, P, EVEN, GATED, F, R,
+        )  # fmt: skip
+        part = tl.program_id(1).to(tl.int64)
+        tl.store(_at(sums, part, tile), total, mask=inside)
+        if GATED:
+            tl.store(_at(sums, SPANS + part, tile), other, mask=inside)
+    else:
+        if SPANS == 1:
+            total, other = span_sums(
+                m, size, tile, 0, depth, CODES, ROWS, LENGTH, FOLD, STEP, P, EVEN, GATED, F, R
+            )
+        else:
+            total = tl.zeros((F, R), sums.held.dtype.element_ty)
+            other = tl.zeros((F, R), sums.held.dtype.element_ty)
+            for span in range(SPANS):
+                begin = span * length
+                part, other_part = span_sums(
+                    m, size, tile, begin, tl.minimum(begin + length, depth), CODES, ROWS, LENGTH,
+                    FOLD, STEP, P, EVEN, GATED, F, R,
+                )  # fmt: skip
+                total += part
+                other += other_part
+        _finish(
+            total, other, ends, size, tile, inside, out_stride, dtype, ACTIVATION, GATED, RESIDUAL
+        )
+
+
+@triton.jit(do_not_specialize=["count"])
+def _join(
+    ends, size, sums, count, out_stride, SPANS: tl.constexpr, dtype: tl.constexpr,
+    ACTIVATION: tl.constexpr, GATED: tl.constexpr, RESIDUAL: tl.constexpr,
+    F: tl.constexpr, R: tl.constexpr,
+):  # fmt: skip
+    """A tile of the result from the sums of all spans."""
+    tile, inside = _tile(tl.program_id(0), count, size, F, R)
+    total = tl.zeros((F, R), sums.held.dtype.element_ty)
+    other = tl.zeros((F, R), sums.held.dtype.element_ty)
+    for span in tl.static_range(SPANS):
+        total += tl.load(_at(sums, tl.cast(span, tl.int64), tile))
+        if GATED:
+            other += tl.load(_at(sums, tl.cast(SPANS + span, tl.int64), tile))
+    _finish(total, other, ends, size, tile, inside, out_stride, dtype, ACTIVATION, GATED, RESIDUAL)
+
+
+@triton.jit(do_not_specialize=["count"])
+def _row_sums(
+    codes, sums, count, depth, groups, LENGTH: tl.constexpr, BLOCK: tl.constexpr, R: tl.constexpr
+):
+    """Sums of each group of R rows of int8."""
+    rows, group = tl.program_id(0).to(tl.int64) * R + tl.arange(0, R), tl.program_id(1)
+    total = tl.zeros((R, BLOCK), tl.int32)
+    for start in range(0, LENGTH, BLOCK):
+        at = start + tl.arange(0, BLOCK)
+        inside = (at < LENGTH) & (group * LENGTH + at < depth)
+        pointers = codes + (rows * depth + group * LENGTH)[:, None] + at[None, :]
+        total += tl.load(pointers, mask=(rows < count)[:, None] & inside[None, :], other=0)
+    tl.store(sums + rows * groups + group, tl.sum(total, 1), mask=rows < count)
+
+
+_DTYPES = {
+    torch.float32: tl.float32,
+    torch.float16: tl.float16,
+    torch.bfloat16: tl.bfloat16,
+}
+_JOIN = (64, 16, 4)
+"""Features, rows and warps of a program that ends sums."""
+
+
+class _Rows(NamedTuple):
+    """Rows as they are multiplied."""
+
+    x: Tensor
+    scale: Tensor | None
+    sums: Tensor | None
+
+
+def _rounded(x: Tensor, matrix: Matrix, norm: Tensor | None, eps: float) -> _Rows:
+    """Rows of x, normalised and rounded to what the matrix meets them in."""
+    if matrix.row_codes == INT8.value:
+        codes, scale = int8_rows(x, norm, eps, matrix.input_scale)
+        if matrix.zero is None or matrix.weight.dtype is torch.uint8:
+            return _Rows(codes, scale, None)
+        length = matrix.depth // matrix.groups
+        sums = torch.empty((x.shape[0], matrix.groups), dtype=torch.int32, device=x.device)
+        _row_sums[(triton.cdiv(x.shape[0], 16), matrix.groups)](
+            codes, sums, x.shape[0], x.shape[1], matrix.groups, LENGTH=length,
+            BLOCK=min(256, triton.next_power_of_2(length)), R=16,
+        )  # fmt: skip
+        return _Rows(codes, scale, sums)
+    if matrix.row_codes == E4M3.value:
+        codes, scale = e4m3_rows(x, norm, eps, matrix.groups, matrix.depth, matrix.input_scale)
+        return _Rows(codes, scale, None)
+    return _Rows(x if norm is None else norm_rows(x, norm, eps), None, None)
+
+
+def _operands(rows: _Rows, matrix: Matrix, form: Form) -> Operands:
+    """What is read in the loop over K."""
+    grouped = form.length > 0
+    return Operands(
+        x=rows.x,
+        row_scale=rows.scale if grouped and form.rows == E4M3.value else None,
+        row_sums=rows.sums if grouped else None,
+        weight=matrix.weight,
+        scale=matrix.scale if grouped or form.fold else None,
+        zero=matrix.zero if grouped or rows.sums is None else None,
+    )
+
+
+def _ends(rows: _Rows, matrix: Matrix, form: Form, out: Tensor) -> Ends:
+    """What is done after it."""
+    whole = not (form.length or form.fold)
+    return Ends(
+        scale=matrix.scale if whole else None,
+        zero=matrix.zero if whole and rows.sums is not None else None,
+        outer=matrix.outer,
+        row_scale=None if form.length and form.rows == E4M3.value else rows.scale,
+        row_sums=rows.sums if whole else None,
+        bias=matrix.bias,
+        out=out,
+    )
+
+
+def _multiply(
+    x: Tensor,
+    matrix: Matrix,
+    out: Tensor,
+    norm: Tensor | None = None,
+    eps: float = 0.0,
+    activation: int = 0,
+    residual: bool = False,
+) -> None:
+    """out = act(norm(x) · Wᵀ + b), or out += it."""
+    count, n = out.shape
+    form = matrix.form(x)
+    if not count or not n:
+        return
+    rows = _rounded(x, matrix, norm, eps)
+    tiles = tiles_for(form.kind, count, n, matrix.depth, matrix.gated)
+    grid = triton.cdiv(n, tiles.features) * triton.cdiv(count, tiles.rows)
+    apart = tiles.spans > 1 and grid < PROCESSORS
+    exact = form.rows == INT8.value and not form.length
+    parts = (tiles.spans * (2 if matrix.gated else 1), count, n) if apart else (0, 0, 0)
+    held = torch.empty(parts, dtype=torch.int32 if exact else torch.float32, device=x.device)
+    sums = Sums(held, held.stride(0), n)
+    depth, ends = rows.x.shape[1], _ends(rows, matrix, form, out)
+    size = Sizes(n, depth, rows.x.stride(0), matrix.weight.stride(0), matrix.groups)
+    after = {
+        "dtype": _DTYPES[x.dtype],
+        "ACTIVATION": activation,
+        "GATED": matrix.gated,
+        "RESIDUAL": residual,
+    }
+    # a product and a sum aren't made one where that would depend on which kernel has them
+    unfused = {"enable_fp_fusion": form.kind == "float32"}
+    _linear[(grid, tiles.spans if apart else 1)](
+        _operands(rows, matrix, form),
+        ends,
+        size,
+        sums,
+        count,
+        out.stride(0),
+        matrix.depth,
+        span_length(matrix.depth, tiles.spans),
+        SPANS=tiles.spans,
+        APART=apart,
+        CODES=form.codes,
+        ROWS=form.rows,
+        LENGTH=form.length,
+        FOLD=form.fold,
+        STEP=tiles.k,
+        P=form.part,
+        EVEN=depth == matrix.depth and depth % tiles.k == 0,
+        F=tiles.features,
+        R=tiles.rows,
+        num_warps=tiles.warps,
+        num_stages=tiles.stages,
+        **after,
+        **unfused,
+    )
+    if apart:
+        _end(sums, size, ends, count, tiles.spans, after, unfused)
+
+
+def _end(
+    sums: Sums,
+    size: Sizes,
+    ends: Ends,
+    count: int,
+    spans: int,
+    after: dict[str, Any],
+    options: dict[str, Any],
+) -> None:
+    """Store the result of sums that lie in memory."""
+    features, rows, warps = _JOIN
+    grid = triton.cdiv(size.features, features) * triton.cdiv(count, rows)
+    _join[(grid,)](
+        ends, size, sums, count, ends.out.stride(0), SPANS=spans, F=features, R=rows,
+        num_warps=warps, **after, **options,
+    )  # fmt: skip
+
+
+@implement("linear")
+def linear(
+    x: Tensor,
+    weight: Tensor,
+    scale: Tensor | None,
+    zero: Tensor | None,
+    bias: Tensor | None,
+    out_features: int,
+    row_codes: int = 0,
+    norm: Tensor | None = None,
+    eps: float = 0.0,
+    activation: int = 0,
+    gated: bool = False,
+    out_dtype: torch.dtype | None = None,
+    levels: int = 0,
+    outer: Tensor | None = None,
+    input_scale: Tensor | None = None,
+) -> Tensor:
+    """`ops.linear`: W is read once for each tile of rows, activation and gate follow in registers.
+
+    Norm, and rounding to codes, are a kernel of their own before it.
+    """
+    matrix = Matrix(weight, scale, zero, bias, row_codes, levels, outer, input_scale, gated)
+    matrix.check(x, out_features)
+    out = torch.empty((x.shape[0], out_features), dtype=out_dtype or x.dtype, device=x.device)
+    _multiply(x, matrix, out, norm, eps, activation)
+    return out
+
+
+@implement("linear_add_")
+def linear_add_(
+    residual: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    scale: Tensor | None,
+    zero: Tensor | None,
+    bias: Tensor | None,
+    row_codes: int = 0,
+    levels: int = 0,
+    outer: Tensor | None = None,
+    input_scale: Tensor | None = None,
+) -> None:
+    """`ops.linear_add_`: the residual is read and written where the result is."""
+    matrix = Matrix(weight, scale, zero, bias, row_codes, levels, outer, input_scale)
+    matrix.check(x, residual.shape[1])
+    _multiply(x, matrix, residual, residual=True)
