@@ -27,8 +27,8 @@ CONTEXT_FIT, GENERATED_FIT = (7.00, 1.36), (2.79, 0.85)
 """Means and standard deviations of the logarithms of the trace's 8,819 rows."""
 MOST_CONTEXT, MOST_GENERATED = 7437, 1899
 RATES = (2.0, 6.0, 12.0)
-"""Requests a second. The last asks for 25,000 prompt tokens a second: three quarters of what an H200
-reads of the 8B shape at 0.65 of its matrix rate."""
+"""Requests a second. The last asks for 25,000 prompt tokens a second: three quarters of what an
+H200 reads of the 8B shape at 0.65 of its matrix rate."""
 SEATS = 128
 CACHE_TOKENS = 400_000
 """52 GB of the 8B shape: all seats at a request's mean length, and half as much more."""
