@@ -168,7 +168,7 @@ def removed(graphs: dict[str, Any], eager: dict[str, Any]) -> dict[str, Any]:
     hidden = graphs.get("host_hidden")
     if hidden is None:  # the host's work beside the forward pass, and what of the step is not it
         idle = max(graphs["step_s"] - graphs["forward_ahead_s"], 0.0)
-        hidden = max(1 - idle / graphs["host_s"], 0.0)
+        hidden = max(1 - idle / graphs["outside_s"], 0.0)
     return {
         "by": name,
         "launch_gaps_removed": 1 - after / before if before > 0 else None,
@@ -182,7 +182,7 @@ def _gaps(context: Context, made: Made, batch: int, name: str) -> dict[str, Any]
     plain_s, records = run_decode(meter, batch, 1024, steps)
     found: dict[str, Any] = {
         "step_s": plain_s,
-        "host_s": statistics.median(r.overhead_s for r in records),
+        "outside_s": statistics.median(r.overhead_s for r in records),
         **_forward_times(context, made, batch),
     }
     _decode_alone(meter, batch)
