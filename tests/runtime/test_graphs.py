@@ -1,4 +1,4 @@
-"""Steps that decode are padded and replayed: what is chosen, counted, and that bits don't change."""
+"""Steps that decode are padded and replayed: what is chosen, what is counted."""
 
 from __future__ import annotations
 

@@ -60,6 +60,13 @@ class Appender:
             if sequence.finish_reason is not None:
                 return
 
+    def ends_next(self, sequence: Sequence) -> bool:
+        """Whether the next token is the last one, whatever it is."""
+        count = sequence.num_output + 1
+        return count == sequence.request.params.max_tokens or (
+            sequence.longest + 1 >= self._intake.max_len
+        )
+
     def append_all(self, sequence: Sequence, tokens: list[int], now: float) -> bool:
         """Several sampled tokens at once; False, and nothing is done, where each must be looked at.
 

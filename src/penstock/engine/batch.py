@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING, Final
 
@@ -38,6 +38,18 @@ class Batch:
     drawn_at: list[int] | None  # the places in `sampled` that are drawn for; None: all
     rows: list[range]  # of those places, the ones of each of `drawn`: one more than its draft has
     searches: list[Beams]  # what the others belong to, but for shadows
+
+    @property
+    def only_decodes(self) -> bool:
+        """Whether each sequence brings the token it was given last, and is given one."""
+        plain = not self.prompt_rows and not self.searches and self.drawn_at is None
+        single = len(self.size.queries) == len(self.drawn) == len(self.sampled)
+        return plain and single and self.size.tokens == len(self.drawn)
+
+    def of(self, kept: list[Sequence]) -> Batch:
+        """The same step, as far as these of its sequences go, one row each."""
+        rows = [range(i, i + 1) for i in range(len(kept))]
+        return replace(self, sampled=kept, drawn=kept, rows=rows, logit_rows=list(range(len(kept))))
 
 
 class _Buffer:
@@ -110,6 +122,33 @@ class Batcher:
         self._batch = batch if decoding and not batch.prompt_rows else None
         self._rows = [sequence.row for sequence in members]
         return batch
+
+    def following(self, members: list[Sequence], rows: list[int]) -> Batch:
+        """The step in which `members` bring the tokens that the last one gives them.
+
+        Those aren't known yet: in their places stand `rows`, where they will be among what the
+        last step has chosen.
+        """
+        self.forget()
+        count, size = len(members), self._block_size
+        done = [len(sequence.tokens) for sequence in members]
+        contexts = [at + 1 for at in done]
+        width = -(-max(contexts) // size)
+        blocks, block_table = self._blocks.table(count, width)
+        blocks[:] = self._table[[sequence.row for sequence in members], :width]
+        starts = list(range(count + 1))
+        step = Step(
+            self._tokens.fill(rows),
+            self._positions.fill(done),
+            self._slots.fill(self._slots_of(blocks, starts, done)),
+            self._query_start.fill(starts),
+            self._context_len.fill(contexts),
+            block_table,
+            self._sample_at.fill(starts[:-1]),
+        )
+        size_of = StepSize([1] * count, contexts, count)
+        empty = Batch(step, size_of, [], [], [], [], None, [], [])
+        return empty.of(members)
 
     def forget(self) -> None:
         """Let go of the last batch's sequences: one of them has ended."""

@@ -10,16 +10,15 @@ from collections.abc import Sequence as Seq
 from typing import Any
 
 import numpy as np
-import torch
-from torch import Tensor
 
 from penstock.cache import PinnablePool, Pins, PrefixTree, SwapSpace
 from penstock.config import EngineConfig
 from penstock.engine.appender import Appender
 from penstock.engine.batch import Batch, Batcher
 from penstock.engine.beams import Beams, sampling_of
+from penstock.engine.computing import Computing
 from penstock.engine.counters import TokenCounts, stats_of
-from penstock.engine.guidance import add_shadow, follow, guided
+from penstock.engine.guidance import add_shadow, follow
 from penstock.engine.intake import Intake, Start
 from penstock.engine.lockstep import together
 from penstock.engine.mover import Mover
@@ -31,7 +30,7 @@ from penstock.engine.preemption import CostPredictor, Preemption
 from penstock.engine.request import Request, Sequence, Status
 from penstock.engine.scheduler import Scheduler
 from penstock.engine.speculation import Speculation
-from penstock.errors import InvalidSamplingError, RequestError
+from penstock.errors import ConfigError, InvalidSamplingError, RequestError
 from penstock.hardware import detect
 from penstock.roofline import CostModel, Ledger, kept_peaks_on
 from penstock.runtime import Runtime, plan_swap
@@ -40,7 +39,6 @@ from penstock.sampling import (
     Sampled,
     Sampler,
     SamplingParams,
-    prompt_logprobs,
 )
 
 logger = logging.getLogger("penstock")
@@ -94,7 +92,8 @@ class Engine:
         self.batcher = Batcher(
             self.scheduler.table, block_size, limits.max_num_seqs, limits.max_num_batched_tokens
         )
-        self.sampler = Sampler(self.vocab_size)
+        # interpreted, too, a GPU's steps end as on a GPU
+        self.sampler = Sampler(self.vocab_size, runtime.runner.graphs is not None or None)
         self.pooler: Pooler | None = None
         self.requests: dict[str, Request] = {}
         self.intake = Intake(model, runtime.tokenizer, runtime.vocab_map)
@@ -102,9 +101,30 @@ class Engine:
         self.appender = Appender(
             self.intake, self.token_counts, self._finish, limits.enable_jump_forward
         )
+        self.computing = Computing(
+            runtime.runner,
+            self.scheduler,
+            self.batcher,
+            self.sampler,
+            self.appender,
+            overlaps=self._overlaps(config),
+        )
         self._arrivals = 0
         self._seeds = np.random.default_rng(config.model.seed)
         self._ended: list[Request] = []  # outside of a step
+
+    def _overlaps(self, config: EngineConfig) -> bool:
+        """Whether steps are begun before those before them have ended."""
+        runner = self.runtime.runner
+        able = runner.graphs is not None and runner.vocabulary is None and self.speculation is None
+        asked = config.scheduler.async_scheduling
+        if asked and not able:
+            raise ConfigError(
+                "async_scheduling begins a step while a GPU runs the one before: it can't take "
+                "effect without a GPU, with a speculative_config, or with a reduced vocabulary. "
+                "Leave it out."
+            )
+        return able and asked is not False
 
     # ── requests ─────────────────────────────────────────────────────────────────────────────
 
@@ -293,13 +313,16 @@ class Engine:
         self.runtime.runner.check(self)
         self.appender.detokenize_s = 0.0
         marks = [time.perf_counter()]
+        touched: dict[str, Request] = {}
+        landed = self._land(touched, marks)
+        if landed is not None:
+            return self._hand_out(Plan(landed[0]), landed[1], touched, marks)
         if self.speculation is not None:
             self.speculation.propose()
         plan = self.scheduler.schedule()
         if self.speculation is not None:
             self.speculation.part(plan)
         marks.append(time.perf_counter())
-        touched: dict[str, Request] = {}
         if plan.moves_blocks:
             self.mover.move(plan, touched)
         if self.pooler is not None:  # after the copies, whose sources it may be given
@@ -307,6 +330,29 @@ class Engine:
         batch = self._run(plan, touched, marks) if plan.parts else None
         if self.speculation is not None:
             self.speculation.settle()
+        return self._hand_out(plan, batch, touched, marks)
+
+    def _land(
+        self, touched: dict[str, Request], marks: list[float]
+    ) -> tuple[list[Part], Batch] | None:
+        """Apply the step that was begun before; None where none was, or it raised."""
+        try:
+            landed = self.computing.land(marks)
+        except Exception as error:  # nothing was applied: the step is planned again
+            logger.warning("A step that was begun ahead raised: %r", error)
+            self.computing.forget()
+            del marks[1:]
+            return None
+        if landed is None:
+            return None
+        parts, batch, sampled = landed
+        self._apply(parts, batch, sampled, touched)
+        return parts, batch
+
+    def _hand_out(
+        self, plan: Plan, batch: Batch | None, touched: dict[str, Request], marks: list[float]
+    ) -> list[RequestOutput]:
+        """What a step ends with."""
         ended, self._ended = self._ended, []
         touched |= {r.request_id: r for r in ended}
         outputs = [r.output() for r in touched.values() if r.stream or r.finished]
@@ -338,8 +384,9 @@ class Engine:
         Returns the batch, or None where it raised.
         """
         try:
-            batch, sampled = self._compute(plan, marks)
+            batch, sampled = self.computing.run(plan, marks)
         except Exception as error:  # whatever a model, a kernel or the sampler raises
+            self.computing.forget()
             groups = together(plan.parts)
             if len(groups) == 1:
                 failed = self._fail(plan.parts[0][0].request, error)
@@ -352,44 +399,6 @@ class Engine:
             return None
         self._apply(plan.parts, batch, sampled, touched)
         return batch
-
-    def _compute(self, plan: Plan, marks: list[float]) -> tuple[Batch, Sampled]:
-        """Batch → forward → sample; changes nothing but the cache and prompt logprobs."""
-        batch = self.batcher.build(plan.parts)
-        marks.append(time.perf_counter())
-        rows = [state for sequence in batch.drawn for state in sequence.states]
-        self.sampler.prepare(rows)
-        logits = self.runtime.runner.forward(batch.step)
-        marks.append(time.perf_counter())
-        for sequence, first, count in batch.prompt_rows:
-            self._read_prompt(sequence, logits[first : first + count])
-        count = len(batch.sampled)
-        if count != logits.shape[0] or batch.logit_rows != list(range(count)):
-            logits = logits.index_select(0, torch.tensor(batch.logit_rows, device=logits.device))
-        for beams in batch.searches:
-            beams.read(batch.sampled, logits)
-        if batch.drawn_at is not None:
-            logits = guided(batch.sampled, batch.drawn_at, logits)
-        sampled = self.sampler(logits, rows)
-        marks.append(time.perf_counter())
-        return batch, sampled
-
-    def _read_prompt(self, sequence: Sequence, logits: Tensor) -> None:
-        """Log-probabilities of the prompt tokens that follow these rows."""
-        request = sequence.request
-        assert request.prompt_logprobs is not None  # batch.build checked
-        first = sequence.num_computed + 1
-        # a recomputed prompt (after preemption) is read again from its start
-        del request.prompt_logprobs[first:]
-        next_ids = sequence.tokens[first : min(first + len(logits), sequence.num_prompt)]
-        k = request.params.prompt_logprobs
-        if next_ids and k is not None:
-            found = prompt_logprobs(
-                logits[: len(next_ids)], torch.tensor(next_ids, device=logits.device), k
-            )
-            for entry in found:
-                self.appender.name(entry)
-            request.prompt_logprobs += found
 
     def _apply(
         self,

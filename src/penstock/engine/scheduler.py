@@ -121,6 +121,17 @@ class Scheduler:
 
     # ── one step ─────────────────────────────────────────────────────────────────────────────
 
+    @property
+    def admits(self) -> bool:
+        """Whether somebody waits who might start in the next step."""
+        return bool(self.waiting) and (self._num_free_rows > 0 or self.policy.preempts)
+
+    def has_room(self, sequence: Sequence) -> bool:
+        """Whether a running sequence has a block for one more token than it has; it is given one
+        that nobody else needs.
+        """
+        return self.reservations.reserve(sequence, 1) > 0
+
     def schedule(self) -> Plan:
         """Plan the next step; an empty plan means that there is nothing to do."""
         plan = Plan()

@@ -68,6 +68,7 @@ class Chain:
         self, rows: Sequence[SequenceSampling], device: torch.device, on_device: bool | None = None
     ) -> None:
         self.rows = rows
+        self.ahead = 0  # tokens that the rows have been given and know nothing of
         self.surprises: Tensor | None = None
         self._device = device
         self._on_device = device.type != "cpu" if on_device is None else on_device
@@ -174,7 +175,7 @@ class Chain:
         """A number in [0, 1) for each row, [R, 1] float64."""
         seeds = np.array([row.seed for row in self.rows], dtype=np.uint64)
         samples = np.array([row.sample_index for row in self.rows], dtype=np.uint64)
-        positions = np.array([row.num_generated for row in self.rows], dtype=np.int64)
+        positions = np.array([row.num_generated for row in self.rows], dtype=np.int64) + self.ahead
         found = torch.from_numpy(uniforms(seeds, samples, positions, use))
         return upload(found[:, None], self._device)
 

@@ -28,6 +28,14 @@ class Sampled:
     logprobs: list[TokenLogprobs | None]
     errors: dict[int, str] = field(default_factory=dict)  # by row: why it has no token
 
+    def take(self, rows: Sequence[int]) -> Sampled:
+        """These rows of it, in this order."""
+        return Sampled(
+            [self.token_ids[row] for row in rows],
+            [self.logprobs[row] for row in rows],
+            {at: self.errors[row] for at, row in enumerate(rows) if row in self.errors},
+        )
+
 
 class Pending(Protocol):
     """A step that has been begun."""

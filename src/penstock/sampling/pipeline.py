@@ -70,9 +70,9 @@ class _Group:
     seeds: Tensor  # [R] int64
     sample_indices: Tensor  # [R] int64
 
-    def uniforms(self, rows: Sequence[SequenceSampling]) -> Tensor:
+    def uniforms(self, rows: Sequence[SequenceSampling], ahead: int) -> Tensor:
         """The random number that draws each one's token, [R]."""
-        positions = np.array([rows[i].num_generated for i in self.members])
+        positions = np.array([rows[i].num_generated for i in self.members]) + ahead
         at = upload(torch.from_numpy(positions), self.seeds.device)
         return ops.uniforms(self.seeds, self.sample_indices, at, _DRAWING)
 
@@ -90,7 +90,7 @@ class _Plan:
     reported_index: Tensor
     reported_counts: list[int]
 
-    def work_on(self, rows: Sequence[SequenceSampling]) -> None:
+    def work_on(self, rows: Sequence[SequenceSampling], ahead: int = 0) -> None:
         """These are the rows from here on; without any, nothing holds the last ones."""
         self.processed.rows = rows
         if self.edits is not None:
@@ -98,6 +98,7 @@ class _Plan:
         for group in self.groups:
             if isinstance(group.draw, Chain):
                 group.draw.rows = [rows[i] for i in group.members] if rows else []
+                group.draw.ahead = ahead
 
 
 class Sampler:
@@ -133,11 +134,12 @@ class Sampler:
         """
         return self.begin(logits, rows).result()
 
-    def begin(self, logits: Tensor, rows: Sequence[SequenceSampling]) -> Pending:
+    def begin(self, logits: Tensor, rows: Sequence[SequenceSampling], *, ahead: int = 0) -> Pending:
         """The same in two halves: this one asks a GPU for nothing, and comes back at once.
 
         Only a caller's own processors are waited for. The logits belong to the sampler until the
-        result is there.
+        result is there. ahead: tokens that each row will have been given by then, of which its
+        state knows nothing yet; for rows that don't look back at them.
         """
         if logits.shape != (len(rows), self.vocab_size):
             raise ConfigError(
@@ -151,8 +153,8 @@ class Sampler:
                 logits = logits.to(torch.float32)
             logits = logits.detach().contiguous()
             if self._gathers(logits.device):
-                return self._launch(logits, rows)
-            return Done(self._sample(logits, rows), logits.device)
+                return self._launch(logits, rows, ahead)
+            return Done(self._sample(logits, rows, ahead), logits.device)
 
     def _gathers(self, device: torch.device) -> bool:
         return device.type != "cpu" if self._gather is None else self._gather
@@ -168,9 +170,9 @@ class Sampler:
             plan.edits.apply_(logits)
         return errors
 
-    def _sample(self, logits: Tensor, rows: Sequence[SequenceSampling]) -> Sampled:
+    def _sample(self, logits: Tensor, rows: Sequence[SequenceSampling], ahead: int) -> Sampled:
         plan = self._plan_for(rows, logits.device)
-        plan.work_on(rows)
+        plan.work_on(rows, ahead)
         raw = None
         if plan.reported:
             raw = logits.index_select(0, plan.reported_index).log_softmax(-1)
@@ -182,7 +184,7 @@ class Sampler:
             errors = failures(plan.greedy, peaks.tolist()) | errors
         for group in plan.groups:
             part = _select(logits, group.index)
-            drawn, peaks = group.draw(part, group.cuts, group.uniforms(rows))
+            drawn, peaks = group.draw(part, group.cuts, group.uniforms(rows, ahead))
             _put(tokens, group.members, drawn)
             errors = failures(group.members, peaks.tolist()) | errors
         for i in errors:
@@ -193,10 +195,10 @@ class Sampler:
         plan.work_on(())
         return Sampled(tokens, logprobs, errors)
 
-    def _launch(self, logits: Tensor, rows: Sequence[SequenceSampling]) -> Launched:
+    def _launch(self, logits: Tensor, rows: Sequence[SequenceSampling], ahead: int) -> Launched:
         """`_sample` where all that the host gets to know comes at the end, in one copy."""
         plan = self._plan_for(rows, logits.device)
-        plan.work_on(rows)
+        plan.work_on(rows, ahead)
         raw = None
         if plan.reported:
             raw = report.log_softmax(logits.index_select(0, plan.reported_index))
@@ -211,7 +213,7 @@ class Sampler:
             )
         for group in plan.groups:
             part = _select(logits, group.index)
-            drawn = group.draw(part, group.cuts, group.uniforms(rows))
+            drawn = group.draw(part, group.cuts, group.uniforms(rows, ahead))
             _put_all(drawn, group.index, tokens, peaks)
             if isinstance(group.draw, Chain) and group.draw.surprises is not None:
                 fed.append(tuple(rows[group.members[i]] for i in group.draw.feeding))

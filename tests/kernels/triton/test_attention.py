@@ -179,6 +179,25 @@ def test_whole_sizes() -> None:
     assert torch.equal(launchers()["paged_attention"](*alone), found[70:71])
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("dim", [64, 80, 128, 256])
+@pytest.mark.parametrize("kind", [torch.bfloat16, torch.float8_e4m3fn, torch.int8], ids=str)
+def test_bits_of_whole_sizes(kind: torch.dtype, dim: int) -> None:
+    """As a GPU computes it: matrix units, whole tiles, one query alone and any chunk the same."""
+    count, length = 300, 1000
+    ragged = ((1, 700), (count, length), (5, 90))
+    case = Case(torch.bfloat16, (8, 2), dim, ragged, stored_as=kind, block_size=32)
+    more = {"key_scale": case.scales[0], "value_scale": case.scales[1], "window": 600}
+    run = launchers()["paged_attention"]
+    together = run(*case.arguments(), 0.1, **more)
+    wanted = REFERENCE(*case.arguments(), 0.1, **more)
+    torch.testing.assert_close(together, wanted, rtol=ONE_BYTE, atol=ONE_BYTE)
+    chunk = together[1 : 1 + count]
+    for parts in ([(1, 0, 157), (1, 157, 143)], [(1, i, 1) for i in range(count)]):
+        assert torch.equal(run(*case.arguments(parts), 0.1, **more), chunk)
+    assert torch.equal(run(*case.arguments([(1, 99, 1)]), 0.1, **more), chunk[99:100])
+
+
 def test_padding() -> None:
     """A sequence with a query but no position gives zeros and disturbs nobody."""
     case = Case(torch.float32, (2, 1), 64, ragged=((1, 40), (1, 3)))

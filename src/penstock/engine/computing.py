@@ -1,0 +1,149 @@
+"""Batch → forward → sample; on a GPU the step after one is begun before the first has ended.
+
+Sequences that decode need nothing of their next token but itself, and that lies on the GPU as soon
+as it is chosen. So the step that follows is laid out while the GPU still runs, takes its tokens
+from there, and the GPU finds work waiting when it is done; the CPU appends, detokenizes and
+answers meanwhile. A sequence that turns out to have ended was computed for nothing: its row of the
+step that follows is dropped.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from penstock.engine.appender import Appender
+from penstock.engine.batch import Batch, Batcher
+from penstock.engine.guidance import guided
+from penstock.engine.plan import Part, Plan
+from penstock.engine.request import Sequence, Status
+from penstock.engine.scheduler import Scheduler
+from penstock.runtime import Runner
+from penstock.sampling import Pending, Sampled, Sampler, prompt_logprobs
+
+
+@dataclass(slots=True)
+class _InFlight:
+    """A step that was begun, and what it will have chosen."""
+
+    batch: Batch
+    pending: Pending
+
+
+class Computing:
+    """Runs what was planned; changes nothing but the cache and prompts' log-probabilities."""
+
+    def __init__(
+        self,
+        runner: Runner,
+        scheduler: Scheduler,
+        batcher: Batcher,
+        sampler: Sampler,
+        appender: Appender,
+        overlaps: bool,
+    ) -> None:
+        """overlaps: steps are begun before those before them have ended, where they can be."""
+        self._runner = runner
+        self._scheduler = scheduler
+        self._batcher = batcher
+        self._sampler = sampler
+        self._appender = appender
+        self._overlaps = overlaps
+        self._next: _InFlight | None = None
+        self.overlapped = 0  # steps that were begun so
+
+    def run(self, plan: Plan, marks: list[float]) -> tuple[Batch, Sampled]:
+        """A plan's step, from its layout to its tokens."""
+        batch = self._batcher.build(plan.parts)
+        marks.append(time.perf_counter())
+        rows = [state for sequence in batch.drawn for state in sequence.states]
+        self._sampler.prepare(rows)
+        logits = self._runner.forward(batch.step)
+        if not self._overlaps:
+            marks.append(time.perf_counter())
+        for sequence, first, count in batch.prompt_rows:
+            self._read_prompt(sequence, logits[first : first + count])
+        count = len(batch.sampled)
+        if count != logits.shape[0] or batch.logit_rows != list(range(count)):
+            logits = logits.index_select(0, torch.tensor(batch.logit_rows, device=logits.device))
+        for beams in batch.searches:
+            beams.read(batch.sampled, logits)
+        if batch.drawn_at is not None:
+            logits = guided(batch.sampled, batch.drawn_at, logits)
+        if not self._overlaps:
+            sampled = self._sampler(logits, rows)
+            marks.append(time.perf_counter())
+            return batch, sampled
+        return batch, self._land(_InFlight(batch, self._sampler.begin(logits, rows)), marks)
+
+    def land(self, marks: list[float]) -> tuple[list[Part], Batch, Sampled] | None:
+        """What the step has chosen that was begun before; None where there is no such.
+
+        Of the sequences that have ended since, nothing is left in it.
+        """
+        flight, self._next = self._next, None
+        if flight is None:
+            return None
+        alive = [s.status is Status.RUNNING for s in flight.batch.drawn]
+        if not any(alive):
+            return None
+        marks += [time.perf_counter()] * 2  # nothing was planned or laid out
+        sampled = self._land(flight, marks)
+        batch = flight.batch
+        if not all(alive):
+            kept = [i for i, lives in enumerate(alive) if lives]
+            batch = batch.of([batch.drawn[i] for i in kept])
+            sampled = sampled.take(kept)
+        return [(sequence, 1) for sequence in batch.drawn], batch, sampled
+
+    def _land(self, flight: _InFlight, marks: list[float]) -> Sampled:
+        """Begin with what follows, then wait."""
+        self._next = self._follow(flight)
+        sampled = flight.pending.result()
+        marks += [time.perf_counter()] * 2  # choosing is part of what the GPU did
+        return sampled
+
+    def forget(self) -> None:
+        """Drop what was begun: its sequences are to be computed otherwise."""
+        self._next = None
+
+    def _follow(self, flight: _InFlight) -> _InFlight | None:
+        """Begin the step after one that decodes, where its tokens are all that isn't known."""
+        batch = flight.batch
+        if not batch.only_decodes or self._scheduler.admits:
+            return None
+        rows, members = [], []
+        for row, sequence in enumerate(batch.drawn):
+            if sequence.status is not Status.RUNNING or self._appender.ends_next(sequence):
+                continue
+            if sequence.sampling.looks_back:
+                return None
+            rows.append(row)
+            members.append(sequence)
+        if not members or not all(self._scheduler.has_room(sequence) for sequence in members):
+            return None
+        following = self._batcher.following(members, rows)
+        logits = self._runner.follow(following.step, flight.pending.device_tokens)
+        states = [sequence.sampling for sequence in members]
+        self.overlapped += 1
+        return _InFlight(following, self._sampler.begin(logits, states, ahead=1))
+
+    def _read_prompt(self, sequence: Sequence, logits: Tensor) -> None:
+        """Log-probabilities of the prompt tokens that follow these rows."""
+        request = sequence.request
+        assert request.prompt_logprobs is not None  # batch.build checked
+        first = sequence.num_computed + 1
+        # a recomputed prompt (after preemption) is read again from its start
+        del request.prompt_logprobs[first:]
+        next_ids: Seq[int] = sequence.tokens[first : min(first + len(logits), sequence.num_prompt)]
+        k = request.params.prompt_logprobs
+        if next_ids and k is not None:
+            ids = torch.tensor(next_ids, device=logits.device)
+            found = prompt_logprobs(logits[: len(next_ids)], ids, k)
+            for entry in found:
+                self._appender.name(entry)
+            request.prompt_logprobs += found
