@@ -32,9 +32,9 @@ CLOSE = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 2e-2}
 
 def items(context: Context) -> Iterator[Item]:
     yield "parity", lambda: parity(context)
+    yield "invariance", lambda: invariance(context)
     for family in families(context):
         yield f"greedy-{family}", lambda family=family: same_tokens(context, family)
-    yield "invariance", lambda: invariance(context)
     yield "tests", lambda: tests(context)
 
 

@@ -168,7 +168,7 @@ def removed(graphs: dict[str, Any], eager: dict[str, Any]) -> dict[str, Any]:
     hidden = graphs.get("host_hidden")
     if hidden is None:  # the host's work beside the forward pass, and what of the step is not it
         idle = max(graphs["step_s"] - graphs["forward_ahead_s"], 0.0)
-        hidden = max(1 - idle / graphs["host_s"], 0.0)
+        hidden = max(1 - idle / graphs["outside_s"], 0.0)
     return {
         "by": name,
         "launch_gaps_removed": 1 - after / before if before > 0 else None,
@@ -182,8 +182,8 @@ def _gaps(context: Context, made: Made, batch: int, name: str) -> dict[str, Any]
     plain_s, records = run_decode(meter, batch, 1024, steps)
     found: dict[str, Any] = {
         "step_s": plain_s,
-        "host_s": statistics.median(r.overhead_s for r in records),
-        **_forward_times(context, made, meter, batch),
+        "outside_s": statistics.median(r.overhead_s for r in records),
+        **_forward_times(context, made, batch),
     }
     _decode_alone(meter, batch)
     trace = context.document.file.parent / f"trace-{name}.json" if batch == 1 else None
@@ -220,31 +220,34 @@ def _decode_alone(meter: Meter, batch: int) -> None:
         done += sum(r.size.tokens == batch and not r.size.is_prefill for r in meter.take())
 
 
-def _forward_times(context: Context, made: Made, meter: Meter, batch: int) -> dict[str, float]:
-    """A step's forward pass again and again, to the same bytes: as it is launched, and with all of
-    its launches queued before it begins. What lies between the two are launch gaps."""
-    _decode_alone(meter, batch)
-    runner, kept = made.runtime.runner, []
-
-    def keeping(step: Step) -> Tensor:
-        kept.append(step)
-        return type(runner).forward(runner, step)
-
-    runner.forward = keeping
-    try:
-        raise_errors(meter.step())
-    finally:
-        del runner.forward
-    step = kept[-1]
+def _forward_times(context: Context, made: Made, batch: int) -> dict[str, float]:
+    """The forward pass of one step that decodes, again and again: as it is launched, and with all
+    of its launches queued before it begins. What lies between the two are launch gaps."""
+    runner, step = made.runtime.runner, decode_step(batch, 1024, made.runtime.layout.block_size)
 
     def again() -> Tensor:
         return runner.forward(step)
 
     shown = median(again, context.device, repeats=10, ahead_cycles=0)
     ahead = median(again, context.device, repeats=10, ahead_cycles=60_000_000)
-    for request_id in list(meter.engine.requests):
-        meter.engine.abort(request_id, report=False)
     return {"forward_s": shown, "forward_ahead_s": ahead, "exposed_s": max(shown - ahead, 0.0)}
+
+
+def decode_step(batch: int, at: int, block: int) -> Step:
+    """`batch` sequences with `at` tokens in the cache, each with its own blocks, and one more."""
+    each = at // block + 1
+    table = torch.arange(batch * each, dtype=torch.int32).view(batch, each)
+    every = torch.arange(batch + 1, dtype=torch.int32)
+    positions = torch.full((batch,), at, dtype=torch.int32)
+    return Step(
+        tokens=every[1:].clone(),
+        positions=positions,
+        slots=table[:, -1] * block + at % block,
+        query_start=every,
+        context_len=positions + 1,
+        block_table=table,
+        sample_at=every[:-1].clone(),
+    )
 
 
 def modes(context: Context, shape: dict[str, Any]) -> dict[str, Any]:

@@ -202,12 +202,29 @@ def _peers(form: str, x: Tensor, dense: Tensor, gated: bool) -> dict[str, Run]:
         x8 = x.clamp(-1, 1).mul(127).to(torch.int8)
         runs["int_mm"] = lambda: torch._int_mm(x8, w8.t())
     if form.startswith("w4a16") and x.device.type == "cuda":
-        n, k = dense.shape
-        codes = torch.randint(0, 256, (n, k // 2), dtype=torch.uint8, device=x.device)
-        tiles = torch._convert_weight_to_int4pack(codes, 8)
-        scales = torch.ones(k // 128, n, 2, dtype=torch.bfloat16, device=x.device)
-        runs["int4pack_mm"] = lambda: after(torch._weight_int4pack_mm(x, tiles, 128, scales))
+        runs["int4pack_mm"] = made_at_first(lambda: _int4pack(x, dense, after))
     return runs
+
+
+def _int4pack(x: Tensor, dense: Tensor, after: Callable[[Tensor], Tensor]) -> Run:
+    """torch's own int4 beside bfloat16, in groups of 128."""
+    n, k = dense.shape
+    codes = torch.randint(0, 256, (n, k // 2), dtype=torch.uint8, device=x.device)
+    tiles = torch._convert_weight_to_int4pack(codes, 8)
+    scales = torch.ones(k // 128, n, 2, dtype=torch.bfloat16, device=x.device)
+    return lambda: after(torch._weight_int4pack_mm(x, tiles, 128, scales))
+
+
+def made_at_first(make: Callable[[], Run]) -> Run:
+    """Prepared when it is first run, where what it raises is that run's."""
+    made: list[Run] = []
+
+    def run() -> Any:
+        if not made:
+            made.append(make())
+        return made[0]()
+
+    return run
 
 
 # ── attention ────────────────────────────────────────────────────────────────────────────────

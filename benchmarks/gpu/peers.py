@@ -7,6 +7,7 @@ of each. Output tokens over the whole time, prompts included, after a run that i
 
 from __future__ import annotations
 
+import inspect
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -115,7 +116,6 @@ def _model(context: Context, attention: str) -> Any:
     return model
 
 
-@torch.inference_mode()
 def by_generate(context: Context, how: dict[str, Any]) -> dict[str, Any]:
     model = _model(context, "sdpa")
     _, length, output = _sizes(context)
@@ -143,15 +143,17 @@ def continuous(context: Context) -> dict[str, Any]:
 
     if context.dry:
         return {"missing": "it wants a GPU"}
-    model = _model(context, "paged|sdpa")
+    model = _model(context, "sdpa")
     output = _sizes(context)[2]
     asked = GenerationConfig(
         max_new_tokens=output, do_sample=False, eos_token_id=-1, pad_token_id=0, use_cache=True
     )
 
+    known = inspect.signature(model.generate_batch).parameters
+    kept = {"persistent_manager": True} if "persistent_manager" in known else {}
+
     def run(given: list[list[int]]) -> int:
-        with torch.inference_mode():
-            found = model.generate_batch(inputs=given, generation_config=asked)
+        found = model.generate_batch(inputs=given, generation_config=asked, **kept)
         return sum(len(one.generated_tokens) for one in found.values())
 
     return _each_batch(context, run)

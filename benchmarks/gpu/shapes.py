@@ -48,7 +48,7 @@ TINY: dict[str, Any] = {
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
     "vocab_size": 512,
-    "max_position_embeddings": 1024,
+    "max_position_embeddings": 2048,
     "tie_word_embeddings": True,
     "bos_token_id": 1,
     "eos_token_id": 2,

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from typer.testing import CliRunner
 
 from penstock.bench import environment, latency, throughput
@@ -26,11 +27,11 @@ PEAKS = Peaks(2e10, 1e11, 1e12, 2, "2026-11-21T00:00:00+00:00")
 def fake_peaks(monkeypatch: pytest.MonkeyPatch) -> Peaks:
     """Instead of two seconds of measuring."""
 
-    def measure(hardware: Hardware) -> Peaks:
+    def measure(device: torch.device, hardware: Hardware) -> Peaks:
         return PEAKS
 
-    monkeypatch.setattr(latency, "measure", measure)
-    monkeypatch.setattr(throughput, "measure", measure)
+    monkeypatch.setattr(latency, "measure_on", measure)
+    monkeypatch.setattr(throughput, "measure_on", measure)
     return PEAKS
 
 

@@ -13,13 +13,16 @@ from typing import Any
 
 import pytest
 import torch
-from benchmarks.gpu import run, summary, traffic, warm
+from benchmarks.gpu import engine, run, summary, traffic, warm
 from benchmarks.gpu.document import FATAL, Context, Document, is_fatal, perform, plain
-from benchmarks.gpu.engine import removed
-from benchmarks.gpu.shapes import LLAMA_1B, LLAMA_8B, matrices
+from benchmarks.gpu.engine import _forward_times, decode_step, removed
+from benchmarks.gpu.models import make
+from benchmarks.gpu.shapes import LLAMA_1B, LLAMA_8B, TINY, matrices
 from benchmarks.gpu.sweep import candidates
 
+from penstock.errors import KernelError
 from penstock.kernels.triton import launchers
+from penstock.roofline.gaps import Gaps
 
 pytestmark = pytest.mark.skipif(
     torch.cuda.is_available(), reason="dry runs interpret Triton's kernels: the GPU has real ones"
@@ -54,14 +57,14 @@ def test_engine_traffic_and_peaks(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert {"hardware", "commit", "versions", "gpu", "why_no_gpu"} <= set(environment)
     assert {"torch", "triton", "penstock"} <= set(environment["versions"])
 
-    engine = results(found, "engine")
-    one = engine["8b-decode-1"]
+    steps = results(found, "engine")
+    one = steps["8b-decode-1"]
     assert one["achieved"] == pytest.approx(one["floor_s"] / one["step_s"])
     assert one["tokens_per_s"] == pytest.approx(1 / one["step_s"])
-    assert engine["8b-w4a16-decode-1"]["weights"].startswith("w4a16")
-    prefill = engine["8b-prefill-4096"]
+    assert steps["8b-w4a16-decode-1"]["weights"].startswith("w4a16")
+    prefill = steps["8b-prefill-4096"]
     assert prefill["steps"] == 1 and prefill["of_matrix_rate"] > 0
-    assert set(engine["modes"]) == {"graphs-1", "graphs-2"}
+    assert set(steps["modes"]) == {"graphs-1", "graphs-2"}
 
     for rate in results(found, "traffic").values():
         assert rate["completed"] == rate["requests"] == 6
@@ -266,7 +269,7 @@ def test_targets_are_held_against_figures(tmp_path: Path) -> None:
 
 def test_what_graphs_remove() -> None:
     eager = {"exposed_s": 4e-3, "launch_s_a_step": 5e-3, "step_s": 9e-3}
-    graphs = {"exposed_s": 1e-3, "step_s": 6e-3, "forward_ahead_s": 5e-3, "host_s": 2e-3}
+    graphs = {"exposed_s": 1e-3, "step_s": 6e-3, "forward_ahead_s": 5e-3, "outside_s": 2e-3}
     found = removed(graphs, eager)  # the profiler saw only one of them
     assert found == {
         "by": "exposed_s", "launch_gaps_removed": 0.75, "host_hidden": pytest.approx(0.5),
@@ -274,6 +277,46 @@ def test_what_graphs_remove() -> None:
     found = removed({**graphs, "launch_s_a_step": 5e-4, "host_hidden": 0.97}, eager)
     assert found["by"] == "launch_s_a_step"
     assert found["launch_gaps_removed"] == pytest.approx(0.9) and found["host_hidden"] == 0.97
+
+
+def test_a_step_that_decodes_runs(tmp_path: Path) -> None:
+    """Of any batch: what is timed apart from the engine is a step as the engine makes them."""
+    made = make(context(tmp_path), TINY, max_model_len=1056, batch=3)
+    runner, step = made.runtime.runner, decode_step(3, 40, made.runtime.layout.block_size)
+    logits = runner.forward(step).clone()
+    assert logits.shape == (3, TINY["vocab_size"]) and logits.isfinite().all()
+    assert step.slots.tolist() == [40, 104, 168]
+    times = _forward_times(context(tmp_path), made, 1)
+    assert times["exposed_s"] >= 0 < times["forward_s"]
+
+
+def test_gaps_of_an_engine_s_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is profiled are steps that only decode; without a profiler events say what they can."""
+    where = context(tmp_path)
+    made = make(where, TINY, max_model_len=1024 + 192, batch=2)
+    ran: list[int] = []
+
+    def seen(run: Callable[[], None], trace: Path | None) -> Gaps:
+        assert trace is None  # kept of a batch of one only
+        run()
+        ran.append(1)
+        return Gaps(160, 16, 1.6, 1.5, 0.08, 0.02, 0.5)
+
+    monkeypatch.setattr(engine, "profiled", seen)
+    found = engine._gaps(where, made, 2, "graphs-2")
+    assert ran == [1]
+    assert found["launch_s_a_step"] == pytest.approx(0.005) and found["kernels_a_step"] == 10
+    assert found["host_hidden"] == pytest.approx(1 - 0.1 / 1.1)
+    assert found["forward_s"] > 0 and 0 < found["outside_s"] < found["step_s"]
+
+    def fails(run: object, trace: object) -> Gaps:
+        raise KernelError("no kernels")
+
+    monkeypatch.setattr(engine, "profiled", fails)
+    again = make(where, TINY, max_model_len=1024 + 192, batch=1)
+    found = engine._gaps(where, again, 1, "graphs-1")
+    assert found["profiler"] == "KernelError: no kernels" and "launch_s_a_step" not in found
+    assert removed(found, {**found, "exposed_s": 1.0})["by"] == "exposed_s"
 
 
 def test_lengths_of_requests(tmp_path: Path) -> None:

@@ -68,6 +68,7 @@ def a_gpu(monkeypatch: pytest.MonkeyPatch, known_peaks: Peaks) -> list[bool]:
         return GPU_PEAKS
 
     monkeypatch.setattr(diagnosis, "detect_gpu", lambda: GPU)
+    monkeypatch.setattr("penstock.kernels.why_no_gpu", lambda device: None)
     monkeypatch.setattr("penstock.roofline.peaks", lambda *, calibrate: known_peaks)
     monkeypatch.setattr("penstock.roofline.gpu_peaks", peaks)
     return asked
@@ -107,10 +108,13 @@ def test_a_gpu_without_its_kernels(
 
     monkeypatch.setattr("penstock.roofline.gpu_peaks", peaks)
     monkeypatch.setattr(diagnosis, "_is_there", lambda module: module != "triton")
+    monkeypatch.setattr("penstock.kernels.why_no_gpu", lambda device: "Triton isn't installed")
     found = json.loads(penstock("doctor", "--json").stdout)
     assert found["gpu"]["operators"] == [] and found["gpu"]["peaks"] is None
     said = " ".join(found["warnings"])
-    assert "pip install penstock[gpu]" in said and "Only 12 MiB" in said
+    assert (
+        "Models can't run on NVIDIA H200: Triton isn't installed." in said and "Only 12 MiB" in said
+    )
 
 
 def test_triton_is_not_imported_without_a_gpu() -> None:

@@ -8,14 +8,20 @@ from dataclasses import replace
 from pathlib import Path
 from xml.etree import ElementTree as ET
 
+import numpy as np
 import pytest
+import torch
 from typer.testing import Result
 
 from penstock.bench import profile as benchmark
 from penstock.bench.latency import Workload
+from penstock.bench.meter import Meter
+from penstock.cli.profile import _about_gaps
+from penstock.errors import KernelError
 from penstock.hardware import Hardware, Peaks
 from penstock.pipeline.vocabulary import reduce_vocabulary
-from penstock.roofline import OPS
+from penstock.roofline import OPS, StepRecord
+from penstock.roofline.gaps import Gaps
 from penstock.runtime import load_runtime
 
 Run = Callable[..., Result]
@@ -29,10 +35,10 @@ ROWS = set(OPS) - {"norm", "softcap"}
 def fake_peaks(known_peaks: Peaks, monkeypatch: pytest.MonkeyPatch) -> Peaks:
     """Instead of two seconds of measuring."""
 
-    def measure(hardware: Hardware) -> Peaks:
+    def measure(device: torch.device, hardware: Hardware) -> Peaks:
         return known_peaks
 
-    monkeypatch.setattr(benchmark, "measure", measure)
+    monkeypatch.setattr(benchmark, "measure_on", measure)
     return known_peaks
 
 
@@ -125,3 +131,44 @@ def test_it_refuses_what_does_not_fit(penstock: Run, base_model: Path) -> None:
     assert penstock("profile", base_model, "--steps", 0).exit_code == 2
     missing = penstock("profile", base_model.parent / "nothing")
     assert missing.exit_code == 1 and missing.stderr.startswith("error: ")
+
+
+def test_gaps_of_steps_that_decode(base_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The steps that are looked at only decode, and the engine is left with nothing to do."""
+    workload = Workload(input_len=40, output_len=8, batch_size=2, context=40, repeats=1)
+    config = workload.config(str(base_model))
+    meter = Meter(config, load_runtime(config))
+    seen: list[StepRecord] = []
+
+    def profiled(run: Callable[[], None]) -> Gaps:
+        meter.take()
+        run()
+        seen.extend(meter.take())
+        return Gaps(10, 2, 1.0, 0.9, 0.06, 0.04, 0.5)
+
+    monkeypatch.setattr(benchmark, "profiled", profiled)
+    gaps, why = benchmark._gaps(meter, np.random.default_rng(0), workload)
+    assert gaps is not None and not why
+    assert [r.size.queries for r in seen] == [[1, 1]] * 5
+    assert not meter.engine.requests
+
+    def fails(run: object) -> Gaps:
+        raise KernelError("The trace has no kernels.\nMore.")
+
+    monkeypatch.setattr(benchmark, "profiled", fails)
+    assert benchmark._gaps(meter, np.random.default_rng(0), workload) == (
+        None, "The trace has no kernels.",
+    )  # fmt: skip
+
+
+def test_gaps_are_told(base_model: Path) -> None:
+    workload = Workload(input_len=20, output_len=8, batch_size=1, context=20, repeats=1)
+    config = workload.config(str(base_model))
+    found = benchmark.run(config, load_runtime(config), workload)
+    assert found.as_dict()["gaps"] is None and _about_gaps(found) == []
+    gaps = Gaps(230, 1, 1.0, 0.9, 0.06, 0.04, 0.5)
+    [said] = _about_gaps(replace(found, gaps=gaps))
+    assert "busy 90% of the time, waiting for a launch 6.0%, between kernels 4.0%" in said
+    assert "230 kernels by 1 launches; 80% of the host's work" in said
+    [said] = _about_gaps(replace(found, why_no_gaps="no profiler"))
+    assert said == "The GPU's gaps weren't seen: no profiler"

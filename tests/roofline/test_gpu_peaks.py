@@ -13,11 +13,22 @@ import pytest
 import torch
 
 from penstock import hardware
+from penstock.bench.environment import median_of
+from penstock.bench.report import describe_peaks
 from penstock.errors import KernelError
-from penstock.hardware import Gpu, GpuPeaks, detect_gpu, load_gpu_peaks, save_gpu_peaks, why_no_gpu
+from penstock.hardware import (
+    Gpu,
+    GpuPeaks,
+    Peaks,
+    detect_gpu,
+    load_gpu_peaks,
+    save_gpu_peaks,
+    why_no_gpu,
+)
 from penstock.kernels.triton.bandwidth import read_sum
 from penstock.roofline.cost import Cost
 from penstock.roofline.floor import floor_of
+from penstock.roofline.plot import Dot, roofline_svg
 
 module: Any = sys.modules["penstock.roofline.gpu_peaks"]  # the package has a function of that name
 GPU = Gpu("a GPU", 0, (9, 0), 4, 96 << 30, 90 << 30, 50 << 20, "580.1", "13.0")
@@ -104,7 +115,7 @@ def test_kept_for_this_gpu_driver_and_version(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("PENSTOCK_CACHE", str(tmp_path))
-    monkeypatch.setattr(module, "detect_gpu", lambda: GPU)
+    monkeypatch.setattr(module, "detect_gpu", lambda index=None: GPU)
     measured = [PEAKS, replace(PEAKS, read_bytes_per_s=5e12)]
     monkeypatch.setattr(module, "measure_gpu", lambda gpu: measured.pop(0))
     assert module.kept_gpu_peaks() is None
@@ -125,7 +136,7 @@ def test_a_cache_that_cannot_be_written(
 ) -> None:
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("PENSTOCK_CACHE", str(tmp_path / "file" / "folder"))
-    monkeypatch.setattr(module, "detect_gpu", lambda: GPU)
+    monkeypatch.setattr(module, "detect_gpu", lambda index=None: GPU)
     monkeypatch.setattr(module, "measure_gpu", lambda gpu: PEAKS)
     assert module.gpu_peaks() == PEAKS
     assert "Set PENSTOCK_CACHE" in caplog.text
@@ -175,3 +186,35 @@ def test_the_driver_s_version(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -
     assert hardware._driver() == "580.159.03"
     monkeypatch.setattr(Path, "read_text", lambda self: "NVRM version: none\n")
     assert hardware._driver() == ""
+
+
+def test_peaks_of_the_device_that_a_model_runs_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    cpu = Peaks(1e9, 1e10, 0.0, 1, "then")
+    monkeypatch.setattr(module, "kept_peaks", lambda: None)
+    monkeypatch.setattr(module, "measure", lambda hardware: cpu)
+    monkeypatch.setattr(module, "peaks", lambda: cpu)
+    assert module.kept_peaks_on(CPU) is None
+    assert module.measure_on(CPU) == cpu == module.peaks_on(CPU)
+    asked: list[int | None] = []
+
+    def detect(index: int | None = None) -> Gpu:
+        asked.append(index)
+        return GPU
+
+    monkeypatch.setattr(module, "detect_gpu", detect)
+    monkeypatch.setattr(module, "load_gpu_peaks", lambda gpu: PEAKS)
+    monkeypatch.setattr(module, "measure_gpu", lambda gpu: replace(PEAKS, name="now"))
+    gpu = torch.device("cuda", 1)
+    assert module.kept_peaks_on(gpu) == PEAKS == module.peaks_on(gpu)
+    assert module.measure_on(gpu).name == "now"
+    assert asked == [1, 1, 1]
+
+
+def test_they_are_described_and_drawn() -> None:
+    said = describe_peaks(PEAKS, "bfloat16")
+    assert "a GPU: read 4,000 GB/s, matrix 800.00 TFLOP/s (bfloat16), 5.0 µs" in said
+    middle = median_of([PEAKS, replace(PEAKS, read_bytes_per_s=1e12), replace(PEAKS, name="last")])
+    assert middle == replace(PEAKS, name="last")
+    page = roofline_svg(PEAKS, [Dot("qkv", "decode", 1.0, 3e12, 0.5, False)], "title", "caption")
+    for words in ("float32: 50 TFLOP/s", "bfloat16: 800 TFLOP/s", "int8: 1.4 POP/s"):
+        assert words in page, words

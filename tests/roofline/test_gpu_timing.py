@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,7 +11,7 @@ import torch
 
 from penstock.errors import KernelError
 from penstock.roofline import nvtx, timing
-from penstock.roofline.gaps import gaps
+from penstock.roofline.gaps import gaps, profiled
 
 CPU = torch.device("cpu")
 
@@ -105,6 +107,71 @@ def test_each_call_is_timed() -> None:
         lambda: calls.append(1), CPU, repeats=5, warm_up=2, flush=timing.Flush(CPU)
     )
     assert len(found) == 5 and len(calls) == 7 and min(found) >= 0
+
+
+class Clock:
+    """A GPU's: what is queued is noted, and a mark is told 1 ms after the one before."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.queued: list[str] = []
+        clock = self
+
+        class Event:
+            def __init__(self, *, enable_timing: bool) -> None:
+                self.at = 0
+
+            def record(self) -> None:
+                clock.queued.append("mark")
+                self.at = clock.queued.count("mark")
+
+            def elapsed_time(self, other: Event) -> float:
+                return float(other.at - self.at)
+
+        monkeypatch.setattr(torch.cuda, "Event", Event)
+        monkeypatch.setattr(torch.cuda, "_sleep", lambda cycles: self.queued.append("busy"))
+        monkeypatch.setattr(torch.cuda, "synchronize", lambda *_: self.queued.append("wait"))
+
+    def note(self, what: str) -> Any:
+        return lambda: self.queued.append(what)
+
+
+def test_a_gpu_s_own_clock(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The host is ahead, the cache is flushed, and nothing is waited for in between."""
+    clock, gpu = Clock(monkeypatch), torch.device("cuda")
+    flush: Any = clock.note("flush")
+    found = timing.times(clock.note("run"), gpu, repeats=2, warm_up=1, flush=flush)
+    assert found == [1e-3, 1e-3]
+    each = ["busy", "flush", "mark", "run", "mark"]
+    assert clock.queued == ["run", "wait", *each, *each, "wait"]
+    clock.queued.clear()
+    timing.times(clock.note("run"), gpu, repeats=1, warm_up=0, ahead_cycles=0)
+    assert clock.queued == ["wait", "wait", "mark", "run", "mark", "wait"]
+
+
+def test_what_a_profiler_saw(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    clock = Clock(monkeypatch)
+
+    class Profiler:
+        def __init__(self, *, activities: list[Any]) -> None:
+            assert [a.name for a in activities] == ["CUDA"]
+
+        def __enter__(self) -> Profiler:
+            clock.queued.append("profile")
+            return self
+
+        def __exit__(self, *_: object) -> None:
+            clock.queued.append("end")
+
+        def export_chrome_trace(self, file: str) -> None:
+            events = [kernel(0, 10, 1), kernel(15, 5, 2), call(1, 12, 2)]
+            Path(file).write_text(json.dumps({"traceEvents": events}))
+
+    monkeypatch.setattr(torch.profiler, "profile", Profiler)
+    found = profiled(clock.note("run"), tmp_path / "trace.json")
+    assert clock.queued == ["wait", "profile", "run", "wait", "end"]
+    assert found.launch_s == pytest.approx(3e-6) and found.other_s == pytest.approx(2e-6)
+    assert (tmp_path / "trace.json").exists()
+    assert profiled(clock.note("run")) == found
 
 
 def test_spans_without_a_gpu() -> None:

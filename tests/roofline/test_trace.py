@@ -11,7 +11,7 @@ import torch
 from penstock.nn import Decoder
 from penstock.quant import formats_of
 from penstock.roofline import OPS, StepSize
-from penstock.roofline.trace import OTHER, OpTimer, Rows, Span, chrome_trace
+from penstock.roofline.trace import OTHER, GpuOpTimer, OpTimer, Rows, Span, chrome_trace
 from penstock.step import KV, Step
 
 from .shapes import costs, mixed
@@ -69,6 +69,39 @@ def test_an_operator_that_raises_leaves_the_timer_usable(decoder: Decoder) -> No
             decoder(step(3), cache(decoder))
     assert sum(e.row == "head" for e in timer.take()) == 1
     assert not any(m._forward_hooks or m._forward_pre_hooks for m in decoder.modules())
+
+
+def test_a_gpu_s_clock(decoder: Decoder, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Events that tell milliseconds: each mark is 2 ms after the one before."""
+    order: list[str] = []
+
+    class Event:
+        def __init__(self, *, enable_timing: bool) -> None:
+            self.at = 0.0
+
+        def record(self) -> None:
+            order.append("mark")
+            self.at = 2.0 * order.count("mark")
+
+        def elapsed_time(self, other: Event) -> float:
+            assert order[-1] == "waited"
+            return other.at - self.at
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "_sleep", lambda cycles: order.append("busy"))
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: order.append("waited"))
+    plain, timer = OpTimer(Rows(decoder)), GpuOpTimer(Rows(decoder), torch.device("cpu"))
+    kv = cache(decoder)
+    for each in (plain, timer):
+        with torch.inference_mode(), each:
+            decoder(step(3), kv)
+    events = timer.take()
+    assert order[0] == "busy" and order[1] == "mark"
+    assert [(e.row, e.name, e.shapes) for e in events] == [
+        (e.row, e.name, e.shapes) for e in plain.take()
+    ]
+    assert all(e.seconds == pytest.approx(2e-3) for e in events)
+    assert events[-1].start - events[0].start == pytest.approx(4e-3 * (len(events) - 1))
 
 
 def test_a_trace_nests_spans_on_one_thread() -> None:

@@ -6,16 +6,18 @@ import platform
 import statistics
 import subprocess
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, fields, replace
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
 import penstock
-from penstock.hardware import Hardware, Peaks
+from penstock.hardware import AnyPeaks, GpuPeaks, Hardware, Peaks
 from penstock.kernels import native
+
+P = TypeVar("P", Peaks, GpuPeaks, AnyPeaks)
 
 
 def environment(hardware: Hardware) -> dict[str, Any]:
@@ -61,13 +63,11 @@ def _git(folder: Path, *arguments: str) -> str | None:
     return done.stdout.strip()
 
 
-def median_of(measured: Sequence[Peaks]) -> Peaks:
+def median_of(measured: Sequence[P]) -> P:
     """The middle of several measurements of one machine, peak by peak."""
-    return Peaks(
-        read_bytes_per_s=statistics.median(p.read_bytes_per_s for p in measured),
-        fma_flops=statistics.median(p.fma_flops for p in measured),
-        int8_ops=statistics.median(p.int8_ops for p in measured),
-        tile_flops=statistics.median(p.tile_flops for p in measured),
-        threads=measured[-1].threads,
-        measured_at=measured[-1].measured_at,
-    )
+    middle = {
+        f.name: statistics.median(getattr(p, f.name) for p in measured)
+        for f in fields(measured[-1])
+        if f.name.endswith(("_per_s", "_flops", "_ops", "_s"))
+    }
+    return replace(measured[-1], **middle)

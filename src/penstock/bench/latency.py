@@ -33,8 +33,8 @@ from penstock.bench.workload import (
     title,
 )
 from penstock.config import CacheConfig, EngineConfig
-from penstock.hardware import Peaks, detect
-from penstock.roofline import StepRecord, Totals, measure
+from penstock.hardware import AnyPeaks, detect
+from penstock.roofline import StepRecord, Totals, measure_on
 from penstock.runtime import Runtime
 
 WARM_UP_STEPS = 2
@@ -74,16 +74,16 @@ def run(config: EngineConfig, runtime: Runtime, workload: Workload) -> Report:
     """Measure; takes two seconds beside the runs themselves."""
     meter, w = Meter(config, runtime), workload
     draw = np.random.default_rng(0)
-    hardware = detect()
+    hardware, device = detect(), runtime.device
     run_batch(meter, draw, w.batch_size, min(w.input_len, 64), WARM_UP_STEPS + 1)
-    measured = [measure(hardware)]
+    measured = [measure_on(device, hardware)]
     prefills: list[list[StepRecord]] = []
     decodes: list[StepRecord] = []
     for _ in range(w.repeats):
         prefill_steps, decode_steps = run_once(meter, draw, w)
         prefills.append(prefill_steps)
         decodes += decode_steps
-        measured.append(measure(hardware))
+        measured.append(measure_on(device, hardware))
     peaks = median_of(measured)
     prefill = _median_prefill([meter.phase(records, peaks) for records in prefills])
     return _report(meter, w, prefill, decodes, peaks, environment(hardware))
@@ -112,7 +112,7 @@ def _report(
     workload: Workload,
     prefill: Totals,
     decodes: list[StepRecord],
-    peaks: Peaks,
+    peaks: AnyPeaks,
     where: dict[str, Any],
 ) -> Report:
     decode = meter.phase(decodes, peaks)

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 from penstock.config import EngineConfig
 from penstock.engine import Engine, RequestOutput
-from penstock.hardware import Compute, Peaks
+from penstock.hardware import AnyPeaks, Compute
 from penstock.roofline import StepRecord, Totals, floor_of
 from penstock.runtime import Runtime
 
@@ -42,7 +42,7 @@ class Meter:
         records, self.records = self.records, []
         return records
 
-    def phase(self, records: Iterable[StepRecord], peaks: Peaks) -> Totals:
+    def phase(self, records: Iterable[StepRecord], peaks: AnyPeaks) -> Totals:
         """`records` added up, held against `peaks`: those known now, not when they ran."""
         found = Totals()
         for record in records:

@@ -11,6 +11,7 @@ import statistics
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -21,12 +22,14 @@ from torch import Tensor
 from penstock.bench.environment import environment, median_of
 from penstock.bench.latency import WARM_UP_STEPS, Workload, run_once
 from penstock.bench.meter import Meter
-from penstock.bench.workload import run_batch, setup
+from penstock.bench.workload import greedy, raise_errors, random_prompts, run_batch, setup
 from penstock.config import EngineConfig
-from penstock.hardware import Peaks, detect
+from penstock.errors import KernelError
+from penstock.hardware import AnyPeaks, detect
 from penstock.nn import Decoder
-from penstock.roofline import OPS, CostModel, Floor, StepRecord, floor_of, measure, op_floor
-from penstock.roofline.trace import OTHER, OpEvent, OpTimer, Rows, Span
+from penstock.roofline import OPS, CostModel, Floor, StepRecord, floor_of, measure_on, op_floor
+from penstock.roofline.gaps import Gaps, profiled
+from penstock.roofline.trace import OTHER, GpuOpTimer, OpEvent, OpTimer, Rows, Span
 from penstock.runtime import Runner, Runtime
 from penstock.step import Step
 
@@ -42,6 +45,9 @@ class _TimedRunner(Runner):
             lambda step, _: runner.forward(step), runner.kv, runner.vocabulary, recent=runner.recent
         )
         self._runner = runner
+        self._device = runner.kv[0][0].device
+        if runner.graphs is not None:
+            self._by_kernels = runner.graphs.beside(decoder, runner.kv)
         self._rows = Rows(decoder)
         self.on = False
         self.passes: list[list[OpEvent]] = []
@@ -49,11 +55,19 @@ class _TimedRunner(Runner):
     def forward(self, step: Step) -> Tensor:
         program = self._runner.program
         if not self.on:
-            return self._runner.forward(step)
+            logits = self._runner.forward(step)
+            if self._device.type == "cuda":  # or what waits for the result takes the pass's time
+                torch.cuda.synchronize(self._device)
+            return logits
         if program is None:
+            by = self._runner.forward
             timer = OpTimer(self._rows)
+            if self._runner.graphs is not None:
+                by = partial(self._runner.by, self._by_kernels)
+            if self._device.type == "cuda":
+                timer = GpuOpTimer(self._rows, self._device)
             with timer:
-                logits = self._runner.forward(step)
+                logits = by(step)
             self.passes.append(timer.take())
             return logits
         times = torch.empty(len(program.calls) + 1, dtype=torch.float64)
@@ -133,9 +147,11 @@ class Profile:
 
     setup: dict[str, Any]
     environment: dict[str, Any]
-    peaks: Peaks
+    peaks: AnyPeaks
     phases: list[PhaseProfile]
     spans: list[Span]
+    gaps: Gaps | None = None  # of a GPU, while it decodes
+    why_no_gaps: str = ""  # on a GPU whose profiler doesn't run; empty on a CPU
 
     def as_dict(self) -> dict[str, Any]:
         """What is kept."""
@@ -143,6 +159,7 @@ class Profile:
             "benchmark": "profile",
             "setup": self.setup,
             "results": {phase.name: phase.as_dict() for phase in self.phases},
+            "gaps": None if self.gaps is None else self.gaps.as_dict(),
             "peaks": asdict(self.peaks),
             **self.environment,
         }
@@ -161,13 +178,13 @@ def run(config: EngineConfig, runtime: Runtime, workload: Workload) -> Profile:
     runner = _TimedRunner(runtime.runner, runtime.model.model)
     meter, w = Meter(config, replace(runtime, runner=runner)), workload
     draw = np.random.default_rng(0)
-    hardware = detect()
+    hardware, device = detect(), runtime.device
     run_batch(meter, draw, w.batch_size, min(w.input_len, 64), WARM_UP_STEPS + 1)
-    measured = [measure(hardware)]
+    measured = [measure_on(device, hardware)]
     plain = [run_once(meter, draw, w) for _ in range(w.repeats)]
     runner.on = True
     timed = [_timed(meter, runner, draw, w) for _ in range(w.repeats)]
-    peaks = median_of([*measured, measure(hardware)])
+    peaks = median_of([*measured, measure_on(device, hardware)])
     costs = meter.engine.ledger.costs
     phases = [
         _phase(
@@ -181,13 +198,40 @@ def run(config: EngineConfig, runtime: Runtime, workload: Workload) -> Profile:
         ),
     ]  # fmt: skip
     last = [*timed[-1][0], *timed[-1][1]]
+    runner.on = False
+    found, why = _gaps(Meter(config, runtime), draw, w) if device.type == "cuda" else (None, "")
     return Profile(
         setup={**setup(meter), **asdict(w)},
         environment=environment(hardware),
         peaks=peaks,
         phases=phases,
         spans=[span for step in last for span in _spans(step, costs)],
+        gaps=found,
+        why_no_gaps=why,
     )
+
+
+def _gaps(meter: Meter, draw: np.random.Generator, w: Workload) -> tuple[Gaps | None, str]:
+    """Where the GPU stands still in steps that decode, as they run undisturbed; or why not."""
+    prompts = random_prompts(draw, meter.runtime, w.batch_size, w.context)
+    for i, prompt in enumerate(prompts):
+        meter.engine.add_request(str(i), prompt, greedy(w.output_len + w.ahead))
+    records: list[StepRecord] = []
+    while len([r for r in records if not r.size.is_prefill]) < WARM_UP_STEPS:
+        raise_errors(meter.step())
+        records += meter.take()
+
+    def run() -> None:
+        for _ in range(max(w.output_len - WARM_UP_STEPS - 1, 1)):
+            raise_errors(meter.step())
+
+    try:
+        return profiled(run), ""
+    except (KernelError, RuntimeError) as error:
+        return None, str(error).partition("\n")[0]
+    finally:
+        for i in range(len(prompts)):
+            meter.engine.abort(str(i), report=False)
 
 
 def decoding(
@@ -220,7 +264,7 @@ def _phase(
     name: str,
     what: str,
     costs: CostModel,
-    peaks: Peaks,
+    peaks: AnyPeaks,
     plain: Sequence[list[StepRecord]],
     timed: Sequence[list[_Timed]],
 ) -> PhaseProfile:
@@ -245,7 +289,7 @@ def _phase(
 
 
 def _rows(
-    costs: CostModel, peaks: Peaks, passes: Sequence[list[_Timed]], whole_s: float
+    costs: CostModel, peaks: AnyPeaks, passes: Sequence[list[_Timed]], whole_s: float
 ) -> list[Row]:
     """Calls and seconds: medians over the passes; bytes, FLOPs and floors: means."""
     calls: dict[str, list[int]] = {row: [] for row in (*OPS, OTHER)}

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from penstock.hardware import Compute, Peaks
+from penstock.hardware import AnyPeaks, Compute, Peaks
 from penstock.roofline import Totals
 
 if TYPE_CHECKING:
@@ -45,7 +45,7 @@ class Report:
     title: str
     setup: dict[str, Any]  # model, dtype, workload
     results: dict[str, Any]
-    peaks: Peaks  # medians of those measured around the runs
+    peaks: AnyPeaks  # medians of those measured around the runs
     environment: dict[str, Any]
     columns: Sequence[Column]
     remarks: Sequence[str]
@@ -118,8 +118,14 @@ def amount(value: float, unit: str) -> str:
     return f"{value:.0f} {unit}"
 
 
-def describe_peaks(peaks: Peaks, compute: Compute) -> str:
+def describe_peaks(peaks: AnyPeaks, compute: Compute) -> str:
     """One line about what the shares refer to; `compute`: of the model's matrices."""
+    if not isinstance(peaks, Peaks):
+        return (
+            f"Measured peaks, {peaks.name}: read {peaks.read_bytes_per_s / 1e9:,.0f} GB/s, "
+            f"matrix {rate(peaks.of(compute))} ({compute}), "
+            f"{seconds(peaks.launch_s)} of the host's time a launch."
+        )
     kind = {
         "float32": "float32 FMA",
         "bfloat16": "bfloat16, AMX" if peaks.tile_flops > peaks.fma_flops else "float32 FMA",

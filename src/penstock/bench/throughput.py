@@ -34,8 +34,8 @@ from penstock.bench.workload import (
     title,
 )
 from penstock.config import EngineConfig
-from penstock.hardware import Peaks, detect
-from penstock.roofline import StepRecord, Totals, measure
+from penstock.hardware import AnyPeaks, detect
+from penstock.roofline import StepRecord, Totals, measure_on
 from penstock.runtime import Runtime
 
 
@@ -62,12 +62,12 @@ def run(config: EngineConfig, runtime: Runtime, workload: Workload) -> Report:
     """Measure; takes two seconds beside the run itself."""
     meter, w = Meter(config, runtime), workload
     draw = np.random.default_rng(0)
-    hardware = detect()
+    hardware, device = detect(), runtime.device
     _all(meter, random_prompts(draw, meter.runtime, 1, min(w.input_len, 64)), 3)
     prompts = random_prompts(draw, meter.runtime, w.num_prompts, w.input_len)
-    before = measure(hardware)
+    before = measure_on(device, hardware)
     elapsed, records = _all(meter, prompts, w.output_len)
-    peaks = median_of([before, measure(hardware)])
+    peaks = median_of([before, measure_on(device, hardware)])
     return _report(meter, w, elapsed, records, peaks, environment(hardware))
 
 
@@ -87,7 +87,7 @@ def _report(
     workload: Workload,
     elapsed: float,
     records: list[StepRecord],
-    peaks: Peaks,
+    peaks: AnyPeaks,
     where: dict[str, Any],
 ) -> Report:
     prompts = meter.phase([r for r in records if r.size.is_prefill], peaks)

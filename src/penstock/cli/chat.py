@@ -148,7 +148,8 @@ class Conversation:
         if self._last is None:
             return ["There is no reply yet."]
         records, output, drafts = self._last
-        return RunStats.of(self._meter, records, machine_peaks(), drafts).lines([output])
+        peaks = machine_peaks(self._meter.runtime.device)
+        return RunStats.of(self._meter, records, peaks, drafts).lines([output])
 
 
 def _talk(conversation: Conversation) -> None:

@@ -162,16 +162,14 @@ def _gpu(calibrate: bool) -> tuple[GpuFound, list[str]]:
     gpu = detect_gpu()
     if gpu is None:
         return GpuFound(None, why_no_gpu()), []
-    trouble = []
-    operators: list[tuple[str, str, str]] = []
-    if _is_there("triton"):
-        operators = _triton_operators()
-    else:
-        trouble.append(
-            f"{gpu.name} is there, but its kernels need triton: pip install penstock[gpu]."
-        )
+    import torch
+
+    from penstock.kernels import why_no_gpu as why_no_models
     from penstock.roofline import gpu_peaks
 
+    reason = why_no_models(torch.device("cuda", gpu.index))
+    trouble = [] if reason is None else [f"Models can't run on {gpu.name}: {reason}."]
+    operators = _triton_operators() if _is_there("triton") else []
     found = None
     try:
         found = gpu_peaks(calibrate=calibrate)

@@ -82,7 +82,7 @@ def generate(
         sampling(**chosen)
     meter = _engine(model, loaded)
     params = beams or _defaults(meter).over(**chosen)
-    peaks = machine_peaks() if stats or as_json else None
+    peaks = machine_peaks(meter.runtime.device) if stats or as_json else None
     if peaks is not None:
         meter.engine.ledger.peaks = peaks
     streaming = not as_json and len(prompts) == 1 and n == 1 and beams is None

@@ -122,7 +122,9 @@ def _write(found: Profile, json_file: Path | None, trace: Path | None, svg: Path
             if row.flops and row.seconds
         ]
         processor = found.environment["hardware"]["processor"]
-        caption = f"{processor}, {found.peaks.threads} threads, {found.environment['isa']} kernels"
+        kernels = f"{found.environment['threads']} threads, {found.environment['isa']} kernels"
+        gpu = getattr(found.peaks, "name", "")
+        caption = f"{gpu}, Triton's kernels" if gpu else f"{processor}, {kernels}"
         texts[svg] = roofline_svg(found.peaks, dots, f"Roofline: {_title(found)}", caption)
     for file, text in texts.items():
         file.parent.mkdir(parents=True, exist_ok=True)
@@ -199,6 +201,23 @@ def _amounts(moved: float, flops: float) -> tuple[str, str, str]:
     return amount(moved, "B"), amount(flops, ""), f"{flops / moved:,.2f}" if moved else ""
 
 
+def _about_gaps(found: Profile) -> list[str]:
+    """Where a GPU stood still; nothing of a CPU."""
+    from penstock.bench.report import count, percent
+
+    gaps = found.gaps
+    if gaps is None:
+        why = found.why_no_gaps
+        return [f"The GPU's gaps weren't seen: {why}"] if why else []
+    other = gaps.other_s / gaps.wall_s if gaps.wall_s else 0.0
+    return [
+        f"The GPU while it decodes: busy {percent(gaps.busy_share)} of the time, waiting for a "
+        f"launch {percent(gaps.launch_share)}, between kernels {percent(other)}; "
+        f"{count(gaps.kernels, 'kernel')} by {gaps.launches:,} launches; "
+        f"{percent(gaps.hidden)} of the host's work is hidden behind the GPU's."
+    ]
+
+
 def _remarks(found: Profile) -> list[str]:
     from penstock.bench.report import describe_peaks, seconds
 
@@ -212,6 +231,7 @@ def _remarks(found: Profile) -> list[str]:
             "Below zero between operators: timing each costs about a microsecond, and the machine "
             "was busier while they were timed."
         )
+    lines += _about_gaps(found)
     return [
         *lines,
         "bytes: weights, keys and values; 'cache': only activations move, and stay there "

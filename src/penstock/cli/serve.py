@@ -365,8 +365,9 @@ def serve(
 def _loader(config: EngineConfig) -> Callable[[], tuple[AsyncLLM, str]]:
     def load() -> tuple[AsyncLLM, str]:
         from penstock.engine import AsyncLLM
+        from penstock.runtime.device import device_of
 
-        machine_peaks()  # so that the engine knows its floor
+        machine_peaks(device_of(config.model.device).torch)  # so that the engine knows its floor
         return AsyncLLM.of(config), str(config.model.model)
 
     return load

@@ -7,18 +7,20 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    import torch
+
     from penstock.bench.meter import Meter
     from penstock.engine import Engine, RequestOutput
-    from penstock.hardware import Peaks
+    from penstock.hardware import AnyPeaks
     from penstock.roofline import StepRecord, Totals
     from penstock.speculate import DraftCounts
 
 
-def machine_peaks() -> Peaks:
-    """The measured peaks; measured now, in two seconds, where none are kept."""
-    from penstock.roofline import peaks
+def machine_peaks(device: torch.device | None = None) -> AnyPeaks:
+    """The measured peaks of the CPU, or of a device; measured now where none are kept."""
+    from penstock.roofline import peaks, peaks_on
 
-    return peaks()
+    return peaks() if device is None else peaks_on(device)
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +97,7 @@ class RunStats:
         cls,
         meter: Meter,
         records: Sequence[StepRecord],
-        peaks: Peaks,
+        peaks: AnyPeaks,
         drafts: DraftStats | None = None,
     ) -> RunStats:
         """Add the records up."""

@@ -32,7 +32,7 @@ from penstock.engine.scheduler import Scheduler
 from penstock.engine.speculation import Speculation
 from penstock.errors import ConfigError, InvalidSamplingError, RequestError
 from penstock.hardware import detect
-from penstock.roofline import CostModel, Ledger, kept_peaks
+from penstock.roofline import CostModel, Ledger, kept_peaks_on
 from penstock.runtime import Runtime, plan_swap
 from penstock.sampling import (
     BeamSearchParams,
@@ -67,7 +67,7 @@ class Engine:
         self.clock = clock
         model = runtime.model
         costs = CostModel(model.spec.decoder, model.model.formats, runtime.layout, model.dtype)
-        self.ledger = Ledger(costs, kept_peaks())
+        self.ledger = Ledger(costs, kept_peaks_on(runtime.device))
         limits, layout = config.scheduler, runtime.layout
         # committed as it is first used
         spare_bytes = max(detect().available_bytes - runtime.cache_bytes, 0)

@@ -2,7 +2,14 @@
 
 from penstock.roofline.cost import OPS, Cost, CostModel, OpCost, StepSize, total
 from penstock.roofline.floor import Bound, Floor, floor_of, floor_s, op_floor
-from penstock.roofline.gpu_peaks import gpu_peaks, kept_gpu_peaks, measure_gpu
+from penstock.roofline.gpu_peaks import (
+    gpu_peaks,
+    kept_gpu_peaks,
+    kept_peaks_on,
+    measure_gpu,
+    measure_on,
+    peaks_on,
+)
 from penstock.roofline.ledger import CAUSES, Ledger, StepRecord, Totals
 from penstock.roofline.peaks import kept_peaks, measure, peaks
 
@@ -23,9 +30,12 @@ __all__ = [
     "gpu_peaks",
     "kept_gpu_peaks",
     "kept_peaks",
+    "kept_peaks_on",
     "measure",
     "measure_gpu",
+    "measure_on",
     "op_floor",
     "peaks",
+    "peaks_on",
     "total",
 ]

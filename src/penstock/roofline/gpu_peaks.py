@@ -14,13 +14,16 @@ from torch import Tensor
 
 from penstock.errors import KernelError
 from penstock.hardware import (
+    AnyPeaks,
     Gpu,
     GpuPeaks,
+    Hardware,
     detect_gpu,
     load_gpu_peaks,
     save_gpu_peaks,
     why_no_gpu,
 )
+from penstock.roofline.peaks import kept_peaks, measure, peaks
 from penstock.roofline.timing import median
 
 logger = logging.getLogger("penstock")
@@ -168,18 +171,18 @@ def _launch(device: torch.device, count: int) -> float:
     return statistics.median(once() for _ in range(3))
 
 
-def kept_gpu_peaks() -> GpuPeaks | None:
-    """The current GPU's peaks, where an earlier run has measured and kept them."""
-    gpu = detect_gpu()
+def kept_gpu_peaks(index: int | None = None) -> GpuPeaks | None:
+    """A GPU's peaks, the current one's by default, where an earlier run has kept them."""
+    gpu = detect_gpu(index)
     return None if gpu is None else load_gpu_peaks(gpu)
 
 
-def gpu_peaks(*, calibrate: bool = False) -> GpuPeaks | None:
-    """The current GPU's peaks: kept from an earlier run, else measured now and kept.
+def gpu_peaks(index: int | None = None, *, calibrate: bool = False) -> GpuPeaks | None:
+    """A GPU's peaks: kept from an earlier run, else measured now and kept.
 
     None where there is no GPU. calibrate: measure again.
     """
-    gpu = detect_gpu()
+    gpu = detect_gpu(index)
     if gpu is None:
         return None
     kept = None if calibrate else load_gpu_peaks(gpu)
@@ -191,3 +194,25 @@ def gpu_peaks(*, calibrate: bool = False) -> GpuPeaks | None:
     except OSError as error:
         logger.warning("The measured peaks can't be kept: %s. Set PENSTOCK_CACHE.", error)
     return measured
+
+
+# ── of the device that a model runs on ───────────────────────────────────────────────────────
+
+
+def kept_peaks_on(device: torch.device) -> AnyPeaks | None:
+    """What is kept of the CPU, or of the GPU that `device` is."""
+    return kept_gpu_peaks(device.index) if device.type == "cuda" else kept_peaks()
+
+
+def measure_on(device: torch.device, hardware: Hardware | None = None) -> AnyPeaks:
+    """Measure the CPU, or the GPU that `device` is, now."""
+    if device.type != "cuda":
+        return measure(hardware)
+    return measure_gpu(detect_gpu(device.index))
+
+
+def peaks_on(device: torch.device) -> AnyPeaks:
+    """What is kept of it, else measured now and kept."""
+    found = gpu_peaks(device.index) if device.type == "cuda" else peaks()
+    assert found is not None  # a model runs on it
+    return found

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from html import escape
 
-from penstock.hardware import Peaks
+from penstock.hardware import AnyPeaks, GpuPeaks
 
 WIDTH, HEIGHT = 960, 600
 LEFT, RIGHT, TOP, BOTTOM = 84, 40, 96, 66
@@ -56,8 +56,8 @@ class _Mark:
 class _Scale:
     """From intensity and FLOP/s to the page."""
 
-    def __init__(self, peaks: Peaks, dots: Sequence[Dot]) -> None:
-        top = max(peaks.fma_flops, peaks.tile_flops, peaks.int8_ops)
+    def __init__(self, peaks: AnyPeaks, dots: Sequence[Dot]) -> None:
+        top = max(peak for _, peak in _levels(peaks))
         corner = top / peaks.read_bytes_per_s
         xs = [d.intensity for d in dots] + [0.5, corner * 2]
         ys = [d.flops_per_s for d in dots] + [top, peaks.read_bytes_per_s]
@@ -73,7 +73,7 @@ class _Scale:
         return HEIGHT - BOTTOM - share * (HEIGHT - TOP - BOTTOM)
 
 
-def roofline_svg(peaks: Peaks, dots: Sequence[Dot], title: str, caption: str) -> str:
+def roofline_svg(peaks: AnyPeaks, dots: Sequence[Dot], title: str, caption: str) -> str:
     """The plot, readable on light and dark pages; phases in the order in which they come."""
     shown = [dot for dot in dots if dot.intensity > 0 and dot.flops_per_s > 0]
     scale = _Scale(peaks, shown)
@@ -136,14 +136,21 @@ def _grid(scale: _Scale) -> list[str]:
     ]
 
 
-def _roofs(peaks: Peaks, scale: _Scale) -> list[str]:
+def _levels(peaks: AnyPeaks) -> list[tuple[str, float]]:
+    """What multiplies, and how fast; what wasn't measured is left out."""
+    if isinstance(peaks, GpuPeaks):
+        levels = [("float32", peaks.float32_flops), ("bfloat16", peaks.bfloat16_flops)]
+    else:
+        levels = [("float32 FMA", peaks.fma_flops)]
+        if peaks.tile_flops > peaks.fma_flops:
+            levels.append(("bfloat16, AMX", peaks.tile_flops))
+    return levels + [("int8", peaks.int8_ops)] * bool(peaks.int8_ops)
+
+
+def _roofs(peaks: AnyPeaks, scale: _Scale) -> list[str]:
     """The ceilings with their labels."""
     read = peaks.read_bytes_per_s
-    levels = [("float32 FMA", peaks.fma_flops)]
-    if peaks.tile_flops > peaks.fma_flops:
-        levels.append(("bfloat16, AMX", peaks.tile_flops))
-    if peaks.int8_ops:
-        levels.append(("int8", peaks.int8_ops))
+    levels = _levels(peaks)
     parts = []
     end = 10.0**scale.x1
     for name, peak in levels:
@@ -273,7 +280,7 @@ def _number(value: float) -> str:
 
 def _rate(value: float) -> str:
     """`7.1 T`: what a unit may follow."""
-    for factor, prefix in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
+    for factor, prefix in ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
         if value >= 0.9995 * factor:
             return f"{value / factor:.3g} {prefix}"
     return f"{value:.3g} "

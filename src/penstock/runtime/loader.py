@@ -8,6 +8,8 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
+import torch
+
 from penstock.cache import PagedLayout, RecentBlocks, kv_dtype, most_recent_blocks
 from penstock.cache.kv_dtype import RECENT_WINDOW
 from penstock.config import EngineConfig, ModelConfig, SpeculativeConfig
@@ -76,6 +78,11 @@ class Runtime:
                 f"max_num_batched_tokens={most}, but the runtime was loaded with room for the "
                 f"states of {len(kept.store)} tokens. Lower it, or load the runtime with it."
             )
+
+    @property
+    def device(self) -> torch.device:
+        """Where it computes."""
+        return self.runner.kv[0][0].device
 
     @property
     def layouts(self) -> tuple[PagedLayout, ...]:
