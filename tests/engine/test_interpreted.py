@@ -1,0 +1,27 @@
+"""Whole engines over Triton's kernels in its interpreter: `tests/interpreted`, in a process whose
+kernels they are."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.mark.parametrize("file", ["test_engine.py", "test_families.py"])
+def test_over_tritons_kernels(file: str) -> None:
+    pytest.importorskip("triton", reason="Triton isn't installed")
+    environment = os.environ | {"PENSTOCK_KERNELS": "triton", "TRITON_INTERPRET": "1"}
+    environment.pop("PENSTOCK_ISA", None)
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist"]
+    found = subprocess.run(
+        [*command, f"tests/interpreted/{file}"],
+        cwd=ROOT, env=environment, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert found.returncode == 0, found.stdout[-6000:] + found.stderr[-2000:]
+    assert " passed" in found.stdout

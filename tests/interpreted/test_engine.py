@@ -1,0 +1,158 @@
+"""A sequence's tokens and log-probabilities are its own over Triton's kernels, too."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from penstock import LLM, RequestOutput, SamplingParams
+from penstock.errors import ConfigError
+from penstock.kernels import native
+from tests.models.tiny import make_tiny
+
+LENGTH = 12
+LENGTHS = (1, 5, 31, 32, 40, 70)
+
+PARAMS = {
+    "greedy": SamplingParams(temperature=0.0, max_tokens=LENGTH, ignore_eos=True, logprobs=2),
+    "drawn": SamplingParams(
+        temperature=0.9, top_p=0.95, top_k=40, seed=7, max_tokens=LENGTH, ignore_eos=True
+    ),
+    "penalized": SamplingParams(
+        temperature=0.7, repetition_penalty=1.2, presence_penalty=0.3, seed=3, max_tokens=LENGTH,
+        ignore_eos=True,
+    ),
+}  # fmt: skip
+
+
+def prompts() -> list[list[int]]:
+    rng = random.Random(0)
+    shared = [rng.randrange(3, 300) for _ in range(40)]
+    return [
+        shared[: 33 * (i % 2)] + [rng.randrange(3, 300) for _ in range(n)]
+        for i, n in enumerate(LENGTHS)
+    ]
+
+
+def seen(output: RequestOutput) -> list[Any]:
+    return [
+        (
+            sample.token_ids,
+            sample.finish_reason,
+            [{t: (p.logprob, p.rank) for t, p in at.items()} for at in sample.logprobs or []],
+        )
+        for sample in output.outputs
+    ]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("tiny")
+    make_tiny("llama3-rope", path)
+    return path
+
+
+def engine(folder: Path, **options: Any) -> LLM:
+    chosen = {"num_blocks": 40, "max_num_seqs": 8, "max_model_len": 160, "dtype": "bfloat16"}
+    return LLM(folder, skip_tokenizer_init=True, **chosen | options)
+
+
+def run(llm: LLM, params: SamplingParams) -> list[Any]:
+    found = [seen(output) for output in llm.generate(
+        [{"prompt_token_ids": tokens} for tokens in prompts()], params
+    )]  # fmt: skip
+    assert llm.stats()["used_blocks"] == 0
+    return found
+
+
+@pytest.fixture(scope="module")
+def alone(folder: Path) -> dict[str, list[Any]]:
+    """Each prompt by itself, whole, nothing cached, kernel by kernel, one step after another."""
+    llm = engine(
+        folder, max_num_seqs=1, enable_prefix_caching=False, enforce_eager=True,
+        async_scheduling=False,
+    )  # fmt: skip
+    assert native.handle is None
+    found = {name: run(llm, params) for name, params in PARAMS.items()}
+    assert llm.runtime.runner.graphs is not None
+    assert llm.runtime.runner.graphs.counts.replays == 0
+    assert llm.engine.computing.overlapped == 0
+    return found
+
+
+WAYS: dict[str, dict[str, Any]] = {
+    "together": {},
+    "one step after another": {"async_scheduling": False},
+    "in chunks": {"max_num_batched_tokens": 16},
+    "no graphs": {"compilation_config": {"cudagraph_mode": "none"}},
+    "few graphs": {"compilation_config": {"cudagraph_capture_sizes": [2, 5]}},
+    "giving way": {"num_blocks": 8, "preemption_mode": "recompute"},
+    "swapped": {"num_blocks": 8, "preemption_mode": "swap", "swap_space": 0.1},
+    "ngram": {"speculative_config": {"method": "ngram", "adaptive": False}},
+    "self": {"speculative_config": {"method": "self", "adaptive": False}},
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("name", PARAMS)
+def test_a_sequence_is_its_own(
+    folder: Path, alone: dict[str, list[Any]], way: str, name: str
+) -> None:
+    llm = engine(folder, **WAYS[way])
+    assert run(llm, PARAMS[name]) == alone[name]
+    assert run(llm, PARAMS[name]) == alone[name]  # what is cached is found
+    if way == "together" and name != "penalized":
+        assert llm.engine.computing.overlapped > LENGTH
+    if way in ("giving way", "swapped"):
+        assert llm.stats()["num_preemptions"] > 0
+
+
+@pytest.mark.parametrize("kv_cache_dtype", ["int8", "fp8"])
+def test_cache_dtypes(folder: Path, kv_cache_dtype: str) -> None:
+    params = PARAMS["greedy"]
+    expected = run(engine(folder, kv_cache_dtype=kv_cache_dtype, max_num_seqs=1), params)
+    llm = engine(folder, kv_cache_dtype=kv_cache_dtype, max_num_batched_tokens=24)
+    assert run(llm, params) == expected
+
+
+@pytest.mark.parametrize("quantization", ["w8a8", "w8a16", "w4a16-g32-asym", "fp8-w8a8", "mxfp4"])
+def test_formats(folder: Path, quantization: str) -> None:
+    params = PARAMS["greedy"]
+    expected = run(engine(folder, quantization=quantization, max_num_seqs=1), params)
+    llm = engine(folder, quantization=quantization, max_num_batched_tokens=24)
+    assert run(llm, params) == expected
+
+
+def test_several_samples_and_stops(folder: Path) -> None:
+    params = SamplingParams(temperature=1.0, n=3, seed=5, max_tokens=9, ignore_eos=True)
+    llm = engine(folder)
+    first = run(llm, params)
+    stop = first[0][0][0][4]  # the fifth token of one of them: it ends there, the others go on
+    stopped = run(
+        llm, SamplingParams(temperature=1.0, n=3, seed=5, max_tokens=9, stop_token_ids=[stop])
+    )
+    for request, whole in zip(stopped, first, strict=True):
+        for (tokens, reason, _), (all_tokens, _, _) in zip(request, whole, strict=True):
+            end = all_tokens.index(stop) + 1 if stop in all_tokens else 9
+            assert tokens == all_tokens[:end]
+            assert (reason == "stop") == (stop in all_tokens)
+
+
+def test_embeddings(folder: Path) -> None:
+    items = [{"prompt_token_ids": tokens} for tokens in prompts()]
+    together = [o.outputs.embedding for o in engine(folder).embed(items)]
+    llm = engine(folder, max_num_seqs=1)
+    assert together == [llm.embed([item])[0].outputs.embedding for item in items]
+
+
+def test_what_is_not_built_is_refused(folder: Path) -> None:
+    for options, words in (
+        ({"kv_cache_dtype": "int4"}, "built for CPUs only. On a GPU choose fp8 or int8"),
+        ({"speculative_config": {"method": "medusa"}}, "choose ngram, suffix or self"),
+        ({"device": "cuda"}, "device='cuda' can't take effect"),
+    ):
+        with pytest.raises(ConfigError, match=words):
+            engine(folder, **options)

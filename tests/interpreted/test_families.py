@@ -1,0 +1,32 @@
+"""Every family's tiny checkpoint: greedy tokens over Triton's kernels are transformers' own."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from penstock import LLM, SamplingParams
+from tests.models.tiny import FAMILIES, make_tiny
+
+LENGTH = 6
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_greedy_tokens(family: str, tmp_path: Path) -> None:
+    tiny = make_tiny(family, tmp_path)
+    llm = LLM(
+        tmp_path, skip_tokenizer_init=True, dtype="float32", max_model_len=tiny.case.max_len,
+        num_blocks=16, max_num_seqs=2,
+    )  # fmt: skip
+    prompt = tiny.prompt[:40].tolist()
+    params = SamplingParams(temperature=0.0, max_tokens=LENGTH, ignore_eos=True)
+    found = llm.generate([{"prompt_token_ids": prompt}], params)[0].outputs[0].token_ids
+    tokens = torch.tensor(prompt)
+    for _ in range(LENGTH):
+        tokens = torch.cat((tokens, tiny.expect(tokens)[-1:].argmax(-1)))
+    assert found == tokens[len(prompt) :].tolist()
+    assert llm.runtime.runner.graphs is not None
+    assert llm.runtime.runner.graphs.counts.replays > 0
+    assert llm.engine.computing.overlapped > 0
