@@ -10,7 +10,7 @@ import torch
 from tests.kernels.triton.compiled import compiled, in_fresh_process, registers
 
 WIDE, NARROW = (14336, 4096), (4096, 4096)  # N, K: one span, and four
-MATRIX = ("wgmma.mma_async.sync.aligned.m64", "cp.async.cg.shared.global")
+MATRIX = ("wgmma.mma_async.sync.aligned.m64", "cp.async.c")
 EVERY = "PENSTOCK_TEST_EVERY_VARIANT"
 
 

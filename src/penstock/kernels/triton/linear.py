@@ -204,8 +204,8 @@ DTYPES = {
     torch.float16: tl.float16,
     torch.bfloat16: tl.bfloat16,
 }
-_JOIN = (64, 16, 4)
-"""Features, rows and warps of a program that ends sums."""
+_JOIN = (128, 16, 4)
+"""Features, the most rows, and warps of a program that ends sums."""
 
 
 class Rows(NamedTuple):
@@ -333,7 +333,8 @@ def finish_sums(
     options: dict[str, Any],
 ) -> None:
     """Store the result of sums that lie in memory."""
-    features, rows, warps = _JOIN
+    features, most, warps = _JOIN
+    rows = min(most, triton.next_power_of_2(count))
     grid = triton.cdiv(size.features, features) * triton.cdiv(count, rows)
     _join[(grid,)](
         ends, size, sums, count, ends.out.stride(0), SPANS=spans, F=features, R=rows,

@@ -172,13 +172,17 @@ def _nibbles_step(
     ROWS: tl.constexpr, LENGTH: tl.constexpr, FOLD: tl.constexpr, P: tl.constexpr,
 ):  # fmt: skip
     """total with the products of P values from k on and of P from k + 64 on, whose codes are in the
-    same bytes."""
+    same bytes.
+
+    A step is summed from zero even where no scale asks for it: were sums of two products handed on
+    from step to step, the matrix units would wait for each (ptxas' C7515).
+    """
     dtype: tl.constexpr = low.dtype
     codes = _codes(m, size, first, features, byte, P, True)
     least = _half(codes, m, size, features, k, False, CODES, LENGTH, FOLD, dtype)
     most = _half(codes, m, size, features, k + 64, True, CODES, LENGTH, FOLD, dtype)
     if LENGTH == 0:
-        total = product(most, high, product(least, low, total, ROWS), ROWS)
+        total += product(most, high, product(least, low, _none(total, ROWS), ROWS), ROWS)
     elif LENGTH > 64:
         sums = product(most, high, product(least, low, _none(total, ROWS), ROWS), ROWS)
         total = _group_added(total, sums, m, size, features, rows, k, LENGTH, ROWS)
