@@ -59,12 +59,13 @@ def embedding(
     elif weight_scale is None:
         rows = weight[ids // COLUMNS, :, ids % COLUMNS].reshape(ids.shape[0], -1)[:, :dim]
     else:
-        panel, column = ids // COLUMNS, ids % COLUMNS + COLUMNS * torch.arange(len(ids))
+        each = torch.arange(len(ids), device=ids.device)
+        panel, column = ids // COLUMNS, ids % COLUMNS + COLUMNS * each
         parts = [None if t is None else t[panel] for t in (weight, weight_scale, zero, outer)]
         assert parts[0] is not None and parts[1] is not None  # weight and weight_scale
         size = COLUMNS * len(ids), dim
         whole = unpack_quantized(parts[0], parts[1], parts[2], levels, parts[3], *size)
         rows = whole[column].to(torch.bfloat16)
     if scale != 1.0:
-        rows = (rows.float() * torch.tensor(scale, dtype=torch.float32)).to(rows.dtype)
+        rows = (rows.float() * scale).to(rows.dtype)
     return rows.contiguous()

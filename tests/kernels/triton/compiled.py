@@ -66,9 +66,9 @@ def registers(kernel: Any) -> tuple[int, int]:
     return int(used[1]), int(spilled[1])
 
 
-def in_fresh_process(module: str) -> None:
-    """Run `module`, without the interpreter that tests choose."""
+def in_fresh_process(module: str, *arguments: str) -> None:
+    """Run `module` without the interpreter that tests choose."""
     kept = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    line = [sys.executable, "-m", module]
+    line = [sys.executable, "-m", module, *arguments]
     done = subprocess.run(line, check=False, env=kept, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr

@@ -23,6 +23,15 @@ def test_rms_norm(rows: int, dim: int, dtype: torch.dtype) -> None:
     assert torch.equal(found, alone)
 
 
+@pytest.mark.parametrize("dim", [40, 896])
+def test_where_sums_are_exact_so_is_the_rest(dim: int, dtype: torch.dtype) -> None:
+    """Of small integers: their squares have the same sum in any order."""
+    x = torch.randint(-9, 10, (3, dim)).to(dtype)
+    weight = torch.rand(dim) + 0.5
+    found = launchers()["rms_norm"](x.to(DEVICE), weight.to(DEVICE), 1e-5)
+    assert torch.equal(found.cpu(), ops.op("rms_norm").reference(x, weight, 1e-5))
+
+
 @pytest.mark.parametrize("has_bias", [False, True])
 @pytest.mark.parametrize(("rows", "dim"), [(1, 64), (3, 40), (17, 896), (2, 25)])
 def test_layer_norm(rows: int, dim: int, has_bias: bool, dtype: torch.dtype) -> None:

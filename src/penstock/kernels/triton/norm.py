@@ -14,8 +14,8 @@ from penstock.kernels.triton.rounding import narrow
 def whole_vectors(x: Tensor) -> tuple[Tensor, int]:
     """x, and what its rows' starts are a multiple of: a vector's elements, or 1.
 
-    The loads of a row decide in which order it is summed, so its width alone decides on them: rows
-    that could begin on 16 bytes but don't are copied.
+    How a row is loaded may decide which thread holds what of it, and so the order of its sum. Its
+    width alone decides on that: rows that could begin on 16 bytes but don't are copied.
     """
     vector = 16 // x.itemsize
     if x.shape[1] % vector:

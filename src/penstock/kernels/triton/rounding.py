@@ -22,6 +22,12 @@ def is_number(x):
 
 
 @triton.jit
+def magnitude(x):
+    """|x| of float32 as an integer in the same order, a NaN's above all others'."""
+    return x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+
+
+@triton.jit
 def round_even(x):
     """The nearest integer to x, still float32; |x| ≤ 2^22.
 

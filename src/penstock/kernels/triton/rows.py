@@ -13,7 +13,7 @@ from torch import Tensor
 
 from penstock.kernels.triton.launch import power_of_2
 from penstock.kernels.triton.norm import rms_norm, rms_scaled, warps, whole_vectors
-from penstock.kernels.triton.rounding import is_number, narrow, narrow_e4m3, round_even
+from penstock.kernels.triton.rounding import is_number, magnitude, narrow, narrow_e4m3, round_even
 
 _LARGEST: tl.constexpr = tl.constexpr(3.4028234663852886e38)
 """The largest float32 that is finite."""
@@ -33,12 +33,6 @@ def _row(x, norm, start, at, eps, dim: tl.constexpr, HAS_NORM: tl.constexpr):
         by = tl.load(norm + at, mask=inside, other=0.0).to(tl.float32)
         value = narrow(rms_scaled(value, by, dim, eps), x.dtype.element_ty).to(tl.float32)
     return value
-
-
-@triton.jit
-def _sizes(value):
-    """|value| as integers in the same order, a NaN's above all others'."""
-    return value.to(tl.int32, bitcast=True) & 0x7FFFFFFF
 
 
 @triton.jit
@@ -66,7 +60,7 @@ def _int8_rows(
     at = tl.arange(0, D)
     start = tl.multiple_of(row * stride, VECTOR)
     value = _row(x, norm, start, at, eps, dim, HAS_NORM)
-    top = tl.max(_sizes(value)).to(tl.float32, bitcast=True)
+    top = tl.max(magnitude(value)).to(tl.float32, bitcast=True)
     if STATIC:
         scale = tl.load(input_scale).to(tl.float32)
         q = tl.div_rn(value, scale)
@@ -136,7 +130,7 @@ def _e4m3_rows(
         at = tl.where(at % S < each, at // S * each + at % S, padded)
     start = tl.multiple_of(row * stride, VECTOR)
     value = tl.reshape(_row(x, norm, start, at, eps, dim, HAS_NORM), (G, S))
-    top = tl.max(_sizes(value), 1).to(tl.float32, bitcast=True)
+    top = tl.max(magnitude(value), 1).to(tl.float32, bitcast=True)
     if STATIC:
         scale = tl.zeros((G,), tl.float32) + tl.load(input_scale).to(tl.float32)
     else:

@@ -1,0 +1,44 @@
+"""Rows that outlive a step, or come from beside it: copies of rows with other strides."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from penstock.kernels.triton.launch import implement
+
+_BLOCK = 2048
+"""Columns of a program."""
+
+
+@triton.jit
+def _copy(source, target, source_stride, target_stride, columns, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    value = tl.load(source + row * source_stride + at, mask=at < columns)
+    tl.store(target + row * target_stride + at, value, mask=at < columns)
+
+
+def copy_rows(source: Tensor, target: Tensor) -> None:
+    """target [T, D] = source [T, D], of one dtype."""
+    rows, columns = source.shape
+    if source.numel():
+        _copy[(rows, triton.cdiv(columns, _BLOCK))](
+            source, target, source.stride(0), target.stride(0), columns, BLOCK=_BLOCK
+        )
+
+
+@implement("keep_rows")
+def keep_rows(x: Tensor, store: Tensor, column: int) -> None:
+    """`ops.keep_rows`."""
+    copy_rows(x, store[: x.shape[0], column : column + x.shape[1]])
+
+
+@implement("kept_rows")
+def kept_rows(tokens: Tensor, store: Tensor) -> Tensor:
+    """`ops.kept_rows`."""
+    y = torch.empty((tokens.shape[0], store.shape[1]), dtype=store.dtype, device=store.device)
+    copy_rows(store[: tokens.shape[0]], y)
+    return y
