@@ -7,6 +7,7 @@ it, specialised as it would be there: the arguments are the launcher's own.
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -60,8 +61,9 @@ def registers(kernel: Any) -> tuple[int, int]:
         ptxas = get_ptxas(TARGET.arch).path
         line = [ptxas, "-v", "--gpu-name=sm_90a", str(source), "-o", str(Path(folder, "out"))]
         said = subprocess.run(line, capture_output=True, text=True, check=True).stderr
-    words = said.replace(",", " ").split()
-    return int(words[words.index("registers") - 1]), int(words[words.index("spill") - 2])
+    used, spilled = re.search(r"Used (\d+) registers", said), re.search(r"(\d+) bytes spill", said)
+    assert used and spilled, said
+    return int(used[1]), int(spilled[1])
 
 
 def in_fresh_process(module: str, *arguments: str) -> None:

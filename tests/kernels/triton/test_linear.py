@@ -33,6 +33,11 @@ FORMATS: dict[str, WeightFormat] = {
     "bfloat16": Dense(torch.bfloat16).stored_as(ROWS),
     **{name: format_of(parse_scheme(name)).stored_as(ROWS) for name in QUANTIZED},
 }
+EACH_WAY = [
+    "float32", "float16", "bfloat16", "w8a16-g128-asym", "w8a8-static", "w8a8-asym", "w4a16-g128",
+    "w4a8-channel-asym", "fp8-block", "fp8-w8a8-block", "nf4", "nvfp4",
+]  # fmt: skip
+"""Formats that take each way through the kernels' steps and ends."""
 CLOSE = {torch.float32: 2e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
 
 
@@ -76,7 +81,8 @@ def options(name: str, held: Packed) -> dict[str, object]:
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_products(name: str) -> None:
-    for rows, k, n in [(3, 300, 70), (17, 128, 8)]:
+    even = [(17, 128, 8)] if name in ("bfloat16", "w8a8", "w4a16") else []
+    for rows, k, n in [(3, 300, 70), *even]:
         x, held = activations(name, rows, k), packed(name, randn(n, k, seed=1) / k**0.5)
         bias, how = randn(n, seed=2).to(DEVICE), options(name, held)
         args = arguments(name, held, bias)
@@ -94,7 +100,7 @@ def test_products(name: str) -> None:
         assert torch.equal(residual, want)
 
 
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("name", EACH_WAY)
 def test_a_norm_before_and_a_gate_after(name: str) -> None:
     (k, n), norm = (172, 40), randn(172, seed=3).abs().to(DEVICE)
     x, held = activations(name, 5, k), packed(name, randn(2 * n, k, seed=1) / k**0.5, True)
@@ -111,10 +117,10 @@ def test_a_norm_before_and_a_gate_after(name: str) -> None:
 @pytest.mark.parametrize("name", FORMATS)
 def test_rows_by_themselves_and_together(name: str) -> None:
     k, n = 172, 20
-    x, held = activations(name, 70, k), packed(name, randn(n, k, seed=1))
+    x, held = activations(name, 35, k), packed(name, randn(n, k, seed=1))
     args, how = arguments(name, held, None), options(name, held)
     together = linear(x, *args, n, **how, out_dtype=torch.float32)
-    for first, last in [(0, 1), (1, 18), (18, 60)]:
+    for first, last in [(0, 1), (1, 18)]:
         part = linear(x[first:last], *args, n, **how, out_dtype=torch.float32)
         assert torch.equal(part, together[first:last])
     want = reference(x, *args, n, **how, out_dtype=torch.float32)
@@ -169,17 +175,16 @@ def test_spans_make_k(n: int, k: int) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")  # of NumPy, in the interpreter
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("name", EACH_WAY)
 def test_what_is_not_finite_stays_in_its_row(name: str) -> None:
     k, n = 172, 20
     x, held = activations(name, 3, k), packed(name, randn(n, k, seed=1))
     args, how = arguments(name, held, None), options(name, held)
     clean = linear(x, *args, n, **how)
-    for value in (torch.nan, torch.inf):
-        x[1, 70] = value
-        got = linear(x, *args, n, **how)
-        assert not got[1].isfinite().any()
-        assert torch.equal(got[::2], clean[::2])
+    x[1, 70], x[2, 90] = torch.nan, torch.inf
+    got = linear(x, *args, n, **how)
+    assert not got[1:].isfinite().any()
+    assert torch.equal(got[:1], clean[:1])
 
 
 @pytest.mark.parametrize("name", QUANTIZED)

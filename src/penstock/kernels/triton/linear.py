@@ -172,12 +172,15 @@ def _join(
 ):  # fmt: skip
     """A tile of the result from the sums of all spans."""
     tile, inside = _tile(tl.program_id(0), count, size, F, R)
-    total = tl.zeros((F, R), sums.held.dtype.element_ty)
-    other = tl.zeros((F, R), sums.held.dtype.element_ty)
+    held: tl.constexpr = tl.int32 if sums.held.dtype.element_ty == tl.int32 else tl.float32
+    total = tl.zeros((F, R), held)
+    other = tl.zeros((F, R), held)
     for span in tl.static_range(SPANS):
-        total += tl.load(_at(sums, tl.cast(span, tl.int64), tile))
+        part = tl.load(_at(sums, tl.cast(span, tl.int64), tile))
+        total += part.to(total.dtype)
         if GATED:
-            other += tl.load(_at(sums, tl.cast(SPANS + span, tl.int64), tile))
+            part = tl.load(_at(sums, tl.cast(SPANS + span, tl.int64), tile))
+            other += part.to(total.dtype)
     _finish(total, other, ends, size, tile, inside, out_stride, dtype, ACTIVATION, GATED, RESIDUAL)
 
 
@@ -196,16 +199,16 @@ def _row_sums(
     tl.store(sums + rows * groups + group, tl.sum(total, 1), mask=rows < count)
 
 
-_DTYPES = {
+DTYPES = {
     torch.float32: tl.float32,
     torch.float16: tl.float16,
     torch.bfloat16: tl.bfloat16,
 }
-_JOIN = (64, 16, 4)
-"""Features, rows and warps of a program that ends sums."""
+_JOIN = (128, 16, 4)
+"""Features, the most rows, and warps of a program that ends sums."""
 
 
-class _Rows(NamedTuple):
+class Rows(NamedTuple):
     """Rows as they are multiplied."""
 
     x: Tensor
@@ -213,26 +216,26 @@ class _Rows(NamedTuple):
     sums: Tensor | None
 
 
-def _rounded(x: Tensor, matrix: Matrix, norm: Tensor | None, eps: float) -> _Rows:
+def rounded(x: Tensor, matrix: Matrix, norm: Tensor | None, eps: float) -> Rows:
     """Rows of x, normalised and rounded to what the matrix meets them in."""
     if matrix.row_codes == INT8.value:
         codes, scale = int8_rows(x, norm, eps, matrix.input_scale)
         if matrix.zero is None or matrix.weight.dtype is torch.uint8:
-            return _Rows(codes, scale, None)
+            return Rows(codes, scale, None)
         length = matrix.depth // matrix.groups
         sums = torch.empty((x.shape[0], matrix.groups), dtype=torch.int32, device=x.device)
         _row_sums[(triton.cdiv(x.shape[0], 16), matrix.groups)](
             codes, sums, x.shape[0], x.shape[1], matrix.groups, LENGTH=length,
             BLOCK=min(256, triton.next_power_of_2(length)), R=16,
         )  # fmt: skip
-        return _Rows(codes, scale, sums)
+        return Rows(codes, scale, sums)
     if matrix.row_codes == E4M3.value:
         codes, scale = e4m3_rows(x, norm, eps, matrix.groups, matrix.depth, matrix.input_scale)
-        return _Rows(codes, scale, None)
-    return _Rows(x if norm is None else norm_rows(x, norm, eps), None, None)
+        return Rows(codes, scale, None)
+    return Rows(x if norm is None else norm_rows(x, norm, eps), None, None)
 
 
-def _operands(rows: _Rows, matrix: Matrix, form: Form) -> Operands:
+def operands(rows: Rows, matrix: Matrix, form: Form) -> Operands:
     """What is read in the loop over K."""
     grouped = form.length > 0
     return Operands(
@@ -245,7 +248,7 @@ def _operands(rows: _Rows, matrix: Matrix, form: Form) -> Operands:
     )
 
 
-def _ends(rows: _Rows, matrix: Matrix, form: Form, out: Tensor) -> Ends:
+def ends_of(rows: Rows, matrix: Matrix, form: Form, out: Tensor) -> Ends:
     """What is done after it."""
     whole = not (form.length or form.fold)
     return Ends(
@@ -259,7 +262,7 @@ def _ends(rows: _Rows, matrix: Matrix, form: Form, out: Tensor) -> Ends:
     )
 
 
-def _multiply(
+def multiply(
     x: Tensor,
     matrix: Matrix,
     out: Tensor,
@@ -273,7 +276,7 @@ def _multiply(
     form = matrix.form(x)
     if not count or not n:
         return
-    rows = _rounded(x, matrix, norm, eps)
+    rows = rounded(x, matrix, norm, eps)
     tiles = tiles_for(form.kind, count, n, matrix.depth, matrix.gated)
     grid = triton.cdiv(n, tiles.features) * triton.cdiv(count, tiles.rows)
     apart = tiles.spans > 1 and grid < PROCESSORS
@@ -281,10 +284,10 @@ def _multiply(
     parts = (tiles.spans * (2 if matrix.gated else 1), count, n) if apart else (0, 0, 0)
     held = torch.empty(parts, dtype=torch.int32 if exact else torch.float32, device=x.device)
     sums = Sums(held, held.stride(0), n)
-    depth, ends = rows.x.shape[1], _ends(rows, matrix, form, out)
+    depth, ends = rows.x.shape[1], ends_of(rows, matrix, form, out)
     size = Sizes(n, depth, rows.x.stride(0), matrix.weight.stride(0), matrix.groups)
     after = {
-        "dtype": _DTYPES[x.dtype],
+        "dtype": DTYPES[x.dtype],
         "ACTIVATION": activation,
         "GATED": matrix.gated,
         "RESIDUAL": residual,
@@ -292,7 +295,7 @@ def _multiply(
     # a product and a sum aren't made one where that would depend on which kernel has them
     unfused = {"enable_fp_fusion": form.kind == "float32"}
     _linear[(grid, tiles.spans if apart else 1)](
-        _operands(rows, matrix, form),
+        operands(rows, matrix, form),
         ends,
         size,
         sums,
@@ -317,10 +320,10 @@ def _multiply(
         **unfused,
     )
     if apart:
-        _end(sums, size, ends, count, tiles.spans, after, unfused)
+        finish_sums(sums, size, ends, count, tiles.spans, after, unfused)
 
 
-def _end(
+def finish_sums(
     sums: Sums,
     size: Sizes,
     ends: Ends,
@@ -330,7 +333,8 @@ def _end(
     options: dict[str, Any],
 ) -> None:
     """Store the result of sums that lie in memory."""
-    features, rows, warps = _JOIN
+    features, most, warps = _JOIN
+    rows = min(most, triton.next_power_of_2(count))
     grid = triton.cdiv(size.features, features) * triton.cdiv(count, rows)
     _join[(grid,)](
         ends, size, sums, count, ends.out.stride(0), SPANS=spans, F=features, R=rows,
@@ -363,7 +367,7 @@ def linear(
     matrix = Matrix(weight, scale, zero, bias, row_codes, levels, outer, input_scale, gated)
     matrix.check(x, out_features)
     out = torch.empty((x.shape[0], out_features), dtype=out_dtype or x.dtype, device=x.device)
-    _multiply(x, matrix, out, norm, eps, activation)
+    multiply(x, matrix, out, norm, eps, activation)
     return out
 
 
@@ -383,4 +387,4 @@ def linear_add_(
     """`ops.linear_add_`: the residual is read and written where the result is."""
     matrix = Matrix(weight, scale, zero, bias, row_codes, levels, outer, input_scale)
     matrix.check(x, residual.shape[1])
-    _multiply(x, matrix, residual, residual=True)
+    multiply(x, matrix, residual, residual=True)

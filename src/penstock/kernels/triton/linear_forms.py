@@ -76,6 +76,8 @@ class Matrix:
             )
         kinds: tuple[Kind, Kind, Kind, Kind] = ("w8a16", "w8a8", "w4a16", "w4a8")
         kind = kinds[2 * nibbles + bool(self.row_codes)]
+        if ROW_CODES[self.row_codes] == "e4m3":
+            kind = "e4m3"
         codes = INT4.value + self.levels if nibbles else BYTES.value
         return Form(kind, codes, self.row_codes, length, each if folded else 0)
 

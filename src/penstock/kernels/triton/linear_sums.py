@@ -168,16 +168,21 @@ def _bytes_step(
 
 @triton.jit
 def _nibbles_step(
-    total, m, size, first, features, rows, low, high, k, CODES: tl.constexpr,
+    total, m, size, first, features, rows, low, high, k, byte, CODES: tl.constexpr,
     ROWS: tl.constexpr, LENGTH: tl.constexpr, FOLD: tl.constexpr, P: tl.constexpr,
 ):  # fmt: skip
-    """total with the products of P values from k on and of P from k + 64 on: a byte has both."""
+    """total with the products of P values from k on and of P from k + 64 on, whose codes are in the
+    same bytes.
+
+    A step is summed from zero even where no scale asks for it: were sums of two products handed on
+    from step to step, the matrix units would wait for each (ptxas' C7515).
+    """
     dtype: tl.constexpr = low.dtype
-    codes = _codes(m, size, first, features, k // 128 * 64 + k % 128, P, True)
+    codes = _codes(m, size, first, features, byte, P, True)
     least = _half(codes, m, size, features, k, False, CODES, LENGTH, FOLD, dtype)
     most = _half(codes, m, size, features, k + 64, True, CODES, LENGTH, FOLD, dtype)
     if LENGTH == 0:
-        total = product(most, high, product(least, low, total, ROWS), ROWS)
+        total += product(most, high, product(least, low, _none(total, ROWS), ROWS), ROWS)
     elif LENGTH > 64:
         sums = product(most, high, product(least, low, _none(total, ROWS), ROWS), ROWS)
         total = _group_added(total, sums, m, size, features, rows, k, LENGTH, ROWS)
@@ -222,25 +227,14 @@ def span_sums(
                 at = k + i * P
                 low = _columns(m, size, first_row, rows, at, P, EVEN)
                 high = _columns(m, size, first_row, rows, at + 64, P, EVEN)
+                byte = tl.multiple_of(k // 2, STEP // 2) + i * P
                 total = _nibbles_step(
-                    total,
-                    m,
-                    size,
-                    first,
-                    features,
-                    rows,
-                    low,
-                    high,
-                    at,
-                    CODES,
-                    ROWS,
-                    LENGTH,
-                    FOLD,
-                    P,
-                )
+                    total, m, size, first, features, rows, low, high, at, byte, CODES, ROWS, LENGTH,
+                    FOLD, P,
+                )  # fmt: skip
                 if GATED:
                     other = _nibbles_step(
-                        other, m, size, first + size.features, ups, rows, low, high, at, CODES,
-                        ROWS, LENGTH, FOLD, P,
+                        other, m, size, first + size.features, ups, rows, low, high, at, byte,
+                        CODES, ROWS, LENGTH, FOLD, P,
                     )  # fmt: skip
     return total, other
