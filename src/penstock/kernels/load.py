@@ -224,7 +224,11 @@ def report_cache() -> list[tuple[str, str, str, str]]:
     ]
 
 
-_FOR_GPUS = {"draw_beyond": "a CPU is asked which rows need it, and sorts those"}
+_FOR_GPUS = {
+    "draw_beyond": "a CPU is asked which rows need it, and sorts those",
+    "linear_unordered": "a CPU's linear has one order, which is its fastest",
+    "linear_unordered_add_": "a CPU's linear has one order, which is its fastest",
+}
 """Operators that steps on a CPU don't call."""
 
 

@@ -8,7 +8,14 @@ from penstock.ops.embedding import embedding
 from penstock.ops.gate import alternate, gate
 from penstock.ops.grouped_linear import combine, grouped_linear
 from penstock.ops.kept_rows import keep_rows, kept_rows
-from penstock.ops.linear import ACTIVATIONS, Activation, linear, linear_add_
+from penstock.ops.linear import (
+    ACTIVATIONS,
+    Activation,
+    linear,
+    linear_add_,
+    linear_unordered,
+    linear_unordered_add_,
+)
 from penstock.ops.lora import lora_add_
 from penstock.ops.mask import mask_
 from penstock.ops.norm import layer_norm, rms_norm
@@ -44,6 +51,8 @@ __all__ = [
     "layer_norm",
     "linear",
     "linear_add_",
+    "linear_unordered",
+    "linear_unordered_add_",
     "lora_add_",
     "mask_",
     "op",

@@ -194,6 +194,30 @@ def linear(
     Cost: 2·T·K·N operations; the weight's bytes, read once; memory-bound for small T.
     Source: gated units: Shazeer 2020, arXiv:2002.05202; the rest: above.
     """
+    return _ordered(
+        x, weight, scale, zero, bias, out_features, row_codes, norm, eps, activation, gated,
+        out_dtype, levels, outer, input_scale,
+    )  # fmt: skip
+
+
+def _ordered(
+    x: Tensor,
+    weight: Tensor,
+    scale: Tensor | None,
+    zero: Tensor | None,
+    bias: Tensor | None,
+    out_features: int,
+    row_codes: int,
+    norm: Tensor | None,
+    eps: float,
+    activation: int,
+    gated: bool,
+    out_dtype: torch.dtype | None,
+    levels: int,
+    outer: Tensor | None,
+    input_scale: Tensor | None,
+) -> Tensor:
+    """The reference of `linear`."""
     if norm is not None:
         x = rms(x, norm, eps)
     matrix = _Matrix(weight, scale, zero, levels, outer, row_codes, input_scale)
@@ -247,5 +271,77 @@ def linear_add_(
     residual [T, N], x [T, K] of one dtype; weights as in `linear`.
     Cost: that of `linear`, without writing and reading y.
     """
+    _ordered_add_(residual, x, weight, scale, zero, bias, row_codes, levels, outer, input_scale)
+
+
+def _ordered_add_(
+    residual: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    scale: Tensor | None,
+    zero: Tensor | None,
+    bias: Tensor | None,
+    row_codes: int,
+    levels: int,
+    outer: Tensor | None,
+    input_scale: Tensor | None,
+) -> None:
+    """The reference of `linear_add_`."""
     matrix = _Matrix(weight, scale, zero, levels, outer, row_codes, input_scale)
     residual.add_(matrix.columns(x, residual.shape[1], bias).to(x.dtype))
+
+
+@define_op(
+    "linear_unordered(Tensor x, Tensor weight, Tensor? scale, Tensor? zero, Tensor? bias, "
+    "SymInt out_features, int row_codes=0, Tensor? norm=None, float eps=0.0, "
+    "int activation=0, bool gated=False, ScalarType? out_dtype=None, int levels=0, "
+    "Tensor? outer=None, Tensor? input_scale=None) -> Tensor",
+    fake=_fake,
+)
+def linear_unordered(
+    x: Tensor,
+    weight: Tensor,
+    scale: Tensor | None,
+    zero: Tensor | None,
+    bias: Tensor | None,
+    out_features: int,
+    row_codes: int = 0,
+    norm: Tensor | None = None,
+    eps: float = 0.0,
+    activation: int = 0,
+    gated: bool = False,
+    out_dtype: torch.dtype | None = None,
+    levels: int = 0,
+    outer: Tensor | None = None,
+    input_scale: Tensor | None = None,
+) -> Tensor:
+    """`linear` in whatever order of additions is fastest for that many rows.
+
+    A row's bits may depend on the others; nothing else differs. For weights in rows.
+    """
+    return _ordered(
+        x, weight, scale, zero, bias, out_features, row_codes, norm, eps, activation, gated,
+        out_dtype, levels, outer, input_scale,
+    )  # fmt: skip
+
+
+@define_op(
+    "linear_unordered_add_(Tensor(a!) residual, Tensor x, Tensor weight, Tensor? scale, "
+    "Tensor? zero, Tensor? bias, int row_codes=0, int levels=0, Tensor? outer=None, "
+    "Tensor? input_scale=None) -> ()",
+    fake=_fake_add,
+)
+def linear_unordered_add_(
+    residual: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    scale: Tensor | None,
+    zero: Tensor | None,
+    bias: Tensor | None,
+    row_codes: int = 0,
+    levels: int = 0,
+    outer: Tensor | None = None,
+    input_scale: Tensor | None = None,
+) -> None:
+    """`linear_add_` in whatever order of additions is fastest, as `linear_unordered`."""
+    _ordered_add_(residual, x, weight, scale, zero, bias, row_codes, levels, outer, input_scale)

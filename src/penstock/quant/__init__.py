@@ -6,7 +6,7 @@ from penstock.quant.formats.dense import Dense
 from penstock.quant.formats.float8 import Float8
 from penstock.quant.formats.integer import Integer
 from penstock.quant.formats.levels import Levels
-from penstock.quant.formats.storage import PANELS, ROWS, Storage
+from penstock.quant.formats.storage import PANELS, ROWS, UNORDERED_ROWS, Storage
 from penstock.quant.names import QUANTIZATIONS, format_of, formats_of, parse_quantization
 from penstock.quant.scheme import SCHEMES, Scheme, parse_scheme
 
@@ -15,6 +15,7 @@ __all__ = [
     "QUANTIZATIONS",
     "ROWS",
     "SCHEMES",
+    "UNORDERED_ROWS",
     "Codes",
     "Dense",
     "Float8",

@@ -11,7 +11,7 @@ from penstock.config import EngineConfig
 from penstock.errors import ConfigError
 from penstock.hardware import detect
 from penstock.kernels import interpreting, use_triton, why_no_gpu
-from penstock.quant import PANELS, ROWS, Storage
+from penstock.quant import PANELS, ROWS, UNORDERED_ROWS, Storage
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,10 +21,11 @@ class Device:
     torch: torch.device
     by_triton: bool
 
-    @property
-    def storage(self) -> Storage:
-        """How weights lie."""
-        return ROWS if self.by_triton else PANELS
+    def storage(self, ordered: bool = True) -> Storage:
+        """How weights lie; ordered: and are multiplied in one order for any number of rows."""
+        if not self.by_triton:
+            return PANELS
+        return ROWS if ordered else UNORDERED_ROWS
 
     @property
     def layout(self) -> type[PagedLayout]:

@@ -152,7 +152,7 @@ def _loaded(
         strict=model.strict,
         quantization=model.quantization,
         progress=progress,
-        storage=device.storage,
+        storage=device.storage(ordered=model.deterministic is not False),
         device=device.torch,
     )
 

@@ -1,7 +1,7 @@
 """`linear` and `linear_add_` by cuBLAS where that can multiply the matrix, else as they always are.
 
 cuBLAS chooses its kernel, and with it the order of additions, by the number of rows: a row's bits
-then depend on its company. So these aren't registered: whoever asks for no exactness calls them.
+then depend on its company: these are the operators of those who ask for no exactness.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from penstock.kernels.triton.dequantize import BYTES, DENSE
+from penstock.kernels.triton.launch import implement
 from penstock.kernels.triton.linear import (
     DTYPES,
     Rows,
@@ -84,6 +85,7 @@ def _multiply(
     finish_sums(sums, size, ends, x.shape[0], 1, after, {})
 
 
+@implement("linear_unordered")
 def fast_linear(
     x: Tensor,
     weight: Tensor,
@@ -117,6 +119,7 @@ def fast_linear(
     return out
 
 
+@implement("linear_unordered_add_")
 def fast_linear_add_(
     residual: Tensor,
     x: Tensor,

@@ -2,8 +2,8 @@
 
 It keeps scalars in arrays of one element, which NumPy 2.4 no longer takes for a loop's end. At
 every call of a function inside a kernel it looks through the whole language for what its own
-functions have to stand for, though they do already. And it checks each sum of integers for
-overflow by computing it once more.
+functions have to stand for, though they do already. It checks each sum of integers for overflow by
+computing it once more. And NumPy warns where a GPU just has infinities.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import triton.language as tl
 from triton.language import core
 from triton.runtime import interpreter
@@ -22,6 +23,13 @@ def prepare() -> None:
     """Once, before a kernel runs."""
     _count_by_scalars()
     interpreter.InterpretedFunction.__call__ = _call
+    launch = interpreter.InterpretedFunction.run
+
+    def quietly(self: Any, *args: Any, **kwargs: Any) -> None:
+        with np.errstate(all="ignore"):
+            launch(self, *args, **kwargs)
+
+    interpreter.InterpretedFunction.run = quietly
     builder = interpreter.interpreter_builder
     builder.options = replace(builder.options, sanitize_overflow=False)
 

@@ -8,6 +8,7 @@ from torch import Tensor
 from penstock import ops
 from penstock.ops import ACTIVATIONS, Activation
 from penstock.quant.format import Packed
+from penstock.quant.formats.storage import Storage
 
 _INDEX: dict[Activation, int] = {name: i for i, name in enumerate(ACTIVATIONS)}
 
@@ -19,6 +20,7 @@ class OperatorFormat:
     """
 
     __slots__ = ()
+    storage: Storage
 
     @property
     def row_codes(self) -> int:
@@ -43,7 +45,8 @@ class OperatorFormat:
         gated: bool = False,
         out_dtype: torch.dtype | None = None,
     ) -> Tensor:
-        return ops.linear(
+        product = ops.linear if self.storage.ordered else ops.linear_unordered
+        return product(
             x,
             packed["weight"],
             packed.get("scale"),
@@ -62,7 +65,8 @@ class OperatorFormat:
         )
 
     def add_(self, residual: Tensor, x: Tensor, packed: Packed, bias: Tensor | None) -> None:
-        ops.linear_add_(
+        product = ops.linear_add_ if self.storage.ordered else ops.linear_unordered_add_
+        product(
             residual,
             x,
             packed["weight"],

@@ -25,6 +25,11 @@ class Storage(Protocol):
         """For readers, and for the folders of built engines."""
         ...
 
+    @property
+    def ordered(self) -> bool:
+        """Whether products add in one order, whatever the number of rows."""
+        ...
+
     def padded(self, in_features: int, group: int) -> int:
         """K of codes as it is stored, with whole groups."""
         ...
@@ -79,6 +84,7 @@ class Panels:
     """Panels of 16 rows (`ops.panels`)."""
 
     name: str = "panels"
+    ordered: bool = True
 
     def padded(self, in_features: int, group: int) -> int:
         return round_up(in_features, max(BYTE_BLOCK, group))
@@ -122,6 +128,7 @@ class Rows:
     """Whole rows (`ops.rows`)."""
 
     name: str = "rows"
+    ordered: bool = True
 
     def padded(self, in_features: int, group: int) -> int:
         return round_up(in_features, rows.BLOCK)
@@ -164,3 +171,4 @@ class Rows:
 
 PANELS: Storage = Panels()
 ROWS: Storage = Rows()
+UNORDERED_ROWS: Storage = Rows(ordered=False)
