@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -78,6 +80,16 @@ def test_none() -> None:
     assert forward.how == "kernels one by one"
 
 
+def test_widths_of_tables() -> None:
+    echo, kv = Echo(), [(torch.zeros(1),)]
+    forward = over(echo, kv)
+    for width, padded in ((1, 8), (8, 8), (9, 32), (33, 64), (64, 64)):
+        step = decoding(2)
+        table = torch.ones((2, width), dtype=torch.int32)
+        forward(replace(step, block_table=table), kv)
+        assert echo.seen[-1] == (2, padded)
+
+
 def test_another_cache_has_no_graphs() -> None:
     """A graph reads the cache that it was recorded over."""
     echo, kv, other = Echo(), [(torch.zeros(1),)], [(torch.zeros(1),)]
@@ -101,7 +113,8 @@ def test_warm_up_records_every_size() -> None:
     forward = over(echo, kv)
     with torch.inference_mode():
         forward.warm_up()
-        assert forward.counts.captures == len(capture_sizes(LIMITS.sequences))
+        assert forward.counts.captures == 3 * len(capture_sizes(LIMITS.sequences))
+        assert {width for _, width in echo.seen} == {64, 32, 8, 1}
         assert forward.counts.replays == 0
         forward(decoding(5), kv)
     assert forward.counts.replays == 1

@@ -51,6 +51,22 @@ LoadFormat = Annotated[
         rich_help_panel=_PANEL,
     ),
 ]
+AsyncScheduling = Annotated[
+    bool | None,
+    typer.Option(
+        "--async-scheduling/--no-async-scheduling",
+        help="On a GPU: begin a step while the one before still runs.",
+        rich_help_panel=_PANEL,
+    ),
+]
+Nvtx = Annotated[
+    bool,
+    typer.Option(
+        "--nvtx",
+        help="On a GPU: names on its timeline, for Nsight Systems.",
+        rich_help_panel=_PANEL,
+    ),
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +78,8 @@ class Placed:
     enforce_eager: EnforceEager = False
     compilation_config: Compilation = None
     load_format: LoadFormat = "auto"
+    async_scheduling: AsyncScheduling = None
+    nvtx: Nvtx = False
 
     def chosen(self) -> dict[str, Any]:
         """As arguments of an engine. Raises ConfigError for what isn't a JSON object."""
@@ -69,6 +87,8 @@ class Placed:
             device=None if self.device == "auto" else self.device,
             deterministic=self.deterministic,
             enforce_eager=self.enforce_eager or None,
+            async_scheduling=self.async_scheduling,
+            nvtx=self.nvtx or None,
             load_format=None if self.load_format == "auto" else self.load_format,
             compilation_config=_object(self.compilation_config),
         )

@@ -164,10 +164,10 @@ def _gpu(calibrate: bool) -> tuple[GpuFound, list[str]]:
         return GpuFound(None, why_no_gpu()), []
     import torch
 
-    from penstock.kernels import why_no_gpu as why_no_models
+    from penstock.kernels import why_not_on
     from penstock.roofline import gpu_peaks
 
-    reason = why_no_models(torch.device("cuda", gpu.index))
+    reason = why_not_on(torch.device("cuda", gpu.index))
     trouble = [] if reason is None else [f"Models can't run on {gpu.name}: {reason}."]
     operators = _triton_operators() if _is_there("triton") else []
     found = None

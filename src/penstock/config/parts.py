@@ -41,13 +41,14 @@ class ModelConfig:
     device: str = "auto"  # cpu, cuda or cuda:N; auto: a GPU where one can be used, else the CPU
     deterministic: bool | None = None  # one order of additions for any batch; None: where it's fast
     enforce_eager: bool = False  # call the operators one by one from Python
+    nvtx: bool = False  # names on a GPU's timeline for what the engine does, for Nsight Systems
     compilation: CompilationConfig | None = None  # of a GPU's steps; None: graphs of decoding ones
     verify: bool = False  # an engine folder's weights against their checksums
     seed: int = 0
 
     def __post_init__(self) -> None:
         positive(self, "max_model_len")
-        flags(self, "skip_tokenizer_init", "strict", "enforce_eager", "verify")
+        flags(self, "skip_tokenizer_init", "strict", "enforce_eager", "verify", "nvtx")
         if self.skip_tokenizer_init and self.tokenizer is not None:
             raise ConfigError(
                 f"skip_tokenizer_init leaves no use for tokenizer={str(self.tokenizer)!r}. "

@@ -22,6 +22,7 @@ from penstock.engine.guidance import guided
 from penstock.engine.plan import Part, Plan
 from penstock.engine.request import Sequence, Status
 from penstock.engine.scheduler import Scheduler
+from penstock.roofline import nvtx
 from penstock.runtime import Runner
 from penstock.sampling import Pending, Sampled, Sampler, prompt_logprobs
 
@@ -58,11 +59,13 @@ class Computing:
 
     def run(self, plan: Plan, marks: list[float]) -> tuple[Batch, Sampled]:
         """A plan's step, from its layout to its tokens."""
-        batch = self._batcher.build(plan.parts)
+        with nvtx.span("batch"):
+            batch = self._batcher.build(plan.parts)
         marks.append(time.perf_counter())
         rows = [state for sequence in batch.drawn for state in sequence.states]
         self._sampler.prepare(rows)
-        logits = self._runner.forward(batch.step)
+        with nvtx.span("forward"):
+            logits = self._runner.forward(batch.step)
         if not self._overlaps:
             marks.append(time.perf_counter())
         for sequence, first, count in batch.prompt_rows:
@@ -78,7 +81,9 @@ class Computing:
             sampled = self._sampler(logits, rows)
             marks.append(time.perf_counter())
             return batch, sampled
-        return batch, self._land(_InFlight(batch, self._sampler.begin(logits, rows)), marks)
+        with nvtx.span("sample"):
+            flight = _InFlight(batch, self._sampler.begin(logits, rows))
+        return batch, self._land(flight, marks)
 
     def land(self, marks: list[float]) -> tuple[list[Part], Batch, Sampled] | None:
         """What the step has chosen that was begun before; None where there is no such.
@@ -102,8 +107,10 @@ class Computing:
 
     def _land(self, flight: _InFlight, marks: list[float]) -> Sampled:
         """Begin with what follows, then wait."""
-        self._next = self._follow(flight)
-        sampled = flight.pending.result()
+        with nvtx.span("follow"):
+            self._next = self._follow(flight)
+        with nvtx.span("wait"):
+            sampled = flight.pending.result()
         marks += [time.perf_counter()] * 2  # choosing is part of what the GPU did
         return sampled
 

@@ -58,6 +58,22 @@ def stats_of(engine: Engine) -> dict[str, Any]:
         "swapped_blocks": engine.swap_space.num_used,
         "swap_space_blocks": engine.swap_space.num_slots,
         "steps": engine.ledger.prefill.steps + engine.ledger.decode.steps,
+        **_graph_stats(engine),
+    }
+
+
+def _graph_stats(engine: Engine) -> dict[str, Any]:
+    """How a GPU's steps have run; nothing on a CPU."""
+    graphs = engine.runtime.runner.graphs
+    if graphs is None:
+        return {}
+    counts = graphs.counts
+    return {
+        "graph_captures": counts.captures,
+        "graph_capture_s": counts.capture_s,
+        "graph_replays": counts.replays,
+        "eager_steps": counts.eager,
+        "steps_begun_early": engine.computing.overlapped,
     }
 
 

@@ -32,7 +32,7 @@ from penstock.engine.scheduler import Scheduler
 from penstock.engine.speculation import Speculation
 from penstock.errors import ConfigError, InvalidSamplingError, RequestError
 from penstock.hardware import detect
-from penstock.roofline import CostModel, Ledger, kept_peaks_on
+from penstock.roofline import CostModel, Ledger, kept_peaks_on, nvtx
 from penstock.runtime import Runtime, plan_swap
 from penstock.sampling import (
     BeamSearchParams,
@@ -101,6 +101,8 @@ class Engine:
         self.appender = Appender(
             self.intake, self.token_counts, self._finish, limits.enable_jump_forward
         )
+        if config.model.nvtx:
+            nvtx.enable()
         self.computing = Computing(
             runtime.runner,
             self.scheduler,
@@ -319,7 +321,8 @@ class Engine:
             return self._hand_out(Plan(landed[0]), landed[1], touched, marks)
         if self.speculation is not None:
             self.speculation.propose()
-        plan = self.scheduler.schedule()
+        with nvtx.span("schedule"):
+            plan = self.scheduler.schedule()
         if self.speculation is not None:
             self.speculation.part(plan)
         marks.append(time.perf_counter())

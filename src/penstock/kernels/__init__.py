@@ -1,6 +1,6 @@
 """Fast implementations of the operators: the native CPU library, and Triton's for GPUs."""
 
-from penstock.kernels.gpu import interpreting, use_triton, why_no_gpu
+from penstock.kernels.gpu import interpreting, use_triton, why_not_on
 from penstock.kernels.load import NativeLibrary, native, report, report_cache, report_linear
 
 __all__ = [
@@ -11,5 +11,5 @@ __all__ = [
     "report_cache",
     "report_linear",
     "use_triton",
-    "why_no_gpu",
+    "why_not_on",
 ]

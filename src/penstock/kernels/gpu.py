@@ -29,7 +29,7 @@ def interpreting() -> bool:
     return True
 
 
-def why_no_gpu(device: torch.device) -> str | None:
+def why_not_on(device: torch.device) -> str | None:
     """Why models can't run on that GPU, and the way out; None: they can."""
     if torch.version.cuda is None:
         return (

@@ -10,7 +10,7 @@ from penstock.cache import PagedLayout, PagedRows
 from penstock.config import EngineConfig
 from penstock.errors import ConfigError
 from penstock.hardware import detect
-from penstock.kernels import interpreting, use_triton, why_no_gpu
+from penstock.kernels import interpreting, use_triton, why_not_on
 from penstock.quant import PANELS, ROWS, UNORDERED_ROWS, Storage
 
 
@@ -56,12 +56,17 @@ CPU = Device(torch.device("cpu"), by_triton=False)
 def check_device(config: EngineConfig, device: Device) -> None:
     """Raises ConfigError for what was chosen and isn't built for that device."""
     model, asked = config.model, config.speculative
+    if model.nvtx and not device.is_gpu:
+        raise ConfigError(
+            "nvtx names what lies on a GPU's timeline, and there is none: "
+            f"{why_not_on(torch.device('cuda')) or 'the device chosen is a CPU'}."
+        )
     if not device.by_triton:
         if model.compilation is not None or model.deterministic is False:
             what = "deterministic=False" if model.compilation is None else "A compilation_config"
             raise ConfigError(
                 f"{what} is of a GPU, and there is none that can be used: "
-                f"{why_no_gpu(torch.device('cuda'))}."
+                f"{why_not_on(torch.device('cuda'))}."
             )
         return
     if config.cache.kv_cache_dtype in ("int4", "kivi"):
@@ -91,7 +96,7 @@ def device_of(name: str) -> Device:
         return Device(torch.device("cpu"), by_triton=True)
     found = torch.device("cuda" if name == "auto" else name)
     if found.type == "cuda":
-        reason = why_no_gpu(found)
+        reason = why_not_on(found)
         if reason is None:
             use_triton(found)
             return Device(torch.device("cuda", found.index or 0), by_triton=True)

@@ -29,8 +29,8 @@ from penstock.step import KV, Step
 
 logger = logging.getLogger("penstock")
 
-LEAST_WIDTH = 8
-"""Blocks of the narrowest table that graphs are recorded for; wider ones are powers of two."""
+LEAST_WIDTH, WIDER = 8, 4
+"""Blocks of the narrowest table that graphs are recorded for, and how much wider each next is."""
 
 Compute = Callable[[Step], Tensor]
 
@@ -105,6 +105,16 @@ def capture_sizes(most: int) -> tuple[int, ...]:
     return (*sizes, *range(8, most, 8), most)
 
 
+def capture_widths(most: int) -> tuple[int, ...]:
+    """The widths of the block table that graphs are recorded for, the widest first."""
+    widths = [most]
+    at = LEAST_WIDTH
+    while at < most:
+        widths.append(at)
+        at *= WIDER
+    return tuple(sorted(widths, reverse=True))
+
+
 class GraphForward:
     """`Forward` of one decoder on a GPU; one thread's.
 
@@ -127,6 +137,7 @@ class GraphForward:
         if compilation.mode == "compile":
             self._compute = torch.compile(decoder, dynamic=True)
         self._kv = kv
+        self._widths = capture_widths(limits.width)
         self._staging = Staging(device.torch)
         self._sizes: Sequence[int] = ()
         if compilation.cudagraph_mode != "none":
@@ -169,12 +180,13 @@ class GraphForward:
         return GraphForward(module, kv, self._device, self._limits, chosen)
 
     def warm_up(self) -> None:
-        """Record graphs for every number of sequences, of short contexts, and compile kernels."""
+        """Record every graph that there may be, and compile kernels: no request waits for it."""
         blank = _blank(1)
         with torch.inference_mode():
-            for size in reversed(self._sizes):  # the largest first: others fit in its memory
-                shape = self._padded(size, min(LEAST_WIDTH, self._limits.width))
-                self._graph(self._inputs.send(blank, shape), shape)
+            for width in self._widths:
+                for size in reversed(self._sizes):  # the largest first: others fit in its memory
+                    shape = self._padded(size, width)
+                    self._graph(self._inputs.send(blank, shape), shape)
             tokens = 16
             while tokens <= self._limits.tokens:
                 self._compute(self._staging.send(_blank(tokens)), self._kv)
@@ -191,8 +203,8 @@ class GraphForward:
         )
 
     def _padded(self, sequences: int, width: int) -> StepShape:
-        wide = max(LEAST_WIDTH, 1 << (width - 1).bit_length())
-        return StepShape(sequences, sequences, min(wide, max(self._limits.width, width)), sequences)
+        wide = min(each for each in self._widths if each >= min(width, self._limits.width))
+        return StepShape(sequences, sequences, max(wide, width), sequences)
 
     def _graph(self, step: Step, shape: StepShape) -> _Graph:
         """The graph of such steps, having run once over this one."""
