@@ -11,10 +11,11 @@ import torch
 import transformers
 
 from penstock import LLM, RequestOutput, SamplingParams
+from penstock.engine import RequestOptions
 from penstock.errors import ConfigError
 from penstock.kernels import native
 
-LENGTH = 6
+LENGTH = 4
 LENGTHS = (1, 4, 31)
 
 PARAMS = {
@@ -23,7 +24,7 @@ PARAMS = {
         temperature=0.9, top_p=0.95, top_k=40, seed=7, max_tokens=LENGTH, ignore_eos=True
     ),
     "penalized": SamplingParams(
-        temperature=0.7, repetition_penalty=1.2, presence_penalty=0.3, seed=3, max_tokens=3,
+        temperature=0.7, repetition_penalty=1.2, presence_penalty=0.3, seed=3, max_tokens=2,
         ignore_eos=True,
     ),
 }  # fmt: skip
@@ -95,8 +96,6 @@ WAYS: dict[str, dict[str, Any]] = {
     "in chunks": {"max_num_batched_tokens": 16},
     "no graphs": {"compilation_config": {"cudagraph_mode": "none"}},
     "few graphs": {"compilation_config": {"cudagraph_capture_sizes": [2, 5]}},
-    "giving way": {"num_blocks": 5, "preemption_mode": "recompute"},
-    "swapped": {"num_blocks": 5, "preemption_mode": "swap", "swap_space": 0.1},
     "ngram": {"speculative_config": {"method": "ngram", "adaptive": False}},
     "self": {"speculative_config": {"method": "self", "adaptive": False}},
 }
@@ -115,25 +114,48 @@ def test_a_sequence_is_its_own(
     if way == "together":
         assert run(llm, PARAMS[name]) == alone[name]  # what is cached is found
     if way == "together" and name != "penalized":
-        assert llm.engine.computing.overlapped >= LENGTH
-    if way in ("giving way", "swapped"):
-        assert llm.stats()["preemptions"] > 0
+        assert llm.engine.computing.overlapped >= 2
 
 
-@pytest.mark.parametrize("kv_cache_dtype", ["int8", "fp8"])
-def test_cache_dtypes(folder: Path, kv_cache_dtype: str) -> None:
+@pytest.mark.parametrize("mode", ["recompute", "swap"])
+def test_giving_way(folder: Path, alone: dict[str, list[Any]], mode: str) -> None:
+    """To a request that ranks higher, while a step that was begun early is on its way."""
+    llm = engine(folder, policy="priority", max_num_seqs=2, preemption_mode=mode)
+    items, found = prompts(), {}
     params = PARAMS["greedy"]
-    expected = run(engine(folder, kv_cache_dtype=kv_cache_dtype, max_num_seqs=1), params)
-    llm = engine(folder, kv_cache_dtype=kv_cache_dtype, max_num_batched_tokens=24)
-    assert run(llm, params) == expected
+    for i in (0, 1):
+        llm.engine.add_request(str(i), items[i], params, options=RequestOptions(priority=5))
+    for _ in range(3):
+        llm.engine.step()
+    llm.engine.add_request("2", items[2], params, options=RequestOptions(priority=0))
+    while llm.engine.has_unfinished:
+        found |= {output.request_id: seen(output) for output in llm.engine.step()}
+    assert [found[str(i)] for i in range(3)] == alone["greedy"]
+    assert llm.stats()["preemptions"] == 1
+    assert llm.stats()["used_blocks"] == 0
 
 
-@pytest.mark.parametrize("quantization", ["w8a8", "w8a16", "w4a16-g32-asym", "fp8-w8a8", "mxfp4"])
-def test_formats(folder: Path, quantization: str) -> None:
-    params = PARAMS["greedy"]
-    expected = run(engine(folder, quantization=quantization, max_num_seqs=1), params)
-    llm = engine(folder, quantization=quantization, max_num_batched_tokens=24)
-    assert run(llm, params) == expected
+FEW = SamplingParams(temperature=0.0, max_tokens=3, ignore_eos=True, logprobs=1)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"kv_cache_dtype": "int8"},
+        {"kv_cache_dtype": "fp8"},
+        {"quantization": "w8a8"},
+        {"quantization": "w4a16-g32-asym"},
+        {"quantization": "fp8-w8a8"},
+        {"quantization": "mxfp4"},
+    ],
+    ids=lambda options: next(iter(options.values())),
+)
+def test_formats(folder: Path, options: dict[str, Any]) -> None:
+    items = [{"prompt_token_ids": tokens} for tokens in prompts()[:2]]
+    llm = engine(folder, max_num_seqs=1, enforce_eager=True, **options)
+    expected = [seen(output) for output in llm.generate(items, FEW)]
+    llm = engine(folder, max_num_batched_tokens=24, **options)
+    assert [seen(output) for output in llm.generate(items, FEW)] == expected
 
 
 def test_products_in_any_order(folder: Path) -> None:
@@ -147,22 +169,18 @@ def test_products_in_any_order(folder: Path) -> None:
 
 
 def test_several_samples_and_stops(folder: Path) -> None:
-    params = SamplingParams(temperature=1.0, n=3, seed=5, max_tokens=9, ignore_eos=True)
-    llm = engine(folder)
-    first = run(llm, params)
-    stop = first[0][0][0][4]  # the fifth token of one of them: it ends there, the others go on
-    stopped = run(
-        llm, SamplingParams(temperature=1.0, n=3, seed=5, max_tokens=9, stop_token_ids=[stop])
-    )
-    for request, whole in zip(stopped, first, strict=True):
-        for (tokens, reason, _), (all_tokens, _, _) in zip(request, whole, strict=True):
-            end = all_tokens.index(stop) + 1 if stop in all_tokens else 9
-            assert tokens == all_tokens[:end]
-            assert (reason == "stop") == (stop in all_tokens)
+    llm, item = engine(folder), {"prompt_token_ids": prompts()[1]}
+    chosen = {"temperature": 1.0, "n": 2, "seed": 5, "max_tokens": 6}
+    whole = seen(llm.generate([item], SamplingParams(**chosen, ignore_eos=True))[0])
+    stop = whole[0][0][3]  # the fourth token of one of them: it ends there, the other goes on
+    stopped = seen(llm.generate([item], SamplingParams(**chosen, stop_token_ids=[stop]))[0])
+    for (tokens, reason, _), (all_tokens, _, _) in zip(stopped, whole, strict=True):
+        assert tokens == all_tokens[: all_tokens.index(stop) + 1 if stop in all_tokens else 6]
+        assert (reason == "stop") == (stop in all_tokens)
 
 
 def test_embeddings(folder: Path) -> None:
-    items = [{"prompt_token_ids": tokens} for tokens in prompts()]
+    items = [{"prompt_token_ids": tokens} for tokens in prompts()[:2]]
     together = [o.outputs.embedding for o in engine(folder).embed(items)]
     llm = engine(folder, max_num_seqs=1)
     assert together == [llm.embed([item])[0].outputs.embedding for item in items]

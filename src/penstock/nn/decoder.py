@@ -205,8 +205,10 @@ class LastHiddenState(nn.Module):
         self.widen: Linear | None = None
         hidden, dtype = decoder.spec.hidden, decoder.dtype
         if dtype is not torch.float32:
-            self.widen = Linear(hidden, hidden, False, Dense(dtype), out_dtype=torch.float32)
-            self.widen.load("weight", torch.eye(hidden, dtype=dtype))
+            lies = decoder.head.weight_format.storage
+            self.widen = Linear(hidden, hidden, False, Dense(dtype, lies), out_dtype=torch.float32)
+            where = decoder.norm.parameter("weight").device
+            self.widen.load("weight", torch.eye(hidden, dtype=dtype, device=where))
 
     def forward(self, step: Step, kv: KV) -> Tensor:
         decoder = self.decoder

@@ -30,6 +30,11 @@ class WeightFormat(Protocol):
         ...
 
     @property
+    def storage(self) -> Storage:
+        """How its tensors lie in memory."""
+        ...
+
+    @property
     def compute(self) -> Compute:
         """What its products run in: which peak bounds them."""
         ...
