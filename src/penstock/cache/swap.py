@@ -17,7 +17,8 @@ from numpy.typing import NDArray
 from penstock.errors import PenstockError
 from penstock.step import KV
 
-Bytes = NDArray[np.int8]
+Bytes = NDArray[np.int8] | torch.Tensor
+"""[slots, bytes of a block]: an array, or a tensor beside a GPU."""
 
 
 class SwapSpace:
@@ -117,12 +118,22 @@ class SwapStore:
         """Have room for `slot`."""
         while sum(self._sizes) <= slot:
             size = max(sum(self._sizes), 16)
-            fresh = [np.zeros((size, cache.shape[1]), dtype=np.int8) for cache in self._cache]
+            fresh = [_room(cache, size) for cache in self._cache]
             for chunks, chunk in zip(self._parts, fresh, strict=True):
                 chunks.append(chunk)  # all were allocated: none is half there
             self._sizes.append(size)
 
 
 def _rows(part: torch.Tensor) -> Bytes:
-    """A cache tensor as one row of bytes a block; it shares the tensor's memory."""
-    return part.view(part.shape[0], part[0].numel()).view(torch.int8).numpy()
+    """A cache tensor as one row of bytes a block, an array where the CPU has it; it shares the
+    tensor's memory.
+    """
+    rows = part.view(part.shape[0], part[0].numel()).view(torch.int8)
+    return rows.numpy() if rows.is_cpu else rows
+
+
+def _room(cache: Bytes, size: int) -> Bytes:
+    """`size` more rows outside, in memory that a GPU copies to and from by itself."""
+    if isinstance(cache, np.ndarray):
+        return np.zeros((size, cache.shape[1]), dtype=np.int8)
+    return torch.zeros((size, cache.shape[1]), dtype=torch.int8, pin_memory=True)

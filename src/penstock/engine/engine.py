@@ -34,6 +34,7 @@ from penstock.errors import ConfigError, InvalidSamplingError, RequestError
 from penstock.hardware import detect
 from penstock.roofline import CostModel, Ledger, kept_peaks_on, nvtx
 from penstock.runtime import Runtime, plan_swap
+from penstock.runtime.device import enter
 from penstock.sampling import (
     BeamSearchParams,
     Sampled,
@@ -313,6 +314,7 @@ class Engine:
     def step(self) -> list[RequestOutput]:
         """Advance every scheduled sequence; outputs of streaming and of ended requests."""
         self.runtime.runner.check(self)
+        enter(self.runtime.device)
         self.appender.detokenize_s = 0.0
         marks = [time.perf_counter()]
         touched: dict[str, Request] = {}

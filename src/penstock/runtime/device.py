@@ -50,6 +50,12 @@ class Device:
         return detect().available_bytes
 
 
+def enter(device: torch.device) -> None:
+    """Have this thread launch kernels there: each thread has a GPU of its own in mind."""
+    if device.type == "cuda" and torch.cuda.current_device() != device.index:
+        torch.cuda.set_device(device)
+
+
 CPU = Device(torch.device("cpu"), by_triton=False)
 
 

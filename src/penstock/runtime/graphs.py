@@ -76,7 +76,7 @@ class CudaGraphs:
             compute()  # compiles kernels, which can't be done while recording
         torch.cuda.current_stream(self._device).wait_stream(side)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool):
+        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
             result = compute()
         return graph.replay, result
 

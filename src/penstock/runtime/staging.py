@@ -76,7 +76,7 @@ class Staging:
 
     def send(self, step: Step, shape: StepShape | None = None) -> Step:
         """The step on the device, padded to `shape`; good until the next one is sent."""
-        shape = shape or StepShape.of(step)
+        padded, shape = shape is not None, shape or StepShape.of(step)
         ends = shape.ends
         if ends[-1] > len(self._device):
             self._make(2 * ends[-1])
@@ -90,9 +90,10 @@ class Staging:
         if self.device.type == "cuda":
             self._sent[self._turn] = sent or torch.cuda.Event()
             self._sent[self._turn].record()  # type: ignore[union-attr]
-        return self._step(shape)
+        return self._step(shape, padded)
 
-    def _step(self, shape: StepShape) -> Step:
+    def _step(self, shape: StepShape, kept: bool) -> Step:
+        """kept: there are few such shapes, so that their views are made once."""
         found = self._views.get(shape)
         if found is None:
             starts = [0, *shape.ends]
@@ -101,7 +102,9 @@ class Staging:
             ]
             parts[5] = parts[5].view(shape.sequences, shape.width)
             parts[7] = parts[7].view(-1, 2)
-            found = self._views[shape] = tuple(parts)
+            found = tuple(parts)
+            if kept:
+                self._views[shape] = found
         if shape.copies:
             return ForkedStep(*found)
         return Step(*found[:7])
