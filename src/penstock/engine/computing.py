@@ -51,7 +51,7 @@ class Computing:
         self._runner = runner
         self._scheduler = scheduler
         self._batcher = batcher
-        self._sampler = sampler
+        self.sampler = sampler
         self._appender = appender
         self._overlaps = overlaps
         self._next: _InFlight | None = None
@@ -63,7 +63,7 @@ class Computing:
             batch = self._batcher.build(plan.parts)
         marks.append(time.perf_counter())
         rows = [state for sequence in batch.drawn for state in sequence.states]
-        self._sampler.prepare(rows)
+        self.sampler.prepare(rows)
         with nvtx.span("forward"):
             logits = self._runner.forward(batch.step)
         if not self._overlaps:
@@ -72,17 +72,18 @@ class Computing:
             self._read_prompt(sequence, logits[first : first + count])
         count = len(batch.sampled)
         if count != logits.shape[0] or batch.logit_rows != list(range(count)):
-            logits = logits.index_select(0, torch.tensor(batch.logit_rows, device=logits.device))
+            rows_of = torch.tensor(batch.logit_rows, dtype=torch.int64, device=logits.device)
+            logits = logits.index_select(0, rows_of)
         for beams in batch.searches:
             beams.read(batch.sampled, logits)
         if batch.drawn_at is not None:
             logits = guided(batch.sampled, batch.drawn_at, logits)
         if not self._overlaps:
-            sampled = self._sampler(logits, rows)
+            sampled = self.sampler(logits, rows)
             marks.append(time.perf_counter())
             return batch, sampled
         with nvtx.span("sample"):
-            flight = _InFlight(batch, self._sampler.begin(logits, rows))
+            flight = _InFlight(batch, self.sampler.begin(logits, rows))
         return batch, self._land(flight, marks)
 
     def land(self, marks: list[float]) -> tuple[list[Part], Batch, Sampled] | None:
@@ -137,7 +138,7 @@ class Computing:
         logits = self._runner.follow(following.step, flight.pending.device_tokens)
         states = [sequence.sampling for sequence in members]
         self.overlapped += 1
-        return _InFlight(following, self._sampler.begin(logits, states, ahead=1))
+        return _InFlight(following, self.sampler.begin(logits, states, ahead=1))
 
     def _read_prompt(self, sequence: Sequence, logits: Tensor) -> None:
         """Log-probabilities of the prompt tokens that follow these rows."""

@@ -93,8 +93,6 @@ class Engine:
         self.batcher = Batcher(
             self.scheduler.table, block_size, limits.max_num_seqs, limits.max_num_batched_tokens
         )
-        # interpreted, too, a GPU's steps end as on a GPU
-        self.sampler = Sampler(self.vocab_size, gather=runtime.runner.graphs is not None)
         self.pooler: Pooler | None = None
         self.requests: dict[str, Request] = {}
         self.intake = Intake(model, runtime.tokenizer, runtime.vocab_map)
@@ -108,7 +106,8 @@ class Engine:
             runtime.runner,
             self.scheduler,
             self.batcher,
-            self.sampler,
+            # interpreted, too, a GPU's steps end as on a GPU
+            Sampler(self.vocab_size, gather=runtime.runner.graphs is not None),
             self.appender,
             overlaps=self._overlaps(config),
         )
@@ -492,6 +491,15 @@ class Engine:
         if self.pins is not None and not sequence.remaining:
             wanted = [(pin.tokens, pin.ttl_s) for pin in request.options.pins]
             self.pins.renew(sequence.nodes, wanted)
+
+    @property
+    def sampler(self) -> Sampler:
+        """What chooses tokens."""
+        return self.computing.sampler
+
+    @sampler.setter
+    def sampler(self, other: Sampler) -> None:
+        self.computing.sampler = other
 
     # ── state ────────────────────────────────────────────────────────────────────────────────
 
