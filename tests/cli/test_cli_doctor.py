@@ -68,7 +68,7 @@ def a_gpu(monkeypatch: pytest.MonkeyPatch, known_peaks: Peaks) -> list[bool]:
         return GPU_PEAKS
 
     monkeypatch.setattr(diagnosis, "detect_gpu", lambda: GPU)
-    monkeypatch.setattr("penstock.kernels.why_no_gpu", lambda device: None)
+    monkeypatch.setattr("penstock.kernels.why_not_on", lambda device: None)
     monkeypatch.setattr("penstock.roofline.peaks", lambda *, calibrate: known_peaks)
     monkeypatch.setattr("penstock.roofline.gpu_peaks", peaks)
     return asked
@@ -108,7 +108,7 @@ def test_a_gpu_without_its_kernels(
 
     monkeypatch.setattr("penstock.roofline.gpu_peaks", peaks)
     monkeypatch.setattr(diagnosis, "_is_there", lambda module: module != "triton")
-    monkeypatch.setattr("penstock.kernels.why_no_gpu", lambda device: "Triton isn't installed")
+    monkeypatch.setattr("penstock.kernels.why_not_on", lambda device: "Triton isn't installed")
     found = json.loads(penstock("doctor", "--json").stdout)
     assert found["gpu"]["operators"] == [] and found["gpu"]["peaks"] is None
     said = " ".join(found["warnings"])
