@@ -15,6 +15,13 @@ from penstock.errors import ConfigError
         ({"max_model_length": 5}, "Did you mean 'max_model_len'"),
         ({"max_model_len": 0}, "max_model_len must be a positive integer, not 0"),
         ({"max_num_seqs": True}, "max_num_seqs must be a positive integer, not True"),
+        ({"device": "gpu"}, "cuda:N with N from 0 to 99, not 'gpu'"),
+        ({"device": "cuda:007"}, "not 'cuda:007'"),
+        ({"device": "cuda:256"}, "not 'cuda:256'"),  # torch takes it for cuda:0
+        ({"device": "cuda:١"}, "not 'cuda:١'"),
+        ({"deterministic": 0}, "deterministic must be True, False or None, not 0"),
+        ({"async_scheduling": 0}, "async_scheduling must be True, False or None, not 0"),
+        ({"tokenizer": ["x"]}, "tokenizer must be a folder or a hub id, not "),
         ({"dtype": "float16"}, "dtype='float16' isn't one of auto, float32"),
         ({"block_size": 16}, "multiple of 32 tokens, not 16"),
         ({"memory_fraction": 0.0}, r"in \(0, 1\], not 0.0"),

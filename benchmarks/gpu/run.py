@@ -66,6 +66,16 @@ def prepare(dry: bool) -> None:
         os.environ.setdefault("TRITON_INTERPRET", "1")
 
 
+def check_gpu() -> None:
+    """Ends the program where there is none to measure; nothing of this process stays on a GPU."""
+    import torch
+
+    from penstock.hardware import why_no_gpu
+
+    if not torch.cuda.is_available():
+        sys.exit(f"error: no GPU to measure: {why_no_gpu()}. --dry-run tries this on a CPU.")
+
+
 def perform_section(wanted: argparse.Namespace, section: str, seconds: float, only: str) -> int:
     """Run a section's items here."""
     import torch
@@ -120,6 +130,8 @@ def main(arguments: list[str] | None = None) -> int:
     from benchmarks.gpu.document import Document
 
     sections = chosen(wanted.only)
+    if not wanted.dry_run:
+        check_gpu()
     end = time.monotonic() + wanted.budget_s
     document = Document(wanted.out)
     document.set(

@@ -229,6 +229,13 @@ def test_unknown_sections_are_refused(tmp_path: Path) -> None:
         run.main(["--out", str(tmp_path), "--only", "opps"])
 
 
+@pytest.mark.usefixtures("here")
+def test_a_machine_without_a_gpu(tmp_path: Path) -> None:
+    with pytest.raises(SystemExit, match=r"no GPU to measure: .* --dry-run tries this on a CPU"):
+        run.main(["--out", str(tmp_path / "out")])
+    assert not (tmp_path / "out").exists()
+
+
 def test_as_a_command_of_its_own(tmp_path: Path) -> None:
     """From anywhere, without penstock on the path, in processes of its own."""
     command = [sys.executable, str(ROOT / "benchmarks/gpu/run.py"), "--out", str(tmp_path / "out"),

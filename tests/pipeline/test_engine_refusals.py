@@ -14,6 +14,7 @@ import torch
 from penstock import LLM
 from penstock.config import EngineConfig
 from penstock.errors import ConfigError, EngineFolderError, ModelNotFoundError
+from penstock.pipeline.build import BuildOptions, build
 from penstock.runtime import load_runtime
 from penstock.runtime.engine_folder import EngineFolder, digest
 from tests.models.tiny import make_tiny
@@ -52,6 +53,30 @@ def test_another_place(engine: Path, field: str, value: object, words: str) -> N
         LLM(engine)
     assert "penstock build stories -o" in str(caught.value)
     assert str(caught.value).endswith("--profile 1,8,128 --force")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ({"deterministic": False}, "deterministic=False is for GPUs, and this model runs on the"),
+        ({"compilation_config": {}}, "compilation_config is for GPUs, .* Leave it out"),
+        ({"nvtx": True}, "nvtx is for GPUs"),
+    ],
+)
+def test_what_only_a_gpu_heeds(engine: Path, arguments: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        LLM(engine, **arguments)
+
+
+def test_kernels_that_an_engine_was_not_built_for(
+    engine: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PENSTOCK_KERNELS", "triton")
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    with pytest.raises(ConfigError, match=r"PENSTOCK_KERNELS=triton can't take effect. Unset it"):
+        load_runtime(EngineConfig.of(model=engine))
+    with pytest.raises(ConfigError, match="Unset it to build one"):
+        build(BuildOptions("stories", tmp_path / "another"))
 
 
 def cut(name: str, keep: float) -> Callable[[Path], None]:

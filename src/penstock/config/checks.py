@@ -25,6 +25,14 @@ def flags(config: object, *names: str) -> None:
             raise ConfigError(f"{name} must be True or False, not {value!r}.")
 
 
+def choices(config: object, *names: str) -> None:
+    """Raises ConfigError unless each is True, False or None: 0 equals False, but isn't heeded."""
+    for name in names:
+        value = getattr(config, name)
+        if value is not None and not isinstance(value, bool):
+            raise ConfigError(f"{name} must be True, False or None, not {value!r}.")
+
+
 def seconds(config: object, *names: str) -> None:
     """Raises ConfigError unless each is None or a positive number."""
     for name in names:

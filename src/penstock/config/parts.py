@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, get_args
 
-from penstock.config.checks import flags, one_of, positive, seconds
+from penstock.config.checks import choices, flags, one_of, positive, seconds
 from penstock.config.compilation import CompilationConfig
 from penstock.errors import ConfigError
 
@@ -23,6 +23,8 @@ KvCacheDtype = Literal["auto", "int8", "fp8", "fp8_e4m3", "int4", "kivi", "bfloa
 
 STARVATION_S = 60.0
 """The default of `SchedulerConfig.starvation_s`."""
+
+_DEVICES = r"auto|cpu|cuda(:(0|[1-9][0-9]?))?"
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,15 +66,17 @@ class ModelConfig:
             raise ConfigError(f"seed must be an integer of at least 0, not {self.seed!r}.")
         if not isinstance(self.model, str | Path) or not str(self.model):
             raise ConfigError(f"model must be a folder, a hub id or a name, not {self.model!r}.")
+        if not isinstance(self.tokenizer, str | Path | None):
+            raise ConfigError(f"tokenizer must be a folder or a hub id, not {self.tokenizer!r}.")
 
     def _check_device(self) -> None:
         device = self.device
-        if not isinstance(device, str) or not re.fullmatch(r"auto|cpu|cuda(:\d{1,3})?", device):
-            raise ConfigError(f"device must be auto, cpu, cuda or cuda:N, not {device!r}.")
-        if self.deterministic not in (None, True, False):
+        # torch wraps numbers above 127 around: cuda:256 would be cuda:0
+        if not isinstance(device, str) or not re.fullmatch(_DEVICES, device):
             raise ConfigError(
-                f"deterministic must be True, False or None, not {self.deterministic!r}."
+                f"device must be auto, cpu, cuda or cuda:N with N from 0 to 99, not {device!r}."
             )
+        choices(self, "deterministic")
         if device == "cpu" and self.deterministic is False:
             raise ConfigError(
                 "deterministic=False has no effect on a CPU, whose kernels have one order of "
@@ -161,10 +165,7 @@ class SchedulerConfig:
     def __post_init__(self) -> None:
         positive(self, "max_num_seqs", "max_num_batched_tokens")
         flags(self, "enable_chunked_prefill", "enable_jump_forward")
-        if self.async_scheduling not in (None, True, False):
-            raise ConfigError(
-                f"async_scheduling must be True, False or None, not {self.async_scheduling!r}."
-            )
+        choices(self, "async_scheduling")
         one_of(self, "policy", ("fcfs", "priority", "sjf", "edf"))
         one_of(self, "preemption_mode", ("auto", "recompute", "swap"))
         seconds(self, "ttft_slo_s", "tpot_slo_s", "starvation_s")

@@ -121,10 +121,10 @@ class Engine:
         able = runner.graphs is not None and runner.vocabulary is None and self.speculation is None
         asked = config.scheduler.async_scheduling
         if asked and not able:
+            beside = "a speculative_config" if self.speculation else "a reduced vocabulary"
             raise ConfigError(
-                "async_scheduling begins a step while a GPU runs the one before: it can't take "
-                "effect without a GPU, with a speculative_config, or with a reduced vocabulary. "
-                "Leave it out."
+                "async_scheduling begins a step while a GPU runs the one before, which can't be "
+                f"{'on a CPU' if runner.graphs is None else f'with {beside}'}. Leave it out."
             )
         return able and asked is not False
 

@@ -30,16 +30,16 @@ def interpreting() -> bool:
 
 
 def why_not_on(device: torch.device) -> str | None:
-    """Why models can't run on that GPU, and the way out; None: they can."""
+    """Why models can't run on that GPU; None: they can."""
     if torch.version.cuda is None:
         return (
-            f"this torch ({torch.__version__}) was built without CUDA. Install one that was built "
-            "with it, or leave the device out to run on the CPU"
+            f"this torch ({torch.__version__}) was built without CUDA: install one that was built "
+            "with it"
         )
     if not torch.cuda.is_available():
         return (
             "torch finds no NVIDIA GPU with a driver that works (nvidia-smi shows what the system "
-            "sees). Leave the device out to run on the CPU"
+            "sees)"
         )
     count, index = torch.cuda.device_count(), device.index or 0
     if index >= count:

@@ -12,8 +12,8 @@ import torch
 
 from penstock.errors import ConfigError, ModelNotFoundError, UnsupportedModelError
 from penstock.hardware import detect
-from penstock.models.dummy import fill_with_noise
-from penstock.models.registry import read_spec
+from penstock.models.dummy import count_values, fill_with_noise
+from penstock.models.registry import read_json, read_spec
 from penstock.models.sources import open_model, read_generation, stored_quantization
 from penstock.models.spec import ModelSpec
 from penstock.models.weights import Progress, Source, Stored, load_weights, stored_formats
@@ -76,7 +76,9 @@ def load_model(
     length = _length(max_model_len, spec.decoder)
     generation = read_generation(checkpoint)
     if stored is None:
-        _check_memory(checkpoint, spec.decoder, formats, chosen, device)
+        count = sum(math.prod(checkpoint.shape(name)) for name in checkpoint.names())
+        free = min(_free(CPU), _free(device))  # on their way to a GPU they are here, too
+        _check_memory(count, spec.decoder, formats, chosen, free)
     model = Decoder(spec.decoder, formats, chosen, length)
     load_weights(model, spec, checkpoint, progress, stored)
     if device != CPU:
@@ -107,13 +109,30 @@ def load_dummy(
 
     Arguments as of `load_model`; in bfloat16 where the config names no dtype.
     """
+    if folder.is_file():
+        raise ConfigError(
+            f"load_format='dummy' reads a folder's config.json, but {folder} is a file. Leave "
+            "load_format out, or give a folder."
+        )
     spec = read_spec(folder, strict=strict)
-    chosen = _DTYPES.get((spec.dtype or "bfloat16") if dtype == "auto" else dtype, torch.bfloat16)
+    if read_json(folder / "config.json").get("quantization_config") is not None:
+        raise ConfigError(
+            f"{folder}/config.json has a quantization_config, which random weights don't heed. "
+            "Take it out, and choose a format such as quantization='w4a16-g128'."
+        )
+    name = (spec.dtype or "bfloat16") if dtype == "auto" else dtype
+    if name not in _DTYPES:
+        raise _unknown_dtype(name)
+    chosen = _DTYPES[name]
+    if quantization is not None and dtype != "auto":
+        _check_rounded(quantization, dtype)
     if quantization is not None or chosen is torch.float16:
         chosen = torch.bfloat16
     formats = formats_of(quantization, chosen).stored_as(storage)
     length = _length(max_model_len, spec.decoder)
-    model = Decoder(spec.decoder, formats, chosen, length).to(device)
+    model = Decoder(spec.decoder, formats, chosen, length)
+    _check_memory(count_values(model), spec.decoder, formats, chosen, _free(device))
+    model.to(device)
     fill_with_noise(model, chosen, device, seed, progress)
     return LoadedModel(model.eval(), spec, chosen, length, {}, stop_ids(spec, {}, folder))
 
@@ -141,15 +160,27 @@ def chosen_formats(
                 f"dtype={dtype!r} can't take effect. Leave it out."
             )
         if dtype != "auto":
-            raise ConfigError(
-                f"quantization={rounded!r} computes in bfloat16 beside integers, so "
-                f"dtype={dtype!r} can't take effect. Leave one of them out."
-            )
+            _check_rounded(rounded, dtype)
         logger.info("The checkpoint is %s; quantized, it runs in bfloat16.", chosen)
         chosen = torch.bfloat16
     if quantization is not None:
         return chosen, formats_of(quantization, chosen)
     return chosen, stored_formats(spec, checkpoint, chosen)
+
+
+def _unknown_dtype(name: str) -> UnsupportedModelError:
+    return UnsupportedModelError(
+        f"config.json says dtype {name!r}; float32, bfloat16 and float16 load."
+    )
+
+
+def _check_rounded(quantization: str, dtype: str) -> None:
+    """Raises ConfigError for a dtype that weights rounded on load aren't computed with."""
+    if _DTYPES.get(dtype) is not torch.bfloat16:
+        raise ConfigError(
+            f"quantization={quantization!r} computes in bfloat16 beside integers, so "
+            f"dtype={dtype!r} can't take effect. Leave one of them out."
+        )
 
 
 def _dtype(asked: str, spec: ModelSpec, checkpoint: Source) -> torch.dtype:
@@ -162,9 +193,7 @@ def _dtype(asked: str, spec: ModelSpec, checkpoint: Source) -> torch.dtype:
     elif spec.dtype in _DTYPES:
         own = _DTYPES[spec.dtype]
     else:
-        raise UnsupportedModelError(
-            f"config.json says dtype {spec.dtype!r}; float32, bfloat16 and float16 load."
-        )
+        raise _unknown_dtype(spec.dtype)
     if own is torch.float16:
         logger.info(
             "The checkpoint is float16, which no CPU kernel computes in: running it in bfloat16. "
@@ -175,22 +204,18 @@ def _dtype(asked: str, spec: ModelSpec, checkpoint: Source) -> torch.dtype:
 
 
 def _check_memory(
-    checkpoint: Source,
+    count: int,
     decoder: DecoderSpec,
     formats: WeightFormats,
     dtype: torch.dtype,
-    device: torch.device,
+    free: int,
 ) -> None:
-    """Refuse weights that can't fit before reading them."""
+    """Refuse `count` weights that can't fit before reading or making them."""
     table = decoder.vocab_size * decoder.hidden
     stored = table * (1 if decoder.tied else 2)  # the head and the embedding
-    rest = sum(math.prod(checkpoint.shape(name)) for name in checkpoint.names()) - stored
-    need = max(rest, 0) * formats.matrix.nbytes(_TYPICAL, _TYPICAL) / _TYPICAL**2
+    need = max(count - stored, 0) * formats.matrix.nbytes(_TYPICAL, _TYPICAL) / _TYPICAL**2
     need += formats.of("head").nbytes(decoder.vocab_size, decoder.hidden)
     need += 0 if decoder.tied else table * dtype.itemsize
-    free = detect().available_bytes  # on their way to a GPU they are here, too
-    if device.type == "cuda":
-        free = min(free, torch.cuda.mem_get_info(device)[0])
     if need <= free:
         return
     ways = ["free some memory", "use a smaller model"]
@@ -202,6 +227,13 @@ def _check_memory(
         f"The weights need {_size(need)} in {formats.name}, but {_size(free)} of memory are free: "
         f"{', '.join(ways[:-1])} or {ways[-1]}."
     )
+
+
+def _free(device: torch.device) -> int:
+    """Bytes of a device's memory."""
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[0])
+    return detect().available_bytes
 
 
 def _size(count: float) -> str:

@@ -25,7 +25,7 @@ from penstock.cache import PagedLayout
 from penstock.config import EngineConfig, SchedulerConfig
 from penstock.errors import ConfigError, EngineFolderError
 from penstock.hardware import cache_folder
-from penstock.kernels import native
+from penstock.kernels import interpreting, native
 from penstock.models.exported import MANIFEST as EXPORTED
 from penstock.models.exported import read_exported, sha256, verify_exported
 from penstock.models.files import copy_settings
@@ -168,6 +168,11 @@ def build(options: BuildOptions, progress: Progress | None = None) -> dict[str, 
     Raises ConfigError for choices that can't be or a folder that is in the way, ModelError for a
     checkpoint that is wrong, EngineFolderError when the disk fills up. No folder is left then.
     """
+    if interpreting():
+        raise ConfigError(
+            "An engine is built for a CPU's own kernels, so PENSTOCK_KERNELS=triton can't take "
+            "effect. Unset it to build one."
+        )
     source = resolve(options.model, options.revision)
     if is_engine(source):
         raise ConfigError(f"{source} is an engine already. Give the model that it was built from.")

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from penstock.cache import PagedLayout, PagedRows
-from penstock.config import EngineConfig
+from penstock.config import EngineConfig, ModelConfig
 from penstock.errors import ConfigError
 from penstock.hardware import detect
 from penstock.kernels import interpreting, use_triton, why_not_on
@@ -62,18 +62,9 @@ CPU = Device(torch.device("cpu"), by_triton=False)
 def check_device(config: EngineConfig, device: Device) -> None:
     """Raises ConfigError for what was chosen and isn't built for that device."""
     model, asked = config.model, config.speculative
-    if model.nvtx and not device.is_gpu:
-        raise ConfigError(
-            "nvtx names what lies on a GPU's timeline, and there is none: "
-            f"{why_not_on(torch.device('cuda')) or 'the device chosen is a CPU'}."
-        )
+    if not device.is_gpu:
+        _check_none_of_gpu(model, device)
     if not device.by_triton:
-        if model.compilation is not None or model.deterministic is False:
-            what = "deterministic=False" if model.compilation is None else "A compilation_config"
-            raise ConfigError(
-                f"{what} is of a GPU, and there is none that can be used: "
-                f"{why_not_on(torch.device('cuda'))}."
-            )
         return
     if config.cache.kv_cache_dtype in ("int4", "kivi"):
         raise ConfigError(
@@ -85,6 +76,20 @@ def check_device(config: EngineConfig, device: Device) -> None:
             f"method={asked.method!r} of a speculative_config is built for CPUs only. On a GPU "
             "choose ngram, suffix or self; or choose device='cpu'."
         )
+
+
+def _check_none_of_gpu(model: ModelConfig, device: Device) -> None:
+    """Raises ConfigError for what a GPU alone heeds."""
+    asked = {"nvtx": model.nvtx}
+    if not device.by_triton:
+        asked["deterministic=False"] = model.deterministic is False
+        asked["compilation_config"] = model.compilation is not None
+    for name, given in asked.items():
+        if given:
+            reason = why_not_on(torch.device("cuda")) or "that was chosen, or an engine folder"
+            raise ConfigError(
+                f"{name} is for GPUs, and this model runs on the CPU: {reason}. Leave it out."
+            )
 
 
 def device_of(name: str) -> Device:
@@ -107,5 +112,7 @@ def device_of(name: str) -> Device:
             use_triton(found)
             return Device(torch.device("cuda", found.index or 0), by_triton=True)
         if name != "auto":
-            raise ConfigError(f"device={name!r} can't be used: {reason}.")
+            raise ConfigError(
+                f"device={name!r} can't be used: {reason}. Leave it out to run on the CPU."
+            )
     return CPU

@@ -14,6 +14,7 @@ from penstock.cache import PagedLayout, RecentBlocks, kv_dtype, most_recent_bloc
 from penstock.cache.kv_dtype import RECENT_WINDOW
 from penstock.config import EngineConfig, ModelConfig, SpeculativeConfig
 from penstock.errors import ConfigError, WeightsError
+from penstock.kernels import interpreting
 from penstock.models.exported import read_exported, verify_exported
 from penstock.models.hub import resolve
 from penstock.models.load import LoadedModel, load_dummy, load_model
@@ -174,6 +175,12 @@ def _load_engine(folder: Path, config: EngineConfig) -> Runtime:
             f"{folder} was built for a CPU, so device={config.model.device!r} can't take effect. "
             "On a GPU load what it was built from."
         )
+    if interpreting():
+        raise ConfigError(
+            f"{folder} was built for a CPU's own kernels, so PENSTOCK_KERNELS=triton can't take "
+            "effect. Unset it, or load what the engine was built from."
+        )
+    check_device(config, CPU)
     engine = EngineFolder.open(folder, verify=config.model.verify)
     config = engine.settle(config)
     assert config.model.max_model_len is not None  # settled
