@@ -10,10 +10,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from penstock.cli.device_options import (
+    AsyncScheduling,
     Compilation,
     Deterministic,
     Device,
     EnforceEager,
+    LoadFormat,
+    Nvtx,
     Placed,
 )
 from penstock.cli.options import (
@@ -86,6 +89,9 @@ class Loaded:
     deterministic: Deterministic = None
     enforce_eager: EnforceEager = False
     compilation_config: Compilation = None
+    load_format: LoadFormat = "auto"
+    async_scheduling: AsyncScheduling = None
+    nvtx: Nvtx = False
 
     def config(self, model: str) -> EngineConfig:
         """An engine's, for this model."""
@@ -99,7 +105,13 @@ class Loaded:
             speculative_config=speculation(self.speculative_config),
         )
         options |= Placed(
-            self.device, self.deterministic, self.enforce_eager, self.compilation_config
+            self.device,
+            self.deterministic,
+            self.enforce_eager,
+            self.compilation_config,
+            self.load_format,
+            self.async_scheduling,
+            self.nvtx,
         ).chosen()
         return EngineConfig.of(model=model, **options)
 

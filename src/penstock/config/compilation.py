@@ -13,6 +13,10 @@ MOST_CAPTURED = 1024
 """Sequences of the largest graph."""
 
 
+_MODES: dict[str | int, str] = {0: "none", 3: "compile", "vllm_compile": "compile"}
+"""vLLM's other names of the modes."""
+
+
 @dataclass(frozen=True, slots=True)
 class CompilationConfig:
     """Who launches the kernels of a step; vLLM's names."""
@@ -27,8 +31,13 @@ class CompilationConfig:
             value = getattr(self, name)
             if isinstance(value, str):
                 object.__setattr__(self, name, value.lower())
-        one_of(self, "mode", ("none", "compile"))
-        one_of(self, "cudagraph_mode", ("none", "full_decode_only"))
+        if isinstance(self.mode, str | int) and not isinstance(self.mode, bool):
+            object.__setattr__(self, "mode", _MODES.get(self.mode, self.mode))
+        try:
+            one_of(self, "mode", ("none", "compile"))
+            one_of(self, "cudagraph_mode", ("none", "full_decode_only"))
+        except ConfigError as error:
+            raise ConfigError(f"compilation_config: {error}") from error
         sizes = self.cudagraph_capture_sizes
         if sizes is None:
             return

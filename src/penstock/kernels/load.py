@@ -21,6 +21,7 @@ import torch
 from penstock import ops
 from penstock.errors import KernelError, nearest
 from penstock.hardware import detect
+from penstock.kernels.gpu import interpreting
 
 ISAS = ("avx2", "avx512", "amx", "amx-emulated")
 
@@ -232,13 +233,24 @@ _FOR_GPUS = {
 """Operators that steps on a CPU don't call."""
 
 
+def _interpreted(name: str) -> tuple[str, str]:
+    """What runs where Triton's kernels are interpreted, and why."""
+    from penstock.kernels import triton
+
+    if name in triton.launchers():
+        return "Triton, interpreted", "PENSTOCK_KERNELS=triton"
+    return "by torch", "no Triton kernel for this operator"
+
+
 def report() -> list[tuple[str, str, str]]:
     """(operator, what runs, why) for every operator on the CPU."""
     forced = os.environ.get("PENSTOCK_ISA")
     why = f"PENSTOCK_ISA={forced}" if forced else "best this CPU has"
     rows = []
     for name in ops.op_names():
-        if ops.has_native(name):
+        if interpreting():
+            rows.append((name, *_interpreted(name)))
+        elif ops.has_native(name):
             rows.append((name, f"native, {_code_of(name)}", why))
         elif native.handle is None:
             rows.append((name, "reference", native.reason))
