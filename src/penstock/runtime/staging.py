@@ -18,6 +18,9 @@ from penstock.step import ForkedStep, Step
 _ALIGNED = 32
 """Arrays begin at a multiple of so many int32: kernels are compiled for aligned pointers."""
 
+_KEPT_VIEWS = 256
+"""Shapes whose views are kept: steps that decode have few, others hardly ever the same again."""
+
 _TURNS = 2
 """Host buffers that take turns: one is written to while the other is being sent."""
 
@@ -101,6 +104,8 @@ class Staging:
             ]
             parts[5] = parts[5].view(shape.sequences, shape.width)
             parts[7] = parts[7].view(-1, 2)
+            while len(self._views) >= _KEPT_VIEWS:
+                del self._views[next(iter(self._views))]
             found = self._views[shape] = tuple(parts)
         if shape.copies:
             return ForkedStep(*found)
