@@ -205,8 +205,10 @@ class LastHiddenState(nn.Module):
         self.widen: Linear | None = None
         hidden, dtype = decoder.spec.hidden, decoder.dtype
         if dtype is not torch.float32:
-            self.widen = Linear(hidden, hidden, False, Dense(dtype), out_dtype=torch.float32)
+            stored = Dense(dtype, decoder.head.weight_format.storage)
+            self.widen = Linear(hidden, hidden, False, stored, out_dtype=torch.float32)
             self.widen.load("weight", torch.eye(hidden, dtype=dtype))
+            self.widen.to(next(decoder.parameters()).device)
 
     def forward(self, step: Step, kv: KV) -> Tensor:
         decoder = self.decoder
