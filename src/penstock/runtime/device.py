@@ -99,7 +99,9 @@ def device_of(name: str) -> Device:
         reason = why_not_on(found)
         if reason is None:
             use_triton(found)
-            return Device(torch.device("cuda", found.index or 0), by_triton=True)
+            chosen = torch.device("cuda", found.index or 0)
+            torch.cuda.set_device(chosen)  # this thread's: kernels are launched on the current one
+            return Device(chosen, by_triton=True)
         if name != "auto":
             raise ConfigError(f"device={name!r} can't be used: {reason}.")
     return CPU
