@@ -191,7 +191,7 @@ class GraphForward:
             tokens = 16
             while tokens <= self._limits.tokens:
                 self._compute(self._staging.send(_blank(tokens)), self._kv)
-                tokens *= 4
+                tokens *= 2  # every bucket of rows that products have kernels for
 
     def _graph_shape(self, step: Step) -> StepShape | None:
         """What the step is padded to; None where it is launched kernel by kernel."""
