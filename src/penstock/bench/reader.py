@@ -97,6 +97,9 @@ class LocalReader:
         model: object = runtime.model.model
         by_modules = form is None and isinstance(model, Decoder)
         self._decoder = model if by_modules and isinstance(model, Decoder) else None
+        graphs, self._by_modules = runtime.runner.graphs, None
+        if graphs is not None and self._decoder is not None:  # which takes a step's arrays there
+            self._by_modules = graphs.beside(self._decoder, runtime.runner.kv)
         spec = runtime.model.spec.decoder
         self.about = About(
             vocab_size=runtime.vocab_size,
@@ -130,17 +133,22 @@ class LocalReader:
         step = window_step(self._runtime, ids, first)
         runner = self._runtime.runner
         if not layers or self._decoder is None:
-            return Reading(runner.forward(step).clone())  # a runner's are good until its next step
+            return Reading(_kept(runner.forward(step)))
         rows = slice(first - 1, len(ids) - 1)
         with residuals(self._decoder, rows) as taps:
             if runner.by_modules:
-                return Reading(runner.forward(step).clone(), torch.stack(taps))
-            logits = runner.forward(step).clone()
-            again = runner.by(self._decoder, step)
+                return Reading(_kept(runner.forward(step)), torch.stack(taps))
+            logits = _kept(runner.forward(step))
+            again = runner.by(self._by_modules or self._decoder, step).cpu()
         return Reading(logits, torch.stack(taps), torch.equal(logits, again))
 
     def close(self) -> None:
         """Nothing is held that the garbage collector doesn't find."""
+
+
+def _kept(logits: Tensor) -> Tensor:
+    """In the host's memory; a runner's are good until its next step."""
+    return logits.to("cpu", copy=True)
 
 
 @contextmanager
@@ -149,10 +157,10 @@ def residuals(decoder: Decoder, rows: slice) -> Iterator[list[Tensor]]:
     found: list[Tensor] = []
 
     def before(_: object, inputs: tuple[Any, ...]) -> None:
-        found.append(inputs[0][rows].clone())
+        found.append(_kept(inputs[0][rows]))
 
     def after(_: object, inputs: tuple[Any, ...], output: object) -> None:
-        found.append(inputs[0][rows].clone())  # a layer adds to it in place
+        found.append(_kept(inputs[0][rows]))  # a layer adds to it in place
 
     hooks = [decoder.layers[0].register_forward_pre_hook(before)]
     hooks += [layer.register_forward_hook(after) for layer in decoder.layers]

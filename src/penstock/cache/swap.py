@@ -17,8 +17,7 @@ from numpy.typing import NDArray
 from penstock.errors import PenstockError
 from penstock.step import KV
 
-Bytes = NDArray[np.int8] | torch.Tensor
-"""[slots, bytes of a block]: an array, or a tensor beside a GPU."""
+Bytes = NDArray[np.int8]
 
 
 class SwapSpace:
@@ -96,15 +95,16 @@ class SwapStore:
         self._reach(max(slot for _, slot in pairs))
         places = [(block, *self._place(slot)) for block, slot in pairs]
         for cache, chunks in zip(self._cache, self._parts, strict=True):
-            for block, chunk, at in places:
-                chunks[chunk][at] = cache[block]
+            rows = _read(cache, [block for block, _, _ in places])
+            for row, (_, chunk, at) in zip(rows, places, strict=True):
+                chunks[chunk][at] = row
 
     def take(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Copy blocks back, (slot, block): the bytes that were put there."""
         places = [(*self._place(slot), block) for slot, block in pairs]
         for cache, chunks in zip(self._cache, self._parts, strict=True):
-            for chunk, at, block in places:
-                cache[block] = chunks[chunk][at]
+            rows = [chunks[chunk][at] for chunk, at, _ in places]
+            _write(cache, [block for _, _, block in places], rows)
 
     def _place(self, slot: int) -> tuple[int, int]:
         """A slot's chunk, and where it is in there."""
@@ -118,22 +118,31 @@ class SwapStore:
         """Have room for `slot`."""
         while sum(self._sizes) <= slot:
             size = max(sum(self._sizes), 16)
-            fresh = [_room(cache, size) for cache in self._cache]
+            fresh = [np.zeros((size, cache.shape[1]), dtype=np.int8) for cache in self._cache]
             for chunks, chunk in zip(self._parts, fresh, strict=True):
                 chunks.append(chunk)  # all were allocated: none is half there
             self._sizes.append(size)
 
 
-def _rows(part: torch.Tensor) -> Bytes:
-    """A cache tensor as one row of bytes a block, an array where the CPU has it; it shares the
-    tensor's memory.
-    """
-    rows = part.view(part.shape[0], part[0].numel()).view(torch.int8)
-    return rows.numpy() if rows.is_cpu else rows
+def _rows(part: torch.Tensor) -> torch.Tensor:
+    """A cache tensor as one row of bytes a block; it shares the tensor's memory."""
+    return part.view(part.shape[0], part[0].numel()).view(torch.int8)
 
 
-def _room(cache: Bytes, size: int) -> Bytes:
-    """`size` more rows outside, in memory that a GPU copies to and from by itself."""
-    if isinstance(cache, np.ndarray):
-        return np.zeros((size, cache.shape[1]), dtype=np.int8)
-    return torch.zeros((size, cache.shape[1]), dtype=torch.int8, pin_memory=True)
+def _read(cache: torch.Tensor, blocks: list[int]) -> Iterable[Bytes]:
+    """The rows of these blocks; a GPU's come in one copy."""
+    if cache.is_cpu:
+        held = cache.numpy()
+        return (held[block] for block in blocks)
+    return cache.index_select(0, torch.tensor(blocks, device=cache.device)).cpu().numpy()
+
+
+def _write(cache: torch.Tensor, blocks: list[int], rows: list[Bytes]) -> None:
+    """Overwrite these blocks; a GPU's in one copy."""
+    if cache.is_cpu:
+        held = cache.numpy()
+        for block, row in zip(blocks, rows, strict=True):
+            held[block] = row
+    elif rows:
+        fresh = torch.from_numpy(np.stack(rows)).to(cache.device)
+        cache.index_copy_(0, torch.tensor(blocks, device=cache.device), fresh)

@@ -25,6 +25,7 @@ from penstock.engine.scheduler import Scheduler
 from penstock.roofline import nvtx
 from penstock.runtime import Runner
 from penstock.sampling import Pending, Sampled, Sampler, prompt_logprobs
+from penstock.sampling.transfer import upload
 
 
 @dataclass(slots=True)
@@ -72,8 +73,8 @@ class Computing:
             self._read_prompt(sequence, logits[first : first + count])
         count = len(batch.sampled)
         if count != logits.shape[0] or batch.logit_rows != list(range(count)):
-            rows_of = torch.tensor(batch.logit_rows, dtype=torch.int64, device=logits.device)
-            logits = logits.index_select(0, rows_of)
+            at = torch.tensor(batch.logit_rows, dtype=torch.int64)
+            logits = logits.index_select(0, upload(at, logits.device))
         for beams in batch.searches:
             beams.read(batch.sampled, logits)
         if batch.drawn_at is not None:

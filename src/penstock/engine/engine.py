@@ -34,7 +34,6 @@ from penstock.errors import ConfigError, InvalidSamplingError, RequestError
 from penstock.hardware import detect
 from penstock.roofline import CostModel, Ledger, kept_peaks_on, nvtx
 from penstock.runtime import Runtime, plan_swap
-from penstock.runtime.device import enter
 from penstock.sampling import (
     BeamSearchParams,
     Sampled,
@@ -70,8 +69,9 @@ class Engine:
         costs = CostModel(model.spec.decoder, model.model.formats, runtime.layout, model.dtype)
         self.ledger = Ledger(costs, kept_peaks_on(runtime.device))
         limits, layout = config.scheduler, runtime.layout
-        # committed as it is first used
-        spare_bytes = max(detect().available_bytes - runtime.cache_bytes, 0)
+        # committed as it is first used, where it isn't a GPU's
+        promised = 0 if runtime.device.type == "cuda" else runtime.cache_bytes
+        spare_bytes = max(detect().available_bytes - promised, 0)
         self.swap_space = SwapSpace(plan_swap(layout, limits, spare_bytes, runtime.layouts[1:]))
         block_bytes = sum(one.bytes_per_block for one in runtime.layouts)
         self.preemption = Preemption(
@@ -313,7 +313,6 @@ class Engine:
     def step(self) -> list[RequestOutput]:
         """Advance every scheduled sequence; outputs of streaming and of ended requests."""
         self.runtime.runner.check(self)
-        enter(self.runtime.device)
         self.appender.detokenize_s = 0.0
         marks = [time.perf_counter()]
         touched: dict[str, Request] = {}

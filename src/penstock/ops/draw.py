@@ -49,7 +49,7 @@ def nucleus_floor(ordered: Tensor, top_p: Tensor) -> Tensor:
     ordered [R, K] weights, largest first; top_p [R, 1]; returns [R, 1]. Summed in float64, each
     sum rounded to float32 before it is compared.
     """
-    sums = _running(ordered).to(torch.float32)
+    sums = running(ordered).to(torch.float32)
     last = torch.searchsorted(sums, top_p.view(-1, 1)).clamp_(max=ordered.shape[1] - 1)
     # Rounded sums may reach 1 before the last token: a p of 1 must keep them all the same.
     return torch.where(top_p.view(-1, 1) < 1.0, ordered.gather(1, last), 0.0)
@@ -185,7 +185,7 @@ def invert(weights: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
     Returns places [R, 1] and how far into its weight each u lies, [R, 1] in [0, 1]. A place
     with no weight is never returned, unless the row has none or one that isn't a number.
     """
-    sums = _running(weights)
+    sums = running(weights)
     total = sums[:, -1:]
     # Strictly below the total, whatever the product rounds to: some place does pass it.
     target = torch.minimum(u * total, torch.nextafter(total, torch.zeros_like(total)))
@@ -195,7 +195,7 @@ def invert(weights: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
     return place, (target - below) / (upper - below)
 
 
-def _running(weights: Tensor) -> Tensor:
+def running(weights: Tensor) -> Tensor:
     """Running sums of weights [R, K] in float64."""
     if weights.device.type == "cpu":
         return weights.cumsum(-1, dtype=torch.float64)

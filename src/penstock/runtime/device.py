@@ -50,12 +50,6 @@ class Device:
         return detect().available_bytes
 
 
-def enter(device: torch.device) -> None:
-    """Have this thread launch kernels there: each thread has a GPU of its own in mind."""
-    if device.type == "cuda" and torch.cuda.current_device() != device.index:
-        torch.cuda.set_device(device)
-
-
 CPU = Device(torch.device("cpu"), by_triton=False)
 
 
@@ -110,7 +104,9 @@ def device_of(name: str) -> Device:
         reason = why_not_on(found)
         if reason is None:
             use_triton(found)
-            return Device(torch.device("cuda", found.index or 0), by_triton=True)
+            chosen = torch.device("cuda", found.index or 0)
+            torch.cuda.set_device(chosen)  # this thread's: kernels are launched on the current one
+            return Device(chosen, by_triton=True)
         if name != "auto":
             raise ConfigError(
                 f"device={name!r} can't be used: {reason}. Leave it out to run on the CPU."

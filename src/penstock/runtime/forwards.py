@@ -6,10 +6,11 @@ import logging
 import time
 from collections.abc import Callable, Mapping
 
+import torch
 from torch import Tensor, nn
 
 from penstock.config import CompilationConfig, ModelConfig
-from penstock.errors import ConfigError, KernelError, WeightsError
+from penstock.errors import ConfigError, KernelError, OutOfCacheError, WeightsError
 from penstock.kernels import native
 from penstock.nn import Decoder
 from penstock.runtime.device import Device
@@ -46,7 +47,13 @@ def forward_on(
     forward = GraphForward(decoder, kv, device, limits, chosen)
     if device.is_gpu:
         begun = time.perf_counter()
-        forward.warm_up()
+        try:
+            forward.warm_up()
+        except torch.OutOfMemoryError as error:
+            raise OutOfCacheError(
+                f"The cache left too little of {device.torch} for graphs and activations: {error} "
+                "Lower memory_fraction (gpu_memory_utilization), max_num_seqs or max_model_len."
+            ) from error
         logger.info("Kernels compiled, graphs recorded in %.1f s.", time.perf_counter() - begun)
     return forward
 

@@ -148,6 +148,7 @@ class GraphForward:
             caches = (part.data_ptr() for layer in kv for part in layer)
             self._where = hash((self._inputs.address, *caches))
         self._graphs: dict[tuple[int, int, int, tuple[int, ...]], _Graph] = {}
+        self._logits: Tensor | None = None  # of the largest graph: the others' go there, too
 
     def __call__(self, step: Step, kv: KV) -> Tensor:
         return self._run(step, kv, None)
@@ -190,7 +191,7 @@ class GraphForward:
             tokens = 16
             while tokens <= self._limits.tokens:
                 self._compute(self._staging.send(_blank(tokens)), self._kv)
-                tokens *= 4
+                tokens *= 2  # every bucket of rows that products have kernels for
 
     def _graph_shape(self, step: Step) -> StepShape | None:
         """What the step is padded to; None where it is launched kernel by kernel."""
@@ -216,13 +217,22 @@ class GraphForward:
             found.replay()
             return found
         begun = time.perf_counter()
-        replay, logits = self._recorder.record(lambda: self._compute(step, self._kv))
+        replay, logits = self._recorder.record(lambda: self._compute_into(step))
+        if self._logits is None or len(logits) > len(self._logits):
+            self._logits = logits
         found = self._graphs[key] = _Graph(replay, logits)
         replay()
         self.counts.captures += 1
         self.counts.capture_s += time.perf_counter() - begun
         logger.debug("Recorded a graph of %d sequences, %d blocks.", shape.sequences, shape.width)
         return found
+
+    def _compute_into(self, step: Step) -> Tensor:
+        """Logits in the memory that graphs share: each one's own would be as much as a cache."""
+        logits = self._compute(step, self._kv)
+        if self._logits is None or len(logits) > len(self._logits):
+            return logits
+        return self._logits[: len(logits)].copy_(logits)
 
 
 def _blank(tokens: int) -> Step:

@@ -125,6 +125,7 @@ def load_runtime(config: EngineConfig, progress: Progress | None = None) -> Runt
             )
         verify_exported(folder)
     config = as_exported(folder, config)
+    check_device(config, device)  # of what an export was made for, too
     loaded, vocabulary = _reduced(folder, _loaded(folder, config.model, device, progress))
     tokenizer = _tokenizer(config, folder, loaded, vocabulary)
     opened = open_beside(config, Target(folder, loaded, tokenizer, vocabulary))

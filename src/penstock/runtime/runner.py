@@ -70,12 +70,18 @@ class Runner:
             self.recent.unsure = 0  # until it says that it guesses
 
     def check(self, engine: object) -> None:
-        """Raises ConfigError unless `engine` was the last to claim this runner."""
+        """Raises ConfigError unless `engine` was the last to claim this runner.
+
+        Its GPU becomes this thread's, which kernels are launched on.
+        """
         if self._owner() is not engine:
             raise ConfigError(
                 "This engine's runtime has been given to another engine, whose cache it is now. "
                 "Load a runtime for each."
             )
+        device = self.kv[0][0].device
+        if device.type == "cuda":
+            torch.cuda.set_device(device)
 
     @property
     def program(self) -> Program | None:

@@ -18,6 +18,9 @@ from penstock.step import ForkedStep, Step
 _ALIGNED = 32
 """Arrays begin at a multiple of so many int32: kernels are compiled for aligned pointers."""
 
+_KEPT_VIEWS = 256
+"""Shapes whose views are kept: steps that decode have few, others hardly ever the same again."""
+
 _TURNS = 2
 """Host buffers that take turns: one is written to while the other is being sent."""
 
@@ -76,7 +79,7 @@ class Staging:
 
     def send(self, step: Step, shape: StepShape | None = None) -> Step:
         """The step on the device, padded to `shape`; good until the next one is sent."""
-        padded, shape = shape is not None, shape or StepShape.of(step)
+        shape = shape or StepShape.of(step)
         ends = shape.ends
         if ends[-1] > len(self._device):
             self._make(2 * ends[-1])
@@ -90,10 +93,9 @@ class Staging:
         if self.device.type == "cuda":
             self._sent[self._turn] = sent or torch.cuda.Event()
             self._sent[self._turn].record()  # type: ignore[union-attr]
-        return self._step(shape, padded)
+        return self._step(shape)
 
-    def _step(self, shape: StepShape, kept: bool) -> Step:
-        """kept: there are few such shapes, so that their views are made once."""
+    def _step(self, shape: StepShape) -> Step:
         found = self._views.get(shape)
         if found is None:
             starts = [0, *shape.ends]
@@ -102,9 +104,9 @@ class Staging:
             ]
             parts[5] = parts[5].view(shape.sequences, shape.width)
             parts[7] = parts[7].view(-1, 2)
-            found = tuple(parts)
-            if kept:
-                self._views[shape] = found
+            while len(self._views) >= _KEPT_VIEWS:
+                del self._views[next(iter(self._views))]
+            found = self._views[shape] = tuple(parts)
         if shape.copies:
             return ForkedStep(*found)
         return Step(*found[:7])

@@ -44,6 +44,7 @@ class ReducedVocabulary:
         """Logits [S, N] over all ids, [S, V]: −∞ where there is none. Good until the next call."""
         rows, size = logits.shape[0], self.map.original_size
         with torch.inference_mode():
+            self._kept = self._kept.to(logits.device)
             if rows > KEPT_ROWS:
                 wide = torch.full((rows, size), -torch.inf, device=logits.device)
             else:
@@ -53,7 +54,6 @@ class ReducedVocabulary:
                 ):  # at least doubled: filling takes longer than all the rest
                     held = min(max(rows, 2 * held), KEPT_ROWS)
                     self._logits = torch.full((held, size), -torch.inf, device=logits.device)
-                    self._kept = self._kept.to(logits.device)
                 # a sampler may write to them, but only −∞ where there is no row
                 wide = self._logits[:rows]
             return wide.scatter_(1, self._kept.expand(rows, -1), logits)

@@ -21,7 +21,7 @@ def upload(values: Tensor, device: torch.device) -> Tensor:
     """Values of the host on a device; what is on its way must be left as it is only until here."""
     if device.type == "cpu":
         return values
-    if device.type != "cuda":
+    if device.type != "cuda" or not values.numel():
         return values.to(device)
     return values.pin_memory().to(device, non_blocking=True)
 

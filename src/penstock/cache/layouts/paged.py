@@ -167,6 +167,7 @@ def copy_blocks(kv: KV, pairs: Sequence[tuple[int, int]]) -> None:
     # A block is sooner copied than threads are woken. But all are read before any is written.
     one_by_one = len(pairs) <= _FEW and not {a for a, _ in pairs} & {b for _, b in pairs}
     device = kv[0][0].device
+    one_by_one &= device.type == "cpu"  # elsewhere each is a launch
     source = torch.tensor([a for a, _ in pairs], device=device)
     target = torch.tensor([b for _, b in pairs], device=device)
     for layer in kv:

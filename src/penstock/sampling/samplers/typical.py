@@ -10,6 +10,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from penstock.ops.draw import running
 from penstock.sampling.samplers.rows import entropies
 
 Row = npt.NDArray[np.float32]
@@ -31,7 +32,7 @@ def _reach_on_device(distance: Tensor, weights: Tensor, p: Tensor) -> Tensor:
     """The same as `_reach`, by a sort of the vocabulary."""
     near, order = distance.sort(dim=-1, stable=True)
     mass = weights.gather(1, order)
-    sums = mass.cumsum(-1, dtype=torch.float64)
+    sums = running(mass)
     place = torch.arange(mass.shape[1], device=mass.device)
     last = torch.where(mass > 0, place, 0).amax(-1, keepdim=True)
     return near.gather(1, torch.searchsorted(sums, p.to(torch.float64)).minimum(last))
