@@ -146,3 +146,19 @@ def test_a_newcomer_leaves_room_to_grow() -> None:
     assert len(done) == 4
     for i in range(4):
         assert done[str(i)].outputs[0].token_ids == reference([i + 1] * 7, params, max_model_len=32)
+
+
+def test_a_gpu_that_is_lost_ends_the_engine() -> None:
+    """No request can be computed any more: none is tried alone, and whoever steps hears of it."""
+    calls = []
+
+    def lost(step: Step, kv: KV) -> torch.Tensor:
+        calls.append(step)
+        raise torch.AcceleratorError("CUDA error: an illegal memory access was encountered")
+
+    engine = engine_on(lost)
+    for i in range(3):
+        engine.add_request(str(i), [1 + i, 2, 3], GREEDY)
+    with pytest.raises(torch.AcceleratorError, match="illegal memory access"):
+        engine.step()
+    assert len(calls) == 1

@@ -34,6 +34,7 @@ from penstock.errors import ConfigError, InvalidSamplingError, RequestError
 from penstock.hardware import detect
 from penstock.roofline import CostModel, Ledger, kept_peaks_on, nvtx
 from penstock.runtime import Runtime, plan_swap
+from penstock.runtime.device import is_fatal
 from penstock.sampling import (
     BeamSearchParams,
     Sampled,
@@ -342,6 +343,8 @@ class Engine:
         try:
             landed = self.computing.land(marks)
         except Exception as error:  # nothing was applied: the step is planned again
+            if is_fatal(error):
+                raise
             logger.warning("A step that was begun ahead raised: %r", error)
             self.computing.forget()
             del marks[1:]
@@ -389,6 +392,8 @@ class Engine:
         try:
             batch, sampled = self.computing.run(plan, marks)
         except Exception as error:  # whatever a model, a kernel or the sampler raises
+            if is_fatal(error):
+                raise
             self.computing.forget()
             groups = together(plan.parts)
             if len(groups) == 1:

@@ -87,11 +87,6 @@ class WeightFormat(Protocol):
         """Bytes read when the whole matrix is used once."""
         ...
 
-    @property
-    def storage(self) -> Storage:
-        """How the values lie in memory."""
-        ...
-
     def stored_as(self, storage: Storage) -> WeightFormat:
         """The same values, lying in memory as `storage` has it."""
         ...

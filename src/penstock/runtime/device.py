@@ -50,6 +50,11 @@ class Device:
         return detect().available_bytes
 
 
+def is_fatal(error: Exception) -> bool:
+    """Whether a GPU can't go on in this process after such an error; a lack of memory is none."""
+    return isinstance(error, torch.AcceleratorError)
+
+
 CPU = Device(torch.device("cpu"), by_triton=False)
 
 
