@@ -16,12 +16,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from penstock.config import EngineConfig
 from penstock.engine.appender import Appender
 from penstock.engine.batch import Batch, Batcher
 from penstock.engine.guidance import guided
 from penstock.engine.plan import Part, Plan
 from penstock.engine.request import Sequence, Status
 from penstock.engine.scheduler import Scheduler
+from penstock.errors import ConfigError
 from penstock.roofline import nvtx
 from penstock.runtime import Runner
 from penstock.sampling import Pending, Sampled, Sampler, prompt_logprobs
@@ -34,6 +36,19 @@ class _InFlight:
 
     batch: Batch
     pending: Pending
+
+
+def overlaps(config: EngineConfig, runner: Runner, speculates: bool) -> bool:
+    """Whether steps are begun before those before them have ended. Raises ConfigError."""
+    able = runner.graphs is not None and runner.vocabulary is None and not speculates
+    asked = config.scheduler.async_scheduling
+    if asked and not able:
+        beside = "a speculative_config" if speculates else "a reduced vocabulary"
+        raise ConfigError(
+            "async_scheduling begins a step while a GPU runs the one before, which can't be "
+            f"{'on a CPU' if runner.graphs is None else f'with {beside}'}. Leave it out."
+        )
+    return able and asked is not False
 
 
 class Computing:

@@ -16,21 +16,21 @@ from penstock.config import EngineConfig
 from penstock.engine.appender import Appender
 from penstock.engine.batch import Batch, Batcher
 from penstock.engine.beams import Beams, sampling_of
-from penstock.engine.computing import Computing
+from penstock.engine.computing import Computing, overlaps
 from penstock.engine.counters import TokenCounts, stats_of
 from penstock.engine.guidance import add_shadow, follow
 from penstock.engine.intake import Intake, Start
 from penstock.engine.lockstep import together
 from penstock.engine.mover import Mover
 from penstock.engine.options import RequestOptions
-from penstock.engine.outputs import PreemptionRecord, RequestMetrics, RequestOutput
+from penstock.engine.outputs import PreemptionRecord, RequestOutput
 from penstock.engine.plan import Part, Plan
-from penstock.engine.pooling import NO_SAMPLES, Pooler, PoolingParams, PoolingRequest, checked
+from penstock.engine.pooling import Pooler, PoolingParams, checked, pooling_request
 from penstock.engine.preemption import CostPredictor, Preemption
 from penstock.engine.request import Request, Sequence, Status
 from penstock.engine.scheduler import Scheduler
 from penstock.engine.speculation import Speculation
-from penstock.errors import ConfigError, InvalidSamplingError, RequestError
+from penstock.errors import InvalidSamplingError, RequestError
 from penstock.hardware import detect
 from penstock.roofline import CostModel, Ledger, kept_peaks_on, nvtx
 from penstock.runtime import Runtime, plan_swap
@@ -110,24 +110,11 @@ class Engine:
             # interpreted, too, a GPU's steps end as on a GPU
             Sampler(self.vocab_size, gather=runtime.runner.graphs is not None),
             self.appender,
-            overlaps=self._overlaps(config),
+            overlaps=overlaps(config, runtime.runner, self.speculation is not None),
         )
         self._arrivals = 0
         self._seeds = np.random.default_rng(config.model.seed)
         self._ended: list[Request] = []  # outside of a step
-
-    def _overlaps(self, config: EngineConfig) -> bool:
-        """Whether steps are begun before those before them have ended."""
-        runner = self.runtime.runner
-        able = runner.graphs is not None and runner.vocabulary is None and self.speculation is None
-        asked = config.scheduler.async_scheduling
-        if asked and not able:
-            beside = "a speculative_config" if self.speculation else "a reduced vocabulary"
-            raise ConfigError(
-                "async_scheduling begins a step while a GPU runs the one before, which can't be "
-                f"{'on a CPU' if runner.graphs is None else f'with {beside}'}. Leave it out."
-            )
-        return able and asked is not False
 
     # ── requests ─────────────────────────────────────────────────────────────────────────────
 
@@ -223,18 +210,8 @@ class Engine:
         if self.pooler is None:
             self.pooler = Pooler(self, self._prompt_computed, self._finish, self._fail)
         arrival_time = self.clock() if arrival_time is None else arrival_time
-        request = PoolingRequest(
-            request_id=request_id,
-            prompt=prompt,
-            prompt_token_ids=tokens,
-            params=NO_SAMPLES,
-            arrival=self._arrivals,
-            stream=False,
-            metrics=RequestMetrics(arrival_time),
-            options=options,
-            live=1,
-            pooling=params,
-        )
+        start = Start(request_id, self._arrivals, arrival_time, False, options)
+        request = pooling_request(start, prompt, tokens, params)
         request.sequences = [self.intake.sequence(request, 0, 0)]
         self.scheduler.add(request)
         self._arrivals += 1

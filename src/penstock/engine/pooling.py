@@ -21,6 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock.engine.batch import Batch, Batcher
+from penstock.engine.intake import Start
 from penstock.engine.outputs import RequestMetrics, RequestOutput
 from penstock.engine.plan import Part, Plan
 from penstock.engine.request import Request, Sequence
@@ -194,6 +195,24 @@ class PoolingRequest(Request):
             embedding=self.embedding,
             finish_reason=self.sequences[0].finish_reason,
         )
+
+
+def pooling_request(
+    start: Start, prompt: str | None, tokens: list[int], params: PoolingParams
+) -> PoolingRequest:
+    """A request to embed these tokens, without its sequence."""
+    return PoolingRequest(
+        request_id=start.request_id,
+        prompt=prompt,
+        prompt_token_ids=tokens,
+        params=NO_SAMPLES,
+        arrival=start.arrival,
+        stream=start.stream,
+        metrics=RequestMetrics(start.time_s),
+        options=start.options,
+        live=1,
+        pooling=params,
+    )
 
 
 class Pooler:

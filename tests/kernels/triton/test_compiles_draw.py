@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.kernels.triton.compiled_draw import compiled, in_fresh_process, registers
+from tests.kernels.triton.compiled import compiled, in_fresh_process, registers
 
 READS = ("_block_best", "_survey", "_gather", "_part_sums", "_settle", "_draw_beyond")
 """Kernels that read a vocabulary: by 16 bytes a thread."""

@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from penstock.kernels.triton.activation import activated
 from penstock.kernels.triton.launch import INTERPRETED, dot, implement, power_of_2
 from penstock.kernels.triton.rounding import narrow
 from penstock.ops.grouped_linear import check_groups, check_places
@@ -19,26 +20,6 @@ GROUP: tl.constexpr = tl.constexpr(8)
 
 CODES = (torch.int8, torch.float8_e4m3fn, torch.float8_e5m2)
 """Weights of one byte, all of which 16 bits hold exactly."""
-
-
-@triton.jit
-def _sigmoid(x):
-    """1 / (1 + exp(-x)), by powers that don't overflow."""
-    power = tl.exp(-tl.abs(x))
-    return tl.where(x < 0, power, 1.0) / (1 + power)
-
-
-@triton.jit
-def _activate(x, ACTIVATION: tl.constexpr):
-    """ACTIVATIONS[ACTIVATION] of float32."""
-    if ACTIVATION == 1:
-        x = x * _sigmoid(x)
-    if ACTIVATION == 2:
-        x = 0.5 * x * (1 + tl.erf(x * 0.7071067811865476))
-    if ACTIVATION == 3:
-        inner = 0.7978845608028654 * x * (1 + 0.044715 * x * x)
-        x = x * _sigmoid(2 * inner)  # which is (1 + tanh(inner)) / 2
-    return x
 
 
 @triton.jit
@@ -131,7 +112,7 @@ def _grouped_linear(
         inside = n < features
         total = _finish(total, scale, bias, stored + n, inside, HAS_SCALE, HAS_BIAS)
         if ACTIVATION or GATED:
-            total = _activate(narrow(total, like).to(tl.float32), ACTIVATION)
+            total = activated(narrow(total, like).to(tl.float32), ACTIVATION)
         if GATED:
             at = stored + features + n
             second = _finish(second, scale, bias, at, inside, HAS_SCALE, HAS_BIAS)
