@@ -125,7 +125,7 @@ def test_giving_way(folder: Path, alone: dict[str, list[Any]], mode: str) -> Non
     params = PARAMS["greedy"]
     for i in (0, 1):
         llm.engine.add_request(str(i), items[i], params, options=RequestOptions(priority=5))
-    for _ in range(3):
+    for _ in range(2):
         llm.engine.step()
     llm.engine.add_request("2", items[2], params, options=RequestOptions(priority=0))
     while llm.engine.has_unfinished:

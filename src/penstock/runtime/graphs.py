@@ -150,6 +150,11 @@ class GraphForward:
         self._graphs: dict[tuple[int, int, int, tuple[int, ...]], _Graph] = {}
         self._logits: Tensor | None = None  # of the largest graph: the others' go there, too
 
+    def enter(self) -> None:
+        """Have this thread launch kernels on the device: each has a GPU of its own in mind."""
+        if self._device.is_gpu:
+            torch.cuda.set_device(self._device.torch)
+
     def __call__(self, step: Step, kv: KV) -> Tensor:
         return self._run(step, kv, None)
 

@@ -79,9 +79,8 @@ class Runner:
                 "This engine's runtime has been given to another engine, whose cache it is now. "
                 "Load a runtime for each."
             )
-        device = self.kv[0][0].device
-        if device.type == "cuda":
-            torch.cuda.set_device(device)
+        if self.graphs is not None:
+            self.graphs.enter()
 
     @property
     def program(self) -> Program | None:
