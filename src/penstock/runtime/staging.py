@@ -91,8 +91,9 @@ class Staging:
         _lay_out(host.numpy(), step, shape, ends)
         self._device[: ends[-1]].copy_(host[: ends[-1]], non_blocking=True)
         if self.device.type == "cuda":
-            self._sent[self._turn] = sent or torch.cuda.Event()
-            self._sent[self._turn].record()  # type: ignore[union-attr]
+            sent = self._sent[self._turn] or torch.cuda.Event()
+            sent.record()
+            self._sent[self._turn] = sent
         return self._step(shape)
 
     def _step(self, shape: StepShape) -> Step:

@@ -53,8 +53,11 @@ def compiled(launch: Callable[[], Any]) -> list[Any]:
     return found
 
 
-def registers(kernel: Any) -> tuple[int, int]:
-    """Registers of a thread, and the bytes that it spills, as ptxas says."""
+def registers(kernel: Any, *, waits: bool = True) -> tuple[int, int]:
+    """Registers of a thread, and the bytes that it spills, as ptxas says.
+
+    waits: whether products may wait for each other, which ptxas calls serialized.
+    """
     with tempfile.TemporaryDirectory() as folder:
         source = Path(folder, "kernel.ptx")
         source.write_text(kernel.asm["ptx"])
@@ -63,6 +66,7 @@ def registers(kernel: Any) -> tuple[int, int]:
         said = subprocess.run(line, capture_output=True, text=True, check=True).stderr
     used, spilled = re.search(r"Used (\d+) registers", said), re.search(r"(\d+) bytes spill", said)
     assert used and spilled, said
+    assert waits or "serialized" not in said, said
     return int(used[1]), int(spilled[1])
 
 
