@@ -28,6 +28,10 @@ Compile = Annotated[bool | None, typer.Option(help="torch.compile. Default: on a
 Size = Annotated[str, typer.Option(help="base, small, draft or tiny: a shape of recipes/model.py.")]
 Muon = Annotated[bool, typer.Option(help="Muon for the layers' matrices; else AdamW for all.")]
 Seed = Annotated[int, typer.Option()]
+Pace = Annotated[
+    list[str] | None,
+    typer.Option(help="SOURCE=START:END, how often it is read next to the others. Repeatable."),
+]
 
 
 @app.command()
@@ -72,6 +76,7 @@ def pretrain(
     compile: Compile = None,  # noqa: A002 - the option's name
     save_every: SaveEvery = None,
     muon: Muon = True,
+    pace: Pace = None,
     seed: Seed = 0,
 ) -> None:
     """Train `base` from nothing."""
@@ -82,7 +87,8 @@ def pretrain(
         device, dtype, compile, steps=steps, minutes=minutes, rows=rows, micro_rows=micro_rows,
         learning_rate=learning_rate, save_every=save_every, seed=seed, muon=muon,
     )  # fmt: skip
-    family.pretrain(work, config, SHAPES[size], dropout, where)
+    paces = family.paces_with(family.PRETRAIN, pace or [])
+    family.pretrain(work, config, SHAPES[size], dropout, where, paces)
 
 
 @app.command()
@@ -99,6 +105,7 @@ def finetune(
     compile: Compile = None,  # noqa: A002
     save_every: SaveEvery = None,
     muon: Muon = True,
+    pace: Pace = None,
     seed: Seed = 0,
 ) -> None:
     """Train `chat` from `base`, on replies only."""
@@ -108,7 +115,8 @@ def finetune(
         device, dtype, compile, steps=steps, minutes=minutes, rows=rows, micro_rows=micro_rows,
         learning_rate=learning_rate, save_every=save_every, seed=seed, muon=muon,
     )  # fmt: skip
-    family.finetune(work, config, dropout, where)
+    paces = family.paces_with(family.FINETUNE, pace or [])
+    family.finetune(work, config, dropout, where, paces)
 
 
 @app.command()
@@ -207,13 +215,16 @@ def join(
 def _settings(device: str | None, dtype: str | None, compiled: bool | None, **chosen: Any) -> Any:
     """(The device, a TrainConfig), with defaults that depend on the device."""
     from recipes.family import device_of
+    from recipes.throughput import keep_memory, multiplies_bfloat16
     from recipes.train import TrainConfig
 
     where = device_of(device)
     on_gpu = where.type == "cuda"
     chosen["micro_rows"] = chosen["micro_rows"] or min(64 if on_gpu else 8, chosen["rows"])
+    if not on_gpu:
+        keep_memory()
     return where, TrainConfig(
-        dtype=dtype or ("bfloat16" if on_gpu else "float32"),
+        dtype=dtype or ("bfloat16" if on_gpu or multiplies_bfloat16() else "float32"),
         compile=on_gpu if compiled is None else compiled,
         **chosen,
     )

@@ -5,6 +5,7 @@ chat. shakespeare, science_fiction: adapters of base.
 """
 
 import json
+import math
 import shutil
 from collections.abc import Mapping
 from dataclasses import replace
@@ -94,6 +95,28 @@ def held_out_batches(corpus: Corpus, names: tuple[str, ...], length: int) -> dic
     return found
 
 
+def paces_with(paces: Paces, chosen: list[str]) -> Paces:
+    """`paces` with others for some sources, each written SOURCE=START:END.
+
+    Raises ConfigError for a source that isn't there, or numbers that aren't.
+    """
+    found = dict(paces)
+    for text in chosen:
+        name, _, numbers = text.partition("=")
+        try:
+            start, end = (float(x) for x in numbers.split(":"))
+        except ValueError:
+            raise ConfigError(
+                f"A pace is SOURCE=START:END, like novels=1:0.5; got {text!r}."
+            ) from None
+        if name not in paces or not (0 <= start < math.inf and 0 <= end < math.inf):
+            raise ConfigError(
+                f"{text!r}: paces are numbers from 0 up, of one of {', '.join(sorted(paces))}."
+            )
+        found[name] = start, end
+    return found
+
+
 def device_of(name: str | None) -> torch.device:
     """The device asked for, or a GPU where there is one."""
     return torch.device(name or ("cuda" if torch.cuda.is_available() else "cpu"))
@@ -111,11 +134,16 @@ def read_model(work: Path, name: str, dropout: float, device: torch.device) -> L
 
 
 def pretrain(
-    work: Path, config: TrainConfig, shape: Shape, dropout: float, device: torch.device
+    work: Path,
+    config: TrainConfig,
+    shape: Shape,
+    dropout: float,
+    device: torch.device,
+    paces: Paces = PRETRAIN,
 ) -> Progress:
     """Train `base` from nothing on every source but the adapters'."""
     corpus = Corpus(work)
-    paces = dict(PRETRAIN)
+    paces = dict(paces)
     if "synthetic" in corpus.names("streams"):
         paces["synthetic"] = SYNTHETIC_PACE
     shape = replace(shape, vocab_size=_vocabulary(corpus))
@@ -133,13 +161,19 @@ def pretrain(
     return progress
 
 
-def finetune(work: Path, config: TrainConfig, dropout: float, device: torch.device) -> Progress:
+def finetune(
+    work: Path,
+    config: TrainConfig,
+    dropout: float,
+    device: torch.device,
+    paces: Paces = FINETUNE,
+) -> Progress:
     """Train `chat` from `base` on what assistants say."""
     corpus = Corpus(work)
     model = read_model(work, "base", dropout, device)
     length = model.shape.context
-    rows = sources(corpus, FINETUNE, length, replies=True)
-    mixture = Mixture(rows, FINETUNE, config.rows, config.seed, isolate=True)
+    rows = sources(corpus, paces, length, replies=True)
+    mixture = Mixture(rows, paces, config.rows, config.seed, isolate=True)
     trainer = Trainer(
         work / "chat.training", model, mixture, config,
         held_out=held_out_batches(corpus, HELD_OUT["chat"], length),

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from penstock.errors import ConfigError
+from recipes.attention import attend
 from recipes.tokenizer import generation_config, save_tokenizer
 
 
@@ -162,9 +163,7 @@ class Attention(nn.Module):
         q = rotate(heads(self.q_proj(x)), *rotary)
         k = rotate(heads(self.k_proj(x)), *rotary)
         v = heads(self.v_proj(x))
-        group = self.shape.num_heads // self.shape.num_kv_heads
-        k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
-        y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None)
+        y = attend(q, k, v, mask)
         return self.o_proj(y.transpose(1, 2).reshape(batch, length, -1))
 
 

@@ -40,7 +40,7 @@ class TrainConfig:
     learning_rate: float = 3e-3
     muon: bool = True  # for the layers' matrices; AdamW for the rest
     warm_up: float = 0.02  # of the run
-    final_share: float = 0.02  # of the peak learning rate, at the end
+    decay: float = 0.3  # of the run, its last part, in which the rate falls to zero
     weight_decay: float = 0.1
     clip: float = 1.0
     seed: int = 0
@@ -88,12 +88,15 @@ def cross_entropy(model: nn.Module, batch: Batch) -> Tensor:
 
 
 def learning_rate(progress: float, config: TrainConfig) -> float:
-    """Linear warm-up, then a cosine to the final share."""
+    """Linear warm-up, the peak, and at the end down to zero by one minus a square root.
+
+    What a run does before the end doesn't depend on when that comes, so a run can be lengthened.
+    Source: Hägele et al. 2024, arXiv:2405.18392.
+    """
     if progress < config.warm_up:
         return config.learning_rate * max(progress, 1e-4) / config.warm_up
-    along = (progress - config.warm_up) / (1 - config.warm_up)
-    low = config.final_share
-    return config.learning_rate * (low + (1 - low) * 0.5 * (1 + math.cos(math.pi * min(1, along))))
+    along = min(1.0, max(0.0, 1 - (1 - progress) / config.decay))
+    return config.learning_rate * (1 - math.sqrt(along))
 
 
 def make_optimizers(model: nn.Module, config: TrainConfig) -> list[torch.optim.Optimizer]:

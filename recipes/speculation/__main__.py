@@ -57,16 +57,11 @@ Embedding = Annotated[bool, typer.Option(help="Save the target's embedding with 
 
 
 def _dtype(name: str | None, device: "torch.device") -> str:
-    import torch
+    from recipes.throughput import multiplies_bfloat16
 
     if name is not None:
         return name
-    fast = (
-        device.type == "cuda"
-        or torch.cpu._is_avx512_bf16_supported()
-        or torch.cpu._is_amx_tile_supported()
-    )
-    return "bfloat16" if fast else "float32"
+    return "bfloat16" if device.type == "cuda" or multiplies_bfloat16() else "float32"
 
 
 def _settings(options: dict[str, Any]) -> Settings:

@@ -47,13 +47,14 @@ def quick(**changed: object) -> TrainConfig:
 
 
 def test_the_learning_rate_warms_up_and_anneals() -> None:
-    config = quick(warm_up=0.1, final_share=0.02)
+    config = quick(warm_up=0.1, decay=0.4)
     rates = [learning_rate(i / 100, config) for i in range(101)]
     assert max(rates) == rates[10] == config.learning_rate
     assert rates[:11] == sorted(rates[:11])
     assert rates[10:] == sorted(rates[10:], reverse=True)
-    assert rates[55] == pytest.approx(config.learning_rate * 0.51)
-    assert rates[100] == pytest.approx(config.learning_rate * 0.02)
+    assert rates[60] == pytest.approx(config.learning_rate)
+    assert rates[70] == pytest.approx(config.learning_rate * 0.5)
+    assert rates[100] == 0.0
 
 
 @pytest.mark.parametrize("muon", [True, False])
