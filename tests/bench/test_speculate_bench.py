@@ -35,7 +35,7 @@ def nothing(*_: object) -> None:
 
 @pytest.fixture(autouse=True)
 def _known_peaks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(benchmark, "measure", lambda hardware: PEAKS)
+    monkeypatch.setattr(benchmark, "measure_on", lambda device, hardware: PEAKS)
 
 
 @pytest.fixture(scope="module")

@@ -18,7 +18,7 @@ Run = Callable[..., Result]
 def _no_measuring(monkeypatch: pytest.MonkeyPatch, known_peaks: Peaks) -> None:
     from penstock.bench.speculate import benchmark
 
-    monkeypatch.setattr(benchmark, "measure", lambda hardware: known_peaks)
+    monkeypatch.setattr(benchmark, "measure_on", lambda device, hardware: known_peaks)
 
 
 def test_tables_and_file(penstock: Run, tmp_path: Path) -> None:

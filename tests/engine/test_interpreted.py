@@ -13,7 +13,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 
 
-@pytest.mark.parametrize("file", ["test_engine.py", "test_families.py"])
+@pytest.mark.parametrize("file", ["test_engine.py", "test_families.py", "test_speculation.py"])
 def test_over_tritons_kernels(file: str) -> None:
     pytest.importorskip("triton", reason="Triton isn't installed")
     environment = os.environ | {"PENSTOCK_KERNELS": "triton", "TRITON_INTERPRET": "1"}

@@ -189,7 +189,6 @@ def test_embeddings(folder: Path) -> None:
 def test_what_is_not_built_is_refused(folder: Path) -> None:
     for options, words in (
         ({"kv_cache_dtype": "int4"}, "built for CPUs only. On a GPU choose fp8 or int8"),
-        ({"speculative_config": {"method": "medusa"}}, "choose ngram, suffix or self"),
         ({"device": "cuda"}, "device='cuda' can't take effect"),
     ):
         with pytest.raises(ConfigError, match=words):

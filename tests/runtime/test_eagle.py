@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from penstock import LLM, SamplingParams
 from penstock.bench.reader import window_step
@@ -30,41 +29,14 @@ from penstock.sampling import SequenceSampling
 from penstock.speculate import Computed, Wish
 from penstock.speculate.eagle import EagleProposer
 from tests.speculate.eagle_reference import make_tensors, write
+from tests.speculate.rounds import D, V, successor, sure_head, target
 
 exact = pytest.mark.skipif(native.handle is None, reason=f"no native kernels: {native.reason}")
 GREEDY = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
 LIVELY = SamplingParams(
     temperature=0.9, top_p=0.95, seed=5, max_tokens=40, ignore_eos=True, repetition_penalty=1.05
 )
-V, D = 50, 64
-SHAPE = {"vocab_size": V, "hidden_size": D, "intermediate_size": 48, "head_dim": 32,
-         "num_attention_heads": 2, "num_key_value_heads": 1}  # fmt: skip
 AUX = "eagle_aux_hidden_state_layer_ids"
-
-
-def successor(tokens: Tensor) -> Tensor:
-    """What follows each token: one round of all of them."""
-    return (tokens * 3 + 7) % V
-
-
-def target(folder: Path, layers: float, sure: float) -> Path:
-    """A model that says each token's successor; its layers add something else."""
-    transformers = pytest.importorskip("transformers")
-    torch.manual_seed(3)
-    config = transformers.LlamaConfig(
-        **SHAPE, num_hidden_layers=3, max_position_embeddings=256, bos_token_id=None,
-        eos_token_id=None, tie_word_embeddings=False, torch_dtype="bfloat16",
-    )  # fmt: skip
-    model = transformers.LlamaForCausalLM(config)
-    with torch.no_grad():
-        for layer in model.model.layers:
-            layer.self_attn.o_proj.weight.normal_(0, layers)
-            layer.mlp.down_proj.weight.normal_(0, layers)
-        model.model.embed_tokens.weight.copy_(torch.eye(V, D))
-        model.lm_head.weight.zero_()
-        model.lm_head.weight[successor(torch.arange(V)), torch.arange(V)] = sure
-    model.to(torch.bfloat16).save_pretrained(folder)
-    return folder
 
 
 @pytest.fixture(scope="module")
@@ -77,23 +49,6 @@ def rounds(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def wavering(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Often the successor, and often what the text before makes of it."""
     return target(tmp_path_factory.mktemp("wavering"), 0.08, 0.6)
-
-
-def sure_head(folder: Path, noise: float = 0.0) -> Path:
-    """An EAGLE head whose feature is the token's embedding: it knows each successor."""
-    torch.manual_seed(1)
-    layer = "layers.0"
-    tensors = {
-        "fc.weight": torch.cat((8 * torch.eye(D), torch.zeros(D, D)), 1),
-        **{f"{layer}.self_attn.{x}_proj.weight": torch.randn(64 if x == "q" else 32, D)
-           for x in "qkv"},
-        f"{layer}.self_attn.o_proj.weight": noise * torch.randn(D, 64),
-        f"{layer}.mlp.gate_proj.weight": torch.randn(48, D),
-        f"{layer}.mlp.up_proj.weight": torch.randn(48, D),
-        f"{layer}.mlp.down_proj.weight": noise * torch.randn(D, 48),
-        f"{layer}.post_attention_layernorm.weight": torch.ones(D),
-    }  # fmt: skip
-    return write(folder, {n: t.to(torch.bfloat16) for n, t in tensors.items()}, **SHAPE)
 
 
 def made(folder: Path, fuses: bool, hidden: int = D, vocab: int = V) -> Path:

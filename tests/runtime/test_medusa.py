@@ -35,60 +35,16 @@ from penstock.sampling import SequenceSampling
 from penstock.speculate import Computed, Wish
 from tests.models.heads.made import Made, written
 from tests.models.tiny import make_tiny
+from tests.speculate.rounds import D, V, successor, sure_heads, target
 
 exact = pytest.mark.skipif(native.handle is None, reason=f"no native kernels: {native.reason}")
 GREEDY = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
-V, D = 50, 64
-
-
-def successor(tokens: Tensor) -> Tensor:
-    """What follows each token: one round of all of them."""
-    return (tokens * 3 + 7) % V
 
 
 @pytest.fixture(scope="module")
 def rounds(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model whose layers add nothing: after each token its successor, and nearly nothing else."""
-    transformers = pytest.importorskip("transformers")
-    folder = tmp_path_factory.mktemp("rounds")
-    config = transformers.LlamaConfig(
-        vocab_size=V, hidden_size=D, intermediate_size=48, num_hidden_layers=2,
-        num_attention_heads=2, num_key_value_heads=1, head_dim=32, max_position_embeddings=256,
-        bos_token_id=None, eos_token_id=None, tie_word_embeddings=False, torch_dtype="bfloat16",
-    )  # fmt: skip
-    model = transformers.LlamaForCausalLM(config)
-    with torch.no_grad():
-        for layer in model.model.layers:
-            layer.self_attn.o_proj.weight.zero_()
-            layer.mlp.down_proj.weight.zero_()
-        model.model.embed_tokens.weight.copy_(torch.eye(V, D))
-        model.lm_head.weight.copy_(after(1) * 4)
-    model.to(torch.bfloat16).save_pretrained(folder)
-    return Path(folder)
-
-
-def after(steps: int) -> Tensor:
-    """[V, D]: the matrix that turns a token's place into that of what comes so many later."""
-    tokens = torch.arange(V)
-    found = tokens
-    for _ in range(steps):
-        found = successor(found)
-    matrix = torch.zeros(V, D)
-    matrix[found, tokens] = 1
-    return matrix
-
-
-def sure_heads(folder: Path, kind: str, heads: int = 4) -> Path:
-    """Heads that know all that comes; kind: whose projection they have."""
-    tensors = {}
-    for k in range(heads):
-        weight = torch.zeros(D, D)
-        if kind == "target":  # to where the target's head looks for the token before
-            weight[:V] = after(k + 1) * 4
-        tensors |= {f"{k}.0.linear.weight": weight, f"{k}.0.linear.bias": torch.zeros(D)}
-        if kind == "each":
-            tensors[f"{k}.1.weight"] = after(k + 2) * 4
-    return written(folder, tensors, {"medusa_num_heads": heads})
+    return target(tmp_path_factory.mktemp("rounds"), 0.0, 4.0, num_layers=2)
 
 
 def loaded(model: str | Path, heads: Path, **kwargs: Any) -> tuple[EngineConfig, Runtime]:

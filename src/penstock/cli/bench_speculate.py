@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from penstock.cli.device_options import PLACED, Placed
 from penstock.cli.loading import load
 from penstock.cli.options import (
     MODEL,
@@ -97,6 +98,7 @@ def speculate(
     dtype: Dtype = "auto",
     quantization: Quantization = None,
     kv_cache_dtype: KvCacheDtype = "auto",
+    placed: Placed = PLACED,
     json_file: JsonFile = None,
     picture: Picture = None,
 ) -> None:
@@ -120,6 +122,7 @@ def speculate(
         dtype=dtype,
         kv_cache_dtype=kv_cache_dtype,
         **given(tokenizer=tokenizer),
+        **placed.chosen(),
     )
     try:
         runtime = load(config)

@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from penstock.cli.device_options import PLACED, Placed
 from penstock.cli.loading import load
 from penstock.cli.options import (
     MODEL,
@@ -56,6 +57,7 @@ def structured(
     dtype: Dtype = "auto",
     quantization: Quantization = None,
     kv_cache_dtype: KvCacheDtype = "auto",
+    placed: Placed = PLACED,
     json_file: JsonFile = None,
 ) -> None:
     """Compile JSON schemas, validate outputs, time masks and jumps."""
@@ -76,6 +78,7 @@ def structured(
         dtype=dtype,
         kv_cache_dtype=kv_cache_dtype,
         **given(tokenizer=tokenizer),
+        **placed.chosen(),
     )
     runtime = load(config)
     with progress_line() as show:

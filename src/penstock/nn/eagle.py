@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -95,10 +96,10 @@ class EagleHead(nn.Module):
 
     def make_room(self, rows: int) -> None:
         """Allocate the stores for steps of up to `rows` tokens; before programs are made."""
-        spec = self.spec
-        self.states = torch.zeros((rows, spec.width), dtype=self.dtype)
-        self.features = torch.zeros((rows, spec.hidden), dtype=self.dtype)
-        self.given = torch.zeros((rows, spec.hidden), dtype=self.dtype)
+        spec, make = self.spec, partial(torch.zeros, dtype=self.dtype, device=self.states.device)
+        self.states = make((rows, spec.width))
+        self.features = make((rows, spec.hidden))
+        self.given = make((rows, spec.hidden))
 
     @abstractmethod
     def of_states(self, states: Tensor) -> Tensor:

@@ -71,8 +71,9 @@ class MedusaHeads(nn.Module):
         formats: WeightFormats,
         dtype: torch.dtype,
         rows: int,
+        device: torch.device | None = None,
     ) -> None:
-        """norm, head: the target's. rows: the most in one call."""
+        """norm, head: the target's. rows: the most in one call. device: of the stores."""
         super().__init__()
         self.spec = spec
         self.target = norm, head  # in a tuple: children of the decoder, not of this module
@@ -83,13 +84,14 @@ class MedusaHeads(nn.Module):
             Linear(d, spec.num_rows, False, formats.head, out_dtype=torch.float32)
             for _ in range(own)
         )
-        self.features = torch.zeros((rows, d), dtype=dtype)
+        self.features = torch.zeros((rows, d), dtype=dtype, device=device)
         self.shared: SharedProjection | None = None
         if spec.projection == "each":
-            self.logits = torch.zeros((rows, count * spec.num_rows))
+            self.logits = torch.zeros((rows, count * spec.num_rows), device=device)
             return
-        self.states = torch.zeros((rows, count * d), dtype=dtype)
-        self.end = Linear(d, 1, False, Dense(dtype), out_dtype=torch.float32)
+        self.states = torch.zeros((rows, count * d), dtype=dtype, device=device)
+        lies = formats.head.storage
+        self.end = Linear(d, 1, False, Dense(dtype, lies), out_dtype=torch.float32)
         self.end.load("weight", torch.zeros(1, d))  # a program has to end with a float32 product
         matrix = self.projections[0] if own else head
         self.shared = SharedProjection(matrix, self.states.view(rows * count, d))

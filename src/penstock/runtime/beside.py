@@ -21,7 +21,9 @@ from penstock.errors import ConfigError
 from penstock.models.hub import resolve, shipped
 from penstock.models.load import LoadedModel
 from penstock.nn import KeptStates
+from penstock.quant import Storage
 from penstock.runtime.companion import CompanionCache
+from penstock.runtime.device import CPU, Device
 from penstock.runtime.engine_folder import EngineFolder
 from penstock.runtime.vocabulary import ReducedVocabulary
 from penstock.speculate import Proposer
@@ -38,6 +40,11 @@ class Target:
     tokenizer: Tokenizer | None
     vocabulary: ReducedVocabulary | None
     engine: EngineFolder | None = None  # what it was loaded from, where that was built
+    device: Device = CPU
+
+    def storage(self, config: EngineConfig) -> Storage:
+        """How the weights lie that guess for it: as its own."""
+        return self.device.storage(ordered=config.model.deterministic is not False)
 
 
 class Placed(Protocol):
@@ -127,7 +134,8 @@ def keep_states(config: EngineConfig, target: Target, layers: tuple[int, ...]) -
         )
     rows = config.scheduler.max_num_batched_tokens  # drafts, trees too, are cut to fit in
     width = len(layers) * decoder.spec.hidden
-    decoder.kept = KeptStates(layers, torch.zeros((rows, width), dtype=decoder.dtype))
+    store = torch.zeros((rows, width), dtype=decoder.dtype, device=target.device.torch)
+    decoder.kept = KeptStates(layers, store)
     return decoder.kept
 
 

@@ -60,7 +60,7 @@ CPU = Device(torch.device("cpu"), by_triton=False)
 
 def check_device(config: EngineConfig, device: Device) -> None:
     """Raises ConfigError for what was chosen and isn't built for that device."""
-    model, asked = config.model, config.speculative
+    model = config.model
     if not device.is_gpu:
         _check_none_of_gpu(model, device)
     if not device.by_triton:
@@ -69,11 +69,6 @@ def check_device(config: EngineConfig, device: Device) -> None:
         raise ConfigError(
             f"kv_cache_dtype={config.cache.kv_cache_dtype!r} is built for CPUs only. On a GPU "
             "choose fp8 or int8; or choose device='cpu'."
-        )
-    if asked is not None and asked.method not in ("ngram", "suffix", "self"):
-        raise ConfigError(
-            f"method={asked.method!r} of a speculative_config is built for CPUs only. On a GPU "
-            "choose ngram, suffix or self; or choose device='cpu'."
         )
 
 

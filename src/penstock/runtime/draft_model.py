@@ -15,9 +15,11 @@ from penstock.models.load import LoadedModel, load_model, max_positions
 from penstock.models.sources import open_model, open_tokenizer
 from penstock.runtime.beside import Target, bytes_of, guessing_folder
 from penstock.runtime.companion import CompanionCache
+from penstock.runtime.device import Device
 from penstock.runtime.engine_folder import EngineFolder, is_engine
-from penstock.runtime.forwards import forward_of, forward_of_engine
-from penstock.runtime.runner import Runner
+from penstock.runtime.forwards import forward_of, forward_of_engine, forward_on
+from penstock.runtime.graphs import StepLimits
+from penstock.runtime.runner import Forward, Runner
 from penstock.runtime.vocabulary import KEPT_ROWS, ReducedVocabulary
 from penstock.speculate.draft_loop import DraftForward, DraftLimits
 from penstock.speculate.draft_model import DraftModelProposer
@@ -73,7 +75,13 @@ class OpenedDraft:
     layout: PagedLayout
     vocabulary: ReducedVocabulary | None
     engine: EngineFolder | None
-    asked: SpeculativeConfig
+    config: EngineConfig  # of the engine that it was loaded for
+    device: Device
+
+    @property
+    def asked(self) -> SpeculativeConfig:
+        assert self.config.speculative is not None  # who opened it looked
+        return self.config.speculative
 
     @property
     def layouts(self) -> tuple[PagedLayout, ...]:
@@ -92,9 +100,13 @@ class OpenedDraft:
         )
 
     def place(self, num_blocks: int, eager: bool) -> DraftModel:
-        kv = self.layout.allocate(num_blocks)
-        decoder = self.model.model
-        if self.engine is None:
+        kv = self.layout.allocate(num_blocks, self.device.torch)
+        decoder, limits = self.model.model, self.config.scheduler
+        if self.device.by_triton:
+            longest = self.layout.blocks_for(self.model.max_model_len)
+            most = StepLimits(limits.max_num_seqs, limits.max_num_batched_tokens, longest)
+            forward: Forward = forward_on(self.device, decoder, kv, most, self.config.model)
+        elif self.engine is None:
             forward = forward_of(decoder, kv, eager, "A draft's step")
         else:
             forward, _ = forward_of_engine(self.engine, decoder, kv, eager)
@@ -112,17 +124,20 @@ def open_draft(config: EngineConfig, target: Target) -> OpenedDraft:
     speculative, vocabulary = config.speculative, target.vocabulary
     assert speculative is not None  # the caller looked
     folder = guessing_folder(speculative, target)
-    loaded, engine = _load(folder, config, speculative, target.loaded.max_model_len)
+    loaded, engine = _load(folder, config, target)
     _check_vocabulary(folder, loaded, target.loaded, target.tokenizer, vocabulary)
     own = None if vocabulary is None else ReducedVocabulary(vocabulary.map)
-    return OpenedDraft(loaded, _layout(config, loaded, engine), own, engine, speculative)
+    layout = _layout(config, loaded, engine, target.device)
+    return OpenedDraft(loaded, layout, own, engine, config, target.device)
 
 
 def _load(
-    folder: Path, config: EngineConfig, speculative: SpeculativeConfig, most: int
+    folder: Path, config: EngineConfig, target: Target
 ) -> tuple[LoadedModel, EngineFolder | None]:
-    """Of as many positions as it has or was asked for, but no more than `most`."""
-    asked = speculative.max_model_len
+    """Of as many positions as it has or was asked for, but no more than the target."""
+    speculative, device = config.speculative, target.device
+    assert speculative is not None  # the caller looked
+    asked, most = speculative.max_model_len, target.loaded.max_model_len
     most = most if asked is None else min(asked, most)
     if not is_engine(folder):
         longest = max_positions(open_model(folder)[0].decoder)
@@ -132,8 +147,15 @@ def _load(
             max_model_len=min(most, longest),
             strict=config.model.strict,
             quantization=speculative.quantization,
+            storage=target.storage(config),
+            device=device.torch,
         )
         return loaded, None
+    if device.by_triton:
+        raise ConfigError(
+            f"The draft model {folder} was built for a CPU, and its target runs by Triton's "
+            "kernels. Give what it was built from."
+        )
     engine = EngineFolder.open(folder, verify=config.model.verify)
     _check_length(folder, asked, engine.limits.max_model_len)
     length = min(most, engine.limits.max_model_len)
@@ -149,7 +171,9 @@ def _check_length(folder: Path, asked: int | None, longest: int) -> None:
         )
 
 
-def _layout(config: EngineConfig, draft: LoadedModel, engine: EngineFolder | None) -> PagedLayout:
+def _layout(
+    config: EngineConfig, draft: LoadedModel, engine: EngineFolder | None, device: Device
+) -> PagedLayout:
     """The target's blocks; quantized as the target's where the draft's dtype allows it."""
     stored = config.cache.kv_cache_dtype
     if engine is not None:
@@ -163,7 +187,7 @@ def _layout(config: EngineConfig, draft: LoadedModel, engine: EngineFolder | Non
         stored = "auto"
     layers = draft.spec.decoder.layers
     heads = tuple((x.attention.num_kv_heads, x.attention.head_dim) for x in layers)
-    return PagedLayout(heads, kv_dtype(stored, draft.dtype), config.cache.block_size)
+    return device.layout(heads, kv_dtype(stored, draft.dtype), config.cache.block_size)
 
 
 # ── the same tokens ──────────────────────────────────────────────────────────────────────────────
@@ -250,7 +274,7 @@ class FittedLogits:
         with torch.inference_mode():
             if rows > len(self._logits):
                 held = max(rows, min(2 * len(self._logits), KEPT_ROWS))
-                self._logits = torch.empty((held, self._size))
+                self._logits = logits.new_empty((held, self._size))
             wide = self._logits[:rows]
             wide[:, : self._num_ids] = logits
             wide[:, self._num_ids :] = -torch.inf

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -18,7 +19,8 @@ from penstock.quant import formats_of
 from penstock.roofline import Cost, CostModel, StepSize
 from penstock.runtime.beside import Target, bytes_of, guessing_folder, keep_states
 from penstock.runtime.companion import CompanionCache
-from penstock.runtime.forwards import forward_of
+from penstock.runtime.device import Device
+from penstock.runtime.forwards import forward_beside
 from penstock.runtime.program import Program
 from penstock.runtime.runner import Forward
 from penstock.runtime.vocabulary import ReducedVocabulary
@@ -151,6 +153,7 @@ class OpenedEagle:
     asked: SpeculativeConfig
     scratch: int  # blocks behind those of the pool
     shelf_bytes: int  # of states that are laid aside, at most
+    device: Device
 
     @property
     def layouts(self) -> tuple[PagedLayout, ...]:
@@ -175,11 +178,12 @@ class OpenedEagle:
         )
 
     def place(self, num_blocks: int, eager: bool) -> PlacedEagle:
-        kv = self.layout.allocate(num_blocks + self.scratch)
+        kv, head = self.layout.allocate(num_blocks + self.scratch, self.device.torch), self.head
+        forward, rows = partial(forward_beside, self.device), len(head.given)
         return PlacedEagle(
-            self.head,
-            forward_of(self.head.by_states(), kv, eager, "A head's first pass"),
-            forward_of(self.head.by_features(), kv, eager, "A head's later pass"),
+            head,
+            forward(head.by_states(), kv, eager, "A head's first pass", rows),
+            forward(head.by_features(), kv, eager, "A head's later pass", rows),
             kv,
             self.kept,
             self.layout,
@@ -203,7 +207,7 @@ def open_eagle(config: EngineConfig, target: Target) -> OpenedEagle:
     found = open_eagle_checkpoint(
         folder, asked.method == "eagle3", decoder, reduced, config.model.strict
     )
-    head = _head(found, asked, target)
+    head = _head(found, config, target).to(target.device.torch)
     limits = config.scheduler
     rows = limits.max_num_seqs * max(asked.width, asked.num_speculative_tokens + 1)
     head.make_room(max(rows, min(READ_AT_ONCE, limits.max_num_batched_tokens)))
@@ -217,12 +221,14 @@ def open_eagle(config: EngineConfig, target: Target) -> OpenedEagle:
     own = None if reduced is None else ReducedVocabulary(reduced)
     aside = limits.max_num_seqs * shelf_rows(config.cache.block_size, asked.num_speculative_tokens)
     shelf_bytes = aside * found.spec.width * head.dtype.itemsize
-    return OpenedEagle(head, kept, _layout(config, head), own, ids, asked, scratch, shelf_bytes)
+    layout = _layout(config, head, target.device)
+    return OpenedEagle(head, kept, layout, own, ids, asked, scratch, shelf_bytes, target.device)
 
 
-def _head(found: EagleCheckpoint, asked: SpeculativeConfig, target: Target) -> EagleHead:
+def _head(found: EagleCheckpoint, config: EngineConfig, target: Target) -> EagleHead:
     """The head with its weights, in the target's dtype or quantized."""
-    decoder = target.loaded.model
+    asked, decoder = config.speculative, target.loaded.model
+    assert asked is not None  # the caller looked
     if asked.quantization is not None and decoder.dtype is not torch.bfloat16:
         raise ConfigError(
             f"quantization={asked.quantization!r} of a head computes in bfloat16, but its target "
@@ -230,17 +236,17 @@ def _head(found: EagleCheckpoint, asked: SpeculativeConfig, target: Target) -> E
             "dtype='bfloat16'."
         )
     kind = FusingHead if found.spec.fuses else FeatureHead
-    formats = formats_of(asked.quantization, decoder.dtype)
+    formats = formats_of(asked.quantization, decoder.dtype).stored_as(target.storage(config))
     head = kind(found.spec, decoder, formats, target.loaded.max_model_len)
     found.fill(head)
     return head.eval()
 
 
-def _layout(config: EngineConfig, head: EagleHead) -> PagedLayout:
+def _layout(config: EngineConfig, head: EagleHead, device: Device) -> PagedLayout:
     """The target's blocks; quantized as the target's where the head's dtype allows it."""
     stored = config.cache.kv_cache_dtype
     if stored not in ("int8", "fp8", "fp8_e4m3", "int4") or head.dtype is not torch.bfloat16:
         stored = "auto"
     attention = head.spec.layer.attention
     heads = ((attention.num_kv_heads, attention.head_dim),)
-    return PagedLayout(heads, kv_dtype(stored, head.dtype), config.cache.block_size)
+    return device.layout(heads, kv_dtype(stored, head.dtype), config.cache.block_size)

@@ -58,6 +58,22 @@ def forward_on(
     return forward
 
 
+def forward_beside(
+    device: Device, module: nn.Module, kv: KV, eager: bool, what: str, rows: int
+) -> Forward:
+    """That of heads beside a decoder; on a GPU it runs kernel by kernel.
+
+    rows: the most of one step.
+    """
+    if not device.by_triton:
+        return forward_of(module, kv, eager, what)
+    limits = StepLimits(sequences=1, tokens=rows, width=1)
+    forward = GraphForward(module, kv, device, limits, CompilationConfig(cudagraph_mode="none"))
+    if device.is_gpu:
+        forward.warm_up()
+    return forward
+
+
 def forward_of_engine(
     engine: EngineFolder, decoder: Decoder, kv: KV, eager: bool
 ) -> tuple[Forward, Callable[[], Plan] | None]:

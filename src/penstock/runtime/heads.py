@@ -6,22 +6,25 @@ import torch
 from torch import Tensor
 
 from penstock.nn.medusa import MedusaHeads
-from penstock.runtime.forwards import forward_of
+from penstock.runtime.device import Device
+from penstock.runtime.forwards import forward_beside
 from penstock.step import KV, Step
 
 
 class HeadsRunner:
     """Runs heads over some states; one thread's."""
 
-    def __init__(self, heads: MedusaHeads, eager: bool) -> None:
+    def __init__(self, heads: MedusaHeads, device: Device, eager: bool) -> None:
         self._heads = heads
         self._kv: KV = []
-        self._forward = forward_of(heads, self._kv, eager, "A pass of the heads")
+        rows = len(heads.features)
+        most = rows * heads.spec.num_heads
+        what = "A pass of the heads"
+        self._forward = forward_beside(device, heads, self._kv, eager, what, rows)
         self._shared = None
         if heads.shared is not None:
             what = "The projection of all of them"
-            self._shared = forward_of(heads.shared, self._kv, eager, what)
-        most = len(heads.features) * heads.spec.num_heads
+            self._shared = forward_beside(device, heads.shared, self._kv, eager, what, most)
         self._zeros = torch.zeros(most, dtype=torch.int32)
         self._count = torch.arange(most + 1, dtype=torch.int32)
         self._steps: dict[int, Step] = {}  # by the number of rows: nothing else is read of them

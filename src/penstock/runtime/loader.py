@@ -128,7 +128,8 @@ def load_runtime(config: EngineConfig, progress: Progress | None = None) -> Runt
     check_device(config, device)  # of what an export was made for, too
     loaded, vocabulary = _reduced(folder, _loaded(folder, config.model, device, progress))
     tokenizer = _tokenizer(config, folder, loaded, vocabulary)
-    opened = open_beside(config, Target(folder, loaded, tokenizer, vocabulary))
+    target = Target(folder, loaded, tokenizer, vocabulary, device=device)
+    opened = open_beside(config, target)
     layout, blocks = _cache(config, loaded, opened, device=device)
     kv = layout.allocate(blocks, device.torch)
     if device.by_triton:

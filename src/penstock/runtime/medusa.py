@@ -19,6 +19,7 @@ from penstock.quant import formats_of
 from penstock.roofline import Cost
 from penstock.runtime.beside import Target, bytes_of, guessing_folder, keep_states
 from penstock.runtime.companion import CompanionCache
+from penstock.runtime.device import Device
 from penstock.runtime.heads import HeadsRunner
 from penstock.speculate.draft_loop import DraftLimits
 from penstock.speculate.medusa import MedusaProposer, TreeLimits
@@ -36,6 +37,7 @@ class Medusa:
     kept: KeptStates
     ids: Ids | None  # what the columns of their logits stand for
     asked: SpeculativeConfig
+    device: Device
     runner: HeadsRunner | None = None  # once they are placed
 
     @property
@@ -78,7 +80,7 @@ class Medusa:
         )
 
     def place(self, num_blocks: int, eager: bool) -> Medusa:
-        return replace(self, runner=HeadsRunner(self.heads, eager))
+        return replace(self, runner=HeadsRunner(self.heads, self.device, eager))
 
     def proposer(self, asked: SpeculativeConfig, limits: DraftLimits) -> MedusaProposer:
         assert self.runner is not None  # placed
@@ -107,17 +109,19 @@ def open_medusa(config: EngineConfig, target: Target) -> Medusa:
     reduced = None if target.vocabulary is None else target.vocabulary.map
     found = open_medusa_checkpoint(folder, decoder.spec.hidden, decoder.spec.vocab_size, reduced)
     spec = found.of(asked.num_speculative_tokens or found.spec.num_heads)
-    formats, head = formats_of(asked.quantization, decoder.dtype), decoder.head
+    where, head = target.device.torch, decoder.head
+    formats = formats_of(asked.quantization, decoder.dtype).stored_as(target.storage(config))
     copies = spec.projection == "target" and asked.quantization is not None
     spec = replace(spec, projection="one") if copies else spec
     rows = min(config.scheduler.max_num_seqs, MOST_ROWS)
-    heads = MedusaHeads(spec, decoder.norm, head, formats, decoder.dtype, rows)
+    heads = MedusaHeads(spec, decoder.norm, head, formats, decoder.dtype, rows, where)
     found.fill(heads)
     if copies:  # of the target's own head, which stays as it is
         stored = head.weight_format.unpack(head.packed, head.out_features, head.in_features)
         [projection] = heads.projections
         assert isinstance(projection, Linear)
         projection.load("weight", stored)
+    heads.to(where)
     kept = keep_states(config, target, (len(decoder.spec.layers),))
     filled = replace(asked, num_speculative_tokens=spec.num_heads)
-    return Medusa(heads.eval(), formats.name, kept, found.ids, filled)
+    return Medusa(heads.eval(), formats.name, kept, found.ids, filled, target.device)

@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from penstock.sampling.transfer import upload
 from penstock.speculate.draft_loop import Ints
 from penstock.speculate.stamps import NOTHING, Stamps, mark_after
 
@@ -42,7 +43,7 @@ class Shelf:
     def __init__(self, kept: Tensor, rows: int) -> None:
         """kept: the target's, of its last step."""
         self._kept = kept
-        self.store = torch.empty((rows, kept.shape[1]), dtype=kept.dtype)
+        self.store = kept.new_empty((rows, kept.shape[1]))
         self._free = list(range(rows - 1, -1, -1))
 
     @property
@@ -56,8 +57,9 @@ class Shelf:
         if len(rows) == 1:
             self.store[places[0]].copy_(self._kept[rows[0]])
         elif rows:
-            found = self._kept.index_select(0, torch.tensor(rows))
-            self.store.index_copy_(0, torch.tensor(places), found)
+            where = self._kept.device
+            found = self._kept.index_select(0, upload(torch.tensor(rows), where))
+            self.store.index_copy_(0, upload(torch.tensor(places), where), found)
         return places
 
     def give_back(self, places: Sequence[int]) -> None:

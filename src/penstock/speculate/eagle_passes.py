@@ -14,6 +14,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from penstock.sampling.transfer import upload
 from penstock.speculate.draft_loop import Array, DraftForward, DraftLimits, Ints
 from penstock.speculate.eagle_context import Context, Contexts
 from penstock.step import Step
@@ -96,7 +97,8 @@ class HeadPasses:
         at = 0
         for reading in readings:
             into = head.states[at : at + len(reading.places)]
-            torch.index_select(reading.store, 0, torch.tensor(reading.places), out=into)
+            places = upload(torch.tensor(reading.places), into.device)
+            torch.index_select(reading.store, 0, places, out=into)
             at += len(reading.places)
         logits = head.by_states(self._lay_out(readings, sample_at))
         for reading in readings:
@@ -268,7 +270,8 @@ class Ways:
         """
         head, rows = self._passes.head, self._rows
         features = head.features[: len(source)]
-        torch.index_select(head.given, 0, torch.from_numpy(source), out=features)
+        taken = upload(torch.from_numpy(source), features.device)
+        torch.index_select(head.given, 0, taken, out=features)
         rows.tokens[:] = tokens
         logits = head.by_features(rows.step)
         rows.advance()

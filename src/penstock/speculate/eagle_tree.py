@@ -20,6 +20,7 @@ from torch import Tensor
 
 from penstock import ops
 from penstock.sampling import Sampler
+from penstock.sampling.transfer import upload
 from penstock.speculate.eagle_passes import HeadPasses, Ids, Reading
 from penstock.speculate.proposer import ROOT, Draft
 
@@ -52,7 +53,7 @@ class Trees:
         they are.
         """
         width, most = self._width, np.array(depths)
-        heat = torch.tensor([_heat(draft) for draft in drafts])
+        heat = upload(torch.tensor([_heat(draft) for draft in drafts]), logits.device)
         tokens, chances = self._likeliest(logits, heat)
         levels = [_Level(np.arange(len(drafts)), tokens, chances, np.full((len(drafts), 1), ROOT))]
         going = np.flatnonzero(most > 1)
@@ -91,8 +92,9 @@ class Trees:
         """The likeliest tokens of each row and the logarithms of their shares, [R, width]."""
         _, found, weights = ops.softmax_top_k(logits, heat, self._width)
         ids = self._passes.head.ids
-        tokens: Ids = found.numpy() if ids is None else ids[found.numpy()]
-        return tokens, np.log(np.maximum(weights.numpy(), _LEAST))
+        columns: Ids = found.numpy(force=True)
+        tokens = columns if ids is None else ids[columns]
+        return tokens, np.log(np.maximum(weights.numpy(force=True), _LEAST))
 
     def _settle(self, draft: Draft, s: int, levels: Sequence[_Level]) -> None:
         """Make the draft of sequence `s` the likeliest of the tokens that its levels have."""
@@ -171,8 +173,9 @@ class Chains:
         self._sampler = Sampler(vocab_size)
         self._size = vocab_size
         ids = passes.head.ids
-        self._ids = None if ids is None else torch.from_numpy(ids)
-        self._wide = torch.empty((0, vocab_size))
+        where = passes.head.given.device
+        self._ids = None if ids is None else torch.from_numpy(ids).to(where)
+        self._wide = torch.empty((0, vocab_size), device=where)
 
     def draw(
         self,
@@ -220,6 +223,6 @@ class Chains:
         if self._ids is None:
             return logits
         if len(logits) > len(self._wide):
-            self._wide = torch.full((len(logits), self._size), -torch.inf)
+            self._wide = logits.new_full((len(logits), self._size), -torch.inf)
         wide = self._wide[: len(logits)]
         return wide.scatter_(1, self._ids.expand(len(logits), -1), logits)

@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from penstock import ops
+from penstock.sampling.transfer import upload
 from penstock.speculate.proposer import ROOT, Computed, Draft, Wish
 
 HeadsForward = Callable[[Tensor], Tensor]
@@ -100,11 +101,12 @@ class MedusaProposer:
         with torch.inference_mode():
             logits = self._heads(self._store[rows])
             count, heads, _ = logits.shape
-            scale = torch.tensor([one for one in temperatures for _ in range(heads)])
+            heats = torch.tensor([one for one in temperatures for _ in range(heads)])
+            scale = upload(heats, logits.device)
             _, ids, chances = ops.softmax_top_k(logits.flatten(0, 1), scale, self._limits.width)
             shape = (count, heads, -1)
-            found: Ids = ids.view(shape).numpy()
-            odds: Chances = chances.view(shape).numpy()
+            found: Ids = ids.view(shape).numpy(force=True)
+            odds: Chances = chances.view(shape).numpy(force=True)
         return (found if self._ids is None else self._ids[found]), odds
 
 

@@ -17,7 +17,7 @@ from penstock.bench.speculate.runs import Show, in_waves, measure_runs
 from penstock.bench.workload import TOKENS_A_STEP, longest, setup, title
 from penstock.config import EngineConfig, SpeculativeConfig
 from penstock.hardware import detect
-from penstock.roofline import measure
+from penstock.roofline import measure_on
 from penstock.runtime import Runtime
 
 
@@ -81,7 +81,7 @@ def run(
     about = {**setup(meter), **o.as_dict()}
     heading = title("Speculation", meter, where)
     floor = draft_floor(config, runtime, o.planted)
-    before = measure(hardware)
+    before = measure_on(runtime.device, hardware)
     measured = [
         measure_runs(
             workload.name, config, runtime,
@@ -90,7 +90,7 @@ def run(
         )
         for workload, prompts in zip(workloads, encoded, strict=True)
     ]  # fmt: skip
-    peaks = median_of([before, measure(hardware)])
+    peaks = median_of([before, measure_on(runtime.device, hardware)])
     return SpeculateResult(
         title=heading,
         setup=about,

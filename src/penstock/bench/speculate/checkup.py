@@ -15,8 +15,9 @@ from penstock.bench.speculate.prompts import Workload, built_in
 from penstock.bench.speculate.runs import in_waves, measure_runs
 from penstock.bench.speculate.stale import cache_findings
 from penstock.config import EngineConfig, SpeculativeConfig
-from penstock.hardware import Peaks
+from penstock.hardware import AnyPeaks
 from penstock.models.hub import resolve, shipped
+from penstock.roofline import peaks_on
 from penstock.runtime import Runtime, load_runtime
 
 TEMPERATURES: Final = (0.0, 1.0)
@@ -55,11 +56,11 @@ class Checkup:
         return {**asdict(self), "runs": self.runs}
 
 
-def check_up(model: str, asked: SpeculativeConfig, peaks: Peaks, **forms: Any) -> Checkup:
+def check_up(model: str, asked: SpeculativeConfig, peaks: AnyPeaks, **forms: Any) -> Checkup:
     """Look at the folders, and where they go together run short requests. Takes seconds.
 
-    forms: dtype, quantization, … of the target. Raises ConfigError for drafts that this model
-    can't have.
+    peaks: of the CPU; a GPU's are found where the target runs on one. forms: dtype, quantization, …
+    of the target. Raises ConfigError for drafts that this model can't have.
     """
     assert asked.method is not None  # a configuration has filled it in
     found = Checkup(asked.method)
@@ -72,6 +73,8 @@ def check_up(model: str, asked: SpeculativeConfig, peaks: Peaks, **forms: Any) -
             return found  # an engine would refuse it
     fixed = replace(asked, adaptive=False)
     runtime, config = _loaded(model, fixed, forms)
+    if runtime.device.type == "cuda":
+        peaks = peaks_on(runtime.device)
     workloads = _workloads(runtime)
     figures = {
         name: [
@@ -146,7 +149,7 @@ def _figures(
     runtime: Runtime,
     asked: SpeculativeConfig,
     temperature: float,
-    peaks: Peaks,
+    peaks: AnyPeaks,
 ) -> Figures:
     prompts = _encoded({"": workload}, runtime)
     waves = in_waves(prompts, 1, MAX_TOKENS, temperature, 0)

@@ -23,7 +23,7 @@ from penstock.bench.speculate.passes import Passes
 from penstock.bench.speculate.predicted import predicted_speedup
 from penstock.bench.speculate.runs import Runs, Step, tokens_per_s
 from penstock.errors import ConfigError
-from penstock.hardware import Peaks
+from penstock.hardware import AnyPeaks
 from penstock.roofline import StepRecord, StepSize, floor_of
 from penstock.speculate.times import StepTimes
 
@@ -204,7 +204,7 @@ def _pair(values: tuple[float, float]) -> dict[str, float]:
     return {"plain": values[0], "speculating": values[1]}
 
 
-def figures_of(runs: Runs, peaks: Peaks, draft_floor: DraftFloor) -> Figures:
+def figures_of(runs: Runs, peaks: AnyPeaks, draft_floor: DraftFloor) -> Figures:
     """Everything about a workload. Raises ConfigError where nothing of it was decoded."""
     plain = [step for one in runs.rounds for step in one.plain if step.is_decode]
     drafted = [step for one in runs.rounds for step in one.drafted if step.is_decode]
@@ -238,7 +238,7 @@ def figures_of(runs: Runs, peaks: Peaks, draft_floor: DraftFloor) -> Figures:
     )  # fmt: skip
 
 
-def _floor_s(steps: Sequence[Step], peaks: Peaks, draft: DraftFloor | None) -> float:
+def _floor_s(steps: Sequence[Step], peaks: AnyPeaks, draft: DraftFloor | None) -> float:
     found = 0.0
     for step in steps:
         found += floor_of(step.record.cost, peaks).seconds

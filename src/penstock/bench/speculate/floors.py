@@ -9,7 +9,7 @@ from typing import Any
 from penstock.bench.speculate.expected import drafted_of
 from penstock.bench.speculate.planted import Planted
 from penstock.config import EngineConfig
-from penstock.hardware import Peaks
+from penstock.hardware import AnyPeaks
 from penstock.roofline import Cost, CostModel, StepSize, floor_s
 from penstock.runtime import Runtime
 from penstock.runtime.beside import bytes_of
@@ -18,7 +18,7 @@ from penstock.runtime.drafting import num_draft_layers
 from penstock.runtime.eagle import PlacedEagle
 from penstock.runtime.medusa import Medusa
 
-DraftFloor = Callable[[StepSize, Peaks], float]
+DraftFloor = Callable[[StepSize, AnyPeaks], float]
 """The least time that drafting a step's guesses takes."""
 
 
@@ -33,7 +33,7 @@ def draft_floor(config: EngineConfig, runtime: Runtime, planted: Planted | None)
     costs = _draft_costs(config, runtime, planted)
     share = 1.0 if planted is None else planted.cost
 
-    def floor(size: StepSize, peaks: Peaks) -> float:
+    def floor(size: StepSize, peaks: AnyPeaks) -> float:
         if costs is None or not share:
             return 0.0
         return share * sum(floor_s(costs.cost(one), peaks) for one in passes_of(size))

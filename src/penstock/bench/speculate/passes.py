@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from numpy.typing import ArrayLike
 
-from penstock.hardware import Peaks
+from penstock.hardware import AnyPeaks
 from penstock.roofline import Cost, CostModel, StepSize, floor_s
 from penstock.runtime import Runtime
 from penstock.sampling import Sampler, SamplingParams, SequenceSampling
@@ -52,14 +52,14 @@ class Passes:
     sampling: dict[int, list[float]] = field(default_factory=lambda: defaultdict(list))
     costs: dict[int, Cost] = field(default_factory=dict)  # of the pass that was timed last
 
-    def shares(self, peaks: Peaks) -> dict[int, float]:
+    def shares(self, peaks: AnyPeaks) -> dict[int, float]:
         """Of its floor, what a pass reaches: floor ÷ time, by rows."""
         return {
             rows: floor_s(self.costs[rows], peaks) / fmean(took)
             for rows, took in sorted(self.forward.items())
         }
 
-    def share(self, rows: int, peaks: Peaks) -> float:
+    def share(self, rows: int, peaks: AnyPeaks) -> float:
         """The same for any number of them."""
         return _at(rows, self.shares(peaks))
 

@@ -21,7 +21,7 @@ from statistics import fmean
 from penstock.bench.speculate.expected import Place, drafted_of, tokens_by_place
 from penstock.bench.speculate.passes import Passes
 from penstock.bench.speculate.runs import Round, Step
-from penstock.hardware import Peaks
+from penstock.hardware import AnyPeaks
 from penstock.roofline import floor_s
 
 
@@ -42,7 +42,7 @@ class PlainSteps:
         return self.floor_s / self.forward_s
 
     @classmethod
-    def of(cls, a_round: Round, batch: int, peaks: Peaks) -> PlainSteps | None:
+    def of(cls, a_round: Round, batch: int, peaks: AnyPeaks) -> PlainSteps | None:
         """Those of a round; None where none of them decoded a full batch."""
         usual: list[Step] = []
         anew: list[Step] = []
@@ -71,14 +71,14 @@ def _host_s(steps: Sequence[Step]) -> list[float]:
 
 
 def predicted_speedup(
-    rounds: Iterable[Round], batch: int, peaks: Peaks, places: Sequence[Place]
+    rounds: Iterable[Round], batch: int, peaks: AnyPeaks, places: Sequence[Place]
 ) -> float:
     """Of the steps with the whole batch: the median over rounds, as of what came."""
     found = (_of_round(one, batch, peaks, places) for one in rounds)
     return statistics.median(gain for gain in found if gain is not None)
 
 
-def _of_round(a_round: Round, batch: int, peaks: Peaks, places: Sequence[Place]) -> float | None:
+def _of_round(a_round: Round, batch: int, peaks: AnyPeaks, places: Sequence[Place]) -> float | None:
     plain = PlainSteps.of(a_round, batch, peaks)
     full = [
         (before, step)
@@ -106,7 +106,9 @@ def _drafting(steps: Iterable[Step]) -> dict[int, float]:
     return {length: fmean(took) for length, took in found.items()}
 
 
-def predicted_s(step: Step, plain: PlainSteps, passes: Passes, peaks: Peaks, moved: bool) -> float:
+def predicted_s(
+    step: Step, plain: PlainSteps, passes: Passes, peaks: AnyPeaks, moved: bool
+) -> float:
     """Of one step, drafting apart. moved: it isn't the one before it with a token more."""
     size, floor = step.record.size, floor_s(step.record.cost, peaks)
     if not moved:

@@ -12,7 +12,7 @@ from penstock.bench.report import amount, count, describe_peaks, percent, second
 from penstock.bench.speculate.figures import Figures
 from penstock.bench.speculate.whiteboard import draw
 from penstock.errors import ConfigError
-from penstock.hardware import Compute, Peaks
+from penstock.hardware import AnyPeaks, Compute
 from penstock.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ class SpeculateResult:
     environment: dict[str, Any]
     memory: dict[str, Any]
     workloads: Sequence[Figures]
-    peaks: Peaks  # medians of those measured around the runs
+    peaks: AnyPeaks  # medians of those measured around the runs
     compute: Compute  # of the target's matrices
 
     @property

@@ -1,0 +1,115 @@
+"""What guesses beside a target runs over Triton's kernels, too, and changes no token."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from penstock import LLM, RequestOutput, SamplingParams
+from penstock.errors import ConfigError
+from penstock.runtime.graphs import GraphForward
+from tests.speculate.eagle_reference import make_tensors
+from tests.speculate.eagle_reference import write as write_eagle
+from tests.speculate.rounds import D, V, sure_head, sure_heads, target
+
+GREEDY = SamplingParams(temperature=0.0, max_tokens=7, ignore_eos=True, logprobs=1)
+DRAWN = SamplingParams(
+    temperature=0.9, top_p=0.95, seed=5, max_tokens=5, ignore_eos=True, repetition_penalty=1.05
+)
+PROMPTS = ([1, 10, 37], [4, 19, 14, 49, 4, 19])
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """After each token mostly its successor."""
+    return target(tmp_path_factory.mktemp("target"), 0.05, 2.0)
+
+
+@pytest.fixture(scope="module")
+def heads(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """What guesses, by the method; the draft model isn't quite the target."""
+    path = tmp_path_factory.mktemp
+    tensors = make_tensors(True, hidden=D, vocab=V)
+    layers = {"eagle_aux_hidden_state_layer_ids": [0, 1, 3]}
+    sizes = {"hidden_size": D, "vocab_size": V, "head_dim": 16}
+    return {
+        "draft_model": target(path("draft"), 0.0, 2.0, num_layers=1),
+        "medusa": sure_heads(path("medusa"), "each"),
+        "eagle": sure_head(path("eagle")),
+        "eagle3": write_eagle(path("eagle3"), tensors, **sizes, **layers),
+    }
+
+
+def run(folder: Path, params: SamplingParams, **options: Any) -> tuple[list[Any], LLM]:
+    llm = LLM(
+        folder, skip_tokenizer_init=True, num_blocks=24, max_num_seqs=4, max_model_len=96, **options
+    )
+    items = [{"prompt_token_ids": tokens} for tokens in PROMPTS]
+    found = [seen(output) for output in llm.generate(items, params)]
+    assert llm.stats()["used_blocks"] == 0
+    return found, llm
+
+
+def seen(output: RequestOutput) -> list[Any]:
+    return [
+        (sample.token_ids, [{t: p.logprob for t, p in at.items()} for at in sample.logprobs or []])
+        for sample in output.outputs
+    ]
+
+
+@pytest.fixture(scope="module")
+def plain(folder: Path) -> dict[str, list[Any]]:
+    return {"greedy": run(folder, GREEDY)[0], "drawn": run(folder, DRAWN)[0]}
+
+
+@pytest.mark.parametrize(
+    ("method", "how", "extra"),
+    [
+        ("draft_model", "greedy", {}),
+        ("draft_model", "drawn", {}),
+        ("medusa", "greedy", {"num_speculative_tokens": 3}),
+        ("eagle", "greedy", {"num_speculative_tokens": 3}),
+        ("eagle", "drawn", {"num_speculative_tokens": 2}),
+        ("eagle3", "greedy", {"num_speculative_tokens": 2}),
+    ],
+)
+def test_tokens_are_the_targets(
+    folder: Path,
+    heads: dict[str, Path],
+    plain: dict[str, list[Any]],
+    method: str,
+    how: str,
+    extra: dict[str, Any],
+) -> None:
+    asked = {"method": method, "model": heads[method], "adaptive": False, **extra}
+    found, llm = run(folder, GREEDY if how == "greedy" else DRAWN, speculative_config=asked)
+    assert found == plain[how]
+    counts = llm.stats()
+    assert counts["spec_decode_num_draft_tokens"] > 0
+    if method != "eagle3":  # whose head is of random weights
+        assert counts["spec_decode_num_accepted_tokens"] > 0
+
+
+def test_a_draft_model_has_graphs_of_its_own(folder: Path, heads: dict[str, Path]) -> None:
+    asked = {"method": "draft_model", "model": heads["draft_model"], "adaptive": False}
+    _, llm = run(folder, GREEDY, speculative_config=asked)
+    draft = llm.runtime.draft.runner.graphs  # type: ignore[union-attr]
+    assert isinstance(draft, GraphForward)
+    assert draft.counts.replays > 0
+
+
+def test_quantized_heads(folder: Path, heads: dict[str, Path], plain: dict[str, list[Any]]) -> None:
+    asked = {"method": "eagle", "model": heads["eagle"], "quantization": "w8a16"}
+    chosen = {**asked, "num_speculative_tokens": 2, "adaptive": False}
+    assert run(folder, GREEDY, speculative_config=chosen)[0] == plain["greedy"]
+
+
+def test_a_built_draft_is_for_cpus(
+    folder: Path, heads: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("penstock.runtime.draft_model.is_engine", lambda path: True)
+    asked = {"method": "draft_model", "model": heads["draft_model"]}
+    with pytest.raises(ConfigError, match="was built for a CPU"):
+        run(folder, GREEDY, speculative_config=asked)
