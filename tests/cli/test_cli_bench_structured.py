@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 from typer.testing import Result
 
 Run = Callable[..., Result]
@@ -67,6 +68,16 @@ def test_refusals(penstock: Run, arguments: list[str], words: str) -> None:
     found = penstock("bench", "structured", *arguments)
     assert found.exit_code == 1
     assert words in " ".join(found.stderr.split())
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="has a GPU")
+@pytest.mark.parametrize(
+    "words", ["structured", "speculate --method ngram", "latency", "throughput"]
+)
+def test_a_device_that_is_not_there(penstock: Run, words: str) -> None:
+    found = penstock("bench", *words.split(), "--device", "cuda")
+    assert found.exit_code == 1
+    assert "device='cuda' can't be used" in found.output
 
 
 def test_a_model_without_a_tokenizer(penstock: Run, base_model: Path, tmp_path: Path) -> None:

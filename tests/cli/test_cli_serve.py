@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torch
 from typer.testing import Result
 
 from penstock.cli import serve as command
@@ -30,6 +31,14 @@ def started(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     monkeypatch.setattr(lifecycle, "serve", run)
     monkeypatch.delenv(command.KEY_VARIABLE, raising=False)
     return found
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="has a GPU")
+def test_a_device_that_is_not_there(penstock: Run, started: dict[str, Any]) -> None:
+    found = penstock("serve", "--device", "cuda")
+    assert found.exit_code == 1
+    assert "device='cuda' can't be used" in found.output
+    assert not started  # nothing listens
 
 
 def test_options_reach_the_server(penstock: Run, started: dict[str, Any]) -> None:

@@ -18,6 +18,7 @@ from penstock.cli.options import (
     Quantization,
     TokenizerFrom,
     given,
+    grouped,
     speculation,
 )
 from penstock.cli.progress import progress_line
@@ -80,6 +81,7 @@ Picture = Annotated[
 ]
 
 
+@grouped
 def speculate(
     model: Model = MODEL,
     speculative_config: Config = None,

@@ -18,6 +18,7 @@ from penstock.cli.options import (
     Quantization,
     TokenizerFrom,
     given,
+    grouped,
 )
 from penstock.cli.progress import progress_line
 from penstock.errors import ConfigError, PenstockError, nearest
@@ -44,6 +45,7 @@ Parts = Annotated[
 Seed = Annotated[int, typer.Option(min=0, help="The same seed, the same outputs.")]
 
 
+@grouped
 def structured(
     model: Model = MODEL,
     schemas: Schemas = None,

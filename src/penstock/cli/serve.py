@@ -358,8 +358,17 @@ def serve(
             seed=seed,
         ),
     )
+    _check_device(engine.model.device)
     configure(config.log_format)
     run(config, _loader(engine))
+
+
+def _check_device(name: str) -> None:
+    """Raises ConfigError for a GPU that can't be used, before anybody could connect."""
+    if name != "auto":
+        from penstock.runtime.device import device_of
+
+        device_of(name)
 
 
 def _loader(config: EngineConfig) -> Callable[[], tuple[AsyncLLM, str]]:
