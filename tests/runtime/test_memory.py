@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import pytest
 import torch
 
 from penstock.cache import PagedLayout
-from penstock.config import CacheConfig, SchedulerConfig
+from penstock.config import CacheConfig, EngineConfig, SchedulerConfig
 from penstock.errors import ConfigError, OutOfCacheError
+from penstock.models.hub import resolve
+from penstock.models.load import load_model
+from penstock.nn import AttentionSpec, DecoderSpec, LayerSpec, MlpSpec, NormSpec
 from penstock.runtime import plan_blocks, plan_swap
-from penstock.runtime.memory import COMFORTABLE_BYTES, SWAP_BYTES
+from penstock.runtime.device import Device
+from penstock.runtime.loader import _cache, layout_of
+from penstock.runtime.memory import COMFORTABLE_BYTES, SWAP_BYTES, activation_bytes
 
 LAYOUT = PagedLayout(((4, 64),), torch.bfloat16, 32)  # 32 KiB a block, 1 KiB a token
 KIB, MIB = 1 << 10, 1 << 20
@@ -19,6 +26,44 @@ def plan(
     available: int, length: int = 1024, seqs: int = 8, *, layout: PagedLayout = LAYOUT, **cache: int
 ) -> int:
     return plan_blocks(layout, CacheConfig(**cache), length, seqs, available)
+
+
+def test_what_the_largest_step_holds() -> None:
+    """Llama-3.1-8B's shape, 2,048 tokens of 64 sequences: from its published config.json."""
+    layer = LayerSpec(AttentionSpec(32, 8, 128, 128**-0.5, None), MlpSpec(14336))
+    decoder = DecoderSpec(128_256, 4096, (layer,) * 32, NormSpec(), 0)
+    config = SchedulerConfig(max_num_batched_tokens=2048, max_num_seqs=64)
+    of_token = 2 * 4096 + (32 + 8 + 8) * 128 + 32 * 128 + 3 * 14336
+    assert activation_bytes(decoder, 2, config) == 2 * 2048 * of_token + 3 * 64 * 128_256 * 4
+
+
+@dataclass(frozen=True, slots=True)
+class _Gpu(Device):
+    """One that has as much memory as is said."""
+
+    free: int = 0
+
+    @property
+    def is_gpu(self) -> bool:
+        return True
+
+    @property
+    def available_bytes(self) -> int:
+        return self.free
+
+
+def test_a_gpu_keeps_room_for_the_largest_step() -> None:
+    config = EngineConfig.of(model="stories", max_num_seqs=4, max_num_batched_tokens=256)
+    loaded = load_model(resolve("stories"))
+    beside = activation_bytes(loaded.spec.decoder, 2, config.scheduler)
+    layout = layout_of(config, loaded)
+    one = layout.nbytes(layout.blocks_for(loaded.max_model_len))
+    share = config.cache.memory_fraction
+    cpu, enough = torch.device("cpu"), int(one / share) + layout.bytes_per_block
+    _, blocks = _cache(config, loaded, None, device=_Gpu(cpu, False, beside + enough))
+    assert blocks == layout.blocks_for(loaded.max_model_len)
+    with pytest.raises(OutOfCacheError, match="One sequence of"):
+        _cache(config, loaded, None, device=_Gpu(cpu, False, enough))
 
 
 def test_a_block_is_what_the_test_thinks() -> None:

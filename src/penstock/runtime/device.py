@@ -38,6 +38,15 @@ class Device:
         return self.torch.type == "cuda"
 
     @property
+    def workspace_bytes(self) -> int:
+        """That a kernel may take beside a step's tensors."""
+        if not self.by_triton:
+            return 0
+        from penstock.kernels.triton.attention import WORKSPACE  # needs Triton
+
+        return WORKSPACE
+
+    @property
     def available_bytes(self) -> int:
         """Of its memory that is free."""
         if self.is_gpu:

@@ -29,7 +29,7 @@ from penstock.runtime.engine_folder import EngineFolder, is_engine
 from penstock.runtime.forwards import forward_of, forward_of_engine, forward_on
 from penstock.runtime.graphs import StepLimits
 from penstock.runtime.medusa import open_medusa
-from penstock.runtime.memory import plan_blocks
+from penstock.runtime.memory import activation_bytes, plan_blocks
 from penstock.runtime.plan import Plan
 from penstock.runtime.runner import Forward, Runner
 from penstock.runtime.vocabulary import ReducedVocabulary
@@ -253,12 +253,15 @@ def _cache(
     device: Device = CPU,
 ) -> tuple[PagedLayout, int]:
     """The cache's layout and how many blocks it has. mapped: bytes of the target's weights that
-    still count as free.
+    still count as free. On a GPU room is left for the largest step.
     """
     if opened is not None:
         config, mapped = _with_depth(config, opened.asked), mapped + opened.later_bytes
     layout = layout_of(config, loaded, device)
     beside = () if opened is None else opened.layouts
+    if device.is_gpu:  # a CPU's are small beside what is left to others
+        mapped += activation_bytes(loaded.spec.decoder, loaded.dtype.itemsize, config.scheduler)
+        mapped += device.workspace_bytes
     free_bytes = max(device.available_bytes - mapped, 0)
     blocks = plan_blocks(
         layout,

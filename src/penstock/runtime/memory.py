@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from penstock.cache import PagedLayout
 from penstock.config import CacheConfig, SchedulerConfig
 from penstock.errors import OutOfCacheError
+from penstock.nn import DecoderSpec
 
 COMFORTABLE_BYTES = 4 << 30
 """The cache's size unless asked otherwise, where one sequence of full length needs no more."""
@@ -33,6 +34,22 @@ class _Caches:
         """The most blocks that `nbytes` hold; a cache with a window has more than its blocks."""
         most = nbytes // self.bytes_per_block
         return bisect_right(range(1, most + 1), nbytes, key=self.nbytes)
+
+
+def activation_bytes(decoder: DecoderSpec, itemsize: int, config: SchedulerConfig) -> int:
+    """What the largest step of a decoder holds beside weights and cache, at most.
+
+    Of the widest layer its residual stream, that normed, queries, keys, values, what attention
+    gives, and the MLP between its matrices; and logits of all sequences in float32: as computed, as
+    graphs share them, as the sampler changes them.
+    """
+    widest = 0
+    for layer in decoder.layers:
+        a, mlp = layer.attention, layer.mlp
+        attended = (2 * a.num_heads + 2 * a.num_kv_heads) * a.head_dim
+        widest = max(widest, attended + (3 if mlp.gated else 2) * mlp.intermediate)
+    tokens = config.max_num_batched_tokens * (2 * decoder.hidden + widest) * itemsize
+    return tokens + 3 * 4 * config.max_num_seqs * decoder.vocab_size
 
 
 def plan_blocks(

@@ -1,12 +1,15 @@
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
 
 from penstock import ops
 from penstock.errors import KernelError
-from penstock.kernels.triton import launchers
+from penstock.kernels.triton import attention, launchers
 from penstock.kernels.triton.attention import Sizes, attend
 from penstock.ops.rotary_cache import stored
 from tests.kernels.triton.conftest import DEVICE
@@ -103,6 +106,34 @@ def expected(
     sinks: Tensor | None = None,
 ) -> Tensor:
     return REFERENCE(*args, args[0].shape[2] ** -0.5, window, softcap, sinks, *scales)
+
+
+def test_few_queries_without_room_for_their_spans(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are taken as many are, and are the same to the last bit."""
+    case = Case(torch.float16, (4, 2), 16)
+    decoding = [(b, count - 1, 1) for b, (count, _) in enumerate(case.ragged)]
+    for args in (case.arguments(), case.arguments(decoding)):
+        few = small(args, case.scales)
+        need = attention.workspace(args[0], args[5], case.block_size, SMALL, SMALL.rows // 2)
+        queries = args[0].shape[0]
+        assert need == queries * 4 * 4 * 4 * (16 + 2)  # heads, spans, bytes
+        for room in (need, need - 1):
+            monkeypatch.setattr(attention, "WORKSPACE", room)
+            launched: list[str] = []
+            monkeypatch.setattr(attention, "_launch_few", noting(launched, attention._launch_few))
+            assert small(args, case.scales).equal(few)
+            assert bool(launched) == (room == need)
+            monkeypatch.undo()
+
+
+def noting(launched: list[str], launch: Callable[..., None]) -> Callable[..., None]:
+    """`launch`, with a note that it was."""
+
+    def run(*arguments: Any) -> None:
+        launched.append("few")
+        launch(*arguments)
+
+    return run
 
 
 @pytest.mark.parametrize(

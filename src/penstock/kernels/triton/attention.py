@@ -11,7 +11,9 @@ for all of them.
   span, or more spans one after another if there are plenty of programs; a second kernel joins.
   Workspace: 4 · (D + 2) bytes for each query head and span, 1.6% of what keys take in bfloat16
   where four heads share them.
-- Many queries: a program a tile of queries and a KV head, that joins as it goes.
+- Many queries: a program a tile of queries and a KV head, that joins as it goes. So are few where
+  their workspace would be larger than WORKSPACE: many sequences beside a long context, so that
+  there are programs enough without spans side by side.
 
 Both multiply tiles whose sides along K and along the keys are the same, by the same instructions
 (wgmma, whose order along K isn't affected by the number of rows), and keep a row's scores in the
@@ -40,6 +42,9 @@ SPAN = 256
 LOG2_E = 1.4426950408889634
 PROGRAMS = 2048
 """About how many programs few queries are spread over, for GPUs of up to a few hundred SMs."""
+
+WORKSPACE = 512 << 20
+"""The most bytes that spans of few queries take before they are joined."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,6 +141,8 @@ def attend(
     }
     inputs = (*caches, *scales, sinks, *ragged, block_table)
     each = cut.rows // group  # most queries that few are
+    if workspace(q, block_table, caches[0].shape[2], cut, each) > WORKSPACE:
+        each = 0
     if each and (batch > 1 or tokens <= each):
         _launch_few(q, out, inputs, common, cut, each)
     if tokens > each and (tokens != batch or not each):
@@ -147,6 +154,13 @@ def attend(
             **common, ROWS=rows, STAGES=cut.many_stages, num_warps=_warps(rows),
         )  # fmt: skip
     return out
+
+
+def workspace(q: Tensor, block_table: Tensor, block_size: int, cut: Sizes, each: int) -> int:
+    """Bytes for the spans of few queries, up to `each` a sequence, before they are joined."""
+    (tokens, heads, dim), (batch, width) = q.shape, block_table.shape
+    spans = triton.cdiv(width * block_size, cut.span)
+    return min(tokens, batch * each) * heads * spans * 4 * (dim + 2) if spans > 1 else 0
 
 
 def _launch_few(
