@@ -35,6 +35,7 @@ from penstock import ops
 from penstock.errors import ConfigError, InvalidSamplingError, RequestError
 from penstock.sampling.beam_params import BeamSearchParams
 from penstock.sampling.logprobs import TokenLogprobs, collect
+from penstock.sampling.samplers.rows import log_softmax
 
 Stopped = Callable[[int, int], str | None]
 """(row, token) → the stop string that this beam's text holds with this token, if any."""
@@ -112,7 +113,7 @@ def log_probabilities(logits: Tensor, params: BeamSearchParams) -> Tensor:
         logits = logits.to(torch.float32)
         if params.divisor != 1.0:
             logits = logits / params.divisor
-        return logits.log_softmax(-1)
+        return log_softmax(logits)
 
 
 class BeamSearch:

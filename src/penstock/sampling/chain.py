@@ -24,6 +24,7 @@ from penstock.sampling.params import CUTS, SamplingParams
 from penstock.sampling.philox import uniforms
 from penstock.sampling.samplers import cutoff, mirostat, top_n_sigma, typical, xtc
 from penstock.sampling.samplers.dynamic_temperature import temperatures
+from penstock.sampling.samplers.rows import softmax
 from penstock.sampling.state import SequenceSampling
 from penstock.sampling.transfer import upload
 from penstock.sampling.truncation import Cuts, Drawn, cut_top_k_, cut_top_p_, scale_
@@ -99,7 +100,7 @@ class Chain:
         if self._on_device:
             return self._draw_on_device(logits, cuts, u), peaks
         scaled, log2_p = self._scaled(logits, cuts)
-        tokens = draw_from_vocab(scaled.softmax(-1), u)
+        tokens = draw_from_vocab(softmax(scaled), u)
         for i, before in log2_p.items():
             self.rows[i].surprise = -float(before[tokens[i]])
         return tokens, peaks
@@ -110,7 +111,7 @@ class Chain:
         Also, for rows with mirostat, log₂-probabilities [V] as they were before it.
         """
         scaled, log2_p = self._scaled(logits, cuts)
-        return scaled.softmax(-1), log2_p
+        return softmax(scaled), log2_p
 
     def _scaled(self, logits: Tensor, cuts: Cuts) -> tuple[Tensor, dict[int, Tensor]]:
         """Scaled logits of what is left, and what mirostat needs."""

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from penstock import ops
 from penstock.errors import ConfigError
+from penstock.sampling.samplers.rows import log_softmax
 from penstock.sampling.transfer import Part
 
 
@@ -126,18 +127,6 @@ def _leading(logprobs: Tensor, widths: list[int]) -> tuple[list[list[int]], list
             more, at = ops.top_k(logprobs[i : i + 1], width)
             id_rows[i], value_rows[i] = at[0].tolist(), more[0].tolist()
     return id_rows, value_rows
-
-
-def log_softmax(logits: Tensor) -> Tensor:
-    """Log-probabilities of logits [L, V] float32, by float32's log-softmax.
-
-    On a GPU rows begin on 16 bytes: the order of torch's additions depends on that.
-    """
-    rest = -logits.shape[1] % 4
-    if rest and logits.device.type != "cpu":
-        padded = torch.nn.functional.pad(logits, (0, rest), value=-torch.inf)
-        return padded.log_softmax(-1)[:, : logits.shape[1]]
-    return logits.log_softmax(-1)
 
 
 def gather(logprobs: Tensor, chosen: Tensor, counts: list[int]) -> list[Tensor]:

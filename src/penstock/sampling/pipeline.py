@@ -40,6 +40,7 @@ from penstock.sampling.params import SamplingParams
 from penstock.sampling.penalties import LogitEdits, gather_edits
 from penstock.sampling.pending import MASKED, NO_TOKEN, Done, Launched, Pending, Sampled, failures
 from penstock.sampling.processors import ProcessedLogits
+from penstock.sampling.samplers.rows import log_softmax
 from penstock.sampling.state import SequenceSampling
 from penstock.sampling.transfer import Gathered, Part, upload
 from penstock.sampling.truncation import (
@@ -183,7 +184,7 @@ class Sampler:
         plan.work_on(rows, ahead)
         raw = None
         if plan.reported:
-            raw = logits.index_select(0, plan.reported_index).log_softmax(-1)
+            raw = log_softmax(logits.index_select(0, plan.reported_index))
         tokens = [NO_TOKEN] * len(rows)
         errors = self._edit(plan, logits, rows)
         if plan.greedy:
@@ -209,7 +210,7 @@ class Sampler:
         plan.work_on(rows, ahead)
         raw = None
         if plan.reported:
-            raw = report.log_softmax(logits.index_select(0, plan.reported_index))
+            raw = log_softmax(logits.index_select(0, plan.reported_index))
         errors = self._edit(plan, logits, rows)
         tokens = logits.new_empty(len(rows), dtype=torch.int64)
         peaks = logits.new_empty(len(rows))

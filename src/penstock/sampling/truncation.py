@@ -25,6 +25,7 @@ from torch import Tensor
 
 from penstock import ops
 from penstock.ops.draw import BEYOND, draw_from_vocab, nucleus_floor
+from penstock.sampling.samplers.rows import softmax
 
 NARROW: Final = 128
 """How many tokens are fetched at first: covers the usual top_k and nucleus."""
@@ -95,7 +96,7 @@ def draw_full(logits: Tensor, cuts: Cuts, u: Tensor) -> Drawn:
         cut_top_k_(logits, cuts.top_k)
     scaled = scale_(logits, peaks[:, None], cuts.temperature)
     scaled.masked_fill_(scaled < cuts.log_min_p, -torch.inf)
-    weights = scaled.softmax(-1)
+    weights = softmax(scaled)
     if bool((cuts.top_p < 1.0).any()):  # a p of 1 beside others comes to the same draw there
         weights.masked_fill_(weights < nucleus_floor(_descending(weights), cuts.top_p), 0.0)
     return draw_from_vocab(weights, u), peaks
@@ -109,7 +110,7 @@ def cut_top_k_(logits: Tensor, top_k: Tensor) -> None:
 
 def cut_top_p_(scaled: Tensor, top_p: Tensor) -> None:
     """Make all but each row's nucleus impossible. scaled [R, V] logits, top_p [R, 1]."""
-    weights = scaled.softmax(-1)
+    weights = softmax(scaled)
     floor = nucleus_floor(_descending(weights), top_p)
     scaled.masked_fill_(weights < floor, -torch.inf)
 

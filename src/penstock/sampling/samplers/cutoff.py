@@ -9,17 +9,17 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from penstock.sampling.samplers.rows import entropies
+from penstock.sampling.samplers.rows import entropies, log_softmax, softmax
 
 
 def cut_epsilon_(scaled: Tensor, epsilon: Tensor) -> None:
     """Keep what has at least probability epsilon [R, 1], and the likeliest. scaled [R, V]."""
-    _keep_from_(scaled, scaled.softmax(-1), epsilon)
+    _keep_from_(scaled, softmax(scaled), epsilon)
 
 
 def cut_eta_(scaled: Tensor, epsilon: Tensor) -> None:
     """Keep what has at least min(ε, √ε·e^−H), and the likeliest. scaled [R, V], epsilon [R, 1]."""
-    log_p = scaled.log_softmax(-1)
+    log_p = log_softmax(scaled)
     eta = torch.minimum(epsilon, epsilon.sqrt() * (-entropies(log_p)).exp())
     _keep_from_(scaled, log_p.exp(), eta)
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from penstock.sampling.samplers.rows import entropies, totals
+from penstock.sampling.samplers.rows import entropies, log_softmax, totals
 
 LEAST = 1e-5
 """A temperature below this is taken as this: nearly greedy, and logits stay finite."""
@@ -21,6 +21,6 @@ LEAST = 1e-5
 def temperatures(logits: Tensor, base: Tensor, spread: Tensor, exponent: Tensor) -> Tensor:
     """The temperature of each row, [R, 1] float32. logits [R, V]; base, spread, exponent [R, 1]."""
     possible = totals((logits != -torch.inf).to(torch.float32)).to(torch.float32)
-    share = entropies(logits.log_softmax(-1)) / possible.clamp(min=2.0).log()
+    share = entropies(log_softmax(logits)) / possible.clamp(min=2.0).log()
     low, high = (base - spread).clamp(min=0.0), base + spread
     return (low + (high - low) * share.clamp(0.0, 1.0) ** exponent).clamp_(min=LEAST)

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from penstock import ops
+from penstock.sampling.samplers.rows import log_softmax
 
 LEADING = 100
 """How many tokens the exponent is estimated from, as in the paper."""
@@ -30,7 +31,7 @@ def cut_(scaled: Tensor, version: int, mu: float) -> Tensor:
 
     Returns log₂-probabilities [1, V] as they were before: what surprise is measured by.
     """
-    log2_p = scaled.log_softmax(-1).div_(_LOG2)
+    log2_p = log_softmax(scaled).div_(_LOG2)
     if version == 2:
         floor = min(-mu, float(log2_p.amax()))
         scaled.masked_fill_(log2_p < floor, -torch.inf)
@@ -59,7 +60,7 @@ def cut_2_(scaled: Tensor, mu: Tensor) -> None:
 
 def surprises(scaled: Tensor) -> Tensor:
     """−log₂ p of scaled logits [R, V]."""
-    return scaled.log_softmax(-1).div_(_LOG2).neg_()
+    return log_softmax(scaled).div_(_LOG2).neg_()
 
 
 def _slopes(leading: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Sums along the rows of a batch whose bits don't depend on how many rows there are."""
+"""Functions of the rows of a batch whose bits don't depend on how many rows there are."""
 
 from __future__ import annotations
 
@@ -20,6 +20,24 @@ def totals(values: Tensor) -> Tensor:
     if values.device.type != "cpu":
         return _folded(_folded(blocks.to(torch.float64))[..., 0])
     return blocks.sum(-1, dtype=torch.float64).cumsum(-1)[:, -1:]
+
+
+def softmax(logits: Tensor) -> Tensor:
+    """Probabilities of logits [R, V] float32."""
+    return _aligned(logits).softmax(-1)[:, : logits.shape[1]]
+
+
+def log_softmax(logits: Tensor) -> Tensor:
+    """Their logarithms, by float32's log-softmax."""
+    return _aligned(logits).log_softmax(-1)[:, : logits.shape[1]]
+
+
+def _aligned(logits: Tensor) -> Tensor:
+    """On a GPU rows begin on 16 bytes: the order of torch's additions depends on that."""
+    rest = -logits.shape[1] % 4
+    if rest and logits.device.type != "cpu":
+        return torch.nn.functional.pad(logits, (0, rest), value=-torch.inf)
+    return logits
 
 
 def _folded(values: Tensor) -> Tensor:

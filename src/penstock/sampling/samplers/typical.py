@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from penstock.ops.draw import running
-from penstock.sampling.samplers.rows import entropies
+from penstock.sampling.samplers.rows import entropies, log_softmax
 
 Row = npt.NDArray[np.float32]
 
@@ -22,7 +22,7 @@ def cut_(scaled: Tensor, p: Tensor, on_device: bool = False) -> None:
     """Keep of each row of scaled logits [R, V] the tokens with the smallest |−log p − H| that hold
     at least mass p [R, 1]; equal distances stay or go together. on_device: without the host.
     """
-    log_p = scaled.log_softmax(-1)
+    log_p = log_softmax(scaled)
     distance = (log_p + entropies(log_p)).abs_()  # inf where a token is impossible
     reach = _reach_on_device if on_device else _reach
     scaled.masked_fill_(distance > reach(distance, log_p.exp(), p), -torch.inf)

@@ -8,6 +8,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from penstock.sampling.samplers.rows import softmax
+
 
 def cut_(scaled: Tensor, probability: Tensor, threshold: Tensor, u: Tensor) -> None:
     """Where u < probability, drop all tokens of scaled logits [R, V] that have at least
@@ -15,7 +17,7 @@ def cut_(scaled: Tensor, probability: Tensor, threshold: Tensor, u: Tensor) -> N
 
     Equal ones stay together: a row whose top choices are all equal keeps them.
     """
-    weights = scaled.softmax(-1)
+    weights = softmax(scaled)
     top = weights.masked_fill(weights < threshold, torch.inf)
     least = top.amin(-1, keepdim=True)  # inf where no token reaches the threshold
     scaled.masked_fill_((weights > least) & (u < probability), -torch.inf)
