@@ -169,3 +169,22 @@ def test_those_that_are_left_by_others(expected: dict[str, list[Any]]) -> None:
     for name in ended:
         assert found[name] == expected[name]
     assert early.computing.overlapped > 20
+
+
+def test_somebody_who_waits_for_blocks_stops_nobody() -> None:
+    """Steps are begun early although the queue isn't empty, and who waits starts in the end."""
+    early = engine(num_blocks=4, preemption_mode="recompute")  # of 32 tokens
+    params = SamplingParams(temperature=0.0, max_tokens=30, ignore_eos=True)
+    for name in ("first", "second"):
+        early.add_request(name, [2 + (i + len(name)) % 60 for i in range(66)], params)
+    ended: dict[str, int] = {}
+    steps = 0
+    while early.has_unfinished:
+        outputs = early.step()
+        steps += 1
+        if steps == 20:
+            assert early.scheduler.num_running == early.scheduler.num_waiting == 1
+            assert early.computing.overlapped > 10
+        ended |= {output.request_id: steps for output in outputs if output.finished}
+    assert list(ended) == ["first", "second"]
+    assert early.stats()["preemptions"] == 0

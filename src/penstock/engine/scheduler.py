@@ -67,6 +67,7 @@ class Scheduler:
         self.reservations = Reservations(pool, self.table, block_size, self.running, self.waiting)
         self._free_rows = list(range(config.max_num_seqs - 1, -1, -1))
         self._kept_rows = 0  # of the free ones: for those that are set aside in this step
+        self._stuck: Sequence | None = None  # lacked blocks in the last step; none were freed since
 
     # ── the queue ────────────────────────────────────────────────────────────────────────────
 
@@ -117,6 +118,7 @@ class Scheduler:
             self.waiting.remove(sequence)
         self.swapper.forget(sequence)
         self._let_go(sequence)
+        self._stuck = None
         sequence.status = Status.FINISHED
 
     # ── one step ─────────────────────────────────────────────────────────────────────────────
@@ -124,7 +126,9 @@ class Scheduler:
     @property
     def admits(self) -> bool:
         """Whether somebody waits who might start in the next step."""
-        return bool(self.waiting) and (self._num_free_rows > 0 or self.policy.preempts)
+        if not self.waiting or self.policy.preempts:
+            return bool(self.waiting)
+        return self._num_free_rows > 0 and self.waiting.first() is not self._stuck
 
     def has_room(self, sequence: Sequence) -> bool:
         """Whether a running sequence has a block for one more token than it has; it is given one
@@ -134,7 +138,7 @@ class Scheduler:
 
     def schedule(self) -> Plan:
         """Plan the next step; an empty plan means that there is nothing to do."""
-        plan = Plan()
+        plan, self._stuck = Plan(), None
         self.waiting.age(self.clock())
         limit = self.config.max_num_batched_tokens
         preempted = self.num_preemptions
@@ -200,6 +204,8 @@ class Scheduler:
                     break
                 displaced = True
             if sequence.status is not Status.RUNNING:
+                if plan.num_tokens == len(plan.parts):  # no prompts, which took of the budget
+                    self._stuck = sequence
                 break
         self.waiting.put_back(aside)
         self._kept_rows = 0
