@@ -28,6 +28,7 @@ from penstock.roofline import nvtx
 from penstock.runtime import Runner
 from penstock.sampling import Pending, Sampled, Sampler, prompt_logprobs
 from penstock.sampling.transfer import upload
+from penstock.sampling.warm_up import warm_up
 
 
 @dataclass(slots=True)
@@ -70,6 +71,9 @@ class Computing:
         self.sampler = sampler
         self._appender = appender
         self._overlaps = overlaps
+        graphs = runner.graphs
+        if graphs is not None and graphs.on_gpu:
+            warm_up(sampler.vocab_size, runner.kv[0][0].device)
         self._next: _InFlight | None = None
         self.overlapped = 0  # steps that were begun so
 

@@ -150,6 +150,11 @@ class GraphForward:
         self._graphs: dict[tuple[int, int, int, tuple[int, ...]], _Graph] = {}
         self._logits: Tensor | None = None  # of the largest graph: the others' go there, too
 
+    @property
+    def on_gpu(self) -> bool:
+        """Whether kernels are compiled for a GPU, not interpreted."""
+        return self._device.is_gpu
+
     def enter(self) -> None:
         """Have this thread launch kernels on the device: each has a GPU of its own in mind."""
         if self._device.is_gpu:
