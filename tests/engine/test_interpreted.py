@@ -13,6 +13,15 @@ import pytest
 ROOT = Path(__file__).parents[2]
 
 
+@pytest.mark.slow
+def test_engines_whose_kernels_are_compiled() -> None:
+    """Every family, format, cache and method gets as far as a GPU: 2 minutes."""
+    pytest.importorskip("triton", reason="Triton isn't installed")
+    from tests.kernels.triton.compiled import in_fresh_process
+
+    in_fresh_process("tests.interpreted.compiled_engine")
+
+
 @pytest.mark.parametrize("file", ["test_engine.py", "test_families.py", "test_speculation.py"])
 def test_over_tritons_kernels(file: str) -> None:
     pytest.importorskip("triton", reason="Triton isn't installed")

@@ -10,9 +10,7 @@ import pytest
 from penstock import LLM, RequestOutput, SamplingParams
 from penstock.errors import ConfigError
 from penstock.runtime.graphs import GraphForward
-from tests.speculate.eagle_reference import make_tensors
-from tests.speculate.eagle_reference import write as write_eagle
-from tests.speculate.rounds import D, V, sure_head, sure_heads, target
+from tests.interpreted.guessing import guessing, target
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=7, ignore_eos=True, logprobs=1)
 DRAWN = SamplingParams(
@@ -28,18 +26,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def heads(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """What guesses, by the method; the draft model isn't quite the target."""
-    path = tmp_path_factory.mktemp
-    tensors = make_tensors(True, hidden=D, vocab=V)
-    layers = {"eagle_aux_hidden_state_layer_ids": [0, 1, 3]}
-    sizes = {"hidden_size": D, "vocab_size": V, "head_dim": 16}
-    return {
-        "draft_model": target(path("draft"), 0.0, 2.0, num_layers=1),
-        "medusa": sure_heads(path("medusa"), "each"),
-        "eagle": sure_head(path("eagle")),
-        "eagle3": write_eagle(path("eagle3"), tensors, **sizes, **layers),
-    }
+def heads(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
+    """A speculative_config for each method."""
+    path = tmp_path_factory.mktemp("heads")
+    return {name: guessing(name, path) for name in ("draft_model", "medusa", "eagle", "eagle3")}
 
 
 def run(folder: Path, params: SamplingParams, **options: Any) -> tuple[list[Any], LLM]:
@@ -65,26 +55,25 @@ def plain(folder: Path) -> dict[str, list[Any]]:
 
 
 @pytest.mark.parametrize(
-    ("method", "how", "extra"),
+    ("method", "how"),
     [
-        ("draft_model", "greedy", {}),
-        ("draft_model", "drawn", {}),
-        ("medusa", "greedy", {"num_speculative_tokens": 3}),
-        ("eagle", "greedy", {"num_speculative_tokens": 3}),
-        ("eagle", "drawn", {"num_speculative_tokens": 2}),
-        ("eagle3", "greedy", {"num_speculative_tokens": 2}),
+        ("draft_model", "greedy"),
+        ("draft_model", "drawn"),
+        ("medusa", "greedy"),
+        ("eagle", "greedy"),
+        ("eagle", "drawn"),
+        ("eagle3", "greedy"),
     ],
 )
 def test_tokens_are_the_targets(
     folder: Path,
-    heads: dict[str, Path],
+    heads: dict[str, dict[str, Any]],
     plain: dict[str, list[Any]],
     method: str,
     how: str,
-    extra: dict[str, Any],
 ) -> None:
-    asked = {"method": method, "model": heads[method], "adaptive": False, **extra}
-    found, llm = run(folder, GREEDY if how == "greedy" else DRAWN, speculative_config=asked)
+    params = GREEDY if how == "greedy" else DRAWN
+    found, llm = run(folder, params, speculative_config=heads[method])
     assert found == plain[how]
     counts = llm.stats()
     assert counts["spec_decode_num_draft_tokens"] > 0
@@ -92,24 +81,25 @@ def test_tokens_are_the_targets(
         assert counts["spec_decode_num_accepted_tokens"] > 0
 
 
-def test_a_draft_model_has_graphs_of_its_own(folder: Path, heads: dict[str, Path]) -> None:
-    asked = {"method": "draft_model", "model": heads["draft_model"], "adaptive": False}
-    _, llm = run(folder, GREEDY, speculative_config=asked)
+def test_a_draft_model_has_graphs_of_its_own(
+    folder: Path, heads: dict[str, dict[str, Any]]
+) -> None:
+    _, llm = run(folder, GREEDY, speculative_config=heads["draft_model"])
     draft = llm.runtime.draft.runner.graphs  # type: ignore[union-attr]
     assert isinstance(draft, GraphForward)
     assert draft.counts.replays > 0
 
 
-def test_quantized_heads(folder: Path, heads: dict[str, Path], plain: dict[str, list[Any]]) -> None:
-    asked = {"method": "eagle", "model": heads["eagle"], "quantization": "w8a16"}
-    chosen = {**asked, "num_speculative_tokens": 2, "adaptive": False}
+def test_quantized_heads(
+    folder: Path, heads: dict[str, dict[str, Any]], plain: dict[str, list[Any]]
+) -> None:
+    chosen = {**heads["eagle"], "quantization": "w8a16"}
     assert run(folder, GREEDY, speculative_config=chosen)[0] == plain["greedy"]
 
 
 def test_a_built_draft_is_for_cpus(
-    folder: Path, heads: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    folder: Path, heads: dict[str, dict[str, Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("penstock.runtime.draft_model.is_engine", lambda path: True)
-    asked = {"method": "draft_model", "model": heads["draft_model"]}
     with pytest.raises(ConfigError, match="was built for a CPU"):
-        run(folder, GREEDY, speculative_config=asked)
+        run(folder, GREEDY, speculative_config=heads["draft_model"])
