@@ -14,6 +14,7 @@ from penstock import LLM, RequestOutput, SamplingParams
 from penstock.engine import RequestOptions
 from penstock.errors import ConfigError
 from penstock.kernels import native
+from penstock.pipeline.build import BuildOptions, build
 
 LENGTH = 4
 LENGTHS = (1, 4, 31)
@@ -184,6 +185,23 @@ def test_embeddings(folder: Path) -> None:
     together = [o.outputs.embedding for o in engine(folder).embed(items)]
     llm = engine(folder, max_num_seqs=1)
     assert together == [llm.embed([item])[0].outputs.embedding for item in items]
+
+
+@pytest.mark.parametrize("quantization", [None, "w4a16-g32"])
+def test_an_engine_folder(folder: Path, tmp_path: Path, quantization: str | None) -> None:
+    """What was built for a GPU gives the same tokens and log-probabilities as what it is of."""
+    chosen: dict[str, Any] = {"dtype": "bfloat16", "quantization": quantization}
+    limits = {"max_num_seqs": 8, "max_model_len": 160}
+    build(BuildOptions(folder, tmp_path / "engine", device="cuda", **chosen, **limits))
+    items = [{"prompt_token_ids": tokens} for tokens in prompts()[:2]]
+    built = LLM(tmp_path / "engine", skip_tokenizer_init=True, num_blocks=40)
+    assert built.runtime.engine is not None
+    assert built.runtime.runner.graphs is not None
+    expected = [seen(o) for o in engine(folder, quantization=quantization).generate(items, FEW)]
+    assert [seen(output) for output in built.generate(items, FEW)] == expected
+    found = [o.outputs.embedding for o in built.embed(items[:1])]
+    again = engine(folder, quantization=quantization).embed(items[:1])
+    assert found == [o.outputs.embedding for o in again]
 
 
 def test_what_is_not_built_is_refused(folder: Path) -> None:

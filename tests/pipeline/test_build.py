@@ -180,7 +180,7 @@ def test_without_swapping_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"device": "cuda"}, "device='cuda' isn't built"),
+        ({"device": "tpu"}, "device='tpu' isn't one of cpu, cuda"),
         ({"quantization": "w5a5"}, "quantization='w5a5' isn't one of"),
         ({"profile": (8, 1, 64)}, "profile=8,1,64 must be the fewest, usual and most"),
         ({"profile": (1, 1, 4)}, "up to 4 tokens, fewer than max_num_seqs=8"),

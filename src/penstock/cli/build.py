@@ -51,7 +51,9 @@ def build(
     max_model_len: MaxModelLen = None,
     profile: Profile = None,
     passes: Passes = None,
-    device: Annotated[str, typer.Option(help="What it runs on: cpu.")] = "cpu",
+    device: Annotated[
+        str, typer.Option(help="What it runs on: cpu or cuda, which needn't be here.")
+    ] = "cpu",
     forward: Forward = "program",
     revision: Annotated[str | None, typer.Option(help="Branch, tag or commit of a hub id.")] = None,
     no_timing_cache: Annotated[
@@ -100,8 +102,12 @@ def lines(report: dict[str, Any], output: Path) -> list[str]:
     low, usual, most = report["choices"]["profile"]
     seconds = report["seconds"]
     limits = report["choices"]
-    by = {"program": "one call", "package": "a compiled package"}[limits["forward"]]
-    steps = f"{len(report['operators'])} operators in {by}"
+    by = {
+        "program": "in one call",
+        "package": "in a compiled package",
+        "graphs": "by CUDA graphs, recorded when it starts",
+    }[limits["forward"]]
+    steps = f"{len(report['operators'])} operators {by}"
     tokens = chosen["prefill_tokens"] or most
     graph = report["graph"]
     before, after = (sum(graph[when].values()) for when in ("before", "after"))

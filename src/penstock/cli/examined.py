@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from penstock.errors import EngineFolderError, ModelNotFoundError, PenstockError
+from penstock.errors import ConfigError, EngineFolderError, ModelNotFoundError, PenstockError
 
 if TYPE_CHECKING:
     from penstock.models.sources import Stored
@@ -97,14 +97,24 @@ def _kind(path: Path) -> Kind:
     return "export" if (path / MANIFEST).exists() else "model"
 
 
+def _made_for(device: str, made_for: Mapping[str, Any]) -> str:
+    """Where an engine runs, and where it was built."""
+    if device == "cuda":
+        return f"GPUs, Penstock {made_for['penstock']}"
+    return (
+        f"{made_for['arch']} {made_for['isa']}, Penstock {made_for['penstock']}, "
+        f"torch {made_for['torch']} (on {made_for['machine']['processor']})"
+    )
+
+
 def _engine(folder: Path) -> Examined:
     """What an engine folder was built for, its weights held against their sums."""
     from penstock.runtime.engine_folder import EngineFolder, read_manifest
 
     why = ""
     try:
-        EngineFolder.open(folder, verify=True)
-    except EngineFolderError as error:
+        EngineFolder.open(folder, verify=True).device("auto")
+    except (EngineFolderError, ConfigError) as error:
         why = str(error)
     try:
         manifest = read_manifest(folder)
@@ -116,8 +126,7 @@ def _engine(folder: Path) -> Examined:
         "Model": f"{choices['model']}, {manifest['weight_formats']}",
         "Limits": f"{choices['max_num_seqs']} sequences of up to {choices['max_model_len']} "
         f"tokens, cache in {choices['kv_cache_dtype']}",
-        "Made for": f"{made_for['arch']} {made_for['isa']}, Penstock {made_for['penstock']}, "
-        f"torch {made_for['torch']} (on {made_for['machine']['processor']})",
+        "Made for": _made_for(choices["device"], made_for),
         "Bytes": f"{weights / 1e6:,.1f} MB of weights, {workspace / 1e6:,.1f} MB of workspace",
     }
     details = {

@@ -38,6 +38,7 @@ from penstock.pipeline.passes import check_passes
 from penstock.pipeline.planning import Planned, plan_step
 from penstock.pipeline.weights_file import WeightsFile
 from penstock.runtime import compile_counter
+from penstock.runtime.device import Device
 from penstock.runtime.engine_folder import (
     KIND,
     MANIFEST,
@@ -55,7 +56,7 @@ from penstock.runtime.fingerprint import fingerprint
 from penstock.runtime.formats import encode
 from penstock.runtime.hidden import hidden_tensors
 from penstock.runtime.loader import layout_of
-from penstock.runtime.manifest import FORWARDS
+from penstock.runtime.manifest import DEVICES, FORWARDS
 from penstock.runtime.package import description
 from penstock.runtime.plan import Plan, fixed_tensors, record
 from penstock.runtime.program import Program
@@ -91,11 +92,13 @@ class BuildOptions:
     timing_cache: bool = True  # replay what an earlier build has measured
 
     def __post_init__(self) -> None:
-        if self.device != "cpu":
-            raise ConfigError(f"device={self.device!r} isn't built: engines are for 'cpu'.")
-        if self.forward not in FORWARDS:
-            raise ConfigError(f"forward={self.forward!r} isn't one of {', '.join(FORWARDS)}.")
+        if self.device not in DEVICES:
+            raise ConfigError(f"device={self.device!r} isn't one of {', '.join(DEVICES)}.")
+        if self.forward not in FORWARDS[:2]:
+            raise ConfigError(f"forward={self.forward!r} isn't one of {', '.join(FORWARDS[:2])}.")
         check_passes(self.passes or ())
+        if self.device == "cuda":
+            self._check_gpu()
         low, usual, most = self.steps
         if not 1 <= low <= usual <= most:
             raise ConfigError(
@@ -108,6 +111,23 @@ class BuildOptions:
                 f"max_num_seqs={self.max_num_seqs} sequences. Raise its last, or lower that."
             )
         _ = self.config  # refuses what is out of range
+
+    def _check_gpu(self) -> None:
+        """Raises ConfigError for what is of a CPU's engines."""
+        for name, given in (
+            ("passes", self.passes is not None),
+            ("forward='package'", self.forward != "program"),
+            (f"kv_cache_dtype={self.kv_cache_dtype!r}", self.kv_cache_dtype in ("int4", "kivi")),
+        ):
+            if given:
+                raise ConfigError(
+                    f"{name} is for CPUs, and device='cuda' builds for a GPU. Leave one out."
+                )
+
+    @property
+    def target(self) -> Device:
+        """What weights and cache are laid out for; a GPU needn't be here."""
+        return Device(torch.device("cpu"), by_triton=self.device == "cuda")
 
     @property
     def config(self) -> EngineConfig:
@@ -154,6 +174,7 @@ class BuildOptions:
             ("--max-num-seqs", self.max_num_seqs, 64),
             ("--max-model-len", self.max_model_len, None),
             ("--profile", self.profile and ",".join(map(str, self.profile)), None),
+            ("--device", self.device, "cpu"),
             ("--forward", self.forward, "program"),
             ("--passes", None if self.passes is None else ",".join(self.passes) or "none", None),
         ):
@@ -168,7 +189,7 @@ def build(options: BuildOptions, progress: Progress | None = None) -> dict[str, 
     Raises ConfigError for choices that can't be or a folder that is in the way, ModelError for a
     checkpoint that is wrong, EngineFolderError when the disk fills up. No folder is left then.
     """
-    if interpreting():
+    if interpreting() and options.device == "cpu":
         raise ConfigError(
             "An engine is built for a CPU's own kernels, so PENSTOCK_KERNELS=triton can't take "
             "effect. Unset it to build one."
@@ -196,7 +217,7 @@ class _Build:
         with self._timed("pack"):
             loaded, index = self._pack()
         with self._timed("plan"):
-            layout = layout_of(self.options.config, loaded)
+            layout = layout_of(self.options.config, loaded, self.options.target)
             planned = self._plan(loaded, layout, index)
             plan = planned.plan
         if self.options.forward == "package":
@@ -230,6 +251,7 @@ class _Build:
                 quantization=options.quantization,
                 progress=lambda done, total: self.progress("pack", done, total),
                 stored=weights.take,
+                storage=options.target.storage(),
             )
             for name, table in loaded.model.named_buffers():
                 weights.add(name, table)
@@ -238,7 +260,8 @@ class _Build:
     def _plan(self, loaded: LoadedModel, layout: PagedLayout, index: Mapping[str, Any]) -> Planned:
         """Plan both kinds of step, and write their plans."""
         self.progress("plan", 0, 2)
-        planned = plan_step(loaded, layout, self.source, self.options.passes)
+        passes = () if self.options.device == "cuda" else self.options.passes
+        planned = plan_step(loaded, layout, self.source, passes)
         plan, kv = planned.plan, layout.allocate(1)
         self.progress("plan", 1, 2)
         hidden = loaded.model.last_hidden_state()
@@ -276,7 +299,7 @@ class _Build:
             "dtype": options.dtype,
             "kv_cache_dtype": options.kv_cache_dtype,
             "device": options.device,
-            "forward": options.forward,
+            "forward": "graphs" if options.device == "cuda" else options.forward,
             **asdict(limits),
         }
         return {
@@ -300,9 +323,10 @@ class _Build:
         manifest: dict[str, Any],
     ) -> dict[str, Any]:
         """Measure what may be chosen, or replay it; notes the workspace in the manifest."""
-        if native.handle is None:
+        if native.handle is None or self.options.device == "cuda":
             manifest["workspace_bytes"] = 0
-            reason = f"nothing to choose: {native.reason}"
+            on_gpu = "a GPU's kernels are compiled where it is"
+            reason = f"nothing to choose: {native.reason if native.handle is None else on_gpu}"
             nothing = tuning.Timings((), 0.0)
             return {"source": reason, **nothing.as_dict(), "chosen": Tuned().as_dict()}
         engine = EngineFolder(

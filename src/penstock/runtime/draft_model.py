@@ -90,7 +90,9 @@ class OpenedDraft:
     @property
     def later_bytes(self) -> int:
         """Of weights in the page cache, which counts as free memory."""
-        return 0 if self.engine is None else int(self.engine.manifest["weights"]["bytes"])
+        if self.engine is None or self.device.is_gpu:
+            return 0
+        return int(self.engine.manifest["weights"]["bytes"])
 
     def described(self, num_blocks: int) -> str:
         return (
@@ -151,16 +153,20 @@ def _load(
             device=device.torch,
         )
         return loaded, None
-    if device.by_triton:
-        raise ConfigError(
-            f"The draft model {folder} was built for a CPU, and its target runs by Triton's "
-            "kernels. Give what it was built from."
-        )
     engine = EngineFolder.open(folder, verify=config.model.verify)
+    if engine.for_gpu != device.by_triton:
+        kinds = ("a CPU", "a GPU")
+        raise ConfigError(
+            f"The draft model {folder} was built for {kinds[engine.for_gpu]}, but its target runs "
+            f"on {kinds[device.by_triton]}. Give what it was built from, or build it with device="
+            f"{'cuda' if device.by_triton else 'cpu'!r}."
+        )
     _check_length(folder, asked, engine.limits.max_model_len)
     length = min(most, engine.limits.max_model_len)
     engine.settle(EngineConfig(ModelConfig(model=folder, quantization=speculative.quantization)))
-    return engine.load(length, strict=config.model.strict), engine
+    ordered = config.model.deterministic is not False
+    strict = config.model.strict
+    return engine.load(length, strict=strict, device=device, ordered=ordered), engine
 
 
 def _check_length(folder: Path, asked: int | None, longest: int) -> None:

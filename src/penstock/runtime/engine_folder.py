@@ -28,6 +28,7 @@ from torch import Tensor
 from penstock.cache import kv_dtype, kv_name
 from penstock.config import EngineConfig, SchedulerConfig
 from penstock.errors import ConfigError, EngineFolderError, KernelError
+from penstock.kernels import interpreting, why_not_on
 from penstock.models.exported import sha256
 from penstock.models.load import LoadedModel, stop_ids
 from penstock.models.registry import read_spec
@@ -36,6 +37,7 @@ from penstock.nn import Decoder
 from penstock.nn.parameters import Loadable
 from penstock.nn.rope import RotaryTable, inverse_frequencies
 from penstock.quant import Dense, WeightFormats, formats_of
+from penstock.runtime.device import CPU, Device, device_of
 from penstock.runtime.fingerprint import Fingerprint, fingerprint
 from penstock.runtime.formats import decode_formats
 from penstock.runtime.manifest import check_manifest, read_json
@@ -113,6 +115,34 @@ class EngineFolder:
             folder, manifest, formats, dtype, choices["kv_cache_dtype"], limits, tuned,
             choices["forward"],
         )  # fmt: skip
+
+    @property
+    def for_gpu(self) -> bool:
+        """Whether its weights lie as a GPU's kernels take them."""
+        return self.forward == "graphs"
+
+    def device(self, name: str) -> Device:
+        """Where it runs, of what was asked for. Raises ConfigError where it can't run there."""
+        if self.for_gpu:
+            found = device_of(name)
+            if not found.by_triton:
+                reason = why_not_on(torch.device("cuda")) or f"device={name!r} was chosen"
+                raise ConfigError(
+                    f"{self.folder} was built for a GPU, and none can be used: {reason}. On a CPU "
+                    "load what it was built from, or an engine built with device='cpu'."
+                )
+            return found
+        if name.startswith("cuda"):
+            raise ConfigError(
+                f"{self.folder} was built for a CPU, so device={name!r} can't take effect. Build "
+                "it with device='cuda', or load what it was built from."
+            )
+        if interpreting():
+            raise ConfigError(
+                f"{self.folder} was built for a CPU's own kernels, so PENSTOCK_KERNELS=triton "
+                "can't take effect. Unset it, or load what the engine was built from."
+            )
+        return CPU
 
     # ── what it runs with ────────────────────────────────────────────────────────────────────
 
@@ -241,16 +271,29 @@ class EngineFolder:
             found[name] = held.view(getattr(torch, entry["dtype"])).view(entry["shape"])
         return found
 
-    def load(self, max_model_len: int, *, strict: bool = False) -> LoadedModel:
-        """The model, its tensors mapped. max_model_len: at most what it was built for."""
+    def load(
+        self,
+        max_model_len: int,
+        *,
+        strict: bool = False,
+        device: Device | None = None,
+        ordered: bool = True,
+    ) -> LoadedModel:
+        """The model, its tensors mapped, or copied to the device where that is a GPU.
+
+        max_model_len: at most what it was built for. ordered: of a GPU's products, as `Storage`.
+        """
+        device = device or CPU
         spec = read_spec(self.folder, strict=strict)
-        decoder = Decoder(spec.decoder, self.formats, self.dtype, 1)  # tables come out of the file
+        formats = self.formats.stored_as(device.storage(ordered))
+        decoder = Decoder(spec.decoder, formats, self.dtype, 1)  # tables come out of the file
         self._fill(decoder, max_model_len)
         self._check_read(decoder)
         self._check_rope(spec.decoder, max_model_len)
         generation = generation_in(self.folder)
         stops = stop_ids(spec, generation, self.folder)
-        return LoadedModel(decoder.eval(), spec, self.dtype, max_model_len, generation, stops)
+        decoder.eval().to(device.torch)
+        return LoadedModel(decoder, spec, self.dtype, max_model_len, generation, stops)
 
     def _fill(self, decoder: Decoder, max_model_len: int) -> None:
         """Give every module what it has in the file."""
@@ -337,9 +380,15 @@ def _check_target(manifest: Mapping[str, Any]) -> None:
         built = Fingerprint.from_dict(manifest["fingerprint"])
     except (KeyError, TypeError) as error:
         raise EngineFolderError(f"its fingerprint can't be read: {error!r}") from error
-    different = built.differences(fingerprint())
+    different = built.differences(fingerprint(), _is_for_gpu(manifest))
     if different:
         raise EngineFolderError(" and ".join(different))
+
+
+def _is_for_gpu(manifest: Mapping[str, Any]) -> bool:
+    """Of a manifest that isn't checked yet."""
+    choices = manifest.get("choices")
+    return isinstance(choices, dict) and choices.get("device") == "cuda"
 
 
 def _check_formats(manifest: Mapping[str, Any], formats: WeightFormats, dtype: torch.dtype) -> None:

@@ -26,6 +26,9 @@ _WORDS = {
     "isa": "the instruction set",
 }
 
+_OF_ANY = ("folder", "plan", "penstock")
+"""Those that a GPU's engine must agree on, too."""
+
 
 @dataclass(frozen=True, slots=True)
 class Fingerprint:
@@ -48,10 +51,15 @@ class Fingerprint:
         """Raises TypeError for other keys, as of another version's folder."""
         return cls(**data)
 
-    def differences(self, here: Fingerprint) -> list[str]:
-        """What keeps an engine with this fingerprint from running where `here` is: sentences."""
+    def differences(self, here: Fingerprint, on_gpu: bool = False) -> list[str]:
+        """What keeps an engine with this fingerprint from running where `here` is: sentences.
+
+        on_gpu: it is for one. Nothing in it depends on the processor or torch then.
+        """
         found = []
         for name, words in _WORDS.items():
+            if on_gpu and name not in _OF_ANY:
+                continue
             then, now = getattr(self, name), getattr(here, name)
             if then != now:
                 found.append(f"it was built for {words} {then}, here is {now}")

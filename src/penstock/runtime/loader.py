@@ -14,7 +14,6 @@ from penstock.cache import PagedLayout, RecentBlocks, kv_dtype, most_recent_bloc
 from penstock.cache.kv_dtype import RECENT_WINDOW
 from penstock.config import EngineConfig, ModelConfig, SpeculativeConfig
 from penstock.errors import ConfigError, WeightsError
-from penstock.kernels import interpreting
 from penstock.models.exported import read_exported, verify_exported
 from penstock.models.hub import resolve
 from penstock.models.load import LoadedModel, load_dummy, load_model
@@ -172,29 +171,29 @@ def _limits(config: EngineConfig, loaded: LoadedModel, layout: PagedLayout) -> S
 def _load_engine(folder: Path, config: EngineConfig) -> Runtime:
     if config.model.load_format == "dummy":
         raise ConfigError(f"{folder} was built with its weights: leave load_format='dummy' out.")
-    if config.model.device.startswith("cuda"):
-        raise ConfigError(
-            f"{folder} was built for a CPU, so device={config.model.device!r} can't take effect. "
-            "On a GPU load what it was built from."
-        )
-    if interpreting():
-        raise ConfigError(
-            f"{folder} was built for a CPU's own kernels, so PENSTOCK_KERNELS=triton can't take "
-            "effect. Unset it, or load what the engine was built from."
-        )
-    check_device(config, CPU)
     engine = EngineFolder.open(folder, verify=config.model.verify)
+    model, device = config.model, engine.device(config.model.device)
+    check_device(config, device)
     config = engine.settle(config)
     assert config.model.max_model_len is not None  # settled
-    loaded = engine.load(config.model.max_model_len, strict=config.model.strict)
+    loaded = engine.load(
+        config.model.max_model_len,
+        strict=model.strict,
+        device=device,
+        ordered=model.deterministic is not False,
+    )
     loaded, vocabulary = _reduced(folder, loaded)
     tokenizer = _tokenizer(config, folder, loaded, vocabulary)
-    mapped = engine.manifest["weights"]["bytes"]  # in the page cache, which counts as free
-    opened = open_beside(config, Target(folder, loaded, tokenizer, vocabulary, engine))
-    layout, blocks = _cache(config, loaded, opened, mapped)
-    kv = layout.allocate(blocks)
-    eager = config.model.enforce_eager
-    forward, hidden = forward_of_engine(engine, loaded.model, kv, eager)
+    # a CPU's are in the page cache, which counts as free
+    mapped = 0 if device.is_gpu else engine.manifest["weights"]["bytes"]
+    opened = open_beside(config, Target(folder, loaded, tokenizer, vocabulary, engine, device))
+    layout, blocks = _cache(config, loaded, opened, mapped, device)
+    kv = layout.allocate(blocks, device.torch)
+    eager, hidden = config.model.enforce_eager, None
+    if device.by_triton:
+        forward = forward_on(device, loaded.model, kv, _limits(config, loaded, layout), model)
+    else:
+        forward, hidden = forward_of_engine(engine, loaded.model, kv, eager)
     placed = None if opened is None else opened.place(blocks, eager)
     runner = runner_over(forward, kv, layout, vocabulary, hidden, _companions(placed))
     return Runtime(loaded, tokenizer, layout, blocks, runner, engine, placed)

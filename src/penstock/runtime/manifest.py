@@ -19,8 +19,11 @@ from penstock.config import KvCacheDtype
 from penstock.errors import EngineFolderError
 from penstock.runtime.mapping import PAGE
 
-FORWARDS = ("program", "package")
-"""What an engine's steps run by: one native call, or an AOTInductor package."""
+DEVICES = ("cpu", "cuda")
+FORWARDS = ("program", "package", "graphs")
+"""What an engine's steps run by: one native call, an AOTInductor package; on a GPU, graphs that
+are recorded when it starts.
+"""
 
 MOST_BYTES = 64 << 20
 """Of a manifest: a million tensors' worth. More is no manifest, and is not read."""
@@ -151,9 +154,9 @@ def _check_choices(choices: Fields) -> None:
         choices.text(key)
     for key in ("revision", "quantization"):
         choices.optional_text(key)
-    choices.text("device", ("cpu",))
+    on_gpu = choices.text("device", DEVICES) == "cuda"
     choices.text("kv_cache_dtype", get_args(KvCacheDtype))
-    choices.text("forward", FORWARDS)
+    choices.text("forward", FORWARDS[2:] if on_gpu else FORWARDS[:2])
     seqs = choices.whole("max_num_seqs", 1, _MOST)
     choices.whole("max_model_len", 1, _MOST)
     profile = choices.sizes("profile", 1)
