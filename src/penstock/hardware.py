@@ -18,8 +18,8 @@ _ISA_FLAGS = ("avx2", "fma", "f16c", "avx512f", "avx512bw", "avx512_vnni", "avx5
 _PEAKS_VERSION = 2  # of what is measured: peaks kept by another one are measured anew
 _GPU_PEAKS_VERSION = 1
 
-Compute = Literal["float32", "bfloat16", "int8"]
-"""What products run in; sums are float32, or int32 for int8."""
+Compute = Literal["float32", "bfloat16", "int8", "float8"]
+"""What products run in; sums are float32, or int32 for int8. float8: E4M3."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,12 +60,12 @@ class Peaks:
         """FLOPs per second of products in `compute`.
 
         AMX has no float32, and bfloat16 without AMX runs as float32 does. int8 that wasn't
-        measured counts as the fastest of the others.
+        measured counts as the fastest of the others. float8 is widened to bfloat16.
         """
         match compute:
             case "float32":
                 return self.fma_flops
-            case "bfloat16":
+            case "bfloat16" | "float8":
                 return max(self.tile_flops, self.fma_flops)
             case "int8":
                 return self.int8_ops or max(self.tile_flops, self.fma_flops)
@@ -114,8 +114,8 @@ class GpuPeaks:
     def of(self, compute: Compute) -> float:
         """FLOPs per second of products in `compute`.
 
-        float32 is full float32, as the kernels compute it. int8 that wasn't measured counts as
-        bfloat16.
+        float32 is full float32, as the kernels compute it. int8 and float8 that weren't measured
+        count as bfloat16.
         """
         match compute:
             case "float32":
@@ -124,6 +124,8 @@ class GpuPeaks:
                 return self.bfloat16_flops
             case "int8":
                 return self.int8_ops or self.bfloat16_flops
+            case "float8":
+                return self.float8_flops or self.bfloat16_flops
             case _:
                 assert_never(compute)
 

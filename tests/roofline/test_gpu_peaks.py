@@ -42,6 +42,8 @@ def test_of() -> None:
     assert PEAKS.of("bfloat16") == 8e14
     assert PEAKS.of("int8") == 1.4e15
     assert replace(PEAKS, int8_ops=0.0).of("int8") == 8e14
+    assert PEAKS.of("float8") == PEAKS.float8_flops > 8e14
+    assert replace(PEAKS, float8_flops=0.0).of("float8") == 8e14
 
 
 def test_a_floor_takes_them() -> None:

@@ -62,7 +62,7 @@ def test_torch_measures_no_int8() -> None:
     found = module._with_torch(torch.ones(1 << 20), 1)
     assert isinstance(found, Peaks)
     assert (found.int8_ops, found.tile_flops) == (0.0, 0.0)
-    assert found.of("int8") == found.fma_flops > 0
+    assert found.of("int8") == found.of("float8") == found.fma_flops > 0
 
 
 def test_peaks_of_a_busy_machine_are_measured_again(

@@ -22,7 +22,7 @@ from penstock.ops.kivi import KEY_GROUP, recent_from
 from penstock.quant import WeightFormat, WeightFormats
 from penstock.step import Step
 
-Unit = Literal["float32", "bfloat16", "int8", "vector"]
+Unit = Literal["float32", "bfloat16", "int8", "float8", "vector"]
 """What an operator computes in: products of a `Compute`, or elements in float32 vectors."""
 
 OPS = ("embedding", "norm", "qkv", "rotary", "attention", "out", "up", "down", "head", "softcap")

@@ -140,6 +140,7 @@ def _levels(peaks: AnyPeaks) -> list[tuple[str, float]]:
     """What multiplies, and how fast; what wasn't measured is left out."""
     if isinstance(peaks, GpuPeaks):
         levels = [("float32", peaks.float32_flops), ("bfloat16", peaks.bfloat16_flops)]
+        levels += [("float8", peaks.float8_flops)] * bool(peaks.float8_flops)
     else:
         levels = [("float32 FMA", peaks.fma_flops)]
         if peaks.tile_flops > peaks.fma_flops:

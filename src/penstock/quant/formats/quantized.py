@@ -19,6 +19,9 @@ from penstock.quant.formats.storage import PANELS, Storage
 from penstock.quant.methods.rtn import quantize
 from penstock.quant.scheme import Activations, Scheme
 
+_COMPUTE: dict[str, Compute] = {"none": "bfloat16", "int8": "int8", "e4m3": "float8"}
+"""What products run in, by what rows are rounded to."""
+
 _ROW_CODES: dict[Activations, int] = {
     "float": ROW_CODES.index("none"),
     "int8": ROW_CODES.index("int8"),
@@ -47,7 +50,7 @@ class Quantized(OperatorFormat):
 
     @property
     def compute(self) -> Compute:
-        return "int8" if ROW_CODES[self.row_codes] == "int8" else "bfloat16"
+        return _COMPUTE[ROW_CODES[self.row_codes]]
 
     @property
     def row_codes(self) -> int:
