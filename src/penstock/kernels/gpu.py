@@ -54,6 +54,8 @@ def why_not_on(device: torch.device) -> str | None:
         )
     if importlib.util.find_spec("triton") is None:
         return "the kernels are written in Triton, which isn't installed: pip install triton"
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        return "TRITON_INTERPRET=1 interprets the kernels, which is for tests on a CPU: unset it"
     return None
 
 
