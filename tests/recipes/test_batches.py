@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 from recipes.batches import Mixture, PackedExamples, Windows, best_fit
 from recipes.corpus import Examples, Stream
+from recipes.family import PRETRAIN, paces_with
 
 from penstock.errors import ConfigError
 
@@ -18,6 +19,32 @@ def examples(lengths: list[int]) -> Examples:
     mask = np.concatenate([np.arange(n) >= n // 2 for n in lengths])
     offsets = np.concatenate([[0], np.cumsum(lengths)])
     return Examples(tokens.astype(np.uint16), mask, offsets)
+
+
+def test_paces_that_are_chosen() -> None:
+    paces = paces_with(PRETRAIN, ["novels=2:0", "tools=0:1.5"])
+    assert paces["novels"] == (2.0, 0.0)
+    assert paces["tools"] == (0.0, 1.5)
+    assert {k: v for k, v in paces.items() if k not in ("novels", "tools")} == {
+        k: v for k, v in PRETRAIN.items() if k not in ("novels", "tools")
+    }
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("novels", "like novels=1:0.5; got 'novels'"),
+        ("novels=1", "SOURCE=START:END"),
+        ("novels=1:2:3", "SOURCE=START:END"),
+        ("novels=a:b", "SOURCE=START:END"),
+        ("novels=-1:2", "numbers from 0 up"),
+        ("novels=nan:2", "numbers from 0 up"),
+        ("novel=1:2", "one of novels, requests, short_stories"),
+    ],
+)
+def test_paces_that_are_none(text: str, words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        paces_with(PRETRAIN, [text])
 
 
 def test_every_item_has_one_place_and_no_row_overflows() -> None:

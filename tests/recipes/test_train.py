@@ -3,6 +3,7 @@
 import itertools
 import json
 import os
+import platform
 import signal
 import subprocess
 import sys
@@ -230,3 +231,23 @@ def test_a_killed_process_is_resumed_to_the_same_weights(
     assert run(works[1]).wait(300) == 0
     weights = [(work / "base" / "model.safetensors").read_bytes() for work in works]
     assert weights[0] == weights[1]
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="an allocator of another kind")
+def test_freed_memory_is_kept() -> None:
+    """A large block has the pages of one before. In a process of its own: the setting stays."""
+    program = (
+        "import resource, torch\n"
+        "from recipes.throughput import keep_memory\n"
+        "assert keep_memory()\n"
+        "def faults():\n"
+        "    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt\n"
+        "def make(times):\n"
+        "    for _ in range(times):\n"
+        "        torch.ones(64 << 20, dtype=torch.uint8)\n"
+        "make(20)\n"
+        "before = faults()\n"
+        "make(20)\n"
+        "assert faults() - before < (64 << 20) // 4096, faults() - before\n"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True, cwd=ROOT)
