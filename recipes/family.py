@@ -109,7 +109,7 @@ def paces_with(paces: Paces, chosen: list[str]) -> Paces:
             raise ConfigError(
                 f"A pace is SOURCE=START:END, like novels=1:0.5; got {text!r}."
             ) from None
-        if name not in paces or not (0 <= start < math.inf and 0 <= end < math.inf):
+        if name not in (*paces, "synthetic") or not (0 <= start < math.inf and 0 <= end < math.inf):
             raise ConfigError(
                 f"{text!r}: paces are numbers from 0 up, of one of {', '.join(sorted(paces))}."
             )
@@ -145,7 +145,7 @@ def pretrain(
     corpus = Corpus(work)
     paces = dict(paces)
     if "synthetic" in corpus.names("streams"):
-        paces["synthetic"] = SYNTHETIC_PACE
+        paces.setdefault("synthetic", SYNTHETIC_PACE)
     shape = replace(shape, vocab_size=_vocabulary(corpus))
     rows = sources(corpus, paces, shape.context, replies=False)
     mixture = Mixture(rows, paces, config.rows, config.seed, isolate=False)

@@ -90,7 +90,7 @@ def cross_entropy(model: nn.Module, batch: Batch) -> Tensor:
 def learning_rate(progress: float, config: TrainConfig) -> float:
     """Linear warm-up, the peak, and at the end down to zero by one minus a square root.
 
-    What a run does before the end doesn't depend on when that comes, so a run can be lengthened.
+    A run that is lengthened before its end goes on at the peak.
     Source: Hägele et al. 2024, arXiv:2405.18392.
     """
     if progress < config.warm_up:

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 
 from penstock import LLM, RequestOutput, SamplingParams
-from penstock.errors import ConfigError
 from penstock.runtime.graphs import GraphForward
 from tests.interpreted.guessing import guessing, target
 
@@ -16,6 +15,7 @@ GREEDY = SamplingParams(temperature=0.0, max_tokens=7, ignore_eos=True, logprobs
 DRAWN = SamplingParams(
     temperature=0.9, top_p=0.95, seed=5, max_tokens=5, ignore_eos=True, repetition_penalty=1.05
 )
+METHODS = ("draft_model", "medusa", "medusa-shared", "eagle", "eagle3")
 PROMPTS = ([1, 10, 37], [4, 19, 14, 49, 4, 19])
 
 
@@ -29,7 +29,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def heads(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
     """A speculative_config for each method."""
     path = tmp_path_factory.mktemp("heads")
-    return {name: guessing(name, path) for name in ("draft_model", "medusa", "eagle", "eagle3")}
+    return {name: guessing(name, path) for name in METHODS}
 
 
 def run(folder: Path, params: SamplingParams, **options: Any) -> tuple[list[Any], LLM]:
@@ -39,6 +39,8 @@ def run(folder: Path, params: SamplingParams, **options: Any) -> tuple[list[Any]
     items = [{"prompt_token_ids": tokens} for tokens in PROMPTS]
     found = [seen(output) for output in llm.generate(items, params)]
     assert llm.stats()["used_blocks"] == 0
+    speculation = llm.engine.speculation
+    assert speculation is None or speculation.broken is None
     return found, llm
 
 
@@ -60,6 +62,7 @@ def plain(folder: Path) -> dict[str, list[Any]]:
         ("draft_model", "greedy"),
         ("draft_model", "drawn"),
         ("medusa", "greedy"),
+        ("medusa-shared", "drawn"),
         ("eagle", "greedy"),
         ("eagle", "drawn"),
         ("eagle3", "greedy"),
@@ -90,16 +93,9 @@ def test_a_draft_model_has_graphs_of_its_own(
     assert draft.counts.replays > 0
 
 
+@pytest.mark.parametrize("method", ["eagle", "medusa-shared"])
 def test_quantized_heads(
-    folder: Path, heads: dict[str, dict[str, Any]], plain: dict[str, list[Any]]
+    folder: Path, heads: dict[str, dict[str, Any]], plain: dict[str, list[Any]], method: str
 ) -> None:
-    chosen = {**heads["eagle"], "quantization": "w8a16"}
+    chosen = {**heads[method], "quantization": "w8a16"}
     assert run(folder, GREEDY, speculative_config=chosen)[0] == plain["greedy"]
-
-
-def test_a_built_draft_is_for_cpus(
-    folder: Path, heads: dict[str, dict[str, Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("penstock.runtime.draft_model.is_engine", lambda path: True)
-    with pytest.raises(ConfigError, match="was built for a CPU"):
-        run(folder, GREEDY, speculative_config=heads["draft_model"])

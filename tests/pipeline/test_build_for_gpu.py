@@ -13,12 +13,15 @@ from typer.testing import CliRunner
 from penstock import LLM
 from penstock.cli.examined import examine
 from penstock.cli.main import app
+from penstock.config import EngineConfig
 from penstock.errors import ConfigError, EngineFolderError
 from penstock.models.hub import resolve
 from penstock.models.load import load_model
 from penstock.pipeline.build import BuildOptions
 from penstock.quant import ROWS
+from penstock.runtime.beside import Target
 from penstock.runtime.device import Device
+from penstock.runtime.draft_model import open_draft
 from penstock.runtime.engine_folder import EngineFolder, digest
 from penstock.runtime.plan import fixed_tensors
 from tests.pipeline.conftest import Build
@@ -77,6 +80,15 @@ def test_a_draft_model_of_another_kind(engine_of: Build) -> None:
     asked = {"method": "draft_model", "model": engine_of(device="cuda")}
     with pytest.raises(ConfigError, match="built for a GPU, but its target runs on a CPU"):
         LLM("stories", device="cpu", speculative_config=asked)
+
+
+def test_a_draft_model_of_a_cpu(engine_of: Build) -> None:
+    loaded = load_model(resolve("stories"))
+    asked = {"method": "draft_model", "model": engine_of()}
+    config = EngineConfig.of(model="stories", speculative_config=asked)
+    target = Target(resolve("stories"), loaded, None, None, device=ON_GPU)
+    with pytest.raises(ConfigError, match="built for a CPU, but its target runs on a GPU"):
+        open_draft(config, target)
 
 
 def test_it_moves_between_machines(engine_of: Build, tmp_path: Path) -> None:

@@ -30,6 +30,11 @@ def test_paces_that_are_chosen() -> None:
     }
 
 
+def test_what_another_model_wrote_has_a_pace_where_it_is_given_one() -> None:
+    assert paces_with(PRETRAIN, ["synthetic=2:1"])["synthetic"] == (2.0, 1.0)
+    assert "synthetic" not in paces_with(PRETRAIN, [])
+
+
 @pytest.mark.parametrize(
     ("text", "words"),
     [

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
@@ -35,6 +35,10 @@ def test_what_the_largest_step_holds() -> None:
     config = SchedulerConfig(max_num_batched_tokens=2048, max_num_seqs=64)
     of_token = 2 * 4096 + (32 + 8 + 8) * 128 + 32 * 128 + 3 * 14336
     assert activation_bytes(decoder, 2, config) == 2 * 2048 * of_token + 3 * 64 * 128_256 * 4
+    four = activation_bytes(decoder, 2, config, guesses=4)
+    assert four == 2 * 2048 * of_token + 3 * 320 * 128_256 * 4
+    many = activation_bytes(decoder, 2, config, guesses=40)
+    assert many == 2 * 2048 * of_token + 3 * 2048 * 128_256 * 4  # a step has no more tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,15 +59,19 @@ class _Gpu(Device):
 def test_a_gpu_keeps_room_for_the_largest_step() -> None:
     config = EngineConfig.of(model="stories", max_num_seqs=4, max_num_batched_tokens=256)
     loaded = load_model(resolve("stories"))
-    beside = activation_bytes(loaded.spec.decoder, 2, config.scheduler)
-    layout = layout_of(config, loaded)
+    pytest.importorskip("triton", reason="Triton isn't installed")
+    gpu = _Gpu(torch.device("cpu"), True)
+    beside = activation_bytes(loaded.spec.decoder, 2, config.scheduler) + (512 << 20)
+    layout = layout_of(config, loaded, gpu)
     one = layout.nbytes(layout.blocks_for(loaded.max_model_len))
     share = config.cache.memory_fraction
-    cpu, enough = torch.device("cpu"), int(one / share) + layout.bytes_per_block
-    _, blocks = _cache(config, loaded, None, device=_Gpu(cpu, False, beside + enough))
+    enough = int(one / share) + layout.bytes_per_block
+    _, blocks = _cache(config, loaded, None, device=replace(gpu, free=beside + enough))
     assert blocks == layout.blocks_for(loaded.max_model_len)
-    with pytest.raises(OutOfCacheError, match="One sequence of"):
-        _cache(config, loaded, None, device=_Gpu(cpu, False, enough))
+    for free, num_blocks in ((enough, None), (beside + one // 2, blocks)):
+        few = replace(config, cache=replace(config.cache, num_blocks=num_blocks))
+        with pytest.raises(OutOfCacheError, match=r"beside .* of the largest step"):
+            _cache(few, loaded, None, device=replace(gpu, free=free))
 
 
 def test_a_block_is_what_the_test_thinks() -> None:

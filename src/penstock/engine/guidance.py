@@ -21,6 +21,7 @@ from penstock.engine.intake import Intake
 from penstock.engine.outputs import RequestMetrics
 from penstock.engine.request import Request, Sequence, Status
 from penstock.sampling import SamplingParams
+from penstock.sampling.samplers.rows import log_softmax
 
 
 def add_shadow(request: Request, negative: list[int], intake: Intake) -> Request:
@@ -57,8 +58,9 @@ def guided(sampled: Seq[Sequence], drawn: Seq[int], logits: Tensor) -> Tensor:
         if sequence.shadow is None:
             continue
         scale = sequence.request.params.guidance_scale
-        base = logits[place[sequence.shadow]].log_softmax(-1)
-        own = found[row].log_softmax(-1)
+        beside = place[sequence.shadow]
+        base = log_softmax(logits[beside : beside + 1])[0]
+        own = log_softmax(found[row : row + 1])[0]
         lacking = own.isneginf() | base.isneginf()  # of a reduced vocabulary
         found[row] = (base + scale * (own - base)).masked_fill_(lacking, -torch.inf)
     return found

@@ -126,6 +126,7 @@ class Scheduler:
     @property
     def admits(self) -> bool:
         """Whether somebody waits who might start in the next step."""
+        self.waiting.age(self.clock())
         if not self.waiting or self.policy.preempts:
             return bool(self.waiting)
         return self._num_free_rows > 0 and self.waiting.first() is not self._stuck

@@ -19,6 +19,7 @@ from penstock.runtime.device import Device
 from penstock.runtime.engine_folder import EngineFolder, is_engine
 from penstock.runtime.forwards import forward_of, forward_of_engine, forward_on
 from penstock.runtime.graphs import StepLimits
+from penstock.runtime.memory import activation_bytes
 from penstock.runtime.runner import Forward, Runner
 from penstock.runtime.vocabulary import KEPT_ROWS, ReducedVocabulary
 from penstock.speculate.draft_loop import DraftForward, DraftLimits
@@ -89,8 +90,11 @@ class OpenedDraft:
 
     @property
     def later_bytes(self) -> int:
-        """Of weights in the page cache, which counts as free memory."""
-        if self.engine is None or self.device.is_gpu:
+        """Of weights in the page cache, which counts as free memory; a GPU's largest step."""
+        if self.device.is_gpu:
+            model, limits = self.model, self.config.scheduler
+            return activation_bytes(model.spec.decoder, model.dtype.itemsize, limits)
+        if self.engine is None:
             return 0
         return int(self.engine.manifest["weights"]["bytes"])
 

@@ -163,6 +163,8 @@ class OpenedEagle:
     def later_bytes(self) -> int:
         """Of the blocks that ways through trees are in, and of states."""
         head = self.head
+        if self.device.is_gpu:  # where stores are taken already
+            return self.layout.nbytes(self.scratch) + self.shelf_bytes
         stores = (self.kept.store, head.states, head.features, head.given)
         return (
             self.layout.nbytes(self.scratch)
@@ -179,11 +181,11 @@ class OpenedEagle:
 
     def place(self, num_blocks: int, eager: bool) -> PlacedEagle:
         kv, head = self.layout.allocate(num_blocks + self.scratch, self.device.torch), self.head
-        forward, rows = partial(forward_beside, self.device), len(head.given)
+        forward, sizes = partial(forward_beside, self.device), (len(head.given), self.asked.width)
         return PlacedEagle(
             head,
-            forward(head.by_states(), kv, eager, "A head's first pass", rows),
-            forward(head.by_features(), kv, eager, "A head's later pass", rows),
+            forward(head.by_states(), kv, eager, "A head's first pass", sizes),
+            forward(head.by_features(), kv, eager, "A head's later pass", sizes),
             kv,
             self.kept,
             self.layout,

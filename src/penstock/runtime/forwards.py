@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
@@ -47,31 +48,39 @@ def forward_on(
     forward = GraphForward(decoder, kv, device, limits, chosen)
     if device.is_gpu:
         begun = time.perf_counter()
-        try:
+        with _room_on(device):
             forward.warm_up()
-        except torch.OutOfMemoryError as error:
-            raise OutOfCacheError(
-                f"The cache left too little of {device.torch} for graphs and activations: {error} "
-                "Lower memory_fraction (gpu_memory_utilization), max_num_seqs or max_model_len."
-            ) from error
         logger.info("Kernels compiled, graphs recorded in %.1f s.", time.perf_counter() - begun)
     return forward
 
 
 def forward_beside(
-    device: Device, module: nn.Module, kv: KV, eager: bool, what: str, rows: int
+    device: Device, module: nn.Module, kv: KV, eager: bool, what: str, sizes: tuple[int, int]
 ) -> Forward:
     """That of heads beside a decoder; on a GPU it runs kernel by kernel.
 
-    rows: the most of one step.
+    sizes: the most rows of one step, and how many tokens of a row's logits are looked at.
     """
     if not device.by_triton:
         return forward_of(module, kv, eager, what)
-    limits = StepLimits(sequences=1, tokens=rows, width=1)
+    limits = StepLimits(sequences=1, tokens=sizes[0], width=1)
     forward = GraphForward(module, kv, device, limits, CompilationConfig(cudagraph_mode="none"))
     if device.is_gpu:
-        forward.warm_up()
+        with _room_on(device):
+            forward.warm_up_heads(sizes[1])
     return forward
+
+
+@contextmanager
+def _room_on(device: Device) -> Iterator[None]:
+    """Raises OutOfCacheError, with the way out, where a GPU's memory is used up."""
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        raise OutOfCacheError(
+            f"The cache left too little of {device.torch} for graphs and activations: {error} "
+            "Lower memory_fraction (gpu_memory_utilization), max_num_seqs or max_model_len."
+        ) from error
 
 
 def forward_of_engine(

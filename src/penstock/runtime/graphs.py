@@ -22,6 +22,7 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
+from penstock import ops
 from penstock.config import CompilationConfig
 from penstock.runtime.device import Device
 from penstock.runtime.staging import Staging, StepShape
@@ -203,6 +204,16 @@ class GraphForward:
                 self._compute(self._staging.send(_blank(tokens)), self._kv)
                 tokens *= 2  # every bucket of rows that products have kernels for
 
+    def warm_up_heads(self, width: int) -> None:
+        """The same of a module that gives logits of all its rows; `width` of them are looked at."""
+        with torch.inference_mode():
+            rows = 1
+            while rows <= self._limits.tokens:
+                logits = self._compute(self._staging.send(_blank(rows, every=True)), self._kv)
+                if logits.shape[1] > width:
+                    ops.softmax_top_k(logits, logits.new_ones(rows), width)
+                rows *= 2
+
     def _graph_shape(self, step: Step) -> StepShape | None:
         """What the step is padded to; None where it is launched kernel by kernel."""
         sequences = step.num_sequences
@@ -245,11 +256,15 @@ class GraphForward:
         return self._logits[: len(logits)].copy_(logits)
 
 
-def _blank(tokens: int) -> Step:
-    """A step of tokens that belong to nobody, for what compiles kernels by it."""
+def _blank(tokens: int, every: bool = False) -> Step:
+    """A step of tokens that belong to nobody, for what compiles kernels by it.
+
+    every: logits of each, not of one.
+    """
 
     def ints(*shape: int, value: int = 0) -> Tensor:
         return torch.full(shape, value, dtype=torch.int32)
 
     nobody = ints(tokens, value=-1)
-    return Step(ints(tokens), ints(tokens), nobody, ints(2), ints(1), ints(1, 1), ints(1))
+    sampled = torch.arange(tokens if every else 1, dtype=torch.int32)
+    return Step(ints(tokens), ints(tokens), nobody, ints(2), ints(1), ints(1, 1), sampled)

@@ -14,17 +14,19 @@ from penstock.step import KV, Step
 class HeadsRunner:
     """Runs heads over some states; one thread's."""
 
-    def __init__(self, heads: MedusaHeads, device: Device, eager: bool) -> None:
+    def __init__(self, heads: MedusaHeads, device: Device, eager: bool, width: int) -> None:
+        """width: how many of a head's tokens are looked at."""
         self._heads = heads
         self._kv: KV = []
         rows = len(heads.features)
         most = rows * heads.spec.num_heads
         what = "A pass of the heads"
-        self._forward = forward_beside(device, heads, self._kv, eager, what, rows)
+        self._forward = forward_beside(device, heads, self._kv, eager, what, (rows, width))
         self._shared = None
         if heads.shared is not None:
             what = "The projection of all of them"
-            self._shared = forward_beside(device, heads.shared, self._kv, eager, what, most)
+            sizes = most, width
+            self._shared = forward_beside(device, heads.shared, self._kv, eager, what, sizes)
         self._zeros = torch.zeros(most, dtype=torch.int32)
         self._count = torch.arange(most + 1, dtype=torch.int32)
         self._steps: dict[int, Step] = {}  # by the number of rows: nothing else is read of them

@@ -258,9 +258,11 @@ def _cache(
         config, mapped = _with_depth(config, opened.asked), mapped + opened.later_bytes
     layout = layout_of(config, loaded, device)
     beside = () if opened is None else opened.layouts
+    asked, reserved = config.speculative, device.workspace_bytes if device.is_gpu else 0
     if device.is_gpu:  # a CPU's are small beside what is left to others
-        mapped += activation_bytes(loaded.spec.decoder, loaded.dtype.itemsize, config.scheduler)
-        mapped += device.workspace_bytes
+        guesses = 0 if asked is None else asked.most_tokens
+        decoder, itemsize = loaded.spec.decoder, loaded.dtype.itemsize
+        reserved += activation_bytes(decoder, itemsize, config.scheduler, guesses)
     free_bytes = max(device.available_bytes - mapped, 0)
     blocks = plan_blocks(
         layout,
@@ -270,6 +272,7 @@ def _cache(
         free_bytes,
         beside,
         comfortable=not device.is_gpu,
+        reserved_bytes=reserved,
     )
     logger.info(
         "%s, %s, up to %d tokens a sequence; cache of %d blocks × %d tokens in %s (%.0f MiB)%s.",

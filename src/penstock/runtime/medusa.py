@@ -59,6 +59,8 @@ class Medusa:
         rows = len(heads.features) * (1 if heads.shared is None else spec.num_heads)
         given = heads.logits if heads.shared is None else heads.states
         last = rows * spec.num_rows * torch.float32.itemsize  # what the program ends with
+        if self.device.is_gpu:
+            return last  # the others are taken already
         return self.kept.store.nbytes + heads.features.nbytes + given.nbytes + last
 
     def cost(self, rows: int) -> Cost:
@@ -80,7 +82,8 @@ class Medusa:
         )
 
     def place(self, num_blocks: int, eager: bool) -> Medusa:
-        return replace(self, runner=HeadsRunner(self.heads, self.device, eager))
+        width = self.asked.width
+        return replace(self, runner=HeadsRunner(self.heads, self.device, eager, width))
 
     def proposer(self, asked: SpeculativeConfig, limits: DraftLimits) -> MedusaProposer:
         assert self.runner is not None  # placed

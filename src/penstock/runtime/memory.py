@@ -36,12 +36,15 @@ class _Caches:
         return bisect_right(range(1, most + 1), nbytes, key=self.nbytes)
 
 
-def activation_bytes(decoder: DecoderSpec, itemsize: int, config: SchedulerConfig) -> int:
-    """What the largest step of a decoder holds beside weights and cache, at most.
+def activation_bytes(
+    decoder: DecoderSpec, itemsize: int, config: SchedulerConfig, guesses: int = 0
+) -> int:
+    """What the largest step of a decoder holds beside weights and cache.
 
     Of the widest layer its residual stream, that normed, queries, keys, values, what attention
-    gives, and the MLP between its matrices; and logits of all sequences in float32: as computed, as
-    graphs share them, as the sampler changes them.
+    gives, and the MLP between its matrices; and logits of all sequences and their `guesses` in
+    float32: as computed, as graphs share them, as the sampler changes them. Log-probabilities of
+    prompts take more: logits of each of a step's tokens.
     """
     widest = 0
     for layer in decoder.layers:
@@ -49,7 +52,8 @@ def activation_bytes(decoder: DecoderSpec, itemsize: int, config: SchedulerConfi
         attended = (2 * a.num_heads + 2 * a.num_kv_heads) * a.head_dim
         widest = max(widest, attended + (3 if mlp.gated else 2) * mlp.intermediate)
     tokens = config.max_num_batched_tokens * (2 * decoder.hidden + widest) * itemsize
-    return tokens + 3 * 4 * config.max_num_seqs * decoder.vocab_size
+    rows = min(config.max_num_seqs * (1 + guesses), config.max_num_batched_tokens)
+    return tokens + 3 * 4 * rows * decoder.vocab_size
 
 
 def plan_blocks(
@@ -60,23 +64,32 @@ def plan_blocks(
     available_bytes: int,
     beside: Sequence[PagedLayout] = (),
     comfortable: bool = True,
+    reserved_bytes: int = 0,
 ) -> int:
     """The number of blocks: `config.num_blocks`, or as many as fit and can be used.
 
     beside: caches with as many blocks as this one, of a draft model. comfortable: others want
-    memory too, so that 4 GiB are enough unless one sequence needs more.
+    memory too, so that 4 GiB are enough unless one sequence needs more. reserved_bytes: of what is
+    available, for a GPU's largest step.
     Raises OutOfCacheError when not even one sequence of `max_model_len` fits.
     """
     all_of = _Caches((layout, *beside))
     one = layout.blocks_for(max_model_len)
     size = all_of.bytes_per_block
+    available_bytes = max(available_bytes - reserved_bytes, 0)
+    free = f"{_mib(available_bytes)} are free"
+    if reserved_bytes:
+        free += (
+            f" beside the {_mib(reserved_bytes)} of the largest step (lower max_num_batched_tokens "
+            "or max_num_seqs)"
+        )
     budget = int(available_bytes * config.memory_fraction)
     if config.num_blocks is not None:
         need = all_of.nbytes(config.num_blocks)
         if need > available_bytes:
             raise OutOfCacheError(
-                f"num_blocks={config.num_blocks} need {_mib(need)}, but {_mib(available_bytes)} "
-                f"are free. At most {all_of.blocks_in(available_bytes)} fit."
+                f"num_blocks={config.num_blocks} need {_mib(need)}, but {free}. At most "
+                f"{all_of.blocks_in(available_bytes)} fit."
             )
         blocks = config.num_blocks
         if blocks < one:
@@ -91,11 +104,17 @@ def plan_blocks(
         need = all_of.nbytes(one)
         raise OutOfCacheError(
             f"One sequence of max_model_len={max_model_len} needs {_mib(need)} of cache, "
-            f"but {_mib(budget)} may be used ({config.memory_fraction:.0%} of what is free). "
+            f"but {_mib(budget)} may be used ({config.memory_fraction:.0%} of what is free"
+            + (
+                f" beside the {_mib(reserved_bytes)} of the largest step). "
+                if reserved_bytes
+                else "). "
+            )
             + (
                 f"Lower max_model_len to {fit * layout.block_size}."
                 if fit
-                else f"Not even one block ({_mib(all_of.nbytes(1))}) fits: free some memory."
+                else f"Not even one block ({_mib(all_of.nbytes(1))}) fits: free some memory"
+                + (", or lower max_num_batched_tokens." if reserved_bytes else ".")
             )
         )
     # and one more for each, which the scheduler keeps free for it to grow into

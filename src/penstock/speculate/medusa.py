@@ -99,7 +99,8 @@ class MedusaProposer:
         [R, K, k].
         """
         with torch.inference_mode():
-            logits = self._heads(self._store[rows])
+            at = upload(torch.tensor(rows), self._store.device)
+            logits = self._heads(self._store.index_select(0, at))
             count, heads, _ = logits.shape
             heats = torch.tensor([one for one in temperatures for _ in range(heads)])
             scale = upload(heats, logits.device)

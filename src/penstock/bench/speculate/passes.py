@@ -83,6 +83,8 @@ class Passes:
             states = [state] * rows
             start = time.perf_counter()
             logits = runtime.runner.forward(step)
+            if logits.is_cuda:
+                torch.cuda.synchronize(logits.device)
             middle = time.perf_counter()
             sampler.prepare(states)
             sampler(logits, states)

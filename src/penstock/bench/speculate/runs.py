@@ -132,7 +132,8 @@ def measure_runs(
     if planted is None:
         drafted = Meter(config, runtime)
     else:
-        drafted = Meter(replace(config, speculative=None), runtime)
+        in_turn = replace(config.scheduler, async_scheduling=False)  # as where drafts are asked for
+        drafted = Meter(replace(config, speculative=None, scheduler=in_turn), runtime)
         drafted.engine.speculation = _planted(drafted, planted)
     speculation = drafted.engine.speculation
     assert speculation is not None

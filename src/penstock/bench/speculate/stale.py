@@ -20,12 +20,11 @@ from penstock.engine.request import Sequence as Running
 from penstock.nn import Decoder
 from penstock.runtime import Runtime
 from penstock.runtime.draft_model import DraftModel
-from penstock.runtime.runner import Runner
+from penstock.runtime.runner import Forward, Runner
 from penstock.runtime.vocabulary import ReducedVocabulary
 from penstock.sampling import SamplingParams
 from penstock.speculate.draft_model import DraftModelProposer
 from penstock.step import KV, Step
-from penstock.tokenizer import VocabMap
 
 OUTPUTS: Final = (24, 52)
 """Tokens of an output behind which the caches are looked at."""
@@ -118,7 +117,7 @@ def _caches(engine: Engine, sequence: Running) -> Iterator[tuple[str, _Blocks, _
     whole = sequence.num_computed // size
     if whole and not layout.recent_window:  # whose codes depend on what was recent
         own = runtime.model.model
-        fresh = _computed(own, layout, runtime.vocab_map, sequence.tokens[: whole * size])
+        fresh = _computed(own, layout, runtime.runner, sequence.tokens[: whole * size])
         yield "target", _Blocks(runtime.runner.kv, sequence.blocks[:whole]), fresh, size
     proposer = None if engine.speculation is None else engine.speculation.proposer
     draft = runtime.draft
@@ -127,21 +126,24 @@ def _caches(engine: Engine, sequence: Running) -> Iterator[tuple[str, _Blocks, _
         whole = known // size
         if whole:
             tokens = sequence.tokens[: whole * size]
-            fresh = _computed(draft.model.model, draft.layout, runtime.vocab_map, tokens)
+            fresh = _computed(draft.model.model, draft.layout, draft.runner, tokens)
             yield "draft model", _Blocks(draft.runner.kv, blocks[:whole]), fresh, size
 
 
 def _computed(
-    decoder: Decoder, layout: PagedLayout, vocabulary: VocabMap | None, tokens: Sequence[int]
+    decoder: Decoder, layout: PagedLayout, like: Runner, tokens: Sequence[int]
 ) -> _Blocks:
-    """The blocks of a fresh cache that hold `tokens`, which fill them, computed in their order."""
+    """The blocks of a fresh cache that hold `tokens`, which fill them, computed in their order.
+
+    like: who runs the decoder's steps; on a GPU these run there, too.
+    """
     size = layout.block_size
     blocks = len(tokens) // size
-    runner = Runner(
-        decoder,
-        layout.allocate(blocks),
-        None if vocabulary is None else ReducedVocabulary(vocabulary),
-    )
+    kv = layout.allocate(blocks, like.kv[0][0].device)
+    forward: Forward = decoder if like.graphs is None else like.graphs.beside(decoder, kv)
+    vocabulary = like.vocabulary
+    own = None if vocabulary is None else ReducedVocabulary(vocabulary.map)
+    runner = Runner(forward, kv, own)
     kept, decoder.kept = decoder.kept, None  # the engine's last step has left its states there
     try:
         for first in range(0, len(tokens), CHUNK):
