@@ -26,6 +26,7 @@ from penstock.nn.linear import Linear
 from penstock.nn.medusa import MedusaHeads
 from penstock.nn.norm import Norm
 from penstock.quant import formats_of
+from penstock.runtime.device import CPU
 from penstock.runtime.heads import HeadsRunner
 from penstock.tokenizer import VocabMap
 
@@ -54,7 +55,7 @@ def filled(
     formats = formats_of(None, torch.float32)
     made = MedusaHeads(spec, norm, head or own, formats, torch.float32, 4)
     found.fill(made)
-    return HeadsRunner(made, eager=False)
+    return HeadsRunner(made, CPU, eager=False, width=1)
 
 
 def normalized(x: Tensor) -> Tensor:
