@@ -59,7 +59,7 @@ class Trees:
         going = np.flatnonzero(most > 1)
         if len(going):
             ways = self._passes.ways([readings[s] for s in going.tolist()], most[going].tolist())
-            on_ways = heat[going].repeat_interleave(width)
+            on_ways = self._on_ways_of(heat, going)
         first = 0  # the number of the last level's first token in its tree
         passed = np.arange(len(going))  # where those that go on were in the last pass
         while len(going):
@@ -83,10 +83,16 @@ class Trees:
             passed = np.flatnonzero(most[going] > len(levels))
             if 0 < len(passed) < len(going):
                 ways.keep(passed.tolist())
-                on_ways = heat[going[passed]].repeat_interleave(width)
+                on_ways = self._on_ways_of(heat, going[passed])
             going = going[passed]
         for s, draft in enumerate(drafts):
             self._settle(draft, s, levels)
+
+    def _on_ways_of(self, heat: Tensor, going: Ids) -> Tensor:
+        """That of the sequences that go on, once for each of their ways."""
+        return heat.index_select(
+            0, upload(torch.from_numpy(going.repeat(self._width)), heat.device)
+        )
 
     def _likeliest(self, logits: Tensor, heat: Tensor) -> tuple[Ids, Floats]:
         """The likeliest tokens of each row and the logarithms of their shares, [R, width]."""
