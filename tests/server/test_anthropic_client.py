@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import anthropic
 import pytest
 from anthropic import Anthropic
@@ -14,8 +16,9 @@ GREEDY = {"temperature": 0.0}  # which newer clients have no argument for
 
 
 @pytest.fixture
-def client(server: Running) -> Anthropic:
-    return Anthropic(base_url=server.url, api_key="none", max_retries=0)
+def client(server: Running) -> Iterator[Anthropic]:
+    with Anthropic(base_url=server.url, api_key="none", max_retries=0) as client:
+        yield client
 
 
 def test_a_message_and_its_stream(client: Anthropic) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import struct
+from collections.abc import Iterator
 
 import openai
 import pytest
@@ -17,8 +18,9 @@ ASK = [{"role": "user", "content": "Tell me about a little dog."}]
 
 
 @pytest.fixture
-def client(server: Running) -> OpenAI:
-    return OpenAI(base_url=server.v1, api_key="none", max_retries=0)
+def client(server: Running) -> Iterator[OpenAI]:
+    with OpenAI(base_url=server.v1, api_key="none", max_retries=0) as client:
+        yield client
 
 
 def test_models(client: OpenAI) -> None:

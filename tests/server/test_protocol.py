@@ -123,7 +123,7 @@ STRUCTURE: dict[str, Any] = {
 }
 BEAMS = {"use_beam_search": True, "n": 4, "seed": None, "max_tokens": 24, "stop": ["t"]}
 SEARCH: dict[str, Any] = {
-    "use_beam_search": (True, {"n": 2, "seed": None, "temperature": 1.0}),
+    "use_beam_search": (True, {"n": 2, "seed": None, "temperature": 1.5, "max_tokens": 24}),
     "length_penalty": (-5.0, BEAMS),
     "early_stopping": (True, BEAMS),
 }

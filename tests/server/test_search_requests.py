@@ -221,10 +221,10 @@ def test_best_of(client: httpx.Client) -> None:
 
 
 def test_best_of_through_the_client(server: Running) -> None:
-    openai = OpenAI(base_url=server.v1, api_key="none", max_retries=0)
-    answer = openai.completions.create(
-        model="stories", prompt=STORY, best_of=4, n=2, max_tokens=5, seed=1
-    )
+    with OpenAI(base_url=server.v1, api_key="none", max_retries=0) as openai:
+        answer = openai.completions.create(
+            model="stories", prompt=STORY, best_of=4, n=2, max_tokens=5, seed=1
+        )
     assert [choice.index for choice in answer.choices] == [0, 1]
     assert answer.usage is not None
     assert answer.usage.completion_tokens == 20

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Iterator
 from typing import Any, Literal
 
 import jsonschema_rs
@@ -233,8 +234,9 @@ class Dog(BaseModel):
 
 
 @pytest.fixture
-def client(server: Running) -> OpenAI:
-    return OpenAI(base_url=server.v1, api_key="none", max_retries=0)
+def client(server: Running) -> Iterator[OpenAI]:
+    with OpenAI(base_url=server.v1, api_key="none", max_retries=0) as client:
+        yield client
 
 
 OPTIONS: dict[str, Any] = {"model": "stories", "messages": ASK, "max_completion_tokens": 120}
