@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -116,6 +117,25 @@ def test_wrong_guesses_cost_a_hundredth_or_two(by_passes: bool, batch: int) -> N
             world.speed(150)
             assert not world.controller.is_on
             assert world.speed(2000) > 0.975 * world.plain(), (seconds, pass_s)
+
+
+@pytest.mark.parametrize("by_passes", [False, True])
+@pytest.mark.parametrize("batch", [1, 16])
+def test_a_drafting_that_was_held_up_is_not_believed(by_passes: bool, batch: int) -> None:
+    """The first, whose kernels are loaded then, or a later one: 400 times as long as the rest."""
+    for held_up in (0, 40):
+        world = World(8, flat, 0.9, 0.5, by_passes, batch)
+        see = world.controller.saw_drafting
+        seen = itertools.count()
+
+        def saw_drafting(passes: int, seconds: float, see=see, seen=seen, at=held_up) -> None:
+            see(passes, seconds * (400 if next(seen) == at else 1))
+
+        world.controller.saw_drafting = saw_drafting
+        world.speed(100)
+        assert next(seen) > held_up
+        assert world.controller.is_on
+        assert world.speed(200) > 0.92 * world.ideal(), held_up
 
 
 def test_it_is_off_where_steps_get_longer_than_they_save() -> None:

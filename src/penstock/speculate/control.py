@@ -48,6 +48,12 @@ SAVINGS = 20.0
 PLAIN_STEPS = 3
 """Plain steps that are measured before the first draft, at each size of batch."""
 
+SURE = 2
+"""Draftings that must have been measured before one believes that they take long."""
+
+HELD_UP = 1.5
+"""A drafting that was held up counts as so many times the usual one at most."""
+
 
 @dataclass(slots=True)
 class Rate:
@@ -117,6 +123,7 @@ class Controller:
         self.overall: defaultdict[int, Record] = defaultdict(Record)  # by kind of draft
         self.promises = Rate()  # of trees: tokens that came, for each that was promised
         self.pass_s = 0.0  # one token of a draft, or, without passes, all of them
+        self._draftings = 0
         self._budget_s = 0.0
         self._price_s = 0.0  # of the next look at whether guesses would pay
         self.is_on = True  # whether drafts were last predicted to pay
@@ -131,7 +138,7 @@ class Controller:
             return True
         if self.times.plain(batch)[1] < PLAIN_STEPS:
             return False
-        return self.is_on or self._price_s <= self._budget_s
+        return self.is_on or self._draftings < SURE or self._price_s <= self._budget_s
 
     def choose(
         self,
@@ -167,8 +174,12 @@ class Controller:
         self.is_on = speed > MARGIN * batch / seconds[0]
         price = max(choice.loss, BUDGET * seconds[0])
         self._price_s = price if self.by_passes else self.pass_s
-        tries = price <= self._budget_s
-        return choice.lengths if self.is_on or tries else [0] * len(room)
+        if self.is_on or price <= self._budget_s:
+            return choice.lengths
+        lengths = [0] * len(room)
+        if self._draftings < SURE and self.by_passes:  # the least that tells how long one takes
+            lengths[room.index(max(room))] = min(max(room), 1)
+        return lengths
 
     def cut(self, batch: int, chances: Sequence[Sequence[float] | None]) -> list[int]:
         """How much of trees that passes have made is to be verified: what they cost is spent."""
@@ -255,7 +266,12 @@ class Controller:
     def saw_drafting(self, passes: int, seconds: float) -> None:
         """Drafts of up to so many tokens took `seconds`."""
         each = seconds / max(passes, 1) if self.by_passes else seconds
-        self.pass_s += 0.2 * (each - self.pass_s) if self.pass_s else each
+        self._draftings += 1
+        if self._draftings <= SURE:  # the first may have had kernels to load or memory to fetch
+            self.pass_s = min(each, self.pass_s or each)
+            self.is_on = True  # until `choose` knows better
+        else:
+            self.pass_s += 0.2 * (min(each, HELD_UP * self.pass_s) - self.pass_s)
 
     def saw_guess(self, record: Record, right: int, tested: int, kind: int = 0) -> None:
         """Of a sequence's draft, `tested` tokens were tested and the first `right` of them came."""
