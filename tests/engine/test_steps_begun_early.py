@@ -80,9 +80,10 @@ def random_request(rng: random.Random) -> tuple[list[int], SamplingParams]:
     for name, values, share in (
         ("top_p", [0.9], 0.3), ("top_k", [5], 0.3), ("min_p", [0.05], 0.1),
         ("xtc_probability", [0.5], 0.1), ("typical_p", [0.8], 0.1),
-        ("repetition_penalty", [1.2], 0.02), ("logprobs", [0, 3], 0.2),
+        ("repetition_penalty", [1.2, 0.8], 0.2), ("presence_penalty", [0.7], 0.1),
+        ("frequency_penalty", [0.4, -0.3], 0.2), ("logprobs", [0, 3], 0.2),
         ("prompt_logprobs", [1], 0.05), ("stop", ["ab", ["z", "qq"]], 0.2),
-        ("stop_token_ids", [[5]], 0.3), ("min_tokens", [2], 0.02), ("ignore_eos", [True], 0.3),
+        ("stop_token_ids", [[5]], 0.3), ("min_tokens", [1, 2], 0.2), ("ignore_eos", [True], 0.3),
         ("logit_bias", [{3: 2.0}], 0.1), ("bad_words", [["ab"]], 0.01),
     ):  # fmt: skip
         if rng.random() < share and (options["temperature"] or name != "xtc_probability"):

@@ -82,6 +82,42 @@ def test_one_copy_brings_what_many_bring(vocab_size: int, spread: float) -> None
             assert state.mu == other.mu
 
 
+PENALTIES = [
+    {"frequency_penalty": 0.5},
+    {"presence_penalty": -0.7, "temperature": 0.0},
+    {"repetition_penalty": 1.3},
+    {"repetition_penalty": 0.7, "frequency_penalty": 0.9, "top_p": 0.9},
+    {"repetition_penalty": 1.1, "presence_penalty": 0.1, "frequency_penalty": 0.2, "logprobs": 3},
+    {"min_tokens": 4, "stop_token_ids": [3]},
+    {"min_tokens": 3, "stop_token_ids": [3], "frequency_penalty": 2.0},
+    {},
+    {"temperature": 0.0},
+    {"repetition_penalty": 1.2, "logit_bias": {5: 3.0}},
+]
+
+
+@pytest.mark.parametrize("gather", [False, True])
+@pytest.mark.parametrize("kinds", [PENALTIES, PENALTIES[:1], PENALTIES[3:4] * 3, PENALTIES[5:6]])
+def test_a_token_that_only_the_device_knows(kinds: list[dict[str, Any]], gather: bool) -> None:
+    """What a row is given beside its state counts as if the state had been given it."""
+    told, untold = rows_of(40, kinds), rows_of(40, kinds)
+    for row in (*told, *untold):
+        row.num_generated = 2  # not what penalties look at: the outputs are as they were
+    rng = np.random.default_rng(0)
+    for step in range(40):
+        logits = normal_logits(len(kinds), 40, step, 2.0)
+        # of the prompt, of the output, of neither
+        given = [int(rng.choice([3, 5, 7, step, row.seed % 7])) for row in told]
+        for row, token in zip(told, given, strict=True):
+            row.append(token)
+        want = Sampler(40)(logits.clone(), told)
+        tokens = torch.tensor(given, dtype=torch.int32)
+        found = Sampler(40, gather=gather).begin(logits.clone(), untold, given=tokens).result()
+        assert found == want
+        for row, token in zip(untold, given, strict=True):
+            row.append(token)
+
+
 @pytest.mark.parametrize("kind", ALL, ids=str)
 def test_a_row_alone(kind: dict[str, Any]) -> None:
     logits = normal_logits(1, 300, seed=3)
@@ -164,13 +200,16 @@ class OneDevice(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+@pytest.mark.parametrize("ahead", [False, True])
 @pytest.mark.parametrize("kind", [None, *ALL], ids=str)
-def test_nothing_waits_and_nothing_mixes_devices(kind: dict[str, Any] | None) -> None:
+def test_nothing_waits_and_nothing_mixes_devices(kind: dict[str, Any] | None, ahead: bool) -> None:
     """On tensors that hold nothing: asking one for a value, or for a shape by values, raises."""
     rows = rows_of(1031, ALL if kind is None else [kind, kind])
     rows[0].constraint = Odd()
+    tokens = torch.empty(len(rows), dtype=torch.int32, device="meta") if ahead else None
     with OneDevice():
-        pending = Sampler(1031).begin(torch.empty(len(rows), 1031, device="meta"), rows)
+        logits = torch.empty(len(rows), 1031, device="meta")
+        pending = Sampler(1031).begin(logits, rows, given=tokens)
     assert isinstance(pending, Launched)
     assert pending.device_tokens.device.type == "meta"
     assert pending.device_tokens.shape == (len(rows),)

@@ -56,6 +56,6 @@ def test_the_minimum_is_over_once_reached():
     state = sequence(10, min_tokens=2)
     below = []
     for _ in range(3):
-        below.append(state.is_below_minimum)
+        below.append((state.is_below_minimum(), state.is_below_minimum(1)))
         state.append(5)
-    assert below == [True, True, False]
+    assert below == [(True, True), (True, False), (False, False)]

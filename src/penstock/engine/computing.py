@@ -157,10 +157,14 @@ class Computing:
         if not members or not all(self._scheduler.has_room(sequence) for sequence in members):
             return None
         following = self._batcher.following(members, rows)
-        logits = self._runner.follow(following.step, flight.pending.device_tokens)
+        tokens = flight.pending.device_tokens
+        logits = self._runner.follow(following.step, tokens)
+        if len(rows) < len(tokens):
+            at = torch.tensor(rows, dtype=torch.int64)
+            tokens = tokens.index_select(0, upload(at, tokens.device))
         states = [sequence.sampling for sequence in members]
         self.overlapped += 1
-        return _InFlight(following, self.sampler.begin(logits, states, ahead=1))
+        return _InFlight(following, self.sampler.begin(logits, states, given=tokens))
 
     def _read_prompt(self, sequence: Sequence, logits: Tensor) -> None:
         """Log-probabilities of the prompt tokens that follow these rows."""

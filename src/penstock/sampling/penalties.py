@@ -38,13 +38,17 @@ class LogitEdits:
     # they are the same for all
     on_device: bool  # nothing waits for a value of the logits
 
-    def apply_(self, logits: Tensor) -> None:
-        """Change logits [S, V] float32, contiguous, in place: masks, bias, penalties, DRY."""
+    def apply_(self, logits: Tensor, given: Tensor | None = None) -> None:
+        """Change logits [S, V] float32, contiguous, in place: masks, bias, penalties, DRY.
+
+        given: a token [S] on the device that each row has been given and doesn't know of yet.
+        """
         if self.restricted is not None and self.forbidden is not None:
             part = logits.index_select(0, self.restricted)
             logits[self.restricted] = part.masked_fill_(self.forbidden, -torch.inf)
         if self.with_minimum:
-            below = [i for i in self.with_minimum if self.rows[i].is_below_minimum]
+            ahead = 0 if given is None else 1
+            below = [i for i in self.with_minimum if self.rows[i].is_below_minimum(ahead)]
             _forbid_(logits, {i: self.rows[i].end_ids for i in below})
         if self.with_bad_words:
             _forbid_(logits, {i: self.rows[i].banned_ids for i in self.with_bad_words})
@@ -52,7 +56,7 @@ class LogitEdits:
             flat = logits.view(-1)
             flat[self.biased] += self.bias
         if self.penalised:
-            self._penalise_(logits)
+            self._penalise_(logits, given)
         if self.dry:
             self._repel_(logits)
 
@@ -69,36 +73,55 @@ class LogitEdits:
         taken = np.concatenate([values for _, _, values in lost])
         flat[index] -= upload(torch.from_numpy(taken), logits.device)
 
-    def _penalise_(self, logits: Tensor) -> None:
+    def _penalise_(self, logits: Tensor, given: Tensor | None) -> None:
         """repetition: l / r where l > 0 else l · r; presence, frequency: l - p·[c > 0] - f·c.
 
-        Here c counts the token in the output; repetition looks at the prompt too.
+        Here c counts the token in the output, `given` included; repetition looks at the prompt too.
         """
         rows = [self.rows[i] for i in self.penalised]
         seen = [row.seen_tokens for row in rows]
         starts = [i * logits.shape[1] for i in self.penalised]
+        owners = np.repeat(np.arange(len(rows)), [len(ids) for ids in seen])
         at = np.concatenate([ids + start for ids, start in zip(seen, starts, strict=True)])
+        counts = np.concatenate([row.seen_counts for row in rows])
+        if given is not None:  # one more place a row, which is where `_fill_in_` puts it
+            owners = np.concatenate((owners, np.arange(len(rows))))
+            at = np.concatenate((at, starts))
+            counts = np.concatenate((counts, np.ones(len(rows), dtype=np.float32)))
         if not len(at):
             return
-        counts = np.concatenate([row.seen_counts for row in rows])
-        if len(self.strengths) > 1:
-            strengths = np.repeat(self.strengths, [len(ids) for ids in seen], axis=0).T
-        else:
-            strengths = self.strengths[0]
+        strengths = self.strengths[owners].T if len(self.strengths) > 1 else self.strengths[0]
         flat = logits.view(-1)
         # Every (row, token) pair occurs once, so the order of the writes doesn't matter.
-        if not self.on_device:
+        if not self.on_device and given is None:
             table = flat.numpy()
             table[at] = _penalised(table[at], counts, *strengths)
             return
         index = upload(torch.from_numpy(at), logits.device)
-        given = torch.from_numpy(np.stack(np.broadcast_arrays(counts, *strengths)))
-        count, repetition, presence, frequency = upload(given, logits.device)
+        columns = torch.from_numpy(np.stack(np.broadcast_arrays(counts, *strengths)))
+        count, repetition, presence, frequency = upload(columns, logits.device)
+        if given is not None:
+            places = upload(torch.tensor(self.penalised), logits.device)
+            owner = upload(torch.from_numpy(owners), logits.device)
+            _fill_in_(index, count, owner, given.index_select(0, places))
         value = flat[index]
         found = torch.where(value > 0, value / repetition, value * repetition)
         found -= frequency * count
         found -= presence * (count > 0)
         flat[index] = found
+
+
+def _fill_in_(index: Tensor, count: Tensor, owner: Tensor, given: Tensor) -> None:
+    """Count one more token of each row, `given` [P], among places `index` and their counts [N + P].
+
+    The last P places are for them and hold where each row begins. One that was there already is
+    there twice then, with the same count. owner [N + P]: whose each place is, 0 … P - 1.
+    """
+    known = len(index) - len(given)
+    index[known:] += given
+    again = index[:known] == index[known:].index_select(0, owner[:known])
+    count[known:].index_add_(0, owner[:known], count[:known] * again)
+    count[:known] += again
 
 
 def _penalised(

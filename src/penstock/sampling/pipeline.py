@@ -137,21 +137,27 @@ class Sampler:
         logits hold a NaN or an infinity, or leave no token, is reported in ``errors``; the others
         go on.
         """
-        begun = self._begin(logits, rows, 0)
+        begun = self._begin(logits, rows, None)
         return begun if isinstance(begun, Sampled) else begun.result()
 
-    def begin(self, logits: Tensor, rows: Sequence[SequenceSampling], *, ahead: int = 0) -> Pending:
+    def begin(
+        self,
+        logits: Tensor,
+        rows: Sequence[SequenceSampling],
+        *,
+        given: Tensor | None = None,
+    ) -> Pending:
         """The same in two halves: this one asks a GPU for nothing, and comes back at once.
 
         Only a caller's own processors are waited for. The logits belong to the sampler until the
-        result is there. ahead: tokens that each row will have been given by then, of which its
-        state knows nothing yet; for rows that don't look back at them.
+        result is there. given: a token [S] of each row, on the logits' device, that its state knows
+        nothing of yet; for rows that don't look back at them.
         """
-        begun = self._begin(logits, rows, ahead)
+        begun = self._begin(logits, rows, given)
         return Done(begun, logits.device) if isinstance(begun, Sampled) else begun
 
     def _begin(
-        self, logits: Tensor, rows: Sequence[SequenceSampling], ahead: int
+        self, logits: Tensor, rows: Sequence[SequenceSampling], given: Tensor | None
     ) -> Launched | Sampled:
         if logits.shape != (len(rows), self.vocab_size):
             raise ConfigError(
@@ -165,28 +171,35 @@ class Sampler:
                 logits = logits.to(torch.float32)
             logits = logits.detach().contiguous()
             if self._gather or not logits.is_cpu:
-                return self._launch(logits, rows, ahead)
-            return self._sample(logits, rows, ahead)
+                return self._launch(logits, rows, given)
+            return self._sample(logits, rows, given)
 
     def _edit(
-        self, plan: _Plan, logits: Tensor, rows: Sequence[SequenceSampling]
+        self,
+        plan: _Plan,
+        logits: Tensor,
+        rows: Sequence[SequenceSampling],
+        given: Tensor | None,
     ) -> dict[int, str]:
         """What is done to logits before anything is drawn; by row, what went wrong."""
         errors = plan.processed.apply_(logits) if plan.processed else {}
         if any(row.constraint is not None for row in rows):
             errors = self.masks.apply_(logits, rows) | errors
         if plan.edits is not None:
-            plan.edits.apply_(logits)
+            plan.edits.apply_(logits, given)
         return errors
 
-    def _sample(self, logits: Tensor, rows: Sequence[SequenceSampling], ahead: int) -> Sampled:
+    def _sample(
+        self, logits: Tensor, rows: Sequence[SequenceSampling], given: Tensor | None
+    ) -> Sampled:
+        ahead = 0 if given is None else 1
         plan = self._plan_for(rows, logits.device)
         plan.work_on(rows, ahead)
         raw = None
         if plan.reported:
             raw = log_softmax(logits.index_select(0, plan.reported_index))
         tokens = [NO_TOKEN] * len(rows)
-        errors = self._edit(plan, logits, rows)
+        errors = self._edit(plan, logits, rows, given)
         if plan.greedy:
             drawn, peaks = ops.argmax(_select(logits, plan.greedy_index))
             _put(tokens, plan.greedy, drawn)
@@ -204,14 +217,17 @@ class Sampler:
         plan.work_on(())
         return Sampled(tokens, logprobs, errors)
 
-    def _launch(self, logits: Tensor, rows: Sequence[SequenceSampling], ahead: int) -> Launched:
+    def _launch(
+        self, logits: Tensor, rows: Sequence[SequenceSampling], given: Tensor | None
+    ) -> Launched:
         """`_sample` where all that the host gets to know comes at the end, in one copy."""
+        ahead = 0 if given is None else 1
         plan = self._plan_for(rows, logits.device)
         plan.work_on(rows, ahead)
         raw = None
         if plan.reported:
             raw = log_softmax(logits.index_select(0, plan.reported_index))
-        errors = self._edit(plan, logits, rows)
+        errors = self._edit(plan, logits, rows, given)
         tokens = logits.new_empty(len(rows), dtype=torch.int64)
         peaks = logits.new_empty(len(rows))
         fed: list[tuple[SequenceSampling, ...]] = []

@@ -171,22 +171,21 @@ class SequenceSampling:
 
     @property
     def looks_back(self) -> bool:
-        """Whether what may come next depends on what the tokens before it are."""
+        """Whether what may come next depends on what the tokens before it are, in ways that need
+        the host to know them. Penalties don't.
+        """
         params = self.params
         return bool(
-            self.has_penalties
-            or self.constraint is not None
+            self.constraint is not None
             or self.dry is not None
             or self.bad_words
             or params.mirostat
             or params.logits_processors
-            or self.num_generated < params.min_tokens  # whose end tokens are banned by a count
         )
 
-    @property
-    def is_below_minimum(self) -> bool:
-        """Whether ``min_tokens`` still forbids this sequence to end."""
-        return self.num_generated < self.params.min_tokens
+    def is_below_minimum(self, ahead: int = 0) -> bool:
+        """Whether ``min_tokens`` still forbids this sequence to end, `ahead` tokens from here."""
+        return self.num_generated + ahead < self.params.min_tokens
 
 
 def _within(name: str, token_ids: Iterable[int], vocab_size: int) -> Ids:
