@@ -127,3 +127,27 @@ def test_prompt_logprobs_in_chunks_and_after_a_hit() -> None:
             assert token in a and list(a) == list(b)
             if ops.has_native("linear"):
                 assert [p.logprob for p in a.values()] == [p.logprob for p in b.values()]
+
+
+def test_few_rows_of_logits_are_read_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of prompts in a step: or their logits, each as wide as the vocabulary, would fill memory."""
+    rng = random.Random(5)
+    items = [[rng.randrange(3, 512) for _ in range(300)] for _ in range(3)]
+    params = greedy(3, prompt_logprobs=0)
+    llm = LLM(dtype="float32", max_model_len=400)
+    assert llm.engine.config.scheduler.max_num_batched_tokens >= 900
+    forward, rows = llm.runtime.runner.forward, []
+
+    def counted(step: Any) -> Any:
+        rows.append(len(step.sample_at))
+        return forward(step)
+
+    monkeypatch.setattr(llm.runtime.runner, "forward", counted)
+    together = llm.generate(items, params)
+    assert max(rows) <= 256 + len(items) and sum(rows) >= 3 * 299
+    whole = LLM(dtype="float32", max_model_len=400, enable_chunked_prefill=False)
+    for one, other in zip(together, whole.generate(items, params), strict=True):
+        assert one.prompt_logprobs is not None and len(one.prompt_logprobs) == 300
+        if ops.has_native("linear"):
+            assert one.prompt_logprobs == other.prompt_logprobs
+        assert seen(one) == seen(other)

@@ -34,9 +34,11 @@ def test_what_the_largest_step_holds() -> None:
     decoder = DecoderSpec(128_256, 4096, (layer,) * 32, NormSpec(), 0)
     config = SchedulerConfig(max_num_batched_tokens=2048, max_num_seqs=64)
     of_token = 2 * 4096 + (32 + 8 + 8) * 128 + 32 * 128 + 3 * 14336
-    assert activation_bytes(decoder, 2, config) == 2 * 2048 * of_token + 3 * 64 * 128_256 * 4
+    assert (
+        activation_bytes(decoder, 2, config) == 2 * 2048 * of_token + 3 * (64 + 256) * 128_256 * 4
+    )
     four = activation_bytes(decoder, 2, config, guesses=4)
-    assert four == 2 * 2048 * of_token + 3 * 320 * 128_256 * 4
+    assert four == 2 * 2048 * of_token + 3 * (320 + 256) * 128_256 * 4
     many = activation_bytes(decoder, 2, config, guesses=40)
     assert many == 2 * 2048 * of_token + 3 * 2048 * 128_256 * 4  # a step has no more tokens
 

@@ -5,6 +5,7 @@ from penstock.config.engine import EngineConfig
 from penstock.config.parts import (
     DEFAULT_MODEL,
     MEMORY_FRACTION,
+    PROMPT_LOGITS,
     STARVATION_S,
     CacheConfig,
     KvCacheDtype,
@@ -16,6 +17,7 @@ from penstock.config.speculative import SpeculativeConfig, SpeculativeMethod
 __all__ = [
     "DEFAULT_MODEL",
     "MEMORY_FRACTION",
+    "PROMPT_LOGITS",
     "STARVATION_S",
     "CacheConfig",
     "CompilationConfig",

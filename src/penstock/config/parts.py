@@ -13,6 +13,10 @@ from penstock.config.compilation import CompilationConfig
 from penstock.errors import ConfigError
 
 DEFAULT_MODEL = "stories"
+
+PROMPT_LOGITS = 256
+"""Tokens of prompts in one step whose logits are read, for their log-probabilities. They are
+vocabulary-sized rows of float32: 131 MB for 128,256 tokens, and twice that while they are read."""
 """The model embedded in the package."""
 
 MEMORY_FRACTION = 0.9

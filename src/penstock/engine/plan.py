@@ -35,6 +35,11 @@ class Plan:
     num_tokens: int = 0
 
     @property
+    def num_read(self) -> int:
+        """Tokens of prompts whose logits are read."""
+        return sum(count for sequence, count in self.parts if sequence.reads_logits)
+
+    @property
     def moves_blocks(self) -> bool:
         """Whether anything is to be copied before the step."""
         return bool(self.copies or self.swaps_out or self.swaps_in)

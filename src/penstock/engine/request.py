@@ -112,6 +112,11 @@ class Sequence:
         return self.request.reads_prompt and not self.num_output
 
     @property
+    def reads_logits(self) -> bool:
+        """Whether it is logits that are wanted of its prompt's rows."""
+        return self.reads_prompt and self.request.params.prompt_logprobs is not None
+
+    @property
     def order(self) -> tuple[int, int]:
         """First come, first served."""
         return (self.request.arrival, self.index)

@@ -14,7 +14,7 @@ from collections.abc import Callable
 import numpy as np
 
 from penstock.cache import BlockPool, Node, PrefixTree, SwapSpace
-from penstock.config import SchedulerConfig
+from penstock.config import PROMPT_LOGITS, SchedulerConfig
 from penstock.engine.forks import Forks
 from penstock.engine.lockstep import hold_back
 from penstock.engine.options import RequestOptions
@@ -147,7 +147,7 @@ class Scheduler:
         for sequence in self._by_phase():
             if sequence.status is not Status.RUNNING:
                 continue  # gave way to one before it
-            count = self._share(sequence, limit - plan.num_tokens)
+            count = self._share(sequence, plan, limit - plan.num_tokens)
             if sequence.draft is not None:
                 whole = count == sequence.remaining  # or it isn't sampled
                 spare -= sequence.shorten_draft(spare if whole else 0)
@@ -170,9 +170,11 @@ class Scheduler:
             return decoding
         return decoding + [s for s in self.running if not s.is_decoding]
 
-    def _share(self, sequence: Sequence, budget: int) -> int:
+    def _share(self, sequence: Sequence, plan: Plan, budget: int) -> int:
         """How many of its tokens fit the budget: all or none of a prompt without chunks."""
         remaining = sequence.remaining
+        if self.config.enable_chunked_prefill and sequence.reads_logits:
+            budget = min(budget, max(PROMPT_LOGITS - plan.num_read, 0))
         if remaining <= budget:
             return remaining
         if self.config.enable_chunked_prefill or sequence.num_output:
@@ -229,7 +231,7 @@ class Scheduler:
         if self._num_free_rows < self._rows_of([sequence]):
             return False
         hit = self._look_up(sequence)
-        count = self._share(sequence, limit - plan.num_tokens)
+        count = self._share(sequence, plan, limit - plan.num_tokens)
         if not (count and self._fits(sequence, count) and self._extend(sequence, count, plan)):
             self._let_go(sequence)
             return False
@@ -246,7 +248,8 @@ class Scheduler:
             return False
         counts: list[int] = []
         for others, sequence in enumerate(reversed(group)):  # one token each at least
-            counts.append(self._share(sequence, budget - sum(counts) - (len(group) - 1 - others)))
+            left = budget - sum(counts) - (len(group) - 1 - others)
+            counts.append(self._share(sequence, plan, left))
         counts.reverse()
         if 0 in counts:
             return False
@@ -291,7 +294,7 @@ class Scheduler:
             return False
         found = self._findable(newcomer)
         newcomer.num_computed = len(found) * self.block_size
-        count = self._share(newcomer, limit - plan.num_tokens)
+        count = self._share(newcomer, plan, limit - plan.num_tokens)
         need = self._blocks_for(newcomer.num_computed + count) + len(self.running)
         need -= sum(self.pool.count(node.block) > 0 for node in found)
         newcomer.num_computed = 0

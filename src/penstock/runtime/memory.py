@@ -6,7 +6,7 @@ from bisect import bisect_right
 from collections.abc import Sequence
 
 from penstock.cache import PagedLayout
-from penstock.config import CacheConfig, SchedulerConfig
+from penstock.config import PROMPT_LOGITS, CacheConfig, SchedulerConfig
 from penstock.errors import OutOfCacheError
 from penstock.nn import DecoderSpec
 
@@ -42,9 +42,9 @@ def activation_bytes(
     """What the largest step of a decoder holds beside weights and cache.
 
     Of the widest layer its residual stream, that normed, queries, keys, values, what attention
-    gives, and the MLP between its matrices; and logits of all sequences and their `guesses` in
-    float32: as computed, as graphs share them, as the sampler changes them. Log-probabilities of
-    prompts take more: logits of each of a step's tokens.
+    gives, and the MLP between its matrices; and logits in float32 of all sequences, their `guesses`
+    and of the prompts' tokens that a step reads: as computed, as graphs share them, as the sampler
+    changes them. Only prompts in one piece may take more.
     """
     widest = 0
     for layer in decoder.layers:
@@ -52,7 +52,8 @@ def activation_bytes(
         attended = (2 * a.num_heads + 2 * a.num_kv_heads) * a.head_dim
         widest = max(widest, attended + (3 if mlp.gated else 2) * mlp.intermediate)
     tokens = config.max_num_batched_tokens * (2 * decoder.hidden + widest) * itemsize
-    rows = min(config.max_num_seqs * (1 + guesses), config.max_num_batched_tokens)
+    rows = config.max_num_seqs * (1 + guesses) + PROMPT_LOGITS
+    rows = min(rows, config.max_num_batched_tokens)
     return tokens + 3 * 4 * rows * decoder.vocab_size
 
 
