@@ -13,11 +13,11 @@ from penstock.config.compilation import CompilationConfig
 from penstock.errors import ConfigError
 
 DEFAULT_MODEL = "stories"
+"""The model embedded in the package."""
 
 PROMPT_LOGITS = 256
 """Tokens of prompts in one step whose logits are read, for their log-probabilities. They are
 vocabulary-sized rows of float32: 131 MB for 128,256 tokens, and twice that while they are read."""
-"""The model embedded in the package."""
 
 MEMORY_FRACTION = 0.9
 """The default of `CacheConfig.memory_fraction`."""
