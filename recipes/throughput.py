@@ -31,16 +31,17 @@ def multiplies_bfloat16() -> bool:
     return torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
 
 
-def matrix_peak(device: torch.device, dtype: torch.dtype, repeats: int = 10) -> float:
-    """Measured FLOP/s of a square product in `dtype`: the best of `repeats`."""
+def matrix_peak(device: torch.device, dtype: torch.dtype, seconds: float = 0.5) -> float:
+    """Measured FLOP/s of a square product in `dtype`: the best of those in so many seconds, since
+    other programs may hold most of them up.
+    """
     size = 8192 if device.type == "cuda" else 512
     generator = torch.Generator(device).manual_seed(0)
     # random values: products of zeros run faster than real ones
     a, b = (torch.randn(size, size, device=device, generator=generator).to(dtype) for _ in "ab")
     best = float("inf")
-    for _ in range(repeats + 2):
-        synchronise(device)
-        start = time.perf_counter()
+    end = time.perf_counter() + seconds
+    while (start := time.perf_counter()) < end or best == float("inf"):
         a @ b
         synchronise(device)
         best = min(best, time.perf_counter() - start)
