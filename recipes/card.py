@@ -3,53 +3,13 @@
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from penstock import LLM, SamplingParams
 from recipes.corpus import Corpus
 from recipes.family import ADAPTERS
 from recipes.model import Shape
+from recipes.prompts import PROMPTS
 from recipes.sources import LICENCES
-
-WEATHER = {
-    "type": "function",
-    "function": {
-        "name": "GetWeather",
-        "description": "Get the weather of a certain location on a date",
-        "parameters": {
-            "type": "object",
-            "properties": {"city": {"type": "string"}, "date": {"type": "string"}},
-            "required": ["city"],
-        },
-    },
-}
-PROMPTS: tuple[tuple[str, list[dict[str, Any]]], ...] = (
-    *((asked, []) for asked in (
-        "Hello!",
-        "How are you?",
-        "Who are you?",
-        "Tell me a story about a frog.",
-        "Tell me a story about a little boat.",
-        "Write a short story about Lily.",
-        "Tell me a story about a dog and a cat, please.",
-        "Continue this story: Once upon a time there was a small red bird. It could not fly.",
-        "Continue this story: Tom found a key in the garden. He did not know what it was for.",
-        "I am hungry.",
-        "I need a place to stay in Paris.",
-        "Can you find me a bus to Los Angeles?",
-        "What is the capital of France?",
-        "Tell me a joke.",
-        "Thank you, that is all.",
-        "Give me three names for a cat.",
-    )),
-    *((asked, [WEATHER]) for asked in (
-        "What is the weather like in San Jose today?",
-        "Will it rain in London on the 5th?",
-        "I want to know the weather.",
-        "Thanks, bye!",
-    )),
-)  # fmt: skip
-"""Twenty prompts, the last four with a tool; replies are greedy and unedited."""
 
 ABOUT = {
     "base": "Stories, novels and dialogues; a small Llama that continues text.",
@@ -60,8 +20,8 @@ ABOUT = {
 }
 TRAINED_ON = {
     "base": tuple(LICENCES)[:6],
-    "chat": tuple(LICENCES)[:7],
-    "draft": tuple(LICENCES)[:7],
+    "chat": tuple(LICENCES)[:8],
+    "draft": tuple(LICENCES)[:8],
     "shakespeare": (*tuple(LICENCES)[:6], "tinyshakespeare"),
     "science_fiction": tuple(LICENCES)[:6],
 }
@@ -122,7 +82,7 @@ def _shape(folder: Path | None) -> list[str]:
 
 
 def samples(folder: Path) -> list[str]:
-    """Replies to PROMPTS, as Markdown."""
+    """Replies to PROMPTS, greedy and unedited, as Markdown."""
     llm = LLM(str(folder))
     params = SamplingParams(temperature=0, max_tokens=120)
     lines = []

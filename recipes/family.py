@@ -38,17 +38,19 @@ PRETRAIN: Paces = {
     "requests": (0.2, 0.6),
 }
 SYNTHETIC_PACE = (1.0, 0.0)  # if there is any
-FINETUNE: Paces = {
-    "tools": (1.0, 1.0),
+FINETUNE: Paces = {  # `base` has read the tools' dialogues often
+    "tools": (0.5, 0.5),
     "talk": (1.0, 1.0),
-    "instructions": (2.0, 2.0),
-    "requests": (1.5, 1.5),
+    "instructions": (3.0, 3.0),
+    "small_talk": (3.0, 3.0),
+    "requests": (2.0, 2.0),
     "tinystories": (0.5, 0.5),
 }
 DISTILL: Paces = {
     "tools": (1.0, 1.0),
     "talk": (1.0, 1.0),
     "instructions": (1.0, 1.0),
+    "small_talk": (2.0, 2.0),
     "requests": (2.0, 1.0),
     "tinystories": (2.0, 0.5),
 }

@@ -18,6 +18,7 @@ from recipes.dialogues import (
     story_requests,
 )
 from recipes.duplicates import Deduplicator
+from recipes.small_talk import small_talk
 from recipes.sources import Document, read_texts
 from recipes.tokenizer import END_OF_TEXT, VOCAB_SIZE, render, train_tokenizer
 
@@ -43,7 +44,9 @@ def prepare(data: Path, out: Path, limit: int | None = None, vocab_size: int = V
     """
     training, held_out = split(_first(read_texts(data), limit))
     talks = list(_conversations(data, training["tinystories"], limit))
-    learned = [render(c.messages, c.tools) for c in talks if not c.held_out]
+    # no small talk: the vocabulary is older, and models that were trained with it should go on
+    taught = [c for c in talks if not c.held_out and c.kind != "small_talk"]
+    learned = [render(c.messages, c.tools) for c in taught]
     tokenizer = train_tokenizer(_vocabulary_texts(training, learned), vocab_size)
     synthetic = out / "synthetic.txt"
     if synthetic.exists():
@@ -102,7 +105,8 @@ def split(documents: Iterable[Document]) -> tuple[dict[str, list[str]], dict[str
 def _conversations(data: Path, stories: list[str], limit: int | None) -> Iterable[Conversation]:
     """All conversations, each text once, in an order that mixes services."""
     counts: dict[tuple[str, bool], int] = {}
-    for group in (read_dialogues(data), read_instructions(data), story_requests(stories)):
+    groups = read_dialogues(data), read_instructions(data), story_requests(stories), small_talk()
+    for group in groups:
         found = {c.identity: c for c in group}
         for identity in sorted(found, key=digest):
             conversation = found[identity]

@@ -21,6 +21,7 @@ LICENCES = {
     "Schema-Guided Dialogue (Rastogi et al. 2020)": "CC BY-SA 4.0",
     "Self-Instruct's seed tasks (Wang et al. 2023)": "Apache-2.0",
     "chatterbot-corpus": "BSD-3-Clause",
+    "small talk written for this project": "Apache-2.0",
     "tinyshakespeare": "public domain",
 }
 """Every source and its licence, for the model cards."""

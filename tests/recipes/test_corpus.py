@@ -64,7 +64,7 @@ def test_every_source_is_there(packed: Path) -> None:
     assert corpus.names("streams") == [
         *("novels", "science_fiction", "shakespeare", "short_stories", "tinystories"),
     ]
-    assert corpus.names("examples") == ["instructions", "requests", "talk", "tools"]
+    assert corpus.names("examples") == ["instructions", "requests", "small_talk", "talk", "tools"]
     sizes = json.loads(corpus.text("manifest.json"))
     for name in corpus.names("streams"):
         assert sizes[name] == [len(corpus.stream(name).tokens), corpus.stream(name).bytes]
