@@ -19,11 +19,11 @@ ABOUT = {
     "science_fiction": "A LoRA adapter of `base`: magazine science fiction of the 1930s to 1960s.",
 }
 TRAINED_ON = {
-    "base": tuple(LICENCES)[:6],
+    "base": tuple(LICENCES)[:5],
     "chat": tuple(LICENCES)[:8],
     "draft": tuple(LICENCES)[:8],
-    "shakespeare": (*tuple(LICENCES)[:6], "tinyshakespeare"),
-    "science_fiction": tuple(LICENCES)[:6],
+    "shakespeare": (*tuple(LICENCES)[:5], "tinyshakespeare"),
+    "science_fiction": tuple(LICENCES)[:5],
 }
 SHARE_ALIKE = (
     "TinyStories is under CDLA-Sharing-1.0; the Schema-Guided Dialogue data is under CC BY-SA 4.0. "

@@ -14,6 +14,7 @@ from recipes.sources import letters
 
 CONVERSATIONS = 6_000
 MOST_EXCHANGES = 4
+LEAVING = 0.2  # of conversations
 
 Exchange = tuple[str, str]
 Make = Callable[[random.Random], Exchange]
@@ -112,19 +113,6 @@ FIXED: tuple[tuple[tuple[str, ...], tuple[str, ...]], ...] = (
          "I know how to tell simple stories. Ask me for one about an animal!"),
     ),
     (
-        ("Thank you.", "Thanks!", "Thank you very much.", "Thanks a lot.", "Thank you for that.",
-         "Thank you, that is all.", "That is all, thanks.", "That was nice, thank you.",
-         "No, that is all. Thank you!"),
-        ("You are welcome! Have a nice day.", "You are welcome.", "Glad I could help. Goodbye!",
-         "You are very welcome. Come back soon!"),
-    ),
-    (
-        ("Goodbye.", "Bye!", "See you later.", "Good night.", "I have to go now.", "Bye bye.",
-         "Farewell."),
-        ("Goodbye! Have a nice day.", "Bye! Come back soon.", "Goodbye, and take care.",
-         "See you soon!"),
-    ),
-    (
         ("I am tired.", "I am sleepy.", "I did not sleep well.", "I want to go to bed."),
         ("Then you should rest. A short sleep can help a lot.",
          "Lie down for a while. I hope you have good dreams.",
@@ -196,14 +184,42 @@ FIXED: tuple[tuple[tuple[str, ...], tuple[str, ...]], ...] = (
          "That is too hard for me. I am only a small model."),
     ),
     (
-        ("Do you have friends?", "Do you sleep?", "Do you eat?", "Where do you live?",
-         "How old are you?", "Do you have a family?", "Can you see me?", "Do you dream?"),
+        ("Do you have friends?", "Do you sleep?", "Do you eat?", "Do you have a family?",
+         "Do you dream?", "Do you get tired?"),
         ("No, I am only a computer program. But I like to talk with you.",
-         "I am a program, so I do not. What about you?",
-         "I live in a computer, and there is not much to tell."),
+         "I am a program, so I do not. What about you?"),
+    ),
+    (
+        ("Where do you live?", "Where are you?", "Where do you come from?"),
+        ("I live in a computer. Where do you live?", "I am a program, so I live in a computer."),
+    ),
+    (
+        ("How old are you?", "When were you born?", "When is your birthday?"),
+        ("I am a program, and I do not have an age.", "I am quite new. How old are you?"),
+    ),
+    (
+        ("Can you see me?", "Can you hear me?", "Do you know where I am?"),
+        ("No, I can only read what you write.", "I cannot. All I know is what you write."),
     ),
 )  # fmt: skip
 """What is said, and what may be answered to any of it."""
+
+PARTING: tuple[tuple[tuple[str, ...], tuple[str, ...]], ...] = (
+    (
+        ("Thank you.", "Thanks!", "Thank you very much.", "Thanks a lot.", "Thank you for that.",
+         "Thank you, that is all.", "That is all, thanks.", "That was nice, thank you.",
+         "No, that is all. Thank you!"),
+        ("You are welcome! Have a nice day.", "You are welcome.", "Glad I could help. Goodbye!",
+         "You are very welcome. Come back soon!"),
+    ),
+    (
+        ("Goodbye.", "Bye!", "See you later.", "Good night.", "I have to go now.", "Bye bye.",
+         "Farewell."),
+        ("Goodbye! Have a nice day.", "Bye! Come back soon.", "Goodbye, and take care.",
+         "See you soon!"),
+    ),
+)  # fmt: skip
+"""The same, at the end."""
 
 FAVORITES = {
     "color": ("blue, like the sky", "green, like the grass", "yellow, like the sun"),
@@ -220,7 +236,7 @@ def _fixed(said: tuple[str, ...], answers: tuple[str, ...]) -> Make:
         if asked[-1].isalpha():
             asked += rng.choice("!. ").strip()
         if rng.random() < 0.15:
-            asked = asked[0].lower() + asked[1:] if not asked.startswith("I ") else asked
+            asked = asked[0].lower() + asked[1:] if asked[1].islower() else asked
         if rng.random() < 0.15:
             asked = asked.rstrip(".!")
         return asked, rng.choice(answers)
@@ -369,15 +385,20 @@ MAKERS: tuple[Make, ...] = (
 
 
 def small_talk(count: int = CONVERSATIONS, seed: int = 0) -> Iterator[Conversation]:
-    """Conversations of one to four exchanges, each about something else.
+    """Conversations of one to four exchanges, none twice; who takes leave has the last word.
 
     Nobody asks what the chat model's card asks, in the same words.
     """
     rng = random.Random(seed)
     held_out = {letters(asked) for asked, _ in PROMPTS}
-    for number in range(count):
+    seen: set[str] = set()
+    while len(seen) < count:
+        length, leaves = 1 + int(rng.expovariate(0.9)), rng.random() < LEAVING
+        chosen = rng.sample(MAKERS, min(length, MOST_EXCHANGES) - leaves)
+        if leaves:
+            chosen.append(_fixed(*rng.choice(PARTING)))
         messages = []
-        for make in rng.sample(MAKERS, min(1 + int(rng.expovariate(0.9)), MOST_EXCHANGES)):
+        for make in chosen:
             asked, answered = make(rng)
             while letters(asked) in held_out:
                 asked, answered = make(rng)
@@ -385,4 +406,7 @@ def small_talk(count: int = CONVERSATIONS, seed: int = 0) -> Iterator[Conversati
                 {"role": "user", "content": asked},
                 {"role": "assistant", "content": answered},
             ]
-        yield Conversation("small_talk", f"small talk {number}", messages)
+        identity = " | ".join(message["content"] for message in messages)
+        if identity not in seen:
+            seen.add(identity)
+            yield Conversation("small_talk", f"small talk {identity}", messages)

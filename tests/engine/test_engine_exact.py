@@ -151,3 +151,25 @@ def test_few_rows_of_logits_are_read_at_once(monkeypatch: pytest.MonkeyPatch) ->
         if ops.has_native("linear"):
             assert one.prompt_logprobs == other.prompt_logprobs
         assert seen(one) == seen(other)
+
+
+def test_prompts_whose_logits_are_read_hold_up_nobody() -> None:
+    """Others pass those that wait for rows of logits; who begins like one computes it too."""
+    rng = random.Random(6)
+    engine = LLM(dtype="float32", max_model_len=400).engine
+    items = [[rng.randrange(3, 512) for _ in range(380)] for _ in range(5)]
+    for at, item in enumerate(items):
+        engine.add_request(f"read {at}", item, greedy(2, prompt_logprobs=0))
+    plain = {"short": [*items[0][:20], 7], "alike": [*items[0][:370], 7, 8]}
+    for name, item in plain.items():
+        engine.add_request(name, item, greedy(2))
+    ended: dict[str, int] = {}
+    steps = 0
+    while engine.has_unfinished:
+        steps += 1
+        ended |= {output.request_id: steps for output in engine.step() if output.finished}
+    assert ended["short"] == ended["alike"] == 2
+    assert [ended[f"read {at}"] for at in range(5)] == sorted(
+        ended[f"read {at}"] for at in range(5)
+    )
+    assert 8 <= steps <= 10  # 1,900 rows, 256 in a step

@@ -18,7 +18,7 @@ def exchanges() -> list[tuple[str, str]]:
 
 
 def test_conversations_are_whole() -> None:
-    assert len({talk.identity for talk in TALKS}) == len(TALKS) == 2000
+    assert len({str(talk.messages) for talk in TALKS}) == len(TALKS) == 2000
     lengths = {len(talk.messages) for talk in TALKS}
     assert lengths == {2, 4, 6, 8}
     for talk in TALKS:
@@ -60,3 +60,13 @@ def test_nothing_of_the_card_is_asked() -> None:
     asked = {letters(text) for text, _ in exchanges()}
     assert not asked & {letters(prompt) for prompt, _ in PROMPTS}
     assert len(PROMPTS) == 20
+
+
+def test_a_goodbye_comes_last() -> None:
+    ends = re.compile(
+        r"\b(?:goodbye|bye|see you soon|come back soon|you are (?:very )?welcome)\b", re.IGNORECASE
+    )
+    assert sum(bool(ends.search(answered)) for _, answered in exchanges()) > 100
+    for talk in TALKS:
+        for message in talk.messages[:-2]:
+            assert not ends.search(message["content"]), talk.messages

@@ -164,11 +164,12 @@ class Scheduler:
         return plan
 
     def _by_phase(self) -> list[Sequence]:
-        """Decoding sequences, then those with more of their prompt to come; each by arrival."""
+        """Decoding sequences by arrival, then those with more of their prompt to come, by rank."""
         decoding = [s for s in self.running if s.is_decoding]
         if len(decoding) == len(self.running):
             return decoding
-        return decoding + [s for s in self.running if not s.is_decoding]
+        filling = [s for s in self.running if not s.is_decoding]
+        return decoding + sorted(filling, key=self.waiting.rank)
 
     def _share(self, sequence: Sequence, plan: Plan, budget: int) -> int:
         """How many of its tokens fit the budget: all or none of a prompt without chunks."""
@@ -198,7 +199,8 @@ class Scheduler:
             if sequence is None:
                 break
             rows = self._rows_of([sequence])
-            if rows <= self._num_free_rows and self._awaits(sequence):
+            waits = self._lacks_logits(sequence, plan) or self._awaits(sequence)
+            if rows <= self._num_free_rows and waits:
                 aside.append(self.waiting.set_aside())
                 self._kept_rows += rows
                 continue
@@ -325,6 +327,11 @@ class Scheduler:
         """What of its cached prefix a sequence that is about to start may use."""
         return [] if sequence.reads_prompt else self._cached(sequence)
 
+    def _lacks_logits(self, sequence: Sequence, plan: Plan) -> bool:
+        """Whether others of the step read as many of their prompts' logits as can be."""
+        limited = self.config.enable_chunked_prefill and sequence.reads_logits
+        return limited and plan.num_read >= PROMPT_LOGITS
+
     def _awaits(self, sequence: Sequence) -> bool:
         """Whether another is just computing what `sequence` would compute next."""
         size = self.block_size
@@ -333,7 +340,9 @@ class Scheduler:
         filling = [
             s
             for s in self.running
-            if s.num_computed // size < len(s.tokens) // size and s not in sequence.mates
+            if s.num_computed // size < len(s.tokens) // size
+            and s not in sequence.mates
+            and not (s.reads_logits and s.remaining > PROMPT_LOGITS)  # given less than there is
         ]
         if not filling:  # mostly so: nothing is looked up then
             return False

@@ -6,7 +6,7 @@ many hits as if every request came after the one before it was done.
 
 Nobody waits long. A sequence is only looked at while the step has room for more tokens, so those
 that run were given all that they have to compute: after the step it is there to be found, and the
-next wait is for a later block.
+next wait is for a later block. (Prompts whose logits are read may get less: nobody waits for them.)
 Source: Zheng et al. 2023, arXiv:2312.07104, whose cache-aware order has the same aim.
 """
 

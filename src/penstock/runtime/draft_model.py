@@ -93,7 +93,8 @@ class OpenedDraft:
         """Of weights in the page cache, which counts as free memory; a GPU's largest step."""
         if self.device.is_gpu:
             model, limits = self.model, self.config.scheduler
-            return activation_bytes(model.spec.decoder, model.dtype.itemsize, limits)
+            of = model.spec.decoder, model.dtype.itemsize, limits
+            return activation_bytes(*of, prompt_logits=0)  # it draws from its last rows alone
         if self.engine is None:
             return 0
         return int(self.engine.manifest["weights"]["bytes"])

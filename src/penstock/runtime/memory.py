@@ -37,7 +37,11 @@ class _Caches:
 
 
 def activation_bytes(
-    decoder: DecoderSpec, itemsize: int, config: SchedulerConfig, guesses: int = 0
+    decoder: DecoderSpec,
+    itemsize: int,
+    config: SchedulerConfig,
+    guesses: int = 0,
+    prompt_logits: int = PROMPT_LOGITS,
 ) -> int:
     """What the largest step of a decoder holds beside weights and cache.
 
@@ -52,7 +56,7 @@ def activation_bytes(
         attended = (2 * a.num_heads + 2 * a.num_kv_heads) * a.head_dim
         widest = max(widest, attended + (3 if mlp.gated else 2) * mlp.intermediate)
     tokens = config.max_num_batched_tokens * (2 * decoder.hidden + widest) * itemsize
-    rows = config.max_num_seqs * (1 + guesses) + PROMPT_LOGITS
+    rows = config.max_num_seqs * (1 + guesses) + prompt_logits
     rows = min(rows, config.max_num_batched_tokens)
     return tokens + 3 * 4 * rows * decoder.vocab_size
 

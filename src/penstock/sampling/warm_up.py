@@ -35,3 +35,5 @@ def warm_up(vocab_size: int, device: torch.device) -> None:
                     for number in range(count)
                 ]
                 sampler(logits.expand(count, -1).clone(), rows)
+                given = torch.zeros(count, dtype=torch.int32, device=device)
+                sampler.begin(logits.expand(count, -1).clone(), rows, given=given).result()

@@ -14,7 +14,7 @@ rate; the gain of each further token against its cost: Liu et al. 2024, arXiv:24
 from __future__ import annotations
 
 import math
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, repeat
@@ -51,8 +51,9 @@ PLAIN_STEPS = 3
 SURE = 2
 """Draftings that must have been measured before one believes that they take long."""
 
-HELD_UP = 1.5
-"""A drafting that was held up counts as so many times the usual one at most."""
+HELD_UP, RECENT = 1.5, 8
+"""A drafting that takes longer than all of the last ones may have been held up: it counts as so
+many times the usual one at most, unless one of so many before it took that long too."""
 
 
 @dataclass(slots=True)
@@ -124,6 +125,7 @@ class Controller:
         self.promises = Rate()  # of trees: tokens that came, for each that was promised
         self.pass_s = 0.0  # one token of a draft, or, without passes, all of them
         self._draftings = 0
+        self._recent: deque[float] = deque(maxlen=RECENT)  # what they took
         self._budget_s = 0.0
         self._price_s = 0.0  # of the next look at whether guesses would pay
         self.is_on = True  # whether drafts were last predicted to pay
@@ -173,8 +175,10 @@ class Controller:
             speed *= choice.seconds / (choice.seconds + self.pass_s) if choice.seconds else 0.0
         self.is_on = speed > MARGIN * batch / seconds[0]
         price = max(choice.loss, BUDGET * seconds[0])
-        self._price_s = price if self.by_passes else self.pass_s
-        if self.is_on or price <= self._budget_s:
+        # never more than can be saved up: or a few that were held up would be believed for good
+        most = 0.9 * SAVINGS * seconds[0]
+        self._price_s = min(price if self.by_passes else self.pass_s, most)
+        if self.is_on or min(price, most) <= self._budget_s:
             return choice.lengths
         lengths = [0] * len(room)
         if self._draftings < SURE and self.by_passes:  # the least that tells how long one takes
@@ -271,7 +275,9 @@ class Controller:
             self.pass_s = min(each, self.pass_s or each)
             self.is_on = True  # until `choose` knows better
         else:
-            self.pass_s += 0.2 * (min(each, HELD_UP * self.pass_s) - self.pass_s)
+            most = max(HELD_UP * self.pass_s, *self._recent)
+            self.pass_s += 0.2 * (min(each, most) - self.pass_s)
+        self._recent.append(each)
 
     def saw_guess(self, record: Record, right: int, tested: int, kind: int = 0) -> None:
         """Of a sequence's draft, `tested` tokens were tested and the first `right` of them came."""
