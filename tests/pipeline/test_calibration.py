@@ -8,7 +8,13 @@ import pytest
 
 from penstock.errors import ConfigError
 from penstock.models.hub import resolve
-from penstock.pipeline.calibration import CalibrationSet, calibration_set, from_texts
+from penstock.pipeline.calibration import (
+    CalibrationSet,
+    calibration_set,
+    documents,
+    from_texts,
+)
+from penstock.pipeline.vocabulary import choose_vocabulary
 from penstock.tokenizer import Tokenizer
 
 STORY = "Once upon a time, there was a little girl named Lily. She loved to play in the park. "
@@ -35,6 +41,30 @@ def test_windows_are_spread_over_the_text(tokenizer: Tokenizer, tmp_path: Path) 
 def test_a_text_shorter_than_a_window_is_one_window(tokenizer: Tokenizer) -> None:
     found = from_texts([STORY * 20], tokenizer, "short", window=100_000)
     assert found.windows == (tuple(tokenizer.encode((STORY * 20).strip())),)
+
+
+def test_windows_of_fewer_tokens_are_as_long(tokenizer: Tokenizer) -> None:
+    """In rows of a reduced vocabulary, where a token that was left out is several others."""
+    folder = resolve("stories")
+    kept = choose_vocabulary(folder, size=500, texts=["The dog ran. The cat sat."]).vocab_map
+    found = from_texts([STORY * 20], tokenizer, "few", window=50, num_samples=1000, reduced=kept)
+    assert {len(window) for window in found.windows} == {50}
+    ids = tokenizer.encode((STORY * 20).strip())
+    written = kept.write(ids)
+    assert len(written) > len(ids)  # some were left out
+    rows = [row for window in found.windows for row in window]
+    assert rows == kept.new[written].tolist()[: len(written) // 50 * 50]
+    assert max(rows) < len(kept)
+
+
+def test_a_document_begins_alike_wherever_it_stands() -> None:
+    """What is counted for a vocabulary is what a calibration's windows hold."""
+    folder = resolve("stories")
+    tokenizer = Tokenizer.from_folder(folder)
+    texts = ["<|endoftext|>\n".join(["Lily ran. ", " there was a dog", "\n\nOnce. "])]
+    needed = {i for text in documents(texts) for i in tokenizer.encode(text)}
+    kept = choose_vocabulary(folder, size=1000, texts=texts).vocab_map
+    assert all(kept.has(token) for token in needed)
 
 
 def test_the_hash_is_of_windows_and_tokens() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from penstock.errors import ConfigError
-from penstock.tokenizer import Tokenizer
+from penstock.tokenizer import Tokenizer, VocabMap
 
 NUM_SAMPLES = 128
 WINDOW = 512
@@ -84,16 +84,20 @@ def calibration_set(
     *,
     num_samples: int = NUM_SAMPLES,
     window: int = WINDOW,
+    reduced: VocabMap | None = None,
 ) -> CalibrationSet:
     """Up to `num_samples` windows of `window` tokens from UTF-8 text files, evenly spread.
 
     Documents are parted by <|endoftext|> and follow each other in a window; each starts with what
-    the model expects at the start. A text shorter than a window is one short window.
+    the model expects at the start. A text shorter than a window is one short window. reduced: of a
+    model with fewer tokens, whose rows the windows hold then.
     Raises ConfigError below LEAST_TOKENS tokens, or for a file that can't be read.
     """
     texts = [_read(file) for file in files]
     name = ", ".join(file.name for file in files)
-    return from_texts(texts, tokenizer, name, num_samples=num_samples, window=window)
+    return from_texts(
+        texts, tokenizer, name, num_samples=num_samples, window=window, reduced=reduced
+    )
 
 
 def from_texts(
@@ -103,14 +107,17 @@ def from_texts(
     *,
     num_samples: int = NUM_SAMPLES,
     window: int = WINDOW,
+    reduced: VocabMap | None = None,
 ) -> CalibrationSet:
     """As `calibration_set`, of texts in memory."""
     if num_samples < 1 or window < 2:
         raise ConfigError(
             f"{num_samples} calibration windows of {window} tokens: one of two is the least."
         )
-    documents = [part.strip() for text in texts for part in text.split(SEPARATOR)]
-    tokens = [token for text in documents if text for token in tokenizer.encode(text)]
+    tokens: list[int] = []
+    for text in documents(texts):
+        ids = tokenizer.encode(text)
+        tokens += ids if reduced is None else reduced.new[reduced.write(ids)].tolist()
     if len(tokens) < LEAST_TOKENS:
         raise ConfigError(
             f"The calibration text {name!r} has {len(tokens)} tokens, but {LEAST_TOKENS} are the "
@@ -119,6 +126,12 @@ def from_texts(
     whole = len(tokens) // window
     windows = [tuple(tokens[i * window : (i + 1) * window]) for i in range(whole)]
     return CalibrationSet(name, tuple(_spread(windows, num_samples)) or (tuple(tokens),))
+
+
+def documents(texts: Iterable[str]) -> list[str]:
+    """The documents of some texts, which <|endoftext|> parts."""
+    parts = (part.strip() for text in texts for part in text.split(SEPARATOR))
+    return [part for part in parts if part]
 
 
 def _spread(windows: Sequence[tuple[int, ...]], count: int) -> list[tuple[int, ...]]:

@@ -239,16 +239,13 @@ class NewWeights:
         """The calibration set, in rows of the model's embedding."""
         reduced = VocabMap.load(folder)
         size = vocab_size if reduced is None else reduced.original_size
-        found = calibration_set(
+        return calibration_set(
             self.calib,
             open_tokenizer(folder, vocab_size=size),
             num_samples=self.num_samples,
             window=self.window,
+            reduced=reduced,
         )
-        if reduced is None:
-            return found
-        rows = [reduced.new[reduced.write(window)].tolist() for window in found.windows]
-        return CalibrationSet(found.name, tuple(tuple(window) for window in rows))
 
     def _config(
         self, base: Source, text: CalibrationSet | None, work: Path | None, report: Progress

@@ -27,6 +27,7 @@ from penstock.models.files import INDEX, copy_settings
 from penstock.models.hub import resolve
 from penstock.models.registry import read_json
 from penstock.models.weights import Checkpoint, plan_weights
+from penstock.pipeline.calibration import documents
 from penstock.pipeline.new_folder import new_folder
 from penstock.pipeline.store import writing
 from penstock.tokenizer import Tokenizer, VocabMap
@@ -237,7 +238,9 @@ def _frequent(
     """The most frequent tokens of the texts with all they are made of, and their share of it."""
     if size is None:
         raise ConfigError("Say how many tokens are to stay, or list them.")
-    counts = Counter(i for text in texts for i in tokenizer.encode(text, add_special_tokens=False))
+    counts: Counter[int] = Counter()
+    for text in documents(texts):
+        counts.update(tokenizer.encode(text, add_special_tokens=False))
     if not counts:
         raise ConfigError(
             f"{len(texts)} texts hold no token to count. Give a text like those that the model "
