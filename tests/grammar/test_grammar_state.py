@@ -7,7 +7,9 @@ from collections.abc import Callable
 
 import numpy as np
 import pytest
+import tokenizers
 from tests.grammar.walks import allowed, closing, text_of, walk
+from tokenizers import Regex, decoders, models, pre_tokenizers, trainers
 
 from penstock.errors import RequestError
 from penstock.grammar import Grammars, GrammarState
@@ -320,3 +322,85 @@ def test_a_lexer_is_renewed_every_so_many_tokens(
     assert not state._renew()
     monkeypatch.setattr(state, "_fresh", None)
     assert not state._renew()
+
+
+NAMES = StructuredOutputs(
+    json={
+        "type": "object",
+        "properties": {
+            "name_of_the_child": {"type": "boolean"},
+            "the_name_of_a_thing": {"enum": ["one_or_the_other", "neither_of_them"]},
+            "a.long-name,of:what": {"const": "it's what_it_is, or isn't"},
+        },
+        "required": ["name_of_the_child", "the_name_of_a_thing", "a.long-name,of:what"],
+        "additionalProperties": False,
+    },
+    disable_any_whitespace=True,
+)
+
+
+@pytest.fixture(scope="module")
+def joining(tmp_path_factory: pytest.TempPathFactory) -> Grammars:
+    """Over a tokenizer that joins words at underscores, but begins none with one."""
+    made = tokenizers.Tokenizer(models.BPE())
+    words = Regex(r" ?\p{L}+(?:_\p{L}+)*|[^\p{L}]")
+    made.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(words, behavior="isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+    made.decoder = decoders.ByteLevel()
+    learner = trainers.BpeTrainer(
+        vocab_size=330, special_tokens=["<|end|>"], show_progress=False,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+    )  # fmt: skip
+    text = (
+        "one_of_them a_thing_of_mine the_name_of_all in_the_room of_the_house is_the_best the them"
+    )
+    made.train_from_iterator([text] * 20, learner)
+    folder = tmp_path_factory.mktemp("joining")
+    made.save(str(folder / "tokenizer.json"))
+    tokenizer = Tokenizer.from_folder(folder)
+    return Grammars(tokenizer, tokenizer.vocab_size, [0], deadline_s=120.0)
+
+
+@pytest.mark.parametrize("name", [*TOKENIZERS, "joining"])
+@pytest.mark.parametrize("spec", [NAMES, SPECS["compact"], SPECS["regex"]])
+def test_what_is_forced_depends_on_the_text_alone(
+    name: str,
+    spec: StructuredOutputs,
+    grammars_of: Callable[[str], Grammars],
+    joining: Grammars,
+) -> None:
+    """Not on when one asks: in jumps, step by step, after guesses, after steps back.
+
+    Some tokenizers split the rest of a forced text in other ways than the whole of it.
+    """
+    grammars = joining if name == "joining" else grammars_of(name)
+    size, ends = grammars.vocabulary.size, set(grammars.vocabulary.eos_token_ids)
+    rng = random.Random(3)
+    for _ in range(3):
+        jumping, tokens, forced = grammars.start(spec), list[int](), set[int]()
+        while True:
+            run = jumping.forced()
+            forced |= set(range(len(tokens), len(tokens) + len(run)))
+            choice = run or [i for i in allowed(jumping, size) if i not in ends]
+            if not choice:
+                break
+            for token in run or [rng.choice(choice)]:
+                jumping.accept(token)
+                tokens.append(token)
+        assert len(forced) > 3
+        masks = []
+        stepping, silent = grammars.start(spec), grammars.start(spec)
+        for at, token in enumerate(tokens):
+            masks.append(allowed(stepping, size))
+            assert token in masks[-1] if at not in forced else masks[-1] == [token]
+            twin = silent.fork()  # which nobody has asked before
+            assert allowed(twin, size) == masks[-1]
+            stepping.accept(token)
+            silent.accept(token)
+        for at in reversed(range(len(tokens))):
+            stepping.rollback(1)
+            assert allowed(stepping, size) == masks[at]

@@ -31,8 +31,12 @@ _OUT_OF_STATES: Final = "too many states"
 RENEWED_EVERY: Final = 50
 """Tokens at least between two lexers that are made for one text."""
 
-_Told = Optional[tuple["_Told", int]]  # noqa: UP045  it names itself
-"""The tokens of a text, the last first; what is shared with copies isn't copied."""
+_Run = tuple[int, ...]
+"""Forced tokens that are still to come."""
+
+_Told = Optional[tuple["_Told", int, _Run]]  # noqa: UP045  it names itself
+"""The tokens of a text, the last first, each with the run before it; what is shared with copies
+isn't copied."""
 
 
 class GrammarState:
@@ -42,6 +46,10 @@ class GrammarState:
     those that other texts and wrong guesses have come to are among them. Where it has no room for
     another, none of the copies can go on to where none has been. Then the text's own tokens are
     told to a matcher that is compiled anew.
+
+    Text that a grammar forces is one run of tokens, as the tokenizer splits the whole of it. Asked
+    in the middle, the library would split what is left anew, and in other ways. So the run is kept
+    until it is used up: with jumps, step by step and in drafts the tokens are the same.
     """
 
     __slots__ = (
@@ -49,6 +57,7 @@ class GrammarState:
         "_fresh",
         "_matcher",
         "_renewed_at",
+        "_run",
         "_tokens",
         "_told",
         "_vocabulary",
@@ -67,6 +76,7 @@ class GrammarState:
         self._vocabulary = vocabulary
         self._ended = False  # by an end token, which the matcher isn't told: it wouldn't count it
         self._fresh = fresh
+        self._run: _Run | None = None  # None: not asked for yet
         self._told: _Told = None
         self._tokens = 0  # that were told
         self._renewed_at: int | None = None
@@ -84,6 +94,10 @@ class GrammarState:
             bits[:] = 0
             return
         self._work.check()
+        if run := self.forced():
+            bits[:] = 0
+            bits[run[0] // 32] = np.uint32(1 << run[0] % 32).view(np.int32)
+            return
         self._mask(bits)
         if _OUT_OF_STATES in self.failure and self._renew():
             self._mask(bits)
@@ -106,6 +120,7 @@ class GrammarState:
         if token_id in self._vocabulary.eos_token_ids and self.may_end:
             self._ended = True
             return
+        run = tuple(self.forced())
         follows = not self._ended and self._follows(token_id)
         if not (follows or self._ended) and self._lacks_states(token_id):
             if not self._renew():
@@ -118,7 +133,8 @@ class GrammarState:
                 f"Token id {token_id}{self._vocabulary.tokenizer.quoted(token_id)} doesn't go on "
                 "with the text as its grammar, regex or schema demands."
             )
-        self._told, self._tokens = (self._told, token_id), self._tokens + 1
+        self._told, self._tokens = (self._told, token_id, run), self._tokens + 1
+        self._run = run[1:] or None if run[:1] == (token_id,) else None
         self._check()
 
     def _follows(self, token_id: int) -> bool:
@@ -129,12 +145,14 @@ class GrammarState:
         """Tokens of which each is the only one that may come, in order."""
         if self._ended:
             return []
-        with self._work.counted():
-            found = self._matcher.compute_ff_tokens()
-        if _OUT_OF_STATES in self.failure and self._renew():
+        if self._run is None:
             with self._work.counted():
                 found = self._matcher.compute_ff_tokens()
-        return found
+            if _OUT_OF_STATES in self.failure and self._renew():
+                with self._work.counted():
+                    found = self._matcher.compute_ff_tokens()
+            self._run = tuple(found)
+        return list(self._run)
 
     @property
     def is_complete(self) -> bool:
@@ -168,7 +186,7 @@ class GrammarState:
             raise ValueError(f"{count} tokens can't be taken back: {self._matcher.get_error()}")
         for _ in range(count):
             assert self._told is not None  # or the matcher would have refused
-            self._told = self._told[0]
+            self._told, _, self._run = self._told
         self._tokens -= count
 
     # ── a lexer without room ─────────────────────────────────────────────────────────────────
@@ -197,7 +215,7 @@ class GrammarState:
             return False
         tokens, told = list[int](), self._told
         while told is not None:
-            told, token = told
+            told, token, _ = told
             tokens.append(token)
         follows = found._matcher.try_consume_tokens(tokens[::-1]) == len(tokens)
         self._work.seconds += time.perf_counter() - start
