@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.models.stories import POSITIONS
 
 from penstock.bench import dialogue
 from penstock.bench.dialogue import (
@@ -89,7 +90,8 @@ def test_replies_of_the_embedded_model() -> None:
     assert 1 <= score.ended <= 3
     cut = score_dialogues(config, load_runtime(config), "x", conversations[:1], max_tokens=3)
     assert (cut.replies, cut.ended, cut.valid) == (2, 0, 0)
-    long = score_dialogues(config, load_runtime(config), "x", conversations, max_tokens=511)
+    most = POSITIONS - 1
+    long = score_dialogues(config, load_runtime(config), "x", conversations, max_tokens=most)
     assert long.replies == 0  # a prompt and that many tokens are more than the model reads
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from tests.models.stories import VOCAB
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from penstock.bench.evaluate import evaluate, loss_of
@@ -106,7 +107,8 @@ def test_logits_that_are_not_numbers_are_refused(tokenizer: Tokenizer) -> None:
     broken = load_runtime(Variant(dtype="float32").config(128))
     with torch.no_grad():
         broken.model.model.norm.parameter("weight")[3] = torch.nan
-    with pytest.raises(ModelError, match="The model gives 4,096 NaN or infinite logits of 4,096"):
+    words = f"The model gives {VOCAB:,} NaN or infinite logits of {VOCAB:,}"
+    with pytest.raises(ModelError, match=words):
         evaluate(broken, tokenizer, Text("story", [tokenizer.encode(STORY)]), 128, 64)
 
 
@@ -114,16 +116,17 @@ def test_a_run_that_was_kept(tmp_path: Path, runtime: Runtime, tokenizer: Tokeni
     """Its distributions are float16, so a run drifts from itself by next to nothing."""
     texts = [Text("a", [tokenizer.encode(STORY)]), Text("b", [tokenizer.encode("The end. " * 9)])]
     positions = sum(len(ids) - 1 for text in texts for ids in text.documents)
-    writer = RunWriter(tmp_path / "run", positions, 4096, {"window": 128, "stride": 64})
+    writer = RunWriter(tmp_path / "run", positions, VOCAB, {"window": 128, "stride": 64})
     for text in texts:
         evaluate(runtime, tokenizer, text, 128, 64, save=writer)
     writer.close()
     about = json.loads((tmp_path / "run" / "run.json").read_text())
     assert list(about["texts"]) == ["a", "b"] and sum(about["texts"].values()) == positions
     kept = ReferenceRun(tmp_path / "run")
-    kept.check(128, 64, 4096)
-    with pytest.raises(ConfigError, match=r"window of 128 .* vocabulary of 4096; this one 64, 32"):
-        kept.check(64, 32, 4096)
+    kept.check(128, 64, VOCAB)
+    words = f"window of 128 .* vocabulary of {VOCAB}; this one 64, 32"
+    with pytest.raises(ConfigError, match=words):
+        kept.check(64, 32, VOCAB)
     for text in texts:
         found = evaluate(runtime, tokenizer, text, 128, 64, reference=kept).drift
         assert found is not None and 0 <= found.kl < 1e-5 and found.agreement > 0.98

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from tests.models.stories import LAYERS, POSITIONS, VOCAB
 from transformers import AutoModelForCausalLM
 
 from penstock.bench.drift import measure_drift
@@ -44,7 +45,7 @@ def test_logits_and_residuals_beside_transformers(ids: list[int]) -> None:
     with open_reader(Variant(dtype="float32"), 64) as reader:
         got = reader.read(ids, 5, layers=True)
     assert torch.allclose(got.logits, theirs.logits[0, 4:-1], atol=2e-3, rtol=1e-4)
-    assert got.residuals is not None and len(got.residuals) == 7 and got.as_read
+    assert got.residuals is not None and len(got.residuals) == LAYERS + 1 and got.as_read
     # the last of theirs has been through the final norm
     for mine, hidden in zip(got.residuals[:-1], theirs.hidden_states[:-1], strict=True):
         assert torch.allclose(mine, hidden[0, 4:-1], atol=1e-3, rtol=1e-4)
@@ -52,7 +53,7 @@ def test_logits_and_residuals_beside_transformers(ids: list[int]) -> None:
 
 def test_rows_are_those_that_predict(plain: Reader, ids: list[int]) -> None:
     whole = plain.read(ids, 1).logits
-    assert whole.shape == (39, 4096)
+    assert whole.shape == (39, VOCAB)
     assert torch.equal(plain.read(ids, 30).logits, whole[29:])
     assert plain.read(ids, 30).residuals is None
 
@@ -69,7 +70,7 @@ def test_paths_that_are_equal(plain: Reader, ids: list[int], words: str) -> None
         assert other.about.kernels == (asked or plain.about.kernels)
         assert ("one by one" in other.about.calls) == ("eager" in words)
     assert got.equal and got.kl == 0 and got.remarks == ()
-    assert [layer.largest for layer in got.layers] == [0.0] * 7
+    assert [layer.largest for layer in got.layers] == [0.0] * (LAYERS + 1)
 
 
 def test_the_reference_is_near(plain: Reader, ids: list[int]) -> None:
@@ -89,8 +90,8 @@ def test_errors_of_the_other_process(tmp_path: Path) -> None:
     ):
         pass
     with (
-        pytest.raises(ConfigError, match="more than the 512 positions"),
-        open_reader(Variant(kernels="reference"), 513),
+        pytest.raises(ConfigError, match=f"more than the {POSITIONS} positions"),
+        open_reader(Variant(kernels="reference"), POSITIONS + 1),
     ):
         pass
 

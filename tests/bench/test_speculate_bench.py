@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from rich.console import Console
+from tests.models.stories import CONFIG, LAYERS
 
 from penstock.bench.speculate import benchmark, floors, runs
 from penstock.bench.speculate.benchmark import Options
@@ -210,7 +211,7 @@ def test_floor_of_drafting(runtime: Runtime) -> None:
     whole = CostModel(model.spec.decoder, model.model.formats, runtime.layout, model.dtype)
     passes = [StepSize([1], [context], 1) for context in (10, 11)]
     spared = (
-        sum(model.model.layers[i].attention.qkv.weight.nbytes for i in range(2, 6))
+        sum(model.model.layers[i].attention.qkv.weight.nbytes for i in range(2, LAYERS))
         / PEAKS.read_bytes_per_s
     )
     most = sum(floor_s(whole.cost(one), PEAKS) for one in passes)
@@ -225,7 +226,8 @@ def test_memory_of_both_models(tmp_path: Any) -> None:
     drafts = SpeculativeConfig("draft_model", 2, model="stories", quantization="w4a8")
     config: EngineConfig = options(drafts).config("stories", [WORKLOAD], quantization="w8a8")
     told = floors.memory_of(load_runtime(config))
-    assert told["draft"]["kv_bytes_per_token"] == told["target"]["kv_bytes_per_token"] == 3072
+    size = 2 * 2 * LAYERS * CONFIG["num_key_value_heads"] * CONFIG["head_dim"]  # K and V, bfloat16
+    assert told["draft"]["kv_bytes_per_token"] == told["target"]["kv_bytes_per_token"] == size
     assert 0 < told["draft"]["weight_bytes"] < told["target"]["weight_bytes"]
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.models.stories import STORIES, VOCAB
 
 from penstock.bench.speculate.checkup import (
     Checkup,
@@ -22,13 +23,11 @@ from penstock.bench.speculate.stale import cache_findings, stale_blocks
 from penstock.config import EngineConfig, SpeculativeConfig
 from penstock.engine import Engine
 from penstock.hardware import Peaks
-from penstock.models.hub import resolve
 from penstock.runtime import Runtime, load_runtime
 from penstock.sampling import SamplingParams
 from penstock.speculate.draft_model import DraftModelProposer
 
 PEAKS = Peaks(2e10, 1e11, 0.0, 2, "2026-11-22T00:00:00+00:00")
-STORIES = resolve("stories")
 
 Make = Callable[[Callable[[dict[str, Any], dict[str, Any]], None]], Path]
 
@@ -76,7 +75,7 @@ def test_permuted_tokens(changed: Make) -> None:
     found = check_up("stories", SpeculativeConfig.of({"model": draft}), PEAKS)
     (one,) = found.findings
     assert (one.check, one.level, found.runs, found.rates) == ("tokenizer", "mismatch", False, {})
-    assert "2 of 4,096 ids" in one.text and "from id 1000 on" in one.text
+    assert f"2 of {VOCAB:,} ids" in one.text and "from id 1000 on" in one.text
 
 
 def test_texts_cut_otherwise(changed: Make) -> None:

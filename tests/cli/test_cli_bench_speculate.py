@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from tests.models.stories import POSITIONS
 from typer.testing import Result
 
 from penstock.hardware import Peaks
@@ -99,7 +100,10 @@ def test_outputs_that_differ_fail_the_command(
         (["--method", "self", "--planted-cost", "1"], "no effect without --planted"),
         (["--planted", "0.5", "--method", "self"], "no use for 'method'"),
         (["--planted", "0.5", "--prompts", "/no/such/file"], "can't be read"),
-        (["--planted", "0.5", "--max-tokens", "510"], "but this model has 512 positions"),
+        (
+            ["--planted", "0.5", "--max-tokens", str(POSITIONS - 2)],
+            f"but this model has {POSITIONS:,} positions",
+        ),
         (["/no/such/model", "--planted", "0.5"], "/no/such/model"),
     ],
 )

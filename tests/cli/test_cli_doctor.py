@@ -14,6 +14,7 @@ from typing import get_args
 
 import pytest
 from tests.cli.test_cli_main import refused
+from tests.models.stories import LAYERS, VOCAB
 from typer.testing import Result
 
 from penstock import ops
@@ -25,6 +26,7 @@ from penstock.errors import KernelError
 from penstock.hardware import Gpu, GpuPeaks, Hardware, Peaks, detect, detect_gpu
 from penstock.kernels import native, report_cache
 from penstock.kernels.triton import launchers
+from penstock.models.hub import EMBEDDED
 from penstock.pipeline.vocabulary import reduce_vocabulary
 
 Run = Callable[..., Result]
@@ -49,7 +51,7 @@ def test_json(penstock: Run, known_peaks: Peaks) -> None:
     assert found["affinity"] == sorted(os.sched_getaffinity(0))
     assert found["machine_cores"] == os.cpu_count()
     assert found["extras"]["hub"]["get"] == "pip install penstock[hub]"
-    assert [model["name"] for model in found["models"]] == ["stories"]
+    assert [model["name"] for model in found["models"]] == list(EMBEDDED)
 
 
 GPU = Gpu("NVIDIA H200", 0, (9, 0), 132, 139 << 30, 100 << 30, 60 << 20, "580.1", "13.0")
@@ -182,7 +184,7 @@ def test_a_model(penstock: Run, base_model: Path) -> None:
         assert words in " ".join(shown.stdout.split())
     assert examine("stories").kind == "model"
     assert [(row.stored, row.matrices, row.runs_as) for row in examine("stories").weights] == [
-        ("bfloat16", 6 * 7 + 1, "bfloat16")
+        ("bfloat16", 7 * LAYERS + 1, "bfloat16")
     ]
 
 
@@ -205,7 +207,8 @@ def test_an_export(penstock: Run, base_model: Path, tmp_path: Path) -> None:
 
 def test_a_reduced_vocabulary(tmp_path: Path) -> None:
     reduce_vocabulary("stories", tmp_path / "small", size=700, texts=["Once upon a time."])
-    assert examine(str(tmp_path / "small")).facts["Vocabulary"] == "700 of 4,096 tokens (reduced)"
+    words = examine(str(tmp_path / "small")).facts["Vocabulary"]
+    assert words == f"700 of {VOCAB:,} tokens (reduced)"
 
 
 def test_a_model_that_is_not_built(penstock: Run, base_model: Path, tmp_path: Path) -> None:

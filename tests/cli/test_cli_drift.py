@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from tests.models.stories import LAYERS, POSITIONS, VOCAB
 from typer.testing import Result
 
 from penstock.models.hub import resolve
@@ -33,13 +34,13 @@ def test_a_format_against_the_model(penstock: Run, story: Path, tmp_path: Path) 
     assert result.exit_code == 0, result.output
     for words in (
         "Drift of stories:w4a8 from stories", "story.txt: 2 documents", "same likeliest token",
-        "w4a8-g32, w8a8 head", "layer 5", "what came",
+        "w4a8-g32, w8a8 head", f"layer {LAYERS - 1}", "what came",
     ):  # fmt: skip
         assert words in result.stdout
     found = json.loads(kept.read_text())
     assert found["a"]["variant"] == "stories" and found["b"]["weights"] == "w4a8-g32, w8a8 head"
     assert 0 < found["kl"] < found["kl_p99"] <= found["kl_max"] and not found["equal"]
-    assert len(found["layers"]) == 7 and len(found["worst"]) == 2
+    assert len(found["layers"]) == LAYERS + 1 and len(found["worst"]) == 2
     one = found["worst"][0]
     assert one["context"] + one["token"] in STORY and one["kl"] == found["kl_max"]
     assert plot.read_text().startswith("<svg")
@@ -58,8 +59,9 @@ def test_eval_finds_the_same_figures(penstock: Run, story: Path, tmp_path: Path)
 def test_equal_ones_are_said_to_be(penstock: Run, story: Path) -> None:
     result = penstock("drift", "stories", ":eager", "--text", story, "--max-bytes", "200")
     assert result.exit_code == 0, result.output
-    assert "× 4,096 logits are ==." in result.stdout
-    assert "Equal after all 6 layers" in result.stdout and "positions are few" in result.stdout
+    assert f"× {VOCAB:,} logits are ==." in result.stdout
+    assert f"Equal after all {LAYERS} layers" in result.stdout
+    assert "positions are few" in result.stdout
 
 
 def test_layers_and_worst_may_be_left_out(penstock: Run, story: Path, tmp_path: Path) -> None:
@@ -94,8 +96,9 @@ def test_a_reduced_vocabulary(penstock: Run, story: Path, tmp_path: Path) -> Non
     result = penstock("drift", "stories", small, *common, "--json", kept)
     assert result.exit_code == 0, result.output
     for words in (
-        "× 700 logits are ==", "Equal after all 6 layers", "700 of 4,096 tokens",
-        "to the 3,396 tokens that", "KL is of the 700 that both have", "written in others",
+        "× 700 logits are ==", f"Equal after all {LAYERS} layers", f"700 of {VOCAB:,} tokens",
+        f"to the {VOCAB - 700:,} tokens that", "KL is of the 700 that both have",
+        "written in others",
     ):  # fmt: skip
         assert words in " ".join(result.stdout.split())
     found = json.loads(kept.read_text())
@@ -115,7 +118,7 @@ def test_eval_of_a_reduced_vocabulary(penstock: Run, story: Path, tmp_path: Path
     (text,) = json.loads(scores.read_text())["texts"]
     assert text["drift"]["kl"] == 0 and text["bits_per_byte"] > 0
     wrong = penstock("eval", "stories", *common, "--against", f"{small}:")
-    assert wrong.exit_code == 1 and "lacks 3,396 tokens of the model" in wrong.output
+    assert wrong.exit_code == 1 and f"lacks {VOCAB - 700:,} tokens of the model" in wrong.output
     wrong = penstock("eval", small, *common, "--save-run", tmp_path / "run")
     assert wrong.exit_code == 1 and "a run on disk is of all of them" in wrong.output
 
@@ -128,7 +131,10 @@ def test_eval_of_a_reduced_vocabulary(penstock: Run, story: Path, tmp_path: Path
         (["stories", "nowhere/at/all", "--text", "STORY"], "nowhere"),
         (["stories", ":", "--text", "no such file"], "no such file"),
         (["stories", ":", "--text", "EMPTY"], "holds no text to score"),
-        (["stories", ":", "--text", "STORY", "--window", "600"], "larger than the 512 positions"),
+        (
+            ["stories", ":", "--text", "STORY", "--window", str(POSITIONS + 88)],
+            f"larger than the {POSITIONS:,} positions",
+        ),
         (["stories", ":", "--text", "STORY", "--window", "8", "--stride", "8"], "must be at least"),
         (["stories", ":w8a8,dtype=float32", "--text", "STORY"], "dtype='float32'"),
         (["stories", ":kv=int3", "--text", "STORY"], "int3"),

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from tests.cli.test_cli_main import refused
+from tests.models.stories import VOCAB
 from typer.testing import Result
 
 from penstock.models.exported import verify_exported
@@ -120,7 +121,7 @@ def test_a_text_may_be_of_the_vocabulary_alone(penstock: Run, tmp_path: Path, te
     done = penstock("export", "stories", "-o", tmp_path / "out", *options, "--json")
     assert done.exit_code == 0, done.output
     chosen = json.loads(done.stdout)["choices"]["weights"]
-    assert chosen["reduce_vocab"] == {"tokens": 600, "of": 4096, "by": ["text.txt"]}
+    assert chosen["reduce_vocab"] == {"tokens": 600, "of": VOCAB, "by": ["text.txt"]}
     assert chosen["method"] == "rtn" and chosen["calibration"] is None
 
 

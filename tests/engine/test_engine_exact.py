@@ -77,7 +77,9 @@ def test_in_chunks(alone: list[Any], chunk: int) -> None:
 
 
 def test_without_chunks(alone: list[Any]) -> None:
-    llm = LLM(enable_chunked_prefill=False, max_num_batched_tokens=512, dtype="float32")
+    llm = LLM(
+        enable_chunked_prefill=False, max_num_batched_tokens=512, max_model_len=512, dtype="float32"
+    )
     assert run(llm, prompts(), greedy(logprobs=3)) == alone
 
 

@@ -25,6 +25,7 @@ from penstock.pipeline.new_folder import new_folder
 from penstock.pipeline.tuning import Timing, Timings, choose, make_step, step_sizes, thread_counts
 from penstock.pipeline.weights_file import WeightsFile
 from penstock.runtime.engine_folder import EngineFolder, Limits, is_engine
+from tests.models.stories import LAYERS
 from tests.pipeline.conftest import Build, needs_native
 
 KILLED = Path(__file__).with_name("killed_build.py")
@@ -60,7 +61,7 @@ def test_the_folder(engine_of: Build) -> None:
 def test_the_report(engine_of: Build) -> None:
     folder = engine_of()
     report = json.loads((folder / "report.json").read_text())
-    assert report["operator_counts"]["rotary_cache"] == 6
+    assert report["operator_counts"]["rotary_cache"] == LAYERS
     assert report["operators"][1]["weights"][0] == "layers.0.attention.qkv.weight"
     assert report["bytes"]["weights_file"] == (folder / "weights.bin").stat().st_size
     assert report["bytes"]["workspace"] > 0 and set(report["seconds"]) == {"pack", "plan", "time"}

@@ -24,6 +24,7 @@ from penstock.runtime.device import Device
 from penstock.runtime.draft_model import open_draft
 from penstock.runtime.engine_folder import EngineFolder, digest
 from penstock.runtime.plan import fixed_tensors
+from tests.models.stories import POSITIONS
 from tests.pipeline.conftest import Build
 
 no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="has a GPU")
@@ -47,7 +48,7 @@ def edited(folder: Path, copy: Path, part: str, **values: Any) -> Path:
 def test_tensors_are_those_that_loading_makes(engine_of: Build, quantization: str | None) -> None:
     folder = engine_of(quantization=quantization, device="cuda")
     engine = EngineFolder.open(folder, verify=True)
-    loaded = engine.load(512, device=ON_GPU).model
+    loaded = engine.load(POSITIONS, device=ON_GPU).model
     fresh = load_model(resolve("stories"), quantization=quantization, storage=ROWS).model
     found, expected = fixed_tensors(loaded), fixed_tensors(fresh)
     assert found.keys() == expected.keys()

@@ -17,6 +17,7 @@ from penstock.errors import ConfigError, EngineFolderError, ModelNotFoundError
 from penstock.pipeline.build import BuildOptions, build
 from penstock.runtime import load_runtime
 from penstock.runtime.engine_folder import EngineFolder, digest
+from tests.models.stories import POSITIONS
 from tests.models.tiny import make_tiny
 from tests.pipeline.conftest import Build, needs_native
 
@@ -167,7 +168,11 @@ def test_damaged_weights_are_found_where_asked(engine: Path) -> None:
         ("dtype", "float32", "dtype='float32', but .* was built with 'bfloat16'"),
         ("kv_cache_dtype", "int8", "kv_cache_dtype='int8', but .* was built with 'auto'"),
         ("kv_cache_dtype", "float32", "this model runs in bfloat16"),
-        ("max_model_len", 513, "max_model_len=513, but .* was built for up to 512"),
+        (
+            "max_model_len",
+            POSITIONS + 1,
+            f"max_model_len={POSITIONS + 1}, but .* was built for up to {POSITIONS}",
+        ),
         ("max_num_seqs", 9, "max_num_seqs=9, but .* was built for up to 8"),
         ("max_num_batched_tokens", 129, "max_num_batched_tokens=129, but .* up to 128"),
         ("revision", "main", "revision='main' is of the hub"),
@@ -204,7 +209,7 @@ def test_what_is_left_open_is_the_engines(engine_of: Build) -> None:
     chosen = llm.runtime.engine.tuned
     assert llm.config.scheduler.max_num_seqs == 8
     assert llm.config.scheduler.max_num_batched_tokens == chosen.prefill_tokens
-    assert llm.engine.max_model_len == 512
+    assert llm.engine.max_model_len == POSITIONS
 
 
 def test_a_shorter_context_with_other_rope_factors(engine_of: Build, tmp_path: Path) -> None:

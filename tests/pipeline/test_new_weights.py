@@ -14,7 +14,6 @@ from safetensors.torch import load_file, save_file
 
 from penstock import LLM, SamplingParams
 from penstock.errors import ConfigError, ModelNotFoundError, UnsupportedModelError, WeightsError
-from penstock.models.hub import resolve
 from penstock.models.load import load_model
 from penstock.models.lora import CONFIG, WEIGHTS, Merged
 from penstock.models.sources import open_source
@@ -26,8 +25,8 @@ from penstock.pipeline.method_options import MethodOptions
 from penstock.pipeline.new_weights import NewWeights
 from penstock.pipeline.vocabulary import VocabularyChoice
 from penstock.quant.methods import rtn
+from tests.models.stories import LAYERS, MATRICES, STORIES
 
-STORIES = resolve("stories")
 Q = "model.layers.0.self_attn.q_proj.weight"
 
 
@@ -80,7 +79,9 @@ def test_fitted_to_a_text_that_the_manifest_names(tmp_path: Path, text: Path) ->
     assert chosen["calibration"]["windows"] == 4 and chosen["calibration"]["tokens"] == 256
     assert chosen["calibration"]["files"][0]["name"] == "stories.txt"
     layers = [line for line in said if "output error" in line[0]]
-    assert [(done, total) for _, done, total in layers] == [(i, 6) for i in range(1, 7)]
+    assert [(done, total) for _, done, total in layers] == [
+        (i, LAYERS) for i in range(1, LAYERS + 1)
+    ]
     assert chosen["options"] == {
         "act_order": True, "block_size": 128, "damp_percent": 0.01, "clip": False,
         "from_quantized": True,
@@ -131,8 +132,9 @@ def test_matrices_of_other_schemes(tmp_path: Path) -> None:
     ):
         assert formats.of(module).name == name
     assert done.manifest.choices["weights"]["special"]["layers.0.mlp.down"] is None
-    weights = NewWeights("w4a16", special={"layers.9.*": "w8a16"})
-    with pytest.raises(ConfigError, match=r"layers\.9\.\* is none of this model's 24 matrices"):
+    weights = NewWeights("w4a16", special={"layers.99.*": "w8a16"})
+    words = rf"layers\.99\.\* is none of this model's {MATRICES} matrices"
+    with pytest.raises(ConfigError, match=words):
         export_model("stories", tmp_path / "none", weights=weights)
 
 

@@ -18,6 +18,7 @@ from penstock.pipeline.export import export_model
 from penstock.pipeline.new_weights import NewWeights
 from penstock.pipeline.vocabulary import VocabularyChoice
 from penstock.runtime import compile_counter
+from tests.models.stories import POSITIONS, VOCAB
 
 from .conftest import Build, needs_native
 
@@ -65,11 +66,11 @@ def test_export_build_run(tmp_path: Path, kv: str) -> None:
     )
     assert report["graph"]["source"] == "that of the export"
     before = compile_counter.total()
-    engine = LLM(tmp_path / "engine", num_gpu_blocks_override=24)
+    blocks = POSITIONS // 32 + 8  # the longest sequence, and more
+    engine = LLM(tmp_path / "engine", num_gpu_blocks_override=blocks)
     assert compile_counter.total() == before
-    plain = LLM(
-        tmp_path / "export", num_gpu_blocks_override=24, max_num_seqs=8, max_num_batched_tokens=128
-    )
+    limits = {"num_gpu_blocks_override": blocks, "max_num_seqs": 8, "max_num_batched_tokens": 128}
+    plain = LLM(tmp_path / "export", **limits)
     assert engine.runtime.layout.stored == plain.runtime.layout.stored
     params = SamplingParams(temperature=0, max_tokens=24, logprobs=2)
     a, b = (llm.generate(["Once upon a time"], params)[0].outputs[0] for llm in (engine, plain))
@@ -86,7 +87,7 @@ def test_an_engine_of_fewer_tokens(tmp_path: Path) -> None:
     )
     prompt = "Once upon a time, there was a zebra"
     assert answer(tmp_path / "engine", prompt) == answer(tmp_path / "export", prompt)
-    assert torch.tensor(answer(tmp_path / "engine", prompt)).max() < 4096
+    assert torch.tensor(answer(tmp_path / "engine", prompt)).max() < VOCAB
 
 
 def test_what_an_export_holds_that_was_tampered_with(tmp_path: Path) -> None:
@@ -95,8 +96,8 @@ def test_what_an_export_holds_that_was_tampered_with(tmp_path: Path) -> None:
     again = export_model(export.folder, tmp_path / "again")
     assert again.manifest.choices["kv_cache_dtype"] == "int8"
     assert again.manifest.max_model_len == 128
-    with pytest.raises(ConfigError, match="more than the 512 positions"):
-        export_model("stories", tmp_path / "long", max_model_len=4096)
+    with pytest.raises(ConfigError, match=f"more than the {POSITIONS} positions"):
+        export_model("stories", tmp_path / "long", max_model_len=8 * POSITIONS)
     LLM(export.folder, verify=True, num_gpu_blocks_override=8)
     file = export.folder / "graph.pt2"
     data = bytearray(file.read_bytes())
@@ -119,4 +120,4 @@ def test_another_length_than_it_was_exported_for(tmp_path: Path) -> None:
     assert build(options)["graph"]["source"] == "exported now"
     assert LLM(tmp_path / "engine").runtime.model.max_model_len == 128
     with open_reader(Variant(tmp_path / "engine"), longest(str(tmp_path / "engine"))) as reader:
-        assert reader.read(list(range(5, 105)), 1).logits.shape == (99, 4096)
+        assert reader.read(list(range(5, 105)), 1).logits.shape == (99, VOCAB)

@@ -36,12 +36,13 @@ from penstock.errors import (
     WeightsError,
 )
 from penstock.kernels import native
-from penstock.models.hub import resolve
 from penstock.pipeline import vocabulary as module
 from penstock.pipeline.vocabulary import read_keep_list, reduce_vocabulary
 from penstock.runtime import Runtime, load_runtime
 from penstock.tokenizer import Tokenizer
+from tests.models.stories import HIDDEN, POSITIONS, STORIES, VOCAB
 
+ALWAYS = 256 + len(json.loads((STORIES / "tokenizer.json").read_text())["added_tokens"])
 STORY = (
     "Once upon a time, there was a little girl named Lily. She loved to play in the park with her "
     "dog, Max. One day, Lily and Max saw a big red ball under a tree. Lily wanted to play with it. "
@@ -52,7 +53,7 @@ GREEDY = SamplingParams(temperature=0.0, max_tokens=24)
 
 @pytest.fixture(scope="module")
 def reduced(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The embedded model (tied, byte-level BPE) with 700 of its 4,096 tokens."""
+    """The embedded model (tied, byte-level BPE) with 700 of its tokens."""
     folder = tmp_path_factory.mktemp("reduced") / "stories"
     reduce_vocabulary("stories", folder, size=700, texts=[STORY])
     return folder
@@ -86,20 +87,20 @@ def test_logits_of_kept_tokens_are_the_same(
     assert ids == full.tokenizer.encode(STORY)[:40]
     want, got = logits_of(full, ids), logits_of(less, ids)
     kept = torch.from_numpy(less.vocab_map.kept).long()
-    assert got.shape == want.shape == (39, 4096) and len(kept) == 700
+    assert got.shape == want.shape == (39, VOCAB) and len(kept) == 700
     assert torch.equal(got[:, kept], want[:, kept])
-    rest = torch.ones(4096, dtype=torch.bool)
+    rest = torch.ones(VOCAB, dtype=torch.bool)
     rest[kept] = False
-    assert torch.equal(got[:, rest], torch.full((39, 3396), -torch.inf))
+    assert torch.equal(got[:, rest], torch.full((39, VOCAB - 700), -torch.inf))
 
 
 def test_the_checkpoint_is_a_smaller_one_of_its_family(reduced: Path) -> None:
     """transformers reads it, in the ids of its rows, and finds the whole model's logits there."""
     found = VocabIds(reduced)
-    rows = found.rows(Tokenizer.from_folder(resolve("stories")).encode(STORY)[:30])
+    rows = found.rows(Tokenizer.from_folder(STORIES).encode(STORY)[:30])
     mine, theirs = (
         AutoModelForCausalLM.from_pretrained(f, dtype=torch.float32).eval()
-        for f in (reduced, resolve("stories"))
+        for f in (reduced, STORIES)
     )
     with torch.inference_mode():
         got = mine(torch.tensor([rows])).logits[0]
@@ -109,8 +110,8 @@ def test_the_checkpoint_is_a_smaller_one_of_its_family(reduced: Path) -> None:
     config = json.loads((reduced / "config.json").read_text())
     assert config["vocab_size"] == 700 and found.kept[config["eos_token_id"]] == 0
     size = sum(t.nbytes for t in load_file(reduced / "model.safetensors").values())
-    whole = sum(t.nbytes for t in load_file(resolve("stories") / "model.safetensors").values())
-    assert whole - size == (4096 - 700) * 256 * 2
+    whole = sum(t.nbytes for t in load_file(STORIES / "model.safetensors").values())
+    assert whole - size == (VOCAB - 700) * HIDDEN * 2
 
 
 class VocabIds:
@@ -177,16 +178,17 @@ def test_any_text_is_written_in_kept_tokens(small: LLM, whole: LLM) -> None:
 def test_the_length_that_counts_is_the_written_one(small: LLM) -> None:
     found = small.runtime.vocab_map
     assert found is not None
-    size = len(found.write([dropped(small)]))
+    size, count = len(found.write([dropped(small)])), POSITIONS // 2
     assert size > 1
-    with pytest.raises(InvalidPromptError, match=rf"has {300 * size} tokens, .* only 511 fit"):
-        small.generate([{"prompt_token_ids": [dropped(small)] * 300}], GREEDY)
+    words = rf"has {count * size} tokens, .* only {POSITIONS - 1} fit"
+    with pytest.raises(InvalidPromptError, match=words):
+        small.generate([{"prompt_token_ids": [dropped(small)] * count}], GREEDY)
 
 
 def dropped(llm: LLM) -> int:
     found = llm.runtime.vocab_map
     assert found is not None
-    return next(i for i in range(2000, 4096) if not found.has(i))
+    return next(i for i in range(2000, VOCAB) if not found.has(i))
 
 
 @pytest.mark.parametrize("name", ["stop_token_ids", "allowed_token_ids", "logit_bias"])
@@ -197,17 +199,17 @@ def test_tokens_that_can_never_come_are_refused(small: LLM, name: str) -> None:
     with pytest.raises(InvalidSamplingError) as caught:
         small.generate("Once", SamplingParams(**{name: asked}))
     assert f"{name} holds token id {token} ({text!r})" in str(caught.value)
-    assert "among the 700 of 4,096" in str(caught.value)
+    assert f"among the 700 of {VOCAB:,}" in str(caught.value)
     kept: Any = {262: 1.0} if name == "logit_bias" else [262]
     small.generate("Once", SamplingParams(max_tokens=2, **{name: kept}))
-    beyond: Any = {4096: 1.0} if name == "logit_bias" else [4096]
-    with pytest.raises(InvalidSamplingError, match="4096"):  # outside the whole vocabulary
+    beyond: Any = {VOCAB: 1.0} if name == "logit_bias" else [VOCAB]
+    with pytest.raises(InvalidSamplingError, match=str(VOCAB)):  # outside the whole vocabulary
         small.generate("Once", SamplingParams(**{name: beyond}))
 
 
 def test_public_ids_are_the_tokenizers(small: LLM) -> None:
     """Stops, biases, bans, penalties and log-probabilities name original ids."""
-    assert small.engine.vocab_size == 4096
+    assert small.engine.vocab_size == VOCAB
     (plain,) = small.generate("Once upon a time", GREEDY)
     tokens = plain.outputs[0].token_ids
     (stopped,) = small.generate(
@@ -240,7 +242,7 @@ def test_every_log_probability_is_of_a_kept_token(small: LLM) -> None:
 def test_sampling_never_leaves_the_vocabulary(small: LLM) -> None:
     found = small.runtime.vocab_map
     assert found is not None
-    for cuts in ({}, {"top_k": 5000}, {"top_p": 0.99}, {"min_p": 1e-9}):
+    for cuts in ({}, {"top_k": 2 * VOCAB}, {"top_p": 0.99}, {"min_p": 1e-9}):
         params = SamplingParams(temperature=50.0, max_tokens=60, seed=3, ignore_eos=True, **cuts)  # type: ignore[arg-type]
         (out,) = small.generate("Once", params)
         tokens = out.outputs[0].token_ids
@@ -262,18 +264,19 @@ def test_without_a_tokenizer_ids_are_enough(reduced: Path, small: LLM) -> None:
 def test_ids_that_no_token_can_stand_for(tmp_path: Path) -> None:
     """Rows that pad an embedding have no text."""
     folder = tmp_path / "padded"
-    shutil.copytree(resolve("stories"), folder)
+    shutil.copytree(STORIES, folder)
     config = json.loads((folder / "config.json").read_text())
     weights = load_file(folder / "model.safetensors")
     name = "model.embed_tokens.weight"
-    weights[name] = torch.cat([weights[name], torch.zeros(64, 256, dtype=weights[name].dtype)])
+    weights[name] = torch.cat([weights[name], torch.zeros(64, HIDDEN, dtype=weights[name].dtype)])
     save_file(weights, folder / "model.safetensors", {"format": "pt"})
-    (folder / "config.json").write_text(json.dumps(config | {"vocab_size": 4160}))
-    found = reduce_vocabulary(folder, tmp_path / "out", size=4100, texts=[STORY])
-    assert len(found.vocab_map) == 4096 and len(found.fallen) == 64  # nothing to fill it with
+    (folder / "config.json").write_text(json.dumps(config | {"vocab_size": VOCAB + 64}))
+    found = reduce_vocabulary(folder, tmp_path / "out", size=VOCAB + 4, texts=[STORY])
+    assert len(found.vocab_map) == VOCAB and len(found.fallen) == 64  # nothing to fill it with
     llm = LLM(tmp_path / "out", max_num_seqs=1)
-    with pytest.raises(InvalidPromptError, match=r"Token id 4100 \(''\) isn't among the 4,096"):
-        llm.generate([{"prompt_token_ids": [5, 4100]}], GREEDY)
+    words = rf"Token id {VOCAB + 4} \(''\) isn't among the {VOCAB:,}"
+    with pytest.raises(InvalidPromptError, match=words):
+        llm.generate([{"prompt_token_ids": [5, VOCAB + 4]}], GREEDY)
 
 
 # ── other models ─────────────────────────────────────────────────────────────────────────────
@@ -334,9 +337,8 @@ def test_byte_fallback_untied_and_in_shards(tmp_path: Path, tied: bool) -> None:
     for text in ("abba bad", "zebra crossing — ñandú"):
         ids = less.tokenizer.encode(text)
         assert all(map(less.vocab_map.has, ids))
-        assert (
-            less.tokenizer.decode(ids) == text == full.tokenizer.decode(full.tokenizer.encode(text))
-        )
+        again = full.tokenizer.decode(full.tokenizer.encode(text))
+        assert less.tokenizer.decode(ids) == text == again
         kept = torch.from_numpy(less.vocab_map.kept).long()
         assert torch.equal(logits_of(less, ids)[:, kept], logits_of(full, ids)[:, kept])
     assert less.tokenizer.encode("abba bad") == full.tokenizer.encode("abba bad")
@@ -352,16 +354,16 @@ def test_byte_fallback_untied_and_in_shards(tmp_path: Path, tied: bool) -> None:
 
 
 def test_the_most_frequent_stay_with_their_parts(tmp_path: Path) -> None:
-    tokenizer = Tokenizer.from_folder(resolve("stories"))
+    tokenizer = Tokenizer.from_folder(STORIES)
     found = reduce_vocabulary("stories", tmp_path / "out", size=320, texts=[STORY * 3, "Max Max"])
     kept = set(found.vocab_map.kept.tolist())
-    assert len(kept) <= 320 and {0, 1, 2} <= kept and found.always == 259
+    assert len(kept) <= 320 and {0, 1, 2} <= kept and found.always == ALWAYS
     bpe = tokenizer.bpe()
     assert all(bpe.closure(token) <= kept for token in kept)
     assert found.share is not None and 0.3 < found.share < 1.0
     report = json.loads((tmp_path / "out" / "vocabulary.json").read_text())
-    assert report["kept_tokens"] == len(kept) and report["original_tokens"] == 4096
-    assert {one["id"] for one in report["unreachable"]} == set(range(4096)) - kept
+    assert report["kept_tokens"] == len(kept) and report["original_tokens"] == VOCAB
+    assert {one["id"] for one in report["unreachable"]} == set(range(VOCAB)) - kept
     assert all(one["text"] == tokenizer.decode([one["id"]]) for one in report["unreachable"])
 
 
@@ -371,7 +373,7 @@ def test_lists_of_tokens(tmp_path: Path) -> None:
     other.write_text('[300, "Lily"]')
     assert read_keep_list(lines) == read_keep_list(other) == [300, "Lily"]
     found = reduce_vocabulary("stories", tmp_path / "out", keep=read_keep_list(lines))
-    tokenizer = Tokenizer.from_folder(resolve("stories"))
+    tokenizer = Tokenizer.from_folder(STORIES)
     for form in ("Lily", " Lily"):
         assert all(map(found.vocab_map.has, tokenizer.encode(form)))
     assert found.vocab_map.has(300)
@@ -387,13 +389,13 @@ Change = Callable[[Path], None]
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        ({"size": 100, "texts": [STORY]}, "259 always stay"),
-        ({"size": 5000, "texts": [STORY]}, "the model has 4,096"),
+        ({"size": 100, "texts": [STORY]}, f"{ALWAYS} always stay"),
+        ({"size": VOCAB + 904, "texts": [STORY]}, f"the model has {VOCAB:,}"),
         ({"size": 500}, "hold no token to count"),
         ({"size": 500, "texts": ["", ""]}, "2 texts hold no token"),
         ({}, "Say how many tokens"),
         ({"keep": [5], "size": 500}, "not both"),
-        ({"keep": [4096]}, "ids go from 0 to 4,095"),
+        ({"keep": [VOCAB]}, f"ids go from 0 to {VOCAB - 1:,}"),
         ({"keep": [-1]}, "token id -1"),
     ],
 )
@@ -413,12 +415,13 @@ def test_checkpoints_that_cannot_be_reduced(tmp_path: Path, reduced: Path) -> No
 
     refused(reduced, ConfigError, "has a reduced vocabulary already")
     copy = tmp_path / "copy"
-    shutil.copytree(resolve("stories"), copy)
+    shutil.copytree(STORIES, copy)
     config = json.loads((copy / "config.json").read_text())
     (copy / "config.json").write_text(json.dumps(config | {"quantization_config": {}}))
     refused(copy, UnsupportedModelError, "Reduce the vocabulary of the model before quantizing")
-    (copy / "config.json").write_text(json.dumps(config | {"vocab_size": 4200}))
-    refused(copy, WeightsError, r"has shape \[4096, 256\], but the vocabulary 4,200 tokens")
+    (copy / "config.json").write_text(json.dumps(config | {"vocab_size": VOCAB + 104}))
+    words = rf"has shape \[{VOCAB}, {HIDDEN}\], but the vocabulary {VOCAB + 104:,} tokens"
+    refused(copy, WeightsError, words)
     (copy / "config.json").write_text(json.dumps(config))
     tokenizer = json.loads((copy / "tokenizer.json").read_text())
     tokenizer["decoder"] = {"type": "Fuse"}
@@ -448,18 +451,14 @@ def test_nothing_is_left_of_one_that_failed(
 
 def test_a_map_of_another_model(tmp_path: Path, reduced: Path) -> None:
     copy = tmp_path / "copy"
-    shutil.copytree(resolve("stories"), copy)
+    shutil.copytree(STORIES, copy)
     shutil.copy(reduced / "vocab_map.safetensors", copy)
-    with pytest.raises(
-        WeightsError, match=r"4,096 tokens, but its vocab_map.safetensors names 700"
-    ):
+    words = f"{VOCAB:,} tokens, but its vocab_map.safetensors names 700"
+    with pytest.raises(WeightsError, match=words):
         load_runtime(Variant(copy).config(64))
 
 
-@pytest.mark.parametrize(
-    "words",
-    ["", "eager", "graph", "isa=avx2"],
-)
+@pytest.mark.parametrize("words", ["", "eager", "graph", "isa=avx2"])
 def test_drift_of_nothing_but_the_tokens_left_out(reduced: Path, words: str) -> None:
     """KL is 0 by ==; perplexity falls by the probability of what was left out, and by no more."""
     if native.handle is None and "isa" in words:
@@ -478,7 +477,7 @@ def test_drift_of_nothing_but_the_tokens_left_out(reduced: Path, words: str) -> 
     assert all(layer.largest == 0 for layer in found.layers)
     assert found.shared_tokens == 700 and found.outside is not None
     one, other = found.outside
-    assert (one.tokens, other.tokens) == (4096 - 700, 0) and other.largest == 0
+    assert (one.tokens, other.tokens) == (VOCAB - 700, 0) and other.largest == 0
     assert found.positions == len(logits)
     inside = logits.softmax(-1)[:, kept].sum(-1)
     assert one.mean == pytest.approx(float((1 - inside).mean()), rel=1e-6)

@@ -31,8 +31,15 @@ from penstock.speculate import Proposer, Wish
 from penstock.speculate.draft_model import DraftModelProposer
 
 STORIES = resolve("stories")
+SPEC = json.loads((STORIES / "config.json").read_text())
+LAYERS, IDS, LENGTH = (
+    SPEC[key] for key in ("num_hidden_layers", "vocab_size", "max_position_embeddings")
+)
+HEAD = SPEC["head_dim"]
+BLOCK = 2 * 32 * LAYERS * SPEC["num_key_value_heads"] * HEAD * 2  # bytes in bfloat16
 DRAFTED = {"method": "draft_model", "model": "stories"}
 EARLY = {"method": "self"}
+ALL_BUT_ONE = {**EARLY, "draft_layers": LAYERS - 1}
 SAMPLED = SamplingParams(
     temperature=0.8, top_p=0.95, frequency_penalty=0.3, repetition_penalty=1.1, seed=7,
     max_tokens=40, ignore_eos=True,
@@ -110,6 +117,12 @@ def stories() -> LLM:
     return LLM("stories", max_num_seqs=4, num_gpu_blocks_override=64)
 
 
+@pytest.fixture(scope="module")
+def calm(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The stories, whose last layer does little."""
+    return altered(tmp_path_factory.mktemp("calm") / "model", last=0.1)
+
+
 @exact
 @pytest.mark.parametrize("params", [GREEDY, SAMPLED])
 @pytest.mark.parametrize("eager", [False, True])
@@ -126,32 +139,34 @@ def test_the_target_as_its_own_draft(params: SamplingParams, eager: bool, storie
     [
         ({**DRAFTED, "quantization": "w4a8"}, {}),
         (DRAFTED, {"kv_cache_dtype": "int4"}),
-        ({**EARLY, "draft_layers": 5}, {}),
-        ({**EARLY, "draft_layers": 5}, {"enforce_eager": True}),
-        ({**EARLY, "draft_layers": 5}, {"kv_cache_dtype": "int8"}),
+        (ALL_BUT_ONE, {}),
+        (ALL_BUT_ONE, {"enforce_eager": True}),
+        (ALL_BUT_ONE, {"kv_cache_dtype": "int8"}),
     ],
 )
 def test_a_draft_that_is_nearly_the_target(
-    speculative: dict[str, Any], kwargs: dict[str, Any], stories: LLM
+    speculative: dict[str, Any], kwargs: dict[str, Any], stories: LLM, calm: Path
 ) -> None:
     """Most guesses are right, and not all. `self` reads what only the target writes: the prompt."""
-    runtime, proposer = made(speculative, **kwargs)
-    target = stories
-    if kwargs and speculative["method"] == "self":
-        target = LLM("stories", num_gpu_blocks_override=64, max_num_seqs=4, **kwargs)
+    if speculative["method"] == "self":
+        runtime, proposer = made(speculative, model=calm, **kwargs)
+        target = LLM(calm, num_gpu_blocks_override=64, max_num_seqs=4, **kwargs)
+    else:
+        (runtime, proposer), target = made(speculative, **kwargs), stories
     right, guesses = accepted(runtime, proposer, target, SAMPLED)
     assert guesses * 0.2 < right < guesses
 
 
 @exact
 def test_how_many_layers_guess(caplog: pytest.LogCaptureFixture) -> None:
-    for chosen, used in ((None, 1), (3, 3)):
+    for chosen, used in ((None, max(1, LAYERS // 4)), (3, 3)):
         with caplog.at_level(logging.INFO, "penstock"):
             made({**EARLY, "draft_layers": chosen})
         assert f"A draft by {used} layers is one native call of {6 * used + 3} op" in caplog.text
-    for wrong in (6, 40):
+    for wrong in (LAYERS, 40):
         config, runtime = loaded({**EARLY, "draft_layers": wrong})
-        with pytest.raises(ConfigError, match=rf"draft_layers={wrong}, .* has 6 layers.* 1 to 5\."):
+        said = rf"draft_layers={wrong}, .* has {LAYERS} layers.* 1 to {LAYERS - 1}\."
+        with pytest.raises(ConfigError, match=said):
             draft_proposer(config, runtime)
 
 
@@ -176,24 +191,24 @@ def test_other_methods_and_none() -> None:
 def test_both_models_are_counted(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    block = 2 * 32 * 6 * 4 * 32 * 2  # a block of the stories in bfloat16, in bytes
-    machine = Hardware("a small one", 1, (), 1 << 40, available_bytes=30 * block)
+    machine = Hardware("a small one", 1, (), 1 << 40, available_bytes=30 * BLOCK)
     monkeypatch.setattr(device, "detect", lambda: machine)
-    one = loaded({"method": "ngram"}, num_blocks=None)[1]
+    one = loaded({"method": "ngram"}, num_blocks=None, max_model_len=512)[1]
     assert one.num_blocks == int(30 * 0.9) and one.layouts == (one.layout,)
-    assert one.cache_bytes == 27 * block
+    assert one.cache_bytes == 27 * BLOCK
     with caplog.at_level(logging.INFO, "penstock"):
         _, both = loaded(DRAFTED, num_blocks=None, kv_cache_dtype="int8", max_model_len=256)
     assert both.draft is not None and both.draft.layout.dtype is torch.int8  # as the target's
     assert "; drafts by llama, bfloat16, whose part of each block is in int8 (" in caplog.text
-    assert [layout.bytes_per_block for layout in both.layouts] == [block * 34 // 64] * 2
-    assert both.num_blocks == int(27 * block) // (2 * block * 34 // 64)
-    assert both.cache_bytes == both.num_blocks * 2 * (block * 34 // 64)
+    block = BLOCK * (HEAD + 2) // (2 * HEAD)  # a byte each, and a scale of two
+    assert [layout.bytes_per_block for layout in both.layouts] == [block] * 2
+    assert both.num_blocks == 27 * BLOCK // (2 * block)
+    assert both.cache_bytes == both.num_blocks * 2 * block
     assert both.draft.runner.kv[0][0].shape[0] == both.num_blocks
     with pytest.raises(OutOfCacheError, match=r"Lower max_model_len to 416\."):  # 13 blocks
         loaded(DRAFTED, num_blocks=None)
     with pytest.raises(OutOfCacheError, match=r"num_blocks=16 need .* At most 15 fit"):
-        loaded(DRAFTED, num_blocks=16)
+        loaded(DRAFTED, num_blocks=16, max_model_len=512)
 
 
 def test_a_plan_for_several_caches() -> None:
@@ -214,7 +229,7 @@ def test_a_plan_for_several_caches() -> None:
 
 
 def test_the_drafts_part_of_a_block_moves_with_the_targets() -> None:
-    config, runtime = loaded(DRAFTED, num_blocks=20)
+    config, runtime = loaded(DRAFTED, num_blocks=20, max_model_len=512)
     proposer = draft_proposer(config, runtime)
     assert runtime.draft is not None and isinstance(proposer, DraftModelProposer)
     parts = [part for kv in (runtime.runner.kv, runtime.draft.runner.kv) for x in kv for part in x]
@@ -243,13 +258,18 @@ def test_each_engine_begins_anew() -> None:
 # ── which models go together ─────────────────────────────────────────────────────────────────────
 
 
-def altered(folder: Path, rows: int = 4096, **config: Any) -> Path:
-    """The stories with so many rows of the embedding, and other entries in config.json."""
+def altered(folder: Path, rows: int = IDS, last: float = 1.0, **config: Any) -> Path:
+    """The stories with so many rows of the embedding, and other entries in config.json.
+
+    last: what the last layer's share of the residual is multiplied with.
+    """
     shutil.copytree(STORIES, folder)
     tensors = load_file(folder / "model.safetensors")
     name = "model.embed_tokens.weight"
-    padding = torch.zeros(max(rows - 4096, 0), 256, dtype=torch.bfloat16)
+    padding = torch.zeros(max(rows - IDS, 0), SPEC["hidden_size"], dtype=torch.bfloat16)
     tensors[name] = torch.cat([tensors[name][:rows], padding])
+    for part in ("self_attn.o_proj", "mlp.down_proj"):
+        tensors[f"model.layers.{LAYERS - 1}.{part}.weight"] *= last
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})
     settings = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**settings, "vocab_size": rows, **config}))
@@ -259,7 +279,7 @@ def altered(folder: Path, rows: int = 4096, **config: Any) -> Path:
 @exact
 @pytest.mark.parametrize("bigger", ["draft", "target"])
 def test_padding_rows_may_differ(bigger: str, tmp_path: Path, stories: LLM) -> None:
-    padded = altered(tmp_path / "padded", 4128)
+    padded = altered(tmp_path / "padded", IDS + 32)
     models = {"draft": padded} if bigger == "draft" else {"target": padded}
     draft, target = models.get("draft", "stories"), models.get("target", "stories")
     runtime, proposer = made({**DRAFTED, "model": draft}, model=target)
@@ -272,8 +292,8 @@ def test_padding_rows_may_differ(bigger: str, tmp_path: Path, stories: LLM) -> N
         logits = fitted(step).clone()
         own = runtime.draft.runner.forward(step)
         assert logits.shape == (rows, runtime.vocab_size)
-        assert torch.equal(logits[:, :4096], own[:, :4096])
-        assert (logits[:, 4096:] == -torch.inf).all()  # of the target's own padding: no guess
+        assert torch.equal(logits[:, :IDS], own[:, :IDS])
+        assert (logits[:, IDS:] == -torch.inf).all()  # of the target's own padding: no guess
         with torch.inference_mode():
             fitted(step).fill_(9.0)  # as a caller's processor may
 
@@ -286,14 +306,17 @@ def test_other_vocabularies_are_refused(tmp_path: Path) -> None:
     names = {number: piece for piece, number in pieces.items()}
     pieces[names[1000]], pieces[names[1001]] = 1001, 1000
     (other / "tokenizer.json").write_text(json.dumps(vocab))
-    with pytest.raises(ConfigError, match=r"id 1000 is .* \(vocabularies of 4,096 and 4,096\)"):
+    with pytest.raises(
+        ConfigError, match=rf"id 1000 is .* \(vocabularies of {IDS:,} and {IDS:,}\)"
+    ):
         loaded({**DRAFTED, "model": other})
     loaded({**DRAFTED, "model": other}, skip_tokenizer_init=True)  # whoever skips it knows
-    padded = altered(tmp_path / "padded", 4128)
-    with pytest.raises(ConfigError, match="of 4,128 ids and its target one of 4,096, and no tok"):
+    padded = altered(tmp_path / "padded", IDS + 32)
+    said = f"of {IDS + 32:,} ids and its target one of {IDS:,}, and no tok"
+    with pytest.raises(ConfigError, match=said):
         loaded({**DRAFTED, "model": padded}, skip_tokenizer_init=True)
-    with pytest.raises(TokenizerError, match="the model's vocabulary has 4000 ids"):
-        loaded({**DRAFTED, "model": altered(tmp_path / "cut", 4000)})
+    with pytest.raises(TokenizerError, match=f"the model's vocabulary has {IDS - 96} ids"):
+        loaded({**DRAFTED, "model": altered(tmp_path / "cut", IDS - 96)})
     for file in padded.glob("tokenizer*"):
         file.unlink()
     with pytest.raises(ConfigError, match="no tokenizers say whether that is padding"):
@@ -301,17 +324,17 @@ def test_other_vocabularies_are_refused(tmp_path: Path) -> None:
 
 
 @exact
-def test_reduced_vocabularies(tmp_path: Path) -> None:
+def test_reduced_vocabularies(tmp_path: Path, calm: Path) -> None:
     """Both models' or none's; the first layers of a reduced one need nothing."""
     folder = tmp_path / "reduced"
-    reduce_vocabulary("stories", folder, size=700, texts=PROMPTS)
+    reduce_vocabulary(calm, folder, size=700, texts=PROMPTS)
     for draft, target in ((folder, "stories"), ("stories", folder)):
-        with pytest.raises(ConfigError, match=r"700 of 4,096.* Reduce both to the same ids, or"):
+        with pytest.raises(ConfigError, match=rf"700 of {IDS:,}.* Reduce both to the same ids, or"):
             loaded({**DRAFTED, "model": draft}, model=target)
     llm = LLM(folder, num_gpu_blocks_override=64, max_num_seqs=4)
     right, guesses = accepted(*made({**DRAFTED, "model": folder}, model=folder), llm, SAMPLED)
     assert right == guesses > 60
-    right, guesses = accepted(*made({**EARLY, "draft_layers": 5}, model=folder), llm, SAMPLED)
+    right, guesses = accepted(*made(ALL_BUT_ONE, model=folder), llm, SAMPLED)
     assert guesses * 0.2 < right < guesses
 
 
@@ -319,7 +342,7 @@ def test_a_shorter_draft_model(tmp_path: Path) -> None:
     short = altered(tmp_path / "short", max_position_embeddings=64)
     runtime, proposer = made({**DRAFTED, "model": short})
     assert runtime.draft is not None
-    assert (runtime.model.max_model_len, runtime.draft.model.max_model_len) == (512, 64)
+    assert (runtime.model.max_model_len, runtime.draft.model.max_model_len) == (LENGTH, 64)
     state = SequenceSampling(GREEDY, [5], runtime.vocab_size, 0, frozenset())
     for length, count in ((58, 5), (62, 3), (64, 1), (65, 0)):
         wish = Wish(object(), list(range(9, 9 + length)), state, list(range(20)), 5)
@@ -344,19 +367,18 @@ def test_engine_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stories
     build(BuildOptions("stories", folder, profile=(1, 8, 128), max_num_seqs=4))
     right, guesses = accepted(*made({**DRAFTED, "model": folder}), stories, SAMPLED)
     assert right == guesses > 60
-    runtime, proposer = made({**EARLY, "draft_layers": 5}, model=folder)
+    runtime, proposer = made(ALL_BUT_ONE, model=folder)
     of_folder = accepted(runtime, proposer, stories, SAMPLED)
-    assert of_folder == accepted(*made({**EARLY, "draft_layers": 5}), stories, SAMPLED)
+    assert of_folder == accepted(*made(ALL_BUT_ONE), stories, SAMPLED)
     runtime, proposer = made({**DRAFTED, "model": folder}, model=folder)
     right, guesses = accepted(runtime, proposer, stories, GREEDY)
     assert right == guesses > 20  # what is caught up in a call depends on what was timed
     with pytest.raises(ConfigError, match="quantization='w8a8', but the engine"):
         loaded({**DRAFTED, "model": folder, "quantization": "w8a8"})
-    block = 2 * 32 * 6 * 4 * 32 * 2  # of one of the two caches
-    free = (folder / "weights.bin").stat().st_size + 40 * block  # mapped pages count as free
+    free = (folder / "weights.bin").stat().st_size + 40 * BLOCK  # mapped pages count as free
     machine = Hardware("a small one", 1, (), 1 << 40, available_bytes=free)
     monkeypatch.setattr(device, "detect", lambda: machine)
-    _, runtime = loaded({**DRAFTED, "model": folder}, num_blocks=None)
+    _, runtime = loaded({**DRAFTED, "model": folder}, num_blocks=None, max_model_len=512)
     assert runtime.num_blocks == 18 == int(40 * 0.9) // 2
     (folder / "weights.bin").unlink()
     with pytest.raises(EngineFolderError, match="Build it again"):

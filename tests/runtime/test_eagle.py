@@ -29,7 +29,7 @@ from penstock.sampling import SequenceSampling
 from penstock.speculate import Computed, Wish
 from penstock.speculate.eagle import EagleProposer
 from tests.speculate.eagle_reference import make_tensors, write
-from tests.speculate.rounds import D, V, successor, sure_head, target
+from tests.speculate.rounds import STORIES, D, V, successor, sure_head, target
 
 exact = pytest.mark.skipif(native.handle is None, reason=f"no native kernels: {native.reason}")
 GREEDY = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
@@ -57,9 +57,6 @@ def made(folder: Path, fuses: bool, hidden: int = D, vocab: int = V) -> Path:
     chosen = {AUX: [0, 1, 3]} if fuses else {}
     sizes = {"hidden_size": hidden, "vocab_size": vocab, "head_dim": 16}
     return write(folder, tensors, **sizes, **chosen)
-
-
-STORIES = (256, 4096)
 
 
 def llm_of(model: Path | str, head: Path | None, method: str = "eagle", **kwargs: Any) -> LLM:

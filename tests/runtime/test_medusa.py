@@ -35,7 +35,7 @@ from penstock.sampling import SequenceSampling
 from penstock.speculate import Computed, Wish
 from tests.models.heads.made import Made, written
 from tests.models.tiny import make_tiny
-from tests.speculate.rounds import D, V, successor, sure_heads, target
+from tests.speculate.rounds import STORIES, D, V, successor, sure_heads, target
 
 exact = pytest.mark.skipif(native.handle is None, reason=f"no native kernels: {native.reason}")
 GREEDY = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
@@ -130,14 +130,17 @@ def test_all_that_they_guess_is_accepted(
 def test_by_programs_as_by_modules(tmp_path: Path) -> None:
     """The same bits, for as many rows as there are, beside the formula in float64."""
     torch.manual_seed(0)
-    states = torch.randn(70, 256).to(torch.bfloat16)
+    width, ids = STORIES
+    states = torch.randn(70, width).to(torch.bfloat16)
     for number, projections in enumerate((True, False)):
-        made = Made(256, 4096, heads=2, layers=2, dtype=torch.bfloat16)
+        made = Made(width, ids, heads=2, layers=2, dtype=torch.bfloat16)
         tensors = made.first_layout(projections=projections)
         folder = written(tmp_path / str(number), tensors, {})
         found = []
         for eager in (False, True):
-            _, runtime = loaded("stories", folder, enforce_eager=eager, max_num_seqs=64)
+            _, runtime = loaded(
+                "stories", folder, enforce_eager=eager, max_num_seqs=64, max_model_len=512
+            )
             assert isinstance(runtime.draft, Medusa) and runtime.draft.runner is not None
             runner = runtime.draft.runner
             found.append(runner(states).clone())
@@ -146,7 +149,7 @@ def test_by_programs_as_by_modules(tmp_path: Path) -> None:
         assert torch.equal(*found)
         decoder = runtime.model.model
         if not projections:
-            matrix = decoder.head.weight_format.unpack(decoder.head.packed, 4096, 256)
+            matrix = decoder.head.weight_format.unpack(decoder.head.packed, ids, width)
             made.projections = [matrix] * 2
         features = (
             states.double()
@@ -299,9 +302,9 @@ def test_what_is_shipped(method: str, rounds: Path, tmp_path: Path, monkeypatch:
 def test_the_shipped_heads() -> None:
     """Those of the embedded model: what they guess is right often enough to be theirs."""
     prompts = ["Once upon a time", "Lily and Tom went to the park.", "Mom said"]
-    plain = LLM("stories", num_gpu_blocks_override=24).generate(prompts, GREEDY)
+    plain = LLM("stories", num_gpu_blocks_override=24, max_model_len=512).generate(prompts, GREEDY)
     llm = LLM(
-        "stories", num_gpu_blocks_override=24,
+        "stories", num_gpu_blocks_override=24, max_model_len=512,
         speculative_config={"method": "medusa", "adaptive": False},
     )  # fmt: skip
     for one, other in zip(llm.generate(prompts, GREEDY), plain, strict=True):
@@ -337,7 +340,7 @@ def test_of_other_families(name: str, eager: bool, tmp_path: Path) -> None:
 @pytest.fixture(scope="module")
 def shared(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Heads for the stories, whose head is theirs."""
-    made = Made(256, 4096, heads=3, dtype=torch.bfloat16)
+    made = Made(*STORIES, heads=3, dtype=torch.bfloat16)
     return written(tmp_path_factory.mktemp("shared"), made.first_layout(projections=False), {})
 
 
@@ -376,17 +379,18 @@ def test_a_reduced_vocabulary(shared: Path, tmp_path: Path) -> None:
     folder = tmp_path / "reduced"
     texts = ["Once upon a time there was a dog.", "The cat sat on the mat."]
     reduce_vocabulary("stories", folder, size=700, texts=texts)
-    whole = Made(256, 4096, heads=3, dtype=torch.bfloat16).write(tmp_path / "whole")
+    whole = Made(*STORIES, heads=3, dtype=torch.bfloat16).write(tmp_path / "whole")
     vocab_map = json.loads((folder / "config.json").read_text())
     assert vocab_map["vocab_size"] == 700
     for heads in (shared, whole):
-        config, runtime = loaded(folder, heads)
+        config, runtime = loaded(folder, heads, max_model_len=512)
         assert runtime.vocab_map is not None
         draft = draft_after(config, runtime, runtime.vocab_map.kept[:20].tolist())
         assert len(draft) == 6 and set(draft.tokens) <= set(runtime.vocab_map.kept.tolist())
         speculative = {"method": "medusa", "model": heads, "adaptive": False}
-        llm = LLM(folder, speculative_config=speculative, num_gpu_blocks_override=24)
-        plain = LLM(folder, num_gpu_blocks_override=24)
+        options: dict[str, Any] = {"num_gpu_blocks_override": 24, "max_model_len": 512}
+        llm = LLM(folder, speculative_config=speculative, **options)
+        plain = LLM(folder, **options)
         got, want = (
             [output.outputs[0].token_ids for output in one.generate(texts, GREEDY)]
             for one in (llm, plain)

@@ -126,7 +126,7 @@ def test_an_engine_that_dies(running: Running, monkeypatch: pytest.MonkeyPatch) 
 def test_more_than_the_cache_holds() -> None:
     """Sequences give way and are computed again; their texts are those they have alone."""
     bodies = [body(f"{PROMPTS[i % 4]} {i}", max_tokens=120 + i) for i in range(24)]
-    with serving(ServerConfig(), num_gpu_blocks_override=24) as running:
+    with serving(ServerConfig(), num_gpu_blocks_override=24, max_model_len=512) as running:
         alone = [text(together(running, [one])[0]) for one in bodies]
         before = running.llm.stats()["preemptions"]
         found = [text(one) for one in together(running, bodies)]

@@ -18,7 +18,7 @@ from penstock.server.protocol.embeddings import EmbeddingRequest
 from penstock.server.protocol.messages import CountTokensRequest, MessagesRequest
 from penstock.server.protocol.responses import ResponsesRequest
 from penstock.server.protocol.tokens import DetokenizeRequest, TokenizeRequest
-from tests.server.conftest import Running
+from tests.server.conftest import IDS, Running
 
 ASK = [{"role": "user", "content": "Tell me about a little dog."}]
 MILLION = 10**6
@@ -127,7 +127,7 @@ def test_every_field_of_a_wrong_type(server: Running, path: str) -> None:
         ("priority", 10**30), ("ttft_slo_ms", 1e999), ("ttft_slo_ms", 0),
         ("stop_token_ids", [10**30]), ("allowed_token_ids", [2**63]), ("allowed_token_ids", [-1]),
         ("logit_bias", {"9" * 30: 1}), ("logit_bias", {"1_0": 1}), ("logit_bias", {"-1": 1}),
-        ("logit_bias", {"1": 1e999}), ("prompt", [10**30]), ("prompt", [4096]), ("prompt", [-1]),
+        ("logit_bias", {"1": 1e999}), ("prompt", [10**30]), ("prompt", [IDS]), ("prompt", [-1]),
         ("prompt", [1, "a"]), ("prompt", [[]]), ("prompt", []), ("prompt", ""), ("prompt", [1.5]),
         ("truncate_prompt_tokens", 0), ("cache_salt", ""), ("stop", [""]), ("request_id", "a\nb"),
     ],
@@ -144,9 +144,9 @@ def test_what_the_engine_refuses_has_a_status_in_a_stream_too(server: Running) -
     with server.client() as client:
         for path, more in (
             ("/v1/chat/completions", {"n": 500}),
-            ("/v1/chat/completions", {"allowed_token_ids": [4096]}),
-            ("/v1/completions", {"allowed_token_ids": [4096]}),
-            ("/v1/responses", {"allowed_token_ids": [4096]}),
+            ("/v1/chat/completions", {"allowed_token_ids": [IDS]}),
+            ("/v1/completions", {"allowed_token_ids": [IDS]}),
+            ("/v1/responses", {"allowed_token_ids": [IDS]}),
         ):
             body = {**ENDPOINTS[path][1], **more, "stream": True}
             refused(client.post(path, json=body), path)

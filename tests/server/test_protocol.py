@@ -21,7 +21,7 @@ from penstock.server.protocol.embeddings import EmbeddingRequest
 from penstock.server.protocol.messages import CountTokensRequest, MessagesRequest
 from penstock.server.protocol.responses import ResponsesRequest
 from penstock.server.protocol.tokens import DetokenizeRequest, TokenizeRequest
-from tests.server.conftest import Running
+from tests.server.conftest import LENGTH, Running
 
 OPENAI = OpenAI(api_key="none", base_url="http://127.0.0.1:9")
 ANTHROPIC = Anthropic(api_key="none", base_url="http://127.0.0.1:9")
@@ -65,7 +65,7 @@ class Endpoint:
 
 
 CHAT = [{"role": "user", "content": "Tell me of a dog. Please!"}]
-LONG = [{"role": "user", "content": "A long walk by the sea. " * 40},
+LONG = [{"role": "user", "content": "A long walk by the sea. " * (LENGTH // 12)},
         {"role": "assistant", "content": "Yes."}] * 2 + CHAT  # fmt: skip
 TWO = {"allowed_token_ids": [300, 301]}
 SAMPLING: dict[str, Any] = {
@@ -77,7 +77,7 @@ SAMPLING: dict[str, Any] = {
     "epsilon_cutoff": (0.9, {"temperature": 1.5}),
     "eta_cutoff": (0.9, {"temperature": 1.5}),
     "top_n_sigma": (0.01, {"temperature": 1.5}),
-    "xtc_probability": (1.0, {"temperature": 1.5}),
+    "xtc_probability": (1.0, {"temperature": 1.5, "xtc_threshold": 0.0}),
     "xtc_threshold": (0.0, {"temperature": 1.5, "xtc_probability": 1.0}),
     "dynatemp_range": (5.0, {"temperature": 1.5}),
     "dynatemp_exponent": (0.01, {"temperature": 3.0, "dynatemp_range": 3.0}),

@@ -13,7 +13,7 @@ import httpx2 as httpx
 import pytest
 
 from penstock.server.protocol.common import STRICT
-from tests.server.conftest import Running
+from tests.server.conftest import LENGTH, Running
 
 WRAPPED = '{"type": "json_schema", "json_schema": {"name": "answer", "schema": {…}}}'
 FLAT = '{"type": "json_schema", "name": "answer", "schema": {…}}'
@@ -22,7 +22,7 @@ CHAT, WORDS, ANSWER, VECTOR, MESSAGE, COUNT = (
     "/v1/messages/count_tokens",
 )  # fmt: skip
 ASK = [{"role": "user", "content": "Hi"}]
-LONG = "dog and cat " * 300
+LONG = "dog and cat " * LENGTH
 LEAST: dict[str, dict[str, Any]] = {
     CHAT: {"messages": ASK, "max_tokens": 1},
     WORDS: {"prompt": "Hi", "max_tokens": 1},
@@ -62,12 +62,14 @@ def called(**function: Any) -> dict[str, Any]:
 
 NAMED = [
     # The field that was sent, not its other name; not what the engine calls it.
-    (CHAT, {"max_tokens": 1000}, "max_tokens", "max_tokens is 1,000"),
-    (CHAT, {"max_tokens": ..., "max_completion_tokens": 1000}, "max_completion_tokens", "is 1,000"),
+    (CHAT, {"max_tokens": LENGTH}, "max_tokens", f"max_tokens is {LENGTH:,}"),
+    (CHAT, {"max_tokens": ..., "max_completion_tokens": LENGTH},
+     "max_completion_tokens", f"is {LENGTH:,}"),
     (CHAT, {"max_tokens": -1}, "max_tokens", "max_tokens is -1"),
     (CHAT, {"max_tokens": 2, "min_tokens": 3}, "min_tokens", "min_tokens is 3 but max_tokens is 2"),
     (ANSWER, {"min_tokens": 3}, "min_tokens", "but max_output_tokens is 1"),
-    (ANSWER, {"max_output_tokens": 1000}, "max_output_tokens", "max_output_tokens is 1,000"),
+    (ANSWER, {"max_output_tokens": LENGTH}, "max_output_tokens",
+     f"max_output_tokens is {LENGTH:,}"),
     (MESSAGE, {"stop_sequences": [""]}, "stop_sequences", "stop_sequences[0] is an empty"),
     (CHAT, {"stop": ["a", ""]}, "stop", "stop[1] is an empty"),
     (CHAT, {"ttft_slo_ms": 100}, "ttft_slo_ms", "ttft_slo_ms is 100, but"),

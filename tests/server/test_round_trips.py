@@ -11,7 +11,7 @@ from anthropic import Anthropic
 from openai import OpenAI
 
 from penstock.server import ServerConfig
-from tests.server.conftest import Running, serving
+from tests.server.conftest import LENGTH, Running, serving
 
 CHAT = [{"role": "user", "content": "Tell me of a dog. Please!"}]
 _open = ExitStack()
@@ -35,13 +35,16 @@ def test_an_answer_can_be_sent_back(server: Running) -> None:
     """As both clients' guides do it for the next turn."""
     openai = openai_at(server)
     ask: list[Any] = [{"role": "user", "content": "Hello."}]
-    first = openai.responses.create(model="stories", input=ask, max_output_tokens=8,
+    first = openai.responses.create(model="stories", input=ask, max_output_tokens=8, temperature=0,
                                     include=["message.output_text.logprobs"])  # fmt: skip
     second = openai.responses.create(
         model="stories", input=[*ask, *first.output, *ask], max_output_tokens=8
     )
     assert second.usage.input_tokens > first.usage.input_tokens + 8
-    whole = openai.chat.completions.create(model="stories", messages=ask, max_tokens=8)
+    whole = openai.chat.completions.create(
+        model="stories", messages=ask, max_tokens=8, temperature=0
+    )
+    assert whole.choices[0].message.content == first.output_text
     again = openai.chat.completions.create(
         model="stories", messages=[*ask, whole.choices[0].message, *ask], max_tokens=8
     )
@@ -106,11 +109,12 @@ def test_a_prompts_logprobs_with_its_echo(server: Running) -> None:
 
 def test_truncation_leaves_a_part_for_the_answer_not_all() -> None:
     """Anthropic's clients ask for thousands of tokens, which are lowered to what fits."""
-    said = [{"role": role, "content": "A long walk by the sea. " * 12} for role in
+    said = [{"role": role, "content": "A long walk by the sea. " * (LENGTH // 42)} for role in
             ("user", "assistant", "user", "assistant", "user", "assistant", "user")]  # fmt: skip
     with serving(ServerConfig(truncation="auto")) as running:
         client = anthropic_at(running)
         made = client.messages.create(model="stories", max_tokens=8000, messages=said)
         usage = made.usage
-        assert 512 // 2 < usage.input_tokens + (usage.cache_read_input_tokens or 0) <= 512 * 3 // 4
+        asked = usage.input_tokens + (usage.cache_read_input_tokens or 0)
+        assert LENGTH // 2 < asked <= LENGTH * 3 // 4
         running.rest()

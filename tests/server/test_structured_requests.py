@@ -290,6 +290,14 @@ def test_any_object(client: OpenAI) -> None:
         assert choice.finish_reason == "length"
 
 
+@pytest.fixture
+def no_space(server: Running) -> dict[str, int]:
+    """A bias against tokens of nothing but space, of which JSON may have any amount."""
+    tokenizer = server.service.prompts.tokenizer
+    pieces = [tokenizer.token_bytes(token) for token in range(tokenizer.vocab_size)]
+    return {str(i): -100 for i, piece in enumerate(pieces) if piece.isspace()}
+
+
 @pytest.mark.parametrize(
     ("more", "schema"),
     [
@@ -303,7 +311,10 @@ def test_any_object(client: OpenAI) -> None:
                              "format": {"type": "json_schema", "json_schema": DOG}}}, DOG),
     ],
 )  # fmt: skip
-def test_vllms_names(client: OpenAI, more: dict[str, Any], schema: Any) -> None:
+def test_vllms_names(
+    client: OpenAI, more: dict[str, Any], schema: Any, no_space: dict[str, int]
+) -> None:
+    more = {**more, "logit_bias": no_space}
     text = client.chat.completions.create(**OPTIONS, seed=2, extra_body=more).choices[0].message
     jsonschema_rs.validate(schema, json.loads(text.content))
     words = client.completions.create(

@@ -20,6 +20,7 @@ from penstock.speculate.suffix import SuffixProposer
 from tests.models.heads.made import Made
 
 from .eagle_reference import make_tensors, write
+from .rounds import STORIES
 
 METHODS: dict[str, dict[str, Any]] = {
     "ngram": {"method": "ngram", "prompt_lookup_min": 1},
@@ -61,7 +62,7 @@ HEADS: dict[tuple[str, str], Path] = {}
 
 @pytest.fixture(scope="module", autouse=True)
 def _heads(tmp_path_factory: pytest.TempPathFactory) -> None:
-    for target, hidden, vocab in (("stories", 256, 4096), ("random", 32, 50)):
+    for target, hidden, vocab in (("stories", *STORIES), ("random", 32, 50)):
         where = tmp_path_factory.mktemp(f"heads-{target}")
         HEADS["medusa", target] = Made(hidden, vocab, dtype=torch.bfloat16).write(where)
         for method in ("eagle", "eagle3"):
