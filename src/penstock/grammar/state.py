@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Final, Optional
 
 import numpy as np
@@ -31,8 +31,10 @@ _OUT_OF_STATES: Final = "too many states"
 RENEWED_EVERY: Final = 50
 """Tokens at least between two lexers that are made for one text."""
 
-_Run = tuple[int, ...]
-"""Forced tokens that are still to come."""
+_Run = tuple[Sequence[int], int]
+"""Forced tokens, and how many of them have come."""
+
+_NOT_ASKED: Final[_Run] = (), 0
 
 _Told = Optional[tuple["_Told", int, _Run]]  # noqa: UP045  it names itself
 """The tokens of a text, the last first, each with the run before it; what is shared with copies
@@ -76,7 +78,7 @@ class GrammarState:
         self._vocabulary = vocabulary
         self._ended = False  # by an end token, which the matcher isn't told: it wouldn't count it
         self._fresh = fresh
-        self._run: _Run | None = None  # None: not asked for yet
+        self._run = _NOT_ASKED
         self._told: _Told = None
         self._tokens = 0  # that were told
         self._renewed_at: int | None = None
@@ -94,9 +96,9 @@ class GrammarState:
             bits[:] = 0
             return
         self._work.check()
-        if run := self.forced():
+        if (token := self._forced()) is not None:
             bits[:] = 0
-            bits[run[0] // 32] = np.uint32(1 << run[0] % 32).view(np.int32)
+            bits[token // 32] = np.uint32(1 << token % 32).view(np.int32)
             return
         self._mask(bits)
         if _OUT_OF_STATES in self.failure and self._renew():
@@ -120,7 +122,7 @@ class GrammarState:
         if token_id in self._vocabulary.eos_token_ids and self.may_end:
             self._ended = True
             return
-        run = tuple(self.forced())
+        forced, run = self._forced(), self._run
         follows = not self._ended and self._follows(token_id)
         if not (follows or self._ended) and self._lacks_states(token_id):
             if not self._renew():
@@ -134,7 +136,9 @@ class GrammarState:
                 "with the text as its grammar, regex or schema demands."
             )
         self._told, self._tokens = (self._told, token_id, run), self._tokens + 1
-        self._run = run[1:] or None if run[:1] == (token_id,) else None
+        self._run = _NOT_ASKED
+        if token_id == forced and run[1] + 1 < len(run[0]):
+            self._run = run[0], run[1] + 1
         self._check()
 
     def _follows(self, token_id: int) -> bool:
@@ -143,16 +147,24 @@ class GrammarState:
 
     def forced(self) -> list[int]:
         """Tokens of which each is the only one that may come, in order."""
-        if self._ended:
+        if self._forced() is None:
             return []
-        if self._run is None:
+        tokens, come = self._run
+        return list(tokens[come:])
+
+    def _forced(self) -> int | None:
+        """The next of them."""
+        if self._ended:
+            return None
+        if self._run is _NOT_ASKED:
             with self._work.counted():
                 found = self._matcher.compute_ff_tokens()
             if _OUT_OF_STATES in self.failure and self._renew():
                 with self._work.counted():
                     found = self._matcher.compute_ff_tokens()
-            self._run = tuple(found)
-        return list(self._run)
+            self._run = found, 0
+        tokens, come = self._run
+        return tokens[come] if tokens else None
 
     @property
     def is_complete(self) -> bool:
