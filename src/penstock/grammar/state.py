@@ -28,7 +28,7 @@ _REASONS = {
 _OUT_OF_STATES: Final = "too many states"
 """In the library's words."""
 
-RENEWED_EVERY: Final = 50
+RENEWED_EVERY: Final = 16
 """Tokens at least between two lexers that are made for one text."""
 
 _Run = tuple[Sequence[int], int]
