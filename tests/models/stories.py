@@ -16,4 +16,5 @@ LAYERS, POSITIONS = CONFIG["num_hidden_layers"], CONFIG["max_position_embeddings
 MATRICES = 4 * LAYERS  # qkv, out, gate with up, down
 
 with safe_open(STORIES / "model.safetensors", framework="pt") as _file:
-    PARAMETERS = sum(math.prod(_file.get_slice(name).get_shape()) for name in _file.keys())  # noqa: SIM118
+    _SHAPES = [_file.get_slice(name).get_shape() for name in sorted(_file.keys())]
+PARAMETERS = sum(map(math.prod, _SHAPES))

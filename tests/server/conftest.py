@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import socket
 import threading
 import time
@@ -17,13 +16,12 @@ import uvicorn
 
 from penstock.config import EngineConfig
 from penstock.engine import AsyncLLM
-from penstock.models.hub import resolve
 from penstock.runtime import Runtime, load_runtime
 from penstock.server import ServerConfig, Service, create_app
 from penstock.server.lifecycle import uvicorn_config
+from tests.models.stories import POSITIONS, VOCAB
 
-_CONFIG = json.loads((resolve("stories") / "config.json").read_text())
-LENGTH, IDS = _CONFIG["max_position_embeddings"], _CONFIG["vocab_size"]
+LENGTH, IDS = POSITIONS, VOCAB
 """Of the embedded model: the most tokens of a sequence, and how many ids it has."""
 
 

@@ -2,23 +2,21 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
 
-from penstock.models.hub import resolve
 from tests.models.heads.made import written
+from tests.models.stories import HIDDEN, VOCAB
 from tests.speculate.eagle_reference import write
 
 V, D = 50, 64
 SHAPE = {"vocab_size": V, "hidden_size": D, "intermediate_size": 48, "head_dim": 32,
          "num_attention_heads": 2, "num_key_value_heads": 1}  # fmt: skip
 
-_STORIES = json.loads((resolve("stories") / "config.json").read_text())
-STORIES: tuple[int, int] = _STORIES["hidden_size"], _STORIES["vocab_size"]
+STORIES: tuple[int, int] = HIDDEN, VOCAB
 """Width and ids of the embedded model, for heads of random weights beside it."""
 
 
