@@ -14,6 +14,7 @@ app = typer.Typer(help=__doc__, no_args_is_help=True, add_completion=False)
 ROOT = Path(__file__).resolve().parents[1]
 WORK = ROOT / "build" / "recipes"
 DATA = ROOT.parent / "shared" / "data"
+ASSETS = ROOT / "src" / "penstock" / "assets"
 Work = Annotated[Path, typer.Option(help="Folder of packs, checkpoints and models.")]
 Steps = Annotated[int | None, typer.Option(min=1, help="Length of the run in steps.")]
 Minutes = Annotated[float | None, typer.Option(help="Or in minutes; steps are estimated.")]
@@ -28,6 +29,9 @@ Compile = Annotated[bool | None, typer.Option(help="torch.compile. Default: on a
 Size = Annotated[str, typer.Option(help="base, small, draft or tiny: a shape of recipes/model.py.")]
 Muon = Annotated[bool, typer.Option(help="Muon for the layers' matrices; else AdamW for all.")]
 Seed = Annotated[int, typer.Option()]
+ShortLength = Annotated[
+    int, typer.Option(min=0, help="Tokens of a row in the first 70% of the run; 0: the context's.")
+]
 Pace = Annotated[
     list[str] | None,
     typer.Option(help="SOURCE=START:END, how often it is read next to the others. Repeatable."),
@@ -69,7 +73,8 @@ def pretrain(
     rows: Rows = 256,
     micro_rows: MicroRows = None,
     learning_rate: Rate = 5e-3,
-    dropout: Dropout = 0.1,
+    dropout: Dropout = 0.0,
+    short_length: ShortLength = 256,
     size: Size = "base",
     device: Device = None,
     dtype: Dtype = None,
@@ -77,18 +82,22 @@ def pretrain(
     save_every: SaveEvery = None,
     muon: Muon = True,
     pace: Pace = None,
+    start: Annotated[
+        Path | None, typer.Option(help="A model whose weights a new run begins with.")
+    ] = None,
     seed: Seed = 0,
 ) -> None:
-    """Train `base` from nothing."""
+    """Train `base` from nothing, or from another model's weights."""
     from recipes import family
     from recipes.model import SHAPES
 
     where, config = _settings(
         device, dtype, compile, steps=steps, minutes=minutes, rows=rows, micro_rows=micro_rows,
         learning_rate=learning_rate, save_every=save_every, seed=seed, muon=muon,
+        short_length=short_length or None,
     )  # fmt: skip
     paces = family.paces_with(family.PRETRAIN, pace or [])
-    family.pretrain(work, config, SHAPES[size], dropout, where, paces)
+    family.pretrain(work, config, SHAPES[size], dropout, where, paces, start)
 
 
 @app.command()
@@ -99,7 +108,7 @@ def finetune(
     rows: Rows = 128,
     micro_rows: MicroRows = None,
     learning_rate: Rate = 1e-3,
-    dropout: Dropout = 0.1,
+    dropout: Dropout = 0.0,
     device: Device = None,
     dtype: Dtype = None,
     compile: Compile = None,  # noqa: A002
@@ -186,6 +195,17 @@ def evaluate(
     from recipes.evaluate import evaluate as run
 
     print(run(work, max_bytes, max_dialogues, compare))
+
+
+@app.command()
+def ship(
+    work: Work = WORK,
+    assets: Annotated[Path, typer.Option(help="Where the package keeps its models.")] = ASSETS,
+) -> None:
+    """Put the trained and evaluated members into the package, at most 40 MB in all."""
+    from recipes.ship import ship as run
+
+    print(run(work, assets))
 
 
 @app.command()

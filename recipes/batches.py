@@ -42,6 +42,15 @@ class Batch:
             for i in range(0, len(self.tokens), rows)
         ]
 
+    def cut(self, length: int) -> "Batch":
+        """The same tokens as shorter rows, none of which sees another: [B · T / length, length]."""
+        documents = self.documents
+        return Batch(
+            self.tokens.unfold(1, length + 1, length).flatten(0, 1),
+            self.weights.reshape(-1, length),
+            None if documents is None else documents.reshape(-1, length),
+        )
+
 
 Row = tuple[NDArray[np.int64], NDArray[np.float32], NDArray[np.int64]]
 """Tokens [T + 1], weights [T], documents [T]."""

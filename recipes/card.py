@@ -9,15 +9,27 @@ from recipes.corpus import Corpus
 from recipes.family import ADAPTERS
 from recipes.model import Shape
 from recipes.prompts import PROMPTS
+from recipes.ship import NAMES
 from recipes.sources import LICENCES
 
 ABOUT = {
-    "base": "Stories, novels and dialogues; a small Llama that continues text.",
-    "chat": "`base`, fine-tuned on dialogues with tool calls, requests for stories and small talk.",
-    "draft": "Distilled from `chat`: proposes tokens for speculative decoding.",
-    "shakespeare": "A LoRA adapter of `base`: Shakespeare's plays.",
-    "science_fiction": "A LoRA adapter of `base`: magazine science fiction of the 1930s to 1960s.",
+    "base": "A small Llama that goes on with a text: stories, novels, dialogues.",
+    "chat": "`stories`, fine-tuned on dialogues with tool calls, requests for stories and small "
+    "talk.",
+    "draft": "Distilled from `stories-chat`: proposes tokens for speculative decoding.",
+    "shakespeare": "A LoRA adapter of `stories`: Shakespeare's plays.",
+    "science_fiction": "A LoRA adapter of `stories`: magazine science fiction of the 1930s to "
+    "1960s.",
 }
+USE = {
+    "base": "penstock generate stories --prompt 'Once upon a time'",
+    "chat": "penstock chat",
+    "draft": 'penstock chat --speculative-config \'{"method": "draft_model"}\'',
+    "shakespeare": "penstock export stories FOLDER --merge-lora stories-shakespeare",
+    "science_fiction": "penstock export stories FOLDER --merge-lora stories-science-fiction",
+}
+"""Each member's command, by its name in the package."""
+MAX_TOKENS = 400  # of a reply; one that takes more is marked
 TRAINED_ON = {
     "base": tuple(LICENCES)[:5],
     "chat": tuple(LICENCES)[:8],
@@ -25,6 +37,7 @@ TRAINED_ON = {
     "shakespeare": (*tuple(LICENCES)[:5], "tinyshakespeare"),
     "science_fiction": tuple(LICENCES)[:5],
 }
+_FRONT = ("---", "license: other", "language: en", "tags: [penstock, stories]", "---")
 SHARE_ALIKE = (
     "TinyStories is under CDLA-Sharing-1.0; the Schema-Guided Dialogue data is under CC BY-SA 4.0. "
     "Copyright of the dialogues: Google LLC and its contributors. The dialogues were converted to "
@@ -42,7 +55,7 @@ def write_cards(work: Path, figures: Mapping[str, str], table: str) -> None:
             continue
         training = json.loads((folder / "training.json").read_text())
         lines = [
-            f"# {name}", "", about, "",
+            *_FRONT, f"# {NAMES[name]}", "", about, "", "```", USE[name], "```", "",
             *_shape(folder if name not in ADAPTERS else None),
             f"Trained on {training['tokens'] / 1e6:.1f} M tokens in {training['steps']:,} steps; "
             "the curve is in `loss.svg`, how is in docs/training.md.", "",
@@ -57,7 +70,7 @@ def write_cards(work: Path, figures: Mapping[str, str], table: str) -> None:
         if rows:
             lines += ["", "## Held-out figures", "", table, *rows]
         if name == "chat":
-            lines += ["", "## Twenty replies", "", *samples(folder)]
+            lines += ["", "## Twenty replies", "", "Greedy, unedited.", "", *samples(folder)]
         lines += [
             "",
             "## Limits",
@@ -84,12 +97,13 @@ def _shape(folder: Path | None) -> list[str]:
 def samples(folder: Path) -> list[str]:
     """Replies to PROMPTS, greedy and unedited, as Markdown."""
     llm = LLM(str(folder))
-    params = SamplingParams(temperature=0, max_tokens=120)
+    params = SamplingParams(temperature=0, max_tokens=MAX_TOKENS)
     lines = []
     for asked, tools in PROMPTS:
         messages = [{"role": "user", "content": asked}]
         (output,) = llm.chat([messages], params, tools=tools or None)
         tool = " (with GetWeather)" if tools else ""
         reply = output.outputs[0].text.strip().replace("\n", "\n> ")
-        lines += [f"**{asked}**{tool}", "", f"> {reply}", ""]
+        cut = " *(cut off here)*" if output.outputs[0].finish_reason == "length" else ""
+        lines += [f"**{asked}**{tool}", "", f"> {reply}{cut}", ""]
     return lines[:-1]

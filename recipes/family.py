@@ -142,16 +142,22 @@ def pretrain(
     dropout: float,
     device: torch.device,
     paces: Paces = PRETRAIN,
+    start: Path | None = None,
 ) -> Progress:
-    """Train `base` from nothing on every source but the adapters'."""
+    """Train `base` on every source but the adapters', from nothing or from `start`'s weights."""
     corpus = Corpus(work)
+    if config.short_length and shape.context % config.short_length:
+        raise ConfigError(
+            f"Rows of {shape.context} tokens can't be cut into ones of {config.short_length}: "
+            "--short-length must divide the context."
+        )
     paces = dict(paces)
     if "synthetic" in corpus.names("streams"):
         paces.setdefault("synthetic", SYNTHETIC_PACE)
     shape = replace(shape, vocab_size=_vocabulary(corpus))
     rows = sources(corpus, paces, shape.context, replies=False)
     mixture = Mixture(rows, paces, config.rows, config.seed, isolate=False)
-    model = Llama(shape, dropout).initialise(config.seed).to(device)
+    model = _begin(shape, dropout, config.seed, start).to(device)
     trainer = Trainer(
         work / "base.training", model, mixture, config,
         held_out=held_out_batches(corpus, HELD_OUT["base"], shape.context),
@@ -161,6 +167,21 @@ def pretrain(
     save_model(model.state_dict(), shape, corpus.text("tokenizer.json"), work / "base", chat=False)
     _finish(trainer, work / "base")
     return progress
+
+
+def _begin(shape: Shape, dropout: float, seed: int, start: Path | None) -> Llama:
+    """Random weights, or those of the model in the folder `start`, which must be of that shape."""
+    if start is None:
+        return Llama(shape, dropout).initialise(seed)
+    if not (start / "model.safetensors").is_file():
+        raise ConfigError(f"--start {start}: there is no model.safetensors.")
+    model = load(start, dropout)
+    if model.shape != shape:
+        raise ConfigError(
+            f"--start {start} is {model.shape}, but this run trains {shape}: choose another "
+            "--size, or the vocabulary that it was trained with."
+        )
+    return model
 
 
 def finetune(

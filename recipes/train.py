@@ -41,6 +41,8 @@ class TrainConfig:
     muon: bool = True  # for the layers' matrices; AdamW for the rest
     warm_up: float = 0.02  # of the run
     decay: float = 0.3  # of the run, its last part, in which the rate falls to zero
+    short_length: int | None = None  # of rows at first, tokens; None: the context's
+    short_until: float = 0.7  # of the run
     weight_decay: float = 0.1
     clip: float = 1.0
     seed: int = 0
@@ -165,7 +167,7 @@ class Trainer:
         self.optimizers = optimizers(model, config)
         self.progress = Progress(total_steps=config.steps)
         self.best: dict[str, Tensor] = {}  # weights, on the CPU
-        self.forward = torch.compile(model) if config.compile else model
+        self.forward = torch.compile(model, dynamic=False) if config.compile else model
         self.checkpoint = folder / "checkpoint.pt"
         folder.mkdir(parents=True, exist_ok=True)
         torch.manual_seed(config.seed)
@@ -227,7 +229,7 @@ class Trainer:
         batch = self.mixture.batch(min(1.0, self.done))
         count = batch.weights.sum().clamp(min=1.0).to(self.device)
         total = torch.zeros((), device=self.device)
-        for part in batch.split(config.micro_rows):
+        for part in self._parts(batch):
             with self._autocast():
                 loss = self.loss(self.forward, part.to(self.device)) / count
             loss.backward()
@@ -242,6 +244,15 @@ class Trainer:
             optimizer.zero_grad(set_to_none=True)
         self.progress.tokens += batch.weights.numel()
         return total
+
+    def _parts(self, batch: Batch) -> list[Batch]:
+        """Micro-batches; their rows are short while the run's are, since a model that has seen no
+        later position can't be judged there.
+        """
+        config, parts = self.config, batch.split(self.config.micro_rows)
+        if config.short_length and self.done < config.short_until:
+            return [part.cut(config.short_length) for part in parts]
+        return parts
 
     def _autocast(self) -> torch.autocast:
         return torch.autocast(self.device.type, self.dtype, self.dtype == torch.bfloat16)
@@ -294,7 +305,7 @@ class Trainer:
         losses = {}
         for name, batch in self.held_out.items():
             total = 0.0
-            for part in batch.split(self.config.micro_rows):
+            for part in self._parts(batch):
                 with self._autocast():
                     total += float(self.held_out_loss(self.model, part))
             losses[name] = round(total / float(batch.weights.sum()), 4)

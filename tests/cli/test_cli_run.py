@@ -312,6 +312,28 @@ def test_resume_answers_what_is_left(penstock: Run, engine: Path, tmp_path: Path
     assert answered_in(out.read_text()) == {"id r0", "id r1", "id r2", "id b", "line 5"}
 
 
+def test_lines_that_json_reads_and_utf8_cannot_write(
+    penstock: Run, engine: Path, tmp_path: Path
+) -> None:
+    """Each is answered or refused, and none is answered again."""
+    requests, out = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    lines = [
+        json.dumps({"id": "\ud800", "prompt": "hello", **GREEDY}),
+        '{"a":' * 100_000,
+        json.dumps({"id": "next\u2028line", "prompt": "hello", **GREEDY}),
+    ]
+    requests.write_text("\n".join(lines) + "\n")
+    result = penstock("run", engine, "-i", requests, "-o", out)
+    assert result.exit_code == 0, result.output
+    assert "2 answered, 1 failed" in result.stderr
+    written = out.read_text(encoding="utf-8").split("\n")[:-1]
+    found = {a.get("id", "none"): a for a in map(json.loads, written)}
+    assert set(found) == {"\ud800", "none", "next\u2028line"}
+    assert "too deep" in found["none"]["error"]["message"]
+    result = penstock("run", engine, "-i", requests, "-o", out, "--resume")
+    assert "0 answered, 0 failed, 3 answered before" in result.stderr
+
+
 def test_stdin_to_stdout_as_they_come(process: Process, engine: Path) -> None:
     """Each answer can be read before the next request is sent."""
     running = process("run", engine, "-i", "-", "-o", "-", stdin=subprocess.PIPE)

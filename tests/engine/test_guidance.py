@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from penstock import LLM, SamplingParams
+from penstock.engine import Engine, RequestOptions
 from penstock.engine.guidance import guided
 from penstock.errors import InvalidSamplingError, RequestError
 from penstock.sampling import Sampler, SequenceSampling
@@ -260,3 +261,47 @@ def test_transformers_gives_the_same_tokens(name: str, tmp_path: Path) -> None:
                 min_new_tokens=16,
             )
             assert output.outputs[0].token_ids == want[0, len(prompt) :].tolist()
+
+
+def guided_pairs(engine: Engine) -> None:
+    for i, name in enumerate("ab"):
+        params = SamplingParams(
+            temperature=0.0, max_tokens=20, guidance_scale=1.5, negative_prompt=[i + 10] * 6,
+            ignore_eos=True, detokenize=False,
+        )  # fmt: skip
+        engine.add_request(name, [i + 1] * 5, params)
+
+
+@pytest.mark.parametrize("mode", ["recompute", "swap"])
+@pytest.mark.parametrize("caching", [False, True])
+def test_a_sample_and_its_shadow_have_one_deadline(mode: str, caching: bool) -> None:
+    """Two pairs in a cache for little more than one, and somebody urgent who takes their blocks.
+
+    When they ranked apart, two shadows held blocks that both samples lacked, and nobody went on;
+    and who came back was sent out in the same step, before its blocks were filled.
+    """
+    roomy = toy_engine(64, 40)
+    guided_pairs(roomy)
+    want = {name: list(o.outputs[0].token_ids) for name, o in drain(roomy).items()}
+    now = [0.0]
+    swap = {"swap_space": 1e-4} if mode == "swap" else {}
+    engine = toy_engine(
+        16, 40, policy="edf", ttft_slo_s=1.0, preemption_mode=mode, clock=lambda: now[0],
+        starvation_s=0.6, enable_prefix_caching=caching, **swap,
+    )  # fmt: skip
+    guided_pairs(engine)
+    found: dict[str, list[int]] = {}
+    for steps in range(120):
+        now[0] += 0.005
+        if steps == 20:
+            urgent = SamplingParams(
+                temperature=0.0, max_tokens=3, ignore_eos=True, detokenize=False
+            )
+            options = RequestOptions(ttft_slo_s=0.01)
+            engine.add_request("c", [50] * 34, urgent, options=options)
+        for output in engine.step():
+            assert output.error is None
+            if output.finished:
+                found[output.request_id] = list(output.outputs[0].token_ids)
+    assert set(found) == {"a", "b", "c"}
+    assert {name: found[name] for name in "ab"} == want

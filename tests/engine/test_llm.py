@@ -74,6 +74,19 @@ def test_every_kind_of_prompt(llm: LLM) -> None:
     assert llm.generate([], greedy()) == []
 
 
+def test_what_is_cached_is_forgotten(llm: LLM) -> None:
+    prompt, params = {"prompt_token_ids": [3] * 40}, SamplingParams(max_tokens=1, temperature=0)
+    found = []
+    for _ in range(2):
+        llm.generate([prompt], params)
+        (output,) = llm.generate([prompt], params)
+        found.append(output.metrics.cached_tokens)
+        llm.reset_prefix_cache()
+        (output,) = llm.generate([prompt], params)
+        found.append(output.metrics.cached_tokens)
+    assert found == [36, 0, 36, 0]
+
+
 def test_outputs_are_in_the_order_of_the_prompts(llm: LLM) -> None:
     prompts = [[i + 2] * (1 + 7 * i % 5) for i in range(20)]
     params = [greedy(1 + 5 * i % 9) for i in range(20)]

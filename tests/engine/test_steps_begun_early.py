@@ -189,3 +189,72 @@ def test_somebody_who_waits_for_blocks_stops_nobody() -> None:
         ended |= {output.request_id: steps for output in outputs if output.finished}
     assert list(ended) == ["first", "second"]
     assert early.stats()["preemptions"] == 0
+
+
+def plain(max_tokens: int = 60) -> SamplingParams:
+    return SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True)
+
+
+def test_an_embedding_in_chunks_does_not_stand_still() -> None:
+    """Between its chunks the others' steps only decode."""
+    steps = {}
+    for early in (False, True):
+        one = engine(async_scheduling=early)
+        one.add_request("text", [5, 6, 7], plain())
+        for _ in range(3):
+            one.step()
+        one.add_pooling_request("vector", [2 + i % 50 for i in range(90)], PoolingParams())
+        while "vector" in one.requests:
+            one.step()
+            steps[early] = steps.get(early, 0) + 1
+        assert "text" in one.requests
+    assert steps[True] <= steps[False] + 1
+
+
+def test_after_a_step_that_failed_everybody_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each is computed again alone, and the steps begun ahead of these have one sequence each."""
+    one = engine()
+    for name in "abc":
+        one.add_request(name, [ord(name) - 90, 6, 7], plain())
+    for _ in range(4):
+        one.step()
+    original, left = one.batcher.build, [2]
+
+    def fails(parts: Any) -> Any:
+        if left[0] and len(parts) == 3:
+            left[0] -= 1
+            raise RuntimeError("once")
+        return original(parts)
+
+    one.computing.forget()
+    monkeypatch.setattr(one.batcher, "build", fails)
+    for _ in range(20):
+        one.step()
+    assert left[0] < 2
+    lengths = {r.sequences[0].num_output for r in one.requests.values()}
+    assert min(lengths) >= 20
+
+
+def test_a_follower_that_cannot_be_begun_costs_nobody_a_token(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    one = engine()
+    one.add_request("a", [5, 6, 7], plain(20))
+    want = run_alone(one)
+
+    def fails(members: Any, rows: Any) -> Any:
+        raise RuntimeError("no memory")
+
+    monkeypatch.setattr(one.batcher, "following", fails)
+    one.add_request("a", [5, 6, 7], plain(20))
+    assert run_alone(one) == want
+    assert "couldn't be begun ahead" in caplog.text
+
+
+def run_alone(one: Engine) -> list[int]:
+    """The only request's tokens."""
+    while True:
+        for output in one.step():
+            if output.finished:
+                assert output.error is None
+                return list(output.outputs[0].token_ids)

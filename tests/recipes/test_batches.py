@@ -2,7 +2,8 @@ from collections import Counter
 
 import numpy as np
 import pytest
-from recipes.batches import Mixture, PackedExamples, Windows, best_fit
+import torch
+from recipes.batches import Batch, Mixture, PackedExamples, Windows, best_fit
 from recipes.corpus import Examples, Stream
 from recipes.family import PRETRAIN, paces_with
 
@@ -58,6 +59,19 @@ def test_every_item_has_one_place_and_no_row_overflows() -> None:
     assert sorted(i for row in rows for i in row) == list(range(500))
     assert max(sum(lengths[i] for i in row) for row in rows) <= 128
     assert len(rows) <= 1.05 * lengths.sum() / 128  # nearly no room is lost
+
+
+def test_rows_are_cut_into_shorter_ones_that_predict_the_same_tokens() -> None:
+    tokens = torch.arange(18).view(2, 9)
+    weights = torch.rand(2, 8)
+    whole = Batch(tokens, weights, torch.arange(16).view(2, 8) // 3)
+    cut = whole.cut(4)
+    assert cut.tokens.tolist() == [
+        [0, 1, 2, 3, 4], [4, 5, 6, 7, 8], [9, 10, 11, 12, 13], [13, 14, 15, 16, 17]
+    ]  # fmt: skip
+    assert cut.weights.equal(weights.view(4, 4))
+    assert cut.documents is not None and cut.documents.tolist()[1] == [1, 1, 2, 2]
+    assert whole.cut(8).tokens.equal(tokens)
 
 
 def test_an_item_longer_than_a_row_takes_one_alone() -> None:

@@ -54,6 +54,11 @@ def test_from_text_to_models(made_up_data: Path, tmp_path: Path) -> None:
     assert "CC BY-SA 4.0" in card
     assert next(iter(LICENCES)) in card
 
+    printed = recipes(work, "ship", "--assets", str(tmp_path / "assets"))
+    assert "| chat | stories-chat |" in printed
+    (output,) = LLM(str(tmp_path / "assets" / "stories-chat")).generate("Anna", SamplingParams())
+    assert output.outputs[0].token_ids
+
     parts = tmp_path / "parts"
     recipes(work, "split", str(parts), "base", "draft")
     joined = tmp_path / "joined"

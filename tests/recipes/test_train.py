@@ -14,7 +14,7 @@ import pytest
 import torch
 from recipes.batches import Batch, Mixture, Windows
 from recipes.corpus import Stream
-from recipes.family import Distillation
+from recipes.family import Distillation, pretrain
 from recipes.model import Llama, Shape
 from recipes.prepare import prepare
 from recipes.train import TrainConfig, Trainer, cross_entropy, learning_rate
@@ -77,6 +77,16 @@ def test_micro_batches_add_up_to_the_whole_step(tmp_path: Path) -> None:
         run.run()
         found.append(run.model.model.layers[0].mlp.up_proj.weight.detach().clone())
     torch.testing.assert_close(found[0], found[1], atol=2e-6, rtol=1e-4)
+
+
+def test_rows_are_short_at_first(tmp_path: Path) -> None:
+    run = trainer(tmp_path, quick(steps=10, short_length=8, short_until=0.5), dropout=0.0)
+    lengths = []
+    run.model.register_forward_pre_hook(lambda _, given: lengths.append(tuple(given[0].shape)))
+    progress = run.run()
+    # two micro-batches of two rows a step, and what is scored after each, at the same length
+    assert lengths == [(8, 8)] * 18 + [(2, 32)] * 22
+    assert progress.tokens == 10 * 4 * 32
 
 
 def test_a_resumed_run_ends_with_the_same_weights(tmp_path: Path) -> None:
@@ -154,6 +164,29 @@ def test_steps_or_minutes_but_not_both() -> None:
             TrainConfig(steps=steps, minutes=minutes)
     with pytest.raises(ConfigError, match="micro-batches of 3"):
         quick(micro_rows=3)
+
+
+def test_a_run_may_begin_with_another_models_weights(made_up_data: Path, tmp_path: Path) -> None:
+    prepare(made_up_data, tmp_path, vocab_size=512)
+    shape = Shape(vocab_size=512, hidden_size=64, intermediate_size=64, num_layers=1, num_heads=2,
+                  num_kv_heads=1, head_dim=32, context=64)  # fmt: skip
+    cpu = torch.device("cpu")
+    run = quick(steps=8, short_length=16)
+    pretrain(tmp_path, run, shape, 0.0, cpu)
+    first = (tmp_path / "base").rename(tmp_path / "first")
+    (tmp_path / "base.training").rename(tmp_path / "before")
+    history = pretrain(tmp_path, run, shape, 0.0, cpu, start=first).history
+    before = json.loads((tmp_path / "before" / "log.jsonl").read_text().splitlines()[-1])
+    assert history[0]["dialogues"] == pytest.approx(before["dialogues"], abs=0.1)
+    wider = Shape(vocab_size=512, hidden_size=128, context=64)
+    with pytest.raises(
+        ConfigError, match=r"--start .* is Shape\(.*hidden_size=64.* this run trains"
+    ):
+        pretrain(tmp_path, run, wider, 0.0, cpu, start=first)
+    with pytest.raises(ConfigError, match=r"there is no model\.safetensors"):
+        pretrain(tmp_path, run, shape, 0.0, cpu, start=tmp_path)
+    with pytest.raises(ConfigError, match="Rows of 64 tokens can't be cut into ones of 24"):
+        pretrain(tmp_path, quick(short_length=24), shape, 0.0, cpu)
 
 
 def test_a_loss_that_is_not_finite_stops_the_run(tmp_path: Path) -> None:

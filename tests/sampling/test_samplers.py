@@ -112,6 +112,11 @@ def test_exclude_top_choices():
     assert np.allclose(kept(logits, **always, xtc_threshold=0.4), p, atol=1e-6)  # none
     low = kept(logits, **always, xtc_threshold=0.0)
     assert np.allclose(low, [0, 0, 0, 0, 0.5, 0.5], atol=1e-6)
+    # what can't be chosen isn't the least likely choice, whatever the threshold
+    some = kept(logits, **always, xtc_threshold=0.0, top_k=4)
+    assert np.allclose(some, [0, 0, 0, 1, 0, 0], atol=1e-6)
+    some = kept(logits, **always, xtc_threshold=1e-60, top_k=2)
+    assert np.allclose(some, [0, 1, 0, 0, 0, 0], atol=1e-6)
 
 
 def test_exclude_top_choices_happens_as_often_as_it_should():

@@ -87,6 +87,22 @@ NAMED = [
     (CHAT, {"logit_bias": {"5": 1000}}, "logit_bias", "logit_bias[5] is 1000"),
     (CHAT, {"allowed_token_ids": []}, "allowed_token_ids", "Use null"),
     (CHAT, {"n": 2, "temperature": 0}, "n", "identical"),
+    # what would be work for the engine, and so for everybody
+    (CHAT, {"prompt_logprobs": -1}, "prompt_logprobs", "must be at least 0"),
+    (CHAT, {"prompt_logprobs": 21}, "prompt_logprobs", "must be at most 20"),
+    (CHAT, {"dry_multiplier": 1, "dry_sequence_breakers": [f"a{i}" for i in range(2000)]},
+     "dry_sequence_breakers", "has 2,000 strings; at most"),
+    (CHAT, {"dry_multiplier": 1, "dry_sequence_breakers": ["a" * 10_001]},
+     "dry_sequence_breakers", "has 10,001 characters; at most 10,000"),
+    (CHAT, {"dry_multiplier": 1, "dry_allowed_length": 3_000_000_000}, "dry_allowed_length",
+     "dry_allowed_length is 3000000000"),
+    (MESSAGE, {"messages": [{"role": "user", "content": [
+        {"type": "text", "text": "a",
+         "cache_control": {"type": "ephemeral", "ttl": "1" * 5000 + "m"}}
+    ]}]}, "cache_control.ttl", "write a number and s, m or h"),
+    (MESSAGE, {"messages": [*ASK, {"role": "assistant", "content": [
+        {"type": "thinking", "thinking": "a", "cache_control": {"type": "ephemeral"}}]}]},
+     "messages[1].content[0]", "can't stand on reasoning"),
     (MESSAGE, {"top_p": 2}, "top_p", "top_p is 2"),
     (VECTOR, {"dimensions": 10**6}, "dimensions", "dimensions=1000000"),
     (VECTOR, {"input": []}, "input", "no prompt"),

@@ -53,6 +53,8 @@ BOMBS = [
     DOUBLE % ("[1]", "[ns.s, ns.s]") + "{{ ns.s }}",
     DOUBLE % ("[1]", "[ns.s, ns.s]") + "{{ ns.s|tojson }}",
     DOUBLE % ("[1]", "{'a': ns.s, 'b': ns.s}") + "{{ ns.s|string }}",
+    LONG + "{% set ns = namespace(l=[]) %}{% for i in range(3000) %}"
+    "{% set ns.l = ns.l + [x[i:]] %}{% endfor %}",
     "{{ 'a'|center(10**10) }}",
     "{{ 'a'.center(10**10) }}",
     "{{ 'a'.ljust(10**10) }}",

@@ -173,6 +173,8 @@ def _parse(text: str) -> dict[str, Any]:
         line = json.loads(text)
     except ValueError as error:
         raise RequestError(f"This isn't JSON: {error}.") from error
+    except RecursionError as error:
+        raise RequestError("Lists and objects stand too deep within each other.") from error
     if not isinstance(line, dict):
         raise RequestError(f"A line is an object, not a {type(line).__name__}.")
     return line
@@ -221,7 +223,7 @@ def answered_in(text: str) -> frozenset[str]:
     Answers that speak of the engine's own failure (5xx) don't count: they are worth another try.
     """
     found = set()
-    for row in text.splitlines():
+    for row in text.split("\n"):  # texts may hold other ends of lines
         try:
             answer = json.loads(row)
         except ValueError:

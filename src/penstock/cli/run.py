@@ -173,7 +173,8 @@ def _writing(name: str, mode: str) -> Iterator[Callable[[dict[str, Any]], None]]
     if name == "-":
         yield to(sys.stdout)
         return
-    with open(name, mode, encoding="utf-8") as file:
+    # half a surrogate pair, as an id may have it, becomes the escape that JSON reads as the same
+    with open(name, mode, encoding="utf-8", errors="backslashreplace") as file:
         yield to(file)
 
 

@@ -9,6 +9,7 @@ step that follows is dropped.
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
@@ -26,9 +27,12 @@ from penstock.engine.scheduler import Scheduler
 from penstock.errors import ConfigError
 from penstock.roofline import nvtx
 from penstock.runtime import Runner
+from penstock.runtime.device import is_fatal
 from penstock.sampling import Pending, Sampled, Sampler, prompt_logprobs
 from penstock.sampling.transfer import upload
 from penstock.sampling.warm_up import warm_up
+
+logger = logging.getLogger("penstock")
 
 
 @dataclass(slots=True)
@@ -131,7 +135,13 @@ class Computing:
     def _land(self, flight: _InFlight, marks: list[float]) -> Sampled:
         """Begin with what follows, then wait."""
         with nvtx.span("follow"):
-            self._next = self._follow(flight)
+            try:
+                self._next = self._follow(flight)
+            except Exception as error:  # the step that lands is whole: what follows is planned
+                if is_fatal(error):
+                    raise
+                logger.warning("A step couldn't be begun ahead: %r", error)
+                self._next = None
         with nvtx.span("wait"):
             sampled = flight.pending.result()
         marks += [time.perf_counter()] * 2  # choosing is part of what the GPU did
@@ -146,6 +156,9 @@ class Computing:
         batch = flight.batch
         if not batch.only_decodes or self._scheduler.admits:
             return None
+        drawn = set(batch.drawn)
+        if any(sequence not in drawn for sequence in self._scheduler.running):
+            return None  # it would stand still for as long as steps are begun ahead
         rows, members = [], []
         for row, sequence in enumerate(batch.drawn):
             if sequence.status is not Status.RUNNING or self._appender.ends_next(sequence):

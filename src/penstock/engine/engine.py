@@ -60,7 +60,6 @@ class Engine:
         self.vocab_size = runtime.vocab_size
         self.max_model_len = runtime.model.max_model_len
         self.pool = PinnablePool(runtime.num_blocks)
-        runtime.runner.claim(self, self.pool.count)
         block_size = runtime.layout.block_size
         caching = config.cache.enable_prefix_caching
         self.tree = PrefixTree(self.pool, block_size) if caching else None
@@ -89,6 +88,7 @@ class Engine:
             self.preemption,
             clock,
         )
+        runtime.runner.claim(self, self.pool.count)  # late: a configuration may be refused before
         self.speculation = Speculation.of(config, runtime, self.scheduler)
         self.mover = Mover(runtime.runner, self.scheduler, self._fail)
         self.batcher = Batcher(

@@ -7,6 +7,12 @@ from penstock.engine.layout import Ints
 from penstock.engine.request import Sequence, Status
 
 
+def rows_of(group: list[Sequence]) -> int:
+    """How many rows the samples that start together take, with those that will fork."""
+    leader = group[0]
+    return len(group) if leader.index or leader.num_output else leader.request.params.n
+
+
 class Forks:
     """Lets sequences that have a row take over what others have computed."""
 

@@ -192,6 +192,10 @@ class LLM:
         """What `generate` uses without sampling parameters: the checkpoint's own suggestion."""
         return default_params(self.runtime.model.generation)
 
+    def reset_prefix_cache(self) -> None:
+        """Forget every cached prefix that no request uses, pinned or not."""
+        self.engine.reset_prefix_cache()
+
     def stats(self) -> dict[str, Any]:
         """Blocks, prefix hit rate, preemptions, steps."""
         return self.engine.stats()

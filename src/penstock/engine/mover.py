@@ -62,7 +62,7 @@ class Mover:
             self._runner.copy(plan.copies)
         except Exception as error:  # out of memory, most likely
             targets = {target for _, target in plan.copies}
-            for sequence, _ in plan.parts:
+            for sequence in list(self._scheduler.running):  # also one that is held back
                 written = {
                     block for blocks in (sequence.blocks, *sequence.ways) for block in blocks
                 }

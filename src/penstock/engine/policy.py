@@ -85,7 +85,8 @@ class EarliestDeadlineFirst:
         self._tpot_s = math.inf if tpot_slo_s is None else tpot_slo_s
 
     def key(self, request: Request) -> float:
-        metrics, options = request.metrics, request.options
+        # a shadow's tokens are those of the request that it guides
+        metrics, options = (request.guides or request).metrics, request.options
         if metrics.token_times:
             target = options.tpot_slo_s
             return metrics.token_times[0] + (self._tpot_s if target is None else target)

@@ -28,6 +28,7 @@ from penstock.engine.request import Request, Sequence
 from penstock.errors import RequestError, nearest
 from penstock.roofline import StepSize
 from penstock.runtime import HiddenRunner
+from penstock.runtime.device import is_fatal
 from penstock.sampling import SamplingParams
 
 if TYPE_CHECKING:
@@ -272,6 +273,8 @@ class Pooler:
             rows: NDArray[np.float32] = self._hidden.forward(batch.step).cpu().numpy()
             marks.append(time.perf_counter())
         except Exception as error:  # whatever a model or a kernel raises
+            if is_fatal(error):
+                raise
             if len(parts) == 1:
                 self._give_up(parts[0][0].request, error, touched)
                 return None

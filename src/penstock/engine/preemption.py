@@ -56,6 +56,17 @@ class LearntSpeed:
         return work / self._speeds[key]
 
 
+def blocks_grown(others: Seq[Sequence], steps: int, block_size: int) -> int:
+    """How many blocks `others` take until one of them ends, `steps` tokens on by its limits.
+
+    Who ends before can't be known. They take first what is free or was let go before. (The last
+    token is given and not computed.)
+    """
+    return sum(
+        max(-(-(len(s.tokens) + steps - 1) // block_size) - len(s.blocks), 0) for s in others
+    )
+
+
 class CostPredictor:
     """What a preemption will cost, either way."""
 

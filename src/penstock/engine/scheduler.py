@@ -15,17 +15,17 @@ import numpy as np
 
 from penstock.cache import BlockPool, Node, PrefixTree, SwapSpace
 from penstock.config import PROMPT_LOGITS, SchedulerConfig
-from penstock.engine.forks import Forks
+from penstock.engine.forks import Forks, rows_of
 from penstock.engine.lockstep import hold_back
 from penstock.engine.options import RequestOptions
 from penstock.engine.outputs import PreemptionRecord
 from penstock.engine.plan import Part, Plan, Swap
 from penstock.engine.policy import check_options, policy_of
-from penstock.engine.preemption import Preemption
+from penstock.engine.preemption import Preemption, blocks_grown
 from penstock.engine.refusals import Refusals
 from penstock.engine.request import Request, Sequence, Status
 from penstock.engine.reservations import Reservations
-from penstock.engine.sharing import awaits
+from penstock.engine.sharing import awaits, filling_beside
 from penstock.engine.swapping import Swapper
 from penstock.engine.waiting import Entry, WaitingQueue
 
@@ -198,7 +198,7 @@ class Scheduler:
             sequence = self.waiting.first()
             if sequence is None:
                 break
-            rows = self._rows_of([sequence])
+            rows = rows_of([sequence])
             waits = self._lacks_logits(sequence, plan) or self._awaits(sequence)
             if rows <= self._num_free_rows and waits:
                 aside.append(self.waiting.set_aside())
@@ -220,17 +220,11 @@ class Scheduler:
         """For whoever is the first of the queue."""
         return len(self._free_rows) - self._kept_rows
 
-    @staticmethod
-    def _rows_of(group: list[Sequence]) -> int:
-        """How many rows the samples that start together take, with those that will fork."""
-        leader = group[0]
-        return len(group) if leader.index or leader.num_output else leader.request.params.n
-
     def _enter(self, sequence: Sequence, plan: Plan, limit: int) -> bool:
         """Start the first of the queue, or start it again: all or nothing."""
         if sequence.status is Status.SWAPPED:
             return self._resume(sequence, plan, limit)
-        if self._num_free_rows < self._rows_of([sequence]):
+        if self._num_free_rows < rows_of([sequence]):
             return False
         hit = self._look_up(sequence)
         count = self._share(sequence, plan, limit - plan.num_tokens)
@@ -246,7 +240,7 @@ class Scheduler:
         """Start a group again that was swapped out, all of it with its next tokens."""
         group = self.swapper.groups[leader.request]
         budget = limit - plan.num_tokens
-        if self._num_free_rows < self._rows_of(group) or budget < len(group):
+        if self._num_free_rows < rows_of(group) or budget < len(group):
             return False
         counts: list[int] = []
         for others, sequence in enumerate(reversed(group)):  # one token each at least
@@ -337,13 +331,7 @@ class Scheduler:
         size = self.block_size
         if self.tree is None or sequence.status is Status.SWAPPED or sequence.reads_prompt:
             return False
-        filling = [
-            s
-            for s in self.running
-            if s.num_computed // size < len(s.tokens) // size
-            and s not in sequence.mates
-            and not (s.reads_logits and s.remaining > PROMPT_LOGITS)  # given less than there is
-        ]
+        filling = filling_beside(sequence, self.running, size)
         if not filling:  # mostly so: nothing is looked up then
             return False
         return awaits(sequence, len(self._cached(sequence)) * size, size, filling)
@@ -433,19 +421,12 @@ class Scheduler:
         self.waiting.add(leader, self.clock())
 
     def _taken_meanwhile(self, leaving: list[Sequence], asker: Sequence) -> int:
-        """Blocks of those leaving that others will have taken when there is room again.
-
-        There is when one of the others ends, by its limits: who ends before can't be known. Until
-        then they grow, and take first what is free or was let go before. (The last token is given
-        and not computed.)
-        """
+        """Blocks of those leaving that others will have taken when there is room again."""
         if self.tree is None:
             return self.pool.num_blocks  # nothing is found again
         others = [s for s in {*self.running, asker} if s not in leaving]
         steps = min(map(self.tokens_left, others), default=0)
-        grown = sum(
-            max(self._blocks_for(len(s.tokens) + steps - 1) - len(s.blocks), 0) for s in others
-        )
+        grown = blocks_grown(others, steps, self.block_size)
         open_blocks = sum(len(s.blocks) - len(s.nodes) for s in leaving)  # not in the tree: free
         return max(grown - open_blocks - self.pool.num_available, 0)
 
@@ -461,6 +442,8 @@ class Scheduler:
         group = self.swapper.group_of(victim)
         if asker in group and len(group) == len(self.running):
             return None  # nobody would be left, and it would come back to the same
+        if any(s in swap.group for swap in plan.swaps_in for s in group):
+            return None  # its blocks aren't filled yet
         blocks, held = self.swapper.stake(group)
         if not blocks:
             return None

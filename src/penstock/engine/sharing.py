@@ -14,7 +14,21 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from penstock.config import PROMPT_LOGITS
 from penstock.engine.request import Sequence
+
+
+def filling_beside(
+    sequence: Sequence, running: Iterable[Sequence], block_size: int
+) -> list[Sequence]:
+    """Those that run and compute whole blocks which `sequence` may come to need."""
+    return [
+        s
+        for s in running
+        if s.num_computed // block_size < len(s.tokens) // block_size
+        and s not in sequence.mates
+        and not (s.reads_logits and s.remaining > PROMPT_LOGITS)  # given less than there is
+    ]
 
 
 def awaits(sequence: Sequence, hit: int, block_size: int, running: Iterable[Sequence]) -> bool:

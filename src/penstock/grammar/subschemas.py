@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sized
 from typing import Any, Final
 from urllib.parse import unquote
 
@@ -74,11 +74,16 @@ def resolve(document: Schema, reference: object) -> Any:
     for one in path_of(reference):
         if isinstance(found, dict) and one in found:
             found = found[str(one)]
-        elif isinstance(found, list) and str(one).isdecimal() and int(one) < len(found):
+        elif isinstance(found, list) and is_index(str(one), found):
             found = found[int(one)]
         else:
             return None
     return found
+
+
+def is_index(text: str, items: Sized) -> bool:
+    """Whether a part of a reference is the place of one of `items`."""
+    return text.isdecimal() and len(text) <= 9 and int(text) < len(items)
 
 
 def path_of(reference: str) -> Path:

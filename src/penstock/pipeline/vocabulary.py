@@ -182,7 +182,7 @@ def read_keep_list(file: Path) -> list[int | str]:
     """
     try:
         text = file.read_text(encoding="utf-8")
-        found = json.loads(text) if file.suffix == ".json" else text.splitlines()
+        found = json.loads(text) if file.suffix == ".json" else text.split("\n")
     except (UnicodeDecodeError, json.JSONDecodeError) as error:
         raise ConfigError(f"{file} isn't a list of tokens: {error}.") from error
     if file.suffix != ".json":

@@ -27,6 +27,8 @@ class ReducedVocabulary:
         self.map = vocab_map
         self._new = torch.from_numpy(vocab_map.new)
         self._kept = torch.from_numpy(vocab_map.kept).to(torch.int64)
+        missing = (vocab_map.new < 0).nonzero()[0]
+        self._gap = int(missing[0]) if len(missing) else None  # an id without a row
         self._logits = torch.empty((0, vocab_map.original_size))
 
     def narrow(self, step: Step) -> Step:
@@ -39,6 +41,16 @@ class ReducedVocabulary:
                 "VocabMap.write gives ids that are."
             )
         return replace(step, tokens=tokens)
+
+    def _restore(self, wide: Tensor) -> None:
+        """Put −∞ back where a sampler wrote over a row's missing ids: it does so to all of them."""
+        if self._gap is None:
+            return
+        written = ~wide[:, self._gap].isneginf()
+        if wide.is_cuda:  # without asking it whether there are any
+            wide.masked_fill_(written[:, None], -torch.inf)
+        elif written.any():
+            wide[written] = -torch.inf
 
     def widen(self, logits: Tensor) -> Tensor:
         """Logits [S, N] over all ids, [S, V]: −∞ where there is none. Good until the next call."""
@@ -54,6 +66,6 @@ class ReducedVocabulary:
                 ):  # at least doubled: filling takes longer than all the rest
                     held = min(max(rows, 2 * held), KEPT_ROWS)
                     self._logits = torch.full((held, size), -torch.inf, device=logits.device)
-                # a sampler may write to them, but only −∞ where there is no row
                 wide = self._logits[:rows]
+                self._restore(wide)
             return wide.scatter_(1, self._kept.expand(rows, -1), logits)

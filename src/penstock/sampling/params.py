@@ -207,7 +207,7 @@ class SamplingParams(Checked):
             self._set(name, value)
         self._real("dry_multiplier", 0.0, _HIGHEST_STRENGTH, "0.0 is no penalty.")
         self._real("dry_base", 1.0, _HIGHEST_STRENGTH, "1.0 punishes every length alike.")
-        self._whole("dry_allowed_length", 1, None, "Tokens that may repeat.")
+        self._whole("dry_allowed_length", 1, 1 << 30, "Tokens that may repeat.")
         self._whole("dry_penalty_last_n", -1, None, "-1 looks at the whole text, 0 at none.")
         self._set("dry_sequence_breakers", texts("dry_sequence_breakers", self.breakers))
         if self.logit_bias is not None:

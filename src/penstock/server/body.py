@@ -7,6 +7,7 @@ RecursionError where it takes less. What arrives here is UTF-8 text, and so is w
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections import Counter
 from collections.abc import Callable, Coroutine
@@ -36,7 +37,8 @@ def read_json(body: bytes) -> Any:
     except UnicodeDecodeError as error:
         raise _refused(f"byte {error.start:,} of {len(body):,} isn't UTF-8") from error
     try:
-        value = json.loads(text, object_pairs_hook=_once, parse_constant=_no_constant)
+        value = json.loads(text, object_pairs_hook=_once, parse_constant=_no_constant,
+                           parse_float=_finite)  # fmt: skip
     except json.JSONDecodeError as error:
         at = f"line {error.lineno}, column {error.colno}"
         raise _refused(f"{error.msg.lower().removesuffix(' at')} at {at}") from error
@@ -79,6 +81,13 @@ def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 def _no_constant(name: str) -> NoReturn:
     raise _refused(f"{name} isn't a number in JSON")
+
+
+def _finite(text: str) -> float:
+    found = float(text)
+    if math.isinf(found):
+        raise _refused(f"{text[:40]} is more than a number can be")
+    return found
 
 
 def _check_counts(body: bytes) -> None:

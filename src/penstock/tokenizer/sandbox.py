@@ -89,6 +89,12 @@ def join_pieces(pieces: Iterable[Any]) -> str:
     return "".join(texts)
 
 
+def charged(part: Any) -> Any:
+    """What a slice has made, paid for."""
+    _check_size(_size(part))
+    return part
+
+
 def _weigh(value: Any) -> None:
     """Walk a nested value as spelling it out would, within the largest size."""
     total, waiting = 0, [value]
@@ -214,6 +220,14 @@ class _BoundedCode(CodeGenerator):
         tick.set_environment(self.environment)
         super().visit_For(node, frame)
 
+    def visit_Getitem(self, node: nodes.Getitem, frame: Frame) -> None:  # noqa: N802
+        if not isinstance(node.arg, nodes.Slice):  # which jinja2 writes as it stands
+            super().visit_Getitem(node, frame)
+            return
+        self.write("environment.charged(")
+        super().visit_Getitem(node, frame)
+        self.write(")")
+
     def visit_Concat(self, node: nodes.Concat, frame: Frame) -> None:  # noqa: N802
         self.write("environment.join_pieces((")
         for part in node.nodes:
@@ -273,6 +287,7 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
     intercepted_binops = frozenset({"+", "*", "**", "%"})
     concat = staticmethod(join_pieces)
     join_pieces = staticmethod(join_pieces)
+    charged = staticmethod(charged)
 
     def __init__(self) -> None:
         super().__init__(

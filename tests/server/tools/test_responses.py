@@ -88,6 +88,49 @@ def test_reasoning_text_and_calls(
     assert answer.usage.output_tokens_details.reasoning_tokens > 0
 
 
+@pytest.mark.parametrize(
+    "broken", ['{"at": "Ro', '{"at": "\\ud83d"}', '{"at": "Rome", "n": 1e999}'], ids=str
+)
+def test_a_broken_call_is_content(
+    client: OpenAI, as_family: Any, monkeypatch: pytest.MonkeyPatch, broken: str
+) -> None:
+    """Cut off, half a surrogate pair, a number beyond all: nobody gets it as a call."""
+    as_family("hermes", chat_template=TERSE)
+    text = f'<tool_call>\n{{"name": "f", "arguments": {broken}}}\n</tool_call>'
+    real = routes.sampling_of
+
+    async def forced(*arguments: Any) -> dict[str, Any]:
+        return {**await real(*arguments), "structured_outputs": {"choice": [text]}}
+
+    monkeypatch.setattr("penstock.server.routes.responses.sampling_of", forced)
+    asked: dict[str, Any] = {
+        "model": "stories", "input": "Weather?", "max_output_tokens": 200, "temperature": 0,
+        "tools": [{**F, "strict": False}],
+    }  # fmt: skip
+    answer = client.responses.create(**asked)
+    assert [item.type for item in answer.output] == ["message"]
+    assert broken in answer.output_text
+    items = [
+        event.item for event in client.responses.create(**asked, stream=True)
+        if event.type == "response.output_item.done"
+    ]  # fmt: skip
+    assert {item.status for item in items if item.type == "function_call"} <= {"incomplete"}
+
+
+def test_two_thoughts_in_a_row_are_one() -> None:
+    items = [
+        {"role": "user", "content": "Weather?"},
+        *({"type": "reasoning", "id": f"rs_{text}", "summary": [],
+           "content": [{"type": "reasoning_text", "text": text}]} for text in "AB"),
+        {"type": "message", "role": "assistant",
+         "content": [{"type": "output_text", "text": "So."}]},
+    ]  # fmt: skip
+    turns = joined([InputItem.model_validate(item).message() for item in items])
+    assert [(turn.role, turn.reasoning_content) for turn in turns] == [
+        ("user", None), ("assistant", "A\nB"),
+    ]  # fmt: skip
+
+
 def test_items_become_turns(client: OpenAI) -> None:
     """An answer's items are sent back as they came."""
     items = [

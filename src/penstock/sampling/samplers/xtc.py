@@ -18,6 +18,7 @@ def cut_(scaled: Tensor, probability: Tensor, threshold: Tensor, u: Tensor) -> N
     Equal ones stay together: a row whose top choices are all equal keeps them.
     """
     weights = softmax(scaled)
-    top = weights.masked_fill(weights < threshold, torch.inf)
+    # what can't be chosen reaches no threshold, not even 0
+    top = weights.masked_fill((weights < threshold) | (weights == 0), torch.inf)
     least = top.amin(-1, keepdim=True)  # inf where no token reaches the threshold
     scaled.masked_fill_((weights > least) & (u < probability), -torch.inf)

@@ -57,6 +57,8 @@ class Block(TextPart):
         for name in _FIELDS.get(self.type, ()):
             if getattr(self, name) is None:
                 raise ValueError(f"a part of type {self.type!r} has no {name}")
+        if self.cache_control is not None and self.type.endswith("thinking"):
+            raise ValueError("cache_control can't stand on reasoning; mark the block after it")
         return self
 
     def result(self) -> Message:
@@ -69,8 +71,14 @@ class Block(TextPart):
             role="tool",
             content=text,
             tool_call_id=self.tool_use_id,
-            cache_control=self.cache_control,
+            cache_control=self.cache_control or _last_mark(said),
         )
+
+
+def _last_mark(content: str | Sequence[TextPart] | None) -> CacheControl | None:
+    """The cache_control of the last part that has one: its message is kept to the end."""
+    parts = () if content is None or isinstance(content, str) else content
+    return next((p.cache_control for p in reversed(parts) if p.cache_control), None)
 
 
 def messages_of(role: Any, blocks: Sequence[Block]) -> list[Message]:
@@ -100,6 +108,7 @@ def messages_of(role: Any, blocks: Sequence[Block]) -> list[Message]:
                 content=texts or None if calls else texts,
                 tool_calls=calls or None,
                 reasoning_content=thought or None,
+                cache_control=_last_mark([b for b in blocks if b.type == "tool_use"]),
             )
         )
     return made

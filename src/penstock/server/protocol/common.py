@@ -98,7 +98,11 @@ class CacheControl(Body):
         text = self.ttl or "5m"
         units = {"s": 1.0, "m": 60.0, "h": 3600.0}
         number = text[:-1]
-        if text[-1] not in units or not number.isdecimal() or not 0 < int(number) < 10_000:
+        if (
+            text[-1] not in units
+            or not (number.isdecimal() and len(number) <= 4)
+            or int(number) == 0
+        ):
             raise ApiError(
                 400,
                 f"ttl is {text[:40]!r}; write a number and s, m or h, such as '5m'.",
@@ -152,7 +156,7 @@ class SamplingFields(Body):
     ignore_eos: bool | None = None
     skip_special_tokens: bool | None = None
     include_stop_str_in_output: bool | None = None
-    prompt_logprobs: int | None = None
+    prompt_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     guidance_scale: float | None = None
     negative_prompt: str | Some[TokenId] | None = None
 

@@ -127,7 +127,8 @@ def joined(messages: list[Message]) -> list[Message]:
             calls = [*(last.tool_calls or ()), *message.tool_calls]
             made[-1] = last.model_copy(update={"tool_calls": calls})
         elif last.content is None and not last.tool_calls:  # reasoning before what is said
-            made[-1] = message.model_copy(update={"reasoning_content": last.reasoning_content})
+            thoughts = [x.reasoning_content for x in (last, message) if x.reasoning_content]
+            made[-1] = message.model_copy(update={"reasoning_content": "\n".join(thoughts) or None})
         else:
             made.append(message)
     return [x for x in made if x.content is not None or x.tool_calls or x.role != "assistant"]

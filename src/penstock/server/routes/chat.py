@@ -224,7 +224,7 @@ class _Chunks:
                 deltas = [in_older_words(delta) for delta in deltas]
         else:
             deltas = [{"content": new.text}] if new.text else []
-        reason = _reason(self._body, new, calls is not None and calls.whole > 0)
+        reason = _reason(self._body, new, calls is not None and bool(calls.ended))
         if not deltas and (ended or new.logprobs or self._body.return_token_ids):
             deltas = [{} if ended else {"content": ""}]
         for i, delta in enumerate(deltas):

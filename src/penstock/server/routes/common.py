@@ -21,7 +21,7 @@ from penstock.server.protocol.structure import StructureFields
 from penstock.server.service import Service
 from penstock.server.sse import EventStream, event
 
-_MOST_BANNED_CHARACTERS = 10_000
+_MOST_CHARACTERS = 10_000
 
 _STATUSES: dict[int | str, str] = {
     400: "The request is wrong; the message says how.",
@@ -135,14 +135,16 @@ def check_words(service: Service, body: SamplingFields) -> None:
     Each is work between two steps of the engine, which all the others would wait for.
     """
     check_stops(service, body.stop)
-    check_stops(service, body.bad_words, "bad_words")
-    letters = sum(map(len, body.bad_words or ()))
-    if letters > _MOST_BANNED_CHARACTERS:
-        raise ApiError(
-            400,
-            f"bad_words has {letters:,} characters; at most {_MOST_BANNED_CHARACTERS:,} are read.",
-            param="bad_words",
-        )
+    for field in ("bad_words", "dry_sequence_breakers"):
+        words = getattr(body, field)
+        check_stops(service, words, field)
+        letters = sum(map(len, words or ()))
+        if letters > _MOST_CHARACTERS:
+            raise ApiError(
+                400,
+                f"{field} has {letters:,} characters; at most {_MOST_CHARACTERS:,} are read.",
+                param=field,
+            )
     vocabulary = service.llm.engine.vocab_size
     for field in ("allowed_token_ids", "stop_token_ids", "logit_bias"):
         count = len(getattr(body, field) or ())

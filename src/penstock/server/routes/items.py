@@ -23,11 +23,16 @@ class Items:
         tell: Callable[..., bytes],
         name: str,
         part: Callable[[str], dict[str, Any]],
+        *,
+        drops_broken: bool = False,
     ) -> None:
+        """drops_broken: a call that turns out to be none leaves no item."""
+        self._drops_broken = drops_broken
         self.done: list[dict[str, Any]] = []
         self._deltas = Calls(how)
         self._tell, self._name, self._part = tell, name, part
         self._kind = ""  # of the item that is open
+        self._index = 0  # of the call, where it is one
         self._id = self._call = self._tool = ""
         self._said: list[str] = []
 
@@ -43,6 +48,7 @@ class Items:
                 function = call["function"]
                 if "id" in call:
                     yield from self.close()
+                    self._index = call["index"]
                     yield self._open("function_call", call["id"], function["name"])
                 if function["arguments"]:
                     yield self._more(
@@ -74,6 +80,11 @@ class Items:
         if not self._kind:
             return
         kind, text, where = self._kind, "".join(self._said), self._where
+        if kind == "function_call" and self._index not in self._deltas.ended:
+            if self._drops_broken:  # all of its text is content
+                self._kind = ""
+                return
+            status = "incomplete"
         item = self._item(text, status)
         if kind == "function_call":
             yield self._tell(

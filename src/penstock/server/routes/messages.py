@@ -231,7 +231,7 @@ class _Blocks:
     @property
     def calls(self) -> bool:
         """Whether one was whole."""
-        return self._deltas.whole > 0
+        return bool(self._deltas.ended)
 
     def open(self, block: dict[str, Any]) -> bytes:
         """A block begins."""

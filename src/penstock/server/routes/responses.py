@@ -101,7 +101,7 @@ class _Answer:
     def response(self, output: RequestOutput) -> dict[str, Any]:
         """All of it."""
         self._sample = output.outputs[0]
-        items = self._items(lambda name, /, **data: b"")
+        items = self._items(lambda name, /, **data: b"", drops_broken=True)
         for _ in (*items.of(self._sample.text, True, []), *items.finish(_status(self._sample))):
             pass
         return self._response(items.done, output)
@@ -113,8 +113,8 @@ class _Answer:
             return {"type": "text"}
         return asked.model_dump(by_alias=True, exclude_none=True)
 
-    def _items(self, tell: Callable[..., bytes]) -> Items:
-        return Items(self._how, tell, self._name, self._part)
+    def _items(self, tell: Callable[..., bytes], *, drops_broken: bool = False) -> Items:
+        return Items(self._how, tell, self._name, self._part, drops_broken=drops_broken)
 
     def _response(
         self,

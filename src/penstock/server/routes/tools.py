@@ -287,7 +287,7 @@ class Calls:
         self._new_id = how.plan.family.new_id
         self._begun = -1  # index of the call that began last
         self._name, self._arguments = "", list[str]()  # of that call
-        self.whole = 0
+        self.ended = set[int]()  # indices of calls that are whole
 
     def deltas(self, text: str, ended: bool) -> list[dict[str, Any]]:
         """Of new text; several, where they can't be one."""
@@ -321,7 +321,7 @@ class Calls:
                 call = {"index": self._begun, "function": {"arguments": text}}
                 return {"tool_calls": [call]}
             case End():
-                self.whole += 1
+                self.ended.add(self._begun)
                 self._how.check(Call(self._name, "".join(self._arguments)))
         return None
 

@@ -6,6 +6,7 @@ are looked at when they end.
 
 from __future__ import annotations
 
+import math
 import re
 from typing import Literal
 
@@ -25,6 +26,13 @@ _State = Literal[
 Mark = Literal["key", "value", "end"]
 
 
+def _is_scalar(text: str) -> bool:
+    """Whether it is a number that can be, or a name."""
+    if _VALID.fullmatch(text) is None:
+        return False
+    return text[0] in "tfn" or not math.isinf(float(text))
+
+
 class JsonScanner:
     """Reads one object.
 
@@ -40,6 +48,8 @@ class JsonScanner:
         self._state: _State = "value"
         self._is_key = False
         self._hex = 0  # digits of \uXXXX that are still to come
+        self._code = ""  # those that came
+        self._high = False  # half a surrogate pair came, whose other half must follow
         self._scalar = ""
 
     def feed(self, text: str, at: int) -> int:
@@ -122,6 +132,9 @@ class JsonScanner:
     def _string(self, text: str, at: int) -> int:
         match = _PLAIN.match(text, at)
         assert match is not None  # of any text
+        if self._high and (match.end() > at or text[at] != "\\"):
+            self.failed = True
+            return at
         at = match.end()
         if at == len(text):
             return at
@@ -141,16 +154,27 @@ class JsonScanner:
         character = text[at]
         if self._hex:
             self._hex -= 1
-            self.failed = character not in _HEX
+            self._code += character
+            self.failed = character not in _HEX or (not self._hex and not self._pairs())
         elif character == "u":
-            self._hex = 4
+            self._hex, self._code = 4, ""
         else:
-            self.failed = character not in '"\\/bfnrt'
+            self.failed = self._high or character not in '"\\/bfnrt'
         if self.failed:
             return at
         if not self._hex:
             self._state = "string"
         return at + 1
+
+    def _pairs(self) -> bool:
+        """Whether the code just read may stand here: a pair's halves stand together, or nobody
+        could write the text down.
+        """
+        code = int(self._code, 16)
+        low = 0xDC00 <= code < 0xE000
+        right = low == self._high
+        self._high = 0xD800 <= code < 0xDC00
+        return right
 
     def _read_scalar(self, text: str, at: int) -> int:
         match = _SCALAR.match(text, at)
@@ -160,7 +184,7 @@ class JsonScanner:
         if len(self._scalar) > _MOST_SCALAR:
             self.failed = True
         elif end < len(text):
-            self.failed = _VALID.fullmatch(self._scalar) is None
+            self.failed = not _is_scalar(self._scalar)
             self._scalar = ""
             if not self.failed:
                 self._end_value()

@@ -116,7 +116,9 @@ def _value(text: str, types: set[str]) -> str:
     if types <= {"string"} or ("string" in types and not (said == "null" and "null" in types)):
         return json.dumps(text, ensure_ascii=False)
     try:
-        json.loads(said, parse_constant=_refuse)
+        found = json.loads(said, parse_constant=_refuse)
+        # half a surrogate pair and 1e999 are read, but can't be written
+        json.dumps(found, ensure_ascii=False, allow_nan=False).encode()
     except (ValueError, RecursionError):
         return json.dumps(text, ensure_ascii=False)
     return said

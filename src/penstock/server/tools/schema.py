@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any, TypeAlias
 
 from penstock.grammar.shape import contradiction
+from penstock.grammar.subschemas import is_index
 
 Place: TypeAlias = "tuple[Place, str | tuple[str, str]] | None"
 """Of a part of a schema: the part around it, and the step into it. Written out for a mistake alone:
@@ -121,7 +122,7 @@ def _dangling(schema: Mapping[str, Any], root: Mapping[str, Any]) -> tuple[str, 
     found: Any = root
     for part in reference.split("/")[1:]:
         key = part.replace("~1", "/").replace("~0", "~")
-        if isinstance(found, list) and key.isdecimal() and int(key) < len(found):
+        if isinstance(found, list) and is_index(key, found):
             found = found[int(key)]
         elif isinstance(found, Mapping) and key in found:
             found = found[key]
