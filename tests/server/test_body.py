@@ -52,3 +52,9 @@ def test_exactly_what_is_there_is_counted(value: Any, escaped: bool) -> None:
 def test_a_long_text_of_brackets_is_a_text() -> None:
     text = '[{,:"\\' * 2_000_000
     assert read_json(json.dumps({"prompt": text}).encode()) == {"prompt": text}
+
+
+def test_a_number_beyond_all_is_refused() -> None:
+    assert read_json(b'{"a": 1e308}') == {"a": 1e308}
+    with pytest.raises(ApiError, match="-1e999 is more than a number can be"):
+        read_json(b'{"a": [-1e999]}')

@@ -15,8 +15,9 @@ from tests.server.tools.test_chat import ASK, SHORT, F, G, is_f, said
 
 OLDER: list[Any] = [
     {"name": "f", "parameters": SHORT},
-    {"name": "g", "parameters": {"type": "object", "properties": {}}},
-]
+    {"name": "g", "parameters": {"type": "object", "properties": {},
+                                 "additionalProperties": False}},
+]  # fmt: skip
 CALL = '<tool_call>\n{{"name": "{}", "arguments": {}}}\n</tool_call>'
 
 

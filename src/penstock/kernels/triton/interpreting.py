@@ -3,7 +3,8 @@
 It keeps scalars in arrays of one element, which NumPy 2.4 no longer takes for a loop's end. At
 every call of a function inside a kernel it looks through the whole language for what its own
 functions have to stand for, though they do already. It checks each sum of integers for overflow by
-computing it once more. And NumPy warns where a GPU just has infinities.
+computing it once more. NumPy warns where a GPU just has infinities. And its products are a BLAS's,
+which on some CPUs adds in another order for other numbers of rows.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from triton.language import core
 from triton.runtime import interpreter
 
 _LANGUAGES = (tl, core)
+_FLOATS = {np.dtype(np.float16), np.dtype(np.float32)}
 
 
 def prepare() -> None:
@@ -32,6 +34,7 @@ def prepare() -> None:
     interpreter.InterpretedFunction.run = quietly
     builder = interpreter.interpreter_builder
     builder.options = replace(builder.options, sanitize_overflow=False)
+    _add_in_float64(builder)
 
 
 def _count_by_scalars() -> None:
@@ -42,6 +45,19 @@ def _count_by_scalars() -> None:
         scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
 
     interpreter._patch_lang_tensor = patched
+
+
+def _add_in_float64(builder: Any) -> None:
+    """Products of floats are summed in float64 and rounded once: the order is then lost in it."""
+    dot = builder.create_dot
+
+    def create_dot(a: Any, b: Any, d: Any, *how: Any) -> Any:
+        if d.data.dtype != np.float32 or not {a.data.dtype, b.data.dtype} <= _FLOATS:
+            return dot(a, b, d, *how)
+        found = np.matmul(a.data, b.data, dtype=np.float64) + d.data
+        return interpreter.TensorHandle(found.astype(np.float32), d.dtype.scalar)
+
+    builder.create_dot = create_dot
 
 
 def _call(function: Any, *args: Any, **kwargs: Any) -> Any:
