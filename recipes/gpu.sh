@@ -32,19 +32,19 @@ check)
         time recipes adapt shakespeare $few
         # the real shape, for the speed alone: the line after step 20 says tokens/s
         rm -rf $trial/base $trial/base.training
-        time recipes pretrain --work $trial ${FULL:---minutes 0.8}
+        time recipes pretrain --work $trial --dropout 0.1 ${FULL:---minutes 0.8}
         recipes split "$out/check" base draft --work $trial
     } 2>&1 | tee "$out/check.log"
     ;;
 base)
     {
-        time recipes pretrain --work $work --minutes "${MINUTES:-7.8}"
+        time recipes pretrain --work $work --dropout 0.1 --minutes "${MINUTES:-7.8}"
         recipes split "$out" base --work $work
     } 2>&1 | tee "$out/base.log"
     ;;
 tune)
     {
-        time recipes finetune --work $work --minutes "${MINUTES:-3.2}"
+        time recipes finetune --work $work --dropout 0.1 --minutes "${MINUTES:-3.2}"
         time recipes distill --work $work --minutes "${DRAFT_MINUTES:-2.2}"
         # a few epochs each: longer runs learn the text by heart
         time recipes adapt shakespeare --work $work --rows 16 --steps "${SHAKESPEARE_STEPS:-120}"
