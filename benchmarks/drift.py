@@ -127,19 +127,11 @@ def _held(reference: Reader, reader: Reader, text: Text, window: int, stride: in
 def held_out(data: Path, held: bool = True) -> list[str]:
     """The stories that the embedded model never saw, as its recipe picks them; or the others."""
     sys.path.insert(0, str(ROOT))
-    from recipes.stories import prepare
-    from recipes.stories.truecase import Truecaser
+    from recipes.prepare import split
+    from recipes.sources import read_tinystories
 
-    cased = prepare.read_cased(data / "tinystories" / "train_2M.txt")
-    recased = prepare.read_lowercase(
-        data / "tinystories" / "train_lowercase_tail.txt", Truecaser.learn(cased)
-    )
-    seen: set[str] = set()
-    documents: list[str] = []
-    for source in (cased, recased):
-        kept = [text for text in source if prepare.is_held_out(text) is held]
-        documents += prepare.deduplicate(kept, seen)
-    return documents
+    training, kept = split(read_tinystories(data))
+    return (kept if held else training)["tinystories"]
 
 
 def table(rows: Sequence[Row], *, size: bool = True) -> str:

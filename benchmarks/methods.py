@@ -169,15 +169,12 @@ class Bench:
         tokenizer = Tokenizer.from_folder(folder)
         encoded = [tokenizer.encode(text.strip()) for text in held_out(options.data)]
         self.held_out = Text("held-out TinyStories", leading(encoded, options.tokens))
-        from recipes.stories import prepare
-
-        cased = prepare.read_cased(options.data / "tinystories" / "train_2M.txt")
-        texts = [text for text in cased if not prepare.is_held_out(text)]
+        texts = held_out(options.data, held=False)
         self.calibration = from_texts(texts, tokenizer, "TinyStories", num_samples=options.samples)
         self.lessons = from_texts(texts, tokenizer, "TinyStories", num_samples=1024, window=LESSON)
         self.training = qat.QatOptions(steps=options.steps, batch=8)
         self.setup: Row = {
-            "model": "stories", "window": WINDOW, "tokens": options.tokens,
+            "model": "stories", "about": "`stories`", "window": WINDOW, "tokens": options.tokens,
             "calibration": {
                 "name": self.calibration.name, "tokens": self.calibration.num_tokens,
                 "sha256": self.calibration.sha256,

@@ -135,8 +135,7 @@ def caption(results: Row) -> str:
     perplexity = next(row["reference_perplexity"] for row in rows if "kl" in row)
     fitted = setup["calibration"]["tokens"]
     return (
-        "The [first embedded model](../training.md#the-first-one) on "
-        f"{setup['tokens']:,} held-out tokens; fitted to {fitted:,} others, "
+        f"{setup['about']} on {setup['tokens']:,} held-out tokens; fitted to {fitted:,} others, "
         f"trained on {trained:,}. bfloat16's perplexity is {perplexity:.3f}.\n"
     )
 

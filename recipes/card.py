@@ -10,7 +10,7 @@ from recipes.family import ADAPTERS
 from recipes.model import Shape
 from recipes.prompts import PROMPTS
 from recipes.ship import NAMES
-from recipes.sources import LICENCES
+from recipes.sources import LICENCES, SHARE_ALIKE
 
 ABOUT = {
     "base": "A small Llama that goes on with a text: stories, novels, dialogues.",
@@ -25,8 +25,8 @@ USE = {
     "base": "penstock generate stories --prompt 'Once upon a time'",
     "chat": "penstock chat",
     "draft": 'penstock chat --speculative-config \'{"method": "draft_model"}\'',
-    "shakespeare": "penstock export stories FOLDER --merge-lora stories-shakespeare",
-    "science_fiction": "penstock export stories FOLDER --merge-lora stories-science-fiction",
+    "shakespeare": "penstock export stories -o FOLDER --merge-lora stories-shakespeare",
+    "science_fiction": "penstock export stories -o FOLDER --merge-lora stories-science-fiction",
 }
 """Each member's command, by its name in the package."""
 MAX_TOKENS = 400  # of a reply; one that takes more is marked
@@ -38,11 +38,6 @@ TRAINED_ON = {
     "science_fiction": tuple(LICENCES)[:5],
 }
 _FRONT = ("---", "license: other", "language: en", "tags: [penstock, stories]", "---")
-SHARE_ALIKE = (
-    "TinyStories is under CDLA-Sharing-1.0; the Schema-Guided Dialogue data is under CC BY-SA 4.0. "
-    "Copyright of the dialogues: Google LLC and its contributors. The dialogues were converted to "
-    "messages with tool calls."
-)
 
 
 def write_cards(work: Path, figures: Mapping[str, str], table: str) -> None:
@@ -66,9 +61,12 @@ def write_cards(work: Path, figures: Mapping[str, str], table: str) -> None:
             lines.append("| stories told by stories260K (karpathy/tinyllamas) | MIT |")
         lines += ["", SHARE_ALIKE, "", "## Epochs", ""]
         lines += [f"- {source}: {count}" for source, count in training["epochs"].items()]
-        rows = [row for key, row in figures.items() if key.split("\t")[0] == name]
+        of = {name, *(_others(figures) if name == "base" else ())}
+        rows = [row for key, row in figures.items() if key.split("\t")[0] in of]
         if rows:
             lines += ["", "## Held-out figures", "", table, *rows]
+        if name == "draft" and (folder / "acceptance.json").exists():
+            lines += ["", _acceptance(folder / "acceptance.json")]
         if name == "chat":
             lines += ["", "## Twenty replies", "", "Greedy, unedited.", "", *samples(folder)]
         lines += [
@@ -80,6 +78,27 @@ def write_cards(work: Path, figures: Mapping[str, str], table: str) -> None:
             "dialogues, with their views.",
         ]
         (folder / "README.md").write_text("\n".join(lines) + "\n", encoding="utf-8")
+
+
+def _others(figures: Mapping[str, str]) -> set[str]:
+    """Models that `base` was compared with."""
+    return {key.split("\t")[0] for key in figures} - set(ABOUT)
+
+
+def _acceptance(file: Path) -> str:
+    """What was measured along what the target itself says, stories among it."""
+    report = json.loads(file.read_text(encoding="utf-8"))
+    first, step = (
+        {key: make(found["chains"]["1"]) for key, found in report["acceptance"].items()}
+        for make in (lambda chain: chain[0], lambda chain: 1 + sum(chain))
+    )
+    return (
+        f"Along what `stories-chat` itself says after held-out stories, requests and dialogues, "
+        f"{first['greedy']:.2f} of first guesses come true greedily ({step['greedy']:.2f} tokens a "
+        f"step by drafts of {len(report['acceptance']['greedy']['right'])}) and "
+        f"{first['sampled']:.2f} at {report['sampled_at']} ({step['sampled']:.2f}). "
+        "docs/speculation/training.md has the rest."
+    )
 
 
 def _shape(folder: Path | None) -> list[str]:

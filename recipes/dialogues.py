@@ -10,7 +10,7 @@ from typing import Any
 import yaml
 
 from recipes.cleaning import digest, is_held_out
-from recipes.stories.prepare import chat_documents
+from recipes.tinystories import chat_documents
 
 HELD_OUT_SERVICES = frozenset({"Hotels_4", "Media_2"})
 """Never trained on: what the model does with tools it hasn't seen."""

@@ -22,7 +22,8 @@ from recipes.corpus import Corpus
 from recipes.family import ADAPTERS
 from recipes.lora import merge
 from recipes.model import load
-from recipes.prepare import CONTEXT, tokenize_replies
+from recipes.prepare import CONTEXT
+from recipes.replies import tokenize_replies
 
 MAX_TOKENS = 128  # of a reply
 AT_ONCE = 16

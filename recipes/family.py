@@ -21,6 +21,8 @@ from recipes.batches import Batch, Mixture, PackedExamples, Source, Windows
 from recipes.corpus import Corpus
 from recipes.lora import LoraConfig, adapter_state, add_adapter, save_adapter
 from recipes.model import Llama, Shape, load, save_model
+from recipes.replies import tokenize_replies
+from recipes.tokenizer import END_OF_TEXT
 from recipes.train import Progress, TrainConfig, Trainer
 
 Paces = Mapping[str, tuple[float, float]]
@@ -58,7 +60,7 @@ ADAPTERS = ("shakespeare", "science_fiction")
 KL_SHARE = 0.7  # of the distillation's loss; the rest is cross-entropy
 HELD_OUT = {
     "base": ("tinystories", "short_stories", "dialogues"),
-    "chat": ("dialogues", "unseen_services", "tinystories"),
+    "chat": ("dialogues", "unseen_services"),  # the replies alone: what is asked is forgotten
     "draft": ("dialogues", "tinystories"),
 }
 HELD_OUT_ROWS = 32  # of each text, scored during training
@@ -94,6 +96,21 @@ def held_out_batches(corpus: Corpus, names: tuple[str, ...], length: int) -> dic
         flat = np.resize(np.array(kept, np.int64), rows * (length + 1))
         tokens = torch.from_numpy(flat).view(rows, length + 1)
         found[name] = Batch(tokens, torch.ones(rows, length), None)
+    return found
+
+
+def held_out_replies(corpus: Corpus, names: tuple[str, ...], length: int) -> dict[str, Batch]:
+    """Rows of held-out conversations, the longest first; only what the assistant says counts."""
+    tokenizer = Tokenizer.from_str(corpus.text("tokenizer.json"))
+    found = {}
+    for name in names:
+        talks = corpus.text(f"held_out/{name}.txt").split(END_OF_TEXT)
+        if not any(talk.strip() for talk in talks):
+            continue
+        rendered = [END_OF_TEXT + talk for talk in talks if talk.strip()]
+        packed = PackedExamples(tokenize_replies(tokenizer, rendered, length), length)
+        rows = [packed.row(i, 0.0) for i in range(min(HELD_OUT_ROWS, len(packed)))]
+        found[name] = Batch(*(torch.from_numpy(np.stack(part)) for part in zip(*rows, strict=True)))
     return found
 
 
@@ -199,7 +216,7 @@ def finetune(
     mixture = Mixture(rows, paces, config.rows, config.seed, isolate=True)
     trainer = Trainer(
         work / "chat.training", model, mixture, config,
-        held_out=held_out_batches(corpus, HELD_OUT["chat"], length),
+        held_out=held_out_replies(corpus, HELD_OUT["chat"], length),
         flops_per_token=3 * model.shape.flops_per_token(length),
     )  # fmt: skip
     progress = trainer.run()
@@ -248,6 +265,7 @@ def distill(work: Path, config: TrainConfig, shape: Shape, device: torch.device)
     )  # fmt: skip
     progress = trainer.run()
     folder = work / "draft"
+    (folder / "acceptance.json").unlink(missing_ok=True)  # of the draft that was there
     save_model(model.state_dict(), shape, corpus.text("tokenizer.json"), folder, chat=True)
     _finish(trainer, folder)
     return progress

@@ -5,8 +5,8 @@
 #   recipes/gpu.sh base OUT     build/recipes/{pretrain,finetune}.zip -> base
 #   recipes/gpu.sh tune OUT     build/recipes/finetune.zip and base   -> chat, draft, two adapters
 #
-# OUT gets parts of at most 15 MiB and the logs. At home: python -m recipes join OUT, then
-# python -m recipes evaluate. If the machine was given back between `base` and `tune`, join there
+# OUT gets parts of at most 15 MiB and the logs. At home: python -m recipes join OUT, then what
+# docs/training.md says after `adapt`. If the machine was given back between `base` and `tune`, join there
 # first, or bring build/recipes/base along.
 set -euo pipefail
 stage=${1:?check, base or tune} out=${2:?folder for the results}

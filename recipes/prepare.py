@@ -1,7 +1,6 @@
 """From the data folder to two packs: read, deduplicate, hold out, tokenize, compress."""
 
 import json
-import re
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -9,7 +8,7 @@ import numpy as np
 from tokenizers import Tokenizer
 
 from recipes.cleaning import digest
-from recipes.corpus import PACKS, Examples, PackWriter, Stream, describe
+from recipes.corpus import PACKS, PackWriter, Stream, describe
 from recipes.dialogues import (
     HELD_OUT_SERVICES,
     Conversation,
@@ -18,6 +17,7 @@ from recipes.dialogues import (
     story_requests,
 )
 from recipes.duplicates import Deduplicator
+from recipes.replies import tokenize_replies
 from recipes.small_talk import small_talk
 from recipes.sources import Document, read_texts
 from recipes.tokenizer import END_OF_TEXT, VOCAB_SIZE, render, train_tokenizer
@@ -32,7 +32,6 @@ VOCABULARY_BYTES = {  # how much of each source the merges are learned from
     "dialogues": 8_000_000,
 }
 HELD_OUT_DIALOGUES = 200
-REPLY = re.compile(r"<\|im_start\|>assistant\n(.*?<\|im_end\|>)", re.DOTALL)
 EXCHANGE = "<|im_start|>user\n"
 
 
@@ -134,34 +133,6 @@ def tokenize(tokenizer: Tokenizer, texts: list[str]) -> Stream:
         for encoding in tokenizer.encode_batch(texts[start : start + 64])
     ]
     return Stream(np.concatenate(parts), sum(len(text.encode()) for text in texts))
-
-
-def tokenize_replies(tokenizer: Tokenizer, rendered: list[str], context: int) -> Examples:
-    """Rendered conversations, the assistant's words marked, cut to `context` + 1 tokens.
-
-    A long one ends with the last message that still fits; one of which no reply fits is dropped.
-    """
-    tokens: list[NDTokens] = []
-    masks: list[NDMask] = []
-    for text in rendered:
-        encoding = tokenizer.encode(text, add_special_tokens=False)
-        starts = np.array([start for start, _ in encoding.offsets])
-        mask = np.zeros(len(starts), bool)
-        end = 0
-        for reply in REPLY.finditer(text):
-            first, last = np.searchsorted(starts, [reply.start(1), reply.end(1)])
-            if last <= context + 1:
-                mask[first:last] = True
-                end = int(last)
-        if end:
-            tokens.append(np.array(encoding.ids[:end], np.uint16))
-            masks.append(mask[:end])
-    offsets = np.cumsum([0, *map(len, tokens)], dtype=np.int64)
-    return Examples(np.concatenate(tokens), np.concatenate(masks), offsets)
-
-
-NDTokens = np.ndarray[tuple[int], np.dtype[np.uint16]]
-NDMask = np.ndarray[tuple[int], np.dtype[np.bool_]]
 
 
 def _add_held_out_dialogues(pack: PackWriter, talks: list[Conversation]) -> None:

@@ -26,7 +26,9 @@ _ADAPTER = ("README.md", "adapter_config.json", "adapter_model.safetensors", "lo
 
 def files_of(member: str) -> tuple[str, ...]:
     """What of a member's folder users need."""
-    return _ADAPTER if member in ADAPTERS else _MODEL
+    if member in ADAPTERS:
+        return _ADAPTER
+    return (*_MODEL, "acceptance.json") if member == "draft" else _MODEL
 
 
 def ship(work: Path, assets: Path) -> str:
@@ -39,7 +41,8 @@ def ship(work: Path, assets: Path) -> str:
     if missing:
         raise ConfigError(
             f"{len(missing)} files are missing, {missing[0]} first: train every member, then run "
-            "`python -m recipes evaluate`, which writes their cards."
+            "`python -m recipes evaluate`, which writes their cards; what the draft is good for "
+            "is measured by `python -m recipes.speculation measure --keep`."
         )
     total = sum(file.stat().st_size for file in sources)
     if total > MAX_BYTES:

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from recipes.cleaning import clean_novel, digest, is_held_out, tidy, unwrap
-from recipes.stories.prepare import ENDED, read_lowercase
-from recipes.stories.truecase import Truecaser
+from recipes.tinystories import ENDED, read_lowercase
+from recipes.truecase import Truecaser
 
 LICENCES = {
     "TinyStories (Eldan & Li 2023)": "CDLA-Sharing-1.0",
@@ -25,6 +25,12 @@ LICENCES = {
     "tinyshakespeare": "public domain",
 }
 """Every source and its licence, for the model cards."""
+
+SHARE_ALIKE = (
+    "TinyStories is under CDLA-Sharing-1.0; the Schema-Guided Dialogue data is under CC BY-SA 4.0. "
+    "Copyright of the dialogues: Google LLC and its contributors. The dialogues were converted to "
+    "messages with tool calls."
+)
 
 PROSE = (
     *("austen-emma", "austen-persuasion", "austen-sense", "bryant-stories", "burgess-busterbrown"),

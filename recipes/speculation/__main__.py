@@ -26,7 +26,7 @@ Output = Annotated[Path, typer.Option(help="Folder to write.")]
 Model = Annotated[str, typer.Option(help="The target: a folder, or an embedded model's name.")]
 DataFile = Annotated[
     Path | None,
-    typer.Option("--data", help="A text file, or .jsonl with `text`. Default: recipes/stories'."),
+    typer.Option("--data", help="A text file, or .jsonl with `text`. Default: the family's."),
 ]
 Texts = Annotated[Path, typer.Option(help="Where the default text is made from.")]
 Work = Annotated[Path, typer.Option(help="Folder of checkpoints and of texts that were sampled.")]
@@ -314,6 +314,7 @@ def measure_folder(
     evaluate: Evaluate = 64,
     sampled_at: SampledAt = 0.8,
     depth: Depth = 6,
+    keep: Annotated[bool, typer.Option(help="Write it to the folder's acceptance.json.")] = False,
 ) -> None:
     """What is accepted of a folder's guesses, along what the target says after held-out texts."""
     settings = Settings(
@@ -326,7 +327,7 @@ def measure_folder(
 
     if threads:
         torch.set_num_threads(threads)
-    measure_again(folder, settings, seed)
+    measure_again(settings, seed, keep)
 
 
 def main() -> None:

@@ -1,6 +1,5 @@
 """From options to a folder: text, the target's own text, training, measuring, saving."""
 
-import hashlib
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -18,6 +17,8 @@ from penstock.models.hub import resolve
 from recipes.batches import Batch
 from recipes.family import device_of
 from recipes.speculation.acceptance import WIDTHS, Acceptance, measure
+from recipes.speculation.card import card
+from recipes.speculation.default_text import default_text
 from recipes.speculation.generate import continuations, prompts
 from recipes.speculation.guesser import Guesser
 from recipes.speculation.load import load_guesser
@@ -32,14 +33,9 @@ from recipes.speculation.text import (
     read_documents,
     text_rows,
 )
-from recipes.stories.prepare import chat_documents, load_corpus
-from recipes.stories.tokenizer import EOS, render_chat
 from recipes.train import TrainConfig, Trainer
 
-DEFAULT_SOURCES = (
-    "tinystories/train_2M.txt", "tinystories/train_lowercase_tail.txt", "lcats_stories_train.jsonl",
-)  # fmt: skip
-"""What of `--texts` recipes/stories reads."""
+REPORT = "acceptance.json"
 HELD_OUT_ROWS = 8  # of each kind, scored during training
 
 
@@ -54,43 +50,6 @@ class Data:
 
 Make = Callable[[Target, Tensor], Guesser]
 """A guesser for a target whose training text has so many of each token [V]."""
-
-
-def write_default_text(texts: Path, file: Path) -> None:
-    """What recipes/stories prepares, as JSON lines: stories, and each as a request's answer."""
-    corpus = load_corpus(texts)
-    entries: list[dict[str, Any]] = []
-    for stories, held_out in (
-        (corpus.stories, False),
-        (corpus.held_out + corpus.held_out_recased, True),
-    ):
-        entries += [{"text": text, "held_out": held_out} for text in stories]
-        for ask, story in chat_documents(stories):
-            text = render_chat(ask, story)
-            given = text[: text.index(story)]
-            entries.append({"text": text, "prompt": given, "held_out": held_out})
-    assert entries[-1]["text"].startswith(EOS)
-    partial = file.with_suffix(".partial")
-    partial.write_text("".join(json.dumps(entry) + "\n" for entry in entries), encoding="utf-8")
-    partial.replace(file)
-
-
-def text_file(settings: Settings) -> Path:
-    """--data, or the default text, written once for each state of what it is made from."""
-    if settings.data is not None:
-        return settings.data
-    sources = [settings.texts / name for name in DEFAULT_SOURCES]
-    missing = [str(source) for source in sources if not source.is_file()]
-    if missing:
-        raise ConfigError(
-            f"The default text isn't in {settings.texts} (there is no {', '.join(missing)}): give "
-            "the folder by --texts, or a text of your own by --data."
-        )
-    key = hashlib.sha256("".join(map(fingerprint, sources)).encode()).hexdigest()[:16]
-    file = settings.work / f"stories-{key}.jsonl"
-    if not file.exists():
-        write_default_text(settings.texts, file)
-    return file
 
 
 def prepare(settings: Settings, data: Path, target: Target, seed: int) -> Data:
@@ -190,7 +149,7 @@ def train(
     model = Path(resolve(settings.model))
     settings = settings.for_positions(load_config(model).max_position_embeddings)
     settings.work.mkdir(parents=True, exist_ok=True)
-    text = text_file(settings)
+    text = settings.data or default_text(settings.texts, settings.work)
     folder = settings.work / f"{settings.output.name}.training"
     _same_run(folder, method, own_options | {"text": fingerprint(text)}, settings, config)
     target = Target(model, device_of(settings.device))
@@ -224,24 +183,51 @@ def train(
         "tokens": progress.tokens,
         "elapsed_s": round(progress.elapsed_s, 1),
         "epochs": round(rows.epochs(), 2),
-        "sampled_at": settings.sampled_at,
-        "acceptance": {name: asdict(acceptance) for name, acceptance in found.items()},
     }
-    (settings.output / "acceptance.json").write_text(
-        json.dumps(report, indent=2) + "\n", encoding="utf-8"
-    )
+    _write_card(settings, _keep(settings, report, found))
     return found
 
 
-def measure_again(folder: Path, settings: Settings, seed: int) -> dict[str, Acceptance]:
-    """Measure what a folder holds, as `train` does at its end."""
+def _keep(
+    settings: Settings, report: Mapping[str, Any], found: Mapping[str, Acceptance]
+) -> dict[str, Any]:
+    """Write acceptance.json into the guesser's folder: how it was made, and what is accepted."""
+    shares = {name: asdict(acceptance) for name, acceptance in found.items()}
+    whole = {**report, "sampled_at": settings.sampled_at, "acceptance": shares}
+    text = json.dumps(whole, indent=2) + "\n"
+    (settings.output / REPORT).write_text(text, encoding="utf-8")
+    read: dict[str, Any] = json.loads(text)
+    return read
+
+
+def _write_card(settings: Settings, report: Mapping[str, Any]) -> None:
+    own = settings.data.name if settings.data else None
+    words = card(settings.output.name, Path(settings.model).name, report, own)
+    (settings.output / "README.md").write_text(words, encoding="utf-8")
+
+
+def measure_again(settings: Settings, seed: int, keep: bool = False) -> dict[str, Acceptance]:
+    """Measure what a folder, `settings.output`, holds, as `train` does at its end.
+
+    keep: write what was found to its acceptance.json, beside what that says of the training.
+    """
+    folder = settings.output
     model = Path(resolve(settings.model))
     settings = settings.for_positions(load_config(model).max_position_embeddings)
     settings.work.mkdir(parents=True, exist_ok=True)
     target = Target(model, device_of(settings.device))
     stored = load_guesser(folder, target)
-    held_out = prepare(settings, text_file(settings), target, seed).held_out
-    return _measure(stored, target, held_out, settings.depth)
+    text = settings.data or default_text(settings.texts, settings.work)
+    held_out = prepare(settings, text, target, seed).held_out
+    found = _measure(stored, target, held_out, settings.depth)
+    if keep:
+        file = folder / REPORT
+        before = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
+        about = {"method": type(stored).__name__.lower(), "weights": stored.num_weights()}
+        report = _keep(settings, before | about, found)
+        if "steps" in report:  # else it has a card of its own
+            _write_card(settings, report)
+    return found
 
 
 def _measure(

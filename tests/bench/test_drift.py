@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import math
+import shutil
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from penstock.bench import drift as module
@@ -29,6 +33,7 @@ from penstock.bench.vocabularies import (
     encode_for_both,
 )
 from penstock.errors import ConfigError, ModelError
+from penstock.models.hub import resolve
 
 STORY = (
     "Once upon a time, there was a little girl named Lily. She loved to play in the park with her "
@@ -65,12 +70,12 @@ def test_a_model_has_no_drift_from_itself(text: Text, found: dict[str, Drift]) -
     assert (same.kl, same.kl_p99, same.kl_max) == (0.0, 0.0, 0.0)
     assert same.perplexity == same.reference_perplexity
     assert same.positions == sum(len(ids) - 1 for ids in text.documents) > 200
-    assert same.worst == () and len(same.layers) == 7
+    assert same.worst == () and len(same.layers) == 9
     assert {layer.largest for layer in same.layers} == {0.0}
 
 
 def test_eight_bits_drift_little_and_four_more(found: dict[str, Drift]) -> None:
-    assert 0 < found["w8a16"].kl < found["w8a8"].kl < 0.002
+    assert 0 < found["w8a16"].kl < found["w8a8"].kl < 0.004
     assert found["w8a8"].kl < found["w4a16-g32"].kl < 0.1
     assert found["w8a8"].kl < found["w4a8-g32"].kl < 0.1
     assert found["w8a8"].agreement > 0.95
@@ -79,24 +84,46 @@ def test_eight_bits_drift_little_and_four_more(found: dict[str, Drift]) -> None:
         assert not one.equal and one.kl_max >= one.kl_p99 >= one.kl
         assert one.perplexity == pytest.approx(one.reference_perplexity, rel=0.1)
         assert [w.kl for w in one.worst] == one.each.topk(3).values.tolist()
-        assert len(one.layers) == 7 and 0 < one.layers[1].mean < one.layers[-1].mean
+        assert len(one.layers) == 9 and 0 < one.layers[1].mean < one.layers[-1].mean
     for layer, coarser in zip(found["w8a8"].layers, found["w4a8-g32"].layers, strict=True):
         assert layer.mean <= coarser.mean
 
 
-def test_keys_by_channel_drift_less_than_by_token(plain: Reader) -> None:
-    """At the same bytes of codes: KIVI's, most of whose tokens lie behind its window."""
+def with_large_channels(folder: Path) -> Path:
+    """The embedded model, equal in theory, with two channels of every key 16 times as large."""
+    source = resolve("stories")
+    shutil.copytree(source, folder)
+    config = json.loads((source / "config.json").read_text())
+    dim, heads = config["head_dim"], config["num_attention_heads"]
+    scale = torch.ones(dim)
+    scale[[3, 3 + dim // 2]] = 16.0  # that rotary embedding turns into each other
+    weights = load_file(source / "model.safetensors")
+    for name, tensor in weights.items():
+        if name.endswith("k_proj.weight"):
+            tensor *= scale.repeat(config["num_key_value_heads"])[:, None]
+        if name.endswith("q_proj.weight"):
+            tensor /= scale.repeat(heads)[:, None]
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
+def test_keys_by_channel_drift_less_than_by_token(plain: Reader, tmp_path: Path) -> None:
+    """Where some channels are large, as in large models; at the same bytes of codes.
+
+    KIVI's, most of whose tokens lie behind its window.
+    """
     text = Text("story", plain.encode([STORY * 4]))
     size = len(text.documents[0])
     assert size > 2 * 128
+    variant = Variant(model=str(with_large_channels(tmp_path / "large")))
     kl = {}
-    with open_reader(Variant(), size) as whole:
+    with open_reader(variant, size) as whole:
         for words in ("kv=int8", "kv=int4", "kv=kivi"):
-            with open_reader(Variant().with_options(words), size) as reader:
+            with open_reader(variant.with_options(words), size) as reader:
                 found = measure_drift(whole, reader, [text], size, size - 1, layers=True)
             kl[words] = found.kl
-            assert 0 < found.layers[-1].mean < 0.2
-    assert 0 < kl["kv=int8"] < kl["kv=kivi"] < kl["kv=int4"] < 0.03
+            assert 0 < found.layers[-1].mean < 0.5
+    assert 0 < 5 * kl["kv=kivi"] < kl["kv=int8"] < kl["kv=int4"] < 0.5
 
 
 @pytest.mark.parametrize(

@@ -42,7 +42,7 @@ def test_texts_and_dialogues(penstock: Run, story: Path, talk: Path, tmp_path: P
     assert text["bytes"] == len(STORY) and 0 < text["bits_per_byte"] < 1.5
     assert 0 < text["drift"]["kl"] < 0.02
     assert found["dialogues"]["replies"] == 1
-    assert found["setup"]["window"] == 512 and found["against"] == "w8a8,kv=int8"
+    assert found["setup"]["window"] == 1024 and found["against"] == "w8a8,kv=int8"
 
 
 def test_a_run_is_kept_and_compared(penstock: Run, story: Path, tmp_path: Path) -> None:
@@ -52,7 +52,7 @@ def test_a_run_is_kept_and_compared(penstock: Run, story: Path, tmp_path: Path) 
     assert result.exit_code == 0, result.output
     assert "Drift from bfloat16" in result.stdout
     other = penstock("eval", "--text", story, "--reference-run", run, "--window", "16")
-    assert other.exit_code == 1 and "had a window of 512 tokens" in other.output
+    assert other.exit_code == 1 and "had a window of 1024 tokens" in other.output
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -10,6 +11,8 @@ import torch
 from typer.testing import Result
 
 from penstock.cli import serve as command
+from penstock.cli.chat import chat
+from penstock.cli.generate import generate
 from penstock.config import EngineConfig
 from penstock.server import ServerConfig, lifecycle
 
@@ -39,6 +42,14 @@ def test_a_device_that_is_not_there(penstock: Run, started: dict[str, Any]) -> N
     assert found.exit_code == 1
     assert "device='cuda' can't be used" in found.output
     assert not started  # nothing listens
+
+
+def test_defaults(penstock: Run, started: dict[str, Any]) -> None:
+    """What converses is the chat model, what goes on with a text is the story model."""
+    assert penstock("serve").exit_code == 0
+    assert started["engine"].model.model == "stories-chat"
+    assert inspect.signature(chat).parameters["model"].default == "stories-chat"
+    assert inspect.signature(generate).parameters["model"].default == "stories"
 
 
 def test_options_reach_the_server(penstock: Run, started: dict[str, Any]) -> None:

@@ -52,7 +52,7 @@ def test_embedded_models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(hub, "_ASSETS", tmp_path / "assets")
     (tmp_path / "stories").mkdir()
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(ModelNotFoundError, match="'stories' isn't in this installation"):
+    with pytest.raises(ModelNotFoundError, match="'stories' comes with penstock's wheel"):
         hub.resolve("stories")
     (tmp_path / "assets" / "stories").mkdir(parents=True)
     (tmp_path / "assets" / "stories" / "config.json").write_text("{}")
@@ -66,7 +66,7 @@ def test_what_comes_with_embedded_models(tmp_path: Path, monkeypatch: pytest.Mon
     stories = tmp_path / "stories"
     kinds = {"draft_model": "draft", "medusa": "medusa", "eagle": "eagle", "eagle3": "eagle"}
     for method, kind in kinds.items():
-        with pytest.raises(ModelNotFoundError, match=f"'stories-{kind}' isn't in this install"):
+        with pytest.raises(ModelNotFoundError, match=f"'stories-{kind}' comes with"):
             hub.shipped(stories, method)
         with pytest.raises(ConfigError, match=f"method='{method}' needs a model: .* for elsewhere"):
             hub.shipped(Path("elsewhere"), method)
@@ -76,6 +76,11 @@ def test_what_comes_with_embedded_models(tmp_path: Path, monkeypatch: pytest.Mon
         assert hub.resolve(f"stories-{kind}") == tmp_path / f"stories-{kind}"
     for method, kind in kinds.items():
         assert hub.shipped(stories, method) == tmp_path / f"stories-{kind}"
+    chat = tmp_path / "stories-chat"
+    assert hub.shipped(chat, "draft_model") == tmp_path / "stories-draft"
+    for kind in ("medusa", "eagle"):
+        with pytest.raises(ModelNotFoundError, match=f"'stories-chat-{kind}' comes with"):
+            hub.shipped(chat, kind)
 
 
 @pytest.mark.parametrize("as_path", [True, False])

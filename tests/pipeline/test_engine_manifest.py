@@ -193,7 +193,7 @@ CHANGES: dict[str, tuple[Callable[[Manifest], Any], str]] = {
     "no choices": (lambda m: m.pop("choices"), "its manifest lacks choices"),
     "many sequences": (put("choices", "max_num_seqs", value=2**31), r"max_num_seqs .* is 21474"),
     "more than a step": (put("choices", "max_num_seqs", value=129), r"at most the profile's 128"),
-    "a long context": (put("choices", "max_model_len", value=513), r"has 512 positions, fewer"),
+    "a long context": (put("choices", "max_model_len", value=1025), r"has 1,024 positions, fewer"),
     "a profile of two": (put("choices", "profile", value=[1, 8]), r"choices\.profile .* \[1, 8\]"),
     "a falling profile": (put("choices", "profile", value=[8, 1, 128]), r"choices\.profile"),
     "no cache": (put("choices", "kv_cache_dtype", value="int3"), r"kv_cache_dtype .* 'int3'"),

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -10,6 +11,8 @@ import pytest
 import torch
 from recipes.card import PROMPTS
 from recipes.sources import LICENCES
+from recipes.speculation.run import measure_again
+from recipes.speculation.settings import Settings
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from penstock import LLM, SamplingParams
@@ -33,12 +36,25 @@ def recipes(work: Path, *words: str) -> str:
     return done.stdout
 
 
+def measure_draft(work: Path, folder: Path) -> None:
+    """As `python -m recipes.speculation measure --keep` does."""
+    texts = folder / "texts.jsonl"
+    entry = {"text": "Anna saw the dog. " * 20, "held_out": True}
+    texts.write_text("".join(json.dumps(entry) + "\n" for _ in range(3)))
+    settings = Settings(
+        str(work / "chat"), texts, folder, work / "draft", folder / "speculation",
+        length=64, evaluate=2, depth=2,
+    )  # fmt: skip
+    measure_again(settings, seed=0, keep=True)
+
+
 @pytest.mark.slow
 def test_from_text_to_models(made_up_data: Path, tmp_path: Path) -> None:
     work = tmp_path / "work"
     recipes(work, "prepare", "--data", str(made_up_data), "--vocab-size", "512")
     run = ("--steps", "6", "--rows", "2", "--save-every", "5")
-    recipes(work, "pretrain", "--size", "tiny", *run)
+    said = recipes(work, "pretrain", "--size", "tiny", *run, "--steps", "43")  # 1% of the real run
+    assert re.search(r"^step 40 of 43 .* [\d,]+ tokens/s, \d+\.\d% of \d+\.\d TFLOP/s$", said, re.M)
     recipes(work, "finetune", *run)
     recipes(work, "distill", "--size", "tiny", *run)
     for style in ("shakespeare", "science_fiction"):
@@ -54,6 +70,7 @@ def test_from_text_to_models(made_up_data: Path, tmp_path: Path) -> None:
     assert "CC BY-SA 4.0" in card
     assert next(iter(LICENCES)) in card
 
+    measure_draft(work, tmp_path)
     printed = recipes(work, "ship", "--assets", str(tmp_path / "assets"))
     assert "| chat | stories-chat |" in printed
     (output,) = LLM(str(tmp_path / "assets" / "stories-chat")).generate("Anna", SamplingParams())

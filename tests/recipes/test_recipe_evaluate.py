@@ -1,3 +1,4 @@
+import json
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -7,10 +8,20 @@ import torch
 from recipes.batches import PackedExamples, Windows
 from recipes.corpus import Corpus
 from recipes.evaluate import Figure, agreement, evaluate, score_adapter
-from recipes.family import FINETUNE, adapt, device_of, held_out_batches, read_model, sources
+from recipes.family import (
+    FINETUNE,
+    adapt,
+    device_of,
+    finetune,
+    held_out_batches,
+    held_out_replies,
+    read_model,
+    sources,
+)
 from recipes.lora import LoraConfig
 from recipes.model import SHAPES, Llama, load, save_model
 from recipes.prepare import prepare
+from recipes.replies import REPLY
 from recipes.train import TrainConfig
 from torch.nn import functional as F
 
@@ -58,6 +69,34 @@ def test_held_out_rows_are_the_text_they_come_from(work: Path) -> None:
     ids = tokenizer.encode(first).ids
     assert batch.tokens[0].tolist() == ids[:65]
     assert batch.weights.min() == 1.0
+
+
+def test_held_out_conversations_count_by_their_replies_alone(work: Path) -> None:
+    from tokenizers import Tokenizer
+
+    corpus = Corpus(work)
+    batch = held_out_replies(corpus, ("dialogues",), 256)["dialogues"]
+    tokenizer = Tokenizer.from_str(corpus.text("tokenizer.json"))
+    text = corpus.text("held_out/dialogues.txt")
+    said = [tokenizer.encode(s, add_special_tokens=False).ids for s in REPLY.findall(text)]
+    for tokens, weights in zip(batch.tokens[:, 1:], batch.weights, strict=True):
+        counted = tokens[weights == 1.0].tolist()
+        assert len(counted) == weights.sum() > 0
+        while counted:  # reply after reply, whole
+            reply = next(ids for ids in said if counted[: len(ids)] == ids)
+            counted = counted[len(reply) :]
+
+
+def test_the_chat_model_is_what_was_trained(work: Path, tmp_path: Path) -> None:
+    for name in ("base", "pretrain.zip", "finetune.zip"):
+        (tmp_path / name).symlink_to(work / name)
+    config = TrainConfig(steps=12, rows=4, micro_rows=4, learning_rate=2e-3)
+    finetune(tmp_path, config, 0.0, device_of("cpu"))
+    log = (tmp_path / "chat" / "log.jsonl").read_text()
+    history = [json.loads(line) for line in log.splitlines()]
+    assert history[-1]["dialogues"] < history[0]["dialogues"]
+    base, chat = (load(tmp_path / name).state_dict() for name in ("base", "chat"))
+    assert all(not base[name].equal(weight) for name, weight in chat.items())
 
 
 def test_only_replies_count_in_fine_tuning(work: Path) -> None:

@@ -14,20 +14,15 @@ from typing import Any
 import pytest
 import torch
 from recipes.speculation.__main__ import main
+from recipes.speculation.card import card
+from recipes.speculation.default_text import SOURCES, default_text
 from recipes.speculation.draft import KL_SHARE, Draft
 from recipes.speculation.eagle import TOKEN_SHARE, Eagle
 from recipes.speculation.eagle3 import Eagle3
 from recipes.speculation.guesser import Guesser, distribution_loss
 from recipes.speculation.load import load_guesser
 from recipes.speculation.medusa import Medusa
-from recipes.speculation.run import (
-    DEFAULT_SOURCES,
-    HeadTrainer,
-    measure_again,
-    text_file,
-    train,
-    write_default_text,
-)
+from recipes.speculation.run import REPORT, HeadTrainer, measure_again, train
 from recipes.speculation.settings import Settings
 from recipes.speculation.target import Target
 from recipes.speculation.text import read_documents
@@ -232,7 +227,33 @@ def test_what_was_saved_is_measured(
     (file,) = chosen.output.glob("*.safetensors")
     sizes = sum(t.numel() for t in load_file(file).values() if t.is_floating_point())
     assert stored.num_weights() == sizes
-    assert measure_again(chosen.output, chosen, seed=0) == found
+    assert measure_again(chosen, seed=0) == found
+    first = json.loads((chosen.output / REPORT).read_text())
+    measure_again(replace(chosen, sampled_at=0.5), seed=0, keep=True)
+    second = json.loads((chosen.output / REPORT).read_text())
+    assert second["sampled_at"] == 0.5
+    assert {**second, "sampled_at": 0.8, "acceptance": 0} == {**first, "acceptance": 0}
+    (chosen.output / REPORT).unlink()
+    measure_again(chosen, seed=0, keep=True)
+    third = json.loads((chosen.output / REPORT).read_text())
+    assert third == {key: first[key] for key in third}
+    assert set(first) - set(third) == {"steps", "tokens", "elapsed_s", "epochs"}
+
+
+def test_the_card_says_what_is_accepted_and_whence(settings: Callable[..., Settings]) -> None:
+    chosen = settings()
+    found = train("medusa", MAKE["medusa"], {}, chosen, quick(steps=2))
+    words = (chosen.output / "README.md").read_text()
+    assert chosen.data is not None
+    assert f"Medusa heads for `{Path(chosen.model).name}`" in words
+    assert f"tokens of {chosen.data.name} and of what the target wrote" in words
+    assert "licence" not in words
+    row = next(line for line in words.splitlines() if "says, greedily" in line)
+    shares = [f"{share:.2f}" for share in found["greedy"].chains[1]]
+    cells = [cell.strip() for cell in row.split("|")[2:-1]]
+    assert cells == [*shares, f"{found['greedy'].tokens():.2f}"]
+    report = json.loads((chosen.output / REPORT).read_text())
+    assert "CC BY-SA 4.0" in card("heads", "stories", report, None)
 
 
 def test_a_folder_of_another_model_is_refused(target: Target, tmp_path: Path) -> None:
@@ -255,42 +276,44 @@ def test_texts_of_which_nothing_is_held_out_are_refused(settings: Callable[..., 
         settings(length=8)
 
 
-def test_the_default_text_is_the_stories_and_requests_for_them(
+def test_the_default_text_is_what_the_embedded_models_learn_from(
     made_up_data: Path, tmp_path: Path
 ) -> None:
-    file = tmp_path / "stories.jsonl"
-    write_default_text(made_up_data, file)
-    documents = read_documents(file)
+    documents = read_documents(default_text(made_up_data, tmp_path))
     asked = [document for document in documents if document.prompt is not None]
-    assert len(asked) == len(documents) / 2
+    assert 20 < len(documents) - len(asked) <= 90  # the stories themselves
     for document in asked:
         assert document.prompt is not None
         assert document.prompt.endswith("<|im_start|>assistant\n")
         assert document.text.startswith(document.prompt)
+    prompts = "".join(document.prompt or "" for document in asked)
+    assert "Tools:" in prompts
+    assert "Tell me a story" in prompts
+    assert "Hello" in prompts
     assert {document.held_out for document in documents} == {True, False}
+    assert {document.held_out for document in asked} == {True, False}
 
 
 def test_the_default_text_is_written_for_each_state_of_its_sources(
     made_up_data: Path, tmp_path: Path
 ) -> None:
     texts = tmp_path / "texts"
-    for name in DEFAULT_SOURCES:
+    for name in SOURCES:
         (texts / name).parent.mkdir(parents=True, exist_ok=True)
         (texts / name).write_bytes((made_up_data / name).read_bytes())
-    chosen = Settings("stories", None, texts, tmp_path / "out", tmp_path)
-    first = text_file(chosen)
+    first = default_text(texts, tmp_path)
     before = first.stat().st_mtime_ns
-    assert text_file(replace(chosen, texts=made_up_data)) == first  # the same text elsewhere
+    assert default_text(made_up_data, tmp_path) == first  # the same text elsewhere
     assert first.stat().st_mtime_ns == before
-    stories = texts / DEFAULT_SOURCES[0]
+    stories = texts / SOURCES[0]
     stories.write_text(stories.read_text().replace("Anna", "Zora"))
-    second = text_file(chosen)
+    second = default_text(texts, tmp_path)
     assert second != first
     assert "Zora" in second.read_text()
     assert "Zora" not in first.read_text()
     stories.unlink()
     with pytest.raises(ConfigError, match=r"The default text isn't in .*train_2M\.txt"):
-        text_file(chosen)
+        default_text(texts, tmp_path)
 
 
 def command(method: str, chosen: Settings, *options: str) -> list[str]:

@@ -3,7 +3,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from recipes.prepare import tokenize_replies
+from recipes.replies import tokenize_replies
 from recipes.tokenizer import TAGS, render, save_tokenizer, train_tokenizer
 from tokenizers import Tokenizer
 from transformers import AutoTokenizer

@@ -284,7 +284,7 @@ def test_what_is_shipped(method: str, rounds: Path, tmp_path: Path, monkeypatch:
         loaded(rounds, rounds, speculative=without)
     monkeypatch.setattr(hub, "_ASSETS", tmp_path)
     (tmp_path / "stories").symlink_to(rounds)
-    with pytest.raises(ModelNotFoundError, match=r"'stories-.*' isn't in this installation"):
+    with pytest.raises(ModelNotFoundError, match=r"'stories-.*' comes with penstock's wheel"):
         loaded("stories", rounds, speculative=without)
     if method == "medusa":
         sure_heads(tmp_path / "stories-medusa", "each")
@@ -311,7 +311,7 @@ def test_the_shipped_heads() -> None:
         assert one.outputs[0].token_ids == other.outputs[0].token_ids
     stats = llm.stats()
     accepted = stats["spec_decode_num_accepted_tokens"] / stats["spec_decode_num_drafts"]
-    assert accepted > 1.3  # 2.0 as they were trained; with each a place off, 0.1
+    assert accepted > 0.5  # 0.85 as they were trained
 
 
 # ── other kinds of targets ───────────────────────────────────────────────────────────────────────

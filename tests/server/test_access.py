@@ -172,7 +172,7 @@ def test_requests_at_once_are_given_back() -> None:
                     assert account.running == 1
                 running.rest()
                 assert account.running == 0
-            bad = LONG | {"prompt": ["a", "b"], "allowed_token_ids": [4096]}
+            bad = LONG | {"prompt": ["a", "b"], "allowed_token_ids": [8192]}
             for _ in range(3):  # refused by the engine
                 assert client.post("/v1/completions", json=bad).status_code == 400
                 assert account.running == 0

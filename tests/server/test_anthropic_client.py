@@ -22,17 +22,17 @@ def client(server: Running) -> Iterator[Anthropic]:
 
 
 def test_a_message_and_its_stream(client: Anthropic) -> None:
-    options = {"model": "stories", "max_tokens": 30, "messages": ASK, "extra_body": GREEDY}
+    options = {"model": "stories", "max_tokens": 5, "messages": ASK, "extra_body": GREEDY}
     whole = client.messages.create(**options, system="Be kind.")
     assert whole.role == "assistant"
     assert whole.stop_reason == "max_tokens"
-    assert whole.usage.output_tokens == 30
+    assert whole.usage.output_tokens == 5
     with client.messages.stream(**options, system="Be kind.") as stream:
         text = "".join(stream.text_stream)
         final = stream.get_final_message()
     assert text == whole.content[0].text == final.content[0].text
     assert final.stop_reason == "max_tokens"
-    assert final.usage.output_tokens == 30
+    assert final.usage.output_tokens == 5
 
 
 def test_counts_are_those_of_the_prompt(client: Anthropic) -> None:

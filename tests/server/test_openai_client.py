@@ -211,15 +211,15 @@ def test_echo_gives_the_prompts_logprobs(client: OpenAI) -> None:
 def test_responses(client: OpenAI) -> None:
     answer = client.responses.create(
         model="stories", input="Tell me about a cat.", instructions="Be brief.",
-        max_output_tokens=20, temperature=0,
+        max_output_tokens=5, temperature=0,
     )  # fmt: skip
     assert answer.status == "incomplete"
     assert answer.incomplete_details.reason == "max_output_tokens"
-    assert answer.usage.output_tokens == 20
+    assert answer.usage.output_tokens == 5
     text, kinds = "", []
     with client.responses.stream(
         model="stories", input="Tell me about a cat.", instructions="Be brief.",
-        max_output_tokens=20, temperature=0,
+        max_output_tokens=5, temperature=0,
     ) as stream:  # fmt: skip
         for event in stream:
             kinds.append(event.type)

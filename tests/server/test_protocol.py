@@ -68,6 +68,7 @@ CHAT = [{"role": "user", "content": "Tell me of a dog. Please!"}]
 LONG = [{"role": "user", "content": "A long walk by the sea. " * (LENGTH // 12)},
         {"role": "assistant", "content": "Yes."}] * 2 + CHAT  # fmt: skip
 TWO = {"allowed_token_ids": [300, 301]}
+FEW = {"allowed_token_ids": list(range(260, 340))}  # frequent ones, which come again
 SAMPLING: dict[str, Any] = {
     "temperature": 1000.0,
     "top_p": (0.01, {"temperature": 1.5}),
@@ -89,9 +90,9 @@ SAMPLING: dict[str, Any] = {
     "dry_allowed_length": (6, {**TWO, "dry_multiplier": 5.0}),
     "dry_penalty_last_n": (0, {**TWO, "dry_multiplier": 5.0}),
     "dry_sequence_breakers": (list("aeiou "), {**TWO, "dry_multiplier": 5.0}),
-    "repetition_penalty": 1.9,
-    "presence_penalty": (2.0, {"allowed_token_ids": [300, 301]}),
-    "frequency_penalty": (2.0, {"allowed_token_ids": [300, 301]}),
+    "repetition_penalty": (1.9, FEW),
+    "presence_penalty": (2.0, {**FEW, "temperature": 1.5}),
+    "frequency_penalty": (2.0, {**FEW, "temperature": 1.5}),
     "logit_bias": {"300": 100},
     "allowed_token_ids": [300, 301],
     "bad_words": ([" dog"], {"logit_bias": {"DOG": 90}}),

@@ -12,7 +12,7 @@ from penstock.cli.form_options import DRAWN, LOADED, Drawn, Form, Guided, Loaded
 from penstock.cli.generate import TextWriter
 from penstock.cli.loading import load
 from penstock.cli.options import (
-    MODEL,
+    CHAT_MODEL,
     Model,
     grouped,
     sampling,
@@ -37,7 +37,7 @@ HELP = """\
 def chat(
     form: Form,
     guided: Guided,
-    model: Model = MODEL,
+    model: Model = CHAT_MODEL,
     system: Annotated[
         str | None, typer.Option(help="What the model is told before the conversation.")
     ] = None,

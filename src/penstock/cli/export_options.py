@@ -77,9 +77,12 @@ class WeightFlags:
         ),
     ] = None
     merge_lora: Annotated[
-        Path | None,
+        str | None,
         typer.Option(
-            help="Add the LoRA adapter in this folder (PEFT's layout).", rich_help_panel=_WEIGHTS
+            metavar="<path>",
+            help="Add the LoRA adapter in this folder (PEFT's layout), or the embedded model's "
+            "stories-shakespeare or stories-science-fiction.",
+            rich_help_panel=_WEIGHTS,
         ),
     ] = None
     calib: Annotated[
@@ -105,9 +108,14 @@ class WeightFlags:
 
     def new_weights(self, method: MethodFlags, texts: tuple[Path, ...]) -> NewWeights:
         """These choices, fitted to `texts`. Raises ConfigError for what can't be."""
+        from penstock.models.hub import ADAPTERS, resolve
         from penstock.pipeline.method_options import MethodOptions
         from penstock.pipeline.new_weights import MIXTURE, NewWeights
 
+        adapter = None
+        if self.merge_lora is not None:  # ./NAME is a folder of that name
+            named = self.merge_lora in ADAPTERS
+            adapter = resolve(self.merge_lora) if named else Path(self.merge_lora)
         mixture: tuple[str, ...] = MIXTURE
         if self.mixture is not None:
             mixture = tuple(name.strip() for name in self.mixture.split(","))
@@ -124,7 +132,7 @@ class WeightFlags:
             budget=self.budget,
             mixture=mixture,
             budget_windows=self.budget_windows,
-            merge_lora=self.merge_lora,
+            merge_lora=adapter,
         )
 
 

@@ -12,13 +12,14 @@ from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
 import typer
 
-from penstock.config import DEFAULT_MODEL
+from penstock.config import DEFAULT_CHAT_MODEL, DEFAULT_MODEL
 from penstock.errors import ConfigError
 
 if TYPE_CHECKING:
     from penstock.sampling import SamplingParams
 
 MODEL = DEFAULT_MODEL
+CHAT_MODEL = DEFAULT_CHAT_MODEL
 _SAMPLING, _ENGINE = "Sampling", "Engine"
 _BY_NAME = inspect.Parameter.KEYWORD_ONLY
 

@@ -14,7 +14,7 @@ import typer
 
 from penstock.cli.device_options import PLACED, Placed
 from penstock.cli.options import (
-    MODEL,
+    CHAT_MODEL,
     Dtype,
     KvCacheDtype,
     MaxModelLen,
@@ -85,7 +85,7 @@ def _option(*names: str, help: str, panel: str) -> Any:  # noqa: A002
 
 @grouped
 def serve(
-    model: Model = MODEL,
+    model: Model = CHAT_MODEL,
     host: Annotated[str, _option(help="Address to listen on.", panel=_SERVER)] = "127.0.0.1",
     port: Annotated[int, _option(help="Port; 0 is any free one.", panel=_SERVER)] = 8000,
     served_model_name: Annotated[

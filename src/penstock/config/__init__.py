@@ -3,6 +3,7 @@
 from penstock.config.compilation import CompilationConfig
 from penstock.config.engine import EngineConfig
 from penstock.config.parts import (
+    DEFAULT_CHAT_MODEL,
     DEFAULT_MODEL,
     MEMORY_FRACTION,
     PROMPT_LOGITS,
@@ -15,6 +16,7 @@ from penstock.config.parts import (
 from penstock.config.speculative import SpeculativeConfig, SpeculativeMethod
 
 __all__ = [
+    "DEFAULT_CHAT_MODEL",
     "DEFAULT_MODEL",
     "MEMORY_FRACTION",
     "PROMPT_LOGITS",

@@ -13,7 +13,10 @@ from penstock.config.compilation import CompilationConfig
 from penstock.errors import ConfigError
 
 DEFAULT_MODEL = "stories"
-"""The model embedded in the package."""
+"""The embedded model that goes on with a text."""
+
+DEFAULT_CHAT_MODEL = "stories-chat"
+"""The embedded model that replies."""
 
 PROMPT_LOGITS = 256
 """Tokens of prompts in one step whose logits are read, for their log-probabilities. They are

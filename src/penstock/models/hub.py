@@ -13,11 +13,19 @@ from penstock.errors import ConfigError, MissingExtraError, ModelNotFoundError, 
 from penstock.models.files import SETTINGS
 from penstock.models.gguf.container import LATER_PART, is_gguf
 
-EMBEDDED = ("stories",)
-"""Models that come with the package, in `assets/`."""
+EMBEDDED = ("stories", "stories-chat")
+"""Models that come with the package, in `assets/`: one goes on with a text, one replies."""
 
-_SHIPPED = {"draft_model": "draft", "medusa": "medusa", "eagle": "eagle", "eagle3": "eagle"}
-"""What guesses for them and comes along, by the method: `stories-medusa` in `assets/`."""
+ADAPTERS = ("stories-shakespeare", "stories-science-fiction")
+"""LoRA adapters of `stories` that come along."""
+
+_GUESSING = {
+    "draft_model": "stories-draft",
+    "medusa": "{}-medusa",
+    "eagle": "{}-eagle",
+    "eagle3": "{}-eagle",
+}
+"""What guesses for them and comes along, by the method: one draft for both, heads for each."""
 
 _ASSETS = Path(__file__).parent.parent / "assets"
 _HUB_ID = re.compile(r"[\w][\w.-]*/[\w][\w.-]*")
@@ -35,14 +43,9 @@ def resolve(model: str | Path, revision: str | None = None, *, also: Iterable[st
     A folder of an embedded model's name is reached as `./stories`.
     """
     if model in EMBEDDED or model in _companions():
-        _no_revision(model, revision)
-        folder = _ASSETS / str(model)
-        if not (folder / "config.json").exists():
-            raise ModelNotFoundError(
-                f"The embedded model {model!r} isn't in this installation ({folder}). "
-                "Install penstock from its wheel, or give a folder or a hub id."
-            )
-        return folder
+        return _embedded(str(model), revision, "config.json")
+    if model in ADAPTERS:
+        return _embedded(str(model), revision, "adapter_config.json")
     path = Path(model).expanduser()
     if model and path.is_dir():
         _no_revision(path, revision)
@@ -67,10 +70,22 @@ def resolve(model: str | Path, revision: str | None = None, *, also: Iterable[st
     return _download(model, revision, path, also)
 
 
-def _companions() -> list[str]:
-    """The names of all that comes with the embedded models."""
-    kinds = dict.fromkeys(_SHIPPED.values())
-    return [f"{model}-{kind}" for model in EMBEDDED for kind in kinds]
+def _embedded(name: str, revision: str | None, needed: str) -> Path:
+    """The folder in `assets/` of what comes with the package, if this installation has it."""
+    _no_revision(name, revision)
+    folder = _ASSETS / name
+    if not (folder / needed).exists():
+        raise ModelNotFoundError(
+            f"{name!r} comes with penstock's wheel, and this installation hasn't got it: there "
+            f"is no {needed} in {folder}. Install the whole wheel, or give a model of your own: a "
+            "folder with config.json and *.safetensors, a .gguf file, or a hub id like 'org/name'."
+        )
+    return folder
+
+
+def _companions() -> set[str]:
+    """The names of all that guesses for the embedded models."""
+    return {name.format(model) for model in EMBEDDED for name in _GUESSING.values()}
 
 
 def shipped(folder: Path, method: str) -> Path:
@@ -84,7 +99,7 @@ def shipped(folder: Path, method: str) -> Path:
             f"method={method!r} needs a model: a folder, a hub id or a name of what was made for "
             f"{folder}. Only embedded models ({', '.join(EMBEDDED)}) bring their own."
         )
-    return resolve(f"{names[0]}-{_SHIPPED[method]}")
+    return resolve(_GUESSING[method].format(names[0]))
 
 
 def _only_file(folder: Path) -> Path | None:

@@ -32,7 +32,7 @@ Chances = NDArray[np.float32]
 
 GREEDY = 0.7
 """The temperature of heads whose target takes its likeliest token: surer than of one that draws.
-Trees of eight and sixteen guesses of the embedded model's heads were best so, of 0.4 to 1.6.
+Trees of eight and sixteen guesses of the first embedded model's heads were best so, of 0.4 to 1.6.
 """
 
 

@@ -1,1 +1,0 @@
-"""A story-telling model trained from nothing in half an hour on two CPU cores."""
