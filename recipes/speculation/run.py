@@ -178,6 +178,7 @@ def train(
     found = _measure(stored, target, data.held_out, settings.depth)
     report = {
         "method": method,
+        "text": settings.data.name if settings.data else None,  # None: the default
         "weights": guesser.num_weights(),
         "steps": progress.step,
         "tokens": progress.tokens,
@@ -201,8 +202,8 @@ def _keep(
 
 
 def _write_card(settings: Settings, report: Mapping[str, Any]) -> None:
-    own = settings.data.name if settings.data else None
-    words = card(settings.output.name, Path(settings.model).name, report, own)
+    target = Path(settings.model).name
+    words = card(settings.output.name, target, report, report.get("text"))
     (settings.output / "README.md").write_text(words, encoding="utf-8")
 
 

@@ -15,7 +15,7 @@ import pytest
 import torch
 from recipes.speculation.__main__ import main
 from recipes.speculation.card import card
-from recipes.speculation.default_text import SOURCES, default_text
+from recipes.speculation.default_text import SOURCES, TOPICS, default_text
 from recipes.speculation.draft import KL_SHARE, Draft
 from recipes.speculation.eagle import TOKEN_SHARE, Eagle
 from recipes.speculation.eagle3 import Eagle3
@@ -237,7 +237,7 @@ def test_what_was_saved_is_measured(
     measure_again(chosen, seed=0, keep=True)
     third = json.loads((chosen.output / REPORT).read_text())
     assert third == {key: first[key] for key in third}
-    assert set(first) - set(third) == {"steps", "tokens", "elapsed_s", "epochs"}
+    assert set(first) - set(third) == {"text", "steps", "tokens", "elapsed_s", "epochs"}
 
 
 def test_the_card_says_what_is_accepted_and_whence(settings: Callable[..., Settings]) -> None:
@@ -298,7 +298,9 @@ def test_the_default_text_is_written_for_each_state_of_its_sources(
     made_up_data: Path, tmp_path: Path
 ) -> None:
     texts = tmp_path / "texts"
-    for name in SOURCES:
+    topics = [name for name in TOPICS if (made_up_data / name).exists()]
+    assert topics
+    for name in (*SOURCES, *topics):
         (texts / name).parent.mkdir(parents=True, exist_ok=True)
         (texts / name).write_bytes((made_up_data / name).read_bytes())
     first = default_text(texts, tmp_path)
@@ -311,6 +313,8 @@ def test_the_default_text_is_written_for_each_state_of_its_sources(
     assert second != first
     assert "Zora" in second.read_text()
     assert "Zora" not in first.read_text()
+    (texts / topics[0]).unlink()
+    assert default_text(texts, tmp_path) not in (first, second)
     stories.unlink()
     with pytest.raises(ConfigError, match=r"The default text isn't in .*train_2M\.txt"):
         default_text(texts, tmp_path)
