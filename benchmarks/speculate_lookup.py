@@ -1,6 +1,7 @@
 """How much text repeats itself, and past text: guesses by lookup, without a model.
 
     python benchmarks/speculate_lookup.py ../shared/data --json benchmarks/results/lookup.json
+    python benchmarks/speculate_lookup.py ../shared/data --write build/lookup
 
 Documents are replayed as if a model wrote them: at each step a proposer guesses, the guess's tokens
 count up to the first that the document doesn't have, and the step brings one more. Workloads:
@@ -15,6 +16,9 @@ step, the share of steps with a guess, what of the guessed was right, and the mi
 guess, in the mean (with reading the prompt) and in the median; of all workloads together, the right
 tokens a guess by the length of the match; and what it costs to read a prompt, to keep an output,
 and to make a draft of the guess.
+
+With --write nothing is replayed here: each workload's first short documents become WORKLOAD.jsonl,
+prompts with their outputs in Qwen2.5's tokens, for `penstock bench speculate --prompts`.
 """
 
 from __future__ import annotations
@@ -49,6 +53,11 @@ Pair = tuple[str, str]
 Row = dict[str, Any]
 BUCKETS = (1, 2, 3, 4, 6, 8, 12, 16, 24)
 ENTRIES = 151_936  # Qwen2.5's vocabulary
+LONGEST_PROMPT = 1500  # tokens, of documents that are written
+LEAST_OUTPUT = {  # of these
+    **{"rewrite": 256, "code": 256, "stories": 256},
+    **{"tools": 64, "maths": 64, "dialogue": 32},
+}
 
 
 def halves(texts: Iterator[str]) -> Iterator[Pair]:
@@ -270,9 +279,14 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=40_000, help="of output, a workload")
     parser.add_argument("--limit", type=int, default=16, help="tokens in a draft")
     parser.add_argument("--json", type=Path)
+    parser.add_argument("--write", type=Path, metavar="FOLDER", help="prompts and outputs")
+    parser.add_argument("--documents", type=int, default=6, help="of a workload, with --write")
     given = parser.parse_args()
     folder = given.data / "tokenizers/qwen2.5"
     tokenizer = ByteLevelBPETokenizer(str(folder / "vocab.json"), str(folder / "merges.txt"))
+    if given.write is not None:
+        write(given.write, given.data, tokenizer, given.documents)
+        return
     results: list[Row] = []
     together = {name: Tally() for name in VARIANTS}
     for workload, pairs in WORKLOADS.items():
@@ -293,6 +307,21 @@ def main() -> None:
         setup = {"tokens": given.tokens, "limit": given.limit, "tokenizer": "qwen2.5"}
         found = {"setup": setup, "results": results, "by_match": matches, "costs": known}
         given.json.write_text(json.dumps(found | environment(detect()), indent=1) + "\n")
+
+
+def write(folder: Path, data: Path, tokenizer: Any, count: int) -> None:
+    """Each workload's first documents that are short enough to be computed often."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for workload, pairs in WORKLOADS.items():
+        found: list[str] = []
+        for prompt, output in pairs(data):
+            ids = tokenizer.encode(prompt).ids, tokenizer.encode(output).ids
+            if len(ids[0]) <= LONGEST_PROMPT and len(ids[1]) >= LEAST_OUTPUT[workload]:
+                found.append(json.dumps({"prompt": ids[0], "output": ids[1]}))
+            if len(found) == count:
+                break
+        (folder / f"{workload}.jsonl").write_text("".join(f"{line}\n" for line in found))
+        print(f"{workload}: {len(found)} documents")
 
 
 def chosen(pairs: list[Pair], tokenizer: Any, tokens: int) -> list[tuple[list[int], list[int]]]:

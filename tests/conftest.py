@@ -1,10 +1,13 @@
 """One thread a process: tests run side by side, and threads that wait for each other on a busy
 machine take longer than tiny products. Tests of threads set as many as they need."""
 
+import gc
 import os
 import signal
+from collections.abc import Iterator
 
 os.environ["OMP_WAIT_POLICY"] = "passive"  # or torch's threads keep cores busy while they wait
+import pytest
 import torch
 
 if not torch.cuda.is_available():  # before Triton is imported by anybody
@@ -13,3 +16,10 @@ torch.set_num_threads(1)
 
 # Of a job in the background, Ctrl-C is ignored, and by all that it starts: tests of it need it.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@pytest.fixture(autouse=True)
+def _unfrozen() -> Iterator[None]:
+    """Commands leave what they load out of garbage collections, for a process of their own."""
+    yield
+    gc.unfreeze()

@@ -62,6 +62,12 @@ def run(
     return result, told["results"]["workloads"][0]
 
 
+def shown(result: SpeculateResult) -> str:
+    out = io.StringIO()
+    Console(file=out, width=200).print(result.table())
+    return out.getvalue()
+
+
 @pytest.mark.parametrize(
     ("drafts", "chosen"),
     [
@@ -96,6 +102,37 @@ def test_outputs_are_equal_and_figures_agree(
     if not drafts.adaptive:
         assert told["control"]["share_of_steps_with_drafts"] > 0.8
         assert found["mean_length"] == pytest.approx(1 + log.accepted_tokens / log.drafts)
+
+
+def test_outputs_that_are_given_are_said(runtime: Runtime) -> None:
+    """By a model that would say something else; n-grams guess it from the prompt."""
+    words = list(range(100, 110))
+    given = Workload("given", [words * 2, [5, 6, 7], words], [words * 2, None, [9] * 30])
+    asked = options(SpeculativeConfig("ngram", 4, adaptive=False), max_tokens=24)
+    config = asked.config("stories", [given])
+    result = benchmark.run(config, runtime, [given], asked, nothing)
+    assert result.problems == []
+    (figures,) = result.workloads
+    told = figures.as_dict()
+    assert told["outputs_given"] == 2
+    assert "all equal; 2 were given beforehand" in shown(result)
+    assert told["acceptance"]["alpha"] > 0.7
+    waves = runs.in_waves([words, [5]], 1, 24, 0.0, 3, [[9] * 30, None])
+    assert [job.params.max_tokens for wave in waves for job in wave] == [24, 24]
+    meter = runs._meter(config, runtime, {3: [9] * 30})
+    assert runs._run(meter, waves[0], []) == [[9] * 24]
+    assert runs._run(meter, waves[1], []) != [[9] * 24]
+
+
+@pytest.mark.parametrize(
+    ("output", "words"),
+    [([5], "has 1 tokens"), ([5, 10**6], "token 1000000, but"), ([5, -1], "-1")],
+)
+def test_outputs_that_nobody_can_say(runtime: Runtime, output: list[int], words: str) -> None:
+    asked = options(PLANTED)
+    given = Workload("given", [[5, 6, 7]], [output])
+    with pytest.raises(ConfigError, match=words):
+        benchmark.run(asked.config("stories", [given]), runtime, [given], asked, nothing)
 
 
 def test_planted_rates(runtime: Runtime) -> None:

@@ -83,6 +83,15 @@ def test_outputs_that_differ_fail_the_command(
     assert "stories 3: another output with drafts" in " ".join(found.stderr.split())
 
 
+@pytest.mark.parametrize("output", ["7", '""', "[]", '["a"]', "[true, 5]"])
+def test_an_output_that_is_none(penstock: Run, tmp_path: Path, output: str) -> None:
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text(f'{{"prompt": [5, 6], "output": {output}}}\n')
+    found = penstock("bench", "speculate", "--planted", "0.5", "--prompts", prompts)
+    assert found.exit_code == 1, found.output
+    assert '"output" must be a text or a list of token ids' in " ".join(found.stderr.split())
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [

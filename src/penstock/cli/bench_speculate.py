@@ -63,7 +63,8 @@ PromptsFile = Annotated[
     Path | None,
     typer.Option(
         help='A prompt a line; in a .jsonl file an object a line with "prompt", a text or a list '
-        "of token ids. Default: stories to go on with, and texts to repeat."
+        'of token ids, and maybe "output", which is then taken for what the model says. Default: '
+        "stories to go on with, and texts to repeat."
     ),
 ]
 MaxTokens = Annotated[int, typer.Option(min=2, help="Of an output; longer ones are cut.")]

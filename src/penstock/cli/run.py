@@ -17,6 +17,7 @@ import typer
 
 from penstock.cli import console
 from penstock.cli.device_options import PLACED, Placed
+from penstock.cli.loading import settle_heap
 from penstock.cli.options import (
     KvCacheDtype,
     MaxModelLen,
@@ -92,6 +93,7 @@ def run(
         source = stack.enter_context(_reading(input_file))
         llm = AsyncLLM.of(config)
         stack.callback(llm.shutdown)
+        settle_heap()
         write = stack.enter_context(_writing(output_file, "a" if resume else "w"))
         advance = stack.enter_context(_bar(input_file))
         batch = Batch(

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 import typer
 
 from penstock.cli.device_options import PLACED, Placed
+from penstock.cli.loading import settle_heap
 from penstock.cli.options import (
     CHAT_MODEL,
     Dtype,
@@ -377,7 +378,9 @@ def _loader(config: EngineConfig) -> Callable[[], tuple[AsyncLLM, str]]:
         from penstock.runtime.device import device_of
 
         machine_peaks(device_of(config.model.device).torch)  # so that the engine knows its floor
-        return AsyncLLM.of(config), str(config.model.model)
+        llm = AsyncLLM.of(config)
+        settle_heap()
+        return llm, str(config.model.model)
 
     return load
 

@@ -11,7 +11,7 @@ from penstock.bench.meter import Meter
 from penstock.bench.speculate.figures import figures_of
 from penstock.bench.speculate.floors import draft_floor, memory_of
 from penstock.bench.speculate.planted import METHOD, Planted
-from penstock.bench.speculate.prompts import Workload, encode
+from penstock.bench.speculate.prompts import Workload, encode, encode_outputs
 from penstock.bench.speculate.result import SpeculateResult
 from penstock.bench.speculate.runs import Show, in_waves, measure_runs
 from penstock.bench.workload import TOKENS_A_STEP, longest, setup, title
@@ -75,7 +75,9 @@ def run(
 ) -> SpeculateResult:
     """Measure; takes four seconds beside the runs themselves."""
     o, hardware = options, detect()
-    encoded = [encode(one, runtime, o.max_tokens) for one in workloads]
+    encoded = [
+        (encode(one, runtime, o.max_tokens), encode_outputs(one, runtime)) for one in workloads
+    ]
     meter = Meter(replace(config, speculative=None), runtime)
     where = environment(hardware)
     about = {**setup(meter), **o.as_dict()}
@@ -85,10 +87,10 @@ def run(
     measured = [
         measure_runs(
             workload.name, config, runtime,
-            in_waves(prompts, o.batch_size, o.max_tokens, o.temperature, o.seed),
+            in_waves(prompts, o.batch_size, o.max_tokens, o.temperature, o.seed, outputs),
             o.rounds, o.planted, show,
         )
-        for workload, prompts in zip(workloads, encoded, strict=True)
+        for workload, (prompts, outputs) in zip(workloads, encoded, strict=True)
     ]  # fmt: skip
     peaks = median_of([before, measure_on(runtime.device, hardware)])
     return SpeculateResult(

@@ -140,6 +140,7 @@ class Figures:
             "batch_size": self.runs.batch,
             "rounds": len(self.runs.rounds),
             "tokens": sum(step.generated for step in self.runs.rounds[0].plain),
+            "outputs_given": self.runs.given,
             "outputs_equal": not self.runs.differing,
             "differing": self.runs.differing,
             "tokens_per_s": _pair(self.tokens_per_s()),

@@ -17,6 +17,8 @@ Prompt = str | list[int]
 SPECIAL_TOKENS: Final = 8
 """At most so many are added to a text; beside them no token is less than a byte."""
 
+_LEAST_OUTPUT: Final = 2
+
 _BEGINNINGS = (
     "Once upon a time there was a little girl who lived near the sea.",
     "Tom and his dog went into the forest. It was getting dark, and",
@@ -45,6 +47,7 @@ class Workload:
 
     name: str
     prompts: Sequence[Prompt]
+    outputs: Sequence[Prompt | None] = ()  # what is said to each, where that is known
 
     @property
     def most_tokens(self) -> int:
@@ -57,7 +60,7 @@ class Workload:
     @property
     def is_text(self) -> bool:
         """Whether any prompt needs a tokenizer."""
-        return any(isinstance(one, str) for one in self.prompts)
+        return any(isinstance(one, str) for one in (*self.prompts, *self.outputs))
 
 
 def built_in() -> list[Workload]:
@@ -69,6 +72,7 @@ def built_in() -> list[Workload]:
 def read_prompts(file: Path) -> Workload:
     """A prompt a line: of text, or, in a .jsonl file, of objects with the key "prompt".
 
+    These may have "output" too: what is taken to be said to it.
     Raises ConfigError for a file that can't be read or holds no prompts.
     """
     try:
@@ -84,23 +88,27 @@ def read_prompts(file: Path) -> Workload:
             "Write one a line."
         )
     if file.suffix == ".jsonl":
-        return Workload(file.name, [_prompt_of(file, i, line) for i, line in numbered])
+        found = [_object_of(file, i, line) for i, line in numbered]
+        prompts = [one["prompt"] for one in found]
+        outputs = [one.get("output") for one in found]
+        return Workload(file.name, prompts, outputs if any(outputs) else ())
     return Workload(file.name, [line for _, line in numbered])
 
 
-def _prompt_of(file: Path, number: int, line: str) -> Prompt:
+def _object_of(file: Path, number: int, line: str) -> dict[str, Any]:
     where = f"Line {number} of --prompts {file}"
     try:
         found: Any = json.loads(line)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ConfigError(f"{where} isn't JSON: {error}.") from error
     if not isinstance(found, dict) or "prompt" not in found:
         raise ConfigError(f'{where} must be an object with the key "prompt".')
-    prompt = found["prompt"]
-    is_ids = isinstance(prompt, list) and all(type(one) is int for one in prompt)
-    if not prompt or not (isinstance(prompt, str) or is_ids):
-        raise ConfigError(f'{where}: "prompt" must be a text or a list of token ids, not empty.')
-    return prompt  # type: ignore[no-any-return]  # checked
+    for key in ("prompt", "output") if found.get("output") is not None else ("prompt",):
+        text = found[key]
+        is_ids = isinstance(text, list) and all(type(one) is int for one in text)
+        if not text or not (isinstance(text, str) or is_ids):
+            raise ConfigError(f'{where}: "{key}" must be a text or a list of token ids, not empty.')
+    return found
 
 
 def encode(workload: Workload, runtime: Runtime, max_tokens: int) -> list[list[int]]:
@@ -118,6 +126,35 @@ def encode(workload: Workload, runtime: Runtime, max_tokens: int) -> list[list[i
                 f"Prompt {i} of {workload.name} has {len(ids):,} tokens, and with --max-tokens "
                 f"{max_tokens:,} that is {len(ids) + max_tokens:,}, but this model has {most:,} "
                 "positions. Shorten the prompt or lower --max-tokens."
+            )
+        found.append(ids)
+    return found
+
+
+def encode_outputs(workload: Workload, runtime: Runtime) -> Sequence[list[int] | None]:
+    """The tokens of what is said to each prompt, where that is known; nothing where none is.
+
+    Raises ConfigError for one of fewer than two, which no step decodes, or that the model hasn't.
+    """
+    found: list[list[int] | None] = []
+    for i, output in enumerate(workload.outputs, 1):
+        if output is None:
+            found.append(None)
+            continue
+        ids = output
+        if isinstance(output, str):
+            assert runtime.tokenizer is not None  # loaded, for there is text
+            ids = runtime.tokenizer.encode(output, add_special_tokens=False)
+        assert isinstance(ids, list)
+        if len(ids) < _LEAST_OUTPUT:
+            raise ConfigError(
+                f"Output {i} of {workload.name} has {len(ids)} tokens, and a step is timed from "
+                f"the second on: give {_LEAST_OUTPUT} or more, or none."
+            )
+        if wrong := [one for one in ids if not 0 <= one < runtime.vocab_size]:
+            raise ConfigError(
+                f"Output {i} of {workload.name} has the token {wrong[0]}, but this model has "
+                f"{runtime.vocab_size:,}, from 0 up."
             )
         found.append(ids)
     return found

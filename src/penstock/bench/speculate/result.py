@@ -150,6 +150,8 @@ def _speed_rows(one: Figures) -> Rows:
     whole = one.tokens_per_s(whole=True)
     rounds = ", ".join(f"{a_round.gain:.2f}" for a_round in runs.rounds)
     equal = "all equal" if not runs.differing else f"{len(runs.differing):,} DIFFER"
+    if runs.given:
+        equal += f"; {runs.given:,} were given beforehand"
     return [
         ("tokens/s, decoding", f"{drafted:,.1f}, plain {plain:,.1f}"),
         ("with prompts", f"{whole[1]:,.1f}, plain {whole[0]:,.1f}"),

@@ -13,6 +13,7 @@ from penstock.bench.meter import Meter
 from penstock.bench.speculate.expected import DraftLog
 from penstock.bench.speculate.passes import Like, Passes
 from penstock.bench.speculate.planted import Planted, PlantedProposer
+from penstock.bench.speculate.replayed import ReplayingSampler
 from penstock.bench.speculate.whiteboard import Verified, Whiteboard
 from penstock.bench.workload import raise_errors
 from penstock.config import EngineConfig
@@ -36,6 +37,7 @@ class Job:
 
     prompt: list[int]
     params: SamplingParams
+    said: list[int] | None = None  # to it, where that is known
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,24 +90,33 @@ class Runs:
     log: DraftLog
     rounds: list[Round]
     differing: list[int]  # requests whose outputs aren't equal, from 1
+    given: int = 0  # requests whose outputs were known beforehand
     shown: Verified | None = None  # a draft of the round without figures
 
 
 def in_waves(
-    prompts: Sequence[list[int]], batch: int, max_tokens: int, temperature: float, seed: int
+    prompts: Sequence[list[int]],
+    batch: int,
+    max_tokens: int,
+    temperature: float,
+    seed: int,
+    outputs: Sequence[list[int] | None] = (),
 ) -> list[list[Job]]:
-    """Requests that run together; the first come again where the last wave isn't full."""
-    count = -(-len(prompts) // batch) * batch
-    jobs = [
-        Job(
-            prompts[i % len(prompts)],
-            SamplingParams(
-                temperature=temperature, max_tokens=max_tokens, seed=seed + i, detokenize=False
-            ),
+    """Requests that run together; the first come again where the last wave isn't full.
+
+    outputs: what is said to each prompt, where that is known.
+    """
+    jobs = []
+    for i in range(-(-len(prompts) // batch) * batch):
+        said = outputs[i % len(prompts)] if outputs else None
+        params = SamplingParams(
+            temperature=temperature,
+            max_tokens=max_tokens if said is None else min(max_tokens, len(said)),
+            seed=seed + i,
+            detokenize=False,
         )
-        for i in range(count)
-    ]
-    return [jobs[at : at + batch] for at in range(0, count, batch)]
+        jobs.append(Job(prompts[i % len(prompts)], params, said))
+    return [jobs[at : at + batch] for at in range(0, len(jobs), batch)]
 
 
 def measure_runs(
@@ -123,23 +134,26 @@ def measure_runs(
     proposer has learned is forgotten with each round, which would bring it the same texts again;
     what the controller has, is kept.
     """
-    plain = Meter(replace(config, speculative=None), runtime)
+    known = {job.params.seed: job.said for wave in waves for job in wave if job.said is not None}
+    if planted is not None or known:  # in turn, as where drafts are asked for
+        config = replace(config, scheduler=replace(config.scheduler, async_scheduling=False))
+    plain = _meter(replace(config, speculative=None), runtime, known)
     expected: list[list[int]] = []
     first = Round()
     for i, wave in enumerate(waves):
         show(f"{name}, plain", i, len(waves))
         expected += _run(plain, wave, first.plain)
     if planted is None:
-        drafted = Meter(config, runtime)
+        drafted = _meter(config, runtime, known)
     else:
-        in_turn = replace(config.scheduler, async_scheduling=False)  # as where drafts are asked for
-        drafted = Meter(replace(config, speculative=None, scheduler=in_turn), runtime)
+        drafted = _meter(replace(config, speculative=None), runtime, known)
         drafted.engine.speculation = _planted(drafted, planted)
     speculation = drafted.engine.speculation
     assert speculation is not None
     proposer = _proposers(drafted, planted, waves, expected, _median_s(first.plain))
     found = Runs(name, sum(map(len, waves)), len(waves[0]), speculation, DraftLog(), [], [])
     speculation.proposer = proposer(WARM_UP)
+    found.given = len(known)
     board = Whiteboard()
     speculation.on_verified = lambda s, draft, right, drawn: board.see(
         s.tokens, draft, right, drawn
@@ -154,6 +168,16 @@ def measure_runs(
         found.differing += _take_turns(plain, drafted, waves, number, found.rounds[-1], expected)
     found.differing = sorted(set(found.differing))
     return found
+
+
+def _meter(config: EngineConfig, runtime: Runtime, known: dict[int | None, list[int]]) -> Meter:
+    """An engine that says what is known of a request, by its seed."""
+    meter = Meter(config, runtime)
+    if known:
+        gather = runtime.runner.graphs is not None
+        said = {seed: tokens for seed, tokens in known.items() if seed is not None}
+        meter.engine.sampler = ReplayingSampler(runtime.vocab_size, gather, said)
+    return meter
 
 
 def _take_turns(
