@@ -37,6 +37,8 @@ template <typename T>
 void finish(const AttentionArgs& a, const Task& t, int64_t group, int64_t r, float* total) {
   const int64_t row = t.first_row + r;
   const int64_t head = t.kv_head * group + row % group;
+  if (total[0] == kMinusInfinity)  // no span was joined: all scores are −∞
+    __builtin_memset(total + 1, 0, static_cast<size_t>(1 + a.padded_dim) * sizeof(float));
   float sum = total[1];
   F16 scale = set1(1.0f);
   if (a.sinks) {
@@ -77,7 +79,7 @@ int64_t list_tasks(const AttentionArgs& a, int64_t group, Task* tasks, int64_t& 
 int64_t work(const AttentionArgs& a) {
   int64_t pairs = 0;
   for (int64_t b = 0; b < a.sequences; b++)
-    pairs += (a.query_start[b + 1] - a.query_start[b]) * a.context_len[b];
+    pairs += static_cast<int64_t>(a.query_start[b + 1] - a.query_start[b]) * a.context_len[b];
   return pairs * a.heads * a.padded_dim;
 }
 

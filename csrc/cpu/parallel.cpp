@@ -8,6 +8,7 @@
 #include <chrono>
 #include <exception>
 #include <mutex>
+#include <system_error>
 #include <thread>
 #include <utility>
 
@@ -46,7 +47,7 @@ class Pool {
       for (int64_t i = 0; i < parts; i++) body(context, i);
       return;
     }
-    while (started_ < threads - 1) std::thread(&Pool::work, this, started_++).detach();
+    start(threads - 1);
     const uint64_t epoch = publish(threads - 1, parts, body, context);
     take(epoch);
     while (!look([&] { return done_.load(std::memory_order_acquire) == parts; }, kLook)) {
@@ -55,6 +56,18 @@ class Pool {
   }
 
  private:
+  // As many threads as `wanted`, or as the system allows: parts are claimed by those there are.
+  void start(int wanted) {
+    while (started_ < wanted && !full_) {
+      try {
+        std::thread(&Pool::work, this, started_).detach();
+        started_++;
+      } catch (const std::system_error&) {
+        full_ = true;
+      }
+    }
+  }
+
   uint64_t publish(int workers, int64_t parts, void (*body)(void*, int64_t), void* context) {
     const uint64_t epoch = (epoch_.load(std::memory_order_relaxed) + 1) & 0xffffffff;
     // nobody claims anything while the job is being written
@@ -107,6 +120,7 @@ class Pool {
 
   std::mutex busy_, failing_;
   int started_ = 0;
+  bool full_ = false;  // no more threads could be started
   std::exception_ptr failed_;
   alignas(64) std::atomic<uint32_t> epoch_{0};
   std::atomic<int> sleepers_{0};

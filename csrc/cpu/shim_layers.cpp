@@ -131,8 +131,9 @@ LinearArgs linear_args(Form x, const Tensor& weight, const Optional& scale, cons
                   "linear: int8 rows need weights of integers");
   STD_TORCH_CHECK(!a.fp8_rows || s.kind == Weight::fp8_e4m3,
                   "linear: rows in E4M3 need weights in E4M3");
-  STD_TORCH_CHECK(!a.int8_rows || s.kind != Weight::int8_zero || s.padded_k / s.groups <= 65536,
-                  "linear: a sum of more than 65536 products of 8 bits may not fit into 32");
+  const int64_t most = s.kind == Weight::int8_zero ? 65536 : 131072;
+  STD_TORCH_CHECK(!a.int8_rows || s.padded_k / s.groups <= most,
+                  "linear: a sum of more than ", most, " products of 8 bits may not fit into 32");
   STD_TORCH_CHECK(row_codes || !input_scale, "linear: only rows in codes have an input_scale");
   const int64_t panels = (n + 15) / 16 * (gated ? 2 : 1);
   STD_TORCH_CHECK(a.k > 0 && s.panels == panels && s.padded_k >= a.k &&

@@ -166,6 +166,7 @@ Tensor draw_from(const Tensor& ids, const Tensor& weights, const Tensor& u, Opti
   DrawFromArgs a = {};
   a.rows = ids.size(0);
   a.count = ids.size(1);
+  STD_TORCH_CHECK(a.count > 0, "draw_from: there are no candidates to draw from");
   STD_TORCH_CHECK(weights.dim() == 2 && weights.size(0) == a.rows && weights.size(1) == a.count,
                   "draw_from: weights must be [", a.rows, ", ", a.count, "] as ids are");
   a.weights = floats(weights, a.rows * a.count, "draw_from: weights");

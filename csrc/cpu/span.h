@@ -258,17 +258,18 @@ class SpanWork {
       top = max(top, s);
     }
     const float highest = reduce_max(top);
+    // where nothing is visible, weights are 0; a maximum may have passed over NaN, they don't
+    const F16 base = set1(highest == kMinusInfinity ? 0.0f : highest);
     F16 sum = zero();
     for (int64_t j = first - low; j < last - low; j += kColumns) {
-      F16 p = zero();
-      if (highest != kMinusInfinity) p = exp(load(row + j) - set1(highest));
+      F16 p = exp(load(row + j) - base);
       sum = sum + p;
       if constexpr (kScaled)  // beyond the last position a scale may be anything
         p = keep_first(p * scales(a_.value_scale, low + j), clip(to - j), 0.0f);
       store(row + j, round_to<T>(p));
     }
-    out[0] = highest;
     out[1] = reduce_add(sum);
+    out[0] = out[1] == out[1] ? highest : out[1];
     if (tiles_) pack(row, r, kSpan, packed_weight_);
   }
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 
@@ -65,3 +67,38 @@ def test_a_forked_child_has_threads_of_its_own(
         os._exit(0 if torch.equal(multiply(operands), want) else 1)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
     assert torch.equal(multiply(operands), want)
+
+
+FEWER = """
+import resource, sys
+import torch
+from penstock.kernels import native
+from penstock.quant import Dense
+torch.set_num_threads(1)  # torch's own threads can't do without
+form = Dense(torch.bfloat16)
+weight = form.pack(torch.ones(2048, 512))
+x = torch.ones(7, 512, dtype=torch.bfloat16)
+want = torch.full((7, 2048), 512.0).bfloat16()
+resource.setrlimit(resource.RLIMIT_NPROC, (0, 0))
+if int(sys.argv[1]):
+    import os
+    os.setuid(65534)  # of root, nothing is counted
+for _ in range(3):
+    torch.set_num_threads(16)
+    found = form.matmul(x, weight, None, 2048)
+    torch.set_num_threads(1)
+    assert torch.equal(found, want)
+print("right")
+"""
+
+
+def test_it_goes_on_with_the_threads_there_are() -> None:
+    """Where a limit of processes allows no more, the first step must not fail."""
+    found = subprocess.run(
+        [sys.executable, "-c", FEWER, str(int(os.geteuid() == 0))],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=120,
+    )
+    assert found.stdout.strip() == "right", found.stderr

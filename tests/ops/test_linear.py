@@ -438,3 +438,15 @@ def test_products_of_two_e4m3_bit_for_bit(name: str, rows: int) -> None:
         total = (total.double() + scaled).float()
     got = fmt.matmul(x, packed, bias, n, out_dtype=torch.float32)
     assert torch.equal(got, total + bias)
+
+
+def test_sums_that_may_not_fit_are_refused() -> None:
+    """127 · 128 · 131,072 still fits into 32 bits."""
+    fmt = FORMATS["w8a8"]
+    most = 131_072
+    x = torch.ones(1, most + 64, dtype=torch.bfloat16)
+    kept = fmt.pack(torch.full((1, most), 127.0))
+    (sum_,) = fmt.matmul(x[:, :most], kept, None, 1).tolist()
+    assert sum_ == [127.0 * most]
+    with pytest.raises(RuntimeError, match="more than 131072 products of 8 bits"):
+        fmt.matmul(x, fmt.pack(torch.full((1, most + 64), 127.0)), None, 1)

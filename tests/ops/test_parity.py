@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import pytest
@@ -175,6 +176,37 @@ def test_paged_attention(
     close(got, want)
 
 
+@pytest.mark.parametrize("stored", STORED)
+@pytest.mark.parametrize("sinks", [False, True])
+@pytest.mark.usefixtures("isa")
+def test_scores_that_are_no_numbers_show_nothing_of_others(stored: str, sinks: bool) -> None:
+    """NaN comes out, or with scores of -inf what softmax gives, not what others left behind."""
+    dtype, kept = STORED[stored]
+    dim, size = 64, 32
+    lengths = [1, 8, 16, 20, 33, 256, 300]
+    for query, keys in ((math.nan, 1.0), (math.inf, 0.0), (-math.inf, 1.0), (math.inf, 1.0)):
+        for length in lengths:
+            blocks = -(-length // size)
+            cache = caches(dim, 1, blocks, size, kept)
+            k = torch.full((length, 1, dim), keys, dtype=dtype)
+            slots = torch.arange(length, dtype=torch.int32)
+            qkv = torch.cat((k, k, torch.full_like(k, 3.0)), dim=1).flatten(1)
+            rotary = (qkv, 1, None, None, 0.0, None, False, slots, slots, *cache)
+            ops.op("rotary_cache").reference(*rotary)
+            one = torch.tensor([length], dtype=torch.int32)
+            starts = torch.tensor([0, 1], dtype=torch.int32)
+            table = torch.arange(blocks, dtype=torch.int32)[None]
+            sink = torch.zeros(1) if sinks else None
+            rest = (*cache[:2], starts, one, table, 0.125, 0, 0.0, sink, *cache[2:])
+            ops.paged_attention(torch.ones(1, 1, dim, dtype=dtype), *rest)  # leaves its own behind
+            bad = torch.full((1, 1, dim), query, dtype=dtype)
+            bad[..., 1:] = 0.0 if query == -math.inf else bad[..., 1:]
+            got = ops.paged_attention(bad, *rest)
+            want = ops.op("paged_attention").reference(bad, *rest)
+            assert torch.equal(got.isnan(), want.isnan()), (query, keys, length)
+            torch.testing.assert_close(got, want, equal_nan=True)
+
+
 @pytest.mark.usefixtures("isa")
 def test_every_fp8_value() -> None:
     """All 256 bytes read as torch reads them; every bfloat16 is written as torch writes it."""
@@ -207,6 +239,10 @@ def test_bad_arguments_are_refused() -> None:
         ops.embedding(torch.tensor([32], dtype=torch.int32), w, 64)
     with pytest.raises(RuntimeError, match="float32 or bfloat16"):
         ops.rms_norm(x.double(), w[0], 1e-6)
+    with pytest.raises(RuntimeError, match="no candidates"):
+        ops.draw_from(
+            torch.empty(3, 0, dtype=torch.int64), torch.empty(3, 0), torch.rand(3).double()
+        )
 
 
 @pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16, torch.float16])
