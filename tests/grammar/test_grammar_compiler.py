@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tests.grammar.test_grammar_gbnf import written
 from tests.grammar.walks import allowed, closing, text_of, walk
 
 from penstock.errors import InvalidSamplingError
@@ -524,3 +525,73 @@ def test_what_a_reduced_vocabulary_cant_begin_is_refused(
         with pytest.raises(InvalidSamplingError, match="no token of the model can"):
             grammars.compile(asked)
     grammars.compile(StructuredOutputs(regex="[{}]+"))  # another way is left
+
+
+NUMBERS: dict[str, tuple[Any, str]] = {
+    "const": ({"const": 1234567890123456789}, "at #/const: the number 1234567890123456789 can't"),
+    "within": ({"properties": {"a": {"enum": [{"b": [2**53 + 1]}]}}}, "at #/properties/a/enum"),
+    "lowest": ({"const": -(2**63)}, "at #/const"),  # which ended the process
+    "low": ({"type": "integer", "enum": [-1e30]}, "at #/enum"),
+    "bound": ({"minimum": -1e31, "maximum": -1e30}, "at #/maximum: the bound -1e\\+30 is beyond"),
+    "too near": (
+        {"type": "integer", "minimum": 1234567890123456789, "maximum": 1234567890123456799},
+        "at #/minimum: from 1234567890123456789 to 1234567890123456799 lies no number",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", NUMBERS)
+def test_numbers_that_cant_be_held_are_refused(
+    name: str, grammars_of: Callable[[str], Grammars]
+) -> None:
+    schema, message = NUMBERS[name]
+    with pytest.raises(InvalidSamplingError, match=message):
+        grammars_of("gpt2").compile(StructuredOutputs(json=schema))
+    lark = StructuredOutputs(grammar=f'start: a\na: %json {{"const": {-(2**63)}}}\n')
+    with pytest.raises(InvalidSamplingError, match="at line 2: the number -9223372036854775808 is"):
+        grammars_of("gpt2").compile(lark)
+
+
+@pytest.mark.parametrize("kind", ["integer", "number"])
+def test_bounds_beyond_floats_are_kept(kind: str, grammars_of: Callable[[str], Grammars]) -> None:
+    schema = {"type": kind, "minimum": 2**53 + 1, "maximum": 1234567890123999999}
+    for value, follows in (
+        (2**53, False), (2**53 + 1, False), (2**53 + 2, True), (1234567890123400000, True),
+        (1234567890124000000, False),
+    ):  # fmt: skip
+        spec = StructuredOutputs(json=schema)
+        assert written(grammars_of("gpt2"), spec, str(value)) == follows, value
+    wide = StructuredOutputs(json={"type": kind, "minimum": -(2**63), "maximum": 2**63 - 1})
+    assert written(grammars_of("gpt2"), wide, "-5")
+    exact = StructuredOutputs(json={"enum": [10**22, 2**53]})
+    assert written(grammars_of("gpt2"), exact, str(10**22))
+
+
+def test_a_key_isnt_spelt_as_another_one(grammars_of: Callable[[str], Grammars]) -> None:
+    schema = {"properties": {"a": {"type": "string"}}, "required": ["a"], "type": "object"}
+    spec = StructuredOutputs(json=schema)
+    assert written(grammars_of("gpt2"), spec, '{"a": "x\\n", "\\"b\\"": 5}')
+    assert not written(grammars_of("gpt2"), spec, '{"a": "x", "\\u0061": 5}')
+    control = StructuredOutputs(json={"enum": ["a\x01"]})
+    assert written(grammars_of("gpt2"), control, '"a\\u0001"')
+
+
+WRONG_SHAPES: dict[str, tuple[dict[str, Any], str]] = {
+    "circle": ({"json": {"allOf": [{"type": "object"}], "$ref": "#"}}, "without end"),
+    "dependencies": (
+        {"json": {"dependentRequired": {"a": {"pattern": {}}}}},
+        "at #/dependentRequired: dependentRequired must be an object of lists of names",
+    ),
+    "surrogate": ({"choice": ["b", "a\ud800"]}, r"at choice\[1\]: it holds half of a surrogate"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG_SHAPES)
+def test_what_once_was_an_error_of_ours_is_refused(
+    name: str, grammars_of: Callable[[str], Grammars]
+) -> None:
+    given, message = WRONG_SHAPES[name]
+    with pytest.raises(InvalidSamplingError, match=message):
+        grammars_of("gpt2").compile(StructuredOutputs(**given))
+    circle = {"properties": {"a": {"$ref": "#/properties/a", "format": "date"}}}
+    grammars_of("gpt2").compile(StructuredOutputs(json=circle))

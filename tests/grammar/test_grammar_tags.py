@@ -24,6 +24,18 @@ def constant(value: str) -> dict[str, Any]:
     return {"type": "const_string", "value": value}
 
 
+def regex(pattern: str, **more: Any) -> dict[str, Any]:
+    return {"type": "regex", "pattern": pattern, **more}
+
+
+def gbnf(text: str) -> dict[str, Any]:
+    return {"type": "grammar", "grammar": text}
+
+
+def row(*elements: dict[str, Any]) -> dict[str, Any]:
+    return {"type": "sequence", "elements": list(elements)}
+
+
 TRIGGERED = {
     "type": "triggered_tags",
     "triggers": ["<f="],
@@ -113,6 +125,54 @@ FORMS: dict[str, tuple[dict[str, Any], tuple[str, ...], tuple[str, ...]]] = {
         ("<a>so bad</a>", "<a>ugly</a>"),
     ),
 }
+FORMS |= {
+    "a regex up to its end": (
+        tag("<a>", regex(".*"), "</a>"),
+        ("<a>x</a>", "<a></a>"),
+        ("<a>x", "<a>x</a>y"),
+    ),
+    "a regex that may have its end": (
+        tag("(", regex("[a-z]+"), "x)"),
+        ("(aax)", "(xxx)"),
+        ("(x)", "(aa)"),
+    ),
+    "text behind such a tag": (
+        {**TRIGGERED, "tags": [tag("<f=x>", regex("[^\n]*"), "</f>")]},
+        ("a <f=x>b</f> c", "<f=x>b</f><f=x>d</f>"),
+        ("a <f=x>b",),
+    ),
+    "a grammar up to its end": (
+        tag("<a>", gbnf('root ::= [a-z]+ ("<" [a-z]+)?'), ["</a>", "</b>"]),
+        ("<a>x</a>", "<a>x<y</b>"),
+        ("<a></a>",),
+    ),
+    "regexes in a row": (
+        row(regex("[a-z]*"), constant("ab"), gbnf("root ::= [0-9]+"), constant("5")),
+        ("ab15", "xabab555"),
+        ("ab1", "x15"),
+    ),
+    "regexes in a row, in a tag": (
+        tag("[", row(CALL, regex(" *[a-z]*"), constant("!")), "]"),
+        ('[{"a": 1} x!]', '[{"a": 1}!]'),
+        ('[{"a": 1} x]',),
+    ),
+    "empty regexes": (tag("a", regex(""), "b"), ("ab",), ("a",)),
+    "never": (
+        row(constant("a"), {"type": "repeat", "min": 0, "max": 0, "content": constant("b")}),
+        ("a",),
+        ("ab",),
+    ),
+    "several regexes for one text": (
+        tag("<", regex("[a-z ]*", also=["(?s:.{2,5})", ".*c"], excludes=["bad"]), ">"),
+        ("<abc>", "<a c>"),
+        ("<c>", "<abcdec>", "<badc>"),
+    ),
+    "a text that doesn't begin so": (
+        {**TRIGGERED, "never_first": ["<think>"]},
+        ("", "a <think>", "<thin", 'hi <f=x>{"a":3}</f><think>'),
+        ("<think>", " <think> <f=y>!</f>"),
+    ),
+}
 
 
 def spec_of(form: dict[str, Any]) -> StructuredOutputs:
@@ -175,6 +235,20 @@ REFUSED: dict[str, tuple[Any, str]] = {
     "token": ({"type": "token", "token": "<|nothing|>"}, "the model has no token '<|nothing|>'"),
     "counts": ({"type": "repeat", "min": 3, "max": 2, "content": constant("a")}, "from 3 to 2"),
     "no tags": ({**TRIGGERED, "tags": []}, "there are no tags"),
+    "a regex that takes the next part": (
+        row(regex(".*"), CALL),
+        "at #/format/elements/0: what it matches may go on with what the part behind it begins",
+    ),
+    "a grammar that does": (
+        {"type": "star", "content": row(CALL, gbnf("root ::= [^x]*"))},
+        "at #/format/content/elements/1: what it matches may go on",
+    ),
+    "no regex": (row(regex("a("), CALL), r"unclosed group"),
+    "nothing": (
+        tag("a", regex("a+", also=["b+"]), "b"),
+        "at #/format/content: no text matches all of it",
+    ),
+    "also": (regex("a", also=[1]), "at #/format/also: also must be a list of texts"),
     "kind": ({"type": "sequence", "elements": "ab"}, "elements must be a list"),
 }
 

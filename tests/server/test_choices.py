@@ -138,9 +138,11 @@ def test_completions_form(names: TokenNames) -> None:
     found = names.legacy([5, 9], [None, _three(9)], 2, 3)
     assert found["tokens"] == [names.name(5), names.name(9)]
     assert found["token_logprobs"] == [None, -7.0]
-    assert found["top_logprobs"] == [None, {names.name(5): -0.5, names.name(6): -1.5}]
+    best = {names.name(5): -0.5, names.name(6): -1.5, names.name(9): -7.0}
+    assert found["top_logprobs"] == [None, best]  # the chosen one is always there, as one more
+    assert names.legacy([5], [_three(5)], 1, 0)["top_logprobs"] == [{names.name(5): -0.5}]
+    assert names.legacy([9], [_three(9)], 0, 0)["top_logprobs"] == [{names.name(9): -7.0}]
     assert found["text_offset"] == [3, 3 + len(names.name(5))]
-    assert names.legacy([9], [_three(9)], 0, 0)["top_logprobs"] is None
 
 
 def test_offsets_are_of_the_text_whatever_tokens_are_called(

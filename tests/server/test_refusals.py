@@ -60,6 +60,7 @@ def called(**function: Any) -> dict[str, Any]:
     return {"messages": [*ASK, {"role": "assistant", "tool_calls": [call]}]}
 
 
+CALLED = {"type": "function_call", "call_id": "1", "name": "f"}
 NAMED = [
     # The field that was sent, not its other name; not what the engine calls it.
     (CHAT, {"max_tokens": LENGTH}, "max_tokens", f"max_tokens is {LENGTH:,}"),
@@ -122,6 +123,8 @@ NAMED = [
     (CHAT, part({"type": "text"}), "messages[0].content[0]", "has no text"),
     (CHAT, {"stream": True, "stream_options": {"include_obfuscation": True}},
      "stream_options.include_obfuscation", "isn't supported"),
+    (ANSWER, {"input": [CALLED | {"arguments": '{"a": '}]}, "input[0].arguments", "JSON object"),
+    (ANSWER, {"input": [ASK[0], CALLED | {"arguments": "[1]"}]}, "input[1].arguments", "not '[1]'"),
     (CHAT, called(arguments="[]"), "messages[1].tool_calls[0].function.arguments", "JSON object"),
     (ANSWER, {"input": [{**ASK[0], "phase": "x"}]}, "input[0].phase", "isn't supported"),
     (ANSWER, {"text": {"format": {"type": "json_schema"}}}, "text.format", "needs a schema"),

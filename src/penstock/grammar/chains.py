@@ -94,7 +94,7 @@ def _measure(
             waiting += fresh
             continue
         waiting.pop()
-        lengths[id(one)] = 1 + max((lengths[id(part)] for part in parts), default=0)
+        lengths[id(one)] = 1 + max((lengths.get(id(part), 0) for part in parts), default=0)
         own = "pattern" in one
         patterns[id(one)] = own + sum(patterns.get(id(part), 0) for part in parts)
 

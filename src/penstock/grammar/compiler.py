@@ -214,7 +214,7 @@ class Grammars:
                 self._nbytes -= self._kept.pop(key).future.result().nbytes
 
     def _compile(self, spec: StructuredOutputs) -> _Compiled:
-        nbytes = _GROWTH * len(spec.text.encode())
+        nbytes = _GROWTH * len(spec.text.encode("utf-8", "surrogatepass"))
         try:
             return _Compiled(self._build(spec), "", nbytes)
         except Refusal as refusal:

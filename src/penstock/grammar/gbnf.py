@@ -15,6 +15,7 @@ import bisect
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Final, NoReturn
 
 from penstock.grammar.lark import check_depth
@@ -110,6 +111,18 @@ def to_rules(text: str, prefix: str = "") -> tuple[str, list[str]]:
             f"{MOST_CHARACTERS:,} can be compiled in time"
         )
     return first, writer.lines
+
+
+@lru_cache(maxsize=64)
+def is_regular(text: str) -> bool:
+    """Whether a text is a grammar without recursion, which becomes one terminal."""
+    try:
+        rules, _ = _Parser(text).rules()
+    except Refusal:  # which comes once more where it is written
+        return False
+    return "root" not in _recursive(
+        {name: _without_tail(name, node) for name, node in rules.items()}
+    )
 
 
 class _Parser:

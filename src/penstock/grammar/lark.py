@@ -10,9 +10,10 @@ import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final
 
 from penstock.grammar.depth import too_deep
+from penstock.grammar.numbers import check_lowest
 from penstock.grammar.refusal import Refusal
 
 LONGEST_CHAIN: Final = 500
@@ -57,7 +58,7 @@ def regex(pattern: str) -> str:
         after_backslash = character == "\\" and not after_backslash
     if after_backslash:
         raise Refusal("the regex ends with a backslash", detail="")
-    return f"/{''.join(escaped)}/"
+    return f"/{''.join(escaped) or '(?:)'}/"  # without anything in it, it would be a comment
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,7 +119,11 @@ def read(text: str) -> Iterator[Rule]:
         kind = str(token.lastgroup)
         end = token.end()
         if kind == "directive" and token[0] in ("%json", "%regex", "%llguidance", "%lark"):
-            end = _after_object(text, end)
+            end, value = _after_object(text, end)
+            try:
+                check_lowest(value)
+            except Refusal as refusal:
+                raise refusal.at(f"line {line}") from refusal
         if kind == "directive" and token[0] in ("%ignore", "%import", "%llguidance", "%declare"):
             if name:
                 yield Rule(name, first, options, body)
@@ -135,13 +140,14 @@ def read(text: str) -> Iterator[Rule]:
         yield Rule(name, first, options, body)
 
 
-def _after_object(text: str, position: int) -> int:
-    """Where a JSON object ends that begins after white space here; else `position`."""
+def _after_object(text: str, position: int) -> tuple[int, Any]:
+    """(where a JSON value ends that begins after white space here, the value); else `position`."""
     start = position + len(text[position:]) - len(text[position:].lstrip())
     try:
-        return json.JSONDecoder().raw_decode(text, start)[1]
+        value, end = json.JSONDecoder().raw_decode(text, start)
     except (ValueError, RecursionError):
-        return position
+        return position, None
+    return end, value
 
 
 def _names(rule: Rule, rules: Mapping[str, Rule]) -> list[str]:

@@ -7,6 +7,7 @@ never ends, and counts that repeated keys would meet.
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -18,6 +19,7 @@ from penstock.grammar.ecma import to_rust
 from penstock.grammar.formats import pattern_of
 from penstock.grammar.logic import rewrite
 from penstock.grammar.matcher import first_line
+from penstock.grammar.numbers import settle
 from penstock.grammar.refusal import Refusal, pointer
 from penstock.grammar.shortest import check_shortest
 from penstock.grammar.sizes import check_count, check_size
@@ -30,6 +32,14 @@ MOST_PATTERNS: Final = 32
 WHITESPACE: Final = r"\x20|(?:\r?\n){1,2}(?:\x20{0,32}|\t{0,8})"
 """A space; or one or two line ends and an indentation. Unbounded, it is what a model can write
 for ever at a high temperature."""
+
+
+_ESCAPES: Final = 'nrbtf\\"'
+"""What may stand behind a backslash: nothing that could be written without one, or a key that has
+a schema of its own could be spelt as another one. So no control characters, which need \\u."""
+
+_CONTROL: Final = re.compile(r"\\u00[01]|\x7f")
+"""In a schema that has some itself."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +67,10 @@ class Whitespace:
 def with_options(schema: Schema, whitespace: Whitespace) -> dict[str, Any]:
     """A prepared schema that says how its text is laid out."""
     body = schema if isinstance(schema, dict) else {}
-    return {**body, "x-guidance": whitespace.options()}
+    options = whitespace.options()
+    if not _CONTROL.search(json.dumps(body, ensure_ascii=False)):
+        options["json_allowed_escapes"] = _ESCAPES
+    return {**body, "x-guidance": options}
 
 
 def prepare(document: Schema) -> Schema:
@@ -79,6 +92,7 @@ def prepare(document: Schema) -> Schema:
     for path, schema in list(reachable(document)):
         try:
             _check(schema)
+            settle(schema)
             _spell_out(schema)
         except Refusal as refusal:
             raise refusal.at(pointer(path)) from refusal

@@ -82,6 +82,10 @@ def _dependencies(value: Any) -> bool:
     )
 
 
+def _lists_of_names(value: Any) -> bool:
+    return isinstance(value, dict) and all(map(_texts, value.values()))
+
+
 def _type(value: Any) -> bool:
     listed = value if isinstance(value, list) else [value]
     return bool(listed) and all(isinstance(one, str) and one in _KINDS for one in listed)
@@ -98,7 +102,8 @@ def _count(value: Any) -> bool:
 _SHAPES: Final[tuple[tuple[str, Callable[[Any], bool], str], ...]] = (
     ("type", _type, f"one of {', '.join(_KINDS)}, or a list of them"),
     ("properties patternProperties dependentSchemas", _named, "an object of schemas"),
-    ("dependencies dependentRequired", _dependencies, "an object of lists of names, or of schemas"),
+    ("dependencies", _dependencies, "an object of lists of names, or of schemas"),
+    ("dependentRequired", _lists_of_names, "an object of lists of names"),
     ("allOf anyOf oneOf prefixItems", _schemas, "a list of schemas"),
     ("items", lambda one: _schema(one) or _schemas(one), "a schema, or a list of them"),
     (

@@ -10,7 +10,7 @@ from penstock.grammar.refusal import Refusal
 MOST_CHARACTERS: Final = 50_000
 """Each takes a state of the lexer, which has as many; (a{1000}){1000} takes a second to begin."""
 
-_TOKEN: Final = re.compile(
+TOKEN: Final = re.compile(
     r"""\\(?:[pPuUx]\{[^}]*\}|.)
       |\[\^?\]?(?:\\.|\[[^\]]*\]|[^\]\\])*\]
       |\((?:\?(?:P?<[^>=!]*>|[a-zA-Z-]*:?))?
@@ -35,7 +35,7 @@ def shortest(regex: str) -> int:
     # One frame a parenthesis: the shortest of the alternatives that are over, the length of this
     # one but for its last item, and of that.
     frames: list[tuple[int | None, int, int]] = [(None, 0, 0)]
-    for match in _TOKEN.finditer(regex):
+    for match in TOKEN.finditer(regex):
         token, (best, before, last) = match[0], frames[-1]
         if token.startswith("("):
             frames.append((None, 0, 0))

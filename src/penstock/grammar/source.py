@@ -74,6 +74,12 @@ def _of_choices(spec: StructuredOutputs) -> Source:
         raise Refusal(
             f"it has {len(choices):,} choices, of which at most {MOST_CHOICES:,} are read"
         )
+    for i, one in enumerate(choices):
+        if half := re.search("[\ud800-\udfff]", one):
+            raise Refusal(
+                f"it holds half of a surrogate pair at {half.start()}, which is no character",
+                f"choice[{i}]",
+            )
     # One terminal: as alternatives of a rule, a thousand of them would take seconds.
     options = " | ".join(map(lark.literal, choices))
     choice = _of_lark(f"start: CHOICE\nCHOICE: {options}\n", _explain)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sized
+from collections.abc import Iterator, Mapping, Sized
 from typing import Any, Final
 from urllib.parse import unquote
 
@@ -66,13 +66,13 @@ def reachable(document: Schema) -> Iterator[tuple[Path, dict[str, Any]]]:
         waiting += reversed(found)
 
 
-def resolve(document: Schema, reference: object) -> Any:
+def resolve(document: Mapping[str, Any] | bool, reference: object) -> Any:
     """What "#/…" names; None for another reference, and where nothing is there."""
     if not isinstance(reference, str) or not (reference == "#" or reference.startswith("#/")):
         return None
     found: Any = document
     for one in path_of(reference):
-        if isinstance(found, dict) and one in found:
+        if isinstance(found, Mapping) and one in found:
             found = found[str(one)]
         elif isinstance(found, list) and is_index(str(one), found):
             found = found[int(one)]

@@ -158,13 +158,17 @@ class TokenNames:
                 chosen.append(None)
                 best.append(None)
                 continue
-            chosen.append(finite(entry[token].logprob))
+            own = finite(entry[token].logprob)
+            chosen.append(own)
             ranked = sorted(entry, key=lambda x: entry[x].rank)[:top]
-            best.append({self.name(x): finite(entry[x].logprob) for x in ranked})
+            shown = {self.name(x): finite(entry[x].logprob) for x in ranked}
+            if token not in ranked:  # it is always among them, as one more
+                shown.setdefault(self.name(token), own)
+            best.append(shown)
         return {
             "tokens": [self.name(token) for token in ids],
             "token_logprobs": chosen,
-            "top_logprobs": best if top else None,
+            "top_logprobs": best,
             "text_offset": offsets,
         }
 

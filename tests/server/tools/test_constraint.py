@@ -203,6 +203,22 @@ def test_reasoning_may_come_first(grammars: Grammars) -> None:
     assert takes(grammars, part, f"{before}Hm.{after}{call}")
 
 
+@pytest.mark.parametrize("name", ["hermes", "llama3_json", "pythonic", "deepseek_v31"])
+def test_a_mark_in_the_reasoning_is_no_call(grammars: Grammars, name: str) -> None:
+    """Where the prompt hasn't opened it: it was read as the answer's text, and so as a call."""
+    form, tags = FORMS[name], ThinkTags("<think>", "</think>")
+    part = behind_reasoning(text_or_calls(form, offer("auto")), tags, inside=False)
+    mark = (form.opening + form.before)[:12]
+    call = write(name, ("get_weather", GOOD))
+    assert takes(grammars, part, f"<think>use {mark} here</think>\n\nhello")
+    assert takes(grammars, part, f"<think>use {mark} or not</think>\n\n{call}")
+    assert takes(grammars, part, "It rains. <think>")
+    assert takes(grammars, part, call)
+    assert not takes(grammars, part, "<think>hm")
+    wrong = write(name, ("get_weather", {"city": "Köln"}))
+    assert not takes(grammars, part, f"<think>hm</think>\n\n{wrong}")
+
+
 def test_harmony_answers_or_calls(grammars: Grammars) -> None:
     plan = Tooling(grammars.vocabulary.tokenizer, ServerConfig(tool_call_parser="openai"))
     how = routes.Answering(plan.plan(None, offer("auto")), False, Called(Metrics()), "r")

@@ -63,6 +63,14 @@ def test_one_call_where_only_one_may_be_made(stories: Tokenizer) -> None:
         assert found.content.split() == f"{broken} Done.".split()
 
 
+def test_a_broken_second_call_is_content(stories: Tokenizer) -> None:
+    call = '<tool_call>\n{"name": "get_time", "arguments": {}}\n</tool_call>'
+    broken = '<tool_call>\n{"name": "note", "arguments": {"a": \n and then I say: hello'
+    reader = Tooling(stories, ServerConfig()).plan(None, offer(False)).answer(inside=False)
+    found = collect(reader.feed(f"{call}\n{broken}") + reader.finish())
+    assert (len(found.calls), found.content) == (1, broken)
+
+
 def test_a_form_that_isnt_known_is_told_of_in_hermes_words(stories: Tokenizer) -> None:
     tooling = Tooling(stories, ServerConfig())
     plan = tooling.plan(template("ik_llama.cpp-2026-08/Kimi-K2-Instruct"), offer())
@@ -99,9 +107,23 @@ def test_options_that_arent_any_are_refused() -> None:
         {"properties": {"a": True, "b": {"type": ["string", "null"], "enum": ["x", None]}}},
         {"properties": {"a": {"items": [{"type": "string"}], "minItems": 1, "maxItems": 1.0}}},
         {"$defs": {"a/b": {"type": "integer"}}, "properties": {"x": {"$ref": "#/$defs/a~1b"}}},
+        {"$defs": {"a b": {"type": "integer"}}, "properties": {"x": {"$ref": "#/$defs/a%20b"}}},
         {"properties": {"t": {"$ref": "#"}}, "required": ["t", "u"]},
         {"properties": {"n": {"type": "number", "const": 1, "exclusiveMinimum": 1e999}}},
     ],
 )
 def test_schemas_that_are_some(schema: dict[str, object]) -> None:
     assert problem_of(schema) is None
+
+
+@pytest.mark.parametrize(
+    ("wrong", "place"),
+    [
+        ({"type": 5}, ".x.type"),
+        ({"enum": 7}, ".x.enum"),
+        ({"anyOf": [{"not": 3}]}, ".x.anyOf[0].not"),
+    ],
+)
+def test_what_a_reference_leads_to_is_looked_at(wrong: object, place: str) -> None:
+    schema = {"properties": {"a": {"$ref": "#/x"}}, "x": wrong}
+    assert (problem_of(schema) or ("",))[0] == place

@@ -174,3 +174,9 @@ def test_calls_are_counted_and_sent_as_they_are(
                 "f", "arguments.n", "maximum",
             )  # fmt: skip
             assert record.levelno == logging.WARNING
+
+
+def test_references_may_be_percent_encoded() -> None:
+    schema = {"properties": {"n": {"$ref": "#/$defs/a%20b"}}, "$defs": {"a b": {"type": "integer"}}}
+    assert judge(schema, '{"n": 3}').valid is True
+    assert judge(schema, '{"n": "3"}').valid is False

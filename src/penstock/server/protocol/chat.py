@@ -78,7 +78,8 @@ def _read_arguments(given: str | dict[str, Any]) -> dict[str, Any]:
     return value
 
 
-def _readable(given: str | dict[str, Any]) -> str | dict[str, Any]:
+def readable(given: str | dict[str, Any]) -> str | dict[str, Any]:
+    """The same arguments. Raises ValueError for what isn't a JSON object."""
     _read_arguments(given)
     return given
 
@@ -87,7 +88,7 @@ class FunctionCall(Body):
     """What an earlier answer called."""
 
     name: str
-    arguments: Annotated[str | dict[str, Any], AfterValidator(_readable)]
+    arguments: Annotated[str | dict[str, Any], AfterValidator(readable)]
 
     def for_template(self, form: ToolCallForm) -> dict[str, Any]:
         """The call with its arguments as the template wants them."""

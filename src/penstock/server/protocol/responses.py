@@ -5,11 +5,18 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
 from penstock.sampling import StructuredOutputs
 from penstock.server.errors import ApiError, unsupported
-from penstock.server.protocol.chat import TEXT_PARTS, FunctionCall, Message, TextPart, ToolCall
+from penstock.server.protocol.chat import (
+    TEXT_PARTS,
+    FunctionCall,
+    Message,
+    TextPart,
+    ToolCall,
+    readable,
+)
 from penstock.server.protocol.common import (
     MOST_MESSAGES,
     Body,
@@ -62,7 +69,7 @@ class InputItem(Body):
     status: Literal["completed", "incomplete", "in_progress"] | None = None
     call_id: str | None = None
     name: str | None = None
-    arguments: str | None = None
+    arguments: Annotated[str, AfterValidator(readable)] | None = None
     output: str | Some[TextPart] | None = None
     summary: Some[ItemPart] | None = None
     unsupported: ClassVar[Mapping[str, tuple[Any, ...]]] = {

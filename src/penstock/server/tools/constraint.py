@@ -8,23 +8,41 @@ parts are those of vLLM's and xgrammar's structural tags, which `penstock.gramma
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Collection, Mapping
-from typing import Any, Final, TypeAlias
+from typing import Any, Final
 
 from penstock.sampling import StructuredOutputs
 from penstock.sampling.structured import MOST_CHARACTERS
 from penstock.server.errors import ApiError
-from penstock.server.tools import qwen3_coder
+from penstock.server.tools import xml_form
+from penstock.server.tools.flat import Flat, flat
 from penstock.server.tools.forms import NAME, Form
 from penstock.server.tools.offer import NO_ARGUMENTS, Function, Offer
+from penstock.server.tools.parts import (
+    Part,
+    as_json,
+    as_tag,
+    definitions,
+    held_json,
+    sequence,
+    text,
+)
+from penstock.server.tools.qwen3_coder import types_of
+from penstock.server.tools.raw_text import Unsaid
 from penstock.server.tools.reasoning import ThinkTags
 
-Part: TypeAlias = dict[str, Any]
+__all__ = [
+    "Part", "behind_analysis", "behind_reasoning", "calls", "check_size", "constrains",
+    "structured", "text_or_calls",
+]  # fmt: skip
 
 _ANY_OBJECT: dict[str, Any] = {"type": "object"}
 _PART_CHARACTERS: Final = 160  # around a property's schema or a tool's
-_NO_OBJECT: Final[Part] = {"type": "regex", "pattern": r"(?s:\s*(?:[^{\s].*)?)"}
+_NO_OBJECT: Final[Part] = {"type": "any_text", "never_first": ["{"]}
 """Text that doesn't begin as a call would."""
+_NAMES: Final = {"python": re.compile(r"[\w.\-]{1,256}"), "xml": re.compile(r"[^>]{1,256}")}
+"""Of arguments, as the readers have them."""
 _BLANK = r"[\n]{0,2}"  # behind reasoning
 
 
@@ -47,7 +65,7 @@ def calls(form: Form, offer: Offer, loose: Collection[str] = ()) -> Part:
         "at_least_one": True,
         "stop_after_first": not several,
     }
-    return _sequence(_text(form.opening), listed, _text(form.closing))
+    return sequence(text(form.opening), listed, text(form.closing))
 
 
 def text_or_calls(form: Form, offer: Offer, loose: Collection[str] = ()) -> Part:
@@ -61,7 +79,7 @@ def text_or_calls(form: Form, offer: Offer, loose: Collection[str] = ()) -> Part
         triggers = [tag["begin"] for tag in tags]
     elif form.opening:
         inner = calls(form, offer, loose)["elements"][1]
-        tags = [_as_tag(form.opening, inner, form.closing)]
+        tags = [as_tag(form.opening, inner, form.closing)]
         triggers = [form.trigger]
     else:
         tags = [_tag(form, function, loose) for function in offer.callable]
@@ -105,11 +123,11 @@ def _size(form: Form, function: Function) -> int:
     schema = _schema(function)
     if form.arguments == "json":
         return len(json.dumps(schema)) + _PART_CHARACTERS
-    properties = schema.get("properties") or {}
-    each = len(json.dumps(_definitions(schema))) + _PART_CHARACTERS
-    size = len(json.dumps(properties)) + each * len(properties)
-    if form.arguments == "python" and not schema.get("required"):
-        size = size * (len(properties) + 1) // 2
+    made = flat(schema)
+    each = len(json.dumps(definitions(schema))) + _PART_CHARACTERS
+    size = len(json.dumps(made.properties)) + each * len(made.properties)
+    if form.arguments == "python" and not made.required:
+        size = size * (len(made.properties) + 1) // 2
     return size + _PART_CHARACTERS
 
 
@@ -117,15 +135,26 @@ def behind_reasoning(part: Part, tags: ThinkTags | None, inside: bool) -> Part:
     """A part that reasoning comes before. inside: which the prompt has opened."""
     if tags is None:
         return part
-    thought = _as_tag("" if inside else tags.open, {"type": "any_text"}, tags.close)
-    before = _sequence(thought, {"type": "regex", "pattern": _BLANK})
-    return _sequence(before if inside else {"type": "optional", "content": before}, part)
+    if not inside:
+        part = _not_beginning(part, tags.open)
+    thought = as_tag("" if inside else tags.open, {"type": "any_text"}, tags.close)
+    before = sequence(thought, {"type": "regex", "pattern": _BLANK})
+    return sequence(before if inside else {"type": "optional", "content": before}, part)
+
+
+def _not_beginning(part: Part, word: str) -> Part:
+    """A part whose free text doesn't begin with a word, so that the word begins something else."""
+    if part["type"] == "or":
+        return {**part, "elements": [_not_beginning(one, word) for one in part["elements"]]}
+    if part["type"] in ("any_text", "triggered_tags"):
+        return {**part, "never_first": [*part.get("never_first", ()), word]}
+    return part
 
 
 def behind_analysis(part: Part, before: str, after: str) -> Part:
     """A part that a message of harmony's analysis may come before."""
-    thought = _as_tag(before, {"type": "any_text"}, after)
-    return _sequence({"type": "optional", "content": thought}, part)
+    thought = as_tag(before, {"type": "any_text"}, after)
+    return sequence({"type": "optional", "content": thought}, part)
 
 
 def structured(part: Part) -> StructuredOutputs:
@@ -133,107 +162,105 @@ def structured(part: Part) -> StructuredOutputs:
     return StructuredOutputs(structural_tag={"type": "structural_tag", "format": part})
 
 
-def _text(value: str) -> Part:
-    return {"type": "const_string", "value": value}
-
-
-def _sequence(*parts: Part) -> Part:
-    return {"type": "sequence", "elements": list(parts)}
-
-
-def _as_tag(begin: str, content: Part, end: str) -> Part:
-    return {"type": "tag", "begin": begin, "content": content, "end": end}
-
-
-def _json(schema: Any) -> Part:
-    """A value of a schema, laid out as templates and training texts have it."""
-    return {"type": "json_schema", "json_schema": schema, "any_whitespace": False}
-
-
 def _tag(form: Form, function: Function, loose: Collection[str]) -> Part:
     content = _arguments(form, function, loose)
-    return _as_tag(form.before.replace(NAME, function.name), content, form.after)
+    return as_tag(form.before.replace(NAME, function.name), content, form.after)
 
 
 def _python_tag(form: Form, function: Function, offer: Offer, loose: Collection[str]) -> Part:
     """A list that begins with a call of this function."""
     begin = form.opening + form.before.replace(NAME, function.name)
-    parts = [_arguments(form, function, loose), _text(form.after)]
+    parts = [_arguments(form, function, loose), text(form.after)]
     if offer.parallel:
         others = [_tag(form, other, loose) for other in offer.callable]
-        more = _sequence(_text(form.between), {"type": "or", "elements": others})
+        more = sequence(text(form.between), {"type": "or", "elements": others})
         parts.append({"type": "star", "content": more})
-    return _as_tag(begin, _sequence(*parts), form.closing)
+    return as_tag(begin, sequence(*parts), form.closing)
 
 
 def _arguments(form: Form, function: Function, loose: Collection[str]) -> Part:
     schema = _schema(function)
     if form.arguments == "json":
         held = _ANY_OBJECT if function.name in loose or not schema else {"type": "object", **schema}
-        return _json(held)
-    properties = schema.get("properties") or {}
-    needed = dict.fromkeys(name for name in schema.get("required") or () if name in properties)
-    required, optional = list(needed), [name for name in properties if name not in needed]
-    if form.arguments == "xml":
-        parts = [_xml(name, schema, function.name in loose) for name in required]
-        parts += [
-            {"type": "optional", "content": _xml(name, schema, function.name in loose)}
-            for name in optional
-        ]
-        return _sequence(*parts)
-    return _python(required, optional, schema, function.name in loose)
+        return as_json(held)
+    made = flat(schema)
+    if function.name not in loose:
+        try:
+            return _said(form, schema, made)
+        except Unsaid as unsaid:
+            if function.strict:
+                raise _unsaid(function, str(unsaid)) from unsaid
+    # As far as it goes: the arguments' names, and any values.
+    known = {name: True for name in made.properties if _NAMES[form.arguments].fullmatch(name)}
+    required = {name: None for name in made.required if name in known}
+    kinds = {name: types_of(made.properties[name], schema) for name in known}
+    values = {
+        name: xml_form.loose(kinds[name]) if form.arguments == "xml" else as_json(True)
+        for name in known
+    }
+    return _written(form, values, required)
+
+
+def _said(form: Form, schema: Mapping[str, Any], made: Flat) -> Part:
+    """Arguments as their schema has them. Raises Unsaid."""
+    if made.problem:
+        raise Unsaid(made.problem)
+    for name in made.properties:
+        if not _NAMES[form.arguments].fullmatch(name):
+            raise Unsaid(f"the name {name[:60]!r} can't be written")
+    values = {}
+    for name, one in made.properties.items():
+        try:
+            values[name] = (
+                xml_form.held(one, schema) if form.arguments == "xml" else held_json(one, schema)
+            )
+        except Unsaid as unsaid:
+            raise Unsaid(f"{name[:60]!r}: {unsaid}") from unsaid
+    return _written(form, values, made.required)
+
+
+def _unsaid(function: Function, reason: str) -> ApiError:
+    place = f"{function.place}.{function.schema_field}"
+    return ApiError(
+        400,
+        f"{place} can't be followed in the form in which this model writes calls: {reason}. Change "
+        "that part of the schema, or leave out strict.",
+        param=place,
+        code="invalid_function_parameters",
+    )
 
 
 def _schema(function: Function) -> Mapping[str, Any]:
     return NO_ARGUMENTS if function.parameters is None else function.parameters
 
 
-def _value(name: str, schema: Mapping[str, Any], loose: bool) -> Part:
-    """One argument's value as JSON; references lead to definitions, which come along."""
-    one = schema["properties"][name]
-    if loose:
-        return _json(True)
-    definitions = _definitions(schema)
-    held = {**one, **definitions} if isinstance(one, Mapping) else one
-    return _json(held)
+def _written(form: Form, values: Mapping[str, Part], required: Collection[str]) -> Part:
+    """The required arguments, then any of the others in their order. values: of all, by name."""
+    optional = [name for name in values if name not in required]
+    if form.arguments == "python":
+        return _python(list(required), optional, values)
+    parts = [xml_form.parameter(name, values[name]) for name in required]
+    parts += [
+        {"type": "optional", "content": xml_form.parameter(name, values[name])} for name in optional
+    ]
+    return sequence(*parts)
 
 
-def _definitions(schema: Mapping[str, Any]) -> Part:
-    return {key: schema[key] for key in ("$defs", "definitions") if key in schema}
-
-
-def _xml(name: str, schema: Mapping[str, Any], loose: bool) -> Part:
-    begin = f"{qwen3_coder.PARAMETER}{name}>\n"
-    end = f"\n{qwen3_coder.PARAMETER_END}\n"
-    one = qwen3_coder.resolved(schema["properties"][name], schema)
-    types = set(qwen3_coder.types_of(one, schema))
-    if types <= {"string"}:  # written as it is
-        listed = one.get("enum") if isinstance(one, Mapping) else None
-        texts = [value for value in listed or () if isinstance(value, str)]
-        if texts and not loose:
-            options = {"type": "or", "elements": [_text(value) for value in texts]}
-            return _sequence(_text(begin), options, _text(end))
-        return _as_tag(begin, {"type": "any_text"}, end)
-    return _sequence(_text(begin), _value(name, schema, loose), _text(end))
-
-
-def _python(
-    required: list[str], optional: list[str], schema: Mapping[str, Any], loose: bool
-) -> Part:
+def _python(required: list[str], optional: list[str], values: Mapping[str, Part]) -> Part:
     """`a=1, b="x"`: the required ones first, then any of the others in their order."""
 
     def one(name: str, comma: bool) -> Part:
-        return _sequence(_text(f"{', ' if comma else ''}{name}="), _value(name, schema, loose))
+        return sequence(text(f"{', ' if comma else ''}{name}="), values[name])
 
     def rest(names: list[str]) -> list[Part]:
         return [{"type": "optional", "content": one(name, True)} for name in names]
 
     if required:
         first = [one(name, i > 0) for i, name in enumerate(required)]
-        return _sequence(*first, *rest(optional))
+        return sequence(*first, *rest(optional))
     if not optional:
-        return _text("")
+        return text("")
     starts = [
-        _sequence(one(name, False), *rest(optional[i + 1 :])) for i, name in enumerate(optional)
+        sequence(one(name, False), *rest(optional[i + 1 :])) for i, name in enumerate(optional)
     ]
     return {"type": "optional", "content": {"type": "or", "elements": starts}}

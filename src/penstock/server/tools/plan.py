@@ -9,7 +9,7 @@ from penstock.errors import ChatTemplateError
 from penstock.server.config import ServerConfig
 from penstock.server.errors import ApiError
 from penstock.server.tools import forms
-from penstock.server.tools.events import Begin, Broken, End, Event
+from penstock.server.tools.events import Begin, Broken, End, Event, Text
 from penstock.server.tools.families import (
     HERMES,
     REASONING_PARSERS,
@@ -87,6 +87,8 @@ class AnswerReader:
                 yield event
             elif isinstance(event, End | Broken):
                 self._leaving_out = False
+                if isinstance(event, Broken):  # no call, but a part of the answer
+                    yield Text(event.text)
 
 
 class Tooling:

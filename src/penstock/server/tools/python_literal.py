@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -63,8 +64,8 @@ def _value(text: str, at: int, depth: int) -> tuple[Any, int]:
 
 def _number(text: str) -> int | float:
     digits = text.lstrip("+-")
-    if not digits.isdecimal():
-        return float(text)
+    if not digits.isdecimal():  # beyond floats, the largest one
+        return max(-sys.float_info.max, min(sys.float_info.max, float(text)))
     if len(digits) > 1 and digits[0] == "0":
         raise ValueError(f"{text[:40]} begins with 0")
     return int(text)

@@ -16,9 +16,12 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Iterator, Mapping
+import sys
+from collections.abc import Collection, Mapping
 from typing import Any, NoReturn
 
+from penstock.grammar.subschemas import resolve
+from penstock.server.tools.flat import flat
 from penstock.server.tools.hermes import CLOSE, OPEN
 from penstock.server.tools.reader import CallReader, Marks, Reading
 
@@ -56,6 +59,7 @@ class Qwen3CoderReader(CallReader):
         self.begin(name)
         self.argue("{")
         schema, separator = self.offered[name], ""
+        properties = flat(schema).properties
         while True:
             yield from self.space()
             if (yield from self.literal(FUNCTION_END)):
@@ -68,60 +72,106 @@ class Qwen3CoderReader(CallReader):
             text = None if key is None else (yield from self.until(PARAMETER_END))
             if key is None or text is None:
                 return False
-            value = _value(text.removeprefix("\n").removesuffix("\n"), _types(schema, key))
+            value = read_value(
+                text.removeprefix("\n").removesuffix("\n"), types_of(properties.get(key), schema)
+            )
             self.argue(f"{separator}{json.dumps(key, ensure_ascii=False)}: {value}")
             separator = ", "
 
 
-def _types(schema: Mapping[str, Any], key: str) -> set[str]:
-    """JSON's types that a parameter may have, as far as its schema says."""
-    properties = schema.get("properties")
-    one = properties.get(key) if isinstance(properties, Mapping) else None
-    return set(types_of(one, schema))
+def types_of(schema: Any, root: Mapping[str, Any]) -> frozenset[str]:
+    """JSON's types that a schema names, by whatever keyword; nothing where it names none."""
+    return kinds_of(schema, root) or frozenset()
 
 
-def types_of(schema: Any, root: Mapping[str, Any]) -> Iterator[str]:
-    """JSON's types that a schema names, by `type`, its values or its branches."""
-    waiting, seen = [schema], set[int]()  # a schema may lead back to itself
-    for each in itertools.islice(waiting, _MOST_BRANCHES):  # which grows
-        one = resolved(each, root)
-        if not isinstance(one, Mapping) or id(one) in seen:
-            continue
-        seen.add(id(one))
-        named = one.get("type")
-        yield from [named] if isinstance(named, str) else named or ()
-        if named is None:
-            values = one.get("enum") or [one[key] for key in ("const",) if key in one]
-            yield from (_TYPES[kind] for kind in set(map(type, values)))
-        branches = itertools.chain(one.get("anyOf") or (), one.get("oneOf") or ())
-        waiting += itertools.islice(branches, _MOST_BRANCHES)
+def kinds_of(schema: Any, root: Mapping[str, Any]) -> frozenset[str] | None:
+    """The same; None where any may be, and nothing where none can."""
+    found = _Kinds(root).of(schema)
+    return _Kinds(root, hints=True).of(schema) if found is None else found
 
 
-def resolved(schema: Any, root: Mapping[str, Any]) -> Any:
-    """What a reference leads to, or the schema itself."""
-    for _ in range(_MOST_REFERENCES):
-        reference = schema.get("$ref") if isinstance(schema, Mapping) else None
-        if not isinstance(reference, str) or not reference.startswith("#/"):
-            break
-        schema = root
-        for part in reference[2:].split("/"):
-            key = part.replace("~1", "/").replace("~0", "~")
-            schema = schema.get(key) if isinstance(schema, Mapping) else None
-    return schema
+class _Kinds:
+    """Looks for types in schemas that may lead back to themselves.
+
+    hints: what a schema without a type means is its type.
+    """
+
+    def __init__(self, root: Mapping[str, Any], *, hints: bool = False) -> None:
+        self.root, self.hints = root, hints
+        self.left = _MOST_BRANCHES
+        self.within = set[int]()
+
+    def of(self, schema: Any) -> frozenset[str] | None:
+        """The types; None where any may be."""
+        self.left -= 1
+        if not isinstance(schema, Mapping) or self.left < 0 or id(schema) in self.within:
+            return None
+        if len(self.within) == _MOST_REFERENCES:
+            return None
+        self.within.add(id(schema))
+        found = self._own(schema)
+        if "$ref" in schema:
+            found = _both(found, self.of(resolve(self.root, schema["$ref"])))
+        for one in itertools.islice(schema.get("allOf") or (), _MOST_BRANCHES):
+            found = _both(found, self.of(one))
+        for key in ("anyOf", "oneOf"):
+            branches = [self.of(x) for x in itertools.islice(schema.get(key) or (), _MOST_BRANCHES)]
+            known = [branch for branch in branches if branch is not None]
+            if known and len(known) == len(branches):
+                found = _both(found, frozenset[str]().union(*known))
+        self.within.remove(id(schema))
+        return found
+
+    def _own(self, schema: Mapping[str, Any]) -> frozenset[str] | None:
+        named = schema.get("type")
+        found = None
+        if named is not None:
+            found = frozenset([named] if isinstance(named, str) else named)
+        if "enum" in schema or "const" in schema:
+            values = schema.get("enum") or [schema.get("const")]
+            found = _both(found, frozenset(_TYPES[kind] for kind in set(map(type, values))))
+        if found is None and self.hints:
+            found = next((kinds for key, kinds in _HINTS.items() if key in schema), None)
+        return found
 
 
-def _value(text: str, types: set[str]) -> str:
-    """A parameter's value as JSON."""
+_HINTS = {
+    "properties": frozenset(("object",)),
+    "items": frozenset(("array",)),
+    "prefixItems": frozenset(("array",)),
+}
+"""What a schema without a type means."""
+
+
+def _both(one: frozenset[str] | None, other: frozenset[str] | None) -> frozenset[str] | None:
+    """The types in both; an integer is a number."""
+    if one is None or other is None:
+        return other if one is None else one
+    wider = [{*kinds, "integer"} if "number" in kinds else kinds for kinds in (one, other)]
+    shared = frozenset(wider[0] & wider[1])
+    return shared - {"integer"} if "number" in shared else shared
+
+
+def read_value(text: str, types: Collection[str]) -> str:
+    """A parameter's value as JSON, from what stands between its lines."""
     said = _PYTHON.get(text.strip(), text.strip())
-    if types <= {"string"} or ("string" in types and not (said == "null" and "null" in types)):
+    if set(types) <= {"string"} or ("string" in types and not (said == "null" and "null" in types)):
         return json.dumps(text, ensure_ascii=False)
     try:
-        found = json.loads(said, parse_constant=_refuse)
-        # half a surrogate pair and 1e999 are read, but can't be written
-        json.dumps(found, ensure_ascii=False, allow_nan=False).encode()
+        found = json.loads(said, parse_constant=_refuse, parse_float=_finite)
+        made = json.dumps(found, ensure_ascii=False, allow_nan=False)
+        made.encode()  # half a surrogate pair is read, but can't be written
     except (ValueError, RecursionError):
         return json.dumps(text, ensure_ascii=False)
-    return said
+    return made if _LARGEST in made else said
+
+
+def _finite(text: str) -> float:
+    """A number; the largest there is for one beyond."""
+    return max(-sys.float_info.max, min(sys.float_info.max, float(text)))
+
+
+_LARGEST = repr(sys.float_info.max)
 
 
 def _refuse(name: str) -> NoReturn:

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any, TypeAlias
 
 from penstock.grammar.shape import contradiction
-from penstock.grammar.subschemas import is_index
+from penstock.grammar.subschemas import is_index, path_of
 
 Place: TypeAlias = "tuple[Place, str | tuple[str, str]] | None"
 """Of a part of a schema: the part around it, and the step into it. Written out for a mistake alone:
@@ -39,9 +39,11 @@ def problem_of(schema: Mapping[str, Any]) -> tuple[str, str] | None:
     if kind != "object":
         return ".type", f"is {_shown(kind)}; arguments are an object, so it must be 'object'"
     waiting: list[tuple[Place, Any]] = [(None, schema)]
+    seen = set[int]()
     for place, one in waiting:  # which grows
-        if isinstance(one, bool):
+        if isinstance(one, bool) or id(one) in seen:
             continue
+        seen.add(id(one))
         if not isinstance(one, Mapping):
             said = f"is {_shown(one)}; it must be a schema: an object, true or false"
             return _written(place), said
@@ -52,7 +54,22 @@ def problem_of(schema: Mapping[str, Any]) -> tuple[str, str] | None:
         if found is not None:
             return _written(place) + found[0], found[1]
         waiting += (((place, inner), value) for inner, value in _subschemas(one))
+        waiting += _named(one, schema)
     return None
+
+
+def _named(schema: Mapping[str, Any], root: Mapping[str, Any]) -> Iterator[tuple[Place, Any]]:
+    """What a reference leads to, which may lie where no other schema does."""
+    reference = schema.get("$ref")
+    if reference is None or not (reference == "#" or reference.startswith("#/")):
+        return
+    found: Any = root
+    place: Place = None
+    for key in map(str, path_of(reference)):
+        listed = isinstance(found, list)
+        found = found[int(key)] if listed else found[key]
+        place = place, f"[{key}]" if listed else _step(key)
+    yield place, found
 
 
 def _subschemas(schema: Mapping[str, Any]) -> Iterator[tuple[str | tuple[str, str], Any]]:
@@ -120,8 +137,7 @@ def _dangling(schema: Mapping[str, Any], root: Mapping[str, Any]) -> tuple[str, 
     if not (reference == "#" or reference.startswith("#/")):
         return None if reference.startswith("#") else (".$ref", _outside(reference))
     found: Any = root
-    for part in reference.split("/")[1:]:
-        key = part.replace("~1", "/").replace("~0", "~")
+    for key in map(str, path_of(reference)):
         if isinstance(found, list) and is_index(key, found):
             found = found[int(key)]
         elif isinstance(found, Mapping) and key in found:

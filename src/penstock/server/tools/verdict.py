@@ -23,6 +23,7 @@ import llguidance
 from penstock.grammar.ecma import to_rust
 from penstock.grammar.refusal import Refusal
 from penstock.grammar.shape import has_type
+from penstock.grammar.subschemas import path_of
 
 Place: TypeAlias = "tuple[Place, str | int] | None"
 Found: TypeAlias = bool | None
@@ -38,6 +39,10 @@ _UNKNOWN: Final = frozenset(
 )
 
 
+# A keyword with a value that it can't have, which nobody has looked at before.
+_UNREADABLE: Final = (
+    ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError,
+)  # fmt: skip
 _DIALECTS: Final = ("http://json-schema.org/", "https://json-schema.org/")
 
 
@@ -64,12 +69,19 @@ def judge(schema: Mapping[str, Any], arguments: str) -> Verdict:
         valid = one.follows(schema, json.loads(arguments), None)
     except _TooMuch:
         return Verdict(None, why="the schema takes too many steps")
-    except (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError):
-        # A keyword with a value that it can't have, which nobody has looked at before.
+    except _UNREADABLE:
         return Verdict(None, why="the schema can't be read")
     if valid is not False:
         return Verdict(valid, why="" if valid else "a keyword or pattern isn't looked at")
     return Verdict(False, _written(one.fault[0]), one.fault[1])
+
+
+def follows(schema: Any, value: Any, root: Mapping[str, Any]) -> Found:
+    """Whether a value follows a part of a schema."""
+    try:
+        return _Judge(root).follows(schema, value, None)
+    except (_TooMuch, *_UNREADABLE):
+        return None
 
 
 @dataclass(slots=True)
@@ -159,9 +171,8 @@ class _Judge:
         if reference != "#" and not reference.startswith("#/"):
             return None
         found: Any = self.root
-        for part in reference.split("/")[1:]:
+        for key in path_of(reference):
             self.step()
-            key = part.replace("~1", "/").replace("~0", "~")
             found = found[int(key)] if isinstance(found, list) else found[key]
             if isinstance(found, Mapping) and "$id" in found:
                 return None
