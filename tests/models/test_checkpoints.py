@@ -140,7 +140,14 @@ def test_missing_shards(copy: Copy) -> None:
         load_model(folder)
 
 
-@pytest.mark.parametrize("content", ["{", "[]", "{}", '{"weight_map": 3}', '{"weight_map": [1]}'])
+LONG, DEEP = '{"weight_map": {"a": ' + "9" * 5000 + "}}", "[" * 100_000
+
+
+@pytest.mark.parametrize(
+    "content",
+    ["{", "[]", "{}", '{"weight_map": 3}', '{"weight_map": [1]}', LONG, DEEP],
+    ids=lambda content: content[:18],
+)
 def test_broken_index(copy: Copy, content: str) -> None:
     folder = copy("llama")
     (folder / "model.safetensors.index.json").write_text(content)

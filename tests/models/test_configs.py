@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -196,6 +197,37 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("gpt-neox", {"num_key_value_heads": 1}, "num_key_value_heads=1"),
     ("gpt-neox", {"hidden_act": "relu"}, "hidden_act='relu'"),
     ("olmo2", {"clip_qkv": 8.0}, "clipped"),
+    ("llama", {"architectures": 5}, "architectures must be a list of names: 5"),
+    ("llama", {"architectures": "LlamaForCausalLM"}, "architectures must be a list of names"),
+    ("llama", {"architectures": [["x"]]}, r"holds \['x'\], which isn't built"),
+    ("llama", {"num_hidden_layers": 10**18}, "num_hidden_layers is beyond 10,000"),
+    ("gpt2", {"n_layer": 10**18}, "n_layer is beyond 10,000"),
+    ("llama", {"head_dim": 10**400}, "a number of config.json is too large or too small"),
+    ("llama", {"vocab_size": 10**400}, "its tokens of the vocabulary are a number of 1329 bits"),
+    ("llama", {"rms_norm_eps": 10**400}, "a number of config.json is too large or too small"),
+    ("llama", {"rms_norm_eps": -1.0}, "its norm's epsilon is -1.0, which isn't above 0"),
+    ("gpt2", {"layer_norm_epsilon": 0}, "its norm's epsilon is 0.0, which isn't above 0"),
+    ("llama", {"max_position_embeddings": 10**12}, "its positions are 1,000,000,000,000, beyond"),
+    ("llama", {"max_position_embeddings": 10**30}, "its positions are a number of 100 bits"),
+    ("gemma2", {"query_pre_attn_scalar": 0}, "query_pre_attn_scalar must be above 0: 0.0"),
+    ("gemma3", {"query_pre_attn_scalar": -4}, "query_pre_attn_scalar must be above 0: -4.0"),
+    ("gemma2", {"query_pre_attn_scalar": 5e-324}, r"scale of attention scores is 4\.49.*e\+161"),
+    ("gemma2", {"final_logit_softcapping": -1.0}, "its cap of logits is -1.0"),
+    ("llama", _rope(rope_type="yarn", factor=8, beta_fast=0), "type 'yarn': .*division by zero"),
+    ("llama", {"rope_parameters": {"rope_type": "yarn", "factor": 2, "rope_theta": 1}}, "by zero"),
+    (
+        "llama",
+        _rope(rope_type="yarn", factor=2, mscale=1, mscale_all_dim=-10 / math.log(2)),
+        "mscale_all_dim -14.* divides by 0",
+    ),
+    (
+        "llama",
+        {"rope_parameters": {"rope_theta": 1e-300}},
+        "rope_theta=1e-300 .*they aren't finite",
+    ),
+    ("llama", _rope(rope_type="linear", factor=1e308), r"its factor of 1e\+308 is beyond any"),
+    ("phi3", _rope(partial_rotary_factor=1e308), r"partial_rotary_factor 1e\+308 of a head"),
+    ("gpt-neox", _rope(partial_rotary_factor=-1), "partial_rotary_factor -1.0 of a head"),
 ]
 
 
@@ -230,6 +262,8 @@ def test_broken_config_files(tmp_path: Path) -> None:
     for content, message in (
         (b"{", "not valid JSON"),
         (b"[1]", "holds a list"),
+        (b'{"a": ' + b"9" * 5000 + b"}", "not valid JSON: .*digits"),
+        (b"[" * 100_000, "not valid JSON: .*recursion"),
         (b"\xff\xfe{}", "not valid JSON"),
     ):
         (tmp_path / "config.json").write_bytes(content)

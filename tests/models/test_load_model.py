@@ -94,6 +94,17 @@ def test_max_model_len(
         load_model(folder, max_model_len=0)
 
 
+def test_more_positions_than_there_is_memory_for(
+    tiny: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("penstock.models.load._free", lambda device: 1 << 34)
+    folder = edited(tiny, "llama", tmp_path, max_position_embeddings=1 << 31)
+    said = r"of 2,147,483,648 positions need 1030\.8 GB .* 17\.2 GB .* set a lower max_model_len"
+    with pytest.raises(ConfigError, match=said):
+        load_model(folder)
+    assert load_model(folder, max_model_len=64).max_model_len == 64
+
+
 def test_linear_scaling_reaches_further(tiny: Make, tmp_path: Path) -> None:
     scaling = {"rope_type": "linear", "rope_theta": 1e4, "factor": 4.0}
     folder = edited(tiny, "llama", tmp_path, rope_parameters=scaling)

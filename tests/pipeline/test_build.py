@@ -215,7 +215,7 @@ def test_an_engine_is_no_model(engine_of: Build, tmp_path: Path) -> None:
         build(options(tmp_path / "not" / "there"))
 
 
-@pytest.mark.parametrize("text", ["", "1,2", "1,b,3", "1,2,3,4", "-1,2,3"])
+@pytest.mark.parametrize("text", ["", "1,2", "1,b,3", "1,2,3,4", "-1,2,3", "1,2," + "9" * 5000])
 def test_a_profile_is_three_numbers(text: str) -> None:
     with pytest.raises(ConfigError, match="must be three numbers of tokens"):
         parse_profile(text)

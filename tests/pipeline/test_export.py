@@ -172,6 +172,10 @@ def test_a_disk_that_is_full(tiny_folder: Path, tmp_path: Path) -> None:
         ("cut", r"model\.safetensors has 1,000 bytes, but was exported with"),
         ("gone", r"graph\.pt2 is missing"),
         ("garbled", r"penstock\.json isn't a manifest"),
+        ("endless", r"penstock\.json isn't a manifest: OverflowError"),
+        ("unsummed", r"penstock\.json isn't a manifest: KeyError\('sha256'\)"),
+        ("long", r"penstock\.json isn't a manifest: TypeError\(.*'max_model_len': 'x'"),
+        ("deep", r"penstock\.json isn't a manifest: RecursionError"),
         ("newer", "has format 99, but this Penstock reads 1"),
     ],
 )
@@ -186,8 +190,17 @@ def test_a_folder_that_was_damaged(
         (folder / "graph.pt2").unlink()
     elif damage == "garbled":
         manifest.write_text(manifest.read_text()[:-9])
+    elif damage == "deep":
+        manifest.write_text("[" * 100_000)
     else:
-        manifest.write_text(json.dumps(json.loads(manifest.read_text()) | {"format": 99}))
+        said = json.loads(manifest.read_text())
+        changes = {
+            "endless": {"files": {"graph.pt2": {"bytes": float("inf"), "sha256": ""}}},
+            "unsummed": {"files": {"graph.pt2": {"bytes": 1}}},
+            "long": {"choices": said["choices"] | {"max_model_len": "x"}},
+            "newer": {"format": 99},
+        }
+        manifest.write_text(json.dumps(said | changes[damage]))
     with pytest.raises(ModelError, match=words):
         LLM(folder, skip_tokenizer_init=True)
 
@@ -274,3 +287,17 @@ def test_killed_at_ten_random_moments(tiny_folder: Path, tmp_path: Path) -> None
     done = export_model(tiny_folder, output, force=True)
     assert read_exported(output) == done.manifest
     assert [p.name for p in tmp_path.iterdir()] == ["out"]
+
+
+@pytest.mark.parametrize("output", [".", ".."])
+def test_into_the_folder_where_one_stands(
+    tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, output: str
+) -> None:
+    (tmp_path / "deep").mkdir()
+    (tmp_path / "deep" / "mine").write_text("")
+    monkeypatch.chdir(tmp_path / "deep")
+    with pytest.raises(ConfigError, match="holds files that Penstock didn't write"):
+        export_model(tiny_folder, Path(output))
+    assert [p.name for p in tmp_path.iterdir()] == ["deep"]
+    with pytest.raises(ConfigError, match="lies inside /, which would be replaced"):
+        export_model(tiny_folder, Path("/"))

@@ -8,7 +8,7 @@ import pytest
 
 from penstock.errors import ConfigError
 from penstock.pipeline import new_folder as module
-from penstock.pipeline.new_folder import check_apart, new_folder
+from penstock.pipeline.new_folder import check_apart, named, new_folder
 
 
 def ours(folder: Path) -> bool:
@@ -88,3 +88,77 @@ def test_an_error_leaves_what_was_there(tmp_path: Path) -> None:
         fail()
     assert (tmp_path / "out" / "mark").read_text() == "old"
     assert [p.name for p in tmp_path.iterdir()] == ["out"]
+
+
+@pytest.mark.parametrize("swaps", [True, False])
+def test_a_link_stays_one_and_what_it_leads_to_is_replaced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, swaps: bool
+) -> None:
+    if not swaps:
+        monkeypatch.setattr(module, "_exchange", lambda a, b: False)
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    (tmp_path / "out").symlink_to("disk/v1")  # which isn't there yet
+    for text in ("first", "second", "third"):
+        make(tmp_path / "out", text, force=True)
+        assert (tmp_path / "out").is_symlink()
+        assert (disk / "v1" / "mark").read_text() == text
+        assert [p.name for p in disk.iterdir()] == ["v1"]
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["disk", "out"]
+    (tmp_path / "loop").symlink_to(tmp_path / "loop")
+    with pytest.raises(ConfigError, match=r"loop is a link that leads nowhere"):
+        make(tmp_path / "loop", "new")
+    (tmp_path / "late").symlink_to(tmp_path / "out.partial")
+    with pytest.raises(ConfigError, match=r"out\.partial ends in \.partial"):
+        make(tmp_path / "late", "new")
+
+
+def test_a_link_or_a_file_in_the_place_of_what_is_written(tmp_path: Path) -> None:
+    """As a link that was swapped away by an earlier version."""
+    (tmp_path / "kept").mkdir()
+    (tmp_path / "kept" / "mark").write_text("kept")
+    (tmp_path / "out.partial").symlink_to(tmp_path / "kept")
+    make(tmp_path / "out", "one")
+    (tmp_path / "out.partial").write_text("a file")
+    make(tmp_path / "out", "two", force=True)
+    assert (tmp_path / "out" / "mark").read_text() == "two"
+    assert (tmp_path / "kept" / "mark").read_text() == "kept"
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["kept", "out"]
+
+
+def test_what_a_killed_one_left_can_not_be_cleared(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(path: Path, ignore_errors: bool = False) -> None:
+        if not ignore_errors:
+            raise PermissionError(13, "Permission denied", str(path))
+
+    (tmp_path / "out.partial").mkdir()
+    monkeypatch.setattr(module.shutil, "rmtree", refuse)
+    with pytest.raises(ConfigError, match=r"out can't be written: Permission denied"):
+        make(tmp_path / "out", "new")
+
+
+def test_what_was_there_can_not_be_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The new folder is in its place: that is no failure."""
+    make(tmp_path / "out", "old")
+    monkeypatch.setattr(module, "_clear", lambda path: None)
+    make(tmp_path / "out", "new", force=True)
+    assert (tmp_path / "out" / "mark").read_text() == "new"
+    assert "out.partial is what was there before: it can't be removed" in caplog.text
+
+
+def test_folders_without_a_name_of_their_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "out" / "deep").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path / "out" / "deep")
+    assert named(Path()) == tmp_path / "out" / "deep"
+    assert named(Path("..")) == tmp_path / "out"
+    (tmp_path / "out" / "mark").write_text("old")
+    make(Path(".."), "new", force=True)
+    assert (tmp_path / "out" / "mark").read_text() == "new"
+    with pytest.raises(ConfigError, match="/ is the root of all folders"):
+        make(Path("/"), "new", force=True)

@@ -225,6 +225,12 @@ def test_an_adapter_is_added(tmp_path: Path, config: dict[str, Any], scale: floa
     assert done.manifest.choices["weights"]["merge_lora"]["name"] == "adapter"
 
 
+@pytest.mark.parametrize("way", [None, True, False, "gaussian", "eva", "orthogonal"])
+def test_ways_to_begin_that_leave_the_model_alone(tmp_path: Path, way: Any) -> None:
+    folder = adapter(tmp_path / "adapter", init_lora_weights=way)
+    assert len(Merged(Checkpoint(STORIES), folder).modules) == 2
+
+
 def about(**config: Any) -> Any:
     return lambda folder: (folder / CONFIG).write_text(json.dumps({"peft_type": "LORA", **config}))
 
@@ -237,6 +243,9 @@ def part(which: str) -> str:
     return f"base_model.model.{Q.removesuffix('.weight')}.lora_{which}.weight"
 
 
+OF_RANK_0 = {part("A"): torch.ones(0, 128), part("B"): torch.ones(128, 0)}
+
+
 @pytest.mark.parametrize(
     ("change", "error", "words"),
     [
@@ -244,6 +253,19 @@ def part(which: str) -> str:
         (lambda f: (f / WEIGHTS).write_bytes(b"x" * 99), WeightsError, "can't be read"),
         (about(use_dora=True, lora_alpha=1), UnsupportedModelError, "use_dora=True"),
         (about(), UnsupportedModelError, "lora_alpha must be a number"),
+        (about(lora_alpha=10**400), UnsupportedModelError, "lora_alpha is too large"),
+        (about(lora_alpha=1, alpha_pattern=["q"]), UnsupportedModelError, "must be an object"),
+        (about(lora_alpha=1, alpha_pattern={"(": 1}), UnsupportedModelError, "that isn't one"),
+        (
+            about(lora_alpha=1, alpha_pattern={"q_proj": "x"}),
+            UnsupportedModelError,
+            "a value of alpha_pattern must be a number: 'x'",
+        ),
+        *(
+            (about(lora_alpha=1, init_lora_weights=way), UnsupportedModelError, f"='{way}': such")
+            for way in ("pissa", "pissa_niter_16", "olora", "corda", "loftq")
+        ),
+        (lambda f: save_file(OF_RANK_0, f / WEIGHTS), WeightsError, r"B \[128, 0\] · A \[0, 128\]"),
         (holding("base_model.model.x.lora_A.weight"), WeightsError, "the model lacks"),
         (holding(part("A")), WeightsError, "only half"),
         (holding(part("A"), part("B")), WeightsError, "don't give that"),

@@ -269,3 +269,54 @@ def test_choices_that_cannot_work(tiny: Callable[[str], Tiny], calibration: Cali
     (folder / "notes" / "x").write_text("")
     with pytest.raises(ConfigError, match="isn't empty and no work folder"):
         quantize_model(folder, QuantizeConfig(W4), work=folder / "notes")
+
+
+def changed(folder: Path, into: Path, change: Callable[[dict[str, Tensor]], None]) -> Path:
+    """A copy of a checkpoint in which `change` has put tensors in others' places."""
+    into.mkdir()
+    tensors = load_file(folder / "model.safetensors")
+    change(tensors)
+    save_file(tensors, into / "model.safetensors", {"format": "pt"})
+    (into / "config.json").write_bytes((folder / "config.json").read_bytes())
+    return into
+
+
+@pytest.mark.parametrize("method", ["rtn", "gptq"])
+def test_a_tied_table_that_is_called_the_head(
+    tiny: Callable[[str], Tiny], calibration: CalibrationSet, tmp_path: Path, method: str
+) -> None:
+    folder = tiny("llama3-rope").folder
+
+    def rename(tensors: dict[str, Tensor]) -> None:
+        tensors["lm_head.weight"] = tensors.pop("model.embed_tokens.weight")
+
+    other = changed(folder, tmp_path / "model", rename)
+    for head in (None, parse_scheme("w8a16")):
+        config = QuantizeConfig(W4, method, head=head)
+        want, found = (run(f, config, calibration.first(2)) for f in (folder, other))
+        want["lm_head.weight"] = want.pop("model.embed_tokens.weight")
+        assert same(found, want)
+
+
+@pytest.mark.parametrize("method", ["gptq", "awq"])
+def test_shapes_that_config_json_contradicts(
+    tiny: Callable[[str], Tiny], calibration: CalibrationSet, tmp_path: Path, method: str
+) -> None:
+    folder, config = tiny("llama3-rope").folder, QuantizeConfig(W4, method)
+    for name, size, message in (
+        ("model.layers.1.mlp.down_proj.weight", (64, 64), r"layers\.1\.mlp\.down\.weight needs "
+         r"\[64, 100\], but the checkpoint's has shape \[64, 64\]"),
+        ("model.layers.1.input_layernorm.weight", (3,), r"layers.1.attention_norm.weight needs "),
+        ("model.embed_tokens.weight", (300, 64), r"embed\.weight needs \[320, 64\]"),
+        ("model.layers.0.self_attn.k_proj.weight", (32, 60), "These tensors don't fit together: "),
+        ("model.layers.0.mlp.down_proj.bias", (64,), "has no place in the model"),
+    ):  # fmt: skip
+
+        def change(
+            tensors: dict[str, Tensor], name: str = name, size: tuple[int, ...] = size
+        ) -> None:
+            tensors[name] = torch.ones(size)
+
+        other = changed(folder, tmp_path / name, change)
+        with pytest.raises(WeightsError, match=message):
+            run(other, config, calibration.first(2))

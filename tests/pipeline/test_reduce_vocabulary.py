@@ -381,6 +381,10 @@ def test_lists_of_tokens(tmp_path: Path) -> None:
         other.write_text(text)
         with pytest.raises(ConfigError, match=r"list of token"):
             read_keep_list(other)
+    for file, text in ((other, "[" * 100_000), (other, f"[{'9' * 5000}]"), (lines, "9" * 5000)):
+        file.write_text(text)
+        with pytest.raises(ConfigError, match="isn't a list of tokens"):
+            read_keep_list(file)
 
 
 Change = Callable[[Path], None]

@@ -73,6 +73,14 @@ def test_corrupt_tokenizer_json(content: str, tmp_path: Path) -> None:
     [
         ("tokenizer_config.json", '{"a": ', "isn't valid JSON"),
         ("tokenizer_config.json", "[1]", "holds a JSON list"),
+        ("tokenizer_config.json", f'{{"a": {"9" * 5000}}}', "isn't valid JSON"),
+        ("tokenizer_config.json", "[" * 100_000, "isn't valid JSON"),
+        (
+            "tokenizer_config.json",
+            '{"additional_special_tokens": 5}',
+            "must be a list of tokens: 5",
+        ),
+        ("special_tokens_map.json", '{"extra_special_tokens": "<s>"}', "must be a list of tokens"),
         ("special_tokens_map.json", "nul", "isn't valid JSON"),
         (
             "tokenizer_config.json",
@@ -89,6 +97,60 @@ def test_corrupt_settings(file: str, content: str, message: str, tmp_path: Path)
     (tmp_path / file).write_text(content)
     with pytest.raises(TokenizerError, match=message):
         Tokenizer.from_folder(tmp_path)
+
+
+PIECES = {"type": "WordPiece", "vocab": {"a": 0}, "unk_token": "?",
+          "continuing_subword_prefix": "##", "max_input_chars_per_word": 100}  # fmt: skip
+WORDS = {"type": "WordLevel", "vocab": {"a": 0}, "unk_token": "?"}
+UNIGRAM = {"type": "Unigram", "unk_id": None, "vocab": [["a", -1.0]]}
+CHARSMAP = {"type": "Precompiled", "precompiled_charsmap": "AAAA"}
+NOTHING = {"type": "Replace", "pattern": {"Regex": ""}, "content": "x"}
+UNDEFINED = {
+    "type": "TemplateProcessing",
+    "single": [
+        {"SpecialToken": {"id": "X", "type_id": 0}},
+        {"Sequence": {"id": "A", "type_id": 0}},
+    ],
+    "pair": [],
+    "special_tokens": {},
+}
+
+
+@pytest.mark.parametrize(
+    ("sections", "message"),
+    [
+        ({"normalizer": CHARSMAP}, "Precompiled"),
+        ({"normalizer": NOTHING, "pre_tokenizer": BYTE_LEVEL}, "index out of bounds"),
+        ({"post_processor": UNDEFINED}, "no entry found"),
+    ],
+)
+def test_what_the_library_panics_at(sections: dict[str, Any], message: str, tmp_path: Path) -> None:
+    write_bpe(tmp_path, **sections)
+    with pytest.raises(TokenizerError, match=rf"{tmp_path}.*{message}.* again"):
+        Tokenizer.from_folder(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("model", "message"),
+    [(WORDS, "WordLevel error"), (PIECES, "WordPiece error"), (UNIGRAM, "`unk_id` is missing")],
+)
+def test_a_tokenizer_of_few_letters(model: dict[str, Any], message: str, tmp_path: Path) -> None:
+    """Without a token for what is unknown: it may be all that its texts need."""
+    write_bpe(tmp_path, model=model, pre_tokenizer={"type": "Whitespace"})
+    tokenizer = Tokenizer.from_folder(tmp_path)
+    assert tokenizer.encode("a") == [0]
+    with pytest.raises(TokenizerError, match=rf"can't encode .*{message}"):
+        tokenizer.encode("b")
+
+
+def test_a_text_that_can_not_be_encoded(tmp_path: Path) -> None:
+    """Of ASCII alone, without a token for what is unknown: other texts can be."""
+    ascii_only = [[chr(i), -1.0] for i in range(32, 127)]
+    write_bpe(tmp_path, model={"type": "Unigram", "unk_id": None, "vocab": ascii_only})
+    tokenizer = Tokenizer.from_folder(tmp_path)
+    assert tokenizer.encode("ab") == [65, 66]
+    with pytest.raises(TokenizerError, match="can't encode a text of 3 characters"):
+        tokenizer.encode("aßb")
 
 
 def test_settings_that_are_not_utf8(tmp_path: Path) -> None:

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
+import safetensors.torch
 import tokenizers
+import torch
 from safetensors.numpy import load_file, save_file
 from tokenizers import models
 
@@ -63,6 +66,33 @@ def test_what_is_not_a_map(tmp_path: Path, spoil: dict[str, list[int] | None]) -
     save_file(arrays, tmp_path / FILE)
     with pytest.raises(WeightsError, match="isn't a map of a reduced vocabulary"):
         VocabMap.load(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("kept", "said"),
+    [
+        (np.array(0, dtype=np.int32), r"kept is int32 of \[\]"),
+        (np.array([[0]], dtype=np.int32), r"kept is int32 of \[1, 1\]"),
+        (np.array([0.0], dtype=np.float32), r"kept is float32 of \[1\]"),
+        (np.array([2**32], dtype=np.int64), "kept has ids from 4294967296 to 4294967296"),
+        (torch.zeros(1, dtype=torch.bfloat16), "bfloat16"),
+    ],
+)
+def test_arrays_of_another_kind(tmp_path: Path, kept: Any, said: str) -> None:
+    VocabMap.of(3, [0], {}).save(tmp_path)
+    arrays = {name: torch.from_numpy(array) for name, array in load_file(tmp_path / FILE).items()}
+    arrays["kept"] = kept if isinstance(kept, torch.Tensor) else torch.from_numpy(kept)
+    safetensors.torch.save_file(arrays, tmp_path / FILE)
+    with pytest.raises(WeightsError, match=f"isn't a map of a reduced vocabulary: .*{said}"):
+        VocabMap.load(tmp_path)
+
+
+def test_wider_integers_are_read(tmp_path: Path) -> None:
+    VocabMap.of(3, [0, 2], {1: [2]}).save(tmp_path)
+    arrays = load_file(tmp_path / FILE)
+    save_file({name: array.astype(np.int64) for name, array in arrays.items()}, tmp_path / FILE)
+    found = VocabMap.load(tmp_path)
+    assert found is not None and found.kept.dtype == np.int32 and found.write([0, 1]) == [0, 2]
 
 
 def test_a_map_that_was_cut_off(tmp_path: Path) -> None:

@@ -72,6 +72,10 @@ _UNBUILT: dict[str, tuple[tuple[Any, ...], str]] = {
 """Keys that any config may carry: the values that ask for nothing, and why others are refused."""
 
 
+_MOST = {"num_hidden_layers": 10_000, "n_layer": 10_000}
+"""Something is made for each of them, before the tensors are looked at."""
+
+
 class ConfigReader:
     """A `config.json`, or an object in it, that remembers which keys were read."""
 
@@ -106,6 +110,10 @@ class ConfigReader:
             raise UnsupportedModelError(
                 f"{self._where}: {key} must be a positive integer: {value!r}"
             )
+        if value > _MOST.get(key, value):
+            raise UnsupportedModelError(
+                f"{self._where}: {key} is beyond {_MOST[key]:,}, which no model has"
+            )
         return value
 
     def number(self, key: str, default: float | None = None) -> float:
@@ -118,6 +126,13 @@ class ConfigReader:
         ):
             raise UnsupportedModelError(f"{self._where}: {key} must be a number: {value!r}")
         return float(value)
+
+    def positive(self, key: str, default: float | None = None) -> float:
+        """A finite number above 0."""
+        value = self.number(key, default)
+        if value <= 0:
+            raise UnsupportedModelError(f"{self._where}: {key} must be above 0: {value!r}")
+        return value
 
     def only(self, key: str, allowed: Collection[Any], default: Any) -> Any:
         """A value that must be one of those that are built."""

@@ -55,8 +55,12 @@ def read_exported(folder: Path) -> Exported | None:
             )
         found = Exported(**data)
         sizes = {name: int(entry["bytes"]) for name, entry in found.files.items()}
-        found.choices["kv_cache_dtype"], found.choices["max_model_len"]
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        _ = [entry["sha256"] for entry in found.files.values()]
+        if not isinstance(found.max_model_len, int | None) or not found.kv_cache_dtype:
+            raise TypeError(f"choices are {found.choices!r}")
+    except (
+        OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError,
+    ) as error:  # fmt: skip
         raise ModelError(f"{file} isn't a manifest: {error!r}. Export the model again.") from error
     for name, size in sizes.items():
         path = folder / name

@@ -35,7 +35,7 @@ def read_config(c: ConfigReader) -> ModelSpec:
         c,
         rope(c, dim),
         dim,
-        scale=c.number("query_pre_attn_scalar", 256) ** -0.5,
+        scale=c.positive("query_pre_attn_scalar", 256) ** -0.5,
         bias=c.flag("attention_bias", False),
     )
     base = replace(base, softcap=softcap(c, "attn_logit_softcapping", 50.0))

@@ -25,6 +25,9 @@ logger = logging.getLogger(__name__)
 _TYPICAL = 4096
 """Rows and columns of the matrix that says what a weight takes, scales included."""
 
+_TABLE_BYTES = 20
+"""Of a rotary table's value while it is computed, in float64."""
+
 CPU = torch.device("cpu")
 
 _DTYPES = {
@@ -74,6 +77,7 @@ def load_model(
     chosen, formats = chosen_formats(spec, checkpoint, dtype, quantization)
     formats = formats.stored_as(storage)
     length = _length(max_model_len, spec.decoder)
+    _check_tables(spec.decoder, length)
     generation = read_generation(checkpoint)
     if stored is None:
         count = sum(math.prod(checkpoint.shape(name)) for name in checkpoint.names())
@@ -130,6 +134,7 @@ def load_dummy(
         chosen = torch.bfloat16
     formats = formats_of(quantization, chosen).stored_as(storage)
     length = _length(max_model_len, spec.decoder)
+    _check_tables(spec.decoder, length)
     model = Decoder(spec.decoder, formats, chosen, length)
     _check_memory(count_values(model), spec.decoder, formats, chosen, _free(device))
     model.to(device)
@@ -227,6 +232,18 @@ def _check_memory(
         f"The weights need {_size(need)} in {formats.name}, but {_size(free)} of memory are free: "
         f"{', '.join(ways[:-1])} or {ways[-1]}."
     )
+
+
+def _check_tables(decoder: DecoderSpec, length: int) -> None:
+    """Refuse more positions than there is memory to make rotary tables for."""
+    ropes = [layer.attention.rope for layer in decoder.layers if layer.attention.rope is not None]
+    need = max((rope.rotary_dim for rope in ropes), default=0) * length * _TABLE_BYTES
+    free = _free(CPU)
+    if need > free:
+        raise ConfigError(
+            f"The rotary tables of {length:,} positions need {_size(need)} while they are made, "
+            f"but {_size(free)} of memory are free: set a lower max_model_len."
+        )
 
 
 def _free(device: torch.device) -> int:

@@ -36,6 +36,12 @@ _PLAIN: dict[str, tuple[Any, ...]] = {
 }
 """Choices of an adapter that a plain product of two matrices stands for."""
 
+_LEFT_ALONE = ("gaussian", "eva", "orthogonal")
+"""Ways to begin, beside PEFT's own, that leave the model's matrices as they are.
+
+With others (pissa, olora, corda, loftq) an adapter belongs to matrices that its training changed.
+"""
+
 
 class Merged(Over):
     """`base` with the adapter in `folder` added."""
@@ -73,7 +79,7 @@ class Merged(Over):
                 raise WeightsError(f"The adapter in {self.folder} has only half of {name}.")
             a, b = (tuple(self._file.get_slice(keys[x]).get_shape()) for x in "AB")
             shape = self._base.shape(name)
-            if len(a) != 2 or len(b) != 2 or a[0] != b[1] or (b[0], a[1]) != shape:
+            if len(a) != 2 or len(b) != 2 or a[0] != b[1] or (b[0], a[1]) != shape or not a[0]:
                 raise WeightsError(
                     f"{name} has {list(shape)}, but the adapter's B {list(b)} · A {list(a)} don't "
                     "give that. It belongs to another model."
@@ -83,6 +89,7 @@ class Merged(Over):
                     f"{name} is quantized, so no adapter can be added to it. Merge it into the "
                     "unquantized model, and quantize that."
                 )
+            self._scale(name.removesuffix(".weight"), a[0])  # that it has one
 
     def files(self) -> list[Path]:
         """Of the base, and of the adapter."""
@@ -102,7 +109,17 @@ class Merged(Over):
         return merged.to(found.dtype)
 
     def _scale(self, module: str, rank: int) -> float:
-        alpha = float(_of(self._config.get("alpha_pattern"), module, self._config["lora_alpha"]))
+        file, patterns = self.folder / CONFIG, self._config.get("alpha_pattern") or {}
+        if not isinstance(patterns, dict):
+            raise UnsupportedModelError(f"{file}: alpha_pattern must be an object: {patterns!r}.")
+        try:
+            found = _of(patterns, module, self._config["lora_alpha"])
+        except re.error as error:
+            raise UnsupportedModelError(
+                f"{file}: alpha_pattern has a pattern that isn't one ({error}): "
+                f"{', '.join(patterns)}."
+            ) from error
+        alpha = _alpha(file, "a value of alpha_pattern", found)
         return alpha / (math.sqrt(rank) if self._config.get("use_rslora") else rank)
 
     @property
@@ -111,9 +128,9 @@ class Merged(Over):
         return sorted(self._parts)
 
 
-def _of(patterns: Any, module: str, default: Any) -> Any:
+def _of(patterns: dict[str, Any], module: str, default: Any) -> Any:
     """The first pattern that ends `module` decides, as in PEFT."""
-    for pattern, value in (patterns or {}).items():
+    for pattern, value in patterns.items():
         if re.fullmatch(rf"(.*\.)?({pattern})", module):
             return value
     return default
@@ -130,10 +147,26 @@ def _read_config(folder: Path) -> dict[str, Any]:
             raise UnsupportedModelError(
                 f"{folder / CONFIG} asks for {key}={config.get(key)!r}, which can't be merged."
             )
-    alpha = config.get("lora_alpha")
-    if isinstance(alpha, bool) or not isinstance(alpha, int | float) or not math.isfinite(alpha):
-        raise UnsupportedModelError(f"{folder / CONFIG}: lora_alpha must be a number: {alpha!r}.")
+    start = config.get("init_lora_weights")
+    if not isinstance(start, bool | None) and str(start).lower() not in _LEFT_ALONE:
+        raise UnsupportedModelError(
+            f"{folder / CONFIG} says init_lora_weights={start!r}: such training changes the model "
+            "itself, so that its adapter doesn't fit the original one. Save the adapter with "
+            "PEFT's path_initial_model_for_weight_conversion, or merge it with PEFT."
+        )
+    _alpha(folder / CONFIG, "lora_alpha", config.get("lora_alpha"))
     return config
+
+
+def _alpha(file: Path, name: str, value: Any) -> float:
+    """A number that fits a float, or an error."""
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    try:
+        if number and math.isfinite(value):
+            return float(value)
+    except OverflowError as error:
+        raise UnsupportedModelError(f"{file}: {name} is too large: {error}.") from error
+    raise UnsupportedModelError(f"{file}: {name} must be a number: {value!r}.")
 
 
 def _open(file: Path) -> Any:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from penstock.errors import ModelNotFoundError, UnsupportedModelError, nearest
+from penstock.models.computable import check_spec
 from penstock.models.config_reader import ConfigReader
 from penstock.models.gguf.config import read_gguf_config
 from penstock.models.gguf.container import is_gguf, read_container
@@ -59,7 +60,7 @@ def read_json(file: Path) -> dict[str, Any]:
             f"{file.parent} has no {file.name}, so it isn't a model. Give a folder with that and "
             "safetensors, a .gguf file, or an embedded model's name."
         ) from error
-    except (json.JSONDecodeError, UnicodeDecodeError, OSError) as error:
+    except (ValueError, RecursionError, OSError) as error:  # too many digits, nested too deep
         raise UnsupportedModelError(f"{file} is not valid JSON: {error}") from error
     if not isinstance(data, dict):
         raise UnsupportedModelError(f"{file} holds a {type(data).__name__}, not an object.")
@@ -85,11 +86,20 @@ def spec_of(config: dict[str, Any], where: str, *, strict: bool = False) -> Mode
     """What `config`, found in `where`, describes."""
     known = architectures()
     names = config.get("architectures") or []
+    if not isinstance(names, list):
+        raise UnsupportedModelError(f"{where}: architectures must be a list of names: {names!r}")
     for name in names:
-        if name in _readers:
+        if isinstance(name, str) and name in _readers:
             reader = ConfigReader(config)
             reader.refuse_unbuilt()
-            spec = _readers[name](reader)
+            try:
+                spec = _readers[name](reader)
+            except ArithmeticError as error:
+                raise UnsupportedModelError(
+                    f"{where}: a number of config.json is too large or too small to compute with: "
+                    f"{error}."
+                ) from error
+            check_spec(spec, where)
             reader.finish(strict=strict)
             return spec
     wanted = names[0] if names else f"model_type {config.get('model_type')!r}"

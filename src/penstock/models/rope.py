@@ -35,7 +35,10 @@ def _yarn(spec: RopeSpec, scaling: ConfigReader, ratio: float) -> RopeSpec:
     mscale, all_dim = scaling.number("mscale", 0.0), scaling.number("mscale_all_dim", 0.0)
     if cos_factor is None and mscale and all_dim:
         stretch = 0.1 * math.log(max(factor, 1.0))
-        cos_factor = (stretch * mscale + 1.0) / (stretch * all_dim + 1.0)
+        below = stretch * all_dim + 1.0
+        if below == 0:
+            raise UnsupportedModelError(f"rope: mscale_all_dim {all_dim} divides by 0.")
+        cos_factor = (stretch * mscale + 1.0) / below
     return replace(
         spec,
         kind="yarn",
@@ -113,7 +116,7 @@ def rope_spec(
     theta = scaling.number("rope_theta", theta)
     share = 1.0 if partial is None else partial
     share = scaling.number("partial_rotary_factor", c.number("partial_rotary_factor", share))
-    rotary_dim = int(dim * share)
+    rotary_dim = int(dim * share) if 0 < share < 2 else 0
     if (partial is None and share != 1.0) or rotary_dim % 2 or not 0 < rotary_dim <= dim:
         raise UnsupportedModelError(
             f"partial_rotary_factor {share} of a head of {dim} isn't built for this family."

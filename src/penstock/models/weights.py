@@ -109,7 +109,9 @@ class Checkpoint:
             try:
                 text = index.read_text(encoding="utf-8")
                 names = sorted({str(name) for name in json.loads(text)["weight_map"].values()})
-            except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            except (
+                OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError,
+            ) as error:  # fmt: skip
                 raise WeightsError(f"{index} is not a valid index: {error!r}") from error
             missing = [n for n in names if not (folder / n).exists()]
             if missing:

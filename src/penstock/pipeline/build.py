@@ -443,9 +443,9 @@ def _write(path: Path, data: Mapping[str, Any]) -> None:
 def parse_profile(text: str) -> tuple[int, int, int]:
     """`1,512,2048` → (1, 512, 2048). Raises ConfigError for anything else."""
     parts = text.split(",")
-    if len(parts) != 3 or not all(part.strip().isdecimal() for part in parts):
+    if len(parts) != 3 or not all(re.fullmatch(r"\s*\d{1,9}\s*", part) for part in parts):
         raise ConfigError(
-            f"profile={text!r} must be three numbers of tokens, MIN,OPT,MAX: 1,512,2048."
+            f"profile={text[:80]!r} must be three numbers of tokens, MIN,OPT,MAX: 1,512,2048."
         )
     low, usual, most = (int(part) for part in parts)
     return (low, usual, most)

@@ -25,7 +25,7 @@ from penstock.models.sources import stored_quantization
 from penstock.models.weights import Checkpoint
 from penstock.pipeline.finite import check_finite
 from penstock.pipeline.graph import Graph, export_graph
-from penstock.pipeline.new_folder import check_apart, new_folder
+from penstock.pipeline.new_folder import check_apart, named, new_folder
 from penstock.pipeline.new_weights import NewWeights, Progress
 from penstock.pipeline.vocabulary import VocabularyChoice
 from penstock.runtime.engine_folder import is_engine
@@ -77,7 +77,7 @@ def export_model(
     changes.check(source)
     settings = _settings(source, kv_cache_dtype, max_model_len)
     engine = EngineConfig.of(model=model, kv_cache_dtype=settings["kv_cache_dtype"])
-    work = output.with_name(output.name + WORK)
+    work = named(output).with_name(named(output).name + WORK)
     with new_folder(output, force=force, replaces=_is_export) as folder:
         try:
             chosen = changes.write(source, folder, work, report)

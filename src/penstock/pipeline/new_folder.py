@@ -5,14 +5,17 @@ from __future__ import annotations
 import ctypes
 import errno
 import fcntl
+import logging
 import os
 import shutil
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from penstock.errors import ConfigError, EngineFolderError, PenstockError
 from penstock.runtime.engine_folder import PARTIAL
+
+logger = logging.getLogger("penstock")
 
 _AT_FDCWD = -100
 _RENAME_EXCHANGE = 2
@@ -27,32 +30,27 @@ def new_folder(target: Path, *, force: bool, replaces: Callable[[Path], bool]) -
 
     A `.partial` that an interrupted process has left is removed first. What is at `target` is
     replaced in one step, with `force` only, and only where `replaces` says that it is of this kind.
+    Where `target` is a link, the folder that it leads to is written.
     Raises ConfigError before anything is written where that can't be, or where another process
     writes the same folder; any error in between removes what was written. A full disk is an
     EngineFolderError, another failure to write a ConfigError.
     """
-    target = target.absolute()
-    if target.name.endswith(PARTIAL):
-        raise ConfigError(
-            f"{target.name} ends in {PARTIAL}, which marks what is still being written and never "
-            "loads. Choose another name."
-        )
+    target = _followed(named(target))
     if not target.parent.is_dir():
         raise ConfigError(f"There is no folder {target.parent} to make {target.name} in.")
     partial, old = (target.with_name(target.name + end) for end in (PARTIAL, _OLD))
     with _lock(target):
-        if old.exists() and not target.exists():  # killed between two renames
-            old.rename(target)
-        _check_target(target, force, replaces)
-        if partial.exists():
-            shutil.rmtree(partial)
         try:
+            if old.exists() and not target.exists():  # killed between two renames
+                old.rename(target)
+            _check_target(target, force, replaces)
+            _remove(partial)
             partial.mkdir()
             yield partial
             _sync_all(partial)
             _put(partial, target)
         except (OSError, PenstockError) as error:
-            _remove(partial)
+            _clear(partial)
             failed = error if isinstance(error, OSError) else error.__cause__
             if isinstance(failed, OSError) and failed.errno in _FULL:
                 free = shutil.disk_usage(target.parent).free
@@ -68,8 +66,21 @@ def new_folder(target: Path, *, force: bool, replaces: Callable[[Path], bool]) -
                 f"{target} can't be written: {error.strerror or error}{where}."
             ) from error
         except BaseException:
-            _remove(partial)
+            _clear(partial)
             raise
+
+
+def named(target: Path) -> Path:
+    """`target` from the root on, with a name: `.` and `..` have none that others can lie beside.
+
+    Raises ConfigError for the root itself.
+    """
+    target = target.absolute()
+    if target.name in ("", ".."):
+        target = target.resolve()
+    if not target.name:
+        raise ConfigError(f"{target} is the root of all folders. Give the name of a folder in it.")
+    return target
 
 
 def check_apart(model: Path, output: Path) -> None:
@@ -103,6 +114,24 @@ def _sync_all(folder: Path) -> None:
     sync(folder)
 
 
+def _followed(target: Path) -> Path:
+    """Where a link leads, else `target` itself: links are left as they are.
+
+    Raises ConfigError for a name that stands for what is still being written.
+    """
+    try:
+        found = target.resolve() if target.is_symlink() else target
+    except (OSError, RuntimeError) as error:  # a link that leads to itself
+        raise ConfigError(f"{target} is a link that leads nowhere: {error}.") from error
+    for name in (target.name, found.name):
+        if name.endswith(PARTIAL):
+            raise ConfigError(
+                f"{name} ends in {PARTIAL}, which marks what is still being written and never "
+                "loads. Choose another name."
+            )
+    return named(found)
+
+
 def _check_target(target: Path, force: bool, replaces: Callable[[Path], bool]) -> None:
     if not target.exists() or (target.is_dir() and not any(target.iterdir())):
         return
@@ -119,17 +148,19 @@ def _check_target(target: Path, force: bool, replaces: Callable[[Path], bool]) -
 
 def _put(partial: Path, target: Path) -> None:
     """Make `partial` be `target`, in one step; what was there is removed afterwards."""
+    before = partial
     if not target.exists() or not any(target.iterdir()):
         partial.rename(target)
     elif _exchange(partial, target):
         sync(target.parent)
-        shutil.rmtree(partial)  # what was there before
     else:  # a file system that can't swap two names: for a moment there is neither
-        old = target.with_name(target.name + _OLD)
-        shutil.rmtree(old, ignore_errors=True)
-        target.rename(old)
+        before = target.with_name(target.name + _OLD)
+        _clear(before)
+        target.rename(before)
         partial.rename(target)
-        shutil.rmtree(old)
+    _clear(before)
+    if before.exists():
+        logger.warning("%s is what was there before: it can't be removed.", before)
     sync(target.parent)
 
 
@@ -147,8 +178,19 @@ def _exchange(a: Path, b: Path) -> bool:
     raise OSError(code, os.strerror(code), str(b))
 
 
-def _remove(partial: Path) -> None:
-    shutil.rmtree(partial, ignore_errors=True)
+def _remove(path: Path) -> None:
+    """Delete a folder, or what has its name: a link, a file."""
+    if path.is_symlink() or path.is_file():
+        path.unlink()
+    elif path.exists():
+        shutil.rmtree(path)
+
+
+def _clear(path: Path) -> None:
+    """Delete what can be deleted of a folder, or what has its name."""
+    with suppress(OSError):
+        _remove(path)
+    shutil.rmtree(path, ignore_errors=True)
 
 
 @contextmanager

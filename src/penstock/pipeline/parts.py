@@ -93,14 +93,23 @@ class Parts:
         """A layer's tensors by their names in it, in float32."""
         prefix = f"layers.{i}."
         return {
-            target.removeprefix(prefix): torch.cat([self.read(part) for part in parts])
+            target.removeprefix(prefix): self._whole(parts)
             for target, parts in self.names.items()
             if target.startswith(prefix)
         }
 
     def matrix(self, module: str) -> Tensor:
         """A layer's matrix [N, K], all parts together, in float32."""
-        return torch.cat([self.read(name) for name in self.names[f"{module}.weight"]])
+        return self._whole(self.names[f"{module}.weight"])
+
+    def _whole(self, names: tuple[str, ...]) -> Tensor:
+        """The rows of several tensors as one, in float32."""
+        parts = [self.read(name) for name in names]
+        try:
+            return torch.cat(parts)
+        except RuntimeError as error:
+            shapes = ", ".join(f"{n} {list(p.shape)}" for n, p in zip(names, parts, strict=True))
+            raise WeightsError(f"These tensors don't fit together: {shapes}. {error}") from error
 
     def read(self, name: str) -> Tensor:
         """A tensor in float32; WeightsError where a value isn't finite."""

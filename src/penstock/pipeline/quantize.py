@@ -130,7 +130,8 @@ class _Run:
                 yield name, value
             if stream is not None:
                 self._advance(i, result, stream)
-        tied_copy = parts.names.get("head.weight", ()) if parts.spec.decoder.tied else ()
+        copied = parts.spec.decoder.tied and "embed.weight" in parts.names
+        tied_copy = parts.names.get("head.weight", ()) if copied else ()
         for target, names in parts.names.items():
             for name in names:
                 if name not in done and not (target == "head.weight" and name in tied_copy):

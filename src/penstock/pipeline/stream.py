@@ -11,6 +11,7 @@ from torch import Tensor
 
 from penstock import ops
 from penstock.cache import PagedLayout
+from penstock.errors import WeightsError
 from penstock.nn import Decoder, DecoderSpec
 from penstock.nn.decoder import MATRICES, DecoderLayer
 from penstock.nn.linear import Linear
@@ -89,6 +90,11 @@ class Stream:
 
     @torch.inference_mode()
     def _embed(self, tensors: Weights) -> None:
+        hidden = self.spec.hidden
+        _check_shape("embed.weight", tensors["embed.weight"], (self.spec.vocab_size, hidden))
+        if "positions.weight" in tensors:
+            positions = (self.spec.learned_positions, hidden)
+            _check_shape("positions.weight", tensors["positions.weight"], positions)
         for batch in self._batches:
             residual = _rows(tensors["embed.weight"], batch.step.tokens) * self.spec.embed_scale
             if "positions.weight" in tensors:
@@ -142,6 +148,8 @@ class Stream:
             module, _, parameter = target.rpartition(".")
             loadable = layer.get_submodule(module)
             assert isinstance(loadable, Loadable)
+            name = f"layers.{self.at}.{target}"
+            _check_shape(name, tensor, loadable.expected().get(parameter))
             loadable.load(parameter, tensor)
         return layer
 
@@ -149,6 +157,17 @@ class Stream:
         attention = self.spec.layers[self.at].attention
         layout = PagedLayout(((attention.num_kv_heads, attention.head_dim),), torch.float32, BLOCK)
         return layout.allocate(max(batch.blocks for batch in self._batches))[0]
+
+
+def _check_shape(name: str, tensor: Tensor | Codes, expected: tuple[int, ...] | None) -> None:
+    """Raises WeightsError for a tensor of another shape than config.json asks for, or of none."""
+    shape = tuple(tensor.shape)
+    if shape != expected:
+        needs = "has no place in the model" if expected is None else f"needs {list(expected)}"
+        raise WeightsError(
+            f"{name} {needs}, but the checkpoint's has shape {list(shape)}. config.json and the "
+            "weights disagree: give the checkpoint that belongs to it."
+        )
 
 
 def _rows(table: Tensor | Codes, at: Tensor) -> Tensor:

@@ -183,10 +183,10 @@ def read_keep_list(file: Path) -> list[int | str]:
     try:
         text = file.read_text(encoding="utf-8")
         found = json.loads(text) if file.suffix == ".json" else text.split("\n")
-    except (UnicodeDecodeError, json.JSONDecodeError) as error:
+        if file.suffix != ".json":
+            found = [int(line) if line.isdecimal() else line for line in found if line]
+    except (ValueError, RecursionError, OSError) as error:  # too many digits, nested too deep
         raise ConfigError(f"{file} isn't a list of tokens: {error}.") from error
-    if file.suffix != ".json":
-        found = [int(line) if line.isdecimal() else line for line in found if line]
     right = isinstance(found, list) and all(
         isinstance(one, int | str) and not isinstance(one, bool) for one in found
     )

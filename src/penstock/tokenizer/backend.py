@@ -14,6 +14,12 @@ from penstock.errors import TokenizerError
 from penstock.tokenizer.pieces import PieceRule, piece_rule
 from penstock.tokenizer.settings import AddedToken, TokenizerSettings, read_text
 
+PASSED_ON = (KeyboardInterrupt, SystemExit, MemoryError)
+"""What isn't the fault of a file or a text.
+
+Else the tokenizers library raises bare Exceptions, and panics, which are BaseExceptions.
+"""
+
 
 class Backend(Protocol):
     """A vocabulary with its algorithm: text to ids, and ids to pieces and bytes."""
@@ -75,7 +81,9 @@ class FastBackend:
         """Load a `tokenizer.json`."""
         try:
             tokenizer = tokenizers.Tokenizer.from_file(str(path))
-        except Exception as error:  # the library raises bare Exception
+        except PASSED_ON:
+            raise
+        except BaseException as error:
             raise TokenizerError(
                 f"{path} isn't a tokenizer that tokenizers {tokenizers.__version__} can read "
                 f"({error}; the file has {path.stat().st_size:,} bytes). It may be truncated or "
@@ -133,7 +141,16 @@ class FastBackend:
 
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
         """Token ids of the text."""
-        return self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
+        try:
+            return self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
+        except PASSED_ON:
+            raise
+        except BaseException as error:
+            raise TokenizerError(
+                f"tokenizers {tokenizers.__version__} can't encode a text of {len(text):,} "
+                f"characters ({error}). The tokenizer lacks something that it refers to: download "
+                "its files again, or convert them anew."
+            ) from error
 
     def id_to_token(self, token_id: int) -> str | None:
         """The raw piece, or None where the vocabulary has a gap."""

@@ -1,21 +1,16 @@
 """Where chat templates run: jinja2's sandbox, with bounds on work and memory.
 
 A template is a program that comes with a checkpoint or a request. jinja2's sandbox keeps it from
-reaching Python; this adds that it can't hang the server or fill its memory. Every call, filter
-and loop pass costs a step, every string made costs steps by its length, and there is a deadline
-for what neither counts. Operations that could make something huge in one go are checked before
-they run.
+reaching Python; this adds that it can't hang the server or fill its memory: `bounds` measures
+operations before they run.
 """
 
 from __future__ import annotations
 
 import functools
 import json
-import re
-import time
+import operator
 from collections.abc import Callable, Iterable, Mapping
-from contextvars import ContextVar
-from dataclasses import dataclass, field
 from datetime import datetime
 from typing import Any, NoReturn
 
@@ -29,165 +24,39 @@ from jinja2.runtime import Context
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
 
-MAX_SOURCE_CHARACTERS = 1 << 20
-MAX_TEXT_CHARACTERS = 1 << 23  # of one string, and of the output: some two million tokens
-MAX_STEPS = 2_000_000
-MAX_SECONDS = 5.0
-_CHARACTERS_PER_STEP = 256
-_MAX_INTEGER_BITS = 4096
-_MAX_INDENT = 64
-
-
-@dataclass(slots=True)
-class Budget:
-    """What one rendering may still do."""
-
-    steps: int = MAX_STEPS
-    deadline: float = field(default_factory=lambda: time.monotonic() + MAX_SECONDS)
-
-    def spend(self, steps: int) -> None:
-        """Use up steps, or raise."""
-        self.steps -= steps
-        if self.steps < 0:
-            raise SecurityError(f"it took more than {MAX_STEPS:,} steps; it may loop without end")
-        if time.monotonic() > self.deadline:
-            raise SecurityError(f"it took more than {MAX_SECONDS:g} s; it may loop without end")
-
-
-budget: ContextVar[Budget | None] = ContextVar("penstock_template_budget", default=None)
-
-
-def _spend(steps: int) -> None:
-    current = budget.get()
-    # None while compiling: constant expressions run then, and source length bounds them.
-    if current is not None:
-        current.spend(steps)
-
-
-def _check_size(size: int) -> None:
-    """Refuse to make something of more than the largest size, and charge for it otherwise."""
-    if size > MAX_TEXT_CHARACTERS:
-        raise SecurityError(
-            f"it would make a text or list of {size:,} elements; "
-            f"{MAX_TEXT_CHARACTERS:,} are allowed"
-        )
-    _spend(1 + max(size, 0) // _CHARACTERS_PER_STEP)
-
-
-def text_of(value: Any) -> str:
-    """`str(value)`, bounded: lists that hold a list many times spell out to any length."""
-    if isinstance(value, str):
-        return value
-    _weigh(value)
-    return str(value)
-
-
-def join_pieces(pieces: Iterable[Any]) -> str:
-    """`"".join(str(piece) …)`, bounded; what `~`, macros and `{% set %}` blocks make."""
-    texts = [text_of(piece) for piece in pieces]
-    _check_size(sum(map(len, texts)))
-    return "".join(texts)
-
-
-def charged(part: Any) -> Any:
-    """What a slice has made, paid for."""
-    _check_size(_size(part))
-    return part
-
-
-def _weigh(value: Any) -> None:
-    """Walk a nested value as spelling it out would, within the largest size."""
-    total, waiting = 0, [value]
-    while waiting:
-        item = waiting.pop()
-        if isinstance(item, (str, list, tuple, dict, set)):
-            total += len(item)
-        total += 4  # brackets, a comma and a space
-        if total > MAX_TEXT_CHARACTERS:
-            _check_size(total)
-        if isinstance(item, dict):
-            waiting.extend(item.keys())
-            waiting.extend(item.values())
-        elif isinstance(item, (list, tuple, set)):
-            waiting.extend(item)
-    _spend(total // _CHARACTERS_PER_STEP)
-
-
-# --- operations whose result can be much larger than their operands -------------------------------
-
-# Filters that keep the elements they are given as they are.
-_ELEMENT_FILTERS = frozenset(
-    "attr batch count d default dictsort first groupby items last length list map max min random "
-    "reject rejectattr reverse select selectattr slice sort sum unique".split()
+from penstock.tokenizer.bounds import (
+    COMPARING_FILTERS,
+    MAX_TEXT_CHARACTERS,
+    Budget,
+    budget,
+    charged,
+    check_binary,
+    check_growth,
+    check_json,
+    check_method,
+    check_size,
+    check_test,
+    hashed,
+    join_pieces,
+    spend,
+    text_of,
+    weigh_comparison,
 )
-_LARGE_WIDTH = re.compile(r"[%{][^{}a-zA-Z]*[0-9]{5}|%[^a-zA-Z%]*\*|\{[^{}]*:[^{}]*(\{|[0-9]{5})")
 
+MAX_SOURCE_CHARACTERS = 1 << 20
+_TIME_GROWTH = 256  # characters that strftime may write for one
 
-def _size(value: Any) -> int:
-    return len(value) if isinstance(value, (str, bytes, list, tuple)) else 0
-
-
-def _integer(value: Any) -> int:
-    return int(value) if isinstance(value, int) else 0
-
-
-def _check_format(template: Any, values: Iterable[Any]) -> None:
-    """`%` and `str.format`: no widths from arguments or of many digits."""
-    text = text_of(template)
-    if _LARGE_WIDTH.search(text):
-        raise SecurityError(f"the format {text[:40]!r} has a width that is too large or computed")
-    longest = max((len(text_of(value)) for value in values), default=0)
-    _check_size(len(text) + (text.count("%") + text.count("{")) * longest)
-
-
-def _check_binary(operator: str, left: Any, right: Any) -> None:
-    if operator == "+":
-        _check_size(_size(left) + _size(right))
-    elif operator == "%" and isinstance(left, str):
-        _check_format(left, right if isinstance(right, tuple) else (right,))
-    elif operator == "*":
-        _check_size(max(_size(left) * _integer(right), _size(right) * _integer(left)))
-        _check_bits(_integer(left).bit_length() + _integer(right).bit_length())
-    elif operator == "**":
-        _check_bits(_integer(left).bit_length() * max(_integer(right), 1))
-
-
-def _check_bits(bits: int) -> None:
-    if bits > _MAX_INTEGER_BITS:
-        raise SecurityError(f"it would compute an integer of {bits:,} bits")
-
-
-def _check_growth(
-    name: str, subject: Any, args: tuple[Any, ...], options: Mapping[str, Any]
-) -> None:
-    """Before the filter or string method `name` runs on `subject`."""
-    values = [*args, *options.values()]
-    longest = max(map(_size, values), default=0)
-    widest = max(map(_integer, values), default=0)
-    if name not in _ELEMENT_FILTERS and not isinstance(subject, str):
-        _weigh(subject)
-    if name in {"center", "ljust", "rjust", "zfill", "truncate"}:
-        _check_size(max(_size(subject), widest) + longest)
-    elif name in {"batch", "slice"}:
-        _check_size(widest)
-    elif name in {"indent", "expandtabs"}:
-        lines = text_of(subject).count("\n" if name == "indent" else "\t") + 1
-        _check_size(_size(subject) + lines * max(widest, longest, 8))
-    elif name == "wordwrap":
-        _check_size(_size(subject) * (1 + longest))
-    elif name == "replace" and values:
-        count = text_of(subject).count(text_of(values[0]))
-        _check_size(_size(subject) + count * longest)
-    elif name == "join":
-        _check_size(sum(len(text_of(item)) for item in subject) + len(subject) * longest)
-    elif name in {"format", "format_map"}:
-        _check_format(subject, values)
-    elif name == "sum":
-        start = args[1] if len(args) > 1 else options.get("start", 0)
-        if not isinstance(start, (int, float)):
-            raise SecurityError("the filter sum only adds numbers")
-    else:
-        _check_size(_size(subject))
+_COMPARISONS: dict[str, Callable[[Any, Any], Any]] = {
+    "eq": operator.eq,
+    "ne": operator.ne,
+    "gt": operator.gt,
+    "gteq": operator.ge,
+    "lt": operator.lt,
+    "lteq": operator.le,
+    "in": lambda left, right: left in right,
+    "notin": lambda left, right: left not in right,
+}
+"""By their names in jinja2's syntax tree."""
 
 
 def _guarded_filter(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
@@ -199,11 +68,24 @@ def _guarded_filter(name: str, function: Callable[..., Any]) -> Callable[..., An
     def guarded(*args: Any, **options: Any) -> Any:
         if len(args) > position:
             subject = args[position]
-            if name == "join":  # measured and then joined, so a generator won't do
-                subject = list(subject)
+            whole = isinstance(subject, (str, list, tuple, Mapping))
+            if name == "join" or (name in COMPARING_FILTERS and not whole):
+                subject = list(subject)  # measured and then used, so a generator won't do
                 args = (*args[:position], subject, *args[position + 1 :])
-            _check_growth(name, subject, args[position + 1 :], options)
+            check_growth(name, subject, args[position + 1 :], options)
         return function(*args, **options)
+
+    return guarded
+
+
+def _guarded_test(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    """The test, with the work that it does bounded."""
+    position = 1 if hasattr(function, "jinja_pass_arg") else 0
+
+    @functools.wraps(function)
+    def guarded(*args: Any) -> Any:
+        check_test(name, args[position], args[position + 1 :])
+        return function(*args)
 
     return guarded
 
@@ -212,7 +94,7 @@ def _guarded_filter(name: str, function: Callable[..., Any]) -> Callable[..., An
 
 
 class _BoundedCode(CodeGenerator):
-    """Compiles loops to count their passes and `~` to check its length."""
+    """Compiles loops to count their passes, and what has no hook to be measured before it runs."""
 
     def visit_For(self, node: nodes.For, frame: Frame) -> None:  # noqa: N802
         tick = nodes.Call(nodes.EnvironmentAttribute("tick"), [], [], None, None)
@@ -234,6 +116,25 @@ class _BoundedCode(CodeGenerator):
             self.visit(part, frame)
             self.write(", ")
         self.write("))")
+
+    def visit_Compare(self, node: nodes.Compare, frame: Frame) -> None:  # noqa: N802
+        self.write("environment.compared(")
+        self.visit(node.expr, frame)
+        for i, operand in enumerate(node.ops):
+            # of `a < b < c`, c is looked at only where a < b
+            self.write(f", {operand.op!r}, {'lambda: ' if i else ''}")
+            self.visit(operand.expr, frame)
+        self.write(")")
+
+    def visit_Dict(self, node: nodes.Dict, frame: Frame) -> None:  # noqa: N802
+        self.write("{")
+        for pair in node.items:
+            self.write("environment.hashed(")
+            self.visit(pair.key, frame)
+            self.write("): ")
+            self.visit(pair.value, frame)
+            self.write(", ")
+        self.write("}")
 
 
 class _GenerationTag(Extension):
@@ -265,7 +166,8 @@ class _Namespace(Namespace):
 
     @staticmethod
     def _check_name(name: Any) -> None:
-        if str(name).startswith("_"):
+        if not isinstance(name, str) or name.startswith("_"):
+            hashed(name)
             raise SecurityError(f"a namespace can't have the attribute {name!r}")
 
 
@@ -273,11 +175,13 @@ class _Dict:
     """`dict(…)` and `dict.fromkeys(…)` without the type, whose methods change any dictionary."""
 
     def __call__(self, *args: Any, **items: Any) -> dict[Any, Any]:
+        if args and not isinstance(args[0], Mapping):
+            args = ([(hashed(key), value) for key, value in args[0]], *args[1:])
         return dict(*args, **items)
 
     def fromkeys(self, keys: Iterable[Any], value: Any = None) -> dict[Any, Any]:
         """`dict.fromkeys`."""
-        return dict.fromkeys(keys, value)
+        return dict.fromkeys(map(hashed, keys), value)
 
 
 class BoundedEnvironment(ImmutableSandboxedEnvironment):
@@ -288,6 +192,7 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
     concat = staticmethod(join_pieces)
     join_pieces = staticmethod(join_pieces)
     charged = staticmethod(charged)
+    hashed = staticmethod(hashed)
 
     def __init__(self) -> None:
         super().__init__(
@@ -308,6 +213,9 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
         self.filters["tojson"] = _to_json
         for name, function in self.filters.items():
             self.filters[name] = _guarded_filter(name, function)
+        tests: dict[str, Any] = self.tests
+        for name, function in tests.items():
+            tests[name] = _guarded_test(name, function)
 
     def tick(self) -> None:
         """One pass of a loop: `call` counts it."""
@@ -318,30 +226,48 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
 
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
         """`+ * ** %`, refused where the result would be huge."""
-        _check_binary(operator, left, right)
+        check_binary(operator, left, right)
         return super().call_binop(context, operator, left, right)
+
+    def getitem(self, obj: Any, argument: Any) -> Any:
+        """`obj[argument]`, whose hash and whose text in an error are paid for."""
+        return super().getitem(obj, hashed(argument))
+
+    def compared(self, left: Any, name: str, right: Any, *more: Any) -> Any:
+        """`left == right` and its like; more: further operators and functions for their operands.
+
+        Nested lists that share their parts take exponential time, so they are measured first.
+        """
+        weigh_comparison(name, left, right)
+        found = _COMPARISONS[name](left, right)
+        if not more or not found:
+            return found
+        return self.compared(right, more[0], more[1](), *more[2:])
 
     def call(__self, __context: Context, __obj: Any, *args: Any, **options: Any) -> Any:  # noqa: N805
         """Any call in a template: counted, and string methods are measured first."""
-        _spend(1)
+        spend(1)
         # str.format comes wrapped by the sandbox.
         subject = getattr(getattr(__obj, "__wrapped__", __obj), "__self__", None)
         if isinstance(subject, str):
             name = getattr(__obj, "__name__", "")
             if name == "join" and args:
                 items = list(args[0])
-                _check_growth("join", items, (subject,), {})
+                check_growth("join", items, (subject,), {})
                 args = (items,)
             else:
-                _check_growth(name, subject, args, options)
+                check_growth(name, subject, args, options)
+        elif subject is not None:
+            check_method(subject, getattr(__obj, "__name__", ""), args)
         return super().call(__context, __obj, *args, **options)
 
 
 def _raise_exception(message: str) -> NoReturn:
-    raise TemplateError(message)
+    raise TemplateError(text_of(message))
 
 
 def _strftime_now(form: str) -> str:
+    check_size(len(form) * _TIME_GROWTH)
     return datetime.now().strftime(form)
 
 
@@ -353,8 +279,7 @@ def _to_json(
     sort_keys: bool = False,
 ) -> str:
     # jinja2's own escapes HTML characters, which a prompt shouldn't have.
-    if _integer(indent) > _MAX_INDENT or _size(indent) > _MAX_INDENT:
-        raise SecurityError(f"tojson's indent is more than {_MAX_INDENT}")
+    check_json(value, indent, separators)
     return json.dumps(
         value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
     )
@@ -389,3 +314,15 @@ def _check_source(source: str) -> None:
         raise SecurityError(
             f"its source has {len(source):,} characters; {MAX_SOURCE_CHARACTERS:,} are allowed"
         )
+
+
+__all__ = [
+    "MAX_TEXT_CHARACTERS",
+    "BoundedEnvironment",
+    "Budget",
+    "budget",
+    "compile_template",
+    "environment",
+    "join_pieces",
+    "variables_of",
+]

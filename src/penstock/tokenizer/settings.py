@@ -107,7 +107,7 @@ def read_json(path: Path) -> dict[str, Any]:
     text = read_text(path)
     try:
         value = json.loads(text)
-    except json.JSONDecodeError as error:
+    except (ValueError, RecursionError) as error:  # too many digits, nested too deep
         raise TokenizerError(
             f"{path} isn't valid JSON ({error}; the file has {len(text):,} characters). "
             f"It may be truncated: download it again."
@@ -154,6 +154,11 @@ def _extra_special_tokens(config: Mapping[str, Any]) -> tuple[str, ...]:
         values = config.get(key) or []
         if isinstance(values, Mapping):
             values = values.values()
+        elif not isinstance(values, list):
+            raise TokenizerError(
+                f"tokenizer_config.json or special_tokens_map.json: {key} must be a list of "
+                f"tokens: {values!r}. Download the file again."
+            )
         contents.extend(content for value in values if (content := _content(value)) is not None)
     return tuple(dict.fromkeys(contents))
 

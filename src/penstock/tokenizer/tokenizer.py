@@ -26,6 +26,10 @@ if TYPE_CHECKING:
     from penstock.tokenizer.tool_calls import ToolCallForm
 
 
+_PROBE = "It was 1 day."
+"""A text that most tokenizers encode."""
+
+
 class PieceTable(dict[int, bytes]):
     """Token id → bytes, filled on first use: a vocabulary of 150,000 costs nothing to open."""
 
@@ -61,6 +65,7 @@ class Tokenizer:
         self.unk_token_id: int | None = self._named_id("unk_token")
         self.vocab_map: VocabMap | None = None  # of the model, where its vocabulary is reduced
         self._affixes = self._bos_and_eos(settings)
+        self._probe()
         self._pieces = PieceTable(self._compute_bytes)
         self._visible_pieces = PieceTable(
             lambda token_id: b"" if token_id in self.special_ids else self._pieces[token_id]
@@ -268,6 +273,15 @@ class Tokenizer:
                 f"vocabulary."
             )
         return token_id
+
+    def _probe(self) -> None:
+        """Encode some text: what a file refers to and lacks shows only then."""
+        try:
+            self._backend.encode(_PROBE, add_special_tokens=True)
+        except TokenizerError as error:
+            if isinstance(error.__cause__, Exception):
+                return  # not a panic: it hasn't these letters, and may have others
+            raise TokenizerError(f"{self._name}, tried with {_PROBE!r}: {error}") from error
 
     def _check_unicode(self, text: str) -> None:
         try:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,6 +24,16 @@ from penstock.errors import InvalidPromptError, WeightsError
 FILE = "vocab_map.safetensors"
 
 Ids = NDArray[np.int32]
+
+
+def _ids(name: str, stored: NDArray[Any]) -> Ids:
+    """An array of a file; ValueError where it isn't a list of int32."""
+    if stored.ndim != 1 or stored.dtype.kind not in "iu":
+        raise ValueError(f"{name} is {stored.dtype} of {list(stored.shape)}")
+    limits = np.iinfo(np.int32)
+    if len(stored) and not limits.min <= int(stored.min()) <= int(stored.max()) <= limits.max:
+        raise ValueError(f"{name} has ids from {stored.min()} to {stored.max()}")
+    return stored.astype(np.int32)
 
 
 class VocabMap:
@@ -69,9 +80,8 @@ class VocabMap:
             return None
         try:
             found = load_file(file)
-            arrays = [found[name].astype(np.int32) for name in ("kept", "start", "rewritten")]
-            return cls(*arrays)
-        except (SafetensorError, KeyError, ValueError, OSError) as error:
+            return cls(*(_ids(name, found[name]) for name in ("kept", "start", "rewritten")))
+        except (SafetensorError, KeyError, TypeError, ValueError, OSError) as error:
             raise WeightsError(
                 f"{file} isn't a map of a reduced vocabulary: {error}. Reduce the model again."
             ) from error

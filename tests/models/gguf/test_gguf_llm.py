@@ -94,6 +94,13 @@ def test_a_file_in_parts(stories: Path, tmp_path: Path) -> None:
         assert parts.outputs[0].token_ids == one.outputs[0].token_ids
 
 
+def finish(writer: gguf.GGUFWriter) -> None:
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
 def test_what_ends_a_text(tmp_path: Path) -> None:
     def vocab(writer: gguf.GGUFWriter, size: int) -> None:
         tokens = [f"t{i}" for i in range(size)]
@@ -113,6 +120,18 @@ def test_what_ends_a_text(tmp_path: Path) -> None:
     assert loaded.eos_token_ids == (5, 6, 7)
     assert loaded.spec.bos_token_id == 4
     assert loaded.generation == {"temperature": 0.7, "top_k": 20}
+
+
+def test_tokens_that_are_no_texts(tmp_path: Path) -> None:
+    """What ends a text is looked for among them; the tokenizer refuses them."""
+    writer = gguf.GGUFWriter(str(tmp_path / "m.gguf"), "llama")
+    for key, value in LLAMA.items():
+        writer.add_uint32(key, value) if isinstance(value, int) else writer.add_float32(key, value)
+    writer.add_array("tokenizer.ggml.tokens", [[1], [2]])
+    writer.add_array("tokenizer.ggml.token_type", [3, 3])
+    writer.add_tensor("token_embd.weight", np.zeros((8, 8), dtype=np.float32))
+    finish(writer)
+    assert read_spec(tmp_path / "m.gguf").eos_token_ids == ()
 
 
 def test_unread_keys_are_named(tmp_path: Path) -> None:
@@ -162,10 +181,7 @@ def edited(path: Path, architecture: str, keys: dict[str, Any], tensors: list[st
         writer.add_uint32(key, value) if isinstance(value, int) else writer.add_float32(key, value)
     for name in tensors:
         writer.add_tensor(name, np.zeros((8, 8), dtype=np.float32))
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    finish(writer)
 
 
 LLAMA: dict[str, Any] = {
@@ -192,6 +208,34 @@ BROKEN: dict[str, tuple[str, dict[str, Any], list[str], str]] = {
         "3 heads",
     ),
     "vocabulary": ("llama", {**LLAMA, "llama.vocab_size": 9}, ["token_embd.weight"], "is 9, but"),
+    "layers": (
+        "llama",
+        {**LLAMA, "llama.block_count": 20_000_000},
+        ["token_embd.weight"],
+        "block_count must be at most 1, the tensors that the file has, not 20000000",
+    ),
+    "scale": (
+        "llama",
+        {**LLAMA, "llama.attention.scale": float("nan")},
+        ["token_embd.weight"],
+        r"attention\.scale must be a number, not nan",
+    ),
+}
+GEMMA: dict[str, Any] = {k.replace("llama", "gemma2"): v for k, v in LLAMA.items()}
+BROKEN |= {
+    f"gemma's {key} of {value}": (
+        "gemma2",
+        {**GEMMA, f"gemma2.{key}": value},
+        ["token_embd.weight"],
+        f"gemma2.{key} must be {said}",
+    )
+    for key, value, said in (
+        ("block_count", 20_000_000, "at most 1, the tensors"),
+        ("attention.scale", float("nan"), "a number, not nan"),
+        ("attention.scale", float("inf"), "a number, not inf"),
+        ("attention.scale", 1e-40, "above 0"),
+        ("attention.scale", -0.5, "above 0"),
+    )
 }
 
 
@@ -217,10 +261,7 @@ def test_no_value_crashes(key: str, value: Any, tmp_path: Path) -> None:
         kind.get(type(one), writer.add_array)(name, one)
     writer.add_tensor("token_embd.weight", np.zeros((8, 8), dtype=np.float32))
     writer.add_tensor("rope_freqs.weight", np.ones(2, dtype=np.float32))
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    finish(writer)
     with pytest.raises(ModelError):
         load_model(tmp_path / "m.gguf")
 

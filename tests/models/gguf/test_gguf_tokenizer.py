@@ -274,6 +274,10 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "ids": ({"eos_token_id": 7}, "eos_token_id is 7, but there are 7 tokens"),
     "no bos": ({"bos_token_id": None}, "should have its bos_token, but there is no id"),
     "text": ({"tokens": [1, 2]}, "tokens has values of another type"),
+    "unused": (
+        {"token_type": [5, 3, 3, 1, 1, 1, 1]},
+        "unknown token, '<unk>', is marked as unused",
+    ),
     "spaces": ({"remove_extra_whitespaces": True}, "drops repeated white space"),
 }
 

@@ -84,6 +84,15 @@ class Architecture:
     norm_shift: float = 0.0  # that was added to the norms
 
 
+def _layers(m: Metadata, c: Container) -> int:
+    """How many layers there are, each of which has tensors."""
+    key = m.own("block_count")
+    count = m.integer(key)
+    if count > len(c.tensors):
+        raise m.fail(key, count, f"at most {len(c.tensors)}, the tensors that the file has")
+    return count
+
+
 def _head_dim(m: Metadata) -> int:
     heads, hidden = (m.integer(m.own(k)) for k in ("attention.head_count", "embedding_length"))
     if heads == 0 or hidden % heads:
@@ -103,7 +112,7 @@ def _rms_model(m: Metadata, c: Container, architecture: str) -> Config:
         "architectures": [architecture],
         "hidden_size": m.integer(m.own("embedding_length")),
         "intermediate_size": m.integer(m.own("feed_forward_length")),
-        "num_hidden_layers": m.integer(m.own("block_count")),
+        "num_hidden_layers": _layers(m, c),
         "num_attention_heads": heads,
         "num_key_value_heads": m.integer(m.own("attention.head_count_kv"), heads),
         "head_dim": dim,
@@ -184,6 +193,8 @@ def _gemma(m: Metadata, c: Container, architecture: str, period: int) -> Config:
     largest = layers == _LARGEST_GEMMA[m.architecture]
     per_head = config["hidden_size"] / config["num_attention_heads"]
     scale = m.number(m.own("attention.scale"), 0.0)
+    if scale and not 1e-18 < scale < 1e18:  # its square is a float, too
+        raise m.fail(m.own("attention.scale"), scale, "above 0, and a scale of scores")
     usual = per_head if largest else config["head_dim"]
     scalar = scale**-2 if scale else usual
     whole = round(scalar)  # as configs have it; a float32 scale gives it back but for its rounding
@@ -222,7 +233,7 @@ def _gpt2(m: Metadata, c: Container) -> Config:
         "architectures": ["GPT2LMHeadModel"],
         "n_embd": m.integer(m.own("embedding_length")),
         "n_head": m.integer(m.own("attention.head_count")),
-        "n_layer": m.integer(m.own("block_count")),
+        "n_layer": _layers(m, c),
         "n_positions": m.integer(m.own("context_length")),
         "n_inner": m.integer(m.own("feed_forward_length")),
         "layer_norm_epsilon": m.number(m.own("attention.layer_norm_epsilon")),
@@ -235,7 +246,7 @@ def _gpt_neox(m: Metadata, c: Container) -> Config:
         "architectures": ["GPTNeoXForCausalLM"],
         "hidden_size": m.integer(m.own("embedding_length")),
         "intermediate_size": m.integer(m.own("feed_forward_length")),
-        "num_hidden_layers": m.integer(m.own("block_count")),
+        "num_hidden_layers": _layers(m, c),
         "num_attention_heads": m.integer(m.own("attention.head_count")),
         "layer_norm_eps": m.number(m.own("attention.layer_norm_epsilon")),
         "max_position_embeddings": m.integer(m.own("context_length")),

@@ -60,10 +60,11 @@ def read_gguf_config(container: Container) -> dict[str, Any]:
             f"{container.path} holds the architecture {m.architecture!r}, which isn't built."
             f"{nearest(m.architecture, ARCHITECTURES)} Built: {', '.join(ARCHITECTURES)}."
         )
+    vocab_size = _vocab_size(m, container)
     config = ARCHITECTURES[m.architecture].read_config(m, container)
     (architecture,) = config["architectures"]
     config["model_type"] = _MODEL_TYPES.get(architecture, m.architecture)
-    config["vocab_size"] = _vocab_size(m, container)
+    config["vocab_size"] = vocab_size
     config["tie_word_embeddings"] = is_tied(container)
     config["dtype"] = str(main_dtype(container)).removeprefix("torch.")
     config |= _special_tokens(m)
@@ -129,12 +130,16 @@ def _special_tokens(m: Metadata) -> dict[str, Any]:
     tokens, types = (m.get(f"tokenizer.ggml.{key}") for key in ("tokens", "token_type"))
     if isinstance(tokens, list) and isinstance(types, list):
         pairs = enumerate(zip(tokens, types, strict=False))
-        stops += [i for i, (token, kind) in pairs if kind == _CONTROL and token in _STOP_NAMES]
+        stops += [i for i, (token, kind) in pairs if kind == _CONTROL and _is_stop(token)]
     return {
         "bos_token_id": bos,
         "pad_token_id": padding,
         "eos_token_id": list(dict.fromkeys(stop for stop in stops if stop is not None)),
     }
+
+
+def _is_stop(token: Any) -> bool:
+    return isinstance(token, str) and token in _STOP_NAMES
 
 
 def _token_id(m: Metadata, name: str) -> int | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -44,9 +45,9 @@ class Metadata:
         return int(value)
 
     def number(self, key: str, default: float | None = None) -> float:
-        """A number."""
+        """A finite number."""
         value = self._typed(key, (int, float), "a number", default)
-        if isinstance(value, bool):
+        if isinstance(value, bool) or not math.isfinite(value):
             raise self.fail(key, value, "a number")
         return float(value)
 

@@ -148,14 +148,20 @@ class Vocabulary:
     def _sentencepiece(self) -> tokenizers.Tokenizer:
         if self._get("remove_extra_whitespaces", bool, False):
             raise self._fail("it drops repeated white space, which isn't built")
-        vocabulary = self._spelled()
-        model = models.BPE(
-            vocabulary,
-            self._merges_by_score(),
-            unk_token=self._token("unknown", 0),
-            fuse_unk=True,
-            byte_fallback=BYTE in self.types,
-        )
+        vocabulary, merges = self._spelled(), self._merges_by_score()
+        unknown = self._token("unknown", 0)
+        if unknown is not None and unknown not in vocabulary:
+            raise self._fail(f"its unknown token, {unknown!r}, is marked as unused")
+        try:
+            model = models.BPE(
+                vocabulary,
+                merges,
+                unk_token=unknown,
+                fuse_unk=True,
+                byte_fallback=BYTE in self.types,
+            )
+        except Exception as error:  # the library raises bare Exception and TypeError
+            raise self._fail(f"{len(vocabulary):,} tokens don't make a BPE: {error}") from error
         built = tokenizers.Tokenizer(model)
         steps: list[Any] = [decoders.Replace(SPACE_SYMBOL, " "), decoders.ByteFallback()]
         steps.append(decoders.Fuse())

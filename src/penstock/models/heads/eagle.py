@@ -26,6 +26,7 @@ from torch import Tensor
 
 from penstock.errors import ConfigError, ModelNotFoundError, UnsupportedModelError, WeightsError
 from penstock.models.common import attention, decoder, gated_mlp, head_dim
+from penstock.models.computable import check_rope
 from penstock.models.config_reader import ConfigReader
 from penstock.models.heads import medusa
 from penstock.models.heads.source import (
@@ -42,15 +43,11 @@ from penstock.models.spec import Ignore, ModelSpec, Rename, Rule, Stack
 from penstock.models.weights import load_weights
 from penstock.nn import Decoder, DecoderSpec, LayerSpec, RopeSpec
 from penstock.nn.eagle import EagleHead, EagleSpec, target_embedding
-from penstock.nn.rope import inverse_frequencies
 from penstock.quant import Scheme
 from penstock.tokenizer.vocab_map import VocabMap
 
 FILES = ("model.safetensors", "pytorch_model.bin")
 """Where the weights may be, the first that is there."""
-
-MOST_POSITIONS = 1 << 31
-"""Of any sequence: positions are int32."""
 
 _AUX_LAYERS = "eagle_aux_hidden_state_layer_ids"
 _SAID = """bias qkv_bias attention_bias num_hidden_layers target_hidden_size embed_requires_grad
@@ -252,13 +249,8 @@ def _check_rope(where: str, rope: RopeSpec | None) -> None:
     """Raises ConfigError for a rotation whose angles or factor no float32 holds."""
     assert rope is not None  # a Llama's
     try:
-        for length in (1, MOST_POSITIONS):  # longrope has factors for each
-            with np.errstate(all="ignore"):
-                inverse, factor = inverse_frequencies(rope, length)
-                widest = np.append(inverse * MOST_POSITIONS, factor).astype(np.float32)
-            if not np.isfinite(widest).all():
-                raise ValueError("they aren't finite")
-    except (ArithmeticError, ValueError) as error:
+        check_rope(rope)
+    except ValueError as error:
         raise ConfigError(
             f"{where}: positions can't be rotated by its rope_theta="
             f"{rope.theta} and rope parameters of type {rope.kind!r}: {error}."

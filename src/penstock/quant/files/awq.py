@@ -22,6 +22,7 @@ from penstock.quant.files.layout import (
     Tensors,
     check_included,
     integer_scheme,
+    matrix_shape,
     modules_with,
     need,
     option,
@@ -29,7 +30,7 @@ from penstock.quant.files.layout import (
     smallest_exact,
     unpack_bits,
 )
-from penstock.quant.files.words import PARTS, Coding, check_parts, group_size, matrix_shape
+from penstock.quant.files.words import PARTS, Coding, check_parts, group_size
 from penstock.quant.scheme import Scheme
 
 _ORDER = (0, 2, 4, 6, 1, 3, 5, 7)

@@ -29,6 +29,7 @@ from penstock.quant.files.layout import (
     check_included,
     check_shape,
     finite,
+    matrix_shape,
     modules_with,
     need,
     pack_nibbles,
@@ -66,7 +67,7 @@ def _eight_bits(tensors: Tensors, names: set[str], module: str) -> Matrix:
     need(tensors, names, module, "weight")
     weight, scales = f"{module}.weight", f"{module}.SCB"
     check_dtype(tensors, weight, torch.int8)
-    n, k = tensors.shape(weight)
+    n, k = matrix_shape(tensors, weight)
     check_shape(tensors, scales, (n,))
     layout = f"{module}.weight_format"
     if layout in names and tensors.raw(layout).any():  # 0: rows, the only one that is written now
@@ -93,7 +94,7 @@ def _four_bits(tensors: Tensors, names: set[str], module: str, kind: str, found:
     check_shape(tensors, f"{module}.weight.absmax", (count,))
     if nested:
         need(tensors, names, module, *_NESTED)
-        blocks = -(-count // state["nested_blocksize"])
+        blocks = -(-count // state.get("nested_blocksize", 256))
         check_shape(tensors, f"{module}.{_NESTED[0]}", (blocks,))
         check_shape(tensors, f"{module}.{_NESTED[1]}", (256,))
     scheme = None
@@ -114,9 +115,9 @@ def _state(tensors: Tensors, name: str) -> dict[str, Any]:
     try:
         state: dict[str, Any] = json.loads(bytes(stored.tolist()))
         shape, sizes = state["shape"], [state["blocksize"], state.get("nested_blocksize", 256)]
-        if len(shape) == 2 and all(isinstance(v, int) and v > 0 for v in (*shape, *sizes)):
+        if len(shape) == 2 and all(type(v) is int and v > 0 for v in (*shape, *sizes)):
             return state
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise WeightsError(f"{name} isn't the state of a matrix: {error!r}.") from error
     raise WeightsError(f"{name} describes shape {shape} in blocks of {sizes[0]}: not a matrix.")
 

@@ -28,6 +28,8 @@ from penstock.quant.files.layout import (
     check_shape,
     finite,
     integer_scheme,
+    is_pair,
+    matrix_shape,
     modules_with,
     need,
     number,
@@ -41,6 +43,7 @@ from penstock.quant.scheme import BLOCK, Activations, Scheme
 
 _BYTES = ("int-quantized", "float-quantized", "naive-quantized")
 _FLOATS = {"nvfp4-pack-quantized": 16, "mxfp4-pack-quantized": 32}
+_WHOLE = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 FORMATS = ("pack-quantized", *_BYTES, *_FLOATS)
 """The formats that are read and written."""
 
@@ -81,7 +84,7 @@ def _refuse(config: Config) -> None:
     option(config, "quantization_status", ("compressed", None), "compressed")
     for key in ("sparsity_config", "transform_config"):
         value = config.get(key)
-        if value and value.get("format") != "dense":
+        if value and not (isinstance(value, Mapping) and value.get("format") == "dense"):
             raise UnsupportedModelError(f"quantization_config asks for {key}, which isn't built.")
 
 
@@ -149,8 +152,8 @@ class _Module:
                 return size, 1
             case "block":
                 block = self.weights.get("block_structure")
-                if isinstance(block, list) and len(block) == 2:
-                    return int(block[1]), int(block[0])
+                if is_pair(block):
+                    return block[1], block[0]
         raise UnsupportedModelError(
             f"{self.module}: strategy {strategy!r} with group_size {size!r} isn't read; "
             "tensor, channel, group and block are."
@@ -237,15 +240,17 @@ class _Module:
             need(self.tensors, self.names, self.module, "weight_packed", "weight_shape")
             check_dtype(self.tensors, self.part("weight_packed"), torch.int32)
             check_shape(self.tensors, self.part("weight_shape"), (2,))
+            check_dtype(self.tensors, self.part("weight_shape"), *_WHOLE)
             n, k = (int(v) for v in self.tensors.raw(self.part("weight_shape")).tolist())
             check_shape(self.tensors, self.part("weight_packed"), (n, -(-k * self.bits // 32)))
         else:
             need(self.tensors, self.names, self.module, "weight")
             check_dtype(self.tensors, self.name, torch.int8)
-            n, k = self.tensors.shape(self.name)
+            n, k = matrix_shape(self.tensors, self.name)
         self._check_scales(n, k)
         if not self.symmetric:
             need(self.tensors, self.names, self.module, "weight_zero_point")
+            check_dtype(self.tensors, self.part("weight_zero_point"), *_WHOLE)
         scheme = integer_scheme(self.bits, self.group, self.symmetric, self.activations, self.rows)
         if self._column_group(k) is not None:
             scheme = None
@@ -298,7 +303,7 @@ class _Module:
         return matrix.codes(scheme, static)
 
     def _unsigned(self, stored: Tensor, half: int) -> Tensor:
-        raised = stored.to(torch.int16) + half
+        raised = stored.long() + half
         if int(raised.min()) < 0 or int(raised.max()) >= 2 * half:
             raise WeightsError(
                 f"{self.module} holds {int(raised.min()) - half} … {int(raised.max()) - half}, "
@@ -309,7 +314,7 @@ class _Module:
     def _float8(self) -> tuple[tuple[int, int], Scheme | None, Callable[[], Any]]:
         need(self.tensors, self.names, self.module, "weight")
         check_dtype(self.tensors, self.name, torch.float8_e4m3fn)
-        n, k = self.tensors.shape(self.name)
+        n, k = matrix_shape(self.tensors, self.name)
         self._check_scales(n, k)
         sharing = self.group, self.rows
         scheme = float8_scheme(torch.float8_e4m3fn, *sharing, self.activations)
@@ -325,7 +330,7 @@ class _Module:
                 f"{self.module}: {kind} has symmetric groups of {size} values in 4 bits, but its "
                 f"config_group says {dict(self.weights)}."
             )
-        n, half = self.tensors.shape(self.part("weight_packed"))
+        n, half = matrix_shape(self.tensors, self.part("weight_packed"))
         k = half * 2
         check_dtype(self.tensors, self.part("weight_packed"), torch.uint8)
         check_shape(self.tensors, self.part("weight_scale"), (n, groups(k, size)))

@@ -27,6 +27,8 @@ from penstock.quant.files.layout import (
     Tensors,
     check_included,
     check_shape,
+    is_pair,
+    matrix_shape,
     option,
     scale_shape,
     shared,
@@ -43,7 +45,7 @@ def find(config: Config, tensors: Tensors) -> Found:
     option(config, "fmt", ("e4m3", "e5m2", None), None)
     block = config.get("weight_block_size")
     dynamic = option(config, "activation_scheme", ("dynamic", "static"), "dynamic") == "dynamic"
-    if block is not None and not (isinstance(block, list | tuple) and len(block) == 2):
+    if block is not None and not is_pair(block):
         raise UnsupportedModelError(f"quantization_config has weight_block_size={block!r}.")
     found, names = Found(), set(tensors.names())
     for name in sorted(names):
@@ -84,11 +86,9 @@ def _matrix(
 ) -> Matrix:
     """parts: the weight, its scales, and perhaps the scale of activations."""
     name, scales = parts[:2]
-    if len(tensors.shape(name)) != 2:
-        raise WeightsError(f"{name} has shape {list(tensors.shape(name))}: it isn't a matrix.")
-    n, k = tensors.shape(name)
+    n, k = matrix_shape(tensors, name)
     if block is not None:
-        rows, group = (int(size) for size in block)
+        rows, group = block
         check_shape(tensors, scales, scale_shape(n, k, group, rows))
     else:
         check_shape(tensors, scales, (), (1,), (1, 1), (n,), (n, 1))

@@ -24,6 +24,7 @@ from penstock.quant.files.layout import (
     Tensors,
     check_included,
     integer_scheme,
+    matrix_shape,
     modules_with,
     need,
     option,
@@ -31,7 +32,7 @@ from penstock.quant.files.layout import (
     smallest_exact,
     unpack_bits,
 )
-from penstock.quant.files.words import PARTS, Coding, check_parts, group_size, matrix_shape
+from penstock.quant.files.words import PARTS, Coding, check_parts, group_size
 from penstock.quant.scheme import Scheme
 
 _BITS = (2, 3, 4, 8)
@@ -58,7 +59,14 @@ def find(config: Config, tensors: Tensors) -> Found:
 
 def _override(module: str, config: Config) -> Mapping[str, Any]:
     """What GPTQModel's `dynamic` says of `module` alone; "-:" leaves it unquantized."""
-    for pattern, values in (config.get("dynamic") or {}).items():
+    dynamic = config.get("dynamic") or {}
+    if not isinstance(dynamic, Mapping) or not all(
+        isinstance(v, Mapping) for v in dynamic.values()
+    ):
+        raise WeightsError(
+            f"quantization_config's dynamic must be an object of objects: {dynamic!r}."
+        )
+    for pattern, values in dynamic.items():
         if not re.match(pattern.removeprefix("+:").removeprefix("-:"), module):
             continue
         if pattern.startswith("-:"):
@@ -85,6 +93,10 @@ def _matrix(
     listed = (*PARTS, *(("g_idx",) if has_order else ()))
     parts = tuple(f"{module}.{part}" for part in listed)
     words, n = matrix_shape(tensors, parts[0])
+    if has_order and len(tensors.shape(parts[3])) != 1:
+        raise WeightsError(
+            f"{parts[3]} has shape {list(tensors.shape(parts[3]))}: it isn't a list."
+        )
     k = tensors.shape(parts[3])[0] if has_order else words * 32 // bits
     count = groups(k, group)
     check_parts(tensors, parts, (-(-k * bits // 32), n), (count, -(-n * bits // 32)), (count, n))

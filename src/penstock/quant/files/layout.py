@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeGuard
 
 import torch
 from torch import Tensor
@@ -87,6 +87,23 @@ def check_shape(tensors: Tensors, name: str, *allowed: tuple[int, ...]) -> None:
         )
 
 
+def is_pair(value: Any) -> TypeGuard[Sequence[int]]:
+    """Whether a config's value is two sizes, of rows and of columns."""
+    return (
+        isinstance(value, list | tuple)
+        and len(value) == 2
+        and all(type(size) is int and size > 0 for size in value)
+    )
+
+
+def matrix_shape(tensors: Tensors, name: str) -> tuple[int, int]:
+    """Of a stored tensor; WeightsError where it isn't a matrix."""
+    shape = tensors.shape(name)
+    if len(shape) != 2:
+        raise WeightsError(f"{name} has shape {list(shape)}: it isn't a matrix.")
+    return shape[0], shape[1]
+
+
 def check_dtype(tensors: Tensors, name: str, *allowed: torch.dtype) -> None:
     """Raise where the stored tensor has none of the `allowed` elements."""
     dtype = tensors.stored_dtype(name)
@@ -116,13 +133,13 @@ def number(tensors: Tensors, name: str) -> float:
 
 
 def option(config: Config, key: str, allowed: tuple[Any, ...], default: Any) -> Any:
-    """The value of `key`, one of `allowed`; UnsupportedModelError for another."""
+    """The one of `allowed` that `key` is (4 for 4.0); UnsupportedModelError for another."""
     value = config.get(key, default)
     if value not in allowed:
         raise UnsupportedModelError(
             f"quantization_config has {key}={value!r}; read are {', '.join(map(repr, allowed))}."
         )
-    return value
+    return allowed[allowed.index(value)]
 
 
 def integer_scheme(
@@ -247,7 +264,8 @@ def excluded(module: str, patterns: Iterable[str]) -> str | None:
 def check_included(module: str, config: Config, *keys: str) -> None:
     """Raise where the config says that `module`, which is quantized, isn't."""
     for key in keys:
-        pattern = excluded(module, config.get(key) or ())
+        named = config.get(key) or ()
+        pattern = excluded(module, (named,) if isinstance(named, str) else named)
         if pattern is not None:
             raise WeightsError(
                 f"quantization_config's {key} names {pattern!r}, but {module} is quantized in the "

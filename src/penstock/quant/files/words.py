@@ -29,17 +29,9 @@ PARTS = ("qweight", "qzeros", "scales")
 def group_size(config: Config, module: str, default: int) -> int:
     """The values of K that share a scale, 0 for all of a row (-1 in files)."""
     size = config.get("group_size", config.get("q_group_size", default))
-    if not isinstance(size, int) or size == 0 or size < -1:
+    if type(size) is not int or size == 0 or size < -1:
         raise UnsupportedModelError(f"quantization_config has group_size={size!r} for {module}.")
     return max(size, 0)
-
-
-def matrix_shape(tensors: Tensors, name: str) -> tuple[int, int]:
-    """Of a stored tensor; WeightsError where it isn't a matrix."""
-    shape = tensors.shape(name)
-    if len(shape) != 2:
-        raise WeightsError(f"{name} has shape {list(shape)}: it isn't a matrix.")
-    return shape[0], shape[1]
 
 
 def check_parts(tensors: Tensors, parts: tuple[str, ...], *shapes: tuple[int, int]) -> None:
