@@ -157,7 +157,7 @@ def distill(
 
 @app.command()
 def adapt(
-    style: Annotated[str, typer.Argument(help="shakespeare or science_fiction")],
+    style: Annotated[str, typer.Argument(help="shakespeare or verse")],
     work: Work = WORK,
     steps: Steps = None,
     minutes: Minutes = None,

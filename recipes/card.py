@@ -18,15 +18,14 @@ ABOUT = {
     "talk.",
     "draft": "Distilled from `stories-chat`: proposes tokens for speculative decoding.",
     "shakespeare": "A LoRA adapter of `stories`: Shakespeare's plays.",
-    "science_fiction": "A LoRA adapter of `stories`: magazine science fiction of the 1930s to "
-    "1960s.",
+    "verse": "A LoRA adapter of `stories`: verse of Milton, Blake and Whitman.",
 }
 USE = {
     "base": "penstock generate stories --prompt 'Once upon a time'",
     "chat": "penstock chat",
     "draft": 'penstock chat --speculative-config \'{"method": "draft_model"}\'',
     "shakespeare": "penstock export stories -o FOLDER --merge-lora stories-shakespeare",
-    "science_fiction": "penstock export stories -o FOLDER --merge-lora stories-science-fiction",
+    "verse": "penstock export stories -o FOLDER --merge-lora stories-verse",
 }
 """Each member's command, by its name in the package."""
 MAX_TOKENS = 400  # of a reply; one that takes more is marked
@@ -35,7 +34,7 @@ TRAINED_ON = {
     "chat": tuple(LICENCES)[:8],
     "draft": tuple(LICENCES)[:8],
     "shakespeare": (*tuple(LICENCES)[:5], "tinyshakespeare"),
-    "science_fiction": tuple(LICENCES)[:5],
+    "verse": tuple(LICENCES)[:5],
 }
 _FRONT = ("---", "license: other", "language: en", "tags: [penstock, stories]", "---")
 

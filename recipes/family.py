@@ -1,7 +1,7 @@
 """The family's members: what each is trained on, from what, and how often.
 
 base: stories, novels and dialogues. chat: base, fine-tuned on replies. draft: small, distilled from
-chat. shakespeare, science_fiction: adapters of base.
+chat. shakespeare, verse: adapters of base.
 """
 
 import json
@@ -34,6 +34,7 @@ Paces = Mapping[str, tuple[float, float]]
 PRETRAIN: Paces = {
     "novels": (1.2, 0.4),
     "short_stories": (1.2, 1.6),
+    "science_fiction": (1.2, 0.8),
     "tinystories": (0.4, 1.6),
     "tools": (0.8, 1.6),
     "talk": (0.8, 1.6),
@@ -56,7 +57,7 @@ DISTILL: Paces = {
     "requests": (2.0, 1.0),
     "tinystories": (2.0, 0.5),
 }
-ADAPTERS = ("shakespeare", "science_fiction")
+ADAPTERS = ("shakespeare", "verse")
 KL_SHARE = 0.7  # of the distillation's loss; the rest is cross-entropy
 HELD_OUT = {
     "base": ("tinystories", "short_stories", "dialogues"),

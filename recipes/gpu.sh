@@ -48,8 +48,8 @@ tune)
         time recipes distill --work $work --minutes "${DRAFT_MINUTES:-2.2}"
         # a few epochs each: longer runs learn the text by heart
         time recipes adapt shakespeare --work $work --rows 16 --steps "${SHAKESPEARE_STEPS:-120}"
-        time recipes adapt science_fiction --work $work --rows 16 --steps "${FICTION_STEPS:-900}"
-        recipes split "$out" chat draft shakespeare science_fiction --work $work
+        time recipes adapt verse --work $work --rows 16 --steps "${VERSE_STEPS:-120}"
+        recipes split "$out" chat draft shakespeare verse --work $work
     } 2>&1 | tee "$out/tune.log"
     ;;
 *)

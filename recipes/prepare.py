@@ -31,6 +31,7 @@ VOCABULARY_BYTES = {  # how much of each source the merges are learned from
     "shakespeare": 500_000,
     "dialogues": 8_000_000,
 }
+LARGE = ("novels", "science_fiction", "short_stories", "synthetic")  # streams of `base` alone
 HELD_OUT_DIALOGUES = 200
 EXCHANGE = "<|im_start|>user\n"
 
@@ -57,7 +58,7 @@ def prepare(data: Path, out: Path, limit: int | None = None, vocab_size: int = V
     small.add_text("tokenizer.json", tokenizer.to_str())
     for name, texts in sorted(training.items()):
         stream = tokenize(tokenizer, texts)
-        pack = large if name in ("novels", "short_stories", "synthetic") else small
+        pack = large if name in LARGE else small
         pack.add_stream(name, stream)
         sizes[name] = len(stream.tokens), stream.bytes
     for kind in sorted({c.kind for c in talks}):
@@ -117,7 +118,7 @@ def _conversations(data: Path, stories: list[str], limit: int | None) -> Iterabl
 
 def _vocabulary_texts(training: dict[str, list[str]], dialogues: list[str]) -> Iterable[str]:
     for name, texts in sorted((training | {"dialogues": dialogues}).items()):
-        left = VOCABULARY_BYTES[name]
+        left = VOCABULARY_BYTES.get(name, 0)
         for text in sorted(texts, key=digest):
             if left <= 0:
                 break

@@ -12,7 +12,7 @@ NAMES = {
     "chat": "stories-chat",
     "draft": "stories-draft",
     "shakespeare": "stories-shakespeare",
-    "science_fiction": "stories-science-fiction",
+    "verse": "stories-verse",
 }
 """What each member is called in the package."""
 

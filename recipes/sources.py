@@ -37,7 +37,8 @@ PROSE = (
     *("carroll-alice", "chesterton-ball", "chesterton-brown", "edgeworth-parents"),
     "melville-moby_dick",
 )
-"""Of NLTK's selection: no verse, no Bible, and no Shakespeare, whose style an adapter learns."""
+"""Of NLTK's selection: no verse, and no Shakespeare, whose styles adapters learn."""
+VERSE = ("blake-poems", "milton-paradise", "whitman-leaves")
 
 SPACE = re.compile(
     r"\b(?:space ?ships?|rockets?|martians?|planets?|planetary|mars|venus|venusians?|robots?|galaxy"
@@ -47,7 +48,8 @@ SPACE = re.compile(
 SCIENCE_FICTION_DENSITY = 3.0  # words of SPACE in 10,000 characters
 WRAPPED_SHARE = 4  # one short story in four keeps the line breaks that it was typed with
 TINYSTORIES_PERCENT, SHORT_STORIES_PERCENT, SCIENCE_FICTION_PERCENT = 5, 2, 4
-SHAKESPEARE_HELD_OUT = 0.1  # the end of the file
+STYLE_HELD_OUT = 0.1  # the end of each file that an adapter learns
+CONTINUED = re.compile(r"\n {4,}(?=\S)")  # a verse longer than the line
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +82,7 @@ def read_tinystories(folder: Path) -> Iterator[Document]:
 
 
 def read_short_stories(folder: Path) -> Iterator[Document]:
-    """Short stories; those of science fiction are a source of their own, which an adapter learns.
+    """Short stories; those of science fiction are a source of their own.
 
     A held-out story keeps its lines: bits per byte should count the bytes that others see too.
     """
@@ -113,9 +115,23 @@ def read_novels(folder: Path) -> Iterator[Document]:
 def read_shakespeare(folder: Path) -> Iterator[Document]:
     """Two documents: what trains the adapter, and the plays' last tenth."""
     whole = tidy((folder / "tinyshakespeare" / "input.txt").read_text(encoding="utf-8"))
-    cut = whole.index("\n\n", int(len(whole) * (1 - SHAKESPEARE_HELD_OUT)))
-    yield Document("shakespeare", "tinyshakespeare", whole[:cut])
-    yield Document("shakespeare", "tinyshakespeare, the end", whole[cut:].strip(), held_out=True)
+    yield from _parted("shakespeare", "tinyshakespeare", whole)
+
+
+def read_verse(folder: Path) -> Iterator[Document]:
+    """The same of each book of verse; its lines are kept, and no space begins them."""
+    for name in VERSE:
+        text = (folder / "nltk-gutenberg" / f"{name}.txt").read_text(encoding="utf-8")
+        _, _, text = tidy(text).partition("\n")  # what the file calls itself
+        lines = [line.strip(" }") for line in CONTINUED.sub(" ", text).split("\n")]
+        lines = [line for line in lines if not line.startswith("[")]  # numbers of books
+        yield from _parted("verse", name, re.sub(r"\n{3,}", "\n\n", "\n".join(lines)).strip())
+
+
+def _parted(source: str, name: str, whole: str) -> Iterator[Document]:
+    cut = whole.index("\n\n", int(len(whole) * (1 - STYLE_HELD_OUT)))
+    yield Document(source, name, whole[:cut])
+    yield Document(source, f"{name}, the end", whole[cut:].strip(), held_out=True)
 
 
 def read_texts(folder: Path) -> Iterator[Document]:
@@ -124,3 +140,4 @@ def read_texts(folder: Path) -> Iterator[Document]:
     yield from read_short_stories(folder)
     yield from read_novels(folder)
     yield from read_shakespeare(folder)
+    yield from read_verse(folder)

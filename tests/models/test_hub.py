@@ -102,6 +102,9 @@ def test_names_that_are_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     (tmp_path / "model.bin").touch()
     with pytest.raises(ModelNotFoundError, match="is a file"):
         hub.resolve("model.bin")
+    for name in ("~nobody-of-that-name/model", "x" * 5000):
+        with pytest.raises(ModelNotFoundError, match="can't be looked for"):
+            hub.resolve(name)
     for name in ("", "a/b/c", "../x", "org/", "org/na me", "org\\name"):
         with pytest.raises(ModelNotFoundError, match="There is no folder"):
             hub.resolve(name)
@@ -117,19 +120,22 @@ def test_a_hub_id(tmp_path: Path, answer: Any) -> None:
         "model-00001-of-00002.safetensors model.safetensors.index.json config.json "
         "generation_config.json tokenizer.json tokenizer_config.json tokenizer.model merges.txt "
         "chat_template.jinja pytorch_model.bin model.gguf onnx/model.onnx original/params.json "
-        "consolidated.safetensors original/consolidated.safetensors modeling_x.py README.md"
+        "consolidated.safetensors original/consolidated.safetensors modeling_x.py README.md "
+        "a/config.json additional/config.json additional_chat_template/x.jinja z/x.jinja "
+        "additional_chat_templates_2/x.jinja additional_chat_templates/deep/x.jinja"
     ).split()
+    files.insert(9, "additional_chat_templates/tool_use.jinja")
     filtered = huggingface_hub.utils.filter_repo_objects(
         files, allow_patterns=patterns[0], ignore_patterns=patterns[1]
     )
-    assert list(filtered) == files[:9]
+    assert list(filtered) == files[:10]
     hub.resolve("org/heads", also=("medusa_lm_head.pt", "pytorch_model.bin"))
     more = huggingface_hub.utils.filter_repo_objects(
         [*files, "medusa_lm_head.pt", "medusa_lm_head.safetensors"],
         allow_patterns=calls[1]["allow_patterns"],
         ignore_patterns=calls[1]["ignore_patterns"],
     )
-    assert set(more) == {*files[:9], "pytorch_model.bin", *(
+    assert set(more) == {*files[:10], "pytorch_model.bin", *(
         f"medusa_lm_head.{kind}" for kind in ("pt", "safetensors")
     )}  # fmt: skip
 

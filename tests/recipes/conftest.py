@@ -31,6 +31,12 @@ def story(rng: random.Random, sentences: int = 8) -> str:
     return " ".join(sentence(rng) for _ in range(sentences))
 
 
+def tale(rng: random.Random, number: int) -> str:
+    """A story with a subject."""
+    noun = NOUNS[number % len(NOUNS)]
+    return f"{story(rng)} There was a {noun}. The {noun} was old. It was the {noun} of a king."
+
+
 def wrapped(text: str, width: int = 60) -> str:
     lines, line = [], ""
     for word in text.split():
@@ -98,7 +104,7 @@ def made_up_data(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (root / path).write_text(text, encoding="utf-8")
 
     mark = "\n<|endoftext|>\n"
-    write("tinystories/train_2M.txt", mark.join(story(rng) for _ in range(80)) + mark)
+    write("tinystories/train_2M.txt", mark.join(tale(rng, i) for i in range(80)) + mark)
     tail = "\n".join(story(rng, 10).lower() for _ in range(10))
     write("tinystories/train_lowercase_tail.txt", "cut off.\n" + tail + "\n")
     short = [
@@ -112,6 +118,12 @@ def made_up_data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     write("nltk-gutenberg/carroll-alice.txt", wrapped(story(rng, 100)))
     plays = "\n\n".join(f"{rng.choice(NAMES).upper()}:\n{sentence(rng)}" for _ in range(200))
     write("tinyshakespeare/input.txt", plays)
+    for name in ("blake-poems", "milton-paradise", "whitman-leaves"):
+        verses = (sentence(rng).replace(" near", "\n    near", 1) for _ in range(60))
+        stanzas = "\n \n".join(f"{verse}\n{sentence(rng)}" for verse in verses)
+        write(
+            f"nltk-gutenberg/{name}.txt", f"[Verse, 1800]\n\n\n[BOOK I]\n\n}}  Title\n\n{stanzas}\n"
+        )
     dialogues = [dialogue(number, rng) for number in range(120)]
     for part, rows in (("train", dialogues[:100]), ("dev", dialogues[100:])):
         write(f"dialogue/sgd_{part}.jsonl", lines_of(rows))

@@ -45,7 +45,7 @@ def test_what_another_model_wrote_has_a_pace_where_it_is_given_one() -> None:
         ("novels=a:b", "SOURCE=START:END"),
         ("novels=-1:2", "numbers from 0 up"),
         ("novels=nan:2", "numbers from 0 up"),
-        ("novel=1:2", "one of novels, requests, short_stories"),
+        ("novel=1:2", "one of novels, requests, science_fiction"),
     ],
 )
 def test_paces_that_are_none(text: str, words: str) -> None:

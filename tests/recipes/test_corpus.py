@@ -62,7 +62,7 @@ def test_the_same_data_gives_the_same_bytes(
 def test_every_source_is_there(packed: Path) -> None:
     corpus = Corpus(packed)
     assert corpus.names("streams") == [
-        *("novels", "science_fiction", "shakespeare", "short_stories", "tinystories"),
+        *("novels", "science_fiction", "shakespeare", "short_stories", "tinystories", "verse"),
     ]
     assert corpus.names("examples") == ["instructions", "requests", "small_talk", "talk", "tools"]
     sizes = json.loads(corpus.text("manifest.json"))
@@ -75,7 +75,7 @@ def test_nothing_held_out_is_trained_on(packed: Path) -> None:
 
     corpus = Corpus(packed)
     tokenizer = Tokenizer.from_str(corpus.text("tokenizer.json"))
-    for name in ("tinystories", "short_stories", "science_fiction", "shakespeare"):
+    for name in ("tinystories", "short_stories", "science_fiction", "shakespeare", "verse"):
         trained = tokenizer.decode(corpus.stream(name).tokens.tolist()).replace("\n", " ")
         held = corpus.text(f"held_out/{name}.txt").split("<|endoftext|>")
         assert held

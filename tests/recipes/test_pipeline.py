@@ -57,7 +57,7 @@ def test_from_text_to_models(made_up_data: Path, tmp_path: Path) -> None:
     assert re.search(r"^step 40 of 43 .* [\d,]+ tokens/s, \d+\.\d% of \d+\.\d TFLOP/s$", said, re.M)
     recipes(work, "finetune", *run)
     recipes(work, "distill", "--size", "tiny", *run)
-    for style in ("shakespeare", "science_fiction"):
+    for style in ("shakespeare", "verse"):
         recipes(work, "adapt", style, "--rank", "4", *run)
     table = recipes(work, "evaluate", "--max-bytes", "3000", "--max-dialogues", "2")
     figures = json.loads((work / "figures.json").read_text())
@@ -100,7 +100,7 @@ def test_the_real_sources_are_read(tmp_path: Path) -> None:
         pytest.skip(f"the texts aren't in {DATA}")
     printed = recipes(tmp_path, "prepare", "--data", str(DATA / "text"), "--limit", "8",
                       "--vocab-size", "1024")  # fmt: skip
-    for source in ("novels", "tinystories", "science_fiction", "tools", "instructions"):
+    for source in ("novels", "tinystories", "science_fiction", "verse", "tools"):
         assert source in printed
     recipes(tmp_path, "pretrain", "--size", "tiny", "--steps", "2", "--rows", "2")
     assert (tmp_path / "base" / "model.safetensors").exists()

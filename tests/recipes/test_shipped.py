@@ -34,10 +34,11 @@ PASSAGES = {
         "Or that the Everlasting had not fix'd\nHis canon 'gainst self-slaughter! O God! O God!\n"
         "How weary, stale, flat, and unprofitable\nSeem to me all the uses of this world!\n"
     ),
-    "stories-science-fiction": (
-        "The rocket came down on Mars in a cloud of red dust. Captain Hale cut the jets and looked "
-        "at the dials. The atomic pile was still hot, and the hull of the ship creaked. "
-        '"We made it," he said into the radio. "Tell Earth we made it." No one answered from space.'
+    "stories-verse": (  # of a poem that it wasn't trained on
+        "I heard the trailing garments of the Night\nSweep through her marble halls!\n"
+        "I saw her sable skirts all fringed with light\nFrom the celestial walls!\n\n"
+        "I felt her presence, by its spell of might,\nStoop o'er me from above;\n"
+        "The calm, majestic presence of the Night,\nAs of the one I love.\n"
     ),
 }
 HOSTILE = (

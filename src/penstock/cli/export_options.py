@@ -81,7 +81,7 @@ class WeightFlags:
         typer.Option(
             metavar="<path>",
             help="Add the LoRA adapter in this folder (PEFT's layout), or the embedded model's "
-            "stories-shakespeare or stories-science-fiction.",
+            "stories-shakespeare or stories-verse.",
             rich_help_panel=_WEIGHTS,
         ),
     ] = None

@@ -16,7 +16,7 @@ from penstock.models.gguf.container import LATER_PART, is_gguf
 EMBEDDED = ("stories", "stories-chat")
 """Models that come with the package, in `assets/`: one goes on with a text, one replies."""
 
-ADAPTERS = ("stories-shakespeare", "stories-science-fiction")
+ADAPTERS = ("stories-shakespeare", "stories-verse")
 """LoRA adapters of `stories` that come along."""
 
 _GUESSING = {
@@ -30,7 +30,16 @@ _GUESSING = {
 _ASSETS = Path(__file__).parent.parent / "assets"
 _HUB_ID = re.compile(r"[\w][\w.-]*/[\w][\w.-]*")
 _WANTED = ["*.safetensors", *SETTINGS]
-_UNWANTED = ["*/*", "consolidated*"]  # other formats in folders; Mistral's second layout
+_WANTED_FOLDER = "additional_chat_templates"
+_UNWANTED = [
+    "consolidated*",  # Mistral's second layout
+    f"{_WANTED_FOLDER}/*/*",
+    # and files in other folders, which hold other formats: a pattern can't say "other" but by the
+    # place of the first letter that differs
+    *(f"{_WANTED_FOLDER[:i]}[!{_WANTED_FOLDER[i]}]*/*" for i in range(len(_WANTED_FOLDER))),
+    *(f"{_WANTED_FOLDER[:i]}/*" for i in range(len(_WANTED_FOLDER))),
+    f"{_WANTED_FOLDER}[!/]*/*",
+]
 
 
 def resolve(model: str | Path, revision: str | None = None, *, also: Iterable[str] = ()) -> Path:
@@ -46,7 +55,7 @@ def resolve(model: str | Path, revision: str | None = None, *, also: Iterable[st
         return _embedded(str(model), revision, "config.json")
     if model in ADAPTERS:
         return _embedded(str(model), revision, "adapter_config.json")
-    path = Path(model).expanduser()
+    path = _place(model)
     if model and path.is_dir():
         _no_revision(path, revision)
         if path.name.endswith(".partial"):
@@ -68,6 +77,19 @@ def resolve(model: str | Path, revision: str | None = None, *, also: Iterable[st
             f"{nearest(str(model), EMBEDDED)}"
         )
     return _download(model, revision, path, also)
+
+
+def _place(model: str | Path) -> Path:
+    """Where `model` would be if it were on this machine."""
+    try:
+        path = Path(model).expanduser()
+        path.is_dir()
+    except (OSError, RuntimeError) as error:  # a name that is too long; nobody's home
+        raise ModelNotFoundError(
+            f"{str(model)[:200]!r} can't be looked for: {error}. Give a folder, a .gguf file or a "
+            "hub id like 'org/name'."
+        ) from error
+    return path
 
 
 def _embedded(name: str, revision: str | None, needed: str) -> Path:
