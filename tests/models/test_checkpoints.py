@@ -132,6 +132,21 @@ def test_other_safetensors_beside_the_model(copy: Copy) -> None:
     load_model(folder)
 
 
+@pytest.mark.parametrize("kept", [("model-0", "model-1", "model-2"), ()])
+def test_shards_of_an_earlier_save(tiny: Make, copy: Copy, kept: tuple[str, ...]) -> None:
+    """transformers reads model.safetensors, whatever an index beside it names."""
+    case, folder = tiny("llama"), copy("llama")
+    whole = (folder / WEIGHTS).read_bytes()
+    change(folder, lambda tensors: [t.zero_() for t in tensors.values()])
+    shard(folder)
+    for file in folder.glob("model-*.safetensors"):
+        if file.stem not in kept:
+            file.unlink()
+    (folder / WEIGHTS).write_bytes(whole)
+    got = Sequence(load_model(folder).model).feed(case.prompt)
+    assert torch.equal(got, Sequence(case.load().model).feed(case.prompt))
+
+
 def test_missing_shards(copy: Copy) -> None:
     folder = copy("llama")
     shard(folder)
@@ -150,6 +165,7 @@ LONG, DEEP = '{"weight_map": {"a": ' + "9" * 5000 + "}}", "[" * 100_000
 )
 def test_broken_index(copy: Copy, content: str) -> None:
     folder = copy("llama")
+    (folder / WEIGHTS).unlink()
     (folder / "model.safetensors.index.json").write_text(content)
     with pytest.raises(WeightsError, match="not a valid index"):
         load_model(folder)

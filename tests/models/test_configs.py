@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import transformers
 from published import PUBLISHED
 from tiny import CASES, GEMMA3_ROPE
 
@@ -122,6 +123,96 @@ def test_absent_and_null_differ(read: Any) -> None:
     assert spec.final_softcap == 30.0
 
 
+OWN_DEFAULTS = ("num_key_value_heads", "max_position_embeddings", "rms_norm_eps")
+
+
+@pytest.mark.parametrize(
+    ("name", "config"),
+    [
+        ("llama", "LlamaConfig"),
+        ("mistral", "MistralConfig"),
+        ("qwen2", "Qwen2Config"),
+        ("qwen3", "Qwen3Config"),
+        ("gemma2", "Gemma2Config"),
+        ("gemma3", "Gemma3TextConfig"),
+        ("phi3", "Phi3Config"),
+        ("olmo2", "Olmo2Config"),
+        ("smollm3", "SmolLM3Config"),
+    ],
+)
+def test_absent_keys_are_what_they_are_in_transformers(read: Any, name: str, config: str) -> None:
+    keys = {**newer(name), "hidden_size": 64, "num_attention_heads": 32}
+    keys = {key: value for key, value in keys.items() if key not in OWN_DEFAULTS}
+    want = getattr(transformers, config)(**keys)
+    spec = read(keys).decoder
+    assert spec.layers[0].attention.num_kv_heads == want.num_key_value_heads
+    assert (spec.max_position, spec.norm.eps) == (want.max_position_embeddings, want.rms_norm_eps)
+    null = read({**keys, "num_key_value_heads": None}).decoder
+    assert null.layers[0].attention.num_kv_heads == 32
+
+
+def test_phi3s_own_original_length(read: Any) -> None:
+    """Absent it is 4096, and wins over one in rope_parameters, as in transformers."""
+    keys = newer("phi3-long")
+    del keys["original_max_position_embeddings"]
+    keys["rope_parameters"]["original_max_position_embeddings"] = 32
+    keys["max_position_embeddings"] = 16384
+    rope = read(keys).decoder.layers[0].attention.rope
+    assert (rope.original_max_position, rope.factor) == (4096, 4.0)
+
+
+def test_gemma3_caps_no_scores(read: Any) -> None:
+    with pytest.warns(UserWarning, match=r"attn_logit_softcapping=2\.0, which isn't applied"):
+        spec = read({**newer("gemma3"), "attn_logit_softcapping": 2.0}).decoder
+    assert spec.layers[0].attention.softcap == 0.0
+
+
+def test_what_transformers_writes_and_does_not_read(read: Any) -> None:
+    """Gemma 3's underscored pattern, and GPT-NeoX's usual names outside of rope_parameters."""
+    keys = newer("gemma3")
+    del keys["layer_types"]
+    keys.pop("sliding_window_pattern", None)
+    spec = read({**keys, "_sliding_window_pattern": 2}).decoder
+    assert [layer.attention.window for layer in spec.layers] == [16] * 4
+    keys = newer("gpt-neox")
+    del keys["rope_parameters"]
+    both = {"rope_theta": 5.0, "partial_rotary_factor": 1.0}
+    rope = read({**keys, **both}).decoder.layers[0].attention.rope
+    assert (rope.theta, rope.rotary_dim) == (10_000.0, 8)
+    own = {"rotary_emb_base": 77, "rotary_pct": 0.5}
+    rope = read({**keys, **both, **own}).decoder.layers[0].attention.rope
+    assert (rope.theta, rope.rotary_dim) == (77.0, 16)
+
+
+def test_a_truncation_that_is_null_is_none(read: Any) -> None:
+    rope = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "truncate": None}
+    keys = {**newer("llama"), "rope_parameters": rope}
+    assert read(keys).decoder.layers[0].attention.rope.truncate is False
+
+
+@pytest.mark.parametrize(
+    ("name", "change"),
+    [
+        ("llama", {"rope_parameters": {"rope_type": "dynamic", "factor": 3.0, "rope_theta": 1e4}}),
+        ("llama", {"rope_parameters": None, "rope_scaling": {"type": "default", "factor": 1.0}}),
+        ("gpt2", {"n_ctx": 128}),
+        *((name, {"architectures": None}) for name in CASES),
+    ],
+)
+def test_what_changes_nothing(read: Any, name: str, change: dict[str, Any]) -> None:
+    """As in transformers, which goes by model_type, and scales nothing up to the model's length."""
+    assert read({**newer(name), **change}) == read(newer(name))
+
+
+def test_phi3s_yarn_is_longrope(read: Any) -> None:
+    keys = newer("phi3-long")
+    want, scaling = read(keys), keys.pop("rope_parameters")
+    del scaling["rope_type"], scaling["rope_theta"]
+    share = scaling.pop("partial_rotary_factor")
+    old = {"rope_scaling": {"type": "yarn", **scaling}, "partial_rotary_factor": share}
+    assert read({**keys, **old}) == want
+
+
 def test_gemma3_between_the_spellings(read: Any) -> None:
     """Some checkpoints keep the thetas outside and only the scaling inside."""
     config = newer("gemma3")
@@ -170,7 +261,9 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("llama", {"eos_token_id": "</s>"}, "eos_token_id must be integers"),
     ("llama", {"vocab_size": None}, "has no 'vocab_size'"),
     ("llama", {"rope_parameters": [1]}, "rope_parameters must be an object"),
-    ("llama", _rope(rope_type="dynamic", factor=2.0), "'dynamic' isn't built; default, linear"),
+    ("llama", _rope(rope_type="ntk", factor=2.0), "'ntk' isn't built; default, linear"),
+    ("llama", _rope(rope_type="dynamic"), "has no 'factor'"),
+    ("llama", _rope(rope_type="default", factor=2.0), "factor=2.0; built for this family: 1"),
     ("llama", _rope(rope_type="llama3", factor=8.0), "has no 'low_freq_factor'"),
     ("llama", _rope(rope_type="linear"), "has no 'factor'"),
     ("llama", _rope(rope_type="linear", factor=0), "factor must be above 0"),

@@ -120,10 +120,33 @@ def test_max_model_len_chooses_longrope_factors(tiny: Make) -> None:
     assert torch.equal(short[:, 0], long[:MAX_LEN, 0])  # both begin with a factor of 1
 
 
+@pytest.mark.parametrize("length", [None, MAX_LEN + 1, MAX_LEN])
+def test_long_factors_for_short_prompts_are_said(
+    tiny: Make, length: int | None, caplog: pytest.LogCaptureFixture
+) -> None:
+    load_model(tiny("phi3-short").folder, max_model_len=length)
+    said = [r.message for r in caplog.records if "Set max_model_len to at most 160" in r.message]
+    assert len(said) == (length != MAX_LEN)
+
+
+def test_what_generation_config_asks_and_is_not_applied(
+    tiny: Make, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = edited(tiny, "llama", tmp_path)
+    file = folder / "generation_config.json"
+    file.write_text('{"no_repeat_ngram_size": 0, "suppress_tokens": [], "bad_words_ids": null}')
+    load_model(folder)
+    assert "isn't applied" not in caplog.text
+    file.write_text('{"no_repeat_ngram_size": 3, "suppress_tokens": [5], "bad_words_ids": [[3]]}')
+    load_model(folder)
+    assert "sets no_repeat_ngram_size, bad_words_ids, suppress_tokens, which isn't" in caplog.text
+
+
 def test_stop_tokens_of_both_files(tiny: Make, tmp_path: Path) -> None:
+    """As in transformers: those of generation_config.json, where it has some, are all."""
     folder = edited(tiny, "llama", tmp_path, eos_token_id=[2, 7])
     file = folder / "generation_config.json"
-    for more, merged in ((9, (2, 7, 9)), ([7, 11], (2, 7, 11)), (None, (2, 7))):
+    for more, merged in ((9, (9,)), ([7, 11, 7], (7, 11)), (None, (2, 7))):
         file.write_text(json.dumps({"eos_token_id": more, "temperature": 0.6}))
         loaded = load_model(folder)
         assert loaded.eos_token_ids == merged

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import logging
+import shutil
 from pathlib import Path
 
 import pytest
 import torch
 
+from penstock import LLM, SamplingParams
 from penstock.config import EngineConfig
-from penstock.errors import ModelNotFoundError, OutOfCacheError, TokenizerError
+from penstock.errors import InvalidPromptError, ModelNotFoundError, OutOfCacheError, TokenizerError
 from penstock.hardware import Hardware
 from penstock.kernels import native
 from penstock.runtime import device, load_runtime
@@ -73,3 +76,32 @@ def test_how_a_step_runs(eager: bool, caplog: pytest.LogCaptureFixture) -> None:
         assert program is None and f"one by one: {native.reason}" in caplog.text
     else:
         assert program is not None and "one native call of 33 operators" in caplog.text
+
+
+def test_an_added_token_that_the_model_lacks(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Nothing that walks the tokenizer's ids goes beyond the model's."""
+    folder = tmp_path / "model"
+    shutil.copytree(FOLDER, folder)
+    file = folder / "tokenizer.json"
+    content = json.loads(file.read_text())
+    flags = {"lstrip": False, "rstrip": False, "single_word": False, "normalized": False}
+    content["added_tokens"].append({"id": 512, "content": "<image>", "special": True, **flags})
+    file.write_text(json.dumps(content))
+    llm, plain = LLM(str(folder), dtype="float32"), LLM(str(FOLDER), dtype="float32")
+    assert "the first of them '<image>' (512)" in caplog.text
+    asked = [
+        {"structured_outputs": {"regex": "[a-z]{3}<image>[0-9]{2}"}},
+        {"structured_outputs": {"json": {"type": "object"}}},
+        {"stop": ["time", "<image>"]},
+        {"token_healing": True},
+        {"dry_multiplier": 1.0, "dry_sequence_breakers": ["<", "a"]},
+        {"repetition_penalty": 1.3, "min_tokens": 5, "logprobs": 3},
+    ]
+    for one in asked:
+        params = SamplingParams(temperature=0.0, max_tokens=24, **one)
+        got, want = (x.generate("Once upon a", params)[0].outputs[0] for x in (llm, plain))
+        assert (got.token_ids, got.text) == (want.token_ids, want.text), one
+    with pytest.raises(InvalidPromptError, match="Token id 512 is outside the vocabulary of 512"):
+        llm.generate("Once <image>", SamplingParams(max_tokens=4))

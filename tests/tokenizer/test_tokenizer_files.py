@@ -14,6 +14,7 @@ import pytest
 from penstock.errors import InvalidPromptError, MissingExtraError, TokenizerError
 from penstock.tokenizer import Tokenizer
 from penstock.tokenizer.pieces import byte_level_bytes, piece_rule, sentencepiece_bytes
+from penstock.tokenizer.vocab_map import VocabMap
 
 BYTE_LEVEL = {
     "type": "ByteLevel",
@@ -21,6 +22,9 @@ BYTE_LEVEL = {
     "trim_offsets": True,
     "use_regex": True,
 }
+
+
+FLAGS = {"lstrip": False, "rstrip": False, "single_word": False, "normalized": False}
 
 
 def write_bpe(folder: Path, config: dict[str, Any] | None = None, **sections: Any) -> Path:
@@ -221,6 +225,34 @@ def test_vocabulary_of_another_model(tmp_path: Path) -> None:
         Tokenizer.from_folder(tmp_path, vocab_size=4)
 
 
+def test_added_tokens_beyond_the_model(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """As Gemma 3's `<image_soft_token>`, and as [PAD] where the embedding wasn't resized."""
+    added = [{"id": 5, "content": "<image>", "special": True}]
+    write_bpe(tmp_path, added_tokens=[a | FLAGS for a in added])
+    tokenizer = Tokenizer.from_folder(tmp_path, vocab_size=5)
+    assert "1 added token(s) beyond the model's vocabulary of 5 ids, the first of them" in (
+        caplog.text
+    )
+    assert tokenizer.vocab_size == 5
+    assert tokenizer.encode("a<image>b") == [0, 5, 1]  # which an engine refuses
+    assert tokenizer.id_to_token(5) == "<image>"
+    tokenizer.vocab_map = VocabMap.of(5, [0, 1, 2], {})
+    with pytest.raises(InvalidPromptError, match=r"5 \('<image>'\) is outside the vocabulary of 5"):
+        tokenizer.encode("a<image>b")
+    with pytest.raises(TokenizerError, match="can produce the id 4"):
+        Tokenizer.from_folder(tmp_path, vocab_size=4)
+    caplog.clear()
+    assert Tokenizer.from_folder(tmp_path, vocab_size=6).vocab_size == 6
+    assert not caplog.records
+
+
+@pytest.mark.parametrize("content", ['{"<x>": "5"}', '{"<x>": true}', '{"<x>": -1}'])
+def test_added_tokens_json_that_is_none(content: str, tmp_path: Path) -> None:
+    (tmp_path / "added_tokens.json").write_text(content)
+    with pytest.raises(TokenizerError, match=r"added_tokens\.json must map tokens to their ids"):
+        Tokenizer.from_folder(tmp_path)
+
+
 def test_size_counts_gaps_and_added_tokens(tmp_path: Path) -> None:
     flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
     added = [{"id": 10, "content": "<x>", "special": True} | flags]
@@ -280,8 +312,9 @@ def test_sentencepiece_added_tokens(shared_data: Path, tmp_path: Path) -> None:
     assert tokenizer.vocab_size == 32001
     assert tokenizer.encode("Hello<|im_end|> \n") == [15043, 32000]
     assert tokenizer.id_to_token(32000) == "<|im_end|>"
-    with pytest.raises(TokenizerError, match="the id 32000"):
-        Tokenizer.from_folder(tmp_path, vocab_size=32000)
+    assert Tokenizer.from_folder(tmp_path, vocab_size=32000).vocab_size == 32000  # it is added
+    with pytest.raises(TokenizerError, match="the id 31999"):
+        Tokenizer.from_folder(tmp_path, vocab_size=31999)
     config.write_text('{"added_tokens_decoder": {"15043": {"content": "<x>"}}}')
     with pytest.raises(TokenizerError, match="that id is '▁Hello'"):
         Tokenizer.from_folder(tmp_path)

@@ -84,6 +84,14 @@ class ConfigReader:
         self._where = where
         self._read: set[str] = set()
 
+    def assume(self, **defaults: Any) -> None:
+        """The family's defaults of keys that are absent; those that are null stay so."""
+        self._config = {**defaults, **self._config}
+
+    def replace(self, **values: Any) -> None:
+        """Values in place of what the config has."""
+        self._config = {**self._config, **values}
+
     def has(self, key: str) -> bool:
         """Whether `key` is present and not null; counts as reading it."""
         self._read.add(key)

@@ -30,6 +30,7 @@ from penstock.nn.spec import LayerSpec
 @register("Gemma2ForCausalLM")
 def read_config(c: ConfigReader) -> ModelSpec:
     """`config.json` of a Gemma 2."""
+    c.assume(num_key_value_heads=4, max_position_embeddings=8192)
     dim = head_dim(c, 256)
     base = attention(
         c,

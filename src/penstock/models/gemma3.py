@@ -6,6 +6,7 @@ Source: Gemma Team 2025, arXiv:2503.19786.
 from __future__ import annotations
 
 import math
+import warnings
 from dataclasses import replace
 
 from penstock.errors import UnsupportedModelError
@@ -32,6 +33,7 @@ from penstock.nn.spec import LayerSpec, RopeSpec
 @register("Gemma3ForCausalLM")
 def read_config(c: ConfigReader) -> ModelSpec:
     """`config.json` of a Gemma 3 without its vision tower."""
+    c.assume(num_key_value_heads=4, max_position_embeddings=131_072)
     dim = head_dim(c, 256)
     local_rope, global_rope = _ropes(c, dim)
     base = attention(
@@ -41,9 +43,18 @@ def read_config(c: ConfigReader) -> ModelSpec:
         scale=c.positive("query_pre_attn_scalar", 256) ** -0.5,
         bias=c.flag("attention_bias", False),
     )
-    base = replace(base, qk_norm="head", softcap=softcap(c, "attn_logit_softcapping", None))
+    base = replace(base, qk_norm="head")
+    cap = softcap(c, "attn_logit_softcapping", None)
+    if cap:
+        warnings.warn(
+            f"config.json gives Gemma 3 attn_logit_softcapping={cap}, which isn't applied, as in "
+            "transformers. Set it to null to leave this warning out.",
+            UserWarning,
+            stacklevel=3,
+        )
     mlp = gated_mlp(c, "hidden_activation", "gelu_pytorch_tanh")
-    every = c.integer("sliding_window_pattern", c.integer("_sliding_window_pattern", 6))
+    every = c.integer("sliding_window_pattern", 6)
+    c.get("_sliding_window_pattern")  # written by transformers, which doesn't read it again
     windows = layer_windows(
         c, c.integer("num_hidden_layers"), sliding_window(c, 4096), lambda i: (i + 1) % every > 0
     )

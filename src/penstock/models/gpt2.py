@@ -38,7 +38,7 @@ def read_config(c: ConfigReader) -> ModelSpec:
     """`config.json` of a GPT-2."""
     hidden, heads = c.integer("n_embd"), c.integer("n_head")
     positions = c.integer("n_positions", 1024)
-    c.only("n_ctx", (positions,), positions)
+    c.get("n_ctx")  # an older name, which n_positions overrides
     c.get("reorder_and_upcast_attn")  # scores are float32 anyway
     if hidden % heads:
         raise UnsupportedModelError(f"n_embd {hidden} is not a multiple of n_head {heads}.")

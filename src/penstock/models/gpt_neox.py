@@ -45,12 +45,11 @@ def read_config(c: ConfigReader) -> ModelSpec:
     """`config.json` of a GPT-NeoX."""
     dim, heads = head_dim(c), c.integer("num_attention_heads")
     c.only("num_key_value_heads", (heads,), heads)
-    rotation = rope(
-        c,
-        dim,
-        theta=c.number("rotary_emb_base", 10_000.0),
-        partial=c.number("rotary_pct", 0.25),
+    c.replace(  # the usual names outside of rope_parameters aren't read for this family
+        rope_theta=c.number("rotary_emb_base", 10_000.0),
+        partial_rotary_factor=c.number("rotary_pct", 0.25),
     )
+    rotation = rope(c, dim, partial=0.25)
     layer = LayerSpec(
         attention=attention(c, rotation, dim, bias=c.flag("attention_bias", True)),
         mlp=MlpSpec(

@@ -47,7 +47,7 @@ class LoadedModel:
     dtype: torch.dtype  # of weights and activations
     max_model_len: int  # tokens
     generation: dict[str, Any]  # generation_config.json; empty where there is none
-    eos_token_ids: tuple[int, ...]  # of config.json, then of generation_config.json
+    eos_token_ids: tuple[int, ...]  # of generation_config.json, or else of config.json
 
 
 def load_model(
@@ -78,6 +78,7 @@ def load_model(
     formats = formats.stored_as(storage)
     length = _length(max_model_len, spec.decoder)
     _check_tables(spec.decoder, length)
+    _note_longrope(spec.decoder, length)
     generation = read_generation(checkpoint)
     if stored is None:
         count = sum(math.prod(checkpoint.shape(name)) for name in checkpoint.names())
@@ -135,6 +136,7 @@ def load_dummy(
     formats = formats_of(quantization, chosen).stored_as(storage)
     length = _length(max_model_len, spec.decoder)
     _check_tables(spec.decoder, length)
+    _note_longrope(spec.decoder, length)
     model = Decoder(spec.decoder, formats, chosen, length)
     _check_memory(count_values(model), spec.decoder, formats, chosen, _free(device))
     model.to(device)
@@ -246,6 +248,19 @@ def _check_tables(decoder: DecoderSpec, length: int) -> None:
         )
 
 
+def _note_longrope(decoder: DecoderSpec, length: int) -> None:
+    """Say where short prompts get other numbers than in transformers, which looks at each."""
+    ropes = [layer.attention.rope for layer in decoder.layers if layer.attention.rope is not None]
+    short = min((r.original_max_position for r in ropes if r.kind == "longrope"), default=length)
+    if length > short:
+        logger.warning(
+            "max_model_len=%d is more than the %d positions of this model's short rope factors: "
+            "prompts of every length get the long ones. Set max_model_len to at most %d for the "
+            "numbers that transformers gives for short prompts.",
+            length, short, short,
+        )  # fmt: skip
+
+
 def _free(device: torch.device) -> int:
     """Bytes of a device's memory."""
     if device.type == "cuda":
@@ -289,10 +304,12 @@ def _reach(rope: RopeSpec, max_position: int) -> int:
 
 
 def stop_ids(spec: ModelSpec, generation: dict[str, Any], folder: Path) -> tuple[int, ...]:
-    """The tokens that end a text by config.json or by generation_config.json."""
+    """The tokens that end a text: generation_config.json's where it has some, or config.json's."""
     more = generation.get("eos_token_id")
-    listed = more if isinstance(more, list) else [] if more is None else [more]
+    if more is None:
+        return tuple(dict.fromkeys(spec.eos_token_ids))
+    listed = more if isinstance(more, list) else [more]
     if any(isinstance(i, bool) or not isinstance(i, int) for i in listed):
         file = folder / "generation_config.json"
         raise UnsupportedModelError(f"{file}: eos_token_id must be integers: {more!r}")
-    return tuple(dict.fromkeys((*spec.eos_token_ids, *listed)))
+    return tuple(dict.fromkeys(listed))

@@ -24,6 +24,7 @@ from penstock.nn.spec import LayerSpec
 @register("MistralForCausalLM")
 def read_config(c: ConfigReader) -> ModelSpec:
     """`config.json` of a Mistral; every layer slides where `sliding_window` isn't null."""
+    c.assume(num_key_value_heads=8, max_position_embeddings=131_072)
     dim = head_dim(c)
     base, mlp = attention(c, rope(c, dim), dim), gated_mlp(c)
     window = sliding_window(c, 4096)

@@ -5,6 +5,7 @@ Source: Abdin et al. 2024, arXiv:2404.14219.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 
 from penstock.errors import UnsupportedModelError
@@ -32,6 +33,16 @@ _FUSED: tuple[Rule, ...] = (
 @register("Phi3ForCausalLM")
 def read_config(c: ConfigReader) -> ModelSpec:
     """`config.json` of a dense Phi 3 or Phi-4-mini."""
+    c.assume(
+        rms_norm_eps=1e-5,
+        max_position_embeddings=4096,
+        original_max_position_embeddings=4096,  # over one in rope_parameters, as in transformers
+    )
+    for key in ("rope_scaling", "rope_parameters"):
+        scaling = c.get(key)
+        kind = scaling.get("rope_type", scaling.get("type")) if isinstance(scaling, Mapping) else ""
+        if kind == "yarn":  # as the first Phi 3 call longrope
+            c.replace(**{key: {**scaling, "rope_type": "longrope"}})
     dim = head_dim(c)
     rotation = rope(c, dim, partial=1.0)
     if rotation.kind not in ("default", "longrope"):

@@ -23,6 +23,7 @@ from penstock.nn.spec import LayerSpec
 @register("Qwen2ForCausalLM")
 def read_config(c: ConfigReader) -> ModelSpec:
     """`config.json` of a Qwen 2 or 2.5."""
+    c.assume(num_key_value_heads=32, max_position_embeddings=32_768)
     dim = head_dim(c)
     base, mlp = replace(attention(c, rope(c, dim), dim), qkv_bias=True), gated_mlp(c)
     windows = upper_layer_windows(c, c.integer("num_hidden_layers"))

@@ -24,6 +24,7 @@ from penstock.nn.spec import LayerSpec
 @register("Qwen3ForCausalLM")
 def read_config(c: ConfigReader) -> ModelSpec:
     """`config.json` of a dense Qwen 3."""
+    c.assume(num_key_value_heads=32, max_position_embeddings=32_768)
     dim = head_dim(c, 128)
     base = attention(c, rope(c, dim), dim, bias=c.flag("attention_bias", False))
     base, mlp = replace(base, qk_norm="head"), gated_mlp(c)

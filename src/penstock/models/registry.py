@@ -32,6 +32,21 @@ _FAMILIES = (
 )
 _readers: dict[str, Reader] = {}
 
+_MODEL_TYPES = {
+    "gemma2": "Gemma2ForCausalLM",
+    "gemma3_text": "Gemma3ForCausalLM",
+    "gpt2": "GPT2LMHeadModel",
+    "gpt_neox": "GPTNeoXForCausalLM",
+    "llama": "LlamaForCausalLM",
+    "mistral": "MistralForCausalLM",
+    "olmo2": "Olmo2ForCausalLM",
+    "phi3": "Phi3ForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+    "smollm3": "SmolLM3ForCausalLM",
+}
+"""What a config without `architectures` describes, by its `model_type`."""
+
 
 def register(*architectures: str) -> Callable[[Reader], Reader]:
     """Make the decorated function the reader of these `architectures`."""
@@ -88,6 +103,9 @@ def spec_of(config: dict[str, Any], where: str, *, strict: bool = False) -> Mode
     names = config.get("architectures") or []
     if not isinstance(names, list):
         raise UnsupportedModelError(f"{where}: architectures must be a list of names: {names!r}")
+    names = names or [
+        name for kind, name in _MODEL_TYPES.items() if kind == config.get("model_type")
+    ]
     for name in names:
         if isinstance(name, str) and name in _readers:
             reader = ConfigReader(config)

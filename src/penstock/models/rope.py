@@ -11,7 +11,14 @@ from penstock.models.config_reader import ConfigReader
 from penstock.nn.spec import RopeSpec
 
 
-def _plain(spec: RopeSpec, _: ConfigReader, __: float) -> RopeSpec:
+def _plain(spec: RopeSpec, scaling: ConfigReader, _: float) -> RopeSpec:
+    scaling.only("factor", (1,), 1)
+    return replace(spec, original_max_position=0)
+
+
+def _dynamic(spec: RopeSpec, scaling: ConfigReader, _: float) -> RopeSpec:
+    """No scaling up to max_position_embeddings, beyond which nothing goes here."""
+    _factor(scaling)
     return replace(spec, original_max_position=0)
 
 
@@ -46,7 +53,7 @@ def _yarn(spec: RopeSpec, scaling: ConfigReader, ratio: float) -> RopeSpec:
         attention_factor=cos_factor,
         beta_fast=scaling.number("beta_fast", 32.0),
         beta_slow=scaling.number("beta_slow", 1.0),
-        truncate=scaling.flag("truncate", True),
+        truncate=scaling.flag("truncate", scaling.nullable("truncate", True) is not None),
     )
 
 
@@ -77,6 +84,7 @@ def _factor(scaling: ConfigReader, default: float | None = None) -> float:
 _ROPES: dict[str, Callable[[RopeSpec, ConfigReader, float], RopeSpec]] = {
     "default": _plain,
     "linear": _linear,
+    "dynamic": _dynamic,
     "llama3": _llama3,
     "yarn": _yarn,
     "longrope": _longrope,

@@ -25,6 +25,7 @@ from penstock.nn.spec import LayerSpec
 @register("SmolLM3ForCausalLM")
 def read_config(c: ConfigReader) -> ModelSpec:
     """`config.json` of a SmolLM3."""
+    c.assume(num_key_value_heads=4, max_position_embeddings=32_768)
     dim = head_dim(c)
     rotation = rope(c, dim, theta=2_000_000.0)
     base, mlp = attention(c, rotation, dim, bias=c.flag("attention_bias", False)), gated_mlp(c)

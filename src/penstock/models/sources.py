@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,20 @@ from penstock.models.registry import read_config, read_json, read_spec, spec_of
 from penstock.models.spec import ModelSpec
 from penstock.models.weights import Checkpoint, Source
 from penstock.tokenizer import Tokenizer
+
+logger = logging.getLogger(__name__)
+
+_NOT_APPLIED = (
+    "no_repeat_ngram_size",
+    "bad_words_ids",
+    "suppress_tokens",
+    "begin_suppress_tokens",
+    "sequence_bias",
+    "forced_bos_token_id",
+    "forced_eos_token_id",
+    "exponential_decay_length_penalty",
+)
+"""Of `generation_config.json`: what changes the logits in transformers."""
 
 Stored = Checkpoint | QuantizedCheckpoint | GgufSource
 """What lies on a disk: `stored_as(name)` says how."""
@@ -56,9 +71,17 @@ def read_generation(source: Source) -> dict[str, Any]:
 
 
 def generation_in(folder: Path) -> dict[str, Any]:
-    """A folder's `generation_config.json`; {} where there is none."""
+    """A folder's `generation_config.json`; {} where there is none. Warns of what isn't applied."""
     file = folder / "generation_config.json"
-    return read_json(file) if file.exists() else {}
+    found = read_json(file) if file.exists() else {}
+    idle = [key for key in _NOT_APPLIED if found.get(key)]
+    if idle:
+        logger.warning(
+            "%s sets %s, which isn't applied. Give requests what is like it (bad_words, "
+            "logit_bias), or take it out.",
+            file, ", ".join(idle),
+        )  # fmt: skip
+    return found
 
 
 def open_tokenizer(path: Path, *, vocab_size: int | None = None) -> Tokenizer:

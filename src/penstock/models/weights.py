@@ -104,6 +104,9 @@ class Checkpoint:
 
     @staticmethod
     def _shards(folder: Path) -> list[Path]:
+        whole = folder / "model.safetensors"  # beside it may lie an adapter or another layout
+        if whole.exists():  # before the index of an earlier save, as in transformers
+            return [whole]
         index = folder / "model.safetensors.index.json"
         if index.exists():
             try:
@@ -120,8 +123,7 @@ class Checkpoint:
                     f"{folder}: {', '.join(missing[:5])}. Download them again."
                 )
             return [folder / n for n in names]
-        whole = folder / "model.safetensors"  # beside it may lie an adapter or another layout
-        files = [whole] if whole.exists() else sorted(folder.glob("*.safetensors"))
+        files = sorted(folder.glob("*.safetensors"))
         if not files:
             other = [p.name for p in folder.glob("*.bin")]
             hint = f" It has {', '.join(other[:3])}, which isn't read." if other else ""

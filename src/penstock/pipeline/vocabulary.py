@@ -341,11 +341,12 @@ def _row_tensors(folder: Path, vocab_size: int) -> set[str]:
 
 def _shards(folder: Path) -> list[Path]:
     """The files of a checkpoint that `Checkpoint` has read."""
+    if (whole := folder / "model.safetensors").is_file():
+        return [whole]
     if (folder / INDEX).is_file():
         names = set(read_json(folder / INDEX)["weight_map"].values())
         return sorted(folder / name for name in names)
-    whole = folder / "model.safetensors"
-    return [whole] if whole.is_file() else sorted(folder.glob("*.safetensors"))
+    return sorted(folder.glob("*.safetensors"))
 
 
 def _reduced(tensor: Tensor, has_rows: bool, vocab_map: VocabMap) -> Tensor:

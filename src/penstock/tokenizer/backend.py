@@ -33,6 +33,14 @@ class Backend(Protocol):
         """Ids of tokens that steer the model and aren't text."""
 
     @property
+    def added_ids(self) -> frozenset[int]:
+        """Ids of tokens that were added to the vocabulary, or are cut out of a text before it."""
+
+    @property
+    def adds_tokens(self) -> bool:
+        """Whether `encode` itself puts special tokens around a text."""
+
+    @property
     def default_tokens(self) -> Mapping[str, str]:
         """Named tokens that the vocabulary itself knows ("bos_token": "<s>")."""
 
@@ -97,8 +105,20 @@ class FastBackend:
         """Whether a text's first space is only the vocabulary's word marker."""
         return self._rule.strip_leading_space
 
-    def add_tokens(self, added: Mapping[int, AddedToken]) -> None:
-        """Add the tokens that the vocabulary lacks or flags differently."""
+    @property
+    def adds_tokens(self) -> bool:
+        """Whether the post-processor puts tokens around a text."""
+        return self._tokenizer.num_special_tokens_to_add(False) > 0
+
+    def add_prefix_space(self, add: bool) -> None:
+        """Put a space before a text that has none, or don't; of byte-level words only."""
+        words = self._tokenizer.pre_tokenizer
+        if isinstance(words, tokenizers.pre_tokenizers.ByteLevel):
+            words.add_prefix_space = add
+            self._tokenizer.pre_tokenizer = words
+
+    def add_tokens(self, added: Mapping[int, AddedToken], source: str) -> None:
+        """Add the tokens of the file `source` that the vocabulary lacks or flags differently."""
         present = self._tokenizer.get_added_tokens_decoder()
         missing = [
             tokenizers.AddedToken(
@@ -117,23 +137,20 @@ class FastBackend:
             actual = self._tokenizer.token_to_id(token.content)
             if actual != token_id:
                 raise TokenizerError(
-                    f"tokenizer_config.json gives {token.content!r} the id {token_id}, but in the "
+                    f"{source} gives {token.content!r} the id {token_id}, but in the "
                     f"vocabulary it has {actual}. The two files belong to different tokenizers: "
                     f"download the folder again."
                 )
         self._refresh()
 
     def mark_special(self, contents: Iterable[str]) -> None:
-        """Treat these tokens, if the vocabulary has them, as special."""
-        known = {
-            token.content
-            for token in self._tokenizer.get_added_tokens_decoder().values()
-            if token.special
-        }
+        """Treat these tokens, if the vocabulary has them, as special; other flags stay."""
+        added = {t.content: t for t in self._tokenizer.get_added_tokens_decoder().values()}
         fresh = [
-            tokenizers.AddedToken(content, special=True, normalized=False)
+            _special(content, added.get(content))
             for content in contents
-            if content not in known and self._tokenizer.token_to_id(content) is not None
+            if not (content in added and added[content].special)
+            and self._tokenizer.token_to_id(content) is not None
         ]
         if fresh:
             self._tokenizer.add_special_tokens(fresh)
@@ -174,17 +191,15 @@ class FastBackend:
         vocabulary = self._tokenizer.get_vocab(with_added_tokens=True)
         # The count is no bound on the ids: vocabularies have gaps.
         self.size = max(vocabulary.values(), default=-1) + 1
-        self.special_ids = frozenset(
-            token_id
-            for token_id, token in self._tokenizer.get_added_tokens_decoder().items()
-            if token.special
-        )
+        added = self._tokenizer.get_added_tokens_decoder()
+        self.added_ids = frozenset(added)
+        self.special_ids = frozenset(i for i, token in added.items() if token.special)
 
 
 def configure(backend: FastBackend, settings: TokenizerSettings) -> None:
     """Apply the folder's added and special tokens to a freshly loaded tokenizer."""
     if settings.added_tokens:
-        backend.add_tokens(settings.added_tokens)
+        backend.add_tokens(settings.added_tokens, settings.added_tokens_file)
     backend.mark_special(
         [
             *backend.default_tokens.values(),
@@ -218,6 +233,20 @@ def _check_added_ids(path: Path, tokenizer: tokenizers.Tokenizer) -> None:
                 f"library numbers it {actual}: the vocabulary has gaps. Put the token into the "
                 f"vocabulary of the model section too."
             )
+
+
+def _special(content: str, added: tokenizers.AddedToken | None) -> tokenizers.AddedToken:
+    """A token as a special one, with the flags that it has where it is an added one already."""
+    if added is None:
+        return tokenizers.AddedToken(content, special=True, normalized=False)
+    return tokenizers.AddedToken(
+        content,
+        special=True,
+        lstrip=added.lstrip,
+        rstrip=added.rstrip,
+        single_word=added.single_word,
+        normalized=added.normalized,
+    )
 
 
 def _same(present: tokenizers.AddedToken | None, wanted: AddedToken) -> bool:

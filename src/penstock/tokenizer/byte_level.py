@@ -77,7 +77,7 @@ def load_vocab_and_merges(folder: Path, settings: TokenizerSettings) -> FastBack
         ) from error
     if tokenizer_class in _NFC_CLASSES:
         tokenizer.normalizer = normalizers.NFC()
-    _set_pattern(tokenizer, _PATTERNS[tokenizer_class], settings.add_prefix_space)
+    _set_pattern(tokenizer, _PATTERNS[tokenizer_class], bool(settings.add_prefix_space))
     return FastBackend(tokenizer)
 
 

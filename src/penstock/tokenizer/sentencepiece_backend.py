@@ -3,7 +3,8 @@
 SentencePiece itself knows nothing of special tokens written out in a text, as chat templates
 write them: the text is cut at them first. Each part is then a text of its own that gets a
 word-start space, as Meta, Mistral and llama.cpp do it; if tokenizer_config.json says
-`"legacy": false`, only a part at the very start does, as in `transformers`.
+`"legacy": false`, only a part at the very start does, as in `transformers`, and with
+`"add_prefix_space": false` none does.
 """
 
 from __future__ import annotations
@@ -29,13 +30,17 @@ class SentencePieceBackend:
     """A SentencePiece model and the added tokens of the folder it lies in."""
 
     adds_bos_token: bool | None
+    adds_tokens = False  # `Tokenizer` adds BOS and EOS
 
     def __init__(self, path: Path, settings: TokenizerSettings) -> None:
         self._model = path.read_bytes()
         self._processor = _load(path, self._model)
         self._pieces = self._processor.vocab_size()
-        self._space_after_cut = settings.legacy is not False
+        self._spaces = settings.add_prefix_space is not False
+        self._space_after_cut = self._spaces and settings.legacy is not False
         self._added = dict(settings.added_tokens)
+        self.added_ids = frozenset(self._added)
+        self._added_file = settings.added_tokens_file
         self._check_added(path)
         self._added_ids = {token.content: token_id for token_id, token in self._added.items()}
         self.size = max([self._pieces, *(token_id + 1 for token_id in self._added)])
@@ -47,7 +52,7 @@ class SentencePieceBackend:
     @property
     def strip_leading_space(self) -> bool:
         """Whether a text's first space is only the vocabulary's word marker."""
-        return bool(self._processor.normalize("a").startswith("▁"))
+        return self._spaces and bool(self._processor.normalize("a").startswith("▁"))
 
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
         """Token ids of the text. (BOS and EOS are added by `Tokenizer`.)"""
@@ -89,7 +94,7 @@ class SentencePieceBackend:
     def _encode_plain(self, text: str, *, at_start: bool) -> list[int]:
         if not text:
             return []
-        spaced = at_start or self._space_after_cut
+        spaced = (at_start and self._spaces) or self._space_after_cut
         processor = self._processor if spaced else self._unprefixed
         return list(processor.encode(text))
 
@@ -131,7 +136,7 @@ class SentencePieceBackend:
             )
             if not renamable and piece != token.content:
                 raise TokenizerError(
-                    f"tokenizer_config.json gives {token.content!r} the id {token_id}, but in "
+                    f"{self._added_file} gives {token.content!r} the id {token_id}, but in "
                     f"{path.name} that id is {piece!r}. The two files belong to different "
                     f"tokenizers: download the folder again."
                 )

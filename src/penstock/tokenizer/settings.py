@@ -1,29 +1,19 @@
 """What a folder's JSON files say about its tokenizer, apart from the vocabulary itself.
 
-Read from `tokenizer_config.json`, `special_tokens_map.json`, `chat_template.jinja`,
-`additional_chat_templates/*.jinja`, `chat_template.json`, and, only to learn which family of
-tokenizer an unnamed one is, `config.json`.
+Read from `tokenizer_config.json`, `special_tokens_map.json`, `added_tokens.json`,
+`chat_template.jinja`, `additional_chat_templates/*.jinja`, `chat_template.json`, and, only to learn
+which family of tokenizer an unnamed one is, `config.json`.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from penstock.errors import TokenizerError
-
-NAMED_TOKENS = (
-    "bos_token",
-    "eos_token",
-    "unk_token",
-    "sep_token",
-    "pad_token",
-    "cls_token",
-    "mask_token",
-)
 
 # Used when no file names a token, and only if the vocabulary has it.
 _CLASS_TOKENS: dict[str, dict[str, str]] = {
@@ -65,9 +55,10 @@ class TokenizerSettings:
     added_tokens: Mapping[int, AddedToken]
     add_bos_token: bool | None
     add_eos_token: bool | None
-    add_prefix_space: bool
+    add_prefix_space: bool | None
     legacy: bool | None
     chat_templates: Mapping[str, str]
+    added_tokens_file: str = "tokenizer_config.json"  # where `added_tokens` were read
 
 
 def read_settings(folder: Path) -> TokenizerSettings:
@@ -76,17 +67,25 @@ def read_settings(folder: Path) -> TokenizerSettings:
     special_map = read_json(folder / "special_tokens_map.json")
     tokenizer_class = _tokenizer_class(folder, config)
     merged = {**special_map, **{key: value for key, value in config.items() if value is not None}}
+    named, extra = _named_tokens(merged), _extra_special_tokens(merged)
+    decoder = config.get("added_tokens_decoder") or {}
+    older = not decoder and not (folder / "tokenizer.json").is_file()
+    if older:
+        added = _older_added_tokens(folder / "added_tokens.json", {*named.values(), *extra})
+    else:
+        added = _added_tokens(folder, decoder)
     return TokenizerSettings(
         tokenizer_class=tokenizer_class,
-        named_tokens=_named_tokens(merged),
+        named_tokens=named,
         default_tokens=_CLASS_TOKENS.get(tokenizer_class or "", {}),
-        extra_special_tokens=_extra_special_tokens(merged),
-        added_tokens=_added_tokens(folder, config.get("added_tokens_decoder") or {}),
+        extra_special_tokens=extra,
+        added_tokens=added,
         add_bos_token=_flag(config, "add_bos_token"),
         add_eos_token=_flag(config, "add_eos_token"),
-        add_prefix_space=bool(config.get("add_prefix_space", False)),
+        add_prefix_space=_flag(config, "add_prefix_space"),
         legacy=_flag(config, "legacy"),
         chat_templates=_chat_templates(folder, config),
+        added_tokens_file="added_tokens.json" if older else "tokenizer_config.json",
     )
 
 
@@ -143,7 +142,11 @@ def _content(value: Any) -> str | None:
 
 
 def _named_tokens(config: Mapping[str, Any]) -> dict[str, str]:
-    found = {name: _content(config.get(name)) for name in NAMED_TOKENS}
+    """The usual ones, and a model's own: `image_token`, or the names of extra_special_tokens."""
+    extra = config.get("extra_special_tokens")
+    own = {name: config[name] for name in config if name.endswith("_token")}
+    entries = {**(extra if isinstance(extra, Mapping) else {}), **own}
+    found = {str(name): _content(value) for name, value in entries.items()}
     return {name: content for name, content in found.items() if content is not None}
 
 
@@ -181,6 +184,20 @@ def _added_tokens(folder: Path, decoder: Any) -> dict[int, AddedToken]:
             f"{folder / 'tokenizer_config.json'}: added_tokens_decoder must map token ids to "
             f"objects with a 'content', but reading it failed with {error!r}."
         ) from error
+
+
+def _older_added_tokens(path: Path, special: Collection[str]) -> dict[int, AddedToken]:
+    """Of `added_tokens.json`, which has only ids: `special` are those that other files name."""
+    found: dict[int, AddedToken] = {}
+    for content, token_id in read_json(path).items():
+        if isinstance(token_id, bool) or not isinstance(token_id, int) or token_id < 0:
+            raise TokenizerError(
+                f"{path} must map tokens to their ids, but {content!r} has {token_id!r}. "
+                f"Download the file again."
+            )
+        named = content in special
+        found[token_id] = AddedToken(content, special=named, normalized=not named)
+    return found
 
 
 def _chat_templates(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:

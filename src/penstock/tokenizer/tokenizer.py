@@ -6,6 +6,7 @@ text by concatenating the tokens' bytes, which is the same for one token at a ti
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -25,6 +26,7 @@ from penstock.tokenizer.vocab_map import VocabMap
 if TYPE_CHECKING:
     from penstock.tokenizer.tool_calls import ToolCallForm
 
+logger = logging.getLogger(__name__)
 
 _PROBE = "It was 1 day."
 """A text that most tokenizers encode."""
@@ -78,7 +80,7 @@ class Tokenizer:
         Looked for in this order: `tokenizer.json`, `tokenizer.model` (SentencePiece, or Llama 3's
         tiktoken form), `vocab.json` with `merges.txt`.
 
-        With `vocab_size`, the model's, a tokenizer that can produce a higher id is refused.
+        With `vocab_size`, the model's, see `check_vocab_size`.
         Raises `TokenizerError`, or `MissingExtraError` where `sentencepiece` isn't installed.
         """
         folder = Path(folder)
@@ -88,15 +90,30 @@ class Tokenizer:
         return tokenizer
 
     def check_vocab_size(self, vocab_size: int | None) -> None:
-        """Raise `TokenizerError` where this can produce ids that a model of `vocab_size` hasn't."""
-        if vocab_size is not None and self.vocab_size > vocab_size:
-            highest = self.vocab_size - 1
+        """Hold this against a model of `vocab_size` ids.
+
+        Added tokens beyond them, as Gemma 3's for images are, get a warning: `vocab_size` is then
+        the model's, and texts with such a token still become its id. Raises `TokenizerError` where
+        tokens of the vocabulary itself lie beyond.
+        """
+        if vocab_size is None or self.vocab_size <= vocab_size:
+            return
+        beyond = [i for i in range(vocab_size, self.vocab_size) if self.id_to_token(i) is not None]
+        plain = [i for i in beyond if i not in self._backend.added_ids]
+        if plain:
             raise TokenizerError(
-                f"The tokenizer in {self._name} can produce the id {highest} "
-                f"({self.id_to_token(highest)!r}), but the model's vocabulary has "
-                f"{vocab_size} ids. They belong to different models, or tokens were added "
-                f"without resizing the embedding: use the tokenizer the model came with."
+                f"The tokenizer in {self._name} can produce the id {plain[-1]} "
+                f"({self.id_to_token(plain[-1])!r}), but the model's vocabulary has "
+                f"{vocab_size} ids. They belong to different models: use the tokenizer the model "
+                f"came with."
             )
+        self.vocab_size = vocab_size
+        logger.warning(
+            "The tokenizer in %s has %d added token(s) beyond the model's vocabulary of %d ids, "
+            "the first of them %r (%d): prompts that hold one will be refused. If the model "
+            "should know it, resize the embedding.",
+            self._name, len(beyond), vocab_size, self.id_to_token(beyond[0]), beyond[0],
+        )  # fmt: skip
 
     @property
     def chat_template(self) -> str | None:
@@ -153,7 +170,7 @@ class Tokenizer:
 
     def id_to_token(self, token_id: int) -> str | None:
         """The raw piece ("Ġthe", "▁the", "<0x0A>"), or None where the vocabulary has none."""
-        known = 0 <= token_id < self.vocab_size
+        known = 0 <= token_id < self._backend.size
         return self._backend.id_to_token(int(token_id)) if known else None
 
     def token_to_id(self, token: str) -> int | None:
@@ -243,14 +260,20 @@ class Tokenizer:
             raise TokenizerError(
                 f"Token id {token_id} is negative; ids go from 0 to {self.vocab_size - 1}."
             )
-        return self._backend.token_bytes(int(token_id)) if token_id < self.vocab_size else b""
+        return self._backend.token_bytes(int(token_id)) if token_id < self._backend.size else b""
 
     def _named_id(self, name: str) -> int | None:
         content = self._named_tokens.get(name)
         return None if content is None else self._backend.token_to_id(content)
 
     def _bos_and_eos(self, settings: TokenizerSettings) -> tuple[list[int], list[int]] | None:
-        """Ids to put before and after a text; None if the backend's own file says so."""
+        """Ids to put before and after a text; None if the backend's own file says so.
+
+        As in transformers 5, a `tokenizer.json` that adds tokens is taken as it is. For one that
+        adds none, the flags count, as they did in transformers 4.
+        """
+        if self._backend.adds_tokens:
+            return None
         add_bos, add_eos = settings.add_bos_token, settings.add_eos_token
         if add_bos is None and add_eos is None and self._backend.adds_bos_token is None:
             return None
@@ -299,6 +322,8 @@ def _load_backend(folder: Path, settings: TokenizerSettings) -> Backend:
     fast: FastBackend
     if (folder / "tokenizer.json").is_file():
         fast = FastBackend.from_json(folder / "tokenizer.json")
+        if settings.tokenizer_class == "GPT2Tokenizer" and settings.add_prefix_space is not None:
+            fast.add_prefix_space(settings.add_prefix_space)
     elif (folder / "tokenizer.model").is_file():
         if not looks_like_tiktoken(folder / "tokenizer.model"):
             return SentencePieceBackend(folder / "tokenizer.model", settings)

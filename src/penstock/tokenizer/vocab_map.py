@@ -109,12 +109,18 @@ class VocabMap:
         return tuple(int(self.kept[i]) for i in ids if 0 <= i < len(self.kept))
 
     def write(self, ids: Sequence[int], name: Callable[[int], str] = lambda _: "") -> list[int]:
-        """The same text in kept ids; `ids` are below V.
+        """The same text in kept ids.
 
         name: what a token looks like, for the error. Raises InvalidPromptError for an id that
         can't be written.
         """
         given = np.asarray(ids, dtype=np.int64)
+        outside = given[given >= len(self.new)]  # tokens added without resizing the embedding
+        if len(outside):
+            raise InvalidPromptError(
+                f"Token id {outside[0]}{name(int(outside[0]))} is outside the vocabulary of "
+                f"{len(self.new)}. Leave it out."
+            )
         if not len(given) or (self.new[given] >= 0).all():
             return list(ids)
         found: list[int] = []
