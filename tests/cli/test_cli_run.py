@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import signal
 import subprocess
@@ -15,6 +16,7 @@ from typer.testing import Result
 
 from penstock import LLM, SamplingParams
 from penstock.cli.batch import answered_in
+from penstock.cli.run import _writing
 from penstock.cli.serve import STEP_TOKENS, _step_tokens
 from penstock.sampling import BeamSearchParams
 
@@ -332,6 +334,51 @@ def test_lines_that_json_reads_and_utf8_cannot_write(
     assert "too deep" in found["none"]["error"]["message"]
     result = penstock("run", engine, "-i", requests, "-o", out, "--resume")
     assert "0 answered, 0 failed, 3 answered before" in result.stderr
+
+
+def test_a_refused_duplicate_answers_no_other_line(
+    penstock: Run, engine: Path, tmp_path: Path
+) -> None:
+    """An interrupted run may have refused it before the first line's answer was there."""
+    for line in (
+        {"id": "x", "prompt": "hello", **GREEDY},
+        batch_line("x", "completions", model="m", prompt="a", **GREEDY),
+    ):
+        requests = write(tmp_path / "in.jsonl", line, line)
+        out = tmp_path / "out.jsonl"
+        penstock("run", engine, "-i", requests, "-o", out, "--force")
+        (refused,) = [a for a in answers(out) if a.get("error")]
+        assert answered_in(json.dumps(refused)) == {"refused 2"}
+        write(out, refused)
+        result = penstock("run", engine, "-i", requests, "-o", out, "--resume")
+        assert "1 answered, 0 failed, 1 answered before" in result.stderr, result.output
+
+
+def test_biases_of_plain_lines(penstock: Run, engine: Path, tmp_path: Path) -> None:
+    """JSON's keys are texts."""
+    ask = {"prompt": "hello", "temperature": 0, "max_tokens": 2, "ignore_eos": True}
+    requests = write(
+        tmp_path / "in.jsonl",
+        *(ask | {"logit_bias": bias} for bias in ({"7": 100}, {"seven": 1}, {"-1": 1}, {"7": "x"})),
+    )
+    out = tmp_path / "out.jsonl"
+    assert penstock("run", engine, "-i", requests, "-o", out).exit_code == 0
+    found = {a["line"]: a for a in answers(out)}
+    assert found[1]["samples"][0]["token_ids"] == [7, 7]
+    for line, words in ((2, "the key 'seven'"), (3, "the key '-1'"), (4, "logit_bias")):
+        assert words in found[line]["error"]["message"]
+
+
+@pytest.mark.parametrize("encoding", ["utf-8", "ascii"])
+def test_stdout_takes_what_a_file_takes(encoding: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    data = io.BytesIO()
+    stdout = io.TextIOWrapper(data, encoding=encoding)
+    monkeypatch.setattr("sys.stdout", stdout)
+    answer = {"id": "\ud800", "text": "päivää"}
+    with _writing("-", "w") as write_answer:
+        write_answer(answer)
+    assert (stdout.encoding, stdout.errors) == (encoding, "strict")
+    assert json.loads(data.getvalue()) == answer
 
 
 def test_stdin_to_stdout_as_they_come(process: Process, engine: Path) -> None:

@@ -268,7 +268,7 @@ def test_a_failure_of_the_server_is_no_refusal(
     assert seen.counted()[1] == {}
     (line,) = seen.lines()
     assert line["status"] == 500
-    assert len(seen.lines("an endpoint failed")) == 1
+    assert len(seen.lines("an internal error")) == 1
 
 
 def test_unknown_paths_are_one_series_and_a_short_line(

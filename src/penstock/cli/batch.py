@@ -125,6 +125,8 @@ class Batch:
         from penstock.sampling import SamplingParams
 
         chosen = {k: v for k, v in line.items() if k not in (*_PROMPTS, "id", "custom_id")}
+        if isinstance(chosen.get("logit_bias"), dict):
+            chosen["logit_bias"] = {_token(k): v for k, v in chosen["logit_bias"].items()}
         SamplingParams.from_kwargs(**chosen)  # names and values
         hidden = next((name for name in _NOT_SHOWN if name in chosen), None)
         if hidden is not None:
@@ -166,6 +168,13 @@ def key_of(line: dict[str, Any], number: int) -> str:
     """What tells a line, or an answer to it, from the others: its id, else its number."""
     name = line.get("custom_id", line.get("id"))
     return f"id {name}" if isinstance(name, str) else f"line {number}"
+
+
+def _token(text: str) -> int:
+    """A key of `logit_bias`: JSON has no numbers there."""
+    if not (text.isascii() and text.isdecimal() and len(text) < 10):
+        raise RequestError(f"logit_bias has the key {text[:40]!r}; its keys are token ids.")
+    return int(text)
 
 
 def _parse(text: str) -> dict[str, Any]:
@@ -238,6 +247,7 @@ def answered_in(text: str) -> frozenset[str]:
             if error.get("code") == "server_error":
                 continue
             found.add(f"refused {error['line']}")
+            continue  # not its id: that may be another line's, which isn't answered yet
         if isinstance(answer.get("custom_id"), str):
             found.add(f"id {answer['custom_id']}")
         elif isinstance(answer.get("id"), str) and "line" in answer:

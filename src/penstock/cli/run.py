@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import io
 import json
 import sys
 import threading
@@ -172,12 +173,21 @@ def _writing(name: str, mode: str) -> Iterator[Callable[[dict[str, Any]], None]]
 
         return write
 
-    if name == "-":
-        yield to(sys.stdout)
-        return
     # half a surrogate pair, as an id may have it, becomes the escape that JSON reads as the same
-    with open(name, mode, encoding="utf-8", errors="backslashreplace") as file:
-        yield to(file)
+    if name != "-":
+        with open(name, mode, encoding="utf-8", errors="backslashreplace") as file:
+            yield to(file)
+        return
+    out = sys.stdout
+    if not isinstance(out, io.TextIOWrapper):  # something that stands for it
+        yield to(out)
+        return
+    encoding, errors = out.encoding, out.errors
+    out.reconfigure(encoding="utf-8", errors="backslashreplace")
+    try:
+        yield to(out)
+    finally:
+        out.reconfigure(encoding=encoding, errors=errors)
 
 
 async def _lines(source: IO[bytes]) -> AsyncIterator[str]:

@@ -320,7 +320,8 @@ def _takes_long(params: SamplingParams | BeamSearchParams) -> bool:
     if not known:
         return False
     texts = params.structure is not None or isinstance(params.negative_prompt, str)
-    return texts or params.token_healing
+    breakers = bool(params.dry_multiplier and params.breakers)
+    return texts or params.token_healing or breakers
 
 
 def _put(loop: asyncio.AbstractEventLoop, items: list[tuple[_Stream, Item]]) -> None:

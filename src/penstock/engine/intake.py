@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from penstock.engine.breakers import Breakers
 from penstock.engine.options import RequestOptions
 from penstock.engine.outputs import RequestMetrics
 from penstock.engine.request import Request, Sequence
@@ -65,7 +66,7 @@ class Intake:
         self._healer = None if tokenizer is None else Healer(tokenizer, self.vocab_size)
         self._grammars: Grammars | None = None  # made when a request asks for a form
         self._making = Lock()
-        self._known_breakers: dict[tuple[str, ...], frozenset[int]] = {}  # of the last request
+        self._breakers_in = None if tokenizer is None else Breakers(tokenizer)
 
     def prepare(
         self, params: SamplingParams | BeamSearchParams
@@ -73,7 +74,8 @@ class Intake:
         """Do what takes long of what a request will need; may be called in any thread.
 
         Returns parameters that need it no more. Raises InvalidSamplingError for a form that can't
-        be followed, or a negative prompt that can't be computed.
+        be followed, or a negative prompt that can't be computed, RequestError for what needs a
+        tokenizer that isn't there.
         """
         if params.structure is not None:
             self.compile(params.structure)
@@ -81,6 +83,7 @@ class Intake:
             return params
         if params.token_healing and self._healer is not None:
             self._healer.prepare()
+        self._breakers(params)
         if isinstance(params.negative_prompt, str):
             return params.over(negative_prompt=self.negative(params, []))
         return params
@@ -244,21 +247,12 @@ class Intake:
         """The tokens that hold one of DRY's sequence breakers."""
         if not params.dry_multiplier or not params.breakers:
             return frozenset()
-        if self.tokenizer is None:
+        if self._breakers_in is None:
             raise RequestError(
                 "dry_sequence_breakers need a tokenizer, but skip_tokenizer_init is set. Pass none "
                 "of them."
             )
-        if params.breakers not in self._known_breakers:
-            pieces = self.tokenizer.piece_table(skip_special_tokens=False)
-            wanted = [text.encode() for text in params.breakers]
-            found = frozenset(
-                token
-                for token in range(self.tokenizer.vocab_size)
-                if any(w in pieces[token] for w in wanted)
-            )
-            self._known_breakers = {params.breakers: found}
-        return self._known_breakers[params.breakers]
+        return self._breakers_in.find(params.breakers)
 
     def _detokenizer(self, request: Request) -> IncrementalDetokenizer | None:
         """For one sample's output; `min_tokens` come before stop strings count."""

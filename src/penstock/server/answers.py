@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from starlette.routing import BaseRoute, Match
 
-from penstock.server.errors import ApiError
+from penstock.server.errors import ApiError, as_api_error
 from penstock.server.logs import shortened
 from penstock.server.sse import CLIENT_CLOSED, Message
 
@@ -41,6 +41,7 @@ class Answer:
     start: float = field(default_factory=time.perf_counter)
     status: int = CLIENT_CLOSED  # until something is sent
     accounted: bool = False  # the engine's accounting has written a line
+    failure: ApiError | None = None  # that broke it off, after its status was sent
 
     def end(self, scope: Message, key_name: str | None) -> None:
         """Count it, and log it unless that has been done. key_name: None without a valid key."""
@@ -90,6 +91,21 @@ def accounted() -> None:
     answer = current.get()
     if answer is not None:
         answer.accounted = True
+
+
+def broken(error: Exception) -> ApiError:
+    """What a client is told of an error in the middle of its answer, which is the end of it."""
+    told = as_api_error(error)
+    answer = current.get()
+    if answer is not None:
+        answer.failure = told
+    return told
+
+
+def broken_by() -> ApiError | None:
+    """What broke the current request's answer off."""
+    answer = current.get()
+    return None if answer is None else answer.failure
 
 
 def template(scope: Message) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import re
 from collections.abc import Mapping
 from dataclasses import fields
@@ -20,6 +21,8 @@ from penstock.errors import (
     TokenizerError,
 )
 from penstock.sampling import BeamSearchParams, SamplingParams
+
+logger = logging.getLogger("penstock.server")
 
 # OpenAI's and Anthropic's names for an error of a status.
 _TYPES = {
@@ -113,10 +116,13 @@ def unsupported(field: str, why: str = "", *, kind: str = "", param: str | None 
     )
 
 
-def as_api_error(error: BaseException, names: Mapping[str, str] | None = None) -> ApiError:
-    """What a client is told of an error that came from the engine.
+def as_api_error(
+    error: BaseException, names: Mapping[str, str] | None = None, request_id: str | None = None
+) -> ApiError:
+    """What a client is told of an error that came from the engine. One that nobody explains is
+    logged.
 
-    names: what the client's API calls some of the engine's parameters.
+    names: what the client's API calls some of the engine's parameters; request_id: for the log.
     """
     if isinstance(error, ApiError):
         return error
@@ -132,6 +138,8 @@ def as_api_error(error: BaseException, names: Mapping[str, str] | None = None) -
         return _refused(str(error), names or {})
     if isinstance(error, PenstockError):
         return ApiError(500, str(error))
+    fields = {} if request_id is None else {"id": request_id}
+    logger.error("an internal error", exc_info=error, extra={"fields": fields})
     return ApiError(500, f"{type(error).__name__} in the server. Its log says more.")
 
 

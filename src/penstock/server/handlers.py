@@ -6,9 +6,11 @@ from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
 
 from penstock.errors import PenstockError
 from penstock.server.errors import ApiError, as_api_error, as_sentence, error_response
+from penstock.server.sse import client_left
 from penstock.server.validation import describe
 
 
@@ -33,6 +35,8 @@ def install_handlers(app: FastAPI) -> None:
     async def http(request: Request, error: HTTPException) -> JSONResponse:
         if isinstance(error.__cause__, ApiError):  # raised while the body was read
             return error_response(request, error.__cause__)
+        if isinstance(error.__cause__, ClientDisconnect):  # nobody reads what is answered
+            return error_response(request, client_left())
         made = ApiError(error.status_code, as_sentence(str(error.detail)), headers=error.headers)
         path = request.scope["path"]
         if error.status_code == 404:

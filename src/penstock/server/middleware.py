@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import re
 import uuid
 from collections.abc import Awaitable, Callable
@@ -19,8 +18,6 @@ from penstock.server.errors import ApiError, as_api_error, error_response
 from penstock.server.keys import Key, find_key
 from penstock.server.page import files
 from penstock.server.sse import EventStream, Message, Receive, Send
-
-logger = logging.getLogger("penstock.server")
 
 App = Callable[[Message, Receive, Send], Awaitable[None]]
 
@@ -111,9 +108,8 @@ class Front:
         except Exception as error:
             if started:
                 raise
-            if not isinstance(error, ApiError):
-                logger.exception("an endpoint failed", extra={"fields": {"id": request_id}})
-            await error_response(Request(scope), as_api_error(error))(scope, receive, reply)
+            told = as_api_error(error, request_id=request_id)
+            await error_response(Request(scope), told)(scope, receive, reply)
         finally:
             _close_ticket(state)
             answer.end(routed, self._key_name(scope))

@@ -17,7 +17,7 @@ from penstock.errors import ConfigError, InvalidSamplingError, RequestError, Req
 from penstock.roofline import StepRecord
 from penstock.sampling import BeamSearchParams, SamplingParams, StructuredOutputs
 from penstock.server.admission import Caller, Lanes, Ticket
-from penstock.server.answers import accounted
+from penstock.server.answers import accounted, broken_by
 from penstock.server.called import Called
 from penstock.server.config import ServerConfig
 from penstock.server.conversation import Prompts, PromptText
@@ -215,6 +215,8 @@ class Service:
         """
         llm = self.llm
         stats = llm.stats()
+        if not stats["requests"]:  # no step ends while there is nothing to do
+            self._progress = (stats["steps"], time.monotonic())
         waiting = max(0, len(self.inflight) - stats["requests_running"])
         rows = llm.config.scheduler.max_num_seqs - stats["running"]
         room = 0 if stats["waiting"] else max(rows // samples, 0)  # whoever waits lacks something
@@ -289,10 +291,11 @@ class Service:
                 self.metrics.times(output.metrics)
                 return output.outputs.embedding
             except TimeoutError as error:
-                failure = ticket.too_late() if limit.expired() else as_api_error(error)
+                late = limit.expired()
+                failure = ticket.too_late() if late else as_api_error(error, request_id=name)
                 raise failure from error
             except Exception as error:
-                failure = as_api_error(error)
+                failure = as_api_error(error, request_id=name)
                 raise failure from error
             finally:
                 end = _End(outcome if failure is None else "error", None, failure)
@@ -332,9 +335,11 @@ class Service:
             failure = ticket.too_late()
             raise failure from error
         except Exception as error:
-            failure = as_api_error(error)
+            failure = as_api_error(error, request_id=name)
             raise failure from error
         finally:
+            if failure is None:
+                failure = broken_by()  # what made an answer of it: no client has left
             self._account(ticket, name, work, _End(_outcome(last, failure), last, failure))
 
     def _observe(self, output: RequestOutput, told: int) -> int:
@@ -412,35 +417,34 @@ async def _merge(
     runs: Sequence[AsyncGenerator[RequestOutput, None]],
 ) -> AsyncGenerator[tuple[int, RequestOutput], None]:
     """The outputs of several, as they come; the first error ends them all."""
-    queue: asyncio.Queue[tuple[int, RequestOutput | None]] = asyncio.Queue(2 * len(runs))
+    queue: asyncio.Queue[tuple[int, RequestOutput | Exception | None]]
+    queue = asyncio.Queue(2 * len(runs))
 
     async def pump(number: int, run: AsyncGenerator[RequestOutput, None]) -> None:
-        async with aclosing(run) as outputs:
-            async for output in outputs:
-                await queue.put((number, output))
-        await queue.put((number, None))
+        end: Exception | None = None
+        try:
+            async with aclosing(run) as outputs:
+                async for output in outputs:
+                    await queue.put((number, output))
+        except Exception as error:
+            end = error
+        await queue.put((number, end))
 
     tasks = [asyncio.create_task(pump(i, run)) for i, run in enumerate(runs)]
     left = len(tasks)
-    arrival: asyncio.Task[tuple[int, RequestOutput | None]] | None = None
     try:
         while left:
-            arrival = asyncio.create_task(queue.get())
-            await asyncio.wait({arrival, *tasks}, return_when=asyncio.FIRST_COMPLETED)
-            broken = next((t for t in tasks if t.done() and t.exception() is not None), None)
-            if broken is not None:
-                broken.result()
-            number, output = await arrival
+            number, output = await queue.get()
             if output is None:
                 left -= 1
-                tasks = [task for task in tasks if not task.done()]
+            elif isinstance(output, Exception):
+                raise output
             else:
                 yield number, output
     finally:
-        tasks_left = tasks if arrival is None else [*tasks, arrival]
-        for task in tasks_left:
+        for task in tasks:
             task.cancel()
-        await asyncio.gather(*tasks_left, return_exceptions=True)
+        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 def priced(output: RequestOutput) -> dict[str, Any]:

@@ -102,6 +102,11 @@ class EventStream(Response):
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
+def client_left() -> ApiError:
+    """499."""
+    return ApiError(CLIENT_CLOSED, "The client closed the connection.")
+
+
 async def disconnected(receive: Receive) -> None:
     """Return when the client has gone; its request was read before."""
     while (await receive())["type"] != "http.disconnect":
@@ -116,7 +121,7 @@ async def unless_gone(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
         await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
         if task.done():
             return task.result()
-        raise ApiError(CLIENT_CLOSED, "The client closed the connection.")
+        raise client_left()
     finally:
         for one in (task, gone):
             one.cancel()

@@ -21,6 +21,10 @@ Else the tokenizers library raises bare Exceptions, and panics, which are BaseEx
 """
 
 
+_LONG = 10_000
+"""Characters of a text during which other threads should go on: `encode` holds Python's lock."""
+
+
 class Backend(Protocol):
     """A vocabulary with its algorithm: text to ids, and ids to pieces and bytes."""
 
@@ -159,6 +163,11 @@ class FastBackend:
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
         """Token ids of the text."""
         try:
+            if len(text) > _LONG:
+                (found,) = self._tokenizer.encode_batch_fast(
+                    [text], add_special_tokens=add_special_tokens
+                )
+                return found.ids
             return self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
         except PASSED_ON:
             raise

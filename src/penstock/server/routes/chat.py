@@ -21,6 +21,7 @@ from penstock.server.routes.common import (
     admit,
     answers,
     caller_of,
+    check_samples,
     check_words,
     last_of,
     made,
@@ -76,6 +77,7 @@ def _check(service: Service, body: ChatRequest) -> None:
         raise ApiError(400, "top_logprobs needs logprobs: true.", param="top_logprobs")
     if body.stream and body.prompt_logprobs is not None:
         raise ApiError(400, "prompt_logprobs can't be streamed.", param="prompt_logprobs")
+    check_samples(service, body.n)
 
 
 async def _work(request: Request, body: ChatRequest, ticket: Ticket) -> tuple[Work, Answering]:

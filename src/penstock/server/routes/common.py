@@ -10,7 +10,9 @@ from typing import Any
 from fastapi import Request
 
 from penstock.engine import RequestOutput
+from penstock.errors import RequestError
 from penstock.server.admission import Caller, Ticket
+from penstock.server.answers import broken
 from penstock.server.conversation import CHAT, PromptText, Rendering, Source
 from penstock.server.errors import ApiError, as_api_error
 from penstock.server.middleware import REQUEST_ID
@@ -115,7 +117,7 @@ def stream_response(
     """
 
     def explain(error: Exception) -> bytes:
-        return event(as_api_error(error).openai())
+        return event(broken(error).openai())
 
     return EventStream(events, explain, outputs)
 
@@ -154,6 +156,17 @@ def check_words(service: Service, body: SamplingFields) -> None:
                 f"{field} has {count:,} token ids, the vocabulary only {vocabulary:,}.",
                 param=field,
             )
+
+
+def check_samples(service: Service, n: int | None) -> None:
+    """Raises ApiError for more samples of a prompt than can run at once.
+
+    The engine would refuse them too, but by then something is held for each.
+    """
+    try:
+        service.llm.engine.scheduler.refusals.check_samples(n or 1)
+    except RequestError as error:
+        raise as_api_error(error) from error
 
 
 async def form_of(service: Service, ticket: Ticket, body: StructureFields) -> dict[str, Any]:

@@ -24,6 +24,7 @@ from penstock.server.routes.common import (
     admit,
     answers,
     caller_of,
+    check_samples,
     check_words,
     form_of,
     made,
@@ -104,6 +105,7 @@ def _check(service: Service, body: CompletionRequest) -> None:
             "prompt_logprobs, or one of the two.",
             param="prompt_logprobs",
         )
+    check_samples(service, body.n)
 
 
 def _check_choosing(service: Service, body: CompletionRequest) -> None:

@@ -12,10 +12,10 @@ from starlette.responses import Response
 
 from penstock.engine import CompletionOutput, RequestOutput
 from penstock.sampling import SamplingParams
+from penstock.server.answers import broken
 from penstock.server.body import JsonRoute
 from penstock.server.choices import Reader
 from penstock.server.conversation import ANTHROPIC, Rendering
-from penstock.server.errors import as_api_error
 from penstock.server.protocol.answers import MessageAnswer
 from penstock.server.protocol.common import SamplingFields
 from penstock.server.protocol.messages import CountTokensRequest, MessagesRequest
@@ -204,7 +204,7 @@ class _Answer:
         except Exception as error:
             if not reader.started:
                 raise
-            yield event(as_api_error(error).anthropic(), "error")
+            yield event(broken(error).anthropic(), "error")
             return
         assert output is not None
         reason, sequence = _stop(output.outputs[0], blocks.calls)

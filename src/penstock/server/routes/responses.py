@@ -12,10 +12,10 @@ from starlette.responses import Response
 
 from penstock.engine import CompletionOutput, RequestOutput
 from penstock.sampling import SamplingParams, TokenLogprobs
+from penstock.server.answers import broken
 from penstock.server.body import JsonRoute
 from penstock.server.choices import Reader, TokenNames
 from penstock.server.conversation import RESPONSE, Rendering
-from penstock.server.errors import as_api_error
 from penstock.server.protocol.answers import Response as ResponseAnswer
 from penstock.server.protocol.responses import ResponsesRequest
 from penstock.server.routes.common import (
@@ -210,7 +210,7 @@ class _Answer:
         except Exception as error:
             if not reader.started:
                 raise
-            said = as_api_error(error)
+            said = broken(error)
             told = {"code": said.code or said.type, "message": said.message}
             yield tell("response.failed", response=self._response(items.done, error=told))
             return

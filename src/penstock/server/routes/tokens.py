@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
 from fastapi import APIRouter, Request
+from starlette.responses import Response
 
 from penstock.server.body import JsonRoute
 from penstock.server.conversation import token_strings
@@ -15,37 +20,48 @@ from penstock.server.protocol.tokens import (
     TokenizeResponse,
 )
 from penstock.server.routes.common import ERRORS, admit, caller_of, rendering_of, service_of
+from penstock.server.sse import dumps
 
 router = APIRouter(route_class=JsonRoute)
+_AT_ONCE = 4096
 _LEAST_TOKENS = 131_072  # are detokenized at once, or as many as the model takes
 
 
-@router.post("/tokenize", responses=ERRORS, response_model_exclude_none=True)
-async def tokenize(body: TokenizeRequest, request: Request) -> TokenizeResponse:
+@router.post("/tokenize", responses=ERRORS, response_model=TokenizeResponse)
+async def tokenize(body: TokenizeRequest, request: Request) -> Response:
     """The tokens of a text, or of a conversation's prompt."""
     service = service_of(request)
     service.check_model(body.model)
     if (body.prompt is None) == (not body.messages):
         raise ApiError(400, "Send either prompt or messages.", param="prompt")
     ticket = await admit(request, caller_of(request, "tok"))
-    prompts, text = service.prompts, body.prompt
+    prompts, text, slow = service.prompts, body.prompt, False
+    encode: Callable[[], list[int]]
     if text is not None:
         _check_text(body)
         special = body.add_special_tokens is not False
-        ids = await service.compute(ticket, lambda: prompts.encode(text, special))
+        encode = partial(prompts.encode, text, special)
     else:
         rendering = rendering_of(service, body)
-        ids = await service.compute(
-            ticket,
-            lambda: prompts.rendered(body.messages, rendering),
-            slow=rendering.chat_template is not service.config.chat_template,
-        )
-    return TokenizeResponse(
-        count=len(ids),
-        max_model_len=service.llm.engine.max_model_len,
-        tokens=ids,
-        token_strs=token_strings(prompts.tokenizer, ids) if body.return_token_strs else None,
-    )
+        slow = rendering.chat_template is not service.config.chat_template
+        encode = partial(prompts.rendered, body.messages, rendering)
+    longest = service.llm.engine.max_model_len
+
+    def answer() -> bytes:
+        ids = encode()
+        said = f'{{"count":{len(ids)},"max_model_len":{longest},"tokens":[{_listed(ids)}]'
+        if body.return_token_strs:
+            said += f',"token_strs":[{_listed(token_strings(prompts.tokenizer, ids))}]'
+        return f"{said}}}".encode()
+
+    content = await service.compute(ticket, answer, slow=slow)
+    return Response(content, media_type="application/json")
+
+
+def _listed(values: Sequence[Any]) -> str:
+    """As JSON, without the brackets; written in parts, since nothing else runs meanwhile."""
+    parts = (values[i : i + _AT_ONCE] for i in range(0, len(values), _AT_ONCE))
+    return ",".join(dumps(part)[1:-1] for part in parts)
 
 
 def _check_text(body: TokenizeRequest) -> None:
