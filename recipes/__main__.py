@@ -42,7 +42,7 @@ Pace = Annotated[
 def prepare(
     data: Annotated[Path, typer.Option(help="Folder with the texts.")] = DATA / "text",
     work: Work = WORK,
-    limit: Annotated[int | None, typer.Option(help="Documents of each source.")] = None,
+    limit: Annotated[int | None, typer.Option(min=1, help="Documents of each source.")] = None,
     vocab_size: Annotated[int, typer.Option(min=512, max=65_536)] = 8192,
 ) -> None:
     """Read, deduplicate, hold out, tokenize and pack the corpus."""
@@ -89,7 +89,7 @@ def pretrain(
 ) -> None:
     """Train `base` from nothing, or from another model's weights."""
     from recipes import family
-    from recipes.model import SHAPES
+    from recipes.model import shape_named
 
     where, config = _settings(
         device, dtype, compile, steps=steps, minutes=minutes, rows=rows, micro_rows=micro_rows,
@@ -97,7 +97,7 @@ def pretrain(
         short_length=short_length or None,
     )  # fmt: skip
     paces = family.paces_with(family.PRETRAIN, pace or [])
-    family.pretrain(work, config, SHAPES[size], dropout, where, paces, start)
+    family.pretrain(work, config, shape_named(size), dropout, where, paces, start)
 
 
 @app.command()
@@ -146,13 +146,13 @@ def distill(
 ) -> None:
     """Train `draft` to predict what `chat` would say."""
     from recipes import family
-    from recipes.model import SHAPES
+    from recipes.model import shape_named
 
     where, config = _settings(
         device, dtype, compile, steps=steps, minutes=minutes, rows=rows, micro_rows=micro_rows,
         learning_rate=learning_rate, save_every=save_every, seed=seed, muon=muon,
     )  # fmt: skip
-    family.distill(work, config, SHAPES[size], where)
+    family.distill(work, config, shape_named(size), where)
 
 
 @app.command()
@@ -256,6 +256,8 @@ def main() -> None:
         app()
     except PenstockError as error:
         sys.exit(f"error: {error}")
+    except FileNotFoundError as error:
+        sys.exit(f"error: there is no {error.filename}. Give the folder of texts by --data.")
 
 
 if __name__ == "__main__":

@@ -88,8 +88,14 @@ class Corpus:
         self._home: dict[str, Path] = {}
         for name in PACKS:
             if (folder / name).exists():
-                with zipfile.ZipFile(folder / name) as pack:
-                    members = [item.removesuffix(".xz") for item in pack.namelist()]
+                try:
+                    with zipfile.ZipFile(folder / name) as pack:
+                        members = [item.removesuffix(".xz") for item in pack.namelist()]
+                except zipfile.BadZipFile as error:
+                    raise ConfigError(
+                        f"{folder / name} is no pack ({error}). Make it anew: "
+                        "python -m recipes prepare."
+                    ) from error
                 self._home |= dict.fromkeys(members, folder / name)
         if not self._home:
             raise ConfigError(

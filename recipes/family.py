@@ -138,8 +138,11 @@ def paces_with(paces: Paces, chosen: list[str]) -> Paces:
 
 
 def device_of(name: str | None) -> torch.device:
-    """The device asked for, or a GPU where there is one."""
-    return torch.device(name or ("cuda" if torch.cuda.is_available() else "cpu"))
+    """The device asked for, or a GPU where there is one. Raises ConfigError without one."""
+    found = name or ("cuda" if torch.cuda.is_available() else "cpu")
+    if found.startswith("cuda") and not torch.cuda.is_available():
+        raise ConfigError(f"--device {found}: this torch ({torch.__version__}) finds no GPU.")
+    return torch.device(found)
 
 
 def read_model(work: Path, name: str, dropout: float, device: torch.device) -> Llama:

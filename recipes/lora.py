@@ -86,7 +86,9 @@ def save_adapter(state: dict[str, Tensor], config: LoraConfig, base: str, folder
     }
     (folder / "adapter_config.json").write_text(json.dumps(about, indent=2) + "\n")
     tensors = {name: tensor.to(torch.bfloat16) for name, tensor in state.items()}
-    save_file(tensors, folder / "adapter_model.safetensors", metadata={"format": "pt"})
+    weights = folder / "adapter_model.safetensors"
+    save_file(tensors, weights, metadata={"format": "pt"})
+    weights.chmod(0o644)  # safetensors writes for its own user only
 
 
 def merge(weights: dict[str, Tensor], adapter: Path) -> dict[str, Tensor]:

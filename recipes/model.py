@@ -249,6 +249,13 @@ class Llama(nn.Module):
         return F.linear(self.model.norm(x), self.model.embed_tokens.weight)
 
 
+def shape_named(size: str) -> Shape:
+    """One of SHAPES. Raises ConfigError for another name."""
+    if size not in SHAPES:
+        raise ConfigError(f"--size {size} isn't a shape: choose {', '.join(SHAPES)}.")
+    return SHAPES[size]
+
+
 def load(folder: Path, dropout: float = 0.0) -> Llama:
     """A model from a folder in Hugging Face's layout, in float32."""
     model = Llama(Shape.read(folder), dropout)
@@ -274,4 +281,5 @@ def save_model(
     tensors = {name: t.detach().cpu().to(torch.bfloat16).contiguous() for name, t in state.items()}
     partial = folder / "model.safetensors.partial"
     save_file(tensors, partial, metadata={"format": "pt"})
+    partial.chmod(0o644)  # safetensors writes for its own user only
     partial.replace(folder / "model.safetensors")

@@ -8,6 +8,7 @@ on held-out rows: sources are small, and a long run learns them by heart.
 
 import json
 import math
+import pickle
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
@@ -56,6 +57,12 @@ class TrainConfig:
             raise ConfigError(
                 f"A run needs --steps or --minutes, and not both: steps={self.steps}, "
                 f"minutes={self.minutes}."
+            )
+        if self.minutes is not None and not 0 < self.minutes < math.inf:
+            raise ConfigError(f"--minutes must be a number above 0, not {self.minutes}.")
+        if not 0 < self.learning_rate < math.inf:
+            raise ConfigError(
+                f"--learning-rate must be a number above 0, not {self.learning_rate}."
             )
         if self.rows % self.micro_rows:
             raise ConfigError(
@@ -133,6 +140,15 @@ def make_optimizers(model: nn.Module, config: TrainConfig) -> list[torch.optim.O
             )
         )
     return found
+
+
+MAY_CHANGE = ("steps", "minutes", "save_every", "evaluate_every", "compile")
+"""What a run may go on with otherwise than it began."""
+
+
+def _settings(config: TrainConfig) -> dict[str, Any]:
+    """What makes it the same run."""
+    return {name: value for name, value in asdict(config).items() if name not in MAY_CHANGE}
 
 
 Optimizers = Callable[[nn.Module, TrainConfig], list[torch.optim.Optimizer]]
@@ -340,6 +356,7 @@ class Trainer:
     def save(self) -> None:
         """Write the checkpoint; the previous one stands until the new one is whole."""
         state = {
+            "settings": _settings(self.config),
             "model": self.model.state_dict(),
             "optimizers": [optimizer.state_dict() for optimizer in self.optimizers],
             "mixture": self.mixture.state(),
@@ -353,8 +370,34 @@ class Trainer:
         partial.replace(self.checkpoint)
         self._saved_s = self.progress.elapsed_s
 
+    def _read_checkpoint(self) -> dict[str, Any]:
+        """The checkpoint. Raises ConfigError for one that is damaged, or of another run."""
+        try:
+            state = torch.load(self.checkpoint, map_location="cpu", weights_only=True)
+            before = state.get("settings", {})
+        except (OSError, EOFError, RuntimeError, pickle.UnpicklingError, AttributeError) as error:
+            raise ConfigError(
+                f"{self.checkpoint} can't be read: it is damaged, or no checkpoint. Delete "
+                f"{self.folder} to start anew."
+            ) from error
+        now = _settings(self.config)
+        other = [
+            f"{name} was {before[name]}, now {now[name]}"
+            for name in before
+            if before[name] != now[name]
+        ]
+        sizes = {name: tuple(t.shape) for name, t in self.model.state_dict().items()}
+        if sizes != {name: tuple(t.shape) for name, t in state["model"].items()}:
+            other.append("the model has another shape")
+        if other:
+            raise ConfigError(
+                f"{self.folder} is of another run: {'; '.join(other)}. Give the same options to go "
+                "on with it, or delete the folder to start anew."
+            )
+        return state
+
     def _restore(self) -> None:
-        state = torch.load(self.checkpoint, map_location="cpu", weights_only=True)
+        state = self._read_checkpoint()
         self.model.load_state_dict(state["model"])
         for optimizer, saved in zip(self.optimizers, state["optimizers"], strict=True):
             optimizer.load_state_dict(saved)

@@ -13,6 +13,7 @@ from typer.testing import CliRunner
 
 from penstock.bench import environment, latency, throughput
 from penstock.bench.meter import Meter
+from penstock.bench.report import Column, above
 from penstock.cli.main import app
 from penstock.config import EngineConfig
 from penstock.hardware import Hardware, Peaks
@@ -172,3 +173,9 @@ def test_every_sequence_decodes_in_the_steps_that_count(tiny: Path) -> None:
     _, decode = latency.run_once(meter, np.random.default_rng(0), workload)
     assert decode and all(len(r.size.queries) == r.size.tokens == 64 for r in decode)
     assert all(100 < context <= 107 for r in decode for context in r.size.contexts)
+
+
+@pytest.mark.parametrize(("share", "told"), [(0.9, False), (1.04, False), (1.3, True)])
+def test_a_share_above_all_is_explained(share: float, told: bool) -> None:
+    column = Column("decode", "1 ms", "1", "1 GB/s", "1%", "1 ms", share)
+    assert (above([column]) is not None) is told

@@ -64,6 +64,14 @@ def test_commands(penstock: Run, chat_model: Path) -> None:
     assert "no command /quit" in unknown.stderr and "/exit" in unknown.stderr
 
 
+def test_a_line_that_fails_does_not_end_a_piped_chat(penstock: Run, chat_model: Path) -> None:
+    result = penstock("chat", chat_model, *GREEDY, stdin="/foo\nhello\n/reset\nhello\n")
+    alone = penstock("chat", chat_model, *GREEDY, stdin="hello\n")
+    assert result.exit_code == 1
+    assert "no command /foo" in result.stderr
+    assert result.stdout == 2 * alone.stdout
+
+
 def test_stats_are_of_the_last_replys_drafts(penstock: Run, chat_model: Path) -> None:
     asked = {"model": str(chat_model), "num_speculative_tokens": 2, "adaptive": False}
     options = (*GREEDY, "--speculative-config", json.dumps(asked))

@@ -177,3 +177,9 @@ def test_strict(tiny: Make, tmp_path: Path) -> None:
 def test_no_folder(tmp_path: Path) -> None:
     with pytest.raises(ModelNotFoundError, match="There is no folder"):
         load_model(tmp_path / "nothing")
+
+
+def test_an_adapter_is_told_from_a_model(tmp_path: Path) -> None:
+    (tmp_path / "adapter_config.json").write_text("{}")
+    with pytest.raises(ModelNotFoundError, match="is an adapter, which needs its model: penstock"):
+        load_model(tmp_path)

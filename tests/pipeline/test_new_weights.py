@@ -15,7 +15,8 @@ from safetensors.torch import load_file, save_file
 from penstock import LLM, SamplingParams
 from penstock.errors import ConfigError, ModelNotFoundError, UnsupportedModelError, WeightsError
 from penstock.models.load import load_model
-from penstock.models.lora import CONFIG, WEIGHTS, Merged
+from penstock.models.lora import WEIGHTS, Merged
+from penstock.models.registry import ADAPTER
 from penstock.models.sources import open_source
 from penstock.models.weights import Checkpoint
 from penstock.pipeline.build import BuildOptions, build
@@ -198,7 +199,7 @@ def adapter(folder: Path, **config: Any) -> Path:
         tensors[f"{module}.lora_B.weight"] = torch.randn(n, 4, generator=random)
     save_file(tensors, folder / WEIGHTS)
     about = {"peft_type": "LORA", "r": 4, "lora_alpha": 2, **config}
-    (folder / CONFIG).write_text(json.dumps(about))
+    (folder / ADAPTER).write_text(json.dumps(about))
     return folder
 
 
@@ -232,7 +233,7 @@ def test_ways_to_begin_that_leave_the_model_alone(tmp_path: Path, way: Any) -> N
 
 
 def about(**config: Any) -> Any:
-    return lambda folder: (folder / CONFIG).write_text(json.dumps({"peft_type": "LORA", **config}))
+    return lambda folder: (folder / ADAPTER).write_text(json.dumps({"peft_type": "LORA", **config}))
 
 
 def holding(*names: str) -> Any:
@@ -249,7 +250,7 @@ OF_RANK_0 = {part("A"): torch.ones(0, 128), part("B"): torch.ones(128, 0)}
 @pytest.mark.parametrize(
     ("change", "error", "words"),
     [
-        (lambda f: (f / CONFIG).unlink(), ModelNotFoundError, "is no adapter"),
+        (lambda f: (f / ADAPTER).unlink(), ModelNotFoundError, "is no adapter"),
         (lambda f: (f / WEIGHTS).write_bytes(b"x" * 99), WeightsError, "can't be read"),
         (about(use_dora=True, lora_alpha=1), UnsupportedModelError, "use_dora=True"),
         (about(), UnsupportedModelError, "lora_alpha must be a number"),

@@ -16,7 +16,8 @@ from safetensors.torch import save_file
 
 from penstock import LLM, SamplingParams
 from penstock.errors import ConfigError
-from penstock.models.lora import CONFIG, WEIGHTS
+from penstock.models.lora import WEIGHTS
+from penstock.models.registry import ADAPTER
 from penstock.models.sources import open_source
 from penstock.models.weights import Checkpoint
 from penstock.pipeline import sensitivity
@@ -60,7 +61,7 @@ def given(tmp_path_factory: pytest.TempPathFactory) -> Path:
     }
     save_file(tensors, folder / "adapter" / WEIGHTS)
     about = {"peft_type": "LORA", "r": 4, "lora_alpha": 2}
-    (folder / "adapter" / CONFIG).write_text(json.dumps(about))
+    (folder / "adapter" / ADAPTER).write_text(json.dumps(about))
     return folder
 
 
@@ -171,7 +172,7 @@ def test_a_changed_source_or_adapter_starts_anew(given: Path, tmp_path: Path) ->
     """What is kept belongs to the contents of files, whatever their times."""
     folder = copied(given, tmp_path)
     adapter = folder / "adapter"
-    config = json.loads((adapter / CONFIG).read_text())
+    config = json.loads((adapter / ADAPTER).read_text())
     weights = NewWeights("w8a16", merge_lora=adapter)
 
     def fail(_: Store, name: str, __: Any) -> None:
@@ -192,12 +193,12 @@ def test_a_changed_source_or_adapter_starts_anew(given: Path, tmp_path: Path) ->
         return list(done)
 
     assert begin() == [1, 2, 3]
-    (adapter / CONFIG).write_text(json.dumps(config))  # later, and the same
+    (adapter / ADAPTER).write_text(json.dumps(config))  # later, and the same
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Store, "save", fail)
         with pytest.raises(AssertionError, match="layer-00003"):  # the fourth is the first anew
             export_model("stories", folder / "out", weights=weights)
-    (adapter / CONFIG).write_text(json.dumps(config | {"lora_alpha": 3}))
+    (adapter / ADAPTER).write_text(json.dumps(config | {"lora_alpha": 3}))
     assert begin() == [1, 2, 3]
     export_model("stories", folder / "out", weights=weights)
     export_model("stories", folder / "new", weights=weights)

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -114,6 +115,69 @@ def test_a_resumed_run_ends_with_the_same_weights(tmp_path: Path) -> None:
         assert {k: v for k, v in a.items() if k not in (*times, "train_loss")} == {
             k: v for k, v in b.items() if k not in (*times, "train_loss")
         }
+
+
+@pytest.mark.parametrize(
+    ("changed", "words"),
+    [
+        ({"learning_rate": 0.9}, "learning_rate was 0.003, now 0.9"),
+        ({"rows": 8}, "rows was 4, now 8"),
+        ({"seed": 7, "muon": False}, "muon was True, now False; seed was 0, now 7"),
+        ({"short_length": 16}, "short_length was None, now 16"),
+    ],
+)
+def test_a_run_does_not_go_on_as_another(
+    tmp_path: Path, changed: dict[str, object], words: str
+) -> None:
+    trainer(tmp_path, quick(steps=3)).run()
+    with pytest.raises(ConfigError, match=f"{words}.*or delete the folder"):
+        trainer(tmp_path, quick(steps=3, **changed))
+    trainer(tmp_path, quick(steps=5, save_every=2)).run()  # longer, and saved more often
+
+
+def test_a_checkpoint_that_is_none_or_of_another_shape(tmp_path: Path) -> None:
+    trainer(tmp_path, quick(steps=3)).run()
+    wide = Llama(replace(SMALL, intermediate_size=128)).initialise(0)
+    with pytest.raises(ConfigError, match="the model has another shape"):
+        Trainer(tmp_path, wide, mixture(), quick(steps=3))
+    (tmp_path / "checkpoint.pt").write_bytes(b"garbage")
+    with pytest.raises(ConfigError, match="is damaged, or no checkpoint"):
+        trainer(tmp_path, quick(steps=3))
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [{"steps": None, "minutes": float("nan")}, {"steps": None, "minutes": -1.0},
+     {"learning_rate": float("nan")}, {"learning_rate": 0.0}],
+)  # fmt: skip
+def test_numbers_that_no_run_can_have(changed: dict[str, object]) -> None:
+    with pytest.raises(ConfigError, match="must be a number above 0"):
+        quick(**changed)
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("pretrain", "--size", "huge", "--steps", "1"), "--size huge isn't a shape: choose"),
+        (("pretrain", "--steps", "1", "--device", "cuda"), "finds no GPU"),
+        (("pretrain", "--size", "tiny", "--steps", "1"), "finetune.zip is no pack"),
+        (("prepare", "--data", "/no/such"), "there is no /no/such"),
+    ],
+)
+def test_a_command_that_cannot_run_says_so_in_a_line(
+    tmp_path: Path, words: tuple[str, ...], said: str
+) -> None:
+    if "cuda" in words and torch.cuda.is_available():
+        pytest.skip("there is a GPU")
+    for name in ("pretrain.zip", "finetune.zip"):
+        (tmp_path / name).write_bytes(b"garbage")
+    found = subprocess.run(
+        [sys.executable, "-m", "recipes", *words, "--work", str(tmp_path)],
+        cwd=ROOT, capture_output=True, text=True, check=False, timeout=120,
+    )  # fmt: skip
+    assert found.returncode == 1
+    assert said in found.stderr.replace("pretrain.zip", "finetune.zip")
+    assert found.stderr.startswith("error: ") and found.stderr.count("\n") == 1
 
 
 def test_a_run_that_is_lengthened_goes_on_being_looked_at(tmp_path: Path) -> None:

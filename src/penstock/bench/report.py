@@ -34,6 +34,11 @@ class Column:
         )  # fmt: skip
 
 
+BEYOND = (
+    "More than 100%: what is read fits into a cache, which is faster than the memory whose speed "
+    "is measured, or other programs ran while it was."
+)
+
 _LINES = ("time", "tokens/s", "achieved", "of the peak", "floor", "share of the floor")
 
 
@@ -79,7 +84,13 @@ class Report:
             style = "bold green" if i == len(_LINES) - 1 else None
             table.add_row(name, *(escape(c.values[i]) for c in self.columns), style=style)
         lines = [Text(remark, style="dim") for remark in self.remarks]
+        lines += [Text(beyond, style="dim")] if (beyond := above(self.columns)) else []
         return Group(Text(self.title, style="bold"), table, *lines)
+
+
+def above(columns: Sequence[Column]) -> str | None:
+    """Why a share of the floor may be above 100%, where one clearly is."""
+    return BEYOND if any(column.share > 1.05 for column in columns) else None
 
 
 def seconds(value: float) -> str:

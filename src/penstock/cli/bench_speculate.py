@@ -180,7 +180,8 @@ def _drafts(
     found = SpeculativeConfig.of(asked) if asked else None
     if found is None:
         raise ConfigError(
-            "Nobody guesses yet. Give --method self or ngram, --speculative-config for one that "
-            "needs more, or --planted RATE."
+            "Nobody guesses yet. Give --method ngram, suffix or self, with an embedded model also "
+            "draft_model, medusa or eagle, --speculative-config for one that needs more, or "
+            "--planted RATE."
         )
     return found

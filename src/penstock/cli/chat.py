@@ -175,12 +175,21 @@ def _talk(conversation: Conversation) -> None:
 
 
 def _answer_lines(conversation: Conversation) -> None:
-    """Messages from a file or a pipe; an error ends it."""
+    """Messages from a file or a pipe. One that fails is told, and the others are answered; then
+    the command fails.
+    """
+    failed = 0
     for line in sys.stdin:
         text = line.strip()
         if text == "/exit":
-            return
-        _take(conversation, text)
+            break
+        try:
+            _take(conversation, text)
+        except PenstockError as error:
+            failed += 1
+            console.error(error)
+    if failed:
+        raise typer.Exit(1)
 
 
 def _take(conversation: Conversation, text: str) -> None:

@@ -17,11 +17,11 @@ from torch import Tensor
 
 from penstock.errors import ModelNotFoundError, UnsupportedModelError, WeightsError
 from penstock.models.over import Over
-from penstock.models.registry import read_json
+from penstock.models.registry import ADAPTER, read_json
 from penstock.models.weights import Source
 from penstock.quant import Codes
 
-WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
+WEIGHTS = "adapter_model.safetensors"
 
 _PART = re.compile(r"base_model\.model\.(.+)\.lora_(A|B)(?:\.default)?\.weight")
 _PLAIN: dict[str, tuple[Any, ...]] = {
@@ -93,7 +93,7 @@ class Merged(Over):
 
     def files(self) -> list[Path]:
         """Of the base, and of the adapter."""
-        return [*super().files(), self.folder / CONFIG, self.folder / WEIGHTS]
+        return [*super().files(), self.folder / ADAPTER, self.folder / WEIGHTS]
 
     def read(self, name: str) -> Tensor | Codes:
         """A tensor, with the adapter's product added where it has one."""
@@ -109,7 +109,7 @@ class Merged(Over):
         return merged.to(found.dtype)
 
     def _scale(self, module: str, rank: int) -> float:
-        file, patterns = self.folder / CONFIG, self._config.get("alpha_pattern") or {}
+        file, patterns = self.folder / ADAPTER, self._config.get("alpha_pattern") or {}
         if not isinstance(patterns, dict):
             raise UnsupportedModelError(f"{file}: alpha_pattern must be an object: {patterns!r}.")
         try:
@@ -137,24 +137,24 @@ def _of(patterns: dict[str, Any], module: str, default: Any) -> Any:
 
 
 def _read_config(folder: Path) -> dict[str, Any]:
-    if not (folder / CONFIG).exists() or not (folder / WEIGHTS).exists():
+    if not (folder / ADAPTER).exists() or not (folder / WEIGHTS).exists():
         raise ModelNotFoundError(
-            f"{folder} is no adapter: it needs {CONFIG} and {WEIGHTS}, as PEFT writes them."
+            f"{folder} is no adapter: it needs {ADAPTER} and {WEIGHTS}, as PEFT writes them."
         )
-    config = read_json(folder / CONFIG)
+    config = read_json(folder / ADAPTER)
     for key, plain in _PLAIN.items():
         if config.get(key) not in plain:
             raise UnsupportedModelError(
-                f"{folder / CONFIG} asks for {key}={config.get(key)!r}, which can't be merged."
+                f"{folder / ADAPTER} asks for {key}={config.get(key)!r}, which can't be merged."
             )
     start = config.get("init_lora_weights")
     if not isinstance(start, bool | None) and str(start).lower() not in _LEFT_ALONE:
         raise UnsupportedModelError(
-            f"{folder / CONFIG} says init_lora_weights={start!r}: such training changes the model "
+            f"{folder / ADAPTER} says init_lora_weights={start!r}: such training changes the model "
             "itself, so that its adapter doesn't fit the original one. Save the adapter with "
             "PEFT's path_initial_model_for_weight_conversion, or merge it with PEFT."
         )
-    _alpha(folder / CONFIG, "lora_alpha", config.get("lora_alpha"))
+    _alpha(folder / ADAPTER, "lora_alpha", config.get("lora_alpha"))
     return config
 
 

@@ -59,6 +59,10 @@ def register(*architectures: str) -> Callable[[Reader], Reader]:
     return add
 
 
+ADAPTER = "adapter_config.json"
+"""What a folder has that PEFT wrote."""
+
+
 def architectures() -> list[str]:
     """Every architecture that can be loaded, sorted."""
     for family in _FAMILIES:
@@ -71,6 +75,11 @@ def read_json(file: Path) -> dict[str, Any]:
     try:
         data = json.loads(file.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
+        if (file.parent / ADAPTER).is_file():
+            raise ModelNotFoundError(
+                f"{file.parent} is an adapter, which needs its model: penstock export MODEL -o "
+                f"FOLDER --merge-lora {file.parent}"
+            ) from error
         raise ModelNotFoundError(
             f"{file.parent} has no {file.name}, so it isn't a model. Give a folder with that and "
             "safetensors, a .gguf file, or an embedded model's name."

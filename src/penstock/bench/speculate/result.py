@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from penstock.bench.report import amount, count, describe_peaks, percent, seconds
+from penstock.bench.report import BEYOND, amount, count, describe_peaks, percent, seconds
 from penstock.bench.speculate.figures import Figures
 from penstock.bench.speculate.whiteboard import draw
 from penstock.errors import ConfigError
@@ -91,6 +91,8 @@ class SpeculateResult:
             parts.append(_pairs(_heading(one), _speed_rows(one)))
             parts += [_places(one)] if one.places else []
         parts.append(Text(describe_peaks(self.peaks, self.compute), style="dim"))
+        if any(max(*one.shares, *one.pass_shares.values()) > 1.05 for one in self.workloads):
+            parts.append(Text(BEYOND, style="dim"))
         parts += [Text(problem, style="red") for problem in self.problems[:_SHOWN]]
         return Group(*parts)
 
