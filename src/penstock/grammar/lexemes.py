@@ -10,10 +10,12 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Sequence
 from functools import lru_cache
-from typing import Any, Final, TypeAlias
+from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
-import llguidance
 import numpy as np
+
+if TYPE_CHECKING:
+    import llguidance
 
 First: TypeAlias = frozenset[int]
 """Bytes with which a text may begin."""
@@ -70,6 +72,8 @@ def _class(first: Iterable[int]) -> str:
 
 @lru_cache(maxsize=1)
 def _tokenizer() -> llguidance.LLTokenizer:
+    import llguidance
+
     return llguidance.LLTokenizer("byte")
 
 
@@ -77,10 +81,19 @@ def _begun(body: str, lines: Sequence[str]) -> tuple[First, bool] | None:
     """(bytes that may come first, whether nothing need come); None where that can't be said in
     time, or the part isn't a regex.
     """
+    import llguidance
+
     text = "\n".join(["start: FIRST", f"FIRST: {body}", *lines, ""])
     limits = llguidance.LLParserLimits(initial_lexer_fuel=_FUEL, verbose_errors=False)
     grammar = json.dumps({"grammars": [{"lark_grammar": text}]})
-    matcher = llguidance.LLMatcher(_tokenizer(), grammar, log_level=0, limits=limits)
+    try:
+        matcher = llguidance.LLMatcher(_tokenizer(), grammar, log_level=0, limits=limits)
+    except (ValueError, TypeError, RuntimeError):
+        return None
+    except BaseException as error:
+        if type(error).__name__ != "PanicException":  # Rust's own, which no class here names
+            raise
+        return None
     if matcher.is_error():
         return None
     empty = matcher.is_accepting()
