@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from tokenizers import Tokenizer
 
 from penstock.bench.dialogue import read_conversations, score_dialogues
@@ -21,7 +21,7 @@ from recipes.card import write_cards
 from recipes.corpus import Corpus
 from recipes.family import ADAPTERS
 from recipes.lora import merge
-from recipes.model import load
+from recipes.model import load, write_weights
 from recipes.prepare import CONTEXT
 from recipes.replies import tokenize_replies
 
@@ -177,8 +177,7 @@ def score_adapter(work: Path, style: str, file: Path, max_bytes: int) -> Iterato
         for name in ("config.json", "generation_config.json", *_TOKENIZER):
             shutil.copyfile(work / "base" / name, merged / name)
         weights = merge(load_file(work / "base" / "model.safetensors"), work / style)
-        tensors = {name: t.to(torch.bfloat16).contiguous() for name, t in weights.items()}
-        save_file(tensors, merged / "model.safetensors", metadata={"format": "pt"})
+        write_weights(weights, merged / "model.safetensors")
         after = _score(_runtime(merged)[1], file, window, max_bytes).perplexity
     yield Figure(style, "perplexity of base", before)
     yield Figure(style, "perplexity with the adapter", after)

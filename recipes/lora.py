@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from recipes.model import Llama
+from recipes.model import Llama, write_weights
 
 TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 PREFIX = "base_model.model."
@@ -85,10 +85,7 @@ def save_adapter(state: dict[str, Tensor], config: LoraConfig, base: str, folder
         "use_dora": False,
     }
     (folder / "adapter_config.json").write_text(json.dumps(about, indent=2) + "\n")
-    tensors = {name: tensor.to(torch.bfloat16) for name, tensor in state.items()}
-    weights = folder / "adapter_model.safetensors"
-    save_file(tensors, weights, metadata={"format": "pt"})
-    weights.chmod(0o644)  # safetensors writes for its own user only
+    write_weights(state, folder / "adapter_model.safetensors")
 
 
 def merge(weights: dict[str, Tensor], adapter: Path) -> dict[str, Tensor]:

@@ -5,6 +5,7 @@ arXiv:2305.13245. A test holds it to transformers' LlamaForCausalLM.
 """
 
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -278,8 +279,16 @@ def save_model(
         ("generation_config.json", generation_config(chat)),
     ):
         (folder / name).write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
-    tensors = {name: t.detach().cpu().to(torch.bfloat16).contiguous() for name, t in state.items()}
-    partial = folder / "model.safetensors.partial"
+    write_weights(state, folder / "model.safetensors")
+
+
+def write_weights(state: Mapping[str, Tensor], file: Path) -> None:
+    """Write tensors, floating-point ones in bfloat16, first under a temporary name."""
+    tensors = {
+        name: (t.to(torch.bfloat16) if t.is_floating_point() else t).detach().cpu().contiguous()
+        for name, t in state.items()
+    }
+    partial = file.with_name(f"{file.name}.partial")
     save_file(tensors, partial, metadata={"format": "pt"})
     partial.chmod(0o644)  # safetensors writes for its own user only
-    partial.replace(folder / "model.safetensors")
+    partial.replace(file)

@@ -21,6 +21,7 @@ from torch.nn import functional as F
 
 from penstock.errors import ConfigError
 from recipes.batches import Batch, Mixture
+from recipes.checks import check_run
 from recipes.curve import draw
 from recipes.throughput import matrix_peak
 
@@ -58,12 +59,7 @@ class TrainConfig:
                 f"A run needs --steps or --minutes, and not both: steps={self.steps}, "
                 f"minutes={self.minutes}."
             )
-        if self.minutes is not None and not 0 < self.minutes < math.inf:
-            raise ConfigError(f"--minutes must be a number above 0, not {self.minutes}.")
-        if not 0 < self.learning_rate < math.inf:
-            raise ConfigError(
-                f"--learning-rate must be a number above 0, not {self.learning_rate}."
-            )
+        check_run(self.steps, self.minutes, self.learning_rate)
         if self.rows % self.micro_rows:
             raise ConfigError(
                 f"{self.rows} rows a step can't be split into micro-batches of {self.micro_rows}."
@@ -146,9 +142,23 @@ MAY_CHANGE = ("steps", "minutes", "save_every", "evaluate_every", "compile")
 """What a run may go on with otherwise than it began."""
 
 
-def _settings(config: TrainConfig) -> dict[str, Any]:
-    """What makes it the same run."""
-    return {name: value for name, value in asdict(config).items() if name not in MAY_CHANGE}
+def same_run(folder: Path, settings: Mapping[str, Any]) -> None:
+    """Refuse to go on with another run's checkpoint; a longer run is the same one.
+
+    settings: by name; those in MAY_CHANGE don't count.
+    """
+    now = {name: str(value) for name, value in settings.items() if name not in MAY_CHANGE}
+    file = folder / "settings.json"
+    if (folder / "checkpoint.pt").exists() and file.exists():
+        before = json.loads(file.read_text(encoding="utf-8"))
+        if changed := [name for name in now if now[name] != before.get(name)]:
+            words = ", ".join(f"{name} {before.get(name)} → {now[name]}" for name in changed)
+            raise ConfigError(
+                f"{folder} holds a run with other settings ({words}). Repeat its command to go "
+                "on, or delete the folder to start over."
+            )
+    folder.mkdir(parents=True, exist_ok=True)
+    file.write_text(json.dumps(now, indent=2) + "\n", encoding="utf-8")
 
 
 Optimizers = Callable[[nn.Module, TrainConfig], list[torch.optim.Optimizer]]
@@ -159,6 +169,7 @@ class Trainer:
 
     folder: where checkpoint, log and curve go. held_out: batches by name, scored now and then by
     `held_out_loss`.
+    settings: by which a run is known again; None: the config's.
     flops_per_token: of a step's forward and backward pass.
     """
 
@@ -174,6 +185,7 @@ class Trainer:
         held_out_loss: Loss = cross_entropy,
         optimizers: Optimizers = make_optimizers,
         flops_per_token: float = 0.0,
+        settings: Mapping[str, Any] | None = None,
     ) -> None:
         self.folder, self.model, self.mixture, self.config = folder, model, mixture, config
         self.loss, self.held_out_loss = loss, held_out_loss
@@ -185,7 +197,7 @@ class Trainer:
         self.best: dict[str, Tensor] = {}  # weights, on the CPU
         self.forward = torch.compile(model, dynamic=False) if config.compile else model
         self.checkpoint = folder / "checkpoint.pt"
-        folder.mkdir(parents=True, exist_ok=True)
+        same_run(folder, asdict(config) if settings is None else settings)
         torch.manual_seed(config.seed)
         if self.checkpoint.exists():
             self._restore()
@@ -356,7 +368,6 @@ class Trainer:
     def save(self) -> None:
         """Write the checkpoint; the previous one stands until the new one is whole."""
         state = {
-            "settings": _settings(self.config),
             "model": self.model.state_dict(),
             "optimizers": [optimizer.state_dict() for optimizer in self.optimizers],
             "mixture": self.mixture.state(),
@@ -374,25 +385,17 @@ class Trainer:
         """The checkpoint. Raises ConfigError for one that is damaged, or of another run."""
         try:
             state = torch.load(self.checkpoint, map_location="cpu", weights_only=True)
-            before = state.get("settings", {})
-        except (OSError, EOFError, RuntimeError, pickle.UnpicklingError, AttributeError) as error:
+            weights = state["model"]
+        except (OSError, EOFError, RuntimeError, pickle.UnpicklingError, LookupError) as error:
             raise ConfigError(
                 f"{self.checkpoint} can't be read: it is damaged, or no checkpoint. Delete "
                 f"{self.folder} to start anew."
             ) from error
-        now = _settings(self.config)
-        other = [
-            f"{name} was {before[name]}, now {now[name]}"
-            for name in before
-            if before[name] != now[name]
-        ]
-        sizes = {name: tuple(t.shape) for name, t in self.model.state_dict().items()}
-        if sizes != {name: tuple(t.shape) for name, t in state["model"].items()}:
-            other.append("the model has another shape")
-        if other:
+        sizes = {name: tensor.shape for name, tensor in self.model.state_dict().items()}
+        if sizes != {name: tensor.shape for name, tensor in weights.items()}:
             raise ConfigError(
-                f"{self.folder} is of another run: {'; '.join(other)}. Give the same options to go "
-                "on with it, or delete the folder to start anew."
+                f"{self.folder} holds a run of a model of another shape. Repeat its command to go "
+                "on, or delete the folder to start over."
             )
         return state
 

@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from penstock.errors import PenstockError
-from recipes.speculation.settings import Settings, check_run
+from recipes.checks import check_run
+from recipes.speculation.settings import Settings
 
 if TYPE_CHECKING:  # loading torch takes seconds: what is wrong with the options is said before
     import torch

@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from recipes.model import write_weights
 from recipes.speculation.target import Seen
 
 
@@ -90,11 +90,4 @@ def write_folder(
     folder.mkdir(parents=True, exist_ok=True)
     text = json.dumps(config, indent=2) + "\n"
     (folder / "config.json").write_text(text, encoding="utf-8")
-    stored = {
-        key: (t.to(torch.bfloat16) if t.is_floating_point() else t).detach().cpu().contiguous()
-        for key, t in tensors.items()
-    }
-    partial = folder / f"{name}.partial"
-    save_file(stored, partial, metadata={"format": "pt"})
-    partial.chmod(0o644)  # safetensors writes for its own user only
-    partial.replace(folder / name)
+    write_weights(tensors, folder / name)

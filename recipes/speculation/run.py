@@ -22,7 +22,7 @@ from recipes.speculation.default_text import default_text
 from recipes.speculation.generate import continuations, prompts
 from recipes.speculation.guesser import Guesser
 from recipes.speculation.load import load_guesser
-from recipes.speculation.settings import Settings, check_run
+from recipes.speculation.settings import Settings
 from recipes.speculation.target import Target, load_config
 from recipes.speculation.text import (
     Row,
@@ -33,7 +33,7 @@ from recipes.speculation.text import (
     read_documents,
     text_rows,
 )
-from recipes.train import TrainConfig, Trainer
+from recipes.train import TrainConfig, Trainer, same_run
 
 REPORT = "acceptance.json"
 HELD_OUT_ROWS = 8  # of each kind, scored during training
@@ -145,13 +145,13 @@ def train(
     method: str, make: Make, own_options: dict[str, Any], settings: Settings, config: TrainConfig
 ) -> dict[str, Acceptance]:
     """Make a guesser, train it or go on, measure it, and write its folder."""
-    check_run(config.steps, config.minutes, config.learning_rate)
     model = Path(resolve(settings.model))
     settings = settings.for_positions(load_config(model).max_position_embeddings)
     settings.work.mkdir(parents=True, exist_ok=True)
     text = settings.data or default_text(settings.texts, settings.work)
     folder = settings.work / f"{settings.output.name}.training"
-    _same_run(folder, method, own_options | {"text": fingerprint(text)}, settings, config)
+    known_by = _settings(method, own_options | {"text": fingerprint(text)}, settings, config)
+    same_run(folder, known_by)  # before anything takes long
     target = Target(model, device_of(settings.device))
     data = prepare(settings, text, target, config.seed)
     counts = count_tokens(data.text + data.own, target.vocab_size)
@@ -166,6 +166,7 @@ def train(
         folder, guesser, rows, config, loss=loss, held_out=held_out,
         held_out_loss=loss, optimizers=optimizers,
         flops_per_token=6.0 * guesser.num_weights() + 2.0 * target.num_weights(),
+        settings=known_by,
     )  # fmt: skip
     print(
         f"{method}: {guesser.num_weights():,} weights; an epoch is {len(rows):,} steps, "
@@ -242,30 +243,16 @@ def _measure(
     return found
 
 
-def _same_run(
-    folder: Path, method: str, own_options: Mapping[str, Any], settings: Settings,
-    config: TrainConfig,
-) -> None:  # fmt: skip
-    """Refuse to go on with another run's checkpoint; a longer run is the same one.
+def _settings(
+    method: str, own_options: Mapping[str, Any], settings: Settings, config: TrainConfig
+) -> dict[str, Any]:
+    """By which a run is known again.
 
     own_options has the text's fingerprint: what it says counts, not where it lies.
     """
-    length = {"steps", "minutes", "save_every", "evaluate_every", "evaluate", "sampled_at", "depth",
-              "device", "work", "texts", "data"}  # fmt: skip
+    may_change = {"evaluate", "sampled_at", "depth", "device", "work", "texts", "data"}
     entries = {"method": method, **own_options, **asdict(settings), **asdict(config)}
-    now = {key: str(value) for key, value in entries.items() if key not in length}
-    file = folder / "settings.json"
-    if (folder / "checkpoint.pt").exists() and file.exists():
-        before = json.loads(file.read_text(encoding="utf-8"))
-        changed = [key for key in now if now[key] != before.get(key)]
-        if changed:
-            words = ", ".join(f"{key} {before.get(key)} → {now[key]}" for key in changed)
-            raise ConfigError(
-                f"{folder} holds a run with other settings ({words}). Repeat its command to go "
-                "on, delete the folder to start over, or give another --output."
-            )
-    folder.mkdir(parents=True, exist_ok=True)
-    file.write_text(json.dumps(now, indent=2) + "\n", encoding="utf-8")
+    return {name: value for name, value in entries.items() if name not in may_change}
 
 
 def show(found: Mapping[str, Acceptance]) -> None:

@@ -120,10 +120,10 @@ def test_a_resumed_run_ends_with_the_same_weights(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changed", "words"),
     [
-        ({"learning_rate": 0.9}, "learning_rate was 0.003, now 0.9"),
-        ({"rows": 8}, "rows was 4, now 8"),
-        ({"seed": 7, "muon": False}, "muon was True, now False; seed was 0, now 7"),
-        ({"short_length": 16}, "short_length was None, now 16"),
+        ({"learning_rate": 0.9}, "learning_rate 0.003 → 0.9"),
+        ({"rows": 8}, "rows 4 → 8"),
+        ({"seed": 7, "muon": False}, "muon True → False, seed 0 → 7"),
+        ({"short_length": 16}, "short_length None → 16"),
     ],
 )
 def test_a_run_does_not_go_on_as_another(
@@ -138,7 +138,7 @@ def test_a_run_does_not_go_on_as_another(
 def test_a_checkpoint_that_is_none_or_of_another_shape(tmp_path: Path) -> None:
     trainer(tmp_path, quick(steps=3)).run()
     wide = Llama(replace(SMALL, intermediate_size=128)).initialise(0)
-    with pytest.raises(ConfigError, match="the model has another shape"):
+    with pytest.raises(ConfigError, match="a model of another shape"):
         Trainer(tmp_path, wide, mixture(), quick(steps=3))
     (tmp_path / "checkpoint.pt").write_bytes(b"garbage")
     with pytest.raises(ConfigError, match="is damaged, or no checkpoint"):

@@ -14,6 +14,9 @@ from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 import numpy as np
 
+from penstock.grammar.matcher import new_matcher
+from penstock.grammar.refusal import Refusal
+
 if TYPE_CHECKING:
     import llguidance
 
@@ -87,12 +90,8 @@ def _begun(body: str, lines: Sequence[str]) -> tuple[First, bool] | None:
     limits = llguidance.LLParserLimits(initial_lexer_fuel=_FUEL, verbose_errors=False)
     grammar = json.dumps({"grammars": [{"lark_grammar": text}]})
     try:
-        matcher = llguidance.LLMatcher(_tokenizer(), grammar, log_level=0, limits=limits)
-    except (ValueError, TypeError, RuntimeError):
-        return None
-    except BaseException as error:
-        if type(error).__name__ != "PanicException":  # Rust's own, which no class here names
-            raise
+        matcher = new_matcher(_tokenizer(), grammar, limits)
+    except Refusal:
         return None
     if matcher.is_error():
         return None

@@ -31,6 +31,15 @@ def build_matcher(vocabulary: Vocabulary, grammar: str, fuel: int) -> llguidance
         max_items_in_row=20_000,
         verbose_errors=False,
     )
+    return new_matcher(tokens, grammar, limits)
+
+
+def new_matcher(
+    tokens: llguidance.LLTokenizer, grammar: str, limits: llguidance.LLParserLimits
+) -> llguidance.LLMatcher:
+    """The same with other limits. Raises Refusal for what the library can't take."""
+    import llguidance
+
     try:
         return llguidance.LLMatcher(tokens, grammar, log_level=0, limits=limits)
     except (ValueError, TypeError, RuntimeError) as error:

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 
-from penstock.errors import RequestError
 from penstock.grammar import Grammars
 from penstock.server.errors import ApiError
 from penstock.server.tools.constraint import calls, check_size, structured, text_or_calls
@@ -17,7 +16,7 @@ from penstock.server.tools.offer import Choice, Function, Offer, offer_of
 from penstock.server.tools.verdict import judge
 from penstock.tokenizer import Tokenizer
 from tests.grammar.walks import closing, text_of, walk
-from tests.server.tools.test_constraint import STORIES
+from tests.server.tools.test_constraint import STORIES, takes
 
 jsonschema_rs = pytest.importorskip("jsonschema_rs")
 
@@ -95,16 +94,6 @@ def grammars() -> Grammars:
     eos = tokenizer.token_to_id("<|im_end|>")
     assert eos is not None
     return Grammars(tokenizer, tokenizer.vocab_size, [eos], deadline_s=60)
-
-
-def takes(grammars: Grammars, part: dict[str, Any], text: str) -> bool:
-    state = grammars.start(structured(part))
-    try:
-        for token in grammars.vocabulary.tokenizer.encode(text, add_special_tokens=False):
-            state.accept(token)
-    except RequestError:
-        return False
-    return state.may_end
 
 
 def read(schema: dict[str, Any], text: str) -> Any:
