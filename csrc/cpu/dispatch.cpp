@@ -37,6 +37,7 @@ namespace penstock {
   double read_bandwidth(const float*, int64_t, int); \
   double matrix_peak(int64_t, int);               \
   double int8_peak(int64_t, int);                 \
+  double int4_peak(int64_t, int);                 \
   }
 PENSTOCK_DECLARE(avx2)
 PENSTOCK_DECLARE(avx512)
@@ -204,5 +205,13 @@ double penstock_int8_peak(int64_t rounds, int threads, int tiles) {
   if (tiles) return available(kAmx) ? amx::int8_peak(rounds, threads) : 0.0;
   return available(kAvx512) ? avx512::int8_peak(rounds, threads)
                             : avx2::int8_peak(rounds, threads);
+}
+
+// The same of products of which one factor has 4 bits.
+double penstock_int4_peak(int64_t rounds, int threads, int tiles) {
+  using namespace penstock;
+  if (tiles) return available(kAmx) ? amx::int4_peak(rounds, threads) : 0.0;
+  return available(kAvx512) ? avx512::int4_peak(rounds, threads)
+                            : avx2::int4_peak(rounds, threads);
 }
 }

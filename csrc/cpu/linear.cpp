@@ -1,12 +1,20 @@
 // y = x · W over packed panels, by vectors. linear_amx.cpp does the same by tiles.
 #include "linear.h"
+#if !defined(__AVX512F__)
+#include "ready.h"
+#endif
 
 namespace penstock::PENSTOCK_ISA {
 namespace {
 
-// What a LinearVariant leaves open. Rows that a thread goes over again: half of a small L2. Parts are
-// larger for more rows: the first panel of each comes from memory while nothing is multiplied.
+// What a LinearVariant leaves open. Rows that a thread goes over again: half of a small L2, which with
+// AVX-512 has 1 MB. Parts are larger for more rows: the first panel of each comes from memory while
+// nothing is multiplied.
+#if defined(__AVX512F__)
 constexpr int64_t kRowsBytes = 512 * 1024;
+#else
+constexpr int64_t kRowsBytes = 256 * 1024;
+#endif
 constexpr int64_t kPartBytes = 128 * 1024, kPartBytesOfRows = 512 * 1024;
 constexpr int64_t kWidenRows = 2 * kFewRows;
 constexpr int64_t kPairRows = 16;
@@ -123,6 +131,34 @@ void int_panels(const LinearArgs& a, const Rows& x, Range rows, Range panels, in
   int_rows<1, P, Bits>(a, x, w, row, rows.last, p, stream, to);
 }
 
+#if !defined(__AVX512F__)
+template <int Bits>
+constexpr int64_t kReadyRows = Bits == 8 ? 24 : 12;
+
+template <int R, int Bits, bool Zero>
+int64_t ready_rows(const LinearArgs& a, const Rows& x, const Ready& w, int64_t row, int64_t last,
+                   int64_t p, Stream& stream, const Columns& to) {
+  for (; last - row >= R; row += R)
+    multiply_ready<R, Bits, Zero>(
+        w, x.bytes + row * a.padded_k, a.padded_k, x.sums + row * a.groups, stream,
+        [&](int r, F16 value) { to(row + r, p, value * set1(x.scale[row + r])); });
+  return row;
+}
+
+// Many rows: the panel is made ready once.
+template <int Bits, bool Zero>
+void ready_panel(const LinearArgs& a, const Rows& x, Range rows, Range panels, int64_t p,
+                 const Columns& to) {
+  const int64_t count = rows.last - rows.first;
+  Stream stream = stream_of(a, count, panels, p, 1, count_passes(count));
+  const Ready w = make_ready<Bits>(
+      quantized_panel(a, p), static_cast<uint8_t*>(scratch(
+                                 Scratch::unpacked, ready_bytes<Bits>(a.padded_k, a.groups))));
+  int64_t row = ready_rows<4, Bits, Zero>(a, x, w, rows.first, rows.last, p, stream, to);
+  ready_rows<1, Bits, Zero>(a, x, w, row, rows.last, p, stream, to);
+}
+#endif
+
 template <int Bits>
 void int_part(const LinearArgs& a, const Rows& x, Range rows, Range panels, const Columns& to) {
   int64_t p = panels.first;
@@ -131,6 +167,10 @@ void int_part(const LinearArgs& a, const Rows& x, Range rows, Range panels, cons
     for (; panels.last - p >= 2; p += 2) int_panels<6, 2, Bits>(a, x, rows, panels, p, to);
   for (; p < panels.last; p++) int_panels<8, 1, Bits>(a, x, rows, panels, p, to);
 #else
+  if (rows.last - rows.first >= kReadyRows<Bits>)
+    for (; p < panels.last; p++)
+      a.zero ? ready_panel<Bits, true>(a, x, rows, panels, p, to)
+             : ready_panel<Bits, false>(a, x, rows, panels, p, to);
   for (; p < panels.last; p++) int_panels<4, 1, Bits>(a, x, rows, panels, p, to);
 #endif
 }
@@ -145,28 +185,43 @@ int64_t float_rows(const LinearArgs& a, const Rows& x, const Panel& w, int64_t r
   return row;
 }
 
-// Many rows: the panel is widened to bfloat16 once, and each group multiplied like a dense one.
+// Rows times a panel that was widened to bfloat16, R at a time: each group like a dense one.
+template <int R>
+int64_t widened_rows(const LinearArgs& a, const Rows& x, const Panel& w, const bf16* wide,
+                     int64_t row, int64_t last, int64_t p, Stream& stream, const Columns& to) {
+  for (; last - row >= R; row += R) {
+    F16 total[R][1];
+    clear(total);
+    for (int64_t g = 0; g < w.groups; g++) {
+      F16 sum[R][1];
+      clear(sum);
+      dot_panels(x.floats + row * a.padded_k + g * w.group, a.padded_k,
+                 wide + g * w.group * kColumns, 0, w.group, stream, sum);
+      if (x.scale)
+#pragma GCC unroll 8
+        for (int r = 0; r < R; r++)
+          sum[r][0] = sum[r][0] * set1(x.scale[(row + r) * a.groups + g]);
+      const F16 s = w.scales(g);
+#pragma GCC unroll 8
+      for (int r = 0; r < R; r++) total[r][0] = fma(sum[r][0], s, total[r][0]);
+    }
+#pragma GCC unroll 8
+    for (int r = 0; r < R; r++) to(row + r, p, total[r][0]);
+  }
+  return row;
+}
+
+// Many rows: the panel is widened once.
 void widened_panel(const LinearArgs& a, const Rows& x, const Panel& w, Range rows, Range panels,
                    int64_t p, const Columns& to) {
   const int64_t count = rows.last - rows.first;
   Stream stream = stream_of(a, count, panels, p, 1, count_passes(count));
   bf16* wide = static_cast<bf16*>(
       scratch(Scratch::unpacked, static_cast<size_t>(a.padded_k * kColumns) * sizeof(bf16)));
-  float* totals = static_cast<float*>(
-      scratch(Scratch::partials, static_cast<size_t>(count * kColumns) * sizeof(float)));
   unpack_bf16(a.kind, w, 0, a.padded_k, wide);
-  for (int64_t g = 0; g < w.groups; g++) {
-    const F16 s = w.scales(g);
-    all_rows<1>(
-        x.floats + rows.first * a.padded_k + g * w.group, a.padded_k, count,
-        wide + g * w.group * kColumns, 0, 0, w.group, stream,
-        [](int64_t, int64_t) { return zero(); }, [&](int64_t r, int64_t, F16 value) {
-          float* total = totals + r * kColumns;
-          if (x.scale) value = value * set1(x.scale[(rows.first + r) * a.groups + g]);
-          const F16 sum = fma(value, s, g ? load(total) : zero());
-          g + 1 < w.groups ? store(total, sum) : to(rows.first + r, p, sum);
-        });
-  }
+  int64_t row = widened_rows<kMaxRows>(a, x, w, wide, rows.first, rows.last, p, stream, to);
+  row = widened_rows<2>(a, x, w, wide, row, rows.last, p, stream, to);
+  widened_rows<1>(a, x, w, wide, row, rows.last, p, stream, to);
 }
 
 template <Weight W>

@@ -17,7 +17,15 @@ constexpr int kVnni = 4 / static_cast<int>(sizeof(T));
 #if defined(__AVX512F__)
 constexpr int kFewRows = 3, kMaxRows = 6, kPanels = 2;
 #else
-constexpr int kFewRows = 1, kMaxRows = 2, kPanels = 1;
+constexpr int kFewRows = 1, kMaxRows = 4, kPanels = 1;
+#endif
+
+// So many sums of even products have room in registers beside as many of odd ones. FMAs of AVX2 need
+// eight sums of 8 columns to hide their latency: of more rows, one half comes after the other.
+#if defined(__AVX512F__)
+constexpr int kTogether = 12;
+#else
+constexpr int kTogether = 2;
 #endif
 
 // What memory is asked for while rows pass over panels that lie one behind the other.
@@ -57,6 +65,61 @@ class Stream {
   bool near_;
 };
 
+template <int R, int P>
+static inline void clear(F16 (&sums)[R][P]) {
+#pragma GCC unroll 8
+  for (int r = 0; r < R; r++)
+#pragma GCC unroll 8
+    for (int p = 0; p < P; p++) sums[r][p] = zero();
+}
+
+// Even and odd products of one block of K.
+template <int R, int P>
+static inline void add_pairs(const float* x, int64_t ldx, const bf16* w, int64_t stride,
+                             int64_t pairs, const Stream& stream, F16 (&even)[R][P],
+                             F16 (&odd)[R][P]) {
+  for (int64_t j = 0; j < pairs; j++) {
+    F16 we[P], wo[P];
+#pragma GCC unroll 8
+    for (int p = 0; p < P; p++) {
+      const bf16* line = w + p * stride + j * 2 * kColumns;
+      if constexpr (R <= kFewRows) stream.line(line);
+      we[p] = load_even(line);
+      wo[p] = load_odd(line);
+    }
+    // a row at a time: where panels come first, gcc keeps all rows at hand and spills sums for it
+#pragma GCC unroll 8
+    for (int r = 0; r < R; r++) {
+      const F16 xe = set1(x[r * ldx + 2 * j]), xo = set1(x[r * ldx + 2 * j + 1]);
+#pragma GCC unroll 8
+      for (int p = 0; p < P; p++) {
+        even[r][p] = fma(xe, we[p], even[r][p]);
+        odd[r][p] = fma(xo, wo[p], odd[r][p]);
+      }
+    }
+  }
+}
+
+// Those of one panel that are even, or odd. The result waits in memory: left alone, gcc may keep it in
+// registers, and in memory what is multiplied next.
+template <bool Odd, int R>
+static inline void sum_half(const float* x, int64_t ldx, const bf16* w, int64_t pairs,
+                            F16 (&result)[R][1]) {
+  F16 sums[R][1];
+  clear(sums);
+  for (int64_t j = 0; j < pairs; j++, w += 2 * kColumns) {
+    const F16 half = Odd ? load_odd(w) : load_even(w);
+#pragma GCC unroll 8
+    for (int r = 0; r < R; r++)
+      sums[r][0] = fma(set1(x[r * ldx + 2 * j + Odd]), half, sums[r][0]);
+  }
+#pragma GCC unroll 8
+  for (int r = 0; r < R; r++) {
+    result[r][0] = sums[r][0];
+    if constexpr (!Odd) asm("" : "+m"(result[r][0]));
+  }
+}
+
 // acc[R][P] += x [R, k] · P panels over `k` values of K. Each acc is 16 columns.
 // x: float rows `ldx` apart; w: panels `stride` elements apart.
 template <int R, int P>
@@ -65,31 +128,15 @@ static inline void dot_panels(const float* x, int64_t ldx, const bf16* w, int64_
   for (int64_t k0 = 0; k0 < k; k0 += kBlock) {
     if constexpr (R > kFewRows) stream.block();
     const int64_t pairs = k - k0 < kBlock ? (k - k0) / 2 : kBlock / 2;
+    const bf16* lines = w + k0 * kColumns;
     F16 even[R][P], odd[R][P];
-#pragma GCC unroll 8
-    for (int r = 0; r < R; r++)
-#pragma GCC unroll 8
-      for (int p = 0; p < P; p++) even[r][p] = odd[r][p] = zero();
-    const float* xk = x + k0;
-    const bf16* wk = w + k0 * kColumns;
-    for (int64_t j = 0; j < pairs; j++) {
-      F16 we[P], wo[P];
-#pragma GCC unroll 8
-      for (int p = 0; p < P; p++) {
-        const bf16* line = wk + p * stride + j * 2 * kColumns;
-        if constexpr (R <= kFewRows) stream.line(line);
-        load_pairs(line, we[p], wo[p]);
-      }
-      // a row at a time: where panels come first, gcc keeps all rows at hand and spills sums for it
-#pragma GCC unroll 8
-      for (int r = 0; r < R; r++) {
-        const F16 xe = set1(xk[r * ldx + 2 * j]), xo = set1(xk[r * ldx + 2 * j + 1]);
-#pragma GCC unroll 8
-        for (int p = 0; p < P; p++) {
-          even[r][p] = fma(xe, we[p], even[r][p]);
-          odd[r][p] = fma(xo, wo[p], odd[r][p]);
-        }
-      }
+    if constexpr (R * P <= kTogether) {
+      clear(even);
+      clear(odd);
+      add_pairs(x + k0, ldx, lines, stride, pairs, stream, even, odd);
+    } else {
+      sum_half<false>(x + k0, ldx, lines, pairs, even);
+      sum_half<true>(x + k0, ldx, lines, pairs, odd);
     }
 #pragma GCC unroll 8
     for (int r = 0; r < R; r++)
@@ -141,6 +188,7 @@ static inline void all_rows(const float* x, int64_t ldx, int64_t rows, const T* 
   for (; rows - r >= 3; r += 3) tile<3, P>(x, ldx, r, w, stride, panel, k, stream, init, emit);
   if (rows - r == 2) tile<2, P>(x, ldx, r, w, stride, panel, k, stream, init, emit), r += 2;
 #else
+  for (; rows - r >= 4; r += 4) tile<4, P>(x, ldx, r, w, stride, panel, k, stream, init, emit);
   for (; rows - r >= 2; r += 2) tile<2, P>(x, ldx, r, w, stride, panel, k, stream, init, emit);
 #endif
   for (; r < rows; r++) tile<1, P>(x, ldx, r, w, stride, panel, k, stream, init, emit);

@@ -180,7 +180,10 @@ void round_keys(const RotaryCacheArgs& a, int64_t h, int64_t slot) {
       a.key_scale + (at * a.block_size + first) / kKeyGroup * 2 * a.padded_dim;
   for (int64_t d = 0; d < a.padded_dim; d += 2) {
     F16 even[2], odd[2];
-    for (int64_t i = 0; i < 2; i++) load_pairs(keys + i * panel + d * kColumns, even[i], odd[i]);
+    for (int64_t i = 0; i < 2; i++) {
+      even[i] = load_even(keys + i * panel + d * kColumns);
+      odd[i] = load_odd(keys + i * panel + d * kColumns);
+    }
     round_channel(even, scale[d], scale[a.padded_dim + d]);
     round_channel(odd, scale[d + 1], scale[a.padded_dim + d + 1]);
     for (int64_t i = 0; i < 2; i++) {

@@ -35,10 +35,9 @@ static inline void soft_dot(int c, int a, int b) {
     const bf16* row = reinterpret_cast<const bf16*>(soft_tiles[a].bytes + m * 64);
     F16 even = zero(), odd = zero();
     for (int k = 0; k < 16; k++) {
-      F16 we, wo;
-      load_pairs(reinterpret_cast<const bf16*>(soft_tiles[b].bytes + k * 64), we, wo);
-      even = fma(set1(to_float(row[2 * k])), we, even);
-      odd = fma(set1(to_float(row[2 * k + 1])), wo, odd);
+      const bf16* line = reinterpret_cast<const bf16*>(soft_tiles[b].bytes + k * 64);
+      even = fma(set1(to_float(row[2 * k])), load_even(line), even);
+      odd = fma(set1(to_float(row[2 * k + 1])), load_odd(line), odd);
     }
     float* out = reinterpret_cast<float*>(soft_tiles[c].bytes + m * 64);
     store(out, load(out) + (even + odd));

@@ -73,11 +73,13 @@ static inline F16 load_first(const float* p, int count) {
 static inline void put_lanes(float* p, unsigned lanes, F16 a) {
   _mm512_mask_storeu_ps(p, static_cast<__mmask16>(lanes), a.v);
 }
-// the low and the high halves of sixteen 4-byte pairs of bfloat16
-static inline void load_pairs(const bf16* p, F16& even, F16& odd) {
-  const __m512i w = _mm512_loadu_si512(p);
-  even.v = _mm512_castsi512_ps(_mm512_slli_epi32(w, 16));
-  odd.v = _mm512_castsi512_ps(_mm512_and_si512(w, _mm512_set1_epi32(static_cast<int>(0xffff0000))));
+// the low halves of sixteen 4-byte pairs of bfloat16, and the high ones
+static inline F16 load_even(const bf16* p) {
+  return {_mm512_castsi512_ps(_mm512_slli_epi32(_mm512_loadu_si512(p), 16))};
+}
+static inline F16 load_odd(const bf16* p) {
+  const __m512i mask = _mm512_set1_epi32(static_cast<int>(0xffff0000));
+  return {_mm512_castsi512_ps(_mm512_and_si512(_mm512_loadu_si512(p), mask))};
 }
 static inline F16 load(const bf16* p) {
   const __m256i h = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));
@@ -215,14 +217,16 @@ static inline void put_lanes(float* p, unsigned lanes, F16 a) {
   _mm256_storeu_ps(p, _mm256_blendv_ps(_mm256_loadu_ps(p), a.lo, low));
   _mm256_storeu_ps(p + 8, _mm256_blendv_ps(_mm256_loadu_ps(p + 8), a.hi, high));
 }
-static inline void load_pairs(const bf16* p, F16& even, F16& odd) {
+static inline F16 load_even(const bf16* p) {
+  const __m256i* at = reinterpret_cast<const __m256i*>(p);
+  return {_mm256_castsi256_ps(_mm256_slli_epi32(_mm256_loadu_si256(at), 16)),
+          _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_loadu_si256(at + 1), 16))};
+}
+static inline F16 load_odd(const bf16* p) {
   const __m256i mask = _mm256_set1_epi32(static_cast<int>(0xffff0000));
-  const __m256i a = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));
-  const __m256i b = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p + 16));
-  even = {_mm256_castsi256_ps(_mm256_slli_epi32(a, 16)),
-          _mm256_castsi256_ps(_mm256_slli_epi32(b, 16))};
-  odd = {_mm256_castsi256_ps(_mm256_and_si256(a, mask)),
-         _mm256_castsi256_ps(_mm256_and_si256(b, mask))};
+  const __m256i* at = reinterpret_cast<const __m256i*>(p);
+  return {_mm256_castsi256_ps(_mm256_and_si256(_mm256_loadu_si256(at), mask)),
+          _mm256_castsi256_ps(_mm256_and_si256(_mm256_loadu_si256(at + 1), mask))};
 }
 static inline __m256 widen(__m128i h) {
   return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(h), 16));

@@ -206,16 +206,36 @@ def test_a_nan_stays_in_its_row(name: str, rows: int) -> None:
 
 
 @pytest.mark.parametrize("name", ["w8a8", "w4a8", "w4a8-g128-asym", "w8a8-asym", "w8a8-g32-asym"])
+@pytest.mark.parametrize("rows", [6, 30])
 @pytest.mark.usefixtures("isa")
-def test_integers_at_their_ends(name: str) -> None:
+def test_integers_at_their_ends(name: str, rows: int) -> None:
     """All-largest weights and rows: nothing saturates on the way."""
     fmt, k = FORMATS[name], 4864
     for sign in (1.0, -1.0):
         w = torch.full((16, k), sign)
         w[:, ::2] *= -1 if name.endswith("asym") else 1
-        x = torch.ones(6, k, dtype=torch.bfloat16)
+        x = torch.ones(rows, k, dtype=torch.bfloat16)
         got = fmt.matmul(x, pack(fmt, w), None, 16, out_dtype=torch.float32)
         torch.testing.assert_close(got.double(), exact(x, name, w), rtol=1e-5, atol=1e-3)
+
+
+@pytest.mark.parametrize("rows", [1, 6, 30])
+@pytest.mark.usefixtures("isa")
+def test_every_pair_of_bytes_is_multiplied_exactly(rows: int) -> None:
+    """-128 too, which files may hold: sums of neighbours reach 2 · 128 · 127."""
+    k = 256
+    codes = torch.arange(-128, 128).to(torch.int8).repeat(16, 1)
+    codes[::2] = codes[::2].flip(1)
+    codes[3], codes[4] = -128, 127
+    weight = codes.view(1, 16, k // 4, 4).transpose(1, 2).contiguous()  # [N/16, K/4, 16, 4]
+    x = torch.randint(-127, 128, (rows, k), generator=torch.Generator().manual_seed(rows))
+    x[:, 0] = 127  # so that a row's scale is 1
+    x[0] = torch.where(torch.arange(k) == 0, 127, -127)
+    scale = torch.ones(1, 1, 16)
+    got = ops.linear(
+        x.bfloat16(), weight, scale, None, None, 16, row_codes=1, out_dtype=torch.float32
+    )
+    assert torch.equal(got.long(), x @ codes.long().t())
 
 
 @pytest.mark.parametrize("name", QUANTIZED)

@@ -91,7 +91,8 @@ def test_doctor_names_what_multiplies_each_scheme(name: str) -> None:
     (base,) = [b for b in SCHEMES if re.fullmatch(rf"{b}(-(?!w8a8|e5m2).*)?", name)]
     (row,) = [row for row in report_linear() if base in row[0].split(", ")]
     fmt = format_of(parse_scheme(name))
-    assert any("vpdpbusd" in x or "vpmaddubsw" in x for x in row) == (fmt.compute == "int8")
+    integers = fmt.compute in ("int8", "int4")
+    assert any("vpdpbusd" in x or "vpmaddubsw" in x for x in row) == integers
 
 
 @pytest.mark.parametrize("gated", [False, True])

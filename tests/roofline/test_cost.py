@@ -205,6 +205,6 @@ def test_the_size_of_a_step() -> None:
     )  # fmt: skip
     size = StepSize.of(step)
     assert size == StepSize([3, 1], [3, 8], 2)
-    assert size.is_prefill
-    assert not StepSize([1, 1], [4, 8], 2).is_prefill
-    assert StepSize([1, 1], [1, 8], 2).is_prefill  # a prompt of one token
+    assert size.tokens == 4
+    assert not StepSize([4, 1], [9, 8], 2).is_prefill  # tokens that a grammar has forced
+    assert StepSize([1, 1], [9, 8], 2, prefill_tokens=1).is_prefill  # a prompt's last token

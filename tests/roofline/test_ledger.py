@@ -16,7 +16,7 @@ from .shapes import costs, qwen
 
 PEAKS = Peaks(1e9, 1e10, 4e10, 2, "")
 DECODE = StepSize([1, 1], [10, 20], 2)
-PROMPT = StepSize([1, 512], [11, 512], 2)
+PROMPT = StepSize([1, 512], [11, 512], 2, prefill_tokens=512)
 MARKS = (10.0, 11.0, 13.0, 23.0, 24.5, 25.0)
 """Schedule 1 s, batch 2 s, forward 10 s, sample 1.5 s, output 0.5 s."""
 
@@ -42,7 +42,7 @@ def test_the_phases_add_up() -> None:
     shown: list[StepRecord] = []
     ledger.watch = shown.append
     for size in (PROMPT, DECODE, DECODE):
-        ledger.record(size, MARKS)
+        ledger.record(size, MARKS, generated=2)
     prefill, decode, both = ledger.prefill, ledger.decode, ledger.total
     assert (prefill.steps, prefill.sequences, prefill.tokens) == (1, 2, 513)
     assert (decode.steps, decode.sequences, decode.tokens) == (2, 4, 4)
@@ -58,6 +58,19 @@ def test_the_phases_add_up() -> None:
     before = ledger.total
     ledger.record(DECODE, MARKS)
     assert ledger.total.since(before).steps == 1
+
+
+def test_speed_is_of_what_came_out_not_of_what_was_computed() -> None:
+    """Of a draft of four, one guess was right; of two prompts, one token each came."""
+    ledger = Ledger(costs(qwen()), PEAKS)
+    record = ledger.record(StepSize([5], [30], 5, drafted=4), MARKS, generated=2)
+    ledger.record(StepSize([1, 7], [20, 7], 2, prefill_tokens=8), MARKS, generated=2)
+    assert (record.generated, record.size.is_prefill) == (2, False)
+    assert (ledger.decode.tokens, ledger.decode.generated) == (5, 2)
+    assert ledger.decode.tokens_per_s == pytest.approx(2 / 15)
+    assert ledger.prefill.tokens_per_s == pytest.approx((8 + 2) / 15)
+    found = ledger.snapshot()["decode"]
+    assert (found["tokens"], found["prefill_tokens"], found["generated_tokens"]) == (5, 0, 2)
 
 
 def test_floors_are_none_until_somebody_calibrates() -> None:

@@ -33,6 +33,14 @@ def test_int8_does_more_than_float32_and_no_more_than_its_width() -> None:
 
 
 @needs_native
+def test_four_bits_are_no_slower() -> None:
+    """One instruction of the two fewer that multiply, on AVX2; elsewhere the same instructions."""
+    ratio = best(False, "int4_peak") / best(False, "int8_peak")
+    assert 0.8 < ratio < 2.5
+    assert native.isa == "avx2" or ratio < 1.25
+
+
+@needs_native
 def test_tiles_where_there_are_tiles() -> None:
     if "amx" not in native.available_isas():
         assert native.int8_peak(1000, 1, True) == 0.0
@@ -50,11 +58,12 @@ def test_the_best_of_vectors_and_tiles_is_kept(monkeypatch: pytest.MonkeyPatch) 
         return ["avx2", "avx512", "amx"]
 
     monkeypatch.setattr(type(native), "int8_peak", int8_peak)
+    monkeypatch.setattr(type(native), "int4_peak", int8_peak)
     monkeypatch.setattr(module, "BUFFER_BYTES", 1 << 22)
     monkeypatch.setattr(type(native), "matrix_peak", lambda *_: 1e11)
     monkeypatch.setattr(type(native), "available_isas", isas)
     found = measure(detect(), repeats=1)
-    assert found.int8_ops == 5e12 == found.of("int8")
+    assert found.int8_ops == 5e12 == found.of("int8") == found.of("int4")
     assert found.threads == torch.get_num_threads()
 
 

@@ -22,7 +22,7 @@ from penstock.ops.kivi import KEY_GROUP, recent_from
 from penstock.quant import WeightFormat, WeightFormats
 from penstock.step import Step
 
-Unit = Literal["float32", "bfloat16", "int8", "float8", "vector"]
+Unit = Literal["float32", "bfloat16", "int8", "int4", "float8", "vector"]
 """What an operator computes in: products of a `Compute`, or elements in float32 vectors."""
 
 OPS = ("embedding", "norm", "qkv", "rotary", "attention", "out", "up", "down", "head", "softcap")
@@ -58,6 +58,7 @@ class StepSize:
     contexts: Sequence[int]  # tokens each sees, the new ones included
     sampled: int  # rows of logits
     drafted: int = 0  # of the new tokens, those that are guesses
+    prefill_tokens: int = 0  # … and those of prompts, or computed again after giving way
     tokens: int = field(init=False)
 
     def __post_init__(self) -> None:
@@ -65,7 +66,7 @@ class StepSize:
 
     @classmethod
     def of(cls, step: Step) -> StepSize:
-        """The size of `step`."""
+        """The size of `step`, which doesn't know what of it are prompts or guesses."""
         starts = step.query_start.tolist()
         return cls(
             [b - a for a, b in pairwise(starts)], step.context_len.tolist(), len(step.sample_at)
@@ -73,8 +74,8 @@ class StepSize:
 
     @property
     def is_prefill(self) -> bool:
-        """Whether any sequence had more than its last token computed."""
-        return self.tokens - self.drafted > len(self.contexts) or 1 in self.contexts
+        """Whether any of a prompt was computed, or anything a second time."""
+        return self.prefill_tokens > 0
 
 
 @dataclass(slots=True)

@@ -39,6 +39,7 @@ class StepRecord:
     size: StepSize
     cost: Cost
     floor: Floor | None  # None while this machine's peaks aren't known
+    generated: int = 0  # tokens that sequences were given
 
     @property
     def overhead_s(self) -> float:
@@ -57,7 +58,9 @@ class Totals:
 
     steps: int = 0
     sequences: int = 0
-    tokens: int = 0  # computed
+    tokens: int = 0  # computed, guesses that were wrong too
+    prefill_tokens: int = 0  # of these: of prompts, or computed again
+    generated: int = 0  # that sequences were given
     seconds: float = 0.0
     draft_s: float = 0.0
     schedule_s: float = 0.0
@@ -79,6 +82,8 @@ class Totals:
         self.steps += 1
         self.sequences += len(record.size.queries)
         self.tokens += record.size.tokens
+        self.prefill_tokens += record.size.prefill_tokens
+        self.generated += record.generated
         self.seconds += record.seconds
         self.draft_s += record.draft_s
         self.schedule_s += record.schedule_s
@@ -106,7 +111,9 @@ class Totals:
 
     @property
     def tokens_per_s(self) -> float:
-        return self.tokens / self.seconds if self.seconds else 0.0
+        """Of prompts computed and of outputs generated: wrong guesses aren't speed."""
+        done = self.prefill_tokens + self.generated
+        return done / self.seconds if self.seconds else 0.0
 
     @property
     def floor_s(self) -> float | None:
@@ -136,6 +143,8 @@ class Totals:
             "steps": self.steps,
             "sequences": self.sequences,
             "tokens": self.tokens,
+            "prefill_tokens": self.prefill_tokens,
+            "generated_tokens": self.generated,
             "seconds": self.seconds,
             "tokens_per_s": self.tokens_per_s,
             "bytes_moved": self.bytes_moved,
@@ -155,8 +164,8 @@ class Ledger:
         """peaks: None where this machine wasn't measured; may be set later."""
         self.costs = costs
         self.peaks = peaks
-        self.prefill = Totals()  # steps in which any prompt was computed
-        self.decode = Totals()  # steps of one token a sequence
+        self.prefill = Totals()  # steps in which any prompt was computed, or computed again
+        self.decode = Totals()  # the others
         self.watch: Callable[[StepRecord], None] | None = None  # is shown every record
         self._waiting_since: float | None = None
 
@@ -171,9 +180,10 @@ class Ledger:
         marks: Sequence[float],
         detokenize_s: float = 0.0,
         draft_s: float = 0.0,
+        generated: int = 0,
     ) -> StepRecord:
         """Count a step; `marks`: its start and the ends of its five parts, the first of which
-        includes `draft_s` and the last `detokenize_s`.
+        includes `draft_s` and the last `detokenize_s`. generated: tokens that sequences were given.
         """
         start, scheduled, built, computed, sampled, end = marks
         since = start if self._waiting_since is None else self._waiting_since
@@ -192,6 +202,7 @@ class Ledger:
             size=size,
             cost=cost,
             floor=None if peaks is None else floor_of(cost, peaks),
+            generated=generated,
         )
         (self.prefill if size.is_prefill else self.decode).add(record, record.floor)
         if self.watch is not None:

@@ -59,6 +59,7 @@ def _measure(buffer: torch.Tensor, threads: int, repeats: int) -> Peaks:
         threads=threads,
         measured_at=datetime.now(UTC).isoformat(timespec="seconds"),
         int8_ops=max(peak(native.int8_peak, tiles) for tiles in {False, has_tiles}),
+        int4_ops=max(peak(native.int4_peak, tiles) for tiles in {False, has_tiles}),
     )
 
 
@@ -88,6 +89,7 @@ def _best(one: Peaks, other: Peaks) -> Peaks:
         fma_flops=max(one.fma_flops, other.fma_flops),
         tile_flops=max(one.tile_flops, other.tile_flops),
         int8_ops=max(one.int8_ops, other.int8_ops),
+        int4_ops=max(one.int4_ops, other.int4_ops),
     )
 
 
