@@ -33,7 +33,9 @@ def step(
     draft: float = 0.0, prompt: bool = False,
 ) -> Step:  # fmt: skip
     """Times in milliseconds."""
-    size = StepSize([9], [9], 1) if prompt else StepSize([1 + drafted], [30], 1 + drafted, drafted)
+    size = StepSize([1 + drafted], [30], 1 + drafted, drafted)
+    if prompt:
+        size = StepSize([9], [9], 1, prefill_tokens=9)
     whole = (forward + sample + host + draft) * MS
     record = StepRecord(
         0.0, whole, draft * MS, host * MS, 0.0, forward * MS, sample * MS, 0.0, 0.0, 0.0,

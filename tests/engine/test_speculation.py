@@ -155,6 +155,44 @@ def test_other_requests_come_first() -> None:
     drain(engine)
 
 
+def test_drafts_leave_prompts_their_tokens() -> None:
+    """Two sequences that could fill every step take an eighth of one in which a prompt comes."""
+    engine = toy_engine(num_blocks=64, max_num_batched_tokens=16, max_num_seqs=4)
+    speculation = speculate(engine, Guesser(by_the_toy), 12)
+    for name in "ab":
+        engine.add_request(name, PROMPT, SamplingParams(seed=ord(name), max_tokens=58))
+    for _ in range(3):
+        engine.step()
+    engine.add_request("new", list(range(2, 50)), SamplingParams(temperature=0.0, max_tokens=2))
+    drafts = speculation.counts.draft_tokens
+    for _ in range(4):
+        engine.step()
+        check(engine)
+    new = engine.requests["new"].sequences[0]
+    assert new.num_output == 1  # 48 tokens, 12 a step
+    assert speculation.counts.draft_tokens > drafts  # and those that decode had theirs
+    done = drain(engine)
+    for name in "ab":
+        params = SamplingParams(seed=ord(name), max_tokens=58)
+        assert done[name].outputs[0].token_ids == reference(PROMPT, params)
+
+
+def test_steps_without_drafts_are_timed_apart() -> None:
+    """How long those take that can't have drafts says nothing about the others."""
+    engine = toy_engine()
+    times = speculate(engine, Guesser(by_the_toy), 4, adaptive=True).controller.times
+
+    def same(_: Any, logits: torch.Tensor) -> None:
+        """Takes its time."""
+
+    slow = SamplingParams(temperature=0.0, max_tokens=8, logits_processors=[same])
+    for params in (slow, SamplingParams(mirostat=2, seed=1, max_tokens=8)):
+        run_one(engine, PROMPT, params)
+    assert times.plain(1)[1] == 0 and times.plain(1, mixed=True)[1] > 0
+    run_one(engine, PROMPT, GREEDY)
+    assert times.plain(1)[1] > 0
+
+
 def test_beams_and_guided_samples_have_no_drafts() -> None:
     engine = toy_engine()
     guesser = Guesser(by_the_toy)

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from penstock.speculate.control import PLAIN_STEPS, Controller, Rate, Record
-from penstock.speculate.times import SURE, StepTimes
+from penstock.speculate.times import OLD, SURE, StepTimes
 
 Seconds = Callable[[int, int], float]
 """Of a step, by its sequences and its drafts' tokens."""
@@ -30,6 +30,7 @@ class World:
     noise: float = 0.0
     rng: random.Random = field(default_factory=lambda: random.Random(0))
     lengths: list[int] = field(default_factory=list)  # of the first sequence's drafts
+    slowness: float = 1.0  # of everything
 
     def __post_init__(self) -> None:
         self.controller = Controller(self.most, adaptive=True, by_passes=self.by_passes)
@@ -44,9 +45,9 @@ class World:
             if self.by_passes:
                 chosen = control.choose(batch, self.records[:batch], room)
                 guessed = max(chosen)
-                spent = self.pass_s * guessed
+                spent = self.pass_s * guessed * self.slowness
             else:
-                spent, guessed = self.pass_s, self.most
+                spent, guessed = self.pass_s * self.slowness, self.most
             if guessed:
                 control.saw_drafting(guessed, spent)
             if not self.by_passes:
@@ -62,6 +63,7 @@ class World:
             also = right == length < seen and self.rng.random() < self.right
             control.saw_guess(record, right + also, tested)
         took = self.seconds(batch, sum(chosen)) * (1 + self.noise * self.rng.random())
+        took *= self.slowness
         control.saw_step(batch, sum(chosen), took, spent, tokens - batch)
         self.lengths.append(chosen[0])
         return tokens, took + spent
@@ -82,6 +84,11 @@ class World:
 
     def plain(self) -> float:
         return self.batch / self.seconds(self.batch, 0)
+
+
+def line(batch: int, drafted: int) -> float:
+    """A token takes as long as any other: a model that fits into a cache."""
+    return float(batch + drafted)
 
 
 def flat(batch: int, drafted: int) -> float:
@@ -164,8 +171,77 @@ def test_what_draftings_cost_is_their_mean(by_passes: bool, slow: int) -> None:
     assert tokens / spent > 0.96 * world.plain()
 
 
+def changing(
+    by_passes: bool, pays: bool, batch: int, slowness: dict[int, float], until: int
+) -> World:
+    """A world after so many steps, slow by other factors from some of them on."""
+    seconds, right = (flat, 0.7) if pays else (line, 0.6)
+    world = World(8, seconds, right, 0.05 * seconds(batch, 0), by_passes, batch, 0.3)
+    for step in range(until):
+        world.slowness = slowness.get(step, world.slowness)
+        world.step()
+    return world
+
+
+CHANGES: dict[str, tuple[dict[int, float], int]] = {
+    "first step": ({0: 50.0, 1: 1.0}, 400),
+    "first steps": ({0: 10.0, 6: 1.0}, 400),
+    "a step": ({600: 50.0, 601: 1.0}, 1000),
+    "a while": ({600: 5.0, 630: 1.0}, 2200),
+    "slower": ({600: 3.0}, 1600),
+    "faster": ({600: 1.0 / 3.0}, 1600),
+}
+"""Steps from which on everything is slower by a factor, and when it should have been noticed."""
+
+
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("pays", [False, True])
+@pytest.mark.parametrize(("by_passes", "batch"), [(False, 1), (True, 1), (True, 4)])
+def test_it_notices_that_the_machine_was_slow(
+    by_passes: bool, batch: int, pays: bool, change: str
+) -> None:
+    """Neither drafts that don't pay nor plain steps go on for good: plain steps that were held up
+    make drafts look cheap, and there are none while there are drafts.
+    """
+    world = changing(by_passes, pays, batch, *CHANGES[change])
+    ideal = world.ideal() if pays else world.plain()
+    least = 0.88 if pays else 0.97
+    assert world.speed(800) * world.slowness * 1.15 > least * ideal
+    assert world.controller.is_on == pays
+
+
+@pytest.mark.parametrize("by_passes", [False, True])
+def test_plain_steps_are_measured_anew_while_drafts_go_on(by_passes: bool) -> None:
+    world = World(8, flat, 0.9, 0.2, by_passes)
+    world.speed(500)
+    world.lengths.clear()
+    world.speed(3000)
+    assert 9 <= world.lengths.count(0) <= 30  # a hundredth of the steps
+
+
+def test_steps_with_sequences_without_drafts_are_kept_apart() -> None:
+    control = Controller(4, adaptive=True, by_passes=False)
+    for mixed, seconds in ((True, 30.0), (False, 1.0)):
+        control.mixed = mixed
+        for _ in range(PLAIN_STEPS):
+            assert not control.may_guess(1)
+            control.saw_step(1, 0, seconds)
+    assert control.times.plain(1) == (1.0, PLAIN_STEPS)
+    assert control.times.plain(1, mixed=True) == (30.0, PLAIN_STEPS)
+
+
+def test_guesses_that_are_compared_leave_drafts_their_trials() -> None:
+    """They take more than may be spent: drafts are verified all the same."""
+    world = World(8, line, 0.6, 0.05)
+    world.speed(400)
+    assert not world.controller.is_on
+    world.lengths.clear()
+    assert world.speed(6000) > 0.985 * world.plain()
+    assert sum(map(bool, world.lengths)) >= 3
+
+
 def test_it_is_off_where_steps_get_longer_than_they_save() -> None:
-    world = World(8, lambda batch, drafted: float(batch + drafted), 0.7, 0.0)
+    world = World(8, line, 0.7, 0.0)
     world.speed(200)
     assert world.speed(500) > 0.98 * world.plain()
     assert sum(world.lengths[-500:]) < 25
@@ -236,6 +312,36 @@ def test_times_grow_with_the_drafts() -> None:
     times.see(2, 0, 1000.0)  # interrupted
     assert times.plain(2)[0] < 1.1
     assert times.plain(3) == (0.0, 0)
+
+
+def test_the_first_times_are_not_those_of_steps_that_were_held_up() -> None:
+    times = StepTimes()
+    for seconds in (50.0, 20.0, 1.1, 1.2):
+        times.see(2, 0, seconds)
+    assert 1.1 <= times.plain(2)[0] < 1.2
+    seen(times, 0, 1.2, 30)
+    for _ in range(SURE - 1):
+        times.see(2, 0, 6.0)
+    assert times.plain(2)[0] < 1.4
+    times.see(2, 0, 6.0)  # it is no accident
+    assert times.plain(2)[0] == 6.0
+    times.see(2, 0, 1.2)  # nor can this be one
+    assert times.plain(2)[0] == 1.2
+
+
+def test_what_was_slow_long_ago_is_not_held_against_longer_drafts() -> None:
+    times = StepTimes()
+    seen(times, 0, 1.0)
+    for drafted in (2, 4, 6):
+        seen(times, drafted, 9.0)
+    times.see(2, 4, 1.2)
+    found = times.seconds(2, 8)
+    assert found[2] <= found[4] == pytest.approx(1.2)
+    assert found[6] == pytest.approx(9.0)
+    for _ in range(OLD):
+        times.see(2, 0, 1.0)
+        times.see(2, 4, 1.2)
+    assert times.seconds(2, 8)[6] == pytest.approx(1.3)  # as the others make one expect
 
 
 def test_what_was_slow_once_is_tried_again() -> None:

@@ -269,6 +269,10 @@ def after(model: Any, rows: list[list[int]], prompt: list[int], options: Any) ->
         ({"method": "ngram", "draft_tensor_parallel_size": 2}, "a model runs in one process"),
         ({"method": "ngram", "suffix_decoding_max_spec_factor": 2}, "no use for suffix_decoding"),
         ({"method": "suffix", "suffix_decoding_max_spec_factor": 0}, "no guess have a token"),
+        ({"method": "suffix", "suffix_decoding_max_spec_factor": 0.04}, "at least 0.0417"),
+        ({"model": "stories", "max_model_len": 1}, "has 2 tokens at least"),
+        ({"method": "medusa", "tree_width": 9, "tree_tokens": 8}, "tree_width=9 is more than"),
+        ({"method": "eagle", "tree_width": 11}, "which are 10 unless tree_tokens is given"),
         ({"method": "suffix", "suffix_decoding_max_spec_factor": "1"}, "a number of at least 0"),
         ({"method": "suffix", "suffix_decoding_max_spec_factor": float("nan")}, "at least 0"),
         ({"method": "suffix", "suffix_decoding_max_spec_factor": 1e9}, "must be 1,024 at most"),
@@ -280,6 +284,27 @@ def after(model: Any, rows: list[list[int]], prompt: list[int], options: Any) ->
 def test_what_cannot_be_is_refused(config: Any, said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         LLM(speculative_config=config)
+
+
+def test_what_fits_just_so_is_taken() -> None:
+    """The neighbours of what is refused guess."""
+    params = SamplingParams(temperature=0.0, max_tokens=None, ignore_eos=True)
+    some = {"method": "ngram", "adaptive": False, "prompt_lookup_max": 1024}
+    with pytest.raises(ConfigError, match="repeats 29 tokens at most"):
+        LLM(max_model_len=32, speculative_config={**some, "prompt_lookup_min": 30})
+    for length, asked in (
+        (30, {**some, "prompt_lookup_min": 29}),
+        (25, {"method": "suffix", "adaptive": False, "suffix_decoding_max_spec_factor": 0.042}),
+    ):
+        llm = LLM(max_model_len=32, speculative_config=asked)
+        assert llm.engine.speculation is not None
+        likes = SamplingParams(max_tokens=None, logit_bias={5: 100.0}, ignore_eos=True)
+        llm.generate([[5] * (length - 1)], likes)
+        assert llm.stats()["spec_decode_num_drafts"] > 0, asked
+    llm = LLM(speculative_config={"model": "stories", "max_model_len": 2, "adaptive": False})
+    llm.generate([[5]], params)
+    assert llm.stats()["spec_decode_num_drafts"] == 1
+    LLM(speculative_config={"method": "eagle", "tree_width": 10})
 
 
 def test_a_draft_for_more_positions_than_its_model_has(folder: Folder) -> None:

@@ -115,6 +115,11 @@ class SpeculativeConfig:
             if (getattr(self, name) or 0) > most:
                 raise ConfigError(f"{name} must be {most:,} at most, not {getattr(self, name):,}.")
         self._check_tree()
+        if self.max_model_len == 1:
+            raise ConfigError(
+                "max_model_len=1 lets no sequence have a draft: one that decodes has 2 tokens at "
+                "least. Raise it or leave it out."
+            )
         low, high = self.prompt_lookup_min, self.prompt_lookup_max
         if low is not None and high is not None and low > high:
             raise ConfigError(f"prompt_lookup_min={low} is above prompt_lookup_max={high}.")
@@ -122,6 +127,15 @@ class SpeculativeConfig:
     def _check_tree(self) -> None:
         """Raises ConfigError for a size that would have no effect."""
         depth, most = self.num_speculative_tokens, self.tree_tokens
+        if most is None and depth is None:  # known when the heads are
+            return
+        if self.tree_width is not None and 1 < self.tree_width > (most or 2 * (depth or 0)):
+            told = f"tree_tokens={most}" if most else f"num_speculative_tokens={depth}"
+            twice = "" if most else f", which are {2 * (depth or 0)} unless tree_tokens is given"
+            raise ConfigError(
+                f"tree_width={self.tree_width} is more than all guesses of a tree with {told}"
+                f"{twice}: so many can't follow one. Lower it or raise tree_tokens."
+            )
         if most is None:
             return
         if self.tree_width == 1:

@@ -1,11 +1,43 @@
-"""Places in the cache for drafts: what nobody else needs, and only for one step."""
+"""Places for drafts: what nobody else needs of the cache, and a share of one step's tokens."""
 
 from __future__ import annotations
 
 from penstock.cache import BlockPool
+from penstock.config import SchedulerConfig
 from penstock.engine.layout import Ints
+from penstock.engine.plan import Plan
 from penstock.engine.request import Sequence, Status
 from penstock.engine.waiting import WaitingQueue
+
+SHARE = 8
+"""Drafts may have one in so many of a step's tokens that prompts could have, too."""
+
+
+def share_of_drafts(drafted: list[Sequence], config: SchedulerConfig) -> int:
+    """How many of a step's tokens are kept for drafts, whoever waits for the others.
+
+    A prompt takes little longer by it, and those that decode beside it get their drafts, which they
+    need most while steps are long. Whoever comes back may need a token for each row that there is;
+    a prompt that comes whole, all of them.
+    """
+    if not config.enable_chunked_prefill:
+        return 0
+    limit = config.max_num_batched_tokens
+    wanted = sum(len(s.draft) for s in drafted if s.draft is not None)
+    return max(min(wanted, limit // SHARE, limit - config.max_num_seqs), 0)
+
+
+def add_drafts(plan: Plan, limit: int) -> None:
+    """Let the drafts of those in `plan` have what is left of `limit` tokens, the first ones first;
+    what has no room is dropped.
+    """
+    for at, (sequence, count) in enumerate(plan.parts):
+        if sequence.draft is None:
+            continue
+        whole = count == sequence.remaining  # or it isn't sampled
+        guesses = sequence.shorten_draft(limit - plan.num_tokens if whole else 0)
+        plan.parts[at] = sequence, count + guesses
+        plan.num_tokens += guesses
 
 
 class Reservations:

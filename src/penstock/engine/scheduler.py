@@ -24,7 +24,7 @@ from penstock.engine.policy import check_options, policy_of
 from penstock.engine.preemption import Preemption, blocks_grown
 from penstock.engine.refusals import Refusals
 from penstock.engine.request import Request, Sequence, Status
-from penstock.engine.reservations import Reservations
+from penstock.engine.reservations import Reservations, add_drafts, share_of_drafts
 from penstock.engine.sharing import awaits, filling_beside
 from penstock.engine.swapping import Swapper
 from penstock.engine.waiting import Entry, WaitingQueue
@@ -143,19 +143,18 @@ class Scheduler:
         self.waiting.age(self.clock())
         limit = self.config.max_num_batched_tokens
         preempted = self.num_preemptions
-        spare = limit - len(self.running)  # for drafts
+        drafted = [s for s in self.running if s.draft is not None]
+        kept = share_of_drafts(drafted, self.config) if drafted else 0
         for sequence in self._by_phase():
             if sequence.status is not Status.RUNNING:
                 continue  # gave way to one before it
-            count = self._share(sequence, plan, limit - plan.num_tokens)
-            if sequence.draft is not None:
-                whole = count == sequence.remaining  # or it isn't sampled
-                spare -= sequence.shorten_draft(spare if whole else 0)
-            guesses = len(sequence.states) - 1
+            count = self._share(sequence, plan, limit - kept - plan.num_tokens)
             if count and self._make_room(sequence, count + sequence.draft_depth, plan):
-                plan.take(sequence, count + guesses)
+                plan.take(sequence, count)
         if self.num_preemptions == preempted:
-            self._admit(plan, limit)
+            self._admit(plan, limit - kept)
+        if drafted:
+            add_drafts(plan, limit)
         if hold_back(plan) and not plan.parts and self.waiting:
             lowest = max(self.running, key=self.waiting.rank)
             first = self.waiting.first()

@@ -49,7 +49,8 @@ class Speculation:
         self.controller = controller
         self.counts = DraftCounts()
         self.broken: Exception | None = None  # why there are no guesses any more
-        self.draft_s = 0.0  # what guessing took in this step
+        self.draft_s = 0.0  # what guessing took in this step; nothing where nobody was asked to
+        self._settle_s = 0.0  # and what comparing guesses with what came did
         self._scheduler = scheduler
         self._records: dict[Sequence, dict[int, Record]] = {}  # by kind of draft
         # of this step, whether verified or not
@@ -108,18 +109,26 @@ class Speculation:
 
     def propose(self) -> None:
         """Give drafts to sequences that decode."""
-        self.draft_s, self._right = 0.0, 0
+        self.draft_s, self._settle_s, self._right = 0.0, 0.0, 0
         if self.broken is not None:
             return
-        start = time.perf_counter()
         decoding = [s for s in self._scheduler.running if s.is_decoding]
-        if decoding and self.controller.may_guess(len(decoding)):
-            try:
-                self._propose(decoding, start)
-            except Exception as error:  # guesses may fail, but not the requests
-                self._give_up(error)
-                for sequence in decoding:
-                    sequence.draft = None
+        # what comes next may depend on more than the tokens
+        able = [
+            s
+            for s in decoding
+            if not (s.mates or (p := s.request.params).mirostat or p.logits_processors)
+        ]
+        self.controller.mixed = len(able) < len(decoding)
+        if not able or not self.controller.may_guess(len(decoding)):
+            return
+        start = time.perf_counter()
+        try:
+            self._propose(able, len(decoding), start)
+        except Exception as error:  # guesses may fail, but not the requests
+            self._give_up(error)
+            for sequence in able:
+                sequence.draft = None
         self.draft_s = time.perf_counter() - start
 
     def _give_up(self, error: Exception) -> None:
@@ -127,10 +136,11 @@ class Speculation:
             logger.error("Speculation has failed and is off from here on.", exc_info=error)
             self.broken = error
 
-    def _propose(self, decoding: list[Sequence], start: float) -> None:
-        room = {s: most for s in decoding if (most := self._room(s)) > 0}
+    def _propose(self, able: list[Sequence], batch: int, start: float) -> None:
+        """Give drafts to those that are `able` to have them, of `batch` that decode."""
+        room = {s: most for s in able if (most := self._room(s)) > 0}
         self._reserved = list(room)
-        control, batch = self.controller, len(decoding)
+        control = self.controller
         if room and control.by_passes:
             records = [self._record(s, 0) for s in room]
             wanted = control.choose(batch, records, list(room.values()))
@@ -163,9 +173,6 @@ class Speculation:
 
     def _room(self, sequence: Sequence) -> int:
         """How many tokens its draft may have; their places in the cache are reserved."""
-        params = sequence.request.params
-        if sequence.mates or params.mirostat or params.logits_processors:
-            return 0  # what comes next may depend on more than the tokens
         most = min(self._scheduler.tokens_left(sequence) - 1, self.controller.most)
         return self._scheduler.reservations.reserve(sequence, most) if most > 0 else 0
 
@@ -174,6 +181,8 @@ class Speculation:
 
     def part(self, plan: Plan) -> None:
         """Have the block in which ways through a tree part copied for each of them."""
+        if not self._guesses:
+            return
         for sequence, _ in plan.parts:
             if sequence.ways:
                 plan.copies += self._scheduler.reservations.ways_to_copy(sequence)
@@ -202,7 +211,6 @@ class Speculation:
 
     def computed(self, parts: Seq[Part], firsts: Seq[int]) -> None:
         """A step's tokens were applied. firsts: where in each sequence its part began."""
-        came_true, self._came_true = self._came_true, {}
         if self._reader is None or self.broken is not None:
             return
         if not (self.controller.is_on or self.controller.may_guess(len(parts))):
@@ -210,8 +218,8 @@ class Speculation:
         found, row = [], 0
         for (sequence, count), first in zip(parts, firsts, strict=True):
             rows = list(range(row, row + count))
-            if sequence in came_true:
-                rows = [row, *(row + 1 + place for place in came_true[sequence])]
+            if sequence in self._came_true:
+                rows = [row, *(row + 1 + place for place in self._came_true[sequence])]
             row += count
             if sequence.status is Status.RUNNING and not sequence.mates:  # they have no drafts
                 found.append(Computed(sequence, sequence.tokens, sequence.blocks, first, rows))
@@ -222,6 +230,9 @@ class Speculation:
 
     def settle(self) -> None:
         """Compare what was guessed with what has come, and give back what was reserved."""
+        if not self._reserved:
+            return
+        start = time.perf_counter()
         for sequence, guess in self._guesses.items():
             right, tested = guess.compare(sequence.tokens[guess.start :])
             ended = sequence not in self._records
@@ -230,17 +241,20 @@ class Speculation:
             if guess.chances is not None and tested:
                 self.controller.saw_tree(guess.chances, right)
         self._guesses.clear()
+        self._came_true.clear()
         for sequence in self._reserved:
             self._scheduler.reservations.trim(sequence)
         self._reserved = []
+        self._settle_s = time.perf_counter() - start
 
     def saw_step(self, record: StepRecord) -> None:
         """Learn from a step's time."""
         size = record.size
-        if not size.is_prefill:
-            seconds = record.seconds - record.draft_s
+        forced = size.tokens - size.drafted - len(size.contexts)  # by grammars, beside the last
+        if not size.is_prefill and not forced:
+            draft_s = record.draft_s + self._settle_s
             self.controller.saw_step(
-                len(size.contexts), size.drafted, seconds, record.draft_s, self._right
+                len(size.contexts), size.drafted, record.seconds - draft_s, draft_s, self._right
             )
 
     def forget(self, sequence: Sequence) -> None:

@@ -126,9 +126,12 @@ class Controller:
         self.pass_s = 0.0  # one token of a draft, or, without passes, all of them
         self._draftings = 0
         self._recent: deque[float] = deque(maxlen=RECENT)  # what they took
-        self._budget_s = 0.0
+        self._budget_s = 0.0  # for drafts that are tried
+        self._looks_s = 0.0  # for guesses that are only compared, where they take no passes
+        self._share = 1.0 if by_passes else 0.5  # or looking would use up what trying needs
         self._price_s = 0.0  # of the next look at whether guesses would pay
         self.is_on = True  # whether drafts were last predicted to pay
+        self.mixed = False  # whether the step has sequences that can't have drafts; set before it
 
     # ── before a step ────────────────────────────────────────────────────────────────────────
 
@@ -138,9 +141,11 @@ class Controller:
             return False
         if not self.adaptive:
             return True
-        if self.times.plain(batch)[1] < PLAIN_STEPS:
+        if self.times.plain(batch, mixed=self.mixed)[1] < PLAIN_STEPS:
             return False
-        return self.is_on or self._draftings < SURE or self._price_s <= self._budget_s
+        if self.is_on or self._draftings < SURE:
+            return True
+        return self._price_s <= (self._budget_s if self.by_passes else self._looks_s)
 
     def choose(
         self,
@@ -176,7 +181,7 @@ class Controller:
         self.is_on = speed > MARGIN * batch / seconds[0]
         price = max(choice.loss, BUDGET * seconds[0])
         # never more than can be saved up: or a few that were held up would be believed for good
-        most = 0.9 * SAVINGS * seconds[0]
+        most = 0.9 * SAVINGS * self._share * seconds[0]
         self._price_s = min(price if self.by_passes else self.pass_s, most)
         if self.is_on or min(price, most) <= self._budget_s:
             return choice.lengths
@@ -197,9 +202,9 @@ class Controller:
     def _seconds(self, batch: int, most: int, *, made: bool) -> list[float]:
         """Of steps with drafts of 0 … `most` tokens; or so deep, where trees will be made."""
         if made or self.tree_tokens == self.most:
-            return self.times.seconds(batch, most)
+            return self.times.seconds(batch, most, mixed=self.mixed)
         each = self.tree_tokens / self.most
-        seconds = self.times.seconds(batch, math.ceil(most * each))
+        seconds = self.times.seconds(batch, math.ceil(most * each), mixed=self.mixed)
         return [seconds[math.ceil(depth * each)] for depth in range(most + 1)]
 
     def _expected(self, chances: Sequence[float]) -> list[float]:
@@ -258,14 +263,22 @@ class Controller:
         self, batch: int, drafted: int, seconds: float, draft_s: float = 0.0, right: int = 0
     ) -> None:
         """A decoding step took `seconds` and drafting `draft_s`; `right` guesses came true."""
-        self.times.see(batch, drafted, seconds)
-        plain, _ = self.times.plain(batch)
-        self._budget_s += BUDGET * plain
-        if not self.is_on and (drafted or draft_s):
-            spent = (seconds - plain if drafted else 0.0) + draft_s - right * plain / batch
-            self._budget_s -= max(spent, 0.0)
-        bound = SAVINGS * plain
-        self._budget_s = min(max(self._budget_s, -bound), bound)
+        if not self.adaptive:
+            return
+        plain = self.times.see(batch, drafted, seconds, mixed=self.mixed)
+        saved = BUDGET * self._share * plain
+        bound = SAVINGS / BUDGET * saved
+        budget_s, looks_s = self._budget_s + saved, self._looks_s + saved
+        self._budget_s = budget_s if budget_s < bound else bound
+        self._looks_s = looks_s if looks_s < bound else bound
+        if self.is_on or not (drafted or draft_s):
+            return
+        tried = (seconds - plain if drafted else 0.0) - right * plain / batch
+        if self.by_passes:
+            tried += draft_s
+        else:
+            self._looks_s = max(self._looks_s - draft_s, -bound)
+        self._budget_s = max(self._budget_s - max(tried, 0.0), -bound)
 
     def saw_drafting(self, passes: int, seconds: float) -> None:
         """Drafts of up to so many tokens took `seconds`."""

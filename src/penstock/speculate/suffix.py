@@ -66,6 +66,12 @@ class SuffixProposer:
                 f"suffix_decoding_max_cached_tokens={max_tokens} keeps nothing to look at. Make it "
                 f"at least {LEAST_TOKENS}, or take method='ngram'."
             )
+        if factor * max_depth < 1:
+            raise ConfigError(
+                f"suffix_decoding_max_spec_factor={factor:g} of at most "
+                f"suffix_decoding_max_tree_depth={max_depth} tokens that match is less than one "
+                f"token: no guess would have any. Make the first at least {1 / max_depth:.3g}."
+            )
         self._depth = max_depth
         self._factor, self._least = factor, least
         self._live: dict[object, _Live] = {}
