@@ -101,7 +101,7 @@ def _runtime(model: Path, length: int | None = None) -> tuple[EngineConfig, Runt
 def _score(runtime: Runtime, file: Path, window: int, max_bytes: int) -> TextScore:
     assert runtime.tokenizer is not None
     text = read_text(file, runtime.tokenizer, max_bytes)
-    return score_text(runtime, runtime.tokenizer, text, window, max(1, window // 2))
+    return score_text(runtime, text, window, max(1, window // 2))
 
 
 def _bits(model: Path, file: Path, max_bytes: int) -> float:

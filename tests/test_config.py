@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 import penstock
@@ -13,6 +15,8 @@ from penstock.errors import ConfigError
     ("arguments", "message"),
     [
         ({"max_model_length": 5}, "Did you mean 'max_model_len'"),
+        ({"cls": 1}, "'cls' isn't an argument of the engine"),
+        ({"self": 1}, "'self' isn't an argument of the engine"),
         ({"max_model_len": 0}, "max_model_len must be a positive integer, not 0"),
         ({"max_num_seqs": True}, "max_num_seqs must be a positive integer, not True"),
         ({"device": "gpu"}, "cuda:N with N from 0 to 99, not 'gpu'"),
@@ -74,6 +78,13 @@ from penstock.errors import ConfigError
 def test_refused(arguments: dict[str, object], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         EngineConfig.of(**arguments)
+
+
+@pytest.mark.parametrize("kind", [penstock.LLM, penstock.AsyncLLM])
+def test_names_that_python_uses_are_refused_as_any_other(kind: Any) -> None:
+    for name in ("cls", "self"):
+        with pytest.raises(ConfigError, match=f"'{name}' isn't an argument of the engine"):
+            kind(**{name: 1})
 
 
 def test_flat_names_reach_their_part() -> None:

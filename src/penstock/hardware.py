@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
+import math
 import os
 import platform
 import re
+import tempfile
 import warnings
+from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import asdict, dataclass
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Literal, assert_never
 
 _ISA_FLAGS = ("avx2", "fma", "f16c", "avx512f", "avx512bw", "avx512_vnni", "avx512_bf16",
@@ -18,7 +23,14 @@ _ISA_FLAGS = ("avx2", "fma", "f16c", "avx512f", "avx512bw", "avx512_vnni", "avx5
 _PEAKS_VERSION = 2  # of what is measured: peaks kept by another one are measured anew
 _GPU_PEAKS_VERSION = 1
 
-Compute = Literal["float32", "bfloat16", "int8", "float8"]
+_TEXTS = ("measured_at", "name")  # of what is kept; the rest are figures
+# there is none, or it wasn't measured
+_MAY_BE_ZERO = ("tile_flops", "int8_ops", "int4_ops", "float8_flops")
+
+_GROUPS = Path("/sys/fs/cgroup")
+_GROUPS_OF_SELF = Path("/proc/self/cgroup")
+
+Compute = Literal["float32", "bfloat16", "int8", "int4", "float8"]
 """What products run in; sums are float32, or int32 for int8. float8: E4M3."""
 
 
@@ -49,6 +61,7 @@ class Peaks:
     threads: int
     measured_at: str  # ISO 8601
     int8_ops: float = 0.0  # int8, two a multiply-add: vectors or AMX tiles; 0: not measured
+    int4_ops: float = 0.0  # int8 by int4, the same; 0: not measured
     cpu_share: float = 1.0  # of the threads' time that other programs left while it was measured
 
     @property
@@ -60,7 +73,7 @@ class Peaks:
         """FLOPs per second of products in `compute`.
 
         AMX has no float32, and bfloat16 without AMX runs as float32 does. int8 that wasn't
-        measured counts as the fastest of the others. float8 is widened to bfloat16.
+        measured counts as the fastest of the others, int4 as int8. float8 is widened to bfloat16.
         """
         match compute:
             case "float32":
@@ -69,6 +82,8 @@ class Peaks:
                 return max(self.tile_flops, self.fma_flops)
             case "int8":
                 return self.int8_ops or max(self.tile_flops, self.fma_flops)
+            case "int4":
+                return self.int4_ops or self.of("int8")
             case _:
                 assert_never(compute)
 
@@ -122,7 +137,7 @@ class GpuPeaks:
                 return self.float32_flops
             case "bfloat16":
                 return self.bfloat16_flops
-            case "int8":
+            case "int8" | "int4":
                 return self.int8_ops or self.bfloat16_flops
             case "float8":
                 return self.float8_flops or self.bfloat16_flops
@@ -134,11 +149,11 @@ AnyPeaks = Peaks | GpuPeaks
 """What a floor is taken with: both have `read_bytes_per_s` and `of`."""
 
 
-def _first(path: str, key: str) -> str:
+def _first(path: str | Path, key: str, between: str = ":") -> str:
     try:
         with open(path, encoding="utf-8") as file:
             for line in file:
-                name, _, value = line.partition(":")
+                name, _, value = line.partition(between)
                 if name.strip() == key:
                     return value.strip()
     except OSError:
@@ -151,31 +166,69 @@ def _kilobytes(key: str) -> int:
     return int(value.split()[0]) * 1024 if value else 0
 
 
-def _limit() -> tuple[int | None, int]:
-    """The cgroup's memory limit (None where there is none) and what it uses."""
-    for limit, used in (
-        ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
-        (
-            "/sys/fs/cgroup/memory/memory.limit_in_bytes",
-            "/sys/fs/cgroup/memory/memory.usage_in_bytes",
-        ),
-    ):
+def _groups(controller: str) -> Iterator[tuple[Path, bool]]:
+    """Folders of the control groups that this process is in, from its own to the outermost; and
+    whether they are version 1's.
+
+    What is named but not there (a container sees its own group as the outermost) is left out.
+    """
+    try:
+        lines = _GROUPS_OF_SELF.read_text().splitlines()
+    except OSError:
+        lines = []
+    lines += ["0::/", f"0:{controller}:/"]  # whatever it says, the outermost may have limits
+    seen = set()
+    for line in lines:
+        _, controllers, path = [*line.split(":", 2), "", ""][:3]
+        first = controller in controllers.split(",")
+        if controllers and not first:
+            continue
+        base = _GROUPS / controller if first else _GROUPS
+        own = PurePosixPath(path.lstrip("/"))
+        if ".." in own.parts:  # outside of what is mounted here
+            continue
+        for folder in (base / own, *(base / parent for parent in own.parents)):
+            if folder not in seen and folder.is_dir():
+                seen.add(folder)
+                yield folder, first
+
+
+def _group_memory() -> tuple[int | None, int | None]:
+    """The least limit of this process's control groups, and the least that is free in one; bytes.
+
+    None where nothing limits it. What files were read into memory counts as free, as it does in the
+    system's MemAvailable: the kernel drops it before a group's limit is exceeded.
+    """
+    limits, free = [], []
+    for folder, first in _groups("memory"):
+        most, used, total = (
+            ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_")
+            if first
+            else ("memory.max", "memory.current", "")
+        )
         try:
-            value = Path(limit).read_text().strip()
-            if value != "max" and int(value) < 1 << 60:
-                return int(value), int(Path(used).read_text())
+            text = (folder / most).read_text().strip()
+            if text == "max" or int(text) >= 1 << 60:
+                continue
+            held = int((folder / used).read_text())
+            files = sum(
+                int(_first(folder / "memory.stat", f"{total}{kind}_file", " ") or 0)
+                for kind in ("inactive", "active")
+            )
         except (OSError, ValueError):
             continue
-    return None, 0
+        limits.append(int(text))
+        free.append(max(int(text) - max(held - files, 0), 0))
+    return min(limits, default=None), min(free, default=None)
 
 
 def detect() -> Hardware:
     """Look at this machine."""
     flags = set(_first("/proc/cpuinfo", "flags").split())
     total, free = _kilobytes("MemTotal"), _kilobytes("MemAvailable")
-    limit, used = _limit()
-    if limit is not None:
-        total, free = min(total, limit), min(free, max(limit - used, 0))
+    limit, within = _group_memory()
+    if limit is not None and within is not None:
+        total, free = min(total, limit), min(free, within)
     return Hardware(
         processor=_first("/proc/cpuinfo", "model name") or platform.processor() or "unknown",
         cores=len(os.sched_getaffinity(0)),
@@ -238,10 +291,33 @@ def _driver() -> str:
 
 
 def cache_folder() -> Path:
-    """Where measurements are kept: PENSTOCK_CACHE, else the user's cache folder."""
-    if "PENSTOCK_CACHE" in os.environ:
-        return Path(os.environ["PENSTOCK_CACHE"])
-    return Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "penstock"
+    """Where measurements are kept: PENSTOCK_CACHE, else the user's cache folder.
+
+    That is XDG_CACHE_HOME's where it is absolute, as its standard wants. Who has no home has a
+    folder among the temporary ones.
+    """
+    chosen = os.environ.get("PENSTOCK_CACHE")
+    if chosen:
+        return Path(chosen)
+    caches = os.environ.get("XDG_CACHE_HOME", "")
+    if os.path.isabs(caches):
+        return Path(caches) / "penstock"
+    try:
+        return Path.home() / ".cache" / "penstock"
+    except RuntimeError:  # neither HOME nor an entry in the list of users
+        return _temporary_folder()
+
+
+@functools.cache
+def _temporary_folder() -> Path:
+    """This user's, that nobody else can write to: what lies in it is trusted."""
+    folder = Path(tempfile.gettempdir()) / f"penstock-{os.getuid()}"
+    with suppress(OSError):
+        folder.mkdir(mode=0o700, exist_ok=True)
+        about = folder.lstat()
+        if about.st_uid == os.getuid() and not about.st_mode & 0o022 and folder.is_dir():
+            return folder
+    return Path(tempfile.mkdtemp(prefix="penstock-"))
 
 
 def _peaks_file(hardware: Hardware, threads: int, kernels: str) -> Path:
@@ -249,30 +325,47 @@ def _peaks_file(hardware: Hardware, threads: int, kernels: str) -> Path:
 
 
 def cpu_quota() -> float | None:
-    """Cores that the cgroup allows, which the number of visible cores doesn't tell."""
-    try:
-        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
-        return None if quota == "max" else int(quota) / int(period)
-    except (OSError, ValueError):
-        pass
-    folder = Path("/sys/fs/cgroup/cpu")
-    try:
-        limit = int((folder / "cpu.cfs_quota_us").read_text())
-        return limit / int((folder / "cpu.cfs_period_us").read_text()) if limit > 0 else None
-    except (OSError, ValueError):
-        return None
+    """Cores that the control groups allow, which the number of visible cores doesn't tell."""
+    found = []
+    for folder, first in _groups("cpu"):
+        try:
+            if first:
+                quota = (folder / "cpu.cfs_quota_us").read_text()
+                period = (folder / "cpu.cfs_period_us").read_text()
+            else:
+                quota, period = (folder / "cpu.max").read_text().split()
+            if quota != "max" and int(quota) > 0:
+                found.append(int(quota) / int(period))
+        except (OSError, ValueError):
+            continue
+    return min(found, default=None)
+
+
+def _sound(peaks: AnyPeaks) -> bool:
+    """Whether these are figures to divide by: finite and above 0, or 0 where that says "none"."""
+    for name, value in asdict(peaks).items():
+        if name in _TEXTS:
+            if not isinstance(value, str):
+                return False
+            continue
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            return False
+        if not (0 < value < math.inf or (value == 0 and name in _MAY_BE_ZERO)):
+            return False
+    return True
 
 
 def load_peaks(hardware: Hardware, threads: int, kernels: str) -> Peaks | None:
     """The peaks kept for this machine, number of threads and kind of kernels.
 
-    None where none were measured, or they can't be read.
+    None where none were measured, or they can't be read or aren't figures.
     """
     file = _peaks_file(hardware, threads, kernels)
     try:
-        return Peaks(**json.loads(file.read_text()))
-    except (OSError, ValueError, TypeError):
+        found = Peaks(**json.loads(file.read_text()))
+    except (OSError, ValueError, TypeError, RecursionError):
         return None
+    return found if _sound(found) else None
 
 
 def save_peaks(hardware: Hardware, peaks: Peaks, kernels: str) -> Path:
@@ -287,9 +380,10 @@ def _gpu_peaks_file(gpu: Gpu) -> Path:
 def load_gpu_peaks(gpu: Gpu) -> GpuPeaks | None:
     """The peaks kept for this kind of GPU, driver and CUDA version; None as for `load_peaks`."""
     try:
-        return GpuPeaks(**json.loads(_gpu_peaks_file(gpu).read_text()))
-    except (OSError, ValueError, TypeError):
+        found = GpuPeaks(**json.loads(_gpu_peaks_file(gpu).read_text()))
+    except (OSError, ValueError, TypeError, RecursionError):
         return None
+    return found if _sound(found) else None
 
 
 def save_gpu_peaks(gpu: Gpu, peaks: GpuPeaks) -> Path:

@@ -60,7 +60,8 @@ def test_every_step_is_recorded(tiny: Path) -> None:
 def record(meter: Meter, seconds: float, size: StepSize) -> StepRecord:
     """A step whose time was all in the forward pass, but a fifth."""
     cost = meter.engine.ledger.costs.cost(size)
-    return StepRecord(0.0, seconds, 0, 0, 0, 0.8 * seconds, 0, 0, 0, 0, size, cost, None)
+    made = len(size.queries)
+    return StepRecord(0.0, seconds, 0, 0, 0, 0.8 * seconds, 0, 0, 0, 0, size, cost, None, made)
 
 
 def test_a_phase_adds_its_steps_up(tiny: Path) -> None:

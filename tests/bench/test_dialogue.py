@@ -19,8 +19,11 @@ from penstock.bench.dialogue import (
     score_dialogues,
 )
 from penstock.config import EngineConfig
+from penstock.engine import CompletionOutput
 from penstock.errors import ConfigError
+from penstock.models.hub import resolve
 from penstock.runtime import load_runtime
+from penstock.tokenizer import Tokenizer
 
 TOOL = {"type": "function", "function": {"name": "find", "parameters": {"type": "object"}}}
 
@@ -33,13 +36,16 @@ def test_tool_calls_in_a_reply() -> None:
     one, two = {"name": "find", "arguments": {"a": 1}}, {"name": "book"}
     assert calls_of("Hello.") == []
     assert calls_of(f"Yes. {block(one)}\n{block(two)}") == [("find", {"a": 1}), ("book", {})]
-    assert calls_of("<tool_call>" + json.dumps(one)) == [("find", {"a": 1})]  # ended by a token
+    tagged = {"a": "</tool_call> and <tool_call>"}
+    assert calls_of(block({"name": "find", "arguments": tagged})) == [("find", tagged)]
 
 
 @pytest.mark.parametrize(
     "text",
     ["<tool_call>find()</tool_call>", block([1]), block({"arguments": {}}),
-     block({"name": "find", "arguments": "x"}), "<tool_call></tool_call>"],
+     block({"name": "find", "arguments": "x"}), "<tool_call></tool_call>",
+     '<tool_call>{"name": "find"}', block({"name": "find"}) + '<tool_call>{"name": "find"} and',
+     "<tool_call>" + "[" * 100_000],
 )  # fmt: skip
 def test_tool_calls_that_cannot_be_read(text: str) -> None:
     with pytest.raises(ValueError, match=r"."):
@@ -53,6 +59,10 @@ def test_tool_calls_of_a_message() -> None:
     assert expected_calls({"content": "Hi", "tool_calls": None}) == []
 
 
+AS_WRITTEN = {"b": 1.0, "a": True}
+"""To Python the same as {"a": 1, "b": 1}."""
+
+
 @pytest.mark.parametrize(
     ("text", "ended", "wanted", "valid", "exact", "named", "uncalled"),
     [
@@ -64,8 +74,16 @@ def test_tool_calls_of_a_message() -> None:
         (block({"name": "find", "arguments": {"a": 2}}), True, [("find", {"a": 1})], 1, 0, 1, 0),
         (block({"name": "other", "arguments": {}}), True, [("find", {})], 0, 0, 0, 0),
         ("<tool_call>{</tool_call>", True, [("find", {})], 0, 0, 0, 0),
+        ('<tool_call>{"name": "find"}', True, [("find", {})], 0, 0, 0, 0),
+        (block({"name": "find", "arguments": AS_WRITTEN}), True,
+         [("find", AS_WRITTEN)], 1, 1, 1, 0),
+        (block({"name": "find", "arguments": {**AS_WRITTEN, "a": 1}}), True,
+         [("find", AS_WRITTEN)], 1, 0, 1, 0),
+        (block({"name": "find", "arguments": {**AS_WRITTEN, "b": 1}}), True,
+         [("find", AS_WRITTEN)], 1, 0, 1, 0),
+        ("<tool_call>" + "[" * 100_000, True, [], 0, 0, 0, 0),
     ],
-)
+)  # fmt: skip
 def test_counting(
     text: str, ended: bool, wanted: Any, valid: int, exact: int, named: int, uncalled: int
 ) -> None:
@@ -92,7 +110,23 @@ def test_replies_of_the_embedded_model() -> None:
     assert (cut.replies, cut.ended, cut.valid) == (2, 0, 0)
     most = POSITIONS - 1
     long = score_dialogues(config, load_runtime(config), "x", conversations, max_tokens=most)
-    assert long.replies == 0  # a prompt and that many tokens are more than the model reads
+    # a prompt and that many tokens are more than the model reads
+    assert (long.replies, long.left_out, cut.left_out) == (0, 3, 0)
+    assert long.as_dict()["left_out"] == 3
+
+
+def test_a_call_may_be_closed_by_the_token_that_ends_its_reply() -> None:
+    tokenizer = Tokenizer.from_folder(resolve("stories-chat"))
+    (close,) = tokenizer.encode("</tool_call>", add_special_tokens=False)
+    call = '<tool_call>{"name": "find"}'
+    for text, last, reason, closed in [
+        (call, close, "stop", True),
+        (call, 0, "stop", False),
+        (call, close, "length", False),
+        (f"{call}</tool_call>", close, "stop", False),
+    ]:
+        sample = CompletionOutput(0, text, [1, last], finish_reason=reason)
+        assert dialogue._closed(sample, tokenizer) == text + "</tool_call>" * closed
 
 
 def test_files_of_conversations(tmp_path: Path) -> None:
@@ -110,6 +144,8 @@ def test_files_of_conversations(tmp_path: Path) -> None:
         read_conversations(file)
     for text, words in [
         ("", "holds no conversation"),
+        ("[" * 100_000, "line 1 isn't a conversation"),
+        (json.dumps({**good, "tools": [{"name": ["x"]}]}), "isn't a string"),
         ("{", "line 1 isn't a conversation"),
         ('{"messages": 3}', "line 1 isn't a conversation"),
         ('{"messages": [{"content": "a"}]}', "line 1 isn't a conversation"),

@@ -203,10 +203,13 @@ def test_held_and_free_steps_are_the_same_steps(
         assert pair.held.size == pair.free.size
         assert pair.held.size.queries == [1] * 4
     steps = sum(map(len, found.rounds))
-    assert len(found.masks) > steps  # those of prompts and of smaller batches are among them
-    assert all(len(one.fill_s) <= 4 for one in found.masks)
-    assert sum(len(one.fill_s) == 4 for one in found.masks) >= steps
+    assert len(found.masks) == steps  # those of prompts and of smaller batches aren't among them
+    assert all(len(one.fill_s) == 4 for one in found.masks)
     told = found.as_dict()
+    waited = sum(one.wait_s for one in found.masks)
+    held = sum(pair.held.seconds for pair in found.pairs)
+    assert told["waited_share"] == pytest.approx(waited / held)
+    assert all(sum(one.wait_s for one in p.masks) <= p.held.seconds for p in found.pairs)
     assert told["overhead"] == pytest.approx(found.share)
     assert told["mask_ms"]["p99"] >= told["mask_ms"]["p50"] > 0
 

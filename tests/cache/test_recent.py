@@ -105,6 +105,25 @@ def test_a_place_lasts_while_a_block_is_shared() -> None:
     assert all(kv[0][6][block] < 0 for block in (0, 1, 2))
 
 
+def test_a_place_ends_when_all_that_share_its_block_leave_it_together() -> None:
+    """As beams do, which come to share for ever what one of them has computed."""
+    kv = cache(16, 16)
+    recent = RecentBlocks(kv, WINDOW, BLOCK)
+    holders = dict.fromkeys(range(16), 1)
+    recent.holders = holders.__getitem__
+    run(recent, ([0, 1, 2], 0, 90))
+    holders |= {0: 2, 1: 2}
+    places = kv[0][6]
+    recent.copy([(2, 3)])
+    run(recent, ([0, 1, 2], 90, 6), ([0, 1, 3], 90, 6))
+    assert (places >= 0).nonzero().flatten().tolist() == [1, 2, 3]
+    run(recent, ([0, 1, 2, 4], 96, 39))  # the other takes no part, and will still see block 1
+    run(recent, ([0, 1, 2, 4], 135, 1), ([0, 1, 3, 5], 96, 1))  # it does, and will see it again
+    assert (places >= 0).nonzero().flatten().tolist() == [1, 2, 3, 4, 5]
+    run(recent, ([0, 1, 2, 4], 136, 1), ([0, 1, 3, 5], 97, 40))
+    assert (places >= 0).nonzero().flatten().tolist() == [2, 3, 4, 5]
+
+
 def test_what_was_let_go_is_found_when_it_is_needed() -> None:
     kv = cache(16, 4)
     recent = RecentBlocks(kv, WINDOW, BLOCK)

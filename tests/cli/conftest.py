@@ -19,6 +19,7 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from typer.testing import CliRunner, Result
 
+from penstock import LLM
 from penstock.cli.main import app
 from penstock.hardware import Peaks, detect, save_peaks
 from penstock.kernels import native
@@ -103,3 +104,19 @@ def process() -> Iterator[Callable[..., subprocess.Popen[bytes]]]:
         if running.poll() is None:
             running.kill()
         running.communicate()
+
+
+@pytest.fixture(scope="session")
+def engine(chat_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("engines") / "engine"
+    result = CliRunner().invoke(
+        app, ["build", str(chat_model), "-o", str(folder), "--quantization", "w8a16",
+              "--profile", "1,16,64", "--max-num-seqs", "4", "--max-model-len", "512"],
+    )  # fmt: skip
+    assert result.exit_code == 0, result.output
+    return folder
+
+
+@pytest.fixture
+def llm(engine: Path) -> LLM:
+    return LLM(engine)

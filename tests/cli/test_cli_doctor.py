@@ -26,7 +26,7 @@ from penstock.errors import KernelError
 from penstock.hardware import Gpu, GpuPeaks, Hardware, Peaks, detect, detect_gpu
 from penstock.kernels import native, report_cache
 from penstock.kernels.triton import launchers
-from penstock.models.hub import EMBEDDED
+from penstock.models.hub import NAMED
 from penstock.pipeline.vocabulary import reduce_vocabulary
 
 Run = Callable[..., Result]
@@ -51,7 +51,7 @@ def test_json(penstock: Run, known_peaks: Peaks) -> None:
     assert found["affinity"] == sorted(os.sched_getaffinity(0))
     assert found["machine_cores"] == os.cpu_count()
     assert found["extras"]["hub"]["get"] == "pip install penstock[hub]"
-    assert [model["name"] for model in found["models"]] == list(EMBEDDED)
+    assert [model["name"] for model in found["models"]] == list(NAMED)
 
 
 GPU = Gpu("NVIDIA H200", 0, (9, 0), 132, 139 << 30, 100 << 30, 60 << 20, "580.1", "13.0")

@@ -45,12 +45,35 @@ def test_texts_and_dialogues(penstock: Run, story: Path, talk: Path, tmp_path: P
     assert found["setup"]["window"] == 1024 and found["against"] == "w8a8,kv=int8"
 
 
+def test_against_an_embedded_model_by_its_name(penstock: Run, story: Path, tmp_path: Path) -> None:
+    kept = tmp_path / "eval.json"
+    result = penstock("eval", "--text", story, "--against", "stories-draft", "--json", kept)
+    assert result.exit_code == 0, result.output
+    assert json.loads(kept.read_text())["texts"][0]["drift"]["kl"] > 0.02
+
+
+def test_replies_that_are_left_out_are_told(penstock: Run, talk: Path, tmp_path: Path) -> None:
+    kept = tmp_path / "eval.json"
+    result = penstock("eval", "--dialogues", talk, "--max-tokens", 1020, "--json", kept)
+    assert result.exit_code == 0, result.output
+    assert "replies left out: too long for the model" in result.stdout
+    found = json.loads(kept.read_text())["dialogues"]
+    assert (found["replies"], found["left_out"]) == (0, 1)
+
+
 def test_a_run_is_kept_and_compared(penstock: Run, story: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
     assert penstock("eval", "--text", story, "--save-run", run).exit_code == 0
     result = penstock("eval", "--text", story, "--reference-run", run, "--quantization", "w4a8")
     assert result.exit_code == 0, result.output
     assert "Drift from bfloat16" in result.stdout
+    kept, about = tmp_path / "eval.json", json.loads((run / "run.json").read_text())
+    del about["weights"]  # who wrote it needn't have named any
+    (run / "run.json").write_text(json.dumps(about))
+    again = penstock("eval", "--text", story, "--reference-run", run, "--json", kept)
+    assert again.exit_code == 0, again.output
+    assert "Drift from a kept run" in again.stdout
+    assert json.loads(kept.read_text())["texts"][0]["drift"]["same_likeliest_token"] == 1.0
     other = penstock("eval", "--text", story, "--reference-run", run, "--window", "16")
     assert other.exit_code == 1 and "had a window of 1024 tokens" in other.output
 
@@ -65,7 +88,9 @@ def test_a_run_is_kept_and_compared(penstock: Run, story: Path, tmp_path: Path) 
         (["--dialogues", "TALK", "--save-run", "x"], "give --text"),
         (["--text", "STORY", "--reference-run", "x"], "isn't a complete run"),
         (["--text", "STORY", "--window", "8", "--stride", "8"], "stride must be at least 1"),
-        (["--text", "STORY", "--window", "100000"], "100000"),
+        (["--text", "STORY", "--window", "100000"], "100,000 tokens is larger than the 1,024"),
+        (["--text", "STORY", "--dialogues", "TALK", "--window", "1025"], "Lower --window to 1024"),
+        (["--dialogues", "."], "can't be read"),
     ],
 )
 def test_refusals(penstock: Run, story: Path, talk: Path, arguments: list[str], words: str) -> None:

@@ -2,61 +2,23 @@
 
 from __future__ import annotations
 
-import io
 import json
-import signal
 import subprocess
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.cli.request_lines import GREEDY, answers, batch_line, write
 from typer.testing import Result
 
 from penstock import LLM, SamplingParams
-from penstock.cli.batch import answered_in
-from penstock.cli.run import _writing
+from penstock.cli.batch import Batch
 from penstock.cli.serve import STEP_TOKENS, _step_tokens
 from penstock.sampling import BeamSearchParams
 
 Run = Callable[..., Result]
 Process = Callable[..., "subprocess.Popen[bytes]"]
-GREEDY = {"temperature": 0, "max_tokens": 6}
-
-
-@pytest.fixture(scope="session")
-def engine(chat_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    from typer.testing import CliRunner
-
-    from penstock.cli.main import app
-
-    folder = tmp_path_factory.mktemp("engines") / "engine"
-    result = CliRunner().invoke(
-        app, ["build", str(chat_model), "-o", str(folder), "--quantization", "w8a16",
-              "--profile", "1,16,64", "--max-num-seqs", "4", "--max-model-len", "512"],
-    )  # fmt: skip
-    assert result.exit_code == 0, result.output
-    return folder
-
-
-@pytest.fixture
-def llm(engine: Path) -> LLM:
-    return LLM(engine)
-
-
-def write(path: Path, *lines: Any) -> Path:
-    texts = [line if isinstance(line, str) else json.dumps(line) for line in lines]
-    path.write_text("".join(text + "\n" for text in texts))
-    return path
-
-
-def answers(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text().splitlines()]
-
-
-def batch_line(name: str, url: str, **body: Any) -> dict[str, Any]:
-    return {"custom_id": name, "method": "POST", "url": f"/v1/{url}", "body": body}
 
 
 # ── build ────────────────────────────────────────────────────────────────────────────────────────
@@ -86,7 +48,8 @@ def test_doctor_looks_at_an_engine(penstock: Run, engine: Path, tmp_path: Path) 
     done = penstock("doctor", engine, "--json")
     found = json.loads(done.stdout)["examined"]
     assert done.exit_code == 0 and found["runs"] and found["weight_formats"] == "w8a16"
-    (tmp_path / "weights.bin").write_text("")
+    for name in ("weights.bin", "plan.json"):
+        (tmp_path / name).write_text("")
     broken = penstock("doctor", tmp_path)
     assert broken.exit_code == 1 and "Runs here" in broken.stdout
     assert "its build hasn't ended" in " ".join(broken.stdout.split())
@@ -202,6 +165,9 @@ WRONG: dict[str, tuple[Any, str]] = {
     "no id": ({"method": "POST", "url": "/v1/completions", "body": {}}, "needs a custom_id"),
     "no body": ({"custom_id": "x", "url": "/v1/completions"}, "body must be an object"),
     "a stream": (batch_line("x", "completions", prompt="a", stream=True), "stream can't be true"),
+    "python's word": ({"prompt": "a", "cls": 1}, "Unknown sampling argument 'cls'"),
+    "an id beyond all": ({"prompt": "a", "stop_token_ids": [10**20]}, "stop_token_ids[0] is 1000"),
+    "an id that is a list": ({"prompt": "a", "id": [[1]]}, "id must be a text or a number"),
     "another word": ({**batch_line("x", "completions"), "priority": 1}, "'priority' isn't part"),
 }
 
@@ -225,6 +191,64 @@ def test_what_is_wrong_with_a_line_is_its_answer(
         assert words in found[number]["error"]["message"], what
     assert "The id 'good' is that of line 1" in found[ids[-1]]["error"]["message"]
     assert f"1 answered, {len(WRONG) + 1} failed" in result.stderr
+
+
+def test_a_fault_at_one_line_is_its_answer(
+    penstock: Run, engine: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = Batch._generate
+
+    async def generate(self: Batch, line: dict[str, Any]) -> Any:
+        if line.get("id") == "bad":
+            raise ZeroDivisionError("division by zero")
+        if line.get("id") == "deep":
+            raise RecursionError
+        return await real(self, line)
+
+    monkeypatch.setattr(Batch, "_generate", generate)
+    lines = [{"id": name, "prompt": "hello", **GREEDY} for name in ("bad", "deep", "good")]
+    out = tmp_path / "out.jsonl"
+    result = penstock("run", engine, "-i", write(tmp_path / "in.jsonl", *lines), "-o", out)
+    assert result.exit_code == 0 and "1 answered, 2 failed" in result.stderr
+    assert "Line 1 can't be answered: ZeroDivisionError('division by zero')" in result.stderr
+    found = {a["id"]: a for a in answers(out)}
+    assert found["bad"]["error"] == {
+        "code": "server_error", "message": "ZeroDivisionError: division by zero", "line": 1,
+    }  # fmt: skip
+    assert "too deep" in found["deep"]["error"]["message"] and found["good"]["samples"]
+
+
+def test_max_tokens_of_lines_that_dont_say(penstock: Run, engine: Path, tmp_path: Path) -> None:
+    ask = {"model": "m", "temperature": 0, "ignore_eos": True}
+    chat = {**ask, "messages": [{"role": "user", "content": "hi"}]}
+    requests = write(
+        tmp_path / "in.jsonl",
+        {"id": "plain", "prompt": "hello", "temperature": 0, "ignore_eos": True},
+        batch_line("text", "completions", **ask, prompt="hello"),
+        batch_line("null", "completions", **ask, prompt="hello", max_tokens=None),
+        batch_line("chat", "chat/completions", **chat),
+        batch_line("own", "completions", **ask, prompt="hello", max_tokens=5),
+        batch_line("new", "chat/completions", **chat, max_completion_tokens=6),
+        batch_line("vector", "embeddings", model="m", input="one"),
+    )
+    for options, plain, text in (((), 128, 16), (("--max-tokens", 3), 3, 3)):
+        out = tmp_path / f"{plain}.jsonl"
+        result = penstock("run", engine, "-i", requests, "-o", out, *options)
+        assert result.exit_code == 0 and "7 answered" in result.stderr, result.output
+        made = {
+            a.get("custom_id") or a["id"]: (a.get("response", {}).get("body") or a)["usage"]
+            for a in answers(out)
+        }
+        made = {name: usage.get("completion_tokens") for name, usage in made.items()}
+        assert (made["plain"], made["text"], made["null"]) == (plain, text, text)
+        assert (made["own"], made["new"]) == (5, 6)
+        assert (made["chat"] == 3) == bool(options)
+
+
+def test_names_that_no_line_asks_for(penstock: Run, engine: Path, tmp_path: Path) -> None:
+    requests = write(tmp_path / "in.jsonl", {"prompt": "hello", **GREEDY})
+    result = penstock("run", engine, "-i", requests, "-o", "-", "--served-model-name", "m")
+    assert "--served-model-name had no effect: no line was an OpenAI batch line" in result.stderr
 
 
 def test_what_the_api_refuses(penstock: Run, engine: Path, tmp_path: Path) -> None:
@@ -275,154 +299,3 @@ def test_forms_beams_and_best_of_in_batch_lines(
     assert found["plain"]["samples"][0]["text"] in ("yes", "no")
     assert "unclosed group" in found["bad plain"]["error"]["message"]
     assert "4 answered, 4 failed" in result.stderr
-
-
-def test_an_output_is_kept(penstock: Run, engine: Path, tmp_path: Path) -> None:
-    requests = write(tmp_path / "in.jsonl", {"prompt": "hello", **GREEDY})
-    out = write(tmp_path / "out.jsonl", {"line": 1, "samples": []})
-    before = out.read_text()
-    for options, words in (
-        ((), "exists. --force overwrites it"),
-        (("--force", "--resume"), "choose"),
-    ):
-        result = penstock("run", engine, "-i", requests, "-o", out, *options)
-        assert result.exit_code == 1 and words in result.stderr
-    assert out.read_text() == before
-    same = penstock("run", engine, "-i", requests, "-o", requests, "--force")
-    assert same.exit_code == 1 and "is the input" in same.stderr
-    assert penstock("run", engine, "-i", requests, "-o", out, "--force").exit_code == 0
-    assert answers(out)[0]["samples"] != []
-
-
-def test_resume_answers_what_is_left(penstock: Run, engine: Path, tmp_path: Path) -> None:
-    lines = [{"id": f"r{i}", "prompt": "hello", **GREEDY} for i in range(3)]
-    lines += [batch_line("b", "completions", model="m", prompt="a", **GREEDY)]
-    lines += [{"prompt": "nameless", **GREEDY}]
-    requests, out = write(tmp_path / "in.jsonl", *lines), tmp_path / "out.jsonl"
-    kept = [
-        {"line": 2, "id": "r1", "samples": []},
-        {"id": "z", "custom_id": "b", "response": {"status_code": 500}, "error": None},
-        {"line": 5, "samples": []},
-    ]
-    out.write_text("".join(json.dumps(a) + "\n" for a in kept) + '{"line": 1, "id": "r0", "sam')
-    result = penstock("run", engine, "-i", requests, "-o", out, "--resume")
-    assert result.exit_code == 0, result.output
-    assert "3 answered, 0 failed, 2 answered before" in result.stderr
-    found = answers(out)
-    assert found[:3] == kept
-    assert {a.get("custom_id", a.get("id")) for a in found[3:]} == {"r0", "r2", "b"}
-    assert answered_in(out.read_text()) == {"id r0", "id r1", "id r2", "id b", "line 5"}
-
-
-def test_lines_that_json_reads_and_utf8_cannot_write(
-    penstock: Run, engine: Path, tmp_path: Path
-) -> None:
-    """Each is answered or refused, and none is answered again."""
-    requests, out = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
-    lines = [
-        json.dumps({"id": "\ud800", "prompt": "hello", **GREEDY}),
-        '{"a":' * 100_000,
-        json.dumps({"id": "next\u2028line", "prompt": "hello", **GREEDY}),
-    ]
-    requests.write_text("\n".join(lines) + "\n")
-    result = penstock("run", engine, "-i", requests, "-o", out)
-    assert result.exit_code == 0, result.output
-    assert "2 answered, 1 failed" in result.stderr
-    written = out.read_text(encoding="utf-8").split("\n")[:-1]
-    found = {a.get("id", "none"): a for a in map(json.loads, written)}
-    assert set(found) == {"\ud800", "none", "next\u2028line"}
-    assert "too deep" in found["none"]["error"]["message"]
-    result = penstock("run", engine, "-i", requests, "-o", out, "--resume")
-    assert "0 answered, 0 failed, 3 answered before" in result.stderr
-
-
-def test_a_refused_duplicate_answers_no_other_line(
-    penstock: Run, engine: Path, tmp_path: Path
-) -> None:
-    """An interrupted run may have refused it before the first line's answer was there."""
-    for line in (
-        {"id": "x", "prompt": "hello", **GREEDY},
-        batch_line("x", "completions", model="m", prompt="a", **GREEDY),
-    ):
-        requests = write(tmp_path / "in.jsonl", line, line)
-        out = tmp_path / "out.jsonl"
-        penstock("run", engine, "-i", requests, "-o", out, "--force")
-        (refused,) = [a for a in answers(out) if a.get("error")]
-        assert answered_in(json.dumps(refused)) == {"refused 2"}
-        write(out, refused)
-        result = penstock("run", engine, "-i", requests, "-o", out, "--resume")
-        assert "1 answered, 0 failed, 1 answered before" in result.stderr, result.output
-
-
-def test_biases_of_plain_lines(penstock: Run, engine: Path, tmp_path: Path) -> None:
-    """JSON's keys are texts."""
-    ask = {"prompt": "hello", "temperature": 0, "max_tokens": 2, "ignore_eos": True}
-    requests = write(
-        tmp_path / "in.jsonl",
-        *(ask | {"logit_bias": bias} for bias in ({"7": 100}, {"seven": 1}, {"-1": 1}, {"7": "x"})),
-    )
-    out = tmp_path / "out.jsonl"
-    assert penstock("run", engine, "-i", requests, "-o", out).exit_code == 0
-    found = {a["line"]: a for a in answers(out)}
-    assert found[1]["samples"][0]["token_ids"] == [7, 7]
-    for line, words in ((2, "the key 'seven'"), (3, "the key '-1'"), (4, "logit_bias")):
-        assert words in found[line]["error"]["message"]
-
-
-@pytest.mark.parametrize("encoding", ["utf-8", "ascii"])
-def test_stdout_takes_what_a_file_takes(encoding: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    data = io.BytesIO()
-    stdout = io.TextIOWrapper(data, encoding=encoding)
-    monkeypatch.setattr("sys.stdout", stdout)
-    answer = {"id": "\ud800", "text": "päivää"}
-    with _writing("-", "w") as write_answer:
-        write_answer(answer)
-    assert (stdout.encoding, stdout.errors) == (encoding, "strict")
-    assert json.loads(data.getvalue()) == answer
-
-
-def test_stdin_to_stdout_as_they_come(process: Process, engine: Path) -> None:
-    """Each answer can be read before the next request is sent."""
-    running = process("run", engine, "-i", "-", "-o", "-", stdin=subprocess.PIPE)
-    assert running.stdin is not None and running.stdout is not None
-    for i in range(3):
-        running.stdin.write(
-            json.dumps({"id": str(i), "prompt": "hello", **GREEDY}).encode() + b"\n"
-        )
-        running.stdin.flush()
-        assert json.loads(running.stdout.readline())["id"] == str(i)
-    _, said = running.communicate(timeout=60)
-    assert running.returncode == 0 and b"3 answered" in said
-
-
-def test_interrupted_run_keeps_what_was_answered(
-    process: Process, engine: Path, tmp_path: Path
-) -> None:
-    out = tmp_path / "out.jsonl"
-    running = process("run", engine, "-i", "-", "-o", out, stdin=subprocess.PIPE)
-    assert running.stdin is not None
-    running.stdin.write(json.dumps({"id": "one", "prompt": "hello", **GREEDY}).encode() + b"\n")
-    running.stdin.flush()
-    end = time.monotonic() + 60
-    while not (out.exists() and out.read_text().endswith("\n")) and time.monotonic() < end:
-        time.sleep(0.05)
-    running.send_signal(signal.SIGINT)
-    _, said = running.communicate(timeout=60)
-    assert running.returncode == 130
-    assert answers(out)[0]["id"] == "one"
-    assert b"--resume goes on" in said
-
-
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        (("-i", "nowhere.jsonl", "-o", "-"), "There is no file nowhere.jsonl"),
-        (("-i", "-", "-o", "-", "--resume"), "stdout has nothing to overwrite"),
-        (("-i", "-", "-o", "no/where/out.jsonl"), "There is no folder"),
-    ],
-)
-def test_files_that_cant_be(
-    penstock: Run, engine: Path, options: tuple[str, ...], words: str
-) -> None:
-    result = penstock("run", engine, *options)
-    assert result.exit_code == 1 and words in result.stderr

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import subprocess
 import sys
 import threading
@@ -15,7 +16,12 @@ import pytest
 from torch import Tensor
 
 from penstock import AsyncLLM, RequestOutput, SamplingParams
-from penstock.errors import EngineDeadError, InvalidPromptError, RequestError
+from penstock.errors import (
+    EngineDeadError,
+    InvalidPromptError,
+    RequestError,
+    RequestTimeoutError,
+)
 from penstock.step import KV, Step
 
 from .letters import tokenizer
@@ -163,6 +169,91 @@ async def test_abort() -> None:
         assert llm.stats()["used_blocks"] == 0
         await llm.abort("it")  # ended already
         assert (await last(llm.generate([4], greedy(), "it"))).outputs[0].finish_reason == "length"
+
+
+@on_a_loop
+async def test_abort_several() -> None:
+    async with serving() as (llm, toy):
+        first, other, second = await held(llm, toy, [[1], [2], [3]])
+        names = list(llm.engine.requests)
+        for wrong in (5, None, ["unknown", ["a"]], [names[0], b"a"]):
+            with pytest.raises(RequestError, match="A request id must be a text"):
+                await llm.abort(wrong)  # type: ignore[arg-type]
+        await llm.abort(iter([names[0], "unknown", names[2]]))
+        toy.go()
+        for task in (first, second):
+            assert (await task).outputs[0].finish_reason == "abort"
+        assert (await other).outputs[0].token_ids == reference([2], greedy())
+
+
+@on_a_loop
+async def test_bad_arguments_reach_their_caller_alone() -> None:
+    """Nothing is queued, and the engine goes on."""
+    async with serving(policy="edf", ttft_slo_s=1.0) as (llm, _):
+        wrong: list[tuple[dict[str, Any], str]] = [
+            ({"request_id": ["x"]}, r"A request id must be a text, not \['x'\]"),
+            ({"timeout_s": "5"}, "timeout_s must be a positive number of seconds, not '5'"),
+            ({"timeout_s": math.nan}, "timeout_s must be .*, not nan"),
+            ({"timeout_s": math.inf}, "timeout_s must be .*, not inf"),
+            ({"timeout_s": 0}, "timeout_s must be .*, not 0"),
+            ({"arrival_time": "12.5"}, "arrival_time must be a time in seconds.*, not '12.5'"),
+            ({"arrival_time": math.nan}, "arrival_time must be .*, not nan"),
+        ]
+        for given, message in wrong:
+            with pytest.raises(RequestError, match=message):
+                await last(llm.generate([3], greedy(), **given))
+            if "timeout_s" not in given:
+                with pytest.raises(RequestError, match=message):
+                    await llm.embed([3], **given)
+        assert not llm._streams and not llm._commands and not llm.engine.scheduler.has_work
+        assert (await last(llm.generate([4], greedy()))).outputs[0].finish_reason == "length"
+
+
+# ── how long a request may take ──────────────────────────────────────────────────────────────────
+
+
+@on_a_loop
+async def test_too_late() -> None:
+    async with serving() as (llm, toy):
+        toy.hold()
+        with pytest.raises(RequestTimeoutError, match=r"within 0\.05 s"):
+            await last(llm.generate([3], greedy(None), timeout_s=0.05))
+        toy.go()
+        await until(lambda: not llm.engine.has_unfinished)
+        assert llm.stats()["used_blocks"] == 0
+
+
+@on_a_loop
+async def test_what_has_ended_in_time_is_read_after_it() -> None:
+    async with serving() as (llm, toy):
+        toy.hold(after=1)
+        stream = llm.generate([3], greedy(), timeout_s=0.5)
+        await anext(stream)
+        toy.go()
+        await until(lambda: not llm.engine.requests)
+        await asyncio.sleep(0.6)  # a reader that has other things to do
+        assert (await last(stream)).outputs[0].token_ids == reference([3], greedy())
+
+
+@on_a_loop
+async def test_what_is_prepared_counts_as_time() -> None:
+    async with serving() as (llm, _):
+        prepare = llm.engine.intake.prepare
+        going_on = threading.Event()
+
+        def slow(params: Any) -> Any:
+            going_on.wait(5)
+            return prepare(params)
+
+        llm.engine.intake.prepare = slow  # type: ignore[method-assign]
+        guided = greedy(3, guidance_scale=1.5, negative_prompt="a")
+        with pytest.raises(RequestTimeoutError, match=r"within 0\.05 s"):
+            await last(llm.generate([3], guided, timeout_s=0.05))
+        assert not llm._streams and not llm.engine.requests
+        asyncio.get_running_loop().call_later(0.1, going_on.set)
+        metrics = (await last(llm.generate([3], guided, timeout_s=8))).metrics
+        assert metrics.ttft_s is not None and metrics.e2e_s is not None
+        assert 0.1 <= metrics.ttft_s <= metrics.e2e_s
 
 
 @on_a_loop
@@ -352,6 +443,27 @@ async def test_shutdown() -> None:
         closing.join()
         llm.shutdown()
         assert not llm._thread.is_alive()
+
+
+def test_whoever_reset_the_cache_has_left() -> None:
+    """Its loop is closed when the engine comes to it; the engine goes on for the others."""
+
+    async def body() -> None:
+        async with serving() as (llm, toy):
+            toy.hold()
+            busy = asyncio.create_task(last(llm.generate([3], greedy())))
+            await until(lambda: llm.stats()["running"] == 1)
+
+            async def leave() -> None:
+                with pytest.raises(TimeoutError):
+                    await asyncio.wait_for(llm.reset_prefix_cache(), 0.01)
+
+            await asyncio.to_thread(asyncio.run, leave())
+            toy.go()
+            assert (await busy).outputs[0].token_ids == reference([3], greedy())
+            await llm.reset_prefix_cache()
+
+    asyncio.run(body())
 
 
 def test_a_reader_whose_loop_was_closed() -> None:

@@ -15,6 +15,7 @@ from penstock import LLM, SamplingParams
 from penstock.engine import Engine, RequestOptions
 from penstock.engine.guidance import guided
 from penstock.errors import InvalidSamplingError, RequestError
+from penstock.roofline import StepRecord
 from penstock.sampling import Sampler, SequenceSampling
 from tests.engine.toy import IS_NAN, VOCAB, check, drain, logits_of, run_one, toy_engine
 from tests.models.tiny import make_tiny
@@ -205,6 +206,46 @@ def test_prompts_that_begin_alike_do_not_wait_for_each_other() -> None:
     done = drain(engine, 200)
     assert all(output.outputs[0].finish_reason == "length" for output in done.values())
     assert engine.stats()["prefix"]["hits"] > 0
+
+
+def test_nobody_waits_for_one_that_waits_for_its_mate() -> None:
+    """A's shadow waits for a row; C, which A's next block would help, must not keep that row for
+    as long as A waits."""
+    engine = toy_engine(max_num_seqs=3, policy="sjf", starvation_s=1e9, enable_prefix_caching=True)
+    plain = SamplingParams(temperature=0.0, max_tokens=40)
+    engine.add_request("long", [9], plain)
+    engine.add_request("short", [8], SamplingParams(temperature=0.0, max_tokens=6))
+    engine.step()
+    prompt = list(range(10, 18))
+    engine.add_request("A", prompt, params(negative_prompt=[1, 2, 3], max_tokens=5))
+    engine.step()
+    assert [s.remaining for s in engine.scheduler.running] == [1, 1, 1]  # A is held back
+    engine.add_request("C", [*prompt, 40], SamplingParams(temperature=0.0, max_tokens=5))
+    done: list[str] = []
+    while engine.has_unfinished:
+        done += [output.request_id for output in engine.step() if output.finished]
+        check(engine)
+    assert done == ["short", "C", "A", "long"]
+
+
+def test_a_shadow_that_gives_way_is_its_request_that_does() -> None:
+    engine = toy_engine(12, 40, max_num_seqs=6, enable_prefix_caching=False)
+    for i in range(3):
+        given = params(seed=i, negative_prompt=[i, *range(30, 34)], max_tokens=12)
+        engine.add_request(str(i), [i, *range(4)], given)
+    done = drain(engine)
+    each = [output.metrics.preemptions for output in done.values()]
+    assert sum(each) == engine.stats()["preemptions"] > 0
+
+
+def test_the_steps_of_a_shadow_are_those_of_its_request() -> None:
+    """Of five chunks of a negative prompt, the request itself is in the first."""
+    engine = toy_engine(max_num_batched_tokens=8)
+    records: list[StepRecord] = []
+    engine.ledger.watch = records.append
+    metrics = run_one(engine, [1, 2], params(negative_prompt=list(range(40)), max_tokens=2)).metrics
+    assert len(records) > 5
+    assert metrics.steps_s == pytest.approx(sum(record.seconds for record in records))
 
 
 def test_aborted_and_failed() -> None:

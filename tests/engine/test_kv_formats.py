@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -9,7 +10,7 @@ import torch
 
 from penstock import LLM, SamplingParams
 from penstock.config import EngineConfig
-from penstock.engine import Engine
+from penstock.engine import Engine, RequestOutput
 from penstock.errors import ConfigError
 from penstock.kernels import native
 from penstock.models.load import LoadedModel
@@ -17,6 +18,7 @@ from penstock.models.spec import ModelSpec
 from penstock.nn import Decoder
 from penstock.runtime import Program, Runtime
 from penstock.runtime.loader import layout_of, runner_over
+from penstock.sampling import BeamSearchParams
 
 from ..exactness import bits
 from .test_engine_bits import GREEDY, MAX_LEN, PROMPTS, Key, assert_same, named, run
@@ -121,6 +123,29 @@ def test_places_are_given_back(model: Decoder) -> None:
     for _ in range(2):
         run(engine, named(PROMPTS), GREEDY)
         assert recent.num_used <= engine.runtime.layout.max_recent_blocks < 160
+
+
+def test_beams_leave_what_they_share_together(model: Decoder) -> None:
+    """However long they go on, and one that isn't theirs beside them finds its places."""
+    search = BeamSearchParams(beam_width=2, max_tokens=320, ignore_eos=True)
+    engine = engine_over("kivi", model, max_num_seqs=3, max_num_batched_tokens=32)
+    recent = engine.runtime.runner.recent
+    assert recent is not None
+    engine.add_request("beams", PROMPTS[3][:8], search)
+    engine.add_request("other", PROMPTS[4][:8], replace(GREEDY, max_tokens=320))
+    used, done = 0, {}
+    while engine.has_unfinished:
+        done |= {output.request_id: output for output in engine.step() if output.finished}
+        used = max(used, recent.num_used)
+    assert [output.error for output in done.values()] == [None, None]
+    each = (bits.WINDOW + 31) // bits.BLOCK + 2  # a window, a block that is begun, one copied
+    assert used <= 3 * each < engine.runtime.layout.max_recent_blocks
+    roomy = engine_over("kivi", model)
+    roomy.add_request("beams", PROMPTS[3][:8], search)
+    alone: list[RequestOutput] = []
+    while roomy.has_unfinished:
+        alone += roomy.step()
+    assert done["beams"].outputs == alone[-1].outputs
 
 
 @pytest.mark.parametrize("kv", ["int4", "kivi"])

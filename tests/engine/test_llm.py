@@ -113,6 +113,7 @@ def test_text_of_the_output(llm: LLM) -> None:
         ([None], InvalidPromptError, "not (NoneType|object)"),
         (7, InvalidPromptError, "not int"),
         (b"hello", InvalidPromptError, "not bytes"),
+        ({"prompt": 5, "prompt_token_ids": [2]}, InvalidPromptError, "text .* not int"),
         ("hello \ud800", InvalidPromptError, "lone surrogate"),
         ([2] * 64, InvalidPromptError, "64 tokens, but .* max_model_len=64"),
         ([2, 99], InvalidPromptError, "Token id 99"),
@@ -204,6 +205,42 @@ def test_chat(llm: LLM) -> None:
         messages, greedy(), chat_template=template, chat_template_kwargs={"mark": "x"}
     )
     assert output.prompt == "hellox"
+
+
+@pytest.mark.parametrize(
+    ("messages", "message"),
+    [
+        ([], "has 0 messages; at least 1 is needed"),
+        ([[]], "has 0 messages"),
+        ([[{"role": "user", "content": "a"}], []], "has 0 messages"),
+        ("hi", "must be a list of messages such as .*, not str"),
+        (["hi"], r"messages\[0\] must be a mapping such as .*, not str"),
+        ({"role": "user", "content": "a"}, "must be a list of messages such as .*, not dict"),
+        ([[{"role": "user", "content": "a"}], "hi"], "must be a list of messages .* not str"),
+        ([{"role": "user", "content": "a"}, 5], r"messages\[1\] must be a mapping .* not int"),
+        ([{"content": "a"}], r"messages\[0\] has no role"),
+        ([{"role": 5, "content": "a"}], r"messages\[0\] has 5 for its role"),
+        ([{"role": "user"}], r"messages\[0\], of the user, has no content"),
+        ([{"role": "user", "content": None}], r"messages\[0\], of the user, has no content"),
+        ([{"role": "assistant", "tool_calls": []}], r"of the assistant, has no content"),
+        ([{"role": "user", "content": 5}], "must be a text or a list of parts, not int"),
+    ],
+)
+def test_bad_conversations(llm: LLM, messages: Any, message: str) -> None:
+    with pytest.raises(InvalidPromptError, match=message):
+        llm.chat(messages, greedy())
+    assert not llm.engine.has_unfinished
+
+
+def test_messages_may_call_tools_or_be_objects(llm: LLM) -> None:
+    class Reply:
+        def model_dump(self) -> dict[str, Any]:
+            return {"role": "assistant", "content": None, "tool_calls": [{"type": "function"}]}
+
+    template = "{% for m in messages %}{{ m.role[0] }} {{ m.content or '' }}{% endfor %}"
+    messages: list[Any] = [{"role": "user", "content": "a"}, Reply(), {"role": "b", "content": ""}]
+    (output,) = llm.chat(messages, greedy(), chat_template=template)
+    assert output.prompt == "u aa b "
 
 
 # ── Ctrl-C and other ends ────────────────────────────────────────────────────────────────────────

@@ -120,6 +120,19 @@ def test_against_a_sorted_list() -> None:
     assert len(waiting._heap) + len(waiting._overdue) <= 2 * len(held) + 64
 
 
+def test_one_without_a_rank_leaves_nothing() -> None:
+    policy = policy_of(SchedulerConfig(policy="edf", ttft_slo_s=1.0))
+    queued = WaitingQueue(policy, 1e9)
+    wrong = sequence(0)
+    wrong.request.metrics.arrival_time = "12.5"  # type: ignore[assignment]
+    with pytest.raises(TypeError):
+        queued.add(wrong, 0.0)
+    assert len(queued) == 0
+    right = sequence(1)
+    queued.add(right, 0.0)
+    assert list(queued) == [right] and queued.first() is right
+
+
 def test_an_empty_queue_holds_on_to_nobody() -> None:
     waiting = queue(1.0)
     for arrival in range(50):

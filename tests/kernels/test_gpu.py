@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,6 +11,11 @@ import torch
 from penstock.kernels import why_not_on
 
 SECOND = torch.device("cuda", 1)
+
+
+def with_shared(kib: int) -> SimpleNamespace:
+    """Properties of a GPU."""
+    return SimpleNamespace(shared_memory_per_block_optin=kib << 10)
 
 
 @pytest.fixture
@@ -21,6 +27,7 @@ def two_hoppers(monkeypatch: pytest.MonkeyPatch) -> None:
         ("device_count", 2),
         ("get_device_capability", (9, 0)),
         ("get_device_name", "Some GPU"),
+        ("get_device_properties", with_shared(227)),
     ):
         monkeypatch.setattr(torch.cuda, name, lambda *_, value=value: value)
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
@@ -38,7 +45,8 @@ def test_what_may_be_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
     for target, name, value, words in (
         (None, "", None, "TRITON_INTERPRET=1 interprets the kernels"),
         (importlib.util, "find_spec", lambda name: None, "pip install triton"),
-        (torch.cuda, "get_device_capability", lambda device: (7, 5), "capability 7.5, but"),
+        (torch.cuda, "get_device_properties", lambda device: with_shared(99), "99 KiB of shared"),
+        (torch.cuda, "get_device_capability", lambda device: (8, 9), "capability 8.9, but"),
         (torch.cuda, "device_count", lambda: 1, "no GPU 1: this machine has cuda:0"),
         (torch.cuda, "is_available", lambda: False, "finds no NVIDIA GPU"),
         (torch.version, "cuda", None, "was built without CUDA"),

@@ -157,6 +157,39 @@ def test_other_folders_are_never_replaced(tmp_path: Path) -> None:
     assert (tmp_path / "letters" / "mother.txt").read_text() == "dear"
 
 
+@pytest.mark.parametrize("name", ["weights.bin", "engine.json", "plan.json"])
+def test_folders_with_a_file_of_an_engines_name(tmp_path: Path, name: str) -> None:
+    mine = tmp_path / "mine"
+    mine.mkdir()
+    (mine / name).write_text('{"kind": "another engine"}')
+    (mine / "thesis.txt").write_text("precious")
+    with pytest.raises(ConfigError, match="holds files that Penstock didn't write"):
+        build(options(mine, force=True))
+    assert (mine / "thesis.txt").read_text() == "precious"
+
+
+def test_what_somebody_put_into_an_engine_stays(engine_of: Build, tmp_path: Path) -> None:
+    engine = Path(shutil.copytree(engine_of(), tmp_path / "engine"))
+    (engine / "notes").mkdir()
+    for name in ("b.txt", "a.txt"):
+        (engine / "notes" / name).write_text("precious")
+    with pytest.raises(ConfigError, match=r"engine holds notes/a\.txt and 1 more, which wasn't"):
+        build(options(engine, force=True))
+    assert (engine / "notes" / "b.txt").read_text() == "precious"
+    shutil.rmtree(engine / "notes")
+    (engine / "plan.json").unlink()  # damaged, so that it can't run, but nobody else's
+    build(options(engine, force=True))
+    assert EngineFolder.open(engine).limits.profile == (1, 8, 64)
+
+
+def test_a_model_with_a_file_of_an_engines_name(tmp_path: Path) -> None:
+    model = Path(shutil.copytree(resolve("stories"), tmp_path / "model"))
+    (model / "weights.bin").write_text("of something else")
+    assert not is_engine(model)
+    build(options(tmp_path / "engine", model=model))
+    assert LLM(model).generate("Once")[0].outputs[0].token_ids
+
+
 def test_what_a_dead_build_has_left(tmp_path: Path) -> None:
     left = tmp_path / "engine.partial"
     left.mkdir()
@@ -168,8 +201,9 @@ def test_what_a_dead_build_has_left(tmp_path: Path) -> None:
 
 def test_without_swapping_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("penstock.pipeline.new_folder._exchange", lambda *_: False)
+    own = frozenset({"x"})
     for text in ("old", "new"):
-        with new_folder(tmp_path / "a", force=True, replaces=lambda _: True) as partial:
+        with new_folder(tmp_path / "a", force=True, own_files=lambda _: own) as partial:
             (partial / "x").write_text(text)
     assert (tmp_path / "a" / "x").read_text() == "new"
     assert [path.name for path in tmp_path.iterdir()] == ["a"]

@@ -116,13 +116,25 @@ def test_a_folder_that_is_taken(exported: Export, tiny_folder: Path, tmp_path: P
     assert sorted(p.name for p in tmp_path.iterdir()) == ["file", "mine"]
 
 
+def test_force_keeps_what_is_somebody_elses(tiny_folder: Path, tmp_path: Path) -> None:
+    export_model(tiny_folder, tmp_path / "out")
+    letter = tmp_path / "out" / "letters" / "one.txt"
+    letter.parent.mkdir()
+    letter.write_text("dear")
+    with pytest.raises(ConfigError, match=r"holds letters/one\.txt, which wasn't written with it"):
+        export_model(tiny_folder, tmp_path / "out", force=True)
+    assert letter.read_text() == "dear"
+    (tmp_path / "stray").mkdir()
+    (tmp_path / "stray" / MANIFEST).write_text("{}")
+    with pytest.raises(ConfigError, match="holds files that Penstock didn't write"):
+        export_model(tiny_folder, tmp_path / "stray", force=True)
+
+
 def test_force_replaces_an_export(tiny_folder: Path, tmp_path: Path) -> None:
     (tmp_path / "out").mkdir()  # an empty folder is free
     export_model(tiny_folder, tmp_path / "out")
-    (tmp_path / "out" / "old").write_text("")
     export_model(tiny_folder, tmp_path / "out", force=True, max_model_len=32)
-    manifest = verify_exported(tmp_path / "out")
-    assert manifest.max_model_len == 32 and not (tmp_path / "out" / "old").exists()
+    assert verify_exported(tmp_path / "out").max_model_len == 32
     assert [p.name for p in tmp_path.iterdir()] == ["out"]
 
 
@@ -274,7 +286,7 @@ def test_killed_at_ten_random_moments(tiny_folder: Path, tmp_path: Path) -> None
             if output.exists():
                 assert verify_exported(output).max_model_len in (32, 64)
             else:  # between two renames
-                assert verify_exported(tmp_path / "out.old").max_model_len in (32, 64)
+                assert verify_exported(tmp_path / ".out.replaced").max_model_len in (32, 64)
             partial = tmp_path / "out.partial"
             try:
                 left = load_model(partial, max_model_len=32) if partial.exists() else None

@@ -11,17 +11,17 @@ from penstock.pipeline import new_folder as module
 from penstock.pipeline.new_folder import check_apart, named, new_folder
 
 
-def ours(folder: Path) -> bool:
-    return (folder / "mark").exists()
+def ours(folder: Path) -> frozenset[str] | None:
+    return frozenset({"mark"}) if (folder / "mark").exists() else None
 
 
 def make(target: Path, text: str, force: bool = False) -> None:
-    with new_folder(target, force=force, replaces=ours) as folder:
+    with new_folder(target, force=force, own_files=ours) as folder:
         (folder / "mark").write_text(text)
 
 
 def test_two_at_once(tmp_path: Path) -> None:
-    with new_folder(tmp_path / "out", force=False, replaces=ours) as folder:
+    with new_folder(tmp_path / "out", force=False, own_files=ours) as folder:
         (folder / "mark").write_text("")
         with pytest.raises(ConfigError, match=r"Another process is writing .*out now"):
             make(tmp_path / "out", "second")
@@ -60,11 +60,26 @@ def test_what_a_killed_one_left_is_cleared(tmp_path: Path) -> None:
 
 
 def test_killed_between_two_renames(tmp_path: Path) -> None:
-    (tmp_path / "out.old").mkdir()
-    (tmp_path / "out.old" / "mark").write_text("old")
+    (tmp_path / ".out.replaced").mkdir()
+    (tmp_path / ".out.replaced" / "mark").write_text("old")
     with pytest.raises(ConfigError, match="exists"):
         make(tmp_path / "out", "new")
     assert (tmp_path / "out" / "mark").read_text() == "old"
+
+
+@pytest.mark.parametrize("swaps", [True, False])
+def test_a_copy_that_somebody_keeps_beside_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, swaps: bool
+) -> None:
+    if not swaps:
+        monkeypatch.setattr(module, "_exchange", lambda a, b: False)
+    make(tmp_path / "out", "old")
+    (tmp_path / "out").rename(tmp_path / "out.old")
+    make(tmp_path / "out", "new")
+    make(tmp_path / "out", "newer", force=True)
+    assert (tmp_path / "out" / "mark").read_text() == "newer"
+    assert (tmp_path / "out.old" / "mark").read_text() == "old"
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["out", "out.old"]
 
 
 @pytest.mark.parametrize("swaps", [True, False])
@@ -81,7 +96,7 @@ def test_an_error_leaves_what_was_there(tmp_path: Path) -> None:
     make(tmp_path / "out", "old")
 
     def fail() -> None:
-        with new_folder(tmp_path / "out", force=True, replaces=ours) as folder:
+        with new_folder(tmp_path / "out", force=True, own_files=ours) as folder:
             (folder / "none" / "file").write_text("")
 
     with pytest.raises(ConfigError, match=r"out can't be written: No such file or directory"):

@@ -12,10 +12,11 @@ import pytest
 from penstock import LLM, SamplingParams
 from penstock.errors import ConfigError, EngineFolderError
 from penstock.hardware import cache_folder
+from penstock.pipeline import compiled
 from penstock.pipeline.build import BuildOptions, build
 from penstock.runtime import compile_counter
 from penstock.runtime.engine_folder import EngineFolder, digest
-from penstock.runtime.package import PackageForward
+from penstock.runtime.package import PackageForward, read_package
 from tests.pipeline.conftest import Build
 from tests.pipeline.test_engine_exact import assert_same, load, logits
 
@@ -123,6 +124,22 @@ def test_what_a_build_refuses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     with pytest.raises(ConfigError, match="needs a C\\+\\+ compiler"):
         build(BuildOptions(model="stories", output=tmp_path / "engine", forward="package"))
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_cache_that_cant_be_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As in a container without a home: the package is made where the engine is."""
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("PENSTOCK_CACHE", str(tmp_path / "file" / "cache"))
+    monkeypatch.setattr(compiled, "_compile", lambda graph, file: file.write_bytes(b"compiled"))
+    output = tmp_path / "engine"
+    build(BuildOptions("stories", output, profile=(1, 1, 1), max_num_seqs=1, forward="package"))
+    assert "file/cache/packages: [Errno 20] Not a directory" in caplog.text
+    assert "Set PENSTOCK_CACHE." in caplog.text
+    assert (output / "package.pt2").read_bytes() == b"compiled"
+    assert read_package(output / "package.pt2")["graph"] and not (output / "compiling").exists()
+    assert "compiling" not in (output / "engine.json").read_text()
 
 
 def test_it_is_the_engine_s_own(engine: Path) -> None:

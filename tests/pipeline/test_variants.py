@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from penstock import LLM
+from penstock import LLM, SamplingParams
 from penstock.errors import EngineFolderError
 from penstock.pipeline import tuning
 from penstock.pipeline.build import BuildOptions, build
@@ -117,3 +117,21 @@ def test_one_of_another_plan_is_refused(engine_of: Build, tmp_path: Path) -> Non
     edit(folder, lambda chosen: chosen.update(variants=[["linear of nothing", 1, {}]]))
     with pytest.raises(EngineFolderError, match="'linear of nothing', which isn't in the plan"):
         LLM(folder)
+
+
+@needs_native
+def test_those_of_other_passes_are_left_out_where_heads_guess(
+    engine_of: Build, tmp_path: Path
+) -> None:
+    """Its steps are recorded anew, then fused by the decoder itself, and have other products."""
+    folder = Path(shutil.copytree(engine_of(passes=()), tmp_path / "engine"))
+    plain = LLM(folder)
+    timed = plain.runtime.runner._forward.products  # type: ignore[attr-defined]
+    how = {"ahead_cache": 2}
+    edit(folder, lambda chosen: chosen.update(variants=[[product, 1, how] for product in timed]))
+    guessing = LLM(folder, speculative_config={"method": "medusa", "model": "stories-medusa"})
+    own = guessing.runtime.runner._forward.products  # type: ignore[attr-defined]
+    assert set(timed) - set(own) and set(timed) & set(own)
+    greedy = SamplingParams(temperature=0, max_tokens=20)
+    (a,), (b,) = (llm.generate("Once upon a time", greedy) for llm in (plain, guessing))
+    assert a.outputs[0].token_ids == b.outputs[0].token_ids

@@ -50,6 +50,10 @@ def test_defaults_are_vllms_and_transformers():
         ({"n": 0}, "n is 0"),
         ({"stop": ""}, r"stop\[0\] is an empty string"),
         ({"stop": 3}, "stop is 3, a int"),
+        (
+            {"stop": ["a", "b\udc00"]},
+            r"stop\[1\] has the lone surrogate U\+DC00 at character 1 of 2",
+        ),
         ({"stop_token_ids": [-1]}, r"stop_token_ids\[0\] is -1"),
         ({"stop_token_ids": "12"}, "stop_token_ids is '12', a str"),
         ({"logprobs": 21}, r"logprobs is 21; it must be in \[-1, 20\]"),

@@ -190,6 +190,22 @@ def test_mirostats_count_of_many_rows() -> None:
         assert found.tolist() == [_count(float(slope), mu, 5000) for slope in slopes[:, 0]]
 
 
+class NoSums(TorchDispatchMode):
+    """Fails for a sum whose order a GPU would choose by the number of rows."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        assert "sum" not in str(func), func
+        return func(*args, **(kwargs or {}))
+
+
+def test_mirostats_sums_are_folded_on_a_gpu() -> None:
+    with NoSums():
+        leading = torch.empty(20, 100, dtype=torch.float64, device="meta")
+        assert _slopes(leading).shape == (20, 1)
+    with NoSums(), pytest.raises(AssertionError, match="sum"):
+        leading.sum(-1)
+
+
 class OneDevice(TorchDispatchMode):
     """Fails for an operator, other than a copy, that is given tensors of several devices."""
 

@@ -7,13 +7,16 @@ import json
 import time
 from collections.abc import Mapping
 from itertools import pairwise
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from penstock.hardware import Peaks
+from penstock.roofline import Cost, StepRecord, StepSize
 from penstock.server import live
 from penstock.server.live import MOST_RUNNING, MOST_STEPS, PERIOD_S
+from penstock.server.service import Recent
 from tests.server.conftest import Running
 from tests.server.page.fake import LOADS, Engine
 
@@ -165,6 +168,49 @@ def test_rates_count_tokens_that_came_out(server: Running) -> None:
     assert len(recent) > 0
     found, _ = live.snapshot(server.service, server.llm, 0.0)
     assert found["tokens_per_s"] == 0
+
+
+LAYOUT = SimpleNamespace(block_size=16)
+IDLE = SimpleNamespace(
+    stats=lambda: {"blocks": 1, "running": 1, "waiting": 0, "swapped": 0, "prefix": {}},
+    runtime=SimpleNamespace(layout=LAYOUT),
+    engine=SimpleNamespace(
+        pool=SimpleNamespace(states=lambda: b""), scheduler=SimpleNamespace(running=[])
+    ),
+)
+"""As much of an engine as a snapshot asks."""
+
+
+def _of(steps: list[StepRecord]) -> dict[str, Any]:
+    recent = Recent()
+    recent.steps.extend(steps)
+    service = SimpleNamespace(recent=recent, started=0.0, names=["m"], done=0, failed=0)
+    return live.snapshot(service, IDLE, 0.0)[0]  # type: ignore[arg-type]
+
+
+def _record(ago: float, size: StepSize, generated: int) -> StepRecord:
+    """A step of a hundredth of a millisecond."""
+    start = time.perf_counter() - ago
+    cost = Cost(1, 1, {})
+    return StepRecord(start, 1e-5, 0, 0, 0, 1e-5, 0, 0, 0, 0, size, cost, None, generated)
+
+
+@pytest.mark.parametrize("per_s", [50, 1000, 10_000])
+def test_the_speed_has_no_ceiling(per_s: int) -> None:
+    """Neither the steps that an event shows nor those that are kept are one."""
+    steps = [_record(i / per_s, StepSize([1], [9], 1), 1) for i in range(2 * per_s, 0, -1)]
+    assert _of(steps)["tokens_per_s"] == pytest.approx(per_s, rel=0.1)
+    assert _of(steps[-20:])["tokens_per_s"] == pytest.approx(20)
+
+
+def test_the_speed_is_of_tokens_that_came_out() -> None:
+    """Not of rows that had logits: of a draft, or of a prompt whose log-probabilities are read."""
+    draft = _record(0.1, StepSize([5], [10], 5, drafted=4), 2)
+    prompt = _record(0.2, StepSize([8], [8], 8, prefill_tokens=8), 1)
+    found = _of([prompt, draft])
+    assert found["tokens_per_s"] == 3
+    tokens = [(step["prefill_tokens"], step["decode_tokens"]) for step in found["steps"]]
+    assert tokens == [(8, 0), (0, 5)]
 
 
 def test_while_the_model_is_loaded_there_is_only_a_comment() -> None:

@@ -11,6 +11,7 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.parser import text_string_to_metric_families
 
 from penstock.hardware import Peaks
+from tests.engine.guessing import Guesser, speculate
 from tests.server.conftest import Running
 
 # As vLLM's documentation of its V1 engine lists them, without the suffixes of a series.
@@ -199,13 +200,44 @@ def test_a_request_is_counted(server: Running, moved: dict[str, float]) -> None:
     assert mean == pytest.approx(between / (made - 1), rel=1e-6)
     assert moved["penstock:steps_total"] == made  # the prompt's step gives the first token
     assert moved["vllm:iteration_tokens_total_count"] == made
-    assert moved["vllm:iteration_tokens_total_sum"] == prompt + made - 1
+    assert moved["vllm:iteration_tokens_total_sum"] == prompt + made
     assert moved["vllm:iteration_tokens_total_bucket{le=1.0}"] == made - 1
     assert moved["vllm:iteration_tokens_total_bucket{le=8.0}"] == made
     forward = moved["penstock:step_seconds_total{cause=forward,phase=decode}"]
     assert 0 < forward < whole
     assert _values(server)["vllm:num_requests_running"] == 0
     assert _values(server)["vllm:kv_cache_usage_perc"] == 0
+
+
+def test_wrong_guesses_and_prompts_that_are_read_are_no_tokens(
+    server: Running, moved: dict[str, float]
+) -> None:
+    """What the steps added is what the counters say, however many rows had logits."""
+    body = {"prompt": "The cat sat. " * 10, "max_tokens": 40, "temperature": 0,
+            "ignore_eos": True, "prompt_logprobs": 1}  # fmt: skip
+    engine = server.llm.engine
+    guesses = speculate(engine, Guesser(lambda tokens, state: 7, wrong=0.5), most=4)
+    try:
+        with server.client() as client:
+            usage = client.post("/v1/completions", json=body).json()["usage"]
+        server.rest()
+    finally:
+        engine.speculation = None
+    assert guesses.counts.draft_tokens > 20 > guesses.counts.accepted_tokens
+    whole = usage["prompt_tokens"] + usage["completion_tokens"]
+    assert moved["vllm:iteration_tokens_total_sum"] == whole
+    assert moved["vllm:generation_tokens_total"] == 40
+
+
+def test_a_steps_tokens_have_no_time_between_them(server: Running, moved: dict[str, float]) -> None:
+    """A gap for each step of a request, as with vLLM, however many tokens a grammar forces."""
+    form = {"regex": "the quick [a-z]{3} jumps over the lazy [a-z]{3} by the river"}
+    with server.client() as client:
+        body = {"prompt": "Once", "max_tokens": 60, "structured_outputs": form}
+        made = client.post("/v1/completions", json=body).json()["usage"]["completion_tokens"]
+    gaps = moved["vllm:inter_token_latency_seconds_count"]
+    assert gaps == moved["penstock:steps_total"] - 1 < made - 4
+    assert moved["vllm:inter_token_latency_seconds_bucket{le=+Inf}"] == gaps
 
 
 def test_samples_and_several_prompts(server: Running, moved: dict[str, float]) -> None:

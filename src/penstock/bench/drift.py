@@ -140,14 +140,23 @@ class DriftSum:
         self._layers: list[_Layers] = []
 
     def add(
-        self, reference: Tensor, other: Tensor, targets: Tensor, place: Place | None = None
+        self,
+        reference: Tensor,
+        other: Tensor,
+        targets: Tensor,
+        place: Place | None = None,
+        *,
+        likeliest: Tensor | None = None,
     ) -> None:
         """Log-probabilities or logits [T, V] of both, −∞ of tokens that one lacks, and the tokens
         that came: [T].
 
-        place: where they stand; without it none of them is kept among the worst.
+        place: where they stand; without it none of them is kept among the worst. likeliest: the
+        reference's likeliest tokens [T], where its own are rounded.
         """
-        self._same += int((reference.argmax(-1) == other.argmax(-1)).sum())
+        if likeliest is None:
+            likeliest = reference.argmax(-1)
+        self._same += int((likeliest == other.argmax(-1)).sum())
         self._equal = self._equal and torch.equal(self._common(reference), self._common(other))
         for row in range(0, len(reference), DRIFT_ROWS):
             rows = slice(row, row + DRIFT_ROWS)

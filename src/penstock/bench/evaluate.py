@@ -18,7 +18,6 @@ from penstock.bench.reference_run import ReferenceRun, RunWriter
 from penstock.bench.texts import Text, check_window, read_text, windows_of
 from penstock.bench.vocabularies import Shared
 from penstock.runtime import Runtime
-from penstock.tokenizer import Tokenizer
 
 __all__ = ["Text", "TextScore", "check_window", "evaluate", "loss_of", "read_text", "windows_of"]
 
@@ -30,7 +29,7 @@ class TextScore:
     name: str
     documents: int
     tokens: int = 0  # that were predicted
-    bytes: int = 0  # that these stand for
+    bytes: int = 0  # of the text that these are; 0 where it isn't known
     nats: float = 0.0
     correct: int = 0  # tokens that were the likeliest
     drift: Drift | None = None  # of another precision, or from a reference run
@@ -58,7 +57,7 @@ class TextScore:
             "bytes": self.bytes,
             "nats_per_token": self.nats / self.tokens,
             "perplexity": self.perplexity,
-            "bits_per_byte": self.bits_per_byte,
+            "bits_per_byte": self.bits_per_byte if self.bytes else None,
             "next_token_accuracy": self.accuracy,
         }
         if self.drift is not None:
@@ -68,7 +67,6 @@ class TextScore:
 
 def evaluate(
     runtime: Runtime,
-    tokenizer: Tokenizer,
     text: Text,
     window: int,
     stride: int,
@@ -86,8 +84,7 @@ def evaluate(
     check_window(window, stride)
     reader = LocalReader(runtime)
     kept, others = reader.kept(), None if against is None else against.kept()
-    score = TextScore(text.name, len(text.documents))
-    lengths = tokenizer.piece_table(skip_special_tokens=True)
+    score = TextScore(text.name, len(text.documents), bytes=sum(text.sizes))
     drift = DriftSum(shared=None if against is None else Shared.of(reader, against))
     for number, ids in enumerate(text.documents):
         for piece in windows_of(ids, window, stride):
@@ -100,15 +97,15 @@ def evaluate(
             score.nats += nats
             score.correct += correct
             score.tokens += len(targets)
-            score.bytes += sum(len(lengths[i]) for i in piece.ids[piece.first :])
             if against is not None:
                 other = against.read(piece.ids, piece.first)
                 check_finite(other, "The other one", place, others)
                 drift.add(logits, other.logits, targets, place)
             if reference is not None:
-                drift.add(reference.next(text.name, targets), logits, targets)
+                was = reference.next(text.name, targets)
+                drift.add(was.logprobs, logits, targets, likeliest=was.likeliest_beside(logits))
             if save is not None:
-                save.add(text.name, logits.log_softmax(-1), targets)
+                save.add(text.name, logits, targets)
     if against is not None or reference is not None:
         score.drift = drift.result()
     return score

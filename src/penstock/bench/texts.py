@@ -8,7 +8,7 @@ Source: strided windows: Press et al. 2021, arXiv:2012.15832.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from penstock.errors import ConfigError
@@ -33,6 +33,9 @@ class Text:
 
     name: str
     documents: list[list[int]]
+    sizes: list[int] = field(default_factory=list)
+    """Bytes of each document that are scored: all but those of a first token that nothing goes
+    before. Empty where nobody asks."""
 
 
 def read_documents(file: Path, max_bytes: int | None = None) -> list[str]:
@@ -74,7 +77,30 @@ def read_text(file: Path, tokenizer: Tokenizer, max_bytes: int | None = None) ->
 
     Raises ConfigError for a file that isn't UTF-8 or holds no text.
     """
-    return text_of(file, [tokenizer.encode(d) for d in read_documents(file, max_bytes)])
+    parts = read_documents(file, max_bytes)
+    encoded = [tokenizer.encode(part) for part in parts]
+    text = text_of(file, encoded)
+    text.sizes = [
+        scored_bytes(part, ids, tokenizer)
+        for part, ids in zip(parts, encoded, strict=True)
+        if len(ids) > 1
+    ]
+    return text
+
+
+def scored_bytes(document: str, ids: Sequence[int], tokenizer: Tokenizer) -> int:
+    """The document's bytes, without those of the first of its tokens where that is text.
+
+    Tokens' own bytes don't add up to it: a tokenizer may put a space before the text, or write what
+    it reads in other characters.
+    """
+    data = document.encode()
+    if tokenizer.encode("")[:1] == list(ids[:1]):  # it begins with a token of the tokenizer's
+        return len(data)
+    first = tokenizer.token_bytes(ids[0])
+    if tokenizer.strip_leading_space or not data.startswith(first):
+        first = first.removeprefix(b" ")  # which the tokenizer has put there
+    return max(len(data) - len(first), 0)
 
 
 def windows_of(ids: Sequence[int], window: int, stride: int) -> Iterator[Window]:

@@ -3,7 +3,8 @@
 A block of the cache has a place among the recent blocks from the step that begins it to the step
 after which no query can see any of it as it was written. What has to be known for that is in every
 step: who computes what, from which position on. A block that several sequences share (samples of
-one prompt) keeps its place until only one of them is left or all have gone.
+one prompt, or beams, which come to share what one of them has computed) keeps its place until a
+step takes all of them on that hold it, and none of them can see it; or until all have gone.
 """
 
 from __future__ import annotations
@@ -25,8 +26,9 @@ def most_recent_blocks(
     """How many blocks can be in some window, or be written in one step.
 
     A sequence between two steps needs the blocks of its last window + 31 tokens. Two samples or
-    more can share as many again, which they have left one after the other. A step adds the blocks
-    of its tokens, the first of each sequence's cut.
+    more can share as many again, which they have left one after the other; beams, as far as each
+    other, leave what they share at once. A step adds the blocks of its tokens, the first of each
+    sequence's cut.
     """
     length = -(-max_model_len // block_size)
     each = min(-(-(window + KEY_GROUP - 1) // block_size) + 1, length)
@@ -89,14 +91,18 @@ class RecentBlocks:
             self._give(blocks[lacking].tolist())
 
     def leave(self, step: Step) -> None:
-        """Take back the places that nobody needs any more, after `step` was computed."""
+        """Take back the places that nobody needs any more, after `step` was computed.
+
+        A sequence is one row of a step: drafts that are trees, several rows of one, are refused.
+        """
         following = _spans(step)[1] - self.unsure
         coded = self._first_seen(following)  # [B] blocks of each that no query can see
         blocks = step.block_table.numpy()[:, : max(coded.tolist(), default=0)]
         held = self._place_of.take(blocks) >= 0
         held &= np.arange(blocks.shape[1]) < coded[:, None]
-        for block in dict.fromkeys(blocks[held].tolist()):
-            if self.holders(block) <= 1:
+        passed, by = np.unique(blocks[held], return_counts=True)
+        for block, count in zip(passed.tolist(), by.tolist(), strict=True):
+            if self.holders(block) <= count:  # or one that isn't in this step may still see it
                 self._take(block)
 
     def copy(self, pairs: Sequence[tuple[int, int]]) -> None:

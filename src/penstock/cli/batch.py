@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import json
+import logging
 import uuid
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
@@ -16,12 +18,27 @@ from penstock.errors import EngineDeadError, MissingExtraError, PenstockError, R
 if TYPE_CHECKING:
     from penstock.engine import AsyncLLM, RequestOutput
 
+logger = logging.getLogger("penstock")
+
 _PROMPTS = ("prompt", "prompt_token_ids", "messages")
 _NOT_SHOWN = ("logprobs", "prompt_logprobs", "detokenize")
 """Sampling parameters whose result the answer of a plain line has no place for."""
 
+_TOO_DEEP = "Lists and objects stand too deep within each other."
+
 AHEAD = 4
 """Lines that are read ahead: this many times as many as run at once."""
+
+PLAIN_MAX_TOKENS = 128
+"""Of plain lines that don't say, where the command doesn't either."""
+
+
+@dataclass(frozen=True, slots=True)
+class Earlier:
+    """What an earlier run has written."""
+
+    answered: frozenset[str] = frozenset()  # keys of lines, as `keys_of` has them
+    refused: frozenset[str] = frozenset()  # what refusals say, as `refusal_in` has it
 
 
 @dataclass(slots=True)
@@ -31,6 +48,7 @@ class Counts:
     answered: int = 0
     failed: int = 0  # an answer that says why
     skipped: int = 0  # answered by an earlier run
+    api_lines: int = 0  # of all these, lines of an OpenAI batch file
     prompt_tokens: int = 0
     generated_tokens: int = 0
 
@@ -41,9 +59,9 @@ class Batch:
 
     llm: AsyncLLM
     write: Callable[[dict[str, Any]], None]
-    max_tokens: int = 128  # of plain lines that don't say
+    max_tokens: int | None = None  # of lines that don't say; None: 128, or the endpoint's own
     model_names: tuple[str, ...] = ()  # that batch lines may ask for; none: any
-    done_before: frozenset[str] = frozenset()  # keys of lines that have been answered
+    earlier: Earlier = Earlier()
     advance: Callable[[], None] = lambda: None  # after each line
     counts: Counts = field(default_factory=Counts)
     _api: BatchApi | None = None
@@ -69,37 +87,44 @@ class Batch:
         try:
             line: dict[str, Any] = {}
             try:
-                if f"refused {number}" in self.done_before:
-                    self.counts.skipped += 1
-                    return
                 line = _parse(text)
-                if self._is_done(number, line):
+                self.counts.api_lines += _is_api(line)
+                if self._is_done(number, line, text):
                     self.counts.skipped += 1
                     return
-                answer = await self._answer(number, line)
+                answer = await self._answer(number, line, text)
             except (EngineDeadError, MissingExtraError):
                 raise
-            except PenstockError as error:
+            except Exception as error:
+                if not isinstance(error, PenstockError | RecursionError):  # of this line alone
+                    logger.exception("Line %d can't be answered: %r.", number, error)
                 self.counts.failed += 1
                 answer = _refusal(number, line, error)
-            self.write(answer)
+            if refusal_in(answer) not in self.earlier.refused:  # said once already
+                self.write(answer)
         finally:
             room.release()
             self.advance()
 
-    def _is_done(self, number: int, line: dict[str, Any]) -> bool:
-        """Whether an earlier run has answered it. Raises RequestError for an id seen before."""
-        name = line.get("custom_id", line.get("id"))
-        if isinstance(name, str):
+    def _is_done(self, number: int, line: dict[str, Any], text: str) -> bool:
+        """Whether an earlier run has answered it.
+
+        Raises RequestError for an id seen before, or one that is a list or an object.
+        """
+        name = _name(line)
+        if name is not None:
             first = self._seen.setdefault(name, number)
             if first != number:
                 raise RequestError(f"The id {name!r} is that of line {first} already.")
-        return key_of(line, number) in self.done_before
+        given = line.get("custom_id", line.get("id"))
+        if isinstance(given, list | dict):
+            raise RequestError("A line's id must be a text or a number, not a list or an object.")
+        return not self.earlier.answered.isdisjoint(keys_of(line, number, text))
 
-    async def _answer(self, number: int, line: dict[str, Any]) -> dict[str, Any]:
-        if "url" in line or "body" in line or "method" in line:
+    async def _answer(self, number: int, line: dict[str, Any], text: str) -> dict[str, Any]:
+        if _is_api(line):
             if self._api is None:
-                self._api = BatchApi(self.llm, self.model_names)
+                self._api = BatchApi(self.llm, self.model_names, self.max_tokens)
             response = await self._api.answer(line)
             ok = response["status_code"] == 200
             self.counts.answered += ok
@@ -117,7 +142,7 @@ class Batch:
         self.counts.answered += 1
         self.counts.prompt_tokens += len(output.prompt_token_ids)
         self.counts.generated_tokens += sum(len(x.token_ids) for x in output.outputs)
-        return _plain_answer(number, line, output)
+        return _plain_answer(number, line, text, output)
 
     async def _generate(self, line: dict[str, Any]) -> RequestOutput:
         """A line with a prompt or messages, and sampling parameters beside them."""
@@ -131,9 +156,8 @@ class Batch:
         hidden = next((name for name in _NOT_SHOWN if name in chosen), None)
         if hidden is not None:
             raise RequestError(f"A plain line's answer doesn't show {hidden}. Send a batch line.")
-        defaults = replace(
-            default_params(self.llm.runtime.model.generation), max_tokens=self.max_tokens
-        )
+        most = PLAIN_MAX_TOKENS if self.max_tokens is None else self.max_tokens
+        defaults = replace(default_params(self.llm.runtime.model.generation), max_tokens=most)
         params = replace(defaults, **chosen)
         given = [name for name in _PROMPTS if name in line]
         if len(given) != 1:
@@ -164,10 +188,31 @@ class _FailedError(RequestError):
     """The engine failed at a request that is right: it is worth another try."""
 
 
-def key_of(line: dict[str, Any], number: int) -> str:
-    """What tells a line, or an answer to it, from the others: its id, else its number."""
+def keys_of(line: dict[str, Any], number: int, text: str) -> frozenset[str]:
+    """What an answer to a line may be known by: its id; else its number, with what it says.
+
+    The number alone is what versions before wrote, which didn't say of which text.
+    """
+    name = _name(line)
+    if name is not None:
+        return frozenset((f"id {name}",))
+    return frozenset((f"line {number}", f"line {number} {text_sum(text)}"))
+
+
+def text_sum(text: str) -> str:
+    """Tells the texts of lines apart."""
+    return hashlib.sha256(text.strip().encode(errors="surrogatepass")).hexdigest()[:16]
+
+
+def _is_api(line: Mapping[str, Any]) -> bool:
+    """Whether it is a line of an OpenAI batch file, however wrong."""
+    return "url" in line or "body" in line or "method" in line
+
+
+def _name(line: Mapping[str, Any]) -> str | None:
+    """The id of a line or an answer, where it has one."""
     name = line.get("custom_id", line.get("id"))
-    return f"id {name}" if isinstance(name, str) else f"line {number}"
+    return name if isinstance(name, str) else None
 
 
 def _token(text: str) -> int:
@@ -183,17 +228,19 @@ def _parse(text: str) -> dict[str, Any]:
     except ValueError as error:
         raise RequestError(f"This isn't JSON: {error}.") from error
     except RecursionError as error:
-        raise RequestError("Lists and objects stand too deep within each other.") from error
+        raise RequestError(_TOO_DEEP) from error
     if not isinstance(line, dict):
         raise RequestError(f"A line is an object, not a {type(line).__name__}.")
     return line
 
 
-def _plain_answer(number: int, line: dict[str, Any], output: RequestOutput) -> dict[str, Any]:
-    name = line.get("custom_id", line.get("id"))
+def _plain_answer(
+    number: int, line: dict[str, Any], text: str, output: RequestOutput
+) -> dict[str, Any]:
     return {
         "line": number,
-        **({} if name is None else {"id": name}),
+        **_id_of(line),
+        **({} if _name(line) is not None else {"line_sha256": text_sum(text)}),
         "samples": [
             {
                 "text": sample.text,
@@ -211,48 +258,70 @@ def _plain_answer(number: int, line: dict[str, Any], output: RequestOutput) -> d
     }
 
 
-def _refusal(number: int, line: dict[str, Any], error: PenstockError) -> dict[str, Any]:
+def _refusal(number: int, line: dict[str, Any], error: Exception) -> dict[str, Any]:
     """The answer to a line that no request could be made of, or that failed."""
-    code = "server_error" if isinstance(error, _FailedError) else "invalid_line"
-    said = {"code": code, "message": str(error), "line": number}
-    name = line.get("custom_id", line.get("id"))
-    if "url" in line or "body" in line:
+    code, message = "invalid_line", str(error)
+    if isinstance(error, RecursionError):
+        message = _TOO_DEEP
+    elif not isinstance(error, PenstockError):
+        code, message = "server_error", f"{type(error).__name__}: {message}"
+    elif isinstance(error, _FailedError):
+        code = "server_error"
+    said = {"code": code, "message": message, "line": number}
+    if _is_api(line):
         return {
             "id": f"batch_req_{uuid.uuid4().hex}",
-            "custom_id": name,
+            "custom_id": _id_of(line).get("id"),
             "response": None,
             "error": said,
         }
-    return {"line": number, **({} if name is None else {"id": name}), "error": said}
+    return {"line": number, **_id_of(line), "error": said}
 
 
-def answered_in(text: str) -> frozenset[str]:
-    """The keys of lines that an earlier run's output answers, refusals among them.
+def _id_of(line: dict[str, Any]) -> dict[str, Any]:
+    """What an answer repeats of a line: {"id": …}, where that isn't a list or an object."""
+    name = line.get("custom_id", line.get("id"))
+    return {} if name is None or isinstance(name, list | dict) else {"id": name}
 
-    Answers that speak of the engine's own failure (5xx) don't count: they are worth another try.
+
+def refusal_in(answer: Mapping[str, Any]) -> str | None:
+    """What an answer that is a refusal says, and of which line; None for any other.
+
+    The same for the same refusal by a later run.
     """
-    found = set()
+    response, said = answer.get("response"), answer.get("error")
+    if isinstance(response, dict) and response.get("status_code") != 200:
+        said = [response.get("status_code"), response.get("body")]
+    if said is None:
+        return None
+    name = answer.get("custom_id") if "custom_id" in answer else answer.get("id")
+    return json.dumps([name, answer.get("line"), said], sort_keys=True)
+
+
+def earlier_in(text: str) -> Earlier:
+    """What an earlier run's output answers, and what it refuses.
+
+    Refused lines, and those that the engine failed at, are asked again: what was wrong may have
+    been put right, in the line, in those before it, or in the command.
+    """
+    answered, refused = set(), set()
     for row in text.split("\n"):  # texts may hold other ends of lines
         try:
             answer = json.loads(row)
-        except ValueError:
+            said = refusal_in(answer) if isinstance(answer, dict) else None
+        except (ValueError, RecursionError):  # no row of ours
             continue
-        if not isinstance(answer, dict):
-            continue
-        response = answer.get("response")
-        if isinstance(response, dict) and response.get("status_code", 0) >= 500:
-            continue
-        error = answer.get("error")
-        if isinstance(error, dict) and "line" in error:
-            if error.get("code") == "server_error":
-                continue
-            found.add(f"refused {error['line']}")
-            continue  # not its id: that may be another line's, which isn't answered yet
-        if isinstance(answer.get("custom_id"), str):
-            found.add(f"id {answer['custom_id']}")
-        elif isinstance(answer.get("id"), str) and "line" in answer:
-            found.add(f"id {answer['id']}")
-        else:
-            line = answer.get("line", error.get("line") if isinstance(error, dict) else None)
-            found.add(f"line {line}")
-    return frozenset(found)
+        if said is not None:
+            refused.add(said)
+        elif isinstance(answer, dict) and ("samples" in answer or answer.get("response")):
+            answered.add(_key_in(answer))
+    return Earlier(frozenset(answered), frozenset(refused))
+
+
+def _key_in(answer: Mapping[str, Any]) -> str:
+    """Of `keys_of` the one that an answer has."""
+    name = _name(answer)
+    if name is not None:
+        return f"id {name}"
+    of = answer.get("line_sha256")
+    return f"line {answer.get('line')}" + (f" {of}" if isinstance(of, str) else "")

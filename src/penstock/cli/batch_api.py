@@ -18,12 +18,18 @@ if TYPE_CHECKING:
 
 ENDPOINTS = ("/v1/chat/completions", "/v1/completions", "/v1/embeddings")
 
+_GENERATING = ENDPOINTS[:2]
+_LIMITS = ("max_tokens", "max_completion_tokens")
+
 
 class BatchApi:
     """Answers OpenAI's batch lines with one engine."""
 
-    def __init__(self, llm: AsyncLLM, names: Sequence[str] = ()) -> None:
+    def __init__(
+        self, llm: AsyncLLM, names: Sequence[str] = (), max_tokens: int | None = None
+    ) -> None:
         """names: the models that lines may ask for; none: whatever a line says, it gets this one.
+        max_tokens: of bodies that don't say; None: what the endpoint has then.
 
         Raises MissingExtraError where the server isn't installed.
         """
@@ -43,6 +49,7 @@ class BatchApi:
             page=False,
         )
         self._names = tuple(names)
+        self._max_tokens = max_tokens
         self._model = names[0] if names else str(llm.config.model.model)
         self._app = create_app(config)
         self._app.state.service.start(llm, self._model)
@@ -55,6 +62,9 @@ class BatchApi:
         body, asked = _request(line), None
         if not self._names and isinstance(body.get("model"), str):
             asked, body = body["model"], {**body, "model": self._model}
+        if self._max_tokens is not None and line["url"] in _GENERATING:
+            if all(body.get(name) is None for name in _LIMITS):
+                body = {**body, _LIMITS[0]: self._max_tokens}
         status, headers, data = await self._ask(line["url"], json.dumps(body).encode())
         answer = json.loads(data)
         if asked is not None and status == 200:

@@ -72,32 +72,60 @@ NumPrompts = Annotated[
     _data(min=1, help="Requests; multi-turn: conversations. Default: 200, or the whole trace."),
 ]
 InputLen = Annotated[
-    int,
+    int | None,
     _data(
         "--random-input-len", "--input-len", min=1,
-        help="Tokens of a prompt; multi-turn: that each turn adds.",
+        help="Tokens of a prompt; multi-turn: that each turn adds."
+        f" Default: {_DEFAULT.input_len}.",
     ),
 ]  # fmt: skip
 OutputLen = Annotated[
-    int, _data("--random-output-len", "--output-len", min=1, help="Tokens to ask for.")
-]
+    int | None,
+    _data(
+        "--random-output-len", "--output-len", min=1,
+        help=f"Tokens to ask for; not of traces. Default: {_DEFAULT.output_len}.",
+    ),
+]  # fmt: skip
 RangeRatio = Annotated[
-    float,
-    _data("--random-range-ratio", help="Lengths are uniform within this share of the mean."),
+    float | None,
+    _data(
+        "--random-range-ratio",
+        help="Lengths are uniform within this share of the mean; not of traces. Default: 0.",
+    ),
 ]
-NumGroups = Annotated[int, _data(min=1, help="shared-prefix: different prefixes.")]
-PrefixLen = Annotated[int, _data(min=1, help="shared-prefix: tokens that a group shares.")]
-SuffixLen = Annotated[int, _data(min=1, help="shared-prefix: tokens of its own.")]
-NumTurns = Annotated[int, _data(min=1, help="multi-turn: of a conversation.")]
+NumGroups = Annotated[
+    int | None,
+    _data(min=1, help=f"shared-prefix: different prefixes. Default: {_DEFAULT.num_groups}."),
+]
+PrefixLen = Annotated[
+    int | None,
+    _data(
+        min=1, help=f"shared-prefix: tokens that a group shares. Default: {_DEFAULT.prefix_len}."
+    ),
+]
+SuffixLen = Annotated[
+    int | None,
+    _data(min=1, help=f"shared-prefix: tokens of its own. Default: {_DEFAULT.suffix_len}."),
+]
+NumTurns = Annotated[
+    int | None, _data(min=1, help=f"multi-turn: of a conversation. Default: {_DEFAULT.num_turns}.")
+]
 ThinkTime = Annotated[
-    float, _data("--think-time", min=0.0, help="multi-turn: seconds from answer to next turn.")
-]
+    float | None,
+    _data(
+        "--think-time", min=0.0,
+        help=f"multi-turn: seconds from answer to next turn. Default: {_DEFAULT.think_time_s:g}.",
+    ),
+]  # fmt: skip
 BlockTokens = Annotated[
-    int, _data(min=1, help="mooncake: instead of each block of 512; shortens all prompts alike.")
+    int | None,
+    _data(min=1, help="mooncake: instead of each block of 512; shortens all prompts alike."),
 ]
 MaxInputLen = Annotated[int | None, _data(min=1, help="Leave longer prompts out.")]
 MaxOutputLen = Annotated[int | None, _data(min=1, help="Ask for no more tokens than this.")]
-LongPromptsName = Annotated[str, _data(help="drop, or cut to --max-input-len.")]
+LongPromptsName = Annotated[
+    str | None, _data(help="drop, or cut to --max-input-len. Default: drop.")
+]
 TokenizerName = Annotated[
     str | None,
     _data(help="Folder, hub id or embedded model. Default: --model's, where that is a folder."),
@@ -107,7 +135,10 @@ PromptFormName = Annotated[
 ]
 VocabSize = Annotated[
     int | None,
-    _data(min=1, help="Draw ids below this. Default: the tokenizer's, the server's, or 256."),
+    _data(
+        min=1,
+        help="Draw ids below this; not of text. Default: the tokenizer's, the server's, or 256.",
+    ),
 ]
 Seed = Annotated[int, _data(min=0, help="The same seed, the same load.")]
 RequestRate = Annotated[
@@ -115,9 +146,12 @@ RequestRate = Annotated[
     _load(help="Requests a second, whatever the answers. Default: a trace's own times, else inf."),
 ]
 Burstiness = Annotated[
-    float, _load(help="Shape of the gamma-distributed gaps: 1 is Poisson, below it come bursts.")
+    float | None,
+    _load(help="Shape of a rate's gamma-distributed gaps: 1 (default) is Poisson, below: bursts."),
 ]
-TimeScale = Annotated[float, _load(help="Multiplies a trace's times: 0.5 is twice as fast.")]
+TimeScale = Annotated[
+    float | None, _load(help="Multiplies a trace's times: 0.5 is twice as fast. Default: 1.")
+]
 MaxConcurrency = Annotated[
     int | None,
     _load(
@@ -164,25 +198,25 @@ def serve(
     dataset_name: DatasetName = _DEFAULT.dataset_name,
     dataset_path: DatasetPath = None,
     num_prompts: NumPrompts = None,
-    input_len: InputLen = _DEFAULT.input_len,
-    output_len: OutputLen = _DEFAULT.output_len,
-    range_ratio: RangeRatio = 0.0,
-    num_groups: NumGroups = _DEFAULT.num_groups,
-    prefix_len: PrefixLen = _DEFAULT.prefix_len,
-    suffix_len: SuffixLen = _DEFAULT.suffix_len,
-    num_turns: NumTurns = _DEFAULT.num_turns,
-    think_time_s: ThinkTime = _DEFAULT.think_time_s,
-    block_tokens: BlockTokens = _DEFAULT.block_tokens,
+    input_len: InputLen = None,
+    output_len: OutputLen = None,
+    range_ratio: RangeRatio = None,
+    num_groups: NumGroups = None,
+    prefix_len: PrefixLen = None,
+    suffix_len: SuffixLen = None,
+    num_turns: NumTurns = None,
+    think_time_s: ThinkTime = None,
+    block_tokens: BlockTokens = None,
     max_input_len: MaxInputLen = None,
     max_output_len: MaxOutputLen = None,
-    long_prompts: LongPromptsName = _DEFAULT.long_prompts,
+    long_prompts: LongPromptsName = None,
     tokenizer: TokenizerName = None,
     prompt_form: PromptFormName = _DEFAULT.prompt_form,
     vocab_size: VocabSize = None,
     seed: Seed = 0,
     request_rate: RequestRate = None,
-    burstiness: Burstiness = 1.0,
-    time_scale: TimeScale = 1.0,
+    burstiness: Burstiness = None,
+    time_scale: TimeScale = None,
     max_concurrency: MaxConcurrency = None,
     num_warmups: NumWarmups = 0,
     goodput: Goodput = None,
@@ -223,11 +257,12 @@ def _options(given: dict[str, Any], percentiles: tuple[float, ...]) -> Options:
         "dataset_name": Dataset,
         "long_prompts": LongPrompts,
     }.items():
-        _one_of("--" + name.replace("_", "-"), given[name], get_args(allowed))
+        if given[name] is not None:
+            _one_of("--" + name.replace("_", "-"), given[name], get_args(allowed))
     given["api_key"] = given["api_key"] or os.environ.get("OPENAI_API_KEY") or None
     given["extra_body"] = _json_object(given["extra_body"])
     given["goodput"] = parse_goodput(given["goodput"] or [])
-    return Options(**given, percentiles=percentiles)
+    return Options.of(**given, percentiles=percentiles)
 
 
 def _present(

@@ -194,10 +194,10 @@ def _triton_operators() -> list[tuple[str, str, str]]:
 
 
 def _models() -> list[Embedded]:
-    from penstock.models.hub import EMBEDDED, resolve
+    from penstock.models.hub import NAMED, resolve
 
     found = []
-    for name in EMBEDDED:
+    for name in NAMED:
         try:
             folder = resolve(name)
         except ModelNotFoundError:

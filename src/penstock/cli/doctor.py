@@ -212,6 +212,8 @@ def _facts(found: Diagnosis) -> list[tuple[str, str]]:
         int8 = "not measured: counts as bfloat16"
         if peaks.int8_ops:
             int8 = f"{peaks.int8_ops / 1e12:.2f} TOP/s"
+            if peaks.int4_ops:
+                int8 += f"; by int4 {peaks.int4_ops / 1e12:.2f}"
         rows += [
             ("Memory read", f"{peaks.read_bytes_per_s / 1e9:.1f} GB/s"),
             ("Matrix, bfloat16", tiles),

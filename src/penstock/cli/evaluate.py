@@ -48,7 +48,7 @@ def evaluate(
         str | None,
         typer.Option(
             help="Print the drift of another form, in the words of `penstock drift`: w4a8, "
-            "float32, kv=int8, isa=avx2, several joined by commas; or MODEL:OPTIONS."
+            "float32, kv=int8, isa=avx2, several joined by commas; a model, or MODEL:OPTIONS."
         ),
     ] = None,
     save_run: Annotated[
@@ -87,7 +87,8 @@ def evaluate(
     chosen = {"dtype": dtype, "quantization": quantization, "kv_cache_dtype": kv_cache_dtype}
     if device != "auto":
         chosen["device"] = device
-    window = window or _window(model)
+    other_form = _against(against, model, chosen)
+    window = _window({model, *([] if other_form is None else [str(other_form.model)])}, window)
     stride = stride or max(1, window // 2)
     check_window(window, stride)
     # what can be refused before a model is loaded
@@ -98,7 +99,7 @@ def evaluate(
     runtime = load(config)
     assert runtime.tokenizer is not None
     texts = [read_text(file, runtime.tokenizer, max_bytes) for file in text or []]
-    with _other(against, model, chosen, length) as other:
+    with _opened(other_form, length) as other:
         _check_together(runtime, other, reference, window, stride)
         save = None
         if save_run is not None:
@@ -128,10 +129,19 @@ def _check_options(
         raise ConfigError("--against, --save-run and --reference-run compare texts: give --text.")
 
 
-def _window(model: str) -> int:
+def _window(models: set[str], asked: int | None) -> int:
+    """Raises ConfigError for one that is longer than any of the models can read."""
     from penstock.bench.workload import longest
 
-    return min(1024, longest(model))
+    most, model = min((longest(model), model) for model in models)
+    if asked is None:
+        return min(1024, most)
+    if asked > most:
+        raise ConfigError(
+            f"A window of {asked:,} tokens is larger than the {most:,} positions of {model}. "
+            f"Lower --window to {most}."
+        )
+    return asked
 
 
 def _config(model: str, length: int | None, chosen: dict[str, Any]) -> EngineConfig:
@@ -142,23 +152,26 @@ def _config(model: str, length: int | None, chosen: dict[str, Any]) -> EngineCon
 
 
 @contextmanager
-def _other(
-    words: str | None, model: str, chosen: dict[str, Any], length: int | None
-) -> Iterator[Reader | None]:
+def _opened(variant: Variant | None, length: int | None) -> Iterator[Reader | None]:
     """What `--against` names, loaded."""
     from penstock.bench.reader import open_reader
-    from penstock.bench.variant import Variant
 
-    if words is None:
+    if variant is None:
         yield None
         return
-    with open_reader(_against(words, Variant(model=model, **chosen)), length, load) as reader:
+    with open_reader(variant, length, load) as reader:
         yield reader
 
 
-def _against(words: str, chosen: Variant) -> Variant:
+def _against(words: str | None, model: str, options: dict[str, Any]) -> Variant | None:
     """Options that replace those chosen, or another model with its own."""
-    if ":" in words or Path(words).exists():
+    from penstock.bench.variant import Variant
+    from penstock.models.hub import NAMED
+
+    if words is None:
+        return None
+    chosen = Variant(model=model, **options)
+    if ":" in words or words in NAMED or Path(words).exists():
         return chosen.parse(words, chosen.model)
     return chosen.with_options(words)
 
@@ -236,10 +249,9 @@ def _score(
 ) -> list[TextScore]:
     from penstock.bench.evaluate import evaluate
 
-    assert runtime.tokenizer is not None
     scores = [
         evaluate(
-            runtime, runtime.tokenizer, text, window, stride,
+            runtime, text, window, stride,
             against=other, reference=reference, save=save,
         )
         for text in texts
@@ -292,7 +304,8 @@ def _print(
                 [
                     (
                         s.name, f"{s.documents:,}", f"{s.tokens:,}", f"{s.bytes:,}",
-                        f"{s.perplexity:.3f}", f"{s.bits_per_byte:.4f}", percent(s.accuracy),
+                        f"{s.perplexity:.3f}", f"{s.bits_per_byte:.4f}" if s.bytes else "–",
+                        percent(s.accuracy),
                     )
                     for s in scores
                 ],
@@ -328,6 +341,11 @@ def _dialogue_table(found: DialogueScore, what: str) -> Any:
         f"Dialogues: {what}",
         (found.name, f"{found.conversations:,} conversations"),
         [
+            *(
+                [("replies left out: too long for the model", f"{found.left_out:,}")]
+                if found.left_out
+                else []
+            ),
             ("replies that end by themselves", share(found.ended, found.replies)),
             ("in the right format", share(found.valid, found.replies)),
             ("tool calls, exactly the same", share(found.exact, found.calling)),

@@ -66,14 +66,14 @@ def examine(name: str) -> Examined:
 
 
 def _resolve(name: str) -> Path:
-    from penstock.models.hub import EMBEDDED, resolve
+    from penstock.models.hub import NAMED, resolve
     from penstock.runtime.engine_folder import is_engine
 
     path = Path(name).expanduser()
-    if name not in EMBEDDED and not path.exists():
+    if name not in NAMED and not path.exists():
         raise ModelNotFoundError(
             f"There is no file or folder {path}. Give an engine, an export, a model's folder or a "
-            f".gguf file that is on this machine, or an embedded model ({', '.join(EMBEDDED)})."
+            f".gguf file that is on this machine, or an embedded model ({', '.join(NAMED)})."
         )
     if path.is_dir() and is_engine(path):
         return path

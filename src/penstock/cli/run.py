@@ -5,12 +5,13 @@ from __future__ import annotations
 import asyncio
 import io
 import json
+import os
 import sys
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import CancelledError
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Annotated, Any
 
@@ -22,7 +23,6 @@ from penstock.cli.loading import settle_heap
 from penstock.cli.options import (
     KvCacheDtype,
     MaxModelLen,
-    MaxTokens,
     SpeculativeConfig,
     given,
     grouped,
@@ -45,7 +45,14 @@ def run(
     output_file: Annotated[
         str, typer.Option("--output", "-o", help="Answers, a line each; - is stdout.")
     ],
-    max_tokens: MaxTokens = 128,
+    max_tokens: Annotated[
+        int | None,
+        typer.Option(
+            help="At most this many tokens, of lines that don't say. Default: 128; of batch lines "
+            "what their url has.",
+            rich_help_panel="Sampling",
+        ),
+    ] = None,
     max_num_seqs: Annotated[int | None, typer.Option(help="Sequences in one step.")] = None,
     max_model_len: MaxModelLen = None,
     kv_cache_dtype: KvCacheDtype = "auto",
@@ -72,12 +79,13 @@ def run(
     or a line of an OpenAI batch file. Answers come in the order in which they end.
     """
     _check_files(input_file, output_file, force, resume)
-    from penstock.cli.batch import Batch, answered_in
+    names = tuple(served_model_name or ())
+    _check_options(max_tokens, names)
+    from penstock.cli.batch import Batch, earlier_in
     from penstock.config import EngineConfig
     from penstock.engine import AsyncLLM
     from penstock.runtime import compile_counter
 
-    done = answered_in(_whole_lines(Path(output_file))) if resume else frozenset()
     before = compile_counter.total()
     config = EngineConfig.of(
         model=engine,
@@ -95,14 +103,13 @@ def run(
         llm = AsyncLLM.of(config)
         stack.callback(llm.shutdown)
         settle_heap()
+        earlier = earlier_in(_whole_lines(Path(output_file)) if resume else "")
         write = stack.enter_context(_writing(output_file, "a" if resume else "w"))
         advance = stack.enter_context(_bar(input_file))
-        batch = Batch(
-            llm, write, max_tokens, tuple(served_model_name or ()), done, advance
-        )  # fmt: skip
+        batch = Batch(llm, write, max_tokens, names, earlier, advance)
         start = time.perf_counter()
         try:
-            counts = asyncio.run(batch.run(_lines(source)))
+            counts = asyncio.run(batch.run(_lines(source, input_file)))
         except KeyboardInterrupt:
             console.note(
                 f"{batch.counts.answered} answers are in {output_file}; --resume goes on."
@@ -113,14 +120,38 @@ def run(
         seconds = time.perf_counter() - start
         for line in _summary(llm, counts, seconds, compile_counter.total() - before):
             typer.echo(line, err=True)
+        if names and not counts.api_lines:
+            console.warning("--served-model-name had no effect: no line was an OpenAI batch line.")
+
+
+def _check_options(max_tokens: int | None, names: tuple[str, ...]) -> None:
+    """Raises ConfigError for what every line would be refused by."""
+    from penstock.sampling import SamplingParams
+
+    if max_tokens is not None:
+        SamplingParams(max_tokens=max_tokens)
+    if "" in names:
+        raise ConfigError("--served-model-name has an empty name. Leave it out or give one.")
 
 
 def _check_files(input_file: str, output_file: str, force: bool, resume: bool) -> None:
     if force and resume:
         raise ConfigError("--force writes a new output and --resume goes on with one: choose.")
+    for name, stream, what in (
+        (input_file, sys.stdin, "stdin"),
+        (output_file, sys.stdout, "stdout"),
+    ):
+        if name == "-" and stream is None:
+            raise ConfigError(f"{what} is closed. Give the name of a file instead of -.")
+    if input_file != "-" and not Path(input_file).exists():
+        raise ConfigError(f"There is no file {input_file}.")
+    if input_file != "-" and Path(input_file).is_dir():
+        raise ConfigError(f"{input_file} is a folder. Give a file with a request in each line.")
     if output_file == "-":
         if force or resume:
             raise ConfigError("stdout has nothing to overwrite or go on with.")
+    elif Path(output_file).is_dir():
+        raise ConfigError(f"{output_file} is a folder. Give the name of a file.")
     elif Path(output_file).exists():
         if input_file != "-" and Path(output_file).samefile(input_file):
             raise ConfigError(f"{output_file} is the input. Write the answers to another file.")
@@ -130,8 +161,6 @@ def _check_files(input_file: str, output_file: str, force: bool, resume: bool) -
             )
     elif not Path(output_file).absolute().parent.is_dir():
         raise ConfigError(f"There is no folder {Path(output_file).absolute().parent} to write in.")
-    if input_file != "-" and not Path(input_file).is_file():
-        raise ConfigError(f"There is no file {input_file}.")
 
 
 def _whole_lines(path: Path) -> str:
@@ -148,18 +177,38 @@ def _whole_lines(path: Path) -> str:
 
 @contextmanager
 def _reading(name: str) -> Iterator[IO[bytes]]:
-    if name == "-":
-        try:
-            number = sys.stdin.fileno()
-        except OSError:  # not a file: something that stands for one
-            yield sys.stdin.buffer
-            return
-        # A reader of its own, never closed: a thread may wait in it until the process ends, which
-        # Python doesn't survive where it has to close sys.stdin's.
-        yield open(number, "rb", closefd=False)  # noqa: SIM115
+    if name != "-" and Path(name).is_file():
+        with open(name, "rb") as file:
+            yield file
         return
-    with open(name, "rb") as file:
-        yield file
+    try:
+        source = sys.stdin.fileno() if name == "-" else name
+    except OSError:  # not a file: something that stands for one
+        yield sys.stdin.buffer
+        return
+    # A reader of its own, never closed: a thread may wait in it until the process ends, which
+    # Python doesn't survive where it has to close sys.stdin's.
+    reader = open(source, "rb", closefd=name != "-")  # noqa: SIM115
+    with _blocking(reader):
+        yield reader
+
+
+@contextmanager
+def _blocking(stream: IO[Any]) -> Iterator[None]:
+    """Reading from it and writing to it wait, even where whoever opened it didn't want that: else
+    what isn't there yet would seem to be its end.
+    """
+    try:
+        descriptor = stream.fileno()
+    except OSError:
+        yield
+        return
+    before = os.get_blocking(descriptor)
+    os.set_blocking(descriptor, True)
+    try:
+        yield
+    finally:
+        os.set_blocking(descriptor, before)  # others may have it open too
 
 
 @contextmanager
@@ -185,28 +234,40 @@ def _writing(name: str, mode: str) -> Iterator[Callable[[dict[str, Any]], None]]
     encoding, errors = out.encoding, out.errors
     out.reconfigure(encoding="utf-8", errors="backslashreplace")
     try:
-        yield to(out)
+        with _blocking(out):
+            yield to(out)
     finally:
         out.reconfigure(encoding=encoding, errors=errors)
 
 
-async def _lines(source: IO[bytes]) -> AsyncIterator[str]:
-    """Lines as they come; waiting for one holds nothing up, not even the end of the command."""
+async def _lines(source: IO[bytes], name: str) -> AsyncIterator[str]:
+    """Lines as they come; waiting for one holds nothing up, not even the end of the command.
+
+    Raises ConfigError where the system can't read on.
+    """
     loop = asyncio.get_running_loop()
-    queue: asyncio.Queue[bytes] = asyncio.Queue(maxsize=64)
+    queue: asyncio.Queue[bytes | BaseException] = asyncio.Queue(maxsize=64)
 
     def read() -> None:
-        while True:
-            line = source.readline()
+        goes_on = True
+        while goes_on:
+            got: bytes | BaseException
             try:
-                asyncio.run_coroutine_threadsafe(queue.put(line), loop).result()
+                got = source.readline()
+                goes_on = bool(got)
+            except BaseException as error:  # whatever it is, somebody waits
+                got, goes_on = error, False
+            try:
+                asyncio.run_coroutine_threadsafe(queue.put(got), loop).result()
             except (RuntimeError, CancelledError):  # nobody waits for it any more
-                return
-            if not line:
                 return
 
     threading.Thread(target=read, name="penstock-lines", daemon=True).start()
     while line := await queue.get():
+        if isinstance(line, OSError):
+            raise ConfigError(f"{name} can't be read on: {line.strerror or line}.") from line
+        if isinstance(line, BaseException):
+            raise line
         yield line.decode(errors="surrogateescape")  # what isn't UTF-8 is refused with its line
 
 
@@ -219,8 +280,8 @@ def _bar(name: str) -> Iterator[Callable[[], None]]:
     from rich.progress import Progress
 
     total = None
-    if name != "-":
-        with open(name, "rb") as file:
+    if name != "-" and Path(name).is_file():  # what a pipe holds can be read once
+        with suppress(OSError), open(name, "rb") as file:
             total = sum(1 for line in file if line.strip())
     with Progress(console=Console(stderr=True), transient=True) as bars:
         task = bars.add_task("Requests", total=total)

@@ -86,7 +86,7 @@ class RunStats:
     """A run's steps in two phases, and what they ran on."""
 
     prefill: Totals  # steps in which any prompt was computed
-    decode: Totals  # steps of one token a sequence
+    decode: Totals  # the others
     weights: str
     isa: str
     threads: int

@@ -45,14 +45,14 @@ class EngineConfig:
         default = next(f.default for f in fields(part) if f.name == name)  # type: ignore[arg-type]
         return bool(getattr(part, name) != default)
 
-    def suggesting(self, **scheduler: Any) -> EngineConfig:
+    def suggesting(self, /, **scheduler: Any) -> EngineConfig:
         """The same with these values of the scheduler, of which a built engine may have less."""
         suggested = replace(self, scheduler=replace(self.scheduler, **scheduler))
         suggested.check_together()
         return suggested
 
     @classmethod
-    def of(cls, **kwargs: Any) -> EngineConfig:
+    def of(cls, /, **kwargs: Any) -> EngineConfig:
         """Build from flat keyword arguments, in vLLM's names.
 
         Raises ConfigError naming the nearest known argument for one that isn't known.

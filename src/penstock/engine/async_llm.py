@@ -8,23 +8,24 @@ import itertools
 import threading
 import time
 from collections import deque
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from penstock.config import DEFAULT_MODEL, EngineConfig
 from penstock.engine.engine import Engine
-from penstock.engine.options import RequestOptions
+from penstock.engine.options import RequestOptions, check_seconds
 from penstock.engine.outputs import RequestOutput
 from penstock.engine.pooling import EmbeddingRequestOutput, PoolingParams
 from penstock.engine.prompts import Prompt, default_params, encode
-from penstock.errors import ConfigError, EngineDeadError, RequestTimeoutError
+from penstock.errors import ConfigError, EngineDeadError, RequestError, RequestTimeoutError
 from penstock.models.weights import Progress
 from penstock.runtime import Runtime, load_runtime
 from penstock.sampling import BeamSearchParams, SamplingParams
 from penstock.tokenizer import Tokenizer
 
+T = TypeVar("T")
 Item = RequestOutput | BaseException
 Command = Callable[[], None]
 _COMMAND_TIMEOUT_S = 30.0  # commands run between two steps
@@ -40,8 +41,8 @@ class _Stream:
 
     def put(self, item: Item) -> None:
         """Take an output or an error; a reader that is slow misses those before it."""
-        if self._newest and isinstance(self._newest[0], BaseException):
-            return  # nothing comes after an error
+        if self._newest and _is_last(self._newest[0]):
+            return  # nothing comes after it: no alarm, if the request has ended in time
         self._newest = [item]
         self._arrived.set()
 
@@ -52,11 +53,44 @@ class _Stream:
         return self._newest.pop()
 
 
+class _Limit:
+    """The time that a request may take, from now on."""
+
+    def __init__(self, timeout_s: float | None) -> None:
+        """Raises RequestError for what isn't a time."""
+        self._deadline: float | None = None  # of the loop's clock
+        if timeout_s is not None:
+            check_seconds("timeout_s", timeout_s)
+            self._deadline = asyncio.get_running_loop().time() + timeout_s
+        self._timeout_s = timeout_s
+
+    async def over(self, work: Awaitable[T]) -> T:
+        """What `work` results in. Raises RequestTimeoutError where it takes too long."""
+        try:
+            async with asyncio.timeout_at(self._deadline) as limit:
+                return await work
+        except TimeoutError as error:
+            if limit.expired():
+                raise self._late from error
+            raise
+
+    def alarm(self, stream: _Stream) -> asyncio.TimerHandle | None:
+        """Puts RequestTimeoutError into `stream` when the time is over, unless it is cancelled."""
+        if self._deadline is None:
+            return None
+        return asyncio.get_running_loop().call_at(self._deadline, stream.put, self._late)
+
+    @property
+    def _late(self) -> RequestTimeoutError:
+        return RequestTimeoutError(f"The request didn't end within {self._timeout_s:g} s.")
+
+
 class AsyncLLM:
     """The engine behind an asyncio interface; arguments as for `LLM`."""
 
     def __init__(
         self,
+        /,
         model: str | Path = DEFAULT_MODEL,
         *,
         progress: Progress | None = None,
@@ -109,24 +143,23 @@ class AsyncLLM:
         Each holds the whole text until then; a reader slower than the engine gets the newest. Of a
         beam search there is only the last.
         Leaving the loop early, or cancelling its task, ends the request and frees its blocks.
-        timeout_s: from now to its end; RequestTimeoutError then. arrival_time: since when its
-        times count, as `time.monotonic` says it, where that is before now.
+        timeout_s: from now to its end, whatever is prepared before it is queued among it;
+        RequestTimeoutError then. arrival_time: since when its times count, as `time.monotonic`
+        says it, where that is before now. Raises RequestError; nothing is queued then.
         """
+        arrival = time.monotonic() if arrival_time is None else arrival_time
+        name = self._name(request_id)
+        limit = _Limit(timeout_s)
         params = sampling_params or default_params(self.runtime.model.generation)
         text, tokens = encode(prompt, self.runtime.tokenizer)
         if _takes_long(params):
-            params = await asyncio.to_thread(self.engine.intake.prepare, params)
-        name = request_id if request_id is not None else f"request-{next(self._ids)}"
-        loop = asyncio.get_running_loop()
-        stream = _Stream(loop)
-        arrival = time.monotonic() if arrival_time is None else arrival_time
+            params = await limit.over(asyncio.to_thread(self.engine.intake.prepare, params))
+        stream = _Stream(asyncio.get_running_loop())
         self._send(lambda: self._add(name, tokens, params, text, stream, arrival, options))
         finished = False
         alarm = None
-        if timeout_s is not None:
-            late = RequestTimeoutError(f"The request didn't end within {timeout_s:g} s.")
-            alarm = loop.call_later(timeout_s, stream.put, late)
         try:
+            alarm = limit.alarm(stream)
             while not finished:
                 item = await stream.get()
                 if isinstance(item, BaseException):
@@ -154,10 +187,10 @@ class AsyncLLM:
 
         arrival_time: as in `generate`.
         """
-        text, tokens = encode(prompt, self.runtime.tokenizer)
-        name = request_id if request_id is not None else f"request-{next(self._ids)}"
-        stream = _Stream(asyncio.get_running_loop())
         arrival = time.monotonic() if arrival_time is None else arrival_time
+        name = self._name(request_id)
+        text, tokens = encode(prompt, self.runtime.tokenizer)
+        stream = _Stream(asyncio.get_running_loop())
 
         def add() -> None:
             self.engine.add_pooling_request(
@@ -176,9 +209,19 @@ class AsyncLLM:
             raise item
         return EmbeddingRequestOutput.from_base(item)
 
-    async def abort(self, request_id: str) -> None:
-        """End a request; its stream ends with finish_reason "abort"."""
-        self._send(lambda: self.engine.abort(request_id))
+    async def abort(self, request_id: str | Iterable[str]) -> None:
+        """End a request, or several; their streams end with finish_reason "abort".
+
+        Raises RequestError for what isn't an id; none is ended then.
+        """
+        several = isinstance(request_id, Iterable) and not isinstance(request_id, str)
+        ids = [_checked_id(one) for one in (request_id if several else [request_id])]
+
+        def end() -> None:
+            for one in ids:
+                self.engine.abort(one)
+
+        self._send(end)
 
     async def reset_prefix_cache(self) -> None:
         """Forget every cached prefix that no request uses."""
@@ -187,7 +230,7 @@ class AsyncLLM:
 
         def reset() -> None:
             self.engine.reset_prefix_cache()
-            loop.call_soon_threadsafe(done.set)
+            _call(loop, done.set)
 
         self._send(reset)
         async with asyncio.timeout(_COMMAND_TIMEOUT_S):
@@ -215,7 +258,14 @@ class AsyncLLM:
             self._thread.join()
         atexit.unregister(self.shutdown)
 
+    def _name(self, request_id: str | None) -> str:
+        """A request's id: the given one, or a new one."""
+        return f"request-{next(self._ids)}" if request_id is None else _checked_id(request_id)
+
     def _send(self, command: Command) -> None:
+        """Let the engine's thread run `command`, which raises only where the engine is broken:
+        what a caller gives is checked before.
+        """
         with self._wake:
             if self._death is not None or self._stopping:
                 raise self._dead()
@@ -324,10 +374,25 @@ def _takes_long(params: SamplingParams | BeamSearchParams) -> bool:
     return texts or params.token_healing or breakers
 
 
+def _is_last(item: Item) -> bool:
+    return isinstance(item, BaseException) or item.finished
+
+
+def _checked_id(request_id: object) -> str:
+    if not isinstance(request_id, str):
+        raise RequestError(f"A request id must be a text, not {request_id!r:.80}.")
+    return request_id
+
+
 def _put(loop: asyncio.AbstractEventLoop, items: list[tuple[_Stream, Item]]) -> None:
     def deliver() -> None:
         for stream, item in items:
             stream.put(item)
 
+    _call(loop, deliver)
+
+
+def _call(loop: asyncio.AbstractEventLoop, callback: Callable[[], None]) -> None:
+    """Let `loop` call it soon, from another thread."""
     with suppress(RuntimeError):  # the loop was closed: nobody waits
-        loop.call_soon_threadsafe(deliver)
+        loop.call_soon_threadsafe(callback)

@@ -208,7 +208,11 @@ class Batcher:
                     wanted.append(row)
         step = self._step(layout, wanted)
         counted = StepSize(
-            [count for _, count in parts], layout.lengths, len(wanted), layout.drafted
+            [count for _, count in parts],
+            layout.lengths,
+            len(wanted),
+            layout.drafted,
+            sum(count for sequence, count in parts if sequence.is_prefilling),
         )
         return Batch(step, counted, sampled, logit_rows, prompt_rows, *_drawing(drawn, sampled))
 

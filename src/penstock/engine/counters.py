@@ -23,6 +23,17 @@ class TokenCounts:
     is complete has added its length."""
     generated: int = 0  # of all samples
     jumped: int = 0  # of these, those that a constraint forced, without a step of their own
+    recorded: int = 0  # of those generated: what `take_generated` has told of
+
+    @property
+    def sum(self) -> int:
+        """Of prompts and generated."""
+        return self.prompt + self.generated
+
+    def take_generated(self) -> int:
+        """Tokens generated since this was last asked."""
+        new, self.recorded = self.generated - self.recorded, self.generated
+        return new
 
     def prompt_computed(self, sequence: Sequence) -> None:
         """`sequence` has come further in its prompt, or again as far."""

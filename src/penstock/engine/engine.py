@@ -22,7 +22,7 @@ from penstock.engine.guidance import add_shadow, follow
 from penstock.engine.intake import Intake, Start
 from penstock.engine.lockstep import together
 from penstock.engine.mover import Mover
-from penstock.engine.options import RequestOptions
+from penstock.engine.options import RequestOptions, check_time
 from penstock.engine.outputs import PreemptionRecord, RequestOutput
 from penstock.engine.plan import Part, Plan
 from penstock.engine.pooling import Pooler, PoolingParams, checked, pooling_request
@@ -147,13 +147,7 @@ class Engine:
         self.scheduler.check(count, options)  # before a sequence is made for each
         if params.stop_strings and self.runtime.tokenizer is None:
             raise RequestError("Stop strings need a tokenizer, but skip_tokenizer_init is set.")
-        start = Start(
-            request_id,
-            self._arrivals,
-            self.clock() if arrival_time is None else arrival_time,
-            stream,
-            options,
-        )
+        start = self._start(request_id, arrival_time, stream, options)
         if isinstance(params, BeamSearchParams):
             entering = [self._search(start, prompt, tokens, params)]
         else:
@@ -209,14 +203,22 @@ class Engine:
         self.scheduler.check(1, options)
         if self.pooler is None:
             self.pooler = Pooler(self, self._prompt_computed, self._finish, self._fail)
-        arrival_time = self.clock() if arrival_time is None else arrival_time
-        start = Start(request_id, self._arrivals, arrival_time, False, options)
+        start = self._start(request_id, arrival_time, False, options)
         request = pooling_request(start, prompt, tokens, params)
         request.sequences = [self.intake.sequence(request, 0, 0)]
         self.scheduler.add(request)
         self._arrivals += 1
         self.requests[request_id] = request
         self.ledger.wait(time.perf_counter())
+
+    def _start(
+        self, request_id: str, arrival_time: float | None, stream: bool, options: RequestOptions
+    ) -> Start:
+        """What a request begins with. Raises RequestError for an arrival that is no time."""
+        if arrival_time is None:
+            arrival_time = self.clock()
+        check_time("arrival_time", arrival_time)
+        return Start(request_id, self._arrivals, arrival_time, stream, options)
 
     def _check_id(self, request_id: str) -> None:
         if request_id in self.requests or any(r.request_id == request_id for r in self._ended):
@@ -345,14 +347,15 @@ class Engine:
     def _record(self, plan: Plan, batch: Batch | None, marks: list[float]) -> None:
         """Enter the step in the ledger, unless there was nothing to do or it raised."""
         now = time.perf_counter()
+        generated = self.token_counts.take_generated()
         if batch is not None:
             draft_s = 0.0 if self.speculation is None else self.speculation.draft_s
             record = self.ledger.record(
-                batch.size, (*marks, now), self.appender.detokenize_s, draft_s
+                batch.size, (*marks, now), self.appender.detokenize_s, draft_s, generated
             )
             if self.speculation is not None:
                 self.speculation.saw_step(record)
-            for request in {sequence.request for sequence, _ in plan.parts}:
+            for request in {sequence.owner for sequence, _ in plan.parts}:
                 request.metrics.take_part(record)
             self.preemption.saw_step(record, plan.parts)
         self.ledger.rest()

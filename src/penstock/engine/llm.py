@@ -21,6 +21,7 @@ from penstock.engine.prompts import (
     encode,
     encode_chat,
     split,
+    split_chats,
 )
 from penstock.errors import ConfigError, InvalidSamplingError, RequestError, TokenizerError
 from penstock.models.weights import Progress
@@ -40,6 +41,7 @@ class LLM:
 
     def __init__(
         self,
+        /,
         model: str | Path = DEFAULT_MODEL,
         *,
         progress: Progress | None = None,
@@ -164,10 +166,12 @@ class LLM:
         options: RequestOptions | Sequence[RequestOptions] | None = None,
         use_tqdm: bool = False,
     ) -> list[RequestOutput]:
-        """Answer one conversation, or several, through the model's chat template."""
+        """Answer one conversation, or several, through the model's chat template.
+
+        A message is a mapping with a role and a content, or calls of tools instead. Every one is
+        checked before any is answered: InvalidPromptError.
+        """
         check_chat(sampling_params)
-        single = not messages or isinstance(messages[0], Mapping)
-        conversations: Any = [messages] if single else messages
         prompts: list[Prompt] = [
             encode_chat(
                 conversation,
@@ -178,7 +182,7 @@ class LLM:
                 chat_template=chat_template,
                 **(chat_template_kwargs or {}),
             )
-            for conversation in conversations
+            for conversation in split_chats(messages)
         ]
         return self.generate(prompts, sampling_params, options=options, use_tqdm=use_tqdm)
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from penstock.engine.plan import Part, Plan
-from penstock.engine.request import Status
+from penstock.engine.request import Sequence, Status
 
 _ABSENT = (Status.FORKING, Status.FINISHED)
 """Mates that needn't be waited for: a fork is sampled with the one whose prompt it shares."""
@@ -35,6 +35,15 @@ def hold_back(plan: Plan) -> bool:
     held = sum(count for _, count in parts) < plan.num_tokens
     plan.parts, plan.num_tokens = parts, sum(count for _, count in parts)
     return held
+
+
+def is_held_back(sequence: Sequence) -> bool:
+    """Whether a sequence that runs waits as far as the token before a sample, for a mate that
+    doesn't run.
+    """
+    return sequence.remaining == 1 and any(
+        mate.status not in (Status.RUNNING, *_ABSENT) for mate in sequence.mates
+    )
 
 
 def together(parts: Iterable[Part]) -> list[list[Part]]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import math
+import sys
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +19,7 @@ class Pin:
     def __post_init__(self) -> None:
         if isinstance(self.tokens, bool) or not isinstance(self.tokens, int) or self.tokens < 0:
             raise RequestError(f"A pin's tokens must be an integer from 0 on, not {self.tokens!r}.")
-        _check_seconds("A pin's ttl_s", self.ttl_s)
+        check_seconds("A pin's ttl_s", self.ttl_s)
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +39,7 @@ class RequestOptions:
             raise RequestError(f"priority is {self.priority}; it must fit into 32 bits.")
         for name in ("ttft_slo_s", "tpot_slo_s"):
             if (value := getattr(self, name)) is not None:
-                _check_seconds(name, value)
+                check_seconds(name, value)
         if not isinstance(self.pins, tuple) or not all(isinstance(x, Pin) for x in self.pins):
             raise RequestError(f"pins must be a tuple of Pin, not {self.pins!r}.")
         if self.cache_salt is not None and not isinstance(self.cache_salt, str):
@@ -48,7 +48,19 @@ class RequestOptions:
             raise RequestError("cache_salt is empty. Leave it out to share the cache with all.")
 
 
-def _check_seconds(name: str, value: Any) -> None:
-    number = isinstance(value, int | float) and not isinstance(value, bool)
-    if not number or not 0 < value < math.inf:
-        raise RequestError(f"{name} must be a positive number of seconds, not {value!r}.")
+def check_seconds(name: str, value: Any) -> None:
+    """Raises RequestError for what isn't a length of time."""
+    if not _is_number(value) or not 0 < value <= sys.float_info.max:
+        raise RequestError(f"{name} must be a positive number of seconds, not {value!r:.80}.")
+
+
+def check_time(name: str, value: Any) -> None:
+    """Raises RequestError for what isn't a time of some clock, in seconds."""
+    if not _is_number(value) or not abs(value) <= sys.float_info.max:
+        raise RequestError(
+            f"{name} must be a time in seconds, as time.monotonic() says it, not {value!r:.80}."
+        )
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)

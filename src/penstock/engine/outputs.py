@@ -30,6 +30,7 @@ class RequestMetrics:
     memory_s: float = 0.0  # the least time that these steps' bytes take
     compute_s: float = 0.0  # … and their FLOPs
     floor_s: float | None = None  # the least time that these steps could have taken
+    known_s: float = 0.0  # of `steps_s`: the steps whose floor is known
 
     def take_part(self, record: StepRecord) -> None:
         """Count a step that this request was in."""
@@ -41,11 +42,14 @@ class RequestMetrics:
             self.memory_s += floor.memory_s
             self.compute_s += floor.compute_s
             self.floor_s = (self.floor_s or 0.0) + floor.seconds
+            self.known_s += record.seconds
 
     @property
     def achieved(self) -> float | None:
-        """Floor ÷ time of its steps; above 1 only where the weights stay in a cache."""
-        return None if self.floor_s is None else self.floor_s / self.steps_s
+        """Floor ÷ time of the steps whose floor is known; above 1 only where the weights stay in a
+        cache.
+        """
+        return None if self.floor_s is None else self.floor_s / self.known_s
 
     @property
     def bound(self) -> Bound | None:
@@ -67,7 +71,7 @@ class RequestMetrics:
 
     @property
     def itl_s(self) -> list[float]:
-        """Between one token and the next."""
+        """Between one token and the next; 0 where one step gave both."""
         return [b - a for a, b in pairwise(self.token_times)]
 
     @property

@@ -284,7 +284,8 @@ class Pooler:
             return None
         self._pool(parts, batch, rows, touched)
         marks.append(time.perf_counter())
-        return StepSize(batch.size.queries, batch.size.contexts, 0)  # no row meets the head
+        size = batch.size  # but that no row meets the head
+        return StepSize(size.queries, size.contexts, 0, prefill_tokens=size.prefill_tokens)
 
     def _pool(
         self,

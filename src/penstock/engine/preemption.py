@@ -167,7 +167,7 @@ class Preemption:
     def gave_way(self, victim: Sequence, record: PreemptionRecord) -> None:
         """`victim` has given way, as in `record`."""
         victim.preempted = record
-        victim.request.metrics.preemptions += 1
+        victim.owner.metrics.preemptions += 1
         if record.mode == "swap":
             self.num_swap += 1
         else:

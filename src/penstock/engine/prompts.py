@@ -12,6 +12,7 @@ from penstock.tokenizer import Tokenizer
 Prompt = str | Sequence[int] | Mapping[str, Any]
 
 _KEYS = ("prompt", "prompt_token_ids")
+_MESSAGE = "{'role': 'user', 'content': '…'}"
 
 
 def split(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
@@ -40,7 +41,13 @@ def encode(prompt: Prompt, tokenizer: Tokenizer | None) -> tuple[str | None, Seq
                 f"{nearest(name, _KEYS)}"
             )
         if "prompt_token_ids" in prompt:
-            return prompt.get("prompt"), prompt["prompt_token_ids"]
+            text = prompt.get("prompt")
+            if text is not None and not isinstance(text, str):
+                raise InvalidPromptError(
+                    "The prompt beside prompt_token_ids must be the text that they stand for, not "
+                    f"{type(text).__name__}. Leave it out, or pass a text."
+                )
+            return text, prompt["prompt_token_ids"]
         return encode(prompt["prompt"], tokenizer)
     if not isinstance(prompt, str):
         if isinstance(prompt, bytes) or not isinstance(prompt, Sequence):
@@ -56,12 +63,59 @@ def encode(prompt: Prompt, tokenizer: Tokenizer | None) -> tuple[str | None, Seq
     return prompt, tokenizer.encode(prompt)
 
 
+def split_chats(messages: Any) -> list[Any]:
+    """One conversation as a list of one; several as they are."""
+    _check_list(messages)
+    several = messages and isinstance(messages[0], list | tuple)
+    return list(messages) if several else [messages]
+
+
 def encode_chat(
     messages: Sequence[Mapping[str, Any]], tokenizer: Tokenizer, **options: Any
 ) -> Mapping[str, Any]:
-    """A conversation through the chat template, which writes its own special tokens."""
+    """A conversation through the chat template, which writes its own special tokens.
+
+    Raises InvalidPromptError for what a server would refuse too: templates write "None" for it, or
+    nothing.
+    """
+    _check_messages(messages)
     text = tokenizer.apply_chat_template(messages, **options)
     return {"prompt": text, "prompt_token_ids": tokenizer.encode(text, add_special_tokens=False)}
+
+
+def _check_list(messages: Any) -> None:
+    if isinstance(messages, str | bytes) or not isinstance(messages, Sequence):
+        raise InvalidPromptError(
+            f"A conversation must be a list of messages such as {_MESSAGE}, not "
+            f"{type(messages).__name__}."
+        )
+
+
+def _check_messages(messages: Any) -> None:
+    from penstock.tokenizer.chat import plain_data  # and jinja2, a tenth of a second
+
+    _check_list(messages)
+    if not messages:
+        raise InvalidPromptError("A conversation has 0 messages; at least 1 is needed.")
+    for i, message in enumerate(messages):
+        plain = plain_data(message)
+        if not isinstance(plain, dict):
+            raise InvalidPromptError(
+                f"messages[{i}] must be a mapping such as {_MESSAGE}, not {type(message).__name__}."
+            )
+        role, content = plain.get("role"), plain.get("content")
+        if not isinstance(role, str):
+            said = f"has {role!r:.40} for its role" if "role" in plain else "has no role"
+            raise InvalidPromptError(f"messages[{i}] {said}. Give one, such as in {_MESSAGE}.")
+        if content is None and not plain.get("tool_calls"):
+            raise InvalidPromptError(
+                f"messages[{i}], of the {role:.40}, has no content. Give a text, if only ''."
+            )
+        if content is not None and not isinstance(content, str | list | tuple):
+            raise InvalidPromptError(
+                f"The content of messages[{i}], of the {role:.40}, must be a text or a list of "
+                f"parts, not {type(content).__name__}."
+            )
 
 
 def check_chat(params: object) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from penstock.config import EngineConfig, SpeculativeConfig
+from penstock.errors import ConfigError
 from penstock.runtime import Runtime
 from penstock.runtime.drafting import draft_proposer
 from penstock.speculate import Proposer
@@ -26,6 +27,7 @@ def proposer_of(config: EngineConfig, runtime: Runtime) -> Proposer:
                 given["max_match"] = max(MAX_MATCH, given["min_match"])
             else:
                 given["min_match"] = min(MIN_MATCH, given["max_match"])
+        _check_match(asked.prompt_lookup_min, runtime.model.max_model_len)
         return NgramProposer(**given)
     if asked.method == "suffix":
         return SuffixProposer(
@@ -41,6 +43,17 @@ def proposer_of(config: EngineConfig, runtime: Runtime) -> Proposer:
     found = draft_proposer(config, runtime)
     assert found is not None  # by any other method
     return found
+
+
+def _check_match(min_match: int | None, max_model_len: int) -> None:
+    """Raises ConfigError where no sequence with room for a draft can hold a match twice."""
+    most = max_model_len - 3  # one token follows the match, and one each is guessed and drawn
+    if min_match is not None and 1 <= most < min_match:
+        raise ConfigError(
+            f"prompt_lookup_min={min_match} finds nothing with max_model_len={max_model_len}: a "
+            f"sequence that may still have a draft repeats {most} tokens at most. Lower the first "
+            f"to {most} or less, or raise the second."
+        )
 
 
 def _given(asked: SpeculativeConfig, **names: str) -> dict[str, Any]:

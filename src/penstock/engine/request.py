@@ -102,6 +102,12 @@ class Sequence:
         return length > self.num_prompt and length == self.num_computed + 1
 
     @property
+    def is_prefilling(self) -> bool:
+        """Whether its prompt comes next, or what was computed before it gave way."""
+        again = self.preempted is not None and self.preempted.redo_tokens > 0
+        return again or self.num_computed < self.num_prompt
+
+    @property
     def states(self) -> list[SequenceSampling]:
         """What it is sampled by: its own state, and those after each token of its draft."""
         return [self.sampling] if self.draft is None else self.draft.states

@@ -6,7 +6,8 @@ many hits as if every request came after the one before it was done.
 
 Nobody waits long. A sequence is only looked at while the step has room for more tokens, so those
 that run were given all that they have to compute: after the step it is there to be found, and the
-next wait is for a later block. (Prompts whose logits are read may get less: nobody waits for them.)
+next wait is for a later block. (Prompts whose logits are read may get less, and who is held back
+until its mate runs gives back what it got: nobody waits for either. The mate may wait for room.)
 Source: Zheng et al. 2023, arXiv:2312.07104, whose cache-aware order has the same aim.
 """
 
@@ -15,6 +16,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from penstock.config import PROMPT_LOGITS
+from penstock.engine.lockstep import is_held_back
 from penstock.engine.request import Sequence
 
 
@@ -27,6 +29,7 @@ def filling_beside(
         for s in running
         if s.num_computed // block_size < len(s.tokens) // block_size
         and s not in sequence.mates
+        and not is_held_back(s)
         and not (s.reads_logits and s.remaining > PROMPT_LOGITS)  # given less than there is
     ]
 

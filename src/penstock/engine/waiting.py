@@ -51,13 +51,14 @@ class WaitingQueue:
 
     def add(self, sequence: Sequence, now: float) -> None:
         """`sequence` waits from `now` on, in seconds that never go back."""
+        rank = self.rank(sequence)  # first: one without a rank must leave nothing here
         ticket = self._next_ticket
         self._next_ticket += 1
         self._tickets[sequence] = ticket
         if sequence.overdue:  # once is for all: it only came back because others needed room
-            heapq.heappush(self._overdue, (self.rank(sequence), ticket, sequence))
+            heapq.heappush(self._overdue, (rank, ticket, sequence))
         else:
-            heapq.heappush(self._heap, (self.rank(sequence), ticket, sequence))
+            heapq.heappush(self._heap, (rank, ticket, sequence))
             self._since[sequence] = now
 
     def remove(self, sequence: Sequence) -> None:

@@ -8,13 +8,20 @@ from __future__ import annotations
 
 import importlib.util
 import os
+from typing import Any
 
 import torch
 
 from penstock.errors import KernelError
 
-LEAST_CAPABILITY = (8, 0)
-"""Of a GPU: the first with bfloat16 in its matrix units."""
+LEAST_CAPABILITY = (9, 0)
+"""Of a GPU: Hopper's, for whose matrix units the kernels are written, with each row in one warp.
+Before it warps share a row's keys, differently for few queries and for many: a sequence's bits
+would depend on its company. Codes of four bits wouldn't compile at all.
+"""
+
+LEAST_SHARED_BYTES = 227 * 1024
+"""That a block may take, which the largest tiles do: consumer Blackwell has 99 KiB."""
 
 
 def interpreting() -> bool:
@@ -50,7 +57,15 @@ def why_not_on(device: torch.device) -> str | None:
         have, need = (".".join(map(str, each)) for each in (capability, LEAST_CAPABILITY))
         return (
             f"{torch.cuda.get_device_name(device)} has compute capability {have}, but the kernels "
-            f"need {need} (Ampere or later)"
+            f"need {need} (Hopper: H100, H200, or later)"
+        )
+    properties: Any = torch.cuda.get_device_properties(device)  # whose types leave some out
+    shared = properties.shared_memory_per_block_optin
+    if shared < LEAST_SHARED_BYTES:
+        return (
+            f"{torch.cuda.get_device_name(device)} has {shared >> 10} KiB of shared memory for a "
+            f"block, but the kernels need {LEAST_SHARED_BYTES >> 10}, which GPUs for data centers "
+            "have (H100, H200)"
         )
     if importlib.util.find_spec("triton") is None:
         return "the kernels are written in Triton, which isn't installed: pip install triton"

@@ -16,6 +16,9 @@ from penstock.models.gguf.container import LATER_PART, is_gguf
 EMBEDDED = ("stories", "stories-chat")
 """Models that come with the package, in `assets/`: one goes on with a text, one replies."""
 
+NAMED = (*EMBEDDED, "stories-draft")
+"""Those, and the one that drafts for them."""
+
 ADAPTERS = ("stories-shakespeare", "stories-verse")
 """LoRA adapters of `stories` that come along."""
 
@@ -73,8 +76,8 @@ def resolve(model: str | Path, revision: str | None = None, *, also: Iterable[st
     if isinstance(model, Path) or not _HUB_ID.fullmatch(model):
         raise ModelNotFoundError(
             f"There is no folder {path}.{_near(path)} A model is a folder, a .gguf file, an "
-            f"embedded model ({', '.join(EMBEDDED)}) or a hub id like 'org/name'."
-            f"{nearest(str(model), EMBEDDED)}"
+            f"embedded model ({', '.join(NAMED)}) or a hub id like 'org/name'."
+            f"{nearest(str(model), NAMED)}"
         )
     return _download(model, revision, path, also)
 

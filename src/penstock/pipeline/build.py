@@ -51,6 +51,7 @@ from penstock.runtime.engine_folder import (
     Limits,
     digest,
     is_engine,
+    own_files,
 )
 from penstock.runtime.fingerprint import fingerprint
 from penstock.runtime.formats import encode
@@ -201,7 +202,7 @@ def build(options: BuildOptions, progress: Progress | None = None) -> dict[str, 
         verify_exported(source)
     check_apart(source, options.output)
     options = options.of_export(source)
-    with new_folder(options.output, force=options.force, replaces=is_engine) as partial:
+    with new_folder(options.output, force=options.force, own_files=own_files) as partial:
         return _Build(options, source, partial, progress or (lambda *_: None)).run()
 
 
@@ -279,10 +280,17 @@ class _Build:
     def _compile(self, planned: Planned) -> None:
         """The graph's package: compiled, or what an earlier build of the same graph compiled."""
         self.progress("compile", 0, 1)
-        made = compile_graph(planned.graph, cache_folder() / "packages")
-        package = self.folder / PACKAGE
+        kept, package = cache_folder() / "packages", self.folder / PACKAGE
+        beside = self.folder / "compiling"
+        try:
+            made = compile_graph(planned.graph, kept)
+        except OSError as error:
+            logger.warning("The package can't be kept in %s: %s. Set PENSTOCK_CACHE.", kept, error)
+            made = compile_graph(planned.graph, beside)
         shutil.copyfile(made, package)
         shutil.copyfile(description(made), description(package))
+        if beside.exists():
+            shutil.rmtree(beside)
         self.progress("compile", 1, 1)
 
     def _copy_files(self) -> None:

@@ -29,7 +29,8 @@ def compile_graph(graph: Graph, folder: Path) -> Path:
 
     It is found again by what it depends on: the graph's digest, torch's version, the compiler and
     this CPU's vectors. Takes tens of seconds, most of them the C++ compiler's.
-    One that is damaged is replaced. Raises ConfigError where there is no C++ compiler.
+    One that is damaged is replaced. Raises ConfigError where there is no C++ compiler, and OSError
+    before anything is compiled where `folder` can't be written.
     """
     facts = {**target(), "graph": graph.digest, "compiler": _compiler()}
     key = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:24]
@@ -42,6 +43,7 @@ def compile_graph(graph: Graph, folder: Path) -> Path:
             logger.warning("Compiled anew: %s", error)
     folder.mkdir(parents=True, exist_ok=True)
     partial = folder / f"{key}.{os.getpid()}.partial.pt2"
+    partial.touch()  # or its failure would be known after tens of seconds
     try:
         _compile(graph, partial)
         found = {**facts, "sha256": sha256(partial), "inputs": graph.inputs.as_dict()}

@@ -78,7 +78,7 @@ def export_model(
     settings = _settings(source, kv_cache_dtype, max_model_len)
     engine = EngineConfig.of(model=model, kv_cache_dtype=settings["kv_cache_dtype"])
     work = named(output).with_name(named(output).name + WORK)
-    with new_folder(output, force=force, replaces=_is_export) as folder:
+    with new_folder(output, force=force, own_files=_own_files) as folder:
         try:
             chosen = changes.write(source, folder, work, report)
             report("graph", 0, 0)
@@ -194,8 +194,13 @@ def _copy_weights(source: Path, folder: Path) -> None:
             shutil.copyfile(file, folder / file.name)
 
 
-def _is_export(folder: Path) -> bool:
-    return (folder / MANIFEST).is_file()
+def _own_files(folder: Path) -> frozenset[str] | None:
+    """What an export has put into `folder`, by its manifest, however damaged the rest is."""
+    try:
+        files = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))["files"]
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        return None
+    return frozenset((MANIFEST, *files)) if isinstance(files, dict) else None
 
 
 def _files(folder: Path) -> dict[str, dict[str, Any]]:

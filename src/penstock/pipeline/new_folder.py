@@ -17,19 +17,20 @@ from penstock.runtime.engine_folder import PARTIAL
 
 logger = logging.getLogger("penstock")
 
+OwnFiles = Callable[[Path], frozenset[str] | None]
+"""The files that belong to a folder of one kind, relative to it; None: it isn't of this kind."""
+
 _AT_FDCWD = -100
 _RENAME_EXCHANGE = 2
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-_OLD = ".old"
-"""What is replaced, for a moment, where two names can't be swapped."""
 
 
 @contextmanager
-def new_folder(target: Path, *, force: bool, replaces: Callable[[Path], bool]) -> Iterator[Path]:
+def new_folder(target: Path, *, force: bool, own_files: OwnFiles) -> Iterator[Path]:
     """Yields the folder to write into: `target` with `.partial`; its end makes it `target`.
 
     A `.partial` that an interrupted process has left is removed first. What is at `target` is
-    replaced in one step, with `force` only, and only where `replaces` says that it is of this kind.
+    replaced in one step, with `force` only, and only where it holds nothing but its `own_files`.
     Where `target` is a link, the folder that it leads to is written.
     Raises ConfigError before anything is written where that can't be, or where another process
     writes the same folder; any error in between removes what was written. A full disk is an
@@ -38,12 +39,14 @@ def new_folder(target: Path, *, force: bool, replaces: Callable[[Path], bool]) -
     target = _followed(named(target))
     if not target.parent.is_dir():
         raise ConfigError(f"There is no folder {target.parent} to make {target.name} in.")
-    partial, old = (target.with_name(target.name + end) for end in (PARTIAL, _OLD))
+    partial, old = target.with_name(target.name + PARTIAL), _old(target)
     with _lock(target):
         try:
-            if old.exists() and not target.exists():  # killed between two renames
+            if target.exists():
+                _clear(old)
+            elif old.exists():  # killed between two renames
                 old.rename(target)
-            _check_target(target, force, replaces)
+            _check_target(target, force, own_files)
             _remove(partial)
             partial.mkdir()
             yield partial
@@ -132,18 +135,35 @@ def _followed(target: Path) -> Path:
     return named(found)
 
 
-def _check_target(target: Path, force: bool, replaces: Callable[[Path], bool]) -> None:
+def _check_target(target: Path, force: bool, own_files: OwnFiles) -> None:
     if not target.exists() or (target.is_dir() and not any(target.iterdir())):
         return
     if not target.is_dir():
         raise ConfigError(f"{target} is a file. Give the name of a folder.")
-    if not replaces(target):
+    own = own_files(target)
+    if own is None:
         raise ConfigError(
             f"{target} holds files that Penstock didn't write, or not by this command. Choose "
             "another name, or delete it."
         )
+    files = (path for path in target.rglob("*") if path.is_symlink() or not path.is_dir())
+    others = sorted({path.relative_to(target).as_posix() for path in files} - own)
+    if others:
+        more = f" and {len(others) - 1} more" if len(others) > 1 else ""
+        raise ConfigError(
+            f"{target} holds {others[0]}{more}, which wasn't written with it. Move what is yours "
+            "elsewhere, or choose another name."
+        )
     if not force:
         raise ConfigError(f"{target} exists. Give --force to replace it, or choose another name.")
+
+
+def _old(target: Path) -> Path:
+    """Where what is replaced lies for a moment, where two names can't be swapped.
+
+    No name that somebody gives to a folder of their own, as `engine.old` is.
+    """
+    return target.with_name(f".{target.name}.replaced")
 
 
 def _put(partial: Path, target: Path) -> None:
@@ -154,7 +174,7 @@ def _put(partial: Path, target: Path) -> None:
     elif _exchange(partial, target):
         sync(target.parent)
     else:  # a file system that can't swap two names: for a moment there is neither
-        before = target.with_name(target.name + _OLD)
+        before = _old(target)
         _clear(before)
         target.rename(before)
         partial.rename(target)

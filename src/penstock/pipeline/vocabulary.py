@@ -84,7 +84,7 @@ def reduce_vocabulary(
         raise ConfigError(f"{output} exists already. Give a new folder, or remove it.")
     found = choose_vocabulary(folder, size=size, texts=texts, keep=keep)
     output.parent.mkdir(parents=True, exist_ok=True)
-    with new_folder(output, force=False, replaces=lambda _: False) as partial:
+    with new_folder(output, force=False, own_files=lambda _: None) as partial:
         write_reduced(folder, partial, found)
     return found
 

@@ -86,17 +86,18 @@ class EngineFolder:
         Raises EngineFolderError, with the command that mends it, for one that is half-written,
         damaged, or made for another machine or version.
         """
-        command = f"penstock build MODEL -o {folder} --force"
+        command = ""
         try:
             manifest = _read(folder)
-            command = _again(manifest.get("command"), folder) or command
+            command = _again(manifest.get("command"), folder)
             _check_target(manifest)
             check_manifest(manifest, _READ_ALWAYS)
             _check_files(folder, manifest, verify)
             return cls._of(folder, manifest)
         except EngineFolderError as error:
+            way_out = _way_out(folder, command)
             raise EngineFolderError(
-                f"{folder} can't run: {error}. Build it again: {command}"
+                f"{folder} can't run: {str(error).rstrip('.')}. {way_out}"
             ) from error
 
     @classmethod
@@ -258,7 +259,7 @@ class EngineFolder:
     def broken(self, reason: str) -> EngineFolderError:
         """The error for a folder that can't run, with the command that mends it."""
         return EngineFolderError(
-            f"{self.folder} can't run: {reason}. Build it again: {self.command}"
+            f"{self.folder} can't run: {reason.rstrip('.')}. Build it again: {self.command}"
         )
 
     def tensors(self) -> dict[str, Tensor]:
@@ -339,16 +340,46 @@ def _again(command: object, folder: Path) -> str:
     return shlex.join(words)
 
 
+def _way_out(folder: Path, command: str) -> str:
+    """How to have a working engine at `folder`; command: what built it, as far as that is known."""
+    if command:
+        return f"Build it again: {command}"
+    again = f"penstock build MODEL -o {folder}"
+    if own_files(folder) is not None:
+        return f"Build it again: {again} --force"
+    return f"Delete it and build it again, or build it under another name: {again}"
+
+
 def is_engine(folder: Path) -> bool:
     """Whether `folder` is an engine, or what is left of one."""
     return (folder / MANIFEST).exists() or is_partial(folder)
 
 
 def is_partial(folder: Path) -> bool:
-    """Whether a build of `folder` has not ended."""
-    if folder.name.endswith(PARTIAL) and (folder / WEIGHTS).exists():
-        return True
-    return (folder / WEIGHTS).exists() and not (folder / MANIFEST).exists()
+    """Whether a build of `folder` has not ended: its name says so, or only the manifest is missing.
+
+    Weights alone say nothing: a model's folder may hold a file of that name.
+    """
+    if not (folder / WEIGHTS).exists():
+        return False
+    return folder.name.endswith(PARTIAL) or (
+        (folder / PLAN).exists() and not (folder / MANIFEST).exists()
+    )
+
+
+def own_files(folder: Path) -> frozenset[str] | None:
+    """What a build has put into `folder`, by its manifest, however damaged the rest is.
+
+    None where that can't be told: it is no engine, or its manifest can't be read.
+    """
+    try:
+        manifest = read_json(folder / MANIFEST)
+    except (EngineFolderError, OSError):
+        return None
+    files = manifest.get("files")
+    if manifest.get("kind") != KIND or not isinstance(files, dict):
+        return None
+    return frozenset((MANIFEST, WEIGHTS, *files))
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:

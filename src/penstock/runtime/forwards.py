@@ -93,9 +93,12 @@ def forward_of_engine(
         return forward_of(decoder, kv, eager), None
     step, hidden = engine.plans()
     tensors = fixed_tensors(decoder)
-    if decoder.kept is not None:  # which the plan knows nothing of
-        step, tensors = record(decoder, kv, tensors)
-    return _program(engine, step, tensors, kv), hidden
+    if decoder.kept is None:
+        return _program(engine, step, tensors, kv), hidden
+    # which the plan knows nothing of; nor has the decoder's own all products that were timed, where
+    # the engine was built with fewer passes
+    step, tensors = record(decoder, kv, tensors)
+    return _program(engine, step, tensors, kv, recorded=True), hidden
 
 
 def _package(engine: EngineFolder, kv: KV) -> PackageForward:
@@ -108,14 +111,18 @@ def _package(engine: EngineFolder, kv: KV) -> PackageForward:
     return found
 
 
-def _program(engine: EngineFolder, plan: Plan, tensors: Mapping[str, Tensor], kv: KV) -> Program:
+def _program(
+    engine: EngineFolder, plan: Plan, tensors: Mapping[str, Tensor], kv: KV, recorded: bool = False
+) -> Program:
+    """recorded: the plan was made now, so that what was timed need not be a part of it."""
     try:
         program = Program.of_plan(plan, tensors, kv)
     except (KernelError, RuntimeError, IndexError, ValueError, TypeError) as error:
         raise engine.broken(f"its plan and its weights disagree: {error}") from error
     program.reserve(engine.limits.profile[2], engine.limits.max_num_seqs)
+    tuned = engine.tuned.among(program.products) if recorded else engine.tuned
     try:
-        engine.tuned.apply(program)
+        tuned.apply(program)
     except KernelError as error:
         raise engine.broken(f"what was timed isn't of its plan: {error}") from error
     return program

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Container, Mapping
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from penstock.runtime.program import LinearVariant, Program
@@ -17,6 +17,10 @@ class Tuned:
     prefill_tokens: int | None = None  # of a step with prompts; None: the engine's largest
     variants: tuple[tuple[str, int, LinearVariant], ...] = ()
     """(product, rows, how): `Program.use_variants`."""
+
+    def among(self, products: Container[str]) -> Tuned:
+        """What of it goes with a program that has these products only."""
+        return replace(self, variants=tuple(v for v in self.variants if v[0] in products))
 
     def apply(self, program: Program) -> None:
         """Let the program heed them. Raises KernelError for a product that it doesn't have."""

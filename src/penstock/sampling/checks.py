@@ -9,6 +9,10 @@ from typing import Final, cast
 from penstock.errors import InvalidSamplingError
 
 HIGHEST_BIAS: Final = 100.0
+HIGHEST_ID: Final = 2**31 - 1
+"""Of a token: ids are int32 where they are computed with. No vocabulary ends beyond."""
+
+_IDS: Final = "Pass token ids, not strings."
 
 
 class Checked:
@@ -53,13 +57,14 @@ def real(name: str, value: object, low: float, high: float, hint: str) -> float:
 
 
 def token_ids(name: str, value: object) -> tuple[int, ...]:
-    """A tuple of non-negative ids; whether they exist is known once the vocabulary is."""
+    """A tuple of ids up to HIGHEST_ID; whether they exist is known once the vocabulary is."""
     if isinstance(value, (str, bytes, Mapping)) or not hasattr(value, "__iter__"):
         raise InvalidSamplingError(
             f"{name} is {value!r}, a {type(value).__name__}. Pass a list of token ids."
         )
     return tuple(
-        integer(f"{name}[{i}]", one, 0, None, "Pass token ids.") for i, one in enumerate(value)
+        integer(f"{name}[{i}]", one, 0, HIGHEST_ID, "Pass token ids.")
+        for i, one in enumerate(value)
     )
 
 
@@ -72,7 +77,7 @@ def bias(value: object) -> dict[int, float]:
         )
     checked: dict[int, float] = {}
     for token, bias in value.items():
-        token_id = integer("a key of logit_bias", token, 0, None, "Pass token ids, not strings.")
+        token_id = integer("a key of logit_bias", token, 0, HIGHEST_ID, _IDS)
         hint = "To forbid or force a token use allowed_token_ids."
         checked[token_id] = real(f"logit_bias[{token_id}]", bias, -HIGHEST_BIAS, HIGHEST_BIAS, hint)
     return checked
@@ -98,4 +103,15 @@ def texts(name: str, value: object) -> tuple[str, ...]:
             raise InvalidSamplingError(
                 f"{name}[{i}] is an empty string, which is everywhere. Leave it out."
             )
+        _check_unicode(f"{name}[{i}]", one)
     return tuple(value)
+
+
+def _check_unicode(name: str, text: str) -> None:
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise InvalidSamplingError(
+            f"{name} has the lone surrogate U+{ord(text[error.start]):04X} at character "
+            f"{error.start} of {len(text)}, which no output can hold. Leave it out."
+        ) from error

@@ -105,7 +105,7 @@ class SamplingParams(Checked):
         self._check_together()
 
     @classmethod
-    def from_kwargs(cls, **kwargs: Any) -> SamplingParams:
+    def from_kwargs(cls, /, **kwargs: Any) -> SamplingParams:
         """Make one from loose arguments, naming the nearest known one for an unknown name."""
         known = [one.name for one in fields(cls)]
         for name in kwargs:
@@ -116,7 +116,7 @@ class SamplingParams(Checked):
                 )
         return cls(**kwargs)
 
-    def over(self, **chosen: Any) -> SamplingParams:
+    def over(self, /, **chosen: Any) -> SamplingParams:
         """These parameters with the chosen ones over them.
 
         Cuts that only stand here give way to a chosen mirostat, which takes their place.

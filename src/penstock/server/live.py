@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from itertools import groupby
 from typing import Any
 
@@ -14,6 +14,8 @@ from penstock.server.service import Service
 from penstock.server.sse import event
 
 PERIOD_S = 0.25
+SPEED_S = 1.0
+"""The speed is of so much of the past."""
 MOST_STEPS, MOST_RUNNING = 200, 64
 
 
@@ -33,13 +35,13 @@ async def events(service: Service) -> AsyncIterator[bytes]:
 def snapshot(service: Service, llm: AsyncLLM, since: float) -> tuple[dict[str, Any], float]:
     """(the state now with the steps after `since`, when the last of these began)."""
     stats = llm.stats()
-    steps = [step for step in list(service.recent.steps) if step.start > since][-MOST_STEPS:]
+    kept = list(service.recent.steps)
+    steps = [step for step in kept if step.start > since][-MOST_STEPS:]
     if steps:
         since = steps[-1].start
-    busy = list(service.recent.steps)[-MOST_STEPS:]
+    busy = kept[-MOST_STEPS:]
     known = [(s.floor.seconds, s.seconds) for s in busy if s.floor is not None]
     spent = sum(seconds for _, seconds in known)
-    made = [s for s in busy if s.start > time.perf_counter() - 1.0]
     return {
         "time": time.time(),
         "uptime_s": time.time() - service.started,
@@ -64,7 +66,7 @@ def snapshot(service: Service, llm: AsyncLLM, since: float) -> tuple[dict[str, A
         },
         "floor_ratio": sum(floor for floor, _ in known) / spent if spent else None,
         "bound": busy[-1].floor.bound if busy and busy[-1].floor is not None else None,
-        "tokens_per_s": sum(s.size.sampled for s in made),
+        "tokens_per_s": _speed(kept, service.recent.steps.maxlen, time.perf_counter()),
         "prefix": stats["prefix"],
     }, since
 
@@ -85,14 +87,26 @@ def _running(llm: AsyncLLM) -> list[dict[str, Any]]:
     ]
 
 
+def _speed(steps: Sequence[StepRecord], most: int | None, now: float) -> float:
+    """Tokens generated a second, in the steps that have ended lately.
+
+    most: steps that are kept; where those of a second are more, the speed is of as long as they go
+    back.
+    """
+    made = [step for step in steps if step.start + step.seconds > now - SPEED_S]
+    all_there = len(made) < len(steps) or len(steps) != most
+    span = SPEED_S if all_there else now - made[0].start
+    return sum(step.generated for step in made) / span
+
+
 def _step(step: StepRecord) -> dict[str, Any]:
-    decoding = sum(1 for count in step.size.queries if count == 1)
+    size = step.size
     return {
         "at": step.start,
         "seconds": step.seconds,
-        "prefill_tokens": step.size.tokens - decoding,
-        "decode_tokens": decoding,
-        "sequences": len(step.size.queries),
+        "prefill_tokens": size.prefill_tokens,
+        "decode_tokens": size.tokens - size.prefill_tokens,
+        "sequences": len(size.queries),
         "floor_s": None if step.floor is None else step.floor.seconds,
     }
 

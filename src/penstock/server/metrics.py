@@ -26,7 +26,6 @@ from penstock.server.errors import ApiError
 
 if TYPE_CHECKING:
     from penstock.engine import AsyncLLM, RequestMetrics, RequestOutput
-    from penstock.roofline import StepRecord
     from penstock.server.service import Work
 
 _FIRST_TOKEN_S = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0,
@@ -113,7 +112,9 @@ class Metrics:
             "vllm:time_to_first_token_seconds", "From arrival to the first token.", _FIRST_TOKEN_S
         )
         self.itl = histogram(
-            "vllm:inter_token_latency_seconds", "From one token to the next.", _BETWEEN_S
+            "vllm:inter_token_latency_seconds",
+            "From one step's tokens of a request to the next one's.",
+            _BETWEEN_S,
         )
         self._tpot = histogram(
             "vllm:request_time_per_output_token_seconds",
@@ -182,9 +183,9 @@ class Metrics:
         """Count a call of a tool. valid: true, false or unknown."""
         self._called.labels(self._name, valid).inc()
 
-    def stepped(self, record: StepRecord) -> None:
+    def stepped(self) -> None:
         """Count a step. Called by the engine's thread."""
-        self._engine.stepped(record.size.tokens)
+        self._engine.stepped()
 
     def ended(self, work: Work, last: RequestOutput | None, outcome: str) -> None:
         """Count a request that the engine was asked for."""
@@ -236,12 +237,12 @@ class _EngineCollector(Collector):
         self._llm = llm
         self._labels = [model_name, _ENGINE]
         self._steps = [0] * (len(_STEP_TOKENS) + 1)  # by bucket
-        self._tokens = 0
+        self._first = self._last = llm.engine.token_counts.sum  # before any step, and by now
 
-    def stepped(self, tokens: int) -> None:
+    def stepped(self) -> None:
         """Between two steps: a Histogram's lock and labels would take ten times as long."""
-        self._steps[bisect_left(_STEP_TOKENS, tokens)] += 1
-        self._tokens += tokens
+        before, self._last = self._last, self._llm.engine.token_counts.sum
+        self._steps[bisect_left(_STEP_TOKENS, self._last - before)] += 1
 
     def collect(self) -> Iterator[Metric]:
         """Read them."""
@@ -384,11 +385,11 @@ class _EngineCollector(Collector):
         edges = [*(str(float(edge)) for edge in _STEP_TOKENS), "+Inf"]
         found = HistogramMetricFamily(
             "vllm:iteration_tokens_total",
-            "Tokens computed in a step: of prompts, and one for each sequence that decodes.",
+            "Tokens that a step has added to those of prompts and to those generated.",
             labels=_LABELS,
         )
         counts = list(zip(edges, accumulate(list(self._steps)), strict=True))
-        found.add_metric(self._labels, counts, self._tokens)
+        found.add_metric(self._labels, counts, self._last - self._first)
         return found
 
     def _cache_config(self) -> Metric:

@@ -129,7 +129,7 @@ class Service:
 
     def _saw_step(self, record: StepRecord) -> None:
         self.recent.steps.append(record)
-        self.metrics.stepped(record)
+        self.metrics.stepped()
 
     def _check_wishes(self, llm: AsyncLLM, key: Key) -> None:
         options = self._wishes(key.limits, EngineFields(), PromptText([]))
@@ -343,7 +343,10 @@ class Service:
             self._account(ticket, name, work, _End(_outcome(last, failure), last, failure))
 
     def _observe(self, output: RequestOutput, told: int) -> int:
-        """Enter the times of new tokens into the metrics; how many are in there now."""
+        """Enter the times of new tokens into the metrics; how many are in there now.
+
+        Several tokens of one step (of a draft, or forced by a grammar) come at one time: no gaps.
+        """
         times = output.metrics.token_times
         if told == 0 and times:
             ttft = output.metrics.ttft_s or 0.0
@@ -351,8 +354,9 @@ class Service:
             self.recent.ttft_s.append(ttft)
             told = 1
         for before, after in zip(times[told - 1 :], times[told:], strict=False):
-            self.metrics.itl.observe(after - before)
-            self.recent.itl_s.append(after - before)
+            if after > before:
+                self.metrics.itl.observe(after - before)
+                self.recent.itl_s.append(after - before)
         return max(told, len(times))
 
     def _account(self, ticket: Ticket, name: str, work: Work, end: _End) -> None:

@@ -19,6 +19,7 @@ from penstock.cli.main import app
 
 Fake = Callable[..., FakeServer]
 SMALL = ("--num-prompts", "6", "--input-len", "10", "--output-len", "3")
+TRACE = ("--dataset-name", "azure", "--dataset-path", "trace.csv")
 
 
 def serve(*arguments: object) -> Result:
@@ -65,13 +66,30 @@ def test_everything_is_shown_and_kept(fake: Fake, tmp_path: Path) -> None:
         (["--request-rate", "0"], "above 0"),
         (["--request-rate", "nan"], "above 0"),
         (["--burstiness", "2"], "--request-rate"),
-        (["--time-scale", "2"], "trace"),
+        (["--burstiness", "1"], "--request-rate"),
+        (["--time-scale", "2"], "it is for azure or mooncake"),
         (["--block-tokens", "16"], "mooncake"),
         (["--num-groups", "3"], "--num-groups means nothing to --dataset-name random"),
         (["--prefix-len", "3"], "it is for shared-prefix"),
         (["--suffix-len", "3"], "it is for shared-prefix"),
         (["--think-time", "3"], "--think-time means nothing to --dataset-name random"),
         (["--num-turns", "3", "--dataset-name", "shared-prefix"], "it is for multi-turn"),
+        (["--num-turns", "4"], "it is for multi-turn"),  # its default, given
+        (["--think-time", "1"], "it is for multi-turn"),
+        (["--block-tokens", "512"], "it is for mooncake"),
+        (["--input-len", "512", "--dataset-name", "shared-prefix"], "--random-input-len means"),
+        ([*TRACE, "--random-input-len", "512"], "it is for random or multi-turn"),
+        ([*TRACE, "--output-len", "128"], "--random-output-len means nothing to"),
+        ([*TRACE, "--random-range-ratio", "0"], "--random-range-ratio means nothing to"),
+        ([*TRACE, "--time-scale", "1", "--request-rate", "2"], "--request-rate replaces"),
+        (["--long-prompts", "drop"], "--max-input-len: give that too"),
+        (["--long-prompts", "cut"], "--max-input-len: give that too"),
+        (
+            ["--dataset-name", "multi-turn", "--long-prompts", "cut", "--max-input-len", "9"],
+            "always left out whole",
+        ),
+        (["--vocab-size", "9", "--prompt-form", "text"], "--vocab-size draws token ids"),
+        (["--vocab-size", "9", "--backend", "openai-chat"], "--vocab-size draws token ids"),
         (["--random-range-ratio", "1"], "[0, 1)"),
         (["--goodput", "ttft:x"], "ttft:MS"),
         (["--metric-percentiles", "50;90"], "50,90,99"),

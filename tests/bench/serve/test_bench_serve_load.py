@@ -27,7 +27,11 @@ pytestmark = pytest.mark.alone
 
 
 def measure(server: FakeServer, **options: Any) -> ServeResult:
-    given: dict[str, Any] = {"input_len": 20, "output_len": 5, "num_prompts": 10, **options}
+    own = {"random": ("input_len", "output_len"), "multi-turn": ("input_len", "output_len"),
+           "shared-prefix": ("output_len",)}  # fmt: skip
+    lengths = {"input_len": 20, "output_len": 5}
+    shaped = own.get(options.get("dataset_name", "random"), ())
+    given: dict[str, Any] = {"num_prompts": 10, **{n: lengths[n] for n in shaped}, **options}
     return run(Options(base_url=server.url, **given), lambda progress: None, 1.0)
 
 

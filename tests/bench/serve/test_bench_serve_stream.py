@@ -149,6 +149,26 @@ def test_completion_chunks() -> None:
     assert record.tpot_s == 1 and record.itl_s == [1, 1]
 
 
+@pytest.mark.parametrize(
+    "event",
+    [
+        {"usage": {"completion_tokens": "6"}},
+        {"usage": {"completion_tokens": True}},
+        {"usage": {"prompt_tokens": 1.5}},
+        {"usage": {"completion_tokens": -1}},
+        {"usage": {"prompt_tokens_details": {"cached_tokens": "3"}}},
+        {"usage": {"prompt_tokens_details": [3]}},
+        {"usage": [6]},
+        {"choices": [{"index": 0, "text": 5}]},
+        {"choices": [{"index": 0, "text": "", "finish_reason": ["stop"]}]},
+    ],
+)
+def test_fields_of_another_type_are_that_requests_failure(event: dict[str, object]) -> None:
+    with pytest.raises(ExchangeError, match="isn't one of OpenAI's API") as caught:
+        noted("openai", text("a"), event)
+    assert caught.value.kind == "malformed answer"
+
+
 def test_an_answer_of_nothing_but_its_end_is_one_token() -> None:
     record, _ = noted("openai", text("", "stop"))
     assert record.token_times_s == [1] and record.ttft_s == record.e2e_s == 1

@@ -82,7 +82,7 @@ def test_the_same_seed_is_the_same_workload(name: str, tmp_path: Path) -> None:
                     dataset_name=name,  # type: ignore[arg-type]
                     dataset_path=path,
                     num_prompts=5,
-                    range_ratio=0.5,
+                    range_ratio=0.0 if path else 0.5,
                     seed=seed,
                 ),
                 1000,

@@ -145,6 +145,8 @@ def noting(launched: list[str], launch: Callable[..., None]) -> Callable[..., No
         (torch.float16, (4, 2), 64, 7, 0.0, True),
         (torch.bfloat16, (4, 1), 128, 0, 0.0, False),
         (torch.bfloat16, (7, 1), 64, 33, 5.0, True),
+        (torch.float32, (2, 1), 8, 0, 0.0, False),
+        (torch.bfloat16, (4, 2), 8, 40, 0.0, True),
     ],
 )
 def test_reference(
@@ -160,7 +162,9 @@ def test_reference(
     )
 
 
-@pytest.mark.parametrize(("kind", "dim"), [(torch.float8_e4m3fn, 64), (torch.int8, 80)])
+@pytest.mark.parametrize(
+    ("kind", "dim"), [(torch.float8_e4m3fn, 64), (torch.int8, 80), (torch.int8, 8)]
+)
 def test_one_byte(kind: torch.dtype, dim: int) -> None:
     case = Case(torch.bfloat16, (4, 1), dim, stored_as=kind)
     found = small(case.arguments(), case.scales)

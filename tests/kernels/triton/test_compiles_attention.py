@@ -55,7 +55,7 @@ def check(dtype: str, stored: str, dim: int, **options: Any) -> None:
         what = f"{name} {dtype} {stored} {dim} {options}"
         assert kernel.metadata.shared <= SHARED_BYTES, f"{what}: {kernel.metadata.shared} bytes"
         if name == "join_spans":
-            assert "ld.global.v" in code and spilled == 0, what
+            assert ("ld.global.v" in code or dim < 64) and spilled == 0, what  # of 32 threads
             continue
         assert "cp.async" in code, f"{what}: copies don't run ahead"
         if dtype == "float32":
@@ -68,17 +68,19 @@ def check(dtype: str, stored: str, dim: int, **options: Any) -> None:
 
 def main(which: str) -> None:
     check("bfloat16", "bfloat16", 128)
+    check("bfloat16", "bfloat16", 8, width=8)
     if which != "all":
         check("bfloat16", "int8", 128, width=8)
         return
     every = {"window": 100, "softcap": 30.0, "sinks": True}
-    for dim in (64, 72, 128, 256):
+    for dim in (8, 64, 72, 128, 256):
         check("bfloat16", "bfloat16", dim)
         for stored in ("bfloat16", "float8_e4m3fn", "int8"):
             check("bfloat16", stored, dim, **every)
     check("bfloat16", "int8", 64, width=8, **every)
     check("float16", "float16", 128)
-    check("float32", "float32", 64)
+    for dim in (8, 64):
+        check("float32", "float32", dim)
 
 
 if __name__ == "__main__":

@@ -243,5 +243,6 @@ def test_bad_arguments_are_refused() -> None:
     refused("don't belong to rows", x, q, scale[:1], None, None, 32, 1)
     refused("don't belong to rows", x.repeat(1, 2), q, scale, None, None, 32, 1)
     refused("doesn't meet rows in e4m3", x, q, scale, None, None, 32, 2)
-    refused("aren't widened to float16", x.half(), q, scale, None, None, 32)
+    refused("bfloat16, not to torch.float16", x.half(), q, scale, None, None, 32)
+    refused("bfloat16, not to torch.float32", x.float(), q, scale, None, None, 32)
     refused("2 values of K share a scale", x, q, scale.repeat(1, 16), None, None, 32)

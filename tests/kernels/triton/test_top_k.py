@@ -7,7 +7,7 @@ from torch import Tensor
 from penstock import ops
 from penstock.kernels.triton import launchers, top_k
 from tests.kernels.triton.conftest import DEVICE
-from tests.kernels.triton.logits import awkward, normal, peaked, same
+from tests.kernels.triton.logits import awkward, inf, nan, normal, peaked, same
 
 op = launchers()
 pytestmark = pytest.mark.filterwarnings(  # of NumPy, in the interpreter: inf - inf and 0 / 0
@@ -53,6 +53,24 @@ def test_bins_have_the_order_of_floats() -> None:
     logits = values.repeat(60)[None].to(DEVICE)  # 5,340 of them
     for k in (1, 60, 61, 900):
         check(logits, k)
+
+
+@pytest.mark.parametrize("k", [1, 60, 100, 128, 1024])
+def test_masks_that_leave_many_tokens_in_few_groups(k: int) -> None:
+    """One block of 4,096 is 64 groups: a mask over neighbours leaves more tokens than there is room
+    for candidates in fewer groups than k. Other rows must not notice.
+    """
+    size, left = 9000, 4096
+    rows = torch.full((7, size), -inf, device=DEVICE)
+    rows[0, :left] = normal(1, left)[0]
+    rows[1] = normal(1, size, seed=1)[0]
+    rows[2, left : left + 4000] = -2.5  # that are all equal
+    rows[3, 17 : 17 + k + 1] = normal(1, k + 1)[0]  # one more than is looked for
+    rows[4, 17 : 17 + max(k - 1, 1)] = 1e-30  # one less
+    rows[5] = 0.25
+    rows[6, :left] = normal(1, left)[0].round()
+    rows[6, 5] = nan
+    check(rows if k < 1024 else rows[[0, 2]], k)
 
 
 def test_shares_of_the_whole_row() -> None:

@@ -138,7 +138,7 @@ class Answer:
             message = error.get("message") if isinstance(error, dict) else error
             raise ExchangeError("error in stream", f"The server streamed an error: {message}")
         for choice in event.get("choices") or ():
-            reason = choice.get("finish_reason")
+            reason = _text(choice, "finish_reason")
             if reason is not None:
                 record.finish_reason = reason
                 self._closed_s = now
@@ -149,10 +149,10 @@ class Answer:
                 record.last_s = now
         usage = event.get("usage")
         if usage:
-            record.prompt_tokens = usage.get("prompt_tokens")
-            record.completion_tokens = usage.get("completion_tokens")
             details = usage.get("prompt_tokens_details") or {}
-            record.cached_tokens = details.get("cached_tokens")
+            prompt, made = _count(usage, "prompt_tokens"), _count(usage, "completion_tokens")
+            record.cached_tokens = _count(details, "cached_tokens")
+            record.prompt_tokens, record.completion_tokens = prompt, made
 
     def _has_token(self, choice: dict[str, Any], reason: str | None) -> bool:
         """Whether a chunk stands for a token.
@@ -161,14 +161,30 @@ class Answer:
         ends it.
         """
         if not self._chat:
-            text = choice.get("text")
+            text = _text(choice, "text")
             if text and self._keep_text:
                 self.text.append(text)
             return bool(text) or (text is not None and reason is None)
         delta = choice.get("delta") or {}
-        content = delta.get("content")
+        content = _text(delta, "content")
         if content and self._keep_text:
             self.text.append(content)
         if any(delta.get(name) for name in _CHAT_TEXT):
             return True
         return content is not None and reason is None and "role" not in delta
+
+
+def _count(fields: dict[str, Any], name: str) -> int | None:
+    """A number of tokens, None where the server doesn't say. Raises TypeError."""
+    value = fields.get(name)
+    if value is None or (isinstance(value, int) and not isinstance(value, bool) and value >= 0):
+        return value
+    raise TypeError(f"{name} is {value!r:.40}, not a number of tokens")
+
+
+def _text(fields: dict[str, Any], name: str) -> str | None:
+    """A string or None. Raises TypeError."""
+    value = fields.get(name)
+    if value is None or isinstance(value, str):
+        return value
+    raise TypeError(f"{name} is {value!r:.40}, not a string")

@@ -6,7 +6,8 @@ Light to import: the command line takes its defaults from here.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from collections.abc import Collection
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal
 
@@ -14,13 +15,30 @@ from penstock.errors import ConfigError
 
 MOONCAKE_BLOCK = 512  # tokens of a block in Mooncake's traces
 
-_OF_A_WORKLOAD = {
-    "num_groups": "shared-prefix",
-    "prefix_len": "shared-prefix",
-    "suffix_len": "shared-prefix",
-    "num_turns": "multi-turn",
-    "think_time_s": "multi-turn",
+_TRACES = ("azure", "mooncake")
+_MADE = ("random", "shared-prefix", "multi-turn")
+_OF_WORKLOADS: dict[str, tuple[str, ...]] = {
+    "dataset_path": _TRACES,
+    "time_scale": _TRACES,
+    "block_tokens": ("mooncake",),
+    "input_len": ("random", "multi-turn"),
+    "output_len": _MADE,
+    "range_ratio": _MADE,
+    "num_groups": ("shared-prefix",),
+    "prefix_len": ("shared-prefix",),
+    "suffix_len": ("shared-prefix",),
+    "num_turns": ("multi-turn",),
+    "think_time_s": ("multi-turn",),
 }
+"""What shapes only some workloads."""
+
+_CALLED = {
+    "input_len": "--random-input-len",
+    "output_len": "--random-output-len",
+    "range_ratio": "--random-range-ratio",
+    "think_time_s": "--think-time",
+}
+"""Options that aren't called as their fields are."""
 
 Backend = Literal["openai", "openai-chat"]
 PromptForm = Literal["auto", "ids", "text"]
@@ -72,24 +90,9 @@ class Options:
     block_size: int = 16
 
     def __post_init__(self) -> None:
-        if self.dataset_name in ("azure", "mooncake"):
-            if self.dataset_path is None:
-                raise ConfigError(f"--dataset-name {self.dataset_name} needs --dataset-path FILE.")
-        else:
-            if self.dataset_path is not None:
-                raise ConfigError(
-                    f"--dataset-path means nothing to --dataset-name {self.dataset_name}: it is "
-                    "for azure and mooncake."
-                )
-            if self.time_scale != 1.0:
-                raise ConfigError("--time-scale stretches a trace's times: azure's or mooncake's.")
-        self._check_workload()
-        if self.dataset_name != "mooncake" and self.block_tokens != MOONCAKE_BLOCK:
-            raise ConfigError("--block-tokens is of --dataset-name mooncake.")
-        if self.time_scale != 1.0 and self.request_rate is not None:
-            raise ConfigError("--request-rate replaces the times that --time-scale stretches.")
-        if self.burstiness != 1.0 and (self.request_rate is None or math.isinf(self.request_rate)):
-            raise ConfigError("--burstiness shapes the gaps of a finite --request-rate.")
+        if self.dataset_name in _TRACES and self.dataset_path is None:
+            raise ConfigError(f"--dataset-name {self.dataset_name} needs --dataset-path FILE.")
+        self._check_effect([f.name for f in fields(self) if getattr(self, f.name) != f.default])
         if self.prompt_form == "ids" and self.backend == "openai-chat":
             raise ConfigError("--backend openai-chat takes messages of text, not token ids.")
         if self.prompt_form == "ids" and self.dataset_name == "multi-turn":
@@ -114,16 +117,44 @@ class Options:
         if not 0 <= self.time_scale < math.inf:
             raise ConfigError(f"--time-scale is {self.time_scale:g}; it must be 0 or more.")
 
-    def _check_workload(self) -> None:
-        """What shapes one workload means nothing to another."""
-        for name, dataset in _OF_A_WORKLOAD.items():
-            default = type(self).__dataclass_fields__[name].default
-            if self.dataset_name != dataset and getattr(self, name) != default:
-                option = "--" + name.removesuffix("_s").replace("_", "-")
+    @classmethod
+    def of(cls, **given: Any) -> Options:
+        """From what was given, None being what wasn't.
+
+        Raises ConfigError for what can't take effect, even if it is the default.
+        """
+        chosen = {name: value for name, value in given.items() if value is not None}
+        options = cls(**chosen)
+        options._check_effect(chosen)
+        return options
+
+    def _check_effect(self, given: Collection[str]) -> None:
+        """Raises ConfigError where an option that was given means nothing beside the others."""
+        for name, datasets in _OF_WORKLOADS.items():
+            if name in given and self.dataset_name not in datasets:
                 raise ConfigError(
-                    f"{option} means nothing to --dataset-name {self.dataset_name}: it is for "
-                    f"{dataset}."
+                    f"{_CALLED.get(name, '--' + name.replace('_', '-'))} means nothing to "
+                    f"--dataset-name {self.dataset_name}: it is for {' or '.join(datasets)}."
                 )
+        if "time_scale" in given and self.request_rate is not None:
+            raise ConfigError("--request-rate replaces the times that --time-scale stretches.")
+        at_a_rate = self.request_rate is not None and not math.isinf(self.request_rate)
+        if "burstiness" in given and not at_a_rate:
+            raise ConfigError("--burstiness shapes the gaps of a finite --request-rate.")
+        if "long_prompts" in given and self.max_input_len is None:
+            raise ConfigError(
+                "--long-prompts says what becomes of prompts above --max-input-len: give that too."
+            )
+        if self.long_prompts == "cut" and self.dataset_name == "multi-turn":
+            raise ConfigError(
+                "--long-prompts cut shortens single prompts; a conversation of multi-turn that is "
+                "longer than --max-input-len is always left out whole."
+            )
+        if "vocab_size" in given and self.needs_text:
+            raise ConfigError(
+                "--vocab-size draws token ids, but these prompts are text, of the tokenizer's "
+                "words. Leave it out, or send ids: --backend openai --prompt-form ids."
+            )
 
     @property
     def needs_text(self) -> bool:

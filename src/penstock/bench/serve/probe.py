@@ -112,8 +112,15 @@ def find_tokenizer(given: str | None, model: str) -> tuple[Tokenizer, str] | Non
 def choose_vocabulary(
     as_text: bool, tokenizer: tuple[Tokenizer, str] | None, given: int | None, served: ServedModel
 ) -> Vocabulary:
-    """What prompts are drawn from. Raises `ConfigError` for text without a tokenizer."""
+    """What prompts are drawn from. Raises `ConfigError` for text without a tokenizer, or with a
+    number of ids.
+    """
     if as_text:
+        if given is not None:
+            raise ConfigError(
+                f"The server takes prompts of text only, and --vocab-size {given} is of token ids. "
+                "Leave it out."
+            )
         if tokenizer is None:
             raise ConfigError(
                 "Prompts of text need the model's tokenizer, so that their length is known: give "

@@ -36,6 +36,7 @@ class Pair:
     free: StepRecord
     held_cpu_s: float  # of all threads
     free_cpu_s: float
+    masks: tuple[MaskTimes, ...]  # of the one that is held
 
 
 @dataclass(slots=True)
@@ -44,11 +45,15 @@ class Overhead:
 
     batch_size: int
     rounds: list[list[Pair]] = field(default_factory=list)
-    masks: list[MaskTimes] = field(default_factory=list)
 
     @property
     def pairs(self) -> list[Pair]:
         return [pair for one in self.rounds for pair in one]
+
+    @property
+    def masks(self) -> list[MaskTimes]:
+        """Of these steps, not of those beside them that aren't full."""
+        return [one for pair in self.pairs for one in pair.masks]
 
     @property
     def held_s(self) -> float:
@@ -163,7 +168,6 @@ def run_overhead(
     lengths = [len(one.outputs[0].token_ids) for one in _run(held, params, prompt)[1]]
     like = [_free(job, length) for job, length in zip(jobs, lengths, strict=True)]
     found = Overhead(size)
-    held.engine.sampler.masks.watch = found.masks.append
     for i in range(rounds):
         show("timing masks", i, rounds)
         pairs = _in_turns((held, params), (free, like), prompt)
@@ -188,6 +192,9 @@ def _in_turns(
             meter.engine.add_request(str(i), prompt, one)
     held_cpu: list[float] = []
     free_cpu: list[float] = []
+    masks: list[tuple[MaskTimes, ...]] = []  # of each step that is held
+    taken: list[MaskTimes] = []
+    held[0].engine.sampler.masks.watch = taken.append
     order = [(held[0], held_cpu), (free[0], free_cpu)]
     while any(meter.engine.has_unfinished for meter, _ in order):
         for meter, spent in order:
@@ -195,8 +202,11 @@ def _in_turns(
                 start = time.process_time()
                 meter.step()
                 spent.append(time.process_time() - start)
+                if meter is held[0]:
+                    masks.append(tuple(taken))
+                    taken.clear()
         order.reverse()
-    steps = zip(held[0].take(), free[0].take(), held_cpu, free_cpu, strict=False)
+    steps = zip(held[0].take(), free[0].take(), held_cpu, free_cpu, masks, strict=False)
     return [Pair(*one) for one in steps]
 
 

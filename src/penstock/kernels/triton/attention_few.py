@@ -11,6 +11,7 @@ from penstock.kernels.triton.attention_tile import (
     join,
     queries,
     scales_of,
+    side_of,
     tile_step,
     write,
 )
@@ -69,7 +70,7 @@ def few(
     if (count == 0) | (count * GROUP > ROWS):
         return
     length = tl.load(context_len + b)
-    D: tl.constexpr = triton.next_power_of_2(DIM)
+    D: tl.constexpr = side_of(DIM)
     query, at, token, head, inside = queries(
         q, 0, start, count, length, kv_head, q_token, q_head, GROUP, DIM, ROWS
     )
@@ -169,7 +170,7 @@ def join_spans(
         return
     length = tl.load(context_len + low)
     first = tl.maximum(length - count - window + 1, 0) if WINDOW else 0
-    D: tl.constexpr = triton.next_power_of_2(DIM)
+    D: tl.constexpr = side_of(DIM)
     d = tl.arange(0, D)
     one = tl.arange(0, 1)
     row = (place.to(tl.int64) * heads + head) * spans + one

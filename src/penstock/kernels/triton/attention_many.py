@@ -12,6 +12,7 @@ from penstock.kernels.triton.attention_tile import (
     owner,
     queries,
     scales_of,
+    side_of,
     tile_step,
     write,
 )
@@ -69,7 +70,7 @@ def many(
     if (begin >= count * GROUP) | (count * GROUP <= least):
         return
     length = tl.load(context_len + b)
-    D: tl.constexpr = triton.next_power_of_2(DIM)
+    D: tl.constexpr = side_of(DIM)
     query, at, token, head, inside = queries(
         q, begin, start, count, length, kv_head, q_token, q_head, GROUP, DIM, ROWS
     )

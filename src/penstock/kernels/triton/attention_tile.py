@@ -13,6 +13,12 @@ import triton.language as tl
 from penstock.kernels.triton.launch import INTERPRETED, dot
 
 
+@triton.constexpr_function
+def side_of(dim):
+    """Along a head, of a tile: a power of two, and 16 at least, or there is no product of tiles."""
+    return max(16, triton.next_power_of_2(dim))
+
+
 @triton.jit
 def owner(query_start, batch, index, MUL: tl.constexpr, DIV: tl.constexpr):
     """The sequence of a tile: the last b with query_start[b] · MUL // DIV + b <= index.
@@ -46,7 +52,7 @@ def queries(
 ):
     """Rows of one KV head, from row `begin` of a sequence's: queries [ROWS, D], and of each row
     position (-1: there is no such row), token, head."""
-    D: tl.constexpr = triton.next_power_of_2(DIM)
+    D: tl.constexpr = side_of(DIM)
     d = tl.arange(0, D)
     row = begin + tl.arange(0, ROWS)
     token = row // GROUP
@@ -61,7 +67,7 @@ def queries(
 @triton.jit
 def write(to, row, found, inside, DIM: tl.constexpr):
     """found [R, D] into rows of DIM."""
-    d = tl.arange(0, triton.next_power_of_2(DIM))
+    d = tl.arange(0, side_of(DIM))
     mask = inside[:, None] & (d < DIM)[None, :]
     tl.store(to + row[:, None] * DIM + d[None, :], found.to(to.dtype.element_ty), mask=mask)
 
@@ -135,7 +141,7 @@ def blocks_of(table, tile, length, P: tl.constexpr, KEYS: tl.constexpr):
 @triton.jit
 def rows_of(cache, blocks, offset, inside, stride_block, stride_row, DIM: tl.constexpr):
     """Keys or values [KEYS, D] of one tile; zeros where nobody may look."""
-    D: tl.constexpr = triton.next_power_of_2(DIM)
+    D: tl.constexpr = side_of(DIM)
     d = tl.arange(0, D)
     start = blocks.to(tl.int64) * stride_block + offset * stride_row
     if DIM % 16 != 0:  # of 16, the launch tells

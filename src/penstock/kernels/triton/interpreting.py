@@ -3,8 +3,9 @@
 It keeps scalars in arrays of one element, which NumPy 2.4 no longer takes for a loop's end. At
 every call of a function inside a kernel it looks through the whole language for what its own
 functions have to stand for, though they do already. It checks each sum of integers for overflow by
-computing it once more. NumPy warns where a GPU just has infinities. And its products are a BLAS's,
-which on some CPUs adds in another order for other numbers of rows.
+computing it once more. NumPy warns where a GPU just has infinities. It multiplies tiles that the
+compiler refuses. And its products are a BLAS's, which on some CPUs adds in another order for other
+numbers of rows.
 """
 
 from __future__ import annotations
@@ -18,6 +19,9 @@ from triton.language import core
 from triton.runtime import interpreter
 
 _LANGUAGES = (tl, core)
+_LEAST_PRODUCT = (1, 1, 16)
+"""Rows, columns and depth of the smallest product of tiles that the compiler takes for a GPU."""
+
 _FLOATS = {np.dtype(np.float16), np.dtype(np.float32)}
 
 
@@ -34,6 +38,7 @@ def prepare() -> None:
     interpreter.InterpretedFunction.run = quietly
     builder = interpreter.interpreter_builder
     builder.options = replace(builder.options, sanitize_overflow=False)
+    builder.codegen_fns["min_dot_size"] = lambda *_: _LEAST_PRODUCT
     _add_in_float64(builder)
 
 

@@ -113,8 +113,9 @@ class Matrix:
             rows == "e4m3" and weight.dtype is not torch.float8_e4m3fn
         ):
             raise KernelError(f"linear: a weight in {weight.dtype} doesn't meet rows in {rows}.")
-        if rows == "none" and x.dtype is torch.float16:
+        if rows == "none" and x.dtype is not torch.bfloat16:
             raise KernelError(
-                "linear: codes aren't widened to float16, which can't hold all that they stand "
-                "for: rows must be bfloat16 or float32."
+                f"linear: codes are widened to bfloat16, not to {x.dtype}: float16 can't hold all "
+                "that they stand for, and tiles in float32 take more shared memory than there is. "
+                "Rows must be bfloat16."
             )

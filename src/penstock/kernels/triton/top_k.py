@@ -3,9 +3,10 @@
 A vocabulary is dealt into groups of a few tokens; the largest of each is entered in a histogram
 over bins in the order of floats. The bin that k groups' largest reach is a lower bound that at
 least k tokens reach, and few more do: these are gathered, and each one's place among the k is how
-many are larger, counted. Where too many reach it (nearly flat rows, or most of a vocabulary
-masked), one program goes through that row and finds the k-th by halving. Every comparison is of
-integers that differ (`argmax.ranked`), so no order of writes changes what comes out.
+many are larger, counted. Where too many reach it (nearly flat rows, or a mask that leaves tokens in
+fewer than k groups, however many they are), one program goes through that row and finds the k-th by
+halving. Every comparison is of integers that differ (`argmax.ranked`), so no order of writes
+changes what comes out.
 
 Beyond _MOST the ranks are sorted by torch.
 """
@@ -133,12 +134,30 @@ def kth_key(logits, vocab_size, k, low, high):
 
 
 @triton.jit
+def _possible(logits, vocab_size):
+    """How many of a row's tokens aren't -inf."""
+    count = 0
+    for start in range(0, vocab_size, _TILE):
+        at = start + tl.arange(0, _TILE)
+        value = tl.load(logits + at, mask=at < vocab_size, other=float("-inf"))
+        count += tl.sum((ordered(value) > _NEGATIVE_INFINITY).to(tl.int32), axis=0)
+    return count
+
+
+@triton.jit
 def _settle(logits, histogram, counts, candidates, stride, vocab_size, k, ROOM: tl.constexpr):
+    """The candidates of a row that _gather found too many for: those above the k-th, of which there
+    are fewer than k, and the first k that equal it.
+    """
     row = tl.program_id(0).to(tl.int64)
     if tl.load(counts + row) > ROOM:
         lowest = tl.full((), _NEGATIVE_INFINITY, tl.int64)
-        masked = _lower_bound(histogram + row * _BINS, k) == 0  # fewer than k are possible
-        high = tl.where(masked, lowest, 0x7FFFFFFF)
+        high = tl.full((), 0x7FFFFFFF, tl.int64)
+        if _lower_bound(histogram + row * _BINS, k) == 0:
+            # Fewer than k groups have a token that isn't masked; fewer than k tokens, under most
+            # grammars, and there is nothing to look for.
+            few = _possible(logits + row * stride, vocab_size) < k
+            high = tl.where(few, lowest, high)
         kth = kth_key(logits + row * stride, vocab_size, k, lowest, high)
         taken, ties = 0, 0
         for start in range(0, vocab_size, _TILE):
@@ -150,7 +169,8 @@ def _settle(logits, histogram, counts, candidates, stride, vocab_size, k, ROOM: 
             first_ties = (tied > 0) & (ties + tl.cumsum(tied, axis=0) <= k)
             chosen = ((inside & (key > kth)) | first_ties).to(tl.int32)
             slot = taken + tl.cumsum(chosen, axis=0) - 1
-            tl.store(candidates + row * ROOM + slot, ranked(value, at), mask=chosen > 0)
+            kept = (chosen > 0) & (slot < ROOM)  # fewer than 2k are: no row writes into the next
+            tl.store(candidates + row * ROOM + slot, ranked(value, at), mask=kept)
             taken += tl.sum(chosen, axis=0)
             ties += tl.sum(tied, axis=0)
         tl.store(counts + row, taken)

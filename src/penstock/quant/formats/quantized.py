@@ -50,7 +50,8 @@ class Quantized(OperatorFormat):
 
     @property
     def compute(self) -> Compute:
-        return _COMPUTE[ROW_CODES[self.row_codes]]
+        compute = _COMPUTE[ROW_CODES[self.row_codes]]
+        return "int4" if compute == "int8" and self.scheme.kind == "int4" else compute
 
     @property
     def row_codes(self) -> int:

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from penstock import ops
-from penstock.sampling.samplers.rows import log_softmax
+from penstock.sampling.samplers.rows import log_softmax, totals
 
 LEADING = 100
 """How many tokens the exponent is estimated from, as in the paper."""
@@ -69,8 +69,8 @@ def _slopes(leading: Tensor) -> Tensor:
     steps = ranks.log().diff()
     known = leading[:, 1:].isfinite()
     drops = torch.where(known, -leading.diff(dim=-1), 0.0)
-    square = (known * steps.square()).sum(-1, keepdim=True)
-    slope = (drops * steps).sum(-1, keepdim=True) / square
+    square = totals(known * steps.square())
+    slope = totals(drops * steps) / square
     return torch.where(square > 0, slope, torch.inf)
 
 
