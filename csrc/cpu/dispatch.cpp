@@ -34,6 +34,7 @@ namespace penstock {
   void pack(const PackArgs&);                     \
   void quantize(const QuantizeArgs&);             \
   void linear_tiles(const LinearArgs&);           \
+  double dot_peak(int64_t, int);                  \
   double read_bandwidth(const float*, int64_t, int); \
   double matrix_peak(int64_t, int);               \
   double int8_peak(int64_t, int);                 \
@@ -41,6 +42,7 @@ namespace penstock {
   }
 PENSTOCK_DECLARE(avx2)
 PENSTOCK_DECLARE(avx512)
+PENSTOCK_DECLARE(avx512_bf16)
 PENSTOCK_DECLARE(amx)
 PENSTOCK_DECLARE(amx_emulated)
 
@@ -70,10 +72,11 @@ void linear_amx_emulated(const LinearArgs& a) {
 const Kernels tables[] = {
     PENSTOCK_TABLE("avx2", avx2, avx2, avx2::linear),
     PENSTOCK_TABLE("avx512", avx512, avx512, avx512::linear),
+    PENSTOCK_TABLE("avx512-bf16", avx512, avx512_bf16, avx512_bf16::linear),
     PENSTOCK_TABLE("amx", avx512, amx, linear_amx),
     PENSTOCK_TABLE("amx-emulated", avx2, amx_emulated, linear_amx_emulated),
 };
-constexpr int kAvx2 = 0, kAvx512 = 1, kAmx = 2, kEmulated = 3;
+constexpr int kAvx2 = 0, kAvx512 = 1, kAvx512Bf16 = 2, kAmx = 3, kEmulated = 4;
 
 // Linux gives a process the tile registers only when asked: arch_prctl(ARCH_REQ_XCOMP_PERM, 18).
 bool ask_for_tiles() {
@@ -99,6 +102,8 @@ bool available(int index) {
       return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
              __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq") &&
              __builtin_cpu_supports("avx512vnni");
+    case kAvx512Bf16:
+      return available(kAvx512) && __builtin_cpu_supports("avx512bf16");
     case kAmx:
       return available(kAvx512) && has_amx();
     default:
@@ -107,7 +112,7 @@ bool available(int index) {
 }
 
 int best() {
-  for (int index : {kAmx, kAvx512, kAvx2})
+  for (int index : {kAmx, kAvx512Bf16, kAvx512, kAvx2})
     if (available(index)) return index;
   return -1;
 }
@@ -197,6 +202,12 @@ double penstock_matrix_peak(int64_t rounds, int threads, int tiles) {
   if (tiles) return available(kAmx) ? amx::matrix_peak(rounds, threads) : 0.0;
   return available(kAvx512) ? avx512::matrix_peak(rounds, threads)
                             : avx2::matrix_peak(rounds, threads);
+}
+
+// FLOPs a second of vdpbf16ps (0 where there is none).
+double penstock_dot_peak(int64_t rounds, int threads) {
+  using namespace penstock;
+  return available(kAvx512Bf16) ? avx512_bf16::dot_peak(rounds, threads) : 0.0;
 }
 
 // int8 operations a second, two for each product that is added up; otherwise the same.

@@ -1,5 +1,8 @@
 // y = x · W over packed panels, by vectors. linear_amx.cpp does the same by tiles.
 #include "linear.h"
+
+#include <type_traits>
+
 #if !defined(__AVX512F__)
 #include "ready.h"
 #endif
@@ -31,21 +34,37 @@ Ahead ahead_of(const LinearArgs& a, int64_t rows) {
   return {choice_or(a.variant.ahead_bytes, kAheadBytes), true, cache == 1};
 }
 
-// Rows made ready to be multiplied: floats, those of E4M3 with the scales of each group, or int8 with
-// their scales and the sums of each group.
+// Rows made ready to be multiplied: floats, or crossed where bfloat16 holds them, those of E4M3 with
+// the scales of each group; or int8 with their scales and the sums of each group.
 struct Rows {
   float* floats;
+  crossed* crosses;
   int8_t* bytes;
   float* scale;
   int32_t* sums;
 };
+
+template <typename X>
+const X* row_of(const LinearArgs& a, const Rows& x, int64_t row) {
+  if constexpr (std::is_same_v<X, crossed>)
+    return x.crosses + row * a.padded_k;
+  else
+    return x.floats + row * a.padded_k;
+}
+
+bool widens(const LinearArgs& a, int64_t rows) {
+  return rows > choice_or(a.variant.widen_rows, kWidenRows);
+}
 
 Rows allocate(const LinearArgs& a) {
   Rows x = {};
   const size_t rows = static_cast<size_t>(a.rows), groups = static_cast<size_t>(a.groups);
   const size_t values = rows * static_cast<size_t>(a.padded_k);
   if (!a.int8_rows) {
-    x.floats = static_cast<float*>(scratch(Scratch::rows, values * sizeof(float)));
+    if (kCrosses && a.dtype == DType::bf16 && (a.kind == Weight::dense || widens(a, a.rows)))
+      x.crosses = static_cast<crossed*>(scratch(Scratch::rows, values * sizeof(crossed)));
+    else
+      x.floats = static_cast<float*>(scratch(Scratch::rows, values * sizeof(float)));
     if (a.fp8_rows)
       x.scale = static_cast<float*>(scratch(Scratch::sums, rows * groups * sizeof(float)));
     return x;
@@ -56,10 +75,17 @@ Rows allocate(const LinearArgs& a) {
   return x;
 }
 
+void prepare_floats(const LinearArgs& a, const Rows& x, int64_t row) {
+  float* out = x.crosses ? static_cast<float*>(scratch(
+                               Scratch::row, static_cast<size_t>(a.padded_k) * sizeof(float)))
+                         : x.floats + row * a.padded_k;
+  a.fp8_rows ? fp8_row(a, row, out, x.scale + row * a.groups)
+             : float_row(a, row, a.padded_k, out);
+  if (x.crosses) cross_row(out, a.padded_k, x.crosses + row * a.padded_k);
+}
+
 void prepare(const LinearArgs& a, const Rows& x, int64_t row) {
-  if (a.fp8_rows)
-    return fp8_row(a, row, x.floats + row * a.padded_k, x.scale + row * a.groups);
-  if (!a.int8_rows) return float_row(a, row, a.padded_k, x.floats + row * a.padded_k);
+  if (!a.int8_rows) return prepare_floats(a, x, row);
   int8_t* out = x.bytes + row * a.padded_k;
   x.scale[row] = int8_row(a, row, out);
   const int64_t group = a.padded_k / a.groups;
@@ -81,7 +107,8 @@ int64_t count_parts(const LinearArgs& a, int64_t panels, int64_t bytes, int thre
 
 // How many rows a thread takes through all its panels before the next ones.
 int64_t row_block(const LinearArgs& a) {
-  const int64_t row_bytes = a.padded_k * (a.int8_rows ? 1 : 4);
+  const int64_t value_bytes = a.int8_rows ? 1 : kCrosses && a.dtype == DType::bf16 ? 2 : 4;
+  const int64_t row_bytes = a.padded_k * value_bytes;
   const int64_t rows = choice_or(a.variant.rows_bytes, kRowsBytes) / row_bytes / 24 * 24;
   return rows < 24 ? 24 : rows;
 }
@@ -90,7 +117,7 @@ template <typename T>
 void dense_part(const LinearArgs& a, const Rows& x, Range rows, Range panels, const Columns& to) {
   const int64_t stride = a.padded_k * kColumns;  // elements of one panel
   multiply_panels(
-      x.floats + rows.first * a.padded_k, a.padded_k, rows.last - rows.first,
+      row_of<RowOf<T>>(a, x, rows.first), a.padded_k, rows.last - rows.first,
       static_cast<const T*>(a.weight) + panels.first * stride, stride, panels.last - panels.first,
       a.padded_k, [](int64_t, int64_t) { return zero(); },
       [&](int64_t r, int64_t p, F16 value) { to(rows.first + r, panels.first + p, value); },
@@ -185,9 +212,13 @@ int64_t float_rows(const LinearArgs& a, const Rows& x, const Panel& w, int64_t r
   return row;
 }
 
+// A panel's values for rows of X.
+template <typename X>
+using Wide = std::conditional_t<std::is_same_v<X, crossed>, crossed, bf16>;
+
 // Rows times a panel that was widened to bfloat16, R at a time: each group like a dense one.
-template <int R>
-int64_t widened_rows(const LinearArgs& a, const Rows& x, const Panel& w, const bf16* wide,
+template <typename X, int R>
+int64_t widened_rows(const LinearArgs& a, const Rows& x, const Panel& w, const Wide<X>* wide,
                      int64_t row, int64_t last, int64_t p, Stream& stream, const Columns& to) {
   for (; last - row >= R; row += R) {
     F16 total[R][1];
@@ -195,7 +226,7 @@ int64_t widened_rows(const LinearArgs& a, const Rows& x, const Panel& w, const b
     for (int64_t g = 0; g < w.groups; g++) {
       F16 sum[R][1];
       clear(sum);
-      dot_panels(x.floats + row * a.padded_k + g * w.group, a.padded_k,
+      dot_panels(row_of<X>(a, x, row) + g * w.group, a.padded_k,
                  wide + g * w.group * kColumns, 0, w.group, stream, sum);
       if (x.scale)
 #pragma GCC unroll 8
@@ -212,24 +243,32 @@ int64_t widened_rows(const LinearArgs& a, const Rows& x, const Panel& w, const b
 }
 
 // Many rows: the panel is widened once.
+template <typename X>
 void widened_panel(const LinearArgs& a, const Rows& x, const Panel& w, Range rows, Range panels,
                    int64_t p, const Columns& to) {
   const int64_t count = rows.last - rows.first;
   Stream stream = stream_of(a, count, panels, p, 1, count_passes(count));
-  bf16* wide = static_cast<bf16*>(
-      scratch(Scratch::unpacked, static_cast<size_t>(a.padded_k * kColumns) * sizeof(bf16)));
+  Wide<X>* wide = static_cast<Wide<X>*>(
+      scratch(Scratch::unpacked, static_cast<size_t>(a.padded_k * kColumns) * sizeof(Wide<X>)));
   unpack_bf16(a.kind, w, 0, a.padded_k, wide);
-  int64_t row = widened_rows<kMaxRows>(a, x, w, wide, rows.first, rows.last, p, stream, to);
-  row = widened_rows<2>(a, x, w, wide, row, rows.last, p, stream, to);
-  widened_rows<1>(a, x, w, wide, row, rows.last, p, stream, to);
+  int64_t row = widened_rows<X, kMaxRows>(a, x, w, wide, rows.first, rows.last, p, stream, to);
+  if constexpr (kMaxRows > 4)
+    row = widened_rows<X, 4>(a, x, w, wide, row, rows.last, p, stream, to);
+  row = widened_rows<X, 2>(a, x, w, wide, row, rows.last, p, stream, to);
+  widened_rows<X, 1>(a, x, w, wide, row, rows.last, p, stream, to);
 }
 
 template <Weight W>
 void float_part(const LinearArgs& a, const Rows& x, Range rows, Range panels, const Columns& to) {
   for (int64_t p = panels.first; p < panels.last; p++) {
     const Panel w = quantized_panel(a, p);
-    if (rows.last - rows.first > choice_or(a.variant.widen_rows, kWidenRows)) {
-      widened_panel(a, x, w, rows, panels, p, to);
+    if constexpr (kCrosses)
+      if (x.crosses) {
+        widened_panel<crossed>(a, x, w, rows, panels, p, to);
+        continue;
+      }
+    if (widens(a, rows.last - rows.first)) {
+      widened_panel<float>(a, x, w, rows, panels, p, to);
       continue;
     }
     int64_t row = rows.first;

@@ -1,11 +1,10 @@
 // The inner loop that projections, scores and weighted values share: rows times panels.
 #pragma once
 
-#include "vec.h"
+#include "crossed.h"
 
 namespace penstock::PENSTOCK_ISA {
 
-constexpr int kColumns = 16;  // of a panel
 constexpr int kBlock = 32;    // values of K whose even and odd products are summed apart
 
 // Elements of a 64-byte panel line: v k-steps of 16 columns.
@@ -19,6 +18,8 @@ constexpr int kFewRows = 3, kMaxRows = 6, kPanels = 2;
 #else
 constexpr int kFewRows = 1, kMaxRows = 4, kPanels = 1;
 #endif
+
+constexpr int64_t kCrossRows = 48;  // that pass over panels of bfloat16 often enough (crossed.h)
 
 // So many sums of even products have room in registers beside as many of odd ones. FMAs of AVX2 need
 // eight sums of 8 columns to hide their latency: of more rows, one half comes after the other.
@@ -158,15 +159,57 @@ static inline void dot_panels(const float* x, int64_t ldx, const float* w, int64
   }
 }
 
-template <int R, int P, typename T, typename Init, typename Emit>
-static inline void tile(const float* x, int64_t ldx, int64_t row, const T* w, int64_t stride,
+#if defined(__AVX512BF16__)
+// The same by products of two values: half as many steps, added in the same order. W: a panel whose
+// lines are crossed already, or bf16.
+template <int R, int P, typename W>
+static inline void dot_panels(const crossed* x, int64_t ldx, const W* w, int64_t stride, int64_t k,
+                              Stream& stream, F16 (&acc)[R][P]) {
+  for (int64_t k0 = 0; k0 < k; k0 += kBlock) {
+    if constexpr (R > kFewRows) stream.block();
+    const int64_t end = k - k0 < kBlock ? k : k0 + kBlock;
+    F16 even[R][P], odd[R][P];
+    clear(even);
+    clear(odd);
+    for (int64_t j = k0; j < end; j += 4) {
+      Crossed lines[P];
+#pragma GCC unroll 8
+      for (int p = 0; p < P; p++) {
+        const W* line = w + p * stride + j * kColumns;
+        if constexpr (R <= kFewRows) {
+          stream.line(line);
+          stream.line(line + 2 * kColumns);
+        }
+        lines[p] = load_crossed(line);
+      }
+#pragma GCC unroll 8
+      for (int r = 0; r < R; r++) {
+        const Crossed four = set_crossed(x + r * ldx + j);
+#pragma GCC unroll 8
+        for (int p = 0; p < P; p++) {
+          even[r][p] = dot(four.even, lines[p].even, even[r][p]);
+          odd[r][p] = dot(four.odd, lines[p].odd, odd[r][p]);
+        }
+      }
+    }
+#pragma GCC unroll 8
+    for (int r = 0; r < R; r++)
+#pragma GCC unroll 8
+      for (int p = 0; p < P; p++) acc[r][p] = acc[r][p] + (even[r][p] + odd[r][p]);
+  }
+}
+#endif
+
+// R rows from `row` on times P panels from `panel` on, which lie at w.
+template <int R, int P, typename X, typename T, typename Init, typename Emit>
+static inline void tile(const X* x, int64_t ldx, int64_t row, const T* w, int64_t stride,
                         int64_t panel, int64_t k, Stream& stream, Init init, Emit emit) {
   F16 acc[R][P];
 #pragma GCC unroll 8
   for (int r = 0; r < R; r++)
 #pragma GCC unroll 8
     for (int p = 0; p < P; p++) acc[r][p] = init(row + r, panel + p);
-  dot_panels<R, P>(x + row * ldx, ldx, w + panel * stride, stride, k, stream, acc);
+  dot_panels<R, P>(x + row * ldx, ldx, w, stride, k, stream, acc);
 #pragma GCC unroll 8
   for (int r = 0; r < R; r++)
 #pragma GCC unroll 8
@@ -176,11 +219,14 @@ static inline void tile(const float* x, int64_t ldx, int64_t row, const T* w, in
 // How often `rows` go over a panel.
 constexpr int64_t count_passes(int64_t rows) { return (rows + kMaxRows - 1) / kMaxRows; }
 
-template <int P, typename T, typename Init, typename Emit>
-static inline void all_rows(const float* x, int64_t ldx, int64_t rows, const T* w, int64_t stride,
+template <int P, typename X, typename T, typename Init, typename Emit>
+static inline void all_rows(const X* x, int64_t ldx, int64_t rows, const T* w, int64_t stride,
                             int64_t panel, int64_t k, Stream& stream, Init init, Emit emit) {
   int64_t r = 0;
 #if defined(__AVX512F__)
+  if constexpr (std::is_same_v<X, crossed> && P == 1)
+    for (; rows - r == 8 || rows - r > 10; r += 8)
+      tile<8, P>(x, ldx, r, w, stride, panel, k, stream, init, emit);
   if (rows > kFewRows) {
     for (; rows - r >= 6; r += 6) tile<6, P>(x, ldx, r, w, stride, panel, k, stream, init, emit);
     if (rows - r >= 4) tile<4, P>(x, ldx, r, w, stride, panel, k, stream, init, emit), r += 4;
@@ -194,18 +240,40 @@ static inline void all_rows(const float* x, int64_t ldx, int64_t rows, const T* 
   for (; r < rows; r++) tile<1, P>(x, ldx, r, w, stride, panel, k, stream, init, emit);
 }
 
+// P panels that lie together, of bfloat16 by crossed rows: many rows cross the lines once before, fewer
+// take one panel at a time, whose sums for 8 rows have room in registers.
+template <int P, typename X, typename T, typename Init, typename Emit>
+static inline void all_passes(const X* x, int64_t ldx, int64_t rows, const T* w, int64_t stride,
+                              int64_t panel, int64_t k, Stream& stream, Init init, Emit emit) {
+  if constexpr (std::is_same_v<X, crossed>) {
+    if (rows >= kCrossRows) {
+      const int64_t size = k * kColumns;
+      X* lines = static_cast<X*>(
+          scratch(Scratch::unpacked, static_cast<size_t>(P * size) * sizeof(X)));
+      for (int p = 0; p < P; p++) cross_panel(w + p * stride, k, lines + p * size);
+      return all_rows<P>(x, ldx, rows, lines, size, panel, k, stream, init, emit);
+    }
+    if (P > 1 && rows > kMaxRows) {
+      for (int p = 0; p < P; p++)
+        all_rows<1>(x, ldx, rows, w + p * stride, stride, panel + p, k, stream, init, emit);
+      return;
+    }
+  }
+  all_rows<P>(x, ldx, rows, w, stride, panel, k, stream, init, emit);
+}
+
 // For every row r < rows and every panel p < panels:
 // emit(r, p, init(r, p) + 16 columns of x [rows, k] · panel p). The order of additions along k is
 // the same for every r, p, rows and panels.
-template <typename T, typename Init, typename Emit>
-static inline void multiply_panels(const float* x, int64_t ldx, int64_t rows, const T* w,
+template <typename X, typename T, typename Init, typename Emit>
+static inline void multiply_panels(const X* x, int64_t ldx, int64_t rows, const T* w,
                                    int64_t stride, int64_t panels, int64_t k, Init init, Emit emit,
                                    const Ahead& ahead = {}) {
   int64_t p = 0;
   Stream stream(ahead);
 #if !defined(__AVX512F__)
   if (rows == 1)  // two streams: 0.80 of the bandwidth on Zen 3 instead of 0.76
-    for (; panels - p >= 2; p += 2) tile<1, 2>(x, ldx, 0, w, stride, p, k, stream, init, emit);
+    for (; panels - p >= 2; p += 2) tile<1, 2>(x, ldx, 0, w + p * stride, stride, p, k, stream, init, emit);
 #endif
   const auto go_on = [&](int64_t next, int64_t count) {
     if (!ahead.next || rows <= kFewRows || panels - next < count) return;
@@ -215,11 +283,11 @@ static inline void multiply_panels(const float* x, int64_t ldx, int64_t rows, co
   if (rows > kFewRows)
     for (; panels - p >= kPanels; p += kPanels) {
       go_on(p + kPanels, kPanels);
-      all_rows<kPanels>(x, ldx, rows, w, stride, p, k, stream, init, emit);
+      all_passes<kPanels>(x, ldx, rows, w + p * stride, stride, p, k, stream, init, emit);
     }
   for (; p < panels; p++) {
     go_on(p + 1, 1);
-    all_rows<1>(x, ldx, rows, w, stride, p, k, stream, init, emit);
+    all_passes<1>(x, ldx, rows, w + p * stride, stride, p, k, stream, init, emit);
   }
 }
 

@@ -68,6 +68,11 @@ inline void add_floats(Register& c, const Register& a) {
 inline void add_bytes(Register& c, const Register& a) {
   asm volatile("vpdpbusd %1, %1, %0" : "+v"(c) : "v"(a));
 }
+#if defined(__AVX512BF16__)
+inline void add_pairs(Register& c, const Register& a) {
+  asm volatile("vdpbf16ps %1, %1, %0" : "+v"(c) : "v"(a));
+}
+#endif
 #else
 using Register = __m256i;
 inline void add_floats(Register& c, const Register& a) {
@@ -150,6 +155,14 @@ double matrix_peak(int64_t rounds, int threads) {
   return per_second(flops, threads, [=] { multiply_registers<add_floats>(rounds); });
 #endif
 }
+
+#if defined(__AVX512BF16__)
+// The same of bfloat16, two products an instruction, out of registers.
+double dot_peak(int64_t rounds, int threads) {
+  const double flops = 2.0 * kChains * (sizeof(Register) / 2) * static_cast<double>(rounds);
+  return per_second(flops, threads, [=] { multiply_registers<add_pairs>(rounds); });
+}
+#endif
 
 // The same of int8: two operations for each product that is added up.
 double int8_peak(int64_t rounds, int threads) {

@@ -65,6 +65,7 @@ class SpanWork {
       float* out = query_ + r * a.padded_dim;
       for (int64_t j = 0; j < a.padded_dim; j++) out[j] = j < a.dim ? to_float(q[j]) : 0.0f;
       if (tiles_) pack(out, r, a.padded_dim, packed_query_);
+      if constexpr (kCrossed) cross_row(out, a.padded_dim, crossed_query() + r * a.padded_dim);
       seen_[r] = visible(a, t, shape.group, row);
       coded_[r] = a.recent.slots ? recent_from(seen_[r].last - 1, a.recent.window) : INT64_MAX;
     }
@@ -90,6 +91,23 @@ class SpanWork {
   static constexpr bool kNibbles = std::is_same_v<S, nibbles>;
   static constexpr int64_t kPerItem = kNibbles ? 2 : 1;  // values of an S
   static constexpr bool kByTiles = kTiles && sizeof(T) == 2;
+  static constexpr bool kCrossed = std::is_same_v<RowOf<T>, crossed>;
+
+  // Rows of queries and weights as they are multiplied.
+  crossed* crossed_query() const { return reinterpret_cast<crossed*>(packed_query_); }
+  crossed* crossed_weight() const { return reinterpret_cast<crossed*>(packed_weight_); }
+  const RowOf<T>* query_rows() const {
+    if constexpr (kCrossed)
+      return crossed_query();
+    else
+      return query_;
+  }
+  const RowOf<T>* weight_rows() const {
+    if constexpr (kCrossed)
+      return crossed_weight();
+    else
+      return weight_;
+  }
 
   // The block of this head that holds `position`.
   int64_t block(int64_t position) const {
@@ -237,7 +255,7 @@ class SpanWork {
     }
     out += from * kSpan;
     multiply_panels(
-        query_ + from * a_.padded_dim, a_.padded_dim, to - from, keys, panel, count / kColumns,
+        query_rows() + from * a_.padded_dim, a_.padded_dim, to - from, keys, panel, count / kColumns,
         a_.padded_dim, [](int64_t, int64_t) { return zero(); },
         [&](int64_t r, int64_t p, F16 value) { store(out + r * kSpan + p * kColumns, value); });
   }
@@ -271,6 +289,8 @@ class SpanWork {
     out[1] = reduce_add(sum);
     out[0] = out[1] == out[1] ? highest : out[1];
     if (tiles_) pack(row, r, kSpan, packed_weight_);
+    if constexpr (kCrossed)
+      cross_row(row + (first - low), last - first, crossed_weight() + r * kSpan + (first - low));
   }
 
   static int clip(int64_t count) {
@@ -312,7 +332,7 @@ class SpanWork {
     if constexpr (kByTiles)
       if (tiles_ && !divided(first, last)) return weigh_by_tiles(low, first, last, out);
     for (int64_t position = first; position < last; position += kGroup) {
-      const float* weights = weight_ + (position - low);
+      const RowOf<T>* weights = weight_rows() + (position - low);
       const bool fresh = position == first;
       const int64_t exact = exact_rows(position);
       if (exact > 0) add_group(group(position, true, values_), weights, 0, exact, fresh, out);
@@ -331,7 +351,7 @@ class SpanWork {
   }
 
   // out value[r] += weights · the group's values, for rows [from, to).
-  void add_group(const Group& g, const float* weights, int64_t from, int64_t to, bool fresh,
+  void add_group(const Group& g, const RowOf<T>* weights, int64_t from, int64_t to, bool fresh,
                  float* out) {
     out += from * shape_.partial + 2;
     multiply_panels(
@@ -377,7 +397,7 @@ class SpanWork {
   float* query_;
   float* weight_;
   bool tiles_;
-  T* packed_query_;   // query_ and weight_ in tiles
+  T* packed_query_;   // query_ and weight_ in tiles, or crossed
   T* packed_weight_;
   T* values_;  // keys or values, widened or with their end cut off
   float* steps_;  // a group of keys' steps and minima

@@ -187,17 +187,21 @@ static inline void multiply_floats(const Panel& w, const float* x, int64_t ldx,
   for (int r = 0; r < R; r++) emit(r, total[r]);
 }
 
-template <Weight W, int J>
-static inline void unpack_line(const uint8_t* line, const Values<W>& values, bf16* out) {
+template <Weight W, int J, typename T>
+static inline void unpack_line(const uint8_t* line, const Values<W>& values, T* out) {
   if constexpr (J < Values<W>::per_line) {
-    store_pairs(out + J / 2 * 2 * kColumns, values.template at<J>(line),
-                values.template at<J + 1>(line));
-    unpack_line<W, J + 2>(line, values, out);
+    const F16 a = values.template at<J>(line), b = values.template at<J + 1>(line);
+    const F16 c = values.template at<J + 2>(line), d = values.template at<J + 3>(line);
+    bf16* lines = reinterpret_cast<bf16*>(out) + J * kColumns;
+    constexpr bool crosses = std::is_same_v<T, crossed>;
+    crosses ? store_pairs(lines, c, a) : store_pairs(lines, a, b);
+    crosses ? store_pairs(lines + 2 * kColumns, d, b) : store_pairs(lines + 2 * kColumns, c, d);
+    unpack_line<W, J + 4>(line, values, out);
   }
 }
 
-template <Weight W>
-static inline void unpack_values(const Panel& w, int64_t first, int64_t last, bf16* out) {
+template <Weight W, typename T>
+static inline void unpack_values(const Panel& w, int64_t first, int64_t last, T* out) {
   Values<W> values(w);
   for (int64_t k = first; k < last; k += Values<W>::per_line) {
     values.group(k / w.group);
@@ -221,9 +225,10 @@ static inline void with_kind(Weight kind, Body body) {
   }
 }
 
-// Values [first, last) of K of a panel, exactly, as a bfloat16 panel. Both are multiples of kUnit.
-static inline void unpack_bf16(Weight kind, const Panel& w, int64_t first, int64_t last,
-                               bf16* out) {
+// Values [first, last) of K of a panel, exactly, as a bfloat16 panel, crossed where T says so. Both are
+// multiples of kUnit.
+template <typename T>
+static inline void unpack_bf16(Weight kind, const Panel& w, int64_t first, int64_t last, T* out) {
   with_kind(kind, [&]<Weight W>() { unpack_values<W>(w, first, last, out); });
 }
 

@@ -20,12 +20,12 @@ from typing import Literal, assert_never
 _ISA_FLAGS = ("avx2", "fma", "f16c", "avx512f", "avx512bw", "avx512_vnni", "avx512_bf16",
               "amx_tile", "amx_bf16", "amx_int8")  # fmt: skip
 
-_PEAKS_VERSION = 2  # of what is measured: peaks kept by another one are measured anew
+_PEAKS_VERSION = 3  # of what is measured: peaks kept by another one are measured anew
 _GPU_PEAKS_VERSION = 1
 
 _TEXTS = ("measured_at", "name")  # of what is kept; the rest are figures
 # there is none, or it wasn't measured
-_MAY_BE_ZERO = ("tile_flops", "int8_ops", "int4_ops", "float8_flops")
+_MAY_BE_ZERO = ("tile_flops", "dot_flops", "int8_ops", "int4_ops", "float8_flops")
 
 _GROUPS = Path("/sys/fs/cgroup")
 _GROUPS_OF_SELF = Path("/proc/self/cgroup")
@@ -63,6 +63,19 @@ class Peaks:
     int8_ops: float = 0.0  # int8, two a multiply-add: vectors or AMX tiles; 0: not measured
     int4_ops: float = 0.0  # int8 by int4, the same; 0: not measured
     cpu_share: float = 1.0  # of the threads' time that other programs left while it was measured
+    dot_flops: float = 0.0  # bfloat16 by vdpbf16ps out of registers; 0 where there is none
+
+    @property
+    def bfloat16_flops(self) -> float:
+        """The fastest of AMX, vdpbf16ps and float32 FMA, which all give the same sums."""
+        return max(self.tile_flops, self.dot_flops, self.fma_flops)
+
+    @property
+    def bfloat16_unit(self) -> str:
+        """Which of them: `AMX`, `vdpbf16ps`, or empty where bfloat16 runs as float32 does."""
+        if self.bfloat16_flops <= self.fma_flops:
+            return ""
+        return "AMX" if self.tile_flops == self.bfloat16_flops else "vdpbf16ps"
 
     @property
     def disturbed(self) -> bool:
@@ -72,16 +85,17 @@ class Peaks:
     def of(self, compute: Compute) -> float:
         """FLOPs per second of products in `compute`.
 
-        AMX has no float32, and bfloat16 without AMX runs as float32 does. int8 that wasn't
-        measured counts as the fastest of the others, int4 as int8. float8 is widened to bfloat16.
+        AMX has no float32, and bfloat16 runs as float32 does where there is neither AMX nor
+        AVX512_BF16. int8 that wasn't measured counts as bfloat16, int4 as int8. float8 is widened
+        to bfloat16.
         """
         match compute:
             case "float32":
                 return self.fma_flops
             case "bfloat16" | "float8":
-                return max(self.tile_flops, self.fma_flops)
+                return self.bfloat16_flops
             case "int8":
-                return self.int8_ops or max(self.tile_flops, self.fma_flops)
+                return self.int8_ops or self.bfloat16_flops
             case "int4":
                 return self.int4_ops or self.of("int8")
             case _:

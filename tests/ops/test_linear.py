@@ -119,6 +119,27 @@ def test_rows_by_themselves_and_together(name: str) -> None:
             assert torch.equal(fmt.matmul(x[first:last], packed, None, n), together[first:last])
 
 
+@pytest.mark.parametrize("rows", range(1, 15))
+def test_denormals_are_zero_in_every_instruction_set(rows: int) -> None:
+    """Factors, products and sums at the bounds of float32's exponents, above and below."""
+    x, w = randn(rows, 320).bfloat16(), randn(50, 320, seed=1)
+    fmt = Dense(torch.bfloat16)
+    before, found = native.isa, []
+    for isa in native.available_isas():
+        native.select_isa(isa)
+        for small in (2.0**-126, 2.0**-124, 2.0**-118, 2.0**-65):
+            packed = fmt.pack(w * small)
+            found += [
+                fmt.matmul(x * factor, packed, None, 50, out_dtype=torch.float32)
+                for factor in (1.0, 2.0**-7, 2.0**-62)
+            ]
+    native.select_isa(before)
+    cases = len(found) // len(native.available_isas())
+    assert any((y == 0).any() and (y != 0).any() for y in found[:cases])
+    for i in range(cases, len(found)):
+        assert torch.equal(found[i], found[i % cases])
+
+
 @pytest.mark.parametrize("name", FORMATS)
 @pytest.mark.parametrize("rows", [1, 5, 33])
 @pytest.mark.usefixtures("isa")

@@ -139,7 +139,7 @@ def describe_peaks(peaks: AnyPeaks, compute: Compute) -> str:
         )
     kind = {
         "float32": "float32 FMA",
-        "bfloat16": "bfloat16, AMX" if peaks.tile_flops > peaks.fma_flops else "float32 FMA",
+        "bfloat16": f"bfloat16, {unit}" if (unit := peaks.bfloat16_unit) else "float32 FMA",
         "int8": "int8" if peaks.int8_ops else "bfloat16: int8 wasn't measured",
     }
     kind["int4"] = "int8 by int4" if peaks.int4_ops else kind["int8"]

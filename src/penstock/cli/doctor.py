@@ -206,9 +206,10 @@ def _facts(found: Diagnosis) -> list[tuple[str, str]]:
         ),
     ]
     if peaks is not None:
-        tiles = "no AMX: as fast as float32"
-        if peaks.tile_flops:
-            tiles = f"{peaks.tile_flops / 1e12:.2f} TFLOP/s (AMX tiles, fed from L1)"
+        bfloat16 = "neither AMX nor AVX512_BF16: as fast as float32"
+        if unit := peaks.bfloat16_unit:
+            fed = "AMX tiles, fed from L1" if unit == "AMX" else f"{unit}, from registers"
+            bfloat16 = f"{peaks.bfloat16_flops / 1e12:.2f} TFLOP/s ({fed})"
         int8 = "not measured: counts as bfloat16"
         if peaks.int8_ops:
             int8 = f"{peaks.int8_ops / 1e12:.2f} TOP/s"
@@ -216,7 +217,7 @@ def _facts(found: Diagnosis) -> list[tuple[str, str]]:
                 int8 += f"; by int4 {peaks.int4_ops / 1e12:.2f}"
         rows += [
             ("Memory read", f"{peaks.read_bytes_per_s / 1e9:.1f} GB/s"),
-            ("Matrix, bfloat16", tiles),
+            ("Matrix, bfloat16", bfloat16),
             ("Matrix, int8", int8),
             ("Matrix, float32", f"{peaks.fma_flops / 1e12:.2f} TFLOP/s (FMA, from registers)"),
             ("Measured", f"{peaks.measured_at}, {peaks.threads} threads"),

@@ -3,8 +3,8 @@
 Environment:
     PENSTOCK_KERNELS   `native` (default), `reference`: run every operator's Python reference, or
                        `triton`: interpret the kernels of GPUs (`kernels.gpu`)
-    PENSTOCK_ISA       `avx2`, `avx512`, `amx`, or `amx-emulated` (AMX's code with its tiles in
-                       software, for tests); unset: the best that this machine has
+    PENSTOCK_ISA       `avx2`, `avx512`, `avx512-bf16`, `amx`, or `amx-emulated` (AMX's code with
+                       its tiles in software, for tests); unset: the best that this machine has
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from penstock.errors import KernelError, nearest
 from penstock.hardware import detect
 from penstock.kernels.gpu import interpreting
 
-ISAS = ("avx2", "avx512", "amx", "amx-emulated")
+ISAS = ("avx2", "avx512", "avx512-bf16", "amx", "amx-emulated")
 
 TILE_MIN_ROWS = 4
 """Fewer rows are multiplied by vectors even where there is AMX (csrc/cpu/dispatch.cpp)."""
@@ -81,6 +81,11 @@ class NativeLibrary:
         assert self.handle is not None
         return float(self.handle.penstock_matrix_peak(rounds, threads, int(tiles)))
 
+    def dot_peak(self, rounds: int, threads: int) -> float:
+        """FLOPs per second: bfloat16 by vdpbf16ps, out of registers (0 without it)."""
+        assert self.handle is not None
+        return float(self.handle.penstock_dot_peak(rounds, threads))
+
     def int8_peak(self, rounds: int, threads: int, tiles: bool) -> float:
         """int8 operations per second, two a multiply-add: by vectors out of registers (as w8a8
         multiplies), or AMX tiles fed from L1 (0 without AMX).
@@ -113,6 +118,8 @@ def _declare(handle: ctypes.CDLL) -> None:
     for peak in peaks:
         peak.restype = ctypes.c_double
         peak.argtypes = [ctypes.c_int64, ctypes.c_int, ctypes.c_int]
+    handle.penstock_dot_peak.restype = ctypes.c_double
+    handle.penstock_dot_peak.argtypes = [ctypes.c_int64, ctypes.c_int]
 
 
 def load() -> NativeLibrary:
@@ -167,8 +174,9 @@ BY_TORCH = {
 
 
 def _vectors() -> str:
-    """The vectors that stand beside the tiles in use, or alone."""
-    return {"amx": "avx512", "amx-emulated": "avx2"}.get(native.isa or "", native.isa or "none")
+    """The vectors that stand beside the products in use, or alone."""
+    beside = {"amx": "avx512", "avx512-bf16": "avx512", "amx-emulated": "avx2"}
+    return beside.get(native.isa or "", native.isa or "none")
 
 
 def _has_tiles() -> bool:
@@ -176,10 +184,12 @@ def _has_tiles() -> bool:
 
 
 def _code_of(name: str) -> str:
-    """The instruction set of an operator's kernel: only the products have one for tiles."""
-    if _has_tiles() and name in ("linear", "linear_add_", "paged_attention"):
+    """The instruction set of an operator's kernel: only products have their own beside vectors."""
+    if name not in ("linear", "linear_add_", "paged_attention"):
+        return _vectors()
+    if _has_tiles():
         return f"{native.isa} from {TILE_MIN_ROWS} rows (not of float32), else {_vectors()}"
-    return _vectors()
+    return native.isa or "none"
 
 
 def report_linear() -> list[tuple[str, str, str]]:
@@ -192,19 +202,24 @@ def report_linear() -> list[tuple[str, str, str]]:
         return []
     fma = "vfmadd231ps"
     int8 = "vpdpbusd" if _vectors() == "avx512" else "vpmaddubsw, vpmaddwd"
-    float32, tiles = f"widened to float32, {fma}", "widened to bfloat16, tdpbf16ps"
-    rows = [
+    few, many = fma, "tdpbf16ps" if _has_tiles() else fma
+    if native.isa == "avx512-bf16":
+        few = many = "vdpbf16ps"
+    float32 = f"widened to float32, {fma}"
+    looked_up = f"looked up by vpermps, {fma}"
+    widened, levels = float32, looked_up
+    if many != fma:
+        widened, levels = f"widened to bfloat16, {many}", f"looked up by vpermps, {many}"
+    tiles = _has_tiles()
+    return [
         ("float32", fma, fma),
-        ("bfloat16", fma, "tdpbf16ps"),
-        ("w8a16, w4a16", float32, tiles),
-        ("fp8, fp8-w8a8, fp8-e5m2", float32, tiles),
-        ("nf4, mxfp4, nvfp4", f"looked up by vpermps, {fma}", "looked up by vpermps, tdpbf16ps"),
-        ("w8a8", int8, "tdpbssd"),
-        ("w4a8", int8, "widened to int8, tdpbssd"),
+        ("bfloat16", few, many),
+        ("w8a16, w4a16", float32, widened),
+        ("fp8, fp8-w8a8, fp8-e5m2", float32, widened),
+        ("nf4, mxfp4, nvfp4", looked_up, levels),
+        ("w8a8", int8, "tdpbssd" if tiles else int8),
+        ("w4a8", int8, "widened to int8, tdpbssd" if tiles else int8),
     ]
-    if not _has_tiles():
-        return [(weights, few, few) for weights, few, _ in rows]
-    return rows
 
 
 def report_cache() -> list[tuple[str, str, str, str]]:

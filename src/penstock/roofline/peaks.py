@@ -60,6 +60,7 @@ def _measure(buffer: torch.Tensor, threads: int, repeats: int) -> Peaks:
         measured_at=datetime.now(UTC).isoformat(timespec="seconds"),
         int8_ops=max(peak(native.int8_peak, tiles) for tiles in {False, has_tiles}),
         int4_ops=max(peak(native.int4_peak, tiles) for tiles in {False, has_tiles}),
+        dot_flops=peak(lambda rounds, threads, _: native.dot_peak(rounds, threads), False),
     )
 
 
@@ -90,6 +91,7 @@ def _best(one: Peaks, other: Peaks) -> Peaks:
         tile_flops=max(one.tile_flops, other.tile_flops),
         int8_ops=max(one.int8_ops, other.int8_ops),
         int4_ops=max(one.int4_ops, other.int4_ops),
+        dot_flops=max(one.dot_flops, other.dot_flops),
     )
 
 

@@ -143,8 +143,8 @@ def _levels(peaks: AnyPeaks) -> list[tuple[str, float]]:
         levels += [("float8", peaks.float8_flops)] * bool(peaks.float8_flops)
     else:
         levels = [("float32 FMA", peaks.fma_flops)]
-        if peaks.tile_flops > peaks.fma_flops:
-            levels.append(("bfloat16, AMX", peaks.tile_flops))
+        if peaks.bfloat16_unit:
+            levels.append((f"bfloat16, {peaks.bfloat16_unit}", peaks.bfloat16_flops))
         if peaks.int4_ops > 1.2 * peaks.int8_ops:  # else they are the same instructions
             levels.append(("int4", peaks.int4_ops))
     return levels + [("int8", peaks.int8_ops)] * bool(peaks.int8_ops)
