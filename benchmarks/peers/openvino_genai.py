@@ -22,10 +22,11 @@ from benchmarks.peers.protocol import Format, Found, Missing, Reply, Settings, W
 
 PACKAGES = ("openvino-genai", "openvino", "optimum-intel", "nncf", "transformers", "torch")
 
+# optimum-intel 2.2 with transformers 5.5 can't import its own OVModelForCausalLM
 INSTALL = """
 mkdir -p openvino && cd openvino
 python3 -m venv venv
-venv/bin/pip install "torch>=2.11,<2.14" openvino-genai optimum-intel nncf
+venv/bin/pip install "torch>=2.11,<2.14" openvino-genai "optimum-intel<2" "transformers<5" nncf
 """
 
 QUANTIZATION: dict[str, dict[str, Any]] = {

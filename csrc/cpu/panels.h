@@ -273,7 +273,8 @@ static inline void multiply_panels(const X* x, int64_t ldx, int64_t rows, const 
   Stream stream(ahead);
 #if !defined(__AVX512F__)
   if (rows == 1)  // two streams: 0.80 of the bandwidth on Zen 3 instead of 0.76
-    for (; panels - p >= 2; p += 2) tile<1, 2>(x, ldx, 0, w + p * stride, stride, p, k, stream, init, emit);
+    for (; panels - p >= 2; p += 2)
+      tile<1, 2>(x, ldx, 0, w + p * stride, stride, p, k, stream, init, emit);
 #endif
   const auto go_on = [&](int64_t next, int64_t count) {
     if (!ahead.next || rows <= kFewRows || panels - next < count) return;

@@ -28,6 +28,9 @@ ISAS = ("avx2", "avx512", "avx512-bf16", "amx", "amx-emulated")
 TILE_MIN_ROWS = 4
 """Fewer rows are multiplied by vectors even where there is AMX (csrc/cpu/dispatch.cpp)."""
 
+WIDEN_ROWS = 6
+"""More rows are multiplied by weights that were widened to bfloat16 once (csrc/cpu/linear.cpp)."""
+
 logger = logging.getLogger("penstock")
 
 _HAS_VECTORS = {"avx2", "fma", "f16c"} <= set(detect().flags)
@@ -202,15 +205,17 @@ def report_linear() -> list[tuple[str, str, str]]:
         return []
     fma = "vfmadd231ps"
     int8 = "vpdpbusd" if _vectors() == "avx512" else "vpmaddubsw, vpmaddwd"
-    few, many = fma, "tdpbf16ps" if _has_tiles() else fma
-    if native.isa == "avx512-bf16":
-        few = many = "vdpbf16ps"
-    float32 = f"widened to float32, {fma}"
-    looked_up = f"looked up by vpermps, {fma}"
-    widened, levels = float32, looked_up
-    if many != fma:
-        widened, levels = f"widened to bfloat16, {many}", f"looked up by vpermps, {many}"
     tiles = _has_tiles()
+    few, many = fma, "tdpbf16ps" if tiles else fma
+    float32, looked_up = f"widened to float32, {fma}", f"looked up by vpermps, {fma}"
+    widened, levels = float32, looked_up
+    if tiles:
+        widened, levels = f"widened to bfloat16, {many}", f"looked up by vpermps, {many}"
+    elif native.isa == "avx512-bf16":
+        few = many = "vdpbf16ps"
+        widened, levels = (
+            f"{how}; from {WIDEN_ROWS + 1} rows {many}" for how in (float32, looked_up)
+        )
     return [
         ("float32", fma, fma),
         ("bfloat16", few, many),
