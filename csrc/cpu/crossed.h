@@ -67,26 +67,28 @@ static inline F16 dot(__m512bh x, __m512bh w, F16 sum) {
   return {_mm512_dpbf16_ps(sum.v, x, w)};
 }
 
+// Sixteen values of a row, rounded to bfloat16.
+static inline void store_crossed(crossed* out, F16 a) {
+  constexpr int order = _MM_SHUFFLE(1, 3, 0, 2);
+  const __m256i v = reinterpret_cast<__m256i>(_mm512_cvtneps_pbh(a.v));
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(out),
+                      _mm256_shufflehi_epi16(_mm256_shufflelo_epi16(v, order), order));
+}
+
+// A row of `count` floats, a multiple of 16.
+static inline void cross_row(const float* row, int64_t count, crossed* out) {
+  for (int64_t j = 0; j < count; j += 16) store_crossed(out + j, load(row + j));
+}
+
 #else
 
 constexpr bool kCrosses = false;
+static inline void cross_row(const float*, int64_t, crossed*) {}
 
 #endif
 
 // The rows that panels of T are multiplied by.
 template <typename T>
 using RowOf = std::conditional_t<kCrosses && std::is_same_v<T, bf16>, crossed, float>;
-
-// A row of `count` floats, a multiple of 16, that bfloat16 holds.
-static inline void cross_row(const float* row, int64_t count, crossed* out) {
-  constexpr int order = _MM_SHUFFLE(1, 3, 0, 2);
-  for (int64_t j = 0; j < count; j += 16) {
-    bf16 in_order[16];
-    store_exact(in_order, load(row + j));
-    const __m256i v = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(in_order));
-    _mm256_storeu_si256(reinterpret_cast<__m256i*>(out + j),
-                        _mm256_shufflehi_epi16(_mm256_shufflelo_epi16(v, order), order));
-  }
-}
 
 }  // namespace penstock::PENSTOCK_ISA

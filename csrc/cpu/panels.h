@@ -163,7 +163,7 @@ static inline void dot_panels(const float* x, int64_t ldx, const float* w, int64
 // The same by products of two values: half as many steps, added in the same order. W: a panel whose
 // lines are crossed already, or bf16.
 template <int R, int P, typename W>
-static inline void dot_panels(const crossed* x, int64_t ldx, const W* w, int64_t stride, int64_t k,
+[[gnu::always_inline]] static inline void dot_panels(const crossed* x, int64_t ldx, const W* w, int64_t stride, int64_t k,
                               Stream& stream, F16 (&acc)[R][P]) {
   for (int64_t k0 = 0; k0 < k; k0 += kBlock) {
     if constexpr (R > kFewRows) stream.block();
@@ -219,25 +219,32 @@ static inline void tile(const X* x, int64_t ldx, int64_t row, const T* w, int64_
 // How often `rows` go over a panel.
 constexpr int64_t count_passes(int64_t rows) { return (rows + kMaxRows - 1) / kMaxRows; }
 
+// one<R>(r) for all rows, R at a time. Eight: so many have room in registers.
+template <bool Eight, typename One>
+static inline void in_tiles(int64_t rows, One one) {
+  int64_t r = 0;
+#if defined(__AVX512F__)
+  if constexpr (Eight)
+    for (; rows - r == 8 || rows - r > 10; r += 8) one.template operator()<8>(r);
+  for (; rows - r == 6 || rows - r > 7; r += 6) one.template operator()<6>(r);
+  for (; rows - r >= 4; r += 4) one.template operator()<4>(r);
+  for (; rows - r >= 3; r += 3) one.template operator()<3>(r);
+#else
+  for (; rows - r >= 4; r += 4) one.template operator()<4>(r);
+#endif
+  for (; rows - r >= 2; r += 2) one.template operator()<2>(r);
+  for (; r < rows; r++) one.template operator()<1>(r);
+}
+
+template <typename X, int P>
+constexpr bool kEight = std::is_same_v<X, crossed>&& P == 1;
+
 template <int P, typename X, typename T, typename Init, typename Emit>
 static inline void all_rows(const X* x, int64_t ldx, int64_t rows, const T* w, int64_t stride,
                             int64_t panel, int64_t k, Stream& stream, Init init, Emit emit) {
-  int64_t r = 0;
-#if defined(__AVX512F__)
-  if constexpr (std::is_same_v<X, crossed> && P == 1)
-    for (; rows - r == 8 || rows - r > 10; r += 8)
-      tile<8, P>(x, ldx, r, w, stride, panel, k, stream, init, emit);
-  if (rows > kFewRows) {
-    for (; rows - r >= 6; r += 6) tile<6, P>(x, ldx, r, w, stride, panel, k, stream, init, emit);
-    if (rows - r >= 4) tile<4, P>(x, ldx, r, w, stride, panel, k, stream, init, emit), r += 4;
-  }
-  for (; rows - r >= 3; r += 3) tile<3, P>(x, ldx, r, w, stride, panel, k, stream, init, emit);
-  if (rows - r == 2) tile<2, P>(x, ldx, r, w, stride, panel, k, stream, init, emit), r += 2;
-#else
-  for (; rows - r >= 4; r += 4) tile<4, P>(x, ldx, r, w, stride, panel, k, stream, init, emit);
-  for (; rows - r >= 2; r += 2) tile<2, P>(x, ldx, r, w, stride, panel, k, stream, init, emit);
-#endif
-  for (; r < rows; r++) tile<1, P>(x, ldx, r, w, stride, panel, k, stream, init, emit);
+  in_tiles<kEight<X, P>>(rows, [&]<int R>(int64_t r) {
+    tile<R, P>(x, ldx, r, w, stride, panel, k, stream, init, emit);
+  });
 }
 
 // P panels that lie together, of bfloat16 by crossed rows: many rows cross the lines once before, fewer
@@ -253,7 +260,7 @@ static inline void all_passes(const X* x, int64_t ldx, int64_t rows, const T* w,
       for (int p = 0; p < P; p++) cross_panel(w + p * stride, k, lines + p * size);
       return all_rows<P>(x, ldx, rows, lines, size, panel, k, stream, init, emit);
     }
-    if (P > 1 && rows > kMaxRows) {
+    if (P > 1 && rows > kMaxRows + 1) {
       for (int p = 0; p < P; p++)
         all_rows<1>(x, ldx, rows, w + p * stride, stride, panel + p, k, stream, init, emit);
       return;
@@ -290,6 +297,46 @@ static inline void multiply_panels(const X* x, int64_t ldx, int64_t rows, const 
     go_on(p + 1, 1);
     all_passes<1>(x, ldx, rows, w + p * stride, stride, p, k, stream, init, emit);
   }
+}
+
+// kBlock values of K of all panels, `stride` elements from one panel to the next.
+template <typename T>
+struct Block {
+  const T* values;
+  int64_t stride;
+};
+
+template <int R, int P, typename X, typename T, typename Emit>
+static inline void tile_of_blocks(const X* x, int64_t ldx, int64_t row, const Block<T>* blocks,
+                                  int64_t count, int64_t panel, Emit emit) {
+  Stream stream(Ahead{0, false, true});
+  F16 acc[R][P];
+  clear(acc);
+  for (int64_t d = 0; d < count; d++) {
+    const int64_t stride = blocks[d].stride;
+    dot_panels<R, P>(x + row * ldx + d * kBlock, ldx, blocks[d].values + panel * stride, stride,
+                     kBlock, stream, acc);
+  }
+#pragma GCC unroll 8
+  for (int r = 0; r < R; r++)
+#pragma GCC unroll 8
+    for (int p = 0; p < P; p++) emit(row + r, panel + p, acc[r][p]);
+}
+
+// The same as `multiply_panels`, from zero, of panels whose blocks of K lie apart.
+template <typename X, typename T, typename Emit>
+static inline void multiply_blocks(const X* x, int64_t ldx, int64_t rows, const Block<T>* blocks,
+                                   int64_t count, int64_t panels, Emit emit) {
+  int64_t p = 0;
+  if (rows > kFewRows && !(std::is_same_v<X, crossed> && rows > kMaxRows + 1))
+    for (; panels - p >= kPanels; p += kPanels)
+      in_tiles<kEight<X, kPanels>>(rows, [&]<int R>(int64_t r) {
+        tile_of_blocks<R, kPanels>(x, ldx, r, blocks, count, p, emit);
+      });
+  for (; p < panels; p++)
+    in_tiles<kEight<X, 1>>(rows, [&]<int R>(int64_t r) {
+      tile_of_blocks<R, 1>(x, ldx, r, blocks, count, p, emit);
+    });
 }
 
 }  // namespace penstock::PENSTOCK_ISA

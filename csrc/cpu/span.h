@@ -284,13 +284,14 @@ class SpanWork {
       sum = sum + p;
       if constexpr (kScaled)  // beyond the last position a scale may be anything
         p = keep_first(p * scales(a_.value_scale, low + j), clip(to - j), 0.0f);
-      store(row + j, round_to<T>(p));
+      if constexpr (kCrossed)
+        store_crossed(crossed_weight() + r * kSpan + j, p);
+      else
+        store(row + j, round_to<T>(p));
     }
     out[1] = reduce_add(sum);
     out[0] = out[1] == out[1] ? highest : out[1];
     if (tiles_) pack(row, r, kSpan, packed_weight_);
-    if constexpr (kCrossed)
-      cross_row(row + (first - low), last - first, crossed_weight() + r * kSpan + (first - low));
   }
 
   static int clip(int64_t count) {
@@ -304,11 +305,7 @@ class SpanWork {
     return load(lanes);
   }
 
-  // Panels of 32 positions' values.
-  struct Group {
-    const T* values;
-    int64_t stride;  // between panels
-  };
+  using Group = Block<T>;  // of 32 positions' values
 
   // The values from `position` on, `exact` as they were written, in `room` where they are widened
   // or their end is cut off.
@@ -329,8 +326,7 @@ class SpanWork {
 
   // out value[r] = weights · values, one group of 32 positions after another
   void weigh(int64_t low, int64_t first, int64_t last, float* out) {
-    if constexpr (kByTiles)
-      if (tiles_ && !divided(first, last)) return weigh_by_tiles(low, first, last, out);
+    if (!divided(first, last)) return weigh_together(low, first, last, out);
     for (int64_t position = first; position < last; position += kGroup) {
       const RowOf<T>* weights = weight_rows() + (position - low);
       const bool fresh = position == first;
@@ -365,17 +361,25 @@ class SpanWork {
         });
   }
 
-  void weigh_by_tiles(int64_t low, int64_t first, int64_t last, float* out) {
+  // The same of groups that all rows see alike.
+  void weigh_together(int64_t low, int64_t first, int64_t last, float* out) {
     Group groups[kSpan / kGroup];
     const int64_t count = (last - first) / kGroup, skipped = (first - low) / kGroup;
     for (int64_t d = 0; d < count; d++) {
       const int64_t position = first + d * kGroup;
       groups[d] = group(position, exact_rows(position) > 0, values_ + d * kGroup * a_.padded_dim);
     }
-    multiply_tiles(packed_weight_ + skipped * kTileValues, t_.rows, count,
-                   a_.padded_dim / kColumns,
-                   [&](int64_t p, int64_t d) { return groups[d].values + p * groups[d].stride; },
-                   out + 2, shape_.partial, kSpan / kGroup);
+    const int64_t panels = a_.padded_dim / kColumns;
+    if constexpr (kByTiles)
+      if (tiles_)
+        return multiply_tiles(
+            packed_weight_ + skipped * kTileValues, t_.rows, count, panels,
+            [&](int64_t p, int64_t d) { return groups[d].values + p * groups[d].stride; }, out + 2,
+            shape_.partial, kSpan / kGroup);
+    multiply_blocks(weight_rows() + (first - low), kSpan, t_.rows, groups, count, panels,
+                    [&](int64_t r, int64_t p, F16 value) {
+                      store(out + 2 + r * shape_.partial + p * kColumns, value);
+                    });
   }
 
   // A copy of a group's panels with zeros from position `count` on.
