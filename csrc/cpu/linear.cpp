@@ -96,12 +96,12 @@ void prepare(const LinearArgs& a, const Rows& x, int64_t row) {
   }
 }
 
-// Into how many parts the panels are dealt: of some size at least, and a few for each thread.
+// Into how many parts the panels are dealt: of some size about, a few for each thread, and as many for
+// one as for the other.
 int64_t count_parts(const LinearArgs& a, int64_t panels, int64_t bytes, int threads) {
   const int64_t least = a.rows > kFewRows ? kPartBytesOfRows : kPartBytes;
   int64_t parts = panels * bytes / choice_or(a.variant.part_bytes, least);
-  if (parts > 8 * threads) parts = 8 * threads;
-  if (parts < threads) parts = threads;
+  parts = deal_evenly(parts, threads);
   return parts < panels ? parts : panels;
 }
 

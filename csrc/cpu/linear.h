@@ -16,6 +16,12 @@ static inline Range share(int64_t count, int64_t part, int64_t parts) {
   return {count * part / parts, count * (part + 1) / parts};
 }
 
+// About `parts`, but a multiple of `threads` and at most eight for each.
+static inline int64_t deal_evenly(int64_t parts, int threads) {
+  const int64_t each = (parts + threads - 1) / threads;
+  return threads * (each < 1 ? 1 : each > 8 ? 8 : each);
+}
+
 // body(row) for each of `rows` rows, some to each of `threads` threads.
 template <typename Body>
 static inline void over_rows(int threads, int64_t rows, Body body) {

@@ -299,9 +299,8 @@ class PanelPair {
 void linear_tiles(const LinearArgs& a) {
   const Packed x = shape(a);
   const int64_t pairs = (count_panels(a) + 1) / 2, bytes = 2 * panel_bytes(a);
-  int64_t parts = pairs * bytes / choice_or(a.variant.part_bytes, kPartBytes);
-  if (parts > 8 * a.threads) parts = 8 * a.threads;
-  if (parts < a.threads) parts = a.threads;
+  const int64_t parts =
+      deal_evenly(pairs * bytes / choice_or(a.variant.part_bytes, kPartBytes), a.threads);
   over_rows(a.threads, x.row_tiles * kTileRows, [&](int64_t row) { pack_row(a, x, row); });
   parallel(a.threads, parts, [&](int64_t i) {
     const FlushDenormals flush;
