@@ -5,7 +5,7 @@
 
 namespace penstock::PENSTOCK_ISA {
 
-constexpr int kBlock = 32;    // values of K whose even and odd products are summed apart
+constexpr int kBlock = 32;  // values of K whose even and odd products are summed apart
 
 // Elements of a 64-byte panel line: v k-steps of 16 columns.
 template <typename T>
@@ -163,8 +163,9 @@ static inline void dot_panels(const float* x, int64_t ldx, const float* w, int64
 // The same by products of two values: half as many steps, added in the same order. W: a panel whose
 // lines are crossed already, or bf16.
 template <int R, int P, typename W>
-[[gnu::always_inline]] static inline void dot_panels(const crossed* x, int64_t ldx, const W* w, int64_t stride, int64_t k,
-                              Stream& stream, F16 (&acc)[R][P]) {
+[[gnu::always_inline]] static inline void dot_panels(const crossed* x, int64_t ldx, const W* w,
+                                                     int64_t stride, int64_t k, Stream& stream,
+                                                     F16 (&acc)[R][P]) {
   for (int64_t k0 = 0; k0 < k; k0 += kBlock) {
     if constexpr (R > kFewRows) stream.block();
     const int64_t end = k - k0 < kBlock ? k : k0 + kBlock;
@@ -237,7 +238,7 @@ static inline void in_tiles(int64_t rows, One one) {
 }
 
 template <typename X, int P>
-constexpr bool kEight = std::is_same_v<X, crossed>&& P == 1;
+constexpr bool kEight = std::is_same_v<X, crossed> && P == 1;
 
 template <int P, typename X, typename T, typename Init, typename Emit>
 static inline void all_rows(const X* x, int64_t ldx, int64_t rows, const T* w, int64_t stride,

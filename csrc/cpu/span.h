@@ -255,8 +255,8 @@ class SpanWork {
     }
     out += from * kSpan;
     multiply_panels(
-        query_rows() + from * a_.padded_dim, a_.padded_dim, to - from, keys, panel, count / kColumns,
-        a_.padded_dim, [](int64_t, int64_t) { return zero(); },
+        query_rows() + from * a_.padded_dim, a_.padded_dim, to - from, keys, panel,
+        count / kColumns, a_.padded_dim, [](int64_t, int64_t) { return zero(); },
         [&](int64_t r, int64_t p, F16 value) { store(out + r * kSpan + p * kColumns, value); });
   }
 
