@@ -39,7 +39,7 @@ class Fingerprint:
     penstock: str
     torch: str  # major.minor
     arch: str  # of the processor: x86_64
-    isa: str  # whose kernels were timed: avx2, avx512, amx; `reference` without the library
+    isa: str  # whose kernels were timed: avx2, avx512-bf16, …; `reference` without the library
     machine: Mapping[str, Any]  # processor, cores, flags
 
     def as_dict(self) -> dict[str, Any]:
