@@ -56,12 +56,18 @@ bool widens(const LinearArgs& a, int64_t rows) {
   return rows > choice_or(a.variant.widen_rows, kWidenRows);
 }
 
+// Whether all rows are made ready crossed.
+bool crosses(const LinearArgs& a) {
+  return kCrosses && a.dtype == DType::bf16 && !a.int8_rows &&
+         (a.kind == Weight::dense || widens(a, a.rows));
+}
+
 Rows allocate(const LinearArgs& a) {
   Rows x = {};
   const size_t rows = static_cast<size_t>(a.rows), groups = static_cast<size_t>(a.groups);
   const size_t values = rows * static_cast<size_t>(a.padded_k);
   if (!a.int8_rows) {
-    if (kCrosses && a.dtype == DType::bf16 && (a.kind == Weight::dense || widens(a, a.rows)))
+    if (crosses(a))
       x.crosses = static_cast<crossed*>(scratch(Scratch::rows, values * sizeof(crossed)));
     else
       x.floats = static_cast<float*>(scratch(Scratch::rows, values * sizeof(float)));
@@ -107,7 +113,7 @@ int64_t count_parts(const LinearArgs& a, int64_t panels, int64_t bytes, int thre
 
 // How many rows a thread takes through all its panels before the next ones.
 int64_t row_block(const LinearArgs& a) {
-  const int64_t value_bytes = a.int8_rows ? 1 : kCrosses && a.dtype == DType::bf16 ? 2 : 4;
+  const int64_t value_bytes = a.int8_rows ? 1 : crosses(a) ? 2 : 4;
   const int64_t row_bytes = a.padded_k * value_bytes;
   const int64_t rows = choice_or(a.variant.rows_bytes, kRowsBytes) / row_bytes / 24 * 24;
   return rows < 24 ? 24 : rows;
