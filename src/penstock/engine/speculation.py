@@ -60,6 +60,8 @@ class Speculation:
         self._came_true: dict[Sequence, list[int]] = {}  # of this step: places of guesses
         self._reserved: list[Sequence] = []
         self._right = 0  # guesses of this step that came true
+        self._rest = 0  # steps that come without guesses, and aren't learned from
+        self._rests = False  # whether this is one of them
 
     @property
     def proposer(self) -> Proposer:
@@ -110,6 +112,10 @@ class Speculation:
     def propose(self) -> None:
         """Give drafts to sequences that decode."""
         self.draft_s, self._settle_s, self._right = 0.0, 0.0, 0
+        self._rests = self._rest > 0
+        if self._rests:
+            self._rest -= 1
+            return
         if self.broken is not None:
             return
         decoding = [s for s in self._scheduler.running if s.is_decoding]
@@ -249,13 +255,17 @@ class Speculation:
 
     def saw_step(self, record: StepRecord) -> None:
         """Learn from a step's time."""
+        if self._rests:
+            return
         size = record.size
         forced = size.tokens - size.drafted - len(size.contexts)  # by grammars, beside the last
-        if not size.is_prefill and not forced:
-            draft_s = record.draft_s + self._settle_s
-            self.controller.saw_step(
-                len(size.contexts), size.drafted, record.seconds - draft_s, draft_s, self._right
-            )
+        if size.is_prefill or forced:
+            return
+        batch, draft_s = len(size.contexts), record.draft_s + self._settle_s
+        self.controller.saw_step(
+            batch, size.drafted, record.seconds - draft_s, draft_s, self._right
+        )
+        self._rest = self.controller.rest(batch)
 
     def forget(self, sequence: Sequence) -> None:
         """It has ended."""

@@ -22,7 +22,7 @@ from operator import mul
 
 import numpy as np
 
-from penstock.speculate.times import StepTimes
+from penstock.speculate.times import ENOUGH, StepTimes
 
 FIRST, LATER = 0.6, 0.8
 """How often guesses are right before any was seen: a draft's first token, each one after it."""
@@ -47,6 +47,9 @@ SAVINGS = 20.0
 
 PLAIN_STEPS = 3
 """Plain steps that are measured before the first draft, at each size of batch."""
+
+MOST_REST = 16
+"""Steps in a row, at most, that aren't looked at while drafts are off."""
 
 SURE = 2
 """Draftings that must have been measured before one believes that they take long."""
@@ -279,6 +282,25 @@ class Controller:
         else:
             self._looks_s = max(self._looks_s - draft_s, -bound)
         self._budget_s = max(self._budget_s - max(tried, 0.0), -bound)
+
+    def rest(self, batch: int) -> int:
+        """After a step, how many steps like it there is nothing to guess in, nor to learn from.
+
+        Drafts are off, and what the next try or look costs takes so many to be saved up. Where a
+        step takes a third of a millisecond, looking at each would cost as much as trying may. What
+        these steps save is counted now.
+        """
+        plain, seen = self.times.plain(batch, mixed=self.mixed)
+        saved = BUDGET * self._share * plain
+        if self.is_on or self._draftings < SURE or seen < ENOUGH or not saved:
+            return 0
+        missing = self._price_s - (self._budget_s if self.by_passes else self._looks_s)
+        steps = min(int(missing / saved), MOST_REST)
+        if steps < 1:
+            return 0
+        self._budget_s = min(self._budget_s + steps * saved, SAVINGS / BUDGET * saved)
+        self._looks_s = min(self._looks_s + steps * saved, SAVINGS / BUDGET * saved)
+        return steps
 
     def saw_drafting(self, passes: int, seconds: float) -> None:
         """Drafts of up to so many tokens took `seconds`."""
