@@ -83,8 +83,9 @@ int64_t work(const AttentionArgs& a) {
   return pairs * a.heads * a.padded_dim;
 }
 
+// next: the task that this thread is likely to do then, or null.
 template <typename T, typename S>
-void run_task(const AttentionArgs& a, const Task& t, const Shape& shape) {
+void run_task(const AttentionArgs& a, const Task& t, const Task* next, const Shape& shape) {
   const size_t floats = static_cast<size_t>(kRows * shape.partial);
   float* total =
       static_cast<float*>(scratch(Scratch::partials, 2 * floats * sizeof(float)));
@@ -92,7 +93,8 @@ void run_task(const AttentionArgs& a, const Task& t, const Shape& shape) {
   SpanWork<T, S> work(a, t, shape);
   for (int64_t r = 0; r < t.rows; r++) total[r * shape.partial] = kMinusInfinity;
   for (int64_t span = t.first_span; span < t.last_span; span++) {
-    work.run(span, one);
+    const bool last = span + 1 == t.last_span;
+    work.run(span, last ? Place{next, next ? next->first_span : 0} : Place{&t, span + 1}, one);
     for (int64_t r = 0; r < t.rows; r++)
       join(total + r * shape.partial, one + r * shape.partial, a.padded_dim);
   }
@@ -106,13 +108,18 @@ void run_spans(const AttentionArgs& a, const Task* tasks, int64_t count, int64_t
       scratch(Scratch::scores, static_cast<size_t>(rows * shape.partial) * sizeof(float)));
   // spans of all tasks in one row, so that they can be dealt
   const int64_t spans = rows / kRows;
+  const auto place = [&](int64_t i) {
+    if (i >= spans) return Place{};
+    const Task* t = tasks;
+    while (t + 1 < tasks + count && t[1].partial <= i * kRows) t++;
+    return Place{t, t->first_span + i - t->partial / kRows};
+  };
   parallel(threads, spans, [&](int64_t i) {
     const FlushDenormals flush;
     const TileSetup tiles;
-    const Task* t = tasks;
-    while (t + 1 < tasks + count && t[1].partial <= i * kRows) t++;
-    SpanWork<T, S> work(a, *t, shape);
-    work.run(t->first_span + i - t->partial / kRows, partials + i * kRows * shape.partial);
+    const Place now = place(i);
+    SpanWork<T, S> work(a, *now.task, shape);
+    work.run(now.span, place(i + threads), partials + i * kRows * shape.partial);
   });
   parallel(threads, count, [&](int64_t i) {
     const FlushDenormals flush;
@@ -143,7 +150,8 @@ void run(const AttentionArgs& a) {
     const FlushDenormals flush;
     const TileSetup tiles;
     // the last tasks of a chunk see the most: taken first, they even out the threads
-    run_task<T, S>(a, tasks[count - 1 - i], shape);
+    const Task* t = tasks + count - 1 - i;
+    run_task<T, S>(a, *t, t - tasks >= threads ? t - threads : nullptr, shape);
   });
 }
 

@@ -77,7 +77,7 @@ static inline void multiply_unit(const uint8_t* w, int64_t stride, const int8_t*
 #pragma GCC unroll 2
     for (int p = 0; p < P; p++) {
       const uint8_t* at = w + p * stride + i * 64;
-      if constexpr (R <= kFewRows) stream.line(at);
+      stream.line<R>(at);
       const __m512i line = _mm512_loadu_si512(at);
       if constexpr (Bits == 8) {
         lines[p][0] = _mm512_xor_si512(line, raise);
@@ -148,7 +148,7 @@ static inline void multiply_unit(const uint8_t* w, int64_t, const int8_t* x, int
   if constexpr (Bits == 8) {
 #pragma GCC unroll 8
     for (int i = 0; i < kLines<8>; i++) {
-      if constexpr (R <= kFewRows) stream.line(w + i * 64);
+      stream.line<R>(w + i * 64);
       const __m256i* at = reinterpret_cast<const __m256i*>(w + i * 64);
       const __m256i a = _mm256_loadu_si256(at), b = _mm256_loadu_si256(at + 1);
       const __m256i mag_a = _mm256_abs_epi8(a), mag_b = _mm256_abs_epi8(b);
@@ -170,7 +170,7 @@ static inline void multiply_unit(const uint8_t* w, int64_t, const int8_t* x, int
     for (int r = 0; r < R; r++) lo[r] = hi[r] = _mm256_setzero_si256();
 #pragma GCC unroll 8
     for (int i = 0; i < kLines<4>; i++) {
-      if constexpr (R <= kFewRows) stream.line(w + i * 64);
+      stream.line<R>(w + i * 64);
       const __m256i* at = reinterpret_cast<const __m256i*>(w + i * 64);
       const __m256i a = _mm256_loadu_si256(at), b = _mm256_loadu_si256(at + 1);
       const __m256i a0 = _mm256_and_si256(a, low), b0 = _mm256_and_si256(b, low);
@@ -247,7 +247,7 @@ static inline void multiply_ints(const Panel (&w)[P], const int8_t* x, int64_t l
       }
     }
     for (int64_t k = 0; k < w[0].group; k += kUnit, data += kLines<Bits> * 64) {
-      if constexpr (R > kFewRows) stream.block();
+      stream.block<R>();
       multiply_unit<R, P, Bits>(data, stride, x + g * w[0].group + k, ldx, stream, acc);
     }
 #pragma GCC unroll 2

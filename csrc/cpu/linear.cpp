@@ -122,12 +122,11 @@ int64_t row_block(const LinearArgs& a) {
 template <typename T>
 void dense_part(const LinearArgs& a, const Rows& x, Range rows, Range panels, const Columns& to) {
   const int64_t stride = a.padded_k * kColumns;  // elements of one panel
-  multiply_panels(
+  stream_panels(
       row_of<RowOf<T>>(a, x, rows.first), a.padded_k, rows.last - rows.first,
       static_cast<const T*>(a.weight) + panels.first * stride, stride, panels.last - panels.first,
-      a.padded_k, [](int64_t, int64_t) { return zero(); },
-      [&](int64_t r, int64_t p, F16 value) { to(rows.first + r, panels.first + p, value); },
-      ahead_of(a, rows.last - rows.first));
+      a.padded_k, ahead_of(a, rows.last - rows.first), [](int64_t, int64_t) { return zero(); },
+      [&](int64_t r, int64_t p, F16 value) { to(rows.first + r, panels.first + p, value); });
 }
 
 // For rows that go over `count` quantized panels in `passes`.

@@ -146,7 +146,7 @@ static inline void multiply_ready(const Ready& w, const int8_t* x, int64_t ldx,
 #pragma GCC unroll 8
     for (int r = 0; r < R; r++) acc[r] = first_sums<Bits, Zero>(w, g, sums[r * w.groups + g]);
     for (int64_t k = 0; k < w.group; k += kUnit, lines += kUnit / 4 * kReadyLine<Bits>, x += kUnit) {
-      stream.block();
+      stream.block<R>();
       if constexpr (Bits == 8)
         multiply_turned<R>(lines, x, ldx, acc);
       else

@@ -25,6 +25,12 @@ struct Shape {
   int64_t partial;  // floats of one row's result in one span: maximum, sum, weighted values
 };
 
+// A span of a task; of none where that is null.
+struct Place {
+  const Task* task;
+  int64_t span;
+};
+
 struct Visible {
   int64_t first, last;  // positions [first, last)
 };
@@ -71,8 +77,10 @@ class SpanWork {
     }
   }
 
-  // The span's partial of every row, `out` floats apart by shape.partial.
-  void run(int64_t span, float* out) {
+  // The span's partial of every row, `out` floats apart by shape.partial. next: what this thread is
+  // likely to do then.
+  void run(int64_t span, const Place& next, float* out) {
+    next_ = next;
     // rows are in order of position: the first sees the earliest start, the last the latest end
     Visible any = {seen_[0].first, seen_[t_.rows - 1].last};
     const int64_t low = span * kSpan;
@@ -109,11 +117,12 @@ class SpanWork {
       return weight_;
   }
 
-  // The block of this head that holds `position`.
-  int64_t block(int64_t position) const {
-    const int64_t index = a_.block_table[t_.sequence * a_.table_stride + position / a_.block_size];
-    return index * a_.kv_heads + t_.kv_head;
+  // The block of a task's head that holds `position`.
+  int64_t block(const Task& t, int64_t position) const {
+    const int64_t index = a_.block_table[t.sequence * a_.table_stride + position / a_.block_size];
+    return index * a_.kv_heads + t.kv_head;
   }
+  int64_t block(int64_t position) const { return block(t_, position); }
   const S* block(const void* cache, int64_t position) const {
     return static_cast<const S*>(cache) + block(position) * head_size_ / kPerItem;
   }
@@ -122,9 +131,30 @@ class SpanWork {
     return load_half(scale + block(position) * a_.block_size + position % a_.block_size);
   }
 
-  static void widen(const S* from, int64_t count, T* to) {
+  using Asks = std::conditional_t<kWiden, Quiet, Beside>;
+  using Group = Block<T, Asks>;  // 32 positions' keys or values
+
+  // While keys that lie at `from` are read: the values of the same positions.
+  Beside values_beside(const S* from, int64_t position) const {
+    return {from, block(a_.value_cache, position)};
+  }
+
+  // While values that lie at `from` are read: the keys of the next span's positions.
+  Beside keys_beside(const S* from, int64_t position) const {
+    if (!next_.task) return {};
+    const int64_t at = next_.span * kSpan + position % kSpan;
+    if (at >= a_.context_len[next_.task->sequence]) return {};
+    const S* keys = static_cast<const S*>(a_.key_cache);
+    return {from, keys + block(*next_.task, at) * head_size_ / kPerItem};
+  }
+
+  static void widen(const S* from, int64_t count, const Beside& asks, T* to) {
     if constexpr (kWiden)
-      for (int64_t j = 0; j < count; j += 16) store_exact(to + j, load(from + j));
+      for (int64_t j = 0; j < count; j += 64) {
+        asks.line<1>(from + j);
+        for (int64_t i = j; i < j + 64 && i < count; i += 16)
+          store_exact(to + i, load(from + i));
+      }
   }
 
   // A group's step of `position`; the minima lie a block's size behind.
@@ -163,13 +193,17 @@ class SpanWork {
       }
   }
 
-  // Keys of `count` positions, a multiple of 16, as panels of bfloat16.
-  void widen_keys(int64_t position, int64_t count, T* to) {
+  // The keys of a group of 32 positions as panels of bfloat16.
+  void widen_keys(int64_t position, T* to) {
+    constexpr int64_t count = kGroup;
     const int64_t offset = position % a_.block_size;
-    const S* from = block(a_.key_cache, position) + offset * a_.padded_dim / kPerItem;
+    const S* at = block(a_.key_cache, position);
+    const S* from = at + offset * a_.padded_dim / kPerItem;
+    const Beside asks = values_beside(at, position);
     if constexpr (!kNibbles) {
-      widen(from, count * a_.padded_dim, to);
+      widen(from, count * a_.padded_dim, asks, to);
     } else {
+      asks.all(from, count * a_.padded_dim / 2);
       const uint8_t* line = reinterpret_cast<const uint8_t*>(from);
       if (a_.recent.slots) return widen_channels(line, position, to);
       for (int64_t done = 0; done < count; done += kColumns)
@@ -187,12 +221,14 @@ class SpanWork {
   // The values of a group of 32 positions as panels of bfloat16.
   void widen_values(int64_t position, T* to) const {
     const int64_t panels = a_.padded_dim / kColumns, pitch = a_.block_size * kColumns / kPerItem;
-    const S* from =
-        block(a_.value_cache, position) + position % a_.block_size * kColumns / kPerItem;
+    const S* at = block(a_.value_cache, position);
+    const S* from = at + position % a_.block_size * kColumns / kPerItem;
+    const Beside asks = keys_beside(at, position);
     if constexpr (!kNibbles) {
       for (int64_t p = 0; p < panels; p++)
-        widen(from + p * pitch, kGroup * kColumns, to + p * kGroup * kColumns);
+        widen(from + p * pitch, kGroup * kColumns, asks, to + p * kGroup * kColumns);
     } else {
+      for (int64_t p = 0; p < panels; p++) asks.all(from + p * pitch, kGroup * kColumns / 2);
       float size[kGroup], low[kGroup];
       for (int64_t p = 0; p < panels; p++) {
         if (p * kColumns % kCacheGroup == 0) {
@@ -221,42 +257,55 @@ class SpanWork {
 
   // weight_[r][position − low] = q · k for positions [first, last)
   void scores(int64_t low, int64_t first, int64_t last) {
-    for (int64_t position = first; position < last;) {
-      const int64_t offset = position % a_.block_size, at = offset * a_.padded_dim;
-      int64_t count = a_.block_size - offset;
-      if (count > last - position) count = last - position;
-      if (kWiden && count > kGroup) count = kGroup;
+    Group groups[kSpan / kGroup];
+    int64_t count = 0;
+    for (int64_t position = first; position < last; position += kGroup) {
+      const int64_t at = position % a_.block_size * a_.padded_dim;
+      const int64_t panel = a_.padded_dim * kColumns;
       float* out = weight_ + (position - low);
-      const int64_t exact = exact_rows(position);
-      if constexpr (kNibbles)
-        if (exact > 0) score(recent(a_.recent.keys, position) + at, count, 0, exact, out);
-      if (exact < t_.rows) {
-        const T* keys = values_;
-        if constexpr (kWiden)
-          widen_keys(position, count, values_);
-        else
-          keys = block(a_.key_cache, position) + at;
-        score(keys, count, exact, t_.rows, out);
+      if constexpr (kWiden) {
+        const int64_t exact = exact_rows(position);
+        if constexpr (kNibbles)
+          if (exact > 0) {
+            const Group written = {recent(a_.recent.keys, position) + at, panel, {}};
+            score(&written, 1, 0, exact, out);
+          }
+        if (exact == t_.rows) continue;
+        widen_keys(position, values_);
+        const Group widened = {values_, panel, {}};
+        score(&widened, 1, exact, t_.rows, out);
+      } else {
+        const T* keys = block(a_.key_cache, position);
+        groups[count++] = {keys + at, panel, values_beside(keys, position)};
       }
-      position += count;
     }
+    if (count > 0) score(groups, count, 0, t_.rows, weight_ + (first - low));
   }
 
-  // The scores of rows [from, to) with panels of `count` keys.
-  void score(const T* keys, int64_t count, int64_t from, int64_t to, float* out) {
-    const int64_t panel = a_.padded_dim * kColumns;
+  // A tile of keys or values, for which what comes next was asked for.
+  static const T* asked(const T* tile, const Asks& asks) {
+    asks.all(tile, kTileValues * static_cast<int64_t>(sizeof(T)));
+    return tile;
+  }
+
+  // The scores of rows [from, to) with `count` groups of keys.
+  void score(const Group* groups, int64_t count, int64_t from, int64_t to, float* out) {
+    constexpr int64_t panels = kGroup / kColumns;  // of a group
     if constexpr (kByTiles) {
       if (tiles_ && to - from == t_.rows) {
-        multiply_tiles(packed_query_, t_.rows, a_.padded_dim / kGroup, count / kColumns,
-                       [&](int64_t p, int64_t d) { return keys + p * panel + d * kTileValues; },
-                       out, kSpan);
+        multiply_tiles(
+            packed_query_, t_.rows, a_.padded_dim / kGroup, count * panels,
+            [&](int64_t p, int64_t d) {
+              const Group& g = groups[p / panels];
+              return asked(g.values + p % panels * g.stride + d * kTileValues, g.asks);
+            },
+            out, kSpan);
         return;
       }
     }
     out += from * kSpan;
-    multiply_panels(
-        query_rows() + from * a_.padded_dim, a_.padded_dim, to - from, keys, panel,
-        count / kColumns, a_.padded_dim, [](int64_t, int64_t) { return zero(); },
+    multiply_apart<panels>(
+        query_rows() + from * a_.padded_dim, a_.padded_dim, to - from, groups, count, a_.padded_dim,
         [&](int64_t r, int64_t p, F16 value) { store(out + r * kSpan + p * kColumns, value); });
   }
 
@@ -305,23 +354,24 @@ class SpanWork {
     return load(lanes);
   }
 
-  using Group = Block<T>;  // of 32 positions' values
-
   // The values from `position` on, `exact` as they were written, in `room` where they are widened
   // or their end is cut off.
   Group group(int64_t position, bool exact, T* room) const {
     const int64_t end = a_.context_len[t_.sequence];
     const int64_t at = position % a_.block_size * kColumns;
-    Group found = {room, kGroup * kColumns};
-    if constexpr (!kWiden)
-      found = {block(a_.value_cache, position) + at, a_.block_size * kColumns};
-    else if (!exact)
+    const Group inside = {room, kGroup * kColumns, {}};
+    Group found = inside;
+    if constexpr (!kWiden) {
+      const T* values = block(a_.value_cache, position);
+      found = {values + at, a_.block_size * kColumns, keys_beside(values, position)};
+    } else if (!exact) {
       widen_values(position, room);
-    else if constexpr (kNibbles)
-      found = {recent(a_.recent.values, position) + at, a_.block_size * kColumns};
+    } else if constexpr (kNibbles) {
+      found = {recent(a_.recent.values, position) + at, a_.block_size * kColumns, {}};
+    }
     if (position + kGroup <= end) return found;
     cut(found, end - position, room);  // what lies beyond was written by others, or never
-    return {room, kGroup * kColumns};
+    return inside;
   }
 
   // out value[r] = weights · values, one group of 32 positions after another
@@ -352,7 +402,7 @@ class SpanWork {
     out += from * shape_.partial + 2;
     multiply_panels(
         weights + from * kSpan, kSpan, to - from, g.values, g.stride, a_.padded_dim / kColumns,
-        kGroup,
+        kGroup, Asks(),
         [&](int64_t r, int64_t p) {
           return fresh ? zero() : load(out + r * shape_.partial + p * kColumns);
         },
@@ -374,8 +424,10 @@ class SpanWork {
       if (tiles_)
         return multiply_tiles(
             packed_weight_ + skipped * kTileValues, t_.rows, count, panels,
-            [&](int64_t p, int64_t d) { return groups[d].values + p * groups[d].stride; }, out + 2,
-            shape_.partial, kSpan / kGroup);
+            [&](int64_t p, int64_t d) {
+              return asked(groups[d].values + p * groups[d].stride, groups[d].asks);
+            },
+            out + 2, shape_.partial, kSpan / kGroup);
     multiply_blocks(weight_rows() + (first - low), kSpan, t_.rows, groups, count, panels,
                     [&](int64_t r, int64_t p, F16 value) {
                       store(out + 2 + r * shape_.partial + p * kColumns, value);
@@ -405,6 +457,7 @@ class SpanWork {
   T* packed_weight_;
   T* values_;  // keys or values, widened or with their end cut off
   float* steps_;  // a group of keys' steps and minima
+  Place next_ = {};
   Visible seen_[kRows];
   int64_t coded_[kRows];  // what each row sees as codes lies before this
 };

@@ -1,0 +1,91 @@
+// What memory is asked for before it is read.
+#pragma once
+
+#include "vec.h"
+
+namespace penstock::PENSTOCK_ISA {
+
+// So few rows read panels as fast as memory gives them.
+#if defined(__AVX512F__)
+constexpr int kFewRows = 3;
+#else
+constexpr int kFewRows = 1;
+#endif
+
+// What memory is asked for while rows pass over panels that lie one behind the other.
+struct Ahead {
+  int64_t bytes = 4096;  // few rows: so far ahead of each line they read
+  bool next = false;     // more rows: the panels that come next, a part at each of their passes
+  bool near = true;      // into L1, else into L2
+};
+
+static inline void prefetch(const char* at, bool near) {
+  near ? _mm_prefetch(at, _MM_HINT_T0) : _mm_prefetch(at, _MM_HINT_T1);
+}
+
+// Asks for it.
+class Stream {
+ public:
+  explicit Stream(const Ahead& ahead) : bytes_(ahead.bytes), near_(ahead.near) {}
+  // More rows: `bytes` from `next` on, `lines` of 64 at the start of every `every`-th block of K.
+  Stream(const Ahead& ahead, const void* next, int64_t bytes, int64_t lines, int64_t every)
+      : next_(static_cast<const char*>(next)), left_(bytes / 64), lines_(lines), every_(every),
+        near_(ahead.near) {}
+
+  // R rows read this line.
+  template <int R>
+  void line(const void* at) const {
+    if constexpr (R <= kFewRows) prefetch(static_cast<const char*>(at) + bytes_, near_);
+  }
+
+  // R rows begin with a block of kBlock values of K.
+  template <int R>
+  void block() {
+    if (R <= kFewRows || left_ <= 0 || --turn_ > 0) return;
+    turn_ = every_;
+    left_ -= lines_;
+    for (int64_t i = 0; i < lines_; i++, next_ += 64) prefetch(next_, near_);
+  }
+
+ private:
+  const char* next_ = nullptr;
+  int64_t bytes_ = 0, left_ = 0, lines_ = 0, every_ = 1, turn_ = 1;
+  bool near_;
+};
+
+// Asks for other lines, so many bytes from those that are read, into L2: memory answers a program that
+// reads blocks of 4 kB here and there at a third of its speed, and L1's buffers hold too few lines to
+// wait for (Zen 4, one thread: 10.6 GB/s unasked, 12 into L1, 21 into L2; 29 of one stream).
+class Beside {
+ public:
+  Beside() = default;
+  // next: what is read after `now`
+  Beside(const void* now, const void* next)
+      : bytes_(static_cast<const char*>(next) - static_cast<const char*>(now)) {}
+
+  template <int R>
+  void line(const void* at) const {
+    prefetch(static_cast<const char*>(at) + bytes_, false);
+  }
+  template <int R>
+  void block() const {}
+
+  // `bytes` of them at once.
+  void all(const void* at, int64_t bytes) const {
+    for (int64_t i = 0; i < bytes; i += 64) line<1>(static_cast<const char*>(at) + i);
+  }
+
+ private:
+  int64_t bytes_ = 0;
+};
+
+// Asks for nothing.
+struct Quiet {
+  template <int R>
+  void line(const void*) const {}
+  template <int R>
+  void block() const {}
+  void all(const void*, int64_t) const {}
+};
+
+}  // namespace penstock::PENSTOCK_ISA
