@@ -12,36 +12,48 @@ constexpr int kFewRows = 3;
 constexpr int kFewRows = 1;
 #endif
 
-// What memory is asked for while rows pass over panels that lie one behind the other.
+// How memory is asked for what rows that pass over panels need next.
 struct Ahead {
-  int64_t bytes = 4096;  // few rows: so far ahead of each line they read
-  bool next = false;     // more rows: the panels that come next, a part at each of their passes
-  bool near = true;      // into L1, else into L2
+  bool once;      // they pass once: each line asks for one that follows; else, for the panels after these
+  int64_t bytes;  // lines: so far ahead; panels: 0 leaves them to the processor
+  bool near;      // into L1, else into L2
 };
 
 static inline void prefetch(const char* at, bool near) {
   near ? _mm_prefetch(at, _MM_HINT_T0) : _mm_prefetch(at, _MM_HINT_T1);
 }
 
-// Asks for it.
-class Stream {
+// Each line asks for one that follows.
+class Lines {
  public:
-  explicit Stream(const Ahead& ahead) : bytes_(ahead.bytes), near_(ahead.near) {}
-  // More rows: `bytes` from `next` on, `lines` of 64 at the start of every `every`-th block of K.
-  Stream(const Ahead& ahead, const void* next, int64_t bytes, int64_t lines, int64_t every)
-      : next_(static_cast<const char*>(next)), left_(bytes / 64), lines_(lines), every_(every),
-        near_(ahead.near) {}
+  explicit Lines(const Ahead& ahead) : bytes_(ahead.bytes), near_(ahead.near) {}
 
-  // R rows read this line.
   template <int R>
   void line(const void* at) const {
-    if constexpr (R <= kFewRows) prefetch(static_cast<const char*>(at) + bytes_, near_);
+    prefetch(static_cast<const char*>(at) + bytes_, near_);
   }
+  template <int R>
+  void block() const {}
 
-  // R rows begin with a block of kBlock values of K.
+ private:
+  int64_t bytes_;
+  bool near_;
+};
+
+// Every so many blocks of kBlock values of K ask for a part of the panels that come next.
+class Bursts {
+ public:
+  Bursts() = default;  // of nothing
+  // `bytes` from `next` on, `lines` of 64 at the start of every `every`-th block.
+  Bursts(const void* next, int64_t bytes, int64_t lines, int64_t every, bool near)
+      : next_(static_cast<const char*>(next)), left_(bytes / 64), lines_(lines), every_(every),
+        near_(near) {}
+
+  template <int R>
+  void line(const void*) const {}
   template <int R>
   void block() {
-    if (R <= kFewRows || left_ <= 0 || --turn_ > 0) return;
+    if (left_ <= 0 || --turn_ > 0) return;
     turn_ = every_;
     left_ -= lines_;
     for (int64_t i = 0; i < lines_; i++, next_ += 64) prefetch(next_, near_);
@@ -49,8 +61,34 @@ class Stream {
 
  private:
   const char* next_ = nullptr;
-  int64_t bytes_ = 0, left_ = 0, lines_ = 0, every_ = 1, turn_ = 1;
-  bool near_;
+  int64_t left_ = 0, lines_ = 0, every_ = 1, turn_ = 1;
+  bool near_ = false;
+};
+
+// Every so many lines ask for one of the panels that come next: of rows that pass twice, whose bursts
+// memory answers at half of its speed (Zen 5).
+class Spread {
+ public:
+  Spread() = default;
+  // What lies at `next`, while as much is read `passes` times.
+  Spread(const void* next, int64_t passes, bool near)
+      : next_(static_cast<const char*>(next)), every_(passes), turn_(passes), near_(near) {}
+
+  template <int R>
+  void line(const void*) const {
+    if (--turn_ > 0) return;
+    turn_ = every_;
+    prefetch(next_, near_);
+    next_ += 64;
+  }
+  template <int R>
+  void block() const {}
+
+ private:
+  mutable const char* next_ = nullptr;
+  int64_t every_ = 1;
+  mutable int64_t turn_ = 1;
+  bool near_ = false;
 };
 
 // Asks for other lines, so many bytes from those that are read, into L2: memory answers a program that

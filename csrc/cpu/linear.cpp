@@ -22,16 +22,41 @@ constexpr int64_t kPartBytes = 128 * 1024, kPartBytesOfRows = 512 * 1024;
 constexpr int64_t kWidenRows = 2 * kFewRows;
 constexpr int64_t kPairRows = 16;
 
+// Rows that pass over a panel together: of integers, and of floats over codes. Of floats over a dense one
+// kMaxRows do, but AVX2's do it best without asking for memory.
+#if defined(__AVX512F__)
+constexpr int kIntRows = 8, kFloatRows = 3, kOnceRows = kMaxRows;
+#else
+constexpr int kIntRows = 4, kFloatRows = 2, kOnceRows = 1;
+#endif
+template <typename X>
+constexpr int kCodeRows = std::is_same_v<X, crossed> ? kPass<X, 1> : kFloatRows;
+
 // Below this many bytes of weights times rows a second thread costs more than it saves.
 constexpr int64_t kParallelBytes = 128 * 1024;
 
-// Few rows wait for memory, which answers soonest into L1. What comes next for more rows may be as
-// large as L1; where dense panels are passed over once, the processor finds it by itself.
+// Whether rows are made ready crossed.
+bool crosses(const LinearArgs& a) {
+  return kCrosses && a.dtype == DType::bf16 && !a.int8_rows;
+}
+
+bool widens(const LinearArgs& a, int64_t rows) {
+  return rows > choice_or(a.variant.widen_rows, crosses(a) ? 2 * kCodeRows<crossed> : kWidenRows);
+}
+
+// So many rows pass over a panel once.
+int64_t once_rows(const LinearArgs& a) {
+  return a.int8_rows ? kIntRows : crosses(a) ? kPass<crossed, 1> : kOnceRows;
+}
+
+// What rows that pass once read comes soonest into L1. Where they pass more often, the panels that come
+// next may be as large as L1. A few dense panels at a time AVX2's processors find by themselves.
 Ahead ahead_of(const LinearArgs& a, int64_t rows) {
-  const bool once = a.kind == Weight::dense && rows <= kMaxRows;
-  const int64_t cache = choice_or(a.variant.ahead_cache, rows <= kFewRows ? 1 : once ? 3 : 2);
-  if (cache > 2) return {0, false, true};
-  return {choice_or(a.variant.ahead_bytes, kAheadBytes), true, cache == 1};
+  const bool once = rows <= once_rows(a);
+  const bool leaves_alone = a.kind == Weight::dense && rows <= kMaxRows;
+  const int64_t cache = choice_or(a.variant.ahead_cache, once ? 1 : leaves_alone ? 3 : 2);
+  const int64_t bytes = choice_or(a.variant.ahead_bytes, kAheadBytes);
+  return {once, cache > 2 ? 0 : bytes, cache == 1};
 }
 
 // Rows made ready to be multiplied: floats, or crossed where bfloat16 holds them, those of E4M3 with
@@ -50,16 +75,6 @@ const X* row_of(const LinearArgs& a, const Rows& x, int64_t row) {
     return x.crosses + row * a.padded_k;
   else
     return x.floats + row * a.padded_k;
-}
-
-bool widens(const LinearArgs& a, int64_t rows) {
-  return rows > choice_or(a.variant.widen_rows, kWidenRows);
-}
-
-// Whether all rows are made ready crossed.
-bool crosses(const LinearArgs& a) {
-  return kCrosses && a.dtype == DType::bf16 && !a.int8_rows &&
-         (a.kind == Weight::dense || widens(a, a.rows));
 }
 
 Rows allocate(const LinearArgs& a) {
@@ -129,159 +144,151 @@ void dense_part(const LinearArgs& a, const Rows& x, Range rows, Range panels, co
       [&](int64_t r, int64_t p, F16 value) { to(rows.first + r, panels.first + p, value); });
 }
 
-// For rows that go over `count` quantized panels in `passes`.
-Stream stream_of(const LinearArgs& a, int64_t rows, Range panels, int64_t p, int64_t count,
+// Of rows that go over `count` quantized panels in `passes`.
+Bursts bursts_of(const LinearArgs& a, const Ahead& ahead, Range panels, int64_t p, int64_t count,
                  int64_t passes) {
-  const Ahead ahead = ahead_of(a, rows);
-  if (!ahead.next || rows <= kFewRows || panels.last - p < 2 * count) return Stream(ahead);
-  return Stream(ahead, quantized_panel(a, p + count).data, count * panel_bytes(a),
-                count * bits_of(a.kind), passes);
+  if (ahead.bytes == 0 || panels.last - p < 2 * count) return {};
+  return {quantized_panel(a, p + count).data, count * panel_bytes(a), count * bits_of(a.kind), passes,
+          ahead.near};
 }
 
-template <int R, int P, int Bits>
-int64_t int_rows(const LinearArgs& a, const Rows& x, const Panel (&w)[P], int64_t row, int64_t last,
-                 int64_t p, Stream& stream, const Columns& to) {
-  for (; last - row >= R; row += R)
-    multiply_ints<R, P, Bits>(w, x.bytes + row * a.padded_k, a.padded_k, x.sums + row * a.groups,
-                              a.groups, stream, [&](int r, int i, F16 value) {
-                                to(row + r, p + i, value * set1(x.scale[row + r]));
-                              });
-  return row;
+// R rows times P panels.
+template <int R, int P, int Bits, typename Asks>
+[[gnu::always_inline]] inline void int_rows(const LinearArgs& a, const Rows& x,
+                                            const Panel (&w)[P], int64_t row, int64_t p,
+                                            Asks& asks, const Columns& to) {
+  F16 values[R][P];
+  multiply_ints<R, P, Bits>(w, x.bytes + row * a.padded_k, a.padded_k, x.sums + row * a.groups,
+                            a.groups, asks, values);
+#pragma GCC unroll 8
+  for (int r = 0; r < R; r++)
+#pragma GCC unroll 2
+    for (int i = 0; i < P; i++) values[r][i] = values[r][i] * set1(x.scale[row + r]);
+  to(row, p, values);
 }
 
-// All rows times P panels, Most rows at a time.
-template <int Most, int P, int Bits>
-void int_panels(const LinearArgs& a, const Rows& x, Range rows, Range panels, int64_t p,
+// All rows times P panels, at most Most rows at a time.
+template <int Most, int P, int Bits, typename Asks>
+void int_panels(const LinearArgs& a, const Rows& x, Range rows, int64_t p, Asks asks,
                 const Columns& to) {
   Panel w[P];
   for (int64_t i = 0; i < P; i++) w[i] = quantized_panel(a, p + i);
-  const int64_t count = rows.last - rows.first;
-  Stream stream = stream_of(a, count, panels, p, P, (count + Most - 1) / Most);
-  int64_t row = int_rows<Most, P, Bits>(a, x, w, rows.first, rows.last, p, stream, to);
-  if constexpr (Most > 4) row = int_rows<4, P, Bits>(a, x, w, row, rows.last, p, stream, to);
-  row = int_rows<2, P, Bits>(a, x, w, row, rows.last, p, stream, to);
-  int_rows<1, P, Bits>(a, x, w, row, rows.last, p, stream, to);
+  in_passes<Most>(rows.first, rows.last, [&]<int R>(int64_t row) {
+    int_rows<R, P, Bits>(a, x, w, row, p, asks, to);
+  });
 }
 
 #if !defined(__AVX512F__)
 template <int Bits>
 constexpr int64_t kReadyRows = Bits == 8 ? 24 : 12;
 
-template <int R, int Bits, bool Zero>
-int64_t ready_rows(const LinearArgs& a, const Rows& x, const Ready& w, int64_t row, int64_t last,
-                   int64_t p, Stream& stream, const Columns& to) {
-  for (; last - row >= R; row += R)
-    multiply_ready<R, Bits, Zero>(
-        w, x.bytes + row * a.padded_k, a.padded_k, x.sums + row * a.groups, stream,
-        [&](int r, F16 value) { to(row + r, p, value * set1(x.scale[row + r])); });
-  return row;
-}
-
 // Many rows: the panel is made ready once.
 template <int Bits, bool Zero>
 void ready_panel(const LinearArgs& a, const Rows& x, Range rows, Range panels, int64_t p,
                  const Columns& to) {
   const int64_t count = rows.last - rows.first;
-  Stream stream = stream_of(a, count, panels, p, 1, count_passes(count));
+  Bursts bursts =
+      bursts_of(a, ahead_of(a, count), panels, p, 1, count_passes(count, kMaxRows));
   const Ready w = make_ready<Bits>(
       quantized_panel(a, p), static_cast<uint8_t*>(scratch(
                                  Scratch::unpacked, ready_bytes<Bits>(a.padded_k, a.groups))));
-  int64_t row = ready_rows<4, Bits, Zero>(a, x, w, rows.first, rows.last, p, stream, to);
-  ready_rows<1, Bits, Zero>(a, x, w, row, rows.last, p, stream, to);
+  in_passes<kMaxRows>(rows.first, rows.last, [&]<int R>(int64_t row) {
+    F16 values[R][1];
+    multiply_ready<R, Bits, Zero>(w, x.bytes + row * a.padded_k, a.padded_k,
+                                  x.sums + row * a.groups, bursts, values);
+    for (int r = 0; r < R; r++) values[r][0] = values[r][0] * set1(x.scale[row + r]);
+    to(row, p, values);
+  });
 }
 #endif
 
 template <int Bits>
 void int_part(const LinearArgs& a, const Rows& x, Range rows, Range panels, const Columns& to) {
+  const int64_t count = rows.last - rows.first;
+  const Ahead ahead = ahead_of(a, count);
   int64_t p = panels.first;
+  if (ahead.once) {
+    for (; p < panels.last; p++) int_panels<kIntRows, 1, Bits>(a, x, rows, p, Lines(ahead), to);
+    return;
+  }
+  const auto bursts = [&](int64_t most, int64_t panels_at_once) {
+    return bursts_of(a, ahead, panels, p, panels_at_once, count_passes(count, most));
+  };
 #if defined(__AVX512F__)
-  if (rows.last - rows.first >= choice_or(a.variant.pair_rows, kPairRows))
-    for (; panels.last - p >= 2; p += 2) int_panels<6, 2, Bits>(a, x, rows, panels, p, to);
-  for (; p < panels.last; p++) int_panels<8, 1, Bits>(a, x, rows, panels, p, to);
+  if (count >= choice_or(a.variant.pair_rows, kPairRows))
+    for (; panels.last - p >= 2; p += 2) int_panels<6, 2, Bits>(a, x, rows, p, bursts(6, 2), to);
 #else
-  if (rows.last - rows.first >= kReadyRows<Bits>)
+  if (count >= kReadyRows<Bits>)
     for (; p < panels.last; p++)
       a.zero ? ready_panel<Bits, true>(a, x, rows, panels, p, to)
              : ready_panel<Bits, false>(a, x, rows, panels, p, to);
-  for (; p < panels.last; p++) int_panels<4, 1, Bits>(a, x, rows, panels, p, to);
 #endif
-}
-
-template <int R, Weight W>
-int64_t float_rows(const LinearArgs& a, const Rows& x, const Panel& w, int64_t row, int64_t last,
-                   int64_t p, const Columns& to) {
-  for (; last - row >= R; row += R)
-    multiply_floats<R, W>(w, x.floats + row * a.padded_k, a.padded_k,
-                          x.scale ? x.scale + row * a.groups : nullptr,
-                          [&](int r, F16 value) { to(row + r, p, value); });
-  return row;
+  for (; p < panels.last; p++)
+    int_panels<kIntRows, 1, Bits>(a, x, rows, p, bursts(kIntRows, 1), to);
 }
 
 // A panel's values for rows of X.
 template <typename X>
 using Wide = std::conditional_t<std::is_same_v<X, crossed>, crossed, bf16>;
 
-// Rows times a panel that was widened to bfloat16, R at a time: each group like a dense one.
+// R rows times a panel that was widened to bfloat16: each group like a dense one. Not inlined, as
+// `multiply` isn't.
 template <typename X, int R>
-int64_t widened_rows(const LinearArgs& a, const Rows& x, const Panel& w, const Wide<X>* wide,
-                     int64_t row, int64_t last, int64_t p, Stream& stream, const Columns& to) {
-  for (; last - row >= R; row += R) {
-    F16 total[R][1];
-    clear(total);
-    for (int64_t g = 0; g < w.groups; g++) {
-      F16 sum[R][1];
-      clear(sum);
-      dot_panels(row_of<X>(a, x, row) + g * w.group, a.padded_k,
-                 wide + g * w.group * kColumns, 0, w.group, stream, sum);
-      if (x.scale)
+[[gnu::noinline]] void widened_rows(const LinearArgs& a, const Rows& x, const Panel& w, const Wide<X>* wide,
+                  int64_t row, int64_t p, Bursts& bursts, const Columns& to) {
+  F16 total[R][1];
+  clear(total);
+  for (int64_t g = 0; g < w.groups; g++) {
+    F16 sum[R][1];
+    clear(sum);
+    dot_panels(row_of<X>(a, x, row) + g * w.group, a.padded_k, wide + g * w.group * kColumns, 0,
+               w.group, bursts, sum);
+    if (x.scale)
 #pragma GCC unroll 8
-        for (int r = 0; r < R; r++)
-          sum[r][0] = sum[r][0] * set1(x.scale[(row + r) * a.groups + g]);
-      const F16 s = w.scales(g);
+      for (int r = 0; r < R; r++) sum[r][0] = sum[r][0] * set1(x.scale[(row + r) * a.groups + g]);
+    const F16 s = w.scales(g);
 #pragma GCC unroll 8
-      for (int r = 0; r < R; r++) total[r][0] = fma(sum[r][0], s, total[r][0]);
-    }
-#pragma GCC unroll 8
-    for (int r = 0; r < R; r++) to(row + r, p, total[r][0]);
+    for (int r = 0; r < R; r++) total[r][0] = fma(sum[r][0], s, total[r][0]);
   }
-  return row;
+  to(row, p, total);
 }
 
 // Many rows: the panel is widened once.
 template <typename X>
 void widened_panel(const LinearArgs& a, const Rows& x, const Panel& w, Range rows, Range panels,
                    int64_t p, const Columns& to) {
+  constexpr int most = kPass<X, 1>;
   const int64_t count = rows.last - rows.first;
-  Stream stream = stream_of(a, count, panels, p, 1, count_passes(count));
+  Bursts bursts = bursts_of(a, ahead_of(a, count), panels, p, 1, count_passes(count, most));
   Wide<X>* wide = static_cast<Wide<X>*>(
       scratch(Scratch::unpacked, static_cast<size_t>(a.padded_k * kColumns) * sizeof(Wide<X>)));
   unpack_bf16(a.kind, w, 0, a.padded_k, wide);
-  int64_t row = widened_rows<X, kMaxRows>(a, x, w, wide, rows.first, rows.last, p, stream, to);
-  if constexpr (kMaxRows > 4)
-    row = widened_rows<X, 4>(a, x, w, wide, row, rows.last, p, stream, to);
-  row = widened_rows<X, 2>(a, x, w, wide, row, rows.last, p, stream, to);
-  widened_rows<X, 1>(a, x, w, wide, row, rows.last, p, stream, to);
+  in_passes<most>(rows.first, rows.last, [&]<int R>(int64_t row) {
+    widened_rows<X, R>(a, x, w, wide, row, p, bursts, to);
+  });
 }
 
-template <Weight W>
-void float_part(const LinearArgs& a, const Rows& x, Range rows, Range panels, const Columns& to) {
+// R rows times a panel of codes. Not inlined, as `multiply` isn't.
+template <int R, Weight W, typename X>
+[[gnu::noinline]] void code_rows(const LinearArgs& a, const Rows& x, const Panel& w, int64_t row,
+                                 int64_t p, const Columns& to) {
+  F16 values[R][1];
+  multiply_codes<R, W>(w, row_of<X>(a, x, row), a.padded_k,
+                       x.scale ? x.scale + row * a.groups : nullptr, values);
+  to(row, p, values);
+}
+
+template <Weight W, typename X>
+void code_part(const LinearArgs& a, const Rows& x, Range rows, Range panels, const Columns& to) {
   for (int64_t p = panels.first; p < panels.last; p++) {
     const Panel w = quantized_panel(a, p);
-    if constexpr (kCrosses)
-      if (x.crosses) {
-        widened_panel<crossed>(a, x, w, rows, panels, p, to);
-        continue;
-      }
     if (widens(a, rows.last - rows.first)) {
-      widened_panel<float>(a, x, w, rows, panels, p, to);
+      widened_panel<X>(a, x, w, rows, panels, p, to);
       continue;
     }
-    int64_t row = rows.first;
-#if defined(__AVX512F__)
-    row = float_rows<3, W>(a, x, w, row, rows.last, p, to);
-#endif
-    row = float_rows<2, W>(a, x, w, row, rows.last, p, to);
-    float_rows<1, W>(a, x, w, row, rows.last, p, to);
+    in_passes<kCodeRows<X>>(rows.first, rows.last, [&]<int R>(int64_t row) {
+      code_rows<R, W, X>(a, x, w, row, p, to);
+    });
   }
 }
 
@@ -291,7 +298,11 @@ Part choose(const LinearArgs& a) {
   if (a.kind == Weight::dense) return a.dtype == DType::bf16 ? dense_part<bf16> : dense_part<float>;
   if (a.int8_rows) return a.kind == Weight::int4 ? int_part<4> : int_part<8>;
   Part part = nullptr;
-  with_kind(a.kind, [&]<Weight W>() { part = float_part<W>; });
+  with_kind(a.kind, [&]<Weight W>() {
+    part = code_part<W, float>;
+    if constexpr (kCrosses)
+      if (crosses(a)) part = code_part<W, crossed>;
+  });
   return part;
 }
 

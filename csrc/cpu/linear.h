@@ -135,6 +135,15 @@ class Columns {
     write(row, column, value, count);
   }
 
+  // R rows of P panels. Not inlined: what becomes of a value is long, and R · P times as long unrolled.
+  template <int R, int P>
+  [[gnu::noinline]] void operator()(int64_t row, int64_t panel, const F16 (&values)[R][P]) const {
+#pragma GCC unroll 1
+    for (int r = 0; r < R; r++)
+#pragma GCC unroll 1
+      for (int p = 0; p < P; p++) (*this)(row + r, panel + p, values[r][p]);
+  }
+
  private:
   int left(int64_t column) const {
     return a_.n - column < kColumns ? static_cast<int>(a_.n - column) : kColumns;

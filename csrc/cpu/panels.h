@@ -20,7 +20,7 @@ constexpr int kMaxRows = 6, kPanels = 2;
 constexpr int kMaxRows = 4, kPanels = 1;
 #endif
 
-constexpr int64_t kCrossRows = 48;  // that pass over panels of bfloat16 often enough (crossed.h)
+constexpr int64_t kCrossRows = 17;  // that pass over panels of bfloat16 often enough (crossed.h)
 
 // So many sums of even products have room in registers beside as many of odd ones. FMAs of AVX2 need
 // eight sums of 8 columns to hide their latency: of more rows, one half comes after the other.
@@ -179,43 +179,35 @@ static inline void tile(const X* x, int64_t ldx, int64_t row, const T* w, int64_
     for (int p = 0; p < P; p++) emit(row + r, panel + p, acc[r][p]);
 }
 
-// How often `rows` go over a panel.
-constexpr int64_t count_passes(int64_t rows) { return (rows + kMaxRows - 1) / kMaxRows; }
+// Rows of X that pass over P panels together: as many as have room for their sums in registers.
+template <typename X, int P>
+constexpr int kPass = std::is_same_v<X, crossed> && P == 1 ? 8 : kMaxRows;
 
-// one<R>(r) for all rows, R at a time. Eight: so many have room in registers.
-template <bool Eight, typename One>
-static inline void in_tiles(int64_t rows, One one) {
-  int64_t r = 0;
-#if defined(__AVX512F__)
-  if constexpr (Eight) {
-    for (; rows - r == 8 || rows - r > 10; r += 8) one.template operator()<8>(r);
-    if (rows - r == 7) return one.template operator()<7>(r);
-    for (; rows - r == 5 || rows - r > 8; r += 5) one.template operator()<5>(r);
-  }
-  for (; rows - r == 6 || rows - r > 7; r += 6) one.template operator()<6>(r);
-  for (; rows - r >= 4; r += 4) one.template operator()<4>(r);
-  for (; rows - r >= 3; r += 3) one.template operator()<3>(r);
-#else
-  for (; rows - r >= 4; r += 4) one.template operator()<4>(r);
-#endif
-  for (; rows - r >= 2; r += 2) one.template operator()<2>(r);
-  for (; r < rows; r++) one.template operator()<1>(r);
+// How often `rows` go over a panel, at most `most` at a time.
+constexpr int64_t count_passes(int64_t rows, int64_t most) { return (rows + most - 1) / most; }
+
+template <int Most, typename Body>
+static inline void with_count(int64_t count, Body body) {
+  if constexpr (Most > 1)
+    if (count < Most) return with_count<Most - 1>(count, body);
+  body.template operator()<Most>();
 }
 
-template <typename X, int P>
-constexpr bool kEight = std::is_same_v<X, crossed> && P == 1;
-
-// Whether so many crossed rows take one panel at a time, whose sums for 5, 7 or 8 of them have room in
-// registers.
-template <typename X>
-static inline bool one_by_one(int64_t rows) {
-  return std::is_same_v<X, crossed> && (rows == 5 || rows > kMaxRows);
+// one<R>(r) for all rows [first, last), R at a time, at most Most: in as few passes as there can be,
+// each of as many rows as the next.
+template <int Most, typename One>
+static inline void in_passes(int64_t first, int64_t last, One one) {
+  for (int64_t passes = count_passes(last - first, Most); passes > 0; passes--) {
+    const int64_t count = count_passes(last - first, passes);
+    with_count<Most>(count, [&]<int R>() { one.template operator()<R>(first); });
+    first += count;
+  }
 }
 
 template <int P, typename X, typename T, typename Asks, typename Init, typename Emit>
 static inline void all_rows(const X* x, int64_t ldx, int64_t rows, const T* w, int64_t stride,
                             int64_t panel, int64_t k, Asks&& asks, Init init, Emit emit) {
-  in_tiles<kEight<X, P>>(rows, [&]<int R>(int64_t r) {
+  in_passes<kPass<X, P>>(0, rows, [&]<int R>(int64_t r) {
     tile<R, P>(x, ldx, r, w, stride, panel, k, asks, init, emit);
   });
 }
@@ -231,11 +223,6 @@ static inline void all_passes(const X* x, int64_t ldx, int64_t rows, const T* w,
           scratch(Scratch::unpacked, static_cast<size_t>(P * size) * sizeof(X)));
       for (int p = 0; p < P; p++) cross_panel(w + p * stride, k, lines + p * size);
       return all_rows<P>(x, ldx, rows, lines, size, panel, k, asks, init, emit);
-    }
-    if (P > 1 && one_by_one<X>(rows)) {
-      for (int p = 0; p < P; p++)
-        all_rows<1>(x, ldx, rows, w + p * stride, stride, panel + p, k, asks, init, emit);
-      return;
     }
   }
   all_rows<P>(x, ldx, rows, w, stride, panel, k, asks, init, emit);
@@ -254,7 +241,7 @@ static inline void multiply_panels(const X* x, int64_t ldx, int64_t rows, const 
     for (; panels - p >= 2; p += 2)
       tile<1, 2>(x, ldx, 0, w + p * stride, stride, p, k, asks, init, emit);
 #endif
-  if (rows > kFewRows)
+  if (rows > kFewRows && (!std::is_same_v<X, crossed> || rows >= kCrossRows))
     for (; panels - p >= kPanels; p += kPanels) {
       before(p, kPanels);
       all_passes<kPanels>(x, ldx, rows, w + p * stride, stride, p, k, asks, init, emit);
@@ -277,14 +264,28 @@ template <typename X, typename T, typename Init, typename Emit>
 static inline void stream_panels(const X* x, int64_t ldx, int64_t rows, const T* w, int64_t stride,
                                  int64_t panels, int64_t k, const Ahead& ahead, Init init,
                                  Emit emit) {
-  Stream stream(ahead);
-  multiply_panels(x, ldx, rows, w, stride, panels, k, stream, init, emit,
-                  [&](int64_t p, int64_t count) {
-    const int64_t next = p + count;
-    if (!ahead.next || rows <= kFewRows || panels - next < count) return;
-    const int64_t bytes = count * k * kColumns * static_cast<int64_t>(sizeof(T));
-    stream = Stream(ahead, w + next * stride, bytes, count * kBlock / kVnni<T>, count_passes(rows));
-  });
+  if (ahead.once)
+    return multiply_panels(x, ldx, rows, w, stride, panels, k, Lines(ahead), init, emit);
+  const auto comes_next = [&](int64_t p, int64_t count) {
+    return ahead.bytes > 0 && panels - p - count >= count;
+  };
+  if (std::is_same_v<X, crossed> && rows < kCrossRows) {
+    Spread spread;
+    return multiply_panels(
+        x, ldx, rows, w, stride, panels, k, spread, init, emit, [&](int64_t p, int64_t count) {
+          const T* next = w + (comes_next(p, count) ? p + count : p) * stride;
+          spread = Spread(next, count_passes(rows, kPass<X, 1>), ahead.near);
+        });
+  }
+  Bursts bursts;
+  multiply_panels(
+      x, ldx, rows, w, stride, panels, k, bursts, init, emit, [&](int64_t p, int64_t count) {
+        bursts = {};
+        if (!comes_next(p, count)) return;
+        const int64_t bytes = count * k * kColumns * static_cast<int64_t>(sizeof(T));
+        bursts = Bursts(w + (p + count) * stride, bytes, count * kBlock / kVnni<T>,
+                        count_passes(rows, kMaxRows), ahead.near);
+      });
 }
 
 // Panels that lie apart from others, `stride` elements from one to the next.
@@ -294,6 +295,13 @@ struct Block {
   int64_t stride;
   Asks asks;
 };
+
+// Whether so many rows take such panels by twos. Of crossed ones, 5, 7 and 8 together have room for their
+// sums of one panel only.
+template <typename X>
+static inline bool pairs_apart(int64_t rows) {
+  return rows > kFewRows && (!std::is_same_v<X, crossed> || rows == 4 || rows == kMaxRows);
+}
 
 // R rows from `row` on times whole panels, Panels in each of the blocks [first, last).
 template <int R, int P, int64_t Panels, typename X, typename B, typename Emit>
@@ -311,12 +319,12 @@ static inline void multiply_apart(const X* x, int64_t ldx, int64_t rows, const B
                                   int64_t count, int64_t k, Emit emit) {
   const int64_t together = rows > 8 ? 1 : count;  // rows that go over a block again find it in L1
   for (int64_t d = 0; d < count; d += together) {
-    if (rows > kFewRows && !one_by_one<X>(rows))
-      in_tiles<kEight<X, kPanels>>(rows, [&]<int R>(int64_t r) {
+    if (pairs_apart<X>(rows))
+      in_passes<kPass<X, kPanels>>(0, rows, [&]<int R>(int64_t r) {
         tiles_apart<R, kPanels, Panels>(x, ldx, r, blocks, d, d + together, k, emit);
       });
     else
-      in_tiles<kEight<X, 1>>(rows, [&]<int R>(int64_t r) {
+      in_passes<kPass<X, 1>>(0, rows, [&]<int R>(int64_t r) {
         tiles_apart<R, 1, Panels>(x, ldx, r, blocks, d, d + together, k, emit);
       });
   }
@@ -343,13 +351,13 @@ template <typename X, typename B, typename Emit>
 static inline void multiply_blocks(const X* x, int64_t ldx, int64_t rows, const B* blocks,
                                    int64_t count, int64_t panels, Emit emit) {
   int64_t p = 0;
-  if (rows > kFewRows && !one_by_one<X>(rows))
+  if (pairs_apart<X>(rows))
     for (; panels - p >= kPanels; p += kPanels)
-      in_tiles<kEight<X, kPanels>>(rows, [&]<int R>(int64_t r) {
+      in_passes<kPass<X, kPanels>>(0, rows, [&]<int R>(int64_t r) {
         tile_of_blocks<R, kPanels>(x, ldx, r, blocks, count, p, emit);
       });
   for (; p < panels; p++)
-    in_tiles<kEight<X, 1>>(rows, [&]<int R>(int64_t r) {
+    in_passes<kPass<X, 1>>(0, rows, [&]<int R>(int64_t r) {
       tile_of_blocks<R, 1>(x, ldx, r, blocks, count, p, emit);
     });
 }

@@ -92,22 +92,14 @@ inline void add_nibbles(Register& c, const Register& a) {
 }
 #endif
 
-constexpr int kChains = 10;  // independent of each other: more than latency times throughput
+constexpr int kChains = 14;  // independent of each other: more than latency times throughput
 
 template <void (*Add)(Register&, const Register&)>
 void multiply_registers(int64_t rounds) {
-  Register a = {}, c0 = a, c1 = a, c2 = a, c3 = a, c4 = a, c5 = a, c6 = a, c7 = a, c8 = a, c9 = a;
+  Register a = {}, chains[kChains] = {};
   for (int64_t i = 0; i < rounds; i++) {
-    Add(c0, a);
-    Add(c1, a);
-    Add(c2, a);
-    Add(c3, a);
-    Add(c4, a);
-    Add(c5, a);
-    Add(c6, a);
-    Add(c7, a);
-    Add(c8, a);
-    Add(c9, a);
+#pragma GCC unroll 14
+    for (Register& chain : chains) Add(chain, a);
   }
 }
 

@@ -133,20 +133,19 @@ static inline void multiply_small(const uint8_t* lines, const int8_t* x, int64_t
   }
 }
 
-// emit(r, Σ over groups of scale · Σ over k of (q − z) · x) for R rows, as `multiply_ints` does.
-template <int R, int Bits, bool Zero, typename Emit>
-static inline void multiply_ready(const Ready& w, const int8_t* x, int64_t ldx,
-                                  const int32_t* sums, Stream& stream, Emit emit) {
-  F16 total[R];
-#pragma GCC unroll 8
-  for (int r = 0; r < R; r++) total[r] = zero();
+// total[r][0] = Σ over groups of scale · Σ over k of (q − z) · x, for R rows, as `multiply_ints` does.
+template <int R, int Bits, bool Zero>
+[[gnu::always_inline]] static inline void multiply_ready(const Ready& w, const int8_t* x,
+                                                         int64_t ldx, const int32_t* sums,
+                                                         Bursts& bursts, F16 (&total)[R][1]) {
+  clear(total);
   const uint8_t* lines = w.lines;
   for (int64_t g = 0; g < w.groups; g++) {
     Sums acc[R];
 #pragma GCC unroll 8
     for (int r = 0; r < R; r++) acc[r] = first_sums<Bits, Zero>(w, g, sums[r * w.groups + g]);
     for (int64_t k = 0; k < w.group; k += kUnit, lines += kUnit / 4 * kReadyLine<Bits>, x += kUnit) {
-      stream.block<R>();
+      bursts.block<R>();
       if constexpr (Bits == 8)
         multiply_turned<R>(lines, x, ldx, acc);
       else
@@ -154,10 +153,8 @@ static inline void multiply_ready(const Ready& w, const int8_t* x, int64_t ldx,
     }
     const F16 s = load(w.scale + g * kColumns);
 #pragma GCC unroll 8
-    for (int r = 0; r < R; r++) total[r] = fma(to_float(acc[r]), s, total[r]);
+    for (int r = 0; r < R; r++) total[r][0] = fma(to_float(acc[r]), s, total[r][0]);
   }
-#pragma GCC unroll 8
-  for (int r = 0; r < R; r++) emit(r, total[r]);
 }
 
 }  // namespace penstock::PENSTOCK_ISA

@@ -50,7 +50,7 @@ static inline void soft_dot_bytes(int c, int a, int b) {
     const int8_t* row = reinterpret_cast<const int8_t*>(soft_tiles[a].bytes + m * 64);
     int32_t* out = reinterpret_cast<int32_t*>(soft_tiles[c].bytes + m * 64);
     Sums acc[1][1] = {{load_sums(out)}};
-    const Stream none(Ahead{0});
+    const Quiet none;
     for (int k = 0; k < soft_row_bytes; k += kUnit)
       multiply_unit<1, 1, 8>(soft_tiles[b].bytes + k * 16, 0, row + k, 0, none, acc);
     _mm256_storeu_si256(reinterpret_cast<__m256i*>(out), acc[0][0].lo);

@@ -37,21 +37,35 @@ static inline __m512 widen_fp8(__m512i x) {
   return _mm512_or_ps(_mm512_min_ps(f, small), _mm512_castsi512_ps(sign));
 }
 
-// Value J of each word of a line: the code itself, what it stands for, or its level in `table`.
+// A small unsigned integer in the last bits of 2^23 is a float by itself: that integer more.
+constexpr float kRaise = 0x1p23f;
+
+// Value J of each word of a line: an unsigned code and kRaise, what it stands for, or its level in
+// `table`.
 template <Weight W, int J>
 static inline F16 take(const uint8_t* line, F16 table) {
   constexpr int shift = kShift<bits_of(W), J>;
   const __m512i v = _mm512_loadu_si512(line);
-  if constexpr (W == Weight::int4)
-    return {_mm512_cvtepi32_ps(
-        _mm512_and_si512(_mm512_srli_epi32(v, shift), _mm512_set1_epi32(15)))};
-  else if constexpr (bits_of(W) == 4)  // the index's upper bits don't count
+  const __m512i raise = _mm512_castps_si512(_mm512_set1_ps(kRaise));
+  if constexpr (W == Weight::int4) {
+    constexpr int and_or = 0xea;
+    return {_mm512_castsi512_ps(_mm512_ternarylogic_epi32(_mm512_srli_epi32(v, shift),
+                                                          _mm512_set1_epi32(15), raise, and_or))};
+  } else if constexpr (bits_of(W) == 4) {  // the index's upper bits don't count
     return {_mm512_permutexvar_ps(_mm512_srli_epi32(v, shift), table.v)};
-  else if constexpr (is_integer(W))
-    return {_mm512_cvtepi32_ps(_mm512_srai_epi32(_mm512_slli_epi32(v, 24 - shift), 24))};
-  else
+  } else if constexpr (is_integer(W)) {
+    const __m512i code = _mm512_xor_si512(v, _mm512_set1_epi8(static_cast<char>(0x80)));
+    const __m512i last = _mm512_set4_epi32(12 + J, 8 + J, 4 + J, J);
+    return {_mm512_castsi512_ps(
+        _mm512_mask_shuffle_epi8(raise, 0x1111111111111111ull, code, last))};
+  } else {
     return {widen_fp8<W>(_mm512_slli_epi32(v, 24 - shift))};
+  }
 }
+
+// What is taken off an integer's code besides its zero point.
+template <Weight W>
+constexpr float kTaken = W == Weight::int4 ? kRaise : kRaise + 128.0f;
 
 #else
 
@@ -65,6 +79,9 @@ static inline __m256 widen_fp8(__m256i x) {
   const __m256 sign = _mm256_and_ps(_mm256_castsi256_ps(x), _mm256_set1_ps(-0.0f));
   return _mm256_or_ps(_mm256_min_ps(f, small), sign);
 }
+
+template <Weight W>
+constexpr float kTaken = 0.0f;  // off an integer besides its zero point
 
 // Level `index` of each lane; its upper bits don't count. Bit 3 chooses the half of the table.
 static inline __m256 look_up(__m256i index, F16 table) {
@@ -104,12 +121,14 @@ class Values {
 
   explicit Values(const Panel& w) : w_(w) {
     if constexpr (has_table) table_ = load(w.table);
+    if constexpr (W == Weight::int8) other_ = set1(kTaken<W>);
   }
   // The lines that follow are of group g.
   void group(int64_t g) {
-    if constexpr (W == Weight::int8_zero) other_ = to_float(zero_points<8>(w_, g));
+    if constexpr (W == Weight::int8_zero)
+      other_ = to_float(zero_points<8>(w_, g)) + set1(kTaken<W>);
     if constexpr (W == Weight::int4)
-      other_ = w_.zero ? to_float(zero_points<4>(w_, g)) : set1(8.0f);
+      other_ = (w_.zero ? to_float(zero_points<4>(w_, g)) : set1(8.0f)) + set1(kTaken<W>);
   }
   // The next line starts with value k of K, after those before it.
   void line(int64_t k) {
@@ -120,16 +139,18 @@ class Values {
   template <int J>
   F16 at(const uint8_t* line) const {
     const F16 v = take<W, J>(line, table_);
-    if constexpr (W == Weight::int8_zero || W == Weight::int4) return v - other_;
+    if constexpr (takes_off) return v - other_;
     if constexpr (W == Weight::nvfp4) return v * other_;
     return v;
   }
 
  private:
   static constexpr bool has_table = W == Weight::levels || W == Weight::nvfp4;
+  static constexpr bool takes_off =
+      W == Weight::int8_zero || W == Weight::int4 || (W == Weight::int8 && kTaken<W> != 0.0f);
   const Panel& w_;
   F16 table_ = zero();
-  F16 other_ = zero();  // zero points, or fine scales
+  F16 other_ = zero();  // zero points and kTaken, or fine scales
 };
 
 template <Weight W, int J, int R>
@@ -146,15 +167,61 @@ static inline void step_floats(const uint8_t* line, const Values<W>& values, con
   }
 }
 
-// emit(r, Σ over groups of scale · Σ over k of value · x) for R rows of floats, in the order of
+#if defined(__AVX512BF16__)
+
+// Values of four k, exact in bfloat16, as the words of crossed.h.
+static inline Crossed cross(F16 a, F16 b, F16 c, F16 d) {
+  return {reinterpret_cast<__m512bh>(join_pairs(c, a)), reinterpret_cast<__m512bh>(join_pairs(d, b))};
+}
+
+template <Weight W, int J, int R>
+static inline void step_crossed(const uint8_t* line, const Values<W>& values, const crossed* x,
+                                int64_t ldx, F16 (&even)[R], F16 (&odd)[R]) {
+  if constexpr (J < Values<W>::per_line) {
+    const Crossed w =
+        cross(values.template at<J>(line), values.template at<J + 1>(line),
+              values.template at<J + 2>(line), values.template at<J + 3>(line));
+#pragma GCC unroll 8
+    for (int r = 0; r < R; r++) {
+      const Crossed xs = set_crossed(x + r * ldx + J);
+      even[r] = dot(xs.even, w.even, even[r]);
+      odd[r] = dot(xs.odd, w.odd, odd[r]);
+    }
+    step_crossed<W, J + 4>(line, values, x, ldx, even, odd);
+  }
+}
+
+#endif
+
+// acc[r] += a unit of kUnit values of K of R rows.
+template <Weight W, typename X, int R>
+static inline void multiply_values(const uint8_t* data, int64_t k, Values<W>& values, const X* x,
+                                   int64_t ldx, F16 (&acc)[R]) {
+  F16 even[R], odd[R];
+#pragma GCC unroll 8
+  for (int r = 0; r < R; r++) even[r] = odd[r] = zero();
+#pragma GCC unroll 2
+  for (int64_t i = 0; i < kUnit; i += Values<W>::per_line, data += 64) {
+    prefetch_bytes(data + kAheadBytes);
+    values.line(k + i);
+#if defined(__AVX512BF16__)
+    if constexpr (std::is_same_v<X, crossed>)
+      step_crossed<W, 0>(data, values, x + i, ldx, even, odd);
+    else
+#endif
+      step_floats<W, 0>(data, values, x + i, ldx, even, odd);
+  }
+#pragma GCC unroll 8
+  for (int r = 0; r < R; r++) acc[r] = acc[r] + (even[r] + odd[r]);
+}
+
+// total[r][0] = Σ over groups of scale · Σ over k of value · x, for R rows, in the order of
 // `dot_panels`: each group's sum from zero, times the row's scale of the group (x_scale [R, groups] of
 // rows of E4M3, else null), times its own, added up.
-template <int R, Weight W, typename Emit>
-static inline void multiply_floats(const Panel& w, const float* x, int64_t ldx,
-                                   const float* x_scale, Emit emit) {
-  F16 total[R];
-#pragma GCC unroll 8
-  for (int r = 0; r < R; r++) total[r] = zero();
+template <int R, Weight W, typename X>
+[[gnu::always_inline]] static inline void multiply_codes(const Panel& w, const X* x, int64_t ldx,
+                                                         const float* x_scale, F16 (&total)[R][1]) {
+  clear(total);
   Values<W> values(w);
   const uint8_t* data = w.data;
   for (int64_t g = 0; g < w.groups; g++) {
@@ -163,17 +230,8 @@ static inline void multiply_floats(const Panel& w, const float* x, int64_t ldx,
 #pragma GCC unroll 8
     for (int r = 0; r < R; r++) acc[r] = zero();
     for (int64_t k = g * w.group; k < (g + 1) * w.group; k += kUnit) {
-      F16 even[R], odd[R];
-#pragma GCC unroll 8
-      for (int r = 0; r < R; r++) even[r] = odd[r] = zero();
-#pragma GCC unroll 2
-      for (int64_t i = 0; i < kUnit; i += Values<W>::per_line, data += 64) {
-        if constexpr (R <= kFewRows) prefetch_bytes(data + kAheadBytes);
-        values.line(k + i);
-        step_floats<W, 0>(data, values, x + k + i, ldx, even, odd);
-      }
-#pragma GCC unroll 8
-      for (int r = 0; r < R; r++) acc[r] = acc[r] + (even[r] + odd[r]);
+      multiply_values(data, k, values, x + k, ldx, acc);
+      data += kLines<bits_of(W)> * 64;
     }
     if constexpr (W == Weight::fp8_e4m3)
       if (x_scale)
@@ -181,10 +239,8 @@ static inline void multiply_floats(const Panel& w, const float* x, int64_t ldx,
         for (int r = 0; r < R; r++) acc[r] = acc[r] * set1(x_scale[r * w.groups + g]);
     const F16 s = w.scales(g);
 #pragma GCC unroll 8
-    for (int r = 0; r < R; r++) total[r] = fma(acc[r], s, total[r]);
+    for (int r = 0; r < R; r++) total[r][0] = fma(acc[r], s, total[r][0]);
   }
-#pragma GCC unroll 8
-  for (int r = 0; r < R; r++) emit(r, total[r]);
 }
 
 template <Weight W, int J, typename T>

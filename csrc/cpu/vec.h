@@ -122,10 +122,13 @@ static inline void store_bytes(int8_t* p, F16 a) {
   _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm512_cvtsepi32_epi8(_mm512_cvtps_epi32(a.v)));
 }
 // sixteen pairs of bfloat16 of values that it holds exactly
+static inline __m512i join_pairs(F16 even, F16 odd) {
+  const __m512i high = _mm512_set4_epi32(0x0f0e0f0e, 0x0b0a0b0a, 0x07060706, 0x03020302);
+  return _mm512_mask_shuffle_epi8(_mm512_castps_si512(odd.v), 0x3333333333333333ull,
+                                  _mm512_castps_si512(even.v), high);
+}
 static inline void store_pairs(bf16* p, F16 even, F16 odd) {
-  const __m512i high = _mm512_and_si512(_mm512_castps_si512(odd.v),
-                                        _mm512_set1_epi32(static_cast<int>(0xffff0000)));
-  _mm512_storeu_si512(p, _mm512_or_si512(_mm512_srli_epi32(_mm512_castps_si512(even.v), 16), high));
+  _mm512_storeu_si512(p, join_pairs(even, odd));
 }
 static inline void halves(F16 a, __m256& lo, __m256& hi) {
   lo = _mm512_castps512_ps256(a.v);

@@ -12,7 +12,7 @@ import pytest
 from penstock import ops
 from penstock.errors import KernelError
 from penstock.kernels import native, report, report_linear
-from penstock.kernels.load import BY_TORCH, TILE_MIN_ROWS, WIDEN_ROWS, NativeLibrary
+from penstock.kernels.load import BY_TORCH, TILE_MIN_ROWS, NativeLibrary
 from penstock.quant import SCHEMES
 
 needs_native = pytest.mark.skipif(native.handle is None, reason=f"no native: {native.reason}")
@@ -90,8 +90,6 @@ def test_the_rows_from_which_tiles_run_are_the_library_s() -> None:
     source = Path(__file__).parents[2] / "csrc" / "cpu"
     assert f"kTileMinRows = {TILE_MIN_ROWS};" in (source / "dispatch.cpp").read_text()
     assert f"kTileMinRows = {TILE_MIN_ROWS};" in (source / "attention_tiles.h").read_text()
-    assert "kWidenRows = 2 * kFewRows;" in (source / "linear.cpp").read_text()
-    assert f"kFewRows = {WIDEN_ROWS // 2}," in (source / "panels.h").read_text()
 
 
 def test_reference_on_request() -> None:

@@ -28,9 +28,6 @@ ISAS = ("avx2", "avx512", "avx512-bf16", "amx", "amx-emulated")
 TILE_MIN_ROWS = 4
 """Fewer rows are multiplied by vectors even where there is AMX (csrc/cpu/dispatch.cpp)."""
 
-WIDEN_ROWS = 6
-"""More rows are multiplied by weights that were widened to bfloat16 once (csrc/cpu/linear.cpp)."""
-
 logger = logging.getLogger("penstock")
 
 _HAS_VECTORS = {"avx2", "fma", "f16c"} <= set(detect().flags)
@@ -213,9 +210,8 @@ def report_linear() -> list[tuple[str, str, str]]:
         widened, levels = f"widened to bfloat16, {many}", f"looked up by vpermps, {many}"
     elif native.isa == "avx512-bf16":
         few = many = "vdpbf16ps"
-        widened, levels = (
-            f"{how}; from {WIDEN_ROWS + 1} rows {many}" for how in (float32, looked_up)
-        )
+        float32 = widened = f"widened to bfloat16, {many}"
+        looked_up = levels = f"looked up by vpermps, {many}"
     return [
         ("float32", fma, fma),
         ("bfloat16", few, many),

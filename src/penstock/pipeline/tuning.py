@@ -56,7 +56,10 @@ the largest that was timed."""
 _FEWEST_RUNS = 2
 
 _FEW_ROWS = 3
-"""So many read a panel once, as fast as memory is (csrc/cpu/panels.h)."""
+"""So many read a panel as fast as memory is, on any machine (csrc/cpu/panels.h)."""
+
+_ONCE_ROWS = 8
+"""At most so many pass over a panel together (csrc/cpu/linear.cpp)."""
 
 _NEVER = 1 << 30
 
@@ -129,8 +132,8 @@ def candidates(rows: int) -> list[LinearVariant]:
     ahead = [LinearVariant(ahead_cache=1), LinearVariant(ahead_cache=3)]
     pairs = [LinearVariant(pair_rows=_FEW_ROWS + 1), LinearVariant(pair_rows=_NEVER)]
     if rows <= 16:
-        widen = [LinearVariant(widen_rows=_FEW_ROWS), LinearVariant(widen_rows=16)]
-        once = [LinearVariant(ahead_cache=2)] if rows <= 2 * _FEW_ROWS else []
+        widen = [LinearVariant(widen_rows=_FEW_ROWS), LinearVariant(widen_rows=2 * _ONCE_ROWS)]
+        once = [LinearVariant(ahead_cache=2)] if rows <= _ONCE_ROWS else []
         return [LinearVariant(), *ahead, *once, *pairs[rows >= 16 :], *widen, *parts]
     blocks = [LinearVariant(rows_bytes=size << 10) for size in (256, 1024)]
     return [LinearVariant(), *ahead, *pairs[1:], *blocks, *parts]
