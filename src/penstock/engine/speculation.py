@@ -217,7 +217,7 @@ class Speculation:
 
     def computed(self, parts: Seq[Part], firsts: Seq[int]) -> None:
         """A step's tokens were applied. firsts: where in each sequence its part began."""
-        if self._reader is None or self.broken is not None:
+        if self._reader is None or self._rest > 0 or self.broken is not None:
             return
         if not (self.controller.is_on or self.controller.may_guess(len(parts))):
             return  # nobody will ask for these states

@@ -42,13 +42,16 @@ MARGIN = 1.02
 BUDGET = 0.01
 """The share of the time that may be spent on finding out whether speculation would pay."""
 
+LOOK_S = 1e-4
+"""What such a step takes besides what is measured: all that sees to guesses, before it and after."""
+
 SAVINGS = 20.0
 """As many steps' time at most is kept for that."""
 
 PLAIN_STEPS = 3
 """Plain steps that are measured before the first draft, at each size of batch."""
 
-MOST_REST = 16
+MOST_REST = 64
 """Steps in a row, at most, that aren't looked at while drafts are off."""
 
 SURE = 2
@@ -182,10 +185,10 @@ class Controller:
         if not self.by_passes:  # what guessing takes is spent, but will be again
             speed *= choice.seconds / (choice.seconds + self.pass_s) if choice.seconds else 0.0
         self.is_on = speed > MARGIN * batch / seconds[0]
-        price = max(choice.loss, BUDGET * seconds[0])
+        price = max(choice.loss, BUDGET * seconds[0]) + LOOK_S
         # never more than can be saved up: or a few that were held up would be believed for good
         most = 0.9 * SAVINGS * self._share * seconds[0]
-        self._price_s = min(price if self.by_passes else self.pass_s, most)
+        self._price_s = min(price if self.by_passes else self.pass_s + LOOK_S, most)
         if self.is_on or min(price, most) <= self._budget_s:
             return choice.lengths
         lengths = [0] * len(room)
@@ -276,11 +279,11 @@ class Controller:
         self._looks_s = looks_s if looks_s < bound else bound
         if self.is_on or not (drafted or draft_s):
             return
-        tried = (seconds - plain if drafted else 0.0) - right * plain / batch
+        tried = (seconds - plain + LOOK_S if drafted else 0.0) - right * plain / batch
         if self.by_passes:
             tried += draft_s
         else:
-            self._looks_s = max(self._looks_s - draft_s, -bound)
+            self._looks_s = max(self._looks_s - draft_s - LOOK_S, -bound)
         self._budget_s = max(self._budget_s - max(tried, 0.0), -bound)
 
     def rest(self, batch: int) -> int:
