@@ -15,7 +15,7 @@ constexpr int kFewRows = 1;
 // How memory is asked for what rows that pass over panels need next.
 struct Ahead {
   bool once;      // they pass once: each line asks for one that follows; else, for the panels after these
-  int64_t bytes;  // lines: so far ahead; panels: 0 leaves them to the processor
+  int64_t bytes;  // lines: so far ahead; 0 leaves what comes next to the processor
   bool near;      // into L1, else into L2
 };
 
@@ -28,15 +28,13 @@ class Lines {
  public:
   explicit Lines(const Ahead& ahead) : bytes_(ahead.bytes), near_(ahead.near) {}
 
-  template <int R>
   void line(const void* at) const {
     prefetch(static_cast<const char*>(at) + bytes_, near_);
   }
-  template <int R>
   void block() const {}
 
  private:
-  int64_t bytes_;
+  int64_t bytes_;  // 0: the line itself, which is read right then
   bool near_;
 };
 
@@ -49,9 +47,7 @@ class Bursts {
       : next_(static_cast<const char*>(next)), left_(bytes / 64), lines_(lines), every_(every),
         near_(near) {}
 
-  template <int R>
   void line(const void*) const {}
-  template <int R>
   void block() {
     if (left_ <= 0 || --turn_ > 0) return;
     turn_ = every_;
@@ -69,25 +65,22 @@ class Bursts {
 // memory answers at half of its speed (Zen 5).
 class Spread {
  public:
-  Spread() = default;
+  Spread() = default;  // of nothing
   // What lies at `next`, while as much is read `passes` times.
   Spread(const void* next, int64_t passes, bool near)
       : next_(static_cast<const char*>(next)), every_(passes), turn_(passes), near_(near) {}
 
-  template <int R>
-  void line(const void*) const {
-    if (--turn_ > 0) return;
+  void line(const void*) {
+    if (next_ == nullptr || --turn_ > 0) return;
     turn_ = every_;
     prefetch(next_, near_);
     next_ += 64;
   }
-  template <int R>
   void block() const {}
 
  private:
-  mutable const char* next_ = nullptr;
-  int64_t every_ = 1;
-  mutable int64_t turn_ = 1;
+  const char* next_ = nullptr;
+  int64_t every_ = 1, turn_ = 1;
   bool near_ = false;
 };
 
@@ -101,16 +94,14 @@ class Beside {
   Beside(const void* now, const void* next)
       : bytes_(static_cast<const char*>(next) - static_cast<const char*>(now)) {}
 
-  template <int R>
   void line(const void* at) const {
     prefetch(static_cast<const char*>(at) + bytes_, false);
   }
-  template <int R>
   void block() const {}
 
   // `bytes` of them at once.
   void all(const void* at, int64_t bytes) const {
-    for (int64_t i = 0; i < bytes; i += 64) line<1>(static_cast<const char*>(at) + i);
+    for (int64_t i = 0; i < bytes; i += 64) line(static_cast<const char*>(at) + i);
   }
 
  private:
@@ -119,9 +110,7 @@ class Beside {
 
 // Asks for nothing.
 struct Quiet {
-  template <int R>
   void line(const void*) const {}
-  template <int R>
   void block() const {}
   void all(const void*, int64_t) const {}
 };

@@ -68,7 +68,7 @@ constexpr int32_t kRaised = Bits == 8 ? 128 : 8;
 // acc[r][p] += 32 values of K of row r times panel p; panels lie `stride` bytes apart.
 template <int R, int P, int Bits, typename Asks>
 static inline void multiply_unit(const uint8_t* w, int64_t stride, const int8_t* x, int64_t ldx,
-                                 const Asks& asks, Sums (&acc)[R][P]) {
+                                 Asks& asks, Sums (&acc)[R][P]) {
   const __m512i raise = _mm512_set1_epi8(static_cast<char>(0x80)), low = _mm512_set1_epi8(15);
 #pragma GCC unroll 8
   for (int i = 0; i < kLines<Bits>; i++) {
@@ -77,7 +77,7 @@ static inline void multiply_unit(const uint8_t* w, int64_t stride, const int8_t*
 #pragma GCC unroll 2
     for (int p = 0; p < P; p++) {
       const uint8_t* at = w + p * stride + i * 64;
-      asks.template line<R>(at);
+      asks.line(at);
       const __m512i line = _mm512_loadu_si512(at);
       if constexpr (Bits == 8) {
         lines[p][0] = _mm512_xor_si512(line, raise);
@@ -142,13 +142,13 @@ static inline void settle(__m256i& sum) { asm("" : "+x"(sum)); }
 
 template <int R, int P, int Bits, typename Asks>
 static inline void multiply_unit(const uint8_t* w, int64_t, const int8_t* x, int64_t ldx,
-                                 const Asks& asks, Sums (&acc)[R][P]) {
+                                 Asks& asks, Sums (&acc)[R][P]) {
   static_assert(P == 1, "sixteen registers hold the sums of one panel");
   const __m256i ones = _mm256_set1_epi16(1), low = _mm256_set1_epi8(15);
   if constexpr (Bits == 8) {
 #pragma GCC unroll 8
     for (int i = 0; i < kLines<8>; i++) {
-      asks.template line<R>(w + i * 64);
+      asks.line(w + i * 64);
       const __m256i* at = reinterpret_cast<const __m256i*>(w + i * 64);
       const __m256i a = _mm256_loadu_si256(at), b = _mm256_loadu_si256(at + 1);
       const __m256i mag_a = _mm256_abs_epi8(a), mag_b = _mm256_abs_epi8(b);
@@ -170,7 +170,7 @@ static inline void multiply_unit(const uint8_t* w, int64_t, const int8_t* x, int
     for (int r = 0; r < R; r++) lo[r] = hi[r] = _mm256_setzero_si256();
 #pragma GCC unroll 8
     for (int i = 0; i < kLines<4>; i++) {
-      asks.template line<R>(w + i * 64);
+      asks.line(w + i * 64);
       const __m256i* at = reinterpret_cast<const __m256i*>(w + i * 64);
       const __m256i a = _mm256_loadu_si256(at), b = _mm256_loadu_si256(at + 1);
       const __m256i a0 = _mm256_and_si256(a, low), b0 = _mm256_and_si256(b, low);
@@ -245,7 +245,7 @@ template <int R, int P, int Bits, typename Asks>
       }
     }
     for (int64_t k = 0; k < w[0].group; k += kUnit, data += kLines<Bits> * 64) {
-      asks.template block<R>();
+      asks.block();
       multiply_unit<R, P, Bits>(data, stride, x + g * w[0].group + k, ldx, asks, acc);
     }
 #pragma GCC unroll 2

@@ -56,8 +56,8 @@ struct LinearVariant {
   int32_t part_bytes;   // of weights that a thread takes at a time, at least
   int32_t rows_bytes;   // of rows that it takes through all of those before the next rows
   int32_t widen_rows;   // more rows than that: a panel is widened once, not for a few at a time
-  int32_t pair_rows;    // from so many rows on, two panels of integers at a time
-  int32_t ahead_bytes;  // how far ahead of what few rows read memory is asked for
+  int32_t pair_rows;    // from so many rows on that pass twice, two panels of integers at a time
+  int32_t ahead_bytes;  // how far ahead of what rows that pass once read memory is asked for
   int32_t ahead_cache;  // into which cache: 1, 2, or 3 to leave it to the processor
 };
 

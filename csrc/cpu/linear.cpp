@@ -234,8 +234,9 @@ using Wide = std::conditional_t<std::is_same_v<X, crossed>, crossed, bf16>;
 // R rows times a panel that was widened to bfloat16: each group like a dense one. Not inlined, as
 // `multiply` isn't.
 template <typename X, int R>
-[[gnu::noinline]] void widened_rows(const LinearArgs& a, const Rows& x, const Panel& w, const Wide<X>* wide,
-                  int64_t row, int64_t p, Bursts& bursts, const Columns& to) {
+[[gnu::noinline]] void widened_rows(const LinearArgs& a, const Rows& x, const Panel& w,
+                                    const Wide<X>* wide, int64_t row, int64_t p, Bursts& bursts,
+                                    const Columns& to) {
   F16 total[R][1];
   clear(total);
   for (int64_t g = 0; g < w.groups; g++) {
@@ -271,23 +272,26 @@ void widened_panel(const LinearArgs& a, const Rows& x, const Panel& w, Range row
 // R rows times a panel of codes. Not inlined, as `multiply` isn't.
 template <int R, Weight W, typename X>
 [[gnu::noinline]] void code_rows(const LinearArgs& a, const Rows& x, const Panel& w, int64_t row,
-                                 int64_t p, const Columns& to) {
+                                 int64_t p, const Lines& asks, const Columns& to) {
   F16 values[R][1];
   multiply_codes<R, W>(w, row_of<X>(a, x, row), a.padded_k,
-                       x.scale ? x.scale + row * a.groups : nullptr, values);
+                       x.scale ? x.scale + row * a.groups : nullptr, asks, values);
   to(row, p, values);
 }
 
 template <Weight W, typename X>
 void code_part(const LinearArgs& a, const Rows& x, Range rows, Range panels, const Columns& to) {
+  const int64_t count = rows.last - rows.first;
+  const bool wide = widens(a, count);
+  const Lines asks(ahead_of(a, wide ? count : 1));  // not widened, each pass reads codes anew
   for (int64_t p = panels.first; p < panels.last; p++) {
     const Panel w = quantized_panel(a, p);
-    if (widens(a, rows.last - rows.first)) {
+    if (wide) {
       widened_panel<X>(a, x, w, rows, panels, p, to);
       continue;
     }
     in_passes<kCodeRows<X>>(rows.first, rows.last, [&]<int R>(int64_t row) {
-      code_rows<R, W, X>(a, x, w, row, p, to);
+      code_rows<R, W, X>(a, x, w, row, p, asks, to);
     });
   }
 }

@@ -41,14 +41,14 @@ static inline void clear(F16 (&sums)[R][P]) {
 // Even and odd products of one block of K.
 template <int R, int P, typename Asks>
 static inline void add_pairs(const float* x, int64_t ldx, const bf16* w, int64_t stride,
-                             int64_t pairs, const Asks& asks, F16 (&even)[R][P],
+                             int64_t pairs, Asks& asks, F16 (&even)[R][P],
                              F16 (&odd)[R][P]) {
   for (int64_t j = 0; j < pairs; j++) {
     F16 we[P], wo[P];
 #pragma GCC unroll 8
     for (int p = 0; p < P; p++) {
       const bf16* line = w + p * stride + j * 2 * kColumns;
-      asks.template line<R>(line);
+      asks.line(line);
       we[p] = load_even(line);
       wo[p] = load_odd(line);
     }
@@ -91,7 +91,7 @@ template <int R, int P, typename Asks>
 static inline void dot_panels(const float* x, int64_t ldx, const bf16* w, int64_t stride, int64_t k,
                               Asks& asks, F16 (&acc)[R][P]) {
   for (int64_t k0 = 0; k0 < k; k0 += kBlock) {
-    asks.template block<R>();
+    asks.block();
     const int64_t pairs = k - k0 < kBlock ? (k - k0) / 2 : kBlock / 2;
     const bf16* lines = w + k0 * kColumns;
     F16 even[R][P], odd[R][P];
@@ -131,7 +131,7 @@ template <int R, int P, typename W, typename Asks>
                                                      int64_t stride, int64_t k, Asks& asks,
                                                      F16 (&acc)[R][P]) {
   for (int64_t k0 = 0; k0 < k; k0 += kBlock) {
-    asks.template block<R>();
+    asks.block();
     const int64_t end = k - k0 < kBlock ? k : k0 + kBlock;
     F16 even[R][P], odd[R][P];
     clear(even);
@@ -141,8 +141,8 @@ template <int R, int P, typename W, typename Asks>
 #pragma GCC unroll 8
       for (int p = 0; p < P; p++) {
         const W* line = w + p * stride + j * kColumns;
-        asks.template line<R>(line);
-        asks.template line<R>(line + 2 * kColumns);
+        asks.line(line);
+        asks.line(line + 2 * kColumns);
         lines[p] = load_crossed(line);
       }
 #pragma GCC unroll 8
@@ -269,14 +269,16 @@ static inline void stream_panels(const X* x, int64_t ldx, int64_t rows, const T*
   const auto comes_next = [&](int64_t p, int64_t count) {
     return ahead.bytes > 0 && panels - p - count >= count;
   };
-  if (std::is_same_v<X, crossed> && rows < kCrossRows) {
-    Spread spread;
-    return multiply_panels(
-        x, ldx, rows, w, stride, panels, k, spread, init, emit, [&](int64_t p, int64_t count) {
-          const T* next = w + (comes_next(p, count) ? p + count : p) * stride;
-          spread = Spread(next, count_passes(rows, kPass<X, 1>), ahead.near);
-        });
-  }
+  if constexpr (std::is_same_v<X, crossed>)
+    if (rows < kCrossRows) {
+      Spread spread;
+      return multiply_panels(
+          x, ldx, rows, w, stride, panels, k, spread, init, emit, [&](int64_t p, int64_t count) {
+            spread = {};
+            if (comes_next(p, count))
+              spread = Spread(w + (p + count) * stride, count_passes(rows, kPass<X, 1>), ahead.near);
+          });
+    }
   Bursts bursts;
   multiply_panels(
       x, ldx, rows, w, stride, panels, k, bursts, init, emit, [&](int64_t p, int64_t count) {

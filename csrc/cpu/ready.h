@@ -145,7 +145,7 @@ template <int R, int Bits, bool Zero>
 #pragma GCC unroll 8
     for (int r = 0; r < R; r++) acc[r] = first_sums<Bits, Zero>(w, g, sums[r * w.groups + g]);
     for (int64_t k = 0; k < w.group; k += kUnit, lines += kUnit / 4 * kReadyLine<Bits>, x += kUnit) {
-      bursts.block<R>();
+      bursts.block();
       if constexpr (Bits == 8)
         multiply_turned<R>(lines, x, ldx, acc);
       else

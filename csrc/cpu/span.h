@@ -134,6 +134,9 @@ class SpanWork {
   using Asks = std::conditional_t<kWiden, Quiet, Beside>;
   using Group = Block<T, Asks>;  // 32 positions' keys or values
 
+  // What to ask for meanwhile, exactly so in blocks of kGroup positions, the default; in larger ones, by
+  // the time that a block was read.
+  //
   // While keys that lie at `from` are read: the values of the same positions.
   Beside values_beside(const S* from, int64_t position) const {
     return {from, block(a_.value_cache, position)};
@@ -151,7 +154,7 @@ class SpanWork {
   static void widen(const S* from, int64_t count, const Beside& asks, T* to) {
     if constexpr (kWiden)
       for (int64_t j = 0; j < count; j += 64) {
-        asks.line<1>(from + j);
+        asks.line(from + j);
         for (int64_t i = j; i < j + 64 && i < count; i += 16)
           store_exact(to + i, load(from + i));
       }

@@ -196,13 +196,13 @@ static inline void step_crossed(const uint8_t* line, const Values<W>& values, co
 // acc[r] += a unit of kUnit values of K of R rows.
 template <Weight W, typename X, int R>
 static inline void multiply_values(const uint8_t* data, int64_t k, Values<W>& values, const X* x,
-                                   int64_t ldx, F16 (&acc)[R]) {
+                                   int64_t ldx, const Lines& asks, F16 (&acc)[R]) {
   F16 even[R], odd[R];
 #pragma GCC unroll 8
   for (int r = 0; r < R; r++) even[r] = odd[r] = zero();
 #pragma GCC unroll 2
   for (int64_t i = 0; i < kUnit; i += Values<W>::per_line, data += 64) {
-    prefetch_bytes(data + kAheadBytes);
+    asks.line(data);
     values.line(k + i);
 #if defined(__AVX512BF16__)
     if constexpr (std::is_same_v<X, crossed>)
@@ -220,7 +220,8 @@ static inline void multiply_values(const uint8_t* data, int64_t k, Values<W>& va
 // rows of E4M3, else null), times its own, added up.
 template <int R, Weight W, typename X>
 [[gnu::always_inline]] static inline void multiply_codes(const Panel& w, const X* x, int64_t ldx,
-                                                         const float* x_scale, F16 (&total)[R][1]) {
+                                                         const float* x_scale, const Lines& asks,
+                                                         F16 (&total)[R][1]) {
   clear(total);
   Values<W> values(w);
   const uint8_t* data = w.data;
@@ -230,7 +231,7 @@ template <int R, Weight W, typename X>
 #pragma GCC unroll 8
     for (int r = 0; r < R; r++) acc[r] = zero();
     for (int64_t k = g * w.group; k < (g + 1) * w.group; k += kUnit) {
-      multiply_values(data, k, values, x + k, ldx, acc);
+      multiply_values(data, k, values, x + k, ldx, asks, acc);
       data += kLines<bits_of(W)> * 64;
     }
     if constexpr (W == Weight::fp8_e4m3)

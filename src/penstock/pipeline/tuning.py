@@ -56,7 +56,7 @@ the largest that was timed."""
 _FEWEST_RUNS = 2
 
 _FEW_ROWS = 3
-"""So many read a panel as fast as memory is, on any machine (csrc/cpu/panels.h)."""
+"""So many read a panel as fast as memory is, with AVX-512 (csrc/cpu/ahead.h)."""
 
 _ONCE_ROWS = 8
 """At most so many pass over a panel together (csrc/cpu/linear.cpp)."""
@@ -125,18 +125,18 @@ def candidates(rows: int) -> list[LinearVariant]:
     """How `linear` may go over a matrix with so many rows: the default, then one change each."""
     sizes = (64, 512) if rows <= _FEW_ROWS else (128, 2048)
     parts = [LinearVariant(part_bytes=size << 10) for size in sizes]
-    if rows <= _FEW_ROWS:
+    if rows <= _ONCE_ROWS:
         ahead = [LinearVariant(ahead_cache=2), LinearVariant(ahead_cache=3)]
         near = [LinearVariant(ahead_bytes=2048), LinearVariant(ahead_bytes=2048, ahead_cache=2)]
-        return [LinearVariant(), *ahead, *near, *parts]
-    ahead = [LinearVariant(ahead_cache=1), LinearVariant(ahead_cache=3)]
-    pairs = [LinearVariant(pair_rows=_FEW_ROWS + 1), LinearVariant(pair_rows=_NEVER)]
-    if rows <= 16:
         widen = [LinearVariant(widen_rows=_FEW_ROWS), LinearVariant(widen_rows=2 * _ONCE_ROWS)]
-        once = [LinearVariant(ahead_cache=2)] if rows <= _ONCE_ROWS else []
-        return [LinearVariant(), *ahead, *once, *pairs[rows >= 16 :], *widen, *parts]
+        return [LinearVariant(), *ahead, *near, *widen[: 2 * (rows > _FEW_ROWS)], *parts]
+    ahead = [LinearVariant(ahead_cache=1), LinearVariant(ahead_cache=3)]
+    if rows <= 2 * _ONCE_ROWS:
+        widen = [LinearVariant(widen_rows=_ONCE_ROWS), LinearVariant(widen_rows=2 * _ONCE_ROWS)]
+        pairs = LinearVariant(pair_rows=_ONCE_ROWS + 1 if rows < 2 * _ONCE_ROWS else _NEVER)
+        return [LinearVariant(), *ahead, pairs, *widen, *parts]
     blocks = [LinearVariant(rows_bytes=size << 10) for size in (256, 1024)]
-    return [LinearVariant(), *ahead, *pairs[1:], *blocks, *parts]
+    return [LinearVariant(), *ahead, LinearVariant(pair_rows=_NEVER), *blocks, *parts]
 
 
 def blocks_needed(limits: Limits, block_size: int) -> int:

@@ -62,8 +62,8 @@ class LinearVariant:
     part_bytes: int = 0  # of weights that a thread takes at a time, at least
     rows_bytes: int = 0  # of rows that it takes through all of those before the next rows
     widen_rows: int = 0  # more rows: a panel is widened once, not for a few rows at a time
-    pair_rows: int = 0  # from so many rows on, two panels of integers at a time
-    ahead_bytes: int = 0  # how far ahead of what few rows read memory is asked for
+    pair_rows: int = 0  # from so many rows on that pass twice, two panels of integers at a time
+    ahead_bytes: int = 0  # how far ahead of what rows that pass once read memory is asked for
     ahead_cache: int = 0  # into which cache: 1, 2, or 3 to leave it to the processor
 
     def __post_init__(self) -> None:

@@ -281,7 +281,7 @@ class Controller:
             return
         tried = (seconds - plain + LOOK_S if drafted else 0.0) - right * plain / batch
         if self.by_passes:
-            tried += draft_s
+            tried += draft_s + (0.0 if drafted else LOOK_S)
         else:
             self._looks_s = max(self._looks_s - draft_s - LOOK_S, -bound)
         self._budget_s = max(self._budget_s - max(tried, 0.0), -bound)
