@@ -43,7 +43,7 @@ BUDGET = 0.01
 """The share of the time that may be spent on finding out whether speculation would pay."""
 
 LOOK_S = 1e-4
-"""What such a step takes besides what is measured: all that sees to guesses, before it and after."""
+"""What such a step takes besides what is measured: what sees to guesses, before and after it."""
 
 SAVINGS = 20.0
 """As many steps' time at most is kept for that."""
