@@ -117,6 +117,28 @@ def test_rows_by_themselves_and_together(name: str) -> None:
         together = fmt.matmul(x, packed, None, n)
         for first, last in [(0, 1), (1, 3), (3, 6), (6, 10), (10, 33), (33, 70)]:
             assert torch.equal(fmt.matmul(x[first:last], packed, None, n), together[first:last])
+        for rows in range(4, 26):  # however they are dealt to passes
+            assert torch.equal(fmt.matmul(x[:rows], packed, None, n), together[:rows])
+
+
+@pytest.mark.parametrize("name", ["w8a16", "w8a16-asym", "w4a16", "w4a16-asym", "fp8", "nvfp4"])
+@pytest.mark.parametrize("rows", [1, 3, 4, 8, 9, 17])
+def test_codes_times_tiny_and_huge_rows(name: str, rows: int) -> None:
+    """Products and sums below and near float32's smallest, and near its largest."""
+    fmt, (k, n) = format_of(parse_scheme(name)), (320, 50)
+    x, packed = randn(rows, k).bfloat16(), pack(fmt, randn(n, k, seed=1))
+    before, found = native.isa, []
+    for isa in native.available_isas():
+        native.select_isa(isa)
+        found.append([
+            fmt.matmul(x * 2.0**power, packed, None, n, out_dtype=torch.float32)
+            for power in (-133, -126, -118, -80, 100, 110)
+        ])  # fmt: skip
+    native.select_isa(before)
+    assert (found[0][2] != 0).any() and found[0][-1].abs().max() > 2.0**90
+    for others in found[1:]:
+        for got, want in zip(others, found[0], strict=True):
+            torch.testing.assert_close(got, want, rtol=0, atol=0, equal_nan=True)
 
 
 @pytest.mark.parametrize("rows", range(1, 15))

@@ -42,7 +42,7 @@ def test_what_is_chosen() -> None:
     assert Tuned.from_dict(json.loads(json.dumps(chosen.as_dict()))) == chosen
 
 
-@pytest.mark.parametrize("rows", [1, 3, 4, 16, 17, 512])
+@pytest.mark.parametrize("rows", [1, 3, 4, 8, 9, 16, 17, 512])
 def test_the_default_is_tried_first_and_nothing_twice(rows: int) -> None:
     tried = candidates(rows)
     assert tried[0] == LinearVariant() and len(set(tried)) == len(tried)
