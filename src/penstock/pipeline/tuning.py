@@ -24,7 +24,7 @@ from penstock.runtime.program import LinearVariant, Program
 from penstock.runtime.tuned import Tuned
 from penstock.step import KV, Step
 
-VERSION = 2
+VERSION = 3
 """Of what is timed and how it is chosen."""
 
 CONTEXT = 64
