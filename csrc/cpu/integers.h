@@ -220,7 +220,7 @@ static inline Sums zero_points(const Panel& w, int64_t g) {
 }
 
 // total[r][p] = Σ over groups of scale · Σ over k of (q − z) · x, for R rows of int8 and P panels.
-// sums [rows, groups]: Σ over k of x, `lds` apart.
+// sums [rows, groups], `lds` apart: −Σ over k of x, times kRaised where there are no zero points.
 template <int R, int P, int Bits, typename Asks>
 [[gnu::always_inline]] static inline void multiply_ints(const Panel (&w)[P], const int8_t* x,
                                                         int64_t ldx, const int32_t* sums,
@@ -238,10 +238,10 @@ template <int R, int P, int Bits, typename Asks>
         Sums z = zero_points<Bits>(w[p], g);
         if constexpr (Bits == 8) z = z + set_sums(kRaised<8>);
 #pragma GCC unroll 8
-        for (int r = 0; r < R; r++) acc[r][p] = z * set_sums(-sums[r * lds + g]);
+        for (int r = 0; r < R; r++) acc[r][p] = z * set_sums(sums[r * lds + g]);
       } else {
 #pragma GCC unroll 8
-        for (int r = 0; r < R; r++) acc[r][p] = set_sums(-kRaised<Bits> * sums[r * lds + g]);
+        for (int r = 0; r < R; r++) acc[r][p] = set_sums(sums[r * lds + g]);
       }
     }
     for (int64_t k = 0; k < w[0].group; k += kUnit, data += kLines<Bits> * 64) {

@@ -60,7 +60,7 @@ Ahead ahead_of(const LinearArgs& a, int64_t rows) {
 }
 
 // Rows made ready to be multiplied: floats, or crossed where bfloat16 holds them, those of E4M3 with
-// the scales of each group; or int8 with their scales and the sums of each group.
+// the scales of each group; or int8 with their scales and what the sums of each group begin with.
 struct Rows {
   float* floats;
   crossed* crosses;
@@ -110,10 +110,12 @@ void prepare(const LinearArgs& a, const Rows& x, int64_t row) {
   int8_t* out = x.bytes + row * a.padded_k;
   x.scale[row] = int8_row(a, row, out);
   const int64_t group = a.padded_k / a.groups;
+  // of zero points, which the panel multiplies it by, or of what all codes are raised by
+  const int32_t times = a.zero ? 1 : a.kind == Weight::int4 ? kRaised<4> : kRaised<8>;
   for (int64_t g = 0; g < a.groups; g++) {
     int32_t sum = 0;
     for (int64_t j = 0; j < group; j++) sum += out[g * group + j];
-    x.sums[row * a.groups + g] = sum;
+    x.sums[row * a.groups + g] = -times * sum;
   }
 }
 

@@ -75,11 +75,11 @@ static inline Ready make_ready(const Panel& w, uint8_t* memory) {
   return to;
 }
 
-// What the sum of a group starts from; `sum`: Σ over k of x.
+// What the sum of a group begins with; `sum`: as `multiply_ints` takes it.
 template <int Bits, bool Zero>
 static inline Sums first_sums(const Ready& w, int64_t g, int32_t sum) {
-  Sums found = Bits == 8 ? load_sums(w.left + g * kColumns) : set_sums(Zero ? 0 : -8 * sum);
-  if constexpr (Zero) found = found + load_sums(w.zero + g * kColumns) * set_sums(-sum);
+  Sums found = Bits == 8 ? load_sums(w.left + g * kColumns) : set_sums(Zero ? 0 : sum);
+  if constexpr (Zero) found = found + load_sums(w.zero + g * kColumns) * set_sums(sum);
   return found;
 }
 

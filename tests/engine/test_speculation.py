@@ -87,8 +87,8 @@ def test_what_comes_is_what_would_have_come(
         want = [reference(prompt, params, index=i) for i in range(params.n)]
         assert [sample.token_ids for sample in done[name].outputs] == want, (name, params)
     counts = speculation.counts
-    assert counts.drafts if not adaptive else counts.drafts >= 0
-    if wrong == 0.0 and kind is Guesser:
+    assert counts.drafts or adaptive  # which may find that none pay where a step takes no time
+    if wrong == 0.0 and kind is Guesser and counts.drafts:
         assert counts.accepted_tokens > 0.8 * counts.draft_tokens  # some end within a draft
     assert counts.accepted_tokens == sum(counts.accepted_at)
     assert not speculation._records and engine.pool.num_used == 0

@@ -5,6 +5,7 @@ The references are made of transformers' own modules, from the saved files, a to
 
 import json
 import shutil
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -125,9 +126,10 @@ class Steps:
     def attention(self, x: Tensor) -> Tensor:
         places = torch.tensor([[self.place]])
         self.place += 1
-        found, _ = self.layer.self_attn(
-            x, self.rotary(x, places), attention_mask=None, past_key_values=self.cache
-        )
+        attention = self.layer.self_attn
+        named = signature(attention.forward).parameters
+        name = "cache" if "cache" in named else "past_key_values"  # since transformers 5.24
+        found, _ = attention(x, self.rotary(x, places), attention_mask=None, **{name: self.cache})
         return found
 
 
