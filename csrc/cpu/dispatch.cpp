@@ -33,6 +33,7 @@ namespace penstock {
   void uniforms(const UniformsArgs&);             \
   void pack(const PackArgs&);                     \
   void quantize(const QuantizeArgs&);             \
+  void rotate(const PackArgs&);                   \
   void linear_tiles(const LinearArgs&);           \
   double dot_peak(int64_t, int);                  \
   double read_bandwidth(const float*, int64_t, int); \
@@ -67,7 +68,7 @@ void linear_amx_emulated(const LinearArgs& a) {
   {name,         linear,            isa::embedding,   isa::norm,   isa::add,        \
    isa::softcap, isa::gate, isa::rotary_cache, tiles::attention, isa::argmax, isa::mask,       \
    isa::top_k, isa::scaled_top_k, isa::draw_nucleus, isa::draw_plain, isa::draw_from,          \
-   isa::uniforms, isa::pack, isa::quantize}
+   isa::uniforms, isa::pack, isa::quantize, isa::rotate}
 
 const Kernels tables[] = {
     PENSTOCK_TABLE("avx2", avx2, avx2, avx2::linear),

@@ -41,7 +41,7 @@ enum class Weight : int { dense, int8, int8_zero, int4, fp8_e4m3, fp8_e5m2, leve
 enum class Scale : int { f32, f16, e8m0 };
 
 // What rows are rounded to before they are multiplied: ROW_CODES in ops/linear.py.
-enum class RowCodes : int { none, int8, e4m3 };
+enum class RowCodes : int { none, int8, e4m3, int8_rotated };
 
 constexpr bool is_integer(Weight kind) {
   return kind == Weight::int8 || kind == Weight::int8_zero || kind == Weight::int4;
@@ -72,6 +72,7 @@ struct LinearArgs {
   const float* norm;  // [k]: the rows' root-mean-square norm is taken first; may be null
   float eps;
   bool int8_rows;  // rows are rounded to int8, each with a scale of its own
+  bool rotated;    // blocks of 64 of their values are, before that
   bool fp8_rows;   // rows are rounded to E4M3, each with a scale for each of the weight's groups
   const float* input_scale;  // of all rows, where it isn't their own; may be null
   Weight kind;
@@ -349,6 +350,8 @@ struct PackArgs {
   int threads;
 };
 
+// `rotate` writes float32 rows [n, padded_k] to `panels`: ops/rotate.py.
+
 // The same, rounded to int8 or int4 panels. ops/quantize.py.
 struct QuantizeArgs : PackArgs {
   int64_t group;  // of int4: 32, 64 or 128; 0: int8
@@ -378,6 +381,7 @@ struct Kernels {
   void (*uniforms)(const UniformsArgs&);
   void (*pack)(const PackArgs&);
   void (*quantize)(const QuantizeArgs&);
+  void (*rotate)(const PackArgs&);
 };
 
 // The table in use; chosen from cpuid, or by PENSTOCK_ISA.

@@ -80,6 +80,7 @@ static inline float int8_row(const LinearArgs& a, int64_t row, int8_t* out) {
   float* floats =
       static_cast<float*>(scratch(Scratch::row, static_cast<size_t>(a.padded_k) * sizeof(float)));
   float_row(a, row, a.padded_k, floats);
+  if (a.rotated) rotate_row(floats, a.padded_k);
   F16 top = zero(), bad = zero();
   for (int64_t j = 0; j < a.padded_k; j += 16) {
     const F16 v = load(floats + j);

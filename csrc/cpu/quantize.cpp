@@ -1,5 +1,6 @@
 // Rounding of weights to int8 and int4 panels in one pass: ops/quantize.py says the arithmetic.
 #include "panel_rows.h"
+#include "rownorm.h"
 
 namespace penstock::PENSTOCK_ISA {
 
@@ -213,6 +214,23 @@ void quantize(const QuantizeArgs& a) {
                 : a.group == 64 ? int4_panel<T, 4>
                                 : int4_panel<T, 8>;
     over_panels(a, [&](int64_t panel) { one(a, panel); });
+  });
+}
+
+void rotate(const PackArgs& a) {
+  with_source(a.dtype, [&]<typename T>(T*) {
+    over_panels(a, [&](int64_t panel) {
+      const Job<T> job(a, panel);
+      T space[64];
+      for (int64_t c = 0; c < kColumns && panel * kColumns + c < a.n; c++) {
+        float* out = static_cast<float*>(a.panels) + (panel * kColumns + c) * a.padded_k;
+        for (int64_t at = 0; at < a.padded_k; at += 64) {
+          const T* w = job.values(c, at, 64, space);
+          for (int i = 0; i < 64; i += 16) store(out + at + i, load(w + i));
+        }
+        rotate_row(out, a.padded_k);
+      }
+    });
   });
 }
 

@@ -112,9 +112,10 @@ LinearArgs linear_args(Form x, const Tensor& weight, const Optional& scale, cons
                        const Optional& bias, int64_t n, int64_t row_codes, bool gated,
                        int64_t levels, const Optional& outer, const Optional& input_scale) {
   LinearArgs a = {};
-  STD_TORCH_CHECK(row_codes >= 0 && row_codes <= 2, "linear: row_codes ", row_codes,
-                  " isn't 0 (none), 1 (int8) or 2 (E4M3)");
-  a.int8_rows = row_codes == static_cast<int64_t>(RowCodes::int8);
+  STD_TORCH_CHECK(row_codes >= 0 && row_codes <= 3, "linear: row_codes ", row_codes,
+                  " isn't 0 (none), 1 (int8), 2 (E4M3) or 3 (int8, rotated)");
+  a.rotated = row_codes == static_cast<int64_t>(RowCodes::int8_rotated);
+  a.int8_rows = row_codes == static_cast<int64_t>(RowCodes::int8) || a.rotated;
   a.fp8_rows = row_codes == static_cast<int64_t>(RowCodes::e4m3);
   const Matrix s = matrix(weight, scale, zero, levels, outer, "linear");
   a.dtype = x.dtype;
@@ -134,6 +135,9 @@ LinearArgs linear_args(Form x, const Tensor& weight, const Optional& scale, cons
   const int64_t most = s.kind == Weight::int8_zero ? 65536 : 131072;
   STD_TORCH_CHECK(!a.int8_rows || s.padded_k / s.groups <= most,
                   "linear: a sum of more than ", most, " products of 8 bits may not fit into 32");
+  STD_TORCH_CHECK(!a.rotated || (s.padded_k % 64 == 0 && !input_scale),
+                  "linear: rotated rows go with whole blocks of 64 values, here ", s.padded_k,
+                  ", and with scales of their own");
   STD_TORCH_CHECK(row_codes || !input_scale, "linear: only rows in codes have an input_scale");
   const int64_t panels = (n + 15) / 16 * (gated ? 2 : 1);
   STD_TORCH_CHECK(a.k > 0 && s.panels == panels && s.padded_k >= a.k &&

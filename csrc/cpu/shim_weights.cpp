@@ -93,4 +93,13 @@ std::tuple<Tensor, Tensor, Tensor> quantize_int4(const Tensor& weight, int64_t g
   return {q, scale, zero};
 }
 
+Tensor rotate(const Tensor& x) {
+  PackArgs a = {};
+  read_weight(a, x, 64, false, "rotate: x");
+  Tensor made = torch::stable::new_empty(x, {a.n, a.padded_k}, ScalarType::Float);
+  a.panels = made.data_ptr();
+  if (a.n > 0) kernels().rotate(a);
+  return made;
+}
+
 }  // namespace penstock::shim

@@ -130,6 +130,16 @@ static inline __m512i join_pairs(F16 even, F16 odd) {
 static inline void store_pairs(bf16* p, F16 even, F16 odd) {
   _mm512_storeu_si512(p, join_pairs(even, odd));
 }
+// lane i + lane i ^ By where By's bit of i is 0, else their difference, the lower lane's first
+template <int By>
+static inline F16 mix(F16 a) {
+  const __m512 other = By == 1   ? _mm512_permute_ps(a.v, 0xb1)
+                       : By == 2 ? _mm512_permute_ps(a.v, 0x4e)
+                       : By == 4 ? _mm512_shuffle_f32x4(a.v, a.v, 0xb1)
+                                 : _mm512_shuffle_f32x4(a.v, a.v, 0x4e);
+  constexpr __mmask16 higher = By == 1 ? 0xaaaa : By == 2 ? 0xcccc : By == 4 ? 0xf0f0 : 0xff00;
+  return {_mm512_mask_sub_ps(_mm512_add_ps(a.v, other), higher, other, a.v)};
+}
 static inline void halves(F16 a, __m256& lo, __m256& hi) {
   lo = _mm512_castps512_ps256(a.v);
   hi = _mm256_castpd_ps(_mm512_extractf64x4_pd(_mm512_castps_pd(a.v), 1));
@@ -297,6 +307,19 @@ static inline __m256i join_pairs(__m256 even, __m256 odd) {
 static inline void store_pairs(bf16* p, F16 even, F16 odd) {
   _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), join_pairs(even.lo, odd.lo));
   _mm256_storeu_si256(reinterpret_cast<__m256i*>(p + 16), join_pairs(even.hi, odd.hi));
+}
+template <int By>
+static inline __m256 mix_half(__m256 a) {
+  const __m256 other = By == 1   ? _mm256_permute_ps(a, 0xb1)
+                       : By == 2 ? _mm256_permute_ps(a, 0x4e)
+                                 : _mm256_permute2f128_ps(a, a, 1);
+  constexpr int higher = By == 1 ? 0xaa : By == 2 ? 0xcc : 0xf0;
+  return _mm256_blend_ps(_mm256_add_ps(a, other), _mm256_sub_ps(other, a), higher);
+}
+template <int By>
+static inline F16 mix(F16 a) {
+  if constexpr (By == 8) return {_mm256_add_ps(a.lo, a.hi), _mm256_sub_ps(a.lo, a.hi)};
+  else return {mix_half<By>(a.lo), mix_half<By>(a.hi)};
 }
 static inline void halves(F16 a, __m256& lo, __m256& hi) {
   lo = a.lo;

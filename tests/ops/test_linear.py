@@ -7,9 +7,11 @@ import torch
 from torch import Tensor
 
 from penstock import ops
+from penstock.errors import WeightsError
 from penstock.kernels import native
 from penstock.ops.levels import E2M1, NF4
 from penstock.ops.linear import ROW_CODES, quantize_rows, quantize_rows_e4m3
+from penstock.ops.rotate import rotated
 from penstock.quant import Codes, Dense, Integer, Packed, WeightFormat, format_of, parse_scheme
 from penstock.quant.formats.operators import OperatorFormat
 from penstock.quant.formats.quantized import Quantized
@@ -20,6 +22,7 @@ pytestmark = pytest.mark.skipif(native.handle is None, reason=f"no native kernel
 QUANTIZED = [
     "w8a16", "w8a8", "w4a16", "w4a8", "w4a8-g64", "w4a16-g128", "w4a8-g128-asym", "w4a16-g32-asym",
     "w8a8-asym", "w8a16-g128-asym", "w8a8-g32-asym", "w8a8-static", "w4a8-channel-asym",
+    "w8a8-rotated", "w4a8-rotated", "w8a8-asym-rotated",
     "fp8-block", "fp8-e5m2", "fp8-w8a8", "fp8-w8a8-block", "fp8-w8a8-tensor-static",
     "nf4", "mxfp4", "nvfp4",
 ]  # fmt: skip
@@ -66,6 +69,10 @@ def exact(x: Tensor, name: str, weight: Tensor) -> Tensor:
         case "int8":
             q, scale = quantize_rows(x, packed.get("input_scale"))
             return (q.double() @ stored.t()) * scale.double()
+        case "int8_rotated":
+            q, scale = quantize_rows(rotated(x))
+            whole = fmt.unpack(packed, n, q.shape[1]).double()  # what lies in the padding, too
+            return (rotated(q).double() @ whole.t()) * scale.double()
         case "e4m3":
             padded, groups = packed["weight"].shape[1] * 4, packed["scale"].shape[1]
             q, scale = quantize_rows_e4m3(x, groups, padded, packed.get("input_scale"))
@@ -286,10 +293,40 @@ def test_every_pair_of_bytes_is_multiplied_exactly(rows: int) -> None:
 def test_rows_of_a_quantized_table(name: str) -> None:
     fmt, table = FORMATS[name], randn(100, 172)
     packed, tokens = pack(fmt, table), torch.tensor([0, 99, 5, 5, 17], dtype=torch.int32)
+    if name.endswith("rotated"):
+        with pytest.raises(WeightsError, match="aren't those of an embedding"):
+            fmt.gather(tokens, packed, 172, 1.0)
+        return
     whole = fmt.unpack(packed, 100, 172)[tokens.long()].to(torch.bfloat16)
     assert torch.equal(fmt.gather(tokens, packed, 172, 1.0), whole)
     scaled = (whole.float() * 7.5).to(torch.bfloat16)
     assert torch.equal(fmt.gather(tokens, packed, 172, 7.5), scaled)
+
+
+@pytest.mark.parametrize("k", [1, 33, 64, 172, 704])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.usefixtures("isa")
+def test_rotation(k: int, dtype: torch.dtype) -> None:
+    """The same bits as the reference, and the products of what was given."""
+    x = randn(19, 2 * k).to(dtype)[:, k:]  # strided rows
+    got = ops.rotate(x)
+    assert torch.equal(got, ops.op("rotate").reference(x))
+    hadamard = torch.tensor([[(-1.0) ** (i & j).bit_count() for i in range(64)] for j in range(64)])
+    wide = torch.nn.functional.pad(x.double(), (0, -k % 64)).unflatten(1, (-1, 64))
+    want = (wide @ hadamard.double() / 8).flatten(1)
+    torch.testing.assert_close(got.double(), want, rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(ops.rotate(got)[:, :k], x.float(), rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.usefixtures("isa")
+def test_rotated_rows_lose_less_where_some_values_stand_out() -> None:
+    x, w = randn(30, 704), randn(50, 704, seed=1)
+    x[:, 5::97] *= 30
+    loss = {}
+    for name in ("w8a8", "w8a8-rotated"):
+        got = FORMATS[name].matmul(x.bfloat16(), pack(FORMATS[name], w), None, 50)
+        loss[name] = float((got.double() - x.bfloat16().double() @ w.double().t()).square().mean())
+    assert loss["w8a8-rotated"] < 0.4 * loss["w8a8"]
 
 
 def test_bad_arguments_are_refused() -> None:
@@ -335,7 +372,7 @@ def test_bad_arguments_are_refused() -> None:
         1,
     )
     refused("activation 9", x.bfloat16(), q, scale, None, None, 32, 1, None, 0.0, 9)
-    refused("row_codes 3", x.bfloat16(), q, scale, None, None, 32, 3)
+    refused("row_codes 4", x.bfloat16(), q, scale, None, None, 32, 4)
     refused("rows in E4M3 need weights in E4M3", x.bfloat16(), q, scale, None, None, 32, 2)
     eight = FORMATS["fp8-block"].pack(w)
     refused(

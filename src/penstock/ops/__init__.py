@@ -23,6 +23,7 @@ from penstock.ops.pack import pack
 from penstock.ops.quantize import quantize_int4, quantize_int8
 from penstock.ops.registry import Op, define_op, has_native, implementations, op, op_names
 from penstock.ops.rotary_cache import rotary_cache
+from penstock.ops.rotate import rotate
 from penstock.ops.route import route, sort_tokens
 from penstock.ops.softcap import softcap_
 from penstock.ops.top_k import scaled_top_k, softmax_top_k, top_k
@@ -63,6 +64,7 @@ __all__ = [
     "quantize_int8",
     "rms_norm",
     "rotary_cache",
+    "rotate",
     "route",
     "scaled_top_k",
     "softcap_",

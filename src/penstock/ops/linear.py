@@ -15,6 +15,8 @@ row_codes, an index into ROW_CODES: what rows of x are rounded to before they ar
 with a scale of its own or all with input_scale [1]:
     int8        beside integers: round(x · 127 / max|x|), or round(x / input_scale) within ±127;
                 the products of a group are summed exactly in int32
+    int8_rotated  rows are rotated before that, as those of W were (`ops.rotate`): the product is
+                that of what they were, but less of it is lost
     e4m3        beside E4M3: x / scale to the nearest E4M3, ties to even, within ±448; the scale
                 is max|x| / 448 of the values that share one of W's: the row, or a group of it
 A row that holds a NaN or an infinity has the scale NaN.
@@ -29,7 +31,8 @@ its 16, is exact in bfloat16. Then the bias is added and the sum rounded once.
 
 Source: Intel SDM vol. 2, TDPBF16PS, TDPBSSD; int8 rows: Dettmers et al. 2022, arXiv:2208.07339;
 groups: Frantar et al. 2022, arXiv:2210.17323; float8: Micikevicius et al. 2022, arXiv:2209.05433;
-rows of it in groups: DeepSeek-V3, arXiv:2412.19437; E2M1, E8M0: OCP Microscaling Formats 1.0.
+rows of it in groups: DeepSeek-V3, arXiv:2412.19437; rotated ones: QuaRot, arXiv:2404.00456; E2M1,
+E8M0: OCP Microscaling Formats 1.0.
 """
 
 from __future__ import annotations
@@ -43,13 +46,14 @@ from torch.nn import functional
 
 from penstock.ops.norm import rms
 from penstock.ops.registry import define_op
+from penstock.ops.rotate import rotated
 from penstock.ops.stored import dense, half, unpack_quantized, width
 
 Activation = Literal["none", "silu", "gelu", "gelu_tanh"]
 ACTIVATIONS: tuple[Activation, ...] = ("none", "silu", "gelu", "gelu_tanh")
 """What `activation` counts in."""
 
-ROW_CODES = ("none", "int8", "e4m3")
+ROW_CODES = ("none", "int8", "e4m3", "int8_rotated")
 """What `row_codes` counts in."""
 
 
@@ -133,6 +137,9 @@ class _Matrix:
 
     def product(self, x: Tensor, n: int) -> Tensor:
         """x · Wᵀ."""
+        if ROW_CODES[self.row_codes] == "int8_rotated":
+            q, row_scale = quantize_rows(rotated(x))
+            return (q.float() @ self.values(n, q.shape[1]).t()) * row_scale
         w = self.values(n, x.shape[1])
         match ROW_CODES[self.row_codes]:
             case "int8":

@@ -52,6 +52,12 @@ class QuantizeConfig:
         if self.method not in METHODS:
             raise ConfigError(f"method={self.method!r} isn't one of {', '.join(METHODS)}.")
         for scheme in (self.scheme, *self.special.values()):
+            if scheme is not None and scheme.rotated:
+                raise ConfigError(
+                    f"No layout of files has matrices in {scheme.name}, whose rows are rotated: "
+                    f"export {scheme.name.removesuffix('-rotated')}, or build an engine, or load "
+                    f"the checkpoint with quantization={scheme.name!r}."
+                )
             if scheme is not None:
                 check_calibrator(self.calibrator, rounded_to(scheme))
         if not 0 <= self.alpha <= 1:

@@ -99,11 +99,15 @@ class WeightFormats:
     matrix: WeightFormat  # of the layers
     head: WeightFormat  # of the output head, and of the embedding that is tied to it
     special: Mapping[str, WeightFormat] = field(default_factory=dict)
-    """Of matrices that differ, by their module's name in the decoder: `layers.3.mlp.down`."""
+    """Of matrices that differ, by their module's name in the decoder: `layers.3.mlp.down`, or
+    `mlp.down` of every layer's."""
 
     def of(self, module: str) -> WeightFormat:
         """The format of the matrix in `module`: `head`, `layers.0.attention.qkv`, …"""
-        return self.special.get(module, self.head if module == "head" else self.matrix)
+        for name in (module, ".".join(module.split(".")[-2:])):
+            if name in self.special:
+                return self.special[name]
+        return self.head if module == "head" else self.matrix
 
     def stored_as(self, storage: Storage) -> WeightFormats:
         """The same, all of them lying in memory as `storage` has it."""
@@ -112,8 +116,8 @@ class WeightFormats:
 
     @property
     def name(self) -> str:
-        """Of the layers' format, and of others where there are any."""
-        head = self.of("head").name
-        layers = dict.fromkeys([self.matrix.name])
-        layers |= dict.fromkeys(f.name for m, f in self.special.items() if m != "head")
-        return " + ".join(layers) + ("" if list(layers) == [head] else f", {head} head")
+        """Of the layers' format, and of others where there are any; rotated, it isn't another."""
+        head, own = self.of("head").name, self.matrix.name
+        others = dict.fromkeys(f.name for m, f in self.special.items() if m != "head")
+        layers = [own, *(name for name in others if name not in (own, f"{own}-rotated"))]
+        return " + ".join(layers) + ("" if layers == [head] else f", {head} head")

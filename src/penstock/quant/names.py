@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 
 from penstock.errors import ConfigError
@@ -12,6 +14,10 @@ from penstock.quant.formats.integer import Integer
 from penstock.quant.formats.levels import Levels
 from penstock.quant.methods.rtn import FLOAT8
 from penstock.quant.scheme import SCHEMES, Scheme, parse_scheme
+
+WIDE = "mlp.down"
+"""The matrix whose rows of activations differ most in size. Beside int8 they are rotated: rounding
+them lost as much as all the rest together (docs/formats/int8.md)."""
 
 QUANTIZATIONS = SCHEMES
 """The base names; `quant.scheme` says what they take: `w4a8-g64-asym`, `fp8-block`, …"""
@@ -38,7 +44,7 @@ def parse_quantization(name: str) -> WeightFormat:
 
 def head_scheme(scheme: Scheme) -> Scheme:
     """Of the head beside layers in `scheme`: 8 bits at least, as it decides tokens directly."""
-    whole = scheme.activations in ("int8", "int8_static")
+    whole = scheme.activations.startswith("int8")
     return Scheme("int8", activations="int8" if whole else "float")
 
 
@@ -46,5 +52,8 @@ def formats_of(quantization: str | None, dtype: torch.dtype) -> WeightFormats:
     """A model's formats."""
     if quantization is None:
         return WeightFormats(Dense(dtype), Dense(dtype))
-    matrix = parse_quantization(quantization)
-    return WeightFormats(matrix, format_of(head_scheme(parse_scheme(quantization))))
+    matrix, scheme = parse_quantization(quantization), parse_scheme(quantization)
+    special = {}
+    if scheme.activations == "int8":
+        special[WIDE] = format_of(replace(scheme, activations="int8_rotated"))
+    return WeightFormats(matrix, format_of(head_scheme(scheme)), special)

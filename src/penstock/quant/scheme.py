@@ -9,7 +9,7 @@ from typing import Literal
 from penstock.errors import ConfigError
 
 Kind = Literal["int8", "int4", "fp8_e4m3", "fp8_e5m2", "nf4", "mxfp4", "nvfp4"]
-Activations = Literal["float", "int8", "int8_static", "fp8", "fp8_static"]
+Activations = Literal["float", "int8", "int8_rotated", "int8_static", "fp8", "fp8_static"]
 
 GROUPS = (32, 64, 128)
 BLOCK = 128
@@ -33,7 +33,8 @@ class Scheme:
     symmetric: bool = True  # of integers; False: each scale has a zero point
     activations: Activations = "float"
     """float: as they are. int8, fp8 (E4M3): each token has a scale, or each group of a token beside
-    FP8 weights in groups. …_static: one scale for all, from a calibration."""
+    FP8 weights in groups. …_static: one scale for all, from a calibration. …_rotated: blocks of 64
+    values are rotated before (`ops.linear.rotate`), and the matrix's rows before it is rounded."""
     rows: int = 1  # that share a scale when values are chosen: 1, a block's, or 0 for all
 
     def __post_init__(self) -> None:
@@ -47,7 +48,7 @@ class Scheme:
         if not self.symmetric and not self.is_integer:
             raise ConfigError(f"{self.kind} has no zero points: it is symmetric.")
         wanted = {"int8": self.is_integer, "fp8": self.kind == "fp8_e4m3"}
-        inputs = self.activations.removesuffix("_static")
+        inputs = self.activations.removesuffix("_static").removesuffix("_rotated")
         if not wanted.get(inputs, True):
             raise ConfigError(f"{self.kind} isn't multiplied with activations in {inputs}.")
         if self.rows not in (0, 1, BLOCK) or (self.rows == 0 and self.group):
@@ -64,6 +65,11 @@ class Scheme:
     def static(self) -> bool:
         """Whether all activations share one scale, which a calibration finds."""
         return self.activations.endswith("_static")
+
+    @property
+    def rotated(self) -> bool:
+        """Whether it is the matrix's rotated rows that are stored."""
+        return self.activations.endswith("_rotated")
 
     @property
     def bits(self) -> int:
@@ -96,7 +102,7 @@ class Scheme:
         elif self.bits == 4:
             name += "-channel"
         name += "" if self.symmetric else "-asym"
-        return name + ("-static" if self.static else "")
+        return name + ("-static" if self.static else "-rotated" if self.rotated else "")
 
     def _float_name(self) -> str:
         match self.kind:
@@ -114,7 +120,12 @@ SCHEMES = ("w8a16", "w8a8", "w4a16", "w4a8", "fp8", "fp8-w8a8", "fp8-e5m2", "nf4
 """The base names. `fp8-w8a8` is what vLLM and LLM Compressor call FP8 W8A8: FP8_DYNAMIC; -block,
 FP8_BLOCK; -tensor-static, FP8. `fp8` alone leaves activations in bfloat16."""
 
-_INTEGER = re.compile(r"w(4|8)a(8|16)(-tensor|-channel|-g32|-g64|-g128)?(-asym)?(-static)?")
+_INTEGER = re.compile(
+    r"w(4|8)a(8|16)(-tensor|-channel|-g32|-g64|-g128)?(-asym)?(-static|-rotated)?"
+)
+_ROUNDED: dict[str, Activations] = {
+    "": "int8", "-static": "int8_static", "-rotated": "int8_rotated",
+}  # fmt: skip
 _FP8 = re.compile(r"fp8(-e4m3|-e5m2)?(-w8a8)?(-tensor|-channel|-block)?(-static)?")
 _NF4 = re.compile(r"nf4(?:-g(32|64|128))?")
 
@@ -125,13 +136,15 @@ def parse_scheme(name: str) -> Scheme:
         kind: Kind = "int8" if match[1] == "8" else "int4"
         shared = match[3] or ("-channel" if kind == "int8" else "-g32")
         if match[5] and match[2] == "16":
-            raise ConfigError(f"{name!r}: activations of 16 bits have no static scale.")
-        activations: Activations = "float" if match[2] == "16" else "int8"
+            raise ConfigError(
+                f"{name!r}: activations of 16 bits have no static scale and aren't rotated."
+            )
+        activations: Activations = "float" if match[2] == "16" else _ROUNDED[match[5] or ""]
         return Scheme(
             kind,
             int(shared[2:]) if shared.startswith("-g") else 0,
             match[4] is None,
-            "int8_static" if match[5] else activations,
+            activations,
             0 if shared == "-tensor" else 1,
         )
     if match := _FP8.fullmatch(name):

@@ -23,7 +23,8 @@ QUANTIZED = [
     "w8a16", "w8a16-g64", "w8a16-g128-asym", "w8a8", "w8a8-asym", "w8a8-g32-asym", "w8a8-static",
     "w4a16", "w4a16-g64-asym", "w4a16-g128", "w4a16-channel", "w4a8", "w4a8-g64", "w4a8-g128-asym",
     "w4a8-channel-asym", "fp8", "fp8-block", "fp8-e5m2", "fp8-w8a8", "fp8-w8a8-block",
-    "fp8-w8a8-tensor-static", "nf4", "mxfp4", "nvfp4",
+    "fp8-w8a8-tensor-static", "nf4", "mxfp4", "nvfp4", "w8a8-rotated", "w4a8-rotated",
+    "w8a8-asym-rotated",
 ]  # fmt: skip
 INPUT_TOP = 3.5
 """What static scales reach to: some of a normal distribution's activations lie beyond."""
@@ -35,7 +36,7 @@ FORMATS: dict[str, WeightFormat] = {
 }
 EACH_WAY = [
     "float32", "float16", "bfloat16", "w8a16-g128-asym", "w8a8-static", "w8a8-asym", "w4a16-g128",
-    "w4a8-channel-asym", "fp8-block", "fp8-w8a8-block", "nf4", "nvfp4",
+    "w4a8-channel-asym", "fp8-block", "fp8-w8a8-block", "nf4", "nvfp4", "w8a8-rotated",
 ]  # fmt: skip
 """Formats that take each way through the kernels' steps and ends."""
 CLOSE = {torch.float32: 2e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}

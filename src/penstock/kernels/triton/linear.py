@@ -218,14 +218,14 @@ class Rows(NamedTuple):
 
 def rounded(x: Tensor, matrix: Matrix, norm: Tensor | None, eps: float) -> Rows:
     """Rows of x, normalised and rounded to what the matrix meets them in."""
-    if matrix.row_codes == INT8.value:
-        codes, scale = int8_rows(x, norm, eps, matrix.input_scale)
+    if matrix.row_codes == INT8.value or matrix.rotated:
+        codes, scale = int8_rows(x, norm, eps, matrix.input_scale, matrix.rotated)
         if matrix.zero is None or matrix.weight.dtype is torch.uint8:
             return Rows(codes, scale, None)
         length = matrix.depth // matrix.groups
         sums = torch.empty((x.shape[0], matrix.groups), dtype=torch.int32, device=x.device)
         _row_sums[(triton.cdiv(x.shape[0], 16), matrix.groups)](
-            codes, sums, x.shape[0], x.shape[1], matrix.groups, LENGTH=length,
+            codes, sums, x.shape[0], codes.shape[1], matrix.groups, LENGTH=length,
             BLOCK=min(256, triton.next_power_of_2(length)), R=16,
         )  # fmt: skip
         return Rows(codes, scale, sums)

@@ -21,7 +21,7 @@ class Form:
 
     kind: Kind
     codes: int  # DENSE, BYTES, INT4 or above it
-    rows: int  # what rows of x are rounded to, of ROW_CODES
+    rows: int  # what rows of x are rounded to, of ROW_CODES; rotated ones are int8 by then
     length: int  # values of K that share a scale which multiplies their sum; 0: none do
     fold: int  # or which multiplies W; 0: none do
 
@@ -61,6 +61,11 @@ class Matrix:
     def groups(self) -> int:
         return 1 if self.scale is None else self.scale.shape[1]
 
+    @property
+    def rotated(self) -> bool:
+        """Whether rows are rotated before they are rounded."""
+        return ROW_CODES[self.row_codes] == "int8_rotated"
+
     def form(self, x: Tensor) -> Form:
         """Of the kernel for rows like x."""
         if self.scale is None:
@@ -79,7 +84,8 @@ class Matrix:
         if ROW_CODES[self.row_codes] == "e4m3":
             kind = "e4m3"
         codes = INT4.value + self.levels if nibbles else BYTES.value
-        return Form(kind, codes, self.row_codes, length, each if folded else 0)
+        held = ROW_CODES.index("int8") if self.rotated else self.row_codes
+        return Form(kind, codes, held, length, each if folded else 0)
 
     def check(self, x: Tensor, out_features: int) -> None:
         """Raise KernelError for what the kernels would misread."""
@@ -109,7 +115,7 @@ class Matrix:
             )
         rows = ROW_CODES[self.row_codes]
         integers = weight.dtype in (torch.int8, torch.uint8) and not self.levels
-        if (rows == "int8" and not integers) or (
+        if (rows.startswith("int8") and not integers) or (
             rows == "e4m3" and weight.dtype is not torch.float8_e4m3fn
         ):
             raise KernelError(f"linear: a weight in {weight.dtype} doesn't meet rows in {rows}.")

@@ -14,6 +14,8 @@ from torch import Tensor
 from penstock.kernels.triton.launch import power_of_2
 from penstock.kernels.triton.norm import rms_norm, rms_scaled, warps, whole_vectors
 from penstock.kernels.triton.rounding import is_number, magnitude, narrow, narrow_e4m3, round_even
+from penstock.ops.panels import round_up
+from penstock.ops.rotate import ROTATED
 
 _LARGEST: tl.constexpr = tl.constexpr(3.4028234663852886e38)
 """The largest float32 that is finite."""
@@ -41,6 +43,16 @@ def _unless_bad(scale, top):
     return tl.where(top <= _LARGEST, scale, float("nan"))
 
 
+@triton.jit
+def _rotated(value, D: tl.constexpr):
+    """Blocks of 64 of D values: `ops.rotate`, in its order."""
+    for _ in tl.static_range(6):  # each puts the bit that parts neighbours before the others
+        even, odd = tl.split(value.reshape(D // 2, 2))
+        mixed = tl.join(even + odd, even - odd)
+        value = mixed.reshape(D // 64, 32, 2).permute(0, 2, 1).reshape(D)
+    return value * 0.125
+
+
 @triton.jit(do_not_specialize=["stride"])
 def _int8_rows(
     x,
@@ -51,8 +63,10 @@ def _int8_rows(
     stride,
     eps,
     dim: tl.constexpr,
+    width: tl.constexpr,
     HAS_NORM: tl.constexpr,
     STATIC: tl.constexpr,
+    ROTATED: tl.constexpr,
     VECTOR: tl.constexpr,
     D: tl.constexpr,
 ):
@@ -60,6 +74,8 @@ def _int8_rows(
     at = tl.arange(0, D)
     start = tl.multiple_of(row * stride, VECTOR)
     value = _row(x, norm, start, at, eps, dim, HAS_NORM)
+    if ROTATED:
+        value = _rotated(value, D)
     top = tl.max(magnitude(value)).to(tl.float32, bitcast=True)
     if STATIC:
         scale = tl.load(input_scale).to(tl.float32)
@@ -70,23 +86,29 @@ def _int8_rows(
         some = top > 1e-30
         q = value * tl.where(some, tl.div_rn(127.0, tl.where(some, top, 1.0)), 0.0)
     q = tl.where(is_number(q), tl.minimum(tl.maximum(q, -127.0), 127.0), 0.0)
-    tl.store(codes + row * dim + at, round_even(q).to(tl.int8), mask=at < dim)
+    tl.store(codes + row * width + at, round_even(q).to(tl.int8), mask=at < width)
     tl.store(scales + row, scale)
 
 
 def int8_rows(
-    x: Tensor, norm: Tensor | None = None, eps: float = 0.0, input_scale: Tensor | None = None
+    x: Tensor,
+    norm: Tensor | None = None,
+    eps: float = 0.0,
+    input_scale: Tensor | None = None,
+    rotated: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """`ops.linear.quantize_rows` of x [T, K], normalised first where there is a norm.
 
-    Returns codes [T, K] int8 and their scales [T, 1] float32.
+    Returns codes [T, K] int8 and their scales [T, 1] float32; rotated (`ops.rotate`), K is rounded
+    up to whole blocks.
     """
     rows, dim = x.shape
-    codes = torch.empty((rows, dim), dtype=torch.int8, device=x.device)
+    width = round_up(dim, ROTATED) if rotated else dim
+    codes = torch.empty((rows, width), dtype=torch.int8, device=x.device)
     scales = torch.empty((rows, 1), dtype=torch.float32, device=x.device)
     if rows:
         x, vector = whole_vectors(x)
-        tile = power_of_2(dim)
+        tile = power_of_2(width)
         _int8_rows[(rows,)](
             x,
             norm,
@@ -96,8 +118,10 @@ def int8_rows(
             x.stride(0),
             eps,
             dim,
+            width,
             HAS_NORM=norm is not None,
             STATIC=input_scale is not None,
+            ROTATED=rotated,
             VECTOR=vector,
             D=tile,
             num_warps=warps(tile),

@@ -7,6 +7,10 @@ from dataclasses import dataclass
 from torch import Tensor
 from torch.nn import functional
 
+from penstock import ops
+from penstock.errors import WeightsError
+from penstock.ops.panels import round_up
+from penstock.ops.rotate import ROTATED
 from penstock.quant.codes import Codes, groups
 from penstock.quant.format import Packed
 from penstock.quant.formats.quantized import (
@@ -25,17 +29,36 @@ class Integer(Quantized):
     """A scale, and where not symmetric a zero point, for each row or for each group of K.
 
     Activations in int8: products of integers, summed exactly; else weights are widened to bfloat16
-    in registers.
+    in registers. Rotated: codes are those of the matrix's rotated rows.
     """
 
     def pack(self, weight: Tensor, gated: bool = False) -> Packed:
         scheme = self.scheme
+        if scheme.rotated:
+            weight = ops.rotate(weight)
         if self.storage == PANELS and scheme.rows == 1 and not scheme.static:  # operators' part
             if scheme.kind == "int8" and not scheme.group and scheme.symmetric:
                 return round_int8(weight, gated)
             if scheme.kind == "int4" and scheme.group:
                 return round_int4(weight, scheme.group, scheme.symmetric, gated)
         return Quantized.pack(self, weight, gated)
+
+    def unpack(
+        self, packed: Packed, out_features: int, in_features: int, gated: bool = False
+    ) -> Tensor:
+        if gated or not self.scheme.rotated:  # halves come back here
+            return Quantized.unpack(self, packed, out_features, in_features, gated)
+        stored = Quantized.unpack(self, packed, out_features, self.stored_width(in_features))
+        return ops.rotate(stored)[:, :in_features]
+
+    def gather(self, tokens: Tensor, packed: Packed, in_features: int, scale: float) -> Tensor:
+        if self.scheme.rotated:
+            raise WeightsError(f"Rows of a matrix in {self.name} aren't those of an embedding.")
+        return Quantized.gather(self, tokens, packed, in_features, scale)
+
+    def stored_width(self, in_features: int) -> int:
+        """K of its codes: whole blocks where they are rotated."""
+        return round_up(in_features, ROTATED) if self.scheme.rotated else in_features
 
     def store(self, codes: Codes) -> Packed:
         eight, padded = self.scheme.bits == 8, self.padded(codes.shape[1])
@@ -53,11 +76,12 @@ class Integer(Quantized):
         return packed | stored_input(codes)
 
     def restore(self, packed: Packed, out_features: int, in_features: int) -> Codes:
-        n, count = out_features, groups(in_features, self.scheme.group)
+        n, k = out_features, self.stored_width(in_features)
+        count = groups(k, self.scheme.group)
         zero = packed.get("zero")
         return Codes(
             self.scheme,
-            self.storage.unpack_codes(packed["weight"])[:n, :in_features],
+            self.storage.unpack_codes(packed["weight"])[:n, :k],
             self.storage.unpack_groups(packed["scale"])[:n, :count].float(),
             None if zero is None else self.storage.unpack_groups(zero)[:n, :count],
             input_scale=restored_input(packed),

@@ -19,12 +19,18 @@ from penstock.quant.formats.storage import PANELS, Storage
 from penstock.quant.methods.rtn import quantize
 from penstock.quant.scheme import Activations, Scheme
 
-_COMPUTE: dict[str, Compute] = {"none": "bfloat16", "int8": "int8", "e4m3": "float8"}
+_COMPUTE: dict[str, Compute] = {
+    "none": "bfloat16",
+    "int8": "int8",
+    "int8_rotated": "int8",
+    "e4m3": "float8",
+}
 """What products run in, by what rows are rounded to."""
 
 _ROW_CODES: dict[Activations, int] = {
     "float": ROW_CODES.index("none"),
     "int8": ROW_CODES.index("int8"),
+    "int8_rotated": ROW_CODES.index("int8_rotated"),
     "int8_static": ROW_CODES.index("int8"),
     "fp8": ROW_CODES.index("e4m3"),
     "fp8_static": ROW_CODES.index("e4m3"),
