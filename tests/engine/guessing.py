@@ -66,6 +66,8 @@ class TreeGuesser(Guesser):
     It also holds what it is shown of a step against what it has wished for.
     """
 
+    wants = 1
+
     def __init__(
         self, follow: Next, wrong: float = 0.0, *, by_passes: bool = False, seed: int = 0
     ) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence as Seq
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ import torch
 from penstock.engine import Engine, RequestOptions
 from penstock.engine.request import Sequence, Status
 from penstock.sampling import BeamSearchParams, SamplingParams
-from penstock.speculate import Draft
+from penstock.speculate import Computed, Controller, Draft, Wish
 
 from .guessing import Guesser, TreeGuesser, by_the_toy, speculate
 from .toy import IS_NAN, check, drain, reference, run_one, toy_engine
@@ -191,6 +192,51 @@ def test_steps_without_drafts_are_timed_apart() -> None:
     assert times.plain(1)[1] == 0 and times.plain(1, mixed=True)[1] > 0
     run_one(engine, PROMPT, GREEDY)
     assert times.plain(1)[1] > 0
+
+
+class Reader(Guesser):
+    """Guesses by the states of so many steps before, as a head does."""
+
+    def __init__(self, wants: int) -> None:
+        super().__init__(by_the_toy, by_passes=True)
+        self.wants = wants
+        self.seen = [0]  # positions in a row whose states it has seen, up to the last one
+        self.found: list[bool] = []  # whether it could guess
+
+    def saw(self, computed: Seq[Computed]) -> None:
+        for one in computed:
+            first, count = one.first, len(one.rows)
+            self.seen = (self.seen if self.seen[-1] == first else []) + [
+                *range(first + 1, first + count + 1)
+            ]
+
+    def _draft(self, wish: Wish) -> Draft:
+        last = len(wish.tokens) - 1
+        known = self.seen[-1] == last and len(self.seen) >= min(self.wants, last)
+        self.found.append(known)
+        return super()._draft(wish) if known else Draft(wish.sampling)
+
+
+@pytest.mark.parametrize("wants", [1, 30])
+def test_states_are_kept_before_drafts_are_tried_again(wants: int) -> None:
+    """While drafts are off nobody keeps states; a try that is due waits for them, and once only."""
+    engine, reader = toy_engine(), Reader(wants)
+    speculation = speculate(engine, reader, 2, adaptive=True)
+    control = speculation.controller = Controller(2, adaptive=True, by_passes=True, watched=wants)
+    engine.add_request(
+        "a", PROMPT, SamplingParams(temperature=0.0, max_tokens=120, ignore_eos=True)
+    )
+    for _ in range(2):
+        control.saw_drafting(1, 1e-4)
+    for step in range(110):
+        due = step % 55 >= 15
+        control.is_on = False
+        control._price_s, control._budget_s = 1.0, 2.0 if due else 0.0
+        asked = len(reader.found)
+        engine.step()
+        if not due and control.kept == 0:
+            assert len(reader.found) == asked
+    assert len(reader.found) >= 2 and all(reader.found)
 
 
 def test_beams_and_guided_samples_have_no_drafts() -> None:

@@ -31,16 +31,26 @@ class World:
     rng: random.Random = field(default_factory=lambda: random.Random(0))
     lengths: list[int] = field(default_factory=list)  # of the first sequence's drafts
     slowness: float = 1.0  # of everything
+    watched: int = 0  # steps whose states must have been kept before one can guess
+    empty: int = 0  # times that it was asked and had no states to guess by
 
     def __post_init__(self) -> None:
-        self.controller = Controller(self.most, adaptive=True, by_passes=self.by_passes)
+        self.controller = Controller(
+            self.most, adaptive=True, by_passes=self.by_passes, watched=self.watched
+        )
+        self.controller.kept = self.watched  # of the prompt
         self.records = [Record() for _ in range(self.batch)]
 
     def step(self) -> tuple[int, float]:
         """Tokens and seconds of a step."""
         control, batch = self.controller, self.batch
         spent, chosen, guessed = 0.0, [0] * batch, 0
-        if control.may_guess(batch):
+        may_guess = control.may_guess(batch) and not control.waits()
+        if may_guess and control.kept < self.watched:
+            self.empty += 1
+            control.saw_guesses(found=False)
+        elif may_guess:
+            control.saw_guesses(found=True)
             room = [self.most] * batch
             if self.by_passes:
                 chosen = control.choose(batch, self.records[:batch], room)
@@ -65,6 +75,8 @@ class World:
         took = self.seconds(batch, sum(chosen)) * (1 + self.noise * self.rng.random())
         took *= self.slowness
         control.saw_step(batch, sum(chosen), took, spent, tokens - batch)
+        keeps = control.is_on or control.may_guess(batch)
+        control.kept = control.kept + 1 if keeps else 0
         self.lengths.append(chosen[0])
         return tokens, took + spent
 
@@ -248,13 +260,14 @@ def test_it_is_off_where_steps_get_longer_than_they_save() -> None:
 
 
 @pytest.mark.parametrize("by_passes", [False, True])
-def test_it_comes_back_when_guesses_get_right(by_passes: bool) -> None:
-    world = World(8, flat, 0.0, 0.05, by_passes)
+@pytest.mark.parametrize("watched", [0, 1, 48])
+def test_it_comes_back_when_guesses_get_right(by_passes: bool, watched: int) -> None:
+    world = World(8, flat, 0.0, 0.05, by_passes, watched=watched)
     world.speed(1000)
-    assert not world.controller.is_on
+    assert not world.controller.is_on and world.empty == 0
     world.right = 0.95
     world.speed(1500)
-    assert world.controller.is_on
+    assert world.controller.is_on and world.empty == 0
     assert world.speed(300) > 0.9 * world.ideal()
 
 

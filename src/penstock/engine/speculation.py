@@ -51,6 +51,7 @@ class Speculation:
         self.broken: Exception | None = None  # why there are no guesses any more
         self.draft_s = 0.0  # what guessing took in this step; nothing where nobody was asked to
         self._settle_s = 0.0  # and what comparing guesses with what came did
+        self._watch_s = 0.0  # and what keeping states did, while drafts are off
         self._scheduler = scheduler
         self._records: dict[Sequence, dict[int, Record]] = {}  # by kind of draft
         # of this step, whether verified or not
@@ -88,6 +89,7 @@ class Speculation:
             by_passes=proposer.by_passes,
             tree_tokens=asked.most_tokens,
             most_sequences=asked.disable_by_batch_size,
+            watched=proposer.wants if isinstance(proposer, StateReader) else 0,
         )
         if asked.width > 1:
             _check_trees(runtime)
@@ -111,7 +113,7 @@ class Speculation:
 
     def propose(self) -> None:
         """Give drafts to sequences that decode."""
-        self.draft_s, self._settle_s, self._right = 0.0, 0.0, 0
+        self.draft_s, self._settle_s, self._watch_s, self._right = 0.0, 0.0, 0.0, 0
         self._rests = self._rest > 0
         if self._rests:
             self._rest -= 1
@@ -126,7 +128,7 @@ class Speculation:
             if not (s.mates or (p := s.request.params).mirostat or p.logits_processors)
         ]
         self.controller.mixed = len(able) < len(decoding)
-        if not able or not self.controller.may_guess(len(decoding)):
+        if not able or not self.controller.may_guess(len(decoding)) or self.controller.waits():
             return
         start = time.perf_counter()
         try:
@@ -153,9 +155,11 @@ class Speculation:
             room = dict(zip(room, wanted, strict=True))
         wishes = {s: _wish(s, most) for s, most in room.items() if most}
         if not wishes:
+            control.saw_guesses(found=False)
             return
         drafts = self.proposer.propose(list(wishes.values()))
         found = {s: draft for s, draft in zip(wishes, drafts, strict=True) if draft.tokens}
+        control.saw_guesses(bool(found))
         passes = max(wish.limit for wish in wishes.values())
         told = bool(found) or self._reader is None  # or it hadn't seen what it guesses by
         # a guess that was right is one to catch up
@@ -217,10 +221,14 @@ class Speculation:
 
     def computed(self, parts: Seq[Part], firsts: Seq[int]) -> None:
         """A step's tokens were applied. firsts: where in each sequence its part began."""
-        if self._reader is None or self._rest > 0 or self.broken is not None:
+        if self._reader is None or self.broken is not None:
             return
-        if not (self.controller.is_on or self.controller.may_guess(len(parts))):
+        control = self.controller
+        if self._rest > 0 or not (control.is_on or control.may_guess(len(parts))):
+            control.kept = 0
             return  # nobody will ask for these states
+        control.kept += 1
+        start = time.perf_counter()
         found, row = [], 0
         for (sequence, count), first in zip(parts, firsts, strict=True):
             rows = list(range(row, row + count))
@@ -233,6 +241,8 @@ class Speculation:
             self._reader.saw(found)
         except Exception as error:  # guesses may fail, but not the requests
             self._give_up(error)
+        if not control.is_on:
+            self._watch_s = time.perf_counter() - start
 
     def settle(self) -> None:
         """Compare what was guessed with what has come, and give back what was reserved."""
@@ -262,9 +272,8 @@ class Speculation:
         if size.is_prefill or forced:
             return
         batch, draft_s = len(size.contexts), record.draft_s + self._settle_s
-        self.controller.saw_step(
-            batch, size.drafted, record.seconds - draft_s, draft_s, self._right
-        )
+        seconds = record.seconds - draft_s - self._watch_s
+        self.controller.saw_step(batch, size.drafted, seconds, draft_s, self._right, self._watch_s)
         self._rest = self.controller.rest(batch)
 
     def forget(self, sequence: Sequence) -> None:

@@ -48,11 +48,17 @@ LOOK_S = 1e-4
 SAVINGS = 20.0
 """As many steps' time at most is kept for that."""
 
+WON = 0.5
+"""The share of the time that guesses have saved which may be spent on looking for more of them."""
+
 PLAIN_STEPS = 3
 """Plain steps that are measured before the first draft, at each size of batch."""
 
 MOST_REST = 64
 """Steps in a row, at most, that aren't looked at while drafts are off."""
+
+MOST_MISSES = 64
+"""Steps in a row, at most, in which a look that has states to guess by finds no guess."""
 
 SURE = 2
 """Draftings that must have been measured before one believes that they take long."""
@@ -116,10 +122,12 @@ class Controller:
         by_passes: bool,
         tree_tokens: int | None = None,
         most_sequences: int | None = None,
+        watched: int = 0,
     ) -> None:
         """most: tokens one after another in a draft; by_passes: whether each of them takes a pass
         of a model; tree_tokens: in a draft that is a tree; most_sequences: in a step with more of
-        them there are no drafts.
+        them there are no drafts; watched: while drafts are off, steps whose states are kept before
+        one is tried (`StateReader.wants`).
         """
         self.most = most
         self.tree_tokens = tree_tokens or most
@@ -136,6 +144,9 @@ class Controller:
         self._looks_s = 0.0  # for guesses that are only compared, where they take no passes
         self._share = 1.0 if by_passes else 0.5  # or looking would use up what trying needs
         self._price_s = 0.0  # of the next look at whether guesses would pay
+        self._watched = watched
+        self.kept = 0  # steps in a row, up to the last one, whose states were; told from outside
+        self._misses: int | None = None  # of the look that is due; None: none is
         self.is_on = True  # whether drafts were last predicted to pay
         self.mixed = False  # whether the step has sequences that can't have drafts; set before it
 
@@ -149,9 +160,16 @@ class Controller:
             return True
         if self.times.plain(batch, mixed=self.mixed)[1] < PLAIN_STEPS:
             return False
-        if self.is_on or self._draftings < SURE:
+        if self.is_on or self._draftings < SURE or self._misses is not None:
             return True
         return self._price_s <= (self._budget_s if self.by_passes else self._looks_s)
+
+    def waits(self) -> bool:
+        """Whether a look that is due waits for states: asked where one may guess."""
+        if self.is_on or self._draftings < SURE or not self._watched:
+            return False
+        self._misses = self._misses or 0
+        return self.kept < self._watched
 
     def choose(
         self,
@@ -189,7 +207,7 @@ class Controller:
         # never more than can be saved up: or a few that were held up would be believed for good
         most = 0.9 * SAVINGS * self._share * seconds[0]
         self._price_s = min(price if self.by_passes else self.pass_s + LOOK_S, most)
-        if self.is_on or min(price, most) <= self._budget_s:
+        if self.is_on or self._misses is not None or min(price, most) <= self._budget_s:
             return choice.lengths
         lengths = [0] * len(room)
         if self._draftings < SURE and self.by_passes:  # the least that tells how long one takes
@@ -266,9 +284,18 @@ class Controller:
     # ── after it ─────────────────────────────────────────────────────────────────────────────
 
     def saw_step(
-        self, batch: int, drafted: int, seconds: float, draft_s: float = 0.0, right: int = 0
+        self,
+        batch: int,
+        drafted: int,
+        seconds: float,
+        draft_s: float = 0.0,
+        right: int = 0,
+        watch_s: float = 0.0,
     ) -> None:
-        """A decoding step took `seconds` and drafting `draft_s`; `right` guesses came true."""
+        """A decoding step took `seconds` and drafting `draft_s`; `right` guesses came true.
+
+        watch_s: what keeping its states took, which isn't in `seconds`.
+        """
         if not self.adaptive:
             return
         plain = self.times.see(batch, drafted, seconds, mixed=self.mixed)
@@ -277,6 +304,12 @@ class Controller:
         budget_s, looks_s = self._budget_s + saved, self._looks_s + saved
         self._budget_s = budget_s if budget_s < bound else bound
         self._looks_s = looks_s if looks_s < bound else bound
+        if drafted:
+            won = right * plain / batch - (seconds - plain) - draft_s - LOOK_S
+            if won > 0.0:
+                self._budget_s = min(self._budget_s + WON * won, bound)
+                self._looks_s = min(self._looks_s + WON * won, bound)
+        self._budget_s = max(self._budget_s - watch_s, -bound)
         if self.is_on or not (drafted or draft_s):
             return
         tried = (seconds - plain + LOOK_S if drafted else 0.0) - right * plain / batch
@@ -297,6 +330,8 @@ class Controller:
         saved = BUDGET * self._share * plain
         if self.is_on or self._draftings < SURE or seen < ENOUGH or not saved:
             return 0
+        if self._misses is not None:
+            return 0
         missing = self._price_s - (self._budget_s if self.by_passes else self._looks_s)
         steps = min(int(missing / saved), MOST_REST)
         if steps < 1:
@@ -304,6 +339,13 @@ class Controller:
         self._budget_s = min(self._budget_s + steps * saved, SAVINGS / BUDGET * saved)
         self._looks_s = min(self._looks_s + steps * saved, SAVINGS / BUDGET * saved)
         return steps
+
+    def saw_guesses(self, found: bool) -> None:
+        """Somebody was asked to guess, and whether there were guesses; if not, a look goes on."""
+        if self._misses is not None:
+            self._misses += 1
+            if found or self._misses > MOST_MISSES:
+                self._misses = None
 
     def saw_drafting(self, passes: int, seconds: float) -> None:
         """Drafts of up to so many tokens took `seconds`."""

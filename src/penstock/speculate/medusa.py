@@ -50,6 +50,7 @@ class MedusaProposer:
 
     name = "medusa"
     by_passes = False  # one pass gives all guesses
+    wants = 1  # step: the last one
 
     def __init__(
         self, heads: HeadsForward, store: Tensor, limits: TreeLimits, ids: Ids | None = None

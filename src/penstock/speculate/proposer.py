@@ -219,6 +219,10 @@ class Proposer(Protocol):
 class StateReader(Proposer, Protocol):
     """Guesses by the states that the target has computed inside (`nn.KeptStates`)."""
 
+    wants: int
+    """Of how many steps it should have seen the states before it is asked, after some that it
+    hasn't seen."""
+
     def saw(self, computed: Sequence[Computed]) -> None:
         """A step is over, whose states are still where they are kept. Drafts for some of these
         sequences may be wished for next.
