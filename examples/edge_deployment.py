@@ -38,7 +38,7 @@ with tempfile.TemporaryDirectory() as folder:
     print(f"first answer {time.perf_counter() - start:.2f} s after the start:")
     print(output.outputs[0].text)
     assert compile_counter.total() == before
-    (plain,) = LLM(quantization="w4a8").generate("Once upon a time", params)
+    (plain,) = LLM(export).generate("Once upon a time", params)
     assert output.outputs[0].token_ids == plain.outputs[0].token_ids
 
     # From a file of requests, as a batch job would.
