@@ -52,6 +52,7 @@ class Speculation:
         self.draft_s = 0.0  # what guessing took in this step; nothing where nobody was asked to
         self._settle_s = 0.0  # and what comparing guesses with what came did
         self._watch_s = 0.0  # and what keeping states did, while drafts are off
+        self._unpaid_s = 0.0  # the same, of steps with prompts too, since one was learned from
         self._scheduler = scheduler
         self._records: dict[Sequence, dict[int, Record]] = {}  # by kind of draft
         # of this step, whether verified or not
@@ -243,6 +244,7 @@ class Speculation:
             self._give_up(error)
         if not control.is_on:
             self._watch_s = time.perf_counter() - start
+            self._unpaid_s += self._watch_s
 
     def settle(self) -> None:
         """Compare what was guessed with what has come, and give back what was reserved."""
@@ -273,7 +275,8 @@ class Speculation:
             return
         batch, draft_s = len(size.contexts), record.draft_s + self._settle_s
         seconds = record.seconds - draft_s - self._watch_s
-        self.controller.saw_step(batch, size.drafted, seconds, draft_s, self._right, self._watch_s)
+        unpaid_s, self._unpaid_s = self._unpaid_s, 0.0
+        self.controller.saw_step(batch, size.drafted, seconds, draft_s, self._right, unpaid_s)
         self._rest = self.controller.rest(batch)
 
     def forget(self, sequence: Sequence) -> None:

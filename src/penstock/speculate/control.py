@@ -294,7 +294,7 @@ class Controller:
     ) -> None:
         """A decoding step took `seconds` and drafting `draft_s`; `right` guesses came true.
 
-        watch_s: what keeping its states took, which isn't in `seconds`.
+        watch_s: what keeping states took while drafts are off, which isn't in `seconds`.
         """
         if not self.adaptive:
             return

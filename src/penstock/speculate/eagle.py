@@ -52,9 +52,7 @@ class EagleProposer:
         """name: the method's; num_blocks: of the pool, without those of ways."""
         self.name = name
         self.last_caught_up = 0
-        self.wants = (
-            limits.block_size * 3 // 2
-        )  # it goes on where a block begins, and then by those
+        self.wants = limits.block_size * 3 // 2  # it goes on where a block begins
         width = min(shape.width, head.num_logits)
         self._limits = limits
         self._few = shape.depth + 1  # tokens that a step brings at most
