@@ -119,6 +119,18 @@ def test_a_right_draft_saves_steps() -> None:
     assert stats["generation_tokens"] == 24
 
 
+def test_each_request_knows_of_its_own_drafts() -> None:
+    engine = toy_engine()
+    speculation = speculate(engine, Guesser(by_the_toy, wrong=0.2), 4)
+    for name in "ab":
+        engine.add_request(name, [*PROMPT, ord(name) - 90], GREEDY)
+    own = [output.metrics.drafts for output in drain(engine).values()]
+    whole = speculation.counts
+    assert min(counts.accepted_tokens for counts in own) > 0
+    for field in ("drafts", "draft_tokens", "accepted_tokens"):
+        assert sum(getattr(counts, field) for counts in own) == getattr(whole, field)
+
+
 def test_log_probabilities_are_those_of_plain_steps() -> None:
     params = SamplingParams(temperature=0.7, seed=3, max_tokens=20, logprobs=4, n=2)
     plain = run_one(toy_engine(), PROMPT, params)

@@ -23,6 +23,18 @@ def machine_peaks(device: torch.device | None = None) -> AnyPeaks:
     return peaks() if device is None else peaks_on(device)
 
 
+def counted(counts: DraftCounts) -> dict[str, Any]:
+    """Drafts and what became of them, for JSON."""
+    return {
+        "drafts": counts.drafts,
+        "draft_tokens": counts.draft_tokens,
+        "accepted_tokens": counts.accepted_tokens,
+        "acceptance_rate": counts.acceptance_rate,
+        "accepted_per_position": list(counts.accepted_at),
+        "mean_acceptance_length": counts.mean_acceptance_length,
+    }
+
+
 @dataclass(frozen=True, slots=True)
 class DraftStats:
     """What became of a run's drafts."""
@@ -48,15 +60,9 @@ class DraftStats:
 
     def as_dict(self) -> dict[str, Any]:
         """For JSON."""
-        counts = self.counts
         return {
             "method": self.method,
-            "drafts": counts.drafts,
-            "draft_tokens": counts.draft_tokens,
-            "accepted_tokens": counts.accepted_tokens,
-            "acceptance_rate": counts.acceptance_rate,
-            "accepted_per_position": list(counts.accepted_at),
-            "mean_acceptance_length": counts.mean_acceptance_length,
+            **counted(self.counts),
             "adaptive": self.adaptive,
             "on": self.is_on and not self.failed,
             "failed": self.failed or None,
@@ -172,4 +178,5 @@ def metrics(output: RequestOutput) -> dict[str, Any]:
         "floor_s": m.floor_s,
         "achieved": m.achieved,
         "bound": m.bound,
+        **({"drafts": counted(m.drafts)} if m.drafts.drafts else {}),
     }

@@ -8,6 +8,7 @@ from typing import Literal
 
 from penstock.roofline import CAUSES, Bound, StepRecord
 from penstock.sampling import TokenLogprobs
+from penstock.speculate import DraftCounts
 
 
 @dataclass(slots=True)
@@ -31,6 +32,7 @@ class RequestMetrics:
     compute_s: float = 0.0  # … and their FLOPs
     floor_s: float | None = None  # the least time that these steps could have taken
     known_s: float = 0.0  # of `steps_s`: the steps whose floor is known
+    drafts: DraftCounts = field(default_factory=DraftCounts)  # of all its samples
 
     def take_part(self, record: StepRecord) -> None:
         """Count a step that this request was in."""

@@ -213,7 +213,8 @@ class Speculation:
             ways = draft.ways
             way = next(at for at, way in enumerate(ways) if way[: len(right)] == right)
             self._scheduler.reservations.adopt(sequence, way)
-        self.counts.count(len(draft), len(right), draft.depth)
+        for counts in (self.counts, sequence.request.metrics.drafts):
+            counts.count(len(draft), len(right), draft.depth)
         self._right += len(right)
         self._came_true[sequence] = right
         if self.on_verified is not None:
