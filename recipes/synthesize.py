@@ -18,19 +18,19 @@ TOKENS = 500  # of a story, at most
 def synthesize(model: Path, out: Path, stories: int, seed: int) -> str:
     """Write `stories` stories to `out`, parted by <|endoftext|>; returns a summary.
 
-    A story ends where the model ends it or starts another one, or at TOKENS, after a sentence.
-    Raises ConfigError if none of the model's texts has the end of a sentence.
+    A story begins with OPENING, for a model may tell other things, too; it ends where the model
+    ends it or starts another one, or at TOKENS, after a sentence. Raises ConfigError if none of the
+    model's texts has the end of a sentence.
     """
     llm = LLM(str(model), max_num_seqs=AT_ONCE, seed=seed)
-    bos = llm.get_tokenizer().bos_token_id
-    if bos is None:
-        raise ConfigError(f"The tokenizer of {model} names no bos_token: nothing opens a text.")
-    length = min(TOKENS, llm.runtime.model.max_model_len - 2)
+    length = min(TOKENS, llm.runtime.model.max_model_len // 2)
     params = SamplingParams(temperature=1.0, max_tokens=length)
     told: list[str] = []
     while len(told) < stories:
-        prompts = [{"prompt_token_ids": [bos]}] * min(AT_ONCE, stories - len(told))
-        told += [whole_sentences(o.outputs[0].text) for o in llm.generate(prompts, params)]
+        prompts = [OPENING] * min(AT_ONCE, stories - len(told))
+        told += [
+            whole_sentences(OPENING + o.outputs[0].text) for o in llm.generate(prompts, params)
+        ]
     kept = [text for text in told if text]
     if not kept:
         raise ConfigError(f"None of {stories} texts by {model} has the end of a sentence.")

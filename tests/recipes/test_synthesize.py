@@ -26,3 +26,4 @@ def test_stories_are_told_apart_and_again_the_same(tmp_path: Path) -> None:
     assert text == (tmp_path / "b.txt").read_text()
     stories = [story.strip() for story in text.split("<|endoftext|>")]
     assert len(set(stories)) == len(stories) >= 2
+    assert all(story.startswith("Once upon a time") and len(story) > 99 for story in stories)
