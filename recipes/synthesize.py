@@ -23,7 +23,8 @@ def synthesize(model: Path, out: Path, stories: int, seed: int) -> str:
     model's texts has the end of a sentence.
     """
     llm = LLM(str(model), max_num_seqs=AT_ONCE, seed=seed)
-    length = min(TOKENS, llm.runtime.model.max_model_len // 2)
+    opened = len(llm.get_tokenizer().encode(OPENING))
+    length = min(TOKENS, llm.runtime.model.max_model_len - opened - 1)
     params = SamplingParams(temperature=1.0, max_tokens=length)
     told: list[str] = []
     while len(told) < stories:
