@@ -164,7 +164,7 @@ def _model(path: Path) -> Examined:
     details: dict[str, Any] = {
         "family": spec.family,
         "dtype": _name(dtype),
-        "weight_formats": formats.name,
+        "weight_formats": formats.described,
         "vocabulary": decoder.vocab_size,
     }
     if exported is not None:

@@ -129,7 +129,10 @@ class Speculation:
             if not (s.mates or (p := s.request.params).mirostat or p.logits_processors)
         ]
         self.controller.mixed = len(able) < len(decoding)
-        if not able or not self.controller.may_guess(len(decoding)) or self.controller.waits():
+        if not able:
+            self.controller.drop_look()
+            return
+        if not self.controller.may_guess(len(decoding)) or self.controller.waits():
             return
         start = time.perf_counter()
         try:

@@ -317,7 +317,7 @@ class _Build:
             "choices": choices,
             "family": loaded.spec.family,
             "dtype": str(loaded.dtype).removeprefix("torch."),
-            "weight_formats": loaded.model.formats.name,
+            "weight_formats": loaded.model.formats.described,
             "formats": encode(loaded.model.formats),
             "weights": index,
         }

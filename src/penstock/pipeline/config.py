@@ -51,7 +51,8 @@ class QuantizeConfig:
     def __post_init__(self) -> None:
         if self.method not in METHODS:
             raise ConfigError(f"method={self.method!r} isn't one of {', '.join(METHODS)}.")
-        for scheme in (self.scheme, *self.special.values()):
+        head = self.head if isinstance(self.head, Scheme) else None
+        for scheme in (self.scheme, head, *self.special.values()):
             if scheme is not None and scheme.rotated:
                 raise ConfigError(
                     f"No layout of files has matrices in {scheme.name}, whose rows are rotated: "

@@ -121,3 +121,10 @@ class WeightFormats:
         others = dict.fromkeys(f.name for m, f in self.special.items() if m != "head")
         layers = [own, *(name for name in others if name not in (own, f"{own}-rotated"))]
         return " + ".join(layers) + ("" if layers == [head] else f", {head} head")
+
+    @property
+    def described(self) -> str:
+        """The name, and of which matrices rows are rotated although most aren't."""
+        named = self.matrix.name + "-rotated"
+        rotated = [module for module, held in self.special.items() if held.name == named]
+        return ", ".join([self.name, *(f"{module} rotated" for module in rotated)])

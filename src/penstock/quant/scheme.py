@@ -34,7 +34,7 @@ class Scheme:
     activations: Activations = "float"
     """float: as they are. int8, fp8 (E4M3): each token has a scale, or each group of a token beside
     FP8 weights in groups. …_static: one scale for all, from a calibration. …_rotated: blocks of 64
-    values are rotated before (`ops.linear.rotate`), and the matrix's rows before it is rounded."""
+    values are rotated before (`ops.rotate`), and the matrix's rows before it is rounded."""
     rows: int = 1  # that share a scale when values are chosen: 1, a block's, or 0 for all
 
     def __post_init__(self) -> None:

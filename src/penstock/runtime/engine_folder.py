@@ -424,10 +424,10 @@ def _is_for_gpu(manifest: Mapping[str, Any]) -> bool:
 
 def _check_formats(manifest: Mapping[str, Any], formats: WeightFormats, dtype: torch.dtype) -> None:
     """What is said of the weights in three places is the same."""
-    if formats.name != manifest["weight_formats"]:
+    if formats.described != manifest["weight_formats"]:
         raise EngineFolderError(
             f"weight_formats in its manifest is {manifest['weight_formats']!r}, but formats are "
-            f"{formats.name!r}"
+            f"{formats.described!r}"
         )
     each = (formats.matrix, formats.head, *formats.special.values())
     plain = {held.dtype if isinstance(held, Dense) else torch.bfloat16 for held in each}

@@ -306,9 +306,7 @@ class Controller:
         self._looks_s = looks_s if looks_s < bound else bound
         if drafted:
             won = right * plain / batch - (seconds - plain) - draft_s - LOOK_S
-            if won > 0.0:
-                self._budget_s = min(self._budget_s + WON * won, bound)
-                self._looks_s = min(self._looks_s + WON * won, bound)
+            self._credit(WON * self._share * won, bound)
         self._budget_s = max(self._budget_s - watch_s, -bound)
         if self.is_on or not (drafted or draft_s):
             return
@@ -318,6 +316,15 @@ class Controller:
         else:
             self._looks_s = max(self._looks_s - draft_s - LOOK_S, -bound)
         self._budget_s = max(self._budget_s - max(tried, 0.0), -bound)
+
+    def _credit(self, won: float, bound: float) -> None:
+        """What drafts have won may be spent; what they have lost while they are on, no longer."""
+        if won > 0.0:
+            self._budget_s = min(self._budget_s + won, bound)
+            self._looks_s = min(self._looks_s + won, bound)
+        elif self.is_on:
+            self._budget_s = max(self._budget_s + won, min(self._budget_s, 0.0))
+            self._looks_s = max(self._looks_s + won, min(self._looks_s, 0.0))
 
     def rest(self, batch: int) -> int:
         """After a step, how many steps like it there is nothing to guess in, nor to learn from.
@@ -339,6 +346,10 @@ class Controller:
         self._budget_s = min(self._budget_s + steps * saved, SAVINGS / BUDGET * saved)
         self._looks_s = min(self._looks_s + steps * saved, SAVINGS / BUDGET * saved)
         return steps
+
+    def drop_look(self) -> None:
+        """Nobody is there who could have drafts: a look that is due waits for no states."""
+        self._misses = None
 
     def saw_guesses(self, found: bool) -> None:
         """Somebody was asked to guess, and whether there were guesses; if not, a look goes on."""

@@ -263,7 +263,7 @@ def test_an_engine_computes_what_the_file_does(kind: Kind, tmp_path: Path) -> No
     file = file_of(tmp_path, kind, "qwen2", tie_word_embeddings=True)
     engine = engine_of(file)
     formats = load_model(file).model.formats
-    assert json.loads((engine / "engine.json").read_text())["weight_formats"] == formats.name
+    assert json.loads((engine / "engine.json").read_text())["weight_formats"] == formats.described
     want = scores(file)
     file.unlink()  # the engine needs nothing of it
     assert scores(engine) == want
