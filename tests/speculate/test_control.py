@@ -476,3 +476,14 @@ def test_trees_that_are_not_kept_to_what_pays() -> None:
     control = Controller(2, adaptive=False, by_passes=True, tree_tokens=4)
     assert control.choose(1, [Record()], [5]) == [2]
     assert control.cut(1, [[0.5, 0.2, 0.1]]) == [3]
+
+
+def test_what_luck_has_won_pays_for_no_lasting_loss() -> None:
+    """Guesses that are right for a quarter of the time, and cost about what they bring."""
+    world = World(3, lambda batch, drafted: 0.03 * (batch + 0.25 * drafted), 0.0, pass_s=0.0045)
+    tokens = seconds = 0.0
+    for step in range(8000):
+        world.right = 0.9 if step % 60 < 15 else 0.1
+        brought, took = world.step()
+        tokens, seconds = tokens + brought, seconds + took
+    assert tokens / seconds > 0.985 * world.plain()
