@@ -338,7 +338,8 @@ enum class Float : int { f32, bf16, f16 };
 // What a group's largest magnitude may be divided by for its scale: ops/quantize.py.
 constexpr float kInt4Parts[4] = {8.0f, 8.5f, 7.5f, 9.0f};
 
-// A float matrix [n, k], or [2·n, k] when gated, to dense panels. ops/pack.py.
+// A float matrix [n, k], or [2·n, k] when gated, to dense panels: ops/pack.py. `rotate` writes
+// float32 rows [n, padded_k] to `panels`: ops/rotate.py.
 struct PackArgs {
   const void* weight;
   int64_t stride;  // elements between rows
@@ -349,8 +350,6 @@ struct PackArgs {
   DType to;  // of dense panels
   int threads;
 };
-
-// `rotate` writes float32 rows [n, padded_k] to `panels`: ops/rotate.py.
 
 // The same, rounded to int8 or int4 panels. ops/quantize.py.
 struct QuantizeArgs : PackArgs {

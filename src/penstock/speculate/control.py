@@ -335,9 +335,8 @@ class Controller:
         """
         plain, seen = self.times.plain(batch, mixed=self.mixed)
         saved = BUDGET * self._share * plain
-        if self.is_on or self._draftings < SURE or seen < ENOUGH or not saved:
-            return 0
-        if self._misses is not None:
+        looks = self.is_on or self._draftings < SURE or self._misses is not None
+        if looks or seen < ENOUGH or not saved:
             return 0
         missing = self._price_s - (self._budget_s if self.by_passes else self._looks_s)
         steps = min(int(missing / saved), MOST_REST)
