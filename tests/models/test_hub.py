@@ -90,7 +90,7 @@ def test_a_folder_that_is_not_there(tmp_path: Path, as_path: bool, answer: Any) 
         name = tmp_path / wrong if as_path else f"{tmp_path}/{wrong}"
         with pytest.raises(ModelNotFoundError, match=rf"no folder .*Near it: {tmp_path}/models"):
             hub.resolve(name)
-    with pytest.raises(ModelNotFoundError, match=r"no folder [^ ]*zzz\. A model is a folder"):
+    with pytest.raises(ModelNotFoundError, match=r"no folder [^ ]*zzz\. Give a folder"):
         hub.resolve(tmp_path / "zzz")
     assert answer is not None
 
@@ -99,6 +99,15 @@ def test_names_that_are_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ModelNotFoundError, match=r"hub id like 'org/name'.* mean 'stories'\?"):
         hub.resolve("storys")
+    for wrong, right in (
+        ("storys-medusa", "stories-medusa"),
+        ("stories-chat-egle", "stories-chat-eagle"),
+        ("stories-vers", "stories-verse"),
+    ):
+        with pytest.raises(ModelNotFoundError, match=f"{', '.join(hub.NAMED)}.* mean '{right}'"):
+            hub.resolve(wrong)
+    with pytest.raises(ModelNotFoundError, match=r"\(stories-chat-eagle, stories-eagle\).* mean"):
+        hub.resolve("storys-eagle", offered=hub.companions("eagle3"))
     (tmp_path / "model.bin").touch()
     with pytest.raises(ModelNotFoundError, match="is a file"):
         hub.resolve("model.bin")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import os
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -45,13 +45,19 @@ _UNWANTED = [
 ]
 
 
-def resolve(model: str | Path, revision: str | None = None, *, also: Iterable[str] = ()) -> Path:
+def resolve(
+    model: str | Path,
+    revision: str | None = None,
+    *,
+    also: Iterable[str] = (),
+    offered: Sequence[str] = NAMED,
+) -> Path:
     """The folder of `model`: an existing one, an embedded model's, or a snapshot from the hub.
 
     Or a GGUF file: the one given, or the only model in a folder without config.json.
 
     revision: branch, tag or commit of a hub id; None is its main branch. also: patterns of files
-    that are fetched from there too.
+    that are fetched from there too. offered: which of what comes along an error names.
     A folder of an embedded model's name is reached as `./stories`.
     """
     if model in EMBEDDED or model in _companions():
@@ -75,9 +81,9 @@ def resolve(model: str | Path, revision: str | None = None, *, also: Iterable[st
         )
     if isinstance(model, Path) or not _HUB_ID.fullmatch(model):
         raise ModelNotFoundError(
-            f"There is no folder {path}.{_near(path)} A model is a folder, a .gguf file, an "
-            f"embedded model ({', '.join(NAMED)}) or a hub id like 'org/name'."
-            f"{nearest(str(model), NAMED)}"
+            f"There is no folder {path}.{_near(path)} Give a folder, a .gguf file, what comes "
+            f"with penstock ({', '.join(offered)}) or a hub id like 'org/name'."
+            f"{nearest(str(model), [*offered, *NAMED, *sorted(_companions()), *ADAPTERS])}"
         )
     return _download(model, revision, path, also)
 
@@ -110,7 +116,12 @@ def _embedded(name: str, revision: str | None, needed: str) -> Path:
 
 def _companions() -> set[str]:
     """The names of all that guesses for the embedded models."""
-    return {name.format(model) for model in EMBEDDED for name in _GUESSING.values()}
+    return {name for method in _GUESSING for name in companions(method)}
+
+
+def companions(method: str) -> list[str]:
+    """The names of what guesses by `method` for the embedded models."""
+    return sorted({_GUESSING[method].format(model) for model in EMBEDDED})
 
 
 def shipped(folder: Path, method: str) -> Path:

@@ -18,7 +18,7 @@ from torch import nn
 from penstock.cache import PagedLayout
 from penstock.config import EngineConfig, SpeculativeConfig
 from penstock.errors import ConfigError
-from penstock.models.hub import resolve, shipped
+from penstock.models.hub import companions, resolve, shipped
 from penstock.models.load import LoadedModel
 from penstock.nn import KeptStates
 from penstock.quant import Storage
@@ -113,9 +113,9 @@ def guessing_folder(asked: SpeculativeConfig, target: Target, also: Iterable[str
 
     also: of a hub's repository, the files that are fetched beside those of a model.
     """
-    if asked.model is not None:
-        return resolve(asked.model, also=also)
     assert asked.method is not None  # checked
+    if asked.model is not None:
+        return resolve(asked.model, also=also, offered=companions(asked.method))
     return shipped(target.folder, asked.method)
 
 
