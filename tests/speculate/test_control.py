@@ -32,6 +32,8 @@ class World:
     lengths: list[int] = field(default_factory=list)  # of the first sequence's drafts
     slowness: float = 1.0  # of everything
     watched: int = 0  # steps whose states must have been kept before one can guess
+    look_s: float = 0.0  # that learning from a step with guesses takes
+    looks: int = 0  # such steps
     empty: int = 0  # times that it was asked and had no states to guess by
 
     def __post_init__(self) -> None:
@@ -75,6 +77,10 @@ class World:
         took = self.seconds(batch, sum(chosen)) * (1 + self.noise * self.rng.random())
         took *= self.slowness
         control.saw_step(batch, sum(chosen), took, spent, tokens - batch)
+        if guessed and self.look_s:
+            self.looks += 1
+            control.saw_look(self.look_s)
+            spent += self.look_s
         keeps = control.is_on or control.may_guess(batch)
         control.kept = control.kept + 1 if keeps else 0
         self.lengths.append(chosen[0])
@@ -136,6 +142,19 @@ def test_wrong_guesses_cost_a_hundredth_or_two(by_passes: bool, batch: int) -> N
             world.speed(150)
             assert not world.controller.is_on
             assert world.speed(2000) > 0.975 * world.plain(), (seconds, pass_s)
+
+
+def test_one_looks_as_often_as_that_is_cheap() -> None:
+    """Steps of 0.2 ms and guesses that are never right."""
+    looks = {}
+    for look_s in (1e-5, 1e-4, 1e-3):
+        world = World(8, lambda batch, drafted: 1e-4 * (1 + batch + drafted), 0.0, 1e-6)
+        world.look_s = look_s
+        world.speed(1000)
+        world.looks = 0
+        assert world.speed(8000) > 0.975 * world.plain()
+        looks[look_s] = world.looks
+    assert looks[1e-5] > 4 * looks[1e-4] > 12 * looks[1e-3] > 0, looks
 
 
 @pytest.mark.parametrize("by_passes", [False, True])

@@ -273,6 +273,7 @@ class Speculation:
         """Learn from a step's time."""
         if self._rests:
             return
+        start = time.perf_counter()
         size = record.size
         forced = size.tokens - size.drafted - len(size.contexts)  # by grammars, beside the last
         if size.is_prefill or forced:
@@ -282,6 +283,8 @@ class Speculation:
         unpaid_s, self._unpaid_s = self._unpaid_s, 0.0
         self.controller.saw_step(batch, size.drafted, seconds, draft_s, self._right, unpaid_s)
         self._rest = self.controller.rest(batch)
+        if draft_s:
+            self.controller.saw_look(time.perf_counter() - start)
 
     def forget(self, sequence: Sequence) -> None:
         """It has ended."""

@@ -43,7 +43,7 @@ BUDGET = 0.01
 """The share of the time that may be spent on finding out whether speculation would pay."""
 
 LOOK_S = 1e-4
-"""What such a step takes besides what is measured: what sees to guesses, before and after it."""
+"""What such a step takes after its end, where it is learned from; until that was measured."""
 
 SAVINGS = 20.0
 """As many steps' time at most is kept for that."""
@@ -140,6 +140,7 @@ class Controller:
         self.pass_s = 0.0  # one token of a draft, or, without passes, all of them
         self._draftings = 0
         self._recent: deque[float] = deque(maxlen=RECENT)  # what they took
+        self._look_s = LOOK_S
         self._budget_s = 0.0  # for drafts that are tried
         self._looks_s = 0.0  # for guesses that are only compared, where they take no passes
         self._share = 1.0 if by_passes else 0.5  # or looking would use up what trying needs
@@ -203,10 +204,10 @@ class Controller:
         if not self.by_passes:  # what guessing takes is spent, but will be again
             speed *= choice.seconds / (choice.seconds + self.pass_s) if choice.seconds else 0.0
         self.is_on = speed > MARGIN * batch / seconds[0]
-        price = max(choice.loss, BUDGET * seconds[0]) + LOOK_S
+        price = max(choice.loss, BUDGET * seconds[0]) + self._look_s
         # never more than can be saved up: or a few that were held up would be believed for good
         most = 0.9 * SAVINGS * self._share * seconds[0]
-        self._price_s = min(price if self.by_passes else self.pass_s + LOOK_S, most)
+        self._price_s = min(price if self.by_passes else self.pass_s + self._look_s, most)
         if self.is_on or self._misses is not None or min(price, most) <= self._budget_s:
             return choice.lengths
         lengths = [0] * len(room)
@@ -305,16 +306,16 @@ class Controller:
         self._budget_s = budget_s if budget_s < bound else bound
         self._looks_s = looks_s if looks_s < bound else bound
         if drafted:
-            won = right * plain / batch - (seconds - plain) - draft_s - LOOK_S
+            won = right * plain / batch - (seconds - plain) - draft_s - self._look_s
             self._credit(WON * self._share * won, bound)
         self._budget_s = max(self._budget_s - watch_s, -bound)
         if self.is_on or not (drafted or draft_s):
             return
-        tried = (seconds - plain + LOOK_S if drafted else 0.0) - right * plain / batch
+        tried = (seconds - plain + self._look_s if drafted else 0.0) - right * plain / batch
         if self.by_passes:
-            tried += draft_s + (0.0 if drafted else LOOK_S)
+            tried += draft_s + (0.0 if drafted else self._look_s)
         else:
-            self._looks_s = max(self._looks_s - draft_s - LOOK_S, -bound)
+            self._looks_s = max(self._looks_s - draft_s - self._look_s, -bound)
         self._budget_s = max(self._budget_s - max(tried, 0.0), -bound)
 
     def _credit(self, won: float, bound: float) -> None:
@@ -368,6 +369,10 @@ class Controller:
             most = max(HELD_UP * self.pass_s, *self._recent)
             self.pass_s += 0.2 * (min(each, most) - self.pass_s)
         self._recent.append(each)
+
+    def saw_look(self, seconds: float) -> None:
+        """Learning from a step with guesses took so long, which `saw_step` wasn't told."""
+        self._look_s += 0.2 * (min(seconds, HELD_UP * self._look_s) - self._look_s)
 
     def saw_guess(self, record: Record, right: int, tested: int, kind: int = 0) -> None:
         """Of a sequence's draft, `tested` tokens were tested and the first `right` of them came."""
