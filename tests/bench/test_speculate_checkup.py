@@ -10,11 +10,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
 from tests.models.stories import STORIES, VOCAB
 
 from penstock.bench.speculate.checkup import (
     Checkup,
     check_up,
+    head_findings,
     raw_findings,
     temperature_findings,
 )
@@ -24,6 +27,7 @@ from penstock.config import EngineConfig, SpeculativeConfig
 from penstock.engine import Engine
 from penstock.hardware import Peaks
 from penstock.runtime import Runtime, load_runtime
+from penstock.runtime.eagle import PlacedEagle
 from penstock.sampling import SamplingParams
 from penstock.speculate.draft_model import DraftModelProposer
 
@@ -163,12 +167,34 @@ def test_a_corrupted_block(which: str) -> None:
     assert f"positions {size} to {2 * size - 1}" in found.text
 
 
+@pytest.mark.parametrize("adaptive", [True, False])
+def test_a_corrupted_block_of_a_head(adaptive: bool) -> None:
+    """Its keys and values are computed again by the target's states, those of a prompt too."""
+    config, runtime = loaded({"method": "eagle", "adaptive": adaptive})
+    engine = Engine(config, runtime)
+    params = SamplingParams(temperature=0.0, max_tokens=50, ignore_eos=True)
+    engine.add_request("a", list(range(5, 75)), params)
+    while not engine.scheduler.running or engine.scheduler.running[0].num_output < 40:
+        engine.step()
+    (sequence,), size = engine.scheduler.running, runtime.layout.block_size
+    findings, positions = stale_blocks(engine, sequence)
+    of_target = sequence.num_computed // size * size
+    assert findings == [] and positions >= of_target + 2 * size
+    assert isinstance(runtime.draft, PlacedEagle)
+    runtime.draft.kv[0][0][sequence.blocks[1]].view(-1)[5] += 1
+    (found,), _ = stale_blocks(engine, sequence)
+    assert "The EAGLE head's keys and values in layer 0" in found.text
+    assert f"positions {size} to {2 * size - 1}" in found.text
+
+
 @pytest.mark.parametrize(
     ("drafts", "forms"),
     [
         (DRAFTS, {"kv_cache_dtype": "int4"}),
         ({"method": "self", "num_speculative_tokens": 3}, {"kv_cache_dtype": "int8"}),
         ({"method": "suffix"}, {"dtype": "float32"}),
+        ({"method": "eagle"}, {"kv_cache_dtype": "int8"}),
+        ({"method": "eagle", "tree_width": 1}, {"dtype": "float32"}),
     ],
     ids=str,
 )
@@ -177,7 +203,8 @@ def test_caches_hold_what_their_tokens_give(drafts: Any, forms: dict[str, Any]) 
     prompts = [list(range(5, 25)), [7, 8, 9] * 8]
     findings, positions = cache_findings(config, runtime, prompts)
     assert findings == []
-    assert positions >= (4 if "model" in drafts else 2) * runtime.layout.block_size
+    both = "model" in drafts or drafts["method"] == "eagle"
+    assert positions >= (4 if both else 2) * runtime.layout.block_size
 
 
 def test_a_cache_with_a_window_is_not_compared() -> None:
@@ -207,6 +234,26 @@ def test_raw_text_against_a_conversation() -> None:
     assert raw_findings(0.6, 0.6) == raw_findings(0.9, 0.6) == raw_findings(None, 0.6) == []
     told = texts(raw_findings(0.3, 0.6))
     assert "30%" in told and "60%" in told and "/v1/chat/completions" in told
+
+
+def test_heads_of_another_model(tmp_path: Path) -> None:
+    """Of the same sizes: all but the embedding is random."""
+    folder = tmp_path / "other"
+    shutil.copytree(STORIES, folder)
+    (file,) = folder.glob("*.safetensors")
+    tensors = load_file(file)
+    torch.manual_seed(0)
+    for name, tensor in tensors.items():
+        if "proj" in name:
+            tensors[name] = torch.randn(tensor.shape).to(tensor.dtype) * 0.05
+    save_file(tensors, file, {"format": "pt"})
+    for model, heads in ((str(folder), "stories-eagle"), ("stories", "stories-eagle")):
+        found = check_up(model, SpeculativeConfig.of({"method": "eagle", "model": heads}), PEAKS)
+        assert "heads" in found.checks and found.runs
+        told = [one.text for one in found.findings if one.check == "heads"]
+        assert (len(told) == 1) == (model != "stories")
+        assert all("may be another's" in text for text in told)
+    assert head_findings([None, 0.04, 0.06]) == head_findings([None]) == []
 
 
 def test_findings_are_of_what_runs() -> None:

@@ -198,6 +198,11 @@ class EagleProposer:
         found = self._readable(context, wish.tokens, first, context.places)
         return found[0] if found else None
 
+    def known_places(self, key: object, tokens: Sequence[int], blocks: Sequence[int]) -> list[int]:
+        """Which of a sequence's full blocks the head relies on, counted from 0."""
+        context = self._contexts.of(key, tokens, blocks)
+        return self._contexts.known_places(context, min(len(context.marks), len(blocks)))
+
     def forget(self, key: object) -> None:
         """The sequence of that key has ended; what is in its blocks may serve another."""
         context = self._contexts.pop(key)

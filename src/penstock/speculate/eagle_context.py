@@ -154,9 +154,13 @@ class Contexts:
 
     def known(self, context: Context, count: int) -> Ints:
         """Those of its first `count` blocks, full ones, that are known."""
-        held, row = self.stamps.of(context.blocks[:count]), context.row[:count]
-        if held == context.marks[:count]:
-            return row
-        marks = zip(held, context.marks, strict=False)
-        found: Ints = row[np.fromiter((a == b for a, b in marks), dtype=bool, count=count)]
-        return found
+        row = context.row[:count]
+        places = self.known_places(context, count)
+        return row if len(places) == count else row[places]
+
+    def known_places(self, context: Context, count: int) -> list[int]:
+        """Which of its first `count` blocks these are, counted from 0."""
+        held, marks = self.stamps.of(context.blocks[:count]), context.marks[:count]
+        if held == marks:
+            return list(range(count))
+        return [at for at, (a, b) in enumerate(zip(held, marks, strict=True)) if a == b]

@@ -28,6 +28,9 @@ MAX_TOKENS: Final = 32
 WORSE: Final = 0.9
 """Raw text of which less than this share of a conversation's guesses is accepted is told."""
 
+FOREIGN: Final = 0.05
+"""Heads of which less than this share of greedy guesses is right may be another model's."""
+
 _IDS: Final = [list(range(3, 19)), [5, 6, 7, 8] * 4]
 """Prompts of a model without a tokenizer."""
 
@@ -89,6 +92,9 @@ def check_up(model: str, asked: SpeculativeConfig, peaks: AnyPeaks, **forms: Any
         found.checks.append("raw text")
         found.rates["conversation"] = conversation.alpha
         found.findings += raw_findings(figures["raw text"][0].alpha, conversation.alpha)
+    if asked.method in ("medusa", "eagle", "eagle3"):
+        found.checks.append("heads")
+        found.findings += head_findings([one[0].alpha for one in figures.values()])
     findings, found.positions = cache_findings(config, runtime, _encoded(workloads, runtime))
     found.checks += ["cache"] * (found.positions > 0)
     found.findings += findings
@@ -200,6 +206,22 @@ def temperature_findings(
         "controller (adaptive) leaves drafts out there; a lower temperature brings more of them."
     )
     return [Finding("temperature", "hint", words)]
+
+
+def head_findings(rates: Sequence[float | None]) -> list[Finding]:
+    """Of heads, which only fit the model whose states they were trained on: its sizes don't tell.
+
+    rates: greedy ones, of each kind of prompt.
+    """
+    seen = [rate for rate in rates if rate is not None]
+    if not seen or max(seen) >= FOREIGN:
+        return []
+    words = (
+        f"Of greedy guesses at most {percent(max(seen))} were right. Heads guess by states of the "
+        "very model that they were trained on: these have its sizes, but may be another's, or of "
+        "another fine-tune. Train them on this one (recipes/), or choose its own."
+    )
+    return [Finding("heads", "hint", words)]
 
 
 def raw_findings(raw: float | None, conversation: float | None) -> list[Finding]:

@@ -1,8 +1,9 @@
 """Whether what lies in the caches is what computing the tokens gives.
 
-Drafts leave guesses in the cache that turn out wrong, and a draft model's own keys and values are
-shared, moved and found again with the target's blocks. What a sequence has of both is computed
-again from its tokens in fresh caches while it decodes, and compared to the last bit.
+Drafts leave guesses in the cache that turn out wrong. A draft model's own keys and values, and
+those that an EAGLE head makes of the target's states, are shared, moved and found again with the
+target's blocks. What a sequence has of each is computed again from its tokens in fresh caches while
+it decodes, and compared to the last bit.
 """
 
 from __future__ import annotations
@@ -17,13 +18,15 @@ from penstock.cache import PagedLayout
 from penstock.config import EngineConfig
 from penstock.engine import Engine
 from penstock.engine.request import Sequence as Running
-from penstock.nn import Decoder
+from penstock.nn import Decoder, KeptStates
 from penstock.runtime import Runtime
 from penstock.runtime.draft_model import DraftModel
+from penstock.runtime.eagle import PlacedEagle
 from penstock.runtime.runner import Forward, Runner
 from penstock.runtime.vocabulary import ReducedVocabulary
 from penstock.sampling import SamplingParams
 from penstock.speculate.draft_model import DraftModelProposer
+from penstock.speculate.eagle import EagleProposer
 from penstock.step import KV, Step
 
 OUTPUTS: Final = (24, 52)
@@ -71,6 +74,7 @@ def stale_blocks(engine: Engine, sequence: Running) -> tuple[list[Finding], int]
         found = _first_difference(held, fresh)
         if found is not None:
             layer, at = found
+            at = held.places[at]
             findings.append(
                 Finding(
                     "cache",
@@ -84,15 +88,16 @@ def stale_blocks(engine: Engine, sequence: Running) -> tuple[list[Finding], int]
 
 
 class _Blocks:
-    """Some blocks of a cache, one behind the other."""
+    """Some blocks of a cache, and which of a sequence's they are."""
 
-    def __init__(self, kv: KV, blocks: Sequence[int]) -> None:
+    def __init__(self, kv: KV, blocks: Sequence[int], places: Sequence[int] | None = None) -> None:
+        """places: None for the first ones."""
         index = torch.tensor(blocks, dtype=torch.int64)
         self.layers = [[_bytes(part)[index] for part in layer[:4]] for layer in kv]
-        self._count = len(blocks)
+        self.places = range(len(blocks)) if places is None else places
 
     def __len__(self) -> int:
-        return self._count
+        return len(self.places)
 
 
 def _bytes(part: torch.Tensor) -> torch.Tensor:
@@ -128,14 +133,45 @@ def _caches(engine: Engine, sequence: Running) -> Iterator[tuple[str, _Blocks, _
             tokens = sequence.tokens[: whole * size]
             fresh = _computed(draft.model.model, draft.layout, draft.runner, tokens)
             yield "draft model", _Blocks(draft.runner.kv, blocks[:whole]), fresh, size
+    if isinstance(proposer, EagleProposer) and isinstance(draft, PlacedEagle):
+        tokens, blocks = sequence.tokens, sequence.blocks
+        places = proposer.known_places(sequence, tokens, blocks)
+        if places:
+            fresh = _computed_by_head(runtime, draft, tokens, places)
+            held = _Blocks(draft.kv, [blocks[at] for at in places], places)
+            yield "EAGLE head", held, fresh, size
+
+
+def _computed_by_head(
+    runtime: Runtime, draft: PlacedEagle, tokens: Sequence[int], places: Sequence[int]
+) -> _Blocks:
+    """The blocks of a head's fresh cache at these places of a sequence, by the target's states."""
+    head, blocks = draft.head, places[-1] + 1
+    count = blocks * draft.layout.block_size
+    states = KeptStates(draft.kept.layers, head.states.new_empty((count, head.spec.width)))
+    _computed(runtime.model.model, runtime.layout, runtime.runner, tokens[:count], states)
+    kv = draft.layout.allocate(blocks, head.states.device)
+    by_states, vocabulary = head.by_states(), draft.vocabulary
+    with torch.inference_mode():
+        for first in range(0, count, len(head.states)):
+            last = min(first + len(head.states), count)
+            head.states[: last - first] = states.store[first:last]
+            step = _step(tokens[1:], first, last, blocks)
+            by_states(step if vocabulary is None else vocabulary.narrow(step), kv)
+    return _Blocks(kv, places, places)
 
 
 def _computed(
-    decoder: Decoder, layout: PagedLayout, like: Runner, tokens: Sequence[int]
+    decoder: Decoder,
+    layout: PagedLayout,
+    like: Runner,
+    tokens: Sequence[int],
+    states: KeptStates | None = None,
 ) -> _Blocks:
     """The blocks of a fresh cache that hold `tokens`, which fill them, computed in their order.
 
-    like: who runs the decoder's steps; on a GPU these run there, too.
+    like: who runs the decoder's steps; on a GPU these run there, too. states: is given those of all
+    tokens.
     """
     size = layout.block_size
     blocks = len(tokens) // size
@@ -144,10 +180,17 @@ def _computed(
     vocabulary = like.vocabulary
     own = None if vocabulary is None else ReducedVocabulary(vocabulary.map)
     runner = Runner(forward, kv, own)
-    kept, decoder.kept = decoder.kept, None  # the engine's last step has left its states there
+    # the engine's last step has left its states in what was there
+    kept, decoder.kept = decoder.kept, None
+    if states is not None:
+        store = states.store.new_empty((CHUNK, states.store.shape[1]))
+        decoder.kept = KeptStates(states.layers, store)
     try:
         for first in range(0, len(tokens), CHUNK):
-            runner.forward(_step(tokens, first, min(first + CHUNK, len(tokens)), blocks))
+            last = min(first + CHUNK, len(tokens))
+            runner.forward(_step(tokens, first, last, blocks))
+            if states is not None:
+                states.store[first:last] = store[: last - first]
     finally:
         decoder.kept = kept
     return _Blocks(runner.kv, range(blocks))
