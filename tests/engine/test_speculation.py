@@ -242,8 +242,10 @@ def test_states_are_kept_before_drafts_are_tried_again(wants: int) -> None:
         control.saw_drafting(1, 1e-4)
     for step in range(110):
         due = step % 55 >= 15
-        control.is_on = False
-        control._price_s, control._budget_s = 1.0, 2.0 if due else 0.0
+        for verdict in control._verdicts.values():
+            verdict.is_on = False
+        plain, _ = control.times.plain(1)
+        control._budget_s = 20.0 * plain if due else -1.0
         asked = len(reader.found)
         engine.step()
         if not due and control.kept == 0:

@@ -32,6 +32,10 @@ class World:
     lengths: list[int] = field(default_factory=list)  # of the first sequence's drafts
     slowness: float = 1.0  # of everything
     watched: int = 0  # steps whose states must have been kept before one can guess
+    output: int = 0  # tokens of a request; 0: it goes on for ever
+    catch_up_s: float = 0.0  # that the first drafting of each takes beside its passes
+    came: int = 0  # tokens of this one
+    behind: bool = False  # whether it hadn't any yet
     look_s: float = 0.0  # that learning from a step with guesses takes
     looks: int = 0  # such steps
     empty: int = 0  # times that it was asked and had no states to guess by
@@ -60,7 +64,11 @@ class World:
                 spent = self.pass_s * guessed * self.slowness
             else:
                 spent, guessed = self.pass_s * self.slowness, self.most
-            if guessed:
+            if guessed and self.behind:
+                spent += self.catch_up_s
+                control.saw_catching_up(guessed, spent)
+                self.behind = False
+            elif guessed:
                 control.saw_drafting(guessed, spent)
             if not self.by_passes:
                 chosen = control.choose(batch, self.records[:batch], room)
@@ -84,6 +92,9 @@ class World:
         keeps = control.is_on or control.may_guess(batch)
         control.kept = control.kept + 1 if keeps else 0
         self.lengths.append(chosen[0])
+        self.came += tokens
+        if self.output and self.came >= self.output:
+            self.came, self.behind = 0, True
         return tokens, took + spent
 
     def speed(self, steps: int) -> float:
@@ -142,6 +153,78 @@ def test_wrong_guesses_cost_a_hundredth_or_two(by_passes: bool, batch: int) -> N
             world.speed(150)
             assert not world.controller.is_on
             assert world.speed(2000) > 0.975 * world.plain(), (seconds, pass_s)
+
+
+@pytest.mark.parametrize("output", [2, 3, 6, 20])
+@pytest.mark.parametrize("right", [0.0, 0.7])
+def test_outputs_too_short_to_catch_up_for(output: int, right: float) -> None:
+    """What one takes to read a prompt is more than the guesses for its few tokens bring."""
+    world = World(8, flat, right, 0.5, by_passes=True)
+    world.output, world.catch_up_s, world.behind = output, 150.0, True
+    world.speed(1500)
+    assert world.speed(6000) > 0.97 * world.plain()
+    world.output, world.behind = 0, False
+    world.speed(6000)
+    assert world.controller.is_on == (right > 0.5)  # outputs are long again
+
+
+def test_long_outputs_are_worth_catching_up_for() -> None:
+    world = World(8, flat, 0.8, 0.5, by_passes=True)
+    world.output, world.catch_up_s, world.behind = 400, 50.0, True
+    world.speed(300)
+    assert world.speed(2000) > 1.4 * world.plain()
+
+
+@pytest.mark.parametrize("by_passes", [False, True])
+def test_a_batch_is_not_judged_by_another(by_passes: bool) -> None:
+    """Drafts pay alone and not beside 63 others, whose looks cost more than one alone may."""
+
+    def seconds(batch: int, drafted: int) -> float:
+        return 0.2 + 0.01 * drafted if batch == 1 else 4.0 + 0.2 * drafted
+
+    world = World(8, seconds, 0.9, 0.01, by_passes)
+    world.speed(200)
+    assert world.controller.is_on
+    for _ in range(2):
+        world.batch = 64
+        world.records = [Record() for _ in range(64)]
+        world.right = 0.05
+        world.speed(400)
+        assert not world.controller.is_on
+        world.batch, world.right = 1, 0.9
+        world.records = [Record()]
+        assert world.speed(200) > 1.5 * world.plain()
+        assert world.controller.is_on
+
+
+@pytest.mark.parametrize("right", [0.05, 0.9])
+@pytest.mark.parametrize("by_passes", [False, True])
+def test_steps_with_prompts_only(by_passes: bool, right: float) -> None:
+    """No plain step is ever measured: guesses that mostly come true are verified all the same."""
+    control, record, rng = (
+        Controller(4, adaptive=True, by_passes=by_passes),
+        Record(),
+        random.Random(1),
+    )
+    drafted = []
+    for _ in range(600):
+        length = 0
+        if control.may_guess(1):
+            length = control.choose(1, [record], [4])[0]
+        came = 0
+        while came < length and rng.random() < right:
+            came += 1
+        control.saw_guess(record, came, min(came + 1, length))
+        control.unlearned += 1
+        drafted.append(length)
+    assert not any(drafted[:4])
+    if right > 0.5:
+        assert min(drafted[50:]) >= 2
+    else:
+        assert 3 <= sum(drafted[100:]) <= 15
+    for _ in range(PLAIN_STEPS):  # and where plain ones are measured, these count
+        control.saw_step(1, 0, 1.0)
+    assert not control.unlearned and control.may_guess(1)
 
 
 def test_one_looks_as_often_as_that_is_cheap() -> None:

@@ -165,10 +165,11 @@ class Speculation:
         found = {s: draft for s, draft in zip(wishes, drafts, strict=True) if draft.tokens}
         control.saw_guesses(bool(found))
         passes = max(wish.limit for wish in wishes.values())
-        told = bool(found) or self._reader is None  # or it hadn't seen what it guesses by
-        # a guess that was right is one to catch up
-        if told and self.proposer.last_caught_up <= len(wishes):
-            control.saw_drafting(passes, time.perf_counter() - start)
+        if found or self._reader is None:  # or it hadn't seen what it guesses by
+            # a guess that was right is one to catch up
+            catches_up = self.proposer.last_caught_up > len(wishes)
+            see = control.saw_catching_up if catches_up else control.saw_drafting
+            see(passes, time.perf_counter() - start)
         if not found:
             return
         self._guesses = {s: _Guess.of(len(s.tokens), d) for s, d in found.items()}
@@ -277,6 +278,7 @@ class Speculation:
         size = record.size
         forced = size.tokens - size.drafted - len(size.contexts)  # by grammars, beside the last
         if size.is_prefill or forced:
+            self.controller.unlearned += 1
             return
         batch, draft_s = len(size.contexts), record.draft_s + self._settle_s
         seconds = record.seconds - draft_s - self._watch_s

@@ -22,7 +22,7 @@ from operator import mul
 
 import numpy as np
 
-from penstock.speculate.times import ENOUGH, StepTimes
+from penstock.speculate.times import ENOUGH, StepTimes, class_of
 
 FIRST, LATER = 0.6, 0.8
 """How often guesses are right before any was seen: a draft's first token, each one after it."""
@@ -56,6 +56,18 @@ PLAIN_STEPS = 3
 
 MOST_REST = 64
 """Steps in a row, at most, that aren't looked at while drafts are off."""
+
+UNLEARNED = 8
+"""Steps in a row, with prompts or forced tokens, after which one doesn't wait for plain ones."""
+
+LIKELY = 0.5
+"""Where nothing is known of times, guesses that come true as often as that are verified."""
+
+BELIEVED = 128.0
+"""Tokens' worth of belief that what one takes to catch up with requests is spread over many."""
+
+LONG_GONE = 0.999
+"""Of that and of these tokens, after each further step."""
 
 MOST_MISSES = 64
 """Steps in a row, at most, in which a look that has states to guess by finds no guess."""
@@ -101,6 +113,14 @@ class Record:
             self.later.see(right - 1, tried, memory)
 
 
+@dataclass(slots=True)
+class _Verdict:
+    """What was last predicted for batches that are taken for alike."""
+
+    is_on: bool = True  # whether drafts pay
+    price_s: float = 0.0  # of the next look at whether guesses would pay
+
+
 @dataclass(frozen=True, slots=True)
 class _Choice:
     """Drafts of some lengths, as fast as they are predicted to be."""
@@ -144,12 +164,20 @@ class Controller:
         self._budget_s = 0.0  # for drafts that are tried
         self._looks_s = 0.0  # for guesses that are only compared, where they take no passes
         self._share = 1.0 if by_passes else 0.5  # or looking would use up what trying needs
-        self._price_s = 0.0  # of the next look at whether guesses would pay
+        self._caught_up_s = 0.0  # what one took to catch up with sequences …
+        self._tokens = BELIEVED  # … while so many tokens came
+        self._verdicts: dict[tuple[int, bool], _Verdict] = {}
+        self._verdict = _Verdict()  # on batches like the last one
         self._watched = watched
         self.kept = 0  # steps in a row, up to the last one, whose states were; told from outside
         self._misses: int | None = None  # of the look that is due; None: none is
-        self.is_on = True  # whether drafts were last predicted to pay
+        self.unlearned = 0  # steps in a row whose times say nothing; told from outside
         self.mixed = False  # whether the step has sequences that can't have drafts; set before it
+
+    @property
+    def is_on(self) -> bool:
+        """Whether drafts were last predicted to pay, in such batches."""
+        return self._verdict.is_on
 
     # ── before a step ────────────────────────────────────────────────────────────────────────
 
@@ -159,11 +187,37 @@ class Controller:
             return False
         if not self.adaptive:
             return True
-        if self.times.plain(batch, mixed=self.mixed)[1] < PLAIN_STEPS:
-            return False
-        if self.is_on or self._draftings < SURE or self._misses is not None:
+        plain, seen = self.times.plain(batch, mixed=self.mixed)
+        self._judge(batch)
+        if seen < PLAIN_STEPS:
+            return self.unlearned >= UNLEARNED
+        return self._looks(plain) or self._missing(plain) <= 0.0
+
+    def _judge(self, batch: int) -> None:
+        """Go by what was predicted for batches like this one."""
+        key = (class_of(batch), self.mixed)
+        found = self._verdicts.get(key)
+        if found is None:
+            found = self._verdicts[key] = _Verdict()
+        self._verdict = found
+
+    def _looks(self, plain: float) -> bool:
+        """Whether one guesses without having saved up for it."""
+        if self.is_on or self._misses is not None:
             return True
-        return self._price_s <= (self._budget_s if self.by_passes else self._looks_s)
+        # what may be owed to find out how long drafting takes
+        return self._draftings < SURE and self._budget_s > -SAVINGS / 2 * self._share * plain
+
+    def _missing(self, plain: float) -> float:
+        """What still has to be saved up for a look."""
+        price = min(self._verdict.price_s, self._most_s(plain))
+        return price - (self._budget_s if self.by_passes else self._looks_s)
+
+    def _most_s(self, plain: float) -> float:
+        """What a look may cost: never more than can be saved up, or a few that were held up would
+        be believed for good.
+        """
+        return 0.9 * SAVINGS * self._share * plain
 
     def waits(self) -> bool:
         """Whether a look that is due waits for states: asked where one may guess."""
@@ -190,29 +244,59 @@ class Controller:
             room = [min(most, self.most) for most in room]
         if not self.adaptive:
             return list(room)
+        if self.times.plain(batch, mixed=self.mixed)[1] < PLAIN_STEPS:
+            return self._likely(records, room, kinds, chances)
+        gains = self._gains(records, room, kinds, chances)
+        seconds = self._seconds(batch, sum(room), made=any(chances))
+        best = self._best_alone if len(room) == 1 else self._best
+        choice = best(batch, gains, seconds, self.pass_s if self.by_passes else 0.0)
+        speed = choice.speed
+        if self.by_passes:  # each token bears its share of what it took to catch up
+            speed /= 1.0 + speed * self._caught_up_s / self._tokens
+        elif choice.seconds:  # what guessing takes is spent, but will be again
+            speed *= choice.seconds / (choice.seconds + self.pass_s)
+        verdict, most = self._verdict, self._most_s(seconds[0])
+        verdict.is_on = speed > MARGIN * batch / seconds[0]
+        price = min(max(choice.loss, BUDGET * seconds[0]) + self._look_s, most)
+        verdict.price_s = price if self.by_passes else min(self.pass_s + self._look_s, most)
+        if verdict.is_on or self._misses is not None or price <= self._budget_s:
+            return choice.lengths
+        lengths = [0] * len(room)
+        if self._draftings < SURE and self.by_passes:  # the least that tells how long one takes
+            lengths[room.index(max(room))] = min(max(room), 1)
+        return lengths
+
+    def _gains(
+        self,
+        records: Sequence[Record],
+        room: Sequence[int],
+        kinds: Sequence[int],
+        chances: Sequence[Sequence[float] | None],
+    ) -> list[list[float]]:
+        """What each guess of each draft brings, `choose` tells of what."""
         rates = self._rates(records, kinds or [0] * len(records))
-        gains = [
+        return [
             self._expected(tree) if tree else _declining(first, later, most)
             for tree, (first, later), most in zip(
                 chances or [None] * len(room), rates, room, strict=True
             )
         ]
-        seconds = self._seconds(batch, sum(room), made=any(chances))
-        best = self._best_alone if len(room) == 1 else self._best
-        choice = best(batch, gains, seconds, self.pass_s if self.by_passes else 0.0)
-        speed = choice.speed
-        if not self.by_passes:  # what guessing takes is spent, but will be again
-            speed *= choice.seconds / (choice.seconds + self.pass_s) if choice.seconds else 0.0
-        self.is_on = speed > MARGIN * batch / seconds[0]
-        price = max(choice.loss, BUDGET * seconds[0]) + self._look_s
-        # never more than can be saved up: or a few that were held up would be believed for good
-        most = 0.9 * SAVINGS * self._share * seconds[0]
-        self._price_s = min(price if self.by_passes else self.pass_s + self._look_s, most)
-        if self.is_on or self._misses is not None or min(price, most) <= self._budget_s:
-            return choice.lengths
-        lengths = [0] * len(room)
-        if self._draftings < SURE and self.by_passes:  # the least that tells how long one takes
-            lengths[room.index(max(room))] = min(max(room), 1)
+
+    def _likely(
+        self,
+        records: Sequence[Record],
+        room: Sequence[int],
+        kinds: Sequence[int],
+        chances: Sequence[Sequence[float] | None],
+    ) -> list[int]:
+        """Lengths where nothing is known of times: guesses that come more often than not.
+
+        A step with prompts takes long with or without them. Now and then the first is tried.
+        """
+        gains = self._gains(records, room, kinds, chances)
+        lengths = [sum(gain >= LIKELY for gain in of_draft) for of_draft in gains]
+        if not any(lengths) and self.unlearned % MOST_REST == 0:
+            return [min(most, 1) for most in room]
         return lengths
 
     def cut(self, batch: int, chances: Sequence[Sequence[float] | None]) -> list[int]:
@@ -220,6 +304,8 @@ class Controller:
         gains = [self._expected(tree or ()) for tree in chances]
         if not self.adaptive:
             return [len(tree) for tree in gains]
+        if self.times.plain(batch, mixed=self.mixed)[1] < PLAIN_STEPS:
+            return [sum(gain >= LIKELY for gain in tree) for tree in gains]
         seconds = self._seconds(batch, sum(map(len, gains)), made=True)
         best = self._best_alone if len(gains) == 1 else self._best
         return best(batch, gains, seconds, 0.0).lengths
@@ -299,7 +385,10 @@ class Controller:
         """
         if not self.adaptive:
             return
+        self.unlearned = 0
+        self._judge(batch)
         plain = self.times.see(batch, drafted, seconds, mixed=self.mixed)
+        self._saw_tokens(batch + right, plain)
         saved = BUDGET * self._share * plain
         bound = SAVINGS / BUDGET * saved
         budget_s, looks_s = self._budget_s + saved, self._looks_s + saved
@@ -317,6 +406,14 @@ class Controller:
         else:
             self._looks_s = max(self._looks_s - draft_s - self._look_s, -bound)
         self._budget_s = max(self._budget_s - max(tried, 0.0), -bound)
+
+    def _saw_tokens(self, count: int, plain: float) -> None:
+        """So many came: what catching up took is borne by those that come while drafts are on."""
+        if self.is_on:
+            self._tokens = BELIEVED + (self._tokens - BELIEVED) * LONG_GONE + count
+            self._caught_up_s *= LONG_GONE
+        else:  # or they would be on again before the last requests' loss is made up for
+            self._caught_up_s = max(self._caught_up_s - BUDGET * plain, 0.0)
 
     def _credit(self, won: float, bound: float) -> None:
         """What drafts have won may be spent; what they have lost while they are on, no longer."""
@@ -336,15 +433,14 @@ class Controller:
         """
         plain, seen = self.times.plain(batch, mixed=self.mixed)
         saved = BUDGET * self._share * plain
-        looks = self.is_on or self._draftings < SURE or self._misses is not None
-        if looks or seen < ENOUGH or not saved:
+        if seen < ENOUGH or not saved or self._looks(plain):
             return 0
-        missing = self._price_s - (self._budget_s if self.by_passes else self._looks_s)
-        steps = min(int(missing / saved), MOST_REST)
+        steps = min(int(self._missing(plain) / saved), MOST_REST)
         if steps < 1:
             return 0
         self._budget_s = min(self._budget_s + steps * saved, SAVINGS / BUDGET * saved)
         self._looks_s = min(self._looks_s + steps * saved, SAVINGS / BUDGET * saved)
+        self._caught_up_s = max(self._caught_up_s - steps * BUDGET * plain, 0.0)
         return steps
 
     def drop_look(self) -> None:
@@ -364,11 +460,16 @@ class Controller:
         self._draftings += 1
         if self._draftings <= SURE:  # the first may have had kernels to load or memory to fetch
             self.pass_s = min(each, self.pass_s or each)
-            self.is_on = True  # until `choose` knows better
+            self._verdict.is_on = True  # until `choose` knows better
         else:
             most = max(HELD_UP * self.pass_s, *self._recent)
             self.pass_s += 0.2 * (min(each, most) - self.pass_s)
         self._recent.append(each)
+
+    def saw_catching_up(self, passes: int, seconds: float) -> None:
+        """The same of drafts whose sequences had to be read first."""
+        if self.is_on:  # else they are a look's, and paid for
+            self._caught_up_s += max(seconds - passes * self.pass_s, 0.0)
 
     def saw_look(self, seconds: float) -> None:
         """Learning from a step with guesses took so long, which `saw_step` wasn't told."""

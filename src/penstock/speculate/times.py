@@ -170,7 +170,7 @@ class StepTimes:
         known = self._mixed if mixed else self._alone
         alike = known.get(batch)
         if alike is None:
-            key = (_class_of(batch), mixed)
+            key = (class_of(batch), mixed)
             alike = known[batch] = self._classes.setdefault(key, _Alike())
         return alike
 
@@ -218,6 +218,6 @@ def _ascending(values: Sequence[float], counts: Sequence[float]) -> list[float]:
     return [mean for mean, _, places in pools for _ in range(places)]
 
 
-def _class_of(batch: int) -> int:
+def class_of(batch: int) -> int:
     """Batches that are taken for alike."""
     return batch if batch <= 4 else 4 + (batch - 1).bit_length()
