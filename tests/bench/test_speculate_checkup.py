@@ -207,8 +207,9 @@ def test_caches_hold_what_their_tokens_give(drafts: Any, forms: dict[str, Any]) 
     assert positions >= (4 if both else 2) * runtime.layout.block_size
 
 
-def test_a_cache_with_a_window_is_not_compared() -> None:
-    config, runtime = loaded({"method": "ngram"}, kv_cache_dtype="kivi")
+@pytest.mark.parametrize("drafts", [{"method": "ngram"}, {"method": "eagle", "tree_width": 1}])
+def test_a_cache_with_a_window_is_not_compared(drafts: dict[str, Any]) -> None:
+    config, runtime = loaded(drafts, kv_cache_dtype="kivi")
     assert cache_findings(config, runtime, [[5, 6, 7] * 8]) == ([], 0)
 
 

@@ -116,6 +116,9 @@ def test_a_right_draft_saves_steps() -> None:
     stats = engine.stats()
     assert stats["spec_decode_num_draft_tokens"] == stats["spec_decode_num_accepted_tokens"] > 12
     assert stats["spec_decode_num_accepted_tokens_per_pos"] == speculation.counts.accepted_at
+    control = speculation.controller
+    fresh = speculate(toy_engine(), Guesser(by_the_toy), control.most).stats()
+    assert fresh["spec_decode_num_accepted_tokens_per_pos"] == [0] * control.most
     assert stats["generation_tokens"] == 24
 
 

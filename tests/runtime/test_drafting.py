@@ -176,6 +176,19 @@ def test_a_window_cannot_be_guessed_over() -> None:
         draft_proposer(config, runtime)
 
 
+@pytest.mark.parametrize("method", ["medusa", "eagle", "eagle3"])
+def test_heads_are_no_draft_model(method: str, tmp_path: Path) -> None:
+    """vLLM finds out by itself; here an error says which method it is."""
+    heads = resolve(f"stories-{method.rstrip('3')}")
+    if method == "eagle3":
+        shutil.copytree(heads, tmp_path / "heads")
+        heads = tmp_path / "heads"
+        tensors = load_file(heads / "model.safetensors")
+        save_file(tensors | {"d2t": torch.zeros(8)}, heads / "model.safetensors")
+    with pytest.raises(ConfigError, match=rf"no draft model: set method='{method}'\."):
+        loaded({"model": str(heads)})
+
+
 def test_other_methods_and_none() -> None:
     config, runtime = loaded({"method": "ngram"})
     assert draft_proposer(config, runtime) is None and runtime.draft is None

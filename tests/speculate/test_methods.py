@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from penstock import LLM, SamplingParams
-from penstock.config import EngineConfig
+from penstock.config import EngineConfig, SpeculativeConfig
 from penstock.engine import Engine
 from penstock.errors import ConfigError
 from penstock.runtime import load_runtime
@@ -228,6 +228,7 @@ def test_a_draft_like_the_target_is_always_right() -> None:
         ({"method": "suffix", "suffix_decoding_max_cached_tokens": 10**13}, "100,000,000 at"),
         ({"method": "ngram", "num_speculative_tokens": 10**9}, "must be 1,024 at most"),
         ({"model": 5}, "model must be a folder"),
+        ({"method": "eagle", "model": " "}, "model=' ' is no name"),
         ({"model": "stories", "quantization": 5}, "quantization must be a name"),
         ({"method": "self", "draft_layers": 99}, "draft_layers=99"),
         ({"method": "self", "tree_width": 2}, "no use for tree_width=2"),
@@ -255,6 +256,13 @@ def test_a_draft_like_the_target_is_always_right() -> None:
 def test_what_cannot_be_is_refused(config: Any, said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         LLM(speculative_config=config)
+
+
+@pytest.mark.parametrize("model", ["ngram", "[ngram]"])
+def test_vllms_old_names_of_n_grams(model: str) -> None:
+    asked = SpeculativeConfig.of({"model": model, "prompt_lookup_max": 4})
+    assert asked is not None
+    assert (asked.method, asked.model, asked.prompt_lookup_max) == ("ngram", None, 4)
 
 
 def test_what_fits_just_so_is_taken() -> None:

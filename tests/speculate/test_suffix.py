@@ -244,6 +244,19 @@ def test_a_forgotten_sequence_leaves_its_output_only() -> None:
     assert empty.nbytes == 0
 
 
+def test_what_nobody_asked_guesses_for_is_kept_too() -> None:
+    """As while drafts are off; and once only where somebody did."""
+    proposer = SuffixProposer()
+    for key, asked in ((Key(), False), (Key(), True)):
+        tokens = [50, 1, 2, 3, 4, 5]
+        if asked:
+            proposer.guess(key, tokens, 1, 4)
+        proposer.ended(key, tokens, 1, None)
+        proposer.forget(key)
+    assert proposer.past.num_outputs == 2
+    assert proposer.guess(Key(), [60, 2, 3], 1, 4) == [4, 5]
+
+
 def test_what_came_after_the_last_guess_is_kept_too() -> None:
     proposer = SuffixProposer()
     key, tokens = Key(), [50, 1, 2, 3]

@@ -75,6 +75,9 @@ class SpeculativeConfig:
     adaptive: bool = True  # drafts are as long as they are predicted to pay, or there are none
 
     def __post_init__(self) -> None:
+        if self.method is None and self.model in ("ngram", "[ngram]"):  # as vLLM takes it
+            object.__setattr__(self, "method", "ngram")
+            object.__setattr__(self, "model", None)
         if self.method is None:
             if self.model is None:
                 raise ConfigError(
@@ -93,6 +96,10 @@ class SpeculativeConfig:
                 )
         if not isinstance(self.model, str | Path | None):
             raise ConfigError(f"model must be a folder, a hub id or a name, not {self.model!r}.")
+        if self.model is not None and not str(self.model).strip():
+            raise ConfigError(
+                f"model={self.model!r} names nothing. Give a folder, or leave it out."
+            )
         if not isinstance(self.quantization, str | None):
             raise ConfigError(f"quantization must be a name, not {self.quantization!r}.")
         if self.num_speculative_tokens is None:

@@ -31,6 +31,7 @@ from penstock.speculate import (
     Controller,
     Draft,
     DraftCounts,
+    Learner,
     Proposer,
     Record,
     StateReader,
@@ -74,6 +75,7 @@ class Speculation:
     def proposer(self, proposer: Proposer) -> None:
         self._proposer = proposer
         self._reader = proposer if isinstance(proposer, StateReader) else None
+        self._learner = proposer if isinstance(proposer, Learner) else None
 
     @classmethod
     def of(cls, config: EngineConfig, runtime: Runtime, scheduler: Scheduler) -> Speculation | None:
@@ -106,7 +108,7 @@ class Speculation:
             "spec_decode_num_drafts": counts.drafts,
             "spec_decode_num_draft_tokens": counts.draft_tokens,
             "spec_decode_num_accepted_tokens": counts.accepted_tokens,
-            "spec_decode_num_accepted_tokens_per_pos": list(counts.accepted_at),
+            "spec_decode_num_accepted_tokens_per_pos": counts.per_position(self.controller.most),
             "spec_decode_on": self.broken is None and self.controller.is_on,
         }
 
@@ -292,6 +294,9 @@ class Speculation:
         """It has ended."""
         self._records.pop(sequence, None)
         try:
+            if self._learner is not None and not sequence.mates:
+                salt, prompt = sequence.request.options.cache_salt, sequence.sampling.num_prompt
+                self._learner.ended(sequence, sequence.tokens, prompt, salt)
             self.proposer.forget(sequence)
         except Exception as error:  # whatever it is, the sequence must end
             self._give_up(error)

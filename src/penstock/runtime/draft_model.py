@@ -11,6 +11,7 @@ from torch import Tensor
 from penstock.cache import PagedLayout, kv_dtype
 from penstock.config import EngineConfig, ModelConfig, SpeculativeConfig
 from penstock.errors import ConfigError
+from penstock.models.heads.kinds import method_of
 from penstock.models.load import LoadedModel, load_model, max_positions
 from penstock.models.sources import open_model, open_tokenizer
 from penstock.runtime.beside import Target, bytes_of, guessing_folder
@@ -131,6 +132,12 @@ def open_draft(config: EngineConfig, target: Target) -> OpenedDraft:
     speculative, vocabulary = config.speculative, target.vocabulary
     assert speculative is not None  # the caller looked
     folder = guessing_folder(speculative, target)
+    method = method_of(folder)
+    if method is not None:
+        raise ConfigError(
+            f"{folder} holds heads, which guess by the target's states, and no draft model: set "
+            f"method={method!r}."
+        )
     loaded, engine = _load(folder, config, target)
     _check_vocabulary(folder, loaded, target.loaded, target.tokenizer, vocabulary)
     own = None if vocabulary is None else ReducedVocabulary(vocabulary.map)

@@ -14,6 +14,7 @@ from penstock.cache import PagedLayout, RecentBlocks, kv_dtype, most_recent_bloc
 from penstock.cache.kv_dtype import RECENT_WINDOW
 from penstock.config import EngineConfig, ModelConfig, SpeculativeConfig
 from penstock.errors import ConfigError, WeightsError
+from penstock.hardware import release_freed_memory
 from penstock.models.exported import read_exported, verify_exported
 from penstock.models.hub import resolve
 from penstock.models.load import LoadedModel, load_dummy, load_model
@@ -126,6 +127,7 @@ def load_runtime(config: EngineConfig, progress: Progress | None = None) -> Runt
     config = as_exported(folder, config)
     check_device(config, device)  # of what an export was made for, too
     loaded, vocabulary = _reduced(folder, _loaded(folder, config.model, device, progress))
+    release_freed_memory()  # as packing leaves it
     tokenizer = _tokenizer(config, folder, loaded, vocabulary)
     target = Target(folder, loaded, tokenizer, vocabulary, device=device)
     opened = open_beside(config, target)

@@ -2,7 +2,16 @@
 
 from penstock.speculate.control import Controller, Record
 from penstock.speculate.counts import DraftCounts
-from penstock.speculate.proposer import ROOT, Computed, Draft, Proposer, StateReader, Wish, followed
+from penstock.speculate.proposer import (
+    ROOT,
+    Computed,
+    Draft,
+    Learner,
+    Proposer,
+    StateReader,
+    Wish,
+    followed,
+)
 
 __all__ = [
     "ROOT",
@@ -10,6 +19,7 @@ __all__ = [
     "Controller",
     "Draft",
     "DraftCounts",
+    "Learner",
     "Proposer",
     "Record",
     "StateReader",

@@ -23,6 +23,10 @@ class DraftCounts:
         for place in range(accepted):
             self.accepted_at[place] += 1
 
+    def per_position(self, most: int) -> list[int]:
+        """Guesses that came true at each place of drafts up to so long."""
+        return self.accepted_at + [0] * (most - len(self.accepted_at))
+
     @property
     def acceptance_rate(self) -> float | None:
         """Of drafts' tokens, the share that was right; None before there was one."""

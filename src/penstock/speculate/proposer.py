@@ -216,6 +216,18 @@ class Proposer(Protocol):
 
 
 @runtime_checkable
+class Learner(Proposer, Protocol):
+    """Guesses by what others have brought forth."""
+
+    def ended(self, key: object, tokens: list[int], num_prompt: int, salt: str | None) -> None:
+        """A sequence has ended, whether or not it was asked for; called before `forget`.
+
+        tokens: all of it, the first `num_prompt` being the prompt's. salt: those of the same may
+        see what it brought forth.
+        """
+
+
+@runtime_checkable
 class StateReader(Proposer, Protocol):
     """Guesses by the states that the target has computed inside (`nn.KeptStates`)."""
 

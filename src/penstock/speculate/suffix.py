@@ -126,6 +126,11 @@ class SuffixProposer:
             branches += past_branches
         return length, branches
 
+    def ended(self, key: object, tokens: list[int], num_prompt: int, salt: str | None) -> None:
+        """Keep what a sequence brought forth that never had a wish."""
+        if key not in self._live:
+            self.past.add(tokens[num_prompt:], salt)
+
     def forget(self, key: object) -> None:
         """The sequence of that key has ended; what it brought forth is kept."""
         live = self._live.pop(key, None)

@@ -133,6 +133,8 @@ def _caches(engine: Engine, sequence: Running) -> Iterator[tuple[str, _Blocks, _
             tokens = sequence.tokens[: whole * size]
             fresh = _computed(draft.model.model, draft.layout, draft.runner, tokens)
             yield "draft model", _Blocks(draft.runner.kv, blocks[:whole]), fresh, size
+    if layout.recent_window:
+        return
     if isinstance(proposer, EagleProposer) and isinstance(draft, PlacedEagle):
         tokens, blocks = sequence.tokens, sequence.blocks
         places = proposer.known_places(sequence, tokens, blocks)
@@ -151,13 +153,16 @@ def _computed_by_head(
     states = KeptStates(draft.kept.layers, head.states.new_empty((count, head.spec.width)))
     _computed(runtime.model.model, runtime.layout, runtime.runner, tokens[:count], states)
     kv = draft.layout.allocate(blocks, head.states.device)
-    by_states, vocabulary = head.by_states(), draft.vocabulary
+    forward: Forward = head.by_states()
+    if runtime.runner.graphs is not None:
+        forward = runtime.runner.graphs.beside(head.by_states(), kv)
+    vocabulary = draft.vocabulary
     with torch.inference_mode():
         for first in range(0, count, len(head.states)):
             last = min(first + len(head.states), count)
             head.states[: last - first] = states.store[first:last]
             step = _step(tokens[1:], first, last, blocks)
-            by_states(step if vocabulary is None else vocabulary.narrow(step), kv)
+            forward(step if vocabulary is None else vocabulary.narrow(step), kv)
     return _Blocks(kv, places, places)
 
 

@@ -15,7 +15,7 @@ it, layers whose output is meant. Without either: the inputs of layers 2, n // 2
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NoReturn
@@ -177,7 +177,7 @@ def open_eagle_checkpoint(
     if not any((folder / name).is_file() for name in FILES):
         _check_no_medusa(folder, ())
     file, held = read_tensors(folder, FILES)
-    tensors = {_short(name): tensor for name, tensor in held.items()}
+    tensors = {short(name): tensor for name, tensor in held.items()}
     _check_kind(file, tensors, fuses)
     whole = _read(layer, where, tensors)
     spec = _spec(config, whole, fuses, target, tensors, file)
@@ -193,14 +193,20 @@ def open_eagle_checkpoint(
     return EagleCheckpoint(file, spec, ids, _split(tensors, spec), whole)
 
 
-def _short(name: str) -> str:
+def short(name: str) -> str:
+    """A tensor's name, by which all layouts call it."""
     short = name.removeprefix("model.")
     return _LAYER + short.removeprefix("midlayer.") if short.startswith("midlayer.") else short
 
 
+def are_fusing(names: Container[str]) -> bool:
+    """Whether tensors of these names are an EAGLE-3 head's."""
+    return f"{_LAYER}hidden_norm.weight" in names or "d2t" in names
+
+
 def _check_kind(file: Path, tensors: dict[str, Tensor], fuses: bool) -> None:
     """A head of the wanted kind, of one layer, with all that it needs."""
-    is_fusing = f"{_LAYER}hidden_norm.weight" in tensors or "d2t" in tensors
+    is_fusing = are_fusing(tensors)
     if "fc.weight" not in tensors:
         _check_no_medusa(file.parent, tensors)
         raise WeightsError(
