@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import huggingface_hub
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -187,6 +188,24 @@ def test_heads_are_no_draft_model(method: str, tmp_path: Path) -> None:
         save_file(tensors | {"d2t": torch.zeros(8)}, heads / "model.safetensors")
     with pytest.raises(ConfigError, match=rf"no draft model: set method='{method}'\."):
         loaded({"model": str(heads)})
+
+
+def test_a_revision_of_the_hub(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+
+    def download(name: str, **options: Any) -> str:
+        asked.append((name, options["revision"]))
+        return str(resolve("stories-draft"))
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+    config, runtime = loaded({"model": "org/draft", "revision": "v2"})
+    assert asked == [("org/draft", "v2")] and runtime.draft is not None
+    draft_proposer(config, runtime)
+    other = EngineConfig.of(speculative_config={"model": "org/draft", "revision": "v3"})
+    with pytest.raises(ConfigError, match="revision='v2', not 'v3'"):
+        draft_proposer(other, runtime)
+    with pytest.raises(ConfigError, match="is of the hub, but"):
+        loaded({"model": str(STORIES), "revision": "v2"})
 
 
 def test_other_methods_and_none() -> None:

@@ -26,11 +26,11 @@ _SPECULATION: dict[str, tuple[int | None, set[str]]] = {
             "suffix_decoding_min_token_prob",
         },
     ),
-    "draft_model": (8, {"model", "quantization", "max_model_len"}),
+    "draft_model": (8, {"model", "revision", "quantization", "max_model_len"}),
     "self": (6, {"draft_layers"}),
-    "medusa": (None, {"model", "quantization", "tree_width", "tree_tokens"}),
-    "eagle": (5, {"model", "quantization", "tree_width", "tree_tokens"}),
-    "eagle3": (5, {"model", "quantization", "tree_width", "tree_tokens"}),
+    "medusa": (None, {"model", "revision", "quantization", "tree_width", "tree_tokens"}),
+    "eagle": (5, {"model", "revision", "quantization", "tree_width", "tree_tokens"}),
+    "eagle3": (5, {"model", "revision", "quantization", "tree_width", "tree_tokens"}),
 }
 """Of each method: the default of num_speculative_tokens (None: as many as there are heads), and the
 options that it alone reads.
@@ -58,6 +58,7 @@ class SpeculativeConfig:
     method: SpeculativeMethod | None = None  # None: draft_model where a model is given
     num_speculative_tokens: int | None = None  # the most one after another; None: the method's own
     model: str | Path | None = None  # that guesses: a draft model, or heads; of the same vocabulary
+    revision: str | None = None  # of a model that is fetched from the hub; None: its main branch
     quantization: str | None = None  # of its weights as they are loaded
     max_model_len: int | None = None  # draft_model: tokens of a sequence that it drafts for
     tree_width: int | None = None  # of heads: guesses that may follow one; 1: no trees; None: 4
@@ -100,8 +101,13 @@ class SpeculativeConfig:
             raise ConfigError(
                 f"model={self.model!r} names nothing. Give a folder, or leave it out."
             )
-        if not isinstance(self.quantization, str | None):
-            raise ConfigError(f"quantization must be a name, not {self.quantization!r}.")
+        for name in ("revision", "quantization"):
+            if not isinstance(getattr(self, name), str | None):
+                raise ConfigError(f"{name} must be a name, not {getattr(self, name)!r}.")
+        if self.revision is not None and self.model is None:
+            raise ConfigError(
+                f"revision={self.revision!r} is of no model. Give one, or leave it out."
+            )
         if self.num_speculative_tokens is None:
             object.__setattr__(self, "num_speculative_tokens", most)
         flags(self, "adaptive")

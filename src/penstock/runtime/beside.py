@@ -115,7 +115,7 @@ def guessing_folder(asked: SpeculativeConfig, target: Target, also: Iterable[str
     """
     assert asked.method is not None  # checked
     if asked.model is not None:
-        return resolve(asked.model, also=also, offered=companions(asked.method))
+        return resolve(asked.model, asked.revision, also=also, offered=companions(asked.method))
     return shipped(target.folder, asked.method)
 
 

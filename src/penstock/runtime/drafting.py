@@ -29,7 +29,7 @@ def draft_proposer(config: EngineConfig, runtime: Runtime) -> Proposer | None:
             f"method={asked.method!r} takes a runtime that was loaded with this "
             "speculative_config: what guesses is loaded with the target. Load it so."
         )
-    for name in ("model", "quantization", "max_model_len"):
+    for name in ("model", "revision", "quantization", "max_model_len"):
         loaded, wanted = getattr(draft.asked, name), getattr(asked, name)
         if str(loaded) != str(wanted):
             raise ConfigError(

@@ -69,7 +69,11 @@ def check_up(model: str, asked: SpeculativeConfig, peaks: AnyPeaks, **forms: Any
     found = Checkup(asked.method)
     if asked.method == "draft_model":
         folder = resolve(model)
-        guesser = shipped(folder, asked.method) if asked.model is None else resolve(asked.model)
+        guesser = (
+            shipped(folder, asked.method)
+            if asked.model is None
+            else resolve(asked.model, asked.revision)
+        )
         found.checks += ["tokenizer", "template"]
         found.findings += folder_findings(folder, guesser)
         if any(one.check == "tokenizer" and one.level == "mismatch" for one in found.findings):
