@@ -225,7 +225,9 @@ def test_temperature_against_break_even() -> None:
     assert temperature_findings(0.8, 0.6, 0.5) == []
     told = texts(temperature_findings(0.8, 0.4, 0.5))
     assert "at a temperature of 1: guesses pay from 50% on" in told and "40% at 1" in told
-    assert "of 0 and of 1" in texts(temperature_findings(0.3, 0.2, 0.5))
+    assert "a lower temperature brings more" in told
+    told = texts(temperature_findings(0.3, 0.2, 0.5))
+    assert "of 0 and of 1" in told and "a lower temperature" not in told
     assert "No rate would pay" in texts(temperature_findings(1.0, 0.9, None))
     assert "Nothing was guessed" in texts(temperature_findings(None, None, 0.5))
     assert "– at 0" in texts(temperature_findings(None, 0.1, 0.5))

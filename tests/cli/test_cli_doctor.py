@@ -287,7 +287,7 @@ def test_environment_is_shown_and_warned_about(
         (2, None, 0.1, ["2 threads run on 4 cores"]),
         (8, None, 0.1, ["8 threads share 4 cores"]),
         (4, 1.5, 0.1, ["1.5 cores' time", "OMP_NUM_THREADS=1"]),
-        (4, None, 3.0, ["Other programs keep 3.0 of 4 cores busy"]),
+        (4, None, 3.0, ["Other programs want 3.0 of 4 cores"]),
     ],
 )
 def test_processor_warnings(

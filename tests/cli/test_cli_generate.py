@@ -114,7 +114,7 @@ def test_stats_of_drafts(penstock: Run, base_model: Path) -> None:
     line = next(one for one in shown.stderr.splitlines() if one.startswith("drafts"))
     assert line == (
         "drafts     draft_model, always; 9 of 9 tokens accepted (100%) in 3 drafts, "
-        "4.00 tokens a step; by position 100%, 100%, 100%"
+        "4.00 tokens a verified draft; by position 100%, 100%, 100%"
     )
     (told,) = read_json(penstock("generate", base_model, *options, json.dumps(asked), "--json"))
     assert told["metrics"]["drafts"] == {

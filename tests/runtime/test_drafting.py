@@ -190,6 +190,12 @@ def test_heads_are_no_draft_model(method: str, tmp_path: Path) -> None:
         loaded({"model": str(heads)})
 
 
+@pytest.mark.parametrize(("asked", "holds"), [("medusa", "eagle"), ("eagle", "medusa")])
+def test_heads_of_the_other_kind(asked: str, holds: str) -> None:
+    with pytest.raises(ConfigError, match=rf"holds .* set method='{holds}'\."):
+        loaded({"method": asked, "model": f"stories-{holds}"})
+
+
 def test_a_revision_of_the_hub(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = []
 

@@ -267,6 +267,11 @@ def test_vllms_old_names_of_n_grams(model: str) -> None:
     assert (asked.method, asked.model, asked.prompt_lookup_max) == ("ngram", None, 4)
 
 
+@pytest.mark.parametrize(("depth", "most"), [(5, 10), (128, 256), (200, 256), (300, 300)])
+def test_trees_are_as_large_by_themselves_as_they_may_be(depth: int, most: int) -> None:
+    assert SpeculativeConfig("eagle", num_speculative_tokens=depth).most_tokens == most
+
+
 def test_what_fits_just_so_is_taken() -> None:
     """The neighbours of what is refused guess."""
     params = SamplingParams(temperature=0.0, max_tokens=None, ignore_eos=True)

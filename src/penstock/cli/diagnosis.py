@@ -250,7 +250,7 @@ def _processor_warnings(
         )
     if load > 0.5:
         found.append(
-            f"Other programs keep {load:.1f} of {cores} cores busy (average over a minute): what "
+            f"Other programs want {load:.1f} of {cores} cores (average over a minute): what "
             "is measured now is too low. Run doctor --calibrate when they have ended."
         )
     return found

@@ -16,6 +16,10 @@ if TYPE_CHECKING:
     from penstock.speculate import DraftCounts
 
 
+SHOWN_PLACES = 16
+"""Places of a draft that a line tells of; all are in JSON."""
+
+
 def machine_peaks(device: torch.device | None = None) -> AnyPeaks:
     """The measured peaks of the CPU, or of a device; measured now where none are kept."""
     from penstock.roofline import peaks, peaks_on
@@ -79,11 +83,14 @@ class DraftStats:
         line = f"drafts     {self.method}, {state}"
         if counts.acceptance_rate is None or counts.mean_acceptance_length is None:
             return f"{line}; none was verified"
-        places = ", ".join(percent(right / counts.drafts) for right in counts.accepted_at)
+        shown = counts.accepted_at[:SHOWN_PLACES]
+        places = ", ".join(percent(right / counts.drafts) for right in shown)
+        places += ", …" * (len(shown) < len(counts.accepted_at))
         return (
             f"{line}; {counts.accepted_tokens:,} of {count(counts.draft_tokens, 'token')} "
             f"accepted ({percent(counts.acceptance_rate)}) in {counts.drafts:,} drafts, "
-            f"{counts.mean_acceptance_length:.2f} tokens a step; by position {places or '–'}"
+            f"{counts.mean_acceptance_length:.2f} tokens a verified draft; by position "
+            f"{places or '–'}"
         )
 
 

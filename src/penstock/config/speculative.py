@@ -36,6 +36,9 @@ _SPECULATION: dict[str, tuple[int | None, set[str]]] = {
 options that it alone reads.
 """
 
+MOST_TREE_TOKENS = 256
+"""Of a tree whose size is given, or isn't."""
+
 _MOST = {
     "num_speculative_tokens": 1024,
     "prompt_lookup_min": 1024,
@@ -43,7 +46,7 @@ _MOST = {
     "suffix_decoding_max_tree_depth": 1024,
     "suffix_decoding_max_cached_tokens": 100_000_000,
     "tree_width": 64,
-    "tree_tokens": 256,
+    "tree_tokens": MOST_TREE_TOKENS,
     "suffix_decoding_max_cached_requests": 100_000_000,
     "suffix_decoding_max_spec_factor": 1024,
     "suffix_decoding_min_token_prob": 1,
@@ -62,7 +65,7 @@ class SpeculativeConfig:
     quantization: str | None = None  # of its weights as they are loaded
     max_model_len: int | None = None  # draft_model: tokens of a sequence that it drafts for
     tree_width: int | None = None  # of heads: guesses that may follow one; 1: no trees; None: 4
-    tree_tokens: int | None = None  # guesses in a tree; None: twice num_speculative_tokens
+    tree_tokens: int | None = None  # guesses in a tree; None: twice the depth
     draft_layers: int | None = None  # self: the first so many guess; None: a quarter
     prompt_lookup_min: int | None = None  # ngram: tokens that must match; None: 2
     prompt_lookup_max: int | None = None  # ngram: tokens that are looked at; None: 16
@@ -173,7 +176,9 @@ class SpeculativeConfig:
         """Tokens in a draft, tree or not."""
         depth = self.num_speculative_tokens
         assert depth is not None  # filled in
-        return depth if self.width == 1 else max(self.tree_tokens or 2 * depth, depth)
+        if self.width == 1:
+            return depth
+        return max(self.tree_tokens or min(2 * depth, MOST_TREE_TOKENS), depth)
 
     @classmethod
     def of(cls, value: object) -> SpeculativeConfig | None:

@@ -10,6 +10,7 @@ from penstock.cache import PagedLayout
 from penstock.config import EngineConfig, SpeculativeConfig
 from penstock.errors import ConfigError
 from penstock.hardware import Compute
+from penstock.models.heads.kinds import method_of
 from penstock.models.heads.medusa import FILES, open_medusa_checkpoint
 from penstock.models.heads.source import Ids
 from penstock.nn import KeptStates
@@ -109,6 +110,9 @@ def open_medusa(config: EngineConfig, target: Target) -> Medusa:
             "in bfloat16, and this one computes in float32. Leave one of the two out."
         )
     folder = guessing_folder(asked, target, also=FILES)
+    method = method_of(folder)
+    if method not in ("medusa", None):
+        raise ConfigError(f"{folder} holds an EAGLE head, not Medusa's: set method={method!r}.")
     reduced = None if target.vocabulary is None else target.vocabulary.map
     found = open_medusa_checkpoint(folder, decoder.spec.hidden, decoder.spec.vocab_size, reduced)
     spec = found.of(asked.num_speculative_tokens or found.spec.num_heads)

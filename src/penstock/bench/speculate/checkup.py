@@ -207,7 +207,8 @@ def temperature_findings(
     words = (
         f"Below break-even at a temperature of {' and of '.join(f'{t:g}' for t in below)}: guesses "
         f"pay from {percent(least)} on, and of those compared this was right: {rates}. The "
-        "controller (adaptive) leaves drafts out there; a lower temperature brings more of them."
+        "controller (adaptive) leaves drafts out there"
+        + ("." if 0.0 in below else "; a lower temperature brings more of them.")
     )
     return [Finding("temperature", "hint", words)]
 
