@@ -153,10 +153,8 @@ def _computed_by_head(
     states = KeptStates(draft.kept.layers, head.states.new_empty((count, head.spec.width)))
     _computed(runtime.model.model, runtime.layout, runtime.runner, tokens[:count], states)
     kv = draft.layout.allocate(blocks, head.states.device)
-    forward: Forward = head.by_states()
-    if runtime.runner.graphs is not None:
-        forward = runtime.runner.graphs.beside(head.by_states(), kv)
-    vocabulary = draft.vocabulary
+    by_states, graphs, vocabulary = head.by_states(), runtime.runner.graphs, draft.vocabulary
+    forward: Forward = by_states if graphs is None else graphs.beside(by_states, kv)
     with torch.inference_mode():
         for first in range(0, count, len(head.states)):
             last = min(first + len(head.states), count)

@@ -17,7 +17,7 @@ def method_of(folder: Path) -> str | None:
     for file in (file for file in files if file.is_file()):
         try:
             with safe_open(file, framework="pt") as handle:
-                names |= {short(name) for name in handle.keys()}  # noqa: SIM118
+                names.update(map(short, handle.keys()))
         except SafetensorError:
             return None  # who loads it says what is wrong
     if are_of_medusa(folder, names):
