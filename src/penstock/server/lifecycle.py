@@ -85,6 +85,8 @@ def serve(config: ServerConfig, load: Callable[[], tuple[AsyncLLM, str]]) -> Non
     app = create_app(config)
     service: Service = app.state.service
     listener = _listen(config.host, config.port)
+    host, port = listener.getsockname()[:2]  # before the end, which may come while it loads
+    url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
     server = _Server(uvicorn_config(app, config), service)
     failures: list[BaseException] = []
 
@@ -100,10 +102,8 @@ def serve(config: ServerConfig, load: Callable[[], tuple[AsyncLLM, str]]) -> Non
             service.state = "failed"
             server.should_exit = True
         else:
-            host, port = listener.getsockname()[:2]
-            shown = f"[{host}]" if ":" in host else host
             chosen = service.tooling.describe()
-            logger.info("ready", extra={"fields": {"url": f"http://{shown}:{port}", **chosen}})
+            logger.info("ready", extra={"fields": {"url": url, **chosen}})
 
     loader = threading.Thread(target=load_model, name="penstock-load", daemon=True)
     before = sys.getswitchinterval()
