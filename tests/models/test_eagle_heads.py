@@ -341,7 +341,7 @@ def test_sizes_of_a_config_are_held_against_the_tensors(
     start = time.perf_counter()
     with pytest.raises(WeightsError, match=r"but by config.json, .* 1000000000"):
         filled(folder, fuses, target)
-    assert time.perf_counter() - start < 1
+    assert time.perf_counter() - start < 5
 
 
 def test_positions_of_a_config_make_no_table(tmp_path: Path, target: Decoder) -> None:

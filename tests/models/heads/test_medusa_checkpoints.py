@@ -241,7 +241,7 @@ def test_numbers_beyond_the_tensors(name: str, tmp_path: Path) -> None:
     start = time.perf_counter()
     with pytest.raises(WeightsError, match=r"has 9 tensors, too few for one that is named '\w+"):
         open_medusa_checkpoint(folder, D, V)
-    assert time.perf_counter() - start < 1
+    assert time.perf_counter() - start < 5
 
 
 def test_far_fewer_tensors_than_their_numbers_ask_for(tmp_path: Path) -> None:
@@ -255,7 +255,7 @@ def test_far_fewer_tensors_than_their_numbers_ask_for(tmp_path: Path) -> None:
     start = time.perf_counter()
     with pytest.raises(WeightsError, match="lacks 7997000 tensors of its 2000 heads with 2000"):
         open_medusa_checkpoint(folder, D, V)
-    assert time.perf_counter() - start < 2
+    assert time.perf_counter() - start < 10
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

