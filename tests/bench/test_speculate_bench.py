@@ -220,7 +220,7 @@ def test_guessing_that_fails_is_told(runtime: Runtime, monkeypatch: pytest.Monke
     console = Console(record=True, width=200, file=io.StringIO())
     console.print(result.table())
     shown = console.export_text()
-    assert "there were no drafts" in shown and "guessing has failed" in shown
+    assert "no draft took part in the timed runs" in shown and "guessing has failed" in shown
 
 
 def test_outputs_too_short_to_time(runtime: Runtime) -> None:

@@ -330,6 +330,7 @@ def test_drafts_are_looked_at(penstock: Run) -> None:
     shown = penstock("doctor", "--speculative-config", asked)
     assert shown.exit_code == 0
     assert "Right, of guesses compared" in shown.stdout and "Computed again" in shown.stdout
+    assert "Instruction sets" not in shown.stdout  # the answer stands first
 
 
 def test_drafts_by_another_vocabulary_fail(penstock: Run, chat_model: Path) -> None:

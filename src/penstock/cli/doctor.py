@@ -13,6 +13,7 @@ from penstock.cli.examined import Examined, examine
 from penstock.errors import KernelError
 
 if TYPE_CHECKING:
+    from rich.console import Console
     from rich.table import Table
 
     from penstock.bench.speculate.checkup import Checkup
@@ -84,13 +85,8 @@ def _print(found: Diagnosis, examined: Examined | None, checked: Checkup | None)
     from rich.markup import escape
 
     console = Console(highlight=False, soft_wrap=True)
-    console.print(_pairs(_facts(found)))
-    console.print(_operators(found.kernels.operators))
-    if found.gpu.operators:
-        console.print(_operators(found.gpu.operators, "operator on the GPU"))
-    if found.kernels.linear:
-        console.print(_linear(found))
-    console.print(_cache(found))
+    if checked is None:  # or the answer to what was asked would stand below all this
+        _print_machine(console, found)
     if examined is not None:
         console.print(_pairs(_about(examined)))
         if examined.weights:
@@ -105,6 +101,16 @@ def _print(found: Diagnosis, examined: Examined | None, checked: Checkup | None)
         console.print(f"[{colour}]{one.level}, {one.check}:[/{colour}] {escape(one.text)}")
     if not found.warnings and not findings and (examined is None or examined.runs):
         console.print("[green]Nothing is off.[/green]")
+
+
+def _print_machine(console: Console, found: Diagnosis) -> None:
+    console.print(_pairs(_facts(found)))
+    console.print(_operators(found.kernels.operators))
+    if found.gpu.operators:
+        console.print(_operators(found.gpu.operators, "operator on the GPU"))
+    if found.kernels.linear:
+        console.print(_linear(found))
+    console.print(_cache(found))
 
 
 def _about(examined: Examined) -> list[tuple[str, str]]:

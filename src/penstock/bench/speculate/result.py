@@ -175,6 +175,11 @@ def _speed_rows(one: Figures) -> Rows:
     ]
 
 
+def _without_drafts(kept_off: bool) -> str:
+    why = "; the controller kept them off, --fixed makes them" if kept_off else ""
+    return f"no draft took part in the timed runs{why}"
+
+
 def _draft_rows(one: Figures) -> Rows:
     log, costs, control = one.runs.log, one.costs, one.runs.speculation.controller
     decided = "adaptive" if control.adaptive else "fixed"
@@ -191,7 +196,7 @@ def _draft_rows(one: Figures) -> Rows:
         ),
     ]
     if one.alpha is None or log.acceptance_rate is None:
-        return [*rows, ("accepted", "there were no drafts")]
+        return [*rows, ("accepted", _without_drafts(not control.is_on))]
     best, length = costs.best(one.alpha, one.most)
     least = one.break_even
     by = "a token" if costs.by_passes else "a draft"

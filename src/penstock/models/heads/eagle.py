@@ -211,7 +211,7 @@ def _check_kind(file: Path, tensors: dict[str, Tensor], fuses: bool) -> None:
         _check_no_medusa(file.parent, tensors)
         raise WeightsError(
             f"{file} has no fc.weight, where every EAGLE head brings a token's embedding and a "
-            f"state together: it is of something else. It has {_some(sorted(tensors))}."
+            f"state together: it is damaged, or no EAGLE head. It has {_some(sorted(tensors))}."
         )
     if is_fusing != fuses:
         kind, method = ("an EAGLE-3", "eagle3") if is_fusing else ("an EAGLE-1 or 2", "eagle")
