@@ -9,6 +9,7 @@ count up to the first that the document doesn't have, and the step brings one mo
     code       the second half of code files, after the first
     dialogue   an assistant's turns with tool calls, each after the turns before it
     tools      calls in JSON, after functions and a question
+    summaries  what people wrote who summed up a text, or drew something out of it
     maths      worked answers, after their questions
     stories    the second half of short stories, after the first
 Each begins with a proposer that remembers nothing. Prints, by workload and proposer, the tokens a
@@ -18,7 +19,8 @@ tokens a guess by the length of the match; and what it costs to read a prompt, t
 and to make a draft of the guess.
 
 With --write nothing is replayed here: each workload's first short documents become WORKLOAD.jsonl,
-prompts with their outputs in Qwen2.5's tokens, for `penstock bench speculate --prompts`.
+prompts with their outputs in Qwen2.5's tokens, for `penstock bench speculate --prompts`;
+expected.jsonl has those of rewrite, with the file as it was for a prediction.
 """
 
 from __future__ import annotations
@@ -26,6 +28,7 @@ from __future__ import annotations
 import argparse
 import json
 import random
+import re
 import statistics
 import subprocess
 import time
@@ -51,12 +54,14 @@ ROOT = Path(__file__).resolve().parents[1]
 Pair = tuple[str, str]
 """A prompt and what follows."""
 Row = dict[str, Any]
+REWRITE = "Rewrite this file.\n\n", "\n\nThe new file:\n\n"
+"""What stands before a file and after it."""
 BUCKETS = (1, 2, 3, 4, 6, 8, 12, 16, 24)
 ENTRIES = 151_936  # Qwen2.5's vocabulary
 LONGEST_PROMPT = 1500  # tokens, of documents that are written
 LEAST_OUTPUT = {  # of these
     **{"rewrite": 256, "code": 256, "stories": 256},
-    **{"tools": 64, "maths": 64, "dialogue": 32},
+    **{"tools": 64, "maths": 64, "dialogue": 32, "summaries": 16},
 }
 
 
@@ -82,7 +87,7 @@ def rewrite(data: Path) -> Iterator[Pair]:
     for line in changes.split("\n"):
         if line.endswith(".py"):
             before, after = (git("show", f"{at}:{line}") for at in (f"{commit}^", commit))
-            yield f"Rewrite this file.\n\n{before}\n\nThe new file:\n\n", after
+            yield f"{REWRITE[0]}{before}{REWRITE[1]}", after
         elif line:
             commit = line
 
@@ -122,6 +127,15 @@ def tools(data: Path) -> Iterator[Pair]:
             yield f"{functions}\nuser: {asked}\nassistant: ", f"{json.dumps(calls)}\n"
 
 
+def summaries(data: Path) -> Iterator[Pair]:
+    asks = re.compile(r"summar|extract|paraphras|brief|concise|retrieve", re.IGNORECASE)
+    for name in ("seed_tasks", "user_oriented_instructions"):
+        for row in rows(data / f"text/instruct/self-instruct/{name}.jsonl"):
+            for one in row["instances"] if asks.search(row["instruction"]) else ():
+                if len(one["input"]) >= 300:  # there is something to sum up
+                    yield f"{row['instruction']}\n\n{one['input']}\n\n", f"{one['output']}\n"
+
+
 def maths(data: Path) -> Iterator[Pair]:
     for row in rows(data / "eval/gsm8k/train.jsonl"):
         yield f"Question: {row['question']}\nAnswer: ", f"{row['answer']}\n"
@@ -132,7 +146,7 @@ def stories(data: Path) -> Iterator[Pair]:
 
 
 WORKLOADS: dict[str, Callable[[Path], Iterator[Pair]]] = {
-    one.__name__: one for one in (rewrite, code, dialogue, tools, maths, stories)
+    one.__name__: one for one in (rewrite, code, dialogue, tools, summaries, maths, stories)
 }
 
 
@@ -312,16 +326,25 @@ def main() -> None:
 def write(folder: Path, data: Path, tokenizer: Any, count: int) -> None:
     """Each workload's first documents that are short enough to be computed often."""
     folder.mkdir(parents=True, exist_ok=True)
+    expected: list[Row] = []
     for workload, pairs in WORKLOADS.items():
-        found: list[str] = []
+        found: list[Row] = []
         for prompt, output in pairs(data):
             ids = tokenizer.encode(prompt).ids, tokenizer.encode(output).ids
             if len(ids[0]) <= LONGEST_PROMPT and len(ids[1]) >= LEAST_OUTPUT[workload]:
-                found.append(json.dumps({"prompt": ids[0], "output": ids[1]}))
+                found.append({"prompt": ids[0], "output": ids[1]})
+                if workload == "rewrite":
+                    before = prompt[len(REWRITE[0]) : -len(REWRITE[1])]
+                    expected.append(found[-1] | {"prediction": tokenizer.encode(before).ids})
             if len(found) == count:
                 break
-        (folder / f"{workload}.jsonl").write_text("".join(f"{line}\n" for line in found))
-        print(f"{workload}: {len(found)} documents")
+        write_rows(folder / f"{workload}.jsonl", found)
+    write_rows(folder / "expected.jsonl", expected)
+
+
+def write_rows(file: Path, found: list[Row]) -> None:
+    file.write_text("".join(f"{json.dumps(row)}\n" for row in found), encoding="utf-8")
+    print(f"{file.stem}: {len(found)} documents")
 
 
 def chosen(pairs: list[Pair], tokenizer: Any, tokens: int) -> list[tuple[list[int], list[int]]]:

@@ -185,3 +185,44 @@ def test_a_reader_that_leaves_is_no_error(
 def test_a_terminal_gets_no_control_characters() -> None:
     assert console.printable("a\x1b[2Jb\tc\n\u200d👩") == "a\ufffd[2Jb\tc\n\u200d👩"
     assert console.one_line("a\n  b\x07") == "a b\ufffd"
+
+
+GUESSING = ("--speculative-config", '{"method": "ngram", "adaptive": false}')
+
+
+def test_what_is_expected_is_guessed(penstock: Run, base_model: Path, tmp_path: Path) -> None:
+    options = ("-p", "hello", "--temperature", 0, "--max-tokens", 40, "--json")
+    (plain,) = read_json(penstock("generate", base_model, *options))
+    file = tmp_path / "expected.txt"
+    file.write_text(plain["text"], encoding="utf-8")
+    asked = (*options, *GUESSING, "--prediction", file)
+    (found,) = read_json(penstock("generate", base_model, *asked))
+    assert found["token_ids"] == plain["token_ids"]
+    (without,) = read_json(penstock("generate", base_model, *options, *GUESSING))
+    accepted = [one["metrics"]["drafts"]["accepted_tokens"] for one in (found, without)]
+    assert accepted[0] > accepted[1]
+
+
+@pytest.mark.parametrize(
+    ("content", "options", "words"),
+    [
+        (None, GUESSING, "can't be read: No such file"),
+        (b"\xff", GUESSING, "isn't UTF-8 text"),
+        (b"", GUESSING, "prediction is empty"),
+        (b"text", (), "prediction has no effect: there are no drafts here"),
+    ],
+)
+def test_what_cant_be_expected(
+    penstock: Run,
+    base_model: Path,
+    tmp_path: Path,
+    content: bytes | None,
+    options: tuple[str, ...],
+    words: str,
+) -> None:
+    file = tmp_path / "expected.txt"
+    if content is not None:
+        file.write_bytes(content)
+    result = penstock("generate", base_model, "-p", "hello", *options, "--prediction", file)
+    assert result.exit_code == 1 and words in result.stderr
+    assert result.stdout == "" and result.stderr.count("\n") == 1

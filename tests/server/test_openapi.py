@@ -93,6 +93,7 @@ def test_messages_say_what_penstock_adds(server: Running) -> None:
     (delta,) = [json.loads(line[6:]) for line in events.splitlines()
                 if line.startswith('data: {"type":"message_delta"')]  # fmt: skip
     names = {"queue_s", "ttft_s", "tokens_per_s", "floor_s", "floor_ratio", "bound"}
+    names |= {"draft_tokens", "accepted_tokens"}
     assert whole["penstock"].keys() == delta["penstock"].keys() == names
     assert whole["penstock"]["ttft_s"] > 0
 

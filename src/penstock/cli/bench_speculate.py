@@ -63,8 +63,9 @@ PromptsFile = Annotated[
     Path | None,
     typer.Option(
         help='A prompt a line; in a .jsonl file an object a line with "prompt", a text or a list '
-        'of token ids, and maybe "output", which is then taken for what the model says. Default: '
-        "stories to go on with, and texts to repeat."
+        'of token ids, and maybe "output", which is then taken for what the model says, and '
+        '"prediction", what is expected of it, for ngram and suffix to guess by. Default: stories '
+        "to go on with, and texts to repeat."
     ),
 ]
 MaxTokens = Annotated[int, typer.Option(min=2, help="Of an output; longer ones are cut.")]

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import typer
@@ -23,6 +26,7 @@ from penstock.cli.loading import load
 from penstock.cli.options import (
     MODEL,
     AsJson,
+    Expected,
     IgnoreEos,
     MaxTokens,
     Model,
@@ -40,7 +44,7 @@ from penstock.errors import InvalidSamplingError, PenstockError, RequestError
 
 if TYPE_CHECKING:
     from penstock.bench.meter import Meter
-    from penstock.engine import CompletionOutput, RequestOutput
+    from penstock.engine import CompletionOutput, RequestOptions, RequestOutput
     from penstock.sampling import BeamSearchParams, SamplingParams
 
 
@@ -57,6 +61,7 @@ def generate(
     n: Samples = 1,
     ignore_eos: IgnoreEos = False,
     token_healing: TokenHealing = False,
+    prediction: Expected = None,
     loaded: Loaded = LOADED,
     stats: Stats = False,
     as_json: AsJson = False,
@@ -76,6 +81,7 @@ def generate(
     )
     chosen = drawn.with_(own, form.chosen(), guided.chosen())
     prompts = _read(prompt)
+    options = None if prediction is None else _expecting(prediction)
     # What is out of range is refused before the model is loaded.
     beams = search.params(chosen)
     if beams is None:
@@ -86,7 +92,7 @@ def generate(
     if peaks is not None:
         meter.engine.ledger.peaks = peaks
     streaming = not as_json and len(prompts) == 1 and n == 1 and beams is None
-    outputs = _run(meter, prompts, params, streaming)
+    outputs = _run(meter, prompts, params, options, streaming)
     found = None
     if peaks is not None:
         found = RunStats.of(meter, meter.take(), peaks, DraftStats.of(meter.engine))
@@ -117,6 +123,18 @@ def _read(prompts: list[str]) -> list[str]:
     return [text if prompt == "-" else prompt for prompt in prompts]
 
 
+def _expecting(file: Path) -> RequestOptions:
+    """What --prediction says, before the model is loaded."""
+    from penstock.engine import RequestOptions
+
+    try:
+        return RequestOptions(prediction=file.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise RequestError(f"--prediction {file} can't be read: {error.strerror}.") from error
+    except UnicodeDecodeError as error:
+        raise RequestError(f"--prediction {file} isn't UTF-8 text: {error}.") from error
+
+
 def _engine(model: str, loaded: Loaded) -> Meter:
     from penstock.bench.meter import Meter
 
@@ -134,13 +152,15 @@ def _run(
     meter: Meter,
     prompts: list[str],
     params: SamplingParams | BeamSearchParams,
+    options: RequestOptions | None,
     streaming: bool,
 ) -> list[RequestOutput]:
     """Run the prompts to their end, writing the text as it comes when `streaming`."""
     from penstock.engine.llm import interrupt_between_steps
 
     for i, text in enumerate(prompts):
-        _add(meter, i, text, params, len(prompts), streaming)
+        add = partial(meter.engine.add_request, options=options, stream=streaming)
+        _add(meter, i, text, len(prompts), partial(add, params=params))
     done: dict[str, RequestOutput] = {}
     writer = TextWriter()
     with interrupt_between_steps() as check:
@@ -160,19 +180,12 @@ def _run(
     return outputs
 
 
-def _add(
-    meter: Meter,
-    index: int,
-    text: str,
-    params: SamplingParams | BeamSearchParams,
-    count: int,
-    streaming: bool,
-) -> None:
+def _add(meter: Meter, index: int, text: str, count: int, add: Callable[..., None]) -> None:
     from penstock.engine.prompts import encode
 
     try:
         prompt, tokens = encode(text, meter.runtime.tokenizer)
-        meter.engine.add_request(str(index), tokens, params, prompt=prompt, stream=streaming)
+        add(str(index), tokens, prompt=prompt)
     except PenstockError as error:
         if isinstance(error, InvalidSamplingError):
             error = as_given(error)

@@ -79,6 +79,16 @@ TokenHealing = Annotated[
         rich_help_panel=_SAMPLING,
     ),
 ]
+Expected = Annotated[
+    Path | None,
+    typer.Option(
+        "--prediction",
+        metavar="FILE",
+        help="The text that is expected to come, or much like it: drafts by ngram or suffix are "
+        "made by it (--speculative-config).",
+        rich_help_panel=_SAMPLING,
+    ),
+]
 Samples = Annotated[int, typer.Option(help="Samples of each.", rich_help_panel=_SAMPLING)]
 IgnoreEos = Annotated[
     bool,

@@ -166,6 +166,11 @@ class SpeculativeConfig:
             )
 
     @property
+    def reads_predictions(self) -> bool:
+        """Whether who guesses does so by a request's `prediction`, where it has one."""
+        return self.method in ("ngram", "suffix")
+
+    @property
     def width(self) -> int:
         """Guesses that may follow one another's place: 1 where drafts are no trees."""
         heads = self.method in ("medusa", "eagle", "eagle3")

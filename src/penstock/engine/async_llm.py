@@ -154,6 +154,9 @@ class AsyncLLM:
         text, tokens = encode(prompt, self.runtime.tokenizer)
         if _takes_long(params):
             params = await limit.over(asyncio.to_thread(self.engine.intake.prepare, params))
+        if isinstance(options, RequestOptions) and isinstance(options.prediction, str):
+            expecting = self.engine.intake.expecting
+            options = await limit.over(asyncio.to_thread(expecting, options))
         stream = _Stream(asyncio.get_running_loop())
         self._send(lambda: self._add(name, tokens, params, text, stream, arrival, options))
         finished = False

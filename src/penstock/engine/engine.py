@@ -27,6 +27,7 @@ from penstock.engine.outputs import PreemptionRecord, RequestOutput
 from penstock.engine.plan import Part, Plan
 from penstock.engine.pooling import Pooler, PoolingParams, checked, pooling_request
 from penstock.engine.preemption import CostPredictor, Preemption
+from penstock.engine.refusals import check_options, check_prediction
 from penstock.engine.request import Request, Sequence, Status
 from penstock.engine.scheduler import Scheduler
 from penstock.engine.speculation import Speculation
@@ -142,7 +143,8 @@ class Engine:
             )
         options = options or RequestOptions()
         tokens = self.intake.checked(prompt_token_ids)
-        self._check_options(tokens, options)
+        check_options(options, tokens, self.pins)
+        check_prediction(options, params, self.config.speculative)
         count = params.beam_width if isinstance(params, BeamSearchParams) else params.n
         self.scheduler.check(count, options)  # before a sequence is made for each
         if params.stop_strings and self.runtime.tokenizer is None:
@@ -199,7 +201,8 @@ class Engine:
         params = checked(params, self.runtime.model.spec.decoder.hidden)
         options = options or RequestOptions()
         tokens = self.intake.checked(prompt_token_ids, generates=False)
-        self._check_options(tokens, options)
+        check_options(options, tokens, self.pins)
+        check_prediction(options, params, self.config.speculative)
         self.scheduler.check(1, options)
         if self.pooler is None:
             self.pooler = Pooler(self, self._prompt_computed, self._finish, self._fail)
@@ -223,21 +226,6 @@ class Engine:
     def _check_id(self, request_id: str) -> None:
         if request_id in self.requests or any(r.request_id == request_id for r in self._ended):
             raise RequestError(f"Request id {request_id!r} is already in use.")
-
-    def _check_options(self, tokens: list[int], options: RequestOptions | None) -> None:
-        """Raises RequestError for options that aren't any, or a pin that can't take effect."""
-        if options is None:
-            return
-        if not isinstance(options, RequestOptions):
-            raise RequestError(f"Options must be RequestOptions, not {type(options).__name__}.")
-        most = max((pin.tokens for pin in options.pins), default=0)
-        if not most:
-            return
-        if self.pins is None:
-            raise RequestError(
-                f"A pin of {most} tokens can't take effect: enable_prefix_caching is off."
-            )
-        self.pins.check(min(most, len(tokens)))
 
     def abort(self, request_id: str, *, report: bool = True) -> None:
         """End a request now and free what it holds; unknown ids are ignored (it has ended).

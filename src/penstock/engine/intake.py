@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from threading import Lock
 from typing import Any
 
@@ -27,6 +27,7 @@ from penstock.sampling import (
 )
 from penstock.sampling.healing import Healed, PrefixConstraint
 from penstock.sampling.pipeline import MASKED
+from penstock.speculate import Prediction
 from penstock.tokenizer import IncrementalDetokenizer, Tokenizer, VocabMap
 
 BANS = -100.0
@@ -88,6 +89,23 @@ class Intake:
             return params.over(negative_prompt=self.negative(params, []))
         return params
 
+    def expecting(self, options: RequestOptions) -> RequestOptions:
+        """The same with a prediction's text as tokens; may be called in any thread.
+
+        Raises RequestError for a text that is too long, or without a tokenizer.
+        """
+        given = options.prediction
+        if not isinstance(given, str):
+            return options
+        if self.tokenizer is None:
+            raise RequestError(
+                "A prediction as text needs a tokenizer, but skip_tokenizer_init is set."
+            )
+        self._check_length("prediction", given)
+        return replace(
+            options, prediction=tuple(self.tokenizer.encode(given, add_special_tokens=False))
+        )
+
     def compile(self, structure: StructuredOutputs) -> None:
         """Prepare what an output's form needs; may take long, and be called in any thread.
 
@@ -128,17 +146,21 @@ class Intake:
                 raise RequestError(
                     "A negative_prompt as text needs a tokenizer, but skip_tokenizer_init is set."
                 )
-            most = self.max_len * CHARACTERS_PER_TOKEN
-            if len(given) > most:
-                raise InvalidSamplingError(
-                    f"negative_prompt has {len(given):,} characters; the model takes "
-                    f"{self.max_len:,} tokens, and at most {most:,} characters are read."
-                )
+            self._check_length("negative_prompt", given)
             given = self.tokenizer.encode(given)
         try:
             return self.checked(given)
         except InvalidPromptError as error:
             raise InvalidSamplingError(f"negative_prompt is refused: {error}") from error
+
+    def _check_length(self, name: str, text: str) -> None:
+        """Raises InvalidSamplingError for a text that nobody should wait for to be encoded."""
+        most = self.max_len * CHARACTERS_PER_TOKEN
+        if len(text) > most:
+            raise InvalidSamplingError(
+                f"{name} has {len(text):,} characters; the model takes {self.max_len:,} tokens, "
+                f"and at most {most:,} characters are read."
+            )
 
     def bad_words(self, params: SamplingParams) -> list[tuple[int, ...]]:
         """The tokens of each bad word, at the start of a text and after a space, as in vLLM."""
@@ -188,6 +210,7 @@ class Intake:
             stream=start.stream,
             metrics=RequestMetrics(start.time_s),
             options=start.options,
+            prediction=self._prediction(start.options),
             taken_back=tokens[len(healed.kept) :],
             prefix=healed.prefix,
         )
@@ -234,7 +257,21 @@ class Intake:
             ),
             detokenizer=self._detokenizer(request),
             logprobs=None if params.logprobs is None else [],
+            expected=None
+            if request.prediction is None
+            else Prediction(request.prediction, len(tokens)),
         )
+
+    def _prediction(self, options: RequestOptions) -> list[int] | None:
+        """The tokens of an expected output. Raises RequestError for what could be none."""
+        given = self.expecting(options).prediction
+        if given is None:
+            return None
+        assert not isinstance(given, str)  # by now
+        try:
+            return self.checked(given[: self.max_len], generates=False)
+        except InvalidPromptError as error:
+            raise RequestError(f"prediction is refused: {error}") from error
 
     def _constraint(self, request: Request) -> Constraint | None:
         """What limits the tokens of a request's samples."""

@@ -31,6 +31,7 @@ class RequestOptions:
     tpot_slo_s: float | None = None  # and each further one within this time of the one before
     cache_salt: str | None = None  # cached prefixes are found only by requests with the same
     pins: tuple[Pin, ...] = ()  # how much of the prompt's start stays cached, and for how long
+    prediction: str | tuple[int, ...] | None = None  # the output that is expected, or much like it
 
     def __post_init__(self) -> None:
         if isinstance(self.priority, bool) or not isinstance(self.priority, int):
@@ -46,6 +47,12 @@ class RequestOptions:
             raise RequestError(f"cache_salt must be a text, not {self.cache_salt!r}.")
         if self.cache_salt == "":
             raise RequestError("cache_salt is empty. Leave it out to share the cache with all.")
+        given: object = self.prediction
+        if not isinstance(given, str | tuple | None):
+            kind = type(given).__name__
+            raise RequestError(f"prediction must be a text or a tuple of token ids, not {kind}.")
+        if given is not None and not given:
+            raise RequestError("prediction is empty. Leave it out where nothing is expected.")
 
 
 def check_seconds(name: str, value: Any) -> None:

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Seq
 
-from penstock.config import SchedulerConfig
+from penstock.cache import Pins
+from penstock.config import SchedulerConfig, SpeculativeConfig
+from penstock.engine.options import RequestOptions
 from penstock.errors import ConfigError, OutOfCacheError, RequestError
+from penstock.sampling import SamplingParams
 
 
 class Refusals:
@@ -63,3 +66,44 @@ class Refusals:
                 f"of {self._block_size} tokens, but the cache holds {self._num_blocks}. Lower "
                 "max_tokens, or give the cache more blocks."
             )
+
+
+def check_options(options: object, tokens: list[int], pins: Pins | None) -> None:
+    """Raises RequestError for options that aren't any, or a pin that can't take effect.
+
+    tokens: the prompt's; pins: None where no prefix is cached.
+    """
+    if not isinstance(options, RequestOptions):
+        raise RequestError(f"Options must be RequestOptions, not {type(options).__name__}.")
+    most = max((pin.tokens for pin in options.pins), default=0)
+    if not most:
+        return
+    if pins is None:
+        raise RequestError(
+            f"A pin of {most} tokens can't take effect: enable_prefix_caching is off."
+        )
+    pins.check(min(most, len(tokens)))
+
+
+def check_prediction(
+    options: RequestOptions, params: object, speculative: SpeculativeConfig | None
+) -> None:
+    """Raises RequestError for a prediction by which nobody would guess."""
+    if options.prediction is None:
+        return
+    if speculative is None or not speculative.reads_predictions:
+        by = "no drafts" if speculative is None else f"drafts by {speculative.method}"
+        raise RequestError(
+            f"prediction has no effect: there are {by} here. Leave it out, or start with "
+            'speculative_config={"method": "ngram"}, or "suffix".'
+        )
+    why = None
+    if not isinstance(params, SamplingParams):
+        why = "a beam search, or an embedding, has no drafts"
+    elif params.guidance_scale != 1.0:
+        why = "guidance_scale samples from two sequences at once"
+    elif params.mirostat or params.logits_processors:
+        name = "mirostat" if params.mirostat else "logits_processors"
+        why = f"with {name} what comes depends on more than the tokens before it"
+    if why is not None:
+        raise RequestError(f"prediction has no effect: {why}. Leave one of them out.")

@@ -15,7 +15,7 @@ from penstock.engine.outputs import (
     RequestOutput,
 )
 from penstock.sampling import SamplingParams, SequenceSampling, TokenLogprobs
-from penstock.speculate import Draft
+from penstock.speculate import Draft, Prediction
 from penstock.tokenizer import IncrementalDetokenizer
 
 if TYPE_CHECKING:
@@ -51,6 +51,7 @@ class Sequence:
     mates: list[Sequence] = field(default_factory=list)  # to be sampled together; itself included
     shadow: Sequence | None = None  # that guides it
     draft: Draft | None = None  # what may follow, to be verified in the next step
+    expected: Prediction | None = None  # of its output, where the request has one
     ways: list[list[int]] = field(default_factory=list)  # blocks of all ways through it but one
     preempted: PreemptionRecord | None = None  # the last time, until what it cost is known
     logprobs: list[TokenLogprobs] | None = None
@@ -158,6 +159,7 @@ class Request:
     stream: bool  # an output after every step, not only the last
     metrics: RequestMetrics
     options: RequestOptions = field(default_factory=RequestOptions)
+    prediction: list[int] | None = None  # the tokens that its outputs are expected to be
     num_uncached: int = 0  # of the prompt's tokens, on arrival
     sequences: list[Sequence] = field(default_factory=list)
     num_counted: int = 0  # of the prompt's tokens, in the engine's counters

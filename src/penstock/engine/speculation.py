@@ -117,6 +117,8 @@ class Speculation:
     def propose(self) -> None:
         """Give drafts to sequences that decode."""
         self.draft_s, self._settle_s, self._watch_s, self._right = 0.0, 0.0, 0.0, 0
+        if any(s.expected is not None for s in self._scheduler.running):
+            self._rest = 0
         self._rests = self._rest > 0
         if self._rests:
             self._rest -= 1
@@ -135,7 +137,9 @@ class Speculation:
             self.controller.drop_look()
             return
         if not self.controller.may_guess(len(decoding)) or self.controller.waits():
-            return
+            able = self._expecting(able, len(decoding))
+            if not able:
+                return
         start = time.perf_counter()
         try:
             self._propose(able, len(decoding), start)
@@ -144,6 +148,11 @@ class Speculation:
             for sequence in able:
                 sequence.draft = None
         self.draft_s = time.perf_counter() - start
+
+    def _expecting(self, able: list[Sequence], batch: int) -> list[Sequence]:
+        """Those whose callers have said what comes next: they needn't wait for a look."""
+        found = [s for s in able if s.expected is not None and s.expected.follow(s.tokens)]
+        return found if found and self.controller.may_guess(batch, expected=True) else []
 
     def _give_up(self, error: Exception) -> None:
         if self.broken is None:
@@ -358,4 +367,6 @@ def _check_recent(config: EngineConfig, runtime: Runtime, most: int) -> None:
 
 def _wish(sequence: Sequence, most: int) -> Wish:
     salt = sequence.request.options.cache_salt
-    return Wish(sequence, sequence.tokens, sequence.sampling, sequence.blocks, most, salt)
+    return Wish(
+        sequence, sequence.tokens, sequence.sampling, sequence.blocks, most, salt, sequence.expected
+    )

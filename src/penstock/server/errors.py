@@ -39,7 +39,7 @@ _SERVER = ("server_error", "api_error")
 # The engine's errors begin with what they blame.
 _BLAMED = re.compile(r"(\w+)(?:\[\d+\])?(?= is |=| has | holds )")
 _FIELDS = {one.name for kind in (SamplingParams, BeamSearchParams) for one in fields(kind)}
-_FIELDS |= {"cache_salt", "dimensions", "priority"}
+_FIELDS |= {"cache_salt", "dimensions", "prediction", "priority"}
 _INERT = re.compile(r"(\w+?)(_s)?=(\S+) has no effect: requests are scheduled by policy='(\w+)'.")
 _HEEDED_BY = {"priority": "priority", "ttft_slo": "edf", "tpot_slo": "edf"}
 

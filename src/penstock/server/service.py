@@ -452,7 +452,8 @@ async def _merge(
 
 
 def priced(output: RequestOutput) -> dict[str, Any]:
-    """What Penstock adds beside the usage: how long it took, and how near the floor."""
+    """What Penstock adds beside the usage: how long it took, how near the floor, and what
+    became of drafts."""
     metrics = output.metrics
     times = metrics.token_times
     taken = times[-1] - times[0] if times else 0.0  # none where all tokens were forced
@@ -464,6 +465,8 @@ def priced(output: RequestOutput) -> dict[str, Any]:
         "floor_s": _rounded(metrics.floor_s),
         "floor_ratio": _rounded(metrics.achieved),
         "bound": metrics.bound,
+        "draft_tokens": metrics.drafts.draft_tokens,
+        "accepted_tokens": metrics.drafts.accepted_tokens,
     }
 
 

@@ -2,6 +2,7 @@
 
 from penstock.speculate.control import Controller, Record
 from penstock.speculate.counts import DraftCounts
+from penstock.speculate.prediction import Prediction
 from penstock.speculate.proposer import (
     ROOT,
     Computed,
@@ -20,6 +21,7 @@ __all__ = [
     "Draft",
     "DraftCounts",
     "Learner",
+    "Prediction",
     "Proposer",
     "Record",
     "StateReader",

@@ -181,14 +181,19 @@ class Controller:
 
     # ── before a step ────────────────────────────────────────────────────────────────────────
 
-    def may_guess(self, batch: int) -> bool:
-        """Whether to guess at all, before a step of `batch` sequences."""
+    def may_guess(self, batch: int, *, expected: bool = False) -> bool:
+        """Whether to guess at all, before a step of `batch` sequences.
+
+        expected: by what callers have said will come.
+        """
         if self.most_sequences is not None and batch > self.most_sequences:
             return False
         if not self.adaptive:
             return True
         plain, seen = self.times.plain(batch, mixed=self.mixed)
         self._judge(batch)
+        if expected:
+            return True
         if seen < PLAIN_STEPS:
             return self.unlearned >= UNLEARNED
         return self._looks(plain) or self._missing(plain) <= 0.0

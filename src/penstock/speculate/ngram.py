@@ -11,7 +11,7 @@ from typing import Final
 
 from penstock.errors import ConfigError
 from penstock.speculate.matches import Runs
-from penstock.speculate.proposer import Draft, Wish
+from penstock.speculate.proposer import Draft, Wish, expected_draft
 
 MIN_MATCH: Final = 2
 """Tokens that must match, unless somebody chose."""
@@ -49,10 +49,12 @@ class NgramProposer:
         """A draft for each wish, of no tokens where its end never stood before."""
         drafts = []
         for wish in wishes:
-            draft = Draft(wish.sampling)
             length, place = self.match(wish.key, wish.tokens)
-            draft.kind = length.bit_length()
-            draft.extend(self._guess(wish.tokens, length, place, wish.limit))
+            draft = expected_draft(wish, length)
+            if draft is None:
+                draft = Draft(wish.sampling)
+                draft.kind = length.bit_length()
+                draft.extend(self._guess(wish.tokens, length, place, wish.limit))
             drafts.append(draft)
         return drafts
 

@@ -17,6 +17,7 @@ from typing import Protocol, runtime_checkable
 
 from penstock.errors import RequestError
 from penstock.sampling import SequenceSampling
+from penstock.speculate.prediction import KIND, Prediction
 
 ROOT = -1
 """What a draft's first tokens follow: the sequence's own last token."""
@@ -182,6 +183,20 @@ class Wish:
     blocks: list[int]  # its own, with room for len(tokens) - 1 + limit tokens
     limit: int  # of tokens one after another in the draft, at least 1
     salt: str | None = None  # what it brings forth may be seen by those of the same only
+    expected: Prediction | None = None  # of its output, by whoever asked for it
+
+
+def expected_draft(wish: Wish, least: int) -> Draft | None:
+    """What a sequence's caller expects next, where at least `least` of its last tokens, and not
+    none, came as expected.
+    """
+    length = 0 if wish.expected is None else wish.expected.follow(wish.tokens)
+    if wish.expected is None or not length or length < least:
+        return None
+    draft = Draft(wish.sampling)
+    draft.kind = KIND + length.bit_length()
+    draft.extend(wish.expected.guess(wish.limit))
+    return draft
 
 
 @dataclass(frozen=True, slots=True)

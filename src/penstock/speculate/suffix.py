@@ -15,7 +15,7 @@ from typing import Final
 
 from penstock.errors import ConfigError
 from penstock.speculate.matches import MOST_PLACES, Runs
-from penstock.speculate.proposer import Draft, Wish
+from penstock.speculate.proposer import Draft, Wish, expected_draft
 
 MIN_PROBABILITY: Final = 0.1
 """A guess ends where what is known gives the whole of it less."""
@@ -81,11 +81,13 @@ class SuffixProposer:
         """A draft for each wish, of no tokens where its end never stood before."""
         drafts = []
         for wish in wishes:
-            draft = Draft(wish.sampling)
             prompt = wish.sampling.num_prompt
             length, branches = self.match(wish.key, wish.tokens, prompt, wish.salt)
-            draft.kind = length.bit_length()
-            draft.extend(self._guess(wish.tokens, length, branches, wish.limit))
+            draft = expected_draft(wish, length)
+            if draft is None:
+                draft = Draft(wish.sampling)
+                draft.kind = length.bit_length()
+                draft.extend(self._guess(wish.tokens, length, branches, wish.limit))
             drafts.append(draft)
         return drafts
 

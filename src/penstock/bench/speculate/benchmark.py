@@ -11,11 +11,17 @@ from penstock.bench.meter import Meter
 from penstock.bench.speculate.figures import figures_of
 from penstock.bench.speculate.floors import draft_floor, memory_of
 from penstock.bench.speculate.planted import METHOD, Planted
-from penstock.bench.speculate.prompts import Workload, encode, encode_outputs
+from penstock.bench.speculate.prompts import (
+    Workload,
+    encode,
+    encode_outputs,
+    encode_predictions,
+)
 from penstock.bench.speculate.result import SpeculateResult
 from penstock.bench.speculate.runs import Show, in_waves, measure_runs
 from penstock.bench.workload import TOKENS_A_STEP, longest, setup, title
 from penstock.config import EngineConfig, SpeculativeConfig
+from penstock.errors import ConfigError
 from penstock.hardware import detect
 from penstock.roofline import measure_on
 from penstock.runtime import Runtime
@@ -75,8 +81,14 @@ def run(
 ) -> SpeculateResult:
     """Measure; takes four seconds beside the runs themselves."""
     o, hardware = options, detect()
+    _check_predictions(workloads, o)
     encoded = [
-        (encode(one, runtime, o.max_tokens), encode_outputs(one, runtime)) for one in workloads
+        (
+            encode(one, runtime, o.max_tokens),
+            encode_outputs(one, runtime),
+            encode_predictions(one, runtime),
+        )
+        for one in workloads
     ]
     meter = Meter(replace(config, speculative=None), runtime)
     where = environment(hardware)
@@ -87,10 +99,10 @@ def run(
     measured = [
         measure_runs(
             workload.name, config, runtime,
-            in_waves(prompts, o.batch_size, o.max_tokens, o.temperature, o.seed, outputs),
+            in_waves(prompts, o.batch_size, o.max_tokens, o.temperature, o.seed, *known),
             o.rounds, o.planted, show,
         )
-        for workload, (prompts, outputs) in zip(workloads, encoded, strict=True)
+        for workload, (prompts, *known) in zip(workloads, encoded, strict=True)
     ]  # fmt: skip
     peaks = median_of([before, measure_on(runtime.device, hardware)])
     return SpeculateResult(
@@ -102,3 +114,15 @@ def run(
         peaks=peaks,
         compute=meter.compute,
     )
+
+
+def _check_predictions(workloads: Sequence[Workload], options: Options) -> None:
+    """Raises ConfigError where nobody would guess by them."""
+    by = options.drafts
+    reads = isinstance(by, SpeculativeConfig) and by.reads_predictions
+    for one in workloads:
+        if one.predictions and not reads:
+            raise ConfigError(
+                f'{one.name} has "prediction", by which --method ngram and suffix guess, and no '
+                "other does. Give one of these, or leave it out of the file."
+            )

@@ -18,6 +18,7 @@ SPECIAL_TOKENS: Final = 8
 """At most so many are added to a text; beside them no token is less than a byte."""
 
 _LEAST_OUTPUT: Final = 2
+_MORE: Final = ("output", "prediction")
 
 _BEGINNINGS = (
     "Once upon a time there was a little girl who lived near the sea.",
@@ -48,6 +49,7 @@ class Workload:
     name: str
     prompts: Sequence[Prompt]
     outputs: Sequence[Prompt | None] = ()  # what is said to each, where that is known
+    predictions: Sequence[Prompt | None] = ()  # what whoever asks expects
 
     @property
     def most_tokens(self) -> int:
@@ -60,7 +62,9 @@ class Workload:
     @property
     def is_text(self) -> bool:
         """Whether any prompt needs a tokenizer."""
-        return any(isinstance(one, str) for one in (*self.prompts, *self.outputs))
+        return any(
+            isinstance(one, str) for one in (*self.prompts, *self.outputs, *self.predictions)
+        )
 
 
 def built_in() -> list[Workload]:
@@ -72,7 +76,7 @@ def built_in() -> list[Workload]:
 def read_prompts(file: Path) -> Workload:
     """A prompt a line: of text, or, in a .jsonl file, of objects with the key "prompt".
 
-    These may have "output" too: what is taken to be said to it.
+    These may have "output" too: what is taken to be said to it; and "prediction", as in a chat.
     Raises ConfigError for a file that can't be read or holds no prompts.
     """
     try:
@@ -90,8 +94,13 @@ def read_prompts(file: Path) -> Workload:
     if file.suffix == ".jsonl":
         found = [_object_of(file, i, line) for i, line in numbered]
         prompts = [one["prompt"] for one in found]
-        outputs = [one.get("output") for one in found]
-        return Workload(file.name, prompts, outputs if any(outputs) else ())
+        outputs, predictions = ([one.get(key) for one in found] for key in _MORE)
+        return Workload(
+            file.name,
+            prompts,
+            outputs if any(outputs) else (),
+            predictions if any(predictions) else (),
+        )
     return Workload(file.name, [line for _, line in numbered])
 
 
@@ -103,7 +112,7 @@ def _object_of(file: Path, number: int, line: str) -> dict[str, Any]:
         raise ConfigError(f"{where} isn't JSON: {error}.") from error
     if not isinstance(found, dict) or "prompt" not in found:
         raise ConfigError(f'{where} must be an object with the key "prompt".')
-    for key in ("prompt", "output") if found.get("output") is not None else ("prompt",):
+    for key in ("prompt", *(key for key in _MORE if found.get(key) is not None)):
         text = found[key]
         is_ids = isinstance(text, list) and all(type(one) is int for one in text)
         if not text or not (isinstance(text, str) or is_ids):
@@ -138,14 +147,10 @@ def encode_outputs(workload: Workload, runtime: Runtime) -> Sequence[list[int] |
     """
     found: list[list[int] | None] = []
     for i, output in enumerate(workload.outputs, 1):
-        if output is None:
+        ids = _ids(output, runtime)
+        if ids is None:
             found.append(None)
             continue
-        ids = output
-        if isinstance(output, str):
-            assert runtime.tokenizer is not None  # loaded, for there is text
-            ids = runtime.tokenizer.encode(output, add_special_tokens=False)
-        assert isinstance(ids, list)
         if len(ids) < _LEAST_OUTPUT:
             raise ConfigError(
                 f"Output {i} of {workload.name} has {len(ids)} tokens, and a step is timed from "
@@ -158,3 +163,16 @@ def encode_outputs(workload: Workload, runtime: Runtime) -> Sequence[list[int] |
             )
         found.append(ids)
     return found
+
+
+def encode_predictions(workload: Workload, runtime: Runtime) -> Sequence[list[int] | None]:
+    """The tokens of what is expected of each output; the engine refuses what it can't guess by."""
+    return [_ids(one, runtime) for one in workload.predictions]
+
+
+def _ids(given: Prompt | None, runtime: Runtime) -> list[int] | None:
+    """The tokens of what is no prompt."""
+    if not isinstance(given, str):
+        return given
+    assert runtime.tokenizer is not None  # loaded, for there is text
+    return list(runtime.tokenizer.encode(given, add_special_tokens=False))

@@ -17,6 +17,7 @@ from penstock.bench.speculate.replayed import ReplayingSampler
 from penstock.bench.speculate.whiteboard import Verified, Whiteboard
 from penstock.bench.workload import raise_errors
 from penstock.config import EngineConfig
+from penstock.engine import RequestOptions
 from penstock.engine.proposers import proposer_of
 from penstock.engine.speculation import Speculation
 from penstock.roofline import StepRecord
@@ -38,6 +39,12 @@ class Job:
     prompt: list[int]
     params: SamplingParams
     said: list[int] | None = None  # to it, where that is known
+    expected: list[int] | None = None  # by whoever asks, which is what drafts are made by
+
+    @property
+    def options(self) -> RequestOptions:
+        """Of the request, where drafts are made."""
+        return RequestOptions(prediction=None if self.expected is None else tuple(self.expected))
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,10 +108,11 @@ def in_waves(
     temperature: float,
     seed: int,
     outputs: Sequence[list[int] | None] = (),
+    predictions: Sequence[list[int] | None] = (),
 ) -> list[list[Job]]:
     """Requests that run together; the first come again where the last wave isn't full.
 
-    outputs: what is said to each prompt, where that is known.
+    outputs: what is said to each prompt, where that is known; predictions: what is expected.
     """
     jobs = []
     for i in range(-(-len(prompts) // batch) * batch):
@@ -115,7 +123,8 @@ def in_waves(
             seed=seed + i,
             detokenize=False,
         )
-        jobs.append(Job(prompts[i % len(prompts)], params, said))
+        expected = predictions[i % len(prompts)] if predictions else None
+        jobs.append(Job(prompts[i % len(prompts)], params, said, expected))
     return [jobs[at : at + batch] for at in range(0, len(jobs), batch)]
 
 
@@ -222,7 +231,8 @@ def _run(meter: Meter, wave: Sequence[Job], steps: list[Step]) -> list[list[int]
     outputs: dict[int, list[int]] = {}
     last = time.perf_counter()
     for i, job in enumerate(wave):
-        engine.add_request(str(i), job.prompt, job.params)
+        options = job.options if engine.config.speculative is not None else None
+        engine.add_request(str(i), job.prompt, job.params, options=options)
     while engine.has_unfinished:
         before = engine.token_counts.generated
         done = meter.step()

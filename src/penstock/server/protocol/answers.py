@@ -18,12 +18,21 @@ class Measured(Body):
     floor_s: float | None
     floor_ratio: float | None
     bound: str | None
+    draft_tokens: int  # guessed ahead and verified
+    accepted_tokens: int  # … and right
 
 
 class PromptTokensDetails(Body):
     """Of the prompt's tokens."""
 
     cached_tokens: int
+
+
+class CompletionTokensDetails(Body):
+    """Where a prediction was given: of the tokens guessed by it, those that came and the others."""
+
+    accepted_prediction_tokens: int
+    rejected_prediction_tokens: int
 
 
 class Usage(Body):
@@ -33,6 +42,7 @@ class Usage(Body):
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: PromptTokensDetails
+    completion_tokens_details: CompletionTokensDetails | None = None
 
 
 class TokenLogprob(Body):

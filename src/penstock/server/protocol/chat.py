@@ -194,6 +194,26 @@ class TemplateFields(Body):
     documents: Some[dict[str, Any]] | None = None
 
 
+class Expected(Body):
+    """What the answer is expected to be, or much like it: it is guessed by. OpenAI's."""
+
+    type: Literal["content"]
+    content: str | Some[TextPart]
+
+    @model_validator(mode="after")
+    def _has_text(self) -> Expected:
+        if not self.text:
+            raise ValueError("has no text. Leave prediction out where nothing is expected")
+        return self
+
+    @property
+    def text(self) -> str:
+        """All of it."""
+        if isinstance(self.content, str):
+            return self.content
+        return "".join(part.read() for part in self.content)
+
+
 class ChatRequest(BeamFields, StructureFields, EngineFields, TemplateFields, ToolFields):
     """`POST /v1/chat/completions`."""
 
@@ -211,6 +231,7 @@ class ChatRequest(BeamFields, StructureFields, EngineFields, TemplateFields, Too
     return_tokens_as_token_ids: bool | None = None
     echo: bool | None = None
     user: UserName | None = None
+    prediction: Expected | None = None
     prompt_cache_key: UserName | None = None  # a hint for a fleet: here every prompt is looked up
     safety_identifier: UserName | None = None
     request_id: str | None = None
@@ -223,7 +244,6 @@ class ChatRequest(BeamFields, StructureFields, EngineFields, TemplateFields, Too
         "modalities": (["text"],),
         "mm_processor_kwargs": (),
         "moderation": (),
-        "prediction": (),
         "prompt_cache_options": (),
         "prompt_cache_retention": (),
         "reasoning_effort": ("none",),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Iterator
+from dataclasses import replace
 from typing import Any
 
 from fastapi import APIRouter, Request
@@ -106,7 +107,10 @@ async def _work(request: Request, body: ChatRequest, ticket: Ticket) -> tuple[Wo
         logprobs=(body.top_logprobs or 0) if body.logprobs else None,
         **form,
     )
-    return Work(prompt, params, service.options(ticket.caller, body, prompt)), how
+    options = service.options(ticket.caller, body, prompt)
+    if body.prediction is not None:
+        options = replace(options, prediction=body.prediction.text)
+    return Work(prompt, params, options), how
 
 
 def _whole(
@@ -139,7 +143,7 @@ def _whole(
         "created": now(),
         "model": model,
         "choices": choices,
-        "usage": usage(len(output.prompt_token_ids), made(output), output.metrics.cached_tokens),
+        "usage": _usage(body, len(output.prompt_token_ids), output),
         "penstock": priced(output),
     }
     if output.prompt_logprobs is not None:
@@ -147,6 +151,12 @@ def _whole(
     if body.return_token_ids:
         answer["prompt_token_ids"] = output.prompt_token_ids
     return answer
+
+
+def _usage(body: ChatRequest, prompt_tokens: int, output: RequestOutput) -> dict[str, Any]:
+    metrics = output.metrics
+    predicted = None if body.prediction is None else metrics.drafts
+    return usage(prompt_tokens, made(output), metrics.cached_tokens, predicted)
 
 
 def _reason(body: ChatRequest, delta: Delta, calls: bool) -> str | None:
@@ -205,7 +215,7 @@ class _Chunks:
                 for chunk in self._of(new, output):
                     yield chunk
         if self._counting and output is not None:
-            total = usage(len(self._work.prompt.tokens), made(output), output.metrics.cached_tokens)
+            total = _usage(self._body, len(self._work.prompt.tokens), output)
             yield event(self._head | {"choices": [], "usage": total, "penstock": priced(output)})
         yield DONE
 

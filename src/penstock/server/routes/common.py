@@ -22,6 +22,7 @@ from penstock.server.protocol.errors import ErrorBody, MessagesErrorBody
 from penstock.server.protocol.structure import StructureFields
 from penstock.server.service import Service
 from penstock.server.sse import EventStream, event
+from penstock.speculate import DraftCounts
 
 _MOST_CHARACTERS = 10_000
 
@@ -249,15 +250,25 @@ async def last_of(outputs: AsyncIterator[tuple[int, RequestOutput]]) -> RequestO
 
 
 def usage(
-    prompt_tokens: int, completion_tokens: int, cached_tokens: int | None = None
+    prompt_tokens: int,
+    completion_tokens: int,
+    cached_tokens: int | None = None,
+    predicted: DraftCounts | None = None,
 ) -> dict[str, Any]:
-    """`usage` of the completions."""
-    return {
+    """`usage` of the completions. predicted: what was guessed, where a prediction was given."""
+    found: dict[str, Any] = {
         "prompt_tokens": prompt_tokens,
         "completion_tokens": completion_tokens,
         "total_tokens": prompt_tokens + completion_tokens,
         "prompt_tokens_details": {"cached_tokens": cached_tokens or 0},
     }
+    if predicted is not None:
+        right = predicted.accepted_tokens
+        found["completion_tokens_details"] = {
+            "accepted_prediction_tokens": right,
+            "rejected_prediction_tokens": predicted.draft_tokens - right,
+        }
+    return found
 
 
 def made(output: RequestOutput) -> int:
