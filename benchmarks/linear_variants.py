@@ -41,7 +41,7 @@ def floor_s(program: Program, form: str, rows: int, peaks: Peaks) -> float:
         weight = tensors[0]
         memory += sum(tensor.nbytes for tensor in tensors) / peaks.read_bytes_per_s
         values = weight.numel() * (2 if weight.dtype == torch.uint8 else 1)
-        kind = "int8" if form.endswith("of int8 rows") else "bfloat16"
+        kind = "int8" if " of int8" in form else "bfloat16"  # rotated before, or not
         compute += 2 * rows * values / peaks.of(kind)  # type: ignore[arg-type]
     return max(memory, compute)
 

@@ -119,6 +119,25 @@ def test_the_summary_has_drafts(penstock: Run, chat_model: Path, tmp_path: Path)
     assert "drafts " not in penstock("run", chat_model, *options, "--force").stderr
 
 
+def test_a_line_says_what_it_expects(penstock: Run, chat_model: Path, tmp_path: Path) -> None:
+    asked, found = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    line = {"prompt": "hello", "temperature": 0, "max_tokens": 20}
+
+    def answers(*options: str, **more: Any) -> list[dict[str, Any]]:
+        asked.write_text(json.dumps(line | more) + "\n")
+        result = penstock("run", chat_model, "-i", asked, "-o", found, "--force", *options)
+        assert result.exit_code == 0, result.output
+        return [json.loads(row) for row in found.read_text().splitlines()]
+
+    (plain,) = answers()
+    guessing = ("--speculative-config", '{"method": "ngram", "adaptive": false}')
+    for expected in (plain["samples"][0]["text"], plain["samples"][0]["token_ids"]):
+        (again,) = answers(*guessing, prediction=expected)
+        assert again["samples"] == plain["samples"]
+    (refused,) = answers(prediction="a")
+    assert "prediction has no effect: there are no drafts here" in json.dumps(refused)
+
+
 def test_a_model_is_recorded(penstock: Run, chat_model: Path, tmp_path: Path) -> None:
     requests = write(tmp_path / "in.jsonl", {"prompt": "hello", **GREEDY})
     result = penstock("run", chat_model, "-i", requests, "-o", "-")

@@ -5,16 +5,21 @@ from __future__ import annotations
 import asyncio
 import random
 import threading
+import time
 from typing import Any
 
 import pytest
+from torch import Tensor
 
 from penstock import LLM, AsyncLLM, BeamSearchParams, SamplingParams
+from penstock.config import EngineConfig
 from penstock.engine import Engine, PoolingParams, RequestOptions
 from penstock.errors import RequestError
+from penstock.speculate.control import PLAIN_STEPS
+from penstock.step import KV, Step
 
 from .test_speculation import random_params
-from .toy import check, drain, reference, toy_engine
+from .toy import Toy, check, drain, reference, toy_engine, toy_runtime
 
 PROMPT = [5, 6, 7]
 GREEDY = SamplingParams(temperature=0.0, max_tokens=40)
@@ -80,32 +85,95 @@ def test_a_right_one_needs_few_steps() -> None:
         steps += 1
     assert output is not None and tuple(output.outputs[0].token_ids) == RIGHT
     drafts = output.metrics.drafts
+    assert drafts == output.metrics.predicted
     assert steps == 4 and drafts.accepted_tokens == drafts.draft_tokens == 40 - 4
 
 
-def test_one_doesnt_wait_for_a_look() -> None:
-    """Drafts are off, and at rest: those that others might have have been found not to pay."""
-    engine = guessing()
+def off(engine: Engine, batch: int) -> Any:
+    """Plain steps are known, and drafts are off and at rest: others have been found not to pay."""
+    for name in range(batch):
+        params = SamplingParams(temperature=0.0, max_tokens=8)
+        engine.add_request(f"before {name}", [9 + name], params)
+    drain(engine)
     speculation = engine.speculation
     assert speculation is not None
-    drain_of(engine, 6)  # plain steps are known
     control = speculation.controller
     control._verdict.is_on, control._budget_s, control._looks_s = False, -1.0, -1.0
     speculation._rest = 60
+    return speculation
+
+
+def test_one_doesnt_wait_for_a_look(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = guessing()
+    speculation = off(engine, batch=2)
     engine.add_request("other", [*RIGHT, *PROMPT], GREEDY)
     engine.add_request("it", PROMPT, GREEDY, options=RequestOptions(prediction=RIGHT))
     looked = []
     real = speculation.proposer.propose
-    speculation.proposer.propose = lambda wishes: looked.append(wishes) or real(wishes)  # type: ignore
+    monkeypatch.setattr(
+        speculation.proposer, "propose", lambda wishes: looked.append(wishes) or real(wishes)
+    )
     for _ in range(4):
         engine.step()
     assert looked and all(wish.expected for wish in looked[0])
 
 
-def drain_of(engine: Engine, count: int) -> None:
-    """Plain steps."""
-    engine.add_request("before", [9], SamplingParams(temperature=0.0, max_tokens=count))
-    drain(engine)
+def test_no_draft_before_plain_steps_are_known() -> None:
+    """Or none would ever be seen, where a draft can always be made."""
+    engine = guessing()
+    engine.add_request("it", PROMPT, GREEDY, options=RequestOptions(prediction=RIGHT))
+    drafted = []
+    for _ in range(1 + PLAIN_STEPS):
+        engine.step()
+        assert engine.speculation is not None
+        drafted.append(engine.speculation.counts.drafts)
+    assert drafted == [0] * (1 + PLAIN_STEPS)
+
+
+def test_a_rest_is_paid_for_once() -> None:
+    """Whoever breaks into it doesn't have what its steps save counted again."""
+    engine = guessing()
+    speculation = off(engine, batch=1)
+    engine.add_request("it", PROMPT, GREEDY, options=RequestOptions(prediction=RIGHT))
+    rests = []
+    while engine.has_unfinished:
+        engine.step()
+        rests.append(speculation._rest)
+    assert rests == list(range(59, 59 - len(rests), -1)) and speculation.counts.drafts
+
+
+def test_one_that_misleads_is_looked_at_less_and_less(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two tokens stand in it again and again, and what follows there is wrong; forwards take long
+    by their rows, so that no guess pays that is mostly wrong.
+    """
+    params = SamplingParams(temperature=0.0, max_tokens=300)
+    toy = Toy()
+    took: list[int] = []
+
+    def slow(step: Step, kv: KV) -> Tensor:
+        took.append(step.num_tokens)
+        end = time.perf_counter() + 2e-4 * (1 + 0.5 * step.num_tokens)
+        logits = toy(step, kv)
+        while time.perf_counter() < end:
+            pass
+        return logits
+
+    plain = reference(PROMPT, params, max_model_len=400)
+    wrong = [x for at in range(len(plain) - 1) for x in (*plain[at : at + 2], 61)]
+    runtime = toy_runtime(512, 2000, forward=slow)
+    engine = Engine(EngineConfig.of(speculative_config={"method": "ngram"}), runtime)
+    assert engine.speculation is not None
+    looks, propose = list[int](), engine.speculation.proposer.propose
+    monkeypatch.setattr(
+        engine.speculation.proposer,
+        "propose",
+        lambda wishes: looks.append(len(wishes)) or propose(wishes),
+    )
+    engine.add_request("it", PROMPT, params, options=RequestOptions(prediction=tuple(wrong)))
+    output = drain(engine)["it"]
+    assert output.outputs[0].token_ids == plain
+    assert sum(took[1:]) < 1.15 * len(plain)  # 1.7 where each step verifies one
+    assert 3 < len(looks) < 60  # of 300 steps
 
 
 def test_no_drafts_in_large_batches_whatever_is_expected() -> None:
@@ -117,7 +185,7 @@ def test_no_drafts_in_large_batches_whatever_is_expected() -> None:
 
 OTHERS: list[tuple[dict[str, Any], Any, str]] = [
     ({}, GREEDY, "no effect: there are no drafts here"),
-    ({"method": "ngram"}, BeamSearchParams(beam_width=2, max_tokens=4), "a beam search"),
+    ({"method": "ngram"}, BeamSearchParams(beam_width=2, max_tokens=4), "a beam search has no"),
     ({"method": "ngram"}, SamplingParams(mirostat=2), "with mirostat what comes depends"),
     (
         {"method": "suffix"},
@@ -148,7 +216,8 @@ def test_where_it_would_have_no_effect(config: dict[str, Any], params: Any, word
         (5, "not int"),
         ((1, 64), "prediction is refused: Token id 64 is outside"),
         ((1, -1), "prediction is refused: Token id -1 is outside"),
-        (("a",), "prediction is refused"),
+        (("a",), "prediction holds 'a', which isn't a token id"),
+        ((1, 2.0), "prediction holds 2.0, which isn't"),
         ("text", "needs a tokenizer"),
     ],
 )
@@ -164,7 +233,8 @@ def test_more_than_ever_comes_is_cut() -> None:
     many = RequestOptions(prediction=RIGHT + (1,) * 1_000_000)
     engine.add_request("it", PROMPT, GREEDY, options=many)
     (request,) = engine.requests.values()
-    assert request.prediction is not None and len(request.prediction) == engine.max_model_len
+    assert request.expected is not None
+    assert len(request.expected.tokens) == engine.max_model_len
     assert tuple(drain(engine)["it"].outputs[0].token_ids) == RIGHT
 
 

@@ -50,6 +50,20 @@ def test_what_was_expected_is_counted(expecting: OpenAI) -> None:
     assert measured["accepted_tokens"] == details.accepted_prediction_tokens
 
 
+def test_what_was_guessed_otherwise_isnt_counted(expecting: OpenAI) -> None:
+    """By the text's own repetitions; nor what would have come after a stop."""
+    again = "One two three. " * 8
+    own = ASK | {"messages": [{"role": "user", "content": again}]}
+    answer = expecting.chat.completions.create(**own, **expected("\u00a7"))
+    assert answer.usage and (details := answer.usage.completion_tokens_details)
+    assert not details.accepted_prediction_tokens and not details.rejected_prediction_tokens
+    text = expecting.chat.completions.create(**ASK).choices[0].message.content or ""
+    stop = text.split()[8]
+    answer = expecting.chat.completions.create(**ASK, **expected(text), stop=[stop])
+    assert answer.usage and (details := answer.usage.completion_tokens_details)
+    assert 0 < (details.accepted_prediction_tokens or 0) <= answer.usage.completion_tokens
+
+
 def test_parts_and_a_stream(expecting: OpenAI) -> None:
     text = expecting.chat.completions.create(**ASK).choices[0].message.content or ""
     parts = [{"type": "text", "text": text[:40]}, {"type": "text", "text": text[40:] + "no more"}]

@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.speculate import Prediction, Proposer, Wish
+from penstock.speculate import Expected, Prediction, Proposer, Wish
 from penstock.speculate.ngram import NgramProposer
-from penstock.speculate.prediction import FIRM, KIND
+from penstock.speculate.prediction import FIRM, KIND, LONGEST_WAIT
 from penstock.speculate.suffix import SuffixProposer
 
 from .lookup_cases import wish
@@ -19,7 +19,7 @@ TEXT = list(range(100, 200))
 
 def after(output: list[int], text: list[int] = TEXT) -> tuple[int, list[int]]:
     """Tokens that match, and what is guessed, read one token at a time."""
-    prediction = Prediction(text, len(PROMPT))
+    prediction = Prediction(Expected(text), len(PROMPT))
     tokens, length = list(PROMPT), 0
     for token in output:
         tokens.append(token)
@@ -70,7 +70,7 @@ def test_beginning_where_the_prediction_does() -> None:
 @given(st.lists(st.integers(0, 3), min_size=1, max_size=30), st.lists(st.integers(0, 3)))
 def test_what_matches_does(text: list[int], output: list[int]) -> None:
     """However it came there: a guess stands in the text, after what the output ends with."""
-    prediction, tokens = Prediction(text, 0), list[int]()
+    prediction, tokens = Prediction(Expected(text), 0), list[int]()
     for token in output:
         tokens.append(token)
         length = prediction.follow(tokens)
@@ -86,6 +86,41 @@ def test_what_matches_does(text: list[int], output: list[int]) -> None:
         )
 
 
+@given(
+    st.lists(st.integers(0, 2), max_size=80),
+    st.integers(0, 2),
+    st.integers(0, 2),
+    st.integers(0, 90),
+)
+def test_where_two_tokens_stand(text: list[int], first: int, second: int, place: int) -> None:
+    after = [at for at in range(2, len(text) + 1) if text[at - 2 : at] == [first, second]]
+    wanted = [at for at in after if at >= place][:8] + [at for at in after if at < place][:-9:-1]
+    assert list(Expected(text).near(first, second, place)) == wanted
+
+
+def test_samples_share_where_tokens_stand() -> None:
+    expected = Expected(TEXT)
+    one, other = Prediction(expected, 0), Prediction(expected, 0)
+    assert one.follow([7, 150, 151]) == 2 and other.follow([100]) == FIRM + 1
+    assert one.guess(1) == [152] and other.guess(1) == [101]
+
+
+def test_looks_that_didnt_pay_come_later_each_time() -> None:
+    prediction, tokens = Prediction(Expected(TEXT), 0), [100]
+    waits = []
+    for _ in range(9):
+        assert prediction.is_due(tokens)
+        prediction.judge(pays=False)
+        waits.append(0)
+        while not prediction.is_due(tokens):
+            waits[-1] += 1
+    assert waits == [1, 2, 4, 8, 16, 32, LONGEST_WAIT, LONGEST_WAIT, LONGEST_WAIT]
+    prediction.judge(pays=True)
+    assert prediction.is_due(tokens) and prediction.is_due(tokens)
+    prediction.judge(pays=False)
+    assert [prediction.is_due(tokens) for _ in range(2)] == [False, True]
+
+
 @pytest.mark.parametrize("make", [NgramProposer, SuffixProposer])
 def test_guessed_by_unless_something_matches_longer(make: type[Proposer]) -> None:
     proposer, key = make(), object()
@@ -98,7 +133,9 @@ def test_guessed_by_unless_something_matches_longer(make: type[Proposer]) -> Non
         return draft.tokens, draft.kind
 
     assert guessed(None, tokens)[0] == [4, 5, 6]
-    short, long = Prediction([9, 2, 3, 77], len(PROMPT)), Prediction([1, 2, 3, 88], len(PROMPT))
+    short, long = (
+        Prediction(Expected(text), len(PROMPT)) for text in ([9, 2, 3, 77], [1, 2, 3, 88])
+    )
     assert guessed(short, tokens)[0] == [4, 5, 6]  # 1 2 3 says more than 2 3
     tokens_of_long, kind = guessed(long, tokens)
     assert tokens_of_long == [88] and kind == KIND + 2

@@ -146,10 +146,12 @@ class Batch:
 
     async def _generate(self, line: dict[str, Any]) -> RequestOutput:
         """A line with a prompt or messages, and sampling parameters beside them."""
+        from penstock.engine import RequestOptions
         from penstock.engine.prompts import check_chat, default_params, encode_chat
         from penstock.sampling import SamplingParams
 
-        chosen = {k: v for k, v in line.items() if k not in (*_PROMPTS, "id", "custom_id")}
+        beside = (*_PROMPTS, "id", "custom_id", "prediction")
+        chosen = {k: v for k, v in line.items() if k not in beside}
         if isinstance(chosen.get("logit_bias"), dict):
             chosen["logit_bias"] = {_token(k): v for k, v in chosen["logit_bias"].items()}
         SamplingParams.from_kwargs(**chosen)  # names and values
@@ -174,7 +176,10 @@ class Batch:
                 raise RequestError("messages must be a list of objects with role and content.")
             check_chat(params)
             prompt = encode_chat(prompt, tokenizer)
-        async with aclosing(self.llm.generate(prompt, params)) as outputs:
+        expected = line.get("prediction")
+        ids = tuple(expected) if isinstance(expected, list) else expected
+        options = RequestOptions(prediction=ids)
+        async with aclosing(self.llm.generate(prompt, params, options=options)) as outputs:
             async for output in outputs:
                 last = output  # each has all of its tokens
         if last.error is not None:

@@ -27,7 +27,7 @@ from penstock.sampling import (
 )
 from penstock.sampling.healing import Healed, PrefixConstraint
 from penstock.sampling.pipeline import MASKED
-from penstock.speculate import Prediction
+from penstock.speculate import Expected, Prediction
 from penstock.tokenizer import IncrementalDetokenizer, Tokenizer, VocabMap
 
 BANS = -100.0
@@ -102,9 +102,11 @@ class Intake:
                 "A prediction as text needs a tokenizer, but skip_tokenizer_init is set."
             )
         self._check_length("prediction", given)
-        return replace(
-            options, prediction=tuple(self.tokenizer.encode(given, add_special_tokens=False))
-        )
+        try:
+            tokens = self.tokenizer.encode(given, add_special_tokens=False)
+        except InvalidPromptError as error:
+            raise RequestError(f"prediction is refused: {error}") from error
+        return replace(options, prediction=tuple(tokens))
 
     def compile(self, structure: StructuredOutputs) -> None:
         """Prepare what an output's form needs; may take long, and be called in any thread.
@@ -210,7 +212,7 @@ class Intake:
             stream=start.stream,
             metrics=RequestMetrics(start.time_s),
             options=start.options,
-            prediction=self._prediction(start.options),
+            expected=self._expected(start.options),
             taken_back=tokens[len(healed.kept) :],
             prefix=healed.prefix,
         )
@@ -258,18 +260,22 @@ class Intake:
             detokenizer=self._detokenizer(request),
             logprobs=None if params.logprobs is None else [],
             expected=None
-            if request.prediction is None
-            else Prediction(request.prediction, len(tokens)),
+            if request.expected is None
+            else Prediction(request.expected, len(tokens)),
         )
 
-    def _prediction(self, options: RequestOptions) -> list[int] | None:
-        """The tokens of an expected output. Raises RequestError for what could be none."""
+    def _expected(self, options: RequestOptions) -> Expected | None:
+        """An expected output, as much of it as could come. Raises RequestError for no tokens."""
         given = self.expecting(options).prediction
         if given is None:
             return None
         assert not isinstance(given, str)  # by now
+        tokens = given[: self.max_len]
+        for token in tokens:
+            if not isinstance(token, int | np.integer):
+                raise RequestError(f"prediction holds {token!r:.60}, which isn't a token id.")
         try:
-            return self.checked(given[: self.max_len], generates=False)
+            return Expected(self.checked(tokens, generates=False))
         except InvalidPromptError as error:
             raise RequestError(f"prediction is refused: {error}") from error
 

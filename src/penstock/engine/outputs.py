@@ -33,6 +33,7 @@ class RequestMetrics:
     floor_s: float | None = None  # the least time that these steps could have taken
     known_s: float = 0.0  # of `steps_s`: the steps whose floor is known
     drafts: DraftCounts = field(default_factory=DraftCounts)  # of all its samples
+    predicted: DraftCounts = field(default_factory=DraftCounts)  # of these, by its `prediction`
 
     def take_part(self, record: StepRecord) -> None:
         """Count a step that this request was in."""

@@ -8,7 +8,7 @@ from penstock.cache import Pins
 from penstock.config import SchedulerConfig, SpeculativeConfig
 from penstock.engine.options import RequestOptions
 from penstock.errors import ConfigError, OutOfCacheError, RequestError
-from penstock.sampling import SamplingParams
+from penstock.sampling import BeamSearchParams, SamplingParams
 
 
 class Refusals:
@@ -94,12 +94,13 @@ def check_prediction(
     if speculative is None or not speculative.reads_predictions:
         by = "no drafts" if speculative is None else f"drafts by {speculative.method}"
         raise RequestError(
-            f"prediction has no effect: there are {by} here. Leave it out, or start with "
-            'speculative_config={"method": "ngram"}, or "suffix".'
+            f"prediction has no effect: there are {by} here. Leave it out, or start with the "
+            'speculative_config {"method": "ngram"}, or "suffix".'
         )
     why = None
     if not isinstance(params, SamplingParams):
-        why = "a beam search, or an embedding, has no drafts"
+        what = "a beam search" if isinstance(params, BeamSearchParams) else "an embedding"
+        why = f"{what} has no drafts"
     elif params.guidance_scale != 1.0:
         why = "guidance_scale samples from two sequences at once"
     elif params.mirostat or params.logits_processors:

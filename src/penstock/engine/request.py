@@ -15,7 +15,7 @@ from penstock.engine.outputs import (
     RequestOutput,
 )
 from penstock.sampling import SamplingParams, SequenceSampling, TokenLogprobs
-from penstock.speculate import Draft, Prediction
+from penstock.speculate import Draft, Expected, Prediction
 from penstock.tokenizer import IncrementalDetokenizer
 
 if TYPE_CHECKING:
@@ -159,7 +159,7 @@ class Request:
     stream: bool  # an output after every step, not only the last
     metrics: RequestMetrics
     options: RequestOptions = field(default_factory=RequestOptions)
-    prediction: list[int] | None = None  # the tokens that its outputs are expected to be
+    expected: Expected | None = None  # what its outputs should be
     num_uncached: int = 0  # of the prompt's tokens, on arrival
     sequences: list[Sequence] = field(default_factory=list)
     num_counted: int = 0  # of the prompt's tokens, in the engine's counters

@@ -65,6 +65,7 @@ class Speculation:
         self._right = 0  # guesses of this step that came true
         self._rest = 0  # steps that come without guesses, and aren't learned from
         self._rests = False  # whether this is one of them
+        self._expects = False  # whether its guesses are only those that callers expect
 
     @property
     def proposer(self) -> Proposer:
@@ -117,14 +118,14 @@ class Speculation:
     def propose(self) -> None:
         """Give drafts to sequences that decode."""
         self.draft_s, self._settle_s, self._watch_s, self._right = 0.0, 0.0, 0.0, 0
-        if any(s.expected is not None for s in self._scheduler.running):
-            self._rest = 0
-        self._rests = self._rest > 0
+        self._rests, self._expects = self._rest > 0, False
         if self._rests:
             self._rest -= 1
-            return
+            if not any(s.expected is not None for s in self._scheduler.running):
+                return
         if self.broken is not None:
             return
+        start = time.perf_counter()
         decoding = [s for s in self._scheduler.running if s.is_decoding]
         # what comes next may depend on more than the tokens
         able = [
@@ -136,12 +137,15 @@ class Speculation:
         if not able:
             self.controller.drop_look()
             return
-        if not self.controller.may_guess(len(decoding)) or self.controller.waits():
-            able = self._expecting(able, len(decoding))
-            if not able:
-                return
-        start = time.perf_counter()
         try:
+            if (
+                self._rests
+                or not self.controller.may_guess(len(decoding))
+                or self.controller.waits()
+            ):
+                able = self._expecting(able, len(decoding))
+                if not able:
+                    return
             self._propose(able, len(decoding), start)
         except Exception as error:  # guesses may fail, but not the requests
             self._give_up(error)
@@ -151,8 +155,11 @@ class Speculation:
 
     def _expecting(self, able: list[Sequence], batch: int) -> list[Sequence]:
         """Those whose callers have said what comes next: they needn't wait for a look."""
-        found = [s for s in able if s.expected is not None and s.expected.follow(s.tokens)]
-        return found if found and self.controller.may_guess(batch, expected=True) else []
+        found = [s for s in able if s.expected is not None and s.expected.is_due(s.tokens)]
+        if not found or not self.controller.may_guess(batch, expected=True):
+            return []
+        self._rests, self._expects = False, True
+        return found
 
     def _give_up(self, error: Exception) -> None:
         if self.broken is None:
@@ -193,6 +200,8 @@ class Speculation:
         elif any(chances):
             lengths = control.cut(batch, chances)
         for (sequence, draft), length in zip(found.items(), lengths, strict=True):
+            if sequence.expected is not None and draft.is_expected:
+                sequence.expected.judge(control.is_on)
             sequence.draft = draft
             if sequence.shorten_draft(length) and draft.parents is not None:
                 self._scheduler.reservations.reserve_ways(sequence)
@@ -228,7 +237,8 @@ class Speculation:
             ways = draft.ways
             way = next(at for at, way in enumerate(ways) if way[: len(right)] == right)
             self._scheduler.reservations.adopt(sequence, way)
-        for counts in (self.counts, sequence.request.metrics.drafts):
+        metrics = sequence.request.metrics
+        for counts in (self.counts, metrics.drafts, *([metrics.predicted] * draft.is_expected)):
             counts.count(len(draft), len(right), draft.depth)
         self._right += len(right)
         self._came_true[sequence] = right
@@ -294,8 +304,10 @@ class Speculation:
         batch, draft_s = len(size.contexts), record.draft_s + self._settle_s
         seconds = record.seconds - draft_s - self._watch_s
         unpaid_s, self._unpaid_s = self._unpaid_s, 0.0
-        self.controller.saw_step(batch, size.drafted, seconds, draft_s, self._right, unpaid_s)
-        self._rest = self.controller.rest(batch)
+        self.controller.saw_step(
+            batch, size.drafted, seconds, draft_s, self._right, unpaid_s, expected=self._expects
+        )
+        self._rest = self._rest or self.controller.rest(batch)  # whose steps were counted once
         if draft_s:
             self.controller.saw_look(time.perf_counter() - start)
 

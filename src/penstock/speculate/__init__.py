@@ -2,7 +2,7 @@
 
 from penstock.speculate.control import Controller, Record
 from penstock.speculate.counts import DraftCounts
-from penstock.speculate.prediction import Prediction
+from penstock.speculate.prediction import Expected, Prediction
 from penstock.speculate.proposer import (
     ROOT,
     Computed,
@@ -20,6 +20,7 @@ __all__ = [
     "Controller",
     "Draft",
     "DraftCounts",
+    "Expected",
     "Learner",
     "Prediction",
     "Proposer",

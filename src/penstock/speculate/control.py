@@ -192,11 +192,9 @@ class Controller:
             return True
         plain, seen = self.times.plain(batch, mixed=self.mixed)
         self._judge(batch)
-        if expected:
-            return True
         if seen < PLAIN_STEPS:
             return self.unlearned >= UNLEARNED
-        return self._looks(plain) or self._missing(plain) <= 0.0
+        return expected or self._looks(plain) or self._missing(plain) <= 0.0
 
     def _judge(self, batch: int) -> None:
         """Go by what was predicted for batches like this one."""
@@ -383,10 +381,13 @@ class Controller:
         draft_s: float = 0.0,
         right: int = 0,
         watch_s: float = 0.0,
+        *,
+        expected: bool = False,
     ) -> None:
         """A decoding step took `seconds` and drafting `draft_s`; `right` guesses came true.
 
-        watch_s: what keeping states took while drafts are off, which isn't in `seconds`.
+        watch_s: what keeping states took while drafts are off, which isn't in `seconds`. expected:
+        guesses were those of callers alone, which are no look at others'.
         """
         if not self.adaptive:
             return
@@ -408,7 +409,7 @@ class Controller:
         tried = (seconds - plain + self._look_s if drafted else 0.0) - right * plain / batch
         if self.by_passes:
             tried += draft_s + (0.0 if drafted else self._look_s)
-        else:
+        elif not expected:
             self._looks_s = max(self._looks_s - draft_s - self._look_s, -bound)
         self._budget_s = max(self._budget_s - max(tried, 0.0), -bound)
 

@@ -126,6 +126,11 @@ class Draft:
         return self._ways
 
     @property
+    def is_expected(self) -> bool:
+        """Whether it is what the sequence's caller has said will come."""
+        return self.kind >= KIND
+
+    @property
     def depth(self) -> int:
         """Tokens on the longest way."""
         return len(self) if self.parents is None else max(map(len, self.ways), default=0)

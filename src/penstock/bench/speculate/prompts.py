@@ -116,7 +116,10 @@ def _object_of(file: Path, number: int, line: str) -> dict[str, Any]:
         text = found[key]
         is_ids = isinstance(text, list) and all(type(one) is int for one in text)
         if not text or not (isinstance(text, str) or is_ids):
-            raise ConfigError(f'{where}: "{key}" must be a text or a list of token ids, not empty.')
+            raise ConfigError(
+                f'{where}: "{key}" must be a text or a list of token ids, and not empty; it is '
+                f"{text!r:.60}."
+            )
     return found
 
 

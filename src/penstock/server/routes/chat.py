@@ -155,7 +155,7 @@ def _whole(
 
 def _usage(body: ChatRequest, prompt_tokens: int, output: RequestOutput) -> dict[str, Any]:
     metrics = output.metrics
-    predicted = None if body.prediction is None else metrics.drafts
+    predicted = None if body.prediction is None else metrics.predicted
     return usage(prompt_tokens, made(output), metrics.cached_tokens, predicted)
 
 

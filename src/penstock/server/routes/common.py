@@ -255,7 +255,7 @@ def usage(
     cached_tokens: int | None = None,
     predicted: DraftCounts | None = None,
 ) -> dict[str, Any]:
-    """`usage` of the completions. predicted: what was guessed, where a prediction was given."""
+    """`usage` of the completions. predicted: what was guessed by a prediction that was given."""
     found: dict[str, Any] = {
         "prompt_tokens": prompt_tokens,
         "completion_tokens": completion_tokens,
@@ -263,7 +263,8 @@ def usage(
         "prompt_tokens_details": {"cached_tokens": cached_tokens or 0},
     }
     if predicted is not None:
-        right = predicted.accepted_tokens
+        # those after a stop were right, and aren't there
+        right = min(predicted.accepted_tokens, completion_tokens)
         found["completion_tokens_details"] = {
             "accepted_prediction_tokens": right,
             "rejected_prediction_tokens": predicted.draft_tokens - right,
