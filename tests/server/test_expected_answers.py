@@ -9,7 +9,6 @@ import openai
 import pytest
 from openai import OpenAI
 
-from penstock.runtime import Runtime
 from penstock.server import ServerConfig
 
 from .conftest import Running, serving
@@ -24,10 +23,9 @@ ASK: dict[str, Any] = {
 
 
 @pytest.fixture(scope="module")
-def expecting(server_runtime: Runtime) -> Iterator[OpenAI]:
+def expecting() -> Iterator[OpenAI]:
     config = ServerConfig(trust_request_chat_template=True)
-    guessing = {"method": "ngram", "adaptive": False}
-    with serving(config, runtime=server_runtime, speculative_config=guessing) as running:
+    with serving(config, speculative_config={"method": "ngram", "adaptive": False}) as running:
         yield OpenAI(base_url=running.v1, api_key="none", max_retries=0)
 
 

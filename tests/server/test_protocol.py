@@ -167,6 +167,7 @@ ENDPOINTS = {
             "logprobs": True,
             "top_logprobs": (2, {"logprobs": True}),
             "truncation": ("auto", {"messages": LONG}),
+            "prediction": {"type": "content", "content": "Once"},
             "truncate_prompt_tokens": 3,
             "return_token_ids": True,
             "return_tokens_as_token_ids": (True, {"logprobs": True}),
@@ -316,6 +317,7 @@ REFUSED = {
     "chat_template": "--trust-request-chat-template",
     "echo": "echo",
     "guided_decoding_backend": "llguidance",
+    "prediction": "there are no drafts here",  # test_expected_answers: where there are some
     "prompt_logprobs": "prompt_logprobs",
     "reasoning": "effort",
     "store": "store",
