@@ -24,12 +24,22 @@ def test_engines_whose_kernels_are_compiled() -> None:
 
 @pytest.mark.parametrize("file", ["test_engine.py", "test_families.py", "test_speculation.py"])
 def test_over_tritons_kernels(file: str) -> None:
+    run_interpreted(file, "not slow")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("file", ["test_engine.py", "test_speculation.py"])
+def test_in_further_ways(file: str) -> None:
+    run_interpreted(file, "slow")
+
+
+def run_interpreted(file: str, which: str) -> None:
     pytest.importorskip("triton", reason="Triton isn't installed")
     environment = os.environ | {"PENSTOCK_KERNELS": "triton", "TRITON_INTERPRET": "1"}
     environment.pop("PENSTOCK_ISA", None)
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist"]
     found = subprocess.run(
-        [*command, f"tests/interpreted/{file}"],
+        [*command, "-m", which, f"tests/interpreted/{file}"],
         cwd=ROOT, env=environment, capture_output=True, text=True, check=False,
     )  # fmt: skip
     assert found.returncode == 0, found.stdout[-6000:] + found.stderr[-2000:]

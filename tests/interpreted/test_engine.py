@@ -102,10 +102,23 @@ WAYS: dict[str, dict[str, Any]] = {
 }
 
 
+SLOW = pytest.mark.slow  # further ways to what the others have been through
+
+
 @pytest.mark.parametrize(
     ("way", "name"),
-    [(way, "greedy" if i % 2 else "drawn") for i, way in enumerate(WAYS)]
-    + [("together", "greedy"), ("together", "penalized"), ("in chunks", "greedy")],
+    [
+        ("together", "drawn"),
+        ("together", "greedy"),
+        pytest.param("together", "penalized", marks=SLOW),
+        pytest.param("one step after another", "greedy", marks=SLOW),
+        ("in chunks", "drawn"),
+        pytest.param("in chunks", "greedy", marks=SLOW),
+        ("no graphs", "greedy"),
+        pytest.param("few graphs", "drawn", marks=SLOW),
+        ("ngram", "greedy"),
+        pytest.param("self", "drawn", marks=SLOW),
+    ],
 )
 def test_a_sequence_is_its_own(
     folder: Path, alone: dict[str, list[Any]], way: str, name: str
@@ -118,7 +131,7 @@ def test_a_sequence_is_its_own(
         assert llm.engine.computing.overlapped >= 2
 
 
-@pytest.mark.parametrize("mode", ["recompute", "swap"])
+@pytest.mark.parametrize("mode", [pytest.param("recompute", marks=SLOW), "swap"])
 def test_giving_way(folder: Path, alone: dict[str, list[Any]], mode: str) -> None:
     """To a request that ranks higher, while a step that was begun early is on its way."""
     llm = engine(folder, policy="priority", max_num_seqs=2, preemption_mode=mode)
@@ -143,11 +156,11 @@ FEW = SamplingParams(temperature=0.0, max_tokens=3, ignore_eos=True, logprobs=1)
     "options",
     [
         {"kv_cache_dtype": "int8"},
-        {"kv_cache_dtype": "fp8"},
+        pytest.param({"kv_cache_dtype": "fp8"}, marks=SLOW),
         {"quantization": "w8a8"},
         {"quantization": "w4a16-g32-asym"},
-        {"quantization": "fp8-w8a8"},
-        {"quantization": "mxfp4"},
+        pytest.param({"quantization": "fp8-w8a8"}, marks=SLOW),
+        pytest.param({"quantization": "mxfp4"}, marks=SLOW),
     ],
     ids=lambda options: next(iter(options.values())),
 )
@@ -187,7 +200,7 @@ def test_embeddings(folder: Path) -> None:
     assert together == [llm.embed([item])[0].outputs.embedding for item in items]
 
 
-@pytest.mark.parametrize("quantization", [None, "w4a16-g32"])
+@pytest.mark.parametrize("quantization", [pytest.param(None, marks=SLOW), "w4a16-g32"])
 def test_an_engine_folder(folder: Path, tmp_path: Path, quantization: str | None) -> None:
     """What was built for a GPU gives the same tokens and log-probabilities as what it is of."""
     chosen: dict[str, Any] = {"dtype": "bfloat16", "quantization": quantization}

@@ -59,12 +59,12 @@ def plain(folder: Path) -> dict[str, list[Any]]:
 @pytest.mark.parametrize(
     ("method", "how"),
     [
-        ("draft_model", "greedy"),
+        pytest.param("draft_model", "greedy", marks=pytest.mark.slow),
         ("draft_model", "drawn"),
         ("medusa", "greedy"),
         ("medusa-shared", "drawn"),
         ("eagle", "greedy"),
-        ("eagle", "drawn"),
+        pytest.param("eagle", "drawn", marks=pytest.mark.slow),
         ("eagle3", "greedy"),
     ],
 )
@@ -93,7 +93,7 @@ def test_a_draft_model_has_graphs_of_its_own(
     assert draft.counts.replays > 0
 
 
-@pytest.mark.parametrize("method", ["eagle", "medusa-shared"])
+@pytest.mark.parametrize("method", ["eagle", pytest.param("medusa-shared", marks=pytest.mark.slow)])
 def test_quantized_heads(
     folder: Path, heads: dict[str, dict[str, Any]], plain: dict[str, list[Any]], method: str
 ) -> None:

@@ -74,7 +74,10 @@ def copied(given: Path, folder: Path) -> Path:
 
 
 @pytest.mark.multiprocess
-@pytest.mark.parametrize("case", ["adapter", "training", "all"])
+@pytest.mark.parametrize(
+    "case",
+    ["all", *(pytest.param(one, marks=pytest.mark.slow) for one in ("adapter", "training"))],
+)
 def test_killed_in_every_phase(case: str, given: Path, tmp_path: Path) -> None:
     folder = copied(given, tmp_path)
     command = [sys.executable, str(KILLED), str(folder), case]

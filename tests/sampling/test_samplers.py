@@ -147,13 +147,14 @@ SAMPLERS = [
 ]
 
 
+@pytest.mark.parametrize("count", [20_000, pytest.param(100_000, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("params", SAMPLERS, ids=str)
-def test_draws_follow_what_is_kept(params):
-    """100,000 draws against the distribution that the closed forms above have been checked for."""
+def test_draws_follow_what_is_kept(params, count):
+    """Against the distribution that the closed forms above have been checked for."""
     logits = normal_logits(1, 20, seed=3, spread=1.5)[0]
     want = kept(logits, **params)
     counts = np.zeros(20)
-    for first in range(0, 100_000, 10_000):
+    for first in range(0, count, 10_000):
         rows = [sequence(20, seed=first + i, **params) for i in range(10_000)]
         counts += np.bincount(chosen(logits.repeat(len(rows), 1), rows), minlength=20)
     assert counts[want == 0].sum() == 0
