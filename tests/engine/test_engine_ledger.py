@@ -102,7 +102,7 @@ def test_a_plain_steps_time_is_learnt_from_plain_steps() -> None:
     guesses = speculate(engine, Guesser(lambda tokens, state: 3), adaptive=True)
     seen: list[tuple[int, int]] = []
     guesses.controller.saw_step = (  # type: ignore[method-assign]
-        lambda batch, drafted, *_: seen.append((batch, drafted))
+        lambda batch, drafted, *_, **__: seen.append((batch, drafted))
     )
     for size in (
         StepSize([1, 1], [8, 9], 2),
