@@ -18,7 +18,7 @@ from penstock.errors import RequestError
 from penstock.speculate.control import PLAIN_STEPS
 from penstock.step import KV, Step
 
-from .test_speculation import random_params
+from .test_speculation import LITTLE_ROOM, random_params
 from .toy import Toy, check, drain, reference, toy_engine, toy_runtime
 
 PROMPT = [5, 6, 7]
@@ -42,16 +42,7 @@ def edited(rng: random.Random, tokens: list[int]) -> tuple[int, ...]:
 
 @pytest.mark.parametrize("method", ["ngram", "suffix"])
 @pytest.mark.parametrize("adaptive", [False, True])
-@pytest.mark.parametrize(
-    "options",
-    [
-        {},
-        {"num_blocks": 16},
-        {"num_blocks": 16, "preemption_mode": "swap"},
-        {"max_num_batched_tokens": 9, "max_num_seqs": 4},
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize("options", LITTLE_ROOM, ids=str)
 def test_what_comes_is_what_would_have_come(
     options: dict[str, Any], adaptive: bool, method: str
 ) -> None:

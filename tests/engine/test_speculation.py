@@ -48,16 +48,21 @@ def contents(engine: Engine, sequence: Sequence) -> list[int]:
     return ids[sequence.blocks].flatten()[: sequence.num_computed].tolist()
 
 
+LITTLE_ROOM: list[dict[str, Any]] = [
+    {},
+    {"num_blocks": 16},
+    {"num_blocks": 16, "preemption_mode": "swap"},
+    {"max_num_batched_tokens": 9, "max_num_seqs": 4},
+]
+
+
 @pytest.mark.parametrize("kind", [Guesser, TreeGuesser])
 @pytest.mark.parametrize("wrong", [0.0, 0.3, 1.0])
 @pytest.mark.parametrize("adaptive", [False, True])
 @pytest.mark.parametrize(
     "options",
     [
-        {},
-        {"num_blocks": 16},
-        {"num_blocks": 16, "preemption_mode": "swap"},
-        {"max_num_batched_tokens": 9, "max_num_seqs": 4},
+        *LITTLE_ROOM,
         {"enable_chunked_prefill": False, "max_num_batched_tokens": 65},
         {"enable_prefix_caching": False},
         {"policy": "priority"},

@@ -270,13 +270,14 @@ class Intake:
         if given is None:
             return None
         assert not isinstance(given, str)  # by now
-        tokens = given[: self.max_len]
-        for token in tokens:
-            if not isinstance(token, int | np.integer):
-                raise RequestError(f"prediction holds {token!r:.60}, which isn't a token id.")
+        tokens: tuple[Any, ...] = given[: self.max_len]
         try:
             return Expected(self.checked(tokens, generates=False))
         except InvalidPromptError as error:
+            for token in tokens:
+                if not isinstance(token, int | np.integer):
+                    wrong = f"prediction holds {token!r:.60}, which isn't a token id."
+                    raise RequestError(wrong) from error
             raise RequestError(f"prediction is refused: {error}") from error
 
     def _constraint(self, request: Request) -> Constraint | None:

@@ -7,11 +7,12 @@ arXiv:2304.04487. Their search of the whole text is replaced by an index that gr
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Final
 
 from penstock.errors import ConfigError
 from penstock.speculate.matches import Runs
-from penstock.speculate.proposer import Draft, Wish, expected_draft
+from penstock.speculate.proposer import Draft, Wish, looked_up
 
 MIN_MATCH: Final = 2
 """Tokens that must match, unless somebody chose."""
@@ -50,12 +51,8 @@ class NgramProposer:
         drafts = []
         for wish in wishes:
             length, place = self.match(wish.key, wish.tokens)
-            draft = expected_draft(wish, length)
-            if draft is None:
-                draft = Draft(wish.sampling)
-                draft.kind = length.bit_length()
-                draft.extend(self._guess(wish.tokens, length, place, wish.limit))
-            drafts.append(draft)
+            guess = partial(self._guess, wish.tokens, length, place, wish.limit)
+            drafts.append(looked_up(wish, length, guess))
         return drafts
 
     @property

@@ -191,16 +191,18 @@ class Wish:
     expected: Prediction | None = None  # of its output, by whoever asked for it
 
 
-def expected_draft(wish: Wish, least: int) -> Draft | None:
-    """What a sequence's caller expects next, where at least `least` of its last tokens, and not
-    none, came as expected.
+def looked_up(wish: Wish, length: int, guess: Callable[[], Iterable[int]]) -> Draft:
+    """A draft for a sequence whose last `length` tokens stood before: what its caller expects,
+    where at least as many, and not none, came so; else `guess`.
     """
-    length = 0 if wish.expected is None else wish.expected.follow(wish.tokens)
-    if wish.expected is None or not length or length < least:
-        return None
-    draft = Draft(wish.sampling)
-    draft.kind = KIND + length.bit_length()
-    draft.extend(wish.expected.guess(wish.limit))
+    draft, expected = Draft(wish.sampling), wish.expected
+    followed_for = 0 if expected is None else expected.follow(wish.tokens)
+    if expected is not None and followed_for and followed_for >= length:
+        draft.kind = KIND + followed_for.bit_length()
+        draft.extend(expected.guess(wish.limit))
+    else:
+        draft.kind = length.bit_length()
+        draft.extend(guess())
     return draft
 
 

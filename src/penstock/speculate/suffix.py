@@ -11,11 +11,12 @@ from array import array
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Final
 
 from penstock.errors import ConfigError
 from penstock.speculate.matches import MOST_PLACES, Runs
-from penstock.speculate.proposer import Draft, Wish, expected_draft
+from penstock.speculate.proposer import Draft, Wish, looked_up
 
 MIN_PROBABILITY: Final = 0.1
 """A guess ends where what is known gives the whole of it less."""
@@ -83,12 +84,8 @@ class SuffixProposer:
         for wish in wishes:
             prompt = wish.sampling.num_prompt
             length, branches = self.match(wish.key, wish.tokens, prompt, wish.salt)
-            draft = expected_draft(wish, length)
-            if draft is None:
-                draft = Draft(wish.sampling)
-                draft.kind = length.bit_length()
-                draft.extend(self._guess(wish.tokens, length, branches, wish.limit))
-            drafts.append(draft)
+            guess = partial(self._guess, wish.tokens, length, branches, wish.limit)
+            drafts.append(looked_up(wish, length, guess))
         return drafts
 
     @property
