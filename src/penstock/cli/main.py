@@ -30,6 +30,7 @@ from penstock.cli import (
     serve,
 )
 from penstock.cli import run as batch
+from penstock.cli.loading import collect_rarely
 from penstock.errors import PenstockError
 
 INTERRUPTED = 130
@@ -167,6 +168,7 @@ app.add_typer(bench.app, name="bench")
 
 def run() -> None:
     """Entry point of the installed command."""
+    collect_rarely()
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, TextIOWrapper):
             stream.reconfigure(errors="replace")  # a terminal that can't show a character
