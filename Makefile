@@ -9,10 +9,13 @@ BIN := .venv/bin
 run: .venv/.run  ## generate text with the embedded model; tokens/s and the share of the floor
 	$(BIN)/penstock generate --prompt "Once upon a time" --max-tokens 200 --seed 1 --stats
 
+# Tests start hundreds of processes: none should compile the modules anew.
+test: export PYTHONDONTWRITEBYTECODE =
 test: .venv/.dev  ## the test suite: offline, no GPU; in JOBS processes, then what must run alone
 	$(BIN)/python -m pytest --numprocesses $(JOBS) --dist loadfile --no-loadscope-reorder \
 		-m "$(FAST) and not alone"
-	$(BIN)/python -m pytest -m "$(FAST) and alone"
+	$(BIN)/python -m pytest -m "$(FAST) and alone" \
+		$$(grep --recursive --files-with-matches --include="test_*.py" mark.alone tests)
 
 check: .venv/.dev  ## style, types, layers
 	$(BIN)/ruff check

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import threading
 import time
+from collections.abc import Callable
 from typing import Any
 
 import httpx2 as httpx
@@ -154,65 +155,77 @@ def test_what_the_engine_refuses_has_a_status_in_a_stream_too(server: Running) -
 
 # ── large ────────────────────────────────────────────────────────────────────────────────────
 
-LARGE: dict[str, tuple[str, dict[str, Any], str]] = {
-    "a prompt of 10^6 words": ("/v1/completions", {"prompt": "dog " * MILLION}, "characters"),
-    "… to be cut": (
+LARGE: dict[str, tuple[str, Callable[[], dict[str, Any]], str]] = {
+    "a prompt of 10^6 words": (
         "/v1/completions",
-        {"prompt": "dog " * MILLION, "truncate_prompt_tokens": -1},
+        lambda: {"prompt": "dog " * MILLION},
         "characters",
     ),
-    "10^6 token ids": ("/v1/completions", {"prompt": [5] * MILLION}, "1,000,000 tokens"),
+    "… to be cut": (
+        "/v1/completions",
+        lambda: {"prompt": "dog " * MILLION, "truncate_prompt_tokens": -1},
+        "characters",
+    ),
+    "10^6 token ids": ("/v1/completions", lambda: {"prompt": [5] * MILLION}, "1,000,000 tokens"),
     "10^6 ids and a word": (
         "/v1/completions",
-        {"prompt": [5] * MILLION + ["a"]},
+        lambda: {"prompt": [5] * MILLION + ["a"]},
         "prompt[1000000]",
     ),
-    "10^6 wrong ids": ("/v1/completions", {"prompt": [-5] * MILLION}, "prompt[0]"),
-    "10^6 numbers": ("/v1/completions", {"prompt": [0.5] * MILLION}, "Give a text"),
-    "10^5 prompts": ("/v1/completions", {"prompt": ["a"] * 10**5}, "100,000 prompts"),
+    "10^6 wrong ids": ("/v1/completions", lambda: {"prompt": [-5] * MILLION}, "prompt[0]"),
+    "10^6 numbers": ("/v1/completions", lambda: {"prompt": [0.5] * MILLION}, "Give a text"),
+    "10^5 prompts": ("/v1/completions", lambda: {"prompt": ["a"] * 10**5}, "100,000 prompts"),
     "10^5 stop strings": (
         "/v1/completions",
-        {"stop": [f"s{i}" for i in range(10**5)]},
+        lambda: {"stop": [f"s{i}" for i in range(10**5)]},
         "100,000 strings",
     ),
     "10^5 bad words": (
         "/v1/completions",
-        {"bad_words": [f"s{i}" for i in range(10**5)]},
+        lambda: {"bad_words": [f"s{i}" for i in range(10**5)]},
         "100,000 strings",
     ),
-    "a long bad word": ("/v1/completions", {"bad_words": ["dog " * 10**5]}, "400,000 characters"),
+    "a long bad word": (
+        "/v1/completions",
+        lambda: {"bad_words": ["dog " * 10**5]},
+        "400,000 characters",
+    ),
     "10^5 biases": (
         "/v1/completions",
-        {"logit_bias": {str(i): 1 for i in range(10**5)}},
+        lambda: {"logit_bias": {str(i): 1 for i in range(10**5)}},
         "100,000 token ids",
     ),
     "10^5 wrong biases": (
         "/v1/completions",
-        {"logit_bias": {str(i): "x" for i in range(10**5)}},
+        lambda: {"logit_bias": {str(i): "x" for i in range(10**5)}},
         "must be a number",
     ),
-    "10^5 fields": ("/v1/completions", {f"f{i}": 1 for i in range(10**5)}, "'f0' isn't a field"),
+    "10^5 fields": (
+        "/v1/completions",
+        lambda: {f"f{i}": 1 for i in range(10**5)},
+        "'f0' isn't a field",
+    ),
     "10^6 words in a chat": (
         "/v1/chat/completions",
-        {"messages": [{"role": "user", "content": "dog " * MILLION}]},
+        lambda: {"messages": [{"role": "user", "content": "dog " * MILLION}]},
         "characters",
     ),
-    "10^4 messages": ("/v1/chat/completions", {"messages": ASK * 10**4}, "10,000 messages"),
+    "10^4 messages": ("/v1/chat/completions", lambda: {"messages": ASK * 10**4}, "10,000 messages"),
     "10^4 wrong messages": (
         "/v1/chat/completions",
-        {"messages": [{"role": "nobody"}] * 10**4},
+        lambda: {"messages": [{"role": "nobody"}] * 10**4},
         "messages[0].role",
     ),
     "10^6 words for Anthropic": (
         "/v1/messages",
-        {"messages": [{"role": "user", "content": "dog " * MILLION}]},
+        lambda: {"messages": [{"role": "user", "content": "dog " * MILLION}]},
         "characters",
     ),
-    "10^6 words to count": ("/tokenize", {"prompt": "dog " * MILLION}, "characters"),
-    "10^6 wrong tokens": ("/detokenize", {"tokens": [-5] * MILLION}, "tokens[0]"),
+    "10^6 words to count": ("/tokenize", lambda: {"prompt": "dog " * MILLION}, "characters"),
+    "10^6 wrong tokens": ("/detokenize", lambda: {"tokens": [-5] * MILLION}, "tokens[0]"),
     "10^5 labels": (
         "/v1/responses",
-        {"metadata": {str(i): "x" for i in range(10**5)}},
+        lambda: {"metadata": {str(i): "x" for i in range(10**5)}},
         "100,000 entries",
     ),
 }
@@ -220,7 +233,8 @@ LARGE: dict[str, tuple[str, dict[str, Any], str]] = {
 
 @pytest.mark.parametrize("what", LARGE)
 def test_too_much_of_something(server: Running, what: str) -> None:
-    path, more, said = LARGE[what]
+    path, made, said = LARGE[what]
+    more = made()
     with server.client() as client:
         start = time.monotonic()
         answer = client.post(path, json={**ENDPOINTS[path][1], **more})
@@ -228,29 +242,38 @@ def test_too_much_of_something(server: Running, what: str) -> None:
         assert time.monotonic() - start < 10  # a second or less, but machines are shared
 
 
-MANY: dict[str, tuple[str, bytes, str]] = {
-    "lists": ("/v1/completions", b'{"prompt":[%b[1]]}' % (b"[1]," * 7_000_000), "lists"),
-    "objects": ("/v1/chat/completions", b'{"a":[%b1]}' % (b"{}," * 8_000_000), "lists"),
-    "numbers": ("/v1/completions", b'{"prompt":[%b1]}' % (b"1," * 15_000_000), "15,000,000 values"),
+MANY: dict[str, tuple[str, Callable[[], bytes], str]] = {
+    "lists": ("/v1/completions", lambda: b'{"prompt":[%b[1]]}' % (b"[1]," * 7_000_000), "lists"),
+    "objects": ("/v1/chat/completions", lambda: b'{"a":[%b1]}' % (b"{}," * 8_000_000), "lists"),
+    "numbers": (
+        "/v1/completions",
+        lambda: b'{"prompt":[%b1]}' % (b"1," * 15_000_000),
+        "15,000,000 values",
+    ),
     "members": (
         "/v1/completions",
-        json.dumps({"logit_bias": {str(i): 1 for i in range(1_500_000)}}).encode(),
+        lambda: json.dumps({"logit_bias": {str(i): 1 for i in range(1_500_000)}}).encode(),
         "1,500,001 texts",
     ),
-    "tokens": ("/detokenize", b'{"tokens":[%b1]}' % (b"1," * 8_000_000), "8,000,000 values"),
+    "tokens": (
+        "/detokenize",
+        lambda: b'{"tokens":[%b1]}' % (b"1," * 8_000_000),
+        "8,000,000 values",
+    ),
     "templates": (
         "/v1/chat/completions",
-        b'{"messages":[],"chat_template_kwargs":{"x":[%b1]}}' % (b'{"a":1},' * 3_400_000),
+        lambda: b'{"messages":[],"chat_template_kwargs":{"x":[%b1]}}' % (b'{"a":1},' * 3_400_000),
         "texts",
     ),
-    "an open text": ("/v1/completions", b'{"prompt":"' + b"[," * 15_000_000, "JSON"),
+    "an open text": ("/v1/completions", lambda: b'{"prompt":"' + b"[," * 15_000_000, "JSON"),
 }
 
 
 @pytest.mark.parametrize("what", MANY)
 def test_others_are_answered_while_a_huge_body_is_refused(server: Running, what: str) -> None:
     """Read in full, each of these would stop the event loop for 2 to 15 s."""
-    path, content, said = MANY[what]
+    path, made, said = MANY[what]
+    content = made()
     done = threading.Event()
     waits: list[float] = []
 
