@@ -9,7 +9,6 @@ from torch import Tensor
 
 from penstock.errors import KernelError
 from penstock.kernels.triton.launch import implement
-from penstock.kernels.triton.rounding import narrow
 from penstock.ops.levels import LEVELS, NF4
 from penstock.ops.rows import BLOCK as HALVES
 
@@ -31,9 +30,9 @@ def _row(tokens, count):
 @triton.jit
 def _scaled(value, scale, dtype: tl.constexpr, SCALES: tl.constexpr):
     """value rounded to `dtype`, and where it is scaled, once more."""
-    value = narrow(value, dtype)
+    value = value.to(dtype)
     if SCALES:
-        value = narrow(value.to(tl.float32) * scale, dtype)
+        value = (value.to(tl.float32) * scale).to(dtype)
     return value
 
 
@@ -42,7 +41,7 @@ def _plain(tokens, weight, y, count, stride, dim, scale, SCALES: tl.constexpr, B
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     value = tl.load(weight + _row(tokens, count) * stride + at, mask=at < dim, other=0.0)
     if SCALES:
-        value = narrow(value.to(tl.float32) * scale, y.dtype.element_ty)
+        value = (value.to(tl.float32) * scale).to(y.dtype.element_ty)
     tl.store(y + tl.program_id(0).to(tl.int64) * dim + at, value, mask=at < dim)
 
 

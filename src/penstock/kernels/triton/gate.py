@@ -9,7 +9,6 @@ from torch import Tensor
 
 from penstock.kernels.triton.activation import activated
 from penstock.kernels.triton.launch import implement
-from penstock.kernels.triton.rounding import narrow
 from penstock.ops.panels import COLUMNS, round_up
 
 _BLOCK = 1024
@@ -38,7 +37,7 @@ def _gate(
         value = activated(gate, ACTIVATION) * up
     else:
         value = activated(tl.load(x + at, mask=inside, other=0.0).to(tl.float32), ACTIVATION)
-    tl.store(y + row * columns + at, narrow(value, y.dtype.element_ty), mask=inside)
+    tl.store(y + row * columns + at, value.to(y.dtype.element_ty), mask=inside)
 
 
 @implement("gate")

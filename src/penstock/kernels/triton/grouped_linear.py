@@ -11,7 +11,6 @@ from torch import Tensor
 
 from penstock.kernels.triton.activation import activated
 from penstock.kernels.triton.launch import INTERPRETED, dot, implement, power_of_2
-from penstock.kernels.triton.rounding import narrow
 from penstock.ops.grouped_linear import check_groups, check_places
 from penstock.ops.rows import BLOCK
 
@@ -112,14 +111,14 @@ def _grouped_linear(
         inside = n < features
         total = _finish(total, scale, bias, stored + n, inside, HAS_SCALE, HAS_BIAS)
         if ACTIVATION or GATED:
-            total = activated(narrow(total, like).to(tl.float32), ACTIVATION)
+            total = activated(total.to(like).to(tl.float32), ACTIVATION)
         if GATED:
             at = stored + features + n
             second = _finish(second, scale, bias, at, inside, HAS_SCALE, HAS_BIAS)
-            total *= narrow(second, like).to(tl.float32)
+            total *= second.to(like).to(tl.float32)
         total = tl.where(expert < experts, total, 0.0)
         y_at = y + r.to(tl.int64)[None, :] * features + n[:, None]
-        tl.store(y_at, narrow(total, y.dtype.element_ty), mask=inside[:, None] & (r < end)[None, :])
+        tl.store(y_at, total.to(y.dtype.element_ty), mask=inside[:, None] & (r < end)[None, :])
 
 
 def _refuse(
@@ -236,7 +235,7 @@ def _combine(y, places, weights, out, features, stride, K: tl.constexpr, FEATURE
         weight = tl.load(weights + token * K + j)
         value = tl.load(y + place * stride + n, mask=inside & (place >= 0), other=0.0)
         total = tl.where(place >= 0, tl.fma(value.to(tl.float32), weight, total), total)
-    tl.store(out + token * features + n, narrow(total, out.dtype.element_ty), mask=inside)
+    tl.store(out + token * features + n, total.to(out.dtype.element_ty), mask=inside)
 
 
 @implement("combine")

@@ -27,7 +27,6 @@ from penstock.kernels.triton.launch import implement
 from penstock.kernels.triton.linear_forms import Form, Matrix
 from penstock.kernels.triton.linear_sums import E4M3, INT8, Operands, Sizes, span_sums
 from penstock.kernels.triton.linear_tiles import PROCESSORS, span_length, tiles_for
-from penstock.kernels.triton.rounding import narrow
 from penstock.kernels.triton.rows import e4m3_rows, int8_rows, norm_rows
 
 SWIZZLE: tl.constexpr = tl.constexpr(8)
@@ -82,15 +81,15 @@ def _finish(
     value = _values(total, ends, features, rows)
     if GATED:
         up = _values(other, ends, features + size.features, rows)
-        value = activated(narrow(value, dtype).to(tl.float32), ACTIVATION)
-        value *= narrow(up, dtype).to(tl.float32)
+        value = activated(value.to(dtype).to(tl.float32), ACTIVATION)
+        value *= up.to(dtype).to(tl.float32)
     elif ACTIVATION:
-        value = activated(narrow(value, dtype).to(tl.float32), ACTIVATION)
+        value = activated(value.to(dtype).to(tl.float32), ACTIVATION)
     at = ends.out + (rows.to(tl.int64) * out_stride)[None, :] + features[:, None]
     if RESIDUAL:
         before = tl.load(at, mask=inside, other=0.0).to(tl.float32)
-        value = before + narrow(value, dtype).to(tl.float32)
-    tl.store(at, narrow(value, ends.out.dtype.element_ty), mask=inside)
+        value = before + value.to(dtype).to(tl.float32)
+    tl.store(at, value.to(ends.out.dtype.element_ty), mask=inside)
 
 
 @triton.jit

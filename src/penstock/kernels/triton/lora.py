@@ -8,7 +8,6 @@ import triton.language as tl
 from torch import Tensor
 
 from penstock.kernels.triton.launch import dot, implement, power_of_2
-from penstock.kernels.triton.rounding import narrow
 from penstock.ops.lora import check_adapters
 
 SPANS = 8
@@ -89,12 +88,12 @@ def _expand(
             u_at = own + (i + n).to(tl.int64)[:, None] * stride_up + r[None, :]
             part = tl.load(u_at, mask=inside[:, None] & (r < rank)[None, :], other=0.0)
             nothing = tl.zeros((FEATURES, ROWS), dtype=tl.float32)
-            change = dot(part, narrow(hidden, part.dtype), nothing)
+            change = dot(part, hidden.to(part.dtype), nothing)
             y_at = y + t[None, :] * stride_y + (i + n)[:, None]
             kept = inside[:, None] & mine[None, :]
             before = tl.load(y_at, mask=kept, other=0.0).to(tl.float32)
             after = tl.fma(change, nothing + factor, before)
-            tl.store(y_at, narrow(after, y.dtype.element_ty), mask=kept)
+            tl.store(y_at, after.to(y.dtype.element_ty), mask=kept)
         ids = _next(ids, LANES)
         adapter = tl.max(ids, axis=0)
 

@@ -8,7 +8,6 @@ import triton.language as tl
 from torch import Tensor
 
 from penstock.kernels.triton.launch import implement, power_of_2
-from penstock.kernels.triton.rounding import narrow
 
 
 def whole_vectors(x: Tensor) -> tuple[Tensor, int]:
@@ -46,7 +45,7 @@ def _rms_norm(x, weight, y, stride, eps, dim: tl.constexpr, VECTOR: tl.constexpr
     value = tl.load(x + start + at, mask=inside, other=0.0).to(tl.float32)
     by = tl.load(weight + at, mask=inside, other=0.0).to(tl.float32)
     scaled = rms_scaled(value, by, dim, eps)
-    tl.store(y + row * dim + at, narrow(scaled, y.dtype.element_ty), mask=inside)
+    tl.store(y + row * dim + at, scaled.to(y.dtype.element_ty), mask=inside)
 
 
 @implement("rms_norm")
@@ -87,7 +86,7 @@ def _layer_norm(
     scaled = rms_scaled(centred, by, dim, eps)
     if HAS_BIAS:
         scaled += tl.load(bias + at, mask=inside, other=0.0).to(tl.float32)
-    tl.store(y + row * dim + at, narrow(scaled, y.dtype.element_ty), mask=inside)
+    tl.store(y + row * dim + at, scaled.to(y.dtype.element_ty), mask=inside)
 
 
 @implement("layer_norm")

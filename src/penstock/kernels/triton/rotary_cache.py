@@ -16,7 +16,7 @@ from torch import Tensor
 from penstock.errors import KernelError
 from penstock.kernels.triton.launch import implement, power_of_2
 from penstock.kernels.triton.norm import whole_vectors
-from penstock.kernels.triton.rounding import is_number, magnitude, narrow, narrow_e4m3, round_even
+from penstock.kernels.triton.rounding import is_number, magnitude, round_even
 
 _TILE = 1024
 """Elements of a tile, but where a norm is over all heads."""
@@ -117,8 +117,8 @@ def _stored(x, scale, dtype: tl.constexpr):
         q = tl.where(is_number(q), tl.minimum(tl.maximum(q, -127.0), 127.0), 0.0)
         return round_even(q).to(tl.int8)
     if dtype == tl.float8e4nv:
-        return narrow_e4m3(tl.where(is_number(x), tl.minimum(tl.maximum(x, -448.0), 448.0), x))
-    return narrow(x, dtype)
+        return tl.where(is_number(x), tl.minimum(tl.maximum(x, -448.0), 448.0), x).to(tl.float8e4nv)
+    return x.to(dtype)
 
 
 @triton.jit
@@ -128,7 +128,7 @@ def _scale(first, second, rest):
     top = tl.maximum(top, tl.max(magnitude(rest), 1)).to(tl.float32, bitcast=True)
     step = tl.div_rn(top, 127.0)
     step = tl.where(is_number(step), tl.maximum(step, _LEAST_HALF), step)
-    return narrow(step[:, None], tl.float16)
+    return step[:, None].to(tl.float16)
 
 
 @triton.jit
@@ -241,7 +241,7 @@ def _rotary_cache(
         first, second = tl.where(is_value, first, left), tl.where(is_value, second, right)
 
     own: tl.constexpr = qkv.dtype.element_ty
-    first, second, rest = narrow(first, own), narrow(second, own), narrow(rest, own)
+    first, second, rest = first.to(own), second.to(own), rest.to(own)
     if is_query:
         out = y + (token.to(tl.int64) * heads + head) * dim
         _store(out, here, first, second, rest, dim, turned, INTERLEAVED, HALF, REST)

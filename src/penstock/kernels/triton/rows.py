@@ -13,7 +13,7 @@ from torch import Tensor
 
 from penstock.kernels.triton.launch import power_of_2
 from penstock.kernels.triton.norm import rms_norm, rms_scaled, warps, whole_vectors
-from penstock.kernels.triton.rounding import is_number, magnitude, narrow, narrow_e4m3, round_even
+from penstock.kernels.triton.rounding import is_number, magnitude, round_even
 from penstock.ops.panels import round_up
 from penstock.ops.rotate import ROTATED
 
@@ -33,7 +33,7 @@ def _row(x, norm, start, at, eps, dim: tl.constexpr, HAS_NORM: tl.constexpr):
     value = tl.load(x + start + at, mask=inside, other=0.0).to(tl.float32)
     if HAS_NORM:
         by = tl.load(norm + at, mask=inside, other=0.0).to(tl.float32)
-        value = narrow(rms_scaled(value, by, dim, eps), x.dtype.element_ty).to(tl.float32)
+        value = rms_scaled(value, by, dim, eps).to(x.dtype.element_ty).to(tl.float32)
     return value
 
 
@@ -161,7 +161,7 @@ def _e4m3_rows(
         scale = tl.where(top > 1e-30, tl.div_rn(top, 448.0), 1.0)
     q = tl.div_rn(value, scale[:, None])
     q = tl.where(is_number(q), tl.minimum(tl.maximum(q, -448.0), 448.0), float("nan"))
-    code = tl.reshape(narrow_e4m3(q), (G * S,))
+    code = tl.reshape(q.to(tl.float8e4nv), (G * S,))
     tl.store(codes + row * padded + at, code, mask=at < padded)
     group = tl.arange(0, G)
     tl.store(scales + row * groups + group, _unless_bad(scale, top), mask=group < groups)
