@@ -6,6 +6,7 @@ import os
 import signal
 
 os.environ["OMP_WAIT_POLICY"] = "passive"  # or torch's threads keep cores busy while they wait
+os.environ["OPENBLAS_NUM_THREADS"] = "1"  # NumPy's do too
 import pytest
 import torch
 
