@@ -4,6 +4,7 @@ machine take longer than tiny products. Tests of threads set as many as they nee
 import gc
 import os
 import signal
+from collections.abc import Iterator
 
 os.environ["OMP_WAIT_POLICY"] = "passive"  # or torch's threads keep cores busy while they wait
 os.environ["OPENBLAS_NUM_THREADS"] = "1"  # NumPy's do too
@@ -17,7 +18,7 @@ torch.set_num_threads(1)
 # Of a job in the background, Ctrl-C is ignored, and by all that it starts: tests of it need it.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
-_freeze = gc.freeze
+_freeze, _usual = gc.freeze, gc.get_threshold()
 
 
 def pytest_collection_finish() -> None:
@@ -27,6 +28,8 @@ def pytest_collection_finish() -> None:
 
 
 @pytest.fixture(autouse=True)
-def _unfrozen(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Commands leave what they load out of collections, for a process of their own."""
+def _collections_as_usual(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Commands have fewer, and leave what they load out of them, for a process of their own."""
     monkeypatch.setattr(gc, "freeze", lambda: None)
+    yield
+    gc.set_threshold(*_usual)

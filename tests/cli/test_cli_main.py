@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import shutil
 import subprocess
 import sys
@@ -125,6 +126,15 @@ def test_an_error_has_no_traceback_unless_debugging(
     _, err = debugging.communicate(timeout=60)
     assert debugging.returncode == 1
     assert b"Traceback" in err and b"InvalidSamplingError" in err
+
+
+@pytest.mark.parametrize(("command", "rarely"), [("generate", True), ("export", False)])
+def test_garbage_is_collected_rarely_where_a_model_is_loaded(
+    penstock: Run, command: str, rarely: bool
+) -> None:
+    usual = gc.get_threshold()
+    assert penstock(command, "--help").exit_code == 0
+    assert (gc.get_threshold() != usual) == rarely
 
 
 @pytest.mark.parametrize("error", [MemoryError("3 GiB"), RuntimeError("you can't allocate memory")])

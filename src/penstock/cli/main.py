@@ -33,6 +33,9 @@ from penstock.cli import run as batch
 from penstock.cli.loading import collect_rarely
 from penstock.errors import PenstockError
 
+_LOAD_A_MODEL = ("chat", "eval", "generate", "profile", "run", "serve")
+"""By `cli.loading` or as it does: the rest may make garbage that holds large tensors."""
+
 INTERRUPTED = 130
 BROKEN_PIPE = 141
 
@@ -147,6 +150,8 @@ def penstock(
 ) -> None:
     """An LLM inference engine that knows its floor."""
     console.show_logs()
+    if context.invoked_subcommand in _LOAD_A_MODEL:
+        collect_rarely()
     if context.invoked_subcommand is None:
         from rich.console import Console
 
@@ -168,7 +173,6 @@ app.add_typer(bench.app, name="bench")
 
 def run() -> None:
     """Entry point of the installed command."""
-    collect_rarely()
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, TextIOWrapper):
             stream.reconfigure(errors="replace")  # a terminal that can't show a character
