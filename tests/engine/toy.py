@@ -192,7 +192,7 @@ def check(engine: Engine, plan: Plan | None = None) -> None:
     ]
     assert pool.num_used == len(held)
     rows = [s.row for s in sequences if s.row >= 0]
-    assert sorted(rows + scheduler._free_rows) == list(range(scheduler.config.max_num_seqs))
+    assert sorted(rows + scheduler.rows.free) == list(range(scheduler.config.max_num_seqs))
     by_status = {status: [s for s in sequences if s.status is status] for status in Status}
     assert {id(s) for s in scheduler.running} == {id(s) for s in by_status[Status.RUNNING]}
     assert len(scheduler.running) == len(by_status[Status.RUNNING])

@@ -25,6 +25,7 @@ from penstock.engine.preemption import Preemption, blocks_grown
 from penstock.engine.refusals import Refusals
 from penstock.engine.request import Request, Sequence, Status
 from penstock.engine.reservations import Reservations, add_drafts, share_of_drafts
+from penstock.engine.rows import Rows
 from penstock.engine.sharing import awaits, filling_beside
 from penstock.engine.swapping import Swapper
 from penstock.engine.waiting import Entry, WaitingQueue
@@ -65,8 +66,7 @@ class Scheduler:
         self.table = np.zeros((config.max_num_seqs, width), dtype=np.int32)
         self.forks = Forks(pool, self.table, self.running)
         self.reservations = Reservations(pool, self.table, block_size, self.running, self.waiting)
-        self._free_rows = list(range(config.max_num_seqs - 1, -1, -1))
-        self._kept_rows = 0  # of the free ones: for those that are set aside in this step
+        self.rows = Rows(config.max_num_seqs)
         self._stuck: Sequence | None = None  # lacked blocks in the last step; none were freed since
 
     # ── the queue ────────────────────────────────────────────────────────────────────────────
@@ -129,7 +129,7 @@ class Scheduler:
         self.waiting.age(self.clock())
         if not self.waiting or self.policy.preempts:
             return bool(self.waiting)
-        return self._num_free_rows > 0 and self.waiting.first() is not self._stuck
+        return self.rows.num_free > 0 and self.waiting.first() is not self._stuck
 
     def has_room(self, sequence: Sequence) -> bool:
         """Whether a running sequence has a block for one more token than it has; it is given one
@@ -199,9 +199,9 @@ class Scheduler:
                 break
             rows = rows_of([sequence])
             waits = self._lacks_logits(sequence, plan) or self._awaits(sequence)
-            if rows <= self._num_free_rows and waits:
+            if rows <= self.rows.num_free and waits:
                 aside.append(self.waiting.set_aside())
-                self._kept_rows += rows
+                self.rows.kept += rows
                 continue
             while not self._enter(sequence, plan, limit):
                 if not self._displace(sequence, plan, limit):
@@ -212,18 +212,13 @@ class Scheduler:
                     self._stuck = sequence
                 break
         self.waiting.put_back(aside)
-        self._kept_rows = 0
-
-    @property
-    def _num_free_rows(self) -> int:
-        """For whoever is the first of the queue."""
-        return len(self._free_rows) - self._kept_rows
+        self.rows.kept = 0
 
     def _enter(self, sequence: Sequence, plan: Plan, limit: int) -> bool:
         """Start the first of the queue, or start it again: all or nothing."""
         if sequence.status is Status.SWAPPED:
             return self._resume(sequence, plan, limit)
-        if self._num_free_rows < rows_of([sequence]):
+        if self.rows.num_free < rows_of([sequence]):
             return False
         hit = self._look_up(sequence)
         count = self._share(sequence, plan, limit - plan.num_tokens)
@@ -239,7 +234,7 @@ class Scheduler:
         """Start a group again that was swapped out, all of it with its next tokens."""
         group = self.swapper.groups[leader.request]
         budget = limit - plan.num_tokens
-        if self._num_free_rows < rows_of(group) or budget < len(group):
+        if self.rows.num_free < rows_of(group) or budget < len(group):
             return False
         counts: list[int] = []
         for others, sequence in enumerate(reversed(group)):  # one token each at least
@@ -266,10 +261,10 @@ class Scheduler:
         for sequence, count in zip(group, counts, strict=True):
             sequence.slots = []
             sequence.overdue = leader.overdue
-            self._take_row(sequence)
+            self._run(sequence)
             self._extend(sequence, count, plan)
             plan.take(sequence, count)
-        self._reserve_rows(leader)
+        self.rows.reserve(leader)
         return True
 
     def _displace(self, newcomer: Sequence, plan: Plan, limit: int) -> bool:
@@ -293,12 +288,12 @@ class Scheduler:
         need = self._blocks_for(newcomer.num_computed + count) + len(self.running)
         need -= sum(self.pool.count(node.block) > 0 for node in found)
         newcomer.num_computed = 0
-        lacks_rows = self._num_free_rows < request.params.n
+        lacks_rows = self.rows.num_free < request.params.n
         if not count or not (lacks_rows or self.pool.num_available < need):
             return False  # it is the budget that it lacks, and that is new with every step
         holders = {member for s in lower for member in s.request.sequences if member.row >= 0}
         blocks = self.pool.num_available + sum(len(s.blocks) for s in lower) + len(lower)
-        if self._num_free_rows + len(holders) < request.params.n or blocks < need:
+        if self.rows.num_free + len(holders) < request.params.n or blocks < need:
             return False
         self._preempt(max(lower, key=self.waiting.rank), newcomer, plan)
         return True
@@ -345,8 +340,8 @@ class Scheduler:
         return sequence.num_computed
 
     def _start(self, sequence: Sequence, hit: int) -> None:
-        self._take_row(sequence)
-        self._reserve_rows(sequence)
+        self._run(sequence)
+        self.rows.reserve(sequence)
         self.preemption.starts_again(sequence, hit)
         metrics = sequence.request.metrics
         if metrics.first_scheduled_time is None:  # not when it starts again after giving way
@@ -355,20 +350,12 @@ class Scheduler:
             if self.tree is not None:
                 self.tree.count(sequence.num_prompt, hit)
 
-    def _take_row(self, sequence: Sequence) -> None:
+    def _run(self, sequence: Sequence) -> None:
         """Let a sequence run that has its blocks."""
-        sequence.row = self._free_rows.pop()
+        self.rows.take(sequence)
         sequence.status = Status.RUNNING
         self.table[sequence.row, : len(sequence.blocks)] = sequence.blocks
         self.running.append(sequence)
-
-    def _reserve_rows(self, leader: Sequence) -> None:
-        """For the other samples of a request whose prompt comes in."""
-        if leader.index or leader.num_output:
-            return
-        for member in leader.request.sequences[1:]:
-            member.row = self._free_rows.pop()
-            member.status = Status.FORKING
 
     # ── blocks ───────────────────────────────────────────────────────────────────────────────
 
@@ -480,9 +467,7 @@ class Scheduler:
         self.pool.release(reversed(sequence.blocks))
         sequence.blocks, sequence.nodes, sequence.num_computed = [], [], 0
         self.reservations.drop(sequence)
-        if sequence.row >= 0:
-            self._free_rows.append(sequence.row)
-            sequence.row = -1
+        self.rows.give_back(sequence)
 
     # ── after a step ─────────────────────────────────────────────────────────────────────────
 
