@@ -10,7 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from penstock.kernels.triton.activation import activated
-from penstock.kernels.triton.launch import INTERPRETED, dot, implement, power_of_2
+from penstock.kernels.triton.launch import dot, implement, power_of_2
 from penstock.ops.grouped_linear import check_groups, check_places
 from penstock.ops.rows import BLOCK
 
@@ -60,8 +60,6 @@ def _part(at, k, depth, like, EVEN: tl.constexpr, axis: tl.constexpr, STEP: tl.c
     else:
         inside = tl.expand_dims(k + tl.arange(0, STEP) < depth, axis)
         part = tl.load(at, mask=inside, other=0.0)
-    if INTERPRETED:  # which makes no bfloat16 of anything but float32
-        part = part.to(tl.float32)
     return part.to(like)
 
 

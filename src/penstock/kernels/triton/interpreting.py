@@ -72,14 +72,13 @@ def _count_by_scalars() -> None:
 
 
 def _round_to_nearest(builder: Any) -> None:
-    """From float32 as a GPU rounds and as torch does: to nearest, ties to even."""
+    """As a GPU rounds and as torch does, to nearest, ties to even; to bfloat16 from any number."""
     cast, between = builder.cast_impl, builder.create_fp_to_fp
 
     def cast_impl(x: Any, to: Any) -> Any:
-        pair = x.dtype.scalar, to.scalar
-        if pair == (tl.float32, tl.bfloat16):
-            return interpreter.TensorHandle(_bfloat16(x.data), tl.bfloat16)
-        if pair == (tl.bfloat16, tl.float32):
+        if to.scalar == tl.bfloat16:
+            return interpreter.TensorHandle(_bfloat16(x.data.astype(np.float32)), tl.bfloat16)
+        if (x.dtype.scalar, to.scalar) == (tl.bfloat16, tl.float32):
             wide = (x.data.astype(np.uint32) << 16).view(np.float32)
             return interpreter.TensorHandle(wide, tl.float32)
         return cast(x, to)
