@@ -31,5 +31,6 @@ def pytest_collection_finish() -> None:
 def _collections_as_usual(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Commands have fewer, and leave what they load out of them, for a process of their own."""
     monkeypatch.setattr(gc, "freeze", lambda: None)
+    monkeypatch.setattr(gc, "unfreeze", lambda: None)
     yield
     gc.set_threshold(*_usual)
