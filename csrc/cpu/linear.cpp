@@ -1,6 +1,7 @@
 // y = x · W over packed panels, by vectors. linear_amx.cpp does the same by tiles.
 #include "linear.h"
 
+#include <algorithm>
 #include <type_traits>
 
 #if !defined(__AVX512F__)
@@ -10,11 +11,11 @@
 namespace penstock::PENSTOCK_ISA {
 namespace {
 
-// What a LinearVariant leaves open. Rows that a thread goes over again: half of a small L2, which with
-// AVX-512 has 1 MB. Parts are larger for more rows: the first panel of each comes from memory while
-// nothing is multiplied.
+// What a LinearVariant leaves open. Rows that a thread goes over again: with AVX-512 they may come from
+// L3, for what panels cost once a block then costs more; with AVX2, half of a small L2. Parts are larger
+// for more rows: the first panel of each comes from memory while nothing is multiplied.
 #if defined(__AVX512F__)
-constexpr int64_t kRowsBytes = 512 * 1024;
+constexpr int64_t kRowsBytes = 8 * 1024 * 1024;
 #else
 constexpr int64_t kRowsBytes = 256 * 1024;
 #endif
@@ -119,14 +120,8 @@ void prepare(const LinearArgs& a, const Rows& x, int64_t row) {
   }
 }
 
-// Into how many parts the panels are dealt: of some size about, a few for each thread, and as many for
-// one as for the other.
-int64_t count_parts(const LinearArgs& a, int64_t panels, int64_t bytes, int threads) {
-  const int64_t least = a.rows > kFewRows ? kPartBytesOfRows : kPartBytes;
-  int64_t parts = panels * bytes / choice_or(a.variant.part_bytes, least);
-  parts = deal_evenly(parts, threads);
-  return parts < panels ? parts : panels;
-}
+// So many panels are in one part: gate's and up's, and those that many rows take together.
+int64_t stay_together(const LinearArgs& a) { return a.gated ? 2 : a.rows < kPairRows ? 1 : kPanels; }
 
 // How many rows a thread takes through all its panels before the next ones.
 int64_t row_block(const LinearArgs& a) {
@@ -327,18 +322,19 @@ Part choose(const LinearArgs& a) {
 void linear(const LinearArgs& a) {
   const Rows x = allocate(a);
   const Part part = choose(a);
-  const int64_t unit = a.gated ? 2 : 1;  // panels that stay together
-  const int64_t units = count_panels(a) / unit, bytes = panel_bytes(a) * unit;
+  const int64_t panels = count_panels(a), unit = stay_together(a);
+  const int64_t units = (panels + unit - 1) / unit, bytes = panel_bytes(a) * unit;
   const int threads = units * bytes * a.rows > kParallelBytes ? a.threads : 1;
-  const int64_t parts = count_parts(a, units, bytes, threads);
+  const int64_t least = a.rows > kFewRows ? kPartBytesOfRows : kPartBytes;
+  const Deal parts = deal(units, bytes, choice_or(a.variant.part_bytes, least), threads);
   // few rows are sooner ready than another thread
   over_rows(a.rows <= 4 ? 1 : threads, a.rows, [&](int64_t row) { prepare(a, x, row); });
   // Panels go to whichever thread is free, in parts large enough to stream: a core that is slower,
   // or busy with something else, then takes fewer.
-  parallel(threads, parts, [&](int64_t i) {
+  parallel(threads, parts.parts, [&](int64_t i) {
     const FlushDenormals flush;
-    const Range mine = share(units, i, parts);
-    multiply(a, x, {mine.first * unit, mine.last * unit}, part);
+    const Range mine = parts.part(i);
+    multiply(a, x, {mine.first * unit, std::min(mine.last * unit, panels)}, part);
   });
 }
 

@@ -299,13 +299,12 @@ class PanelPair {
 void linear_tiles(const LinearArgs& a) {
   const Packed x = shape(a);
   const int64_t pairs = (count_panels(a) + 1) / 2, bytes = 2 * panel_bytes(a);
-  const int64_t parts =
-      deal_evenly(pairs * bytes / choice_or(a.variant.part_bytes, kPartBytes), a.threads);
+  const Deal parts = deal(pairs, bytes, choice_or(a.variant.part_bytes, kPartBytes), a.threads);
   over_rows(a.threads, x.row_tiles * kTileRows, [&](int64_t row) { pack_row(a, x, row); });
-  parallel(a.threads, parts, [&](int64_t i) {
+  parallel(a.threads, parts.parts, [&](int64_t i) {
     const FlushDenormals flush;
     TILE_CONFIGURE(static_cast<int>(x.row_bytes));
-    const Range mine = share(pairs, i, parts);
+    const Range mine = parts.part(i);
     const int64_t last = 2 * mine.last, count = count_panels(a);
     multiply(a, x, {2 * mine.first, last < count ? last : count});
     TILE_RELEASE();
