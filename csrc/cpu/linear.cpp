@@ -138,7 +138,9 @@ void dense_part(const LinearArgs& a, const Rows& x, Range rows, Range panels, co
       row_of<RowOf<T>>(a, x, rows.first), a.padded_k, rows.last - rows.first,
       static_cast<const T*>(a.weight) + panels.first * stride, stride, panels.last - panels.first,
       a.padded_k, ahead_of(a, rows.last - rows.first), [](int64_t, int64_t) { return zero(); },
-      [&](int64_t r, int64_t p, F16 value) { to(rows.first + r, panels.first + p, value); });
+      [&]<int R, int P>(int64_t r, int64_t p, const F16 (&values)[R][P]) {
+        to(rows.first + r, panels.first + p, values);
+      });
 }
 
 // Of rows that go over `count` quantized panels in `passes`.

@@ -167,6 +167,8 @@ class Columns {
   // R rows of P panels. Not inlined: what becomes of a value is long, and R · P times as long unrolled.
   template <int R, int P>
   [[gnu::noinline]] void operator()(int64_t row, int64_t panel, const F16 (&values)[R][P]) const {
+    if constexpr (P == 2)
+      if (a_.gated) return gated_rows(row, panel, values);
 #pragma GCC unroll 1
     for (int r = 0; r < R; r++)
 #pragma GCC unroll 1
@@ -188,6 +190,22 @@ class Columns {
     float* gate = gate_ + (row - first_) * kColumns;
     if (panel % 2 == 0) return store(gate, rounded(value));
     write(row, column, activate(load(gate), a_.activation) * rounded(value), count);
+  }
+
+  // Rows of a gate's panel and up's.
+  template <int R>
+  void gated_rows(int64_t row, int64_t panel, const F16 (&values)[R][2]) const {
+    const int64_t column = panel / 2 * kColumns;
+    const int count = left(column);
+#pragma GCC unroll 1
+    for (int r = 0; r < R; r++) {
+      F16 gate = values[r][0], up = values[r][1];
+      if (a_.bias) {
+        gate = gate + load_first(a_.bias + column, count);
+        up = up + load_first(a_.bias + a_.n + column, count);
+      }
+      write(row + r, column, activate(rounded(gate), a_.activation) * rounded(up), count);
+    }
   }
 
   template <typename T>

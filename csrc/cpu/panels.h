@@ -163,7 +163,8 @@ template <int R, int P, typename W, typename Asks>
 }
 #endif
 
-// R rows from `row` on times P panels from `panel` on, which lie at w.
+// R rows from `row` on times P panels from `panel` on, which lie at w. emit: takes all sums at once, or one
+// after the other.
 template <int R, int P, typename X, typename T, typename Asks, typename Init, typename Emit>
 static inline void tile(const X* x, int64_t ldx, int64_t row, const T* w, int64_t stride,
                         int64_t panel, int64_t k, Asks&& asks, Init init, Emit emit) {
@@ -173,10 +174,19 @@ static inline void tile(const X* x, int64_t ldx, int64_t row, const T* w, int64_
 #pragma GCC unroll 8
     for (int p = 0; p < P; p++) acc[r][p] = init(row + r, panel + p);
   dot_panels<R, P>(x + row * ldx, ldx, w, stride, k, asks, acc);
+  if constexpr (std::is_invocable_v<Emit, int64_t, int64_t, const F16(&)[R][P]>) {
+    F16 sums[R][P];  // gcc keeps what others may look at in memory all along
 #pragma GCC unroll 8
-  for (int r = 0; r < R; r++)
+    for (int r = 0; r < R; r++)
 #pragma GCC unroll 8
-    for (int p = 0; p < P; p++) emit(row + r, panel + p, acc[r][p]);
+      for (int p = 0; p < P; p++) sums[r][p] = acc[r][p];
+    emit(row, panel, sums);
+  } else {
+#pragma GCC unroll 8
+    for (int r = 0; r < R; r++)
+#pragma GCC unroll 8
+      for (int p = 0; p < P; p++) emit(row + r, panel + p, acc[r][p]);
+  }
 }
 
 // Rows of X that pass over P panels together: as many as have room for their sums in registers.

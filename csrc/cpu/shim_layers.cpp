@@ -162,8 +162,9 @@ LinearArgs linear_args(Form x, const Tensor& weight, const Optional& scale, cons
 
 void with_norm_and_activation(LinearArgs& a, const Optional& norm, double eps,
                               int64_t activation) {
-  STD_TORCH_CHECK(activation >= 0 && activation <= 3 && (activation > 0 || !a.gated),
-                  "linear: activation ", activation, " isn't 0 (none), 1, 2 or 3");
+  STD_TORCH_CHECK(activation >= 0 && activation <= 3, "linear: activation ", activation,
+                  " isn't 0 (none), 1, 2 or 3");
+  STD_TORCH_CHECK(activation > 0 || !a.gated, "linear: a gated product needs an activation");
   a.norm = floats(norm, a.k, "linear: norm");
   a.eps = static_cast<float>(eps);
   a.activation = static_cast<Activation>(activation);
