@@ -230,41 +230,52 @@ void int_part(const LinearArgs& a, const Rows& x, Range rows, Range panels, cons
 template <typename X>
 using Wide = std::conditional_t<std::is_same_v<X, crossed>, crossed, bf16>;
 
-// R rows times a panel that was widened to bfloat16: each group like a dense one. Not inlined, as
-// `multiply` isn't.
-template <typename X, int R>
-[[gnu::noinline]] void widened_rows(const LinearArgs& a, const Rows& x, const Panel& w,
-                                    const Wide<X>* wide, int64_t row, int64_t p, Bursts& bursts,
-                                    const Columns& to) {
-  F16 total[R][1];
+// R rows times P panels that were widened to bfloat16 and lie `size` values apart: each group like a
+// dense one. Not inlined, as `multiply` isn't.
+template <typename X, int R, int P>
+[[gnu::noinline]] void widened_rows(const LinearArgs& a, const Rows& x, const Panel (&w)[P],
+                                    const Wide<X>* wide, int64_t size, int64_t row, int64_t p,
+                                    Bursts& bursts, const Columns& to) {
+  F16 total[R][P];
   clear(total);
-  for (int64_t g = 0; g < w.groups; g++) {
-    F16 sum[R][1];
+  for (int64_t g = 0; g < w[0].groups; g++) {
+    const int64_t first = g * w[0].group;
+    F16 sum[R][P];
     clear(sum);
-    dot_panels(row_of<X>(a, x, row) + g * w.group, a.padded_k, wide + g * w.group * kColumns, 0,
-               w.group, bursts, sum);
+    dot_panels(row_of<X>(a, x, row) + first, a.padded_k, wide + first * kColumns, size, w[0].group,
+               bursts, sum);
     if (x.scale)
 #pragma GCC unroll 8
-      for (int r = 0; r < R; r++) sum[r][0] = sum[r][0] * set1(x.scale[(row + r) * a.groups + g]);
-    const F16 s = w.scales(g);
+      for (int r = 0; r < R; r++)
+#pragma GCC unroll 2
+        for (int i = 0; i < P; i++)
+          sum[r][i] = sum[r][i] * set1(x.scale[(row + r) * a.groups + g]);
+#pragma GCC unroll 2
+    for (int i = 0; i < P; i++) {
+      const F16 s = w[i].scales(g);
 #pragma GCC unroll 8
-    for (int r = 0; r < R; r++) total[r][0] = fma(sum[r][0], s, total[r][0]);
+      for (int r = 0; r < R; r++) total[r][i] = fma(sum[r][i], s, total[r][i]);
+    }
   }
   to(row, p, total);
 }
 
-// Many rows: the panel is widened once.
-template <typename X>
-void widened_panel(const LinearArgs& a, const Rows& x, const Panel& w, Range rows, Range panels,
-                   int64_t p, const Columns& to) {
-  constexpr int most = kPass<X, 1>;
-  const int64_t count = rows.last - rows.first;
-  Bursts bursts = bursts_of(a, ahead_of(a, count), panels, p, 1, count_passes(count, most));
+// Many rows: panels are widened once, P at a time.
+template <typename X, int P>
+void widened_panels(const LinearArgs& a, const Rows& x, Range rows, Range panels, int64_t p,
+                    const Columns& to) {
+  constexpr int most = kPass<X, P>;
+  const int64_t count = rows.last - rows.first, size = a.padded_k * kColumns;
+  Bursts bursts = bursts_of(a, ahead_of(a, count), panels, p, P, count_passes(count, most));
   Wide<X>* wide = static_cast<Wide<X>*>(
-      scratch(Scratch::unpacked, static_cast<size_t>(a.padded_k * kColumns) * sizeof(Wide<X>)));
-  unpack_bf16(a.kind, w, 0, a.padded_k, wide);
+      scratch(Scratch::unpacked, static_cast<size_t>(P * size) * sizeof(Wide<X>)));
+  Panel w[P];
+  for (int i = 0; i < P; i++) {
+    w[i] = quantized_panel(a, p + i);
+    unpack_bf16(a.kind, w[i], 0, a.padded_k, wide + i * size);
+  }
   in_passes<most>(rows.first, rows.last, [&]<int R>(int64_t row) {
-    widened_rows<X, R>(a, x, w, wide, row, p, bursts, to);
+    widened_rows<X, R>(a, x, w, wide, size, row, p, bursts, to);
   });
 }
 
@@ -282,13 +293,13 @@ template <Weight W, typename X>
 void code_part(const LinearArgs& a, const Rows& x, Range rows, Range panels, const Columns& to) {
   const int64_t count = rows.last - rows.first;
   const bool wide = widens(a, count);
-  const Lines asks(ahead_of(a, wide ? count : 1));  // not widened, each pass reads codes anew
-  for (int64_t p = panels.first; p < panels.last; p++) {
+  const Lines asks(ahead_of(a, 1));  // each pass reads codes anew
+  int64_t p = panels.first;
+  for (; wide && panels.last - p >= kPanels; p += kPanels)
+    widened_panels<X, kPanels>(a, x, rows, panels, p, to);
+  for (; wide && p < panels.last; p++) widened_panels<X, 1>(a, x, rows, panels, p, to);
+  for (; p < panels.last; p++) {
     const Panel w = quantized_panel(a, p);
-    if (wide) {
-      widened_panel<X>(a, x, w, rows, panels, p, to);
-      continue;
-    }
     in_passes<kCodeRows<X>>(rows.first, rows.last, [&]<int R>(int64_t row) {
       code_rows<R, W, X>(a, x, w, row, p, asks, to);
     });
