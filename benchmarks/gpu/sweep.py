@@ -59,7 +59,7 @@ def sweep(context: Context, form: str) -> dict[str, Any]:
             break
         mine = tuple(
             (n, k, gated) for n, k, gated in layer.values()
-            if (gated or tiles.spans_for(n, k) > 1) is twice
+            if tiles.has_two_sums(_KINDS[form], rows, n, k, gated) is twice
         )  # fmt: skip
         if mine:
             key = (_KINDS[form], twice, bucket)

@@ -72,33 +72,47 @@ def execute(program: str, inputs: Registers) -> Registers:
 
 
 def words() -> list[tuple[int, list[int]]]:
-    """Each byte in each place, as a word and its four bytes."""
+    """Each byte in each place of two 16-bit words: a register, and its two words."""
     found = [[(i + 37 * place) % 256 for place in range(4)] for i in range(256)]
-    return [(int.from_bytes(bytes(each), "little"), each) for each in found]
+    registers = [int.from_bytes(bytes(each), "little") for each in found]
+    return [(each, [each & 0xFFFF, each >> 16]) for each in registers]
 
 
-def floats(program: str, word: int) -> list[float]:
-    done = execute(program, {"$2": word})
-    return [bfloat16(done[out] >> shift & 0xFFFF) for out in ("$0", "$1") for shift in (0, 16)]
+def pairs() -> list[tuple[int, int, list[int]]]:
+    """Two registers, and their four words."""
+    there = words()
+    turned = there[101:] + there[:101]
+    return [(a, b, four + more) for (a, four), (b, more) in zip(there, turned, strict=True)]
 
 
-@pytest.mark.parametrize("high", [0, 1])
-def test_integers(high: int) -> None:
-    for word, four in words():
-        codes = [byte >> 4 * high & 15 for byte in four]
-        assert floats(dequantize.CENTRED.value[high], word) == [code - 8 for code in codes]
-        assert floats(dequantize.BIASED.value[high], word) == [code + 128 for code in codes]
+def halves(register: int) -> list[float]:
+    return [bfloat16(register >> shift & 0xFFFF) for shift in (0, 16)]
+
+
+@pytest.mark.parametrize("part", [0, 1, 2, 3])
+def test_integers(part: int) -> None:
+    for register, two in words():
+        codes = [word >> 4 * part & 15 for word in two]
+        for programs, zero in ((dequantize.CENTRED, 8), (dequantize.BIASED, -128)):
+            done = execute(programs.value[part], {"$1": register})
+            assert halves(done["$0"]) == [code - zero for code in codes]
+    for a, b, four in pairs():
+        codes = [word >> 4 * part & 15 for word in four]
         for programs, zero in ((dequantize.BYTES_OF_CODES, 0), (dequantize.BYTES_CENTRED, 8)):
-            done = execute(programs.value[high], {"$1": word})["$0"].to_bytes(4, "little")
+            done = execute(programs.value[part], {"$1": a, "$2": b})["$0"].to_bytes(4, "little")
             assert np.frombuffer(done, np.int8).tolist() == [code - zero for code in codes]
 
 
-@pytest.mark.parametrize("high", [0, 1])
+@pytest.mark.parametrize("part", [0, 1, 2, 3])
 @pytest.mark.parametrize("levels", [1, 2])
-def test_levels(levels: int, high: int) -> None:
-    programs = dequantize.OF_NF4 if LEVELS[levels] == "nf4" else dequantize.OF_E2M1
+def test_levels(levels: int, part: int) -> None:
     values = table(levels)
     assert torch.equal(values, values.bfloat16().float())
-    for word, four in words():
-        codes = [byte >> 4 * high & 15 for byte in four]
-        assert floats(programs.value[high], word) == [float(values[code]) for code in codes]
+    for a, b, four in pairs():
+        wanted = [float(values[word >> 4 * part & 15]) for word in four]
+        if LEVELS[levels] == "nf4":
+            done = execute(dequantize.OF_NF4.value[part], {"$2": a, "$3": b})
+            assert halves(done["$0"]) + halves(done["$1"]) == wanted
+        else:
+            done = execute(dequantize.OF_E2M1.value[part], {"$1": a})
+            assert halves(done["$0"]) == wanted[:2]

@@ -6,11 +6,19 @@ import pytest
 import torch
 from torch import Tensor
 
-from penstock import ops
 from penstock.kernels.triton import launchers
 from penstock.ops.draw import BEYOND, NO_DRAW
 from tests.kernels.triton.conftest import DEVICE
-from tests.kernels.triton.logits import awkward, fractions, inf, nan, normal, peaked, same
+from tests.kernels.triton.logits import (
+    awkward,
+    fractions,
+    inf,
+    nan,
+    normal,
+    peaked,
+    reference,
+    same,
+)
 
 op = launchers()
 pytestmark = pytest.mark.filterwarnings(  # of NumPy, in the interpreter: inf - inf and 0 / 0
@@ -32,7 +40,7 @@ def test_from_candidates(k: int, top_p: float | None) -> None:
     ids = torch.stack([torch.randperm(5000)[:k] for _ in range(12)]).to(DEVICE)
     u = fractions(12)
     p = None if top_p is None else column(12, top_p)
-    expected = ops.op("draw_from").reference(ids, weights, u, p)
+    expected = reference("draw_from")(ids, weights, u, p)
     same(op["draw_from"](ids, weights, u, p), expected)
     assert expected[5] == NO_DRAW
 
@@ -53,7 +61,7 @@ def test_from_a_nucleus(size: int, top_p: float, temperature: float) -> None:
     rows = len(logits)
     call = (logits, column(rows, temperature), column(rows, top_p), fractions(rows), 16, 100)
     ids, peaks = op["draw_nucleus"](*call)
-    wanted, largest = ops.op("draw_nucleus").reference(*call)
+    wanted, largest = reference("draw_nucleus")(*call)
     same(ids, wanted)
     same(peaks, largest)
     if size > 100 and top_p == 1.0:
@@ -82,7 +90,7 @@ def test_broken_rows_give_no_token() -> None:
     logits = awkward(300)
     rows = len(logits)
     ids, peaks = op["draw_plain"](logits, column(rows, 1.0), fractions(rows))
-    same(peaks, ops.op("argmax").reference(logits)[1])
+    same(peaks, reference("argmax")(logits)[1])
     assert (ids == NO_DRAW).equal(~peaks.isfinite())
     off = (column(rows, 1.0), column(rows, 300).long(), column(rows, 1.0), column(rows, -inf))
     unknown = torch.full((rows,), BEYOND, device=DEVICE)
@@ -119,7 +127,7 @@ def test_from_what_cuts_leave_of_a_row(given: dict[str, float], size: int) -> No
     tokens = torch.full((rows,), BEYOND, device=DEVICE)
     tokens[::5] = 7
     call = (tokens, logits, *cuts(rows, size, given), fractions(rows))
-    same(op["draw_beyond"](*call), ops.op("draw_beyond").reference(*call))
+    same(op["draw_beyond"](*call), reference("draw_beyond")(*call))
 
 
 def test_a_row_is_the_same_alone_and_anywhere() -> None:

@@ -142,7 +142,8 @@ def test_spans(name: str, gated: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     apart = linear(x, *args, n, **how)
     torch.testing.assert_close(apart, reference(x, *args, n, **how), rtol=1e-2, atol=1e-2)
     assert torch.equal(apart[1:2], linear(x[1:2], *args, n, **how))
-    monkeypatch.setattr("penstock.kernels.triton.linear.PROCESSORS", 0)
+    for limit in ("PROCESSORS", "ONE_SUM", "HALVES_APART"):
+        monkeypatch.setattr(f"penstock.kernels.triton.linear.{limit}", 0)
     assert torch.equal(linear(x, *args, n, **how), apart)
 
 
@@ -166,13 +167,16 @@ def test_tiles_change_no_bit(kind: str) -> None:
 @pytest.mark.parametrize("n", [64, 896, 4096, 6144, 14336, 128256])
 @pytest.mark.parametrize("k", [64, 896, 2048, 4096, 4864, 14336])
 def test_spans_make_k(n: int, k: int) -> None:
-    spans = linear_tiles.spans_for(n, k)
-    length = linear_tiles.span_length(k, spans)
-    assert (spans - 1) * length < k <= spans * length
-    assert length % 128 == 0 and (spans == 1 or length >= 1024)
-    for rows in (1, 16, 17, 5000):
-        tiles = linear_tiles.tiles_for("half", rows, n, k)
-        assert (tiles.spans, tiles.k) == (spans, 64)
+    kinds: list[tuple[linear_tiles.Kind, int, int]] = [("half", 64, 1024), ("w4a16", 128, 512)]
+    for kind, step, least in kinds:
+        spans = linear_tiles.spans_for(n, k, kind)
+        length = linear_tiles.span_length(k, spans)
+        assert (spans - 1) * length < k <= spans * length
+        assert length % 128 == 0 and (spans == 1 or length >= least)
+        for rows in (1, 16, 17, 5000):
+            tiles = linear_tiles.tiles_for(kind, rows, n, k)
+            assert (tiles.spans, tiles.k) == (spans, step)
+            assert length % tiles.step(k, length) in (0, length % step)
 
 
 @pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")  # of NumPy, in the interpreter

@@ -4,10 +4,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from penstock import ops
 from penstock.kernels.triton import launchers, top_k
 from tests.kernels.triton.conftest import DEVICE
-from tests.kernels.triton.logits import awkward, inf, nan, normal, peaked, same
+from tests.kernels.triton.logits import awkward, inf, nan, normal, peaked, reference, same
 
 op = launchers()
 pytestmark = pytest.mark.filterwarnings(  # of NumPy, in the interpreter: inf - inf and 0 / 0
@@ -16,9 +15,7 @@ pytestmark = pytest.mark.filterwarnings(  # of NumPy, in the interpreter: inf - 
 
 
 def check(logits: Tensor, k: int) -> None:
-    for found, expected in zip(
-        op["top_k"](logits, k), ops.op("top_k").reference(logits, k), strict=True
-    ):
+    for found, expected in zip(op["top_k"](logits, k), reference("top_k")(logits, k), strict=True):
         same(found, expected)
 
 
@@ -78,7 +75,7 @@ def test_shares_of_the_whole_row() -> None:
     for temperature, k in ((0.7, 50), (1.0, 2000)):
         t = torch.full((len(logits), 1), temperature, device=DEVICE)
         found = op["softmax_top_k"](logits, t, k)
-        expected = ops.op("softmax_top_k").reference(logits, t, k)
+        expected = reference("softmax_top_k")(logits, t, k)
         same(found[0], expected[0])
         same(found[1], expected[1])
         torch.testing.assert_close(found[2], expected[2], rtol=2e-5, atol=1e-30)
@@ -92,7 +89,7 @@ def test_scaled_and_cut(size: int) -> None:
         t = torch.full((rows, 1), temperature, device=DEVICE)
         k = torch.full((rows, 1), min(most, size), device=DEVICE)
         call = (logits, t, k, torch.full_like(t, min_p).log(), 128)
-        wanted = ops.op("scaled_top_k").reference(*call)
+        wanted = reference("scaled_top_k")(*call)
         for found, expected in zip(op["scaled_top_k"](*call), wanted, strict=True):
             same(found, expected)
 

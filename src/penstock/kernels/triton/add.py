@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from penstock.kernels.triton.launch import implement
+from penstock.kernels.triton.launch import cdiv, early, implement, take_turn
 
 _BLOCK = 1024
 """Columns of a program."""
@@ -14,6 +14,7 @@ _BLOCK = 1024
 
 @triton.jit
 def _add(residual, x, residual_stride, stride, columns, BLOCK: tl.constexpr):
+    take_turn()
     row = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = at < columns
@@ -28,6 +29,6 @@ def add_(residual: Tensor, x: Tensor) -> None:
     """`ops.add_`: summed in float32 and rounded once."""
     rows, columns = residual.shape
     if residual.numel():
-        _add[(rows, triton.cdiv(columns, _BLOCK))](
-            residual, x, residual.stride(0), x.stride(0), columns, BLOCK=_BLOCK
+        _add[(rows, cdiv(columns, _BLOCK))](
+            residual, x, residual.stride(0), x.stride(0), columns, BLOCK=_BLOCK, **early(rows)
         )

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from penstock.kernels.triton.launch import implement, power_of_2
+from penstock.kernels.triton.launch import cdiv, early, implement, power_of_2, take_turn
 
 LEAST: tl.constexpr = tl.constexpr(-(2**63))
 """Below the rank of every logit."""
@@ -53,6 +53,7 @@ def peak_of(best, logits, blocks, BLOCKS: tl.constexpr):
 
 @triton.jit
 def _block_best(logits, best, stride, vocab_size, BLOCK: tl.constexpr):
+    take_turn()
     row, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
     at = block * BLOCK + tl.arange(0, BLOCK)
     inside = at < vocab_size
@@ -63,6 +64,7 @@ def _block_best(logits, best, stride, vocab_size, BLOCK: tl.constexpr):
 
 @triton.jit
 def _join(logits, best, ids, values, stride, blocks, BLOCKS: tl.constexpr):
+    take_turn()
     row = tl.program_id(0).to(tl.int64)
     value, place = peak_of(best + row * blocks, logits + row * stride, blocks, BLOCKS)
     tl.store(ids + row, place)
@@ -72,9 +74,11 @@ def _join(logits, best, ids, values, stride, blocks, BLOCKS: tl.constexpr):
 def block_best(logits: Tensor, block: int = BLOCK) -> Tensor:
     """The rank of the largest logit of every block of a vocabulary, [R, blocks] int64."""
     rows, vocab_size = logits.shape
-    blocks = triton.cdiv(vocab_size, block)
+    blocks = cdiv(vocab_size, block)
     best = torch.empty((rows, blocks), dtype=torch.int64, device=logits.device)
-    _block_best[(rows, blocks)](logits, best, logits.stride(0), vocab_size, BLOCK=block)
+    _block_best[(rows, blocks)](
+        logits, best, logits.stride(0), vocab_size, BLOCK=block, **early(rows)
+    )
     return best
 
 
@@ -87,5 +91,7 @@ def argmax(logits: Tensor) -> tuple[Tensor, Tensor]:
     if rows:
         best = block_best(logits, _FEW_BLOCK if rows <= _FEW_ROWS else BLOCK)
         stride, blocks = logits.stride(0), best.shape[1]
-        _join[(rows,)](logits, best, ids, values, stride, blocks, BLOCKS=power_of_2(blocks))
+        _join[(rows,)](
+            logits, best, ids, values, stride, blocks, BLOCKS=power_of_2(blocks), **early(rows)
+        )
     return ids, values

@@ -8,7 +8,7 @@ a tile are queries of one KV head: tokens times the heads that share it, so that
 for all of them.
 
 - Few queries (decoding, short verifications: `rows` or less): a program a sequence, KV head and
-  span, or more spans one after another if there are plenty of programs; a second kernel joins.
+  span, or some spans one after another where there are programs enough; a second kernel joins.
   Workspace: 4 · (D + 2) bytes for each query head and span, 1.6% of what keys take in bfloat16
   where four heads share them.
 - Many queries: a program a tile of queries and a KV head, that joins as it goes. So are few where
@@ -28,20 +28,22 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import triton
 from torch import Tensor
 
 from penstock.errors import KernelError
 from penstock.kernels.triton.attention_few import few, join_spans
 from penstock.kernels.triton.attention_many import many
-from penstock.kernels.triton.launch import implement
+from penstock.kernels.triton.launch import cdiv, early, implement
 
 SPAN = 256
 """Positions per softmax span, counted from position 0; part of the defined order of additions."""
 
 LOG2_E = 1.4426950408889634
-PROGRAMS = 2048
-"""About how many programs few queries are spread over, for GPUs of up to a few hundred SMs."""
+SLOTS = 264
+"""Programs of few queries that run at once: two for each multiprocessor of an H200."""
+PROGRAMS = 1056
+"""About how many few queries are spread over where they are fewer than SLOTS: several times as
+many, since those that end first make room for others."""
 
 WORKSPACE = 512 << 20
 """The most bytes that spans of few queries take before they are joined."""
@@ -64,9 +66,9 @@ def sizes(dtype: torch.dtype, dim: int) -> Sizes:
     if dtype is torch.float32:
         return Sizes(SPAN, 32 if dim <= 128 else 16, 64, 64, 2, 2)
     if dim <= 64:
-        return Sizes(SPAN, 128, 64, 128, 3, 3)
+        return Sizes(SPAN, 128, 64, 64, 2, 3)
     if dim <= 128:
-        return Sizes(SPAN, 64, 64, 128, 3, 3)
+        return Sizes(SPAN, 64, 64, 64, 2, 3)
     return Sizes(SPAN, 32, 64, 64, 2, 2)
 
 
@@ -151,7 +153,7 @@ def attend(
         least = cut.rows if each and batch > 1 else 0
         many[grid](
             q, out, *inputs, batch, heads, least,
-            **common, ROWS=rows, STAGES=cut.many_stages, num_warps=_warps(rows),
+            **common, ROWS=rows, STAGES=cut.many_stages, num_warps=_warps(rows), **early(tokens),
         )  # fmt: skip
     return out
 
@@ -159,7 +161,7 @@ def attend(
 def workspace(q: Tensor, block_table: Tensor, block_size: int, cut: Sizes, each: int) -> int:
     """Bytes for the spans of few queries, up to `each` a sequence, before they are joined."""
     (tokens, heads, dim), (batch, width) = q.shape, block_table.shape
-    spans = triton.cdiv(width * block_size, cut.span)
+    spans = cdiv(width * block_size, cut.span)
     return min(tokens, batch * each) * heads * spans * 4 * (dim + 2) if spans > 1 else 0
 
 
@@ -176,21 +178,23 @@ def _launch_few(
     assert keys is not None and block_table is not None
     (tokens, heads, dim), kv_heads = q.shape, keys.shape[1]
     batch, width = block_table.shape
-    spans = max(1, triton.cdiv(width * keys.shape[2], cut.span))
-    lanes = min(spans, triton.cdiv(PROGRAMS, batch * kv_heads))
+    spans = max(1, cdiv(width * keys.shape[2], cut.span))
+    pairs = batch * kv_heads
+    lanes = 1 if pairs >= SLOTS else min(spans, cdiv(PROGRAMS, pairs))
+    stages = cut.stages + (lanes * pairs <= SLOTS // 2)  # one to a multiprocessor: it has room
     places = min(tokens, batch * each) if spans > 1 else 0
     space = torch.empty((places * heads, spans, dim), dtype=torch.float32, device=q.device)
     stats = torch.empty((places * heads, spans, 2), dtype=torch.float32, device=q.device)
     few[(lanes, kv_heads, batch)](
         q, out, space, stats, *inputs, heads, lanes, spans,
-        **common, ROWS=cut.rows, STAGES=cut.stages, DIRECT=spans == 1,
-        num_warps=_warps(cut.rows),
+        **common, ROWS=cut.rows, STAGES=stages, DIRECT=spans == 1,
+        num_warps=_warps(cut.rows), **early(tokens),
     )  # fmt: skip
     if spans > 1:
         join_spans[(places, heads)](
             out, space, stats, sinks, query_start, context_len, batch, heads, spans,
             common["window"], DIM=dim, SPAN=cut.span, TOKENS=each, WINDOW=common["WINDOW"],
-            HAS_SINKS=common["HAS_SINKS"], num_warps=1, enable_fp_fusion=False,
+            HAS_SINKS=common["HAS_SINKS"], num_warps=1, enable_fp_fusion=False, **early(tokens),
         )  # fmt: skip
 
 

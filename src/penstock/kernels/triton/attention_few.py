@@ -15,6 +15,7 @@ from penstock.kernels.triton.attention_tile import (
     tile_step,
     write,
 )
+from penstock.kernels.triton.launch import take_turn
 
 
 @triton.jit(
@@ -62,73 +63,93 @@ def few(
     HAS_SINKS: tl.constexpr,
     DIRECT: tl.constexpr,
 ):
-    """Every `lanes`-th span of one sequence and KV head, from span program_id(0) on."""
+    """Some spans of one sequence and KV head, one after another: `lanes` programs share them."""
+    take_turn()
     kv_head = tl.program_id(1).to(tl.int64)
     b = tl.program_id(2)
     start = tl.load(query_start + b)
     count = tl.load(query_start + b + 1) - start
+    length = tl.load(context_len + b)
     if (count == 0) | (count * GROUP > ROWS):
         return
-    length = tl.load(context_len + b)
+    lowest = length - count
+    earliest = tl.maximum(lowest - window + 1, 0) if WINDOW else 0
+    low, high = _part(earliest, length, lanes, SPAN, KEYS)
+    if low >= high:
+        return
     D: tl.constexpr = side_of(DIM)
+    table = block_table + b.to(tl.int64) * table_row
+    first, second = blocks_of(table, low, length, P, KEYS)
     query, at, token, head, inside = queries(
         q, 0, start, count, length, kv_head, q_token, q_head, GROUP, DIM, ROWS
     )
-    first = tl.maximum(length - count - window + 1, 0) if WINDOW else 0
     place = (tl.minimum(start, b * (ROWS // GROUP)) + token).to(tl.int64) * heads + head
-    table = block_table + b.to(tl.int64) * table_row
     key += kv_head * stride_head
     value += kv_head * stride_head
+    k_scales, v_scales = None, None
     if SCALED:
         key_scale += kv_head * scale_head
         value_scale += kv_head * scale_head
-    all_top = tl.full([ROWS], float("-inf"), tl.float32)
-    all_total = tl.zeros([ROWS], tl.float32)
-    all_values = tl.zeros([ROWS, D], tl.float32)
-    for span in tl.range(first // SPAN + tl.program_id(0), tl.cdiv(length, SPAN), lanes):
-        top = tl.full([ROWS], float("-inf"), tl.float32)
-        total = tl.zeros([ROWS], tl.float32)
-        values = tl.zeros([ROWS, D], tl.float32)
-        low = tl.maximum(span * SPAN, first) // KEYS
-        high = tl.cdiv(tl.minimum(span * SPAN + SPAN, length), KEYS)
-        blocks = blocks_of(table, low, length, P, KEYS)
-        k_scales, v_scales = None, None
+        k_scales, v_scales = scales_of(
+            key_scale, value_scale, first, second, low, length, scale_block, scale_row, P, KEYS
+        )
+    top = tl.full([ROWS], float("-inf"), tl.float32)
+    total = tl.zeros([ROWS], tl.float32)
+    values = tl.zeros([ROWS, D], tl.float32)
+    for tile in tl.range(low, high, num_stages=STAGES):
+        if not DIRECT:
+            if (tile % (SPAN // KEYS) == 0) & (tile > low):
+                span_at = place * spans + (tile // (SPAN // KEYS) - 1)
+                _keep(space, stats, span_at, top, total, values, inside, DIM)
+                top = tl.full([ROWS], float("-inf"), tl.float32)
+                total = tl.zeros([ROWS], tl.float32)
+                values = tl.zeros([ROWS, D], tl.float32)
+        following, other = blocks_of(table, tile + 1, length, P, KEYS)
+        masked = tile * KEYS + KEYS > lowest + 1
+        if WINDOW:
+            masked = masked | (tile * KEYS <= length - 1 - window)
+        top, total, values = tile_step(
+            query, at, tile, first, second, length, masked, key, value, k_scales, v_scales,
+            stride_block, stride_row, unit, cap, window,
+            top, total, values, DIM, P, KEYS, WINDOW, SOFTCAP, SCALED,
+        )  # fmt: skip
+        first, second = following, other
         if SCALED:
             k_scales, v_scales = scales_of(
-                key_scale, value_scale, blocks, low, length, scale_block, scale_row, P, KEYS
-            )
-        for tile in tl.range(low, high, num_stages=STAGES):
-            following = blocks_of(table, tile + 1, length, P, KEYS)
-            top, total, values = tile_step(
-                query, at, tile, blocks, length, True, key, value, k_scales, v_scales,
-                stride_block, stride_row, unit, cap, window,
-                top, total, values, DIM, P, KEYS, WINDOW, SOFTCAP, SCALED,
+                key_scale, value_scale, first, second, tile + 1, length, scale_block, scale_row,
+                P, KEYS,
             )  # fmt: skip
-            blocks = following
-            if SCALED:
-                k_scales, v_scales = scales_of(
-                    key_scale,
-                    value_scale,
-                    blocks,
-                    tile + 1,
-                    length,
-                    scale_block,
-                    scale_row,
-                    P,
-                    KEYS,
-                )
-        if DIRECT:  # there is but one
-            all_top, all_total, all_values = join(
-                all_top, all_total, all_values, top, total, values
-            )
-        else:
-            span_at = place * spans + span
-            tl.store(stats + span_at * 2, top, mask=inside)
-            tl.store(stats + span_at * 2 + 1, total, mask=inside)
-            write(space, span_at, values, inside, DIM)
-    if DIRECT:
-        found = finish(all_top, all_total, all_values, sinks, head, HAS_SINKS)
+    if DIRECT:  # there is but one span, joined to nothing
+        nothing = tl.full([ROWS], float("-inf"), tl.float32)
+        top, total, values = join(
+            nothing, tl.zeros([ROWS], tl.float32), tl.zeros([ROWS, D], tl.float32),
+            top, total, values,
+        )  # fmt: skip
+        found = finish(top, total, values, sinks, head, HAS_SINKS)
         write(out, (start + token).to(tl.int64) * heads + head, found, inside, DIM)
+    else:
+        span_at = place * spans + (high - 1) // (SPAN // KEYS)
+        _keep(space, stats, span_at, top, total, values, inside, DIM)
+
+
+@triton.jit
+def _part(earliest, length, lanes, SPAN: tl.constexpr, KEYS: tl.constexpr):
+    """The first tile of this program's spans, and the one behind its last."""
+    first = earliest // SPAN
+    end = tl.cdiv(length, SPAN)
+    each = tl.cdiv(end - first, lanes)
+    first += tl.program_id(0) * each
+    end = tl.minimum(first + each, end)
+    low = tl.maximum(first * SPAN, earliest) // KEYS
+    return low, tl.cdiv(tl.minimum(end * SPAN, length), KEYS)
+
+
+@triton.jit
+def _keep(space, stats, span_at, top, total, values, inside, DIM: tl.constexpr):
+    """A span's maxima, sums and values [R, D], for `join_spans`."""
+    tl.store(stats + span_at * 2, top, mask=inside)
+    tl.store(stats + span_at * 2 + 1, total, mask=inside)
+    write(space, span_at, values, inside, DIM)
 
 
 @triton.jit(
@@ -153,6 +174,7 @@ def join_spans(
     HAS_SINKS: tl.constexpr,
 ):
     """Joins the spans of one row that `few` has left: of one token and query head."""
+    take_turn()
     place = tl.program_id(0)
     head = tl.program_id(1)
     low = 0
@@ -178,7 +200,7 @@ def join_spans(
     total = tl.zeros([1], tl.float32)
     values = tl.zeros([1, D], tl.float32)
     inside = (d < DIM)[None, :]
-    for span in tl.range(first // SPAN, tl.cdiv(length, SPAN), loop_unroll_factor=16):
+    for span in tl.range(first // SPAN, tl.cdiv(length, SPAN), loop_unroll_factor=32):
         span_top = tl.load(stats + (row + span) * 2)
         span_total = tl.load(stats + (row + span) * 2 + 1)
         span_values = tl.load(space + (row + span)[:, None] * DIM + d[None, :], mask=inside)

@@ -16,6 +16,7 @@ from penstock.kernels.triton.attention_tile import (
     tile_step,
     write,
 )
+from penstock.kernels.triton.launch import take_turn
 
 
 @triton.jit(
@@ -61,6 +62,7 @@ def many(
     HAS_SINKS: tl.constexpr,
 ):
     """One tile of queries of one KV head; the last ones, which see most, come first."""
+    take_turn()
     index = tl.num_programs(0) - 1 - tl.program_id(0)
     kv_head = tl.program_id(1).to(tl.int64)
     b = owner(query_start, batch, index, GROUP, ROWS)
@@ -90,11 +92,11 @@ def many(
     top = tl.full([ROWS], float("-inf"), tl.float32)
     total = tl.zeros([ROWS], tl.float32)
     values = tl.zeros([ROWS, D], tl.float32)
-    blocks = blocks_of(table, low, length, P, KEYS)
+    first, second = blocks_of(table, low, length, P, KEYS)
     k_scales, v_scales = None, None
     if SCALED:
         k_scales, v_scales = scales_of(
-            key_scale, value_scale, blocks, low, length, scale_block, scale_row, P, KEYS
+            key_scale, value_scale, first, second, low, length, scale_block, scale_row, P, KEYS
         )
     for tile in tl.range(low, high, num_stages=STAGES):
         if tile % (SPAN // KEYS) == 0:  # a span from nothing: its first tile weighs `values` by 0
@@ -103,20 +105,21 @@ def many(
             )
             top = tl.full([ROWS], float("-inf"), tl.float32)
             total = tl.zeros([ROWS], tl.float32)
-        following = blocks_of(table, tile + 1, length, P, KEYS)
+        following, other = blocks_of(table, tile + 1, length, P, KEYS)
         masked = tile * KEYS + KEYS > lowest + 1
         if WINDOW:
             masked = masked | (tile * KEYS <= highest - window)
         top, total, values = tile_step(
-            query, at, tile, blocks, length, masked, key, value, k_scales, v_scales,
+            query, at, tile, first, second, length, masked, key, value, k_scales, v_scales,
             stride_block, stride_row, unit, cap, window,
             top, total, values, DIM, P, KEYS, WINDOW, SOFTCAP, SCALED,
         )  # fmt: skip
-        blocks = following
+        first, second = following, other
         if SCALED:
             k_scales, v_scales = scales_of(
-                key_scale, value_scale, blocks, tile + 1, length, scale_block, scale_row, P, KEYS
-            )
+                key_scale, value_scale, first, second, tile + 1, length, scale_block, scale_row,
+                P, KEYS,
+            )  # fmt: skip
     all_top, all_total, all_values = join(all_top, all_total, all_values, top, total, values)
     found = finish(all_top, all_total, all_values, sinks, head, HAS_SINKS)
     write(out, (start + token).to(tl.int64) * heads + head, found, inside, DIM)

@@ -131,32 +131,68 @@ def widened(x, dtype: tl.constexpr):
     return x.to(dtype)
 
 
+@triton.constexpr_function
+def halves_of(block, keys):
+    """Blocks in which a tile's keys lie one half after the other: 1 or 2; 0: in smaller ones."""
+    return 1 if block % keys == 0 else 2 if 2 * block == keys else 0
+
+
 @triton.jit
 def blocks_of(table, tile, length, P: tl.constexpr, KEYS: tl.constexpr):
-    """The blocks that hold a tile's positions; 0 beyond the sequence."""
-    position = tile * KEYS + tl.arange(0, KEYS)
-    return tl.load(table + position // P, mask=position < length, other=0)
+    """The blocks that hold a tile's positions, 0 beyond the sequence: of each half one, or where
+    blocks are smaller, of each position, twice the same."""
+    if halves_of(P, KEYS) == 0:
+        position = tile * KEYS + tl.arange(0, KEYS)
+        first = tl.load(table + position // P, mask=position < length, other=0)
+        second = first
+    else:
+        at = table + tile * KEYS // P
+        first = tl.load(at, mask=tile * KEYS < length, other=0)
+        second = first
+        if halves_of(P, KEYS) == 2:
+            second = tl.load(at + 1, mask=tile * KEYS + P < length, other=0)
+    return first, second
 
 
 @triton.jit
-def rows_of(cache, blocks, offset, inside, stride_block, stride_row, DIM: tl.constexpr):
+def starts_of(first, second, tile, stride_block, stride_row, P: tl.constexpr, KEYS: tl.constexpr):
+    """Where each of a tile's rows [KEYS] begins in a cache, and in it."""
+    row = tl.arange(0, KEYS)
+    if halves_of(P, KEYS) == 1:
+        at = first.to(tl.int64) * stride_block + tile * KEYS % P * stride_row
+        start = at + tl.zeros([KEYS], tl.int64)
+        offset = row * stride_row
+    elif halves_of(P, KEYS) == 2:
+        low = first.to(tl.int64) * stride_block
+        start = tl.where(row < P, low, second.to(tl.int64) * stride_block)
+        offset = row % P * stride_row
+    else:
+        start = first.to(tl.int64) * stride_block
+        offset = (tile * KEYS + row) % P * stride_row
+    return start, offset
+
+
+@triton.jit
+def rows_of(cache, start, offset, inside, DIM: tl.constexpr):
     """Keys or values [KEYS, D] of one tile; zeros where nobody may look."""
     D: tl.constexpr = side_of(DIM)
     d = tl.arange(0, D)
-    start = blocks.to(tl.int64) * stride_block + offset * stride_row
-    if DIM % 16 != 0:  # of 16, the launch tells
-        start = tl.multiple_of(start, 8)
     mask = inside[:, None]
     if D != DIM:
         mask = mask & (d < DIM)[None, :]
-    return tl.load(cache + start[:, None] + d[None, :], mask=mask, other=0.0)
+    if DIM % 16 == 0:  # which the launch tells
+        pointers = (cache + start)[:, None] + (offset[:, None] + d[None, :])
+    else:
+        pointers = cache + tl.multiple_of(start + offset, 8)[:, None] + d[None, :]
+    return tl.load(pointers, mask=mask, other=0.0)
 
 
 @triton.jit
 def scales_of(
     key_scale,
     value_scale,
-    blocks,
+    first,
+    second,
     tile,
     length,
     stride_block,
@@ -170,7 +206,8 @@ def scales_of(
     fewer elements than threads is repeated by all that will need them.
     """
     position = tile * KEYS + tl.arange(0, KEYS)
-    at = blocks.to(tl.int64) * stride_block + position % P * stride_row
+    start, offset = starts_of(first, second, tile, stride_block, stride_row, P, KEYS)
+    at = start + offset
     column = tl.zeros([KEYS], tl.int32)[:, None] + tl.arange(0, 4)[None, :]
     mask = (position < length)[:, None] & (column == 0)
     keys = tl.load(key_scale + at[:, None] + column, mask=mask, other=0.0)
@@ -183,7 +220,8 @@ def tile_step(
     q,
     at,
     tile,
-    blocks,
+    first,
+    second,
     length,
     masked,
     key,
@@ -213,8 +251,8 @@ def tile_step(
     """
     position = tile * KEYS + tl.arange(0, KEYS)
     inside = position < length
-    offset = position % P
-    k = rows_of(key, blocks, offset, inside, stride_block, stride_row, DIM)
+    start, offset = starts_of(first, second, tile, stride_block, stride_row, P, KEYS)
+    k = rows_of(key, start, offset, inside, DIM)
     nothing = tl.zeros([q.shape[0], KEYS], tl.float32)
     scores = dot(q, tl.trans(widened(k, q.dtype)), nothing)
     if SCALED:
@@ -234,6 +272,6 @@ def tile_step(
     total = tl.fma(total, old_weight, tl.sum(weights, 1))
     if SCALED:
         weights *= value_scales[None, :]
-    v = rows_of(value, blocks, offset, inside, stride_block, stride_row, DIM)
+    v = rows_of(value, start, offset, inside, DIM)
     kept = tl.fma(values, old_weight[:, None], 0.0)  # +0 of whatever a weight of 0 leaves behind
     return new, total, dot(weights.to(q.dtype), widened(v, q.dtype), kept)

@@ -12,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from penstock.kernels.triton.argmax import BLOCK, block_best, ordered, peak_of
-from penstock.kernels.triton.launch import implement, power_of_2
+from penstock.kernels.triton.launch import cdiv, implement, power_of_2
 from penstock.kernels.triton.top_k import is_finite, kth_key, scaled_by, softmax_top_k
 from penstock.ops import draw as reference
 
@@ -252,7 +252,7 @@ def draw_plain(logits: Tensor, temperature: Tensor, u: Tensor) -> tuple[Tensor, 
     peaks = torch.empty(rows, dtype=torch.float32, device=logits.device)
     if rows:
         best = block_best(logits)
-        blocks, parts = best.shape[1], triton.cdiv(vocab_size, _PART.value)
+        blocks, parts = best.shape[1], cdiv(vocab_size, _PART.value)
         sums = torch.empty((rows, parts), dtype=torch.float32, device=logits.device)
         sides = (logits.stride(0), vocab_size, blocks, parts)
         _part_sums[(rows, blocks)](

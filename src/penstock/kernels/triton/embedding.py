@@ -8,13 +8,13 @@ import triton.language as tl
 from torch import Tensor
 
 from penstock.errors import KernelError
-from penstock.kernels.triton.launch import implement
+from penstock.kernels.triton.launch import cdiv, implement
 from penstock.ops.levels import LEVELS, NF4
 from penstock.ops.rows import BLOCK as HALVES
 
 _BLOCK = 1024
 """Columns of a program."""
-_HALVES: tl.constexpr = tl.constexpr(HALVES)
+_BLOCK_OF_CODES: tl.constexpr = tl.constexpr(HALVES)
 _NF4: tl.constexpr = tl.constexpr(LEVELS.index("nf4"))
 _NF4_VALUES = tuple(torch.tensor(NF4).bfloat16().tolist())
 """As bfloat16 holds them (`ops.levels.table`)."""
@@ -92,10 +92,11 @@ def _quantized(
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     row, inside = _row(tokens, count), at < dim
     if weight.dtype.element_ty == tl.uint8:
-        half: tl.constexpr = _HALVES // 2
-        byte = at // _HALVES * half + at % half
+        quarter: tl.constexpr = _BLOCK_OF_CODES // 4
+        part = at // quarter % 4
+        byte = at // _BLOCK_OF_CODES * (2 * quarter) + at % quarter * 2 + part // 2
         code = tl.load(weight + row * (padded // 2) + byte, mask=inside, other=0).to(tl.int32)
-        code = (code >> (at // half % 2 * 4)) & 15
+        code = (code >> (part % 2 * 4)) & 15
         value = code.to(tl.float32)
         if LEVEL > 0:
             value = _level(code, LEVEL, TABLE)
@@ -137,7 +138,7 @@ def embedding(
     y = torch.empty((count, dim), dtype=dtype, device=weight.device)
     if not count:
         return y
-    grid = (count, triton.cdiv(dim, _BLOCK))
+    grid = (count, cdiv(dim, _BLOCK))
     table, scales = weight.shape[0], scale != 1.0
     if weight_scale is None:
         stride = weight.stride(0)

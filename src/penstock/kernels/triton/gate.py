@@ -8,7 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from penstock.kernels.triton.activation import activated
-from penstock.kernels.triton.launch import implement
+from penstock.kernels.triton.launch import cdiv, early, implement, take_turn
 from penstock.ops.panels import COLUMNS, round_up
 
 _BLOCK = 1024
@@ -26,6 +26,7 @@ def _gate(
     GATED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
+    take_turn()
     row = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = at < columns
@@ -52,8 +53,9 @@ def gate(
     rows = x.shape[0]
     y = torch.empty((rows, out_features), dtype=out_dtype or x.dtype, device=x.device)
     if rows:
-        _gate[(rows, triton.cdiv(out_features, _BLOCK))](
-            x, y, x.stride(0), out_features, ACTIVATION=activation, GATED=gated, BLOCK=_BLOCK
+        _gate[(rows, cdiv(out_features, _BLOCK))](
+            x, y, x.stride(0), out_features, ACTIVATION=activation, GATED=gated, BLOCK=_BLOCK,
+            **early(rows),
         )
     return y
 
@@ -74,5 +76,5 @@ def alternate(bias: Tensor) -> Tensor:
     total = 2 * round_up(half, COLUMNS)
     y = torch.empty((total,), dtype=bias.dtype, device=bias.device)
     if total:
-        _alternate[(triton.cdiv(total, _BLOCK),)](bias, y, half, total, BLOCK=_BLOCK)
+        _alternate[(cdiv(total, _BLOCK),)](bias, y, half, total, BLOCK=_BLOCK)
     return y

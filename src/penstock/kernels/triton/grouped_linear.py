@@ -10,7 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from penstock.kernels.triton.activation import activated
-from penstock.kernels.triton.launch import dot, implement, power_of_2
+from penstock.kernels.triton.launch import cdiv, dot, implement, power_of_2
 from penstock.ops.grouped_linear import check_groups, check_places
 from penstock.ops.rows import BLOCK
 
@@ -211,7 +211,7 @@ def grouped_linear(
     sides = tiles_of(x, weight, count, gated)
     experts = weight.shape[0]
     tiles = count if sides["EACH"] else count // sides["ROWS"] + experts + 1
-    width = triton.cdiv(out_features, sides["FEATURES"])
+    width = cdiv(out_features, sides["FEATURES"])
     _grouped_linear[(tiles * width,)](
         x, weight, scale, bias, rows, starts, y,
         count, experts, out_features, depth, tiles, width,
@@ -244,7 +244,7 @@ def combine(y: Tensor, places: Tensor, weights: Tensor) -> Tensor:
     out = torch.empty((tokens, features), dtype=y.dtype, device=y.device)
     if tokens:
         side = min(1024, power_of_2(features))
-        _combine[(tokens, triton.cdiv(features, side))](
+        _combine[(tokens, cdiv(features, side))](
             y, places.contiguous(), weights.contiguous(), out, features, y.stride(0),
             K=k, FEATURES=side,
         )  # fmt: skip

@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from penstock.kernels.triton.launch import implement
+from penstock.kernels.triton.launch import cdiv, implement
 
 _BLOCK = 2048
 """Columns of a program."""
@@ -25,7 +25,7 @@ def copy_rows(source: Tensor, target: Tensor) -> None:
     """target [T, D] = source [T, D], of one dtype."""
     rows, columns = source.shape
     if source.numel():
-        _copy[(rows, triton.cdiv(columns, _BLOCK))](
+        _copy[(rows, cdiv(columns, _BLOCK))](
             source, target, source.stride(0), target.stride(0), columns, BLOCK=_BLOCK
         )
 

@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 import torch
 import triton
 import triton.language as tl
+from triton.language.extra import cuda
 
 from penstock.ops.registry import NAMESPACE
 
@@ -60,9 +61,39 @@ def register(key: str) -> None:
         _library.impl(name, launcher, key)
 
 
+def cdiv(n: int, by: int) -> int:
+    """n / by, rounded up: Triton's own takes microseconds outside of a kernel."""
+    return -(-n // by)
+
+
 def power_of_2(n: int, least: int = 16) -> int:
     """The least power of two that is at least n and `least`: what a tile's sides are."""
     return max(least, 1 << max(n - 1, 0).bit_length())
+
+
+FEW_ROWS = 64
+_EARLY: dict[str, Any] = {"launch_pdl": True}
+_IN_TURN: dict[str, Any] = {}
+
+
+def early(rows: int) -> dict[str, Any]:
+    """How a kernel that calls `take_turn` is launched: with few rows, it is started while those
+    before it still run (programmatic dependent launch, CUDA C++ Programming Guide 10.2).
+
+    Kernels of many rows have no room to spare for those that wait.
+    """
+    return _EARLY if rows <= FEW_ROWS else _IN_TURN
+
+
+@triton.jit
+def take_turn():
+    """Lets the kernels that follow be started, and waits for all before this one to have ended.
+
+    What comes before it in a kernel may read weights, and nothing that a kernel has written.
+    """
+    if not INTERPRETED:
+        cuda.gdc_launch_dependents()
+        cuda.gdc_wait()
 
 
 @triton.jit

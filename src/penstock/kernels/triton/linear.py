@@ -23,10 +23,10 @@ from torch import Tensor
 
 from penstock.kernels.triton.activation import activated
 from penstock.kernels.triton.dequantize import multipliers
-from penstock.kernels.triton.launch import implement
+from penstock.kernels.triton.launch import cdiv, early, implement, power_of_2, take_turn
 from penstock.kernels.triton.linear_forms import Form, Matrix
 from penstock.kernels.triton.linear_sums import E4M3, INT8, Operands, Sizes, span_sums
-from penstock.kernels.triton.linear_tiles import PROCESSORS, span_length, tiles_for
+from penstock.kernels.triton.linear_tiles import ONE_SUM, PROCESSORS, span_length, tiles_for
 from penstock.kernels.triton.rows import e4m3_rows, int8_rows, norm_rows
 
 SWIZZLE: tl.constexpr = tl.constexpr(8)
@@ -46,7 +46,7 @@ class Ends(NamedTuple):
 
 
 class Sums(NamedTuple):
-    """Of parts: spans, and after them those of up, where gated."""
+    """Of spans, one after another: rows of gate's and behind them up's, where gated."""
 
     held: Any
     part_stride: int
@@ -73,14 +73,13 @@ def _values(total, ends, features, rows):
 
 @triton.jit
 def _finish(
-    total, other, ends, size, tile, inside, out_stride, dtype: tl.constexpr,
+    total, other, ends, width, features, rows, inside, out_stride, dtype: tl.constexpr,
     ACTIVATION: tl.constexpr, GATED: tl.constexpr, RESIDUAL: tl.constexpr,
 ):  # fmt: skip
-    """Sums [F, R] as the operator's result, stored where `inside`."""
-    _, features, _, rows = tile
+    """Sums [F, R] as the operator's result, stored where `inside`; width: features of a half."""
     value = _values(total, ends, features, rows)
     if GATED:
-        up = _values(other, ends, features + size.features, rows)
+        up = _values(other, ends, features + width, rows)
         value = activated(value.to(dtype).to(tl.float32), ACTIVATION)
         value *= up.to(dtype).to(tl.float32)
     elif ACTIVATION:
@@ -94,7 +93,8 @@ def _finish(
 
 @triton.jit
 def _tile(pid, count, size, F: tl.constexpr, R: tl.constexpr):
-    """Features and rows of program `pid`, the first of each before them, and which there are.
+    """Features and rows of program `pid`, the first of each before them, and which rows there are;
+    and which places of the tile.
 
     Those that there aren't repeat the last.
 
@@ -109,17 +109,37 @@ def _tile(pid, count, size, F: tl.constexpr, R: tl.constexpr):
     feature_tile = pid % each // height
     features = feature_tile * F + tl.arange(0, F)
     rows = row_tile * R + tl.arange(0, R)
-    inside = (features < size.features)[:, None] & (rows < count)[None, :]
+    there = rows < count
+    inside = (features < size.features)[:, None] & there[None, :]
     features = tl.minimum(features, size.features - 1)
     rows = tl.minimum(rows, count - 1)
-    return (feature_tile * F, features, row_tile * R, rows), inside
+    return (feature_tile * F, features, row_tile * R, rows, there), inside
 
 
 @triton.jit
-def _at(sums, part, tile):
-    """Where a part's sums lie; sums: a tensor, and elements from part to part and row to row."""
-    rows = tile[3].to(tl.int64) * sums.stride
-    return sums.held + (part * sums.part_stride + rows[None, :] + tile[1][:, None])
+def _at(sums, part, features, rows):
+    """Where a span's sums lie."""
+    first = part * sums.part_stride + rows.to(tl.int64) * sums.stride
+    return sums.held + (first[None, :] + features[:, None])
+
+
+@triton.jit
+def _added(
+    sums, width, features, rows, SPANS: tl.constexpr, GATED: tl.constexpr, F: tl.constexpr,
+    R: tl.constexpr,
+):  # fmt: skip
+    """The sums of all spans, one after another; width: features of a half."""
+    held: tl.constexpr = tl.int32 if sums.held.dtype.element_ty == tl.int32 else tl.float32
+    total = tl.zeros((F, R), held)
+    other = tl.zeros((F, R), held)
+    for span in tl.static_range(SPANS):
+        number = tl.cast(span, tl.int64)
+        part = tl.load(_at(sums, number, features, rows))
+        total += part.to(total.dtype)
+        if GATED:
+            part = tl.load(_at(sums, number, features + width, rows))
+            other += part.to(total.dtype)
+    return total, other
 
 
 @triton.jit(do_not_specialize=["count"])
@@ -132,6 +152,7 @@ def _linear(
 ):  # fmt: skip
     """A tile of the result; or, APART, one span's sums of it. depth: K as W stores it."""
     tile, inside = _tile(tl.program_id(0), count, size, F, R)
+    take_turn()
     if APART:
         begin = tl.program_id(1) * length
         total, other = span_sums(
@@ -139,9 +160,9 @@ def _linear(
             STEP, P, EVEN, GATED, F, R,
         )  # fmt: skip
         part = tl.program_id(1).to(tl.int64)
-        tl.store(_at(sums, part, tile), total, mask=inside)
+        tl.store(_at(sums, part, tile[1], tile[3]), total, mask=inside)
         if GATED:
-            tl.store(_at(sums, SPANS + part, tile), other, mask=inside)
+            tl.store(_at(sums, part, tile[1] + size.features, tile[3]), other, mask=inside)
     else:
         if SPANS == 1:
             total, other = span_sums(
@@ -159,8 +180,9 @@ def _linear(
                 total += part
                 other += other_part
         _finish(
-            total, other, ends, size, tile, inside, out_stride, dtype, ACTIVATION, GATED, RESIDUAL
-        )
+            total, other, ends, size.features, tile[1], tile[3], inside, out_stride, dtype,
+            ACTIVATION, GATED, RESIDUAL,
+        )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["count"])
@@ -170,17 +192,14 @@ def _join(
     F: tl.constexpr, R: tl.constexpr,
 ):  # fmt: skip
     """A tile of the result from the sums of all spans."""
+    take_turn()
     tile, inside = _tile(tl.program_id(0), count, size, F, R)
-    held: tl.constexpr = tl.int32 if sums.held.dtype.element_ty == tl.int32 else tl.float32
-    total = tl.zeros((F, R), held)
-    other = tl.zeros((F, R), held)
-    for span in tl.static_range(SPANS):
-        part = tl.load(_at(sums, tl.cast(span, tl.int64), tile))
-        total += part.to(total.dtype)
-        if GATED:
-            part = tl.load(_at(sums, tl.cast(SPANS + span, tl.int64), tile))
-            other += part.to(total.dtype)
-    _finish(total, other, ends, size, tile, inside, out_stride, dtype, ACTIVATION, GATED, RESIDUAL)
+    features, rows = tile[1], tile[3]
+    total, other = _added(sums, size.features, features, rows, SPANS, GATED, F, R)
+    _finish(
+        total, other, ends, size.features, features, rows, inside, out_stride, dtype, ACTIVATION,
+        GATED, RESIDUAL,
+    )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["count"])
@@ -188,6 +207,7 @@ def _row_sums(
     codes, sums, count, depth, groups, LENGTH: tl.constexpr, BLOCK: tl.constexpr, R: tl.constexpr
 ):
     """Sums of each group of R rows of int8."""
+    take_turn()
     rows, group = tl.program_id(0).to(tl.int64) * R + tl.arange(0, R), tl.program_id(1)
     total = tl.zeros((R, BLOCK), tl.int32)
     for start in range(0, LENGTH, BLOCK):
@@ -203,6 +223,8 @@ DTYPES = {
     torch.float16: tl.float16,
     torch.bfloat16: tl.bfloat16,
 }
+HALVES_APART = 16
+"""Up to so many rows, gate and up are summed by programs of their own: twice as many run."""
 _JOIN = (128, 16, 4)
 """Features, the most rows, and warps of a program that ends sums."""
 
@@ -223,9 +245,9 @@ def rounded(x: Tensor, matrix: Matrix, norm: Tensor | None, eps: float) -> Rows:
             return Rows(codes, scale, None)
         length = matrix.depth // matrix.groups
         sums = torch.empty((x.shape[0], matrix.groups), dtype=torch.int32, device=x.device)
-        _row_sums[(triton.cdiv(x.shape[0], 16), matrix.groups)](
+        _row_sums[(cdiv(x.shape[0], 16), matrix.groups)](
             codes, sums, x.shape[0], codes.shape[1], matrix.groups, LENGTH=length,
-            BLOCK=min(256, triton.next_power_of_2(length)), R=16,
+            BLOCK=min(256, power_of_2(length, 1)), R=16, **early(x.shape[0]),
         )  # fmt: skip
         return Rows(codes, scale, sums)
     if matrix.row_codes == E4M3.value:
@@ -236,12 +258,12 @@ def rounded(x: Tensor, matrix: Matrix, norm: Tensor | None, eps: float) -> Rows:
 
 def operands(rows: Rows, matrix: Matrix, form: Form) -> Operands:
     """What is read in the loop over K."""
-    grouped = form.length > 0
+    grouped, nibbles = form.length > 0, matrix.weight.dtype is torch.uint8
     return Operands(
         x=rows.x,
         row_scale=rows.scale if grouped and form.rows == E4M3.value else None,
         row_sums=rows.sums if grouped else None,
-        weight=matrix.weight,
+        weight=matrix.weight.view(torch.int16) if nibbles else matrix.weight,
         scale=matrix.scale if grouped or form.fold else None,
         zero=matrix.zero if grouped or rows.sums is None else None,
     )
@@ -276,15 +298,19 @@ def multiply(
     if not count or not n:
         return
     rows = rounded(x, matrix, norm, eps)
-    tiles = tiles_for(form.kind, count, n, matrix.depth, matrix.gated)
-    grid = triton.cdiv(n, tiles.features) * triton.cdiv(count, tiles.rows)
-    apart = tiles.spans > 1 and grid < PROCESSORS
+    halves = matrix.gated and count <= HALVES_APART  # gate and up are features like others
+    tiles = tiles_for(form.kind, count, n, matrix.depth, matrix.gated, halves)
+    row_tiles = cdiv(count, tiles.rows)
+    width = n * (2 if matrix.gated else 1)
+    grid = cdiv(width if halves else n, tiles.features) * row_tiles
+    apart = halves or (tiles.spans > 1 and (count <= ONE_SUM or grid < PROCESSORS))
     exact = form.rows == INT8.value and not form.length
-    parts = (tiles.spans * (2 if matrix.gated else 1), count, n) if apart else (0, 0, 0)
+    parts = (tiles.spans, count, width) if apart else (0, 0, width)
     held = torch.empty(parts, dtype=torch.int32 if exact else torch.float32, device=x.device)
-    sums = Sums(held, held.stride(0), n)
-    depth, ends = rows.x.shape[1], ends_of(rows, matrix, form, out)
-    size = Sizes(n, depth, rows.x.stride(0), matrix.weight.stride(0), matrix.groups)
+    sums = Sums(held, held.stride(0), width)
+    ends = ends_of(rows, matrix, form, out)
+    read = operands(rows, matrix, form)
+    size = Sizes(n, rows.x.shape[1], rows.x.stride(0), read.weight.stride(0), matrix.groups)
     after = {
         "dtype": DTYPES[x.dtype],
         "ACTIVATION": activation,
@@ -293,30 +319,33 @@ def multiply(
     }
     # a product and a sum aren't made one where that would depend on which kernel has them
     unfused = {"enable_fp_fusion": form.kind == "float32"}
+    length = span_length(matrix.depth, tiles.spans)
+    step = tiles.step(matrix.depth, length)
     _linear[(grid, tiles.spans if apart else 1)](
-        operands(rows, matrix, form),
+        read,
         ends,
-        size,
+        size._replace(features=width) if halves else size,
         sums,
         count,
         out.stride(0),
         matrix.depth,
-        span_length(matrix.depth, tiles.spans),
+        length,
         SPANS=tiles.spans,
         APART=apart,
         CODES=form.codes,
         ROWS=form.rows,
         LENGTH=form.length,
         FOLD=form.fold,
-        STEP=tiles.k,
+        STEP=step,
         P=form.part,
-        EVEN=depth == matrix.depth and depth % tiles.k == 0,
+        EVEN=size.depth == matrix.depth and size.depth % step == 0,
         F=tiles.features,
         R=tiles.rows,
         num_warps=tiles.warps,
         num_stages=tiles.stages,
-        **after,
+        **{**after, "GATED": matrix.gated and not halves},
         **unfused,
+        **early(count),
     )
     if apart:
         finish_sums(sums, size, ends, count, tiles.spans, after, unfused)
@@ -333,11 +362,11 @@ def finish_sums(
 ) -> None:
     """Store the result of sums that lie in memory."""
     features, most, warps = _JOIN
-    rows = min(most, triton.next_power_of_2(count))
-    grid = triton.cdiv(size.features, features) * triton.cdiv(count, rows)
+    rows = min(most, power_of_2(count, 1))
+    grid = cdiv(size.features, features) * cdiv(count, rows)
     _join[(grid,)](
         ends, size, sums, count, ends.out.stride(0), SPANS=spans, F=features, R=rows,
-        num_warps=warps, **after, **options,
+        num_warps=warps, **after, **options, **early(count),
     )  # fmt: skip
 
 

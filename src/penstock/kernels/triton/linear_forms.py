@@ -30,7 +30,7 @@ class Form:
         """Elements of a row of W that are multiplied at once."""
         if self.codes == DENSE.value:
             return STEP[self.kind]
-        return min(self.length or BLOCK, BLOCK // 2 if self.codes >= INT4.value else BLOCK)
+        return BLOCK if self.codes >= INT4.value else min(self.length or BLOCK, BLOCK)
 
 
 @dataclass(frozen=True, slots=True)

@@ -29,6 +29,12 @@ INT8: tl.constexpr = tl.constexpr(1)
 E4M3: tl.constexpr = tl.constexpr(2)
 """What rows of x hold: `ops.linear.ROW_CODES`."""
 
+FEW: tl.constexpr = tl.constexpr(16)
+"""Rows of the least tile: for one row its 16 would be read from L2 a quarter as often as W is."""
+
+WORDS: tl.constexpr = tl.constexpr(32)
+"""Of 16 bits, that hold 128 codes of four (`ops.rows`)."""
+
 PROMOTED: tl.constexpr = tl.constexpr(128)
 """Hopper sums products of E4M3 in fewer bits than float32 has: after so many values of K, what was
 summed is added to a float32 (DeepSeek-V3, arXiv:2412.19437, 3.3.2)."""
@@ -77,10 +83,18 @@ def _none(total, ROWS: tl.constexpr):
 
 
 @triton.jit
-def _group_added(total, sums, m, size, features, rows, k, LENGTH: tl.constexpr, ROWS: tl.constexpr):
+def _multiplier(m, size, features, k, LENGTH: tl.constexpr):
+    """The scales [F] of the group that k lies in, read before what they multiply is there."""
+    return multipliers(tl.load(m.scale + features * size.groups + k // LENGTH))
+
+
+@triton.jit
+def _group_added(
+    total, sums, scale, m, size, features, rows, k, LENGTH: tl.constexpr, ROWS: tl.constexpr
+):
     """fma(sum over the group that k lies in, its scale, total)."""
     group = k // LENGTH
-    scale = multipliers(tl.load(m.scale + features * size.groups + group))[:, None]
+    scale = scale[:, None]
     if ROWS == INT8:
         if m.row_sums is not None:
             zero = tl.load(m.zero + features * size.groups + group).to(tl.int32)
@@ -103,15 +117,15 @@ def _zero(m, size, features, k, LENGTH: tl.constexpr):
 
 
 @triton.jit
-def _half(
-    codes, m, size, features, k, HIGH: tl.constexpr, CODES: tl.constexpr, LENGTH: tl.constexpr,
+def _quarter(
+    words, m, size, features, k, PART: tl.constexpr, CODES: tl.constexpr, LENGTH: tl.constexpr,
     FOLD: tl.constexpr, dtype: tl.constexpr,
 ):  # fmt: skip
-    """The low or the high nibbles of codes [F, P], whose first is at k, as operands."""
+    """One code of each word [F, WORDS], whose first is at k, as operands."""
     zero = _zero(m, size, features, k, LENGTH)
-    value = widen_nibbles(codes, zero, m.zero is not None, CODES, HIGH, dtype)
+    value = widen_nibbles(words, zero, m.zero is not None, CODES, PART, dtype)
     if FOLD:
-        COUNT: tl.constexpr = codes.shape[1] // FOLD
+        COUNT: tl.constexpr = words.shape[1] // FOLD
         at = features[:, None] * size.groups + k // FOLD + tl.arange(0, COUNT)[None, :]
         value *= repeated(exact(multipliers(tl.load(m.scale + at)), dtype), COUNT, FOLD)
     return value
@@ -135,14 +149,17 @@ def _codes(m, size, first, features, k, P: tl.constexpr, EVEN: tl.constexpr):
 
 
 @triton.jit
-def _columns(m, size, first, rows, k, P: tl.constexpr, EVEN: tl.constexpr):
-    """x^T [P, R] from k on."""
+def _columns(m, size, tile, k, P: tl.constexpr, EVEN: tl.constexpr):
+    """x^T [P, R] from k on; where a tile is mostly empty, what it lacks isn't read but is zero."""
     at = tl.arange(0, P)
+    _, _, first, rows, there = tile
     offsets = (rows - first) * size.x_stride
     pointers = m.x + (first.to(tl.int64) * size.x_stride + k)
     pointers += offsets[None, :] + at[:, None]
-    if EVEN:
+    if EVEN and rows.shape[0] > FEW:
         x = tl.load(pointers)
+    elif EVEN:
+        x = tl.load(pointers, mask=tl.broadcast_to(there[None, :], pointers.shape), other=0.0)
     else:
         x = tl.load(pointers, mask=(k + at)[:, None] < size.depth, other=0.0)
     return x
@@ -161,36 +178,40 @@ def _bytes_step(
     if LENGTH == 0:
         total = product(w, x, total, ROWS)
     else:
+        scale = _multiplier(m, size, features, k, LENGTH)
         sums = product(w, x, _none(total, ROWS), ROWS)
-        total = _group_added(total, sums, m, size, features, rows, k, LENGTH, ROWS)
+        total = _group_added(total, sums, scale, m, size, features, rows, k, LENGTH, ROWS)
     return total
 
 
 @triton.jit
 def _nibbles_step(
-    total, m, size, first, features, rows, low, high, k, byte, CODES: tl.constexpr,
-    ROWS: tl.constexpr, LENGTH: tl.constexpr, FOLD: tl.constexpr, P: tl.constexpr,
+    total, m, size, first, features, rows, x, k, CODES: tl.constexpr, ROWS: tl.constexpr,
+    LENGTH: tl.constexpr, FOLD: tl.constexpr,
 ):  # fmt: skip
-    """total with the products of P values from k on and of P from k + 64 on, whose codes are in the
-    same bytes.
+    """total with the products of 128 values from k on, whose codes lie in the same WORDS words; x:
+    its four parts.
 
-    A step is summed from zero even where no scale asks for it: were sums of two products handed on
-    from step to step, the matrix units would wait for each (ptxas' C7515).
+    A step is summed from zero even where no scale asks for it: were sums of several products handed
+    on from step to step, the matrix units would wait for each (ptxas' C7515).
     """
-    dtype: tl.constexpr = low.dtype
-    codes = _codes(m, size, first, features, byte, P, True)
-    least = _half(codes, m, size, features, k, False, CODES, LENGTH, FOLD, dtype)
-    most = _half(codes, m, size, features, k + 64, True, CODES, LENGTH, FOLD, dtype)
-    if LENGTH == 0:
-        total += product(most, high, product(least, low, _none(total, ROWS), ROWS), ROWS)
-    elif LENGTH > 64:
-        sums = product(most, high, product(least, low, _none(total, ROWS), ROWS), ROWS)
-        total = _group_added(total, sums, m, size, features, rows, k, LENGTH, ROWS)
-    else:
-        sums = product(least, low, _none(total, ROWS), ROWS)
-        total = _group_added(total, sums, m, size, features, rows, k, LENGTH, ROWS)
-        sums = product(most, high, _none(total, ROWS), ROWS)
-        total = _group_added(total, sums, m, size, features, rows, k + 64, LENGTH, ROWS)
+    dtype: tl.constexpr = x[0].dtype
+    words = _codes(m, size, first, features, tl.multiple_of(k // 4, WORDS), WORDS, True)
+    TOGETHER: tl.constexpr = 4 if LENGTH == 0 or LENGTH >= 4 * WORDS else LENGTH // WORDS
+    for begin in tl.static_range(0, 4, TOGETHER):
+        at = k + begin * WORDS
+        if LENGTH > 0:
+            scale = _multiplier(m, size, features, at, LENGTH)
+        sums = _none(total, ROWS)
+        for i in tl.static_range(TOGETHER):
+            w = _quarter(
+                words, m, size, features, at + i * WORDS, begin + i, CODES, LENGTH, FOLD, dtype
+            )
+            sums = product(w, x[begin + i], sums, ROWS)
+        if LENGTH > 0:
+            total = _group_added(total, sums, scale, m, size, features, rows, at, LENGTH, ROWS)
+        else:
+            total += sums
     return total
 
 
@@ -204,7 +225,7 @@ def span_sums(
 
     A step is STEP values of K: 64 or 32 floats, or 128 codes; P of them share a scale or more.
     """
-    first, features, first_row, rows = tile
+    first, features, _, rows, _ = tile
     ups = features + size.features
     dtype: tl.constexpr = tl.int32 if ROWS == INT8 and LENGTH == 0 else tl.float32
     total = tl.zeros((F, R), dtype)
@@ -213,7 +234,7 @@ def span_sums(
         if CODES <= BYTES:
             for i in tl.static_range(STEP // P):
                 at = k + i * P
-                x = _columns(m, size, first_row, rows, at, P, EVEN)
+                x = _columns(m, size, tile, at, P, EVEN)
                 total = _bytes_step(
                     total, m, size, first, features, rows, x, at, CODES, ROWS, LENGTH, P, EVEN
                 )
@@ -223,18 +244,20 @@ def span_sums(
                         LENGTH, P, EVEN,
                     )  # fmt: skip
         else:
-            for i in tl.static_range(STEP // (2 * P)):
-                at = k + i * P
-                low = _columns(m, size, first_row, rows, at, P, EVEN)
-                high = _columns(m, size, first_row, rows, at + 64, P, EVEN)
-                byte = tl.multiple_of(k // 2, STEP // 2) + i * P
+            for i in tl.static_range(STEP // (4 * WORDS)):
+                at = tl.multiple_of(k, STEP) + i * 4 * WORDS
+                x = (
+                    _columns(m, size, tile, at, WORDS, EVEN),
+                    _columns(m, size, tile, at + WORDS, WORDS, EVEN),
+                    _columns(m, size, tile, at + 2 * WORDS, WORDS, EVEN),
+                    _columns(m, size, tile, at + 3 * WORDS, WORDS, EVEN),
+                )
                 total = _nibbles_step(
-                    total, m, size, first, features, rows, low, high, at, byte, CODES, ROWS, LENGTH,
-                    FOLD, P,
-                )  # fmt: skip
+                    total, m, size, first, features, rows, x, at, CODES, ROWS, LENGTH, FOLD
+                )
                 if GATED:
                     other = _nibbles_step(
-                        other, m, size, first + size.features, ups, rows, low, high, at, byte,
-                        CODES, ROWS, LENGTH, FOLD, P,
+                        other, m, size, first + size.features, ups, rows, x, at, CODES, ROWS,
+                        LENGTH, FOLD,
                     )  # fmt: skip
     return total, other

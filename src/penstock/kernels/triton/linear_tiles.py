@@ -21,6 +21,11 @@ FEATURES = 64
 """Out features of the least tile: a warp group's side of a product on Hopper."""
 LEAST_SPAN = 1024
 """A span's values of K, at least: shorter ones spend their time filling the pipeline."""
+WIDENED: tuple[Kind, ...] = ("w8a16", "w4a16")
+"""Kinds whose codes are widened first: that keeps a program waiting, so that four of them share a
+multiprocessor, each with half of LEAST_SPAN at least."""
+ONE_SUM = 64
+"""Up to so many rows, a program has one span, or one part of a pair, and one sum a feature."""
 BLOCK = 128
 """Spans are multiples of it."""
 
@@ -35,10 +40,15 @@ class Tiles:
     warps: int
     stages: int  # steps whose operands are on their way
     spans: int = 1  # parts of K that are summed apart, each from zero, and then added in order
+    most_k: int = 0  # `k` many times where they divide K: as many sums as steps of k have
+
+    def step(self, depth: int, length: int) -> int:
+        """Values of K in a step of a matrix of that K, in spans of `length`."""
+        return self.most_k if self.most_k and not (depth | length) % self.most_k else self.k
 
 
 Bucket = tuple[Kind, bool, int]
-"""A kind, whether each feature has two sums (gated, or with spans), and the most rows."""
+"""A kind, whether each feature has two sums (gated, or many rows with spans), and the most rows."""
 
 MANY = 1 << 30
 """The last bucket's rows."""
@@ -48,6 +58,9 @@ STEP: dict[Kind, int] = {
     "e4m3": 128,
 }  # fmt: skip
 
+FEW, WIDE_STEP = 32, 256
+"""Of codes of four bits and so many rows, a step is wider: a loop's own work weighs least there."""
+
 _Table = dict[Kind, list[tuple[int, int, int, int]]]
 _ROWS = (16, 32, 64, 128, MANY)
 
@@ -55,9 +68,9 @@ _ROWS = (16, 32, 64, 128, MANY)
 # a tile whose sums fill the registers of its warps.
 _FEW: _Table = {
     "float32": [(64, 16, 4, 4), (64, 32, 4, 4), (64, 64, 4, 3), (64, 64, 4, 3), (64, 64, 4, 3)],
-    "half": [(64, 16, 4, 6), (64, 32, 4, 6), (64, 64, 4, 5), (64, 128, 4, 4), (128, 256, 8, 3)],
+    "half": [(64, 16, 4, 5), (64, 32, 4, 6), (128, 64, 8, 4), (64, 128, 4, 4), (128, 256, 8, 3)],
     "w8a16": [(64, 16, 4, 6), (64, 32, 4, 5), (64, 64, 4, 4), (64, 128, 4, 3), (128, 128, 8, 3)],
-    "w4a16": [(64, 16, 4, 9), (64, 32, 4, 7), (64, 64, 4, 4), (64, 128, 4, 3), (128, 128, 8, 3)],
+    "w4a16": [(64, 16, 4, 4), (64, 32, 4, 3), (64, 64, 4, 4), (64, 128, 4, 3), (128, 128, 8, 3)],
     "w8a8": [(64, 16, 4, 6), (64, 32, 4, 6), (64, 64, 4, 5), (64, 128, 4, 4), (128, 256, 8, 3)],
     "w4a8": [(64, 16, 4, 12), (64, 32, 4, 8), (64, 64, 4, 5), (64, 128, 4, 4), (128, 128, 8, 4)],
     "e4m3": [(64, 16, 4, 6), (64, 32, 4, 6), (64, 64, 4, 5), (64, 128, 4, 4), (128, 128, 8, 4)],
@@ -66,7 +79,7 @@ _TWICE: _Table = {
     "float32": [(64, 16, 4, 3), (64, 32, 4, 3), (64, 32, 4, 3), (64, 32, 4, 3), (64, 32, 4, 3)],
     "half": [(64, 16, 4, 5), (64, 32, 4, 4), (64, 64, 4, 4), (64, 128, 4, 3), (128, 128, 8, 4)],
     "w8a16": [(64, 16, 4, 5), (64, 32, 4, 4), (64, 64, 4, 4), (64, 64, 4, 4), (128, 128, 8, 3)],
-    "w4a16": [(64, 16, 4, 6), (64, 32, 4, 5), (64, 64, 4, 4), (64, 64, 4, 4), (128, 128, 8, 3)],
+    "w4a16": [(64, 16, 4, 4), (64, 32, 4, 3), (64, 64, 4, 4), (64, 64, 4, 4), (128, 128, 8, 3)],
     "w8a8": [(64, 16, 4, 5), (64, 32, 4, 5), (64, 64, 4, 4), (64, 128, 4, 4), (128, 128, 8, 4)],
     "w4a8": [(64, 16, 4, 9), (64, 32, 4, 6), (64, 64, 4, 4), (64, 64, 4, 4), (128, 64, 8, 4)],
     "e4m3": [(64, 16, 4, 5), (64, 32, 4, 5), (64, 64, 4, 4), (64, 64, 4, 4), (64, 128, 4, 4)],
@@ -93,13 +106,17 @@ def override(table: Mapping[Bucket, tuple[int, int, int, int]]) -> None:
     _overridden.update(table)
 
 
-def spans_for(n: int, k: int) -> int:
-    """Parts of K of a matrix [n, k]: enough that few rows' programs fill the multiprocessors.
+def spans_for(n: int, k: int, kind: Kind = "half", gated: bool = False) -> int:
+    """Parts of K of a matrix [n, k], each half's n where gated: enough that few rows' programs fill
+    the multiprocessors.
 
     A power of two, or less where that many parts of whole blocks don't make K.
     """
     tiles, spans = -(-n // FEATURES), 1
-    while tiles * spans < PROCESSORS and k // (2 * spans) >= LEAST_SPAN:
+    programs, least = PROCESSORS, LEAST_SPAN
+    if kind in WIDENED and not gated:
+        programs, least = 4 * PROCESSORS, LEAST_SPAN // 2
+    while tiles * spans < programs and k // (2 * spans) >= least:
         spans *= 2
     return -(-k // span_length(k, spans))
 
@@ -109,9 +126,21 @@ def span_length(k: int, spans: int) -> int:
     return -(-k // (spans * BLOCK)) * BLOCK
 
 
-def tiles_for(kind: Kind, rows: int, n: int, k: int, gated: bool = False) -> Tiles:
-    """For `rows` rows times a matrix [n, k], each half's n where gated."""
-    spans = spans_for(n, k)
-    bucket = (kind, gated or spans > 1, next(most for most in _ROWS if rows <= most))
+def has_two_sums(kind: Kind, rows: int, n: int, k: int, gated: bool = False) -> bool:
+    """Whether a program of `rows` rows times a matrix [n, k] has two sums for each feature."""
+    return gated or (rows > ONE_SUM and spans_for(n, k, kind, gated) > 1)
+
+
+def tiles_for(
+    kind: Kind, rows: int, n: int, k: int, gated: bool = False, halves: bool = False
+) -> Tiles:
+    """For `rows` rows times a matrix [n, k], each half's n where gated.
+
+    halves: which are summed apart, so that each feature of a tile has one sum.
+    """
+    spans = spans_for(n, k, kind, gated)
+    twice = has_two_sums(kind, rows, n, k, gated and not halves)
+    bucket = (kind, twice, next(most for most in _ROWS if rows <= most))
     features, wide, warps, stages = _overridden.get(bucket, _table[bucket])
-    return Tiles(features, wide, STEP[kind], warps, stages, spans)
+    most = WIDE_STEP if kind == "w4a16" and rows <= FEW else 0
+    return Tiles(features, wide, STEP[kind], warps, stages, spans, most)

@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from penstock.kernels.triton.launch import dot, implement, power_of_2
+from penstock.kernels.triton.launch import cdiv, dot, implement, power_of_2
 from penstock.ops.lora import check_adapters
 
 SPANS = 8
@@ -129,16 +129,16 @@ def lora_add_(
     large = 16 if wide else 32 if rank > 64 else 64  # what registers hold
     rows, lanes = (16, min(16, power_of_2(tokens, 1))) if few else (large, 4)
     shared = {"ROWS": rows, "LANES": lanes, "R": power_of_2(rank)}
-    programs = triton.cdiv(tokens, rows) * lanes
+    programs = cdiv(tokens, rows) * lanes
     span = span_of(depth)
-    spans = triton.cdiv(depth, span)
+    spans = cdiv(depth, span)
     sums = torch.empty((tokens, spans, shared["R"]), dtype=torch.float32, device=x.device)
     _shrink[(programs, spans)](
         x, down, adapters, sums, tokens, rank, depth, x.stride(0), down.stride(0), down.stride(1),
         STEP=min(power_of_2(depth), 32 if wide else 64), SPAN=span, **shared,
     )  # fmt: skip
     parts = 1 if few else 8
-    _expand[(programs, triton.cdiv(features, 64 * parts))](
+    _expand[(programs, cdiv(features, 64 * parts))](
         sums, up, adapters, scaling, y,
         tokens, rank, features, up.stride(0), up.stride(1), y.stride(0),
         FEATURES=64, PARTS=parts, SPANS=spans, **shared,

@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from penstock.kernels.triton.launch import implement
+from penstock.kernels.triton.launch import cdiv, implement
 
 _BLOCK = 2048
 """Logits of a program."""
@@ -30,6 +30,6 @@ def mask_(logits: Tensor, rows: Tensor, bits: Tensor) -> None:
     """`ops.mask_`: R·V·(4 + 1/8) bytes read, R·V·4 written, as the reference says."""
     count, columns = rows.shape[0], logits.shape[1]
     if count and columns:
-        _mask[(count, triton.cdiv(columns, _BLOCK))](
+        _mask[(count, cdiv(columns, _BLOCK))](
             logits, rows, bits, logits.stride(0), bits.stride(0), columns, BLOCK=_BLOCK
         )

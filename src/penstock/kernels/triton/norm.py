@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from penstock.kernels.triton.launch import implement, power_of_2
+from penstock.kernels.triton.launch import early, implement, power_of_2, take_turn
 
 
 def whole_vectors(x: Tensor) -> tuple[Tensor, int]:
@@ -38,6 +38,7 @@ def rms_scaled(value, weight, dim: tl.constexpr, eps):
 
 @triton.jit(do_not_specialize=["stride"])
 def _rms_norm(x, weight, y, stride, eps, dim: tl.constexpr, VECTOR: tl.constexpr, D: tl.constexpr):
+    take_turn()
     row = tl.program_id(0).to(tl.int64)
     at = tl.arange(0, D)
     inside = at < dim
@@ -57,7 +58,8 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
         x, vector = whole_vectors(x)
         tile = power_of_2(dim)
         _rms_norm[(rows,)](
-            x, weight, y, x.stride(0), eps, dim, VECTOR=vector, D=tile, num_warps=warps(tile)
+            x, weight, y, x.stride(0), eps, dim, VECTOR=vector, D=tile, num_warps=warps(tile),
+            **early(rows),
         )
     return y
 
@@ -75,6 +77,7 @@ def _layer_norm(
     VECTOR: tl.constexpr,
     D: tl.constexpr,
 ):
+    take_turn()
     row = tl.program_id(0).to(tl.int64)
     at = tl.arange(0, D)
     inside = at < dim
@@ -108,6 +111,7 @@ def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Te
             HAS_BIAS=bias is not None,
             VECTOR=vector,
             D=tile,
+            **early(rows),
             num_warps=warps(tile),
         )
     return y

@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from penstock.errors import KernelError
-from penstock.kernels.triton.launch import implement, power_of_2
+from penstock.kernels.triton.launch import cdiv, early, implement, power_of_2, take_turn
 from penstock.kernels.triton.norm import whole_vectors
 from penstock.kernels.triton.rounding import is_number, magnitude, round_even
 
@@ -192,6 +192,7 @@ def _rotary_cache(
     HALF: tl.constexpr,
     REST: tl.constexpr,
 ):
+    take_turn()
     token, tile = tl.program_id(0), tl.program_id(1)
     again = token >= tokens  # behind the tokens come the copies
     if HAS_COPIES:
@@ -320,7 +321,7 @@ def rotary_cache(
     count = power_of_2(max(heads, kv_heads), 1)  # heads of a tile
     if not over_all:
         count = min(count, max(_TILE // wide, 1))
-    tiles = triton.cdiv(heads, count) + 2 * triton.cdiv(kv_heads, count)
+    tiles = cdiv(heads, count) + 2 * cdiv(kv_heads, count)
     more = 0 if copies is None else copies.shape[0]
     _rotary_cache[(tokens + more, tiles)](
         qkv,
@@ -356,5 +357,6 @@ def rotary_cache(
         REST=power_of_2(dim - turned, 1),
         num_warps=min(max(count * wide // 512, 1), 16),
         enable_fp_fusion=False,
+        **early(tokens),
     )
     return y

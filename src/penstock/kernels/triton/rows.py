@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from penstock.kernels.triton.launch import power_of_2
+from penstock.kernels.triton.launch import early, power_of_2, take_turn
 from penstock.kernels.triton.norm import rms_norm, rms_scaled, warps, whole_vectors
 from penstock.kernels.triton.rounding import is_number, magnitude, round_even
 from penstock.ops.panels import round_up
@@ -70,6 +70,7 @@ def _int8_rows(
     VECTOR: tl.constexpr,
     D: tl.constexpr,
 ):
+    take_turn()
     row = tl.program_id(0).to(tl.int64)
     at = tl.arange(0, D)
     start = tl.multiple_of(row * stride, VECTOR)
@@ -125,6 +126,7 @@ def int8_rows(
             VECTOR=vector,
             D=tile,
             num_warps=warps(tile),
+            **early(rows),
         )
     return codes, scales
 
@@ -147,6 +149,7 @@ def _e4m3_rows(
     G: tl.constexpr,
     S: tl.constexpr,
 ):
+    take_turn()
     row = tl.program_id(0).to(tl.int64)
     each: tl.constexpr = padded // groups
     at = tl.arange(0, G * S)
@@ -202,5 +205,6 @@ def e4m3_rows(
             G=count,
             S=each,
             num_warps=warps(count * each),
+            **early(rows),
         )
     return codes, scales

@@ -7,7 +7,7 @@ import triton.language as tl
 from torch import Tensor
 
 from penstock.kernels.triton.activation import tanh
-from penstock.kernels.triton.launch import implement
+from penstock.kernels.triton.launch import cdiv, implement
 
 _BLOCK = 2048
 """Columns of a program."""
@@ -27,6 +27,6 @@ def softcap_(x: Tensor, cap: float) -> None:
     """`ops.softcap_`: read and written once."""
     rows, columns = x.shape
     if x.numel():
-        _softcap[(rows, triton.cdiv(columns, _BLOCK))](
+        _softcap[(rows, cdiv(columns, _BLOCK))](
             x, x.stride(0), columns, float(cap), BLOCK=_BLOCK
         )

@@ -19,7 +19,7 @@ import triton.language as tl
 from torch import Tensor
 
 from penstock.kernels.triton.argmax import BLOCK, LEAST, ordered, peak_of, place_of, ranked
-from penstock.kernels.triton.launch import implement, power_of_2
+from penstock.kernels.triton.launch import cdiv, implement, power_of_2
 
 _MOST = 1024
 """The largest k that is chosen here."""
@@ -224,7 +224,7 @@ def _leading(logits: Tensor, k: int, temperature: Tensor | None) -> tuple[Tensor
     weights = torch.empty_like(values if temperature is not None else values[:, :0])
     if not rows:
         return values, ids, weights
-    blocks, room = triton.cdiv(vocab_size, BLOCK), _ROOM * power_of_2(k, _MOST // _ROOM)
+    blocks, room = cdiv(vocab_size, BLOCK), _ROOM * power_of_2(k, _MOST // _ROOM)
     sides = {"BLOCKS": power_of_2(blocks), "ROOM": room, "SUMS": temperature is not None}
     best = torch.empty((rows, blocks), dtype=torch.int64, device=device)
     sums = torch.empty((rows, blocks), dtype=torch.float32, device=device)

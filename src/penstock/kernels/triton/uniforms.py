@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from penstock.kernels.triton.launch import implement
+from penstock.kernels.triton.launch import cdiv, implement
 
 _BLOCK = 128
 
@@ -50,6 +50,6 @@ def uniforms(seeds: Tensor, samples: Tensor, positions: Tensor, use: int) -> Ten
     found = torch.empty(seeds.shape, dtype=torch.float64, device=seeds.device)
     count = seeds.numel()
     if count:
-        grid = (triton.cdiv(count, _BLOCK),)
+        grid = (cdiv(count, _BLOCK),)
         _uniforms[grid](seeds, samples, positions, found, count, use, BLOCK=_BLOCK)
     return found
