@@ -9,6 +9,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -104,8 +105,15 @@ def decoding(
         "floor_s": floor,
         "bound": floors[-1].bound,
         "achieved": floor / best,
+        "achieved_of_copy": _floor_by_copying(context, records) / best,
         "parts_s": _parts(records),
     }
+
+
+def _floor_by_copying(context: Context, records: Sequence[StepRecord]) -> float:
+    """Seconds of a step, were its bytes moved as a copy moves them: the slower of both rates."""
+    peaks = replace(context.peaks, read_bytes_per_s=context.peaks.copy_bytes_per_s)
+    return statistics.mean(floor_of(r.cost, peaks).seconds for r in records)
 
 
 def _parts(records: Sequence[StepRecord]) -> dict[str, float]:

@@ -1,13 +1,13 @@
 """Section: transformers on the same work, in the same run: the 8B shape, random weights, greedy.
 
-Its own ways to be fast: a static cache, for which `generate` compiles the forward pass (with CUDA
-graphs), and continuous batching; and what one gets without asking. Prompts of 128 tokens, 128 more
-of each. Output tokens over the whole time, prompts included, after a run that isn't counted.
+Requests as long as the Azure trace's (`traffic.lengths`), all there at once and the same for all.
+Tokens that were asked for over the whole time, prompts included, after a run that isn't counted.
+transformers has its own ways: `generate` on batches of requests of about one length, padded to the
+longest and run until the last is through, and continuous batching.
 """
 
 from __future__ import annotations
 
-import inspect
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -17,143 +17,164 @@ import torch
 from benchmarks.gpu.document import Context, Item
 from benchmarks.gpu.models import make
 from benchmarks.gpu.shapes import LLAMA_1B, LLAMA_8B, TINY
+from benchmarks.gpu.traffic import lengths
 
 from penstock.bench.workload import greedy, raise_errors
 
-BATCHES = (1, 8, 64)
-PROMPT, OUTPUT = 128, 128
+BATCHES = (16, 32, 8)
+REQUESTS = 32
+Requests = list[tuple[list[int], int]]
+"""Prompts, and how many tokens each asks for."""
 
 
 def items(context: Context) -> Iterator[Item]:
     yield "penstock", lambda: penstock(context)
-    yield "transformers", lambda: by_generate(context, {})
+    *most, last = (1, 2) if context.dry else BATCHES
+    for batch in most:
+        yield f"transformers-{batch}", lambda batch=batch: by_generate(context, batch)
     yield "transformers-continuous", lambda: continuous(context)
-    yield (
-        "transformers-static-compiled",
-        lambda: by_generate(context, {"cache_implementation": "static"}),
-    )
+    yield f"transformers-{last}", lambda: by_generate(context, last)
 
 
 def _shape(context: Context) -> dict[str, Any]:
     return TINY if context.dry else LLAMA_1B if context.quick else LLAMA_8B
 
 
-def _sizes(context: Context) -> tuple[tuple[int, ...], int, int]:
-    return ((1, 2), 8, 4) if context.dry else (BATCHES, PROMPT, OUTPUT)
-
-
-def prompts(context: Context, batch: int) -> list[list[int]]:
+def requests(context: Context) -> Requests:
     """The same for everybody."""
-    _, length, _ = _sizes(context)
-    draw = np.random.default_rng(batch)
+    sizes, _ = lengths(2 if context.dry else REQUESTS, 3)
+    if context.dry:
+        sizes = [(min(a, 9), min(b, 3)) for a, b in sizes]
+    draw = np.random.default_rng(3)
     most = _shape(context)["vocab_size"]
-    found: list[list[int]] = draw.integers(3, most, (batch, length)).tolist()
-    return found
+    return [(draw.integers(3, most, a).tolist(), b) for a, b in sizes]
 
 
-def _each_batch(
-    context: Context, run: Callable[[list[list[int]]], int], again: float = 1.2
-) -> dict[str, Any]:
-    """Time `run`, which gives the tokens it made, at every batch; once before for nothing."""
-    batches, _, output = _sizes(context)
-    found: dict[str, Any] = {}
-    for batch in batches:
-        if context.due(3.0) and not context.dry:
-            found[str(batch)] = {"skipped": "no time was left"}
-            continue
-        given = prompts(context, batch)
-        begun = time.perf_counter()
-        run(given)
-        ready = time.perf_counter() - begun
-        seconds = []
-        for _ in range(1 if context.dry else 3):
-            begun = time.perf_counter()
-            tokens = run(given)
-            seconds.append(time.perf_counter() - begun)
-            if tokens != batch * output:
-                raise RuntimeError(f"{tokens} tokens were made of {batch * output}.")
-            if context.due(again * seconds[-1]):
-                break
-        found[str(batch)] = {
-            "first_s": ready,
-            "seconds": min(seconds),
-            "output_tokens_per_s": batch * output / min(seconds),
-        }
-    return found
+def _figures(context: Context, run: Callable[[Requests], int]) -> dict[str, Any]:
+    """Time `run`, which gives the tokens it made, after it has seen short requests."""
+    given = requests(context)
+    run([(prompt[:64], 4) for prompt, _ in given])
+    begun = time.perf_counter()
+    made = run(given)
+    seconds = time.perf_counter() - begun
+    asked = sum(count for _, count in given)
+    if made != asked:
+        raise RuntimeError(f"{made} tokens were made of {asked}.")
+    return {
+        "requests": len(given),
+        "prompt_tokens": sum(len(prompt) for prompt, _ in given),
+        "output_tokens": asked,
+        "seconds": seconds,
+        "output_tokens_per_s": asked / seconds,
+    }
 
 
 def penstock(context: Context) -> dict[str, Any]:
-    batches, length, output = _sizes(context)
-    made = make(context, _shape(context), max_model_len=length + output + 8, batch=max(batches))
+    given = requests(context)
+    longest = max(len(prompt) + count for prompt, count in given)
+    whole = sum(len(prompt) + count + 64 for prompt, count in given)
+    made = make(
+        context,
+        _shape(context),
+        max_model_len=longest + 8,
+        batch=len(given),
+        tokens_a_step=512 if context.dry else 8192,
+        cache_tokens=whole,
+        graphs_of=(1, 8, 16, 24, 32),
+    )
     engine = made.meter().engine
 
-    def run(given: list[list[int]]) -> int:
-        for i, prompt in enumerate(given):
-            engine.add_request(f"{time.monotonic_ns()}-{i}", prompt, greedy(output))
-        count = 0
+    def run(given: Requests) -> int:
+        for i, (prompt, count) in enumerate(given):
+            engine.add_request(f"{time.monotonic_ns()}-{i}", prompt, greedy(count))
+        done = 0
         while engine.has_unfinished:
             step = engine.step()
             raise_errors(step)
-            count += sum(len(o.outputs[0].token_ids) for o in step if o.finished)
-        return count
+            done += sum(len(o.outputs[0].token_ids) for o in step if o.finished)
+        return done
 
-    return _each_batch(context, run)
-
-
-def _model(context: Context, attention: str) -> Any:
-    """transformers' own, with random weights made on the device."""
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    shape = {k: v for k, v in _shape(context).items() if k not in ("architectures", "torch_dtype")}
-    config = AutoConfig.for_model(**shape)
-    with torch.device(context.device):
-        model = AutoModelForCausalLM.from_config(
-            config, dtype=torch.bfloat16, attn_implementation=attention
-        )
-    model.eval()
-    model.generation_config.eos_token_id = None
-    model.generation_config.pad_token_id = 0
-    return model
+    return _figures(context, run)
 
 
-def by_generate(context: Context, how: dict[str, Any]) -> dict[str, Any]:
-    model = _model(context, "sdpa")
-    _, length, output = _sizes(context)
-    if context.dry:
-        how = {**how, "disable_compile": True} if how else how
+def _model(context: Context) -> Any:
+    """transformers' own, with random weights made on the device: one for all that it does."""
+    if "peer" not in context.scratch:
+        from transformers import AutoConfig, AutoModelForCausalLM
 
-    def run(given: list[list[int]]) -> int:
-        ids = torch.tensor(given, device=context.device)
+        shape = {
+            k: v for k, v in _shape(context).items() if k not in ("architectures", "torch_dtype")
+        }
+        config = AutoConfig.for_model(**shape)
+        with torch.device(context.device):
+            model = AutoModelForCausalLM.from_config(
+                config, dtype=torch.bfloat16, attn_implementation="sdpa"
+            )
+        model.eval()
+        model.generation_config.eos_token_id = None
+        model.generation_config.pad_token_id = 0
+        context.scratch["peer"] = model
+    return context.scratch["peer"]
+
+
+def by_generate(context: Context, batch: int) -> dict[str, Any]:
+    """`generate`, `batch` requests at a time: those of about one length together."""
+    model = _model(context)
+
+    def together(given: Requests) -> int:
+        longest = max(len(prompt) for prompt, _ in given)
+        ids = torch.zeros(len(given), longest, dtype=torch.long)
+        mask = torch.zeros_like(ids)
+        for i, (prompt, _) in enumerate(given):
+            ids[i, longest - len(prompt) :] = torch.tensor(prompt)
+            mask[i, longest - len(prompt) :] = 1
+        most = max(count for _, count in given)
         found = model.generate(
-            ids,
-            attention_mask=torch.ones_like(ids),
-            max_new_tokens=output,
-            min_new_tokens=output,
+            ids.to(context.device),
+            attention_mask=mask.to(context.device),
+            max_new_tokens=most,
+            min_new_tokens=most,
             do_sample=False,
-            **how,
         )
-        return int((found.shape[1] - length) * found.shape[0])
+        made = found.shape[1] - longest
+        return sum(min(count, made) for _, count in given)
 
-    return _each_batch(context, run)
+    def run(given: Requests) -> int:
+        sorted_by_length = sorted(given, key=lambda one: len(one[0]))
+        return sum(together(sorted_by_length[i : i + batch]) for i in range(0, len(given), batch))
+
+    return _figures(context, run)
 
 
 def continuous(context: Context) -> dict[str, Any]:
-    """`generate_batch`: transformers' paged cache and scheduler."""
-    from transformers import GenerationConfig
-
+    """transformers' paged cache and scheduler."""
     if context.dry:
         return {"missing": "it wants a GPU"}
-    model = _model(context, "sdpa")
-    output = _sizes(context)[2]
+    from transformers import GenerationConfig
+
+    model = _model(context)
     asked = GenerationConfig(
-        max_new_tokens=output, do_sample=False, eos_token_id=-1, pad_token_id=0, use_cache=True
+        max_new_tokens=2048, do_sample=False, eos_token_id=-1, pad_token_id=0, use_cache=True
     )
+    manager = model.init_continuous_batching(generation_config=asked)
+    manager.start()
 
-    known = inspect.signature(model.generate_batch).parameters
-    kept = {"persistent_manager": True} if "persistent_manager" in known else {}
+    def run(given: Requests) -> int:
+        for prompt, count in given:
+            manager.add_request(prompt, max_new_tokens=count)
+        made, left = 0, len(given)
+        while left:
+            if context.due():
+                raise TimeoutError(f"{left} of {len(given)} requests were left at the end.")
+            found = manager.get_result(timeout=1)
+            if found is not None and found.is_finished():
+                left -= 1
+                made += len(found.generated_tokens)
+            elif found is None and not manager.is_running():
+                raise RuntimeError("transformers' own thread has ended.")
+        return made
 
-    def run(given: list[list[int]]) -> int:
-        found = model.generate_batch(inputs=given, generation_config=asked, **kept)
-        return sum(len(one.generated_tokens) for one in found.values())
-
-    return _each_batch(context, run)
+    try:
+        return _figures(context, run)
+    finally:
+        manager.stop(block=True, timeout=5)

@@ -69,13 +69,16 @@ def test_one_launch_for_a_whole_graph() -> None:
 
 
 def test_the_host_s_work_that_the_gpu_hides() -> None:
-    """The GPU is busy 90 of 100 µs; the host waits 40 of them, and works 60."""
+    """The GPU is busy 90 of 100 µs, in 6 of the others it waits for a launch; the host waits 40 of
+    them, and works 60."""
     waits = call(50, 40, 0, "cudaStreamSynchronize")
     outside = call(200, 40, 0, "cudaDeviceSynchronize")  # after the last kernel
-    found = gaps([kernel(0, 45, 1), kernel(55, 45, 2), waits, outside])
+    late = call(46, 5, 2, "cudaGraphLaunch")
+    found = gaps([kernel(0, 45, 1), kernel(55, 45, 2), late, waits, outside])
     assert found.waiting_s == pytest.approx(40e-6)
     assert found.host_s == pytest.approx(60e-6)
-    assert found.hidden == pytest.approx(1 - 10 / 60)
+    assert (found.launch_s, found.other_s) == pytest.approx((6e-6, 4e-6))
+    assert found.hidden == pytest.approx(1 - 6 / 60)
     busy = gaps([kernel(0, 50, 1), kernel(50, 50, 2), waits])
     assert busy.hidden == 1.0
     assert busy.as_dict()["host_hidden"] == 1.0 and busy.as_dict()["kernels"] == 2

@@ -60,8 +60,8 @@ class Gaps:
 
     @property
     def hidden(self) -> float:
-        """The share of the host's work during which the GPU works too."""
-        return max(1.0 - self.idle_s / self.host_s, 0.0) if self.host_s else 1.0
+        """The share of the host's work for which the GPU didn't wait."""
+        return max(1.0 - self.launch_s / self.host_s, 0.0) if self.host_s else 1.0
 
     def as_dict(self) -> dict[str, Any]:
         """For JSON."""

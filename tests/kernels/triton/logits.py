@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
 import torch
 from torch import Tensor
 
-from penstock import ops
 from tests.kernels.triton.conftest import DEVICE
 
 inf, nan = torch.inf, torch.nan
@@ -49,19 +45,3 @@ def fractions(rows: int) -> Tensor:
 def same(found: Tensor, expected: Tensor) -> None:
     assert found.dtype is expected.dtype and found.shape == expected.shape
     torch.testing.assert_close(found, expected, rtol=0, atol=0, equal_nan=True)
-
-
-def reference(name: str) -> Callable[..., Any]:
-    """An operator's, on a CPU: a GPU's `topk` puts NaN and equals elsewhere, and its sums have
-    another order."""
-
-    def there(x: Any) -> Any:
-        if isinstance(x, tuple):
-            return tuple(there(one) for one in x)
-        return x.to(DEVICE) if isinstance(x, Tensor) else x
-
-    def run(*given: Any, **named: Any) -> Any:
-        local = [x.cpu() if isinstance(x, Tensor) else x for x in given]
-        return there(ops.op(name).reference(*local, **named))
-
-    return run

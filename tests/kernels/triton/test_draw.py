@@ -8,7 +8,7 @@ from torch import Tensor
 
 from penstock.kernels.triton import launchers
 from penstock.ops.draw import BEYOND, NO_DRAW
-from tests.kernels.triton.conftest import DEVICE
+from tests.kernels.triton.conftest import DEVICE, reference
 from tests.kernels.triton.logits import (
     awkward,
     fractions,
@@ -16,7 +16,6 @@ from tests.kernels.triton.logits import (
     nan,
     normal,
     peaked,
-    reference,
     same,
 )
 

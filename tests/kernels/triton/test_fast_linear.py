@@ -5,11 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from penstock import ops
 from penstock.kernels.triton import launchers
 from penstock.kernels.triton.fast_linear import LEAST_ROWS, fast_linear, fast_linear_add_
 from penstock.quant import Packed
-from tests.kernels.triton.conftest import DEVICE
+from tests.kernels.triton.conftest import DEVICE, reference
 from tests.kernels.triton.test_linear import (
     CLOSE,
     activations,
@@ -20,7 +19,7 @@ from tests.kernels.triton.test_linear import (
 )
 
 NAMES = ["float32", "bfloat16", "w8a8"] + ["fp8-w8a8"] * (DEVICE == "cuda")
-reference = ops.op("linear").reference
+wanted = reference("linear")
 
 
 def case(name: str, n: int, gated: bool = False) -> tuple[torch.Tensor, Packed]:
@@ -34,7 +33,7 @@ def test_products(name: str) -> None:
     how, close = options(name, held), 2 * CLOSE[activations(name, 1, 1).dtype]
     for bias in (None, randn(n, seed=2).to(DEVICE)):
         args = arguments(name, held, bias)
-        got, want = fast_linear(x, *args, n, **how), reference(x, *args, n, **how)
+        got, want = fast_linear(x, *args, n, **how), wanted(x, *args, n, **how)
         torch.testing.assert_close(got, want, rtol=close, atol=close)
         residual = activations(name, LEAST_ROWS, n)
         want = residual + want
@@ -48,7 +47,7 @@ def test_a_norm_before_and_a_gate_after(name: str) -> None:
     args, how = arguments(name, held, randn(2 * n, seed=2).to(DEVICE)), options(name, held)
     how |= {"norm": randn(128, seed=3).abs().to(DEVICE), "eps": 1e-5, "activation": 1}
     how |= {"gated": True, "out_dtype": torch.float32}
-    got, want = fast_linear(x, *args, n, **how), reference(x, *args, n, **how)
+    got, want = fast_linear(x, *args, n, **how), wanted(x, *args, n, **how)
     tolerance = {"float32": 2e-5, "bfloat16": 5e-2}.get(name, 1e-1)
     torch.testing.assert_close(got, want, rtol=tolerance, atol=tolerance)
 

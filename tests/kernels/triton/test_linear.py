@@ -14,10 +14,10 @@ from penstock.quant.formats.operators import OperatorFormat
 from penstock.quant.formats.quantized import Quantized
 from penstock.quant.formats.storage import ROWS
 from penstock.quant.methods.rtn import quantize
-from tests.kernels.triton.conftest import DEVICE
+from tests.kernels.triton.conftest import DEVICE, reference
 
 linear, linear_add_ = launchers()["linear"], launchers()["linear_add_"]
-reference = ops.op("linear").reference
+wanted = reference("linear")
 
 QUANTIZED = [
     "w8a16", "w8a16-g64", "w8a16-g128-asym", "w8a8", "w8a8-asym", "w8a8-g32-asym", "w8a8-static",
@@ -88,12 +88,14 @@ def test_products(name: str) -> None:
         bias, how = randn(n, seed=2).to(DEVICE), options(name, held)
         args = arguments(name, held, bias)
         got = linear(x, *args, n, **how, out_dtype=torch.float32)
-        want = reference(x, *args, n, **how, out_dtype=torch.float32)
-        torch.testing.assert_close(got, want, rtol=2e-5, atol=2e-5)
+        want = wanted(x, *args, n, **how, out_dtype=torch.float32)
+        # a GPU sums products of E4M3 in fewer bits, 128 at a time
+        near = 2e-3 if name.startswith("fp8-w8a8") and DEVICE == "cuda" else 2e-5
+        torch.testing.assert_close(got, want, rtol=near, atol=near)
         got = linear(x, *args, n, **how)
         assert got.dtype is x.dtype
         torch.testing.assert_close(
-            got, reference(x, *args, n, **how), rtol=CLOSE[x.dtype], atol=CLOSE[x.dtype]
+            got, wanted(x, *args, n, **how), rtol=CLOSE[x.dtype], atol=CLOSE[x.dtype]
         )
         residual = activations(name, rows, 2 * n)[:, n:]  # rows may be strided
         want = residual + got
@@ -107,7 +109,7 @@ def test_a_norm_before_and_a_gate_after(name: str) -> None:
     x, held = activations(name, 5, k), packed(name, randn(2 * n, k, seed=1) / k**0.5, True)
     args, how = arguments(name, held, randn(2 * n, seed=2).to(DEVICE)), options(name, held)
     how |= {"norm": norm, "eps": 1e-5, "activation": 1, "gated": True}
-    got, want = linear(x, *args, n, **how), reference(x, *args, n, **how)
+    got, want = linear(x, *args, n, **how), wanted(x, *args, n, **how)
     # where a norm rounds up and not down, a code of a row may be the next one
     tolerance = {"float32": 2e-5, "float16": 4e-3, "bfloat16": 3e-2}.get(name, 8e-2)
     torch.testing.assert_close(got, want, rtol=tolerance, atol=tolerance)
@@ -124,7 +126,7 @@ def test_rows_by_themselves_and_together(name: str) -> None:
     for first, last in [(0, 1), (1, 18)]:
         part = linear(x[first:last], *args, n, **how, out_dtype=torch.float32)
         assert torch.equal(part, together[first:last])
-    want = reference(x, *args, n, **how, out_dtype=torch.float32)
+    want = wanted(x, *args, n, **how, out_dtype=torch.float32)
     torch.testing.assert_close(together, want, rtol=1e-4, atol=3e-4)
 
 
@@ -140,7 +142,7 @@ def test_spans(name: str, gated: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     how |= {"activation": 3 * gated, "gated": gated, "out_dtype": torch.float32}
     assert linear_tiles.spans_for(n, k) == 2
     apart = linear(x, *args, n, **how)
-    torch.testing.assert_close(apart, reference(x, *args, n, **how), rtol=1e-2, atol=1e-2)
+    torch.testing.assert_close(apart, wanted(x, *args, n, **how), rtol=1e-2, atol=1e-2)
     assert torch.equal(apart[1:2], linear(x[1:2], *args, n, **how))
     for limit in ("PROCESSORS", "ONE_SUM", "HALVES_APART"):
         monkeypatch.setattr(f"penstock.kernels.triton.linear.{limit}", 0)
@@ -211,7 +213,7 @@ def test_activations_from_end_to_end_of_the_range(activation: int) -> None:
     points = [-1e30, -200.0, -88.0, -5.0, -0.5, -1e-30, 0.0, 0.3, 4.0, 88.0, 200.0, 1e30, torch.nan]
     x, one = torch.tensor(points, device=DEVICE)[:, None], torch.ones(1, 1, device=DEVICE)
     got = linear(x, one, None, None, None, 1, activation=activation)
-    want = reference(x.double(), one.double(), None, None, None, 1, activation=activation)
+    want = wanted(x.double(), one.double(), None, None, None, 1, activation=activation)
     torch.testing.assert_close(got.double(), want, rtol=2e-6, atol=3e-7, equal_nan=True)
 
 

@@ -5,8 +5,8 @@ import torch
 from torch import Tensor
 
 from penstock.kernels.triton import launchers, top_k
-from tests.kernels.triton.conftest import DEVICE
-from tests.kernels.triton.logits import awkward, inf, nan, normal, peaked, reference, same
+from tests.kernels.triton.conftest import DEVICE, reference
+from tests.kernels.triton.logits import awkward, inf, nan, normal, peaked, same
 
 op = launchers()
 pytestmark = pytest.mark.filterwarnings(  # of NumPy, in the interpreter: inf - inf and 0 / 0
