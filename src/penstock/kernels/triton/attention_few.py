@@ -15,7 +15,7 @@ from penstock.kernels.triton.attention_tile import (
     tile_step,
     write,
 )
-from penstock.kernels.triton.launch import take_turn
+from penstock.kernels.triton.launch import take_turn, wait_turn
 
 
 @triton.jit(
@@ -64,7 +64,7 @@ def few(
     DIRECT: tl.constexpr,
 ):
     """Some spans of one sequence and KV head, one after another: `lanes` programs share them."""
-    take_turn()
+    wait_turn()
     kv_head = tl.program_id(1).to(tl.int64)
     b = tl.program_id(2)
     start = tl.load(query_start + b)

@@ -16,7 +16,7 @@ from penstock.kernels.triton.attention_tile import (
     tile_step,
     write,
 )
-from penstock.kernels.triton.launch import take_turn
+from penstock.kernels.triton.launch import wait_turn
 
 
 @triton.jit(
@@ -62,7 +62,7 @@ def many(
     HAS_SINKS: tl.constexpr,
 ):
     """One tile of queries of one KV head; the last ones, which see most, come first."""
-    take_turn()
+    wait_turn()
     index = tl.num_programs(0) - 1 - tl.program_id(0)
     kv_head = tl.program_id(1).to(tl.int64)
     b = owner(query_start, batch, index, GROUP, ROWS)

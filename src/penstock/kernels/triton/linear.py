@@ -23,7 +23,7 @@ from torch import Tensor
 
 from penstock.kernels.triton.activation import activated
 from penstock.kernels.triton.dequantize import multipliers
-from penstock.kernels.triton.launch import cdiv, early, implement, power_of_2, take_turn
+from penstock.kernels.triton.launch import cdiv, early, implement, power_of_2, take_turn, wait_turn
 from penstock.kernels.triton.linear_forms import Form, Matrix
 from penstock.kernels.triton.linear_sums import E4M3, INT8, Operands, Sizes, span_sums
 from penstock.kernels.triton.linear_tiles import ONE_SUM, PROCESSORS, span_length, tiles_for
@@ -152,7 +152,7 @@ def _linear(
 ):  # fmt: skip
     """A tile of the result; or, APART, one span's sums of it. depth: K as W stores it."""
     tile, inside = _tile(tl.program_id(0), count, size, F, R)
-    take_turn()
+    wait_turn()
     if APART:
         begin = tl.program_id(1) * length
         total, other = span_sums(
