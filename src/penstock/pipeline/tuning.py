@@ -24,7 +24,7 @@ from penstock.runtime.program import LinearVariant, Program
 from penstock.runtime.tuned import Tuned
 from penstock.step import KV, Step
 
-VERSION = 3
+VERSION = 4
 """Of what is timed and how it is chosen."""
 
 CONTEXT = 64
@@ -135,7 +135,7 @@ def candidates(rows: int) -> list[LinearVariant]:
         widen = [LinearVariant(widen_rows=_ONCE_ROWS), LinearVariant(widen_rows=2 * _ONCE_ROWS)]
         pairs = LinearVariant(pair_rows=_ONCE_ROWS + 1 if rows < 2 * _ONCE_ROWS else _NEVER)
         return [LinearVariant(), *ahead, pairs, *widen, *parts]
-    blocks = [LinearVariant(rows_bytes=size << 10) for size in (256, 1024)]
+    blocks = [LinearVariant(rows_bytes=size << 10) for size in (512, 2048)]
     return [LinearVariant(), *ahead, LinearVariant(pair_rows=_NEVER), *blocks, *parts]
 
 

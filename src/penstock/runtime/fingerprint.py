@@ -14,8 +14,8 @@ from penstock.hardware import detect
 from penstock.kernels import native
 from penstock.runtime.plan import PLAN_VERSION
 
-FOLDER_VERSION = 2
-"""Of the layout of an engine folder and its manifest."""
+FOLDER_VERSION = 3
+"""Of the layout of an engine folder, of its manifest and of packed weights."""
 
 _WORDS = {
     "folder": "the layout of engine folders",
