@@ -54,7 +54,13 @@ def gate(
     y = torch.empty((rows, out_features), dtype=out_dtype or x.dtype, device=x.device)
     if rows:
         _gate[(rows, cdiv(out_features, _BLOCK))](
-            x, y, x.stride(0), out_features, ACTIVATION=activation, GATED=gated, BLOCK=_BLOCK,
+            x,
+            y,
+            x.stride(0),
+            out_features,
+            ACTIVATION=activation,
+            GATED=gated,
+            BLOCK=_BLOCK,
             **early(rows),
         )
     return y

@@ -58,7 +58,15 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
         x, vector = whole_vectors(x)
         tile = power_of_2(dim)
         _rms_norm[(rows,)](
-            x, weight, y, x.stride(0), eps, dim, VECTOR=vector, D=tile, num_warps=warps(tile),
+            x,
+            weight,
+            y,
+            x.stride(0),
+            eps,
+            dim,
+            VECTOR=vector,
+            D=tile,
+            num_warps=warps(tile),
             **early(rows),
         )
     return y

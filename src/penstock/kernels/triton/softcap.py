@@ -27,6 +27,4 @@ def softcap_(x: Tensor, cap: float) -> None:
     """`ops.softcap_`: read and written once."""
     rows, columns = x.shape
     if x.numel():
-        _softcap[(rows, cdiv(columns, _BLOCK))](
-            x, x.stride(0), columns, float(cap), BLOCK=_BLOCK
-        )
+        _softcap[(rows, cdiv(columns, _BLOCK))](x, x.stride(0), columns, float(cap), BLOCK=_BLOCK)
