@@ -169,6 +169,6 @@ def test_gaps_are_told(base_model: Path) -> None:
     gaps = Gaps(230, 1, 1.0, 0.9, 0.06, 0.04, 0.5)
     [said] = _about_gaps(replace(found, gaps=gaps))
     assert "busy 90% of the time, waiting for a launch 6.0%, between kernels 4.0%" in said
-    assert "230 kernels by 1 launches; 80% of the host's work" in said
+    assert "230 kernels by 1 launches; 88% of the host's work" in said
     [said] = _about_gaps(replace(found, why_no_gaps="no profiler"))
     assert said == "The GPU's gaps weren't seen: no profiler"
