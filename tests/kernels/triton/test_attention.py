@@ -58,6 +58,7 @@ class Case:
         if kind is torch.int8:
             nan = torch.full(shape[:3], float("nan"), dtype=torch.float16, device=DEVICE)
             self.scales = [nan.clone(), nan.clone()]
+        torch.manual_seed(1)  # the same keys whatever blocks they lie in
         for b, length in enumerate(lengths):
             at = torch.arange(length, device=DEVICE)
             block, offset = self.table[b].long()[at // block_size], at % block_size
@@ -204,6 +205,27 @@ def test_bits_of_tables_of_one_span() -> None:
     assert torch.equal(narrow, small((q, key, value, start, length, table), case.scales))
 
 
+@pytest.mark.parametrize("window", [0, 45])
+@pytest.mark.parametrize("kind", [None, torch.int8])
+def test_bits_of_runs_and_of_blocks(
+    kind: torch.dtype | None, window: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However many spans a program takes, and wherever blocks begin and end: the same bits."""
+    ragged = ((1, 200), (2, 77), (1, 33), (12, 90))
+    wanted = None
+    for block_size in (4, 8, 16, 32):  # of a tile of 16: a quarter, half, all, and half of one
+        case = Case(torch.bfloat16, (2, 1), 32, ragged, stored_as=kind, block_size=block_size)
+        for programs, slots in ((1056, 264), (4, 264), (12, 264), (1056, 1)):
+            monkeypatch.setattr(attention, "PROGRAMS", programs)
+            monkeypatch.setattr(attention, "SLOTS", slots)
+            found = small(case.arguments(), case.scales, window)
+            wanted = found if wanted is None else wanted
+            assert torch.equal(found, wanted), (block_size, programs, slots)
+    torch.testing.assert_close(
+        wanted, expected(case.arguments(), case.scales, window), rtol=ONE_BYTE, atol=ONE_BYTE
+    )
+
+
 def test_whole_sizes() -> None:
     """As a model runs it: spans of 256, through the operator's own arguments."""
     case = Case(torch.float32, (2, 1), 64, ragged=((1, 300), (70, 280)), block_size=32)
@@ -243,6 +265,9 @@ def test_padding() -> None:
     found = small((padded, key, value, start, length, table[[0, 1, 0]]), case.scales)
     assert torch.equal(found[:2], small(case.arguments(), case.scales))
     assert torch.equal(found[2], torch.zeros_like(found[2]))
+    one_span = small((padded[1:], key, value, start[:3], length[1:], table[[1, 0], :2]), case.scales)
+    assert torch.equal(one_span[0], found[1])
+    assert torch.equal(one_span[1], torch.zeros_like(found[2]))
 
 
 def test_no_queries() -> None:
