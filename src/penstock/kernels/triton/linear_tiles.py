@@ -44,7 +44,8 @@ class Tiles:
 
     def step(self, depth: int, length: int) -> int:
         """Values of K in a step of a matrix of that K, in spans of `length`."""
-        return self.most_k if self.most_k and not (depth | length) % self.most_k else self.k
+        wide = self.most_k
+        return wide if wide and depth % wide == 0 and length % wide == 0 else self.k
 
 
 Bucket = tuple[Kind, bool, int]
@@ -58,7 +59,7 @@ STEP: dict[Kind, int] = {
     "e4m3": 128,
 }  # fmt: skip
 
-FEW, WIDE_STEP = 32, 256
+WIDE_STEP, WIDE_ROWS = 256, 32
 """Of codes of four bits and so many rows, a step is wider: a loop's own work weighs least there."""
 
 _Table = dict[Kind, list[tuple[int, int, int, int]]]
@@ -142,5 +143,5 @@ def tiles_for(
     twice = has_two_sums(kind, rows, n, k, gated and not halves)
     bucket = (kind, twice, next(most for most in _ROWS if rows <= most))
     features, wide, warps, stages = _overridden.get(bucket, _table[bucket])
-    most = WIDE_STEP if kind == "w4a16" and rows <= FEW else 0
+    most = WIDE_STEP if kind == "w4a16" and rows <= WIDE_ROWS else 0
     return Tiles(features, wide, STEP[kind], warps, stages, spans, most)

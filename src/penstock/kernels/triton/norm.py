@@ -119,7 +119,7 @@ def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Te
             HAS_BIAS=bias is not None,
             VECTOR=vector,
             D=tile,
-            **early(rows),
             num_warps=warps(tile),
+            **early(rows),
         )
     return y
