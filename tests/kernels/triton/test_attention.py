@@ -265,7 +265,8 @@ def test_padding() -> None:
     found = small((padded, key, value, start, length, table[[0, 1, 0]]), case.scales)
     assert torch.equal(found[:2], small(case.arguments(), case.scales))
     assert torch.equal(found[2], torch.zeros_like(found[2]))
-    one_span = small((padded[1:], key, value, start[:3], length[1:], table[[1, 0], :2]), case.scales)
+    narrow = (padded[1:], key, value, start[:3], length[1:], table[[1, 0], :2])
+    one_span = small(narrow, case.scales)
     assert torch.equal(one_span[0], found[1])
     assert torch.equal(one_span[1], torch.zeros_like(found[2]))
 
