@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from penstock.config import CompilationConfig
+from penstock.errors import ConfigError
 from penstock.runtime.device import Device
 from penstock.runtime.graphs import GraphForward, StepLimits, capture_sizes
 from penstock.step import KV, Step
@@ -88,6 +89,29 @@ def test_widths_of_tables() -> None:
         table = torch.ones((2, width), dtype=torch.int32)
         forward(replace(step, block_table=table), kv)
         assert echo.seen[-1] == (2, padded)
+
+
+def test_graphs_of_more_than_a_step_has_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"graphs of 64 sequences.*more than 20 .*Leave larger"):
+        over(Echo(), [(torch.zeros(1),)], cudagraph_capture_sizes=[1, 64])
+    few = GraphForward(
+        Echo(), [(torch.zeros(1),)], DEVICE, replace(LIMITS, tokens=8), CompilationConfig()
+    )
+    few.warm_up()
+    assert few.counts.captures == 3 * len(capture_sizes(8))
+
+
+def test_a_table_wider_than_any_leaves_graphs_as_they_are() -> None:
+    echo, kv = Echo(), [(torch.zeros(1),)]
+    forward = over(echo, kv)
+    forward(decoding(2), kv)
+    where = forward._inputs.address
+    wide = replace(decoding(2), block_table=torch.ones((2, 4000), dtype=torch.int32))
+    assert forward(wide, kv).tolist() == [[50.0, 3.0], [51.0, 4.0]]
+    assert (echo.seen[-1], forward.counts.eager) == ((2, 4000), 1)
+    assert forward._inputs.address == where
+    assert forward(decoding(2), kv).tolist() == [[50.0, 3.0], [51.0, 4.0]]
+    assert forward.counts.replays == 1
 
 
 def test_another_cache_has_no_graphs() -> None:

@@ -77,6 +77,7 @@ class Computing:
         self._overlaps = overlaps
         graphs = runner.graphs
         if graphs is not None and graphs.on_gpu:
+            graphs.enter()  # a thread's GPU may be another one
             warm_up(sampler.vocab_size, runner.kv[0][0].device)
         self._next: _InFlight | None = None
         self.overlapped = 0  # steps that were begun so

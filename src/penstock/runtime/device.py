@@ -47,6 +47,15 @@ class Device:
         return WORKSPACE
 
     @property
+    def few_rows(self) -> int:
+        """Up to which kernels are launched in another way than beyond."""
+        if not self.by_triton:
+            return 0
+        from penstock.kernels.triton.launch import FEW_ROWS  # needs Triton
+
+        return FEW_ROWS
+
+    @property
     def available_bytes(self) -> int:
         """Of its memory that is free."""
         if self.is_gpu:
@@ -59,9 +68,16 @@ class Device:
         return detect().available_bytes
 
 
+def lacks_memory(error: Exception) -> bool:
+    """Whether a GPU had too little memory, or its host: for torch, its driver or Triton."""
+    if isinstance(error, torch.OutOfMemoryError):
+        return True
+    return isinstance(error, RuntimeError) and "out of memory" in str(error).lower()
+
+
 def is_fatal(error: Exception) -> bool:
     """Whether a GPU can't go on in this process after such an error; a lack of memory is none."""
-    return isinstance(error, torch.AcceleratorError)
+    return isinstance(error, torch.AcceleratorError) and not lacks_memory(error)
 
 
 CPU = Device(torch.device("cpu"), by_triton=False)

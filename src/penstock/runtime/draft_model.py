@@ -18,7 +18,12 @@ from penstock.runtime.beside import Target, bytes_of, guessing_folder
 from penstock.runtime.companion import CompanionCache
 from penstock.runtime.device import Device
 from penstock.runtime.engine_folder import EngineFolder, is_engine
-from penstock.runtime.forwards import forward_of, forward_of_engine, forward_on
+from penstock.runtime.forwards import (
+    forward_of,
+    forward_of_engine,
+    forward_on,
+    workspace_bytes,
+)
 from penstock.runtime.graphs import StepLimits
 from penstock.runtime.memory import activation_bytes
 from penstock.runtime.runner import Forward, Runner
@@ -95,7 +100,8 @@ class OpenedDraft:
         if self.device.is_gpu:
             model, limits = self.model, self.config.scheduler
             of = model.spec.decoder, model.dtype.itemsize, limits
-            return activation_bytes(*of, prompt_logits=0)  # it draws from its last rows alone
+            space = workspace_bytes(self.device, self.config.model)
+            return space + activation_bytes(*of, prompt_logits=0)  # it draws from its last rows
         if self.engine is None:
             return 0
         return int(self.engine.manifest["weights"]["bytes"])

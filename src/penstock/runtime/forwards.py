@@ -7,14 +7,13 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 
-import torch
 from torch import Tensor, nn
 
 from penstock.config import CompilationConfig, ModelConfig
 from penstock.errors import ConfigError, KernelError, OutOfCacheError, WeightsError
 from penstock.kernels import native
 from penstock.nn import Decoder
-from penstock.runtime.device import Device
+from penstock.runtime.device import Device, lacks_memory
 from penstock.runtime.engine_folder import PACKAGE, EngineFolder
 from penstock.runtime.graphs import GraphForward, StepLimits
 from penstock.runtime.package import PackageForward
@@ -37,15 +36,24 @@ def forward_of(decoder: nn.Module, kv: KV, eager: bool, what: str = "A step") ->
     return program
 
 
+def compilation_of(model: ModelConfig) -> CompilationConfig:
+    """How a GPU's steps are put together."""
+    if model.enforce_eager:
+        return CompilationConfig(cudagraph_mode="none")
+    return model.compilation or CompilationConfig()
+
+
+def workspace_bytes(device: Device, model: ModelConfig) -> int:
+    """What one decoder's attention may take beside a step: graphs keep theirs, as others do."""
+    graphs = compilation_of(model).cudagraph_mode != "none"
+    return device.workspace_bytes * (1 + graphs)
+
+
 def forward_on(
     device: Device, decoder: nn.Module, kv: KV, limits: StepLimits, model: ModelConfig
 ) -> Forward:
     """The decoder on a GPU: by graphs, by compiled code, or kernel by kernel."""
-    if model.enforce_eager:
-        chosen = CompilationConfig(cudagraph_mode="none")
-    else:
-        chosen = model.compilation or CompilationConfig()
-    forward = GraphForward(decoder, kv, device, limits, chosen)
+    forward = GraphForward(decoder, kv, device, limits, compilation_of(model))
     if device.is_gpu:
         begun = time.perf_counter()
         with _room_on(device):
@@ -76,7 +84,9 @@ def _room_on(device: Device) -> Iterator[None]:
     """Raises OutOfCacheError, with the way out, where a GPU's memory is used up."""
     try:
         yield
-    except torch.OutOfMemoryError as error:
+    except RuntimeError as error:
+        if not lacks_memory(error):
+            raise
         raise OutOfCacheError(
             f"The cache left too little of {device.torch} for graphs and activations: {error} "
             "Lower memory_fraction (gpu_memory_utilization), max_num_seqs or max_model_len."

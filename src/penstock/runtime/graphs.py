@@ -7,7 +7,7 @@ block table, and their arrays are copied to where the graph reads them. Steps wi
 run kernel by kernel: they are long enough.
 
 Graphs are found by a hash of what they were recorded with: sequences and width as padded, the
-addresses of the step's arrays and of the cache, the adapters in use.
+addresses of the step's arrays and of the cache, and the adapters in use (none so far).
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from __future__ import annotations
 import logging
 import time
 from bisect import bisect_left
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -24,6 +24,7 @@ from torch import Tensor, nn
 
 from penstock import ops
 from penstock.config import CompilationConfig
+from penstock.errors import ConfigError
 from penstock.runtime.device import Device
 from penstock.runtime.staging import Staging, StepShape
 from penstock.step import KV, Step
@@ -69,15 +70,18 @@ class CudaGraphs:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._pool = torch.cuda.graph_pool_handle()
+        self._stream = torch.cuda.Stream(device)  # torch's own is of the GPU that was first
 
     def record(self, compute: Callable[[], Tensor]) -> tuple[Callable[[], None], Tensor]:
-        side = torch.cuda.Stream(self._device)
-        side.wait_stream(torch.cuda.current_stream(self._device))
-        with torch.cuda.stream(side):
+        current = torch.cuda.current_stream(self._device)
+        self._stream.wait_stream(current)
+        with torch.cuda.stream(self._stream):
             compute()  # compiles kernels, which can't be done while recording
-        torch.cuda.current_stream(self._device).wait_stream(side)
+        current.wait_stream(self._stream)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+        with torch.cuda.graph(
+            graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"
+        ):
             result = compute()
         return graph.replay, result
 
@@ -142,7 +146,7 @@ class GraphForward:
         self._staging = Staging(device.torch)
         self._sizes: Sequence[int] = ()
         if compilation.cudagraph_mode != "none":
-            self._sizes = compilation.cudagraph_capture_sizes or capture_sizes(limits.sequences)
+            self._sizes = _sizes(compilation.cudagraph_capture_sizes, limits)
             self._recorder: Recorder = CudaGraphs(device.torch) if device.is_gpu else Repeated()
             largest = self._padded(self._sizes[-1], limits.width)
             self._inputs = Staging(device.torch, largest.ends[-1])
@@ -199,34 +203,45 @@ class GraphForward:
                 for size in reversed(self._sizes):  # the largest first: others fit in its memory
                     shape = self._padded(size, width)
                     self._graph(self._inputs.send(blank, shape), shape)
-            tokens = 16
-            while tokens <= self._limits.tokens:
-                self._compute(self._staging.send(_blank(tokens)), self._kv)
-                tokens *= 2  # every bucket of rows that products have kernels for
+            for step in self._blanks():
+                self._compute(self._staging.send(step), self._kv)
+
+    def _blanks(self) -> Iterator[Step]:
+        """Steps that want every kernel which those launched one by one may want.
+
+        Products have kernels for buckets of rows; attention for few or many sequences, tables of
+        one span or more, and steps of few rows, which start early, or many.
+        """
+        limits = self._limits
+        for tokens in _doubled(limits.tokens):
+            yield _blank(tokens, min(tokens, limits.sequences))
+        for tokens in {min(self._device.few_rows, limits.tokens), limits.tokens}:
+            for sequences in {min(2, limits.sequences), limits.sequences}:
+                for width in self._widths:
+                    yield _blank(tokens, 1, sequences, width)
 
     def warm_up_heads(self, width: int) -> None:
         """The same of a module that gives logits of all its rows; `width` of them are looked at."""
         with torch.inference_mode():
-            rows = 1
-            while rows <= self._limits.tokens:
-                logits = self._compute(self._staging.send(_blank(rows, every=True)), self._kv)
+            for rows in _doubled(self._limits.tokens):
+                logits = self._compute(self._staging.send(_blank(rows, rows)), self._kv)
                 if logits.shape[1] > width:
                     ops.softmax_top_k(logits, logits.new_ones(rows), width)
-                rows *= 2
 
     def _graph_shape(self, step: Step) -> StepShape | None:
         """What the step is padded to; None where it is launched kernel by kernel."""
         sequences = step.num_sequences
         decodes = step.num_tokens == sequences == len(step.sample_at) and step.copies is None
+        width = step.block_table.shape[1]
         if not self._sizes or not decodes or sequences > self._sizes[-1]:
             return None
-        return self._padded(
-            self._sizes[bisect_left(self._sizes, sequences)], step.block_table.shape[1]
-        )
+        if width > self._limits.width:  # it would move the arrays that graphs read
+            return None
+        return self._padded(self._sizes[bisect_left(self._sizes, sequences)], width)
 
     def _padded(self, sequences: int, width: int) -> StepShape:
-        wide = min(each for each in self._widths if each >= min(width, self._limits.width))
-        return StepShape(sequences, sequences, max(wide, width), sequences)
+        wide = min(each for each in self._widths if each >= width)
+        return StepShape(sequences, sequences, wide, sequences)
 
     def _graph(self, step: Step, shape: StepShape) -> _Graph:
         """The graph of such steps, having run once over this one."""
@@ -256,15 +271,43 @@ class GraphForward:
         return self._logits[: len(logits)].copy_(logits)
 
 
-def _blank(tokens: int, every: bool = False) -> Step:
+def _sizes(asked: Sequence[int] | None, limits: StepLimits) -> Sequence[int]:
+    """Sequences that graphs are recorded for, in order.
+
+    Raises ConfigError for more than a step ever has: their memory isn't reserved.
+    """
+    most = min(limits.sequences, limits.tokens)
+    if asked is None:
+        return capture_sizes(most)
+    if asked[-1] > most:
+        raise ConfigError(
+            f"cudagraph_capture_sizes asks for graphs of {asked[-1]:,} sequences, and no step has "
+            f"more than {most:,} (max_num_seqs {limits.sequences:,}, max_num_batched_tokens "
+            f"{limits.tokens:,}). Leave larger sizes out, or raise those."
+        )
+    return asked
+
+
+def _doubled(most: int) -> Iterator[int]:
+    """1, 2, 4, … and `most`."""
+    at = 1
+    while at < most:
+        yield at
+        at *= 2
+    yield most
+
+
+def _blank(tokens: int, sampled: int = 1, sequences: int = 1, width: int = 1) -> Step:
     """A step of tokens that belong to nobody, for what compiles kernels by it.
 
-    every: logits of each, not of one.
+    sampled: logits of so many of them; sequences: without queries; width: of their table.
     """
 
     def ints(*shape: int, value: int = 0) -> Tensor:
         return torch.full(shape, value, dtype=torch.int32)
 
-    nobody = ints(tokens, value=-1)
-    sampled = torch.arange(tokens if every else 1, dtype=torch.int32)
-    return Step(ints(tokens), ints(tokens), nobody, ints(2), ints(1), ints(1, 1), sampled)
+    nobody, rows = ints(tokens, value=-1), torch.arange(sampled, dtype=torch.int32)
+    table = ints(sequences, width)
+    return Step(
+        ints(tokens), ints(tokens), nobody, ints(sequences + 1), ints(sequences), table, rows
+    )

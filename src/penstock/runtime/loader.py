@@ -26,7 +26,12 @@ from penstock.runtime.device import CPU, Device, check_device, device_of
 from penstock.runtime.draft_model import open_draft
 from penstock.runtime.eagle import open_eagle
 from penstock.runtime.engine_folder import EngineFolder, is_engine
-from penstock.runtime.forwards import forward_of, forward_of_engine, forward_on
+from penstock.runtime.forwards import (
+    forward_of,
+    forward_of_engine,
+    forward_on,
+    workspace_bytes,
+)
 from penstock.runtime.graphs import StepLimits
 from penstock.runtime.medusa import open_medusa
 from penstock.runtime.memory import activation_bytes, plan_blocks
@@ -260,8 +265,9 @@ def _cache(
         config, mapped = _with_depth(config, opened.asked), mapped + opened.later_bytes
     layout = layout_of(config, loaded, device)
     beside = () if opened is None else opened.layouts
-    asked, reserved = config.speculative, device.workspace_bytes if device.is_gpu else 0
+    asked, reserved = config.speculative, 0
     if device.is_gpu:  # a CPU's are small beside what is left to others
+        reserved = workspace_bytes(device, config.model)
         guesses = 0 if asked is None else asked.most_tokens
         decoder, itemsize = loaded.spec.decoder, loaded.dtype.itemsize
         reserved += activation_bytes(decoder, itemsize, config.scheduler, guesses)

@@ -86,7 +86,7 @@ class Staging:
         self._turn = (self._turn + 1) % _TURNS
         sent = self._sent[self._turn]
         if sent is not None:
-            sent.synchronize()  # it was two steps ago: this doesn't wait
+            sent.synchronize()  # two steps ago: no wait, unless steps come unread
         host = self._hosts[self._turn]
         _lay_out(host.numpy(), step, shape, ends)
         self._device[: ends[-1]].copy_(host[: ends[-1]], non_blocking=True)

@@ -165,7 +165,7 @@ class Sampler:
                 f"a vocabulary of {self.vocab_size}. Pass logits [S, V] and S rows."
             )
         if not rows:
-            return Sampled([], [])
+            return self._nothing(logits)
         with torch.inference_mode():
             if logits.dtype is not torch.float32:
                 logits = logits.to(torch.float32)
@@ -173,6 +173,15 @@ class Sampler:
             if self._gather or not logits.is_cpu:
                 return self._launch(logits, rows, given)
             return self._sample(logits, rows, given)
+
+    def _nothing(self, logits: Tensor) -> Launched | Sampled:
+        """No tokens; of a GPU, as soon as it has computed what came before: a step takes its time
+        without a token, too.
+        """
+        if logits.is_cpu and not self._gather:
+            return Sampled([], [])
+        none = logits.new_empty(0, dtype=torch.int32)
+        return Launched(none, Gathered([none.new_zeros(1)]), lambda _: Sampled([], []))
 
     def _edit(
         self,

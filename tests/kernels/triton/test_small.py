@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from penstock import ops
+from penstock.errors import KernelError
 from penstock.kernels.triton import launchers
 from penstock.ops.panels import round_up
 from tests.kernels.triton.conftest import DEVICE
@@ -84,6 +85,15 @@ def test_kept_rows(rows: int, dtype: torch.dtype) -> None:
     found, expected = both("kept_rows", torch.zeros(rows, dtype=torch.int32), store)
     assert torch.equal(found, expected) and found.dtype is dtype
     assert not rows or found.data_ptr() != store.data_ptr()
+
+
+def test_more_rows_than_the_store_has() -> None:
+    """As the reference, it raises: nothing is written behind the store."""
+    memory = randn(6, 40)
+    before = memory.clone()
+    with pytest.raises(KernelError, match=r"\[6, 40\] can't be copied to \[4, 40\]"):
+        launchers()["keep_rows"](randn(6, 40, seed=1), memory[:4], 0)
+    assert torch.equal(memory, before)
 
 
 @pytest.mark.parametrize("vocab", [31, 32, 2100])

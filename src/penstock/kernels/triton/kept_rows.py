@@ -7,6 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from penstock.errors import KernelError
 from penstock.kernels.triton.launch import cdiv, implement
 
 _BLOCK = 2048
@@ -22,8 +23,13 @@ def _copy(source, target, source_stride, target_stride, columns, BLOCK: tl.const
 
 
 def copy_rows(source: Tensor, target: Tensor) -> None:
-    """target [T, D] = source [T, D], of one dtype."""
+    """target [T, D] = source [T, D], of one dtype; raises KernelError for other shapes."""
     rows, columns = source.shape
+    if target.shape != source.shape:
+        raise KernelError(
+            f"Rows of shape {list(source.shape)} can't be copied to {list(target.shape)}: the "
+            "store has room for the rows of the largest step that it was made for."
+        )
     if source.numel():
         _copy[(rows, cdiv(columns, _BLOCK))](
             source, target, source.stride(0), target.stride(0), columns, BLOCK=_BLOCK
