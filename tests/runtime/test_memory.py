@@ -63,7 +63,7 @@ def test_a_gpu_keeps_room_for_the_largest_step() -> None:
     loaded = load_model(resolve("stories"))
     pytest.importorskip("triton", reason="Triton isn't installed")
     gpu = _Gpu(torch.device("cpu"), True)
-    beside = activation_bytes(loaded.spec.decoder, 2, config.scheduler) + (512 << 20)
+    beside = activation_bytes(loaded.spec.decoder, 2, config.scheduler) + 2 * (512 << 20)
     layout = layout_of(config, loaded, gpu)
     one = layout.nbytes(layout.blocks_for(loaded.max_model_len))
     share = config.cache.memory_fraction
