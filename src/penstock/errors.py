@@ -80,6 +80,10 @@ class InvalidSamplingError(RequestError):
     """Sampling parameters out of their range."""
 
 
+class ModelOutputError(RequestError):
+    """The model gave no finite numbers: its weights are to blame, not the request."""
+
+
 class BusyError(RequestError):
     """What a request needs is taken by others for now."""
 
@@ -98,6 +102,13 @@ class MissingExtraError(PenstockError, ImportError):
 
 class EngineDeadError(PenstockError, RuntimeError):
     """The engine's thread has stopped; its cause is chained."""
+
+
+def get_extra(extra: str) -> str:
+    """How an optional part is installed, for an error message: on the package index another project
+    has this one's name.
+    """
+    return f"in Penstock's clone: pip install --no-build-isolation -e '.[{extra}]'"
 
 
 def nearest(name: str, known: Iterable[str]) -> str:

@@ -22,7 +22,7 @@ from penstock.cli import diagnosis
 from penstock.cli.diagnosis import Kernels, diagnose
 from penstock.cli.examined import examine
 from penstock.config import KvCacheDtype
-from penstock.errors import KernelError
+from penstock.errors import KernelError, get_extra
 from penstock.hardware import Gpu, GpuPeaks, Hardware, Peaks, detect, detect_gpu
 from penstock.kernels import native, report_cache
 from penstock.kernels.triton import launchers
@@ -50,7 +50,7 @@ def test_json(penstock: Run, known_peaks: Peaks) -> None:
     ] * (0 if native.handle is None else 7)
     assert found["affinity"] == sorted(os.sched_getaffinity(0))
     assert found["machine_cores"] == os.cpu_count()
-    assert found["extras"]["hub"]["get"] == "pip install penstock[hub]"
+    assert found["extras"]["hub"]["get"] == get_extra("hub")
     assert [model["name"] for model in found["models"]] == list(NAMED)
 
 

@@ -102,10 +102,18 @@ def test_text_of_the_output(llm: LLM) -> None:
     assert output.text == tokenizer().decode(output.token_ids)
 
 
+def test_an_empty_text_is_what_the_tokenizer_puts_before_one() -> None:
+    llm = LLM("stories")
+    (start,) = llm.get_tokenizer().encode("")
+    empty, given = llm.generate(["", [start]], greedy(5))
+    assert empty.prompt_token_ids == [start]
+    assert empty.outputs[0].token_ids == given.outputs[0].token_ids
+
+
 @pytest.mark.parametrize(
     ("prompts", "error", "message"),
     [
-        ("", InvalidPromptError, "The prompt is empty. Give at least one character"),
+        ("", InvalidPromptError, "The prompt is empty.* Give at least one character"),
         ([[]], InvalidPromptError, "The prompt is empty. Give at least one token"),
         ({}, InvalidPromptError, "prompt or prompt_token_ids"),
         ({"prmpt": "a"}, InvalidPromptError, "'prmpt'. Did you mean 'prompt'"),

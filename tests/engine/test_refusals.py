@@ -12,7 +12,12 @@ from torch import Tensor
 
 from penstock.config import EngineConfig
 from penstock.engine import Engine, RequestOutput
-from penstock.errors import InvalidPromptError, InvalidSamplingError, RequestError
+from penstock.errors import (
+    InvalidPromptError,
+    InvalidSamplingError,
+    ModelOutputError,
+    RequestError,
+)
 from penstock.sampling import SamplingParams
 from penstock.step import KV, Step
 
@@ -46,7 +51,7 @@ def test_nan_stays_with_its_request(caplog: pytest.LogCaptureFixture) -> None:
         reasons = {sample.finish_reason for sample in done[name].outputs}
         if "bad" in name:
             assert reasons == {"error"}
-            assert isinstance(done[name].error, RequestError)
+            assert isinstance(done[name].error, ModelOutputError)
             assert "NaN" in str(done[name].error)
         else:
             assert reasons == {"length"}

@@ -205,7 +205,11 @@ def adapter(folder: Path, **config: Any) -> Path:
 
 @pytest.mark.parametrize(
     ("config", "scale"),
-    [({}, 0.5), ({"use_rslora": True}, 1.0), ({"alpha_pattern": {"q_proj": 8}}, 2.0)],
+    [
+        ({}, 0.5),
+        ({"use_rslora": True}, 1.0),
+        ({"alpha_pattern": {"q_proj": 8}, "r": 9, "rank_pattern": {"[qv]_proj": 4}}, 2.0),
+    ],
 )
 def test_an_adapter_is_added(tmp_path: Path, config: dict[str, Any], scale: float) -> None:
     folder = adapter(tmp_path / "adapter", **config)
@@ -262,6 +266,9 @@ OF_RANK_0 = {part("A"): torch.ones(0, 128), part("B"): torch.ones(128, 0)}
             UnsupportedModelError,
             "a value of alpha_pattern must be a number: 'x'",
         ),
+        (about(lora_alpha=1, r=8), WeightsError, "says rank 8 for .* tensors have 4"),
+        (about(lora_alpha=1, r=4, rank_pattern={"v_proj": 2}), WeightsError, "rank 2 for .*v_proj"),
+        (about(lora_alpha=1, rank_pattern={"(": 1}), UnsupportedModelError, "that isn't one"),
         *(
             (about(lora_alpha=1, init_lora_weights=way), UnsupportedModelError, f"='{way}': such")
             for way in ("pissa", "pissa_niter_16", "olora", "corda", "loftq")

@@ -4,7 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from penstock.errors import BusyError, EngineDeadError, InvalidSamplingError, RequestTimeoutError
+from penstock.errors import (
+    BusyError,
+    EngineDeadError,
+    InvalidSamplingError,
+    ModelOutputError,
+    RequestTimeoutError,
+)
 from penstock.server.errors import as_api_error
 from penstock.server.protocol.structure import structure_error
 
@@ -16,6 +22,7 @@ from penstock.server.protocol.structure import structure_error
         (EngineDeadError("gone"), 503),
         (RequestTimeoutError("late"), 408),
         (InvalidSamplingError("wrong"), 400),
+        (ModelOutputError("NaN"), 500),
         (ZeroDivisionError(), 500),
     ],
 )

@@ -208,6 +208,20 @@ def test_a_host_that_isnt_here() -> None:
     assert code == 1 and "must be an address of this machine" in " ".join(said.split())
 
 
+def test_a_broken_template_is_refused_at_once(tmp_path: Path) -> None:
+    file = tmp_path / "bad.jinja"
+    file.write_text("{% if")
+    code, said = invoke("--chat-template", str(file))
+    assert code == 1 and "chat_template is broken. The chat template failed at line 1" in " ".join(
+        said.split()
+    )
+
+
+def test_the_share_of_memory_is_named_as_it_was_given() -> None:
+    code, said = invoke("--gpu-memory-utilization", "1.5")
+    assert code == 1 and "--gpu-memory-utilization" in said and "not 1.5" in said
+
+
 def test_a_port_that_is_taken() -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
@@ -236,7 +250,7 @@ def test_a_missing_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "uvicorn", None)
     code, said = invoke()
     assert code == 1
-    assert "uvicorn: pip install 'penstock[server]'" in said
+    assert "uvicorn; in Penstock's clone: pip install" in said
     assert issubclass(MissingExtraError, ImportError)
 
 

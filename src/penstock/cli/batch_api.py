@@ -11,7 +11,7 @@ import json
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from penstock.errors import MissingExtraError, RequestError
+from penstock.errors import MissingExtraError, RequestError, get_extra
 
 if TYPE_CHECKING:
     from penstock.engine import AsyncLLM
@@ -35,8 +35,8 @@ class BatchApi:
         """
         if importlib.util.find_spec("fastapi") is None:
             raise MissingExtraError(
-                "OpenAI's batch lines are read by the server, which needs fastapi: "
-                "pip install 'penstock[server]'. Lines with a prompt or messages need nothing."
+                "OpenAI's batch lines are read by the server, which needs fastapi; "
+                f"{get_extra('server')}. Lines with a prompt or messages need nothing."
             )
         from penstock.server import ServerConfig, create_app
 

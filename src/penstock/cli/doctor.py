@@ -10,7 +10,7 @@ import typer
 
 from penstock.cli.diagnosis import EXTRAS, Diagnosis, GpuFound, diagnose
 from penstock.cli.examined import Examined, examine
-from penstock.errors import KernelError
+from penstock.errors import KernelError, get_extra
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -175,7 +175,7 @@ def as_dict(found: Diagnosis) -> dict[str, Any]:
 
 
 def _get(extra: str) -> str:
-    return f"pip install penstock[{extra}]"
+    return get_extra(extra)
 
 
 def _pairs(rows: list[tuple[str, str]]) -> Table:

@@ -27,7 +27,7 @@ from penstock.cli.options import (
     speculation,
 )
 from penstock.cli.stats import machine_peaks
-from penstock.errors import ConfigError, MissingExtraError
+from penstock.errors import ConfigError, MissingExtraError, get_extra
 
 if TYPE_CHECKING:
     from penstock.config import EngineConfig
@@ -66,6 +66,7 @@ _OPTIONS = {
     "max_num_batched_tokens": "--max-num-batched-tokens",
     "block_size": "--block-size",
     "num_blocks": "--num-gpu-blocks-override",
+    "memory_fraction": "--gpu-memory-utilization",
     "preemption_mode": "--preemption-mode",
     "swap_space": "--swap-space",
     "tool_call_parser": "--tool-call-parser",
@@ -221,6 +222,10 @@ def serve(
     num_gpu_blocks_override: Annotated[
         int | None, _option(help="Blocks of the cache.", panel=_ENGINE)
     ] = None,
+    gpu_memory_utilization: Annotated[
+        float | None,
+        _option(help="Share of the free memory that the cache may have.", panel=_ENGINE),
+    ] = None,
     prefix_caching: Annotated[
         bool | None,
         _option(
@@ -356,6 +361,7 @@ def serve(
             ),
             block_size=block_size,
             num_gpu_blocks_override=num_gpu_blocks_override,
+            gpu_memory_utilization=gpu_memory_utilization,
             seed=seed,
         ),
     )
@@ -399,9 +405,7 @@ def _step_tokens(asked: int, chunked: bool, max_num_seqs: int | None, model: str
 def _check_extra() -> None:
     missing = [name for name in _NEEDED if importlib.util.find_spec(name) is None]
     if missing:
-        raise MissingExtraError(
-            f"The server needs {', '.join(missing)}: pip install 'penstock[server]'."
-        )
+        raise MissingExtraError(f"The server needs {', '.join(missing)}; {get_extra('server')}.")
 
 
 def _keys(texts: list[str] | None, file: Path | None, limits: Limits) -> tuple[Key, ...]:

@@ -126,7 +126,10 @@ class CacheConfig:
         if isinstance(fraction, bool) or not isinstance(fraction, int | float):
             raise ConfigError(f"memory_fraction must be a number, not {fraction!r}.")
         if not 0.0 < fraction <= 1.0:
-            raise ConfigError(f"memory_fraction must be in (0, 1], not {self.memory_fraction!r}.")
+            raise ConfigError(
+                "memory_fraction (also gpu_memory_utilization) must be in (0, 1], not "
+                f"{fraction!r}."
+            )
         if self.num_blocks is not None and fraction != MEMORY_FRACTION:
             raise ConfigError(
                 f"num_blocks={self.num_blocks} leaves memory_fraction={fraction} (also "

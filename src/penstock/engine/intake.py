@@ -13,7 +13,7 @@ from penstock.engine.breakers import Breakers
 from penstock.engine.options import RequestOptions
 from penstock.engine.outputs import RequestMetrics
 from penstock.engine.request import Request, Sequence
-from penstock.errors import InvalidPromptError, InvalidSamplingError, RequestError
+from penstock.errors import InvalidPromptError, InvalidSamplingError, ModelOutputError, RequestError
 from penstock.grammar import Grammars
 from penstock.grammar.healing import Healer
 from penstock.models.load import LoadedModel
@@ -26,7 +26,7 @@ from penstock.sampling import (
     num_words,
 )
 from penstock.sampling.healing import Healed, PrefixConstraint
-from penstock.sampling.pipeline import MASKED
+from penstock.sampling.pending import MASKED, NOT_FINITE
 from penstock.speculate import Expected, Prediction
 from penstock.tokenizer import IncrementalDetokenizer, Tokenizer, VocabMap
 
@@ -386,6 +386,8 @@ class Intake:
     def failure(self, sequence: Sequence, message: str) -> RequestError:
         """Why no token could be chosen; where a form met bans, which and where."""
         constraint, params = sequence.sampling.constraint, sequence.request.params
+        if message.startswith(NOT_FINITE):
+            return ModelOutputError(message)
         if constraint is None or not message.startswith(MASKED):
             return RequestError(message)
         try:

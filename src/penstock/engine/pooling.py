@@ -25,7 +25,7 @@ from penstock.engine.intake import Start
 from penstock.engine.outputs import RequestMetrics, RequestOutput
 from penstock.engine.plan import Part, Plan
 from penstock.engine.request import Request, Sequence
-from penstock.errors import RequestError, nearest
+from penstock.errors import ModelOutputError, RequestError, nearest
 from penstock.roofline import StepSize
 from penstock.runtime import HiddenRunner
 from penstock.runtime.device import is_fatal
@@ -75,7 +75,9 @@ class PoolingParams:
         """
         kept = pooled[: self.dimensions]
         if not np.isfinite(kept).all():
-            raise RequestError("The model's hidden states of this prompt aren't finite numbers.")
+            raise ModelOutputError(
+                "The model's hidden states of this prompt aren't finite numbers. Check the weights."
+            )
         if self.normalize:
             length = math.sqrt(math.fsum((kept * kept).tolist()))
             kept = kept / (length or 1.0)

@@ -58,9 +58,13 @@ def encode(prompt: Prompt, tokenizer: Tokenizer | None) -> tuple[str | None, Seq
         return None, tokens
     if tokenizer is None:
         raise TokenizerError("A text prompt needs a tokenizer, but skip_tokenizer_init is set.")
-    if not prompt:
-        raise InvalidPromptError("The prompt is empty. Give at least one character.")
-    return prompt, tokenizer.encode(prompt)
+    ids = tokenizer.encode(prompt)
+    if not ids:
+        raise InvalidPromptError(
+            "The prompt is empty, and this model's tokenizer puts no token before a text. Give at "
+            "least one character."
+        )
+    return prompt, ids
 
 
 def split_chats(messages: Any) -> list[Any]:

@@ -77,7 +77,7 @@ def why_not_on(device: torch.device) -> str | None:
 def use_triton(device: torch.device) -> None:
     """Have the dispatcher choose Triton's kernels for tensors there. Raises KernelError."""
     if importlib.util.find_spec("triton") is None:
-        raise KernelError("Triton isn't installed: pip install 'penstock[gpu]'.")
+        raise KernelError("Triton isn't installed: pip install triton.")
     from penstock.kernels import triton  # takes half a second, and a GPU to be of use
 
     triton.register("CUDA" if device.type == "cuda" else "CPU")

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from penstock.errors import ConfigError, MissingExtraError, ModelNotFoundError, nearest
+from penstock.errors import ConfigError, MissingExtraError, ModelNotFoundError, get_extra, nearest
 from penstock.models.files import SETTINGS
 from penstock.models.gguf.container import LATER_PART, is_gguf
 
@@ -163,7 +163,7 @@ def _download(name: str, revision: str | None, path: Path, also: Iterable[str]) 
     except ImportError as error:
         raise MissingExtraError(
             f"{name!r} is no folder here, and fetching it from the hub needs huggingface_hub: "
-            "pip install penstock[hub]. Or give a folder."
+            f"{get_extra('hub')}. Or give a folder."
         ) from error
     try:
         folder = snapshot_download(

@@ -89,7 +89,9 @@ class Merged(Over):
                     f"{name} is quantized, so no adapter can be added to it. Merge it into the "
                     "unquantized model, and quantize that."
                 )
-            self._scale(name.removesuffix(".weight"), a[0])  # that it has one
+            module = name.removesuffix(".weight")
+            self._scale(module, a[0])  # that it has one
+            self._check_rank(module, a[0])
 
     def files(self) -> list[Path]:
         """Of the base, and of the adapter."""
@@ -108,19 +110,31 @@ class Merged(Over):
             raise WeightsError(f"{name} with the adapter in {self.folder} is NaN or infinite.")
         return merged.to(found.dtype)
 
+    def _check_rank(self, module: str, rank: int) -> None:
+        """Raises WeightsError where the adapter's two files disagree: its scale depends on it."""
+        asked = self._pattern("rank_pattern", module, self._config.get("r", rank))
+        if asked != rank:
+            raise WeightsError(
+                f"{self.folder / ADAPTER} says rank {asked} for {module}, but its tensors have "
+                f"{rank}. One of the two belongs to another adapter."
+            )
+
     def _scale(self, module: str, rank: int) -> float:
-        file, patterns = self.folder / ADAPTER, self._config.get("alpha_pattern") or {}
+        found = self._pattern("alpha_pattern", module, self._config["lora_alpha"])
+        alpha = _alpha(self.folder / ADAPTER, "a value of alpha_pattern", found)
+        return alpha / (math.sqrt(rank) if self._config.get("use_rslora") else rank)
+
+    def _pattern(self, name: str, module: str, default: Any) -> Any:
+        """What `name` says of a module, or `default`."""
+        file, patterns = self.folder / ADAPTER, self._config.get(name) or {}
         if not isinstance(patterns, dict):
-            raise UnsupportedModelError(f"{file}: alpha_pattern must be an object: {patterns!r}.")
+            raise UnsupportedModelError(f"{file}: {name} must be an object: {patterns!r}.")
         try:
-            found = _of(patterns, module, self._config["lora_alpha"])
+            return _of(patterns, module, default)
         except re.error as error:
             raise UnsupportedModelError(
-                f"{file}: alpha_pattern has a pattern that isn't one ({error}): "
-                f"{', '.join(patterns)}."
+                f"{file}: {name} has a pattern that isn't one ({error}): {', '.join(patterns)}."
             ) from error
-        alpha = _alpha(file, "a value of alpha_pattern", found)
-        return alpha / (math.sqrt(rank) if self._config.get("use_rslora") else rank)
 
     @property
     def modules(self) -> list[str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import tempfile
 from pathlib import Path
 
-from penstock.errors import ConfigError, MissingExtraError, UnsupportedModelError
+from penstock.errors import ConfigError, MissingExtraError, UnsupportedModelError, get_extra
 from penstock.models.hub import resolve
 from penstock.models.load import load_model
 from penstock.pipeline.onnx_decoder import DecoderWriter
@@ -29,7 +29,7 @@ def export_onnx(
         import onnx
     except ImportError as error:
         raise MissingExtraError(
-            "Writing ONNX needs the onnx package: pip install penstock[onnx]."
+            f"Writing ONNX needs the onnx package; {get_extra('onnx')}."
         ) from error
     data = file.with_name(file.name + "_data")
     taken = next((path for path in (file, data) if path.exists()), None)

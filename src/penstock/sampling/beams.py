@@ -32,7 +32,7 @@ import torch
 from torch import Tensor
 
 from penstock import ops
-from penstock.errors import ConfigError, InvalidSamplingError, RequestError
+from penstock.errors import ConfigError, InvalidSamplingError, ModelOutputError, RequestError
 from penstock.sampling.beam_params import BeamSearchParams
 from penstock.sampling.logprobs import TokenLogprobs, collect
 from penstock.sampling.samplers.rows import log_softmax
@@ -227,9 +227,9 @@ class BeamSearch:
         ids: npt.NDArray[np.int64] = at.cpu().numpy()
         peak = float(values[:, 0].max())  # NaN where any is
         if not peak < math.inf:
-            raise RequestError(
+            raise ModelOutputError(
                 f"The model's logits hold a {'NaN' if math.isnan(peak) else '+infinity'}, so no "
-                "token can be chosen. Check the weights, and the dtype if it is float16."
+                "token can be chosen. Check the weights."
             )
         return values, ids
 

@@ -257,7 +257,7 @@ class SamplingParams(Checked):
         if self.is_greedy and self.n > 1:
             raise InvalidSamplingError(
                 f"n is {self.n} with temperature {self.temperature}: {self.n} greedy samples "
-                "would be identical. Use n=1, or a temperature above 0."
+                "would be identical. Use n=1, or a higher temperature."
             )
         for name, off in (("mirostat", 0), ("xtc_probability", 0.0), ("dynatemp_range", 0.0)):
             if self.is_greedy and getattr(self, name) != off:

@@ -19,6 +19,9 @@ NO_TOKEN = -1
 MASKED = "Every token is masked"
 """How the error begins that a row gets of which nothing is left."""
 
+NOT_FINITE = "The model's logits hold"
+"""How the error begins of a row that the model itself has spoilt."""
+
 
 @dataclass(slots=True)
 class Sampled:
@@ -102,6 +105,6 @@ def _describe(peak: float) -> str:
             "Loosen one of them."
         )
     return (
-        f"The model's logits hold a {'NaN' if math.isnan(peak) else '+infinity'}, so no token "
-        "can be chosen. Check the weights, and the dtype if it is float16."
+        f"{NOT_FINITE} a {'NaN' if math.isnan(peak) else '+infinity'}, so no token can be chosen. "
+        "Check the weights."
     )

@@ -1,4 +1,4 @@
-"""An OpenAI-compatible server over `AsyncLLM`: `pip install penstock[server]`."""
+"""An OpenAI-compatible server over `AsyncLLM`; it needs the extra `server`."""
 
 from penstock.server.app import create_app
 from penstock.server.config import ServerConfig

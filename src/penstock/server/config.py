@@ -8,7 +8,7 @@ import re
 from dataclasses import dataclass, field, fields
 from typing import Literal
 
-from penstock.errors import ConfigError, nearest
+from penstock.errors import ChatTemplateError, ConfigError, nearest
 from penstock.server.keys import Key, Limits
 from penstock.server.tools.families import REASONING_PARSERS, TOOL_PARSERS
 
@@ -63,9 +63,20 @@ class ServerConfig:
                 continue
             if not math.isfinite(value) or value <= 0:
                 raise ConfigError(f"{one.name} is {value}; it must be a time above 0.")
+        self._check_template()
         self._check_parsers()
         self._check_names()
         self._check_keys()
+
+    def _check_template(self) -> None:
+        if self.chat_template is None:
+            return
+        from penstock.tokenizer.chat import check_template  # jinja2 takes a while
+
+        try:
+            check_template(self.chat_template)
+        except ChatTemplateError as error:
+            raise ConfigError(f"This server's chat_template is broken. {error}") from error
 
     def _check_parsers(self) -> None:
         for name, known in (

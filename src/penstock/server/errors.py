@@ -15,6 +15,7 @@ from penstock.errors import (
     BusyError,
     EngineDeadError,
     MissingExtraError,
+    ModelOutputError,
     PenstockError,
     RequestError,
     RequestTimeoutError,
@@ -134,6 +135,8 @@ def as_api_error(
         return ApiError(503, str(error), code="busy", retry_after_s=BUSY_S)
     if isinstance(error, RequestTimeoutError):
         return ApiError(408, str(error), code="request_timeout")
+    if isinstance(error, ModelOutputError):
+        return ApiError(500, str(error), code="model_error")
     if isinstance(error, RequestError | TokenizerError):
         return _refused(str(error), names or {})
     if isinstance(error, PenstockError):

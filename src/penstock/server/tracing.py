@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from urllib.parse import urlsplit
 
 from penstock import __version__
-from penstock.errors import ConfigError, MissingExtraError
+from penstock.errors import ConfigError, MissingExtraError, get_extra
 from penstock.server.logs import shortened
 
 if TYPE_CHECKING:
@@ -70,7 +70,7 @@ class OpenTelemetryTracer:
         """endpoint: of an OTLP collector over HTTP; exporter: instead of one, for tests.
 
         Raises ConfigError for an endpoint that is no URL, and MissingExtraError without
-        `pip install penstock[otel]`.
+        the extra `otel`.
         """
         if endpoint is not None:
             _check_url(endpoint)
@@ -82,7 +82,7 @@ class OpenTelemetryTracer:
             from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
         except ImportError as error:
             raise MissingExtraError(
-                "Traces need OpenTelemetry: pip install 'penstock[otel]', or leave out "
+                f"Traces need OpenTelemetry ({get_extra('otel')}). Or leave out "
                 "--otlp-traces-endpoint."
             ) from error
         resource = Resource.create({"service.name": "penstock", "service.version": __version__})

@@ -117,6 +117,14 @@ def _mappings(name: str, values: Sequence[Mapping[str, Any]] | None) -> list[Any
     return None if values is None else [plain_data(value) for value in values]
 
 
+def check_template(template: str) -> None:
+    """Raises ChatTemplateError for a template that no conversation can be written by."""
+    try:
+        compile_template(template)
+    except Exception as error:  # as where it is rendered
+        raise ChatTemplateError(_describe(error)) from error
+
+
 def _render(template: str, context: Mapping[str, Any]) -> str:
     """Run the template within its budget."""
     token = budget.set(None)

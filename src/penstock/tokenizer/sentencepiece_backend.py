@@ -166,8 +166,7 @@ def _load(path: Path, model: bytes) -> SentencePieceProcessor:
     except ImportError as error:
         raise MissingExtraError(
             f"{path} is a SentencePiece model, and the sentencepiece package isn't installed. "
-            f"Get it with `pip install penstock[sentencepiece]`, or put a tokenizer.json into "
-            f"the folder."
+            "Get it (pip install sentencepiece), or put a tokenizer.json into the folder."
         ) from error
     try:
         if not model:  # which the package takes for "none given"

@@ -187,7 +187,7 @@ async def prompts_of(
     special = add_special_tokens is not False
 
     def make(one: OnePrompt) -> PromptText:
-        if not one:
+        if not one and not (isinstance(one, str) and special and source.generates):
             raise ApiError(400, "The prompt is empty. Give at least one token.", param=source.field)
         prompts = service.prompts
         if isinstance(one, str):
