@@ -87,6 +87,20 @@ def test_names_that_python_uses_are_refused_as_any_other(kind: Any) -> None:
             kind(**{name: 1})
 
 
+def test_what_vllm_is_given_out_of_habit_asks_for_nothing() -> None:
+    plain = {"tensor_parallel_size": 1, "trust_remote_code": False, "tokenizer_mode": "auto"}
+    more = {"pipeline_parallel_size": None, "enable_lora": False, "disable_log_stats": True}
+    assert EngineConfig.of(**plain, **more) == EngineConfig.of()
+    for name, value, why in (
+        ("tensor_parallel_size", 2, "runs on one device"),
+        ("tensor_parallel_size", True, "runs on one device"),
+        ("trust_remote_code", True, "no code of a checkpoint is ever run"),
+        ("enable_lora", True, "export --merge-lora"),
+    ):
+        with pytest.raises(ConfigError, match=f"{name}={value!r} can't take effect: .*{why}"):
+            EngineConfig.of(**{name: value})
+
+
 def test_flat_names_reach_their_part() -> None:
     config = EngineConfig.of(model="x", num_gpu_blocks_override=7, max_num_seqs=3, seed=4)
     assert (config.model.model, config.model.seed) == ("x", 4)

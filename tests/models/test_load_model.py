@@ -158,6 +158,16 @@ def test_stop_tokens_of_both_files(tiny: Make, tmp_path: Path) -> None:
     assert load_model(folder).generation == {}
 
 
+def test_stop_tokens_outside_the_vocabulary_are_said(
+    tiny: Make, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = edited(tiny, "llama", tmp_path, eos_token_id=[9999, 2])
+    (folder / "generation_config.json").unlink(missing_ok=True)
+    with caplog.at_level(logging.WARNING, "penstock"):
+        assert load_model(folder).eos_token_ids == (2,)
+    assert "eos_token_id 9999 isn't in the vocabulary of" in caplog.text
+
+
 def test_progress_ends_at_the_whole(tiny: Make) -> None:
     seen: list[tuple[int, int]] = []
     load_model(tiny("gemma2").folder, progress=lambda done, total: seen.append((done, total)))

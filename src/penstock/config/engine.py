@@ -17,6 +17,17 @@ _ALIASES = {
     "scheduling_policy": "policy",
 }
 
+_NOTHING: dict[str, tuple[tuple[Any, ...], str]] = {
+    "tensor_parallel_size": ((None, 1), "a model runs on one device"),
+    "pipeline_parallel_size": ((None, 1), "a model runs on one device"),
+    "data_parallel_size": ((None, 1), "an engine is one process"),
+    "trust_remote_code": ((None, False), "no code of a checkpoint is ever run"),
+    "tokenizer_mode": ((None, "auto"), "there is one kind of tokenizer for each model"),
+    "enable_lora": ((None, False), "adapters are merged: penstock export --merge-lora"),
+    "disable_log_stats": ((None, True), "nothing is logged of each step; stats() has it"),
+}
+"""vLLM's arguments of which Penstock has but one choice: values that ask for it, and why."""
+
 
 @dataclass(frozen=True, slots=True)
 class EngineConfig:
@@ -67,6 +78,9 @@ class EngineConfig:
         speculative = SpeculativeConfig.of(kwargs.pop("speculative_config", None))
         for name, value in kwargs.items():
             real = _ALIASES.get(name, name)
+            if name in _NOTHING:
+                _check_nothing(name, value)
+                continue
             if real not in known:
                 raise ConfigError(
                     f"{name!r} isn't an argument of the engine."
@@ -115,3 +129,10 @@ class EngineConfig:
                     f"Without chunked prefill a prompt of max_model_len ({length}) must fit in "
                     f"max_num_batched_tokens ({scheduler.max_num_batched_tokens})."
                 )
+
+
+def _check_nothing(name: str, value: object) -> None:
+    """Raises ConfigError for what can't take effect."""
+    values, why = _NOTHING[name]
+    if not any(value is one or (type(value) is type(one) and value == one) for one in values):
+        raise ConfigError(f"{name}={value!r} can't take effect: {why}. Leave it out.")

@@ -94,8 +94,19 @@ def load_model(
         dtype=chosen,
         max_model_len=length,
         generation=generation,
-        eos_token_ids=stop_ids(spec, generation, folder),
+        eos_token_ids=_inside(stop_ids(spec, generation, folder), spec.decoder.vocab_size, folder),
     )
+
+
+def _inside(ids: tuple[int, ...], vocab_size: int, folder: Path) -> tuple[int, ...]:
+    """Those that the model can give; a warning names the others."""
+    outside = [i for i in ids if not 0 <= i < vocab_size]
+    if outside:
+        logger.warning(
+            "%s: eos_token_id %s isn't in the vocabulary of %d tokens, so that it ends no text.",
+            folder, ", ".join(map(str, outside)), vocab_size,
+        )  # fmt: skip
+    return tuple(i for i in ids if i not in outside)
 
 
 def load_dummy(
