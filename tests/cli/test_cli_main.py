@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import json
 import shutil
 import subprocess
 import sys
@@ -15,6 +16,7 @@ from typer.testing import Result
 import penstock as package
 
 Run = Callable[..., Result]
+Start = Callable[..., "subprocess.Popen[bytes]"]
 
 
 def refused(result: Result, code: int, *words: str) -> None:
@@ -84,6 +86,17 @@ def test_help_needs_nothing_heavy() -> None:
 )
 def test_refusals(penstock: Run, arguments: list[str], code: int, words: list[str]) -> None:
     refused(penstock(*arguments), code, *words)
+
+
+def test_a_warning_is_one_line(tmp_path: Path, base_model: Path, process: Start) -> None:
+    folder = tmp_path / "model"
+    shutil.copytree(base_model, folder)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "frobnicate": 7}))
+    running = process("generate", folder, "-p", "a", "--max-tokens", "1")
+    _, said = running.communicate(timeout=120)
+    (line,) = [line for line in said.decode().splitlines() if "frobnicate" in line]
+    assert line.startswith("warning: ") and ".py" not in said.decode()
 
 
 def test_bad_prompts(penstock: Run, base_model: Path) -> None:

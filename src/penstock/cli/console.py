@@ -6,6 +6,7 @@ import logging
 import os
 import re
 import sys
+import warnings
 
 import typer
 
@@ -63,8 +64,15 @@ class _Lines(logging.Handler):
         show(record.getMessage())
 
 
+def _show_warning(message: Warning | str, *_: object, **__: object) -> None:
+    """Python's, without the place in the code that gave it."""
+    warning(str(message))
+
+
 def show_logs() -> None:
     """Show Penstock's warnings as lines of this command; everything when debugging."""
+    if not debugging():
+        warnings.showwarning = _show_warning
     logger = logging.getLogger("penstock")
     if not any(isinstance(handler, _Lines) for handler in logger.handlers):
         logger.addHandler(_Lines())

@@ -168,14 +168,10 @@ def as_dict(found: Diagnosis) -> dict[str, Any]:
         for name, beside, runs, how in found.kernels.cache
     ]
     data["extras"] = {
-        name: {"installed": there, "for": EXTRAS[name][1], "get": _get(name)}
+        name: {"installed": there, "for": EXTRAS[name][1], "get": get_extra(name)}
         for name, there in found.extras.items()
     }
     return data
-
-
-def _get(extra: str) -> str:
-    return get_extra(extra)
 
 
 def _pairs(rows: list[tuple[str, str]]) -> Table:
@@ -233,7 +229,7 @@ def _facts(found: Diagnosis) -> list[tuple[str, str]]:
         size = f"{model.weight_bytes / 1e6:.1f} MB, {model.folder}"
         rows.append((f"Model {model.name}", size if model.folder else "not in this installation"))
     for name, there in found.extras.items():
-        missing = f"not installed ({EXTRAS[name][1]}): {_get(name)}"
+        missing = f"not installed ({EXTRAS[name][1]}): {get_extra(name)}"
         rows.append((f"Extra {name}", "installed" if there else missing))
     if found.environment:
         rows.append(("Environment", " ".join(f"{k}={v}" for k, v in found.environment.items())))

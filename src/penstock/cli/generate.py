@@ -223,7 +223,8 @@ def _print_texts(outputs: list[RequestOutput]) -> None:
             parts = [f"prompt {i} of {len(outputs)}"] if len(outputs) > 1 else []
             if len(output.outputs) > 1:
                 parts.append(f"sample {sample.index + 1} of {len(output.outputs)}")
-            console.note(f"── {', '.join(parts)} ──")
+            if parts:
+                console.note(f"── {', '.join(parts)} ──")
             writer = TextWriter()
             writer.show(sample.text)
             writer.end()

@@ -160,7 +160,7 @@ class SamplingParams(Checked):
             "temperature",
             real("temperature", self.temperature, 0.0, _HIGHEST_TEMPERATURE, "0 is greedy."),
         )
-        top_p = real("top_p", self.top_p, 0.0, 1.0, "1.0 keeps every token.")
+        top_p = real("top_p", self.top_p, 0.0, 1.0, "1.0 keeps every token, 0.0 none.")
         if top_p == 0.0:
             raise InvalidSamplingError(
                 "top_p is 0.0, which keeps no token; it must be in (0, 1]. "
