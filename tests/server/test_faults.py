@@ -129,7 +129,7 @@ def test_every_field_of_a_wrong_type(server: Running, path: str) -> None:
         ("stop_token_ids", [10**30]), ("allowed_token_ids", [2**63]), ("allowed_token_ids", [-1]),
         ("logit_bias", {"9" * 30: 1}), ("logit_bias", {"1_0": 1}), ("logit_bias", {"-1": 1}),
         ("logit_bias", {"1": 1e999}), ("prompt", [10**30]), ("prompt", [IDS]), ("prompt", [-1]),
-        ("prompt", [1, "a"]), ("prompt", [[]]), ("prompt", []), ("prompt", ""), ("prompt", [1.5]),
+        ("prompt", [1, "a"]), ("prompt", [[]]), ("prompt", []), ("prompt", [1.5]),
         ("truncate_prompt_tokens", 0), ("cache_salt", ""), ("stop", [""]), ("request_id", "a\nb"),
     ],
 )  # fmt: skip
@@ -139,6 +139,16 @@ def test_numbers_out_of_their_range(server: Running, field: str, value: Any) -> 
         content = body.replace("Infinity", "1e999").encode()
         message = refused(client.post("/v1/completions", content=content, headers=JSON), "")
         assert message
+
+
+def test_an_empty_prompt_is_the_token_before_a_text(server: Running) -> None:
+    asked = {"prompt": "", "max_tokens": 2, "temperature": 0}
+    with server.client() as client:
+        answer = client.post("/v1/completions", json=asked)
+        assert answer.status_code == 200 and answer.json()["usage"]["prompt_tokens"] == 1
+        plain = client.post("/v1/completions", json={**asked, "add_special_tokens": False})
+        assert "The prompt is empty" in refused(plain, "prompt")
+        assert refused(client.post("/v1/embeddings", json={"input": ""}), "input")
 
 
 def test_what_the_engine_refuses_has_a_status_in_a_stream_too(server: Running) -> None:

@@ -197,5 +197,5 @@ def test_a_collector_that_is_away_is_told_of_in_the_log(monkeypatch: pytest.Monk
 
 def test_without_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "opentelemetry.sdk.trace", None)
-    with pytest.raises(MissingExtraError, match=r"penstock\[otel\]"):
+    with pytest.raises(MissingExtraError, match=r"clone: pip install .*'\.\[otel\]"):
         OpenTelemetryTracer("http://127.0.0.1:4318/v1/traces")

@@ -189,7 +189,7 @@ def test_sentencepiece_not_installed(
 ) -> None:
     shutil.copy(shared_data / "tokenizers" / "llama2" / "tokenizer.model", tmp_path)
     monkeypatch.setitem(sys.modules, "sentencepiece", None)
-    with pytest.raises(MissingExtraError, match=r"pip install penstock\[sentencepiece\]"):
+    with pytest.raises(MissingExtraError, match=r"pip install sentencepiece"):
         Tokenizer.from_folder(tmp_path)
 
 
