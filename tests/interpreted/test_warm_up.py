@@ -8,11 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
 from triton.runtime.interpreter import InterpretedFunction
 
 from penstock import SamplingParams
-from tests.interpreted.test_engine import engine
+from tests.interpreted.test_engine import engine, make_llama
 
 OF_SAMPLER = {"penstock.kernels.triton.argmax"}
 """Modules of kernels that a sampler warms up."""
@@ -23,13 +22,7 @@ Launch = tuple[str, ...]
 @pytest.fixture(scope="module")
 def long(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Whose sequences have more than one span of keys."""
-    path = tmp_path_factory.mktemp("long")
-    config = transformers.LlamaConfig(
-        vocab_size=256, hidden_size=64, intermediate_size=128, num_hidden_layers=1,
-        num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=512,
-    )  # fmt: skip
-    transformers.LlamaForCausalLM(config).save_pretrained(path)
-    return path
+    return make_llama(tmp_path_factory.mktemp("long"), layers=1, length=512)
 
 
 @pytest.fixture

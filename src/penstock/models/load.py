@@ -94,19 +94,8 @@ def load_model(
         dtype=chosen,
         max_model_len=length,
         generation=generation,
-        eos_token_ids=_inside(stop_ids(spec, generation, folder), spec.decoder.vocab_size, folder),
+        eos_token_ids=stop_ids(spec, generation, folder),
     )
-
-
-def _inside(ids: tuple[int, ...], vocab_size: int, folder: Path) -> tuple[int, ...]:
-    """Those that the model can give; a warning names the others."""
-    outside = [i for i in ids if not 0 <= i < vocab_size]
-    if outside:
-        logger.warning(
-            "%s: eos_token_id %s isn't in the vocabulary of %d tokens, so that it ends no text.",
-            folder, ", ".join(map(str, outside)), vocab_size,
-        )  # fmt: skip
-    return tuple(i for i in ids if i not in outside)
 
 
 def load_dummy(
@@ -315,12 +304,22 @@ def _reach(rope: RopeSpec, max_position: int) -> int:
 
 
 def stop_ids(spec: ModelSpec, generation: dict[str, Any], folder: Path) -> tuple[int, ...]:
-    """The tokens that end a text: generation_config.json's where it has some, or config.json's."""
+    """The tokens that end a text: generation_config.json's where it has some, or config.json's.
+
+    A warning names those that the model can't give.
+    """
     more = generation.get("eos_token_id")
+    listed: list[Any] = more if isinstance(more, list) else [more]
     if more is None:
-        return tuple(dict.fromkeys(spec.eos_token_ids))
-    listed = more if isinstance(more, list) else [more]
+        listed = list(spec.eos_token_ids)
     if any(isinstance(i, bool) or not isinstance(i, int) for i in listed):
         file = folder / "generation_config.json"
         raise UnsupportedModelError(f"{file}: eos_token_id must be integers: {more!r}")
-    return tuple(dict.fromkeys(listed))
+    size = spec.decoder.vocab_size
+    outside = [i for i in listed if not 0 <= i < size]
+    if outside:
+        logger.warning(
+            "%s: eos_token_id %s isn't in the vocabulary of %d tokens, so that it ends no text.",
+            folder, ", ".join(map(str, outside)), size,
+        )  # fmt: skip
+    return tuple(dict.fromkeys(i for i in listed if 0 <= i < size))

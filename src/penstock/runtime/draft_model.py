@@ -18,12 +18,7 @@ from penstock.runtime.beside import Target, bytes_of, guessing_folder
 from penstock.runtime.companion import CompanionCache
 from penstock.runtime.device import Device
 from penstock.runtime.engine_folder import EngineFolder, is_engine
-from penstock.runtime.forwards import (
-    forward_of,
-    forward_of_engine,
-    forward_on,
-    workspace_bytes,
-)
+from penstock.runtime.forwards import forward_of, forward_of_engine, forward_on, workspace_bytes
 from penstock.runtime.graphs import StepLimits
 from penstock.runtime.memory import activation_bytes
 from penstock.runtime.runner import Forward, Runner

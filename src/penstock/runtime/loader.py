@@ -26,12 +26,7 @@ from penstock.runtime.device import CPU, Device, check_device, device_of
 from penstock.runtime.draft_model import open_draft
 from penstock.runtime.eagle import open_eagle
 from penstock.runtime.engine_folder import EngineFolder, is_engine
-from penstock.runtime.forwards import (
-    forward_of,
-    forward_of_engine,
-    forward_on,
-    workspace_bytes,
-)
+from penstock.runtime.forwards import forward_of, forward_of_engine, forward_on, workspace_bytes
 from penstock.runtime.graphs import StepLimits
 from penstock.runtime.medusa import open_medusa
 from penstock.runtime.memory import activation_bytes, plan_blocks

@@ -35,6 +35,7 @@ from penstock import ops
 from penstock.errors import ConfigError, InvalidSamplingError, ModelOutputError, RequestError
 from penstock.sampling.beam_params import BeamSearchParams
 from penstock.sampling.logprobs import TokenLogprobs, collect
+from penstock.sampling.pending import not_finite
 from penstock.sampling.samplers.rows import log_softmax
 
 Stopped = Callable[[int, int], str | None]
@@ -227,10 +228,7 @@ class BeamSearch:
         ids: npt.NDArray[np.int64] = at.cpu().numpy()
         peak = float(values[:, 0].max())  # NaN where any is
         if not peak < math.inf:
-            raise ModelOutputError(
-                f"The model's logits hold a {'NaN' if math.isnan(peak) else '+infinity'}, so no "
-                "token can be chosen. Check the weights."
-            )
+            raise ModelOutputError(not_finite(peak))
         return values, ids
 
     def _candidates(

@@ -104,6 +104,11 @@ def _describe(peak: float) -> str:
             f"{MASKED}: allowed_token_ids, min_tokens or a grammar leave none of the vocabulary. "
             "Loosen one of them."
         )
+    return not_finite(peak)
+
+
+def not_finite(peak: float) -> str:
+    """What is wrong with logits of which the largest is NaN or +infinity."""
     return (
         f"{NOT_FINITE} a {'NaN' if math.isnan(peak) else '+infinity'}, so no token can be chosen. "
         "Check the weights."
