@@ -15,59 +15,83 @@ namespace {
 
 constexpr int64_t kParallelWork = 128 * 1024;  // below it, a second thread costs more than it saves
 
-// Join a span's partial into the running one.
-void join(float* total, const float* span, int64_t padded_dim) {
-  if (span[0] == kMinusInfinity) return;
-  if (total[0] == kMinusInfinity) {
-    __builtin_memcpy(total, span, static_cast<size_t>(2 + padded_dim) * sizeof(float));
-    return;
+// Join what rows have of a span into what they had of those before.
+void join(const Part& total, const Part& span, int64_t rows, int64_t padded_dim) {
+  for (int64_t first = 0; first < rows; first += 16) {
+    const F16 a = load(total.top + first), b = load(span.top + first), top = max(a, b);
+    float highest[16], keeps[16], adds[16];
+    store(highest, top);
+    store(keeps, exp(a - top));
+    store(adds, exp(b - top));
+    for (int64_t i = 0; i < 16 && first + i < rows; i++) {
+      const int64_t r = first + i;
+      if (span.top[r] == kMinusInfinity) continue;
+      float* to = total.values + r * padded_dim;
+      const float* from = span.values + r * padded_dim;
+      if (total.top[r] == kMinusInfinity) {
+        total.top[r] = span.top[r];
+        total.sum[r] = span.sum[r];
+        __builtin_memcpy(to, from, static_cast<size_t>(padded_dim) * sizeof(float));
+        continue;
+      }
+      const F16 keep = set1(keeps[i]), add = set1(adds[i]);
+      total.top[r] = highest[i];
+      total.sum[r] = total.sum[r] * keeps[i] + span.sum[r] * adds[i];
+      for (int64_t j = 0; j < padded_dim; j += 16)
+        store(to + j, load(to + j) * keep + load(from + j) * add);
+    }
   }
-  const float highest = total[0] > span[0] ? total[0] : span[0];
-  const F16 keep = exp(set1(total[0] - highest)), add = exp(set1(span[0] - highest));
-  float lanes[16];
-  store(lanes, set1(total[1]) * keep + set1(span[1]) * add);
-  total[0] = highest;
-  total[1] = lanes[0];
-  for (int64_t j = 2; j < 2 + padded_dim; j += 16)
-    store(total + j, load(total + j) * keep + load(span + j) * add);
 }
 
 // Divide by the sum, let the sink take its part, and store the row.
 template <typename T>
-void finish(const AttentionArgs& a, const Task& t, int64_t group, int64_t r, float* total) {
-  const int64_t row = t.first_row + r;
-  const int64_t head = t.kv_head * group + row % group;
-  if (total[0] == kMinusInfinity)  // no span was joined: all scores are −∞
-    __builtin_memset(total + 1, 0, static_cast<size_t>(1 + a.padded_dim) * sizeof(float));
-  float sum = total[1];
+void finish_row(const AttentionArgs& a, int64_t token, int64_t head, float top, float sum,
+                float* values) {
+  if (top == kMinusInfinity) {  // all scores are −∞
+    sum = 0.0f;
+    __builtin_memset(values, 0, static_cast<size_t>(a.padded_dim) * sizeof(float));
+  }
   F16 scale = set1(1.0f);
   if (a.sinks) {
     const float sink = a.sinks[head];
-    const float highest = total[0] > sink ? total[0] : sink;
+    const float highest = top > sink ? top : sink;
     float lanes[16];
-    scale = exp(set1(total[0] - highest));
+    scale = exp(set1(top - highest));
     store(lanes, set1(sum) * scale + exp(set1(sink - highest)));
     sum = lanes[0];
   }
-  T* out = static_cast<T*>(a.out) +
-           ((a.query_start[t.sequence] + row / group) * a.heads + head) * a.dim;
+  T* out = static_cast<T*>(a.out) + (token * a.heads + head) * a.dim;
   for (int64_t j = 0; j < a.dim; j += 16)
-    store_some(out + j, load(total + 2 + j) * scale / set1(sum),
+    store_some(out + j, load(values + j) * scale / set1(sum),
                a.dim - j < 16 ? static_cast<int>(a.dim - j) : 16);
 }
 
-// Fills `tasks` where given; returns their number, and how many partials all spans need.
+template <typename T>
+void finish(const AttentionArgs& a, const Task& t, int64_t group, const Part& total) {
+  int64_t token = a.query_start[t.sequence] + t.first_row / group, head = t.first_row % group;
+  for (int64_t r = 0; r < t.rows; r++) {
+    finish_row<T>(a, token, t.kv_head * group + head, total.top[r], total.sum[r],
+                  total.values + r * a.padded_dim);
+    if (++head == group) {
+      head = 0;
+      token++;
+    }
+  }
+}
+
+// Fills `tasks` where given; returns their number, and how many spans all have.
 int64_t list_tasks(const AttentionArgs& a, int64_t group, Task* tasks, int64_t& partials) {
   int64_t count = 0;
   partials = 0;
   for (int64_t b = 0; b < a.sequences; b++) {
-    const int64_t rows = (a.query_start[b + 1] - a.query_start[b]) * group;
+    const int64_t tokens = a.query_start[b + 1] - a.query_start[b];
+    const int64_t rows = tokens * group, start = a.context_len[b] - tokens;
     for (int64_t h = 0; h < a.kv_heads; h++)
       for (int64_t first = 0; first < rows; first += kRows) {
         Task t = {b, h, first, rows - first < kRows ? rows - first : kRows, 0, 0, partials};
-        t.first_span = visible(a, t, group, first).first / kSpan;
-        t.last_span = (visible(a, t, group, first + t.rows - 1).last + kSpan - 1) / kSpan;
-        partials += (t.last_span - t.first_span) * kRows;
+        t.first_span = visible(a, start + first / group).first / kSpan;
+        t.last_span = (visible(a, start + (first + t.rows - 1) / group).last + kSpan - 1) / kSpan;
+        partials += t.last_span - t.first_span;
         if (tasks) tasks[count] = t;
         count++;
       }
@@ -85,73 +109,68 @@ int64_t work(const AttentionArgs& a) {
 
 // next: the task that this thread is likely to do then, or null.
 template <typename T, typename S>
-void run_task(const AttentionArgs& a, const Task& t, const Task* next, const Shape& shape) {
-  const size_t floats = static_cast<size_t>(kRows * shape.partial);
-  float* total =
-      static_cast<float*>(scratch(Scratch::partials, 2 * floats * sizeof(float)));
-  float* one = total + floats;
-  SpanWork<T, S> work(a, t, shape);
-  for (int64_t r = 0; r < t.rows; r++) total[r * shape.partial] = kMinusInfinity;
+void run_task(const AttentionArgs& a, const Task& t, const Task* next, int64_t group) {
+  const int64_t floats = Part::floats(a.padded_dim);
+  float* memory = static_cast<float*>(
+      scratch(Scratch::partials, static_cast<size_t>(2 * floats) * sizeof(float)));
+  const Part total = memory, one = memory + floats;
+  SpanWork<T, S> work(a, t, group);
   for (int64_t span = t.first_span; span < t.last_span; span++) {
-    const bool last = span + 1 == t.last_span;
-    work.run(span, last ? Place{next, next ? next->first_span : 0} : Place{&t, span + 1}, one);
-    for (int64_t r = 0; r < t.rows; r++)
-      join(total + r * shape.partial, one + r * shape.partial, a.padded_dim);
+    const bool first = span == t.first_span, last = span + 1 == t.last_span;
+    work.run(span, last ? Place{next, next ? next->first_span : 0} : Place{&t, span + 1},
+             first ? total : one);
+    if (!first) join(total, one, t.rows, a.padded_dim);
   }
-  for (int64_t r = 0; r < t.rows; r++) finish<T>(a, t, shape.group, r, total + r * shape.partial);
+  finish<T>(a, t, group, total);
 }
 
 template <typename T, typename S>
-void run_spans(const AttentionArgs& a, const Task* tasks, int64_t count, int64_t rows,
-               const Shape& shape, int threads) {
+void run_spans(const AttentionArgs& a, const Task* tasks, int64_t count, int64_t spans,
+               int64_t group, int threads) {
+  const int64_t floats = Part::floats(a.padded_dim);
   float* partials = static_cast<float*>(
-      scratch(Scratch::scores, static_cast<size_t>(rows * shape.partial) * sizeof(float)));
+      scratch(Scratch::scores, static_cast<size_t>(spans * floats) * sizeof(float)));
   // spans of all tasks in one row, so that they can be dealt
-  const int64_t spans = rows / kRows;
   const auto place = [&](int64_t i) {
     if (i >= spans) return Place{};
     const Task* t = tasks;
-    while (t + 1 < tasks + count && t[1].partial <= i * kRows) t++;
-    return Place{t, t->first_span + i - t->partial / kRows};
+    while (t + 1 < tasks + count && t[1].partial <= i) t++;
+    return Place{t, t->first_span + i - t->partial};
   };
   parallel(threads, spans, [&](int64_t i) {
     const FlushDenormals flush;
     const TileSetup tiles;
     const Place now = place(i);
-    SpanWork<T, S> work(a, *now.task, shape);
-    work.run(now.span, place(i + threads), partials + i * kRows * shape.partial);
+    SpanWork<T, S> work(a, *now.task, group);
+    work.run(now.span, place(i + threads), partials + i * floats);
   });
   parallel(threads, count, [&](int64_t i) {
     const FlushDenormals flush;
     const Task& t = tasks[i];
-    float* total = static_cast<float*>(
-        scratch(Scratch::partials, static_cast<size_t>(shape.partial) * sizeof(float)));
-    for (int64_t r = 0; r < t.rows; r++) {
-      total[0] = kMinusInfinity;
-      for (int64_t span = 0; span < t.last_span - t.first_span; span++)
-        join(total, partials + (t.partial + span * kRows + r) * shape.partial, a.padded_dim);
-      finish<T>(a, t, shape.group, r, total);
-    }
+    const Part total = partials + t.partial * floats;
+    for (int64_t span = 1; span < t.last_span - t.first_span; span++)
+      join(total, partials + (t.partial + span) * floats, t.rows, a.padded_dim);
+    finish<T>(a, t, group, total);
   });
 }
 
 template <typename T, typename S>
 void run(const AttentionArgs& a) {
-  const Shape shape = {a.heads / a.kv_heads, (2 + a.padded_dim + 15) / 16 * 16};
-  int64_t rows = 0;
-  const int64_t count = list_tasks(a, shape.group, nullptr, rows);
+  const int64_t group = a.heads / a.kv_heads;
+  int64_t spans = 0;
+  const int64_t count = list_tasks(a, group, nullptr, spans);
   Task* tasks =
       static_cast<Task*>(scratch(Scratch::tasks, static_cast<size_t>(count) * sizeof(Task)));
-  list_tasks(a, shape.group, tasks, rows);
-  const bool single = rows == count * kRows;  // every task has one span
+  list_tasks(a, group, tasks, spans);
+  const bool single = spans == count;  // every task has one span
   const int threads = work(a) > kParallelWork ? a.threads : 1;
-  if (count < 2 * threads && !single) return run_spans<T, S>(a, tasks, count, rows, shape, threads);
+  if (count < 2 * threads && !single) return run_spans<T, S>(a, tasks, count, spans, group, threads);
   parallel(threads, count, [&](int64_t i) {
     const FlushDenormals flush;
     const TileSetup tiles;
     // the last tasks of a chunk see the most: taken first, they even out the threads
     const Task* t = tasks + count - 1 - i;
-    run_task<T, S>(a, *t, t - tasks >= threads ? t - threads : nullptr, shape);
+    run_task<T, S>(a, *t, t - tasks >= threads ? t - threads : nullptr, group);
   });
 }
 

@@ -3,6 +3,7 @@
 
 #include <type_traits>
 
+#include "attention_softmax.h"
 #include "attention_tiles.h"
 #include "nibbles.h"
 
@@ -11,18 +12,22 @@ namespace penstock::PENSTOCK_ISA {
 constexpr int64_t kSpan = 256;
 constexpr int64_t kRows = 32;
 constexpr int64_t kGroup = 32;  // positions whose weighted values are summed apart (= kBlock)
-constexpr float kMinusInfinity = -__builtin_inff();
 
 struct Task {
   int64_t sequence, kv_head;
   int64_t first_row, rows;  // of the sequence's tokens · group rows
   int64_t first_span, last_span;
-  int64_t partial;  // where its spans' results start, when they are stored
+  int64_t partial;  // where its spans' results start, when they are kept
 };
 
-struct Shape {
-  int64_t group;    // query heads per key-value head
-  int64_t partial;  // floats of one row's result in one span: maximum, sum, weighted values
+// What rows have of one span, or of several that were joined: maxima, sums, weighted values.
+struct Part {
+  float* top;     // [kRows]
+  float* sum;     // [kRows]
+  float* values;  // [kRows, padded_dim]
+
+  Part(float* memory) : top(memory), sum(top + kRows), values(sum + kRows) {}
+  static constexpr int64_t floats(int64_t padded_dim) { return kRows * (2 + padded_dim); }
 };
 
 // A span of a task; of none where that is null.
@@ -35,10 +40,8 @@ struct Visible {
   int64_t first, last;  // positions [first, last)
 };
 
-// What row `row` of a sequence sees.
-static Visible visible(const AttentionArgs& a, const Task& t, int64_t group, int64_t row) {
-  const int64_t tokens = a.query_start[t.sequence + 1] - a.query_start[t.sequence];
-  const int64_t at = a.context_len[t.sequence] - tokens + row / group;
+// What the token at a position sees.
+static Visible visible(const AttentionArgs& a, int64_t at) {
   const int64_t first = a.window > 0 && at + 1 > a.window ? at + 1 - a.window : 0;
   return {first, at + 1};
 }
@@ -47,13 +50,14 @@ static Visible visible(const AttentionArgs& a, const Task& t, int64_t group, int
 template <typename T, typename S>
 class SpanWork {
  public:
-  SpanWork(const AttentionArgs& a, const Task& t, const Shape& shape)
-      : a_(a), t_(t), shape_(shape), head_size_(a.block_size * a.padded_dim) {
+  // group: query heads per key-value head
+  SpanWork(const AttentionArgs& a, const Task& t, int64_t group)
+      : a_(a), t_(t), head_size_(a.block_size * a.padded_dim) {
     // floats of rows and weights, the same packed into tiles, and a span's values
     const int64_t rows = kRows * (a.padded_dim + kSpan);
     float* memory = static_cast<float*>(scratch(
         Scratch::rows,
-        static_cast<size_t>(rows + (kSpan + 2) * a.padded_dim) * sizeof(float) +
+        static_cast<size_t>(rows + (kSpan + 2) * a.padded_dim + 2 * kSpan) * sizeof(float) +
             static_cast<size_t>(rows) * sizeof(T)));
     query_ = memory;
     weight_ = query_ + kRows * a.padded_dim;
@@ -61,25 +65,27 @@ class SpanWork {
     packed_weight_ = packed_query_ + kRows * a.padded_dim;
     values_ = packed_weight_ + kRows * kSpan;
     steps_ = reinterpret_cast<float*>(values_ + kSpan * a.padded_dim);
+    key_steps_ = steps_ + 2 * a.padded_dim;
+    value_steps_ = key_steps_ + kSpan;
     tiles_ = kByTiles && t.rows >= kTileMinRows && a.padded_dim % kGroup == 0;
+    takes_scale_ = !kScaled && a.softcap <= 0.0f && a.scale > 0.0f;
     const int64_t start = a.query_start[t.sequence];
+    const int64_t tokens = a.query_start[t.sequence + 1] - start;
+    int64_t token = t.first_row / group, head = t.first_row % group;
     for (int64_t r = 0; r < t.rows; r++) {
-      const int64_t row = t.first_row + r;
-      const int64_t head = t.kv_head * shape.group + row % shape.group;
-      const T* q = static_cast<const T*>(a.q) +
-                   ((start + row / shape.group) * a.heads + head) * a.dim;
-      float* out = query_ + r * a.padded_dim;
-      for (int64_t j = 0; j < a.padded_dim; j++) out[j] = j < a.dim ? to_float(q[j]) : 0.0f;
-      if (tiles_) pack(out, r, a.padded_dim, packed_query_);
-      if constexpr (kCrossed) cross_row(out, a.padded_dim, crossed_query() + r * a.padded_dim);
-      seen_[r] = visible(a, t, shape.group, row);
+      take_row(static_cast<const T*>(a.q) +
+                   ((start + token) * a.heads + t.kv_head * group + head) * a.dim, r);
+      seen_[r] = visible(a, a.context_len[t.sequence] - tokens + token);
       coded_[r] = a.recent.slots ? recent_from(seen_[r].last - 1, a.recent.window) : INT64_MAX;
+      if (++head == group) {
+        head = 0;
+        token++;
+      }
     }
   }
 
-  // The span's partial of every row, `out` floats apart by shape.partial. next: what this thread is
-  // likely to do then.
-  void run(int64_t span, const Place& next, float* out) {
+  // What every row has of the span. next: what this thread is likely to do then.
+  void run(int64_t span, const Place& next, const Part& out) {
     next_ = next;
     // rows are in order of position: the first sees the earliest start, the last the latest end
     Visible any = {seen_[0].first, seen_[t_.rows - 1].last};
@@ -89,8 +95,8 @@ class SpanWork {
     const int64_t first = any.first / kGroup * kGroup;
     const int64_t last = (any.last + kGroup - 1) / kGroup * kGroup;
     scores(low, first, last);
-    for (int64_t r = 0; r < t_.rows; r++) soften(r, low, first, last, out + r * shape_.partial);
-    weigh(low, first, last, out);
+    soften(low, first, last, out);
+    weigh(low, first, last, out.values);
   }
 
  private:
@@ -251,11 +257,23 @@ class SpanWork {
     }
   }
 
-  // A row of `count` floats into its place in tiles of T.
-  static void pack(const float* row, int64_t r, int64_t count, T* tiles) {
-    for (int64_t j = 0; j < count; j += 16)
-      store(tiles + ((r / 16 * (count / kGroup) + j / kGroup) * 16 + r % 16) * kGroup + j % kGroup,
-            load(row + j));
+  // The place of row r's 32 values from j on in tiles of T; count: values of a row.
+  static T* in_tiles(T* tiles, int64_t r, int64_t j, int64_t count) {
+    return tiles + ((r / 16 * (count / kGroup) + j / kGroup) * 16 + r % 16) * kGroup;
+  }
+
+  // Row r's query, as it is multiplied.
+  void take_row(const T* q, int64_t r) {
+    float* row = query_ + r * a_.padded_dim;
+    if (tiles_)
+      for (int64_t j = 0; j < a_.padded_dim; j += kGroup) {
+        T* to = in_tiles(packed_query_, r, j, a_.padded_dim);
+        for (int64_t i = 0; i < kGroup; i++) to[i] = j + i < a_.dim ? q[j + i] : T{};
+      }
+    if (tiles_ && !kNibbles) return;
+    for (int64_t j = 0; j < a_.padded_dim; j += 16)
+      store(row + j, j < a_.dim ? load_some(q + j, clip(a_.dim - j)) : zero());
+    if constexpr (kCrossed) cross_row(row, a_.padded_dim, crossed_query() + r * a_.padded_dim);
   }
 
   // weight_[r][position − low] = q · k for positions [first, last)
@@ -312,49 +330,68 @@ class SpanWork {
         [&](int64_t r, int64_t p, F16 value) { store(out + r * kSpan + p * kColumns, value); });
   }
 
-  // Scores of one row → weights, their maximum and sum; what isn't visible becomes 0.
-  void soften(int64_t r, int64_t low, int64_t first, int64_t last, float* out) {
-    float* row = weight_ + r * kSpan;
-    const int64_t from = seen_[r].first - low, to = seen_[r].last - low;
-    F16 top = set1(kMinusInfinity);
-    for (int64_t j = first - low; j < last - low; j += kColumns) {
+  // Scores → weights, their maxima and sums; what isn't visible becomes 0.
+  void soften(int64_t low, int64_t first, int64_t last, const Part& out) {
+    if constexpr (kScaled)
+      for (int64_t position = first; position < last; position += kColumns) {
+        store(key_steps_ + (position - low), scales(a_.key_scale, position));
+        store(value_steps_ + (position - low), scales(a_.value_scale, position));
+      }
+    if (!takes_scale_)
+      for (int64_t r = 0; r < t_.rows; r++) scale_row(weight_ + r * kSpan, first - low, last - low);
+    for (int64_t r = 0; r < t_.rows; r++)
+      hide(weight_ + r * kSpan, first - low, last - low, seen_[r].first - low, seen_[r].last - low);
+    const bool packs = tiles_ && !divided(first, last);
+    for (int64_t r = 0; r < t_.rows; r += 16)
+      soften_rows(weight_ + r * kSpan + (first - low), kSpan, t_.rows - r < 16 ? t_.rows - r : 16,
+                  last - first, takes_scale_ ? a_.scale : 1.0f, out.top + r, out.sum + r,
+                  [&](int64_t i, int64_t j, F16 a, F16 b) {
+                    put_weights(packs, r + i, first - low + j, seen_[r + i].last - low, a, b);
+                  });
+  }
+
+  // The scores [first, last) of a row times their scales, where they wait in memory.
+  void scale_row(float* row, int64_t first, int64_t last) const {
+    for (int64_t j = first; j < last; j += kColumns) {
       F16 s = load(row + j);
-      if constexpr (kScaled) s = s * scales(a_.key_scale, low + j);
+      if constexpr (kScaled) s = s * load(key_steps_ + j);
       s = s * set1(a_.scale);
       if (a_.softcap > 0.0f) s = set1(a_.softcap) * tanh(s / set1(a_.softcap));
-      if (to - j < kColumns) s = keep_first(s, clip(to - j), kMinusInfinity);
-      if (from > j) s = drop_first(s, from - j < kColumns ? static_cast<int>(from - j) : kColumns);
       store(row + j, s);
-      top = max(top, s);
     }
-    const float highest = reduce_max(top);
-    // where nothing is visible, weights are 0; a maximum may have passed over NaN, they don't
-    const F16 base = set1(highest == kMinusInfinity ? 0.0f : highest);
-    F16 sum = zero();
-    for (int64_t j = first - low; j < last - low; j += kColumns) {
-      F16 p = exp(load(row + j) - base);
-      sum = sum + p;
-      if constexpr (kScaled)  // beyond the last position a scale may be anything
-        p = keep_first(p * scales(a_.value_scale, low + j), clip(to - j), 0.0f);
-      if constexpr (kCrossed)
-        store_crossed(crossed_weight() + r * kSpan + j, p);
-      else
-        store(row + j, round_to<T>(p));
+  }
+
+  // The scores [first, last) of a row but [from, to) become −∞.
+  static void hide(float* row, int64_t first, int64_t last, int64_t from, int64_t to) {
+    for (int64_t j = to > first ? to / kColumns * kColumns : first; j < last; j += kColumns)
+      store(row + j, keep_first(load(row + j), clip(to - j), kMinusInfinity));
+    for (int64_t j = first; j < last && j < from; j++) row[j] = kMinusInfinity;
+  }
+
+  // Row r's 32 weights from j on; of scaled values, those from `end` on may have any scale.
+  void put_weights(bool packs, int64_t r, int64_t j, int64_t end, F16 a, F16 b) {
+    if constexpr (kScaled) {
+      a = a * load(value_steps_ + j);
+      b = b * load(value_steps_ + j + kColumns);
+      if (end < j + kGroup) {
+        a = keep_first(a, clip(end - j), 0.0f);
+        b = keep_first(b, clip(end - j - kColumns), 0.0f);
+      }
     }
-    out[1] = reduce_add(sum);
-    out[0] = out[1] == out[1] ? highest : out[1];
-    if (tiles_) pack(row, r, kSpan, packed_weight_);
+    if constexpr (kByTiles)
+      if (packs) return store_group(in_tiles(packed_weight_, r, j, kSpan), a, b);
+    if constexpr (kCrossed) {
+      store_crossed(crossed_weight() + r * kSpan + j, a);
+      store_crossed(crossed_weight() + r * kSpan + j + kColumns, b);
+    } else {
+      // a sum with 0 leaves no denormals, which could be rounded up
+      store(weight_ + r * kSpan + j, round_to<T>(a + zero()));
+      store(weight_ + r * kSpan + j + kColumns, round_to<T>(b + zero()));
+    }
   }
 
   static int clip(int64_t count) {
     return count < 0 ? 0 : count > kColumns ? kColumns : static_cast<int>(count);
-  }
-
-  static F16 drop_first(F16 s, int count) {
-    float lanes[16];
-    store(lanes, s);
-    for (int i = 0; i < count; i++) lanes[i] = kMinusInfinity;
-    return load(lanes);
   }
 
   // The values from `position` on, `exact` as they were written, in `room` where they are widened
@@ -402,15 +439,15 @@ class SpanWork {
   // out value[r] += weights · the group's values, for rows [from, to).
   void add_group(const Group& g, const RowOf<T>* weights, int64_t from, int64_t to, bool fresh,
                  float* out) {
-    out += from * shape_.partial + 2;
+    out += from * a_.padded_dim;
     multiply_panels(
         weights + from * kSpan, kSpan, to - from, g.values, g.stride, a_.padded_dim / kColumns,
         kGroup, Asks(),
         [&](int64_t r, int64_t p) {
-          return fresh ? zero() : load(out + r * shape_.partial + p * kColumns);
+          return fresh ? zero() : load(out + r * a_.padded_dim + p * kColumns);
         },
         [&](int64_t r, int64_t p, F16 value) {
-          store(out + r * shape_.partial + p * kColumns, value);
+          store(out + r * a_.padded_dim + p * kColumns, value);
         });
   }
 
@@ -430,10 +467,10 @@ class SpanWork {
             [&](int64_t p, int64_t d) {
               return asked(groups[d].values + p * groups[d].stride, groups[d].asks);
             },
-            out + 2, shape_.partial, kSpan / kGroup);
+            out, a_.padded_dim, kSpan / kGroup);
     multiply_blocks(weight_rows() + (first - low), kSpan, t_.rows, groups, count, panels,
                     [&](int64_t r, int64_t p, F16 value) {
-                      store(out + 2 + r * shape_.partial + p * kColumns, value);
+                      store(out + r * a_.padded_dim + p * kColumns, value);
                     });
   }
 
@@ -451,15 +488,17 @@ class SpanWork {
 
   const AttentionArgs& a_;
   const Task& t_;
-  const Shape& shape_;
   int64_t head_size_;
   float* query_;
   float* weight_;
   bool tiles_;
+  bool takes_scale_;  // exponentials do: scores wait without it
   T* packed_query_;   // query_ and weight_ in tiles, or crossed
   T* packed_weight_;
   T* values_;  // keys or values, widened or with their end cut off
   float* steps_;  // a group of keys' steps and minima
+  float* key_steps_;  // a span's scales
+  float* value_steps_;
   Place next_ = {};
   Visible seen_[kRows];
   int64_t coded_[kRows];  // what each row sees as codes lies before this

@@ -1,0 +1,151 @@
+// Softmax of rows of scores within one span: the largest, e^(score − largest), and their sum.
+#pragma once
+
+#include "vec.h"
+
+namespace penstock::PENSTOCK_ISA {
+
+constexpr float kMinusInfinity = -__builtin_inff();
+
+// Rows whose exponentials are taken side by side: what hides the latency, and has room in registers.
+#if defined(__AVX512F__)
+constexpr int kSideBySide = 2;
+#else
+constexpr int kSideBySide = 1;
+#endif
+
+// p · 2^n, where the lowest bits of `raised` are n
+static inline F16 times_power(F16 p, F16 raised) {
+#if defined(__AVX512F__)
+  const __m512i n = _mm512_slli_epi32(_mm512_castps_si512(raised.v), 23);
+  return {_mm512_castsi512_ps(_mm512_add_epi32(_mm512_castps_si512(p.v), n))};
+#else
+  const __m256i lo = _mm256_slli_epi32(_mm256_castps_si256(raised.lo), 23);
+  const __m256i hi = _mm256_slli_epi32(_mm256_castps_si256(raised.hi), 23);
+  return {_mm256_castsi256_ps(_mm256_add_epi32(_mm256_castps_si256(p.lo), lo)),
+          _mm256_castsi256_ps(_mm256_add_epi32(_mm256_castps_si256(p.hi), hi))};
+#endif
+}
+
+// e^x for x ≤ 0, as `exp` has it, in fewer steps; but what is 0 there may be a denormal here, which
+// all that follows takes for 0.
+template <int N>
+static inline void exp_below(F16 (&x)[N]) {
+  const F16 raise = set1(0x1.8p23f);  // a sum with it is rounded to whole numbers
+  F16 raised[N], p[N];
+#define PENSTOCK_EACH _Pragma("GCC unroll 8") for (int i = 0; i < N; i++)
+  PENSTOCK_EACH x[i] = max(set1(-87.5f), x[i]);  // in this order a NaN stays NaN
+  PENSTOCK_EACH raised[i] = x[i] * set1(1.44269504088896341f);
+  PENSTOCK_EACH raised[i] = raised[i] + raise;
+  PENSTOCK_EACH p[i] = raised[i] - raise;
+  PENSTOCK_EACH x[i] = fma(p[i], set1(-0.693359375f), x[i]);
+  PENSTOCK_EACH x[i] = fma(p[i], set1(2.12194440e-4f), x[i]);
+  PENSTOCK_EACH p[i] = fma(set1(1.9875691500e-4f), x[i], set1(1.3981999507e-3f));
+  PENSTOCK_EACH p[i] = fma(p[i], x[i], set1(8.3334519073e-3f));
+  PENSTOCK_EACH p[i] = fma(p[i], x[i], set1(4.1665795894e-2f));
+  PENSTOCK_EACH p[i] = fma(p[i], x[i], set1(1.6666665459e-1f));
+  PENSTOCK_EACH p[i] = fma(p[i], x[i], set1(5.0000001201e-1f));
+  PENSTOCK_EACH p[i] = fma(p[i], x[i] * x[i], x[i] + set1(1.0f));
+  PENSTOCK_EACH x[i] = times_power(p[i], raised[i]);
+#undef PENSTOCK_EACH
+}
+
+struct Add {
+  F16 operator()(F16 a, F16 b) const { return a + b; }
+  static float lanes(F16 a) { return reduce_add(a); }
+};
+struct Max {
+  F16 operator()(F16 a, F16 b) const { return max(a, b); }
+  static float lanes(F16 a) { return reduce_max(a); }
+};
+
+// What Op makes of each row's sixteen lanes, in the order of reduce_add.
+template <typename Op>
+static inline F16 reduce_rows(const F16* rows, Op op) {
+#if defined(__AVX512F__)
+  __m512 v[8];
+#pragma GCC unroll 8
+  for (int r = 0; r < 8; r++) {
+    const __m512 a = rows[r].v, b = rows[r + 8].v;
+    v[r] = op({_mm512_shuffle_f32x4(a, b, 0x44)}, {_mm512_shuffle_f32x4(a, b, 0xee)}).v;
+  }
+#pragma GCC unroll 4
+  for (int r = 0; r < 4; r++)
+    v[r] = op({_mm512_shuffle_f32x4(v[r], v[r + 4], 0x88)},
+              {_mm512_shuffle_f32x4(v[r], v[r + 4], 0xdd)}).v;
+#pragma GCC unroll 2
+  for (int r = 0; r < 2; r++)
+    v[r] = op({_mm512_shuffle_ps(v[r], v[r + 2], 0x44)}, {_mm512_shuffle_ps(v[r], v[r + 2], 0xee)}).v;
+  const F16 all = op({_mm512_shuffle_ps(v[0], v[1], 0x88)}, {_mm512_shuffle_ps(v[0], v[1], 0xdd)});
+  const __m512i order = _mm512_setr_epi32(0, 2, 1, 3, 8, 10, 9, 11, 4, 6, 5, 7, 12, 14, 13, 15);
+  return {_mm512_permutexvar_ps(order, all.v)};
+#else
+  float all[16];
+  for (int r = 0; r < 16; r++) all[r] = Op::lanes(rows[r]);
+  return load(all);
+#endif
+}
+
+// The largest of `count` scores, lane by lane; count: a multiple of 32.
+static inline F16 largest(const float* row, int64_t count) {
+  F16 a = load(row), b = load(row + 16);
+  for (int64_t j = 32; j < count; j += 32) {
+    a = max(a, load(row + j));
+    b = max(b, load(row + j + 16));
+  }
+  return max(a, b);
+}
+
+// sums[i] = Σ e^(score · scale − base[i]) of R rows, `pitch` apart, lane by lane.
+// emit(i, j, a, b): takes those of row i's 32 scores from j on.
+template <int R, typename Emit>
+static inline void exponentials(const float* row, int64_t pitch, int64_t count, float scale,
+                                const float* base, F16* sums, Emit emit) {
+  const F16 factor = set1(scale);
+  F16 less[R], sum[R];
+#pragma GCC unroll 4
+  for (int i = 0; i < R; i++) {
+    less[i] = set1(base[i]);
+    sum[i] = zero();
+  }
+  for (int64_t j = 0; j < count; j += 32) {
+    F16 x[2 * R];
+#pragma GCC unroll 8
+    for (int i = 0; i < 2 * R; i++)
+      x[i] = load(row + i / 2 * pitch + j + i % 2 * 16) * factor - less[i / 2];
+    exp_below(x);
+#pragma GCC unroll 4
+    for (int i = 0; i < R; i++) {
+      sum[i] = (sum[i] + x[2 * i]) + x[2 * i + 1];
+      emit(i, j, x[2 * i], x[2 * i + 1]);
+    }
+  }
+#pragma GCC unroll 4
+  for (int i = 0; i < R; i++) sums[i] = sum[i];
+}
+
+// A row block's maxima and sums, of up to 16 rows of scores.
+// emit(r, j, a, b): takes the weights of row r's 32 scores from j on.
+template <typename Emit>
+static inline void soften_rows(const float* scores, int64_t pitch, int64_t rows, int64_t count,
+                               float scale, float* top, float* total, Emit emit) {
+  F16 lanes[16];
+  float base[16];
+  for (int64_t r = 0; r < 16; r++) lanes[r] = largest(scores + (r < rows ? r : 0) * pitch, count);
+  const F16 highest = reduce_rows(lanes, Max()) * set1(scale);
+  // where nothing is visible, weights are 0
+  store(base, where_less(highest, set1(-__FLT_MAX__), zero(), highest));
+  int64_t r = 0;
+  for (; r + kSideBySide <= rows; r += kSideBySide)
+    exponentials<kSideBySide>(
+        scores + r * pitch, pitch, count, scale, base + r, lanes + r,
+        [&](int i, int64_t j, F16 a, F16 b) { emit(r + i, j, a, b); });
+  for (; r < rows; r++)
+    exponentials<1>(scores + r * pitch, pitch, count, scale, base + r, lanes + r,
+                    [&](int, int64_t j, F16 a, F16 b) { emit(r, j, a, b); });
+  const F16 sum = reduce_rows(lanes, Add());
+  store(total, sum);
+  store(top, highest + sum * zero());  // a maximum may have passed over NaN, the sum didn't
+}
+
+}  // namespace penstock::PENSTOCK_ISA
