@@ -1,5 +1,6 @@
 // Which instruction set runs: found by cpuid once, or forced by PENSTOCK_ISA. Also scratch memory.
 #include <cpuid.h>
+#include <sys/mman.h>
 #include <sys/syscall.h>
 #include <unistd.h>
 
@@ -130,6 +131,8 @@ const Kernels& kernels() {
 
 namespace {
 
+constexpr size_t kLargePage = 2 * 1024 * 1024;
+
 struct Memory {
   void* data[static_cast<int>(Scratch::count)] = {};
   size_t bytes[static_cast<int>(Scratch::count)] = {};
@@ -145,8 +148,10 @@ void* scratch(Scratch purpose, size_t bytes) {
   const int i = static_cast<int>(purpose);
   if (memory.bytes[i] < bytes) {
     std::free(memory.data[i]);
-    const size_t rounded = (bytes + bytes / 4 + 4095) / 4096 * 4096;
-    memory.data[i] = std::aligned_alloc(64, rounded);
+    const size_t unit = bytes < kLargePage / 2 ? 4096 : kLargePage;
+    const size_t rounded = (bytes + bytes / 4 + unit - 1) / unit * unit;
+    memory.data[i] = std::aligned_alloc(unit, rounded);
+    if (unit == kLargePage && memory.data[i]) madvise(memory.data[i], rounded, MADV_HUGEPAGE);
     memory.bytes[i] = memory.data[i] ? rounded : 0;
     if (!memory.data[i]) throw std::bad_alloc();
   }

@@ -103,26 +103,67 @@ static inline void divide_row(const float* floats, int64_t count, float scale, i
     store_bytes(out + j, min(max(load(floats + j) / by, zero() - end), end));
 }
 
+// What a row's scale is taken from: its greatest magnitude, and NaN where it holds one.
+struct Extent {
+  F16 top = zero(), bad = zero();
+
+  void take(F16 v) {
+    top = max(top, abs(v));
+    bad = fma(v, zero(), bad);
+  }
+};
+
+// A row as floats, rotated where asked, zeros up to `padded`.
+template <bool Rotated, typename T>
+static inline Extent measure_row(const T* x, int64_t dim, int64_t padded, float* out) {
+  Extent found;
+  constexpr int parts = Rotated ? 4 : 1;
+  for (int64_t j = 0; j < padded; j += parts * kColumns) {
+    F16 v[parts];
+#pragma GCC unroll 4
+    for (int i = 0; i < parts; i++) {
+      const int64_t at = j + i * kColumns, left = dim - at;
+      v[i] = left >= kColumns ? load(x + at)
+             : left > 0       ? load_some(x + at, static_cast<int>(left))
+                              : zero();
+    }
+    if constexpr (Rotated) rotate(v);
+#pragma GCC unroll 4
+    for (int i = 0; i < parts; i++) {
+      found.take(v[i]);
+      store(out + j + i * kColumns, v[i]);
+    }
+  }
+  return found;
+}
+
+template <typename T>
+static inline Extent measure_row(const LinearArgs& a, const T* x, int64_t dim, float* out) {
+  return a.rotated ? measure_row<true>(x, dim, a.padded_k, out)
+                   : measure_row<false>(x, dim, a.padded_k, out);
+}
+
 // The same row as int8 in ±127; returns its scale, which is NaN where the row holds one.
 static inline float int8_row(const LinearArgs& a, int64_t row, int8_t* out) {
   float* floats =
       static_cast<float*>(scratch(Scratch::row, static_cast<size_t>(a.padded_k) * sizeof(float)));
-  float_row(a, row, a.padded_k, floats);
-  if (a.rotated) rotate_row(floats, a.padded_k);
-  F16 top = zero(), bad = zero();
-  for (int64_t j = 0; j < a.padded_k; j += 16) {
-    const F16 v = load(floats + j);
-    top = max(top, abs(v));
-    bad = fma(v, zero(), bad);
+  Extent found;
+  if (a.norm) {
+    float_row(a, row, a.padded_k, floats);
+    found = measure_row(a, floats, a.padded_k, floats);
+  } else if (a.dtype == DType::bf16) {
+    found = measure_row(a, static_cast<const bf16*>(a.x) + row * a.x_stride, a.k, floats);
+  } else {
+    found = measure_row(a, static_cast<const float*>(a.x) + row * a.x_stride, a.k, floats);
   }
   if (a.input_scale) {
     divide_row(floats, a.padded_k, *a.input_scale, out);
-    return *a.input_scale + reduce_add(bad);
+    return *a.input_scale + reduce_add(found.bad);
   }
-  const float highest = reduce_max(top);
+  const float highest = reduce_max(found.top);
   const F16 inverse = set1(highest > 1e-30f ? 127.0f / highest : 0.0f);
   for (int64_t j = 0; j < a.padded_k; j += 16) store_bytes(out + j, load(floats + j) * inverse);
-  return highest / 127.0f + reduce_add(bad);
+  return highest / 127.0f + reduce_add(found.bad);
 }
 
 // The same row as values of E4M3, still floats; scales: of the weight's groups, each NaN where its

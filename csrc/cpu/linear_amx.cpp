@@ -1,103 +1,45 @@
 // y = x · W by AMX tiles; the same bits as linear.cpp.
 //
-// A tile of weights is 16 lines of a panel, as it lies or widened into a block of K that stays in
-// L1; rows are copied into tiles of 16 first (power-of-two strides would alias in L1). Two tiles of
-// rows meet two panels. Where groups of K have scales of their own, the sums leave the tiles after
-// each group.
-#include "tiles.h"
-
-#include "linear.h"
+// A tile of weights is 16 lines of a panel, as it lies or widened; rows are copied into tiles of 16 first
+// (power-of-two strides would alias in L1). Two tiles of rows meet two panels. Where groups of K have
+// scales of their own, tile_groups.h does it.
+#include "tile_groups.h"
 
 namespace penstock::PENSTOCK_ISA {
 namespace {
 
-constexpr int64_t kTileRows = 16;
-constexpr int64_t kSums = 256;               // of a tile
-constexpr int64_t kBlockBytes = 14 * 1024;   // of a panel while all rows pass: two stay in L1
+// A block of a pair of panels stays in L1 while rows pass it, a block of rows in L2 while panels pass;
+// a core of Granite Rapids has 48 KB and 2 MB.
+constexpr int64_t kBlockBytes = 10 * 1024;     // of a panel
+constexpr int64_t kRowsBytes = 1024 * 1024;    // of packed rows: those of at most kBlockTiles, or part of K
+constexpr int64_t kBlockTiles = 32;            // row tiles
+constexpr int64_t kPartBytes = 256 * 1024;     // of panels that a thread takes at a time
+constexpr int64_t kPartPairs = 8;              // of panels, where rows come from L3 once for each part
 
-// What a LinearVariant leaves open: packed rows that stay in L2, and what a thread takes at a time.
-constexpr int64_t kRowsBytes = 1024 * 1024;
-constexpr int64_t kPartBytes = 256 * 1024;
-
-struct Packed {
-  unsigned char* tiles;  // [row tiles][depth] tiles
-  float* scale;          // of int8 rows; [rows, groups] of rows in E4M3; else null
-  int32_t* sums;         // [rows, groups] of int8 rows, where weights have zero points to take off
-  int64_t row_tiles, depth;
-  int64_t row_bytes;  // of a tile: 64, or 32 where a group is shorter than that
-  int64_t bytes;      // of a tile
-  int64_t step;       // values of K in a tile
+// `count` in as few blocks as there can be, of at most `most` and nearly one size.
+struct Blocks {
+  int64_t count, blocks;
+  Blocks(int64_t n, int64_t most) : count(n), blocks((n + most - 1) / most) {}
+  Range at(int64_t i) const { return share(count, i, blocks); }
 };
 
-Packed shape(const LinearArgs& a) {
-  Packed x = {};
-  x.row_bytes = a.int8_rows && a.padded_k / a.groups % 64 ? 32 : 64;
-  x.bytes = kTileRows * x.row_bytes;
-  x.step = x.row_bytes / (a.int8_rows ? 1 : 2);
-  x.depth = a.padded_k / x.step;
-  x.row_tiles = (a.rows + kTileRows - 1) / kTileRows;
-  // two tiles more: the prefetch runs ahead
-  x.tiles = static_cast<unsigned char*>(
-      scratch(Scratch::tiles, static_cast<size_t>((x.row_tiles * x.depth + 2) * x.bytes)));
-  if (a.int8_rows) {
-    const size_t rows = static_cast<size_t>(x.row_tiles * kTileRows);
-    const size_t groups = a.kind == Weight::int8_zero ? static_cast<size_t>(a.groups) : 0;
-    x.scale = static_cast<float*>(scratch(Scratch::sums, rows * (1 + groups) * 4));
-    if (groups) x.sums = reinterpret_cast<int32_t*>(x.scale + rows);
-  } else if (a.fp8_rows) {
-    const int64_t scales = x.row_tiles * kTileRows * a.groups;
-    x.scale = static_cast<float*>(
-        scratch(Scratch::sums, static_cast<size_t>(scales) * sizeof(float)));
-  }
-  return x;
-}
+// Two row tiles and two panels, over some of K.
+struct Tiles {
+  const unsigned char* rows[2];
+  const unsigned char* panels[2];
+  int64_t count;       // tiles of K
+  int64_t bytes;       // of a tile
+  int64_t row_bytes;   // of one of its rows
+  bool fresh;          // sums begin with zero
+  int64_t ahead;       // where panels come from memory: so far ahead it is asked for; else 0
+  float* sums;
+};
 
-// The sums of a row's groups.
-void add_up(const LinearArgs& a, const int8_t* row, int32_t* sums) {
-  const int64_t group = a.padded_k / a.groups;
-  for (int64_t g = 0; g < a.groups; g++) {
-    int32_t sum = 0;
-    for (int64_t j = 0; j < group; j++) sum += row[g * group + j];
-    sums[g] = sum;
-  }
-}
-
-// One row into its place in its row tile; zeros where there is no such row.
-void pack_row(const LinearArgs& a, const Packed& x, int64_t row) {
-  unsigned char* to =
-      x.tiles + row / kTileRows * x.depth * x.bytes + row % kTileRows * x.row_bytes;
-  if (row >= a.rows) {
-    for (int64_t d = 0; d < x.depth; d++)
-      __builtin_memset(to + d * x.bytes, 0, static_cast<size_t>(x.row_bytes));
-    if (x.sums)
-      __builtin_memset(x.sums + row * a.groups, 0, static_cast<size_t>(a.groups) * 4);
-    if (a.fp8_rows)
-      __builtin_memset(x.scale + row * a.groups, 0, static_cast<size_t>(a.groups) * 4);
-    return;
-  }
-  unsigned char* packed = static_cast<unsigned char*>(
-      scratch(Scratch::rows, static_cast<size_t>(a.padded_k) * (sizeof(float) + 2)));
-  if (a.int8_rows) {
-    x.scale[row] = int8_row(a, row, reinterpret_cast<int8_t*>(packed));
-    if (x.sums) add_up(a, reinterpret_cast<int8_t*>(packed), x.sums + row * a.groups);
-  } else {
-    float* floats = reinterpret_cast<float*>(packed + a.padded_k * 2);
-    if (a.fp8_rows)
-      fp8_row(a, row, floats, x.scale + row * a.groups);
-    else
-      float_row(a, row, a.padded_k, floats);
-    for (int64_t j = 0; j < a.padded_k; j += 16)
-      store(reinterpret_cast<bf16*>(packed) + j, load(floats + j));
-  }
-  for (int64_t d = 0; d < x.depth; d++)
-    __builtin_memcpy(to + d * x.bytes, packed + d * x.row_bytes,
-                     static_cast<size_t>(x.row_bytes));
-}
-
-inline void prefetch_tile(const unsigned char* p, int64_t bytes) {
-  for (int64_t i = 0; i < bytes; i += 64)
-    _mm_prefetch(reinterpret_cast<const char*>(p + i), _MM_HINT_T0);
-}
+// What the next pair of panels reads, asked for in even parts while this pair is multiplied.
+struct Upcoming {
+  const unsigned char* at[2];
+  int64_t left, each;  // bytes of a panel: in all, and at a time
+};
 
 #define PENSTOCK_DOT(c, a, b) \
   if constexpr (Ints)         \
@@ -105,12 +47,11 @@ inline void prefetch_tile(const unsigned char* p, int64_t bytes) {
   else                        \
     TILE_DOT(c, a, b)
 
-// sums (4 tiles: row tile × panel) += rows · panels over `count` tiles of K; from zero if `fresh`.
+// sums (4 tiles: row tile × panel) += rows · panels. Not inlined: all that the loop needs is in registers.
 template <bool TwoRows, bool Ints>
-void multiply_tiles(const unsigned char* rows0, const unsigned char* rows1,
-                    const unsigned char* panel0, const unsigned char* panel1, const Packed& x,
-                    int64_t count, bool fresh, float* sums) {
-  if (fresh) {
+[[gnu::noinline]] void multiply_tiles(const Tiles& t, Upcoming& upcoming, Finish& finish) {
+  float* const sums = t.sums;
+  if (t.fresh) {
     TILE_ZERO(0);
     TILE_ZERO(1);
     if constexpr (TwoRows) {
@@ -125,26 +66,34 @@ void multiply_tiles(const unsigned char* rows0, const unsigned char* rows1,
       TILE_LOAD_SUMS(3, sums + 3 * kSums);
     }
   }
-  for (int64_t d = 0; d < count; d++) {
-    const int64_t at = d * x.bytes;
-    TILE_LOAD_ROWS(4, rows0 + at, x.row_bytes);
-    TILE_LOAD_WEIGHTS(6, panel0 + at);
-    if constexpr (TwoRows) {
-      prefetch_tile(rows0 + at + 2 * x.bytes, x.bytes);
-    } else {
-      prefetch_tile(panel0 + at + kAheadBytes, x.bytes);
-      prefetch_tile(panel1 + at + kAheadBytes, x.bytes);
+  const unsigned char *rows0 = t.rows[0], *rows1 = t.rows[1];
+  const unsigned char *panel0 = t.panels[0], *panel1 = t.panels[1];
+  const unsigned char *next0 = upcoming.at[0], *next1 = upcoming.at[1];
+  const int64_t bytes = t.bytes, row_bytes = t.row_bytes, end = t.count * bytes, ahead = t.ahead;
+  const int64_t each = upcoming.left > 0 ? upcoming.each : 0;
+  for (int64_t at = 0; at < end; at += bytes) {
+    if (ahead) {
+      prefetch_lines(panel0 + at + ahead, bytes);
+      prefetch_lines(panel1 + at + ahead, bytes);
     }
+    TILE_LOAD_ROWS(4, rows0 + at, row_bytes);
+    TILE_LOAD_WEIGHTS(6, panel0 + at);
     PENSTOCK_DOT(0, 4, 6);
     TILE_LOAD_WEIGHTS(7, panel1 + at);
     PENSTOCK_DOT(1, 4, 7);
     if constexpr (TwoRows) {
-      prefetch_tile(rows1 + at + 2 * x.bytes, x.bytes);
-      TILE_LOAD_ROWS(5, rows1 + at, x.row_bytes);
+      TILE_LOAD_ROWS(5, rows1 + at, row_bytes);
       PENSTOCK_DOT(2, 5, 6);
       PENSTOCK_DOT(3, 5, 7);
     }
+    for (int64_t i = 0; i < each; i += 64, next0 += 64, next1 += 64) {
+      prefetch(reinterpret_cast<const char*>(next0), false);
+      prefetch(reinterpret_cast<const char*>(next1), false);
+    }
+
+    finish.some();
   }
+  upcoming = {{next0, next1}, upcoming.left - t.count * each, upcoming.each};
   TILE_STORE(0, sums, 64);
   TILE_STORE(1, sums + kSums, 64);
   if constexpr (TwoRows) {
@@ -153,153 +102,137 @@ void multiply_tiles(const unsigned char* rows0, const unsigned char* rows1,
   }
 }
 
-// Row tiles [first, last) times panels p and p + 1 (or p twice when it is the last).
-class PanelPair {
+// A block of row tiles times the panels [first, last), of one group: blocks of K that let rows stay in L2,
+// in each of them pair after pair of panels, of a pair blocks that stay in L1, past which rows go.
+class Product {
  public:
-  PanelPair(const LinearArgs& a, const Packed& x, Range tiles, int64_t p, bool two)
-      : a_(a), x_(x), tiles_(tiles), p_(p), two_(two) {
-    if (a.kind != Weight::dense)
-      for (int64_t i = 0; i < 2; i++) panel_[i] = quantized_panel(a, two ? p + i : p);
-    const size_t sums = static_cast<size_t>((tiles.last - tiles.first + 1) * 2 * kSums);
-    totals_ = static_cast<float*>(
-        scratch(Scratch::partials, (sums + 4 * kSums) * sizeof(float)));
-    one_group_ = totals_ + sums;
-    // whole groups, as many as fit; with few rows a dense panel passes once anyway
-    group_ = x.depth / a.groups;
-    block_ = kBlockBytes / x.bytes;
-    if (a.groups > 1) block_ = block_ < group_ ? group_ : block_ / group_ * group_;
-    wide_ = static_cast<unsigned char*>(
-        scratch(Scratch::unpacked, static_cast<size_t>(2 * (block_ * x.bytes + kAheadBytes))));
+  Product(const LinearArgs& a, const Packed& x, Range tiles, Range panels, const Columns& to)
+      : a_(a), x_(x), tiles_(tiles), panels_(panels),
+        finish_(a, x, tiles.first * kTileRows, std::min(tiles.last * kTileRows, a.rows), to),
+        widen_(a.kind != Weight::dense && (bits_of(a.kind) == 4 || !a.int8_rows)),
+        outer_(x.depth, most_depth()), pairs_((panels.last - panels.first + 1) / 2),
+        row_pairs_((tiles.last - tiles.first + 1) / 2) {
+    pair_sums_ = row_pairs_ * 4 * kSums;
+    kept_ = outer_.blocks > 1 ? pairs_ : 2;
+    sums_ = static_cast<float*>(
+        scratch(Scratch::partials, static_cast<size_t>(kept_ * pair_sums_) * sizeof(float)));
+    // rows of one or two tiles pass once anyway
+    most_ = row_pairs_ == 1 && !widen_ ? x.depth : kBlockBytes / x.bytes;
+    if (widen_)
+      wide_ = static_cast<unsigned char*>(scratch(
+          Scratch::unpacked, static_cast<size_t>(2 * most_ * x.bytes + kAheadBytes)));
   }
 
   template <bool Ints>
-  void run(const Columns& to) {
-    const bool widen = a_.kind != Weight::dense && (bits_of(a_.kind) == 4 || !Ints);
-    int64_t block = block_;
-    if (!widen && a_.groups == 1 && tiles_.last - tiles_.first == 1) block = x_.depth;
-    for (int64_t from = 0; from < x_.depth; from += block) {
-      const int64_t count = from + block < x_.depth ? block : x_.depth - from;
-      const unsigned char* panels[2];
-      for (int64_t i = 0; i < 2; i++)
-        panels[i] = widen ? widened<Ints>(i, from, count) : stored(i) + from * x_.bytes;
-      for (int64_t m = tiles_.first; m < tiles_.last; m += 2)
-        m + 1 < tiles_.last ? rows<true, Ints>(m, panels, from, count)
-                            : rows<false, Ints>(m, panels, from, count);
-    }
-    write<Ints>(0, to);
-    if (two_) write<Ints>(1, to);
+  void run() {
+    for (int64_t o = 0; o < outer_.blocks; o++)
+      for (int64_t i = 0; i < pairs_; i++) pair<Ints>(outer_.at(o), i);
+    finish_.all();
   }
 
  private:
-  const unsigned char* stored(int64_t i) const {
-    const int64_t p = two_ ? p_ + i : p_;
-    return static_cast<const unsigned char*>(a_.weight) + p * panel_bytes(a_);
+  int64_t most_depth() const {
+    const int64_t bytes = choice_or(a_.variant.rows_bytes, kRowsBytes);
+    return std::max<int64_t>(bytes / ((tiles_.last - tiles_.first) * x_.bytes), 1);
   }
 
   template <bool Ints>
-  const unsigned char* widened(int64_t i, int64_t from, int64_t count) {
-    unsigned char* out = wide_ + (two_ ? i : 0) * block_ * x_.bytes;
-    if (i == 1 && !two_) return out;
-    const int64_t first = from * x_.step, last = (from + count) * x_.step;
+  void pair(Range depth, int64_t i) {
+    const int64_t p = panels_.first + 2 * i, count = depth.last - depth.first;
+    const bool two = p + 1 < panels_.last;
+    float* sums = sums_ + i % kept_ * pair_sums_;
+    const Blocks inner(count, most_);
+    upcoming_ = {};
+    if (row_pairs_ > 1 && i + 1 < pairs_) {
+      const int64_t bytes = panel_bytes(a_) / x_.depth;  // of a panel's tile
+      const int64_t each = (bytes / row_pairs_ + 63) / 64 * 64;
+      const unsigned char* next = static_cast<const unsigned char*>(a_.weight) +
+                                  (p + 2) * panel_bytes(a_) + depth.first * bytes;
+      upcoming_ = {{next, next + panel_bytes(a_)}, count * bytes, each};
+    }
+    for (int64_t b = 0; b < inner.blocks; b++) {
+      const Range part = inner.at(b);
+      block<Ints>({depth.first + part.first, depth.first + part.last}, p, two, sums);
+    }
+    if (depth.last == x_.depth) finish_.begin(sums, p, two, count * row_pairs_);
+  }
+
+  // All rows past some of K of the panels p and p + 1 (or p twice when it is the last).
+  template <bool Ints>
+  void block(Range depth, int64_t p, bool two, float* sums) {
+    Tiles t = {};
+    t.count = depth.last - depth.first;
+    t.bytes = x_.bytes;
+    t.row_bytes = x_.row_bytes;
+    t.fresh = depth.first == 0;
+    t.sums = sums;
+    for (int64_t j = 0; j < 2; j++) t.panels[j] = panel<Ints>(p + (two ? j : 0), j, depth);
+    const bool asked = row_pairs_ > 1 && p > panels_.first;
+    t.ahead = widen_ || asked ? 0 : choice_or(a_.variant.ahead_bytes, kAheadBytes);
+    for (int64_t m = tiles_.first; m < tiles_.last; m += 2, t.sums += 4 * kSums, t.ahead = 0) {
+      for (int64_t r = 0; r < 2; r++)
+        t.rows[r] = x_.tiles + ((m + r) * x_.depth + depth.first) * x_.bytes;
+      m + 1 < tiles_.last ? multiply_tiles<true, Ints>(t, upcoming_, finish_)
+                          : multiply_tiles<false, Ints>(t, upcoming_, finish_);
+    }
+  }
+
+  // Depths [first, last) of panel p, widened into place j where it must be.
+  template <bool Ints>
+  const unsigned char* panel(int64_t p, int64_t j, Range depth) {
+    if (!widen_)
+      return static_cast<const unsigned char*>(a_.weight) + p * panel_bytes(a_) +
+             depth.first * x_.bytes;
+    unsigned char* out = wide_ + j * most_ * x_.bytes;
+    const int64_t first = depth.first * x_.step, last = depth.last * x_.step;
     if constexpr (Ints)
-      unpack_int8(panel_[i], first, last, reinterpret_cast<int8_t*>(out));
+      unpack_int8(quantized_panel(a_, p), first, last, reinterpret_cast<int8_t*>(out));
     else
-      unpack_bf16(a_.kind, panel_[i], first, last, reinterpret_cast<bf16*>(out));
+      unpack_bf16(a_.kind, quantized_panel(a_, p), first, last, reinterpret_cast<bf16*>(out));
     return out;
-  }
-
-  float* total(int64_t m) const { return totals_ + (m - tiles_.first) * 2 * kSums; }
-
-  template <bool TwoRows, bool Ints>
-  void rows(int64_t m, const unsigned char* const* panels, int64_t from, int64_t count) {
-    const unsigned char* rows0 = x_.tiles + (m * x_.depth + from) * x_.bytes;
-    const unsigned char* rows1 = rows0 + x_.depth * x_.bytes;
-    if (a_.groups == 1) {
-      multiply_tiles<TwoRows, Ints>(rows0, rows1, panels[0], panels[1], x_, count, from == 0,
-                                    total(m));
-      return;
-    }
-    for (int64_t d = 0; d < count; d += group_) {
-      const int64_t at = d * x_.bytes;
-      multiply_tiles<TwoRows, Ints>(rows0 + at, rows1 + at, panels[0] + at, panels[1] + at, x_,
-                                    group_, true, one_group_);
-      scale<Ints>((from + d) / group_, m, TwoRows ? 4 : 2);
-    }
-  }
-
-  // What the tiles hold of a row and a group, as floats: of integers less their zero points, of rows
-  // in E4M3 times the scale.
-  template <bool Ints>
-  F16 sum_of(const float* sums, int64_t i, int64_t row, int64_t g) const {
-    if constexpr (!Ints)
-      return a_.fp8_rows ? load(sums) * set1(x_.scale[row * a_.groups + g]) : load(sums);
-    const Sums found = load_sums(reinterpret_cast<const int32_t*>(sums));
-    if (!x_.sums) return to_float(found);
-    return to_float(found + zero_points<8>(panel_[i], g) *
-                                set_sums(-x_.sums[row * a_.groups + g]));
-  }
-
-  // totals += the group's sums · its scales; `count` tiles from row tile m on, alternating between
-  // the panels
-  template <bool Ints>
-  void scale(int64_t g, int64_t m, int64_t count) {
-    const F16 scales[2] = {panel_[0].scales(g), panel_[1].scales(g)};
-    float* totals = total(m);
-    for (int64_t t = 0; t < count; t++)
-      for (int64_t r = 0; r < kTileRows; r++) {
-        const int64_t at = t * kSums + r * kColumns, row = (m + t / 2) * kTileRows + r;
-        const F16 sum = sum_of<Ints>(one_group_ + at, t % 2, row, g);
-        store(totals + at, fma(sum, scales[t % 2], g ? load(totals + at) : zero()));
-      }
-  }
-
-  template <bool Ints>
-  void write(int64_t i, const Columns& to) const {
-    const bool single = a_.groups == 1 && a_.kind != Weight::dense;
-    const F16 s = single ? panel_[i].scales(0) : zero();
-    for (int64_t m = tiles_.first; m < tiles_.last; m++)
-      for (int64_t r = 0; r < kTileRows && m * kTileRows + r < a_.rows; r++) {
-        const float* sums = total(m) + i * kSums + r * kColumns;
-        const int64_t row = m * kTileRows + r;
-        F16 value = load(sums);
-        if (single) value = fma(sum_of<Ints>(sums, i, row, 0), s, zero());
-        if constexpr (Ints) value = value * set1(x_.scale[row]);
-        to(row, p_ + i, value);
-      }
   }
 
   const LinearArgs& a_;
   const Packed& x_;
-  Range tiles_;
-  int64_t p_;
-  bool two_;
-  Panel panel_[2] = {};
-  int64_t group_, block_;  // tiles along K: of a group, and taken at a time
-  float* totals_;
-  float* one_group_;
-  unsigned char* wide_;
+  Range tiles_, panels_;
+  Finish finish_;
+  Upcoming upcoming_ = {};
+  bool widen_;
+  Blocks outer_;
+  int64_t pairs_, row_pairs_;
+  int64_t pair_sums_, kept_;  // floats of one pair's sums; of so many
+  float* sums_;
+  int64_t most_;       // tiles of K in an inner block
+  unsigned char* wide_ = nullptr;
 };
 
 // All rows times the panels [first, last).
 [[gnu::noinline]] void multiply(const LinearArgs& a, const Packed& x, Range panels) {
-  int64_t block = choice_or(a.variant.rows_bytes, kRowsBytes) / (x.depth * x.bytes) / 2 * 2;
-  if (block < 2) block = 2;
-  for (int64_t first = 0; first < x.row_tiles; first += block) {
-    const Range tiles = {first, first + block < x.row_tiles ? first + block : x.row_tiles};
+  const Blocks blocks(x.row_tiles, kBlockTiles);
+  for (int64_t b = 0; b < blocks.blocks; b++) {
+    const Range tiles = blocks.at(b);
     const Columns to(a, tiles.first * kTileRows, (tiles.last - tiles.first) * kTileRows);
-    for (int64_t p = panels.first; p < panels.last; p += 2) {
-      PanelPair pair(a, x, tiles, p, p + 1 < panels.last);
-      a.int8_rows ? pair.run<true>(to) : pair.run<false>(to);
+    if (a.groups > 1) {
+      multiply_groups(a, x, tiles, panels, to);
+      continue;
     }
+    Product product(a, x, tiles, panels, to);
+    a.int8_rows ? product.run<true>() : product.run<false>();
   }
+}
+
+Deal deal_pairs(const LinearArgs& a, const Packed& x) {
+  const int64_t pairs = (count_panels(a) + 1) / 2, bytes = 2 * panel_bytes(a);
+  const bool from_l3 = std::min(x.row_tiles, kBlockTiles) * x.depth * x.bytes > kRowsBytes;
+  const int64_t least = from_l3 ? std::max(kPartBytes, kPartPairs * bytes) : kPartBytes;
+  return deal(pairs, bytes, choice_or(a.variant.part_bytes, static_cast<int32_t>(least)), a.threads);
 }
 
 }  // namespace
 
 void linear_tiles(const LinearArgs& a) {
   const Packed x = shape(a);
-  const int64_t pairs = (count_panels(a) + 1) / 2, bytes = 2 * panel_bytes(a);
-  const Deal parts = deal(pairs, bytes, choice_or(a.variant.part_bytes, kPartBytes), a.threads);
+  const Deal parts = deal_pairs(a, x);
   over_rows(a.threads, x.row_tiles * kTileRows, [&](int64_t row) { pack_row(a, x, row); });
   parallel(a.threads, parts.parts, [&](int64_t i) {
     const FlushDenormals flush;

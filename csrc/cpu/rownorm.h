@@ -32,27 +32,40 @@ static inline void take_row(const T* x, int64_t dim, const float* norm, float ep
   }
 }
 
-// Blocks of 64 floats by the Hadamard matrix of that order over 8, in place: sums and differences of
-// neighbours 1, 2, … 32 apart.
+// 64 floats by the Hadamard matrix of that order over 8: sums and differences of neighbours 1, 2, … 32
+// apart.
+static inline void rotate(F16 (&v)[4]) {
+#pragma GCC unroll 4
+  for (int i = 0; i < 4; i++) v[i] = mix<8>(mix<4>(mix<2>(mix<1>(v[i]))));
+  const F16 a = v[0] + v[1], b = v[0] - v[1], c = v[2] + v[3], d = v[2] - v[3];
+  const F16 eighth = set1(0.125f);
+  v[0] = (a + c) * eighth;
+  v[1] = (b + d) * eighth;
+  v[2] = (a - c) * eighth;
+  v[3] = (b - d) * eighth;
+}
+
+// Blocks of 64 floats, in place.
 static inline void rotate_row(float* floats, int64_t count) {
   for (int64_t at = 0; at < count; at += 64) {
     F16 v[4];
 #pragma GCC unroll 4
-    for (int i = 0; i < 4; i++)
-      v[i] = mix<8>(mix<4>(mix<2>(mix<1>(load(floats + at + 16 * i)))));
-    const F16 a = v[0] + v[1], b = v[0] - v[1], c = v[2] + v[3], d = v[2] - v[3];
-    const F16 eighth = set1(0.125f);
-    store(floats + at, (a + c) * eighth);
-    store(floats + at + 16, (b + d) * eighth);
-    store(floats + at + 32, (a - c) * eighth);
-    store(floats + at + 48, (b - d) * eighth);
+    for (int i = 0; i < 4; i++) v[i] = load(floats + at + 16 * i);
+    rotate(v);
+#pragma GCC unroll 4
+    for (int i = 0; i < 4; i++) store(floats + at + 16 * i, v[i]);
   }
+}
+
+template <typename V>
+[[gnu::always_inline]] static inline V silu(V x) {
+  return x / (set1(1.0f) + exp(zero() - x));
 }
 
 static inline F16 activate(F16 x, Activation kind) {
   switch (kind) {
     case Activation::silu:
-      return x / (set1(1.0f) + exp(zero() - x));
+      return silu(x);
     case Activation::gelu:
       return set1(0.5f) * x * (set1(1.0f) + erf(x * set1(0.70710678118654752f)));
     case Activation::gelu_tanh: {

@@ -257,13 +257,78 @@ static inline void unpack_line(const uint8_t* line, const Values<W>& values, T* 
   }
 }
 
+#if defined(__AVX512F__)
+
+// Sixteen-bit words that are looked up by their lower bits, a line of codes of 4 bits at a time.
+template <Weight W>
+class Words {
+ public:
+  explicit Words(const Panel& w) : w_(w) {
+    alignas(64) bf16 words[32];
+    for (int i = 0; i < 32; i += 16) {
+      F16 found = zero();
+      if constexpr (W == Weight::levels) {
+        found = load(w.table);
+      } else {  // the code less its zero point, and 16
+        alignas(64) float values[16];
+        for (int j = 0; j < 16; j++) values[j] = static_cast<float>(i + j - 16);
+        found = load(values);
+      }
+      store_exact(words + i, found);
+    }
+    table_ = _mm512_load_si512(words);
+  }
+  void group(int64_t g) {
+    if constexpr (W != Weight::int4) return;
+    const Sums z = w_.zero ? zero_points<4>(w_, g) : set_sums(8);
+    other_ = (set_sums(0x10101010) + z * set_sums(-0x01010101)).v;
+  }
+  void unpack(const uint8_t* line, bf16* out) const {
+    const __m512i v = _mm512_loadu_si512(line), low = _mm512_set1_epi8(15);
+    __m512i codes[2] = {v, _mm512_srli_epi16(v, 4)};
+#pragma GCC unroll 2
+    for (int h = 0; h < 2; h++) {
+      if constexpr (W == Weight::int4) codes[h] = _mm512_add_epi8(_mm512_and_si512(codes[h], low), other_);
+      // the bytes of a word, each at the lower end of a word
+      const __m512i first = _mm512_set4_epi32(0x0d0d0c0c, 0x09090808, 0x05050404, 0x01010000);
+      const __m512i last = _mm512_set4_epi32(0x0f0f0e0e, 0x0b0b0a0a, 0x07070606, 0x03030202);
+      _mm512_storeu_si512(out + h * 4 * kColumns, words(codes[h], first));
+      _mm512_storeu_si512(out + (h * 4 + 2) * kColumns, words(codes[h], last));
+    }
+  }
+
+ private:
+  __m512i words(__m512i codes, __m512i order) const {
+    return _mm512_permutexvar_epi16(_mm512_shuffle_epi8(codes, order), table_);
+  }
+
+  const Panel& w_;
+  __m512i table_, other_ = _mm512_setzero_si512();
+};
+
+#endif
+
 template <Weight W, typename T>
 static inline void unpack_values(const Panel& w, int64_t first, int64_t last, T* out) {
+  constexpr int64_t step = Values<W>::per_line;
+  const uint8_t* line = w.data + first / step * 64;
+#if defined(__AVX512F__)
+  if constexpr (std::is_same_v<T, bf16> && (W == Weight::int4 || W == Weight::levels)) {
+    Words<W> words(w);
+    for (int64_t k = first; k < last; k += step, line += 64, out += step * kColumns) {
+      if (k == first || k % w.group == 0) words.group(k / w.group);
+      prefetch_bytes(line + kAheadBytes);
+      words.unpack(line, out);
+    }
+    return;
+  }
+#endif
   Values<W> values(w);
-  for (int64_t k = first; k < last; k += Values<W>::per_line) {
+  for (int64_t k = first; k < last; k += step, line += 64, out += step * kColumns) {
     values.group(k / w.group);
     values.line(k);
-    unpack_line<W, 0>(w.data + k / Values<W>::per_line * 64, values, out + (k - first) * kColumns);
+    prefetch_bytes(line + kAheadBytes);
+    unpack_line<W, 0>(line, values, out);
   }
 }
 

@@ -52,9 +52,7 @@ static inline F16 copy_sign(F16 magnitude, F16 sign) {
 }
 // a · 2^n for whole n in [-126, 127]
 static inline F16 scale_by_power(F16 a, F16 n) {
-  const __m512i bits =
-      _mm512_slli_epi32(_mm512_add_epi32(_mm512_cvtps_epi32(n.v), _mm512_set1_epi32(127)), 23);
-  return {_mm512_mul_ps(a.v, _mm512_castsi512_ps(bits))};
+  return {_mm512_scalef_ps(a.v, n.v)};
 }
 // b where x < limit, else a (a NaN x keeps a)
 static inline F16 where_less(F16 x, F16 limit, F16 b, F16 a) {
@@ -95,10 +93,34 @@ static inline F16 round_bf16(F16 a) {
   r = _mm512_mask_mov_epi32(r, nan, _mm512_set1_epi32(0x7fc00000));
   return {_mm512_castsi512_ps(r)};
 }
+#if defined(__AMX_TILE__)
+// Every processor with tiles rounds by one instruction; what it makes of a NaN isn't what others do.
+static inline void store(bf16* p, F16 a) {
+  __m256i r;
+  asm("vcvtneps2bf16 %1, %0" : "=v"(r) : "v"(a.v));
+  const __mmask16 nan = _mm512_cmp_ps_mask(a.v, a.v, _CMP_UNORD_Q);
+  r = _mm256_mask_mov_epi16(r, nan, _mm256_set1_epi16(0x7fc0));
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), r);
+}
+// both rounded to bfloat16, still in float lanes; NaN stays NaN, but not the same
+static inline void round_both(F16& a, F16& b) {
+  __m512i r;
+  asm("vcvtne2ps2bf16 %2, %1, %0" : "=v"(r) : "v"(b.v), "v"(a.v));
+  const __m512i low = _mm512_cvtepu16_epi32(_mm512_castsi512_si256(r));
+  const __m512i high = _mm512_cvtepu16_epi32(_mm512_extracti64x4_epi64(r, 1));
+  a.v = _mm512_castsi512_ps(_mm512_slli_epi32(low, 16));
+  b.v = _mm512_castsi512_ps(_mm512_slli_epi32(high, 16));
+}
+#else
 static inline void store(bf16* p, F16 a) {
   const __m512i r = _mm512_srli_epi32(_mm512_castps_si512(round_bf16(a).v), 16);
   _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm512_cvtepi32_epi16(r));
 }
+static inline void round_both(F16& a, F16& b) {
+  a = round_bf16(a);
+  b = round_bf16(b);
+}
+#endif
 static inline F16 load(const int8_t* p) {
   return {_mm512_cvtepi32_ps(
       _mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))))};
@@ -138,7 +160,8 @@ static inline F16 mix(F16 a) {
                        : By == 4 ? _mm512_shuffle_f32x4(a.v, a.v, 0xb1)
                                  : _mm512_shuffle_f32x4(a.v, a.v, 0x4e);
   constexpr __mmask16 higher = By == 1 ? 0xaaaa : By == 2 ? 0xcccc : By == 4 ? 0xf0f0 : 0xff00;
-  return {_mm512_mask_sub_ps(_mm512_add_ps(a.v, other), higher, other, a.v)};
+  const __m512 signs = _mm512_mask_blend_ps(higher, _mm512_set1_ps(1.0f), _mm512_set1_ps(-1.0f));
+  return {_mm512_fmadd_ps(a.v, signs, other)};
 }
 static inline void halves(F16 a, __m256& lo, __m256& hi) {
   lo = _mm512_castps512_ps256(a.v);
@@ -258,6 +281,10 @@ static inline __m256 round_half(__m256 a) {
                           _mm256_castsi256_ps(_mm256_set1_epi32(0x7fc00000)), nan);
 }
 static inline F16 round_bf16(F16 a) { return {round_half(a.lo), round_half(a.hi)}; }
+static inline void round_both(F16& a, F16& b) {
+  a = round_bf16(a);
+  b = round_bf16(b);
+}
 static inline void store(bf16* p, F16 a) {
   const F16 r = round_bf16(a);
   const __m256i lo = _mm256_srli_epi32(_mm256_castps_si256(r.lo), 16);
@@ -427,22 +454,23 @@ inline F16 round_to<bf16>(F16 a) {
   return round_bf16(a);
 }
 
-// e^x: argument reduction by ln 2 in two parts, then a polynomial of degree 6 (Cephes' expf
+// e^x of F16 or Many: argument reduction by ln 2 in two parts, then a polynomial of degree 6 (Cephes' expf
 // coefficients). Below −87.3 it is 0, above 88.4 infinite.
-static inline F16 exp(F16 x) {
-  const F16 top = min(set1(88.3762626647949f), x);  // in this order a NaN x stays NaN
-  const F16 n = round_even(top * set1(1.44269504088896341f));
-  F16 r = fma(n, set1(-0.693359375f), top);
+template <typename V>
+[[gnu::always_inline]] static inline V exp(V x) {
+  const V top = min(set1(88.3762626647949f), x);  // in this order a NaN x stays NaN
+  const V n = round_even(top * set1(1.44269504088896341f));
+  V r = fma(n, set1(-0.693359375f), top);
   r = fma(n, set1(2.12194440e-4f), r);
-  F16 p = set1(1.9875691500e-4f);
+  V p = set1(1.9875691500e-4f);
   p = fma(p, r, set1(1.3981999507e-3f));
   p = fma(p, r, set1(8.3334519073e-3f));
   p = fma(p, r, set1(4.1665795894e-2f));
   p = fma(p, r, set1(1.6666665459e-1f));
   p = fma(p, r, set1(5.0000001201e-1f));
   p = fma(p, r * r, r + set1(1.0f));
-  const F16 scaled = scale_by_power(p, max(n, set1(-126.0f)));
-  const F16 high = where_less(set1(88.3762626647949f), x, set1(__builtin_inff()), scaled);
+  const V scaled = scale_by_power(p, max(n, set1(-126.0f)));
+  const V high = where_less(set1(88.3762626647949f), x, set1(__builtin_inff()), scaled);
   return where_less(x, set1(-87.3365478515625f), zero(), high);
 }
 

@@ -1,0 +1,137 @@
+// Rows packed into tiles, and sums of tiles taken out of them.
+#pragma once
+
+#include "tiles.h"
+
+#include "linear.h"
+
+namespace penstock::PENSTOCK_ISA {
+
+constexpr int64_t kTileRows = 16;
+constexpr int64_t kSums = 256;  // of a tile
+
+struct Packed {
+  unsigned char* tiles;  // [row tiles][depth] tiles
+  float* scale;          // of int8 rows; [rows, groups] of rows in E4M3; else null
+  int32_t* sums;         // [rows, groups] of int8 rows, where weights have zero points to take off
+  int64_t row_tiles, depth;
+  int64_t row_bytes;  // of a tile: 64, or 32 where a group is shorter than that
+  int64_t bytes;      // of a tile
+  int64_t step;       // values of K in a tile
+};
+
+static inline Packed shape(const LinearArgs& a) {
+  Packed x = {};
+  x.row_bytes = a.int8_rows && a.padded_k / a.groups % 64 ? 32 : 64;
+  x.bytes = kTileRows * x.row_bytes;
+  x.step = x.row_bytes / (a.int8_rows ? 1 : 2);
+  x.depth = a.padded_k / x.step;
+  x.row_tiles = (a.rows + kTileRows - 1) / kTileRows;
+  // two tiles more: the prefetch runs ahead
+  x.tiles = static_cast<unsigned char*>(
+      scratch(Scratch::tiles, static_cast<size_t>((x.row_tiles * x.depth + 2) * x.bytes)));
+  if (a.int8_rows) {
+    const size_t rows = static_cast<size_t>(x.row_tiles * kTileRows);
+    const size_t groups = a.kind == Weight::int8_zero ? static_cast<size_t>(a.groups) : 0;
+    x.scale = static_cast<float*>(scratch(Scratch::sums, rows * (1 + groups) * 4));
+    if (groups) x.sums = reinterpret_cast<int32_t*>(x.scale + rows);
+  } else if (a.fp8_rows) {
+    const int64_t scales = x.row_tiles * kTileRows * a.groups;
+    x.scale = static_cast<float*>(
+        scratch(Scratch::sums, static_cast<size_t>(scales) * sizeof(float)));
+  }
+  return x;
+}
+
+// The sums of a row's groups.
+static inline void add_up(const LinearArgs& a, const int8_t* row, int32_t* sums) {
+  const int64_t group = a.padded_k / a.groups;
+  for (int64_t g = 0; g < a.groups; g++) {
+    int32_t sum = 0;
+    for (int64_t j = 0; j < group; j++) sum += row[g * group + j];
+    sums[g] = sum;
+  }
+}
+
+// `count` pieces of `bytes` (64 or 32) that lie one behind the other to places `pitch` apart.
+static inline void copy_lines(unsigned char* to, int64_t pitch, const void* from, int64_t count,
+                              int64_t bytes) {
+  const unsigned char* at = static_cast<const unsigned char*>(from);
+  if (bytes == 64)
+    for (int64_t i = 0; i < count; i++) __builtin_memcpy(to + i * pitch, at + i * 64, 64);
+  else
+    for (int64_t i = 0; i < count; i++) __builtin_memcpy(to + i * pitch, at + i * 32, 32);
+}
+
+// One row into its place in its row tile; zeros where there is no such row.
+static inline void pack_row(const LinearArgs& a, const Packed& x, int64_t row) {
+  unsigned char* to =
+      x.tiles + row / kTileRows * x.depth * x.bytes + row % kTileRows * x.row_bytes;
+  if (row >= a.rows) {
+    for (int64_t d = 0; d < x.depth; d++)
+      __builtin_memset(to + d * x.bytes, 0, static_cast<size_t>(x.row_bytes));
+    if (x.sums)
+      __builtin_memset(x.sums + row * a.groups, 0, static_cast<size_t>(a.groups) * 4);
+    if (a.fp8_rows)
+      __builtin_memset(x.scale + row * a.groups, 0, static_cast<size_t>(a.groups) * 4);
+    return;
+  }
+  const int64_t row_bytes = x.row_bytes;
+  if (a.dtype == DType::bf16 && !a.int8_rows && !a.fp8_rows && !a.norm && a.k == a.padded_k) {
+    copy_lines(to, x.bytes, static_cast<const bf16*>(a.x) + row * a.x_stride, x.depth, row_bytes);
+    return;
+  }
+  unsigned char* packed = static_cast<unsigned char*>(
+      scratch(Scratch::rows, static_cast<size_t>(a.padded_k) * (sizeof(float) + 2)));
+  if (a.int8_rows) {
+    x.scale[row] = int8_row(a, row, reinterpret_cast<int8_t*>(packed));
+    if (x.sums) add_up(a, reinterpret_cast<int8_t*>(packed), x.sums + row * a.groups);
+  } else {
+    float* floats = reinterpret_cast<float*>(packed + a.padded_k * 2);
+    if (a.fp8_rows)
+      fp8_row(a, row, floats, x.scale + row * a.groups);
+    else
+      float_row(a, row, a.padded_k, floats);
+    for (int64_t j = 0; j < a.padded_k; j += 16)
+      store(reinterpret_cast<bf16*>(packed) + j, load(floats + j));
+  }
+  copy_lines(to, x.bytes, packed, x.depth, row_bytes);
+}
+
+static inline void prefetch_lines(const unsigned char* p, int64_t bytes) {
+  for (int64_t i = 0; i < bytes; i += 64)
+    _mm_prefetch(reinterpret_cast<const char*>(p + i), _MM_HINT_T0);
+}
+
+// What becomes of a group's sums before its scale.
+enum class Taken { plain, ints, zeroed, fp8 };
+
+static inline Taken taken(const LinearArgs& a, const Packed& x) {
+  return a.int8_rows ? (x.sums ? Taken::zeroed : Taken::ints) : a.fp8_rows ? Taken::fp8 : Taken::plain;
+}
+
+// 16 sums of row `row` and group g as floats: of integers less their zero points, of rows in E4M3 times
+// their scale.
+template <Taken How>
+static inline F16 sum_of(const LinearArgs& a, const Packed& x, const Panel& w, const float* sums,
+                         int64_t row, int64_t g) {
+  if constexpr (How == Taken::plain) return load(sums);
+  if constexpr (How == Taken::fp8) return load(sums) * set1(x.scale[row * a.groups + g]);
+  const Sums found = load_sums(reinterpret_cast<const int32_t*>(sums));
+  if constexpr (How == Taken::zeroed)
+    return to_float(found + zero_points<8>(w, g) * set_sums(-x.sums[row * a.groups + g]));
+  return to_float(found);
+}
+
+// body(a constant of it)
+template <typename Body>
+static inline void with_taken(Taken how, Body body) {
+  switch (how) {
+    case Taken::plain: return body.template operator()<Taken::plain>();
+    case Taken::ints: return body.template operator()<Taken::ints>();
+    case Taken::zeroed: return body.template operator()<Taken::zeroed>();
+    case Taken::fp8: return body.template operator()<Taken::fp8>();
+  }
+}
+
+}  // namespace penstock::PENSTOCK_ISA
