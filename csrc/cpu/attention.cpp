@@ -7,12 +7,15 @@
 // additions stays the same. Keys and values of one byte or less are widened to bfloat16, 32 positions
 // at a time, where they are multiplied; the scales of int8 go into the scores and the weights, those
 // of int4 into what is widened.
+#include "attention_flow.h"
 #include "linear.h"
 #include "span.h"
 
 namespace penstock::PENSTOCK_ISA {
 namespace {
 
+// A task of more rows reads keys and values less often; but there should be so many for each thread.
+constexpr int64_t kTasks = 8;
 constexpr int64_t kParallelWork = 128 * 1024;  // below it, a second thread costs more than it saves
 
 // Join what rows have of a span into what they had of those before.
@@ -79,16 +82,17 @@ void finish(const AttentionArgs& a, const Task& t, int64_t group, const Part& to
   }
 }
 
-// Fills `tasks` where given; returns their number, and how many spans all have.
-int64_t list_tasks(const AttentionArgs& a, int64_t group, Task* tasks, int64_t& partials) {
+// Fills `tasks`, of up to `most` rows, where given; returns their number, and how many spans all have.
+int64_t list_tasks(const AttentionArgs& a, int64_t group, int64_t most, Task* tasks,
+                   int64_t& partials) {
   int64_t count = 0;
   partials = 0;
   for (int64_t b = 0; b < a.sequences; b++) {
     const int64_t tokens = a.query_start[b + 1] - a.query_start[b];
     const int64_t rows = tokens * group, start = a.context_len[b] - tokens;
     for (int64_t h = 0; h < a.kv_heads; h++)
-      for (int64_t first = 0; first < rows; first += kRows) {
-        Task t = {b, h, first, rows - first < kRows ? rows - first : kRows, 0, 0, partials};
+      for (int64_t first = 0; first < rows; first += most) {
+        Task t = {b, h, first, rows - first < most ? rows - first : most, 0, 0, partials};
         t.first_span = visible(a, start + first / group).first / kSpan;
         t.last_span = (visible(a, start + (first + t.rows - 1) / group).last + kSpan - 1) / kSpan;
         partials += t.last_span - t.first_span;
@@ -107,27 +111,55 @@ int64_t work(const AttentionArgs& a) {
   return pairs * a.heads * a.padded_dim;
 }
 
+// Whether tasks of many rows flow.
+template <typename T>
+bool flows(const AttentionArgs& a) {
+  return kTiles && sizeof(T) == 2 && a.padded_dim % kGroup == 0 && !a.recent.slots;
+}
+
+// body(what does a task). Few rows, that wait for memory, take it span by span.
+template <typename T, typename S, typename Body>
+void with_work(const AttentionArgs& a, const Task& t, int64_t group, Body body) {
+#if defined(PENSTOCK_TILES)
+  if constexpr (sizeof(T) == 2)
+    if (flows<T>(a) && t.rows > kTileRows) {
+      Flow<S> work(a, t, group);
+      return body(work);
+    }
+#endif
+  SpanWork<T, S> work(a, t, group);
+  body(work);
+}
+
 // next: the task that this thread is likely to do then, or null.
 template <typename T, typename S>
 void run_task(const AttentionArgs& a, const Task& t, const Task* next, int64_t group) {
-  const int64_t floats = Part::floats(a.padded_dim);
+  const int64_t rows = whole_tiles(t.rows), floats = part_floats(rows, a.padded_dim);
   float* memory = static_cast<float*>(
       scratch(Scratch::partials, static_cast<size_t>(2 * floats) * sizeof(float)));
-  const Part total = memory, one = memory + floats;
-  SpanWork<T, S> work(a, t, group);
-  for (int64_t span = t.first_span; span < t.last_span; span++) {
-    const bool first = span == t.first_span, last = span + 1 == t.last_span;
-    work.run(span, last ? Place{next, next ? next->first_span : 0} : Place{&t, span + 1},
-             first ? total : one);
-    if (!first) join(total, one, t.rows, a.padded_dim);
-  }
+  const Part total = Part::in(memory, rows), one = Part::in(memory + floats, rows);
+  with_work<T, S>(a, t, group, [&](auto& work) {
+    bool begun[kMostRows / kTileRows] = {};
+    const auto of = [&](int64_t row) { return total.from(row, a.padded_dim); };
+    work.run(
+        t.first_span, t.last_span, Place{next, next ? next->first_span : 0},
+        [&](int64_t row) { return begun[row / kTileRows] ? one : of(row); },
+        [&](int64_t row, int64_t count) {
+          bool& joins = begun[row / kTileRows];
+          if (joins) join(of(row), one, count, a.padded_dim);
+          joins = true;
+        });
+  });
   finish<T>(a, t, group, total);
 }
 
 template <typename T, typename S>
 void run_spans(const AttentionArgs& a, const Task* tasks, int64_t count, int64_t spans,
                int64_t group, int threads) {
-  const int64_t floats = Part::floats(a.padded_dim);
+  int64_t rows = 0;
+  for (int64_t i = 0; i < count; i++) rows = tasks[i].rows > rows ? tasks[i].rows : rows;
+  rows = whole_tiles(rows);
+  const int64_t floats = part_floats(rows, a.padded_dim);
   float* partials = static_cast<float*>(
       scratch(Scratch::scores, static_cast<size_t>(spans * floats) * sizeof(float)));
   // spans of all tasks in one row, so that they can be dealt
@@ -141,15 +173,21 @@ void run_spans(const AttentionArgs& a, const Task* tasks, int64_t count, int64_t
     const FlushDenormals flush;
     const TileSetup tiles;
     const Place now = place(i);
-    SpanWork<T, S> work(a, *now.task, group);
-    work.run(now.span, place(i + threads), partials + i * floats);
+    const Part part = Part::in(partials + i * floats, rows);
+    for (int64_t r = 0; r < rows; r++) part.top[r] = kMinusInfinity;  // of rows that see nothing
+    with_work<T, S>(a, *now.task, group, [&](auto& work) {
+      work.run(
+          now.span, now.span + 1, place(i + threads),
+          [&](int64_t row) { return part.from(row, a.padded_dim); }, [](int64_t, int64_t) {});
+    });
   });
   parallel(threads, count, [&](int64_t i) {
     const FlushDenormals flush;
     const Task& t = tasks[i];
-    const Part total = partials + t.partial * floats;
+    float* first = partials + t.partial * floats;
+    const Part total = Part::in(first, rows);
     for (int64_t span = 1; span < t.last_span - t.first_span; span++)
-      join(total, partials + (t.partial + span) * floats, t.rows, a.padded_dim);
+      join(total, Part::in(first + span * floats, rows), t.rows, a.padded_dim);
     finish<T>(a, t, group, total);
   });
 }
@@ -157,14 +195,17 @@ void run_spans(const AttentionArgs& a, const Task* tasks, int64_t count, int64_t
 template <typename T, typename S>
 void run(const AttentionArgs& a) {
   const int64_t group = a.heads / a.kv_heads;
-  int64_t spans = 0;
-  const int64_t count = list_tasks(a, group, nullptr, spans);
+  int64_t most = flows<T>(a) ? kMostRows : kSpanRows, spans = 0;
+  int64_t count = list_tasks(a, group, most, nullptr, spans);
+  for (; most > kSpanRows && count < kTasks * a.threads; most /= 2)
+    count = list_tasks(a, group, most / 2, nullptr, spans);
   Task* tasks =
       static_cast<Task*>(scratch(Scratch::tasks, static_cast<size_t>(count) * sizeof(Task)));
-  list_tasks(a, group, tasks, spans);
+  list_tasks(a, group, most, tasks, spans);
   const bool single = spans == count;  // every task has one span
   const int threads = work(a) > kParallelWork ? a.threads : 1;
-  if (count < 2 * threads && !single) return run_spans<T, S>(a, tasks, count, spans, group, threads);
+  if (count < 2 * threads && !single)
+    return run_spans<T, S>(a, tasks, count, spans, group, threads);
   parallel(threads, count, [&](int64_t i) {
     const FlushDenormals flush;
     const TileSetup tiles;

@@ -30,7 +30,7 @@ static inline F16 times_power(F16 p, F16 raised) {
 // e^x for x ≤ 0, as `exp` has it, in fewer steps; but what is 0 there may be a denormal here, which
 // all that follows takes for 0.
 template <int N>
-static inline void exp_below(F16 (&x)[N]) {
+[[gnu::always_inline]] static inline void exp_below(F16 (&x)[N]) {
   const F16 raise = set1(0x1.8p23f);  // a sum with it is rounded to whole numbers
   F16 raised[N], p[N];
 #define PENSTOCK_EACH _Pragma("GCC unroll 8") for (int i = 0; i < N; i++)
@@ -61,7 +61,7 @@ struct Max {
 
 // What Op makes of each row's sixteen lanes, in the order of reduce_add.
 template <typename Op>
-static inline F16 reduce_rows(const F16* rows, Op op) {
+static inline F16 reduce_rows(const F16* rows, [[maybe_unused]] Op op) {
 #if defined(__AVX512F__)
   __m512 v[8];
 #pragma GCC unroll 8

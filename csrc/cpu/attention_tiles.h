@@ -14,6 +14,7 @@
 namespace penstock::PENSTOCK_ISA {
 
 constexpr int64_t kTileValues = 512;  // of a bfloat16 tile
+constexpr int64_t kTileLines = 16;
 constexpr int64_t kTileMinRows = 4;      // from as many rows tiles are faster
 
 #if defined(PENSTOCK_TILES)

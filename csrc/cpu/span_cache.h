@@ -1,0 +1,269 @@
+// Keys and values of one sequence and head, as attention takes them from a paged cache.
+#pragma once
+
+#include <type_traits>
+
+#include "nibbles.h"
+#include "panels.h"
+
+namespace penstock::PENSTOCK_ISA {
+
+constexpr int64_t kSpan = 256;
+constexpr int64_t kGroup = 32;  // positions whose weighted values are summed apart (= kBlock)
+
+struct Task {
+  int64_t sequence, kv_head;
+  int64_t first_row, rows;  // of the sequence's tokens · group rows
+  int64_t first_span, last_span;
+  int64_t partial;  // where its spans' results start, when they are kept
+};
+
+// A span of a task; of none where that is null.
+struct Place {
+  const Task* task;
+  int64_t span;
+};
+
+struct Visible {
+  int64_t first, last;  // positions [first, last)
+};
+
+// What the token at a position sees.
+static Visible visible(const AttentionArgs& a, int64_t at) {
+  const int64_t first = a.window > 0 && at + 1 > a.window ? at + 1 - a.window : 0;
+  return {first, at + 1};
+}
+
+// Asks for a span's blocks, a line of each in turn: of blocks of 4 KB here and there, memory gives one
+// after another at two thirds of the speed of eight together (Granite Rapids, one thread: 10 GB/s,
+// and 15).
+class Blocks {
+ public:
+  void clear() { count_ = at_ = offset_ = 0; }
+  void add(const void* block) { blocks_[count_++] = static_cast<const char*>(block); }
+  // bytes: of a block
+  void ask(int64_t lines, int64_t bytes) {
+    for (; lines > 0 && offset_ < bytes && count_ > 0; lines--) {
+      prefetch(blocks_[at_] + offset_, false);
+      if (++at_ < count_) continue;
+      at_ = 0;
+      offset_ += 64;
+    }
+  }
+
+ private:
+  const char* blocks_[kSpan / kGroup];
+  int64_t count_ = 0, at_ = 0, offset_ = 0;
+};
+
+static int clip(int64_t count) {
+  return count < 0 ? 0 : count > kColumns ? kColumns : static_cast<int>(count);
+}
+
+// T: what is multiplied; S: what the cache holds.
+template <typename T, typename S>
+class CacheWork {
+ public:
+  static constexpr bool kWiden = sizeof(S) != sizeof(T);
+  static constexpr bool kScaled = std::is_same_v<S, int8_t>;
+  static constexpr bool kNibbles = std::is_same_v<S, nibbles>;
+  static constexpr int64_t kPerItem = kNibbles ? 2 : 1;  // values of an S
+
+  using Asks = std::conditional_t<kWiden, Quiet, Beside>;
+  using Group = Block<T, Asks>;  // 32 positions' keys or values
+
+  // steps: room for 2 · padded_dim
+  CacheWork(const AttentionArgs& a, const Task& t, float* steps)
+      : a_(a), t_(t), head_size_(a.block_size * a.padded_dim), steps_(steps) {}
+
+  // next: the span that this thread is likely to take after the one that it takes now
+  void expect(const Place& next) { next_ = next; }
+
+  // The block of a task's head that holds `position`.
+  int64_t block(const Task& t, int64_t position) const {
+    const int64_t index = a_.block_table[t.sequence * a_.table_stride + position / a_.block_size];
+    return index * a_.kv_heads + t.kv_head;
+  }
+  int64_t block(int64_t position) const { return block(t_, position); }
+  const S* block(const void* cache, int64_t position) const {
+    return static_cast<const S*>(cache) + block(position) * head_size_ / kPerItem;
+  }
+  // The float16 scales of the 16 positions from `position` on.
+  F16 scales(const uint16_t* scale, int64_t position) const {
+    return load_half(scale + block(position) * a_.block_size + position % a_.block_size);
+  }
+
+  // What to ask for meanwhile, exactly so in blocks of kGroup positions, the default; in larger ones, by
+  // the time that a block was read.
+  //
+  // While keys that lie at `from` are read: the values of the same positions.
+  Beside values_beside(const S* from, int64_t position) const {
+    return {from, block(a_.value_cache, position)};
+  }
+
+  // While values that lie at `from` are read: the keys of the next span's positions.
+  Beside keys_beside(const S* from, int64_t position) const {
+    if (!next_.task) return {};
+    const int64_t at = next_.span * kSpan + position % kSpan;
+    if (at >= a_.context_len[next_.task->sequence]) return {};
+    const S* keys = static_cast<const S*>(a_.key_cache);
+    return {from, keys + block(*next_.task, at) * head_size_ / kPerItem};
+  }
+
+  // The values of positions [first, last), and what the next span's keys are for those.
+  void ask_for_values(int64_t first, int64_t last) {
+    blocks_.clear();
+    for (int64_t at = first; at < last; at += kGroup) blocks_.add(part(t_, a_.value_cache, at));
+  }
+  void ask_for_keys(int64_t first, int64_t last) {
+    blocks_.clear();
+    if (!next_.task) return;
+    const int64_t low = next_.span * kSpan, end = a_.context_len[next_.task->sequence];
+    for (int64_t at = low + first % kSpan; first < last && at < end; at += kGroup, first += kGroup)
+      blocks_.add(part(*next_.task, a_.key_cache, at));
+  }
+  // Asks for some of those.
+  void ask(int64_t lines) {
+    blocks_.ask(lines, kGroup * a_.padded_dim / kPerItem * static_cast<int64_t>(sizeof(S)));
+  }
+
+  // The block of this head that holds `position` as it was written.
+  const bf16* recent(const bf16* pool, int64_t position) const {
+    const int64_t index = a_.block_table[t_.sequence * a_.table_stride + position / a_.block_size];
+    return pool + (a_.recent.slots[index] * a_.kv_heads + t_.kv_head) * head_size_;
+  }
+
+  // Keys of the 32 positions from `position` on, each dimension with its own step, as panels.
+  void widen_channels(const uint8_t* line, int64_t position, T* to) {
+    const uint16_t* scale = a_.key_scale + (block(position) * a_.block_size +
+                                            position % a_.block_size) / kKeyGroup * 2 *
+                                               a_.padded_dim;
+    for (int64_t j = 0; j < 2 * a_.padded_dim; j += 16) store(steps_ + j, load_half(scale + j));
+    const float* low = steps_ + a_.padded_dim;
+    for (int64_t panel = 0; panel < kKeyGroup; panel += kColumns)
+      for (int64_t j = 0; j < a_.padded_dim; j += 2, line += kLineBytes, to += 2 * kColumns) {
+        const F16 step[2] = {set1(steps_[j]), set1(steps_[j + 1])};
+        const F16 minimum[2] = {set1(low[j]), set1(low[j + 1])};
+        PENSTOCK_ISA::widen_keys(line, step, minimum, to);
+      }
+  }
+
+  // The keys of a group of 32 positions as panels of bfloat16.
+  void widen_keys(int64_t position, T* to) {
+    constexpr int64_t count = kGroup;
+    const int64_t offset = position % a_.block_size;
+    const S* at = block(a_.key_cache, position);
+    const S* from = at + offset * a_.padded_dim / kPerItem;
+    const Beside asks = values_beside(at, position);
+    if constexpr (!kNibbles) {
+      widen(from, count * a_.padded_dim, asks, to);
+    } else {
+      asks.all(from, count * a_.padded_dim / 2);
+      const uint8_t* line = reinterpret_cast<const uint8_t*>(from);
+      if (a_.recent.slots) return widen_channels(line, position, to);
+      for (int64_t done = 0; done < count; done += kColumns)
+        for (int64_t j = 0; j < a_.padded_dim; j += kCacheGroup) {
+          const uint16_t* scale = steps(a_.key_scale, position + done, j / kCacheGroup);
+          const F16 size = load_half(scale), low = load_half(scale + a_.block_size);
+          const F16 step[2] = {size, size}, minimum[2] = {low, low};
+          const int64_t end = j + kCacheGroup < a_.padded_dim ? j + kCacheGroup : a_.padded_dim;
+          for (int64_t k = j; k < end; k += 2, line += kLineBytes, to += 2 * kColumns)
+            PENSTOCK_ISA::widen_keys(line, step, minimum, to);
+        }
+    }
+  }
+
+  // The values of a group of 32 positions as panels of bfloat16.
+  void widen_values(int64_t position, T* to) const {
+    const int64_t panels = a_.padded_dim / kColumns, pitch = a_.block_size * kColumns / kPerItem;
+    const S* at = block(a_.value_cache, position);
+    const S* from = at + position % a_.block_size * kColumns / kPerItem;
+    const Beside asks = keys_beside(at, position);
+    if constexpr (!kNibbles) {
+      for (int64_t p = 0; p < panels; p++)
+        widen(from + p * pitch, kGroup * kColumns, asks, to + p * kGroup * kColumns);
+    } else {
+      for (int64_t p = 0; p < panels; p++) asks.all(from + p * pitch, kGroup * kColumns / 2);
+      float size[kGroup], low[kGroup];
+      for (int64_t p = 0; p < panels; p++) {
+        if (p * kColumns % kCacheGroup == 0) {
+          const uint16_t* scale = steps(a_.value_scale, position, p * kColumns / kCacheGroup);
+          for (int64_t i = 0; i < kGroup; i += 16) {
+            store(size + i, load_half(scale + i));
+            store(low + i, load_half(scale + a_.block_size + i));
+          }
+        }
+        const uint8_t* line = reinterpret_cast<const uint8_t*>(from + p * pitch);
+        for (int64_t i = 0; i < kGroup; i += 2, line += kLineBytes, to += 2 * kColumns) {
+          const F16 step[2] = {set1(size[i]), set1(size[i + 1])};
+          const F16 minimum[2] = {set1(low[i]), set1(low[i + 1])};
+          PENSTOCK_ISA::widen_values(line, step, minimum, to);
+        }
+      }
+    }
+  }
+
+  // The values from `position` on, `exact` as they were written, in `room` where they are widened
+  // or their end is cut off.
+  Group values(int64_t position, bool exact, T* room) const {
+    const int64_t end = a_.context_len[t_.sequence];
+    const int64_t at = position % a_.block_size * kColumns;
+    const Group inside = {room, kGroup * kColumns, {}};
+    Group found = inside;
+    if constexpr (!kWiden) {
+      const T* values = block(a_.value_cache, position);
+      found = {values + at, a_.block_size * kColumns, keys_beside(values, position)};
+    } else if (!exact) {
+      widen_values(position, room);
+    } else if constexpr (kNibbles) {
+      found = {recent(a_.recent.values, position) + at, a_.block_size * kColumns, {}};
+    }
+    if (position + kGroup <= end) return found;
+    cut(found, end - position, room);  // what lies beyond was written by others, or never
+    return inside;
+  }
+
+ private:
+  // The 32 positions from `position` on in its block.
+  const S* part(const Task& t, const void* cache, int64_t position) const {
+    return static_cast<const S*>(cache) +
+           (block(t, position) * head_size_ + position % a_.block_size * a_.padded_dim) / kPerItem;
+  }
+
+  static void widen(const S* from, int64_t count, const Beside& asks, T* to) {
+    if constexpr (kWiden)
+      for (int64_t j = 0; j < count; j += 64) {
+        asks.line(from + j);
+        for (int64_t i = j; i < j + 64 && i < count; i += 16)
+          store_exact(to + i, load(from + i));
+      }
+  }
+
+  // A group's step of `position`; the minima lie a block's size behind.
+  const uint16_t* steps(const uint16_t* scale, int64_t position, int64_t group) const {
+    const int64_t groups = (a_.padded_dim + kCacheGroup - 1) / kCacheGroup;
+    return scale + (block(position) * groups + group) * 2 * a_.block_size +
+           position % a_.block_size;
+  }
+
+  // A copy of a group's panels with zeros from position `count` on.
+  void cut(const Group& from, int64_t count, T* to) const {
+    constexpr int64_t v = kVnni<T>, line = kColumns * v;
+    const int64_t whole = count / v * line;
+    for (int64_t p = 0; p < a_.padded_dim / kColumns; p++, to += kGroup * kColumns) {
+      const T* panel = from.values + p * from.stride;
+      if (to != panel) __builtin_memcpy(to, panel, static_cast<size_t>(whole) * sizeof(T));
+      for (int64_t j = whole; j < kGroup * kColumns; j++)
+        to[j] = j < whole + line && j % v < count % v ? panel[j] : T{};
+    }
+  }
+
+  const AttentionArgs& a_;
+  const Task& t_;
+  int64_t head_size_;
+  Blocks blocks_;
+  float* steps_;  // a group of keys' steps and minima
+  Place next_ = {};
+};
+
+}  // namespace penstock::PENSTOCK_ISA
