@@ -1,12 +1,12 @@
 // Attention over paged panels of keys and values, in fixed spans of 256 positions.
 //
-// A task is up to 32 query rows (token, head) of one sequence that share a key-value head. Scores
-// are x · key panels and the output is weights · value panels: the inner loop of `linear`. A span
-// gives (maximum, sum, weighted values) on its own; spans are joined in order. When there are too
-// few tasks to keep the threads busy, the spans of one task go to different threads; the order of
-// additions stays the same. Keys and values of one byte or less are widened to bfloat16, 32 positions
-// at a time, where they are multiplied; the scales of int8 go into the scores and the weights, those
-// of int4 into what is widened.
+// A task is up to 32 query rows (token, head) of one sequence that share a key-value head, or 128 where
+// tiles multiply them. Scores are x · key panels and the output is weights · value panels: the inner
+// loop of `linear`. A span gives (maximum, sum, weighted values) on its own; spans are joined in order.
+// When there are too few tasks to keep the threads busy, the spans of one task go to different
+// threads; the order of additions stays the same. Keys and values of one byte or less are widened to
+// bfloat16, 32 positions at a time, where they are multiplied; the scales of int8 go into the scores
+// and the weights, those of int4 into what is widened.
 #include "attention_flow.h"
 #include "linear.h"
 #include "span.h"

@@ -143,6 +143,7 @@ class Flow {
   }
 
   void take_keys(int64_t span) {
+    cache_.ask_for_values(span * kSpan, (span + 1) * kSpan);
     each_group(span, [&](int64_t g, int64_t position) {
       if constexpr (Cache::kWiden) {
         bf16* to = wide_keys_ + g * kGroup * a_.padded_dim;
@@ -165,6 +166,7 @@ class Flow {
       cache_.expect({next_.task, next_.span + later});
     else
       cache_.expect({});
+    cache_.ask_for_keys(span * kSpan, (span + 1) * kSpan);
     each_group(span, [&](int64_t g, int64_t position) {
       values_[g] = cache_.values(position, false, wide_values_ + g * kGroup * a_.padded_dim);
       if constexpr (kScaled)

@@ -17,6 +17,19 @@ constexpr int64_t kTileValues = 512;  // of a bfloat16 tile
 constexpr int64_t kTileLines = 16;
 constexpr int64_t kTileMinRows = 4;      // from as many rows tiles are faster
 
+// 32 values, rounded to bfloat16.
+static inline void store_group(bf16* out, F16 a, F16 b) {
+#if defined(PENSTOCK_TILES) && defined(__AVX512F__)
+  // every machine with AMX has AVX512_BF16; it takes denormals for zero
+  __m512i both;
+  asm("vcvtne2ps2bf16 %2, %1, %0" : "=v"(both) : "v"(b.v), "v"(a.v));
+  _mm512_storeu_si512(out, both);
+#else
+  store(out, a + zero());  // a sum with 0 leaves no denormals, which could be rounded up
+  store(out + 16, b + zero());
+#endif
+}
+
 #if defined(PENSTOCK_TILES)
 
 constexpr bool kTiles = true;
@@ -29,19 +42,6 @@ class TileSetup {
   TileSetup(const TileSetup&) = delete;
   TileSetup& operator=(const TileSetup&) = delete;
 };
-
-// 32 values, rounded to bfloat16.
-static inline void store_group(bf16* out, F16 a, F16 b) {
-#if defined(__AVX512F__)
-  // every machine with AMX has AVX512_BF16; it takes denormals for zero
-  __m512i both;
-  asm("vcvtne2ps2bf16 %2, %1, %0" : "=v"(both) : "v"(b.v), "v"(a.v));
-  _mm512_storeu_si512(out, both);
-#else
-  store(out, a + zero());  // a sum with 0 leaves no denormals, which could be rounded up
-  store(out + 16, b + zero());
-#endif
-}
 
 template <bool TwoRows, typename At>
 static inline void multiply_tiles(const bf16* rows, const bf16* below, int64_t depth,

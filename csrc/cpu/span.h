@@ -128,6 +128,7 @@ class SpanWork {
   void scores(int64_t low, int64_t first, int64_t last) {
     Group groups[kSpan / kGroup];
     int64_t count = 0;
+    if constexpr (kTiles) cache_.ask_for_values(first, last);
     for (int64_t position = first; position < last; position += kGroup) {
       const int64_t at = position % a_.block_size * a_.padded_dim;
       const int64_t panel = a_.padded_dim * kColumns;
@@ -148,7 +149,6 @@ class SpanWork {
         groups[count++] = {keys + at, panel, cache_.values_beside(keys, position)};
       }
     }
-    if (!kWiden && tiles_) cache_.ask_for_values(first, last);
     if (count > 0) score(groups, count, 0, t_.rows, weight_ + (first - low));
   }
 
@@ -241,6 +241,7 @@ class SpanWork {
 
   // out value[r] = weights · values, one group of 32 positions after another
   void weigh(int64_t low, int64_t first, int64_t last, float* out) {
+    if constexpr (kTiles) cache_.ask_for_keys(first, last);
     if (!divided(first, last)) return weigh_together(low, first, last, out);
     for (int64_t position = first; position < last; position += kGroup) {
       const RowOf<T>* weights = weight_rows() + (position - low);
@@ -284,7 +285,6 @@ class SpanWork {
       const int64_t position = first + d * kGroup;
       groups[d] = cache_.values(position, exact_rows(position) > 0, values_ + d * kGroup * a_.padded_dim);
     }
-    if (!kWiden && tiles_) cache_.ask_for_keys(first, last);
     const int64_t panels = a_.padded_dim / kColumns;
     if constexpr (kByTiles)
       if (tiles_)

@@ -3,8 +3,8 @@
 
 #include <type_traits>
 
+#include "attention_tiles.h"
 #include "nibbles.h"
-#include "panels.h"
 
 namespace penstock::PENSTOCK_ISA {
 
@@ -110,10 +110,12 @@ class CacheWork {
     return {from, keys + block(*next_.task, at) * head_size_ / kPerItem};
   }
 
-  // The values of positions [first, last), and what the next span's keys are for those.
+  // What `ask` asks for: the values of positions [first, last), or the next span's keys beside those.
   void ask_for_values(int64_t first, int64_t last) {
     blocks_.clear();
-    for (int64_t at = first; at < last; at += kGroup) blocks_.add(part(t_, a_.value_cache, at));
+    const int64_t end = a_.context_len[t_.sequence];
+    for (int64_t at = first; at < last && at < end; at += kGroup)
+      blocks_.add(part(t_, a_.value_cache, at));
   }
   void ask_for_keys(int64_t first, int64_t last) {
     blocks_.clear();
@@ -158,7 +160,7 @@ class CacheWork {
     if constexpr (!kNibbles) {
       widen(from, count * a_.padded_dim, asks, to);
     } else {
-      asks.all(from, count * a_.padded_dim / 2);
+      ask_beside(from, count * a_.padded_dim / 2, asks);
       const uint8_t* line = reinterpret_cast<const uint8_t*>(from);
       if (a_.recent.slots) return widen_channels(line, position, to);
       for (int64_t done = 0; done < count; done += kColumns)
@@ -174,7 +176,7 @@ class CacheWork {
   }
 
   // The values of a group of 32 positions as panels of bfloat16.
-  void widen_values(int64_t position, T* to) const {
+  void widen_values(int64_t position, T* to) {
     const int64_t panels = a_.padded_dim / kColumns, pitch = a_.block_size * kColumns / kPerItem;
     const S* at = block(a_.value_cache, position);
     const S* from = at + position % a_.block_size * kColumns / kPerItem;
@@ -183,7 +185,7 @@ class CacheWork {
       for (int64_t p = 0; p < panels; p++)
         widen(from + p * pitch, kGroup * kColumns, asks, to + p * kGroup * kColumns);
     } else {
-      for (int64_t p = 0; p < panels; p++) asks.all(from + p * pitch, kGroup * kColumns / 2);
+      for (int64_t p = 0; p < panels; p++) ask_beside(from + p * pitch, kGroup * kColumns / 2, asks);
       float size[kGroup], low[kGroup];
       for (int64_t p = 0; p < panels; p++) {
         if (p * kColumns % kCacheGroup == 0) {
@@ -205,7 +207,7 @@ class CacheWork {
 
   // The values from `position` on, `exact` as they were written, in `room` where they are widened
   // or their end is cut off.
-  Group values(int64_t position, bool exact, T* room) const {
+  Group values(int64_t position, bool exact, T* room) {
     const int64_t end = a_.context_len[t_.sequence];
     const int64_t at = position % a_.block_size * kColumns;
     const Group inside = {room, kGroup * kColumns, {}};
@@ -230,13 +232,21 @@ class CacheWork {
            (block(t, position) * head_size_ + position % a_.block_size * a_.padded_dim) / kPerItem;
   }
 
-  static void widen(const S* from, int64_t count, const Beside& asks, T* to) {
+  void widen(const S* from, int64_t count, const Beside& asks, T* to) {
     if constexpr (kWiden)
       for (int64_t j = 0; j < count; j += 64) {
-        asks.line(from + j);
-        for (int64_t i = j; i < j + 64 && i < count; i += 16)
-          store_exact(to + i, load(from + i));
+        ask_beside(from + j, 64, asks);
+        for (int64_t i = j; i < j + 64 && i < count; i += kGroup)
+          store_group(to + i, load(from + i), load(from + i + kColumns));
       }
+  }
+
+  // While `bytes` are read: for what lies in other blocks beside them, or with tiles for all of those.
+  void ask_beside(const S* from, int64_t bytes, const Beside& asks) {
+    if constexpr (kTiles)
+      ask(bytes / 64);
+    else
+      asks.all(from, bytes);
   }
 
   // A group's step of `position`; the minima lie a block's size behind.
