@@ -8,6 +8,8 @@
 
 namespace penstock::PENSTOCK_ISA {
 
+constexpr int64_t kWeightLines = 4;  // of the next keys, asked for meanwhile with each 32 weights
+
 // T: what is multiplied; S: what the cache holds.
 template <typename T, typename S>
 class SpanWork {
@@ -181,6 +183,7 @@ class SpanWork {
 
   // Scores → weights, their maxima and sums; what isn't visible becomes 0.
   void soften(int64_t low, int64_t first, int64_t last, const Part& out) {
+    if constexpr (kTiles && !kWiden) cache_.ask_for_keys(first, last);
     if constexpr (kScaled)
       for (int64_t position = first; position < last; position += kColumns) {
         store(key_steps_ + (position - low), cache_.scales(a_.key_scale, position));
@@ -228,7 +231,10 @@ class SpanWork {
       }
     }
     if constexpr (kByTiles)
-      if (packs) return store_group(in_tiles(packed_weight_, r, j, kSpan), a, b);
+      if (packs) {
+        if constexpr (!kWiden) cache_.ask(kWeightLines);
+        return store_group(in_tiles(packed_weight_, r, j, kSpan), a, b);
+      }
     if constexpr (kCrossed) {
       store_crossed(crossed_weight() + r * kSpan + j, a);
       store_crossed(crossed_weight() + r * kSpan + j + kColumns, b);
@@ -241,7 +247,7 @@ class SpanWork {
 
   // out value[r] = weights · values, one group of 32 positions after another
   void weigh(int64_t low, int64_t first, int64_t last, float* out) {
-    if constexpr (kTiles) cache_.ask_for_keys(first, last);
+    if constexpr (kTiles && kWiden) cache_.ask_for_keys(first, last);
     if (!divided(first, last)) return weigh_together(low, first, last, out);
     for (int64_t position = first; position < last; position += kGroup) {
       const RowOf<T>* weights = weight_rows() + (position - low);
