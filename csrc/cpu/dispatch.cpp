@@ -50,11 +50,16 @@ PENSTOCK_DECLARE(amx_emulated)
 
 namespace {
 
-// Below this, vectors read a panel as fast as tiles do.
+// Below this, vectors read a panel as fast as tiles do; of int4 by int8, whose codes they need not widen, for
+// more rows.
 constexpr int64_t kTileMinRows = 4;
+constexpr int64_t kTileMinRowsOfCodes = 9;
 
 // int8 rows are the same sums in any order; float32 has no tiles.
-bool by_tiles(const LinearArgs& a) { return a.rows >= kTileMinRows && a.dtype == DType::bf16; }
+bool by_tiles(const LinearArgs& a) {
+  const bool codes = a.kind == Weight::int4 && a.int8_rows;
+  return a.rows >= (codes ? kTileMinRowsOfCodes : kTileMinRows) && a.dtype == DType::bf16;
+}
 
 void linear_amx(const LinearArgs& a) {
   by_tiles(a) ? amx::linear_tiles(a) : avx512::linear(a);

@@ -236,7 +236,7 @@ void linear_tiles(const LinearArgs& a) {
   over_rows(a.threads, x.row_tiles * kTileRows, [&](int64_t row) { pack_row(a, x, row); });
   parallel(a.threads, parts.parts, [&](int64_t i) {
     const FlushDenormals flush;
-    TILE_CONFIGURE(static_cast<int>(x.row_bytes));
+    TILE_CONFIGURE(static_cast<int>(x.row_bytes), static_cast<int>(x.tile_rows));
     const Range mine = parts.part(i);
     const int64_t last = 2 * mine.last, count = count_panels(a);
     multiply(a, x, {2 * mine.first, last < count ? last : count});

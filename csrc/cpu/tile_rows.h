@@ -8,13 +8,15 @@
 namespace penstock::PENSTOCK_ISA {
 
 constexpr int64_t kTileRows = 16;
-constexpr int64_t kSums = 256;  // of a tile
+constexpr int64_t kFewTileRows = 8;  // a product of so few takes half of a tile's time
+constexpr int64_t kSums = 256;       // of a tile
 
 struct Packed {
   unsigned char* tiles;  // [row tiles][depth] tiles
   float* scale;          // of int8 rows; [rows, groups] of rows in E4M3; else null
   int32_t* sums;         // [rows, groups] of int8 rows, where weights have zero points to take off
   int64_t row_tiles, depth;
+  int64_t tile_rows;  // in a tile that are multiplied
   int64_t row_bytes;  // of a tile: 64, or 32 where a group is shorter than that
   int64_t bytes;      // of a tile
   int64_t step;       // values of K in a tile
@@ -27,6 +29,7 @@ static inline Packed shape(const LinearArgs& a) {
   x.step = x.row_bytes / (a.int8_rows ? 1 : 2);
   x.depth = a.padded_k / x.step;
   x.row_tiles = (a.rows + kTileRows - 1) / kTileRows;
+  x.tile_rows = a.rows <= kFewTileRows ? kFewTileRows : kTileRows;
   // two tiles more: the prefetch runs ahead
   x.tiles = static_cast<unsigned char*>(
       scratch(Scratch::tiles, static_cast<size_t>((x.row_tiles * x.depth + 2) * x.bytes)));

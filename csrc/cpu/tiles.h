@@ -14,6 +14,8 @@ struct SoftTile {
 inline thread_local SoftTile soft_tiles[8];
 inline thread_local int soft_row_bytes;  // of a tile of rows; the weights' has a quarter as many rows
 
+static inline void soft_configure(int row_bytes, int = 16) { soft_row_bytes = row_bytes; }
+
 static inline void soft_load_rows(int t, const void* p) {
   for (int m = 0; m < 16; m++)
     __builtin_memcpy(soft_tiles[t].bytes + m * 64,
@@ -60,7 +62,7 @@ static inline void soft_dot_bytes(int c, int a, int b) {
 
 }  // namespace penstock::PENSTOCK_ISA
 
-#define TILE_CONFIGURE(row_bytes) (soft_row_bytes = (row_bytes))
+#define TILE_CONFIGURE(...) soft_configure(__VA_ARGS__)
 #define TILE_RELEASE() ((void)0)
 #define TILE_ZERO(t) soft_zero(t)
 #define TILE_LOAD_ROWS(t, p, row_bytes) soft_load_rows(t, p)
@@ -74,9 +76,9 @@ static inline void soft_dot_bytes(int c, int a, int b) {
 
 namespace penstock::PENSTOCK_ISA {
 
-// Tiles 0 to 3 hold sums, 16 × 16; 4 and 5 rows, 16 × `row_bytes`; 6 and 7 weights, as many lines
+// Tiles 0 to 3 hold sums, `rows` × 16; 4 and 5 rows, `rows` × `row_bytes`; 6 and 7 weights, as many lines
 // of 64 bytes as rows have words.
-static inline void configure_tiles(int row_bytes) {
+static inline void configure_tiles(int row_bytes, int rows = 16) {
   struct alignas(64) {
     uint8_t palette, start_row, reserved[14];
     uint16_t row_bytes[16];
@@ -85,7 +87,7 @@ static inline void configure_tiles(int row_bytes) {
   config.palette = 1;
   for (int t = 0; t < 8; t++) {
     config.row_bytes[t] = static_cast<uint16_t>(t == 4 || t == 5 ? row_bytes : 64);
-    config.rows[t] = static_cast<uint8_t>(t >= 6 ? row_bytes / 4 : 16);
+    config.rows[t] = static_cast<uint8_t>(t >= 6 ? row_bytes / 4 : rows);
   }
   // gcc 12's tile intrinsics don't say that they read memory
   asm volatile("" ::: "memory");
@@ -99,7 +101,7 @@ static inline void configure_tiles(int row_bytes) {
     asm volatile("" ::: "memory"); \
     _tile_loadd(t, p, stride);     \
   } while (0)
-#define TILE_CONFIGURE(row_bytes) configure_tiles(row_bytes)
+#define TILE_CONFIGURE(...) configure_tiles(__VA_ARGS__)
 #define TILE_RELEASE() _tile_release()
 #define TILE_ZERO(t) _tile_zero(t)
 #define TILE_LOAD_ROWS(t, p, row_bytes) TILE_LOAD(t, p, row_bytes)

@@ -219,7 +219,7 @@ def report_linear() -> list[tuple[str, str, str]]:
         ("fp8, fp8-w8a8, fp8-e5m2", float32, widened),
         ("nf4, mxfp4, nvfp4", looked_up, levels),
         ("w8a8", int8, "tdpbssd" if tiles else int8),
-        ("w4a8", int8, "widened to int8, tdpbssd" if tiles else int8),
+        ("w4a8", int8, "widened to int8, tdpbssd (from 9 rows)" if tiles else int8),
     ]
 
 
