@@ -1,6 +1,12 @@
 // Rounding and packing weights, bound to torch.
 #include <sys/mman.h>
 
+#include <algorithm>
+#include <cstdlib>
+#include <memory>
+#include <mutex>
+#include <new>
+
 #include "shim.h"
 
 namespace penstock::shim {
@@ -28,15 +34,54 @@ void read_weight(PackArgs& a, const Tensor& weight, int64_t multiple, bool gated
   a.threads = threads();
 }
 
-// An empty tensor whose memory will be pages of 2 MB, where the system has them: one row reads weights
-// as fast as memory answers, but for the places of pages, which have to be looked up.
+constexpr size_t kPage = 2 * 1024 * 1024, kChunkBytes = 16 * kPage;
+constexpr size_t kSmall = 256 * 1024;  // what is smaller is left to torch
+
+// Memory in pages of 2 MB, where the system has them, for one tensor after the other: one row reads weights
+// as fast as memory answers, but for the places of pages, which have to be looked up. Pages that nobody has
+// touched take no memory, and all is given back when the last of its tensors is.
+class Chunk {
+ public:
+  explicit Chunk(size_t bytes)
+      : size_((bytes + kPage - 1) / kPage * kPage), data_(std::aligned_alloc(kPage, size_)) {
+    if (!data_) throw std::bad_alloc();
+    madvise(data_, size_, MADV_DONTNEED);  // memory that was in use before would keep its small pages
+    madvise(data_, size_, MADV_HUGEPAGE);
+  }
+  ~Chunk() { std::free(data_); }
+  Chunk(const Chunk&) = delete;
+  Chunk& operator=(const Chunk&) = delete;
+
+  bool holds(size_t bytes) const { return bytes <= size_ - used_; }
+  void* take(size_t bytes) {
+    void* at = static_cast<char*>(data_) + used_;
+    used_ += (bytes + 4095) / 4096 * 4096;
+    if (used_ > size_) used_ = size_;
+    return at;
+  }
+
+ private:
+  size_t size_, used_ = 0;
+  void* data_;
+};
+
+std::mutex chunk_lock;
+std::shared_ptr<Chunk> chunk;
+
 Tensor new_panels(const Tensor& like, int64_t panels, int64_t lines, int64_t v, ScalarType type) {
-  Tensor made = torch::stable::new_empty(like, {panels, lines, 16, v}, type);
-  const auto at = reinterpret_cast<uintptr_t>(made.data_ptr());
-  const uintptr_t page = 4096, first = (at + page - 1) / page * page;
-  const uintptr_t last = (at + static_cast<uintptr_t>(panels * lines) * 64) / page * page;
-  if (first < last) madvise(reinterpret_cast<void*>(first), last - first, MADV_HUGEPAGE);
-  return made;
+  const size_t bytes = static_cast<size_t>(panels * lines) * 64;
+  if (bytes < kSmall) return torch::stable::new_empty(like, {panels, lines, 16, v}, type);
+  std::shared_ptr<Chunk> mine;
+  void* at;
+  {
+    const std::lock_guard<std::mutex> held(chunk_lock);
+    if (!chunk || !chunk->holds(bytes)) chunk = std::make_shared<Chunk>(std::max(bytes, kChunkBytes));
+    mine = chunk;
+    at = mine->take(bytes);
+    if (!mine->holds(kSmall)) chunk.reset();
+  }
+  return torch::stable::from_blob(at, {panels, lines, 16, v}, {lines * 16 * v, 16 * v, v, 1},
+                                  like.device(), type, [mine](void*) {});
 }
 
 int64_t count_panels(const PackArgs& a) { return (a.n + 15) / 16 * (a.gated ? 2 : 1); }
