@@ -29,6 +29,7 @@ struct Tiles {
   const unsigned char* panels[2];
   int64_t count;       // tiles of K
   int64_t bytes;       // of a tile
+  int64_t pitch;       // bytes from one tile of rows to the next
   int64_t row_bytes;   // of one of its rows
   bool fresh;          // sums begin with zero
   int64_t ahead;       // where panels come from memory: so far ahead it is asked for; else 0
@@ -70,19 +71,19 @@ template <bool TwoRows, bool Ints>
   const unsigned char *panel0 = t.panels[0], *panel1 = t.panels[1];
   const unsigned char *next0 = upcoming.at[0], *next1 = upcoming.at[1];
   const int64_t bytes = t.bytes, row_bytes = t.row_bytes, end = t.count * bytes, ahead = t.ahead;
-  const int64_t each = upcoming.left > 0 ? upcoming.each : 0;
-  for (int64_t at = 0; at < end; at += bytes) {
+  const int64_t pitch = t.pitch, each = upcoming.left > 0 ? upcoming.each : 0;
+  for (int64_t at = 0; at < end; at += bytes, rows0 += pitch, rows1 += pitch) {
     if (ahead) {
       prefetch_lines(panel0 + at + ahead, bytes);
       prefetch_lines(panel1 + at + ahead, bytes);
     }
-    TILE_LOAD_ROWS(4, rows0 + at, row_bytes);
+    TILE_LOAD_ROWS(4, rows0, row_bytes);
     TILE_LOAD_WEIGHTS(6, panel0 + at);
     PENSTOCK_DOT(0, 4, 6);
     TILE_LOAD_WEIGHTS(7, panel1 + at);
     PENSTOCK_DOT(1, 4, 7);
     if constexpr (TwoRows) {
-      TILE_LOAD_ROWS(5, rows1 + at, row_bytes);
+      TILE_LOAD_ROWS(5, rows1, row_bytes);
       PENSTOCK_DOT(2, 5, 6);
       PENSTOCK_DOT(3, 5, 7);
     }
@@ -90,7 +91,6 @@ template <bool TwoRows, bool Ints>
       prefetch(reinterpret_cast<const char*>(next0), false);
       prefetch(reinterpret_cast<const char*>(next1), false);
     }
-
     finish.some();
   }
   upcoming = {{next0, next1}, upcoming.left - t.count * each, upcoming.each};
@@ -163,6 +163,7 @@ class Product {
     Tiles t = {};
     t.count = depth.last - depth.first;
     t.bytes = x_.bytes;
+    t.pitch = x_.pitch;
     t.row_bytes = x_.row_bytes;
     t.fresh = depth.first == 0;
     t.sums = sums;
@@ -171,7 +172,7 @@ class Product {
     t.ahead = widen_ || asked ? 0 : choice_or(a_.variant.ahead_bytes, kAheadBytes);
     for (int64_t m = tiles_.first; m < tiles_.last; m += 2, t.sums += 4 * kSums, t.ahead = 0) {
       for (int64_t r = 0; r < 2; r++)
-        t.rows[r] = x_.tiles + ((m + r) * x_.depth + depth.first) * x_.bytes;
+        t.rows[r] = x_.tile(m + r, depth.first);
       m + 1 < tiles_.last ? multiply_tiles<true, Ints>(t, upcoming_, finish_)
                           : multiply_tiles<false, Ints>(t, upcoming_, finish_);
     }

@@ -13,9 +13,9 @@ constexpr int64_t kStreamTiles = 4;             // so few row tiles: panels come
 // The sums of one group, of `steps` tiles of K. They lie in tile 0 or 1, so that two groups can be under way.
 #define PENSTOCK_GROUP_TILES(sums, rows_tile, weights_tile) \
   TILE_ZERO(sums);                                          \
-  for (int64_t at = 0, end = steps * bytes; at < end; at += bytes) { \
-    TILE_LOAD_ROWS(rows_tile, rows + at, row_bytes);        \
-    TILE_LOAD_WEIGHTS(weights_tile, panel + at);            \
+  for (int64_t s = 0; s < steps; s++) {                     \
+    TILE_LOAD_ROWS(rows_tile, rows + s * pitch, row_bytes); \
+    TILE_LOAD_WEIGHTS(weights_tile, panel + s * bytes);     \
     if constexpr (Ints)                                     \
       TILE_DOT_BYTES(sums, rows_tile, weights_tile);        \
     else                                                    \
@@ -26,7 +26,7 @@ constexpr int64_t kStreamTiles = 4;             // so few row tiles: panels come
 template <int Tile, bool Ints>
 [[gnu::always_inline]] static inline void group_tiles(const unsigned char* rows,
                                                       const unsigned char* panel, int64_t row_bytes,
-                                                      int64_t steps, float* out) {
+                                                      int64_t pitch, int64_t steps, float* out) {
   const int64_t bytes = kTileRows * row_bytes;
   if constexpr (Tile == 0) {
     PENSTOCK_GROUP_TILES(0, 4, 6);
@@ -115,7 +115,8 @@ class GroupSums {
     const Panel& w = w_[i];
     const int64_t count = groups.last - groups.first, steps = Steps ? Steps : steps_;
     const int64_t row_bytes = x_.row_bytes, bytes = steps * kTileRows * row_bytes;
-    const unsigned char* rows = x_.tiles + (m * x_.depth + groups.first * steps) * kTileRows * row_bytes;
+    const int64_t pitch = x_.pitch;
+    const unsigned char* rows = x_.tile(m, groups.first * steps);
     const unsigned char* panel = w.data + groups.first * bytes;
     const auto at = [&](int64_t g) {
       return kWidens ? place(i, g, 0) : panel + g * bytes;
@@ -128,16 +129,17 @@ class GroupSums {
 #pragma GCC unroll 16
     for (int r = 0; r < R; r++)
       total[r] = groups.first == 0 ? zero() : load(totals + r * kColumns);
-    for (int64_t g = 0; g < count + kLag; g += 2, rows += 2 * bytes) {
+    for (int64_t g = 0; g < count + kLag; g += 2, rows += 2 * steps * pitch) {
       float *now = ring + g % 4 * kSums, *before = ring + (g + kLag) % 4 * kSums;
       if (g < count) {
         if (Widens && g + kLag < count) widen(i, groups.first + g + kLag, groups.first);
-        group_tiles<0, kInts>(rows, at(g), row_bytes, steps, now);
+        group_tiles<0, kInts>(rows, at(g), row_bytes, pitch, steps, now);
       }
       if (g >= kLag) add(w, m, groups.first + g - kLag, before, total);
       if (g + 1 < count) {
         if (Widens && g + 1 + kLag < count) widen(i, groups.first + g + 1 + kLag, groups.first);
-        group_tiles<1, kInts>(rows + bytes, at(g + 1), row_bytes, steps, now + kSums);
+        group_tiles<1, kInts>(rows + steps * pitch, at(g + 1), row_bytes, pitch, steps,
+                              now + kSums);
       }
       if (g + 1 >= kLag && g + 1 < count + kLag)
         add(w, m, groups.first + g + 1 - kLag, before + kSums, total);

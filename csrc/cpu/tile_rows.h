@@ -12,14 +12,20 @@ constexpr int64_t kFewTileRows = 8;  // a product of so few takes half of a tile
 constexpr int64_t kSums = 256;       // of a tile
 
 struct Packed {
-  unsigned char* tiles;  // [row tiles][depth] tiles
+  unsigned char* tiles;  // [pair of row tiles][depth][2] tiles: what is multiplied together lies together
   float* scale;          // of int8 rows; [rows, groups] of rows in E4M3; else null
   int32_t* sums;         // [rows, groups] of int8 rows, where weights have zero points to take off
   int64_t row_tiles, depth;
   int64_t tile_rows;  // in a tile that are multiplied
   int64_t row_bytes;  // of a tile: 64, or 32 where a group is shorter than that
   int64_t bytes;      // of a tile
+  int64_t pitch;      // bytes from a row tile's tile to its next one
   int64_t step;       // values of K in a tile
+
+  // Tile d of row tile m.
+  unsigned char* tile(int64_t m, int64_t d) const {
+    return tiles + (m / 2 * depth * 2 + m % 2) * bytes + d * pitch;
+  }
 };
 
 static inline Packed shape(const LinearArgs& a) {
@@ -30,9 +36,9 @@ static inline Packed shape(const LinearArgs& a) {
   x.depth = a.padded_k / x.step;
   x.row_tiles = (a.rows + kTileRows - 1) / kTileRows;
   x.tile_rows = a.rows <= kFewTileRows ? kFewTileRows : kTileRows;
-  // two tiles more: the prefetch runs ahead
-  x.tiles = static_cast<unsigned char*>(
-      scratch(Scratch::tiles, static_cast<size_t>((x.row_tiles * x.depth + 2) * x.bytes)));
+  x.pitch = x.row_tiles > 1 ? 2 * x.bytes : x.bytes;
+  x.tiles = static_cast<unsigned char*>(scratch(
+      Scratch::tiles, static_cast<size_t>((x.row_tiles + 1) / 2 * x.depth * 2 * x.bytes)));
   if (a.int8_rows) {
     const size_t rows = static_cast<size_t>(x.row_tiles * kTileRows);
     const size_t groups = a.kind == Weight::int8_zero ? static_cast<size_t>(a.groups) : 0;
@@ -68,11 +74,10 @@ static inline void copy_lines(unsigned char* to, int64_t pitch, const void* from
 
 // One row into its place in its row tile; zeros where there is no such row.
 static inline void pack_row(const LinearArgs& a, const Packed& x, int64_t row) {
-  unsigned char* to =
-      x.tiles + row / kTileRows * x.depth * x.bytes + row % kTileRows * x.row_bytes;
+  unsigned char* to = x.tile(row / kTileRows, 0) + row % kTileRows * x.row_bytes;
   if (row >= a.rows) {
     for (int64_t d = 0; d < x.depth; d++)
-      __builtin_memset(to + d * x.bytes, 0, static_cast<size_t>(x.row_bytes));
+      __builtin_memset(to + d * x.pitch, 0, static_cast<size_t>(x.row_bytes));
     if (x.sums)
       __builtin_memset(x.sums + row * a.groups, 0, static_cast<size_t>(a.groups) * 4);
     if (a.fp8_rows)
@@ -81,7 +86,7 @@ static inline void pack_row(const LinearArgs& a, const Packed& x, int64_t row) {
   }
   const int64_t row_bytes = x.row_bytes;
   if (a.dtype == DType::bf16 && !a.int8_rows && !a.fp8_rows && !a.norm && a.k == a.padded_k) {
-    copy_lines(to, x.bytes, static_cast<const bf16*>(a.x) + row * a.x_stride, x.depth, row_bytes);
+    copy_lines(to, x.pitch, static_cast<const bf16*>(a.x) + row * a.x_stride, x.depth, row_bytes);
     return;
   }
   unsigned char* packed = static_cast<unsigned char*>(
@@ -98,7 +103,7 @@ static inline void pack_row(const LinearArgs& a, const Packed& x, int64_t row) {
     for (int64_t j = 0; j < a.padded_k; j += 16)
       store(reinterpret_cast<bf16*>(packed) + j, load(floats + j));
   }
-  copy_lines(to, x.bytes, packed, x.depth, row_bytes);
+  copy_lines(to, x.pitch, packed, x.depth, row_bytes);
 }
 
 static inline void prefetch_lines(const unsigned char* p, int64_t bytes) {
