@@ -200,6 +200,53 @@ def test_a_gate_after(name: str, rows: int, n: int) -> None:
     )
 
 
+@pytest.mark.parametrize("name", ["bfloat16", "w8a8", "w8a16", "w4a8", "w4a16-g32-asym", "nvfp4"])
+def test_more_rows_than_tiles_pass_at_once(name: str) -> None:
+    """Blocks of rows and of K, results made beside the products that follow: the same bits as by
+    vectors, with a gate and with a residual, whole panels and a part of one."""
+    fmt, rows, k, n = FORMATS[name], 530, 2080, 40
+    x, w, bias = activations(name, rows, k), randn(2 * n, k, seed=1) / 9, randn(2 * n, seed=2)
+    gated, plain = pack(fmt, w, True), pack(fmt, w)
+
+    def products() -> tuple[Tensor, Tensor]:
+        residual = activations(name, rows, 2 * n)
+        fmt.add_(residual, x, plain, bias)
+        return fmt.matmul(x, gated, bias, n, activation="silu", gated=True), residual
+
+    before, found = native.isa, {}
+    for isa in native.available_isas():
+        native.select_isa(isa)
+        found[isa] = products()
+    native.select_isa(before)
+    want = found["avx2"]
+    assert all(torch.equal(a, b) for got in found.values() for a, b in zip(got, want, strict=True))
+
+
+@pytest.mark.parametrize("rows", [8, 65536])
+def test_every_gate_of_bfloat16(rows: int) -> None:
+    """silu of all 65,536 values times some others, few and many at a time: the same everywhere."""
+    values = torch.arange(65536, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)[:, None]
+    gates = values[(values.abs() < 1e38)[:, 0]]
+    x = torch.zeros(len(gates), 32, dtype=torch.bfloat16)
+    x[:, :1] = gates
+    x[:, 1] = 1.0
+    w = torch.zeros(32, 32)
+    w[:16, 0] = 1.0
+    w[16:, 1] = 1.0 + torch.arange(16) / 128
+    packed, before, found = pack(FORMATS["bfloat16"], w, True), native.isa, {}
+    for isa in native.available_isas():
+        native.select_isa(isa)
+        parts = [
+            FORMATS["bfloat16"].matmul(part, packed, None, 16, activation="silu", gated=True)
+            for part in x.split(rows)
+        ]
+        found[isa] = torch.cat(parts)
+    native.select_isa(before)
+    assert all(torch.equal(got, found["avx2"]) for got in found.values())
+    want = torch.nn.functional.silu(gates.double()) * w[16:, 1].double()
+    torch.testing.assert_close(found["avx2"].double(), want, rtol=8e-3, atol=1e-36)
+
+
 @pytest.mark.parametrize("activation", ["silu", "gelu", "gelu_tanh"])
 @pytest.mark.usefixtures("isa")
 def test_activations_from_end_to_end_of_the_range(activation: ops.Activation) -> None:
