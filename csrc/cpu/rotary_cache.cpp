@@ -36,7 +36,14 @@ void rotate(float* x, const float* cos_sin, int64_t rotary_dim, bool interleaved
   const int64_t half = rotary_dim / 2;
   const float* cos = cos_sin;
   const float* sin = cos_sin + half;
-  for (int64_t j = 0; j < half; j++) {
+  int64_t from = 0;
+  for (; !interleaved && half - from >= 16; from += 16) {
+    const F16 a = load(x + from), b = load(x + from + half);
+    const F16 c = load(cos + from), s = load(sin + from);
+    store(x + from, a * c - b * s);
+    store(x + from + half, b * c + a * s);
+  }
+  for (int64_t j = from; j < half; j++) {
     float& first = interleaved ? x[2 * j] : x[j];
     float& second = interleaved ? x[2 * j + 1] : x[j + half];
     const float a = first, b = second;
@@ -64,7 +71,14 @@ struct Value {  // [D/16, P/v, 16, v]
 template <typename Side, typename S>
 void put_head(const RotaryCacheArgs& a, const float* head, int64_t at, int64_t offset, int64_t v) {
   S* out = static_cast<S*>(Side::cache(a)) + at * a.block_size * a.padded_dim;
-  for (int64_t j = 0; j < a.padded_dim; j++)
+  int64_t from = 0;
+  if constexpr (std::is_same_v<S, bf16>)
+    for (; a.dim - from >= 16; from += 16) {
+      bf16 words[16];
+      store(words, load(head + from));
+      for (int64_t j = 0; j < 16; j++) out[Side::place(a, offset, from + j, 2)] = words[j];
+    }
+  for (int64_t j = from; j < a.padded_dim; j++)
     from_float(j < a.dim ? head[j] : 0.0f, out[Side::place(a, offset, j, v)]);
 }
 

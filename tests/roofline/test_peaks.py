@@ -43,12 +43,12 @@ def test_four_bits_are_no_slower() -> None:
 
 @needs_native
 def test_products_two_at_a_time_where_there_are_such() -> None:
-    """Twice those of float32 on Zen 4; on Intel's processors as many, of half the instructions."""
+    """Twice those of float32 on Zen 4, as many on Cooper Lake, half on Granite Rapids."""
     if "avx512-bf16" not in native.available_isas():
         assert native.dot_peak(1000, 1) == 0.0
         return
     fastest = max(native.dot_peak(2_000_000, 1) for _ in range(5))
-    assert 0.7 < fastest / best(False, "matrix_peak") < 2.6
+    assert 0.4 < fastest / best(False, "matrix_peak") < 2.6
 
 
 @needs_native
