@@ -36,7 +36,7 @@ struct Tiles {
   float* sums;
 };
 
-// What the next pair of panels reads, asked for in even parts while this pair is multiplied.
+// What the next block of panels reads, asked for in even parts while this one is multiplied.
 struct Upcoming {
   const unsigned char* at[2];
   int64_t left, each;  // bytes of a panel: in all, and at a time
@@ -142,19 +142,24 @@ class Product {
     const bool two = p + 1 < panels_.last;
     float* sums = sums_ + i % kept_ * pair_sums_;
     const Blocks inner(count, most_);
-    upcoming_ = {};
-    if (row_pairs_ > 1 && i + 1 < pairs_) {
-      const int64_t bytes = panel_bytes(a_) / x_.depth;  // of a panel's tile
-      const int64_t each = (bytes / row_pairs_ + 63) / 64 * 64;
-      const unsigned char* next = static_cast<const unsigned char*>(a_.weight) +
-                                  (p + 2) * panel_bytes(a_) + depth.first * bytes;
-      upcoming_ = {{next, next + panel_bytes(a_)}, count * bytes, each};
-    }
     for (int64_t b = 0; b < inner.blocks; b++) {
       const Range part = inner.at(b);
+      const bool last = b + 1 == inner.blocks;
+      ask(last ? p + 2 : p, depth.first + inner.at(last ? 0 : b + 1).first, part.last - part.first);
       block<Ints>({depth.first + part.first, depth.first + part.last}, p, two, sums);
     }
     if (depth.last == x_.depth) finish_.begin(sums, p, two, count * row_pairs_);
+  }
+
+  // Upcoming: `count` tiles of K of the panels p and p + 1 from `first` on, over as many of these.
+  void ask(int64_t p, int64_t first, int64_t count) {
+    upcoming_ = {};
+    if (row_pairs_ == 1 || p + 1 >= panels_.last) return;
+    const int64_t bytes = panel_bytes(a_) / x_.depth;  // of a panel's tile
+    const unsigned char* next =
+        static_cast<const unsigned char*>(a_.weight) + p * panel_bytes(a_) + first * bytes;
+    const int64_t each = (bytes / row_pairs_ + 63) / 64 * 64;
+    upcoming_ = {{next, next + panel_bytes(a_)}, count * bytes, each};
   }
 
   // All rows past some of K of the panels p and p + 1 (or p twice when it is the last).
@@ -225,7 +230,9 @@ class Product {
 Deal deal_pairs(const LinearArgs& a, const Packed& x) {
   const int64_t pairs = (count_panels(a) + 1) / 2, bytes = 2 * panel_bytes(a);
   const bool from_l3 = std::min(x.row_tiles, kBlockTiles) * x.depth * x.bytes > kRowsBytes;
-  const int64_t least = from_l3 ? std::max(kPartBytes, kPartPairs * bytes) : kPartBytes;
+  // rows that pass twice ask for a part's next pair
+  const int64_t together = from_l3 ? kPartPairs : x.row_tiles > 2 ? kPartPairs / 2 : 1;
+  const int64_t least = std::max(kPartBytes, together * bytes);
   return deal(pairs, bytes, choice_or(a.variant.part_bytes, static_cast<int32_t>(least)), a.threads);
 }
 
