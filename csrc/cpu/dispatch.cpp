@@ -112,7 +112,7 @@ bool available(int index) {
     case kAvx512Bf16:
       return available(kAvx512) && __builtin_cpu_supports("avx512bf16");
     case kAmx:
-      return available(kAvx512) && has_amx();
+      return available(kAvx512Bf16) && has_amx();  // the tiles' files round by AVX512_BF16
     default:
       return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && has_f16c();
   }

@@ -119,8 +119,8 @@ class Product {
     // rows of one or two tiles pass once anyway
     most_ = row_pairs_ == 1 && !widen_ ? x.depth : kBlockBytes / x.bytes;
     if (widen_)
-      wide_ = static_cast<unsigned char*>(scratch(
-          Scratch::unpacked, static_cast<size_t>(2 * most_ * x.bytes + kAheadBytes)));
+      wide_ = static_cast<unsigned char*>(
+          scratch(Scratch::unpacked, static_cast<size_t>(2 * most_ * x.bytes)));
   }
 
   template <bool Ints>

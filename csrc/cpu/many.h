@@ -30,7 +30,6 @@ struct Many {
   PENSTOCK_EACH(min(Many a, Many b), min(a.v[r], b.v[r]))
   PENSTOCK_EACH(max(Many a, Many b), max(a.v[r], b.v[r]))
   PENSTOCK_EACH(round_even(Many a), round_even(a.v[r]))
-  PENSTOCK_EACH(round_bf16(Many a), round_bf16(a.v[r]))
   PENSTOCK_EACH(scale_by_power(Many a, Many n), scale_by_power(a.v[r], n.v[r]))
   PENSTOCK_EACH(where_less(Many x, Many limit, Many b, Many a),
                 where_less(x.v[r], limit.v[r], b.v[r], a.v[r]))
