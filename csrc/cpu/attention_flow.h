@@ -294,7 +294,7 @@ class Flow {
   F16 scaled(F16 s, int64_t j) const {
     if constexpr (kScaled) s = s * load(key_steps_ + j);
     s = s * set1(a_.scale);
-    if (a_.softcap > 0.0f) s = set1(a_.softcap) * tanh(s / set1(a_.softcap));
+    if (a_.softcap > 0.0f) s = softcapped(s, a_.softcap);
     return s;
   }
 

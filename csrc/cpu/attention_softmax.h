@@ -1,7 +1,7 @@
 // Softmax of rows of scores within one span: the largest, e^(score − largest), and their sum.
 #pragma once
 
-#include "vec.h"
+#include "elementary.h"
 
 namespace penstock::PENSTOCK_ISA {
 

@@ -65,6 +65,12 @@ constexpr int64_t choice_or(int32_t choice, int64_t otherwise) {
   return choice > 0 ? choice : otherwise;
 }
 
+// A row's largest column.
+struct Largest {
+  float value;
+  int64_t column;
+};
+
 // y [rows, n] = x [rows, k] · panels, with what comes before and after it. ops/linear.py.
 struct LinearArgs {
   const void* x;
@@ -90,7 +96,10 @@ struct LinearArgs {
   bool adds;           // y is added to the residual instead of being written
   void* residual;
   int64_t residual_stride;
-  void* y;  // contiguous
+  void* y;  // rows of n, y_stride apart
+  int64_t y_stride;
+  Largest* largest;  // [rows], where nothing else is wanted of float32 results; y is null then
+  float cap;         // their soft cap; 0: none
   int64_t rows, k, n;
   DType dtype;      // of x
   DType out_dtype;  // of y
@@ -388,7 +397,7 @@ const Kernels& kernels();
 
 // Memory that a thread keeps for `purpose` until it ends, at least `bytes` long, 64-byte aligned.
 enum class Scratch : int {
-  rows, row, tiles, sums, partials, unpacked, gate, tasks, scores, select, count
+  rows, row, tiles, sums, partials, unpacked, gate, tasks, scores, select, columns, largest, count
 };
 void* scratch(Scratch purpose, size_t bytes);
 

@@ -1,8 +1,8 @@
 // y = x · W over packed panels, by vectors. linear_amx.cpp does the same by tiles.
-#include "linear.h"
-
 #include <algorithm>
 #include <type_traits>
+
+#include "row_largest.h"
 
 #if !defined(__AVX512F__)
 #include "ready.h"
@@ -362,13 +362,18 @@ void linear(const LinearArgs& args) {
   const Deal parts = deal(units, bytes, choice_or(a.variant.part_bytes, least), threads);
   // few rows are sooner ready than another thread
   over_rows(a.rows <= 4 ? 1 : threads, a.rows, [&](int64_t row) { prepare(a, x, row); });
+  const RowLargest largest(a, parts.parts);
   // Panels go to whichever thread is free, in parts large enough to stream: a core that is slower,
   // or busy with something else, then takes fewer.
   parallel(threads, parts.parts, [&](int64_t i) {
-    const FlushDenormals flush;
-    const Range mine = parts.part(i);
-    multiply(a, x, {mine.first * unit, std::min(mine.last * unit, panels)}, part);
+    const Range those = parts.part(i);
+    const Range mine = {those.first * unit, std::min(those.last * unit, panels)};
+    largest.part(i, mine, [&](const LinearArgs& args) {
+      const FlushDenormals flush;
+      multiply(args, x, mine, part);
+    });
   });
+  largest.finish();
 }
 
 }  // namespace penstock::PENSTOCK_ISA

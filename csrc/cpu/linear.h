@@ -255,7 +255,7 @@ class Columns {
       T* to = static_cast<T*>(a_.residual) + row * a_.residual_stride + column;
       return store_some(to, load_some(to, count) + round_to<T>(value), count);
     }
-    store_some(static_cast<T*>(a_.y) + row * a_.n + column, value, count);
+    store_some(static_cast<T*>(a_.y) + row * a_.y_stride + column, value, count);
   }
 
   void write(int64_t row, int64_t column, F16 value, int count) const {

@@ -3,6 +3,7 @@
 // A tile of weights is 16 lines of a panel, as it lies or widened; rows are copied into tiles of 16 first
 // (power-of-two strides would alias in L1). Two tiles of rows meet two panels. Where groups of K have
 // scales of their own, tile_groups.h does it.
+#include "row_largest.h"
 #include "tile_groups.h"
 
 namespace penstock::PENSTOCK_ISA {
@@ -242,14 +243,18 @@ void linear_tiles(const LinearArgs& a) {
   const Packed x = shape(a);
   const Deal parts = deal_pairs(a, x);
   over_rows(a.threads, x.row_tiles * kTileRows, [&](int64_t row) { pack_row(a, x, row); });
+  const RowLargest largest(a, parts.parts);
   parallel(a.threads, parts.parts, [&](int64_t i) {
-    const FlushDenormals flush;
-    TILE_CONFIGURE(static_cast<int>(x.row_bytes), static_cast<int>(x.tile_rows));
-    const Range mine = parts.part(i);
-    const int64_t last = 2 * mine.last, count = count_panels(a);
-    multiply(a, x, {2 * mine.first, last < count ? last : count});
-    TILE_RELEASE();
+    const Range pairs = parts.part(i);
+    const Range mine = {2 * pairs.first, std::min(2 * pairs.last, count_panels(a))};
+    largest.part(i, mine, [&](const LinearArgs& args) {
+      const FlushDenormals flush;
+      TILE_CONFIGURE(static_cast<int>(x.row_bytes), static_cast<int>(x.tile_rows));
+      multiply(args, x, mine);
+      TILE_RELEASE();
+    });
   });
+  largest.finish();
 }
 
 }  // namespace penstock::PENSTOCK_ISA

@@ -3,8 +3,9 @@
 
 #include <algorithm>
 
+#include "elementary.h"
+#include "maxima.h"
 #include "parallel.h"
-#include "vec.h"
 
 namespace penstock::PENSTOCK_ISA {
 namespace {
@@ -13,46 +14,10 @@ constexpr int64_t kBlock = 256;         // logits per maximum and per partial su
 constexpr int64_t kScan = 2048;         // logits per maximum where only the largest is wanted
 constexpr int64_t kSlice = 16 * 1024;   // logits of a row that are worth a part of their own
 constexpr int64_t kParallel = 64 * 1024;  // below this many logits one thread does it all
-constexpr int kAhead = 1024;  // logits to prefetch ahead: memory answers late
-constexpr float kInfinity = __builtin_inff();
 
 // How much of a block that begins at `first` there is.
 static inline int length_of(int64_t first, int64_t size, int64_t block = kBlock) {
   return static_cast<int>(size - first < block ? size - first : block);
-}
-
-// Sixteen logits of which `count` exist; the others are -inf.
-static inline F16 load_logits(const float* x, int count) {
-  return count >= 16 ? load(x) : keep_first(load_first(x, count), count, -kInfinity);
-}
-
-// A running maximum of numbers, NaN aside; `strange` is 1 where a lane saw NaN or +inf.
-struct Running {
-  F16 best = set1(-kInfinity), strange = zero();
-  void see(F16 v) {
-    best = max(v, best);  // in this order a NaN leaves `best` as it is
-    strange = where_less(v, set1(kInfinity), strange, set1(1.0f));
-  }
-  void join(const Running& other) {
-    best = max(best, other.best);
-    strange = max(strange, other.strange);
-  }
-};
-
-// The largest number of a block; `strange` as in Running.
-static inline float block_max(const float* x, int count, F16& strange) {
-  Running a, b;  // two, so that neither waits for itself
-  int j = 0;
-  for (; j + 32 <= count; j += 32) {
-    __builtin_prefetch(x + j + kAhead);
-    __builtin_prefetch(x + j + 16 + kAhead);
-    a.see(load(x + j));
-    b.see(load(x + j + 16));
-  }
-  for (; j < count; j += 16) a.see(load_logits(x + j, count - j));
-  a.join(b);
-  strange = max(strange, a.strange);
-  return reduce_max(a.best);
 }
 
 // What is known of some logits of a row once they have been read.
@@ -84,8 +49,7 @@ static inline int64_t largest(const float* x, int64_t size, const Peak* peaks, i
   if (peak.strange)
     for (int64_t i = 0; i < size; i++)
       if (x[i] != x[i]) return i;
-  while (x[peak.at] != peak.best) peak.at++;
-  return peak.at;
+  return peak.at + place_of(x + peak.at, length_of(peak.at, size, kScan), peak.best);
 }
 
 static inline int64_t largest(const float* x, int64_t size) {

@@ -65,18 +65,35 @@ void Program::finish(int logits) {
   }
 }
 
-void* Program::data(int value, void* logits) const {
+// The soft cap that the logits go through at last.
+const SoftcapArgs* Program::last_cap() const {
+  const Node& last = nodes_.back();
+  return last.y == logits_ ? std::get_if<SoftcapArgs>(&last.args) : nullptr;
+}
+
+bool Program::finds_largest() const {
+  const size_t count = nodes_.size() - (last_cap() != nullptr);
+  const auto writes = [&](const Node& node) { return node.y == logits_; };
+  const auto end = nodes_.begin() + static_cast<std::ptrdiff_t>(count);
+  if (count == 0 || std::count_if(nodes_.begin(), end, writes) != 1 || !writes(nodes_[count - 1]))
+    return false;
+  const LinearArgs* product = std::get_if<LinearArgs>(&nodes_[count - 1].args);
+  return product && !product->gated && !product->adds;
+}
+
+void* Program::data(int value, const Output& output) const {
   if (value < 0) return nullptr;
-  if (value == logits_) return logits;
+  if (value == logits_) return output.logits;
   return buffers_[static_cast<size_t>(buffer_of_[static_cast<size_t>(value)])].data.get();
 }
 
 template <typename Args>
-void Program::bind(Args& a, const Node& node, const StepArrays& step, void* logits) const {
-  void* y = data(node.y, logits);
+void Program::bind(Args& a, const Node& node, const StepArrays& step,
+                   const Output& output) const {
+  void* y = data(node.y, output);
   const Value& out = at(node.y);
   const int64_t rows = out.sampled ? step.sampled : step.count;
-  const void* x = data(node.x, logits);
+  const void* x = data(node.x, output);
   const int64_t stride = node.x < 0 ? 0 : at(node.x).columns;
   if constexpr (std::is_same_v<Args, LinearArgs>) {
     a.x = x;
@@ -88,6 +105,11 @@ void Program::bind(Args& a, const Node& node, const StepArrays& step, void* logi
       a.residual_stride = out.columns;
     } else {
       a.y = y;
+      a.y_stride = out.columns;
+    }
+    if (output.largest && node.y == logits_) {
+      a.largest = output.largest;
+      if (const SoftcapArgs* after = last_cap()) a.cap = after->cap;
     }
   } else if constexpr (std::is_same_v<Args, EmbeddingArgs>) {
     a.tokens = node.ids == Ids::tokens      ? step.tokens
@@ -161,7 +183,7 @@ size_t Program::bytes() const {
   return sum;
 }
 
-void Program::run(const StepArrays& step, void* logits, int threads, double* times) {
+void Program::run(const StepArrays& step, const Output& output, int threads, double* times) {
   const int64_t rows = std::max(step.count, step.sampled);
   const auto too_small = [&](const Buffer& buffer) {
     return static_cast<size_t>(buffer.row_bytes * rows) > buffer.bytes;
@@ -169,9 +191,11 @@ void Program::run(const StepArrays& step, void* logits, int threads, double* tim
   if (std::any_of(buffers_.begin(), buffers_.end(), too_small)) reserve(rows + rows / 4);
   for (const Node& node : nodes_) {
     if (times) *times++ = now();
+    if (output.largest && std::holds_alternative<SoftcapArgs>(node.args) && node.y == logits_)
+      continue;  // the product has seen to it
     std::visit(
         [&](auto args) {
-          bind(args, node, step, logits);
+          bind(args, node, step, output);
           if constexpr (!std::is_same_v<decltype(args), RowsArgs>) args.threads = threads;
           call(args);
         },

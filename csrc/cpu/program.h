@@ -81,9 +81,18 @@ class Program {
   // What all buffers hold now.
   size_t bytes() const;
 
+  // Whether `run` can find each row's largest logit alone: logits are a product's, soft cap aside.
+  bool finds_largest() const;
+
+  // What is wanted of a step: logits [sampled, columns], or only each row's largest [sampled].
+  struct Output {
+    void* logits;
+    Largest* largest;
+  };
+
   // times, where given, has size() + 1 places: CLOCK_MONOTONIC seconds before each node and after
   // the last.
-  void run(const StepArrays& step, void* logits, int threads, double* times);
+  void run(const StepArrays& step, const Output& output, int threads, double* times);
 
  private:
   struct Buffer {
@@ -92,9 +101,10 @@ class Program {
     std::unique_ptr<void, decltype(&std::free)> data{nullptr, std::free};
   };
 
-  void* data(int value, void* logits) const;
+  void* data(int value, const Output& output) const;
   template <typename Args>
-  void bind(Args& args, const Node& node, const StepArrays& step, void* logits) const;
+  void bind(Args& args, const Node& node, const StepArrays& step, const Output& output) const;
+  const SoftcapArgs* last_cap() const;
 
   std::vector<Value> values_;
   std::vector<Node> nodes_;

@@ -1,7 +1,7 @@
 // What rows go through before or after a product, as the same bits whether fused or not.
 #pragma once
 
-#include "vec.h"
+#include "elementary.h"
 
 namespace penstock::PENSTOCK_ISA {
 

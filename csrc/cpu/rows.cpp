@@ -143,7 +143,7 @@ static void softcap_chunk(const SoftcapArgs& a, int64_t chunk) {
   const int64_t last = first + 1024 < a.count ? first + 1024 : a.count;
   for (int64_t j = first; j < last; j += 16) {
     const int c = last - j < 16 ? static_cast<int>(last - j) : 16;
-    store_some(a.x + j, set1(a.cap) * tanh(load_some(a.x + j, c) / set1(a.cap)), c);
+    store_some(a.x + j, softcapped(load_some(a.x + j, c), a.cap), c);
   }
 }
 

@@ -182,6 +182,7 @@ Tensor linear(const Tensor& x, const Tensor& weight, Optional scale, Optional ze
   a.x_stride = x.stride(0);
   a.rows = x.size(0);
   a.y = y.data_ptr();
+  a.y_stride = a.n;
   a.out_dtype = dtype_of(y, "linear: out_dtype");
   a.threads = threads();
   if (a.rows > 0) kernels().linear(a);

@@ -245,6 +245,8 @@ int64_t program_finish(int64_t id, int64_t logits) {
   return static_cast<int64_t>(p->program.size());
 }
 
+bool program_finds_largest(int64_t id) { return held(id)->program.finds_largest(); }
+
 // Before or between runs. Returns the bytes of all buffers.
 int64_t program_reserve(int64_t id, int64_t rows) {
   const auto p = held(id);
@@ -311,9 +313,24 @@ void program_copy_blocks(int64_t id, const Tensor& pairs) {
                        data + static_cast<size_t>(pair[2 * i]) * bytes, bytes);
 }
 
+// Where a run's logits [rows, columns] float32 go, or their largest: [rows, 2] int64, of each row the
+// bits of the value, below, and its column.
+Program::Output output_of(const Program& program, const Tensor& out, int64_t rows) {
+  const bool largest = out.scalar_type() == ScalarType::Long;
+  const int64_t columns =
+      largest ? 2 : program.at(program.logits()).columns;
+  STD_TORCH_CHECK((largest || out.scalar_type() == ScalarType::Float) && out.is_contiguous() &&
+                      out.dim() == 2 && out.size(0) == rows && out.size(1) == columns,
+                  largest ? "the largest" : "logits", " must be contiguous ",
+                  largest ? "int64" : "float32", " [", rows, ", ", columns, "]");
+  if (!largest) return {out.data_ptr(), nullptr};
+  STD_TORCH_CHECK(program.finds_largest(), "This program's logits aren't a product's");
+  return {nullptr, static_cast<Largest*>(out.data_ptr())};
+}
+
 void program_run(int64_t id, const Tensor& tokens, const Tensor& positions, const Tensor& slots,
                  const Tensor& query_start, const Tensor& context_len, const Tensor& block_table,
-                 const Tensor& sample_at, Optional copies, const Tensor& logits, Optional times) {
+                 const Tensor& sample_at, Optional copies, const Tensor& out, Optional times) {
   const auto p = held(id);
   Program& program = p->program;
   STD_TORCH_CHECK(program.logits() >= 0, "Program ", id, " isn't finished");
@@ -348,11 +365,7 @@ void program_run(int64_t id, const Tensor& tokens, const Tensor& positions, cons
   if (step.copied > 0) step.copies = static_cast<const int32_t*>(copies->data_ptr());
   STD_TORCH_CHECK(std::max(step.count, step.sampled) <= p->kept_rows, "A step of ", step.count,
                   " tokens whose rows are kept has room for ", p->kept_rows);
-  const Form out = p->form(program.logits());
-  STD_TORCH_CHECK(logits.scalar_type() == ScalarType::Float && logits.is_contiguous() &&
-                      logits.dim() == 2 && logits.size(0) == step.sampled &&
-                      logits.size(1) == out.columns,
-                  "logits must be contiguous float32 [", step.sampled, ", ", out.columns, "]");
+  const Program::Output wanted = output_of(program, out, step.sampled);
   double* clock = nullptr;
   if (times) {
     const auto places = static_cast<int64_t>(program.size()) + 1;
@@ -361,7 +374,7 @@ void program_run(int64_t id, const Tensor& tokens, const Tensor& positions, cons
                     "times must be ", places, " contiguous float64");
     clock = static_cast<double*>(times->data_ptr());
   }
-  program.run(step, logits.data_ptr(), p->threads_for(step.count), clock);
+  program.run(step, wanted, p->threads_for(step.count), clock);
 }
 
 }  // namespace
@@ -402,6 +415,7 @@ STABLE_TORCH_LIBRARY_FRAGMENT(penstock, m) {
   m.def("program_keep_rows(int program, int x, Tensor store, int column) -> ()");
   m.def("program_kept_rows(int program, Tensor store) -> int");
   m.def("program_finish(int program, int logits) -> int");
+  m.def("program_finds_largest(int program) -> bool");
   m.def("program_reserve(int program, int rows) -> int");
   m.def("program_threads(int program, Tensor table) -> ()");
   m.def("program_variants(int program, Tensor table) -> ()");
@@ -409,7 +423,7 @@ STABLE_TORCH_LIBRARY_FRAGMENT(penstock, m) {
   m.def(
       "program_run(int program, Tensor tokens, Tensor positions, Tensor slots, "
       "Tensor query_start, Tensor context_len, Tensor block_table, Tensor sample_at, "
-      "Tensor? copies, Tensor logits, Tensor? times) -> ()");
+      "Tensor? copies, Tensor(a!) out, Tensor? times) -> ()");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(penstock, CompositeExplicitAutograd, m) {
@@ -429,6 +443,7 @@ STABLE_TORCH_LIBRARY_IMPL(penstock, CompositeExplicitAutograd, m) {
   m.impl("program_keep_rows", TORCH_BOX(&program_keep_rows));
   m.impl("program_kept_rows", TORCH_BOX(&program_kept_rows));
   m.impl("program_finish", TORCH_BOX(&program_finish));
+  m.impl("program_finds_largest", TORCH_BOX(&program_finds_largest));
   m.impl("program_reserve", TORCH_BOX(&program_reserve));
   m.impl("program_threads", TORCH_BOX(&program_threads));
   m.impl("program_variants", TORCH_BOX(&program_variants));

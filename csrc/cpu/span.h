@@ -208,7 +208,7 @@ class SpanWork {
       F16 s = load(row + j);
       if constexpr (kScaled) s = s * load(key_steps_ + j);
       s = s * set1(a_.scale);
-      if (a_.softcap > 0.0f) s = set1(a_.softcap) * tanh(s / set1(a_.softcap));
+      if (a_.softcap > 0.0f) s = softcapped(s, a_.softcap);
       store(row + j, s);
     }
   }

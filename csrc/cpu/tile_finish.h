@@ -105,14 +105,14 @@ class Finish {
 #pragma GCC unroll 4
     for (int r = 0; r < kTogether; r++) round_both(gate.v[r], up.v[r]);
     const Many<kTogether> out = silu(gate) * up;
-    bf16* y = static_cast<bf16*>(a_.y) + row * a_.n + column;
+    bf16* y = static_cast<bf16*>(a_.y) + row * a_.y_stride + column;
 #pragma GCC unroll 4
-    for (int r = 0; r < kTogether; r++) store(y + r * a_.n, out.v[r]);
+    for (int r = 0; r < kTogether; r++) store(y + r * a_.y_stride, out.v[r]);
   }
 
   template <bool Adds, typename Of>
   void plain_rows(int64_t count, int64_t column, Of of) const {
-    const int64_t stride = Adds ? a_.residual_stride : a_.n;
+    const int64_t stride = Adds ? a_.residual_stride : a_.y_stride;
     bf16* y = static_cast<bf16*>(Adds ? a_.residual : a_.y) + next_ * stride + column;
     for (int64_t r = 0; r < count; r++, y += stride)
       for (int i = 0; i < 2; i++) {

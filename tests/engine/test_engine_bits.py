@@ -50,6 +50,9 @@ class Recorder:
     def prepare(self, rows: list[SequenceSampling]) -> None:
         self.sampler.prepare(rows)
 
+    def takes_largest(self, rows: list[SequenceSampling]) -> bool:
+        return False  # the logits are what is looked at
+
     def __call__(self, logits: Tensor, rows: list[SequenceSampling]) -> Sampled:
         owners = {
             id(state): (name, s.index)

@@ -28,7 +28,7 @@ from penstock.errors import ConfigError
 from penstock.roofline import nvtx
 from penstock.runtime import Runner
 from penstock.runtime.device import is_fatal
-from penstock.sampling import Pending, Sampled, Sampler, prompt_logprobs
+from penstock.sampling import Pending, Sampled, Sampler, SequenceSampling, prompt_logprobs
 from penstock.sampling.transfer import upload
 from penstock.sampling.warm_up import warm_up
 
@@ -54,6 +54,15 @@ def overlaps(config: EngineConfig, runner: Runner, speculates: bool) -> bool:
             f"{'on a CPU' if runner.graphs is None else f'with {beside}'}. Leave it out."
         )
     return able and asked is not False
+
+
+def _rows_of(batch: Batch, found: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    """Of what was computed for the step's rows, [S, …] each, that of `batch.sampled`."""
+    count = len(batch.sampled)
+    if count == len(found[0]) and batch.logit_rows == list(range(count)):
+        return found
+    at = torch.tensor(batch.logit_rows, dtype=torch.int64)
+    return tuple(one.index_select(0, upload(at, one.device)) for one in found)
 
 
 class Computing:
@@ -89,16 +98,20 @@ class Computing:
         marks.append(time.perf_counter())
         rows = [state for sequence in batch.drawn for state in sequence.states]
         self.sampler.prepare(rows)
+        if self._only_largest(batch, rows):
+            largest = self._runner.largest(batch.step)
+            marks.append(time.perf_counter())
+            tokens, peaks = _rows_of(batch, largest)
+            sampled = self.sampler.of_largest(tokens, peaks)
+            marks.append(time.perf_counter())
+            return batch, sampled
         with nvtx.span("forward"):
             logits = self._runner.forward(batch.step)
         if self._runner.graphs is None:
             marks.append(time.perf_counter())
         for sequence, first, count in batch.prompt_rows:
             self._read_prompt(sequence, logits[first : first + count])
-        count = len(batch.sampled)
-        if count != logits.shape[0] or batch.logit_rows != list(range(count)):
-            at = torch.tensor(batch.logit_rows, dtype=torch.int64)
-            logits = logits.index_select(0, upload(at, logits.device))
+        (logits,) = _rows_of(batch, (logits,))
         for beams in batch.searches:
             beams.read(batch.sampled, logits)
         if batch.drawn_at is not None:
@@ -112,6 +125,11 @@ class Computing:
         with nvtx.span("sample"):
             flight = _InFlight(batch, self.sampler.begin(logits, rows))
         return batch, self._land(flight, marks)
+
+    def _only_largest(self, batch: Batch, rows: Seq[SequenceSampling]) -> bool:
+        """Whether each row's largest logit is all that this step's logits are wanted for."""
+        drawn_alone = not batch.prompt_rows and not batch.searches and batch.drawn_at is None
+        return drawn_alone and self._runner.finds_largest and self.sampler.takes_largest(rows)
 
     def land(self, marks: list[float]) -> tuple[list[Part], Batch, Sampled] | None:
         """What the step has chosen that was begun before; None where there is no such.

@@ -118,6 +118,7 @@ class Program:
         _native.program_finish(handle, values[plan.output])
         columns = [o.shape for o in plan.operators if o.shape is not None][plan.output][1]
         self._logits = torch.empty((0, int(columns)))
+        self._largest = torch.empty((0, 2), dtype=torch.int64)
 
     def _emit(self, operator: Operator, values: Sequence[int]) -> Any:
         """Hand one operator to the native library; what it gives its result's number."""
@@ -241,9 +242,31 @@ class Program:
         times [len(calls) + 1] float64, for whoever asks: seconds of `time.perf_counter` before each
         operator and after the last.
         """
+        logits = self._room(step.sample_at.shape[0])
+        self._run(step, kv, logits, times)
+        return logits
+
+    @cached_property
+    def finds_largest(self) -> bool:
+        """Whether `largest` can be asked for: logits are what a product and a soft cap leave."""
+        return bool(_native.program_finds_largest(self._handle))
+
+    def largest(self, step: Step, kv: KV) -> tuple[Tensor, Tensor]:
+        """`ops.argmax` of the step's logits, which nobody gets: places [S] int64, values [S].
+
+        They are looked through where they are made, in a core's own cache. Of many rows they would
+        be more bytes than the matrix that makes them: 64 rows of 151,936 are 39 MB.
+        """
+        count = step.sample_at.shape[0]
+        if len(self._largest) < count:
+            self._largest = torch.empty((count, 2), dtype=torch.int64)
+        found = self._largest[:count]  # csrc/cpu/kernels.h: a float, padding, a column
+        self._run(step, kv, found, None)
+        return found[:, 1], found.view(torch.float32)[:, 0]
+
+    def _run(self, step: Step, kv: KV, out: Tensor, times: Tensor | None) -> None:
         if kv is not self._kv:
             raise KernelError("A program runs over the cache that it was made for.")
-        logits = self._room(step.sample_at.shape[0])
         _native.program_run(
             self._handle,
             step.tokens,
@@ -254,10 +277,9 @@ class Program:
             step.block_table,
             step.sample_at,
             step.copies,
-            logits,
+            out,
             times,
         )
-        return logits
 
     def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
         """`cache.copy_blocks` of its cache, in one call where no block is both read and written."""

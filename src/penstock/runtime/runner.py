@@ -155,6 +155,19 @@ class Runner:
         """The step's logits [S, V], good until the next one; keys and values go to the cache."""
         return self.by(self._forward, step)
 
+    @property
+    def finds_largest(self) -> bool:
+        """Whether `largest` can be asked for."""
+        program = self.program
+        return self.vocabulary is None and program is not None and program.finds_largest
+
+    def largest(self, step: Step) -> tuple[Tensor, Tensor]:
+        """As `forward`, but of the logits only each row's largest: places [S], values [S]."""
+        program = self.program
+        assert program is not None
+        with torch.inference_mode(), nullcontext() if self.recent is None else self.computing(step):
+            return program.largest(step, self.kv)
+
     def follow(self, step: Step, tokens: Tensor) -> Tensor:
         """The same where `step.tokens` says which of `tokens`, on the GPU, they are."""
         assert self.graphs is not None and self.vocabulary is None

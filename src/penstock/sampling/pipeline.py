@@ -57,6 +57,8 @@ Draw = Callable[[Tensor, Cuts, Tensor], Drawn]
 
 __all__ = ["MASKED", "NO_TOKEN", "Pending", "Sampled", "Sampler"]
 
+_CPU: Final = torch.device("cpu")
+
 _KEPT_PLANS: Final = 20
 """Batches that take turns: of one sequence, drafts of different lengths."""
 
@@ -94,6 +96,12 @@ class _Plan:
     reported: list[int]  # rows that want log-probabilities
     reported_index: Tensor
     reported_counts: list[int]
+
+    @property
+    def takes_largest(self) -> bool:
+        """Whether a row's token is its largest logit, and nobody asks for more."""
+        edited = bool(self.processed) or self.edits is not None
+        return not (edited or self.groups or self.reported)
 
     def work_on(self, rows: Sequence[SequenceSampling], ahead: int = 0) -> None:
         """These are the rows from here on; without any, nothing holds the last ones."""
@@ -139,6 +147,20 @@ class Sampler:
         """
         begun = self._begin(logits, rows, None)
         return begun if isinstance(begun, Sampled) else begun.result()
+
+    def takes_largest(self, rows: Sequence[SequenceSampling]) -> bool:
+        """Whether these rows' tokens are their largest logits, which then need not be kept."""
+        if self._gather or not rows or any(row.constraint is not None for row in rows):
+            return False
+        return self._plan_for(rows, _CPU).takes_largest
+
+    def of_largest(self, ids: Tensor, peaks: Tensor) -> Sampled:
+        """What such rows get: ids [S] and peaks [S], the places and values of their largest."""
+        tokens: list[int] = ids.tolist()
+        errors = failures(range(len(tokens)), peaks.tolist())
+        for i in errors:
+            tokens[i] = NO_TOKEN
+        return Sampled(tokens, [None] * len(tokens), errors)
 
     def begin(
         self,

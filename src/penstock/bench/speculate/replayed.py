@@ -22,6 +22,10 @@ class ReplayingSampler(Sampler):
         super().__init__(vocab_size, gather)
         self._known = known
 
+    def takes_largest(self, rows: Sequence[SequenceSampling]) -> bool:
+        """Never: what is said goes through `__call__`."""
+        return False
+
     def __call__(self, logits: Tensor, rows: Sequence[SequenceSampling]) -> Sampled:
         """As of any sampler; rows of guesses say what follows them as if they were right."""
         sampled = super().__call__(logits, rows)
