@@ -126,8 +126,9 @@ def test_a_line_says_what_it_expects(penstock: Run, chat_model: Path, tmp_path: 
     def answers(*options: str, **more: Any) -> list[dict[str, Any]]:
         asked.write_text(json.dumps(line | more) + "\n")
         result = penstock("run", chat_model, "-i", asked, "-o", found, "--force", *options)
-        assert result.exit_code == 0, result.output
-        return [json.loads(row) for row in found.read_text().splitlines()]
+        rows = [json.loads(row) for row in found.read_text().splitlines()]
+        assert result.exit_code == (0 if "samples" in rows[0] else 1), result.output
+        return rows
 
     (plain,) = answers()
     guessing = ("--speculative-config", '{"method": "ngram", "adaptive": false}')
@@ -229,6 +230,10 @@ def test_a_fault_at_one_line_is_its_answer(
     out = tmp_path / "out.jsonl"
     result = penstock("run", engine, "-i", write(tmp_path / "in.jsonl", *lines), "-o", out)
     assert result.exit_code == 0 and "1 answered, 2 failed" in result.stderr
+    failing = write(tmp_path / "failing.jsonl", *lines[:2])
+    none = penstock("run", engine, "-i", failing, "-o", tmp_path / "none.jsonl")
+    assert none.exit_code == 1 and "0 answered, 2 failed" in none.stderr
+    assert "nothing was computed" in none.stderr
     assert "Line 1 can't be answered: ZeroDivisionError('division by zero')" in result.stderr
     found = {a["id"]: a for a in answers(out)}
     assert found["bad"]["error"] == {

@@ -122,6 +122,8 @@ def run(
             typer.echo(line, err=True)
         if names and not counts.api_lines:
             console.warning("--served-model-name had no effect: no line was an OpenAI batch line.")
+    if counts.failed and not counts.answered:
+        raise typer.Exit(1)  # some that fail beside others are told of in their answers
 
 
 def _check_options(max_tokens: int | None, names: tuple[str, ...]) -> None:
@@ -295,7 +297,9 @@ def _summary(llm: AsyncLLM, counts: Counts, seconds: float, compiled: int) -> li
     tokens = counts.prompt_tokens + counts.generated_tokens
     share, drafts = total.share, DraftStats.of(llm.engine)
     floor = "floor unknown: penstock doctor measures it"
-    if share is not None:
+    if not total.steps:
+        floor = "nothing was computed"
+    elif share is not None:
         floor = f"{share:.0%} of the hardware floor ({total.bound}-bound)"
     return [
         f"requests   {counts.answered} answered, {counts.failed} failed{skipped}",

@@ -202,9 +202,9 @@ def _dtype(asked: str, spec: ModelSpec, checkpoint: Source) -> torch.dtype:
     else:
         raise _unknown_dtype(spec.dtype)
     if own is torch.float16:
-        logger.info(
-            "The checkpoint is float16, which no CPU kernel computes in: running it in bfloat16. "
-            "dtype='float32' keeps every bit of its weights."
+        logger.warning(
+            "The checkpoint is float16, which no kernel computes in: it runs in bfloat16, whose "
+            "values have three bits less. dtype='float32' keeps every bit of its weights."
         )
         return torch.bfloat16
     return own
