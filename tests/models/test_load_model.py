@@ -54,7 +54,7 @@ def test_auto_dtype(tiny: Make, tmp_path: Path, caplog: pytest.LogCaptureFixture
     folder = edited(tiny, "llama", tmp_path / "float16", "dtype", torch_dtype="float16")
     assert load_model(folder).dtype == torch.bfloat16
     assert len(caplog.records) == 1
-    assert "running it in bfloat16" in caplog.text
+    assert "it runs in bfloat16" in caplog.text
     assert load_model(folder, dtype="float32").dtype == torch.float32
 
 
