@@ -11,6 +11,8 @@ os.environ["OPENBLAS_NUM_THREADS"] = "1"  # NumPy's do too
 import pytest
 import torch
 
+from penstock.kernels import native
+
 if not torch.cuda.is_available():  # before Triton is imported by anybody
     os.environ.setdefault("TRITON_INTERPRET", "1")
 torch.set_num_threads(1)
@@ -25,6 +27,15 @@ def pytest_collection_finish() -> None:
     """Modules and tests stay, so no collection need walk them: that took a third of the time."""
     gc.collect()
     _freeze()
+
+
+@pytest.fixture
+def restore() -> Iterator[None]:
+    """The instruction set and the threads that there were, for a test that chooses others."""
+    isa, threads = native.isa, torch.get_num_threads()
+    yield
+    native.select_isa(isa)
+    torch.set_num_threads(threads)
 
 
 @pytest.fixture(autouse=True)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 
@@ -36,14 +34,6 @@ def model(form: str) -> Decoder:
     if form in ("bfloat16", "float32"):
         return build(getattr(torch, form))
     return build(torch.bfloat16, form)
-
-
-@pytest.fixture
-def restore() -> Iterator[None]:
-    isa, threads = native.isa, torch.get_num_threads()
-    yield
-    native.select_isa(isa)
-    torch.set_num_threads(threads)
 
 
 @pytest.mark.parametrize("chunk", [1, 7, 64])

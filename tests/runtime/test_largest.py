@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
@@ -12,6 +11,7 @@ from torch import Tensor
 from penstock import LLM, SamplingParams, ops
 from penstock.kernels import native
 from penstock.nn import Decoder
+from penstock.quant import formats_of
 from penstock.runtime import Program, Runner
 from penstock.sampling import NO_TOKEN, Sampler
 from penstock.sampling.pending import MASKED, NOT_FINITE
@@ -24,19 +24,13 @@ FORMATS = ["float32", "bfloat16", "w8a8", "w8a16", "w4a8-g32", "w4a16-g32", "nf4
 ROWS = [0, 1, 2, 3, 5, 17, 64, 300]
 
 
-@pytest.fixture
-def restore() -> Iterator[None]:
-    isa, threads = native.isa, torch.get_num_threads()
-    yield
-    native.select_isa(isa)
-    torch.set_num_threads(threads)
-
-
 def model(form: str, capped: bool = True, vocab: int = 517) -> Decoder:
     """The decoder of the exactness tests, with a head of `vocab` columns."""
-    dtype = getattr(torch, form) if form in ("float32", "bfloat16") else torch.bfloat16
-    spec = replace(bits.decoder_spec(), vocab_size=vocab, final_softcap=25.0 if capped else 0.0)
-    formats = bits.formats_of(None if form in ("float32", "bfloat16") else form, dtype)
+    quantized = form not in ("float32", "bfloat16")
+    dtype = torch.bfloat16 if quantized else getattr(torch, form)
+    cap = 25.0 if capped else 0.0
+    spec = replace(bits.decoder_spec(), vocab_size=vocab, final_softcap=cap)
+    formats = formats_of(form if quantized else None, dtype)
     return bits.fill(Decoder(spec, formats, dtype))
 
 
