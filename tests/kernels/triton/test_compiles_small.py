@@ -58,10 +58,14 @@ def norms_and_rows() -> None:
 
 
 def layouts(launch: Callable[[], Any]) -> list[str]:
-    """Where threads hold a kernel's values: what decides over the order of additions."""
+    """Where threads hold a kernel's values: what decides over the order of additions.
+
+    Not the places in its source: a kernel that was compiled in another checkout names that one's.
+    """
     [kernel] = compiled(launch)
-    code = kernel.asm["ttgir"]
-    return [line for line in code.splitlines() if line.startswith("#") or 'tt.reduce"' in line]
+    lines = kernel.asm["ttgir"].splitlines()
+    held = [line for line in lines if line.startswith("#") and not line.startswith("#loc")]
+    return held + [line for line in lines if 'tt.reduce"' in line]
 
 
 def tokens_of_any_number_and_place() -> None:
