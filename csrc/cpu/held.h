@@ -19,7 +19,11 @@ struct Held {
   int64_t kept_rows = INT64_MAX;       // of the stores that rows are kept in
   int64_t blocks = 0, block_size = 0;  // of every cache, or none
   Recent recent = {};                  // of every cache, or none: its places are the same
-  std::vector<std::pair<char*, size_t>> parts;  // of every cache: where, and bytes of a block
+  struct Part {  // of a cache's blocks
+    char* data;
+    size_t bytes, pitch;
+  };
+  std::vector<Part> parts;  // of every cache; those that lie side by side are one
   std::atomic<bool> running{false};
   std::vector<std::pair<int64_t, int>> threads;  // (steps of up to so many tokens, threads)
 
@@ -43,9 +47,17 @@ struct Held {
     for (const Tensor* part : {&keys, &values, key_scale ? &*key_scale : nullptr,
                                value_scale ? &*value_scale : nullptr}) {
       if (part == nullptr || part->numel() == 0) continue;
-      const int64_t values_per_block = part->numel() / part->size(0);
-      parts.emplace_back(static_cast<char*>(part->data_ptr()),
-                         static_cast<size_t>(values_per_block * part->element_size()));
+      const int64_t item = static_cast<int64_t>(part->element_size());
+      auto* data = static_cast<char*>(part->data_ptr());
+      const auto bytes = static_cast<size_t>(part->numel() / part->size(0) * item);
+      const auto pitch = static_cast<size_t>(part->stride(0) * item);
+      const bool beside = !parts.empty() && pitch == parts.back().pitch &&
+                          data == parts.back().data + parts.back().bytes &&
+                          parts.back().bytes + bytes <= pitch;
+      if (beside)
+        parts.back().bytes += bytes;
+      else
+        parts.push_back({data, bytes, pitch});
     }
   }
 

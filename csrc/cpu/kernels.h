@@ -188,7 +188,13 @@ constexpr int64_t recent_from(int64_t position, int64_t window) {
   return position > window ? (position - window) / kKeyGroup * kKeyGroup : 0;
 }
 
-// Layouts of the caches: ops/rotary_cache.py.
+// float16 scales of a cache, or null; `pitch` of them lie from one block's to the next's.
+struct Scales {
+  uint16_t* data;
+  int64_t pitch;
+};
+
+// Layouts of the caches: ops/rotary_cache.py. A block is contiguous; the next may be anywhere behind it.
 struct RotaryCacheArgs {
   const void* q;  // [tokens, heads · dim]; k and v [tokens, kv_heads · dim]
   const void* k;
@@ -207,10 +213,11 @@ struct RotaryCacheArgs {
   int64_t copied;
   void* key_cache;
   void* value_cache;
-  uint16_t* key_scale;  // float16: [blocks, kv_heads, block_size] for int8,
-                        // [blocks, kv_heads, groups, 2, block_size] for int4; keys beside a
-                        // window [blocks, kv_heads, block_size / 32, 2, padded_dim]
-  uint16_t* value_scale;
+  int64_t pitch;     // bytes from a block to the next, of keys and of values
+  Scales key_scale;  // [blocks, kv_heads, block_size] for int8,
+                     // [blocks, kv_heads, groups, 2, block_size] for int4; keys beside a
+                     // window [blocks, kv_heads, block_size / 32, 2, padded_dim]
+  Scales value_scale;
   Stored stored;
   Recent recent;
   int64_t blocks, block_size, padded_dim;
@@ -224,8 +231,9 @@ struct AttentionArgs {
   const void* q;  // [tokens, heads, dim] contiguous
   const void* key_cache;
   const void* value_cache;
-  const uint16_t* key_scale;  // as in RotaryCacheArgs
-  const uint16_t* value_scale;
+  int64_t pitch;  // as in RotaryCacheArgs
+  Scales key_scale;
+  Scales value_scale;
   Stored stored;
   Recent recent;
   const int32_t* query_start;

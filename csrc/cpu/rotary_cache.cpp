@@ -58,19 +58,35 @@ struct Key {  // [P/16, D/v, 16, v]; of four bits [P/16, D/2, 16]
     return offset / 16 * a.padded_dim * 16 + offset % 16 * v + j / v * 16 * v + j % v;
   }
   static void* cache(const RotaryCacheArgs& a) { return a.key_cache; }
-  static uint16_t* scale(const RotaryCacheArgs& a) { return a.key_scale; }
+  static Scales scale(const RotaryCacheArgs& a) { return a.key_scale; }
 };
 struct Value {  // [D/16, P/v, 16, v]
   static int64_t place(const RotaryCacheArgs& a, int64_t offset, int64_t j, int64_t v) {
     return offset / v * 16 * v + offset % v + j / 16 * a.block_size * 16 + j % 16 * v;
   }
   static void* cache(const RotaryCacheArgs& a) { return a.value_cache; }
-  static uint16_t* scale(const RotaryCacheArgs& a) { return a.value_scale; }
+  static Scales scale(const RotaryCacheArgs& a) { return a.value_scale; }
 };
 
+// A head's place in a block.
+struct Spot {
+  int64_t block, head, offset;
+};
+
+// A block's head, of `bytes`.
+void* head_at(void* cache, const RotaryCacheArgs& a, int64_t block, int64_t head, int64_t bytes) {
+  return static_cast<char*>(cache) + block * a.pitch + head * bytes;
+}
+// A block's head's scales, `count` of them.
+uint16_t* scales_at(const Scales& scale, int64_t block, int64_t head, int64_t count) {
+  return scale.data + block * scale.pitch + head * count;
+}
+
 template <typename Side, typename S>
-void put_head(const RotaryCacheArgs& a, const float* head, int64_t at, int64_t offset, int64_t v) {
-  S* out = static_cast<S*>(Side::cache(a)) + at * a.block_size * a.padded_dim;
+void put_head(const RotaryCacheArgs& a, const float* head, const Spot& at, int64_t v) {
+  const int64_t bytes = a.block_size * a.padded_dim * static_cast<int64_t>(sizeof(S));
+  S* out = static_cast<S*>(head_at(Side::cache(a), a, at.block, at.head, bytes));
+  const int64_t offset = at.offset;
   int64_t from = 0;
   if constexpr (std::is_same_v<S, bf16>)
     for (; a.dim - from >= 16; from += 16) {
@@ -121,10 +137,13 @@ using BytesOf = std::conditional_t<std::is_same_v<Side, Key>, KeyBytes, ValueByt
 
 // Head to four bits, in groups of its dimensions.
 template <typename Side>
-void put_nibbles(const RotaryCacheArgs& a, const float* head, int64_t at, int64_t offset) {
+void put_nibbles(const RotaryCacheArgs& a, const float* head, const Spot& at) {
   using Bytes = BytesOf<Side>;
-  uint8_t* out = static_cast<uint8_t*>(Side::cache(a)) + at * a.block_size * a.padded_dim / 2;
+  const int64_t bytes = a.block_size * a.padded_dim / 2, offset = at.offset;
+  auto* out = static_cast<uint8_t*>(head_at(Side::cache(a), a, at.block, at.head, bytes));
   const int64_t groups = (a.padded_dim + kCacheGroup - 1) / kCacheGroup;
+  uint16_t* scales =
+      scales_at(Side::scale(a), at.block, at.head, groups * 2 * a.block_size) + offset;
   for (int64_t g = 0; g < groups; g++) {
     const int64_t from = g * kCacheGroup;
     const int64_t count = a.dim - from < kCacheGroup ? a.dim - from : kCacheGroup;
@@ -136,7 +155,7 @@ void put_nibbles(const RotaryCacheArgs& a, const float* head, int64_t at, int64_
       high = max(high, keep_first(x, c, -__builtin_inff()));
       bad = fma(keep_first(x, c, 0.0f), zero(), bad);
     }
-    uint16_t* scale = Side::scale(a) + (at * groups + g) * 2 * a.block_size + offset;
+    uint16_t* scale = scales + g * 2 * a.block_size;
     choose_step(-reduce_max(zero() - low), reduce_max(high), reduce_add(bad), scale[0],
                 scale[a.block_size]);
     const F16 step = set1(_cvtsh_ss(scale[0])), minimum = set1(_cvtsh_ss(scale[a.block_size]));
@@ -154,14 +173,14 @@ void put_nibbles(const RotaryCacheArgs& a, const float* head, int64_t at, int64_
 }
 
 template <typename T, typename Side>
-void write_head(const RotaryCacheArgs& a, float* head, Side, int64_t at, int64_t offset) {
+void write_head(const RotaryCacheArgs& a, float* head, Side, const Spot& at) {
   constexpr int64_t v = 4 / static_cast<int64_t>(sizeof(T));
-  if (a.stored == Stored::same) return put_head<Side, T>(a, head, at, offset, v);
+  if (a.stored == Stored::same) return put_head<Side, T>(a, head, at, v);
   for (int64_t j = 0; j < a.dim; j += 16) store(head + j, round_to<T>(load(head + j)));
-  if (a.stored == Stored::fp8) return put_head<Side, fp8>(a, head, at, offset, v);
-  if (a.stored == Stored::int4) return put_nibbles<Side>(a, head, at, offset);
-  Side::scale(a)[at * a.block_size + offset] = round_head(head, a.dim);
-  put_head<Side, int8_t>(a, head, at, offset, v);
+  if (a.stored == Stored::fp8) return put_head<Side, fp8>(a, head, at, v);
+  if (a.stored == Stored::int4) return put_nibbles<Side>(a, head, at);
+  scales_at(Side::scale(a), at.block, at.head, a.block_size)[at.offset] = round_head(head, a.dim);
+  put_head<Side, int8_t>(a, head, at, v);
 }
 
 // Beside a window: the head as it is, for as long as somebody sees it so.
@@ -185,13 +204,13 @@ void round_channel(F16 (&half)[2], uint16_t& step, uint16_t& minimum) {
 void round_keys(const RotaryCacheArgs& a, int64_t h, int64_t slot) {
   const int64_t block = slot / a.block_size, first = slot % a.block_size / kKeyGroup * kKeyGroup;
   const int64_t head_size = a.block_size * a.padded_dim, panel = a.padded_dim * kColumns;
-  const int64_t at = block * a.kv_heads + h;
   const bf16* keys = a.recent.keys + (a.recent.slots[block] * a.kv_heads + h) * head_size +
                      first * a.padded_dim;
-  uint8_t* out =
-      static_cast<uint8_t*>(a.key_cache) + (at * head_size + first * a.padded_dim) / 2;
+  uint8_t* out = static_cast<uint8_t*>(head_at(a.key_cache, a, block, h, head_size / 2)) +
+                 first * a.padded_dim / 2;
+  const int64_t groups = a.block_size / kKeyGroup, count = 2 * a.padded_dim;
   uint16_t* scale =
-      a.key_scale + (at * a.block_size + first) / kKeyGroup * 2 * a.padded_dim;
+      scales_at(a.key_scale, block, h, groups * count) + first / kKeyGroup * count;
   for (int64_t d = 0; d < a.padded_dim; d += 2) {
     F16 even[2], odd[2];
     for (int64_t i = 0; i < 2; i++) {
@@ -244,17 +263,17 @@ template <typename T>
 void one_slot(const RotaryCacheArgs& a, int64_t t, int64_t slot, float* head) {
   if (slot < 0) return;
   const float* cos_sin = angles(a, t);
-  const int64_t first = slot / a.block_size * a.kv_heads, offset = slot % a.block_size;
+  const int64_t block = slot / a.block_size, offset = slot % a.block_size;
   const T* key = static_cast<const T*>(a.k) + t * a.stride;
   each_head(a, key, a.kv_heads, a.k_norm, head, [&](int64_t h) {
     if (cos_sin) rotate(head, cos_sin, a.rotary_dim, a.interleaved);
     if (a.recent.slots) return keep_head<Key>(a, head, a.recent.keys, h, slot);
-    write_head<T>(a, head, Key{}, first + h, offset);
+    write_head<T>(a, head, Key{}, {block, h, offset});
   });
   const T* value = static_cast<const T*>(a.v) + t * a.stride;
   each_head(a, value, a.kv_heads, nullptr, head, [&](int64_t h) {
     if (a.recent.slots) keep_head<Value>(a, head, a.recent.values, h, slot);
-    write_head<T>(a, head, Value{}, first + h, offset);
+    write_head<T>(a, head, Value{}, {block, h, offset});
   });
 }
 

@@ -7,9 +7,9 @@ namespace {
 
 struct CacheShape {
   int64_t blocks, kv_heads, block_size, padded_dim;
+  int64_t pitch;  // bytes
   Stored stored;
-  uint16_t* key_scale;
-  uint16_t* value_scale;
+  Scales key_scale, value_scale;
   Recent recent;
 };
 
@@ -41,11 +41,22 @@ void check_blocks(const Tensor& keys, const Tensor& values, const CacheShape& s,
   STD_TORCH_CHECK(s.kv_heads > 0, "key_cache has no heads");
 }
 
-uint16_t* scales(const Tensor& scale, int64_t count, const char* shape) {
-  STD_TORCH_CHECK(scale.scalar_type() == ScalarType::Half && scale.is_contiguous() &&
+// Elements from a block to the next. Each block is contiguous.
+int64_t pitch_of(const Tensor& part, const char* what) {
+  int64_t size = 1;
+  for (int64_t i = part.dim() - 1; i > 0; size *= part.size(i--))
+    STD_TORCH_CHECK(part.size(i) == 1 || part.stride(i) == size, what,
+                    ": the blocks of a cache must be contiguous, each by itself");
+  if (part.size(0) < 2) return size;
+  STD_TORCH_CHECK(part.stride(0) >= size, what, ": the blocks of a cache lie on each other");
+  return part.stride(0);
+}
+
+Scales scales(const Tensor& scale, int64_t count, const char* shape) {
+  STD_TORCH_CHECK(scale.scalar_type() == ScalarType::Half && scale.dim() > 1 &&
                       scale.numel() == count,
                   "scales must be float16 ", shape, ": ", count, " of them");
-  return static_cast<uint16_t*>(scale.data_ptr());
+  return {static_cast<uint16_t*>(scale.data_ptr()), pitch_of(scale, "scales")};
 }
 
 // What lies beside int4 keys and values where there is a window.
@@ -84,12 +95,18 @@ CacheShape cache_shape(const CacheTensors& c, DType dtype, int64_t dim) {
   const int64_t v = dtype == DType::bf16 ? 2 : 1;
   STD_TORCH_CHECK(keys.scalar_type() == values.scalar_type(),
                   "key_cache and value_cache must have the same dtype");
-  STD_TORCH_CHECK(keys.dim() == 6 && values.dim() == 6 && keys.is_contiguous() &&
-                      values.is_contiguous(),
-                  "caches must be contiguous, with 6 dimensions");
-  CacheShape s = {keys.size(0), keys.size(1), keys.size(2) * 16, keys.size(3) * v, kind,
-                  {},           {},           {}};
+  STD_TORCH_CHECK(keys.dim() == 6 && values.dim() == 6, "caches must have 6 dimensions");
+  CacheShape s = {};
+  s.blocks = keys.size(0);
+  s.kv_heads = keys.size(1);
+  s.block_size = keys.size(2) * 16;
+  s.padded_dim = keys.size(3) * v;
+  s.stored = kind;
   check_blocks(keys, values, s, dim);
+  const int64_t pitch = pitch_of(keys, "key_cache");
+  STD_TORCH_CHECK(pitch == pitch_of(values, "value_cache"),
+                  "the blocks of key_cache and of value_cache must be equally far apart");
+  s.pitch = pitch * static_cast<int64_t>(keys.element_size());
   const bool scaled = kind == Stored::int8 || kind == Stored::int4;
   STD_TORCH_CHECK(scaled == c.key_scale.has_value() && scaled == c.value_scale.has_value(),
                   "an int8 or int4 cache, and only that, has scales");
@@ -119,6 +136,7 @@ void take_shape(const CacheShape& shape, Args& a) {
   a.blocks = shape.blocks;
   a.block_size = shape.block_size;
   a.padded_dim = shape.padded_dim;
+  a.pitch = shape.pitch;
   a.key_scale = shape.key_scale;
   a.value_scale = shape.value_scale;
   a.recent = shape.recent;

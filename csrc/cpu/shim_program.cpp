@@ -307,10 +307,10 @@ void program_copy_blocks(int64_t id, const Tensor& pairs) {
                     " is outside the cache of ", p->blocks);
   STD_TORCH_CHECK(!p->running.exchange(true), "Program ", id, " is running");
   const Release release(p->running);
-  for (const auto& [data, bytes] : p->parts)
+  for (const auto& [data, bytes, pitch] : p->parts)
     for (int64_t i = 0; i < pairs.size(0); i++)
-      __builtin_memcpy(data + static_cast<size_t>(pair[2 * i + 1]) * bytes,
-                       data + static_cast<size_t>(pair[2 * i]) * bytes, bytes);
+      __builtin_memcpy(data + static_cast<size_t>(pair[2 * i + 1]) * pitch,
+                       data + static_cast<size_t>(pair[2 * i]) * pitch, bytes);
 }
 
 // Where a run's logits [rows, columns] float32 go, or their largest: [rows, 2] int64, of each row the

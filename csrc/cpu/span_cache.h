@@ -74,23 +74,24 @@ class CacheWork {
 
   // steps: room for 2 · padded_dim
   CacheWork(const AttentionArgs& a, const Task& t, float* steps)
-      : a_(a), t_(t), head_size_(a.block_size * a.padded_dim), steps_(steps) {}
+      : a_(a),
+        t_(t),
+        head_size_(a.block_size * a.padded_dim),
+        head_bytes_(head_size_ * static_cast<int64_t>(sizeof(S)) / kPerItem),
+        steps_(steps) {}
 
   // next: the span that this thread is likely to take after the one that it takes now
   void expect(const Place& next) { next_ = next; }
 
-  // The block of a task's head that holds `position`.
-  int64_t block(const Task& t, int64_t position) const {
-    const int64_t index = a_.block_table[t.sequence * a_.table_stride + position / a_.block_size];
-    return index * a_.kv_heads + t.kv_head;
+  // Of a task's head, what the block has that holds `position`.
+  const S* block(const Task& t, const void* cache, int64_t position) const {
+    const char* at = static_cast<const char*>(cache) + index(t, position) * a_.pitch;
+    return reinterpret_cast<const S*>(at + t.kv_head * head_bytes_);
   }
-  int64_t block(int64_t position) const { return block(t_, position); }
-  const S* block(const void* cache, int64_t position) const {
-    return static_cast<const S*>(cache) + block(position) * head_size_ / kPerItem;
-  }
-  // The float16 scales of the 16 positions from `position` on.
-  F16 scales(const uint16_t* scale, int64_t position) const {
-    return load_half(scale + block(position) * a_.block_size + position % a_.block_size);
+  const S* block(const void* cache, int64_t position) const { return block(t_, cache, position); }
+  // The scales of the 16 positions from `position` on.
+  F16 scales(const Scales& scale, int64_t position) const {
+    return load_half(scales_of(scale, position, a_.block_size) + position % a_.block_size);
   }
 
   // What to ask for meanwhile, exactly so in blocks of kGroup positions, the default; in larger ones, by
@@ -106,8 +107,7 @@ class CacheWork {
     if (!next_.task) return {};
     const int64_t at = next_.span * kSpan + position % kSpan;
     if (at >= a_.context_len[next_.task->sequence]) return {};
-    const S* keys = static_cast<const S*>(a_.key_cache);
-    return {from, keys + block(*next_.task, at) * head_size_ / kPerItem};
+    return {from, block(*next_.task, a_.key_cache, at)};
   }
 
   // What `ask` asks for: the values of positions [first, last), or the next span's keys beside those.
@@ -131,16 +131,16 @@ class CacheWork {
 
   // The block of this head that holds `position` as it was written.
   const bf16* recent(const bf16* pool, int64_t position) const {
-    const int64_t index = a_.block_table[t_.sequence * a_.table_stride + position / a_.block_size];
-    return pool + (a_.recent.slots[index] * a_.kv_heads + t_.kv_head) * head_size_;
+    const int64_t place = a_.recent.slots[index(t_, position)];
+    return pool + (place * a_.kv_heads + t_.kv_head) * head_size_;
   }
 
   // Keys of the 32 positions from `position` on, each dimension with its own step, as panels.
   void widen_channels(const uint8_t* line, int64_t position, T* to) {
-    const uint16_t* scale = a_.key_scale + (block(position) * a_.block_size +
-                                            position % a_.block_size) / kKeyGroup * 2 *
-                                               a_.padded_dim;
-    for (int64_t j = 0; j < 2 * a_.padded_dim; j += 16) store(steps_ + j, load_half(scale + j));
+    const int64_t count = 2 * a_.padded_dim, groups = a_.block_size / kKeyGroup;
+    const uint16_t* scale = scales_of(a_.key_scale, position, groups * count) +
+                            position % a_.block_size / kKeyGroup * count;
+    for (int64_t j = 0; j < count; j += 16) store(steps_ + j, load_half(scale + j));
     const float* low = steps_ + a_.padded_dim;
     for (int64_t panel = 0; panel < kKeyGroup; panel += kColumns)
       for (int64_t j = 0; j < a_.padded_dim; j += 2, line += kLineBytes, to += 2 * kColumns) {
@@ -226,10 +226,17 @@ class CacheWork {
   }
 
  private:
+  int64_t index(const Task& t, int64_t position) const {
+    return a_.block_table[t.sequence * a_.table_stride + position / a_.block_size];
+  }
+  // Those of this head's block, which has `count` of them.
+  const uint16_t* scales_of(const Scales& scale, int64_t position, int64_t count) const {
+    return scale.data + index(t_, position) * scale.pitch + t_.kv_head * count;
+  }
+
   // The 32 positions from `position` on in its block.
   const S* part(const Task& t, const void* cache, int64_t position) const {
-    return static_cast<const S*>(cache) +
-           (block(t, position) * head_size_ + position % a_.block_size * a_.padded_dim) / kPerItem;
+    return block(t, cache, position) + position % a_.block_size * a_.padded_dim / kPerItem;
   }
 
   void widen(const S* from, int64_t count, const Beside& asks, T* to) {
@@ -250,9 +257,9 @@ class CacheWork {
   }
 
   // A group's step of `position`; the minima lie a block's size behind.
-  const uint16_t* steps(const uint16_t* scale, int64_t position, int64_t group) const {
+  const uint16_t* steps(const Scales& scale, int64_t position, int64_t group) const {
     const int64_t groups = (a_.padded_dim + kCacheGroup - 1) / kCacheGroup;
-    return scale + (block(position) * groups + group) * 2 * a_.block_size +
+    return scales_of(scale, position, groups * 2 * a_.block_size) + group * 2 * a_.block_size +
            position % a_.block_size;
   }
 
@@ -270,7 +277,7 @@ class CacheWork {
 
   const AttentionArgs& a_;
   const Task& t_;
-  int64_t head_size_;
+  int64_t head_size_, head_bytes_;
   Blocks blocks_;
   float* steps_;  // a group of keys' steps and minima
   Place next_ = {};

@@ -124,3 +124,16 @@ def test_memory_is_taken_as_it_is_written() -> None:
     assert key.nbytes == 1 << 30 and int(key[-1].count_nonzero()) == 0
     key[5] = 1
     assert bool((key[5] == 1).all()) and int(key[6].count_nonzero()) == 0
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.int8, torch.uint8], ids=str)
+def test_a_block_lies_in_one_piece(dtype: torch.dtype) -> None:
+    """What all layers have of it is side by side: a first token takes a page, not one a layer."""
+    layout = PagedLayout(((2, 64), (1, 20), (3, 16)), dtype, 32)
+    parts = [part for layer in layout.allocate(7) for part in layer]
+    for block in (0, 6):
+        places = sorted((part[block].data_ptr(), part[block].nbytes) for part in parts)
+        ends = [at + size for at, size in places]
+        assert [at for at, _ in places[1:]] == ends[:-1]
+        assert ends[-1] - places[0][0] == layout.bytes_per_block
+        assert places[0][0] - parts[0].data_ptr() == block * layout.bytes_per_block

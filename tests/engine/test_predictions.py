@@ -143,7 +143,7 @@ def test_one_that_misleads_is_looked_at_less_and_less(monkeypatch: pytest.Monkey
 
     def slow(step: Step, kv: KV) -> Tensor:
         took.append(step.num_tokens)
-        end = time.perf_counter() + 2e-4 * (1 + 0.5 * step.num_tokens)
+        end = time.perf_counter() + 1e-3 * (1 + 0.5 * step.num_tokens)
         logits = toy(step, kv)
         while time.perf_counter() < end:
             pass

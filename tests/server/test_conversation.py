@@ -12,6 +12,7 @@ from penstock.server.conversation import Prompts, PromptText, Rendering
 from penstock.server.errors import ApiError
 from penstock.server.protocol.chat import Message
 from penstock.tokenizer import Tokenizer
+from penstock.tokenizer.sandbox import compile_template
 from tests.server.conftest import Running
 
 TEMPLATES = Path(__file__).resolve().parents[2].parent / "shared" / "data" / "templates"
@@ -364,3 +365,23 @@ def test_a_tool_history_is_answered(server: Running) -> None:
             error = answer.json()["error"]
             assert error["param"].endswith("tool_calls[0].function.arguments")
             assert "JSON object" in error["message"]
+
+
+def test_templates_are_compiled_before_a_request(tokenizer: Tokenizer) -> None:
+    prompts = Prompts(tokenizer, 1000)
+    compile_template.cache_clear()
+    prompts.compile_templates(None)
+    before = compile_template.cache_info().misses
+    assert before > 0
+    prompts.rendered(_turns("Hello."), Rendering())
+    assert compile_template.cache_info().misses == before
+
+
+def test_a_broken_template_is_told_of_at_once(
+    tokenizer: Tokenizer, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Once, and the server starts: other requests need none."""
+    Prompts(tokenizer, 1000).compile_templates("{% if messages %}")
+    [said] = [r.message for r in caplog.records if "can't be sent conversations" in r.message]
+    assert "The chat template failed at line 1" in said
+    Prompts(None, 1000).compile_templates(None)

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from penstock.errors import ModelNotFoundError, WeightsError
 from penstock.models.registry import read_config
+from penstock.models.room import Room
 from penstock.models.spec import Ignore, ModelSpec, Rename, Stack
 from penstock.nn.decoder import MATRICES
 from penstock.nn.parameters import Loadable, plain
@@ -274,9 +275,9 @@ def load_weights(
     _check_complete(plans, unknown, expected, spec)
 
     total = sum(torch.Size(shape).numel() for shape in expected.values())
-    done = 0
+    done, room = 0, Room()
     for target, shape in expected.items():
-        tensor = _assemble(plans[target], checkpoint, spec)
+        tensor = _assemble(plans[target], checkpoint, spec, room)
         if tuple(tensor.shape) != shape:
             raise WeightsError(
                 f"{target} needs shape {list(shape)}, but {plans[target].parts} give "
@@ -288,6 +289,7 @@ def load_weights(
         except WeightsError as error:  # of values; which tensor's, only this place knows
             parts = ", ".join(part for part in plans[target].parts if part is not None)
             raise WeightsError(f"{parts}: {error}") from error
+        room.leave_to(modules[name])
         if stored is not None:
             stored(name, modules[name])
         done += math.prod(shape)
@@ -295,14 +297,14 @@ def load_weights(
             progress(done, total)
 
 
-def _assemble(plan: _Plan, checkpoint: Source, spec: ModelSpec) -> Tensor | Codes:
+def _assemble(plan: _Plan, checkpoint: Source, spec: ModelSpec, room: Room) -> Tensor | Codes:
     found = [checkpoint.read(part) for part in plan.parts if part is not None]
     codes = [part for part in found if isinstance(part, Codes)]
     if len(codes) == len(found) and _keeps(plan, checkpoint):
         return codes[0] if len(codes) == 1 else Codes.stack(codes)
     tensors = [part.dequantize() if isinstance(part, Codes) else part for part in found]
     try:
-        tensor = tensors[0] if len(tensors) == 1 else torch.cat(tensors)
+        tensor = tensors[0] if len(tensors) == 1 else room.join(tensors)
         if plan.rule.transform is None:
             return tensor
         return plan.rule.transform(tensor, spec.decoder).contiguous()  # packing reads rows

@@ -8,6 +8,7 @@ Source: Su et al. 2021, arXiv:2104.09864.
 from __future__ import annotations
 
 import math
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import torch
@@ -84,13 +85,29 @@ def _longrope_factor(rope: RopeSpec) -> float:
     return math.sqrt(1 + math.log(rope.factor) / math.log(rope.original_max_position))
 
 
+_ROWS = 1024
+"""Positions at a time: what is computed between stays in a core's cache."""
+
+
 def cos_sin_table(rope: RopeSpec, max_len: int) -> Tensor:
     """[max_len, R] float32: R/2 cosines, then R/2 sines, for positions 0 … max_len − 1."""
     inv, factor = inverse_frequencies(rope, max_len)
-    positions = np.arange(max_len, dtype=np.float32)
-    angles = np.outer(positions, inv.astype(np.float32)).astype(np.float64)
-    table = np.concatenate((np.cos(angles), np.sin(angles)), axis=1) * factor
-    return torch.from_numpy(table.astype(np.float32))
+    half = len(inv)
+    table = np.empty((max_len, 2 * half), dtype=np.float32)
+
+    def fill(first: int) -> None:
+        part = table[first : first + _ROWS]
+        positions = np.arange(first, first + len(part), dtype=np.float32)
+        angles = np.outer(positions, inv.astype(np.float32)).astype(np.float64)
+        part[:, :half] = np.cos(angles) * factor
+        part[:, half:] = np.sin(angles) * factor
+
+    if max_len <= _ROWS:
+        fill(0)
+    else:
+        with ThreadPoolExecutor(torch.get_num_threads()) as threads:
+            list(threads.map(fill, range(0, max_len, _ROWS)))
+    return torch.from_numpy(table)
 
 
 class RotaryTable(nn.Module):

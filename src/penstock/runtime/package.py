@@ -55,8 +55,6 @@ class PackageForward:
     def __call__(self, step: Step, kv: KV) -> Tensor:
         if kv is not self._kv:
             self.inputs.check_cache(kv)
-            if not all(part.is_contiguous() for layer in kv for part in layer):
-                raise KernelError("A compiled graph takes contiguous caches.")
             self._kv, self._caches = kv, [part for layer in kv for part in layer]
         arrays = _arrays(step)
         logits: Tensor = self._package.loader.boxed_run([*arrays, *self._caches, *self._weights])[0]

@@ -63,8 +63,8 @@ class SequenceSampling:
         )
         stops = _within("stop_token_ids", params.stop_ids, vocab_size)
         # A model may declare an end token that its output layer doesn't have: it can't be drawn.
-        ends = [token for token in eos_token_ids if 0 <= token < vocab_size]
-        self.end_ids: Ids = np.unique(np.concatenate((stops, np.array(ends, dtype=np.int64))))
+        ends = {token for token in eos_token_ids if 0 <= token < vocab_size}
+        self.end_ids: Ids = np.array(sorted(ends.union(stops.tolist())), dtype=np.int64)
         repeats = params.repetition_penalty != 1.0
         self.has_penalties = (
             repeats or params.presence_penalty != 0.0 or params.frequency_penalty != 0.0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,6 +16,8 @@ from penstock.server.protocol.common import CacheControl
 from penstock.server.tools.telling import Telling, without_calls
 from penstock.tokenizer import Tokenizer
 from penstock.tokenizer.tool_calls import ToolCallForm
+
+logger = logging.getLogger("penstock.server")
 
 # What is read of texts that may be longer than the model takes; a million characters take a second.
 _MOST_CHARACTERS = 1 << 20
@@ -79,6 +82,24 @@ class Prompts:
     def __init__(self, tokenizer: Tokenizer | None, max_len: int) -> None:
         self._tokenizer = tokenizer
         self._max_len = max_len
+
+    def compile_templates(self, chosen: str | None) -> None:
+        """Compile what conversations are written by, before a request would wait for it.
+
+        chosen: the server's own template. One that is broken is told of in the log: requests for
+        anything else are answered.
+        """
+        if self._tokenizer is None:
+            return
+        from penstock.tokenizer.chat import check_template  # and jinja2
+
+        sources = [self._tokenizer.template_source(chosen, has_tools=has) for has in (False, True)]
+        for source in dict.fromkeys(sources):
+            try:
+                if source is not None:
+                    check_template(source)
+            except ChatTemplateError as error:
+                logger.warning("This model can't be sent conversations. %s", error)
 
     @property
     def tokenizer(self) -> Tokenizer:

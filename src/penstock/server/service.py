@@ -121,6 +121,7 @@ class Service:
         self._names = self._names or (name,)
         runtime = llm.runtime
         self.prompts = Prompts(runtime.tokenizer, runtime.model.max_model_len)
+        self.prompts.compile_templates(self.config.chat_template)
         self.tooling = Tooling(runtime.tokenizer, self.config)
         self.defaults = default_params(runtime.model.generation)
         self.metrics.attach(llm, self._names[0])

@@ -9,14 +9,17 @@ for int8 two more, float16: scales of keys and of values [N, Hkv, P]; and for in
 with scales of each [N, Hkv, G, 2, P] float16, for groups of 32 dimensions. With a window (kivi) the
 scales of keys are [N, Hkv, P/32, 2, D], and four more tensors hold recent tokens: `ops.kivi`.
 
+What all layers have of a block lies in one piece, each tensor a view into it: memory is taken by
+the block as blocks come into use, not in a page for each layer, and one copy moves a block.
+
 `PagedRows` has the same blocks for a GPU, [N, Hkv, P, D] (`ops.rows`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 
@@ -27,6 +30,9 @@ from penstock.ops.panels import COLUMNS, round_up, vnni_factor
 from penstock.step import KV
 
 CPU = torch.device("cpu")
+
+_Part = tuple[tuple[int, ...], torch.dtype]
+_Zeros = Callable[[tuple[int, ...], torch.dtype], torch.Tensor]
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,18 +100,16 @@ class PagedLayout:
 
     def allocate(self, num_blocks: int, device: torch.device = CPU) -> KV:
         """The cache, zeroed; a CPU's is committed as it is first used."""
-        zeros = lazy_zeros if device.type == "cpu" else partial(_zeros_on, device)
-        kv: KV = [
-            tuple(zeros(shape, dtype) for shape, dtype in self._parts(num_blocks, *head))
-            for head in self.heads
-        ]
+        layers = [self._parts(num_blocks, *head) for head in self.heads]
+        kv = _in_one_piece([parts[:4] for parts in layers], _zeros_on(device))
         if not self.recent_window:
             return kv
+        recent = [[_zeros_on(device)(*part) for part in parts[4:]] for parts in layers]
         slots = torch.full((num_blocks,), -1, dtype=torch.int32)
         window = torch.tensor([self.recent_window], dtype=torch.int32)
-        return [(*layer, slots, window) for layer in kv]
+        return [(*views, *beside, slots, window) for views, beside in zip(kv, recent, strict=True)]
 
-    def _parts(self, n: int, count: int, dim: int) -> list[tuple[tuple[int, ...], torch.dtype]]:
+    def _parts(self, n: int, count: int, dim: int) -> list[_Part]:
         """Shape and dtype of one layer's tensors."""
         p, d = self.block_size, round_up(dim, COLUMNS)
         if self.dtype is torch.uint8:
@@ -143,14 +147,37 @@ class PagedRows(PagedLayout):
         count, dim = self.heads[layer]
         return 2 * count * (dim * self.dtype.itemsize + (2 if self.dtype is torch.int8 else 0))
 
-    def _parts(self, n: int, count: int, dim: int) -> list[tuple[tuple[int, ...], torch.dtype]]:
+    def allocate(self, num_blocks: int, device: torch.device = CPU) -> KV:
+        """The cache, zeroed; a CPU's is committed as it is first used."""
+        zeros = _zeros_on(device)
+        layers = [self._parts(num_blocks, *head) for head in self.heads]
+        return [tuple(zeros(*part) for part in parts) for parts in layers]
+
+    def _parts(self, n: int, count: int, dim: int) -> list[_Part]:
         whole = ((n, count, self.block_size, dim), self.dtype)
         by_token = ((n, count, self.block_size), torch.float16)
         return [whole, whole, *([by_token, by_token] if self.dtype is torch.int8 else [])]
 
 
-def _zeros_on(device: torch.device, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    return torch.zeros(shape, dtype=dtype, device=device)
+def _zeros_on(device: torch.device) -> _Zeros:
+    if device.type == "cpu":
+        return lazy_zeros
+    return lambda shape, dtype: torch.zeros(shape, dtype=dtype, device=device)
+
+
+def _in_one_piece(layers: Sequence[Sequence[_Part]], zeros: _Zeros) -> KV:
+    """Zeros of these shapes, which begin with one number of blocks; a block's lie side by side."""
+    sizes = [[math.prod(shape[1:]) * dtype.itemsize for shape, dtype in parts] for parts in layers]
+    num_blocks, pitch = layers[0][0][0][0], sum(map(sum, sizes))
+    whole, at = zeros((num_blocks, pitch), torch.uint8), 0
+    kv: KV = []
+    for parts, held in zip(layers, sizes, strict=True):
+        views = []
+        for (shape, dtype), size in zip(parts, held, strict=True):
+            views.append(whole[:, at : at + size].view(dtype).unflatten(1, shape[1:]))
+            at += size
+        kv.append(tuple(views))
+    return kv
 
 
 _FEW = 16
