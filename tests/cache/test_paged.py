@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from penstock.cache import PagedLayout, copy_blocks
+from penstock.cache import PagedLayout, PagedRows, copy_blocks
+from penstock.cache.layouts import block_rows
 
 
 @pytest.mark.parametrize(
@@ -137,3 +138,23 @@ def test_a_block_lies_in_one_piece(dtype: torch.dtype) -> None:
         assert [at for at, _ in places[1:]] == ends[:-1]
         assert ends[-1] - places[0][0] == layout.bytes_per_block
         assert places[0][0] - parts[0].data_ptr() == block * layout.bytes_per_block
+
+
+def test_rows_of_blocks() -> None:
+    """One piece for all layers; layers of another cache, or some of one, are found too."""
+    layout = PagedLayout(((2, 64), (1, 20), (3, 16)), torch.int8, 32)
+    kv = layout.allocate(7)
+    [rows] = block_rows(kv)
+    assert rows.shape == (7, layout.bytes_per_block // 8)
+    rows[3] = -1
+    for part in (part for layer in kv for part in layer):
+        assert (part.view(torch.uint8)[3] == 255).all()
+        assert not part.view(torch.uint8)[[2, 4]].any()
+    [first] = block_rows(kv[:1])
+    last = PagedLayout(((3, 16),), torch.int8, 32).bytes_per_block // 8
+    assert [len(first[0]), *(len(r[0]) for r in block_rows([kv[0], kv[2]]))] == [
+        len(first[0]), len(first[0]), last,
+    ]  # fmt: skip
+    assert len(block_rows([*kv, *layout.allocate(7)])) == 2
+    assert len(block_rows(PagedRows(((2, 64), (1, 20)), torch.int8, 32).allocate(7))) == 8
+    assert len(block_rows(PagedLayout(((1, 16),), torch.uint8, 32, 64, 3).allocate(4))) == 1

@@ -93,16 +93,16 @@ class _Blocks:
     def __init__(self, kv: KV, blocks: Sequence[int], places: Sequence[int] | None = None) -> None:
         """places: None for the first ones."""
         index = torch.tensor(blocks, dtype=torch.int64)
-        self.layers = [[_bytes(part)[index] for part in layer[:4]] for layer in kv]
+        self.layers = [[_of(part, index) for part in layer[:4]] for layer in kv]
         self.places = range(len(blocks)) if places is None else places
 
     def __len__(self) -> int:
         return len(self.places)
 
 
-def _bytes(part: torch.Tensor) -> torch.Tensor:
+def _of(part: torch.Tensor, blocks: torch.Tensor) -> torch.Tensor:
     """[blocks, bytes]"""
-    return part.contiguous().view(torch.uint8).reshape(part.shape[0], -1)
+    return part.view(torch.uint8)[blocks].flatten(1)
 
 
 def _first_difference(held: _Blocks, fresh: _Blocks) -> tuple[int, int] | None:

@@ -180,6 +180,29 @@ def _in_one_piece(layers: Sequence[Sequence[_Part]], zeros: _Zeros) -> KV:
     return kv
 
 
+def block_rows(kv: KV) -> list[torch.Tensor]:
+    """What blocks hold, in as few pieces as they lie in: [N, words] int64 each, in that memory.
+
+    Not what lies in recent blocks.
+    """
+    found: list[torch.Tensor] = []
+    for part in (part for layer in kv for part in layer[:4] if part.numel()):
+        row = part.view(part.shape[0], part[0].numel()).view(torch.int64)
+        last = found[-1] if found else row[:, :0]
+        begins, pitch = last.storage_offset(), last.stride(0)
+        width = last.shape[1] + row.shape[1]
+        beside = (
+            row.stride(0) == pitch >= width
+            and row.data_ptr() == last.data_ptr() + last.nbytes // max(len(last), 1)
+            and row.untyped_storage().data_ptr() == last.untyped_storage().data_ptr()
+        )
+        if found and beside:
+            found[-1] = last.as_strided((len(row), width), (pitch, 1), begins)
+        else:
+            found.append(row)
+    return found
+
+
 _FEW = 16
 """Blocks that are copied one by one."""
 
@@ -197,11 +220,9 @@ def copy_blocks(kv: KV, pairs: Sequence[tuple[int, int]]) -> None:
     one_by_one &= device.type == "cpu"  # elsewhere each is a launch
     source = torch.tensor([a for a, _ in pairs], device=device)
     target = torch.tensor([b for _, b in pairs], device=device)
-    for layer in kv:
-        for part in layer[:4]:
-            held = part.view(torch.uint8) if part.dtype is torch.float8_e4m3fn else part
-            if not one_by_one:
-                held[target] = held[source]
-                continue
-            for a, b in pairs:
-                held[b].copy_(held[a])
+    for held in block_rows(kv):
+        if not one_by_one:
+            held[target] = held[source]
+            continue
+        for a, b in pairs:
+            held[b].copy_(held[a])
