@@ -121,7 +121,7 @@ class SwapStore:
         while sum(self._sizes) <= slot:
             size = max(sum(self._sizes), 16)
             shapes = [(size, cache.shape[1]) for cache in self._cache]
-            # in whole pages: a copy to memory that lies 16 bytes further took 3 times as long on Zen 3
+            # of whole pages: a copy that ends 16 bytes off a page took 3 times as long on Zen 3
             fresh = [lazy_zeros(shape, torch.int64).numpy() for shape in shapes]
             for chunks, chunk in zip(self._parts, fresh, strict=True):
                 chunks.append(chunk)  # all were allocated: none is half there
