@@ -43,6 +43,13 @@ def __getattr__(name: str) -> Any:
     """Public names load on first use: `penstock --help` needn't wait for torch."""
     if name not in __all__:
         raise AttributeError(f"module 'penstock' has no attribute {name!r}")
+    import gc
     import importlib
 
-    return getattr(importlib.import_module(_HOMES.get(name, "penstock.engine")), name)
+    collects = gc.isenabled()
+    gc.disable()  # modules stay: to look for garbage among them took a third of this import
+    try:
+        return getattr(importlib.import_module(_HOMES.get(name, "penstock.engine")), name)
+    finally:
+        if collects:
+            gc.enable()

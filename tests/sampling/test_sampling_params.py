@@ -74,7 +74,7 @@ def test_defaults_are_vllms():
         ({"stop": 3}, "stop is 3, a int"),
         ({"stop": b"x"}, "stop is b'x', a bytes"),
         ({"stop": "x", "detokenize": False}, "stop holds 1 strings but detokenize is False"),
-        ({"seed": -1}, "seed is -1"),
+        ({"seed": -(2**63) - 1}, "seed is -9223372036854775809"),
         ({"seed": 2**64}, "seed is 18446744073709551616"),
         ({"seed": 1.0}, "seed is 1.0, a float"),
         ({"max_tokens": 0}, "max_tokens is 0"),
@@ -144,6 +144,22 @@ def test_values_are_stored_in_one_form():
         int,
     ]
     assert p.stop_strings == ("end",)
+
+
+@pytest.mark.parametrize(
+    ("seed", "stored"),
+    [
+        (None, None),
+        (-1, None),  # as in vLLM
+        (np.int64(-1), None),
+        (0, 0),
+        (-2, 2**64 - 2),
+        (-(2**63), 2**63),
+        (2**64 - 1, 2**64 - 1),
+    ],
+)
+def test_seeds(seed, stored):
+    assert SamplingParams(seed=seed).seed == stored
 
 
 def test_a_caller_cannot_change_it_afterwards():

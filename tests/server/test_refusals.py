@@ -81,6 +81,8 @@ NAMED = [
     (CHAT, {"cache_salt": ""}, "cache_salt", "cache_salt is empty"),
     (CHAT, {"temperature": -1}, "temperature", "temperature is -1"),
     (CHAT, {"top_p": 2}, "top_p", "top_p is 2"),
+    (CHAT, {"seed": 2**64}, "seed", "seed is 18446744073709551616; it must be in [-92"),
+    (WORDS, {"seed": -(2**63) - 1}, "seed", "seed is -9223372036854775809"),
     (CHAT, {"top_k": -2}, "top_k", "top_k is -2"),
     (CHAT, {"min_p": 2}, "min_p", "min_p is 2"),
     (CHAT, {"presence_penalty": 3}, "presence_penalty", "presence_penalty is 3"),

@@ -84,7 +84,7 @@ class SamplingParams(Checked):
     guidance_scale: float = 1.0  # away from the negative prompt; 1 is off
     negative_prompt: str | Sequence[int] | None = None  # None: the prompt's last token
     token_healing: bool = False  # the prompt's last tokens are chosen anew; of completions
-    seed: int | None = None
+    seed: int | None = None  # None or -1: a fresh one; other negative ones count from 2^64 down
     stop: str | Sequence[str] | None = None
     stop_token_ids: Sequence[int] | None = None
     max_tokens: int | None = 16  # None = up to the context length
@@ -232,7 +232,9 @@ class SamplingParams(Checked):
         self._set("logits_processors", processors(self.logits_processors))
         self._set("stop_token_ids", token_ids("stop_token_ids", self.stop_token_ids or ()))
         if self.seed is not None:
-            self._whole("seed", 0, _SEEDS - 1, "Use None for a fresh one per request.")
+            hint = "Use None, or -1, for a fresh one per request."
+            self._whole("seed", -_SEEDS // 2, _SEEDS - 1, hint)
+            self._set("seed", None if self.seed == -1 else self.seed % _SEEDS)
         if self.max_tokens is not None:
             self._whole("max_tokens", 1, None, "Use None for as many as the context holds.")
         self._whole("min_tokens", 0, None, "0 sets no minimum.")

@@ -21,7 +21,6 @@ STRICT = frozenset(
     "format guided_choice guided_grammar guided_json guided_regex output_format response_format "
     "structural_tag structured_outputs".split()
 )
-_SEEDS = 1 << 64
 _TOKENS = 1 << 31
 T = TypeVar("T")
 
@@ -175,8 +174,6 @@ class SamplingFields(Body):
         }
         if "logit_bias" in given:
             given["logit_bias"] = {_token(k): v for k, v in given["logit_bias"].items()}
-        if "seed" in given:
-            given["seed"] %= _SEEDS  # the API's seeds may be negative
         base = {name: getattr(defaults, name) for name in SUGGESTED}
         if self.mirostat:  # which takes the place of cuts that nobody has asked for
             base = {name: value for name, value in base.items() if name not in CUTS}
