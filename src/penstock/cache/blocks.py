@@ -2,8 +2,8 @@
 
 A block is in one of three states: in use (its count is above 0), idle (its count is 0, but the
 prefix tree knows its contents and may hand it out again), or free. Idle blocks are given up in the
-order in which they became idle. A sequence releases its blocks last to first, so a block is always
-given up after those that continue it.
+order in which they became idle. A sequence releases its blocks last to first, so a block is given
+up after those that continue it; but for those that a window has passed by, which go before.
 Source: Kwon et al. 2023, arXiv:2309.06180.
 """
 
@@ -20,11 +20,19 @@ class BlockPool:
 
     def __init__(self, num_blocks: int) -> None:
         self.num_blocks = num_blocks
-        self._count = [0] * num_blocks
+        self._count = [0] * num_blocks + [1]  # the last is `empty`, which is never let go
         self._free = list(range(num_blocks - 1, -1, -1))
         self._idle: OrderedDict[int, None] = OrderedDict()
         self._known: set[int] = set()
         self.on_evict: Callable[[int], None] = lambda block: None
+
+    @property
+    def empty(self) -> int:
+        """A block that nothing is ever written to, behind the others; whoever holds it shares it.
+
+        Caches of models whose layers all see a window have it: `runtime.memory.window_of`.
+        """
+        return self.num_blocks
 
     @property
     def num_available(self) -> int:
@@ -49,7 +57,7 @@ class BlockPool:
         """Of each block: 0 free, 1 used, 2 used by several, 3 idle. For another thread to show:
         while the engine works, a block may be told a step late.
         """
-        found = bytearray(min(count, 2) for count in self._count)
+        found = bytearray(min(count, 2) for count in self._count[: self.num_blocks])
         for block in list(self._idle):
             found[block] = 3
         return bytes(found)
@@ -94,6 +102,13 @@ class BlockPool:
     def keep(self, block: int) -> None:
         """`block` becomes idle instead of free when it is let go."""
         self._known.add(block)
+
+    def lose(self, block: int) -> None:
+        """What `block` holds can't be found any more: it becomes free when it is let go, or is."""
+        self._known.discard(block)
+        if block in self._idle:
+            del self._idle[block]
+            self._free.append(block)
 
     def forget(self) -> None:
         """Every idle block becomes free."""

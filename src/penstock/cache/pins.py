@@ -151,9 +151,10 @@ class Pins:
         """A prompt is in the cache, its whole blocks in `path`: pins that it begins with live on.
 
         wanted: (tokens, seconds): the whole blocks of so many of its first are pinned for so long
-        from now, at least.
+        from now, at least. What a window has passed by, and others have taken, isn't pinned.
         """
         self.expire()
+        path = list(itertools.takewhile(lambda node: not node.lost, path))
         ttls: dict[int, float] = {}  # by number of blocks
         for tokens, ttl_s in wanted:
             count = min(tokens // self._block_size, len(path))

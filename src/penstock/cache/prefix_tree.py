@@ -20,15 +20,19 @@ NO_PREFIXES = {"prefix_hit_rate": 0.0, "prefix": {"queries": 0, "hits": 0}}
 
 
 class Node:
-    """One cached block, or a root (block −1)."""
+    """One cached block, or a root (block −1).
 
-    __slots__ = ("block", "children", "key", "parent")
+    lost: its block, or one before it, has been given up, so that nobody finds it.
+    """
+
+    __slots__ = ("block", "children", "key", "lost", "parent")
 
     def __init__(self, block: int, key: Key, parent: Node | None) -> None:
         self.block = block
         self.key = key
         self.parent = parent
         self.children: dict[Key, Node] = {}
+        self.lost = False
 
 
 class _Root(Node):
@@ -101,9 +105,13 @@ class PrefixTree:
         """The node of `tokens` after `parent`: a new one with `block`, or the one that is there.
 
         When another block already holds the same tokens, the caller should hold that one instead:
-        their contents are equal, bit for bit.
+        their contents are equal, bit for bit. After a lost one the node is lost as well.
         """
         key = tuple(tokens)
+        if parent.lost:
+            lost = Node(block, key, parent)
+            lost.lost = True
+            return lost
         node = parent.children.get(key)
         if node is None:
             node = parent.children[key] = Node(block, key, parent)
@@ -113,7 +121,14 @@ class PrefixTree:
 
     def _evict(self, block: int) -> None:
         node = self._nodes.pop(block)
-        assert not node.children  # a continuation is always given up before
+        below = list(node.children.values())  # there are some where a window has passed it by
+        while below:
+            one = below.pop()
+            below += one.children.values()
+            one.lost, one.children = True, {}
+            del self._nodes[one.block]
+            self._pool.lose(one.block)
+        node.lost, node.children = True, {}
         parent = node.parent
         assert parent is not None  # roots have no block
         del parent.children[node.key]

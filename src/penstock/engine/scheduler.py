@@ -29,6 +29,7 @@ from penstock.engine.rows import Rows
 from penstock.engine.sharing import awaits, filling_beside
 from penstock.engine.swapping import Swapper
 from penstock.engine.waiting import Entry, WaitingQueue
+from penstock.engine.window import Window
 
 __all__ = ["Part", "Plan", "Scheduler"]
 
@@ -46,8 +47,11 @@ class Scheduler:
         swap_space: SwapSpace,
         preemption: Preemption,
         clock: Callable[[], float] = time.monotonic,
+        window: int = 0,
     ) -> None:
-        """clock: seconds that never go back; what waiting is measured by."""
+        """clock: seconds that never go back; what waiting is measured by. window: tokens that the
+        widest layer sees, where the cache has a block that stays empty; else 0.
+        """
         self.config = config
         self.pool = pool
         self.tree = tree
@@ -66,6 +70,7 @@ class Scheduler:
         self.table = np.zeros((config.max_num_seqs, width), dtype=np.int32)
         self.forks = Forks(pool, self.table, self.running)
         self.reservations = Reservations(pool, self.table, block_size, self.running, self.waiting)
+        self.window = Window(pool, self.table, block_size, window)
         self.rows = Rows(config.max_num_seqs)
         self._stuck: Sequence | None = None  # lacked blocks in the last step; none were freed since
 
@@ -388,7 +393,7 @@ class Scheduler:
 
     def _preempt(self, victim: Sequence, asker: Sequence, plan: Plan) -> None:
         """Take blocks and row from `victim`, and from its group if that is swapped out."""
-        own = sum(self.pool.count(node.block) == 1 for node in victim.nodes)
+        own = sum(self.pool.count(block) == 1 for block in victim.blocks[: len(victim.nodes)])
         stay = len(victim.nodes) - min(self._taken_meanwhile([victim], asker), own)
         record = self.preemption.recompute(victim, stay * self.block_size)
         if swap := self._swap_out(victim, asker, record, plan):
@@ -474,19 +479,21 @@ class Scheduler:
     def computed(self, sequence: Sequence, count: int) -> bool:
         """`count` more tokens of `sequence` are in the cache; full blocks become findable.
 
-        Whether a block of it has given way to another's that holds the same.
+        Whether a block of it has given way to another's that holds the same, or is seen no more.
         """
-        replaced = False
         sequence.num_computed += count
-        if self.tree is None:
-            return replaced
+        replaced = self.tree is not None and self._make_findable(sequence, self.tree)
+        return self.window.pass_by(sequence) or replaced
+
+    def _make_findable(self, sequence: Sequence, tree: PrefixTree) -> bool:
+        replaced = False
         size, nodes = self.block_size, sequence.nodes
         while (len(nodes) + 1) * size <= sequence.num_computed:
             at = len(nodes)
             tokens = sequence.tokens[at * size : (at + 1) * size]
             salt = sequence.request.options.cache_salt
-            parent = nodes[-1] if nodes else self.tree.root(salt)
-            node = self.tree.insert(parent, tokens, sequence.blocks[at])
+            parent = nodes[-1] if nodes else tree.root(salt)
+            node = tree.insert(parent, tokens, sequence.blocks[at])
             if node.block != sequence.blocks[at]:  # somebody computed the same: hold theirs
                 self.pool.share(node.block)
                 self.pool.release([sequence.blocks[at]])

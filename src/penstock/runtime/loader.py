@@ -29,7 +29,7 @@ from penstock.runtime.engine_folder import EngineFolder, is_engine
 from penstock.runtime.forwards import forward_of, forward_of_engine, forward_on, workspace_bytes
 from penstock.runtime.graphs import StepLimits
 from penstock.runtime.medusa import open_medusa
-from penstock.runtime.memory import activation_bytes, plan_blocks
+from penstock.runtime.memory import activation_bytes, plan_blocks, window_of
 from penstock.runtime.plan import Plan
 from penstock.runtime.runner import Forward, Runner
 from penstock.runtime.vocabulary import ReducedVocabulary
@@ -96,6 +96,13 @@ class Runtime:
         return sum(layout.nbytes(self.num_blocks) for layout in self.layouts)
 
     @property
+    def window(self) -> int:
+        """The tokens that the model's widest layer sees, where blocks may be let go beyond them."""
+        if len(self.runner.kv[0][0]) == self.num_blocks:
+            return 0
+        return window_of(self.model.spec.decoder, self.model.max_model_len)
+
+    @property
     def vocab_map(self) -> VocabMap | None:
         """Of a model with a reduced vocabulary."""
         return None if self.runner.vocabulary is None else self.runner.vocabulary.map
@@ -132,7 +139,7 @@ def load_runtime(config: EngineConfig, progress: Progress | None = None) -> Runt
     target = Target(folder, loaded, tokenizer, vocabulary, device=device)
     opened = open_beside(config, target)
     layout, blocks = _cache(config, loaded, opened, device=device)
-    kv = layout.allocate(blocks, device.torch)
+    kv = layout.allocate(blocks + _empty_blocks(loaded, layout, opened), device.torch)
     if device.by_triton:
         forward = forward_on(
             device, loaded.model, kv, _limits(config, loaded, layout), config.model
@@ -190,7 +197,7 @@ def _load_engine(folder: Path, config: EngineConfig) -> Runtime:
     mapped = 0 if device.is_gpu else engine.manifest["weights"]["bytes"]
     opened = open_beside(config, Target(folder, loaded, tokenizer, vocabulary, engine, device))
     layout, blocks = _cache(config, loaded, opened, mapped, device)
-    kv = layout.allocate(blocks, device.torch)
+    kv = layout.allocate(blocks + _empty_blocks(loaded, layout, opened), device.torch)
     eager, hidden = config.model.enforce_eager, None
     if device.by_triton:
         forward = forward_on(device, loaded.model, kv, _limits(config, loaded, layout), model)
@@ -284,6 +291,16 @@ def _cache(
         "" if opened is None else opened.described(blocks),
     )  # fmt: skip
     return layout, blocks
+
+
+def _empty_blocks(loaded: LoadedModel, layout: PagedLayout, opened: Opened | None) -> int:
+    """How many more blocks a cache gets, which stand for those that nobody sees.
+
+    None where another model reads the same tables, or codes depend on what was recent.
+    """
+    if opened is not None or layout.recent_window:
+        return 0
+    return int(window_of(loaded.spec.decoder, loaded.max_model_len) > 0)
 
 
 def vocab_map_of(folder: Path, vocab_size: int) -> VocabMap | None:

@@ -61,6 +61,15 @@ def activation_bytes(
     return tokens + 3 * 4 * rows * decoder.vocab_size
 
 
+def window_of(decoder: DecoderSpec, max_model_len: int) -> int:
+    """The tokens that the widest layer sees; 0 where one sees all of `max_model_len`.
+
+    A cache has one more block there, which stays empty: it stands for those that nobody sees.
+    """
+    windows = [layer.attention.window for layer in decoder.layers]
+    return max(windows) if all(0 < window < max_model_len for window in windows) else 0
+
+
 def plan_blocks(
     layout: PagedLayout,
     config: CacheConfig,
