@@ -9,6 +9,7 @@ Source: Kwon et al. 2023, arXiv:2309.06180, section 4.5.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -19,7 +20,7 @@ from penstock.cache.pages import lazy_zeros
 from penstock.errors import PenstockError
 from penstock.step import KV
 
-Words = NDArray[np.int64]
+Words = NDArray[np.integer[Any]]
 
 
 class SwapSpace:
@@ -120,9 +121,9 @@ class SwapStore:
         """Have room for `slot`."""
         while sum(self._sizes) <= slot:
             size = max(sum(self._sizes), 16)
-            shapes = [(size, cache.shape[1]) for cache in self._cache]
+            shapes = [((size, cache.shape[1]), cache.dtype) for cache in self._cache]
             # of whole pages: a copy that ends 16 bytes off a page took 3 times as long on Zen 3
-            fresh = [lazy_zeros(shape, torch.int64).numpy() for shape in shapes]
+            fresh = [lazy_zeros(*shape).numpy() for shape in shapes]
             for chunks, chunk in zip(self._parts, fresh, strict=True):
                 chunks.append(chunk)  # all were allocated: none is half there
             self._sizes.append(size)

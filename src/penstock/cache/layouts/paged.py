@@ -181,13 +181,14 @@ def _in_one_piece(layers: Sequence[Sequence[_Part]], zeros: _Zeros) -> KV:
 
 
 def block_rows(kv: KV) -> list[torch.Tensor]:
-    """What blocks hold, in as few pieces as they lie in: [N, words] int64 each, in that memory.
+    """What blocks hold, in as few pieces as they lie in: [N, words] each, in that memory.
 
-    Not what lies in recent blocks.
+    A word is an int64, or a byte where blocks have no whole number of those. Not what lies in
+    recent blocks.
     """
     found: list[torch.Tensor] = []
     for part in (part for layer in kv for part in layer[:4] if part.numel()):
-        row = part.view(part.shape[0], part[0].numel()).view(torch.int64)
+        row = part.view(part.shape[0], part[0].numel()).view(torch.int8)
         last = found[-1] if found else row[:, :0]
         begins, pitch = last.storage_offset(), last.stride(0)
         width = last.shape[1] + row.shape[1]
@@ -200,7 +201,12 @@ def block_rows(kv: KV) -> list[torch.Tensor]:
             found[-1] = last.as_strided((len(row), width), (pitch, 1), begins)
         else:
             found.append(row)
-    return found
+    return [_in_words(row) for row in found]
+
+
+def _in_words(row: torch.Tensor) -> torch.Tensor:
+    whole = row.shape[1] % 8 == row.stride(0) % 8 == row.data_ptr() % 8 == 0
+    return row.view(torch.int64) if whole and row.storage_offset() % 8 == 0 else row
 
 
 _FEW = 16
