@@ -52,9 +52,9 @@ int64_t pitch_of(const Tensor& part, const char* what) {
   return part.stride(0);
 }
 
-Scales scales(const Tensor& scale, int64_t count, const char* shape) {
+Scales scales(const Tensor& scale, int64_t blocks, int64_t count, const char* shape) {
   STD_TORCH_CHECK(scale.scalar_type() == ScalarType::Half && scale.dim() > 1 &&
-                      scale.numel() == count,
+                      scale.size(0) == blocks && scale.numel() == count,
                   "scales must be float16 ", shape, ": ", count, " of them");
   return {static_cast<uint16_t*>(scale.data_ptr()), pitch_of(scale, "scales")};
 }
@@ -114,17 +114,19 @@ CacheShape cache_shape(const CacheTensors& c, DType dtype, int64_t dim) {
   const int64_t heads = s.blocks * s.kv_heads;
   if (kind == Stored::int8) {
     const int64_t count = heads * s.block_size;
-    s.key_scale = scales(*c.key_scale, count, "[blocks, heads, block size]");
-    s.value_scale = scales(*c.value_scale, count, "[blocks, heads, block size]");
+    s.key_scale = scales(*c.key_scale, s.blocks, count, "[blocks, heads, block size]");
+    s.value_scale = scales(*c.value_scale, s.blocks, count, "[blocks, heads, block size]");
   } else if (scaled) {
     const int64_t groups = (s.padded_dim + kCacheGroup - 1) / kCacheGroup;
     const int64_t count = heads * groups * 2 * s.block_size;
-    s.value_scale = scales(*c.value_scale, count, "[blocks, heads, groups, 2, block size]");
+    s.value_scale =
+        scales(*c.value_scale, s.blocks, count, "[blocks, heads, groups, 2, block size]");
     s.key_scale =
         s.recent.slots
-            ? scales(*c.key_scale, heads * (s.block_size / kKeyGroup) * 2 * s.padded_dim,
+            ? scales(*c.key_scale, s.blocks,
+                     heads * (s.block_size / kKeyGroup) * 2 * s.padded_dim,
                      "[blocks, heads, block size / 32, 2, padded dim]")
-            : scales(*c.key_scale, count, "[blocks, heads, groups, 2, block size]");
+            : scales(*c.key_scale, s.blocks, count, "[blocks, heads, groups, 2, block size]");
   }
   return s;
 }

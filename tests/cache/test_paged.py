@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from penstock.cache import PagedLayout, PagedRows, copy_blocks
-from penstock.cache.layouts import block_rows
+from penstock.cache import PagedLayout, PagedRows, block_rows, copy_blocks
 
 
 @pytest.mark.parametrize(
@@ -55,7 +54,7 @@ def _filled(blocks: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
 
 def test_copy_blocks() -> None:
     kv = _filled(6)
-    copy_blocks(kv, [(0, 4), (0, 5), (2, 1)])
+    copy_blocks(block_rows(kv), [(0, 4), (0, 5), (2, 1)])
     for keys, values in kv:
         assert [block.unique().tolist() for block in keys] == [[1], [3], [3], [4], [1], [1]]
         assert [block.unique().tolist() for block in values] == [[-1], [-3], [-3], [-4], [-1], [-1]]
@@ -64,14 +63,14 @@ def test_copy_blocks() -> None:
 def test_copies_happen_at_once() -> None:
     """A source that is itself a target is read before it is written: its holder was preempted."""
     kv = _filled(3)
-    copy_blocks(kv, [(0, 1), (1, 2)])
+    copy_blocks(block_rows(kv), [(0, 1), (1, 2)])
     for keys, _ in kv:
         assert [block.unique().tolist() for block in keys] == [[1], [1], [2]]
 
 
 def test_no_copies() -> None:
     kv = _filled(2)
-    copy_blocks(kv, [])
+    copy_blocks(block_rows(kv), [])
     assert [block.unique().tolist() for block in kv[0][0]] == [[1], [2]]
 
 
@@ -106,7 +105,7 @@ def test_recent_tokens_are_not_copied_with_the_blocks() -> None:
     kv = PagedLayout(((1, 16),), torch.uint8, 32, 64, 3).allocate(4)
     for part in kv[0][:6]:
         part[1] = 7
-    copy_blocks(kv, [(1, 2)])
+    copy_blocks(block_rows(kv), [(1, 2)])
     assert all(bool((part[2] == 7).all()) for part in kv[0][:4])
     assert not any(bool(part[2].any()) for part in kv[0][4:6])
 

@@ -83,6 +83,7 @@ def test_nothing_is_written_between_blocks() -> None:
         (lambda k, v, *s: (k.as_strided(k.shape, (8, *k.stride()[1:])), v, *s), "on each other"),
         (lambda k, v, *s: (k.contiguous(), v, *s), "equally far apart"),
         (lambda k, v, a, b: (k, v, a.transpose(1, 2).contiguous().transpose(1, 2), b), "by itself"),
+        (lambda k, v, a, b: (k, v, a.contiguous().view(1, -1), b), "scales must be float16"),
     ],
 )
 def test_blocks_that_cannot_be_read(change, said: str) -> None:  # type: ignore[no-untyped-def]

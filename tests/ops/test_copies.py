@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from penstock import ops
-from penstock.cache import PagedLayout, copy_blocks, kv_dtype
+from penstock.cache import PagedLayout, block_rows, copy_blocks, kv_dtype
 from penstock.kernels import native
 from penstock.nn import KeptStates
 from penstock.runtime import Program
@@ -121,7 +121,7 @@ def test_a_forked_step_is_several_sequences(program: bool, dtype: torch.dtype) -
     with torch.inference_mode():
         for machine in (forked, alone):
             machine.forward(steps()[0], machine.kv)
-            copy_blocks(machine.kv, [(1, 4), (1, 5)])
+            copy_blocks(block_rows(machine.kv), [(1, 4), (1, 5)])
         got = forked.forward(steps()[1], forked.kv).clone()
         rows = [alone.forward(step, alone.kv).clone() for step in as_sequences()]
     assert torch.equal(got, torch.cat([rows[0], rows[1][1:], rows[2][1:]]))

@@ -49,6 +49,10 @@ class BlockPool:
         """Blocks that nothing holds, whose contents are still known."""
         return len(self._idle)
 
+    def filled(self, blocks: Iterable[int]) -> int:
+        """How many of these aren't `empty`."""
+        return sum(block != self.empty for block in blocks)
+
     def count(self, block: int) -> int:
         """How many hold `block`."""
         return self._count[block]

@@ -144,13 +144,13 @@ class Preemption:
             return False
         return swap.predicted_s < recompute.predicted_s
 
-    def recompute(self, victim: Sequence, found: int) -> PreemptionRecord:
-        """A record of forgetting what `victim` has computed; so many tokens will still be found."""
+    def recompute(self, victim: Sequence, held: int, found: int) -> PreemptionRecord:
+        """A record of forgetting what `victim` has in `held` blocks; `found` tokens stay."""
         return PreemptionRecord(
             victim.request.request_id,
             "recompute",
             victim.num_computed,
-            len(victim.blocks),
+            held,
             self.predictor.recompute_s(found, victim.num_computed),
         )
 

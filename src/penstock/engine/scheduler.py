@@ -297,7 +297,8 @@ class Scheduler:
         if not count or not (lacks_rows or self.pool.num_available < need):
             return False  # it is the budget that it lacks, and that is new with every step
         holders = {member for s in lower for member in s.request.sequences if member.row >= 0}
-        blocks = self.pool.num_available + sum(len(s.blocks) for s in lower) + len(lower)
+        own = sum(self.pool.filled(s.blocks) for s in lower)
+        blocks = self.pool.num_available + own + len(lower)
         if self.rows.num_free + len(holders) < request.params.n or blocks < need:
             return False
         self._preempt(max(lower, key=self.waiting.rank), newcomer, plan)
@@ -395,7 +396,9 @@ class Scheduler:
         """Take blocks and row from `victim`, and from its group if that is swapped out."""
         own = sum(self.pool.count(block) == 1 for block in victim.blocks[: len(victim.nodes)])
         stay = len(victim.nodes) - min(self._taken_meanwhile([victim], asker), own)
-        record = self.preemption.recompute(victim, stay * self.block_size)
+        record = self.preemption.recompute(
+            victim, self.pool.filled(victim.blocks), stay * self.block_size
+        )
         if swap := self._swap_out(victim, asker, record, plan):
             leaving, leader, record = swap.group, swap.group[0], swap.record
         else:

@@ -46,6 +46,8 @@ class Swapper:
         group = [s for s in request.sequences if s.status is Status.RUNNING]
         if any(s.overdue != victim.overdue for s in group):
             return []  # some of them may not be made to give way
+        if any(self._pool.empty in s.blocks for s in group):
+            return []  # a window has passed blocks by: what isn't there can't come back
         return group
 
     def stake(self, group: Seq[Sequence]) -> tuple[int, int]:

@@ -41,8 +41,11 @@ class Room:
         return torch.cat(list(tensors), out=joined)
 
     def leave_to(self, module: nn.Module) -> None:
-        """Take other memory for what follows if `module` keeps what was joined as it is."""
+        """What `module` keeps as it was joined is its own from here on, and as large as it is."""
         mine = self._bytes.untyped_storage().data_ptr()
-        kept = (*module.parameters(recurse=False), *module.buffers(recurse=False))
-        if any(tensor.untyped_storage().data_ptr() == mine for tensor in kept):
-            self._bytes = torch.empty(0, dtype=torch.uint8)
+        for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False)):
+            if tensor.untyped_storage().data_ptr() == mine:
+                if tensor.nbytes < self._bytes.nbytes:
+                    tensor.data = tensor.detach().clone()
+                else:
+                    self._bytes = torch.empty(0, dtype=torch.uint8)

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cached_property
 
-from penstock.cache import SwapStore, copy_blocks
+from torch import Tensor
+
+from penstock.cache import SwapStore, block_rows, copy_blocks
 from penstock.speculate.stamps import Stamps
 from penstock.step import KV
 
@@ -18,9 +21,14 @@ class CompanionCache:
         """What its blocks hold, as whoever drafts with it knows."""
         self._swapped: SwapStore | None = None
 
+    @cached_property
+    def rows(self) -> list[Tensor]:
+        """`block_rows` of the cache."""
+        return block_rows(self.kv)
+
     def copy(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Copy blocks, (from, to)."""
-        copy_blocks(self.kv, pairs)
+        copy_blocks(self.rows, pairs)
         if self.stamps is not None:
             self.stamps.copy(pairs)
 

@@ -128,7 +128,7 @@ class PlacedEagle:
             if isinstance(self.by_states, Program):
                 self.by_states.copy_blocks(pairs)
             else:
-                copy_blocks(self.kv, pairs)
+                copy_blocks(self.companion.rows, pairs)
 
     def _narrowed(self, forward: Forward) -> DraftForward:
         """`forward` over the head's cache, of steps with the tokenizer's ids."""

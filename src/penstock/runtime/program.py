@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from penstock.cache import copy_blocks
+from penstock.cache import block_rows, copy_blocks
 from penstock.errors import KernelError
 from penstock.ops.linear import ROW_CODES
 from penstock.ops.registry import NAMESPACE
@@ -284,7 +284,7 @@ class Program:
     def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
         """`cache.copy_blocks` of its cache, in one call where no block is both read and written."""
         if {a for a, _ in pairs} & {b for _, b in pairs}:
-            copy_blocks(self._kv, pairs)
+            copy_blocks(block_rows(self._kv), pairs)
         else:
             blocks = torch.tensor(pairs, dtype=torch.int32).reshape(-1, 2)
             _native.program_copy_blocks(self._handle, blocks)

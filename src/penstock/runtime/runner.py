@@ -5,11 +5,12 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from functools import cached_property
 
 import torch
 from torch import Tensor
 
-from penstock.cache import RecentBlocks, SwapStore, copy_blocks
+from penstock.cache import RecentBlocks, SwapStore, block_rows, copy_blocks
 from penstock.errors import ConfigError, PenstockError
 from penstock.nn import Decoder
 from penstock.runtime.companion import CompanionCache
@@ -111,13 +112,17 @@ class Runner:
         """Whether steps run by the decoder's modules, where hooks see what passes."""
         return isinstance(self._forward, Decoder)
 
+    @cached_property
+    def _block_rows(self) -> list[Tensor]:
+        return block_rows(self.kv)
+
     def copy(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Copy blocks, (from, to): before the step that writes to the copies."""
         with torch.inference_mode():
             if self.program is not None:
                 self.program.copy_blocks(pairs)
             else:
-                copy_blocks(self.kv, pairs)
+                copy_blocks(self._block_rows, pairs)
             if self.recent is not None:
                 self.recent.copy(pairs)
             for companion in self.companions:

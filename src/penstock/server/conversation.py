@@ -93,13 +93,16 @@ class Prompts:
             return
         from penstock.tokenizer.chat import check_template  # and jinja2
 
-        sources = [self._tokenizer.template_source(chosen, has_tools=has) for has in (False, True)]
-        for source in dict.fromkeys(sources):
+        done = None
+        for has_tools, what in ((False, "conversations"), (True, "conversations with tools")):
+            source = self._tokenizer.template_source(chosen, has_tools=has_tools)
+            if source is None or source == done:
+                continue
+            done = source
             try:
-                if source is not None:
-                    check_template(source)
+                check_template(source)
             except ChatTemplateError as error:
-                logger.warning("This model can't be sent conversations. %s", error)
+                logger.warning("This model can't be sent %s. %s", what, error)
 
     @property
     def tokenizer(self) -> Tokenizer:

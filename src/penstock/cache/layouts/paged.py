@@ -167,6 +167,8 @@ def _zeros_on(device: torch.device) -> _Zeros:
 
 def _in_one_piece(layers: Sequence[Sequence[_Part]], zeros: _Zeros) -> KV:
     """Zeros of these shapes, which begin with one number of blocks; a block's lie side by side."""
+    if not layers:
+        return []
     sizes = [[math.prod(shape[1:]) * dtype.itemsize for shape, dtype in parts] for parts in layers]
     num_blocks, pitch = layers[0][0][0][0], sum(map(sum, sizes))
     whole, at = zeros((num_blocks, pitch), torch.uint8), 0
@@ -213,20 +215,20 @@ _FEW = 16
 """Blocks that are copied one by one."""
 
 
-def copy_blocks(kv: KV, pairs: Sequence[tuple[int, int]]) -> None:
-    """Copy each block's keys and values, (from, to), in every layer.
+def copy_blocks(rows: Sequence[torch.Tensor], pairs: Sequence[tuple[int, int]]) -> None:
+    """Copy what each block holds, (from, to), in every layer. rows: the cache's `block_rows`.
 
     Not what lies in recent blocks: those are copied by whoever gives their places out.
     """
-    if not pairs:
+    if not pairs or not rows:
         return
     # A block is sooner copied than threads are woken. But all are read before any is written.
     one_by_one = len(pairs) <= _FEW and not {a for a, _ in pairs} & {b for _, b in pairs}
-    device = kv[0][0].device
+    device = rows[0].device
     one_by_one &= device.type == "cpu"  # elsewhere each is a launch
     source = torch.tensor([a for a, _ in pairs], device=device)
     target = torch.tensor([b for _, b in pairs], device=device)
-    for held in block_rows(kv):
+    for held in rows:
         if not one_by_one:
             held[target] = held[source]
             continue
