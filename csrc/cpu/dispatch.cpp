@@ -20,6 +20,7 @@ namespace penstock {
   void embedding(const EmbeddingArgs&);           \
   void norm(const NormArgs&);                     \
   void add(const AddArgs&);                       \
+  void scaled_add(const ScaledAddArgs&);          \
   void softcap(const SoftcapArgs&);               \
   void gate(const GateArgs&);                     \
   void rotary_cache(const RotaryCacheArgs&);      \
@@ -72,7 +73,7 @@ void linear_amx_emulated(const LinearArgs& a) {
 // `isa` has the vectors, `tiles` attention's products.
 #define PENSTOCK_TABLE(name, isa, tiles, linear)                                   \
   {name,         linear,            isa::embedding,   isa::norm,   isa::add,        \
-   isa::softcap, isa::gate, isa::rotary_cache, tiles::attention, isa::argmax, isa::mask,       \
+   isa::scaled_add, isa::softcap, isa::gate, isa::rotary_cache, tiles::attention, isa::argmax, isa::mask,       \
    isa::top_k, isa::scaled_top_k, isa::draw_nucleus, isa::draw_plain, isa::draw_from,          \
    isa::uniforms, isa::pack, isa::quantize, isa::rotate}
 

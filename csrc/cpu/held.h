@@ -16,6 +16,7 @@ struct Held {
   Program program;
   std::vector<Tensor> kept;
   int64_t tokens = INT64_MAX, positions = INT64_MAX;  // rows of the tables that are looked up
+  int64_t adapters = INT64_MAX;        // of every product that has some
   int64_t kept_rows = INT64_MAX;       // of the stores that rows are kept in
   int64_t blocks = 0, block_size = 0;  // of every cache, or none
   Recent recent = {};                  // of every cache, or none: its places are the same

@@ -164,6 +164,18 @@ struct GateArgs {
   int threads;
 };
 
+// y[places[i]] += x[i] · scale, rounded once.
+struct ScaledAddArgs {
+  const float* x;  // [rows, dim] contiguous
+  float scale;
+  void* y;
+  int64_t y_stride;
+  const int32_t* places;  // [rows]
+  int64_t rows, dim;
+  DType dtype;  // of y
+  int threads;
+};
+
 struct SoftcapArgs {
   float* x;
   int64_t count;
@@ -376,6 +388,26 @@ struct QuantizeArgs : PackArgs {
   uint8_t* zero;  // [panels, groups, 16] where int4 isn't symmetric
 };
 
+// y[t] += scaling[a] · (x[t] · down[a]) · up[a], a = adapters[t]; rows with a negative one aren't
+// touched. ops/lora.py.
+struct LoraArgs {
+  const void* x;
+  int64_t x_stride;
+  void* y;
+  int64_t y_stride;
+  int64_t rows;
+  const int32_t* adapters;  // [rows], below `count`
+  int64_t count;
+  LinearArgs down, up;  // of the first adapter …
+  int64_t down_bytes, up_bytes;  // … and how far behind it the next one's matrices lie
+  const float* scaling;  // [count]
+  DType y_dtype;
+  int threads;
+};
+
+// The products of the kernels in use.
+void lora_add(const LoraArgs& a);
+
 // One table for each instruction set.
 struct Kernels {
   const char* name;
@@ -383,6 +415,7 @@ struct Kernels {
   void (*embedding)(const EmbeddingArgs&);
   void (*norm)(const NormArgs&);
   void (*add)(const AddArgs&);
+  void (*scaled_add)(const ScaledAddArgs&);
   void (*softcap)(const SoftcapArgs&);
   void (*gate)(const GateArgs&);
   void (*rotary_cache)(const RotaryCacheArgs&);
@@ -405,7 +438,8 @@ const Kernels& kernels();
 
 // Memory that a thread keeps for `purpose` until it ends, at least `bytes` long, 64-byte aligned.
 enum class Scratch : int {
-  rows, row, tiles, sums, partials, unpacked, gate, tasks, scores, select, columns, largest, count
+  rows, row, tiles, sums, partials, unpacked, gate, tasks, scores, select, columns, largest,
+  places, picked, hidden, change, count
 };
 void* scratch(Scratch purpose, size_t bytes);
 

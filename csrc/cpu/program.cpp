@@ -20,6 +20,9 @@ void call(const NormArgs& a) { kernels().norm(a); }
 void call(const AddArgs& a) { kernels().add(a); }
 void call(const SoftcapArgs& a) { kernels().softcap(a); }
 void call(const GateArgs& a) { kernels().gate(a); }
+void call(const LoraArgs& a) {
+  if (a.adapters) lora_add(a);
+}
 void call(const RotaryCacheArgs& a) { kernels().rotary_cache(a); }
 void call(const AttentionArgs& a) { kernels().attention(a); }
 void call(const RowsArgs& a) {
@@ -137,6 +140,13 @@ void Program::bind(Args& a, const Node& node, const StepArrays& step,
     a.x_stride = stride;
     a.rows = rows;
     a.out = y;
+  } else if constexpr (std::is_same_v<Args, LoraArgs>) {
+    a.x = x;
+    a.x_stride = stride;
+    a.rows = rows;
+    a.adapters = step.adapters;
+    a.y = y;
+    a.y_stride = out.columns;
   } else if constexpr (std::is_same_v<Args, RotaryCacheArgs>) {
     place_heads(a, x, stride);
     a.positions = step.positions;

@@ -23,7 +23,8 @@ struct StepArrays {
   const int32_t* context_len;
   const int32_t* block_table;
   const int32_t* sample_at;
-  const int32_t* copies;  // [copied, 2]
+  const int32_t* copies;    // [copied, 2]
+  const int32_t* adapters;  // [count]; null: no row has one
   int64_t table_stride, count, sequences, sampled, copied;
 };
 
@@ -52,7 +53,7 @@ class Program {
 
   // x: the value that is read; y: the one that is written, or added to in place. −1: none.
   struct Node {
-    std::variant<LinearArgs, EmbeddingArgs, NormArgs, AddArgs, SoftcapArgs, GateArgs,
+    std::variant<LinearArgs, EmbeddingArgs, NormArgs, AddArgs, SoftcapArgs, GateArgs, LoraArgs,
                  RotaryCacheArgs, AttentionArgs, RowsArgs>
         args;
     int x, y;

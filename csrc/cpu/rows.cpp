@@ -38,6 +38,17 @@ void add_row(const AddArgs& a, int64_t row) {
   }
 }
 
+template <typename T>
+void scaled_add_row(const ScaledAddArgs& a, int64_t row) {
+  const float* x = a.x + row * a.dim;
+  T* to = static_cast<T*>(a.y) + a.places[row] * a.y_stride;
+  const F16 scale = set1(a.scale);
+  for (int64_t j = 0; j < a.dim; j += 16) {
+    const int c = a.dim - j < 16 ? static_cast<int>(a.dim - j) : 16;
+    store_some(to + j, load_some(to + j, c) + load_some(x + j, c) * scale, c);
+  }
+}
+
 // One column of a dense panel.
 template <typename T>
 void dense_column(const EmbeddingArgs& a, int64_t id, T* out) {
@@ -131,6 +142,11 @@ void norm(const NormArgs& a) {
 
 void add(const AddArgs& a) {
   run(a, a.rows, a.rows * a.dim, a.dtype == DType::bf16 ? add_row<bf16> : add_row<float>);
+}
+
+void scaled_add(const ScaledAddArgs& a) {
+  run(a, a.rows, a.rows * a.dim,
+      a.dtype == DType::bf16 ? scaled_add_row<bf16> : scaled_add_row<float>);
 }
 
 void embedding(const EmbeddingArgs& a) {

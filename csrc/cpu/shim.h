@@ -97,6 +97,14 @@ Tensor gate(const Tensor& x, int64_t activation, bool gated, int64_t out_feature
             std::optional<ScalarType> out_dtype);
 Tensor alternate(const Tensor& bias);
 
+// ── shim_adapters.cpp ────────────────────────────────────────────────────────────────────────
+
+LoraArgs lora_args(Form x, Form y, const Tensor& down, const Tensor& up, const Tensor& scaling);
+// One for each of `rows`, below `count` or negative.
+const int32_t* check_adapters(const Tensor& adapters, int64_t rows, int64_t count);
+void lora_add_(const Tensor& y, const Tensor& x, const Tensor& down, const Tensor& up,
+               const Tensor& adapters, const Tensor& scaling);
+
 // ── shim_cache.cpp ───────────────────────────────────────────────────────────────────────────
 
 // What a layer's cache consists of: ops/rotary_cache.py.

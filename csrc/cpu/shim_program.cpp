@@ -157,6 +157,17 @@ int64_t program_gate(int64_t id, int64_t x, int64_t activation, bool gated, int6
   return y;
 }
 
+void program_lora_add_(int64_t id, int64_t y, int64_t x, const Tensor& down, const Tensor& up,
+                       const Tensor& scaling) {
+  const auto p = held(id);
+  p->check_all_rows(y, "lora_add_");
+  p->check_all_rows(x, "lora_add_");
+  const LoraArgs a = lora_args(p->form(x), p->form(y), down, up, scaling);
+  p->adapters = std::min(p->adapters, a.count);
+  p->keep_all(down, up, scaling);
+  p->add(a, x, y);
+}
+
 int64_t program_rotary_cache(int64_t id, int64_t qkv, int64_t heads, Optional q_norm,
                              Optional k_norm, double eps, Optional cos_sin, bool interleaved,
                              const Tensor& key_cache, const Tensor& value_cache,
@@ -330,7 +341,8 @@ Program::Output output_of(const Program& program, const Tensor& out, int64_t row
 
 void program_run(int64_t id, const Tensor& tokens, const Tensor& positions, const Tensor& slots,
                  const Tensor& query_start, const Tensor& context_len, const Tensor& block_table,
-                 const Tensor& sample_at, Optional copies, const Tensor& out, Optional times) {
+                 const Tensor& sample_at, Optional copies, Optional adapters, const Tensor& out,
+                 Optional times) {
   const auto p = held(id);
   Program& program = p->program;
   STD_TORCH_CHECK(program.logits() >= 0, "Program ", id, " isn't finished");
@@ -363,6 +375,7 @@ void program_run(int64_t id, const Tensor& tokens, const Tensor& positions, cons
   step.copied = check_copies(copies, step.count, p->blocks * p->block_size);
   STD_TORCH_CHECK(step.copied == 0 || !p->recent.slots, "There are no copies beside a window");
   if (step.copied > 0) step.copies = static_cast<const int32_t*>(copies->data_ptr());
+  if (adapters) step.adapters = check_adapters(*adapters, step.count, p->adapters);
   STD_TORCH_CHECK(std::max(step.count, step.sampled) <= p->kept_rows, "A step of ", step.count,
                   " tokens whose rows are kept has room for ", p->kept_rows);
   const Program::Output wanted = output_of(program, out, step.sampled);
@@ -403,6 +416,8 @@ STABLE_TORCH_LIBRARY_FRAGMENT(penstock, m) {
       "program_gate(int program, int x, int activation, bool gated, int out_features, "
       "ScalarType? out_dtype) -> int");
   m.def(
+      "program_lora_add_(int program, int y, int x, Tensor down, Tensor up, Tensor scaling) -> ()");
+  m.def(
       "program_rotary_cache(int program, int qkv, int heads, Tensor? q_norm, Tensor? k_norm, "
       "float eps, Tensor? cos_sin, bool interleaved, Tensor key_cache, Tensor value_cache, "
       "Tensor? key_scale, Tensor? value_scale, Tensor? recent_keys, Tensor? recent_values, "
@@ -423,7 +438,7 @@ STABLE_TORCH_LIBRARY_FRAGMENT(penstock, m) {
   m.def(
       "program_run(int program, Tensor tokens, Tensor positions, Tensor slots, "
       "Tensor query_start, Tensor context_len, Tensor block_table, Tensor sample_at, "
-      "Tensor? copies, Tensor(a!) out, Tensor? times) -> ()");
+      "Tensor? copies, Tensor? adapters, Tensor(a!) out, Tensor? times) -> ()");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(penstock, CompositeExplicitAutograd, m) {
@@ -438,6 +453,7 @@ STABLE_TORCH_LIBRARY_IMPL(penstock, CompositeExplicitAutograd, m) {
   m.impl("program_add_", TORCH_BOX(&program_add_));
   m.impl("program_softcap_", TORCH_BOX(&program_softcap_));
   m.impl("program_gate", TORCH_BOX(&program_gate));
+  m.impl("program_lora_add_", TORCH_BOX(&program_lora_add_));
   m.impl("program_rotary_cache", TORCH_BOX(&program_rotary_cache));
   m.impl("program_paged_attention", TORCH_BOX(&program_paged_attention));
   m.impl("program_keep_rows", TORCH_BOX(&program_keep_rows));

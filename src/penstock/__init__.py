@@ -5,7 +5,14 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from penstock.engine import LLM, AsyncLLM, CompletionOutput, RequestMetrics, RequestOutput
+    from penstock.engine import (
+        LLM,
+        AsyncLLM,
+        CompletionOutput,
+        LoRARequest,
+        RequestMetrics,
+        RequestOutput,
+    )
     from penstock.errors import PenstockError
     from penstock.sampling import (
         BeamSearchParams,
@@ -21,6 +28,7 @@ __all__ = [
     "AsyncLLM",
     "BeamSearchParams",
     "CompletionOutput",
+    "LoRARequest",
     "PenstockError",
     "RequestMetrics",
     "RequestOutput",

@@ -92,6 +92,10 @@ class RequestTimeoutError(RequestError):
     """The request took longer than its caller allowed."""
 
 
+class AdapterError(PenstockError, ValueError):
+    """An adapter that isn't there, or that there is no slot for."""
+
+
 class KernelError(PenstockError, RuntimeError):
     """The native library is broken or was misused."""
 

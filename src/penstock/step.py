@@ -51,6 +51,13 @@ class Step:
         """[C, 2] int32: tokens whose key and value go into another slot too; None: no such."""
         return None
 
+    @property
+    def adapters(self) -> Tensor | None:
+        """[T] int32: the slot of each token's adapter, negative where it has none; None: no such
+        tokens.
+        """
+        return None
+
 
 @dataclass(frozen=True, slots=True)
 class ForkedStep(Step):
@@ -61,6 +68,13 @@ class ForkedStep(Step):
     """
 
     copies: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class AdaptedStep(Step):
+    """A step some of whose tokens have an adapter."""
+
+    adapters: Tensor
 
 
 torch.export.register_dataclass(Step, serialized_type_name="penstock.Step")

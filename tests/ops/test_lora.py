@@ -9,9 +9,13 @@ from torch import Tensor, nn
 from penstock import ops
 from penstock.kernels import native
 from penstock.ops.panels import pack_panels
+from penstock.ops.registry import op
 
 needs_native = pytest.mark.skipif(native.handle is None, reason=f"no native: {native.reason}")
 K, N = 40, 50
+
+by_rows = op("lora_add_").reference
+"""Of matrices in rows, which no native kernel takes."""
 
 
 def randn(*shape: int, seed: int = 0) -> Tensor:
@@ -34,7 +38,7 @@ def test_as_its_modules(rank: int, dtype: torch.dtype) -> None:
     down, up, scaling = adapters_of(rank, dtype)
     x, y = randn(len(CHOICES), K).to(dtype), randn(len(CHOICES), N, seed=4).to(dtype)
     found = y.clone()
-    ops.lora_add_(found, x, down, up, CHOICES, scaling)
+    by_rows(found, x, down, up, CHOICES, scaling)
     for t, a in enumerate(CHOICES.tolist()):
         if a < 0:
             assert torch.equal(found[t], y[t])
@@ -56,10 +60,10 @@ def test_roundings() -> None:
     down, up = torch.ones(1, 1, 2).bfloat16(), torch.tensor([[[1.0], [1.0078125]]]).bfloat16()
     y = torch.tensor([[0.0, -256.0]]).bfloat16()
     none = torch.zeros(1, dtype=torch.int32)
-    ops.lora_add_(y, x, down, up, none, torch.ones(1))
+    by_rows(y, x, down, up, none, torch.ones(1))
     assert y.tolist() == [[256.0, 2.0]]  # 256 · 1.0078125 = 258
     fine = torch.tensor([[-256.0]]).bfloat16()
-    ops.lora_add_(fine, x, down, up[:, 1:], none, torch.tensor([1.00390625]))
+    by_rows(fine, x, down, up[:, 1:], none, torch.tensor([1.00390625]))
     assert fine.tolist() == [[3.0]]  # 258 · 1.00390625 = 259.0078, as a bfloat16 260
 
 
@@ -67,9 +71,9 @@ def test_only_its_rows_and_columns_are_written() -> None:
     down, up, scaling = adapters_of(4, torch.float32)
     wide, x = randn(len(CHOICES), N + 9, seed=5), randn(len(CHOICES), K + 3)[:, 3:]
     whole = wide.clone()
-    ops.lora_add_(whole[:, 4 : 4 + N], x, down, up, CHOICES, scaling)
+    by_rows(whole[:, 4 : 4 + N], x, down, up, CHOICES, scaling)
     narrow = wide[:, 4 : 4 + N].clone()
-    ops.lora_add_(narrow, x, down, up, CHOICES, scaling)
+    by_rows(narrow, x, down, up, CHOICES, scaling)
     assert torch.equal(whole[:, 4 : 4 + N], narrow)
     assert torch.equal(whole[:, :4], wide[:, :4])
     assert torch.equal(whole[:, 4 + N :], wide[:, 4 + N :])
@@ -85,7 +89,7 @@ def test_panels(rank: int, dtype: torch.dtype) -> None:
     packed = [torch.stack([pack_panels(each) for each in part]) for part in (down, up)]
     found, plain = y.clone(), y.clone()
     ops.lora_add_(found, x, *packed, CHOICES, scaling)
-    ops.lora_add_(plain, x, down, up, CHOICES, scaling)
+    by_rows(plain, x, down, up, CHOICES, scaling)
     tolerance = {torch.float32: 1e-5, torch.bfloat16: 2e-2}[dtype]
     torch.testing.assert_close(found, plain, rtol=tolerance, atol=tolerance)
     alone = y.clone()
@@ -100,12 +104,32 @@ def test_panels(rank: int, dtype: torch.dtype) -> None:
     assert torch.equal(found, again)
 
 
+@needs_native
+@pytest.mark.parametrize("count", [1, 9, 200])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("rank", [8, 160])
+def test_native_is_the_reference(rank: int, dtype: torch.dtype, count: int) -> None:
+    """Rows side by side or not, more than go at a time, and no others are written to."""
+    down, up, scaling = adapters_of(rank, dtype)
+    packed = [torch.stack([pack_panels(each) for each in part]) for part in (down, up)]
+    x, y = randn(count, K + 3).to(dtype)[:, 3:], randn(count, N + 9, seed=4).to(dtype)
+    generator = torch.Generator().manual_seed(rank)
+    for choices in (torch.randint(-1, 3, (count,), generator=generator), torch.ones(count)):
+        found, want = y.clone(), y.clone()
+        given = (*packed, choices.int(), scaling)
+        ops.lora_add_(found[:, 4 : 4 + N], x, *given)
+        by_rows(want[:, 4 : 4 + N], x, *given)
+        assert torch.equal(found, want)
+        assert not torch.equal(found, y) or count == 1
+
+
 def test_schema() -> None:
     """What exports see: that y alone is written."""
     down, up, scaling = adapters_of(4, torch.float32)
-    given = (randn(9, N), randn(9, K), down, up, CHOICES, scaling)
+    packed = [torch.stack([pack_panels(each) for each in part]) for part in (down, up)]
+    given = (randn(9, N), randn(9, K), *packed, CHOICES, scaling)
     torch.library.opcheck(ops.lora_add_, given, test_utils=("test_schema", "test_faketensor"))
-    empty = (randn(0, N), randn(0, K), down, up, CHOICES[:0], scaling)
+    empty = (randn(0, N), randn(0, K), *packed, CHOICES[:0], scaling)
     ops.lora_add_(*empty)
 
 
@@ -120,8 +144,29 @@ def test_what_does_not_fit() -> None:
         ((y, x, down, up, CHOICES[:8], scaling), r"must be int32 \[9\]"),
         ((y[:8], x, down, up, CHOICES, scaling), "y has 8 rows"),
         ((y, x[:, :9].contiguous(), down, up, CHOICES, scaling), "x has K = 9"),
-        ((y, x, down.repeat(1, 40, 1), up.repeat(1, 1, 40), CHOICES, scaling), "rank 160 is"),
         ((y, x, down, up, CHOICES + 1, scaling), "no adapter 3 of 3"),
+    ):
+        with pytest.raises(RuntimeError, match=said):
+            by_rows(*given)
+
+
+@needs_native
+def test_what_does_not_fit_natively() -> None:
+    down, up, scaling = adapters_of(4, torch.float32)
+    x, y = randn(9, K), randn(9, N)
+    a, b = (torch.stack([pack_panels(each) for each in part]) for part in (down, up))
+    for given, said in (
+        ((y, x, down, up, CHOICES, scaling), "packed panels of the same adapters"),
+        ((y, x, a, b[:2], CHOICES, scaling), "packed panels of the same adapters"),
+        ((y, x, a, b, CHOICES, scaling[:2]), "scaling must be 3"),
+        ((y, x.bfloat16(), a, b, CHOICES, scaling), "x and y must have the same dtype"),
+        ((y.bfloat16(), x.bfloat16(), a, b, CHOICES, scaling), "x and weight must have the same"),
+        ((y, x, a, b, CHOICES.long(), scaling), "adapters must be 9 contiguous int32"),
+        ((y, x, a, b, CHOICES[:8], scaling), "adapters must be 9 contiguous int32"),
+        ((y[:8], x, a, b, CHOICES, scaling), "y has 8 rows"),
+        ((y[:, :20].contiguous(), x, a, b, CHOICES, scaling), "isn't the packed form of"),
+        ((y, randn(9, 99), a, b, CHOICES, scaling), "isn't the packed form of"),
+        ((y, x, a, b, CHOICES + 1, scaling), "no adapter 3 of 3"),
     ):
         with pytest.raises(RuntimeError, match=said):
             ops.lora_add_(*given)

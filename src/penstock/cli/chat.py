@@ -22,7 +22,7 @@ from penstock.errors import ChatTemplateError, PenstockError, RequestError
 
 if TYPE_CHECKING:
     from penstock.bench.meter import Meter
-    from penstock.engine import RequestOutput
+    from penstock.engine import RequestOptions, RequestOutput
     from penstock.roofline import StepRecord
     from penstock.sampling import SamplingParams
 
@@ -64,7 +64,8 @@ def chat(
     meter = Meter(config, load(config))
     suggested = default_params(meter.runtime.model.generation)
     params = suggested.over(**chosen, max_tokens=max_tokens)
-    conversation = Conversation(meter, params, model, system)
+    options = loaded.wishes(meter.runtime)
+    conversation = Conversation(meter, params, options, model, system)
     if console.is_terminal(sys.stdin):
         console.note(f"{model}: type a message; /help lists commands, Ctrl-D leaves.")
         _talk(conversation)
@@ -76,7 +77,12 @@ class Conversation:
     """Messages so far, and the engine that answers them."""
 
     def __init__(
-        self, meter: Meter, params: SamplingParams, model: str, system: str | None
+        self,
+        meter: Meter,
+        params: SamplingParams,
+        options: RequestOptions,
+        model: str,
+        system: str | None,
     ) -> None:
         tokenizer = meter.runtime.tokenizer
         if tokenizer is None or tokenizer.chat_template is None:
@@ -87,6 +93,7 @@ class Conversation:
         self._tokenizer = tokenizer
         self._meter = meter
         self._params = params
+        self._options = options
         self._opening = [{"role": "system", "content": system}] if system else []
         self._messages = list(self._opening)
         self._last: tuple[list[StepRecord], RequestOutput, DraftStats | None] | None = None
@@ -125,7 +132,9 @@ class Conversation:
         meter.take()
         speculation = meter.engine.speculation
         before = None if speculation is None else speculation.counts.copy()
-        meter.engine.add_request(request_id, tokens, self._params, stream=True)
+        meter.engine.add_request(
+            request_id, tokens, self._params, stream=True, options=self._options
+        )
         writer = TextWriter()
         output: RequestOutput | None = None
         try:

@@ -108,14 +108,11 @@ class WeightFlags:
 
     def new_weights(self, method: MethodFlags, texts: tuple[Path, ...]) -> NewWeights:
         """These choices, fitted to `texts`. Raises ConfigError for what can't be."""
-        from penstock.models.hub import ADAPTERS, resolve
+        from penstock.models.hub import adapter_folder
         from penstock.pipeline.method_options import MethodOptions
         from penstock.pipeline.new_weights import MIXTURE, NewWeights
 
-        adapter = None
-        if self.merge_lora is not None:  # ./NAME is a folder of that name
-            named = self.merge_lora in ADAPTERS
-            adapter = resolve(self.merge_lora) if named else Path(self.merge_lora)
+        adapter = None if self.merge_lora is None else adapter_folder(self.merge_lora)
         mixture: tuple[str, ...] = MIXTURE
         if self.mixture is not None:
             mixture = tuple(name.strip() for name in self.mixture.split(","))

@@ -19,6 +19,7 @@ from penstock.cli.device_options import (
     Nvtx,
     Placed,
 )
+from penstock.cli.lora_options import Lora, one_adapter
 from penstock.cli.options import (
     Dtype,
     KvCacheDtype,
@@ -41,6 +42,8 @@ from penstock.errors import ConfigError, PenstockError
 
 if TYPE_CHECKING:
     from penstock.config import EngineConfig
+    from penstock.engine import RequestOptions
+    from penstock.runtime import Runtime
     from penstock.sampling import BeamSearchParams
 
 _FORM, _GUIDANCE, _BEAMS = "Form of the output", "Guidance", "Beam search"
@@ -92,6 +95,7 @@ class Loaded:
     load_format: LoadFormat = "auto"
     async_scheduling: AsyncScheduling = None
     nvtx: Nvtx = False
+    lora: Lora = None
 
     def config(self, model: str) -> EngineConfig:
         """An engine's, for this model."""
@@ -113,7 +117,16 @@ class Loaded:
             self.async_scheduling,
             self.nvtx,
         ).chosen()
-        return EngineConfig.of(model=model, **options)
+        return EngineConfig.of(model=model, **options, **one_adapter(self.lora))
+
+    def wishes(self, runtime: Runtime, prediction: str | None = None) -> RequestOptions:
+        """Of each request to a model that was loaded so; its adapter is loaded as well."""
+        from penstock.engine import RequestOptions
+        from penstock.engine.lora import load_adapter
+
+        if self.lora is not None:
+            load_adapter(runtime, self.lora, self.lora)
+        return RequestOptions(prediction=prediction, adapter=self.lora)
 
 
 LOADED = Loaded()

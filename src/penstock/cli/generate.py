@@ -81,12 +81,13 @@ def generate(
     )
     chosen = drawn.with_(own, form.chosen(), guided.chosen())
     prompts = _read(prompt)
-    options = None if prediction is None else _expecting(prediction)
+    expected = None if prediction is None else _expecting(prediction)
     # What is out of range is refused before the model is loaded.
     beams = search.params(chosen)
     if beams is None:
         sampling(**chosen)
     meter = _engine(model, loaded)
+    options = loaded.wishes(meter.runtime, expected)
     params = beams or _defaults(meter).over(**chosen)
     peaks = machine_peaks(meter.runtime.device) if stats or as_json else None
     if peaks is not None:
@@ -123,16 +124,18 @@ def _read(prompts: list[str]) -> list[str]:
     return [text if prompt == "-" else prompt for prompt in prompts]
 
 
-def _expecting(file: Path) -> RequestOptions:
+def _expecting(file: Path) -> str:
     """What --prediction says, before the model is loaded."""
     from penstock.engine import RequestOptions
 
     try:
-        return RequestOptions(prediction=file.read_text(encoding="utf-8"))
+        text = file.read_text(encoding="utf-8")
     except OSError as error:
         raise RequestError(f"--prediction {file} can't be read: {error.strerror}.") from error
     except UnicodeDecodeError as error:
         raise RequestError(f"--prediction {file} isn't UTF-8 text: {error}.") from error
+    RequestOptions(prediction=text)  # refuses an empty one
+    return text
 
 
 def _engine(model: str, loaded: Loaded) -> Meter:
@@ -152,7 +155,7 @@ def _run(
     meter: Meter,
     prompts: list[str],
     params: SamplingParams | BeamSearchParams,
-    options: RequestOptions | None,
+    options: RequestOptions,
     streaming: bool,
 ) -> list[RequestOutput]:
     """Run the prompts to their end, writing the text as it comes when `streaming`."""

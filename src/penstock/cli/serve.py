@@ -14,6 +14,7 @@ import typer
 
 from penstock.cli.device_options import PLACED, Placed
 from penstock.cli.loading import settle_heap
+from penstock.cli.lora_options import ADAPTERS, ServedAdapters
 from penstock.cli.options import (
     CHAT_MODEL,
     Dtype,
@@ -275,6 +276,7 @@ def serve(
     swap_space: Annotated[
         float | None, _option(help="GiB for what is swapped out.", panel=_ENGINE)
     ] = None,
+    adapters: ServedAdapters = ADAPTERS,
     placed: Placed = PLACED,
     speculative_config: SpeculativeConfig = None,
     seed: Annotated[
@@ -334,7 +336,9 @@ def serve(
         enable_auto_tool_choice=enable_auto_tool_choice,
         otlp_endpoint=otlp_traces_endpoint,
         page=page,
+        allow_runtime_lora_updating=adapters.allow_runtime_lora_updating,
     )
+    modules = adapters.modules()
     engine = _named(
         EngineConfig.of,
         model=model,
@@ -344,6 +348,7 @@ def serve(
         policy=scheduling_policy,
         preemption_mode=preemption_mode,
         **placed.chosen(),
+        **adapters.chosen(modules),
         **given(
             ttft_slo_s=None if ttft_slo_ms is None else ttft_slo_ms / 1000,
             tpot_slo_s=None if tpot_slo_ms is None else tpot_slo_ms / 1000,
@@ -367,7 +372,7 @@ def serve(
     )
     _check_device(engine.model.device)
     configure(config.log_format)
-    run(config, _loader(engine))
+    run(config, _loader(engine, modules))
 
 
 def _check_device(name: str) -> None:
@@ -378,13 +383,16 @@ def _check_device(name: str) -> None:
         device_of(name)
 
 
-def _loader(config: EngineConfig) -> Callable[[], tuple[AsyncLLM, str]]:
+def _loader(config: EngineConfig, modules: dict[str, Path]) -> Callable[[], tuple[AsyncLLM, str]]:
     def load() -> tuple[AsyncLLM, str]:
         from penstock.engine import AsyncLLM
+        from penstock.engine.lora import load_adapter
         from penstock.runtime.device import device_of
 
         machine_peaks(device_of(config.model.device).torch)  # so that the engine knows its floor
         llm = AsyncLLM.of(config)
+        for name, folder in modules.items():
+            load_adapter(llm.runtime, name, folder)
         settle_heap()
         return llm, str(config.model.model)
 

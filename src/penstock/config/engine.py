@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
+from penstock.config.lora import LoraConfig
 from penstock.config.parts import CacheConfig, ModelConfig, SchedulerConfig
 from penstock.config.speculative import SpeculativeConfig
 from penstock.errors import ConfigError, nearest
@@ -23,7 +24,9 @@ _NOTHING: dict[str, tuple[tuple[Any, ...], str]] = {
     "data_parallel_size": ((None, 1), "an engine is one process"),
     "trust_remote_code": ((None, False), "no code of a checkpoint is ever run"),
     "tokenizer_mode": ((None, "auto"), "there is one kind of tokenizer for each model"),
-    "enable_lora": ((None, False), "adapters are merged: penstock export --merge-lora"),
+    "max_cpu_loras": ((None,), "adapters lie in the memory that they run from: max_loras"),
+    "fully_sharded_loras": ((None, False), "a model runs on one device"),
+    "lora_dtype": ((None, "auto"), "adapters are what the model computes in"),
     "disable_log_stats": ((None, True), "nothing is logged of each step; stats() has it"),
 }
 """vLLM's arguments of which Penstock has but one choice: values that ask for it, and why."""
@@ -37,6 +40,7 @@ class EngineConfig:
     cache: CacheConfig = field(default_factory=CacheConfig)
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
     speculative: SpeculativeConfig | None = None
+    lora: LoraConfig = field(default_factory=LoraConfig)
     given: frozenset[str] = field(default=frozenset(), compare=False, repr=False)
     """Names of the fields that somebody chose, whatever their value."""
 
@@ -72,6 +76,7 @@ class EngineConfig:
             "model": ModelConfig,
             "cache": CacheConfig,
             "scheduler": SchedulerConfig,
+            "lora": LoraConfig,
         }
         known = {f.name: part for part, kind in parts.items() for f in fields(kind)}
         chosen: dict[str, dict[str, Any]] = {part: {} for part in parts}
@@ -102,7 +107,7 @@ class EngineConfig:
         engine_only = {"seed", "enable_prefix_caching"}
         return any(
             getattr(part, f.name) != f.default
-            for part in (self.model, self.cache)
+            for part in (self.model, self.cache, self.lora)
             for f in fields(part)
             if f.name not in engine_only
         )
@@ -110,6 +115,7 @@ class EngineConfig:
     def check_together(self) -> None:
         """Raises ConfigError where fields of two parts contradict each other."""
         scheduler, length = self.scheduler, self.model.max_model_len
+        self.lora.check_method(None if self.speculative is None else self.speculative.method)
         asked = scheduler.preemption_mode == "swap" or bool(scheduler.swap_space)
         if self.cache.kv_cache_dtype == "kivi" and asked:
             raise ConfigError(

@@ -3,6 +3,7 @@
 from penstock.engine.async_llm import AsyncLLM
 from penstock.engine.engine import Engine
 from penstock.engine.llm import LLM
+from penstock.engine.lora import LoRARequest
 from penstock.engine.options import Pin, RequestOptions
 from penstock.engine.outputs import (
     BeamSearchOutput,
@@ -23,6 +24,7 @@ __all__ = [
     "EmbeddingOutput",
     "EmbeddingRequestOutput",
     "Engine",
+    "LoRARequest",
     "Pin",
     "PoolingParams",
     "PreemptionRecord",

@@ -14,7 +14,7 @@ from penstock.engine.layout import Ints, Layout
 from penstock.engine.plan import Part
 from penstock.engine.request import Sequence, Status
 from penstock.roofline import StepSize
-from penstock.step import ForkedStep, Step
+from penstock.step import AdaptedStep, ForkedStep, Step
 
 if TYPE_CHECKING:
     from penstock.engine.beams import Beams
@@ -102,8 +102,8 @@ class Batcher:
         """table [max_num_seqs, M] is where the scheduler keeps the sequences' blocks."""
         self._table = table
         self._block_size = block_size
-        self._tokens, self._positions, self._slots, self._sample_at = (
-            _Buffer(max_num_tokens) for _ in range(4)
+        self._tokens, self._positions, self._slots, self._sample_at, self._adapters = (
+            _Buffer(max_num_tokens) for _ in range(5)
         )
         # a sequence is several, where its draft is a tree: up to one for each token
         most = max(max_num_seqs, max_num_tokens)
@@ -206,7 +206,8 @@ class Batcher:
                     sampled += members
                     logit_rows += [len(wanted)] * len(members)
                     wanted.append(row)
-        step = self._step(layout, wanted)
+        adapters = _adapters_of(parts)
+        step = self._step(layout, wanted, adapters)
         counted = StepSize(
             [count for _, count in parts],
             layout.lengths,
@@ -216,7 +217,7 @@ class Batcher:
         )
         return Batch(step, counted, sampled, logit_rows, prompt_rows, *_drawing(drawn, sampled))
 
-    def _step(self, layout: Layout, wanted: list[int]) -> Step:
+    def _step(self, layout: Layout, wanted: list[int], adapters: list[int] | None) -> Step:
         rows, width = layout.rows, -(-max(layout.contexts) // self._block_size)
         blocks, block_table = self._blocks.table(len(rows), width)
         blocks[:] = self._table[rows if len(rows) > 1 else rows[0], :width]  # a gather, or a copy
@@ -230,6 +231,10 @@ class Batcher:
             block_table,
             self._sample_at.fill(wanted),
         )
+        if adapters is not None:
+            assert not layout.trees  # `LoraConfig.check_method`
+            lengths = np.diff(layout.starts)
+            return AdaptedStep(*arrays, self._adapters.fill(np.repeat(adapters, lengths)))
         if copies:
             return ForkedStep(*arrays, self._copies.fill(copies).view(-1, 2))
         return Step(*arrays)
@@ -245,6 +250,14 @@ class Batcher:
             ]
         at, beyond = np.divmod(np.array(positions, dtype=np.int32), np.int32(size))
         return blocks[np.repeat(np.arange(len(blocks)), np.diff(starts)), at] * size + beyond
+
+
+def _adapters_of(parts: list[Part]) -> list[int] | None:
+    """The slot of each part's adapter, −1 where it has none; None where none has."""
+    found = [sequence.request.adapter for sequence, _ in parts]
+    if not any(found):
+        return None
+    return [-1 if adapter is None else adapter.slot for adapter in found]
 
 
 def _drawing(

@@ -13,6 +13,7 @@ import numpy as np
 
 from penstock.cache import PinnablePool, Pins, PrefixTree, SwapSpace
 from penstock.config import EngineConfig
+from penstock.engine.adapting import give_back_adapter, take_adapter
 from penstock.engine.appender import Appender
 from penstock.engine.batch import Batch, Batcher
 from penstock.engine.beams import Beams, sampling_of
@@ -155,6 +156,7 @@ class Engine:
             entering = [self._search(start, prompt, tokens, params)]
         else:
             entering = self._samples(start, prompt, tokens, params)
+        take_adapter(self.runtime, entering)
         for request in entering:
             self.scheduler.add(request)
             self._arrivals += 1
@@ -210,6 +212,7 @@ class Engine:
         start = self._start(request_id, arrival_time, False, options)
         request = pooling_request(start, prompt, tokens, params)
         request.sequences = [self.intake.sequence(request, 0, 0)]
+        take_adapter(self.runtime, [request])
         self.scheduler.add(request)
         self._arrivals += 1
         self.requests[request_id] = request
@@ -260,6 +263,7 @@ class Engine:
         request.live -= 1
         if request.finished:
             request.metrics.finished_time = self.clock()
+            give_back_adapter(self.runtime, request)
             del self.requests[request.request_id]
         if sequence.detokenizer is not None and request.error is None:
             sequence.detokenizer.finish()

@@ -11,6 +11,13 @@ from typing import Any
 
 from penstock.config import DEFAULT_MODEL, EngineConfig
 from penstock.engine.engine import Engine
+from penstock.engine.lora import (
+    LoRARequest,
+    adapters_of,
+    hold_adapter,
+    load_adapter,
+    naming,
+)
 from penstock.engine.options import RequestOptions
 from penstock.engine.outputs import BeamSearchOutput, RequestOutput
 from penstock.engine.pooling import EmbeddingRequestOutput, PoolingParams
@@ -60,17 +67,18 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         options: RequestOptions | Sequence[RequestOptions] | None = None,
+        lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
         use_tqdm: bool = False,
     ) -> list[RequestOutput]:
         """Complete one prompt or several; outputs in their order.
 
         A prompt is a text, a list of token ids, or a dictionary with `prompt` or
         `prompt_token_ids`. Every prompt is checked before any is run. Ctrl-C ends the requests
-        and leaves the engine ready for others.
+        and leaves the engine ready for others. lora_request: of all, or one for each.
         """
         items = split(prompts)
         params = self._params_for(sampling_params, len(items))
-        return self._serve(items, params, options, self.engine.add_request, use_tqdm)
+        return self._serve(items, params, options, self.engine.add_request, use_tqdm, lora_request)
 
     def beam_search(
         self,
@@ -78,6 +86,7 @@ class LLM:
         params: BeamSearchParams,
         *,
         options: RequestOptions | Sequence[RequestOptions] | None = None,
+        lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
         use_tqdm: bool = False,
     ) -> list[BeamSearchOutput]:
         """The likeliest continuations of one prompt or several, as `generate` takes them.
@@ -89,9 +98,9 @@ class LLM:
                 f"A beam search's parameters must be BeamSearchParams, not {type(params).__name__}."
             )
         items = split(prompts)
-        found = self._serve(
-            items, [params] * len(items), options, self.engine.add_request, use_tqdm
-        )
+        each = [params] * len(items)
+        add = self.engine.add_request
+        found = self._serve(items, each, options, add, use_tqdm, lora_request)
         outputs = []
         for output in found:
             if output.error is not None:
@@ -108,6 +117,7 @@ class LLM:
         pooling_params: PoolingParams | Sequence[PoolingParams] | None = None,
         *,
         options: RequestOptions | Sequence[RequestOptions] | None = None,
+        lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
         use_tqdm: bool = False,
     ) -> list[EmbeddingRequestOutput]:
         """Embed one prompt or several, as `generate` takes them; outputs in their order.
@@ -117,7 +127,7 @@ class LLM:
         items = split(prompts)
         params = _for_each(pooling_params, len(items), "pooling parameters")
         add = self.engine.add_pooling_request
-        outputs = self._serve(items, params, options, add, use_tqdm)
+        outputs = self._serve(items, params, options, add, use_tqdm, lora_request)
         return [EmbeddingRequestOutput.from_base(output) for output in outputs]
 
     def _serve(
@@ -127,6 +137,7 @@ class LLM:
         options: RequestOptions | Sequence[RequestOptions] | None,
         add: Callable[..., None],
         use_tqdm: bool,
+        lora_request: LoRARequest | Sequence[LoRARequest | None] | None,
     ) -> list[RequestOutput]:
         """Run one request for each item; `add` queues one."""
         if not self._running.acquire(blocking=False):
@@ -139,11 +150,14 @@ class LLM:
             tokenizer = self.runtime.tokenizer
             encoded = [encode(item, tokenizer) for item in items]
             wishes = _for_each(options, len(items), "options")
+            adapters = _for_each(lora_request, len(items), "lora_requests")
             ids += (str(self._count + i) for i in range(len(items)))
             self._count += len(items)
             with interrupt_between_steps() as check:
-                for name, (text, tokens), p, o in zip(ids, encoded, params, wishes, strict=True):
-                    add(name, tokens, p, prompt=text, options=o)
+                given = zip(ids, encoded, params, wishes, adapters, strict=True)
+                for name, (text, tokens), p, o, lora in given:
+                    with self._adapting(o, lora) as with_adapter:
+                        add(name, tokens, p, prompt=text, options=with_adapter)
                     check()
                 return self._run(ids, check, use_tqdm)
         except BaseException:
@@ -164,6 +178,7 @@ class LLM:
         tools: Sequence[Mapping[str, Any]] | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
         options: RequestOptions | Sequence[RequestOptions] | None = None,
+        lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
         use_tqdm: bool = False,
     ) -> list[RequestOutput]:
         """Answer one conversation, or several, through the model's chat template.
@@ -184,7 +199,43 @@ class LLM:
             )
             for conversation in split_chats(messages)
         ]
-        return self.generate(prompts, sampling_params, options=options, use_tqdm=use_tqdm)
+        return self.generate(
+            prompts,
+            sampling_params,
+            options=options,
+            lora_request=lora_request,
+            use_tqdm=use_tqdm,
+        )
+
+    @contextmanager
+    def _adapting(
+        self, options: RequestOptions | None, asked: LoRARequest | None
+    ) -> Iterator[RequestOptions | None]:
+        """Options that name the adapter that is asked for; it keeps its slot meanwhile."""
+        if asked is None:
+            yield options
+            return
+        adapter = hold_adapter(self.runtime, asked)
+        try:
+            yield naming(options, adapter)
+        finally:
+            adapters_of(self.runtime).release(adapter)
+
+    def load_lora(self, name: str, path: str | Path) -> None:
+        """Load the adapter in the folder `path`, in PEFT's layout, or an embedded one.
+
+        Requests name it by `RequestOptions(adapter=name)` until `unload_lora`. Raises AdapterError
+        where there is no slot for it, ModelError for one that doesn't fit the model.
+        """
+        load_adapter(self.runtime, name, path)
+
+    def unload_lora(self, name: str) -> None:
+        """Let nobody name an adapter any more. Raises AdapterError where there is none."""
+        adapters_of(self.runtime).unload(name)
+
+    def list_loras(self) -> list[str]:
+        """The names of the adapters that are loaded, the last used at the end."""
+        return adapters_of(self.runtime).names
 
     def get_tokenizer(self) -> Tokenizer:
         """The model's tokenizer; an error where `skip_tokenizer_init` is set."""

@@ -32,6 +32,7 @@ class RequestOptions:
     cache_salt: str | None = None  # cached prefixes are found only by requests with the same
     pins: tuple[Pin, ...] = ()  # how much of the prompt's start stays cached, and for how long
     prediction: str | tuple[int, ...] | None = None  # the output that is expected, or much like it
+    adapter: str | None = None  # the name of a LoRA adapter that is loaded
 
     def __post_init__(self) -> None:
         if isinstance(self.priority, bool) or not isinstance(self.priority, int):
@@ -45,6 +46,10 @@ class RequestOptions:
             raise RequestError(f"pins must be a tuple of Pin, not {self.pins!r}.")
         if self.cache_salt is not None and not isinstance(self.cache_salt, str):
             raise RequestError(f"cache_salt must be a text, not {self.cache_salt!r}.")
+        if not isinstance(self.adapter, str | None):
+            raise RequestError(
+                f"adapter must be a loaded adapter's name, not {self.adapter!r:.80}."
+            )
         if self.cache_salt == "":
             raise RequestError("cache_salt is empty. Leave it out to share the cache with all.")
         given: object = self.prediction

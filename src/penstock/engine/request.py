@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import TYPE_CHECKING
@@ -14,6 +15,7 @@ from penstock.engine.outputs import (
     RequestMetrics,
     RequestOutput,
 )
+from penstock.runtime.adapters import Adapter
 from penstock.sampling import SamplingParams, SequenceSampling, TokenLogprobs
 from penstock.speculate import Draft, Expected, Prediction
 from penstock.tokenizer import IncrementalDetokenizer
@@ -159,6 +161,7 @@ class Request:
     stream: bool  # an output after every step, not only the last
     metrics: RequestMetrics
     options: RequestOptions = field(default_factory=RequestOptions)
+    adapter: Adapter | None = None  # that it runs with
     expected: Expected | None = None  # what its outputs should be
     num_uncached: int = 0  # of the prompt's tokens, on arrival
     sequences: list[Sequence] = field(default_factory=list)
@@ -175,6 +178,12 @@ class Request:
     def given(self) -> list[int]:
         """The prompt as it was given."""
         return self.prompt_token_ids + self.taken_back
+
+    @property
+    def salt(self) -> Hashable:
+        """Who finds its blocks in the prefix tree: those with the same."""
+        salt = self.options.cache_salt
+        return salt if self.adapter is None else (self.adapter.number, salt)
 
     @property
     def finished(self) -> bool:

@@ -314,7 +314,7 @@ class Scheduler:
 
     def _cached(self, sequence: Sequence) -> list[Node]:
         """The cached prefix of a sequence; its blocks aren't held yet."""
-        salt = sequence.request.options.cache_salt
+        salt = sequence.request.salt
         return [] if self.tree is None else self.tree.match(sequence.tokens, salt)
 
     def _findable(self, sequence: Sequence) -> list[Node]:
@@ -494,7 +494,7 @@ class Scheduler:
         while (len(nodes) + 1) * size <= sequence.num_computed:
             at = len(nodes)
             tokens = sequence.tokens[at * size : (at + 1) * size]
-            salt = sequence.request.options.cache_salt
+            salt = sequence.request.salt
             parent = nodes[-1] if nodes else tree.root(salt)
             node = tree.insert(parent, tokens, sequence.blocks[at])
             if node.block != sequence.blocks[at]:  # somebody computed the same: hold theirs

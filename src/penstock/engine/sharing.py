@@ -39,11 +39,11 @@ def awaits(sequence: Sequence, hit: int, block_size: int, running: Iterable[Sequ
     end = hit + block_size
     if end >= len(sequence.tokens):  # the last token is never found
         return False
-    tokens, salt = sequence.tokens, sequence.request.options.cache_salt
+    tokens, salt = sequence.tokens, sequence.request.salt
     return any(
         other.num_computed < end <= len(other.tokens)
         and other.tokens[hit:end] == tokens[hit:end]
         and other.tokens[:hit] == tokens[:hit]
-        and other.request.options.cache_salt == salt
+        and other.request.salt == salt
         for other in running
     )

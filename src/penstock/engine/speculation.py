@@ -316,7 +316,7 @@ class Speculation:
         self._records.pop(sequence, None)
         try:
             if self._learner is not None and not sequence.mates:
-                salt, prompt = sequence.request.options.cache_salt, sequence.sampling.num_prompt
+                salt, prompt = sequence.request.salt, sequence.sampling.num_prompt
                 self._learner.ended(sequence, sequence.tokens, prompt, salt)
             self.proposer.forget(sequence)
         except Exception as error:  # whatever it is, the sequence must end
@@ -378,7 +378,7 @@ def _check_recent(config: EngineConfig, runtime: Runtime, most: int) -> None:
 
 
 def _wish(sequence: Sequence, most: int) -> Wish:
-    salt = sequence.request.options.cache_salt
+    salt = sequence.request.salt
     return Wish(
         sequence, sequence.tokens, sequence.sampling, sequence.blocks, most, salt, sequence.expected
     )

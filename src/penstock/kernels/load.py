@@ -166,7 +166,6 @@ native = load()
 BY_TORCH = {
     "combine": "a few sums",
     "grouped_linear": "each expert's product is linear's",
-    "lora_add_": "each adapter's products are linear's",
     "route": "a few numbers",
     "sort_tokens": "a few numbers",
 }

@@ -45,6 +45,18 @@ _UNWANTED = [
 ]
 
 
+def adapter_folder(adapter: str | Path) -> Path:
+    """The folder of an adapter: an embedded one's name, or where it lies.
+
+    A folder of an embedded adapter's name is reached as `./stories-verse`.
+    """
+    return (
+        _embedded(str(adapter), None, "adapter_config.json")
+        if adapter in ADAPTERS
+        else Path(adapter)
+    )
+
+
 def resolve(
     model: str | Path,
     revision: str | None = None,

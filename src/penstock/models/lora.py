@@ -1,4 +1,4 @@
-"""A checkpoint with a LoRA adapter added to its matrices, as a source.
+"""LoRA adapters as files, and a checkpoint with one added to its matrices, as a source.
 
 W' = W + scale · B · A in float32, rounded once to W's dtype; scale is alpha / r, or alpha / √r with
 `use_rslora`. Source: Hu et al. 2021, arXiv:2106.09685; Kalajdzievski 2023, arXiv:2312.03732; files
@@ -43,14 +43,13 @@ With others (pissa, olora, corda, loftq) an adapter belongs to matrices that its
 """
 
 
-class Merged(Over):
-    """`base` with the adapter in `folder` added."""
+class LoraFiles:
+    """An adapter's two files: what each of its matrices adds, and how much of it."""
 
-    def __init__(self, base: Source, folder: Path) -> None:
+    def __init__(self, folder: Path) -> None:
         """Raises ModelNotFoundError where there is no adapter, UnsupportedModelError for one of
-        another kind, WeightsError for one that doesn't fit `base`.
+        another kind, WeightsError for one that can't be read or contradicts itself.
         """
-        super().__init__(base)
         self.folder = folder
         self._config = _read_config(folder)
         self._file = _open(folder / WEIGHTS)
@@ -62,64 +61,55 @@ class Merged(Over):
                     f"{folder / WEIGHTS} holds {key}, which isn't a LoRA matrix of a linear layer."
                 )
             self._parts.setdefault(f"{match[1]}.weight", {})[match[2]] = key
-        self._check()
-
-    def _check(self) -> None:
         if not self._parts:
-            raise WeightsError(f"{self.folder / WEIGHTS} holds no matrices.")
-        names = set(self._base.names())
-        strange = [name for name in self._parts if name not in names]
-        if strange:
+            raise WeightsError(f"{folder / WEIGHTS} holds no matrices.")
+
+    @property
+    def names(self) -> list[str]:
+        """Of the model's matrices that change, sorted."""
+        return sorted(self._parts)
+
+    @property
+    def rank(self) -> int:
+        """The largest of its matrices'."""
+        shapes = [self._shape(keys["A"]) for keys in self._parts.values() if "A" in keys]
+        return max((shape[0] for shape in shapes if shape), default=0)
+
+    def _shape(self, key: str) -> tuple[int, ...]:
+        return tuple(self._file.get_slice(key).get_shape())
+
+    def shapes(self, name: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Of A [R, K] and B [N, R]."""
+        return self._shape(self._parts[name]["A"]), self._shape(self._parts[name]["B"])
+
+    def check(self, name: str, shape: tuple[int, ...]) -> None:
+        """Raises WeightsError where A and B don't change a matrix of that shape."""
+        if len(self._parts[name]) < 2:
+            raise WeightsError(f"The adapter in {self.folder} has only half of {name}.")
+        a, b = self.shapes(name)
+        if len(a) != 2 or len(b) != 2 or a[0] != b[1] or (b[0], a[1]) != shape or not a[0]:
             raise WeightsError(
-                f"The adapter in {self.folder} changes {len(strange)} matrices that the model "
-                f"lacks: {', '.join(strange[:3])}. It belongs to another model."
+                f"{name} has {list(shape)}, but the adapter's B {list(b)} · A {list(a)} don't "
+                "give that. It belongs to another model."
             )
-        for name, keys in self._parts.items():
-            if set(keys) != {"A", "B"}:
-                raise WeightsError(f"The adapter in {self.folder} has only half of {name}.")
-            a, b = (tuple(self._file.get_slice(keys[x]).get_shape()) for x in "AB")
-            shape = self._base.shape(name)
-            if len(a) != 2 or len(b) != 2 or a[0] != b[1] or (b[0], a[1]) != shape or not a[0]:
-                raise WeightsError(
-                    f"{name} has {list(shape)}, but the adapter's B {list(b)} · A {list(a)} don't "
-                    "give that. It belongs to another model."
-                )
-            if self._base.scheme(name) is not None:
-                raise UnsupportedModelError(
-                    f"{name} is quantized, so no adapter can be added to it. Merge it into the "
-                    "unquantized model, and quantize that."
-                )
-            module = name.removesuffix(".weight")
-            self._scale(module, a[0])  # that it has one
-            self._check_rank(module, a[0])
-
-    def files(self) -> list[Path]:
-        """Of the base, and of the adapter."""
-        return [*super().files(), self.folder / ADAPTER, self.folder / WEIGHTS]
-
-    def read(self, name: str) -> Tensor | Codes:
-        """A tensor, with the adapter's product added where it has one."""
-        found, keys = super().read(name), self._parts.get(name)
-        if keys is None:
-            return found
-        assert isinstance(found, Tensor)
-        a, b = (self._file.get_tensor(keys[x]).float() for x in "AB")
+        self.scale(name)  # that it has one
         module = name.removesuffix(".weight")
-        merged: Tensor = found.float() + self._scale(module, a.shape[0]) * (b @ a)
-        if not bool(merged.isfinite().all()):
-            raise WeightsError(f"{name} with the adapter in {self.folder} is NaN or infinite.")
-        return merged.to(found.dtype)
-
-    def _check_rank(self, module: str, rank: int) -> None:
-        """Raises WeightsError where the adapter's two files disagree: its scale depends on it."""
-        asked = self._pattern("rank_pattern", module, self._config.get("r", rank))
-        if asked != rank:
+        asked = self._pattern("rank_pattern", module, self._config.get("r", a[0]))
+        if asked != a[0]:
             raise WeightsError(
                 f"{self.folder / ADAPTER} says rank {asked} for {module}, but its tensors have "
-                f"{rank}. One of the two belongs to another adapter."
+                f"{a[0]}. One of the two belongs to another adapter."
             )
 
-    def _scale(self, module: str, rank: int) -> float:
+    def read(self, name: str) -> tuple[Tensor, Tensor]:
+        """A and B in float32."""
+        a, b = (self._file.get_tensor(self._parts[name][x]).float() for x in "AB")
+        return a, b
+
+    def scale(self, name: str) -> float:
+        """What B · A is multiplied by."""
+        rank = self.shapes(name)[0][0]
+        module = name.removesuffix(".weight")
         found = self._pattern("alpha_pattern", module, self._config["lora_alpha"])
         alpha = _alpha(self.folder / ADAPTER, "a value of alpha_pattern", found)
         return alpha / (math.sqrt(rank) if self._config.get("use_rslora") else rank)
@@ -136,10 +126,60 @@ class Merged(Over):
                 f"{file}: {name} has a pattern that isn't one ({error}): {', '.join(patterns)}."
             ) from error
 
+    def strange(self, names: list[str]) -> WeightsError:
+        """The error for matrices that the model lacks."""
+        return WeightsError(
+            f"The adapter in {self.folder} changes {len(names)} matrices that the model "
+            f"lacks: {', '.join(names[:3])}. It belongs to another model."
+        )
+
+
+class Merged(Over):
+    """`base` with the adapter in `folder` added."""
+
+    def __init__(self, base: Source, folder: Path) -> None:
+        """Raises ModelNotFoundError where there is no adapter, UnsupportedModelError for one of
+        another kind, WeightsError for one that doesn't fit `base`.
+        """
+        super().__init__(base)
+        self.folder = folder
+        self._lora = LoraFiles(folder)
+        self._changed = set(self._lora.names)
+        self._check()
+
+    def _check(self) -> None:
+        names = set(self._base.names())
+        strange = [name for name in self._lora.names if name not in names]
+        if strange:
+            raise self._lora.strange(strange)
+        for name in self._lora.names:
+            self._lora.check(name, self._base.shape(name))
+            if self._base.scheme(name) is not None:
+                raise UnsupportedModelError(
+                    f"{name} is quantized, so no adapter can be added to it. Merge it into the "
+                    "unquantized model, and quantize that."
+                )
+
+    def files(self) -> list[Path]:
+        """Of the base, and of the adapter."""
+        return [*super().files(), self.folder / ADAPTER, self.folder / WEIGHTS]
+
+    def read(self, name: str) -> Tensor | Codes:
+        """A tensor, with the adapter's product added where it has one."""
+        found = super().read(name)
+        if name not in self._changed:
+            return found
+        assert isinstance(found, Tensor)
+        a, b = self._lora.read(name)
+        merged: Tensor = found.float() + self._lora.scale(name) * (b @ a)
+        if not bool(merged.isfinite().all()):
+            raise WeightsError(f"{name} with the adapter in {self.folder} is NaN or infinite.")
+        return merged.to(found.dtype)
+
     @property
     def modules(self) -> list[str]:
         """Names of the matrices that change."""
-        return sorted(self._parts)
+        return self._lora.names
 
 
 def _of(patterns: dict[str, Any], module: str, default: Any) -> Any:
@@ -159,7 +199,7 @@ def _read_config(folder: Path) -> dict[str, Any]:
     for key, plain in _PLAIN.items():
         if config.get(key) not in plain:
             raise UnsupportedModelError(
-                f"{folder / ADAPTER} asks for {key}={config.get(key)!r}, which can't be merged."
+                f"{folder / ADAPTER} asks for {key}={config.get(key)!r}, which isn't a plain LoRA."
             )
     start = config.get("init_lora_weights")
     if not isinstance(start, bool | None) and str(start).lower() not in _LEFT_ALONE:

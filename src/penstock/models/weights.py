@@ -205,7 +205,7 @@ class Checkpoint:
 
 
 @dataclass(slots=True)
-class _Plan:
+class WeightPlan:
     """One parameter and the checkpoint tensors it is made of, in order."""
 
     rule: Rename | Stack
@@ -223,7 +223,7 @@ def _fill(template: str, found: dict[str, str]) -> str:
     return template
 
 
-def plan_weights(names: Iterable[str], spec: ModelSpec) -> tuple[dict[str, _Plan], list[str]]:
+def plan_weights(names: Iterable[str], spec: ModelSpec) -> tuple[dict[str, WeightPlan], list[str]]:
     """Match checkpoint names to parameters: (parameter → parts, names that no rule knows)."""
     patterns = [
         (rule, position, _compile(source))
@@ -232,7 +232,7 @@ def plan_weights(names: Iterable[str], spec: ModelSpec) -> tuple[dict[str, _Plan
         for position, source in enumerate(rule.sources)
     ]
     ignores = [rule for rule in spec.rules if isinstance(rule, Ignore)]
-    plans: dict[str, _Plan] = {}
+    plans: dict[str, WeightPlan] = {}
     unknown: list[str] = []
     for name in names:
         short = name
@@ -242,7 +242,7 @@ def plan_weights(names: Iterable[str], spec: ModelSpec) -> tuple[dict[str, _Plan
             match = pattern.fullmatch(short)
             if match:
                 target = _fill(rule.target, match.groupdict())
-                plan = plans.setdefault(target, _Plan(rule, [None] * len(rule.sources)))
+                plan = plans.setdefault(target, WeightPlan(rule, [None] * len(rule.sources)))
                 if plan.rule is not rule or plan.parts[position] is not None:
                     rival = next(part for part in plan.parts if part is not None)
                     raise WeightsError(f"{rival} and {name} both give {target}. Remove one.")
@@ -297,7 +297,7 @@ def load_weights(
             progress(done, total)
 
 
-def _assemble(plan: _Plan, checkpoint: Source, spec: ModelSpec, room: Room) -> Tensor | Codes:
+def _assemble(plan: WeightPlan, checkpoint: Source, spec: ModelSpec, room: Room) -> Tensor | Codes:
     found = [checkpoint.read(part) for part in plan.parts if part is not None]
     codes = [part for part in found if isinstance(part, Codes)]
     if len(codes) == len(found) and _keeps(plan, checkpoint):
@@ -313,7 +313,7 @@ def _assemble(plan: _Plan, checkpoint: Source, spec: ModelSpec, room: Room) -> T
         raise WeightsError(f"These tensors don't fit together: {shapes}. {error}") from error
 
 
-def _keeps(plan: _Plan, checkpoint: Source) -> bool:
+def _keeps(plan: WeightPlan, checkpoint: Source) -> bool:
     """Whether a parameter stays as it is quantized: all parts alike, and nothing is moved in it."""
     schemes = {checkpoint.scheme(part) for part in plan.parts if part is not None}
     return len(schemes) == 1 and None not in schemes and plan.rule.transform is None
@@ -353,7 +353,7 @@ def _matrices(decoder: DecoderSpec) -> Iterator[str]:
         yield from (f"layers.{i}.{name}" for name in MATRICES.values())
 
 
-def _drop_tied_copy(plans: dict[str, _Plan], checkpoint: Source) -> None:
+def _drop_tied_copy(plans: dict[str, WeightPlan], checkpoint: Source) -> None:
     """With a tied embedding the head's matrix is the table, under whichever name it comes."""
     table = plans.pop("embed.weight", None)
     head = plans.get("head.weight")
@@ -371,7 +371,7 @@ def _drop_tied_copy(plans: dict[str, _Plan], checkpoint: Source) -> None:
 
 
 def _drop_zero_biases(
-    plans: dict[str, _Plan], expected: dict[str, tuple[int, ...]], checkpoint: Source
+    plans: dict[str, WeightPlan], expected: dict[str, tuple[int, ...]], checkpoint: Source
 ) -> None:
     """AutoGPTQ gives every matrix a bias, of zeros where the model has none."""
     if isinstance(checkpoint, Checkpoint):
@@ -388,7 +388,7 @@ def _same(a: Tensor | Codes, b: Tensor | Codes) -> bool:
 
 
 def _check_complete(
-    plans: dict[str, _Plan],
+    plans: dict[str, WeightPlan],
     unknown: list[str],
     expected: dict[str, tuple[int, ...]],
     spec: ModelSpec,

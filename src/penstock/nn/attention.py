@@ -57,7 +57,7 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor, before: Norm | None, step: Step, cache: LayerCache) -> Tensor:
         """x [T, D] → what the heads saw [T, H · Dh], for `out`; writes keys and values."""
-        return self.attend(self.qkv(x, before), step, cache)
+        return self.attend(self.qkv(x, before, step.adapters), step, cache)
 
     def attend(self, qkv: Tensor, step: Step, cache: LayerCache) -> Tensor:
         """The same of queries, keys and values [T, (H + 2 · Hkv) · Dh], made by whoever."""

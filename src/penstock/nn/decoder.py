@@ -74,20 +74,23 @@ class DecoderLayer(nn.Module):
     def forward(self, residual: Tensor, step: Step, cache: LayerCache) -> None:
         """residual [T, D] += attention, += feed-forward, in place."""
         attended = self.attention(residual, self.attention_norm, step, cache)
+        adapters = step.adapters
         if self.parallel:  # both read the layer's input
-            h = self.mlp.up(residual, self.mlp_norm)
-            _add(residual, self.attention.out, attended, self.attention_post_norm)
+            h = self.mlp.up(residual, self.mlp_norm, adapters)
+            _add(residual, self.attention.out, attended, self.attention_post_norm, adapters)
         else:
-            _add(residual, self.attention.out, attended, self.attention_post_norm)
-            h = self.mlp.up(residual, self.mlp_norm)
-        _add(residual, self.mlp.down, h, self.mlp_post_norm)
+            _add(residual, self.attention.out, attended, self.attention_post_norm, adapters)
+            h = self.mlp.up(residual, self.mlp_norm, adapters)
+        _add(residual, self.mlp.down, h, self.mlp_post_norm, adapters)
 
 
-def _add(residual: Tensor, linear: Linear, x: Tensor, post_norm: Norm | None) -> None:
+def _add(
+    residual: Tensor, linear: Linear, x: Tensor, post_norm: Norm | None, adapters: Tensor | None
+) -> None:
     if post_norm is None:
-        linear.add_(residual, x)
+        linear.add_(residual, x, adapters)
     else:
-        ops.add_(residual, post_norm(linear(x)))
+        ops.add_(residual, post_norm(linear(x, None, adapters)))
 
 
 class Decoder(nn.Module):

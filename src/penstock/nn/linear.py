@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Self
 
 import torch
@@ -11,8 +12,19 @@ from torch import Tensor
 from penstock import ops
 from penstock.nn.norm import Norm
 from penstock.nn.parameters import Loadable, as_float32, plain
-from penstock.ops import Activation
+from penstock.ops import ACTIVATIONS, Activation
+from penstock.ops.panels import COLUMNS, round_up
 from penstock.quant import Codes, Packed, WeightFormat
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """What adapters add to a matrix's products, before an activation (`ops.lora_add_`)."""
+
+    down: Tensor  # of each slot, panels [A, …]
+    up: Tensor
+    scaling: Tensor  # [A] float32
+    bias: Tensor | None  # the matrix's own, in the order of its panels
 
 
 class Linear(Loadable):
@@ -41,6 +53,7 @@ class Linear(Loadable):
         self.gated = gated
         self.out_dtype = out_dtype
         self.packed: dict[str, Tensor] = {}
+        self.change: Change | None = None
         self.register_parameter("bias", None)
 
     def expected(self) -> dict[str, tuple[int, ...]]:
@@ -74,8 +87,17 @@ class Linear(Loadable):
         if name != "bias":
             self.packed[name] = self.parameter(name)
 
-    def forward(self, x: Tensor, norm: Norm | None = None) -> Tensor:
-        """x [T, K] → [T, N], through `norm` first."""
+    @property
+    def columns(self) -> int:
+        """Of a product that takes no gate along: panels of gate and up, in turns."""
+        return 2 * round_up(self.out_features, COLUMNS) if self.gated else self.out_features
+
+    def forward(
+        self, x: Tensor, norm: Norm | None = None, adapters: Tensor | None = None
+    ) -> Tensor:
+        """x [T, K] → [T, N], through `norm` first; adapters: of a step, `Step.adapters`."""
+        if adapters is not None and self.change is not None:
+            return self._changed(x if norm is None else norm(x), self.change, adapters)
         weight = None
         if norm is not None:
             if norm.spec.kind == "rms":
@@ -94,8 +116,23 @@ class Linear(Loadable):
             out_dtype=self.out_dtype,
         )
 
-    def add_(self, residual: Tensor, x: Tensor) -> None:
+    def _changed(self, x: Tensor, change: Change, adapters: Tensor) -> Tensor:
+        """The same with what adapters add: step by step, to the bits of one operator for all."""
+        acts = self.activation != "none"
+        out_dtype = None if acts else self.out_dtype
+        packed, columns = self.packed, self.columns
+        y = self.weight_format.matmul(x, packed, change.bias, columns, out_dtype=out_dtype)
+        ops.lora_add_(y, x, change.down, change.up, adapters, change.scaling)
+        if not acts:
+            return y
+        activation = ACTIVATIONS.index(self.activation)
+        return ops.gate(y, activation, self.gated, self.out_features, self.out_dtype)
+
+    def add_(self, residual: Tensor, x: Tensor, adapters: Tensor | None = None) -> None:
         """residual [T, N] += x · Wᵀ + b in place; for one without an activation."""
+        if adapters is not None and self.change is not None:
+            ops.add_(residual, self._changed(x, self.change, adapters))
+            return
         self.weight_format.add_(residual, x, self.packed, self._parameters["bias"])
 
 

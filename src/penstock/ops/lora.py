@@ -14,9 +14,6 @@ from penstock.ops.linear import linear
 from penstock.ops.panels import COLUMNS
 from penstock.ops.registry import define_op
 
-MAX_RANK = 128
-"""A rank's row of sums stays in registers up to it."""
-
 
 def check_adapters(
     y: Tensor, x: Tensor, down: Tensor, up: Tensor, adapters: Tensor, scaling: Tensor
@@ -49,11 +46,6 @@ def check_adapters(
             f"lora_add_: down [A, R, K] and up [A, N, R] are {list(down.shape)} and "
             f"{list(up.shape)}; x has K = {x.shape[1]}, y has N = {y.shape[1]}"
         )
-    rank = down.shape[1] * (COLUMNS if down.dim() > 3 else 1)
-    if rank > MAX_RANK:
-        raise RuntimeError(
-            f"lora_add_: rank {rank} is beyond {MAX_RANK}; merge such an adapter into the weights"
-        )
 
 
 def _fake(
@@ -81,13 +73,13 @@ def lora_add_(
 
     y [T, N], x [T, K], rows of both may be strided; adapters [T] int32 below A, negative: none,
     and the row isn't touched. down [A, R, K] and up [A, N, R] of x.dtype, each in rows or each
-    matrix in panels; ranks below R ≤ 128 are padded with zeros. scaling [A] float32, alpha / rank.
+    matrix in panels; smaller ranks are padded with zeros. scaling [A] float32, alpha / rank.
     x · downᵀ is summed in float32 and rounded to x.dtype once, as the two modules that an adapter
     is trained as round it, and so that the second product has factors of 16 bits; that is summed
     in float32, scaled, added to y, and rounded once.
     A row's bits depend on no other row and on no other adapter.
-    Here adapters run one by one, natively where they are panels; that reads `adapters`, which a
-    GPU would be waited for.
+    Adapters run one by one, each with all of its rows; that reads `adapters`, which a GPU would be
+    waited for. Native: matrices in panels.
     Cost: 2·T·R·(K + N) operations; the bytes of the adapters that have rows; memory-bound for few
     rows an adapter.
     Source: Hu et al. 2021, arXiv:2106.09685; above.

@@ -25,13 +25,18 @@ from penstock.step import KV
 logger = logging.getLogger("penstock")
 
 
-def forward_of(decoder: nn.Module, kv: KV, eager: bool, what: str = "A step") -> Forward:
-    """The whole decoder as one native call, unless its operators are to be called one by one."""
+def forward_of(
+    decoder: nn.Module, kv: KV, eager: bool, what: str = "A step", *, adapted: bool = False
+) -> Forward:
+    """The whole decoder as one native call, unless its operators are to be called one by one.
+
+    adapted: of steps with adapters.
+    """
     if eager or native.handle is None:
         reason = "enforce_eager is set" if eager else native.reason
         logger.info("Operators are called one by one: %s.", reason)
         return decoder
-    program = Program(decoder, kv)
+    program = Program(decoder, kv, adapted=adapted)
     logger.info("%s is one native call of %d operators.", what, len(program.calls))
     return program
 

@@ -30,7 +30,8 @@ class HiddenRunner:
 
     def __init__(self, decoder: Decoder, runner: Runner) -> None:
         self._runner = runner
-        hidden = decoder.last_hidden_state()
+        self._hidden = hidden = decoder.last_hidden_state()
+        self._adapted: Forward | None = None
         self._forward: Forward = hidden
         if runner.program is not None:
             tensors = hidden_tensors(hidden)
@@ -51,4 +52,15 @@ class HiddenRunner:
         if self._runner.vocabulary is not None:
             step = self._runner.vocabulary.narrow(step)
         with torch.inference_mode(), self._runner.computing(step):
-            return self._forward(step, self._runner.kv)
+            forward = self._forward if step.adapters is None else self._for_adapters()
+            return forward(step, self._runner.kv)
+
+    def _for_adapters(self) -> Forward:
+        """The same for steps with adapters."""
+        if self._adapted is None:
+            self._adapted = self._hidden
+            if self._runner.program is not None:
+                kv, tensors = self._runner.kv, hidden_tensors(self._hidden)
+                found = record(self._hidden, kv, tensors, adapted=True)
+                self._adapted = Program.of_plan(*found, kv)
+        return self._adapted

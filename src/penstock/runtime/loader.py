@@ -20,6 +20,7 @@ from penstock.models.hub import resolve
 from penstock.models.load import LoadedModel, load_dummy, load_model
 from penstock.models.sources import open_tokenizer
 from penstock.models.weights import Progress
+from penstock.runtime.adapters import Adapters
 from penstock.runtime.beside import Opened, Opener, Placed, Target
 from penstock.runtime.companion import CompanionCache
 from penstock.runtime.device import CPU, Device, check_device, device_of
@@ -59,6 +60,7 @@ class Runtime:
     runner: Runner
     engine: EngineFolder | None = None  # what it was loaded from, where that was built
     draft: Placed | None = None  # what guesses beside it, where something was loaded for that
+    adapters: Adapters | None = None  # slots for them, with enable_lora
 
     def settle(self, config: EngineConfig) -> EngineConfig:
         """`config`, with a built engine's own values where nothing was chosen."""
@@ -133,6 +135,11 @@ def load_runtime(config: EngineConfig, progress: Progress | None = None) -> Runt
         verify_exported(folder)
     config = as_exported(folder, config)
     check_device(config, device)  # of what an export was made for, too
+    if config.lora.enable_lora and device.by_triton:
+        raise ConfigError(
+            "enable_lora is built for CPUs: set device='cpu', or merge the adapter for this GPU "
+            "(penstock export --merge-lora)."
+        )
     loaded, vocabulary = _reduced(folder, _loaded(folder, config.model, device, progress))
     release_freed_memory()  # as packing leaves it
     tokenizer = _tokenizer(config, folder, loaded, vocabulary)
@@ -146,9 +153,22 @@ def load_runtime(config: EngineConfig, progress: Progress | None = None) -> Runt
         )
     else:
         forward = forward_of(loaded.model, kv, config.model.enforce_eager)
+    adapters, adapted = _adapters(config, loaded, kv)
     placed = None if opened is None else opened.place(blocks, config.model.enforce_eager)
-    runner = runner_over(forward, kv, layout, vocabulary, companions=_companions(placed))
-    return Runtime(loaded, tokenizer, layout, blocks, runner, draft=placed)
+    runner = runner_over(forward, kv, layout, vocabulary, None, _companions(placed), adapted)
+    return Runtime(loaded, tokenizer, layout, blocks, runner, None, placed, adapters)
+
+
+def _adapters(
+    config: EngineConfig, loaded: LoadedModel, kv: KV
+) -> tuple[Adapters | None, Forward | None]:
+    """Slots, and what runs steps whose tokens have adapters."""
+    asked = config.lora
+    if not asked.enable_lora:
+        return None, None
+    adapters = Adapters(loaded, asked.max_loras, asked.max_lora_rank)
+    eager = config.model.enforce_eager
+    return adapters, forward_of(loaded.model, kv, eager, "A step with adapters", adapted=True)
 
 
 def _loaded(
@@ -180,6 +200,11 @@ def _limits(config: EngineConfig, loaded: LoadedModel, layout: PagedLayout) -> S
 def _load_engine(folder: Path, config: EngineConfig) -> Runtime:
     if config.model.load_format == "dummy":
         raise ConfigError(f"{folder} was built with its weights: leave load_format='dummy' out.")
+    if config.lora.enable_lora:
+        raise ConfigError(
+            f"{folder} is a built engine, whose steps have no place for adapters: enable_lora goes "
+            "with a model or an export. Or merge the adapter (penstock export --merge-lora)."
+        )
     engine = EngineFolder.open(folder, verify=config.model.verify)
     model, device = config.model, engine.device(config.model.device)
     check_device(config, device)
@@ -335,12 +360,13 @@ def runner_over(
     vocabulary: ReducedVocabulary | None = None,
     hidden_plan: Callable[[], Plan] | None = None,
     companions: Sequence[CompanionCache] = (),
+    adapted: Forward | None = None,
 ) -> Runner:
     """What runs `forward` over the cache `kv` of that layout, beside other caches."""
     recent = None
     if layout.recent_window:
         recent = RecentBlocks(kv, layout.recent_window, layout.block_size)
-    return Runner(forward, kv, vocabulary, hidden_plan, recent, companions)
+    return Runner(forward, kv, vocabulary, hidden_plan, recent, companions, adapted)
 
 
 def layout_of(config: EngineConfig, loaded: LoadedModel, device: Device = CPU) -> PagedLayout:

@@ -18,7 +18,7 @@ from penstock import ops
 from penstock.errors import KernelError
 from penstock.ops.registry import NAMESPACE
 from penstock.runtime import compile_counter
-from penstock.step import KV, Step
+from penstock.step import KV, AdaptedStep, Step
 
 PLAN_VERSION = 2
 """Of the form of a plan and the meaning of its operators' arguments."""
@@ -150,16 +150,16 @@ def fixed_tensors(module: nn.Module) -> dict[str, Tensor]:
 
 
 def record(
-    module: nn.Module, kv: KV, names: Mapping[str, Tensor]
+    module: nn.Module, kv: KV, names: Mapping[str, Tensor], *, adapted: bool = False
 ) -> tuple[Plan, dict[str, Tensor]]:
     """The plan of `module(step, kv)` and the tensors that it reads, by name.
 
     Nothing is computed: tensors may be without data (`meta`). names: what its weights are called;
-    one that has no name there is called `constant.0` and so on.
+    one that has no name there is called `constant.0` and so on. adapted: of steps with adapters.
     Raises KernelError when it calls anything but Penstock's operators.
     """
     compile_counter.note("program")
-    step = _blank_step()
+    step = _blank_step(adapted)
     with torch.inference_mode(), _Recorder(step, kv, names) as recorder:
         output = module(step, kv)
     plan = Plan(tuple(recorder.operators), recorder.value(output).number)
@@ -256,10 +256,11 @@ def _check_arrays(op: str, arguments: Mapping[str, Argument]) -> None:
             raise KernelError(f"{op} takes the step's {array} as its {name}.")
 
 
-def _blank_step() -> Step:
+def _blank_step(adapted: bool) -> Step:
     """A step whose arrays are known by what they are; nothing of them is read."""
 
     def ints(*shape: int) -> Tensor:
         return torch.zeros(shape, dtype=torch.int32)
 
-    return Step(ints(2), ints(2), ints(2), ints(3), ints(2), ints(2, 2), ints(2))
+    arrays = ints(2), ints(2), ints(2), ints(3), ints(2), ints(2, 2), ints(2)
+    return AdaptedStep(*arrays, ints(2)) if adapted else Step(*arrays)

@@ -46,6 +46,7 @@ _ARRAYS = {
     "context_len": "[B]",
     "block_table": "[B, M]",
     "sample_at": "[S]",
+    "adapters": "[T]",
 }
 
 _native = getattr(torch.ops, NAMESPACE)
@@ -89,9 +90,11 @@ class Program:
     a second one that calls it meanwhile gets a RuntimeError.
     """
 
-    def __init__(self, decoder: nn.Module, kv: KV) -> None:
-        """Raises KernelError when the decoder calls an operator that no program can hold."""
-        self._make(*record(decoder, kv, fixed_tensors(decoder)), kv)
+    def __init__(self, decoder: nn.Module, kv: KV, *, adapted: bool = False) -> None:
+        """adapted: of steps with adapters, others run too. Raises KernelError when the decoder
+        calls an operator that no program can hold.
+        """
+        self._make(*record(decoder, kv, fixed_tensors(decoder), adapted=adapted), kv)
 
     @classmethod
     def of_plan(cls, plan: Plan, tensors: Mapping[str, Tensor], kv: KV) -> Program:
@@ -277,6 +280,7 @@ class Program:
             step.block_table,
             step.sample_at,
             step.copies,
+            step.adapters,
             out,
             times,
         )

@@ -36,11 +36,12 @@ class Runner:
         hidden_plan: Callable[[], Plan] | None = None,
         recent: RecentBlocks | None = None,
         companions: Sequence[CompanionCache] = (),
+        adapted: Forward | None = None,
     ) -> None:
         """vocabulary: of a model that lacks some of its tokenizer's ids. hidden_plan: gives
         that of steps that end with hidden states, where it was recorded before. recent: of a cache
         with a window, who has which place in it. companions: caches of other models in the same
-        blocks, which move with this one's.
+        blocks, which move with this one's. adapted: what runs steps with adapters.
         """
         self._forward = forward
         self.vocabulary = vocabulary
@@ -48,6 +49,7 @@ class Runner:
         self.kv = kv
         self.recent = recent
         self.companions = tuple(companions)
+        self.adapted = adapted
         self._swapped: SwapStore | None = None
         self._owner: Callable[[], object | None] = lambda: None
 
@@ -158,7 +160,14 @@ class Runner:
 
     def forward(self, step: Step) -> Tensor:
         """The step's logits [S, V], good until the next one; keys and values go to the cache."""
-        return self.by(self._forward, step)
+        return self.by(self._forward_of(step), step)
+
+    def _forward_of(self, step: Step) -> Forward:
+        if step.adapters is None:
+            return self._forward
+        if self.adapted is None:
+            raise PenstockError("A step has adapters, but nothing was loaded for them.")
+        return self.adapted
 
     @property
     def finds_largest(self) -> bool:
@@ -168,8 +177,8 @@ class Runner:
 
     def largest(self, step: Step) -> tuple[Tensor, Tensor]:
         """As `forward`, but of the logits only each row's largest: places [S], values [S]."""
-        program = self.program
-        assert program is not None
+        program = self._forward_of(step)
+        assert isinstance(program, Program)
         with torch.inference_mode(), nullcontext() if self.recent is None else self.computing(step):
             return program.largest(step, self.kv)
 

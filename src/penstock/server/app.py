@@ -14,6 +14,7 @@ from penstock.server.config import ServerConfig
 from penstock.server.handlers import install_handlers
 from penstock.server.middleware import OPEN_PATHS, Front
 from penstock.server.routes import (
+    adapters,
     chat,
     completions,
     embeddings,
@@ -75,7 +76,7 @@ def create_app(config: ServerConfig | None = None, service: Service | None = Non
     app.state.service = service
     install_handlers(app)
     app.state.routes = list(app.routes)  # those below aren't among the application's own
-    modules = (chat, completions, responses, embeddings, messages, tokens, status)
+    modules = (chat, completions, responses, embeddings, messages, tokens, adapters, status)
     for module in (*modules, page) if config.page else modules:
         app.include_router(module.router)
         app.state.routes += module.router.routes

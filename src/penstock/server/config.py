@@ -50,6 +50,7 @@ class ServerConfig:
     enable_auto_tool_choice: bool = True  # without it a call must be asked for
     otlp_endpoint: str | None = None  # where traces go
     page: bool = True  # the page at /
+    allow_runtime_lora_updating: bool = False  # requests may load and unload adapters
 
     def __post_init__(self) -> None:
         if not 0 <= self.port <= 65535:

@@ -8,13 +8,14 @@ import time
 from collections import deque
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, TypeVar
 
 from penstock.engine import AsyncLLM, PoolingParams, RequestOptions, RequestOutput
 from penstock.engine.prompts import default_params
 from penstock.errors import ConfigError, InvalidSamplingError, RequestError, RequestTimeoutError
 from penstock.roofline import StepRecord
+from penstock.runtime.adapters import Adapter
 from penstock.sampling import BeamSearchParams, SamplingParams, StructuredOutputs
 from penstock.server.admission import Caller, Lanes, Ticket
 from penstock.server.answers import accounted, broken_by
@@ -119,6 +120,9 @@ class Service:
             self._check_wishes(llm, key)
         self._llm = llm
         self._names = self._names or (name,)
+        taken = [name for name in self._adapters(llm) if name in self._names]
+        if taken:
+            raise ConfigError(f"An adapter has the model's own name, {taken[0]!r}. Rename one.")
         runtime = llm.runtime
         self.prompts = Prompts(runtime.tokenizer, runtime.model.max_model_len)
         self.prompts.compile_templates(self.config.chat_template)
@@ -161,13 +165,24 @@ class Service:
         """What the model is called; the first is what answers say."""
         return self._names
 
+    @staticmethod
+    def _adapters(llm: AsyncLLM) -> list[str]:
+        found = llm.runtime.adapters
+        return [] if found is None else found.names
+
+    @property
+    def adapters(self) -> list[Adapter]:
+        """Those that requests may name as their model."""
+        found = self.llm.runtime.adapters
+        return [] if found is None else found.loaded
+
     def check_model(self, name: str | None) -> str:
         """The name for the answer. Raises ApiError 404 for a model that isn't served."""
-        assert self.llm is not None  # which raises its 503 before there is a 404
-        if name is not None and name not in self._names:
+        known = [*self._names, *self._adapters(self.llm)]  # raises its 503 before there is a 404
+        if name is not None and name not in known:
             raise ApiError(
                 404,
-                f"The model {name[:80]!r} isn't served here. There is: {', '.join(self._names)}.",
+                f"The model {name[:80]!r} isn't served here. There is: {', '.join(known)}.",
                 param="model",
                 code="model_not_found",
             )
@@ -190,9 +205,15 @@ class Service:
 
     # ── requests ─────────────────────────────────────────────────────────────────────────────
 
-    def options(self, caller: Caller, body: EngineFields, prompt: PromptText) -> RequestOptions:
-        """What the request, or else its key, asks of the queue and the cache."""
-        return self._wishes(caller.key.limits, body, prompt)
+    def options(
+        self, caller: Caller, body: EngineFields, prompt: PromptText, model: str
+    ) -> RequestOptions:
+        """What the request, or else its key, asks of the queue and the cache.
+
+        model: as `check_model` has found it; an adapter's name, perhaps.
+        """
+        wishes = self._wishes(caller.key.limits, body, prompt)
+        return wishes if model in self._names else replace(wishes, adapter=model)
 
     @staticmethod
     def _wishes(limits: Limits, body: EngineFields, prompt: PromptText) -> RequestOptions:
@@ -272,11 +293,12 @@ class Service:
         prompts: Sequence[PromptText],
         chosen: dict[str, Any],
         body: EngineFields,
+        model: str,
     ) -> list[list[float]]:
         """Each prompt's embedding, in their order. Raises ApiError; all end with the first."""
         llm = self.llm
         params = PoolingParams(**chosen)
-        options = [self.options(ticket.caller, body, x) for x in prompts]
+        options = [self.options(ticket.caller, body, x, model) for x in prompts]
         works = [Work(x, self.defaults, o) for x, o in zip(prompts, options, strict=True)]
 
         async def one(name: str, work: Work) -> list[float]:

@@ -11,7 +11,7 @@ test, accept or draw again, is replaced by the sampler's own draw, with the plac
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
@@ -187,7 +187,7 @@ class Wish:
     sampling: SequenceSampling
     blocks: list[int]  # its own, with room for len(tokens) - 1 + limit tokens
     limit: int  # of tokens one after another in the draft, at least 1
-    salt: str | None = None  # what it brings forth may be seen by those of the same only
+    salt: Hashable = None  # what it brings forth may be seen by those of the same only
     expected: Prediction | None = None  # of its output, by whoever asked for it
 
 
@@ -241,7 +241,7 @@ class Proposer(Protocol):
 class Learner(Proposer, Protocol):
     """Guesses by what others have brought forth."""
 
-    def ended(self, key: object, tokens: list[int], num_prompt: int, salt: str | None) -> None:
+    def ended(self, key: object, tokens: list[int], num_prompt: int, salt: Hashable) -> None:
         """A sequence has ended, whether or not it was asked for; called before `forget`.
 
         tokens: all of it, the first `num_prompt` being the prompt's. salt: those of the same may

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from array import array
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Final
@@ -94,7 +94,7 @@ class SuffixProposer:
         return self.past.nbytes + sum(live.runs.nbytes for live in self._live.values())
 
     def guess(
-        self, key: object, tokens: list[int], num_prompt: int, limit: int, salt: str | None = None
+        self, key: object, tokens: list[int], num_prompt: int, limit: int, salt: Hashable = None
     ) -> list[int]:
         """Up to `limit` tokens that may follow `tokens`, the sequence of that key."""
         return self._guess(tokens, *self.match(key, tokens, num_prompt, salt), limit)
@@ -106,7 +106,7 @@ class SuffixProposer:
         return likeliest(branches[:MOST_PLACES], tokens, limit, self._least)
 
     def match(
-        self, key: object, tokens: list[int], num_prompt: int, salt: str | None
+        self, key: object, tokens: list[int], num_prompt: int, salt: Hashable
     ) -> tuple[int, list[Branch]]:
         """How many of the last tokens stood before, and where; the sequence's own text first."""
         live = self._live.get(key)
@@ -125,7 +125,7 @@ class SuffixProposer:
             branches += past_branches
         return length, branches
 
-    def ended(self, key: object, tokens: list[int], num_prompt: int, salt: str | None) -> None:
+    def ended(self, key: object, tokens: list[int], num_prompt: int, salt: Hashable) -> None:
         """Keep what a sequence brought forth that never had a wish."""
         if key not in self._live:
             self.past.add(tokens[num_prompt:], salt)
@@ -182,7 +182,7 @@ class _Live:
     tokens: list[int]
     runs: Runs
     num_prompt: int
-    salt: str | None
+    salt: Hashable
 
 
 class Past:
@@ -216,7 +216,7 @@ class Past:
         """What all of it takes, without the salts."""
         return sum(part.text.itemsize * len(part.text) + part.runs.nbytes for part in self._parts)
 
-    def add(self, output: list[int], salt: str | None) -> None:
+    def add(self, output: list[int], salt: Hashable) -> None:
         """Keep an output, or as much of its end as fits."""
         output = output[-(self._size - 1) :]  # with room for its end
         if len(output) < MIN_MATCH + 1 or not self._most_parts:
@@ -237,9 +237,7 @@ class Past:
         part.runs.read(part.text)
         part.text.append(_END)
 
-    def find(
-        self, tail: list[int], hashes: list[int], salt: str | None
-    ) -> tuple[int, list[Branch]]:
+    def find(self, tail: list[int], hashes: list[int], salt: Hashable) -> tuple[int, list[Branch]]:
         """Runs.find, in all that is kept of that salt, the newest first."""
         best = 0
         found: list[Branch] = []
@@ -263,5 +261,5 @@ class _Part:
 
     text: array[int]
     runs: Runs
-    salts: dict[str | None, int]  # the numbers of those who are in it
+    salts: dict[Hashable, int]  # the numbers of those who are in it
     outputs: int = 0

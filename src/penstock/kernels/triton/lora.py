@@ -10,6 +10,9 @@ from torch import Tensor
 from penstock.kernels.triton.launch import cdiv, dot, implement, power_of_2
 from penstock.ops.lora import check_adapters
 
+MAX_RANK = 128
+"""A rank's row of sums stays in registers up to it."""
+
 SPANS = 8
 """Into how many parts K is split at most, each with programs of its own."""
 
@@ -114,6 +117,11 @@ def lora_add_(
     kernel leaves sums over spans of K in float32, the second adds them in order.
     """
     check_adapters(y, x, down, up, adapters, scaling)
+    if down.shape[1] > MAX_RANK:
+        raise RuntimeError(
+            f"lora_add_: rank {down.shape[1]} is beyond {MAX_RANK}; merge such an adapter into the "
+            "weights"
+        )
     whole = all(each.shape[-1] == 1 or each.stride(-1) == 1 for each in (y, x, down, up))
     if down.dim() != 3 or not whole:
         raise RuntimeError(

@@ -57,7 +57,7 @@ async def create_chat_completion(body: ChatRequest, request: Request) -> Respons
     caller = caller_of(request, "chatcmpl", body.user or body.safety_identifier, body.request_id)
     _check(service, body)
     ticket = await admit(request, caller, samples=body.n or 1)
-    work, how = await _work(request, body, ticket)
+    work, how = await _work(request, body, ticket, model)
     names = TokenNames(service.prompts.tokenizer, bool(body.return_tokens_as_token_ids))
     outputs = service.stream(ticket, [work])
     if body.stream:
@@ -81,7 +81,9 @@ def _check(service: Service, body: ChatRequest) -> None:
     check_samples(service, body.n)
 
 
-async def _work(request: Request, body: ChatRequest, ticket: Ticket) -> tuple[Work, Answering]:
+async def _work(
+    request: Request, body: ChatRequest, ticket: Ticket, model: str
+) -> tuple[Work, Answering]:
     service = service_of(request)
     limit = body.limit
     rendering = rendering_of(service, body)
@@ -107,7 +109,7 @@ async def _work(request: Request, body: ChatRequest, ticket: Ticket) -> tuple[Wo
         logprobs=(body.top_logprobs or 0) if body.logprobs else None,
         **form,
     )
-    options = service.options(ticket.caller, body, prompt)
+    options = service.options(ticket.caller, body, prompt, model)
     if body.prediction is not None:
         options = replace(options, prediction=body.prediction.text)
     return Work(prompt, params, options), how

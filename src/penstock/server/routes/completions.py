@@ -50,7 +50,7 @@ async def create_completion(body: CompletionRequest, request: Request) -> Respon
     _check(service, body)
     several = prompts_in(service, body.prompt, COMPLETION.field)
     ticket = await admit(request, caller, len(several), body.samples)
-    works = await _works(service, body, ticket, several)
+    works = await _works(service, body, ticket, several, model)
     answer = _Answer(service, body, ticket, model, works)
     outputs = service.stream(ticket, works)
     if body.stream:
@@ -59,7 +59,11 @@ async def create_completion(body: CompletionRequest, request: Request) -> Respon
 
 
 async def _works(
-    service: Service, body: CompletionRequest, ticket: Ticket, several: list[OnePrompt]
+    service: Service,
+    body: CompletionRequest,
+    ticket: Ticket,
+    several: list[OnePrompt],
+    model: str,
 ) -> list[Work]:
     prompts = await prompts_of(
         service, ticket, several, body.truncate_prompt_tokens, body.add_special_tokens, COMPLETION
@@ -84,7 +88,7 @@ async def _works(
             logprobs=body.logprobs or 0 if body.ranks else body.logprobs,
             **chosen,
         )
-        works.append(Work(prompt, params, service.options(ticket.caller, body, prompt)))
+        works.append(Work(prompt, params, service.options(ticket.caller, body, prompt, model)))
     return works
 
 

@@ -39,7 +39,9 @@ async def create_embeddings(body: EmbeddingRequest, request: Request) -> Respons
     }
     vectors = await unless_gone(
         request.receive,
-        service.embed(ticket, prompts, {k: v for k, v in chosen.items() if v is not None}, body),
+        service.embed(
+            ticket, prompts, {k: v for k, v in chosen.items() if v is not None}, body, model
+        ),
     )
     counted = sum(len(prompt.tokens) for prompt in prompts)
     answer: dict[str, Any] = {

@@ -75,7 +75,7 @@ async def create_message(body: MessagesRequest, request: Request) -> Response:
     how = answering(service, ticket, plan, prompt, goes_on)
     form = await sampling_of(service, ticket, how, body.structure)
     params = _params(body, service.defaults, min(body.max_tokens, room), form)
-    work = Work(prompt, params, service.options(caller, body, prompt))
+    work = Work(prompt, params, service.options(caller, body, prompt, model))
     outputs = service.stream(ticket, [work])
     answer = _Answer(caller.request_id, model, work, how)
     if body.stream:

@@ -70,7 +70,7 @@ async def create_response(body: ResponsesRequest, request: Request) -> Response:
         logprobs=body.num_logprobs,
         **form,
     )
-    work = Work(prompt, params, service.options(caller, body, prompt))
+    work = Work(prompt, params, service.options(caller, body, prompt, model))
     answer = _Answer(body, caller.request_id, model, work, service, how)
     outputs = service.stream(ticket, [work])
     if body.stream:

@@ -10,6 +10,7 @@ from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.responses import Response
 
 from penstock import __version__
+from penstock.runtime.adapters import Adapter
 from penstock.server.errors import ApiError
 from penstock.server.routes.common import ERRORS, Responses, service_of
 from penstock.server.service import Service
@@ -31,19 +32,28 @@ def _model(service: Service, name: str) -> dict[str, Any]:
     }
 
 
+def _adapter(service: Service, adapter: Adapter) -> dict[str, Any]:
+    """As vLLM has it: of the model that it belongs to."""
+    of = {"root": str(adapter.folder), "parent": service.names[0]}
+    return _model(service, adapter.name) | of
+
+
 @router.get("/v1/models", responses=ERRORS)
 async def list_models(request: Request) -> dict[str, Any]:
     """The names that the model goes by."""
     service = service_of(request)
     service.check_model(None)
-    return {"object": "list", "data": [_model(service, name) for name in service.names]}
+    own = [_model(service, name) for name in service.names]
+    return {"object": "list", "data": own + [_adapter(service, x) for x in service.adapters]}
 
 
 @router.get("/v1/models/{name:path}", responses=ERRORS)
 async def retrieve_model(name: str, request: Request) -> dict[str, Any]:
     """One of them."""
     service = service_of(request)
-    return _model(service, service.check_model(name))
+    known = service.check_model(name)
+    adapter = next((x for x in service.adapters if x.name == known), None)
+    return _model(service, known) if adapter is None else _adapter(service, adapter)
 
 
 @router.get("/health", responses=_NOT_WELL)

@@ -1,0 +1,68 @@
+"""Adapters by request, as vLLM's callers ask for them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from penstock.engine.options import RequestOptions
+from penstock.errors import ConfigError, RequestError
+from penstock.models.hub import adapter_folder
+from penstock.runtime import Runtime
+from penstock.runtime.adapters import Adapter, Adapters
+
+
+@dataclass(frozen=True, slots=True)
+class LoRARequest:
+    """An adapter that is loaded when it is first asked for, and stays while there is a slot.
+
+    Source: vLLM's class of that name. Adapters are told apart by `lora_name`.
+    """
+
+    lora_name: str
+    lora_int_id: int = 1  # vLLM's number of it, which nothing here needs
+    lora_path: str | Path = ""  # of PEFT's layout, or an embedded adapter's name; default: the name
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.lora_name, str) or not self.lora_name.strip():
+            raise RequestError(f"lora_name must be a text, not {self.lora_name!r:.80}.")
+        number = self.lora_int_id
+        if isinstance(number, bool) or not isinstance(number, int) or number < 1:
+            raise RequestError(f"lora_int_id must be a positive integer, not {number!r:.80}.")
+        if not isinstance(self.lora_path, str | Path):
+            raise RequestError(f"lora_path must be a folder, not {self.lora_path!r:.80}.")
+
+
+def adapters_of(runtime: Runtime) -> Adapters:
+    """The slots of a model. Raises ConfigError where it has none."""
+    if runtime.adapters is None:
+        raise ConfigError(
+            "The model was loaded without room for adapters. Load it with enable_lora=True."
+        )
+    return runtime.adapters
+
+
+def load_adapter(runtime: Runtime, name: str, path: str | Path) -> Adapter:
+    """Load an adapter, which stays until it is unloaded."""
+    return adapters_of(runtime).load(name, adapter_folder(path))
+
+
+def hold_adapter(runtime: Runtime, asked: LoRARequest) -> Adapter:
+    """The adapter that is asked for, loaded if it wasn't; whoever asked gives it back by
+    `Adapters.release`. Raises RequestError for what isn't a LoRARequest.
+    """
+    if not isinstance(asked, LoRARequest):
+        raise RequestError(f"lora_request must be a LoRARequest, not {type(asked).__name__}.")
+    folder = adapter_folder(asked.lora_path or asked.lora_name)
+    return adapters_of(runtime).load(asked.lora_name, folder, keep=False, hold=True)
+
+
+def naming(options: RequestOptions | None, adapter: Adapter) -> RequestOptions:
+    """The same options, with an adapter's name. Raises RequestError where they name another."""
+    options = options or RequestOptions()
+    if options.adapter is not None and options.adapter != adapter.name:
+        raise RequestError(
+            f"options name the adapter {options.adapter!r}, lora_request {adapter.name!r}. Give "
+            "one of them."
+        )
+    return replace(options, adapter=adapter.name)

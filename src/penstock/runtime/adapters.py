@@ -1,0 +1,306 @@
+"""LoRA adapters beside a model: slots in memory, taken and given back while requests run.
+
+Each matrix of the layers has two tensors with a place for each slot. An adapter is written to the
+places of a free slot, and tokens name the slot: nothing is loaded again, and no step waits. The
+parts of a joined matrix (queries, keys and values; gate and up) lie in one product: their ranks
+one after another, zeros where a part's rank isn't another's.
+Source: Hu et al. 2021, arXiv:2106.09685; many at once: Sheng et al. 2023, arXiv:2311.03285.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate, count
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from penstock import ops
+from penstock.cache.pages import lazy_zeros
+from penstock.errors import (
+    AdapterError,
+    RequestError,
+    UnsupportedModelError,
+    WeightsError,
+    nearest,
+)
+from penstock.models.load import LoadedModel
+from penstock.models.lora import LoraFiles
+from penstock.models.spec import Stack
+from penstock.models.weights import WeightPlan, plan_weights
+from penstock.nn import Decoder
+from penstock.nn.decoder import MATRICES, DecoderLayer
+from penstock.nn.linear import Change, Linear
+from penstock.ops.panels import COLUMNS, panel_shape, round_up
+from penstock.quant import Dense
+
+_numbers = count(1)
+
+
+@dataclass(eq=False, slots=True)
+class Adapter:
+    """One that is in memory."""
+
+    name: str
+    folder: Path
+    slot: int
+    rank: int  # the largest of its matrices'
+    nbytes: int  # of its matrices, as they are read
+    kept: bool  # until somebody unloads it; otherwise others may take its slot
+    number: int = field(default_factory=lambda: next(_numbers))  # of this one, not of its name
+    users: int = 0  # requests that run with it
+    gone: bool = False  # unloaded, but for those
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """A matrix that adapters change, and the rows of its parts."""
+
+    linear: Linear
+    rows: tuple[int, ...]
+
+
+class Adapters:
+    """The slots of one model. Loading and unloading may happen in any thread, between steps or in
+    them: nobody reads a slot that is written to.
+    """
+
+    def __init__(self, loaded: LoadedModel, max_loras: int, max_lora_rank: int) -> None:
+        self._spec, self._dtype = loaded.spec, loaded.dtype
+        self.max_loras, self.max_lora_rank = max_loras, max_lora_rank
+        self._scaling = torch.ones(max_loras)  # in `up`: each part of a matrix has its own
+        self._places = dict(_places(loaded.model))
+        for place in self._places.values():
+            place.linear.change = self._room(place)
+        self._held: dict[str, Adapter] = {}  # by name, the last used at the end
+        self._free = list(range(max_loras))[::-1]
+        self._lock = threading.Lock()
+
+    def _room(self, place: _Place) -> Change:
+        """Zeros for every slot of a matrix; committed as slots are first used."""
+        linear, rank = place.linear, self._rank(place)
+        down = panel_shape(rank, linear.in_features, self._dtype)
+        up = panel_shape(linear.columns, rank, self._dtype)
+        bias: Tensor | None = linear._parameters["bias"]
+        if bias is not None and linear.gated:
+            bias = ops.alternate(bias)
+        down_room, up_room = (
+            lazy_zeros((self.max_loras, *shape), self._dtype) for shape in (down, up)
+        )
+        return Change(down_room, up_room, self._scaling, bias)
+
+    def _rank(self, place: _Place) -> int:
+        """Of all parts, in whole panels."""
+        return round_up(self.max_lora_rank * len(place.rows), COLUMNS)
+
+    @property
+    def names(self) -> list[str]:
+        """Of those that requests may name."""
+        with self._lock:
+            return list(self._held)
+
+    @property
+    def loaded(self) -> list[Adapter]:
+        """Those that requests may name."""
+        with self._lock:
+            return list(self._held.values())
+
+    def load(self, name: str, folder: Path, *, keep: bool = True, hold: bool = False) -> Adapter:
+        """Put the adapter in `folder` into a free slot; requests name it by `name`.
+
+        keep: it stays until it is unloaded; otherwise the slot is another's as soon as one is
+        wanted and no request runs with it. hold: as if one did, until `release`. One that is
+        loaded under that name from there is returned as it is.
+        Raises AdapterError where there is no slot, or another adapter has the name, and what
+        `LoraFiles` raises.
+        """
+        if not isinstance(name, str) or not name.strip():
+            raise AdapterError(f"An adapter's name must be a text, not {name!r:.80}.")
+        with self._lock:
+            found = self._held.get(name)
+            if found is not None:
+                return self._again(found, folder, keep, hold)
+            slot = self._take_slot(name)
+        try:
+            rank, nbytes = self._fill(slot, folder)
+        except BaseException:
+            with self._lock:
+                self._free.append(slot)
+            raise
+        adapter = Adapter(name, folder, slot, rank, nbytes, keep)
+        with self._lock:
+            if name in self._held:  # by another thread, meanwhile
+                self._free.append(slot)
+                return self._again(self._held[name], folder, keep, hold)
+            self._held[name] = adapter
+            adapter.users += hold
+        return adapter
+
+    def _again(self, found: Adapter, folder: Path, keep: bool, hold: bool) -> Adapter:
+        if found.folder.resolve() != folder.resolve():
+            raise AdapterError(
+                f"{found.name!r} is the adapter in {found.folder} already. Unload that one first, "
+                f"or give the one in {folder} another name."
+            )
+        found.kept |= keep
+        found.users += hold
+        return found
+
+    def _take_slot(self, name: str) -> int:
+        if not self._free:
+            idle = (a for a in self._held.values() if not a.users and not a.kept)
+            oldest = next(idle, None)
+            if oldest is None:
+                busy = ", ".join(self._held)
+                raise AdapterError(
+                    f"There is no slot for the adapter {name!r}: all {self.max_loras} are taken "
+                    f"({busy or 'by adapters that were unloaded, whose requests still run'}). "
+                    "Unload one, or start with a larger max_loras."
+                )
+            self._drop(oldest)
+        return self._free.pop()
+
+    def _drop(self, adapter: Adapter) -> None:
+        adapter.gone = True
+        del self._held[adapter.name]
+        if not adapter.users:
+            self._free.append(adapter.slot)
+
+    def unload(self, name: str) -> Adapter:
+        """Let nobody name it any more; its slot is free when its last request has ended.
+
+        Raises AdapterError where there is none.
+        """
+        with self._lock:
+            adapter = self._found(name)
+            self._drop(adapter)
+            return adapter
+
+    def _found(self, name: str) -> Adapter:
+        found = self._held.get(name)
+        if found is None:
+            there = ", ".join(self._held) or "none"
+            raise AdapterError(
+                f"There is no adapter {name!r:.80}; loaded: {there}.{nearest(name, self._held)}"
+            )
+        return found
+
+    def use(self, name: str) -> Adapter:
+        """The adapter of a new request, which gives it back by `release`. Raises RequestError."""
+        with self._lock:
+            try:
+                adapter = self._found(name)
+            except AdapterError as error:
+                raise RequestError(str(error)) from error
+            self._held[name] = self._held.pop(name)  # to the end
+            adapter.users += 1
+            return adapter
+
+    def release(self, adapter: Adapter) -> None:
+        """A request that ran with it has ended."""
+        with self._lock:
+            adapter.users -= 1
+            if adapter.gone and not adapter.users:
+                self._free.append(adapter.slot)
+
+    # ── reading ──────────────────────────────────────────────────────────────────────────────
+
+    def _fill(self, slot: int, folder: Path) -> tuple[int, int]:
+        """Write the adapter in `folder` into a slot: its rank, and the bytes that steps read."""
+        files = LoraFiles(folder)
+        plans = self._plans(files)
+        rank = files.rank
+        if rank > self.max_lora_rank:
+            raise AdapterError(
+                f"The adapter in {folder} has rank {rank}, but slots have room for "
+                f"{self.max_lora_rank}. Start with max_lora_rank={rank}, or merge it "
+                "(penstock export --merge-lora)."
+            )
+        nbytes = 0
+        for name, place in self._places.items():
+            change, plan = place.linear.change, plans.get(name)
+            assert change is not None
+            if plan is None:
+                change.down[slot].zero_()
+                change.up[slot].zero_()
+                continue
+            down, up = _joined(files, plan.parts, _rows(place, plan))
+            if plan.rule.transform is not None:
+                up = plan.rule.transform(up, self._spec.decoder).contiguous()
+            self._write(change, slot, place.linear, down, up, folder)
+            nbytes += change.down[slot].nbytes + change.up[slot].nbytes
+        return rank, nbytes
+
+    def _plans(self, files: LoraFiles) -> dict[str, WeightPlan]:
+        """What the adapter changes, by module. Raises WeightsError, or UnsupportedModelError."""
+        found, unknown = plan_weights(files.names, self._spec)
+        if unknown:
+            raise files.strange(unknown)
+        plans = {target.removesuffix(".weight"): plan for target, plan in found.items()}
+        beyond = [name for name in plans if name not in self._places]
+        if beyond:
+            raise UnsupportedModelError(
+                f"The adapter in {files.folder} changes {', '.join(beyond)}, not only matrices of "
+                "the layers: merge it (penstock export --merge-lora)."
+            )
+        for name, plan in plans.items():
+            place = self._places[name]
+            for part, rows in zip(plan.parts, _rows(place, plan), strict=True):
+                if part is not None:
+                    files.check(part, (rows, place.linear.in_features))
+        return plans
+
+    def _write(
+        self, change: Change, slot: int, linear: Linear, down: Tensor, up: Tensor, folder: Path
+    ) -> None:
+        """Pack both into a slot, padded with zeros."""
+        rank = change.down.shape[1] * COLUMNS
+        whole = functional.pad(down, (0, 0, 0, rank - len(down)))
+        wide = functional.pad(up, (0, rank - up.shape[1]))
+        form = Dense(self._dtype)
+        for room, matrix, gated in ((change.down, whole, False), (change.up, wide, linear.gated)):
+            packed = form.pack(matrix, gated)["weight"]
+            if not bool(packed.isfinite().all()):
+                raise WeightsError(
+                    f"The adapter in {folder} has values that are NaN, infinite, or too large for "
+                    f"{form.name}."
+                )
+            room[slot].copy_(packed)
+
+
+def _rows(place: _Place, plan: WeightPlan) -> tuple[int, ...]:
+    """How many rows each part of a plan has; one that is stored whole has all."""
+    return place.rows if isinstance(plan.rule, Stack) else (sum(place.rows),)
+
+
+def _joined(
+    files: LoraFiles, parts: Sequence[str | None], rows: Sequence[int]
+) -> tuple[Tensor, Tensor]:
+    """down [R, K] and up [N, R] of all parts in float32, the scales in `up`."""
+    found = [None if part is None else (*files.read(part), files.scale(part)) for part in parts]
+    ranks = [0 if one is None else one[0].shape[0] for one in found]
+    down = torch.cat([one[0] for one in found if one is not None])
+    up = torch.zeros((sum(rows), len(down)))
+    below, beside = (list(accumulate(sizes, initial=0)) for sizes in (rows, ranks))
+    for i, one in enumerate(found):
+        if one is not None:
+            up[below[i] : below[i + 1], beside[i] : beside[i + 1]] = one[1] * one[2]
+    return down, up
+
+
+def _places(model: Decoder) -> Iterable[tuple[str, _Place]]:
+    """The matrices of the layers, by their modules' names, and how many rows their parts have."""
+    for i, layer in enumerate(model.layers):
+        assert isinstance(layer, DecoderLayer)
+        attention = layer.attention
+        for at in MATRICES.values():
+            linear = layer.get_submodule(at)
+            assert isinstance(linear, Linear)
+            rows: tuple[int, ...] = (linear.out_features,) * (2 if linear.gated else 1)
+            if linear is attention.qkv:
+                rows = (attention.q_size, attention.kv_size, attention.kv_size)
+            yield f"layers.{i}.{at}", _Place(linear, rows)
