@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 
 from penstock.config import DEFAULT_MODEL, EngineConfig
 from penstock.engine.engine import Engine
-from penstock.engine.lora import LoRARequest, adapters_of, hold_adapter, load_adapter, naming
+from penstock.engine.lora import Hold, LoRARequest, adapters_of, load_adapter, naming
 from penstock.engine.options import RequestOptions, check_seconds
 from penstock.engine.outputs import RequestOutput
 from penstock.engine.pooling import EmbeddingRequestOutput, PoolingParams
@@ -23,7 +23,6 @@ from penstock.engine.prompts import Prompt, default_params, encode
 from penstock.errors import ConfigError, EngineDeadError, RequestError, RequestTimeoutError
 from penstock.models.weights import Progress
 from penstock.runtime import Runtime, load_runtime
-from penstock.runtime.adapters import Adapter
 from penstock.sampling import BeamSearchParams, SamplingParams
 from penstock.tokenizer import Tokenizer
 
@@ -161,11 +160,11 @@ class AsyncLLM:
             expecting = self.engine.intake.expecting
             options = await limit.over(asyncio.to_thread(expecting, options))
         stream = _Stream(asyncio.get_running_loop())
-        finished, alarm, adapter = True, None, None
+        hold = None if lora_request is None else Hold(self.runtime, lora_request)
+        finished, alarm = True, None
         try:
-            if lora_request is not None:
-                adapter = await self._hold(lora_request, limit)
-                options = naming(options, adapter)
+            if hold is not None:
+                options = naming(options, await limit.over(asyncio.to_thread(hold.take)))
             self._send(lambda: self._add(name, tokens, params, text, stream, arrival, options))
             finished = False
             alarm = limit.alarm(stream)
@@ -182,22 +181,8 @@ class AsyncLLM:
             if not finished:
                 with suppress(EngineDeadError):  # then there is nothing to drop
                     self._send(lambda: self._drop(name, stream))
-            if adapter is not None:
-                adapters_of(self.runtime).release(adapter)
-
-    async def _hold(self, asked: LoRARequest, limit: _Limit) -> Adapter:
-        """`hold_adapter` in another thread; whoever doesn't wait for it doesn't hold it."""
-        holding = asyncio.ensure_future(asyncio.to_thread(hold_adapter, self.runtime, asked))
-
-        def let_go(held: asyncio.Future[Adapter]) -> None:
-            if not held.cancelled() and held.exception() is None:
-                adapters_of(self.runtime).release(held.result())
-
-        try:
-            return await limit.over(asyncio.shield(holding))
-        except BaseException:
-            holding.add_done_callback(let_go)
-            raise
+            if hold is not None:
+                hold.let_go()
 
     async def load_lora(self, name: str, path: str | Path) -> None:
         """As `LLM.load_lora`, while requests run."""

@@ -12,9 +12,9 @@ from typing import Any
 from penstock.config import DEFAULT_MODEL, EngineConfig
 from penstock.engine.engine import Engine
 from penstock.engine.lora import (
+    Hold,
     LoRARequest,
     adapters_of,
-    hold_adapter,
     load_adapter,
     naming,
 )
@@ -215,11 +215,11 @@ class LLM:
         if asked is None:
             yield options
             return
-        adapter = hold_adapter(self.runtime, asked)
+        hold = Hold(self.runtime, asked)
         try:
-            yield naming(options, adapter)
+            yield naming(options, hold.take())
         finally:
-            adapters_of(self.runtime).release(adapter)
+            hold.let_go()
 
     def load_lora(self, name: str, path: str | Path) -> None:
         """Load the adapter in the folder `path`, in PEFT's layout, or an embedded one.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -47,14 +48,37 @@ def load_adapter(runtime: Runtime, name: str, path: str | Path) -> Adapter:
     return adapters_of(runtime).load(name, adapter_folder(path))
 
 
-def hold_adapter(runtime: Runtime, asked: LoRARequest) -> Adapter:
-    """The adapter that is asked for, loaded if it wasn't; whoever asked gives it back by
-    `Adapters.release`. Raises RequestError for what isn't a LoRARequest.
-    """
-    if not isinstance(asked, LoRARequest):
-        raise RequestError(f"lora_request must be a LoRARequest, not {type(asked).__name__}.")
-    folder = adapter_folder(asked.lora_path or asked.lora_name)
-    return adapters_of(runtime).load(asked.lora_name, folder, keep=False, hold=True)
+class Hold:
+    """An adapter that is asked for keeps its slot until `let_go`, whichever thread loads it."""
+
+    def __init__(self, runtime: Runtime, asked: LoRARequest) -> None:
+        """Raises RequestError for what isn't a LoRARequest."""
+        if not isinstance(asked, LoRARequest):
+            raise RequestError(f"lora_request must be a LoRARequest, not {type(asked).__name__}.")
+        self._adapters = adapters_of(runtime)
+        self._asked = asked
+        self._lock = threading.Lock()
+        self._held: Adapter | None = None
+        self._wanted = True
+
+    def take(self) -> Adapter:
+        """The adapter, loaded if it wasn't. Raises what `Adapters.load` does."""
+        asked = self._asked
+        folder = adapter_folder(asked.lora_path or asked.lora_name)
+        found = self._adapters.load(asked.lora_name, folder, keep=False, hold=True)
+        with self._lock:
+            if self._wanted:
+                self._held = found
+                return found
+        self._adapters.release(found)  # nobody has waited for it
+        return found
+
+    def let_go(self) -> None:
+        """It needs no slot any more."""
+        with self._lock:
+            self._wanted, held, self._held = False, self._held, None
+        if held is not None:
+            self._adapters.release(held)
 
 
 def naming(options: RequestOptions | None, adapter: Adapter) -> RequestOptions:

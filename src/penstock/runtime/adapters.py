@@ -10,7 +10,7 @@ Source: Hu et al. 2021, arXiv:2106.09685; many at once: Sheng et al. 2023, arXiv
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, count
 from pathlib import Path
@@ -78,7 +78,8 @@ class Adapters:
             place.linear.change = self._room(place)
         self._held: dict[str, Adapter] = {}  # by name, the last used at the end
         self._free = list(range(max_loras))[::-1]
-        self._lock = threading.Lock()
+        self._lock = threading.Lock()  # of what changes in no time
+        self._loading = threading.Lock()
 
     def _room(self, place: _Place) -> Change:
         """Zeros for every slot of a matrix; committed as slots are first used."""
@@ -120,25 +121,25 @@ class Adapters:
         """
         if not isinstance(name, str) or not name.strip():
             raise AdapterError(f"An adapter's name must be a text, not {name!r:.80}.")
-        with self._lock:
-            found = self._held.get(name)
-            if found is not None:
-                return self._again(found, folder, keep, hold)
-            slot = self._take_slot(name)
-        try:
-            rank, nbytes = self._fill(slot, folder)
-        except BaseException:
+        with self._loading:  # one after another: who asks for the same finds it
             with self._lock:
-                self._free.append(slot)
-            raise
-        adapter = Adapter(name, folder, slot, rank, nbytes, keep)
-        with self._lock:
-            if name in self._held:  # by another thread, meanwhile
-                self._free.append(slot)
-                return self._again(self._held[name], folder, keep, hold)
-            self._held[name] = adapter
-            adapter.users += hold
-        return adapter
+                found = self._held.get(name)
+                if found is not None:
+                    return self._again(found, folder, keep, hold)
+            files = LoraFiles(folder)
+            plans = self._plans(files)  # before another has to make room for it
+            with self._lock:
+                slot = self._take_slot(name)
+            try:
+                nbytes = self._fill(slot, files, plans)
+            except BaseException:
+                with self._lock:
+                    self._free.append(slot)
+                raise
+            adapter = Adapter(name, folder, slot, files.rank, nbytes, keep, users=int(hold))
+            with self._lock:
+                self._held[name] = adapter
+            return adapter
 
     def _again(self, found: Adapter, folder: Path, keep: bool, hold: bool) -> Adapter:
         if found.folder.resolve() != folder.resolve():
@@ -209,17 +210,8 @@ class Adapters:
 
     # ── reading ──────────────────────────────────────────────────────────────────────────────
 
-    def _fill(self, slot: int, folder: Path) -> tuple[int, int]:
-        """Write the adapter in `folder` into a slot: its rank, and the bytes that steps read."""
-        files = LoraFiles(folder)
-        plans = self._plans(files)
-        rank = files.rank
-        if rank > self.max_lora_rank:
-            raise AdapterError(
-                f"The adapter in {folder} has rank {rank}, but slots have room for "
-                f"{self.max_lora_rank}. Start with max_lora_rank={rank}, or merge it "
-                "(penstock export --merge-lora)."
-            )
+    def _fill(self, slot: int, files: LoraFiles, plans: Mapping[str, WeightPlan]) -> int:
+        """Write an adapter into a slot; the bytes that steps read of it."""
         nbytes = 0
         for name, place in self._places.items():
             change, plan = place.linear.change, plans.get(name)
@@ -231,12 +223,12 @@ class Adapters:
             down, up = _joined(files, plan.parts, _rows(place, plan))
             if plan.rule.transform is not None:
                 up = plan.rule.transform(up, self._spec.decoder).contiguous()
-            self._write(change, slot, place.linear, down, up, folder)
+            self._write(change, slot, place.linear, down, up, files.folder)
             nbytes += change.down[slot].nbytes + change.up[slot].nbytes
-        return rank, nbytes
+        return nbytes
 
     def _plans(self, files: LoraFiles) -> dict[str, WeightPlan]:
-        """What the adapter changes, by module. Raises WeightsError, or UnsupportedModelError."""
+        """What the adapter changes, by module. Raises what `load` does for one that doesn't fit."""
         found, unknown = plan_weights(files.names, self._spec)
         if unknown:
             raise files.strange(unknown)
@@ -252,6 +244,12 @@ class Adapters:
             for part, rows in zip(plan.parts, _rows(place, plan), strict=True):
                 if part is not None:
                     files.check(part, (rows, place.linear.in_features))
+        if files.rank > self.max_lora_rank:
+            raise AdapterError(
+                f"The adapter in {files.folder} has rank {files.rank}, but slots have room for "
+                f"{self.max_lora_rank}. Start with max_lora_rank={files.rank}, or merge it "
+                "(penstock export --merge-lora)."
+            )
         return plans
 
     def _write(

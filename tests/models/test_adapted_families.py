@@ -1,0 +1,96 @@
+"""Adapters over every family against transformers' model with the same product in its weights."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tests.lora_files import write_adapter
+from tiny import Make
+from torch import nn
+
+from penstock import LLM, LoRARequest, SamplingParams
+from penstock.errors import UnsupportedModelError
+from penstock.kernels import native
+
+ADAPTED = (
+    "llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3", "phi3-long", "olmo2", "smollm3",
+    "gpt-neox", "gpt-neox-serial",
+)  # fmt: skip
+GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True, prompt_logprobs=1)
+
+
+def layers_of(oracle: Any) -> dict[str, nn.Linear]:
+    """The matrices of the layers, by their modules' names."""
+    return {
+        name: module
+        for name, module in oracle.named_modules()
+        if isinstance(module, nn.Linear) and ".layers." in name
+    }
+
+
+@pytest.mark.parametrize("some", [False, True])
+@pytest.mark.parametrize("name", ADAPTED)
+@pytest.mark.skipif(native.handle is None, reason=f"no native kernels: {native.reason}")
+def test_as_merged_in_transformers(tiny: Make, tmp_path: Path, name: str, some: bool) -> None:
+    """Of all matrices, or of some that are parts of joined ones; the model itself stays as it is.
+
+    Every prompt token's log-probability, and greedy tokens.
+    """
+    case = tiny(name)
+    linears = layers_of(case.oracle)
+    chosen = [at for at in linears if not some or at.rsplit(".", 1)[1] in PARTS]
+    shapes = [(at, tuple(linears[at].weight.shape)) for at in chosen]
+    change = write_adapter(tmp_path / "lora", shapes, rank=5, scale=0.4)
+    prompt = case.prompt.tolist()
+    llm = LLM(
+        case.folder,
+        dtype="float32",
+        max_model_len=case.case.max_len,
+        skip_tokenizer_init=True,
+        enable_lora=True,
+    )
+    asked = [LoRARequest("x", 1, tmp_path / "lora"), None]
+    adapted, plain = llm.generate([prompt] * 2, GREEDY, lora_request=asked)
+    for output, changes in ((plain, {}), (adapted, change)):
+        with torch.inference_mode(), Added(linears, changes):
+            text = prompt + output.outputs[0].token_ids
+            logits = case.oracle(torch.tensor([text])).logits[0]
+        assert output.outputs[0].token_ids == logits[len(prompt) - 1 : -1].argmax(-1).tolist()
+        want = logits.log_softmax(-1)
+        assert output.prompt_logprobs is not None
+        for at, entry in enumerate(output.prompt_logprobs[1:]):
+            assert entry is not None
+            found = entry[prompt[at + 1]].logprob
+            assert abs(found - want[at, prompt[at + 1]].item()) < 2e-4
+    assert adapted.prompt_logprobs != plain.prompt_logprobs
+
+
+PARTS = ("q_proj", "v_proj", "up_proj", "qkv_proj", "query_key_value", "dense")
+
+
+class Added:
+    """These products are in the matrices meanwhile."""
+
+    def __init__(self, linears: dict[str, nn.Linear], change: dict[str, torch.Tensor]) -> None:
+        self._before = {name: linears[name].weight.clone() for name in change}
+        self._linears, self._change = linears, change
+
+    def __enter__(self) -> None:
+        for name, product in self._change.items():
+            self._linears[name].weight.add_(product)
+
+    def __exit__(self, *_: object) -> None:
+        for name, before in self._before.items():
+            self._linears[name].weight.copy_(before)
+
+
+def test_transposed_matrices_are_refused(tiny: Make, tmp_path: Path) -> None:
+    """GPT-2's, whose adapters have them transposed."""
+    case = tiny("gpt2")
+    write_adapter(tmp_path, [("transformer.h.0.attn.c_attn", (192, 64))], fan_in_fan_out=True)
+    llm = LLM(case.folder, skip_tokenizer_init=True, enable_lora=True)
+    with pytest.raises(UnsupportedModelError, match="asks for fan_in_fan_out=True"):
+        llm.load_lora("x", tmp_path)
