@@ -95,7 +95,7 @@ def test_what_vllm_is_given_out_of_habit_asks_for_nothing() -> None:
         ("tensor_parallel_size", 2, "runs on one device"),
         ("tensor_parallel_size", True, "runs on one device"),
         ("trust_remote_code", True, "no code of a checkpoint is ever run"),
-        ("enable_lora", True, "export --merge-lora"),
+        ("max_cpu_loras", 4, "max_loras"),
     ):
         with pytest.raises(ConfigError, match=f"{name}={value!r} can't take effect: .*{why}"):
             EngineConfig.of(**{name: value})
@@ -115,8 +115,8 @@ def test_names_of_vllm() -> None:
 
 def test_public_names() -> None:
     assert penstock.__all__ == [
-        "LLM", "AsyncLLM", "BeamSearchParams", "CompletionOutput", "PenstockError",
-        "RequestMetrics", "RequestOutput", "SamplingParams", "StructuredOutputs",
+        "LLM", "AsyncLLM", "BeamSearchParams", "CompletionOutput", "LoRARequest",
+        "PenstockError", "RequestMetrics", "RequestOutput", "SamplingParams", "StructuredOutputs",
         "StructuredOutputsParams", "__version__",
     ]  # fmt: skip
     for name in penstock.__all__:

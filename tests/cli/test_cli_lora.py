@@ -7,14 +7,13 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from tests.lora_files import write_adapter
 from typer.testing import Result
 
 from penstock import LLM, LoRARequest, SamplingParams
 from penstock.cli.lora_options import ServedAdapters, one_adapter
 from penstock.errors import ConfigError, ModelNotFoundError
 from penstock.models.hub import adapter_folder
-
-from tests.lora_files import write_adapter
 
 Run = Callable[..., Result]
 ONCE = "Once upon a time"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,6 +15,8 @@ from penstock.cli import serve as command
 from penstock.cli.chat import chat
 from penstock.cli.generate import generate
 from penstock.config import EngineConfig
+from penstock.config.lora import LoraConfig
+from penstock.models.hub import adapter_folder
 from penstock.server import ServerConfig, lifecycle
 
 Run = Callable[..., Result]
@@ -24,8 +27,8 @@ def started(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     """What the server is started with, instead of starting it."""
     found: dict[str, Any] = {}
 
-    def loader(config: EngineConfig) -> None:
-        found["engine"] = config
+    def loader(config: EngineConfig, modules: dict[str, Path]) -> None:
+        found.update(engine=config, modules=modules)
 
     def run(config: ServerConfig, load: object) -> None:
         found["server"] = config
@@ -42,6 +45,17 @@ def test_a_device_that_is_not_there(penstock: Run, started: dict[str, Any]) -> N
     assert found.exit_code == 1
     assert "device='cuda' can't be used" in found.output
     assert not started  # nothing listens
+
+
+def test_adapters(penstock: Run, started: dict[str, Any]) -> None:
+    result = penstock(
+        "serve", "stories", "--lora-modules", "a=stories-verse", "--lora-modules", "b=./b",
+        "--max-loras", 3, "--max-lora-rank", 32, "--allow-runtime-lora-updating",
+    )  # fmt: skip
+    assert result.exit_code == 0, result.output
+    assert started["modules"] == {"a": adapter_folder("stories-verse"), "b": Path("b")}
+    assert started["engine"].lora == LoraConfig(True, 3, 32)
+    assert started["server"].allow_runtime_lora_updating
 
 
 def test_defaults(penstock: Run, started: dict[str, Any]) -> None:
