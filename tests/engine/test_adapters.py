@@ -370,3 +370,21 @@ def test_without_room_for_any(model: Decoder, folders: dict[str, Path]) -> None:
         engine.add_request("0", [1], GREEDY, options=RequestOptions(adapter="all"))
     with pytest.raises(RequestError, match="adapter must be a loaded adapter's name, not 3"):
         RequestOptions(adapter=3)  # type: ignore[arg-type]
+
+
+def test_the_floor_counts_each_adapter_once(model: Decoder, folders: dict[str, Path]) -> None:
+    engine = engine_on(model, folders, ("all", "some"), max_num_batched_tokens=2048)
+    adapters = engine.runtime.adapters
+    assert adapters is not None
+    read = {adapter.name: adapter.nbytes for adapter in adapters.loaded}
+    found = []
+    for who in ({}, {"0": "all"}, dict.fromkeys(PROMPTS, "all"), {"0": "all", "1": "some"}):
+        steps: list[int] = []
+        engine.ledger.watch = lambda record, steps=steps: steps.append(record.cost.weight_bytes)
+        run(engine, who)
+        engine.reset_prefix_cache()
+        found.append((steps[0], steps[-1]))  # the prompts', and one of their tokens'
+    for at in (0, 1):
+        plain, one, many, two = (each[at] for each in found)
+        assert one - plain == many - plain == read["all"]
+        assert two - plain == read["all"] + read["some"]

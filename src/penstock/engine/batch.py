@@ -180,7 +180,8 @@ class Batcher:
         self._positions.fill(done)
         self._context_len.fill(contexts)
         self._slots.fill(slots)
-        batch.size = StepSize(batch.size.queries, contexts, count)
+        read = batch.size.adapter_bytes
+        batch.size = StepSize(batch.size.queries, contexts, count, adapter_bytes=read)
         return True
 
     def _lay_out(self, parts: list[Part]) -> Batch:
@@ -214,6 +215,7 @@ class Batcher:
             len(wanted),
             layout.drafted,
             sum(count for sequence, count in parts if sequence.is_prefilling),
+            _adapter_bytes(parts) if adapters else 0,
         )
         return Batch(step, counted, sampled, logit_rows, prompt_rows, *_drawing(drawn, sampled))
 
@@ -258,6 +260,12 @@ def _adapters_of(parts: list[Part]) -> list[int] | None:
     if not any(found):
         return None
     return [-1 if adapter is None else adapter.slot for adapter in found]
+
+
+def _adapter_bytes(parts: list[Part]) -> int:
+    """Of the adapters that these have, each once."""
+    found = {sequence.request.adapter for sequence, _ in parts}
+    return sum(adapter.nbytes for adapter in found if adapter is not None)
 
 
 def _drawing(

@@ -287,7 +287,13 @@ class Pooler:
         self._pool(parts, batch, rows, touched)
         marks.append(time.perf_counter())
         size = batch.size  # but that no row meets the head
-        return StepSize(size.queries, size.contexts, 0, prefill_tokens=size.prefill_tokens)
+        return StepSize(
+            size.queries,
+            size.contexts,
+            0,
+            prefill_tokens=size.prefill_tokens,
+            adapter_bytes=size.adapter_bytes,
+        )
 
     def _pool(
         self,

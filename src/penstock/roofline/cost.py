@@ -59,6 +59,7 @@ class StepSize:
     sampled: int  # rows of logits
     drafted: int = 0  # of the new tokens, those that are guesses
     prefill_tokens: int = 0  # … and those of prompts, or computed again after giving way
+    adapter_bytes: int = 0  # of the adapters that any of them has, each once
     tokens: int = field(init=False)
 
     def __post_init__(self) -> None:
@@ -246,6 +247,7 @@ class CostModel:
             attention += span.pair_flops * seen
         rows = terms.row_bytes + (0 if sampled else terms.tied_row_bytes)
         weights = terms.layer_bytes + rows * tokens + (terms.head_bytes if sampled else 0)
+        weights += size.adapter_bytes
         products = {compute: flops * tokens for compute, flops in terms.token_flops.items()}
         for compute, flops in (
             (self.formats.of("head").compute, terms.head_flops * sampled),
