@@ -196,6 +196,10 @@ def test_by_vllms_class(adapted: Running, texts: dict[str | None, str], tmp_path
         asked = [None, LoRARequest("stories-verse"), LoRARequest("stories-shakespeare")]
         got = await asyncio.gather(*(ask(one) for one in asked for _ in range(3)))
         assert got == [texts[one and one.lora_name] for one in asked for _ in range(3)]
+        vectors = [
+            (await llm.embed(ONCE, lora_request=one)).outputs.embedding for one in asked[:2] * 2
+        ]
+        assert vectors[0] == vectors[2] != vectors[1] == vectors[3]
         await ask(asked[1], leave=True)
         with pytest.raises(ModelNotFoundError, match="is no adapter"):
             await ask(LoRARequest("broken", 1, tmp_path))

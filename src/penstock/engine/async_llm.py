@@ -203,6 +203,7 @@ class AsyncLLM:
         request_id: str | None = None,
         *,
         options: RequestOptions | None = None,
+        lora_request: LoRARequest | None = None,
         arrival_time: float | None = None,
     ) -> EmbeddingRequestOutput:
         """The prompt's embedding; cancelling the task ends the request and frees its blocks.
@@ -219,14 +220,21 @@ class AsyncLLM:
                 name, tokens, pooling_params, prompt=text, arrival_time=arrival, options=options
             )
 
-        self._send(lambda: self._enter(name, stream, add))
+        hold = None if lora_request is None else Hold(self.runtime, lora_request)
         item: Item | None = None
+        sent = False
         try:
+            if hold is not None:
+                options = naming(options, await asyncio.to_thread(hold.take))
+            self._send(lambda: self._enter(name, stream, add))
+            sent = True
             item = await stream.get()  # only the last there is
         finally:
-            if item is None:
+            if item is None and sent:
                 with suppress(EngineDeadError):  # then there is nothing to drop
                     self._send(lambda: self._drop(name, stream))
+            if hold is not None:
+                hold.let_go()
         if isinstance(item, BaseException):
             raise item
         return EmbeddingRequestOutput.from_base(item)
