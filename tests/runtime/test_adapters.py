@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 
 from penstock import LLM, LoRARequest, SamplingParams
 from penstock.config import EngineConfig
-from penstock.engine import RequestOptions
+from penstock.engine import Engine, RequestOptions
 from penstock.errors import (
     AdapterError,
     ConfigError,
@@ -317,3 +317,22 @@ def test_what_they_take(llm: LLM, slots: Adapters, folder: Path) -> None:
     adapter = slots.load("verse", whole)
     stored = sum(t.numel() for t in load_file(whole / WEIGHTS).values())
     assert stored * 2 <= adapter.nbytes <= stored * 2 * 2.5
+
+
+def test_a_draft_model_beside_them() -> None:
+    """What it guesses without the adapter is checked with it."""
+    asked = [LoRARequest("stories-verse"), None, LoRARequest("stories-shakespeare")]
+    params = SamplingParams(temperature=0.0, max_tokens=40)
+    guessing = {"method": "draft_model", "model": "stories-draft", "num_speculative_tokens": 3}
+    found = []
+    for more in ({"speculative_config": guessing}, {}):
+        llm = LLM(enable_lora=True, max_num_seqs=4, **more)
+        outputs = llm.generate(["Once upon a time"] * 3, params, lora_request=asked)
+        found.append([output.outputs[0].token_ids for output in outputs])
+        assert not more or llm.stats()["spec_decode_num_accepted_tokens"] > 0
+    assert found[0] == found[1]
+
+
+def test_an_engine_over_a_runtime_that_has_them(llm: LLM) -> None:
+    with pytest.raises(ConfigError, match="doesn't go with guesses by 'self'"):
+        Engine(EngineConfig.of(speculative_config={"method": "self"}), llm.runtime)

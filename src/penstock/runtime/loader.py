@@ -13,6 +13,7 @@ import torch
 from penstock.cache import PagedLayout, RecentBlocks, kv_dtype, most_recent_blocks
 from penstock.cache.kv_dtype import RECENT_WINDOW
 from penstock.config import EngineConfig, ModelConfig, SpeculativeConfig
+from penstock.config.lora import LoraConfig
 from penstock.errors import ConfigError, WeightsError
 from penstock.hardware import release_freed_memory
 from penstock.models.exported import read_exported, verify_exported
@@ -68,6 +69,9 @@ class Runtime:
             config = self.engine.settle(config)
         elif self.layout.recent_window:
             config = config.storing("kivi")
+        if self.adapters is not None:  # whatever the configuration says of them
+            asked = config.speculative
+            LoraConfig(enable_lora=True).check_method(None if asked is None else asked.method)
         if self.draft is None:
             return config
         self._check_kept(config)
