@@ -75,5 +75,11 @@ def test_what_a_server_is_given(tmp_path: Path) -> None:
             ServedAdapters([wrong]).modules()
     with pytest.raises(ConfigError, match="two adapters named 'a'"):
         ServedAdapters(["a=x", "a=y"]).modules()
+    with pytest.raises(ConfigError, match="the model's own name, 'a'"):
+        ServedAdapters(["a=stories-verse"]).modules(["a"])
+    with pytest.raises(ConfigError, match="has 2 adapters, but --max-loras is 1"):
+        ServedAdapters(max_loras=1).chosen(modules)
+    with pytest.raises(ConfigError, match="of rank 40, but --max-lora-rank is 16"):
+        ServedAdapters(max_lora_rank=16).chosen(modules)
     with pytest.raises(ModelNotFoundError, match="is no adapter"):
         ServedAdapters().chosen({"a": tmp_path})

@@ -49,11 +49,15 @@ def test_a_device_that_is_not_there(penstock: Run, started: dict[str, Any]) -> N
 
 def test_adapters(penstock: Run, started: dict[str, Any]) -> None:
     result = penstock(
-        "serve", "stories", "--lora-modules", "a=stories-verse", "--lora-modules", "b=./b",
-        "--max-loras", 3, "--max-lora-rank", 32, "--allow-runtime-lora-updating",
+        "serve", "stories", "--lora-modules", "a=stories-verse",
+        "--lora-modules", "b=stories-verse", "--max-loras", 3, "--max-lora-rank", 32,
+        "--allow-runtime-lora-updating",
     )  # fmt: skip
     assert result.exit_code == 0, result.output
-    assert started["modules"] == {"a": adapter_folder("stories-verse"), "b": Path("b")}
+    assert started["modules"] == {
+        "a": adapter_folder("stories-verse"),
+        "b": adapter_folder("stories-verse"),
+    }
     assert started["engine"].lora == LoraConfig(True, 3, 32)
     assert started["server"].allow_runtime_lora_updating
 

@@ -87,10 +87,12 @@ class Added:
             self._linears[name].weight.copy_(before)
 
 
-def test_transposed_matrices_are_refused(tiny: Make, tmp_path: Path) -> None:
-    """GPT-2's, whose adapters have them transposed."""
+@pytest.mark.parametrize("said", [True, False])
+def test_transposed_matrices_are_refused(tiny: Make, tmp_path: Path, said: bool) -> None:
+    """GPT-2's: whether its adapter says so or not."""
     case = tiny("gpt2")
-    write_adapter(tmp_path, [("transformer.h.0.attn.c_attn", (192, 64))], fan_in_fan_out=True)
+    config = {"fan_in_fan_out": True} if said else {}
+    write_adapter(tmp_path, [("transformer.h.0.attn.c_attn", (192, 64))], **config)
     llm = LLM(case.folder, skip_tokenizer_init=True, enable_lora=True)
-    with pytest.raises(UnsupportedModelError, match="asks for fan_in_fan_out=True"):
+    with pytest.raises(UnsupportedModelError, match=r"fan_in_fan_out=True|has transposed"):
         llm.load_lora("x", tmp_path)

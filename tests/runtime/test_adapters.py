@@ -336,3 +336,59 @@ def test_a_draft_model_beside_them() -> None:
 def test_an_engine_over_a_runtime_that_has_them(llm: LLM) -> None:
     with pytest.raises(ConfigError, match="doesn't go with guesses by 'self'"):
         Engine(EngineConfig.of(speculative_config={"method": "self"}), llm.runtime)
+
+
+@pytest.mark.parametrize("method", ["smoothquant", "awq"])
+def test_exports_whose_matrices_were_scaled(tmp_path: Path, method: str) -> None:
+    """An adapter of the original model would be in other units."""
+    export_model("stories", tmp_path / "out")
+    manifest = json.loads((tmp_path / "out" / "penstock.json").read_text())
+    manifest["choices"]["weights"] = {"quant": "w8a8", "method": method}
+    (tmp_path / "out" / "penstock.json").write_text(json.dumps(manifest))
+    with pytest.raises(UnsupportedModelError, match=f"was quantized by {method}, which moves"):
+        load_runtime(EngineConfig.of(model=tmp_path / "out", enable_lora=True))
+
+
+def test_files_that_were_written_again(slots: Adapters, folder: Path) -> None:
+    slots.load("a", folder)
+    changed(lora_alpha=3)(folder)
+    with pytest.raises(AdapterError, match=r"whose files have changed since\. Unload it first"):
+        slots.load("a", folder)
+    slots.unload("a")
+    slots.load("a", folder)
+
+
+def test_nobody_waits_for_anothers_load(
+    slots: Adapters, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    there = slots.load("a", folder)
+    begun, end = threading.Event(), threading.Event()
+
+    def fill(*_: Any) -> int:
+        begun.set()
+        assert end.wait(60)
+        return 0
+
+    monkeypatch.setattr(slots, "_fill", fill)
+    thread = threading.Thread(target=slots.load, args=("b", folder))
+    thread.start()
+    assert begun.wait(60)
+    assert slots.load("a", folder) is there  # would wait for ever
+    end.set()
+    thread.join()
+
+
+def test_paths_that_cannot_be_read(slots: Adapters, tmp_path: Path) -> None:
+    (tmp_path / "odd").mkdir()
+    for name in (ABOUT, WEIGHTS):
+        (tmp_path / "odd" / name).mkdir()
+    for path in (tmp_path / ("x" * 300), Path("a\0b"), tmp_path / "odd"):
+        with pytest.raises(ModelNotFoundError):
+            slots.load("a", path)
+
+
+def test_a_request_names_what_is_loaded(llm: LLM, slots: Adapters, folder: Path) -> None:
+    llm.load_lora("mine", folder)
+    assert llm.generate("a", GREEDY, lora_request=LoRARequest("mine"))[0].finished
+    with pytest.raises(RequestError, match="options must be RequestOptions, not dict"):
+        llm.generate("a", GREEDY, options={}, lora_request=LoRARequest("mine"))  # type: ignore[arg-type]

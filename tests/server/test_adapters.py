@@ -112,12 +112,11 @@ def test_loading_and_unloading(verse: Running, texts: dict[str | None, str]) -> 
     """vLLM's endpoints."""
     with verse.client() as client:
         name = {"lora_name": "new", "lora_path": "stories-shakespeare"}
-        for _ in range(2):  # it may be there already
-            answer = client.post("/v1/load_lora_adapter", json=name)
-            assert answer.text == "Success: LoRA adapter 'new' added successfully."
+        answer = client.post("/v1/load_lora_adapter", json=name)
+        assert answer.text == "Success: LoRA adapter 'new' added successfully."
         assert said(client_of(verse), "new").choices[0].text == texts["stories-shakespeare"]
-        again = client.post("/v1/load_lora_adapter", json=name | {"lora_path": "stories-verse"})
-        assert again.status_code == 400 and "another name" in again.json()["error"]["message"]
+        again = client.post("/v1/load_lora_adapter", json=name)
+        assert again.status_code == 400 and "loaded already" in again.json()["error"]["message"]
         full = client.post("/v1/load_lora_adapter", json=name | {"lora_name": "third"})
         assert full.status_code == 400 and "no slot" in full.json()["error"]["message"]
         answer = client.post("/v1/unload_lora_adapter", json={"lora_name": "new"})
@@ -127,6 +126,9 @@ def test_loading_and_unloading(verse: Running, texts: dict[str | None, str]) -> 
         assert answer.status_code == 404
         for wrong, status in (
             ({"lora_name": "x", "lora_path": "/nowhere"}, 400),
+            ({"lora_name": "x", "lora_path": "x" * 3000}, 400),
+            ({"lora_name": "x", "lora_path": "x\0y"}, 400),
+            ({"lora_name": " ", "lora_path": "stories-verse"}, 400),
             ({"lora_name": "stories", "lora_path": "stories-verse"}, 400),
             ({"lora_name": "", "lora_path": "stories-verse"}, 400),
             ({"lora_name": "x"}, 400),
@@ -176,6 +178,35 @@ def test_an_adapter_of_the_models_name() -> None:
             Service(ServerConfig()).start(llm, "stories")
     finally:
         llm.shutdown()
+
+
+def test_a_request_runs_with_what_it_holds(adapted: Running, texts: dict[str | None, str]) -> None:
+    """Whatever becomes of its name while it waits for the engine."""
+    llm = adapted.llm
+    adapters = llm.runtime.adapters
+    assert adapters is not None
+
+    async def swap() -> str:
+        busy, asked = threading.Event(), LoRARequest("a", 1, "stories-verse")
+        llm._send(busy.wait)
+        task = asyncio.ensure_future(last(llm.generate(ONCE, GREEDY, lora_request=asked)))
+        while "a" not in adapters.names or len(llm._commands) < 1:
+            await asyncio.sleep(0.01)
+        await llm.unload_lora("a")
+        await llm.load_lora("a", "stories-shakespeare")
+        busy.set()
+        return await task
+
+    async def last(outputs: Any) -> str:
+        text = ""
+        async for output in outputs:
+            text = output.outputs[0].text
+        return text
+
+    assert asyncio.run(swap()) == texts["stories-verse"]
+    adapted.rest()
+    adapters.unload("a")
+    assert sorted(adapters._free) == [0, 1]
 
 
 def test_by_vllms_class(adapted: Running, texts: dict[str | None, str], tmp_path: Path) -> None:

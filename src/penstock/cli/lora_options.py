@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -61,8 +62,8 @@ class ServedAdapters:
         ),
     ] = False
 
-    def modules(self) -> dict[str, Path]:
-        """Folders by the names of their adapters. Raises ConfigError."""
+    def modules(self, own: Sequence[str] = ()) -> dict[str, Path]:
+        """Folders by the names of their adapters. own: the model's names. Raises ConfigError."""
         from penstock.models.hub import adapter_folder
 
         found: dict[str, Path] = {}
@@ -70,6 +71,8 @@ class ServedAdapters:
             name, path = _module(text)
             if name in found:
                 raise ConfigError(f"--lora-modules has two adapters named {name!r}.")
+            if name in own:
+                raise ConfigError(f"--lora-modules has the model's own name, {name!r}.")
             found[name] = adapter_folder(path)
         return found
 
@@ -77,10 +80,21 @@ class ServedAdapters:
         """As arguments of an engine that has room for `modules`."""
         enabled = self.enable_lora or bool(modules) or self.allow_runtime_lora_updating
         count, rank = self.max_loras, self.max_lora_rank
+        if count is not None and len(modules) > count:
+            raise ConfigError(
+                f"--lora-modules has {len(modules)} adapters, but --max-loras is {count}. Raise "
+                "it, or leave it out."
+            )
+        largest = max((_rank(folder) for folder in modules.values()), default=0)
+        if rank is not None and largest > rank:
+            raise ConfigError(
+                f"--lora-modules has an adapter of rank {largest}, but --max-lora-rank is {rank}. "
+                "Raise it, or leave it out."
+            )
         if enabled and count is None and len(modules) > 8:
             count = len(modules)
         if rank is None and modules:
-            rank = max(16, *(_rank(folder) for folder in modules.values()))
+            rank = max(16, largest)
         return given(enable_lora=enabled or None, max_loras=count, max_lora_rank=rank)
 
 

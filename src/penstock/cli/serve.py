@@ -338,7 +338,7 @@ def serve(
         page=page,
         allow_runtime_lora_updating=adapters.allow_runtime_lora_updating,
     )
-    modules = adapters.modules()
+    modules = adapters.modules(served_model_name or [model])
     engine = _named(
         EngineConfig.of,
         model=model,

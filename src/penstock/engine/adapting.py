@@ -14,15 +14,17 @@ def take_adapter(runtime: Runtime, requests: Seq[Request]) -> None:
 
     Raises RequestError where it isn't there.
     """
-    name = requests[0].options.adapter
-    if name is None:
+    asked = requests[0].options.adapter
+    if asked is None:
         return
+    name = asked if isinstance(asked, str) else asked.name
     if runtime.adapters is None:
         raise RequestError(
             f"A request names the adapter {name!r:.80}, but the model was loaded without "
             "enable_lora=True."
         )
-    adapter = runtime.adapters.use(name)
+    adapters = runtime.adapters
+    adapter = adapters.use(asked) if isinstance(asked, str) else adapters.use_held(asked)
     for request in requests:
         request.adapter = adapter
 

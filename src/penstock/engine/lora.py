@@ -22,7 +22,8 @@ class LoRARequest:
 
     lora_name: str
     lora_int_id: int = 1  # vLLM's number of it, which nothing here needs
-    lora_path: str | Path = ""  # of PEFT's layout, or an embedded adapter's name; default: the name
+    lora_path: str | Path = ""  # of PEFT's layout, or an embedded one's name; default: the name, or
+    """what is loaded under it."""
 
     def __post_init__(self) -> None:
         if not isinstance(self.lora_name, str) or not self.lora_name.strip():
@@ -64,8 +65,10 @@ class Hold:
     def take(self) -> Adapter:
         """The adapter, loaded if it wasn't. Raises what `Adapters.load` does."""
         asked = self._asked
-        folder = adapter_folder(asked.lora_path or asked.lora_name)
-        found = self._adapters.load(asked.lora_name, folder, keep=False, hold=True)
+        found = None if asked.lora_path else self._adapters.held(asked.lora_name)
+        if found is None:
+            folder = adapter_folder(asked.lora_path or asked.lora_name)
+            found = self._adapters.load(asked.lora_name, folder, keep=False, hold=True)
         with self._lock:
             if self._wanted:
                 self._held = found
@@ -82,11 +85,13 @@ class Hold:
 
 
 def naming(options: RequestOptions | None, adapter: Adapter) -> RequestOptions:
-    """The same options, with an adapter's name. Raises RequestError where they name another."""
-    options = options or RequestOptions()
+    """The same options, with an adapter that is held. Raises RequestError for others' names."""
+    options = RequestOptions() if options is None else options
+    if not isinstance(options, RequestOptions):
+        raise RequestError(f"options must be RequestOptions, not {type(options).__name__}.")
     if options.adapter is not None and options.adapter != adapter.name:
         raise RequestError(
             f"options name the adapter {options.adapter!r}, lora_request {adapter.name!r}. Give "
             "one of them."
         )
-    return replace(options, adapter=adapter.name)
+    return replace(options, adapter=adapter)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from penstock.errors import RequestError
+from penstock.runtime.adapters import Adapter
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +33,7 @@ class RequestOptions:
     cache_salt: str | None = None  # cached prefixes are found only by requests with the same
     pins: tuple[Pin, ...] = ()  # how much of the prompt's start stays cached, and for how long
     prediction: str | tuple[int, ...] | None = None  # the output that is expected, or much like it
-    adapter: str | None = None  # the name of a LoRA adapter that is loaded
+    adapter: str | Adapter | None = None  # the name of a LoRA adapter that is loaded, or one held
 
     def __post_init__(self) -> None:
         if isinstance(self.priority, bool) or not isinstance(self.priority, int):
@@ -46,7 +47,7 @@ class RequestOptions:
             raise RequestError(f"pins must be a tuple of Pin, not {self.pins!r}.")
         if self.cache_salt is not None and not isinstance(self.cache_salt, str):
             raise RequestError(f"cache_salt must be a text, not {self.cache_salt!r}.")
-        if not isinstance(self.adapter, str | None):
+        if not isinstance(self.adapter, str | Adapter | None):
             raise RequestError(
                 f"adapter must be a loaded adapter's name, not {self.adapter!r:.80}."
             )

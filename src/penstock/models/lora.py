@@ -191,7 +191,11 @@ def _of(patterns: dict[str, Any], module: str, default: Any) -> Any:
 
 
 def _read_config(folder: Path) -> dict[str, Any]:
-    if not (folder / ADAPTER).exists() or not (folder / WEIGHTS).exists():
+    try:
+        complete = all((folder / name).is_file() for name in (ADAPTER, WEIGHTS))
+    except (OSError, ValueError) as error:
+        raise ModelNotFoundError(f"{str(folder)[:200]} can't be looked at: {error}.") from error
+    if not complete:
         raise ModelNotFoundError(
             f"{folder} is no adapter: it needs {ADAPTER} and {WEIGHTS}, as PEFT writes them."
         )

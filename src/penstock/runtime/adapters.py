@@ -28,13 +28,16 @@ from penstock.errors import (
     WeightsError,
     nearest,
 )
+from penstock.models.exported import read_exported
 from penstock.models.load import LoadedModel
-from penstock.models.lora import LoraFiles
+from penstock.models.lora import WEIGHTS, LoraFiles
+from penstock.models.registry import ADAPTER
 from penstock.models.spec import Stack
 from penstock.models.weights import WeightPlan, plan_weights
 from penstock.nn import Decoder
 from penstock.nn.decoder import MATRICES, DecoderLayer
 from penstock.nn.linear import Change, Linear
+from penstock.nn.spec import DecoderSpec
 from penstock.ops.panels import COLUMNS, panel_shape, round_up
 from penstock.quant import Dense
 
@@ -51,9 +54,16 @@ class Adapter:
     rank: int  # the largest of its matrices'
     nbytes: int  # of its matrices, as they are read
     kept: bool  # until somebody unloads it; otherwise others may take its slot
+    state: tuple[int, ...]  # of its files, when they were read
     number: int = field(default_factory=lambda: next(_numbers))  # of this one, not of its name
     users: int = 0  # requests that run with it
     gone: bool = False  # unloaded, but for those
+
+
+def _state(folder: Path) -> tuple[int, ...]:
+    """What tells whether an adapter's files were written again."""
+    found = [(folder / name).stat() for name in (ADAPTER, WEIGHTS)]
+    return tuple(number for one in found for number in (one.st_mtime_ns, one.st_size))
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +88,7 @@ class Adapters:
             place.linear.change = self._room(place)
         self._held: dict[str, Adapter] = {}  # by name, the last used at the end
         self._free = list(range(max_loras))[::-1]
+        self._written: list[set[str]] = [set() for _ in range(max_loras)]  # matrices, by slot
         self._lock = threading.Lock()  # of what changes in no time
         self._loading = threading.Lock()
 
@@ -121,12 +132,14 @@ class Adapters:
         """
         if not isinstance(name, str) or not name.strip():
             raise AdapterError(f"An adapter's name must be a text, not {name!r:.80}.")
+        found = self._again(name, folder, keep, hold)
+        if found is not None:
+            return found
         with self._loading:  # one after another: who asks for the same finds it
-            with self._lock:
-                found = self._held.get(name)
-                if found is not None:
-                    return self._again(found, folder, keep, hold)
-            files = LoraFiles(folder)
+            found = self._again(name, folder, keep, hold)
+            if found is not None:
+                return found
+            files, state = LoraFiles(folder), _state(folder)
             plans = self._plans(files)  # before another has to make room for it
             with self._lock:
                 slot = self._take_slot(name)
@@ -136,20 +149,38 @@ class Adapters:
                 with self._lock:
                     self._free.append(slot)
                 raise
-            adapter = Adapter(name, folder, slot, files.rank, nbytes, keep, users=int(hold))
+            adapter = Adapter(name, folder, slot, files.rank, nbytes, keep, state, users=int(hold))
             with self._lock:
                 self._held[name] = adapter
             return adapter
 
-    def _again(self, found: Adapter, folder: Path, keep: bool, hold: bool) -> Adapter:
-        if found.folder.resolve() != folder.resolve():
-            raise AdapterError(
-                f"{found.name!r} is the adapter in {found.folder} already. Unload that one first, "
-                f"or give the one in {folder} another name."
-            )
-        found.kept |= keep
-        found.users += hold
-        return found
+    def held(self, name: str) -> Adapter | None:
+        """The adapter of that name, held until `release`; None where there is none."""
+        with self._lock:
+            found = self._held.get(name)
+            if found is not None:
+                found.users += 1
+            return found
+
+    def _again(self, name: str, folder: Path, keep: bool, hold: bool) -> Adapter | None:
+        """The adapter of that name, if it is there. Raises AdapterError where it is another."""
+        with self._lock:
+            found = self._held.get(name)
+            if found is None:
+                return None
+            if found.folder.resolve() != folder.resolve():
+                raise AdapterError(
+                    f"{name!r} is the adapter in {found.folder} already. Unload that one first, "
+                    f"or give the one in {folder} another name."
+                )
+            if found.state != _state(folder):
+                raise AdapterError(
+                    f"{name!r} was loaded from {folder}, whose files have changed since. Unload "
+                    "it first."
+                )
+            found.kept |= keep
+            found.users += hold
+            return found
 
     def _take_slot(self, name: str) -> int:
         if not self._free:
@@ -201,6 +232,12 @@ class Adapters:
             adapter.users += 1
             return adapter
 
+    def use_held(self, adapter: Adapter) -> Adapter:
+        """The same for one that somebody holds, whatever has become of its name."""
+        with self._lock:
+            adapter.users += 1
+            return adapter
+
     def release(self, adapter: Adapter) -> None:
         """A request that ran with it has ended."""
         with self._lock:
@@ -217,9 +254,11 @@ class Adapters:
             change, plan = place.linear.change, plans.get(name)
             assert change is not None
             if plan is None:
-                change.down[slot].zero_()
-                change.up[slot].zero_()
+                if name in self._written[slot]:  # else it is zero, and takes no memory
+                    change.down[slot].zero_()
+                    change.up[slot].zero_()
                 continue
+            self._written[slot].add(name)
             down, up = _joined(files, plan.parts, _rows(place, plan))
             if plan.rule.transform is not None:
                 up = plan.rule.transform(up, self._spec.decoder).contiguous()
@@ -241,6 +280,7 @@ class Adapters:
             )
         for name, plan in plans.items():
             place = self._places[name]
+            _check_rule(plan, place, files, self._spec.decoder)
             for part, rows in zip(plan.parts, _rows(place, plan), strict=True):
                 if part is not None:
                     files.check(part, (rows, place.linear.in_features))
@@ -275,6 +315,16 @@ def _rows(place: _Place, plan: WeightPlan) -> tuple[int, ...]:
     return place.rows if isinstance(plan.rule, Stack) else (sum(place.rows),)
 
 
+def _check_rule(plan: WeightPlan, place: _Place, files: LoraFiles, decoder: DecoderSpec) -> None:
+    """Raises UnsupportedModelError for matrices that a checkpoint holds transposed."""
+    transform, count = plan.rule.transform, sum(place.rows)
+    if transform is not None and transform(torch.empty((count, 1)), decoder).shape != (count, 1):
+        raise UnsupportedModelError(
+            f"The adapter in {files.folder} changes matrices that this family of models has "
+            "transposed, which isn't built. Merge it with PEFT's merge_and_unload."
+        )
+
+
 def _joined(
     files: LoraFiles, parts: Sequence[str | None], rows: Sequence[int]
 ) -> tuple[Tensor, Tensor]:
@@ -288,6 +338,23 @@ def _joined(
         if one is not None:
             up[below[i] : below[i + 1], beside[i] : beside[i + 1]] = one[1] * one[2]
     return down, up
+
+
+def check_foldless(folder: Path) -> None:
+    """Raises UnsupportedModelError for an export whose matrices aren't those that an adapter knows.
+
+    SmoothQuant and AWQ scale a matrix's columns and what comes before it: the function stays, but
+    what an adapter reads and adds is in other units.
+    """
+    exported = read_exported(folder)
+    weights = None if exported is None else exported.choices.get("weights")
+    method = str(weights.get("method", "")) if isinstance(weights, dict) else ""
+    if method.startswith(("awq", "smoothquant")):
+        raise UnsupportedModelError(
+            f"{folder} was quantized by {method}, which moves scales between matrices, so that "
+            "adapters of the original model don't fit. Export it by rtn or gptq for adapters, or "
+            "with this one in it (penstock export --merge-lora)."
+        )
 
 
 def _places(model: Decoder) -> Iterable[tuple[str, _Place]]:

@@ -21,7 +21,7 @@ from penstock.models.hub import resolve
 from penstock.models.load import LoadedModel, load_dummy, load_model
 from penstock.models.sources import open_tokenizer
 from penstock.models.weights import Progress
-from penstock.runtime.adapters import Adapters
+from penstock.runtime.adapters import Adapters, check_foldless
 from penstock.runtime.beside import Opened, Opener, Placed, Target
 from penstock.runtime.companion import CompanionCache
 from penstock.runtime.device import CPU, Device, check_device, device_of
@@ -157,19 +157,20 @@ def load_runtime(config: EngineConfig, progress: Progress | None = None) -> Runt
         )
     else:
         forward = forward_of(loaded.model, kv, config.model.enforce_eager)
-    adapters, adapted = _adapters(config, loaded, kv)
+    adapters, adapted = _adapters(folder, config, loaded, kv)
     placed = None if opened is None else opened.place(blocks, config.model.enforce_eager)
     runner = runner_over(forward, kv, layout, vocabulary, None, _companions(placed), adapted)
     return Runtime(loaded, tokenizer, layout, blocks, runner, None, placed, adapters)
 
 
 def _adapters(
-    config: EngineConfig, loaded: LoadedModel, kv: KV
+    folder: Path, config: EngineConfig, loaded: LoadedModel, kv: KV
 ) -> tuple[Adapters | None, Forward | None]:
     """Slots, and what runs steps whose tokens have adapters."""
     asked = config.lora
     if not asked.enable_lora:
         return None, None
+    check_foldless(folder)
     adapters = Adapters(loaded, asked.max_loras, asked.max_lora_rank)
     eager = config.model.enforce_eager
     return adapters, forward_of(loaded.model, kv, eager, "A step with adapters", adapted=True)

@@ -32,8 +32,12 @@ def _updated(request: Request) -> Service:
 async def load_lora_adapter(body: LoadLoraRequest, request: Request) -> str:
     """Load an adapter from a folder of the server's machine; requests name it as their model."""
     service = _updated(request)
-    if body.lora_name in service.names:
-        raise ApiError(400, f"{body.lora_name!r} is the model's own name.", param="lora_name")
+    name = body.lora_name
+    if name in service.names or not name.strip():
+        what = "is the model's own name" if name in service.names else "is no name"
+        raise ApiError(400, f"{name!r} {what}.", param="lora_name")
+    if any(adapter.name == name for adapter in service.adapters):
+        raise ApiError(400, f"{name!r} is loaded already. Unload it first.", param="lora_name")
     try:
         await service.llm.load_lora(body.lora_name, body.lora_path)
     except (AdapterError, ConfigError, ModelError) as error:
