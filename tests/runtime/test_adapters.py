@@ -301,6 +301,11 @@ def test_configurations(asked: dict[str, Any], said: str) -> None:
         EngineConfig.of(**asked)
 
 
+def test_more_than_there_is_memory() -> None:
+    with pytest.raises(ConfigError, match="no room for max_loras=1000000000 adapters of rank 16"):
+        LLM(enable_lora=True, max_loras=10**9)
+
+
 def test_a_built_engine_has_no_place_for_them(tmp_path: Path) -> None:
     export_model("stories", tmp_path / "out")
     (tmp_path / "engine").mkdir()
@@ -355,7 +360,10 @@ def test_files_that_were_written_again(slots: Adapters, folder: Path) -> None:
     with pytest.raises(AdapterError, match=r"whose files have changed since\. Unload it first"):
         slots.load("a", folder)
     slots.unload("a")
-    slots.load("a", folder)
+    there = slots.load("a", folder)
+    for name in (ABOUT, WEIGHTS):
+        (folder / name).unlink()
+    assert slots.load("a", folder) is there  # it is in memory
 
 
 def test_nobody_waits_for_anothers_load(

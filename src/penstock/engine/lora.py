@@ -22,8 +22,7 @@ class LoRARequest:
 
     lora_name: str
     lora_int_id: int = 1  # vLLM's number of it, which nothing here needs
-    lora_path: str | Path = ""  # of PEFT's layout, or an embedded one's name; default: the name, or
-    """what is loaded under it."""
+    lora_path: str | Path = ""  # default: what is loaded by that name, or an embedded adapter
 
     def __post_init__(self) -> None:
         if not isinstance(self.lora_name, str) or not self.lora_name.strip():

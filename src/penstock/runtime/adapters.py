@@ -23,6 +23,7 @@ from penstock import ops
 from penstock.cache.pages import lazy_zeros
 from penstock.errors import (
     AdapterError,
+    ConfigError,
     RequestError,
     UnsupportedModelError,
     WeightsError,
@@ -54,15 +55,18 @@ class Adapter:
     rank: int  # the largest of its matrices'
     nbytes: int  # of its matrices, as they are read
     kept: bool  # until somebody unloads it; otherwise others may take its slot
-    state: tuple[int, ...]  # of its files, when they were read
+    state: tuple[int, ...] | None  # of its files, when they were read
     number: int = field(default_factory=lambda: next(_numbers))  # of this one, not of its name
     users: int = 0  # requests that run with it
     gone: bool = False  # unloaded, but for those
 
 
-def _state(folder: Path) -> tuple[int, ...]:
-    """What tells whether an adapter's files were written again."""
-    found = [(folder / name).stat() for name in (ADAPTER, WEIGHTS)]
+def _state(folder: Path) -> tuple[int, ...] | None:
+    """What tells whether an adapter's files were written again; None where they are gone."""
+    try:
+        found = [(folder / name).stat() for name in (ADAPTER, WEIGHTS)]
+    except OSError:
+        return None
     return tuple(number for one in found for number in (one.st_mtime_ns, one.st_size))
 
 
@@ -84,8 +88,14 @@ class Adapters:
         self.max_loras, self.max_lora_rank = max_loras, max_lora_rank
         self._scaling = torch.ones(max_loras)  # in `up`: each part of a matrix has its own
         self._places = dict(_places(loaded.model))
-        for place in self._places.values():
-            place.linear.change = self._room(place)
+        try:
+            for place in self._places.values():
+                place.linear.change = self._room(place)
+        except (OSError, OverflowError, ValueError) as error:
+            raise ConfigError(
+                f"There is no room for max_loras={max_loras} adapters of rank {max_lora_rank} "
+                f"({error}). Lower one of the two."
+            ) from error
         self._held: dict[str, Adapter] = {}  # by name, the last used at the end
         self._free = list(range(max_loras))[::-1]
         self._written: list[set[str]] = [set() for _ in range(max_loras)]  # matrices, by slot
@@ -173,7 +183,7 @@ class Adapters:
                     f"{name!r} is the adapter in {found.folder} already. Unload that one first, "
                     f"or give the one in {folder} another name."
                 )
-            if found.state != _state(folder):
+            if _state(folder) not in (None, found.state):  # what is gone has not changed
                 raise AdapterError(
                     f"{name!r} was loaded from {folder}, whose files have changed since. Unload "
                     "it first."
@@ -235,6 +245,8 @@ class Adapters:
     def use_held(self, adapter: Adapter) -> Adapter:
         """The same for one that somebody holds, whatever has become of its name."""
         with self._lock:
+            if not adapter.users:
+                raise RequestError(f"Nobody holds the adapter {adapter.name!r}: give its name.")
             adapter.users += 1
             return adapter
 
