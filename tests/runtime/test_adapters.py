@@ -191,9 +191,10 @@ A = f"base_model.model.{Q}.lora_A.weight"
         (tensors(lambda t: t.update({A: t[A][:, :-1].clone()})), WeightsError, "another model"),
         (
             tensors(lambda t: t.update({A.replace(".0.", ".99."): t[A].clone()})),
-            PenstockError,
-            "layers.99|lacks",
+            WeightsError,
+            r"model lacks: model\.layers\.99\.self_attn\.q_proj",
         ),
+        (tensors(lambda t: t.update({A: t[A].to(torch.int8)})), UnsupportedModelError, "holds I8"),
         (
             tensors(
                 lambda t: t.update(
@@ -291,6 +292,7 @@ def test_where_there_is_no_room() -> None:
         ({"max_lora_rank": 8}, "max_lora_rank=8 has no effect without enable_lora=True"),
         ({"enable_lora": True, "max_loras": 0}, "max_loras must be a positive integer"),
         ({"enable_lora": True, "max_lora_rank": 513}, "512 is the most"),
+        ({"enable_lora": True, "max_loras": 10**20}, "4096 is the most"),
         ({"enable_lora": 1}, "enable_lora must be True or False"),
         ({"enable_lora": True, "max_cpu_loras": 4}, "adapters lie in the memory"),
         ({"enable_lora": True, "lora_dtype": "float16"}, "what the model computes in"),
@@ -301,9 +303,9 @@ def test_configurations(asked: dict[str, Any], said: str) -> None:
         EngineConfig.of(**asked)
 
 
-def test_more_than_there_is_memory() -> None:
-    with pytest.raises(ConfigError, match="no room for max_loras=1000000000 adapters of rank 16"):
-        LLM(enable_lora=True, max_loras=10**9)
+def test_more_than_there_is_memory(llm: LLM) -> None:
+    with pytest.raises(ConfigError, match="no room for max_loras=1000000 adapters of rank 512"):
+        Adapters(llm.runtime.model, 10**6, 512)
 
 
 def test_a_built_engine_has_no_place_for_them(tmp_path: Path) -> None:
@@ -390,7 +392,7 @@ def test_paths_that_cannot_be_read(slots: Adapters, tmp_path: Path) -> None:
     (tmp_path / "odd").mkdir()
     for name in (ABOUT, WEIGHTS):
         (tmp_path / "odd" / name).mkdir()
-    for path in (tmp_path / ("x" * 300), Path("a\0b"), tmp_path / "odd"):
+    for path in (tmp_path / ("x" * 300), Path("a\0b"), tmp_path / "odd", tmp_path / "none"):
         with pytest.raises(ModelNotFoundError):
             slots.load("a", path)
 
@@ -400,3 +402,9 @@ def test_a_request_names_what_is_loaded(llm: LLM, slots: Adapters, folder: Path)
     assert llm.generate("a", GREEDY, lora_request=LoRARequest("mine"))[0].finished
     with pytest.raises(RequestError, match="options must be RequestOptions, not dict"):
         llm.generate("a", GREEDY, options={}, lora_request=LoRARequest("mine"))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("path", ["", " ", None, 3])
+def test_no_folder_at_all(llm: LLM, path: Any) -> None:
+    with pytest.raises(ModelNotFoundError, match="An adapter's folder must be a path"):
+        llm.load_lora("x", path)

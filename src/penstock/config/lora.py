@@ -10,6 +10,9 @@ from penstock.errors import ConfigError
 MAX_RANK = 512
 """The largest rank that slots can have room for, as in vLLM."""
 
+MAX_SLOTS = 4096
+"""The most adapters in memory."""
+
 _MAX_LORAS = 8
 _MAX_LORA_RANK = 16
 
@@ -28,6 +31,8 @@ class LoraConfig:
     def __post_init__(self) -> None:
         flags(self, "enable_lora")
         positive(self, "max_loras", "max_lora_rank")
+        if self.max_loras > MAX_SLOTS:
+            raise ConfigError(f"max_loras is {self.max_loras}, and {MAX_SLOTS} is the most.")
         if self.max_lora_rank > MAX_RANK:
             raise ConfigError(
                 f"max_lora_rank is {self.max_lora_rank}, and {MAX_RANK} is the most. Merge such an "

@@ -234,7 +234,7 @@ class LLM:
         adapters_of(self.runtime).unload(name)
 
     def list_loras(self) -> list[str]:
-        """The names of the adapters that are loaded, the last used at the end."""
+        """The names of the adapters that are loaded, in the order in which they were."""
         return adapters_of(self.runtime).names
 
     def get_tokenizer(self) -> Tokenizer:

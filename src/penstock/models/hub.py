@@ -50,11 +50,11 @@ def adapter_folder(adapter: str | Path) -> Path:
 
     A folder of an embedded adapter's name is reached as `./stories-verse`.
     """
-    return (
-        _embedded(str(adapter), None, "adapter_config.json")
-        if adapter in ADAPTERS
-        else Path(adapter)
-    )
+    if not isinstance(adapter, str | Path) or not str(adapter).strip():
+        raise ModelNotFoundError(f"An adapter's folder must be a path, not {adapter!r:.80}.")
+    if adapter in ADAPTERS:
+        return _embedded(str(adapter), None, "adapter_config.json")
+    return Path(adapter)
 
 
 def resolve(

@@ -36,6 +36,9 @@ _PLAIN: dict[str, tuple[Any, ...]] = {
 }
 """Choices of an adapter that a plain product of two matrices stands for."""
 
+_FLOATS = ("F32", "F16", "BF16", "F64")
+"""What matrices are stored in, by safetensors' names."""
+
 _LEFT_ALONE = ("gaussian", "eva", "orthogonal")
 """Ways to begin, beside PEFT's own, that leave the model's matrices as they are.
 
@@ -86,6 +89,12 @@ class LoraFiles:
         """Raises WeightsError where A and B don't change a matrix of that shape."""
         if len(self._parts[name]) < 2:
             raise WeightsError(f"The adapter in {self.folder} has only half of {name}.")
+        for key in self._parts[name].values():
+            stored = str(self._file.get_slice(key).get_dtype())
+            if stored not in _FLOATS:
+                raise UnsupportedModelError(
+                    f"{key} in {self.folder} holds {stored}, not one of {', '.join(_FLOATS)}."
+                )
         a, b = self.shapes(name)
         if len(a) != 2 or len(b) != 2 or a[0] != b[1] or (b[0], a[1]) != shape or not a[0]:
             raise WeightsError(

@@ -121,15 +121,14 @@ class Adapters:
 
     @property
     def names(self) -> list[str]:
-        """Of those that requests may name."""
-        with self._lock:
-            return list(self._held)
+        """Of those that requests may name, in the order in which they were loaded."""
+        return [adapter.name for adapter in self.loaded]
 
     @property
     def loaded(self) -> list[Adapter]:
-        """Those that requests may name."""
+        """Those that requests may name, in the order in which they were loaded."""
         with self._lock:
-            return list(self._held.values())
+            return sorted(self._held.values(), key=lambda adapter: adapter.number)
 
     def load(self, name: str, folder: Path, *, keep: bool = True, hold: bool = False) -> Adapter:
         """Put the adapter in `folder` into a free slot; requests name it by `name`.
@@ -285,6 +284,11 @@ class Adapters:
             raise files.strange(unknown)
         plans = {target.removesuffix(".weight"): plan for target, plan in found.items()}
         beyond = [name for name in plans if name not in self._places]
+        lacking = [
+            part for name in beyond if name.startswith("layers.") for part in plans[name].parts
+        ]
+        if lacking:
+            raise files.strange([part for part in lacking if part is not None])
         if beyond:
             raise UnsupportedModelError(
                 f"The adapter in {files.folder} changes {', '.join(beyond)}, not only matrices of "

@@ -23,3 +23,4 @@ class LoadLoraRequest(Body):
 
     lora_name: Text
     lora_path: Text
+    lora_int_id: int | None = None
