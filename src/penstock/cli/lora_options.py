@@ -11,6 +11,7 @@ from typing import Annotated, Any
 import typer
 
 from penstock.cli.options import given
+from penstock.config.lora import LoraConfig
 from penstock.errors import ConfigError
 
 _PANEL = "Adapters"
@@ -91,10 +92,11 @@ class ServedAdapters:
                 f"--lora-modules has an adapter of rank {largest}, but --max-lora-rank is {rank}. "
                 "Raise it, or leave it out."
             )
-        if enabled and count is None and len(modules) > 8:
+        usual = LoraConfig()
+        if count is None and len(modules) > usual.max_loras:
             count = len(modules)
         if rank is None and modules:
-            rank = max(16, largest)
+            rank = max(usual.max_lora_rank, largest)
         return given(enable_lora=enabled or None, max_loras=count, max_lora_rank=rank)
 
 
@@ -107,11 +109,8 @@ def one_adapter(name: str | None) -> dict[str, Any]:
         return {}
     from penstock.models.hub import adapter_folder
 
-    return {
-        "enable_lora": True,
-        "max_loras": 1,
-        "max_lora_rank": max(16, _rank(adapter_folder(name))),
-    }
+    rank = max(LoraConfig().max_lora_rank, _rank(adapter_folder(name)))
+    return {"enable_lora": True, "max_loras": 1, "max_lora_rank": rank}
 
 
 def _rank(folder: Path) -> int:

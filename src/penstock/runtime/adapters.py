@@ -55,17 +55,26 @@ class Adapter:
     rank: int  # the largest of its matrices'
     nbytes: int  # of its matrices, as they are read
     kept: bool  # until somebody unloads it; otherwise others may take its slot
+    at: Path  # the folder, without links
     state: tuple[int, ...] | None  # of its files, when they were read
     number: int = field(default_factory=lambda: next(_numbers))  # of this one, not of its name
     users: int = 0  # requests that run with it
     gone: bool = False  # unloaded, but for those
 
 
+def _resolved(folder: Path) -> Path:
+    """Without links; as it is where no such path can be, which whoever reads it says."""
+    try:
+        return folder.resolve()
+    except (OSError, RuntimeError, ValueError):
+        return folder
+
+
 def _state(folder: Path) -> tuple[int, ...] | None:
     """What tells whether an adapter's files were written again; None where they are gone."""
     try:
         found = [(folder / name).stat() for name in (ADAPTER, WEIGHTS)]
-    except OSError:
+    except (OSError, ValueError):
         return None
     return tuple(number for one in found for number in (one.st_mtime_ns, one.st_size))
 
@@ -158,7 +167,8 @@ class Adapters:
                 with self._lock:
                     self._free.append(slot)
                 raise
-            adapter = Adapter(name, folder, slot, files.rank, nbytes, keep, state, users=int(hold))
+            at, rank = _resolved(folder), files.rank
+            adapter = Adapter(name, folder, slot, rank, nbytes, keep, at, state, users=int(hold))
             with self._lock:
                 self._held[name] = adapter
             return adapter
@@ -173,16 +183,17 @@ class Adapters:
 
     def _again(self, name: str, folder: Path, keep: bool, hold: bool) -> Adapter | None:
         """The adapter of that name, if it is there. Raises AdapterError where it is another."""
+        at, state = _resolved(folder), _state(folder)  # may take long: the engine needs the lock
         with self._lock:
             found = self._held.get(name)
             if found is None:
                 return None
-            if found.folder.resolve() != folder.resolve():
+            if found.at != at:
                 raise AdapterError(
                     f"{name!r} is the adapter in {found.folder} already. Unload that one first, "
                     f"or give the one in {folder} another name."
                 )
-            if _state(folder) not in (None, found.state):  # what is gone has not changed
+            if state not in (None, found.state):  # what is gone has not changed
                 raise AdapterError(
                     f"{name!r} was loaded from {folder}, whose files have changed since. Unload "
                     "it first."
