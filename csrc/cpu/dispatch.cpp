@@ -21,6 +21,8 @@ namespace penstock {
   void norm(const NormArgs&);                     \
   void add(const AddArgs&);                       \
   void scaled_add(const ScaledAddArgs&);          \
+  void route(const RouteArgs&);                   \
+  void combine(const CombineArgs&);               \
   void softcap(const SoftcapArgs&);               \
   void gate(const GateArgs&);                     \
   void rotary_cache(const RotaryCacheArgs&);      \
@@ -73,7 +75,7 @@ void linear_amx_emulated(const LinearArgs& a) {
 // `isa` has the vectors, `tiles` attention's products.
 #define PENSTOCK_TABLE(name, isa, tiles, linear)                                   \
   {name,         linear,            isa::embedding,   isa::norm,   isa::add,        \
-   isa::scaled_add, isa::softcap, isa::gate, isa::rotary_cache, tiles::attention, isa::argmax, isa::mask,       \
+   isa::scaled_add, isa::route, isa::combine, isa::softcap, isa::gate, isa::rotary_cache, tiles::attention, isa::argmax, isa::mask,       \
    isa::top_k, isa::scaled_top_k, isa::draw_nucleus, isa::draw_plain, isa::draw_from,          \
    isa::uniforms, isa::pack, isa::quantize, isa::rotate}
 

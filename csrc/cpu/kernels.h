@@ -408,6 +408,50 @@ struct LoraArgs {
 // The products of the kernels in use.
 void lora_add(const LoraArgs& a);
 
+// The k largest logits of each row, by value and then by place, and their share of the softmax over
+// them (normalize) or over all. ops/route.py.
+struct RouteArgs {
+  const float* logits;  // [rows, experts] contiguous
+  int64_t rows, experts, k;
+  bool normalize;
+  float* weights;   // [rows, k]
+  int32_t* chosen;  // [rows, k]
+  int threads;
+};
+
+// out[t] = Σ weights[t, j] · y[places[t, j]], in the order of j, rounded once. ops/grouped_linear.py.
+struct CombineArgs {
+  const void* y;  // contiguous
+  const int32_t* places;   // [rows, k]
+  const float* weights;    // [rows, k]
+  void* out;
+  int64_t out_stride;
+  int64_t rows, k, dim;
+  DType dtype;  // of y and out
+  int threads;
+};
+
+// How far behind one expert's tensors the next one's lie, in bytes.
+struct Pitch {
+  int64_t weight, scale, zero, fine;
+};
+
+// Each row through the experts that a router chooses. ops/experts.py.
+struct ExpertsArgs {
+  const void* x;
+  int64_t x_stride;
+  void* y;
+  int64_t y_stride;
+  int64_t rows, count, k;
+  bool normalize;
+  LinearArgs router, up, down;  // up and down: of the first expert
+  Pitch up_pitch, down_pitch;
+  int64_t* used;  // is raised by the experts that any row chose; may be null
+  int threads;
+};
+
+void experts(const ExpertsArgs& a);
+
 // One table for each instruction set.
 struct Kernels {
   const char* name;
@@ -416,6 +460,8 @@ struct Kernels {
   void (*norm)(const NormArgs&);
   void (*add)(const AddArgs&);
   void (*scaled_add)(const ScaledAddArgs&);
+  void (*route)(const RouteArgs&);
+  void (*combine)(const CombineArgs&);
   void (*softcap)(const SoftcapArgs&);
   void (*gate)(const GateArgs&);
   void (*rotary_cache)(const RotaryCacheArgs&);
@@ -439,7 +485,7 @@ const Kernels& kernels();
 // Memory that a thread keeps for `purpose` until it ends, at least `bytes` long, 64-byte aligned.
 enum class Scratch : int {
   rows, row, tiles, sums, partials, unpacked, gate, tasks, scores, select, columns, largest,
-  places, picked, hidden, change, count
+  places, picked, hidden, change, routed, products, count
 };
 void* scratch(Scratch purpose, size_t bytes);
 

@@ -23,6 +23,7 @@ void call(const GateArgs& a) { kernels().gate(a); }
 void call(const LoraArgs& a) {
   if (a.adapters) lora_add(a);
 }
+void call(const ExpertsArgs& a) { experts(a); }
 void call(const RotaryCacheArgs& a) { kernels().rotary_cache(a); }
 void call(const AttentionArgs& a) { kernels().attention(a); }
 void call(const RowsArgs& a) {
@@ -91,8 +92,7 @@ void* Program::data(int value, const Output& output) const {
 }
 
 template <typename Args>
-void Program::bind(Args& a, const Node& node, const StepArrays& step,
-                   const Output& output) const {
+void Program::bind(Args& a, const Node& node, const StepArrays& step, const Output& output) {
   void* y = data(node.y, output);
   const Value& out = at(node.y);
   const int64_t rows = out.sampled ? step.sampled : step.count;
@@ -147,6 +147,13 @@ void Program::bind(Args& a, const Node& node, const StepArrays& step,
     a.adapters = step.adapters;
     a.y = y;
     a.y_stride = out.columns;
+  } else if constexpr (std::is_same_v<Args, ExpertsArgs>) {
+    a.x = x;
+    a.x_stride = stride;
+    a.rows = rows;
+    a.y = y;
+    a.y_stride = out.columns;
+    a.used = &experts_used_;
   } else if constexpr (std::is_same_v<Args, RotaryCacheArgs>) {
     place_heads(a, x, stride);
     a.positions = step.positions;
@@ -199,6 +206,7 @@ void Program::run(const StepArrays& step, const Output& output, int threads, dou
     return static_cast<size_t>(buffer.row_bytes * rows) > buffer.bytes;
   };
   if (std::any_of(buffers_.begin(), buffers_.end(), too_small)) reserve(rows + rows / 4);
+  experts_used_ = 0;
   for (const Node& node : nodes_) {
     if (times) *times++ = now();
     if (output.largest && std::holds_alternative<SoftcapArgs>(node.args) && node.y == logits_)

@@ -54,7 +54,7 @@ class Program {
   // x: the value that is read; y: the one that is written, or added to in place. −1: none.
   struct Node {
     std::variant<LinearArgs, EmbeddingArgs, NormArgs, AddArgs, SoftcapArgs, GateArgs, LoraArgs,
-                 RotaryCacheArgs, AttentionArgs, RowsArgs>
+                 ExpertsArgs, RotaryCacheArgs, AttentionArgs, RowsArgs>
         args;
     int x, y;
     Ids ids;
@@ -85,6 +85,9 @@ class Program {
   // Whether `run` can find each row's largest logit alone: logits are a product's, soft cap aside.
   bool finds_largest() const;
 
+  // The experts that any token of the last run chose, of all layers together.
+  int64_t experts_used() const { return experts_used_; }
+
   // What is wanted of a step: logits [sampled, columns], or only each row's largest [sampled].
   struct Output {
     void* logits;
@@ -104,7 +107,7 @@ class Program {
 
   void* data(int value, const Output& output) const;
   template <typename Args>
-  void bind(Args& args, const Node& node, const StepArrays& step, const Output& output) const;
+  void bind(Args& args, const Node& node, const StepArrays& step, const Output& output);
   const SoftcapArgs* last_cap() const;
 
   std::vector<Value> values_;
@@ -112,6 +115,7 @@ class Program {
   std::vector<int> buffer_of_;
   std::vector<Buffer> buffers_;
   int logits_ = -1;
+  int64_t experts_used_ = 0;
 };
 
 }  // namespace penstock

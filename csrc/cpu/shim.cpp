@@ -17,6 +17,7 @@ STABLE_TORCH_LIBRARY_IMPL(penstock, CPU, m) {
   m.impl("alternate", TORCH_BOX(&alternate));
   m.impl("gate", TORCH_BOX(&gate));
   m.impl("lora_add_", TORCH_BOX(&lora_add_));
+  m.impl("experts", TORCH_BOX(&experts));
   m.impl("rotary_cache", TORCH_BOX(&rotary_cache));
   m.impl("paged_attention", TORCH_BOX(&paged_attention));
   m.impl("argmax", TORCH_BOX(&argmax));

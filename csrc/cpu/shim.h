@@ -105,6 +105,28 @@ const int32_t* check_adapters(const Tensor& adapters, int64_t rows, int64_t coun
 void lora_add_(const Tensor& y, const Tensor& x, const Tensor& down, const Tensor& up,
                const Tensor& adapters, const Tensor& scaling);
 
+// ── shim_experts.cpp ─────────────────────────────────────────────────────────────────────────
+
+// One matrix of each expert, as `linear` has them, with the experts first.
+struct ExpertMatrices {
+  const Tensor& weight;
+  const Optional& scale;
+  const Optional& zero;
+  const Optional& outer;
+  const Optional& input_scale;
+  int64_t row_codes, levels;
+};
+
+ExpertsArgs experts_args(Form x, const Tensor& router, const ExpertMatrices& up,
+                         const ExpertMatrices& down, int64_t k, bool normalize,
+                         int64_t intermediate, int64_t out_features, int64_t activation);
+Tensor experts(const Tensor& x, const Tensor& router, const Tensor& up, Optional up_scale,
+               Optional up_zero, Optional up_outer, Optional up_input_scale, const Tensor& down,
+               Optional down_scale, Optional down_zero, Optional down_outer,
+               Optional down_input_scale, int64_t k, bool normalize, int64_t intermediate,
+               int64_t out_features, int64_t activation, int64_t up_row_codes, int64_t up_levels,
+               int64_t down_row_codes, int64_t down_levels);
+
 // ── shim_cache.cpp ───────────────────────────────────────────────────────────────────────────
 
 // What a layer's cache consists of: ops/rotary_cache.py.

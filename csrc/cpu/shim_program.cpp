@@ -168,6 +168,26 @@ void program_lora_add_(int64_t id, int64_t y, int64_t x, const Tensor& down, con
   p->add(a, x, y);
 }
 
+int64_t program_experts(int64_t id, int64_t x, const Tensor& router, const Tensor& up,
+                        Optional up_scale, Optional up_zero, Optional up_outer,
+                        Optional up_input_scale, const Tensor& down, Optional down_scale,
+                        Optional down_zero, Optional down_outer, Optional down_input_scale,
+                        int64_t k, bool normalize, int64_t intermediate, int64_t out_features,
+                        int64_t activation, int64_t up_row_codes, int64_t up_levels,
+                        int64_t down_row_codes, int64_t down_levels) {
+  const auto p = held(id);
+  const ExpertsArgs a = experts_args(
+      p->form(x), router,
+      {up, up_scale, up_zero, up_outer, up_input_scale, up_row_codes, up_levels},
+      {down, down_scale, down_zero, down_outer, down_input_scale, down_row_codes, down_levels}, k,
+      normalize, intermediate, out_features, activation);
+  p->keep_all(router, up, up_scale, up_zero, up_outer, up_input_scale, down, down_scale, down_zero,
+              down_outer, down_input_scale);
+  const int64_t y = p->result({p->form(x).dtype, out_features}, x);
+  p->add(a, x, y);
+  return y;
+}
+
 int64_t program_rotary_cache(int64_t id, int64_t qkv, int64_t heads, Optional q_norm,
                              Optional k_norm, double eps, Optional cos_sin, bool interleaved,
                              const Tensor& key_cache, const Tensor& value_cache,
@@ -255,6 +275,9 @@ int64_t program_finish(int64_t id, int64_t logits) {
   p->program.finish(static_cast<int>(logits));
   return static_cast<int64_t>(p->program.size());
 }
+
+// Of the last run, all layers together.
+int64_t program_experts_used(int64_t id) { return held(id)->program.experts_used(); }
 
 bool program_finds_largest(int64_t id) { return held(id)->program.finds_largest(); }
 
@@ -418,6 +441,12 @@ STABLE_TORCH_LIBRARY_FRAGMENT(penstock, m) {
   m.def(
       "program_lora_add_(int program, int y, int x, Tensor down, Tensor up, Tensor scaling) -> ()");
   m.def(
+      "program_experts(int program, int x, Tensor router, Tensor up, Tensor? up_scale, "
+      "Tensor? up_zero, Tensor? up_outer, Tensor? up_input_scale, Tensor down, "
+      "Tensor? down_scale, Tensor? down_zero, Tensor? down_outer, Tensor? down_input_scale, int k, "
+      "bool normalize, int intermediate, int out_features, int activation, int up_row_codes, "
+      "int up_levels, int down_row_codes, int down_levels) -> int");
+  m.def(
       "program_rotary_cache(int program, int qkv, int heads, Tensor? q_norm, Tensor? k_norm, "
       "float eps, Tensor? cos_sin, bool interleaved, Tensor key_cache, Tensor value_cache, "
       "Tensor? key_scale, Tensor? value_scale, Tensor? recent_keys, Tensor? recent_values, "
@@ -430,6 +459,7 @@ STABLE_TORCH_LIBRARY_FRAGMENT(penstock, m) {
   m.def("program_keep_rows(int program, int x, Tensor store, int column) -> ()");
   m.def("program_kept_rows(int program, Tensor store) -> int");
   m.def("program_finish(int program, int logits) -> int");
+  m.def("program_experts_used(int program) -> int");
   m.def("program_finds_largest(int program) -> bool");
   m.def("program_reserve(int program, int rows) -> int");
   m.def("program_threads(int program, Tensor table) -> ()");
@@ -454,11 +484,13 @@ STABLE_TORCH_LIBRARY_IMPL(penstock, CompositeExplicitAutograd, m) {
   m.impl("program_softcap_", TORCH_BOX(&program_softcap_));
   m.impl("program_gate", TORCH_BOX(&program_gate));
   m.impl("program_lora_add_", TORCH_BOX(&program_lora_add_));
+  m.impl("program_experts", TORCH_BOX(&program_experts));
   m.impl("program_rotary_cache", TORCH_BOX(&program_rotary_cache));
   m.impl("program_paged_attention", TORCH_BOX(&program_paged_attention));
   m.impl("program_keep_rows", TORCH_BOX(&program_keep_rows));
   m.impl("program_kept_rows", TORCH_BOX(&program_kept_rows));
   m.impl("program_finish", TORCH_BOX(&program_finish));
+  m.impl("program_experts_used", TORCH_BOX(&program_experts_used));
   m.impl("program_finds_largest", TORCH_BOX(&program_finds_largest));
   m.impl("program_reserve", TORCH_BOX(&program_reserve));
   m.impl("program_threads", TORCH_BOX(&program_threads));

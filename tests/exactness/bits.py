@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -14,6 +14,7 @@ from penstock.nn import (
     AttentionSpec,
     Decoder,
     DecoderSpec,
+    ExpertsSpec,
     LayerSpec,
     MlpSpec,
     NormSpec,
@@ -50,6 +51,20 @@ def uniform(shape: tuple[int, ...], scale: float, seed: int) -> Tensor:
     n = int(np.prod(shape))
     values = (integers(n, seed) >> np.uint64(40)).astype(np.float32) / np.float32(1 << 23) - 1
     return torch.from_numpy(values * np.float32(scale)).reshape(shape)
+
+
+MIXED = " of experts"
+"""Ends the name of a form whose feed-forward blocks are mixtures."""
+
+
+def mixed_spec() -> DecoderSpec:
+    """`decoder_spec` with experts, of which a few have most tokens; one layer stays dense."""
+    spec = decoder_spec()
+    many = MlpSpec(96, experts=ExpertsSpec(11, 4, normalize=True))
+    few = MlpSpec(160, "gelu_tanh", experts=ExpertsSpec(3, 2, normalize=False))
+    first, second, third = spec.layers
+    layers = replace(first, mlp=many), replace(second, mlp=few), third
+    return replace(spec, layers=layers)
 
 
 def decoder_spec(layers: int = 3) -> DecoderSpec:
@@ -95,6 +110,10 @@ def fill(model: Decoder) -> Decoder:
 
 
 def build(dtype: torch.dtype = torch.bfloat16, quantization: str | None = None) -> Decoder:
+    if quantization is not None and quantization.endswith(MIXED):
+        name = quantization.removesuffix(MIXED)
+        formats = formats_of(None if name == "bfloat16" else name, dtype)
+        return fill(Decoder(mixed_spec(), formats, dtype))
     if quantization is None or not quantization.endswith("-static"):
         return fill(Decoder(decoder_spec(), formats_of(quantization, dtype), dtype))
     scheme = parse_scheme(quantization)

@@ -19,6 +19,9 @@ GOLDEN = {
     "w8a8": "2f748025f7e5ed43bc795727a611f1cb0fc29f725cee5d7a72c3f29eb59236d1",
     "w4a16": "ddb244a6c57a2e2a1822938fa65ffda90037aea57cca364ddd5de4c33d539d27",
     "w4a8": "3f1454678d14e90a826eff59de22422993fb75ab3e5e09d8f70d2452b3610c1e",
+    "bfloat16 of experts": "3c3f5ab2102f7549daa17adcd05f105baa5adffb3948ed98058810df0c1db9bd",
+    "w8a8 of experts": "5649446f2793c3eb3669c9755d60fe21f007f6f7c1f0928ac2de5080372172ce",
+    "w4a8 of experts": "0a8d5c5863b4938af536fb07c8bff7e60553b2732e0b32a3783ccd5c3c8a8e9f",
     "w4a8-g128-asym": "8436f56a28ab2c3d244613215f3488049fc3405b9b120d674fe68b19cc2c96dd",
 }
 """sha256 of the logits of `prompt(300, 7)`: every machine and instruction set gives these."""

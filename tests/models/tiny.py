@@ -129,6 +129,19 @@ CASES: dict[str, Case] = {
         use_sliding_window=True,
         sliding_window=21,
     ),
+    "mixtral": _case("Mixtral", num_local_experts=6, head_dim=24, sliding_window=21),
+    "olmoe": _case("Olmoe", num_experts=12, num_experts_per_tok=3, attention_bias=True),
+    "qwen3-moe": _case(
+        "Qwen3Moe",
+        num_hidden_layers=4,
+        head_dim=24,
+        num_experts=10,
+        num_experts_per_tok=3,
+        moe_intermediate_size=40,
+        norm_topk_prob=True,
+        decoder_sparse_step=2,
+        mlp_only_layers=[1],
+    ),
     "gpt2": Case(
         "GPT2LMHeadModel",
         "GPT2Config",
@@ -153,7 +166,7 @@ PROMPT_SEEDS = {"qwen2-window": 3, "qwen3": 7, "gemma2": 7, "olmo2": 0, "smollm3
 """Prompts whose greedy continuation hangs on no rounding; of the others 5 is one."""
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3", "phi3-long", "olmo2")
-FAMILIES += ("smollm3", "gpt2", "gpt-neox")
+FAMILIES += ("smollm3", "gpt2", "gpt-neox", "mixtral", "olmoe", "qwen3-moe")
 
 
 def make_model(case: Case, seed: int = 0) -> Any:
@@ -174,7 +187,7 @@ def make_model(case: Case, seed: int = 0) -> Any:
             elif any(part in name for part in ("embed", "wte", "wpe", "lm_head")):
                 parameter.copy_(0.25 * noise)
             else:
-                inputs = parameter.shape[0 if "GPT2" in case.model else 1]
+                inputs = parameter.shape[0 if "GPT2" in case.model else -1]
                 parameter.copy_(noise / inputs**0.5)
     return model
 

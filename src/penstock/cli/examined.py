@@ -203,14 +203,15 @@ def _weights(spec: ModelSpec, source: Stored, formats: WeightFormats) -> list[We
 def _matrices(spec: ModelSpec, source: Stored) -> Iterator[tuple[str, str]]:
     """The decoder's matrices by their modules, and each tensor that they are made of."""
     from penstock.models.weights import plan_weights
-    from penstock.nn.decoder import MATRICES
+    from penstock.nn.decoder import MATRICES, stored_in
 
     plans, _ = plan_weights(source.names(), spec)
     table = plans.pop("embed.weight", None)
     if spec.decoder.tied and table is not None:
         plans["head.weight"] = table
     for target, plan in plans.items():
-        module, _, parameter = target.rpartition(".")
+        matrix, _, parameter = target.rpartition(".")
+        module = stored_in(matrix)
         layers = module.startswith("layers.") and module.endswith(tuple(MATRICES.values()))
         if parameter == "weight" and (layers or module == "head"):
             yield from ((module, part) for part in plan.parts if part is not None)

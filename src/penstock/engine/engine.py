@@ -343,6 +343,7 @@ class Engine:
         generated = self.token_counts.take_generated()
         if batch is not None:
             draft_s = 0.0 if self.speculation is None else self.speculation.draft_s
+            batch.size.experts = self.runtime.runner.experts_used
             record = self.ledger.record(
                 batch.size, (*marks, now), self.appender.detokenize_s, draft_s, generated
             )

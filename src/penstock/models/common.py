@@ -8,7 +8,15 @@ from typing import Literal, cast
 from penstock.errors import UnsupportedModelError
 from penstock.models.config_reader import ConfigReader
 from penstock.models.spec import Ignore, ModelSpec, Rename, Rule, Stack
-from penstock.nn.spec import AttentionSpec, DecoderSpec, LayerSpec, MlpSpec, NormSpec, RopeSpec
+from penstock.nn.spec import (
+    AttentionSpec,
+    DecoderSpec,
+    ExpertsSpec,
+    LayerSpec,
+    MlpSpec,
+    NormSpec,
+    RopeSpec,
+)
 
 DENSE_RULES: tuple[Rule, ...] = (
     Rename("model.embed_tokens.weight", "embed.weight"),
@@ -37,6 +45,23 @@ QK_NORM_RULES: tuple[Rule, ...] = tuple(
     for x in "qk"
 )
 """Norms of queries and keys."""
+
+
+def expert_rules(block: str, gate: str, up: str, down: str) -> tuple[Rule, ...]:
+    """Names of a layer's router and experts: in `block`, each expert's three matrices."""
+    at = f"model.layers.{{i}}.{block}"
+    return (
+        Rename(f"{at}.gate.weight", "layers.{i}.mlp.router.weight"),
+        Stack(
+            (f"{at}.experts.{{e}}.{gate}.weight", f"{at}.experts.{{e}}.{up}.weight"),
+            "layers.{i}.mlp.up.{e}.weight",
+        ),
+        Rename(f"{at}.experts.{{e}}.{down}.weight", "layers.{i}.mlp.down.{e}.weight"),
+    )
+
+
+EXPERT_RULES = expert_rules("mlp", "gate_proj", "up_proj", "down_proj")
+"""Names of those who have experts where Llama has its MLP."""
 
 SANDWICH_RULES: tuple[Rule, ...] = tuple(
     Rename(f"model.layers.{{i}}.{theirs}.weight", f"layers.{{i}}.{ours}.weight")
@@ -111,6 +136,24 @@ def gated_mlp(c: ConfigReader, key: str = "hidden_act", default: str = "silu") -
         intermediate=c.integer("intermediate_size"),
         activation=activation(c, key, default),
         bias=c.flag("mlp_bias", False),
+    )
+
+
+def experts(c: ConfigReader, count: int, per_token: int, size: str, *, normalize: bool) -> MlpSpec:
+    """Experts in the usual names. count: the family's default of their number, under either of its
+    names; per_token: of those that a token takes; size: the key of what lies between their
+    matrices.
+    """
+    total = c.integer("num_experts", c.integer("num_local_experts", count))
+    chosen = c.integer("num_experts_per_tok", per_token)
+    if chosen > total:
+        raise UnsupportedModelError(
+            f"num_experts_per_tok {chosen} is more than the {total} experts that there are."
+        )
+    return MlpSpec(
+        intermediate=c.integer(size),
+        activation=activation(c, "hidden_act", "silu"),
+        experts=ExpertsSpec(total, chosen, normalize),
     )
 
 

@@ -40,7 +40,7 @@ _HARMLESS = frozenset(
 """
 
 _QUANTIZED = "only quantization_config is read; give the checkpoint as its tool writes it today"
-_EXPERTS = "mixtures of experts aren't built"
+_EXPERTS = "mixtures of experts aren't built for this family"
 _MULTIPLIER = "this multiplier isn't built"
 
 _UNBUILT: dict[str, tuple[tuple[Any, ...], str]] = {
@@ -179,10 +179,10 @@ class ConfigReader:
         return ConfigReader(value, key)
 
     def refuse_unbuilt(self) -> None:
-        """Raise for what no family here has, whichever config asks for it."""
+        """Raise for what the config asks for and its family hasn't read, whichever family it is."""
         for key, (off, reason) in _UNBUILT.items():
             value = self._config.get(key)
-            if value not in off:
+            if value not in off and key not in self._read:
                 shown = repr(value) if len(repr(value)) < 60 else "…"
                 raise UnsupportedModelError(f"config.json asks for {key}={shown}: {reason}.")
 

@@ -24,10 +24,13 @@ _FAMILIES = (
     "gpt_neox",
     "llama",
     "mistral",
+    "mixtral",
     "olmo2",
+    "olmoe",
     "phi3",
     "qwen2",
     "qwen3",
+    "qwen3_moe",
     "smollm3",
 )
 _readers: dict[str, Reader] = {}
@@ -39,10 +42,13 @@ _MODEL_TYPES = {
     "gpt_neox": "GPTNeoXForCausalLM",
     "llama": "LlamaForCausalLM",
     "mistral": "MistralForCausalLM",
+    "mixtral": "MixtralForCausalLM",
     "olmo2": "Olmo2ForCausalLM",
+    "olmoe": "OlmoeForCausalLM",
     "phi3": "Phi3ForCausalLM",
     "qwen2": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
+    "qwen3_moe": "Qwen3MoeForCausalLM",
     "smollm3": "SmolLM3ForCausalLM",
 }
 """What a config without `architectures` describes, by its `model_type`."""
@@ -118,7 +124,6 @@ def spec_of(config: dict[str, Any], where: str, *, strict: bool = False) -> Mode
     for name in names:
         if isinstance(name, str) and name in _readers:
             reader = ConfigReader(config)
-            reader.refuse_unbuilt()
             try:
                 spec = _readers[name](reader)
             except ArithmeticError as error:
@@ -126,6 +131,7 @@ def spec_of(config: dict[str, Any], where: str, *, strict: bool = False) -> Mode
                     f"{where}: a number of config.json is too large or too small to compute with: "
                     f"{error}."
                 ) from error
+            reader.refuse_unbuilt()
             check_spec(spec, where)
             reader.finish(strict=strict)
             return spec

@@ -17,7 +17,8 @@ Transform = Callable[[Tensor, DecoderSpec], Tensor]
 class Rename:
     """One checkpoint tensor becomes one parameter.
 
-    `{i}` stands for a layer's number and `{p}` for `weight` or `bias`, on both sides.
+    `{i}` stands for a layer's number, `{e}` for an expert's and `{p}` for `weight` or `bias`, on
+    both sides.
     """
 
     source: str

@@ -19,7 +19,7 @@ from penstock.errors import ModelNotFoundError, WeightsError
 from penstock.models.registry import read_config
 from penstock.models.room import Room
 from penstock.models.spec import Ignore, ModelSpec, Rename, Stack
-from penstock.nn.decoder import MATRICES
+from penstock.nn.decoder import MATRICES, stored_in
 from penstock.nn.parameters import Loadable, plain
 from penstock.nn.spec import DecoderSpec
 from penstock.quant import Codes, Dense, Scheme, WeightFormat, WeightFormats, format_of
@@ -213,7 +213,9 @@ class WeightPlan:
 
 
 def _compile(template: str) -> re.Pattern[str]:
-    pattern = re.escape(template).replace(r"\{i\}", r"(?P<i>\d+)")
+    pattern = re.escape(template)
+    for number in "ie":
+        pattern = pattern.replace(rf"\{{{number}\}}", rf"(?P<{number}>\d+)")
     return re.compile(pattern.replace(r"\{p\}", r"(?P<p>weight|bias)"))
 
 
@@ -267,6 +269,7 @@ def load_weights(
     something needs, or has one of another shape.
     """
     modules = {n: m for n, m in model.named_modules() if isinstance(m, Loadable)}
+    names = {module: name for name, module in modules.items()}
     expected = {f"{n}.{p}": s for n, m in modules.items() for p, s in m.expected().items()}
     plans, unknown = plan_weights(checkpoint.names(), spec)
     if spec.decoder.tied:
@@ -290,8 +293,9 @@ def load_weights(
             parts = ", ".join(part for part in plans[target].parts if part is not None)
             raise WeightsError(f"{parts}: {error}") from error
         room.leave_to(modules[name])
-        if stored is not None:
-            stored(name, modules[name])
+        keeper = modules[name].keeper
+        if stored is not None and keeper.is_complete:
+            stored(names[keeper], keeper)
         done += math.prod(shape)
         if progress is not None:
             progress(done, total)
@@ -325,14 +329,16 @@ def stored_formats(spec: ModelSpec, checkpoint: Source, dtype: torch.dtype) -> W
     if spec.decoder.tied:
         _drop_tied_copy(plans, checkpoint)
     plain, found, widened = Dense(dtype), dict[str, WeightFormat](), list[str]()
-    for target, plan in plans.items():
-        schemes = [checkpoint.scheme(part) for part in plan.parts if part is not None]
-        if all(scheme is None for scheme in schemes):
+    for module, those in _by_matrix(plans).items():
+        parts = [part for plan in those for part in plan.parts if part is not None]
+        schemes = {checkpoint.scheme(part) for part in parts}
+        if schemes == {None}:
             continue
-        if _keeps(plan, checkpoint) and schemes[0] is not None:
-            found[target.removesuffix(".weight")] = format_of(schemes[0])
+        [*alike] = schemes
+        if len(alike) == 1 and alike[0] and all(_keeps(plan, checkpoint) for plan in those):
+            found[module] = format_of(alike[0])
         else:
-            widened += [part for part in plan.parts if part is not None]
+            widened += [part for part in parts if checkpoint.scheme(part) is not None]
     if widened:
         logger.warning(
             "%d quantized tensors are widened to %s: this family's matrices have their values in "
@@ -346,6 +352,14 @@ def stored_formats(spec: ModelSpec, checkpoint: Source, dtype: torch.dtype) -> W
     if layers:
         special |= {m: plain for m in _matrices(spec.decoder) if m not in found and m != "head"}
     return WeightFormats(matrix, head, special)
+
+
+def _by_matrix(plans: dict[str, WeightPlan]) -> dict[str, list[WeightPlan]]:
+    """The parameters' plans by their modules; a layer's experts are stored as one."""
+    found: dict[str, list[WeightPlan]] = {}
+    for target, plan in plans.items():
+        found.setdefault(stored_in(target.removesuffix(".weight")), []).append(plan)
+    return found
 
 
 def _matrices(decoder: DecoderSpec) -> Iterator[str]:

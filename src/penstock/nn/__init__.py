@@ -5,6 +5,7 @@ from penstock.nn.decoder import Decoder, KeptStates
 from penstock.nn.spec import (
     AttentionSpec,
     DecoderSpec,
+    ExpertsSpec,
     LayerSpec,
     MlpSpec,
     NormSpec,
@@ -15,6 +16,7 @@ __all__ = [
     "AttentionSpec",
     "Decoder",
     "DecoderSpec",
+    "ExpertsSpec",
     "KeptStates",
     "LayerSpec",
     "MlpSpec",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -10,6 +11,7 @@ from torch import Tensor, nn
 
 from penstock import ops
 from penstock.nn.attention import Attention
+from penstock.nn.experts import Experts
 from penstock.nn.linear import Embedding, Linear, TiedEmbedding
 from penstock.nn.norm import Norm
 from penstock.nn.rope import RotaryTable
@@ -19,6 +21,20 @@ from penstock.step import KV, LayerCache, Step
 
 MATRICES = {"qkv": "attention.qkv", "out": "attention.out", "up": "mlp.up", "down": "mlp.down"}
 """A layer's matrices, and which of its modules hold them."""
+
+
+def layer_matrices(spec: LayerSpec) -> list[str]:
+    """The modules of a layer that a checkpoint fills with a matrix: of experts each one's own."""
+    experts = spec.mlp.experts
+    if experts is None:
+        return list(MATRICES.values())
+    each = [f"mlp.{part}.{e}" for part in ("up", "down") for e in range(experts.count)]
+    return [MATRICES["qkv"], MATRICES["out"], *each]
+
+
+def stored_in(matrix: str) -> str:
+    """The module that a matrix is stored in, by its name: experts' lie together in one."""
+    return re.sub(r"(\.mlp\.(?:up|down))\.\d+$", r"\1", matrix)
 
 
 class Mlp(nn.Module):
@@ -41,6 +57,15 @@ class Mlp(nn.Module):
         self.down = Linear(spec.intermediate, hidden, spec.bias, down)
 
 
+def feed_forward(
+    hidden: int, spec: MlpSpec, up: WeightFormat, down: WeightFormat, dtype: torch.dtype
+) -> Mlp | Experts:
+    """The block that `spec` describes; dtype: of activations."""
+    if spec.experts is None:
+        return Mlp(hidden, spec, up, down)
+    return Experts(hidden, spec, spec.experts, up, down, dtype)
+
+
 @dataclass(frozen=True, slots=True)
 class KeptStates:
     """Where a decoder leaves its residual stream, for those that guess by it."""
@@ -59,13 +84,14 @@ class DecoderLayer(nn.Module):
         norm: NormSpec,
         formats: Mapping[str, WeightFormat],
         table: RotaryTable | None,
+        dtype: torch.dtype,
     ) -> None:
         super().__init__()
         self.parallel = spec.parallel
         self.attention = Attention(
             hidden, spec.attention, norm, formats["qkv"], formats["out"], table
         )
-        self.mlp = Mlp(hidden, spec.mlp, formats["up"], formats["down"])
+        self.mlp = feed_forward(hidden, spec.mlp, formats["up"], formats["down"], dtype)
         self.attention_norm = Norm(hidden, norm) if spec.pre_norm else None
         self.mlp_norm = Norm(hidden, norm) if spec.pre_norm else None
         self.attention_post_norm = Norm(hidden, norm) if spec.post_norm else None
@@ -74,14 +100,19 @@ class DecoderLayer(nn.Module):
     def forward(self, residual: Tensor, step: Step, cache: LayerCache) -> None:
         """residual [T, D] += attention, += feed-forward, in place."""
         attended = self.attention(residual, self.attention_norm, step, cache)
-        adapters = step.adapters
-        if self.parallel:  # both read the layer's input
-            h = self.mlp.up(residual, self.mlp_norm, adapters)
+        adapters, mlp = step.adapters, self.mlp
+        if not self.parallel:
             _add(residual, self.attention.out, attended, self.attention_post_norm, adapters)
+        if isinstance(mlp, Experts):
+            y = mlp(residual if self.mlp_norm is None else self.mlp_norm(residual))
         else:
+            y = mlp.up(residual, self.mlp_norm, adapters)
+        if self.parallel:  # both read the layer's input
             _add(residual, self.attention.out, attended, self.attention_post_norm, adapters)
-            h = self.mlp.up(residual, self.mlp_norm, adapters)
-        _add(residual, self.mlp.down, h, self.mlp_post_norm, adapters)
+        if isinstance(mlp, Experts):
+            ops.add_(residual, y if self.mlp_post_norm is None else self.mlp_post_norm(y))
+        else:
+            _add(residual, mlp.down, y, self.mlp_post_norm, adapters)
 
 
 def _add(
@@ -135,7 +166,7 @@ class Decoder(nn.Module):
                     tables[rope] = RotaryTable(rope, max_len or spec.max_position)
                 table = tables[rope]
             own = {name: formats.of(f"layers.{i}.{at}") for name, at in MATRICES.items()}
-            self.layers.append(DecoderLayer(spec.hidden, layer, spec.norm, own, table))
+            self.layers.append(DecoderLayer(spec.hidden, layer, spec.norm, own, table, dtype))
         self.norm = Norm(spec.hidden, spec.norm)
         self.kept: KeptStates | None = None
 

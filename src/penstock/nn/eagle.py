@@ -184,7 +184,7 @@ class FeatureHead(EagleHead):
         self.of_embedding = Linear(size, size, spec.fc_bias, matrix)
         self.of_feature = Linear(spec.width, size, False, matrix)
         own = dict.fromkeys(("qkv", "out", "up", "down"), matrix)
-        self.layer = DecoderLayer(size, spec.layer, spec.norm, own, self.table)
+        self.layer = DecoderLayer(size, spec.layer, spec.norm, own, self.table, target.dtype)
         if not spec.input_norm:
             self.layer.attention_norm = None
         self._target_norm = [target.norm]

@@ -35,6 +35,16 @@ class Loadable(nn.Module):
         """Keep `stored` as the parameter `name`: in the form that `load` has given it before."""
         self.own(name, stored)
 
+    @property
+    def keeper(self) -> Loadable:
+        """Who has the tensors that this module was given."""
+        return self
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether what it has been given can be taken away: nothing that comes goes into it."""
+        return True
+
     def parameter(self, name: str) -> Tensor:
         """The parameter `name`; an error if it was never loaded."""
         found = self._parameters.get(name)

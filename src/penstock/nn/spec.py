@@ -54,13 +54,23 @@ class AttentionSpec:
 
 
 @dataclass(frozen=True, slots=True)
+class ExpertsSpec:
+    """How a router chooses among feed-forward blocks."""
+
+    count: int
+    per_token: int
+    normalize: bool  # the weights of those chosen sum to 1; else they are a softmax's over all
+
+
+@dataclass(frozen=True, slots=True)
 class MlpSpec:
     """Feed-forward block: down(act(gate) · up), or down(act(up)) when not gated."""
 
-    intermediate: int
+    intermediate: int  # of each expert, where there are some
     activation: Literal["silu", "gelu", "gelu_tanh"] = "silu"
     gated: bool = True
     bias: bool = False
+    experts: ExpertsSpec | None = None  # blocks of this kind, of which tokens take a few
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,6 +5,7 @@ from penstock.ops.argmax import argmax
 from penstock.ops.attention import paged_attention
 from penstock.ops.draw import draw_beyond, draw_from, draw_nucleus, draw_plain
 from penstock.ops.embedding import embedding
+from penstock.ops.experts import experts
 from penstock.ops.gate import alternate, gate
 from penstock.ops.grouped_linear import combine, grouped_linear
 from penstock.ops.kept_rows import keep_rows, kept_rows
@@ -43,6 +44,7 @@ __all__ = [
     "draw_nucleus",
     "draw_plain",
     "embedding",
+    "experts",
     "gate",
     "grouped_linear",
     "has_native",

@@ -20,6 +20,7 @@ from penstock.models.exported import sha256
 from penstock.models.lora import WEIGHTS, Merged
 from penstock.models.sources import open_source, open_tokenizer
 from penstock.models.weights import Source
+from penstock.nn.decoder import stored_in
 from penstock.pipeline import qat, sensitivity
 from penstock.pipeline.calibration import NUM_SAMPLES, WINDOW, CalibrationSet, calibration_set
 from penstock.pipeline.config import METHODS, QuantizeConfig
@@ -276,11 +277,11 @@ class NewWeights:
         found: dict[str, Scheme | None] = {}
         layers = [module for module in modules if module != "head"]
         for pattern, name in self.special.items():
-            matching = [module for module in layers if fnmatchcase(module, pattern)]
+            matching = [module for module in layers if fnmatchcase(stored_in(module), pattern)]
             if not matching:
                 raise ConfigError(
                     f"--special {pattern} is none of this model's {len(layers)} matrices, "
-                    f"{layers[0]} … {layers[-1]}."
+                    f"{layers[0]} … {stored_in(layers[-1])}."
                 )
             found |= dict.fromkeys(matching, None if name is None else parse_scheme(name))
         return found

@@ -27,6 +27,8 @@ def check_expressible(decoder: Decoder) -> None:
     """Raises UnsupportedModelError for what isn't written here."""
     for i, layer in enumerate(decoder.spec.layers):
         attention = layer.attention
+        if layer.mlp.experts is not None:
+            raise UnsupportedModelError(f"Layer {i} has experts, which --onnx can't write.")
         if attention.sinks:
             raise UnsupportedModelError(f"Layer {i} has attention sinks, which --onnx can't write.")
         if attention.rope is not None and attention.rope.interleaved:

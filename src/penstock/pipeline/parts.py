@@ -14,7 +14,7 @@ from penstock.errors import ConfigError, UnsupportedModelError, WeightsError
 from penstock.models.registry import spec_of
 from penstock.models.spec import ModelSpec
 from penstock.models.weights import Source, plan_weights
-from penstock.nn.decoder import MATRICES
+from penstock.nn.decoder import layer_matrices
 from penstock.pipeline.finite import check_finite
 from penstock.quant import Codes, Scheme
 from penstock.quant.scheme import GROUPS, Kind
@@ -70,8 +70,16 @@ class Parts:
 
     def modules(self) -> list[str]:
         """Every matrix of the layers, then `head`."""
-        layers = range(self.num_layers)
-        return [f"layers.{i}.{m}" for i in layers for m in MATRICES.values()] + ["head"]
+        layers = enumerate(self.spec.decoder.layers)
+        return [f"layers.{i}.{m}" for i, spec in layers for m in layer_matrices(spec)] + ["head"]
+
+    def check_dense(self, what: str) -> None:
+        """Raises UnsupportedModelError where a layer has experts; what: `GPTQ`, …"""
+        if any(layer.mlp.experts is not None for layer in self.spec.decoder.layers):
+            raise UnsupportedModelError(
+                f"{self.spec.family!r} has experts, which {what} isn't built for: each sees only "
+                "the tokens that chose it. Round to nearest: --quant without --calib."
+            )
 
     def head(self) -> tuple[str, ...]:
         """The tensor that is the output head; of a tied one the embedding, wherever it lies."""

@@ -20,7 +20,7 @@ from torch import Tensor
 from penstock.errors import ConfigError
 from penstock.models.sources import open_source
 from penstock.models.weights import Source
-from penstock.nn.decoder import MATRICES
+from penstock.nn.decoder import layer_matrices
 from penstock.pipeline.calibration import CalibrationSet
 from penstock.pipeline.config import QuantizeConfig, rounded_to
 from penstock.pipeline.fold import fold, foldable, tie
@@ -88,6 +88,7 @@ def quantize_model(
         )
     else:
         decoder = parts.spec.decoder
+        parts.check_dense(config.method)
         calibration.check(decoder.vocab_size, decoder.max_position)
     store = None
     if work is not None:
@@ -227,10 +228,11 @@ class _Run:
         """Codes of a layer's matrices, and its other tensors."""
         result: Result = {}
         errors: dict[str, float] = {}
+        matrices = set(layer_matrices(self.parts.spec.decoder.layers[i]))
         for target, whole in tensors.items():
             module, _, parameter = target.rpartition(".")
             scheme = None
-            if module in MATRICES.values() and parameter == "weight":
+            if module in matrices and parameter == "weight":
                 scheme = self.schemes[f"layers.{i}.{module}"]
             pieces = self.parts.split(f"layers.{i}.{target}", whole)
             if scheme is not None:
@@ -242,7 +244,7 @@ class _Run:
             for name, piece in pieces.items():
                 stored = self.parts.source.read(name)
                 assert isinstance(stored, Tensor)
-                kept = piece.to(stored.dtype) if module in MATRICES.values() else piece
+                kept = piece.to(stored.dtype) if module in matrices else piece
                 result[name] = kept if target in changed else stored
         return result, errors
 

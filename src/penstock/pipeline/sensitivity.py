@@ -57,6 +57,7 @@ def measure(
     """
     parts = Parts.of(open_source(source) if isinstance(source, Path) else source)
     spec = parts.spec.decoder
+    parts.check_dense("a budget")
     calibration.check(spec.vocab_size, spec.max_position)
     if not schemes:
         raise ConfigError("There is no scheme to measure.")

@@ -39,6 +39,16 @@ class WeightFormat(Protocol):
         """What its products run in: which peak bounds them."""
         ...
 
+    @property
+    def row_codes(self) -> int:
+        """What activations are rounded to (`ops.linear.ROW_CODES`); 0: nothing."""
+        ...
+
+    @property
+    def levels(self) -> int:
+        """What codes of four bits stand for (`ops.levels`); 0: integers, or there are none."""
+        ...
+
     def pack(self, weight: Tensor, gated: bool = False) -> Packed:
         """Store `weight` [N, K] (or [2·N, K]), any float dtype."""
         ...

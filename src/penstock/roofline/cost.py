@@ -1,9 +1,10 @@
 """Bytes and FLOPs that a step can't avoid, operator by operator and in all.
 
-From memory: every weight matrix once, the rows of an embedding as they are used, the visible keys
-and values once per sequence and layer, this step's keys and values written. Activations, norm
-weights and biases stay in cache: they are counted for each operator but not in the floor.
-Products are what matrices and attention multiply; other operators' FLOPs run beside them.
+From memory: every weight matrix once (of experts, those that any token chose), the rows of an
+embedding as they are used, the visible keys and values once per sequence and layer, this step's
+keys and values written. Activations, norm weights and biases stay in cache: they are counted for
+each operator but not in the floor. Products are what matrices and attention multiply; other
+operators' FLOPs run beside them.
 """
 
 from __future__ import annotations
@@ -17,15 +18,18 @@ import torch
 
 from penstock.hardware import Compute
 from penstock.nn.decoder import MATRICES
-from penstock.nn.spec import AttentionSpec, DecoderSpec, LayerSpec
+from penstock.nn.spec import AttentionSpec, DecoderSpec, ExpertsSpec, LayerSpec
 from penstock.ops.kivi import KEY_GROUP, recent_from
-from penstock.quant import WeightFormat, WeightFormats
+from penstock.quant import Dense, WeightFormat, WeightFormats
 from penstock.step import Step
 
 Unit = Literal["float32", "bfloat16", "int8", "int4", "float8", "vector"]
 """What an operator computes in: products of a `Compute`, or elements in float32 vectors."""
 
-OPS = ("embedding", "norm", "qkv", "rotary", "attention", "out", "up", "down", "head", "softcap")
+OPS = (
+    "embedding", "norm", "qkv", "rotary", "attention", "out", "up", "down", "experts", "head",
+    "softcap",
+)  # fmt: skip
 """The rows, in the order in which a step first meets them. `rotary` writes the cache."""
 
 _NORM_FLOPS = {"rms": 4, "layer": 7}  # an element: square, sum, scale, weight; mean, shift, bias
@@ -60,6 +64,7 @@ class StepSize:
     drafted: int = 0  # of the new tokens, those that are guesses
     prefill_tokens: int = 0  # … and those of prompts, or computed again after giving way
     adapter_bytes: int = 0  # of the adapters that any of them has, each once
+    experts: int = 0  # that any of them chose, of all layers together; 0: as few as could be
     tokens: int = field(init=False)
 
     def __post_init__(self) -> None:
@@ -150,7 +155,7 @@ def total(rows: Iterable[OpCost]) -> Cost:
 
 
 def matrices(spec: DecoderSpec, layer: LayerSpec) -> dict[str, tuple[int, int]]:
-    """[N, K] of a layer's matrices."""
+    """[N, K] of a layer's matrices; of its experts, where it has some, one's."""
     a, m = layer.attention, layer.mlp
     q, kv = a.num_heads * a.head_dim, a.num_kv_heads * a.head_dim
     return {
@@ -159,6 +164,10 @@ def matrices(spec: DecoderSpec, layer: LayerSpec) -> dict[str, tuple[int, int]]:
         "up": (m.intermediate * (2 if m.gated else 1), spec.hidden),
         "down": (spec.hidden, m.intermediate),
     }
+
+
+_OF_EXPERTS = ("up", "down")
+"""Matrices that each expert has its own of."""
 
 
 def pairs(count: int, context: int, window: int) -> int:
@@ -184,7 +193,10 @@ class _Span:
 class _Coefficients:
     """What a step's cost is linear in."""
 
-    layer_bytes: int = 0  # weights of the layers
+    layer_bytes: int = 0  # weights of the layers, but for experts
+    expert_bytes: int = 0  # one expert of every layer that has some
+    expert_layers: int = 0  # how many those are
+    least_experts: int = 0  # that one token chooses in them
     head_bytes: int = 0
     row_bytes: int = 0  # of embeddings, a token; those of a tied one only where no head is read
     tied_row_bytes: int = 0
@@ -205,17 +217,29 @@ class CostModel:
         self.formats = formats
         self.layout = layout
         self.itemsize = dtype.itemsize
+        self.router = Dense(dtype, formats.matrix.storage)
         self.attention_compute: Compute = "float32" if dtype is torch.float32 else "bfloat16"
         self._terms = self._coefficients()
 
     def _coefficients(self) -> _Coefficients:
         spec, formats, found = self.spec, self.formats, _Coefficients()
         for i, layer in enumerate(spec.layers):
+            experts = layer.mlp.experts
             for name, (n, k) in matrices(spec, layer).items():
-                stored = formats.of(f"layers.{i}.{MATRICES[name]}")
-                found.layer_bytes += stored.nbytes(n, k)
+                stored, times = formats.of(f"layers.{i}.{MATRICES[name]}"), 1
+                if experts is not None and name in _OF_EXPERTS:
+                    found.expert_bytes += stored.nbytes(n, k)
+                    times = experts.per_token
+                else:
+                    found.layer_bytes += stored.nbytes(n, k)
                 flops = found.token_flops.get(stored.compute, 0)
-                found.token_flops[stored.compute] = flops + 2 * n * k
+                found.token_flops[stored.compute] = flops + 2 * n * k * times
+            if experts is not None:
+                found.expert_layers += 1
+                found.least_experts += experts.per_token
+                found.layer_bytes += self.router.nbytes(experts.count, spec.hidden)
+                compute, products = self.router.compute, 2 * experts.count * spec.hidden
+                found.token_flops[compute] = found.token_flops.get(compute, 0) + products
             a, token = layer.attention, self.layout.bytes_per_token(i)
             recent = self.layout.recent_bytes_per_token(i)
             found.written_bytes += token + recent
@@ -248,6 +272,9 @@ class CostModel:
         rows = terms.row_bytes + (0 if sampled else terms.tied_row_bytes)
         weights = terms.layer_bytes + rows * tokens + (terms.head_bytes if sampled else 0)
         weights += size.adapter_bytes
+        if terms.expert_layers:
+            chosen = size.experts or terms.least_experts
+            weights += chosen * terms.expert_bytes // terms.expert_layers
         products = {compute: flops * tokens for compute, flops in terms.token_flops.items()}
         for compute, flops in (
             (self.formats.of("head").compute, terms.head_flops * sampled),
@@ -301,9 +328,13 @@ class CostModel:
         self._embed(rows["embedding"], tokens, size.sampled)
         for i, layer in enumerate(spec.layers):
             for name, (n, k) in matrices(spec, layer).items():
+                if layer.mlp.experts is not None and name in _OF_EXPERTS:
+                    continue
                 out = layer.mlp.intermediate if name == "up" else n
                 stored = formats.of(f"layers.{i}.{MATRICES[name]}")
                 self._multiply(rows[name], stored, tokens, n, k, out * self.itemsize)
+            if layer.mlp.experts is not None:
+                self._mix(rows["experts"], i, layer, layer.mlp.experts, size)
             self._rotate(rows["rotary"], layer.attention, tokens, i)
             self._attend(rows["attention"], layer.attention, size, i)
         self._normalize(rows["norm"], tokens, size.sampled)
@@ -335,6 +366,24 @@ class CostModel:
         moved = tokens * (k * self.itemsize + out_bytes)
         row.multiply(stored.compute, 2 * tokens * n * k)
         row.add(1, moved, weight_bytes=stored.nbytes(n, k))
+
+    def _mix(
+        self, row: OpCost, i: int, layer: LayerSpec, experts: ExpertsSpec, size: StepSize
+    ) -> None:
+        """A layer's router, and its share of the experts that were chosen."""
+        terms, tokens = self._terms, size.tokens
+        hidden, chosen = self.spec.hidden, size.experts or terms.least_experts
+        row.unit = self.formats.of(f"layers.{i}.{MATRICES['up']}").compute
+        row.multiply(self.router.compute, 2 * tokens * experts.count * hidden)
+        own = self.router.nbytes(experts.count, hidden)
+        for name in _OF_EXPERTS:
+            n, k = matrices(self.spec, layer)[name]
+            stored = self.formats.of(f"layers.{i}.{MATRICES[name]}")
+            row.multiply(stored.compute, 2 * tokens * experts.per_token * n * k)
+            own += stored.nbytes(n, k) * chosen // terms.expert_layers
+        between = experts.per_token * (2 * layer.mlp.intermediate + 2 * hidden)
+        row.add(1, tokens * (2 * hidden + between) * self.itemsize, weight_bytes=own)
+        row.add(1, 3 * tokens * hidden * self.itemsize, tokens * hidden)  # to the residual
 
     def _rotate(self, row: OpCost, a: AttentionSpec, tokens: int, layer: int) -> None:
         heads = a.num_heads + a.num_kv_heads

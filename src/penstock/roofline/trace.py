@@ -33,6 +33,7 @@ _ROWS = (
     ("rotary", "rotary"),
     ("attention", "attention"),
     ("softcap", "softcap"),
+    ("experts", "experts"),
 )
 """What an operator's name contains, and its row."""
 

@@ -250,6 +250,15 @@ class Program:
         return logits
 
     @cached_property
+    def _has_experts(self) -> bool:
+        return any(operator.op == "experts" for operator in self.plan.operators)
+
+    @property
+    def experts_used(self) -> int:
+        """The experts that any token of the last step chose, of all layers together."""
+        return int(_native.program_experts_used(self._handle)) if self._has_experts else 0
+
+    @cached_property
     def finds_largest(self) -> bool:
         """Whether `largest` can be asked for: logits are what a product and a soft cap leave."""
         return bool(_native.program_finds_largest(self._handle))

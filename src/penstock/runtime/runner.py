@@ -51,6 +51,7 @@ class Runner:
         self.companions = tuple(companions)
         self.adapted = adapted
         self._swapped: SwapStore | None = None
+        self._ran: Forward | None = None
         self._owner: Callable[[], object | None] = lambda: None
 
     def claim(self, engine: object, holders: Callable[[int], int] | None = None) -> None:
@@ -163,11 +164,17 @@ class Runner:
         return self.by(self._forward_of(step), step)
 
     def _forward_of(self, step: Step) -> Forward:
-        if step.adapters is None:
-            return self._forward
-        if self.adapted is None:
-            raise PenstockError("A step has adapters, but nothing was loaded for them.")
-        return self.adapted
+        self._ran = self._forward
+        if step.adapters is not None:
+            if self.adapted is None:
+                raise PenstockError("A step has adapters, but nothing was loaded for them.")
+            self._ran = self.adapted
+        return self._ran
+
+    @property
+    def experts_used(self) -> int:
+        """Those that the last step's tokens chose, of all layers; 0 where nobody counts them."""
+        return self._ran.experts_used if isinstance(self._ran, Program) else 0
 
     @property
     def finds_largest(self) -> bool:

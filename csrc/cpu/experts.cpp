@@ -1,0 +1,142 @@
+// A mixture of experts: ops/experts.py.
+//
+// Rows are sorted by the experts that they chose; an expert takes its rows together through both of
+// its matrices, as any product does, so that a row's bits depend on no other row.
+#include <algorithm>
+
+#include "kernels.h"
+#include "parallel.h"
+
+namespace penstock {
+namespace {
+
+int64_t size_of(DType dtype) { return dtype == DType::bf16 ? 2 : 4; }
+
+template <typename T>
+T* kept(Scratch purpose, int64_t count) {
+  return static_cast<T*>(scratch(purpose, static_cast<size_t>(count) * sizeof(T)));
+}
+
+// The rows of one expert: products first to first + count.
+struct Group {
+  int64_t expert, first, count;
+};
+
+// Which rows go where. All of it lies in scratch memory of the calling thread.
+struct Routes {
+  float* weights;   // [rows, k]
+  int32_t* chosen;  // [rows, k]
+  int32_t* places;  // [rows, k]: the product of each choice
+  int32_t* rows;    // [rows · k]: the row of each product
+  Group* groups;    // of experts that have rows, those with the most first
+  int64_t active;
+};
+
+Routes allocate(const ExpertsArgs& a) {
+  const int64_t choices = a.rows * a.k;
+  // groups first: they are the widest
+  char* at = kept<char>(Scratch::routed, a.count * static_cast<int64_t>(sizeof(Group)) + choices * 16);
+  Routes r = {};
+  r.groups = reinterpret_cast<Group*>(at);
+  at += a.count * static_cast<int64_t>(sizeof(Group));
+  r.weights = reinterpret_cast<float*>(at);
+  r.chosen = reinterpret_cast<int32_t*>(at + choices * 4);
+  r.places = r.chosen + choices;
+  r.rows = r.places + choices;
+  return r;
+}
+
+// Products in the order of experts, then of rows.
+void sort_rows(const ExpertsArgs& a, Routes& r) {
+  const int64_t choices = a.rows * a.k;
+  int64_t* next = kept<int64_t>(Scratch::places, a.count);
+  std::fill(next, next + a.count, 0);
+  for (int64_t i = 0; i < choices; i++) next[r.chosen[i]]++;
+  int64_t first = 0;
+  for (int64_t e = 0; e < a.count; e++) {
+    const int64_t count = next[e];
+    if (count > 0) r.groups[r.active++] = {e, first, count};
+    next[e] = first;
+    first += count;
+  }
+  for (int64_t i = 0; i < choices; i++) {
+    const int64_t place = next[r.chosen[i]]++;
+    r.places[i] = static_cast<int32_t>(place);
+    r.rows[place] = static_cast<int32_t>(i / a.k);
+  }
+  std::stable_sort(r.groups, r.groups + r.active,
+                   [](const Group& x, const Group& y) { return x.count > y.count; });
+}
+
+LinearArgs of_expert(const LinearArgs& first, const Pitch& pitch, int64_t expert, int threads) {
+  const auto move = [&](const void* from, int64_t bytes) -> const void* {
+    return from ? static_cast<const char*>(from) + expert * bytes : nullptr;
+  };
+  LinearArgs a = first;
+  a.weight = move(a.weight, pitch.weight);
+  a.scale = move(a.scale, pitch.scale);
+  a.zero = move(a.zero, pitch.zero);
+  a.fine = static_cast<const uint8_t*>(move(a.fine, pitch.fine));
+  a.input_scale = a.input_scale ? a.input_scale + expert : nullptr;
+  a.threads = threads;
+  return a;
+}
+
+// The rows of one expert through both of its matrices, into its products.
+void take(const ExpertsArgs& a, const Routes& r, const Group& g, char* products, int threads) {
+  const int64_t size = size_of(a.up.dtype), row_bytes = a.up.k * size;
+  const char* x = static_cast<const char*>(a.x);
+  const int32_t* rows = r.rows + g.first;
+  LinearArgs up = of_expert(a.up, a.up_pitch, g.expert, threads);
+  up.rows = g.count;
+  up.x = x + rows[0] * a.x_stride * size;
+  up.x_stride = a.x_stride;
+  if (rows[g.count - 1] - rows[0] != g.count - 1) {
+    char* picked = kept<char>(Scratch::picked, g.count * row_bytes);
+    for (int64_t i = 0; i < g.count; i++)
+      __builtin_memcpy(picked + i * row_bytes, x + rows[i] * a.x_stride * size,
+                       static_cast<size_t>(row_bytes));
+    up.x = picked;
+    up.x_stride = up.k;
+  }
+  up.y = kept<char>(Scratch::hidden, g.count * up.n * size);
+  up.y_stride = up.n;
+  kernels().linear(up);
+  LinearArgs down = of_expert(a.down, a.down_pitch, g.expert, threads);
+  down.rows = g.count;
+  down.x = up.y;
+  down.x_stride = up.n;
+  down.y = products + g.first * down.n * size;
+  down.y_stride = down.n;
+  kernels().linear(down);
+}
+
+}  // namespace
+
+void experts(const ExpertsArgs& a) {
+  if (a.rows == 0) return;
+  LinearArgs router = a.router;
+  router.x = a.x;
+  router.x_stride = a.x_stride;
+  router.rows = a.rows;
+  router.threads = a.threads;
+  router.y = kept<float>(Scratch::change, a.rows * a.count);
+  router.y_stride = a.count;
+  kernels().linear(router);
+  Routes r = allocate(a);
+  kernels().route({static_cast<const float*>(router.y), a.rows, a.count, a.k, a.normalize,
+                   r.weights, r.chosen, a.threads});
+  sort_rows(a, r);
+  if (a.used) *a.used += r.active;
+  char* products =
+      kept<char>(Scratch::products, a.rows * a.k * a.down.n * size_of(a.down.out_dtype));
+  // A thread an expert, where that leaves none idle for long: each then reads what it has alone.
+  if (a.threads > 1 && r.active >= 2 * a.threads)
+    parallel(a.threads, r.active, [&](int64_t i) { take(a, r, r.groups[i], products, 1); });
+  else
+    for (int64_t i = 0; i < r.active; i++) take(a, r, r.groups[i], products, a.threads);
+  kernels().combine({products, r.places, r.weights, a.y, a.y_stride, a.rows, a.k, a.down.n,
+                     a.down.out_dtype, a.threads});
+}
+
+}  // namespace penstock

@@ -1,0 +1,77 @@
+// Mixtures of experts, bound to torch.
+#include "shim.h"
+
+namespace penstock::shim {
+namespace {
+
+// Of a tensor of E experts, the first one's.
+Tensor first(const Tensor& t, int64_t count, const char* what) {
+  STD_TORCH_CHECK(t.dim() > 1 && t.size(0) == count && t.is_contiguous(), "experts: ", what,
+                  " must be contiguous and of ", count, " experts");
+  return torch::stable::select(t, 0, 0);
+}
+
+Optional first(const Optional& t, int64_t count, const char* what) {
+  return t ? Optional(first(*t, count, what)) : std::nullopt;
+}
+
+int64_t pitch_of(const Optional& t, int64_t count) {
+  return t ? t->numel() / count * static_cast<int64_t>(t->element_size()) : 0;
+}
+
+LinearArgs first_matrix(Form x, const ExpertMatrices& m, int64_t count, int64_t n, bool gated,
+                        Pitch& pitch) {
+  LinearArgs a = linear_args(x, first(m.weight, count, "weight"), first(m.scale, count, "scale"),
+                             first(m.zero, count, "zero"), std::nullopt, n, m.row_codes, gated,
+                             m.levels, first(m.outer, count, "outer"),
+                             first(m.input_scale, count, "input_scale"));
+  pitch.weight = pitch_of(m.weight, count);
+  pitch.scale = pitch_of(m.outer ? m.outer : m.scale, count);
+  pitch.zero = pitch_of(m.zero, count);
+  pitch.fine = m.outer ? pitch_of(m.scale, count) : 0;
+  return a;
+}
+
+}  // namespace
+
+ExpertsArgs experts_args(Form x, const Tensor& router, const ExpertMatrices& up,
+                         const ExpertMatrices& down, int64_t k, bool normalize,
+                         int64_t intermediate, int64_t out_features, int64_t activation) {
+  ExpertsArgs a = {};
+  a.count = up.weight.size(0);
+  STD_TORCH_CHECK(a.count > 0 && k >= 1 && k <= a.count, "experts: ", k,
+                  " experts a token can't be chosen of ", a.count,
+                  "; k must be from 1 to their number");
+  a.k = k;
+  a.normalize = normalize;
+  a.router = linear_args(x, router, {}, {}, {}, a.count, 0, false, 0, {}, {});
+  a.router.out_dtype = DType::f32;
+  a.up = first_matrix(x, up, a.count, intermediate, true, a.up_pitch);
+  with_norm_and_activation(a.up, {}, 0.0, activation);
+  a.down = first_matrix({x.dtype, intermediate}, down, a.count, out_features, false, a.down_pitch);
+  return a;
+}
+
+Tensor experts(const Tensor& x, const Tensor& router, const Tensor& up, Optional up_scale,
+               Optional up_zero, Optional up_outer, Optional up_input_scale, const Tensor& down,
+               Optional down_scale, Optional down_zero, Optional down_outer,
+               Optional down_input_scale, int64_t k, bool normalize, int64_t intermediate,
+               int64_t out_features, int64_t activation, int64_t up_row_codes, int64_t up_levels,
+               int64_t down_row_codes, int64_t down_levels) {
+  ExpertsArgs a = experts_args(
+      form_of(x, "experts: x"), router,
+      {up, up_scale, up_zero, up_outer, up_input_scale, up_row_codes, up_levels},
+      {down, down_scale, down_zero, down_outer, down_input_scale, down_row_codes, down_levels}, k,
+      normalize, intermediate, out_features, activation);
+  Tensor y = torch::stable::new_empty(x, {x.size(0), out_features});
+  a.x = x.data_ptr();
+  a.x_stride = x.stride(0);
+  a.rows = x.size(0);
+  a.y = y.data_ptr();
+  a.y_stride = out_features;
+  a.threads = threads();
+  experts(a);
+  return y;
+}
+
+}  // namespace penstock::shim

@@ -1,0 +1,55 @@
+"""Qwen 3 with experts: some layers, or all, have many instead of one. Source: arXiv:2505.09388."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from penstock.errors import UnsupportedModelError
+from penstock.models.common import (
+    DENSE_RULES,
+    EXPERT_RULES,
+    QK_NORM_RULES,
+    attention,
+    decoder,
+    experts,
+    gated_mlp,
+    head_dim,
+    model_spec,
+    upper_layer_windows,
+)
+from penstock.models.config_reader import ConfigReader
+from penstock.models.registry import register
+from penstock.models.rope import rope
+from penstock.models.spec import ModelSpec
+from penstock.nn.spec import LayerSpec
+
+
+@register("Qwen3MoeForCausalLM")
+def read_config(c: ConfigReader) -> ModelSpec:
+    """`config.json` of a Qwen 3 with experts; what trains its router is left."""
+    c.assume(
+        num_key_value_heads=4, max_position_embeddings=32_768,
+        moe_intermediate_size=768, intermediate_size=6144,
+    )  # fmt: skip
+    c.get("router_aux_loss_coef")
+    dim = head_dim(c)
+    base = attention(c, rope(c, dim), dim, bias=c.flag("attention_bias", False))
+    base = replace(base, qk_norm="head")
+    normalize = c.flag("norm_topk_prob", False)
+    mixed = experts(c, 128, 8, "moe_intermediate_size", normalize=normalize)
+    count, dense = c.integer("num_hidden_layers"), gated_mlp(c)
+    windows, mixes = upper_layer_windows(c, count), _mixing_layers(c, count)
+    layers = [
+        LayerSpec(replace(base, window=w), mixed if mixes[i] else dense)
+        for i, w in enumerate(windows)
+    ]
+    rules = (*QK_NORM_RULES, *EXPERT_RULES, *DENSE_RULES)
+    return model_spec(c, "qwen3_moe", decoder(c, layers), rules)
+
+
+def _mixing_layers(c: ConfigReader, count: int) -> list[bool]:
+    """Which layers have experts: every `decoder_sparse_step`th, but those of `mlp_only_layers`."""
+    step, plain = c.integer("decoder_sparse_step", 1), c.get("mlp_only_layers", [])
+    if not isinstance(plain, list) or any(type(i) is not int for i in plain):
+        raise UnsupportedModelError(f"mlp_only_layers must be a list of layers: {plain!r}")
+    return [(i + 1) % step == 0 and i not in plain for i in range(count)]

@@ -1,0 +1,156 @@
+"""A feed-forward block of experts, of which a router chooses a few for each token."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Self
+
+import torch
+from torch import Tensor, nn
+
+from penstock import ops
+from penstock.errors import WeightsError
+from penstock.nn.linear import Linear
+from penstock.nn.parameters import Loadable
+from penstock.nn.spec import ExpertsSpec, MlpSpec
+from penstock.ops import ACTIVATIONS
+from penstock.quant import Codes, Dense, Packed, WeightFormat
+
+_Tensors = tuple[Tensor, Tensor | None, Tensor | None, Tensor | None, Tensor | None]
+
+
+class Expert(Loadable):
+    """One expert's matrix: it goes into its bank, and nothing of it stays here."""
+
+    def __init__(self, bank: ExpertBank, number: int) -> None:
+        super().__init__()
+        self._bank = [bank]  # in a list: it is this module's parent
+        self.number = number
+
+    def expected(self) -> dict[str, tuple[int, ...]]:
+        bank = self._bank[0]
+        return {"weight": (bank.out_features * (2 if bank.gated else 1), bank.in_features)}
+
+    def load(self, name: str, tensor: Tensor | Codes) -> None:
+        bank = self._bank[0]
+        if isinstance(tensor, Codes):
+            bank.put(self.number, bank.weight_format.pack_codes(tensor, bank.gated))
+        else:
+            bank.put(self.number, bank.weight_format.pack(tensor, bank.gated))
+
+    @property
+    def keeper(self) -> Loadable:
+        return self._bank[0]
+
+
+class ExpertBank(Loadable):
+    """One matrix of each expert, [E, …] of a format's tensors; its children name them one by one.
+
+    gated: each is gate above up, [2·N, K].
+    """
+
+    def __init__(
+        self,
+        count: int,
+        in_features: int,
+        out_features: int,
+        weight_format: WeightFormat,
+        *,
+        gated: bool = False,
+    ) -> None:
+        super().__init__()
+        self.count = count
+        self.in_features = in_features
+        self.out_features = out_features
+        self.weight_format = weight_format
+        self.gated = gated
+        self.packed: dict[str, Tensor] = {}
+        self._there: set[int] = set()
+        for number in range(count):
+            self.add_module(str(number), Expert(self, number))
+
+    def expected(self) -> dict[str, tuple[int, ...]]:
+        return {}  # of its children
+
+    def load(self, name: str, tensor: Tensor | Codes) -> None:
+        raise WeightsError(f"A bank of experts takes them one by one, not {name!r}.")
+
+    @property
+    def is_complete(self) -> bool:
+        return len(self._there) == self.count
+
+    def put(self, number: int, packed: Packed) -> None:
+        """Take one expert's matrix as it is stored."""
+        if self.packed and self.packed.keys() != packed.keys():
+            raise WeightsError(
+                f"Expert {number} is stored as {', '.join(packed)}, others as "
+                f"{', '.join(self.packed)}: a layer's experts must be quantized alike."
+            )
+        for part, stored in packed.items():
+            bank = self.packed.get(part)
+            if bank is None:
+                bank = stored.new_empty((self.count, *stored.shape))
+            elif stored.dtype is torch.float32 and bank.dtype is torch.float16:
+                bank = bank.float()  # scales that float16 holds, but for this one's
+            if part not in self.packed or bank is not self.packed[part]:
+                self.own(part, bank)
+                self.packed[part] = self.parameter(part)
+            self.packed[part][number] = stored
+        self._there.add(number)
+
+    def restore(self, name: str, stored: Tensor) -> None:
+        self.own(name, stored)
+        self.packed[name] = self.parameter(name)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        found = super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        self.packed = {part: self.parameter(part) for part in self.packed}  # moved, perhaps
+        return found  # type: ignore[no-any-return]
+
+    @property
+    def tensors(self) -> _Tensors:
+        """As `ops.experts` takes them."""
+        packed = self.packed
+        more = (packed.get("scale"), packed.get("zero"), packed.get("outer"))
+        return packed["weight"], *more, packed.get("input_scale")
+
+
+class Experts(nn.Module):
+    """down[e](act(gate[e]) · up[e]) of the experts that a token's router chooses, weighed."""
+
+    def __init__(
+        self,
+        hidden: int,
+        spec: MlpSpec,
+        experts: ExpertsSpec,
+        up: WeightFormat,
+        down: WeightFormat,
+        dtype: torch.dtype,
+    ) -> None:
+        """dtype: of activations, and of the router, which no format rounds."""
+        super().__init__()
+        self.spec = spec
+        self.experts = experts
+        self.hidden = hidden
+        own = Dense(dtype, up.storage)
+        self.router = Linear(hidden, experts.count, False, own, out_dtype=torch.float32)
+        self.up = ExpertBank(experts.count, hidden, spec.intermediate, up, gated=True)
+        self.down = ExpertBank(experts.count, spec.intermediate, hidden, down)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [T, D] → [T, D]."""
+        return ops.experts(
+            x,
+            self.router.packed["weight"],
+            *self.up.tensors,
+            *self.down.tensors,
+            self.experts.per_token,
+            self.experts.normalize,
+            self.spec.intermediate,
+            self.hidden,
+            ACTIVATIONS.index(self.spec.activation),
+            self.up.weight_format.row_codes,
+            self.up.weight_format.levels,
+            self.down.weight_format.row_codes,
+            self.down.weight_format.levels,
+        )
