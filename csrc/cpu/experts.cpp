@@ -77,6 +77,7 @@ LinearArgs of_expert(const LinearArgs& first, const Pitch& pitch, int64_t expert
   a.scale = move(a.scale, pitch.scale);
   a.zero = move(a.zero, pitch.zero);
   a.fine = static_cast<const uint8_t*>(move(a.fine, pitch.fine));
+  a.bias = static_cast<const float*>(move(a.bias, pitch.bias));
   a.input_scale = a.input_scale ? a.input_scale + expert : nullptr;
   a.threads = threads;
   return a;

@@ -14,8 +14,9 @@ void gate_row(const GateArgs& a, int64_t row) {
   for (int64_t j = 0; j < a.dim; j += kColumns) {
     const int count = a.dim - j < kColumns ? static_cast<int>(a.dim - j) : kColumns;
     const T* from = x + (a.gated ? 2 * j : j);
-    F16 y = activate(load_some(from, count), a.activation);
-    if (a.gated) y = y * load_some(from + kColumns, count);
+    const F16 value = load_some(from, count);
+    const F16 y = a.gated ? gated_by(value, load_some(from + kColumns, count), a.activation)
+                          : activate(value, a.activation);
     store_some(out + j, y, count);
   }
 }

@@ -31,7 +31,8 @@ struct nibbles {  // two values
   uint8_t bits;
 };
 
-enum class Activation : int { none, silu, gelu, gelu_tanh };
+// swiglu_oai has a gate only: gpt-oss clamps both of its sides. ops/linear.py.
+enum class Activation : int { none, silu, gelu, gelu_tanh, swiglu_oai };
 
 // What a weight's panels hold. int8_zero: int8 whose groups have zero points. levels: four bits that
 // index a table; nvfp4: the same, each 16 values with a fine scale of E4M3.
@@ -433,7 +434,7 @@ struct CombineArgs {
 
 // How far behind one expert's tensors the next one's lie, in bytes.
 struct Pitch {
-  int64_t weight, scale, zero, fine;
+  int64_t weight, scale, zero, fine, bias;
 };
 
 // Each row through the experts that a router chooses. ops/experts.py.

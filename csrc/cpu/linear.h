@@ -230,7 +230,7 @@ class Columns {
     if (a_.bias) value = value + load_first(a_.bias + (panel % 2 ? a_.n : 0) + column, count);
     float* gate = gate_ + (row - first_) * kColumns;
     if (panel % 2 == 0) return store(gate, rounded(value));
-    write(row, column, activate(load(gate), a_.activation) * rounded(value), count);
+    write(row, column, gated_by(load(gate), rounded(value), a_.activation), count);
   }
 
   // Rows of a gate's panel and up's.
@@ -245,7 +245,7 @@ class Columns {
         gate = gate + load_first(a_.bias + column, count);
         up = up + load_first(a_.bias + a_.n + column, count);
       }
-      write(row + r, column, activate(rounded(gate), a_.activation) * rounded(up), count);
+      write(row + r, column, gated_by(rounded(gate), rounded(up), a_.activation), count);
     }
   }
 

@@ -73,10 +73,21 @@ static inline F16 activate(F16 x, Activation kind) {
       const F16 inner = set1(0.79788456080286536f) * fma(set1(0.044715f), cube, x);
       return set1(0.5f) * x * (set1(1.0f) + tanh(inner));
     }
+    case Activation::swiglu_oai: {
+      const F16 g = min(set1(7.0f), x);  // in this order a NaN x stays NaN
+      return g / (set1(1.0f) + exp(g * set1(-1.702f)));
+    }
     case Activation::none:
       break;
   }
   return x;
+}
+
+// act(gate) · up.
+static inline F16 gated_by(F16 gate, F16 up, Activation kind) {
+  if (kind == Activation::swiglu_oai)
+    up = max(set1(-7.0f), min(set1(7.0f), up)) + set1(1.0f);
+  return activate(gate, kind) * up;
 }
 
 }  // namespace penstock::PENSTOCK_ISA

@@ -22,19 +22,21 @@ int64_t pitch_of(const Optional& t, int64_t count) {
 LinearArgs first_matrix(Form x, const ExpertMatrices& m, int64_t count, int64_t n, bool gated,
                         Pitch& pitch) {
   LinearArgs a = linear_args(x, first(m.weight, count, "weight"), first(m.scale, count, "scale"),
-                             first(m.zero, count, "zero"), std::nullopt, n, m.row_codes, gated,
+                             first(m.zero, count, "zero"), first(m.bias, count, "bias"), n,
+                             m.row_codes, gated,
                              m.levels, first(m.outer, count, "outer"),
                              first(m.input_scale, count, "input_scale"));
   pitch.weight = pitch_of(m.weight, count);
   pitch.scale = pitch_of(m.outer ? m.outer : m.scale, count);
   pitch.zero = pitch_of(m.zero, count);
+  pitch.bias = pitch_of(m.bias, count);
   pitch.fine = m.outer ? pitch_of(m.scale, count) : 0;
   return a;
 }
 
 }  // namespace
 
-ExpertsArgs experts_args(Form x, const Tensor& router, const ExpertMatrices& up,
+ExpertsArgs experts_args(Form x, const Tensor& router, const Optional& router_bias, const ExpertMatrices& up,
                          const ExpertMatrices& down, int64_t k, bool normalize,
                          int64_t intermediate, int64_t out_features, int64_t activation) {
   ExpertsArgs a = {};
@@ -44,7 +46,7 @@ ExpertsArgs experts_args(Form x, const Tensor& router, const ExpertMatrices& up,
                   "; k must be from 1 to their number");
   a.k = k;
   a.normalize = normalize;
-  a.router = linear_args(x, router, {}, {}, {}, a.count, 0, false, 0, {}, {});
+  a.router = linear_args(x, router, {}, {}, router_bias, a.count, 0, false, 0, {}, {});
   a.router.out_dtype = DType::f32;
   a.up = first_matrix(x, up, a.count, intermediate, true, a.up_pitch);
   with_norm_and_activation(a.up, {}, 0.0, activation);
@@ -52,17 +54,18 @@ ExpertsArgs experts_args(Form x, const Tensor& router, const ExpertMatrices& up,
   return a;
 }
 
-Tensor experts(const Tensor& x, const Tensor& router, const Tensor& up, Optional up_scale,
-               Optional up_zero, Optional up_outer, Optional up_input_scale, const Tensor& down,
-               Optional down_scale, Optional down_zero, Optional down_outer,
-               Optional down_input_scale, int64_t k, bool normalize, int64_t intermediate,
+Tensor experts(const Tensor& x, const Tensor& router, Optional router_bias, const Tensor& up,
+               Optional up_scale, Optional up_zero, Optional up_outer, Optional up_input_scale,
+               Optional up_bias, const Tensor& down, Optional down_scale, Optional down_zero,
+               Optional down_outer, Optional down_input_scale, Optional down_bias, int64_t k, bool normalize, int64_t intermediate,
                int64_t out_features, int64_t activation, int64_t up_row_codes, int64_t up_levels,
                int64_t down_row_codes, int64_t down_levels) {
   ExpertsArgs a = experts_args(
-      form_of(x, "experts: x"), router,
-      {up, up_scale, up_zero, up_outer, up_input_scale, up_row_codes, up_levels},
-      {down, down_scale, down_zero, down_outer, down_input_scale, down_row_codes, down_levels}, k,
-      normalize, intermediate, out_features, activation);
+      form_of(x, "experts: x"), router, router_bias,
+      {up, up_scale, up_zero, up_outer, up_input_scale, up_bias, up_row_codes, up_levels},
+      {down, down_scale, down_zero, down_outer, down_input_scale, down_bias, down_row_codes,
+       down_levels},
+      k, normalize, intermediate, out_features, activation);
   Tensor y = torch::stable::new_empty(x, {x.size(0), out_features});
   a.x = x.data_ptr();
   a.x_stride = x.stride(0);

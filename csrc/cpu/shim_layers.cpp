@@ -160,10 +160,15 @@ LinearArgs linear_args(Form x, const Tensor& weight, const Optional& scale, cons
   return a;
 }
 
+static void check_activation(int64_t activation, bool gated, const char* what) {
+  STD_TORCH_CHECK(activation >= 0 && activation <= 4, what, ": activation ", activation,
+                  " isn't one of 0 (none) to 4");
+  STD_TORCH_CHECK(activation < 4 || gated, what, ": activation 4 comes with a gate");
+}
+
 void with_norm_and_activation(LinearArgs& a, const Optional& norm, double eps,
                               int64_t activation) {
-  STD_TORCH_CHECK(activation >= 0 && activation <= 3, "linear: activation ", activation,
-                  " isn't 0 (none), 1, 2 or 3");
+  check_activation(activation, a.gated, "linear");
   STD_TORCH_CHECK(activation > 0 || !a.gated, "linear: a gated product needs an activation");
   a.norm = floats(norm, a.k, "linear: norm");
   a.eps = static_cast<float>(eps);
@@ -308,8 +313,8 @@ void softcap_(const Tensor& x, double cap) {
 
 GateArgs gate_args(Form x, int64_t activation, bool gated, int64_t columns,
                    std::optional<ScalarType> out_dtype) {
-  STD_TORCH_CHECK(activation >= 1 && activation <= 3, "gate: activation ", activation,
-                  " isn't 1, 2 or 3");
+  STD_TORCH_CHECK(activation > 0, "gate: there is no activation");
+  check_activation(activation, gated, "gate");
   STD_TORCH_CHECK(columns > 0 && x.columns == (gated ? (columns + 15) / 16 * 32 : columns),
                   "gate: ", x.columns, " columns don't give ", columns, gated ? " with a gate" : "");
   STD_TORCH_CHECK(!out_dtype || *out_dtype == ScalarType::Float ||

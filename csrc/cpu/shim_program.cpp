@@ -168,21 +168,23 @@ void program_lora_add_(int64_t id, int64_t y, int64_t x, const Tensor& down, con
   p->add(a, x, y);
 }
 
-int64_t program_experts(int64_t id, int64_t x, const Tensor& router, const Tensor& up,
-                        Optional up_scale, Optional up_zero, Optional up_outer,
-                        Optional up_input_scale, const Tensor& down, Optional down_scale,
-                        Optional down_zero, Optional down_outer, Optional down_input_scale,
-                        int64_t k, bool normalize, int64_t intermediate, int64_t out_features,
-                        int64_t activation, int64_t up_row_codes, int64_t up_levels,
-                        int64_t down_row_codes, int64_t down_levels) {
+int64_t program_experts(int64_t id, int64_t x, const Tensor& router, Optional router_bias,
+                        const Tensor& up, Optional up_scale, Optional up_zero, Optional up_outer,
+                        Optional up_input_scale, Optional up_bias, const Tensor& down,
+                        Optional down_scale, Optional down_zero, Optional down_outer,
+                        Optional down_input_scale, Optional down_bias, int64_t k, bool normalize,
+                        int64_t intermediate, int64_t out_features, int64_t activation,
+                        int64_t up_row_codes, int64_t up_levels, int64_t down_row_codes,
+                        int64_t down_levels) {
   const auto p = held(id);
   const ExpertsArgs a = experts_args(
-      p->form(x), router,
-      {up, up_scale, up_zero, up_outer, up_input_scale, up_row_codes, up_levels},
-      {down, down_scale, down_zero, down_outer, down_input_scale, down_row_codes, down_levels}, k,
-      normalize, intermediate, out_features, activation);
-  p->keep_all(router, up, up_scale, up_zero, up_outer, up_input_scale, down, down_scale, down_zero,
-              down_outer, down_input_scale);
+      p->form(x), router, router_bias,
+      {up, up_scale, up_zero, up_outer, up_input_scale, up_bias, up_row_codes, up_levels},
+      {down, down_scale, down_zero, down_outer, down_input_scale, down_bias, down_row_codes,
+       down_levels},
+      k, normalize, intermediate, out_features, activation);
+  p->keep_all(router, router_bias, up, up_scale, up_zero, up_outer, up_input_scale, up_bias, down,
+              down_scale, down_zero, down_outer, down_input_scale, down_bias);
   const int64_t y = p->result({p->form(x).dtype, out_features}, x);
   p->add(a, x, y);
   return y;
@@ -441,11 +443,12 @@ STABLE_TORCH_LIBRARY_FRAGMENT(penstock, m) {
   m.def(
       "program_lora_add_(int program, int y, int x, Tensor down, Tensor up, Tensor scaling) -> ()");
   m.def(
-      "program_experts(int program, int x, Tensor router, Tensor up, Tensor? up_scale, "
-      "Tensor? up_zero, Tensor? up_outer, Tensor? up_input_scale, Tensor down, "
-      "Tensor? down_scale, Tensor? down_zero, Tensor? down_outer, Tensor? down_input_scale, int k, "
-      "bool normalize, int intermediate, int out_features, int activation, int up_row_codes, "
-      "int up_levels, int down_row_codes, int down_levels) -> int");
+      "program_experts(int program, int x, Tensor router, Tensor? router_bias, Tensor up, "
+      "Tensor? up_scale, Tensor? up_zero, Tensor? up_outer, Tensor? up_input_scale, "
+      "Tensor? up_bias, Tensor down, Tensor? down_scale, Tensor? down_zero, Tensor? down_outer, "
+      "Tensor? down_input_scale, Tensor? down_bias, int k, bool normalize, int intermediate, "
+      "int out_features, int activation, int up_row_codes, int up_levels, int down_row_codes, "
+      "int down_levels) -> int");
   m.def(
       "program_rotary_cache(int program, int qkv, int heads, Tensor? q_norm, Tensor? k_norm, "
       "float eps, Tensor? cos_sin, bool interleaved, Tensor key_cache, Tensor value_cache, "

@@ -108,9 +108,10 @@ def test_bfloat16_drifts_little(tiny: Make, name: str) -> None:
     want = case.expect(case.prompt).log_softmax(-1)
     assert 0.05 < want.exp().amax(-1).mean() < 0.9
     got = Sequence(case.load("bfloat16").model).feed(case.prompt).log_softmax(-1)
-    drift = (want.exp() * (want - got)).sum(-1).mean()
+    drift = (want.exp() * (want - got)).sum(-1)
     mixed = any(layer.mlp.experts for layer in case.load("bfloat16").spec.decoder.layers)
-    assert drift < (3e-3 if mixed else 1e-3)  # tokens between two experts may take the other
+    # a token between two experts may take the other, and those after it see it
+    assert (drift.median() if mixed else drift.mean()) < 1e-3
 
 
 def _each(change: Callable[[LayerSpec], LayerSpec]) -> Callable[[DecoderSpec], DecoderSpec]:

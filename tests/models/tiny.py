@@ -142,6 +142,8 @@ CASES: dict[str, Case] = {
         decoder_sparse_step=2,
         mlp_only_layers=[1],
     ),
+    "gpt-oss": _case("GptOss", head_dim=24, num_local_experts=6, num_experts_per_tok=2,
+                     sliding_window=18),
     "gpt2": Case(
         "GPT2LMHeadModel",
         "GPT2Config",
@@ -166,7 +168,7 @@ PROMPT_SEEDS = {"qwen2-window": 3, "qwen3": 7, "gemma2": 7, "olmo2": 0, "smollm3
 """Prompts whose greedy continuation hangs on no rounding; of the others 5 is one."""
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3", "phi3-long", "olmo2")
-FAMILIES += ("smollm3", "gpt2", "gpt-neox", "mixtral", "olmoe", "qwen3-moe")
+FAMILIES += ("smollm3", "gpt2", "gpt-neox", "mixtral", "olmoe", "qwen3-moe", "gpt-oss")
 
 
 def make_model(case: Case, seed: int = 0) -> Any:

@@ -52,6 +52,11 @@ class _TimedRunner(Runner):
         self.on = False
         self.passes: list[list[OpEvent]] = []
 
+    @property
+    def experts_used(self) -> int:
+        program = self._runner.program
+        return program.experts_used if self.on and program else self._runner.experts_used
+
     def forward(self, step: Step) -> Tensor:
         program = self._runner.program
         if not self.on:

@@ -47,16 +47,18 @@ QK_NORM_RULES: tuple[Rule, ...] = tuple(
 """Norms of queries and keys."""
 
 
-def expert_rules(block: str, gate: str, up: str, down: str) -> tuple[Rule, ...]:
+def expert_rules(
+    block: str, gate: str, up: str, down: str, router: str = "gate"
+) -> tuple[Rule, ...]:
     """Names of a layer's router and experts: in `block`, each expert's three matrices."""
     at = f"model.layers.{{i}}.{block}"
     return (
-        Rename(f"{at}.gate.weight", "layers.{i}.mlp.router.weight"),
+        Rename(f"{at}.{router}.{{p}}", "layers.{i}.mlp.router.{p}"),
         Stack(
-            (f"{at}.experts.{{e}}.{gate}.weight", f"{at}.experts.{{e}}.{up}.weight"),
-            "layers.{i}.mlp.up.{e}.weight",
+            (f"{at}.experts.{{e}}.{gate}.{{p}}", f"{at}.experts.{{e}}.{up}.{{p}}"),
+            "layers.{i}.mlp.up.{e}.{p}",
         ),
-        Rename(f"{at}.experts.{{e}}.{down}.weight", "layers.{i}.mlp.down.{e}.weight"),
+        Rename(f"{at}.experts.{{e}}.{down}.{{p}}", "layers.{i}.mlp.down.{e}.{p}"),
     )
 
 

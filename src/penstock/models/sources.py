@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from penstock.errors import UnsupportedModelError
+from penstock.models.experts import SplitExperts, has_joined_experts
 from penstock.models.gguf.container import is_gguf
 from penstock.models.gguf.source import GgufSource
 from penstock.models.gguf.tokenizer import gguf_tokenizer
@@ -30,7 +31,7 @@ _NOT_APPLIED = (
 )
 """Of `generation_config.json`: what changes the logits in transformers."""
 
-Stored = Checkpoint | QuantizedCheckpoint | GgufSource
+Stored = Checkpoint | QuantizedCheckpoint | GgufSource | SplitExperts
 """What lies on a disk: `stored_as(name)` says how."""
 
 
@@ -40,13 +41,20 @@ def open_source(path: Path) -> Stored:
         source = GgufSource(path)
         source.announce()
         return source
-    checkpoint = Checkpoint(path)
-    config = read_config(path).get("quantization_config")
-    if not config:
+    config = read_config(path)
+    checkpoint = _in_folder(path, config.get("quantization_config"))
+    if not has_joined_experts(checkpoint):
         return checkpoint
-    if not isinstance(config, dict):
-        raise UnsupportedModelError(f"quantization_config must be an object: {config!r}")
-    return QuantizedCheckpoint(checkpoint, config)
+    return SplitExperts(checkpoint, in_turns=config.get("model_type") == "gpt_oss")
+
+
+def _in_folder(path: Path, quantization: Any) -> Checkpoint | QuantizedCheckpoint:
+    checkpoint = Checkpoint(path)
+    if not quantization:
+        return checkpoint
+    if not isinstance(quantization, dict):
+        raise UnsupportedModelError(f"quantization_config must be an object: {quantization!r}")
+    return QuantizedCheckpoint(checkpoint, quantization)
 
 
 def open_model(path: Path, *, strict: bool = False) -> tuple[ModelSpec, Stored]:

@@ -11,12 +11,13 @@ from torch import Tensor, nn
 from penstock import ops
 from penstock.errors import WeightsError
 from penstock.nn.linear import Linear
-from penstock.nn.parameters import Loadable
+from penstock.nn.parameters import Loadable, as_float32
 from penstock.nn.spec import ExpertsSpec, MlpSpec
 from penstock.ops import ACTIVATIONS
 from penstock.quant import Codes, Dense, Packed, WeightFormat
 
-_Tensors = tuple[Tensor, Tensor | None, Tensor | None, Tensor | None, Tensor | None]
+_Part = Tensor | None
+_Tensors = tuple[Tensor, _Part, _Part, _Part, _Part, _Part]
 
 
 class Expert(Loadable):
@@ -29,11 +30,17 @@ class Expert(Loadable):
 
     def expected(self) -> dict[str, tuple[int, ...]]:
         bank = self._bank[0]
-        return {"weight": (bank.out_features * (2 if bank.gated else 1), bank.in_features)}
+        rows = bank.out_features * (2 if bank.gated else 1)
+        shapes: dict[str, tuple[int, ...]] = {"weight": (rows, bank.in_features)}
+        if bank.has_bias:
+            shapes["bias"] = (rows,)
+        return shapes
 
     def load(self, name: str, tensor: Tensor | Codes) -> None:
         bank = self._bank[0]
-        if isinstance(tensor, Codes):
+        if name == "bias":
+            bank.put_bias(self.number, as_float32(tensor))
+        elif isinstance(tensor, Codes):
             bank.put(self.number, bank.weight_format.pack_codes(tensor, bank.gated))
         else:
             bank.put(self.number, bank.weight_format.pack(tensor, bank.gated))
@@ -54,6 +61,7 @@ class ExpertBank(Loadable):
         count: int,
         in_features: int,
         out_features: int,
+        bias: bool,
         weight_format: WeightFormat,
         *,
         gated: bool = False,
@@ -62,10 +70,12 @@ class ExpertBank(Loadable):
         self.count = count
         self.in_features = in_features
         self.out_features = out_features
+        self.has_bias = bias
         self.weight_format = weight_format
         self.gated = gated
         self.packed: dict[str, Tensor] = {}
-        self._there: set[int] = set()
+        self._there: set[int | str] = set()  # experts' numbers, and their biases'
+        self.register_parameter("bias", None)
         for number in range(count):
             self.add_module(str(number), Expert(self, number))
 
@@ -77,7 +87,7 @@ class ExpertBank(Loadable):
 
     @property
     def is_complete(self) -> bool:
-        return len(self._there) == self.count
+        return len(self._there) == self.count * (2 if self.has_bias else 1)
 
     def put(self, number: int, packed: Packed) -> None:
         """Take one expert's matrix as it is stored."""
@@ -98,9 +108,17 @@ class ExpertBank(Loadable):
             self.packed[part][number] = stored
         self._there.add(number)
 
+    def put_bias(self, number: int, bias: Tensor) -> None:
+        """Take one expert's bias, float32."""
+        if self._parameters["bias"] is None:
+            self.own("bias", bias.new_empty((self.count, *bias.shape)))
+        self.parameter("bias")[number] = bias
+        self._there.add(f"bias {number}")
+
     def restore(self, name: str, stored: Tensor) -> None:
         self.own(name, stored)
-        self.packed[name] = self.parameter(name)
+        if name != "bias":
+            self.packed[name] = self.parameter(name)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         found = super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
@@ -112,7 +130,7 @@ class ExpertBank(Loadable):
         """As `ops.experts` takes them."""
         packed = self.packed
         more = (packed.get("scale"), packed.get("zero"), packed.get("outer"))
-        return packed["weight"], *more, packed.get("input_scale")
+        return packed["weight"], *more, packed.get("input_scale"), self._parameters["bias"]
 
 
 class Experts(nn.Module):
@@ -133,15 +151,19 @@ class Experts(nn.Module):
         self.experts = experts
         self.hidden = hidden
         own = Dense(dtype, up.storage)
-        self.router = Linear(hidden, experts.count, False, own, out_dtype=torch.float32)
-        self.up = ExpertBank(experts.count, hidden, spec.intermediate, up, gated=True)
-        self.down = ExpertBank(experts.count, spec.intermediate, hidden, down)
+        count, wide, biased = experts.count, spec.intermediate, spec.bias
+        self.router = Linear(
+            hidden, count, experts.router_bias, own, out_dtype=torch.float32
+        )
+        self.up = ExpertBank(count, hidden, wide, biased, up, gated=True)
+        self.down = ExpertBank(count, wide, hidden, biased, down)
 
     def forward(self, x: Tensor) -> Tensor:
         """x [T, D] → [T, D]."""
         return ops.experts(
             x,
             self.router.packed["weight"],
+            self.router._parameters["bias"],
             *self.up.tensors,
             *self.down.tensors,
             self.experts.per_token,

@@ -60,6 +60,7 @@ class ExpertsSpec:
     count: int
     per_token: int
     normalize: bool  # the weights of those chosen sum to 1; else they are a softmax's over all
+    router_bias: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +68,7 @@ class MlpSpec:
     """Feed-forward block: down(act(gate) · up), or down(act(up)) when not gated."""
 
     intermediate: int  # of each expert, where there are some
-    activation: Literal["silu", "gelu", "gelu_tanh"] = "silu"
+    activation: Literal["silu", "gelu", "gelu_tanh", "swiglu_oai"] = "silu"
     gated: bool = True
     bias: bool = False
     experts: ExpertsSpec | None = None  # blocks of this kind, of which tokens take a few

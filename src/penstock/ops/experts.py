@@ -14,16 +14,19 @@ from penstock.ops.route import check_route, route, sort_tokens
 def _fake(
     x: Tensor,
     router: Tensor,
+    router_bias: Tensor | None,
     up: Tensor,
     up_scale: Tensor | None,
     up_zero: Tensor | None,
     up_outer: Tensor | None,
     up_input_scale: Tensor | None,
+    up_bias: Tensor | None,
     down: Tensor,
     down_scale: Tensor | None,
     down_zero: Tensor | None,
     down_outer: Tensor | None,
     down_input_scale: Tensor | None,
+    down_bias: Tensor | None,
     k: int,
     normalize: bool,
     intermediate: int,
@@ -38,26 +41,30 @@ def _fake(
 
 
 @define_op(
-    "experts(Tensor x, Tensor router, Tensor up, Tensor? up_scale, Tensor? up_zero, "
-    "Tensor? up_outer, Tensor? up_input_scale, Tensor down, Tensor? down_scale, "
-    "Tensor? down_zero, Tensor? down_outer, Tensor? down_input_scale, int k, bool normalize, "
-    "SymInt intermediate, SymInt out_features, int activation, int up_row_codes=0, "
-    "int up_levels=0, int down_row_codes=0, int down_levels=0) -> Tensor",
+    "experts(Tensor x, Tensor router, Tensor? router_bias, Tensor up, Tensor? up_scale, "
+    "Tensor? up_zero, Tensor? up_outer, Tensor? up_input_scale, Tensor? up_bias, Tensor down, "
+    "Tensor? down_scale, Tensor? down_zero, Tensor? down_outer, Tensor? down_input_scale, "
+    "Tensor? down_bias, int k, bool normalize, SymInt intermediate, SymInt out_features, "
+    "int activation, int up_row_codes=0, int up_levels=0, int down_row_codes=0, "
+    "int down_levels=0) -> Tensor",
     fake=_fake,
 )
 def experts(
     x: Tensor,
     router: Tensor,
+    router_bias: Tensor | None,
     up: Tensor,
     up_scale: Tensor | None,
     up_zero: Tensor | None,
     up_outer: Tensor | None,
     up_input_scale: Tensor | None,
+    up_bias: Tensor | None,
     down: Tensor,
     down_scale: Tensor | None,
     down_zero: Tensor | None,
     down_outer: Tensor | None,
     down_input_scale: Tensor | None,
+    down_bias: Tensor | None,
     k: int,
     normalize: bool,
     intermediate: int,
@@ -72,7 +79,7 @@ def experts(
 
     x [T, K], rows may be strided; router: of x.dtype, a dense weight of `linear` [E, K]; up: gate
     above up, [2·I, K], and down [N, I] of E experts, each tensor of a format with E first (`ops.
-    grouped_linear`). Returns [T, N] in x.dtype.
+    grouped_linear`); biases float32 [E], [E, 2·I] and [E, N]. Returns [T, N] in x.dtype.
     The k experts of a token and their weights w are `route`'s of the router's products in float32.
     What lies between two products is rounded to x.dtype; the sum is taken in float32, in the order
     of j, and rounded once. A token's bits depend on no other token.
@@ -81,16 +88,16 @@ def experts(
     Source: Shazeer et al. 2017, arXiv:1701.06538; Jiang et al. 2024, arXiv:2401.04088 (Mixtral).
     """
     count = up.shape[0]
-    logits = linear(x, router, None, None, None, count, out_dtype=torch.float32)
+    logits = linear(x, router, None, None, router_bias, count, out_dtype=torch.float32)
     check_route(logits, k)
     weights, chosen = route(logits, k, normalize)
     rows, starts, places = sort_tokens(chosen, count)
     hidden = grouped_linear(
-        x, up, up_scale, up_zero, None, rows, starts, intermediate, up_row_codes, activation, True,
+        x, up, up_scale, up_zero, up_bias, rows, starts, intermediate, up_row_codes, activation, True,
         None, up_levels, up_outer, up_input_scale,
     )  # fmt: skip
     y = grouped_linear(
-        hidden, down, down_scale, down_zero, None, None, starts, out_features, down_row_codes, 0,
+        hidden, down, down_scale, down_zero, down_bias, None, starts, out_features, down_row_codes, 0,
         False, None, down_levels, down_outer, down_input_scale,
     )  # fmt: skip
     return combine(y, places, weights)

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from penstock.ops.linear import activate
+from penstock.ops.linear import activate, gated_by
 from penstock.ops.panels import COLUMNS, round_up
 from penstock.ops.registry import define_op
 
@@ -48,8 +48,7 @@ def gate(
         return activate(rows, activation).to(out_dtype or x.dtype)
     halves = rows.unflatten(1, (-1, 2, COLUMNS))
     first, second = (halves[:, :, i].flatten(1)[:, :out_features] for i in (0, 1))
-    y: Tensor = activate(first, activation) * second
-    return y.to(out_dtype or x.dtype)
+    return gated_by(first, second, activation).to(out_dtype or x.dtype)
 
 
 def _fake_alternate(bias: Tensor) -> Tensor:

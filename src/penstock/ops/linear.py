@@ -49,9 +49,13 @@ from penstock.ops.registry import define_op
 from penstock.ops.rotate import rotated
 from penstock.ops.stored import dense, half, unpack_quantized, width
 
-Activation = Literal["none", "silu", "gelu", "gelu_tanh"]
-ACTIVATIONS: tuple[Activation, ...] = ("none", "silu", "gelu", "gelu_tanh")
-"""What `activation` counts in."""
+Activation = Literal["none", "silu", "gelu", "gelu_tanh", "swiglu_oai"]
+ACTIVATIONS: tuple[Activation, ...] = ("none", "silu", "gelu", "gelu_tanh", "swiglu_oai")
+"""What `activation` counts in. The last has a gate only: min(gate, 7) · σ(1.702 · min(gate, 7)) times
+up within ±7, plus 1 (openai/gpt-oss, arXiv:2508.10925)."""
+
+_LIMIT, _ALPHA = 7.0, 1.702
+"""Of swiglu_oai."""
 
 ROW_CODES = ("none", "int8", "e4m3", "int8_rotated")
 """What `row_codes` counts in."""
@@ -114,7 +118,17 @@ def activate(x: Tensor, activation: int) -> Tensor:
             return functional.gelu(x)
         case "gelu_tanh":
             return functional.gelu(x, approximate="tanh")
+        case "swiglu_oai":
+            clamped = x.clamp(max=_LIMIT)
+            return clamped * (clamped * _ALPHA).sigmoid()
     return x
+
+
+def gated_by(gate: Tensor, up: Tensor, activation: int) -> Tensor:
+    """ACTIVATIONS[activation] of gate, times up."""
+    if ACTIVATIONS[activation] == "swiglu_oai":
+        up = up.clamp(-_LIMIT, _LIMIT) + 1.0
+    return activate(gate, activation) * up
 
 
 @dataclass(frozen=True, slots=True)
@@ -233,7 +247,7 @@ def _ordered(
         gate, up = (
             matrix.half(i).columns(x, out_features, biases[i]).to(x.dtype).float() for i in (0, 1)
         )
-        return (activate(gate, activation) * up).to(out_dtype or x.dtype)
+        return gated_by(gate, up, activation).to(out_dtype or x.dtype)
     y = matrix.columns(x, out_features, bias)
     if activation:
         y = activate(y.to(x.dtype).float(), activation)

@@ -25,6 +25,9 @@ ARCHITECTURES = {
     "MistralForCausalLM": "llama",
     "Qwen2ForCausalLM": "qwen2",
     "Qwen3ForCausalLM": "qwen3",
+    "Qwen3MoeForCausalLM": "qwen3moe",
+    "OlmoeForCausalLM": "olmoe",
+    "MixtralForCausalLM": "llama",
     "Gemma2ForCausalLM": "gemma2",
     "Gemma3ForCausalLM": "gemma3",
     "Phi3ForCausalLM": "phi3",
@@ -128,8 +131,14 @@ def write_config(writer: gguf.GGUFWriter, c: Any, arch: str) -> None:
         writer.add_sliding_window_pattern([t == "sliding_attention" for t in c.layer_types])
         if arch == "gemma3":
             writer.add_rope_freq_base_swa(rope["sliding_attention"]["rope_theta"])
-    elif getattr(c, "sliding_window", None) and c.model_type == "mistral":
+    elif getattr(c, "sliding_window", None) and c.model_type in ("mistral", "mixtral"):
         writer.add_sliding_window(c.sliding_window)
+    experts = getattr(c, "num_local_experts", None) or getattr(c, "num_experts", None)
+    if experts:
+        writer.add_expert_count(experts)
+        writer.add_expert_used_count(c.num_experts_per_tok)
+    if arch == "qwen3moe":
+        writer.add_expert_feed_forward_length(c.moe_intermediate_size)
 
 
 def write_tensors(
@@ -139,7 +148,7 @@ def write_tensors(
     kinds = {name: kind for kind, name in gguf.MODEL_ARCH_NAMES.items()}
     names = gguf.get_tensor_name_map(kinds[arch], c.num_hidden_layers)
     back = {}
-    for name, tensor in model.state_dict().items():
+    for name, tensor in _as_stored(model).items():
         if c.tie_word_embeddings and name in ("lm_head.weight", "embed_out.weight"):
             continue
         there = names.get_name(name, try_suffixes=(".weight", ".bias"))
@@ -150,10 +159,41 @@ def write_tensors(
         data = quantize(values, kind)
         writer.add_tensor(there, data, raw_dtype=kind)
         stored = torch.from_numpy(gguf.quants.dequantize(data, kind).copy())
-        back[name] = backward(stored.view(values.shape)).contiguous()
+        back |= _by_expert(name, backward(stored.view(values.shape)).contiguous())
     for name, divisors in rope_tensors(c).items():
         writer.add_tensor(name, divisors)
     return back
+
+
+def _as_stored(model: Any) -> dict[str, Tensor]:
+    """The tensors as a converter meets them: gate and up apart, under the names of the Hub."""
+    found: dict[str, Tensor] = {}
+    for name, tensor in model.state_dict().items():
+        if name.endswith("experts.gate_up_proj"):
+            gate, up = tensor.chunk(2, 1)
+            stem = name.removesuffix("gate_up_proj")
+            found |= {f"{stem}gate_proj.weight": gate, f"{stem}up_proj.weight": up}
+        elif name.endswith("experts.down_proj"):
+            found[f"{name}.weight"] = tensor
+        else:
+            found[name] = tensor
+    if type(model).__name__ != "MixtralForCausalLM":
+        return found
+    renamed = {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
+    mixtral = {}
+    for name, tensor in found.items():
+        for theirs, ours in renamed.items():
+            name = name.replace(f"experts.{theirs}", f"experts.{ours}")
+        mixtral[name.replace(".mlp.", ".block_sparse_moe.")] = tensor
+    return mixtral
+
+
+def _by_expert(name: str, tensor: Tensor) -> dict[str, Tensor]:
+    """A tensor as a checkpoint has it: each expert's matrix by itself."""
+    if ".experts." not in name:
+        return {name: tensor}
+    before, after = name.split(".experts.")
+    return {f"{before}.experts.{e}.{after}": own.clone() for e, own in enumerate(tensor)}
 
 
 def quantize(values: Floats, kind: Kind) -> NDArray[Any]:

@@ -23,11 +23,13 @@ from penstock.models.gguf.blocks import BLOCKS
 FAMILIES = [
     "llama", "llama3-rope", "mistral", "mistral-full", "qwen2", "qwen3", "gemma2", "gemma3",
     "phi3", "phi3-short", "phi3-long", "olmo2", "smollm3", "gpt2", "gpt-neox", "gpt-neox-serial",
+    "mixtral", "olmoe", "qwen3-moe",
 ]  # fmt: skip
 QUANTIZED = [Kind(kind) for kind, block in BLOCKS.items() if block.plain is None]
 UNSAID = {  # what no key of the format says
     "gpt2": {"scale_attn_by_inverse_layer_idx": False},
     "gpt-neox-serial": {"hidden_act": "gelu"},
+    "qwen3-moe": {"decoder_sparse_step": 1, "mlp_only_layers": []},
 }
 TOKENS = torch.randint(3, 320, (40,), generator=torch.Generator().manual_seed(1))
 
@@ -41,7 +43,7 @@ def matrices(kind: Kind) -> Choose:
     """As llama.cpp's own quantizer does it: vectors in F32, rows that blocks don't fill in F16."""
 
     def choose(name: str, values: Floats) -> Kind:
-        if values.ndim == 1 or "position_embd" in name:
+        if values.ndim == 1 or "position_embd" in name or "ffn_gate_inp" in name:
             return Kind.F32
         return kind if values.shape[-1] % BLOCKS[kind].values == 0 else Kind.F16
 
@@ -79,10 +81,15 @@ def test_a_float32_file_is_the_checkpoint(name: str, tmp_path: Path) -> None:
     torch.testing.assert_close(got, expected, atol=2e-4, rtol=2e-4)
 
 
-@pytest.mark.parametrize("name", ["llama", "qwen2", "gemma3", "phi3", "gpt2", "gpt-neox"])
+MATRICES = ["llama", "qwen2", "gemma3", "phi3", "gpt2", "gpt-neox", "mixtral", "qwen3-moe"]
+
+
+@pytest.mark.parametrize("name", MATRICES)
 @pytest.mark.parametrize("kind", [Kind.F16, Kind.BF16, Kind.Q8_0, Kind.Q4_0, Kind.Q5_1])
 def test_matrices_in_any_family(name: str, kind: Kind, tmp_path: Path) -> None:
     sizes = {"n_embd": 64} if name == "gpt2" else {"intermediate_size": 96, "hidden_size": 64}
+    if name == "qwen3-moe":
+        sizes["moe_intermediate_size"] = 64
     model = make(name, **sizes)
     back = write_model(model, tmp_path / "m.gguf", matrices(kind))
     folder = as_checkpoint(model, back, tmp_path / "hf")
@@ -101,8 +108,10 @@ def compare(path: Path, folder: Path, kind: Kind) -> None:
     """Widened: equal to the checkpoint in bfloat16. Kept: within the rounding of bfloat16."""
     got, expected = logits(path, "auto"), logits(folder, "bfloat16")
     if any(f.name != "bfloat16" and "in bfloat16" not in f.name for f in formats(path)):
-        error = (got - expected).abs().max() / expected.abs().max()
-        assert error < 0.03
+        errors = (got - expected).abs().amax(-1) / expected.abs().max()
+        if load_model(path).spec.decoder.layers[0].mlp.experts:
+            errors = errors.sort().values[: len(errors) * 3 // 4]  # others take another expert
+        assert errors.max() < 0.03
     else:
         assert torch.equal(got, expected)
 

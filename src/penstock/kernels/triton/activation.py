@@ -40,4 +40,15 @@ def activated(x, ACTIVATION: tl.constexpr):
         return 0.5 * x * (1.0 + tl.erf(x * _ROOT_HALF))
     if ACTIVATION == 3:
         return 0.5 * x * (1.0 + tanh(_ROOT_2_OVER_PI * (x + 0.044715 * x * x * x)))
+    if ACTIVATION == 4:
+        clamped = tl.where(x > 7.0, 7.0, x)  # so that a NaN stays
+        return tl.div_rn(clamped, 1.0 + tl.exp(-1.702 * clamped))
     return x
+
+
+@triton.jit
+def gated_by(gate, up, ACTIVATION: tl.constexpr):
+    """`ops.linear.gated_by`."""
+    if ACTIVATION == 4:
+        up = tl.where(up > 7.0, 7.0, tl.where(up < -7.0, -7.0, up)) + 1.0
+    return activated(gate, ACTIVATION) * up

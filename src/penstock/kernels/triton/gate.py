@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from penstock.kernels.triton.activation import activated
+from penstock.kernels.triton.activation import activated, gated_by
 from penstock.kernels.triton.launch import cdiv, early, implement, take_turn
 from penstock.ops.panels import COLUMNS, round_up
 
@@ -35,7 +35,7 @@ def _gate(
         first = at // _COLUMNS * (2 * _COLUMNS) + at % _COLUMNS
         gate = tl.load(x + first, mask=inside, other=0.0).to(tl.float32)
         up = tl.load(x + first + _COLUMNS, mask=inside, other=0.0).to(tl.float32)
-        value = activated(gate, ACTIVATION) * up
+        value = gated_by(gate, up, ACTIVATION)
     else:
         value = activated(tl.load(x + at, mask=inside, other=0.0).to(tl.float32), ACTIVATION)
     tl.store(y + row * columns + at, value.to(y.dtype.element_ty), mask=inside)

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from penstock.kernels.triton.activation import activated
+from penstock.kernels.triton.activation import activated, gated_by
 from penstock.kernels.triton.launch import cdiv, dot, implement, power_of_2
 from penstock.ops.grouped_linear import check_groups, check_places
 from penstock.ops.rows import BLOCK
@@ -108,12 +108,13 @@ def _grouped_linear(
                 second = dot(_part(u_at + i, i, depth, like, WHOLE, 0, STEP), each, second)
         inside = n < features
         total = _finish(total, scale, bias, stored + n, inside, HAS_SCALE, HAS_BIAS)
-        if ACTIVATION or GATED:
-            total = activated(total.to(like).to(tl.float32), ACTIVATION)
         if GATED:
             at = stored + features + n
             second = _finish(second, scale, bias, at, inside, HAS_SCALE, HAS_BIAS)
-            total *= second.to(like).to(tl.float32)
+            gate = total.to(like).to(tl.float32)
+            total = gated_by(gate, second.to(like).to(tl.float32), ACTIVATION)
+        elif ACTIVATION:
+            total = activated(total.to(like).to(tl.float32), ACTIVATION)
         total = tl.where(expert < experts, total, 0.0)
         y_at = y + r.to(tl.int64)[None, :] * features + n[:, None]
         tl.store(y_at, total.to(y.dtype.element_ty), mask=inside[:, None] & (r < end)[None, :])

@@ -21,7 +21,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from penstock.kernels.triton.activation import activated
+from penstock.kernels.triton.activation import activated, gated_by
 from penstock.kernels.triton.dequantize import multipliers
 from penstock.kernels.triton.launch import cdiv, early, implement, power_of_2, take_turn, wait_turn
 from penstock.kernels.triton.linear_forms import Form, Matrix
@@ -80,8 +80,8 @@ def _finish(
     value = _values(total, ends, features, rows)
     if GATED:
         up = _values(other, ends, features + width, rows)
-        value = activated(value.to(dtype).to(tl.float32), ACTIVATION)
-        value *= up.to(dtype).to(tl.float32)
+        gate = value.to(dtype).to(tl.float32)
+        value = gated_by(gate, up.to(dtype).to(tl.float32), ACTIVATION)
     elif ACTIVATION:
         value = activated(value.to(dtype).to(tl.float32), ACTIVATION)
     at = ends.out + (rows.to(tl.int64) * out_stride)[None, :] + features[:, None]

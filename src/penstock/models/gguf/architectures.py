@@ -21,6 +21,13 @@ _ATTENTION = {f"attn_{x}": f"{_LAYER}self_attn.{x}_proj" for x in "qkv"} | {
     "attn_output": f"{_LAYER}self_attn.o_proj"
 }
 _MLP = {f"ffn_{x}": f"{_LAYER}mlp.{x}_proj" for x in ("gate", "up", "down")}
+_EXPERTS = {f"ffn_{x}_exps": f"{_LAYER}mlp.experts.{{e}}.{x}_proj" for x in ("gate", "up", "down")}
+_EXPERTS["ffn_gate_inp"] = f"{_LAYER}mlp.gate"
+_MIXTRAL = {
+    f"ffn_{x}_exps": f"{_LAYER}block_sparse_moe.experts.{{e}}.{w}"
+    for x, w in (("gate", "w1"), ("up", "w3"), ("down", "w2"))
+}
+_MIXTRAL["ffn_gate_inp"] = f"{_LAYER}block_sparse_moe.gate"
 _NORMS = {
     "attn_norm": f"{_LAYER}input_layernorm",
     "ffn_norm": f"{_LAYER}post_attention_layernorm",
@@ -77,7 +84,8 @@ class Architecture:
     """One value of `general.architecture`."""
 
     read_config: ReadConfig
-    names: dict[str, str]  # a tensor's stem → its name in a checkpoint, {i} for the layer
+    names: dict[str, str]  # a tensor's stem → its name in a checkpoint, {i} for the layer and
+    # {e} for each expert of those that lie in one tensor
     rotated: tuple[str, ...] = ()  # rows of a head in the order of pairs that turn together
     by_head: tuple[str, ...] = ()  # rows in the order q, k, v instead of head by head
     transposed: tuple[str, ...] = ()  # [N, K] here and [K, N] in a checkpoint
@@ -137,6 +145,12 @@ def _biases(c: Container, config: Config) -> Config:
     return config
 
 
+def _experts(m: Metadata, config: Config) -> Config:
+    """What else is said of experts; their number is read of any architecture."""
+    config["num_experts_per_tok"] = m.integer(m.own("expert_used_count"))
+    return config
+
+
 def _llama(m: Metadata, c: Container) -> Config:
     config = _biases(c, _rms_model(m, c, "LlamaForCausalLM"))
     m.get(m.own("tensor_data_layout"))  # "Meta AI original pth": what `rotated` undoes
@@ -145,6 +159,11 @@ def _llama(m: Metadata, c: Container) -> Config:
     if window:  # the same architecture there
         config |= {"architectures": ["MistralForCausalLM"], "sliding_window": window}
         del config["attention_bias"]
+    if m.integer(m.own("expert_count"), 0) and "blk.0.ffn_gate_inp.weight" in c.tensors:
+        config["architectures"] = ["MixtralForCausalLM"]
+        for name in ("attention_bias", "mlp_bias"):
+            config.pop(name, None)
+        return _experts(m, config)
     return config
 
 
@@ -158,6 +177,22 @@ def _qwen3(m: Metadata, c: Container) -> Config:
     config = _biases(c, _rms_model(m, c, "Qwen3ForCausalLM"))
     _scale(m, config)
     return config
+
+
+def _qwen3_moe(m: Metadata, c: Container) -> Config:
+    config = _biases(c, _rms_model(m, c, "Qwen3MoeForCausalLM"))
+    _scale(m, config)
+    del config["mlp_bias"]
+    config["moe_intermediate_size"] = m.integer(m.own("expert_feed_forward_length"))
+    config["norm_topk_prob"] = True  # of all that there are; no key says it
+    return _experts(m, config)
+
+
+def _olmoe(m: Metadata, c: Container) -> Config:
+    config = _biases(c, _rms_model(m, c, "OlmoeForCausalLM"))
+    _scale(m, config)
+    del config["mlp_bias"]
+    return _experts(m, config)
 
 
 def _smollm3(m: Metadata, c: Container) -> Config:
@@ -258,9 +293,11 @@ def _gpt_neox(m: Metadata, c: Container) -> Config:
 
 _QK = ("attn_q", "attn_k")
 ARCHITECTURES: dict[str, Architecture] = {
-    "llama": Architecture(_llama, _DENSE, rotated=_QK),
+    "llama": Architecture(_llama, _DENSE | _MIXTRAL, rotated=_QK),
     "qwen2": Architecture(_qwen2, _DENSE),
     "qwen3": Architecture(_qwen3, _DENSE | _QK_NORMS),
+    "qwen3moe": Architecture(_qwen3_moe, _OUTER | _ATTENTION | _QK_NORMS | _NORMS | _EXPERTS),
+    "olmoe": Architecture(_olmoe, _OUTER | _ATTENTION | _QK_NORMS | _NORMS | _EXPERTS),
     "smollm3": Architecture(_smollm3, _DENSE, rotated=_QK),
     "gemma2": Architecture(_gemma2, _OUTER | _ATTENTION | _MLP | _SANDWICH, norm_shift=1.0),
     "gemma3": Architecture(

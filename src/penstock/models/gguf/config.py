@@ -27,6 +27,8 @@ _MODEL_TYPES = {
     "Gemma3ForCausalLM": "gemma3_text",
     "GPTNeoXForCausalLM": "gpt_neox",
     "MistralForCausalLM": "mistral",
+    "MixtralForCausalLM": "mixtral",
+    "Qwen3MoeForCausalLM": "qwen3_moe",
 }
 """Where `config.json` says another `model_type` than GGUF's architecture."""
 

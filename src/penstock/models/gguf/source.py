@@ -5,6 +5,8 @@ from __future__ import annotations
 import logging
 import re
 from collections import Counter
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +28,23 @@ _LAYER = re.compile(r"blk\.(?P<i>\d+)\.(?P<stem>.+)\.(?P<p>weight|bias)")
 _OUTER = re.compile(r"(?P<stem>.+)\.(?P<p>weight|bias)")
 
 
+def _experts(named: str, tensor: TensorInfo) -> Iterator[tuple[str, TensorInfo]]:
+    """A tensor by its name, or each expert's part of it by its own."""
+    if "{e}" not in named:
+        yield named, tensor
+        return
+    if len(tensor.shape) != 3:
+        raise WeightsError(
+            f"{tensor.name} has the shape {list(tensor.shape)}, not that of a matrix for each "
+            "expert."
+        )
+    count, *shape = tensor.shape
+    each = tensor.data.reshape(count, -1)
+    for e in range(count):
+        own = replace(tensor, name=f"{tensor.name}[{e}]", shape=tuple(shape), data=each[e])
+        yield named.replace("{e}", str(e)), own
+
+
 class GgufSource:
     """One GGUF file, mapped. A tensor is read when it is asked for, and nothing is kept of it.
 
@@ -44,11 +63,13 @@ class GgufSource:
         dropped = {*FACTORS, *(("output.weight",) if is_tied(self._container) else ())}
         self._where: dict[str, tuple[str, TensorInfo]] = {}
         for name, tensor in self._container.tensors.items():
-            if name not in dropped:
-                stem, there = self._translate(name)
+            if name in dropped:
+                continue
+            stem, named = self._translate(name)
+            for there, part in _experts(named, tensor):
                 if there in self._where:
                     raise WeightsError(f"{path}: two tensors are {there}; {name} is one of them.")
-                self._where[there] = stem, tensor
+                self._where[there] = stem, part
 
     @property
     def quantization(self) -> str | None:

@@ -44,9 +44,9 @@ def read_float8(
     return Codes(scheme, values, scale, input_scale=static)
 
 
-def read_exponents(tensors: Tensors, name: str) -> Tensor:
-    """E8M0 scales, bytes e for 2^(e − 127), in float32; 255 stands for no number."""
-    stored = tensors.raw(name)
+def read_exponents(tensors: Tensors, name: str, at: tuple[int | slice, ...] = ()) -> Tensor:
+    """E8M0 scales, bytes e for 2^(e − 127), in float32; 255 stands for no number. at: which."""
+    stored = tensors.raw(name)[at]
     if stored.dtype is torch.float8_e8m0fnu:
         stored = stored.view(torch.uint8)
     if stored.dtype is not torch.uint8:

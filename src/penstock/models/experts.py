@@ -1,0 +1,119 @@
+"""Checkpoints whose experts lie in one tensor: each by its own name, as weight rules know them.
+
+transformers keeps a layer's experts as `gate_up_proj` [E, 2·I, D], gate above up, and `down_proj`
+[E, D, I]; gpt-oss has both transposed, the columns of gate and up in turns, and biases beside them.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from penstock.errors import WeightsError
+from penstock.models.over import Over
+from penstock.models.quantized import QuantizedCheckpoint
+from penstock.models.weights import Checkpoint
+from penstock.quant import Codes, Scheme
+
+_JOINED = re.compile(r"(?P<at>.+\.experts)\.(?P<what>gate_up_proj|down_proj)(?P<bias>_bias)?")
+
+Half = Literal["gate_proj", "up_proj", "down_proj"]
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """Where one expert's matrix or bias lies."""
+
+    joined: str
+    expert: int
+    half: Half
+
+
+def has_joined_experts(checkpoint: Checkpoint | QuantizedCheckpoint) -> bool:
+    """Whether any layer's experts lie in one tensor."""
+    return any(_JOINED.fullmatch(name) for name in checkpoint.names())
+
+
+class SplitExperts(Over):
+    """`base` with each expert's `gate_proj`, `up_proj` and `down_proj` by themselves."""
+
+    def __init__(self, base: Checkpoint | QuantizedCheckpoint, *, in_turns: bool) -> None:
+        """in_turns: matrices are transposed, and gate's columns and up's alternate.
+
+        Raises WeightsError for a tensor that isn't one of experts.
+        """
+        super().__init__(base)
+        self._stored, self._in_turns = base, in_turns
+        self._parts: dict[str, _Part] = {}
+        self._whole: list[str] = []
+        self._last: tuple[str, Tensor] = ("", torch.empty(0))
+        for name in base.names():
+            match = _JOINED.fullmatch(name)
+            if match is None:
+                self._whole.append(name)
+                continue
+            shape, dims = base.shape(name), 2 if match["bias"] else 3
+            if len(shape) != dims or (match["what"] == "gate_up_proj" and self._rows(shape) % 2):
+                raise WeightsError(
+                    f"{name} has the shape {list(shape)}, which isn't that of experts' "
+                    f"{match['what']}."
+                )
+            halves: tuple[Half, ...] = ("down_proj",)
+            if match["what"] == "gate_up_proj":
+                halves = ("gate_proj", "up_proj")
+            last = "bias" if match["bias"] else "weight"
+            for e in range(shape[0]):
+                for half in halves:
+                    self._parts[f"{match['at']}.{e}.{half}.{last}"] = _Part(name, e, half)
+
+    def _rows(self, shape: tuple[int, ...]) -> int:
+        """N of an expert's matrix, or of its bias."""
+        return shape[-1] if len(shape) == 2 or self._in_turns else shape[1]
+
+    def names(self) -> list[str]:
+        """Every tensor's name, sorted."""
+        return sorted([*self._whole, *self._parts])
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """A tensor's shape, without reading it."""
+        part = self._parts.get(name)
+        if part is None:
+            return self._base.shape(name)
+        shape = self._base.shape(part.joined)
+        rows = self._rows(shape) // (1 if part.half == "down_proj" else 2)
+        if len(shape) == 2:
+            return (rows,)
+        return rows, shape[1] if self._in_turns else shape[2]
+
+    def stored_as(self, name: str) -> str:
+        """The name of a tensor's elements, or a matrix's scheme."""
+        part = self._parts.get(name)
+        return self._stored.stored_as(name if part is None else part.joined)
+
+    def scheme(self, name: str) -> Scheme | None:
+        """How a tensor is quantized; those that are split aren't."""
+        return None if name in self._parts else self._base.scheme(name)
+
+    def read(self, name: str) -> Tensor | Codes:
+        """A tensor, or codes."""
+        part = self._parts.get(name)
+        if part is None:
+            return self._base.read(name)
+        if self._last[0] != part.joined:
+            found = self._base.read(part.joined)
+            assert isinstance(found, Tensor)
+            self._last = part.joined, found
+        own = self._last[1][part.expert]
+        if own.dim() == 2 and self._in_turns:
+            own = own.t()
+        return self._half(own, part.half).contiguous()
+
+    def _half(self, rows: Tensor, half: Half) -> Tensor:
+        if half == "down_proj":
+            return rows
+        i = 0 if half == "gate_proj" else 1
+        return rows[i::2] if self._in_turns else rows.chunk(2)[i]
