@@ -142,8 +142,9 @@ CASES: dict[str, Case] = {
         decoder_sparse_step=2,
         mlp_only_layers=[1],
     ),
-    "gpt-oss": _case("GptOss", head_dim=24, num_local_experts=6, num_experts_per_tok=2,
-                     sliding_window=18),
+    "gpt-oss": _case(
+        "GptOss", head_dim=24, num_local_experts=6, num_experts_per_tok=2, sliding_window=18
+    ),
     "gpt2": Case(
         "GPT2LMHeadModel",
         "GPT2Config",

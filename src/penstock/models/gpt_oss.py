@@ -36,6 +36,7 @@ _YARN = {
 
 _RULES = (
     Rename("model.layers.{i}.self_attn.sinks", "layers.{i}.attention.sinks.weight"),
+    Rename("model.layers.{i}.self_attn.sinks.weight", "layers.{i}.attention.sinks.weight"),  # GGUF
     *expert_rules("mlp", "gate_proj", "up_proj", "down_proj", router="router"),
     *DENSE_RULES,
 )

@@ -152,9 +152,7 @@ class Experts(nn.Module):
         self.hidden = hidden
         own = Dense(dtype, up.storage)
         count, wide, biased = experts.count, spec.intermediate, spec.bias
-        self.router = Linear(
-            hidden, count, experts.router_bias, own, out_dtype=torch.float32
-        )
+        self.router = Linear(hidden, count, experts.router_bias, own, out_dtype=torch.float32)
         self.up = ExpertBank(count, hidden, wide, biased, up, gated=True)
         self.down = ExpertBank(count, wide, hidden, biased, down)
 

@@ -93,11 +93,11 @@ def experts(
     weights, chosen = route(logits, k, normalize)
     rows, starts, places = sort_tokens(chosen, count)
     hidden = grouped_linear(
-        x, up, up_scale, up_zero, up_bias, rows, starts, intermediate, up_row_codes, activation, True,
-        None, up_levels, up_outer, up_input_scale,
+        x, up, up_scale, up_zero, up_bias, rows, starts, intermediate, up_row_codes, activation,
+        True, None, up_levels, up_outer, up_input_scale,
     )  # fmt: skip
     y = grouped_linear(
-        hidden, down, down_scale, down_zero, down_bias, None, starts, out_features, down_row_codes, 0,
-        False, None, down_levels, down_outer, down_input_scale,
+        hidden, down, down_scale, down_zero, down_bias, None, starts, out_features,
+        down_row_codes, 0, False, None, down_levels, down_outer, down_input_scale,
     )  # fmt: skip
     return combine(y, places, weights)

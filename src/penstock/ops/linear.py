@@ -51,8 +51,8 @@ from penstock.ops.stored import dense, half, unpack_quantized, width
 
 Activation = Literal["none", "silu", "gelu", "gelu_tanh", "swiglu_oai"]
 ACTIVATIONS: tuple[Activation, ...] = ("none", "silu", "gelu", "gelu_tanh", "swiglu_oai")
-"""What `activation` counts in. The last has a gate only: min(gate, 7) · σ(1.702 · min(gate, 7)) times
-up within ±7, plus 1 (openai/gpt-oss, arXiv:2508.10925)."""
+"""What `activation` counts in. The last comes with a gate: g · σ(1.702 · g) with g = min(gate, 7),
+times up within ±7, plus 1 (openai/gpt-oss, arXiv:2508.10925)."""
 
 _LIMIT, _ALPHA = 7.0, 1.702
 """Of swiglu_oai."""

@@ -26,6 +26,7 @@ ARCHITECTURES = {
     "Qwen2ForCausalLM": "qwen2",
     "Qwen3ForCausalLM": "qwen3",
     "Qwen3MoeForCausalLM": "qwen3moe",
+    "GptOssForCausalLM": "gpt-oss",
     "OlmoeForCausalLM": "olmoe",
     "MixtralForCausalLM": "llama",
     "Gemma2ForCausalLM": "gemma2",
@@ -137,8 +138,11 @@ def write_config(writer: gguf.GGUFWriter, c: Any, arch: str) -> None:
     if experts:
         writer.add_expert_count(experts)
         writer.add_expert_used_count(c.num_experts_per_tok)
-    if arch == "qwen3moe":
-        writer.add_expert_feed_forward_length(c.moe_intermediate_size)
+    if arch == "gpt-oss":
+        writer.add_sliding_window(c.sliding_window)
+    if arch in ("qwen3moe", "gpt-oss"):
+        inner = getattr(c, "moe_intermediate_size", c.intermediate_size)
+        writer.add_expert_feed_forward_length(inner)
 
 
 def write_tensors(
@@ -169,11 +173,18 @@ def _as_stored(model: Any) -> dict[str, Tensor]:
     """The tensors as a converter meets them: gate and up apart, under the names of the Hub."""
     found: dict[str, Tensor] = {}
     for name, tensor in model.state_dict().items():
+        oss, last = model.config.model_type == "gpt_oss", "weight"
+        if ".experts." in name and name.endswith("_bias"):
+            name, last = name.removesuffix("_bias"), "bias"
+        elif ".experts." in name and oss:
+            tensor = tensor.transpose(1, 2)
         if name.endswith("experts.gate_up_proj"):
-            gate, up = tensor.chunk(2, 1)
+            gate, up = (tensor[:, i::2] for i in (0, 1)) if oss else tensor.chunk(2, 1)
             stem = name.removesuffix("gate_up_proj")
-            found |= {f"{stem}gate_proj.weight": gate, f"{stem}up_proj.weight": up}
+            found |= {f"{stem}gate_proj.{last}": gate, f"{stem}up_proj.{last}": up}
         elif name.endswith("experts.down_proj"):
+            found[f"{name}.{last}"] = tensor
+        elif name.endswith(".sinks"):
             found[f"{name}.weight"] = tensor
         else:
             found[name] = tensor

@@ -28,6 +28,12 @@ _MIXTRAL = {
     for x, w in (("gate", "w1"), ("up", "w3"), ("down", "w2"))
 }
 _MIXTRAL["ffn_gate_inp"] = f"{_LAYER}block_sparse_moe.gate"
+_GPT_OSS = _EXPERTS | {
+    "ffn_gate_inp": f"{_LAYER}mlp.router",
+    "attn_sinks": f"{_LAYER}self_attn.sinks",
+    "attn_norm": f"{_LAYER}input_layernorm",
+    "post_attention_norm": f"{_LAYER}post_attention_layernorm",
+}
 _NORMS = {
     "attn_norm": f"{_LAYER}input_layernorm",
     "ffn_norm": f"{_LAYER}post_attention_layernorm",
@@ -195,6 +201,19 @@ def _olmoe(m: Metadata, c: Container) -> Config:
     return _experts(m, config)
 
 
+def _gpt_oss(m: Metadata, c: Container) -> Config:
+    config = _rms_model(m, c, "GptOssForCausalLM")
+    _scale(m, config)
+    inner = m.integer(m.own("expert_feed_forward_length"), config["intermediate_size"])
+    config["intermediate_size"] = inner
+    config["sliding_window"] = m.integer(m.own("attention.sliding_window"), 0) or None
+    if "rope_scaling" in config:
+        config["rope_scaling"]["truncate"] = False  # as it was trained; no key says it
+    else:
+        config["rope_parameters"] = {"rope_type": "default"}
+    return _experts(m, config)
+
+
 def _smollm3(m: Metadata, c: Container) -> Config:
     config = _biases(c, _rms_model(m, c, "SmolLM3ForCausalLM"))
     _scale(m, config)
@@ -298,6 +317,7 @@ ARCHITECTURES: dict[str, Architecture] = {
     "qwen3": Architecture(_qwen3, _DENSE | _QK_NORMS),
     "qwen3moe": Architecture(_qwen3_moe, _OUTER | _ATTENTION | _QK_NORMS | _NORMS | _EXPERTS),
     "olmoe": Architecture(_olmoe, _OUTER | _ATTENTION | _QK_NORMS | _NORMS | _EXPERTS),
+    "gpt-oss": Architecture(_gpt_oss, _OUTER | _ATTENTION | _GPT_OSS),
     "smollm3": Architecture(_smollm3, _DENSE, rotated=_QK),
     "gemma2": Architecture(_gemma2, _OUTER | _ATTENTION | _MLP | _SANDWICH, norm_shift=1.0),
     "gemma3": Architecture(

@@ -29,6 +29,7 @@ _MODEL_TYPES = {
     "MistralForCausalLM": "mistral",
     "MixtralForCausalLM": "mixtral",
     "Qwen3MoeForCausalLM": "qwen3_moe",
+    "GptOssForCausalLM": "gpt_oss",
 }
 """Where `config.json` says another `model_type` than GGUF's architecture."""
 

@@ -33,10 +33,11 @@ def _experts(named: str, tensor: TensorInfo) -> Iterator[tuple[str, TensorInfo]]
     if "{e}" not in named:
         yield named, tensor
         return
-    if len(tensor.shape) != 3:
+    bias = named.endswith(".bias")
+    if len(tensor.shape) != (2 if bias else 3):
         raise WeightsError(
-            f"{tensor.name} has the shape {list(tensor.shape)}, not that of a matrix for each "
-            "expert."
+            f"{tensor.name} has the shape {list(tensor.shape)}, not that of a "
+            f"{'bias' if bias else 'matrix'} for each expert."
         )
     count, *shape = tensor.shape
     each = tensor.data.reshape(count, -1)

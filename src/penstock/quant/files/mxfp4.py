@@ -1,7 +1,9 @@
 """Matrices in MXFP4 as gpt-oss stores them: `<weight>_blocks` and `<weight>_scales`.
 
 Blocks are bytes [N, K / 32, 16], the first of two values in the low half; scales are bytes
-[N, K / 32], exponents less 127. Experts have one more dimension in front. Source: OCP Microscaling Formats 1.0; openai/gpt-oss, arXiv:2508.10925.
+[N, K / 32], exponents less 127. Experts have one more dimension in front, and the rows of their
+`gate_up_proj` are gate's and up's in turns. Source: OCP Microscaling Formats 1.0; openai/gpt-oss,
+arXiv:2508.10925.
 """
 
 from __future__ import annotations
