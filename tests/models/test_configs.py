@@ -108,6 +108,16 @@ def test_what_is_special_about_published_configs(read: Any) -> None:
     assert layers("Phi-3-mini-4k")[0].attention.window == 2047
     assert layers("pythia-70m")[0].attention.rope.rotary_dim == 16
     assert layers("pythia-70m")[0].parallel
+    mixed = layers("Qwen3-30B-A3B")[0].mlp
+    assert (mixed.intermediate, mixed.experts.count, mixed.experts.per_token) == (768, 128, 8)
+    assert mixed.experts.normalize
+    assert not layers("OLMoE-1B-7B-0924")[0].mlp.experts.normalize
+    oss = layers("gpt-oss-20b")
+    assert [x.attention.window for x in oss] == [128, 0] * 12
+    assert oss[0].attention.sinks
+    rope = oss[0].attention.rope
+    assert (rope.kind, rope.factor, rope.truncate, rope.theta) == ("yarn", 32.0, False, 150000.0)
+    assert (oss[0].mlp.activation, oss[0].mlp.bias) == ("swiglu_oai", True)
 
 
 def test_absent_and_null_differ(read: Any) -> None:
@@ -247,6 +257,10 @@ def _rope(**keys: Any) -> dict[str, Any]:
 REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("llama", {"quantization": {"bits": 4}}, "only quantization_config is read"),
     ("llama", {"num_local_experts": 8}, "mixtures of experts"),
+    ("olmoe", {"num_experts_per_tok": 13}, "13 is more than the 12 experts"),
+    ("qwen3-moe", {"mlp_only_layers": "1"}, "mlp_only_layers must be a list"),
+    ("qwen3-moe", {"decoder_sparse_step": 0}, "decoder_sparse_step must be a positive integer"),
+    ("gpt-oss", {"swiglu_limit": 6.0}, "swiglu_limit=6.0"),
     ("llama", {"attention_multiplier": 0.0078125}, "attention_multiplier=0.0078125"),
     ("llama", {"residual_multiplier": 0.22}, "residual_multiplier"),
     ("llama", {"alibi": True}, "ALiBi"),
@@ -341,7 +355,9 @@ def test_unread_keys_are_named_in_one_warning(read: Any) -> None:
 
 
 def test_unknown_architectures(read: Any) -> None:
-    with pytest.raises(UnsupportedModelError, match=r"Did you mean 'Qwen2ForCausalLM'\?.*Built: "):
+    with pytest.raises(
+        UnsupportedModelError, match=r"Did you mean 'Qwen3MoeForCausalLM'\?.*Built: "
+    ):
         read({"architectures": ["Qwen2MoeForCausalLM"]})
     with pytest.raises(UnsupportedModelError, match="model_type 'bert'"):
         read({"model_type": "bert"})

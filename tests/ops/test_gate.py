@@ -60,7 +60,9 @@ def test_a_bias_that_cant_be_halved() -> None:
 
 
 WRONG = {
-    "activation 0 isn't 1, 2 or 3": (64, 0, False, 64, None),
+    "there is no activation": (64, 0, False, 64, None),
+    "activation 5 isn't one of 0": (64, 5, False, 64, None),
+    "activation 4 comes with a gate": (64, 4, False, 64, None),
     "64 columns don't give 60": (64, 1, False, 60, None),
     "64 columns don't give 33 with a gate": (64, 1, True, 33, None),
     "out_dtype must be float32 or bfloat16": (64, 1, False, 64, torch.float16),

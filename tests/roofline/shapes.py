@@ -7,7 +7,15 @@ from dataclasses import replace
 import torch
 
 from penstock.cache import PagedLayout
-from penstock.nn import AttentionSpec, DecoderSpec, LayerSpec, MlpSpec, NormSpec, RopeSpec
+from penstock.nn import (
+    AttentionSpec,
+    DecoderSpec,
+    ExpertsSpec,
+    LayerSpec,
+    MlpSpec,
+    NormSpec,
+    RopeSpec,
+)
 from penstock.quant import Dense, WeightFormats
 from penstock.roofline import CostModel
 
@@ -39,3 +47,11 @@ def costs(
 ) -> CostModel:
     heads = tuple((x.attention.num_kv_heads, x.attention.head_dim) for x in spec.layers)
     return CostModel(spec, formats, PagedLayout(heads, dtype, 32), dtype)
+
+
+def of_experts() -> DecoderSpec:
+    """Qwen3-30B-A3B's layer, and a dense one: 4,096 and 512 rows of q and of kv, 128 experts."""
+    attention = AttentionSpec(32, 4, 128, 128**-0.5, RopeSpec(1e6, 128), qk_norm="head")
+    many = MlpSpec(768, experts=ExpertsSpec(128, 8, normalize=True))
+    layers = (LayerSpec(attention, many), LayerSpec(attention, MlpSpec(6144)))
+    return DecoderSpec(151936, 2048, (*layers, layers[0]), NormSpec(), 40960)

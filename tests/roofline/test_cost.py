@@ -122,7 +122,7 @@ def test_each_operator_of_a_prompt() -> None:
     """Qwen's shape, 10 tokens of a prompt of 30, its last one sampled."""
     rows = {row.op: row for row in costs(qwen()).ops(StepSize([10], [30], 1))}
     assert {name: row.calls for name, row in rows.items()} == {
-        "embedding": 2, "norm": 0, "head": 1, "softcap": 0,
+        "embedding": 2, "norm": 0, "experts": 0, "head": 1, "softcap": 0,
         **dict.fromkeys(("qkv", "rotary", "attention", "out", "up", "down"), 24),
     }  # fmt: skip
     up = rows["up"]

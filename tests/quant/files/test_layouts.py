@@ -490,11 +490,39 @@ def test_mxfp4_as_gpt_oss_stores_it() -> None:
     )
 
 
+def test_mxfp4_of_experts() -> None:
+    """Each by itself, the rows of gate and up out of their turns."""
+    from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+
+    torch.manual_seed(0)
+    stored, want = {}, {}
+    for what, rows in (("gate_up_proj", 24), ("down_proj", 10)):
+        blocks = torch.randint(0, 256, (5, rows, 2, 16), dtype=torch.uint8)
+        scales = torch.randint(110, 130, (5, rows, 2), dtype=torch.uint8)
+        stored |= {f"m.experts.{what}_blocks": blocks, f"m.experts.{what}_scales": scales}
+        want[what] = convert_moe_packed_tensors(blocks, scales, dtype=torch.float32)
+    found = find_matrices({"quant_method": "mxfp4"}, Memory(stored)).matrices
+    assert len(found) == 3 * 5
+    for e in range(5):
+        for name, values in {
+            "gate_proj": want["gate_up_proj"][e, :, 0::2],
+            "up_proj": want["gate_up_proj"][e, :, 1::2],
+            "down_proj": want["down_proj"][e],
+        }.items():
+            matrix = found[f"m.experts.{e}.{name}.weight"]
+            read = matrix.read()
+            assert isinstance(read, Codes)
+            assert read.scheme.name == "mxfp4"
+            assert matrix.shape == read.shape == tuple(values.T.shape)
+            assert torch.equal(read.dequantize(), values.T)
+
+
 @pytest.mark.parametrize(
     ("blocks", "scales", "error", "says"),
     [
-        ((8, 24, 4, 16), (8, 24, 4), UnsupportedModelError, "holds 8 experts"),
-        ((24, 4, 8), (24, 4), WeightsError, r"shape \[24, 4, 8\], not \[N, K / 32, 16\]"),
+        ((8, 24, 4, 16), (8, 24, 3), WeightsError, r"shape \[8, 24, 3\], but its matrix needs"),
+        ((24, 4, 8), (24, 4), WeightsError, r"shape \[24, 4, 8\], neither \[N, K / 32, 16\] nor"),
+        ((24, 16), (24,), WeightsError, r"shape \[24, 16\], neither"),
         ((24, 4, 16), (24, 3), WeightsError, r"shape \[24, 3\], but its matrix needs \[24, 4\]"),
         ((24, 4, 16), None, WeightsError, r"has no a\.weight_scales beside it"),
     ],

@@ -1,0 +1,212 @@
+"""`experts` in one native call, against the operators that it is made of."""
+
+from __future__ import annotations
+
+from itertools import count
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import GptOssConfig, MixtralConfig
+from transformers.models.gpt_oss.modeling_gpt_oss import GptOssMLP
+from transformers.models.mixtral.modeling_mixtral import MixtralSparseMoeBlock
+
+from penstock import ops
+from penstock.kernels import native
+from penstock.quant import Dense, WeightFormat, format_of, parse_scheme
+
+D, WIDE, E = 64, 36, 11
+SILU, OAI = (ops.ACTIVATIONS.index(name) for name in ("silu", "swiglu_oai"))
+PARTS = ("weight", "scale", "zero", "outer", "input_scale")
+FORMATS: dict[str, WeightFormat] = {
+    "float32": Dense(torch.float32),
+    "bfloat16": Dense(torch.bfloat16),
+    **{
+        name: format_of(parse_scheme(name))
+        for name in ("w8a8", "w8a16-g32-asym", "w4a8-g32-asym", "w4a16", "fp8", "mxfp4", "nvfp4")
+    },
+}
+
+needs_native = pytest.mark.skipif(native.handle is None, reason=f"no native: {native.reason}")
+
+
+def randn(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def rows(tokens: int, name: str = "float32", seed: int = 0) -> Tensor:
+    return randn(tokens, D, seed=seed).to(torch.float32 if name == "float32" else torch.bfloat16)
+
+
+def arguments(
+    name: str = "float32", k: int = 3, *, normalize: bool = True, activation: int = SILU,
+    biased: bool = False,
+) -> tuple[Any, ...]:  # fmt: skip
+    """All of an operator's but x, of E experts in the format `name`."""
+    held, seed = FORMATS[name], count(1)
+    dense = Dense(torch.float32 if name == "float32" else torch.bfloat16)
+    router = dense.pack(randn(E, D, seed=99) / 4)["weight"]
+
+    def bank(n: int, depth: int, gated: bool) -> tuple[Tensor | None, ...]:
+        whole = 2 * n if gated else n
+        packed = [
+            held.pack(randn(whole, depth, seed=next(seed)) / depth**0.5, gated) for _ in range(E)
+        ]
+        parts = tuple(
+            torch.stack([each[part] for each in packed]) if part in packed[0] else None
+            for part in PARTS
+        )
+        return *parts, randn(E, whole, seed=next(seed)) if biased else None
+
+    codes, levels = held.row_codes, held.levels
+    return (
+        router, randn(E, seed=98) if biased else None, *bank(WIDE, D, True), *bank(D, WIDE, False),
+        k, normalize, WIDE, D, activation, codes, levels, codes, levels,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize("normalize", [False, True])
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("tokens", [1, 2, 40])
+@pytest.mark.usefixtures("isa")
+@needs_native
+def test_one_call_is_its_parts(tokens: int, name: str, normalize: bool, biased: bool) -> None:
+    """The reference goes through `route`, `sort_tokens`, `grouped_linear` and `combine`, of which
+    the products are native, too: what differs is the last bit of a softmax."""
+    activation = OAI if biased else SILU
+    given = arguments(name, normalize=normalize, activation=activation, biased=biased)
+    x = rows(tokens, name)
+    got, want = ops.experts(x, *given), ops.op("experts").reference(x, *given)
+    near = 1e-5 if name == "float32" else 1e-2
+    torch.testing.assert_close(got, want, rtol=near, atol=near)
+
+
+@pytest.mark.parametrize("name", ["float32", "bfloat16", "w8a8", "w4a8-g32-asym", "mxfp4"])
+@pytest.mark.parametrize("threads", [1, 2, 3])
+@pytest.mark.usefixtures("isa", "restore")
+@needs_native
+def test_a_token_s_bits_are_its_own(name: str, threads: int) -> None:
+    """Alone, among others, in strided rows, and with any number of threads."""
+    given, x = arguments(name, biased=True), rows(70, name)
+    torch.set_num_threads(1)
+    want = torch.cat([ops.experts(x[t : t + 1], *given) for t in range(70)])
+    torch.set_num_threads(threads)
+    wide = torch.cat((rows(70, name, seed=5), x), 1)
+    assert torch.equal(ops.experts(wide[:, D:], *given), want)
+    for part in (slice(0, 2), slice(3, 24), slice(24, 70)):
+        assert torch.equal(ops.experts(x[part], *given), want[part])
+
+
+@pytest.mark.parametrize("k", [1, 2, E])
+@pytest.mark.usefixtures("isa")
+@needs_native
+def test_all_tokens_to_few_experts_and_to_all(k: int) -> None:
+    given = list(arguments(k=k))
+    x = rows(33)
+    x[:] = x[:1]  # all choose the same
+    got = ops.experts(x, *given)
+    torch.testing.assert_close(got, ops.op("experts").reference(x, *given), rtol=1e-5, atol=1e-5)
+    assert all(torch.equal(row, got[0]) for row in got)
+
+
+@pytest.mark.usefixtures("isa")
+@needs_native
+def test_ties_go_to_the_first_expert_and_nan_stays_in_its_row() -> None:
+    """Two experts with the same router row; the second is never reached with k = 1."""
+    given = list(arguments(k=1))
+    router = randn(E, D, seed=99)
+    router[4] = router[2] = 10 * router[2].abs()
+    given[0] = Dense(torch.float32).pack(router)["weight"]
+    given[8] = given[8].clone()  # down's weight
+    x = rows(5).abs()
+    want = ops.experts(x, *given)
+    given[8][4] = float("nan")
+    assert torch.equal(ops.experts(x, *given), want)
+    sick = x.clone()
+    sick[1, 3] = float("nan")
+    found = ops.experts(sick, *given)
+    well = [0, 2, 3, 4]
+    assert torch.equal(found[well], want[well])
+    assert found[1].isnan().all()
+
+
+def test_nothing_for_no_tokens() -> None:
+    assert ops.experts(rows(0), *arguments()).shape == (0, D)
+
+
+def test_what_doesn_t_fit_is_refused() -> None:
+    with pytest.raises(RuntimeError, match=f"{E + 1} experts a token can't be chosen of {E}"):
+        ops.experts(rows(2), *arguments(k=E + 1))
+    with pytest.raises(RuntimeError, match="0 experts a token can't be chosen"):
+        ops.experts(rows(2), *arguments(k=0))
+
+
+@needs_native
+def test_banks_of_other_sizes_are_refused() -> None:
+    given = list(arguments())
+    given[8] = given[8][:-1].contiguous()  # down, of one expert fewer
+    with pytest.raises(RuntimeError, match=f"must be contiguous and of {E} experts"):
+        ops.experts(rows(2), *given)
+    given = list(arguments())
+    given[2] = given[2].transpose(0, 1)
+    with pytest.raises(RuntimeError, match="experts"):
+        ops.experts(rows(2), *given)
+
+
+def _of(name: str, bank: Tensor, gated: bool) -> Tensor:
+    return torch.stack([FORMATS[name].pack(own.contiguous(), gated)["weight"] for own in bank])
+
+
+def test_transformers_mixtral_block() -> None:
+    config = MixtralConfig(
+        hidden_size=D, intermediate_size=WIDE, num_local_experts=E, num_experts_per_tok=3
+    )
+    torch.manual_seed(0)
+    block = MixtralSparseMoeBlock(config).eval()
+    for parameter in block.parameters():
+        torch.nn.init.normal_(parameter, std=0.2)
+    own = dict(block.named_parameters())
+    x = rows(20)
+    with torch.inference_mode():
+        found = block(x[None])
+        want = (found[0] if isinstance(found, tuple) else found)[0]
+        up, down = own["experts.gate_up_proj"], own["experts.down_proj"]
+        router = Dense(torch.float32).pack(own["gate.weight"])["weight"]
+        none = (None,) * 5
+        got = ops.experts(
+            x, router, None, _of("float32", up, True), *none, _of("float32", down, False), *none,
+            3, True, WIDE, D, SILU,
+        )  # fmt: skip
+    torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
+
+
+def test_transformers_gpt_oss_block() -> None:
+    """Columns of gate and up in turns, biases, clamps: values reach well beyond 7."""
+    config = GptOssConfig(
+        hidden_size=D, intermediate_size=WIDE, num_local_experts=E, num_experts_per_tok=4
+    )
+    torch.manual_seed(0)
+    block = GptOssMLP(config).eval()
+    for parameter in block.parameters():
+        torch.nn.init.normal_(parameter, std=0.7)
+    own = dict(block.named_parameters())
+    x = rows(20)
+    with torch.inference_mode():
+        want = block(x[None])[0][0]
+        joined = own["experts.gate_up_proj"].transpose(1, 2)
+        assert (joined @ x.t()).abs().max() > 14
+        up = torch.cat((joined[:, 0::2], joined[:, 1::2]), 1)
+        of_up = own["experts.gate_up_proj_bias"]
+        of_up = torch.cat((of_up[:, 0::2], of_up[:, 1::2]), 1).contiguous()
+        down = own["experts.down_proj"].transpose(1, 2)
+        router = Dense(torch.float32).pack(own["router.weight"])["weight"]
+        none = (None,) * 4
+        got = ops.experts(
+            x, router, own["router.bias"].detach(),
+            _of("float32", up, True), *none, of_up,
+            _of("float32", down, False), *none, own["experts.down_proj_bias"].detach(),
+            4, True, WIDE, D, OAI,
+        )  # fmt: skip
+    torch.testing.assert_close(got, want, rtol=1e-4, atol=2e-3)
