@@ -71,6 +71,30 @@ SHAPES: dict[str, dict[str, Any]] = {
         "tie_word_embeddings": True,
         "torch_dtype": "bfloat16",
     },
+    "qwen3-30b-a3b-4l": {  # four of its 48 layers; a vocabulary that doesn't outweigh them
+        "architectures": ["Qwen3MoeForCausalLM"],
+        "model_type": "qwen3_moe",
+        "attention_bias": False,
+        "decoder_sparse_step": 1,
+        "head_dim": 128,
+        "hidden_act": "silu",
+        "hidden_size": 2048,
+        "intermediate_size": 6144,
+        "max_position_embeddings": 40960,
+        "mlp_only_layers": [],
+        "moe_intermediate_size": 768,
+        "norm_topk_prob": True,
+        "num_attention_heads": 32,
+        "num_experts": 128,
+        "num_experts_per_tok": 8,
+        "num_hidden_layers": 4,
+        "num_key_value_heads": 4,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 1000000.0,
+        "tie_word_embeddings": False,
+        "torch_dtype": "bfloat16",
+        "vocab_size": 32768,
+    },
     "tiny": {
         **_QWEN,
         "hidden_size": 64,
@@ -85,8 +109,8 @@ SHAPES: dict[str, dict[str, Any]] = {
 
 
 def tensor_shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
-    """Every tensor of a tied checkpoint of `config`, by its name in the hub's format."""
-    hidden, inner = config["hidden_size"], config["intermediate_size"]
+    """Every tensor of a checkpoint of `config`, by its name in the hub's format."""
+    hidden = config["hidden_size"]
     dim = config.get("head_dim", hidden // config["num_attention_heads"])
     rows = {
         "q": config["num_attention_heads"] * dim,
@@ -103,13 +127,28 @@ def tensor_shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
             if config["model_type"] == "qwen2":
                 shapes[f"{layer}self_attn.{name}_proj.bias"] = (count,)
         shapes[f"{layer}self_attn.o_proj.weight"] = (hidden, rows["q"])
-        shapes[f"{layer}mlp.gate_proj.weight"] = (inner, hidden)
-        shapes[f"{layer}mlp.up_proj.weight"] = (inner, hidden)
-        shapes[f"{layer}mlp.down_proj.weight"] = (hidden, inner)
+        if config["model_type"] == "qwen3_moe":
+            shapes[f"{layer}self_attn.q_norm.weight"] = (dim,)
+            shapes[f"{layer}self_attn.k_norm.weight"] = (dim,)
+            shapes[f"{layer}mlp.gate.weight"] = (config["num_experts"], hidden)
+        for block, wide in _feed_forwards(config):
+            shapes[f"{layer}{block}.gate_proj.weight"] = (wide, hidden)
+            shapes[f"{layer}{block}.up_proj.weight"] = (wide, hidden)
+            shapes[f"{layer}{block}.down_proj.weight"] = (hidden, wide)
         shapes[f"{layer}input_layernorm.weight"] = (hidden,)
         shapes[f"{layer}post_attention_layernorm.weight"] = (hidden,)
     shapes["model.norm.weight"] = (hidden,)
+    if not config["tie_word_embeddings"]:
+        shapes["lm_head.weight"] = (config["vocab_size"], hidden)
     return shapes
+
+
+def _feed_forwards(config: dict[str, Any]) -> list[tuple[str, int]]:
+    """A layer's feed-forward blocks and their widths: one, or each expert's."""
+    if "num_experts" not in config:
+        return [("mlp", config["intermediate_size"])]
+    width = config["moe_intermediate_size"]
+    return [(f"mlp.experts.{e}", width) for e in range(config["num_experts"])]
 
 
 def _shards(shapes: dict[str, tuple[int, ...]]) -> Iterator[list[str]]:

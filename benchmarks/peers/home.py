@@ -39,8 +39,11 @@ def digest(checkpoint: Path) -> str:
 
 
 def sizes(checkpoint: Path) -> Sizes:
-    """Counted in the headers of the weights; a tied head is the embedding."""
-    matrices, heads = 0, {}
+    """Counted in the headers of the weights; a tied head is the embedding, and of experts those
+    count that a token takes."""
+    matrices, heads = 0.0, {}
+    config = json.loads((checkpoint / "config.json").read_text())
+    share = config.get("num_experts_per_tok", 1) / config.get("num_experts", 1)
     for file in checkpoint.glob("*.safetensors"):
         with file.open("rb") as stream:
             (length,) = struct.unpack("<Q", stream.read(8))
@@ -48,11 +51,11 @@ def sizes(checkpoint: Path) -> Sizes:
         for name, tensor in header.items():
             shape = tensor.get("shape", [])
             if len(shape) == 2 and ".layers." in name:
-                matrices += shape[0] * shape[1]
+                matrices += shape[0] * shape[1] * (share if ".experts." in name else 1.0)
             elif len(shape) == 2:
                 heads[name] = shape[0] * shape[1]
     head = heads.get("lm_head.weight", max(heads.values(), default=0))
-    return Sizes(matrices, head)
+    return Sizes(round(matrices), head)
 
 
 def once(folder: Path, make: Callable[[Path], None]) -> Path:

@@ -14,6 +14,8 @@ from safetensors import safe_open
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from penstock.models.load import load_model
+from penstock.models.registry import read_spec
+from penstock.models.weights import plan_weights
 
 
 @pytest.mark.parametrize(
@@ -31,6 +33,20 @@ def test_shapes_are_transformers_own(
     ours = make_checkpoint.tensor_shapes(config)
     assert ours == theirs
     assert sum(map(math.prod, ours.values())) == parameters
+
+
+def test_a_shape_with_experts(make_checkpoint: ModuleType, tmp_path: Path) -> None:
+    """As many values as transformers', whose experts lie in one tensor; all names have places."""
+    config = make_checkpoint.SHAPES["qwen3-30b-a3b-4l"]
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(tmp_path))
+    ours = make_checkpoint.tensor_shapes(config)
+    count = sum(math.prod(shape) for shape in ours.values())
+    assert count == sum(p.numel() for p in model.parameters())
+    plans, unknown = plan_weights(ours, read_spec(tmp_path))
+    assert not unknown
+    assert all(None not in plan.parts for plan in plans.values())
 
 
 def test_it_loads_and_is_random(tiny: Path) -> None:

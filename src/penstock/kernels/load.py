@@ -164,12 +164,12 @@ native = load()
 
 
 BY_TORCH = {
-    "combine": "a few sums",
-    "grouped_linear": "each expert's product is linear's",
-    "route": "a few numbers",
-    "sort_tokens": "a few numbers",
+    "combine": "on a CPU part of experts",
+    "grouped_linear": "on a CPU part of experts",
+    "route": "on a CPU part of experts",
+    "sort_tokens": "on a CPU part of experts",
 }
-"""Operators without a native kernel, and why that isn't slow."""
+"""Operators without a native kernel of their own, and why that isn't slow."""
 
 
 def _vectors() -> str:
