@@ -152,10 +152,13 @@ thread_local Memory memory;
 
 }  // namespace
 
+std::atomic<int64_t> allocations{0};
+
 void* scratch(Scratch purpose, size_t bytes) {
   const int i = static_cast<int>(purpose);
   if (memory.bytes[i] < bytes) {
     std::free(memory.data[i]);
+    allocations++;
     const size_t unit = bytes < kLargePage / 2 ? 4096 : kLargePage;
     const size_t rounded = (bytes + bytes / 4 + unit - 1) / unit * unit;
     memory.data[i] = std::aligned_alloc(unit, rounded);
@@ -193,6 +196,9 @@ const char* penstock_isa() {
   using namespace penstock;
   return chosen < 0 ? nullptr : tables[chosen].name;
 }
+
+// How often memory has been taken from the system since the library was loaded.
+int64_t penstock_allocations() { return penstock::allocations.load(); }
 
 // Whether this machine can run `name`.
 int penstock_isa_available(const char* name) {

@@ -5,6 +5,7 @@
 // polynomial, nothing depends on the number of rows or threads, and denormals are zero.
 #pragma once
 
+#include <atomic>
 #include <cstddef>
 #include <cstdint>
 
@@ -489,5 +490,8 @@ enum class Scratch : int {
   places, picked, hidden, change, routed, products, count
 };
 void* scratch(Scratch purpose, size_t bytes);
+
+// How often scratch memory or a program's buffers have been taken from the system, by all threads.
+extern std::atomic<int64_t> allocations;
 
 }  // namespace penstock

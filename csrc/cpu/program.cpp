@@ -188,6 +188,7 @@ void Program::reserve(int64_t rows) {
     const size_t bytes = (need + 4095) / 4096 * 4096;
     buffer.data.reset();
     buffer.bytes = 0;
+    allocations++;
     buffer.data.reset(std::aligned_alloc(64, bytes));
     if (!buffer.data) throw std::bad_alloc();
     buffer.bytes = bytes;

@@ -70,6 +70,12 @@ class NativeLibrary:
                 f"it can run: {', '.join(self.available_isas()) or 'the reference'}."
             )
 
+    @property
+    def allocations(self) -> int:
+        """How often kernels and programs have taken memory from the system; results aren't counted,
+        which are torch's. In steps of sizes that there have been it stays what it is."""
+        return 0 if self.handle is None else int(self.handle.penstock_allocations())
+
     def read_bandwidth(self, buffer: torch.Tensor, threads: int) -> float:
         """Bytes per second of one pass of `threads` threads over a float32 buffer."""
         assert self.handle is not None
@@ -110,6 +116,7 @@ def _find() -> Path | None:
 
 def _declare(handle: ctypes.CDLL) -> None:
     handle.penstock_isa.restype = ctypes.c_char_p
+    handle.penstock_allocations.restype = ctypes.c_int64
     handle.penstock_select_isa.argtypes = [ctypes.c_char_p]
     handle.penstock_isa_available.argtypes = [ctypes.c_char_p]
     handle.penstock_read_bandwidth.restype = ctypes.c_double
