@@ -11,6 +11,7 @@ from xml.etree import ElementTree as ET
 import numpy as np
 import pytest
 import torch
+from tests.models.tiny import make_tiny
 from typer.testing import Result
 
 from penstock.bench import profile as benchmark
@@ -19,6 +20,7 @@ from penstock.bench.meter import Meter
 from penstock.cli.profile import _about_gaps
 from penstock.errors import KernelError
 from penstock.hardware import Hardware, Peaks
+from penstock.kernels import native
 from penstock.pipeline.vocabulary import reduce_vocabulary
 from penstock.roofline import OPS, StepRecord
 from penstock.roofline.gaps import Gaps
@@ -27,8 +29,8 @@ from penstock.runtime import load_runtime
 Run = Callable[..., Result]
 
 
-ROWS = set(OPS) - {"norm", "softcap"}
-"""What a Llama shows: its matrices take the norms along, and there is no cap."""
+ROWS = set(OPS) - {"norm", "softcap", "experts"}
+"""What a Llama shows: its matrices take the norms along, and there are neither cap nor experts."""
 
 
 @pytest.fixture(autouse=True)
@@ -122,6 +124,23 @@ def test_figures_follow_from_each_other(
             f["ts"] <= op["ts"] and op["ts"] + op["dur"] <= f["ts"] + f["dur"] for f in forwards
         )
     assert ET.parse(files["r.svg"]).getroot().tag.endswith("svg")
+
+
+@pytest.mark.skipif(native.handle is None, reason="nobody counts experts without a program")
+def test_a_mixture_of_experts(penstock: Run, tmp_path: Path) -> None:
+    """How many a step reads is counted as it runs, of prompts more than of a token."""
+    make_tiny("mixtral", tmp_path / "m")
+    kept = tmp_path / "p.json"
+    result = penstock(
+        "profile", tmp_path / "m", "--prompt-len", 40, "--output-len", 3, "--json", kept
+    )
+    assert result.exit_code == 0, result.output
+    assert "decode: 2.0 experts are read in a layer and step." in result.stdout
+    found = json.loads(kept.read_text())["results"]
+    assert found["decode"]["experts_read"] == 2.0 < found["prefill"]["experts_read"] <= 6.0
+    rows = {op["op"]: op for op in found["decode"]["ops"]}
+    assert not {"up", "down"} & rows.keys()
+    assert (rows["experts"]["calls"], rows["norm"]["calls"]) == (3, 2 * 3)
 
 
 def test_it_refuses_what_does_not_fit(penstock: Run, base_model: Path) -> None:

@@ -46,7 +46,8 @@ def test_the_rows_add_up(experts: int) -> None:
     size = StepSize([3, 1, 40], [60, 33, 40], 3, experts=experts)
     rows = {row.op: row for row in model.ops(size)}
     assert total(rows.values()) == model.cost(size)
-    assert rows["experts"].calls == 4  # two layers, and what they add to the residual
+    assert rows["experts"].calls == 2
+    assert rows["norm"].calls == 2 * 2  # before them, and what they add to the residual
     assert rows["up"].calls == rows["down"].calls == 1
     assert rows["experts"].unit == "int4"
     router = 2 * size.tokens * COUNT * D

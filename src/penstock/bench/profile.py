@@ -124,6 +124,7 @@ class PhaseProfile:
     parts: dict[str, float]  # seconds of that pass outside of the forward pass
     floor: Floor
     rows: list[Row]
+    experts: float | None = None  # read in a layer and step, on average; None: there are none
 
     @property
     def between_s(self) -> float:
@@ -142,6 +143,7 @@ class PhaseProfile:
             "floor_s": self.floor.seconds,
             "share_of_floor": self.floor.seconds / self.seconds,
             "bound": self.floor.bound,
+            "experts_read": self.experts,
             "ops": [{**asdict(row), "achieved": row.achieved} for row in self.rows],
         }
 
@@ -290,7 +292,15 @@ def _phase(
             sum(f.compute_s for f in floors) / len(plain),
         ),
         rows=rows,
+        experts=_experts_read(costs, [step for steps in timed for step in steps]),
     )
+
+
+def _experts_read(costs: CostModel, steps: Sequence[_Timed]) -> float | None:
+    """In a layer that has some, on average over the steps; None where nobody counted."""
+    layers = sum(layer.mlp.experts is not None for layer in costs.spec.layers)
+    counts = [step.record.size.experts for step in steps]
+    return sum(counts) / len(counts) / layers if layers and all(counts) else None
 
 
 def _rows(

@@ -231,6 +231,11 @@ def _remarks(found: Profile) -> list[str]:
             "Below zero between operators: timing each costs about a microsecond, and the machine "
             "was busier while they were timed."
         )
+    lines += [
+        f"{phase.name}: {phase.experts:.1f} experts are read in a layer and step."
+        for phase in found.phases
+        if phase.experts is not None
+    ]
     lines += _about_gaps(found)
     return [
         *lines,

@@ -383,7 +383,6 @@ class CostModel:
             own += stored.nbytes(n, k) * chosen // terms.expert_layers
         between = experts.per_token * (2 * layer.mlp.intermediate + 2 * hidden)
         row.add(1, tokens * (2 * hidden + between) * self.itemsize, weight_bytes=own)
-        row.add(1, 3 * tokens * hidden * self.itemsize, tokens * hidden)  # to the residual
 
     def _rotate(self, row: OpCost, a: AttentionSpec, tokens: int, layer: int) -> None:
         heads = a.num_heads + a.num_kv_heads
@@ -418,8 +417,12 @@ class CostModel:
             row.add(1, 2 * elements * a_byte, each * elements)
 
         for layer in self.spec.layers:
-            for _ in range(2 * (layer.pre_norm * apart + layer.post_norm)):
+            mixes = layer.mlp.experts is not None  # its operator takes no norm and adds to nothing
+            norms = 2 * (layer.pre_norm * apart + layer.post_norm)
+            for _ in range(norms + (mixes and layer.pre_norm and not apart)):
                 norm(tokens * hidden)
+            if mixes and not layer.post_norm:
+                row.add(1, 3 * tokens * hidden * a_byte, tokens * hidden)
             if layer.post_norm:
                 row.add(2, 6 * tokens * hidden * a_byte, 2 * tokens * hidden)
         if self.spec.learned_positions:
