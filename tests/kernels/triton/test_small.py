@@ -26,13 +26,14 @@ def both(name: str, *arguments: object) -> tuple[Tensor, Tensor]:
     return launchers()[name](*arguments), ops.op(name).reference(*arguments)
 
 
-@pytest.mark.parametrize("activation", range(4))
+@pytest.mark.parametrize("activation", range(5))
 @pytest.mark.parametrize(("rows", "columns"), [(1, 16), (3, 1100)])
 def test_gate(rows: int, columns: int, activation: int, dtype: torch.dtype) -> None:
     x = 4 * randn(rows, columns + 3, dtype=dtype)[:, 3:]  # strided rows
     wide = 4 * randn(rows, 2 * round_up(columns, 16) + 8, dtype=dtype)[:, :-8]
     close = {"rtol": CLOSE[dtype], "atol": max(CLOSE[dtype] / 4, CANCELS)}
-    torch.testing.assert_close(*both("gate", x, activation, False, columns), **close)
+    if activation != 4:  # which comes with a gate
+        torch.testing.assert_close(*both("gate", x, activation, False, columns), **close)
     found, expected = both("gate", wide, activation, True, columns)
     assert found.dtype is dtype
     torch.testing.assert_close(found, expected, **close)
