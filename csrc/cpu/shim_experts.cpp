@@ -36,7 +36,8 @@ LinearArgs first_matrix(Form x, const ExpertMatrices& m, int64_t count, int64_t 
 
 }  // namespace
 
-ExpertsArgs experts_args(Form x, const Tensor& router, const Optional& router_bias, const ExpertMatrices& up,
+ExpertsArgs experts_args(Form x, const Tensor& router, const Optional& router_bias,
+                         const ExpertMatrices& up,
                          const ExpertMatrices& down, int64_t k, bool normalize,
                          int64_t intermediate, int64_t out_features, int64_t activation) {
   ExpertsArgs a = {};
@@ -57,7 +58,8 @@ ExpertsArgs experts_args(Form x, const Tensor& router, const Optional& router_bi
 Tensor experts(const Tensor& x, const Tensor& router, Optional router_bias, const Tensor& up,
                Optional up_scale, Optional up_zero, Optional up_outer, Optional up_input_scale,
                Optional up_bias, const Tensor& down, Optional down_scale, Optional down_zero,
-               Optional down_outer, Optional down_input_scale, Optional down_bias, int64_t k, bool normalize, int64_t intermediate,
+               Optional down_outer, Optional down_input_scale, Optional down_bias,
+               int64_t k, bool normalize, int64_t intermediate,
                int64_t out_features, int64_t activation, int64_t up_row_codes, int64_t up_levels,
                int64_t down_row_codes, int64_t down_levels) {
   ExpertsArgs a = experts_args(

@@ -49,6 +49,7 @@ WAYS: dict[str, dict[str, Any]] = {
     "by two": {"max_num_seqs": 2},
     "giving way": {"num_blocks": 24},
     "ngram": {"speculative_config": {"method": "ngram", "adaptive": False}},
+    "self": {"speculative_config": {"method": "self", "adaptive": False}},
 }
 
 
@@ -58,7 +59,7 @@ def test_a_sequence_is_its_own(model: Decoder, alone: dict[Key, Tensor], way: st
     options = dict(WAYS[way])
     engine = engine_on(model, options.pop("num_blocks", 160), **options)
     got, _ = run(engine, PROMPTS, GREEDY)
-    if way == "ngram":
+    if "speculative_config" in WAYS[way]:
         got = {key: row for key, row in got.items() if key in alone}
     assert_same(got, alone)
 
@@ -107,6 +108,16 @@ def test_the_ledger_counts_the_experts_that_were_read(mixtral: Tiny) -> None:
     [eager, *_] = steps_of(llm_of(mixtral, enforce_eager=True), [prompt])
     assert eager.size.experts == 0  # nobody counts: the floor takes as few as could be
     assert eager.cost.weight_bytes < first.cost.weight_bytes
+
+
+@needs_native
+def test_what_is_computed_again_is_predicted_from_as_many_experts(mixtral: Tiny) -> None:
+    """As many as tokens would choose that choose at random, not as few as there could be."""
+    costs = llm_of(mixtral).engine.ledger.costs
+    assert costs.expected_experts(0) == 0
+    assert costs.expected_experts(1) == 3 * 2
+    assert costs.expected_experts(2) == round(3 * (2 + 2 * 4 / 6))
+    assert costs.expected_experts(1000) == 3 * 6
 
 
 def test_adapters_of_attention_alone(mixtral: Tiny, tmp_path: Path) -> None:

@@ -258,6 +258,8 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("llama", {"quantization": {"bits": 4}}, "only quantization_config is read"),
     ("llama", {"num_local_experts": 8}, "mixtures of experts"),
     ("olmoe", {"num_experts_per_tok": 13}, "13 is more than the 12 experts"),
+    ("olmoe", {"num_experts": 1_000_000_000}, "num_experts is beyond 10,000"),
+    ("olmoe", {"num_local_experts": 6}, "num_experts 12 and num_local_experts 6 differ"),
     ("qwen3-moe", {"mlp_only_layers": "1"}, "mlp_only_layers must be a list"),
     ("qwen3-moe", {"decoder_sparse_step": 0}, "decoder_sparse_step must be a positive integer"),
     ("gpt-oss", {"swiglu_limit": 6.0}, "swiglu_limit=6.0"),

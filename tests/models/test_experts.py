@@ -39,7 +39,7 @@ def copied(folder: Path, to: Path, tensors: dict[str, Tensor], **config: Any) ->
     return to
 
 
-@pytest.mark.parametrize("name", ["olmoe", "qwen3-moe"])
+@pytest.mark.parametrize("name", ["mixtral", "olmoe", "qwen3-moe"])
 def test_experts_in_one_tensor(tiny: Make, name: str, tmp_path: Path) -> None:
     """As transformers keeps them in memory."""
     case = tiny(name)
@@ -93,16 +93,25 @@ def test_rounded_on_load_is_each_expert_rounded(tiny: Make, name: str, quantizat
     model = load_model(
         case.folder, max_model_len=case.case.max_len, quantization=quantization
     ).model
-    plain = case.load("bfloat16").model
-    for layer, own in zip(model.layers, plain.layers, strict=True):
+    plain, source = case.load("bfloat16").model, open_source(case.folder)
+    parts = {"up": ("gate_proj", "up_proj"), "down": ("down_proj",)}
+    if name == "mixtral":
+        parts = {"up": ("w1", "w3"), "down": ("w2",)}
+    block = "block_sparse_moe" if name == "mixtral" else "mlp"
+    for i, (layer, own) in enumerate(zip(model.layers, plain.layers, strict=True)):
         if not isinstance(layer.mlp, Experts):
             continue
         assert str(layer.mlp.router.weight_format.name) == "bfloat16"
         assert torch.equal(layer.mlp.router.packed["weight"], own.mlp.router.packed["weight"])
-        for bank in (layer.mlp.up, layer.mlp.down):
+        for at, names in parts.items():
+            bank = getattr(layer.mlp, at)
             assert bank.is_complete
-            assert len(bank.packed["weight"]) == bank.count
             assert all(part.is_contiguous() for part in bank.packed.values())
+            for e in range(bank.count):
+                stems = [f"model.layers.{i}.{block}.experts.{e}.{n}.weight" for n in names]
+                whole = torch.cat([source.read(stem) for stem in stems])
+                own = bank.weight_format.pack(whole, bank.gated)
+                assert all(torch.equal(bank.packed[k][e], own[k].to(bank.packed[k])) for k in own)
 
 
 def codes_of(source: Any, quantized: Any) -> list[tuple[str, Tensor | Codes]]:
@@ -131,6 +140,30 @@ def test_experts_that_are_quantized_apart_are_widened(
     assert formats.of("layers.1.mlp.down").name == "bfloat16"
     assert formats.of("layers.0.mlp.down").name == formats.of("layers.1.mlp.up").name == "w8a16"
     assert logits(loaded.model, case.prompt).isfinite().all()
+
+
+def test_a_router_that_is_quantized_is_widened(
+    tiny: Make, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It has no say in what the model's matrices are stored as."""
+    case = tiny("mixtral")
+    source = open_source(case.folder)
+    tensors = codes_of(source, lambda name: name.endswith("block_sparse_moe.gate.weight"))
+    write_checkpoint(tmp_path / "q", source.config, tensors)
+    with caplog.at_level(logging.WARNING, "penstock"):
+        loaded = load_model(tmp_path / "q", max_model_len=case.case.max_len)
+    assert "3 quantized tensors are widened" in caplog.text and "or they are routers" in caplog.text
+    assert loaded.model.formats.name == "bfloat16"
+    assert logits(loaded.model, case.prompt).isfinite().all()
+
+
+def test_no_file_makes_names_without_end(tmp_path: Path, tiny: Make) -> None:
+    case = tiny("qwen3-moe")
+    tensors = load_file(case.folder / "model.safetensors")
+    tensors["model.layers.1.mlp.experts.gate_up_proj"] = torch.zeros(10**6, 0, 64)
+    folder = copied(case.folder, tmp_path / "empty", tensors)
+    with pytest.raises(WeightsError, match=r"gate_up_proj has the shape \[1000000, 0, 64\]"):
+        load_model(folder, max_model_len=64)
 
 
 @pytest.mark.parametrize(

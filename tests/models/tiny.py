@@ -142,6 +142,14 @@ CASES: dict[str, Case] = {
         decoder_sparse_step=2,
         mlp_only_layers=[1],
     ),
+    "qwen3-moe-window": _case(
+        "Qwen3Moe",
+        num_experts=5,
+        num_experts_per_tok=2,
+        moe_intermediate_size=48,
+        use_sliding_window=True,
+        sliding_window=13,
+    ),
     "gpt-oss": _case(
         "GptOss", head_dim=24, num_local_experts=6, num_experts_per_tok=2, sliding_window=18
     ),

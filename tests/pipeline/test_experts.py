@@ -5,8 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import logging
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -90,6 +92,9 @@ def test_patterns_name_all_experts_of_a_layer(mixtral: Tiny, tmp_path: Path) -> 
     assert [formats.of(f"layers.{i}.mlp.up").name for i in range(3)] == [
         "w4a16-g32", "w8a16", "w8a16",
     ]  # fmt: skip
+    odd = NewWeights(quant="w4a16-g64", layout="gptq")  # 100 between the matrices
+    with pytest.raises(ConfigError, match=r"layers\.0\.mlp\.down\.0 .*'\*\.mlp\.down=none'"):
+        export_model(mixtral.folder, tmp_path / "g", weights=odd)
     one = NewWeights(quant="w8a16", special={"layers.0.mlp.down.3": None})
     with pytest.raises(ConfigError, match=r"is none of this model's 42 matrices.*mlp\.down"):
         export_model(mixtral.folder, tmp_path / "f", weights=one)
@@ -102,6 +107,23 @@ def test_an_adapter_of_an_expert_is_merged(mixtral: Tiny, tmp_path: Path) -> Non
     before = load_file(mixtral.folder / "model.safetensors")[f"{expert}.weight"]
     after = load_file(tmp_path / "e" / "model.safetensors")[f"{expert}.weight"]
     torch.testing.assert_close(after.float(), before + change[expert], rtol=1e-4, atol=1e-4)
+
+
+def test_an_export_of_gpt_oss_says_who_reads_it(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its experts lie in one tensor elsewhere; of other families each has its name on the Hub."""
+    for name in ("gpt-oss", "qwen3-moe"):
+        tiny, to = make_tiny(name, tmp_path / name), tmp_path / f"{name}-e"
+        caplog.clear()
+        with caplog.at_level(logging.WARNING, "penstock"):
+            export_model(tiny.folder, to, weights=NewWeights(quant="w8a16"))
+        assert ("which Penstock reads and transformers doesn't" in caplog.text) is (
+            name == "gpt-oss"
+        )
+    again = transformers.AutoModelForCausalLM.from_pretrained
+    _, about = again(tiny.folder, output_loading_info=True)
+    assert not about["missing_keys"]
 
 
 def test_what_isn_t_built_for_experts(mixtral: Tiny) -> None:

@@ -93,7 +93,8 @@ class CostPredictor:
         floor = 0.0
         for at in range(start, end, self._chunk):
             last = min(at + self._chunk, end)
-            floor += floor_of(costs.cost(StepSize([last - at], [last], 0)), peaks).seconds
+            size = StepSize([last - at], [last], 0, experts=costs.expected_experts(last - at))
+            floor += floor_of(costs.cost(size), peaks).seconds
         return floor
 
     def swap_s(self, out: int, back: int) -> float:

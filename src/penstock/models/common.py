@@ -146,7 +146,10 @@ def experts(c: ConfigReader, count: int, per_token: int, size: str, *, normalize
     names; per_token: of those that a token takes; size: the key of what lies between their
     matrices.
     """
-    total = c.integer("num_experts", c.integer("num_local_experts", count))
+    local = c.integer("num_local_experts", c.integer("num_experts", count))
+    total = c.integer("num_experts", local)
+    if total != local:
+        raise UnsupportedModelError(f"num_experts {total} and num_local_experts {local} differ.")
     chosen = c.integer("num_experts_per_tok", per_token)
     if chosen > total:
         raise UnsupportedModelError(

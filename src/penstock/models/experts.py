@@ -6,9 +6,11 @@ transformers keeps a layer's experts as `gate_up_proj` [E, 2·I, D], gate above 
 
 from __future__ import annotations
 
+import logging
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -20,6 +22,8 @@ from penstock.models.weights import Checkpoint
 from penstock.quant import Codes, Scheme
 
 _JOINED = re.compile(r"(?P<at>.+\.experts)\.(?P<what>gate_up_proj|down_proj)(?P<bias>_bias)?")
+
+logger = logging.getLogger("penstock")
 
 Half = Literal["gate_proj", "up_proj", "down_proj"]
 
@@ -36,6 +40,23 @@ class _Part:
 def has_joined_experts(checkpoint: Checkpoint | QuantizedCheckpoint) -> bool:
     """Whether any layer's experts lie in one tensor."""
     return any(_JOINED.fullmatch(name) for name in checkpoint.names())
+
+
+def are_in_turns(config: Mapping[str, Any]) -> bool:
+    """Whether `config` describes a gpt-oss, whose joined experts are transposed and in turns."""
+    names = config.get("architectures")
+    return config.get("model_type") == "gpt_oss" or (
+        isinstance(names, list) and "GptOssForCausalLM" in names
+    )
+
+
+def warn_of_names(config: Mapping[str, Any]) -> None:
+    """Say so where experts are written one by one, which no other engine expects."""
+    if are_in_turns(config):
+        logger.warning(
+            "Experts of a gpt-oss are written one by one (mlp.experts.0.gate_proj.weight, …), "
+            "which Penstock reads and transformers doesn't: there they would be left out."
+        )
 
 
 class SplitExperts(Over):
@@ -57,7 +78,7 @@ class SplitExperts(Over):
                 self._whole.append(name)
                 continue
             shape, dims = base.shape(name), 2 if match["bias"] else 3
-            if len(shape) != dims or (match["what"] == "gate_up_proj" and self._rows(shape) % 2):
+            if not all(shape) or len(shape) != dims or (match["what"] == "gate_up_proj" and self._rows(shape) % 2):
                 raise WeightsError(
                     f"{name} has the shape {list(shape)}, which isn't that of experts' "
                     f"{match['what']}."

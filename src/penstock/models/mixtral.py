@@ -6,6 +6,7 @@ from dataclasses import replace
 
 from penstock.models.common import (
     DENSE_RULES,
+    EXPERT_RULES,
     attention,
     decoder,
     expert_rules,
@@ -20,7 +21,11 @@ from penstock.models.rope import rope
 from penstock.models.spec import ModelSpec
 from penstock.nn.spec import LayerSpec
 
-_RULES = (*expert_rules("block_sparse_moe", "w1", "w3", "w2"), *DENSE_RULES)
+_RULES = (
+    *expert_rules("block_sparse_moe", "w1", "w3", "w2"),
+    *EXPERT_RULES,  # as transformers has them in memory
+    *DENSE_RULES,
+)
 
 
 @register("MixtralForCausalLM")

@@ -15,7 +15,7 @@ from penstock.models.common import (
     gated_mlp,
     head_dim,
     model_spec,
-    upper_layer_windows,
+    sliding_window,
 )
 from penstock.models.config_reader import ConfigReader
 from penstock.models.registry import register
@@ -38,11 +38,10 @@ def read_config(c: ConfigReader) -> ModelSpec:
     normalize = c.flag("norm_topk_prob", False)
     mixed = experts(c, 128, 8, "moe_intermediate_size", normalize=normalize)
     count, dense = c.integer("num_hidden_layers"), gated_mlp(c)
-    windows, mixes = upper_layer_windows(c, count), _mixing_layers(c, count)
-    layers = [
-        LayerSpec(replace(base, window=w), mixed if mixes[i] else dense)
-        for i, w in enumerate(windows)
-    ]
+    window = sliding_window(c, 4096) if c.flag("use_sliding_window", False) else 0
+    c.get("max_window_layers")  # of dense Qwens: here all layers slide, as in transformers
+    base = replace(base, window=window)
+    layers = [LayerSpec(base, mixed if mixes else dense) for mixes in _mixing_layers(c, count)]
     rules = (*QK_NORM_RULES, *EXPERT_RULES, *DENSE_RULES)
     return model_spec(c, "qwen3_moe", decoder(c, layers), rules)
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from penstock.errors import UnsupportedModelError
-from penstock.models.experts import SplitExperts, has_joined_experts
+from penstock.models.experts import SplitExperts, are_in_turns, has_joined_experts
 from penstock.models.gguf.container import is_gguf
 from penstock.models.gguf.source import GgufSource
 from penstock.models.gguf.tokenizer import gguf_tokenizer
@@ -45,7 +45,7 @@ def open_source(path: Path) -> Stored:
     checkpoint = _in_folder(path, config.get("quantization_config"))
     if not has_joined_experts(checkpoint):
         return checkpoint
-    return SplitExperts(checkpoint, in_turns=config.get("model_type") == "gpt_oss")
+    return SplitExperts(checkpoint, in_turns=are_in_turns(config))
 
 
 def _in_folder(path: Path, quantization: Any) -> Checkpoint | QuantizedCheckpoint:

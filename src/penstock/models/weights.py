@@ -335,14 +335,16 @@ def stored_formats(spec: ModelSpec, checkpoint: Source, dtype: torch.dtype) -> W
         if schemes == {None}:
             continue
         [*alike] = schemes
-        if len(alike) == 1 and alike[0] and all(_keeps(plan, checkpoint) for plan in those):
+        kept = all(_keeps(plan, checkpoint) for plan in those) and not module.endswith(".router")
+        if len(alike) == 1 and alike[0] and kept:
             found[module] = format_of(alike[0])
         else:
             widened += [part for part in parts if checkpoint.scheme(part) is not None]
     if widened:
         logger.warning(
             "%d quantized tensors are widened to %s: this family's matrices have their values in "
-            "another order, or put them beside others that are quantized otherwise: %s.",
+            "another order, or put them beside others that are quantized otherwise, or they are "
+            "routers: %s.",
             len(widened), plain.name, _some(widened),
         )  # fmt: skip
     layers = [f for module, f in found.items() if module != "head"]

@@ -9,12 +9,13 @@ import torch
 from torch import Tensor, nn
 
 from penstock import ops
-from penstock.errors import WeightsError
+from penstock.errors import UnsupportedModelError, WeightsError
 from penstock.nn.linear import Linear
 from penstock.nn.parameters import Loadable, as_float32
 from penstock.nn.spec import ExpertsSpec, MlpSpec
 from penstock.ops import ACTIVATIONS
 from penstock.quant import Codes, Dense, Packed, WeightFormat
+from penstock.quant.formats.quantized import Quantized
 
 _Part = Tensor | None
 _Tensors = tuple[Tensor, _Part, _Part, _Part, _Part, _Part]
@@ -90,7 +91,10 @@ class ExpertBank(Loadable):
         return len(self._there) == self.count * (2 if self.has_bias else 1)
 
     def put(self, number: int, packed: Packed) -> None:
-        """Take one expert's matrix as it is stored."""
+        """Take one expert's matrix as it is stored.
+
+        Raises WeightsError where it has other parts than those that are there.
+        """
         if self.packed and self.packed.keys() != packed.keys():
             raise WeightsError(
                 f"Expert {number} is stored as {', '.join(packed)}, others as "
@@ -133,6 +137,19 @@ class ExpertBank(Loadable):
         return packed["weight"], *more, packed.get("input_scale"), self._parameters["bias"]
 
 
+def _check_rows(part: str, held: WeightFormat) -> None:
+    """Raises UnsupportedModelError, before a weight is read, for what no GPU's kernel multiplies."""
+    if held.storage.name != "rows" or isinstance(held, Dense):
+        return
+    scheme = held.scheme if isinstance(held, Quantized) else None
+    plain = scheme is not None and scheme.bits == 8 and not held.row_codes and scheme.symmetric
+    if scheme is None or not plain or scheme.group:
+        raise UnsupportedModelError(
+            f"Experts in {held.name} ({part}) aren't built for GPUs: those in bfloat16, w8a16 and "
+            "fp8 by rows are. Choose quantization='w8a16', or device='cpu'."
+        )
+
+
 class Experts(nn.Module):
     """down[e](act(gate[e]) · up[e]) of the experts that a token's router chooses, weighed."""
 
@@ -150,6 +167,8 @@ class Experts(nn.Module):
         self.spec = spec
         self.experts = experts
         self.hidden = hidden
+        for part, held in (("up", up), ("down", down)):
+            _check_rows(part, held)
         own = Dense(dtype, up.storage)
         count, wide, biased = experts.count, spec.intermediate, spec.bias
         self.router = Linear(hidden, count, experts.router_bias, own, out_dtype=torch.float32)

@@ -8,7 +8,7 @@ from torch import Tensor
 from penstock.ops.grouped_linear import combine, grouped_linear
 from penstock.ops.linear import linear
 from penstock.ops.registry import define_op
-from penstock.ops.route import check_route, route, sort_tokens
+from penstock.ops.route import route, sort_tokens
 
 
 def _fake(
@@ -85,11 +85,11 @@ def experts(
     of j, and rounded once. A token's bits depend on no other token.
     Cost: T·k·(4·I·K + 2·N·I) operations and the router's; the bytes of the experts that any token
     chose, read once; memory-bound for few tokens an expert.
+    Raises RuntimeError for a k beyond 1 to E, and for banks that don't fit together.
     Source: Shazeer et al. 2017, arXiv:1701.06538; Jiang et al. 2024, arXiv:2401.04088 (Mixtral).
     """
     count = up.shape[0]
     logits = linear(x, router, None, None, router_bias, count, out_dtype=torch.float32)
-    check_route(logits, k)
     weights, chosen = route(logits, k, normalize)
     rows, starts, places = sort_tokens(chosen, count)
     hidden = grouped_linear(

@@ -37,6 +37,7 @@ def route(logits: Tensor, k: int, normalize: bool) -> tuple[Tensor, Tensor]:
     normalize: weights are the softmax of the k logits alone, and sum to 1: what the softmax over
     all experts gives the chosen, divided by its sum over them (Mixtral; Qwen's norm_topk_prob),
     equals it but for rounding. Otherwise they are the softmax over all E.
+    Raises RuntimeError for a k beyond 1 to E.
     Cost: T·E·itemsize bytes read; in cache.
     Source: top k before softmax: Shazeer et al. 2017, arXiv:1701.06538, Jiang et al. 2024,
     arXiv:2401.04088; after it: Fedus et al. 2021, arXiv:2101.03961.

@@ -13,6 +13,7 @@ import torch
 
 from penstock.config import EngineConfig
 from penstock.errors import ConfigError, PenstockError
+from penstock.models.experts import warn_of_names
 from penstock.models.exported import FORMAT, MANIFEST, Exported, read_exported, sha256
 from penstock.models.files import INDEX, copy_settings
 from penstock.models.gguf.container import is_gguf
@@ -187,6 +188,7 @@ def _copy_weights(source: Path, folder: Path) -> None:
     if is_gguf(source):
         found = GgufSource(source)
         found.announce()
+        warn_of_names(found.config)
         write_weights(found, folder)
         return
     for file in (*Checkpoint(source).files(), source / INDEX, source / "config.json"):

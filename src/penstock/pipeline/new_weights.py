@@ -16,6 +16,7 @@ from typing import Any, cast
 from torch import Tensor
 
 from penstock.errors import ConfigError
+from penstock.models.experts import warn_of_names
 from penstock.models.exported import sha256
 from penstock.models.lora import WEIGHTS, Merged
 from penstock.models.sources import open_source, open_tokenizer
@@ -191,6 +192,7 @@ class NewWeights:
         else:
             report("merging the adapter", 0, 0)
             tensors = ((name, base.read(name)) for name in base.names())
+        warn_of_names(base.config)
         write_checkpoint(folder, base.config, tensors, self.stored_layout)
         return chosen
 

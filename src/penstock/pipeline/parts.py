@@ -14,7 +14,7 @@ from penstock.errors import ConfigError, UnsupportedModelError, WeightsError
 from penstock.models.registry import spec_of
 from penstock.models.spec import ModelSpec
 from penstock.models.weights import Source, plan_weights
-from penstock.nn.decoder import layer_matrices
+from penstock.nn.decoder import layer_matrices, stored_in
 from penstock.pipeline.finite import check_finite
 from penstock.quant import Codes, Scheme
 from penstock.quant.scheme import GROUPS, Kind
@@ -153,7 +153,7 @@ def _way_out(module: str, k: int, scheme: Scheme) -> str:
         ways = "Choose another scheme"
     else:
         ways = f"Choose a group of {' or '.join(map(str, fit))}"
-    pattern = re.sub(r"^layers\.\d+", "*", module)
+    pattern = re.sub(r"^layers\.\d+", "*", stored_in(module))
     return f"{ways}, or keep such matrices as they are: --special '{pattern}=none'."
 
 

@@ -272,7 +272,7 @@ class CostModel:
         rows = terms.row_bytes + (0 if sampled else terms.tied_row_bytes)
         weights = terms.layer_bytes + rows * tokens + (terms.head_bytes if sampled else 0)
         weights += size.adapter_bytes
-        if terms.expert_layers:
+        if terms.expert_layers:  # where layers' formats differ: of an expert on average
             chosen = size.experts or terms.least_experts
             weights += chosen * terms.expert_bytes // terms.expert_layers
         products = {compute: flops * tokens for compute, flops in terms.token_flops.items()}
@@ -282,6 +282,18 @@ class CostModel:
         ):
             products[compute] = products.get(compute, 0) + flops
         return Cost(weights, kv, products)
+
+    def expected_experts(self, tokens: int) -> int:
+        """That so many tokens would choose, of all layers together, if each chose at random: for
+        predictions. 0 where there are none.
+        """
+        found = 0.0
+        for layer in self.spec.layers:
+            experts = layer.mlp.experts
+            if experts is not None:
+                missed = (1.0 - experts.per_token / experts.count) ** tokens
+                found += experts.count * (1.0 - missed)
+        return round(found)
 
     @staticmethod
     def _seen(size: StepSize, window: int) -> tuple[int, int]:

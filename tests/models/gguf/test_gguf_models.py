@@ -19,6 +19,8 @@ from torch import Tensor
 from penstock.errors import ConfigError
 from penstock.models import load_model
 from penstock.models.gguf.blocks import BLOCKS
+from penstock.models.gguf.source import GgufSource
+from penstock.quant import Codes
 
 FAMILIES = [
     "llama", "llama3-rope", "mistral", "mistral-full", "qwen2", "qwen3", "gemma2", "gemma3",
@@ -104,6 +106,12 @@ def test_matrices_in_any_family(name: str, kind: Kind, tmp_path: Path) -> None:
     model = make(name, **sizes)
     back = write_model(model, tmp_path / "m.gguf", matrices(kind))
     folder = as_checkpoint(model, back, tmp_path / "hf")
+    source = GgufSource(tmp_path / "m.gguf")
+    assert source.names() == sorted(back)
+    for stem, want in back.items():
+        found = source.read(stem)
+        values = found.dequantize() if isinstance(found, Codes) else found.float()
+        assert torch.equal(values, want.float()), stem
     compare(tmp_path / "m.gguf", folder, kind)
 
 
