@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 from typing import Any
 
-import logging
 import pytest
 import torch
 import transformers
@@ -92,7 +92,7 @@ def test_patterns_name_all_experts_of_a_layer(mixtral: Tiny, tmp_path: Path) -> 
     assert [formats.of(f"layers.{i}.mlp.up").name for i in range(3)] == [
         "w4a16-g32", "w8a16", "w8a16",
     ]  # fmt: skip
-    odd = NewWeights(quant="w4a16-g64", layout="gptq")  # 100 between the matrices
+    odd = NewWeights(quant="w4a16-g32", layout="gptq")  # 100 between the matrices
     with pytest.raises(ConfigError, match=r"layers\.0\.mlp\.down\.0 .*'\*\.mlp\.down=none'"):
         export_model(mixtral.folder, tmp_path / "g", weights=odd)
     one = NewWeights(quant="w8a16", special={"layers.0.mlp.down.3": None})

@@ -78,7 +78,11 @@ class SplitExperts(Over):
                 self._whole.append(name)
                 continue
             shape, dims = base.shape(name), 2 if match["bias"] else 3
-            if not all(shape) or len(shape) != dims or (match["what"] == "gate_up_proj" and self._rows(shape) % 2):
+            if (
+                not all(shape)
+                or len(shape) != dims
+                or (match["what"] == "gate_up_proj" and self._rows(shape) % 2)
+            ):
                 raise WeightsError(
                     f"{name} has the shape {list(shape)}, which isn't that of experts' "
                     f"{match['what']}."

@@ -38,7 +38,8 @@ def read_config(c: ConfigReader) -> ModelSpec:
     normalize = c.flag("norm_topk_prob", False)
     mixed = experts(c, 128, 8, "moe_intermediate_size", normalize=normalize)
     count, dense = c.integer("num_hidden_layers"), gated_mlp(c)
-    window = sliding_window(c, 4096) if c.flag("use_sliding_window", False) else 0
+    window = sliding_window(c, 4096)
+    window = window if c.flag("use_sliding_window", False) else 0
     c.get("max_window_layers")  # of dense Qwens: here all layers slide, as in transformers
     base = replace(base, window=window)
     layers = [LayerSpec(base, mixed if mixes else dense) for mixes in _mixing_layers(c, count)]

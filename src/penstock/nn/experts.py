@@ -138,7 +138,7 @@ class ExpertBank(Loadable):
 
 
 def _check_rows(part: str, held: WeightFormat) -> None:
-    """Raises UnsupportedModelError, before a weight is read, for what no GPU's kernel multiplies."""
+    """Raises UnsupportedModelError for what no GPU's kernel multiplies: before a weight is read."""
     if held.storage.name != "rows" or isinstance(held, Dense):
         return
     scheme = held.scheme if isinstance(held, Quantized) else None

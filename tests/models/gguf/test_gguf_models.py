@@ -107,8 +107,9 @@ def test_matrices_in_any_family(name: str, kind: Kind, tmp_path: Path) -> None:
     back = write_model(model, tmp_path / "m.gguf", matrices(kind))
     folder = as_checkpoint(model, back, tmp_path / "hf")
     source = GgufSource(tmp_path / "m.gguf")
-    assert source.names() == sorted(back)
-    for stem, want in back.items():
+    experts = {stem: values for stem, values in back.items() if ".experts." in stem}
+    assert bool(experts) is (name in ("mixtral", "qwen3-moe", "gpt-oss"))
+    for stem, want in experts.items():
         found = source.read(stem)
         values = found.dequantize() if isinstance(found, Codes) else found.float()
         assert torch.equal(values, want.float()), stem
