@@ -46,10 +46,10 @@ def activation_bytes(
     """What the largest step of a decoder holds beside weights and cache.
 
     Of the widest layer its residual stream, that normed, queries, keys, values, what attention
-    gives, and the MLP between its matrices (of experts each choice's own, and what it gives); and
-    logits in float32 of all sequences, their `guesses` and of the prompts' tokens that a step reads:
-    as computed, as graphs share them, as the sampler changes them. Only prompts in one piece may
-    take more.
+    gives, and the MLP between its matrices (of experts each choice's own, and what it gives);
+    logits in float32 of all sequences, their `guesses` and of the prompts' tokens that a step
+    reads: as computed, as graphs share them, as the sampler changes them. Only prompts in one piece
+    may take more.
     """
     widest = 0
     for layer in decoder.layers:
