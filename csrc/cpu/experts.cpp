@@ -131,11 +131,15 @@ void experts(const ExpertsArgs& a) {
   if (a.used) *a.used += r.active;
   char* products =
       kept<char>(Scratch::products, a.rows * a.k * a.down.n * size_of(a.down.out_dtype));
-  // A thread an expert, where that leaves none idle for long: each then reads what it has alone.
-  if (a.threads > 1 && r.active >= 2 * a.threads)
-    parallel(a.threads, r.active, [&](int64_t i) { take(a, r, r.groups[i], products, 1); });
-  else
-    for (int64_t i = 0; i < r.active; i++) take(a, r, r.groups[i], products, a.threads);
+  // All threads together for an expert with more rows than a thread's share, and a thread an expert for
+  // the others where that leaves none idle for long: each then reads what it has alone.
+  const int64_t choices = a.rows * a.k;
+  int64_t shared = 0;
+  while (shared < r.active && r.groups[shared].count * a.threads > choices) shared++;
+  if (r.active - shared < 2 * a.threads) shared = r.active;
+  for (int64_t i = 0; i < shared; i++) take(a, r, r.groups[i], products, a.threads);
+  parallel(a.threads, r.active - shared,
+           [&](int64_t i) { take(a, r, r.groups[shared + i], products, 1); });
   kernels().combine({products, r.places, r.weights, a.y, a.y_stride, a.rows, a.k, a.down.n,
                      a.down.out_dtype, a.threads});
 }
