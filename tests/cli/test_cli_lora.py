@@ -47,6 +47,17 @@ def test_what_is_no_adapter(penstock: Run, tmp_path: Path, command: str) -> None
     assert "is no adapter: it needs adapter_config.json" in result.output
 
 
+@pytest.mark.parametrize("command", ["generate", "chat"])
+def test_one_adapter_a_text(penstock: Run, command: str) -> None:
+    prompt = ("-p", ONCE) if command == "generate" else ()
+    names = ("stories-verse", "stories-shakespeare")
+    result = penstock(command, *prompt, "--lora", names[0], "--lora", names[1])
+    assert result.exit_code == 1
+    assert "--lora is given 2 times (stories-verse, stories-shakespeare)" in " ".join(
+        result.output.split()
+    )
+
+
 def test_room_for_one(tmp_path: Path) -> None:
     write_adapter(tmp_path / "wide", [("model.layers.0.mlp.down_proj", (8, 9))], rank=40)
     assert one_adapter(None) == {}

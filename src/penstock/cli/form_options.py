@@ -19,7 +19,7 @@ from penstock.cli.device_options import (
     Nvtx,
     Placed,
 )
-from penstock.cli.lora_options import Lora, one_adapter
+from penstock.cli.lora_options import Lora, one_adapter, single
 from penstock.cli.options import (
     Dtype,
     KvCacheDtype,
@@ -117,16 +117,17 @@ class Loaded:
             self.async_scheduling,
             self.nvtx,
         ).chosen()
-        return EngineConfig.of(model=model, **options, **one_adapter(self.lora))
+        return EngineConfig.of(model=model, **options, **one_adapter(single(self.lora)))
 
     def wishes(self, runtime: Runtime, prediction: str | None = None) -> RequestOptions:
         """Of each request to a model that was loaded so; its adapter is loaded as well."""
         from penstock.engine import RequestOptions
         from penstock.engine.lora import load_adapter
 
-        if self.lora is not None:
-            load_adapter(runtime, self.lora, self.lora)
-        return RequestOptions(prediction=prediction, adapter=self.lora)
+        adapter = single(self.lora)
+        if adapter is not None:
+            load_adapter(runtime, adapter, adapter)
+        return RequestOptions(prediction=prediction, adapter=adapter)
 
 
 LOADED = Loaded()

@@ -17,7 +17,7 @@ from penstock.errors import ConfigError
 _PANEL = "Adapters"
 
 Lora = Annotated[
-    str | None,
+    list[str] | None,
     typer.Option(
         "--lora",
         metavar="NAME|FOLDER",
@@ -101,6 +101,18 @@ class ServedAdapters:
 
 
 ADAPTERS = ServedAdapters()
+
+
+def single(names: Sequence[str] | None) -> str | None:
+    """The adapter of --lora. Raises ConfigError for several."""
+    if not names:
+        return None
+    if len(names) > 1:
+        raise ConfigError(
+            f"--lora is given {len(names)} times ({', '.join(names)}), but a text is written with "
+            "one adapter. Choose one; penstock serve has several at once (--lora-modules)."
+        )
+    return names[0]
 
 
 def one_adapter(name: str | None) -> dict[str, Any]:
