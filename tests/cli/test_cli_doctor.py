@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import get_args
 
 import pytest
+from safetensors.torch import load_file, save_file
 from tests.cli.test_cli_main import refused
 from tests.models.stories import LAYERS, VOCAB
 from typer.testing import Result
@@ -221,6 +222,30 @@ def test_a_model_that_is_not_built(penstock: Run, base_model: Path, tmp_path: Pa
     assert found.exit_code == 1
     examined = json.loads(found.stdout)["examined"]
     assert examined["kind"] == "model" and "Mamba" in examined["why"]
+
+
+def test_tensors_that_dont_fit_by_their_headers(base_model: Path, tmp_path: Path) -> None:
+    """Missing, in the way, of another shape: what loading would say, and nothing is read."""
+    shutil.copytree(base_model, tmp_path / "m")
+    [file] = (tmp_path / "m").glob("*.safetensors")
+    for index in (tmp_path / "m").glob("*.index.json"):
+        index.unlink()
+    whole = load_file(file)
+    down = "model.layers.0.mlp.down_proj.weight"
+    for change, said in (
+        ({down: None}, r"lacks 1 tensors of .*layers\.0\.mlp\.down\.weight"),
+        (
+            {"model.layers.9.mlp.down_proj.weight": whole[down].clone()},
+            "1 tensors .* have no place",
+        ),
+        ({down: whole[down][:, 1:].contiguous()}, "layers.0.mlp.down.weight needs shape"),
+        ({}, "^$"),
+    ):
+        tensors = {**whole, **change}
+        save_file({name: t for name, t in tensors.items() if t is not None}, file)
+        found = examine(str(tmp_path / "m"))
+        assert found.runs is (not change)
+        assert re.search(said, found.why)
 
 
 def test_what_is_nothing_of_ours(penstock: Run, tmp_path: Path) -> None:

@@ -263,6 +263,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("qwen3-moe", {"mlp_only_layers": "1"}, "mlp_only_layers must be a list"),
     ("qwen3-moe", {"decoder_sparse_step": 0}, "decoder_sparse_step must be a positive integer"),
     ("gpt-oss", {"swiglu_limit": 6.0}, "swiglu_limit=6.0"),
+    ("qwen3-moe", {"shared_expert_intermediate_size": 512}, "that all tokens share aren't built"),
     ("llama", {"attention_multiplier": 0.0078125}, "attention_multiplier=0.0078125"),
     ("llama", {"residual_multiplier": 0.22}, "residual_multiplier"),
     ("llama", {"alibi": True}, "ALiBi"),

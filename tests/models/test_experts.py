@@ -222,6 +222,15 @@ def test_a_bank_takes_one_kind_of_matrix() -> None:
         bank.put(1, format_of(parse_scheme("w4a16-g32-asym")).pack(random))
 
 
+def test_a_joined_tensor_of_fewer_experts(tiny: Make, tmp_path: Path) -> None:
+    case = tiny("gpt-oss")
+    tensors = load_file(case.folder / "model.safetensors")
+    name = "model.layers.0.mlp.experts.down_proj"
+    folder = copied(case.folder, tmp_path / "few", {**tensors, name: tensors[name][:5].clone()})
+    with pytest.raises(WeightsError, match=r"holds 5 experts, but config\.json says 6"):
+        load_model(folder, max_model_len=64)
+
+
 @pytest.mark.parametrize("name", MIXED)
 def test_random_weights(tiny: Make, name: str) -> None:
     case = tiny(name)

@@ -144,6 +144,7 @@ def _model(path: Path) -> Examined:
     from penstock.models.exported import verify_exported
     from penstock.models.load import chosen_formats
     from penstock.models.sources import open_model
+    from penstock.models.weights import check_complete
     from penstock.runtime.loader import vocab_map_of
 
     kind = _kind(path)
@@ -151,6 +152,7 @@ def _model(path: Path) -> Examined:
     spec, source = open_model(path)
     decoder = spec.decoder
     dtype, formats = chosen_formats(spec, source)
+    check_complete(spec, source, formats, dtype)
     vocabulary = f"{decoder.vocab_size:,} tokens"
     reduced = vocab_map_of(path, decoder.vocab_size) if path.is_dir() else None
     if reduced is not None:

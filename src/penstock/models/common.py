@@ -149,11 +149,14 @@ def experts(c: ConfigReader, count: int, per_token: int, size: str, *, normalize
     local = c.integer("num_local_experts", c.integer("num_experts", count))
     total = c.integer("num_experts", local)
     if total != local:
-        raise UnsupportedModelError(f"num_experts {total} and num_local_experts {local} differ.")
+        raise UnsupportedModelError(
+            f"config.json: num_experts {total} and num_local_experts {local} differ."
+        )
     chosen = c.integer("num_experts_per_tok", per_token)
     if chosen > total:
         raise UnsupportedModelError(
-            f"num_experts_per_tok {chosen} is more than the {total} experts that there are."
+            f"config.json: num_experts_per_tok {chosen} is more than the {total} experts that "
+            "there are."
         )
     return MlpSpec(
         intermediate=c.integer(size),

@@ -41,6 +41,7 @@ _HARMLESS = frozenset(
 
 _QUANTIZED = "only quantization_config is read; give the checkpoint as its tool writes it today"
 _EXPERTS = "mixtures of experts aren't built for this family"
+_SHARED = "experts that all tokens share aren't built"
 _MULTIPLIER = "this multiplier isn't built"
 
 _UNBUILT: dict[str, tuple[tuple[Any, ...], str]] = {
@@ -50,6 +51,8 @@ _UNBUILT: dict[str, tuple[tuple[Any, ...], str]] = {
     "num_local_experts": ((None, 0), _EXPERTS),
     "n_routed_experts": ((None, 0), _EXPERTS),
     "moe_num_experts": ((None, 0), _EXPERTS),
+    "n_shared_experts": ((None, 0), _SHARED),
+    "shared_expert_intermediate_size": ((None, 0), _SHARED),
     "attention_multiplier": ((None,), _MULTIPLIER),
     "embedding_multiplier": ((None, 1), _MULTIPLIER),
     "residual_multiplier": ((None, 1), _MULTIPLIER),

@@ -87,6 +87,12 @@ class SplitExperts(Over):
                     f"{name} has the shape {list(shape)}, which isn't that of experts' "
                     f"{match['what']}."
                 )
+            count = base.config.get("num_local_experts", base.config.get("num_experts"))
+            if count not in (None, shape[0]):
+                raise WeightsError(
+                    f"{name} {list(shape)} holds {shape[0]} experts, but config.json says {count}. "
+                    "They disagree: download both again."
+                )
             halves: tuple[Half, ...] = ("down_proj",)
             if match["what"] == "gate_up_proj":
                 halves = ("gate_proj", "up_proj")

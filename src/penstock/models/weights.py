@@ -19,7 +19,7 @@ from penstock.errors import ModelNotFoundError, WeightsError
 from penstock.models.registry import read_config
 from penstock.models.room import Room
 from penstock.models.spec import Ignore, ModelSpec, Rename, Stack
-from penstock.nn.decoder import MATRICES, stored_in
+from penstock.nn.decoder import MATRICES, Decoder, stored_in
 from penstock.nn.parameters import Loadable, plain
 from penstock.nn.spec import DecoderSpec
 from penstock.quant import Codes, Dense, Scheme, WeightFormat, WeightFormats, format_of
@@ -282,10 +282,7 @@ def load_weights(
     for target, shape in expected.items():
         tensor = _assemble(plans[target], checkpoint, spec, room)
         if tuple(tensor.shape) != shape:
-            raise WeightsError(
-                f"{target} needs shape {list(shape)}, but {plans[target].parts} give "
-                f"{list(tensor.shape)}. config.json and the weights disagree."
-            )
+            raise _disagrees(target, plans[target], shape, tuple(tensor.shape))
         name, _, parameter = target.rpartition(".")
         try:
             modules[name].load(parameter, tensor)
@@ -299,6 +296,39 @@ def load_weights(
         done += math.prod(shape)
         if progress is not None:
             progress(done, total)
+
+
+def check_complete(
+    spec: ModelSpec, checkpoint: Source, formats: WeightFormats, dtype: torch.dtype
+) -> None:
+    """Raises what `load_weights` raises for tensors that are missing, in the way, or of another
+    shape, by their names and shapes: nothing is read.
+    """
+    model = Decoder(spec.decoder, formats, dtype, 1)
+    modules = ((n, m) for n, m in model.named_modules() if isinstance(m, Loadable))
+    expected = {f"{n}.{p}": s for n, m in modules for p, s in m.expected().items()}
+    plans, unknown = plan_weights(checkpoint.names(), spec)
+    table = plans.pop("embed.weight", None) if spec.decoder.tied else None
+    if table is not None:
+        plans["head.weight"] = table
+    if not isinstance(checkpoint, Checkpoint):  # biases that may be of zeros
+        plans = {t: p for t, p in plans.items() if t in expected or not t.endswith(".bias")}
+    _check_complete(plans, unknown, expected, spec)
+    for target, shape in expected.items():
+        plan = plans[target]
+        found = [checkpoint.shape(part) for part in plan.parts if part is not None]
+        whole = (sum(part[0] for part in found), *found[0][1:])
+        if plan.rule.transform is None and whole != shape:
+            raise _disagrees(target, plan, shape, whole)
+
+
+def _disagrees(
+    target: str, plan: WeightPlan, needs: tuple[int, ...], has: tuple[int, ...]
+) -> WeightsError:
+    return WeightsError(
+        f"{target} needs shape {list(needs)}, but {plan.parts} give {list(has)}. config.json and "
+        "the weights disagree."
+    )
 
 
 def _assemble(plan: WeightPlan, checkpoint: Source, spec: ModelSpec, room: Room) -> Tensor | Codes:
