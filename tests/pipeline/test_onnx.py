@@ -58,7 +58,12 @@ class Session:
         return logits
 
 
-@pytest.mark.parametrize("name", CASES)
+DENSE = [
+    name for name in CASES if not name.startswith(("mixtral", "olmoe", "qwen3-moe", "gpt-oss"))
+]
+
+
+@pytest.mark.parametrize("name", DENSE)
 def test_every_family(name: str, tmp_path: Path) -> None:
     """Two sequences: a prompt, a chunk, and then token by token from the cache."""
     tiny = make_tiny(name, tmp_path / "model")
