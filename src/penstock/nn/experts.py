@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from penstock import ops
+from penstock.cache.pages import lazy_zeros
 from penstock.errors import UnsupportedModelError, WeightsError
 from penstock.nn.linear import Linear
 from penstock.nn.parameters import Loadable, as_float32
@@ -49,6 +50,11 @@ class Expert(Loadable):
     @property
     def keeper(self) -> Loadable:
         return self._bank[0]
+
+
+def _room(shape: tuple[int, ...], like: Tensor) -> Tensor:
+    """A bank, beside what lies in it; on a CPU in pages of 2 MB, as other weights are."""
+    return lazy_zeros(shape, like.dtype) if like.device.type == "cpu" else like.new_empty(shape)
 
 
 class ExpertBank(Loadable):
@@ -103,7 +109,7 @@ class ExpertBank(Loadable):
         for part, stored in packed.items():
             bank = self.packed.get(part)
             if bank is None:
-                bank = stored.new_empty((self.count, *stored.shape))
+                bank = _room((self.count, *stored.shape), stored)
             elif stored.dtype is torch.float32 and bank.dtype is torch.float16:
                 bank = bank.float()  # scales that float16 holds, but for this one's
             if part not in self.packed or bank is not self.packed[part]:
