@@ -56,6 +56,17 @@ class Mlp(nn.Module):
         )
         self.down = Linear(spec.intermediate, hidden, spec.bias, down)
 
+    def begin(self, residual: Tensor, norm: Norm | None, adapters: Tensor | None) -> Tensor:
+        """All but the last product: [T, intermediate]."""
+        h: Tensor = self.up(residual, norm, adapters)
+        return h
+
+    def end_(
+        self, residual: Tensor, h: Tensor, post_norm: Norm | None, adapters: Tensor | None
+    ) -> None:
+        """residual += the last product of h, in place."""
+        _add(residual, self.down, h, post_norm, adapters)
+
 
 def feed_forward(
     hidden: int, spec: MlpSpec, up: WeightFormat, down: WeightFormat, dtype: torch.dtype
@@ -103,16 +114,10 @@ class DecoderLayer(nn.Module):
         adapters, mlp = step.adapters, self.mlp
         if not self.parallel:
             _add(residual, self.attention.out, attended, self.attention_post_norm, adapters)
-        if isinstance(mlp, Experts):
-            y = mlp(residual if self.mlp_norm is None else self.mlp_norm(residual))
-        else:
-            y = mlp.up(residual, self.mlp_norm, adapters)
+        h = mlp.begin(residual, self.mlp_norm, adapters)
         if self.parallel:  # both read the layer's input
             _add(residual, self.attention.out, attended, self.attention_post_norm, adapters)
-        if isinstance(mlp, Experts):
-            ops.add_(residual, y if self.mlp_post_norm is None else self.mlp_post_norm(y))
-        else:
-            _add(residual, mlp.down, y, self.mlp_post_norm, adapters)
+        mlp.end_(residual, h, self.mlp_post_norm, adapters)
 
 
 def _add(

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Self
-
 import torch
 from torch import Tensor, nn
 
@@ -12,7 +9,8 @@ from penstock import ops
 from penstock.cache.pages import lazy_zeros
 from penstock.errors import UnsupportedModelError, WeightsError
 from penstock.nn.linear import Linear
-from penstock.nn.parameters import Loadable, as_float32
+from penstock.nn.norm import Norm
+from penstock.nn.parameters import Loadable, Packing, as_float32
 from penstock.nn.spec import ExpertsSpec, MlpSpec
 from penstock.ops import ACTIVATIONS
 from penstock.quant import Codes, Dense, Packed, WeightFormat
@@ -57,7 +55,7 @@ def _room(shape: tuple[int, ...], like: Tensor) -> Tensor:
     return lazy_zeros(shape, like.dtype) if like.device.type == "cpu" else like.new_empty(shape)
 
 
-class ExpertBank(Loadable):
+class ExpertBank(Packing):
     """One matrix of each expert, [E, …] of a format's tensors; its children name them one by one.
 
     gated: each is gate above up, [2·N, K].
@@ -80,9 +78,7 @@ class ExpertBank(Loadable):
         self.has_bias = bias
         self.weight_format = weight_format
         self.gated = gated
-        self.packed: dict[str, Tensor] = {}
         self._there: set[int | str] = set()  # experts' numbers, and their biases'
-        self.register_parameter("bias", None)
         for number in range(count):
             self.add_module(str(number), Expert(self, number))
 
@@ -124,16 +120,6 @@ class ExpertBank(Loadable):
             self.own("bias", bias.new_empty((self.count, *bias.shape)))
         self.parameter("bias")[number] = bias
         self._there.add(f"bias {number}")
-
-    def restore(self, name: str, stored: Tensor) -> None:
-        self.own(name, stored)
-        if name != "bias":
-            self.packed[name] = self.parameter(name)
-
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
-        found = super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
-        self.packed = {part: self.parameter(part) for part in self.packed}  # moved, perhaps
-        return found  # type: ignore[no-any-return]
 
     @property
     def tensors(self) -> _Tensors:
@@ -180,6 +166,17 @@ class Experts(nn.Module):
         self.router = Linear(hidden, count, experts.router_bias, own, out_dtype=torch.float32)
         self.up = ExpertBank(count, hidden, wide, biased, up, gated=True)
         self.down = ExpertBank(count, wide, hidden, biased, down)
+
+    def begin(self, residual: Tensor, norm: Norm | None, adapters: Tensor | None) -> Tensor:
+        """All but the addition; adapters don't change experts."""
+        y: Tensor = self(residual if norm is None else norm(residual))
+        return y
+
+    def end_(
+        self, residual: Tensor, y: Tensor, post_norm: Norm | None, adapters: Tensor | None
+    ) -> None:
+        """residual += y, in place."""
+        ops.add_(residual, y if post_norm is None else post_norm(y))
 
     def forward(self, x: Tensor) -> Tensor:
         """x [T, D] → [T, D]."""

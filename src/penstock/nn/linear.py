@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Self
 
 import torch
 from torch import Tensor
 
 from penstock import ops
 from penstock.nn.norm import Norm
-from penstock.nn.parameters import Loadable, as_float32, plain
+from penstock.nn.parameters import Loadable, Packing, as_float32, plain
 from penstock.ops import ACTIVATIONS, Activation
 from penstock.ops.panels import COLUMNS, round_up
 from penstock.quant import Codes, Packed, WeightFormat
@@ -27,7 +25,7 @@ class Change:
     bias: Tensor | None  # the matrix's own, in the order of its panels
 
 
-class Linear(Loadable):
+class Linear(Packing):
     """y = act(norm(x) · Wᵀ + b) with W [N, K] stored in `weight_format`.
 
     gated: W is gate above up, [2·N, K], and y = act(gate) · up.
@@ -52,9 +50,7 @@ class Linear(Loadable):
         self.activation: Activation = activation
         self.gated = gated
         self.out_dtype = out_dtype
-        self.packed: dict[str, Tensor] = {}
         self.change: Change | None = None
-        self.register_parameter("bias", None)
 
     def expected(self) -> dict[str, tuple[int, ...]]:
         rows = self.out_features * (2 if self.gated else 1)
@@ -76,16 +72,6 @@ class Linear(Loadable):
         for part, stored in packed.items():
             self.own(part, stored)
             self.packed[part] = self.parameter(part)
-
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
-        found = super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
-        self.packed = {part: self.parameter(part) for part in self.packed}  # moved, perhaps
-        return found  # type: ignore[no-any-return]
-
-    def restore(self, name: str, stored: Tensor) -> None:
-        self.own(name, stored)
-        if name != "bias":
-            self.packed[name] = self.parameter(name)
 
     @property
     def columns(self) -> int:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections.abc import Callable
+from typing import Self
 
 import torch
 from torch import Tensor, nn
@@ -51,6 +53,25 @@ class Loadable(nn.Module):
         if found is None:
             raise WeightsError(f"{type(self).__name__}.{name} was used before it was loaded.")
         return found
+
+
+class Packing(Loadable):
+    """One that has a matrix as its format stores it, `packed`, and perhaps a bias."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.packed: dict[str, Tensor] = {}
+        self.register_parameter("bias", None)
+
+    def restore(self, name: str, stored: Tensor) -> None:
+        self.own(name, stored)
+        if name != "bias":
+            self.packed[name] = self.parameter(name)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        found = super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        self.packed = {part: self.parameter(part) for part in self.packed}  # moved, perhaps
+        return found  # type: ignore[no-any-return]
 
 
 def plain(tensor: Tensor | Codes) -> Tensor:
