@@ -4,18 +4,11 @@
 // its matrices, as any product does, so that a row's bits depend on no other row.
 #include <algorithm>
 
-#include "kernels.h"
+#include "gathered.h"
 #include "parallel.h"
 
 namespace penstock {
 namespace {
-
-int64_t size_of(DType dtype) { return dtype == DType::bf16 ? 2 : 4; }
-
-template <typename T>
-T* kept(Scratch purpose, int64_t count) {
-  return static_cast<T*>(scratch(purpose, static_cast<size_t>(count) * sizeof(T)));
-}
 
 // The rows of one expert: products first to first + count.
 struct Group {
@@ -85,21 +78,9 @@ LinearArgs of_expert(const LinearArgs& first, const Pitch& pitch, int64_t expert
 
 // The rows of one expert through both of its matrices, into its products.
 void take(const ExpertsArgs& a, const Routes& r, const Group& g, char* products, int threads) {
-  const int64_t size = size_of(a.up.dtype), row_bytes = a.up.k * size;
-  const char* x = static_cast<const char*>(a.x);
-  const int32_t* rows = r.rows + g.first;
+  const int64_t size = size_of(a.up.dtype);
   LinearArgs up = of_expert(a.up, a.up_pitch, g.expert, threads);
-  up.rows = g.count;
-  up.x = x + rows[0] * a.x_stride * size;
-  up.x_stride = a.x_stride;
-  if (rows[g.count - 1] - rows[0] != g.count - 1) {
-    char* picked = kept<char>(Scratch::picked, g.count * row_bytes);
-    for (int64_t i = 0; i < g.count; i++)
-      __builtin_memcpy(picked + i * row_bytes, x + rows[i] * a.x_stride * size,
-                       static_cast<size_t>(row_bytes));
-    up.x = picked;
-    up.x_stride = up.k;
-  }
+  take_rows(up, a.x, a.x_stride, r.rows + g.first, g.count);
   up.y = kept<char>(Scratch::hidden, g.count * up.n * size);
   up.y_stride = up.n;
   kernels().linear(up);
