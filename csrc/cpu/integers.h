@@ -34,8 +34,10 @@ struct Panel {
   const float* table;     // [16] of levels and nvfp4
   int64_t group, groups;  // values of K that share a scale; how many such groups
   Scale scale_type;
+  int64_t record_bytes;   // of what has records
 
   F16 scales(int64_t g) const {
+    if (!scale) return set1(1.0f);  // records have theirs in them
     const int64_t at = g * kColumns;
     if (scale_type == Scale::f16) return load_half(static_cast<const uint16_t*>(scale) + at);
     if (scale_type == Scale::e8m0) return load_powers(static_cast<const uint8_t*>(scale) + at);

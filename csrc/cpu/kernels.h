@@ -36,20 +36,40 @@ struct nibbles {  // two values
 enum class Activation : int { none, silu, gelu, gelu_tanh, swiglu_oai };
 
 // What a weight's panels hold. int8_zero: int8 whose groups have zero points. levels: four bits that
-// index a table; nvfp4: the same, each 16 values with a fine scale of E4M3.
-enum class Weight : int { dense, int8, int8_zero, int4, fp8_e4m3, fp8_e5m2, levels, nvfp4 };
+// index a table; nvfp4: the same, each 16 values with a fine scale of E4M3. q4_k, q5_k, q6_k: records
+// of K-quants (ops/records.py), which have their scales in them; mixed_k: each panel is of one of them.
+enum class Weight : int {
+  dense, int8, int8_zero, int4, fp8_e4m3, fp8_e5m2, levels, nvfp4, q4_k, q5_k, q6_k, mixed_k
+};
 
 // A group's scale: a float, or the exponent of a power of two (OCP's E8M0).
 enum class Scale : int { f32, f16, e8m0 };
 
 // What rows are rounded to before they are multiplied: ROW_CODES in ops/linear.py.
-enum class RowCodes : int { none, int8, e4m3, int8_rotated };
+enum class RowCodes : int { none, int8, e4m3, int8_rotated, int8_blocks };
 
 constexpr bool is_integer(Weight kind) {
   return kind == Weight::int8 || kind == Weight::int8_zero || kind == Weight::int4;
 }
 constexpr int bits_of(Weight kind) {
   return kind == Weight::int4 || kind == Weight::levels || kind == Weight::nvfp4 ? 4 : 8;
+}
+
+constexpr int64_t kRecord = 256;  // values of K in a record, which rows share a scale for too
+constexpr bool has_records(Weight kind) { return kind >= Weight::q4_k; }
+// Lines of 64 bytes in a record of 16 columns; a mixed one has those of the longest, and says in its
+// last byte how many bits its codes have.
+constexpr int64_t record_lines(Weight kind) {
+  return kind == Weight::q4_k ? 37 : kind == Weight::q5_k ? 45 : kind == Weight::q6_k ? 53 : 54;
+}
+constexpr Weight record_kind(int64_t bits) {
+  return bits == 4 ? Weight::q4_k : bits == 5 ? Weight::q5_k : Weight::q6_k;
+}
+// What a panel's records are, the first of which is given.
+inline Weight record_kind(Weight kind, const void* record) {
+  if (kind != Weight::mixed_k) return kind;
+  const auto* bytes = static_cast<const uint8_t*>(record);
+  return record_kind(bytes[record_lines(kind) * 64 - 1]);
 }
 
 // How `linear` goes over a matrix. No choice changes a bit of the result; which is fastest depends on
@@ -79,7 +99,7 @@ struct LinearArgs {
   int64_t x_stride;   // elements between rows
   const float* norm;  // [k]: the rows' root-mean-square norm is taken first; may be null
   float eps;
-  bool int8_rows;  // rows are rounded to int8, each with a scale of its own
+  bool int8_rows;  // rows are rounded to int8, each with a scale of its own, or each kRecord of one
   bool rotated;    // blocks of 64 of their values are, before that
   bool fp8_rows;   // rows are rounded to E4M3, each with a scale for each of the weight's groups
   const float* input_scale;  // of all rows, where it isn't their own; may be null
@@ -389,6 +409,23 @@ struct QuantizeArgs : PackArgs {
   void* scale;    // [panels, groups, 16] float16 of int4, [panels, 1, 16] float32 of int8
   uint8_t* zero;  // [panels, groups, 16] where int4 isn't symmetric
 };
+
+// Rows of ggml's blocks to panels of records: ops/records.py.
+struct PackRecordsArgs {
+  const uint8_t* blocks;  // [n, records, block_bytes], or [2·n, …] when gated
+  uint8_t* panels;
+  int64_t n, records;
+  bool gated;
+  Weight kind;
+  int threads;
+};
+
+// Bytes of a block of kRecord values; a mixed one is as long as the longest and says its bits behind that.
+constexpr int64_t block_bytes(Weight kind) {
+  return kind == Weight::q4_k ? 144 : kind == Weight::q5_k ? 176 : kind == Weight::q6_k ? 210 : 211;
+}
+
+void pack_records(const PackRecordsArgs& a);
 
 // y[t] += scaling[a] · (x[t] · down[a]) · up[a], a = adapters[t]; rows with a negative one aren't
 // touched. ops/lora.py.

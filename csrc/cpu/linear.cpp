@@ -3,6 +3,7 @@
 #include <type_traits>
 
 #include "row_largest.h"
+#include "scaled.h"
 
 #if !defined(__AVX512F__)
 #include "ready.h"
@@ -72,14 +73,24 @@ Ahead ahead_of(const LinearArgs& a, int64_t rows) {
 }
 
 // Rows made ready to be multiplied: floats, or crossed where bfloat16 holds them, those of E4M3 with
-// the scales of each group; or int8 with their scales and what the sums of each group begin with.
+// the scales of each group; or int8 with their scales and what the sums of each group begin with, beside
+// records with the scales of blocks and the sums of groups.
 struct Rows {
   float* floats;
   crossed* crosses;
   int8_t* bytes;
   float* scale;
   int32_t* sums;
+  int16_t* block_sums;
 };
+
+bool in_blocks(const LinearArgs& a) { return a.int8_rows && has_records(a.kind); }
+
+template <Weight W>
+ScaledRows scaled_rows(const LinearArgs& a, const Rows& x) {
+  const int16_t* sums = x.block_sums + (Record<W>::zero ? a.padded_k / 32 : 0);
+  return {x.bytes, x.scale, sums, a.padded_k, a.padded_k / kRecord, a.padded_k * 3 / 32};
+}
 
 template <typename X>
 const X* row_of(const LinearArgs& a, const Rows& x, int64_t row) {
@@ -103,6 +114,11 @@ Rows allocate(const LinearArgs& a) {
     return x;
   }
   x.bytes = static_cast<int8_t*>(scratch(Scratch::rows, values));
+  if (in_blocks(a)) {
+    x.scale = static_cast<float*>(scratch(Scratch::sums, values / 64 + values * 3 / 16));
+    x.block_sums = reinterpret_cast<int16_t*>(x.scale + values / kRecord);
+    return x;
+  }
   x.scale = static_cast<float*>(scratch(Scratch::sums, rows * (1 + groups) * 4));
   x.sums = reinterpret_cast<int32_t*>(x.scale + rows);
   return x;
@@ -120,6 +136,10 @@ void prepare_floats(const LinearArgs& a, const Rows& x, int64_t row) {
 void prepare(const LinearArgs& a, const Rows& x, int64_t row) {
   if (!a.int8_rows) return prepare_floats(a, x, row);
   int8_t* out = x.bytes + row * a.padded_k;
+  if (in_blocks(a)) {
+    return int8_blocks(a, row, out, x.scale + row * (a.padded_k / kRecord),
+                       x.block_sums + row * (a.padded_k * 3 / 32));
+  }
   x.scale[row] = int8_row(a, row, out);
   const int64_t group = a.padded_k / a.groups;
   // of zero points, which the panel multiplies it by, or of what all codes are raised by
@@ -317,12 +337,94 @@ void code_part(const LinearArgs& a, const Rows& x, Range rows, Range panels, con
   }
 }
 
+// R rows times a panel of records.
+template <Weight W, int R>
+[[gnu::noinline]] void record_rows(const Panel& w, int64_t records, ScaledRows x, const Lines& asks,
+                                   F16 (&total)[R][1]) {
+  F16 sums[R];
+  for (int r = 0; r < R; r++) sums[r] = zero();
+  const uint8_t* record = w.data;
+  for (int64_t i = 0; i < records; i++, record += w.record_bytes) {
+    add_record<W>(Direct<W, Lines>(record, asks), x, sums);
+    x.values += kRecord;
+    x.scale++;
+    x.sums += Record<W>::groups;
+  }
+  for (int r = 0; r < R; r++) total[r][0] = sums[r];
+}
+
+// All rows times a panel: a record after the other is put together for all of them, whose sums wait in
+// `totals` [rows, 16].
+template <Weight W>
+[[gnu::noinline]] void assembled_panel(const Panel& w, int64_t records, const ScaledRows& x, Range rows,
+                                       float* totals) {
+  auto* memory = static_cast<uint8_t*>(scratch(Scratch::unpacked, Assembled<W>::bytes));
+  for (int64_t i = 0; i < records; i++) {
+    const uint8_t* record = w.data + i * w.record_bytes;
+    for (int64_t at = 0; at < w.record_bytes; at += 64)
+      prefetch_bytes(record + w.record_bytes + at);
+    const Assembled<W> ready(record, memory);
+    in_passes<kIntRows>(rows.first, rows.last, [&]<int R>(int64_t row) {
+      ScaledRows mine = x.at(row);
+      mine.values += i * kRecord;
+      mine.scale += i;
+      mine.sums += i * Record<W>::groups;
+      float* at = totals + (row - rows.first) * kColumns;
+      F16 sums[R];
+#pragma GCC unroll 8
+      for (int r = 0; r < R; r++) sums[r] = i ? load(at + r * kColumns) : zero();
+      add_record<W>(ready, mine, sums);
+#pragma GCC unroll 8
+      for (int r = 0; r < R; r++) store(at + r * kColumns, sums[r]);
+    });
+  }
+}
+
+template <Weight W>
+void record_panel(const LinearArgs& a, const Rows& rows, Range range, int64_t p, const Columns& to) {
+  const int64_t count = range.last - range.first, records = a.padded_k / kRecord;
+  const ScaledRows x = scaled_rows<W>(a, rows);
+  const Panel w = quantized_panel(a, p);
+  if (count <= kIntRows)
+    return with_count<kIntRows>(count, [&]<int R>() {
+      F16 values[R][1];
+      record_rows<W, R>(w, records, x.at(range.first), Lines(ahead_of(a, 1)), values);
+      to(range.first, p, values);
+    });
+  float* totals = static_cast<float*>(
+      scratch(Scratch::partials, static_cast<size_t>(count * kColumns) * sizeof(float)));
+  assembled_panel<W>(w, records, x, range, totals);
+  for (int64_t r = 0; r < count; r++) to(range.first + r, p, load(totals + r * kColumns));
+}
+
+void record_part(const LinearArgs& a, const Rows& x, Range rows, Range panels, const Columns& to) {
+  for (int64_t p = panels.first; p < panels.last; p++)
+    with_records(a.kind, quantized_panel(a, p).data,
+                 [&]<Weight W>() { record_panel<W>(a, x, rows, p, to); });
+}
+
+// Rows of floats: records are widened to bfloat16, and multiplied as dense panels are.
+template <typename X>
+void widened_part(const LinearArgs& a, const Rows& x, Range rows, Range panels, const Columns& to) {
+  int64_t p = panels.first;
+  for (; panels.last - p >= kPanels; p += kPanels)
+    widened_panels<X, kPanels>(a, x, rows, panels, p, to);
+  for (; p < panels.last; p++) widened_panels<X, 1>(a, x, rows, panels, p, to);
+}
+
 using Part = void (*)(const LinearArgs&, const Rows&, Range rows, Range panels, const Columns&);
 
 Part choose(const LinearArgs& a) {
   if (a.kind == Weight::dense) return a.dtype == DType::bf16 ? dense_part<bf16> : dense_part<float>;
-  if (a.int8_rows) return a.kind == Weight::int4 ? int_part<4> : int_part<8>;
   Part part = nullptr;
+  if (in_blocks(a)) return record_part;
+  if (a.int8_rows) return a.kind == Weight::int4 ? int_part<4> : int_part<8>;
+  if (has_records(a.kind)) {
+    part = widened_part<float>;
+    if constexpr (kCrosses)
+      if (crosses(a)) part = widened_part<crossed>;
+    return part;
+  }
   with_kind(a.kind, [&]<Weight W>() {
     part = code_part<W, float>;
     if constexpr (kCrosses)

@@ -67,6 +67,7 @@ static inline int64_t count_panels(const LinearArgs& a) {
 }
 
 static inline int64_t panel_bytes(const LinearArgs& a) {
+  if (has_records(a.kind)) return a.padded_k / kRecord * record_lines(a.kind) * 64;
   const int64_t bits = a.kind != Weight::dense   ? bits_of(a.kind)
                        : a.dtype == DType::bf16 ? 16
                                                 : 32;
@@ -78,7 +79,8 @@ static inline Panel quantized_panel(const LinearArgs& a, int64_t p) {
   const int64_t scale_bytes = a.scale_type == Scale::f32 ? 4 : a.scale_type == Scale::f16 ? 2 : 1;
   Panel w = {};
   w.data = static_cast<const uint8_t*>(a.weight) + p * panel_bytes(a);
-  w.scale = static_cast<const unsigned char*>(a.scale) + first * scale_bytes;
+  w.record_bytes = has_records(a.kind) ? record_lines(a.kind) * 64 : 0;
+  if (a.scale) w.scale = static_cast<const unsigned char*>(a.scale) + first * scale_bytes;
   if (a.zero) w.zero = static_cast<const uint8_t*>(a.zero) + first;
   if (a.fine) w.fine = a.fine + p * a.padded_k;  // 16 columns for each 16 values of K
   w.table = a.table;
@@ -164,6 +166,31 @@ static inline float int8_row(const LinearArgs& a, int64_t row, int8_t* out) {
   const F16 inverse = set1(highest > 1e-30f ? 127.0f / highest : 0.0f);
   for (int64_t j = 0; j < a.padded_k; j += 16) store_bytes(out + j, load(floats + j) * inverse);
   return highest / 127.0f + reduce_add(found.bad);
+}
+
+// The same row as int8 in blocks of kRecord, each with a scale of its own. sums: of each 32 values, and
+// behind those of each 16, times −16.
+static inline void int8_blocks(const LinearArgs& a, int64_t row, int8_t* out, float* scales,
+                               int16_t* sums) {
+  int16_t* halves = sums + a.padded_k / 32;
+  float* floats =
+      static_cast<float*>(scratch(Scratch::row, static_cast<size_t>(a.padded_k) * sizeof(float)));
+  float_row(a, row, a.padded_k, floats);
+  for (int64_t b = 0; b < a.padded_k / kRecord; b++, floats += kRecord, out += kRecord) {
+    Extent found;
+    for (int64_t j = 0; j < kRecord; j += 16) found.take(load(floats + j));
+    const float highest = reduce_max(found.top);
+    const F16 inverse = set1(highest > 1e-30f ? 127.0f / highest : 0.0f);
+    for (int64_t j = 0; j < kRecord; j += 16) store_bytes(out + j, load(floats + j) * inverse);
+    scales[b] = highest / 127.0f + reduce_add(found.bad);
+    for (int64_t j = 0; j < kRecord; j += 32) {
+      int two[2] = {0, 0};
+      for (int64_t i = 0; i < 32; i++) two[i / 16] += out[j + i];
+      *sums++ = static_cast<int16_t>(two[0] + two[1]);
+      *halves++ = static_cast<int16_t>(-16 * two[0]);
+      *halves++ = static_cast<int16_t>(-16 * two[1]);
+    }
+  }
 }
 
 // The same row as values of E4M3, still floats; scales: of the weight's groups, each NaN where its

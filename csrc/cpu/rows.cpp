@@ -94,6 +94,36 @@ float column_value(const EmbeddingArgs& a, const uint8_t* column, int64_t k, int
   }
 }
 
+float from_half(const uint8_t* p) {
+  uint16_t bits;
+  __builtin_memcpy(&bits, p, 2);
+  return _cvtsh_ss(bits);
+}
+
+// One column of a panel of records: code · step + start.
+template <Weight W>
+void record_column(const EmbeddingArgs& a, const uint8_t* record, int64_t lane, bf16* out) {
+  using R = Record<W>;
+  for (int64_t k = 0; k < a.dim; k++) {
+    const int64_t at = k % kRecord, quad = at / 4, g = at / R::group, word = lane * 4 + at % 4;
+    if (k > 0 && at == 0) record += record_lines(a.kind) * 64;
+    const float step = from_half(record + R::d + lane * 2) *
+                       static_cast<float>(static_cast<int8_t>(record[g * 16 + lane]));
+    float start = step * -R::zero;
+    if constexpr (R::zero == 0)
+      start = -(from_half(record + R::d + 32 + lane * 2) *
+                static_cast<float>(record[R::minima + g / 2 * 32 + lane * 2 + g % 2]));
+    const uint8_t* unit = record + R::head + at / kUnit * R::unit + word;
+    int code = unit[quad % 8 / 2 * 64] >> (quad % 2 * 4) & 15;
+    if constexpr (R::bits > 4) {
+      constexpr int64_t each = R::bits == 5 ? 8 : 4;
+      const int high = unit[R::high + quad % 8 / each * 64];
+      code |= (high >> (quad % each * (R::bits - 4)) & ((1 << (R::bits - 4)) - 1)) << 4;
+    }
+    from_float(__builtin_fmaf(static_cast<float>(code), step, start), out[k]);
+  }
+}
+
 // One column of a quantized panel: value · scale.
 void quantized_column(const EmbeddingArgs& a, int64_t id, bf16* out) {
   const int64_t bytes = a.panel_k * bits_of(a.kind) / 8, lane = id % 16;
@@ -120,8 +150,14 @@ void embed_row(const EmbeddingArgs& a, int64_t row) {
                      static_cast<size_t>(a.dim) * sizeof(T));
   else if (a.kind == Weight::dense)
     dense_column(a, id, out);
-  else if constexpr (sizeof(T) == 2)
-    quantized_column(a, id, out);
+  else if constexpr (sizeof(T) == 2) {
+    if (has_records(a.kind)) {
+      const auto* panel = static_cast<const uint8_t*>(a.weight) +
+                          id / 16 * (a.panel_k / kRecord) * record_lines(a.kind) * 64;
+      with_records(a.kind, panel, [&]<Weight W>() { record_column<W>(a, panel, id % 16, out); });
+    } else
+      quantized_column(a, id, out);
+  }
   if (a.scale != 1.0f)
     for (int64_t j = 0; j < a.dim; j += 16) {
       const int c = a.dim - j < 16 ? static_cast<int>(a.dim - j) : 16;

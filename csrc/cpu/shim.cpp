@@ -32,5 +32,6 @@ STABLE_TORCH_LIBRARY_IMPL(penstock, CPU, m) {
   m.impl("pack", TORCH_BOX(&pack));
   m.impl("quantize_int8", TORCH_BOX(&quantize_int8));
   m.impl("quantize_int4", TORCH_BOX(&quantize_int4));
+  m.impl("pack_records", TORCH_BOX(&pack_records));
   m.impl("rotate", TORCH_BOX(&rotate));
 }

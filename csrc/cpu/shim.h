@@ -211,6 +211,7 @@ Tensor pack(const Tensor& weight, ScalarType dtype, bool gated);
 std::tuple<Tensor, Tensor> quantize_int8(const Tensor& weight, bool gated);
 std::tuple<Tensor, Tensor, Tensor> quantize_int4(const Tensor& weight, int64_t group,
                                                  bool symmetric, bool gated);
+Tensor pack_records(const Tensor& blocks, int64_t bits, bool gated);
 Tensor rotate(const Tensor& x);
 
 }  // namespace penstock::shim

@@ -77,8 +77,24 @@ void take_fine(Matrix& s, const Tensor& scale, const char* what) {
   s.fine = static_cast<const uint8_t*>(scale.data_ptr());
 }
 
+// K-quants [panels, records, lines, 64], which have all of it in themselves.
+Matrix records(const Tensor& weight, bool alone, const char* what) {
+  Matrix s = {};
+  for (const Weight kind : {Weight::q4_k, Weight::q5_k, Weight::q6_k, Weight::mixed_k})
+    if (weight.size(2) == record_lines(kind)) s.kind = kind;
+  STD_TORCH_CHECK(s.kind != Weight::dense && weight.scalar_type() == ScalarType::Byte && alone, what,
+                  ": records of K-quants are uint8 with 37, 45, 53 or 54 lines of 64, here ",
+                  weight.size(2), ", and come without scales, zero points and levels");
+  s.panels = weight.size(0);
+  s.padded_k = weight.size(1) * kRecord;
+  s.groups = 1;
+  return s;
+}
+
 Matrix matrix(const Tensor& weight, const Optional& scale, const Optional& zero, int64_t levels,
               const Optional& outer, const char* what) {
+  if (weight.dim() == 4 && weight.is_contiguous() && weight.size(3) == 64)
+    return records(weight, !scale && !zero && !levels && !outer, what);
   STD_TORCH_CHECK(weight.dim() == 4 && weight.is_contiguous() && weight.size(2) == 16, what,
                   ": weight isn't packed panels [N/16, K/v, 16, v]");
   const ScalarType type = weight.scalar_type();
@@ -112,10 +128,11 @@ LinearArgs linear_args(Form x, const Tensor& weight, const Optional& scale, cons
                        const Optional& bias, int64_t n, int64_t row_codes, bool gated,
                        int64_t levels, const Optional& outer, const Optional& input_scale) {
   LinearArgs a = {};
-  STD_TORCH_CHECK(row_codes >= 0 && row_codes <= 3, "linear: row_codes ", row_codes,
-                  " isn't 0 (none), 1 (int8), 2 (E4M3) or 3 (int8, rotated)");
+  STD_TORCH_CHECK(row_codes >= 0 && row_codes <= 4, "linear: row_codes ", row_codes,
+                  " isn't 0 (none), 1 (int8), 2 (E4M3), 3 (int8, rotated) or 4 (int8, in blocks)");
+  const bool blocks = row_codes == static_cast<int64_t>(RowCodes::int8_blocks);
   a.rotated = row_codes == static_cast<int64_t>(RowCodes::int8_rotated);
-  a.int8_rows = row_codes == static_cast<int64_t>(RowCodes::int8) || a.rotated;
+  a.int8_rows = row_codes == static_cast<int64_t>(RowCodes::int8) || a.rotated || blocks;
   a.fp8_rows = row_codes == static_cast<int64_t>(RowCodes::e4m3);
   const Matrix s = matrix(weight, scale, zero, levels, outer, "linear");
   a.dtype = x.dtype;
@@ -128,20 +145,21 @@ LinearArgs linear_args(Form x, const Tensor& weight, const Optional& scale, cons
   } else {
     STD_TORCH_CHECK(a.dtype == DType::bf16, "linear: quantized weights take bfloat16 rows");
   }
-  STD_TORCH_CHECK(!a.int8_rows || is_integer(s.kind),
-                  "linear: int8 rows need weights of integers");
+  STD_TORCH_CHECK(!a.int8_rows || (blocks ? has_records(s.kind) : is_integer(s.kind)),
+                  "linear: int8 rows need weights of integers, in blocks K-quants");
   STD_TORCH_CHECK(!a.fp8_rows || s.kind == Weight::fp8_e4m3,
                   "linear: rows in E4M3 need weights in E4M3");
   const int64_t most = s.kind == Weight::int8_zero ? 65536 : 131072;
-  STD_TORCH_CHECK(!a.int8_rows || s.padded_k / s.groups <= most,
+  STD_TORCH_CHECK(!a.int8_rows || blocks || s.padded_k / s.groups <= most,
                   "linear: a sum of more than ", most, " products of 8 bits may not fit into 32");
   STD_TORCH_CHECK(!a.rotated || (s.padded_k % 64 == 0 && !input_scale),
                   "linear: rotated rows go with whole blocks of 64 values, here ", s.padded_k,
                   ", and with scales of their own");
-  STD_TORCH_CHECK(row_codes || !input_scale, "linear: only rows in codes have an input_scale");
+  STD_TORCH_CHECK((row_codes && !blocks) || !input_scale,
+                  "linear: only rows in codes have an input_scale, and not those in blocks");
   const int64_t panels = (n + 15) / 16 * (gated ? 2 : 1);
   STD_TORCH_CHECK(a.k > 0 && s.panels == panels && s.padded_k >= a.k &&
-                      s.padded_k < a.k + (s.kind == Weight::dense ? 32 : 192),
+                      s.padded_k < a.k + (s.kind == Weight::dense ? 32 : has_records(s.kind) ? 256 : 192),
                   "linear: a weight of ", s.panels, " panels of ", s.padded_k,
                   " isn't the packed form of [", n, ", ", a.k, "]", gated ? " with a gate" : "");
   a.kind = s.kind;

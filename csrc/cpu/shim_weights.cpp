@@ -68,9 +68,11 @@ class Chunk {
 std::mutex chunk_lock;
 std::shared_ptr<Chunk> chunk;
 
-Tensor new_panels(const Tensor& like, int64_t panels, int64_t lines, int64_t v, ScalarType type) {
-  const size_t bytes = static_cast<size_t>(panels * lines) * 64;
-  if (bytes < kSmall) return torch::stable::new_empty(like, {panels, lines, 16, v}, type);
+// Bytes [panels, lines, across, v], 64 in `across · v` elements.
+Tensor new_panels(const Tensor& like, int64_t panels, int64_t lines, int64_t across, int64_t v,
+                  ScalarType type, int64_t line_bytes = 64) {
+  const size_t bytes = static_cast<size_t>(panels * lines * line_bytes);
+  if (bytes < kSmall) return torch::stable::new_empty(like, {panels, lines, across, v}, type);
   std::shared_ptr<Chunk> mine;
   void* at;
   {
@@ -80,7 +82,7 @@ Tensor new_panels(const Tensor& like, int64_t panels, int64_t lines, int64_t v, 
     at = mine->take(bytes);
     if (!mine->holds(kSmall)) chunk.reset();
   }
-  return torch::stable::from_blob(at, {panels, lines, 16, v}, {lines * 16 * v, 16 * v, v, 1},
+  return torch::stable::from_blob(at, {panels, lines, across, v}, {lines * across * v, across * v, v, 1},
                                   like.device(), type, [mine](void*) {});
 }
 
@@ -103,7 +105,7 @@ Tensor pack(const Tensor& weight, ScalarType dtype, bool gated) {
                   "pack: dtype must be float32 or bfloat16");
   a.to = dtype == ScalarType::Float ? DType::f32 : DType::bf16;
   const int64_t v = dtype == ScalarType::Float ? 1 : 2;
-  Tensor panels = new_panels(weight, count_panels(a), a.padded_k / v, v, dtype);
+  Tensor panels = new_panels(weight, count_panels(a), a.padded_k / v, 16, v, dtype);
   a.panels = panels.data_ptr();
   kernels().pack(a);
   return panels;
@@ -112,7 +114,7 @@ Tensor pack(const Tensor& weight, ScalarType dtype, bool gated) {
 std::tuple<Tensor, Tensor> quantize_int8(const Tensor& weight, bool gated) {
   QuantizeArgs a = quantize_args(weight, 0, gated);
   const int64_t panels = count_panels(a);
-  Tensor q = new_panels(weight, panels, a.padded_k / 4, 4, ScalarType::Char);
+  Tensor q = new_panels(weight, panels, a.padded_k / 4, 16, 4, ScalarType::Char);
   Tensor scale = torch::stable::new_empty(weight, {panels, 1, 16}, ScalarType::Float);
   a.panels = q.data_ptr();
   a.scale = scale.data_ptr();
@@ -126,7 +128,7 @@ std::tuple<Tensor, Tensor, Tensor> quantize_int4(const Tensor& weight, int64_t g
                   " isn't 32, 64 or 128");
   QuantizeArgs a = quantize_args(weight, group, gated);
   const int64_t panels = count_panels(a), groups = a.padded_k / group;
-  Tensor q = new_panels(weight, panels, a.padded_k / 8, 4, ScalarType::Byte);
+  Tensor q = new_panels(weight, panels, a.padded_k / 8, 16, 4, ScalarType::Byte);
   Tensor scale = torch::stable::new_empty(weight, {panels, groups, 16}, ScalarType::Half);
   Tensor zero = torch::stable::new_empty(weight, {symmetric ? 0 : panels, groups, 16},
                                          ScalarType::Byte);
@@ -136,6 +138,29 @@ std::tuple<Tensor, Tensor, Tensor> quantize_int4(const Tensor& weight, int64_t g
   a.zero = static_cast<uint8_t*>(zero.data_ptr());
   kernels().quantize(a);
   return {q, scale, zero};
+}
+
+Tensor pack_records(const Tensor& blocks, int64_t bits, bool gated) {
+  PackRecordsArgs a = {};
+  STD_TORCH_CHECK(bits == 0 || (bits >= 4 && bits <= 6), "pack_records: K-quants of ", bits,
+                  " bits aren't built; those of 4, 5 and 6, or mixed (0), are");
+  a.kind = bits == 0 ? Weight::mixed_k : record_kind(bits);
+  const int64_t size = block_bytes(a.kind);
+  STD_TORCH_CHECK(blocks.scalar_type() == ScalarType::Byte && blocks.dim() == 2 &&
+                      blocks.is_contiguous() && blocks.size(1) % size == 0,
+                  "pack_records: blocks must be contiguous uint8 [N, blocks of ", size, " bytes]");
+  STD_TORCH_CHECK(!gated || blocks.size(0) % 2 == 0, "pack_records: a gate's matrix has two halves, "
+                  "this one ", blocks.size(0), " rows");
+  a.n = gated ? blocks.size(0) / 2 : blocks.size(0);
+  a.records = blocks.size(1) / size;
+  a.gated = gated;
+  a.threads = threads();
+  const int64_t panels = (a.n + 15) / 16 * (gated ? 2 : 1), lines = record_lines(a.kind);
+  Tensor made = new_panels(blocks, panels, a.records, lines, 64, ScalarType::Byte, lines * 64);
+  a.blocks = static_cast<const uint8_t*>(blocks.data_ptr());
+  a.panels = static_cast<uint8_t*>(made.data_ptr());
+  pack_records(a);
+  return made;
 }
 
 Tensor rotate(const Tensor& x) {

@@ -4,7 +4,7 @@
 // vectors may multiply it in float32 and tiles in bfloat16. The group's scale comes after its sum.
 #pragma once
 
-#include "integers.h"
+#include "kquants.h"
 
 namespace penstock::PENSTOCK_ISA {
 
@@ -343,7 +343,7 @@ static inline void with_kind(Weight kind, Body body) {
     case Weight::fp8_e5m2: return body.template operator()<Weight::fp8_e5m2>();
     case Weight::levels: return body.template operator()<Weight::levels>();
     case Weight::nvfp4: return body.template operator()<Weight::nvfp4>();
-    case Weight::dense: break;
+    default: break;  // dense, or records (kquants.h)
   }
 }
 
@@ -351,6 +351,8 @@ static inline void with_kind(Weight kind, Body body) {
 // multiples of kUnit.
 template <typename T>
 static inline void unpack_bf16(Weight kind, const Panel& w, int64_t first, int64_t last, T* out) {
+  if (has_records(kind))
+    return with_records(kind, w.data, [&]<Weight W>() { unpack_records<W>(w, first, last, out); });
   with_kind(kind, [&]<Weight W>() { unpack_values<W>(w, first, last, out); });
 }
 

@@ -12,6 +12,7 @@ import torch
 
 from penstock.errors import ConfigError, ModelNotFoundError, UnsupportedModelError
 from penstock.hardware import detect
+from penstock.models.activations import ACTIVATIONS, Activated
 from penstock.models.dummy import count_values, fill_with_noise
 from penstock.models.registry import read_json, read_spec
 from penstock.models.sources import open_model, read_generation, stored_quantization
@@ -67,19 +68,23 @@ def load_model(
     dtype: "auto" is the checkpoint's own. max_model_len: None is what the model was made for; it
     sizes the rotary tables and, for longrope, chooses between the short and the long factors.
     strict: a config key that nothing reads is an error instead of a warning. quantization: round
-    the weights to `w8a8`, `w4a16-g64`, … as they are read (`quant.names`).
+    the weights to `w8a8`, `w4a16-g64`, … as they are read (`quant.names`); of a checkpoint that is
+    quantized already, `a8` or `a16`: what activations are rounded to.
     stored: takes each tensor away once it is packed; memory is then not looked at beforehand.
     storage: how weights lie in memory. device: where they are to be, in the end.
     """
     if not folder.exists():
         raise ModelNotFoundError(f"There is no folder and no file {folder}.")
-    spec, checkpoint = open_model(folder, strict=strict)
+    spec, found = open_model(folder, strict=strict)
+    checkpoint: Source = found
+    if quantization in ACTIVATIONS:
+        checkpoint, quantization = Activated(found, quantization), None
     chosen, formats = chosen_formats(spec, checkpoint, dtype, quantization)
     formats = formats.stored_as(storage)
     length = _length(max_model_len, spec.decoder)
     _check_tables(spec.decoder, length)
     _note_longrope(spec.decoder, length)
-    generation = read_generation(checkpoint)
+    generation = read_generation(found)
     if stored is None:
         count = sum(math.prod(checkpoint.shape(name)) for name in checkpoint.names())
         free = min(_free(CPU), _free(device))  # on their way to a GPU they are here, too
@@ -156,7 +161,8 @@ def chosen_formats(
     if own is not None and quantization is not None:
         raise ConfigError(
             f"{checkpoint.path} is quantized already ({own}), so quantization={quantization!r} "
-            "can't take effect. Leave it out, or give the unquantized checkpoint."
+            "can't take effect. Leave it out, say a8 or a16 to choose what activations are rounded to, "
+            "or give the unquantized checkpoint."
         )
     kept = any(checkpoint.scheme(name) is not None for name in checkpoint.names())
     rounded = quantization or (own if kept else None)

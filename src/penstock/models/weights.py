@@ -6,7 +6,7 @@ import json
 import logging
 import math
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -22,7 +22,9 @@ from penstock.models.spec import Ignore, ModelSpec, Rename, Stack
 from penstock.nn.decoder import MATRICES, Decoder, stored_in
 from penstock.nn.parameters import Loadable, plain
 from penstock.nn.spec import DecoderSpec
+from penstock.ops.panels import COLUMNS
 from penstock.quant import Codes, Dense, Scheme, WeightFormat, WeightFormats, format_of
+from penstock.quant.codes import mixture
 
 logger = logging.getLogger("penstock")
 
@@ -349,8 +351,21 @@ def _assemble(plan: WeightPlan, checkpoint: Source, spec: ModelSpec, room: Room)
 
 def _keeps(plan: WeightPlan, checkpoint: Source) -> bool:
     """Whether a parameter stays as it is quantized: all parts alike, and nothing is moved in it."""
-    schemes = {checkpoint.scheme(part) for part in plan.parts if part is not None}
-    return len(schemes) == 1 and None not in schemes and plan.rule.transform is None
+    parts = [part for part in plan.parts if part is not None]
+    return plan.rule.transform is None and _joint_scheme(parts, checkpoint) is not None
+
+
+def _joint_scheme(parts: Sequence[str], checkpoint: Source) -> Scheme | None:
+    """What holds all parts of a matrix as they are: their scheme, or a mixture of K-quants."""
+    schemes = {checkpoint.scheme(part) for part in parts}
+    found = {scheme for scheme in schemes if scheme is not None}
+    if found != schemes or not found:
+        return None
+    if len(found) == 1:
+        return next(iter(found))
+    alike = all(scheme.is_k for scheme in found) and len({s.activations for s in found}) == 1
+    whole = all(checkpoint.shape(part)[0] % COLUMNS == 0 for part in parts)
+    return mixture(found) if alike and whole else None
 
 
 def stored_formats(spec: ModelSpec, checkpoint: Source, dtype: torch.dtype) -> WeightFormats:
@@ -364,10 +379,10 @@ def stored_formats(spec: ModelSpec, checkpoint: Source, dtype: torch.dtype) -> W
         schemes = {checkpoint.scheme(part) for part in parts}
         if schemes == {None}:
             continue
-        [*alike] = schemes
+        joint = _joint_scheme(parts, checkpoint)
         kept = all(_keeps(plan, checkpoint) for plan in those) and not module.endswith(".router")
-        if len(alike) == 1 and alike[0] and kept:
-            found[module] = format_of(alike[0])
+        if joint is not None and kept:
+            found[module] = format_of(joint)
         else:
             widened += [part for part in parts if checkpoint.scheme(part) is not None]
     if widened:

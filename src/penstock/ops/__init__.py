@@ -22,6 +22,7 @@ from penstock.ops.mask import mask_
 from penstock.ops.norm import layer_norm, rms_norm
 from penstock.ops.pack import pack
 from penstock.ops.quantize import quantize_int4, quantize_int8
+from penstock.ops.records import pack_records
 from penstock.ops.registry import Op, define_op, has_native, implementations, op, op_names
 from penstock.ops.rotary_cache import rotary_cache
 from penstock.ops.rotate import rotate
@@ -61,6 +62,7 @@ __all__ = [
     "op",
     "op_names",
     "pack",
+    "pack_records",
     "paged_attention",
     "quantize_int4",
     "quantize_int8",

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from penstock.ops.panels import COLUMNS
+from penstock.ops.records import has_records, unpack_records
 from penstock.ops.registry import define_op
 from penstock.ops.stored import unpack_quantized
 
@@ -20,7 +21,8 @@ def _fake(
     levels: int = 0,
     outer: Tensor | None = None,
 ) -> Tensor:
-    dtype = weight.dtype if weight_scale is None else torch.bfloat16
+    plain = weight_scale is None and not has_records(weight)
+    dtype = weight.dtype if plain else torch.bfloat16
     return weight.new_empty((tokens.shape[0], dim), dtype=dtype)
 
 
@@ -56,6 +58,10 @@ def embedding(
         size = len(ids), dim
         rows = unpack_quantized(parts[0], parts[1], parts[2], levels, parts[3], *size)
         rows = rows.to(torch.bfloat16)
+    elif has_records(weight):
+        each = torch.arange(len(ids), device=ids.device)
+        whole = unpack_records(weight[ids // COLUMNS], COLUMNS * len(ids), dim)
+        rows = whole[ids % COLUMNS + COLUMNS * each].to(torch.bfloat16)
     elif weight_scale is None:
         rows = weight[ids // COLUMNS, :, ids % COLUMNS].reshape(ids.shape[0], -1)[:, :dim]
     else:

@@ -10,6 +10,7 @@ A weight W [N, K] by its dtype, in the shapes of panels (`ops.panels`; `ops.rows
 scale [N/16, G, 16] float16, float32 or, of levels, uint8: the exponent of a power of two (OCP's
 E8M0; 0 is zero); zero [N/16, G, 16] uint8 of int4, int8 of int8: of groups of K/G values. outer
 [N/16, 1, 16] float32: W = table[q] · scale · outer, with scale [N/16, K/16, 16] in E4M3.
+K-quants, uint8 [N/16, K/256, lines, 64] (`ops.records`), have all of that in them.
 
 row_codes, an index into ROW_CODES: what rows of x are rounded to before they are multiplied, each
 with a scale of its own or all with input_scale [1]:
@@ -17,6 +18,7 @@ with a scale of its own or all with input_scale [1]:
                 the products of a group are summed exactly in int32
     int8_rotated  rows are rotated before that, as those of W were (`ops.rotate`): the product is
                 that of what they were, but less of it is lost
+    int8_blocks  beside K-quants: each 256 values of a row have a scale of their own
     e4m3        beside E4M3: x / scale to the nearest E4M3, ties to even, within ±448; the scale
                 is max|x| / 448 of the values that share one of W's: the row, or a group of it
 A row that holds a NaN or an infinity has the scale NaN.
@@ -27,7 +29,10 @@ acc += even + odd (what AMX's TDPBF16PS does; products of two bfloat16 are exact
 float32 operands: one FMA per k, in order. Denormals are zero. Quantized: total = fma(sum of a
 group, its scale, total) in order of groups. The scale of an int8 row multiplies the total, those
 of a row in E4M3 each group's sum. What q stands for, less its zero point or times the scale of
-its 16, is exact in bfloat16. Then the bias is added and the sum rounded once.
+its 16, is exact in bfloat16. K-quants beside floats are rounded to bfloat16 first and multiplied as
+that is; beside int8_blocks, of each 256 values A = Σ factor · Σ (q − zero) · x and
+M = Σ minimum · Σ x are exact in int32, total = fma(A, d · s, total), total = fma(M, −dmin · s,
+total) with s the block's scale. Then the bias is added and the sum rounded once.
 
 Source: Intel SDM vol. 2, TDPBF16PS, TDPBSSD; int8 rows: Dettmers et al. 2022, arXiv:2208.07339;
 groups: Frantar et al. 2022, arXiv:2210.17323; float8: Micikevicius et al. 2022, arXiv:2209.05433;
@@ -45,6 +50,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from penstock.ops.norm import rms
+from penstock.ops.records import VALUES, has_records
 from penstock.ops.registry import define_op
 from penstock.ops.rotate import rotated
 from penstock.ops.stored import dense, half, unpack_quantized, width
@@ -57,7 +63,7 @@ times up within ±7, plus 1 (openai/gpt-oss, arXiv:2508.10925)."""
 _LIMIT, _ALPHA = 7.0, 1.702
 """Of swiglu_oai."""
 
-ROW_CODES = ("none", "int8", "e4m3", "int8_rotated")
+ROW_CODES = ("none", "int8", "e4m3", "int8_rotated", "int8_blocks")
 """What `row_codes` counts in."""
 
 
@@ -91,6 +97,13 @@ def quantize_rows(x: Tensor, scale: Tensor | None = None) -> tuple[Tensor, Tenso
     largest = torch.full_like(top, 127.0)  # a tensor: torch divides a number by its reciprocal
     q = torch.round(xf * torch.where(top > 1e-30, largest / top, 0.0))
     return q.nan_to_num().to(torch.int8), top / 127.0
+
+
+def quantize_blocks(x: Tensor) -> Tensor:
+    """Rows of x [T, K] rounded to int8 in blocks of VALUES, each by its own scale; float32."""
+    blocks = functional.pad(x.float(), (0, -x.shape[1] % VALUES)).unflatten(1, (-1, VALUES))
+    q, scale = quantize_rows(blocks.flatten(0, 1))
+    return (q.float() * scale).view_as(blocks).flatten(1)[:, : x.shape[1]]
 
 
 def quantize_rows_e4m3(
@@ -155,7 +168,11 @@ class _Matrix:
             q, row_scale = quantize_rows(rotated(x))
             return (q.float() @ self.values(n, q.shape[1]).t()) * row_scale
         w = self.values(n, x.shape[1])
+        if has_records(self.weight) and not self.row_codes:
+            w = w.bfloat16().float()
         match ROW_CODES[self.row_codes]:
+            case "int8_blocks":
+                return quantize_blocks(x) @ w.t()
             case "int8":
                 q, row_scale = quantize_rows(x, self.input_scale)
                 return (q.float() @ w.t()) * row_scale

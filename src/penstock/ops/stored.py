@@ -5,12 +5,14 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from penstock.ops import panels, rows
+from penstock.ops import panels, records, rows
 from penstock.ops.levels import table
 
 
 def dense(weight: Tensor, n: int, k: int) -> Tensor:
-    """The [N, K] matrix of an unquantized weight."""
+    """The [N, K] matrix of a weight that comes without scales: as it is, or in records."""
+    if records.has_records(weight):
+        return records.unpack_records(weight, n, k)
     return weight if rows.is_rows(weight) else panels.unpack_panels(weight, n, k)
 
 

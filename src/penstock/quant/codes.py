@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from penstock.errors import WeightsError
+from penstock.ops.records import BLOCK_BYTES, VALUES, mix, values_of
 from penstock.quant.levels import levels
 from penstock.quant.scheme import Scheme
 
@@ -20,6 +21,10 @@ _STORED = {
     "nf4": torch.uint8,
     "mxfp4": torch.uint8,
     "nvfp4": torch.uint8,
+    "q4_k": torch.uint8,
+    "q5_k": torch.uint8,
+    "q6_k": torch.uint8,
+    "mixed_k": torch.uint8,
 }
 
 
@@ -29,18 +34,19 @@ class Codes:
 
     A code's value: itself for int8 and fp8; for int4 0 … 15, with a zero point of 8 where it has no
     other; for the rest `quant.levels`. Scales that several rows share are repeated for each.
+    Of K-quants values are rows of blocks as ggml has them (`ops.records`), and there is no scale.
     """
 
     scheme: Scheme
-    values: Tensor  # [N, K] int8, float8, or uint8 of 0 … 15
-    scale: Tensor  # [N, G] float32
+    values: Tensor  # [N, K] int8, float8, or uint8 of 0 … 15; of K-quants [N, bytes] uint8
+    scale: Tensor  # [N, G] float32; of K-quants [N, 0]
     zero: Tensor | None = None  # [N, G] int8 or, of int4, uint8; None where symmetric
     outer: Tensor | None = None  # [N] float32, of nvfp4 alone
     input_scale: float | None = None  # of static activations: x ≈ q · input_scale
 
     def __post_init__(self) -> None:
-        n, k = self.values.shape
-        shape = (n, groups(k, self.scheme.group))
+        n, k = self.shape
+        shape = (n, 0 if self.scheme.is_k else groups(k, self.scheme.group))
         stored = _STORED[self.scheme.kind]
         wrong = [
             text
@@ -65,10 +71,14 @@ class Codes:
     def shape(self) -> tuple[int, int]:
         """[N, K]."""
         n, k = self.values.shape
+        if self.scheme.is_k:
+            k = k // BLOCK_BYTES[self.scheme.bits] * VALUES
         return n, k
 
     def dequantize(self) -> Tensor:
         """The matrix [N, K] that the codes stand for, in float32."""
+        if self.scheme.is_k:
+            return values_of(self.values, self.scheme.bits)
         (n, k), group = self.shape, self.scheme.group or self.shape[1]
         if self.scheme.kind in ("nf4", "mxfp4", "nvfp4"):
             value = levels(self.scheme.kind)[self.values.long()]
@@ -95,13 +105,22 @@ class Codes:
             outer=None if self.outer is None else self.outer[index],
         )
 
+    def mixed(self) -> Codes:
+        """A K-quant as part of a mixture of them."""
+        scheme = mixture([self.scheme])
+        return replace(self, scheme=scheme, values=mix(self.values, self.scheme.bits))
+
     @staticmethod
     def stack(parts: Sequence[Codes]) -> Codes:
         """The parts one under the other; all of one scheme.
 
-        Of several scales of activations the largest covers all parts.
+        Of several scales of activations the largest covers all parts. K-quants of several kinds
+        become a mixture.
         """
         first = parts[0]
+        if first.scheme.is_k and len({part.scheme for part in parts}) > 1:
+            parts = [part.mixed() for part in parts]
+            first = parts[0]
         schemes = sorted({part.scheme.name for part in parts})
         if len(schemes) > 1:
             raise WeightsError(f"Matrices in {', '.join(schemes)} can't be stacked.")
@@ -116,6 +135,12 @@ class Codes:
             torch.cat(outers) if outers else None,
             max(inputs) if inputs else None,
         )
+
+
+def mixture(schemes: Iterable[Scheme]) -> Scheme:
+    """What holds matrices in all of `schemes`, which are K-quants, one under the other."""
+    (activations,) = {scheme.activations for scheme in schemes}
+    return Scheme("mixed_k", VALUES, activations=activations)
 
 
 def groups(k: int, group: int) -> int:

@@ -12,6 +12,7 @@ from penstock.quant.formats.dense import Dense
 from penstock.quant.formats.float8 import Float8
 from penstock.quant.formats.integer import Integer
 from penstock.quant.formats.levels import Levels
+from penstock.quant.formats.records import Records
 from penstock.quant.methods.rtn import FLOAT8
 from penstock.quant.scheme import SCHEMES, Scheme, parse_scheme
 
@@ -27,6 +28,8 @@ def format_of(scheme: Scheme) -> WeightFormat:
     """The format that stores matrices of `scheme`; each has a kernel (`ops.linear`)."""
     if scheme.is_integer:
         return Integer(scheme)
+    if scheme.is_k:
+        return Records(scheme)
     return Float8(scheme) if scheme.kind in FLOAT8 else Levels(scheme)
 
 

@@ -7,8 +7,11 @@ from dataclasses import dataclass
 from typing import Literal
 
 from penstock.errors import ConfigError
+from penstock.ops.records import VALUES
 
-Kind = Literal["int8", "int4", "fp8_e4m3", "fp8_e5m2", "nf4", "mxfp4", "nvfp4"]
+Kind = Literal[
+    "int8", "int4", "fp8_e4m3", "fp8_e5m2", "nf4", "mxfp4", "nvfp4", "q4_k", "q5_k", "q6_k", "mixed_k"
+]  # fmt: skip
 Activations = Literal["float", "int8", "int8_rotated", "int8_static", "fp8", "fp8_static"]
 
 GROUPS = (32, 64, 128)
@@ -17,8 +20,11 @@ BLOCK = 128
 
 _BITS: dict[Kind, int] = {
     "int8": 8, "int4": 4, "fp8_e4m3": 8, "fp8_e5m2": 8, "nf4": 4, "mxfp4": 4, "nvfp4": 4,
+    "q4_k": 4, "q5_k": 5, "q6_k": 6, "mixed_k": 0,
 }  # fmt: skip
-_FIXED_GROUP: dict[Kind, int] = {"mxfp4": 32, "nvfp4": 16}
+_FIXED_GROUP: dict[Kind, int] = {
+    "mxfp4": 32, "nvfp4": 16, "q4_k": VALUES, "q5_k": VALUES, "q6_k": VALUES, "mixed_k": VALUES,
+}  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +40,8 @@ class Scheme:
     activations: Activations = "float"
     """float: as they are. int8, fp8 (E4M3): each token has a scale, or each group of a token beside
     FP8 weights in groups. …_static: one scale for all, from a calibration. …_rotated: blocks of 64
-    values are rotated before (`ops.rotate`), and the matrix's rows before it is rounded."""
+    values are rotated before (`ops.rotate`), and the matrix's rows before it is rounded. Beside a
+    K-quant int8 has a scale for each 256 values of a token."""
     rows: int = 1  # that share a scale when values are chosen: 1, a block's, or 0 for all
 
     def __post_init__(self) -> None:
@@ -47,7 +54,10 @@ class Scheme:
             )
         if not self.symmetric and not self.is_integer:
             raise ConfigError(f"{self.kind} has no zero points: it is symmetric.")
-        wanted = {"int8": self.is_integer, "fp8": self.kind == "fp8_e4m3"}
+        wanted = {
+            "int8": self.is_integer or (self.is_k and self.activations == "int8"),
+            "fp8": self.kind == "fp8_e4m3",
+        }
         inputs = self.activations.removesuffix("_static").removesuffix("_rotated")
         if not wanted.get(inputs, True):
             raise ConfigError(f"{self.kind} isn't multiplied with activations in {inputs}.")
@@ -62,6 +72,11 @@ class Scheme:
         return self.kind in ("int8", "int4")
 
     @property
+    def is_k(self) -> bool:
+        """Whether it is a K-quant of ggml: rows of blocks, which have scales of their own."""
+        return self.kind.endswith("_k")
+
+    @property
     def static(self) -> bool:
         """Whether all activations share one scale, which a calibration finds."""
         return self.activations.endswith("_static")
@@ -73,7 +88,7 @@ class Scheme:
 
     @property
     def bits(self) -> int:
-        """Of a code."""
+        """Of a code; 0 where each sixteen rows have their own."""
         return _BITS[self.kind]
 
     @property
@@ -92,6 +107,8 @@ class Scheme:
     @property
     def name(self) -> str:
         """What users call it; `parse_scheme` reads it."""
+        if self.is_k:
+            return f"{self.kind}-a{16 if self.activations == 'float' else 8}"
         if not self.is_integer:
             return self._float_name()
         name = f"w{self.bits}a{16 if self.activations == 'float' else 8}"

@@ -16,8 +16,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from penstock.errors import WeightsError
+from penstock.ops.records import VALUES, values_of
 from penstock.quant import Codes, Scheme
 from penstock.quant.levels import E2M1
+from penstock.quant.scheme import Kind
 
 Bytes = NDArray[np.uint8]
 Floats = NDArray[np.float32]
@@ -57,7 +59,11 @@ class Block:
 
     def to_codes(self, raw: Bytes, shape: tuple[int, ...]) -> Codes:
         """The same matrix [N, K] as codes; for a type with a scheme."""
-        assert self.scheme is not None and self.codes is not None
+        assert self.scheme is not None
+        if self.scheme.is_k:
+            rows = torch.from_numpy(np.ascontiguousarray(raw)).view(shape[0], -1)
+            return Codes(self.scheme, rows, torch.empty(shape[0], 0))
+        assert self.codes is not None
         values, scale = self.codes(raw.reshape(-1, self.nbytes))
         return Codes(
             self.scheme,
@@ -129,10 +135,15 @@ def _five_bits(high: Bytes, low: Bytes) -> Bytes:
     return _nibbles(low, 16) | (_bit(high) << np.uint8(4))
 
 
-def _q5_0(blocks: Bytes) -> Floats:
+def _q5_0_codes(blocks: Bytes) -> tuple[NDArray[np.int8], Floats]:
     """d, 4 bytes of fifth bits, 16 bytes: w = d · (q − 16)."""
-    values = _five_bits(blocks[:, 2:6], blocks[:, 6:]).astype(np.float32)
-    return _half(blocks, 0) * (values - 16)
+    values = _five_bits(blocks[:, 2:6], blocks[:, 6:]).view(np.int8) - np.int8(16)
+    return values, _half(blocks, 0)
+
+
+def _q5_0(blocks: Bytes) -> Floats:
+    values, scale = _q5_0_codes(blocks)
+    return scale * values.astype(np.float32)
 
 
 def _q5_1(blocks: Bytes) -> Floats:
@@ -159,37 +170,19 @@ def _q3_k(blocks: Bytes) -> Floats:
     return _spread(_half(blocks, 108) * scale, values.astype(np.float32)).reshape(len(blocks), -1)
 
 
-def _six_bit_pairs(packed: Bytes) -> tuple[Bytes, Bytes]:
-    """12 bytes → 8 scales and 8 minima of 6 bits: four of each whole, the rest's top bits above."""
-    first, second, rest = packed[:, :4], packed[:, 4:8], packed[:, 8:]
-    scale = np.concatenate((first & 63, (rest & 15) | ((first >> 6) << 4)), axis=1)
-    minimum = np.concatenate((second & 63, (rest >> 4) | ((second >> 6) << 4)), axis=1)
-    return scale, minimum
+def _of_records(bits: int) -> Unpack:
+    """Blocks that are kept (`ops.records`)."""
+
+    def unpack(blocks: Bytes) -> Floats:
+        found: Floats = values_of(torch.from_numpy(np.ascontiguousarray(blocks)), bits).numpy()
+        return found
+
+    return unpack
 
 
-def _scaled_above_minimum(blocks: Bytes, values: Bytes) -> Floats:
-    """d, dmin, 12 bytes: w = (d · scale) · q − dmin · minimum, 8 groups of 32."""
-    scale, minimum = _six_bit_pairs(blocks[:, 4:16])
-    product = _spread(_half(blocks, 0) * scale, values.astype(np.float32))
-    return (product - (_half(blocks, 2) * minimum)[:, :, None]).reshape(len(blocks), -1)
-
-
-def _q4_k(blocks: Bytes) -> Floats:
-    return _scaled_above_minimum(blocks, _nibbles(blocks[:, 16:], 32))
-
-
-def _q5_k(blocks: Bytes) -> Floats:
-    """As Q4_K, with 32 bytes of fifth bits before the 128 bytes of the others."""
-    fifth = _fields(blocks[:, 16:48], 32, 1)
-    return _scaled_above_minimum(blocks, _nibbles(blocks[:, 48:], 32) | (fifth << np.uint8(4)))
-
-
-def _q6_k(blocks: Bytes) -> Floats:
-    """128 bytes of low bits, 64 of the two high ones, 16 int8 scales, d; 16 groups of 16."""
-    low, high = _nibbles(blocks[:, :128], 64), _fields(blocks[:, 128:192], 32, 2)
-    values = (low | (high << 4)).astype(np.float32) - 32
-    scale = blocks[:, 192:208].view(np.int8).astype(np.float32)
-    return _spread(_half(blocks, 208) * scale, values).reshape(len(blocks), -1)
+def _kept(bits: int) -> Scheme:
+    kinds: dict[int, Kind] = {4: "q4_k", 5: "q5_k", 6: "q6_k"}
+    return Scheme(kinds[bits], VALUES, activations="int8")
 
 
 def _iq4_nl(blocks: Bytes) -> Floats:
@@ -226,14 +219,14 @@ BLOCKS: dict[int, Block] = {
     30: Block("BF16", 1, 2, plain=torch.bfloat16),
     2: Block("Q4_0", 32, 18, None, _q4_0, Scheme("int4", 32), _q4_0_codes),
     3: Block("Q4_1", 32, 20, None, _q4_1),
-    6: Block("Q5_0", 32, 22, None, _q5_0),
+    6: Block("Q5_0", 32, 22, None, _q5_0, Scheme("int8", 32), _q5_0_codes),
     7: Block("Q5_1", 32, 24, None, _q5_1),
     8: Block("Q8_0", 32, 34, None, _q8_0, Scheme("int8", 32), _q8_0_codes),
     10: Block("Q2_K", 256, 84, None, _q2_k),
     11: Block("Q3_K", 256, 110, None, _q3_k),
-    12: Block("Q4_K", 256, 144, None, _q4_k),
-    13: Block("Q5_K", 256, 176, None, _q5_k),
-    14: Block("Q6_K", 256, 210, None, _q6_k),
+    12: Block("Q4_K", 256, 144, None, _of_records(4), _kept(4)),
+    13: Block("Q5_K", 256, 176, None, _of_records(5), _kept(5)),
+    14: Block("Q6_K", 256, 210, None, _of_records(6), _kept(6)),
     20: Block("IQ4_NL", 32, 18, None, _iq4_nl),
     23: Block("IQ4_XS", 256, 136, None, _iq4_xs),
     39: Block("MXFP4", 32, 17, None, _mxfp4, Scheme("mxfp4", 32), _mxfp4_codes),
