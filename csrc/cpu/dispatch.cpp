@@ -60,7 +60,7 @@ constexpr int64_t kTileMinRowsOfCodes = 9;
 
 // int8 rows are the same sums in any order; float32 has no tiles, nor have records beside int8.
 bool by_tiles(const LinearArgs& a) {
-  if (a.int8_rows && has_records(a.kind)) return false;
+  if (a.blocks && has_records(a.kind)) return false;
   const bool codes = a.kind == Weight::int4 && a.int8_rows;
   return a.rows >= (codes ? kTileMinRowsOfCodes : kTileMinRows) && a.dtype == DType::bf16;
 }

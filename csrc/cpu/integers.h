@@ -221,12 +221,19 @@ static inline Sums zero_points(const Panel& w, int64_t g) {
                    : widen_bytes(static_cast<const int8_t*>(w.zero) + at);
 }
 
+// A group's sums as floats, times the row's scale of the group where it has any.
+[[gnu::always_inline]] static inline F16 scaled_sum(Sums sum, const float* x_scale, int64_t at) {
+  const F16 found = to_float(sum);
+  return x_scale ? found * set1(x_scale[at]) : found;
+}
+
 // total[r][p] = Σ over groups of scale · Σ over k of (q − z) · x, for R rows of int8 and P panels.
-// sums [rows, groups], `lds` apart: −Σ over k of x, times kRaised where there are no zero points.
+// sums [rows, groups], `lds` apart: −Σ over k of x, times kRaised where there are no zero points. x_scale,
+// the same of rows in blocks, else null: what each group's sum is multiplied by before.
 template <int R, int P, int Bits, typename Asks>
 [[gnu::always_inline]] static inline void multiply_ints(const Panel (&w)[P], const int8_t* x,
                                                         int64_t ldx, const int32_t* sums,
-                                                        int64_t lds, Asks& asks,
+                                                        int64_t lds, const float* x_scale, Asks& asks,
                                                         F16 (&total)[R][P]) {
   static_assert(P <= 2);
   clear(total);
@@ -254,7 +261,8 @@ template <int R, int P, int Bits, typename Asks>
     for (int p = 0; p < P; p++) {
       const F16 s = w[p].scales(g);
 #pragma GCC unroll 8
-      for (int r = 0; r < R; r++) total[r][p] = fma(to_float(acc[r][p]), s, total[r][p]);
+      for (int r = 0; r < R; r++)
+        total[r][p] = fma(scaled_sum(acc[r][p], x_scale, r * lds + g), s, total[r][p]);
     }
   }
 }

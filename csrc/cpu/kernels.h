@@ -99,7 +99,8 @@ struct LinearArgs {
   int64_t x_stride;   // elements between rows
   const float* norm;  // [k]: the rows' root-mean-square norm is taken first; may be null
   float eps;
-  bool int8_rows;  // rows are rounded to int8, each with a scale of its own, or each kRecord of one
+  bool int8_rows;  // rows are rounded to int8, each with a scale of its own …
+  bool blocks;     // … or with one for each of the weight's groups, or records
   bool rotated;    // blocks of 64 of their values are, before that
   bool fp8_rows;   // rows are rounded to E4M3, each with a scale for each of the weight's groups
   const float* input_scale;  // of all rows, where it isn't their own; may be null

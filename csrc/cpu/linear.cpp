@@ -84,7 +84,7 @@ struct Rows {
   int16_t* block_sums;
 };
 
-bool in_blocks(const LinearArgs& a) { return a.int8_rows && has_records(a.kind); }
+bool by_records(const LinearArgs& a) { return a.blocks && has_records(a.kind); }
 
 template <Weight W>
 ScaledRows scaled_rows(const LinearArgs& a, const Rows& x) {
@@ -114,13 +114,14 @@ Rows allocate(const LinearArgs& a) {
     return x;
   }
   x.bytes = static_cast<int8_t*>(scratch(Scratch::rows, values));
-  if (in_blocks(a)) {
+  if (by_records(a)) {
     x.scale = static_cast<float*>(scratch(Scratch::sums, values / 64 + values * 3 / 16));
     x.block_sums = reinterpret_cast<int16_t*>(x.scale + values / kRecord);
     return x;
   }
-  x.scale = static_cast<float*>(scratch(Scratch::sums, rows * (1 + groups) * 4));
-  x.sums = reinterpret_cast<int32_t*>(x.scale + rows);
+  const size_t scales = rows * (a.blocks ? groups : 1);
+  x.scale = static_cast<float*>(scratch(Scratch::sums, (scales + rows * groups) * 4));
+  x.sums = reinterpret_cast<int32_t*>(x.scale + scales);
   return x;
 }
 
@@ -136,12 +137,15 @@ void prepare_floats(const LinearArgs& a, const Rows& x, int64_t row) {
 void prepare(const LinearArgs& a, const Rows& x, int64_t row) {
   if (!a.int8_rows) return prepare_floats(a, x, row);
   int8_t* out = x.bytes + row * a.padded_k;
-  if (in_blocks(a)) {
-    return int8_blocks(a, row, out, x.scale + row * (a.padded_k / kRecord),
-                       x.block_sums + row * (a.padded_k * 3 / 32));
+  if (by_records(a)) {
+    int8_blocks(a, row, kRecord, out, x.scale + row * (a.padded_k / kRecord));
+    return sum_groups(out, a.padded_k, x.block_sums + row * (a.padded_k * 3 / 32));
   }
-  x.scale[row] = int8_row(a, row, out);
   const int64_t group = a.padded_k / a.groups;
+  if (a.blocks)
+    int8_blocks(a, row, group, out, x.scale + row * a.groups);
+  else
+    x.scale[row] = int8_row(a, row, out);
   // of zero points, which the panel multiplies it by, or of what all codes are raised by
   const int32_t times = a.zero ? 1 : a.kind == Weight::int4 ? kRaised<4> : kRaised<8>;
   for (int64_t g = 0; g < a.groups; g++) {
@@ -189,11 +193,12 @@ template <int R, int P, int Bits, typename Asks>
                                             Asks& asks, const Columns& to) {
   F16 values[R][P];
   multiply_ints<R, P, Bits>(w, x.bytes + row * a.padded_k, a.padded_k, x.sums + row * a.groups,
-                            a.groups, asks, values);
+                            a.groups, a.blocks ? x.scale + row * a.groups : nullptr, asks, values);
+  if (!a.blocks)
 #pragma GCC unroll 8
-  for (int r = 0; r < R; r++)
+    for (int r = 0; r < R; r++)
 #pragma GCC unroll 2
-    for (int i = 0; i < P; i++) values[r][i] = values[r][i] * set1(x.scale[row + r]);
+      for (int i = 0; i < P; i++) values[r][i] = values[r][i] * set1(x.scale[row + r]);
   to(row, p, values);
 }
 
@@ -225,8 +230,10 @@ void ready_panel(const LinearArgs& a, const Rows& x, Range rows, Range panels, i
   in_passes<kMaxRows>(rows.first, rows.last, [&]<int R>(int64_t row) {
     F16 values[R][1];
     multiply_ready<R, Bits, Zero>(w, x.bytes + row * a.padded_k, a.padded_k,
-                                  x.sums + row * a.groups, bursts, values);
-    for (int r = 0; r < R; r++) values[r][0] = values[r][0] * set1(x.scale[row + r]);
+                                  x.sums + row * a.groups,
+                                  a.blocks ? x.scale + row * a.groups : nullptr, bursts, values);
+    if (!a.blocks)
+      for (int r = 0; r < R; r++) values[r][0] = values[r][0] * set1(x.scale[row + r]);
     to(row, p, values);
   });
 }
@@ -417,7 +424,7 @@ using Part = void (*)(const LinearArgs&, const Rows&, Range rows, Range panels, 
 Part choose(const LinearArgs& a) {
   if (a.kind == Weight::dense) return a.dtype == DType::bf16 ? dense_part<bf16> : dense_part<float>;
   Part part = nullptr;
-  if (in_blocks(a)) return record_part;
+  if (by_records(a)) return record_part;
   if (a.int8_rows) return a.kind == Weight::int4 ? int_part<4> : int_part<8>;
   if (has_records(a.kind)) {
     part = widened_part<float>;

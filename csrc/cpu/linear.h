@@ -168,28 +168,31 @@ static inline float int8_row(const LinearArgs& a, int64_t row, int8_t* out) {
   return highest / 127.0f + reduce_add(found.bad);
 }
 
-// The same row as int8 in blocks of kRecord, each with a scale of its own. sums: of each 32 values, and
-// behind those of each 16, times −16.
-static inline void int8_blocks(const LinearArgs& a, int64_t row, int8_t* out, float* scales,
-                               int16_t* sums) {
-  int16_t* halves = sums + a.padded_k / 32;
+// The same row as int8 in blocks, which have a scale each.
+static inline void int8_blocks(const LinearArgs& a, int64_t row, int64_t block, int8_t* out,
+                               float* scales) {
   float* floats =
       static_cast<float*>(scratch(Scratch::row, static_cast<size_t>(a.padded_k) * sizeof(float)));
   float_row(a, row, a.padded_k, floats);
-  for (int64_t b = 0; b < a.padded_k / kRecord; b++, floats += kRecord, out += kRecord) {
+  for (int64_t b = 0; b < a.padded_k / block; b++, floats += block, out += block) {
     Extent found;
-    for (int64_t j = 0; j < kRecord; j += 16) found.take(load(floats + j));
+    for (int64_t j = 0; j < block; j += 16) found.take(load(floats + j));
     const float highest = reduce_max(found.top);
     const F16 inverse = set1(highest > 1e-30f ? 127.0f / highest : 0.0f);
-    for (int64_t j = 0; j < kRecord; j += 16) store_bytes(out + j, load(floats + j) * inverse);
+    for (int64_t j = 0; j < block; j += 16) store_bytes(out + j, load(floats + j) * inverse);
     scales[b] = highest / 127.0f + reduce_add(found.bad);
-    for (int64_t j = 0; j < kRecord; j += 32) {
-      int two[2] = {0, 0};
-      for (int64_t i = 0; i < 32; i++) two[i / 16] += out[j + i];
-      *sums++ = static_cast<int16_t>(two[0] + two[1]);
-      *halves++ = static_cast<int16_t>(-16 * two[0]);
-      *halves++ = static_cast<int16_t>(-16 * two[1]);
-    }
+  }
+}
+
+// Sums of `count` values of int8: of each 32, and behind those of each 16, times −16.
+static inline void sum_groups(const int8_t* values, int64_t count, int16_t* sums) {
+  int16_t* halves = sums + count / 32;
+  for (int64_t j = 0; j < count; j += 32) {
+    int two[2] = {0, 0};
+    for (int64_t i = 0; i < 32; i++) two[i / 16] += values[j + i];
+    *sums++ = static_cast<int16_t>(two[0] + two[1]);
+    *halves++ = static_cast<int16_t>(-16 * two[0]);
+    *halves++ = static_cast<int16_t>(-16 * two[1]);
   }
 }
 

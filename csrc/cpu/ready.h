@@ -137,7 +137,8 @@ static inline void multiply_small(const uint8_t* lines, const int8_t* x, int64_t
 template <int R, int Bits, bool Zero>
 [[gnu::always_inline]] static inline void multiply_ready(const Ready& w, const int8_t* x,
                                                          int64_t ldx, const int32_t* sums,
-                                                         Bursts& bursts, F16 (&total)[R][1]) {
+                                                         const float* x_scale, Bursts& bursts,
+                                                         F16 (&total)[R][1]) {
   clear(total);
   const uint8_t* lines = w.lines;
   for (int64_t g = 0; g < w.groups; g++) {
@@ -153,7 +154,8 @@ template <int R, int Bits, bool Zero>
     }
     const F16 s = load(w.scale + g * kColumns);
 #pragma GCC unroll 8
-    for (int r = 0; r < R; r++) total[r][0] = fma(to_float(acc[r]), s, total[r][0]);
+    for (int r = 0; r < R; r++)
+      total[r][0] = fma(scaled_sum(acc[r], x_scale, r * w.groups + g), s, total[r][0]);
   }
 }
 

@@ -94,7 +94,7 @@ class Assembled {
   uint8_t* at_;
 };
 
-// R rows: values, their scales, and the sums of their groups as int8_blocks has them, each `…_pitch`
+// R rows: values, their scales, and the sums of their groups as sum_groups has them, each `…_pitch`
 // apart.
 struct ScaledRows {
   const int8_t* values;

@@ -133,6 +133,7 @@ LinearArgs linear_args(Form x, const Tensor& weight, const Optional& scale, cons
   const bool blocks = row_codes == static_cast<int64_t>(RowCodes::int8_blocks);
   a.rotated = row_codes == static_cast<int64_t>(RowCodes::int8_rotated);
   a.int8_rows = row_codes == static_cast<int64_t>(RowCodes::int8) || a.rotated || blocks;
+  a.blocks = blocks;
   a.fp8_rows = row_codes == static_cast<int64_t>(RowCodes::e4m3);
   const Matrix s = matrix(weight, scale, zero, levels, outer, "linear");
   a.dtype = x.dtype;
@@ -145,12 +146,13 @@ LinearArgs linear_args(Form x, const Tensor& weight, const Optional& scale, cons
   } else {
     STD_TORCH_CHECK(a.dtype == DType::bf16, "linear: quantized weights take bfloat16 rows");
   }
-  STD_TORCH_CHECK(!a.int8_rows || (blocks ? has_records(s.kind) : is_integer(s.kind)),
-                  "linear: int8 rows need weights of integers, in blocks K-quants");
+  STD_TORCH_CHECK(!a.int8_rows || is_integer(s.kind) || (blocks && has_records(s.kind)),
+                  "linear: int8 rows need weights of integers, or in blocks K-quants");
+  STD_TORCH_CHECK(!blocks || !zero, "linear: rows in blocks don't go with zero points");
   STD_TORCH_CHECK(!a.fp8_rows || s.kind == Weight::fp8_e4m3,
                   "linear: rows in E4M3 need weights in E4M3");
   const int64_t most = s.kind == Weight::int8_zero ? 65536 : 131072;
-  STD_TORCH_CHECK(!a.int8_rows || blocks || s.padded_k / s.groups <= most,
+  STD_TORCH_CHECK(!a.int8_rows || has_records(s.kind) || s.padded_k / s.groups <= most,
                   "linear: a sum of more than ", most, " products of 8 bits may not fit into 32");
   STD_TORCH_CHECK(!a.rotated || (s.padded_k % 64 == 0 && !input_scale),
                   "linear: rotated rows go with whole blocks of 64 values, here ", s.padded_k,

@@ -80,7 +80,7 @@ class GroupSums {
   }
 
  private:
-  static constexpr bool kInts = How == Taken::ints || How == Taken::zeroed;
+  static constexpr bool kInts = are_ints(How);
   static constexpr bool kWidens = bits_of(W) == 4 || !kInts;
   static constexpr int64_t kLag = 2;
 
@@ -175,7 +175,7 @@ static inline void multiply_groups(const LinearArgs& a, const Packed& x, Range t
                                    const Columns& to) {
   with_kind(a.kind, [&]<Weight W>() {
     with_taken(taken(a, x), [&]<Taken How>() {
-      constexpr bool ints = How == Taken::ints || How == Taken::zeroed;
+      constexpr bool ints = are_ints(How);
       if constexpr (!ints || is_integer(W)) {
         GroupSums<W, How> sums(a, x, tiles, to);
         for (int64_t p = panels.first; p < panels.last; p += kGroupPanels)

@@ -13,7 +13,7 @@ constexpr int64_t kSums = 256;       // of a tile
 
 struct Packed {
   unsigned char* tiles;  // [pair of row tiles][depth][2] tiles: what is multiplied together lies together
-  float* scale;          // of int8 rows; [rows, groups] of rows in E4M3; else null
+  float* scale;          // of int8 rows; [rows, groups] of those in blocks and of E4M3; else null
   int32_t* sums;         // [rows, groups] of int8 rows, where weights have zero points to take off
   int64_t row_tiles, depth;
   int64_t tile_rows;  // in a tile that are multiplied
@@ -42,8 +42,9 @@ static inline Packed shape(const LinearArgs& a) {
   if (a.int8_rows) {
     const size_t rows = static_cast<size_t>(x.row_tiles * kTileRows);
     const size_t groups = a.kind == Weight::int8_zero ? static_cast<size_t>(a.groups) : 0;
-    x.scale = static_cast<float*>(scratch(Scratch::sums, rows * (1 + groups) * 4));
-    if (groups) x.sums = reinterpret_cast<int32_t*>(x.scale + rows);
+    const size_t scales = rows * (a.blocks ? static_cast<size_t>(a.groups) : 1);
+    x.scale = static_cast<float*>(scratch(Scratch::sums, (scales + rows * groups) * 4));
+    if (groups) x.sums = reinterpret_cast<int32_t*>(x.scale + scales);
   } else if (a.fp8_rows) {
     const int64_t scales = x.row_tiles * kTileRows * a.groups;
     x.scale = static_cast<float*>(
@@ -80,7 +81,7 @@ static inline void pack_row(const LinearArgs& a, const Packed& x, int64_t row) {
       __builtin_memset(to + d * x.pitch, 0, static_cast<size_t>(x.row_bytes));
     if (x.sums)
       __builtin_memset(x.sums + row * a.groups, 0, static_cast<size_t>(a.groups) * 4);
-    if (a.fp8_rows)
+    if (a.fp8_rows || a.blocks)
       __builtin_memset(x.scale + row * a.groups, 0, static_cast<size_t>(a.groups) * 4);
     return;
   }
@@ -92,7 +93,11 @@ static inline void pack_row(const LinearArgs& a, const Packed& x, int64_t row) {
   unsigned char* packed = static_cast<unsigned char*>(
       scratch(Scratch::rows, static_cast<size_t>(a.padded_k) * (sizeof(float) + 2)));
   if (a.int8_rows) {
-    x.scale[row] = int8_row(a, row, reinterpret_cast<int8_t*>(packed));
+    int8_t* bytes = reinterpret_cast<int8_t*>(packed);
+    if (a.blocks)
+      int8_blocks(a, row, a.padded_k / a.groups, bytes, x.scale + row * a.groups);
+    else
+      x.scale[row] = int8_row(a, row, bytes);
     if (x.sums) add_up(a, reinterpret_cast<int8_t*>(packed), x.sums + row * a.groups);
   } else {
     float* floats = reinterpret_cast<float*>(packed + a.padded_k * 2);
@@ -112,14 +117,18 @@ static inline void prefetch_lines(const unsigned char* p, int64_t bytes) {
 }
 
 // What becomes of a group's sums before its scale.
-enum class Taken { plain, ints, zeroed, fp8 };
+enum class Taken { plain, ints, zeroed, blocks, fp8 };
 
 static inline Taken taken(const LinearArgs& a, const Packed& x) {
+  if (a.blocks) return Taken::blocks;
   return a.int8_rows ? (x.sums ? Taken::zeroed : Taken::ints) : a.fp8_rows ? Taken::fp8 : Taken::plain;
 }
+constexpr bool are_ints(Taken how) {
+  return how == Taken::ints || how == Taken::zeroed || how == Taken::blocks;
+}
 
-// 16 sums of row `row` and group g as floats: of integers less their zero points, of rows in E4M3 times
-// their scale.
+// 16 sums of row `row` and group g as floats: of integers less their zero points, of rows in blocks or in
+// E4M3 times their scale.
 template <Taken How>
 static inline F16 sum_of(const LinearArgs& a, const Packed& x, const Panel& w, const float* sums,
                          int64_t row, int64_t g) {
@@ -128,6 +137,7 @@ static inline F16 sum_of(const LinearArgs& a, const Packed& x, const Panel& w, c
   const Sums found = load_sums(reinterpret_cast<const int32_t*>(sums));
   if constexpr (How == Taken::zeroed)
     return to_float(found + zero_points<8>(w, g) * set_sums(-x.sums[row * a.groups + g]));
+  if constexpr (How == Taken::blocks) return scaled_sum(found, x.scale, row * a.groups + g);
   return to_float(found);
 }
 
@@ -138,6 +148,7 @@ static inline void with_taken(Taken how, Body body) {
     case Taken::plain: return body.template operator()<Taken::plain>();
     case Taken::ints: return body.template operator()<Taken::ints>();
     case Taken::zeroed: return body.template operator()<Taken::zeroed>();
+    case Taken::blocks: return body.template operator()<Taken::blocks>();
     case Taken::fp8: return body.template operator()<Taken::fp8>();
   }
 }

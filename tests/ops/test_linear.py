@@ -10,7 +10,7 @@ from penstock import ops
 from penstock.errors import WeightsError
 from penstock.kernels import native
 from penstock.ops.levels import E2M1, NF4
-from penstock.ops.linear import ROW_CODES, quantize_rows, quantize_rows_e4m3
+from penstock.ops.linear import ROW_CODES, quantize_blocks, quantize_rows, quantize_rows_e4m3
 from penstock.ops.rotate import rotated
 from penstock.quant import Codes, Dense, Integer, Packed, WeightFormat, format_of, parse_scheme
 from penstock.quant.formats.operators import OperatorFormat
@@ -23,6 +23,7 @@ QUANTIZED = [
     "w8a16", "w8a8", "w4a16", "w4a8", "w4a8-g64", "w4a16-g128", "w4a8-g128-asym", "w4a16-g32-asym",
     "w8a8-asym", "w8a16-g128-asym", "w8a8-g32-asym", "w8a8-static", "w4a8-channel-asym",
     "w8a8-rotated", "w4a8-rotated", "w8a8-asym-rotated",
+    "w4a8-blocks", "w8a8-g32-blocks", "w8a8-g128-blocks", "w4a8-g64-blocks",
     "fp8-block", "fp8-e5m2", "fp8-w8a8", "fp8-w8a8-block", "fp8-w8a8-tensor-static",
     "nf4", "mxfp4", "nvfp4",
 ]  # fmt: skip
@@ -69,6 +70,9 @@ def exact(x: Tensor, name: str, weight: Tensor) -> Tensor:
         case "int8":
             q, scale = quantize_rows(x, packed.get("input_scale"))
             return (q.double() @ stored.t()) * scale.double()
+        case "int8_blocks":
+            assert isinstance(fmt, Quantized)
+            return quantize_blocks(x, fmt.scheme.group).double() @ stored.t()
         case "int8_rotated":
             q, scale = quantize_rows(rotated(x))
             whole = fmt.unpack(packed, n, q.shape[1]).double()  # what lies in the padding, too
@@ -419,7 +423,9 @@ def test_bad_arguments_are_refused() -> None:
         1,
     )
     refused("activation 9", x.bfloat16(), q, scale, None, None, 32, 1, None, 0.0, 9)
-    refused("row_codes 4", x.bfloat16(), q, scale, None, None, 32, 4)
+    refused("row_codes 5", x.bfloat16(), q, scale, None, None, 32, 5)
+    eight_zero = torch.zeros_like(scale, dtype=torch.uint8)
+    refused("go with zero points", x.bfloat16(), q, scale, eight_zero, None, 32, 4)
     refused("rows in E4M3 need weights in E4M3", x.bfloat16(), q, scale, None, None, 32, 2)
     eight = FORMATS["fp8-block"].pack(w)
     refused(

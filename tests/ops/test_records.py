@@ -17,9 +17,9 @@ from torch import Tensor
 from penstock import ops
 from penstock.errors import WeightsError
 from penstock.kernels import native
-from penstock.ops.norm import rms
 from penstock.ops import op, pack_records
 from penstock.ops.linear import ROW_CODES, quantize_rows
+from penstock.ops.norm import rms
 from penstock.ops.records import BLOCK_BYTES, VALUES, mix, read_blocks, unpack_records, values_of
 from penstock.quant import ROWS, Codes, Dense, Scheme, format_of
 from penstock.quant.codes import mixture
@@ -47,10 +47,10 @@ def blocks(rows: int, per_row: int, bits: int, seed: int = 0) -> Tensor:
 def matrix(bits: int, n: int = 96, per_row: int = 3, seed: int = 0) -> Codes:
     """0: a mixture of all three, 16 rows of each in turns."""
     if bits:
-        scheme = Scheme(KINDS[bits], VALUES, activations="int8")
+        scheme = Scheme(KINDS[bits], VALUES, activations="int8_blocks")
         return Codes(scheme, blocks(n, per_row, bits, seed), torch.empty(n, 0))
-    turns = [matrix((4, 6, 5)[i % 3], min(16, n - 16 * i), per_row, seed + i) for i in range(-(-n // 16))]
-    return Codes.stack(turns)
+    parts = (matrix((4, 6, 5)[i // 16 % 3], min(16, n - i), per_row, i) for i in range(0, n, 16))
+    return Codes.stack([part.mixed() for part in parts])
 
 
 def rows(count: int, k: int, seed: int = 1) -> Tensor:
@@ -224,7 +224,7 @@ def test_what_doesnt_fit_is_refused() -> None:
     scale = torch.ones(6, 1, 16)
     if native.handle is not None:
         x = rows(2, 768)
-        with pytest.raises(RuntimeError, match="in blocks K-quants"):
+        with pytest.raises(RuntimeError, match="or in blocks K-quants"):
             ops.linear(x, packed, None, None, None, 96, ROW_CODES.index("int8"))
         with pytest.raises(RuntimeError, match="come without scales"):
             ops.linear(x, packed, scale, None, None, 96)
@@ -239,7 +239,7 @@ def test_what_doesnt_fit_is_refused() -> None:
     with pytest.raises(WeightsError, match="aren't rounded to q4_k"):
         format_of(codes.scheme).pack(torch.randn(16, 256))
     codes.values[3, :2] = torch.tensor([float("nan")]).half().view(torch.uint8)
-    with pytest.raises(WeightsError, match="1 scales of a matrix .* are NaN or infinite"):
+    with pytest.raises(WeightsError, match=r"1 scales of a matrix .* are NaN or infinite"):
         format_of(codes.scheme).pack_codes(codes)
 
 

@@ -12,7 +12,7 @@ import torch
 
 from penstock.errors import ConfigError, ModelNotFoundError, UnsupportedModelError
 from penstock.hardware import detect
-from penstock.models.activations import ACTIVATIONS, Activated
+from penstock.models.activations import ACTIVATIONS, Activated, Widened
 from penstock.models.dummy import count_values, fill_with_noise
 from penstock.models.registry import read_json, read_spec
 from penstock.models.sources import open_model, read_generation, stored_quantization
@@ -79,6 +79,8 @@ def load_model(
     checkpoint: Source = found
     if quantization in ACTIVATIONS:
         checkpoint, quantization = Activated(found, quantization), None
+    elif dtype in ("float32", "float") and all(_has_records(found, name) for name in found.names()):
+        checkpoint = Widened(found)
     chosen, formats = chosen_formats(spec, checkpoint, dtype, quantization)
     formats = formats.stored_as(storage)
     length = _length(max_model_len, spec.decoder)
@@ -161,8 +163,8 @@ def chosen_formats(
     if own is not None and quantization is not None:
         raise ConfigError(
             f"{checkpoint.path} is quantized already ({own}), so quantization={quantization!r} "
-            "can't take effect. Leave it out, say a8 or a16 to choose what activations are rounded to, "
-            "or give the unquantized checkpoint."
+            "can't take effect. Leave it out, say a8 or a16 to choose what activations are rounded "
+            "to, or give the unquantized checkpoint."
         )
     kept = any(checkpoint.scheme(name) is not None for name in checkpoint.names())
     rounded = quantization or (own if kept else None)
@@ -179,6 +181,12 @@ def chosen_formats(
     if quantization is not None:
         return chosen, formats_of(quantization, chosen)
     return chosen, stored_formats(spec, checkpoint, chosen)
+
+
+def _has_records(source: Source, name: str) -> bool:
+    """Whether a tensor is in records, or not quantized at all."""
+    scheme = source.scheme(name)
+    return scheme is None or scheme.is_k
 
 
 def _unknown_dtype(name: str) -> UnsupportedModelError:

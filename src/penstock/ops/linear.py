@@ -18,7 +18,8 @@ with a scale of its own or all with input_scale [1]:
                 the products of a group are summed exactly in int32
     int8_rotated  rows are rotated before that, as those of W were (`ops.rotate`): the product is
                 that of what they were, but less of it is lost
-    int8_blocks  beside K-quants: each 256 values of a row have a scale of their own
+    int8_blocks  each of the weight's groups of a row has a scale of its own, beside K-quants each
+                256 values; without zero points
     e4m3        beside E4M3: x / scale to the nearest E4M3, ties to even, within ±448; the scale
                 is max|x| / 448 of the values that share one of W's: the row, or a group of it
 A row that holds a NaN or an infinity has the scale NaN.
@@ -28,9 +29,9 @@ K the even and the odd products are summed apart, each from zero, in order, by f
 acc += even + odd (what AMX's TDPBF16PS does; products of two bfloat16 are exact in float32).
 float32 operands: one FMA per k, in order. Denormals are zero. Quantized: total = fma(sum of a
 group, its scale, total) in order of groups. The scale of an int8 row multiplies the total, those
-of a row in E4M3 each group's sum. What q stands for, less its zero point or times the scale of
-its 16, is exact in bfloat16. K-quants beside floats are rounded to bfloat16 first and multiplied as
-that is; beside int8_blocks, of each 256 values A = Σ factor · Σ (q − zero) · x and
+of a row in E4M3 or in blocks each group's sum. What q stands for, less its zero point or times the
+scale of its 16, is exact in bfloat16. K-quants beside floats are rounded to bfloat16 first and
+multiplied as that is; beside int8_blocks, of each 256 values A = Σ factor · Σ (q − zero) · x and
 M = Σ minimum · Σ x are exact in int32, total = fma(A, d · s, total), total = fma(M, −dmin · s,
 total) with s the block's scale. Then the bias is added and the sum rounded once.
 
@@ -99,9 +100,9 @@ def quantize_rows(x: Tensor, scale: Tensor | None = None) -> tuple[Tensor, Tenso
     return q.nan_to_num().to(torch.int8), top / 127.0
 
 
-def quantize_blocks(x: Tensor) -> Tensor:
-    """Rows of x [T, K] rounded to int8 in blocks of VALUES, each by its own scale; float32."""
-    blocks = functional.pad(x.float(), (0, -x.shape[1] % VALUES)).unflatten(1, (-1, VALUES))
+def quantize_blocks(x: Tensor, block: int) -> Tensor:
+    """Rows of x [T, K] rounded to int8 in blocks, each by its own scale; float32."""
+    blocks = functional.pad(x.float(), (0, -x.shape[1] % block)).unflatten(1, (-1, block))
     q, scale = quantize_rows(blocks.flatten(0, 1))
     return (q.float() * scale).view_as(blocks).flatten(1)[:, : x.shape[1]]
 
@@ -172,7 +173,10 @@ class _Matrix:
             w = w.bfloat16().float()
         match ROW_CODES[self.row_codes]:
             case "int8_blocks":
-                return quantize_blocks(x) @ w.t()
+                block = VALUES
+                if self.scale is not None:
+                    block = width(self.weight) // self.scale.shape[1]
+                return quantize_blocks(x, block) @ w.t()
             case "int8":
                 q, row_scale = quantize_rows(x, self.input_scale)
                 return (q.float() @ w.t()) * row_scale

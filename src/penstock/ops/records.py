@@ -1,12 +1,12 @@
-"""K-quants: ggml's blocks of 256 values of one row, and panels of them, whose records are of 16 rows.
+"""K-quants: ggml's blocks of 256 values of a row, and panels of them with records of 16 rows.
 
-A value is (d · factor) · (code − zero) − dmin · minimum, computed in float32; d and dmin float16 of a
-block, factor and minimum of a group of it:
+A value is (d · factor) · (code − zero) − dmin · minimum, computed in float32; d and dmin are
+float16 of a block, factor and minimum of a group of it:
 
-    bits  ggml's    group  zero  factor           minimum         a block [bytes]
-    4     Q4_K      32     0     6 bits           6 bits          d dmin 12 factors, minima  128 codes
-    5     Q5_K      32     0     6 bits           6 bits          d dmin 12  32 fifth bits  128 codes
-    6     Q6_K      16     32    int8             none            128 low  64 high  16 factors  d
+    bits  ggml's  group  zero  factor  minimum  a block, in bytes
+    4     Q4_K    32     0     6 bits  6 bits   d, dmin, 12 of factors and minima, 128 of codes
+    5     Q5_K    32     0     6 bits  6 bits   d, dmin, those 12, 32 of fifth bits, 128 of codes
+    6     Q6_K    16     32    int8    none     128 low bits, 64 of the others, 16 factors, d
     0     a mixture: any of these, padded to 210 bytes, and one more with its bits
 
 A record holds the same of 16 rows, in lines of 64 bytes, so that a panel is one stream. Five lines:
@@ -16,7 +16,7 @@ A record holds the same of 16 rows, in lines of 64 bytes, so that a panel is one
 
 and for each 32 values of K
 
-    low      [4, 16, 4]       low four bits: those of k = 8i + j below those of 8i + 4 + j (`ops.panels`)
+    low      [4, 16, 4]       k = 8i + j in the low four bits, 8i + 4 + j in the high (`ops.panels`)
     high     [1, 16, 4]       of 5 bits, fifth bits: bit t is of k = 4t + j
              [2, 16, 4]       of 6 bits: bits 2t, 2t + 1 are of k = 16i + 4t + j
 
@@ -75,7 +75,9 @@ class Blocks:
         if self.minimum is None or self.least is None:
             found = step[..., None] * (codes - _ZERO)
         else:
-            found = step[..., None] * codes - (self.least.float()[..., None] * self.minimum)[..., None]
+            found = (
+                step[..., None] * codes - (self.least.float()[..., None] * self.minimum)[..., None]
+            )
         return found.view(n, -1)
 
 
@@ -91,7 +93,7 @@ def _fields(packed: Tensor, bits: int) -> Tensor:
 
 
 def _six_bits(packed: Tensor) -> tuple[Tensor, Tensor]:
-    """12 bytes → 8 factors and 8 minima of 6 bits: four of each whole, the rest's top bits above."""
+    """12 bytes → 8 factors, 8 minima of 6 bits: four of each whole, the rest's top bits above."""
     first, second, rest = packed[..., :4], packed[..., 4:8], packed[..., 8:]
     factor = torch.cat((first & 63, (rest & 15) | (first >> 6 << 4)), dim=-1)
     minimum = torch.cat((second & 63, (rest >> 4) | (second >> 6 << 4)), dim=-1)
@@ -104,7 +106,9 @@ def read_blocks(blocks: Tensor, bits: int) -> Blocks:
     if bits == 6:
         low, high = b[..., :128].unflatten(-1, (2, 64)), b[..., 128:192].unflatten(-1, (2, 32))
         codes = _fields(low, 4) | _fields(high, 2) << 4
-        return Blocks(6, codes, b[..., 192:208].contiguous().view(torch.int8), _half(b[..., 208:210]))
+        return Blocks(
+            6, codes, b[..., 192:208].contiguous().view(torch.int8), _half(b[..., 208:210])
+        )
     factor, minimum = _six_bits(b[..., 4:16])
     low = b[..., 16:] if bits == 4 else b[..., 48:]
     codes = _fields(low.unflatten(-1, (4, 32)), 4)
@@ -156,7 +160,8 @@ def _records(found: Blocks, lines: int) -> Tensor:
     """[N/16, S, lines, 64]; N a multiple of 16."""
 
     def grid(each: Tensor) -> Tensor:  # [N, S, …] → [N/16, S, …, 16]
-        return each.unflatten(0, (-1, COLUMNS)).movedim(1, -1)
+        apart: Tensor = each.unflatten(0, (-1, COLUMNS))
+        return apart.movedim(1, -1)
 
     quads = grid(found.codes).unflatten(2, (-1, 4)).transpose(3, 4)  # [P, S, 64, 16, 4]
     pairs = quads.unflatten(2, (8, 4, 2))
@@ -174,7 +179,8 @@ def _records(found: Blocks, lines: int) -> Tensor:
     parts += [half.contiguous().view(torch.uint8) for half in halves]
     head = torch.cat([part.flatten(2) for part in parts], dim=2)
     whole = torch.cat((functional.pad(head, (0, _HEAD - head.shape[2])), units.flatten(2)), dim=2)
-    return functional.pad(whole, (0, lines * 64 - whole.shape[2])).unflatten(2, (lines, 64))
+    padded = functional.pad(whole, (0, lines * 64 - whole.shape[2]))
+    return padded.view(*padded.shape[:2], lines, 64)
 
 
 def _read_records(weight: Tensor, bits: int) -> Blocks:
@@ -198,7 +204,9 @@ def _read_records(weight: Tensor, bits: int) -> Blocks:
         shifts = torch.arange(0, 8, width, dtype=torch.uint8).view(-1, 1, 1)
         quads = quads | ((upper >> shifts) & ((1 << width) - 1)).flatten(2, 4) << 4
     codes = ungrid(quads.transpose(3, 4).flatten(2, 3))
-    factor = ungrid(take(groups * COLUMNS).contiguous().view(torch.int8).unflatten(2, (-1, COLUMNS)))
+    factor = ungrid(
+        take(groups * COLUMNS).contiguous().view(torch.int8).unflatten(2, (-1, COLUMNS))
+    )
     minimum = None
     if bits != 6:
         pairs = take(groups * COLUMNS).unflatten(2, (-1, COLUMNS, 2)).transpose(3, 4)

@@ -139,8 +139,8 @@ class Codes:
 
 def mixture(schemes: Iterable[Scheme]) -> Scheme:
     """What holds matrices in all of `schemes`, which are K-quants, one under the other."""
-    (activations,) = {scheme.activations for scheme in schemes}
-    return Scheme("mixed_k", VALUES, activations=activations)
+    first, *_ = schemes
+    return Scheme("mixed_k", VALUES, activations=first.activations)
 
 
 def groups(k: int, group: int) -> int:

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from penstock.errors import ConfigError
 from penstock.ops.records import VALUES
 
 Kind = Literal[
-    "int8", "int4", "fp8_e4m3", "fp8_e5m2", "nf4", "mxfp4", "nvfp4", "q4_k", "q5_k", "q6_k", "mixed_k"
+    "int8", "int4", "fp8_e4m3", "fp8_e5m2", "nf4", "mxfp4", "nvfp4",
+    "q4_k", "q5_k", "q6_k", "mixed_k",
 ]  # fmt: skip
-Activations = Literal["float", "int8", "int8_rotated", "int8_static", "fp8", "fp8_static"]
+Activations = Literal[
+    "float", "int8", "int8_blocks", "int8_rotated", "int8_static", "fp8", "fp8_static"
+]
 
 GROUPS = (32, 64, 128)
 BLOCK = 128
@@ -40,8 +43,8 @@ class Scheme:
     activations: Activations = "float"
     """float: as they are. int8, fp8 (E4M3): each token has a scale, or each group of a token beside
     FP8 weights in groups. …_static: one scale for all, from a calibration. …_rotated: blocks of 64
-    values are rotated before (`ops.rotate`), and the matrix's rows before it is rounded. Beside a
-    K-quant int8 has a scale for each 256 values of a token."""
+    values are rotated before (`ops.rotate`), and the matrix's rows before it is rounded. …_blocks:
+    each group of the matrix has a scale of each token's, as llama.cpp has it; of K-quants 256."""
     rows: int = 1  # that share a scale when values are chosen: 1, a block's, or 0 for all
 
     def __post_init__(self) -> None:
@@ -54,11 +57,17 @@ class Scheme:
             )
         if not self.symmetric and not self.is_integer:
             raise ConfigError(f"{self.kind} has no zero points: it is symmetric.")
+        in_groups = self.is_k or (self.is_integer and self.group > 0 and self.symmetric)
         wanted = {
-            "int8": self.is_integer or (self.is_k and self.activations == "int8"),
+            "int8": self.is_integer,
+            "int8_blocks": in_groups,
             "fp8": self.kind == "fp8_e4m3",
         }
         inputs = self.activations.removesuffix("_static").removesuffix("_rotated")
+        if inputs == "int8_blocks" and self.is_integer and not in_groups:
+            raise ConfigError(
+                "Activations in blocks have the weights' groups: symmetric, of 32, 64 or 128."
+            )
         if not wanted.get(inputs, True):
             raise ConfigError(f"{self.kind} isn't multiplied with activations in {inputs}.")
         if self.rows not in (0, 1, BLOCK) or (self.rows == 0 and self.group):
@@ -75,6 +84,12 @@ class Scheme:
     def is_k(self) -> bool:
         """Whether it is a K-quant of ggml: rows of blocks, which have scales of their own."""
         return self.kind.endswith("_k")
+
+    @property
+    def stored(self) -> Scheme:
+        """What decides how it is stored: activations don't, but for rotated and static ones."""
+        kept = self.static or self.rotated
+        return self if kept else replace(self, activations="float")
 
     @property
     def static(self) -> bool:
@@ -119,7 +134,8 @@ class Scheme:
         elif self.bits == 4:
             name += "-channel"
         name += "" if self.symmetric else "-asym"
-        return name + ("-static" if self.static else "-rotated" if self.rotated else "")
+        how = self.activations.removeprefix("int8_")
+        return name + ("" if how in ("float", "int8") else f"-{how}")
 
     def _float_name(self) -> str:
         match self.kind:
@@ -138,10 +154,10 @@ SCHEMES = ("w8a16", "w8a8", "w4a16", "w4a8", "fp8", "fp8-w8a8", "fp8-e5m2", "nf4
 FP8_BLOCK; -tensor-static, FP8. `fp8` alone leaves activations in bfloat16."""
 
 _INTEGER = re.compile(
-    r"w(4|8)a(8|16)(-tensor|-channel|-g32|-g64|-g128)?(-asym)?(-static|-rotated)?"
+    r"w(4|8)a(8|16)(-tensor|-channel|-g32|-g64|-g128)?(-asym)?(-static|-rotated|-blocks)?"
 )
 _ROUNDED: dict[str, Activations] = {
-    "": "int8", "-static": "int8_static", "-rotated": "int8_rotated",
+    "": "int8", "-static": "int8_static", "-rotated": "int8_rotated", "-blocks": "int8_blocks",
 }  # fmt: skip
 _FP8 = re.compile(r"fp8(-e4m3|-e5m2)?(-w8a8)?(-tensor|-channel|-block)?(-static)?")
 _NF4 = re.compile(r"nf4(?:-g(32|64|128))?")
@@ -154,7 +170,8 @@ def parse_scheme(name: str) -> Scheme:
         shared = match[3] or ("-channel" if kind == "int8" else "-g32")
         if match[5] and match[2] == "16":
             raise ConfigError(
-                f"{name!r}: activations of 16 bits have no static scale and aren't rotated."
+                f"{name!r}: activations of 16 bits have no static scale and no blocks, and aren't "
+                "rotated."
             )
         activations: Activations = "float" if match[2] == "16" else _ROUNDED[match[5] or ""]
         return Scheme(

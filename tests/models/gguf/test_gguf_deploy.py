@@ -35,7 +35,9 @@ from penstock.quant import Codes
 from penstock.tokenizer import Tokenizer
 
 SIZES = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2}
-KINDS = [Kind.F16, Kind.BF16, Kind.Q8_0, Kind.Q4_0, Kind.Q4_1, Kind.Q4_K, Kind.Q6_K, Kind.MXFP4]
+KINDS = [
+    Kind.F16, Kind.BF16, Kind.Q8_0, Kind.Q5_0, Kind.Q4_0, Kind.Q4_1, Kind.Q4_K, Kind.Q6_K, Kind.MXFP4
+]  # fmt: skip
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -109,7 +111,12 @@ def test_experts_of_gpt_oss_are_ours_alone(
 def test_every_kind_keeps_its_values(kind: Kind, tied: bool, tmp_path: Path) -> None:
     file = file_of(tmp_path, kind, "qwen2", tie_word_embeddings=tied)
     export_model(file, tmp_path / "out")
-    assert torch.equal(logits(tmp_path / "out", "auto"), logits(file, "auto"))
+    takes = kind in (Kind.Q8_0, Kind.Q5_0, Kind.Q4_0, Kind.Q4_K, Kind.Q6_K)
+    got = logits(tmp_path / "out", "auto")
+    assert torch.equal(got, logits(file, "auto", quantization="a16" if takes else None))
+    if kind in (Kind.Q8_0, Kind.Q5_0, Kind.Q4_0):  # K-quants are widened there
+        same = logits(tmp_path / "out", "auto", quantization="a8")
+        assert torch.equal(same, logits(file, "auto"))
     before, after = open_source(file), open_source(tmp_path / "out")
     table = "model.embed_tokens.weight"
     head = [] if before.scheme(table) is None or not tied else ["lm_head.weight"]
@@ -121,6 +128,8 @@ def test_every_kind_keeps_its_values(kind: Kind, tied: bool, tmp_path: Path) -> 
             assert torch.equal(got, want.dequantize().bfloat16())
             if tied:
                 assert torch.equal(values(after.read("lm_head.weight")), values(want))
+        elif isinstance(want, Codes) and want.scheme.is_k:
+            assert isinstance(got, Tensor) and torch.equal(got, want.dequantize().bfloat16())
         elif isinstance(before, GgufSource) and before.is_widened(name):
             assert torch.equal(values(got), values(want).bfloat16().float())
         else:

@@ -67,8 +67,10 @@ def as_checkpoint(model: Any, tensors: dict[str, Tensor], folder: Path) -> Path:
     return folder
 
 
-def logits(path: Path, dtype: str, max_len: int = 128) -> Tensor:
-    loaded = load_model(path, dtype=dtype, max_model_len=max_len, strict=True)
+def logits(path: Path, dtype: str, max_len: int = 128, quantization: str | None = None) -> Tensor:
+    loaded = load_model(
+        path, dtype=dtype, max_model_len=max_len, strict=True, quantization=quantization
+    )
     return Sequence(loaded.model).feed(TOKENS)
 
 

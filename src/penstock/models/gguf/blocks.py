@@ -182,7 +182,7 @@ def _of_records(bits: int) -> Unpack:
 
 def _kept(bits: int) -> Scheme:
     kinds: dict[int, Kind] = {4: "q4_k", 5: "q5_k", 6: "q6_k"}
-    return Scheme(kinds[bits], VALUES, activations="int8")
+    return Scheme(kinds[bits], VALUES, activations="int8_blocks")
 
 
 def _iq4_nl(blocks: Bytes) -> Floats:
@@ -213,15 +213,18 @@ def _mxfp4(blocks: Bytes) -> Floats:
     return scale * np.array(E2M1, dtype=np.float32)[values]
 
 
+_BLOCKS_OF_4 = Scheme("int4", 32, activations="int8_blocks")
+_BLOCKS_OF_8 = Scheme("int8", 32, activations="int8_blocks")
+
 BLOCKS: dict[int, Block] = {
     0: Block("F32", 1, 4, plain=torch.float32),
     1: Block("F16", 1, 2, plain=torch.float16),
     30: Block("BF16", 1, 2, plain=torch.bfloat16),
-    2: Block("Q4_0", 32, 18, None, _q4_0, Scheme("int4", 32), _q4_0_codes),
+    2: Block("Q4_0", 32, 18, None, _q4_0, _BLOCKS_OF_4, _q4_0_codes),
     3: Block("Q4_1", 32, 20, None, _q4_1),
-    6: Block("Q5_0", 32, 22, None, _q5_0, Scheme("int8", 32), _q5_0_codes),
+    6: Block("Q5_0", 32, 22, None, _q5_0, _BLOCKS_OF_8, _q5_0_codes),
     7: Block("Q5_1", 32, 24, None, _q5_1),
-    8: Block("Q8_0", 32, 34, None, _q8_0, Scheme("int8", 32), _q8_0_codes),
+    8: Block("Q8_0", 32, 34, None, _q8_0, _BLOCKS_OF_8, _q8_0_codes),
     10: Block("Q2_K", 256, 84, None, _q2_k),
     11: Block("Q3_K", 256, 110, None, _q3_k),
     12: Block("Q4_K", 256, 144, None, _of_records(4), _kept(4)),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Collection, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -39,12 +40,14 @@ def write_settings(source: GgufSource, folder: Path, *, but: Collection[str] = (
 def write_weights(source: GgufSource, folder: Path) -> None:
     """Write the weights and `config.json` into the empty `folder`.
 
-    Matrices that a scheme holds keep their codes, in compressed-tensors' layout; what is widened is
-    stored in bfloat16, the rest as it is. An embedding is widened too, as other engines look rows
-    up in plain tables alone; the head tied to it becomes a matrix of its own, with the codes.
+    Matrices that a scheme holds keep their codes, in compressed-tensors' layout; K-quants, which it
+    hasn't, and what is widened are stored in bfloat16, the rest as it is. An embedding is widened
+    too, as other engines look rows up in plain tables alone; the head tied to it becomes a matrix
+    of its own, with the codes.
     """
     config, untied = dict(source.config), None
-    if config["tie_word_embeddings"] and source.scheme(source.table) is not None:
+    table = source.scheme(source.table)
+    if config["tie_word_embeddings"] and table is not None and not table.is_k:
         config["tie_word_embeddings"], untied = False, source.head
     write_checkpoint(folder, config, _tensors(source, untied))
 
@@ -53,10 +56,12 @@ def _tensors(source: GgufSource, untied: str | None) -> Iterator[tuple[str, Tens
     """All tensors, the table also under the name `untied` where there is one."""
     for name in source.names():
         found = source.read(name)
-        if name == source.table and isinstance(found, Codes):
-            if untied is not None:
+        if isinstance(found, Codes):
+            found = replace(found, scheme=found.scheme.stored)
+            if name == source.table and untied is not None:
                 yield untied, found
-            found = found.dequantize().bfloat16()
+            if name == source.table or found.scheme.is_k:
+                found = found.dequantize().bfloat16()
         elif isinstance(found, Tensor) and source.is_widened(name):
             found = found.bfloat16()
         yield name, found

@@ -79,7 +79,8 @@ def _store_nvfp4_scales(module: str, codes: Codes) -> dict[str, Tensor]:
 
 def expresses(scheme: Scheme) -> bool:
     """Whether the layout can hold matrices in `scheme`."""
-    return scheme.kind not in ("fp8_e5m2", "nf4") and not scheme.rotated
+    apart = scheme.rotated or scheme.activations == "int8_blocks"
+    return scheme.kind not in ("fp8_e5m2", "nf4") and not scheme.is_k and not apart
 
 
 def quantization_config(schemes: Mapping[str, Scheme], plain: Sequence[str]) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from penstock.hardware import Compute
 from penstock.ops.linear import ROW_CODES
 from penstock.ops.stored import unpack_quantized
 from penstock.quant.codes import Codes, groups
-from penstock.quant.format import Packed
+from penstock.quant.format import Packed, WeightFormat
 from penstock.quant.formats.operators import OperatorFormat
 from penstock.quant.formats.storage import PANELS, Storage
 from penstock.quant.methods.rtn import quantize
@@ -23,6 +23,7 @@ _COMPUTE: dict[str, Compute] = {
     "none": "bfloat16",
     "int8": "int8",
     "int8_rotated": "int8",
+    "int8_blocks": "int8",
     "e4m3": "float8",
 }
 """What products run in, by what rows are rounded to."""
@@ -31,6 +32,7 @@ _ROW_CODES: dict[Activations, int] = {
     "float": ROW_CODES.index("none"),
     "int8": ROW_CODES.index("int8"),
     "int8_rotated": ROW_CODES.index("int8_rotated"),
+    "int8_blocks": ROW_CODES.index("int8_blocks"),
     "int8_static": ROW_CODES.index("int8"),
     "fp8": ROW_CODES.index("e4m3"),
     "fp8_static": ROW_CODES.index("e4m3"),
@@ -80,7 +82,7 @@ class Quantized(OperatorFormat):
         return self.pack_codes(Codes.stack([quantize(part, self.scheme) for part in parts]), gated)
 
     def pack_codes(self, codes: Codes, gated: bool = False) -> Packed:
-        if codes.scheme != self.scheme:
+        if codes.scheme.stored != self.scheme.stored:
             raise WeightsError(f"Codes in {codes.scheme.name} can't be stored as {self.name}.")
         _check(codes)
         if not gated:
@@ -113,8 +115,11 @@ class Quantized(OperatorFormat):
         bits = k * self.scheme.bits + groups(k, self.scheme.group) * self.scheme.group_bits
         return rows * (bits + self.scheme.row_bits) // 8
 
-    def stored_as(self, storage: Storage) -> Quantized:
-        return replace(self, storage=storage)
+    def stored_as(self, storage: Storage) -> WeightFormat:
+        scheme = self.scheme
+        if storage != PANELS and scheme.activations == "int8_blocks":  # no GPU's kernel has it
+            scheme = scheme.stored
+        return replace(self, scheme=scheme, storage=storage)
 
     def _halves(self, packed: Packed) -> list[Packed]:
         half = self.storage.half

@@ -10,7 +10,6 @@ from torch import Tensor
 from penstock import ops
 from penstock.errors import WeightsError
 from penstock.hardware import Compute
-from penstock.ops.linear import ROW_CODES
 from penstock.ops.panels import COLUMNS
 from penstock.ops.records import LINES, VALUES, count_strange, unpack_records
 from penstock.quant.codes import Codes
@@ -22,7 +21,7 @@ from penstock.quant.formats.storage import PANELS, Storage
 
 @dataclass(frozen=True, slots=True)
 class Records(Quantized):
-    """Panels of records (`ops.records`), beside activations in bfloat16 or in int8 by blocks of 256.
+    """Panels of records (`ops.records`), beside activations in bfloat16, or int8 in blocks of 256.
 
     In rows, as GPUs have weights, the values are widened to bfloat16.
     """
@@ -33,10 +32,6 @@ class Records(Quantized):
             return "bfloat16"
         return "int4" if self.scheme.bits == 4 else "int8"
 
-    @property
-    def row_codes(self) -> int:
-        return 0 if self.scheme.activations == "float" else ROW_CODES.index("int8_blocks")
-
     def padded(self, in_features: int) -> int:
         return in_features
 
@@ -44,9 +39,9 @@ class Records(Quantized):
         raise WeightsError(f"Matrices aren't rounded to {self.name}: files have them so.")
 
     def pack_codes(self, codes: Codes, gated: bool = False) -> Packed:
-        if codes.scheme.is_k and codes.scheme != self.scheme and not self.scheme.bits:
+        if codes.scheme.is_k and not self.scheme.bits:
             codes = codes.mixed()
-        if codes.scheme != self.scheme:
+        if codes.scheme.stored != self.scheme.stored:
             raise WeightsError(f"Codes in {codes.scheme.name} can't be stored as {self.name}.")
         _check(codes)
         return {"weight": ops.pack_records(codes.values.contiguous(), self.scheme.bits, gated)}
@@ -69,7 +64,7 @@ class Records(Quantized):
         panels = -(-out_features // COLUMNS)
         return panels * -(-in_features // VALUES) * LINES[self.scheme.bits] * 64
 
-    def stored_as(self, storage: Storage) -> WeightFormat:  # type: ignore[override]
+    def stored_as(self, storage: Storage) -> WeightFormat:
         return self if storage == PANELS else Dense(torch.bfloat16, storage)
 
 
