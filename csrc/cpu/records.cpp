@@ -55,21 +55,25 @@ void read_six(const uint8_t* p, Block& b) {
   }
 }
 
+void put(uint8_t* to, uint32_t four) { std::memcpy(to, &four, 4); }
+
 void put_column(const Block& b, Weight kind, int c, uint8_t* record) {
   const bool six = kind == Weight::q6_k;
   const int bits = kind == Weight::q4_k ? 4 : six ? 6 : 5, groups = six ? 16 : 8;
-  for (int quad = 0; quad < 64; quad++)
-    for (int j = 0; j < 4; j++) {
-      const int code = b.codes[4 * quad + j];
-      uint8_t* unit = record + (5 + quad / 8 * bits) * 64 + c * 4 + j;
-      uint8_t& low = unit[quad % 8 / 2 * 64];
-      low = static_cast<uint8_t>(quad % 2 ? low | (code & 15) << 4 : code & 15);
-      if (bits == 4) continue;
-      const int each = six ? 4 : 8;  // quads whose upper bits share a line
-      uint8_t& high = unit[(4 + quad % 8 / each) * 64];
-      const int bit = quad % each * (bits - 4);
-      high = static_cast<uint8_t>((bit ? high : 0) | (code >> 4) << bit);
+  uint8_t* line = record + 5 * 64 + c * 4;
+  for (const uint8_t* codes = b.codes; codes < b.codes + kRecord; codes += 32) {
+    uint32_t quads[8];  // four codes each
+    std::memcpy(quads, codes, 32);
+    for (int i = 0; i < 8; i += 2, line += 64)
+      put(line, (quads[i] & 0x0f0f0f0f) | (quads[i + 1] & 0x0f0f0f0f) << 4);
+    const int each = six ? 4 : 8;  // quads whose upper bits share a line
+    for (int i = 0; bits > 4 && i < 8; i += each, line += 64) {
+      uint32_t high = 0;
+      for (int j = 0; j < each; j++)
+        high |= (quads[i + j] >> 4 & (six ? 0x03030303u : 0x01010101u)) << (bits - 4) * j;
+      put(line, high);
     }
+  }
   uint8_t* at = record;
   for (int g = 0; g < groups; g++) at[g * 16 + c] = static_cast<uint8_t>(b.factors[g]);
   at += groups * 16;

@@ -27,8 +27,8 @@ def test_what_is_kept_and_what_is_dequantized(tmp_path: Path) -> None:
         found = examine(str(path))
         assert found.kind == "GGUF file" and found.runs and found.path.endswith("m.gguf")
         rows = {row.stored: row for row in found.weights}
-        assert rows["Q4_0"].runs_as == "w4a16-g32" and rows["Q4_0"].matrices == 4
-        assert rows["Q8_0"].runs_as == "w8a16-g32" and rows["Q8_0"].matrices == 8
+        assert rows["Q4_0"].runs_as == "w4a8-g32-blocks" and rows["Q4_0"].matrices == 4
+        assert rows["Q8_0"].runs_as == "w8a8-g32-blocks" and rows["Q8_0"].matrices == 8
         assert rows["Q4_1"].runs_as == "bfloat16" and rows["Q4_1"].values == 2 * 256 * 512
         assert rows["Q4_1"].how.startswith("dequantized as it is loaded")
         assert not any("dequantized" in rows[kind].how for kind in ("Q4_0", "Q8_0", "F16"))

@@ -21,6 +21,7 @@ from penstock.models import load_model
 from penstock.models.gguf.blocks import BLOCKS
 from penstock.models.gguf.source import GgufSource
 from penstock.quant import Codes
+from penstock.quant.formats.quantized import Quantized
 
 FAMILIES = [
     "llama", "llama3-rope", "mistral", "mistral-full", "qwen2", "qwen3", "gemma2", "gemma3",
@@ -127,9 +128,19 @@ def test_every_block_type_in_a_llama(kind: Kind, tmp_path: Path) -> None:
 
 
 def compare(path: Path, folder: Path, kind: Kind) -> None:
-    """Widened: equal to the checkpoint in bfloat16. Kept: within the rounding of bfloat16."""
-    got, expected = logits(path, "auto"), logits(folder, "bfloat16")
-    if any(f.name != "bfloat16" and "in bfloat16" not in f.name for f in formats(path)):
+    """Widened, or K-quants: equal to the checkpoint in bfloat16. Kept otherwise: within the
+    rounding of bfloat16. Activations in 8 bits, where that is what the file gets: near those in 16.
+    """
+    schemes = [f.scheme for f in formats(path) if isinstance(f, Quantized)]
+    in_blocks = any(scheme.activations == "int8_blocks" for scheme in schemes)
+    got = logits(path, "auto", quantization="a16" if in_blocks else None)
+    expected = logits(folder, "bfloat16")
+    if in_blocks and not any(f.scheme.is_k for f in formats(path) if isinstance(f, Quantized)):
+        assert kind in (Kind.Q4_0, Kind.Q5_0, Kind.Q8_0)
+    rounded = logits(path, "auto") if in_blocks else got
+    apart = ((rounded - got).abs().amax(-1) / got.abs().max()).sort().values
+    assert apart.median() < 0.05  # experts chosen otherwise take the rest along
+    if any(not scheme.is_k for scheme in schemes):
         mixed = load_model(path).spec.decoder.layers[0].mlp.experts is not None
         if mixed:  # what bfloat16 rounds otherwise takes another expert, and all after it see it
             expected = logits(folder, "float32")
@@ -147,28 +158,36 @@ def formats(path: Path) -> list[Any]:
 def test_what_a_scheme_holds_is_kept(tmp_path: Path) -> None:
     model = make("llama", intermediate_size=96)
     write_model(model, tmp_path / "q4.gguf", matrices(Kind.Q4_0))
-    assert {f.name for f in formats(tmp_path / "q4.gguf")} == {"w4a16-g32"}
-    write_model(model, tmp_path / "q8.gguf", matrices(Kind.Q8_0))
-    assert all(f.name.startswith("w8a16-g32") for f in formats(tmp_path / "q8.gguf"))
+    assert {f.name for f in formats(tmp_path / "q4.gguf")} == {"w4a8-g32-blocks"}
+    for kind in (Kind.Q8_0, Kind.Q5_0):
+        write_model(model, tmp_path / "q8.gguf", matrices(kind))
+        assert {f.name for f in formats(tmp_path / "q8.gguf")} == {"w8a8-g32-blocks"}
 
 
-def test_a_mixture_of_types(tmp_path: Path) -> None:
-    """As quantizers mix them: the head and a matrix of each layer in more bits than the others."""
+@pytest.mark.parametrize("most", [Kind.Q4_0, Kind.Q4_K], ids=lambda kind: kind.name)
+def test_a_mixture_of_types(most: Kind, tmp_path: Path) -> None:
+    """As quantizers mix them: the head and a matrix of each layer in more bits than the others.
+
+    What is stored as one matrix stays as it is where all of its parts are K-quants.
+    """
     model = make("llama", hidden_size=256, intermediate_size=512, num_hidden_layers=2)
 
     def choose(name: str, values: Floats) -> Kind:
         better = name in ("output.weight", "blk.1.ffn_down.weight", "blk.0.attn_v.weight")
-        return matrices(Kind.Q6_K if better else Kind.Q4_0)(name, values)
+        return matrices(Kind.Q6_K if better else most)(name, values)
 
     back = write_model(model, tmp_path / "m.gguf", choose)
     folder = as_checkpoint(model, back, tmp_path / "hf")
-    got, expected = logits(tmp_path / "m.gguf", "auto"), logits(folder, "bfloat16")
+    got = logits(tmp_path / "m.gguf", "auto", quantization="a16")
+    expected = logits(folder, "bfloat16")
     assert (got - expected).abs().max() / expected.abs().max() < 0.03
+    if most is Kind.Q4_K:
+        assert torch.equal(got, expected)
     found = load_model(tmp_path / "m.gguf").model.formats
-    assert found.matrix.name == "w4a16-g32"
-    assert {found.of(m).name for m in ("head", "layers.1.mlp.down", "layers.0.attention.qkv")} == {
-        "bfloat16"
-    }
+    assert found.matrix.name == {Kind.Q4_0: "w4a8-g32-blocks", Kind.Q4_K: "q4_k-a8"}[most]
+    assert {found.of(m).name for m in ("head", "layers.1.mlp.down")} == {"q6_k-a8"}
+    together = {Kind.Q4_0: "bfloat16", Kind.Q4_K: "mixed_k-a8"}[most]
+    assert found.of("layers.0.attention.qkv").name == together
 
 
 def test_float32_keeps_every_bit_of_what_is_widened(tmp_path: Path) -> None:
@@ -197,11 +216,11 @@ def test_codes_are_the_files_own(tmp_path: Path) -> None:
 
 def test_widening_is_said_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     model = make("llama", hidden_size=256, intermediate_size=512, num_hidden_layers=2)
-    write_model(model, tmp_path / "m.gguf", matrices(Kind.Q4_K))
+    write_model(model, tmp_path / "m.gguf", matrices(Kind.Q4_1))
     load_model(tmp_path / "m.gguf")
     said = [r.getMessage() for r in caplog.records if "widened" in r.getMessage()]
     assert len(said) == 1
-    assert "14 tensors (14 Q4_K)" in said[0]
+    assert "16 tensors (16 Q4_1)" in said[0]
 
 
 def test_float_files_are_rounded_on_load(tmp_path: Path) -> None:
