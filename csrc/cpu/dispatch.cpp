@@ -53,15 +53,14 @@ PENSTOCK_DECLARE(amx_emulated)
 
 namespace {
 
-// Below this, vectors read a panel as fast as tiles do; of int4 by int8, whose codes they need not widen, for
-// more rows.
+// Below this, vectors read a panel as fast as tiles do; of int4 and records by int8, whose codes they need not
+// widen, for more rows.
 constexpr int64_t kTileMinRows = 4;
 constexpr int64_t kTileMinRowsOfCodes = 9;
 
-// int8 rows are the same sums in any order; float32 has no tiles, nor have records beside int8.
+// int8 rows are the same sums in any order; float32 has no tiles.
 bool by_tiles(const LinearArgs& a) {
-  if (a.blocks && has_records(a.kind)) return false;
-  const bool codes = a.kind == Weight::int4 && a.int8_rows;
+  const bool codes = (a.kind == Weight::int4 || has_records(a.kind)) && a.int8_rows;
   return a.rows >= (codes ? kTileMinRowsOfCodes : kTileMinRows) && a.dtype == DType::bf16;
 }
 

@@ -86,12 +86,6 @@ struct Rows {
 
 bool by_records(const LinearArgs& a) { return a.blocks && has_records(a.kind); }
 
-template <Weight W>
-ScaledRows scaled_rows(const LinearArgs& a, const Rows& x) {
-  const int16_t* sums = x.block_sums + (Record<W>::zero ? a.padded_k / 32 : 0);
-  return {x.bytes, x.scale, sums, a.padded_k, a.padded_k / kRecord, a.padded_k * 3 / 32};
-}
-
 template <typename X>
 const X* row_of(const LinearArgs& a, const Rows& x, int64_t row) {
   if constexpr (std::is_same_v<X, crossed>)
@@ -115,7 +109,8 @@ Rows allocate(const LinearArgs& a) {
   }
   x.bytes = static_cast<int8_t*>(scratch(Scratch::rows, values));
   if (by_records(a)) {
-    x.scale = static_cast<float*>(scratch(Scratch::sums, values / 64 + values * 3 / 16));
+    const size_t sums = rows * static_cast<size_t>(row_sums(a));
+    x.scale = static_cast<float*>(scratch(Scratch::sums, values / kRecord * 4 + sums * 2));
     x.block_sums = reinterpret_cast<int16_t*>(x.scale + values / kRecord);
     return x;
   }
@@ -139,7 +134,7 @@ void prepare(const LinearArgs& a, const Rows& x, int64_t row) {
   int8_t* out = x.bytes + row * a.padded_k;
   if (by_records(a)) {
     int8_blocks(a, row, kRecord, out, x.scale + row * (a.padded_k / kRecord));
-    return sum_groups(out, a.padded_k, x.block_sums + row * (a.padded_k * 3 / 32));
+    return sum_groups(out, a.padded_k, x.block_sums + row * row_sums(a));
   }
   const int64_t group = a.padded_k / a.groups;
   if (a.blocks)
@@ -353,9 +348,7 @@ template <Weight W, int R>
   const uint8_t* record = w.data;
   for (int64_t i = 0; i < records; i++, record += w.record_bytes) {
     add_record<W>(Direct<W, Lines>(record, asks), x, sums);
-    x.values += kRecord;
-    x.scale++;
-    x.sums += Record<W>::groups;
+    x = x.template record<W>(1);
   }
   for (int r = 0; r < R; r++) total[r][0] = sums[r];
 }
@@ -372,10 +365,7 @@ template <Weight W>
       prefetch_bytes(record + w.record_bytes + at);
     const Assembled<W> ready(record, memory);
     in_passes<kIntRows>(rows.first, rows.last, [&]<int R>(int64_t row) {
-      ScaledRows mine = x.at(row);
-      mine.values += i * kRecord;
-      mine.scale += i;
-      mine.sums += i * Record<W>::groups;
+      const ScaledRows mine = x.at(row).template record<W>(i);
       float* at = totals + (row - rows.first) * kColumns;
       F16 sums[R];
 #pragma GCC unroll 8
@@ -390,7 +380,7 @@ template <Weight W>
 template <Weight W>
 void record_panel(const LinearArgs& a, const Rows& rows, Range range, int64_t p, const Columns& to) {
   const int64_t count = range.last - range.first, records = a.padded_k / kRecord;
-  const ScaledRows x = scaled_rows<W>(a, rows);
+  const ScaledRows x = scaled_rows<W>(a, rows.bytes, rows.scale, rows.block_sums);
   const Panel w = quantized_panel(a, p);
   if (count <= kIntRows)
     return with_count<kIntRows>(count, [&]<int R>() {

@@ -184,6 +184,9 @@ static inline void int8_blocks(const LinearArgs& a, int64_t row, int64_t block, 
   }
 }
 
+// How many sums `sum_groups` makes of a row.
+static inline int64_t row_sums(const LinearArgs& a) { return a.padded_k * 3 / 32; }
+
 // Sums of `count` values of int8: of each 32, and behind those of each 16, times −16.
 static inline void sum_groups(const int8_t* values, int64_t count, int16_t* sums) {
   int16_t* halves = sums + count / 32;

@@ -2,9 +2,10 @@
 //
 // A tile of weights is 16 lines of a panel, as it lies or widened; rows are copied into tiles of 16 first
 // (power-of-two strides would alias in L1). Two tiles of rows meet two panels. Where groups of K have
-// scales of their own, tile_groups.h does it.
+// scales of their own, tile_groups.h does it, of K-quants by int8 tile_records.h.
 #include "row_largest.h"
 #include "tile_groups.h"
+#include "tile_records.h"
 
 namespace penstock::PENSTOCK_ISA {
 namespace {
@@ -219,6 +220,10 @@ class Product {
   for (int64_t b = 0; b < blocks.blocks; b++) {
     const Range tiles = blocks.at(b);
     const Columns to(a, tiles.first * kTileRows, (tiles.last - tiles.first) * kTileRows);
+    if (x.block_sums) {
+      multiply_records(a, x, tiles, panels, to);
+      continue;
+    }
     if (a.groups > 1) {
       multiply_groups(a, x, tiles, panels, to);
       continue;

@@ -3,6 +3,7 @@
 #pragma once
 
 #include "kquants.h"
+#include "linear.h"
 
 namespace penstock::PENSTOCK_ISA {
 
@@ -106,7 +107,21 @@ struct ScaledRows {
     return {values + row * pitch, scale + row * scale_pitch, sums + row * sums_pitch,
             pitch,                scale_pitch,               sums_pitch};
   }
+  // Where the values of record i begin.
+  template <Weight W>
+  ScaledRows record(int64_t i) const {
+    return {values + i * kRecord, scale + i, sums + i * Record<W>::groups,
+            pitch,                scale_pitch, sums_pitch};
+  }
 };
+
+// All rows of a product; sums: as `sum_groups` has them for each row.
+template <Weight W>
+static inline ScaledRows scaled_rows(const LinearArgs& a, const int8_t* values, const float* scale,
+                                     const int16_t* sums) {
+  const int64_t first = Record<W>::zero ? a.padded_k / 32 : 0;
+  return {values, scale, sums + first, a.padded_k, a.padded_k / kRecord, row_sums(a)};
+}
 
 #if defined(__AVX512F__)
 
@@ -202,6 +217,34 @@ template <Weight W, int T, int R, typename Source>
 
 #endif
 
+// total[r] += `sums` of R rows and a record, times its scale and theirs, less its minima.
+template <Weight W, int R, typename Source>
+[[gnu::always_inline]] static inline void add_scaled(const Source& w, const ScaledRows& rows,
+                                                     const Sums (&sums)[R], F16 (&total)[R]) {
+  const F16 d = w.scale();
+#pragma GCC unroll 8
+  for (int r = 0; r < R; r++)
+    total[r] = fma(to_float(sums[r]), d * set1(rows.scale[r * rows.scale_pitch]), total[r]);
+  if constexpr (Record<W>::zero != 0) return;
+  Sums taken[R];
+#pragma GCC unroll 8
+  for (int r = 0; r < R; r++) taken[r] = set_sums(0);
+#pragma GCC unroll 4
+  for (int64_t i = 0; i < 4; i++) {
+    const Sums minima = w.minima(i);
+#pragma GCC unroll 8
+    for (int r = 0; r < R; r++) {
+      int32_t two;
+      __builtin_memcpy(&two, rows.sums + r * rows.sums_pitch + 2 * i, 4);
+      taken[r] = taken[r] + multiply_words(minima, set_sums(two));
+    }
+  }
+  const F16 least = w.least();
+#pragma GCC unroll 8
+  for (int r = 0; r < R; r++)
+    total[r] = fma(to_float(taken[r]), least * set1(rows.scale[r * rows.scale_pitch]), total[r]);
+}
+
 // total[r] += R rows times a record of which they are the values.
 template <Weight W, int R, typename Source>
 [[gnu::always_inline]] static inline void add_record(const Source& w, const ScaledRows& rows,
@@ -219,27 +262,7 @@ template <Weight W, int R, typename Source>
       add_group<W, 4>(w, unit, 2 * unit + 1, x, rows, sums);
     }
   }
-  const F16 d = w.scale();
-#pragma GCC unroll 8
-  for (int r = 0; r < R; r++)
-    total[r] = fma(to_float(sums[r]), d * set1(rows.scale[r * rows.scale_pitch]), total[r]);
-  if constexpr (Record<W>::zero != 0) return;
-#pragma GCC unroll 8
-  for (int r = 0; r < R; r++) sums[r] = set_sums(0);
-#pragma GCC unroll 4
-  for (int64_t i = 0; i < 4; i++) {
-    const Sums minima = w.minima(i);
-#pragma GCC unroll 8
-    for (int r = 0; r < R; r++) {
-      int32_t two;
-      __builtin_memcpy(&two, rows.sums + r * rows.sums_pitch + 2 * i, 4);
-      sums[r] = sums[r] + multiply_words(minima, set_sums(two));
-    }
-  }
-  const F16 least = w.least();
-#pragma GCC unroll 8
-  for (int r = 0; r < R; r++)
-    total[r] = fma(to_float(sums[r]), least * set1(rows.scale[r * rows.scale_pitch]), total[r]);
+  add_scaled<W>(w, rows, sums, total);
 }
 
 }  // namespace penstock::PENSTOCK_ISA

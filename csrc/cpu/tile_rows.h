@@ -15,6 +15,7 @@ struct Packed {
   unsigned char* tiles;  // [pair of row tiles][depth][2] tiles: what is multiplied together lies together
   float* scale;          // of int8 rows; [rows, groups] of those in blocks and of E4M3; else null
   int32_t* sums;         // [rows, groups] of int8 rows, where weights have zero points to take off
+  int16_t* block_sums;   // of rows that meet records: `sum_groups`
   int64_t row_tiles, depth;
   int64_t tile_rows;  // in a tile that are multiplied
   int64_t row_bytes;  // of a tile: 64, or 32 where a group is shorter than that
@@ -39,7 +40,12 @@ static inline Packed shape(const LinearArgs& a) {
   x.pitch = x.row_tiles > 1 ? 2 * x.bytes : x.bytes;
   x.tiles = static_cast<unsigned char*>(scratch(
       Scratch::tiles, static_cast<size_t>((x.row_tiles + 1) / 2 * x.depth * 2 * x.bytes)));
-  if (a.int8_rows) {
+  if (a.blocks && has_records(a.kind)) {
+    const int64_t rows = x.row_tiles * kTileRows, scales = rows * (a.padded_k / kRecord);
+    x.scale = static_cast<float*>(
+        scratch(Scratch::sums, static_cast<size_t>(scales * 4 + rows * row_sums(a) * 2)));
+    x.block_sums = reinterpret_cast<int16_t*>(x.scale + scales);
+  } else if (a.int8_rows) {
     const size_t rows = static_cast<size_t>(x.row_tiles * kTileRows);
     const size_t groups = a.kind == Weight::int8_zero ? static_cast<size_t>(a.groups) : 0;
     const size_t scales = rows * (a.blocks ? static_cast<size_t>(a.groups) : 1);
@@ -81,7 +87,7 @@ static inline void pack_row(const LinearArgs& a, const Packed& x, int64_t row) {
       __builtin_memset(to + d * x.pitch, 0, static_cast<size_t>(x.row_bytes));
     if (x.sums)
       __builtin_memset(x.sums + row * a.groups, 0, static_cast<size_t>(a.groups) * 4);
-    if (a.fp8_rows || a.blocks)
+    if (a.fp8_rows || (a.blocks && !x.block_sums))
       __builtin_memset(x.scale + row * a.groups, 0, static_cast<size_t>(a.groups) * 4);
     return;
   }
@@ -94,7 +100,10 @@ static inline void pack_row(const LinearArgs& a, const Packed& x, int64_t row) {
       scratch(Scratch::rows, static_cast<size_t>(a.padded_k) * (sizeof(float) + 2)));
   if (a.int8_rows) {
     int8_t* bytes = reinterpret_cast<int8_t*>(packed);
-    if (a.blocks)
+    if (x.block_sums) {
+      int8_blocks(a, row, kRecord, bytes, x.scale + row * (a.padded_k / kRecord));
+      sum_groups(bytes, a.padded_k, x.block_sums + row * row_sums(a));
+    } else if (a.blocks)
       int8_blocks(a, row, a.padded_k / a.groups, bytes, x.scale + row * a.groups);
     else
       x.scale[row] = int8_row(a, row, bytes);

@@ -83,7 +83,8 @@ def test_linear_is_reported_as_it_runs(isa: str) -> None:
     assert runs["linear"].startswith(f"native, {isa}")
     assert (runs["rms_norm"] == runs["linear"]) == (isa in ("avx2", "avx512"))
     named = {name for row in rows for name in row.split(", ")}
-    assert named == {*SCHEMES, "float32", "bfloat16"}
+    k_quants = {f"{k}-a{b}" for k in ("q4_k", "q5_k", "q6_k", "mixed_k") for b in (8, 16)}
+    assert named == {*SCHEMES, "float32", "bfloat16", *k_quants}
 
 
 def test_the_rows_from_which_tiles_run_are_the_library_s() -> None:

@@ -18,6 +18,7 @@ from penstock.config import DEFAULT_MODEL, EngineConfig, SchedulerConfig
 from penstock.errors import ConfigError, nearest
 from penstock.kernels import native
 from penstock.kernels.load import ISAS
+from penstock.models.activations import ACTIVATIONS
 from penstock.quant import formats_of
 
 DTYPES = ("float32", "bfloat16")
@@ -42,7 +43,7 @@ class Variant:
 
     def __post_init__(self) -> None:
         if self.quantization is not None:
-            formats_of(self.quantization, torch.bfloat16)  # its names are known there
+            _check_quantization(self.quantization)
         if self.eager and self.form is not None:
             raise ConfigError(f"eager and {self.form} are two ways to run. Leave one of them out.")
         if self.isa is not None and self.isa not in ISAS:
@@ -143,6 +144,12 @@ def parse_options(words: str) -> dict[str, Any]:
     return found
 
 
+def _check_quantization(name: str) -> None:
+    """Raises ConfigError for a name that no weights are loaded by."""
+    if name not in ACTIVATIONS:
+        formats_of(name, torch.bfloat16)  # others are known there
+
+
 def _is_options(words: str) -> bool:
     try:
         return bool(parse_options(words))
@@ -169,7 +176,7 @@ def _option(word: str) -> tuple[str, Any]:
     if word in DTYPES:
         return "dtype", word
     try:
-        formats_of(word, torch.bfloat16)
+        _check_quantization(word)
     except ConfigError as error:
         raise ConfigError(
             f"{word!r} isn't an option of a variant. Beside eager, {', '.join(FORMS)}, dtype=, "

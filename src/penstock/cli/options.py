@@ -104,8 +104,9 @@ Quantization = Annotated[
     str | None,
     typer.Option(
         help="Round the weights to 8 or 4 bits, activations in 16 or 8: w8a16, w8a8, w4a16, w4a8 "
-        "with -tensor, -channel, -g32, -g64 or -g128, -asym and, with a8, -rotated; fp8 with "
-        "-tensor or -block; nf4, mxfp4, nvfp4. Default: as they are.",
+        "with -tensor, -channel, -g32, -g64 or -g128, -asym and, with a8, -rotated or -blocks; fp8 "
+        "with -tensor or -block; nf4, mxfp4, nvfp4. Default: as they are. Of weights that are "
+        "quantized already: a8, a16.",
         rich_help_panel=_ENGINE,
     ),
 ]

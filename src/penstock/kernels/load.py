@@ -212,6 +212,7 @@ def report_linear() -> list[tuple[str, str, str]]:
     few, many = fma, "tdpbf16ps" if tiles else fma
     float32, looked_up = f"widened to float32, {fma}", f"looked up by vpermps, {fma}"
     widened, levels = float32, looked_up
+    wide, k_quants = "widened to bfloat16", ("q4_k", "q5_k", "q6_k", "mixed_k")
     if tiles:
         widened, levels = f"widened to bfloat16, {many}", f"looked up by vpermps, {many}"
     elif native.isa == "avx512-bf16":
@@ -226,6 +227,12 @@ def report_linear() -> list[tuple[str, str, str]]:
         ("nf4, mxfp4, nvfp4", looked_up, levels),
         ("w8a8", int8, "tdpbssd" if tiles else int8),
         ("w4a8", int8, "widened to int8, tdpbssd (from 9 rows)" if tiles else int8),
+        (", ".join(f"{kind}-a16" for kind in k_quants), f"{wide}, {few}", f"{wide}, {many}"),
+        (
+            ", ".join(f"{kind}-a8" for kind in k_quants),
+            int8,
+            "made two int8, tdpbssd (from 9 rows)" if tiles else int8,
+        ),
     ]
 
 

@@ -29,6 +29,7 @@ from penstock.cache import kv_dtype, kv_name
 from penstock.config import EngineConfig, SchedulerConfig
 from penstock.errors import ConfigError, EngineFolderError, KernelError
 from penstock.kernels import interpreting, why_not_on
+from penstock.models.activations import ACTIVATIONS
 from penstock.models.exported import sha256
 from penstock.models.load import LoadedModel, stop_ids
 from penstock.models.registry import read_spec
@@ -187,7 +188,8 @@ class EngineFolder:
             self._contradiction("dtype", asked, _name(self.dtype))
         asked_format = config.model.quantization
         if asked_format is not None:
-            if formats_of(asked_format, self.dtype).name != self.formats.name:
+            chosen_here = asked_format in ACTIVATIONS  # of codes that an engine has chosen for
+            if chosen_here or formats_of(asked_format, self.dtype).name != self.formats.name:
                 self._contradiction("quantization", asked_format, self.formats.name)
         kv = config.cache.kv_cache_dtype
         if kv == "auto":

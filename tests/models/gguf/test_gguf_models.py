@@ -127,6 +127,25 @@ def test_every_block_type_in_a_llama(kind: Kind, tmp_path: Path) -> None:
     compare(tmp_path / "m.gguf", folder, kind)
 
 
+@pytest.mark.parametrize("name", ["mixtral", "qwen3-moe"])
+def test_experts_in_k_quants(name: str, tmp_path: Path) -> None:
+    """A bank of experts of one kind, another of the other, as `Q4_K_M` has them."""
+    sizes = {"hidden_size": 256, "intermediate_size": 256, "num_hidden_layers": 2}
+    if name == "qwen3-moe":
+        sizes["moe_intermediate_size"] = 256
+    model = make(name, **sizes)
+
+    def choose(stem: str, values: Floats) -> Kind:
+        return matrices(Kind.Q6_K if "_down" in stem else Kind.Q4_K)(stem, values)
+
+    back = write_model(model, tmp_path / "m.gguf", choose)
+    folder = as_checkpoint(model, back, tmp_path / "hf")
+    held = load_model(tmp_path / "m.gguf").model.formats
+    assert held.of("layers.1.mlp.up").name == "q4_k-a8"
+    assert held.of("layers.1.mlp.down").name == "q6_k-a8"
+    compare(tmp_path / "m.gguf", folder, Kind.Q4_K)
+
+
 def compare(path: Path, folder: Path, kind: Kind) -> None:
     """Widened, or K-quants: equal to the checkpoint in bfloat16. Kept otherwise: within the
     rounding of bfloat16. Activations in 8 bits, where that is what the file gets: near those in 16.
