@@ -10,7 +10,7 @@
 #include <new>
 #include <stdexcept>
 
-#include "kernels.h"
+#include "records.h"
 
 namespace penstock {
 

@@ -55,23 +55,6 @@ constexpr int bits_of(Weight kind) {
   return kind == Weight::int4 || kind == Weight::levels || kind == Weight::nvfp4 ? 4 : 8;
 }
 
-constexpr int64_t kRecord = 256;  // values of K in a record, which rows share a scale for too
-constexpr bool has_records(Weight kind) { return kind >= Weight::q4_k; }
-// Lines of 64 bytes in a record of 16 columns; a mixed one has those of the longest, and says in its
-// last byte how many bits its codes have.
-constexpr int64_t record_lines(Weight kind) {
-  return kind == Weight::q4_k ? 37 : kind == Weight::q5_k ? 45 : kind == Weight::q6_k ? 53 : 54;
-}
-constexpr Weight record_kind(int64_t bits) {
-  return bits == 4 ? Weight::q4_k : bits == 5 ? Weight::q5_k : Weight::q6_k;
-}
-// What a panel's records are, the first of which is given.
-inline Weight record_kind(Weight kind, const void* record) {
-  if (kind != Weight::mixed_k) return kind;
-  const auto* bytes = static_cast<const uint8_t*>(record);
-  return record_kind(bytes[record_lines(kind) * 64 - 1]);
-}
-
 // How `linear` goes over a matrix. No choice changes a bit of the result; which is fastest depends on
 // the machine, the shape and the rows. 0: what suits most.
 struct LinearVariant {
@@ -410,23 +393,6 @@ struct QuantizeArgs : PackArgs {
   void* scale;    // [panels, groups, 16] float16 of int4, [panels, 1, 16] float32 of int8
   uint8_t* zero;  // [panels, groups, 16] where int4 isn't symmetric
 };
-
-// Rows of ggml's blocks to panels of records: ops/records.py.
-struct PackRecordsArgs {
-  const uint8_t* blocks;  // [n, records, block_bytes], or [2·n, …] when gated
-  uint8_t* panels;
-  int64_t n, records;
-  bool gated;
-  Weight kind;
-  int threads;
-};
-
-// Bytes of a block of kRecord values; a mixed one is as long as the longest and says its bits behind that.
-constexpr int64_t block_bytes(Weight kind) {
-  return kind == Weight::q4_k ? 144 : kind == Weight::q5_k ? 176 : kind == Weight::q6_k ? 210 : 211;
-}
-
-void pack_records(const PackRecordsArgs& a);
 
 // y[t] += scaling[a] · (x[t] · down[a]) · up[a], a = adapters[t]; rows with a negative one aren't
 // touched. ops/lora.py.

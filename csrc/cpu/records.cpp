@@ -1,7 +1,7 @@
 // Rows of ggml's blocks to the records of kquants.h. ops/records.py says both layouts.
 #include <cstring>
 
-#include "kernels.h"
+#include "records.h"
 #include "parallel.h"
 
 namespace penstock {

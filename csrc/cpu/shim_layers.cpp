@@ -1,4 +1,5 @@
 // Products, embeddings, norms: bound to torch.
+#include "records.h"
 #include "shim.h"
 
 namespace penstock::shim {

@@ -7,6 +7,7 @@
 #include <mutex>
 #include <new>
 
+#include "records.h"
 #include "shim.h"
 
 namespace penstock::shim {

@@ -133,7 +133,8 @@ class RecordSums {
     const int64_t end = std::min((m + 1) * kTileRows, last_);
     const Direct<W> w(record);
     const auto* high = reinterpret_cast<const int32_t*>(sums);
-    const ScaledRows rows = scaled_rows<W>(a_, nullptr, x_.scale, x_.block_sums);
+    const ScaledRows rows = scaled_rows<W>(
+        a_, reinterpret_cast<const int8_t*>(x_.tiles), x_.scale, x_.block_sums);
     for (int64_t row = m * kTileRows; row < end; row++, high += kColumns) {
       const Sums found[1] = {load_sums(high) * set_sums(64) + load_sums(high + kSums)};
       F16 own[1] = {load(total(row))};

@@ -3,7 +3,7 @@
 
 #include <immintrin.h>
 
-#include "kernels.h"
+#include "records.h"
 
 namespace penstock::PENSTOCK_ISA {
 

@@ -21,9 +21,12 @@ from penstock.ops import op, pack_records
 from penstock.ops.linear import ROW_CODES, quantize_rows
 from penstock.ops.norm import rms
 from penstock.ops.records import BLOCK_BYTES, VALUES, mix, read_blocks, unpack_records, values_of
-from penstock.quant import ROWS, Codes, Dense, Scheme, format_of
+from penstock.quant import ROWS, Codes, Dense, Scheme, format_of, parse_scheme
 from penstock.quant.codes import mixture
+from penstock.quant.methods.rtn import quantize
 from penstock.quant.scheme import Kind
+
+from ..exactness.bits import digest, integers, uniform
 
 KINDS: dict[int, Kind] = {4: "q4_k", 5: "q5_k", 6: "q6_k"}
 BLOCKS = ROW_CODES.index("int8_blocks")
@@ -253,6 +256,53 @@ def test_a_mixture_is_of_its_parts() -> None:
     assert torch.equal(mix(whole.values, 0), whole.values)
     single = format_of(whole.scheme).pack_codes(parts[1])["weight"]  # a lone part as one of many
     assert torch.equal(unpack_records(single, 16, 768), parts[1].dequantize())
+
+
+def test_parts_that_dont_fit_together_are_refused() -> None:
+    with pytest.raises(WeightsError, match=r"by whole 16 rows, not \[24\]"):
+        Codes.stack([matrix(4, 24), matrix(6, 24)])
+    assert torch.equal(  # the last may end anywhere
+        Codes.stack([matrix(4, 16), matrix(6, 24)]).dequantize()[16:], matrix(6, 24).dequantize()
+    )
+    whole = quantize(torch.randn(16, 768), parse_scheme("w8a8"))
+    with pytest.raises(WeightsError, match=r"q4_k-a8, w8a8 can't be stacked"):
+        Codes.stack([matrix(4, 16), whole])
+
+
+@pytest.mark.parametrize("bits", [0, *KINDS])
+def test_values_are_computed_a_part_at_a_time(bits: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    codes = matrix(bits)
+    want = codes.dequantize()
+    monkeypatch.setattr("penstock.ops.records._AT_ONCE", 768 * 20)
+    assert torch.equal(codes.dequantize(), want)
+
+
+GOLDEN = {
+    (4, 0): "f1320c4ad15cd75d497d8912e10cb4bad3f8e5d88409f40d748dab12d4584ecc",
+    (4, BLOCKS): "278b93a4fa6e9ff119509270bf2d70955ae1a75b33a95f0d0b6f178a23b4c444",
+    (5, 0): "b79be4a4af1b62ca4d3079631963646c846addb2e266705a6740297cdeab9719",
+    (5, BLOCKS): "4568c2ba7d8d904e2429ea1227e258783e194e07e7e218ac99b773647859f10e",
+    (6, 0): "1ac16f4288e8d5eba980a9646efec507c940eeeaa9c034318701005e1fced7a1",
+    (6, BLOCKS): "179271351dcab039b5a4c5aa69181ca21f3ce81e067a83a7acef08aa82950775",
+}
+"""sha256 of products of fixed blocks and rows: every machine and instruction set gives these."""
+
+
+@pytest.mark.parametrize(("bits", "row_codes"), GOLDEN)
+@pytest.mark.parametrize("count", [1, 40])
+@pytest.mark.usefixtures("isa")
+@needs_native
+def test_golden_bits(count: int, bits: int, row_codes: int) -> None:
+    raw = (integers(48 * 3 * BLOCK_BYTES[bits], bits) & np.uint64(255)).astype(np.uint8)
+    each = torch.from_numpy(raw).view(48, 3, -1)
+    for at in HALVES[bits]:
+        each[..., at : at + 2] = uniform((48, 3, 1), 0.01, bits + at).half().view(torch.uint8)
+    scheme = Scheme(KINDS[bits], VALUES, activations="int8_blocks")
+    codes = Codes(scheme, each.flatten(1), torch.empty(48, 0))
+    x = uniform((40, 768), 2.0, 9).bfloat16()
+    got = product(x[:count], codes, row_codes)
+    assert torch.equal(got, product(x, codes, row_codes)[:count])
+    assert digest(product(x, codes, row_codes)) == GOLDEN[bits, row_codes]
 
 
 def test_in_rows_values_are_widened() -> None:

@@ -20,7 +20,7 @@ class Activated(Over):
     """A quantized source whose codes meet other activations; nothing is rounded again."""
 
     def __init__(self, base: Source, quantization: str) -> None:
-        """Raises ConfigError where that changes no matrix, or one whose scale is calibrated."""
+        """Raises ConfigError where no matrix meets either, or one's scale is calibrated."""
         super().__init__(base)
         self._quantization = quantization
         schemes = {s for s in map(base.scheme, base.names()) if s is not None}
@@ -39,12 +39,7 @@ class Activated(Over):
     def scheme(self, name: str) -> Scheme | None:
         """Of the base, with these activations."""
         found = self._base.scheme(name)
-        if found is None or not _takes(found):
-            return found
-        if self._quantization == "a16":
-            return found.stored
-        in_blocks = found.is_k or (found.group > 0 and found.symmetric)
-        return replace(found, activations="int8_blocks" if in_blocks else "int8")
+        return None if found is None else activated(found, self._quantization)
 
 
 class Widened(Over):
@@ -58,6 +53,16 @@ class Widened(Over):
         """A tensor."""
         found = self._base.read(name)
         return found.dequantize() if isinstance(found, Codes) else found
+
+
+def activated(scheme: Scheme, quantization: str) -> Scheme:
+    """`scheme` with the activations that `a8` or `a16` asks for, where it meets either."""
+    if not _takes(scheme):
+        return scheme
+    if quantization == "a16":
+        return scheme.stored
+    in_blocks = scheme.is_k or (scheme.group > 0 and scheme.symmetric)
+    return replace(scheme, activations="int8_blocks" if in_blocks else "int8")
 
 
 def _takes(scheme: Scheme) -> bool:

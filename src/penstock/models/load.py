@@ -14,6 +14,7 @@ from penstock.errors import ConfigError, ModelNotFoundError, UnsupportedModelErr
 from penstock.hardware import detect
 from penstock.models.activations import ACTIVATIONS, Activated, Widened
 from penstock.models.dummy import count_values, fill_with_noise
+from penstock.models.gguf.source import GgufSource
 from penstock.models.registry import read_json, read_spec
 from penstock.models.sources import open_model, read_generation, stored_quantization
 from penstock.models.spec import ModelSpec
@@ -77,9 +78,10 @@ def load_model(
         raise ModelNotFoundError(f"There is no folder and no file {folder}.")
     spec, found = open_model(folder, strict=strict)
     checkpoint: Source = found
+    _check_storage(quantization, storage)
     if quantization in ACTIVATIONS:
         checkpoint, quantization = Activated(found, quantization), None
-    elif dtype in ("float32", "float") and all(_has_records(found, name) for name in found.names()):
+    elif dtype in ("float32", "float") and isinstance(found, GgufSource) and found.quantization:
         checkpoint = Widened(found)
     chosen, formats = chosen_formats(spec, checkpoint, dtype, quantization)
     formats = formats.stored_as(storage)
@@ -126,6 +128,7 @@ def load_dummy(
             f"load_format='dummy' reads a folder's config.json, but {folder} is a file. Leave "
             "load_format out, or give a folder."
         )
+    _check_storage(quantization, storage)
     spec = read_spec(folder, strict=strict)
     if read_json(folder / "config.json").get("quantization_config") is not None:
         raise ConfigError(
@@ -183,10 +186,14 @@ def chosen_formats(
     return chosen, stored_formats(spec, checkpoint, chosen)
 
 
-def _has_records(source: Source, name: str) -> bool:
-    """Whether a tensor is in records, or not quantized at all."""
-    scheme = source.scheme(name)
-    return scheme is None or scheme.is_k
+def _check_storage(quantization: str | None, storage: Storage) -> None:
+    """Raises ConfigError for activations that a GPU's products don't have."""
+    in_blocks = quantization is not None and quantization.endswith("-blocks")
+    if storage != PANELS and (in_blocks or quantization == "a8"):
+        raise ConfigError(
+            f"quantization={quantization!r} rounds activations to int8 in blocks, which isn't "
+            "built for GPUs. Leave it out, choose another format, or device='cpu'."
+        )
 
 
 def _unknown_dtype(name: str) -> UnsupportedModelError:

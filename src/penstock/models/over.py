@@ -19,6 +19,11 @@ class Over:
         self._base = base
 
     @property
+    def base(self) -> Source:
+        """What lies under it."""
+        return self._base
+
+    @property
     def path(self) -> Path:
         """Of the base."""
         return self._base.path

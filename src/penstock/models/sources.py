@@ -11,6 +11,7 @@ from penstock.models.experts import SplitExperts, are_in_turns, has_joined_exper
 from penstock.models.gguf.container import is_gguf
 from penstock.models.gguf.source import GgufSource
 from penstock.models.gguf.tokenizer import gguf_tokenizer
+from penstock.models.over import Over
 from penstock.models.quantized import QuantizedCheckpoint
 from penstock.models.registry import read_config, read_json, read_spec, spec_of
 from penstock.models.spec import ModelSpec
@@ -67,6 +68,8 @@ def open_model(path: Path, *, strict: bool = False) -> tuple[ModelSpec, Stored]:
 
 def stored_quantization(source: Source) -> str | None:
     """What `source` is quantized to, by its own name; None where its matrices aren't."""
+    while isinstance(source, Over):
+        source = source.base
     if isinstance(source, GgufSource):
         return source.quantization
     schemes = map(source.scheme, source.names())

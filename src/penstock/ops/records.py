@@ -47,6 +47,9 @@ LINES = {4: 37, 5: 45, 6: 53, 0: 54}
 _HEAD = 320
 """Bytes of a record before its codes."""
 
+_AT_ONCE = 1 << 20
+"""Values that are computed at once: what they need on the way stays small beside the matrix."""
+
 _ZERO = 32
 """The code of 6 bits that stands for 0."""
 
@@ -130,9 +133,13 @@ def _by_bits(blocks: Tensor, bits: int) -> Iterator[tuple[Tensor, Tensor, int]]:
 
 def values_of(blocks: Tensor, bits: int) -> Tensor:
     """The [N, K] float32 that blocks stand for."""
-    found = torch.empty(len(blocks), blocks.shape[1] // BLOCK_BYTES[bits] * VALUES)
-    for rows, each, one in _by_bits(blocks, bits):
-        found[rows] = read_blocks(each, one).values()
+    count = blocks.shape[1] // BLOCK_BYTES[bits] * VALUES
+    found = torch.empty(len(blocks), count)
+    step = max(_AT_ONCE // count, 1)
+    for at in range(0, len(blocks), step):
+        part = found[at : at + step]
+        for rows, each, one in _by_bits(blocks[at : at + step], bits):
+            part[rows] = read_blocks(each, one).values()
     return found
 
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from penstock.errors import WeightsError
+from penstock.ops.panels import COLUMNS
 from penstock.ops.records import BLOCK_BYTES, VALUES, mix, values_of
 from penstock.quant.levels import levels
 from penstock.quant.scheme import Scheme
@@ -118,7 +119,12 @@ class Codes:
         become a mixture.
         """
         first = parts[0]
-        if first.scheme.is_k and len({part.scheme for part in parts}) > 1:
+        if len({part.scheme for part in parts}) > 1 and all(part.scheme.is_k for part in parts):
+            uneven = [part.shape[0] for part in parts[:-1] if part.shape[0] % COLUMNS]
+            if uneven:
+                raise WeightsError(
+                    f"K-quants of several kinds are stacked by whole {COLUMNS} rows, not {uneven}."
+                )
             parts = [part.mixed() for part in parts]
             first = parts[0]
         schemes = sorted({part.scheme.name for part in parts})

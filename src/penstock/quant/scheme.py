@@ -121,7 +121,7 @@ class Scheme:
 
     @property
     def name(self) -> str:
-        """What users call it; `parse_scheme` reads it."""
+        """What users call it; `parse_scheme` reads it, but for K-quants, which only files have."""
         if self.is_k:
             return f"{self.kind}-a{16 if self.activations == 'float' else 8}"
         if not self.is_integer:
@@ -196,6 +196,6 @@ def parse_scheme(name: str) -> Scheme:
         return Scheme("nvfp4", 16)
     raise ConfigError(
         f"quantization={name!r} isn't one of {', '.join(SCHEMES)}. Integers take what shares a "
-        "scale and a zero point: w8a8-tensor, w4a8-g64, w4a16-g128-asym; fp8 and fp8-w8a8 take "
-        "-tensor or -block, nf4 a group."
+        "scale and a zero point: w8a8-tensor, w4a8-g64, w4a16-g128-asym, w4a8-g32-blocks; fp8 and "
+        "fp8-w8a8 take -tensor or -block, nf4 a group. Weights that are quantized already take a8 or a16."
     )

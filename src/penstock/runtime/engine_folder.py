@@ -29,7 +29,7 @@ from penstock.cache import kv_dtype, kv_name
 from penstock.config import EngineConfig, SchedulerConfig
 from penstock.errors import ConfigError, EngineFolderError, KernelError
 from penstock.kernels import interpreting, why_not_on
-from penstock.models.activations import ACTIVATIONS
+from penstock.models.activations import ACTIVATIONS, activated
 from penstock.models.exported import sha256
 from penstock.models.load import LoadedModel, stop_ids
 from penstock.models.registry import read_spec
@@ -38,6 +38,7 @@ from penstock.nn import Decoder
 from penstock.nn.parameters import Loadable
 from penstock.nn.rope import RotaryTable, inverse_frequencies
 from penstock.quant import Dense, WeightFormats, formats_of
+from penstock.quant.formats.quantized import Quantized
 from penstock.runtime.device import CPU, Device, device_of
 from penstock.runtime.fingerprint import Fingerprint, fingerprint
 from penstock.runtime.formats import decode_formats
@@ -188,8 +189,7 @@ class EngineFolder:
             self._contradiction("dtype", asked, _name(self.dtype))
         asked_format = config.model.quantization
         if asked_format is not None:
-            chosen_here = asked_format in ACTIVATIONS  # of codes that an engine has chosen for
-            if chosen_here or formats_of(asked_format, self.dtype).name != self.formats.name:
+            if not self._has(asked_format):
                 self._contradiction("quantization", asked_format, self.formats.name)
         kv = config.cache.kv_cache_dtype
         if kv == "auto":
@@ -197,6 +197,14 @@ class EngineFolder:
         kv_dtype(kv, self.dtype)  # refuses what can't stand beside it
         if kv_name(kv, self.dtype) != kv_name(self.kv_cache_dtype, self.dtype):
             self._contradiction("kv_cache_dtype", kv, self.kv_cache_dtype)
+
+    def _has(self, quantization: str) -> bool:
+        """Whether its weights are what `quantization` asks for."""
+        if quantization not in ACTIVATIONS:
+            return formats_of(quantization, self.dtype).name == self.formats.name
+        held = [self.formats.matrix, self.formats.head, *self.formats.special.values()]
+        schemes = [form.scheme for form in held if isinstance(form, Quantized)]
+        return bool(schemes) and all(activated(s, quantization) == s for s in schemes)
 
     def _contradiction(self, name: str, asked: object, built: object) -> None:
         raise ConfigError(
