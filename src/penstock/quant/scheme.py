@@ -197,5 +197,5 @@ def parse_scheme(name: str) -> Scheme:
     raise ConfigError(
         f"quantization={name!r} isn't one of {', '.join(SCHEMES)}. Integers take what shares a "
         "scale and a zero point: w8a8-tensor, w4a8-g64, w4a16-g128-asym, w4a8-g32-blocks; fp8 and "
-        "fp8-w8a8 take -tensor or -block, nf4 a group. Weights that are quantized already take a8 or a16."
+        "fp8-w8a8 take -tensor or -block, nf4 a group. Quantized weights take a8 or a16."
     )
