@@ -16,7 +16,8 @@ struct Record {
   static constexpr int group = W == Weight::q6_k ? 16 : 32;  // values of K that share a scale
   static constexpr int zero = W == Weight::q6_k ? 32 : 0;    // the code of 0; others have minima
   static constexpr int64_t groups = kRecord / group;
-  static constexpr int64_t minima = groups * kColumns;  // uint8 [groups / 2, 16, 2], behind factors int8 [groups, 16]
+  // Where they lie: int8 factors [groups, 16] come first, then uint8 minima [groups / 2, 16, 2].
+  static constexpr int64_t minima = groups * kColumns;
   static constexpr int64_t d = zero ? minima : 2 * minima;  // float16 [16], then dmin
   static constexpr int64_t head = 5 * 64, unit = bits * 64;
   static constexpr int64_t high = 4 * 64;  // of a unit: its upper bits

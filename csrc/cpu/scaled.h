@@ -135,7 +135,7 @@ template <int T, int R, typename Source>
     acc[r].v = _mm512_dpbusd_epi32(acc[r].v, codes.v, _mm512_set1_epi32(word(x + r * ldx + 4 * T)));
 }
 
-// sums[r] += the values [4 · T, 4 · (T + N)) of a unit, which are a group, times its factor.
+// sums[r] += a group of row r, whose values begin with the four from T on of a unit, times its factor.
 template <Weight W, int T, int R, typename Source>
 [[gnu::always_inline]] static inline void add_group(const Source& w, int64_t unit, int64_t g,
                                                     const int8_t* x, const ScaledRows& rows,
