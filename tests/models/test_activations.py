@@ -77,7 +77,7 @@ def test_only_activations_change(own: str, a8: str, a16: str) -> None:
 @pytest.mark.parametrize(
     ("schemes", "why"),
     [
-        ((), "not quantized.*choose w8a8 or w4a8"),
+        ((), "it isn't quantized.*choose w8a8 or w4a8"),
         (("nf4", "fp8"), "its matrices are fp8, nf4-g64: only integers and K-quants"),
         (("w8a8-static", "w4a16"), r"its activations is calibrated \(w8a8-static\)"),
     ],
@@ -98,5 +98,5 @@ def test_widened_codes_are_values() -> None:
 
 
 def test_an_unquantized_model_says_what_to_choose() -> None:
-    with pytest.raises(ConfigError, match=r"can't take effect on .*stories-draft, as its matrices"):
+    with pytest.raises(ConfigError, match=r"can't take effect on .*stories-draft, as it isn't"):
         load_model(resolve("stories-draft"), quantization="a8")

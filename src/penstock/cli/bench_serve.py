@@ -65,8 +65,14 @@ MaxRetries = Annotated[
         "counting.",
     ),
 ]
-DatasetName = Annotated[str, _data(help="random, shared-prefix, multi-turn, azure or mooncake.")]
-DatasetPath = Annotated[Path | None, _data(help="azure, mooncake: the trace's file.")]
+DatasetName = Annotated[
+    str,
+    _data(
+        help="random, shared-prefix, multi-turn; of a file: azure, mooncake (traces), sharegpt, or "
+        "custom (lines of JSON with a prompt and perhaps output_tokens)."
+    ),
+]
+DatasetPath = Annotated[Path | None, _data(help="The file of what is of one.")]
 NumPrompts = Annotated[
     int | None,
     _data(min=1, help="Requests; multi-turn: conversations. Default: 200, or the whole trace."),
@@ -84,6 +90,13 @@ OutputLen = Annotated[
     _data(
         "--random-output-len", "--output-len", min=1,
         help=f"Tokens to ask for; not of traces. Default: {_DEFAULT.output_len}.",
+    ),
+]  # fmt: skip
+AnswerLen = Annotated[
+    int | None,
+    _data(
+        "--sharegpt-output-len", "--custom-output-len", min=1,
+        help="sharegpt, custom: tokens to ask for. Default: as many as the file says, or 256.",
     ),
 ]  # fmt: skip
 RangeRatio = Annotated[
@@ -200,6 +213,7 @@ def serve(
     num_prompts: NumPrompts = None,
     input_len: InputLen = None,
     output_len: OutputLen = None,
+    answer_len: AnswerLen = None,
     range_ratio: RangeRatio = None,
     num_groups: NumGroups = None,
     prefix_len: PrefixLen = None,

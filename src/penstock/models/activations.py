@@ -27,8 +27,10 @@ class Activated(Over):
         static = sorted(scheme.name for scheme in schemes if scheme.static)
         if not static and any(map(_takes, schemes)):
             return
-        found = ", ".join(sorted(scheme.name for scheme in schemes)) or "not quantized"
+        found = ", ".join(sorted(scheme.name for scheme in schemes))
         why = f"its matrices are {found}: only integers and K-quants meet either"
+        if not schemes:
+            why = "it isn't quantized"
         if static:
             why = f"the scale of its activations is calibrated ({', '.join(static)})"
         raise ConfigError(

@@ -6,11 +6,11 @@ import asyncio
 import math
 from collections.abc import Callable
 from dataclasses import asdict, replace
-from typing import assert_never
+from typing import TYPE_CHECKING, assert_never
 
 import numpy as np
 
-from penstock.bench.serve import traces, workload
+from penstock.bench.serve import texts, traces, workload
 from penstock.bench.serve.api import ENDPOINTS, Api
 from penstock.bench.serve.arrivals import gamma_arrivals, trace_arrivals
 from penstock.bench.serve.figures import figures
@@ -25,13 +25,18 @@ from penstock.bench.serve.probe import (
     served_model,
 )
 from penstock.bench.serve.result import ServeResult
-from penstock.bench.serve.vocabulary import FALLBACK_SIZE, Vocabulary
+from penstock.bench.serve.vocabulary import FALLBACK_SIZE, Vocabulary, of_texts
 from penstock.bench.serve.workload import Lengths, Workload
 from penstock.errors import ConfigError
 
+if TYPE_CHECKING:
+    from penstock.tokenizer import Tokenizer
 
-def build_workload(options: Options, vocab_size: int) -> Workload:
-    """The workload that the options describe."""
+
+def build_workload(
+    options: Options, vocab_size: int, tokenizer: Tokenizer | None = None
+) -> Workload:
+    """The workload that the options describe; `tokenizer` reads texts."""
     o = options
     number = o.num_prompts or 200
     inputs, outputs = Lengths(o.input_len, o.range_ratio), Lengths(o.output_len, o.range_ratio)
@@ -59,6 +64,9 @@ def build_workload(options: Options, vocab_size: int) -> Workload:
             )
         case "azure" | "mooncake":
             made = _read_trace(o, vocab_size=vocab_size)
+        case "sharegpt" | "custom":
+            assert tokenizer is not None
+            made = _read_texts(o, number, tokenizer)
         case _:
             assert_never(o.dataset_name)
     return workload.limit(
@@ -67,6 +75,14 @@ def build_workload(options: Options, vocab_size: int) -> Workload:
         max_output_len=o.max_output_len,
         cut=o.long_prompts == "cut",
     )
+
+
+def _read_texts(options: Options, number: int, tokenizer: Tokenizer) -> Workload:
+    o, file = options, options.dataset_path
+    assert file is not None
+    if o.dataset_name == "custom":
+        return texts.custom(file, number, tokenizer=tokenizer, output_len=o.answer_len)
+    return texts.sharegpt(file, number, tokenizer=tokenizer, output_len=o.answer_len, seed=o.seed)
 
 
 def _read_trace(options: Options, *, vocab_size: int) -> Workload:
@@ -108,7 +124,8 @@ def describe_plan(plan: Plan, options: Options) -> str:
     limit = "" if plan.max_concurrency is None else f", at most {plan.max_concurrency} at once"
     if plan.arrivals_s is None:
         return f"closed loop of {plan.max_concurrency}"
-    if options.request_rate is None and options.dataset_path is not None:
+    of_a_trace = options.dataset_path is not None and not options.has_texts
+    if options.request_rate is None and of_a_trace:
         scale = "" if options.time_scale == 1 else f" × {options.time_scale:g}"
         return f"open loop at the trace's times{scale}{limit}"
     if options.request_rate is None or math.isinf(options.request_rate):
@@ -120,7 +137,9 @@ def describe_plan(plan: Plan, options: Options) -> str:
 def run(options: Options, on_progress: Callable[[Progress], None], every_s: float) -> ServeResult:
     """Measure. Raises `ConfigError` for what can't work, before the load begins."""
     server = Server.parse(options.base_url)
-    if options.dataset_path is not None:  # a bad file is told before a server is asked
+    if options.dataset_path is not None and options.has_texts:
+        texts.check(options.dataset_name, options.dataset_path)
+    elif options.dataset_path is not None:  # a bad file is told before a server is asked
         _read_trace(replace(options, num_prompts=1), vocab_size=FALLBACK_SIZE)
     return asyncio.run(_run(options, server, on_progress, every_s))
 
@@ -133,8 +152,9 @@ async def _run(
         served = await served_model(
             client, options.model, timeout_s=options.timeout_s, wait_s=options.ready_timeout_s
         )
-        api, vocabulary = await _agree(client, options, served)
-        work = build_workload(options, vocabulary.size)
+        tokenizer = find_tokenizer(options.tokenizer, served.name)
+        api, vocabulary = await _agree(client, options, served, tokenizer)
+        work = build_workload(options, vocabulary.size, tokenizer and tokenizer[0])
         workload.check_positions(work, served.max_model_len)
         await _warm_up(client, api, vocabulary, options, work)
         plan = build_plan(options, work)
@@ -183,10 +203,12 @@ async def _run(
 
 
 async def _agree(
-    client: HttpClient, options: Options, served: ServedModel
+    client: HttpClient,
+    options: Options,
+    served: ServedModel,
+    tokenizer: tuple[Tokenizer, str] | None,
 ) -> tuple[Api, Vocabulary]:
     """How requests are written, and of what."""
-    tokenizer = find_tokenizer(options.tokenizer, served.name)
     api = Api(
         backend=options.backend,
         endpoint=options.endpoint or ENDPOINTS[options.backend],
@@ -196,10 +218,18 @@ async def _agree(
         temperature=options.temperature,
         extra_body=options.extra_body,
     )
-    if options.needs_text:  # told before the server is asked
+    if options.has_texts and tokenizer is None:
+        raise ConfigError(
+            f"--dataset-name {options.dataset_name} needs the model's tokenizer to count tokens: "
+            "give --tokenizer FOLDER or a hub id."
+        )
+    if options.needs_text and not options.has_texts:  # told before the server is asked
         choose_vocabulary(True, tokenizer, options.vocab_size, served)
     form: PromptForm = "text" if options.needs_text else options.prompt_form
     api = await agree(client, api, form, tokenizer is not None, timeout_s=options.timeout_s)
+    if options.has_texts:
+        assert tokenizer is not None
+        return api, of_texts(*tokenizer)
     return api, choose_vocabulary(api.as_text, tokenizer, options.vocab_size, served)
 
 

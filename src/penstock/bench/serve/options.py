@@ -16,9 +16,11 @@ from penstock.errors import ConfigError
 MOONCAKE_BLOCK = 512  # tokens of a block in Mooncake's traces
 
 _TRACES = ("azure", "mooncake")
+_TEXTS = ("sharegpt", "custom")
 _MADE = ("random", "shared-prefix", "multi-turn")
 _OF_WORKLOADS: dict[str, tuple[str, ...]] = {
-    "dataset_path": _TRACES,
+    "dataset_path": (*_TRACES, *_TEXTS),
+    "answer_len": _TEXTS,
     "time_scale": _TRACES,
     "block_tokens": ("mooncake",),
     "input_len": ("random", "multi-turn"),
@@ -37,13 +39,16 @@ _CALLED = {
     "output_len": "--random-output-len",
     "range_ratio": "--random-range-ratio",
     "think_time_s": "--think-time",
+    "answer_len": "--sharegpt-output-len and --custom-output-len",
 }
 """Options that aren't called as their fields are."""
 
 Backend = Literal["openai", "openai-chat"]
 PromptForm = Literal["auto", "ids", "text"]
 LongPrompts = Literal["drop", "cut"]
-Dataset = Literal["random", "shared-prefix", "multi-turn", "azure", "mooncake"]
+Dataset = Literal[
+    "random", "shared-prefix", "multi-turn", "azure", "mooncake", "sharegpt", "custom"
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +66,7 @@ class Options:
     dataset_name: Dataset = "random"
     dataset_path: Path | None = None
     num_prompts: int | None = None  # None: 200, or of a trace all
+    answer_len: int | None = None  # of texts; None: what the file says
     input_len: int = 512
     output_len: int = 128
     range_ratio: float = 0.0
@@ -90,7 +96,7 @@ class Options:
     block_size: int = 16
 
     def __post_init__(self) -> None:
-        if self.dataset_name in _TRACES and self.dataset_path is None:
+        if self.dataset_name in (*_TRACES, *_TEXTS) and self.dataset_path is None:
             raise ConfigError(f"--dataset-name {self.dataset_name} needs --dataset-path FILE.")
         self._check_effect([f.name for f in fields(self) if getattr(self, f.name) != f.default])
         if self.prompt_form == "ids" and self.backend == "openai-chat":
@@ -150,11 +156,20 @@ class Options:
                 "--long-prompts cut shortens single prompts; a conversation of multi-turn that is "
                 "longer than --max-input-len is always left out whole."
             )
+        if "vocab_size" in given and self.has_texts:
+            raise ConfigError(
+                f"--vocab-size draws ids; {self.dataset_name} has texts. Leave it out."
+            )
         if "vocab_size" in given and self.needs_text:
             raise ConfigError(
                 "--vocab-size draws token ids, but these prompts are text, of the tokenizer's "
                 "words. Leave it out, or send ids: --backend openai --prompt-form ids."
             )
+
+    @property
+    def has_texts(self) -> bool:
+        """Whether prompts are real texts, which the tokenizer reads."""
+        return self.dataset_name in _TEXTS
 
     @property
     def needs_text(self) -> bool:

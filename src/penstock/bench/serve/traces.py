@@ -28,7 +28,7 @@ def azure(file: Path, number: int | None, *, vocab_size: int, seed: int) -> Work
     """
     generator = np.random.default_rng(seed)
     rows: list[tuple[datetime, int, int]] = []
-    with _open(file) as lines:
+    with open_text(file) as lines:
         reader = csv.DictReader(lines)
         wanted = ("TIMESTAMP", "ContextTokens", "GeneratedTokens")
         missing = [name for name in wanted if name not in (reader.fieldnames or ())]
@@ -76,7 +76,7 @@ def mooncake(
         return blocks[hash_id]
 
     rows: list[tuple[float, Indices, int]] = []
-    for i, found in _json_lines(file):
+    for i, found in json_lines(file):
         if number is not None and len(rows) == number:
             break
         try:
@@ -112,7 +112,8 @@ def _some(rows: list[Any], file: Path) -> None:
         raise ConfigError(f"{file} has no requests.")
 
 
-def _open(file: Path) -> TextIO:
+def open_text(file: Path) -> TextIO:
+    """Raises ConfigError where it can't be read."""
     try:
         return file.open(encoding="utf-8", errors="replace", newline="")
     except OSError as failure:
@@ -121,9 +122,9 @@ def _open(file: Path) -> TextIO:
         ) from failure
 
 
-def _json_lines(file: Path) -> Iterator[tuple[int, dict[str, Any]]]:
+def json_lines(file: Path) -> Iterator[tuple[int, dict[str, Any]]]:
     """Objects with the number of their line."""
-    with _open(file) as lines:
+    with open_text(file) as lines:
         for i, line in enumerate(lines, 1):
             if not line.strip():
                 continue

@@ -7,8 +7,9 @@ text, and what is shared between prompts is known exactly.
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -33,8 +34,9 @@ class Vocabulary:
     """Indices 0 … size − 1, as token ids (`ids`) or as text (`words`)."""
 
     ids: Indices  # [size]
-    words: Sequence[str] | None  # [size]; None: only ids can be sent
+    words: Sequence[str] | None  # [size]; None: only ids can be sent, or `write` says the text
     source: str  # where it comes from, for the report
+    write: Callable[[list[int]], str] | None = None  # ids as text, of prompts that were one
 
     @property
     def size(self) -> int:
@@ -48,6 +50,8 @@ class Vocabulary:
 
     def as_text(self, prompt: Indices) -> str:
         """The prompt as text with as many tokens (before what the server puts around it)."""
+        if self.write is not None:
+            return self.write(self.as_ids(prompt))
         assert self.words is not None
         return "".join(map(self.words.__getitem__, prompt.tolist()))
 
@@ -61,6 +65,12 @@ def of_ids(tokenizer: Tokenizer, name: str) -> Vocabulary:
     """Every id of a tokenizer but the special ones."""
     ids = [i for i in range(tokenizer.vocab_size) if i not in tokenizer.special_ids]
     return Vocabulary(np.array(ids, np.int32), None, name)
+
+
+def of_texts(tokenizer: Tokenizer, name: str) -> Vocabulary:
+    """Every id of a tokenizer, for prompts that are real text."""
+    ids = np.arange(tokenizer.vocab_size, dtype=np.int32)
+    return Vocabulary(ids, None, name, partial(tokenizer.decode, skip_special_tokens=False))
 
 
 def of_words(tokenizer: Tokenizer, name: str) -> Vocabulary:
