@@ -48,7 +48,7 @@ def test_json(penstock: Run, known_peaks: Peaks) -> None:
     assert found["kernels"]["isa"] == native.isa
     assert [set(row) for row in found["kernels"]["linear"]] == [
         {"weights", "few_rows", "many_rows"}
-    ] * (0 if native.handle is None else 7)
+    ] * (0 if native.handle is None else 9)
     assert found["affinity"] == sorted(os.sched_getaffinity(0))
     assert found["machine_cores"] == os.cpu_count()
     assert found["extras"]["hub"]["get"] == get_extra("hub")
