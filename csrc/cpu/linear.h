@@ -115,6 +115,14 @@ struct Extent {
   }
 };
 
+// Floats as int8 in ±127, of the extent that was found; returns their scale, NaN where they hold one.
+static inline float to_int8(const float* floats, int64_t count, const Extent& found, int8_t* out) {
+  const float highest = reduce_max(found.top);
+  const F16 inverse = set1(highest > 1e-30f ? 127.0f / highest : 0.0f);
+  for (int64_t j = 0; j < count; j += 16) store_bytes(out + j, load(floats + j) * inverse);
+  return highest / 127.0f + reduce_add(found.bad);
+}
+
 // A row as floats, rotated where asked, zeros up to `padded`.
 template <bool Rotated, typename T>
 static inline Extent measure_row(const T* x, int64_t dim, int64_t padded, float* out) {
@@ -145,7 +153,7 @@ static inline Extent measure_row(const LinearArgs& a, const T* x, int64_t dim, f
                    : measure_row<false>(x, dim, a.padded_k, out);
 }
 
-// The same row as int8 in ±127; returns its scale, which is NaN where the row holds one.
+// The same row as int8, by its own scale or by `input_scale`; returns it, NaN where the row holds one.
 static inline float int8_row(const LinearArgs& a, int64_t row, int8_t* out) {
   float* floats =
       static_cast<float*>(scratch(Scratch::row, static_cast<size_t>(a.padded_k) * sizeof(float)));
@@ -162,10 +170,7 @@ static inline float int8_row(const LinearArgs& a, int64_t row, int8_t* out) {
     divide_row(floats, a.padded_k, *a.input_scale, out);
     return *a.input_scale + reduce_add(found.bad);
   }
-  const float highest = reduce_max(found.top);
-  const F16 inverse = set1(highest > 1e-30f ? 127.0f / highest : 0.0f);
-  for (int64_t j = 0; j < a.padded_k; j += 16) store_bytes(out + j, load(floats + j) * inverse);
-  return highest / 127.0f + reduce_add(found.bad);
+  return to_int8(floats, a.padded_k, found, out);
 }
 
 // The same row as int8 in blocks, which have a scale each.
@@ -177,10 +182,7 @@ static inline void int8_blocks(const LinearArgs& a, int64_t row, int64_t block, 
   for (int64_t b = 0; b < a.padded_k / block; b++, floats += block, out += block) {
     Extent found;
     for (int64_t j = 0; j < block; j += 16) found.take(load(floats + j));
-    const float highest = reduce_max(found.top);
-    const F16 inverse = set1(highest > 1e-30f ? 127.0f / highest : 0.0f);
-    for (int64_t j = 0; j < block; j += 16) store_bytes(out + j, load(floats + j) * inverse);
-    scales[b] = highest / 127.0f + reduce_add(found.bad);
+    scales[b] = to_int8(floats, block, found, out);
   }
 }
 

@@ -35,7 +35,7 @@ void read_weight(PackArgs& a, const Tensor& weight, int64_t multiple, bool gated
   a.threads = threads();
 }
 
-constexpr size_t kPage = 2 * 1024 * 1024, kChunkBytes = 16 * kPage;
+constexpr size_t kPage = 2 * 1024 * 1024, kChunkBytes = 64 * kPage;  // each ends within a page
 constexpr size_t kSmall = 256 * 1024;  // what is smaller is left to torch
 
 // Memory in pages of 2 MB, where the system has them, for one tensor after the other: one row reads weights

@@ -181,6 +181,12 @@ def _kilobytes(key: str) -> int:
     return int(value.split()[0]) * 1024 if value else 0
 
 
+def resident_bytes() -> int:
+    """What this process has in memory now; 0 where the system doesn't say."""
+    value = _first("/proc/self/status", "VmRSS")
+    return int(value.split()[0]) * 1024 if value else 0
+
+
 def _groups(controller: str) -> Iterator[tuple[Path, bool]]:
     """Folders of the control groups that this process is in, from its own to the outermost; and
     whether they are version 1's.

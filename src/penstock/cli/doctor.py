@@ -88,11 +88,11 @@ def _print(found: Diagnosis, examined: Examined | None, checked: Checkup | None)
     if checked is None:  # or the answer to what was asked would stand below all this
         _print_machine(console, found)
     if examined is not None:
-        console.print(_pairs(_about(examined)))
+        console.print(pairs(_about(examined)))
         if examined.weights:
             console.print(_weights(examined))
     if checked is not None:
-        console.print(_pairs(_drafts(checked)))
+        console.print(pairs(_drafts(checked)))
     for text in found.warnings:
         console.print(f"[yellow]warning:[/yellow] {text}", markup=True)
     findings = () if checked is None else checked.findings
@@ -104,7 +104,7 @@ def _print(found: Diagnosis, examined: Examined | None, checked: Checkup | None)
 
 
 def _print_machine(console: Console, found: Diagnosis) -> None:
-    console.print(_pairs(_facts(found)))
+    console.print(pairs(_facts(found)))
     console.print(_operators(found.kernels.operators))
     if found.gpu.operators:
         console.print(_operators(found.gpu.operators, "operator on the GPU"))
@@ -174,7 +174,8 @@ def as_dict(found: Diagnosis) -> dict[str, Any]:
     return data
 
 
-def _pairs(rows: list[tuple[str, str]]) -> Table:
+def pairs(rows: list[tuple[str, str]]) -> Table:
+    """Names and what they are."""
     from rich.markup import escape
     from rich.table import Table
 

@@ -26,6 +26,7 @@ from penstock.cli import (
     evaluate,
     export,
     generate,
+    plan,
     profile,
     serve,
 )
@@ -165,6 +166,7 @@ app.command()(export.export)
 app.command()(build.build)
 app.command()(batch.run)
 app.command()(doctor.doctor)
+app.command()(plan.plan)
 app.command()(profile.profile)
 app.command("eval")(evaluate.evaluate)
 app.command()(drift.drift)

@@ -14,6 +14,9 @@ import torch
 
 from penstock.errors import KernelError
 
+WORKSPACE = 512 << 20
+"""The most bytes that attention's spans of few queries take before they are joined."""
+
 LEAST_CAPABILITY = (9, 0)
 """Of a GPU: Hopper's, for whose matrix units the kernels are written, with each row in one warp.
 Before it warps share a row's keys, differently for few queries and for many: a sequence's bits

@@ -18,12 +18,6 @@ STD = 0.02
 """Of the values of matrices; norms scale by 1 and biases are 0."""
 
 
-def count_values(model: nn.Module) -> int:
-    """Of all its parameters, before they are there."""
-    modules = (m for m in model.modules() if isinstance(m, Loadable))
-    return sum(math.prod(shape) for m in modules for shape in m.expected().values())
-
-
 def fill_with_noise(
     model: nn.Module,
     dtype: torch.dtype,

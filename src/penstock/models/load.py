@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,19 +12,17 @@ import torch
 from penstock.errors import ConfigError, ModelNotFoundError, UnsupportedModelError
 from penstock.hardware import detect
 from penstock.models.activations import ACTIVATIONS, Activated, Widened
-from penstock.models.dummy import count_values, fill_with_noise
+from penstock.models.dummy import fill_with_noise
 from penstock.models.gguf.source import GgufSource
 from penstock.models.registry import read_json, read_spec
 from penstock.models.sources import open_model, read_generation, stored_quantization
 from penstock.models.spec import ModelSpec
 from penstock.models.weights import Progress, Source, Stored, load_weights, stored_formats
 from penstock.nn import Decoder, DecoderSpec, RopeSpec
+from penstock.nn.parameters import Loadable
 from penstock.quant import PANELS, Storage, WeightFormats, formats_of
 
 logger = logging.getLogger(__name__)
-
-_TYPICAL = 4096
-"""Rows and columns of the matrix that says what a weight takes, scales included."""
 
 _TABLE_BYTES = 20
 """Of a rotary table's value while it is computed, in float64."""
@@ -52,6 +49,89 @@ class LoadedModel:
     eos_token_ids: tuple[int, ...]  # of generation_config.json, or else of config.json
 
 
+@dataclass(frozen=True, slots=True)
+class Description:
+    """A model as its folder and what was asked for describe it, before a weight is read."""
+
+    folder: Path
+    spec: ModelSpec
+    dtype: torch.dtype  # of activations, and of weights that aren't quantized
+    formats: WeightFormats
+    max_model_len: int  # tokens
+    source: Source | None  # of the weights; None: they are random
+
+    def decoder(self) -> Decoder:
+        """The model without its weights. Raises ConfigError where its tables don't fit."""
+        _check_tables(self.spec.decoder, self.max_model_len)
+        return Decoder(self.spec.decoder, self.formats, self.dtype, self.max_model_len)
+
+    def loaded(self, model: Decoder, generation: dict[str, Any]) -> LoadedModel:
+        """With the model that has come out of it."""
+        _note_longrope(self.spec.decoder, self.max_model_len)
+        stops = stop_ids(self.spec, generation, self.folder)
+        return LoadedModel(
+            model.eval(), self.spec, self.dtype, self.max_model_len, generation, stops
+        )
+
+
+def describe(
+    folder: Path,
+    *,
+    dtype: str = "auto",
+    max_model_len: int | None = None,
+    strict: bool = False,
+    quantization: str | None = None,
+    storage: Storage = PANELS,
+) -> Description:
+    """What `load_model` would load, by its headers. Arguments as there."""
+    if not folder.exists():
+        raise ModelNotFoundError(f"There is no folder and no file {folder}.")
+    spec, found = open_model(folder, strict=strict)
+    checkpoint: Source = found
+    _check_storage(quantization, storage)
+    if quantization in ACTIVATIONS:
+        checkpoint, quantization = Activated(found, quantization), None
+    elif dtype in ("float32", "float") and isinstance(found, GgufSource) and found.quantization:
+        checkpoint = Widened(found)
+    chosen, formats = chosen_formats(spec, checkpoint, dtype, quantization)
+    length = _length(max_model_len, spec.decoder)
+    return Description(folder, spec, chosen, formats.stored_as(storage), length, checkpoint)
+
+
+def describe_dummy(
+    folder: Path,
+    *,
+    dtype: str = "auto",
+    max_model_len: int | None = None,
+    strict: bool = False,
+    quantization: str | None = None,
+    storage: Storage = PANELS,
+) -> Description:
+    """What `load_dummy` would make, by config.json alone. Arguments as of `load_model`."""
+    if folder.is_file():
+        raise ConfigError(
+            f"load_format='dummy' reads a folder's config.json, but {folder} is a file. Leave "
+            "load_format out, or give a folder."
+        )
+    _check_storage(quantization, storage)
+    spec = read_spec(folder, strict=strict)
+    if read_json(folder / "config.json").get("quantization_config") is not None:
+        raise ConfigError(
+            f"{folder}/config.json has a quantization_config, which random weights don't heed. "
+            "Take it out, and choose a format such as quantization='w4a16-g128'."
+        )
+    name = (spec.dtype or "bfloat16") if dtype == "auto" else dtype
+    if name not in _DTYPES:
+        raise _unknown_dtype(name)
+    chosen = _DTYPES[name]
+    if quantization is not None and dtype != "auto":
+        _check_rounded(quantization, dtype)
+    if quantization is not None or chosen is torch.float16:
+        chosen = torch.bfloat16
+    formats = formats_of(quantization, chosen).stored_as(storage)
+    return Description(folder, spec, chosen, formats, _length(max_model_len, spec.decoder), None)
+
+
 def load_model(
     folder: Path,
     *,
@@ -74,37 +154,23 @@ def load_model(
     stored: takes each tensor away once it is packed; memory is then not looked at beforehand.
     storage: how weights lie in memory. device: where they are to be, in the end.
     """
-    if not folder.exists():
-        raise ModelNotFoundError(f"There is no folder and no file {folder}.")
-    spec, found = open_model(folder, strict=strict)
-    checkpoint: Source = found
-    _check_storage(quantization, storage)
-    if quantization in ACTIVATIONS:
-        checkpoint, quantization = Activated(found, quantization), None
-    elif dtype in ("float32", "float") and isinstance(found, GgufSource) and found.quantization:
-        checkpoint = Widened(found)
-    chosen, formats = chosen_formats(spec, checkpoint, dtype, quantization)
-    formats = formats.stored_as(storage)
-    length = _length(max_model_len, spec.decoder)
-    _check_tables(spec.decoder, length)
-    _note_longrope(spec.decoder, length)
-    generation = read_generation(found)
-    if stored is None:
-        count = sum(math.prod(checkpoint.shape(name)) for name in checkpoint.names())
-        free = min(_free(CPU), _free(device))  # on their way to a GPU they are here, too
-        _check_memory(count, spec.decoder, formats, chosen, free)
-    model = Decoder(spec.decoder, formats, chosen, length)
-    load_weights(model, spec, checkpoint, progress, stored)
+    found = describe(
+        folder,
+        dtype=dtype,
+        max_model_len=max_model_len,
+        strict=strict,
+        quantization=quantization,
+        storage=storage,
+    )
+    assert found.source is not None  # one that is described by its files
+    generation = read_generation(found.source)
+    model = found.decoder()
+    if stored is None:  # on their way to a GPU they are here, too
+        _check_memory(model, found, min(_free(CPU), _free(device)))
+    load_weights(model, found.spec, found.source, progress, stored)
     if device != CPU:
         model.to(device)
-    return LoadedModel(
-        model=model.eval(),
-        spec=spec,
-        dtype=chosen,
-        max_model_len=length,
-        generation=generation,
-        eos_token_ids=stop_ids(spec, generation, folder),
-    )
+    return found.loaded(model, generation)
 
 
 def load_dummy(
@@ -123,35 +189,25 @@ def load_dummy(
 
     Arguments as of `load_model`; in bfloat16 where the config names no dtype.
     """
-    if folder.is_file():
-        raise ConfigError(
-            f"load_format='dummy' reads a folder's config.json, but {folder} is a file. Leave "
-            "load_format out, or give a folder."
-        )
-    _check_storage(quantization, storage)
-    spec = read_spec(folder, strict=strict)
-    if read_json(folder / "config.json").get("quantization_config") is not None:
-        raise ConfigError(
-            f"{folder}/config.json has a quantization_config, which random weights don't heed. "
-            "Take it out, and choose a format such as quantization='w4a16-g128'."
-        )
-    name = (spec.dtype or "bfloat16") if dtype == "auto" else dtype
-    if name not in _DTYPES:
-        raise _unknown_dtype(name)
-    chosen = _DTYPES[name]
-    if quantization is not None and dtype != "auto":
-        _check_rounded(quantization, dtype)
-    if quantization is not None or chosen is torch.float16:
-        chosen = torch.bfloat16
-    formats = formats_of(quantization, chosen).stored_as(storage)
-    length = _length(max_model_len, spec.decoder)
-    _check_tables(spec.decoder, length)
-    _note_longrope(spec.decoder, length)
-    model = Decoder(spec.decoder, formats, chosen, length)
-    _check_memory(count_values(model), spec.decoder, formats, chosen, _free(device))
+    found = describe_dummy(
+        folder,
+        dtype=dtype,
+        max_model_len=max_model_len,
+        strict=strict,
+        quantization=quantization,
+        storage=storage,
+    )
+    model = found.decoder()
+    _check_memory(model, found, _free(device))
     model.to(device)
-    fill_with_noise(model, chosen, device, seed, progress)
-    return LoadedModel(model.eval(), spec, chosen, length, {}, stop_ids(spec, {}, folder))
+    fill_with_noise(model, found.dtype, device, seed, progress)
+    return found.loaded(model, {})
+
+
+def weight_bytes(model: Decoder) -> int:
+    """What its weights take once they are there, rotary tables included."""
+    modules = (m for m in model.modules() if isinstance(m, Loadable))
+    return sum(m.nbytes for m in modules) + sum(b.nbytes for b in model.buffers())
 
 
 def chosen_formats(
@@ -231,25 +287,15 @@ def _dtype(asked: str, spec: ModelSpec, checkpoint: Source) -> torch.dtype:
     return own
 
 
-def _check_memory(
-    count: int,
-    decoder: DecoderSpec,
-    formats: WeightFormats,
-    dtype: torch.dtype,
-    free: int,
-) -> None:
-    """Refuse `count` weights that can't fit before reading or making them."""
-    table = decoder.vocab_size * decoder.hidden
-    stored = table * (1 if decoder.tied else 2)  # the head and the embedding
-    need = max(count - stored, 0) * formats.matrix.nbytes(_TYPICAL, _TYPICAL) / _TYPICAL**2
-    need += formats.of("head").nbytes(decoder.vocab_size, decoder.hidden)
-    need += 0 if decoder.tied else table * dtype.itemsize
+def _check_memory(model: Decoder, found: Description, free: int) -> None:
+    """Refuse weights that can't fit before reading or making them."""
+    need, formats = weight_bytes(model), found.formats
     if need <= free:
         return
     ways = ["free some memory", "use a smaller model"]
     if formats.matrix.name in ("float32", "bfloat16"):
         ways.insert(0, "round them by quantization='w8a8' or 'w4a8'")
-    if dtype is torch.float32:
+    if found.dtype is torch.float32:
         ways.insert(0, "halve them by dtype='bfloat16'")
     raise ConfigError(
         f"The weights need {_size(need)} in {formats.name}, but {_size(free)} of memory are free: "

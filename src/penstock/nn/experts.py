@@ -46,6 +46,10 @@ class Expert(Loadable):
             bank.put(self.number, bank.weight_format.pack(tensor, bank.gated))
 
     @property
+    def nbytes(self) -> int:
+        return 0  # its bank's
+
+    @property
     def keeper(self) -> Loadable:
         return self._bank[0]
 
@@ -84,6 +88,12 @@ class ExpertBank(Packing):
 
     def expected(self) -> dict[str, tuple[int, ...]]:
         return {}  # of its children
+
+    @property
+    def nbytes(self) -> int:
+        halves = 2 if self.gated else 1
+        matrix = self.weight_format.nbytes(self.out_features, self.in_features)
+        return self.count * halves * (matrix + 4 * self.out_features * self.has_bias)
 
     def load(self, name: str, tensor: Tensor | Codes) -> None:
         raise WeightsError(f"A bank of experts takes them one by one, not {name!r}.")

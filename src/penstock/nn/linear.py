@@ -59,6 +59,12 @@ class Linear(Packing):
             shapes["bias"] = (rows,)
         return shapes
 
+    @property
+    def nbytes(self) -> int:
+        halves = 2 if self.gated else 1
+        matrix = self.weight_format.nbytes(self.out_features, self.in_features)
+        return halves * (matrix + 4 * self.out_features * self.has_bias)
+
     def load(self, name: str, tensor: Tensor | Codes) -> None:
         if isinstance(tensor, Codes):
             self.hold(self.weight_format.pack_codes(tensor, self.gated))
@@ -134,6 +140,10 @@ class Embedding(Loadable):
 
     def expected(self) -> dict[str, tuple[int, ...]]:
         return {"weight": (self.vocab_size, self.dim)}
+
+    @property
+    def nbytes(self) -> int:
+        return self.vocab_size * self.dim * self.dtype.itemsize
 
     def load(self, name: str, tensor: Tensor | Codes) -> None:
         self.own(name, plain(tensor).to(self.dtype, copy=True).contiguous())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from abc import abstractmethod
 from collections.abc import Callable
 from typing import Self
@@ -36,6 +37,11 @@ class Loadable(nn.Module):
     def restore(self, name: str, stored: Tensor) -> None:
         """Keep `stored` as the parameter `name`: in the form that `load` has given it before."""
         self.own(name, stored)
+
+    @property
+    def nbytes(self) -> int:
+        """What it keeps once everything has come: values in float32, unless it says otherwise."""
+        return 4 * sum(math.prod(shape) for shape in self.expected().values())
 
     @property
     def keeper(self) -> Loadable:

@@ -11,6 +11,7 @@ from penstock.config import EngineConfig, ModelConfig
 from penstock.errors import ConfigError
 from penstock.hardware import detect
 from penstock.kernels import interpreting, use_triton, why_not_on
+from penstock.kernels.gpu import WORKSPACE
 from penstock.quant import PANELS, ROWS, UNORDERED_ROWS, Storage
 
 
@@ -40,11 +41,7 @@ class Device:
     @property
     def workspace_bytes(self) -> int:
         """That a kernel may take beside a step's tensors."""
-        if not self.by_triton:
-            return 0
-        from penstock.kernels.triton.attention import WORKSPACE  # needs Triton
-
-        return WORKSPACE
+        return WORKSPACE if self.by_triton else 0
 
     @property
     def few_rows(self) -> int:

@@ -42,7 +42,7 @@ def test_lines_are_prompts_as_they_are(tokenizer: Tokenizer, tmp_path: Path) -> 
     file = lines(
         tmp_path / "p.jsonl", *({"prompt": t} | a for t, a in zip(TEXTS, asked, strict=True))
     )
-    work = texts.custom(file, 10, tokenizer=tokenizer, output_len=None)
+    work = texts.custom(texts.read("custom", file), 10, tokenizer=tokenizer, output_len=None)
     vocabulary = of_texts(tokenizer, "stories")
     turns = [c.turns[0] for c in work.conversations]
     assert [vocabulary.as_text(turn.prompt) for turn in turns] == TEXTS
@@ -50,7 +50,7 @@ def test_lines_are_prompts_as_they_are(tokenizer: Tokenizer, tmp_path: Path) -> 
         tokenizer.encode(text, add_special_tokens=False) for text in TEXTS
     ]
     assert [turn.output_len for turn in turns] == [7, texts.CUSTOM_OUTPUT, texts.CUSTOM_OUTPUT]
-    work = texts.custom(file, 2, tokenizer=tokenizer, output_len=5)
+    work = texts.custom(texts.read("custom", file), 2, tokenizer=tokenizer, output_len=5)
     assert [c.turns[0].output_len for c in work.conversations] == [5, 5]
 
 
@@ -66,9 +66,10 @@ def test_sharegpt_is_drawn_and_filtered(tokenizer: Tokenizer, tmp_path: Path) ->
     ]  # fmt: skip
     file = tmp_path / "s.json"
     file.write_text(json.dumps(bad + good))
+    found = texts.read("sharegpt", file)
 
     def drawn(number: int = 100, seed: int = 0, output_len: int | None = None) -> Any:
-        return texts.sharegpt(file, number, tokenizer=tokenizer, output_len=output_len, seed=seed)
+        return texts.sharegpt(found, number, tokenizer=tokenizer, output_len=output_len, seed=seed)
 
     def prompts(work: Any) -> list[str]:
         said = of_texts(tokenizer, "stories").as_text
@@ -108,14 +109,15 @@ def test_other_files_are_refused(name: str, content: str, says: str, tmp_path: P
     file = tmp_path / "file"
     file.write_text(content)
     with pytest.raises(ConfigError, match=says):
-        texts.check(name, file)
+        texts.read(name, file)
 
 
 def test_nothing_of_the_right_length(tokenizer: Tokenizer, tmp_path: Path) -> None:
     file = tmp_path / "s.json"
     file.write_text(json.dumps([talk("Hi", "Ho")]))
+    found = texts.read("sharegpt", file)
     with pytest.raises(ConfigError, match="none of its 1 conversations has 4 to 1,024 tokens"):
-        texts.sharegpt(file, 3, tokenizer=tokenizer, output_len=None, seed=0)
+        texts.sharegpt(found, 3, tokenizer=tokenizer, output_len=None, seed=0)
 
 
 @pytest.mark.parametrize("backend", ["openai", "openai-chat"])

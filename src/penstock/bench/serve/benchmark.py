@@ -25,6 +25,7 @@ from penstock.bench.serve.probe import (
     served_model,
 )
 from penstock.bench.serve.result import ServeResult
+from penstock.bench.serve.texts import Texts
 from penstock.bench.serve.vocabulary import FALLBACK_SIZE, Vocabulary, of_texts
 from penstock.bench.serve.workload import Lengths, Workload
 from penstock.errors import ConfigError
@@ -34,9 +35,12 @@ if TYPE_CHECKING:
 
 
 def build_workload(
-    options: Options, vocab_size: int, tokenizer: Tokenizer | None = None
+    options: Options,
+    vocab_size: int,
+    found: Texts | None = None,
+    tokenizer: Tokenizer | None = None,
 ) -> Workload:
-    """The workload that the options describe; `tokenizer` reads texts."""
+    """The workload that the options describe; of texts `found`, as `tokenizer` reads them."""
     o = options
     number = o.num_prompts or 200
     inputs, outputs = Lengths(o.input_len, o.range_ratio), Lengths(o.output_len, o.range_ratio)
@@ -65,8 +69,8 @@ def build_workload(
         case "azure" | "mooncake":
             made = _read_trace(o, vocab_size=vocab_size)
         case "sharegpt" | "custom":
-            assert tokenizer is not None
-            made = _read_texts(o, number, tokenizer)
+            assert found is not None and tokenizer is not None
+            made = _of_texts(o, number, found, tokenizer)
         case _:
             assert_never(o.dataset_name)
     return workload.limit(
@@ -77,12 +81,11 @@ def build_workload(
     )
 
 
-def _read_texts(options: Options, number: int, tokenizer: Tokenizer) -> Workload:
-    o, file = options, options.dataset_path
-    assert file is not None
-    if o.dataset_name == "custom":
-        return texts.custom(file, number, tokenizer=tokenizer, output_len=o.answer_len)
-    return texts.sharegpt(file, number, tokenizer=tokenizer, output_len=o.answer_len, seed=o.seed)
+def _of_texts(options: Options, number: int, found: Texts, tokenizer: Tokenizer) -> Workload:
+    length, seed = options.answer_len, options.seed
+    if options.dataset_name == "custom":
+        return texts.custom(found, number, tokenizer=tokenizer, output_len=length)
+    return texts.sharegpt(found, number, tokenizer=tokenizer, output_len=length, seed=seed)
 
 
 def _read_trace(options: Options, *, vocab_size: int) -> Workload:
@@ -137,15 +140,20 @@ def describe_plan(plan: Plan, options: Options) -> str:
 def run(options: Options, on_progress: Callable[[Progress], None], every_s: float) -> ServeResult:
     """Measure. Raises `ConfigError` for what can't work, before the load begins."""
     server = Server.parse(options.base_url)
+    found: Texts | None = None  # a bad file is told before a server is asked
     if options.dataset_path is not None and options.has_texts:
-        texts.check(options.dataset_name, options.dataset_path)
-    elif options.dataset_path is not None:  # a bad file is told before a server is asked
+        found = texts.read(options.dataset_name, options.dataset_path)
+    elif options.dataset_path is not None:
         _read_trace(replace(options, num_prompts=1), vocab_size=FALLBACK_SIZE)
-    return asyncio.run(_run(options, server, on_progress, every_s))
+    return asyncio.run(_run(options, server, found, on_progress, every_s))
 
 
 async def _run(
-    options: Options, server: Server, on_progress: Callable[[Progress], None], every_s: float
+    options: Options,
+    server: Server,
+    found: Texts | None,
+    on_progress: Callable[[Progress], None],
+    every_s: float,
 ) -> ServeResult:
     client = HttpClient(server, api_key=options.api_key)
     try:
@@ -154,7 +162,7 @@ async def _run(
         )
         tokenizer = find_tokenizer(options.tokenizer, served.name)
         api, vocabulary = await _agree(client, options, served, tokenizer)
-        work = build_workload(options, vocabulary.size, tokenizer and tokenizer[0])
+        work = build_workload(options, vocabulary.size, found, tokenizer and tokenizer[0])
         workload.check_positions(work, served.max_model_len)
         await _warm_up(client, api, vocabulary, options, work)
         plan = build_plan(options, work)

@@ -36,14 +36,35 @@ class Text:
     answer: str | int | None
 
 
+@dataclass(frozen=True, slots=True)
+class Texts:
+    """What a file holds."""
+
+    file: Path
+    all: tuple[Text, ...]
+
+
+def read(name: str, file: Path) -> Texts:
+    """Raises ConfigError for a file that isn't one of its kind."""
+    found = tuple(_conversations(file) if name == "sharegpt" else _lines(file))
+    if not found and name == "sharegpt":
+        raise ConfigError(
+            f"{file} has no conversation of two turns: ShareGPT's entries have a list "
+            "`conversations` of objects with `value`."
+        )
+    if not found:
+        raise ConfigError(f"{file} has no prompts.")
+    return Texts(file, found)
+
+
 def sharegpt(
-    file: Path, number: int, *, tokenizer: Tokenizer, output_len: int | None, seed: int
+    texts: Texts, number: int, *, tokenizer: Tokenizer, output_len: int | None, seed: int
 ) -> Workload:
     """First questions of `number` conversations, drawn by the seed.
 
     output_len: of every answer; None: as many tokens as the file's answer has.
     """
-    found = list(_conversations(file))
+    file, found = texts.file, texts.all
     kept: list[Conversation] = []
     left_out = 0
     for i in np.random.default_rng(seed).permutation(len(found)).tolist():
@@ -66,26 +87,16 @@ def sharegpt(
     return Workload("sharegpt", tuple(kept), {"file": file.name}, remarks)
 
 
-def custom(file: Path, number: int, *, tokenizer: Tokenizer, output_len: int | None) -> Workload:
+def custom(texts: Texts, number: int, *, tokenizer: Tokenizer, output_len: int | None) -> Workload:
     """The first `number` lines of a file of JSON objects: `prompt` and perhaps `output_tokens`."""
-    made = []
-    for i, text in enumerate(_lines(file)):
-        if i == number:
-            break
+    file, made = texts.file, []
+    for i, text in enumerate(texts.all[:number]):
         wanted = output_len or text.answer or CUSTOM_OUTPUT
         ids = _ids(tokenizer, text.prompt)
         if not ids:
             raise ConfigError(f"{file}: prompt {i + 1} has no tokens.")
         made.append(Conversation((Turn(np.array(ids, np.int32), int(wanted)),)))
     return Workload("custom", tuple(made), {"file": file.name})
-
-
-def check(name: str, file: Path) -> None:
-    """Raises ConfigError for a file that isn't one of its kind: before a server is asked."""
-    if name == "sharegpt":
-        list(_conversations(file))
-    elif next(_lines(file), None) is None:
-        raise ConfigError(f"{file} has no prompts.")
 
 
 def _ids(tokenizer: Tokenizer, text: str) -> list[int]:
@@ -108,18 +119,11 @@ def _conversations(file: Path) -> Iterator[Text]:
             raise ConfigError(f"{file} isn't JSON: {wrong}.") from wrong
     if not isinstance(found, list):
         raise ConfigError(f"{file} isn't ShareGPT's: it is a {type(found).__name__}, not a list.")
-    any_there = False
     for entry in found:
         said = entry.get("conversations") if isinstance(entry, dict) else None
         texts = [_value(each) for each in said[:2]] if isinstance(said, list) else []
         if len(texts) == 2 and texts[0] is not None and texts[1] is not None:
-            any_there = True
             yield Text(texts[0], texts[1])
-    if not any_there:
-        raise ConfigError(
-            f"{file} has no conversation of two turns: ShareGPT's entries have a list "
-            "`conversations` of objects with `value`."
-        )
 
 
 def _value(turn: Any) -> str | None:

@@ -31,6 +31,7 @@ import torch
 from torch import Tensor
 
 from penstock.errors import KernelError
+from penstock.kernels.gpu import WORKSPACE
 from penstock.kernels.triton.attention_few import few, join_spans
 from penstock.kernels.triton.attention_many import many
 from penstock.kernels.triton.launch import cdiv, early, implement
@@ -44,9 +45,6 @@ SLOTS = 264
 PROGRAMS = 1056
 """About how many few queries are spread over where they are fewer than SLOTS: several times as
 many, since those that end first make room for others."""
-
-WORKSPACE = 512 << 20
-"""The most bytes that spans of few queries take before they are joined."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,359 @@
+"""`penstock plan`: the memory, the floor and the price of a model, without loading it."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from penstock.cli.options import MODEL, Dtype, KvCacheDtype, Model, Quantization, given, grouped
+from penstock.errors import ConfigError
+
+if TYPE_CHECKING:
+    from penstock.hardware import AnyPeaks
+    from penstock.roofline.outlook import Load, Outlook
+    from penstock.runtime.device import Device as Placed
+    from penstock.runtime.footprint import Footprint
+
+_MACHINE = "Another machine"
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """One that isn't this one, or what of this one a model may have."""
+
+    device: Annotated[
+        str,
+        typer.Option(
+            metavar="auto|cpu|cuda",
+            help="auto: a GPU where one can be used, else the CPU. cuda: a GPU, here or not.",
+            rich_help_panel=_MACHINE,
+        ),
+    ] = "auto"
+    memory: Annotated[
+        float | None,
+        typer.Option(
+            metavar="GIB", help="Memory. Default: what is free here.", rich_help_panel=_MACHINE
+        ),
+    ] = None
+    bandwidth: Annotated[
+        float | None,
+        typer.Option(
+            metavar="GB/S",
+            help="Read from memory. Default: as measured here.",
+            rich_help_panel=_MACHINE,
+        ),
+    ] = None
+    tflops: Annotated[
+        float | None,
+        typer.Option(
+            metavar="TFLOP/S",
+            help="Of dense products in bfloat16; 8 bits count twice. Default: as measured here.",
+            rich_help_panel=_MACHINE,
+        ),
+    ] = None
+
+    @property
+    def is_named(self) -> bool:
+        """Whether everything is said that would else be measured here."""
+        return self.bandwidth is not None and self.tflops is not None
+
+    def check(self) -> None:
+        """Raises ConfigError for figures that no machine has."""
+        for name in ("memory", "bandwidth", "tflops"):
+            value = getattr(self, name)
+            if value is not None and not 0 < value < 1e9:
+                raise ConfigError(f"--{name} must be above 0, not {value:g}.")
+        if (self.bandwidth is None) != (self.tflops is None):
+            raise ConfigError(
+                "--bandwidth and --tflops describe one machine: give both, or neither for this one."
+            )
+
+
+MACHINE = Machine()
+
+
+@grouped
+def plan(
+    model: Model = MODEL,
+    input_len: Annotated[
+        int | None,
+        typer.Option(min=1, help="Tokens of a prompt. Default: 512, or what the model has."),
+    ] = None,
+    output_len: Annotated[int, typer.Option(min=1, help="Tokens of an answer.")] = 128,
+    concurrency: Annotated[int, typer.Option(min=1, help="Sequences at once.")] = 1,
+    cached: Annotated[
+        float, typer.Option(min=0, max=1, help="Share of a prompt that is found in the cache.")
+    ] = 0.0,
+    usd_hour: Annotated[
+        float | None, typer.Option(help="What the machine costs an hour: gives prices of tokens.")
+    ] = None,
+    share: Annotated[
+        float,
+        typer.Option(
+            help="Share of the floor that is reached (penstock bench latency measures it). "
+            "1: times are the least, prices too."
+        ),
+    ] = 1.0,
+    max_num_batched_tokens: Annotated[
+        int | None, typer.Option(min=1, help="Tokens that one step takes. Default: 2048.")
+    ] = None,
+    dtype: Dtype = "auto",
+    quantization: Quantization = None,
+    kv_cache_dtype: KvCacheDtype = "auto",
+    machine: Machine = MACHINE,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+) -> None:
+    """Say what a model takes of memory, how fast it can be at most, and what its tokens cost.
+
+    Nothing is loaded: headers are enough, or config.json alone (docs/plan.md).
+    """
+    from penstock.config import EngineConfig
+    from penstock.roofline.cost import CostModel
+    from penstock.roofline.outlook import Load, outlook
+    from penstock.runtime.footprint import footprint
+
+    machine.check()
+    if usd_hour is not None and not 0 < usd_hour < 1e9:
+        raise ConfigError(f"--usd-hour must be above 0, not {usd_hour:g}.")
+    if not 0 < share <= 1:
+        raise ConfigError(f"--share must be above 0 and at most 1, not {share:g}.")
+    prompt = _prompt(model, input_len, output_len)
+    config = EngineConfig.of(
+        model=model,
+        max_model_len=prompt + output_len,
+        max_num_seqs=concurrency,
+        skip_tokenizer_init=True,
+        dtype=dtype,
+        quantization=quantization,
+        kv_cache_dtype=kv_cache_dtype,
+        **given(max_num_batched_tokens=max_num_batched_tokens),
+    )
+    device = _device(machine)
+    found = footprint(config, device)
+    load = Load(
+        prompt, output_len, concurrency, min(int(cached * prompt), prompt - 1),
+        config.scheduler.max_num_batched_tokens,
+    )  # fmt: skip
+    peaks = _peaks(machine, device)
+    costs = CostModel(found.decoder, found.described.formats, found.layout, found.described.dtype)
+    seen = outlook(costs, peaks, load)
+    planned = Planned(
+        found, load, seen, peaks, _process(device), _available(machine, device), share, usd_hour
+    )
+    if as_json:
+        typer.echo(json.dumps({"model": model, **planned.as_dict()}, indent=2))
+    else:
+        _print(model, planned)
+
+
+@dataclass(frozen=True, slots=True)
+class Planned:
+    """All that is told."""
+
+    found: Footprint
+    load: Load
+    outlook: Outlook
+    peaks: AnyPeaks
+    process: int  # bytes that Python and torch take of the same memory
+    available: int | None  # bytes; None: nobody said
+    share: float
+    usd_hour: float | None
+
+    @property
+    def cache(self) -> int:
+        """Bytes of the load's keys and values."""
+        return self.found.cache_bytes(self.load.concurrency, self.load.tokens)
+
+    @property
+    def total(self) -> int:
+        return self.found.weights + self.cache + self.found.workspace + self.process
+
+    @property
+    def most(self) -> int | None:
+        """Sequences of the load that fit at once."""
+        if self.available is None:
+            return None
+        return self.found.sequences_in(self.available - self.process, self.load.tokens)
+
+    def as_dict(self) -> dict[str, Any]:
+        """What `--json` prints: bytes, seconds and dollars."""
+        found, seen, share = self.found, self.outlook, self.share
+        data: dict[str, Any] = {
+            "family": found.described.spec.family,
+            "dtype": str(found.described.dtype).removeprefix("torch."),
+            "weight_formats": found.described.formats.described,
+            "load": asdict(self.load),
+            "memory": {
+                "weights_bytes": found.weights,
+                "kv_cache_dtype": found.layout.stored,
+                "kv_bytes_per_token": found.kv_bytes_per_token,
+                "kv_cache_bytes": self.cache,
+                "workspace_bytes": found.workspace,
+                "process_bytes": self.process,
+                "total_bytes": self.total,
+                "available_bytes": self.available,
+                "max_sequences": self.most,
+            },
+            "speed": {
+                "read_bytes_per_s": self.peaks.read_bytes_per_s,
+                "share_of_floor": share,
+                "prefill_s": seen.prefill_s / share,
+                "prefill_bound": seen.prefill_bound,
+                "decode_step_s": seen.decode_s / share,
+                "decode_bound": seen.decode_bound,
+                "requests_per_s": seen.requests_per_s * share,
+                "output_tokens_per_s": seen.output_tokens_per_s * share,
+            },
+        }
+        if self.usd_hour is not None:
+            data["cost"] = {"usd_hour": self.usd_hour, **self.prices(self.usd_hour)}
+        return data
+
+    def prices(self, usd_hour: float) -> dict[str, float]:
+        """Dollars of a million tokens, and of a thousand requests."""
+        seen, dear = self.outlook, usd_hour / self.share
+        return {
+            "usd_per_million_input_tokens": seen.usd_per_million_input(dear),
+            "usd_per_million_output_tokens": seen.usd_per_million_output(dear),
+            "usd_per_thousand_requests": dear / 3600 * seen.request_s * 1000,
+        }
+
+
+def _prompt(model: str, asked: int | None, output_len: int) -> int:
+    """Tokens of a prompt. Raises ConfigError for more than the model has positions."""
+    from penstock.bench.workload import check_length, longest
+
+    prompt = asked or max(1, min(512, longest(model) - output_len))
+    check_length(model, prompt, output_len, "--input-len or --output-len")
+    return prompt
+
+
+def _device(machine: Machine) -> Placed:
+    import torch
+
+    from penstock.runtime.device import Device, device_of
+
+    if machine.device == "cuda" and machine.is_named:  # needn't be here
+        return Device(torch.device("cuda"), by_triton=True)
+    return device_of(machine.device)
+
+
+def _process(device: Placed) -> int:
+    """What a process has that has imported what an engine imports: this one."""
+    if device.is_gpu:
+        return 0
+    import penstock.engine  # noqa: F401
+    from penstock.hardware import resident_bytes
+
+    return resident_bytes()
+
+
+def _available(machine: Machine, device: Placed) -> int | None:
+    if machine.memory is not None:
+        return int(machine.memory * (1 << 30))
+    return None if machine.is_named else device.available_bytes
+
+
+def _peaks(machine: Machine, device: Placed) -> AnyPeaks:
+    from penstock.hardware import GpuPeaks
+    from penstock.roofline import peaks_on
+
+    if machine.bandwidth is None or machine.tflops is None:
+        return peaks_on(device.torch)
+    read, flops = machine.bandwidth * 1e9, machine.tflops * 1e12
+    return GpuPeaks(
+        read, read, flops / 16, flops / 2, flops, flops, 2 * flops, 2 * flops, 0, "", ""
+    )
+
+
+def _print(model: str, planned: Planned) -> None:
+    from rich.console import Console
+
+    from penstock.bench.report import rate
+    from penstock.cli.doctor import pairs
+
+    found, console = planned.found, Console(highlight=False, soft_wrap=True)
+    described, decoder, peaks = found.described, found.decoder, planned.peaks
+    rows = [
+        (
+            "Model",
+            f"{model}: {described.spec.family}, {len(decoder.layers)} layers of {decoder.hidden}, "
+            f"{described.formats.name}" + ("" if described.source else ", without its weights"),
+        ),
+        *_memory(planned),
+        (
+            "Peaks",
+            f"{peaks.read_bytes_per_s / 1e9:.1f} GB/s, {rate(peaks.of('bfloat16'))} in bfloat16, "
+            f"{rate(peaks.of('int8'))} in int8",
+        ),
+        *_speed(planned),
+    ]
+    console.print(pairs(rows))
+
+
+def _memory(planned: Planned) -> list[tuple[str, str]]:
+    from penstock.bench.report import amount
+
+    found, load, total = planned.found, planned.load, amount(planned.total, "B")
+    sequences = f"{load.concurrency:,} × {load.tokens:,} tokens"
+    fits = ""
+    if planned.available is not None:
+        free = amount(planned.available, "B")
+        fits = f"; {'fits' if planned.total <= planned.available else 'DOES NOT FIT'} in {free}"
+        fits += f", which hold up to {planned.most:,} such sequences"
+    return [
+        ("Weights", amount(found.weights, "B")),
+        (
+            "Keys and values",
+            f"{amount(planned.cache, 'B')}: {sequences} of {found.kv_bytes_per_token:,} B in "
+            f"{found.layout.stored}",
+        ),
+        (
+            "Workspace",
+            f"{amount(found.workspace, 'B')}, of steps of up to {load.chunk:,} tokens",
+        ),
+        *([("Process", amount(planned.process, "B"))] if planned.process else []),
+        ("In all", f"{total}{fits}"),
+    ]
+
+
+def _speed(planned: Planned) -> list[tuple[str, str]]:
+    from penstock.bench.report import percent, seconds
+
+    load, seen, share = planned.load, planned.outlook, planned.share
+    least, most = ("at least ", "at most ") if share == 1 else ("", "")
+    together = f" of {load.concurrency:,} sequences" if load.concurrency > 1 else ""
+    hit = f", {load.cached_len:,} of them cached" if load.cached_len else ""
+    rows = [
+        (
+            "A prompt",
+            f"of {load.input_len:,} tokens{hit}: {least}{seconds(seen.prefill_s / share)}, bound "
+            f"by {seen.prefill_bound}",
+        ),
+        (
+            "A token",
+            f"{least}{seconds(seen.decode_s / share)}, bound by {seen.decode_bound}: "
+            f"{most}{seen.decode_tokens_per_s * share:,.1f} tokens/s{together}",
+        ),
+        (
+            "Requests",
+            f"{most}{seen.requests_per_s * 3600 * share:,.0f} an hour, "
+            f"{seen.output_tokens_per_s * share:,.1f} tokens/s with their prompts read in between",
+        ),
+    ]
+    if share < 1:
+        rows.append(("Share", f"{percent(share)} of the floor, as was asked for"))
+    if planned.usd_hour is not None:
+        prices = planned.prices(planned.usd_hour)
+        rows.append(
+            (
+                "Price",
+                f"{least}${prices['usd_per_million_input_tokens']:.4g} a million input tokens, "
+                f"${prices['usd_per_million_output_tokens']:.4g} a million output tokens, "
+                f"${prices['usd_per_thousand_requests']:.4g} a thousand requests",
+            )
+        )
+    return rows

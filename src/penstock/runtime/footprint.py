@@ -1,0 +1,176 @@
+"""What a model takes of a device's memory: known from its headers, before a weight is read."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+
+from penstock import ops
+from penstock.cache import PagedLayout
+from penstock.config import EngineConfig
+from penstock.errors import ConfigError
+from penstock.kernels import native
+from penstock.models.hub import resolve
+from penstock.models.load import Description, describe, describe_dummy, weight_bytes
+from penstock.nn import Decoder, DecoderSpec, LayerSpec
+from penstock.nn.decoder import MATRICES
+from penstock.nn.experts import ExpertBank
+from penstock.nn.linear import Embedding, Linear
+from penstock.nn.parameters import Loadable
+from penstock.ops.linear import ROW_CODES
+from penstock.quant import WeightFormat, formats_of
+from penstock.roofline.cost import matrices
+from penstock.runtime.device import Device
+from penstock.runtime.engine_folder import is_engine
+from penstock.runtime.forwards import workspace_bytes
+from penstock.runtime.loader import as_exported, layout_of
+from penstock.runtime.memory import activation_bytes
+from penstock.runtime.program import Program
+
+_TWO_BYTES = ("amx", "amx-emulated", "avx512-bf16")
+"""Kernels that multiply rows of bfloat16 as they are; others widen them to float32 first."""
+
+
+@dataclass(frozen=True, slots=True)
+class Footprint:
+    """Bytes of a model, of its keys and values, and of its largest step."""
+
+    described: Description
+    layout: PagedLayout
+    weights: int  # as they lie in memory, rotary tables included
+    workspace: int  # activations of the largest step, and what kernels take beside them
+
+    @property
+    def decoder(self) -> DecoderSpec:
+        return self.described.spec.decoder
+
+    @property
+    def kv_bytes_per_token(self) -> int:
+        """Of all layers, whether they still see the token or not."""
+        layout = self.layout
+        each = (
+            layout.bytes_per_token(i) + layout.recent_bytes_per_token(i)
+            for i in range(len(layout.heads))
+        )
+        return sum(each)
+
+    def cache_bytes(self, sequences: int, tokens: int) -> int:
+        """Of the blocks that so many sequences of so many tokens fill."""
+        return self.layout.nbytes(sequences * self.layout.blocks_for(tokens))
+
+    def sequences_in(self, available: int, tokens: int) -> int:
+        """How many sequences of so many tokens fit beside weights and workspace."""
+        left = available - self.weights - self.workspace
+        return max(self.layout.blocks_in(max(left, 0)) // self.layout.blocks_for(tokens), 0)
+
+
+def footprint(config: EngineConfig, device: Device) -> Footprint:
+    """Of what `load_runtime` would load; a folder without weights stands for random ones.
+
+    device: where it is to run, which needn't be in this machine. Drafts, adapters and the process
+    itself come on top. Raises ConfigError for an engine folder, which says its own bytes.
+    """
+    folder = resolve(config.model.model, config.model.revision)
+    if is_engine(folder):
+        raise ConfigError(
+            f"{folder} is a built engine: penstock doctor says what it takes. Plan with the model "
+            "that it was built of."
+        )
+    config = as_exported(folder, config)
+    found = _described(folder, config, device)
+    decoder = found.decoder()
+    layout = layout_of(config, found.loaded(decoder, {}), device)
+    return Footprint(found, layout, weight_bytes(decoder), _workspace(found, config, device))
+
+
+def _described(folder: Path, config: EngineConfig, device: Device) -> Description:
+    model = config.model
+    random = model.load_format == "dummy" or (
+        (folder / "config.json").is_file() and not any(folder.glob("*.safetensors*"))
+    )
+    return (describe_dummy if random else describe)(
+        folder,
+        dtype=model.dtype,
+        max_model_len=model.max_model_len,
+        strict=model.strict,
+        quantization=model.quantization,
+        storage=device.storage(ordered=model.deterministic is not False),
+    )
+
+
+def _workspace(found: Description, config: EngineConfig, device: Device) -> int:
+    """What the largest step takes: a stand-in's program says it, or what a GPU sets aside."""
+    spec, limits = found.spec.decoder, config.scheduler
+    if device.by_triton or native.handle is None:
+        beside = workspace_bytes(device, config.model)
+        return beside + activation_bytes(spec, found.dtype.itemsize, limits)
+    model = _stand_in(spec, found.dtype)
+    heads = tuple((x.attention.num_kv_heads, x.attention.head_dim) for x in model.spec.layers)
+    kv = PagedLayout(heads, found.dtype, config.cache.block_size).allocate(1)
+    tokens = limits.max_num_batched_tokens
+    return Program(model, kv).reserve(tokens, limits.max_num_seqs) + _scratch(found, tokens)
+
+
+def _stand_in(spec: DecoderSpec, dtype: torch.dtype) -> Decoder:
+    """A decoder with no values: memory that is never touched, and the same for matrices alike."""
+    few = tuple(map(_with_few_experts, spec.layers))
+    model = Decoder(replace(spec, layers=few), formats_of(None, dtype), dtype, 1)
+    known: dict[tuple[int, ...], torch.Tensor] = {}
+    for module in model.modules():
+        if isinstance(module, Linear | ExpertBank):
+            many = module.count if isinstance(module, ExpertBank) else 0
+            rows = module.out_features * (2 if module.gated else 1)
+            key = (many, rows, module.in_features, int(module.gated))
+            if key not in known:
+                known[key] = _packed(module, rows, many, dtype)
+            module.own("weight", known[key])
+            module.packed["weight"] = module.parameter("weight")
+            if module.has_bias:
+                module.own("bias", torch.empty((many, rows) if many else (rows,)))
+        elif isinstance(module, Loadable):
+            kept = dtype if isinstance(module, Embedding) else torch.float32
+            for name, shape in module.expected().items():
+                module.own(name, torch.empty(shape, dtype=kept))
+    return model
+
+
+def _with_few_experts(layer: LayerSpec) -> LayerSpec:
+    experts = layer.mlp.experts
+    if experts is None:
+        return layer
+    few = replace(experts, count=experts.per_token)
+    return replace(layer, mlp=replace(layer.mlp, experts=few))
+
+
+def _packed(module: Linear | ExpertBank, rows: int, many: int, dtype: torch.dtype) -> torch.Tensor:
+    """A matrix as it is packed, or one of each expert."""
+    one = torch.empty((rows, module.in_features))
+    packed: torch.Tensor = ops.op("pack").fake(one, dtype, module.gated)
+    return packed.new_empty((many, *packed.shape)) if many else packed
+
+
+def _scratch(found: Description, tokens: int) -> int:
+    """What kernels take beside a step's tensors, nearly: the widest rows as they multiply them, and
+    of experts what each choice gives."""
+    spec, itemsize = found.spec.decoder, found.dtype.itemsize
+    rows = max(k * _width(stored, found.dtype) for _, stored, k in _matrices(found))
+    chosen = max((x.mlp.experts.per_token for x in spec.layers if x.mlp.experts), default=0)
+    return tokens * (rows + chosen * spec.hidden * itemsize)
+
+
+def _matrices(found: Description) -> Iterator[tuple[str, WeightFormat, int]]:
+    """Name, format and K of the layers' matrices."""
+    spec = found.spec.decoder
+    for i, layer in enumerate(spec.layers):
+        for name, (_, k) in matrices(spec, layer).items():
+            yield name, found.formats.of(f"layers.{i}.{MATRICES[name]}"), k
+
+
+def _width(stored: WeightFormat, dtype: torch.dtype) -> int:
+    """Bytes of a row's value as the kernels that meet this format read it."""
+    if ROW_CODES[stored.row_codes].startswith("int8"):
+        return 1
+    return 2 if dtype is torch.bfloat16 and native.isa in _TWO_BYTES else 4

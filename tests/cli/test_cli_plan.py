@@ -1,0 +1,135 @@
+"""`penstock plan`: what a model takes, how fast it can be and what it costs, before it is there."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import Result
+
+from penstock import LLM, SamplingParams
+from penstock.hardware import Peaks, detect
+from penstock.kernels import native
+
+Run = Callable[..., Result]
+H200 = ("--device", "cuda", "--bandwidth", 4800, "--tflops", 790)
+
+ENGINE = """
+import sys
+from penstock import LLM, SamplingParams
+from penstock.hardware import resident_bytes
+llm = LLM("stories", max_model_len=500, max_num_seqs=48, enable_prefix_caching=False)
+prompts = [{"prompt_token_ids": [7 + i] * 450} for i in range(48)]
+llm.generate(prompts, SamplingParams(max_tokens=50, temperature=0.0, ignore_eos=True))
+print(resident_bytes())
+"""
+
+
+def as_json(penstock: Run, *arguments: object) -> dict[str, Any]:
+    result = penstock("plan", *arguments, "--json")
+    assert result.exit_code == 0, result.output
+    found: dict[str, Any] = json.loads(result.stdout)
+    return found
+
+
+def test_what_it_says(penstock: Run) -> None:
+    result = penstock("plan", "--usd-hour", 0.25, "--concurrency", 4, "--cached", 0.5)
+    assert result.exit_code == 0, result.output
+    said = " ".join(result.stdout.split())
+    for words in (
+        "stories: llama, 8 layers of 256", "4 × 640 tokens of 4,096 B in bfloat16", "fits in",
+        "of 512 tokens, 256 of them cached: at least", "bound by memory: at most", "of 4 sequences",
+        "20.0 GB/s", "a million output tokens",
+    ):  # fmt: skip
+        assert words in said
+
+
+def test_floors_are_those_of_a_run(penstock: Run, known_peaks: Peaks) -> None:
+    """An engine's ledger adds up the same floor, step by step."""
+    sizes = ("--input-len", 300, "--output-len", 20, "--max-num-batched-tokens", 128)
+    found = as_json(penstock, "stories", *sizes)["speed"]
+    llm = LLM("stories", max_num_batched_tokens=128, max_model_len=320)
+    params = SamplingParams(max_tokens=20, temperature=0.0, ignore_eos=True)
+    [output] = llm.generate([{"prompt_token_ids": list(range(5, 305))}], params)
+    planned = found["prefill_s"] + 19 * found["decode_step_s"]
+    assert output.metrics is not None
+    assert output.metrics.floor_s == pytest.approx(planned, rel=1e-9)
+    assert found["read_bytes_per_s"] == known_peaks.read_bytes_per_s
+
+
+@pytest.mark.skipif(native.handle is None, reason=f"no native kernels: {native.reason}")
+def test_memory_is_what_an_engine_has(penstock: Run) -> None:
+    """Within 3%, the process counted: half of it are keys and values here."""
+    command = [sys.executable, "-c", ENGINE]
+    measured = int(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
+    command = [sys.executable, "-c", "from penstock.cli.main import run; run()", "plan", "stories"]
+    command += ["--input-len", "450", "--output-len", "50", "--concurrency", "48", "--json"]
+    planned = json.loads(
+        subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    )["memory"]
+    assert planned["kv_cache_bytes"] == 48 * 16 * 32 * 4096
+    assert planned["total_bytes"] == pytest.approx(measured, rel=0.03)
+
+
+def test_a_share_of_the_floor(penstock: Run) -> None:
+    whole, half = (as_json(penstock, "--usd-hour", 1, "--share", s) for s in (1, 0.5))
+    assert half["speed"]["prefill_s"] == 2 * whole["speed"]["prefill_s"]
+    assert half["speed"]["requests_per_s"] == whole["speed"]["requests_per_s"] / 2
+    for name, price in whole["cost"].items():
+        assert half["cost"][name] == pytest.approx(price * (1 if name == "usd_hour" else 2))
+    said = penstock("plan", "--share", 0.5).stdout
+    assert "50% of the floor" in said and "at least" not in said and "at most" not in said
+
+
+def test_a_machine_that_is_not_here(penstock: Run) -> None:
+    found = as_json(penstock, "stories", *H200, "--memory", 141)
+    assert found["speed"]["read_bytes_per_s"] == 4.8e12
+    assert found["memory"]["available_bytes"] == 141 << 30
+    assert found["memory"]["process_bytes"] == 0  # in another memory
+    found = as_json(penstock, "stories", *H200)
+    assert found["memory"]["available_bytes"] is found["memory"]["max_sequences"] is None
+    said = penstock("plan", "stories", *H200)
+    assert said.exit_code == 0 and "fits" not in said.stdout
+    small = as_json(penstock, "stories", "--memory", 0.05)["memory"]
+    assert small["available_bytes"] < small["total_bytes"] and small["max_sequences"] == 0
+    assert "DOES NOT FIT" in penstock("plan", "stories", "--memory", 0.05).stdout
+
+
+def test_memory_here_is_what_is_free(penstock: Run) -> None:
+    found = as_json(penstock, "stories", "--quantization", "w4a8", "--kv-cache-dtype", "int8")
+    assert 0 < found["memory"]["available_bytes"] <= detect().memory_bytes
+    assert found["weight_formats"].startswith("w4a8") and "int8" in str(found["memory"])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["--share", 0], "--share must be above 0 and at most 1, not 0"),
+        (["--share", "nan"], "--share must be above 0 and at most 1, not nan"),
+        (["--usd-hour", -1], "--usd-hour must be above 0, not -1"),
+        (["--memory", "inf"], "--memory must be above 0, not inf"),
+        (["--bandwidth", 10], "give both, or neither"),
+        (["--input-len", 9000], "9000 tokens in the cache and 128 to generate are 9128"),
+        (["--device", "cuda"], "can't be used"),
+        (["nowhere/at/all"], "nowhere/at/all"),
+        (["--quantization", "w3"], "w3"),
+    ],
+)
+def test_what_can_not_be_planned(penstock: Run, arguments: list[object], says: str) -> None:
+    if arguments == ["--device", "cuda"]:
+        torch = pytest.importorskip("torch")
+        if torch.cuda.is_available():
+            pytest.skip("there is one here")
+    result = penstock("plan", *arguments)
+    assert result.exit_code == 1
+    assert says in " ".join(result.stderr.split())
+
+
+def test_a_built_engine_says_its_own(penstock: Run, engine: Path) -> None:
+    result = penstock("plan", engine, "--input-len", 8, "--output-len", 8)
+    assert result.exit_code == 1 and "penstock doctor says what it takes" in result.stderr
