@@ -28,7 +28,7 @@ def test_over_tritons_kernels(file: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("file", ["test_engine.py", "test_speculation.py"])
+@pytest.mark.parametrize("file", ["test_engine.py", "test_families.py", "test_speculation.py"])
 def test_in_further_ways(file: str) -> None:
     run_interpreted(file, "slow")
 
