@@ -236,7 +236,7 @@ def _device(machine: Machine) -> Placed:
 
     from penstock.runtime.device import Device, device_of
 
-    if machine.device == "cuda" and machine.is_named:  # needn't be here
+    if machine.device.partition(":")[0] == "cuda" and machine.is_named:  # needn't be here
         return Device(torch.device("cuda"), by_triton=True)
     return device_of(machine.device)
 
