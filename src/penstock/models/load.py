@@ -59,18 +59,19 @@ class Description:
     formats: WeightFormats
     max_model_len: int  # tokens
     source: Source | None  # of the weights; None: they are random
+    generation: dict[str, Any]  # generation_config.json's, or a file's own; of no weights: empty
 
     def decoder(self) -> Decoder:
         """The model without its weights. Raises ConfigError where its tables don't fit."""
         _check_tables(self.spec.decoder, self.max_model_len)
         return Decoder(self.spec.decoder, self.formats, self.dtype, self.max_model_len)
 
-    def loaded(self, model: Decoder, generation: dict[str, Any]) -> LoadedModel:
+    def loaded(self, model: Decoder) -> LoadedModel:
         """With the model that has come out of it."""
         _note_longrope(self.spec.decoder, self.max_model_len)
-        stops = stop_ids(self.spec, generation, self.folder)
+        stops = stop_ids(self.spec, self.generation, self.folder)
         return LoadedModel(
-            model.eval(), self.spec, self.dtype, self.max_model_len, generation, stops
+            model.eval(), self.spec, self.dtype, self.max_model_len, self.generation, stops
         )
 
 
@@ -95,7 +96,8 @@ def describe(
         checkpoint = Widened(found)
     chosen, formats = chosen_formats(spec, checkpoint, dtype, quantization)
     length = _length(max_model_len, spec.decoder)
-    return Description(folder, spec, chosen, formats.stored_as(storage), length, checkpoint)
+    formats, generation = formats.stored_as(storage), read_generation(found)
+    return Description(folder, spec, chosen, formats, length, checkpoint, generation)
 
 
 def describe_dummy(
@@ -129,7 +131,8 @@ def describe_dummy(
     if quantization is not None or chosen is torch.float16:
         chosen = torch.bfloat16
     formats = formats_of(quantization, chosen).stored_as(storage)
-    return Description(folder, spec, chosen, formats, _length(max_model_len, spec.decoder), None)
+    length = _length(max_model_len, spec.decoder)
+    return Description(folder, spec, chosen, formats, length, None, {})
 
 
 def load_model(
@@ -163,14 +166,13 @@ def load_model(
         storage=storage,
     )
     assert found.source is not None  # one that is described by its files
-    generation = read_generation(found.source)
     model = found.decoder()
     if stored is None:  # on their way to a GPU they are here, too
         _check_memory(model, found, min(_free(CPU), _free(device)))
     load_weights(model, found.spec, found.source, progress, stored)
     if device != CPU:
         model.to(device)
-    return found.loaded(model, generation)
+    return found.loaded(model)
 
 
 def load_dummy(
@@ -201,7 +203,7 @@ def load_dummy(
     _check_memory(model, found, _free(device))
     model.to(device)
     fill_with_noise(model, found.dtype, device, seed, progress)
-    return found.loaded(model, {})
+    return found.loaded(model)
 
 
 def weight_bytes(model: Decoder) -> int:

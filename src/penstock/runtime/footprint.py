@@ -82,7 +82,7 @@ def footprint(config: EngineConfig, device: Device) -> Footprint:
     config = as_exported(folder, config)
     found = _described(folder, config, device)
     decoder = found.decoder()
-    layout = layout_of(config, found.loaded(decoder, {}), device)
+    layout = layout_of(config, found.loaded(decoder), device)
     return Footprint(found, layout, weight_bytes(decoder), _workspace(found, config, device))
 
 

@@ -175,6 +175,15 @@ def test_tokens_and_settings(tmp_path: Path) -> None:
     before, after = load_model(file), load_model(tmp_path / "out")
     assert after.eos_token_ids == before.eos_token_ids
     assert after.generation.items() >= before.generation.items()
+    chosen: list[dict[str, str]] = [
+        {"dtype": "float32"},
+        {"quantization": "a8"},
+        {"quantization": "a16"},
+    ]
+    for otherwise in chosen:  # whatever lies over the file's tensors
+        found = load_model(file, **otherwise)  # type: ignore[arg-type]
+        assert found.generation == before.generation != {}
+        assert found.eos_token_ids == before.eos_token_ids
 
 
 def test_byte_level_tokens(tmp_path: Path) -> None:
