@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from typer.testing import Result
 
-from penstock import LLM, SamplingParams
+from penstock import LLM, SamplingParams, hardware
 from penstock.hardware import Peaks, detect
 from penstock.kernels import native
 
@@ -95,6 +95,9 @@ def test_a_machine_that_is_not_here(penstock: Run) -> None:
     assert found["memory"]["available_bytes"] is found["memory"]["max_sequences"] is None
     said = penstock("plan", "stories", *H200)
     assert said.exit_code == 0 and "fits" not in said.stdout
+    here = ("--bandwidth", 20, "--tflops", 0.1, "--device", "cpu")
+    named, own = (as_json(penstock, "--dtype", "float32", *more) for more in (here, ()))
+    assert named["speed"]["prefill_s"] == own["speed"]["prefill_s"]  # what the tests' peaks are
     small = as_json(penstock, "stories", "--memory", 0.05)["memory"]
     assert small["available_bytes"] < small["total_bytes"] and small["max_sequences"] == 0
     assert "DOES NOT FIT" in penstock("plan", "stories", "--memory", 0.05).stdout
@@ -116,6 +119,9 @@ def test_memory_here_is_what_is_free(penstock: Run) -> None:
         (["--bandwidth", 10], "give both, or neither"),
         (["--input-len", 9000], "9000 tokens in the cache and 128 to generate are 9128"),
         (["--device", "cuda"], "can't be used"),
+        (["--device", "gpu"], "device='gpu' isn't one of auto, cpu, cuda, cuda:N"),
+        (["--cached", 0.01], "is less than a block of 32"),
+        ([*H200, "--kv-cache-dtype", "kivi"], "is built for CPUs only"),
         (["nowhere/at/all"], "nowhere/at/all"),
         (["--quantization", "w3"], "w3"),
     ],
@@ -128,6 +134,16 @@ def test_what_can_not_be_planned(penstock: Run, arguments: list[object], says: s
     result = penstock("plan", *arguments)
     assert result.exit_code == 1
     assert says in " ".join(result.stderr.split())
+
+
+def test_as_many_as_it_says_fit(penstock: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hardware, "resident_bytes", lambda: 0)  # of pytest: it grows
+    sizes = ("stories", "--memory", 0.1, "--input-len", 100, "--output-len", 100)
+    most = as_json(penstock, *sizes)["memory"]["max_sequences"]
+    assert 10 < most < 2048
+    for count, fits in ((most, True), (most + 1, False)):
+        memory = as_json(penstock, *sizes, "--concurrency", count)["memory"]
+        assert (memory["total_bytes"] <= memory["available_bytes"]) == fits
 
 
 def test_a_built_engine_says_its_own(penstock: Run, engine: Path) -> None:

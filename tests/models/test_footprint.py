@@ -82,10 +82,24 @@ def test_keys_and_values(tiny: Make, stored: str) -> None:
     assert found.cache_bytes(5, 96) == found.layout.nbytes(15)
     assert sum(distinct.values()) - found.layout.nbytes(15) in range(4096)  # whole pages
     assert found.layout.bytes_per_block == layout.bytes_per_block
-    room = found.weights + found.workspace + found.cache_bytes(5, 96)
-    assert found.sequences_in(room, 96) == 5
-    assert found.sequences_in(room - 1, 96) == 4
-    assert found.sequences_in(found.weights, 96) == 0
+    assert found.total(5, 96) == found.weights + found.workspace + found.cache_bytes(5, 96)
+    assert found.kv_bytes_per_token * 32 == layout.bytes_per_block
+
+
+def test_a_window_keeps_the_last_blocks(tiny: Make) -> None:
+    """Window 19: a block that is left, one seen, one entered; and of a prompt the rest."""
+    found = planned(tiny("mistral").folder, max_model_len=128, max_num_batched_tokens=64)
+    assert (found.window, found.blocks(5, 32)) == (19, 5)
+    assert found.blocks(5, 128) == 5 * 3 + 1
+    whole = planned(tiny("llama").folder, max_model_len=128)
+    assert (whole.window, whole.blocks(5, 128)) == (0, 20)
+
+
+def test_a_smaller_step(tiny: Make) -> None:
+    config = EngineConfig.of(model=tiny("llama").folder, max_num_seqs=4)
+    few, many, most = (footprint(config, CPU, tokens) for tokens in (64, 512, 1 << 20))
+    assert few.workspace < many.workspace < most.workspace == footprint(config, CPU).workspace
+    assert few.weights == most.weights and most.step_tokens == 2048
 
 
 def test_a_gpu_that_is_not_here(tiny: Make) -> None:
@@ -98,5 +112,10 @@ def test_a_gpu_that_is_not_here(tiny: Make) -> None:
     assert found.kv_bytes_per_token == 2 * 4 * sum(
         x.attention.num_kv_heads * x.attention.head_dim for x in spec.layers
     )
+    for stored in ("int4", "kivi"):
+        with pytest.raises(ConfigError, match="is built for CPUs only"):
+            footprint(
+                EngineConfig.of(model=case.folder, dtype="bfloat16", kv_cache_dtype=stored), GPU
+            )
     with pytest.raises(ConfigError, match="built for GPUs"):
         footprint(EngineConfig.of(model=case.folder, quantization="w4a8-g32-blocks"), GPU)

@@ -47,4 +47,6 @@ def test_prices_are_of_time() -> None:
     """3.60 dollars an hour are a thousandth of one a second."""
     seen = outlook(costs(qwen()), PEAKS, Load(100, 50, 4))
     assert seen.usd_per_million_input(3.6) == pytest.approx(1e3 * seen.prefill_s / 100)
-    assert seen.usd_per_million_output(3.6) == pytest.approx(1e3 * seen.decode_s / 4)
+    assert seen.usd_per_million_output(3.6) == pytest.approx(1e3 * 49 / 50 * seen.decode_s / 4)
+    parts = 100 * seen.usd_per_million_input(3.6) + 50 * seen.usd_per_million_output(3.6)
+    assert parts == pytest.approx(1e3 * seen.request_s)

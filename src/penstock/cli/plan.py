@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -12,6 +12,7 @@ from penstock.cli.options import MODEL, Dtype, KvCacheDtype, Model, Quantization
 from penstock.errors import ConfigError
 
 if TYPE_CHECKING:
+    from penstock.config import EngineConfig
     from penstock.hardware import AnyPeaks
     from penstock.roofline.outlook import Load, Outlook
     from penstock.runtime.device import Device as Placed
@@ -50,7 +51,8 @@ class Machine:
         float | None,
         typer.Option(
             metavar="TFLOP/S",
-            help="Of dense products in bfloat16; 8 bits count twice. Default: as measured here.",
+            help="Of dense products in bfloat16; 8 bits count twice, float32 as much. Default: as "
+            "measured here.",
             rich_help_panel=_MACHINE,
         ),
     ] = None
@@ -132,17 +134,18 @@ def plan(
         **given(max_num_batched_tokens=max_num_batched_tokens),
     )
     device = _device(machine)
-    found = footprint(config, device)
-    load = Load(
-        prompt, output_len, concurrency, min(int(cached * prompt), prompt - 1),
-        config.scheduler.max_num_batched_tokens,
-    )  # fmt: skip
+    found = footprint(config, device, concurrency * prompt)
+    hit = _hit(cached, prompt, config.cache.block_size)
+    load = Load(prompt, output_len, concurrency, hit, config.scheduler.max_num_batched_tokens)
     peaks = _peaks(machine, device)
     costs = CostModel(found.decoder, found.described.formats, found.layout, found.described.dtype)
     seen = outlook(costs, peaks, load)
-    planned = Planned(
-        found, load, seen, peaks, _process(device), _available(machine, device), share, usd_hour
-    )
+    process = _process(device)
+    available = _available(machine, device, process)
+    most = None
+    if available is not None:
+        most = _most(config, device, load, available - process)
+    planned = Planned(found, load, seen, peaks, process, available, most, share, usd_hour)
     if as_json:
         typer.echo(json.dumps({"model": model, **planned.as_dict()}, indent=2))
     else:
@@ -159,6 +162,7 @@ class Planned:
     peaks: AnyPeaks
     process: int  # bytes that Python and torch take of the same memory
     available: int | None  # bytes; None: nobody said
+    most: int | None  # sequences of the load that fit at once
     share: float
     usd_hour: float | None
 
@@ -169,14 +173,13 @@ class Planned:
 
     @property
     def total(self) -> int:
-        return self.found.weights + self.cache + self.found.workspace + self.process
+        return self.found.total(self.load.concurrency, self.load.tokens) + self.process
 
     @property
-    def most(self) -> int | None:
-        """Sequences of the load that fit at once."""
-        if self.available is None:
-            return None
-        return self.found.sequences_in(self.available - self.process, self.load.tokens)
+    def num_blocks(self) -> int:
+        """That hold the load, with one for each to grow into, as the scheduler wants it."""
+        load = self.load
+        return self.found.blocks(load.concurrency, load.tokens) + load.concurrency
 
     def as_dict(self) -> dict[str, Any]:
         """What `--json` prints: bytes, seconds and dollars."""
@@ -191,6 +194,7 @@ class Planned:
                 "kv_cache_dtype": found.layout.stored,
                 "kv_bytes_per_token": found.kv_bytes_per_token,
                 "kv_cache_bytes": self.cache,
+                "num_blocks": self.num_blocks,
                 "workspace_bytes": found.workspace,
                 "process_bytes": self.process,
                 "total_bytes": self.total,
@@ -251,22 +255,49 @@ def _process(device: Placed) -> int:
     return resident_bytes()
 
 
-def _available(machine: Machine, device: Placed) -> int | None:
+def _available(machine: Machine, device: Placed, process: int) -> int | None:
+    """Bytes; of this machine those that are free, and what this process has of them."""
     if machine.memory is not None:
         return int(machine.memory * (1 << 30))
-    return None if machine.is_named else device.available_bytes
+    return None if machine.is_named else device.available_bytes + process
+
+
+def _most(config: EngineConfig, device: Placed, load: Load, room: int) -> int:
+    """The most sequences of the load that `room` bytes hold, and that one step decodes."""
+    from bisect import bisect_right
+
+    from penstock.runtime.footprint import footprint
+
+    def total(sequences: int) -> int:
+        limits = replace(config.scheduler, max_num_seqs=sequences)
+        found = footprint(replace(config, scheduler=limits), device, sequences * load.input_len)
+        return found.total(sequences, load.tokens)
+
+    return bisect_right(range(1, load.chunk + 1), room, key=total)
+
+
+def _hit(cached: float, prompt: int, block_size: int) -> int:
+    """Tokens of a prompt that are found: whole blocks, and never its last token."""
+    hit = min(int(cached * prompt), prompt - 1) // block_size * block_size
+    if cached and not hit:
+        raise ConfigError(
+            f"--cached {cached:g} of {prompt:,} tokens is less than a block of {block_size}, and "
+            "whole blocks are found. Raise it, or leave it out."
+        )
+    return hit
 
 
 def _peaks(machine: Machine, device: Placed) -> AnyPeaks:
-    from penstock.hardware import GpuPeaks
+    from penstock.hardware import GpuPeaks, Peaks
     from penstock.roofline import peaks_on
 
     if machine.bandwidth is None or machine.tflops is None:
         return peaks_on(device.torch)
     read, flops = machine.bandwidth * 1e9, machine.tflops * 1e12
-    return GpuPeaks(
-        read, read, flops / 16, flops / 2, flops, flops, 2 * flops, 2 * flops, 0, "", ""
-    )
+    if not device.is_gpu:
+        return Peaks(read, flops, 0.0, 0, "", int8_ops=2 * flops)
+    twice = 2 * flops
+    return GpuPeaks(read, read, flops, flops, flops, flops, twice, twice, 0.0, "", "")
 
 
 def _print(model: str, planned: Planned) -> None:
@@ -299,6 +330,7 @@ def _memory(planned: Planned) -> list[tuple[str, str]]:
 
     found, load, total = planned.found, planned.load, amount(planned.total, "B")
     sequences = f"{load.concurrency:,} × {load.tokens:,} tokens"
+    window = f", the last {found.window:,} of each" if found.window else ""
     fits = ""
     if planned.available is not None:
         free = amount(planned.available, "B")
@@ -309,11 +341,11 @@ def _memory(planned: Planned) -> list[tuple[str, str]]:
         (
             "Keys and values",
             f"{amount(planned.cache, 'B')}: {sequences} of {found.kv_bytes_per_token:,} B in "
-            f"{found.layout.stored}",
+            f"{found.layout.stored}{window} (num_blocks={planned.num_blocks:,})",
         ),
         (
             "Workspace",
-            f"{amount(found.workspace, 'B')}, of steps of up to {load.chunk:,} tokens",
+            f"{amount(found.workspace, 'B')}, of steps of up to {found.step_tokens:,} tokens",
         ),
         *([("Process", amount(planned.process, "B"))] if planned.process else []),
         ("In all", f"{total}{fits}"),
@@ -340,8 +372,8 @@ def _speed(planned: Planned) -> list[tuple[str, str]]:
         ),
         (
             "Requests",
-            f"{most}{seen.requests_per_s * 3600 * share:,.0f} an hour, "
-            f"{seen.output_tokens_per_s * share:,.1f} tokens/s with their prompts read in between",
+            f"{seen.requests_per_s * 3600 * share:,.1f} an hour, "
+            f"{seen.output_tokens_per_s * share:,.1f} tokens/s, each prompt in steps of its own",
         ),
     ]
     if share < 1:
@@ -351,7 +383,7 @@ def _speed(planned: Planned) -> list[tuple[str, str]]:
         rows.append(
             (
                 "Price",
-                f"{least}${prices['usd_per_million_input_tokens']:.4g} a million input tokens, "
+                f"${prices['usd_per_million_input_tokens']:.4g} a million input tokens, "
                 f"${prices['usd_per_million_output_tokens']:.4g} a million output tokens, "
                 f"${prices['usd_per_thousand_requests']:.4g} a thousand requests",
             )

@@ -33,7 +33,12 @@ class Load:
 
 @dataclass(frozen=True, slots=True)
 class Outlook:
-    """Floors of a load; divide them by the share that a benchmark has shown."""
+    """Floors of a load; divide them by the share that a benchmark has shown.
+
+    A prompt has steps of its own here. An engine that puts several short ones into a step, or
+    decoding rows beside them, reads the weights fewer times: of many requests that overlap it may
+    be faster than `request_s` says.
+    """
 
     load: Load
     prefill_s: float  # one prompt, alone
@@ -66,8 +71,9 @@ class Outlook:
         return usd_hour / 3600 * self.prefill_s / self.load.input_len * MILLION
 
     def usd_per_million_output(self, usd_hour: float) -> float:
-        """Of an answer's tokens, the prompt left out."""
-        return usd_hour / 3600 * self.decode_s / self.load.concurrency * MILLION
+        """Of an answer's tokens, the first of which its prompt has given."""
+        decode = self.request_s - self.prefill_s
+        return usd_hour / 3600 * decode / self.load.output_len * MILLION
 
 
 def outlook(costs: CostModel, peaks: AnyPeaks, load: Load) -> Outlook:

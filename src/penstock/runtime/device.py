@@ -121,6 +121,8 @@ def device_of(name: str) -> Device:
             )
         use_triton(torch.device("cpu"))
         return Device(torch.device("cpu"), by_triton=True)
+    if name.partition(":")[0] not in ("auto", "cpu", "cuda"):
+        raise ConfigError(f"device={name!r} isn't one of auto, cpu, cuda, cuda:N.")
     found = torch.device("cuda" if name == "auto" else name)
     if found.type == "cuda":
         reason = why_not_on(found)

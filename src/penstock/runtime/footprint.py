@@ -23,11 +23,11 @@ from penstock.nn.parameters import Loadable
 from penstock.ops.linear import ROW_CODES
 from penstock.quant import WeightFormat, formats_of
 from penstock.roofline.cost import matrices
-from penstock.runtime.device import Device
+from penstock.runtime.device import Device, check_device
 from penstock.runtime.engine_folder import is_engine
 from penstock.runtime.forwards import workspace_bytes
 from penstock.runtime.loader import as_exported, layout_of
-from penstock.runtime.memory import activation_bytes
+from penstock.runtime.memory import activation_bytes, window_of
 from penstock.runtime.program import Program
 
 _TWO_BYTES = ("amx", "amx-emulated", "avx512-bf16")
@@ -42,6 +42,8 @@ class Footprint:
     layout: PagedLayout
     weights: int  # as they lie in memory, rotary tables included
     workspace: int  # activations of the largest step, and what kernels take beside them
+    window: int  # tokens that the widest layer sees, where blocks beyond them are let go; else 0
+    step_tokens: int  # of the largest step
 
     @property
     def decoder(self) -> DecoderSpec:
@@ -49,30 +51,39 @@ class Footprint:
 
     @property
     def kv_bytes_per_token(self) -> int:
-        """Of all layers, whether they still see the token or not."""
-        layout = self.layout
-        each = (
-            layout.bytes_per_token(i) + layout.recent_bytes_per_token(i)
-            for i in range(len(layout.heads))
-        )
-        return sum(each)
+        """Of all layers; of codes where recent tokens are also kept as they were written."""
+        return sum(map(self.layout.bytes_per_token, range(len(self.layout.heads))))
+
+    def blocks(self, sequences: int, tokens: int) -> int:
+        """That so many sequences of so many tokens fill.
+
+        With a window each keeps what it sees, with a block it leaves and one it enters, and one
+        reads its prompt beside that.
+        """
+        layout, whole = self.layout, self.layout.blocks_for(tokens)
+        if not self.window:
+            return sequences * whole
+        held = min(whole, layout.blocks_for(self.window) + 2)
+        reading = min(whole - held, layout.blocks_for(self.step_tokens))
+        return sequences * held + reading
 
     def cache_bytes(self, sequences: int, tokens: int) -> int:
-        """Of the blocks that so many sequences of so many tokens fill."""
-        return self.layout.nbytes(sequences * self.layout.blocks_for(tokens))
+        """Of those blocks."""
+        return self.layout.nbytes(self.blocks(sequences, tokens))
 
-    def sequences_in(self, available: int, tokens: int) -> int:
-        """How many sequences of so many tokens fit beside weights and workspace."""
-        left = available - self.weights - self.workspace
-        return max(self.layout.blocks_in(max(left, 0)) // self.layout.blocks_for(tokens), 0)
+    def total(self, sequences: int, tokens: int) -> int:
+        """Of everything."""
+        return self.weights + self.workspace + self.cache_bytes(sequences, tokens)
 
 
-def footprint(config: EngineConfig, device: Device) -> Footprint:
+def footprint(config: EngineConfig, device: Device, step_tokens: int | None = None) -> Footprint:
     """Of what `load_runtime` would load; a folder without weights stands for random ones.
 
-    device: where it is to run, which needn't be in this machine. Drafts, adapters and the process
+    device: where it is to run, which needn't be in this machine. step_tokens: of the largest step
+    that will come, where it is smaller than the configuration's. Drafts, adapters and the process
     itself come on top. Raises ConfigError for an engine folder, which says its own bytes.
     """
+    check_device(config, device)
     folder = resolve(config.model.model, config.model.revision)
     if is_engine(folder):
         raise ConfigError(
@@ -80,16 +91,21 @@ def footprint(config: EngineConfig, device: Device) -> Footprint:
             "that it was built of."
         )
     config = as_exported(folder, config)
+    check_device(config, device)  # of what an export was made for, too
     found = _described(folder, config, device)
     decoder = found.decoder()
     layout = layout_of(config, found.loaded(decoder), device)
-    return Footprint(found, layout, weight_bytes(decoder), _workspace(found, config, device))
+    window = 0 if layout.recent_window else window_of(decoder.spec, found.max_model_len)
+    tokens = min(step_tokens or 1 << 30, config.scheduler.max_num_batched_tokens)
+    workspace = _workspace(found, config, device, tokens)
+    return Footprint(found, layout, weight_bytes(decoder), workspace, window, tokens)
 
 
 def _described(folder: Path, config: EngineConfig, device: Device) -> Description:
     model = config.model
     random = model.load_format == "dummy" or (
-        (folder / "config.json").is_file() and not any(folder.glob("*.safetensors*"))
+        (folder / "config.json").is_file()
+        and not any(p for kind in ("safetensors*", "bin") for p in folder.glob(f"*.{kind}"))
     )
     return (describe_dummy if random else describe)(
         folder,
@@ -101,7 +117,7 @@ def _described(folder: Path, config: EngineConfig, device: Device) -> Descriptio
     )
 
 
-def _workspace(found: Description, config: EngineConfig, device: Device) -> int:
+def _workspace(found: Description, config: EngineConfig, device: Device, tokens: int) -> int:
     """What the largest step takes: a stand-in's program says it, or what a GPU sets aside."""
     spec, limits = found.spec.decoder, config.scheduler
     if device.by_triton or native.handle is None:
@@ -110,7 +126,6 @@ def _workspace(found: Description, config: EngineConfig, device: Device) -> int:
     model = _stand_in(spec, found.dtype)
     heads = tuple((x.attention.num_kv_heads, x.attention.head_dim) for x in model.spec.layers)
     kv = PagedLayout(heads, found.dtype, config.cache.block_size).allocate(1)
-    tokens = limits.max_num_batched_tokens
     return Program(model, kv).reserve(tokens, limits.max_num_seqs) + _scratch(found, tokens)
 
 
