@@ -18,4 +18,3 @@ MATRICES = 4 * LAYERS  # qkv, out, gate with up, down
 with safe_open(STORIES / "model.safetensors", framework="pt") as _file:
     _SHAPES = [_file.get_slice(name).get_shape() for name in sorted(_file.keys())]
 PARAMETERS = sum(map(math.prod, _SHAPES))
-TABLE = POSITIONS * HIDDEN // CONFIG["num_attention_heads"]  # cosines and sines, float32

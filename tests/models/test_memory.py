@@ -6,7 +6,7 @@ import re
 from dataclasses import replace
 
 import pytest
-from tests.models.stories import PARAMETERS, STORIES, TABLE
+from tests.models.stories import PARAMETERS, STORIES
 
 from penstock.errors import ConfigError
 from penstock.hardware import detect
@@ -16,7 +16,7 @@ from penstock.models import load
 def test_weights_larger_than_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     small = replace(detect(), available_bytes=10_000_000)
     monkeypatch.setattr(load, "detect", lambda: small)
-    need = re.escape(f"need {4 * (PARAMETERS + TABLE) / 1e6:.1f} MB in float32, but 10.0 MB")
+    need = re.escape(f"need {4 * PARAMETERS / 1e6:.1f} MB in float32, but 10.0 MB")
     with pytest.raises(ConfigError, match=rf"{need} .* halve them by dtype=.bfloat16"):
         load.load_model(STORIES, dtype="float32")
 

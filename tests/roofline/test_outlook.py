@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from penstock.hardware import Peaks
+from penstock.nn import DecoderSpec
 from penstock.roofline import StepSize, floor_of
 from penstock.roofline.outlook import Load, outlook
 
@@ -29,8 +30,8 @@ def test_memory_bounds_decoding_by_weights_and_what_is_seen() -> None:
 
 
 @pytest.mark.parametrize("spec", [qwen(), mixed(), of_experts()], ids=["qwen", "mixed", "experts"])
-def test_a_prompt_is_read_in_chunks(spec: object) -> None:
-    model = costs(spec)  # type: ignore[arg-type]
+def test_a_prompt_is_read_in_chunks(spec: DecoderSpec) -> None:
+    model = costs(spec)
     sizes = [StepSize([40], [40], 0), StepSize([40], [80], 0), StepSize([20], [100], 1)]
     for size in sizes:
         size.experts = model.expected_experts(size.tokens)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -12,7 +12,6 @@ from penstock.cli.options import MODEL, Dtype, KvCacheDtype, Model, Quantization
 from penstock.errors import ConfigError
 
 if TYPE_CHECKING:
-    from penstock.config import EngineConfig
     from penstock.hardware import AnyPeaks
     from penstock.roofline.outlook import Load, Outlook
     from penstock.runtime.device import Device as Placed
@@ -96,7 +95,7 @@ def plan(
         float,
         typer.Option(
             help="Share of the floor that is reached (penstock bench latency measures it). "
-            "1: times are the least, prices too."
+            "1: times are the least."
         ),
     ] = 1.0,
     max_num_batched_tokens: Annotated[
@@ -144,7 +143,7 @@ def plan(
     available = _available(machine, device, process)
     most = None
     if available is not None:
-        most = _most(config, device, load, available - process)
+        most = _most(found, load, available - process)
     planned = Planned(found, load, seen, peaks, process, available, most, share, usd_hour)
     if as_json:
         typer.echo(json.dumps({"model": model, **planned.as_dict()}, indent=2))
@@ -249,9 +248,11 @@ def _process(device: Placed) -> int:
     """What a process has that has imported what an engine imports: this one."""
     if device.is_gpu:
         return 0
-    import penstock.engine  # noqa: F401
+    from importlib import import_module
+
     from penstock.hardware import resident_bytes
 
+    import_module("penstock.engine")
     return resident_bytes()
 
 
@@ -262,16 +263,13 @@ def _available(machine: Machine, device: Placed, process: int) -> int | None:
     return None if machine.is_named else device.available_bytes + process
 
 
-def _most(config: EngineConfig, device: Placed, load: Load, room: int) -> int:
+def _most(found: Footprint, load: Load, room: int) -> int:
     """The most sequences of the load that `room` bytes hold, and that one step decodes."""
     from bisect import bisect_right
 
-    from penstock.runtime.footprint import footprint
-
     def total(sequences: int) -> int:
-        limits = replace(config.scheduler, max_num_seqs=sequences)
-        found = footprint(replace(config, scheduler=limits), device, sequences * load.input_len)
-        return found.total(sequences, load.tokens)
+        of_these = found.of_more(sequences, sequences * load.input_len)
+        return of_these.total(sequences, load.tokens)
 
     return bisect_right(range(1, load.chunk + 1), room, key=total)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict, Unpack
 
 import torch
 
@@ -75,6 +75,24 @@ class Description:
         )
 
 
+class Asked(TypedDict, total=False):
+    """What may be asked of a model, by name, whether it is described or loaded.
+
+    dtype: "auto" is the checkpoint's own. max_model_len: None is what the model was made for; it
+    sizes the rotary tables and, for longrope, chooses between the short and the long factors.
+    strict: a config key that nothing reads is an error instead of a warning. quantization: round
+    the weights to `w8a8`, `w4a16-g64`, … as they are read (`quant.names`); of a checkpoint that is
+    quantized already, `a8` or `a16`: what activations are rounded to. storage: how weights lie in
+    memory.
+    """
+
+    dtype: str
+    max_model_len: int | None
+    strict: bool
+    quantization: str | None
+    storage: Storage
+
+
 def describe(
     folder: Path,
     *,
@@ -83,39 +101,47 @@ def describe(
     strict: bool = False,
     quantization: str | None = None,
     storage: Storage = PANELS,
+    dummy: bool = False,
 ) -> Description:
-    """What `load_model` would load, by its headers. Arguments as there."""
-    if not folder.exists():
-        raise ModelNotFoundError(f"There is no folder and no file {folder}.")
-    spec, found = open_model(folder, strict=strict)
-    checkpoint: Source = found
+    """What `load_model` would load, by its headers: arguments as `Asked` has them.
+
+    dummy: what `load_dummy` would make, by config.json alone.
+    """
     _check_storage(quantization, storage)
-    if quantization in ACTIVATIONS:
-        checkpoint, quantization = Activated(found, quantization), None
-    elif dtype in ("float32", "float") and isinstance(found, GgufSource) and found.quantization:
-        checkpoint = Widened(found)
-    chosen, formats = chosen_formats(spec, checkpoint, dtype, quantization)
+    checkpoint: Source | None = None
+    generation: dict[str, Any] = {}
+    if dummy:
+        spec, chosen, formats = _shape(folder, dtype, strict, quantization)
+    else:
+        if not folder.exists():
+            raise ModelNotFoundError(f"There is no folder and no file {folder}.")
+        spec, found = open_model(folder, strict=strict)
+        generation = read_generation(found)
+        checkpoint, rounded = _over(found, dtype, quantization)
+        chosen, formats = chosen_formats(spec, checkpoint, dtype, rounded)
     length = _length(max_model_len, spec.decoder)
-    formats, generation = formats.stored_as(storage), read_generation(found)
+    formats = formats.stored_as(storage)
     return Description(folder, spec, chosen, formats, length, checkpoint, generation)
 
 
-def describe_dummy(
-    folder: Path,
-    *,
-    dtype: str = "auto",
-    max_model_len: int | None = None,
-    strict: bool = False,
-    quantization: str | None = None,
-    storage: Storage = PANELS,
-) -> Description:
-    """What `load_dummy` would make, by config.json alone. Arguments as of `load_model`."""
+def _over(found: Source, dtype: str, quantization: str | None) -> tuple[Source, str | None]:
+    """A source as what was asked changes it, and what its weights are then rounded to."""
+    if quantization in ACTIVATIONS:
+        return Activated(found, quantization), None
+    if dtype in ("float32", "float") and isinstance(found, GgufSource) and found.quantization:
+        return Widened(found), quantization
+    return found, quantization
+
+
+def _shape(
+    folder: Path, dtype: str, strict: bool, quantization: str | None
+) -> tuple[ModelSpec, torch.dtype, WeightFormats]:
+    """What config.json says; in bfloat16 where it names no dtype."""
     if folder.is_file():
         raise ConfigError(
             f"load_format='dummy' reads a folder's config.json, but {folder} is a file. Leave "
             "load_format out, or give a folder."
         )
-    _check_storage(quantization, storage)
     spec = read_spec(folder, strict=strict)
     if read_json(folder / "config.json").get("quantization_config") is not None:
         raise ConfigError(
@@ -130,41 +156,23 @@ def describe_dummy(
         _check_rounded(quantization, dtype)
     if quantization is not None or chosen is torch.float16:
         chosen = torch.bfloat16
-    formats = formats_of(quantization, chosen).stored_as(storage)
-    length = _length(max_model_len, spec.decoder)
-    return Description(folder, spec, chosen, formats, length, None, {})
+    return spec, chosen, formats_of(quantization, chosen)
 
 
 def load_model(
     folder: Path,
     *,
-    dtype: str = "auto",
-    max_model_len: int | None = None,
-    strict: bool = False,
-    quantization: str | None = None,
     progress: Progress | None = None,
     stored: Stored | None = None,
-    storage: Storage = PANELS,
     device: torch.device = CPU,
+    **asked: Unpack[Asked],
 ) -> LoadedModel:
     """Read the checkpoint in `folder`, or the GGUF file of that path.
 
-    dtype: "auto" is the checkpoint's own. max_model_len: None is what the model was made for; it
-    sizes the rotary tables and, for longrope, chooses between the short and the long factors.
-    strict: a config key that nothing reads is an error instead of a warning. quantization: round
-    the weights to `w8a8`, `w4a16-g64`, … as they are read (`quant.names`); of a checkpoint that is
-    quantized already, `a8` or `a16`: what activations are rounded to.
     stored: takes each tensor away once it is packed; memory is then not looked at beforehand.
-    storage: how weights lie in memory. device: where they are to be, in the end.
+    device: where weights are to be, in the end.
     """
-    found = describe(
-        folder,
-        dtype=dtype,
-        max_model_len=max_model_len,
-        strict=strict,
-        quantization=quantization,
-        storage=storage,
-    )
+    found = describe(folder, **asked)
     assert found.source is not None  # one that is described by its files
     model = found.decoder()
     if stored is None:  # on their way to a GPU they are here, too
@@ -178,27 +186,13 @@ def load_model(
 def load_dummy(
     folder: Path,
     *,
-    dtype: str = "auto",
-    max_model_len: int | None = None,
-    strict: bool = False,
-    quantization: str | None = None,
     seed: int = 0,
     progress: Progress | None = None,
-    storage: Storage = PANELS,
     device: torch.device = CPU,
+    **asked: Unpack[Asked],
 ) -> LoadedModel:
-    """A model of the shape that `folder`'s config.json has, with random weights made on `device`.
-
-    Arguments as of `load_model`; in bfloat16 where the config names no dtype.
-    """
-    found = describe_dummy(
-        folder,
-        dtype=dtype,
-        max_model_len=max_model_len,
-        strict=strict,
-        quantization=quantization,
-        storage=storage,
-    )
+    """A model of the shape that `folder`'s config.json has, of random weights made on `device`."""
+    found = describe(folder, dummy=True, **asked)
     model = found.decoder()
     _check_memory(model, found, _free(device))
     model.to(device)
@@ -207,9 +201,8 @@ def load_dummy(
 
 
 def weight_bytes(model: Decoder) -> int:
-    """What its weights take once they are there, rotary tables included."""
-    modules = (m for m in model.modules() if isinstance(m, Loadable))
-    return sum(m.nbytes for m in modules) + sum(b.nbytes for b in model.buffers())
+    """What its weights take once they are there; its rotary tables already are."""
+    return sum(m.nbytes for m in model.modules() if isinstance(m, Loadable))
 
 
 def chosen_formats(

@@ -91,9 +91,7 @@ class ExpertBank(Packing):
 
     @property
     def nbytes(self) -> int:
-        halves = 2 if self.gated else 1
-        matrix = self.weight_format.nbytes(self.out_features, self.in_features)
-        return self.count * halves * (matrix + 4 * self.out_features * self.has_bias)
+        return self.count * super().nbytes
 
     def load(self, name: str, tensor: Tensor | Codes) -> None:
         raise WeightsError(f"A bank of experts takes them one by one, not {name!r}.")

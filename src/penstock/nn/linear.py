@@ -59,12 +59,6 @@ class Linear(Packing):
             shapes["bias"] = (rows,)
         return shapes
 
-    @property
-    def nbytes(self) -> int:
-        halves = 2 if self.gated else 1
-        matrix = self.weight_format.nbytes(self.out_features, self.in_features)
-        return halves * (matrix + 4 * self.out_features * self.has_bias)
-
     def load(self, name: str, tensor: Tensor | Codes) -> None:
         if isinstance(tensor, Codes):
             self.hold(self.weight_format.pack_codes(tensor, self.gated))

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from penstock.errors import WeightsError
-from penstock.quant import Codes
+from penstock.quant import Codes, WeightFormat
 
 
 class Loadable(nn.Module):
@@ -64,10 +64,21 @@ class Loadable(nn.Module):
 class Packing(Loadable):
     """One that has a matrix as its format stores it, `packed`, and perhaps a bias."""
 
+    in_features: int
+    out_features: int  # of one half, where gated
+    has_bias: bool
+    gated: bool
+    weight_format: WeightFormat
+
     def __init__(self) -> None:
         super().__init__()
         self.packed: dict[str, Tensor] = {}
         self.register_parameter("bias", None)
+
+    @property
+    def nbytes(self) -> int:
+        matrix = self.weight_format.nbytes(self.out_features, self.in_features)
+        return (2 if self.gated else 1) * (matrix + 4 * self.out_features * self.has_bias)
 
     def restore(self, name: str, stored: Tensor) -> None:
         self.own(name, stored)

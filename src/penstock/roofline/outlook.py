@@ -1,4 +1,4 @@
-"""What requests of one size take at least, and cost at least: floors without a run.
+"""What requests of one size take and cost at the floor, without a run.
 
 Sources: the decode floor and arithmetic intensity, Williams et al. 2009 (roofline); prices a
 million tokens as providers quote them.

@@ -14,7 +14,7 @@ from penstock.config import EngineConfig
 from penstock.errors import ConfigError
 from penstock.kernels import native
 from penstock.models.hub import resolve
-from penstock.models.load import Description, describe, describe_dummy, weight_bytes
+from penstock.models.load import Description, LoadedModel, describe, weight_bytes
 from penstock.nn import Decoder, DecoderSpec, LayerSpec
 from penstock.nn.decoder import MATRICES
 from penstock.nn.experts import ExpertBank
@@ -39,6 +39,9 @@ class Footprint:
     """Bytes of a model, of its keys and values, and of its largest step."""
 
     described: Description
+    model: LoadedModel  # without its weights
+    config: EngineConfig
+    device: Device
     layout: PagedLayout
     weights: int  # as they lie in memory, rotary tables included
     workspace: int  # activations of the largest step, and what kernels take beside them
@@ -75,6 +78,12 @@ class Footprint:
         """Of everything."""
         return self.weights + self.workspace + self.cache_bytes(sequences, tokens)
 
+    def of_more(self, max_num_seqs: int, step_tokens: int) -> Footprint:
+        """The same of an engine for so many sequences, whose largest step has so many tokens."""
+        limits = replace(self.config.scheduler, max_num_seqs=max_num_seqs)
+        config = replace(self.config, scheduler=limits)
+        return _measured(self.described, self.model, config, self.device, step_tokens)
+
 
 def footprint(config: EngineConfig, device: Device, step_tokens: int | None = None) -> Footprint:
     """Of what `load_runtime` would load; a folder without weights stands for random ones.
@@ -93,12 +102,32 @@ def footprint(config: EngineConfig, device: Device, step_tokens: int | None = No
     config = as_exported(folder, config)
     check_device(config, device)  # of what an export was made for, too
     found = _described(folder, config, device)
-    decoder = found.decoder()
-    layout = layout_of(config, found.loaded(decoder), device)
-    window = 0 if layout.recent_window else window_of(decoder.spec, found.max_model_len)
-    tokens = min(step_tokens or 1 << 30, config.scheduler.max_num_batched_tokens)
-    workspace = _workspace(found, config, device, tokens)
-    return Footprint(found, layout, weight_bytes(decoder), workspace, window, tokens)
+    return _measured(found, found.loaded(found.decoder()), config, device, step_tokens)
+
+
+def _measured(
+    found: Description,
+    model: LoadedModel,
+    config: EngineConfig,
+    device: Device,
+    step_tokens: int | None,
+) -> Footprint:
+    layout = layout_of(config, model, device)
+    window = 0 if layout.recent_window else window_of(found.spec.decoder, found.max_model_len)
+    most = config.scheduler.max_num_batched_tokens
+    tokens = most if step_tokens is None else min(step_tokens, most)
+    tables = sum(table.nbytes for table in model.model.buffers())
+    return Footprint(
+        described=found,
+        model=model,
+        config=config,
+        device=device,
+        layout=layout,
+        weights=weight_bytes(model.model) + tables,
+        workspace=_workspace(found, config, device, tokens),
+        window=window,
+        step_tokens=tokens,
+    )
 
 
 def _described(folder: Path, config: EngineConfig, device: Device) -> Description:
@@ -107,8 +136,9 @@ def _described(folder: Path, config: EngineConfig, device: Device) -> Descriptio
         (folder / "config.json").is_file()
         and not any(p for kind in ("safetensors*", "bin") for p in folder.glob(f"*.{kind}"))
     )
-    return (describe_dummy if random else describe)(
+    return describe(
         folder,
+        dummy=random,
         dtype=model.dtype,
         max_model_len=model.max_model_len,
         strict=model.strict,
@@ -145,7 +175,7 @@ def _stand_in(spec: DecoderSpec, dtype: torch.dtype) -> Decoder:
             module.packed["weight"] = module.parameter("weight")
             if module.has_bias:
                 module.own("bias", torch.empty((many, rows) if many else (rows,)))
-        elif isinstance(module, Loadable):
+        elif isinstance(module, Loadable) and module.keeper is module:
             kept = dtype if isinstance(module, Embedding) else torch.float32
             for name, shape in module.expected().items():
                 module.own(name, torch.empty(shape, dtype=kept))

@@ -24,7 +24,7 @@ from penstock import LLM
 from penstock.errors import ConfigError
 from penstock.models.gguf.source import GgufSource
 from penstock.models.hub import resolve
-from penstock.models.load import load_model
+from penstock.models.load import Asked, load_model
 from penstock.models.registry import read_spec
 from penstock.models.sources import open_source, open_tokenizer
 from penstock.pipeline.build import BuildOptions, build
@@ -175,13 +175,8 @@ def test_tokens_and_settings(tmp_path: Path) -> None:
     before, after = load_model(file), load_model(tmp_path / "out")
     assert after.eos_token_ids == before.eos_token_ids
     assert after.generation.items() >= before.generation.items()
-    chosen: list[dict[str, str]] = [
-        {"dtype": "float32"},
-        {"quantization": "a8"},
-        {"quantization": "a16"},
-    ]
-    for otherwise in chosen:  # whatever lies over the file's tensors
-        found = load_model(file, **otherwise)  # type: ignore[arg-type]
+    for otherwise in (Asked(dtype="float32"), Asked(quantization="a8"), Asked(quantization="a16")):
+        found = load_model(file, **otherwise)  # whatever lies over the file's tensors
         assert found.generation == before.generation != {}
         assert found.eos_token_ids == before.eos_token_ids
 
