@@ -95,6 +95,49 @@ SHAPES: dict[str, dict[str, Any]] = {
         "torch_dtype": "bfloat16",
         "vocab_size": 32768,
     },
+    "deepseek-v2-lite-4l": {  # four of its 27 layers, the first without experts
+        "architectures": ["DeepseekV2ForCausalLM"],
+        "model_type": "deepseek_v2",
+        "attention_bias": False,
+        "first_k_dense_replace": 1,
+        "hidden_act": "silu",
+        "hidden_size": 2048,
+        "intermediate_size": 10944,
+        "kv_lora_rank": 512,
+        "max_position_embeddings": 163840,
+        "moe_intermediate_size": 1408,
+        "moe_layer_freq": 1,
+        "n_group": 1,
+        "n_routed_experts": 64,
+        "n_shared_experts": 2,
+        "norm_topk_prob": False,
+        "num_attention_heads": 16,
+        "num_experts_per_tok": 6,
+        "num_hidden_layers": 4,
+        "num_key_value_heads": 16,
+        "q_lora_rank": None,
+        "qk_nope_head_dim": 128,
+        "qk_rope_head_dim": 64,
+        "rms_norm_eps": 1e-6,
+        "rope_scaling": {
+            "type": "yarn",
+            "factor": 40,
+            "beta_fast": 32,
+            "beta_slow": 1,
+            "mscale": 0.707,
+            "mscale_all_dim": 0.707,
+            "original_max_position_embeddings": 4096,
+        },
+        "rope_theta": 10000,
+        "routed_scaling_factor": 1.0,
+        "scoring_func": "softmax",
+        "tie_word_embeddings": False,
+        "topk_group": 1,
+        "topk_method": "greedy",
+        "torch_dtype": "bfloat16",
+        "v_head_dim": 128,
+        "vocab_size": 32768,
+    },
     "tiny": {
         **_QWEN,
         "hidden_size": 64,
@@ -122,16 +165,21 @@ def tensor_shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
     }
     for i in range(config["num_hidden_layers"]):
         layer = f"model.layers.{i}."
-        for name, count in rows.items():
-            shapes[f"{layer}self_attn.{name}_proj.weight"] = (count, hidden)
-            if config["model_type"] == "qwen2":
-                shapes[f"{layer}self_attn.{name}_proj.bias"] = (count,)
-        shapes[f"{layer}self_attn.o_proj.weight"] = (hidden, rows["q"])
+        if "kv_lora_rank" in config:
+            shapes |= {f"{layer}self_attn.{n}": s for n, s in _latent_attention(config).items()}
+        else:
+            for name, count in rows.items():
+                shapes[f"{layer}self_attn.{name}_proj.weight"] = (count, hidden)
+                if config["model_type"] == "qwen2":
+                    shapes[f"{layer}self_attn.{name}_proj.bias"] = (count,)
+            shapes[f"{layer}self_attn.o_proj.weight"] = (hidden, rows["q"])
         if config["model_type"] == "qwen3_moe":
             shapes[f"{layer}self_attn.q_norm.weight"] = (dim,)
             shapes[f"{layer}self_attn.k_norm.weight"] = (dim,)
-            shapes[f"{layer}mlp.gate.weight"] = (config["num_experts"], hidden)
-        for block, wide in _feed_forwards(config):
+        count = config.get("num_experts", config.get("n_routed_experts"))
+        if count is not None and i >= config.get("first_k_dense_replace", 0):
+            shapes[f"{layer}mlp.gate.weight"] = (count, hidden)
+        for block, wide in _feed_forwards(config, i):
             shapes[f"{layer}{block}.gate_proj.weight"] = (wide, hidden)
             shapes[f"{layer}{block}.up_proj.weight"] = (wide, hidden)
             shapes[f"{layer}{block}.down_proj.weight"] = (hidden, wide)
@@ -143,12 +191,31 @@ def tensor_shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
     return shapes
 
 
-def _feed_forwards(config: dict[str, Any]) -> list[tuple[str, int]]:
-    """A layer's feed-forward blocks and their widths: one, or each expert's."""
-    if "num_experts" not in config:
+def _latent_attention(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
+    """A layer's attention over latents, whose queries aren't compressed."""
+    hidden, heads, rank = (
+        config[name] for name in ("hidden_size", "num_attention_heads", "kv_lora_rank")
+    )
+    plain, turned, values = (
+        config[name] for name in ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
+    )
+    return {
+        "q_proj.weight": (heads * (plain + turned), hidden),
+        "kv_a_proj_with_mqa.weight": (rank + turned, hidden),
+        "kv_a_layernorm.weight": (rank,),
+        "kv_b_proj.weight": (heads * (plain + values), rank),
+        "o_proj.weight": (hidden, heads * values),
+    }
+
+
+def _feed_forwards(config: dict[str, Any], layer: int) -> list[tuple[str, int]]:
+    """A layer's feed-forward blocks and their widths: one, or each expert's and what they share."""
+    count = config.get("num_experts", config.get("n_routed_experts"))
+    if count is None or layer < config.get("first_k_dense_replace", 0):
         return [("mlp", config["intermediate_size"])]
-    width = config["moe_intermediate_size"]
-    return [(f"mlp.experts.{e}", width) for e in range(config["num_experts"])]
+    width, shared = config["moe_intermediate_size"], config.get("n_shared_experts", 0)
+    blocks = [(f"mlp.experts.{e}", width) for e in range(count)]
+    return blocks + [("mlp.shared_experts", shared * width)] * bool(shared)
 
 
 def _shards(shapes: dict[str, tuple[int, ...]]) -> Iterator[list[str]]:

@@ -52,7 +52,7 @@ void finish_row(const AttentionArgs& a, int64_t token, int64_t head, float top, 
                 float* values) {
   if (top == kMinusInfinity) {  // all scores are −∞
     sum = 0.0f;
-    __builtin_memset(values, 0, static_cast<size_t>(a.padded_dim) * sizeof(float));
+    __builtin_memset(values, 0, static_cast<size_t>(a.padded_values) * sizeof(float));
   }
   F16 scale = set1(1.0f);
   if (a.sinks) {
@@ -63,10 +63,10 @@ void finish_row(const AttentionArgs& a, int64_t token, int64_t head, float top, 
     store(lanes, set1(sum) * scale + exp(set1(sink - highest)));
     sum = lanes[0];
   }
-  T* out = static_cast<T*>(a.out) + (token * a.heads + head) * a.dim;
-  for (int64_t j = 0; j < a.dim; j += 16)
+  T* out = static_cast<T*>(a.out) + (token * a.heads + head) * a.value_dim;
+  for (int64_t j = 0; j < a.value_dim; j += 16)
     store_some(out + j, load(values + j) * scale / set1(sum),
-               a.dim - j < 16 ? static_cast<int>(a.dim - j) : 16);
+               a.value_dim - j < 16 ? static_cast<int>(a.value_dim - j) : 16);
 }
 
 template <typename T>
@@ -74,7 +74,7 @@ void finish(const AttentionArgs& a, const Task& t, int64_t group, const Part& to
   int64_t token = a.query_start[t.sequence] + t.first_row / group, head = t.first_row % group;
   for (int64_t r = 0; r < t.rows; r++) {
     finish_row<T>(a, token, t.kv_head * group + head, total.top[r], total.sum[r],
-                  total.values + r * a.padded_dim);
+                  total.values + r * a.padded_values);
     if (++head == group) {
       head = 0;
       token++;
@@ -114,7 +114,7 @@ int64_t work(const AttentionArgs& a) {
 // Whether tasks of many rows flow.
 template <typename T>
 bool flows(const AttentionArgs& a) {
-  return kTiles && sizeof(T) == 2 && a.padded_dim % kGroup == 0 && !a.recent.slots;
+  return kTiles && sizeof(T) == 2 && a.padded_dim % kGroup == 0 && !a.recent.slots && !a.latent;
 }
 
 // body(what does a task). Few rows, that wait for memory, take it span by span.
@@ -134,19 +134,19 @@ void with_work(const AttentionArgs& a, const Task& t, int64_t group, Body body) 
 // next: the task that this thread is likely to do then, or null.
 template <typename T, typename S>
 void run_task(const AttentionArgs& a, const Task& t, const Task* next, int64_t group) {
-  const int64_t rows = whole_tiles(t.rows), floats = part_floats(rows, a.padded_dim);
+  const int64_t rows = whole_tiles(t.rows), floats = part_floats(rows, a.padded_values);
   float* memory = static_cast<float*>(
       scratch(Scratch::partials, static_cast<size_t>(2 * floats) * sizeof(float)));
   const Part total = Part::in(memory, rows), one = Part::in(memory + floats, rows);
   with_work<T, S>(a, t, group, [&](auto& work) {
     bool begun[kMostRows / kTileRows] = {};
-    const auto of = [&](int64_t row) { return total.from(row, a.padded_dim); };
+    const auto of = [&](int64_t row) { return total.from(row, a.padded_values); };
     work.run(
         t.first_span, t.last_span, Place{next, next ? next->first_span : 0},
         [&](int64_t row) { return begun[row / kTileRows] ? one : of(row); },
         [&](int64_t row, int64_t count) {
           bool& joins = begun[row / kTileRows];
-          if (joins) join(of(row), one, count, a.padded_dim);
+          if (joins) join(of(row), one, count, a.padded_values);
           joins = true;
         });
   });
@@ -159,7 +159,7 @@ void run_spans(const AttentionArgs& a, const Task* tasks, int64_t count, int64_t
   int64_t rows = 0;
   for (int64_t i = 0; i < count; i++) rows = tasks[i].rows > rows ? tasks[i].rows : rows;
   rows = whole_tiles(rows);
-  const int64_t floats = part_floats(rows, a.padded_dim);
+  const int64_t floats = part_floats(rows, a.padded_values);
   float* partials = static_cast<float*>(
       scratch(Scratch::scores, static_cast<size_t>(spans * floats) * sizeof(float)));
   // spans of all tasks in one row, so that they can be dealt
@@ -178,7 +178,7 @@ void run_spans(const AttentionArgs& a, const Task* tasks, int64_t count, int64_t
     with_work<T, S>(a, *now.task, group, [&](auto& work) {
       work.run(
           now.span, now.span + 1, place(i + threads),
-          [&](int64_t row) { return part.from(row, a.padded_dim); }, [](int64_t, int64_t) {});
+          [&](int64_t row) { return part.from(row, a.padded_values); }, [](int64_t, int64_t) {});
     });
   });
   parallel(threads, count, [&](int64_t i) {
@@ -187,7 +187,7 @@ void run_spans(const AttentionArgs& a, const Task* tasks, int64_t count, int64_t
     float* first = partials + t.partial * floats;
     const Part total = Part::in(first, rows);
     for (int64_t span = 1; span < t.last_span - t.first_span; span++)
-      join(total, Part::in(first + span * floats, rows), t.rows, a.padded_dim);
+      join(total, Part::in(first + span * floats, rows), t.rows, a.padded_values);
     finish<T>(a, t, group, total);
   });
 }

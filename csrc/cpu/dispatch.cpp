@@ -10,6 +10,8 @@
 #include <new>
 #include <stdexcept>
 
+#include "latent.h"
+#include "mixture.h"
 #include "records.h"
 
 namespace penstock {
@@ -26,6 +28,8 @@ namespace penstock {
   void softcap(const SoftcapArgs&);               \
   void gate(const GateArgs&);                     \
   void rotary_cache(const RotaryCacheArgs&);      \
+  void turn(const TurnArgs&);                     \
+  void latent_cache(const LatentCacheArgs&);      \
   void attention(const AttentionArgs&);           \
   void argmax(const ArgmaxArgs&);                 \
   void mask(const MaskArgs&);                     \
@@ -75,7 +79,8 @@ void linear_amx_emulated(const LinearArgs& a) {
 // `isa` has the vectors, `tiles` attention's products.
 #define PENSTOCK_TABLE(name, isa, tiles, linear)                                   \
   {name,         linear,            isa::embedding,   isa::norm,   isa::add,        \
-   isa::scaled_add, isa::route, isa::combine, isa::softcap, isa::gate, isa::rotary_cache, tiles::attention, isa::argmax, isa::mask,       \
+   isa::scaled_add, isa::route, isa::combine, isa::softcap, isa::gate, isa::rotary_cache, isa::turn, \
+   isa::latent_cache, tiles::attention, isa::argmax, isa::mask, \
    isa::top_k, isa::scaled_top_k, isa::draw_nucleus, isa::draw_plain, isa::draw_from,          \
    isa::uniforms, isa::pack, isa::quantize, isa::rotate}
 

@@ -5,6 +5,7 @@
 #include <algorithm>
 
 #include "gathered.h"
+#include "mixture.h"
 #include "parallel.h"
 
 namespace penstock {
@@ -26,7 +27,7 @@ struct Routes {
 };
 
 Routes allocate(const ExpertsArgs& a) {
-  const int64_t choices = a.rows * a.k;
+  const int64_t choices = a.rows * a.by.k;
   // groups first: they are the widest
   char* at = kept<char>(Scratch::routed, a.count * static_cast<int64_t>(sizeof(Group)) + choices * 16);
   Routes r = {};
@@ -41,7 +42,7 @@ Routes allocate(const ExpertsArgs& a) {
 
 // Products in the order of experts, then of rows.
 void sort_rows(const ExpertsArgs& a, Routes& r) {
-  const int64_t choices = a.rows * a.k;
+  const int64_t choices = a.rows * a.by.k;
   int64_t* next = kept<int64_t>(Scratch::places, a.count);
   std::fill(next, next + a.count, 0);
   for (int64_t i = 0; i < choices; i++) next[r.chosen[i]]++;
@@ -55,7 +56,7 @@ void sort_rows(const ExpertsArgs& a, Routes& r) {
   for (int64_t i = 0; i < choices; i++) {
     const int64_t place = next[r.chosen[i]]++;
     r.places[i] = static_cast<int32_t>(place);
-    r.rows[place] = static_cast<int32_t>(i / a.k);
+    r.rows[place] = static_cast<int32_t>(i / a.by.k);
   }
   std::stable_sort(r.groups, r.groups + r.active,
                    [](const Group& x, const Group& y) { return x.count > y.count; });
@@ -106,22 +107,22 @@ void experts(const ExpertsArgs& a) {
   router.y_stride = a.count;
   kernels().linear(router);
   Routes r = allocate(a);
-  kernels().route({static_cast<const float*>(router.y), a.rows, a.count, a.k, a.normalize,
-                   r.weights, r.chosen, a.threads});
+  kernels().route({static_cast<const float*>(router.y), a.rows, a.count, a.by, r.weights,
+                   r.chosen, a.threads});
   sort_rows(a, r);
   if (a.used) *a.used += r.active;
   char* products =
-      kept<char>(Scratch::products, a.rows * a.k * a.down.n * size_of(a.down.out_dtype));
+      kept<char>(Scratch::products, a.rows * a.by.k * a.down.n * size_of(a.down.out_dtype));
   // All threads together for an expert with more rows than a thread's share, and a thread an expert for
   // the others where that leaves none idle for long: each then reads what it has alone.
-  const int64_t choices = a.rows * a.k;
+  const int64_t choices = a.rows * a.by.k;
   int64_t shared = 0;
   while (shared < r.active && r.groups[shared].count * a.threads > choices) shared++;
   if (r.active - shared < 2 * a.threads) shared = r.active;
   for (int64_t i = 0; i < shared; i++) take(a, r, r.groups[i], products, a.threads);
   parallel(a.threads, r.active - shared,
            [&](int64_t i) { take(a, r, r.groups[shared + i], products, 1); });
-  kernels().combine({products, r.places, r.weights, a.y, a.y_stride, a.rows, a.k, a.down.n,
+  kernels().combine({products, r.places, r.weights, a.y, a.y_stride, a.rows, a.by.k, a.down.n,
                      a.down.out_dtype, a.threads});
 }
 

@@ -3,6 +3,8 @@
 
 #include <algorithm>
 #include <atomic>
+#include <initializer_list>
+#include <memory>
 #include <utility>
 #include <vector>
 
@@ -29,24 +31,21 @@ struct Held {
   std::vector<std::pair<int64_t, int>> threads;  // (steps of up to so many tokens, threads)
 
   // Block tables are checked against the first cache, so all of a program's must be like it.
-  template <typename Args>
-  void take_cache(const Args& a) {
-    STD_TORCH_CHECK(block_size == 0 || (blocks == a.blocks && block_size == a.block_size),
+  void take_blocks(int64_t its_blocks, int64_t its_size, const Recent& its_recent) {
+    STD_TORCH_CHECK(block_size == 0 || (blocks == its_blocks && block_size == its_size),
                     "The caches of one program must have the same blocks");
     STD_TORCH_CHECK(block_size == 0 ||
-                        (recent.slots == a.recent.slots && recent.count == a.recent.count &&
-                         recent.window == a.recent.window),
+                        (recent.slots == its_recent.slots && recent.count == its_recent.count &&
+                         recent.window == its_recent.window),
                     "The caches of one program must have the same window and places in it");
-    recent = a.recent;
-    blocks = a.blocks;
-    block_size = a.block_size;
+    recent = its_recent;
+    blocks = its_blocks;
+    block_size = its_size;
   }
 
-  // What of a cache is copied with its blocks.
-  void take_parts(const Tensor& keys, const Tensor& values, const Optional& key_scale,
-                  const Optional& value_scale) {
-    for (const Tensor* part : {&keys, &values, key_scale ? &*key_scale : nullptr,
-                               value_scale ? &*value_scale : nullptr}) {
+  // What of a cache is copied with its blocks; null: nothing.
+  void take_parts(std::initializer_list<const Tensor*> tensors) {
+    for (const Tensor* part : tensors) {
       if (part == nullptr || part->numel() == 0) continue;
       const int64_t item = static_cast<int64_t>(part->element_size());
       auto* data = static_cast<char*>(part->data_ptr());
@@ -103,5 +102,8 @@ struct Held {
     program.add({args, static_cast<int>(x), static_cast<int>(y), ids});
   }
 };
+
+// The program of that number. Throws where there is none.
+std::shared_ptr<Held> held(int64_t id);
 
 }  // namespace penstock::shim

@@ -258,8 +258,10 @@ struct AttentionArgs {
   const int32_t* context_len;
   const int32_t* block_table;
   int64_t table_stride;
-  void* out;  // [tokens, heads · dim] contiguous
+  void* out;  // [tokens, heads · value_dim] contiguous
   int64_t sequences, heads, kv_heads, dim, padded_dim, blocks, block_size;
+  int64_t value_dim, padded_values;  // dim and padded_dim, but for latents
+  bool latent;  // values are the first value_dim of keys, and there is no value_cache (latent.h)
   float scale;
   int64_t window;      // 0: none
   float softcap;       // 0: none
@@ -414,49 +416,11 @@ struct LoraArgs {
 // The products of the kernels in use.
 void lora_add(const LoraArgs& a);
 
-// The k largest logits of each row, by value and then by place, and their share of the softmax over
-// them (normalize) or over all. ops/route.py.
-struct RouteArgs {
-  const float* logits;  // [rows, experts] contiguous
-  int64_t rows, experts, k;
-  bool normalize;
-  float* weights;   // [rows, k]
-  int32_t* chosen;  // [rows, k]
-  int threads;
-};
-
-// out[t] = Σ weights[t, j] · y[places[t, j]], in the order of j, rounded once. ops/grouped_linear.py.
-struct CombineArgs {
-  const void* y;  // contiguous
-  const int32_t* places;   // [rows, k]
-  const float* weights;    // [rows, k]
-  void* out;
-  int64_t out_stride;
-  int64_t rows, k, dim;
-  DType dtype;  // of y and out
-  int threads;
-};
-
-// How far behind one expert's tensors the next one's lie, in bytes.
-struct Pitch {
-  int64_t weight, scale, zero, fine, bias;
-};
-
-// Each row through the experts that a router chooses. ops/experts.py.
-struct ExpertsArgs {
-  const void* x;
-  int64_t x_stride;
-  void* y;
-  int64_t y_stride;
-  int64_t rows, count, k;
-  bool normalize;
-  LinearArgs router, up, down;  // up and down: of the first expert
-  Pitch up_pitch, down_pitch;
-  int64_t* used;  // is raised by the experts that any row chose; may be null
-  int threads;
-};
-
-void experts(const ExpertsArgs& a);
+// Mixtures of experts (mixture.h), attention over latents (latent.h).
+struct RouteArgs;
+struct CombineArgs;
+struct TurnArgs;
+struct LatentCacheArgs;
 
 // One table for each instruction set.
 struct Kernels {
@@ -471,6 +435,8 @@ struct Kernels {
   void (*softcap)(const SoftcapArgs&);
   void (*gate)(const GateArgs&);
   void (*rotary_cache)(const RotaryCacheArgs&);
+  void (*turn)(const TurnArgs&);
+  void (*latent_cache)(const LatentCacheArgs&);
   void (*attention)(const AttentionArgs&);
   void (*argmax)(const ArgmaxArgs&);
   void (*mask)(const MaskArgs&);

@@ -25,7 +25,10 @@ void call(const LoraArgs& a) {
 }
 void call(const ExpertsArgs& a) { experts(a); }
 void call(const RotaryCacheArgs& a) { kernels().rotary_cache(a); }
+void call(const LatentQueryArgs& a) { latent_query(a); }
+void call(const LatentCacheArgs& a) { kernels().latent_cache(a); }
 void call(const AttentionArgs& a) { kernels().attention(a); }
+void call(const HeadsArgs& a) { head_linear(a); }
 void call(const RowsArgs& a) {
   for (int64_t row = 0; row < a.rows; row++)
     __builtin_memcpy(static_cast<char*>(a.to) + row * a.to_stride,
@@ -162,6 +165,25 @@ void Program::bind(Args& a, const Node& node, const StepArrays& step, const Outp
     a.copies = step.copies;
     a.copied = step.copied;
     a.q_out = y;
+  } else if constexpr (std::is_same_v<Args, LatentQueryArgs>) {
+    a.heads.x = x;
+    a.heads.x_stride = stride;
+    a.heads.y = y;
+    a.heads.rows = rows;
+    a.angles.positions = step.positions;
+  } else if constexpr (std::is_same_v<Args, LatentCacheArgs>) {
+    a.x = y;  // which nobody writes
+    a.stride = out.columns;
+    a.tokens = rows;
+    a.angles.positions = step.positions;
+    a.slots = step.slots;
+    a.copies = step.copies;
+    a.copied = step.copied;
+  } else if constexpr (std::is_same_v<Args, HeadsArgs>) {
+    a.x = x;
+    a.x_stride = stride;
+    a.y = y;
+    a.rows = rows;
   } else if constexpr (std::is_same_v<Args, RowsArgs>) {
     a.rows = rows;
     (a.keeps ? a.from_stride : a.to_stride) = a.row_bytes;

@@ -10,7 +10,8 @@
 #include <variant>
 #include <vector>
 
-#include "kernels.h"
+#include "latent.h"
+#include "mixture.h"
 
 namespace penstock {
 
@@ -54,7 +55,8 @@ class Program {
   // x: the value that is read; y: the one that is written, or added to in place. −1: none.
   struct Node {
     std::variant<LinearArgs, EmbeddingArgs, NormArgs, AddArgs, SoftcapArgs, GateArgs, LoraArgs,
-                 ExpertsArgs, RotaryCacheArgs, AttentionArgs, RowsArgs>
+                 ExpertsArgs, RotaryCacheArgs, LatentQueryArgs, LatentCacheArgs, AttentionArgs, HeadsArgs,
+                 RowsArgs>
         args;
     int x, y;
     Ids ids;

@@ -3,6 +3,7 @@
 
 #include "linear.h"
 #include "nibbles.h"
+#include "rotary.h"
 
 namespace penstock::PENSTOCK_ISA {
 namespace {
@@ -32,30 +33,10 @@ void each_head(const RotaryCacheArgs& a, const T* x, int64_t heads, const float*
   }
 }
 
-void rotate(float* x, const float* cos_sin, int64_t rotary_dim, bool interleaved) {
-  const int64_t half = rotary_dim / 2;
-  const float* cos = cos_sin;
-  const float* sin = cos_sin + half;
-  int64_t from = 0;
-  for (; !interleaved && half - from >= 16; from += 16) {
-    const F16 a = load(x + from), b = load(x + from + half);
-    const F16 c = load(cos + from), s = load(sin + from);
-    store(x + from, a * c - b * s);
-    store(x + from + half, b * c + a * s);
-  }
-  for (int64_t j = from; j < half; j++) {
-    float& first = interleaved ? x[2 * j] : x[j];
-    float& second = interleaved ? x[2 * j + 1] : x[j + half];
-    const float a = first, b = second;
-    first = a * cos[j] - b * sin[j];
-    second = b * cos[j] + a * sin[j];
-  }
-}
-
 // Where value j of a head at `offset` of a block lies, in units of one value.
 struct Key {  // [P/16, D/v, 16, v]; of four bits [P/16, D/2, 16]
   static int64_t place(const RotaryCacheArgs& a, int64_t offset, int64_t j, int64_t v) {
-    return offset / 16 * a.padded_dim * 16 + offset % 16 * v + j / v * 16 * v + j % v;
+    return key_place(a.padded_dim, offset, j, v);
   }
   static void* cache(const RotaryCacheArgs& a) { return a.key_cache; }
   static Scales scale(const RotaryCacheArgs& a) { return a.key_scale; }
@@ -251,7 +232,7 @@ void one_query(const RotaryCacheArgs& a, int64_t t, float* head) {
   const T* q = static_cast<const T*>(a.q) + t * a.stride;
   T* q_out = static_cast<T*>(a.q_out) + t * a.heads * a.dim;
   each_head(a, q, a.heads, a.q_norm, head, [&](int64_t h) {
-    if (cos_sin) rotate(head, cos_sin, a.rotary_dim, a.interleaved);
+    if (cos_sin) rotate_head(head, cos_sin, a.rotary_dim, a.interleaved);
     for (int64_t j = 0; j < a.dim; j += 16)
       store_some(q_out + h * a.dim + j, load(head + j),
                  a.dim - j < 16 ? static_cast<int>(a.dim - j) : 16);
@@ -266,7 +247,7 @@ void one_slot(const RotaryCacheArgs& a, int64_t t, int64_t slot, float* head) {
   const int64_t block = slot / a.block_size, offset = slot % a.block_size;
   const T* key = static_cast<const T*>(a.k) + t * a.stride;
   each_head(a, key, a.kv_heads, a.k_norm, head, [&](int64_t h) {
-    if (cos_sin) rotate(head, cos_sin, a.rotary_dim, a.interleaved);
+    if (cos_sin) rotate_head(head, cos_sin, a.rotary_dim, a.interleaved);
     if (a.recent.slots) return keep_head<Key>(a, head, a.recent.keys, h, slot);
     write_head<T>(a, head, Key{}, {block, h, offset});
   });

@@ -20,6 +20,10 @@ STABLE_TORCH_LIBRARY_IMPL(penstock, CPU, m) {
   m.impl("experts", TORCH_BOX(&experts));
   m.impl("rotary_cache", TORCH_BOX(&rotary_cache));
   m.impl("paged_attention", TORCH_BOX(&paged_attention));
+  m.impl("mla_query", TORCH_BOX(&mla_query));
+  m.impl("mla_cache", TORCH_BOX(&mla_cache));
+  m.impl("mla_attention", TORCH_BOX(&mla_attention));
+  m.impl("head_linear", TORCH_BOX(&head_linear));
   m.impl("argmax", TORCH_BOX(&argmax));
   m.impl("mask_", TORCH_BOX(&mask_));
   m.impl("top_k", TORCH_BOX(&top_k));

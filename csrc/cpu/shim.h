@@ -11,7 +11,8 @@
 #include <optional>
 #include <tuple>
 
-#include "kernels.h"
+#include "latent.h"
+#include "mixture.h"
 
 namespace penstock::shim {
 
@@ -118,9 +119,18 @@ struct ExpertMatrices {
   int64_t row_codes, levels;
 };
 
+// How a router chooses: ops/route.py.
+struct Router {
+  int64_t k;
+  bool normalize;
+  const Optional& correction;
+  bool sigmoid;
+  int64_t groups, top_groups;
+  double scale;
+};
+
 ExpertsArgs experts_args(Form x, const Tensor& router, const Optional& router_bias,
-                         const ExpertMatrices& up,
-                         const ExpertMatrices& down, int64_t k, bool normalize,
+                         const ExpertMatrices& up, const ExpertMatrices& down, const Router& by,
                          int64_t intermediate, int64_t out_features, int64_t activation);
 Tensor experts(const Tensor& x, const Tensor& router, Optional router_bias, const Tensor& up,
                Optional up_scale, Optional up_zero, Optional up_outer, Optional up_input_scale,
@@ -128,7 +138,8 @@ Tensor experts(const Tensor& x, const Tensor& router, Optional router_bias, cons
                Optional down_outer, Optional down_input_scale, Optional down_bias,
                int64_t k, bool normalize, int64_t intermediate,
                int64_t out_features, int64_t activation, int64_t up_row_codes, int64_t up_levels,
-               int64_t down_row_codes, int64_t down_levels);
+               int64_t down_row_codes, int64_t down_levels, Optional correction, bool sigmoid,
+               int64_t groups, int64_t top_groups, double scale);
 
 // ── shim_cache.cpp ───────────────────────────────────────────────────────────────────────────
 
@@ -185,6 +196,32 @@ Tensor paged_attention(const Tensor& q, const Tensor& key_cache, const Tensor& v
                        Optional sinks, Optional key_scale, Optional value_scale,
                        Optional recent_keys, Optional recent_values, Optional recent_slots,
                        Optional recent_window);
+
+// Elements from a block of a cache to the next. Each block is contiguous.
+int64_t pitch_of(const Tensor& part, const char* what);
+
+// ── shim_latent.cpp ──────────────────────────────────────────────────────────────────────────
+
+// in, out: values of a head that are multiplied, and that come; x_head, y_head: from a head to the next.
+HeadsArgs heads_args(Form x, const Tensor& weight, int64_t in, int64_t x_head, int64_t out,
+                     int64_t y_head);
+HeadsArgs head_linear_args(Form x, const Tensor& weight, int64_t out_features);
+LatentQueryArgs latent_query_args(Form q, const Tensor& key_up, const Tensor& cos_sin,
+                                  bool interleaved, int64_t rank);
+LatentCacheArgs latent_cache_args(Form kv, const Tensor& norm, double eps, const Tensor& cos_sin,
+                                  bool interleaved, const Tensor& cache);
+AttentionArgs latent_attention_args(DType dtype, int64_t heads, int64_t dim, const Tensor& cache,
+                                    double scale, int64_t rank);
+
+Tensor head_linear(const Tensor& x, const Tensor& weight, int64_t out_features);
+Tensor mla_query(const Tensor& q, const Tensor& key_up, const Tensor& cos_sin, bool interleaved,
+                 const Tensor& positions, int64_t rank);
+void mla_cache(const Tensor& kv, const Tensor& norm, double eps, const Tensor& cos_sin,
+               bool interleaved, const Tensor& positions, const Tensor& slots,
+               const Tensor& cache, Optional copies);
+Tensor mla_attention(const Tensor& q, const Tensor& cache, const Tensor& query_start,
+                     const Tensor& context_len, const Tensor& block_table, double scale,
+                     int64_t rank);
 
 // ── shim_select.cpp ──────────────────────────────────────────────────────────────────────────
 

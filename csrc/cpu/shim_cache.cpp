@@ -3,6 +3,17 @@
 #include "shim.h"
 
 namespace penstock::shim {
+
+int64_t pitch_of(const Tensor& part, const char* what) {
+  int64_t size = 1;
+  for (int64_t i = part.dim() - 1; i > 0; size *= part.size(i--))
+    STD_TORCH_CHECK(part.size(i) == 1 || part.stride(i) == size, what,
+                    ": the blocks of a cache must be contiguous, each by itself");
+  if (part.size(0) < 2) return size;
+  STD_TORCH_CHECK(part.stride(0) >= size, what, ": the blocks of a cache lie on each other");
+  return part.stride(0);
+}
+
 namespace {
 
 struct CacheShape {
@@ -39,17 +50,6 @@ void check_blocks(const Tensor& keys, const Tensor& values, const CacheShape& s,
                   "of ",
                   dim);
   STD_TORCH_CHECK(s.kv_heads > 0, "key_cache has no heads");
-}
-
-// Elements from a block to the next. Each block is contiguous.
-int64_t pitch_of(const Tensor& part, const char* what) {
-  int64_t size = 1;
-  for (int64_t i = part.dim() - 1; i > 0; size *= part.size(i--))
-    STD_TORCH_CHECK(part.size(i) == 1 || part.stride(i) == size, what,
-                    ": the blocks of a cache must be contiguous, each by itself");
-  if (part.size(0) < 2) return size;
-  STD_TORCH_CHECK(part.stride(0) >= size, what, ": the blocks of a cache lie on each other");
-  return part.stride(0);
 }
 
 Scales scales(const Tensor& scale, int64_t blocks, int64_t count, const char* shape) {
@@ -236,6 +236,8 @@ AttentionArgs attention_args(DType dtype, int64_t heads, int64_t dim, const Cach
                   " heads aren't a multiple of ", a.kv_heads, " key-value heads");
   a.key_cache = cache.keys.data_ptr();
   a.value_cache = cache.values.data_ptr();
+  a.value_dim = a.dim;
+  a.padded_values = a.padded_dim;
   a.scale = static_cast<float>(scale);
   a.window = window;
   a.softcap = static_cast<float>(softcap);

@@ -37,16 +37,20 @@ LinearArgs first_matrix(Form x, const ExpertMatrices& m, int64_t count, int64_t 
 }  // namespace
 
 ExpertsArgs experts_args(Form x, const Tensor& router, const Optional& router_bias,
-                         const ExpertMatrices& up,
-                         const ExpertMatrices& down, int64_t k, bool normalize,
+                         const ExpertMatrices& up, const ExpertMatrices& down, const Router& by,
                          int64_t intermediate, int64_t out_features, int64_t activation) {
   ExpertsArgs a = {};
   a.count = up.weight.size(0);
-  STD_TORCH_CHECK(a.count > 0 && k >= 1 && k <= a.count, "experts: ", k,
+  STD_TORCH_CHECK(a.count > 0 && by.k >= 1 && by.k <= a.count, "experts: ", by.k,
                   " experts a token can't be chosen of ", a.count,
                   "; k must be from 1 to their number");
-  a.k = k;
-  a.normalize = normalize;
+  STD_TORCH_CHECK(by.groups >= 1 && a.count % by.groups == 0 && by.top_groups >= 1 &&
+                      by.top_groups <= by.groups &&
+                      by.k <= a.count / by.groups * by.top_groups,
+                  "experts: ", by.k, " experts a token can't be chosen from ", by.top_groups,
+                  " of ", by.groups, " groups of ", a.count, " experts");
+  a.by = {by.k, by.normalize, floats(by.correction, a.count, "experts: correction"), by.sigmoid,
+          by.groups, by.top_groups, static_cast<float>(by.scale)};
   a.router = linear_args(x, router, {}, {}, router_bias, a.count, 0, false, 0, {}, {});
   a.router.out_dtype = DType::f32;
   a.up = first_matrix(x, up, a.count, intermediate, true, a.up_pitch);
@@ -61,13 +65,15 @@ Tensor experts(const Tensor& x, const Tensor& router, Optional router_bias, cons
                Optional down_outer, Optional down_input_scale, Optional down_bias,
                int64_t k, bool normalize, int64_t intermediate,
                int64_t out_features, int64_t activation, int64_t up_row_codes, int64_t up_levels,
-               int64_t down_row_codes, int64_t down_levels) {
+               int64_t down_row_codes, int64_t down_levels, Optional correction, bool sigmoid,
+               int64_t groups, int64_t top_groups, double scale) {
   ExpertsArgs a = experts_args(
       form_of(x, "experts: x"), router, router_bias,
       {up, up_scale, up_zero, up_outer, up_input_scale, up_bias, up_row_codes, up_levels},
       {down, down_scale, down_zero, down_outer, down_input_scale, down_bias, down_row_codes,
        down_levels},
-      k, normalize, intermediate, out_features, activation);
+      {k, normalize, correction, sigmoid, groups, top_groups, scale}, intermediate, out_features,
+      activation);
   Tensor y = torch::stable::new_empty(x, {x.size(0), out_features});
   a.x = x.data_ptr();
   a.x_stride = x.stride(0);

@@ -14,10 +14,23 @@
 #include <utility>
 #include <vector>
 
+namespace penstock::shim {
 namespace {
 
-using namespace penstock;
-using namespace penstock::shim;
+std::mutex guard;
+std::map<int64_t, std::shared_ptr<Held>> programs;
+int64_t latest = 0;
+
+}  // namespace
+
+std::shared_ptr<Held> held(int64_t id) {
+  const std::lock_guard<std::mutex> lock(guard);
+  const auto found = programs.find(id);
+  STD_TORCH_CHECK(found != programs.end(), "There is no program ", id);
+  return found->second;
+}
+
+namespace {
 
 class Release {
  public:
@@ -29,17 +42,6 @@ class Release {
  private:
   std::atomic<bool>& held_;
 };
-
-std::mutex guard;
-std::map<int64_t, std::shared_ptr<Held>> programs;
-int64_t latest = 0;
-
-std::shared_ptr<Held> held(int64_t id) {
-  const std::lock_guard<std::mutex> lock(guard);
-  const auto found = programs.find(id);
-  STD_TORCH_CHECK(found != programs.end(), "There is no program ", id);
-  return found->second;
-}
 
 int64_t program_new() {
   const std::lock_guard<std::mutex> lock(guard);
@@ -168,28 +170,6 @@ void program_lora_add_(int64_t id, int64_t y, int64_t x, const Tensor& down, con
   p->add(a, x, y);
 }
 
-int64_t program_experts(int64_t id, int64_t x, const Tensor& router, Optional router_bias,
-                        const Tensor& up, Optional up_scale, Optional up_zero, Optional up_outer,
-                        Optional up_input_scale, Optional up_bias, const Tensor& down,
-                        Optional down_scale, Optional down_zero, Optional down_outer,
-                        Optional down_input_scale, Optional down_bias, int64_t k, bool normalize,
-                        int64_t intermediate, int64_t out_features, int64_t activation,
-                        int64_t up_row_codes, int64_t up_levels, int64_t down_row_codes,
-                        int64_t down_levels) {
-  const auto p = held(id);
-  const ExpertsArgs a = experts_args(
-      p->form(x), router, router_bias,
-      {up, up_scale, up_zero, up_outer, up_input_scale, up_bias, up_row_codes, up_levels},
-      {down, down_scale, down_zero, down_outer, down_input_scale, down_bias, down_row_codes,
-       down_levels},
-      k, normalize, intermediate, out_features, activation);
-  p->keep_all(router, router_bias, up, up_scale, up_zero, up_outer, up_input_scale, up_bias, down,
-              down_scale, down_zero, down_outer, down_input_scale, down_bias);
-  const int64_t y = p->result({p->form(x).dtype, out_features}, x);
-  p->add(a, x, y);
-  return y;
-}
-
 int64_t program_rotary_cache(int64_t id, int64_t qkv, int64_t heads, Optional q_norm,
                              Optional k_norm, double eps, Optional cos_sin, bool interleaved,
                              const Tensor& key_cache, const Tensor& value_cache,
@@ -203,8 +183,9 @@ int64_t program_rotary_cache(int64_t id, int64_t qkv, int64_t heads, Optional q_
                         {key_cache, value_cache, key_scale, value_scale, recent_keys,
                          recent_values, recent_slots, recent_window});
   if (a.cos_sin) p->positions = std::min(p->positions, a.num_positions);
-  p->take_cache(a);
-  p->take_parts(key_cache, value_cache, key_scale, value_scale);
+  p->take_blocks(a.blocks, a.block_size, a.recent);
+  p->take_parts({&key_cache, &value_cache, key_scale ? &*key_scale : nullptr,
+                 value_scale ? &*value_scale : nullptr});
   p->keep_all(q_norm, k_norm, cos_sin, key_cache, value_cache, key_scale, value_scale, recent_keys,
               recent_values, recent_slots, recent_window);
   const int64_t y = p->result({a.dtype, heads * a.dim}, qkv, a.dim);
@@ -226,7 +207,7 @@ int64_t program_paged_attention(int64_t id, int64_t q, const Tensor& key_cache,
                      {key_cache, value_cache, key_scale, value_scale, recent_keys, recent_values,
                       recent_slots, recent_window},
                      scale, window, softcap, sinks);
-  p->take_cache(a);
+  p->take_blocks(a.blocks, a.block_size, a.recent);
   p->keep_all(key_cache, value_cache, sinks, key_scale, value_scale, recent_keys, recent_values,
               recent_slots, recent_window);
   const int64_t y = p->result(p->form(q), q);
@@ -277,9 +258,6 @@ int64_t program_finish(int64_t id, int64_t logits) {
   p->program.finish(static_cast<int>(logits));
   return static_cast<int64_t>(p->program.size());
 }
-
-// Of the last run, all layers together.
-int64_t program_experts_used(int64_t id) { return held(id)->program.experts_used(); }
 
 bool program_finds_largest(int64_t id) { return held(id)->program.finds_largest(); }
 
@@ -416,6 +394,9 @@ void program_run(int64_t id, const Tensor& tokens, const Tensor& positions, cons
 }
 
 }  // namespace
+}  // namespace penstock::shim
+
+using namespace penstock::shim;
 
 STABLE_TORCH_LIBRARY_FRAGMENT(penstock, m) {
   m.def("program_new() -> int");
@@ -443,13 +424,6 @@ STABLE_TORCH_LIBRARY_FRAGMENT(penstock, m) {
   m.def(
       "program_lora_add_(int program, int y, int x, Tensor down, Tensor up, Tensor scaling) -> ()");
   m.def(
-      "program_experts(int program, int x, Tensor router, Tensor? router_bias, Tensor up, "
-      "Tensor? up_scale, Tensor? up_zero, Tensor? up_outer, Tensor? up_input_scale, "
-      "Tensor? up_bias, Tensor down, Tensor? down_scale, Tensor? down_zero, Tensor? down_outer, "
-      "Tensor? down_input_scale, Tensor? down_bias, int k, bool normalize, int intermediate, "
-      "int out_features, int activation, int up_row_codes, int up_levels, int down_row_codes, "
-      "int down_levels) -> int");
-  m.def(
       "program_rotary_cache(int program, int qkv, int heads, Tensor? q_norm, Tensor? k_norm, "
       "float eps, Tensor? cos_sin, bool interleaved, Tensor key_cache, Tensor value_cache, "
       "Tensor? key_scale, Tensor? value_scale, Tensor? recent_keys, Tensor? recent_values, "
@@ -462,7 +436,6 @@ STABLE_TORCH_LIBRARY_FRAGMENT(penstock, m) {
   m.def("program_keep_rows(int program, int x, Tensor store, int column) -> ()");
   m.def("program_kept_rows(int program, Tensor store) -> int");
   m.def("program_finish(int program, int logits) -> int");
-  m.def("program_experts_used(int program) -> int");
   m.def("program_finds_largest(int program) -> bool");
   m.def("program_reserve(int program, int rows) -> int");
   m.def("program_threads(int program, Tensor table) -> ()");
@@ -487,13 +460,11 @@ STABLE_TORCH_LIBRARY_IMPL(penstock, CompositeExplicitAutograd, m) {
   m.impl("program_softcap_", TORCH_BOX(&program_softcap_));
   m.impl("program_gate", TORCH_BOX(&program_gate));
   m.impl("program_lora_add_", TORCH_BOX(&program_lora_add_));
-  m.impl("program_experts", TORCH_BOX(&program_experts));
   m.impl("program_rotary_cache", TORCH_BOX(&program_rotary_cache));
   m.impl("program_paged_attention", TORCH_BOX(&program_paged_attention));
   m.impl("program_keep_rows", TORCH_BOX(&program_keep_rows));
   m.impl("program_kept_rows", TORCH_BOX(&program_kept_rows));
   m.impl("program_finish", TORCH_BOX(&program_finish));
-  m.impl("program_experts_used", TORCH_BOX(&program_experts_used));
   m.impl("program_finds_largest", TORCH_BOX(&program_finds_largest));
   m.impl("program_reserve", TORCH_BOX(&program_reserve));
   m.impl("program_threads", TORCH_BOX(&program_threads));

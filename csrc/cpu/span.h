@@ -271,15 +271,15 @@ class SpanWork {
   // out value[r] += weights · the group's values, for rows [from, to).
   void add_group(const Group& g, const RowOf<T>* weights, int64_t from, int64_t to, bool fresh,
                  float* out) {
-    out += from * a_.padded_dim;
+    out += from * a_.padded_values;
     multiply_panels(
-        weights + from * kSpan, kSpan, to - from, g.values, g.stride, a_.padded_dim / kColumns,
+        weights + from * kSpan, kSpan, to - from, g.values, g.stride, a_.padded_values / kColumns,
         kGroup, Asks(),
         [&](int64_t r, int64_t p) {
-          return fresh ? zero() : load(out + r * a_.padded_dim + p * kColumns);
+          return fresh ? zero() : load(out + r * a_.padded_values + p * kColumns);
         },
         [&](int64_t r, int64_t p, F16 value) {
-          store(out + r * a_.padded_dim + p * kColumns, value);
+          store(out + r * a_.padded_values + p * kColumns, value);
         });
   }
 
@@ -289,9 +289,9 @@ class SpanWork {
     const int64_t count = (last - first) / kGroup, skipped = (first - low) / kGroup;
     for (int64_t d = 0; d < count; d++) {
       const int64_t position = first + d * kGroup;
-      groups[d] = cache_.values(position, exact_rows(position) > 0, values_ + d * kGroup * a_.padded_dim);
+      groups[d] = cache_.values(position, exact_rows(position) > 0, values_ + d * kGroup * a_.padded_values);
     }
-    const int64_t panels = a_.padded_dim / kColumns;
+    const int64_t panels = a_.padded_values / kColumns;
     if constexpr (kByTiles)
       if (tiles_)
         return multiply_tiles(
@@ -299,10 +299,10 @@ class SpanWork {
             [&](int64_t p, int64_t d) {
               return asked(groups[d].values + p * groups[d].stride);
             },
-            out, a_.padded_dim, kSpan / kGroup);
+            out, a_.padded_values, kSpan / kGroup);
     multiply_blocks(weight_rows() + (first - low), kSpan, t_.rows, groups, count, panels,
                     [&](int64_t r, int64_t p, F16 value) {
-                      store(out + r * a_.padded_dim + p * kColumns, value);
+                      store(out + r * a_.padded_values + p * kColumns, value);
                     });
   }
 

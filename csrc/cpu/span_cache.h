@@ -5,6 +5,7 @@
 
 #include "attention_tiles.h"
 #include "nibbles.h"
+#include "turned.h"
 
 namespace penstock::PENSTOCK_ISA {
 
@@ -99,6 +100,7 @@ class CacheWork {
   //
   // While keys that lie at `from` are read: the values of the same positions.
   Beside values_beside(const S* from, int64_t position) const {
+    if (a_.latent) return {};
     return {from, block(a_.value_cache, position)};
   }
 
@@ -113,6 +115,7 @@ class CacheWork {
   // What `ask` asks for: the values of positions [first, last), or the next span's keys beside those.
   void ask_for_values(int64_t first, int64_t last) {
     blocks_.clear();
+    if (a_.latent) return;
     const int64_t end = a_.context_len[t_.sequence];
     for (int64_t at = first; at < last && at < end; at += kGroup)
       blocks_.add(part(t_, a_.value_cache, at));
@@ -213,6 +216,7 @@ class CacheWork {
     const Group inside = {room, kGroup * kColumns, {}};
     Group found = inside;
     if constexpr (!kWiden) {
+      if (a_.latent) return latent_values(position, end, room);
       const T* values = block(a_.value_cache, position);
       found = {values + at, a_.block_size * kColumns, keys_beside(values, position)};
     } else if (!exact) {
@@ -223,6 +227,15 @@ class CacheWork {
     if (position + kGroup <= end) return found;
     cut(found, end - position, room);  // what lies beyond was written by others, or never
     return inside;
+  }
+
+  // The same of latents: the keys, turned.
+  Group latent_values(int64_t position, int64_t end, T* room) {
+    const T* keys = reinterpret_cast<const T*>(block(a_.key_cache, position));
+    turn_keys(keys + position % a_.block_size * a_.padded_dim, a_.padded_dim, a_.padded_values, room);
+    const Group turned = {room, kGroup * kColumns, {}};
+    if (position + kGroup > end) cut(turned, end - position, room);
+    return turned;
   }
 
  private:
@@ -267,7 +280,7 @@ class CacheWork {
   void cut(const Group& from, int64_t count, T* to) const {
     constexpr int64_t v = kVnni<T>, line = kColumns * v;
     const int64_t whole = count / v * line;
-    for (int64_t p = 0; p < a_.padded_dim / kColumns; p++, to += kGroup * kColumns) {
+    for (int64_t p = 0; p < a_.padded_values / kColumns; p++, to += kGroup * kColumns) {
       const T* panel = from.values + p * from.stride;
       if (to != panel) __builtin_memcpy(to, panel, static_cast<size_t>(whole) * sizeof(T));
       for (int64_t j = whole; j < kGroup * kColumns; j++)

@@ -11,7 +11,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from penstock.cache import PagedLayout
 from penstock.config import EngineConfig
 from penstock.engine import Engine, RequestOutput
 from penstock.engine.request import Sequence
@@ -20,6 +19,7 @@ from penstock.models.load import LoadedModel
 from penstock.models.spec import ModelSpec
 from penstock.nn import Decoder
 from penstock.runtime import Program, Runner, Runtime
+from penstock.runtime.device import CPU
 from penstock.sampling import Sampled, SamplingParams, SequenceSampling
 from penstock.speculate import ROOT
 
@@ -70,10 +70,7 @@ class Recorder:
 
 
 def engine_on(model: Decoder, num_blocks: int = 160, **kwargs: Any) -> Engine:
-    layers = model.spec.layers
-    layout = PagedLayout(
-        tuple((x.attention.num_kv_heads, x.attention.head_dim) for x in layers), model.dtype, 32
-    )
+    layout = CPU.layout(model.spec.layers, model.dtype, 32)
     kv = layout.allocate(num_blocks)
     for pair in kv:
         for tensor in pair:

@@ -29,9 +29,13 @@ LENGTHS = [200, 1, 33, 64, 5, 100, 40, 129]
 PROMPTS = named([bits.prompt(length, 7 + i) for i, length in enumerate(LENGTHS)])
 
 
-@pytest.fixture(scope="module", params=["bfloat16", "w8a8", "w4a8"])
+FORMS = [f"{name}{bits.MIXED}" for name in ("bfloat16", "w8a8", "w4a8")]
+FORMS += [f"{name}{bits.LATENT}" for name in ("bfloat16", "w4a8")]
+
+
+@pytest.fixture(scope="module", params=FORMS)
 def model(request: pytest.FixtureRequest) -> Decoder:
-    return bits.build(torch.bfloat16, f"{request.param}{bits.MIXED}")
+    return bits.build(torch.bfloat16, str(request.param))
 
 
 @pytest.fixture(scope="module")

@@ -9,12 +9,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from penstock.cache import PagedLayout, RecentBlocks, kv_dtype
+from penstock.cache import RecentBlocks, kv_dtype
 from penstock.nn import (
     AttentionSpec,
     Decoder,
     DecoderSpec,
     ExpertsSpec,
+    LatentSpec,
     LayerSpec,
     MlpSpec,
     NormSpec,
@@ -27,6 +28,7 @@ from penstock.quant.formats.quantized import Quantized
 from penstock.quant.methods.rtn import quantize
 from penstock.quant.names import head_scheme
 from penstock.runtime import Forward, Program
+from penstock.runtime.device import CPU
 from penstock.step import Step
 
 BLOCK = 32
@@ -55,6 +57,8 @@ def uniform(shape: tuple[int, ...], scale: float, seed: int) -> Tensor:
 
 MIXED = " of experts"
 """Ends the name of a form whose feed-forward blocks are mixtures."""
+LATENT = " over latents"
+"""… of one that attends over latents."""
 
 
 def mixed_spec() -> DecoderSpec:
@@ -65,6 +69,24 @@ def mixed_spec() -> DecoderSpec:
     first, second, third = spec.layers
     layers = replace(first, mlp=many), replace(second, mlp=few), third
     return replace(spec, layers=layers)
+
+
+def latent_spec() -> DecoderSpec:
+    """`decoder_spec` with attention over latents, and experts in groups beside a shared one."""
+    rope = RopeSpec(10000.0, 32, interleaved=True)
+    wide = AttentionSpec(6, 6, 80, 80**-0.5, rope, latent=LatentSpec(96, 48, query_rank=64))
+    plain = replace(wide, latent=LatentSpec(40, 56), rope=replace(rope, interleaved=False))
+    many = ExpertsSpec(
+        12, 3, normalize=True, sigmoid=True, correction=True, groups=4, top_groups=2, scale=1.5,
+        shared=96,
+    )  # fmt: skip
+    few = ExpertsSpec(8, 2, normalize=False, groups=2, top_groups=1, scale=2.0)
+    layers = (
+        LayerSpec(wide, MlpSpec(352)),
+        LayerSpec(plain, MlpSpec(96, experts=many)),
+        LayerSpec(wide, MlpSpec(160, experts=few)),
+    )
+    return replace(decoder_spec(), layers=layers)
 
 
 def decoder_spec(layers: int = 3) -> DecoderSpec:
@@ -110,10 +132,11 @@ def fill(model: Decoder) -> Decoder:
 
 
 def build(dtype: torch.dtype = torch.bfloat16, quantization: str | None = None) -> Decoder:
-    if quantization is not None and quantization.endswith(MIXED):
-        name = quantization.removesuffix(MIXED)
-        formats = formats_of(None if name == "bfloat16" else name, dtype)
-        return fill(Decoder(mixed_spec(), formats, dtype))
+    for ending, spec in ((MIXED, mixed_spec), (LATENT, latent_spec)):
+        if quantization is not None and quantization.endswith(ending):
+            name = quantization.removesuffix(ending)
+            formats = formats_of(None if name == "bfloat16" else name, dtype)
+            return fill(Decoder(spec(), formats, dtype))
     if quantization is None or not quantization.endswith("-static"):
         return fill(Decoder(decoder_spec(), formats_of(quantization, dtype), dtype))
     scheme = parse_scheme(quantization)
@@ -143,9 +166,10 @@ class Machine:
     def __init__(
         self, model: Decoder, blocks: int = 256, kv: str = "auto", program: bool = False
     ) -> None:
-        heads = tuple((x.attention.num_kv_heads, x.attention.head_dim) for x in model.spec.layers)
-        window = WINDOW if kv == "kivi" else 0
-        layout = PagedLayout(heads, kv_dtype(kv, model.dtype), BLOCK, window, blocks)
+        window, layers = WINDOW if kv == "kivi" else 0, model.spec.layers
+        layout = CPU.layout(layers, kv_dtype(kv, model.dtype), BLOCK)
+        if window:
+            layout = replace(layout, recent_window=window, max_recent_blocks=blocks)
         self.kv = layout.allocate(blocks)
         for layer in self.kv:  # NaN wherever nothing has been written
             for part in layer[:6]:

@@ -8,7 +8,7 @@ import torch
 from penstock.kernels import native
 from penstock.nn import Decoder
 
-from .bits import Machine, alone, build, digest, prompt
+from .bits import LATENT, Machine, alone, build, digest, prompt
 
 pytestmark = pytest.mark.skipif(native.handle is None, reason=f"no native kernels: {native.reason}")
 
@@ -23,6 +23,9 @@ GOLDEN = {
     "bfloat16 of experts": "3c3f5ab2102f7549daa17adcd05f105baa5adffb3948ed98058810df0c1db9bd",
     "w8a8 of experts": "5649446f2793c3eb3669c9755d60fe21f007f6f7c1f0928ac2de5080372172ce",
     "w4a8 of experts": "0a8d5c5863b4938af536fb07c8bff7e60553b2732e0b32a3783ccd5c3c8a8e9f",
+    "bfloat16 over latents": "b1de2f338f9750027b068d20d0c2844a0967c576934ddc475153889398ca292d",
+    "float32 over latents": "6d53fa125f8fce69112e438818a823f412102f14ae9fa3b8bdcbe5cb68472aba",
+    "w8a8 over latents": "e16ca19cf32ca1e11be3e0e6bbcca7ace6653d3f79ecba26713e1f3008e0ed4b",
     "w4a8-g128-asym": "8436f56a28ab2c3d244613215f3488049fc3405b9b120d674fe68b19cc2c96dd",
 }
 """sha256 of the logits of `prompt(300, 7)`: every machine and instruction set gives these."""
@@ -37,6 +40,8 @@ def form(request: pytest.FixtureRequest) -> str:
 def model(form: str) -> Decoder:
     if form in ("bfloat16", "float32"):
         return build(getattr(torch, form))
+    if form == f"float32{LATENT}":
+        return build(torch.float32, f"bfloat16{LATENT}")
     return build(torch.bfloat16, form)
 
 

@@ -15,6 +15,7 @@ from tiny import CASES, GEMMA3_ROPE
 
 from penstock.errors import ModelNotFoundError, UnsupportedModelError
 from penstock.models import ModelSpec, architectures, read_spec
+from penstock.nn import ExpertsSpec, LatentSpec
 
 FULL, SLIDES = "full_attention", "sliding_attention"
 
@@ -79,7 +80,8 @@ def test_published_configs_have_no_unread_key(read: Any, name: str) -> None:
     assert len(spec.decoder.layers) == config.get("num_hidden_layers", config.get("n_layer"))
     assert spec.decoder.hidden == hidden
     assert attention.num_kv_heads == config.get("num_key_value_heads", heads)
-    assert attention.head_dim == config.get("head_dim", hidden // heads)
+    dim = config.get("qk_nope_head_dim", 0) + config.get("qk_rope_head_dim", 0)
+    assert attention.head_dim == (dim or config.get("head_dim", hidden // heads))
     assert spec.decoder.tied is config.get(
         "tie_word_embeddings", spec.family in ("gemma2", "gemma3", "smollm3", "gpt2")
     )
@@ -106,6 +108,20 @@ def test_what_is_special_about_published_configs(read: Any) -> None:
     rope = layers("Phi-4-mini")[0].attention.rope
     assert (rope.kind, rope.rotary_dim, rope.factor) == ("longrope", 96, 32.0)
     assert layers("Phi-3-mini-4k")[0].attention.window == 2047
+    lite, large = layers("DeepSeek-V2-Lite"), layers("DeepSeek-V3")
+    assert lite[0].attention.latent == LatentSpec(512, 128)
+    assert large[0].attention.latent == LatentSpec(512, 128, query_rank=1536)
+    sharper = (0.1 * 0.707 * math.log(40) + 1) ** 2  # DeepSeek's own code: mscale squared
+    assert lite[0].attention.scale == pytest.approx(192**-0.5 * sharper)
+    assert [layer.mlp.experts is None for layer in lite] == [True] + [False] * 26
+    assert lite[1].mlp.experts == ExpertsSpec(64, 6, normalize=False, shared=2816)
+    assert [layer.mlp.experts is None for layer in large] == [True] * 3 + [False] * 58
+    assert large[3].mlp.experts == ExpertsSpec(
+        256, 8, normalize=True, sigmoid=True, correction=True, groups=8, top_groups=4, scale=2.5,
+        shared=2048,
+    )  # fmt: skip
+    assert layers("GLM-4.5-Air")[1].attention.rope.rotary_dim == 64
+    assert layers("GLM-4.7-Flash")[1].attention.latent == LatentSpec(512, 256, query_rank=768)
     assert layers("pythia-70m")[0].attention.rope.rotary_dim == 16
     assert layers("pythia-70m")[0].parallel
     mixed = layers("Qwen3-30B-A3B")[0].mlp

@@ -61,6 +61,14 @@ GEMMA3_ROPE = {
 }
 
 
+LATENT = {
+    "kv_lora_rank": 40,
+    "qk_nope_head_dim": 12,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 18,
+}
+
+
 @dataclass(frozen=True)
 class Case:
     """One kind of checkpoint: transformers' model and config classes, and what differs."""
@@ -142,6 +150,68 @@ CASES: dict[str, Case] = {
         decoder_sparse_step=2,
         mlp_only_layers=[1],
     ),
+    "deepseek-v2": _case(
+        "DeepseekV2",
+        **LATENT,
+        num_key_value_heads=4,
+        q_lora_rank=None,
+        n_routed_experts=8,
+        n_shared_experts=2,
+        num_experts_per_tok=3,
+        moe_intermediate_size=24,
+        first_k_dense_replace=1,
+        routed_scaling_factor=1.5,
+        rope_parameters={**YARN_ROPE, "mscale": 0.707, "mscale_all_dim": 0.9},
+    ),
+    "deepseek-v2-groups": _case(
+        "DeepseekV2",
+        **LATENT,
+        num_key_value_heads=4,
+        q_lora_rank=20,
+        n_routed_experts=8,
+        n_shared_experts=1,
+        num_experts_per_tok=3,
+        moe_intermediate_size=24,
+        topk_method="group_limited_greedy",
+        n_group=4,
+        topk_group=2,
+    ),
+    "deepseek-v3": _case(
+        "DeepseekV3",
+        **LATENT,
+        num_key_value_heads=4,
+        q_lora_rank=20,
+        n_routed_experts=12,
+        num_experts_per_tok=4,
+        moe_intermediate_size=24,
+        first_k_dense_replace=1,
+        n_group=4,
+        topk_group=2,
+        routed_scaling_factor=1.3,
+        rope_parameters={**YARN_ROPE, "mscale": 1.0, "mscale_all_dim": 1.0},
+    ),
+    "glm4-moe": _case(
+        "Glm4Moe",
+        head_dim=16,
+        use_qk_norm=True,
+        attention_bias=True,
+        n_routed_experts=8,
+        num_experts_per_tok=3,
+        moe_intermediate_size=24,
+        routed_scaling_factor=1.5,
+    ),
+    "glm4-moe-lite": _case(
+        "Glm4MoeLite",
+        **LATENT,
+        num_key_value_heads=4,
+        q_lora_rank=20,
+        n_routed_experts=8,
+        num_experts_per_tok=2,
+        moe_intermediate_size=24,
+        attention_bias=True,
+        routed_scaling_factor=1.2,
+        rope_interleave=False,
+    ),
     "qwen3-moe-window": _case(
         "Qwen3Moe",
         num_experts=5,
@@ -178,6 +248,7 @@ PROMPT_SEEDS = {"qwen2-window": 3, "qwen3": 7, "gemma2": 7, "olmo2": 0, "smollm3
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3", "phi3-long", "olmo2")
 FAMILIES += ("smollm3", "gpt2", "gpt-neox", "mixtral", "olmoe", "qwen3-moe", "gpt-oss")
+FAMILIES += ("deepseek-v2", "deepseek-v3", "glm4-moe", "glm4-moe-lite")
 
 
 def make_model(case: Case, seed: int = 0) -> Any:
@@ -200,6 +271,9 @@ def make_model(case: Case, seed: int = 0) -> Any:
             else:
                 inputs = parameter.shape[0 if "GPT2" in case.model else -1]
                 parameter.copy_(noise / inputs**0.5)
+        for name, buffer in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                buffer.copy_(0.2 * torch.randn(buffer.shape, generator=random))
     return model
 
 
@@ -237,14 +311,16 @@ def make_tiny(name: str, folder: Path) -> Tiny:
 
 
 def make_cache(spec: DecoderSpec, dtype: torch.dtype) -> KV:
-    """Paged caches of len(TABLE) + 1 blocks, a pair a layer; see `ops.rotary_cache`."""
+    """Paged caches of len(TABLE) + 1 blocks, a pair a layer (`ops.rotary_cache`) or, of latents,
+    one (`ops.mla`)."""
     v, kv = vnni_factor(dtype), []
     for layer in spec.layers:
-        a = layer.attention
-        width, blocks = round_up(a.head_dim, 16), len(TABLE) + 1
-        key = (blocks, a.num_kv_heads, BLOCK // COLUMNS, width // v, COLUMNS, v)
-        value = (blocks, a.num_kv_heads, width // COLUMNS, BLOCK // v, COLUMNS, v)
-        kv.append((torch.zeros(key, dtype=dtype), torch.zeros(value, dtype=dtype)))
+        heads, dim = layer.attention.cached
+        width, blocks = round_up(dim, 16), len(TABLE) + 1
+        key = (blocks, heads, BLOCK // COLUMNS, width // v, COLUMNS, v)
+        value = (blocks, heads, width // COLUMNS, BLOCK // v, COLUMNS, v)
+        shapes = [key] if layer.attention.latent else [key, value]
+        kv.append(tuple(torch.zeros(shape, dtype=dtype) for shape in shapes))
     return kv
 
 

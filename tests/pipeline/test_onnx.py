@@ -58,9 +58,8 @@ class Session:
         return logits
 
 
-DENSE = [
-    name for name in CASES if not name.startswith(("mixtral", "olmoe", "qwen3-moe", "gpt-oss"))
-]
+MIXED = ("mixtral", "olmoe", "qwen3-moe", "gpt-oss", "deepseek", "glm4")
+DENSE = [name for name in CASES if not name.startswith(MIXED)]
 
 
 @pytest.mark.parametrize("name", DENSE)

@@ -6,11 +6,11 @@ from dataclasses import replace
 
 import torch
 
-from penstock.cache import PagedLayout
 from penstock.nn import (
     AttentionSpec,
     DecoderSpec,
     ExpertsSpec,
+    LatentSpec,
     LayerSpec,
     MlpSpec,
     NormSpec,
@@ -18,6 +18,7 @@ from penstock.nn import (
 )
 from penstock.quant import Dense, WeightFormats
 from penstock.roofline import CostModel
+from penstock.runtime.device import CPU
 
 BF16 = WeightFormats(Dense(torch.bfloat16), Dense(torch.bfloat16))
 
@@ -45,8 +46,7 @@ def mixed() -> DecoderSpec:
 def costs(
     spec: DecoderSpec, formats: WeightFormats = BF16, dtype: torch.dtype = torch.bfloat16
 ) -> CostModel:
-    heads = tuple((x.attention.num_kv_heads, x.attention.head_dim) for x in spec.layers)
-    return CostModel(spec, formats, PagedLayout(heads, dtype, 32), dtype)
+    return CostModel(spec, formats, CPU.layout(spec.layers, dtype, 32), dtype)
 
 
 def of_experts() -> DecoderSpec:
@@ -55,3 +55,13 @@ def of_experts() -> DecoderSpec:
     many = MlpSpec(768, experts=ExpertsSpec(128, 8, normalize=True))
     layers = (LayerSpec(attention, many), LayerSpec(attention, MlpSpec(6144)))
     return DecoderSpec(151936, 2048, (*layers, layers[0]), NormSpec(), 40960)
+
+
+def of_latents() -> DecoderSpec:
+    """DeepSeek-V2-Lite's layer, one without experts, and one whose queries are compressed."""
+    rope = RopeSpec(1e4, 64, interleaved=True)
+    plain = AttentionSpec(16, 16, 192, 192**-0.5, rope, latent=LatentSpec(512, 128))
+    tight = replace(plain, latent=LatentSpec(512, 128, query_rank=1536))
+    many = MlpSpec(1408, experts=ExpertsSpec(64, 6, normalize=False, shared=2816))
+    layers = LayerSpec(plain, MlpSpec(10944)), LayerSpec(plain, many), LayerSpec(tight, many)
+    return DecoderSpec(102400, 2048, layers, NormSpec(), 163840)

@@ -9,7 +9,7 @@ from penstock.nn import DecoderSpec
 from penstock.roofline import StepSize, floor_of
 from penstock.roofline.outlook import Load, outlook
 
-from .shapes import costs, mixed, of_experts, qwen
+from .shapes import costs, mixed, of_experts, of_latents, qwen
 
 PEAKS = Peaks(1e9, 1e12, 0.0, 2, "")
 KV = 24 * 2 * 2 * 64 * 2
@@ -29,7 +29,11 @@ def test_memory_bounds_decoding_by_weights_and_what_is_seen() -> None:
     assert seen.output_tokens_per_s == pytest.approx(3 * seen.requests_per_s)
 
 
-@pytest.mark.parametrize("spec", [qwen(), mixed(), of_experts()], ids=["qwen", "mixed", "experts"])
+@pytest.mark.parametrize(
+    "spec",
+    [qwen(), mixed(), of_experts(), of_latents()],
+    ids=["qwen", "mixed", "experts", "latents"],
+)
 def test_a_prompt_is_read_in_chunks(spec: DecoderSpec) -> None:
     model = costs(spec)
     sizes = [StepSize([40], [40], 0), StepSize([40], [80], 0), StepSize([20], [100], 1)]

@@ -2,7 +2,13 @@
 
 from penstock.cache.blocks import BlockPool
 from penstock.cache.kv_dtype import kv_dtype, kv_name
-from penstock.cache.layouts import PagedLayout, PagedRows, block_rows, copy_blocks
+from penstock.cache.layouts import (
+    PagedLatents,
+    PagedLayout,
+    PagedRows,
+    block_rows,
+    copy_blocks,
+)
 from penstock.cache.pins import PinnablePool, Pins
 from penstock.cache.prefix_tree import NO_PREFIXES, Node, PrefixTree
 from penstock.cache.recent import RecentBlocks, most_recent_blocks
@@ -12,6 +18,7 @@ __all__ = [
     "NO_PREFIXES",
     "BlockPool",
     "Node",
+    "PagedLatents",
     "PagedLayout",
     "PagedRows",
     "PinnablePool",

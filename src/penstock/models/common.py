@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from typing import Literal, cast
 
 from penstock.errors import UnsupportedModelError
@@ -64,6 +65,16 @@ def expert_rules(
 
 EXPERT_RULES = expert_rules("mlp", "gate_proj", "up_proj", "down_proj")
 """Names of those who have experts where Llama has its MLP."""
+
+SHARED_RULES: tuple[Rule, ...] = (
+    Rename("model.layers.{i}.mlp.gate.e_score_correction_bias", "layers.{i}.mlp.correction.weight"),
+    Stack(
+        tuple(f"model.layers.{{i}}.mlp.shared_experts.{x}_proj.{{p}}" for x in ("gate", "up")),
+        "layers.{i}.mlp.shared.up.{p}",
+    ),
+    Rename("model.layers.{i}.mlp.shared_experts.down_proj.{p}", "layers.{i}.mlp.shared.down.{p}"),
+)
+"""DeepSeek's names of what experts have beside them."""
 
 SANDWICH_RULES: tuple[Rule, ...] = tuple(
     Rename(f"model.layers.{{i}}.{theirs}.weight", f"layers.{{i}}.{ours}.weight")
@@ -163,6 +174,79 @@ def experts(c: ConfigReader, count: int, per_token: int, size: str, *, normalize
         activation=activation(c, "hidden_act", "silu"),
         experts=ExpertsSpec(total, chosen, normalize),
     )
+
+
+def routed_experts(
+    c: ConfigReader, count: int, per_token: int, *, normalize: bool, scale: float, groups: int
+) -> MlpSpec:
+    """Experts in DeepSeek-V3's names, chosen by sigmoids; arguments are the family's defaults."""
+    c.only("scoring_func", ("sigmoid",), "sigmoid")
+    c.only("topk_method", ("noaux_tc",), "noaux_tc")
+    normalize = c.flag("norm_topk_prob", normalize)
+    spec = _grouped(c, count, per_token, normalize=normalize, scale=scale, groups=groups)
+    assert spec.experts is not None
+    return replace(spec, experts=replace(spec.experts, sigmoid=True, correction=True))
+
+
+def softmax_experts(c: ConfigReader, count: int) -> MlpSpec:
+    """Experts in DeepSeek-V2's names; count: the family's default."""
+    c.only("scoring_func", ("softmax",), "softmax")
+    c.only("norm_topk_prob", (False,), False)
+    limited = c.only("topk_method", ("greedy", "group_limited_greedy"), "greedy") != "greedy"
+    spec = _grouped(c, count, None, normalize=False, scale=1.0, groups=1)
+    assert spec.experts is not None
+    return spec if limited else replace(spec, experts=replace(spec.experts, groups=1, top_groups=1))
+
+
+def _grouped(
+    c: ConfigReader,
+    count: int,
+    per_token: int | None,
+    *,
+    normalize: bool,
+    scale: float,
+    groups: int,
+) -> MlpSpec:
+    c.only("moe_layer_freq", (1,), 1)
+    for key in ("aux_loss_alpha", "seq_aux", "router_aux_loss_coef", "ep_size"):
+        c.get(key)  # of training, or of where experts lie
+    total, groups = c.integer("n_routed_experts", count), c.integer("n_group", groups)
+    chosen = c.integer("num_experts_per_tok", per_token)
+    top = c.integer("topk_group", max(groups // 2, 1))
+    if total % groups or top > groups or chosen > total // groups * top:
+        raise UnsupportedModelError(
+            f"config.json: num_experts_per_tok {chosen} can't be chosen from topk_group {top} of "
+            f"n_group {groups} groups of {total} experts."
+        )
+    size = c.integer("moe_intermediate_size")
+    return MlpSpec(
+        intermediate=size,
+        activation=activation(c, "hidden_act", "silu"),
+        experts=ExpertsSpec(
+            total,
+            chosen,
+            normalize,
+            groups=groups,
+            top_groups=top,
+            scale=c.positive("routed_scaling_factor", scale),
+            shared=size * _shared_experts(c),
+        ),
+    )
+
+
+def _shared_experts(c: ConfigReader) -> int:
+    count = c.get("n_shared_experts", 0)
+    return count if type(count) is int and count == 0 else c.integer("n_shared_experts")
+
+
+def predicting_layers(c: ConfigReader, default: int) -> tuple[Rule, ...]:
+    """Layers behind the last one, which guess tokens ahead (MTP): nothing reads them."""
+    c.get("num_nextn_predict_layers")
+    more = c.get("num_mtp_layers", c.get("num_nextn_predict_layers", default))
+    if type(more) is not int or not 0 <= more <= 64:
+        raise UnsupportedModelError(f"config.json: num_nextn_predict_layers can't be {more!r}")
+    first = c.integer("num_hidden_layers")
+    return tuple(Ignore(f"model.layers.{first + i}.*") for i in range(more))
 
 
 def decoder(

@@ -74,6 +74,7 @@ def _sizes(decoder: DecoderSpec) -> Iterator[tuple[str, int]]:
     for layer in set(decoder.layers):
         yield "heads", layer.attention.num_heads
         yield "values of a head", layer.attention.head_dim
+        yield "values of a latent", layer.attention.cached[1]
         yield "values between up and down", layer.mlp.intermediate
         yield "tokens of a window", layer.attention.window
 

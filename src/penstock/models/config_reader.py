@@ -76,7 +76,7 @@ _UNBUILT: dict[str, tuple[tuple[Any, ...], str]] = {
 
 
 _MOST = {"num_hidden_layers": 10_000, "n_layer": 10_000}
-_MOST |= {"num_experts": 10_000, "num_local_experts": 10_000}
+_MOST |= dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts"), 10_000)
 """Something is made for each of them, before the tensors are looked at."""
 
 

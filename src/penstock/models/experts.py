@@ -21,6 +21,9 @@ from penstock.models.quantized import QuantizedCheckpoint
 from penstock.models.weights import Checkpoint
 from penstock.quant import Codes, Scheme
 
+_COUNTS = ("num_local_experts", "num_experts", "n_routed_experts")
+"""Keys of a config."""
+
 _JOINED = re.compile(r"(?P<at>.+\.experts)\.(?P<what>gate_up_proj|down_proj)(?P<bias>_bias)?")
 
 logger = logging.getLogger("penstock")
@@ -87,7 +90,9 @@ class SplitExperts(Over):
                     f"{name} has the shape {list(shape)}, which isn't that of experts' "
                     f"{match['what']}."
                 )
-            count = base.config.get("num_local_experts", base.config.get("num_experts"))
+            count = next(
+                (base.config[key] for key in _COUNTS if base.config.get(key) is not None), None
+            )
             if count not in (None, shape[0]):
                 raise WeightsError(
                     f"{name} {list(shape)} holds {shape[0]} experts, but config.json says {count}. "

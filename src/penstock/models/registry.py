@@ -18,8 +18,11 @@ from penstock.models.spec import ModelSpec
 Reader = Callable[[ConfigReader], ModelSpec]
 
 _FAMILIES = (
+    "deepseek_v2",
+    "deepseek_v3",
     "gemma2",
     "gemma3",
+    "glm4_moe",
     "gpt2",
     "gpt_neox",
     "gpt_oss",
@@ -37,11 +40,16 @@ _FAMILIES = (
 _readers: dict[str, Reader] = {}
 
 _MODEL_TYPES = {
+    "deepseek_v2": "DeepseekV2ForCausalLM",
+    "deepseek_v3": "DeepseekV3ForCausalLM",
     "gemma2": "Gemma2ForCausalLM",
     "gemma3_text": "Gemma3ForCausalLM",
+    "glm4_moe": "Glm4MoeForCausalLM",
+    "glm4_moe_lite": "Glm4MoeLiteForCausalLM",
     "gpt2": "GPT2LMHeadModel",
     "gpt_neox": "GPTNeoXForCausalLM",
     "gpt_oss": "GptOssForCausalLM",
+    "kimi_k2": "DeepseekV3ForCausalLM",
     "llama": "LlamaForCausalLM",
     "mistral": "MistralForCausalLM",
     "mixtral": "MixtralForCausalLM",

@@ -19,7 +19,7 @@ from penstock.errors import ModelNotFoundError, WeightsError
 from penstock.models.registry import read_config
 from penstock.models.room import Room
 from penstock.models.spec import Ignore, ModelSpec, Rename, Stack
-from penstock.nn.decoder import MATRICES, Decoder, stored_in
+from penstock.nn.decoder import Decoder, matrices_of, stored_in
 from penstock.nn.parameters import Loadable, plain
 from penstock.nn.spec import DecoderSpec
 from penstock.ops.panels import COLUMNS
@@ -242,6 +242,8 @@ def plan_weights(names: Iterable[str], spec: ModelSpec) -> tuple[dict[str, Weigh
         short = name
         for prefix in spec.prefixes:
             short = short.removeprefix(prefix)
+        if any(rule.matches(short) for rule in ignores):
+            continue
         for rule, position, pattern in patterns:
             match = pattern.fullmatch(short)
             if match:
@@ -253,8 +255,7 @@ def plan_weights(names: Iterable[str], spec: ModelSpec) -> tuple[dict[str, Weigh
                 plan.parts[position] = name
                 break
         else:
-            if not any(rule.matches(short) for rule in ignores):
-                unknown.append(name)
+            unknown.append(name)
     return plans, unknown
 
 
@@ -410,8 +411,8 @@ def _by_matrix(plans: dict[str, WeightPlan]) -> dict[str, list[WeightPlan]]:
 
 
 def _matrices(decoder: DecoderSpec) -> Iterator[str]:
-    for i in range(len(decoder.layers)):
-        yield from (f"layers.{i}.{name}" for name in MATRICES.values())
+    for i, layer in enumerate(decoder.layers):
+        yield from (f"layers.{i}.{name}" for name in matrices_of(layer).values())
 
 
 def _drop_tied_copy(plans: dict[str, WeightPlan], checkpoint: Source) -> None:

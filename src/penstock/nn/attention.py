@@ -7,25 +7,11 @@ from torch import Tensor, nn
 from penstock import ops
 from penstock.nn.linear import Linear
 from penstock.nn.norm import Norm
-from penstock.nn.parameters import Loadable, as_float32
+from penstock.nn.parameters import Vector
 from penstock.nn.rope import RotaryTable
 from penstock.nn.spec import AttentionSpec, NormSpec
-from penstock.quant import Codes, WeightFormat
+from penstock.quant import WeightFormat
 from penstock.step import LayerCache, Step
-
-
-class Sinks(Loadable):
-    """One learned logit per head."""
-
-    def __init__(self, num_heads: int) -> None:
-        super().__init__()
-        self.num_heads = num_heads
-
-    def expected(self) -> dict[str, tuple[int, ...]]:
-        return {"weight": (self.num_heads,)}
-
-    def load(self, name: str, tensor: Tensor | Codes) -> None:
-        self.own(name, as_float32(tensor))
 
 
 class Attention(nn.Module):
@@ -53,7 +39,7 @@ class Attention(nn.Module):
         if spec.qk_norm != "none":
             self.q_norm = Norm(self.q_size if full else spec.head_dim, norm)
             self.k_norm = Norm(self.kv_size if full else spec.head_dim, norm)
-        self.sinks = Sinks(spec.num_heads) if spec.sinks else None
+        self.sinks = Vector(spec.num_heads) if spec.sinks else None
 
     def forward(self, x: Tensor, before: Norm | None, step: Step, cache: LayerCache) -> Tensor:
         """x [T, D] → what the heads saw [T, H · Dh], for `out`; writes keys and values."""

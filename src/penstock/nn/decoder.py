@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
@@ -13,23 +13,53 @@ from penstock import ops
 from penstock.nn.attention import Attention
 from penstock.nn.experts import Experts
 from penstock.nn.linear import Embedding, Linear, TiedEmbedding
+from penstock.nn.mla import LatentAttention
+from penstock.nn.mlp import Mlp, add_product
 from penstock.nn.norm import Norm
 from penstock.nn.rope import RotaryTable
-from penstock.nn.spec import DecoderSpec, LayerSpec, MlpSpec, NormSpec, RopeSpec
+from penstock.nn.spec import AttentionSpec, DecoderSpec, LayerSpec, MlpSpec, NormSpec, RopeSpec
 from penstock.quant import Dense, WeightFormat, WeightFormats
 from penstock.step import KV, LayerCache, Step
 
-MATRICES = {"qkv": "attention.qkv", "out": "attention.out", "up": "mlp.up", "down": "mlp.down"}
-"""A layer's matrices, and which of its modules hold them."""
+MATRICES = {
+    "qkv": "attention.qkv",
+    "q": "attention.q",
+    "q_down": "attention.q_down",
+    "q_up": "attention.q_up",
+    "kv": "attention.kv",
+    "out": "attention.out",
+    "up": "mlp.up",
+    "down": "mlp.down",
+    "shared_up": "mlp.shared.up",
+    "shared_down": "mlp.shared.down",
+}
+"""Matrices that a layer may have, and which of its modules hold them."""
+
+
+def matrices_of(spec: LayerSpec) -> dict[str, str]:
+    """Those of `MATRICES` that a layer has."""
+    names, latent, experts = ["qkv"], spec.attention.latent, spec.mlp.experts
+    if latent is not None:
+        names = ["q_down", "q_up", "kv"] if latent.query_rank else ["q", "kv"]
+    names += ["out", "up", "down"]
+    if experts is not None and experts.shared:
+        names += ["shared_up", "shared_down"]
+    return {name: MATRICES[name] for name in names}
+
+
+def has_latents(layers: Iterable[LayerSpec]) -> bool:
+    """Whether any layer attends over latents."""
+    return any(layer.attention.latent is not None for layer in layers)
 
 
 def layer_matrices(spec: LayerSpec) -> list[str]:
     """The modules of a layer that a checkpoint fills with a matrix: of experts each one's own."""
-    experts = spec.mlp.experts
+    experts, found = spec.mlp.experts, list(matrices_of(spec).values())
     if experts is None:
-        return list(MATRICES.values())
-    each = [f"mlp.{part}.{e}" for part in ("up", "down") for e in range(experts.count)]
-    return [MATRICES["qkv"], MATRICES["out"], *each]
+        return found
+    banks = [MATRICES[part] for part in ("up", "down")]
+    each = [f"{bank}.{e}" for bank in banks for e in range(experts.count)]
+    return [module for module in found if module not in banks] + each
 
 
 def stored_in(matrix: str) -> str:
@@ -37,44 +67,32 @@ def stored_in(matrix: str) -> str:
     return re.sub(r"(\.mlp\.(?:up|down))\.\d+$", r"\1", matrix)
 
 
-class Mlp(nn.Module):
-    """Feed-forward block: norm, up and activation in one operator; `down` is the last step.
-
-    `up` holds gate and up in one matrix when gated.
-    """
-
-    def __init__(self, hidden: int, spec: MlpSpec, up: WeightFormat, down: WeightFormat) -> None:
-        super().__init__()
-        self.spec = spec
-        self.up = Linear(
-            hidden,
-            spec.intermediate,
-            spec.bias,
-            up,
-            activation=spec.activation,
-            gated=spec.gated,
-        )
-        self.down = Linear(spec.intermediate, hidden, spec.bias, down)
-
-    def begin(self, residual: Tensor, norm: Norm | None, adapters: Tensor | None) -> Tensor:
-        """All but the last product: [T, intermediate]."""
-        h: Tensor = self.up(residual, norm, adapters)
-        return h
-
-    def end_(
-        self, residual: Tensor, h: Tensor, post_norm: Norm | None, adapters: Tensor | None
-    ) -> None:
-        """residual += the last product of h, in place."""
-        _add(residual, self.down, h, post_norm, adapters)
-
-
 def feed_forward(
-    hidden: int, spec: MlpSpec, up: WeightFormat, down: WeightFormat, dtype: torch.dtype
+    hidden: int, spec: MlpSpec, formats: Mapping[str, WeightFormat], dtype: torch.dtype
 ) -> Mlp | Experts:
-    """The block that `spec` describes; dtype: of activations."""
+    """The block that `spec` describes; formats: of its matrices; dtype: of activations."""
+    up, down = formats["up"], formats["down"]
     if spec.experts is None:
         return Mlp(hidden, spec, up, down)
-    return Experts(hidden, spec, spec.experts, up, down, dtype)
+    shared = None
+    if spec.experts.shared:
+        wide = replace(spec, intermediate=spec.experts.shared, experts=None)
+        shared = Mlp(hidden, wide, formats["shared_up"], formats["shared_down"])
+    return Experts(hidden, spec, spec.experts, up, down, dtype, shared)
+
+
+def self_attention(
+    hidden: int,
+    spec: AttentionSpec,
+    norm: NormSpec,
+    formats: Mapping[str, WeightFormat],
+    table: RotaryTable | None,
+    dtype: torch.dtype,
+) -> Attention | LatentAttention:
+    """The attention that `spec` describes; arguments as `feed_forward`'s."""
+    if spec.latent is not None:
+        return LatentAttention(hidden, spec, norm, formats, table, dtype)
+    return Attention(hidden, spec, norm, formats["qkv"], formats["out"], table)
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,10 +117,8 @@ class DecoderLayer(nn.Module):
     ) -> None:
         super().__init__()
         self.parallel = spec.parallel
-        self.attention = Attention(
-            hidden, spec.attention, norm, formats["qkv"], formats["out"], table
-        )
-        self.mlp = feed_forward(hidden, spec.mlp, formats["up"], formats["down"], dtype)
+        self.attention = self_attention(hidden, spec.attention, norm, formats, table, dtype)
+        self.mlp = feed_forward(hidden, spec.mlp, formats, dtype)
         self.attention_norm = Norm(hidden, norm) if spec.pre_norm else None
         self.mlp_norm = Norm(hidden, norm) if spec.pre_norm else None
         self.attention_post_norm = Norm(hidden, norm) if spec.post_norm else None
@@ -113,20 +129,11 @@ class DecoderLayer(nn.Module):
         attended = self.attention(residual, self.attention_norm, step, cache)
         adapters, mlp = step.adapters, self.mlp
         if not self.parallel:
-            _add(residual, self.attention.out, attended, self.attention_post_norm, adapters)
+            add_product(residual, self.attention.out, attended, self.attention_post_norm, adapters)
         h = mlp.begin(residual, self.mlp_norm, adapters)
         if self.parallel:  # both read the layer's input
-            _add(residual, self.attention.out, attended, self.attention_post_norm, adapters)
+            add_product(residual, self.attention.out, attended, self.attention_post_norm, adapters)
         mlp.end_(residual, h, self.mlp_post_norm, adapters)
-
-
-def _add(
-    residual: Tensor, linear: Linear, x: Tensor, post_norm: Norm | None, adapters: Tensor | None
-) -> None:
-    if post_norm is None:
-        linear.add_(residual, x, adapters)
-    else:
-        ops.add_(residual, post_norm(linear(x, None, adapters)))
 
 
 class Decoder(nn.Module):
@@ -170,7 +177,7 @@ class Decoder(nn.Module):
                 if rope not in tables:
                     tables[rope] = RotaryTable(rope, max_len or spec.max_position)
                 table = tables[rope]
-            own = {name: formats.of(f"layers.{i}.{at}") for name, at in MATRICES.items()}
+            own = {name: formats.of(f"layers.{i}.{at}") for name, at in matrices_of(layer).items()}
             self.layers.append(DecoderLayer(spec.hidden, layer, spec.norm, own, table, dtype))
         self.norm = Norm(spec.hidden, spec.norm)
         self.kept: KeptStates | None = None

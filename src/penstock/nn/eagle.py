@@ -19,8 +19,9 @@ from torch import Tensor, nn
 
 from penstock import ops
 from penstock.nn.attention import Attention
-from penstock.nn.decoder import Decoder, DecoderLayer, Mlp
+from penstock.nn.decoder import Decoder, DecoderLayer
 from penstock.nn.linear import Embedding, Linear, TiedEmbedding
+from penstock.nn.mlp import Mlp
 from penstock.nn.norm import Norm
 from penstock.nn.rope import RotaryTable
 from penstock.nn.spec import LayerSpec, NormSpec

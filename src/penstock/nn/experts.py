@@ -6,11 +6,11 @@ import torch
 from torch import Tensor, nn
 
 from penstock import ops
-from penstock.cache.pages import lazy_zeros
 from penstock.errors import UnsupportedModelError, WeightsError
 from penstock.nn.linear import Linear
+from penstock.nn.mlp import Mlp
 from penstock.nn.norm import Norm
-from penstock.nn.parameters import Loadable, Packing, as_float32
+from penstock.nn.parameters import Loadable, Packing, Vector, as_float32, room_for
 from penstock.nn.spec import ExpertsSpec, MlpSpec
 from penstock.ops import ACTIVATIONS
 from penstock.quant import Codes, Dense, Packed, WeightFormat
@@ -52,11 +52,6 @@ class Expert(Loadable):
     @property
     def keeper(self) -> Loadable:
         return self._bank[0]
-
-
-def _room(shape: tuple[int, ...], like: Tensor) -> Tensor:
-    """A bank, beside what lies in it; on a CPU in pages of 2 MB, as other weights are."""
-    return lazy_zeros(shape, like.dtype) if like.device.type == "cpu" else like.new_empty(shape)
 
 
 class ExpertBank(Packing):
@@ -113,7 +108,7 @@ class ExpertBank(Packing):
         for part, stored in packed.items():
             bank = self.packed.get(part)
             if bank is None:
-                bank = _room((self.count, *stored.shape), stored)
+                bank = room_for((self.count, *stored.shape), stored)
             elif stored.dtype is torch.float32 and bank.dtype is torch.float16:
                 bank = bank.float()  # scales that float16 holds, but for this one's
             if part not in self.packed or bank is not self.packed[part]:
@@ -150,8 +145,21 @@ def _check_rows(part: str, held: WeightFormat) -> None:
         )
 
 
+def _check_router(spec: ExpertsSpec, storage: str) -> None:
+    """Raises UnsupportedModelError for what no GPU's kernel does: before a weight is read."""
+    plain = not spec.sigmoid and not spec.correction and spec.groups == 1 and spec.scale == 1.0
+    if storage == "rows" and not plain:
+        raise UnsupportedModelError(
+            "Routers by sigmoid, by groups of experts, with corrections or a scale aren't built "
+            "for GPUs: choose device='cpu'."
+        )
+
+
 class Experts(nn.Module):
-    """down[e](act(gate[e]) · up[e]) of the experts that a token's router chooses, weighed."""
+    """down[e](act(gate[e]) · up[e]) of the experts that a token's router chooses, weighed.
+
+    shared: a block that every token goes through beside them.
+    """
 
     def __init__(
         self,
@@ -161,9 +169,11 @@ class Experts(nn.Module):
         up: WeightFormat,
         down: WeightFormat,
         dtype: torch.dtype,
+        shared: Mlp | None = None,
     ) -> None:
         """dtype: of activations, and of the router, which no format rounds."""
         super().__init__()
+        _check_router(experts, up.storage.name)
         self.spec = spec
         self.experts = experts
         self.hidden = hidden
@@ -174,10 +184,15 @@ class Experts(nn.Module):
         self.router = Linear(hidden, count, experts.router_bias, own, out_dtype=torch.float32)
         self.up = ExpertBank(count, hidden, wide, biased, up, gated=True)
         self.down = ExpertBank(count, wide, hidden, biased, down)
+        self.correction = Vector(count) if experts.correction else None
+        self.shared = shared
 
     def begin(self, residual: Tensor, norm: Norm | None, adapters: Tensor | None) -> Tensor:
-        """All but the addition; adapters don't change experts."""
-        y: Tensor = self(residual if norm is None else norm(residual))
+        """All but the addition; adapters change what is shared, not experts."""
+        x = residual if norm is None else norm(residual)
+        y: Tensor = self(x)
+        if self.shared is not None:
+            self.shared.end_(y, self.shared.begin(x, None, adapters), None, adapters)
         return y
 
     def end_(
@@ -187,7 +202,7 @@ class Experts(nn.Module):
         ops.add_(residual, y if post_norm is None else post_norm(y))
 
     def forward(self, x: Tensor) -> Tensor:
-        """x [T, D] → [T, D]."""
+        """x [T, D] → [T, D], of those that are chosen."""
         return ops.experts(
             x,
             self.router.packed["weight"],
@@ -203,4 +218,9 @@ class Experts(nn.Module):
             self.up.weight_format.levels,
             self.down.weight_format.row_codes,
             self.down.weight_format.levels,
+            None if self.correction is None else self.correction.parameter("weight"),
+            self.experts.sigmoid,
+            self.experts.groups,
+            self.experts.top_groups,
+            self.experts.scale,
         )

@@ -10,6 +10,7 @@ from typing import Self
 import torch
 from torch import Tensor, nn
 
+from penstock.cache.pages import lazy_zeros
 from penstock.errors import WeightsError
 from penstock.quant import Codes, WeightFormat
 
@@ -61,6 +62,20 @@ class Loadable(nn.Module):
         return found
 
 
+class Vector(Loadable):
+    """Some learned numbers, float32."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.size = size
+
+    def expected(self) -> dict[str, tuple[int, ...]]:
+        return {"weight": (self.size,)}
+
+    def load(self, name: str, tensor: Tensor | Codes) -> None:
+        self.own(name, as_float32(tensor))
+
+
 class Packing(Loadable):
     """One that has a matrix as its format stores it, `packed`, and perhaps a bias."""
 
@@ -99,3 +114,8 @@ def plain(tensor: Tensor | Codes) -> Tensor:
 def as_float32(tensor: Tensor | Codes) -> Tensor:
     """A float32 copy that doesn't keep a mapped file open."""
     return plain(tensor).to(torch.float32, copy=True).contiguous()
+
+
+def room_for(shape: tuple[int, ...], like: Tensor) -> Tensor:
+    """A bank, beside what lies in it; on a CPU in pages of 2 MB, as other weights are."""
+    return lazy_zeros(shape, like.dtype) if like.device.type == "cpu" else like.new_empty(shape)

@@ -37,8 +37,22 @@ class RopeSpec:
 
 
 @dataclass(frozen=True, slots=True)
+class LatentSpec:
+    """What keys and values, and perhaps queries, are compressed to (MLA)."""
+
+    rank: int  # of keys and values together
+    value_dim: int  # of each head
+    query_rank: int = 0  # 0: queries aren't compressed
+    norm_eps: float = 1e-6  # of the norms of what is compressed
+
+
+@dataclass(frozen=True, slots=True)
 class AttentionSpec:
-    """Self-attention of one layer."""
+    """Self-attention of one layer.
+
+    With a latent, heads have keys of head_dim of which rope.rotary_dim are rotated, and the cache
+    has one row for all of them.
+    """
 
     num_heads: int
     num_kv_heads: int
@@ -51,6 +65,24 @@ class AttentionSpec:
     window: int = 0  # 0: sees everything before it
     softcap: float = 0.0  # 0: none
     sinks: bool = False  # one learned logit a head
+    latent: LatentSpec | None = None
+
+    @property
+    def cached(self) -> tuple[int, int]:
+        """Heads and dimensions that the cache has of a token."""
+        if self.latent is None:
+            return self.num_kv_heads, self.head_dim
+        return 1, self.latent.rank + self.turning
+
+    @property
+    def turning(self) -> int:
+        """Dimensions of a head that are rotated."""
+        return 0 if self.rope is None else self.rope.rotary_dim
+
+    @property
+    def out_dim(self) -> int:
+        """Values of all heads, that `out` multiplies."""
+        return self.num_heads * (self.latent.value_dim if self.latent else self.head_dim)
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,8 +91,14 @@ class ExpertsSpec:
 
     count: int
     per_token: int
-    normalize: bool  # the weights of those chosen sum to 1; else they are a softmax's over all
+    normalize: bool  # the weights of those chosen sum to 1; else they are shares of all
     router_bias: bool = False
+    sigmoid: bool = False  # shares are logits' sigmoids, not a softmax
+    correction: bool = False  # each expert has a number that is added to shares for the choice
+    groups: int = 1  # of experts
+    top_groups: int = 1  # of those, how many can be chosen from
+    scale: float = 1.0  # of the weights
+    shared: int = 0  # intermediate of a block that all tokens go through beside them; 0: none
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,6 +19,7 @@ from penstock.ops.linear import (
 )
 from penstock.ops.lora import lora_add_
 from penstock.ops.mask import mask_
+from penstock.ops.mla import head_linear, mla_attention, mla_cache, mla_query
 from penstock.ops.norm import layer_norm, rms_norm
 from penstock.ops.pack import pack
 from penstock.ops.quantize import quantize_int4, quantize_int8
@@ -49,6 +50,7 @@ __all__ = [
     "gate",
     "grouped_linear",
     "has_native",
+    "head_linear",
     "implementations",
     "keep_rows",
     "kept_rows",
@@ -59,6 +61,9 @@ __all__ = [
     "linear_unordered_add_",
     "lora_add_",
     "mask_",
+    "mla_attention",
+    "mla_cache",
+    "mla_query",
     "op",
     "op_names",
     "pack",

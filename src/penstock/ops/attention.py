@@ -64,7 +64,7 @@ def _scaled(x: Tensor, scale: Tensor | None, blocks: Tensor) -> Tensor:
     return x * scale[blocks.long()].float().permute(0, 2, 1).flatten(0, 1).unsqueeze(-1)
 
 
-def _attend(
+def attend(
     q: Tensor,
     versions: list[tuple[Tensor, Tensor, Tensor]],
     seen: Tensor,
@@ -74,10 +74,11 @@ def _attend(
     softcap: float,
     sinks: Tensor | None,
 ) -> Tensor:
-    """q [n, H, D] at positions `at` [n, 1] of one sequence → [n, H, D] float32.
+    """q [n, H, D] at positions `at` [n, 1] of one sequence → [n, H, Dv] float32.
 
-    versions: keys and values [length, Hkv, D] of the positions `seen` [1, length], and which
-    queries see them so, [n, length]; where a version isn't seen it may hold anything.
+    versions: keys [length, Hkv, D] and values [length, Hkv, Dv] of the positions `seen`
+    [1, length], and which queries see them so, [n, length]; where a version isn't seen it may hold
+    anything.
     """
     count, heads, _ = q.shape
     scores = torch.zeros(heads, count, seen.shape[1], device=q.device)
@@ -95,7 +96,7 @@ def _attend(
         weights = torch.softmax(torch.cat((scores, extra), dim=-1), dim=-1)[..., :-1]
     else:
         weights = torch.softmax(scores, dim=-1)
-    out = torch.zeros(q.shape, device=q.device)
+    out = torch.zeros((count, heads, versions[0][2].shape[2]), device=q.device)
     for mask, _, v in versions:
         finite = _per_query_head(v, heads).masked_fill(~mask.any(0).view(-1, 1, 1), 0.0)
         out += torch.einsum("hts,shd->thd", weights * mask, finite)
@@ -111,7 +112,7 @@ def _versions(
     at: Tensor,
     dim: int,
 ) -> list[tuple[Tensor, Tensor, Tensor]]:
-    """Keys and values of the blocks `used`, and which queries see them, as `_attend` takes them.
+    """Keys and values of the blocks `used`, and which queries see them, as `attend` takes them.
 
     recent: keys, values, slots and the window of recent tokens; beside one, what a cache holds is
     seen as codes or as it was written (`ops.kivi`).
@@ -215,6 +216,6 @@ def paged_attention(
         seen = torch.arange(length, device=q.device).unsqueeze(0)
         at = seen[:, length - count :].t()
         versions = _versions(caches, scales, recent, used, seen, at, q.shape[2])
-        found = _attend(q[start:stop], versions, seen, at, scale, window, softcap, sinks)
+        found = attend(q[start:stop], versions, seen, at, scale, window, softcap, sinks)
         out[start:stop] = found.to(q.dtype)
     return out.flatten(1)

@@ -36,6 +36,11 @@ def _fake(
     up_levels: int = 0,
     down_row_codes: int = 0,
     down_levels: int = 0,
+    correction: Tensor | None = None,
+    sigmoid: bool = False,
+    groups: int = 1,
+    top_groups: int = 1,
+    scale: float = 1.0,
 ) -> Tensor:
     return x.new_empty((x.shape[0], out_features))
 
@@ -46,7 +51,8 @@ def _fake(
     "Tensor? down_scale, Tensor? down_zero, Tensor? down_outer, Tensor? down_input_scale, "
     "Tensor? down_bias, int k, bool normalize, SymInt intermediate, SymInt out_features, "
     "int activation, int up_row_codes=0, int up_levels=0, int down_row_codes=0, "
-    "int down_levels=0) -> Tensor",
+    "int down_levels=0, Tensor? correction=None, bool sigmoid=False, int groups=1, "
+    "int top_groups=1, float scale=1.0) -> Tensor",
     fake=_fake,
 )
 def experts(
@@ -74,23 +80,30 @@ def experts(
     up_levels: int = 0,
     down_row_codes: int = 0,
     down_levels: int = 0,
+    correction: Tensor | None = None,
+    sigmoid: bool = False,
+    groups: int = 1,
+    top_groups: int = 1,
+    scale: float = 1.0,
 ) -> Tensor:
     """out[t] = Σⱼ w[t, j] · down[e] · (act(gate[e] · x[t]) ∘ (up[e] · x[t])), e = chosen[t, j].
 
     x [T, K], rows may be strided; router: of x.dtype, a dense weight of `linear` [E, K]; up: gate
     above up, [2·I, K], and down [N, I] of E experts, each tensor of a format with E first (`ops.
     grouped_linear`); biases float32 [E], [E, 2·I] and [E, N]. Returns [T, N] in x.dtype.
-    The k experts of a token and their weights w are `route`'s of the router's products in float32.
+    The k experts of a token and their weights w are `route`'s of the router's products in float32,
+    chosen and weighed as its last arguments say.
     What lies between two products is rounded to x.dtype; the sum is taken in float32, in the order
     of j, and rounded once. A token's bits depend on no other token.
     Cost: T·k·(4·I·K + 2·N·I) operations and the router's; the bytes of the experts that any token
     chose, read once; memory-bound for few tokens an expert.
-    Raises RuntimeError for a k beyond 1 to E, and for banks that don't fit together.
+    Raises RuntimeError for a k beyond 1 to E or what groups hold, and for banks that don't fit
+    together.
     Source: Shazeer et al. 2017, arXiv:1701.06538; Jiang et al. 2024, arXiv:2401.04088 (Mixtral).
     """
     count = up.shape[0]
     logits = linear(x, router, None, None, router_bias, count, out_dtype=torch.float32)
-    weights, chosen = route(logits, k, normalize)
+    weights, chosen = route(logits, k, normalize, correction, sigmoid, groups, top_groups, scale)
     rows, starts, places = sort_tokens(chosen, count)
     hidden = grouped_linear(
         x, up, up_scale, up_zero, up_bias, rows, starts, intermediate, up_row_codes, activation,

@@ -27,6 +27,10 @@ def check_expressible(decoder: Decoder) -> None:
     """Raises UnsupportedModelError for what isn't written here."""
     for i, layer in enumerate(decoder.spec.layers):
         attention = layer.attention
+        if layer.attention.latent is not None:
+            raise UnsupportedModelError(
+                f"Layer {i} attends over latents, which --onnx can't write."
+            )
         if layer.mlp.experts is not None:
             raise UnsupportedModelError(f"Layer {i} has experts, which --onnx can't write.")
         if attention.sinks:

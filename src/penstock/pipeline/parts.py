@@ -14,7 +14,7 @@ from penstock.errors import ConfigError, UnsupportedModelError, WeightsError
 from penstock.models.registry import spec_of
 from penstock.models.spec import ModelSpec
 from penstock.models.weights import Source, plan_weights
-from penstock.nn.decoder import layer_matrices, stored_in
+from penstock.nn.decoder import has_latents, layer_matrices, stored_in
 from penstock.pipeline.finite import check_finite
 from penstock.quant import Codes, Scheme
 from penstock.quant.scheme import GROUPS, Kind
@@ -75,6 +75,11 @@ class Parts:
 
     def check_dense(self, what: str) -> None:
         """Raises UnsupportedModelError where a layer has experts; what: `GPTQ`, …"""
+        if has_latents(self.spec.decoder.layers):
+            raise UnsupportedModelError(
+                f"{self.spec.family!r} attends over latents (MLA), which {what} isn't built for. "
+                "Round to nearest: --quant without --calib."
+            )
         if any(layer.mlp.experts is not None for layer in self.spec.decoder.layers):
             raise UnsupportedModelError(
                 f"{self.spec.family!r} has experts, which {what} isn't built for: each sees only "

@@ -13,7 +13,7 @@ from penstock import ops
 from penstock.cache import PagedLayout
 from penstock.errors import WeightsError
 from penstock.nn import Decoder, DecoderSpec
-from penstock.nn.decoder import MATRICES, DecoderLayer
+from penstock.nn.decoder import DecoderLayer, matrices_of
 from penstock.nn.linear import Linear
 from penstock.nn.parameters import Loadable
 from penstock.ops import Activation
@@ -111,7 +111,7 @@ class Stream:
         """
         layer = self._layer(weights)
         found: dict[str, InputStatistics] = {}
-        for name in MATRICES.values():
+        for name in matrices_of(self.spec.layers[self.at]).values():
             linear = layer.get_submodule(name)
             assert isinstance(linear, Linear)
             found[name] = InputStatistics(linear.in_features, hessian=hessian, histogram=histogram)
@@ -121,7 +121,7 @@ class Stream:
         cache = self._cache()
         for batch in self._batches:
             layer(batch.residual.clone(), batch.step, cache)
-        for name in MATRICES.values():
+        for name in matrices_of(self.spec.layers[self.at]).values():
             linear = layer.get_submodule(name)
             assert isinstance(linear, Linear)
             linear.weight_format = Dense(torch.float32)

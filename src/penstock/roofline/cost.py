@@ -17,7 +17,7 @@ from typing import Literal, Protocol
 import torch
 
 from penstock.hardware import Compute
-from penstock.nn.decoder import MATRICES
+from penstock.nn.decoder import MATRICES, matrices_of
 from penstock.nn.spec import AttentionSpec, DecoderSpec, ExpertsSpec, LayerSpec
 from penstock.ops.kivi import KEY_GROUP, recent_from
 from penstock.quant import Dense, WeightFormat, WeightFormats
@@ -27,10 +27,11 @@ Unit = Literal["float32", "bfloat16", "int8", "int4", "float8", "vector"]
 """What an operator computes in: products of a `Compute`, or elements in float32 vectors."""
 
 OPS = (
-    "embedding", "norm", "qkv", "rotary", "attention", "out", "up", "down", "experts", "head",
-    "softcap",
+    "embedding", "norm", "qkv", "q", "q_down", "q_up", "kv", "rotary", "heads", "attention", "out",
+    "up", "down", "experts", "shared_up", "shared_down", "head", "softcap",
 )  # fmt: skip
-"""The rows, in the order in which a step first meets them. `rotary` writes the cache."""
+"""The rows, in the order in which a step first meets them. `rotary` writes the cache; `heads` are
+products of each head's own matrix, between queries, latents and values."""
 
 _NORM_FLOPS = {"rms": 4, "layer": 7}  # an element: square, sum, scale, weight; mean, shift, bias
 _ROTATION_FLOPS = 3  # an element: two products and their sum
@@ -156,18 +157,39 @@ def total(rows: Iterable[OpCost]) -> Cost:
 
 def matrices(spec: DecoderSpec, layer: LayerSpec) -> dict[str, tuple[int, int]]:
     """[N, K] of a layer's matrices; of its experts, where it has some, one's."""
-    a, m = layer.attention, layer.mlp
-    q, kv = a.num_heads * a.head_dim, a.num_kv_heads * a.head_dim
-    return {
-        "qkv": (q + 2 * kv, spec.hidden),
-        "out": (spec.hidden, q),
-        "up": (m.intermediate * (2 if m.gated else 1), spec.hidden),
-        "down": (spec.hidden, m.intermediate),
+    a, m, hidden = layer.attention, layer.mlp, spec.hidden
+    q, halves = a.num_heads * a.head_dim, 2 if m.gated else 1
+    shapes = {
+        "qkv": (q + 2 * a.num_kv_heads * a.head_dim, hidden),
+        "q": (q, hidden),
+        "out": (hidden, a.out_dim),
+        "up": (m.intermediate * halves, hidden),
+        "down": (hidden, m.intermediate),
     }
+    if a.latent is not None:
+        down = a.latent.query_rank
+        shapes |= {"q_down": (down, hidden), "q_up": (q, down), "kv": (a.cached[1], hidden)}
+    if m.experts is not None:
+        shared = m.experts.shared
+        shapes |= {"shared_up": (shared * halves, hidden), "shared_down": (hidden, shared)}
+    return {name: shapes[name] for name in matrices_of(layer)}
+
+
+def head_matrices(a: AttentionSpec) -> list[tuple[int, int]]:
+    """[N, K] of the matrices that each head has of its own."""
+    if a.latent is None:
+        return []
+    return [(a.latent.rank, a.head_dim - a.turning), (a.latent.value_dim, a.latent.rank)]
 
 
 _OF_EXPERTS = ("up", "down")
 """Matrices that each expert has its own of."""
+
+
+def _pair_flops(a: AttentionSpec) -> int:
+    """Products of a query and a key of all heads, and of what it weighs of a value."""
+    dim = a.cached[1]
+    return 2 * a.num_heads * (dim + (dim if a.latent is None else a.latent.rank))
 
 
 def pairs(count: int, context: int, window: int) -> int:
@@ -217,7 +239,7 @@ class CostModel:
         self.formats = formats
         self.layout = layout
         self.itemsize = dtype.itemsize
-        self.router = Dense(dtype, formats.matrix.storage)
+        self.dense = Dense(dtype, formats.matrix.storage)
         self.attention_compute: Compute = "float32" if dtype is torch.float32 else "bfloat16"
         self._terms = self._coefficients()
 
@@ -234,19 +256,19 @@ class CostModel:
                     found.layer_bytes += stored.nbytes(n, k)
                 flops = found.token_flops.get(stored.compute, 0)
                 found.token_flops[stored.compute] = flops + 2 * n * k * times
+            for n, k in head_matrices(layer.attention):
+                self._of_dense(found, layer.attention.num_heads, n, k)
             if experts is not None:
                 found.expert_layers += 1
                 found.least_experts += experts.per_token
-                found.layer_bytes += self.router.nbytes(experts.count, spec.hidden)
-                compute, products = self.router.compute, 2 * experts.count * spec.hidden
-                found.token_flops[compute] = found.token_flops.get(compute, 0) + products
+                self._of_dense(found, 1, experts.count, spec.hidden)
             a, token = layer.attention, self.layout.bytes_per_token(i)
             recent = self.layout.recent_bytes_per_token(i)
             found.written_bytes += token + recent
             span = found.spans.setdefault(a.window, _Span())
             span.read_bytes += token
             span.recent_bytes += recent
-            span.pair_flops += 4 * a.num_heads * a.head_dim
+            span.pair_flops += _pair_flops(a)
         found.head_bytes = formats.of("head").nbytes(spec.vocab_size, spec.hidden)
         found.head_flops = 2 * spec.vocab_size * spec.hidden
         row = spec.hidden * self.itemsize
@@ -256,6 +278,12 @@ class CostModel:
         else:
             found.row_bytes += row
         return found
+
+    def _of_dense(self, found: _Coefficients, count: int, n: int, k: int) -> None:
+        """So many matrices that no format rounds."""
+        compute = self.dense.compute
+        found.layer_bytes += count * self.dense.nbytes(n, k)
+        found.token_flops[compute] = found.token_flops.get(compute, 0) + 2 * count * n * k
 
     def cost(self, size: StepSize) -> Cost:
         """Of the whole step: a few multiplications, whatever the number of layers."""
@@ -333,8 +361,13 @@ class CostModel:
         spec, formats = self.spec, self.formats
         head = formats.of("head")
         units: dict[str, Unit] = dict.fromkeys(OPS, "vector")
-        units |= {name: formats.of(f"layers.0.{at}").compute for name, at in MATRICES.items()}
+        units |= {
+            name: formats.of(f"layers.{i}.{at}").compute
+            for i, layer in reversed(list(enumerate(spec.layers)))
+            for name, at in matrices_of(layer).items()
+        }
         units |= {"head": head.compute, "attention": self.attention_compute}
+        units["heads"] = self.dense.compute
         rows = {name: OpCost(name, unit) for name, unit in units.items()}
         tokens = size.tokens
         self._embed(rows["embedding"], tokens, size.sampled)
@@ -342,11 +375,12 @@ class CostModel:
             for name, (n, k) in matrices(spec, layer).items():
                 if layer.mlp.experts is not None and name in _OF_EXPERTS:
                     continue
-                out = layer.mlp.intermediate if name == "up" else n
+                out = n // (2 if layer.mlp.gated and name in ("up", "shared_up") else 1)
                 stored = formats.of(f"layers.{i}.{MATRICES[name]}")
                 self._multiply(rows[name], stored, tokens, n, k, out * self.itemsize)
             if layer.mlp.experts is not None:
                 self._mix(rows["experts"], i, layer, layer.mlp.experts, size)
+            self._of_heads(rows["heads"], layer.attention, tokens)
             self._rotate(rows["rotary"], layer.attention, tokens, i)
             self._attend(rows["attention"], layer.attention, size, i)
         self._normalize(rows["norm"], tokens, size.sampled)
@@ -386,8 +420,8 @@ class CostModel:
         terms, tokens = self._terms, size.tokens
         hidden, chosen = self.spec.hidden, size.experts or terms.least_experts
         row.unit = self.formats.of(f"layers.{i}.{MATRICES['up']}").compute
-        row.multiply(self.router.compute, 2 * tokens * experts.count * hidden)
-        own = self.router.nbytes(experts.count, hidden)
+        row.multiply(self.dense.compute, 2 * tokens * experts.count * hidden)
+        own = self.dense.nbytes(experts.count, hidden)
         for name in _OF_EXPERTS:
             n, k = matrices(self.spec, layer)[name]
             stored = self.formats.of(f"layers.{i}.{MATRICES[name]}")
@@ -396,12 +430,27 @@ class CostModel:
         between = experts.per_token * (2 * layer.mlp.intermediate + 2 * hidden)
         row.add(1, tokens * (2 * hidden + between) * self.itemsize, weight_bytes=own)
 
+    def _of_heads(self, row: OpCost, a: AttentionSpec, tokens: int) -> None:
+        """To latents and from them; the first also rotates queries."""
+        turned = a.turning
+        for n, k in head_matrices(a):
+            row.multiply(self.dense.compute, 2 * tokens * a.num_heads * n * k)
+            row.flops += tokens * a.num_heads * _ROTATION_FLOPS * turned
+            moved = tokens * a.num_heads * (n + k + 2 * turned) * self.itemsize
+            row.add(1, moved, weight_bytes=a.num_heads * self.dense.nbytes(n, k))
+            turned = 0
+
     def _rotate(self, row: OpCost, a: AttentionSpec, tokens: int, layer: int) -> None:
-        heads = a.num_heads + a.num_kv_heads
-        flops = _ROTATION_FLOPS * heads * (a.rope.rotary_dim if a.rope else 0)
+        if a.latent is not None:  # of queries `_of_heads` does
+            heads, values = 1, 2 * a.cached[1]
+            flops = _ROTATION_FLOPS * a.turning + _NORM_FLOPS["rms"] * a.latent.rank
+        else:
+            heads, values = a.num_heads + a.num_kv_heads, 2 * (a.num_heads + a.num_kv_heads)
+            values *= a.head_dim
+            flops = _ROTATION_FLOPS * heads * a.turning
         if a.qk_norm != "none":
             flops += _NORM_FLOPS["rms"] * heads * a.head_dim
-        moved = (2 * a.num_heads + 2 * a.num_kv_heads) * a.head_dim * self.itemsize
+        moved = values * self.itemsize
         row.add(1, tokens * moved, tokens * flops)
         layout = self.layout
         each = layout.bytes_per_token(layer) + layout.recent_bytes_per_token(layer)
@@ -409,9 +458,10 @@ class CostModel:
 
     def _attend(self, row: OpCost, a: AttentionSpec, size: StepSize, layer: int) -> None:
         seen, read = self._seen(size, a.window)
-        heads = a.num_heads * a.head_dim
-        row.multiply(self.attention_compute, 4 * heads * seen)
-        row.add(1, 2 * size.tokens * heads * self.itemsize)
+        dim = a.cached[1]
+        both = a.num_heads * (dim + (dim if a.latent is None else a.latent.rank))
+        row.multiply(self.attention_compute, _pair_flops(a) * seen)
+        row.add(1, size.tokens * both * self.itemsize)
         recent_bytes = self.layout.recent_bytes_per_token(layer)
         if recent_bytes:
             read, recent = self._split(size, a.window)

@@ -16,6 +16,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from penstock.nn import Decoder
+from penstock.nn.decoder import MATRICES
 from penstock.nn.linear import Linear
 from penstock.ops.registry import NAMESPACE
 from penstock.roofline.cost import OPS
@@ -31,6 +32,9 @@ _ROWS = (
     ("norm", "norm"),
     ("add_", "norm"),  # to the residual, after a norm
     ("rotary", "rotary"),
+    ("mla_cache", "rotary"),
+    ("mla_query", "heads"),
+    ("head_linear", "heads"),
     ("attention", "attention"),
     ("softcap", "softcap"),
     ("experts", "experts"),
@@ -54,7 +58,7 @@ class Rows:
 
     def __init__(self, decoder: Decoder) -> None:
         self._matrices = {
-            module.packed["weight"].data_ptr(): name.rpartition(".")[2]
+            module.packed["weight"].data_ptr(): _row(name)
             for name, module in decoder.named_modules()
             if isinstance(module, Linear)
         }
@@ -69,6 +73,12 @@ class Rows:
             found = (self._matrices.get(tensor.data_ptr()) for tensor in tensors)
             return next((row for row in found if row in OPS), OTHER)
         return next((row for part, row in _ROWS if part in op), OTHER)
+
+
+def _row(module: str) -> str:
+    """`shared_up` of `layers.3.mlp.shared.up`; of others their last name."""
+    found = (row for row, at in MATRICES.items() if module.endswith(f".{at}"))
+    return next(found, module.rpartition(".")[2])
 
 
 class OpTimer(TorchDispatchMode):

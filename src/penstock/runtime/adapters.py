@@ -36,7 +36,8 @@ from penstock.models.registry import ADAPTER
 from penstock.models.spec import Stack
 from penstock.models.weights import WeightPlan, plan_weights
 from penstock.nn import Decoder
-from penstock.nn.decoder import MATRICES, DecoderLayer, stored_in
+from penstock.nn.attention import Attention
+from penstock.nn.decoder import DecoderLayer, matrices_of, stored_in
 from penstock.nn.experts import ExpertBank
 from penstock.nn.linear import Change, Linear
 from penstock.nn.spec import DecoderSpec
@@ -296,11 +297,12 @@ class Adapters:
             raise files.strange(unknown)
         plans = {target.removesuffix(".weight"): plan for target, plan in found.items()}
         beyond = [name for name in plans if name not in self._places]
-        mixed = [name for name in beyond if stored_in(name) != name or name.endswith(".router")]
+        apart = (".router", ".attention.heads")
+        mixed = [name for name in beyond if stored_in(name) != name or name.endswith(apart)]
         if mixed:
             raise UnsupportedModelError(
-                f"The adapter in {files.folder} changes {len(mixed)} matrices of experts or "
-                f"routers ({mixed[0]}), which only merging does: penstock export --merge-lora."
+                f"The adapter in {files.folder} changes {len(mixed)} matrices of experts, "
+                f"routers or heads over latents ({mixed[0]}), which only merging does: penstock export --merge-lora."
             )
         lacking = [
             part for name in beyond if name.startswith("layers.") for part in plans[name].parts
@@ -396,12 +398,12 @@ def _places(model: Decoder) -> Iterable[tuple[str, _Place]]:
     for i, layer in enumerate(model.layers):
         assert isinstance(layer, DecoderLayer)
         attention = layer.attention
-        for at in MATRICES.values():
+        for at in matrices_of(model.spec.layers[i]).values():
             linear = layer.get_submodule(at)
             if isinstance(linear, ExpertBank):
                 continue  # `_plans` says so of adapters that change experts
             assert isinstance(linear, Linear)
             rows: tuple[int, ...] = (linear.out_features,) * (2 if linear.gated else 1)
-            if linear is attention.qkv:
+            if isinstance(attention, Attention) and linear is attention.qkv:
                 rows = (attention.q_size, attention.kv_size, attention.kv_size)
             yield f"layers.{i}.{at}", _Place(linear, rows)

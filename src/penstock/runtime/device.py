@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
-from penstock.cache import PagedLayout, PagedRows
+from penstock.cache import PagedLatents, PagedLayout, PagedRows
 from penstock.config import EngineConfig, ModelConfig
 from penstock.errors import ConfigError
 from penstock.hardware import detect
 from penstock.kernels import interpreting, use_triton, why_not_on
 from penstock.kernels.gpu import WORKSPACE
+from penstock.nn import LayerSpec
 from penstock.quant import PANELS, ROWS, UNORDERED_ROWS, Storage
+
+_Dtype = torch.dtype  # a device has a `torch` of its own
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,10 +32,12 @@ class Device:
             return PANELS
         return ROWS if ordered else UNORDERED_ROWS
 
-    @property
-    def layout(self) -> type[PagedLayout]:
-        """How keys and values lie."""
-        return PagedRows if self.by_triton else PagedLayout
+    def layout(self, layers: Sequence[LayerSpec], stored: _Dtype, block_size: int) -> PagedLayout:
+        """How the keys and values of these layers lie."""
+        heads = tuple(layer.attention.cached for layer in layers)
+        if any(layer.attention.latent is not None for layer in layers):
+            return PagedLatents(heads, stored, block_size)
+        return (PagedRows if self.by_triton else PagedLayout)(heads, stored, block_size)
 
     @property
     def is_gpu(self) -> bool:

@@ -14,6 +14,7 @@ from penstock.errors import ConfigError
 from penstock.models.heads.kinds import method_of
 from penstock.models.load import LoadedModel, load_model, max_positions
 from penstock.models.sources import open_model, open_tokenizer
+from penstock.nn.decoder import has_latents
 from penstock.runtime.beside import Target, bytes_of, guessing_folder
 from penstock.runtime.companion import CompanionCache
 from penstock.runtime.device import Device
@@ -202,11 +203,14 @@ def _layout(
                 f"The draft model {engine.folder} was built with kv_cache_dtype='kivi', whose "
                 "recent tokens lie in places of their own. Build it with another one."
             )
-    elif stored not in ("int8", "fp8", "fp8_e4m3", "int4") or draft.dtype is not torch.bfloat16:
+    elif (
+        stored not in ("int8", "fp8", "fp8_e4m3", "int4")
+        or draft.dtype is not torch.bfloat16
+        or has_latents(draft.spec.decoder.layers)
+    ):
         stored = "auto"
     layers = draft.spec.decoder.layers
-    heads = tuple((x.attention.num_kv_heads, x.attention.head_dim) for x in layers)
-    return device.layout(heads, kv_dtype(stored, draft.dtype), config.cache.block_size)
+    return device.layout(layers, kv_dtype(stored, draft.dtype), config.cache.block_size)
 
 
 # ── the same tokens ──────────────────────────────────────────────────────────────────────────────

@@ -249,6 +249,4 @@ def _layout(config: EngineConfig, head: EagleHead, device: Device) -> PagedLayou
     stored = config.cache.kv_cache_dtype
     if stored not in ("int8", "fp8", "fp8_e4m3", "int4") or head.dtype is not torch.bfloat16:
         stored = "auto"
-    attention = head.spec.layer.attention
-    heads = ((attention.num_kv_heads, attention.head_dim),)
-    return device.layout(heads, kv_dtype(stored, head.dtype), config.cache.block_size)
+    return device.layout([head.spec.layer], kv_dtype(stored, head.dtype), config.cache.block_size)

@@ -19,6 +19,7 @@ from penstock.nn import Decoder, DecoderSpec, LayerSpec
 from penstock.nn.decoder import MATRICES
 from penstock.nn.experts import ExpertBank
 from penstock.nn.linear import Embedding, Linear
+from penstock.nn.mla import HeadBanks
 from penstock.nn.parameters import Loadable
 from penstock.ops.linear import ROW_CODES
 from penstock.quant import WeightFormat, formats_of
@@ -154,8 +155,7 @@ def _workspace(found: Description, config: EngineConfig, device: Device, tokens:
         beside = workspace_bytes(device, config.model)
         return beside + activation_bytes(spec, found.dtype.itemsize, limits)
     model = _stand_in(spec, found.dtype)
-    heads = tuple((x.attention.num_kv_heads, x.attention.head_dim) for x in model.spec.layers)
-    kv = PagedLayout(heads, found.dtype, config.cache.block_size).allocate(1)
+    kv = device.layout(model.spec.layers, found.dtype, config.cache.block_size).allocate(1)
     return Program(model, kv).reserve(tokens, limits.max_num_seqs) + _scratch(found, tokens)
 
 
@@ -175,6 +175,10 @@ def _stand_in(spec: DecoderSpec, dtype: torch.dtype) -> Decoder:
             module.packed["weight"] = module.parameter("weight")
             if module.has_bias:
                 module.own("bias", torch.empty((many, rows) if many else (rows,)))
+        elif isinstance(module, HeadBanks):
+            for name, (n, k) in module.shapes().items():
+                packed: torch.Tensor = ops.op("pack").fake(torch.empty((n, k)), dtype, False)
+                module.own(name, packed.new_empty((module.heads, *packed.shape)))
         elif isinstance(module, Loadable) and module.keeper is module:
             kept = dtype if isinstance(module, Embedding) else torch.float32
             for name, shape in module.expected().items():
@@ -186,7 +190,7 @@ def _with_few_experts(layer: LayerSpec) -> LayerSpec:
     experts = layer.mlp.experts
     if experts is None:
         return layer
-    few = replace(experts, count=experts.per_token)
+    few = replace(experts, count=experts.per_token, groups=1, top_groups=1)
     return replace(layer, mlp=replace(layer.mlp, experts=few))
 
 

@@ -21,6 +21,7 @@ from penstock.models.hub import resolve
 from penstock.models.load import LoadedModel, load_dummy, load_model
 from penstock.models.sources import open_tokenizer
 from penstock.models.weights import Progress
+from penstock.nn.decoder import has_latents
 from penstock.runtime.adapters import Adapters, check_foldless
 from penstock.runtime.beside import Opened, Opener, Placed, Target
 from penstock.runtime.companion import CompanionCache
@@ -377,12 +378,16 @@ def runner_over(
 def layout_of(config: EngineConfig, loaded: LoadedModel, device: Device = CPU) -> PagedLayout:
     """How the cache of a loaded model lies in memory."""
     cache, limits = config.cache, config.scheduler
-    heads = tuple(
-        (x.attention.num_kv_heads, x.attention.head_dim) for x in loaded.spec.decoder.layers
-    )
+    layers = loaded.spec.decoder.layers
     stored = kv_dtype(cache.kv_cache_dtype, loaded.dtype)
+    if stored is not loaded.dtype and has_latents(layers):
+        raise ConfigError(
+            f"kv_cache_dtype={cache.kv_cache_dtype!r} isn't built for attention over latents "
+            f"(MLA), whose cache is small already. Leave it out."
+        )
     if cache.kv_cache_dtype != "kivi":
-        return device.layout(heads, stored, cache.block_size)
+        return device.layout(layers, stored, cache.block_size)
+    heads = tuple(layer.attention.cached for layer in layers)
     window = cache.kv_recent_window or RECENT_WINDOW
     asked = config.speculative
     guesses = 0 if asked is None else asked.most_tokens

@@ -55,9 +55,11 @@ def activation_bytes(
     for layer in decoder.layers:
         a, mlp = layer.attention, layer.mlp
         attended = (2 * a.num_heads + 2 * a.num_kv_heads) * a.head_dim
+        if a.latent is not None:  # queries for latents, and what they see of those
+            attended += a.num_heads * (2 * a.latent.rank + a.turning) + a.out_dim
         between = (3 if mlp.gated else 2) * mlp.intermediate
         if mlp.experts is not None:  # each choice has its own, and a product
-            between = mlp.experts.per_token * (between + decoder.hidden)
+            between = mlp.experts.per_token * (between + decoder.hidden) + mlp.experts.shared
         widest = max(widest, attended + between)
     tokens = config.max_num_batched_tokens * (2 * decoder.hidden + widest) * itemsize
     rows = config.max_num_seqs * (1 + guesses) + prompt_logits

@@ -1,5 +1,6 @@
-"""Where keys and values lie in memory: one file for each layout."""
+"""Where keys and values lie in memory, one file a layout."""
 
+from penstock.cache.layouts.latent import PagedLatents
 from penstock.cache.layouts.paged import PagedLayout, PagedRows, block_rows, copy_blocks
 
-__all__ = ["PagedLayout", "PagedRows", "block_rows", "copy_blocks"]
+__all__ = ["PagedLatents", "PagedLayout", "PagedRows", "block_rows", "copy_blocks"]

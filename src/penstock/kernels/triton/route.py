@@ -48,9 +48,23 @@ def _route(
 
 
 @implement("route")
-def route(logits: Tensor, k: int, normalize: bool) -> tuple[Tensor, Tensor]:
-    """`ops.route`: a program a token, whose logits stay in registers while k are picked."""
-    check_route(logits, k)
+def route(
+    logits: Tensor,
+    k: int,
+    normalize: bool,
+    correction: Tensor | None = None,
+    sigmoid: bool = False,
+    groups: int = 1,
+    top_groups: int = 1,
+    scale: float = 1.0,
+) -> tuple[Tensor, Tensor]:
+    """`ops.route`: a program a token, whose logits stay in registers while k are picked.
+
+    Raises RuntimeError for shares by sigmoid, corrections, groups and a scale.
+    """
+    check_route(logits, k, groups, top_groups)
+    if correction is not None or sigmoid or groups > 1 or scale != 1.0:
+        raise RuntimeError("route: sigmoids, corrections, groups and scales aren't built for GPUs")
     tokens, count = logits.shape
     weights = torch.empty((tokens, k), dtype=torch.float32, device=logits.device)
     experts = torch.empty((tokens, k), dtype=torch.int32, device=logits.device)

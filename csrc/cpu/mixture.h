@@ -1,0 +1,60 @@
+// Mixtures of experts: what their kernels are given.
+#pragma once
+
+#include "kernels.h"
+
+namespace penstock {
+
+// How a router chooses and weighs. ops/route.py.
+struct Routing {
+  int64_t k;
+  bool normalize;
+  const float* correction;     // [experts], may be null: is added to shares before the choice
+  bool sigmoid;                // a logit's share is its sigmoid; otherwise of a softmax
+  int64_t groups, top_groups;  // of experts, and how many of them can be chosen from; 1, 1: none
+  float scale;                 // of the weights
+};
+
+struct RouteArgs {
+  const float* logits;  // [rows, experts] contiguous
+  int64_t rows, experts;
+  Routing by;
+  float* weights;   // [rows, k]
+  int32_t* chosen;  // [rows, k]
+  int threads;
+};
+
+// out[t] = Σ weights[t, j] · y[places[t, j]], in the order of j, rounded once. ops/grouped_linear.py.
+struct CombineArgs {
+  const void* y;  // contiguous
+  const int32_t* places;   // [rows, k]
+  const float* weights;    // [rows, k]
+  void* out;
+  int64_t out_stride;
+  int64_t rows, k, dim;
+  DType dtype;  // of y and out
+  int threads;
+};
+
+// How far behind one expert's tensors the next one's lie, in bytes.
+struct Pitch {
+  int64_t weight, scale, zero, fine, bias;
+};
+
+// Each row through the experts that a router chooses. ops/experts.py.
+struct ExpertsArgs {
+  const void* x;
+  int64_t x_stride;
+  void* y;
+  int64_t y_stride;
+  int64_t rows, count;
+  Routing by;
+  LinearArgs router, up, down;  // up and down: of the first expert
+  Pitch up_pitch, down_pitch;
+  int64_t* used;  // is raised by the experts that any row chose; may be null
+  int threads;
+};
+
+void experts(const ExpertsArgs& a);
+
+}  // namespace penstock

@@ -1,0 +1,52 @@
+"""The feed-forward block, and how a block's last product gets into the residual stream."""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+
+from penstock import ops
+from penstock.nn.linear import Linear
+from penstock.nn.norm import Norm
+from penstock.nn.spec import MlpSpec
+from penstock.quant import WeightFormat
+
+
+def add_product(
+    residual: Tensor, linear: Linear, x: Tensor, post_norm: Norm | None, adapters: Tensor | None
+) -> None:
+    """residual += linear(x), normed before where a norm comes after the block."""
+    if post_norm is None:
+        linear.add_(residual, x, adapters)
+    else:
+        ops.add_(residual, post_norm(linear(x, None, adapters)))
+
+
+class Mlp(nn.Module):
+    """Feed-forward block: norm, up and activation in one operator; `down` is the last step.
+
+    `up` holds gate and up in one matrix when gated.
+    """
+
+    def __init__(self, hidden: int, spec: MlpSpec, up: WeightFormat, down: WeightFormat) -> None:
+        super().__init__()
+        self.spec = spec
+        self.up = Linear(
+            hidden,
+            spec.intermediate,
+            spec.bias,
+            up,
+            activation=spec.activation,
+            gated=spec.gated,
+        )
+        self.down = Linear(spec.intermediate, hidden, spec.bias, down)
+
+    def begin(self, residual: Tensor, norm: Norm | None, adapters: Tensor | None) -> Tensor:
+        """All but the last product: [T, intermediate]."""
+        h: Tensor = self.up(residual, norm, adapters)
+        return h
+
+    def end_(
+        self, residual: Tensor, h: Tensor, post_norm: Norm | None, adapters: Tensor | None
+    ) -> None:
+        """residual += the last product of h, in place."""
+        add_product(residual, self.down, h, post_norm, adapters)
