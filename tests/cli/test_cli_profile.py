@@ -29,7 +29,9 @@ from penstock.runtime import load_runtime
 Run = Callable[..., Result]
 
 
-ROWS = set(OPS) - {"norm", "softcap", "experts"}
+LATENTS = {"q", "q_down", "q_up", "kv", "heads"}
+MIXED = {"experts", "shared_up", "shared_down"}
+ROWS = set(OPS) - {"norm", "softcap"} - LATENTS - MIXED
 """What a Llama shows: its matrices take the norms along, and there are neither cap nor experts."""
 
 
@@ -191,3 +193,21 @@ def test_gaps_are_told(base_model: Path) -> None:
     assert "230 kernels by 1 launches; 88% of the host's work" in said
     [said] = _about_gaps(replace(found, why_no_gaps="no profiler"))
     assert said == "The GPU's gaps weren't seen: no profiler"
+
+
+@pytest.mark.skipif(native.handle is None, reason="a program runs its operators one by one")
+def test_attention_over_latents(penstock: Run, tmp_path: Path) -> None:
+    """Each of its products has its row; those of heads are counted with what rotates queries."""
+    make_tiny("deepseek-v3", tmp_path / "m")
+    kept = tmp_path / "p.json"
+    result = penstock(
+        "profile", tmp_path / "m", "--prompt-len", 12, "--output-len", 4, "--json", kept
+    )
+    assert result.exit_code == 0, result.output
+    found = json.loads(kept.read_text())["results"]["decode"]["ops"]
+    calls = {row["op"]: row["calls"] for row in found}
+    assert {name: calls.get(name, 0) for name in sorted(LATENTS | MIXED)} == {
+        "q": 0, "q_down": 3, "q_up": 3, "kv": 3, "heads": 6, "experts": 2, "shared_up": 2,
+        "shared_down": 2,
+    }  # fmt: skip
+    assert "other" not in calls

@@ -156,7 +156,7 @@ def test_caches_of_fewer_bytes_are_refused(tiny: Make, stored: str) -> None:
 
 
 def test_methods_that_are_fitted_are_refused(tiny: Make) -> None:
-    with pytest.raises(UnsupportedModelError, match="latents .*, which GPTQ isn't built for"):
+    with pytest.raises(UnsupportedModelError, match=r"latents .*, which GPTQ isn't built for"):
         Parts.of(open_source(tiny("deepseek-v2").folder)).check_dense("GPTQ")
 
 
@@ -194,5 +194,5 @@ def test_adapters(tiny: Make, tmp_path: Path, name: str) -> None:
             assert abs(found - want[at, prompt[at + 1]].item()) < 2e-4
     heads = "model.layers.1.self_attn.kv_b_proj"
     write_adapter(tmp_path / "heads", [(heads, (4 * (12 + 18), 40))])
-    with pytest.raises(UnsupportedModelError, match="heads over latents .*only merging does"):
+    with pytest.raises(UnsupportedModelError, match=r"heads over latents .*only merging does"):
         llm.load_lora("y", tmp_path / "heads")

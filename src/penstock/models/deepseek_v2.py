@@ -9,6 +9,7 @@ from penstock.models.common import (
     decoder,
     gated_mlp,
     model_spec,
+    predicting_layers,
     softmax_experts,
 )
 from penstock.models.config_reader import ConfigReader
@@ -29,5 +30,6 @@ def read_config(c: ConfigReader) -> ModelSpec:
         LayerSpec(attends, dense if i < plain else mixed)
         for i in range(c.integer("num_hidden_layers"))
     ]
-    rules = (*LATENT_RULES, *SHARED_RULES, *EXPERT_RULES, *DENSE_RULES)
+    more = predicting_layers(c, 0)  # of GGUF files, which say that there are none
+    rules = (*more, *LATENT_RULES, *SHARED_RULES, *EXPERT_RULES, *DENSE_RULES)
     return model_spec(c, "deepseek_v2", decoder(c, layers), rules)

@@ -13,6 +13,7 @@ from penstock.nn.spec import AttentionSpec, LatentSpec
 
 _AT = "model.layers.{i}.self_attn"
 
+
 LATENT_RULES: tuple[Rule, ...] = tuple(
     Rename(f"{_AT}.{theirs}", f"layers.{{i}}.attention.{ours}")
     for theirs, ours in (

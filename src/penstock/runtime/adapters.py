@@ -301,8 +301,9 @@ class Adapters:
         mixed = [name for name in beyond if stored_in(name) != name or name.endswith(apart)]
         if mixed:
             raise UnsupportedModelError(
-                f"The adapter in {files.folder} changes {len(mixed)} matrices of experts, "
-                f"routers or heads over latents ({mixed[0]}), which only merging does: penstock export --merge-lora."
+                f"The adapter in {files.folder} changes {len(mixed)} matrices of experts, routers "
+                f"or heads over latents ({mixed[0]}), which only merging does: penstock export "
+                "--merge-lora."
             )
         lacking = [
             part for name in beyond if name.startswith("layers.") for part in plans[name].parts

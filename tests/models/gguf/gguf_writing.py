@@ -26,6 +26,10 @@ ARCHITECTURES = {
     "Qwen2ForCausalLM": "qwen2",
     "Qwen3ForCausalLM": "qwen3",
     "Qwen3MoeForCausalLM": "qwen3moe",
+    "DeepseekV2ForCausalLM": "deepseek2",
+    "DeepseekV3ForCausalLM": "deepseek2",
+    "Glm4MoeForCausalLM": "glm4moe",
+    "Glm4MoeLiteForCausalLM": "deepseek2",
     "GptOssForCausalLM": "gpt-oss",
     "OlmoeForCausalLM": "olmoe",
     "MixtralForCausalLM": "llama",
@@ -99,10 +103,13 @@ def write_config(writer: gguf.GGUFWriter, c: Any, arch: str) -> None:
         writer.add_rope_dimension_count(int(dim * rope["partial_rotary_factor"]))
         writer.add_parallel_residual(c.use_parallel_residual)
         return
-    writer.add_head_count_kv(c.num_key_value_heads)
     writer.add_layer_norm_rms_eps(c.rms_norm_eps)
-    writer.add_key_length(dim)
-    writer.add_value_length(dim)
+    if arch == "deepseek2":
+        write_latents(writer, c)
+    else:
+        writer.add_head_count_kv(c.num_key_value_heads)
+        writer.add_key_length(dim)
+        writer.add_value_length(dim)
     if arch == "llama":
         writer.add_vocab_size(c.vocab_size)
     everywhere = rope.get("full_attention", rope)
@@ -138,11 +145,44 @@ def write_config(writer: gguf.GGUFWriter, c: Any, arch: str) -> None:
     if experts:
         writer.add_expert_count(experts)
         writer.add_expert_used_count(c.num_experts_per_tok)
+    if arch in ("deepseek2", "glm4moe"):
+        write_router(writer, c)
     if arch == "gpt-oss":
         writer.add_sliding_window(c.sliding_window)
     if arch in ("qwen3moe", "gpt-oss"):
         inner = getattr(c, "moe_intermediate_size", c.intermediate_size)
         writer.add_expert_feed_forward_length(inner)
+
+
+def write_latents(writer: gguf.GGUFWriter, c: Any) -> None:
+    """One head of keys that are latents, and what heads have of those."""
+    writer.add_head_count_kv(1)
+    writer.add_key_length(c.kv_lora_rank + c.qk_rope_head_dim)
+    writer.add_value_length(c.kv_lora_rank)
+    writer.add_key_length_mla(c.qk_nope_head_dim + c.qk_rope_head_dim)
+    writer.add_value_length_mla(c.v_head_dim)
+    writer.add_kv_lora_rank(c.kv_lora_rank)
+    if c.q_lora_rank is not None:
+        writer.add_q_lora_rank(c.q_lora_rank)
+    sharp = c.rope_parameters.get("mscale_all_dim")
+    if sharp is not None:
+        writer.add_rope_scaling_yarn_log_mul(0.1 * sharp)
+
+
+def write_router(writer: gguf.GGUFWriter, c: Any) -> None:
+    """How experts are chosen; layers behind the last one aren't written."""
+    v2 = c.model_type == "deepseek_v2"
+    kinds = gguf.ExpertGatingFuncType
+    writer.add_expert_gating_func(kinds.SOFTMAX if v2 else kinds.SIGMOID)
+    writer.add_leading_dense_block_count(getattr(c, "first_k_dense_replace", 1))
+    writer.add_expert_feed_forward_length(c.moe_intermediate_size)
+    writer.add_expert_shared_count(c.n_shared_experts)
+    writer.add_expert_weights_scale(c.routed_scaling_factor)
+    if c.norm_topk_prob and not v2:
+        writer.add_expert_weights_norm(True)
+    if c.n_group is not None:
+        writer.add_expert_group_count(c.n_group)
+        writer.add_expert_group_used_count(c.topk_group)
 
 
 def write_tensors(
@@ -155,6 +195,8 @@ def write_tensors(
     for name, tensor in _as_stored(model).items():
         if c.tie_word_embeddings and name in ("lm_head.weight", "embed_out.weight"):
             continue
+        if name.endswith("e_score_correction_bias"):
+            name = name.replace("_bias", ".bias")
         there = names.get_name(name, try_suffixes=(".weight", ".bias"))
         assert there is not None, name
         forward, backward = _conversion(c, arch, name)
@@ -163,9 +205,24 @@ def write_tensors(
         data = quantize(values, kind)
         writer.add_tensor(there, data, raw_dtype=kind)
         stored = torch.from_numpy(gguf.quants.dequantize(data, kind).copy())
+        name = name.replace("e_score_correction.bias", "e_score_correction_bias")
         back |= _by_expert(name, backward(stored.view(values.shape)).contiguous())
+    return _joined_heads(back, c) | _rope_of(writer, c)
+
+
+def _rope_of(writer: gguf.GGUFWriter, c: Any) -> dict[str, Tensor]:
+    """Writes what divides frequencies, which no checkpoint has."""
     for name, divisors in rope_tensors(c).items():
         writer.add_tensor(name, divisors)
+    return {}
+
+
+def _joined_heads(back: dict[str, Tensor], c: Any) -> dict[str, Tensor]:
+    """With the keys' and the values' matrices of heads in one again."""
+    for name in [name for name in back if "k_b_proj" in name]:
+        keys, values = back.pop(name), back.pop(name.replace("k_b_proj", "v_b_proj"))
+        heads = torch.cat((keys.transpose(1, 2), values), 1)
+        back[name.replace("k_b_proj", "kv_b_proj")] = heads.flatten(0, 1).contiguous()
     return back
 
 
@@ -186,6 +243,15 @@ def _as_stored(model: Any) -> dict[str, Tensor]:
             found[f"{name}.{last}"] = tensor
         elif name.endswith(".sinks"):
             found[f"{name}.weight"] = tensor
+        elif name.endswith("kv_b_proj.weight"):
+            c = model.config
+            heads = tensor.unflatten(0, (c.num_attention_heads, -1))
+            keys, values = heads.split((c.qk_nope_head_dim, c.v_head_dim), 1)
+            at = name.removesuffix("kv_b_proj.weight")
+            found |= {
+                f"{at}k_b_proj.weight": keys.transpose(1, 2).contiguous(),
+                f"{at}v_b_proj.weight": values.contiguous(),
+            }
         else:
             found[name] = tensor
     if type(model).__name__ != "MixtralForCausalLM":

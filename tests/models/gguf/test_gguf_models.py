@@ -13,7 +13,7 @@ import transformers
 from gguf import GGMLQuantizationType as Kind
 from gguf_writing import Choose, Floats, write_model
 from safetensors.torch import save_file
-from tiny import CASES, Sequence, make_model
+from tiny import CASES, YARN_ROPE, Sequence, make_model
 from torch import Tensor
 
 from penstock.errors import ConfigError
@@ -26,12 +26,17 @@ from penstock.quant.formats.quantized import Quantized
 FAMILIES = [
     "llama", "llama3-rope", "mistral", "mistral-full", "qwen2", "qwen3", "gemma2", "gemma3",
     "phi3", "phi3-short", "phi3-long", "olmo2", "smollm3", "gpt2", "gpt-neox", "gpt-neox-serial",
-    "mixtral", "olmoe", "qwen3-moe", "gpt-oss",
+    "mixtral", "olmoe", "qwen3-moe", "gpt-oss", "deepseek-v2", "deepseek-v2-groups", "deepseek-v3",
+    "glm4-moe", "glm4-moe-lite",
 ]  # fmt: skip
 QUANTIZED = [Kind(kind) for kind, block in BLOCKS.items() if block.plain is None]
+SHARPER = {**YARN_ROPE, "mscale": 0.7, "mscale_all_dim": 0.7}
 UNSAID = {  # what no key of the format says
     "gpt2": {"scale_attn_by_inverse_layer_idx": False},
     "gpt-neox-serial": {"hidden_act": "gelu"},
+    "deepseek-v2": {"rope_parameters": SHARPER},
+    "deepseek-v3": {"rope_parameters": SHARPER},
+    "glm4-moe-lite": {"attention_bias": False, "rope_interleave": True},
     "qwen3-moe": {"decoder_sparse_step": 1, "mlp_only_layers": []},
 }
 TOKENS = torch.randint(3, 320, (40,), generator=torch.Generator().manual_seed(1))
@@ -97,6 +102,7 @@ MATRICES = [
     "mixtral",
     "qwen3-moe",
     "gpt-oss",
+    "deepseek-v3",
 ]
 
 
@@ -104,14 +110,16 @@ MATRICES = [
 @pytest.mark.parametrize("kind", [Kind.F16, Kind.BF16, Kind.Q8_0, Kind.Q4_0, Kind.Q5_1])
 def test_matrices_in_any_family(name: str, kind: Kind, tmp_path: Path) -> None:
     sizes = {"n_embd": 64} if name == "gpt2" else {"intermediate_size": 96, "hidden_size": 64}
-    if name == "qwen3-moe":
+    if name in ("qwen3-moe", "deepseek-v3"):
         sizes["moe_intermediate_size"] = 64
+    if name == "deepseek-v3":
+        sizes |= {"qk_nope_head_dim": 32, "kv_lora_rank": 64}
     model = make(name, **sizes)
     back = write_model(model, tmp_path / "m.gguf", matrices(kind))
     folder = as_checkpoint(model, back, tmp_path / "hf")
     source = GgufSource(tmp_path / "m.gguf")
     experts = {stem: values for stem, values in back.items() if ".experts." in stem}
-    assert bool(experts) is (name in ("mixtral", "qwen3-moe", "gpt-oss"))
+    assert bool(experts) is (name in ("mixtral", "qwen3-moe", "gpt-oss", "deepseek-v3"))
     for stem, want in experts.items():
         found = source.read(stem)
         values = found.dequantize() if isinstance(found, Codes) else found.float()
@@ -160,7 +168,8 @@ def compare(path: Path, folder: Path, kind: Kind) -> None:
         apart = (rounded - got).abs().amax(-1) / got.abs().max()
         assert apart.median() < 0.05  # experts chosen otherwise take the rest along
     if any(not scheme.is_k for scheme in schemes):
-        mixed = load_model(path).spec.decoder.layers[0].mlp.experts is not None
+        layers = load_model(path).spec.decoder.layers
+        mixed = any(layer.mlp.experts is not None for layer in layers)
         if mixed:  # what bfloat16 rounds otherwise takes another expert, and all after it see it
             expected = logits(folder, "float32")
         errors = ((got - expected).abs().amax(-1) / expected.abs().max()).sort().values

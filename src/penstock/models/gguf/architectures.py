@@ -23,6 +23,26 @@ _ATTENTION = {f"attn_{x}": f"{_LAYER}self_attn.{x}_proj" for x in "qkv"} | {
 _MLP = {f"ffn_{x}": f"{_LAYER}mlp.{x}_proj" for x in ("gate", "up", "down")}
 _EXPERTS = {f"ffn_{x}_exps": f"{_LAYER}mlp.experts.{{e}}.{x}_proj" for x in ("gate", "up", "down")}
 _EXPERTS["ffn_gate_inp"] = f"{_LAYER}mlp.gate"
+_SHARED = {
+    **{f"ffn_{x}_shexp": f"{_LAYER}mlp.shared_experts.{x}_proj" for x in ("gate", "up", "down")},
+    "exp_probs_b": f"{_LAYER}mlp.gate.e_score_correction_bias",
+}
+_GUESSING = {  # a layer's behind the last one
+    f"nextn.{x}": f"{_LAYER}nextn.{x}"
+    for x in ("eh_proj", "enorm", "hnorm", "embed_tokens", "shared_head_head", "shared_head_norm")
+}
+_LATENTS = {
+    "attn_q": f"{_LAYER}self_attn.q_proj",
+    "attn_q_a": f"{_LAYER}self_attn.q_a_proj",
+    "attn_q_a_norm": f"{_LAYER}self_attn.q_a_layernorm",
+    "attn_q_b": f"{_LAYER}self_attn.q_b_proj",
+    "attn_kv_a_mqa": f"{_LAYER}self_attn.kv_a_proj_with_mqa",
+    "attn_kv_a_norm": f"{_LAYER}self_attn.kv_a_layernorm",
+    "attn_kv_b": f"{_LAYER}self_attn.kv_b_proj",
+    "attn_k_b": f"{_LAYER}self_attn.k_b_proj",
+    "attn_v_b": f"{_LAYER}self_attn.v_b_proj",
+    "attn_output": f"{_LAYER}self_attn.o_proj",
+}
 _MIXTRAL = {
     f"ffn_{x}_exps": f"{_LAYER}block_sparse_moe.experts.{{e}}.{w}"
     for x, w in (("gate", "w1"), ("up", "w3"), ("down", "w2"))
@@ -237,6 +257,91 @@ def _phi3(m: Metadata, c: Container) -> Config:
     return config
 
 
+def _routed(m: Metadata, config: Config) -> Config:
+    """What is said of experts that DeepSeek's and GLM's routers choose from."""
+    guesses = m.integer(m.own("nextn_predict_layers"), 0)
+    config["num_hidden_layers"] -= guesses
+    config |= {
+        "n_routed_experts": m.integer(m.own("expert_count")),
+        "num_nextn_predict_layers": guesses,
+        "first_k_dense_replace": m.integer(m.own("leading_dense_block_count"), 0),
+        "moe_intermediate_size": m.integer(m.own("expert_feed_forward_length")),
+        "n_shared_experts": m.integer(m.own("expert_shared_count"), 0),
+        "routed_scaling_factor": m.number(m.own("expert_weights_scale"), 1.0) or 1.0,
+        "norm_topk_prob": m.flag(m.own("expert_weights_norm"), False),
+        "n_group": max(m.integer(m.own("expert_group_count"), 1), 1),
+        "topk_group": max(m.integer(m.own("expert_group_used_count"), 1), 1),
+    }
+    return _experts(m, config)
+
+
+_SOFTMAX, _SIGMOID = 1, 2
+_FLASH = (154_880, (47, 48))
+"""Vocabulary and layers of GLM-4.7-Flash, whose first files don't say how experts are chosen."""
+
+
+def _deepseek2(m: Metadata, c: Container) -> Config:
+    """DeepSeek-V2 and V3, Kimi-K2, GLM-4.7-Flash; files with `attn_kv_b` whole are older ones."""
+    turning, rank = (
+        m.integer(m.own("rope.dimension_count")),
+        m.integer(m.own("attention.kv_lora_rank")),
+    )
+    whole = "blk.0.attn_kv_b.weight" in c.tensors
+    lengths = [
+        m.integer(m.own(f"attention.{x}_length{'' if whole else '_mla'}")) for x in ("key", "value")
+    ]
+    for name in ("key_length", "value_length"):
+        m.get(m.own(f"attention.{name}"))  # of what is cached
+    if lengths[0] <= turning:
+        raise m.fail(
+            m.own("rope.dimension_count"), turning, f"below the key's length, {lengths[0]}"
+        )
+    heads, layers = m.integer(m.own("attention.head_count")), _layers(m, c)
+    m.get(m.own("attention.head_count_kv"))
+    config: Config = {
+        "hidden_size": m.integer(m.own("embedding_length")),
+        "intermediate_size": m.integer(m.own("feed_forward_length")),
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": heads,
+        "q_lora_rank": m.integer(m.own("attention.q_lora_rank"), 0) or None,
+        "kv_lora_rank": rank,
+        "qk_rope_head_dim": turning,
+        "qk_nope_head_dim": lengths[0] - turning,
+        "v_head_dim": lengths[1],
+        "rms_norm_eps": m.number(m.own("attention.layer_norm_rms_epsilon")),
+        "max_position_embeddings": m.integer(m.own("context_length")),
+        **rope_config(m, c, turning),
+    }
+    sharp = 10 * m.number(m.own("rope.scaling.yarn_log_multiplier"), 0.0)
+    if sharp and "rope_scaling" in config:
+        both = round(sharp, 6)  # a float32 of a tenth; of all that there are mscale is the same
+        config["rope_scaling"] |= {"mscale": both, "mscale_all_dim": both}
+    flash = (m.integer(m.own("vocab_size"), 0), layers)
+    default = _SIGMOID if flash[0] == _FLASH[0] and flash[1] in _FLASH[1] else _SOFTMAX
+    gate = m.integer(m.own("expert_gating_func"), default) or default
+    if gate not in (_SOFTMAX, _SIGMOID):
+        raise m.fail(m.own("expert_gating_func"), gate, "1 (softmax) or 2 (sigmoid)")
+    config = _routed(m, config)
+    if gate == _SIGMOID:
+        return config | {"architectures": ["DeepseekV3ForCausalLM"]}
+    limited = config["n_group"] > 1
+    config["topk_method"] = "group_limited_greedy" if limited else "greedy"
+    return config | {"architectures": ["DeepseekV2ForCausalLM"]}
+
+
+def _glm4_moe(m: Metadata, c: Container) -> Config:
+    config = _rms_model(m, c, "Glm4MoeForCausalLM")
+    _scale(m, config)
+    gate = m.integer(m.own("expert_gating_func"), _SIGMOID)
+    if gate != _SIGMOID:
+        raise m.fail(m.own("expert_gating_func"), gate, "2 (sigmoid)")
+    config["partial_rotary_factor"] = config.get("partial_rotary_factor", 1.0)
+    config["attention_bias"] = "blk.0.attn_q.bias" in c.tensors
+    config["use_qk_norm"] = "blk.0.attn_q_norm.weight" in c.tensors
+    return _routed(m, config)
+
+
 _LARGEST_GEMMA = {"gemma2": 46, "gemma3": 62}
 """Layers of the 27B models, whose scores are scaled by hidden size ÷ heads: a file doesn't say."""
 
@@ -317,6 +422,22 @@ ARCHITECTURES: dict[str, Architecture] = {
     "qwen3": Architecture(_qwen3, _DENSE | _QK_NORMS),
     "qwen3moe": Architecture(_qwen3_moe, _OUTER | _ATTENTION | _QK_NORMS | _NORMS | _EXPERTS),
     "olmoe": Architecture(_olmoe, _OUTER | _ATTENTION | _QK_NORMS | _NORMS | _EXPERTS),
+    "deepseek2": Architecture(
+        _deepseek2,
+        _OUTER | _LATENTS | _MLP | _NORMS | _EXPERTS | _SHARED | _GUESSING,
+    ),
+    "glm4moe": Architecture(
+        _glm4_moe,
+        _OUTER
+        | _ATTENTION
+        | _QK_NORMS
+        | _MLP
+        | _NORMS
+        | {"post_attention_norm": f"{_LAYER}post_attention_layernorm"}
+        | _EXPERTS
+        | _SHARED
+        | _GUESSING,
+    ),
     "gpt-oss": Architecture(_gpt_oss, _OUTER | _ATTENTION | _GPT_OSS),
     "smollm3": Architecture(_smollm3, _DENSE, rotated=_QK),
     "gemma2": Architecture(_gemma2, _OUTER | _ATTENTION | _MLP | _SANDWICH, norm_shift=1.0),

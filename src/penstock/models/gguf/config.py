@@ -24,6 +24,9 @@ _REFUSED = {
 value, beside 0, that asks for nothing."""
 
 _MODEL_TYPES = {
+    "DeepseekV2ForCausalLM": "deepseek_v2",
+    "DeepseekV3ForCausalLM": "deepseek_v3",
+    "Glm4MoeForCausalLM": "glm4_moe",
     "Gemma3ForCausalLM": "gemma3_text",
     "GPTNeoXForCausalLM": "gpt_neox",
     "MistralForCausalLM": "mistral",
@@ -73,7 +76,8 @@ def read_gguf_config(container: Container) -> dict[str, Any]:
     config |= _special_tokens(m)
     for theirs, (ours, off) in _REFUSED.items():
         value = m.get(m.own(theirs), off)
-        if value not in (0, off):
+        said = theirs == "expert_count" and "n_routed_experts" in config
+        if value not in (0, off) and not said:
             config[ours] = value
     if "num_local_experts" not in config:
         m.get(m.own("expert_used_count"))

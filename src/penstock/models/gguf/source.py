@@ -46,6 +46,37 @@ def _experts(named: str, tensor: TensorInfo) -> Iterator[tuple[str, TensorInfo]]
         yield named.replace("{e}", str(e)), own
 
 
+class HeadPair:
+    """Heads' matrices from latents to keys, each transposed, and to values: `kv_b_proj` apart.
+
+    Raises WeightsError for shapes that don't belong together.
+    """
+
+    def __init__(self, keys_up: TensorInfo, values_up: TensorInfo) -> None:
+        self.keys_up, self.values_up = keys_up, values_up
+        k, v = keys_up.shape, values_up.shape
+        if not len(k) == len(v) == 3 or (k[0], k[1]) != (v[0], v[2]):
+            raise WeightsError(
+                f"{keys_up.name} {list(k)} and {values_up.name} {list(v)} aren't matrices of the "
+                "same heads over the same latents."
+            )
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """[H · (K + V), rank]."""
+        heads, rank, keys = self.keys_up.shape
+        return heads * (keys + self.values_up.shape[1]), rank
+
+    def values(self) -> Tensor:
+        """As a checkpoint has it, head by head."""
+        parts = [
+            each.block.tensor(each.data, each.shape) for each in (self.keys_up, self.values_up)
+        ]
+        if parts[0].dtype is not parts[1].dtype:
+            parts = [part.float() for part in parts]
+        return torch.cat((parts[0].transpose(1, 2), parts[1]), 1).flatten(0, 1)
+
+
 class GgufSource:
     """One GGUF file, mapped. A tensor is read when it is asked for, and nothing is kept of it.
 
@@ -71,6 +102,7 @@ class GgufSource:
                 if there in self._where:
                     raise WeightsError(f"{path}: two tensors are {there}; {name} is one of them.")
                 self._where[there] = stem, part
+        self._heads_of = dict(self._joined_heads())
 
     @property
     def quantization(self) -> str | None:
@@ -87,10 +119,12 @@ class GgufSource:
 
     def names(self) -> list[str]:
         """Every tensor's name in a checkpoint of the family, sorted."""
-        return sorted(self._where)
+        return sorted([*self._where, *self._heads_of])
 
     def shape(self, name: str) -> tuple[int, ...]:
         """A tensor's shape, without reading it."""
+        if name in self._heads_of:
+            return self._heads_of[name].shape
         stem, tensor = self._where[name]
         return tensor.shape[::-1] if self._is_transposed(stem, tensor) else tensor.shape
 
@@ -100,12 +134,16 @@ class GgufSource:
 
     def scheme(self, name: str) -> Scheme | None:
         """What holds the matrix exactly as it is quantized; None: its values are read."""
+        if name in self._heads_of:
+            return None
         stem, tensor = self._where[name]
         kept = len(tensor.shape) == 2 and not self._is_transposed(stem, tensor)
         return tensor.block.scheme if kept else None
 
     def read(self, name: str) -> Tensor | Codes:
         """A tensor's values, as a view of the file or in float32, or its codes."""
+        if name in self._heads_of:
+            return self._heads_of[name].values()
         stem, tensor = self._where[name]
         raw = self._rows_in_order(stem, tensor)
         if self.scheme(name) is not None:
@@ -127,10 +165,14 @@ class GgufSource:
 
     def stored_as(self, name: str) -> str:
         """The name of a tensor's block type: `Q4_K`, `BF16`."""
+        if name in self._heads_of:
+            return self._heads_of[name].values_up.block.name
         return self._where[name][1].block.name
 
     def is_widened(self, name: str) -> bool:
         """Whether a tensor is quantized in a way that no scheme holds: its values are read."""
+        if name in self._heads_of:
+            return self._heads_of[name].values_up.block.plain is None
         return self._where[name][1].block.plain is None and self.scheme(name) is None
 
     def announce(self) -> None:
@@ -150,6 +192,14 @@ class GgufSource:
             2 * values / 1e9, stored / 1e9,
         )  # fmt: skip
 
+    def _joined_heads(self) -> Iterator[tuple[str, HeadPair]]:
+        """`kv_b_proj` of the two parts that converters make of it, which are taken away."""
+        for name in [name for name in self._where if name.endswith("self_attn.k_b_proj.weight")]:
+            other = name.replace("k_b_proj", "v_b_proj")
+            if other in self._where:
+                pair = HeadPair(self._where.pop(name)[1], self._where.pop(other)[1])
+                yield name.replace("k_b_proj", "kv_b_proj"), pair
+
     def _translate(self, name: str) -> tuple[str, str]:
         """(stem, name in a checkpoint); a name that the architecture hasn't stays as it is."""
         match = _LAYER.fullmatch(name) or _OUTER.fullmatch(name)
@@ -159,7 +209,8 @@ class GgufSource:
         layer = match.groupdict().get("i")
         if ("{i}" in there) != (layer is not None):
             return name, name
-        return match["stem"], f"{there.replace('{i}', layer or '')}.{match['p']}"
+        there, part = there.replace("{i}", layer or ""), match["p"]
+        return match["stem"], there if there.endswith(f"_{part}") else f"{there}.{part}"
 
     def _is_transposed(self, stem: str, tensor: TensorInfo) -> bool:
         return stem in self._architecture.transposed and len(tensor.shape) == 2
