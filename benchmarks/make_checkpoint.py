@@ -95,47 +95,38 @@ SHAPES: dict[str, dict[str, Any]] = {
         "torch_dtype": "bfloat16",
         "vocab_size": 32768,
     },
-    "deepseek-v2-lite-4l": {  # four of its 27 layers, the first without experts
-        "architectures": ["DeepseekV2ForCausalLM"],
-        "model_type": "deepseek_v2",
+    "glm-4.7-flash-4l": {  # four of its 47 layers, the first without experts
+        "architectures": ["Glm4MoeLiteForCausalLM"],
+        "model_type": "glm4_moe_lite",
         "attention_bias": False,
         "first_k_dense_replace": 1,
         "hidden_act": "silu",
         "hidden_size": 2048,
-        "intermediate_size": 10944,
+        "intermediate_size": 10240,
         "kv_lora_rank": 512,
-        "max_position_embeddings": 163840,
-        "moe_intermediate_size": 1408,
-        "moe_layer_freq": 1,
+        "max_position_embeddings": 202752,
+        "moe_intermediate_size": 1536,
         "n_group": 1,
         "n_routed_experts": 64,
-        "n_shared_experts": 2,
-        "norm_topk_prob": False,
-        "num_attention_heads": 16,
-        "num_experts_per_tok": 6,
+        "n_shared_experts": 1,
+        "norm_topk_prob": True,
+        "num_attention_heads": 20,
+        "num_experts_per_tok": 4,
         "num_hidden_layers": 4,
-        "num_key_value_heads": 16,
-        "q_lora_rank": None,
-        "qk_nope_head_dim": 128,
+        "num_key_value_heads": 20,
+        "num_nextn_predict_layers": 0,
+        "q_lora_rank": 768,
+        "qk_nope_head_dim": 192,
         "qk_rope_head_dim": 64,
-        "rms_norm_eps": 1e-6,
-        "rope_scaling": {
-            "type": "yarn",
-            "factor": 40,
-            "beta_fast": 32,
-            "beta_slow": 1,
-            "mscale": 0.707,
-            "mscale_all_dim": 0.707,
-            "original_max_position_embeddings": 4096,
-        },
-        "rope_theta": 10000,
-        "routed_scaling_factor": 1.0,
-        "scoring_func": "softmax",
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 1000000.0,
+        "routed_scaling_factor": 1.8,
+        "scoring_func": "sigmoid",  # as llama.cpp's converter wants it of so few layers
         "tie_word_embeddings": False,
         "topk_group": 1,
-        "topk_method": "greedy",
+        "topk_method": "noaux_tc",
         "torch_dtype": "bfloat16",
-        "v_head_dim": 128,
+        "v_head_dim": 256,
         "vocab_size": 32768,
     },
     "tiny": {
@@ -179,6 +170,8 @@ def tensor_shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
         count = config.get("num_experts", config.get("n_routed_experts"))
         if count is not None and i >= config.get("first_k_dense_replace", 0):
             shapes[f"{layer}mlp.gate.weight"] = (count, hidden)
+            if config.get("topk_method") == "noaux_tc":
+                shapes[f"{layer}mlp.gate.e_score_correction_bias"] = (count,)
         for block, wide in _feed_forwards(config, i):
             shapes[f"{layer}{block}.gate_proj.weight"] = (wide, hidden)
             shapes[f"{layer}{block}.up_proj.weight"] = (wide, hidden)
@@ -192,15 +185,18 @@ def tensor_shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
 
 
 def _latent_attention(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
-    """A layer's attention over latents, whose queries aren't compressed."""
+    """A layer's attention over latents, whose queries are compressed, too."""
     hidden, heads, rank = (
         config[name] for name in ("hidden_size", "num_attention_heads", "kv_lora_rank")
     )
     plain, turned, values = (
         config[name] for name in ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
     )
+    tight = config["q_lora_rank"]
     return {
-        "q_proj.weight": (heads * (plain + turned), hidden),
+        "q_a_proj.weight": (tight, hidden),
+        "q_a_layernorm.weight": (tight,),
+        "q_b_proj.weight": (heads * (plain + turned), tight),
         "kv_a_proj_with_mqa.weight": (rank + turned, hidden),
         "kv_a_layernorm.weight": (rank,),
         "kv_b_proj.weight": (heads * (plain + values), rank),

@@ -43,7 +43,8 @@ def sizes(checkpoint: Path) -> Sizes:
     count that a token takes."""
     matrices, heads = 0.0, {}
     config = json.loads((checkpoint / "config.json").read_text())
-    share = config.get("num_experts_per_tok", 1) / config.get("num_experts", 1)
+    experts = config.get("num_experts", config.get("n_routed_experts", 1))
+    share = config.get("num_experts_per_tok", 1) / experts
     for file in checkpoint.glob("*.safetensors"):
         with file.open("rb") as stream:
             (length,) = struct.unpack("<Q", stream.read(8))

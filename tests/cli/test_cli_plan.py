@@ -15,6 +15,7 @@ from typer.testing import Result
 from penstock import LLM, SamplingParams, hardware
 from penstock.hardware import Peaks, detect
 from penstock.kernels import native
+from penstock.models.hub import resolve
 
 Run = Callable[..., Result]
 H200 = ("--device", "cuda", "--bandwidth", 4800, "--tflops", 790)
@@ -43,10 +44,16 @@ def test_what_it_says(penstock: Run) -> None:
     said = " ".join(result.stdout.split())
     for words in (
         "stories: llama, 8 layers of 256", "4 × 640 tokens of 4,096 B in bfloat16", "fits in",
-        "of 512 tokens, 256 of them cached: at least", "bound by memory: at most", "of 4 sequences",
-        "20.0 GB/s", "a million output tokens",
+        "of 512 tokens, 256 of them cached: ", "bound by memory: ", "of 4 sequences",
+        "20.0 GB/s", "a million output tokens", "cache may hold all that a step reads",
     ):  # fmt: skip
         assert words in said
+    assert "at least" not in said and "at most" not in said  # of what a CPU's cache may hold
+    large = penstock("plan", "stories", "--concurrency", 600)  # keys and values alone don't fit
+    said = " ".join(large.stdout.split())
+    assert "tokens: at least" in said and ": at most" in said and "may hold" not in said
+    one = penstock("plan", "stories", "--usd-hour", 1, "--output-len", 1).stdout
+    assert "a million input tokens" in one and "a million output tokens" not in one
 
 
 def test_floors_are_those_of_a_run(penstock: Run, known_peaks: Peaks) -> None:
@@ -95,11 +102,16 @@ def test_a_machine_that_is_not_here(penstock: Run) -> None:
     assert found["memory"]["available_bytes"] is found["memory"]["max_sequences"] is None
     said = penstock("plan", "stories", *H200)
     assert said.exit_code == 0 and "fits" not in said.stdout
+    assert "compared with nothing" in said.stdout and "as given" in said.stdout
+    assert found["memory"]["fits"] is None
+    many = penstock("plan", "stories", *H200, "--max-num-batched-tokens", 8192)
+    assert "of steps of up to 8,192 tokens" in many.stdout  # what a GPU sets aside
     here = ("--bandwidth", 20, "--tflops", 0.1, "--device", "cpu")
     named, own = (as_json(penstock, "--dtype", "float32", *more) for more in (here, ()))
     assert named["speed"]["prefill_s"] == own["speed"]["prefill_s"]  # what the tests' peaks are
     small = as_json(penstock, "stories", "--memory", 0.05)["memory"]
     assert small["available_bytes"] < small["total_bytes"] and small["max_sequences"] == 0
+    assert small["fits"] is False
     assert "DOES NOT FIT" in penstock("plan", "stories", "--memory", 0.05).stdout
 
 
@@ -114,11 +126,12 @@ def test_memory_here_is_what_is_free(penstock: Run) -> None:
     [
         (["--share", 0], "--share must be above 0 and at most 1, not 0"),
         (["--share", "nan"], "--share must be above 0 and at most 1, not nan"),
-        (["--usd-hour", -1], "--usd-hour must be above 0, not -1"),
-        (["--memory", "inf"], "--memory must be above 0, not inf"),
+        (["--usd-hour", -1], "--usd-hour must be above 0 and below 1e9, not -1"),
+        (["--memory", "inf"], "--memory must be above 0 and below 1e9, not inf"),
         (["--bandwidth", 10], "give both, or neither"),
         (["--input-len", 9000], "9000 tokens in the cache and 128 to generate are 9128"),
-        (["--device", "cuda"], "can't be used"),
+        (["--device", "cuda"], "To plan for a GPU that isn't here, give --memory"),
+        (["--concurrency", 3000], "--concurrency 3,000 needs --max-num-batched-tokens 3000"),
         (["--device", "gpu"], "device='gpu' isn't one of auto, cpu, cuda, cuda:N"),
         (["--cached", 0.01], "is less than a block of 32"),
         ([*H200, "--kv-cache-dtype", "kivi"], "is built for CPUs only"),
@@ -144,6 +157,31 @@ def test_as_many_as_it_says_fit(penstock: Run, monkeypatch: pytest.MonkeyPatch) 
     for count, fits in ((most, True), (most + 1, False)):
         memory = as_json(penstock, *sizes, "--concurrency", count)["memory"]
         assert (memory["total_bytes"] <= memory["available_bytes"]) == fits
+
+
+def test_a_config_of_quantized_weights(penstock: Run, tmp_path: Path) -> None:
+    """How they are quantized shows in them: a format must stand for it."""
+    config = json.loads((resolve("stories") / "config.json").read_text())
+    for method, like in (("awq", "w4a16-g128-asym"), ("gptq", "w4a16-g128"), ("fp8", "fp8")):
+        quantized = {**config, "quantization_config": {"quant_method": method}}
+        (tmp_path / "config.json").write_text(json.dumps(quantized))
+        result = penstock("plan", tmp_path)
+        assert result.exit_code == 1
+        said = " ".join(result.stderr.split())
+        assert f"quantized ({method})" in said and f"quantization='{like}'" in said
+        found = as_json(penstock, tmp_path, "--quantization", like)
+        assert found["weight_formats"].startswith(like)
+
+
+def test_headers_that_a_load_refuses(penstock: Run, tmp_path: Path) -> None:
+    """Weights of fewer layers than config.json says."""
+    folder = resolve("stories")
+    for name in ("model.safetensors", "config.json"):
+        (tmp_path / name).write_bytes((folder / name).read_bytes())
+    config = json.loads((folder / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 9}))
+    result = penstock("plan", tmp_path)
+    assert result.exit_code == 1 and "The checkpoint lacks" in " ".join(result.stderr.split())
 
 
 def test_a_built_engine_says_its_own(penstock: Run, engine: Path) -> None:

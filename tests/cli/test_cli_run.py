@@ -174,7 +174,8 @@ def test_openai_batch_lines(penstock: Run, engine: Path, llm: LLM, tmp_path: Pat
 
 WRONG: dict[str, tuple[Any, str]] = {
     "not JSON": ("{", "This isn't JSON"),
-    "a list": ("[1]", "A line is an object, not a list"),
+    "a list": ("[1]", "A line is an object, not an array"),
+    "nothing": ("null", "A line is an object, not null"),
     "no prompt": ({"max_tokens": 3}, "A line needs one of prompt"),
     "two prompts": ({"prompt": "a", "messages": []}, "this one has prompt and messages"),
     "an unknown word": ({"prompt": "a", "max_token": 3}, "Unknown sampling argument 'max_token'"),

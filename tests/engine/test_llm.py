@@ -123,6 +123,7 @@ def test_an_empty_text_is_what_the_tokenizer_puts_before_one() -> None:
         (b"hello", InvalidPromptError, "not bytes"),
         ({"prompt": 5, "prompt_token_ids": [2]}, InvalidPromptError, "text .* not int"),
         ("hello \ud800", InvalidPromptError, "lone surrogate"),
+        ("hello \udce4", InvalidPromptError, "isn't UTF-8: it has the byte 0xe4 at character 6"),
         ([2] * 64, InvalidPromptError, "64 tokens, but .* max_model_len=64"),
         ([2, 99], InvalidPromptError, "Token id 99"),
     ],

@@ -43,6 +43,16 @@ def test_a_text_shorter_than_a_window_is_one_window(tokenizer: Tokenizer) -> Non
     assert found.windows == (tuple(tokenizer.encode((STORY * 20).strip())),)
 
 
+@pytest.mark.parametrize(("stories", "asked", "told"), [(40, 128, True), (40, 1, False)])
+def test_few_windows_are_told_of(
+    tokenizer: Tokenizer, caplog: pytest.LogCaptureFixture, stories: int, asked: int, told: bool
+) -> None:
+    """But not where so few were asked for."""
+    with caplog.at_level("WARNING", "penstock"):
+        from_texts([STORY * stories], tokenizer, "few", num_samples=asked)
+    assert ("may be worse than what is rounded to nearest" in caplog.text) is told
+
+
 def test_windows_of_fewer_tokens_are_as_long(tokenizer: Tokenizer) -> None:
     """In rows of a reduced vocabulary, where a token that was left out is several others."""
     folder = resolve("stories")

@@ -235,8 +235,19 @@ def _parse(text: str) -> dict[str, Any]:
     except RecursionError as error:
         raise RequestError(_TOO_DEEP) from error
     if not isinstance(line, dict):
-        raise RequestError(f"A line is an object, not a {type(line).__name__}.")
+        raise RequestError(f"A line is an object, not {_KINDS[type(line)]}.")
     return line
+
+
+_KINDS = {
+    type(None): "null",
+    bool: "true or false",
+    int: "a number",
+    float: "a number",
+    str: "a string",
+    list: "an array",
+}
+"""Of JSON, by what Python makes of them."""
 
 
 def _plain_answer(

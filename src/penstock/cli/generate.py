@@ -97,6 +97,11 @@ def generate(
     found = None
     if peaks is not None:
         found = RunStats.of(meter, meter.take(), peaks, DraftStats.of(meter.engine))
+    if form.chosen() and any(o.finish_reason == "length" for x in outputs for o in x.outputs):
+        console.warning(
+            "An answer was cut off before it had the form that was asked for: raise --max-tokens "
+            f"({params.max_tokens})."
+        )
     if as_json:
         _print_json(outputs, found)
     elif not streaming:

@@ -12,12 +12,14 @@ from penstock.cli.options import MODEL, Dtype, KvCacheDtype, Model, Quantization
 from penstock.errors import ConfigError
 
 if TYPE_CHECKING:
-    from penstock.hardware import AnyPeaks
+    from penstock.hardware import AnyPeaks, Compute
     from penstock.roofline.outlook import Load, Outlook
     from penstock.runtime.device import Device as Placed
     from penstock.runtime.footprint import Footprint
 
 _MACHINE = "Another machine"
+_CACHED = 256 << 20
+"""Bytes beyond which even large caches are no faster than memory."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +37,10 @@ class Machine:
     memory: Annotated[
         float | None,
         typer.Option(
-            metavar="GIB", help="Memory. Default: what is free here.", rich_help_panel=_MACHINE
+            metavar="GIB",
+            help="Memory. Default: what is free here; nothing where --bandwidth and --tflops name "
+            "another machine.",
+            rich_help_panel=_MACHINE,
         ),
     ] = None
     bandwidth: Annotated[
@@ -66,7 +71,7 @@ class Machine:
         for name in ("memory", "bandwidth", "tflops"):
             value = getattr(self, name)
             if value is not None and not 0 < value < 1e9:
-                raise ConfigError(f"--{name} must be above 0, not {value:g}.")
+                raise ConfigError(f"--{name} must be above 0 and below 1e9, not {value:g}.")
         if (self.bandwidth is None) != (self.tflops is None):
             raise ConfigError(
                 "--bandwidth and --tflops describe one machine: give both, or neither for this one."
@@ -112,16 +117,22 @@ def plan(
     Nothing is loaded: headers are enough, or config.json alone (docs/plan.md).
     """
     from penstock.config import EngineConfig
+    from penstock.config.parts import MAX_NUM_BATCHED_TOKENS
     from penstock.roofline.cost import CostModel
     from penstock.roofline.outlook import Load, outlook
     from penstock.runtime.footprint import footprint
 
     machine.check()
     if usd_hour is not None and not 0 < usd_hour < 1e9:
-        raise ConfigError(f"--usd-hour must be above 0, not {usd_hour:g}.")
+        raise ConfigError(f"--usd-hour must be above 0 and below 1e9, not {usd_hour:g}.")
     if not 0 < share <= 1:
         raise ConfigError(f"--share must be above 0 and at most 1, not {share:g}.")
     prompt = _prompt(model, input_len, output_len)
+    if concurrency > (max_num_batched_tokens or MAX_NUM_BATCHED_TOKENS):
+        raise ConfigError(
+            f"--concurrency {concurrency:,} needs --max-num-batched-tokens {concurrency} or more: "
+            "a step that decodes has a token of each sequence."
+        )
     config = EngineConfig.of(
         model=model,
         max_model_len=prompt + output_len,
@@ -166,6 +177,16 @@ class Planned:
     usd_hour: float | None
 
     @property
+    def computes(self) -> Compute:
+        """What products of activations as they are run in."""
+        return "float32" if self.found.described.dtype.itemsize == 4 else "bfloat16"
+
+    @property
+    def may_stay_in_cache(self) -> bool:
+        """Whether a CPU's cache may hold all that a step reads, which it then gets sooner."""
+        return not self.found.device.is_gpu and self.found.weights + self.cache < _CACHED
+
+    @property
     def cache(self) -> int:
         """Bytes of the load's keys and values."""
         return self.found.cache_bytes(self.load.concurrency, self.load.tokens)
@@ -198,6 +219,7 @@ class Planned:
                 "process_bytes": self.process,
                 "total_bytes": self.total,
                 "available_bytes": self.available,
+                "fits": None if self.available is None else self.total <= self.available,
                 "max_sequences": self.most,
             },
             "speed": {
@@ -239,9 +261,16 @@ def _device(machine: Machine) -> Placed:
 
     from penstock.runtime.device import Device, device_of
 
-    if machine.device.partition(":")[0] == "cuda" and machine.is_named:  # needn't be here
+    if machine.device.partition(":")[0] != "cuda":
+        return device_of(machine.device)
+    if machine.is_named:  # needn't be here
         return Device(torch.device("cuda"), by_triton=True)
-    return device_of(machine.device)
+    try:
+        return device_of(machine.device)
+    except ConfigError as error:
+        raise ConfigError(
+            f"{error} To plan for a GPU that isn't here, give --memory, --bandwidth and --tflops."
+        ) from error
 
 
 def _process(device: Placed) -> int:
@@ -315,8 +344,9 @@ def _print(model: str, planned: Planned) -> None:
         *_memory(planned),
         (
             "Peaks",
-            f"{peaks.read_bytes_per_s / 1e9:.1f} GB/s, {rate(peaks.of('bfloat16'))} in bfloat16, "
-            f"{rate(peaks.of('int8'))} in int8",
+            f"{peaks.read_bytes_per_s / 1e9:.1f} GB/s, {rate(peaks.of(planned.computes))} in "
+            f"{planned.computes}, {rate(peaks.of('int8'))} in int8"
+            + (f"; measured {peaks.measured_at[:16]}" if peaks.measured_at else ", as given"),
         ),
         *_speed(planned),
     ]
@@ -329,7 +359,7 @@ def _memory(planned: Planned) -> list[tuple[str, str]]:
     found, load, total = planned.found, planned.load, amount(planned.total, "B")
     sequences = f"{load.concurrency:,} × {load.tokens:,} tokens"
     window = f", the last {found.window:,} of each" if found.window else ""
-    fits = ""
+    fits = ", compared with nothing: --memory says what there is"
     if planned.available is not None:
         free = amount(planned.available, "B")
         fits = f"; {'fits' if planned.total <= planned.available else 'DOES NOT FIT'} in {free}"
@@ -343,7 +373,7 @@ def _memory(planned: Planned) -> list[tuple[str, str]]:
         ),
         (
             "Workspace",
-            f"{amount(found.workspace, 'B')}, of steps of up to {found.step_tokens:,} tokens",
+            f"{amount(found.workspace, 'B')}, of steps of up to {found.workspace_tokens:,} tokens",
         ),
         *([("Process", amount(planned.process, "B"))] if planned.process else []),
         ("In all", f"{total}{fits}"),
@@ -354,7 +384,8 @@ def _speed(planned: Planned) -> list[tuple[str, str]]:
     from penstock.bench.report import percent, seconds
 
     load, seen, share = planned.load, planned.outlook, planned.share
-    least, most = ("at least ", "at most ") if share == 1 else ("", "")
+    bounds = share == 1 and not planned.may_stay_in_cache
+    least, most = ("at least ", "at most ") if bounds else ("", "")
     together = f" of {load.concurrency:,} sequences" if load.concurrency > 1 else ""
     hit = f", {load.cached_len:,} of them cached" if load.cached_len else ""
     rows = [
@@ -374,15 +405,21 @@ def _speed(planned: Planned) -> list[tuple[str, str]]:
             f"{seen.output_tokens_per_s * share:,.1f} tokens/s, each prompt in steps of its own",
         ),
     ]
+    if planned.may_stay_in_cache:
+        rows.append(
+            ("Beyond", "a CPU's cache may hold all that a step reads: then tokens come sooner")
+        )
     if share < 1:
         rows.append(("Share", f"{percent(share)} of the floor, as was asked for"))
     if planned.usd_hour is not None:
         prices = planned.prices(planned.usd_hour)
+        answers = prices["usd_per_million_output_tokens"]
+        of_answers = f"${answers:.4g} a million output tokens, " if load.output_len > 1 else ""
         rows.append(
             (
                 "Price",
                 f"${prices['usd_per_million_input_tokens']:.4g} a million input tokens, "
-                f"${prices['usd_per_million_output_tokens']:.4g} a million output tokens, "
+                f"{of_answers}"
                 f"${prices['usd_per_thousand_requests']:.4g} a thousand requests",
             )
         )

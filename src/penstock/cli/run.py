@@ -122,7 +122,7 @@ def run(
             typer.echo(line, err=True)
         if names and not counts.api_lines:
             console.warning("--served-model-name had no effect: no line was an OpenAI batch line.")
-    if counts.failed and not counts.answered:
+    if counts.failed and not counts.answered + counts.skipped:
         raise typer.Exit(1)  # some that fail beside others are told of in their answers
 
 
@@ -259,9 +259,11 @@ async def _lines(source: IO[bytes], name: str) -> AsyncIterator[str]:
                 goes_on = bool(got)
             except BaseException as error:  # whatever it is, somebody waits
                 got, goes_on = error, False
+            waiting = queue.put(got)
             try:
-                asyncio.run_coroutine_threadsafe(queue.put(got), loop).result()
+                asyncio.run_coroutine_threadsafe(waiting, loop).result()
             except (RuntimeError, CancelledError):  # nobody waits for it any more
+                waiting.close()
                 return
 
     threading.Thread(target=read, name="penstock-lines", daemon=True).start()

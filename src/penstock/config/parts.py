@@ -34,6 +34,10 @@ STARVATION_S = 60.0
 _DEVICES = r"auto|cpu|cuda(:(0|[1-9][0-9]?))?"
 
 
+MAX_NUM_BATCHED_TOKENS = 2048
+"""Unless asked otherwise."""
+
+
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
     """Which model, and in which form."""
@@ -161,7 +165,7 @@ class SchedulerConfig:
     """How much runs at once, who goes first, and how one gives way to another."""
 
     max_num_seqs: int = 64  # sequences in one step
-    max_num_batched_tokens: int = 2048  # tokens in one step
+    max_num_batched_tokens: int = MAX_NUM_BATCHED_TOKENS  # tokens in one step
     enable_chunked_prefill: bool = True
     async_scheduling: bool | None = None  # a GPU's next step is begun early; None: where it can be
     enable_jump_forward: bool = True  # tokens that a grammar forces take no step of their own

@@ -133,6 +133,10 @@ def _over(found: Source, dtype: str, quantization: str | None) -> tuple[Source, 
     return found, quantization
 
 
+_LIKE = {"awq": "w4a16-g128-asym", "fp8": "fp8", "mxfp4": "mxfp4", "bitsandbytes": "nf4"}
+"""Formats like those of other tools, by `quant_method`; others are as GPTQ's."""
+
+
 def _shape(
     folder: Path, dtype: str, strict: bool, quantization: str | None
 ) -> tuple[ModelSpec, torch.dtype, WeightFormats]:
@@ -143,10 +147,13 @@ def _shape(
             "load_format out, or give a folder."
         )
     spec = read_spec(folder, strict=strict)
-    if read_json(folder / "config.json").get("quantization_config") is not None:
+    quantized = read_json(folder / "config.json").get("quantization_config")
+    if quantized is not None and quantization is None:
+        method = quantized.get("quant_method") if isinstance(quantized, dict) else None
         raise ConfigError(
-            f"{folder}/config.json has a quantization_config, which random weights don't heed. "
-            "Take it out, and choose a format such as quantization='w4a16-g128'."
+            f"{folder}/config.json says that its weights are quantized ({method}); how shows in "
+            "those alone, which aren't read here. Choose a format that stands for it: "
+            f"quantization={_LIKE.get(str(method), 'w4a16-g128')!r}."
         )
     name = (spec.dtype or "bfloat16") if dtype == "auto" else dtype
     if name not in _DTYPES:

@@ -145,6 +145,11 @@ def spec_of(config: dict[str, Any], where: str, *, strict: bool = False) -> Mode
             check_spec(spec, where)
             reader.finish(strict=strict)
             return spec
+    if not names and config.get("model_type") is None:
+        raise UnsupportedModelError(
+            f"{where}: its config.json names neither architectures nor a model_type, so nobody "
+            "knows what it holds."
+        )
     wanted = names[0] if names else f"model_type {config.get('model_type')!r}"
     raise UnsupportedModelError(
         f"{where} holds {wanted}, which isn't built.{nearest(str(wanted), known)} "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import logging
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +19,12 @@ WINDOW = 512
 LEAST_TOKENS = 256
 """Fewer say nothing about a matrix of any size."""
 
+FEW_SAMPLES = 32
+"""Fewer windows than this, where more were asked for, are told of."""
+
 SEPARATOR = "<|endoftext|>"
+
+logger = logging.getLogger("penstock")
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,6 +131,12 @@ def from_texts(
         )
     whole = len(tokens) // window
     windows = [tuple(tokens[i * window : (i + 1) * window]) for i in range(whole)]
+    if whole < min(num_samples, FEW_SAMPLES):
+        logger.warning(
+            "The calibration text %r has %d tokens, %d windows of %d; %d are usual. What is fitted "
+            "to so little may be worse than what is rounded to nearest.",
+            name, len(tokens), whole, window, NUM_SAMPLES,
+        )  # fmt: skip
     return CalibrationSet(name, tuple(_spread(windows, num_samples)) or (tuple(tokens),))
 
 

@@ -15,6 +15,7 @@ from penstock.errors import ConfigError
 from penstock.kernels import native
 from penstock.models.hub import resolve
 from penstock.models.load import Description, LoadedModel, describe, weight_bytes
+from penstock.models.weights import check_complete
 from penstock.nn import Decoder, DecoderSpec, LayerSpec
 from penstock.nn.decoder import MATRICES
 from penstock.nn.experts import ExpertBank
@@ -48,6 +49,12 @@ class Footprint:
     workspace: int  # activations of the largest step, and what kernels take beside them
     window: int  # tokens that the widest layer sees, where blocks beyond them are let go; else 0
     step_tokens: int  # of the largest step
+
+    @property
+    def workspace_tokens(self) -> int:
+        """Of the step that the workspace is for: on a GPU the largest that there may be."""
+        limit = self.config.scheduler.max_num_batched_tokens
+        return limit if self.device.by_triton else self.step_tokens
 
     @property
     def decoder(self) -> DecoderSpec:
@@ -89,7 +96,8 @@ class Footprint:
 def footprint(config: EngineConfig, device: Device, step_tokens: int | None = None) -> Footprint:
     """Of what `load_runtime` would load; a folder without weights stands for random ones.
 
-    device: where it is to run, which needn't be in this machine. step_tokens: of the largest step
+    Headers are checked as a load would check them. device: where it is to run, which needn't be in
+    this machine. step_tokens: of the largest step
     that will come, where it is smaller than the configuration's. Drafts, adapters and the process
     itself come on top. Raises ConfigError for an engine folder, which says its own bytes.
     """
@@ -103,6 +111,8 @@ def footprint(config: EngineConfig, device: Device, step_tokens: int | None = No
     config = as_exported(folder, config)
     check_device(config, device)  # of what an export was made for, too
     found = _described(folder, config, device)
+    if found.source is not None:
+        check_complete(found.spec, found.source, found.formats, found.dtype)
     return _measured(found, found.loaded(found.decoder()), config, device, step_tokens)
 
 

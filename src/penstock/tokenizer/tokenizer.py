@@ -310,6 +310,12 @@ class Tokenizer:
         try:
             text.encode()
         except UnicodeEncodeError as error:
+            code = ord(text[error.start])
+            if 0xDC80 <= code <= 0xDCFF:  # a byte that Python kept as such
+                raise InvalidPromptError(
+                    f"The text isn't UTF-8: it has the byte {code - 0xDC00:#04x} at character "
+                    f"{error.start} of {len(text)}. Write it in UTF-8, or replace it with U+FFFD."
+                ) from error
             raise InvalidPromptError(
                 f"The text has the lone surrogate U+{ord(text[error.start]):04X} at character "
                 f"{error.start} of {len(text)}: it isn't valid Unicode. Decode it as UTF-16 pairs "

@@ -99,7 +99,8 @@ def main_dtype(container: Container) -> torch.dtype:
     sizes: dict[torch.dtype, int] = {}
     for tensor in container.tensors.values():
         dtype = tensor.block.plain or torch.bfloat16
-        sizes[dtype] = sizes.get(dtype, 0) + tensor.nbytes
+        values = tensor.nbytes // tensor.block.nbytes * tensor.block.values
+        sizes[dtype] = sizes.get(dtype, 0) + values
     if not sizes:
         raise WeightsError(f"{container.path} has no tensors: it holds a vocabulary alone.")
     return max(sizes, key=lambda dtype: sizes[dtype])

@@ -187,9 +187,9 @@ class GgufSource:
         )
         logger.warning(
             "%s: %d tensors (%s) are widened as they are read, as no scheme means exactly the "
-            "same: %.2f GB in bfloat16 instead of %.2f.",
+            "same: %.1f MB in bfloat16, or twice that in float32, instead of %.1f.",
             self.path, len(widened), ", ".join(f"{n} {kind}" for kind, n in kinds.items()),
-            2 * values / 1e9, stored / 1e9,
+            2 * values / 1e6, stored / 1e6,
         )  # fmt: skip
 
     def _joined_heads(self) -> Iterator[tuple[str, HeadPair]]:
