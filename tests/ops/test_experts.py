@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import GptOssConfig, MixtralConfig
+from transformers import DeepseekV3Config, GptOssConfig, MixtralConfig
+from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3TopkRouter
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssMLP
 from transformers.models.mixtral.modeling_mixtral import MixtralSparseMoeBlock
 
@@ -99,6 +100,60 @@ def test_a_token_s_bits_are_its_own(name: str, threads: int) -> None:
         assert torch.equal(ops.experts(x[part], *given), want[part])
 
 
+ROUTERS = {
+    "sigmoid": (False, True, 1, 1),
+    "corrected": (True, True, 1, 1),
+    "corrected softmax": (True, False, 1, 1),
+    "groups": (False, False, 4, 2),
+    "sigmoid in groups": (False, True, 4, 3),
+    "as DeepSeek-V3": (True, True, 4, 2),
+    "groups of one": (True, True, 12, 5),
+    "all groups": (True, True, 3, 3),
+}
+"""Whether there are corrections, sigmoids; groups, and how many can be chosen from."""
+
+
+def routed(name: str, normalize: bool) -> tuple[Any, ...]:
+    """Arguments for 12 experts, of which a token takes 4."""
+    corrected, *rest = ROUTERS[name]
+    given = list(arguments(k=4, normalize=normalize))
+    given[0] = Dense(torch.float32).pack(randn(12, D, seed=99) / 4)["weight"]
+    for i in (2, 8):  # up's and down's weights, of one expert more
+        given[i] = torch.cat((given[i], given[i][:1])).contiguous()
+    return *given, randn(12, seed=5) / 2 if corrected else None, *rest, 1.5
+
+
+@pytest.mark.parametrize("normalize", [False, True])
+@pytest.mark.parametrize("name", ROUTERS)
+@pytest.mark.usefixtures("isa")
+@needs_native
+def test_routers(name: str, normalize: bool) -> None:
+    given, x = routed(name, normalize), rows(40)
+    got = ops.experts(x, *given)
+    torch.testing.assert_close(got, ops.op("experts").reference(x, *given), rtol=1e-5, atol=1e-5)
+    alone = torch.cat([ops.experts(row, *given) for row in x.split(1)])
+    assert torch.equal(got, alone)
+
+
+def test_the_router_of_deepseek() -> None:
+    """transformers' own, with corrections that change the choice."""
+    config = DeepseekV3Config(
+        hidden_size=D, n_routed_experts=16, n_group=4, topk_group=2, num_experts_per_tok=5,
+        routed_scaling_factor=2.5,
+    )  # fmt: skip
+    router, x = DeepseekV3TopkRouter(config), rows(50)
+    correction = randn(16, seed=5) / 2
+    with torch.no_grad():
+        router.weight.copy_(randn(16, D, seed=6) / 8)
+        router.e_score_correction_bias.copy_(correction)
+        logits, weights, experts = router(x)
+        found = ops.route(logits, 5, True, correction, True, 4, 2, 2.5)
+        plain = ops.route(logits, 5, True, None, True, 4, 2, 2.5)
+    assert torch.equal(found[1].sort().values, experts.to(torch.int32).sort().values)
+    torch.testing.assert_close(found[0].sort().values, weights.sort().values)
+    assert not torch.equal(plain[1].sort().values, found[1].sort().values)
+
+
 @pytest.mark.parametrize("k", [1, 2, E])
 @pytest.mark.usefixtures("isa")
 @needs_native
@@ -141,6 +196,10 @@ def test_what_doesn_t_fit_is_refused() -> None:
         ops.experts(rows(2), *arguments(k=E + 1))
     with pytest.raises(RuntimeError, match="0 experts a token can't be chosen"):
         ops.experts(rows(2), *arguments(k=0))
+    for groups, top_groups in ((5, 1), (4, 5), (0, 1), (12, 3)):
+        given = (*routed("as DeepSeek-V3", True)[:-3], groups, top_groups, 1.0)
+        with pytest.raises(RuntimeError, match=r"experts.* can't be chosen from"):
+            ops.experts(rows(2), *given)
 
 
 @needs_native

@@ -145,16 +145,6 @@ def _check_rows(part: str, held: WeightFormat) -> None:
         )
 
 
-def _check_router(spec: ExpertsSpec, storage: str) -> None:
-    """Raises UnsupportedModelError for what no GPU's kernel does: before a weight is read."""
-    plain = not spec.sigmoid and not spec.correction and spec.groups == 1 and spec.scale == 1.0
-    if storage == "rows" and not plain:
-        raise UnsupportedModelError(
-            "Routers by sigmoid, by groups of experts, with corrections or a scale aren't built "
-            "for GPUs: choose device='cpu'."
-        )
-
-
 class Experts(nn.Module):
     """down[e](act(gate[e]) · up[e]) of the experts that a token's router chooses, weighed.
 
@@ -173,7 +163,6 @@ class Experts(nn.Module):
     ) -> None:
         """dtype: of activations, and of the router, which no format rounds."""
         super().__init__()
-        _check_router(experts, up.storage.name)
         self.spec = spec
         self.experts = experts
         self.hidden = hidden

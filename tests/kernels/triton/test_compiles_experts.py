@@ -43,6 +43,9 @@ def main(everything: bool) -> None:
         experts = torch.empty(n, n, dtype=integer)
         combine(torch.empty(n, n).bfloat16(), experts, torch.empty(n, n))
         route(torch.empty(n, n).bfloat16(), n, True)
+        groups = min(n, 2)
+        more = torch.empty(n), True, groups, groups, 1.5
+        route(torch.empty(n, n).bfloat16(), n, True, *more)
         sort_tokens(experts, n)
 
     kinds = [half, torch.int8, torch.float8_e4m3fn, single] if everything else [half]

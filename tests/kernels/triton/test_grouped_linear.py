@@ -173,6 +173,27 @@ def test_route(tokens: int, top: int, count: int, normalize: bool, dtype: torch.
     assert torch.equal(torch.cat([each for each, _ in alone]), weights)
 
 
+@pytest.mark.parametrize("normalize", [False, True])
+@pytest.mark.parametrize("sigmoid", [False, True])
+@pytest.mark.parametrize("corrected", [False, True])
+@pytest.mark.parametrize(
+    ("count", "groups", "top_groups", "top"),
+    [(12, 1, 1, 4), (12, 4, 2, 5), (9, 3, 1, 3), (8, 8, 3, 2), (160, 8, 3, 6), (5, 5, 5, 5)],
+)
+def test_routers(
+    count: int, groups: int, top_groups: int, top: int, corrected: bool, sigmoid: bool,
+    normalize: bool,
+) -> None:  # fmt: skip
+    logits = randn(17, count)
+    correction = randn(count, seed=3) / 2 if corrected else None
+    given = top, normalize, correction, sigmoid, groups, top_groups, 1.5
+    (weights, experts), expected = both("route", logits, *given)
+    assert torch.equal(experts, expected[1])
+    torch.testing.assert_close(weights, expected[0], rtol=2e-6, atol=1e-7)
+    with pytest.raises(RuntimeError, match="can't be chosen from"):
+        launchers()["route"](logits, top, normalize, correction, sigmoid, groups + count, 1)
+
+
 def test_route_has_one_order() -> None:
     inf = torch.inf
     logits = torch.tensor([[1.0, 3, 3, 2], [0, -0.0, 0, -1], [-1, -inf, -9, -inf]], device=DEVICE)
