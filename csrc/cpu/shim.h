@@ -163,10 +163,11 @@ AttentionArgs attention_args(DType dtype, int64_t heads, int64_t dim, const Cach
 
 // Positions lie in a table of `table` rows and slots in a cache of `places`, for `count` tokens.
 void check_places(const int32_t* positions, const int32_t* slots, int64_t count, int64_t table,
-                  int64_t places);
+                  int64_t places, const char* what = "rotary_cache");
 
 // [copied, 2] int32: one of `count` tokens, and a slot of a cache of `places`. Returns `copied`.
-int64_t check_copies(const Optional& copies, int64_t count, int64_t places);
+int64_t check_copies(const Optional& copies, int64_t count, int64_t places,
+                     const char* what = "rotary_cache");
 
 // A step's sequences and the blocks that each of them reads.
 struct Sequences {
@@ -176,9 +177,10 @@ struct Sequences {
   int64_t count, table_stride, width;
 };
 Sequences sequences_of(const Tensor& query_start, const Tensor& context_len,
-                       const Tensor& block_table);
+                       const Tensor& block_table, const char* what = "paged_attention");
 // They cover `tokens` queries and have blocks in a cache of `blocks` of `block_size` tokens.
-void check_sequences(const Sequences& s, int64_t tokens, int64_t blocks, int64_t block_size);
+void check_sequences(const Sequences& s, int64_t tokens, int64_t blocks, int64_t block_size,
+                     const char* what = "paged_attention");
 // Every block that is written to, and every one that some query sees as it was written, has its
 // place in the window.
 void check_recent(const Recent& recent, const int32_t* slots, int64_t count, int64_t block_size);

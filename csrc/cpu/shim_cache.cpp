@@ -178,22 +178,22 @@ RotaryCacheArgs rotary_cache_args(Form qkv, int64_t heads, const Optional& q_nor
 }
 
 void check_places(const int32_t* positions, const int32_t* slots, int64_t count, int64_t table,
-                  int64_t places) {
+                  int64_t places, const char* what) {
   for (int64_t t = 0; t < count; t++) {
-    STD_TORCH_CHECK(positions[t] >= 0 && positions[t] < table, "rotary_cache: position ",
+    STD_TORCH_CHECK(positions[t] >= 0 && positions[t] < table, what, ": position ",
                     positions[t], " is beyond the table of ", table);
-    STD_TORCH_CHECK(slots[t] < places, "rotary_cache: slot ", slots[t],
+    STD_TORCH_CHECK(slots[t] < places, what, ": slot ", slots[t],
                     " is beyond the cache of ", places);
   }
 }
 
-int64_t check_copies(const Optional& copies, int64_t count, int64_t places) {
+int64_t check_copies(const Optional& copies, int64_t count, int64_t places, const char* what) {
   if (!copies) return 0;
   STD_TORCH_CHECK(copies->dim() == 2 && copies->size(1) == 2, "copies must be [copied, 2]");
   const int32_t* pair = integers(*copies, copies->numel(), "copies");
   for (int64_t i = 0; i < copies->size(0); i++, pair += 2)
     STD_TORCH_CHECK(pair[0] >= 0 && pair[0] < count && pair[1] >= 0 && pair[1] < places,
-                    "rotary_cache: a copy of token ", pair[0], " of ", count, " to slot ", pair[1],
+                    what, ": a copy of token ", pair[0], " of ", count, " to slot ", pair[1],
                     " of ", places);
   return copies->size(0);
 }
@@ -246,36 +246,37 @@ AttentionArgs attention_args(DType dtype, int64_t heads, int64_t dim, const Cach
 }
 
 Sequences sequences_of(const Tensor& query_start, const Tensor& context_len,
-                       const Tensor& block_table) {
+                       const Tensor& block_table, const char* what) {
   Sequences s = {};
   s.count = context_len.numel();
-  s.context_len = integers(context_len, s.count, "paged_attention: context_len");
-  s.query_start = integers(query_start, s.count + 1, "paged_attention: query_start");
+  s.context_len = integers(context_len, s.count, what);
+  s.query_start = integers(query_start, s.count + 1, what);
   STD_TORCH_CHECK(block_table.dim() == 2 && block_table.size(0) == s.count &&
                       block_table.scalar_type() == ScalarType::Int &&
                       (block_table.size(1) <= 1 || block_table.stride(1) == 1),
-                  "paged_attention: block_table must be int32 [sequences, blocks]");
+                  what, ": block_table must be int32 [sequences, blocks]");
   s.block_table = static_cast<const int32_t*>(block_table.data_ptr());
   s.table_stride = block_table.stride(0);
   s.width = block_table.size(1);
   return s;
 }
 
-void check_sequences(const Sequences& s, int64_t tokens, int64_t blocks, int64_t block_size) {
+void check_sequences(const Sequences& s, int64_t tokens, int64_t blocks, int64_t block_size,
+                     const char* what) {
   for (int64_t b = 0; b < s.count; b++) {
     const int64_t count = s.query_start[b + 1] - s.query_start[b];
     const int64_t need = (s.context_len[b] + block_size - 1) / block_size;
     STD_TORCH_CHECK(count >= 0 && count <= s.context_len[b] && need <= s.width,
-                    "paged_attention: sequence ", b, " has ", count, " queries, a context of ",
+                    what, ": sequence ", b, " has ", count, " queries, a context of ",
                     s.context_len[b], " and ", s.width, " blocks");
     for (int64_t i = 0; i < need; i++) {
       const int64_t block = s.block_table[b * s.table_stride + i];
-      STD_TORCH_CHECK(block >= 0 && block < blocks, "paged_attention: block ", block,
+      STD_TORCH_CHECK(block >= 0 && block < blocks, what, ": block ", block,
                       " is outside the cache of ", blocks);
     }
   }
   STD_TORCH_CHECK(s.query_start[0] == 0 && s.query_start[s.count] == tokens,
-                  "paged_attention: query_start doesn't cover the ", tokens, " queries");
+                  what, ": query_start doesn't cover the ", tokens, " queries");
 }
 
 void check_recent(const Recent& recent, const int32_t* slots, int64_t count, int64_t block_size) {

@@ -32,10 +32,15 @@ LatentShape latent_shape(const Tensor& cache, DType dtype, int64_t dim, const ch
 
 }  // namespace
 
+// How many matrices there are.
+static int64_t heads_of(const Tensor& weight, const char* what) {
+  STD_TORCH_CHECK(weight.dim() == 5 && weight.size(0) > 0 && weight.is_contiguous(), what,
+                  ": weights must be contiguous panels [heads, N/16, K/v, 16, v]");
+  return weight.size(0);
+}
+
 HeadsArgs heads_args(Form x, const Tensor& weight, int64_t in, int64_t x_head, int64_t out,
                      int64_t y_head) {
-  STD_TORCH_CHECK(weight.dim() == 5 && weight.size(0) > 0 && weight.is_contiguous(),
-                  "head_linear: weight must be contiguous panels [heads, N/16, K/v, 16, v]");
   HeadsArgs a = {};
   a.heads = weight.size(0);
   a.first = linear_args({x.dtype, in}, torch::stable::select(weight, 0, 0), {}, {}, {}, out, 0,
@@ -48,8 +53,8 @@ HeadsArgs heads_args(Form x, const Tensor& weight, int64_t in, int64_t x_head, i
 }
 
 HeadsArgs head_linear_args(Form x, const Tensor& weight, int64_t out_features) {
-  const int64_t heads = weight.size(0);
-  STD_TORCH_CHECK(heads > 0 && x.columns % heads == 0, "head_linear: ", x.columns,
+  const int64_t heads = heads_of(weight, "head_linear");
+  STD_TORCH_CHECK(x.columns % heads == 0, "head_linear: ", x.columns,
                   " columns aren't those of ", heads, " heads");
   return heads_args(x, weight, x.columns / heads, x.columns / heads, out_features, out_features);
 }
@@ -68,10 +73,10 @@ Tensor head_linear(const Tensor& x, const Tensor& weight, int64_t out_features) 
 
 LatentQueryArgs latent_query_args(Form q, const Tensor& key_up, const Tensor& cos_sin,
                                   bool interleaved, int64_t rank) {
-  const int64_t heads = key_up.size(0);
+  const int64_t heads = heads_of(key_up, "mla_query");
   LatentQueryArgs a = {};
   a.angles = angles_of(cos_sin, interleaved, "mla_query: cos_sin");
-  STD_TORCH_CHECK(heads > 0 && q.columns % heads == 0 && q.columns / heads > a.angles.dim,
+  STD_TORCH_CHECK(q.columns % heads == 0 && q.columns / heads > a.angles.dim,
                   "mla_query: ", q.columns, " columns aren't those of ", heads,
                   " heads of more than ", a.angles.dim);
   const int64_t dim = q.columns / heads;
@@ -85,7 +90,10 @@ Tensor mla_query(const Tensor& q, const Tensor& key_up, const Tensor& cos_sin, b
       latent_query_args(form_of(q, "mla_query: q"), key_up, cos_sin, interleaved, rank);
   const int64_t tokens = q.size(0), heads = a.heads.heads;
   a.angles.positions = integers(positions, tokens, "mla_query: positions");
-  check_ids(a.angles.positions, tokens, a.angles.count, "position");
+  for (int64_t t = 0; t < tokens; t++)
+    STD_TORCH_CHECK(a.angles.positions[t] >= 0 && a.angles.positions[t] < a.angles.count,
+                    "mla_query: position ", a.angles.positions[t], " is beyond the table of ",
+                    a.angles.count);
   Tensor y = torch::stable::new_empty(q, {tokens, heads, rank + a.angles.dim});
   a.heads.x = q.data_ptr();
   a.heads.x_stride = q.stride(0);
@@ -123,8 +131,9 @@ void mla_cache(const Tensor& kv, const Tensor& norm, double eps, const Tensor& c
   a.tokens = kv.size(0);
   a.angles.positions = integers(positions, a.tokens, "mla_cache: positions");
   a.slots = integers(slots, a.tokens, "mla_cache: slots");
-  check_places(a.angles.positions, a.slots, a.tokens, a.angles.count, a.blocks * a.block_size);
-  a.copied = check_copies(copies, a.tokens, a.blocks * a.block_size);
+  check_places(a.angles.positions, a.slots, a.tokens, a.angles.count, a.blocks * a.block_size,
+               "mla_cache");
+  a.copied = check_copies(copies, a.tokens, a.blocks * a.block_size, "mla_cache");
   if (a.copied > 0) a.copies = static_cast<const int32_t*>(copies->data_ptr());
   a.x = kv.data_ptr();
   a.stride = kv.stride(0);
@@ -162,8 +171,8 @@ Tensor mla_attention(const Tensor& q, const Tensor& cache, const Tensor& query_s
                   "mla_attention: q must be [tokens, heads, dim], contiguous");
   AttentionArgs a = latent_attention_args(dtype_of(q, "mla_attention: q"), q.size(1), q.size(2),
                                           cache, scale, rank);
-  const Sequences s = sequences_of(query_start, context_len, block_table);
-  check_sequences(s, q.size(0), a.blocks, a.block_size);
+  const Sequences s = sequences_of(query_start, context_len, block_table, "mla_attention");
+  check_sequences(s, q.size(0), a.blocks, a.block_size, "mla_attention");
   a.query_start = s.query_start;
   a.context_len = s.context_len;
   a.block_table = s.block_table;

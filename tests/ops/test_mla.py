@@ -219,7 +219,7 @@ def test_what_doesn_t_fit_is_refused() -> None:
         ops.mla_attention(q, cache, *rest[:-1], 41)  # type: ignore[arg-type]
     with pytest.raises(RuntimeError, match="aren't those of 4 heads"):
         ops.head_linear(randn(2, 30), bank(4, 8, 8, torch.float32), 8)
-    with pytest.raises(RuntimeError, match="position 600 is outside"):
+    with pytest.raises(RuntimeError, match="mla_query: position 600 is beyond"):
         ops.mla_query(
             randn(1, 4 * 20), bank(4, 32, 12, torch.float32), cos_sin(8), True, ints(600), 32
         )
@@ -228,3 +228,18 @@ def test_what_doesn_t_fit_is_refused() -> None:
             randn(1, 8), torch.ones(0), 1e-6, cos_sin(8), True, ints(0), ints(0),
             empty_cache(1, 8, torch.float32),
         )  # fmt: skip
+    with pytest.raises(RuntimeError, match="head_linear: weights must be contiguous panels"):
+        ops.head_linear(randn(2, 32), torch.tensor(1.0), 8)
+    with pytest.raises(RuntimeError, match="mla_query: weights must be contiguous panels"):
+        ops.mla_query(randn(1, 80), torch.ones(4, 4), cos_sin(8), True, ints(0), 32)
+    kv, norm = randn(1, 40), torch.ones(32)
+    cache = empty_cache(1, 40, torch.float32)
+    with pytest.raises(RuntimeError, match="mla_cache: slot 32 is beyond the cache of 32"):
+        ops.mla_cache(kv, norm, 1e-6, cos_sin(8), True, ints(0), ints(32), cache)
+    copies = torch.tensor([[1, 0]], dtype=torch.int32)
+    with pytest.raises(RuntimeError, match="mla_cache: a copy of token 1 of 1"):
+        ops.mla_cache(kv, norm, 1e-6, cos_sin(8), True, ints(0), ints(0), cache, copies=copies)
+    given = list(batch.arguments())
+    given[4] = given[4] + 50
+    with pytest.raises(RuntimeError, match=r"mla_attention: block 5. is outside the cache of 2"):
+        ops.mla_attention(*given)

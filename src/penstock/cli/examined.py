@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Any, Literal
 from penstock.errors import ConfigError, EngineFolderError, ModelNotFoundError, PenstockError
 
 if TYPE_CHECKING:
+    import torch
+
     from penstock.models.sources import Stored
     from penstock.models.spec import ModelSpec
     from penstock.quant import WeightFormats
@@ -176,19 +178,24 @@ def _model(path: Path) -> Examined:
             f"{exported.max_model_len or decoder.max_position:,} tokens"
         )
         details["choices"] = exported.choices
-    weights = _weights(spec, source, formats)
+    weights = _weights(spec, source, formats, dtype)
     return Examined(kind, str(path), True, "", facts, weights, details)
 
 
-def _weights(spec: ModelSpec, source: Stored, formats: WeightFormats) -> list[Weights]:
+def _weights(
+    spec: ModelSpec, source: Stored, formats: WeightFormats, dtype: torch.dtype
+) -> list[Weights]:
     """Its matrices by how they are stored and what they run as, the most values first."""
     from penstock.kernels import native
+    from penstock.nn.decoder import OF_HEADS
     from penstock.quant import Dense
 
     kernel = f"native, {native.isa}" if native.handle is not None else f"reference: {native.reason}"
     matrices, values = Counter[tuple[str, str, bool]](), Counter[tuple[str, str, bool]]()
     for module, part in _matrices(spec, source):
         runs, stored = formats.of(module), source.stored_as(part)
+        if module.endswith(OF_HEADS):
+            runs = Dense(dtype)
         coded = stored.lower() not in ("float32", "bfloat16", "float16", "f32", "bf16", "f16")
         key = stored, runs.name, coded and isinstance(runs, Dense)
         matrices[key] += 1
@@ -205,7 +212,7 @@ def _weights(spec: ModelSpec, source: Stored, formats: WeightFormats) -> list[We
 def _matrices(spec: ModelSpec, source: Stored) -> Iterator[tuple[str, str]]:
     """The decoder's matrices by their modules, and each tensor that they are made of."""
     from penstock.models.weights import plan_weights
-    from penstock.nn.decoder import MATRICES, stored_in
+    from penstock.nn.decoder import MATRICES, OF_HEADS, stored_in
 
     plans, _ = plan_weights(source.names(), spec)
     table = plans.pop("embed.weight", None)
@@ -214,7 +221,7 @@ def _matrices(spec: ModelSpec, source: Stored) -> Iterator[tuple[str, str]]:
     for target, plan in plans.items():
         matrix, _, parameter = target.rpartition(".")
         module = stored_in(matrix)
-        layers = module.startswith("layers.") and module.endswith(tuple(MATRICES.values()))
+        layers = module.startswith("layers.") and module.endswith((*MATRICES.values(), OF_HEADS))
         if parameter == "weight" and (layers or module == "head"):
             yield from ((module, part) for part in plan.parts if part is not None)
 

@@ -97,11 +97,8 @@ def generate(
     found = None
     if peaks is not None:
         found = RunStats.of(meter, meter.take(), peaks, DraftStats.of(meter.engine))
-    if form.chosen() and any(o.finish_reason == "length" for x in outputs for o in x.outputs):
-        console.warning(
-            "An answer was cut off before it had the form that was asked for: raise --max-tokens "
-            f"({params.max_tokens})."
-        )
+    if form.chosen():
+        _warn_of_cuts(outputs, params.max_tokens)
     if as_json:
         _print_json(outputs, found)
     elif not streaming:
@@ -222,6 +219,18 @@ class TextWriter:
         if not self._shown.endswith("\n"):
             sys.stdout.write("\n")
             sys.stdout.flush()
+
+
+def _warn_of_cuts(outputs: list[RequestOutput], asked: int | None) -> None:
+    """Of answers that were to have a form, and may not have all of it."""
+    cut = [o for each in outputs for o in each.outputs if o.finish_reason == "length"]
+    if cut:
+        by_context = asked is None or min(len(o.token_ids) for o in cut) < asked
+        console.warning(
+            f"{len(cut)} of the answers ended before {'its' if len(cut) == 1 else 'their'} form "
+            f"said so, at {'the end of the context' if by_context else f'--max-tokens {asked}'}: "
+            "what is there may be only the beginning."
+        )
 
 
 def _print_texts(outputs: list[RequestOutput]) -> None:

@@ -234,6 +234,16 @@ def _grouped(
     )
 
 
+def dense_first(c: ConfigReader, dense: MlpSpec, mixed: MlpSpec, default: int) -> list[MlpSpec]:
+    """Each layer's block: `first_k_dense_replace` without experts, then those that have some."""
+    count, first = c.integer("num_hidden_layers"), c.get("first_k_dense_replace", default)
+    if type(first) is not int or first < 0:
+        raise UnsupportedModelError(
+            f"config.json: first_k_dense_replace must be a whole number from 0 on: {first!r}"
+        )
+    return [dense if i < first else mixed for i in range(count)]
+
+
 def _shared_experts(c: ConfigReader) -> int:
     count = c.get("n_shared_experts", 0)
     return count if type(count) is int and count == 0 else c.integer("n_shared_experts")

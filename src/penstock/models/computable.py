@@ -75,6 +75,11 @@ def _sizes(decoder: DecoderSpec) -> Iterator[tuple[str, int]]:
         yield "heads", layer.attention.num_heads
         yield "values of a head", layer.attention.head_dim
         yield "values of a latent", layer.attention.cached[1]
+        yield "values of all heads", layer.attention.out_dim
+        if layer.attention.latent is not None:
+            yield "values of compressed queries", layer.attention.latent.query_rank
+        if layer.mlp.experts is not None:
+            yield "values between the matrices of shared experts", layer.mlp.experts.shared
         yield "values between up and down", layer.mlp.intermediate
         yield "tokens of a window", layer.attention.window
 
@@ -87,3 +92,5 @@ def _factors(decoder: DecoderSpec) -> Iterator[tuple[str, float]]:
     for layer in set(decoder.layers):
         yield "scale of attention scores", layer.attention.scale
         yield "cap of attention scores", layer.attention.softcap or 1.0
+        if layer.mlp.experts is not None:
+            yield "scale of experts' weights", layer.mlp.experts.scale

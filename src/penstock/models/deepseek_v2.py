@@ -7,6 +7,7 @@ from penstock.models.common import (
     EXPERT_RULES,
     SHARED_RULES,
     decoder,
+    dense_first,
     gated_mlp,
     model_spec,
     predicting_layers,
@@ -25,11 +26,8 @@ def read_config(c: ConfigReader) -> ModelSpec:
     c.assume(moe_intermediate_size=1407, max_position_embeddings=2048)
     attends = latent_attention(c, query_rank=1536)
     mixed, dense = softmax_experts(c, 64), gated_mlp(c)
-    plain = int(c.number("first_k_dense_replace", 0))
-    layers = [
-        LayerSpec(attends, dense if i < plain else mixed)
-        for i in range(c.integer("num_hidden_layers"))
-    ]
+    blocks = dense_first(c, dense, mixed, 0)
+    layers = [LayerSpec(attends, block) for block in blocks]
     more = predicting_layers(c, 0)  # of GGUF files, which say that there are none
     rules = (*more, *LATENT_RULES, *SHARED_RULES, *EXPERT_RULES, *DENSE_RULES)
     return model_spec(c, "deepseek_v2", decoder(c, layers), rules)

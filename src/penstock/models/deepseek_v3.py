@@ -10,6 +10,7 @@ from penstock.models.common import (
     EXPERT_RULES,
     SHARED_RULES,
     decoder,
+    dense_first,
     gated_mlp,
     model_spec,
     predicting_layers,
@@ -30,11 +31,9 @@ def read_config(c: ConfigReader) -> ModelSpec:
     )
     attends = latent_attention(c, query_rank=1536)
     mixed = routed_experts(c, 256, 8, normalize=True, scale=2.5, groups=8)
-    dense, plain = gated_mlp(c), int(c.number("first_k_dense_replace", 3))
-    layers = [
-        LayerSpec(attends, dense if i < plain else mixed)
-        for i in range(c.integer("num_hidden_layers"))
-    ]
+    dense = gated_mlp(c)
+    blocks = dense_first(c, dense, mixed, 3)
+    layers = [LayerSpec(attends, block) for block in blocks]
     rules = (
         *predicting_layers(c, 1), *LATENT_RULES, *SHARED_RULES, *EXPERT_RULES, *DENSE_RULES,
     )  # fmt: skip

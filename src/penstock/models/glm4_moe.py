@@ -15,6 +15,7 @@ from penstock.models.common import (
     SHARED_RULES,
     attention,
     decoder,
+    dense_first,
     gated_mlp,
     head_dim,
     model_spec,
@@ -26,7 +27,7 @@ from penstock.models.latents import LATENT_RULES, latent_attention
 from penstock.models.registry import register
 from penstock.models.rope import rope
 from penstock.models.spec import ModelSpec
-from penstock.nn.spec import LayerSpec
+from penstock.nn.spec import LayerSpec, MlpSpec
 
 
 @register("Glm4MoeForCausalLM")
@@ -42,11 +43,9 @@ def read_config(c: ConfigReader) -> ModelSpec:
     if c.flag("use_qk_norm", False):
         base = replace(base, qk_norm="head")
     mixed = routed_experts(c, 128, 8, normalize=True, scale=1.0, groups=1)
-    dense, plain = gated_mlp(c), int(c.number("first_k_dense_replace", 1))
-    layers = [
-        LayerSpec(base, dense if i < plain else mixed)
-        for i in range(c.integer("num_hidden_layers"))
-    ]
+    dense = gated_mlp(c)
+    blocks = dense_first(c, dense, mixed, 1)
+    layers = [LayerSpec(base, block) for block in blocks]
     rules = (
         *predicting_layers(c, 1), *QK_NORM_RULES, *SHARED_RULES, *EXPERT_RULES, *DENSE_RULES,
     )  # fmt: skip
@@ -63,23 +62,25 @@ def read_lite_config(c: ConfigReader) -> ModelSpec:
     attends = latent_attention(c, query_rank=768)
     mixed = routed_experts(c, 64, 4, normalize=True, scale=1.8, groups=1)
     dense = gated_mlp(c)
-    layers = [LayerSpec(attends, mixed if mixes else dense) for mixes in _mixing_layers(c)]
+    layers = [LayerSpec(attends, block) for block in _blocks(c, dense, mixed)]
     rules = (
         *predicting_layers(c, 1), *LATENT_RULES, *SHARED_RULES, *EXPERT_RULES, *DENSE_RULES,
     )  # fmt: skip
     return model_spec(c, "glm4_moe_lite", decoder(c, layers, eps=1e-5), rules)
 
 
-def _mixing_layers(c: ConfigReader) -> list[bool]:
-    """Which layers have experts: all but the first ones, or those that `mlp_layer_types` names."""
-    count, plain = c.integer("num_hidden_layers"), c.number("first_k_dense_replace", 1)
-    types = c.get("mlp_layer_types", ["dense" if i < plain else "sparse" for i in range(count)])
+def _blocks(c: ConfigReader, dense: MlpSpec, mixed: MlpSpec) -> list[MlpSpec]:
+    """Each layer's: as `mlp_layer_types` says, or all but the first ones with experts."""
+    blocks, types = dense_first(c, dense, mixed, 1), c.get("mlp_layer_types")
+    if types is None:
+        return blocks
+    kinds = {"dense": dense, "sparse": mixed}
     if (
         not isinstance(types, list)
-        or len(types) != count
-        or any(each not in ("dense", "sparse") for each in types)
+        or len(types) != len(blocks)
+        or any(type(each) is not str or each not in kinds for each in types)
     ):
         raise UnsupportedModelError(
-            f"mlp_layer_types must say dense or sparse of {count} layers: {types!r}"
+            f"mlp_layer_types must say dense or sparse of {len(blocks)} layers: {types!r}"
         )
-    return [each == "sparse" for each in types]
+    return [kinds[each] for each in types]

@@ -34,6 +34,8 @@ MATRICES = {
     "shared_down": "mlp.shared.down",
 }
 """Matrices that a layer may have, and which of its modules hold them."""
+OF_HEADS = "attention.heads"
+"""The module of matrices that each head has of its own, which no format rounds."""
 
 
 def matrices_of(spec: LayerSpec) -> dict[str, str]:

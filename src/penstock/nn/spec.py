@@ -80,6 +80,11 @@ class AttentionSpec:
         return 0 if self.rope is None else self.rope.rotary_dim
 
     @property
+    def seen_dim(self) -> int:
+        """Values of what a head's scores weigh and add up: of latents, or of values."""
+        return self.head_dim if self.latent is None else self.latent.rank
+
+    @property
     def out_dim(self) -> int:
         """Values of all heads, that `out` multiplies."""
         return self.num_heads * (self.latent.value_dim if self.latent else self.head_dim)

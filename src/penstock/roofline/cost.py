@@ -188,8 +188,7 @@ _OF_EXPERTS = ("up", "down")
 
 def _pair_flops(a: AttentionSpec) -> int:
     """Products of a query and a key of all heads, and of what it weighs of a value."""
-    dim = a.cached[1]
-    return 2 * a.num_heads * (dim + (dim if a.latent is None else a.latent.rank))
+    return 2 * a.num_heads * (a.cached[1] + a.seen_dim)
 
 
 def pairs(count: int, context: int, window: int) -> int:
@@ -458,8 +457,7 @@ class CostModel:
 
     def _attend(self, row: OpCost, a: AttentionSpec, size: StepSize, layer: int) -> None:
         seen, read = self._seen(size, a.window)
-        dim = a.cached[1]
-        both = a.num_heads * (dim + (dim if a.latent is None else a.latent.rank))
+        both = a.num_heads * (a.cached[1] + a.seen_dim)
         row.multiply(self.attention_compute, _pair_flops(a) * seen)
         row.add(1, size.tokens * both * self.itemsize)
         recent_bytes = self.layout.recent_bytes_per_token(layer)

@@ -37,7 +37,7 @@ from penstock.models.spec import Stack
 from penstock.models.weights import WeightPlan, plan_weights
 from penstock.nn import Decoder
 from penstock.nn.attention import Attention
-from penstock.nn.decoder import DecoderLayer, matrices_of, stored_in
+from penstock.nn.decoder import OF_HEADS, DecoderLayer, matrices_of, stored_in
 from penstock.nn.experts import ExpertBank
 from penstock.nn.linear import Change, Linear
 from penstock.nn.spec import DecoderSpec
@@ -297,7 +297,7 @@ class Adapters:
             raise files.strange(unknown)
         plans = {target.removesuffix(".weight"): plan for target, plan in found.items()}
         beyond = [name for name in plans if name not in self._places]
-        apart = (".router", ".attention.heads")
+        apart = (".router", OF_HEADS)
         mixed = [name for name in beyond if stored_in(name) != name or name.endswith(apart)]
         if mixed:
             raise UnsupportedModelError(

@@ -65,20 +65,26 @@ def write_vocab(writer: gguf.GGUFWriter, size: int) -> None:
 
 
 def write_model(
-    model: Any, path: Path, choose: Choose, *, vocab: Vocab | None = write_vocab, **parts: int
-) -> dict[str, Tensor]:
+    model: Any, path: Path, choose: Choose, *, vocab: Vocab | None = write_vocab,
+    heads_apart: bool = True, guesses: int = 0, **parts: int,
+) -> dict[str, Tensor]:  # fmt: skip
     """Write `model` with tensors in the types that `choose` names by (GGUF name, values).
 
-    Returns the checkpoint's tensors as they are after a round trip through those types. parts:
-    the writer's own splitting.
+    Returns the checkpoint's tensors as they are after a round trip through those types.
+    heads_apart: of latents, as they are written today. guesses: layers behind the last one, which
+    only say so. parts: the writer's own splitting.
     """
     config = model.config
     name = ARCHITECTURES[type(model).__name__]
     writer = gguf.GGUFWriter(str(path), name, **parts)
-    write_config(writer, config, name)
+    write_config(writer, config, name, heads_apart, guesses)
     if vocab is not None:
         vocab(writer, config.vocab_size)
-    back = write_tensors(writer, model, name, choose)
+    back = write_tensors(writer, model, name, choose, heads_apart)
+    for i in range(guesses):
+        for part in ("nextn.eh_proj", "nextn.enorm", "ffn_norm", "attn_output"):
+            layer = config.num_hidden_layers + i
+            writer.add_tensor(f"blk.{layer}.{part}.weight", np.ones((4, 8), np.float32))
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -86,11 +92,15 @@ def write_model(
     return back
 
 
-def write_config(writer: gguf.GGUFWriter, c: Any, arch: str) -> None:
+def write_config(
+    writer: gguf.GGUFWriter, c: Any, arch: str, heads_apart: bool = True, guesses: int = 0
+) -> None:
     rope = getattr(c, "rope_parameters", None) or {}
     writer.add_context_length(c.max_position_embeddings)
     writer.add_embedding_length(c.hidden_size)
-    writer.add_block_count(c.num_hidden_layers)
+    writer.add_block_count(c.num_hidden_layers + guesses)
+    if guesses:
+        writer.add_nextn_predict_layers(guesses)
     writer.add_head_count(c.num_attention_heads)
     if arch == "gpt2":
         writer.add_feed_forward_length(c.n_inner or 4 * c.n_embd)
@@ -105,7 +115,7 @@ def write_config(writer: gguf.GGUFWriter, c: Any, arch: str) -> None:
         return
     writer.add_layer_norm_rms_eps(c.rms_norm_eps)
     if arch == "deepseek2":
-        write_latents(writer, c)
+        write_latents(writer, c, heads_apart)
     else:
         writer.add_head_count_kv(c.num_key_value_heads)
         writer.add_key_length(dim)
@@ -154,13 +164,19 @@ def write_config(writer: gguf.GGUFWriter, c: Any, arch: str) -> None:
         writer.add_expert_feed_forward_length(inner)
 
 
-def write_latents(writer: gguf.GGUFWriter, c: Any) -> None:
-    """One head of keys that are latents, and what heads have of those."""
-    writer.add_head_count_kv(1)
-    writer.add_key_length(c.kv_lora_rank + c.qk_rope_head_dim)
-    writer.add_value_length(c.kv_lora_rank)
-    writer.add_key_length_mla(c.qk_nope_head_dim + c.qk_rope_head_dim)
-    writer.add_value_length_mla(c.v_head_dim)
+def write_latents(writer: gguf.GGUFWriter, c: Any, heads_apart: bool) -> None:
+    """One head of keys that are latents, and what heads have of those; once, heads alone."""
+    lengths = c.qk_nope_head_dim + c.qk_rope_head_dim, c.v_head_dim
+    if heads_apart:
+        writer.add_head_count_kv(1)
+        writer.add_key_length(c.kv_lora_rank + c.qk_rope_head_dim)
+        writer.add_value_length(c.kv_lora_rank)
+        writer.add_key_length_mla(lengths[0])
+        writer.add_value_length_mla(lengths[1])
+    else:
+        writer.add_head_count_kv(c.num_attention_heads)
+        writer.add_key_length(lengths[0])
+        writer.add_value_length(lengths[1])
     writer.add_kv_lora_rank(c.kv_lora_rank)
     if c.q_lora_rank is not None:
         writer.add_q_lora_rank(c.q_lora_rank)
@@ -186,13 +202,13 @@ def write_router(writer: gguf.GGUFWriter, c: Any) -> None:
 
 
 def write_tensors(
-    writer: gguf.GGUFWriter, model: Any, arch: str, choose: Choose
+    writer: gguf.GGUFWriter, model: Any, arch: str, choose: Choose, heads_apart: bool = True
 ) -> dict[str, Tensor]:
     c = model.config
     kinds = {name: kind for kind, name in gguf.MODEL_ARCH_NAMES.items()}
     names = gguf.get_tensor_name_map(kinds[arch], c.num_hidden_layers)
     back = {}
-    for name, tensor in _as_stored(model).items():
+    for name, tensor in _as_stored(model, heads_apart).items():
         if c.tie_word_embeddings and name in ("lm_head.weight", "embed_out.weight"):
             continue
         if name.endswith("e_score_correction_bias"):
@@ -226,7 +242,7 @@ def _joined_heads(back: dict[str, Tensor], c: Any) -> dict[str, Tensor]:
     return back
 
 
-def _as_stored(model: Any) -> dict[str, Tensor]:
+def _as_stored(model: Any, heads_apart: bool) -> dict[str, Tensor]:
     """The tensors as a converter meets them: gate and up apart, under the names of the Hub."""
     found: dict[str, Tensor] = {}
     for name, tensor in model.state_dict().items():
@@ -243,7 +259,7 @@ def _as_stored(model: Any) -> dict[str, Tensor]:
             found[f"{name}.{last}"] = tensor
         elif name.endswith(".sinks"):
             found[f"{name}.weight"] = tensor
-        elif name.endswith("kv_b_proj.weight"):
+        elif name.endswith("kv_b_proj.weight") and heads_apart:
             c = model.config
             heads = tensor.unflatten(0, (c.num_attention_heads, -1))
             keys, values = heads.split((c.qk_nope_head_dim, c.v_head_dim), 1)

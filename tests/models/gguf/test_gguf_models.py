@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,7 +19,9 @@ from torch import Tensor
 
 from penstock.errors import ConfigError
 from penstock.models import load_model
+from penstock.models.gguf.architectures import ARCHITECTURES
 from penstock.models.gguf.blocks import BLOCKS
+from penstock.models.gguf.metadata import Metadata
 from penstock.models.gguf.source import GgufSource
 from penstock.quant import ROWS, Codes
 from penstock.quant.formats.quantized import Quantized
@@ -90,6 +93,75 @@ def test_a_float32_file_is_the_checkpoint(name: str, tmp_path: Path) -> None:
     with torch.inference_mode():
         expected = model(TOKENS[None]).logits[0]
     torch.testing.assert_close(got, expected, atol=2e-4, rtol=2e-4)
+
+
+@pytest.mark.parametrize("name", ["deepseek-v2", "deepseek-v3"])
+def test_heads_of_latents_in_one_matrix(name: str, tmp_path: Path) -> None:
+    """As they were written once, whose keys and values have the lengths of heads."""
+    model = make(name)
+    for apart in (True, False):
+        write_model(model, tmp_path / f"{apart}.gguf", whole(Kind.F32), heads_apart=apart)
+    names = {name for name in GgufSource(tmp_path / "False.gguf").names() if "kv_b_proj" in name}
+    assert names and names <= set(GgufSource(tmp_path / "True.gguf").names())
+    old, new = (logits(tmp_path / f"{apart}.gguf", "float32") for apart in (False, True))
+    assert torch.equal(old, new)
+
+
+@pytest.mark.parametrize("name", ["deepseek-v3", "glm4-moe", "glm4-moe-lite"])
+def test_layers_that_guess(name: str, tmp_path: Path) -> None:
+    model = make(name)
+    for guesses in (0, 2):
+        write_model(model, tmp_path / f"{guesses}.gguf", whole(Kind.F32), guesses=guesses)
+    plain, more = (logits(tmp_path / f"{guesses}.gguf", "float32") for guesses in (0, 2))
+    assert torch.equal(plain, more)
+
+
+@pytest.mark.parametrize(
+    ("layers", "experts", "vocab", "gate", "expected"),
+    [
+        (61, 256, 129280, 2, ("DeepseekV3ForCausalLM", 8, 4)),  # R1's first files
+        (60, 256, 129280, 2, ("DeepseekV3ForCausalLM", 1, 1)),
+        (47, 64, 154880, None, ("DeepseekV3ForCausalLM", 1, 1)),  # GLM-4.7-Flash's
+        (27, 64, 102400, None, ("DeepseekV2ForCausalLM", 1, 1)),
+    ],
+)
+def test_what_first_files_leave_out(
+    layers: int, experts: int, vocab: int, gate: int | None, expected: tuple[Any, ...]
+) -> None:
+    said: dict[str, Any] = {
+        "general.architecture": "deepseek2", "block_count": layers, "expert_count": experts,
+        "expert_used_count": 4, "expert_feed_forward_length": 64, "feed_forward_length": 64,
+        "embedding_length": 64, "attention.head_count": 4, "attention.kv_lora_rank": 32,
+        "attention.key_length_mla": 24, "attention.value_length_mla": 16, "context_length": 64,
+        "rope.dimension_count": 8, "attention.layer_norm_rms_epsilon": 1e-6, "vocab_size": vocab,
+    }  # fmt: skip
+    if gate is not None:
+        said["expert_gating_func"] = gate
+    own = {
+        k if "." in k and k.startswith("general") else f"deepseek2.{k}": v for k, v in said.items()
+    }
+    m = Metadata(own, "a.gguf")
+    container = SimpleNamespace(tensors=dict.fromkeys(map(str, range(99))), path="a.gguf")
+    found = ARCHITECTURES["deepseek2"].read_config(m, container)  # type: ignore[arg-type]
+    assert (*found["architectures"], found["n_group"], found["topk_group"]) == expected
+
+
+def test_quantized_heads_of_latents_are_told_of(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """One of the two parts of a matrix, too."""
+    model = make("deepseek-v3", qk_nope_head_dim=32, kv_lora_rank=64)
+
+    def choose(stem: str, values: Floats) -> Kind:
+        return Kind.Q8_0 if "attn_k_b" in stem else Kind.F32
+
+    write_model(model, tmp_path / "m.gguf", choose)
+    source = GgufSource(tmp_path / "m.gguf")
+    name = "model.layers.1.self_attn.kv_b_proj.weight"
+    assert source.stored_as(name) == "Q8_0 and F32" and source.is_widened(name)
+    with caplog.at_level("WARNING", "penstock"):
+        source.announce()
+    assert "3 tensors (3 Q8_0) are widened" in caplog.text
 
 
 MATRICES = [

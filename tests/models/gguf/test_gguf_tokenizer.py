@@ -14,6 +14,7 @@ from gguf_writing import scores_of, types_of
 
 from penstock.errors import TokenizerError
 from penstock.models.gguf.tokenizer import gguf_tokenizer
+from penstock.models.gguf.words import word_rule
 from penstock.models.sources import open_tokenizer
 from penstock.tokenizer import Tokenizer
 
@@ -294,3 +295,21 @@ def test_more_tokens_than_rows(tmp_path: Path) -> None:
     write(tmp_path / "m.gguf")
     with pytest.raises(TokenizerError, match=r"can produce the id 6 \('ab'\).* has 6 ids"):
         open_tokenizer(tmp_path / "m.gguf", vocab_size=6)
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "words"),
+    [
+        ("deepseek-v3", "ab 12345 .x\u4f60", ["ab", " ", "123", "45", " .", "x", "\u4f60"]),
+        ("deepseek-llm", "Ab 123 .x\n", ["Ab", " ", "1", "2", "3", " .", "x", "\n"]),
+        ("glm4", "it's 12345", ["it", "'s", " ", "123", "45"]),
+    ],
+)
+def test_words_of_those_with_latents(name: str, text: str, words: list[str]) -> None:
+    """By hand, from their tokenizer.json's patterns; byte-level letters are turned back."""
+    rule = word_rule(name)
+    assert rule is not None
+    split = rule.split(add_prefix_space=False)
+    found = [text[a:b] for _, (a, b) in split.pre_tokenize_str(text)]
+    assert found == words
+    assert word_rule("kimi-k2") is None

@@ -269,12 +269,17 @@ def _routed(m: Metadata, config: Config) -> Config:
         "n_shared_experts": m.integer(m.own("expert_shared_count"), 0),
         "routed_scaling_factor": m.number(m.own("expert_weights_scale"), 1.0) or 1.0,
         "norm_topk_prob": m.flag(m.own("expert_weights_norm"), False),
-        "n_group": max(m.integer(m.own("expert_group_count"), 1), 1),
-        "topk_group": max(m.integer(m.own("expert_group_used_count"), 1), 1),
+    }
+    groups = 8 if (config["num_hidden_layers"], config["n_routed_experts"]) == _LARGE else 1
+    config |= {
+        "n_group": m.integer(m.own("expert_group_count"), groups) or 1,
+        "topk_group": m.integer(m.own("expert_group_used_count"), max(groups // 2, 1)) or 1,
     }
     return _experts(m, config)
 
 
+_LARGE = (61, 256)
+"""Layers and experts of DeepSeek-V3 and R1, whose first files don't name their eight groups."""
 _SOFTMAX, _SIGMOID = 1, 2
 _FLASH = (154_880, (47, 48))
 """Vocabulary and layers of GLM-4.7-Flash, whose first files don't say how experts are chosen."""

@@ -62,6 +62,16 @@ class HeadPair:
             )
 
     @property
+    def parts(self) -> tuple[TensorInfo, TensorInfo]:
+        """Both, keys first."""
+        return self.keys_up, self.values_up
+
+    @property
+    def stored_as(self) -> str:
+        """The block types of both."""
+        return " and ".join(dict.fromkeys(part.block.name for part in self.parts))
+
+    @property
     def shape(self) -> tuple[int, int]:
         """[H · (K + V), rank]."""
         heads, rank, keys = self.keys_up.shape
@@ -69,9 +79,7 @@ class HeadPair:
 
     def values(self) -> Tensor:
         """As a checkpoint has it, head by head."""
-        parts = [
-            each.block.tensor(each.data, each.shape) for each in (self.keys_up, self.values_up)
-        ]
+        parts = [each.block.tensor(each.data, each.shape) for each in self.parts]
         if parts[0].dtype is not parts[1].dtype:
             parts = [part.float() for part in parts]
         return torch.cat((parts[0].transpose(1, 2), parts[1]), 1).flatten(0, 1)
@@ -108,7 +116,8 @@ class GgufSource:
     def quantization(self) -> str | None:
         """The block type of most values, where they are quantized: `Q4_K`."""
         sizes = Counter[str]()
-        for _, tensor in self._where.values():
+        heads = (part for pair in self._heads_of.values() for part in pair.parts)
+        for tensor in (*(tensor for _, tensor in self._where.values()), *heads):
             if tensor.block.plain is None:
                 sizes[tensor.block.name] += tensor.nbytes
         return sizes.most_common(1)[0][0] if sizes else None
@@ -166,18 +175,20 @@ class GgufSource:
     def stored_as(self, name: str) -> str:
         """The name of a tensor's block type: `Q4_K`, `BF16`."""
         if name in self._heads_of:
-            return self._heads_of[name].values_up.block.name
+            return self._heads_of[name].stored_as
         return self._where[name][1].block.name
 
     def is_widened(self, name: str) -> bool:
         """Whether a tensor is quantized in a way that no scheme holds: its values are read."""
         if name in self._heads_of:
-            return self._heads_of[name].values_up.block.plain is None
+            return any(part.block.plain is None for part in self._heads_of[name].parts)
         return self._where[name][1].block.plain is None and self.scheme(name) is None
 
     def announce(self) -> None:
         """Say once what no scheme holds, and what its values take instead."""
         widened = [tensor for name, (_, tensor) in self._where.items() if self.is_widened(name)]
+        heads = (part for pair in self._heads_of.values() for part in pair.parts)
+        widened += [part for part in heads if part.block.plain is None]
         if not widened:
             return
         kinds = Counter(tensor.block.name for tensor in widened)

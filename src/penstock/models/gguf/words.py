@@ -28,13 +28,32 @@ _GPT4O = (
 _TEKKEN = (
     rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*|\p{{N}}"
 ) + _SLASH_TAIL
+_CASED = (  # letters with an upper and a lower form, as far as DeepSeek's list of them goes
+    r"[\p{Lu}\p{Ll}\p{Lt}&&[^\x{0560}-\x{0588}\x{10C7}-\x{10FF}\x{1C80}-\x{1C88}"
+    r"\x{2D00}-\x{2D2D}\x{A790}-\x{A7FA}\x{AB30}-\x{AB68}\x{10570}-\x{105BC}"
+    r"\x{16E40}-\x{16E7F}\x{1D400}-\x{1D7CB}\x{1DF00}-\x{1DF1E}]]"
+)
+_DEEPSEEK = (
+    r"[\r\n]",
+    r"\s?" + _CASED + "+",
+    r"\s?[!-/:-~\x{FF01}-\x{FF0F}\x{FF1A}-\x{FF5E}\x{2018}-\x{201F}\x{3000}-\x{3002}]+",
+    r"\s+$",
+    r"[\x{4E00}-\x{9FA5}\x{0800}-\x{4E00}\x{AC00}-\x{D7FF}]+",
+    r"\p{N}",
+)
+_DEEPSEEK3 = (
+    r"\p{N}{1,3}",
+    r"[\x{4E00}-\x{9FA5}\x{3040}-\x{309F}\x{30A0}-\x{30FF}]+",
+    r"[!-/:-@\[-`{-~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+| ?[\p{P}\p{S}]+[\r\n]*"
+    r"|\s*[\r\n]+|\s+(?!\S)|\s+",
+)
 
 
 @dataclass(frozen=True, slots=True)
 class WordRule:
     """How a byte-level BPE splits a text, and what goes with it."""
 
-    pattern: str | None = None  # None: GPT-2's own
+    pattern: str | tuple[str, ...] | None = None  # several: one after another; None: GPT-2's own
     digits: bool = False  # each stands alone, before the pattern
     composed: bool = False  # text is brought into Unicode's form NFC
     whole_words: bool = False  # a word that is a token is taken as it is
@@ -45,8 +64,8 @@ class WordRule:
         steps: list[Any] = []
         if self.digits:
             steps.append(pre_tokenizers.Split(Regex(r"\p{N}"), behavior="isolated"))
-        if self.pattern is not None:
-            steps.append(pre_tokenizers.Split(Regex(self.pattern), behavior="isolated"))
+        patterns = (self.pattern,) if isinstance(self.pattern, str) else self.pattern or ()
+        steps += [pre_tokenizers.Split(Regex(each), behavior="isolated") for each in patterns]
         steps.append(
             pre_tokenizers.ByteLevel(
                 add_prefix_space=add_prefix_space, use_regex=self.pattern is None
@@ -65,6 +84,9 @@ _RULES: tuple[tuple[WordRule, str], ...] = (
     (WordRule(_QWEN35, composed=True), "qwen35"),
     (WordRule(digits=True), "smollm starcoder refact command-r codeshell exaone minerva-7b"),
     (WordRule(_GPT4O), "gpt-4o llama4 kanana2"),
+    (WordRule(_LLAMA3, whole_words=True), "glm4 glm5"),
+    (WordRule(_DEEPSEEK), "deepseek-llm"),
+    (WordRule(_DEEPSEEK3), "deepseek-v3 hunyuan-dense"),
     (WordRule(_TEKKEN, whole_words=True, adds_bos=True), "tekken"),
 )
 _BY_NAME = {name: rule for rule, names in _RULES for name in names.split()}
