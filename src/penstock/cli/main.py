@@ -29,12 +29,13 @@ from penstock.cli import (
     plan,
     profile,
     serve,
+    tune,
 )
 from penstock.cli import run as batch
 from penstock.cli.loading import collect_rarely
 from penstock.errors import PenstockError
 
-_LOAD_A_MODEL = ("chat", "eval", "generate", "profile", "run", "serve")
+_LOAD_A_MODEL = ("chat", "eval", "generate", "profile", "run", "serve", "tune")
 """By `cli.loading` or as it does: the rest may make garbage that holds large tensors."""
 
 INTERRUPTED = 130
@@ -167,6 +168,7 @@ app.command()(build.build)
 app.command()(batch.run)
 app.command()(doctor.doctor)
 app.command()(plan.plan)
+app.command()(tune.tune)
 app.command()(profile.profile)
 app.command("eval")(evaluate.evaluate)
 app.command()(drift.drift)

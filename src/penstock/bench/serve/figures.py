@@ -33,7 +33,9 @@ LAG_LIMIT_S = 0.005
 BUSY_LIMIT = 0.9  # of a core
 
 
-def parse_goodput(words: Sequence[str]) -> dict[str, float]:
+def parse_goodput(
+    words: Sequence[str], metrics: Sequence[str] = ("ttft", "tpot", "e2el")
+) -> dict[str, float]:
     """`ttft:500 tpot:50` or a name, to seconds by metric. Raises `ConfigError`."""
     levels: dict[str, float] = {}
     for word in " ".join(words).split():
@@ -45,8 +47,8 @@ def parse_goodput(words: Sequence[str]) -> dict[str, float]:
             limit_ms = float(value)
         except ValueError:
             limit_ms = -1.0
-        if name not in ("ttft", "tpot", "e2el") or not limit_ms > 0:
-            known = (*NAMED_GOODPUTS, "ttft:MS", "tpot:MS", "e2el:MS")
+        if name not in metrics or not limit_ms > 0:
+            known = (*NAMED_GOODPUTS, *(f"{metric}:MS" for metric in metrics))
             raise ConfigError(
                 f"--goodput {word!r} isn't one of {', '.join(known)}, MS a positive number of "
                 f"milliseconds.{nearest(word, NAMED_GOODPUTS)}"
