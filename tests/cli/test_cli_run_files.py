@@ -226,6 +226,16 @@ def test_an_input_that_cant_be_read(process: Process, engine: Path, tmp_path: Pa
     assert b"/proc/self/mem can't be read on: Input/output error" in said
 
 
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="there is no full device")
+def test_an_output_that_is_full(process: Process, engine: Path, tmp_path: Path) -> None:
+    (tmp_path / "in.jsonl").write_text(json.dumps({"prompt": "hello", **GREEDY}) + "\n")
+    running = process("run", engine, "-i", tmp_path / "in.jsonl", "-o", "/dev/full", "--force")
+    _, said = running.communicate(timeout=60)
+    assert running.returncode == 1
+    assert b"error: /dev/full can't be written to: No space left on device." in said
+    assert b"never awaited" not in said
+
+
 def test_an_input_that_can_be_read_once(process: Process, engine: Path, tmp_path: Path) -> None:
     pipe = tmp_path / "pipe"
     os.mkfifo(pipe)

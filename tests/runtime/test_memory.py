@@ -117,7 +117,9 @@ def test_too_little_memory_for_one_sequence() -> None:
 def test_no_memory_for_a_single_block() -> None:
     with pytest.raises(OutOfCacheError) as caught:
         plan(30 * KIB)
-    assert "Not even one block (32.0 KiB) fits: free some memory." in str(caught.value)
+    assert "Not even one block (32.0 KiB) fits: free some memory, or raise gpu_mem" in str(
+        caught.value
+    )
     with pytest.raises(OutOfCacheError, match="Not even one block"):
         plan(0)
 

@@ -40,7 +40,7 @@ def test_defaults_are_vllms():
         ({"temperature": None}, "temperature is None"),
         ({"top_p": 0.0}, "top_p is 0.0"),
         ({"top_p": 1.01}, "top_p is 1.01"),
-        ({"top_p": -0.5}, "top_p is -0.5"),
+        ({"top_p": -0.5}, r"top_p is -0.5; it must be in \(0, 1\]"),
         ({"top_p": math.nan}, "top_p is nan"),
         ({"top_k": -2}, "top_k is -2"),
         ({"top_k": 2.5}, "top_k is 2.5, a float"),

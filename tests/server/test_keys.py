@@ -143,3 +143,8 @@ def test_each_key_has_its_own_account() -> None:
         assert many.json()["error"]["code"] == "concurrency_limit_exceeded"
         running.rest()
         assert running.service.inflight == {}
+
+
+def test_keys_of_the_command_line_are_told_apart() -> None:
+    with pytest.raises(ConfigError, match=r"--api-key, number 2 of 2: .*printable ASCII"):
+        keys_of(["good", ""], Limits())

@@ -219,15 +219,29 @@ def _writing(name: str, mode: str) -> Iterator[Callable[[dict[str, Any]], None]]
 
     def to(file: IO[str]) -> Callable[[dict[str, Any]], None]:
         def write(answer: dict[str, Any]) -> None:
-            file.write(json.dumps(answer, ensure_ascii=False) + "\n")
-            file.flush()
+            try:
+                file.write(json.dumps(answer, ensure_ascii=False) + "\n")
+                file.flush()
+            except BrokenPipeError:
+                raise
+            except OSError as error:
+                raise ConfigError(
+                    f"{'stdout' if name == '-' else name} can't be written to: "
+                    f"{error.strerror or error}."
+                ) from error
 
         return write
 
     # half a surrogate pair, as an id may have it, becomes the escape that JSON reads as the same
     if name != "-":
-        with open(name, mode, encoding="utf-8", errors="backslashreplace") as file:
+        file = open(name, mode, encoding="utf-8", errors="backslashreplace")  # noqa: SIM115
+        try:
             yield to(file)
+        except BaseException:
+            with suppress(OSError):  # what couldn't be written can't be on closing either
+                file.close()
+            raise
+        file.close()
         return
     out = sys.stdout
     if not isinstance(out, io.TextIOWrapper):  # something that stands for it

@@ -131,8 +131,7 @@ class CacheConfig:
             raise ConfigError(f"memory_fraction must be a number, not {fraction!r}.")
         if not 0.0 < fraction <= 1.0:
             raise ConfigError(
-                "memory_fraction (also gpu_memory_utilization) must be in (0, 1], not "
-                f"{fraction!r}."
+                f"gpu_memory_utilization (memory_fraction) must be in (0, 1], not {fraction!r}."
             )
         if self.num_blocks is not None and fraction != MEMORY_FRACTION:
             raise ConfigError(

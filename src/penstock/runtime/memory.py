@@ -124,7 +124,7 @@ def plan_blocks(
         need = all_of.nbytes(one)
         raise OutOfCacheError(
             f"One sequence of max_model_len={max_model_len} needs {_mib(need)} of cache, "
-            f"but {_mib(budget)} may be used ({config.memory_fraction:.0%} of what is free"
+            f"but {_mib(budget)} may be used ({100 * config.memory_fraction:.3g}% of what is free"
             + (
                 f" beside the {_mib(reserved_bytes)} of the largest step). "
                 if reserved_bytes
@@ -133,7 +133,8 @@ def plan_blocks(
             + (
                 f"Lower max_model_len to {fit * layout.block_size}."
                 if fit
-                else f"Not even one block ({_mib(all_of.nbytes(1))}) fits: free some memory"
+                else f"Not even one block ({_mib(all_of.nbytes(1))}) fits: free some memory, or "
+                "raise gpu_memory_utilization"
                 + (", or lower max_num_batched_tokens." if reserved_bytes else ".")
             )
         )

@@ -43,16 +43,24 @@ def integer(name: str, value: object, low: int, high: int | None, hint: str) -> 
     return number
 
 
-def real(name: str, value: object, low: float, high: float, hint: str) -> float:
-    """``value`` as a plain finite float in [low, high]; bools and strings don't pass."""
+def real(
+    name: str, value: object, low: float, high: float, hint: str, *, above: bool = False
+) -> float:
+    """``value`` as a plain finite float in [low, high]; bools and strings don't pass.
+
+    above: nor does `low` itself.
+    """
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
         raise InvalidSamplingError(
             f"{name} is {value!r}, a {type(value).__name__}; it must be a number. {hint}"
         )
     # Compared before converting: a huge int doesn't fit a float. NaN fails the comparison.
     number = cast("float", value)
-    if not low <= number <= high:
-        raise InvalidSamplingError(f"{name} is {number}; it must be in [{low:g}, {high:g}]. {hint}")
+    if not low <= number <= high or (above and number == low):
+        bracket = "(" if above else "["
+        raise InvalidSamplingError(
+            f"{name} is {number}; it must be in {bracket}{low:g}, {high:g}]. {hint}"
+        )
     return float(number)
 
 

@@ -160,12 +160,8 @@ class SamplingParams(Checked):
             "temperature",
             real("temperature", self.temperature, 0.0, _HIGHEST_TEMPERATURE, "0 is greedy."),
         )
-        top_p = real("top_p", self.top_p, 0.0, 1.0, "1.0 keeps every token, 0.0 none.")
-        if top_p == 0.0:
-            raise InvalidSamplingError(
-                "top_p is 0.0, which keeps no token; it must be in (0, 1]. "
-                "For the most likely token use temperature=0."
-            )
+        hint = "1.0 keeps every token; for the most likely one use temperature=0."
+        top_p = real("top_p", self.top_p, 0.0, 1.0, hint, above=True)
         self._set("top_p", top_p)
         self._whole("top_k", -1, None, "0 or -1 keeps every token.")
         if self.top_k == -1:

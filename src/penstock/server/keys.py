@@ -127,7 +127,13 @@ def _is_digest(text: str) -> bool:
 
 def keys_of(texts: Sequence[str], limits: Limits) -> list[Key]:
     """Keys that were given as text, named by their order: key-1, key-2, …"""
-    return [Key.of(text, f"key-{i + 1}", limits) for i, text in enumerate(texts)]
+    found: list[Key] = []
+    for i, text in enumerate(texts):
+        try:
+            found.append(Key.of(text, f"key-{i + 1}", limits))
+        except ConfigError as error:
+            raise ConfigError(f"--api-key, number {i + 1} of {len(texts)}: {error}") from error
+    return found
 
 
 def _digest(text: str) -> bytes:
