@@ -23,6 +23,7 @@ namespace penstock {
   void norm(const NormArgs&);                     \
   void add(const AddArgs&);                       \
   void scaled_add(const ScaledAddArgs&);          \
+  void gate_rows(const GateRowsArgs&);            \
   void route(const RouteArgs&);                   \
   void combine(const CombineArgs&);               \
   void softcap(const SoftcapArgs&);               \
@@ -79,7 +80,7 @@ void linear_amx_emulated(const LinearArgs& a) {
 // `isa` has the vectors, `tiles` attention's products.
 #define PENSTOCK_TABLE(name, isa, tiles, linear)                                   \
   {name,         linear,            isa::embedding,   isa::norm,   isa::add,        \
-   isa::scaled_add, isa::route, isa::combine, isa::softcap, isa::gate, isa::rotary_cache, isa::turn, \
+   isa::scaled_add, isa::gate_rows, isa::route, isa::combine, isa::softcap, isa::gate, isa::rotary_cache, isa::turn, \
    isa::latent_cache, tiles::attention, isa::argmax, isa::mask, \
    isa::top_k, isa::scaled_top_k, isa::draw_nucleus, isa::draw_plain, isa::draw_from,          \
    isa::uniforms, isa::pack, isa::quantize, isa::rotate}

@@ -170,6 +170,18 @@ struct GateArgs {
   int threads;
 };
 
+// y[t] *= σ(x[t] · weight). ops/gate_rows.py.
+struct GateRowsArgs {
+  const void* x;
+  int64_t x_stride, columns;
+  const float* weight;  // [columns]
+  void* y;
+  int64_t y_stride;
+  int64_t rows, dim;  // dim: columns of y
+  DType dtype;        // of both
+  int threads;
+};
+
 // y[places[i]] += x[i] · scale, rounded once.
 struct ScaledAddArgs {
   const float* x;  // [rows, dim] contiguous
@@ -430,6 +442,7 @@ struct Kernels {
   void (*norm)(const NormArgs&);
   void (*add)(const AddArgs&);
   void (*scaled_add)(const ScaledAddArgs&);
+  void (*gate_rows)(const GateRowsArgs&);
   void (*route)(const RouteArgs&);
   void (*combine)(const CombineArgs&);
   void (*softcap)(const SoftcapArgs&);

@@ -24,6 +24,7 @@ void call(const LoraArgs& a) {
   if (a.adapters) lora_add(a);
 }
 void call(const ExpertsArgs& a) { experts(a); }
+void call(const GateRowsArgs& a) { kernels().gate_rows(a); }
 void call(const RotaryCacheArgs& a) { kernels().rotary_cache(a); }
 void call(const LatentQueryArgs& a) { latent_query(a); }
 void call(const LatentCacheArgs& a) { kernels().latent_cache(a); }
@@ -171,6 +172,12 @@ void Program::bind(Args& a, const Node& node, const StepArrays& step, const Outp
     a.heads.y = y;
     a.heads.rows = rows;
     a.angles.positions = step.positions;
+  } else if constexpr (std::is_same_v<Args, GateRowsArgs>) {
+    a.x = x;
+    a.x_stride = stride;
+    a.y = y;
+    a.y_stride = out.columns;
+    a.rows = rows;
   } else if constexpr (std::is_same_v<Args, LatentCacheArgs>) {
     a.x = y;  // which nobody writes
     a.stride = out.columns;

@@ -55,7 +55,7 @@ class Program {
   // x: the value that is read; y: the one that is written, or added to in place. −1: none.
   struct Node {
     std::variant<LinearArgs, EmbeddingArgs, NormArgs, AddArgs, SoftcapArgs, GateArgs, LoraArgs,
-                 ExpertsArgs, RotaryCacheArgs, LatentQueryArgs, LatentCacheArgs, AttentionArgs, HeadsArgs,
+                 ExpertsArgs, GateRowsArgs, RotaryCacheArgs, LatentQueryArgs, LatentCacheArgs, AttentionArgs, HeadsArgs,
                  RowsArgs>
         args;
     int x, y;

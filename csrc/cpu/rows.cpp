@@ -1,4 +1,5 @@
 // Kernels that go over rows once: norms, addition, the soft cap, embedding.
+#include "elementary.h"
 #include "linear.h"
 
 namespace penstock::PENSTOCK_ISA {
@@ -46,6 +47,22 @@ void scaled_add_row(const ScaledAddArgs& a, int64_t row) {
   for (int64_t j = 0; j < a.dim; j += 16) {
     const int c = a.dim - j < 16 ? static_cast<int>(a.dim - j) : 16;
     store_some(to + j, load_some(to + j, c) + load_some(x + j, c) * scale, c);
+  }
+}
+
+template <typename T>
+void gate_row(const GateRowsArgs& a, int64_t row) {
+  const T* x = static_cast<const T*>(a.x) + row * a.x_stride;
+  F16 sum = zero();
+  for (int64_t j = 0; j < a.columns; j += 16) {
+    const int c = a.columns - j < 16 ? static_cast<int>(a.columns - j) : 16;
+    sum = sum + load_some(x + j, c) * load_first(a.weight + j, c);
+  }
+  const F16 share = set1(1.0f) / (set1(1.0f) + exp(set1(-reduce_add(sum))));
+  T* y = static_cast<T*>(a.y) + row * a.y_stride;
+  for (int64_t j = 0; j < a.dim; j += 16) {
+    const int c = a.dim - j < 16 ? static_cast<int>(a.dim - j) : 16;
+    store_some(y + j, load_some(y + j, c) * share, c);
   }
 }
 
@@ -183,6 +200,11 @@ void add(const AddArgs& a) {
 void scaled_add(const ScaledAddArgs& a) {
   run(a, a.rows, a.rows * a.dim,
       a.dtype == DType::bf16 ? scaled_add_row<bf16> : scaled_add_row<float>);
+}
+
+void gate_rows(const GateRowsArgs& a) {
+  run(a, a.rows, a.rows * (a.columns + a.dim),
+      a.dtype == DType::bf16 ? gate_row<bf16> : gate_row<float>);
 }
 
 void embedding(const EmbeddingArgs& a) {

@@ -14,6 +14,7 @@ STABLE_TORCH_LIBRARY_IMPL(penstock, CPU, m) {
   m.impl("layer_norm", TORCH_BOX(&layer_norm));
   m.impl("add_", TORCH_BOX(&add_));
   m.impl("softcap_", TORCH_BOX(&softcap_));
+  m.impl("gate_rows_", TORCH_BOX(&gate_rows_));
   m.impl("alternate", TORCH_BOX(&alternate));
   m.impl("gate", TORCH_BOX(&gate));
   m.impl("lora_add_", TORCH_BOX(&lora_add_));

@@ -94,6 +94,8 @@ Tensor rms_norm(const Tensor& x, const Tensor& weight, double eps);
 Tensor layer_norm(const Tensor& x, const Tensor& weight, Optional bias, double eps);
 void add_(const Tensor& residual, const Tensor& x);
 void softcap_(const Tensor& x, double cap);
+GateRowsArgs gate_rows_args(Form y, Form x, const Tensor& weight);
+void gate_rows_(const Tensor& y, const Tensor& x, const Tensor& weight);
 Tensor gate(const Tensor& x, int64_t activation, bool gated, int64_t out_features,
             std::optional<ScalarType> out_dtype);
 Tensor alternate(const Tensor& bias);

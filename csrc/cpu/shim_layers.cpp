@@ -323,6 +323,29 @@ void add_(const Tensor& residual, const Tensor& x) {
                  to.columns, to.dtype, threads()});
 }
 
+GateRowsArgs gate_rows_args(Form y, Form x, const Tensor& weight) {
+  STD_TORCH_CHECK(y.dtype == x.dtype, "gate_rows_: y and x must have one dtype");
+  GateRowsArgs a = {};
+  a.columns = x.columns;
+  a.weight = floats(weight, x.columns, "gate_rows_: weight");
+  a.dim = y.columns;
+  a.dtype = y.dtype;
+  return a;
+}
+
+void gate_rows_(const Tensor& y, const Tensor& x, const Tensor& weight) {
+  GateRowsArgs a =
+      gate_rows_args(form_of(y, "gate_rows_: y"), form_of(x, "gate_rows_: x"), weight);
+  STD_TORCH_CHECK(y.size(0) == x.size(0), "gate_rows_: y has ", y.size(0), " rows, x ", x.size(0));
+  a.x = x.data_ptr();
+  a.x_stride = x.stride(0);
+  a.y = y.data_ptr();
+  a.y_stride = y.stride(0);
+  a.rows = y.size(0);
+  a.threads = threads();
+  kernels().gate_rows(a);
+}
+
 void softcap_(const Tensor& x, double cap) {
   SoftcapArgs a = {};
   a.count = x.numel();

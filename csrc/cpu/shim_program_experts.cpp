@@ -33,6 +33,13 @@ int64_t program_experts(int64_t id, int64_t x, const Tensor& router, Optional ro
   return y;
 }
 
+void program_gate_rows_(int64_t id, int64_t y, int64_t x, const Tensor& weight) {
+  const auto p = held(id);
+  p->check_like(y, x, "gate_rows_");
+  p->keep_all(weight);
+  p->add(gate_rows_args(p->form(y), p->form(x), weight), x, y);
+}
+
 // Of the last run, all layers together.
 int64_t program_experts_used(int64_t id) { return held(id)->program.experts_used(); }
 
@@ -47,10 +54,12 @@ STABLE_TORCH_LIBRARY_FRAGMENT(penstock, m) {
       "int out_features, int activation, int up_row_codes, int up_levels, int down_row_codes, "
       "int down_levels, Tensor? correction, bool sigmoid, int groups, int top_groups, "
       "float scale) -> int");
+  m.def("program_gate_rows_(int program, int y, int x, Tensor weight) -> ()");
   m.def("program_experts_used(int program) -> int");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(penstock, CompositeExplicitAutograd, m) {
   m.impl("program_experts", TORCH_BOX(&program_experts));
+  m.impl("program_gate_rows_", TORCH_BOX(&program_gate_rows_));
   m.impl("program_experts_used", TORCH_BOX(&program_experts_used));
 }

@@ -10,12 +10,15 @@ from typing import Any
 
 import pytest
 import transformers
-from published import PUBLISHED
+from published import PUBLISHED as DENSE
+from published_experts import PUBLISHED_EXPERTS
 from tiny import CASES, GEMMA3_ROPE
 
 from penstock.errors import ModelNotFoundError, UnsupportedModelError
 from penstock.models import ModelSpec, architectures, read_spec
 from penstock.nn import ExpertsSpec, LatentSpec
+
+PUBLISHED = DENSE | PUBLISHED_EXPERTS
 
 FULL, SLIDES = "full_attention", "sliding_attention"
 
@@ -377,7 +380,7 @@ def test_unknown_architectures(read: Any) -> None:
     with pytest.raises(
         UnsupportedModelError, match=r"Did you mean 'Qwen3MoeForCausalLM'\?.*Built: "
     ):
-        read({"architectures": ["Qwen2MoeForCausalLM"]})
+        read({"architectures": ["Qwen3NextMoeForCausalLM"]})
     with pytest.raises(UnsupportedModelError, match="model_type 'bert'"):
         read({"model_type": "bert"})
     with pytest.raises(UnsupportedModelError, match="isn't built"):

@@ -23,7 +23,7 @@ from penstock.quant import Codes, format_of, parse_scheme
 from penstock.quant.files import write_checkpoint
 from penstock.quant.methods import rtn
 
-MIXED = ("mixtral", "olmoe", "qwen3-moe", "gpt-oss")
+MIXED = ("mixtral", "olmoe", "qwen2-moe", "qwen3-moe", "gpt-oss")
 
 
 def logits(model: Decoder, tokens: Tensor) -> Tensor:
@@ -39,7 +39,7 @@ def copied(folder: Path, to: Path, tensors: dict[str, Tensor], **config: Any) ->
     return to
 
 
-@pytest.mark.parametrize("name", ["mixtral", "olmoe", "qwen3-moe"])
+@pytest.mark.parametrize("name", ["mixtral", "olmoe", "qwen2-moe", "qwen3-moe"])
 def test_experts_in_one_tensor(tiny: Make, name: str, tmp_path: Path) -> None:
     """As transformers keeps them in memory."""
     case = tiny(name)

@@ -31,7 +31,7 @@ def llm(folder: Any, dtype: str, **kwargs: Any) -> LLM:
     )
 
 
-MIXED = ("mixtral", "olmoe", "qwen3-moe", "gpt-oss")
+MIXED = ("mixtral", "olmoe", "qwen2-moe", "qwen3-moe", "gpt-oss")
 
 
 @pytest.mark.parametrize("name", FAMILIES)

@@ -139,6 +139,19 @@ CASES: dict[str, Case] = {
     ),
     "mixtral": _case("Mixtral", num_local_experts=6, head_dim=24, sliding_window=21),
     "olmoe": _case("Olmoe", num_experts=12, num_experts_per_tok=3, attention_bias=True),
+    "qwen2-moe": _case(
+        "Qwen2Moe",
+        num_hidden_layers=4,
+        num_experts=10,
+        num_experts_per_tok=3,
+        moe_intermediate_size=40,
+        shared_expert_intermediate_size=72,
+        decoder_sparse_step=2,
+        mlp_only_layers=[1],
+        use_sliding_window=True,
+        sliding_window=21,
+        max_window_layers=2,
+    ),
     "qwen3-moe": _case(
         "Qwen3Moe",
         num_hidden_layers=4,
@@ -248,7 +261,7 @@ PROMPT_SEEDS = {"qwen2-window": 3, "qwen3": 7, "gemma2": 7, "olmo2": 0, "smollm3
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3", "phi3-long", "olmo2")
 FAMILIES += ("smollm3", "gpt2", "gpt-neox", "mixtral", "olmoe", "qwen3-moe", "gpt-oss")
-FAMILIES += ("deepseek-v2", "deepseek-v3", "glm4-moe", "glm4-moe-lite")
+FAMILIES += ("qwen2-moe", "deepseek-v2", "deepseek-v3", "glm4-moe", "glm4-moe-lite")
 
 
 def make_model(case: Case, seed: int = 0) -> Any:

@@ -58,6 +58,36 @@ def test_add(dtype: torch.dtype) -> None:
     assert torch.equal(sums, want)
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dim", [7, 64, 300])
+@pytest.mark.usefixtures("isa")
+def test_gate_rows(dtype: torch.dtype, dim: int) -> None:
+    """Of strided rows, each as it is alone, and nothing beside them."""
+    wide, x = randn(9, 300, dtype=dtype), randn(9, dim + 7, dtype=dtype, seed=1)[:, 7:]
+    weight = randn(dim, seed=2)
+    want, alone = wide.clone(), wide.clone()
+    ops.op("gate_rows_").reference(want[:, 100:207], x, weight)
+    for t in range(9):
+        ops.gate_rows_(alone[t : t + 1, 100:207], x[t : t + 1], weight)
+    ops.gate_rows_(wide[:, 100:207], x, weight)
+    close(wide, want)
+    assert torch.equal(wide[:, :100], want[:, :100])
+    assert torch.equal(wide[:, 207:], want[:, 207:])
+    assert torch.equal(wide, alone)
+
+
+def test_gate_rows_refuses() -> None:
+    y, x = randn(2, 8), randn(2, 5)
+    if not ops.has_native("gate_rows_"):
+        pytest.skip("no native kernels")
+    with pytest.raises(RuntimeError, match="gate_rows_: weight must be 5 contiguous float32"):
+        ops.gate_rows_(y, x, torch.ones(4))
+    with pytest.raises(RuntimeError, match="gate_rows_: y has 2 rows, x 1"):
+        ops.gate_rows_(y, x[:1], torch.ones(5))
+    with pytest.raises(RuntimeError, match="gate_rows_: y and x must have one dtype"):
+        ops.gate_rows_(y, x.bfloat16(), torch.ones(5))
+
+
 @pytest.mark.usefixtures("isa")
 def test_softcap() -> None:
     x = randn(3, 1001) * 100

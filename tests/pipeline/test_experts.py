@@ -32,7 +32,7 @@ from tests.models.tiny import Tiny, make_tiny
 
 from .conftest import Build, needs_native
 
-NAMES = ("mixtral", "qwen3-moe", "gpt-oss")
+NAMES = ("mixtral", "qwen2-moe", "qwen3-moe", "gpt-oss")
 
 
 @pytest.fixture(scope="module", params=NAMES)

@@ -12,6 +12,7 @@ from penstock.cli.options import MODEL, Dtype, KvCacheDtype, Model, Quantization
 from penstock.errors import ConfigError
 
 if TYPE_CHECKING:
+    from penstock.config import EngineConfig
     from penstock.hardware import AnyPeaks, Compute
     from penstock.roofline.outlook import Load, Outlook
     from penstock.runtime.device import Device as Placed
@@ -117,22 +118,11 @@ def plan(
     Nothing is loaded: headers are enough, or config.json alone (docs/plan.md).
     """
     from penstock.config import EngineConfig
-    from penstock.config.parts import MAX_NUM_BATCHED_TOKENS
-    from penstock.roofline.cost import CostModel
-    from penstock.roofline.outlook import Load, outlook
-    from penstock.runtime.footprint import footprint
+    from penstock.roofline.outlook import Load
 
     machine.check()
-    if usd_hour is not None and not 0 < usd_hour < 1e9:
-        raise ConfigError(f"--usd-hour must be above 0 and below 1e9, not {usd_hour:g}.")
-    if not 0 < share <= 1:
-        raise ConfigError(f"--share must be above 0 and at most 1, not {share:g}.")
+    _check(concurrency, max_num_batched_tokens, share, usd_hour)
     prompt = _prompt(model, input_len, output_len)
-    if concurrency > (max_num_batched_tokens or MAX_NUM_BATCHED_TOKENS):
-        raise ConfigError(
-            f"--concurrency {concurrency:,} needs --max-num-batched-tokens {concurrency} or more: "
-            "a step that decodes has a token of each sequence."
-        )
     config = EngineConfig.of(
         model=model,
         max_model_len=prompt + output_len,
@@ -143,23 +133,53 @@ def plan(
         kv_cache_dtype=kv_cache_dtype,
         **given(max_num_batched_tokens=max_num_batched_tokens),
     )
+    load = Load(
+        prompt,
+        output_len,
+        concurrency,
+        _hit(cached, prompt, config.cache.block_size),
+        config.scheduler.max_num_batched_tokens,
+    )
+    planned = _planned(config, load, machine, share, usd_hour)
+    if as_json:
+        typer.echo(json.dumps({"model": model, **planned.as_dict()}, indent=2))
+    else:
+        _print(model, planned)
+
+
+def _check(
+    concurrency: int, max_num_batched_tokens: int | None, share: float, usd_hour: float | None
+) -> None:
+    """Raises ConfigError for a load or a price that can't be."""
+    from penstock.config.parts import MAX_NUM_BATCHED_TOKENS
+
+    if usd_hour is not None and not 0 < usd_hour < 1e9:
+        raise ConfigError(f"--usd-hour must be above 0 and below 1e9, not {usd_hour:g}.")
+    if not 0 < share <= 1:
+        raise ConfigError(f"--share must be above 0 and at most 1, not {share:g}.")
+    if concurrency > (max_num_batched_tokens or MAX_NUM_BATCHED_TOKENS):
+        raise ConfigError(
+            f"--concurrency {concurrency:,} needs --max-num-batched-tokens {concurrency} or more: "
+            "a step that decodes has a token of each sequence."
+        )
+
+
+def _planned(
+    config: EngineConfig, load: Load, machine: Machine, share: float, usd_hour: float | None
+) -> Planned:
+    from penstock.roofline.cost import CostModel
+    from penstock.roofline.outlook import outlook
+    from penstock.runtime.footprint import footprint
+
     device = _device(machine)
-    found = footprint(config, device, concurrency * prompt)
-    hit = _hit(cached, prompt, config.cache.block_size)
-    load = Load(prompt, output_len, concurrency, hit, config.scheduler.max_num_batched_tokens)
+    found = footprint(config, device, load.concurrency * load.input_len)
     peaks = _peaks(machine, device)
     costs = CostModel(found.decoder, found.described.formats, found.layout, found.described.dtype)
     seen = outlook(costs, peaks, load)
     process = _process(device)
     available = _available(machine, device, process)
-    most = None
-    if available is not None:
-        most = _most(found, load, available - process)
-    planned = Planned(found, load, seen, peaks, process, available, most, share, usd_hour)
-    if as_json:
-        typer.echo(json.dumps({"model": model, **planned.as_dict()}, indent=2))
-    else:
-        _print(model, planned)
+    most = None if available is None else _most(found, load, available - process)
+    return Planned(found, load, seen, peaks, process, available, most, share, usd_hour)
 
 
 @dataclass(frozen=True, slots=True)

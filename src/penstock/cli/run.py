@@ -33,6 +33,7 @@ from penstock.errors import ConfigError
 
 if TYPE_CHECKING:
     from penstock.cli.batch import Counts
+    from penstock.config import EngineConfig
     from penstock.engine import AsyncLLM
 
 
@@ -81,12 +82,8 @@ def run(
     _check_files(input_file, output_file, force, resume)
     names = tuple(served_model_name or ())
     _check_options(max_tokens, names)
-    from penstock.cli.batch import Batch, earlier_in
     from penstock.config import EngineConfig
-    from penstock.engine import AsyncLLM
-    from penstock.runtime import compile_counter
 
-    before = compile_counter.total()
     config = EngineConfig.of(
         model=engine,
         **given(
@@ -98,6 +95,25 @@ def run(
         kv_cache_dtype=kv_cache_dtype,
         verify=verify,
     )
+    counts = _answer(config, input_file, output_file, max_tokens, names, resume)
+    if counts.failed and not counts.answered + counts.skipped:
+        raise typer.Exit(1)  # some that fail beside others are told of in their answers
+
+
+def _answer(
+    config: EngineConfig,
+    input_file: str,
+    output_file: str,
+    max_tokens: int | None,
+    names: tuple[str, ...],
+    resume: bool,
+) -> Counts:
+    """Have an engine answer the file, and say how it went."""
+    from penstock.cli.batch import Batch, earlier_in
+    from penstock.engine import AsyncLLM
+    from penstock.runtime import compile_counter
+
+    before = compile_counter.total()
     with ExitStack() as stack:
         source = stack.enter_context(_reading(input_file))
         llm = AsyncLLM.of(config)
@@ -122,8 +138,7 @@ def run(
             typer.echo(line, err=True)
         if names and not counts.api_lines:
             console.warning("--served-model-name had no effect: no line was an OpenAI batch line.")
-    if counts.failed and not counts.answered + counts.skipped:
-        raise typer.Exit(1)  # some that fail beside others are told of in their answers
+    return counts
 
 
 def _check_options(max_tokens: int | None, names: tuple[str, ...]) -> None:

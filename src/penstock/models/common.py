@@ -318,6 +318,14 @@ def layer_windows(
     return tuple(window if t == "sliding_attention" else 0 for t in types)
 
 
+def mixing_layers(c: ConfigReader, count: int) -> list[bool]:
+    """Which layers have experts: every `decoder_sparse_step`th, but those of `mlp_only_layers`."""
+    step, plain = c.integer("decoder_sparse_step", 1), c.get("mlp_only_layers", [])
+    if not isinstance(plain, list) or any(type(i) is not int for i in plain):
+        raise UnsupportedModelError(f"mlp_only_layers must be a list of layers: {plain!r}")
+    return [(i + 1) % step == 0 and i not in plain for i in range(count)]
+
+
 def upper_layer_windows(c: ConfigReader, count: int) -> tuple[int, ...]:
     """Qwen's: with `use_sliding_window`, layers from `max_window_layers` on slide."""
     window, first = sliding_window(c, 4096), c.number("max_window_layers", 28)

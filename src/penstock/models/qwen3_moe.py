@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from penstock.errors import UnsupportedModelError
 from penstock.models.common import (
     DENSE_RULES,
     EXPERT_RULES,
@@ -14,6 +13,7 @@ from penstock.models.common import (
     experts,
     gated_mlp,
     head_dim,
+    mixing_layers,
     model_spec,
     sliding_window,
 )
@@ -42,14 +42,6 @@ def read_config(c: ConfigReader) -> ModelSpec:
     window = window if c.flag("use_sliding_window", False) else 0
     c.get("max_window_layers")  # of dense Qwens: here all layers slide, as in transformers
     base = replace(base, window=window)
-    layers = [LayerSpec(base, mixed if mixes else dense) for mixes in _mixing_layers(c, count)]
+    layers = [LayerSpec(base, mixed if mixes else dense) for mixes in mixing_layers(c, count)]
     rules = (*QK_NORM_RULES, *EXPERT_RULES, *DENSE_RULES)
     return model_spec(c, "qwen3_moe", decoder(c, layers), rules)
-
-
-def _mixing_layers(c: ConfigReader, count: int) -> list[bool]:
-    """Which layers have experts: every `decoder_sparse_step`th, but those of `mlp_only_layers`."""
-    step, plain = c.integer("decoder_sparse_step", 1), c.get("mlp_only_layers", [])
-    if not isinstance(plain, list) or any(type(i) is not int for i in plain):
-        raise UnsupportedModelError(f"mlp_only_layers must be a list of layers: {plain!r}")
-    return [(i + 1) % step == 0 and i not in plain for i in range(count)]

@@ -148,7 +148,7 @@ def _check_rows(part: str, held: WeightFormat) -> None:
 class Experts(nn.Module):
     """down[e](act(gate[e]) · up[e]) of the experts that a token's router chooses, weighed.
 
-    shared: a block that every token goes through beside them.
+    shared: a block that every token goes through beside them, or takes a share of.
     """
 
     def __init__(
@@ -175,13 +175,17 @@ class Experts(nn.Module):
         self.down = ExpertBank(count, wide, hidden, biased, down)
         self.correction = Vector(count) if experts.correction else None
         self.shared = shared
+        self.shared_gate = Vector(hidden) if experts.shared_gate else None
 
     def begin(self, residual: Tensor, norm: Norm | None, adapters: Tensor | None) -> Tensor:
         """All but the addition; adapters change what is shared, not experts."""
         x = residual if norm is None else norm(residual)
         y: Tensor = self(x)
         if self.shared is not None:
-            self.shared.end_(y, self.shared.begin(x, None, adapters), None, adapters)
+            h = self.shared.begin(x, None, adapters)
+            if self.shared_gate is not None:
+                ops.gate_rows_(h, x, self.shared_gate.parameter("weight"))
+            self.shared.end_(y, h, None, adapters)
         return y
 
     def end_(

@@ -104,6 +104,7 @@ class ExpertsSpec:
     top_groups: int = 1  # of those, how many can be chosen from
     scale: float = 1.0  # of the weights
     shared: int = 0  # intermediate of a block that all tokens go through beside them; 0: none
+    shared_gate: bool = False  # each token takes so much of it as its sigmoid says
 
 
 @dataclass(frozen=True, slots=True)

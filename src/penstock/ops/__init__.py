@@ -7,6 +7,7 @@ from penstock.ops.draw import draw_beyond, draw_from, draw_nucleus, draw_plain
 from penstock.ops.embedding import embedding
 from penstock.ops.experts import experts
 from penstock.ops.gate import alternate, gate
+from penstock.ops.gate_rows import gate_rows_
 from penstock.ops.grouped_linear import combine, grouped_linear
 from penstock.ops.kept_rows import keep_rows, kept_rows
 from penstock.ops.linear import (
@@ -48,6 +49,7 @@ __all__ = [
     "embedding",
     "experts",
     "gate",
+    "gate_rows_",
     "grouped_linear",
     "has_native",
     "head_linear",

@@ -22,6 +22,12 @@ from penstock.quant.scheme import GROUPS, Kind
 Tensors = dict[str, Tensor]
 
 
+def _modules(spec: ModelSpec) -> list[str]:
+    """Every matrix of the layers."""
+    layers = enumerate(spec.decoder.layers)
+    return [f"layers.{i}.{m}" for i, layer in layers for m in layer_matrices(layer)]
+
+
 @dataclass(frozen=True, slots=True)
 class Parts:
     """Every parameter of a decoder, and the checkpoint's tensors it is made of, in order."""
@@ -49,7 +55,8 @@ class Parts:
                 f"{len(unknown)} tensors in {source.path} have no place in {spec.family!r}: "
                 f"{', '.join(unknown[:5])}."
             )
-        moved = [t for t, p in plans.items() if t.startswith("layers.") and p.rule.transform]
+        matrices = {f"{module}.{of}" for module in _modules(spec) for of in ("weight", "bias")}
+        moved = [t for t, p in plans.items() if t in matrices and p.rule.transform]
         if moved:
             raise UnsupportedModelError(
                 f"{spec.family!r} checkpoints hold {len(moved)} matrices with their values in "
@@ -70,8 +77,7 @@ class Parts:
 
     def modules(self) -> list[str]:
         """Every matrix of the layers, then `head`."""
-        layers = enumerate(self.spec.decoder.layers)
-        return [f"layers.{i}.{m}" for i, spec in layers for m in layer_matrices(spec)] + ["head"]
+        return [*_modules(self.spec), "head"]
 
     def check_dense(self, what: str) -> None:
         """Raises UnsupportedModelError where a layer has experts; what: `GPTQ`, …"""

@@ -260,6 +260,7 @@ class CostModel:
             if experts is not None:
                 found.expert_layers += 1
                 found.least_experts += experts.per_token
+                found.layer_bytes += 4 * spec.hidden * experts.shared_gate
                 self._of_dense(found, 1, experts.count, spec.hidden)
             a, token = layer.attention, self.layout.bytes_per_token(i)
             recent = self.layout.recent_bytes_per_token(i)
@@ -428,6 +429,9 @@ class CostModel:
             own += stored.nbytes(n, k) * chosen // terms.expert_layers
         between = experts.per_token * (2 * layer.mlp.intermediate + 2 * hidden)
         row.add(1, tokens * (2 * hidden + between) * self.itemsize, weight_bytes=own)
+        if experts.shared_gate:
+            moved = tokens * (2 * experts.shared + hidden) * self.itemsize
+            row.add(1, moved, tokens * (2 * hidden + experts.shared), 4 * hidden)
 
     def _of_heads(self, row: OpCost, a: AttentionSpec, tokens: int) -> None:
         """To latents and from them; the first also rotates queries."""

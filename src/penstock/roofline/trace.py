@@ -33,6 +33,7 @@ _ROWS = (
     ("add_", "norm"),  # to the residual, after a norm
     ("rotary", "rotary"),
     ("mla_cache", "rotary"),
+    ("gate_rows_", "experts"),
     ("mla_query", "heads"),
     ("head_linear", "heads"),
     ("attention", "attention"),

@@ -57,6 +57,16 @@ def test_add(rows: int, columns: int, dtype: torch.dtype) -> None:
     assert torch.equal(wide, copy)  # and nothing beside it
 
 
+@pytest.mark.parametrize(("rows", "columns", "dim"), [(0, 8, 8), (1, 7, 1100), (5, 1030, 33)])
+def test_gate_rows(rows: int, columns: int, dim: int, dtype: torch.dtype) -> None:
+    wide, x = randn(rows, columns + 5, dtype=dtype), randn(rows, dim + 2, dtype=dtype, seed=1)
+    copy, weight = wide.clone(), randn(dim, seed=2)
+    launchers()["gate_rows_"](wide[:, :columns], x[:, 2:], weight)
+    ops.op("gate_rows_").reference(copy[:, :columns], x[:, 2:], weight)
+    torch.testing.assert_close(wide, copy, rtol=max(CLOSE[dtype], 1e-5), atol=1e-5)
+    assert torch.equal(wide[:, columns:], copy[:, columns:])
+
+
 @pytest.mark.parametrize(("rows", "columns"), [(0, 8), (1, 7), (3, 2500)])
 def test_softcap(rows: int, columns: int) -> None:
     """float64's, to some units in the last place, from far below the cap to far above."""

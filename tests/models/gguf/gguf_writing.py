@@ -25,6 +25,7 @@ ARCHITECTURES = {
     "MistralForCausalLM": "llama",
     "Qwen2ForCausalLM": "qwen2",
     "Qwen3ForCausalLM": "qwen3",
+    "Qwen2MoeForCausalLM": "qwen2moe",
     "Qwen3MoeForCausalLM": "qwen3moe",
     "DeepseekV2ForCausalLM": "deepseek2",
     "DeepseekV3ForCausalLM": "deepseek2",
@@ -159,7 +160,9 @@ def write_config(
         write_router(writer, c)
     if arch == "gpt-oss":
         writer.add_sliding_window(c.sliding_window)
-    if arch in ("qwen3moe", "gpt-oss"):
+    if arch == "qwen2moe":
+        writer.add_expert_shared_feed_forward_length(c.shared_expert_intermediate_size)
+    if arch in ("qwen2moe", "qwen3moe", "gpt-oss"):
         inner = getattr(c, "moe_intermediate_size", c.intermediate_size)
         writer.add_expert_feed_forward_length(inner)
 

@@ -29,8 +29,8 @@ from penstock.quant.formats.quantized import Quantized
 FAMILIES = [
     "llama", "llama3-rope", "mistral", "mistral-full", "qwen2", "qwen3", "gemma2", "gemma3",
     "phi3", "phi3-short", "phi3-long", "olmo2", "smollm3", "gpt2", "gpt-neox", "gpt-neox-serial",
-    "mixtral", "olmoe", "qwen3-moe", "gpt-oss", "deepseek-v2", "deepseek-v2-groups", "deepseek-v3",
-    "glm4-moe", "glm4-moe-lite",
+    "mixtral", "olmoe", "qwen2-moe", "qwen3-moe", "gpt-oss", "deepseek-v2", "deepseek-v2-groups",
+    "deepseek-v3", "glm4-moe", "glm4-moe-lite",
 ]  # fmt: skip
 QUANTIZED = [Kind(kind) for kind, block in BLOCKS.items() if block.plain is None]
 SHARPER = {**YARN_ROPE, "mscale": 0.7, "mscale_all_dim": 0.7}
@@ -40,6 +40,12 @@ UNSAID = {  # what no key of the format says
     "deepseek-v2": {"rope_parameters": SHARPER},
     "deepseek-v3": {"rope_parameters": SHARPER},
     "glm4-moe-lite": {"attention_bias": False, "rope_interleave": True},
+    "qwen2-moe": {
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+        "norm_topk_prob": False,
+        "use_sliding_window": False,
+    },
     "qwen3-moe": {"decoder_sparse_step": 1, "mlp_only_layers": []},
 }
 TOKENS = torch.randint(3, 320, (40,), generator=torch.Generator().manual_seed(1))
@@ -172,17 +178,20 @@ MATRICES = [
     "gpt2",
     "gpt-neox",
     "mixtral",
+    "qwen2-moe",
     "qwen3-moe",
     "gpt-oss",
     "deepseek-v3",
 ]
+
+MIXED = ("mixtral", "qwen2-moe", "qwen3-moe", "gpt-oss", "deepseek-v3")
 
 
 @pytest.mark.parametrize("name", MATRICES)
 @pytest.mark.parametrize("kind", [Kind.F16, Kind.BF16, Kind.Q8_0, Kind.Q4_0, Kind.Q5_1])
 def test_matrices_in_any_family(name: str, kind: Kind, tmp_path: Path) -> None:
     sizes = {"n_embd": 64} if name == "gpt2" else {"intermediate_size": 96, "hidden_size": 64}
-    if name in ("qwen3-moe", "deepseek-v3"):
+    if name in ("qwen2-moe", "qwen3-moe", "deepseek-v3"):
         sizes["moe_intermediate_size"] = 64
     if name == "deepseek-v3":
         sizes |= {"qk_nope_head_dim": 32, "kv_lora_rank": 64}
@@ -191,7 +200,7 @@ def test_matrices_in_any_family(name: str, kind: Kind, tmp_path: Path) -> None:
     folder = as_checkpoint(model, back, tmp_path / "hf")
     source = GgufSource(tmp_path / "m.gguf")
     experts = {stem: values for stem, values in back.items() if ".experts." in stem}
-    assert bool(experts) is (name in ("mixtral", "qwen3-moe", "gpt-oss", "deepseek-v3"))
+    assert bool(experts) is (name in MIXED)
     for stem, want in experts.items():
         found = source.read(stem)
         values = found.dequantize() if isinstance(found, Codes) else found.float()

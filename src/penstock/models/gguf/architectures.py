@@ -27,6 +27,10 @@ _SHARED = {
     **{f"ffn_{x}_shexp": f"{_LAYER}mlp.shared_experts.{x}_proj" for x in ("gate", "up", "down")},
     "exp_probs_b": f"{_LAYER}mlp.gate.e_score_correction_bias",
 }
+_SHARE = {  # of a block beside experts
+    **{f"ffn_{x}_shexp": f"{_LAYER}mlp.shared_expert.{x}_proj" for x in ("gate", "up", "down")},
+    "ffn_gate_inp_shexp": f"{_LAYER}mlp.shared_expert_gate",
+}
 _GUESSING = {  # a layer's behind the last one
     f"nextn.{x}": f"{_LAYER}nextn.{x}"
     for x in ("eh_proj", "enorm", "hnorm", "embed_tokens", "shared_head_head", "shared_head_norm")
@@ -203,6 +207,19 @@ def _qwen3(m: Metadata, c: Container) -> Config:
     config = _biases(c, _rms_model(m, c, "Qwen3ForCausalLM"))
     _scale(m, config)
     return config
+
+
+def _qwen2_moe(m: Metadata, c: Container) -> Config:
+    config = _rms_model(m, c, "Qwen2MoeForCausalLM")
+    _scale(m, config)
+    config["num_experts"] = m.integer(m.own("expert_count"))  # as transformers calls it
+    inner, chosen = config["intermediate_size"], m.integer(m.own("expert_used_count"))
+    each = m.integer(m.own("expert_feed_forward_length"), inner // chosen)
+    config["moe_intermediate_size"] = each
+    shared = m.integer(m.own("expert_shared_feed_forward_length"), inner)
+    config["shared_expert_intermediate_size"] = shared
+    config["norm_topk_prob"] = False  # of all that there are; no key says it
+    return _experts(m, config)
 
 
 def _qwen3_moe(m: Metadata, c: Container) -> Config:
@@ -425,6 +442,7 @@ ARCHITECTURES: dict[str, Architecture] = {
     "llama": Architecture(_llama, _DENSE | _MIXTRAL, rotated=_QK),
     "qwen2": Architecture(_qwen2, _DENSE),
     "qwen3": Architecture(_qwen3, _DENSE | _QK_NORMS),
+    "qwen2moe": Architecture(_qwen2_moe, _OUTER | _ATTENTION | _NORMS | _EXPERTS | _SHARE),
     "qwen3moe": Architecture(_qwen3_moe, _OUTER | _ATTENTION | _QK_NORMS | _NORMS | _EXPERTS),
     "olmoe": Architecture(_olmoe, _OUTER | _ATTENTION | _QK_NORMS | _NORMS | _EXPERTS),
     "deepseek2": Architecture(

@@ -31,6 +31,7 @@ _MODEL_TYPES = {
     "GPTNeoXForCausalLM": "gpt_neox",
     "MistralForCausalLM": "mistral",
     "MixtralForCausalLM": "mixtral",
+    "Qwen2MoeForCausalLM": "qwen2_moe",
     "Qwen3MoeForCausalLM": "qwen3_moe",
     "GptOssForCausalLM": "gpt_oss",
 }
