@@ -76,6 +76,19 @@ def test_gate_rows(dtype: torch.dtype, dim: int) -> None:
     assert torch.equal(wide, alone)
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_gate_rows_on_all_instruction_sets(dtype: torch.dtype) -> None:
+    before, found = native.isa, []
+    try:
+        for isa in native.available_isas():
+            native.select_isa(isa)
+            found.append(randn(33, 1408, dtype=dtype))
+            ops.gate_rows_(found[-1], randn(33, 2047, dtype=dtype, seed=1), randn(2047, seed=2))
+    finally:
+        native.select_isa(before)
+    assert all(torch.equal(found[0], other) for other in found[1:])
+
+
 def test_gate_rows_refuses() -> None:
     y, x = randn(2, 8), randn(2, 5)
     if not ops.has_native("gate_rows_"):
