@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from dataclasses import asdict
 from typing import Any
 
 import numpy as np
@@ -65,6 +67,13 @@ def test_a_point(runtime: Runtime) -> None:
     assert 0 < found.tpot_p99_s <= found.e2el_p99_s and 0 < found.ttft_p99_s < found.e2el_p99_s
     # of so many clients each has a token about every tpot
     assert found.output_tokens_per_s == pytest.approx(3 / found.tpot_p99_s, rel=0.7)
+
+
+def test_a_point_at_which_nothing_ends(runtime: Runtime, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("penstock.bench.tune.PATIENCE", 0)
+    found = measure(W.config("stories"), runtime, W, 3, 32, np.random.default_rng(0))
+    assert (found.requests, found.ttft_p99_s) == (0, None) and not found.holds
+    assert "null" in json.dumps(asdict(found), allow_nan=False)
 
 
 def test_a_search(runtime: Runtime) -> None:

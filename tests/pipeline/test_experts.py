@@ -109,6 +109,22 @@ def test_an_adapter_of_an_expert_is_merged(mixtral: Tiny, tmp_path: Path) -> Non
     torch.testing.assert_close(after.float(), before + change[expert], rtol=1e-4, atol=1e-4)
 
 
+def test_an_adapter_of_a_shared_block_s_gate(tmp_path: Path) -> None:
+    """It merges, and a server says so."""
+    tiny, gate = make_tiny("qwen2-moe", tmp_path / "m"), "model.layers.3.mlp.shared_expert_gate"
+    change = write_adapter(tmp_path / "a", [(gate, (1, 64))], 4, 1)
+    with pytest.raises(UnsupportedModelError, match=r"gates of shared experts.*--merge-lora"):
+        LLM(tiny.folder, skip_tokenizer_init=True, max_model_len=64, enable_lora=True).load_lora(
+            "a", tmp_path / "a"
+        )
+    export_model(tiny.folder, tmp_path / "e", weights=NewWeights(merge_lora=tmp_path / "a"))
+    before, after = (
+        load_file(folder / "model.safetensors")[f"{gate}.weight"]
+        for folder in (tiny.folder, tmp_path / "e")
+    )
+    torch.testing.assert_close(after.float(), before + change[gate], rtol=1e-4, atol=1e-4)
+
+
 def test_an_export_of_gpt_oss_says_who_reads_it(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -98,10 +98,10 @@ class Point:
     requests: int  # that were judged
     kept: float  # share of them that kept every level
     output_tokens_per_s: float
-    ttft_p99_s: float
-    tpot_p99_s: float
-    itl_p99_s: float
-    e2el_p99_s: float
+    ttft_p99_s: float | None  # None: none was
+    tpot_p99_s: float | None
+    itl_p99_s: float | None
+    e2el_p99_s: float | None
 
     @property
     def holds(self) -> bool:
@@ -234,8 +234,8 @@ def _point(
 ) -> Point:
     kept = sum(times.keeps(levels) for times in took) / max(len(took), 1)
 
-    def p99(name: str) -> float:
-        return _p99([getattr(times, name) for times in took]) if took else float("inf")
+    def p99(name: str) -> float | None:
+        return _p99([getattr(times, name) for times in took]) if took else None
 
     return Point(
         clients, chunk, len(took), kept, rate, p99("ttft"), p99("tpot"), p99("itl"), p99("e2el")

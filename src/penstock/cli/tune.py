@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -75,14 +76,8 @@ def tune(
     found = tune(config, runtime, workload, lambda point: console.note(_line(point)))
     if json_file is not None:
         json_file.parent.mkdir(parents=True, exist_ok=True)
-        json_file.write_text(_json(found), encoding="utf-8")
+        json_file.write_text(json.dumps(found.as_dict(), indent=2) + "\n", encoding="utf-8")
     _conclude(model, found, workload)
-
-
-def _json(found: Tuned) -> str:
-    import json
-
-    return json.dumps(found.as_dict(), indent=2).replace("Infinity", "null") + "\n"
 
 
 def _heading(w: Workload) -> str:
@@ -93,7 +88,7 @@ def _heading(w: Workload) -> str:
 def _line(point: Point) -> str:
     from penstock.bench.report import percent, seconds
 
-    if not point.requests:
+    if point.ttft_p99_s is None or point.tpot_p99_s is None or point.itl_p99_s is None:
         return f"steps of {point.chunk:,}, {point.clients:,} at once: none ended in time"
     return (
         f"steps of {point.chunk:,}, {point.clients:,} at once: "

@@ -66,13 +66,19 @@ def expert_rules(
 EXPERT_RULES = expert_rules("mlp", "gate_proj", "up_proj", "down_proj")
 """Names of those who have experts where Llama has its MLP."""
 
+
+def shared_rules(block: str) -> tuple[Rule, ...]:
+    """Names of a block beside experts, as the family calls it."""
+    at = f"model.layers.{{i}}.mlp.{block}"
+    return (
+        Stack((f"{at}.gate_proj.{{p}}", f"{at}.up_proj.{{p}}"), "layers.{i}.mlp.shared.up.{p}"),
+        Rename(f"{at}.down_proj.{{p}}", "layers.{i}.mlp.shared.down.{p}"),
+    )
+
+
 SHARED_RULES: tuple[Rule, ...] = (
     Rename("model.layers.{i}.mlp.gate.e_score_correction_bias", "layers.{i}.mlp.correction.weight"),
-    Stack(
-        tuple(f"model.layers.{{i}}.mlp.shared_experts.{x}_proj.{{p}}" for x in ("gate", "up")),
-        "layers.{i}.mlp.shared.up.{p}",
-    ),
-    Rename("model.layers.{i}.mlp.shared_experts.down_proj.{p}", "layers.{i}.mlp.shared.down.{p}"),
+    *shared_rules("shared_experts"),
 )
 """DeepSeek's names of what experts have beside them."""
 

@@ -20,12 +20,13 @@ from penstock.models.common import (
     layer_windows,
     mixing_layers,
     model_spec,
+    shared_rules,
     sliding_window,
 )
 from penstock.models.config_reader import ConfigReader
 from penstock.models.registry import register
 from penstock.models.rope import rope
-from penstock.models.spec import ModelSpec, Rename, Rule, Stack
+from penstock.models.spec import ModelSpec, Rename, Rule
 from penstock.nn.spec import DecoderSpec, LayerSpec
 
 
@@ -40,11 +41,7 @@ _SHARED_RULES: tuple[Rule, ...] = (
         "layers.{i}.mlp.shared_gate.weight",
         _flat,
     ),
-    Stack(
-        tuple(f"model.layers.{{i}}.mlp.shared_expert.{x}_proj.{{p}}" for x in ("gate", "up")),
-        "layers.{i}.mlp.shared.up.{p}",
-    ),
-    Rename("model.layers.{i}.mlp.shared_expert.down_proj.{p}", "layers.{i}.mlp.shared.down.{p}"),
+    *shared_rules("shared_expert"),
 )
 
 

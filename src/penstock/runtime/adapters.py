@@ -297,13 +297,13 @@ class Adapters:
             raise files.strange(unknown)
         plans = {target.removesuffix(".weight"): plan for target, plan in found.items()}
         beyond = [name for name in plans if name not in self._places]
-        apart = (".router", OF_HEADS)
+        apart = (".router", ".shared_gate", OF_HEADS)
         mixed = [name for name in beyond if stored_in(name) != name or name.endswith(apart)]
         if mixed:
             raise UnsupportedModelError(
-                f"The adapter in {files.folder} changes {len(mixed)} matrices of experts, routers "
-                f"or heads over latents ({mixed[0]}), which only merging does: penstock export "
-                "--merge-lora."
+                f"The adapter in {files.folder} changes {len(mixed)} matrices of experts, routers, "
+                f"gates of shared experts or heads over latents ({mixed[0]}), which only merging "
+                "does: penstock export --merge-lora."
             )
         lacking = [
             part for name in beyond if name.startswith("layers.") for part in plans[name].parts

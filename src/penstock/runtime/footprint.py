@@ -97,9 +97,9 @@ def footprint(config: EngineConfig, device: Device, step_tokens: int | None = No
     """Of what `load_runtime` would load; a folder without weights stands for random ones.
 
     Headers are checked as a load would check them. device: where it is to run, which needn't be in
-    this machine. step_tokens: of the largest step
-    that will come, where it is smaller than the configuration's. Drafts, adapters and the process
-    itself come on top. Raises ConfigError for an engine folder, which says its own bytes.
+    this machine. step_tokens: of the largest step that will come, where it is smaller than the
+    configuration's. Drafts, adapters and the process itself come on top.
+    Raises ConfigError for an engine folder, which says its own bytes.
     """
     check_device(config, device)
     folder = resolve(config.model.model, config.model.revision)

@@ -68,7 +68,9 @@ def test_goodput() -> None:
     assert figures(LOAD, WORK, goodput={"e2el": 0.5}).good == 3
 
 
-@pytest.mark.parametrize("word", ["ttft", "ttft:", "ttft:-1", "ttft:nan", "itl:5", "chta", "x:1"])
+@pytest.mark.parametrize(
+    "word", ["ttft", "ttft:", "ttft:-1", "ttft:nan", "ttft:inf", "itl:5", "chta", "x:1"]
+)
 def test_bad_goodputs(word: str) -> None:
     with pytest.raises(ConfigError, match="--goodput"):
         parse_goodput([word])

@@ -47,7 +47,7 @@ def parse_goodput(
             limit_ms = float(value)
         except ValueError:
             limit_ms = -1.0
-        if name not in metrics or not limit_ms > 0:
+        if name not in metrics or not 0 < limit_ms < float("inf"):
             known = (*NAMED_GOODPUTS, *(f"{metric}:MS" for metric in metrics))
             raise ConfigError(
                 f"--goodput {word!r} isn't one of {', '.join(known)}, MS a positive number of "
