@@ -93,8 +93,8 @@ int64_t list_tasks(const AttentionArgs& a, int64_t group, int64_t most, Task* ta
     for (int64_t h = 0; h < a.kv_heads; h++)
       for (int64_t first = 0; first < rows; first += most) {
         Task t = {b, h, first, rows - first < most ? rows - first : most, 0, 0, partials};
-        t.first_span = visible(a, start + first / group).first / kSpan;
-        t.last_span = (visible(a, start + (first + t.rows - 1) / group).last + kSpan - 1) / kSpan;
+        t.first_span = visible(a, b, start + first / group).first / kSpan;
+        t.last_span = (visible(a, b, start + (first + t.rows - 1) / group).last + kSpan - 1) / kSpan;
         partials += t.last_span - t.first_span;
         if (tasks) tasks[count] = t;
         count++;

@@ -37,7 +37,7 @@ class Flow {
     for (int64_t r = 0; r < t.rows; r++) {
       const int64_t at = (start + token) * a.heads + t.kv_head * group + head;
       take_row(static_cast<const bf16*>(a.q) + at * a.dim, a.dim, r);
-      seen_[r] = visible(a, a.context_len[t.sequence] - tokens + token);
+      seen_[r] = visible(a, t.sequence, a.context_len[t.sequence] - tokens + token);
       if (++head == group) {
         head = 0;
         token++;

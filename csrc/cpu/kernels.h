@@ -33,7 +33,7 @@ struct nibbles {  // two values
 };
 
 // swiglu_oai has a gate only: gpt-oss clamps both of its sides. ops/linear.py.
-enum class Activation : int { none, silu, gelu, gelu_tanh, swiglu_oai };
+enum class Activation : int { none, silu, gelu, gelu_tanh, swiglu_oai, quick_gelu };
 
 // What a weight's panels hold. int8_zero: int8 whose groups have zero points. levels: four bits that
 // index a table; nvfp4: the same, each 16 values with a fine scale of E4M3. q4_k, q5_k, q6_k: records
@@ -278,6 +278,7 @@ struct AttentionArgs {
   int64_t window;      // 0: none
   float softcap;       // 0: none
   const float* sinks;  // [heads], may be null
+  bool whole;          // queries see what comes after them too; there is no window then
   DType dtype;
   int threads;
 };
@@ -289,6 +290,7 @@ struct RowsArgs {
   int64_t rows, row_bytes;
   int64_t from_stride, to_stride;  // bytes
   bool keeps;  // a value's rows go to a store; otherwise the other way
+  const int32_t* wanted;  // [rows]: not 0 where a row goes; null: all go
 };
 
 // The place and value of each row's largest logit.

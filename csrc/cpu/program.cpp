@@ -32,9 +32,10 @@ void call(const AttentionArgs& a) { kernels().attention(a); }
 void call(const HeadsArgs& a) { head_linear(a); }
 void call(const RowsArgs& a) {
   for (int64_t row = 0; row < a.rows; row++)
-    __builtin_memcpy(static_cast<char*>(a.to) + row * a.to_stride,
-                     static_cast<const char*>(a.from) + row * a.from_stride,
-                     static_cast<size_t>(a.row_bytes));
+    if (!a.wanted || a.wanted[row] != 0)
+      __builtin_memcpy(static_cast<char*>(a.to) + row * a.to_stride,
+                       static_cast<const char*>(a.from) + row * a.from_stride,
+                       static_cast<size_t>(a.row_bytes));
 }
 
 LinearVariant variant_for(const Program::Node& node, int64_t rows) {

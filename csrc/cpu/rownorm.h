@@ -77,6 +77,8 @@ static inline F16 activate(F16 x, Activation kind) {
       const F16 g = min(set1(7.0f), x);  // in this order a NaN x stays NaN
       return g / (set1(1.0f) + exp(g * set1(-1.702f)));
     }
+    case Activation::quick_gelu:
+      return x / (set1(1.0f) + exp(x * set1(-1.702f)));
     case Activation::none:
       break;
   }

@@ -161,7 +161,8 @@ RotaryCacheArgs rotary_cache_args(Form qkv, int64_t heads, const Optional& q_nor
                                   const Optional& k_norm, double eps, const Optional& cos_sin,
                                   bool interleaved, const CacheTensors& cache);
 AttentionArgs attention_args(DType dtype, int64_t heads, int64_t dim, const CacheTensors& cache,
-                             double scale, int64_t window, double softcap, const Optional& sinks);
+                             double scale, int64_t window, double softcap, const Optional& sinks,
+                             bool causal);
 
 // Positions lie in a table of `table` rows and slots in a cache of `places`, for `count` tokens.
 void check_places(const int32_t* positions, const int32_t* slots, int64_t count, int64_t table,
@@ -199,7 +200,7 @@ Tensor paged_attention(const Tensor& q, const Tensor& key_cache, const Tensor& v
                        const Tensor& block_table, double scale, int64_t window, double softcap,
                        Optional sinks, Optional key_scale, Optional value_scale,
                        Optional recent_keys, Optional recent_values, Optional recent_slots,
-                       Optional recent_window);
+                       Optional recent_window, bool causal);
 
 // Elements from a block of a cache to the next. Each block is contiguous.
 int64_t pitch_of(const Tensor& part, const char* what);

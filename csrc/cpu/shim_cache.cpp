@@ -226,7 +226,8 @@ Tensor rotary_cache(const Tensor& qkv, int64_t heads, Optional q_norm, Optional 
 }
 
 AttentionArgs attention_args(DType dtype, int64_t heads, int64_t dim, const CacheTensors& cache,
-                             double scale, int64_t window, double softcap, const Optional& sinks) {
+                             double scale, int64_t window, double softcap, const Optional& sinks,
+                             bool causal) {
   AttentionArgs a = {};
   a.heads = heads;
   a.dim = dim;
@@ -242,6 +243,9 @@ AttentionArgs attention_args(DType dtype, int64_t heads, int64_t dim, const Cach
   a.window = window;
   a.softcap = static_cast<float>(softcap);
   a.sinks = floats(sinks, a.heads, "paged_attention: sinks");
+  a.whole = !causal;
+  STD_TORCH_CHECK(causal || (window == 0 && !a.recent.slots),
+                  "paged_attention: what isn't causal has no window, and a cache without one");
   return a;
 }
 
@@ -308,14 +312,14 @@ Tensor paged_attention(const Tensor& q, const Tensor& key_cache, const Tensor& v
                        const Tensor& block_table, double scale, int64_t window, double softcap,
                        Optional sinks, Optional key_scale, Optional value_scale,
                        Optional recent_keys, Optional recent_values, Optional recent_slots,
-                       Optional recent_window) {
+                       Optional recent_window, bool causal) {
   STD_TORCH_CHECK(q.dim() == 3 && q.is_contiguous(),
                   "paged_attention: q must be [tokens, heads, dim], contiguous");
   AttentionArgs a =
       attention_args(dtype_of(q, "paged_attention: q"), q.size(1), q.size(2),
                      {key_cache, value_cache, key_scale, value_scale, recent_keys, recent_values,
                       recent_slots, recent_window},
-                     scale, window, softcap, sinks);
+                     scale, window, softcap, sinks, causal);
   const Sequences s = sequences_of(query_start, context_len, block_table);
   check_sequences(s, q.size(0), a.blocks, a.block_size);
   check_recent(a.recent, s, a.block_size);

@@ -182,9 +182,9 @@ LinearArgs linear_args(Form x, const Tensor& weight, const Optional& scale, cons
 }
 
 static void check_activation(int64_t activation, bool gated, const char* what) {
-  STD_TORCH_CHECK(activation >= 0 && activation <= 4, what, ": activation ", activation,
+  STD_TORCH_CHECK(activation >= 0 && activation <= 5, what, ": activation ", activation,
                   " isn't one of 0 (none) to 4");
-  STD_TORCH_CHECK(activation < 4 || gated, what, ": activation 4 comes with a gate");
+  STD_TORCH_CHECK(activation != 4 || gated, what, ": activation 4 comes with a gate");
 }
 
 void with_norm_and_activation(LinearArgs& a, const Optional& norm, double eps,

@@ -197,7 +197,7 @@ int64_t program_paged_attention(int64_t id, int64_t q, const Tensor& key_cache,
                                 const Tensor& value_cache, double scale, int64_t window,
                                 double softcap, Optional sinks, Optional key_scale,
                                 Optional value_scale, Optional recent_keys, Optional recent_values,
-                                Optional recent_slots, Optional recent_window) {
+                                Optional recent_slots, Optional recent_window, bool causal) {
   const auto p = held(id);
   const Program::Value& v = p->program.at(static_cast<int>(q));
   p->check_all_rows(q, "paged_attention");
@@ -206,7 +206,7 @@ int64_t program_paged_attention(int64_t id, int64_t q, const Tensor& key_cache,
       attention_args(v.dtype, v.columns / v.dim, v.dim,
                      {key_cache, value_cache, key_scale, value_scale, recent_keys, recent_values,
                       recent_slots, recent_window},
-                     scale, window, softcap, sinks);
+                     scale, window, softcap, sinks, causal);
   p->take_blocks(a.blocks, a.block_size, a.recent);
   p->keep_all(key_cache, value_cache, sinks, key_scale, value_scale, recent_keys, recent_values,
               recent_slots, recent_window);
@@ -246,6 +246,20 @@ int64_t program_kept_rows(int64_t id, const Tensor& store) {
   const int64_t y = p->result(form, -1);
   p->add(rows_args(*p, store, 0, form.columns, false), -1, y);
   return y;
+}
+
+// x: a value whose rows are replaced by those of the store that are wanted.
+void program_place_rows_(int64_t id, int64_t x, const Tensor& store, const Tensor& wanted) {
+  const auto p = held(id);
+  const Form form = p->form(x);
+  p->check_all_rows(x, "place_rows_");
+  STD_TORCH_CHECK(form_of(store, "store").columns == form.columns &&
+                      form.dtype == dtype_of(store, "store"),
+                  "place_rows_: x and store differ in dtype or columns");
+  RowsArgs a = rows_args(*p, store, 0, form.columns, false);
+  a.wanted = integers(wanted, store.size(0), "place_rows_: wanted");
+  p->keep(wanted);
+  p->add(a, -1, x);
 }
 
 // `logits` is the value that a run writes for its caller. Returns the number of operators.
@@ -432,9 +446,10 @@ STABLE_TORCH_LIBRARY_FRAGMENT(penstock, m) {
       "program_paged_attention(int program, int q, Tensor key_cache, Tensor value_cache, "
       "float scale, int window, float softcap, Tensor? sinks, Tensor? key_scale, "
       "Tensor? value_scale, Tensor? recent_keys, Tensor? recent_values, Tensor? recent_slots, "
-      "Tensor? recent_window) -> int");
+      "Tensor? recent_window, bool causal=True) -> int");
   m.def("program_keep_rows(int program, int x, Tensor store, int column) -> ()");
   m.def("program_kept_rows(int program, Tensor store) -> int");
+  m.def("program_place_rows_(int program, int x, Tensor store, Tensor wanted) -> ()");
   m.def("program_finish(int program, int logits) -> int");
   m.def("program_finds_largest(int program) -> bool");
   m.def("program_reserve(int program, int rows) -> int");
@@ -464,6 +479,7 @@ STABLE_TORCH_LIBRARY_IMPL(penstock, CompositeExplicitAutograd, m) {
   m.impl("program_paged_attention", TORCH_BOX(&program_paged_attention));
   m.impl("program_keep_rows", TORCH_BOX(&program_keep_rows));
   m.impl("program_kept_rows", TORCH_BOX(&program_kept_rows));
+  m.impl("program_place_rows_", TORCH_BOX(&program_place_rows_));
   m.impl("program_finish", TORCH_BOX(&program_finish));
   m.impl("program_finds_largest", TORCH_BOX(&program_finds_largest));
   m.impl("program_reserve", TORCH_BOX(&program_reserve));

@@ -25,7 +25,7 @@ class SpanWork {
     for (int64_t r = 0; r < t.rows; r++) {
       take_row(static_cast<const T*>(a.q) +
                    ((start + token) * a.heads + t.kv_head * group + head) * a.dim, r);
-      seen_[r] = visible(a, a.context_len[t.sequence] - tokens + token);
+      seen_[r] = visible(a, t.sequence, a.context_len[t.sequence] - tokens + token);
       coded_[r] = a.recent.slots ? recent_from(seen_[r].last - 1, a.recent.window) : INT64_MAX;
       if (++head == group) {
         head = 0;

@@ -29,8 +29,9 @@ struct Visible {
   int64_t first, last;  // positions [first, last)
 };
 
-// What the token at a position sees.
-static Visible visible(const AttentionArgs& a, int64_t at) {
+// What the token at a position of a sequence sees.
+static Visible visible(const AttentionArgs& a, int64_t sequence, int64_t at) {
+  if (a.whole) return {0, a.context_len[sequence]};
   const int64_t first = a.window > 0 && at + 1 > a.window ? at + 1 - a.window : 0;
   return {first, at + 1};
 }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from penstock.step import LayerCache
 pytestmark = pytest.mark.skipif(native.handle is None, reason=f"no native kernels: {native.reason}")
 
 DTYPES = [torch.float32, torch.bfloat16]
+QUICK_GELU = ops.ACTIVATIONS.index("quick_gelu")
 
 
 def close(got: Tensor, want: Tensor) -> None:
@@ -217,6 +219,71 @@ def test_paged_attention(
     )  # fmt: skip
     assert not got.isnan().any()
     close(got, want)
+
+
+@pytest.mark.parametrize("stored", [name for name in STORED if "int4" not in name])
+@pytest.mark.parametrize(("dim", "heads", "size"), [(72, 4, 32), (64, 3, 64), (16, 2, 32)])
+@pytest.mark.usefixtures("isa")
+def test_attention_in_which_all_see_all(stored: str, dim: int, heads: int, size: int) -> None:
+    """Tiles of a picture side by side; a tile has the bits that it has alone."""
+    dtype, kept = STORED[stored]
+    counts = [300, 1, 33]
+    blocks = [-(-n // size) for n in counts]
+    cache = caches(dim, heads, sum(blocks), size, kept)
+    for part in cache:
+        part.view(torch.uint8).fill_(0xFF)  # NaN
+    table = torch.zeros(len(counts), max(blocks), dtype=torch.int32)
+    used = iter(reversed(range(sum(blocks))))
+    for b, n in enumerate(counts):
+        mine = [next(used) for _ in range(blocks[b])]
+        table[b, : len(mine)] = torch.tensor(mine)
+        slots = torch.tensor([mine[i // size] * size + i % size for i in range(n)]).int()
+        qkv = randn(n, 3 * heads * dim, dtype=dtype, seed=b)
+        ops.op("rotary_cache").reference(
+            qkv, heads, None, None, 0.0, None, False, slots, slots, *cache
+        )
+    q, ends = randn(sum(counts), heads, dim, dtype=dtype, seed=7), torch.tensor(counts)
+    starts = torch.cat((torch.zeros(1), ends.cumsum(0))).int()
+    beside = dict(zip(("key_scale", "value_scale"), cache[2:], strict=False))
+
+    def run(call: Any, b: slice) -> Tensor:
+        rows = q[int(starts[b][0]) : int(starts[b.stop])].contiguous()
+        begins = starts[b.start : b.stop + 1] - starts[b.start]
+        length, places = ends[b].int(), table[b].contiguous()
+        found: Tensor = call(
+            rows, *cache[:2], begins, length, places, dim**-0.5, **beside, causal=False
+        )
+        return found
+
+    op = ops.op("paged_attention")
+    together = run(op.call, slice(0, 3))
+    close(together, run(op.reference, slice(0, 3)))
+    for b in range(3):
+        alone = run(op.call, slice(b, b + 1))
+        assert torch.equal(alone, together[int(starts[b]) : int(starts[b + 1])])
+    with pytest.raises(RuntimeError, match="isn't causal has no window"):
+        op.call(q, *cache[:2], starts, ends.int(), table, 1.0, window=4, **beside, causal=False)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_what_pictures_need_on_all_instruction_sets(dtype: torch.dtype) -> None:
+    before, found = native.isa, []
+    qkv = randn(300, 3 * 144, dtype=dtype)
+    at = torch.arange(300, dtype=torch.int32)
+    table, weight = torch.arange(10, dtype=torch.int32)[None], pack_panels(qkv[:96].contiguous())
+    ends = torch.tensor([0, 300], dtype=torch.int32)
+    try:
+        for isa in native.available_isas():
+            native.select_isa(isa)
+            cache = caches(72, 2, 10, 32, dtype)
+            q = ops.rotary_cache(qkv, 2, None, None, 0.0, None, False, at, at, *cache)
+            seen = ops.paged_attention(q, *cache, ends, ends[1:], table, 0.1, causal=False)
+            bent = ops.linear(qkv, weight, None, None, None, 96, activation=QUICK_GELU)
+            found.append((seen, bent))
+    finally:
+        native.select_isa(before)
+    for seen, bent in found:
+        assert torch.equal(seen, found[0][0]) and torch.equal(bent, found[0][1])
 
 
 @pytest.mark.parametrize("stored", STORED)

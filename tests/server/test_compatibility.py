@@ -11,7 +11,7 @@ import pytest
 
 from penstock.server.protocol.beams import BeamFields
 from penstock.server.protocol.blocks import Block
-from penstock.server.protocol.chat import ChatRequest, Message, TemplateFields, TextPart
+from penstock.server.protocol.chat import ChatRequest, Message, TemplateFields
 from penstock.server.protocol.common import (
     Body,
     CacheControl,
@@ -22,6 +22,7 @@ from penstock.server.protocol.common import (
 from penstock.server.protocol.completions import CompletionRequest
 from penstock.server.protocol.embeddings import EmbeddingRequest
 from penstock.server.protocol.messages import CountTokensRequest, MessagesRequest, Turn
+from penstock.server.protocol.pictures import ContentPart
 from penstock.server.protocol.responses import InputItem, ResponsesRequest
 from penstock.server.protocol.structure import JsonSchema, ResponseFormat, StructureFields
 from penstock.server.protocol.tokens import DetokenizeRequest, TokenizeRequest
@@ -41,7 +42,7 @@ SECTIONS: dict[str, type[Body]] = {
     "response_format.json_schema": JsonSchema,
     "POST /v1/chat/completions": ChatRequest,
     "A message of a chat": Message,
-    "A part of a message": TextPart,
+    "A part of a message": ContentPart,
     "cache_control": CacheControl,
     "stream_options": StreamOptions,
     "POST /v1/completions": CompletionRequest,

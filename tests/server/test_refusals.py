@@ -197,17 +197,17 @@ def test_the_field_that_was_sent_is_named(
 
 KINDS = [
     *((CHAT, part({"type": kind, kind: {}}), "messages[0].content", kind)
-      for kind in ("image_url", "input_audio", "file", "refusal", "tool_use")),
+      for kind in ("video_url", "input_audio", "file", "refusal", "tool_use")),
     *((path, part({"type": kind, "source": {}, "content": []}), "messages[0].content", kind)
-      for kind in ("image", "document", "search_result", "server_tool_use")
+      for kind in ("document", "search_result", "server_tool_use")
       for path in (MESSAGE, COUNT)),
     *((ANSWER, {"input": [*ASK, {"type": kind, "call_id": "a", "name": "b", "output": "c"}]},
        "input", kind) for kind in ("custom_tool_call", "web_search_call", "computer_call_output")),
     (ANSWER, {"input": [{"type": "item_reference", "id": "msg_1"}]}, "input", "item_reference"),
     (ANSWER, {"input": [{"role": "assistant", "content": [{"type": "refusal", "refusal": "no"}]}]},
      "input[0].content", "refusal"),
-    (ANSWER, {"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]},
-     "input[0].content", "input_image"),
+    (ANSWER, {"input": [{"role": "user", "content": [{"type": "input_file", "file_id": "x"}]}]},
+     "input[0].content", "input_file"),
 ]  # fmt: skip
 
 

@@ -175,7 +175,8 @@ class Batch:
             if not isinstance(prompt, list) or not all(isinstance(m, dict) for m in prompt):
                 raise RequestError("messages must be a list of objects with role and content.")
             check_chat(params)
-            prompt = encode_chat(prompt, tokenizer)
+            sight = self.llm.runtime.sight
+            prompt = encode_chat(prompt, tokenizer, None if sight is None else sight.pictures)
         expected = line.get("prediction")
         ids = tuple(expected) if isinstance(expected, list) else expected
         options = RequestOptions(prediction=ids)

@@ -13,20 +13,26 @@ from penstock.cli.generate import TextWriter
 from penstock.cli.loading import load
 from penstock.cli.options import (
     CHAT_MODEL,
+    Images,
     Model,
     grouped,
     sampling,
 )
 from penstock.cli.stats import DraftStats, RunStats, machine_peaks
-from penstock.errors import ChatTemplateError, PenstockError, RequestError
+from penstock.errors import ChatTemplateError, InvalidPromptError, PenstockError, RequestError
 
 if TYPE_CHECKING:
+    from PIL.Image import Image
+
     from penstock.bench.meter import Meter
     from penstock.engine import RequestOptions, RequestOutput
+    from penstock.engine.prompts import Encoded
+    from penstock.models.vision.pictures import Pictures
     from penstock.roofline import StepRecord
     from penstock.sampling import SamplingParams
 
 HELP = """\
+/image FILE   a picture, that the next message is about
 /reset   forget the conversation
 /stats   speed of the last reply, and its share of what this machine allows
 /help    this
@@ -48,6 +54,7 @@ def chat(
             rich_help_panel="Sampling",
         ),
     ] = None,
+    image: Images = None,
     drawn: Drawn = DRAWN,
     loaded: Loaded = LOADED,
 ) -> None:
@@ -66,6 +73,8 @@ def chat(
     params = suggested.over(**chosen, max_tokens=max_tokens)
     options = loaded.wishes(meter.runtime)
     conversation = Conversation(meter, params, options, model, system)
+    for file in image or ():
+        conversation.show(str(file))
     if console.is_terminal(sys.stdin):
         console.note(f"{model}: type a message; /help lists commands, Ctrl-D leaves.")
         _talk(conversation)
@@ -94,10 +103,24 @@ class Conversation:
         self._meter = meter
         self._params = params
         self._options = options
-        self._opening = [{"role": "system", "content": system}] if system else []
+        self._opening: list[Any] = [{"role": "system", "content": system}] if system else []
         self._messages = list(self._opening)
         self._last: tuple[list[StepRecord], RequestOutput, DraftStats | None] | None = None
         self._count = 0
+        self._images: list[Image] = []  # that the next message brings
+
+    def show(self, file: str) -> None:
+        """Bring a picture with the next message. Raises InvalidPromptError."""
+        from penstock.models.vision.opening import open_picture
+
+        if self._pictures is None:
+            raise InvalidPromptError("This model sees no pictures. Load one that does.")
+        self._images.append(open_picture(file))
+
+    @property
+    def _pictures(self) -> Pictures | None:
+        sight = self._meter.runtime.sight
+        return None if sight is None else sight.pictures
 
     def reset(self) -> None:
         """Forget everything but the system's message."""
@@ -107,9 +130,12 @@ class Conversation:
         """Answer `text` on stdout; an interrupted answer counts as far as it went."""
         from penstock.engine.prompts import encode_chat
 
-        messages = [*self._messages, {"role": "user", "content": text}]
-        prompt = encode_chat(messages, self._tokenizer)
-        output = self._stream(prompt["prompt_token_ids"])
+        parts: list[Any] = [{"type": "image", "image": image} for image in self._images]
+        content = [*parts, {"type": "text", "text": text}] if parts else text
+        messages = [*self._messages, {"role": "user", "content": content}]
+        prompt = encode_chat(messages, self._tokenizer, self._pictures)
+        self._images = []
+        output = self._stream(prompt)
         if output.error is not None:
             raise RequestError(f"The reply failed: {output.error}") from output.error
         reply = output.outputs[0]
@@ -124,7 +150,7 @@ class Conversation:
                 else f"(cut after --max-tokens {self._params.max_tokens})"
             )
 
-    def _stream(self, tokens: list[int]) -> RequestOutput:
+    def _stream(self, prompt: Encoded) -> RequestOutput:
         from penstock.engine.llm import interrupt_between_steps
 
         meter, request_id = self._meter, str(self._count)
@@ -133,7 +159,11 @@ class Conversation:
         speculation = meter.engine.speculation
         before = None if speculation is None else speculation.counts.copy()
         meter.engine.add_request(
-            request_id, tokens, self._params, stream=True, options=self._options
+            request_id,
+            prompt.tokens,
+            self._params,
+            stream=True,
+            options=prompt.options(self._options),
         )
         writer = TextWriter()
         output: RequestOutput | None = None
@@ -207,10 +237,12 @@ def _take(conversation: Conversation, text: str) -> None:
         "/help": lambda: typer.echo(HELP, err=True),
         "/stats": lambda: typer.echo("\n".join(conversation.stats()), err=True),
     }
-    if text in commands:
+    if text.startswith("/image "):
+        conversation.show(text.removeprefix("/image ").strip())
+    elif text in commands:
         commands[text]()
     elif text.startswith("/") and " " not in text:
-        known = ", ".join([*commands, "/exit"])
+        known = ", ".join(["/image FILE", *commands, "/exit"])
         raise RequestError(f"There is no command {text}; there are {known}.")
     elif text:
         conversation.ask(text)

@@ -28,6 +28,7 @@ from penstock.cli.options import (
     AsJson,
     Expected,
     IgnoreEos,
+    Images,
     MaxTokens,
     Model,
     Prompts,
@@ -45,6 +46,7 @@ from penstock.errors import InvalidSamplingError, PenstockError, RequestError
 if TYPE_CHECKING:
     from penstock.bench.meter import Meter
     from penstock.engine import CompletionOutput, RequestOptions, RequestOutput
+    from penstock.engine.prompts import Prompt
     from penstock.sampling import BeamSearchParams, SamplingParams
 
 
@@ -61,6 +63,7 @@ def generate(
     n: Samples = 1,
     ignore_eos: IgnoreEos = False,
     token_healing: TokenHealing = False,
+    image: Images = None,
     prediction: Expected = None,
     loaded: Loaded = LOADED,
     stats: Stats = False,
@@ -93,7 +96,7 @@ def generate(
     if peaks is not None:
         meter.engine.ledger.peaks = peaks
     streaming = not as_json and len(prompts) == 1 and n == 1 and beams is None
-    outputs = _run(meter, prompts, params, options, streaming)
+    outputs = _run(meter, _seen(meter, prompts, image or []), params, options, streaming)
     found = None
     if peaks is not None:
         found = RunStats.of(meter, meter.take(), peaks, DraftStats.of(meter.engine))
@@ -126,6 +129,18 @@ def _read(prompts: list[str]) -> list[str]:
     return [text if prompt == "-" else prompt for prompt in prompts]
 
 
+def _seen(meter: Meter, prompts: list[str], images: list[Path]) -> list[Prompt]:
+    """The prompts, of which a single one may have pictures: where it says, or before its text."""
+    if not images:
+        return list(prompts)
+    if len(prompts) > 1:
+        raise RequestError(f"--image goes with one prompt, and {len(prompts)} are given.")
+    (text,), sight = prompts, meter.runtime.sight
+    if sight is not None and sight.pictures.placeholder not in text:
+        text = sight.pictures.written * len(images) + text
+    return [{"prompt": text, "multi_modal_data": {"image": images}}]
+
+
 def _expecting(file: Path) -> str:
     """What --prediction says, before the model is loaded."""
     from penstock.engine import RequestOptions
@@ -155,7 +170,7 @@ def _defaults(meter: Meter) -> SamplingParams:
 
 def _run(
     meter: Meter,
-    prompts: list[str],
+    prompts: list[Prompt],
     params: SamplingParams | BeamSearchParams,
     options: RequestOptions,
     streaming: bool,
@@ -164,8 +179,8 @@ def _run(
     from penstock.engine.llm import interrupt_between_steps
 
     for i, text in enumerate(prompts):
-        add = partial(meter.engine.add_request, options=options, stream=streaming)
-        _add(meter, i, text, len(prompts), partial(add, params=params))
+        add = partial(meter.engine.add_request, params=params, stream=streaming)
+        _add(meter, i, text, len(prompts), options, add)
     done: dict[str, RequestOutput] = {}
     writer = TextWriter()
     with interrupt_between_steps() as check:
@@ -185,12 +200,21 @@ def _run(
     return outputs
 
 
-def _add(meter: Meter, index: int, text: str, count: int, add: Callable[..., None]) -> None:
+def _add(
+    meter: Meter,
+    index: int,
+    prompt: Prompt,
+    count: int,
+    options: RequestOptions,
+    add: Callable[..., None],
+) -> None:
     from penstock.engine.prompts import encode
 
+    sight = meter.runtime.sight
+    pictures = None if sight is None else sight.pictures
     try:
-        prompt, tokens = encode(text, meter.runtime.tokenizer)
-        add(str(index), tokens, prompt=prompt)
+        found = encode(prompt, meter.runtime.tokenizer, pictures)
+        add(str(index), found.tokens, prompt=found.text, options=found.options(options))
     except PenstockError as error:
         if isinstance(error, InvalidSamplingError):
             error = as_given(error)

@@ -79,6 +79,15 @@ TokenHealing = Annotated[
         rich_help_panel=_SAMPLING,
     ),
 ]
+Images = Annotated[
+    list[Path] | None,
+    typer.Option(
+        "--image",
+        metavar="FILE",
+        help="A picture, for models that see; again for another. They stand where the text has the "
+        "model's placeholder, or before it.",
+    ),
+]
 Expected = Annotated[
     Path | None,
     typer.Option(

@@ -8,7 +8,7 @@ import itertools
 import threading
 import time
 from collections import deque
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeVar
@@ -19,7 +19,7 @@ from penstock.engine.lora import Hold, LoRARequest, adapters_of, load_adapter, n
 from penstock.engine.options import RequestOptions, check_seconds
 from penstock.engine.outputs import RequestOutput
 from penstock.engine.pooling import EmbeddingRequestOutput, PoolingParams
-from penstock.engine.prompts import Prompt, default_params, encode
+from penstock.engine.prompts import Encoded, Prompt, default_params, encode
 from penstock.errors import ConfigError, EngineDeadError, RequestError, RequestTimeoutError
 from penstock.models.weights import Progress
 from penstock.runtime import Runtime, load_runtime
@@ -153,7 +153,8 @@ class AsyncLLM:
         name = self._name(request_id)
         limit = _Limit(timeout_s)
         params = sampling_params or default_params(self.runtime.model.generation)
-        text, tokens = encode(prompt, self.runtime.tokenizer)
+        encoded = await self._encode(prompt)
+        text, tokens, options = encoded.text, encoded.tokens, encoded.options(options)
         if _takes_long(params):
             params = await limit.over(asyncio.to_thread(self.engine.intake.prepare, params))
         if isinstance(options, RequestOptions) and isinstance(options.prediction, str):
@@ -184,6 +185,14 @@ class AsyncLLM:
             if hold is not None:
                 hold.let_go()
 
+    async def _encode(self, prompt: Prompt) -> Encoded:
+        """A prompt's tokens and pictures; unpacking the latter takes long."""
+        sight, tokenizer = self.runtime.sight, self.runtime.tokenizer
+        pictures = None if sight is None else sight.pictures
+        if isinstance(prompt, Mapping) and "multi_modal_data" in prompt:
+            return await asyncio.to_thread(encode, prompt, tokenizer, pictures)
+        return encode(prompt, tokenizer, pictures)
+
     async def load_lora(self, name: str, path: str | Path) -> None:
         """As `LLM.load_lora`, while requests run."""
         await asyncio.to_thread(load_adapter, self.runtime, name, path)
@@ -212,7 +221,8 @@ class AsyncLLM:
         """
         arrival = time.monotonic() if arrival_time is None else arrival_time
         name = self._name(request_id)
-        text, tokens = encode(prompt, self.runtime.tokenizer)
+        encoded = await self._encode(prompt)
+        text, tokens, options = encoded.text, encoded.tokens, encoded.options(options)
         stream = _Stream(asyncio.get_running_loop())
 
         def add() -> None:

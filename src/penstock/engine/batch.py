@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING, Final
 
@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from penstock.engine.layout import Ints, Layout
+from penstock.engine.pictures import Seen
 from penstock.engine.plan import Part
 from penstock.engine.request import Sequence, Status
 from penstock.roofline import StepSize
@@ -38,6 +39,7 @@ class Batch:
     drawn_at: list[int] | None  # the places in `sampled` that are drawn for; None: all
     rows: list[range]  # of those places, the ones of each of `drawn`: one more than its draft has
     searches: list[Beams]  # what the others belong to, but for shadows
+    seen: list[tuple[Seen, int, int, int]] = field(default_factory=list)  # `pictures.seeing`
 
     @property
     def only_decodes(self) -> bool:
@@ -97,9 +99,18 @@ class Batcher:
     """
 
     def __init__(
-        self, table: Ints, block_size: int, max_num_seqs: int, max_num_tokens: int
+        self,
+        table: Ints,
+        block_size: int,
+        max_num_seqs: int,
+        max_num_tokens: int,
+        spare: int = 0,
     ) -> None:
-        """table [max_num_seqs, M] is where the scheduler keeps the sequences' blocks."""
+        """table [max_num_seqs, M] is where the scheduler keeps the sequences' blocks.
+
+        spare: `Sight.spare`.
+        """
+        self._spare = spare
         self._table = table
         self._block_size = block_size
         self._tokens, self._positions, self._slots, self._sample_at, self._adapters = (
@@ -139,7 +150,7 @@ class Batcher:
         starts = list(range(count + 1))
         step = Step(
             self._tokens.fill(rows),
-            self._positions.fill(done),
+            self._positions.fill(self._turned(members, done)),
             self._slots.fill(self._slots_of(blocks, starts, done)),
             self._query_start.fill(starts),
             self._context_len.fill(contexts),
@@ -177,12 +188,19 @@ class Batcher:
                 blocks[i, block - 1 : block + 1] = self._table[self._rows[i], block - 1 : block + 1]
                 slots[i] = int(blocks[i, block]) * size
         self._tokens.fill([s.tokens[at] for s, at in zip(members, done, strict=True)])
-        self._positions.fill(done)
+        self._positions.fill(self._turned(members, done))
         self._context_len.fill(contexts)
         self._slots.fill(slots)
         read = batch.size.adapter_bytes
         batch.size = StepSize(batch.size.queries, contexts, count, adapter_bytes=read)
+        batch.seen = []
         return True
+
+    def _turned(self, members: list[Sequence], at: list[int]) -> list[int]:
+        """The positions that tokens turn by, which decode at places `at` of their sequences."""
+        if not self._spare:
+            return at
+        return [place + s.shift for s, place in zip(members, at, strict=True)]
 
     def _lay_out(self, parts: list[Part]) -> Batch:
         layout = Layout()
@@ -191,8 +209,12 @@ class Batcher:
         drawn: list[Sequence] = []
         logit_rows: list[int] = []
         prompt_rows: list[tuple[Sequence, int, int]] = []
+        seen: list[tuple[Seen, int, int, int]] = []
         for sequence, count in parts:
-            at = layout.starts[-1]
+            at, first = layout.starts[-1], sequence.num_computed
+            pictures = sequence.request.seen
+            if pictures is not None and first < sequence.num_prompt:
+                seen.append((pictures, at, first, first + count))
             guesses = layout.take(sequence, count)
             ends = sequence.num_computed + count == len(sequence.tokens) + guesses
             if not sequence.num_output and sequence.request.reads_prompt:
@@ -208,7 +230,10 @@ class Batcher:
                     logit_rows += [len(wanted)] * len(members)
                     wanted.append(row)
         adapters = _adapters_of(parts)
-        step = self._step(layout, wanted, adapters)
+        positions: list[int] | Ints = layout.positions
+        if self._spare:
+            positions = self._turned_apart(parts, layout)
+        step = self._step(layout, positions, wanted, adapters)
         counted = StepSize(
             [count for _, count in parts],
             layout.lengths,
@@ -217,16 +242,34 @@ class Batcher:
             sum(count for sequence, count in parts if sequence.is_prefilling),
             _adapter_bytes(parts) if adapters else 0,
         )
-        return Batch(step, counted, sampled, logit_rows, prompt_rows, *_drawing(drawn, sampled))
+        drawing = _drawing(drawn, sampled)
+        return Batch(step, counted, sampled, logit_rows, prompt_rows, *drawing, seen)
 
-    def _step(self, layout: Layout, wanted: list[int], adapters: list[int] | None) -> Step:
+    def _turned_apart(self, parts: list[Part], layout: Layout) -> Ints:
+        """The positions that a step's tokens turn by, where pictures count otherwise."""
+        found = np.array(layout.positions, dtype=np.int64)
+        row = 0
+        for sequence, count in parts:
+            seen, end = sequence.request.seen, row + count
+            if seen is not None and seen.turning is not None:
+                found[row:end] = seen.turning.of_tokens(found[row:end], row, self._spare)
+            row = end
+        return found.astype(np.int32)
+
+    def _step(
+        self,
+        layout: Layout,
+        positions: list[int] | Ints,
+        wanted: list[int],
+        adapters: list[int] | None,
+    ) -> Step:
         rows, width = layout.rows, -(-max(layout.contexts) // self._block_size)
         blocks, block_table = self._blocks.table(len(rows), width)
         blocks[:] = self._table[rows if len(rows) > 1 else rows[0], :width]  # a gather, or a copy
         copies = layout.part_blocks(blocks, self._block_size) if layout.trees else []
         arrays = (
             self._tokens.fill(layout.tokens),
-            self._positions.fill(layout.positions),
+            self._positions.fill(positions),
             self._slots.fill(self._slots_of(blocks, layout.starts, layout.positions)),
             self._query_start.fill(layout.starts),
             self._context_len.fill(layout.contexts),

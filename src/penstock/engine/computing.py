@@ -21,6 +21,7 @@ from penstock.config import EngineConfig
 from penstock.engine.appender import Appender
 from penstock.engine.batch import Batch, Batcher
 from penstock.engine.guidance import guided
+from penstock.engine.pictures import seeing
 from penstock.engine.plan import Part, Plan
 from penstock.engine.request import Sequence, Status
 from penstock.engine.scheduler import Scheduler
@@ -28,6 +29,7 @@ from penstock.errors import ConfigError
 from penstock.roofline import nvtx
 from penstock.runtime import Runner
 from penstock.runtime.device import is_fatal
+from penstock.runtime.vision import Sight
 from penstock.sampling import Pending, Sampled, Sampler, SequenceSampling, prompt_logprobs
 from penstock.sampling.transfer import upload
 from penstock.sampling.warm_up import warm_up
@@ -76,6 +78,7 @@ class Computing:
         sampler: Sampler,
         appender: Appender,
         overlaps: bool,
+        sight: Sight | None = None,
     ) -> None:
         """overlaps: steps are begun before those before them have ended, where they can be."""
         self._runner = runner
@@ -84,6 +87,7 @@ class Computing:
         self.sampler = sampler
         self._appender = appender
         self._overlaps = overlaps
+        self._sight = sight
         graphs = runner.graphs
         if graphs is not None and graphs.on_gpu:
             graphs.enter()  # a thread's GPU may be another one
@@ -99,13 +103,14 @@ class Computing:
         rows = [state for sequence in batch.drawn for state in sequence.states]
         self.sampler.prepare(rows)
         if self._only_largest(batch, rows):
-            largest = self._runner.largest(batch.step)
+            with seeing(self._sight, batch):
+                largest = self._runner.largest(batch.step)
             marks.append(time.perf_counter())
             tokens, peaks = _rows_of(batch, largest)
             sampled = self.sampler.of_largest(tokens, peaks)
             marks.append(time.perf_counter())
             return batch, sampled
-        with nvtx.span("forward"):
+        with nvtx.span("forward"), seeing(self._sight, batch):
             logits = self._runner.forward(batch.step)
         if self._runner.graphs is None:
             marks.append(time.perf_counter())

@@ -69,8 +69,17 @@ def stats_of(engine: Engine) -> dict[str, Any]:
         "swapped_blocks": engine.swap_space.num_used,
         "swap_space_blocks": engine.swap_space.num_slots,
         "steps": engine.ledger.prefill.steps + engine.ledger.decode.steps,
+        **_sight_stats(engine),
         **_graph_stats(engine),
     }
+
+
+def _sight_stats(engine: Engine) -> dict[str, Any]:
+    """What has been seen; nothing of models that see nothing."""
+    sight = engine.runtime.sight
+    if sight is None:
+        return {}
+    return {"pictures": sight.asked, "picture_hits": sight.hits, "picture_tiles": sight.tiles}
 
 
 def _graph_stats(engine: Engine) -> dict[str, Any]:

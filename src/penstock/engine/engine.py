@@ -95,11 +95,15 @@ class Engine:
         self.speculation = Speculation.of(config, runtime, self.scheduler)
         self.mover = Mover(runtime.runner, self.scheduler, self._fail)
         self.batcher = Batcher(
-            self.scheduler.table, block_size, limits.max_num_seqs, limits.max_num_batched_tokens
+            self.scheduler.table,
+            block_size,
+            limits.max_num_seqs,
+            limits.max_num_batched_tokens,
+            0 if runtime.sight is None else runtime.sight.spare,
         )
         self.pooler: Pooler | None = None
         self.requests: dict[str, Request] = {}
-        self.intake = Intake(model, runtime.tokenizer, runtime.vocab_map)
+        self.intake = Intake(model, runtime.tokenizer, runtime.vocab_map, runtime.sight)
         self.token_counts = TokenCounts()
         self.appender = Appender(
             self.intake, self.token_counts, self._finish, limits.enable_jump_forward
@@ -114,6 +118,7 @@ class Engine:
             Sampler(self.vocab_size, gather=runtime.runner.graphs is not None),
             self.appender,
             overlaps=overlaps(config, runtime.runner, self.speculation is not None),
+            sight=runtime.sight,
         )
         self._arrivals = 0
         self._seeds = np.random.default_rng(config.model.seed)
@@ -211,6 +216,7 @@ class Engine:
             self.pooler = Pooler(self, self._prompt_computed, self._finish, self._fail)
         start = self._start(request_id, arrival_time, False, options)
         request = pooling_request(start, prompt, tokens, params)
+        request.seen = self.intake.seen(tokens, options)
         request.sequences = [self.intake.sequence(request, 0, 0)]
         take_adapter(self.runtime, [request])
         self.scheduler.add(request)

@@ -12,11 +12,13 @@ import numpy as np
 from penstock.engine.breakers import Breakers
 from penstock.engine.options import RequestOptions
 from penstock.engine.outputs import RequestMetrics
+from penstock.engine.pictures import Seen
 from penstock.engine.request import Request, Sequence
 from penstock.errors import InvalidPromptError, InvalidSamplingError, ModelOutputError, RequestError
 from penstock.grammar import Grammars
 from penstock.grammar.healing import Healer
 from penstock.models.load import LoadedModel
+from penstock.runtime.vision import Sight
 from penstock.sampling import (
     BeamSearchParams,
     Constraint,
@@ -56,6 +58,7 @@ class Intake:
         model: LoadedModel,
         tokenizer: Tokenizer | None,
         vocab_map: VocabMap | None = None,
+        sight: Sight | None = None,
     ) -> None:
         """vocab_map: of a model with a reduced vocabulary; ids are those of the whole one."""
         self.tokenizer = tokenizer
@@ -63,6 +66,7 @@ class Intake:
         whole = model.spec.decoder.vocab_size
         self.vocab_size = whole if vocab_map is None else vocab_map.original_size
         self.max_len = model.max_model_len
+        self._sight = sight
         self.eos = frozenset(model.eos_token_ids)
         self._healer = None if tokenizer is None else Healer(tokenizer, self.vocab_size)
         self._grammars: Grammars | None = None  # made when a request asks for a form
@@ -202,6 +206,11 @@ class Intake:
         seed: int,
     ) -> Request:
         """A request with all of its samples. Raises RequestError."""
+        seen = self.seen(tokens, start.options)
+        if seen is not None and params.token_healing:
+            raise InvalidSamplingError(
+                "token_healing isn't built for prompts with pictures. Leave it out."
+            )
         healed = self.heal(tokens, params)
         request = Request(
             request_id=start.request_id,
@@ -215,6 +224,7 @@ class Intake:
             expected=self._expected(start.options),
             taken_back=tokens[len(healed.kept) :],
             prefix=healed.prefix,
+            seen=seen,
         )
         if params.prompt_logprobs is not None:
             request.prompt_logprobs = [None]
@@ -227,6 +237,15 @@ class Intake:
         ]
         request.live = params.n
         return request
+
+    def seen(self, tokens: list[int], options: RequestOptions) -> Seen | None:
+        """A request's pictures in its prompt; None where it has none. Raises InvalidPromptError."""
+        if self._sight is None:
+            if options.pictures:
+                raise InvalidPromptError("This model sees no pictures. Leave them out.")
+            return None
+        sight = self._sight
+        return Seen.of(tokens, options.pictures, sight.pictures.token_id, sight.spare > 0)
 
     def sequence(
         self,

@@ -31,6 +31,7 @@ from penstock.engine.prompts import (
     split_chats,
 )
 from penstock.errors import ConfigError, InvalidSamplingError, RequestError, TokenizerError
+from penstock.models.vision.pictures import Pictures
 from penstock.models.weights import Progress
 from penstock.runtime import load_runtime
 from penstock.sampling import BeamSearchParams, SamplingParams
@@ -73,8 +74,9 @@ class LLM:
         """Complete one prompt or several; outputs in their order.
 
         A prompt is a text, a list of token ids, or a dictionary with `prompt` or
-        `prompt_token_ids`. Every prompt is checked before any is run. Ctrl-C ends the requests
-        and leaves the engine ready for others. lora_request: of all, or one for each.
+        `prompt_token_ids`, and for models that see `multi_modal_data`: {"image": …}. Every prompt
+        is checked before any is run. Ctrl-C ends the requests and leaves the engine ready for
+        others. lora_request: of all, or one for each.
         """
         items = split(prompts)
         params = self._params_for(sampling_params, len(items))
@@ -148,16 +150,16 @@ class LLM:
         ids: list[str] = []
         try:
             tokenizer = self.runtime.tokenizer
-            encoded = [encode(item, tokenizer) for item in items]
+            encoded = [encode(item, tokenizer, self._pictures) for item in items]
             wishes = _for_each(options, len(items), "options")
             adapters = _for_each(lora_request, len(items), "lora_requests")
             ids += (str(self._count + i) for i in range(len(items)))
             self._count += len(items)
             with interrupt_between_steps() as check:
                 given = zip(ids, encoded, params, wishes, adapters, strict=True)
-                for name, (text, tokens), p, o, lora in given:
-                    with self._adapting(o, lora) as with_adapter:
-                        add(name, tokens, p, prompt=text, options=with_adapter)
+                for name, one, p, o, lora in given:
+                    with self._adapting(one.options(o), lora) as wish:
+                        add(name, one.tokens, p, prompt=one.text, options=wish)
                     check()
                 return self._run(ids, check, use_tqdm)
         except BaseException:
@@ -166,6 +168,11 @@ class LLM:
             raise
         finally:
             self._running.release()
+
+    @property
+    def _pictures(self) -> Pictures | None:
+        """How this model's pictures are cut, where it sees some."""
+        return None if self.runtime.sight is None else self.runtime.sight.pictures
 
     def chat(
         self,
@@ -191,6 +198,7 @@ class LLM:
             encode_chat(
                 conversation,
                 self.get_tokenizer(),
+                self._pictures,
                 tools=tools,
                 add_generation_prompt=add_generation_prompt,
                 continue_final_message=continue_final_message,

@@ -6,7 +6,9 @@ import sys
 from dataclasses import dataclass
 from typing import Any
 
+from penstock.engine.pictures import check_pictures
 from penstock.errors import RequestError
+from penstock.models.vision.pictures import Picture
 from penstock.runtime.adapters import Adapter
 
 
@@ -34,6 +36,7 @@ class RequestOptions:
     pins: tuple[Pin, ...] = ()  # how much of the prompt's start stays cached, and for how long
     prediction: str | tuple[int, ...] | None = None  # the output that is expected, or much like it
     adapter: str | Adapter | None = None  # the name of a LoRA adapter that is loaded, or one held
+    pictures: tuple[Picture, ...] = ()  # that tokens of the prompt stand for
 
     def __post_init__(self) -> None:
         if isinstance(self.priority, bool) or not isinstance(self.priority, int):
@@ -51,6 +54,7 @@ class RequestOptions:
             raise RequestError(
                 f"adapter must be a loaded adapter's name, not {self.adapter!r:.80}."
             )
+        check_pictures(self.pictures)
         if self.cache_salt == "":
             raise RequestError("cache_salt is empty. Leave it out to share the cache with all.")
         given: object = self.prediction

@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 from penstock.engine.batch import Batch, Batcher
 from penstock.engine.intake import Start
 from penstock.engine.outputs import RequestMetrics, RequestOutput
+from penstock.engine.pictures import seeing
 from penstock.engine.plan import Part, Plan
 from penstock.engine.request import Request, Sequence
 from penstock.errors import ModelOutputError, RequestError, nearest
@@ -234,6 +235,7 @@ class Pooler:
         runtime, limits = engine.runtime, engine.config.scheduler
         self._computed, self._finish, self._fail = computed, finish, fail
         self._scheduler, self._ledger = engine.scheduler, engine.ledger
+        self._sight = runtime.sight
         self._hidden = HiddenRunner(runtime.model.model, runtime.runner)
         # its own, so that the engine's goes on with the sequences that decode
         self._batcher = Batcher(
@@ -241,6 +243,7 @@ class Pooler:
             runtime.layout.block_size,
             limits.max_num_seqs,
             limits.max_num_batched_tokens,
+            0 if runtime.sight is None else runtime.sight.spare,
         )
 
     def run(self, plan: Plan, touched: dict[str, Request], marks: list[float]) -> list[float]:
@@ -272,7 +275,8 @@ class Pooler:
             batch = self._batcher.build(parts)
             self._batcher.forget()  # none of them decodes
             marks.append(time.perf_counter())
-            rows: NDArray[np.float32] = self._hidden.forward(batch.step).cpu().numpy()
+            with seeing(self._sight, batch):
+                rows: NDArray[np.float32] = self._hidden.forward(batch.step).cpu().numpy()
             marks.append(time.perf_counter())
         except Exception as error:  # whatever a model or a kernel raises
             if is_fatal(error):
@@ -293,6 +297,7 @@ class Pooler:
             0,
             prefill_tokens=size.prefill_tokens,
             adapter_bytes=size.adapter_bytes,
+            seen=size.seen,
         )
 
     def _pool(

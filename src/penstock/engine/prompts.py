@@ -3,21 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from dataclasses import replace
+from typing import Any, NamedTuple
 
+from penstock.engine.options import RequestOptions
 from penstock.errors import InvalidPromptError, InvalidSamplingError, TokenizerError, nearest
+from penstock.models.vision.opening import open_picture
+from penstock.models.vision.pictures import Picture, Pictures
 from penstock.sampling import CUTS, SUGGESTED, SamplingParams
 from penstock.tokenizer import Tokenizer
 
-Prompt = str | Sequence[int] | Mapping[str, Any]
+Prompt = str | Sequence[Any] | Mapping[str, Any]
 
-_KEYS = ("prompt", "prompt_token_ids")
+_KEYS = ("prompt", "prompt_token_ids", "multi_modal_data")
 _MESSAGE = "{'role': 'user', 'content': '…'}"
 
 
 def split(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     """One prompt as a list of one; several as they are."""
-    if isinstance(prompts, str | Mapping):
+    if isinstance(prompts, str | Mapping | Encoded):
         return [prompts]
     if isinstance(prompts, bytes) or not isinstance(prompts, Sequence):
         raise InvalidPromptError(
@@ -30,32 +34,35 @@ def split(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     return items
 
 
-def encode(prompt: Prompt, tokenizer: Tokenizer | None) -> tuple[str | None, Sequence[int]]:
-    """(text or None, token ids)."""
+class Encoded(NamedTuple):
+    """A prompt that can be queued."""
+
+    text: str | None
+    tokens: Sequence[int]
+    pictures: tuple[Picture, ...] = ()
+
+    def options(self, given: RequestOptions | None) -> RequestOptions | None:
+        """A request's options, with the pictures that its prompt has."""
+        if not self.pictures or not isinstance(given, RequestOptions | None):
+            return given
+        return replace(given or RequestOptions(), pictures=self.pictures)
+
+
+def encode(
+    prompt: Prompt, tokenizer: Tokenizer | None, pictures: Pictures | None = None
+) -> Encoded:
+    """A prompt as tokens; one that is encoded already as it is. pictures: of a model that sees."""
+    if isinstance(prompt, Encoded):
+        return prompt
     if isinstance(prompt, Mapping):
-        unknown = [key for key in prompt if key not in _KEYS]
-        if unknown or len(prompt) == 0:
-            name = str(unknown[0]) if unknown else ""
-            raise InvalidPromptError(
-                f"A prompt dictionary takes {' or '.join(_KEYS)}, not {name!r}."
-                f"{nearest(name, _KEYS)}"
-            )
-        if "prompt_token_ids" in prompt:
-            text = prompt.get("prompt")
-            if text is not None and not isinstance(text, str):
-                raise InvalidPromptError(
-                    "The prompt beside prompt_token_ids must be the text that they stand for, not "
-                    f"{type(text).__name__}. Leave it out, or pass a text."
-                )
-            return text, prompt["prompt_token_ids"]
-        return encode(prompt["prompt"], tokenizer)
+        return _encode_mapping(prompt, tokenizer, pictures)
     if not isinstance(prompt, str):
         if isinstance(prompt, bytes) or not isinstance(prompt, Sequence):
             raise InvalidPromptError(
                 f"A prompt must be a text or a list of token ids, not {type(prompt).__name__}."
             )
         tokens: Any = prompt
-        return None, tokens
+        return Encoded(None, tokens)
     if tokenizer is None:
         raise TokenizerError("A text prompt needs a tokenizer, but skip_tokenizer_init is set.")
     ids = tokenizer.encode(prompt)
@@ -64,7 +71,80 @@ def encode(prompt: Prompt, tokenizer: Tokenizer | None) -> tuple[str | None, Seq
             "The prompt is empty, and this model's tokenizer puts no token before a text. Give at "
             "least one character."
         )
-    return prompt, ids
+    return Encoded(prompt, ids)
+
+
+def _encode_mapping(
+    prompt: Mapping[str, Any], tokenizer: Tokenizer | None, pictures: Pictures | None
+) -> Encoded:
+    unknown = [key for key in prompt if key not in _KEYS]
+    if unknown or not {"prompt", "prompt_token_ids"} & prompt.keys():
+        name = str(unknown[0]) if unknown else ""
+        raise InvalidPromptError(
+            f"A prompt dictionary takes prompt or prompt_token_ids, and multi_modal_data, not "
+            f"{name!r}.{nearest(name, _KEYS)}"
+        )
+    given = prompt.get("multi_modal_data")
+    found = () if given is None else _cut(_images(given), pictures)
+    text = prompt.get("prompt")
+    if "prompt_token_ids" in prompt:
+        if text is not None and not isinstance(text, str):
+            raise InvalidPromptError(
+                "The prompt beside prompt_token_ids must be the text that they stand for, not "
+                f"{type(text).__name__}. Leave it out, or pass a text."
+            )
+        tokens = prompt["prompt_token_ids"]
+        if found and pictures is not None:
+            tokens = _expanded(tokens, found, pictures, tokenizer)
+        return Encoded(text, tokens, found)
+    if found and pictures is not None:
+        if not isinstance(text, str):
+            raise InvalidPromptError(f"A prompt must be a text, not {type(text).__name__}.")
+        text = pictures.expand(text, found)
+    return encode(prompt["prompt"] if text is None else text, tokenizer)._replace(pictures=found)
+
+
+def _images(given: Any) -> list[Any]:
+    """What `multi_modal_data` holds, as vLLM's does: one image or several."""
+    if not isinstance(given, Mapping) or set(given) != {"image"}:
+        said = list(given) if isinstance(given, Mapping) else type(given).__name__
+        raise InvalidPromptError(
+            f"multi_modal_data must be {{'image': …}}, one image or a list of them, not {said}."
+        )
+    images = given["image"]
+    return list(images) if isinstance(images, list | tuple) else [images]
+
+
+def _cut(images: Sequence[Any], pictures: Pictures | None) -> tuple[Picture, ...]:
+    """Images as the model takes them. Raises InvalidPromptError where it sees none."""
+    if images and pictures is None:
+        raise InvalidPromptError(
+            f"This model sees no pictures, and {len(images)} are given. Leave them out, or load a "
+            "model that does."
+        )
+    assert pictures is not None or not images
+    return tuple(pictures.cutter.cut(open_picture(image)) for image in images if pictures)
+
+
+def _expanded(
+    tokens: Any, found: Sequence[Picture], pictures: Pictures, tokenizer: Tokenizer | None
+) -> Any:
+    """Token ids with what stands for each picture, where one id does; else as they are."""
+    if not isinstance(tokens, list | tuple) or tokens.count(pictures.token_id) != len(found):
+        return tokens
+    if tokenizer is None:
+        raise TokenizerError(
+            "A picture's place is written by the tokenizer, but skip_tokenizer_init is set. Give "
+            "as many placeholders as the picture has tokens."
+        )
+    ids: list[int] = []
+    left = iter(found)
+    for token in tokens:
+        if token == pictures.token_id:
+            ids += tokenizer.encode(next(left).text, add_special_tokens=False)
+        else:
+            ids.append(token)
+    return ids
 
 
 def split_chats(messages: Any) -> list[Any]:
@@ -75,16 +155,53 @@ def split_chats(messages: Any) -> list[Any]:
 
 
 def encode_chat(
-    messages: Sequence[Mapping[str, Any]], tokenizer: Tokenizer, **options: Any
-) -> Mapping[str, Any]:
+    messages: Sequence[Mapping[str, Any]],
+    tokenizer: Tokenizer,
+    pictures: Pictures | None = None,
+    **options: Any,
+) -> Encoded:
     """A conversation through the chat template, which writes its own special tokens.
 
+    pictures: of a model that sees some. A part of a message's content may be one: `image_url` as in
+    OpenAI's API, or `image` with what `open_picture` opens.
     Raises InvalidPromptError for what a server would refuse too: templates write "None" for it, or
     nothing.
     """
     _check_messages(messages)
-    text = tokenizer.apply_chat_template(messages, **options)
-    return {"prompt": text, "prompt_token_ids": tokenizer.encode(text, add_special_tokens=False)}
+    images: list[Any] = []
+    plain = [_seen(message, images) for message in messages]
+    found = _cut(images, pictures)
+    text = tokenizer.apply_chat_template(plain, **options)
+    if found and pictures is not None:
+        text = pictures.expand(text, found)
+    return Encoded(text, tokenizer.encode(text, add_special_tokens=False), found)
+
+
+_IMAGES = ("image_url", "image", "image_pil", "input_image")
+
+
+def _seen(message: Mapping[str, Any], images: list[Any]) -> Mapping[str, Any]:
+    """A message as templates read it, whose pictures go to `images`."""
+    content = message["content"] if isinstance(message, Mapping) and "content" in message else None
+    if not isinstance(content, list | tuple):
+        return message
+    parts = []
+    for part in content:
+        kind = part.get("type") if isinstance(part, Mapping) else None
+        if kind in _IMAGES:
+            images.append(_image_of(part, kind))
+            part = {"type": "image"}
+        parts.append(part)
+    return {**message, "content": parts}
+
+
+def _image_of(part: Mapping[str, Any], kind: str) -> Any:
+    given = part.get(kind, part.get("image_url"))
+    if isinstance(given, Mapping):
+        given = given.get("url")
+    if given is None:
+        raise InvalidPromptError(f"A part of type {kind!r} has no {kind!r}: {sorted(part)}.")
+    return given
 
 
 def _check_list(messages: Any) -> None:

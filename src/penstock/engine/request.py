@@ -15,6 +15,7 @@ from penstock.engine.outputs import (
     RequestMetrics,
     RequestOutput,
 )
+from penstock.engine.pictures import Seen
 from penstock.runtime.adapters import Adapter
 from penstock.sampling import SamplingParams, SequenceSampling, TokenLogprobs
 from penstock.speculate import Draft, Expected, Prediction
@@ -64,6 +65,18 @@ class Sequence:
 
     def __post_init__(self) -> None:
         self.num_prompt = len(self.request.prompt_token_ids)
+
+    @property
+    def keys(self) -> list[int]:
+        """What its blocks are found by: its tokens, with what it sees in their places."""
+        seen = self.request.seen
+        return self.tokens if seen is None else seen.keyed(self.tokens)
+
+    @property
+    def shift(self) -> int:
+        """Of the positions that its outputs turn by from their places in the sequence."""
+        seen = self.request.seen
+        return 0 if seen is None or seen.turning is None else seen.turning.shift
 
     @property
     def owner(self) -> Request:
@@ -169,6 +182,7 @@ class Request:
     live: int = 0  # of the sequences: those that haven't finished
     prompt_logprobs: list[TokenLogprobs | None] | None = None
     error: Exception | None = None
+    seen: Seen | None = None  # its pictures, where it has some
     beams: Beams | None = None  # where its sequences are those of one search
     guides: Request | None = None  # whose samples its sequences are the shadows of
     taken_back: list[int] = field(default_factory=list)  # the given prompt's end, to choose anew

@@ -315,7 +315,7 @@ class Scheduler:
     def _cached(self, sequence: Sequence) -> list[Node]:
         """The cached prefix of a sequence; its blocks aren't held yet."""
         salt = sequence.request.salt
-        return [] if self.tree is None else self.tree.match(sequence.tokens, salt)
+        return [] if self.tree is None else self.tree.match(sequence.keys, salt)
 
     def _findable(self, sequence: Sequence) -> list[Node]:
         """What of its cached prefix a sequence that is about to start may use."""
@@ -491,12 +491,13 @@ class Scheduler:
     def _make_findable(self, sequence: Sequence, tree: PrefixTree) -> bool:
         replaced = False
         size, nodes = self.block_size, sequence.nodes
+        if (len(nodes) + 1) * size > sequence.num_computed:
+            return False
+        keys = sequence.keys
         while (len(nodes) + 1) * size <= sequence.num_computed:
             at = len(nodes)
-            tokens = sequence.tokens[at * size : (at + 1) * size]
-            salt = sequence.request.salt
-            parent = nodes[-1] if nodes else tree.root(salt)
-            node = tree.insert(parent, tokens, sequence.blocks[at])
+            parent = nodes[-1] if nodes else tree.root(sequence.request.salt)
+            node = tree.insert(parent, keys[at * size : (at + 1) * size], sequence.blocks[at])
             if node.block != sequence.blocks[at]:  # somebody computed the same: hold theirs
                 self.pool.share(node.block)
                 self.pool.release([sequence.blocks[at]])

@@ -39,11 +39,12 @@ def awaits(sequence: Sequence, hit: int, block_size: int, running: Iterable[Sequ
     end = hit + block_size
     if end >= len(sequence.tokens):  # the last token is never found
         return False
-    tokens, salt = sequence.tokens, sequence.request.salt
+    keys, salt = sequence.keys[:end], sequence.request.salt
     return any(
         other.num_computed < end <= len(other.tokens)
-        and other.tokens[hit:end] == tokens[hit:end]
-        and other.tokens[:hit] == tokens[:hit]
+        and other.tokens[hit] == sequence.tokens[hit]  # most differ there, and few see pictures
+        and other.keys[hit:end] == keys[hit:]
+        and other.keys[:hit] == keys[:hit]
         and other.request.salt == salt
         for other in running
     )

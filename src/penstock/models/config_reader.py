@@ -87,6 +87,7 @@ class ConfigReader:
         self._config = config
         self._where = where
         self._read: set[str] = set()
+        self._parts: list[ConfigReader] = []
 
     def assume(self, **defaults: Any) -> None:
         """The family's defaults of keys that are absent; those that are null stay so."""
@@ -182,8 +183,19 @@ class ConfigReader:
             raise UnsupportedModelError(f"{self._where}: {key} must be an object: {value!r}")
         return ConfigReader(value, key)
 
+    def part(self, key: str) -> ConfigReader:
+        """A sub-dictionary that describes a model of its own, {} where it is absent.
+
+        What nobody reads of it is refused and named with what nobody reads of this config.
+        """
+        found = self.nested(key) or ConfigReader({}, key)
+        self._parts.append(found)
+        return found
+
     def refuse_unbuilt(self) -> None:
         """Raise for what the config asks for and its family hasn't read, whichever family it is."""
+        for part in self._parts:
+            part.refuse_unbuilt()
         for key, (off, reason) in _UNBUILT.items():
             value = self._config.get(key)
             if value not in off and key not in self._read:
@@ -197,6 +209,8 @@ class ConfigReader:
 
     def finish(self, *, strict: bool) -> None:
         """Name the keys nobody read: one warning, or an error when strict."""
+        for part in self._parts:
+            part.finish(strict=strict)
         rest = self.unread()
         if not rest:
             return

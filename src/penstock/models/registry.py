@@ -26,7 +26,9 @@ _FAMILIES = (
     "gpt2",
     "gpt_neox",
     "gpt_oss",
+    "idefics3",
     "llama",
+    "llava",
     "mistral",
     "mixtral",
     "olmo2",
@@ -34,6 +36,7 @@ _FAMILIES = (
     "phi3",
     "qwen2",
     "qwen2_moe",
+    "qwen2_vl",
     "qwen3",
     "qwen3_moe",
     "smollm3",
@@ -50,18 +53,23 @@ _MODEL_TYPES = {
     "gpt2": "GPT2LMHeadModel",
     "gpt_neox": "GPTNeoXForCausalLM",
     "gpt_oss": "GptOssForCausalLM",
+    "idefics3": "Idefics3ForConditionalGeneration",
     "kimi_k2": "DeepseekV3ForCausalLM",
     "llama": "LlamaForCausalLM",
+    "llava": "LlavaForConditionalGeneration",
     "mistral": "MistralForCausalLM",
     "mixtral": "MixtralForCausalLM",
     "olmo2": "Olmo2ForCausalLM",
     "olmoe": "OlmoeForCausalLM",
     "phi3": "Phi3ForCausalLM",
     "qwen2": "Qwen2ForCausalLM",
+    "qwen2_5_vl": "Qwen2_5_VLForConditionalGeneration",
     "qwen2_moe": "Qwen2MoeForCausalLM",
+    "qwen2_vl": "Qwen2VLForConditionalGeneration",
     "qwen3": "Qwen3ForCausalLM",
     "qwen3_moe": "Qwen3MoeForCausalLM",
     "smollm3": "SmolLM3ForCausalLM",
+    "smolvlm": "SmolVLMForConditionalGeneration",
 }
 """What a config without `architectures` describes, by its `model_type`."""
 
@@ -116,12 +124,34 @@ def read_config(path: Path) -> dict[str, Any]:
     return read_json(path / "config.json")
 
 
+def check_blind(path: Path, what: str) -> None:
+    """Raises UnsupportedModelError for a model that sees pictures; what: isn't built for those."""
+    if read_config(path).get("vision_config"):
+        raise UnsupportedModelError(
+            f"{path} sees pictures, and {what} isn't built for such models. Run the checkpoint "
+            "itself; quantization=… rounds its decoder's weights as they are read."
+        )
+
+
 def read_spec(path: Path, *, strict: bool = False) -> ModelSpec:
     """The `ModelSpec` of the checkpoint in `path`.
 
     strict: a config key that nothing reads is an error instead of a warning.
     """
     return spec_of(read_config(path), str(path), strict=strict)
+
+
+def read_part(c: ConfigReader, key: str, known: tuple[str, ...], **defaults: Any) -> ModelSpec:
+    """The text model that the object `key` of a config describes, one of the model types `known`.
+
+    defaults: the kind's own of keys that are absent, as published configs leave them out.
+    """
+    part = c.part(key)
+    kind = part.only("model_type", known, known[0])
+    part.assume(**defaults)
+    name = _MODEL_TYPES[kind]
+    architectures()
+    return _readers[name](part)
 
 
 def spec_of(config: dict[str, Any], where: str, *, strict: bool = False) -> ModelSpec:

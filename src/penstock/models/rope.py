@@ -81,8 +81,24 @@ def _factor(scaling: ConfigReader, default: float | None = None) -> float:
     return factor
 
 
+def _sections(scaling: ConfigReader, spec: RopeSpec) -> RopeSpec:
+    """With the pairs that turn by time, rows and columns (M-RoPE), where some are said to."""
+    if not scaling.has("mrope_section"):
+        return spec
+    given = scaling.get("mrope_section")
+    whole = isinstance(given, list) and all(type(n) is int and n > 0 for n in given)
+    if not whole or len(given) != 3 or 2 * sum(given) != spec.rotary_dim:
+        raise UnsupportedModelError(
+            f"rope: mrope_section must be three numbers of pairs, {spec.rotary_dim // 2} together, "
+            f"not {given!r}."
+        )
+    scaling.only("mrope_interleaved", (False,), False)
+    return replace(spec, sections=tuple(given))
+
+
 _ROPES: dict[str, Callable[[RopeSpec, ConfigReader, float], RopeSpec]] = {
     "default": _plain,
+    "mrope": _plain,
     "linear": _linear,
     "dynamic": _dynamic,
     "llama3": _llama3,
@@ -139,7 +155,7 @@ def rope_spec(
     if kind not in _ROPES:
         raise UnsupportedModelError(f"rope type {kind!r} isn't built; {', '.join(_ROPES)} are.")
     plain = RopeSpec(theta, rotary_dim, original_max_position=original)
-    spec = _ROPES[kind](plain, scaling, max_position / original)
+    spec = _sections(scaling, _ROPES[kind](plain, scaling, max_position / original))
     rest = [key for key in scaling.unread() if scaling.has(key)]
     if rest:
         raise UnsupportedModelError(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Literal
 
 from torch import Tensor
 
@@ -53,6 +54,16 @@ Rule = Rename | Stack | Ignore
 
 
 @dataclass(frozen=True, slots=True)
+class PicturesSpec:
+    """How a family's prompts stand for pictures; how those are cut is in `models.vision`."""
+
+    token_id: int  # of each place that a row of a picture takes
+    cut: Literal["tiles", "whole", "grid"]  # in squares and a small picture of all; as one square;
+    # as it is, its sides multiples of a token's
+    around: tuple[str, str] = ("", "")  # what templates write before a picture and after it
+
+
+@dataclass(frozen=True, slots=True)
 class ModelSpec:
     """A model family's reading of one `config.json`."""
 
@@ -63,3 +74,5 @@ class ModelSpec:
     bos_token_id: int | None
     eos_token_ids: tuple[int, ...]
     prefixes: tuple[str, ...] = ()  # stripped from checkpoint names where present
+    aliases: tuple[tuple[str, str], ...] = ()  # beginnings of names, and what they mean, in turn
+    pictures: PicturesSpec | None = None  # of a model that sees some

@@ -221,6 +221,16 @@ def _compile(template: str) -> re.Pattern[str]:
     return re.compile(pattern.replace(r"\{p\}", r"(?P<p>weight|bias)"))
 
 
+def _short(name: str, spec: ModelSpec) -> str:
+    """A tensor's name as rules have it."""
+    for prefix in spec.prefixes:
+        name = name.removeprefix(prefix)
+    for beginning, meaning in spec.aliases:
+        if name.startswith(beginning):
+            name = meaning + name.removeprefix(beginning)
+    return name
+
+
 def _fill(template: str, found: dict[str, str]) -> str:
     for key, value in found.items():
         template = template.replace("{" + key + "}", value)
@@ -239,9 +249,7 @@ def plan_weights(names: Iterable[str], spec: ModelSpec) -> tuple[dict[str, Weigh
     plans: dict[str, WeightPlan] = {}
     unknown: list[str] = []
     for name in names:
-        short = name
-        for prefix in spec.prefixes:
-            short = short.removeprefix(prefix)
+        short = _short(name, spec)
         if any(rule.matches(short) for rule in ignores):
             continue
         for rule, position, pattern in patterns:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import Tensor, nn
 
 from penstock import ops
@@ -12,6 +14,21 @@ from penstock.nn.rope import RotaryTable
 from penstock.nn.spec import AttentionSpec, NormSpec
 from penstock.quant import WeightFormat
 from penstock.step import LayerCache, Step
+
+_BESIDE = (
+    "key_scale",
+    "value_scale",
+    "recent_keys",
+    "recent_values",
+    "recent_slots",
+    "recent_window",
+)
+"""What a layer's cache may have beside keys and values, as `ops.paged_attention` calls it."""
+_WHOLE: dict[str, Any] = {"causal": False}
+
+
+def _named(beside: list[Tensor]) -> dict[str, Any]:
+    return dict(zip(_BESIDE, beside, strict=False))
 
 
 class Attention(nn.Module):
@@ -75,5 +92,6 @@ class Attention(nn.Module):
             spec.window,
             spec.softcap,
             None if self.sinks is None else self.sinks.parameter("weight"),
-            *beside,
+            **_named(beside),
+            **({} if spec.causal else _WHOLE),
         )

@@ -3,23 +3,22 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Iterable
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
 from penstock import ops
-from penstock.nn.attention import Attention
-from penstock.nn.experts import Experts
+from penstock.nn.grid import GridTower
+from penstock.nn.layer import DecoderLayer
 from penstock.nn.linear import Embedding, Linear, TiedEmbedding
-from penstock.nn.mla import LatentAttention
-from penstock.nn.mlp import Mlp, add_product
 from penstock.nn.norm import Norm
 from penstock.nn.rope import RotaryTable
-from penstock.nn.spec import AttentionSpec, DecoderSpec, LayerSpec, MlpSpec, NormSpec, RopeSpec
-from penstock.quant import Dense, WeightFormat, WeightFormats
-from penstock.step import KV, LayerCache, Step
+from penstock.nn.spec import DecoderSpec, GridSpec, LayerSpec, RopeSpec, VisionSpec
+from penstock.nn.vision import VisionTower
+from penstock.quant import Dense, Storage, WeightFormats
+from penstock.step import KV, Step
 
 MATRICES = {
     "qkv": "attention.qkv",
@@ -69,34 +68,6 @@ def stored_in(matrix: str) -> str:
     return re.sub(r"(\.mlp\.(?:up|down))\.\d+$", r"\1", matrix)
 
 
-def feed_forward(
-    hidden: int, spec: MlpSpec, formats: Mapping[str, WeightFormat], dtype: torch.dtype
-) -> Mlp | Experts:
-    """The block that `spec` describes; formats: of its matrices; dtype: of activations."""
-    up, down = formats["up"], formats["down"]
-    if spec.experts is None:
-        return Mlp(hidden, spec, up, down)
-    shared = None
-    if spec.experts.shared:
-        wide = replace(spec, intermediate=spec.experts.shared, experts=None)
-        shared = Mlp(hidden, wide, formats["shared_up"], formats["shared_down"])
-    return Experts(hidden, spec, spec.experts, up, down, dtype, shared)
-
-
-def self_attention(
-    hidden: int,
-    spec: AttentionSpec,
-    norm: NormSpec,
-    formats: Mapping[str, WeightFormat],
-    table: RotaryTable | None,
-    dtype: torch.dtype,
-) -> Attention | LatentAttention:
-    """The attention that `spec` describes; arguments as `feed_forward`'s."""
-    if spec.latent is not None:
-        return LatentAttention(hidden, spec, norm, formats, table, dtype)
-    return Attention(hidden, spec, norm, formats["qkv"], formats["out"], table)
-
-
 @dataclass(frozen=True, slots=True)
 class KeptStates:
     """Where a decoder leaves its residual stream, for those that guess by it."""
@@ -105,37 +76,21 @@ class KeptStates:
     store: Tensor  # [N, len(layers) · D] in the decoder's dtype: row t is token t of the last step
 
 
-class DecoderLayer(nn.Module):
-    """Attention and feed-forward, each added to one residual stream."""
+def tower_of(
+    spec: VisionSpec | GridSpec, dtype: torch.dtype, storage: Storage
+) -> VisionTower | GridTower:
+    """The tower that `spec` describes."""
+    if isinstance(spec, GridSpec):
+        return GridTower(spec, dtype, storage)
+    return VisionTower(spec, dtype, storage)
 
-    def __init__(
-        self,
-        hidden: int,
-        spec: LayerSpec,
-        norm: NormSpec,
-        formats: Mapping[str, WeightFormat],
-        table: RotaryTable | None,
-        dtype: torch.dtype,
-    ) -> None:
-        super().__init__()
-        self.parallel = spec.parallel
-        self.attention = self_attention(hidden, spec.attention, norm, formats, table, dtype)
-        self.mlp = feed_forward(hidden, spec.mlp, formats, dtype)
-        self.attention_norm = Norm(hidden, norm) if spec.pre_norm else None
-        self.mlp_norm = Norm(hidden, norm) if spec.pre_norm else None
-        self.attention_post_norm = Norm(hidden, norm) if spec.post_norm else None
-        self.mlp_post_norm = Norm(hidden, norm) if spec.post_norm else None
 
-    def forward(self, residual: Tensor, step: Step, cache: LayerCache) -> None:
-        """residual [T, D] += attention, += feed-forward, in place."""
-        attended = self.attention(residual, self.attention_norm, step, cache)
-        adapters, mlp = step.adapters, self.mlp
-        if not self.parallel:
-            add_product(residual, self.attention.out, attended, self.attention_post_norm, adapters)
-        h = mlp.begin(residual, self.mlp_norm, adapters)
-        if self.parallel:  # both read the layer's input
-            add_product(residual, self.attention.out, attended, self.attention_post_norm, adapters)
-        mlp.end_(residual, h, self.mlp_post_norm, adapters)
+@dataclass(frozen=True, slots=True)
+class PlacedRows:
+    """What tokens have in place of their embeddings, where they stand for a piece of a picture."""
+
+    store: Tensor  # [N, D] in the decoder's dtype: row t is token t's of the next step
+    wanted: Tensor  # [N] int32: not 0 where it is
 
 
 class Decoder(nn.Module):
@@ -182,7 +137,11 @@ class Decoder(nn.Module):
             own = {name: formats.of(f"layers.{i}.{at}") for name, at in matrices_of(layer).items()}
             self.layers.append(DecoderLayer(spec.hidden, layer, spec.norm, own, table, dtype))
         self.norm = Norm(spec.hidden, spec.norm)
+        self.vision: VisionTower | GridTower | None = None
+        if spec.vision is not None:
+            self.vision = tower_of(spec.vision, dtype, self.head.weight_format.storage)
         self.kept: KeptStates | None = None
+        self.placed: PlacedRows | None = None
 
     def hidden_states(self, step: Step, kv: KV, layers: int | None = None) -> Tensor:
         """The residual stream [T, D] that the final norm reads; after the first `layers` of them.
@@ -190,6 +149,8 @@ class Decoder(nn.Module):
         kv: of the layers that compute.
         """
         residual: Tensor = self.embed(step.tokens)
+        if self.placed is not None:
+            ops.place_rows_(residual, self.placed.store, self.placed.wanted)
         if self.positions is not None:
             ops.add_(residual, self.positions(step.positions))
         for number, (layer, cache) in enumerate(zip(self.layers[:layers], kv, strict=True)):

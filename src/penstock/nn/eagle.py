@@ -19,7 +19,8 @@ from torch import Tensor, nn
 
 from penstock import ops
 from penstock.nn.attention import Attention
-from penstock.nn.decoder import Decoder, DecoderLayer
+from penstock.nn.decoder import Decoder
+from penstock.nn.layer import DecoderLayer
 from penstock.nn.linear import Embedding, Linear, TiedEmbedding
 from penstock.nn.mlp import Mlp
 from penstock.nn.norm import Norm

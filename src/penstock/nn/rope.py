@@ -119,3 +119,21 @@ class RotaryTable(nn.Module):
         super().__init__()
         self.interleaved = rope.interleaved
         self.register_buffer("cos_sin", cos_sin_table(rope, max_len), persistent=False)
+        self.sections = rope.sections
+        self.length = max_len  # without spare rows
+
+    def make_room(self, rows: int) -> None:
+        """Spare rows behind the last position, for tokens that turn by three numbers."""
+        spare = self.cos_sin.new_zeros((rows, self.cos_sin.shape[1]))
+        self.cos_sin = torch.cat((self.cos_sin, spare))
+
+    def turn_apart(self, rows: Tensor, places: Tensor) -> None:
+        """Spare rows [n] become those of places [n, 3] in time, rows and columns: of each pair of
+        dimensions the one that its section says (M-RoPE).
+
+        Source: Wang et al. 2024, arXiv:2409.12191.
+        """
+        axes = torch.repeat_interleave(torch.arange(3), torch.tensor(self.sections))
+        columns = torch.cat((axes, axes)).to(places.device)
+        found = self.cos_sin.gather(0, places[:, columns])
+        self.cos_sin.index_copy_(0, rows + self.length, found)

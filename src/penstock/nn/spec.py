@@ -32,6 +32,7 @@ class RopeSpec:
     truncate: bool = True  # yarn: round the ramp's ends to whole dimensions
     original_max_position: int = 0  # llama3, yarn, longrope
     attention_factor: float | None = None  # yarn, longrope: scale of cos and sin
+    sections: tuple[int, ...] = ()  # pairs that turn by time, row and column where they differ
     short_factors: tuple[float, ...] = ()  # longrope
     long_factors: tuple[float, ...] = ()  # longrope
 
@@ -65,6 +66,7 @@ class AttentionSpec:
     window: int = 0  # 0: sees everything before it
     softcap: float = 0.0  # 0: none
     sinks: bool = False  # one learned logit a head
+    causal: bool = True  # else a token sees those after it too
     latent: LatentSpec | None = None
 
     @property
@@ -112,7 +114,7 @@ class MlpSpec:
     """Feed-forward block: down(act(gate) · up), or down(act(up)) when not gated."""
 
     intermediate: int  # of each expert, where there are some
-    activation: Literal["silu", "gelu", "gelu_tanh", "swiglu_oai"] = "silu"
+    activation: Literal["silu", "gelu", "gelu_tanh", "swiglu_oai", "quick_gelu"] = "silu"
     gated: bool = True
     bias: bool = False
     experts: ExpertsSpec | None = None  # blocks of this kind, of which tokens take a few
@@ -130,6 +132,68 @@ class LayerSpec:
 
 
 @dataclass(frozen=True, slots=True)
+class ProjectorSpec:
+    """From a tower's rows to those of a decoder: one matrix, or two with an activation between."""
+
+    out: int  # the decoder's hidden size
+    inner: int = 0  # between two matrices; 0: as `out`
+    fold: int = 1  # so many rows and columns of patches become one row (pixel shuffle)
+    bias: bool = False
+    activation: Literal["none", "silu", "gelu", "gelu_tanh"] = "none"  # none: one matrix
+
+
+@dataclass(frozen=True, slots=True)
+class VisionSpec:
+    """A vision transformer whose rows stand among a decoder's: `nn.vision`."""
+
+    hidden: int
+    layers: tuple[LayerSpec, ...]  # those that are computed
+    norm: NormSpec
+    image_size: int  # pixels of a side, that the table of positions is for
+    patch: int  # pixels of a side
+    projector: ProjectorSpec
+    patch_bias: bool = True
+    class_token: bool = False  # one more row comes before the patches'
+    keeps_class: bool = False  # the decoder gets it too
+    pre_norm: bool = False  # a norm before the first layer
+    post_norm: bool = True  # one after the last
+
+    @property
+    def side(self) -> int:
+        """Patches of a side of a tile."""
+        return self.image_size // self.patch
+
+    @property
+    def rows(self) -> int:
+        """Of a tile, in the tower."""
+        return self.side**2 + self.class_token
+
+    @property
+    def tokens(self) -> int:
+        """Of a tile, in the decoder."""
+        return (self.side // self.projector.fold) ** 2 + self.keeps_class
+
+
+@dataclass(frozen=True, slots=True)
+class GridSpec:
+    """A vision transformer of pictures of any size, that turns by rows and columns: `nn.grid`."""
+
+    hidden: int
+    layers: tuple[LayerSpec, ...]
+    norm: NormSpec
+    patch: int  # pixels of a side
+    frames: int  # that a patch has; a picture is as many times the same
+    theta: float  # of the rotation
+    projector: ProjectorSpec  # what it folds is one token of the decoder
+    window: int = 0  # tokens of a side that see one another, in the layers that have windows
+    whole: tuple[int, ...] = ()  # layers that have none, where others have
+
+    def sees_all(self, layer: int) -> bool:
+        """Whether a layer has no windows."""
+        return not self.window or layer in self.whole
+
+
+@dataclass(frozen=True, slots=True)
 class DecoderSpec:
     """A whole decoder: embedding, layers, final norm, head."""
 
@@ -143,3 +207,4 @@ class DecoderSpec:
     embed_scale: float = 1.0
     learned_positions: int = 0  # rows of a learned position table, 0: none
     final_softcap: float = 0.0
+    vision: VisionSpec | GridSpec | None = None  # what makes rows of pictures

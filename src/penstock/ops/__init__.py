@@ -9,7 +9,7 @@ from penstock.ops.experts import experts
 from penstock.ops.gate import alternate, gate
 from penstock.ops.gate_rows import gate_rows_
 from penstock.ops.grouped_linear import combine, grouped_linear
-from penstock.ops.kept_rows import keep_rows, kept_rows
+from penstock.ops.kept_rows import keep_rows, kept_rows, place_rows_
 from penstock.ops.linear import (
     ACTIVATIONS,
     Activation,
@@ -71,6 +71,7 @@ __all__ = [
     "pack",
     "pack_records",
     "paged_attention",
+    "place_rows_",
     "quantize_int4",
     "quantize_int8",
     "rms_norm",

@@ -73,6 +73,7 @@ def attend(
     window: int,
     softcap: float,
     sinks: Tensor | None,
+    causal: bool = True,
 ) -> Tensor:
     """q [n, H, D] at positions `at` [n, 1] of one sequence → [n, H, Dv] float32.
 
@@ -87,7 +88,7 @@ def attend(
         scores = torch.where(mask, each, scores)
     if softcap > 0:
         scores = torch.tanh(scores / softcap) * softcap
-    visible = seen <= at
+    visible = seen <= at if causal else seen >= 0
     if window > 0:
         visible &= seen > at - window
     scores = scores.masked_fill(~visible, float("-inf"))
@@ -155,6 +156,7 @@ def _fake(
     recent_values: Tensor | None = None,
     recent_slots: Tensor | None = None,
     recent_window: Tensor | None = None,
+    causal: bool = True,
 ) -> Tensor:
     return q.new_empty((q.shape[0], q.shape[1] * q.shape[2]))
 
@@ -164,7 +166,7 @@ def _fake(
     "Tensor context_len, Tensor block_table, float scale, int window=0, float softcap=0.0, "
     "Tensor? sinks=None, Tensor? key_scale=None, Tensor? value_scale=None, "
     "Tensor? recent_keys=None, Tensor? recent_values=None, Tensor? recent_slots=None, "
-    "Tensor? recent_window=None) -> Tensor",
+    "Tensor? recent_window=None, bool causal=True) -> Tensor",
     fake=_fake,
 )
 def paged_attention(
@@ -184,14 +186,16 @@ def paged_attention(
     recent_values: Tensor | None = None,
     recent_slots: Tensor | None = None,
     recent_window: Tensor | None = None,
+    causal: bool = True,
 ) -> Tensor:
-    """Causal grouped-query attention of a ragged batch over paged keys and values.
+    """Grouped-query attention of a ragged batch over paged keys and values, causal or not.
 
     q [T, H, D]; caches as in `rotary_cache`; query_start [B + 1], context_len [B], block_table
     [B, M] int32 as in `Step`. Sequence b's n queries stand at its last n positions and see what is
     not after them and, with window > 0, less than `window` before. softcap > 0: scores become
     cap · tanh(s / cap). sinks [H] float32: one more score per head that takes part in the softmax
-    and has no value. Returns [T, H · D] in q.dtype.
+    and has no value. Without causal, queries see all of their sequence, whatever comes after them.
+    Returns [T, H · D] in q.dtype.
 
     The native order of additions doesn't depend on the batch, the chunk or the threads: keys are
     taken in spans of 256 counted from position 0; each span gives its maximum, its sum and its
@@ -216,6 +220,6 @@ def paged_attention(
         seen = torch.arange(length, device=q.device).unsqueeze(0)
         at = seen[:, length - count :].t()
         versions = _versions(caches, scales, recent, used, seen, at, q.shape[2])
-        found = attend(q[start:stop], versions, seen, at, scale, window, softcap, sinks)
+        found = attend(q[start:stop], versions, seen, at, scale, window, softcap, sinks, causal)
         out[start:stop] = found.to(q.dtype)
     return out.flatten(1)

@@ -29,3 +29,18 @@ def _fake_kept(tokens: Tensor, store: Tensor) -> Tensor:
 def kept_rows(tokens: Tensor, store: Tensor) -> Tensor:
     """The first T rows of store [N, W], for a step of tokens [T], T ≤ N; a copy."""
     return store[: tokens.shape[0]].clone()
+
+
+def _fake_place(x: Tensor, store: Tensor, wanted: Tensor) -> None:
+    return None
+
+
+@define_op("place_rows_(Tensor(a!) x, Tensor store, Tensor wanted) -> ()", fake=_fake_place)
+def place_rows_(x: Tensor, store: Tensor, wanted: Tensor) -> None:
+    """x[t] = store[t] where wanted[t] isn't 0, in place: an image's rows among those of a text.
+
+    x [T, D] and store [N, D] of one dtype, T ≤ N; wanted [N] int32.
+    """
+    count = x.shape[0]
+    at = wanted[:count].nonzero().squeeze(1)
+    x[at] = store[at]

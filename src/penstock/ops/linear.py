@@ -56,8 +56,15 @@ from penstock.ops.registry import define_op
 from penstock.ops.rotate import rotated
 from penstock.ops.stored import dense, half, unpack_quantized, width
 
-Activation = Literal["none", "silu", "gelu", "gelu_tanh", "swiglu_oai"]
-ACTIVATIONS: tuple[Activation, ...] = ("none", "silu", "gelu", "gelu_tanh", "swiglu_oai")
+Activation = Literal["none", "silu", "gelu", "gelu_tanh", "swiglu_oai", "quick_gelu"]
+ACTIVATIONS: tuple[Activation, ...] = (
+    "none",
+    "silu",
+    "gelu",
+    "gelu_tanh",
+    "swiglu_oai",
+    "quick_gelu",
+)
 """What `activation` counts in. The last comes with a gate: g · σ(1.702 · g) with g = min(gate, 7),
 times up within ±7, plus 1 (openai/gpt-oss, arXiv:2508.10925)."""
 
@@ -135,6 +142,8 @@ def activate(x: Tensor, activation: int) -> Tensor:
         case "swiglu_oai":
             clamped = x.clamp(max=_LIMIT)
             return clamped * (clamped * _ALPHA).sigmoid()
+        case "quick_gelu":
+            return x * (x * _ALPHA).sigmoid()
     return x
 
 

@@ -31,6 +31,7 @@ from penstock.models.exported import read_exported, sha256, verify_exported
 from penstock.models.files import copy_settings
 from penstock.models.hub import resolve
 from penstock.models.load import LoadedModel, load_model
+from penstock.models.registry import check_blind
 from penstock.pipeline import tuning
 from penstock.pipeline.compiled import compile_graph
 from penstock.pipeline.new_folder import check_apart, new_folder, sync
@@ -201,6 +202,7 @@ def build(options: BuildOptions, progress: Progress | None = None) -> dict[str, 
     if (source / EXPORTED).exists():
         verify_exported(source)
     check_apart(source, options.output)
+    check_blind(source, "a built engine")
     options = options.of_export(source)
     with new_folder(options.output, force=options.force, own_files=own_files) as partial:
         return _Build(options, source, partial, progress or (lambda *_: None)).run()

@@ -21,7 +21,7 @@ from penstock.models.gguf.folder import write_weights
 from penstock.models.gguf.source import GgufSource
 from penstock.models.hub import EMBEDDED, resolve
 from penstock.models.load import LoadedModel, load_model, max_positions
-from penstock.models.registry import read_spec
+from penstock.models.registry import check_blind, read_spec
 from penstock.models.sources import stored_quantization
 from penstock.models.weights import Checkpoint
 from penstock.pipeline.finite import check_finite
@@ -74,6 +74,7 @@ def export_model(
     if is_engine(source):
         raise ConfigError(f"{source} is an engine: export the model that it was built from.")
     check_apart(source, output)
+    check_blind(source, "an export")
     changes = _Changes(weights or NewWeights(), reduce_vocab)
     changes.check(source)
     settings = _settings(source, kv_cache_dtype, max_model_len)

@@ -8,6 +8,7 @@ from pathlib import Path
 from penstock.errors import ConfigError, MissingExtraError, UnsupportedModelError, get_extra
 from penstock.models.hub import resolve
 from penstock.models.load import load_model
+from penstock.models.registry import check_blind
 from penstock.pipeline.onnx_decoder import DecoderWriter
 from penstock.tokenizer.vocab_map import FILE as VOCAB_MAP
 
@@ -41,6 +42,7 @@ def export_onnx(
             f"{source} has a reduced vocabulary, whose rows aren't its tokenizer's ids: ONNX has "
             "no place for the map. Write the whole model."
         )
+    check_blind(source, "ONNX")
     decoder = load_model(source, dtype="float32", max_model_len=max_model_len).model
     graph = DecoderWriter(decoder).write()
     made = graph.model("decoder")

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from penstock.errors import ConfigError
+from penstock.models.registry import check_blind
 from penstock.models.sources import open_source
 from penstock.models.weights import Source
 from penstock.nn.decoder import layer_matrices
@@ -72,6 +73,7 @@ def quantize_model(
     have their matrices' values in another order.
     """
     parts = Parts.of(open_source(source) if isinstance(source, Path) else source)
+    check_blind(parts.source.path, "quantizing a checkpoint")
     schemes = {module: config.scheme_of(module) for module in parts.modules()}
     unknown = sorted(set(config.special) - set(schemes))
     if unknown:

@@ -13,7 +13,8 @@ from penstock import ops
 from penstock.cache import PagedLayout
 from penstock.errors import WeightsError
 from penstock.nn import Decoder, DecoderSpec
-from penstock.nn.decoder import DecoderLayer, matrices_of
+from penstock.nn.decoder import matrices_of
+from penstock.nn.layer import DecoderLayer
 from penstock.nn.linear import Linear
 from penstock.nn.parameters import Loadable
 from penstock.ops import Activation

@@ -21,6 +21,7 @@ from penstock.nn.decoder import MATRICES, matrices_of
 from penstock.nn.spec import AttentionSpec, DecoderSpec, ExpertsSpec, LayerSpec
 from penstock.ops.kivi import KEY_GROUP, recent_from
 from penstock.quant import Dense, WeightFormat, WeightFormats
+from penstock.roofline.tower import TowerCost
 from penstock.step import Step
 
 Unit = Literal["float32", "bfloat16", "int8", "int4", "float8", "vector"]
@@ -36,6 +37,7 @@ products of each head's own matrix, between queries, latents and values."""
 _NORM_FLOPS = {"rms": 4, "layer": 7}  # an element: square, sum, scale, weight; mean, shift, bias
 _ROTATION_FLOPS = 3  # an element: two products and their sum
 _SOFTCAP_FLOPS = 3
+_NOTHING_SEEN = TowerCost()
 
 
 class KvLayout(Protocol):
@@ -66,6 +68,7 @@ class StepSize:
     prefill_tokens: int = 0  # … and those of prompts, or computed again after giving way
     adapter_bytes: int = 0  # of the adapters that any of them has, each once
     experts: int = 0  # that any of them chose, of all layers together; 0: as few as could be
+    seen: TowerCost | None = None  # of the tiles of pictures that went through the tower for it
     tokens: int = field(init=False)
 
     def __post_init__(self) -> None:
@@ -299,7 +302,8 @@ class CostModel:
             attention += span.pair_flops * seen
         rows = terms.row_bytes + (0 if sampled else terms.tied_row_bytes)
         weights = terms.layer_bytes + rows * tokens + (terms.head_bytes if sampled else 0)
-        weights += size.adapter_bytes
+        tower = size.seen or _NOTHING_SEEN
+        weights += size.adapter_bytes + tower.weight_bytes
         if terms.expert_layers:  # where layers' formats differ: of an expert on average
             chosen = size.experts or terms.least_experts
             weights += chosen * terms.expert_bytes // terms.expert_layers
@@ -307,6 +311,7 @@ class CostModel:
         for compute, flops in (
             (self.formats.of("head").compute, terms.head_flops * sampled),
             (self.attention_compute, attention),
+            (self.dense.compute, tower.flops),
         ):
             products[compute] = products.get(compute, 0) + flops
         return Cost(weights, kv, products)

@@ -37,8 +37,9 @@ from penstock.models.spec import Stack
 from penstock.models.weights import WeightPlan, plan_weights
 from penstock.nn import Decoder
 from penstock.nn.attention import Attention
-from penstock.nn.decoder import OF_HEADS, DecoderLayer, matrices_of, stored_in
+from penstock.nn.decoder import OF_HEADS, matrices_of, stored_in
 from penstock.nn.experts import ExpertBank
+from penstock.nn.layer import DecoderLayer
 from penstock.nn.linear import Change, Linear
 from penstock.nn.spec import DecoderSpec
 from penstock.ops.panels import COLUMNS, panel_shape, round_up

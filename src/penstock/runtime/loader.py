@@ -20,8 +20,10 @@ from penstock.models.exported import read_exported, verify_exported
 from penstock.models.hub import resolve
 from penstock.models.load import LoadedModel, load_dummy, load_model
 from penstock.models.sources import open_tokenizer
+from penstock.models.vision.pictures import open_pictures
 from penstock.models.weights import Progress
 from penstock.nn.decoder import has_latents
+from penstock.nn.spec import GridSpec
 from penstock.runtime.adapters import Adapters, check_foldless
 from penstock.runtime.beside import Opened, Opener, Placed, Target
 from penstock.runtime.companion import CompanionCache
@@ -35,6 +37,7 @@ from penstock.runtime.medusa import open_medusa
 from penstock.runtime.memory import activation_bytes, plan_blocks, window_of
 from penstock.runtime.plan import Plan
 from penstock.runtime.runner import Forward, Runner
+from penstock.runtime.vision import Sight, check_seeing
 from penstock.runtime.vocabulary import ReducedVocabulary
 from penstock.step import KV
 from penstock.tokenizer import Tokenizer, VocabMap
@@ -63,6 +66,7 @@ class Runtime:
     engine: EngineFolder | None = None  # what it was loaded from, where that was built
     draft: Placed | None = None  # what guesses beside it, where something was loaded for that
     adapters: Adapters | None = None  # slots for them, with enable_lora
+    sight: Sight | None = None  # of a model that sees pictures
 
     def settle(self, config: EngineConfig) -> EngineConfig:
         """`config`, with a built engine's own values where nothing was chosen."""
@@ -73,6 +77,8 @@ class Runtime:
         if self.adapters is not None:  # whatever the configuration says of them
             asked = config.speculative
             LoraConfig(enable_lora=True).check_method(None if asked is None else asked.method)
+        if self.sight is not None:
+            check_seeing(config, len(self.sight.placed.store), self.sight.spare > 0)
         if self.draft is None:
             return config
         self._check_kept(config)
@@ -152,6 +158,7 @@ def load_runtime(config: EngineConfig, progress: Progress | None = None) -> Runt
     opened = open_beside(config, target)
     layout, blocks = _cache(config, loaded, opened, device=device)
     kv = layout.allocate(blocks + _empty_blocks(loaded, layout, opened), device.torch)
+    sight = _sight(folder, config, loaded, tokenizer, layout.block_size, device)
     if device.by_triton:
         forward = forward_on(
             device, loaded.model, kv, _limits(config, loaded, layout), config.model
@@ -161,7 +168,27 @@ def load_runtime(config: EngineConfig, progress: Progress | None = None) -> Runt
     adapters, adapted = _adapters(folder, config, loaded, kv)
     placed = None if opened is None else opened.place(blocks, config.model.enforce_eager)
     runner = runner_over(forward, kv, layout, vocabulary, None, _companions(placed), adapted)
-    return Runtime(loaded, tokenizer, layout, blocks, runner, None, placed, adapters)
+    return Runtime(loaded, tokenizer, layout, blocks, runner, None, placed, adapters, sight)
+
+
+def _sight(
+    folder: Path,
+    config: EngineConfig,
+    loaded: LoadedModel,
+    tokenizer: Tokenizer | None,
+    block_size: int,
+    device: Device,
+) -> Sight | None:
+    """A seeing model's tower, ready for steps; None of others."""
+    spec, vision = loaded.spec.pictures, loaded.spec.decoder.vision
+    if spec is None or vision is None:
+        return None
+    rows = config.scheduler.max_num_batched_tokens
+    turns = isinstance(vision, GridSpec)
+    check_seeing(config, rows, turns)
+    placeholder = None if tokenizer is None else tokenizer.id_to_token(spec.token_id)
+    pictures = open_pictures(folder, spec, vision, placeholder or "<image>")
+    return Sight(loaded.model, pictures, device, block_size, rows)
 
 
 def _adapters(

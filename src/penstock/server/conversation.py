@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from penstock.engine import Pin
 from penstock.engine.intake import CHARACTERS_PER_TOKEN
-from penstock.errors import ChatTemplateError, TokenizerError
+from penstock.errors import ChatTemplateError, InvalidPromptError, TokenizerError
+from penstock.models.vision.opening import open_picture
+from penstock.models.vision.pictures import Picture, Pictures
 from penstock.server.errors import ApiError
 from penstock.server.protocol.chat import Message
 from penstock.server.protocol.common import CacheControl
@@ -39,6 +41,7 @@ class PromptText:
     text: str | None = None
     dropped: int = 0  # messages that were left out to make it fit
     pins: tuple[Pin, ...] = ()  # of its start, to be kept in the cache
+    pictures: tuple[Picture, ...] = ()  # that it has
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,8 +82,12 @@ class Rendering:
 class Prompts:
     """Makes prompts; its methods take long for long texts, and may run in any thread."""
 
-    def __init__(self, tokenizer: Tokenizer | None, max_len: int) -> None:
+    def __init__(
+        self, tokenizer: Tokenizer | None, max_len: int, pictures: Pictures | None = None
+    ) -> None:
+        """pictures: of a model that sees some."""
         self._tokenizer = tokenizer
+        self._pictures = pictures
         self._max_len = max_len
 
     def compile_templates(self, chosen: str | None) -> None:
@@ -165,6 +172,7 @@ class Prompts:
         if keep is None:
             self._check_room(ids, rendering.telling, source)
         made = self._fitting(ids, text, keep, source)
+        seen = _pictures_of([m for i, m in enumerate(plain) if i not in left_out])
         kept = [m for i, m in enumerate(messages) if i not in left_out]
         passages = [passage for message in kept for passage in message.passages()]
         marks = [i for i, (_, mark) in enumerate(passages) if mark is not None]
@@ -182,7 +190,7 @@ class Prompts:
                 param="cache_control",
             )
         pins = self._pins(passages[: marks[-1] + 1] if marks else [], text, ids, rendering)
-        return PromptText(made.tokens, text, len(left_out), pins)
+        return PromptText(made.tokens, text, len(left_out), pins, seen)
 
     def _shortened(
         self,
@@ -242,9 +250,28 @@ class Prompts:
                 )
             except ChatTemplateError as error:
                 raise _template_error(error, source) from error
-        plain = [message.for_template(form) for message in messages]
+        plain = [self._seen(message.for_template(form), source) for message in messages]
         history = how.telling.history
         return plain if history is None else [without_calls(x, history) for x in plain]
+
+    def _seen(self, message: dict[str, Any], source: Source) -> dict[str, Any]:
+        """A message whose pictures are cut as the model takes them. Raises ApiError."""
+        if not isinstance(message["content"], list):
+            return message
+        if self._pictures is None:
+            raise ApiError(400, "This model sees no pictures. Leave them out.", param=source.field)
+        parts = []
+        for part in message["content"]:
+            if part["type"] == "image":
+                try:
+                    cut = self._pictures.cutter.cut(open_picture(part["picture"]))
+                except InvalidPromptError as error:
+                    raise ApiError(
+                        400, str(error), param=source.field, code="invalid_image"
+                    ) from error
+                part = {"type": "image", "picture": cut}
+            parts.append(part)
+        return {**message, "content": parts}
 
     def _check_variables(self, how: Rendering, source: Source) -> None:
         """Raises ApiError for what the request gives to the template and that doesn't read it."""
@@ -294,6 +321,12 @@ class Prompts:
             )
         except ChatTemplateError as error:
             raise _template_error(error, source) from error
+        pictures = _pictures_of(plain)
+        if pictures and self._pictures is not None:
+            try:
+                text = self._pictures.expand(text, pictures)
+            except InvalidPromptError as error:
+                raise ApiError(400, str(error), param=source.field) from error
         self._check_characters(text, _MOST_CHARACTERS, source)
         return text, tokenizer.encode(text, add_special_tokens=how.add_special_tokens)
 
@@ -408,6 +441,13 @@ class Prompts:
                 code="context_length_exceeded",
             )
         return asked
+
+
+def _pictures_of(plain: Sequence[Mapping[str, Any]]) -> tuple[Picture, ...]:
+    """Those of messages, in their order."""
+    contents = (m["content"] for m in plain)
+    parts = (part for content in contents if isinstance(content, list) for part in content)
+    return tuple(part["picture"] for part in parts if part["type"] == "image")
 
 
 def _template_error(error: ChatTemplateError, source: Source) -> ApiError:

@@ -323,6 +323,7 @@ class _EngineCollector(Collector):
                 ),
             )
         )
+        yield from self._pictures(stats)
         yield from self._speculation(stats)
         yield self._step_sizes()
         yield self._cache_config()
@@ -339,6 +340,25 @@ class _EngineCollector(Collector):
             counter = CounterMetricFamily(name, what, labels=_LABELS)
             counter.add_metric(self._labels, value)
             yield counter
+
+    def _pictures(self, stats: dict[str, Any]) -> Iterator[Metric]:
+        """Of a model that sees."""
+        if "pictures" in stats:
+            yield from self._counters(
+                (
+                    ("vllm:mm_cache_queries", "Pictures of prompts.", stats["pictures"]),
+                    (
+                        "vllm:mm_cache_hits",
+                        "Of these, those that had been through the tower before.",
+                        stats["picture_hits"],
+                    ),
+                    (
+                        "penstock:picture_tiles",
+                        "Tiles of pictures that went through the tower.",
+                        stats["picture_tiles"],
+                    ),
+                )
+            )
 
     def _speculation(self, stats: dict[str, Any]) -> Iterator[Metric]:
         """What became of drafts; nothing where there are none."""

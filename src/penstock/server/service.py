@@ -124,7 +124,9 @@ class Service:
         if taken:
             raise ConfigError(f"An adapter has the model's own name, {taken[0]!r}. Rename one.")
         runtime = llm.runtime
-        self.prompts = Prompts(runtime.tokenizer, runtime.model.max_model_len)
+        sight = runtime.sight
+        pictures = None if sight is None else sight.pictures
+        self.prompts = Prompts(runtime.tokenizer, runtime.model.max_model_len, pictures)
         self.prompts.compile_templates(self.config.chat_template)
         self.tooling = Tooling(runtime.tokenizer, self.config)
         self.defaults = default_params(runtime.model.generation)
@@ -225,6 +227,7 @@ class Service:
             tpot_slo_s=None if tpot is None else tpot / 1000,
             cache_salt=body.cache_salt,
             pins=prompt.pins,
+            pictures=prompt.pictures,
         )
 
     def admit(

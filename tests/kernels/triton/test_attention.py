@@ -91,11 +91,12 @@ def small(
     softcap: float = 0.0,
     sinks: Tensor | None = None,
     cut: Sizes = SMALL,
+    causal: bool = True,
 ) -> Tensor:
     q, key, value, query_start, context_len, table = args
     return attend(
         q, (key, value), (scales[0], scales[1]), (query_start, context_len), table,
-        q.shape[2] ** -0.5, window, softcap, sinks, cut,
+        q.shape[2] ** -0.5, window, softcap, sinks, cut, causal,
     )  # fmt: skip
 
 
@@ -161,6 +162,21 @@ def test_reference(
     torch.testing.assert_close(
         found, expected(case.arguments(), *options), rtol=CLOSE[dtype], atol=CLOSE[dtype]
     )
+
+
+@pytest.mark.parametrize("dtype", CLOSE)
+@pytest.mark.parametrize("heads", [(2, 2), (4, 1)])
+def test_all_see_all(dtype: torch.dtype, heads: tuple[int, int]) -> None:
+    """Patches of a picture; what comes doesn't depend on what is beside it."""
+    case = Case(dtype, heads, 72, ragged=((50, 50), (70, 70), (1, 1)))
+    found = small(case.arguments(), case.scales, causal=False)
+    args = case.arguments()
+    wanted = REFERENCE(*args, args[0].shape[2] ** -0.5, causal=False)
+    torch.testing.assert_close(found, wanted, rtol=CLOSE[dtype], atol=CLOSE[dtype])
+    alone = small(case.arguments([(1, 0, 70)]), case.scales, causal=False)
+    assert torch.equal(alone, found[50:120])
+    with pytest.raises(KernelError, match="isn't causal has no window, but one of 7"):
+        small(case.arguments(), case.scales, 7, causal=False)
 
 
 @pytest.mark.parametrize(

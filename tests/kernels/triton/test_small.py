@@ -98,6 +98,18 @@ def test_kept_rows(rows: int, dtype: torch.dtype) -> None:
     assert not rows or found.data_ptr() != store.data_ptr()
 
 
+@pytest.mark.parametrize("dtype", CLOSE)
+def test_place_rows(dtype: torch.dtype) -> None:
+    store, wanted = randn(6, 2100, dtype=dtype), torch.tensor([0, 1, 0, 2, 0, 1], device=DEVICE)
+    x = randn(4, 2103, seed=1, dtype=dtype)
+    copy = x.clone()
+    launchers()["place_rows_"](x[:, 3:], store, wanted.int())
+    ops.op("place_rows_").reference(copy[:, 3:], store, wanted.int())
+    assert torch.equal(x, copy) and torch.equal(x[3, 3:], store[3])
+    with pytest.raises(KernelError, match=r"\[4, 2103\] can't come from a store \[6, 2100\]"):
+        launchers()["place_rows_"](x, store, wanted.int())
+
+
 def test_more_rows_than_the_store_has() -> None:
     """As the reference, it raises: nothing is written behind the store."""
     memory = randn(6, 40)

@@ -43,6 +43,8 @@ def activated(x, ACTIVATION: tl.constexpr):
     if ACTIVATION == 4:
         clamped = tl.where(x > 7.0, 7.0, x)  # so that a NaN stays
         return tl.div_rn(clamped, 1.0 + tl.exp(-1.702 * clamped))
+    if ACTIVATION == 5:
+        return tl.div_rn(x, 1.0 + tl.exp(-1.702 * x))
     return x
 
 

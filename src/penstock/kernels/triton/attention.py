@@ -88,6 +88,7 @@ def paged_attention(
     recent_values: Tensor | None = None,
     recent_slots: Tensor | None = None,
     recent_window: Tensor | None = None,
+    causal: bool = True,
 ) -> Tensor:
     """`ops.paged_attention`: few queries by spans of the keys, many by tiles of queries.
 
@@ -99,7 +100,7 @@ def paged_attention(
         )
     return attend(
         q, (key_cache, value_cache), (key_scale, value_scale), (query_start, context_len),
-        block_table, scale, window, softcap, sinks, sizes(q.dtype, q.shape[2]),
+        block_table, scale, window, softcap, sinks, sizes(q.dtype, q.shape[2]), causal,
     )  # fmt: skip
 
 
@@ -114,9 +115,12 @@ def attend(
     softcap: float,
     sinks: Tensor | None,
     cut: Sizes,
+    causal: bool = True,
 ) -> Tensor:
     """`paged_attention` cut as `cut` says; ragged: query_start and context_len."""
     _check(q, caches, scales, block_table, scale)
+    if not causal and window > 0:
+        raise KernelError(f"What isn't causal has no window, but one of {window} is given.")
     tokens, heads, dim = q.shape
     batch, group = block_table.shape[0], heads // caches[0].shape[1]
     out = torch.empty((tokens, heads * dim), dtype=q.dtype, device=q.device)
@@ -141,7 +145,7 @@ def attend(
     }
     inputs = (*caches, *scales, sinks, *ragged, block_table)
     each = cut.rows // group  # most queries that few are
-    if workspace(q, block_table, caches[0].shape[2], cut, each) > WORKSPACE:
+    if not causal or workspace(q, block_table, caches[0].shape[2], cut, each) > WORKSPACE:
         each = 0
     if each and (batch > 1 or tokens <= each):
         _launch_few(q, out, inputs, common, cut, each)
@@ -151,7 +155,8 @@ def attend(
         least = cut.rows if each and batch > 1 else 0
         many[grid](
             q, out, *inputs, batch, heads, least,
-            **common, ROWS=rows, STAGES=cut.many_stages, num_warps=_warps(rows), **early(tokens),
+            **common, ROWS=rows, STAGES=cut.many_stages, WHOLE=not causal, num_warps=_warps(rows),
+            **early(tokens),
         )  # fmt: skip
     return out
 

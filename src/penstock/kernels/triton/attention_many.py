@@ -60,8 +60,12 @@ def many(
     SOFTCAP: tl.constexpr,
     SCALED: tl.constexpr,
     HAS_SINKS: tl.constexpr,
+    WHOLE: tl.constexpr,
 ):
-    """One tile of queries of one KV head; the last ones, which see most, come first."""
+    """One tile of queries of one KV head; the last ones, which see most, come first.
+
+    WHOLE: rows see all of their sequence, as its last one does.
+    """
     wait_turn()
     index = tl.num_programs(0) - 1 - tl.program_id(0)
     kv_head = tl.program_id(1).to(tl.int64)
@@ -76,8 +80,11 @@ def many(
     query, at, token, head, inside = queries(
         q, begin, start, count, length, kv_head, q_token, q_head, GROUP, DIM, ROWS
     )
-    lowest = length - count + begin // GROUP
-    highest = length - count + (tl.minimum(begin + ROWS, count * GROUP) - 1) // GROUP
+    last = length - count + (tl.minimum(begin + ROWS, count * GROUP) - 1) // GROUP
+    lowest = length - 1 if WHOLE else length - count + begin // GROUP
+    highest = length - 1 if WHOLE else last
+    if WHOLE:
+        at = tl.where(inside, highest, -1)
     low = tl.maximum(lowest - window + 1, 0) // KEYS if WINDOW else 0
     high = tl.cdiv(highest + 1, KEYS)
     table = block_table + b.to(tl.int64) * table_row

@@ -48,3 +48,24 @@ def kept_rows(tokens: Tensor, store: Tensor) -> Tensor:
     y = torch.empty((tokens.shape[0], store.shape[1]), dtype=store.dtype, device=store.device)
     copy_rows(store[: tokens.shape[0]], y)
     return y
+
+
+@triton.jit
+def _place(store, x, wanted, store_stride, x_stride, columns, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = (at < columns) & (tl.load(wanted + row) != 0)
+    value = tl.load(store + row * store_stride + at, mask=inside)
+    tl.store(x + row * x_stride + at, value, mask=inside)
+
+
+@implement("place_rows_")
+def place_rows_(x: Tensor, store: Tensor, wanted: Tensor) -> None:
+    """`ops.place_rows_`."""
+    rows, columns = x.shape
+    if rows > store.shape[0] or columns != store.shape[1]:
+        raise KernelError(f"Rows {list(x.shape)} can't come from a store {list(store.shape)}.")
+    if x.numel():
+        _place[(rows, cdiv(columns, _BLOCK))](
+            store, x, wanted, store.stride(0), x.stride(0), columns, BLOCK=_BLOCK
+        )

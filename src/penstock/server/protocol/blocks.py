@@ -8,13 +8,16 @@ from typing import Any, ClassVar, Literal
 from pydantic import model_validator
 
 from penstock.server.errors import ApiError
-from penstock.server.protocol.chat import FunctionCall, Message, TextPart, ToolCall
+from penstock.server.protocol.chat import FunctionCall, Message, ToolCall
 from penstock.server.protocol.common import Body, CacheControl, Some
+from penstock.server.protocol.pictures import ContentPart, ImageSource
+from penstock.server.protocol.text_part import TextPart
 from penstock.server.tools.offer import Choice, Function, Offer, offer_of
 from penstock.server.validation import refusal
 
 _FIELDS: dict[str, tuple[str, ...]] = {
     "text": ("text",),
+    "image": ("source",),
     "tool_use": ("id", "name", "input"),
     "tool_result": ("tool_use_id",),
     "thinking": ("thinking",),
@@ -36,6 +39,7 @@ class Block(TextPart):
     thinking: str | None = None
     signature: str | None = None  # of reasoning; nothing is checked here
     data: str | None = None  # of reasoning that nobody can read
+    source: ImageSource | None = None  # of a picture
     unsupported: ClassVar[Mapping[str, tuple[Any, ...]]] = {
         **TextPart.unsupported,
         "caller": ({"type": "direct"},),
@@ -48,7 +52,7 @@ class Block(TextPart):
         """Before its fields, which are another kind's."""
         kind = data.get("type") if isinstance(data, dict) else None
         if isinstance(kind, str) and kind not in _FIELDS:
-            why = "Text, calls, their results and reasoning are read."
+            why = "Text, pictures, calls, their results and reasoning are read."
             raise refusal(kind=f"Content of type {kind[:40]!r}", why=why)
         return data
 
@@ -60,6 +64,13 @@ class Block(TextPart):
         if self.cache_control is not None and self.type.endswith("thinking"):
             raise ValueError("cache_control can't stand on reasoning; mark the block after it")
         return self
+
+    def part(self) -> ContentPart:
+        """Text, or a picture, as a chat's part."""
+        if self.source is not None:
+            part = self.source.part()
+            return part.model_copy(update={"cache_control": self.cache_control})
+        return ContentPart(type="text", text=self.text, cache_control=self.cache_control)
 
     def result(self) -> Message:
         """What came of a call, as a chat's message."""
@@ -83,16 +94,14 @@ def _last_mark(content: str | Sequence[TextPart] | None) -> CacheControl | None:
 
 def messages_of(role: Any, blocks: Sequence[Block]) -> list[Message]:
     """A turn as a chat's messages: results of calls first, then the rest. Raises ApiError."""
-    foreign = {"user": ("tool_use", "thinking", "redacted_thinking")}.get(role, ("tool_result",))
+    foreign = {"user": ("tool_use", "thinking", "redacted_thinking")}.get(
+        role, ("tool_result", "image")
+    )
     wrong = next((block.type for block in blocks if block.type in foreign), None)
     if wrong is not None:
         raise ApiError(400, f"A turn of the {role} has no {wrong}.", param="messages")
     made = [block.result() for block in blocks if block.type == "tool_result"]
-    texts = [
-        TextPart(type="text", text=block.text, cache_control=block.cache_control)
-        for block in blocks
-        if block.type == "text"
-    ]
+    texts = [block.part() for block in blocks if block.type in ("text", "image")]
     calls = [
         ToolCall(
             id=block.id, function=FunctionCall(name=block.name or "", arguments=block.input or {})

@@ -20,46 +20,11 @@ from penstock.server.protocol.common import (
     StreamOptions,
     UserName,
 )
+from penstock.server.protocol.pictures import ContentPart
 from penstock.server.protocol.structure import StructureFields
+from penstock.server.protocol.text_part import TextPart
 from penstock.server.protocol.tools import ToolFields
-from penstock.server.validation import refusal
 from penstock.tokenizer.tool_calls import ToolCallForm
-
-TEXT_PARTS = ("text", "input_text", "output_text")
-
-
-class TextPart(Body):
-    """A part of a message's content."""
-
-    type: str
-    text: str | None = None
-    cache_control: CacheControl | None = None
-    logprobs: list[Any] | None = None  # of an earlier answer that is sent back: nothing to read
-    unsupported: ClassVar[Mapping[str, tuple[Any, ...]]] = dict.fromkeys(
-        (
-            "image_url", "input_audio", "file", "video_url", "audio_url", "image", "annotations",
-            "citations",
-        ), ()
-    )  # fmt: skip
-
-    @model_validator(mode="before")
-    @classmethod
-    def _only_text(cls, data: Any) -> Any:
-        """Before its fields, which are another kind's."""
-        kind = data.get("type") if isinstance(data, dict) else None
-        if isinstance(kind, str) and kind not in TEXT_PARTS:
-            raise refusal(kind=f"Content of type {kind[:40]!r}", why="Only text is read.")
-        return data
-
-    @model_validator(mode="after")
-    def _has_text(self) -> TextPart:
-        if self.text is None:
-            raise ValueError(f"a part of type {self.type!r} has no text")
-        return self
-
-    def read(self) -> str:
-        """Its text."""
-        return self.text or ""
 
 
 def _read_arguments(given: str | dict[str, Any]) -> dict[str, Any]:
@@ -122,7 +87,7 @@ class Message(Body):
     """One turn of a conversation."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | Some[TextPart] | None = None
+    content: str | Some[ContentPart] | None = None
     name: str | None = None
     tool_calls: Some[ToolCall] | None = None
     tool_call_id: str | None = None
@@ -134,6 +99,13 @@ class Message(Body):
         "audio": (),
         "annotations": (),
     }
+
+    @model_validator(mode="after")
+    def _sees_only_as_user(self) -> Message:
+        parts = self.content if isinstance(self.content, list) else ()
+        if self.role != "user" and any(part.picture is not None for part in parts):
+            raise ValueError(f"a message of the {self.role} has no pictures; send them as the user")
+        return self
 
     @model_validator(mode="before")
     @classmethod
@@ -159,13 +131,17 @@ class Message(Body):
         return [*parts, ("", self.cache_control)]
 
     def for_template(self, form: ToolCallForm) -> dict[str, Any]:
-        """The message as chat templates read it: content as one text.
+        """The message as chat templates read it: content as one text, or where there are pictures
+        as parts, each of which has what it is of.
 
         form: how the template wants calls of tools.
         """
-        content = self.content
+        content: Any = self.content
         if isinstance(content, list):
-            content = "\n".join(part.read() for part in content)
+            if any(part.picture is not None for part in content):
+                content = [_part_for_template(part) for part in content]
+            else:
+                content = "\n".join(part.read() for part in content)
         if self.tool_calls and not content:
             content = form.content
         plain: dict[str, Any] = {
@@ -180,6 +156,12 @@ class Message(Body):
         if self.tool_calls:
             plain["tool_calls"] = [call.for_template(form) for call in self.tool_calls]
         return plain
+
+
+def _part_for_template(part: ContentPart) -> dict[str, Any]:
+    if part.picture is None:
+        return {"type": "text", "text": part.read()}
+    return {"type": "image", "picture": part.picture}
 
 
 class TemplateFields(Body):

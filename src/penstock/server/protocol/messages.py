@@ -16,7 +16,7 @@ from penstock.server.protocol.blocks import (
     messages_of,
     offer_of_tools,
 )
-from penstock.server.protocol.chat import Message, TextPart
+from penstock.server.protocol.chat import Message
 from penstock.server.protocol.common import (
     MOST_MESSAGES,
     Body,
@@ -25,7 +25,9 @@ from penstock.server.protocol.common import (
     Some,
     UserName,
 )
+from penstock.server.protocol.pictures import ContentPart
 from penstock.server.protocol.structure import TextFormat
+from penstock.server.protocol.text_part import TextPart
 from penstock.server.protocol.tools import MOST_TOOLS
 from penstock.server.tools.offer import Offer
 
@@ -79,9 +81,18 @@ class CountTokensRequest(Body):
         "speed": ("standard",),
     }
 
+    @property
+    def _system(self) -> str | list[ContentPart]:
+        given = self.system or ""
+        return (
+            given
+            if isinstance(given, str)
+            else [ContentPart(**part.model_dump(exclude_none=True)) for part in given]
+        )
+
     def conversation(self) -> list[Message]:
         """The same as a chat's messages."""
-        system = [] if self.system is None else [Message(role="system", content=self.system)]
+        system = [] if self.system is None else [Message(role="system", content=self._system)]
         turns = [message for turn in self.messages for message in turn.conversation()]
         if self.cache_control is not None:
             turns[-1] = turns[-1].model_copy(update={"cache_control": self.cache_control})

@@ -9,14 +9,7 @@ from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
 from penstock.sampling import StructuredOutputs
 from penstock.server.errors import ApiError, unsupported
-from penstock.server.protocol.chat import (
-    TEXT_PARTS,
-    FunctionCall,
-    Message,
-    TextPart,
-    ToolCall,
-    readable,
-)
+from penstock.server.protocol.chat import FunctionCall, Message, ToolCall, readable
 from penstock.server.protocol.common import (
     MOST_MESSAGES,
     Body,
@@ -25,7 +18,9 @@ from penstock.server.protocol.common import (
     Some,
     UserName,
 )
+from penstock.server.protocol.pictures import IMAGE_PARTS, ContentPart
 from penstock.server.protocol.structure import TextFormat
+from penstock.server.protocol.text_part import TEXT_PARTS
 from penstock.server.protocol.tools import MOST_TOOLS, Mode, in_forms, only_functions
 from penstock.server.tools.offer import Choice, Function, Offer, offer_of
 from penstock.server.validation import refusal
@@ -46,16 +41,17 @@ _THOUGHTS = ("reasoning_text", "summary_text")
 _KINDS = ("message", "function_call", "function_call_output", "reasoning")
 
 
-class ItemPart(TextPart):
-    """A part of an item: text, or reasoning that is sent back."""
+class ItemPart(ContentPart):
+    """A part of an item: text, a picture, or reasoning that is sent back."""
 
     @model_validator(mode="before")
     @classmethod
     def _only_text(cls, data: Any) -> Any:
         """Before its fields, which are another kind's."""
         kind = data.get("type") if isinstance(data, dict) else None
-        if isinstance(kind, str) and kind not in (*TEXT_PARTS, *_THOUGHTS):
-            raise refusal(kind=f"Content of type {kind[:40]!r}", why="Only text is read.")
+        if isinstance(kind, str) and kind not in (*TEXT_PARTS, *IMAGE_PARTS, *_THOUGHTS):
+            why = "Text and pictures are read."
+            raise refusal(kind=f"Content of type {kind[:40]!r}", why=why)
         return data
 
 
@@ -70,7 +66,7 @@ class InputItem(Body):
     call_id: str | None = None
     name: str | None = None
     arguments: Annotated[str, AfterValidator(readable)] | None = None
-    output: str | Some[TextPart] | None = None
+    output: str | Some[ContentPart] | None = None
     summary: Some[ItemPart] | None = None
     unsupported: ClassVar[Mapping[str, tuple[Any, ...]]] = {
         "phase": (),

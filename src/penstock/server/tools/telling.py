@@ -41,6 +41,9 @@ class Telling:
         roles = [message["role"] for message in made]
         at = 0 if self.in_system or "user" not in roles else roles.index("user")
         said, told = made[at].get("content") or "", self.instructions
+        if isinstance(said, list):  # with pictures, so a user's
+            made[at] = {**made[at], "content": [{"type": "text", "text": f"{told}\n\n"}, *said]}
+            return made
         both = f"{said}\n\n{told}" if self.in_system else f"{told}\n\n{said}"
         made[at] = {**made[at], "content": both.strip("\n")}
         return made

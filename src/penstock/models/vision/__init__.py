@@ -1,0 +1,1 @@
+"""Models that see: their towers, and how pictures become what towers read."""

@@ -1,0 +1,138 @@
+"""A tower for pictures of any size: patches turn by their rows and columns, most see a window.
+
+Source: Wang et al. 2024, arXiv:2409.12191 (Qwen2-VL); Bai et al. 2025, arXiv:2502.13923.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from penstock.nn.layer import DecoderLayer
+from penstock.nn.linear import Linear
+from penstock.nn.norm import Norm
+from penstock.nn.rope import RotaryTable
+from penstock.nn.spec import GridSpec
+from penstock.nn.vision import CHANNELS, MATRICES, Projector
+from penstock.ops.rotary_cache import block_size
+from penstock.quant import Dense, Storage
+from penstock.step import LayerCache, Step
+
+Ints = NDArray[np.int64]
+
+
+class GridTower(nn.Module):
+    """`forward(pixels, cache)` → rows for a decoder. No format rounds its matrices."""
+
+    def __init__(self, spec: GridSpec, dtype: torch.dtype, storage: Storage) -> None:
+        super().__init__()
+        self.spec = spec
+        self.dtype = dtype
+        own = Dense(dtype, storage)
+        values = CHANNELS * spec.frames * spec.patch**2
+        self.patches = Linear(values, spec.hidden, False, own)
+        self.table = PictureTable()
+        formats = dict.fromkeys(MATRICES, own)
+        self.layers = nn.ModuleList(
+            DecoderLayer(spec.hidden, layer, spec.norm, formats, self.table, dtype)
+            for layer in spec.layers
+        )
+        self.post_norm = Norm(spec.hidden, spec.norm)
+        self.projector = Projector(spec.hidden, spec.projector, own)
+
+    def windows(self, pixels: Tensor) -> list[Ints]:
+        """The decoder's tokens of a picture [3, H, W] by windows, which are taken row by row."""
+        high, wide = self.tokens(pixels)
+        grid = np.arange(high * wide).reshape(high, wide)
+        side = self.spec.window or max(high, wide)
+        return [
+            grid[y : y + side, x : x + side].ravel()
+            for y in range(0, high, side)
+            for x in range(0, wide, side)
+        ]
+
+    def tokens(self, pixels: Tensor) -> tuple[int, int]:
+        """Rows and columns of a picture's tokens in the decoder."""
+        unit = self.spec.patch * self.spec.projector.fold
+        return pixels.shape[1] // unit, pixels.shape[2] // unit
+
+    def blocks(self, pixels: Tensor, size: int) -> int:
+        """Of `size` tokens, that `forward` needs of a cache."""
+        each = self.spec.projector.fold**2
+        return sum(-(-len(window) * each // size) for window in self.windows(pixels))
+
+    def forward(self, pixels: Tensor, cache: LayerCache) -> Tensor:
+        """pixels [3, H, W] of a picture → [tokens, decoder's D].
+
+        cache: of one layer, with `blocks` of it; what it held is overwritten.
+        """
+        spec, fold = self.spec, self.spec.projector.fold
+        windows = self.windows(pixels)
+        order = torch.from_numpy(np.concatenate(windows))
+        x: Tensor = self.patches(self._cut(pixels)[order].flatten(0, 1))
+        self.table.turn(self._places(pixels, order), spec)
+        lengths = [fold**2 * len(window) for window in windows]
+        size, device = block_size(cache[0]), pixels.device
+        parted = steps_of(lengths, size, device)
+        together = steps_of([sum(lengths)], size, device)
+        for number, layer in enumerate(self.layers):
+            layer(x, together if spec.sees_all(number) else parted, cache)
+        rows = self.projector.of_folded(self.post_norm(x).view(len(order), -1))
+        found = torch.empty_like(rows)
+        found[order] = rows
+        return found
+
+    def _cut(self, pixels: Tensor) -> Tensor:
+        """[3, H, W] → [tokens, fold², 3 · frames · p²], as a convolution's weight has them."""
+        (high, wide), patch, fold = self.tokens(pixels), self.spec.patch, self.spec.projector.fold
+        cut = pixels.to(self.dtype).reshape(CHANNELS, high, fold, patch, wide, fold, patch)
+        cut = cut.permute(1, 4, 2, 5, 0, 3, 6).unsqueeze(5)
+        cut = cut.expand(-1, -1, -1, -1, -1, self.spec.frames, -1, -1)
+        return cut.reshape(high * wide, fold**2, -1)
+
+    def _places(self, pixels: Tensor, order: Tensor) -> Ints:
+        """[patches, 2]: row and column of each, in the order of tokens."""
+        fold = self.spec.projector.fold
+        y, x = np.divmod(order.numpy(), self.tokens(pixels)[1])
+        within = np.indices((fold, fold)).reshape(2, -1).T
+        return (np.stack((y, x), axis=1)[:, None] * fold + within).reshape(-1, 2)
+
+
+class PictureTable(RotaryTable):
+    """Of one picture's patches: half of the pairs turn by rows, half by columns."""
+
+    def __init__(self) -> None:
+        nn.Module.__init__(self)
+        self.interleaved = False
+        self.sections = ()
+        self.register_buffer("cos_sin", torch.empty(0, 0), persistent=False)
+
+    def turn(self, places: Ints, spec: GridSpec) -> None:
+        """From here on row t of the table is that of the patch at places[t]."""
+        quarter = spec.layers[0].attention.head_dim // 4
+        inverse = 1.0 / spec.theta ** (np.arange(quarter) / quarter)
+        angles = places.astype(np.float32)[:, :, None] * inverse.astype(np.float32)
+        angles = angles.reshape(len(places), -1).astype(np.float64)
+        table = np.concatenate((np.cos(angles), np.sin(angles)), axis=1).astype(np.float32)
+        self.cos_sin = torch.from_numpy(table).to(self.cos_sin.device)
+
+
+def steps_of(lengths: Sequence[int], size: int, device: torch.device) -> Step:
+    """Sequences of so many tokens, each in blocks of its own: of `size`, one after another."""
+    counts = np.array(lengths)
+    blocks = -(-counts // size)
+    firsts = np.cumsum(blocks) - blocks
+    starts = np.concatenate(([0], np.cumsum(counts)))
+    inside = np.arange(starts[-1]) - np.repeat(starts[:-1], counts)
+    slots = np.repeat(firsts * size, counts) + inside
+    table = np.minimum(firsts[:, None] + np.arange(blocks.max()), blocks.sum() - 1)
+
+    def ints(values: Ints) -> Tensor:
+        return torch.from_numpy(values.astype(np.int32)).to(device)
+
+    at = ints(np.arange(starts[-1]))
+    return Step(at, at, ints(slots), ints(starts), ints(counts), ints(table), at[:0])

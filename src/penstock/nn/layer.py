@@ -1,0 +1,80 @@
+"""One layer: attention and feed-forward, as a `LayerSpec` describes them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+import torch
+from torch import Tensor, nn
+
+from penstock.nn.attention import Attention
+from penstock.nn.experts import Experts
+from penstock.nn.mla import LatentAttention
+from penstock.nn.mlp import Mlp, add_product
+from penstock.nn.norm import Norm
+from penstock.nn.rope import RotaryTable
+from penstock.nn.spec import AttentionSpec, LayerSpec, MlpSpec, NormSpec
+from penstock.quant import WeightFormat
+from penstock.step import LayerCache, Step
+
+
+def feed_forward(
+    hidden: int, spec: MlpSpec, formats: Mapping[str, WeightFormat], dtype: torch.dtype
+) -> Mlp | Experts:
+    """The block that `spec` describes; formats: of its matrices; dtype: of activations."""
+    up, down = formats["up"], formats["down"]
+    if spec.experts is None:
+        return Mlp(hidden, spec, up, down)
+    shared = None
+    if spec.experts.shared:
+        wide = replace(spec, intermediate=spec.experts.shared, experts=None)
+        shared = Mlp(hidden, wide, formats["shared_up"], formats["shared_down"])
+    return Experts(hidden, spec, spec.experts, up, down, dtype, shared)
+
+
+def self_attention(
+    hidden: int,
+    spec: AttentionSpec,
+    norm: NormSpec,
+    formats: Mapping[str, WeightFormat],
+    table: RotaryTable | None,
+    dtype: torch.dtype,
+) -> Attention | LatentAttention:
+    """The attention that `spec` describes; arguments as `feed_forward`'s."""
+    if spec.latent is not None:
+        return LatentAttention(hidden, spec, norm, formats, table, dtype)
+    return Attention(hidden, spec, norm, formats["qkv"], formats["out"], table)
+
+
+class DecoderLayer(nn.Module):
+    """Attention and feed-forward, each added to one residual stream."""
+
+    def __init__(
+        self,
+        hidden: int,
+        spec: LayerSpec,
+        norm: NormSpec,
+        formats: Mapping[str, WeightFormat],
+        table: RotaryTable | None,
+        dtype: torch.dtype,
+    ) -> None:
+        super().__init__()
+        self.parallel = spec.parallel
+        self.attention = self_attention(hidden, spec.attention, norm, formats, table, dtype)
+        self.mlp = feed_forward(hidden, spec.mlp, formats, dtype)
+        self.attention_norm = Norm(hidden, norm) if spec.pre_norm else None
+        self.mlp_norm = Norm(hidden, norm) if spec.pre_norm else None
+        self.attention_post_norm = Norm(hidden, norm) if spec.post_norm else None
+        self.mlp_post_norm = Norm(hidden, norm) if spec.post_norm else None
+
+    def forward(self, residual: Tensor, step: Step, cache: LayerCache) -> None:
+        """residual [T, D] += attention, += feed-forward, in place."""
+        attended = self.attention(residual, self.attention_norm, step, cache)
+        adapters, mlp = step.adapters, self.mlp
+        if not self.parallel:
+            add_product(residual, self.attention.out, attended, self.attention_post_norm, adapters)
+        h = mlp.begin(residual, self.mlp_norm, adapters)
+        if self.parallel:  # both read the layer's input
+            add_product(residual, self.attention.out, attended, self.attention_post_norm, adapters)
+        mlp.end_(residual, h, self.mlp_post_norm, adapters)

@@ -1,0 +1,162 @@
+"""Pictures on their way into a step: rows of the tower, kept for those that come again."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from penstock.config import EngineConfig
+from penstock.errors import ConfigError
+from penstock.models.vision.pictures import Picture, Pictures
+from penstock.nn import Decoder
+from penstock.nn.decoder import PlacedRows
+from penstock.nn.grid import GridTower
+from penstock.nn.rope import RotaryTable
+from penstock.quant import Dense
+from penstock.roofline.tower import TowerCost, grid_cost, tile_cost
+from penstock.runtime.device import Device
+
+Ints = NDArray[np.int64]
+
+KEPT_BYTES = 256 << 20
+"""Of rows of pictures that are kept for requests that bring them again."""
+
+
+class Sight:
+    """A model's tower and what becomes of its rows; one thread's."""
+
+    def __init__(
+        self, decoder: Decoder, pictures: Pictures, device: Device, block_size: int, rows: int
+    ) -> None:
+        """rows: tokens of the largest step. From here on the decoder reads what is placed."""
+        assert decoder.vision is not None
+        self.pictures = pictures
+        self._tower = tower = decoder.vision
+        self._dense = Dense(decoder.dtype, decoder.head.weight_format.storage)
+        self._device = device.torch
+        self._layout = device.layout(tower.spec.layers[:1], decoder.dtype, block_size)
+        self._cache = self._layout.allocate(1, device.torch)[0]
+        hidden = decoder.spec.hidden
+        store = torch.zeros((rows, hidden), dtype=decoder.dtype, device=device.torch)
+        wanted = torch.zeros(rows, dtype=torch.int32, device=device.torch)
+        self.placed = decoder.placed = PlacedRows(store, wanted)
+        self._tables = [m for m in decoder.modules() if isinstance(m, RotaryTable) and m.sections]
+        for table in self._tables:
+            table.make_room(rows)
+        self._kept: OrderedDict[int, Tensor] = OrderedDict()
+        self._kept_bytes = 0
+        self.spent = TowerCost()  # of the tower, since somebody took it
+        self.tiles = 0  # that went through the tower
+        self.asked = 0  # pictures whose rows were wanted
+        self.hits = 0  # those whose rows were kept
+        self._is_placed = False
+
+    @property
+    def spare(self) -> int:
+        """The position whose row the first token of a step turns by, where three numbers say how
+        it turns; 0 where none does.
+        """
+        return self._tables[0].length if self._tables else 0
+
+    def rows_of(self, picture: Picture, begins: bool = True) -> Tensor:
+        """What stands in the decoder for a picture, [tokens, D]; made where it isn't kept.
+
+        begins: whether it counts as asked for, not as a later part of one that did.
+        """
+        self.asked += begins
+        found = self._kept.get(picture.key)
+        if found is not None:
+            self._kept.move_to_end(picture.key)
+            self.hits += begins
+            return found
+        with torch.inference_mode():
+            found = torch.cat([self._through(tile) for tile in picture.tiles])
+        self._keep(picture.key, found)
+        return found
+
+    def _through(self, tile: Tensor) -> Tensor:
+        """The rows of one tile [3, H, W] uint8."""
+        tower, size = self._tower, self._layout.block_size
+        pixels = self.pictures.scaling(tile).to(self._device)
+        blocks = tower.blocks(pixels, size)
+        if blocks > self._cache[0].shape[0]:
+            self._cache = self._layout.allocate(blocks, self._device)[0]
+        rows = tower(pixels, self._cache)
+        self.tiles += 1
+        if isinstance(tower, GridTower):
+            lengths = [len(window) for window in tower.windows(pixels)]
+            self.spent.add(grid_cost(tower.spec, self._dense, lengths))
+        else:
+            self.spent.add(tile_cost(tower.spec, self._dense))
+        return rows  # type: ignore[no-any-return]
+
+    def take_spent(self) -> TowerCost:
+        """What the tower has moved and computed since this was asked last."""
+        spent, self.spent = self.spent, TowerCost()
+        return spent
+
+    def forget(self) -> None:
+        """Let go of all rows that are kept."""
+        self._kept.clear()
+        self._kept_bytes = 0
+
+    def _keep(self, key: int, rows: Tensor) -> None:
+        self._kept[key] = rows
+        self._kept_bytes += rows.nbytes
+        while self._kept_bytes > KEPT_BYTES and len(self._kept) > 1:
+            _, oldest = self._kept.popitem(last=False)
+            self._kept_bytes -= oldest.nbytes
+
+    def place(self, at: Sequence[int], rows: Tensor, turns: Ints | None = None) -> None:
+        """Rows [n, D] take the places `at` of the next step's tokens.
+
+        turns: [n, 3], by which they turn.
+        """
+        index = torch.tensor(at, dtype=torch.int64, device=self._device)
+        self.placed.store.index_copy_(0, index, rows)
+        self.placed.wanted.index_fill_(0, index, 1)
+        self._is_placed = True
+        if turns is not None:
+            places = torch.from_numpy(turns).to(self._device)
+            for table in self._tables:
+                table.turn_apart(index, places)
+
+    def clear(self) -> None:
+        """Let no token of the next step be in a picture's place."""
+        if self._is_placed:
+            self.placed.wanted.zero_()
+            self._is_placed = False
+
+
+_BLIND = ("draft_model", "eagle", "eagle3")
+"""Methods whose models read the prompt's tokens, and would need the pictures too."""
+
+
+def check_seeing(config: EngineConfig, rows: int, turns: bool) -> None:
+    """Raises ConfigError for what a model that sees pictures can't be run with.
+
+    rows: tokens of the largest step that there is room for. turns: whether positions of tokens
+    aren't those in their sequence.
+    """
+    asked = config.speculative
+    if asked is not None and asked.method in _BLIND:
+        raise ConfigError(
+            f"speculative_config method {asked.method!r} guesses by another model, which sees no "
+            "pictures. Use ngram, suffix or medusa."
+        )
+    if asked is not None and asked.method == "self" and turns:
+        raise ConfigError(
+            "speculative_config method 'self' isn't built for models whose tokens turn by rows and "
+            "columns of pictures. Use ngram or suffix."
+        )
+    if config.scheduler.max_num_batched_tokens > rows:
+        raise ConfigError(
+            f"max_num_batched_tokens={config.scheduler.max_num_batched_tokens}, but the runtime "
+            f"was loaded with room for pictures among {rows} tokens. Lower it, or load the runtime "
+            "with it."
+        )

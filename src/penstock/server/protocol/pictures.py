@@ -1,0 +1,96 @@
+"""Pictures among a message's parts, as three APIs write them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+from pydantic import model_validator
+
+from penstock.server.protocol.common import Body
+from penstock.server.protocol.text_part import TEXT_PARTS, TextPart
+from penstock.server.validation import refusal
+
+IMAGE_PARTS = ("image_url", "input_image")
+_DATA = "data:"
+_FETCH = "Nothing is fetched here: send the picture itself, as data:image/png;base64,…"
+
+
+def _check_url(url: str) -> str:
+    if not url.startswith(_DATA):
+        raise refusal(kind=f"A picture at {url[:40]!r}", why=_FETCH)
+    return url
+
+
+class ImageUrl(Body):
+    """Where a picture is."""
+
+    url: str
+    unsupported: ClassVar[Mapping[str, tuple[Any, ...]]] = {"detail": ("auto",)}
+
+    @model_validator(mode="after")
+    def _is_here(self) -> ImageUrl:
+        _check_url(self.url)
+        return self
+
+
+class ContentPart(TextPart):
+    """A part of a message's content: text, or a picture."""
+
+    image_url: ImageUrl | str | None = None
+    unsupported: ClassVar[Mapping[str, tuple[Any, ...]]] = {
+        **{name: x for name, x in TextPart.unsupported.items() if name != "image_url"},
+        "detail": ("auto",),
+        "file_id": (),
+        "uuid": (),
+    }
+
+    @model_validator(mode="before")
+    @classmethod
+    def _only_text(cls, data: Any) -> Any:
+        """Before its fields, which are another kind's."""
+        kind = data.get("type") if isinstance(data, dict) else None
+        if isinstance(kind, str) and kind not in (*TEXT_PARTS, *IMAGE_PARTS):
+            why = "Text and pictures are read."
+            raise refusal(kind=f"Content of type {kind[:40]!r}", why=why)
+        return data
+
+    @model_validator(mode="after")
+    def _has_text(self) -> ContentPart:
+        name = "image_url" if self.type in IMAGE_PARTS else "text"
+        other = "text" if name == "image_url" else "image_url"
+        if getattr(self, name) is None:
+            raise ValueError(f"a part of type {self.type!r} has no {name}")
+        if getattr(self, other) is not None:
+            raise ValueError(f"a part of type {self.type!r} has no {other}, but one is given")
+        if isinstance(self.image_url, str):
+            _check_url(self.image_url)
+        return self
+
+    @property
+    def picture(self) -> str | None:
+        """The `data:` URL of the picture that it is."""
+        url = self.image_url
+        return url.url if isinstance(url, ImageUrl) else url
+
+
+class ImageSource(Body):
+    """Where a block's picture is, in Anthropic's words."""
+
+    type: str
+    media_type: str | None = None
+    data: str | None = None
+    url: str | None = None
+
+    @model_validator(mode="after")
+    def _is_here(self) -> ImageSource:
+        if self.type != "base64":
+            raise refusal(kind=f"A source of type {self.type[:40]!r}", why="base64 is read.")
+        if self.data is None or self.media_type is None:
+            raise ValueError("a source of type 'base64' has media_type and data")
+        return self
+
+    def part(self) -> ContentPart:
+        """The same as a chat's part."""
+        url = f"{_DATA}{self.media_type};base64,{self.data}"
+        return ContentPart(type="image_url", image_url=ImageUrl(url=url))

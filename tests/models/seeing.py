@@ -1,0 +1,220 @@
+"""Tiny random models that see, with tokenizers and processors, made by transformers."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import transformers
+from PIL import Image
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
+from transformers.models.idefics3.image_processing_pil_idefics3 import Idefics3ImageProcessorPil
+from transformers.models.llava.processing_llava import LlavaProcessor
+from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+from transformers.models.siglip.image_processing_pil_siglip import SiglipImageProcessorPil
+
+from penstock.models.load import LoadedModel, load_model
+
+TEXT = {
+    "hidden_size": 64,
+    "intermediate_size": 100,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 320,
+    "max_position_embeddings": 512,
+    "bos_token_id": None,
+    "eos_token_id": 319,
+}
+VISION = {
+    "hidden_size": 48,
+    "intermediate_size": 72,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "image_size": 56,
+    "patch_size": 14,
+}
+TEMPLATE = (
+    "{% for m in messages %}[{{ m['role'] }}]{% if m['content'] is string %}{{ m['content'] }}"
+    "{% else %}{% for part in m['content'] %}{% if part['type'] == 'image' %}<image>{% else %}"
+    "{{ part['text'] }}{% endif %}{% endfor %}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}[assistant]{% endif %}"
+)
+IMAGE = 257
+"""The id of `<image>`: letters come before, `<end>` among them."""
+
+
+def make_tokenizer() -> PreTrainedTokenizerFast:
+    """One letter a token, and what stands for pictures."""
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    made = Tokenizer(models.BPE(vocab={c: i for i, c in enumerate(letters)}, merges=[]))
+    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    made.decoder = decoders.ByteLevel()
+    names = ["<end>", "<image>", "<fake_token_around_image>", "<global-img>", "<end_of_utterance>"]
+    names += [f"<row_{y}_col_{x}>" for y in range(1, 7) for x in range(1, 7)]
+    made.add_special_tokens([AddedToken(name, special=True, normalized=False) for name in names])
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=made, eos_token="<end>")
+    tokenizer.chat_template = TEMPLATE
+    return tokenizer
+
+
+@dataclass
+class SeeingModel:
+    """A checkpoint's folder, the model that it was made of, and transformers' processor."""
+
+    folder: Path
+    reference: Any
+    processor: Any
+
+    def inputs(self, text: str, images: list[Image.Image]) -> Any:
+        """What transformers makes of a prompt."""
+        return self.processor(text=text, images=images, return_tensors="pt")
+
+    def greedy(
+        self, text: str, images: list[Image.Image], count: int
+    ) -> tuple[list[int], list[int]]:
+        """(prompt, continuation) by transformers."""
+        inputs = self.inputs(text, images)
+        with torch.no_grad():
+            made = self.reference.generate(
+                **inputs, max_new_tokens=count, min_new_tokens=count, do_sample=False
+            )[0].tolist()
+        length = inputs["input_ids"].shape[1]
+        return made[:length], made[length:]
+
+    def load(self, **asked: Any) -> LoadedModel:
+        return load_model(self.folder, **asked)
+
+
+def _write(folder: Path, model: Any, processor: dict[str, Any], tokenizer: Any) -> None:
+    with torch.no_grad():
+        for parameter in model.parameters():  # so that what is seen changes what comes
+            parameter.mul_(3.0)
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    (folder / "preprocessor_config.json").write_text(json.dumps(processor))
+
+
+def make_idefics3(folder: Path, *, splits: bool = True, smol: bool = False) -> SeeingModel:
+    """Tiles of 56 pixels, four tokens each."""
+    torch.manual_seed(7)
+    kind = "SmolVLM" if smol else "Idefics3"
+    config = getattr(transformers, f"{kind}Config")(
+        vision_config=dict(VISION),
+        text_config=transformers.LlamaConfig(**TEXT),
+        image_token_id=IMAGE,
+        scale_factor=2,
+    )
+    model = getattr(transformers, f"{kind}ForConditionalGeneration")(config).eval()
+    tokenizer = make_tokenizer()
+    given = {
+        "image_processor_type": "Idefics3ImageProcessor",
+        "size": {"longest_edge": 168},
+        "max_image_size": {"longest_edge": 56},
+        "do_image_splitting": splits,
+    }
+    _write(folder, model, given, tokenizer)
+    images = Idefics3ImageProcessorPil(**{k: v for k, v in given.items() if k[0] != "i"})
+    processor = transformers.Idefics3Processor(
+        images, tokenizer, image_seq_len=4, chat_template=TEMPLATE
+    )
+    return SeeingModel(folder, model, processor)
+
+
+def make_llava(folder: Path, *, tower: str = "clip", **beside: Any) -> SeeingModel:
+    """One square of 56 pixels, 16 tokens."""
+    torch.manual_seed(8)
+    clip = tower == "clip"
+    vision = (transformers.CLIPVisionConfig if clip else transformers.SiglipVisionConfig)(**VISION)
+    strategy = "default" if clip else "full"
+    given = {"vision_feature_select_strategy": strategy, **beside}
+    config = transformers.LlavaConfig(
+        vision_config=vision,
+        text_config=transformers.LlamaConfig(**TEXT),
+        image_token_index=IMAGE,
+        image_seq_length=16,
+        **given,
+    )
+    model = transformers.LlavaForConditionalGeneration(config).eval()
+    tokenizer = make_tokenizer()
+    if clip:
+        own: dict[str, Any] = {
+            "size": {"shortest_edge": 56},
+            "crop_size": {"height": 56, "width": 56},
+        }
+        images: Any = CLIPImageProcessorPil(**own)
+    else:
+        own = {"size": {"height": 56, "width": 56}}
+        images = SiglipImageProcessorPil(**own)
+    kind = "CLIPImageProcessor" if clip else "SiglipImageProcessor"
+    _write(folder, model, {"image_processor_type": kind, **own}, tokenizer)
+    processor = LlavaProcessor(
+        images,
+        tokenizer,
+        patch_size=14,
+        vision_feature_select_strategy=given["vision_feature_select_strategy"],
+        num_additional_image_tokens=int(clip),
+    )
+    return SeeingModel(folder, model, processor)
+
+
+def make_qwen(folder: Path, *, older: bool = False, published: bool = False) -> SeeingModel:
+    """Tokens of 28 pixels, windows of two by two. published: text keys as they once were."""
+    torch.manual_seed(9)
+    kind = "Qwen2VL" if older else "Qwen2_5_VL"
+    rope = {"rope_type": "default", "mrope_section": [2, 3, 3], "rope_theta": 10000.0}
+    text = {**TEXT, "rope_parameters": rope, "tie_word_embeddings": False}
+    vision: dict[str, Any] = {"depth": 3, "num_heads": 4, "patch_size": 14}
+    if older:
+        vision |= {"embed_dim": 48, "hidden_size": 64, "mlp_ratio": 2}
+    else:
+        vision |= {"hidden_size": 48, "intermediate_size": 70, "out_hidden_size": 64}
+        vision |= {"window_size": 56, "fullatt_block_indexes": [1]}
+    config = getattr(transformers, f"{kind}Config")(
+        text_config=text, vision_config=vision, image_token_id=IMAGE, tie_word_embeddings=False
+    )
+    model = getattr(transformers, f"{kind}ForConditionalGeneration")(config).eval()
+    tokenizer = make_tokenizer()
+    own = {"size": {"shortest_edge": 56 * 56, "longest_edge": 28 * 28 * 20}}
+    _write(folder, model, {"image_processor_type": "Qwen2VLImageProcessor", **own}, tokenizer)
+    if published:
+        file = folder / "config.json"
+        given = json.loads(file.read_text())
+        flat = given.pop("text_config")
+        flat["rope_scaling"] = {"type": "mrope", "mrope_section": [2, 3, 3]}
+        flat["rope_theta"] = flat.pop("rope_parameters")["rope_theta"]
+        file.write_text(json.dumps({**flat, **given}))
+    tokenizer.image_token, tokenizer.image_token_id = "<image>", IMAGE
+    tokenizer.video_token, tokenizer.video_token_id = "<global-img>", IMAGE + 2
+    images = Qwen2VLImageProcessorPil(**own)
+    processor = QwenProcessor(images, tokenizer)
+    return SeeingModel(folder, model, processor)
+
+
+class QwenProcessor:
+    """What transformers' processor does of pictures: it needs one for videos, and torchvision."""
+
+    def __init__(self, image_processor: Any, tokenizer: Any) -> None:
+        self.image_processor, self.tokenizer = image_processor, tokenizer
+
+    def __call__(self, *, text: str, images: list[Image.Image], return_tensors: str) -> Any:
+        found = self.image_processor(images=images, return_tensors=return_tensors)
+        for _, high, wide in found["image_grid_thw"].tolist():
+            text = text.replace("<image>", "<|>" * (high * wide // 4), 1)
+        text = text.replace("<|>", "<image>")
+        ids = self.tokenizer(text, return_tensors=return_tensors)
+        kinds = (ids["input_ids"] == IMAGE).int()
+        return {**ids, **found, "mm_token_type_ids": kinds}
+
+
+def picture(width: int, height: int, seed: int = 0) -> Image.Image:
+    """Coloured blots, different for each seed."""
+    rng = np.random.default_rng(seed)
+    small = rng.integers(0, 256, (5, 7, 3), dtype=np.uint8)
+    return Image.fromarray(small).resize((width, height), Image.Resampling.BICUBIC)

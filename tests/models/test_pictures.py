@@ -1,0 +1,278 @@
+"""Pictures: opened, cut and scaled as transformers does it, to the bit; what can't be is told."""
+
+from __future__ import annotations
+
+import base64
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from tests.models.seeing import SeeingModel, make_idefics3, make_llava, make_qwen, picture
+
+from penstock.errors import InvalidPromptError, MissingExtraError, ModelError
+from penstock.models.load import load_model
+from penstock.models.registry import read_spec
+from penstock.models.vision import opening
+from penstock.models.vision.opening import open_picture
+from penstock.models.vision.pictures import Pictures, open_pictures
+from penstock.nn.grid import GridTower
+
+SIZES = [(56, 56), (57, 56), (30, 20), (1, 300), (300, 1), (512, 64), (100, 333), (2000, 1500)]
+PHOTOS = Path(__file__).parents[3] / "shared" / "data" / "images"
+
+
+def pictures_of(folder: Path) -> Pictures:
+    spec = read_spec(folder)
+    assert spec.pictures is not None and spec.decoder.vision is not None
+    return open_pictures(folder, spec.pictures, spec.decoder.vision, "<image>")
+
+
+def set_processor(folder: Path, **values: Any) -> None:
+    file = folder / "preprocessor_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | values))
+
+
+@pytest.fixture(scope="module")
+def tiles(tmp_path_factory: pytest.TempPathFactory) -> SeeingModel:
+    return make_idefics3(tmp_path_factory.mktemp("tiles"))
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> SeeingModel:
+    return make_llava(tmp_path_factory.mktemp("whole"))
+
+
+@pytest.fixture(scope="module")
+def stretched(tmp_path_factory: pytest.TempPathFactory) -> SeeingModel:
+    return make_llava(tmp_path_factory.mktemp("stretched"), tower="siglip")
+
+
+@pytest.fixture(scope="module")
+def grid(tmp_path_factory: pytest.TempPathFactory) -> SeeingModel:
+    return make_qwen(tmp_path_factory.mktemp("grid"))
+
+
+def check(model: SeeingModel, image: Image.Image) -> None:
+    """Pixels and text as transformers' processor has them."""
+    found = pictures_of(model.folder)
+    cut = found.cutter.cut(image)
+    inputs = model.inputs("<image>", [image])
+    got = torch.stack([found.scaling(tile) for tile in cut.tiles])
+    if cut.grid is None:
+        pixels = inputs["pixel_values"].flatten(0, -4)
+    else:
+        tower = load_model(model.folder).model.vision
+        assert isinstance(tower, GridTower)
+        pixels, got = inputs["pixel_values"], tower._cut(got[0]).flatten(0, 1)
+    assert torch.equal(got, pixels)
+    ids = model.processor.tokenizer(cut.text)["input_ids"]
+    assert ids == inputs["input_ids"][0].tolist()
+    assert ids.count(found.token_id) == cut.tokens
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_cut_into_tiles(size: tuple[int, int], tiles: SeeingModel) -> None:
+    check(tiles, picture(*size))
+
+
+@pytest.mark.parametrize("size", SIZES[:3] + SIZES[5:])
+def test_cut_out_and_stretched(
+    size: tuple[int, int], whole: SeeingModel, stretched: SeeingModel
+) -> None:
+    check(whole, picture(*size))
+    check(stretched, picture(*size))
+
+
+@pytest.mark.parametrize("size", [*SIZES[:3], (1, 199), *SIZES[5:], (14, 14), (29, 27)])
+def test_sides_that_are_multiples(size: tuple[int, int], grid: SeeingModel) -> None:
+    check(grid, picture(*size))
+
+
+@pytest.mark.parametrize("name", ["llama_dog.jpg", "exllamav3_cat.png"])
+def test_photographs(
+    name: str, tiles: SeeingModel, whole: SeeingModel, stretched: SeeingModel, grid: SeeingModel
+) -> None:
+    if not (PHOTOS / name).is_file():
+        pytest.skip(f"{PHOTOS} isn't there")
+    for model in (tiles, whole, stretched, grid):
+        check(model, open_picture(PHOTOS / name))
+
+
+def test_the_newer_file_comes_first(tmp_path: Path) -> None:
+    make_idefics3(tmp_path)
+    own = json.loads((tmp_path / "preprocessor_config.json").read_text())
+    (tmp_path / "preprocessor_config.json").unlink()
+    newer = {"image_processor": {**own, "do_image_splitting": False}, "image_seq_len": 4}
+    (tmp_path / "processor_config.json").write_text(json.dumps(newer))
+    assert len(pictures_of(tmp_path).cutter.cut(picture(300, 300)).tiles) == 1
+
+
+def test_padded_to_a_square(tmp_path: Path) -> None:
+    """LLaVA's own processor may do so, in the mean's colour."""
+    from transformers.models.llava.image_processing_pil_llava import LlavaImageProcessorPil
+
+    made = make_llava(tmp_path)
+    set_processor(tmp_path, do_pad=True)
+    made.processor.image_processor = LlavaImageProcessorPil(
+        do_pad=True, size={"shortest_edge": 56}, crop_size={"height": 56, "width": 56}
+    )
+    check(made, picture(30, 71))
+    check(made, picture(90, 31))
+
+
+def test_a_key_is_of_what_is_seen(tiles: SeeingModel) -> None:
+    cut = pictures_of(tiles.folder).cutter.cut
+    one, again, other = cut(picture(99, 70)), cut(picture(99, 70)), cut(picture(99, 70, 1))
+    assert one.key == again.key != other.key and one.key < 0 and other.key < 0
+
+
+@pytest.mark.parametrize(
+    ("values", "said"),
+    [
+        ({"max_image_size": {"longest_edge": 112}}, "cuts tiles of 112 pixels"),
+        ({"max_image_size": {"shortest_edge": 56}}, "max_image_size is {'shortest_edge': 56}"),
+        ({"size": {"longest_edge": -4}}, "size is {'longest_edge': -4}"),
+        ({"do_normalize": False}, "do_normalize is False"),
+        ({"do_resize": None}, "do_resize is None"),
+        ({"image_mean": [0.5]}, r"image_mean is \[0.5\]"),
+        ({"image_std": [0.5, 0.0, 0.5]}, "image_std"),
+        ({"rescale_factor": "1/255"}, "rescale_factor is '1/255'"),
+        ({"resample": 9}, "resample is 9"),
+    ],
+)
+def test_processors_that_arent_built(values: dict[str, Any], said: str, tmp_path: Path) -> None:
+    make_idefics3(tmp_path)
+    set_processor(tmp_path, **values)
+    with pytest.raises(ModelError, match=said):
+        pictures_of(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"size": {"shortest_edge": 64}},
+        {"crop_size": {"height": 56, "width": 28}},
+        {"do_center_crop": False},
+        {"size": {"height": 56, "width": 56}},
+    ],
+)
+def test_squares_that_arent_built(values: dict[str, Any], tmp_path: Path) -> None:
+    make_llava(tmp_path)
+    set_processor(tmp_path, **values)
+    with pytest.raises(ModelError, match="isn't built for a tower of 56 × 56 pixels"):
+        pictures_of(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("values", "said"),
+    [
+        ({"patch_size": 16}, "patch_size is 16, its tower's 14"),
+        ({"merge_size": 1}, "merge_size is 1"),
+        ({"min_pixels": 9, "max_pixels": 4}, "'min_pixels': 9, 'max_pixels': 4"),
+        ({"size": {"shortest_edge": "no"}}, "size is"),
+    ],
+)
+def test_grids_that_arent_built(values: dict[str, Any], said: str, tmp_path: Path) -> None:
+    make_qwen(tmp_path)
+    set_processor(tmp_path, **values)
+    with pytest.raises(ModelError, match=said):
+        pictures_of(tmp_path)
+
+
+def test_pixels_as_processors_once_said_them(tmp_path: Path) -> None:
+    made = make_qwen(tmp_path)
+    set_processor(tmp_path, size=None, min_pixels=28 * 28 * 6, max_pixels=28 * 28 * 12)
+    for size in ((20, 20), (300, 400)):
+        assert 6 <= pictures_of(made.folder).cutter.cut(picture(*size)).tokens <= 12
+
+
+def test_no_processor(tmp_path: Path) -> None:
+    make_llava(tmp_path)
+    (tmp_path / "preprocessor_config.json").unlink()
+    with pytest.raises(ModelError, match=r"has no preprocessor_config\.json"):
+        pictures_of(tmp_path)
+
+
+# ── opening ──────────────────────────────────────────────────────────────────────────────────────
+
+
+def as_bytes(image: Image.Image, kind: str, **options: Any) -> bytes:
+    memory = io.BytesIO()
+    image.save(memory, kind, **options)
+    return memory.getvalue()
+
+
+@pytest.mark.parametrize("kind", ["PNG", "BMP", "TIFF", "PPM", "GIF"])
+def test_the_same_picture_however_it_comes(kind: str, tmp_path: Path) -> None:
+    image = picture(20, 30).quantize(64).convert("RGB")  # few colours, so that GIF has them all
+    data, want = as_bytes(image, kind), np.asarray(image)
+    (tmp_path / "file").write_bytes(data)
+    url = f"data:image/x;base64,{base64.b64encode(data).decode()}"
+    for given in (data, tmp_path / "file", str(tmp_path / "file"), url, image, want):
+        found = open_picture(given)
+        assert found.mode == "RGB" and np.array_equal(np.asarray(found), want)
+
+
+def test_upright_and_on_white() -> None:
+    image = picture(20, 30)
+    exif = Image.Exif()
+    exif[0x0112] = 6  # turned by a quarter
+    assert open_picture(as_bytes(image, "JPEG", exif=exif)).size == (30, 20)
+    clear = Image.new("RGBA", (4, 4), (255, 0, 0, 0))
+    assert open_picture(clear).getpixel((1, 1)) == (255, 255, 255)
+    half = Image.new("LA", (4, 4), (0, 255))
+    assert open_picture(half).getpixel((1, 1)) == (0, 0, 0)
+
+
+PNG = as_bytes(picture(40, 40), "PNG")
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        (b"", "0 bytes aren't a picture"),
+        (b"not a picture", "13 bytes aren't a picture that is read: PNG, JPEG"),
+        (PNG[:200], "can't be read"),
+        (PNG[:40], "can't be read|aren't a picture"),
+        (b"%PDF-1.4", "aren't a picture"),
+        ("nowhere.png", "No such file"),
+        ("nul\0.png", "can't be read"),
+        ("http://example.org/cat.png", "isn't fetched. Download it"),
+        ("data:image/png,abc", "must look like data:image/png;base64"),
+        ("data:image/png;base64,***", "isn't base64"),
+        (7, "not int"),
+        (np.zeros((4, 4), np.uint8), r"not uint8 \[4, 4\]"),
+        (np.zeros((4, 4, 3), np.float32), "not float32"),
+        (np.zeros((0, 4, 3), np.uint8), r"\[0, 4, 3\]"),
+        (Image.new("1", (9000, 9000)), "9,000 × 9,000 pixels"),
+    ],
+)
+def test_what_isnt_a_picture(given: Any, said: str) -> None:
+    with pytest.raises(InvalidPromptError, match=said):
+        open_picture(given)
+
+
+def test_a_bomb_isnt_unpacked() -> None:
+    """A small file of many pixels is refused by its header."""
+    data = as_bytes(Image.new("1", (28_000, 2_500)), "PNG")
+    assert len(data) < 100_000
+    with pytest.raises(InvalidPromptError, match="28,000 × 2,500 pixels"):
+        open_picture(data)
+
+
+def test_long_and_narrow(whole: SeeingModel, grid: SeeingModel) -> None:
+    for model in (whole, grid):
+        cut = pictures_of(model.folder).cutter.cut
+        with pytest.raises(InvalidPromptError, match="1 × 300 pixels is too long and narrow"):
+            cut(picture(1, 300))
+
+
+def test_without_pillow(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(__import__("sys").modules, "PIL", None)
+    with pytest.raises(MissingExtraError, match=r"needs Pillow.*\[vision\]"):
+        opening.pillow()

@@ -1,0 +1,224 @@
+"""Models that see, against transformers: rows of pictures, prompts, what is generated."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tests.models.seeing import (
+    IMAGE,
+    SeeingModel,
+    make_idefics3,
+    make_llava,
+    make_qwen,
+    picture,
+)
+
+from penstock import LLM, SamplingParams
+from penstock.cache import PagedLayout
+from penstock.errors import UnsupportedModelError, WeightsError
+from penstock.models.load import load_model
+from penstock.models.registry import read_spec
+
+MAKERS: dict[str, Callable[[Path], SeeingModel]] = {
+    "idefics3": make_idefics3,
+    "idefics3-whole": lambda folder: make_idefics3(folder, splits=False),
+    "smolvlm": lambda folder: make_idefics3(folder, smol=True),
+    "llava": make_llava,
+    "llava-siglip": lambda folder: make_llava(folder, tower="siglip"),
+    "llava-keeps-class": lambda folder: make_llava(
+        folder, vision_feature_select_strategy="full", vision_feature_layer=2
+    ),
+    "llava-last-layer": lambda folder: make_llava(folder, vision_feature_layer=-1),
+    "qwen2.5-vl": make_qwen,
+    "qwen2.5-vl-published": lambda folder: make_qwen(folder, published=True),
+    "qwen2-vl": lambda folder: make_qwen(folder, older=True),
+}
+
+
+@pytest.mark.parametrize("name", MAKERS)
+def test_as_transformers(name: str, tmp_path: Path) -> None:
+    """The prompt's tokens, the rows of a picture, and what comes, greedily."""
+    made = MAKERS[name](tmp_path)
+    images = [picture(200, 90, 1), picture(50, 150, 2)]
+    text = "Look: <image> and <image>! What?"
+    prompt, wanted = made.greedy(text, images, 16)
+    llm = LLM(str(tmp_path), dtype="float32")
+    params = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True)
+    given = {"prompt": text, "multi_modal_data": {"image": images}}
+    (output,) = llm.generate(given, params)
+    assert output.prompt_token_ids == prompt
+    assert output.outputs[0].token_ids == wanted
+    swapped = {"prompt": text, "multi_modal_data": {"image": images[::-1]}}
+    assert llm.generate(swapped, params)[0].outputs[0].token_ids != wanted
+    _check_rows(made, llm)
+
+
+def _check_rows(made: SeeingModel, llm: LLM) -> None:
+    """The tower's, within what float32 rounds."""
+    sight = llm.runtime.sight
+    assert sight is not None
+    image = picture(130, 140, 5)
+    inputs = made.inputs("<image>", [image])
+    pixels = {k: v for k, v in inputs.items() if k.startswith(("pixel", "image_grid"))}
+    with torch.no_grad():
+        rows = torch.cat(list(made.reference.get_image_features(**pixels).pooler_output))
+    got = sight.rows_of(sight.pictures.cutter.cut(image))
+    torch.testing.assert_close(got, rows, rtol=1e-4, atol=1e-4 * rows.abs().max().item())
+
+
+def test_a_chat(tmp_path: Path) -> None:
+    """Pictures in the words of OpenAI's API and as what Pillow opened."""
+    made = make_idefics3(tmp_path)
+    image = picture(100, 50)
+    image.save(tmp_path / "seen.png")
+    messages = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "Hm?"}]}]
+    text = made.processor.apply_chat_template(messages, add_generation_prompt=True)
+    prompt, wanted = made.greedy(text, [image], 8)
+    llm = LLM(str(tmp_path), dtype="float32")
+    params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+    path = str(tmp_path / "seen.png")
+    for part in (
+        {"type": "image", "image": image},
+        {"type": "image_url", "image_url": {"url": f"file://{path}"}},
+        {"type": "image_url", "image_url": path},
+    ):
+        asked = [{"role": "user", "content": [part, {"type": "text", "text": "Hm?"}]}]
+        (output,) = llm.chat(asked, params)
+        assert output.prompt_token_ids == prompt
+        assert output.outputs[0].token_ids == wanted
+
+
+@pytest.mark.parametrize("quantization", [None, "w8a8"])
+def test_bfloat16(quantization: str | None, tmp_path: Path) -> None:
+    """What is rounded on load is the decoder: the tower's rows are the same bits."""
+    make_llava(tmp_path)
+    plain = load_model(tmp_path, dtype="bfloat16")
+    found = load_model(
+        tmp_path, **({"quantization": quantization} if quantization else {"dtype": "bfloat16"})
+    )
+    heads = plain.spec.decoder.vision
+    assert heads is not None
+    layers = heads.layers[0].attention
+    pixels, rows = torch.randn(3, 56, 56), []
+    for model in (plain, found):
+        layout = PagedLayout(((layers.num_heads, layers.head_dim),), torch.bfloat16, 32)
+        assert model.model.vision is not None
+        with torch.inference_mode():
+            rows.append(model.model.vision(pixels, layout.allocate(1)[0]))
+    assert torch.equal(*rows) and rows[0].dtype is torch.bfloat16
+
+
+def change(folder: Path, part: str | None = None, **values: Any) -> None:
+    file = folder / "config.json"
+    config = json.loads(file.read_text())
+    (config if part is None else config[part]).update(values)
+    file.write_text(json.dumps(config))
+
+
+@pytest.mark.parametrize(
+    ("part", "values", "said"),
+    [
+        (None, {"vision_feature_layer": [1, 2]}, "features of several layers aren't built"),
+        (None, {"vision_feature_layer": -9}, "-9 isn't one of the 3 layers"),
+        (None, {"projector_hidden_act": "relu"}, "projector_hidden_act='relu'"),
+        ("vision_config", {"model_type": "pixtral"}, "model_type='pixtral'"),
+        ("vision_config", {"num_attention_heads": 5}, "isn't a multiple of num_attention_heads 5"),
+        ("vision_config", {"patch_size": 57}, "image_size 56 has 0 patches"),
+        ("vision_config", {"num_channels": 1}, "num_channels=1"),
+        ("text_config", {"model_type": "gpt2"}, "model_type='gpt2'"),
+        ("text_config", {"hidden_act": "relu"}, "hidden_act='relu'"),
+        ("text_config", {"logit_scale": 2.0}, "logit_scale"),
+    ],
+)
+def test_what_isnt_built(part: str | None, values: dict[str, Any], said: str, llava: Path) -> None:
+    change(llava, part, **values)
+    with pytest.raises(UnsupportedModelError, match=said):
+        read_spec(llava)
+
+
+def test_keys_that_nobody_reads_are_named_wherever_they_stand(llava: Path) -> None:
+    change(llava, "vision_config", new_norm=True)
+    with pytest.warns(UserWarning, match="new_norm"):
+        read_spec(llava)
+    with pytest.raises(UnsupportedModelError, match="new_norm"):
+        read_spec(llava, strict=True)
+
+
+def test_published_configs_leave_out_what_is_like_their_kind(llava: Path) -> None:
+    """As LLaVA 1.5's: a Llama's shape goes without saying."""
+    said = {"model_type": "llama", "max_position_embeddings": 4096, "vocab_size": 32064}
+    change(llava, text_config=said, image_token_index=32000)
+    spec = read_spec(llava).decoder
+    first = spec.layers[0]
+    assert (spec.hidden, len(spec.layers), first.mlp.intermediate) == (4096, 32, 11008)
+    assert spec.vision is not None and spec.vision.projector.out == 4096
+    assert (first.attention.num_heads, spec.vision.tokens) == (32, 16)
+
+
+@pytest.fixture
+def llava(tmp_path: Path) -> Path:
+    make_llava(tmp_path)
+    return tmp_path
+
+
+def rename(folder: Path, names: Callable[[str], str | None]) -> None:
+    """Give the checkpoint's tensors other names; None leaves one out."""
+    from safetensors.torch import load_file, save_file
+
+    file = folder / "model.safetensors"
+    tensors = {new: t for name, t in load_file(file).items() if (new := names(name)) is not None}
+    save_file(tensors, file)
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        lambda name: name.replace("vision_tower.", "vision_tower.vision_model."),  # before 5
+        lambda name: (  # as modules are called
+            name
+            if name == "lm_head.weight"
+            else "model." + name.replace("language_model.model.", "language_model.")
+        ).replace("model.language_model.lm_head", "lm_head"),
+    ],
+)
+def test_other_names_of_the_same(names: Callable[[str], str], llava: Path) -> None:
+    want = load_model(llava).model.state_dict()
+    rename(llava, names)
+    got = load_model(llava).model.state_dict()
+    assert want.keys() == got.keys() and all(torch.equal(want[k], got[k]) for k in want)
+
+
+def test_every_tensor_is_taken_and_none_is_missing(llava: Path) -> None:
+    rename(llava, lambda name: None if "layers.1.mlp.fc1.bias" in name else name)
+    with pytest.raises(WeightsError, match=r"vision\.layers\.1\.mlp\.up\.bias"):
+        load_model(llava)
+
+
+def test_a_tensor_too_many(llava: Path) -> None:
+    rename(llava, lambda name: name.replace("vision_tower.pre_layrnorm.bias", "vision_tower.new"))
+    with pytest.raises(WeightsError, match=r"vision_tower\.new"):
+        load_model(llava)
+
+
+def test_layers_that_nobody_reads_arent_loaded(llava: Path) -> None:
+    tower = load_model(llava).model.vision
+    assert tower is not None and len(tower.layers) == 2 and tower.post_norm is None
+
+
+@pytest.mark.parametrize("command", ["export", "build", "onnx"])
+def test_what_isnt_built_for_models_that_see(command: str, llava: Path, tmp_path: Path) -> None:
+    from penstock.pipeline import build, export, onnx
+
+    run = {
+        "export": lambda: export.export_model(llava, tmp_path.parent / "out"),
+        "build": lambda: build.build(build.BuildOptions(str(llava), tmp_path.parent / "out")),
+        "onnx": lambda: onnx.export_onnx(llava, tmp_path.parent / "out.onnx"),
+    }[command]
+    with pytest.raises(UnsupportedModelError, match="sees pictures"):
+        run()
+    assert json.loads((llava / "config.json").read_text())["image_token_index"] == IMAGE
