@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 
 from penstock import LLM, SamplingParams
 from penstock.errors import UnsupportedModelError
+from tests.models.seeing import SeeingModel, make_idefics3, make_qwen, picture
 from tests.models.tiny import FAMILIES, make_tiny
 
 LENGTH = 4
@@ -26,6 +28,20 @@ def test_what_is_for_cpus_is_refused(family: str, tmp_path: Path) -> None:
     make_tiny(family, tmp_path)
     with pytest.raises(UnsupportedModelError, match=r"built for CPUs only.*device='cpu'"):
         LLM(tmp_path, skip_tokenizer_init=True, dtype="float32", max_model_len=64)
+
+
+@pytest.mark.parametrize("make", [make_idefics3, make_qwen])
+def test_a_picture(make: Callable[[Path], SeeingModel], tmp_path: Path) -> None:
+    """And again, when its blocks are in the cache."""
+    made, images = make(tmp_path), [picture(60, 90)]
+    text = "What is <image>?"
+    _, wanted = made.greedy(text, images, LENGTH)
+    llm = LLM(tmp_path, dtype="float32", max_model_len=128, max_num_seqs=2)
+    params = SamplingParams(temperature=0.0, max_tokens=LENGTH, ignore_eos=True)
+    for _ in range(2):
+        prompt = {"prompt": text, "multi_modal_data": {"image": images}}
+        assert llm.generate(prompt, params)[0].outputs[0].token_ids == wanted
+    assert llm.engine.computing.overlapped > 0
 
 
 @pytest.mark.parametrize(

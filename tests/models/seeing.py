@@ -33,7 +33,7 @@ TEXT = {
     "eos_token_id": 319,
 }
 VISION = {
-    "hidden_size": 48,
+    "hidden_size": 64,
     "intermediate_size": 72,
     "num_hidden_layers": 3,
     "num_attention_heads": 4,
@@ -172,9 +172,9 @@ def make_qwen(folder: Path, *, older: bool = False, published: bool = False) -> 
     text = {**TEXT, "rope_parameters": rope, "tie_word_embeddings": False}
     vision: dict[str, Any] = {"depth": 3, "num_heads": 4, "patch_size": 14}
     if older:
-        vision |= {"embed_dim": 48, "hidden_size": 64, "mlp_ratio": 2}
+        vision |= {"embed_dim": 64, "hidden_size": 64, "mlp_ratio": 2}
     else:
-        vision |= {"hidden_size": 48, "intermediate_size": 70, "out_hidden_size": 64}
+        vision |= {"hidden_size": 64, "intermediate_size": 70, "out_hidden_size": 64}
         vision |= {"window_size": 56, "fullatt_block_indexes": [1]}
     config = getattr(transformers, f"{kind}Config")(
         text_config=text, vision_config=vision, image_token_id=IMAGE, tie_word_embeddings=False

@@ -48,7 +48,7 @@ def test_as_transformers(name: str, tmp_path: Path) -> None:
     text = "Look: <image> and <image>! What?"
     prompt, wanted = made.greedy(text, images, 16)
     llm = LLM(str(tmp_path), dtype="float32")
-    params = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True)
+    params = SamplingParams(temperature=0, max_tokens=16, min_tokens=16)
     given = {"prompt": text, "multi_modal_data": {"image": images}}
     (output,) = llm.generate(given, params)
     assert output.prompt_token_ids == prompt
@@ -80,7 +80,7 @@ def test_a_chat(tmp_path: Path) -> None:
     text = made.processor.apply_chat_template(messages, add_generation_prompt=True)
     prompt, wanted = made.greedy(text, [image], 8)
     llm = LLM(str(tmp_path), dtype="float32")
-    params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+    params = SamplingParams(temperature=0, max_tokens=8, min_tokens=8)
     path = str(tmp_path / "seen.png")
     for part in (
         {"type": "image", "image": image},
