@@ -31,6 +31,7 @@ from penstock.runtime.forwards import workspace_bytes
 from penstock.runtime.loader import as_exported, layout_of
 from penstock.runtime.memory import activation_bytes, window_of
 from penstock.runtime.program import Program
+from penstock.runtime.vision import sight_bytes
 
 _TWO_BYTES = ("amx", "amx-emulated", "avx512-bf16")
 """Kernels that multiply rows of bfloat16 as they are; others widen them to float32 first."""
@@ -161,12 +162,14 @@ def _described(folder: Path, config: EngineConfig, device: Device) -> Descriptio
 def _workspace(found: Description, config: EngineConfig, device: Device, tokens: int) -> int:
     """What the largest step takes: a stand-in's program says it, or what a GPU sets aside."""
     spec, limits = found.spec.decoder, config.scheduler
+    seen = sight_bytes(spec, found.dtype.itemsize, tokens)
     if device.by_triton or native.handle is None:
         beside = workspace_bytes(device, config.model)
-        return beside + activation_bytes(spec, found.dtype.itemsize, limits)
+        return beside + seen + activation_bytes(spec, found.dtype.itemsize, limits)
     model = _stand_in(spec, found.dtype)
     kv = device.layout(model.spec.layers, found.dtype, config.cache.block_size).allocate(1)
-    return Program(model, kv).reserve(tokens, limits.max_num_seqs) + _scratch(found, tokens)
+    reserved = Program(model, kv).reserve(tokens, limits.max_num_seqs)
+    return reserved + seen + _scratch(found, tokens)
 
 
 def _stand_in(spec: DecoderSpec, dtype: torch.dtype) -> Decoder:

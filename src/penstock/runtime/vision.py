@@ -17,6 +17,7 @@ from penstock.nn import Decoder
 from penstock.nn.decoder import PlacedRows
 from penstock.nn.grid import GridTower
 from penstock.nn.rope import RotaryTable
+from penstock.nn.spec import DecoderSpec, VisionSpec
 from penstock.quant import Dense
 from penstock.roofline.tower import TowerCost, grid_cost, tile_cost
 from penstock.runtime.device import Device
@@ -25,6 +26,25 @@ Ints = NDArray[np.int64]
 
 KEPT_BYTES = 256 << 20
 """Of rows of pictures that are kept for requests that bring them again."""
+
+
+MOST_TOKENS = 1280
+"""Of a picture of any size, for predictions: what Qwen2-VL's processors make of a large one."""
+
+
+def sight_bytes(spec: DecoderSpec, itemsize: int, tokens: int) -> int:
+    """What a seeing model's tower takes beside its weights, for steps of so many tokens; rows that
+    are kept for later come on top. 0 where there is no tower.
+    """
+    tower = spec.vision
+    if tower is None:
+        return 0
+    rows = tower.rows if isinstance(tower, VisionSpec) else MOST_TOKENS * tower.projector.fold**2
+    layer = tower.layers[0]
+    wide = layer.attention.num_heads * layer.attention.head_dim
+    each = tower.hidden + 4 * wide + layer.mlp.intermediate  # a layer's values, and
+    each += 2 * wide  # keys and values, as the cache has them
+    return itemsize * (rows * each + tokens * spec.hidden)
 
 
 class Sight:
