@@ -210,13 +210,15 @@ def test_layers_that_nobody_reads_arent_loaded(llava: Path) -> None:
     assert tower is not None and len(tower.layers) == 2 and tower.post_norm is None
 
 
-@pytest.mark.parametrize("command", ["export", "build", "onnx"])
+@pytest.mark.parametrize("command", ["export", "package", "onnx"])
 def test_what_isnt_built_for_models_that_see(command: str, llava: Path, tmp_path: Path) -> None:
     from penstock.pipeline import build, export, onnx
 
     run = {
         "export": lambda: export.export_model(llava, tmp_path.parent / "out"),
-        "build": lambda: build.build(build.BuildOptions(str(llava), tmp_path.parent / "out")),
+        "package": lambda: build.build(
+            build.BuildOptions(str(llava), tmp_path.parent / "out", forward="package")
+        ),
         "onnx": lambda: onnx.export_onnx(llava, tmp_path.parent / "out.onnx"),
     }[command]
     with pytest.raises(UnsupportedModelError, match="sees pictures"):

@@ -74,7 +74,7 @@ class GridTower(nn.Module):
         windows = self.windows(pixels)
         order = torch.from_numpy(np.concatenate(windows))
         x: Tensor = self.patches(self._cut(pixels)[order].flatten(0, 1))
-        self.table.turn(self._places(pixels, order), spec)
+        self.table.turn(self._places(pixels, order), spec, pixels.device)
         lengths = [fold**2 * len(window) for window in windows]
         size, device = block_size(cache[0]), pixels.device
         parted = steps_of(lengths, size, device)
@@ -109,16 +109,16 @@ class PictureTable(RotaryTable):
         nn.Module.__init__(self)
         self.interleaved = False
         self.sections = ()
-        self.register_buffer("cos_sin", torch.empty(0, 0), persistent=False)
+        self.cos_sin = torch.empty(0, 0)  # no buffer: nothing of it is kept with the model
 
-    def turn(self, places: Ints, spec: GridSpec) -> None:
+    def turn(self, places: Ints, spec: GridSpec, device: torch.device) -> None:
         """From here on row t of the table is that of the patch at places[t]."""
         quarter = spec.layers[0].attention.head_dim // 4
         inverse = 1.0 / spec.theta ** (np.arange(quarter) / quarter)
         angles = places.astype(np.float32)[:, :, None] * inverse.astype(np.float32)
         angles = angles.reshape(len(places), -1).astype(np.float64)
         table = np.concatenate((np.cos(angles), np.sin(angles)), axis=1).astype(np.float32)
-        self.cos_sin = torch.from_numpy(table).to(self.cos_sin.device)
+        self.cos_sin = torch.from_numpy(table).to(device)
 
 
 def steps_of(lengths: Sequence[int], size: int, device: torch.device) -> Step:

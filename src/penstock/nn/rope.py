@@ -120,10 +120,11 @@ class RotaryTable(nn.Module):
         self.interleaved = rope.interleaved
         self.register_buffer("cos_sin", cos_sin_table(rope, max_len), persistent=False)
         self.sections = rope.sections
-        self.length = max_len  # without spare rows
+        self.length = 0  # positions, where spare rows come behind them
 
     def make_room(self, rows: int) -> None:
         """Spare rows behind the last position, for tokens that turn by three numbers."""
+        self.length = len(self.cos_sin)
         spare = self.cos_sin.new_zeros((rows, self.cos_sin.shape[1]))
         self.cos_sin = torch.cat((self.cos_sin, spare))
 

@@ -202,7 +202,8 @@ def build(options: BuildOptions, progress: Progress | None = None) -> dict[str, 
     if (source / EXPORTED).exists():
         verify_exported(source)
     check_apart(source, options.output)
-    check_blind(source, "a built engine")
+    if options.forward == "package":
+        check_blind(source, "a compiled package")
     options = options.of_export(source)
     with new_folder(options.output, force=options.force, own_files=own_files) as partial:
         return _Build(options, source, partial, progress or (lambda *_: None)).run()

@@ -254,9 +254,11 @@ class EngineFolder:
         own = {
             n for n in fixed_tensors(decoder.last_hidden_state()) if not n.startswith("decoder.")
         }
+        tower = _tower(decoder)
         for names, what in (
+            (tower - held, f"{WEIGHTS} lacks {{}} tensors of its tower"),
             (read - held - own, f"its plan reads {{}} tensors that {WEIGHTS} doesn't hold"),
-            (held - read, f"{WEIGHTS} holds {{}} tensors that its plan doesn't read"),
+            (held - read - tower, f"{WEIGHTS} holds {{}} tensors that its plan doesn't read"),
         ):
             if names:
                 raise self.broken(f"{what.format(len(names))}, {min(names)} among them")
@@ -337,6 +339,14 @@ class EngineFolder:
                     f"{self.folder} was built for {built} tokens with its long ones. Leave it out, "
                     f"or build another engine with --max-model-len {length}."
                 )
+
+
+def _tower(decoder: Decoder) -> set[str]:
+    """The tensors of what sees, which no plan reads."""
+    if decoder.vision is None:
+        return set()
+    modules = (x for x in decoder.vision.named_modules() if isinstance(x[1], Loadable))
+    return {f"vision.{name}.{part}" for name, module in modules for part in module.expected()}
 
 
 def _again(command: object, folder: Path) -> str:

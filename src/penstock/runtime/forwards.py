@@ -108,12 +108,13 @@ def forward_of_engine(
         return forward_of(decoder, kv, eager), None
     step, hidden = engine.plans()
     tensors = fixed_tensors(decoder)
-    if decoder.kept is None:
+    if decoder.kept is None and decoder.placed is None:
         return _program(engine, step, tensors, kv), hidden
     # which the plan knows nothing of; nor has the decoder's own all products that were timed, where
     # the engine was built with fewer passes
     step, tensors = record(decoder, kv, tensors)
-    return _program(engine, step, tensors, kv, recorded=True), hidden
+    seen = decoder.placed is not None
+    return _program(engine, step, tensors, kv, recorded=True), None if seen else hidden
 
 
 def _package(engine: EngineFolder, kv: KV) -> PackageForward:

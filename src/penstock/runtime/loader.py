@@ -256,6 +256,7 @@ def _load_engine(folder: Path, config: EngineConfig) -> Runtime:
     opened = open_beside(config, Target(folder, loaded, tokenizer, vocabulary, engine, device))
     layout, blocks = _cache(config, loaded, opened, mapped, device)
     kv = layout.allocate(blocks + _empty_blocks(loaded, layout, opened), device.torch)
+    sight = _sight(folder, config, loaded, tokenizer, layout.block_size, device)
     eager, hidden = config.model.enforce_eager, None
     if device.by_triton:
         forward = forward_on(device, loaded.model, kv, _limits(config, loaded, layout), model)
@@ -263,7 +264,7 @@ def _load_engine(folder: Path, config: EngineConfig) -> Runtime:
         forward, hidden = forward_of_engine(engine, loaded.model, kv, eager)
     placed = None if opened is None else opened.place(blocks, eager)
     runner = runner_over(forward, kv, layout, vocabulary, hidden, _companions(placed))
-    return Runtime(loaded, tokenizer, layout, blocks, runner, engine, placed)
+    return Runtime(loaded, tokenizer, layout, blocks, runner, engine, placed, sight=sight)
 
 
 def open_beside(config: EngineConfig, target: Target) -> Opened | None:
