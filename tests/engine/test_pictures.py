@@ -24,6 +24,7 @@ from tests.models.seeing import (
     make_idefics3,
     make_llava,
     make_qwen,
+    make_qwen3,
     picture,
 )
 
@@ -49,9 +50,12 @@ def found(output: Any) -> Any:
     ]
 
 
-@pytest.fixture(scope="module", params=[make_idefics3, make_qwen], ids=["tiles", "grid"])
+MAKERS = {"tiles": make_idefics3, "grid": make_qwen, "deep": make_qwen3}
+
+
+@pytest.fixture(scope="module", params=MAKERS.values(), ids=MAKERS)
 def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Of tiles, and of a grid by which tokens turn."""
+    """Of tiles; of a grid by which tokens turn; with rows for the decoder's first layers."""
     made: SeeingModel = request.param(tmp_path_factory.mktemp("seeing"))
     return made.folder
 
@@ -105,7 +109,9 @@ def test_in_any_batch(how: dict[str, Any], folder: Path, alone: list[Any]) -> No
         assert llm.stats()["used_blocks"] == 0
     if how.get("enable_prefix_caching", True) and "num_gpu_blocks_override" not in how:
         assert llm.stats()["prefix_hit_rate"] > 0.15
-    assert not llm.runtime.sight.placed.wanted.any()  # type: ignore[union-attr]
+    sight = llm.runtime.sight
+    assert sight is not None and not sight.placed.wanted.any()
+    assert not any(deep.any() for deep in sight.placed.deep)
 
 
 @pytest.mark.parametrize("threads", [1, 3])

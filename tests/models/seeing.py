@@ -164,6 +164,28 @@ def make_llava(folder: Path, *, tower: str = "clip", **beside: Any) -> SeeingMod
     return SeeingModel(folder, model, processor)
 
 
+def make_qwen3(folder: Path) -> SeeingModel:
+    """Tokens of 32 pixels, two layers of the tower for the decoder's first two."""
+    torch.manual_seed(10)
+    rope = {"rope_type": "default", "mrope_section": [4, 2, 2], "mrope_interleaved": True}
+    text = {**TEXT, "head_dim": 16, "rope_parameters": {**rope, "rope_theta": 10000.0}}
+    vision = {
+        "depth": 4, "hidden_size": 64, "num_heads": 4, "intermediate_size": 70, "patch_size": 16,
+        "out_hidden_size": 64, "num_position_embeddings": 36, "deepstack_visual_indexes": [0, 2],
+    }  # fmt: skip
+    config = transformers.Qwen3VLConfig(
+        text_config=text, vision_config=vision, image_token_id=IMAGE, tie_word_embeddings=False
+    )
+    model = transformers.Qwen3VLForConditionalGeneration(config).eval()
+    tokenizer = make_tokenizer()
+    own = {
+        "size": {"shortest_edge": 64 * 64, "longest_edge": 32 * 32 * 20}, "patch_size": 16,
+        "image_mean": [0.5, 0.5, 0.5], "image_std": [0.5, 0.5, 0.5],
+    }  # fmt: skip
+    _write(folder, model, {"image_processor_type": "Qwen2VLImageProcessorFast", **own}, tokenizer)
+    return SeeingModel(folder, model, QwenProcessor(Qwen2VLImageProcessorPil(**own), tokenizer))
+
+
 def make_qwen(folder: Path, *, older: bool = False, published: bool = False) -> SeeingModel:
     """Tokens of 28 pixels, windows of two by two. published: text keys as they once were."""
     torch.manual_seed(9)

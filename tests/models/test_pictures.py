@@ -12,7 +12,14 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from tests.models.seeing import SeeingModel, make_idefics3, make_llava, make_qwen, picture
+from tests.models.seeing import (
+    SeeingModel,
+    make_idefics3,
+    make_llava,
+    make_qwen,
+    make_qwen3,
+    picture,
+)
 
 from penstock.errors import InvalidPromptError, MissingExtraError, ModelError
 from penstock.models.load import load_model
@@ -57,6 +64,12 @@ def grid(tmp_path_factory: pytest.TempPathFactory) -> SeeingModel:
     return make_qwen(tmp_path_factory.mktemp("grid"))
 
 
+@pytest.fixture(scope="module")
+def wider(tmp_path_factory: pytest.TempPathFactory) -> SeeingModel:
+    """Patches of 16 pixels."""
+    return make_qwen3(tmp_path_factory.mktemp("wider"))
+
+
 def check(model: SeeingModel, image: Image.Image) -> None:
     """Pixels and text as transformers' processor has them."""
     found = pictures_of(model.folder)
@@ -89,8 +102,11 @@ def test_cut_out_and_stretched(
 
 
 @pytest.mark.parametrize("size", [*SIZES[:3], (1, 199), *SIZES[5:], (14, 14), (29, 27)])
-def test_sides_that_are_multiples(size: tuple[int, int], grid: SeeingModel) -> None:
+def test_sides_that_are_multiples(
+    size: tuple[int, int], grid: SeeingModel, wider: SeeingModel
+) -> None:
     check(grid, picture(*size))
+    check(wider, picture(*size))
 
 
 @pytest.mark.parametrize("name", ["llama_dog.jpg", "exllamav3_cat.png"])

@@ -25,12 +25,15 @@ from penstock.nn.spec import (
 )
 
 _AT = "visual.blocks.{i}"
-_RULES: tuple[Rule, ...] = (
+TOWER_RULES: tuple[Rule, ...] = (
     Rename("visual.patch_embed.proj.weight", "vision.patches.weight", flat),
     Rename(f"{_AT}.attn.qkv.{{p}}", "vision.layers.{i}.attention.qkv.{p}"),
     Rename(f"{_AT}.attn.proj.{{p}}", "vision.layers.{i}.attention.out.{p}"),
     Rename(f"{_AT}.norm1.{{p}}", "vision.layers.{i}.attention_norm.{p}"),
     Rename(f"{_AT}.norm2.{{p}}", "vision.layers.{i}.mlp_norm.{p}"),
+)
+"""Names of all of Qwen's towers."""
+_MERGER: tuple[Rule, ...] = (
     Rename("visual.merger.ln_q.{p}", "vision.post_norm.{p}"),
     Rename("visual.merger.mlp.0.{p}", "vision.projector.up.{p}"),
     Rename("visual.merger.mlp.2.{p}", "vision.projector.down.{p}"),
@@ -65,8 +68,8 @@ def read_config(c: ConfigReader) -> ModelSpec:
     mlp = MlpSpec(int(hidden * ratio), act, gated=False, bias=True)
     text = _text(c)
     part.only("hidden_size", (text.decoder.hidden,), text.decoder.hidden)
-    grid = _grid(part, hidden, mlp, NormSpec("layer", 1e-6, bias=True), text.decoder.hidden)
-    return _together(c, text, grid, (*_RULES, *_PLAIN_MLP))
+    grid = grid_of(part, hidden, mlp, NormSpec("layer", 1e-6, bias=True), text.decoder.hidden)
+    return together(c, text, grid, (*TOWER_RULES, *_MERGER, *_PLAIN_MLP), "qwen2_vl")
 
 
 @register("Qwen2_5_VLForConditionalGeneration")
@@ -80,7 +83,7 @@ def read_config_2_5(c: ConfigReader) -> ModelSpec:
     )
     text = _text(c)
     part.only("out_hidden_size", (text.decoder.hidden,), text.decoder.hidden)
-    grid = _grid(part, hidden, mlp, NormSpec("rms", 1e-6), text.decoder.hidden)
+    grid = grid_of(part, hidden, mlp, NormSpec("rms", 1e-6), text.decoder.hidden)
     unit = grid.patch * grid.projector.fold
     window, whole = (
         part.integer("window_size", 112),
@@ -93,7 +96,7 @@ def read_config_2_5(c: ConfigReader) -> ModelSpec:
         )
     part.get("tokens_per_second")  # of videos
     grid = replace(grid, window=window // unit, whole=tuple(whole))
-    return _together(c, text, grid, (*_RULES, *_GATED_MLP))
+    return together(c, text, grid, (*TOWER_RULES, *_MERGER, *_GATED_MLP), "qwen2_5_vl")
 
 
 def _text(c: ConfigReader) -> ModelSpec:
@@ -103,7 +106,8 @@ def _text(c: ConfigReader) -> ModelSpec:
     return qwen2.read_config(c.part("text_config"))
 
 
-def _grid(c: ConfigReader, hidden: int, mlp: MlpSpec, norm: NormSpec, out: int) -> GridSpec:
+def grid_of(c: ConfigReader, hidden: int, mlp: MlpSpec, norm: NormSpec, out: int) -> GridSpec:
+    """What the towers of Qwen's models have in common."""
     heads, fold = c.integer("num_heads", 16), c.integer("spatial_merge_size", 2)
     if hidden % (4 * heads):
         raise UnsupportedModelError(
@@ -138,9 +142,10 @@ def _grid(c: ConfigReader, hidden: int, mlp: MlpSpec, norm: NormSpec, out: int) 
     )
 
 
-def _together(
-    c: ConfigReader, text: ModelSpec, grid: GridSpec, rules: tuple[Rule, ...]
+def together(
+    c: ConfigReader, text: ModelSpec, grid: GridSpec, rules: tuple[Rule, ...], family: str
 ) -> ModelSpec:
+    """A text model with a tower before it."""
     for key in _IGNORED:
         c.get(key)
     own = c.get("dtype", c.get("torch_dtype"))
@@ -154,7 +159,7 @@ def _together(
         )
     return replace(
         text,
-        family="qwen2_vl",
+        family=family,
         decoder=replace(text.decoder, vision=grid, tied=tied),
         rules=(*rules, *text.rules),
         dtype=text.dtype if own is None else str(own).removeprefix("torch."),

@@ -39,6 +39,7 @@ _FAMILIES = (
     "qwen2_vl",
     "qwen3",
     "qwen3_moe",
+    "qwen3_vl",
     "smollm3",
 )
 _readers: dict[str, Reader] = {}
@@ -68,6 +69,7 @@ _MODEL_TYPES = {
     "qwen2_vl": "Qwen2VLForConditionalGeneration",
     "qwen3": "Qwen3ForCausalLM",
     "qwen3_moe": "Qwen3MoeForCausalLM",
+    "qwen3_vl": "Qwen3VLForConditionalGeneration",
     "smollm3": "SmolLM3ForCausalLM",
     "smolvlm": "SmolVLMForConditionalGeneration",
 }

@@ -92,8 +92,10 @@ def _sections(scaling: ConfigReader, spec: RopeSpec) -> RopeSpec:
             f"rope: mrope_section must be three numbers of pairs, {spec.rotary_dim // 2} together, "
             f"not {given!r}."
         )
-    scaling.only("mrope_interleaved", (False,), False)
-    return replace(spec, sections=tuple(given))
+    in_turns = scaling.flag("mrope_interleaved", False)
+    if in_turns and 3 * max(given[1:]) > sum(given) + 2:
+        raise UnsupportedModelError(f"rope: mrope_section {given} can't take turns.")
+    return replace(spec, sections=tuple(given), in_turns=in_turns)
 
 
 _ROPES: dict[str, Callable[[RopeSpec, ConfigReader, float], RopeSpec]] = {

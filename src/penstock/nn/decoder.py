@@ -91,6 +91,7 @@ class PlacedRows:
 
     store: Tensor  # [N, D] in the decoder's dtype: row t is token t's of the next step
     wanted: Tensor  # [N] int32: not 0 where it is
+    deep: tuple[Tensor, ...] = ()  # [N, D] each: what the first layers add to it, 0 elsewhere
 
 
 class Decoder(nn.Module):
@@ -156,6 +157,8 @@ class Decoder(nn.Module):
         for number, (layer, cache) in enumerate(zip(self.layers[:layers], kv, strict=True)):
             self._keep(residual, number)
             layer(residual, step, cache)
+            if self.placed is not None and number < len(self.placed.deep):
+                ops.add_(residual, ops.kept_rows(step.tokens, self.placed.deep[number]))
         self._keep(residual, len(kv))
         return residual
 

@@ -12,8 +12,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from penstock import ops
 from penstock.nn.layer import DecoderLayer
-from penstock.nn.linear import Linear
+from penstock.nn.linear import Embedding, Linear
 from penstock.nn.norm import Norm
 from penstock.nn.rope import RotaryTable
 from penstock.nn.spec import GridSpec
@@ -34,7 +35,10 @@ class GridTower(nn.Module):
         self.dtype = dtype
         own = Dense(dtype, storage)
         values = CHANNELS * spec.frames * spec.patch**2
-        self.patches = Linear(values, spec.hidden, False, own)
+        self.patches = Linear(values, spec.hidden, spec.patch_bias, own)
+        self.positions: Embedding | None = None
+        if spec.table_side:
+            self.positions = Embedding(spec.table_side**2, spec.hidden, dtype)
         self.table = PictureTable()
         formats = dict.fromkeys(MATRICES, own)
         self.layers = nn.ModuleList(
@@ -43,6 +47,7 @@ class GridTower(nn.Module):
         )
         self.post_norm = Norm(spec.hidden, spec.norm)
         self.projector = Projector(spec.hidden, spec.projector, own)
+        self.deep = nn.ModuleList(DeepProjector(spec, own) for _ in spec.deep)
 
     def windows(self, pixels: Tensor) -> list[Ints]:
         """The decoder's tokens of a picture [3, H, W] by windows, which are taken row by row."""
@@ -66,7 +71,8 @@ class GridTower(nn.Module):
         return sum(-(-len(window) * each // size) for window in self.windows(pixels))
 
     def forward(self, pixels: Tensor, cache: LayerCache) -> Tensor:
-        """pixels [3, H, W] of a picture → [tokens, decoder's D].
+        """pixels [3, H, W] of a picture → [tokens, decoder's D], and behind them as many columns
+        for each of `spec.deep`.
 
         cache: of one layer, with `blocks` of it; what it held is overwritten.
         """
@@ -74,14 +80,21 @@ class GridTower(nn.Module):
         windows = self.windows(pixels)
         order = torch.from_numpy(np.concatenate(windows))
         x: Tensor = self.patches(self._cut(pixels)[order].flatten(0, 1))
-        self.table.turn(self._places(pixels, order), spec, pixels.device)
+        places = self._places(pixels, order)
+        if self.positions is not None:
+            ops.add_(x, self._stretched(self.positions.parameter("weight"), places, pixels))
+        self.table.turn(places, spec, pixels.device)
         lengths = [fold**2 * len(window) for window in windows]
         size, device = block_size(cache[0]), pixels.device
         parted = steps_of(lengths, size, device)
         together = steps_of([sum(lengths)], size, device)
+        deep: list[Tensor] = []
         for number, layer in enumerate(self.layers):
             layer(x, together if spec.sees_all(number) else parted, cache)
+            if number in spec.deep:
+                deep.append(self.deep[spec.deep.index(number)](x.view(len(order), -1)))
         rows = self.projector.of_folded(self.post_norm(x).view(len(order), -1))
+        rows = torch.cat((rows, *deep), dim=1)
         found = torch.empty_like(rows)
         found[order] = rows
         return found
@@ -100,6 +113,41 @@ class GridTower(nn.Module):
         y, x = np.divmod(order.numpy(), self.tokens(pixels)[1])
         within = np.indices((fold, fold)).reshape(2, -1).T
         return (np.stack((y, x), axis=1)[:, None] * fold + within).reshape(-1, 2)
+
+    def _stretched(self, table: Tensor, places: Ints, pixels: Tensor) -> Tensor:
+        """[patches, D]: the table of positions stretched over a picture, bilinearly from corner to
+        corner, in float32 one tap after another.
+        """
+        side, patch = self.spec.table_side, self.spec.patch
+        sizes = np.array([pixels.shape[1] // patch, pixels.shape[2] // patch], dtype=np.float32)
+        at = places.astype(np.float32) * np.float32(side - 1) / np.maximum(sizes - 1, 1)
+        low = np.floor(at)
+        far, first = torch.from_numpy(at - low), torch.from_numpy(low.astype(np.int64))
+        total: Tensor | None = None
+        for down in (0, 1):
+            for right in (0, 1):
+                y, x = (first + torch.tensor((down, right))).clamp(max=side - 1).unbind(1)
+                high, wide = (
+                    (far[:, i] if step else 1 - far[:, i]) for i, step in ((0, down), (1, right))
+                )
+                rows = table[(y * side + x).to(table.device)].float()
+                tap = rows * (high * wide)[:, None].to(table.device)
+                total = tap if total is None else total + tap
+        assert total is not None
+        return total.to(table.dtype)
+
+
+class DeepProjector(nn.Module):
+    """Rows of a layer in the tower's middle → rows that a layer of the decoder gets as well."""
+
+    def __init__(self, spec: GridSpec, own: Dense) -> None:
+        super().__init__()
+        self.norm = Norm(spec.hidden * spec.projector.fold**2, spec.norm)
+        self.projector = Projector(spec.hidden, spec.projector, own)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [tokens, fold² · D] → [tokens, out]."""
+        return self.projector.of_folded(self.norm(x))
 
 
 class PictureTable(RotaryTable):

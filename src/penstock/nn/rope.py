@@ -119,7 +119,7 @@ class RotaryTable(nn.Module):
         super().__init__()
         self.interleaved = rope.interleaved
         self.register_buffer("cos_sin", cos_sin_table(rope, max_len), persistent=False)
-        self.sections = rope.sections
+        self.sections, self.in_turns = rope.sections, rope.in_turns
         self.length = 0  # positions, where spare rows come behind them
 
     def make_room(self, rows: int) -> None:
@@ -135,6 +135,10 @@ class RotaryTable(nn.Module):
         Source: Wang et al. 2024, arXiv:2409.12191.
         """
         axes = torch.repeat_interleave(torch.arange(3), torch.tensor(self.sections))
+        if self.in_turns:
+            axes = torch.zeros_like(axes)
+            for axis in (1, 2):
+                axes[axis : 3 * self.sections[axis] : 3] = axis
         columns = torch.cat((axes, axes)).to(places.device)
         found = self.cos_sin.gather(0, places[:, columns])
         self.cos_sin.index_copy_(0, rows + self.length, found)

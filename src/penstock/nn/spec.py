@@ -33,6 +33,7 @@ class RopeSpec:
     original_max_position: int = 0  # llama3, yarn, longrope
     attention_factor: float | None = None  # yarn, longrope: scale of cos and sin
     sections: tuple[int, ...] = ()  # pairs that turn by time, row and column where they differ
+    in_turns: bool = False  # of sections: one pair of each after another, not side by side
     short_factors: tuple[float, ...] = ()  # longrope
     long_factors: tuple[float, ...] = ()  # longrope
 
@@ -187,6 +188,9 @@ class GridSpec:
     projector: ProjectorSpec  # what it folds is one token of the decoder
     window: int = 0  # tokens of a side that see one another, in the layers that have windows
     whole: tuple[int, ...] = ()  # layers that have none, where others have
+    patch_bias: bool = False
+    table_side: int = 0  # of a learned table of positions, stretched over a picture; 0: none
+    deep: tuple[int, ...] = ()  # layers whose rows the decoder's first layers get as well
 
     def sees_all(self, layer: int) -> bool:
         """Whether a layer has no windows."""

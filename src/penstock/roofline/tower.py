@@ -42,7 +42,8 @@ def grid_cost(spec: GridSpec, dense: Dense, windows: Sequence[int]) -> TowerCost
     for number, layer in enumerate(spec.layers):
         seen = [rows] if spec.sees_all(number) else [fold * count for count in windows]
         found.add(_layer(dense, layer, spec.hidden, rows, seen))
-    found.add(_projector(dense, spec.projector, spec.hidden, sum(windows)))
+    for _ in range(1 + len(spec.deep)):
+        found.add(_projector(dense, spec.projector, spec.hidden, sum(windows)))
     return found
 
 

@@ -44,7 +44,8 @@ def sight_bytes(spec: DecoderSpec, itemsize: int, tokens: int) -> int:
     wide = layer.attention.num_heads * layer.attention.head_dim
     each = tower.hidden + 4 * wide + layer.mlp.intermediate  # a layer's values, and
     each += 2 * wide  # keys and values, as the cache has them
-    return itemsize * (rows * each + tokens * spec.hidden)
+    stores = 1 if isinstance(tower, VisionSpec) else 1 + len(tower.deep)
+    return itemsize * (rows * each + stores * tokens * spec.hidden)
 
 
 class Sight:
@@ -64,7 +65,10 @@ class Sight:
         hidden = decoder.spec.hidden
         store = torch.zeros((rows, hidden), dtype=decoder.dtype, device=device.torch)
         wanted = torch.zeros(rows, dtype=torch.int32, device=device.torch)
-        self.placed = decoder.placed = PlacedRows(store, wanted)
+        deep = tower.spec.deep if isinstance(tower, GridTower) else ()
+        self.placed = decoder.placed = PlacedRows(
+            store, wanted, tuple(torch.zeros_like(store) for _ in deep)
+        )
         self._tables = [m for m in decoder.modules() if isinstance(m, RotaryTable) and m.sections]
         for table in self._tables:
             table.make_room(rows)
@@ -84,7 +88,8 @@ class Sight:
         return self._tables[0].length if self._tables else 0
 
     def rows_of(self, picture: Picture, begins: bool = True) -> Tensor:
-        """What stands in the decoder for a picture, [tokens, D]; made where it isn't kept.
+        """What stands in the decoder for a picture, [tokens, D], for some models with more columns
+        for its first layers; made where it isn't kept.
 
         begins: whether it counts as asked for, not as a later part of one that did.
         """
@@ -138,7 +143,9 @@ class Sight:
         turns: [n, 3], by which they turn.
         """
         index = torch.tensor(at, dtype=torch.int64, device=self._device)
-        self.placed.store.index_copy_(0, index, rows)
+        each = rows.split(self.placed.store.shape[1], dim=1)
+        for store, part in zip((self.placed.store, *self.placed.deep), each, strict=True):
+            store.index_copy_(0, index, part)
         self.placed.wanted.index_fill_(0, index, 1)
         self._is_placed = True
         if turns is not None:
@@ -149,6 +156,8 @@ class Sight:
     def clear(self) -> None:
         """Let no token of the next step be in a picture's place."""
         if self._is_placed:
+            for deep in self.placed.deep:
+                deep.masked_fill_(self.placed.wanted.bool()[:, None], 0)
             self.placed.wanted.zero_()
             self._is_placed = False
 

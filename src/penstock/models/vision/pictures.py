@@ -353,7 +353,7 @@ def _grid(folder: Path, given: Mapping[str, Any], vision: GridSpec, placeholder:
         raise _unbuilt(folder, "size", {"min_pixels": least, "max_pixels": most})
     resample = _resample(folder, given, _BICUBIC)
     cutter = _Grid(vision.patch * fold, least, most, resample, placeholder)
-    return cutter, _CLIP_MEAN, _CLIP_STD
+    return cutter, *((_HALF, _HALF) if vision.table_side else (_CLIP_MEAN, _CLIP_STD))
 
 
 def _processor(folder: Path) -> Mapping[str, Any]:
