@@ -73,12 +73,21 @@ def test_paths_that_are_equal(plain: Reader, ids: list[int], words: str) -> None
     assert [layer.largest for layer in got.layers] == [0.0] * (LAYERS + 1)
 
 
-def test_the_reference_is_near(plain: Reader, ids: list[int]) -> None:
-    with open_reader(Variant(kernels="reference"), 64) as other:
-        assert other.about.kernels == "reference"
-        assert other.encode([STORY]) == plain.encode([STORY])
-        assert other.pieces() == plain.pieces()
-        got = measure_drift(plain, other, [Text("x", [ids])], 64, 32, layers=True)
+@pytest.fixture(scope="module")
+def reference() -> Iterator[ProcessReader]:
+    reader = ProcessReader(Variant(kernels="reference"), 64)
+    try:
+        yield reader
+    finally:
+        reader.close()
+    assert reader._process.returncode is not None
+
+
+def test_the_reference_is_near(plain: Reader, reference: ProcessReader, ids: list[int]) -> None:
+    assert reference.about.kernels == "reference"
+    assert reference.encode([STORY]) == plain.encode([STORY])
+    assert reference.pieces() == plain.pieces()
+    got = measure_drift(plain, reference, [Text("x", [ids])], 64, 32, layers=True)
     assert got.kl < 1e-3 and got.agreement > 0.9
     assert max(layer.mean for layer in got.layers) < 0.02
 
@@ -113,15 +122,10 @@ def test_a_process_that_dies_is_named(ids: list[int]) -> None:
         reader.close()
 
 
-def test_what_breaks_in_the_other_process_tells_where() -> None:
-    reader = ProcessReader(Variant(kernels="reference"), 64)
-    try:
-        with pytest.raises(RuntimeError, match="AttributeError"):
-            reader._ask("sing")
-        assert reader.encode(["a"])  # and it goes on
-    finally:
-        reader.close()
-    assert reader._process.returncode is not None
+def test_what_breaks_in_the_other_process_tells_where(reference: ProcessReader) -> None:
+    with pytest.raises(RuntimeError, match="AttributeError"):
+        reference._ask("sing")
+    assert reference.encode(["a"])  # and it goes on
 
 
 def test_nan_weights_say_where(tmp_path: Path, ids: list[int], plain: Reader) -> None:

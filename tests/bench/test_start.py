@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -12,12 +13,21 @@ from penstock.models.hub import resolve
 
 
 @pytest.mark.multiprocess
-def test_a_start(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    out = tmp_path / "start.json"
+def test_a_start(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out, asked, once = tmp_path / "start.json", list[str](), cache(start.once)
+
+    def remembered(model: Path, form: str) -> dict[str, float]:
+        asked.append(form)
+        return once(model, form)
+
+    monkeypatch.setattr(start, "once", remembered)
     model = str(resolve("stories"))
     start.main([model, "--formats", "w8a8", "default", "--rounds", "1", "--out", str(out)])
     found = json.loads(out.read_text())["found"]
     assert list(found) == ["w8a8", "default"]
+    assert asked == ["w8a8", "default"] * 2  # before what counts each has run
     found = found["w8a8"]
     assert list(found) == [*start.PARTS, "wall_s", "least_total_s"]
     parts = [found[name] for name in start.PARTS]

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict
+from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
+from penstock.bench.meter import Meter
 from penstock.bench.serve.figures import parse_goodput
 from penstock.bench.tune import CHUNKS, Point, Times, Tuned, Workload, largest, measure, tune
-from penstock.engine import RequestOutput
+from penstock.engine import Engine, RequestOutput
 from penstock.engine.outputs import RequestMetrics
 from penstock.errors import ConfigError
 from penstock.runtime import Runtime, load_runtime
@@ -60,13 +63,35 @@ def runtime() -> Runtime:
     return load_runtime(W.config("stories"))
 
 
+STEP_S = 0.005
+
+
+@pytest.fixture
+def steady(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every step takes as long, whatever else this machine does: a clock of steps."""
+    steps, step = [0], Meter.step
+
+    def counted(meter: Meter) -> list[RequestOutput]:
+        steps[0] += 1
+        return step(meter)
+
+    def clock() -> float:
+        return steps[0] * STEP_S
+
+    monkeypatch.setattr(Meter, "step", counted)
+    monkeypatch.setattr("penstock.bench.meter.Engine", partial(Engine, clock=clock))
+    monkeypatch.setattr("penstock.bench.tune.time", SimpleNamespace(monotonic=clock))
+
+
+@pytest.mark.usefixtures("steady")
 def test_a_point(runtime: Runtime) -> None:
     found = measure(W.config("stories"), runtime, W, 3, 32, np.random.default_rng(0))
     assert (found.clients, found.chunk, found.kept) == (3, 32, 1.0) and found.holds
     assert found.requests >= 20
     assert 0 < found.tpot_p99_s <= found.e2el_p99_s and 0 < found.ttft_p99_s < found.e2el_p99_s
     # of so many clients each has a token about every tpot
-    assert found.output_tokens_per_s == pytest.approx(3 / found.tpot_p99_s, rel=0.7)
+    assert found.tpot_p99_s == pytest.approx(STEP_S)
+    assert found.output_tokens_per_s == pytest.approx(3 / found.tpot_p99_s, rel=0.1)
 
 
 def test_a_point_at_which_nothing_ends(runtime: Runtime, monkeypatch: pytest.MonkeyPatch) -> None:

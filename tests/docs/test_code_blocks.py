@@ -27,10 +27,13 @@ EXAMPLES = [
 
 
 FORKS = """
-import json, os, sys, types
+import gc, json, os, sys, types
 
-from penstock import LLM, SamplingParams  # what takes long to import
+import openai, torch.export._trace  # what takes long to import
+from penstock import LLM, SamplingParams
 
+gc.collect()
+gc.freeze()  # or each child's end walks all that, and copies its pages
 for line in sys.stdin:
     child = os.fork()
     if child == 0:

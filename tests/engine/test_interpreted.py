@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
+FILES = [f"tests/interpreted/test_{name}.py" for name in ("engine", "families", "speculation")]
 
 
 @pytest.mark.slow
@@ -22,24 +23,23 @@ def test_engines_whose_kernels_are_compiled() -> None:
     in_fresh_process("tests.interpreted.compiled_engine")
 
 
-@pytest.mark.parametrize("file", ["test_engine.py", "test_families.py", "test_speculation.py"])
-def test_over_tritons_kernels(file: str) -> None:
-    run_interpreted(file, "not slow")
+def test_over_tritons_kernels() -> None:
+    run_interpreted("not slow")
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("file", ["test_engine.py", "test_families.py", "test_speculation.py"])
-def test_in_further_ways(file: str) -> None:
-    run_interpreted(file, "slow")
+def test_in_further_ways() -> None:
+    run_interpreted("slow")
 
 
-def run_interpreted(file: str, which: str) -> None:
+def run_interpreted(which: str) -> None:
+    """In one process: each imports torch and transformers and starts Triton."""
     pytest.importorskip("triton", reason="Triton isn't installed")
     environment = os.environ | {"PENSTOCK_KERNELS": "triton", "TRITON_INTERPRET": "1"}
     environment.pop("PENSTOCK_ISA", None)
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist"]
     found = subprocess.run(
-        [*command, "-m", which, f"tests/interpreted/{file}"],
+        [*command, "-m", which, *FILES],
         cwd=ROOT, env=environment, capture_output=True, text=True, check=False,
     )  # fmt: skip
     assert found.returncode == 0, found.stdout[-6000:] + found.stderr[-2000:]

@@ -1,6 +1,6 @@
 """Exports in forked children and kills each at another of its messages; run by test_resume.py.
 
-    python killed_export.py FOLDER CASE        FOLDER has text.txt and adapter/
+    python killed_export.py FOLDER CASE        FOLDER has model/, text.txt, adapter/
 
 Writes FOLDER/whole, never interrupted, and FOLDER/resumed; prints the messages of the last run.
 """
@@ -50,7 +50,7 @@ def child(folder: Path, name: str, case: str, say: Say) -> int:
     if pid == 0:
         code = 1
         try:
-            export_model("stories", folder / name, progress=say, **choices(folder, case))
+            export_model(folder / "model", folder / name, progress=say, **choices(folder, case))
             code = 0
         finally:
             os._exit(code)

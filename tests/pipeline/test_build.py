@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import fcntl
 import json
-import os
 import shutil
 import subprocess
 import sys
@@ -25,7 +24,7 @@ from penstock.pipeline.new_folder import new_folder
 from penstock.pipeline.tuning import Timing, Timings, choose, make_step, step_sizes, thread_counts
 from penstock.pipeline.weights_file import WeightsFile
 from penstock.runtime.engine_folder import EngineFolder, Limits, is_engine
-from tests.models.stories import LAYERS
+from tests.models.stories import LAYERS, shallow
 from tests.pipeline.conftest import Build, needs_native
 
 KILLED = Path(__file__).with_name("killed_build.py")
@@ -34,6 +33,12 @@ KILLED = Path(__file__).with_name("killed_build.py")
 def options(output: Path, **changes: Any) -> BuildOptions:
     changes = {"model": "stories", "profile": (1, 8, 64), "max_num_seqs": 8, **changes}
     return BuildOptions(output=output, **changes)
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model that is built faster."""
+    return shallow(tmp_path_factory.mktemp("small") / "model")
 
 
 # ── what is written ──────────────────────────────────────────────────────────────────────────────
@@ -90,25 +95,22 @@ def test_little_memory_is_needed(tmp_path: Path) -> None:
 
 
 @pytest.mark.multiprocess
-@pytest.mark.parametrize("standing", [False, True])
-def test_killed_at_random_moments(tmp_path: Path, standing: bool) -> None:
-    command = [sys.executable, str(KILLED), str(tmp_path), "10", *["--engine"] * standing]
-    environment = {**os.environ, "PENSTOCK_CACHE": str(tmp_path.with_name("kept"))}
-    done = subprocess.run(
-        command, env=environment, capture_output=True, text=True, timeout=300, check=False
-    )
+def test_killed_at_random_moments(small: Path, tmp_path: Path) -> None:
+    rounds = 10
+    command = [sys.executable, str(KILLED), str(small), str(tmp_path), str(2 * rounds)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr
     found = done.stdout.split()
-    assert len(found) == 10
-    assert set(found) <= ({"old", "new"} if standing else {"none", "new"})
+    assert len(found) == 2 * rounds
+    assert set(found[:rounds]) <= {"none", "new"} and set(found[rounds:]) <= {"old", "new"}
 
 
 @needs_native
 def test_what_was_there_stays_where_a_build_fails(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     output = tmp_path / "engine"
-    build(options(output))
+    build(options(output, model=small))
     before = (output / "engine.json").read_bytes()
 
     def fail(*_: object, **__: object) -> None:
@@ -116,7 +118,7 @@ def test_what_was_there_stays_where_a_build_fails(
 
     monkeypatch.setattr(tuning, "make_step", fail)
     with pytest.raises(KeyboardInterrupt):
-        build(options(output, force=True, timing_cache=False))
+        build(options(output, model=small, force=True, timing_cache=False))
     assert (output / "engine.json").read_bytes() == before
     assert [path.name for path in tmp_path.iterdir()] == ["engine"]
 
@@ -128,23 +130,23 @@ def test_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_two_builds_into_one_folder(tmp_path: Path) -> None:
+def test_two_builds_into_one_folder(small: Path, tmp_path: Path) -> None:
     output = tmp_path / "engine"
     with open(tmp_path / ".engine.lock", "w") as other:
         fcntl.flock(other, fcntl.LOCK_EX)
         with pytest.raises(ConfigError, match=r"Another process is writing .*engine now"):
-            build(options(output))
-    build(options(output))
+            build(options(output, model=small))
+    build(options(output, model=small))
     assert [path.name for path in tmp_path.iterdir()] == ["engine"]
 
 
-def test_an_engine_is_replaced_with_force_only(tmp_path: Path) -> None:
+def test_an_engine_is_replaced_with_force_only(small: Path, tmp_path: Path) -> None:
     output = tmp_path / "engine"
-    build(options(output))
+    build(options(output, model=small))
     with pytest.raises(ConfigError, match=r"engine exists\. Give --force to replace it"):
-        build(options(output))
+        build(options(output, model=small))
     running = LLM(output)
-    build(options(output, max_num_seqs=3, force=True))
+    build(options(output, model=small, max_num_seqs=3, force=True))
     assert EngineFolder.open(output).limits.max_num_seqs == 3
     assert running.generate("Once")[0].outputs[0].token_ids  # over the pages of the old one
 
@@ -190,12 +192,12 @@ def test_a_model_with_a_file_of_an_engines_name(tmp_path: Path) -> None:
     assert LLM(model).generate("Once")[0].outputs[0].token_ids
 
 
-def test_what_a_dead_build_has_left(tmp_path: Path) -> None:
+def test_what_a_dead_build_has_left(small: Path, tmp_path: Path) -> None:
     left = tmp_path / "engine.partial"
     left.mkdir()
     (left / "weights.bin").write_bytes(b"1")
     assert is_engine(left)
-    build(options(tmp_path / "engine"))
+    build(options(tmp_path / "engine", model=small))
     assert not left.exists()
 
 
@@ -260,12 +262,14 @@ def test_a_profile_is_three_numbers(text: str) -> None:
 
 
 @needs_native
-def test_a_second_build_replays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_second_build_replays(
+    small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("PENSTOCK_CACHE", str(tmp_path / "cache"))
-    first = build(options(tmp_path / "a"))
-    again = build(options(tmp_path / "b"))
-    anew = build(options(tmp_path / "c", timing_cache=False))
-    other = build(options(tmp_path / "d", max_num_seqs=4))
+    first = build(options(tmp_path / "a", model=small))
+    again = build(options(tmp_path / "b", model=small))
+    anew = build(options(tmp_path / "c", model=small, timing_cache=False))
+    other = build(options(tmp_path / "d", model=small, max_num_seqs=4))
     sources = [report["timings"] for report in (first, again, anew, other)]
     assert sources == ["measured", "replayed", "measured", "measured"]
     assert again["chosen"] == first["chosen"]
@@ -274,12 +278,14 @@ def test_a_second_build_replays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 
 
 @needs_native
-def test_a_broken_cache_is_measured_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_broken_cache_is_measured_anew(
+    small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("PENSTOCK_CACHE", str(tmp_path / "cache"))
-    build(options(tmp_path / "a"))
+    build(options(tmp_path / "a", model=small))
     (kept,) = (tmp_path / "cache").iterdir()
     kept.write_text("{")
-    assert build(options(tmp_path / "b"))["timings"] == "measured"
+    assert build(options(tmp_path / "b", model=small))["timings"] == "measured"
 
 
 def test_what_is_chosen() -> None:

@@ -16,6 +16,7 @@ from penstock.pipeline.tuning import make_step
 from penstock.runtime import HiddenRunner, Runtime, compile_counter, load_runtime
 from penstock.runtime.engine_folder import Limits
 from penstock.runtime.mapping import mapped_files
+from tests.models.stories import shallow
 from tests.models.tiny import FAMILIES, make_tiny
 from tests.pipeline.conftest import Build, needs_native
 
@@ -52,10 +53,19 @@ def assert_same(engine: Path, model: str | Path, **options: Any) -> None:
         assert a.isfinite().all() and a.std() > 0
 
 
-@pytest.mark.parametrize("quantization", [None, *FORMATS])
-def test_every_format(engine_of: Build, quantization: str | None) -> None:
-    chosen = {} if quantization is None else {"quantization": quantization}
-    assert_same(engine_of(**chosen), "stories", **chosen)
+@pytest.fixture(scope="module")
+def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two layers: a build takes as long for one format as for another."""
+    return shallow(tmp_path_factory.mktemp("small") / "model")
+
+
+def test_the_whole_model(engine_of: Build) -> None:
+    assert_same(engine_of(), "stories")
+
+
+@pytest.mark.parametrize("quantization", FORMATS)
+def test_every_format(engine_of: Build, small: Path, quantization: str) -> None:
+    assert_same(engine_of(small, quantization=quantization), small, quantization=quantization)
 
 
 @pytest.mark.parametrize("kind", ["int8", "fp8"])

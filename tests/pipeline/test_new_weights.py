@@ -26,7 +26,7 @@ from penstock.pipeline.method_options import MethodOptions
 from penstock.pipeline.new_weights import NewWeights
 from penstock.pipeline.vocabulary import VocabularyChoice
 from penstock.quant.methods import rtn
-from tests.models.stories import LAYERS, MATRICES, STORIES
+from tests.models.stories import MATRICES, STORIES, shallow
 
 Q = "model.layers.0.self_attn.q_proj.weight"
 
@@ -58,44 +58,48 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return file
 
 
-def test_rounded_to_nearest_it_is_what_loading_rounds_to(tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two layers of the embedded model, whose exports take a quarter of the time."""
+    return shallow(tmp_path_factory.mktemp("small") / "model")
+
+
+def test_rounded_to_nearest_it_is_what_loading_rounds_to(small: Path, tmp_path: Path) -> None:
     weights = NewWeights("w8a16", head="w8a16")
-    done = export_model("stories", tmp_path / "out", weights=weights)
-    on_load = load_model(STORIES, quantization="w8a16")
+    done = export_model(small, tmp_path / "out", weights=weights)
+    on_load = load_model(small, quantization="w8a16")
     assert same(weights_of(done.model.model), weights_of(on_load.model))
     assert done.manifest.choices["weights"]["quant"] == "w8a16"
     config = json.loads((tmp_path / "out" / "config.json").read_text())
     assert config["quantization_config"]["quant_method"] == "compressed-tensors"
-    assert greedy(tmp_path / "out") == greedy(STORIES, quantization="w8a16")
+    assert greedy(tmp_path / "out") == greedy(small, quantization="w8a16")
 
 
-def test_fitted_to_a_text_that_the_manifest_names(tmp_path: Path, text: Path) -> None:
+def test_fitted_to_a_text_that_the_manifest_names(small: Path, tmp_path: Path, text: Path) -> None:
     weights = NewWeights("w4a16-g64", calib=(text,), num_samples=4, window=64)
     said: list[tuple[str, int, int]] = []
     done = export_model(
-        "stories", tmp_path / "out", weights=weights, progress=lambda *what: said.append(what)
+        small, tmp_path / "out", weights=weights, progress=lambda *what: said.append(what)
     )
     chosen = done.manifest.choices["weights"]
     assert chosen["method"] == "gptq" and chosen["head"] is None
     assert chosen["calibration"]["windows"] == 4 and chosen["calibration"]["tokens"] == 256
     assert chosen["calibration"]["files"][0]["name"] == "stories.txt"
     layers = [line for line in said if "output error" in line[0]]
-    assert [(done, total) for _, done, total in layers] == [
-        (i, LAYERS) for i in range(1, LAYERS + 1)
-    ]
+    assert [(done, total) for _, done, total in layers] == [(i, 2) for i in range(1, 2 + 1)]
     assert chosen["options"] == {
         "act_order": True, "block_size": 128, "damp_percent": 0.01, "clip": False,
         "from_quantized": True,
     }  # fmt: skip
-    nearest = export_model("stories", tmp_path / "rtn", weights=NewWeights("w4a16-g64"))
+    nearest = export_model(small, tmp_path / "rtn", weights=NewWeights("w4a16-g64"))
     assert not same(weights_of(done.model.model), weights_of(nearest.model.model))
     assert sorted(p.name for p in tmp_path.iterdir()) == ["out", "rtn"]  # no .work, no .partial
 
 
 @pytest.mark.parametrize("layout", ["awq", "gptq"])
-def test_other_layouts(tmp_path: Path, layout: Any) -> None:
+def test_other_layouts(small: Path, tmp_path: Path, layout: Any) -> None:
     weights = NewWeights("w4a16-g64-asym", layout=layout)
-    done = export_model("stories", tmp_path / "out", weights=weights)
+    done = export_model(small, tmp_path / "out", weights=weights)
     config = json.loads((tmp_path / "out" / "config.json").read_text())
     assert config["quantization_config"]["quant_method"] == layout
     assert done.model.model.formats.matrix.name == "w4a16-g64-asym"
@@ -114,8 +118,8 @@ def test_the_layout_that_can_hold_a_scheme(quant: str, head: str | None, layout:
     assert NewWeights(quant, head=head).stored_layout == layout
 
 
-def test_an_export_in_a_layout_of_its_own_choice(tmp_path: Path) -> None:
-    done = export_model("stories", tmp_path / "out", weights=NewWeights("nf4"))
+def test_an_export_in_a_layout_of_its_own_choice(small: Path, tmp_path: Path) -> None:
+    done = export_model(small, tmp_path / "out", weights=NewWeights("nf4"))
     assert done.manifest.choices["weights"]["layout"] == "bitsandbytes"
     config = json.loads((tmp_path / "out" / "config.json").read_text())
     assert config["quantization_config"]["quant_method"] == "bitsandbytes"
@@ -139,13 +143,13 @@ def test_matrices_of_other_schemes(tmp_path: Path) -> None:
         export_model("stories", tmp_path / "none", weights=weights)
 
 
-def test_fp8_activations_with_calibrated_scales(tmp_path: Path, text: Path) -> None:
+def test_fp8_activations_with_calibrated_scales(small: Path, tmp_path: Path, text: Path) -> None:
     """The same in each layout that holds them, and read back as they were written."""
     weights = NewWeights("fp8-w8a8-tensor-static", "rtn", calib=(text,), num_samples=4, window=64)
     folders = []
     for layout in ("compressed-tensors", "fp8"):
         chosen = replace(weights, layout=layout)
-        done = export_model("stories", tmp_path / layout, weights=chosen)
+        done = export_model(small, tmp_path / layout, weights=chosen)
         assert done.model.model.formats.matrix.name == weights.quant
         config = json.loads((tmp_path / layout / "config.json").read_text())
         assert config["quantization_config"]["quant_method"] == layout
@@ -155,13 +159,13 @@ def test_fp8_activations_with_calibrated_scales(tmp_path: Path, text: Path) -> N
     assert greedy(tmp_path / "fp8") == greedy(tmp_path / "compressed-tensors")
 
 
-def test_a_mixture_within_a_budget(tmp_path: Path, text: Path) -> None:
+def test_a_mixture_within_a_budget(small: Path, tmp_path: Path, text: Path) -> None:
     mixture = ("w4a16-g64", "w8a16")
     weights = NewWeights(
         budget="6bpw", mixture=mixture, budget_windows=2, calib=(text,), num_samples=4, window=64,
         method="rtn",
     )  # fmt: skip
-    done = export_model("stories", tmp_path / "out", weights=weights)
+    done = export_model(small, tmp_path / "out", weights=weights)
     formats = done.model.model.formats
     names = {formats.of(m).name for m in done.manifest.choices["weights"]["special"]}
     assert formats.special and {*names, formats.matrix.name} == set(mixture)
@@ -211,11 +215,13 @@ def adapter(folder: Path, **config: Any) -> Path:
         ({"alpha_pattern": {"q_proj": 8}, "r": 9, "rank_pattern": {"[qv]_proj": 4}}, 2.0),
     ],
 )
-def test_an_adapter_is_added(tmp_path: Path, config: dict[str, Any], scale: float) -> None:
+def test_an_adapter_is_added(
+    small: Path, tmp_path: Path, config: dict[str, Any], scale: float
+) -> None:
     folder = adapter(tmp_path / "adapter", **config)
     merged, base, own = (
-        Merged(Checkpoint(STORIES), folder),
-        Checkpoint(STORIES),
+        Merged(Checkpoint(small), folder),
+        Checkpoint(small),
         load_file(folder / WEIGHTS),
     )
     a, b = (own[f"base_model.model.{Q.removesuffix('.weight')}.lora_{x}.weight"] for x in "AB")
@@ -223,10 +229,10 @@ def test_an_adapter_is_added(tmp_path: Path, config: dict[str, Any], scale: floa
     assert torch.equal(merged.read(Q), (before.float() + scale * (b @ a)).to(before.dtype))
     other = Q.replace("q_proj", "k_proj")
     assert torch.equal(merged.read(other), base.read(other))
-    export_model("stories", tmp_path / "out", weights=NewWeights(merge_lora=folder))
+    export_model(small, tmp_path / "out", weights=NewWeights(merge_lora=folder))
     assert torch.equal(Checkpoint(tmp_path / "out").read(Q), merged.read(Q))
     quantized = NewWeights("w8a16", merge_lora=folder)
-    done = export_model("stories", tmp_path / "codes", weights=quantized)
+    done = export_model(small, tmp_path / "codes", weights=quantized)
     assert done.manifest.choices["weights"]["merge_lora"]["name"] == "adapter"
 
 
@@ -402,9 +408,9 @@ def test_layouts_that_have_no_place_for_a_shorter_group(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_what_a_layout_has_no_place_for_may_stay(tmp_path: Path) -> None:
+def test_what_a_layout_has_no_place_for_may_stay(small: Path, tmp_path: Path) -> None:
     weights = NewWeights("nf4-g128", special={"*.mlp.down": None})
-    export_model("stories", tmp_path / "out", weights=weights)
+    export_model(small, tmp_path / "out", weights=weights)
     source = open_source(tmp_path / "out")
     up, down = (source.scheme(f"model.layers.0.mlp.{name}_proj.weight") for name in ("up", "down"))
     assert up is not None and up.name == "nf4-g128" and down is None

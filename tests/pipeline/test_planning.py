@@ -18,7 +18,7 @@ from penstock.pipeline.export import export_model
 from penstock.pipeline.new_weights import NewWeights
 from penstock.pipeline.vocabulary import VocabularyChoice
 from penstock.runtime import compile_counter
-from tests.models.stories import POSITIONS, VOCAB
+from tests.models.stories import POSITIONS, VOCAB, shallow
 
 from .conftest import Build, needs_native
 
@@ -27,6 +27,12 @@ def answer(model: Path, prompt: str = "Once upon a time") -> list[int]:
     llm = LLM(model, num_gpu_blocks_override=24, max_model_len=256)
     (found,) = llm.generate([prompt], SamplingParams(temperature=0, max_tokens=16))
     return found.outputs[0].token_ids
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two layers of the embedded model: passes and formats are the same in each."""
+    return shallow(tmp_path_factory.mktemp("small") / "model")
 
 
 def test_the_report_says_what_passes_did(engine_of: Build) -> None:
@@ -40,13 +46,13 @@ def test_the_report_says_what_passes_did(engine_of: Build) -> None:
 @needs_native
 @pytest.mark.parametrize("passes", [(), ("fuse-norm-linear",), ("fuse-residual", "dead-code")])
 def test_any_passes_give_the_same_tokens(
-    tmp_path: Path, engine_of: Build, passes: tuple[str, ...]
+    small: Path, tmp_path: Path, engine_of: Build, passes: tuple[str, ...]
 ) -> None:
     options = BuildOptions(
-        "stories", tmp_path / "engine", passes=passes, profile=(1, 8, 128), max_num_seqs=8
+        small, tmp_path / "engine", passes=passes, profile=(1, 8, 128), max_num_seqs=8
     )
     build(options)
-    assert answer(tmp_path / "engine") == answer(engine_of())
+    assert answer(tmp_path / "engine") == answer(engine_of(small))
     assert f"--passes {','.join(passes) or 'none'}" in options.command
 
 
@@ -57,10 +63,10 @@ def test_no_such_pass(tmp_path: Path) -> None:
 
 @needs_native
 @pytest.mark.parametrize("kv", ["auto", "int8", "kivi"])
-def test_export_build_run(tmp_path: Path, kv: str) -> None:
+def test_export_build_run(small: Path, tmp_path: Path, kv: str) -> None:
     """The graph is the export's, so is the cache's format, and nothing is compiled to run."""
     weights = NewWeights("w4a16-g64", head="w8a16")
-    export_model("stories", tmp_path / "export", weights=weights, kv_cache_dtype=kv)
+    export_model(small, tmp_path / "export", weights=weights, kv_cache_dtype=kv)
     report = build(
         BuildOptions(tmp_path / "export", tmp_path / "engine", profile=(1, 8, 128), max_num_seqs=8)
     )

@@ -30,11 +30,12 @@ from penstock.pipeline.qat import QatOptions, train
 from penstock.pipeline.quantize import quantize_model
 from penstock.pipeline.store import Store, source_digest
 from penstock.quant import parse_scheme
-from tests.models.stories import LAYERS, MATRICES, STORIES
+from tests.models.stories import STORIES, shallow
 from tests.models.tiny import Tiny
 from tests.pipeline.test_quantize import same
 
 KILLED = Path(__file__).with_name("killed_export.py")
+LAYERS, MATRICES = 4, 16  # of the model that is exported
 SCHEMES = [parse_scheme(name) for name in ("w4a16-g32", "w8a16")]
 
 
@@ -44,13 +45,14 @@ class CutOffError(Exception):
 
 @pytest.fixture(scope="module")
 def given(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A text and an adapter for the embedded model."""
+    """A text and an adapter for the embedded model, and a model of its first layers."""
     folder = tmp_path_factory.mktemp("given")
     llm = LLM(max_model_len=256)
     starts = ["Once upon a time", "One day, a little girl", "Tom and his dog", "The old tree"]
     params = SamplingParams(seed=1, max_tokens=120, ignore_eos=True)
     written = llm.generate(starts, params)
     (folder / "text.txt").write_text("\n<|endoftext|>\n".join(o.outputs[0].text for o in written))
+    shallow(folder / "model", LAYERS)
     (folder / "adapter").mkdir()
     module, base = "model.layers.0.self_attn.q_proj", Checkpoint(STORIES)
     n, k = base.shape(f"{module}.weight")
