@@ -21,7 +21,8 @@ from tests.models.seeing import (
     picture,
 )
 
-from penstock.errors import InvalidPromptError, MissingExtraError, ModelError
+from penstock import LLM
+from penstock.errors import ConfigError, InvalidPromptError, MissingExtraError, ModelError
 from penstock.models.load import load_model
 from penstock.models.registry import read_spec
 from penstock.models.vision import opening
@@ -205,6 +206,34 @@ def test_pixels_as_processors_once_said_them(tmp_path: Path) -> None:
     set_processor(tmp_path, size=None, min_pixels=28 * 28 * 6, max_pixels=28 * 28 * 12)
     for size in ((20, 20), (300, 400)):
         assert 6 <= pictures_of(made.folder).cutter.cut(picture(*size)).tokens <= 12
+
+
+def test_what_may_be_chosen_otherwise(tmp_path: Path) -> None:
+    grid, tiles, whole = (tmp_path / name for name in ("grid", "tiles", "whole"))
+    make_qwen(grid)
+    make_idefics3(tiles)
+    make_llava(whole)
+
+    def tokens(folder: Path, **instead: Any) -> int:
+        llm = LLM(folder, mm_processor_kwargs=instead)
+        assert llm.runtime.sight is not None
+        return llm.runtime.sight.pictures.cutter.cut(picture(300, 300)).tokens
+
+    assert tokens(grid, max_pixels=57 * 57, min_pixels=1) == 4
+    assert tokens(grid, size={"shortest_edge": 1, "longest_edge": 84 * 84}) == 9
+    assert tokens(tiles, do_image_splitting=False) == 4
+    assert tokens(tiles, size={"longest_edge": 112}) == 20
+    for folder, key, said in (
+        (grid, "max_pixel", r"not 'max_pixel'\. Did you mean 'max_pixels'"),
+        (tiles, "max_pixels", "may say size, do_image_splitting, not 'max_pixels'"),
+        (whole, "crop_size", "have nothing to say, not 'crop_size'"),
+    ):
+        with pytest.raises(ConfigError, match=said):
+            LLM(folder, mm_processor_kwargs={key: 5})
+    with pytest.raises(ConfigError, match="of models that see pictures"):
+        LLM(mm_processor_kwargs={"max_pixels": 5})
+    with pytest.raises(ConfigError, match="must be an object such as"):
+        LLM(grid, mm_processor_kwargs=[5])
 
 
 def test_no_processor(tmp_path: Path) -> None:

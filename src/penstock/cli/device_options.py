@@ -69,6 +69,18 @@ Nvtx = Annotated[
 ]
 
 
+MmProcessor = Annotated[
+    str | None,
+    typer.Option(
+        "--mm-processor-kwargs",
+        metavar="JSON",
+        help="How pictures are cut, instead of what the model's processor says: "
+        "'{\"max_pixels\": 401408}'.",
+        rich_help_panel=_PANEL,
+    ),
+]
+
+
 @dataclass(frozen=True, slots=True)
 class Placed:
     """Where a model runs."""
@@ -90,26 +102,28 @@ class Placed:
             async_scheduling=self.async_scheduling,
             nvtx=self.nvtx or None,
             load_format=None if self.load_format == "auto" else self.load_format,
-            compilation_config=_object(self.compilation_config),
+            compilation_config=json_object(
+                self.compilation_config, "--compilation-config", '{"cudagraph_mode": "none"}'
+            ),
         )
 
 
 PLACED = Placed()
 
 
-def _object(text: str | None) -> dict[str, Any] | None:
+def json_object(text: str | None, option: str, such: str) -> dict[str, Any] | None:
+    """What an option says. Raises ConfigError for what isn't an object; such: one that is."""
     if text is None:
         return None
     try:
         found = json.loads(text)
     except ValueError as error:
-        raise ConfigError(
-            f"--compilation-config isn't JSON: {error}. An object such as "
-            '{"cudagraph_mode": "none"} is.'
-        ) from error
+        raise ConfigError(f"{option} isn't JSON: {error}. An object such as {such} is.") from error
     if not isinstance(found, dict):
-        raise ConfigError(
-            "--compilation-config must be an object such as "
-            f'{{"cudagraph_mode": "none"}}, not {text!r}.'
-        )
+        raise ConfigError(f"{option} must be an object such as {such}, not {text!r}.")
     return found
+
+
+def how_to_cut(text: str | None) -> dict[str, Any] | None:
+    """What --mm-processor-kwargs says. Raises ConfigError for what isn't an object."""
+    return json_object(text, "--mm-processor-kwargs", '{"max_pixels": 401408}')

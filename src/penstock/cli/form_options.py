@@ -16,8 +16,10 @@ from penstock.cli.device_options import (
     Device,
     EnforceEager,
     LoadFormat,
+    MmProcessor,
     Nvtx,
     Placed,
+    how_to_cut,
 )
 from penstock.cli.lora_options import Lora, one_adapter, single
 from penstock.cli.options import (
@@ -96,6 +98,7 @@ class Loaded:
     async_scheduling: AsyncScheduling = None
     nvtx: Nvtx = False
     lora: Lora = None
+    mm_processor_kwargs: MmProcessor = None
 
     def config(self, model: str) -> EngineConfig:
         """An engine's, for this model."""
@@ -107,6 +110,7 @@ class Loaded:
             kv_cache_dtype=self.kv_cache_dtype,
             max_model_len=self.max_model_len,
             speculative_config=speculation(self.speculative_config),
+            mm_processor_kwargs=how_to_cut(self.mm_processor_kwargs),
         )
         options |= Placed(
             self.device,

@@ -18,7 +18,7 @@ from typing import IO, TYPE_CHECKING, Annotated, Any
 import typer
 
 from penstock.cli import console
-from penstock.cli.device_options import PLACED, Placed
+from penstock.cli.device_options import PLACED, MmProcessor, Placed, how_to_cut
 from penstock.cli.loading import settle_heap
 from penstock.cli.options import (
     KvCacheDtype,
@@ -58,6 +58,7 @@ def run(
     max_model_len: MaxModelLen = None,
     kv_cache_dtype: KvCacheDtype = "auto",
     speculative_config: SpeculativeConfig = None,
+    mm_processor_kwargs: MmProcessor = None,
     placed: Placed = PLACED,
     served_model_name: Annotated[
         list[str] | None,
@@ -92,6 +93,7 @@ def run(
             speculative_config=speculation(speculative_config),
         ),
         **placed.chosen(),
+        **given(mm_processor_kwargs=how_to_cut(mm_processor_kwargs)),
         kv_cache_dtype=kv_cache_dtype,
         verify=verify,
     )

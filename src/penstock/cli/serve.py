@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 
-from penstock.cli.device_options import PLACED, Placed
+from penstock.cli.device_options import PLACED, MmProcessor, Placed, how_to_cut
 from penstock.cli.loading import settle_heap
 from penstock.cli.lora_options import ADAPTERS, ServedAdapters
 from penstock.cli.options import (
@@ -279,6 +279,7 @@ def serve(
     adapters: ServedAdapters = ADAPTERS,
     placed: Placed = PLACED,
     speculative_config: SpeculativeConfig = None,
+    mm_processor_kwargs: MmProcessor = None,
     seed: Annotated[
         int | None, _option(help="For requests without their own.", panel=_ENGINE)
     ] = None,
@@ -355,6 +356,7 @@ def serve(
             starvation_s=starvation_time,
             swap_space=swap_space,
             speculative_config=speculation(speculative_config),
+            mm_processor_kwargs=how_to_cut(mm_processor_kwargs),
             dtype=dtype,
             quantization=quantization,
             kv_cache_dtype=kv_cache_dtype,

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 import re
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 from penstock.config.checks import choices, flags, one_of, positive, seconds
 from penstock.config.compilation import CompilationConfig
@@ -58,6 +59,8 @@ class ModelConfig:
     compilation: CompilationConfig | None = None  # of a GPU's steps; None: graphs of decoding ones
     verify: bool = False  # an engine folder's weights against their checksums
     seed: int = 0
+    mm_processor_kwargs: Mapping[str, Any] | None = field(default=None, hash=False)
+    """How pictures are cut, in place of what the model's processor says of these keys."""
 
     def __post_init__(self) -> None:
         positive(self, "max_model_len")
@@ -72,6 +75,12 @@ class ModelConfig:
         one_of(self, "dtype", ("auto", "float32", "float", "bfloat16"))
         one_of(self, "load_format", ("auto", "dummy"))
         object.__setattr__(self, "compilation", CompilationConfig.of(self.compilation))
+        cut: object = self.mm_processor_kwargs
+        if not isinstance(cut, Mapping | None):
+            raise ConfigError(
+                'mm_processor_kwargs must be an object such as {"max_pixels": 401408}, not '
+                f"{type(cut).__name__}."
+            )
         self._check_device()
         if isinstance(self.seed, bool) or not isinstance(self.seed, int) or self.seed < 0:
             raise ConfigError(f"seed must be an integer of at least 0, not {self.seed!r}.")

@@ -181,13 +181,18 @@ def _sight(
 ) -> Sight | None:
     """A seeing model's tower, ready for steps; None of others."""
     spec, vision = loaded.spec.pictures, loaded.spec.decoder.vision
+    chosen = config.model.mm_processor_kwargs
     if spec is None or vision is None:
+        if chosen is not None:
+            raise ConfigError(
+                "mm_processor_kwargs are of models that see pictures: leave them out."
+            )
         return None
     rows = config.scheduler.max_num_batched_tokens
     turns = isinstance(vision, GridSpec)
     check_seeing(config, rows, turns)
     placeholder = None if tokenizer is None else tokenizer.id_to_token(spec.token_id)
-    pictures = open_pictures(folder, spec, vision, placeholder or "<image>")
+    pictures = open_pictures(folder, spec, vision, placeholder or "<image>", chosen)
     return Sight(loaded.model, pictures, device, block_size, rows)
 
 

@@ -16,7 +16,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from penstock.errors import InvalidPromptError, ModelNotFoundError, UnsupportedModelError
+from penstock.errors import (
+    ConfigError,
+    InvalidPromptError,
+    ModelNotFoundError,
+    UnsupportedModelError,
+    nearest,
+)
 from penstock.models.registry import read_json
 from penstock.models.spec import PicturesSpec
 from penstock.nn.spec import GridSpec, VisionSpec
@@ -30,6 +36,12 @@ _HALF = (0.5, 0.5, 0.5)
 _CLIP_MEAN = (0.48145466, 0.4578275, 0.40821073)
 _CLIP_STD = (0.26862954, 0.26130258, 0.27577711)
 _BICUBIC, _LANCZOS = 3, 1
+MAY_BE_CHOSEN: dict[str, tuple[str, ...]] = {
+    "tiles": ("size", "do_image_splitting"),
+    "whole": (),
+    "grid": ("min_pixels", "max_pixels", "size"),
+}
+"""Of each way to cut, what may be chosen otherwise than a model's processor says it."""
 _NARROWEST = 200
 """Of Qwen2-VL: one side over the other."""
 
@@ -271,10 +283,17 @@ def _padded(image: Image, colour: tuple[int, ...]) -> Image:
 
 
 def open_pictures(
-    folder: Path, spec: PicturesSpec, vision: VisionSpec | GridSpec, placeholder: str
+    folder: Path,
+    spec: PicturesSpec,
+    vision: VisionSpec | GridSpec,
+    placeholder: str,
+    instead: Mapping[str, Any] | None = None,
 ) -> Pictures:
-    """What a model's folder says of pictures. Raises ModelError for what isn't built."""
-    given = _processor(folder)
+    """What a model's folder says of pictures. Raises ModelError for what isn't built.
+
+    instead: of what the folder says of these keys; ConfigError for others than `MAY_BE_CHOSEN`.
+    """
+    given = _chosen(_processor(folder), spec.cut, instead or {})
     for key in ("do_resize", "do_rescale", "do_normalize"):
         if given.get(key, True) is not True:
             raise _unbuilt(folder, key, given[key])
@@ -291,6 +310,22 @@ def open_pictures(
         _colours(folder, "image_std", given.get("image_std", std)),
     )
     return Pictures(placeholder, spec.around, spec.token_id, cutter, scaling)
+
+
+def _chosen(own: Mapping[str, Any], cut: str, instead: Mapping[str, Any]) -> Mapping[str, Any]:
+    """A processor's settings, with those that somebody chose."""
+    may = MAY_BE_CHOSEN[cut]
+    unknown = [key for key in instead if key not in may]
+    if unknown:
+        are = f"may say {', '.join(may)}" if may else "have nothing to say"
+        raise ConfigError(
+            f"mm_processor_kwargs of this kind of model {are}, not {unknown[0]!r}."
+            f"{nearest(str(unknown[0]), may)}"
+        )
+    kept = dict(own)
+    if "size" in instead:  # the two say the same
+        kept = {key: value for key, value in own.items() if key not in ("min_pixels", "max_pixels")}
+    return kept | dict(instead)
 
 
 _Chosen = tuple[Cutter, tuple[float, ...], tuple[float, ...]]
