@@ -8,7 +8,7 @@ Source: Zheng et al. 2023, arXiv:2312.07104 (RadixAttention).
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 from penstock.cache.blocks import BlockPool
@@ -25,7 +25,7 @@ class Node:
     lost: its block, or one before it, has been given up, so that nobody finds it.
     """
 
-    __slots__ = ("block", "children", "key", "lost", "parent")
+    __slots__ = ("block", "children", "digest", "key", "lost", "parent")
 
     def __init__(self, block: int, key: Key, parent: Node | None) -> None:
         self.block = block
@@ -33,6 +33,7 @@ class Node:
         self.parent = parent
         self.children: dict[Key, Node] = {}
         self.lost = False
+        self.digest = ""  # of what its path says, where somebody asks for it
 
 
 class _Root(Node):
@@ -55,6 +56,7 @@ class PrefixTree:
         self._nodes: dict[int, Node] = {}
         self.tokens_asked = 0
         self.tokens_hit = 0
+        self.on_insert: Callable[[Node], None] = lambda node: None  # is shown every new one
         pool.on_evict = self._evict
 
     def root(self, salt: Hashable = None) -> Node:
@@ -117,7 +119,14 @@ class PrefixTree:
             node = parent.children[key] = Node(block, key, parent)
             self._nodes[block] = node
             self._pool.keep(block)
+            self.on_insert(node)
         return node
+
+    @staticmethod
+    def salt_of(root: Node) -> Hashable:
+        """Whose a root is."""
+        assert isinstance(root, _Root)
+        return root.salt
 
     def _evict(self, block: int) -> None:
         node = self._nodes.pop(block)

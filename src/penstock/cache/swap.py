@@ -98,7 +98,7 @@ class SwapStore:
         self._reach(max(slot for _, slot in pairs))
         places = [(block, *self._place(slot)) for block, slot in pairs]
         for cache, chunks in zip(self._cache, self._parts, strict=True):
-            rows = _read(cache, [block for block, _, _ in places])
+            rows = read_blocks(cache, [block for block, _, _ in places])
             for row, (_, chunk, at) in zip(rows, places, strict=True):
                 chunks[chunk][at] = row
 
@@ -107,7 +107,7 @@ class SwapStore:
         places = [(*self._place(slot), block) for slot, block in pairs]
         for cache, chunks in zip(self._cache, self._parts, strict=True):
             rows = [chunks[chunk][at] for chunk, at, _ in places]
-            _write(cache, [block for _, _, block in places], rows)
+            write_blocks(cache, [block for _, _, block in places], rows)
 
     def _place(self, slot: int) -> tuple[int, int]:
         """A slot's chunk, and where it is in there."""
@@ -129,7 +129,7 @@ class SwapStore:
             self._sizes.append(size)
 
 
-def _read(cache: torch.Tensor, blocks: list[int]) -> Iterable[Words]:
+def read_blocks(cache: torch.Tensor, blocks: list[int]) -> Iterable[Words]:
     """The rows of these blocks; a GPU's come in one copy."""
     if cache.is_cpu:
         held = cache.numpy()
@@ -137,7 +137,7 @@ def _read(cache: torch.Tensor, blocks: list[int]) -> Iterable[Words]:
     return cache.index_select(0, torch.tensor(blocks, device=cache.device)).cpu().numpy()
 
 
-def _write(cache: torch.Tensor, blocks: list[int], rows: list[Words]) -> None:
+def write_blocks(cache: torch.Tensor, blocks: list[int], rows: list[Words]) -> None:
     """Overwrite these blocks; a GPU's in one copy."""
     if cache.is_cpu:
         held = cache.numpy()

@@ -21,6 +21,7 @@ from penstock.cli.device_options import (
     Placed,
     how_to_cut,
 )
+from penstock.cli.disk_options import PrefixCacheDir, PrefixCacheDiskSpace, on_disk
 from penstock.cli.lora_options import Lora, one_adapter, single
 from penstock.cli.options import (
     Dtype,
@@ -99,6 +100,8 @@ class Loaded:
     nvtx: Nvtx = False
     lora: Lora = None
     mm_processor_kwargs: MmProcessor = None
+    prefix_cache_dir: PrefixCacheDir = None
+    prefix_cache_disk_space: PrefixCacheDiskSpace = None
 
     def config(self, model: str) -> EngineConfig:
         """An engine's, for this model."""
@@ -121,6 +124,7 @@ class Loaded:
             self.async_scheduling,
             self.nvtx,
         ).chosen()
+        options |= on_disk(self.prefix_cache_dir, self.prefix_cache_disk_space)
         return EngineConfig.of(model=model, **options, **one_adapter(single(self.lora)))
 
     def wishes(self, runtime: Runtime, prediction: str | None = None) -> RequestOptions:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 import typer
 
 from penstock.cli.device_options import PLACED, MmProcessor, Placed, how_to_cut
+from penstock.cli.disk_options import PrefixCacheDir, PrefixCacheDiskSpace, on_disk
 from penstock.cli.loading import settle_heap
 from penstock.cli.lora_options import ADAPTERS, ServedAdapters
 from penstock.cli.options import (
@@ -280,6 +281,8 @@ def serve(
     placed: Placed = PLACED,
     speculative_config: SpeculativeConfig = None,
     mm_processor_kwargs: MmProcessor = None,
+    prefix_cache_dir: PrefixCacheDir = None,
+    prefix_cache_disk_space: PrefixCacheDiskSpace = None,
     seed: Annotated[
         int | None, _option(help="For requests without their own.", panel=_ENGINE)
     ] = None,
@@ -350,6 +353,7 @@ def serve(
         preemption_mode=preemption_mode,
         **placed.chosen(),
         **adapters.chosen(modules),
+        **on_disk(prefix_cache_dir, prefix_cache_disk_space),
         **given(
             ttft_slo_s=None if ttft_slo_ms is None else ttft_slo_ms / 1000,
             tpot_slo_s=None if tpot_slo_ms is None else tpot_slo_ms / 1000,

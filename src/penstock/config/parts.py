@@ -35,6 +35,9 @@ STARVATION_S = 60.0
 _DEVICES = r"auto|cpu|cuda(:(0|[1-9][0-9]?))?"
 
 
+DISK_SPACE = 10.0
+"""The default of `CacheConfig.prefix_cache_disk_space`."""
+
 MAX_NUM_BATCHED_TOKENS = 2048
 """Unless asked otherwise."""
 
@@ -127,6 +130,8 @@ class CacheConfig:
     # auto: what an export or engine was made with, else that of the activations
     kv_cache_dtype: KvCacheDtype = "auto"
     kv_recent_window: int | None = None  # tokens that kivi keeps in bfloat16; None: 128
+    prefix_cache_dir: str | Path | None = None  # where prefixes outlive the process; None: nowhere
+    prefix_cache_disk_space: float = DISK_SPACE  # GiB of it, at most
 
     def __post_init__(self) -> None:
         positive(self, "block_size", "num_blocks")
@@ -135,6 +140,7 @@ class CacheConfig:
         if self.block_size % 32:
             raise ConfigError(f"block_size must be a multiple of 32 tokens, not {self.block_size}.")
         self._check_window()
+        self._check_disk()
         fraction = self.memory_fraction
         if isinstance(fraction, bool) or not isinstance(fraction, int | float):
             raise ConfigError(f"memory_fraction must be a number, not {fraction!r}.")
@@ -146,6 +152,24 @@ class CacheConfig:
             raise ConfigError(
                 f"num_blocks={self.num_blocks} leaves memory_fraction={fraction} (also "
                 "gpu_memory_utilization) nothing to decide. Give one of them."
+            )
+
+    def _check_disk(self) -> None:
+        space, folder = self.prefix_cache_disk_space, self.prefix_cache_dir
+        if isinstance(space, bool) or not isinstance(space, int | float) or not 0 < space < 1e9:
+            raise ConfigError(
+                f"prefix_cache_disk_space must be a number of GiB above 0, not {space!r}."
+            )
+        if folder is None and space != DISK_SPACE:
+            raise ConfigError(
+                f"prefix_cache_disk_space={space} has no effect without a prefix_cache_dir."
+            )
+        if not isinstance(folder, str | Path | None) or folder == "":
+            raise ConfigError(f"prefix_cache_dir must be a folder, not {folder!r}.")
+        if folder is not None and not self.enable_prefix_caching:
+            raise ConfigError(
+                "prefix_cache_dir keeps what the prefix cache finds, and enable_prefix_caching is "
+                "off. Leave one of them out."
             )
 
     def _check_window(self) -> None:

@@ -296,6 +296,8 @@ class AsyncLLM:
             self._wake.notify()
         if threading.current_thread() is not self._thread:
             self._thread.join()
+        if self.runtime.disk is not None:
+            self.runtime.disk.close()
         atexit.unregister(self.shutdown)
 
     def _name(self, request_id: str | None) -> str:

@@ -69,6 +69,7 @@ def stats_of(engine: Engine) -> dict[str, Any]:
         "swapped_blocks": engine.swap_space.num_used,
         "swap_space_blocks": engine.swap_space.num_slots,
         "steps": engine.ledger.prefill.steps + engine.ledger.decode.steps,
+        **({} if engine.remembering is None else engine.remembering.stats()),
         **_sight_stats(engine),
         **_graph_stats(engine),
     }

@@ -29,6 +29,7 @@ from penstock.engine.plan import Part, Plan
 from penstock.engine.pooling import Pooler, PoolingParams, checked, pooling_request
 from penstock.engine.preemption import CostPredictor, Preemption
 from penstock.engine.refusals import check_options, check_prediction
+from penstock.engine.remembering import Remembering
 from penstock.engine.request import Request, Sequence, Status
 from penstock.engine.scheduler import Scheduler
 from penstock.engine.speculation import Speculation
@@ -66,6 +67,9 @@ class Engine:
         caching = config.cache.enable_prefix_caching
         self.tree = PrefixTree(self.pool, block_size) if caching else None
         self.pins = Pins(self.pool, block_size) if caching else None
+        self.remembering: Remembering | None = None
+        if runtime.disk is not None and self.tree is not None:
+            self.remembering = Remembering(runtime.disk, self.tree, self.pool, block_size)
         self.clock = clock
         model = runtime.model
         costs = CostModel(model.spec.decoder, model.model.formats, runtime.layout, model.dtype)
@@ -300,6 +304,10 @@ class Engine:
             return self._hand_out(Plan(landed[0]), landed[1], touched, marks)
         if self.speculation is not None:
             self.speculation.propose()
+        if self.remembering is not None and self.scheduler.admits:
+            scheduler, most = self.scheduler, self.config.scheduler.max_num_batched_tokens
+            spare = len(scheduler.running) + 1
+            self.remembering.fetch(scheduler.waiting, scheduler.rows.num_free, most, spare)
         with nvtx.span("schedule"):
             plan = self.scheduler.schedule()
         if self.speculation is not None:

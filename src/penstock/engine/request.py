@@ -183,6 +183,7 @@ class Request:
     prompt_logprobs: list[TokenLogprobs | None] | None = None
     error: Exception | None = None
     seen: Seen | None = None  # its pictures, where it has some
+    fetched: bool = False  # whether its prompt was looked for on disk
     beams: Beams | None = None  # where its sequences are those of one search
     guides: Request | None = None  # whose samples its sequences are the shadows of
     taken_back: list[int] = field(default_factory=list)  # the given prompt's end, to choose anew

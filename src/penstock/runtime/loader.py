@@ -10,7 +10,8 @@ from pathlib import Path
 
 import torch
 
-from penstock.cache import PagedLayout, RecentBlocks, kv_dtype, most_recent_blocks
+from penstock.cache import PagedLayout, RecentBlocks, block_rows, kv_dtype, most_recent_blocks
+from penstock.cache.disk import DiskStore
 from penstock.cache.kv_dtype import RECENT_WINDOW
 from penstock.config import EngineConfig, ModelConfig, SpeculativeConfig
 from penstock.config.lora import LoraConfig
@@ -33,6 +34,7 @@ from penstock.runtime.eagle import open_eagle
 from penstock.runtime.engine_folder import EngineFolder, is_engine
 from penstock.runtime.forwards import forward_of, forward_of_engine, forward_on, workspace_bytes
 from penstock.runtime.graphs import StepLimits
+from penstock.runtime.identity import identity
 from penstock.runtime.medusa import open_medusa
 from penstock.runtime.memory import activation_bytes, plan_blocks, window_of
 from penstock.runtime.plan import Plan
@@ -67,6 +69,7 @@ class Runtime:
     draft: Placed | None = None  # what guesses beside it, where something was loaded for that
     adapters: Adapters | None = None  # slots for them, with enable_lora
     sight: Sight | None = None  # of a model that sees pictures
+    disk: DiskStore | None = None  # where prefixes outlive the process
 
     def settle(self, config: EngineConfig) -> EngineConfig:
         """`config`, with a built engine's own values where nothing was chosen."""
@@ -168,7 +171,38 @@ def load_runtime(config: EngineConfig, progress: Progress | None = None) -> Runt
     adapters, adapted = _adapters(folder, config, loaded, kv)
     placed = None if opened is None else opened.place(blocks, config.model.enforce_eager)
     runner = runner_over(forward, kv, layout, vocabulary, None, _companions(placed), adapted)
-    return Runtime(loaded, tokenizer, layout, blocks, runner, None, placed, adapters, sight)
+    disk = _disk(folder, config, loaded, layout, kv, opened)
+    return Runtime(loaded, tokenizer, layout, blocks, runner, None, placed, adapters, sight, disk)
+
+
+def _disk(
+    folder: Path,
+    config: EngineConfig,
+    loaded: LoadedModel,
+    layout: PagedLayout,
+    kv: KV,
+    opened: Opened | None,
+) -> DiskStore | None:
+    """Where blocks are kept on disk; None where that isn't asked for. Raises ConfigError."""
+    asked = config.cache
+    if asked.prefix_cache_dir is None:
+        return None
+    why = None
+    if opened is not None:
+        why = "blocks have a part of a draft model's or of heads that guess"
+    elif window_of(loaded.spec.decoder, loaded.max_model_len):
+        why = "blocks are let go that a window has passed by"
+    if why is not None:
+        raise ConfigError(f"prefix_cache_dir isn't built where {why}. Leave it out.")
+    seed = config.model.seed if config.model.load_format == "dummy" else None
+    name = identity(folder, loaded, layout, seed)
+    limit = int(asked.prefix_cache_disk_space * (1 << 30))
+    store = DiskStore(Path(asked.prefix_cache_dir), name, block_rows(kv), limit)
+    logger.info(
+        "Prefixes outlive the process in %s: %d blocks, %.0f MiB.",
+        store.files.folder, len(store.files), store.files.nbytes / (1 << 20),
+    )  # fmt: skip
+    return store
 
 
 def _sight(
@@ -269,7 +303,10 @@ def _load_engine(folder: Path, config: EngineConfig) -> Runtime:
         forward, hidden = forward_of_engine(engine, loaded.model, kv, eager)
     placed = None if opened is None else opened.place(blocks, eager)
     runner = runner_over(forward, kv, layout, vocabulary, hidden, _companions(placed))
-    return Runtime(loaded, tokenizer, layout, blocks, runner, engine, placed, sight=sight)
+    disk = _disk(folder, config, loaded, layout, kv, opened)
+    return Runtime(
+        loaded, tokenizer, layout, blocks, runner, engine, placed, sight=sight, disk=disk
+    )
 
 
 def open_beside(config: EngineConfig, target: Target) -> Opened | None:

@@ -323,6 +323,7 @@ class _EngineCollector(Collector):
                 ),
             )
         )
+        yield from self._disk(stats)
         yield from self._pictures(stats)
         yield from self._speculation(stats)
         yield self._step_sizes()
@@ -340,6 +341,19 @@ class _EngineCollector(Collector):
             counter = CounterMetricFamily(name, what, labels=_LABELS)
             counter.add_metric(self._labels, value)
             yield counter
+
+    def _disk(self, stats: dict[str, Any]) -> Iterator[Metric]:
+        """Of blocks on disk, where some are kept there."""
+        if "disk_blocks" in stats:
+            yield from self._counters(
+                (f"penstock:prefix_disk_blocks_{name}", text, stats[f"disk_blocks_{name}"])
+                for name, text in (
+                    ("read", "Blocks of prompts read from disk."),
+                    ("written", "Blocks written to disk."),
+                    ("dropped", "Blocks that disks were too slow or too full for."),
+                    ("damaged", "Blocks whose files were damaged, and were removed."),
+                )
+            )
 
     def _pictures(self, stats: dict[str, Any]) -> Iterator[Metric]:
         """Of a model that sees."""

@@ -1,0 +1,60 @@
+"""What decides the bits of keys and values: a digest by which other processes' are known to fit."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+from penstock.cache import PagedLayout
+from penstock.kernels import native
+from penstock.models.load import LoadedModel
+
+VERSION = 1
+"""Of what is computed: raised when the kernels give other bits, or blocks lie otherwise."""
+SAMPLES, SAMPLE = 64, 1 << 16
+"""Pieces of a file of weights that are read, and bytes of each."""
+
+
+def identity(folder: Path, loaded: LoadedModel, layout: PagedLayout, dummy_seed: int | None) -> str:
+    """Of a model as it was loaded and the cache that it fills.
+
+    Weights are known by their files' names, sizes, times and samples of what is in them: to read
+    them all would take as long as loading. dummy_seed: of random ones, which lie in no file.
+    """
+    found = hashlib.sha256()
+    spec = loaded.spec
+    parts = [
+        VERSION,
+        spec.family,
+        spec.decoder,
+        loaded.model.formats.described,
+        loaded.dtype,
+        layout,
+        native.handle is None,  # the reference's sums are in another order
+        dummy_seed,
+    ]
+    ropes = {layer.attention.rope for layer in spec.decoder.layers}
+    if any(rope is not None and rope.kind == "longrope" for rope in ropes):
+        parts.append(loaded.max_model_len)  # which chooses among its factors
+    found.update(repr(parts).encode())
+    if dummy_seed is None:
+        for piece in _weights(folder):
+            found.update(piece)
+    return found.hexdigest()[:32]
+
+
+def _weights(folder: Path) -> Iterator[bytes]:
+    """What the files of weights are known by."""
+    kinds = ("*.safetensors", "*.gguf", "weights.bin", "adapter_config.json")
+    files = [folder] if folder.is_file() else sorted(f for kind in kinds for f in folder.glob(kind))
+    for file in files:
+        stat = file.stat()
+        yield f"{file.name} {stat.st_size} {stat.st_mtime_ns}".encode()
+        with open(file, "rb") as opened:
+            for number in range(SAMPLES):
+                opened.seek(stat.st_size * number // SAMPLES)
+                yield opened.read(SAMPLE)
+            opened.seek(max(stat.st_size - SAMPLE, 0), os.SEEK_SET)
+            yield opened.read(SAMPLE)

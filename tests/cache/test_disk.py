@@ -1,0 +1,196 @@
+"""Blocks on disk: what was put there comes back whole, or not at all."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from penstock.cache import disk
+from penstock.cache.disk import DiskStore, Files, digest_of, root_digest
+from penstock.errors import ConfigError
+
+SIZE = 40
+
+
+def wait_for(files: Files, written: int) -> None:
+    end = time.monotonic() + 10
+    while files.written < written and time.monotonic() < end:
+        time.sleep(0.002)
+    assert files.written == written
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> Iterator[Files]:
+    made = Files(tmp_path / "blocks", SIZE, 1 << 20)
+    yield made
+    made.close()
+
+
+def data(seed: int) -> bytes:
+    return bytes((seed + i) % 256 for i in range(SIZE))
+
+
+def test_what_was_put_comes_back(files: Files, tmp_path: Path) -> None:
+    """At once, and in another process's place."""
+    for seed in range(5):
+        assert files.takes(f"{seed}")
+        files.put(f"{seed}", data(seed))
+        assert not files.takes(f"{seed}")
+        assert files.get(f"{seed}") == data(seed)
+    wait_for(files, 5)
+    other = Files(tmp_path / "blocks", SIZE, 1 << 20)
+    assert len(other) == 5 and "3" in other and "7" not in other
+    assert [other.get(f"{seed}") for seed in range(5)] == [data(seed) for seed in range(5)]
+    assert other.read == 5
+    other.close()
+
+
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        lambda whole: whole[:-1],
+        lambda whole: whole + b"x",
+        lambda whole: whole[:10],
+        lambda whole: b"",
+        lambda whole: b"penstkv9" + whole[8:],
+        lambda whole: whole[:-3] + bytes((whole[-3] ^ 1,)) + whole[-2:],
+        lambda whole: whole[:8] + bytes(8) + whole[16:],
+    ],
+)
+def test_a_damaged_file_is_removed(
+    spoil: object, files: Files, caplog: pytest.LogCaptureFixture
+) -> None:
+    files.put("a", data(1))
+    wait_for(files, 1)
+    file = files.folder / "a.kv"
+    file.write_bytes(spoil(file.read_bytes()))  # type: ignore[operator]
+    assert files.get("a") is None
+    assert (files.damaged, "a" in files, file.exists()) == (1, False, False)
+    assert "is damaged and is removed" in caplog.text
+    assert files.takes("a")
+
+
+def test_a_file_that_another_process_removed(files: Files) -> None:
+    files.put("a", data(1))
+    wait_for(files, 1)
+    (files.folder / "a.kv").unlink()
+    assert files.get("a") is None and files.damaged == 0 and "a" not in files
+
+
+def test_what_was_used_longest_ago_makes_room(tmp_path: Path) -> None:
+    each = SIZE + disk._HEAD.size
+    files = Files(tmp_path, SIZE, 4 * each)
+    for name in "abcd":
+        files.put(name, data(0))
+    wait_for(files, 4)
+    assert files.get("a") is not None  # now b is the oldest
+    for name in "ef":
+        files.put(name, data(0))
+    wait_for(files, 6)
+    assert sorted(file.stem for file in tmp_path.glob("*.kv")) == ["a", "d", "e", "f"]
+    assert files.nbytes == 4 * each
+    files.close()
+    for number, name in enumerate("dfea"):  # as their times say it to the next process
+        os.utime(tmp_path / f"{name}.kv", (number, number))
+    later = Files(tmp_path, SIZE, 4 * each)
+    later.put("g", data(0))
+    wait_for(later, 1)
+    assert sorted(file.stem for file in tmp_path.glob("*.kv")) == ["a", "e", "f", "g"]
+    later.close()
+
+
+def test_nothing_waits_for_a_slow_disk(files: Files, monkeypatch: pytest.MonkeyPatch) -> None:
+    gate, write = threading.Event(), files._put
+
+    def slow(digest: str, held: bytes) -> None:
+        gate.wait(10)
+        write(digest, held)
+
+    monkeypatch.setattr(files, "_put", slow)
+    monkeypatch.setattr(disk, "QUEUED_BYTES", 3 * SIZE)
+    taken = [name for name in "abcdef" if files.takes(name) and not files.put(name, data(0))]
+    assert taken == ["a", "b", "c"] and files.dropped == 3
+    gate.set()
+    wait_for(files, 3)
+    assert files.takes("d")
+
+
+def test_a_full_disk_costs_blocks_only(
+    files: Files, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def full(source: object, target: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "replace", full)
+        files.put("a", data(0))
+        end = time.monotonic() + 10
+        while not files.dropped and time.monotonic() < end:
+            time.sleep(0.002)
+    assert "No space left" in caplog.text and "a" not in files
+    assert list(files.folder.iterdir()) == []
+    files.put("b", data(1))
+    wait_for(files, 1)
+
+
+def test_what_is_queued_is_written_at_the_end(tmp_path: Path) -> None:
+    files = Files(tmp_path, SIZE, 1 << 20)
+    for seed in range(50):
+        files.put(f"{seed}", data(seed))
+    files.close()
+    assert files.written == 50 and not files.takes("more")
+
+
+def test_what_others_left_behind(tmp_path: Path) -> None:
+    old, new, strange = (tmp_path / name for name in ("a.1.tmp", "b.2.tmp", "README"))
+    for file in (old, new, strange):
+        file.write_bytes(b"x")
+    os.utime(old, (1, 1))
+    files = Files(tmp_path, SIZE, 1 << 20)
+    assert (old.exists(), new.exists(), strange.exists(), len(files)) == (False, True, True, 0)
+    files.close()
+
+
+def test_rows_of_several_pieces(tmp_path: Path) -> None:
+    """Whole words and bytes; other blocks stay as they are."""
+    rows = [torch.arange(60).view(6, 10), torch.arange(42, dtype=torch.int8).view(6, 7)]
+    want = [row.clone() for row in rows]
+    store = DiskStore(tmp_path, "model", rows, 1 << 20)
+    for block in (1, 4):
+        store.put(f"{block}", block)
+    for row in rows:
+        row[[1, 4]] = 0
+    each = [store.files.get(f"{block}") for block in (4, 1)]
+    assert all(held is not None for held in each)
+    store.load([4, 1], each)  # type: ignore[arg-type]
+    assert all(torch.equal(row, held) for row, held in zip(rows, want, strict=True))
+    assert (tmp_path / "model").stat().st_mode & 0o077 == 0
+    store.close()
+    assert store.files.written == 2
+
+
+def test_it_ends_with_its_owner(tmp_path: Path) -> None:
+    """What is queued is written, and nothing holds the cache any longer."""
+    store = DiskStore(tmp_path, "model", [torch.zeros(2, 4)], 1 << 20)
+    store.put("a", 0)
+    files = store.files
+    del store
+    assert files.written == 1 and not files._writer.is_alive()
+
+
+def test_folders_that_cant_be(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("x")
+    with pytest.raises(ConfigError, match=r"prefix_cache_dir=.* can't be written to"):
+        DiskStore(tmp_path / "file", "model", [torch.zeros(2, 4)], 1)
+
+
+def test_digests_tell_all_apart() -> None:
+    roots = {root_digest(salt) for salt in (None, "", "a", "b")}
+    found = {digest_of(root, tokens) for root in roots for tokens in ([1, 2], [12], [2, 1], [-1])}
+    assert len(roots) == 4 and len(found) == 16

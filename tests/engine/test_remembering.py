@@ -1,0 +1,253 @@
+"""Prefixes that outlive the engine: the same bits, found by those and only those they belong to."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from penstock import LLM, SamplingParams, ops
+from penstock.engine import RequestOptions
+from penstock.errors import ConfigError
+from tests.models.seeing import make_qwen3, picture
+
+PROMPTS = [[(7 * i + k) % 500 + 3 for i in range(n)] for k, n in enumerate((200, 97, 33, 64, 150))]
+PROMPTS.append(PROMPTS[0][:100] + PROMPTS[1])
+
+
+def greedy(**more: Any) -> SamplingParams:
+    return SamplingParams(temperature=0, max_tokens=40, ignore_eos=True, logprobs=1, **more)
+
+
+def run(llm: LLM, prompts: Any = None, **more: Any) -> tuple[list[Any], list[int]]:
+    """(what was said, tokens of each prompt that were found)."""
+    items = PROMPTS if prompts is None else prompts
+    outputs = llm.generate(items, greedy(), **more)
+    exact = ops.has_native("linear")
+    said = [
+        (s.token_ids, [{t: p.logprob for t, p in at.items()} for at in s.logprobs or []] * exact)
+        for output in outputs
+        for s in output.outputs
+    ]
+    return said, [output.metrics.cached_tokens for output in outputs]
+
+
+@pytest.fixture
+def made(tmp_path: Path) -> Iterator[Any]:
+    """Makes engines over one folder; those before have written what they had when one is made."""
+    engines: list[LLM] = []
+
+    def make(**more: Any) -> LLM:
+        for engine in engines:
+            assert engine.runtime.disk is not None
+            engine.runtime.disk.close()
+        given = {"dtype": "float32", "prefix_cache_dir": tmp_path / "kept", **more}
+        engines.append(LLM(**given))
+        return engines[-1]
+
+    yield make
+    for engine in engines:
+        if engine.runtime.disk is not None:
+            engine.runtime.disk.close()
+
+
+@pytest.fixture(scope="module")
+def alone() -> list[Any]:
+    return run(LLM(dtype="float32", enable_prefix_caching=False, max_num_seqs=1))[0]
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        {},
+        {"enforce_eager": True},
+        {"max_num_batched_tokens": 24, "max_num_seqs": 8},
+        {"num_gpu_blocks_override": 17, "max_model_len": 512},
+        {"policy": "sjf"},
+    ],
+)
+def test_after_a_restart(how: dict[str, Any], made: Any, alone: list[Any]) -> None:
+    said, found = run(made())
+    assert said == alone and found[0] == 0
+    said, found = run(made(**how))
+    assert said == alone
+    if "num_gpu_blocks_override" not in how:
+        assert found == [(len(prompt) - 1) // 32 * 32 for prompt in PROMPTS]
+    assert sum(found) > 200
+
+
+def test_outputs_are_found_too(made: Any) -> None:
+    """A conversation that goes on."""
+    first = made()
+    output = first.generate({"prompt_token_ids": PROMPTS[0]}, greedy())[0]
+    longer = PROMPTS[0] + output.outputs[0].token_ids + [5, 6]
+    want, _ = run(LLM(dtype="float32"), [longer])
+    said, found = run(made(), [longer])
+    assert said == want and found == [(len(longer) - 2) // 32 * 32]
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        {"dtype": "bfloat16"},
+        {"dtype": "auto", "quantization": "w8a8"},
+        {"dtype": "auto", "kv_cache_dtype": "int8"},
+        {"dtype": "auto", "kv_cache_dtype": "int4"},
+        {"dtype": "auto", "block_size": 64},
+        {"model": "stories-chat"},
+    ],
+)
+def test_of_another_model_nothing_is_found(how: dict[str, Any], made: Any) -> None:
+    """And of the same one again all is, in each format."""
+    run(made())
+    said, found = run(made(**how))
+    fresh = made(**how)
+    again, later = run(fresh)
+    assert found[:3] == [0, 0, 0] and again == said and later[0] >= 128
+    assert fresh.stats()["disk_blocks_read"] > 5
+
+
+def test_salts_keep_apart(made: Any) -> None:
+    hers = RequestOptions(cache_salt="alice")
+    run(made(), options=hers)
+    assert run(made())[1][0] == 0
+    assert run(made(), options=RequestOptions(cache_salt="bob"))[1][0] == 0
+    assert run(made(), options=hers)[1][0] == 192
+
+
+def test_adapters_are_kept_apart(made: Any) -> None:
+    asked = {"enable_lora": True, "max_loras": 1, "max_num_seqs": 4}
+    first = made(**asked)
+    first.load_lora("verse", "stories-verse")
+    with_adapter = RequestOptions(adapter="verse")
+    want, _ = run(first, options=with_adapter)
+    plain, found = run(first)
+    assert found[0] == 0 and plain != want
+    second = made(**asked)
+    second.load_lora("verse", "stories-verse")
+    said, found = run(second, options=with_adapter)
+    assert said == want and found[0] == 0
+
+
+def test_pictures_are_found_by_what_they_show(tmp_path: Path) -> None:
+    folder = make_qwen3(tmp_path / "model").folder
+    text = "x" * 40 + "<image>" + "y" * 40
+    images = [{"image": picture(90, 70, k)} for k in (0, 0, 1)]
+    prompts = [{"prompt": text, "multi_modal_data": image} for image in images]
+    want, _ = run(LLM(folder, dtype="float32", enable_prefix_caching=False), prompts)
+    for times in range(2):
+        llm = LLM(folder, dtype="float32", prefix_cache_dir=tmp_path / "kept")
+        found = [run(llm, [prompt]) for prompt in prompts]
+        assert [said for (said,), _ in found] == want
+        cached = [count for _, (count,) in found]
+        assert (cached[0] > 60) == (times == 1) and cached[1] > 60
+        assert cached[2] == (32 if times == 0 else cached[0])
+        assert llm.runtime.disk is not None
+        llm.runtime.disk.close()
+
+
+def test_a_damaged_block_is_computed_again(made: Any, alone: list[Any], tmp_path: Path) -> None:
+    run(made())
+    whole = made()
+    for number, file in enumerate(sorted(tmp_path.glob("kept/*/*.kv"))):
+        if number % 3 == 0:
+            file.write_bytes(file.read_bytes()[:-5] + b"wrong")
+    said, _ = run(whole)
+    assert said == alone and whole.stats()["disk_blocks_damaged"] > 0
+    for _ in range(3):  # what lies behind a damaged block isn't looked at before that is whole
+        said, found = run(made())
+        assert said == alone
+    assert found[0] == 192
+
+
+def test_nothing_of_a_step_is_overwritten(made: Any) -> None:
+    """Where there are hardly more blocks than one sequence needs, some give way and are swapped."""
+    prompts = [prompt[:64] + [9, 9] * k for k, prompt in enumerate(PROMPTS)] * 2
+    want, _ = run(made(), prompts)
+    llm = made(
+        num_gpu_blocks_override=16, max_model_len=512, preemption_mode="swap", swap_space=1.0
+    )
+    for _ in range(3):
+        assert run(llm, prompts)[0] == want
+        assert llm.stats()["used_blocks"] == 0
+    assert llm.stats()["preemptions"] > 0
+
+
+def test_prompts_whose_logits_are_read_are_computed(made: Any) -> None:
+    run(made())
+    llm = made()
+    outputs = llm.generate(PROMPTS, greedy(prompt_logprobs=0))
+    assert [x.metrics.cached_tokens for x in outputs] == [0] * len(PROMPTS)
+    assert llm.stats()["disk_blocks_read"] == 0
+
+
+KILLED = """
+import os, sys, time
+from penstock import LLM, SamplingParams
+llm = LLM(prefix_cache_dir=sys.argv[1], dtype="float32")
+params = SamplingParams(temperature=0, max_tokens=400, ignore_eos=True)
+print("ready", flush=True)
+while True:
+    llm.generate([[byte + 3 for byte in os.urandom(300)] for _ in range(8)], params)
+"""
+
+
+def test_a_killed_process_leaves_whole_blocks(made: Any, alone: list[Any], tmp_path: Path) -> None:
+    run(made())
+    command = [sys.executable, "-c", KILLED, str(tmp_path / "kept")]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None and process.stdout.readline() == "ready\n"
+        before = len(list(tmp_path.glob("kept/*/*.kv")))
+        while len(list(tmp_path.glob("kept/*/*.kv"))) < before + 30:
+            assert process.poll() is None
+        process.kill()
+    llm = made()
+    assert run(llm)[0] == alone
+    disk = llm.runtime.disk
+    assert disk is not None and len(disk.files) > before
+    assert all(disk.files.get(name) is not None for name in list(disk.files._known))
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"enable_prefix_caching": False}, "enable_prefix_caching is off"),
+        ({"prefix_cache_disk_space": 0}, "must be a number of GiB above 0, not 0"),
+        ({"prefix_cache_dir": ""}, "must be a folder, not ''"),
+        ({"prefix_cache_dir": 5}, "must be a folder, not 5"),
+        ({"prefix_cache_dir": "/proc/nothing"}, "can't be written to"),
+        ({"prefix_cache_dir": None, "prefix_cache_disk_space": 3.0}, "without a prefix_cache_dir"),
+        (
+            {"speculative_config": {"method": "draft_model", "model": "stories-draft"}},
+            "isn't built where blocks have a part of a draft model's",
+        ),
+    ],
+)
+def test_what_cant_be(given: dict[str, Any], said: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=said):
+        LLM(**{"prefix_cache_dir": tmp_path / "kept", "max_model_len": 64, **given})
+
+
+def test_weights_that_change_are_another_model(tmp_path: Path) -> None:
+    """Of the same shape, under the same name."""
+    folder = make_qwen3(tmp_path / "model").folder
+    want, prompts = {}, [PROMPTS[0][:60], PROMPTS[1][:64]]
+    prompts = [[token % 250 for token in prompt] for prompt in prompts]
+    for weights in ("first", "second"):
+        if weights == "second":
+            from safetensors.torch import load_file, save_file
+
+            file = folder / "model.safetensors"
+            save_file({name: t.flip(0) for name, t in load_file(file).items()}, file)
+        llm = LLM(folder, dtype="float32", prefix_cache_dir=tmp_path / "kept")
+        want[weights], found = run(llm, prompts)
+        assert found == [0, 0]
+        assert llm.runtime.disk is not None
+        llm.runtime.disk.close()
+    assert want["first"] != want["second"]
+    assert json.dumps(len(list((tmp_path / "kept").iterdir()))) == "2"
