@@ -251,6 +251,8 @@ def test_what_else_is_refused(folder: Path) -> None:
         RequestOptions(pictures=("cat.png",))  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="'draft_model' guesses by another model, which sees no"):
         load(folder, speculative_config={"method": "draft_model", "model": str(folder)})
+    with pytest.raises(InvalidSamplingError, match=r"negative_prompt is refused: .* stand for"):
+        llm.generate("x", greedy(guidance_scale=2.0, negative_prompt="<image>"))
     blind = LLM(dtype="float32")
     with pytest.raises(InvalidPromptError, match="sees no pictures, and 1 are given"):
         blind.generate(asked(0), greedy())

@@ -151,6 +151,19 @@ def test_pictures_are_found_by_what_they_show(tmp_path: Path) -> None:
         llm.runtime.disk.close()
 
 
+def test_pictures_of_another_scale_are_others(tmp_path: Path) -> None:
+    """The same bytes, which the processor makes other numbers of."""
+    folder = make_qwen3(tmp_path / "model").folder
+    prompt = {"prompt": "<image>" + "y" * 40, "multi_modal_data": {"image": picture(90, 70)}}
+    file = folder / "preprocessor_config.json"
+    for mean in (0.5, 0.25):
+        file.write_text(json.dumps(json.loads(file.read_text()) | {"image_mean": [mean] * 3}))
+        llm = LLM(folder, dtype="float32", prefix_cache_dir=tmp_path / "kept")
+        assert run(llm, [prompt])[1] == [0]
+        assert llm.runtime.disk is not None
+        llm.runtime.disk.close()
+
+
 def test_a_damaged_block_is_computed_again(made: Any, alone: list[Any], tmp_path: Path) -> None:
     run(made())
     whole = made()

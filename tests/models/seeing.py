@@ -101,37 +101,51 @@ def _write(folder: Path, model: Any, processor: dict[str, Any], tokenizer: Any) 
     (folder / "preprocessor_config.json").write_text(json.dumps(processor))
 
 
-def make_idefics3(folder: Path, *, splits: bool = True, smol: bool = False) -> SeeingModel:
+def make_idefics3(
+    folder: Path,
+    *,
+    splits: bool = True,
+    smol: bool = False,
+    pixels: int = 56,
+    patch: int = 14,
+    fold: int = 2,
+) -> SeeingModel:
     """Tiles of 56 pixels, four tokens each."""
     torch.manual_seed(7)
     kind = "SmolVLM" if smol else "Idefics3"
     config = getattr(transformers, f"{kind}Config")(
-        vision_config=dict(VISION),
+        vision_config={**VISION, "image_size": pixels, "patch_size": patch},
         text_config=transformers.LlamaConfig(**TEXT),
         image_token_id=IMAGE,
-        scale_factor=2,
+        scale_factor=fold,
     )
     model = getattr(transformers, f"{kind}ForConditionalGeneration")(config).eval()
     tokenizer = make_tokenizer()
     given = {
         "image_processor_type": "Idefics3ImageProcessor",
-        "size": {"longest_edge": 168},
-        "max_image_size": {"longest_edge": 56},
+        "size": {"longest_edge": 3 * pixels},
+        "max_image_size": {"longest_edge": pixels},
         "do_image_splitting": splits,
     }
     _write(folder, model, given, tokenizer)
     images = Idefics3ImageProcessorPil(**{k: v for k, v in given.items() if k[0] != "i"})
     processor = transformers.Idefics3Processor(
-        images, tokenizer, image_seq_len=4, chat_template=TEMPLATE
+        images,
+        tokenizer,
+        image_seq_len=(pixels // patch // fold) ** 2,
+        chat_template=TEMPLATE,
     )
     return SeeingModel(folder, model, processor)
 
 
-def make_llava(folder: Path, *, tower: str = "clip", **beside: Any) -> SeeingModel:
+def make_llava(
+    folder: Path, *, tower: str = "clip", pixels: int = 56, **beside: Any
+) -> SeeingModel:
     """One square of 56 pixels, 16 tokens."""
     torch.manual_seed(8)
     clip = tower == "clip"
-    vision = (transformers.CLIPVisionConfig if clip else transformers.SiglipVisionConfig)(**VISION)
+    kinds = transformers.CLIPVisionConfig, transformers.SiglipVisionConfig
+    vision = kinds[not clip](**{**VISION, "image_size": pixels})
     strategy = "default" if clip else "full"
     given = {"vision_feature_select_strategy": strategy, **beside}
     config = transformers.LlavaConfig(
@@ -145,12 +159,12 @@ def make_llava(folder: Path, *, tower: str = "clip", **beside: Any) -> SeeingMod
     tokenizer = make_tokenizer()
     if clip:
         own: dict[str, Any] = {
-            "size": {"shortest_edge": 56},
-            "crop_size": {"height": 56, "width": 56},
+            "size": {"shortest_edge": pixels},
+            "crop_size": {"height": pixels, "width": pixels},
         }
         images: Any = CLIPImageProcessorPil(**own)
     else:
-        own = {"size": {"height": 56, "width": 56}}
+        own = {"size": {"height": pixels, "width": pixels}}
         images = SiglipImageProcessorPil(**own)
     kind = "CLIPImageProcessor" if clip else "SiglipImageProcessor"
     _write(folder, model, {"image_processor_type": kind, **own}, tokenizer)

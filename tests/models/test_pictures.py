@@ -26,8 +26,9 @@ from penstock.errors import ConfigError, InvalidPromptError, MissingExtraError, 
 from penstock.models.load import load_model
 from penstock.models.registry import read_spec
 from penstock.models.vision import opening
-from penstock.models.vision.opening import open_picture
-from penstock.models.vision.pictures import Pictures, open_pictures
+from penstock.models.vision.opening import open_picture, open_pictures_of
+from penstock.models.vision.pictures import Pictures
+from penstock.models.vision.processor import open_pictures
 from penstock.nn.grid import GridTower
 
 SIZES = [(56, 56), (57, 56), (30, 20), (1, 300), (300, 1), (512, 64), (100, 333), (2000, 1500)]
@@ -160,6 +161,9 @@ def test_a_key_is_of_what_is_seen(tiles: SeeingModel) -> None:
         ({"image_std": [0.5, 0.0, 0.5]}, "image_std"),
         ({"rescale_factor": "1/255"}, "rescale_factor is '1/255'"),
         ({"resample": 9}, "resample is 9"),
+        ({"do_image_splitting": "yes"}, "do_image_splitting is 'yes'"),
+        ({"return_row_col_info": False}, "return_row_col_info is False"),
+        ({"do_flip": True}, "do_flip is True"),
     ],
 )
 def test_processors_that_arent_built(values: dict[str, Any], said: str, tmp_path: Path) -> None:
@@ -176,13 +180,26 @@ def test_processors_that_arent_built(values: dict[str, Any], said: str, tmp_path
         {"crop_size": {"height": 56, "width": 28}},
         {"do_center_crop": False},
         {"size": {"height": 56, "width": 56}},
+        {"size": [1, 2]},
+        {"crop_size": [56, 56]},
+        {"size": {"shortest_edge": [1]}},
+        {"do_pad": 1},
     ],
 )
 def test_squares_that_arent_built(values: dict[str, Any], tmp_path: Path) -> None:
     make_llava(tmp_path)
     set_processor(tmp_path, **values)
-    with pytest.raises(ModelError, match="isn't built for a tower of 56 × 56 pixels"):
+    with pytest.raises(ModelError, match=r"isn't built for (a tower of 56 × 56|this family)"):
         pictures_of(tmp_path)
+
+
+def test_a_side_that_patches_dont_fill(tmp_path: Path) -> None:
+    """As of SmolVLM-Instruct and of LLaVA's SigLIP, 384 pixels in patches of 14."""
+    for made in (
+        make_idefics3(tmp_path / "tiles", pixels=60),
+        make_llava(tmp_path / "whole", tower="siglip", pixels=60),
+    ):
+        check(made, picture(100, 70))
 
 
 @pytest.mark.parametrize(
@@ -190,7 +207,11 @@ def test_squares_that_arent_built(values: dict[str, Any], tmp_path: Path) -> Non
     [
         ({"patch_size": 16}, "patch_size is 16, its tower's 14"),
         ({"merge_size": 1}, "merge_size is 1"),
-        ({"min_pixels": 9, "max_pixels": 4}, "'min_pixels': 9, 'max_pixels': 4"),
+        ({"min_pixels": 9, "max_pixels": 4}, "min_pixels 9 are more than its max_pixels 4"),
+        ({"size": 448}, "size is 448"),
+        ({"size": {"height": 56, "width": 56}}, "size is {'height': 56"),
+        ({"min_pixels": 0}, "min_pixels is 0"),
+        ({"max_pixels": "many"}, "max_pixels is 'many'"),
         ({"size": {"shortest_edge": "no"}}, "size is"),
     ],
 )
@@ -295,6 +316,8 @@ PNG = as_bytes(picture(40, 40), "PNG")
         (np.zeros((4, 4, 3), np.float32), "not float32"),
         (np.zeros((0, 4, 3), np.uint8), r"\[0, 4, 3\]"),
         (Image.new("1", (9000, 9000)), "9,000 × 9,000 pixels"),
+        (Image.new("1", (70_000, 1)), "a side has at most 65,535"),
+        (Image.new("F", (4, 4)), r"numbers of 32 bits \(F\)"),
     ],
 )
 def test_what_isnt_a_picture(given: Any, said: str) -> None:
@@ -315,6 +338,26 @@ def test_long_and_narrow(whole: SeeingModel, grid: SeeingModel) -> None:
         cut = pictures_of(model.folder).cutter.cut
         with pytest.raises(InvalidPromptError, match="1 × 300 pixels is too long and narrow"):
             cut(picture(1, 300))
+
+
+def test_too_long_to_be_made_square(tmp_path: Path) -> None:
+    made = make_llava(tmp_path)
+    set_processor(tmp_path, do_pad=True)
+    with pytest.raises(InvalidPromptError, match="9,000 × 2 pixels is too long"):
+        pictures_of(made.folder).cutter.cut(picture(9000, 2))
+
+
+def test_together_they_are_too_large() -> None:
+    """Seen before the first is unpacked."""
+    broken = as_bytes(Image.new("1", (8000, 8000)), "PNG")[:100]
+    with pytest.raises(InvalidPromptError, match="5 pictures have 320,000,000 pixels together"):
+        open_pictures_of([broken] * 5)
+
+
+def test_sixteen_bits() -> None:
+    ramp = np.arange(0, 1 << 16, 256, dtype=np.uint16)[None]
+    found = np.asarray(open_picture(as_bytes(Image.fromarray(ramp), "PNG")))
+    assert found[0, :, 0].tolist() == list(range(256))
 
 
 def test_without_pillow(monkeypatch: pytest.MonkeyPatch) -> None:

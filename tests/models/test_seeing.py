@@ -21,7 +21,7 @@ from tests.models.seeing import (
 
 from penstock import LLM, SamplingParams
 from penstock.cache import PagedLayout
-from penstock.errors import UnsupportedModelError, WeightsError
+from penstock.errors import InvalidPromptError, UnsupportedModelError, WeightsError
 from penstock.models.load import load_model
 from penstock.models.registry import read_spec
 
@@ -29,8 +29,10 @@ MAKERS: dict[str, Callable[[Path], SeeingModel]] = {
     "idefics3": make_idefics3,
     "idefics3-whole": lambda folder: make_idefics3(folder, splits=False),
     "smolvlm": lambda folder: make_idefics3(folder, smol=True),
+    "smolvlm-uneven": lambda folder: make_idefics3(folder, smol=True, pixels=60),
     "llava": make_llava,
     "llava-siglip": lambda folder: make_llava(folder, tower="siglip"),
+    "llava-uneven": lambda folder: make_llava(folder, tower="siglip", pixels=60),
     "llava-keeps-class": lambda folder: make_llava(
         folder, vision_feature_select_strategy="full", vision_feature_layer=2
     ),
@@ -73,6 +75,63 @@ def _check_rows(made: SeeingModel, llm: LLM) -> None:
     torch.testing.assert_close(got, rows, rtol=1e-4, atol=1e-4 * rows.abs().max().item())
 
 
+@pytest.mark.parametrize("side", [25, 40, 50])
+def test_positions_by_fractions(side: int, tmp_path: Path) -> None:
+    """Of sides whose fractions fall beside their bounds in float32."""
+    made = make_idefics3(tmp_path, splits=False, pixels=2 * side, patch=2, fold=5)
+    text, images = "<image> What?", [picture(90, 60)]
+    prompt, wanted = made.greedy(text, images, 8)
+    llm = LLM(str(tmp_path), dtype="float32")
+    params = SamplingParams(temperature=0, max_tokens=8, min_tokens=8)
+    given = {"prompt": text, "multi_modal_data": {"image": images}}
+    (output,) = llm.generate(given, params)
+    assert output.prompt_token_ids == prompt and output.outputs[0].token_ids == wanted
+    _check_rows(made, llm)
+
+
+def test_a_template_that_reads_parts_only(tmp_path: Path) -> None:
+    """As published ones do: what is said as a text is said to them as a part."""
+    made = make_idefics3(tmp_path)
+    template = (
+        "{% for m in messages %}{{ m.role }}{% if m.content[0].type == 'image' %}!{% endif %}:"
+        "{% for p in m.content %}{% if p.type == 'image' %}<image>{% elif p.type == 'text' %}"
+        "{{ p.text }}{% endif %}{% endfor %};{% endfor %}"
+    )
+    said: list[dict[str, Any]] = [
+        {"role": "system", "content": "Be brief"},
+        {"role": "user", "content": [{"type": "image", "image": picture(9, 9)}, "What?"]},
+        {"role": "assistant", "content": "A cat."},
+        {"role": "user", "content": "Sure?"},
+    ]
+    llm = LLM(str(tmp_path), dtype="float32")
+    params = SamplingParams(temperature=0, max_tokens=1)
+    (output,) = llm.chat(said, params, chat_template=template)
+    text = "system:Be brief;user!:<image>What?;assistant:A cat.;user:Sure?;"
+    assert output.prompt_token_ids == made.inputs(text, [picture(9, 9)])["input_ids"][0].tolist()
+
+
+@pytest.mark.parametrize(
+    ("part", "said"),
+    [
+        ({"type": "video_url", "video_url": {"url": "x"}}, "is of type 'video_url'"),
+        ({"type": "img", "image": picture(9, 9)}, "is of type 'img'"),
+        ({}, "is of type None"),
+        ({"type": "text"}, "'text' has no text"),
+        ({"type": "image"}, "'image' has no 'image'"),
+        ({"type": "image_url", "image_url": {"url": "x.png", "detail": "high"}}, "detail 'high'"),
+        (5, "must be a mapping such as .* not int"),
+    ],
+)
+def test_parts_that_are_refused(part: Any, said: str, chatting: LLM) -> None:
+    with pytest.raises(InvalidPromptError, match=said):
+        chatting.chat([{"role": "user", "content": [part]}])
+
+
+@pytest.fixture(scope="module")
+def chatting(tmp_path_factory: pytest.TempPathFactory) -> LLM:
+    return LLM(str(make_idefics3(tmp_path_factory.mktemp("chatting")).folder), dtype="float32")
+
+
 def test_a_chat(tmp_path: Path) -> None:
     """Pictures in the words of OpenAI's API and as what Pillow opened."""
     made = make_idefics3(tmp_path)
@@ -88,8 +147,9 @@ def test_a_chat(tmp_path: Path) -> None:
         {"type": "image", "image": image},
         {"type": "image_url", "image_url": {"url": f"file://{path}"}},
         {"type": "image_url", "image_url": path},
+        {"image": image},
     ):
-        asked = [{"role": "user", "content": [part, {"type": "text", "text": "Hm?"}]}]
+        asked = [{"role": "user", "content": [part, {"type": "input_text", "text": "Hm?"}]}]
         (output,) = llm.chat(asked, params)
         assert output.prompt_token_ids == prompt
         assert output.outputs[0].token_ids == wanted

@@ -151,6 +151,47 @@ def test_roles_that_show_nothing(seeing: Running) -> None:
     assert status == 400 and "a message of the system has no pictures" in message
 
 
+SHOWN = {"type": "input_image", "image_url": URLS[0]}
+CALL = {"type": "function_call", "call_id": "a", "name": "f", "arguments": "{}"}
+
+
+@pytest.mark.parametrize(
+    ("item", "whose"),
+    [
+        ({"type": "function_call_output", "call_id": "a", "output": [SHOWN]}, "function_call_out"),
+        ({"type": "reasoning", "summary": [SHOWN]}, "an item of type 'reasoning'"),
+        ({"role": "assistant", "content": [SHOWN]}, "the assistant"),
+        ({"role": "system", "content": [SHOWN]}, "the system"),
+    ],
+)
+def test_items_that_show_nothing(item: dict[str, Any], whose: str, seeing: Running) -> None:
+    body = {"input": [{"role": "user", "content": "x"}, CALL, item], "max_output_tokens": 16}
+    with seeing.client() as client:
+        answer = client.post("/v1/responses", json=body)
+    assert answer.status_code == 400
+    said = answer.json()["error"]["message"]
+    assert whose in said and "send them as a message of the user" in said
+
+
+SOURCE = {"type": "base64", "media_type": "image/png", "data": URLS[0].partition(",")[2]}
+
+
+@pytest.mark.parametrize(
+    ("block", "said"),
+    [
+        ({"type": "text", "text": "lost?", "source": SOURCE}, "'text' has no source"),
+        ({"type": "image", "source": SOURCE, "text": "lost?"}, "'image' has no text"),
+        ({"type": "image", "source": {**SOURCE, "url": "http://x"}}, "'base64' has no url"),
+    ],
+)
+def test_blocks_of_two_kinds(block: dict[str, Any], said: str, seeing: Running) -> None:
+    messages = [{"role": "user", "content": [block]}]
+    body = {"model": "stories", "messages": messages, "max_tokens": 2}
+    with seeing.client() as client:
+        answer = client.post("/v1/messages", json=body)
+    assert answer.status_code == 400 and said in answer.json()["error"]["message"]
+
+
 def test_a_conversation_that_is_too_long(seeing: Running) -> None:
     """With its pictures it is; old turns are left out with theirs."""
     turn = {"role": "user", "content": image(URLS[0])}
@@ -165,7 +206,7 @@ def test_a_conversation_that_is_too_long(seeing: Running) -> None:
         assert answer.json()["usage"]["prompt_tokens"] < 512
         cut = body | {"truncate_prompt_tokens": 100}
         answer = client.post("/v1/chat/completions", json=cut)
-        assert answer.status_code == 400 and "stand for pieces" in answer.text
+        assert answer.status_code == 400 and "cuts the start of a prompt" in answer.text
 
 
 def test_metrics(seeing: Running) -> None:

@@ -155,9 +155,11 @@ class Intake:
             self._check_length("negative_prompt", given)
             given = self.tokenizer.encode(given)
         try:
-            return self.checked(given)
+            tokens = self.checked(given)
+            self.seen(tokens, RequestOptions())  # none of it stands for a picture
         except InvalidPromptError as error:
             raise InvalidSamplingError(f"negative_prompt is refused: {error}") from error
+        return tokens
 
     def _check_length(self, name: str, text: str) -> None:
         """Raises InvalidSamplingError for a text that nobody should wait for to be encoded."""

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from penstock.engine.options import RequestOptions
 from penstock.errors import InvalidPromptError, InvalidSamplingError, TokenizerError, nearest
-from penstock.models.vision.opening import open_picture
+from penstock.models.vision.opening import open_pictures_of
 from penstock.models.vision.pictures import Picture, Pictures
 from penstock.sampling import CUTS, SUGGESTED, SamplingParams
 from penstock.tokenizer import Tokenizer
@@ -122,8 +122,9 @@ def _cut(images: Sequence[Any], pictures: Pictures | None) -> tuple[Picture, ...
             f"This model sees no pictures, and {len(images)} are given. Leave them out, or load a "
             "model that does."
         )
-    assert pictures is not None or not images
-    return tuple(pictures.cutter.cut(open_picture(image)) for image in images if pictures)
+    if pictures is None:
+        return ()
+    return tuple(pictures.cutter.cut(image) for image in open_pictures_of(images))
 
 
 def _expanded(
@@ -178,6 +179,7 @@ def encode_chat(
 
 
 _IMAGES = ("image_url", "image", "image_pil", "input_image")
+_TEXTS = ("text", "input_text", "output_text")
 
 
 def _seen(message: Mapping[str, Any], images: list[Any]) -> Mapping[str, Any]:
@@ -187,17 +189,43 @@ def _seen(message: Mapping[str, Any], images: list[Any]) -> Mapping[str, Any]:
         return message
     parts = []
     for part in content:
-        kind = part.get("type") if isinstance(part, Mapping) else None
+        kind = _kind_of(part)
         if kind in _IMAGES:
             images.append(_image_of(part, kind))
-            part = {"type": "image"}
-        parts.append(part)
+            parts.append({"type": "image"})
+        else:
+            text = part if isinstance(part, str) else part["text"]
+            parts.append({"type": "text", "text": text})
     return {**message, "content": parts}
+
+
+def _kind_of(part: Any) -> str:
+    """Of a part, which may leave its type to be seen, as vLLM's. Raises InvalidPromptError."""
+    if isinstance(part, str):
+        return "text"
+    if not isinstance(part, Mapping):
+        raise InvalidPromptError(
+            "A part of a message must be a mapping such as {'type': 'text', 'text': '…'}, not "
+            f"{type(part).__name__}."
+        )
+    kind = part.get("type", next((key for key in ("text", *_IMAGES) if key in part), None))
+    if kind not in (*_TEXTS, *_IMAGES):
+        raise InvalidPromptError(
+            f"A part of a message is of type {kind!r:.60}; text, image and image_url are read."
+        )
+    if kind in _TEXTS and not isinstance(part.get("text"), str):
+        raise InvalidPromptError(f"A part of type {kind!r} has no text: {sorted(part)}.")
+    return str(kind)
 
 
 def _image_of(part: Mapping[str, Any], kind: str) -> Any:
     given = part.get(kind, part.get("image_url"))
     if isinstance(given, Mapping):
+        if given.get("detail", "auto") != "auto":
+            raise InvalidPromptError(
+                f"image_url has detail {given['detail']!r:.40}, which nothing here takes into "
+                "account. Leave it out; mm_processor_kwargs says how pictures are cut."
+            )
         given = given.get("url")
     if given is None:
         raise InvalidPromptError(f"A part of type {kind!r} has no {kind!r}: {sorted(part)}.")

@@ -19,12 +19,8 @@ _UNUSED = ("perceiver_config", "pixel_shuffle_factor", "neftune_noise_alpha", "r
 
 @register("Idefics3ForConditionalGeneration", "SmolVLMForConditionalGeneration")
 def read_config(c: ConfigReader) -> ModelSpec:
-    """`config.json` of an Idefics3 or a SmolVLM.
-
-    Patches count their place by its own number. Transformers counts it by fractions of a side,
-    which for published sizes (26 and 32 patches a side) is the same.
-    """
-    text = read_part(c, "text_config", ("llama",), rms_norm_eps=1e-5)
+    """`config.json` of an Idefics3 or a SmolVLM."""
+    text = read_part(c, "text_config", ("llama",), unused=_UNUSED, rms_norm_eps=1e-5)
     part = c.part("vision_config")
     part.assume(hidden_size=1152, num_attention_heads=16, patch_size=32)
     part.only("use_base_siglip", (True, False), False)
@@ -32,7 +28,7 @@ def read_config(c: ConfigReader) -> ModelSpec:
         part.get(key)  # pictures are cut as the processor says
     c.get("_pad_token_id")
     projector = ProjectorSpec(text.decoder.hidden, fold=c.integer("scale_factor", 2))
-    vision = tower(part, projector, clip=False)
+    vision = replace(tower(part, projector, clip=False), by_fractions=True)
     tied = c.flag("tie_word_embeddings", text.decoder.tied)
     rules = (
         *tower_rules(vision, len(vision.layers), "vision_model"),

@@ -6,7 +6,7 @@ Source: Liu et al. 2023, arXiv:2310.03744.
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Literal, cast
+from typing import Any, Literal, cast
 
 from penstock.errors import UnsupportedModelError
 from penstock.models.config_reader import ConfigReader
@@ -29,8 +29,11 @@ _LLAMA = {
 @register("LlavaForConditionalGeneration")
 def read_config(c: ConfigReader) -> ModelSpec:
     """`config.json` of a LLaVA whose tower's one layer is read."""
+    for key in ("ignore_index", "vocab_size"):  # of training, and the text model's own
+        c.get(key)
     kind = (c.get("text_config") or {}).get("model_type", "llama")
-    text = read_part(c, "text_config", _TEXT, **(_LLAMA if kind == "llama" else {}))
+    defaults: dict[str, Any] = _LLAMA if kind == "llama" else {}
+    text = read_part(c, "text_config", _TEXT, **defaults)
     act = c.only("projector_hidden_act", ("gelu", "gelu_pytorch_tanh", "silu"), "gelu")
     projector = ProjectorSpec(
         text.decoder.hidden,

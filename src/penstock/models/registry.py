@@ -143,12 +143,22 @@ def read_spec(path: Path, *, strict: bool = False) -> ModelSpec:
     return spec_of(read_config(path), str(path), strict=strict)
 
 
-def read_part(c: ConfigReader, key: str, known: tuple[str, ...], **defaults: Any) -> ModelSpec:
+def read_part(
+    c: ConfigReader,
+    key: str,
+    known: tuple[str, ...],
+    *,
+    unused: tuple[str, ...] = (),
+    **defaults: Any,
+) -> ModelSpec:
     """The text model that the object `key` of a config describes, one of the model types `known`.
 
-    defaults: the kind's own of keys that are absent, as published configs leave them out.
+    unused: keys that change nothing. defaults: the kind's own of keys that are absent, as published
+    configs leave them out.
     """
     part = c.part(key)
+    for name in unused:
+        part.get(name)
     kind = part.only("model_type", known, known[0])
     part.assume(**defaults)
     name = _MODEL_TYPES[kind]

@@ -158,6 +158,7 @@ class VisionSpec:
     keeps_class: bool = False  # the decoder gets it too
     pre_norm: bool = False  # a norm before the first layer
     post_norm: bool = True  # one after the last
+    by_fractions: bool = False  # patches find their positions by fractions of a side, as rounded
 
     @property
     def side(self) -> int:

@@ -78,7 +78,10 @@ class VisionTower(nn.Module):
 
     def _places(self, device: torch.device) -> Tensor:
         """[rows] int32: which row of the table of positions each has."""
-        return torch.arange(self.spec.rows, dtype=torch.int32, device=device)
+        if not self.spec.by_fractions:
+            return torch.arange(self.spec.rows, dtype=torch.int32, device=device)
+        along = _by_fractions(self.spec.side)
+        return (along[:, None] * self.spec.side + along).flatten().int().to(device)
 
     def _step(self, device: torch.device, size: int) -> Step:
         """One sequence, whose blocks are the cache's first."""
@@ -87,6 +90,17 @@ class VisionTower(nn.Module):
         length = torch.tensor([count], dtype=torch.int32, device=device)
         start = torch.tensor([0, count], dtype=torch.int32, device=device)
         return Step(at, at, at, start, length, at[None, : -(-count // size)], at[:0])
+
+
+def _by_fractions(side: int) -> Tensor:
+    """The place [side] of each patch of a side, found by its fraction in float32.
+
+    That is its own number, but where a fraction is rounded over a bound: the towers that are known
+    by it were trained so.
+    """
+    bounds = torch.arange(1 / side, 1.0, 1 / side)
+    fractions = torch.arange(side, dtype=torch.float32) * (1.0 / torch.tensor([side]))
+    return torch.bucketize(fractions.clamp(max=1 - 1e-6), bounds, right=True)
 
 
 class Projector(nn.Module):

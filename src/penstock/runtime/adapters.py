@@ -312,9 +312,11 @@ class Adapters:
         if lacking:
             raise files.strange([part for part in lacking if part is not None])
         if beyond:
+            seeing = any(name.startswith("vision.") for name in beyond)
+            how = "with PEFT" if seeing else "penstock export --merge-lora"
             raise UnsupportedModelError(
                 f"The adapter in {files.folder} changes {', '.join(beyond)}, not only matrices of "
-                "the layers: merge it (penstock export --merge-lora)."
+                f"the layers: merge it ({how})."
             )
         for name, plan in plans.items():
             place = self._places[name]

@@ -31,7 +31,7 @@ from penstock.runtime.forwards import workspace_bytes
 from penstock.runtime.loader import as_exported, layout_of
 from penstock.runtime.memory import activation_bytes, window_of
 from penstock.runtime.program import Program
-from penstock.runtime.vision import sight_bytes
+from penstock.runtime.vision import largest_picture, sight_bytes
 
 _TWO_BYTES = ("amx", "amx-emulated", "avx512-bf16")
 """Kernels that multiply rows of bfloat16 as they are; others widen them to float32 first."""
@@ -162,7 +162,9 @@ def _described(folder: Path, config: EngineConfig, device: Device) -> Descriptio
 def _workspace(found: Description, config: EngineConfig, device: Device, tokens: int) -> int:
     """What the largest step takes: a stand-in's program says it, or what a GPU sets aside."""
     spec, limits = found.spec.decoder, config.scheduler
-    seen = sight_bytes(spec, found.dtype.itemsize, tokens)
+    chosen = config.model.mm_processor_kwargs
+    picture = largest_picture(found.folder, found.spec, chosen, found.max_model_len)
+    seen = sight_bytes(spec, found.dtype.itemsize, tokens, picture)
     if device.by_triton or native.handle is None:
         beside = workspace_bytes(device, config.model)
         return beside + seen + activation_bytes(spec, found.dtype.itemsize, limits)

@@ -10,6 +10,7 @@ from pathlib import Path
 from penstock.cache import PagedLayout
 from penstock.kernels import native
 from penstock.models.load import LoadedModel
+from penstock.models.vision.pictures import Scaling
 
 VERSION = 1
 """Of what is computed: raised when the kernels give other bits, or blocks lie otherwise."""
@@ -17,11 +18,18 @@ SAMPLES, SAMPLE = 64, 1 << 16
 """Pieces of a file of weights that are read, and bytes of each."""
 
 
-def identity(folder: Path, loaded: LoadedModel, layout: PagedLayout, dummy_seed: int | None) -> str:
+def identity(
+    folder: Path,
+    loaded: LoadedModel,
+    layout: PagedLayout,
+    dummy_seed: int | None,
+    scaling: Scaling | None = None,
+) -> str:
     """Of a model as it was loaded and the cache that it fills.
 
     Weights are known by their files' names, sizes, times and samples of what is in them: to read
     them all would take as long as loading. dummy_seed: of random ones, which lie in no file.
+    scaling: of pictures, which are told apart by their bytes before it.
     """
     found = hashlib.sha256()
     spec = loaded.spec
@@ -34,6 +42,7 @@ def identity(folder: Path, loaded: LoadedModel, layout: PagedLayout, dummy_seed:
         layout,
         native.handle is None,  # the reference's sums are in another order
         dummy_seed,
+        scaling,
     ]
     ropes = {layer.attention.rope for layer in spec.decoder.layers}
     if any(rope is not None and rope.kind == "longrope" for rope in ropes):

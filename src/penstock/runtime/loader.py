@@ -21,7 +21,8 @@ from penstock.models.exported import read_exported, verify_exported
 from penstock.models.hub import resolve
 from penstock.models.load import LoadedModel, load_dummy, load_model
 from penstock.models.sources import open_tokenizer
-from penstock.models.vision.pictures import open_pictures
+from penstock.models.vision.cutters import GridCutter
+from penstock.models.vision.processor import open_pictures
 from penstock.models.weights import Progress
 from penstock.nn.decoder import has_latents
 from penstock.nn.spec import GridSpec
@@ -39,7 +40,7 @@ from penstock.runtime.medusa import open_medusa
 from penstock.runtime.memory import activation_bytes, plan_blocks, window_of
 from penstock.runtime.plan import Plan
 from penstock.runtime.runner import Forward, Runner
-from penstock.runtime.vision import Sight, check_seeing
+from penstock.runtime.vision import MOST_TOKENS, Sight, check_seeing
 from penstock.runtime.vocabulary import ReducedVocabulary
 from penstock.step import KV
 from penstock.tokenizer import Tokenizer, VocabMap
@@ -171,7 +172,7 @@ def load_runtime(config: EngineConfig, progress: Progress | None = None) -> Runt
     adapters, adapted = _adapters(folder, config, loaded, kv)
     placed = None if opened is None else opened.place(blocks, config.model.enforce_eager)
     runner = runner_over(forward, kv, layout, vocabulary, None, _companions(placed), adapted)
-    disk = _disk(folder, config, loaded, layout, kv, opened)
+    disk = _disk(folder, config, loaded, layout, kv, opened, sight)
     return Runtime(loaded, tokenizer, layout, blocks, runner, None, placed, adapters, sight, disk)
 
 
@@ -182,6 +183,7 @@ def _disk(
     layout: PagedLayout,
     kv: KV,
     opened: Opened | None,
+    sight: Sight | None,
 ) -> DiskStore | None:
     """Where blocks are kept on disk; None where that isn't asked for. Raises ConfigError."""
     asked = config.cache
@@ -195,7 +197,8 @@ def _disk(
     if why is not None:
         raise ConfigError(f"prefix_cache_dir isn't built where {why}. Leave it out.")
     seed = config.model.seed if config.model.load_format == "dummy" else None
-    name = identity(folder, loaded, layout, seed)
+    scaling = None if sight is None else sight.pictures.scaling
+    name = identity(folder, loaded, layout, seed, scaling)
     limit = int(asked.prefix_cache_disk_space * (1 << 30))
     store = DiskStore(Path(asked.prefix_cache_dir), name, block_rows(kv), limit)
     logger.info(
@@ -227,6 +230,12 @@ def _sight(
     check_seeing(config, rows, turns)
     placeholder = None if tokenizer is None else tokenizer.id_to_token(spec.token_id)
     pictures = open_pictures(folder, spec, vision, placeholder or "<image>", chosen)
+    if isinstance(pictures.cutter, GridCutter) and pictures.cutter.most_tokens > MOST_TOKENS:
+        logger.info(
+            "A picture may have %d tokens. Its tower runs in one step, for which other requests "
+            "wait; mm_processor_kwargs max_pixels makes large pictures smaller.",
+            pictures.cutter.most_tokens,
+        )
     return Sight(loaded.model, pictures, device, block_size, rows)
 
 
@@ -303,7 +312,7 @@ def _load_engine(folder: Path, config: EngineConfig) -> Runtime:
         forward, hidden = forward_of_engine(engine, loaded.model, kv, eager)
     placed = None if opened is None else opened.place(blocks, eager)
     runner = runner_over(forward, kv, layout, vocabulary, hidden, _companions(placed))
-    disk = _disk(folder, config, loaded, layout, kv, opened)
+    disk = _disk(folder, config, loaded, layout, kv, opened, sight)
     return Runtime(
         loaded, tokenizer, layout, blocks, runner, engine, placed, sight=sight, disk=disk
     )

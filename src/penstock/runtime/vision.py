@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -11,8 +13,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from penstock.config import EngineConfig
-from penstock.errors import ConfigError
+from penstock.errors import ConfigError, ModelNotFoundError
+from penstock.models.spec import ModelSpec
+from penstock.models.vision.cutters import GridCutter
 from penstock.models.vision.pictures import Picture, Pictures
+from penstock.models.vision.processor import open_pictures
 from penstock.nn import Decoder
 from penstock.nn.decoder import PlacedRows
 from penstock.nn.grid import GridTower
@@ -32,20 +37,39 @@ MOST_TOKENS = 1280
 """Of a picture of any size, for predictions: what Qwen2-VL's processors make of a large one."""
 
 
-def sight_bytes(spec: DecoderSpec, itemsize: int, tokens: int) -> int:
+def sight_bytes(spec: DecoderSpec, itemsize: int, tokens: int, picture: int) -> int:
     """What a seeing model's tower takes beside its weights, for steps of so many tokens; rows that
     are kept for later come on top. 0 where there is no tower.
+
+    picture: tokens of the largest, where they have any size.
     """
     tower = spec.vision
     if tower is None:
         return 0
-    rows = tower.rows if isinstance(tower, VisionSpec) else MOST_TOKENS * tower.projector.fold**2
+    rows = tower.rows if isinstance(tower, VisionSpec) else picture * tower.projector.fold**2
     layer = tower.layers[0]
     wide = layer.attention.num_heads * layer.attention.head_dim
     each = tower.hidden + 4 * wide + layer.mlp.intermediate  # a layer's values, and
     each += 2 * wide  # keys and values, as the cache has them
     stores = 1 if isinstance(tower, VisionSpec) else 1 + len(tower.deep)
     return itemsize * (rows * each + stores * tokens * spec.hidden)
+
+
+def largest_picture(
+    folder: Path, spec: ModelSpec, chosen: Mapping[str, Any] | None, max_model_len: int
+) -> int:
+    """Tokens of the largest picture that a model takes, 0 where it sees none.
+
+    A folder that has no processor stands for one that has a usual one.
+    """
+    if spec.pictures is None or spec.decoder.vision is None:
+        return 0
+    try:
+        cutter = open_pictures(folder, spec.pictures, spec.decoder.vision, "", chosen).cutter
+    except ModelNotFoundError:
+        return min(MOST_TOKENS, max_model_len)
+    most = cutter.most_tokens if isinstance(cutter, GridCutter) else MOST_TOKENS
+    return min(most, max_model_len)
 
 
 class Sight:

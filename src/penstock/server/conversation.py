@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from penstock.engine import Pin
 from penstock.engine.intake import CHARACTERS_PER_TOKEN
 from penstock.errors import ChatTemplateError, InvalidPromptError, TokenizerError
-from penstock.models.vision.opening import open_picture
+from penstock.models.vision.opening import open_pictures_of
 from penstock.models.vision.pictures import Picture, Pictures
 from penstock.server.errors import ApiError
 from penstock.server.protocol.chat import Message
@@ -172,7 +172,16 @@ class Prompts:
         if keep is None:
             self._check_room(ids, rendering.telling, source)
         made = self._fitting(ids, text, keep, source)
-        seen = _pictures_of([m for i, m in enumerate(plain) if i not in left_out])
+        shown = [m for i, m in enumerate(plain) if i not in left_out]
+        seen: tuple[Picture, ...] = _pictures_of(shown)
+        if seen and made.tokens is not ids:
+            raise ApiError(
+                400,
+                f"truncate_prompt_tokens cuts the start of a prompt of {len(ids):,} tokens, and "
+                "its pictures with it. Leave it out, and send fewer pictures or less text.",
+                param="truncate_prompt_tokens",
+                code="context_length_exceeded",
+            )
         kept = [m for i, m in enumerate(messages) if i not in left_out]
         passages = [passage for message in kept for passage in message.passages()]
         marks = [i for i, (_, mark) in enumerate(passages) if mark is not None]
@@ -250,28 +259,28 @@ class Prompts:
                 )
             except ChatTemplateError as error:
                 raise _template_error(error, source) from error
-        plain = [self._seen(message.for_template(form), source) for message in messages]
+        plain = self._seen([message.for_template(form) for message in messages], source)
         history = how.telling.history
         return plain if history is None else [without_calls(x, history) for x in plain]
 
-    def _seen(self, message: dict[str, Any], source: Source) -> dict[str, Any]:
-        """A message whose pictures are cut as the model takes them. Raises ApiError."""
-        if not isinstance(message["content"], list):
-            return message
+    def _seen(self, plain: list[dict[str, Any]], source: Source) -> list[dict[str, Any]]:
+        """Messages whose pictures are cut as the model takes them. Raises ApiError."""
+        given = _pictures_of(plain)
+        if not given:
+            return plain
         if self._pictures is None:
             raise ApiError(400, "This model sees no pictures. Leave them out.", param=source.field)
-        parts = []
-        for part in message["content"]:
-            if part["type"] == "image":
-                try:
-                    cut = self._pictures.cutter.cut(open_picture(part["picture"]))
-                except InvalidPromptError as error:
-                    raise ApiError(
-                        400, str(error), param=source.field, code="invalid_image"
-                    ) from error
-                part = {"type": "image", "picture": cut}
-            parts.append(part)
-        return {**message, "content": parts}
+        try:
+            cut = [self._pictures.cutter.cut(image) for image in open_pictures_of(given)]
+        except InvalidPromptError as error:
+            raise ApiError(400, str(error), param=source.field, code="invalid_image") from error
+        left = iter(cut)
+        return [
+            {**message, "content": [_as_cut(part, left) for part in message["content"]]}
+            if isinstance(message["content"], list)
+            else message
+            for message in plain
+        ]
 
     def _check_variables(self, how: Rendering, source: Source) -> None:
         """Raises ApiError for what the request gives to the template and that doesn't read it."""
@@ -443,7 +452,12 @@ class Prompts:
         return asked
 
 
-def _pictures_of(plain: Sequence[Mapping[str, Any]]) -> tuple[Picture, ...]:
+def _as_cut(part: dict[str, Any], left: Iterator[Picture]) -> dict[str, Any]:
+    """A part, with the next of the cut pictures where it is one."""
+    return {**part, "picture": next(left)} if part["type"] == "image" else part
+
+
+def _pictures_of(plain: Sequence[Mapping[str, Any]]) -> tuple[Any, ...]:
     """Those of messages, in their order."""
     contents = (m["content"] for m in plain)
     parts = (part for content in contents if isinstance(content, list) for part in content)

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import traceback
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from jinja2.exceptions import SecurityError, TemplateSyntaxError
 
@@ -24,6 +25,8 @@ from penstock.tokenizer.sandbox import (
 _CONTINUE_TAG = "CONTINUE_FINAL_MESSAGE_TAG "
 # Names under which clients and templates pass a message's reasoning.
 _REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")
+NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token")
+_SAID = "probe of contents"
 
 
 def render_chat(
@@ -61,6 +64,23 @@ def render_chat(
     return _cut_at_tag(_render(template, context), final)
 
 
+def fit_contents(
+    template: str, messages: Sequence[Mapping[str, Any]]
+) -> Sequence[Mapping[str, Any]]:
+    """The messages with contents in a form that the template writes; `render_chat`, as
+    transformers, gives it what it is given.
+    """
+    form = _content_form(template)
+    if form.texts and form.parts:
+        return messages
+    return [
+        {**message, "content": form.of(message["content"])}
+        if isinstance(message, Mapping) and "content" in message
+        else message
+        for message in messages
+    ]
+
+
 def template_variables(template: str) -> frozenset[str]:
     """The names that a template may look up. Raises `ChatTemplateError` for one that is wrong."""
     try:
@@ -90,6 +110,43 @@ def plain_data(value: Any) -> Any:
     if callable(dump := getattr(value, "model_dump", None)):
         return plain_data(dump())
     return f"<{type(value).__name__}>"
+
+
+class _ContentForm(NamedTuple):
+    """In which forms a template writes what a message says."""
+
+    texts: bool = True
+    parts: bool = False
+
+    def of(self, content: Any) -> Any:
+        """A content in a form that is written: vision models' templates leave out texts, and older
+        ones know no parts. Pictures can't be said as a text.
+        """
+        if isinstance(content, str) and self.parts and not self.texts:
+            return [{"type": "text", "text": content}]
+        if not isinstance(content, list) or self.parts or not self.texts:
+            return content
+        said = [part.get("text") if isinstance(part, dict) else None for part in content]
+        texts = [text for text in said if isinstance(text, str)]
+        return "\n".join(texts) if len(texts) == len(content) else content
+
+
+@functools.lru_cache(maxsize=64)
+def _content_form(template: str) -> _ContentForm:
+    """What a template makes of a message in each form, tried once."""
+
+    def written(content: Any) -> str:
+        context: dict[str, Any] = dict.fromkeys(NAMED_TOKENS, "")
+        context |= {"messages": [{"role": "user", "content": content}], "tools": None}
+        try:
+            return _render(template, {**context, "add_generation_prompt": True})
+        except ChatTemplateError:
+            return ""  # what it wants besides, whoever asks will be told
+
+    parts = written([{"type": "text", "text": _SAID}])
+    as_data = any(f"{quote}text{quote}" in parts for quote in ("'", '"'))  # a list, printed
+    found = _ContentForm(_SAID in written(_SAID), _SAID in parts and not as_data)
+    return found if any(found) else _ContentForm()
 
 
 def _message(message: Any, index: int) -> dict[str, Any]:

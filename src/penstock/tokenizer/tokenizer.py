@@ -198,14 +198,17 @@ class Tokenizer:
     ) -> str:
         """The conversation as one prompt, written by the model's template.
 
+        A content that the template would leave out for its form (a text where it reads parts, or
+        the other way) is given to it in the other one.
         `chat_template` is a template's source or the name of one of the folder's templates.
         Encode the result with `add_special_tokens=False`: templates write BOS themselves.
         """
-        from penstock.tokenizer.chat import render_chat  # and jinja2, a tenth of a second
+        from penstock.tokenizer.chat import fit_contents, render_chat  # and jinja2, 0.1 s
 
+        template = self._template(chat_template, has_tools=tools is not None)
         return render_chat(
-            self._template(chat_template, has_tools=tools is not None),
-            messages,
+            template,
+            fit_contents(template, messages),
             tools=tools,
             documents=documents,
             add_generation_prompt=add_generation_prompt,

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from penstock.errors import ChatTemplateError
-from penstock.tokenizer.chat import render_chat
+from penstock.tokenizer.chat import NAMED_TOKENS, fit_contents, render_chat
 
 _NAME, _ARGUMENT, _VALUE = "probe_function", "probe_argument", "probe_value"
 _TOOL = {
@@ -24,7 +24,6 @@ _TOOL = {
         "parameters": {"type": "object", "properties": {}},
     },
 }
-_NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token")
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,10 +45,11 @@ class ToolCallForm:
             {"role": "assistant", "content": self.content, "tool_calls": [call]},
             {"role": "tool", "content": "answer", "tool_call_id": "probe0000", "name": _NAME},
         ]
-        names = dict.fromkeys(_NAMED_TOKENS, "")
+        names = dict.fromkeys(NAMED_TOKENS, "")
         offered = [_TOOL] if tools else None
         try:
-            return render_chat(template, messages, tools=offered, variables=names)
+            fitting = fit_contents(template, messages)
+            return render_chat(template, fitting, tools=offered, variables=names)
         except ChatTemplateError:
             return None
 
@@ -88,7 +88,7 @@ def writes_system(template: str) -> bool:
     """Whether a template writes what the system says, and doesn't refuse it."""
     messages = [{"role": "system", "content": _VALUE}, {"role": "user", "content": "question"}]
     try:
-        prompt = render_chat(template, messages, variables=dict.fromkeys(_NAMED_TOKENS, ""))
+        prompt = render_chat(template, messages, variables=dict.fromkeys(NAMED_TOKENS, ""))
     except ChatTemplateError:
         return False
     return _VALUE in prompt

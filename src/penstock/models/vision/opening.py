@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import binascii
 import io
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +18,27 @@ if TYPE_CHECKING:
 
 MOST_PIXELS = 64_000_000
 """Of a picture; more would take gigabytes to unpack."""
+MOST_EDGE = 65_535
+"""Pixels of a side, as of a JPEG; to resize a longer one would take gigabytes."""
+MOST_OF_ALL = 256_000_000
+"""Pixels of a request's pictures together: a file of some bytes may have millions."""
 _FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "PPM")
+
+
+def open_pictures_of(given: Sequence[Any]) -> Iterator[Image]:
+    """A request's pictures as `open_picture` gives them, one at a time.
+
+    All are looked at before the first is unpacked: InvalidPromptError where together they are too
+    large.
+    """
+    found = [_opened(one) for one in given]
+    pixels = sum(image.size[0] * image.size[1] for image in found)
+    if pixels > MOST_OF_ALL:
+        raise InvalidPromptError(
+            f"{len(found)} pictures have {pixels:,} pixels together; at most {MOST_OF_ALL:,} of a "
+            "request are unpacked. Make them smaller, or send fewer."
+        )
+    return (_rgb(image) for image in found)
 
 
 def open_picture(given: Any) -> Image:
@@ -26,12 +47,17 @@ def open_picture(given: Any) -> Image:
     given: a path, a `data:` URL, the bytes of a file, one of Pillow's images, or an array
     [H, W, 3] of bytes. Raises InvalidPromptError for what isn't a picture, or too large a one.
     """
+    return _rgb(_opened(given))
+
+
+def _opened(given: Any) -> Image:
+    """A picture whose size is known and allowed; a file's isn't unpacked yet."""
     images = pillow()
     if isinstance(given, images.Image):
-        return _rgb(given)
+        return _checked(given)
     if isinstance(given, np.ndarray):
-        return _rgb(_of_array(given))
-    if isinstance(given, str) and given.startswith("data:"):
+        return _checked(_of_array(given))
+    if isinstance(given, str) and is_data(given):
         given = data_url(given)
     elif isinstance(given, str | Path):
         given = _file(given)
@@ -48,7 +74,12 @@ def open_picture(given: Any) -> Image:
         ) from error
     except Exception as error:  # whatever a broken file makes a decoder raise
         raise InvalidPromptError(f"A picture can't be read: {error}.") from error
-    return _rgb(image)
+    return _checked(image)
+
+
+def is_data(url: str) -> bool:
+    """Whether a URL holds what it stands for."""
+    return url[:5].lower() == "data:"
 
 
 def pillow() -> Any:
@@ -96,22 +127,38 @@ def _of_array(given: np.ndarray) -> Image:
     return found
 
 
-def _rgb(image: Image) -> Image:
+def _checked(image: Image) -> Image:
     width, height = image.size
     if width * height > MOST_PIXELS or not width * height:
         raise InvalidPromptError(
             f"A picture has {width:,} × {height:,} pixels; from 1 to {MOST_PIXELS:,} can be read. "
             "Make it smaller."
         )
+    if max(width, height) > MOST_EDGE:
+        raise InvalidPromptError(
+            f"A picture has {width:,} × {height:,} pixels; a side has at most {MOST_EDGE:,}. Make "
+            "it smaller, or cut it into parts."
+        )
+    return image
+
+
+def _rgb(image: Image) -> Image:
     from PIL import Image as Images
     from PIL import ImageOps
 
     try:
         image = ImageOps.exif_transpose(image)
+        if image.mode.startswith("I;16"):  # Pillow's own conversion cuts off what is over 255
+            image = Images.fromarray((np.asarray(image).astype(np.uint16) >> 8).astype(np.uint8))
         if image.has_transparency_data:
             seen = image.convert("RGBA")
             image = Images.new("RGBA", seen.size, (255, 255, 255, 255))
             image.alpha_composite(seen)
-        return image.convert("RGB")
+        if image.mode not in ("I", "F"):
+            return image.convert("RGB")
     except Exception as error:  # of a file that ends too soon, say
         raise InvalidPromptError(f"A picture can't be read: {error}.") from error
+    raise InvalidPromptError(
+        f"A picture's pixels are numbers of 32 bits ({image.mode}), whose black and white nobody "
+        "says. Save it with 8 or 16 bits a channel."
+    )

@@ -61,6 +61,9 @@ class Block(TextPart):
         for name in _FIELDS.get(self.type, ()):
             if getattr(self, name) is None:
                 raise ValueError(f"a part of type {self.type!r} has no {name}")
+        for kind, name in (("image", "source"), ("text", "text")):
+            if self.type != kind and getattr(self, name) is not None:
+                raise ValueError(f"a part of type {self.type!r} has no {name}, but one is given")
         if self.cache_control is not None and self.type.endswith("thinking"):
             raise ValueError("cache_control can't stand on reasoning; mark the block after it")
         return self

@@ -102,8 +102,7 @@ class Message(Body):
 
     @model_validator(mode="after")
     def _sees_only_as_user(self) -> Message:
-        parts = self.content if isinstance(self.content, list) else ()
-        if self.role != "user" and any(part.picture is not None for part in parts):
+        if self.role != "user" and self.has_pictures:
             raise ValueError(f"a message of the {self.role} has no pictures; send them as the user")
         return self
 
@@ -123,6 +122,12 @@ class Message(Body):
         kept = {name: value for name, value in data.items() if name != "function_call"}
         return {**kept, "tool_calls": [{"id": _LEGACY_ID, "type": "function", "function": called}]}
 
+    @property
+    def has_pictures(self) -> bool:
+        """Which take long to unpack."""
+        parts = self.content if isinstance(self.content, list) else ()
+        return any(part.picture is not None for part in parts)
+
     def passages(self) -> list[tuple[str, CacheControl | None]]:
         """(text, whether the prompt is to be kept up to its end), one after the other."""
         if not isinstance(self.content, list):
@@ -138,7 +143,7 @@ class Message(Body):
         """
         content: Any = self.content
         if isinstance(content, list):
-            if any(part.picture is not None for part in content):
+            if self.has_pictures:
                 content = [_part_for_template(part) for part in content]
             else:
                 content = "\n".join(part.read() for part in content)

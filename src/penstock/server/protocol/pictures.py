@@ -7,6 +7,7 @@ from typing import Any, ClassVar
 
 from pydantic import model_validator
 
+from penstock.models.vision.opening import is_data
 from penstock.server.protocol.common import Body
 from penstock.server.protocol.text_part import TEXT_PARTS, TextPart
 from penstock.server.validation import refusal
@@ -17,7 +18,7 @@ _FETCH = "Nothing is fetched here: send the picture itself, as data:image/png;ba
 
 
 def _check_url(url: str) -> str:
-    if not url.startswith(_DATA):
+    if not is_data(url):
         raise refusal(kind=f"A picture at {url[:40]!r}", why=_FETCH)
     return url
 
@@ -88,6 +89,8 @@ class ImageSource(Body):
             raise refusal(kind=f"A source of type {self.type[:40]!r}", why="base64 is read.")
         if self.data is None or self.media_type is None:
             raise ValueError("a source of type 'base64' has media_type and data")
+        if self.url is not None:
+            raise ValueError("a source of type 'base64' has no url, but one is given")
         return self
 
     def part(self) -> ContentPart:

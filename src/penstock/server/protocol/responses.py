@@ -94,6 +94,13 @@ class InputItem(Body):
         for name in needed.get(self.type, ()):
             if getattr(self, name) is None:
                 raise ValueError(f"an item of type {self.type!r} has no {name}")
+        fields = ("content", "output", "summary")
+        lists = (x for x in (getattr(self, name) for name in fields) if isinstance(x, list))
+        if any(part.picture is not None for parts in lists for part in parts) and (
+            self.type != "message" or self.role not in ("user", None)
+        ):
+            whose = f"an item of type {self.type!r}" if self.role is None else f"the {self.role}"
+            raise ValueError(f"{whose} has no pictures; send them as a message of the user")
         return self
 
     def message(self) -> Message:

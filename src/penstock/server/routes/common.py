@@ -223,6 +223,7 @@ async def prompt_of_messages(
     The answer's header `X-Penstock-Dropped-Messages` says how many were left out to make it fit.
     """
     service = service_of(request)
+    own = rendering.chat_template is not service.config.chat_template  # the caller's
     prompt = await service.compute(
         ticket,
         lambda: service.prompts.of_messages(
@@ -233,7 +234,7 @@ async def prompt_of_messages(
             keep=keep,
             source=source,
         ),
-        slow=rendering.chat_template is not service.config.chat_template,  # the caller's own
+        slow=own or any(message.has_pictures for message in messages),
     )
     if prompt.dropped:
         request.state.answer_headers = {"X-Penstock-Dropped-Messages": str(prompt.dropped)}

@@ -93,7 +93,8 @@ async def count_tokens(body: CountTokensRequest, request: Request) -> dict[str, 
     ticket = await admit(request, caller_of(request, "count"))
     rendering = telling(rendering, await plan_of(request, ticket, rendering, body))
     prompts = service.prompts
-    ids = await service.compute(ticket, lambda: prompts.rendered(messages, rendering))
+    slow = any(message.has_pictures for message in messages)
+    ids = await service.compute(ticket, lambda: prompts.rendered(messages, rendering), slow=slow)
     return {"input_tokens": len(ids)}
 
 

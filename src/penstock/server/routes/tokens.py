@@ -44,6 +44,7 @@ async def tokenize(body: TokenizeRequest, request: Request) -> Response:
     else:
         rendering = rendering_of(service, body)
         slow = rendering.chat_template is not service.config.chat_template
+        slow |= any(message.has_pictures for message in body.messages)
         encode = partial(prompts.rendered, body.messages, rendering)
     longest = service.llm.engine.max_model_len
 

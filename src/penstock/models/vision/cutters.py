@@ -1,0 +1,191 @@
+"""How families cut pictures: into tiles, to one square, or to a grid of any shape.
+
+What comes is what transformers' processors of the same settings give, to the bit: Pillow resizes.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from penstock.errors import InvalidPromptError
+from penstock.models.vision.opening import MOST_PIXELS
+from penstock.models.vision.pictures import Picture
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+IDEFICS_EDGE = 4096
+"""Pixels that the longer edge of a picture has at most before it is cut into tiles."""
+_NARROWEST = 200
+"""Of Qwen2-VL: one side over the other."""
+
+
+@dataclass(frozen=True, slots=True)
+class TileCutter:
+    """Idefics3's and SmolVLM's: a grid of tiles, and the whole picture as one more."""
+
+    side: int  # pixels of a tile
+    longest: int  # pixels of the longer edge, before it is a multiple of `side`
+    resample: int
+    splits: bool
+    rows: int  # of a tile, in the decoder
+    image: str
+
+    def cut(self, image: Image) -> Picture:
+        width, height = self._rescaled(*image.size)
+        image = image.resize((width, height), self.resample)
+        if not self.splits:
+            return self._of([image.resize((self.side, self.side), self.resample)], 0, 0)
+        width, height = self._multiples(width, height)
+        image = image.resize((width, height), self.resample)
+        down, across = height // self.side, width // self.side
+        if down == across == 1:
+            return self._of([image], 0, 0)
+        tiles = [
+            image.crop((x * self.side, y * self.side, (x + 1) * self.side, (y + 1) * self.side))
+            for y in range(down)
+            for x in range(across)
+        ]
+        tiles.append(image.resize((self.side, self.side), self.resample))
+        return self._of(tiles, down, across)
+
+    def _rescaled(self, width: int, height: int) -> tuple[int, int]:
+        """The longer edge as long as is asked, the other one even."""
+        ratio = width / height
+        if width >= height:
+            width, height = self.longest, int(self.longest / ratio)
+            height += height % 2
+        else:
+            width, height = int(self.longest * ratio), self.longest
+            width += width % 2
+        width, height = max(width, 1), max(height, 1)
+        ratio, most = width / height, IDEFICS_EDGE
+        if width >= height and width > most:
+            width, height = most, int(most / ratio)
+        elif height > width and height > most:
+            width, height = int(most * ratio), most
+        return max(width, 1), max(height, 1)
+
+    def _multiples(self, width: int, height: int) -> tuple[int, int]:
+        """Both edges as multiples of a tile's."""
+        ratio, side = width / height, self.side
+        if width >= height:
+            width = math.ceil(width / side) * side
+            height = math.ceil(int(width / ratio) / side) * side
+        else:
+            height = math.ceil(height / side) * side
+            width = math.ceil(int(height * ratio) / side) * side
+        return max(width, side), max(height, side)
+
+    def _of(self, tiles: list[Image], down: int, across: int) -> Picture:
+        places, around = self.image * self.rows, "<fake_token_around_image>"
+        text = ""
+        for y in range(down):
+            for x in range(across):
+                text += f"{around}<row_{y + 1}_col_{x + 1}>{places}"
+            text += "\n"
+        text += "\n" * bool(down) + f"{around}<global-img>{places}{around}"
+        return Picture.of([np.asarray(tile) for tile in tiles], text, len(tiles) * self.rows)
+
+
+@dataclass(frozen=True, slots=True)
+class SquareCutter:
+    """CLIP's and SigLIP's: one square."""
+
+    side: int
+    shortest: bool  # this edge gets its length and the middle is cut out; else both are stretched
+    pads: tuple[int, ...] | None  # first made square by this colour
+    resample: int
+    rows: int
+    image: str
+
+    def cut(self, image: Image) -> Picture:
+        side = self.side
+        if self.pads is not None:
+            image = _padded(image, self.pads)
+        if not self.shortest:
+            tile = image.resize((side, side), self.resample)
+            return Picture.of([np.asarray(tile)], self.image * self.rows, self.rows)
+        width, height = image.size
+        if width <= height:
+            width, height = side, int(side * height / width)
+        else:
+            width, height = int(side * width / height), side
+        left, top = (width - side) // 2, (height - side) // 2
+        # only what is seen of it is made: a line of 1 × 100,000 pixels would fill the memory
+        image = _resized_part(image, (width, height), (left, top, left + side, top + side), self)
+        return Picture.of([np.asarray(image)], self.image * self.rows, self.rows)
+
+
+@dataclass(frozen=True, slots=True)
+class GridCutter:
+    """Qwen2-VL's: the whole picture, its sides multiples of a token's, of so many pixels at least
+    and at most.
+    """
+
+    unit: int
+    least: int
+    most: int
+    resample: int
+    image: str
+
+    @property
+    def most_tokens(self) -> int:
+        """Of a picture."""
+        return self.most // self.unit**2
+
+    def cut(self, image: Image) -> Picture:
+        width, height = image.size
+        if max(width, height) > _NARROWEST * min(width, height):
+            raise InvalidPromptError(
+                f"A picture of {width} × {height} pixels is too long and narrow: one side is over "
+                f"{_NARROWEST} times the other. Cut it into parts."
+            )
+        width, height = self._rounded(width, height)
+        tile = image.resize((width, height), self.resample)
+        grid = height // self.unit, width // self.unit
+        tokens = grid[0] * grid[1]
+        return Picture.of([np.asarray(tile)], self.image * tokens, tokens, grid)
+
+    def _rounded(self, width: int, height: int) -> tuple[int, int]:
+        unit = self.unit
+        found = [round(edge / unit) * unit for edge in (width, height)]
+        if found[0] * found[1] > self.most:
+            by = math.sqrt(height * width / self.most)
+            found = [max(unit, math.floor(x / by / unit) * unit) for x in (width, height)]
+        elif found[0] * found[1] < self.least:
+            by = math.sqrt(self.least / (height * width))
+            found = [math.ceil(x * by / unit) * unit for x in (width, height)]
+        return found[0], found[1]
+
+
+def _resized_part(
+    image: Image, size: tuple[int, int], box: tuple[int, int, int, int], how: SquareCutter
+) -> Image:
+    """`box` of the image resized to `size`."""
+    most = 64 * how.side**2
+    if size[0] * size[1] > most:
+        raise InvalidPromptError(
+            f"A picture of {image.size[0]} × {image.size[1]} pixels is too long and narrow: its "
+            f"shorter edge becomes {how.side} pixels. Cut it into parts."
+        )
+    return image.resize(size, how.resample).crop(box)
+
+
+def _padded(image: Image, colour: tuple[int, ...]) -> Image:
+    from PIL import Image as Images
+
+    width, height = image.size
+    side = max(width, height)
+    if side**2 > MOST_PIXELS:
+        raise InvalidPromptError(
+            f"A picture of {width:,} × {height:,} pixels is too long: it is made square first, and "
+            f"a square has at most {MOST_PIXELS:,} pixels. Make it smaller."
+        )
+    square = Images.new("RGB", (side, side), colour)
+    square.paste(image, ((side - width) // 2, (side - height) // 2))
+    return square

@@ -1,0 +1,239 @@
+"""What a model's folder says of its pictures: `preprocessor_config.json`."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from penstock.errors import ConfigError, ModelNotFoundError, UnsupportedModelError, nearest
+from penstock.models.registry import read_json
+from penstock.models.spec import PicturesSpec
+from penstock.models.vision.cutters import GridCutter, SquareCutter, TileCutter
+from penstock.models.vision.pictures import Cutter, Pictures, Scaling
+from penstock.nn.spec import GridSpec, VisionSpec
+
+MAY_BE_CHOSEN: dict[str, tuple[str, ...]] = {
+    "tiles": ("size", "do_image_splitting"),
+    "whole": (),
+    "grid": ("min_pixels", "max_pixels", "size"),
+}
+"""Of each way to cut, what may be chosen otherwise than a model's processor says it."""
+_BICUBIC, _LANCZOS = 3, 1
+_Colours = tuple[tuple[float, ...], tuple[float, ...]]
+"""Means and deviations of three channels."""
+_HALF: _Colours = (0.5, 0.5, 0.5), (0.5, 0.5, 0.5)
+_CLIP: _Colours = (
+    (0.48145466, 0.4578275, 0.40821073),
+    (0.26862954, 0.26130258, 0.27577711),
+)
+_ALWAYS = ("do_resize", "do_rescale", "do_normalize")
+_STEPS = (*_ALWAYS, "do_convert_rgb", "do_image_splitting", "do_center_crop", "do_pad")
+"""That are known; tiles are never padded: each is whole."""
+
+
+def open_pictures(
+    folder: Path,
+    spec: PicturesSpec,
+    vision: VisionSpec | GridSpec,
+    placeholder: str,
+    instead: Mapping[str, Any] | None = None,
+) -> Pictures:
+    """What a model's folder says of pictures. Raises ModelError for what isn't built.
+
+    instead: of what the folder says of these keys; ConfigError for others than `MAY_BE_CHOSEN`.
+    """
+    given = _chosen(_processor(folder), spec.cut, instead or {})
+    said = _Said(folder, given)
+    said.check_steps()
+    cutter: Cutter
+    if isinstance(vision, GridSpec):
+        cutter, (mean, std) = _grid(said, vision, placeholder)
+    else:
+        read = _tiles if spec.cut == "tiles" else _whole
+        cutter, (mean, std) = read(said, vision, placeholder)
+    scaling = Scaling(
+        said.number("rescale_factor", 1 / 255),
+        said.colours("image_mean", mean),
+        said.colours("image_std", std),
+    )
+    return Pictures(placeholder, spec.around, spec.token_id, cutter, scaling)
+
+
+def _chosen(own: Mapping[str, Any], cut: str, instead: Mapping[str, Any]) -> Mapping[str, Any]:
+    """A processor's settings, with those that somebody chose."""
+    may = MAY_BE_CHOSEN[cut]
+    unknown = [key for key in instead if key not in may]
+    if unknown:
+        are = f"may say {', '.join(may)}" if may else "have nothing to say"
+        raise ConfigError(
+            f"mm_processor_kwargs of this kind of model {are}, not {unknown[0]!r}."
+            f"{nearest(str(unknown[0]), may)}"
+        )
+    kept = dict(own)
+    if "size" in instead:  # the two say the same
+        kept = {key: value for key, value in own.items() if key not in ("min_pixels", "max_pixels")}
+    return kept | dict(instead)
+
+
+class _Said(NamedTuple):
+    """A processor's settings; methods raise UnsupportedModelError for what isn't built."""
+
+    folder: Path
+    given: Mapping[str, Any]
+
+    def check_steps(self) -> None:
+        """That nothing is done to pictures but what is done here."""
+        for key in _ALWAYS:
+            if self.given.get(key, True) is not True:
+                raise self.unbuilt(key)
+        for key, value in self.given.items():
+            if key.startswith("do_") and key not in _STEPS and value:
+                raise self.unbuilt(key)
+
+    def flag(self, key: str, default: bool) -> bool:
+        """True or false."""
+        found = self.given.get(key)
+        if found is not None and type(found) is not bool:
+            raise self.unbuilt(key)
+        return default if found is None else found
+
+    def edge(self, key: str, default: int) -> int:
+        """Pixels of the longer edge."""
+        given = self.given.get(key)
+        edge = given.get("longest_edge") if isinstance(given, Mapping) else given
+        edge = default if given is None else edge
+        if type(edge) is not int or not 0 < edge <= 1 << 16:
+            raise self.unbuilt(key)
+        return edge
+
+    def number(self, key: str, default: float) -> float:
+        """Finite."""
+        return self._number(key, self.given.get(key, default))
+
+    def _number(self, key: str, found: Any) -> float:
+        number = isinstance(found, int | float) and not isinstance(found, bool)
+        if not number or not math.isfinite(found):
+            raise self.unbuilt(key)
+        return float(found)
+
+    def colours(self, key: str, default: tuple[float, ...]) -> tuple[float, ...]:
+        """One number of each channel."""
+        given = self.given.get(key, default)
+        if not isinstance(given, list | tuple) or len(given) != 3:
+            raise self.unbuilt(key)
+        found = tuple(self._number(key, value) for value in given)
+        if key == "image_std" and 0.0 in found:
+            raise self.unbuilt(key)
+        return found
+
+    def resample(self, default: int) -> int:
+        """By Pillow's number."""
+        found = self.given.get("resample", default)
+        if type(found) is not int or not 0 <= found <= 5:
+            raise self.unbuilt("resample")
+        return found
+
+    def edges(self, key: str) -> Mapping[str, Any]:
+        """Named edges, {} where none is said."""
+        found = self.given.get(key)
+        if found is None:
+            return {}
+        if not isinstance(found, Mapping) or not all(type(x) is int for x in found.values()):
+            raise self.unbuilt(key)
+        return found
+
+    def unbuilt(self, key: str) -> UnsupportedModelError:
+        """The error of what a setting is."""
+        return UnsupportedModelError(
+            f"{self.folder}: its processor's {key} is {self.given.get(key)!r:.80}, which isn't "
+            "built for this family."
+        )
+
+
+def _tiles(said: _Said, vision: VisionSpec, placeholder: str) -> tuple[Cutter, _Colours]:
+    side = said.edge("max_image_size", 364)
+    if side != vision.image_size:
+        raise UnsupportedModelError(
+            f"{said.folder}: its processor cuts tiles of {side} pixels (max_image_size), but its "
+            f"tower is of {vision.image_size}. They belong to different models."
+        )
+    if not said.flag("return_row_col_info", True):
+        raise said.unbuilt("return_row_col_info")
+    longest, splits = said.edge("size", 4 * 364), said.flag("do_image_splitting", True)
+    tokens, how = vision.tokens, said.resample(_LANCZOS)
+    return TileCutter(side, longest, how, splits, tokens, placeholder), _HALF
+
+
+def _whole(said: _Said, vision: VisionSpec, placeholder: str) -> tuple[Cutter, _Colours]:
+    size = vision.image_size
+    crops = said.flag("do_center_crop", vision.class_token)
+    number = type(said.given.get("size")) is int
+    wanted = {"shortest_edge": said.given["size"]} if number else said.edges("size")
+    shortest = "shortest_edge" in wanted
+    edges = {wanted.get(key, size) for key in ("shortest_edge", "height", "width")}
+    crop = said.given.get("crop_size")
+    if crops:
+        edges |= {crop} if type(crop) is int else set(said.edges("crop_size").values())
+    if edges != {size} or shortest != crops:
+        raise UnsupportedModelError(
+            f"{said.folder}: its processor makes pictures of {dict(wanted)} and cuts them to "
+            f"{crop if crops else None}, which isn't built for a tower of {size} × {size} pixels."
+        )
+    siglip = "Siglip" in str(said.given.get("image_processor_type", ""))
+    colours = _HALF if siglip or not vision.class_token else _CLIP
+    pads = None
+    if said.flag("do_pad", False):
+        pads = tuple(int(value * 255) for value in said.colours("image_mean", colours[0]))
+    how = said.resample(_BICUBIC)
+    return SquareCutter(size, shortest, pads, how, vision.tokens, placeholder), colours
+
+
+def _grid(said: _Said, vision: GridSpec, placeholder: str) -> tuple[Cutter, _Colours]:
+    fold = vision.projector.fold
+    own = {"patch_size": vision.patch, "merge_size": fold, "temporal_patch_size": vision.frames}
+    for key, value in own.items():
+        if said.given.get(key, value) != value:
+            raise UnsupportedModelError(
+                f"{said.folder}: its processor's {key} is {said.given[key]!r:.80}, its tower's "
+                f"{value}. They belong to different models."
+            )
+    size = said.edges("size")
+    if set(size) - {"shortest_edge", "longest_edge"}:
+        raise said.unbuilt("size")
+    bounds = []
+    for key, name, usual in (
+        ("min_pixels", "shortest_edge", 56 * 56),
+        ("max_pixels", "longest_edge", 28 * 28 * 1280),
+    ):
+        found = said.given.get(key)
+        bounds.append(size.get(name, usual) if found is None else found)
+        if type(bounds[-1]) is not int or bounds[-1] <= 0:
+            raise said.unbuilt("size" if found is None else key)
+    least, most = bounds
+    if least > most:
+        raise UnsupportedModelError(
+            f"{said.folder}: its processor's min_pixels {least:,} are more than its max_pixels "
+            f"{most:,}."
+        )
+    how = said.resample(_BICUBIC)
+    cutter = GridCutter(vision.patch * fold, least, most, how, placeholder)
+    return cutter, _HALF if vision.table_side else _CLIP
+
+
+def _processor(folder: Path) -> Mapping[str, Any]:
+    """What `preprocessor_config.json`, or the newer `processor_config.json`, says of pictures."""
+    newer = folder / "processor_config.json"
+    found = read_json(newer).get("image_processor") if newer.is_file() else None
+    if found is None:
+        file = folder / "preprocessor_config.json"
+        if not file.is_file():
+            raise ModelNotFoundError(
+                f"{folder} has no preprocessor_config.json, which says how this model's pictures "
+                "are cut. Download it with the model."
+            )
+        found = read_json(file)
+    if not isinstance(found, dict):
+        raise UnsupportedModelError(f"{newer}: image_processor must be an object: {found!r:.80}")
+    return found
