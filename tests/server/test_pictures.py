@@ -219,6 +219,12 @@ def test_metrics(seeing: Running) -> None:
     assert float(found["penstock:picture_tiles_total"]) >= 1
 
 
+def test_models_say_what_they_read(seeing: Running, server: Running) -> None:
+    for running, reads in ((seeing, ["text", "image"]), (server, ["text"])):
+        with running.client() as client:
+            assert client.get("/v1/models").json()["data"][0]["input_modalities"] == reads
+
+
 def test_a_model_that_sees_nothing(server: Running) -> None:
     body = {"messages": [{"role": "user", "content": image(URLS[0])}]}
     with server.client() as client:

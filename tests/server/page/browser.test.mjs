@@ -6,6 +6,7 @@
 // PENSTOCK_PAGE_FAKE         the fake server, whose replies are scripted
 // PENSTOCK_PAGE_NO_TEMPLATE  the same with a model that has no chat template
 // PENSTOCK_PAGE_KEY          the same with the key "secret"
+// PENSTOCK_PAGE_SEES         the same with a model that sees pictures
 // PENSTOCK_PAGE_FULL         the same with 64 requests and 100,000 blocks
 
 import assert from "node:assert/strict";
@@ -15,7 +16,7 @@ import { after, before, test } from "node:test";
 
 const { chromium } = createRequire(join(process.env.PENSTOCK_PLAYWRIGHT, "x.js"))("playwright-core");
 const { PENSTOCK_PAGE_URL: URL, PENSTOCK_PAGE_FAKE: FAKE } = process.env;
-const { PENSTOCK_PAGE_NO_TEMPLATE: NO_TEMPLATE, PENSTOCK_PAGE_KEY: KEY, PENSTOCK_PAGE_FULL: FULL } = process.env;
+const { PENSTOCK_PAGE_NO_TEMPLATE: NO_TEMPLATE, PENSTOCK_PAGE_KEY: KEY, PENSTOCK_PAGE_FULL: FULL, PENSTOCK_PAGE_SEES: SEES } = process.env;
 const PROMPT = "Tell a long story about a river";
 const WAIT = { timeout: 60_000 };
 
@@ -293,6 +294,55 @@ onPage("the last message can be edited", FAKE, async (page) => {
   assert.deepEqual(messages.map(({ content }) => content), ["first", "You said: first", "second"]);
   await finished(page);
   assert.deepEqual(await page.locator(".said").allTextContents(), ["first", "second"]);
+});
+
+const PNG = "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAYAAAAfFcSJAAAADUlEQVR42mNk+M9QDwADhgGAWjR9awAAAABJRU5ErkJggg==";
+const file = (name, mimeType = "image/png") => ({ name, mimeType, buffer: Buffer.from(PNG, "base64") });
+
+onPage("pictures are picked, taken back and sent, and come back with an edit", SEES, async (page) => {
+  await page.waitForSelector("#attach");
+  await page.setInputFiles("#files", [file("a.png"), file("b.png"), file("notes.txt", "text/plain")]);
+  await page.waitForSelector("#tray .picked");
+  assert.equal(await page.locator("#tray-trouble").textContent(), "notes.txt isn't a picture.");
+  await page.getByRole("button", { name: "Remove picture 2" }).click();
+  assert.equal(await page.locator("#tray .picked").count(), 1);
+  assert.ok(await page.locator("#tray-trouble").isHidden());
+  const url = `data:image/png;base64,${PNG}`;
+  const seen = { type: "image_url", image_url: { url } };
+  let request = page.waitForRequest((each) => each.method() === "POST");
+  await send(page, "What is it?");
+  assert.deepEqual((await request).postDataJSON().messages, [
+    { role: "user", content: [seen, { type: "text", text: "What is it?" }] },
+  ]);
+  await finished(page);
+  assert.equal(await page.locator("#tray .picked").count(), 0);
+  assert.equal(await page.locator(".user img").getAttribute("src"), url);
+  assert.ok(await page.locator(".user img").evaluate((image) => image.naturalWidth === 1));
+  await page.getByRole("button", { name: "Edit" }).click();
+  assert.equal(await page.locator("#tray .picked").count(), 1);
+  await page.evaluate((data) => { // pasted
+    const [bytes, given] = [Uint8Array.from(atob(data), (c) => c.charCodeAt(0)), new DataTransfer()];
+    given.items.add(new File([bytes], "c.png", { type: "image/png" }));
+    document.querySelector("#input").dispatchEvent(new ClipboardEvent("paste", { clipboardData: given, bubbles: true }));
+  }, PNG);
+  await page.waitForFunction(() => document.querySelectorAll("#tray .picked").length === 2);
+  request = page.waitForRequest((each) => each.method() === "POST");
+  await send(page, ""); // pictures alone are a message
+  assert.deepEqual((await request).postDataJSON().messages, [{ role: "user", content: [seen, seen] }]);
+  await finished(page);
+  assert.equal(await body(page).textContent(), "You said: image_url image_url");
+  await page.reload();
+  await page.waitForSelector(".user");
+  assert.match(await page.locator(".user").textContent(), /2 pictures, which this browser hasn't kept/);
+  await page.click("label:has(#mode-complete)");
+  assert.ok(await page.locator("#attach").isHidden());
+});
+
+onPage("a model that sees nothing is shown nothing", FAKE, async (page) => {
+  await page.waitForFunction(() => document.querySelector("#model").textContent);
+  assert.ok(await page.locator("#attach").isHidden());
+  await page.setInputFiles("#files", [file("a.png")]);
+  assert.equal(await page.locator("#tray .picked").count(), 0);
 });
 
 onPage("settings are sent where they are filled in, and a wrong one is pointed at", FAKE, async (page) => {

@@ -176,7 +176,8 @@ class Handler(BaseHTTPRequestHandler):
         elif not self._allowed():
             return
         elif self.path == "/v1/models":
-            model = {"id": "stories-8m", "object": "model", "max_model_len": 512}
+            reads = ["text", "image"] if self.server.sees else ["text"]
+            model = {"id": "stories-8m", "max_model_len": 512, "input_modalities": reads}
             self._json(200, {"object": "list", "data": [model]})
         elif self.path == "/page/events":
             self._stream(self._events())
@@ -195,6 +196,8 @@ class Handler(BaseHTTPRequestHandler):
             self._error(400, "The model stories-8m has no chat template. Use /v1/completions.")
         else:
             message = body["messages"][-1]["content"]
+            if isinstance(message, list):
+                message = " ".join(part.get("text", part["type"]) for part in message)
             if "refuse" in message:
                 self._error(400, "The prompt has 600 tokens, and the model reads 512.")
                 return
@@ -268,12 +271,13 @@ class FakeServer(ThreadingHTTPServer):
         port: int = 0,
         key: str | None = None,
         template: bool = True,
+        sees: bool = False,
         running: int = 0,
         blocks: int = 1024,
         pause_s: float = 0.004,
     ) -> None:
         super().__init__(("127.0.0.1", port), Handler)
-        self.key, self.template, self.pause_s = key, template, pause_s
+        self.key, self.template, self.sees, self.pause_s = key, template, sees, pause_s
         self.engine = Engine(running, blocks)
         self.requests: list[Json] = []
         self.hung_up = 0

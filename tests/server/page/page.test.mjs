@@ -175,8 +175,30 @@ test("a conversation keeps its latest turns within its bound", () => {
   const again = new Conversation("c", 100);
   assert.equal(again.turns.length, 6);
   assert.deepEqual(again.turns[0], { role: "user", text: "question 7" });
+  again.turns = [{ role: "user", text: "a", pictures: ["data:,a", "data:,b"] }, { role: "assistant", text: "x" }];
+  again.save();
+  assert.equal(again.turns[0].pictures.length, 2);
+  const later = new Conversation("c", 100);
+  assert.deepEqual(later.turns[0], { role: "user", text: "a", lost: 2 });
+  later.save();
+  assert.equal(new Conversation("c", 100).turns[0].lost, 2);
   stored.set("c", "not JSON");
   assert.deepEqual(new Conversation("c").turns, []);
+});
+
+test("pictures come before what is said of them", () => {
+  const conversation = new Conversation("e");
+  conversation.turns = [
+    { role: "user", text: "What?", pictures: ["data:,a"] },
+    { role: "assistant", text: "A cat." },
+    { role: "user", text: "", pictures: ["data:,b"] },
+  ];
+  const seen = (url) => ({ type: "image_url", image_url: { url } });
+  assert.deepEqual(conversation.messages(""), [
+    { role: "user", content: [seen("data:,a"), { type: "text", text: "What?" }] },
+    { role: "assistant", content: "A cat." },
+    { role: "user", content: [seen("data:,b")] },
+  ]);
 });
 
 test("a reply that came to nothing isn't sent, a system prompt comes first", () => {

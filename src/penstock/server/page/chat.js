@@ -4,6 +4,7 @@
 import { ApiError, complete } from "./api.js";
 import { Conversation, keep, kept } from "./conversation.js";
 import { byId, h, oncePerFrame, write } from "./dom.js";
+import { Tray } from "./pictures.js";
 import { copyCode } from "./prose.js";
 import { Clock, ReplyView, userTurn } from "./turn.js";
 
@@ -22,6 +23,7 @@ export class Chat {
     this.askKey = askKey;
     this.log = byId("log");
     this.input = byId("input");
+    this.tray = new Tray();
     this.#listen();
     this.#setMode(kept(MODE, "chat"));
   }
@@ -32,6 +34,7 @@ export class Chat {
 
   setModel(model) {
     this.#model = model;
+    this.tray.allow(model.input_modalities?.includes("image") ?? false);
     this.#greet();
   }
 
@@ -78,11 +81,12 @@ export class Chat {
     this.#render();
   }
 
-  // Puts a text into the field; an edit ends thereby, or begins.
-  #compose(text, editing = false) {
+  // Puts a text into the field, and its pictures beside it; an edit ends thereby, or begins.
+  #compose(text, editing = false, pictures = []) {
     this.#editing = editing;
     byId("editing").hidden = !editing;
     this.input.value = text;
+    this.tray.show([...pictures]);
     this.#fit();
   }
 
@@ -93,16 +97,18 @@ export class Chat {
 
   #submit() {
     const text = this.mode === "chat" ? this.input.value.trim() : this.input.value;
-    if (!text.trim() || !this.settings.valid()) return;
+    const { pictures } = this.tray;
+    if ((!text.trim() && !pictures.length) || !this.settings.valid()) return;
     if (this.#editing) this.conversation.turns.splice(-2);
-    this.conversation.turns.push({ role: "user", text });
+    this.conversation.turns.push({ role: "user", text, ...(pictures.length && { pictures }) });
     this.#compose("");
     this.#reply();
   }
 
   #edit() {
     if (this.#running) return;
-    this.#compose(this.conversation.turns.at(-2).text, true);
+    const { text, pictures } = this.conversation.turns.at(-2);
+    this.#compose(text, true, pictures);
     this.input.focus();
   }
 

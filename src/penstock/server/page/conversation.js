@@ -20,7 +20,14 @@ export function kept(name, otherwise) {
   }
 }
 
-/** Turns in order, a user's and a reply in turns: {role, text, state?, error?, figures?}. */
+/** A message's content with pictures: they come first, as the templates of models that see have them. */
+function parts(text, pictures) {
+  const seen = pictures.map((url) => ({ type: "image_url", image_url: { url } }));
+  return text ? [...seen, { type: "text", text }] : seen;
+}
+
+/** Turns in order, a user's and a reply in turns: {role, text, pictures?, lost?, state?, error?, figures?}.
+ *  Pictures are too large to be kept: `lost` says how many there were. */
 export class Conversation {
   constructor(name, limit = LIMIT) {
     const turns = kept(name, []);
@@ -34,7 +41,8 @@ export class Conversation {
     for (; size > this.limit; first += 2) {
       size -= this.turns.slice(first, first + 2).reduce((sum, turn) => sum + turn.text.length, 0);
     }
-    if (!keep(this.name, this.turns.slice(first))) keep(this.name, []);
+    const smaller = ({ pictures = [], lost = 0, ...turn }) => ({ ...turn, lost: lost + pictures.length || undefined });
+    if (!keep(this.name, this.turns.slice(first).map(smaller))) keep(this.name, []);
   }
 
   clear() {
@@ -45,7 +53,7 @@ export class Conversation {
   /** Messages of the chat API; a reply that came to nothing is left out. */
   messages(system) {
     const said = this.turns.filter(({ role, text }) => role === "user" || text);
-    const messages = said.map(({ role, text }) => ({ role, content: text }));
+    const messages = said.map(({ role, text, pictures }) => ({ role, content: pictures ? parts(text, pictures) : text }));
     return system ? [{ role: "system", content: system }, ...messages] : messages;
   }
 }

@@ -2,14 +2,18 @@
 
 import { h, write } from "./dom.js";
 import { count, digits, percent, plural, seconds } from "./format.js";
+import { pictureRow } from "./pictures.js";
 import { Prose, copy } from "./prose.js";
 
 const button = (label, title, onclick) => h("button", { type: "button", class: "quiet", title, onclick }, label);
 const unseen = (title) => h("h3", { class: "unseen" }, title);
 
 /** What the user said; `edit` is called to change it. */
-export function userTurn({ text }, edit) {
-  const said = h("article", { class: "turn user" }, unseen("You"), h("div", { class: "said" }, text));
+export function userTurn({ text, pictures, lost }, edit) {
+  const said = h("article", { class: "turn user" }, unseen("You"));
+  if (pictures) said.append(pictureRow(pictures));
+  if (lost) said.append(h("p", { class: "dim" }, `${plural(lost, "picture")}, which this browser hasn't kept`));
+  if (text) said.append(h("div", { class: "said" }, text));
   if (edit) said.append(button("Edit", "Change this message and ask again", edit));
   return said;
 }

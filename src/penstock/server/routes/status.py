@@ -28,6 +28,7 @@ def _model(service: Service, name: str) -> dict[str, Any]:
         "root": str(service.llm.config.model.model),
         "parent": None,
         "max_model_len": service.llm.engine.max_model_len,
+        "input_modalities": ["text"] + ["image"] * (service.llm.runtime.sight is not None),
         "meta": {"n_vocab": service.llm.engine.vocab_size},  # llama.cpp's
     }
 
