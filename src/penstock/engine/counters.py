@@ -63,6 +63,7 @@ def stats_of(engine: Engine) -> dict[str, Any]:
         "blocks": pool.num_blocks,
         "used_blocks": pool.num_used,
         "cached_blocks": pool.num_idle,
+        "kv_fragmentation": fragmentation(engine),
         **(engine.pins.stats() if engine.pins else {"pins": 0, "pinned_blocks": 0}),
         **(engine.tree.stats() if engine.tree else NO_PREFIXES),
         **engine.preemption.stats(),
@@ -73,6 +74,23 @@ def stats_of(engine: Engine) -> dict[str, Any]:
         **_sight_stats(engine),
         **_graph_stats(engine),
     }
+
+
+def fragmentation(engine: Engine) -> float:
+    """Of the places for tokens in blocks in use, the share that holds none: ends of last blocks.
+
+    0 where nothing is in use. A block that samples share counts once, as full as the fullest has
+    it.
+    """
+    size = engine.runtime.layout.block_size
+    idle: dict[int, int] = {}
+    for sequence in engine.scheduler.running:
+        if sequence.blocks:
+            gap = len(sequence.blocks) * size - sequence.num_computed
+            last = sequence.blocks[-1]
+            idle[last] = min(gap, idle.get(last, gap))
+    used = engine.pool.num_used * size
+    return sum(idle.values()) / used if used else 0.0
 
 
 def _sight_stats(engine: Engine) -> dict[str, Any]:

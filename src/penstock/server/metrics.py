@@ -272,6 +272,11 @@ class _EngineCollector(Collector):
                     stats["used_blocks"] / blocks if blocks else 0.0,
                 ),
                 (
+                    "penstock:kv_fragmentation",
+                    "Share of the places in blocks in use that holds no token.",
+                    stats["kv_fragmentation"],
+                ),
+                (
                     "penstock:sequences_running",
                     "Sequences in the batch: samples of requests.",
                     stats["running"],
