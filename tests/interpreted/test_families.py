@@ -10,7 +10,14 @@ import torch
 
 from penstock import LLM, SamplingParams
 from penstock.errors import UnsupportedModelError
-from tests.models.seeing import SeeingModel, make_idefics3, make_qwen, make_qwen3, picture
+from tests.models.seeing import (
+    SeeingModel,
+    make_idefics3,
+    make_internvl,
+    make_qwen,
+    make_qwen3,
+    picture,
+)
 from tests.models.tiny import FAMILIES, make_tiny
 
 LENGTH = 4
@@ -30,7 +37,7 @@ def test_what_is_for_cpus_is_refused(family: str, tmp_path: Path) -> None:
         LLM(tmp_path, skip_tokenizer_init=True, dtype="float32", max_model_len=64)
 
 
-@pytest.mark.parametrize("make", [make_idefics3, make_qwen, make_qwen3])
+@pytest.mark.parametrize("make", [make_idefics3, make_internvl, make_qwen, make_qwen3])
 def test_a_picture(make: Callable[[Path], SeeingModel], tmp_path: Path) -> None:
     """And again, when its blocks are in the cache."""
     made, images = make(tmp_path), [picture(60, 90)]

@@ -14,6 +14,7 @@ from PIL import Image
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
+from transformers.models.got_ocr2.image_processing_pil_got_ocr2 import GotOcr2ImageProcessorPil
 from transformers.models.idefics3.image_processing_pil_idefics3 import Idefics3ImageProcessorPil
 from transformers.models.llava.processing_llava import LlavaProcessor
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
@@ -231,6 +232,43 @@ def make_qwen(folder: Path, *, older: bool = False, published: bool = False) -> 
     images = Qwen2VLImageProcessorPil(**own)
     processor = QwenProcessor(images, tokenizer)
     return SeeingModel(folder, model, processor)
+
+
+def make_internvl(folder: Path, *, pooled: bool = True, text: str = "Qwen2") -> SeeingModel:
+    """Tiles of 56 pixels, four tokens each."""
+    torch.manual_seed(11)
+    config = transformers.InternVLConfig(
+        vision_config={
+            **VISION, "image_size": [56, 56], "patch_size": [14, 14], "attention_bias": True,
+            "use_mean_pooling": pooled,
+        },
+        text_config=getattr(transformers, f"{text}Config")(**TEXT),
+        image_token_id=IMAGE,
+        image_seq_length=4,
+        tie_word_embeddings=False,
+    )  # fmt: skip
+    model = transformers.InternVLForConditionalGeneration(config).eval()
+    tokenizer = make_tokenizer()
+    own = {"size": {"height": 56, "width": 56}, "max_patches": 6}
+    given = {"image_processor_type": "GotOcr2ImageProcessorFast", **own, "crop_to_patches": False}
+    _write(folder, model, given, tokenizer)
+    return SeeingModel(folder, model, InternProcessor(GotOcr2ImageProcessorPil(**own), tokenizer))
+
+
+class InternProcessor:
+    """What transformers' processor does of pictures: it needs one for videos."""
+
+    def __init__(self, image_processor: Any, tokenizer: Any) -> None:
+        self.image_processor, self.tokenizer = image_processor, tokenizer
+
+    def __call__(self, *, text: str, images: list[Image.Image], return_tensors: str) -> Any:
+        found = self.image_processor(
+            images=images, return_tensors=return_tensors, crop_to_patches=True
+        )
+        for count in found.pop("num_patches").tolist():
+            text = text.replace("<image>", f"<img>{'<|>' * (4 * count)}</img>", 1)
+        ids = self.tokenizer(text.replace("<|>", "<image>"), return_tensors=return_tensors)
+        return {**ids, **found}
 
 
 class QwenProcessor:

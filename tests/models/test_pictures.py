@@ -15,6 +15,7 @@ from PIL import Image
 from tests.models.seeing import (
     SeeingModel,
     make_idefics3,
+    make_internvl,
     make_llava,
     make_qwen,
     make_qwen3,
@@ -59,6 +60,11 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> SeeingModel:
 @pytest.fixture(scope="module")
 def stretched(tmp_path_factory: pytest.TempPathFactory) -> SeeingModel:
     return make_llava(tmp_path_factory.mktemp("stretched"), tower="siglip")
+
+
+@pytest.fixture(scope="module")
+def canvas(tmp_path_factory: pytest.TempPathFactory) -> SeeingModel:
+    return make_internvl(tmp_path_factory.mktemp("canvas"))
 
 
 @pytest.fixture(scope="module")
@@ -193,6 +199,31 @@ def test_squares_that_arent_built(values: dict[str, Any], tmp_path: Path) -> Non
         pictures_of(tmp_path)
 
 
+@pytest.mark.parametrize(
+    "size", [*SIZES, (56, 112), (80, 160), (79, 158), (112, 112), (100, 100), (70, 70)]
+)
+def test_cut_by_the_nearest_shape(size: tuple[int, int], canvas: SeeingModel) -> None:
+    """A tie goes to more tiles where the picture has pixels for them."""
+    check(canvas, picture(*size))
+
+
+@pytest.mark.parametrize(
+    ("values", "said"),
+    [
+        ({"size": {"height": 64, "width": 64}}, "its tower is of 56 × 56 pixels"),
+        ({"size": {"shortest_edge": 56}}, "its tower is of 56 × 56 pixels"),
+        ({"min_patches": 7}, "min_patches 7 are more than its max_patches 6"),
+        ({"max_patches": 0}, "max_patches is 0"),
+        ({"min_patches": "1"}, "min_patches is '1'"),
+    ],
+)
+def test_canvases_that_arent_built(values: dict[str, Any], said: str, tmp_path: Path) -> None:
+    make_internvl(tmp_path)
+    set_processor(tmp_path, **values)
+    with pytest.raises(ModelError, match=said):
+        pictures_of(tmp_path)
+
+
 def test_a_side_that_patches_dont_fill(tmp_path: Path) -> None:
     """As of SmolVLM-Instruct and of LLaVA's SigLIP, 384 pixels in patches of 14."""
     for made in (
@@ -230,7 +261,8 @@ def test_pixels_as_processors_once_said_them(tmp_path: Path) -> None:
 
 
 def test_what_may_be_chosen_otherwise(tmp_path: Path) -> None:
-    grid, tiles, whole = (tmp_path / name for name in ("grid", "tiles", "whole"))
+    grid, tiles, whole, canvas = (tmp_path / x for x in ("grid", "tiles", "whole", "canvas"))
+    make_internvl(canvas)
     make_qwen(grid)
     make_idefics3(tiles)
     make_llava(whole)
@@ -244,6 +276,8 @@ def test_what_may_be_chosen_otherwise(tmp_path: Path) -> None:
     assert tokens(grid, size={"shortest_edge": 1, "longest_edge": 84 * 84}) == 9
     assert tokens(tiles, do_image_splitting=False) == 4
     assert tokens(tiles, size={"longest_edge": 112}) == 20
+    assert tokens(canvas) == 5 * 4
+    assert tokens(canvas, crop_to_patches=False) == tokens(canvas, max_patches=1) == 4
     for folder, key, said in (
         (grid, "max_pixel", r"not 'max_pixel'\. Did you mean 'max_pixels'"),
         (tiles, "max_pixels", "may say size, do_image_splitting, not 'max_pixels'"),

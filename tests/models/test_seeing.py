@@ -13,6 +13,7 @@ from tests.models.seeing import (
     IMAGE,
     SeeingModel,
     make_idefics3,
+    make_internvl,
     make_llava,
     make_qwen,
     make_qwen3,
@@ -41,6 +42,9 @@ MAKERS: dict[str, Callable[[Path], SeeingModel]] = {
     "qwen2.5-vl-published": lambda folder: make_qwen(folder, published=True),
     "qwen2-vl": lambda folder: make_qwen(folder, older=True),
     "qwen3-vl": make_qwen3,
+    "internvl": make_internvl,
+    "internvl-normed": lambda folder: make_internvl(folder, pooled=False, text="Llama"),
+    "internvl-3.5": lambda folder: make_internvl(folder, text="Qwen3"),
 }
 
 

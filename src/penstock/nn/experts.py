@@ -9,7 +9,7 @@ from penstock import ops
 from penstock.errors import UnsupportedModelError, WeightsError
 from penstock.nn.linear import Linear
 from penstock.nn.mlp import Mlp
-from penstock.nn.norm import Norm
+from penstock.nn.norm import Norm, Scale
 from penstock.nn.parameters import Loadable, Packing, Vector, as_float32, room_for
 from penstock.nn.spec import ExpertsSpec, MlpSpec
 from penstock.ops import ACTIVATIONS
@@ -189,7 +189,7 @@ class Experts(nn.Module):
         return y
 
     def end_(
-        self, residual: Tensor, y: Tensor, post_norm: Norm | None, adapters: Tensor | None
+        self, residual: Tensor, y: Tensor, post_norm: Norm | Scale | None, adapters: Tensor | None
     ) -> None:
         """residual += y, in place."""
         ops.add_(residual, y if post_norm is None else post_norm(y))

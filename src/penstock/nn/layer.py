@@ -12,7 +12,7 @@ from penstock.nn.attention import Attention
 from penstock.nn.experts import Experts
 from penstock.nn.mla import LatentAttention
 from penstock.nn.mlp import Mlp, add_product
-from penstock.nn.norm import Norm
+from penstock.nn.norm import Norm, Scale
 from penstock.nn.rope import RotaryTable
 from penstock.nn.spec import AttentionSpec, LayerSpec, MlpSpec, NormSpec
 from penstock.quant import WeightFormat
@@ -47,6 +47,13 @@ def self_attention(
     return Attention(hidden, spec, norm, formats["qkv"], formats["out"], table)
 
 
+def _after(hidden: int, spec: LayerSpec, norm: NormSpec) -> Norm | Scale | None:
+    """What comes between a block and the add."""
+    if spec.scaled:
+        return Scale(hidden)
+    return Norm(hidden, norm) if spec.post_norm else None
+
+
 class DecoderLayer(nn.Module):
     """Attention and feed-forward, each added to one residual stream."""
 
@@ -65,8 +72,8 @@ class DecoderLayer(nn.Module):
         self.mlp = feed_forward(hidden, spec.mlp, formats, dtype)
         self.attention_norm = Norm(hidden, norm) if spec.pre_norm else None
         self.mlp_norm = Norm(hidden, norm) if spec.pre_norm else None
-        self.attention_post_norm = Norm(hidden, norm) if spec.post_norm else None
-        self.mlp_post_norm = Norm(hidden, norm) if spec.post_norm else None
+        self.attention_post_norm = _after(hidden, spec, norm)
+        self.mlp_post_norm = _after(hidden, spec, norm)
 
     def forward(self, residual: Tensor, step: Step, cache: LayerCache) -> None:
         """residual [T, D] += attention, += feed-forward, in place."""

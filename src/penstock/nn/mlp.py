@@ -6,15 +6,19 @@ from torch import Tensor, nn
 
 from penstock import ops
 from penstock.nn.linear import Linear
-from penstock.nn.norm import Norm
+from penstock.nn.norm import Norm, Scale
 from penstock.nn.spec import MlpSpec
 from penstock.quant import WeightFormat
 
 
 def add_product(
-    residual: Tensor, linear: Linear, x: Tensor, post_norm: Norm | None, adapters: Tensor | None
+    residual: Tensor,
+    linear: Linear,
+    x: Tensor,
+    post_norm: Norm | Scale | None,
+    adapters: Tensor | None,
 ) -> None:
-    """residual += linear(x), normed before where a norm comes after the block."""
+    """residual += linear(x), normed or scaled before where that comes after the block."""
     if post_norm is None:
         linear.add_(residual, x, adapters)
     else:
@@ -46,7 +50,7 @@ class Mlp(nn.Module):
         return h
 
     def end_(
-        self, residual: Tensor, h: Tensor, post_norm: Norm | None, adapters: Tensor | None
+        self, residual: Tensor, h: Tensor, post_norm: Norm | Scale | None, adapters: Tensor | None
     ) -> None:
         """residual += the last product of h, in place."""
         add_product(residual, self.down, h, post_norm, adapters)

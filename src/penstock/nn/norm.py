@@ -37,3 +37,24 @@ class Norm(Loadable):
         if self.spec.kind == "layer":
             return ops.layer_norm(x, weight, self._parameters["bias"], self.spec.eps)
         return ops.rms_norm(x, weight, self.spec.eps)
+
+
+class Scale(Loadable):
+    """A weight for each channel of what a block gives.
+
+    Source: Touvron et al. 2021, arXiv:2103.17239 (LayerScale).
+    """
+
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        self.dim = dim
+
+    def expected(self) -> dict[str, tuple[int, ...]]:
+        return {"weight": (self.dim,)}
+
+    def load(self, name: str, tensor: Tensor | Codes) -> None:
+        self.own(name, as_float32(tensor))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Scale x [T, D]."""
+        return (x.float() * self.parameter("weight")).to(x.dtype)

@@ -123,13 +123,16 @@ class MlpSpec:
 
 @dataclass(frozen=True, slots=True)
 class LayerSpec:
-    """One decoder layer. `pre_norm`: before each block; `post_norm`: after it, before the add."""
+    """One layer. `pre_norm`: before each block; `post_norm`: after it, before the add; `scaled`:
+    weights there instead (LayerScale).
+    """
 
     attention: AttentionSpec
     mlp: MlpSpec
     pre_norm: bool = True
     post_norm: bool = False
     parallel: bool = False  # both blocks read the layer's input (GPT-NeoX)
+    scaled: bool = False  # only towers' layers are
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,6 +144,7 @@ class ProjectorSpec:
     fold: int = 1  # so many rows and columns of patches become one row (pixel shuffle)
     bias: bool = False
     activation: Literal["none", "silu", "gelu", "gelu_tanh"] = "none"  # none: one matrix
+    norm: NormSpec | None = None  # of what was folded
 
 
 @dataclass(frozen=True, slots=True)

@@ -109,6 +109,7 @@ class Projector(nn.Module):
     def __init__(self, hidden: int, spec: ProjectorSpec, own: WeightFormat) -> None:
         super().__init__()
         self.spec = spec
+        self.norm = None if spec.norm is None else Norm(hidden * spec.fold**2, spec.norm)
         inner, two = spec.inner or spec.out, spec.activation != "none"
         self.up = Linear(hidden * spec.fold**2, inner, spec.bias, own, activation=spec.activation)
         self.down = Linear(inner, spec.out, spec.bias, own) if two else None
@@ -123,5 +124,5 @@ class Projector(nn.Module):
 
     def of_folded(self, x: Tensor) -> Tensor:
         """x [tokens, fold² · D] → [tokens, out]."""
-        y: Tensor = self.up(x)
+        y: Tensor = self.up(x if self.norm is None else self.norm(x))
         return y if self.down is None else self.down(y)

@@ -93,6 +93,47 @@ class TileCutter:
 
 
 @dataclass(frozen=True, slots=True)
+class CanvasCutter:
+    """InternVL's: tiles in the shape nearest to the picture's, and the whole as one more."""
+
+    side: int  # pixels of a tile
+    least: int
+    most: int  # tiles; 1: the whole alone
+    resample: int
+    rows: int  # of a tile, in the decoder
+    image: str
+
+    def cut(self, image: Image) -> Picture:
+        side = self.side
+        across, down = self._shape(*image.size) if self.most > 1 else (1, 1)
+        canvas = image.resize((across * side, down * side), self.resample)
+        tiles = [
+            canvas.crop((x * side, y * side, (x + 1) * side, (y + 1) * side))
+            for y in range(down)
+            for x in range(across)
+        ]
+        if len(tiles) > 1:
+            tiles.append(image.resize((side, side), self.resample))
+        tokens = len(tiles) * self.rows
+        text = f"<img>{self.image * tokens}</img>"
+        return Picture.of([np.asarray(tile) for tile in tiles], text, tokens)
+
+    def _shape(self, width: int, height: int) -> tuple[int, int]:
+        """(across, down): of shapes that are as near, the larger one as long as the picture has
+        more than half its pixels.
+        """
+        counts = range(1, self.most + 1)
+        shapes = [(x, y) for x in counts for y in counts if self.least <= x * y <= self.most]
+        best, nearest = (1, 1), math.inf
+        for x, y in sorted(shapes, key=math.prod):
+            away = abs(width / height - x / y)
+            fills = width * height > 0.5 * self.side**2 * x * y
+            if away < nearest or (away == nearest and fills):
+                best, nearest = (x, y), away
+        return best
+
+
+@dataclass(frozen=True, slots=True)
 class SquareCutter:
     """CLIP's and SigLIP's: one square."""
 

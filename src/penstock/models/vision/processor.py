@@ -10,12 +10,13 @@ from typing import Any, NamedTuple
 from penstock.errors import ConfigError, ModelNotFoundError, UnsupportedModelError, nearest
 from penstock.models.registry import read_json
 from penstock.models.spec import PicturesSpec
-from penstock.models.vision.cutters import GridCutter, SquareCutter, TileCutter
+from penstock.models.vision.cutters import CanvasCutter, GridCutter, SquareCutter, TileCutter
 from penstock.models.vision.pictures import Cutter, Pictures, Scaling
 from penstock.nn.spec import GridSpec, VisionSpec
 
 MAY_BE_CHOSEN: dict[str, tuple[str, ...]] = {
     "tiles": ("size", "do_image_splitting"),
+    "canvas": ("min_patches", "max_patches", "crop_to_patches"),
     "whole": (),
     "grid": ("min_pixels", "max_pixels", "size"),
 }
@@ -51,7 +52,7 @@ def open_pictures(
     if isinstance(vision, GridSpec):
         cutter, (mean, std) = _grid(said, vision, placeholder)
     else:
-        read = _tiles if spec.cut == "tiles" else _whole
+        read = {"tiles": _tiles, "canvas": _canvas, "whole": _whole}[spec.cut]
         cutter, (mean, std) = read(said, vision, placeholder)
     scaling = Scaling(
         said.number("rescale_factor", 1 / 255),
@@ -72,6 +73,8 @@ def _chosen(own: Mapping[str, Any], cut: str, instead: Mapping[str, Any]) -> Map
             f"{nearest(str(unknown[0]), may)}"
         )
     kept = dict(own)
+    if cut == "canvas":
+        kept.pop("crop_to_patches", None)  # transformers' processor crops, whatever the file says
     if "size" in instead:  # the two say the same
         kept = {key: value for key, value in own.items() if key not in ("min_pixels", "max_pixels")}
     return kept | dict(instead)
@@ -107,6 +110,13 @@ class _Said(NamedTuple):
         if type(edge) is not int or not 0 < edge <= 1 << 16:
             raise self.unbuilt(key)
         return edge
+
+    def whole_number(self, key: str, default: int) -> int:
+        """At least 1."""
+        found = self.given.get(key, default)
+        if type(found) is not int or not 0 < found <= 1 << 10:
+            raise self.unbuilt(key)
+        return found
 
     def number(self, key: str, default: float) -> float:
         """Finite."""
@@ -164,6 +174,26 @@ def _tiles(said: _Said, vision: VisionSpec, placeholder: str) -> tuple[Cutter, _
     longest, splits = said.edge("size", 4 * 364), said.flag("do_image_splitting", True)
     tokens, how = vision.tokens, said.resample(_LANCZOS)
     return TileCutter(side, longest, how, splits, tokens, placeholder), _HALF
+
+
+def _canvas(said: _Said, vision: VisionSpec, placeholder: str) -> tuple[Cutter, _Colours]:
+    side = vision.image_size
+    size = said.edges("size")
+    if size and dict(size) != {"height": side, "width": side}:
+        raise UnsupportedModelError(
+            f"{said.folder}: its processor's size is {dict(size)}, but its tower is of {side} × "
+            f"{side} pixels. They belong to different models."
+        )
+    least, most = said.whole_number("min_patches", 1), said.whole_number("max_patches", 12)
+    if least > most:
+        raise UnsupportedModelError(
+            f"{said.folder}: its processor's min_patches {least} are more than its max_patches "
+            f"{most}."
+        )
+    if not said.flag("crop_to_patches", True):
+        least = most = 1
+    how = said.resample(_BICUBIC)
+    return CanvasCutter(side, least, most, how, vision.tokens, placeholder), _CLIP
 
 
 def _whole(said: _Said, vision: VisionSpec, placeholder: str) -> tuple[Cutter, _Colours]:
