@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import os
+import shutil
 import threading
 import time
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -83,26 +86,107 @@ def test_a_file_that_another_process_removed(files: Files) -> None:
     assert files.get("a") is None and files.damaged == 0 and "a" not in files
 
 
+EACH = SIZE + disk._HEAD.size
+
+
+def there(folder: Path) -> list[str]:
+    return sorted(file.stem for file in folder.glob("*.kv"))
+
+
+def put_path(files: Files, *names: str) -> None:
+    for before, name in pairwise((None, *names)):
+        assert name is not None
+        files.put(name, data(0), before)
+
+
 def test_what_was_used_longest_ago_makes_room(tmp_path: Path) -> None:
-    each = SIZE + disk._HEAD.size
-    files = Files(tmp_path, SIZE, 4 * each)
+    files = Files(tmp_path, SIZE, 4 * EACH)
     for name in "abcd":
         files.put(name, data(0))
     wait_for(files, 4)
-    assert files.get("a") is not None  # now b is the oldest
+    files.use(["a"])  # now b is the oldest
     for name in "ef":
         files.put(name, data(0))
     wait_for(files, 6)
-    assert sorted(file.stem for file in tmp_path.glob("*.kv")) == ["a", "d", "e", "f"]
-    assert files.nbytes == 4 * each
+    assert there(tmp_path) == ["a", "d", "e", "f"]
+    assert files.nbytes == 4 * EACH
     files.close()
     for number, name in enumerate("dfea"):  # as their times say it to the next process
         os.utime(tmp_path / f"{name}.kv", (number, number))
-    later = Files(tmp_path, SIZE, 4 * each)
+    later = Files(tmp_path, SIZE, 4 * EACH)
     later.put("g", data(0))
     wait_for(later, 1)
-    assert sorted(file.stem for file in tmp_path.glob("*.kv")) == ["a", "e", "f", "g"]
+    assert there(tmp_path) == ["a", "e", "f", "g"]
     later.close()
+
+
+def test_the_ends_of_prompts_go_first(tmp_path: Path) -> None:
+    """Without its beginning nobody finds what is behind it; so it is after a restart."""
+    for again in (False, True):
+        folder = tmp_path / f"{again}"
+        files = Files(folder, SIZE, 6 * EACH)
+        put_path(files, "a0", "a1", "a2")
+        put_path(files, "b0", "b1", "b2")
+        wait_for(files, 6)
+        files.use(["a0", "a1", "a2"])
+        if again:
+            files.close()
+            files = Files(folder, SIZE, 6 * EACH)
+        put_path(files, "c0", "c1")
+        wait_for(files, 2 if again else 8)
+        assert there(folder) == ["a0", "a1", "a2", "b0", "c0", "c1"]
+        files.close()
+
+
+def test_a_prompt_that_is_larger_than_all(tmp_path: Path) -> None:
+    files = Files(tmp_path, SIZE, 4 * EACH)
+    put_path(files, *"abcdefgh")
+    files.close()
+    assert there(tmp_path) == ["a", "b", "c", "d"]
+    assert files.written + files.dropped == 8 and files.nbytes == 4 * EACH
+
+
+def test_what_another_process_writes_is_found(tmp_path: Path, monkeypatch: Any) -> None:
+    """And counts, and what it removes doesn't, once it is looked."""
+    one, other = (Files(tmp_path, SIZE, 3 * EACH) for _ in range(2))
+    put_path(other, "a", "b")
+    wait_for(other, 2)
+    assert "a" in one and one.get("b") == data(0) and "c" not in one
+    (tmp_path / "a.kv").unlink()
+    monkeypatch.setattr(disk, "_LOOKS_S", 0.0)
+    put_path(one, "c", "d")
+    wait_for(one, 2)
+    assert there(tmp_path) == ["b", "c", "d"] and len(one) == 3 and "a" not in one
+    one.close()
+    other.close()
+
+
+def test_a_folder_that_is_removed(files: Files) -> None:
+    files.put("a", data(1))
+    wait_for(files, 1)
+    shutil.rmtree(files.folder.parent)
+    files.put("b", data(2))
+    files.put("c", data(3))
+    wait_for(files, 3)
+    assert there(files.folder) == ["b", "c"] and files.takes("a")
+
+
+def test_its_owner_alone_reads_it(tmp_path: Path) -> None:
+    files = Files(tmp_path / "new" / "model", SIZE, EACH)
+    files.put("a", data(1))
+    files.close()
+    for path in (tmp_path / "new", files.folder, files.folder / "a.kv"):
+        assert path.stat().st_mode & 0o077 == 0
+
+
+def test_many_uses_take_no_memory(tmp_path: Path) -> None:
+    files = Files(tmp_path, SIZE, 1 << 20)
+    put_path(files, "a", "b")
+    for _ in range(3000):
+        files.use(["a", "b"])
+    assert len(files._oldest) < 2000
+    files.close()
+    assert there(tmp_path) == ["a", "b"]
 
 
 def test_nothing_waits_for_a_slow_disk(files: Files, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -163,7 +247,7 @@ def test_rows_of_several_pieces(tmp_path: Path) -> None:
     want = [row.clone() for row in rows]
     store = DiskStore(tmp_path, "model", rows, 1 << 20)
     for block in (1, 4):
-        store.put(f"{block}", block)
+        store.put(f"{block}", block, "root")
     for row in rows:
         row[[1, 4]] = 0
     each = [store.files.get(f"{block}") for block in (4, 1)]
@@ -178,7 +262,7 @@ def test_rows_of_several_pieces(tmp_path: Path) -> None:
 def test_it_ends_with_its_owner(tmp_path: Path) -> None:
     """What is queued is written, and nothing holds the cache any longer."""
     store = DiskStore(tmp_path, "model", [torch.zeros(2, 4)], 1 << 20)
-    store.put("a", 0)
+    store.put("a", 0, "root")
     files = store.files
     del store
     assert files.written == 1 and not files._writer.is_alive()

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import heapq
 import logging
 import os
 import struct
@@ -17,7 +18,7 @@ import threading
 import time
 import weakref
 import zlib
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -36,6 +37,10 @@ _MAGIC = b"penstkv1"
 _SUFFIX = ".kv"
 _ABANDONED_S = 3600.0
 """After which a file that somebody began to write is given up."""
+_LOOKS_S = 30.0
+"""After which it is looked again what others have written."""
+_STEP_NS = 1000
+"""By which a block is older than the one before it."""
 
 
 class DiskStore:
@@ -59,11 +64,14 @@ class DiskStore:
             ) from error
         self.close = weakref.finalize(self, self.files.close)  # at the process's end as well
 
-    def put(self, digest: str, block: int) -> None:
-        """Keep what `block` holds, unless it is there, or there is more to write than can be."""
+    def put(self, digest: str, block: int, after: str) -> None:
+        """Keep what `block` holds, unless it is there, or there is more to write than can be.
+
+        after: digest of the block before it, or of the root.
+        """
         if self.files.takes(digest):
             parts = (next(iter(read_blocks(row, [block]))) for row in self._rows)
-            self.files.put(digest, b"".join(part.tobytes() for part in parts))
+            self.files.put(digest, b"".join(part.tobytes() for part in parts), after)
 
     def load(self, blocks: Sequence[int], each: Sequence[bytes]) -> None:
         """Write what `files.get` gave into blocks."""
@@ -76,18 +84,26 @@ class DiskStore:
 
 
 class Files:
-    """A folder of blocks, and the thread that writes them."""
+    """A folder of blocks, and the thread that writes them.
+
+    A block's time is when a prompt last began that has it, less a microsecond for each block before
+    it: so of prompts those used longest ago go first, and of one the last block before the first,
+    without which none behind it is found. It is its file's time as well.
+    """
 
     def __init__(self, folder: Path, size: int, limit: int) -> None:
         """size: bytes of a block; limit: of all. Raises OSError."""
         self.folder, self._size, self._limit = folder, size, limit
-        self._known: OrderedDict[str, None] = OrderedDict()  # on disk or queued; oldest use first
+        self._times: dict[str, int] = {}  # of blocks on disk or queued, in nanoseconds
+        self._oldest: list[tuple[int, str]] = []  # a heap of them; what isn't its time is past
         self._queue: deque[tuple[str, bytes | None]] = deque()  # None: was used
+        self._unwritten: dict[str, bytes] = {}  # of those in the queue
         self._queued = 0
         self._wake = threading.Condition()
         self._ending = False
+        self._seen_s = 0.0  # when it was looked around
         self.read = self.written = self.dropped = self.damaged = 0  # blocks
-        folder.mkdir(0o700, parents=True, exist_ok=True)
+        self._make_folder()
         self._look_around()
         probe = folder / f"{os.getpid()}.tmp"
         probe.write_bytes(b"")
@@ -95,52 +111,95 @@ class Files:
         self._writer = threading.Thread(target=self._write, name="penstock-disk", daemon=True)
         self._writer.start()
 
+    def _make_folder(self) -> None:
+        """For its owner alone, and so the one above it where that is made."""
+        self.folder.parent.parent.mkdir(parents=True, exist_ok=True)
+        for folder in (self.folder.parent, self.folder):
+            folder.mkdir(0o700, exist_ok=True)
+
     def _look_around(self) -> None:
         """Which blocks there are; what others began and left behind is removed."""
-        found: list[tuple[float, str]] = []
+        found: dict[str, int] = {}
         with os.scandir(self.folder) as entries:
             for entry in entries:
-                stat = entry.stat()
-                if entry.name.endswith(_SUFFIX):
-                    found.append((stat.st_mtime, entry.name.removesuffix(_SUFFIX)))
-                elif entry.name.endswith(".tmp") and time.time() - stat.st_mtime > _ABANDONED_S:
-                    os.unlink(entry.path)
-        self._known = OrderedDict((name, None) for _, name in sorted(found))
+                with contextlib.suppress(FileNotFoundError):  # another process made room meanwhile
+                    stat = entry.stat()
+                    if entry.name.endswith(_SUFFIX):
+                        found[entry.name.removesuffix(_SUFFIX)] = stat.st_mtime_ns
+                    elif entry.name.endswith(".tmp") and time.time() - stat.st_mtime > _ABANDONED_S:
+                        os.unlink(entry.path)
+        with self._wake:
+            gone = [x for x in self._times if x not in found and x not in self._unwritten]
+            for name in gone:
+                del self._times[name]
+            for name, at in found.items():
+                if at > self._times.get(name, -1):
+                    self._set_time(name, at)
+        self._seen_s = time.monotonic()
+
+    def _set_time(self, digest: str, at: int) -> None:
+        self._times[digest] = at
+        heapq.heappush(self._oldest, (at, digest))
+        if len(self._oldest) > 4 * len(self._times) + 1024:
+            self._oldest = [(time, name) for name, time in self._times.items()]
+            heapq.heapify(self._oldest)
 
     @property
     def nbytes(self) -> int:
         """Of all blocks, those that are still queued included."""
-        return len(self._known) * (self._size + _HEAD.size)
+        return len(self._times) * (self._size + _HEAD.size)
 
     def __len__(self) -> int:
-        return len(self._known)
+        return len(self._times)
 
     def __contains__(self, digest: str) -> bool:
-        return digest in self._known
+        """Whether a block is there, written by whom ever."""
+        if digest in self._times:
+            return True
+        try:
+            at = self._file(digest).stat().st_mtime_ns
+        except OSError:
+            return False
+        with self._wake:
+            self._set_time(digest, at)
+        return True
 
     def takes(self, digest: str) -> bool:
         """Whether a block isn't there yet and can be queued; one that can't is counted."""
         with self._wake:
-            if digest in self._known:
+            if digest in self._times:
                 return False
             fits = self._queued + self._size <= QUEUED_BYTES and not self._ending
             self.dropped += not fits
             return fits
 
-    def put(self, digest: str, data: bytes) -> None:
-        """Queue what a block holds."""
+    def put(self, digest: str, data: bytes, after: str | None = None) -> None:
+        """Queue what a block holds. after: the block before it."""
         with self._wake:
-            self._known[digest] = None
+            now = time.time_ns()
+            before = self._times.get(after, now) if after is not None else now
+            self._set_time(digest, before - _STEP_NS)
             self._queue.append((digest, data))
+            self._unwritten[digest] = data
             self._queued += len(data)
+            self._wake.notify()
+
+    def use(self, digests: Sequence[str]) -> None:
+        """A prompt begins that has these blocks, one after the other."""
+        with self._wake:
+            now = time.time_ns()
+            for depth, digest in enumerate(digests):
+                if digest in self._times:
+                    self._set_time(digest, now - depth * _STEP_NS)
+                    self._queue.append((digest, None))
             self._wake.notify()
 
     def get(self, digest: str) -> bytes | None:
         """The bytes of a block; None where there are none, or they are damaged."""
         with self._wake:
-            queued = next((data for name, data in self._queue if name == digest and data), None)
-        if queued is not None:
-            return queued
+            unwritten = self._unwritten.get(digest)
+        if unwritten is not None:
+            return unwritten
         try:
             with open(self._file(digest), "rb") as file:
                 magic, length, checksum = _HEAD.unpack(file.read(_HEAD.size))
@@ -158,14 +217,11 @@ class Files:
             self._lose(digest)
             return None
         self.read += 1
-        with self._wake:
-            self._queue.append((digest, None))
-            self._wake.notify()
         return data
 
     def _lose(self, digest: str) -> None:
         with self._wake:
-            self._known.pop(digest, None)
+            self._times.pop(digest, None)
         with contextlib.suppress(OSError):  # it isn't there, or can't be removed: nobody reads it
             self._file(digest).unlink()
 
@@ -191,39 +247,56 @@ class Files:
                 digest, data = self._queue[0]
             try:
                 if data is None:
-                    self._used(digest)
+                    self._touch(digest)
                 else:
                     self._put(digest, data)
             except OSError as error:
                 logger.warning("A block isn't kept on disk: %s.", error)
                 with self._wake:
-                    self._known.pop(digest, None)
+                    self._times.pop(digest, None)
                     self.dropped += 1
             with self._wake:
                 self._queue.popleft()
-                self._queued -= len(data or b"")
+                if data is not None:
+                    self._queued -= len(data)
+                    if self._unwritten.get(digest) is data:
+                        del self._unwritten[digest]
 
-    def _used(self, digest: str) -> None:
-        """It goes later than others, also where another process looks."""
-        with self._wake:
-            if digest in self._known:
-                self._known.move_to_end(digest)
-        with contextlib.suppress(FileNotFoundError):  # another process made room meanwhile
-            os.utime(self._file(digest))
+    def _touch(self, digest: str) -> None:
+        """Its file has its time, for those who look later."""
+        at = self._times.get(digest)
+        if at is not None:
+            with contextlib.suppress(FileNotFoundError):  # another process made room meanwhile
+                os.utime(self._file(digest), ns=(at, at))
 
     def _put(self, digest: str, data: bytes) -> None:
+        if time.monotonic() - self._seen_s > _LOOKS_S:  # others may have written
+            self._make_folder()
+            self._look_around()
         self._make_room()
-        file = self._file(digest)
-        beside = file.with_suffix(f".{os.getpid()}.tmp")
+        if digest not in self._times:  # it had to go first itself
+            with self._wake:
+                self.dropped += 1
+            return
+        beside = self._file(digest).with_suffix(f".{os.getpid()}.tmp")
         try:
-            with open(beside, "wb") as out:
-                out.write(_HEAD.pack(_MAGIC, len(data), zlib.crc32(data)))
-                out.write(data)
-            os.replace(beside, file)
+            try:
+                self._write_file(beside, data)
+            except FileNotFoundError:  # somebody has removed the folder
+                self._make_folder()
+                self._write_file(beside, data)
+                self._seen_s = 0.0
+            os.replace(beside, self._file(digest))
         except OSError:
             beside.unlink(missing_ok=True)
             raise
+        self._touch(digest)
         self.written += 1
+
+    def _write_file(self, path: Path, data: bytes) -> None:
+        with open(os.open(path, os.O_CREAT | os.O_WRONLY | os.O_TRUNC, 0o600), "wb") as out:
+            out.write(_HEAD.pack(_MAGIC, len(data), zlib.crc32(data)))
+            out.write(data)
 
     def _make_room(self) -> None:
         """Remove the blocks that were used longest ago, until the limit holds."""
@@ -231,11 +304,10 @@ class Files:
             with self._wake:
                 if self.nbytes <= self._limit:
                     return
-                queued = {name for name, data in self._queue if data is not None}
-                oldest = next((name for name in self._known if name not in queued), None)
-                if oldest is None:
-                    return
-                del self._known[oldest]
+                at, oldest = heapq.heappop(self._oldest)
+                if self._times.get(oldest) != at:
+                    continue
+                del self._times[oldest]
             self._file(oldest).unlink(missing_ok=True)
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Iterator
-from itertools import islice
+from itertools import islice, takewhile
 
 from penstock.cache import BlockPool, Node, PrefixTree
 from penstock.cache.disk import DiskStore, digest_of, root_digest
@@ -50,13 +50,12 @@ class Remembering:
         if not isinstance(salt, str | None):  # an adapter's number, of this process alone
             return
         nodes = self._found(sequence)
-        digest = root_digest(salt)
-        for node in nodes:
-            digest = digest_of(digest, node.key)
+        held = [self._digest(node) for node in nodes]
         first = len(nodes)
-        lacking = self._lacking(keys[first * size :], digest)
-        most = self._pool.num_available - spare - len(nodes)
-        found = list(islice(self._read(lacking), max(most, 0)))
+        lacking = list(self._lacking(keys[first * size :], held[-1] if held else root_digest(salt)))
+        self.store.files.use([*held, *lacking])
+        most = self._pool.num_available - spare - first
+        found = self._read(lacking[: max(most, 0)])
         if not found:
             return
         for node in nodes:  # or the oldest of them would make room for what follows
@@ -77,18 +76,19 @@ class Remembering:
                 return
             yield digest
 
-    def _read(self, digests: Iterator[str]) -> Iterator[bytes]:
-        for digest in digests:
-            data = self.store.files.get(digest)
-            if data is None:
-                return
-            yield data
+    def _read(self, digests: list[str]) -> list[bytes]:
+        """As many as are whole, one after the other. What is damaged behind the first that isn't
+        there is found out too: it will be computed, and written again.
+        """
+        read = [self.store.files.get(digest) for digest in digests]
+        return [data for data in takewhile(lambda data: data is not None, read) if data]
 
     def _keep(self, node: Node) -> None:
         """A block has come into the tree."""
         digest = self._digest(node)
         if digest:
-            self.store.put(digest, node.block)
+            assert node.parent is not None  # a block isn't a root
+            self.store.put(digest, node.block, self._digest(node.parent))
 
     def _digest(self, node: Node) -> str:
         """Of a node; empty for those of adapters."""
