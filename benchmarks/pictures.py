@@ -1,6 +1,6 @@
 """A prompt with a picture, beside transformers: until the first token, and each one after it.
 
-    python benchmarks/pictures.py --out pictures.json
+    python -m benchmarks.pictures --out pictures.json
 
 The model has SmolVLM-256M's shape and random weights; both compute in bfloat16, in turns. The
 picture is cut before the clock starts, as both cut it alike.

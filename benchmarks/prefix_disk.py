@@ -1,7 +1,7 @@
 """A long prompt after a restart: computed, read from disk, and found in memory.
 
-    python benchmarks/make_checkpoint.py qwen2.5-0.5b checkpoints/qwen
-    python benchmarks/prefix_disk.py checkpoints/qwen --out prefix-disk.json
+    python -m benchmarks.make_checkpoint qwen2.5-0.5b checkpoints/qwen
+    python -m benchmarks.prefix_disk checkpoints/qwen --out prefix-disk.json
 
 Each run is a process of its own. Files are read from the page cache, as after a restart of the
 process alone, unless --cold drops them from it before.

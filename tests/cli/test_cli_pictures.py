@@ -8,11 +8,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from tests.models.seeing import make_idefics3, make_qwen, picture
 from typer.testing import Result
 
 from penstock import LLM, SamplingParams
+from penstock.bench.serve.vocabulary import of_size
+from penstock.bench.workload import random_prompts
 
 Run = Callable[..., Result]
 GREEDY = ("--temperature", 0, "--max-tokens", 6)
@@ -42,6 +45,23 @@ def test_generate(penstock: Run, model: Path, cat: Path) -> None:
         result = penstock("generate", model, "-p", text, "--image", cat, *GREEDY)
         assert result.exit_code == 0, result.stderr
         assert result.stdout.rstrip("\n") == said(model, whole, cat).rstrip("\n")
+
+
+def test_a_picture_as_a_data_url(penstock: Run, model: Path, cat: Path) -> None:
+    url = f"data:image/png;base64,{base64.b64encode(cat.read_bytes()).decode()}"
+    result = penstock("generate", model, "-p", "What?", "--image", url, *GREEDY)
+    assert result.exit_code == 0, result.stderr
+    assert result.stdout.rstrip("\n") == said(model, "<image>What?", cat).rstrip("\n")
+
+
+def test_benchmarks_draw_nothing_that_stands_for_pictures(model: Path) -> None:
+    runtime = LLM(model).runtime
+    drawn = random_prompts(np.random.default_rng(0), runtime, 20, 400)
+    assert runtime.sight is not None
+    assert runtime.sight.pictures.token_id not in {token for ids in drawn for token in ids}
+    ids = of_size(320, "x", runtime.sight.pictures.token_id).ids.tolist()
+    assert ids == [x for x in range(320) if x != runtime.sight.pictures.token_id]
+    assert of_size(320, "x").size == 320
 
 
 def test_between_the_marks_that_templates_write(penstock: Run, tmp_path: Path, cat: Path) -> None:

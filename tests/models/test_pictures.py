@@ -285,6 +285,8 @@ def test_what_may_be_chosen_otherwise(tmp_path: Path) -> None:
     ):
         with pytest.raises(ConfigError, match=said):
             LLM(folder, mm_processor_kwargs={key: 5})
+    with pytest.raises(ConfigError, match="mm_processor_kwargs: max_pixels can't be 'a' for"):
+        LLM(grid, mm_processor_kwargs={"max_pixels": "a"})
     with pytest.raises(ConfigError, match="of models that see pictures"):
         LLM(mm_processor_kwargs={"max_pixels": 5})
     with pytest.raises(ConfigError, match="must be an object such as"):

@@ -14,7 +14,7 @@ import pytest
 
 from penstock import LLM, SamplingParams
 from penstock.server import ServerConfig
-from tests.models.seeing import make_idefics3, picture
+from tests.models.seeing import IMAGE, make_idefics3, picture
 
 from .conftest import Running, serving
 
@@ -222,7 +222,9 @@ def test_metrics(seeing: Running) -> None:
 def test_models_say_what_they_read(seeing: Running, server: Running) -> None:
     for running, reads in ((seeing, ["text", "image"]), (server, ["text"])):
         with running.client() as client:
-            assert client.get("/v1/models").json()["data"][0]["input_modalities"] == reads
+            card = client.get("/v1/models").json()["data"][0]
+        assert card["input_modalities"] == reads
+        assert card["meta"].get("image_token_id") == (IMAGE if running is seeing else None)
 
 
 def test_a_model_that_sees_nothing(server: Running) -> None:

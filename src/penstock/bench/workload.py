@@ -56,8 +56,11 @@ def engine_config(
 def random_prompts(
     draw: np.random.Generator, runtime: Runtime, count: int, length: int
 ) -> list[list[int]]:
-    """Token ids of `count` prompts, of those that the model has."""
-    drawn = draw.integers(0, runtime.model.spec.decoder.vocab_size, (count, length))
+    """Token ids of `count` prompts, of those that the model has and that stand for no picture."""
+    size, seeing = runtime.model.spec.decoder.vocab_size, runtime.model.spec.pictures
+    drawn = draw.integers(0, size, (count, length))
+    if seeing is not None:
+        drawn[drawn == seeing.token_id] = (seeing.token_id + 1) % size
     kept = runtime.vocab_map
     ids: list[list[int]] = (drawn if kept is None else kept.kept[drawn]).tolist()
     return ids

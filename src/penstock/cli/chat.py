@@ -116,6 +116,13 @@ class Conversation:
         if self._pictures is None:
             raise InvalidPromptError("This model sees no pictures. Load one that does.")
         self._images.append(open_picture(file))
+        width, height = self._images[-1].size
+        count = len(self._images)
+        typer.echo(
+            f"[{width} × {height} pixels; the next message brings {count} "
+            f"picture{'s' * (count > 1)}]",
+            err=True,
+        )
 
     @property
     def _pictures(self) -> Pictures | None:
@@ -239,6 +246,8 @@ def _take(conversation: Conversation, text: str) -> None:
     }
     if text.startswith("/image "):
         conversation.show(text.removeprefix("/image ").strip())
+    elif text == "/image":
+        raise RequestError("/image needs a picture's file: /image FILE.")
     elif text in commands:
         commands[text]()
     elif text.startswith("/") and " " not in text:

@@ -129,7 +129,7 @@ def _read(prompts: list[str]) -> list[str]:
     return [text if prompt == "-" else prompt for prompt in prompts]
 
 
-def _seen(meter: Meter, prompts: list[str], images: list[Path]) -> list[Prompt]:
+def _seen(meter: Meter, prompts: list[str], images: list[str]) -> list[Prompt]:
     """The prompts, of which a single one may have pictures: where it says, or before its text."""
     if not images:
         return list(prompts)

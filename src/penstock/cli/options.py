@@ -80,12 +80,12 @@ TokenHealing = Annotated[
     ),
 ]
 Images = Annotated[
-    list[Path] | None,
+    list[str] | None,
     typer.Option(
         "--image",
         metavar="FILE",
-        help="A picture, for models that see; again for another. They stand where the text has the "
-        "model's placeholder, or before it.",
+        help="A picture's file, or a data: URL, for models that see; again for another. They stand "
+        "where the text has the model's placeholder, or before it.",
     ),
 ]
 Expected = Annotated[

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from penstock.engine import Pin
@@ -171,9 +171,11 @@ class Prompts:
         )
         if keep is None:
             self._check_room(ids, rendering.telling, source)
-        made = self._fitting(ids, text, keep, source)
         shown = [m for i, m in enumerate(plain) if i not in left_out]
         seen: tuple[Picture, ...] = _pictures_of(shown)
+        if seen:
+            source = replace(source, advice=", or send fewer or smaller pictures")
+        made = self._fitting(ids, text, keep, source)
         if seen and made.tokens is not ids:
             raise ApiError(
                 400,

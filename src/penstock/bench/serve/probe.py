@@ -41,6 +41,7 @@ class ServedModel:
     max_model_len: int | None = None  # tokens, where the server says so
     vocab_size: int | None = None
     owned_by: str | None = None  # `vllm`, `llamacpp`, …
+    image_token_id: int | None = None  # Penstock's, of a model that sees
 
 
 async def served_model(
@@ -78,6 +79,7 @@ async def served_model(
         max_model_len=_positive(entry.get("max_model_len")),
         vocab_size=_positive(entry.get("vocab_size")) or _positive(meta.get("n_vocab")),
         owned_by=entry.get("owned_by") if isinstance(entry.get("owned_by"), str) else None,
+        image_token_id=_positive(meta.get("image_token_id")),
     )
 
 
@@ -132,7 +134,7 @@ def choose_vocabulary(
     if tokenizer is not None:
         return of_ids(*tokenizer)
     if served.vocab_size is not None:
-        return of_size(served.vocab_size, "the server")
+        return of_size(served.vocab_size, "the server", served.image_token_id)
     return of_size(FALLBACK_SIZE, "neither tokenizer nor server says how many ids there are")
 
 

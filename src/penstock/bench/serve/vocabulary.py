@@ -56,9 +56,10 @@ class Vocabulary:
         return "".join(map(self.words.__getitem__, prompt.tolist()))
 
 
-def of_size(size: int, source: str) -> Vocabulary:
-    """The ids below `size`."""
-    return Vocabulary(np.arange(size, dtype=np.int32), None, source)
+def of_size(size: int, source: str, picture: int | None = None) -> Vocabulary:
+    """The ids below `size`. picture: the one that stands for pictures, which isn't among them."""
+    ids = np.arange(size, dtype=np.int32)
+    return Vocabulary(ids[ids != picture], None, source)
 
 
 def of_ids(tokenizer: Tokenizer, name: str) -> Vocabulary:

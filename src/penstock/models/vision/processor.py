@@ -46,7 +46,7 @@ def open_pictures(
     instead: of what the folder says of these keys; ConfigError for others than `MAY_BE_CHOSEN`.
     """
     given = _chosen(_processor(folder), spec.cut, instead or {})
-    said = _Said(folder, given)
+    said = _Said(folder, given, instead or {})
     said.check_steps()
     cutter: Cutter
     if isinstance(vision, GridSpec):
@@ -81,10 +81,13 @@ def _chosen(own: Mapping[str, Any], cut: str, instead: Mapping[str, Any]) -> Map
 
 
 class _Said(NamedTuple):
-    """A processor's settings; methods raise UnsupportedModelError for what isn't built."""
+    """A processor's settings; methods raise UnsupportedModelError for what isn't built,
+    ConfigError where it was chosen.
+    """
 
     folder: Path
     given: Mapping[str, Any]
+    chosen: Mapping[str, Any]  # of these, what somebody has chosen
 
     def check_steps(self) -> None:
         """That nothing is done to pictures but what is done here."""
@@ -154,8 +157,13 @@ class _Said(NamedTuple):
             raise self.unbuilt(key)
         return found
 
-    def unbuilt(self, key: str) -> UnsupportedModelError:
+    def unbuilt(self, key: str) -> UnsupportedModelError | ConfigError:
         """The error of what a setting is."""
+        if key in self.chosen:
+            return ConfigError(
+                f"mm_processor_kwargs: {key} can't be {self.chosen[key]!r:.80} for this kind of "
+                "model."
+            )
         return UnsupportedModelError(
             f"{self.folder}: its processor's {key} is {self.given.get(key)!r:.80}, which isn't "
             "built for this family."

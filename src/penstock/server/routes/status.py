@@ -20,6 +20,10 @@ _NOT_WELL: Responses = ERRORS | {503: {"description": "It doesn't; the body says
 
 
 def _model(service: Service, name: str) -> dict[str, Any]:
+    sight = service.llm.runtime.sight
+    meta = {"n_vocab": service.llm.engine.vocab_size}  # llama.cpp's
+    if sight is not None:
+        meta["image_token_id"] = sight.pictures.token_id
     return {
         "id": name,
         "object": "model",
@@ -28,8 +32,8 @@ def _model(service: Service, name: str) -> dict[str, Any]:
         "root": str(service.llm.config.model.model),
         "parent": None,
         "max_model_len": service.llm.engine.max_model_len,
-        "input_modalities": ["text"] + ["image"] * (service.llm.runtime.sight is not None),
-        "meta": {"n_vocab": service.llm.engine.vocab_size},  # llama.cpp's
+        "input_modalities": ["text"] + ["image"] * (sight is not None),
+        "meta": meta,
     }
 
 
