@@ -171,6 +171,51 @@ def test_a_folder_that_is_removed(files: Files) -> None:
     assert there(files.folder) == ["b", "c"] and files.takes("a")
 
 
+def test_two_of_one_process(tmp_path: Path) -> None:
+    """Or of containers, whose processes have one number: nobody writes into another's file."""
+    both = [Files(tmp_path, SIZE, 1 << 20) for _ in range(2)]
+    for number in range(200):
+        for files in both:
+            files.put(f"{number}", data(number))
+    for files in both:
+        files.close()
+    assert [files.dropped for files in both] == [0, 0]
+    later = Files(tmp_path, SIZE, 1 << 20)
+    assert [later.get(f"{n}") for n in range(200)] == [data(n) for n in range(200)]
+    later.close()
+
+
+def test_what_the_system_refuses_isnt_damaged(
+    files: Files, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    files.put("a", data(1))
+    wait_for(files, 1)
+    with monkeypatch.context() as patch:
+        patch.setattr(disk, "open", _too_many, raising=False)
+        assert files.get("a") is None and files.get("a") is None
+    assert caplog.text.count("Too many open files") == 1
+    assert files.get("a") == data(1) and files.damaged == 0
+
+
+def _too_many(*args: Any) -> Any:
+    raise OSError(24, "Too many open files")
+
+
+def test_what_isnt_a_file_is_left_alone(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe.kv")
+    (tmp_path / "dir.kv").mkdir()
+    (tmp_path / "link.kv").symlink_to(tmp_path / "nowhere")
+    files = Files(tmp_path, SIZE, 1 << 20)
+    assert len(files) == 0 and not any(name in files for name in ("pipe", "dir", "link"))
+    files.close()
+
+
+def test_nothing_is_written_behind_what_was_left_out(files: Files) -> None:
+    assert files.takes("a") and not files.takes("c", "b") and files.dropped == 1
+    files.put("a", data(1))
+    assert files.takes("b", "a")
+
+
 def test_its_owner_alone_reads_it(tmp_path: Path) -> None:
     files = Files(tmp_path / "new" / "model", SIZE, EACH)
     files.put("a", data(1))
@@ -247,7 +292,7 @@ def test_rows_of_several_pieces(tmp_path: Path) -> None:
     want = [row.clone() for row in rows]
     store = DiskStore(tmp_path, "model", rows, 1 << 20)
     for block in (1, 4):
-        store.put(f"{block}", block, "root")
+        store.put(f"{block}", block, None)
     for row in rows:
         row[[1, 4]] = 0
     each = [store.files.get(f"{block}") for block in (4, 1)]
@@ -262,7 +307,7 @@ def test_rows_of_several_pieces(tmp_path: Path) -> None:
 def test_it_ends_with_its_owner(tmp_path: Path) -> None:
     """What is queued is written, and nothing holds the cache any longer."""
     store = DiskStore(tmp_path, "model", [torch.zeros(2, 4)], 1 << 20)
-    store.put("a", 0, "root")
+    store.put("a", 0, None)
     files = store.files
     del store
     assert files.written == 1 and not files._writer.is_alive()
@@ -278,3 +323,4 @@ def test_digests_tell_all_apart() -> None:
     roots = {root_digest(salt) for salt in (None, "", "a", "b")}
     found = {digest_of(root, tokens) for root in roots for tokens in ([1, 2], [12], [2, 1], [-1])}
     assert len(roots) == 4 and len(found) == 16
+    assert root_digest("\ud800") not in roots  # half a character, which JSON may hold

@@ -12,7 +12,9 @@ from typing import Any
 import pytest
 
 from penstock import LLM, SamplingParams, ops
-from penstock.engine import RequestOptions
+from penstock.cache import disk
+from penstock.engine import RequestOptions, remembering
+from penstock.engine.remembering import Remembering
 from penstock.errors import ConfigError
 from tests.models.seeing import make_qwen3, picture
 
@@ -174,6 +176,60 @@ def test_a_damaged_block_is_computed_again(made: Any, alone: list[Any], tmp_path
     assert said == alone and whole.stats()["disk_blocks_damaged"] > 0
     said, found = run(made())  # what lay behind a damaged block was looked at, too
     assert said == alone and found[0] == 192
+
+
+def test_large_prompts_are_read_in_parts(
+    made: Any, alone: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Between two steps, in which others go on."""
+    run(made())
+    wanted = run(made())
+    assert wanted[0] == alone
+    parts: list[int] = []
+    read = Remembering._read
+
+    def counted(self: Remembering, digests: list[str]) -> list[bytes]:
+        parts.append(len(digests))
+        return read(self, digests)
+
+    monkeypatch.setattr(Remembering, "_read", counted)
+    llm = made()
+    monkeypatch.setattr(remembering, "READ_BYTES", 2 * llm.runtime.disk.files.size)
+    assert run(llm) == wanted and max(parts) == 2 and len(parts) > 4
+    llm = made()
+    running = SamplingParams(temperature=0, max_tokens=50, ignore_eos=True)
+    llm.engine.add_request("runs", [9, 8, 7], running)
+    llm.engine.step()
+    llm.engine.add_request("reads", PROMPTS[0], greedy())
+    for _ in range(3):
+        llm.engine.step()
+    runs, reads = (llm.engine.requests[name].sequences[0] for name in ("runs", "reads"))
+    assert runs.num_output == 4 and reads.num_computed > 0
+    assert llm.engine.requests["reads"].metrics.cached_tokens == 192
+
+
+def test_what_was_left_out_is_kept_later(made: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """When the same prompt comes again and its blocks are still in memory."""
+    llm, prompt = made(), PROMPTS[0]
+    with monkeypatch.context() as patch:
+        patch.setattr(disk, "QUEUED_BYTES", 0)
+        run(llm, [prompt])
+    assert len(llm.runtime.disk.files) == 0 and llm.stats()["disk_blocks_dropped"] > 0
+    run(llm, [prompt])
+    assert run(made(), [prompt])[1] == [192]
+
+
+@pytest.mark.parametrize("salt", [None, 7])
+def test_prompts_of_thousands_of_blocks(salt: Any, made: Any) -> None:
+    """Those of adapters, whose salts are numbers, too."""
+    llm = made(num_gpu_blocks_override=4000)
+    tree, pool, keeper = llm.engine.tree, llm.engine.pool, llm.engine.remembering
+    node = tree.root(salt)
+    for number in range(3000):
+        (block,) = pool.allocate(1)
+        node = tree.insert(node, [number] * 32, block)
+        node.parent.digest = ""  # as if nobody had asked
+    assert bool(keeper._digest(node)) == (salt is None)
 
 
 def test_what_is_found_in_memory_is_used_too(made: Any) -> None:

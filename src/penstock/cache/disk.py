@@ -13,6 +13,8 @@ import hashlib
 import heapq
 import logging
 import os
+import secrets
+import stat
 import struct
 import threading
 import time
@@ -39,6 +41,8 @@ _ABANDONED_S = 3600.0
 """After which a file that somebody began to write is given up."""
 _LOOKS_S = 30.0
 """After which it is looked again what others have written."""
+_TELLS_S = 60.0
+"""Between two warnings of a disk's trouble."""
 _STEP_NS = 1000
 """By which a block is older than the one before it."""
 
@@ -64,12 +68,12 @@ class DiskStore:
             ) from error
         self.close = weakref.finalize(self, self.files.close)  # at the process's end as well
 
-    def put(self, digest: str, block: int, after: str) -> None:
+    def put(self, digest: str, block: int, after: str | None) -> None:
         """Keep what `block` holds, unless it is there, or there is more to write than can be.
 
-        after: digest of the block before it, or of the root.
+        after: digest of the block before it, if there is one.
         """
-        if self.files.takes(digest):
+        if self.files.takes(digest, after):
             parts = (next(iter(read_blocks(row, [block]))) for row in self._rows)
             self.files.put(digest, b"".join(part.tobytes() for part in parts), after)
 
@@ -93,7 +97,7 @@ class Files:
 
     def __init__(self, folder: Path, size: int, limit: int) -> None:
         """size: bytes of a block; limit: of all. Raises OSError."""
-        self.folder, self._size, self._limit = folder, size, limit
+        self.folder, self.size, self._limit = folder, size, limit
         self._times: dict[str, int] = {}  # of blocks on disk or queued, in nanoseconds
         self._oldest: list[tuple[int, str]] = []  # a heap of them; what isn't its time is past
         self._queue: deque[tuple[str, bytes | None]] = deque()  # None: was used
@@ -102,10 +106,12 @@ class Files:
         self._wake = threading.Condition()
         self._ending = False
         self._seen_s = 0.0  # when it was looked around
+        self._told_s = -_TELLS_S  # when of trouble
+        self._own = f"{os.getpid()}-{secrets.token_hex(4)}.tmp"  # of files that aren't whole
         self.read = self.written = self.dropped = self.damaged = 0  # blocks
         self._make_folder()
         self._look_around()
-        probe = folder / f"{os.getpid()}.tmp"
+        probe = folder / f"probe.{self._own}"
         probe.write_bytes(b"")
         probe.unlink()
         self._writer = threading.Thread(target=self._write, name="penstock-disk", daemon=True)
@@ -120,13 +126,16 @@ class Files:
     def _look_around(self) -> None:
         """Which blocks there are; what others began and left behind is removed."""
         found: dict[str, int] = {}
+        abandoned = time.time() - _ABANDONED_S
         with os.scandir(self.folder) as entries:
             for entry in entries:
                 with contextlib.suppress(FileNotFoundError):  # another process made room meanwhile
-                    stat = entry.stat()
+                    about = entry.stat()
+                    if not stat.S_ISREG(about.st_mode):
+                        continue
                     if entry.name.endswith(_SUFFIX):
-                        found[entry.name.removesuffix(_SUFFIX)] = stat.st_mtime_ns
-                    elif entry.name.endswith(".tmp") and time.time() - stat.st_mtime > _ABANDONED_S:
+                        found[entry.name.removesuffix(_SUFFIX)] = about.st_mtime_ns
+                    elif entry.name.endswith(".tmp") and about.st_mtime < abandoned:
                         os.unlink(entry.path)
         with self._wake:
             gone = [x for x in self._times if x not in found and x not in self._unwritten]
@@ -147,7 +156,7 @@ class Files:
     @property
     def nbytes(self) -> int:
         """Of all blocks, those that are still queued included."""
-        return len(self._times) * (self._size + _HEAD.size)
+        return len(self._times) * (self.size + _HEAD.size)
 
     def __len__(self) -> int:
         return len(self._times)
@@ -157,19 +166,30 @@ class Files:
         if digest in self._times:
             return True
         try:
-            at = self._file(digest).stat().st_mtime_ns
+            about = self._file(digest).stat()
         except OSError:
             return False
+        if not stat.S_ISREG(about.st_mode):
+            return False
         with self._wake:
-            self._set_time(digest, at)
+            self._set_time(digest, about.st_mtime_ns)
         return True
 
-    def takes(self, digest: str) -> bool:
-        """Whether a block isn't there yet and can be queued; one that can't is counted."""
+    @property
+    def is_full(self) -> bool:
+        """Whether a block more makes another one go."""
+        return self.nbytes + self.size + _HEAD.size > self._limit
+
+    def takes(self, digest: str, after: str | None = None) -> bool:
+        """Whether a block isn't there yet and can be queued; one that can't is counted.
+
+        after: the block before it, without which nobody would find it.
+        """
         with self._wake:
             if digest in self._times:
                 return False
-            fits = self._queued + self._size <= QUEUED_BYTES and not self._ending
+            fits = self._queued + self.size <= QUEUED_BYTES and not self._ending
+            fits = fits and (after is None or after in self._times)
             self.dropped += not fits
             return fits
 
@@ -189,7 +209,7 @@ class Files:
         with self._wake:
             now = time.time_ns()
             for depth, digest in enumerate(digests):
-                if digest in self._times:
+                if digest in self._times and not self._ending:
                     self._set_time(digest, now - depth * _STEP_NS)
                     self._queue.append((digest, None))
             self._wake.notify()
@@ -203,15 +223,18 @@ class Files:
         try:
             with open(self._file(digest), "rb") as file:
                 magic, length, checksum = _HEAD.unpack(file.read(_HEAD.size))
-                data = file.read(self._size + 1)
-            if magic != _MAGIC or not length == len(data) == self._size:
-                raise ValueError(f"{len(data):,} bytes where a block has {self._size:,}")
+                data = file.read(self.size + 1)
+            if magic != _MAGIC or not length == len(data) == self.size:
+                raise ValueError(f"{len(data):,} bytes where a block has {self.size:,}")
             if zlib.crc32(data) != checksum:
                 raise ValueError("its bytes don't match their checksum")
         except FileNotFoundError:  # another process made room
             self._lose(digest)
             return None
-        except (OSError, ValueError, struct.error) as error:
+        except OSError as error:  # of the system: it may be whole
+            self._tell("%s can't be read: %s.", self._file(digest), error)
+            return None
+        except (ValueError, struct.error) as error:
             logger.warning("%s is damaged and is removed: %s.", self._file(digest), error)
             self.damaged += 1
             self._lose(digest)
@@ -250,8 +273,8 @@ class Files:
                     self._touch(digest)
                 else:
                     self._put(digest, data)
-            except OSError as error:
-                logger.warning("A block isn't kept on disk: %s.", error)
+            except Exception as error:  # whatever it is, nobody else would write any more
+                self._tell("Blocks aren't kept on disk: %s.", error)
                 with self._wake:
                     self._times.pop(digest, None)
                     self.dropped += 1
@@ -261,6 +284,12 @@ class Files:
                     self._queued -= len(data)
                     if self._unwritten.get(digest) is data:
                         del self._unwritten[digest]
+
+    def _tell(self, message: str, *about: object) -> None:
+        """In the log, once a minute."""
+        if time.monotonic() - self._told_s > _TELLS_S:
+            self._told_s = time.monotonic()
+            logger.warning(message, *about)
 
     def _touch(self, digest: str) -> None:
         """Its file has its time, for those who look later."""
@@ -278,7 +307,7 @@ class Files:
             with self._wake:
                 self.dropped += 1
             return
-        beside = self._file(digest).with_suffix(f".{os.getpid()}.tmp")
+        beside = self._file(digest).with_suffix(f".{self._own}")
         try:
             try:
                 self._write_file(beside, data)
@@ -319,4 +348,5 @@ def digest_of(parent: str, tokens: Sequence[int]) -> str:
 
 def root_digest(salt: str | None) -> str:
     """Of where the sequences of one salt begin."""
-    return hashlib.sha256(b"" if salt is None else b"salt " + salt.encode()).hexdigest()
+    own = b"" if salt is None else b"salt " + salt.encode(errors="surrogatepass")
+    return hashlib.sha256(own).hexdigest()

@@ -2,7 +2,7 @@
 
 A prompt's blocks are fetched when it is about to start, before a step is planned, into blocks that
 nobody holds; then they are in the tree, and the scheduler finds them as it finds all others. So
-it knows nothing of disks, and a block that has to go again is computed or fetched once more.
+it knows nothing of disks. While there is no room for all of them, it is tried again.
 """
 
 from __future__ import annotations
@@ -16,6 +16,10 @@ from penstock.cache.disk import DiskStore, digest_of, root_digest
 from penstock.engine.request import Sequence
 
 logger = logging.getLogger("penstock")
+
+READ_BYTES = 32 << 20
+"""Of blocks that are read between two steps, for which all others wait."""
+_ADAPTERS = "of an adapter"
 
 
 class Remembering:
@@ -31,12 +35,20 @@ class Remembering:
     def fetch(self, waiting: Iterable[Sequence], places: int, tokens: int, spare: int) -> None:
         """Fetch what those lack that start in the next step. places: rows for them; tokens: of the
         step; spare: blocks that stay free, for those that run.
+
+        Of large prompts a part at a time: `Request.reading` says that more comes, before which
+        they don't start, and others go on.
         """
+        bytes_left = READ_BYTES
         for sequence in islice(waiting, places):
             request = sequence.request
             if not (request.fetched or sequence.reads_prompt or sequence.slots):
-                request.fetched = True
-                self._fetch(sequence, spare)
+                if bytes_left > 0:
+                    bytes_left -= self._fetch(sequence, spare, bytes_left)
+                else:
+                    request.reading = True
+            if request.reading:
+                continue
             tokens -= sequence.remaining - self._size * len(self._found(sequence))
             if tokens <= 0:
                 return
@@ -44,18 +56,36 @@ class Remembering:
     def _found(self, sequence: Sequence) -> list[Node]:
         return self._tree.match(sequence.keys, sequence.request.salt)
 
-    def _fetch(self, sequence: Sequence, spare: int) -> None:
-        keys, size = sequence.keys, self._size
-        salt = sequence.request.salt
+    def _fetch(self, sequence: Sequence, spare: int, most: int) -> int:
+        """Fetch about `most` bytes of what a prompt lacks; how many it was."""
+        request, size, files = sequence.request, self._size, self.store.files
+        salt, keys = request.salt, sequence.keys
         if not isinstance(salt, str | None):  # an adapter's number, of this process alone
-            return
+            request.fetched = True
+            return 0
         nodes = self._found(sequence)
+        first, request.reading = len(nodes), False
+        if request.read_to > first:  # some had to go again: there is no room for all
+            request.fetched = True
+            return 0
         held = [self._digest(node) for node in nodes]
-        first = len(nodes)
         lacking = list(self._lacking(keys[first * size :], held[-1] if held else root_digest(salt)))
-        self.store.files.use([*held, *lacking])
-        most = self._pool.num_available - spare - first
-        found = self._read(lacking[: max(most, 0)])
+        if not request.sought:
+            request.sought = True
+            files.use([*held, *lacking])
+            self._mend(nodes)
+        room = max(self._pool.num_available - spare - first, 0)
+        count = min(len(lacking), room, max(most // files.size, 1))
+        found = self._read(lacking[:count])
+        self._insert(sequence, nodes, found)
+        if len(found) < count or count == len(lacking):
+            request.fetched = True
+        elif count < room:
+            request.reading, request.read_to = True, first + count
+        return count * files.size
+
+    def _insert(self, sequence: Sequence, nodes: list[Node], found: list[bytes]) -> None:
+        """Put what was read after the blocks that there are."""
         if not found:
             return
         for node in nodes:  # or the oldest of them would make room for what follows
@@ -63,10 +93,18 @@ class Remembering:
         blocks = self._pool.allocate(len(found))
         assert blocks is not None  # there are as many
         self.store.load(blocks, found)
-        parent = nodes[-1] if nodes else self._tree.root(salt)
-        for number, block in enumerate(blocks, first):
+        keys, size = sequence.keys, self._size
+        parent = nodes[-1] if nodes else self._tree.root(sequence.request.salt)
+        for number, block in enumerate(blocks, len(nodes)):
             parent = self._tree.insert(parent, keys[number * size : (number + 1) * size], block)
         self._pool.release(reversed([*(node.block for node in nodes), *blocks]))
+
+    def _mend(self, nodes: list[Node]) -> None:
+        """Keep what is in memory and was left out when it came, for there was too much to write."""
+        for node in nodes:
+            if self.store.files.is_full:
+                return
+            self._keep(node)
 
     def _lacking(self, keys: list[int], digest: str) -> Iterator[str]:
         """Digests of the blocks that follow, as far as they are on disk, but the last token's."""
@@ -87,18 +125,26 @@ class Remembering:
         """A block has come into the tree."""
         digest = self._digest(node)
         if digest:
-            assert node.parent is not None  # a block isn't a root
-            self.store.put(digest, node.block, self._digest(node.parent))
+            before = node.parent
+            assert before is not None  # a block isn't a root
+            self.store.put(digest, node.block, before.digest if before.parent else None)
 
     def _digest(self, node: Node) -> str:
         """Of a node; empty for those of adapters."""
-        if not node.digest:
-            if node.parent is None:
-                salt = self._tree.salt_of(node)
-                return root_digest(salt) if isinstance(salt, str | None) else ""
-            before = self._digest(node.parent)
-            node.digest = before and digest_of(before, node.key)
-        return node.digest
+        path: list[Node] = []
+        at: Node | None = node
+        while at is not None and not at.digest:
+            path.append(at)
+            at = at.parent
+        for each in reversed(path):
+            if each.parent is None:
+                salt = self._tree.salt_of(each)
+                each.digest = root_digest(salt) if isinstance(salt, str | None) else _ADAPTERS
+            elif each.parent.digest == _ADAPTERS:
+                each.digest = _ADAPTERS
+            else:
+                each.digest = digest_of(each.parent.digest, each.key)
+        return "" if node.digest == _ADAPTERS else node.digest
 
     def stats(self) -> dict[str, int]:
         """Counters of blocks."""

@@ -183,7 +183,10 @@ class Request:
     prompt_logprobs: list[TokenLogprobs | None] | None = None
     error: Exception | None = None
     seen: Seen | None = None  # its pictures, where it has some
-    fetched: bool = False  # whether its prompt was looked for on disk
+    sought: bool = False  # whether its prompt was looked for on disk
+    fetched: bool = False  # whether what there was of it has been read
+    reading: bool = False  # whether more of it is read before it starts
+    read_to: int = 0  # blocks that were read, or there, when that was last done
     beams: Beams | None = None  # where its sequences are those of one search
     guides: Request | None = None  # whose samples its sequences are the shadows of
     taken_back: list[int] = field(default_factory=list)  # the given prompt's end, to choose anew

@@ -327,7 +327,9 @@ class Scheduler:
         return limited and plan.num_read >= PROMPT_LOGITS
 
     def _awaits(self, sequence: Sequence) -> bool:
-        """Whether another is just computing what `sequence` would compute next."""
+        """Whether another is just computing what `sequence` would compute next, or it is read."""
+        if sequence.request.reading:
+            return True
         size = self.block_size
         if self.tree is None or sequence.status is Status.SWAPPED or sequence.reads_prompt:
             return False

@@ -32,6 +32,13 @@ class Device:
             return PANELS
         return ROWS if ordered else UNORDERED_ROWS
 
+    def described(self, ordered: bool) -> str:
+        """What decides the bits that are computed: any CPU's kernels give the same."""
+        if not self.by_triton:
+            return "cpu"
+        name = torch.cuda.get_device_name(self.torch) if self.is_gpu else "interpreted"
+        return f"{name}, {'ordered' if ordered else 'unordered'}"
+
     def layout(self, layers: Sequence[LayerSpec], stored: _Dtype, block_size: int) -> PagedLayout:
         """How the keys and values of these layers lie."""
         heads = tuple(layer.attention.cached for layer in layers)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import glob
 import hashlib
 import os
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -23,13 +25,15 @@ def identity(
     loaded: LoadedModel,
     layout: PagedLayout,
     dummy_seed: int | None,
+    device: str,
     scaling: Scaling | None = None,
 ) -> str:
     """Of a model as it was loaded and the cache that it fills.
 
     Weights are known by their files' names, sizes, times and samples of what is in them: to read
     them all would take as long as loading. dummy_seed: of random ones, which lie in no file.
-    scaling: of pictures, which are told apart by their bytes before it.
+    device: what computes, and in what order. scaling: of pictures, which are told apart by their
+    bytes before it.
     """
     found = hashlib.sha256()
     spec = loaded.spec
@@ -42,6 +46,7 @@ def identity(
         layout,
         native.handle is None,  # the reference's sums are in another order
         dummy_seed,
+        device,
         scaling,
     ]
     ropes = {layer.attention.rope for layer in spec.decoder.layers}
@@ -57,7 +62,11 @@ def identity(
 def _weights(folder: Path) -> Iterator[bytes]:
     """What the files of weights are known by."""
     kinds = ("*.safetensors", "*.gguf", "weights.bin", "adapter_config.json")
-    files = [folder] if folder.is_file() else sorted(f for kind in kinds for f in folder.glob(kind))
+    if folder.is_file():
+        pattern = re.sub(r"-\d{5}-of-(\d{5})\.gguf$", r"-*-of-\1.gguf", glob.escape(folder.name))
+        files = sorted(folder.parent.glob(pattern))  # all parts of one that is split
+    else:
+        files = sorted(f for kind in kinds for f in folder.glob(kind))
     for file in files:
         stat = file.stat()
         yield f"{file.name} {stat.st_size} {stat.st_mtime_ns}".encode()

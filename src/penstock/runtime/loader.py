@@ -172,7 +172,7 @@ def load_runtime(config: EngineConfig, progress: Progress | None = None) -> Runt
     adapters, adapted = _adapters(folder, config, loaded, kv)
     placed = None if opened is None else opened.place(blocks, config.model.enforce_eager)
     runner = runner_over(forward, kv, layout, vocabulary, None, _companions(placed), adapted)
-    disk = _disk(folder, config, loaded, layout, kv, opened, sight)
+    disk = _disk(folder, config, loaded, layout, kv, opened, sight, device)
     return Runtime(loaded, tokenizer, layout, blocks, runner, None, placed, adapters, sight, disk)
 
 
@@ -184,6 +184,7 @@ def _disk(
     kv: KV,
     opened: Opened | None,
     sight: Sight | None,
+    device: Device,
 ) -> DiskStore | None:
     """Where blocks are kept on disk; None where that isn't asked for. Raises ConfigError."""
     asked = config.cache
@@ -198,7 +199,8 @@ def _disk(
         raise ConfigError(f"prefix_cache_dir isn't built where {why}. Leave it out.")
     seed = config.model.seed if config.model.load_format == "dummy" else None
     scaling = None if sight is None else sight.pictures.scaling
-    name = identity(folder, loaded, layout, seed, scaling)
+    ordered = config.model.deterministic is not False
+    name = identity(folder, loaded, layout, seed, device.described(ordered), scaling)
     limit = int(asked.prefix_cache_disk_space * (1 << 30))
     store = DiskStore(Path(asked.prefix_cache_dir), name, block_rows(kv), limit)
     logger.info(
@@ -312,7 +314,7 @@ def _load_engine(folder: Path, config: EngineConfig) -> Runtime:
         forward, hidden = forward_of_engine(engine, loaded.model, kv, eager)
     placed = None if opened is None else opened.place(blocks, eager)
     runner = runner_over(forward, kv, layout, vocabulary, hidden, _companions(placed))
-    disk = _disk(folder, config, loaded, layout, kv, opened, sight)
+    disk = _disk(folder, config, loaded, layout, kv, opened, sight, device)
     return Runtime(
         loaded, tokenizer, layout, blocks, runner, engine, placed, sight=sight, disk=disk
     )
