@@ -351,12 +351,11 @@ def model_spec(
     eos_ids = tuple(eos) if isinstance(eos, list | tuple) else (eos,)
     if any(isinstance(i, bool) or not isinstance(i, int) for i in eos_ids):
         raise UnsupportedModelError(f"config.json: eos_token_id must be integers: {eos!r}")
-    dtype = c.get("dtype", c.get("torch_dtype"))
     return ModelSpec(
         family=family,
         decoder=decoder,
         rules=rules,
-        dtype=None if dtype is None else str(dtype).removeprefix("torch."),
+        dtype=c.dtype,
         bos_token_id=c.get("bos_token_id"),
         eos_token_ids=eos_ids,
         prefixes=prefixes,

@@ -192,6 +192,12 @@ class ConfigReader:
         self._parts.append(found)
         return found
 
+    @property
+    def dtype(self) -> str | None:
+        """Of the checkpoint's tensors, under either of its names; None where it isn't said."""
+        found = self.get("dtype", self.get("torch_dtype"))
+        return None if found is None else str(found).removeprefix("torch.")
+
     def refuse_unbuilt(self) -> None:
         """Raise for what the config asks for and its family hasn't read, whichever family it is."""
         for part in self._parts:

@@ -40,7 +40,7 @@ def read_config(c: ConfigReader) -> ModelSpec:
         family="idefics3",
         decoder=replace(text.decoder, vision=vision, tied=tied),
         rules=rules,
-        dtype=text.dtype if c.get("dtype", c.get("torch_dtype")) is None else _dtype(c),
+        dtype=c.dtype or text.dtype,
         aliases=(
             ("model.text_model.", "model."),
             ("model.vision_model.", "vision_model."),
@@ -48,7 +48,3 @@ def read_config(c: ConfigReader) -> ModelSpec:
         ),
         pictures=PicturesSpec(c.integer("image_token_id", 128_257), "tiles"),
     )
-
-
-def _dtype(c: ConfigReader) -> str:
-    return str(c.get("dtype", c.get("torch_dtype"))).removeprefix("torch.")

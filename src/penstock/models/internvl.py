@@ -6,11 +6,12 @@ Source: Chen et al. 2023, arXiv:2312.14238; Zhu et al. 2025, arXiv:2504.10479 (I
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any, Literal, cast
+from typing import Any
 
 from torch import Tensor
 
 from penstock.errors import UnsupportedModelError
+from penstock.models.common import activation
 from penstock.models.config_reader import ConfigReader
 from penstock.models.registry import read_part, register
 from penstock.models.spec import Ignore, ModelSpec, PicturesSpec, Rename, Rule, Stack
@@ -40,25 +41,23 @@ _EACH = {
 def read_config(c: ConfigReader) -> ModelSpec:
     """`config.json` of an InternVL whose tower has layer norms (300M)."""
     text = read_part(c, "text_config", _TEXT)
-    act = c.only("projector_hidden_act", ("gelu", "gelu_pytorch_tanh", "silu"), "gelu")
     projector = ProjectorSpec(
         text.decoder.hidden,
         fold=_fold(c.number("downsample_ratio", 0.5)),
         bias=True,
-        activation="gelu_tanh" if act == "gelu_pytorch_tanh" else cast(Literal["gelu"], act),
+        activation=activation(c, "projector_hidden_act", "gelu"),
         norm=NormSpec("layer", 1e-5, bias=True),
     )
     c.only("vision_feature_layer", (-1,), -1)
     c.only("vision_feature_select_strategy", ("default",), "default")
     c.get("image_seq_length")  # follows from the tower
     vision = _tower(c.part("vision_config"), projector)
-    own = c.get("dtype", c.get("torch_dtype"))
     return replace(
         text,
         family="internvl",
         decoder=replace(text.decoder, vision=vision, tied=c.flag("tie_word_embeddings", True)),
         rules=(*_rules(vision), *text.rules),
-        dtype=text.dtype if own is None else str(own).removeprefix("torch."),
+        dtype=c.dtype or text.dtype,
         aliases=(
             ("model.language_model.", "model."),
             ("language_model.model.", "model."),
@@ -89,8 +88,7 @@ def _tower(c: ConfigReader, projector: ProjectorSpec) -> VisionSpec:
     attention = AttentionSpec(
         heads, heads, dim, dim**-0.5, None, qkv_bias=bias, out_bias=True, causal=False
     )
-    act = c.only("hidden_act", ("gelu", "gelu_pytorch_tanh"), "gelu")
-    kind: Literal["gelu", "gelu_tanh"] = "gelu" if act == "gelu" else "gelu_tanh"
+    kind = activation(c, "hidden_act", "gelu", gated=False)
     mlp = MlpSpec(c.integer("intermediate_size", 4096), kind, gated=False, bias=True)
     return VisionSpec(
         hidden,

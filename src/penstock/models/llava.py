@@ -6,9 +6,10 @@ Source: Liu et al. 2023, arXiv:2310.03744.
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any, Literal, cast
+from typing import Any
 
 from penstock.errors import UnsupportedModelError
+from penstock.models.common import activation
 from penstock.models.config_reader import ConfigReader
 from penstock.models.registry import read_part, register
 from penstock.models.spec import ModelSpec, PicturesSpec, Rename
@@ -34,11 +35,10 @@ def read_config(c: ConfigReader) -> ModelSpec:
     kind = (c.get("text_config") or {}).get("model_type", "llama")
     defaults: dict[str, Any] = _LLAMA if kind == "llama" else {}
     text = read_part(c, "text_config", _TEXT, **defaults)
-    act = c.only("projector_hidden_act", ("gelu", "gelu_pytorch_tanh", "silu"), "gelu")
     projector = ProjectorSpec(
         text.decoder.hidden,
         bias=c.flag("multimodal_projector_bias", True),
-        activation="gelu_tanh" if act == "gelu_pytorch_tanh" else cast(Literal["gelu"], act),
+        activation=activation(c, "projector_hidden_act", "gelu"),
     )
     part = c.part("vision_config")
     clip = part.only(
@@ -70,13 +70,12 @@ def read_config(c: ConfigReader) -> ModelSpec:
         *text.rules,
     )
     tied = c.flag("tie_word_embeddings", text.decoder.tied) or text.decoder.tied
-    own = c.get("dtype", c.get("torch_dtype"))
     return replace(
         text,
         family="llava",
         decoder=replace(text.decoder, vision=vision, tied=tied),
         rules=rules,
-        dtype=text.dtype if own is None else str(own).removeprefix("torch."),
+        dtype=c.dtype or text.dtype,
         aliases=(
             ("model.language_model.", "model."),
             ("language_model.model.", "model."),

@@ -148,7 +148,6 @@ def together(
     """A text model with a tower before it."""
     for key in _IGNORED:
         c.get(key)
-    own = c.get("dtype", c.get("torch_dtype"))
     tied = c.flag("tie_word_embeddings", text.decoder.tied) or text.decoder.tied
     if any(
         not layer.attention.rope or not layer.attention.rope.sections
@@ -162,7 +161,7 @@ def together(
         family=family,
         decoder=replace(text.decoder, vision=grid, tied=tied),
         rules=(*rules, *text.rules),
-        dtype=text.dtype if own is None else str(own).removeprefix("torch."),
+        dtype=c.dtype or text.dtype,
         aliases=(
             ("model.language_model.", "model."),
             ("model.visual.", "visual."),

@@ -45,11 +45,7 @@ class TileCutter:
         down, across = height // self.side, width // self.side
         if down == across == 1:
             return self._of([image], 0, 0)
-        tiles = [
-            image.crop((x * self.side, y * self.side, (x + 1) * self.side, (y + 1) * self.side))
-            for y in range(down)
-            for x in range(across)
-        ]
+        tiles = _cut_up(image, self.side)
         tiles.append(image.resize((self.side, self.side), self.resample))
         return self._of(tiles, down, across)
 
@@ -107,11 +103,7 @@ class CanvasCutter:
         side = self.side
         across, down = self._shape(*image.size) if self.most > 1 else (1, 1)
         canvas = image.resize((across * side, down * side), self.resample)
-        tiles = [
-            canvas.crop((x * side, y * side, (x + 1) * side, (y + 1) * side))
-            for y in range(down)
-            for x in range(across)
-        ]
+        tiles = _cut_up(canvas, side)
         if len(tiles) > 1:
             tiles.append(image.resize((side, side), self.resample))
         tokens = len(tiles) * self.rows
@@ -202,6 +194,16 @@ class GridCutter:
             by = math.sqrt(self.least / (height * width))
             found = [math.ceil(x * by / unit) * unit for x in (width, height)]
         return found[0], found[1]
+
+
+def _cut_up(image: Image, side: int) -> list[Image]:
+    """Tiles, row by row, of an image whose edges are multiples of `side`."""
+    width, height = image.size
+    return [
+        image.crop((x, y, x + side, y + side))
+        for y in range(0, height, side)
+        for x in range(0, width, side)
+    ]
 
 
 def _resized_part(
