@@ -93,6 +93,21 @@ def test_positions_by_fractions(side: int, tmp_path: Path) -> None:
     _check_rows(made, llm)
 
 
+def test_a_head_of_its_own_that_only_the_text_model_tells_of(tmp_path: Path) -> None:
+    """As in files of before the whole model's config said it."""
+    made = make_internvl(tmp_path)
+    file = tmp_path / "config.json"
+    config = json.loads(file.read_text())
+    assert config.pop("tie_word_embeddings") is False
+    assert config["text_config"]["tie_word_embeddings"] is False
+    file.write_text(json.dumps(config))
+    _, wanted = made.greedy("<image>?", [picture(60, 90)], 8)
+    prompt = {"prompt": "<image>?", "multi_modal_data": {"image": picture(60, 90)}}
+    params = SamplingParams(temperature=0, max_tokens=8, min_tokens=8)
+    (output,) = LLM(str(tmp_path), dtype="float32").generate(prompt, params)
+    assert output.outputs[0].token_ids == wanted
+
+
 def test_a_template_that_reads_parts_only(tmp_path: Path) -> None:
     """As published ones do: what is said as a text is said to them as a part."""
     made = make_idefics3(tmp_path)

@@ -41,6 +41,7 @@ _EACH = {
 def read_config(c: ConfigReader) -> ModelSpec:
     """`config.json` of an InternVL whose tower has layer norms (300M)."""
     text = read_part(c, "text_config", _TEXT)
+    tied = bool((c.get("text_config") or {}).get("tie_word_embeddings", True))
     projector = ProjectorSpec(
         text.decoder.hidden,
         fold=_fold(c.number("downsample_ratio", 0.5)),
@@ -55,7 +56,7 @@ def read_config(c: ConfigReader) -> ModelSpec:
     return replace(
         text,
         family="internvl",
-        decoder=replace(text.decoder, vision=vision, tied=c.flag("tie_word_embeddings", True)),
+        decoder=replace(text.decoder, vision=vision, tied=c.flag("tie_word_embeddings", tied)),
         rules=(*_rules(vision), *text.rules),
         dtype=c.dtype or text.dtype,
         aliases=(
