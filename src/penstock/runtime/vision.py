@@ -135,14 +135,14 @@ class Sight:
         blocks = tower.blocks(pixels, size)
         if blocks > self._cache[0].shape[0]:
             self._cache = self._layout.allocate(blocks, self._device)[0]
-        rows = tower(pixels, self._cache)
+        rows: Tensor = tower(pixels, self._cache)
         self.tiles += 1
         if isinstance(tower, GridTower):
             lengths = [len(window) for window in tower.windows(pixels)]
             self.spent.add(grid_cost(tower.spec, self._dense, lengths))
         else:
             self.spent.add(tile_cost(tower.spec, self._dense))
-        return rows  # type: ignore[no-any-return]
+        return rows
 
     def take_spent(self) -> TowerCost:
         """What the tower has moved and computed since this was asked last."""
