@@ -28,10 +28,10 @@ class Server:
 
 
 @contextmanager
-def serving(model: str, *options: str) -> Iterator[Server]:
-    """Serve `model` on a free port until the block ends."""
-    command = [*_PENSTOCK, "serve", model, "--port", "0", "--no-log-requests", *options]
-    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+def serving(model: str, *options: str, command: str = "serve") -> Iterator[Server]:
+    """Serve `model`, or a fleet's file, on a free port until the block ends."""
+    words = [*_PENSTOCK, command, model, "--port", "0", "--no-log-requests", *options]
+    process = subprocess.Popen(words, stderr=subprocess.PIPE, text=True)
     try:
         assert process.stderr is not None
         said = []

@@ -12,6 +12,7 @@ import torch
 from typer.testing import Result
 
 from penstock.cli import serve as command
+from penstock.cli import server_options
 from penstock.cli.chat import chat
 from penstock.cli.generate import generate
 from penstock.config import EngineConfig
@@ -35,7 +36,7 @@ def started(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
 
     monkeypatch.setattr(command, "_loader", loader)
     monkeypatch.setattr(lifecycle, "serve", run)
-    monkeypatch.delenv(command.KEY_VARIABLE, raising=False)
+    monkeypatch.delenv(server_options.KEY_VARIABLE, raising=False)
     return found
 
 

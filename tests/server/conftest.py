@@ -60,7 +60,7 @@ def serving(config: ServerConfig, **engine: Any) -> Iterator[Running]:
     service.start(llm, "stories")
     listener = socket.socket()
     listener.bind(("127.0.0.1", 0))
-    server = uvicorn.Server(uvicorn_config(app, replace(config, shutdown_timeout_s=1)))
+    server = uvicorn.Server(uvicorn_config(app, replace(config, shutdown_timeout_s=1), service))
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
     thread.start()
     url = f"http://127.0.0.1:{listener.getsockname()[1]}"

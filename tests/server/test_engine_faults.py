@@ -135,7 +135,7 @@ def test_an_engine_that_dies(running: Running, monkeypatch: pytest.MonkeyPatch) 
             assert answer.status_code == 503, (path, answer.text)
             assert answer.headers["content-type"] == "application/json"
         assert client.get("/metrics").status_code == 200
-        assert client.get("/load").json() == {"server_load": 0}
+        assert client.get("/load").json()["server_load"] == 0
     assert time.monotonic() - start < 20
 
 

@@ -52,6 +52,7 @@ OWN = {
     "penstock:sequences_running": "gauge",
     "penstock:kv_cache_blocks": "gauge",
     "penstock:kv_cache_idle_blocks": "gauge",
+    "penstock:demand": "gauge",
     "penstock:kv_fragmentation": "gauge",
     "penstock:preemptions_swap": "counter",
     "penstock:steps": "counter",

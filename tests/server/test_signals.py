@@ -31,10 +31,12 @@ SMALL = ("--num-gpu-blocks-override", "64", "--port", "0")
 class Process:
     """A server and what it says."""
 
-    def __init__(self, *arguments: str, **environment: str) -> None:
+    def __init__(self, *arguments: str, here: bool = False, **environment: str) -> None:
+        """here: it says itself where it listens."""
+        small = SMALL[:2] if here else SMALL
         variables = {k: v for k, v in os.environ.items() if not k.startswith("PENSTOCK_API")}
         self.popen = subprocess.Popen(
-            [*SERVE, *SMALL, *arguments], stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+            [*SERVE, *small, *arguments], stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
             env={**variables, "OMP_NUM_THREADS": "1", **environment},
         )  # fmt: skip
         self.lines: list[str] = []
@@ -60,6 +62,13 @@ class Process:
             time.sleep(0.02)
         raise AssertionError(f"It didn't start: {self.said}")
 
+    def until(self, said: str) -> None:
+        end = time.monotonic() + 60
+        while said not in self.said:
+            assert time.monotonic() < end, self.said
+            assert self.popen.poll() is None, self.said
+            time.sleep(0.02)
+
     def end(self, seconds: float = 30) -> int:
         """Its exit code."""
         code = self.popen.wait(seconds)
@@ -68,8 +77,8 @@ class Process:
 
 
 @contextmanager
-def serve(*arguments: str, **environment: str) -> Iterator[Process]:
-    process = Process(*arguments, **environment)
+def serve(*arguments: str, here: bool = False, **environment: str) -> Iterator[Process]:
+    process = Process(*arguments, here=here, **environment)
     try:
         yield process
     finally:
@@ -306,3 +315,45 @@ def test_keys_and_what_the_log_holds() -> None:
     assert request["outcome"] == "length"
     assert request["user"] == body["user"]
     assert "mine-1" in request["request_id"]
+
+
+class TestUnixSockets:
+    def test_it_listens_there(self, tmp_path: Path) -> None:
+        path = tmp_path / "server.sock"
+        with serve("--uds", str(path), here=True) as process:
+            process.until(f"ready url=unix:{path}")
+            assert path.stat().st_mode & 0o777 == 0o600
+            transport = httpx.HTTPTransport(uds=str(path))
+            with httpx.Client(transport=transport, base_url="http://localhost") as client:
+                answer = client.post("/v1/completions", json={"prompt": "Once", "max_tokens": 3})
+                assert answer.status_code == 200
+                assert client.get("/load", headers={"host": "evil"}).status_code == 403
+            process.popen.send_signal(signal.SIGTERM)
+            assert process.end() == 0
+        assert not path.exists()
+
+    def test_one_that_is_left_over(self, tmp_path: Path) -> None:
+        path = tmp_path / "server.sock"
+        with socket.socket(socket.AF_UNIX) as old:
+            old.bind(str(path))
+        with serve("--uds", str(path), here=True) as process:
+            process.until("ready url=unix:")
+
+    def test_what_cannot_be(self, tmp_path: Path) -> None:
+        path = tmp_path / "server.sock"
+        (tmp_path / "file").write_text("kept")
+        with socket.socket(socket.AF_UNIX) as other:
+            other.bind(str(path))
+            other.listen()
+            for arguments, said in (
+                (("--uds", str(path)), "end the program that has it"),
+                (("--uds", str(tmp_path / "file")), "Address already in use"),
+                (("--uds", str(tmp_path / "no" / "x")), "No such file"),
+                (("--uds", "x" * 108), "--uds has 108 bytes"),
+                (("--uds", ""), "--uds has 0 bytes"),
+                (("--uds", str(path), "--port", "1"), "Leave one out"),
+            ):
+                found = CliRunner().invoke(app, ["serve", "stories", *arguments])
+                assert found.exit_code == 1
+                assert said in found.output
+        assert (tmp_path / "file").read_text() == "kept"

@@ -25,6 +25,7 @@ from penstock.cli import (
     drift,
     evaluate,
     export,
+    fleet,
     generate,
     plan,
     profile,
@@ -163,6 +164,7 @@ def penstock(
 app.command()(generate.generate)
 app.command()(chat.chat)
 app.command()(serve.serve)
+app.command()(fleet.fleet)
 app.command()(export.export)
 app.command()(build.build)
 app.command()(batch.run)

@@ -11,7 +11,7 @@ import logging
 import time
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from starlette.routing import BaseRoute, Match
 
@@ -20,7 +20,7 @@ from penstock.server.logs import shortened
 from penstock.server.sse import CLIENT_CLOSED, Message
 
 if TYPE_CHECKING:
-    from penstock.server.service import Service
+    from penstock.server.config import ServerConfig
 
 logger = logging.getLogger("penstock.server")
 
@@ -31,6 +31,27 @@ POLLED = frozenset(
     ("/", "/health", "/load", "/metrics", "/page/events", "/page/{name}", "/ready")
 )  # fmt: skip
 """Endpoints that machines ask all the time: a GET that goes well isn't logged."""
+
+
+class Counts(Protocol):
+    """Who counts answers."""
+
+    def answered(self, endpoint: str, status: int, error: ApiError | None) -> None:
+        """Count an HTTP request. endpoint: its route, as declared; error: what it was told."""
+
+
+class Answering(Protocol):
+    """What stands behind an application: a model's service, or a fleet."""
+
+    config: ServerConfig
+
+    @property
+    def metrics(self) -> Counts:
+        """Where answers are counted."""
+
+
+PROBE = (b"user-agent", b"penstock-fleet")
+"""How a fleet asks its instances how they are; it says itself what it finds."""
 
 
 @dataclass(slots=True)
@@ -45,11 +66,12 @@ class Answer:
 
     def end(self, scope: Message, key_name: str | None) -> None:
         """Count it, and log it unless that has been done. key_name: None without a valid key."""
-        service: Service = scope["app"].state.service
+        service: Answering = scope["app"].state.service
         endpoint = template(scope)
         error: ApiError | None = scope["state"].get("error")
         service.metrics.answered(endpoint, self.status, error)
-        polled = scope["method"] == "GET" and self.status < 400 and endpoint in POLLED
+        well = self.status < 400 and endpoint in POLLED
+        polled = scope["method"] == "GET" and (well or PROBE in scope["headers"])
         if service.config.log_requests and not (self.accounted or polled):
             logger.info("answered", extra={"fields": self._fields(scope, key_name, error)})
 
@@ -73,7 +95,7 @@ class Answer:
 class Unread:
     """What was refused before it was a request."""
 
-    service: Service
+    service: Answering
 
     def told(self, error: ApiError) -> None:
         """Count it, and log it."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ipaddress
 import math
+import os
 import re
 from dataclasses import dataclass, field, fields
 from typing import Literal
@@ -13,6 +14,8 @@ from penstock.server.keys import Key, Limits
 from penstock.server.tools.families import REASONING_PARSERS, TOOL_PARSERS
 
 EVERYBODY = "everybody"
+MAX_UDS_BYTES = 107
+"""Of a Unix socket's path (`sockaddr_un` in unix(7), less its end)."""
 LOOPBACK_NAMES = ("localhost", "127.0.0.1", "[::1]")
 _NAME = r"(?:[a-z0-9._-]+|\[[0-9a-f:.]+\])"
 _HOST = re.compile(_NAME)
@@ -25,6 +28,7 @@ class ServerConfig:
 
     host: str = "127.0.0.1"
     port: int = 8000
+    uds: str | None = None  # a Unix socket's path, instead of both
     served_model_names: tuple[str, ...] = ()  # none: what the model was loaded as
     keys: tuple[Key, ...] = ()  # none: everybody is let in
     limits: Limits = field(default_factory=Limits)  # of everybody together, where there are no keys
@@ -55,6 +59,11 @@ class ServerConfig:
     def __post_init__(self) -> None:
         if not 0 <= self.port <= 65535:
             raise ConfigError(f"port is {self.port}; it must be in [0, 65535] (0: any free one).")
+        if self.uds is not None and not 0 < len(os.fsencode(self.uds)) <= MAX_UDS_BYTES:
+            raise ConfigError(
+                f"uds has {len(os.fsencode(self.uds))} bytes; the path of a socket has 1 to "
+                f"{MAX_UDS_BYTES}. Choose a folder nearer to the root."
+            )
         for name in ("max_queue_size", "max_body_bytes", "max_stop_strings"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} is {getattr(self, name)}; it must be at least 1.")
@@ -120,7 +129,7 @@ class ServerConfig:
                     f"The API keys {key.name!r} and {same[key.digest]!r} have the same secret, so "
                     "only one's limits could hold. Give each its own."
                 )
-        if not (self.keys or self.allow_unauthenticated or is_loopback(self.host)):
+        if not (self.keys or self.allow_unauthenticated or self._is_local):
             raise ConfigError(
                 f"host={self.host} can be reached from other machines, and there is no API key: "
                 "anybody could use this server. Give --api-key or --api-key-file, or say "
@@ -131,6 +140,11 @@ class ServerConfig:
     def accounts(self) -> tuple[Key, ...]:
         """The keys; where there are none, one that stands for everybody."""
         return self.keys or (Key(EVERYBODY, b"", self.limits),)
+
+    @property
+    def _is_local(self) -> bool:
+        """Whether only this machine can reach it."""
+        return self.uds is not None or is_loopback(self.host)
 
     @property
     def host_names(self) -> tuple[str, ...]:

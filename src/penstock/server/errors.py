@@ -176,7 +176,8 @@ def error_response(request: Request, error: ApiError) -> JSONResponse:
         body = error.anthropic(getattr(request.state, "request_id", None))
     else:
         body = error.openai()
-    return JSONResponse(body, error.status, headers=error.headers)
+    code = {} if error.code is None else {"X-Penstock-Code": error.code}  # in Anthropic's shape too
+    return JSONResponse(body, error.status, headers=error.headers | code)
 
 
 def as_sentence(text: str) -> str:

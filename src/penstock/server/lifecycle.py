@@ -11,14 +11,16 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 from types import FrameType
+from typing import Protocol
 
 import uvicorn
 from fastapi import FastAPI
 
 from penstock.engine import AsyncLLM
 from penstock.errors import ConfigError
-from penstock.server.answers import Unread
+from penstock.server.answers import Answering, Unread
 from penstock.server.app import create_app
 from penstock.server.config import ServerConfig
 from penstock.server.connection import connections
@@ -33,10 +35,23 @@ _BACKLOG = 2048
 _LOADER_S = 1.0  # is waited for a model that is being loaded when the server is told to end
 
 
-class _Server(uvicorn.Server):
+class Drained(Protocol):
+    """What a server is in front of, as far as its end goes."""
+
+    config: ServerConfig
+
+    @property
+    def running(self) -> int:
+        """Requests that were let in and haven't been answered."""
+
+    def drain(self) -> None:
+        """Take no more requests."""
+
+
+class Server(uvicorn.Server):
     """Tells the service when it is asked to end."""
 
-    def __init__(self, config: uvicorn.Config, service: Service) -> None:
+    def __init__(self, config: uvicorn.Config, service: Drained) -> None:
         super().__init__(config)
         self._service = service
         self.interrupted = False  # by Ctrl-C
@@ -53,7 +68,7 @@ class _Server(uvicorn.Server):
         uvicorn's own would send itself the signal again at the end, and so end without an exit
         code, and takes a second SIGTERM for the first.
         """
-        running = {"running": len(self._service.inflight)}
+        running = {"running": self._service.running}
         if self.is_ending:
             logger.warning("not waiting any longer", extra={"fields": running})
             self.force_exit = self.should_exit = True
@@ -70,7 +85,7 @@ class _Server(uvicorn.Server):
         """
         if self._drained_by is not None:
             left = self._drained_by - time.monotonic()
-            if left <= 0 or not self._service.inflight:
+            if left <= 0 or not self._service.running:
                 self.config.timeout_graceful_shutdown = max(1, round(left))
                 return True
         return await super().on_tick(counter)
@@ -84,10 +99,9 @@ def serve(config: ServerConfig, load: Callable[[], tuple[AsyncLLM, str]]) -> Non
     """
     app = create_app(config)
     service: Service = app.state.service
-    listener = _listen(config.host, config.port)
-    host, port = listener.getsockname()[:2]  # before the end, which may come while it loads
-    url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
-    server = _Server(uvicorn_config(app, config), service)
+    listener = listen(config)
+    url = address(listener)  # before the end, which may come while it loads
+    server = Server(uvicorn_config(app, config, service), service)
     failures: list[BaseException] = []
 
     def load_model() -> None:
@@ -113,7 +127,7 @@ def serve(config: ServerConfig, load: Callable[[], tuple[AsyncLLM, str]]) -> Non
         server.run(sockets=[listener])
     finally:
         sys.setswitchinterval(before)
-        listener.close()
+        close(listener, config)
     if failures:
         raise failures[0]
     if server.force_exit:
@@ -128,11 +142,11 @@ def serve(config: ServerConfig, load: Callable[[], tuple[AsyncLLM, str]]) -> Non
         raise KeyboardInterrupt
 
 
-def uvicorn_config(app: FastAPI, config: ServerConfig) -> uvicorn.Config:
+def uvicorn_config(app: FastAPI, config: ServerConfig, service: Answering) -> uvicorn.Config:
     """How uvicorn serves the application."""
     return uvicorn.Config(
         app,
-        http=connections(config, Unread(app.state.service)),
+        http=connections(config, Unread(service)),
         ws="none",
         log_config=None,
         access_log=False,
@@ -140,6 +154,54 @@ def uvicorn_config(app: FastAPI, config: ServerConfig) -> uvicorn.Config:
         server_header=False,
         backlog=_BACKLOG,
     )
+
+
+def listen(config: ServerConfig) -> socket.socket:
+    """A socket that listens as configured. Raises ConfigError where that can't be."""
+    if config.uds is not None:
+        return _listen_locally(config.uds)
+    return _listen(config.host, config.port)
+
+
+def address(listener: socket.socket) -> str:
+    """Where it can be reached, for people."""
+    if listener.family == socket.AF_UNIX:
+        return f"unix:{listener.getsockname()}"
+    host, port = listener.getsockname()[:2]
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+def close(listener: socket.socket, config: ServerConfig) -> None:
+    """Listen no longer; a Unix socket's file goes as well."""
+    listener.close()
+    if config.uds is not None:
+        Path(config.uds).unlink(missing_ok=True)
+
+
+def _listen_locally(path: str) -> socket.socket:
+    """A Unix socket that only this user may open. One that nobody listens on any more goes."""
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        if Path(path).is_socket() and not _answers(path):
+            Path(path).unlink()
+        before = os.umask(0o177)
+        try:
+            listener.bind(path)
+        finally:
+            os.umask(before)
+        listener.listen(_BACKLOG)
+    except OSError as error:
+        listener.close()
+        raise ConfigError(
+            f"Can't listen on the Unix socket {path}: {error.strerror or error}. Choose another "
+            "--uds, or end the program that has it."
+        ) from error
+    return listener
+
+
+def _answers(path: str) -> bool:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+        return probe.connect_ex(path) == 0
 
 
 def _listen(host: str, port: int) -> socket.socket:

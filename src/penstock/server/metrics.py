@@ -22,6 +22,7 @@ from prometheus_client.platform_collector import PlatformCollector
 from prometheus_client.process_collector import ProcessCollector
 from prometheus_client.registry import Collector
 
+from penstock.server.demand import demand_of
 from penstock.server.errors import ApiError
 
 if TYPE_CHECKING:
@@ -280,6 +281,12 @@ class _EngineCollector(Collector):
                     "penstock:sequences_running",
                     "Sequences in the batch: samples of requests.",
                     stats["running"],
+                ),
+                (
+                    "penstock:demand",
+                    "Sequences that run or wait over those that can run at once; an autoscaler's "
+                    "signal: above 1 requests wait for another instance.",
+                    demand_of(stats, self._llm.config.scheduler.max_num_seqs),
                 ),
                 ("penstock:kv_cache_blocks", "Blocks of the cache.", blocks),
                 (

@@ -163,6 +163,11 @@ class Service:
         return self._llm
 
     @property
+    def running(self) -> int:
+        """Prompts that were let in and haven't been answered."""
+        return len(self.inflight)
+
+    @property
     def names(self) -> tuple[str, ...]:
         """What the model is called; the first is what answers say."""
         return self._names

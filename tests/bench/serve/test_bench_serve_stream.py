@@ -7,9 +7,9 @@ import json
 import pytest
 
 from penstock.bench.serve.api import Answer, Api
-from penstock.bench.serve.http1 import ExchangeError, ResponseParser
 from penstock.bench.serve.record import RequestRecord
 from penstock.bench.serve.sse import SseParser
+from penstock.http1 import ExchangeError, ResponseParser
 
 # fields, comments, every line end, several data lines, UTF-8; after the standard's own examples
 STREAM = (

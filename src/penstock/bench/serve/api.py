@@ -11,11 +11,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from penstock.bench.serve.http1 import ExchangeError
 from penstock.bench.serve.options import Backend
 from penstock.bench.serve.record import RequestRecord
 from penstock.bench.serve.sse import SseParser
 from penstock.bench.serve.vocabulary import Indices, Vocabulary
+from penstock.http1 import ExchangeError
 
 ENDPOINTS: dict[Backend, str] = {
     "openai": "/v1/completions",

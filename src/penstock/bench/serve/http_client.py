@@ -16,8 +16,8 @@ from typing import Any
 from urllib.parse import urlsplit
 
 import penstock
-from penstock.bench.serve.http1 import ExchangeError, ResponseParser
 from penstock.errors import ConfigError
+from penstock.http1 import ExchangeError, ResponseParser
 
 CONNECT_TIMEOUT_S = 30.0
 

@@ -20,11 +20,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock.bench.serve.api import Answer, Api
-from penstock.bench.serve.http1 import ExchangeError
 from penstock.bench.serve.http_client import HttpClient
 from penstock.bench.serve.record import RequestRecord
 from penstock.bench.serve.vocabulary import Vocabulary
 from penstock.bench.serve.workload import Workload
+from penstock.http1 import ExchangeError
 
 PROBE_S = 0.02  # between two looks at how late the event loop is
 TOO_MANY = 429

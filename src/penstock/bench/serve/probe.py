@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from penstock.bench.serve.api import Answer, Api
-from penstock.bench.serve.http1 import ExchangeError
 from penstock.bench.serve.http_client import HttpClient
 from penstock.bench.serve.options import PromptForm
 from penstock.bench.serve.record import RequestRecord
@@ -23,6 +22,7 @@ from penstock.bench.serve.vocabulary import (
     of_words,
 )
 from penstock.errors import ConfigError, nearest
+from penstock.http1 import ExchangeError
 
 if TYPE_CHECKING:
     from penstock.tokenizer import Tokenizer

@@ -11,6 +11,7 @@ from starlette.responses import Response
 
 from penstock import __version__
 from penstock.runtime.adapters import Adapter
+from penstock.server.demand import capacity_of, demand_of
 from penstock.server.errors import ApiError
 from penstock.server.routes.common import ERRORS, Responses, service_of
 from penstock.server.service import Service
@@ -92,9 +93,16 @@ async def version() -> dict[str, str]:
 
 
 @router.get("/load", responses=ERRORS)
-async def load(request: Request) -> dict[str, int]:
-    """Requests that were sent and haven't ended, as in vLLM."""
-    return {"server_load": len(service_of(request).inflight)}
+async def load(request: Request) -> dict[str, Any]:
+    """Requests that were sent and haven't ended, as in vLLM; sequences, and how many fit."""
+    service = service_of(request)
+    found: dict[str, Any] = {"server_load": len(service.inflight)}
+    llm = service.engine_or_none
+    if llm is not None:
+        stats, most = llm.stats(), llm.config.scheduler.max_num_seqs
+        found |= {name: stats[name] for name in ("running", "waiting", "swapped")}
+        found |= {"capacity": capacity_of(stats, most), "demand": demand_of(stats, most)}
+    return found
 
 
 @router.post("/reset_prefix_cache", responses=ERRORS)

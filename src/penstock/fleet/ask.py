@@ -1,0 +1,125 @@
+"""A request to a model, as far as the fleet reads it."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from penstock.server.body import read_json
+from penstock.server.errors import ApiError
+from penstock.server.keys import Limits
+from penstock.server.sse import dumps
+
+SAMPLED = ("/v1/chat/completions", "/v1/completions")
+"""Endpoints whose answers can be gone on with elsewhere."""
+_WISHES = ("priority", "ttft_slo_ms", "tpot_slo_ms")
+_WISHED = (*SAMPLED, "/v1/responses", "/v1/messages", "/v1/embeddings")
+_CHARACTERS = 1 << 16
+"""Of a prompt, by which an instance is chosen."""
+_PIECE = 256  # of a text that is longer than that
+
+
+@dataclass(slots=True)
+class Ask:
+    """One request: where to, what, and with which headers."""
+
+    path: str
+    data: dict[str, Any]
+    body: bytes
+    headers: Sequence[tuple[str, str]] = ()
+    prefix: bytes = field(init=False)  # how its prompt begins
+
+    def __post_init__(self) -> None:
+        self.prefix = _prefix(self.data)
+
+    @classmethod
+    def of(cls, path: str, body: bytes, headers: Sequence[tuple[str, str]]) -> Ask:
+        """Raises ApiError 400 for a body that isn't a JSON object."""
+        data = read_json(body)
+        if not isinstance(data, dict):
+            raise ApiError(400, "The body must be a JSON object.", code="invalid_json")
+        return cls(path, data, body, headers)
+
+    @property
+    def model(self) -> str | None:
+        """What it names. Raises ApiError 400 for what is no name."""
+        found = self.data.get("model")
+        if found is not None and not isinstance(found, str):
+            raise ApiError(400, "model must be a text.", param="model")
+        return found
+
+    @property
+    def streams(self) -> bool:
+        """Whether its answer comes in events."""
+        return self.data.get("stream") is True
+
+    @property
+    def prompts(self) -> int:
+        """How many prompts it brings."""
+        for name in ("prompt", "input"):
+            found = self.data.get(name)
+            if isinstance(found, list) and found and isinstance(found[0], str | list):
+                return len(found)
+        return 1
+
+    @property
+    def sequences(self) -> int:
+        """How many run at once for it."""
+        return self.prompts * self.samples
+
+    @property
+    def samples(self) -> int:
+        """Of each prompt; what can't be is for the instance to refuse."""
+        found = self.data.get("n")
+        return found if isinstance(found, int) and not isinstance(found, bool) and found > 0 else 1
+
+    def wish(self, limits: Limits) -> None:
+        """Put in what its key wishes for and it doesn't say itself."""
+        wishes = {name: getattr(limits, name) for name in _WISHES}
+        wishes = {k: v for k, v in wishes.items() if v and self.data.get(k) is None}
+        if wishes and self.path in _WISHED:
+            self._change(wishes)
+
+    def settle_seed(self) -> None:
+        """Give it a seed where it has none, so that another instance would say the same."""
+        if self.path in SAMPLED and self.streams and self.data.get("seed") is None:
+            if self.data.get("temperature") != 0:
+                self._change({"seed": secrets.randbits(62)})
+
+    def _change(self, fields: dict[str, Any]) -> None:
+        before, self.data = self.data, self.data | fields
+        if before.keys() & fields.keys() or not before:
+            self.body = dumps(self.data).encode()
+        else:  # a body may hold many megabytes of pictures: they aren't written anew
+            head, brace, rest = self.body.partition(b"{")
+            self.body = head + brace + dumps(fields)[1:-1].encode() + b"," + rest
+
+
+def _prefix(data: dict[str, Any]) -> bytes:
+    """How a prompt begins: a longer conversation begins as a shorter one does."""
+    parts = [data.get(name) for name in ("cache_salt", "tools", "system", "instructions")]
+    text = dumps([_shortened(x) for x in parts if x is not None])
+    for name in ("messages", "prompt", "input"):
+        found = data.get(name)
+        if isinstance(found, list):
+            size = len(text)
+            for one in found:
+                text += dumps(_shortened(one))
+                if len(text) - size > _CHARACTERS:
+                    break
+        elif isinstance(found, str):
+            text += found[:_CHARACTERS]
+    return text[:_CHARACTERS].encode(errors="replace")
+
+
+def _shortened(value: Any) -> Any:
+    """With a hash for each text that is long, as a picture's is."""
+    if isinstance(value, str):
+        return value if len(value) <= _CHARACTERS else [value[:_PIECE], hash(value)]
+    if isinstance(value, list):
+        return [_shortened(x) for x in value]
+    if isinstance(value, dict):
+        return {k: _shortened(v) for k, v in value.items()}
+    return value

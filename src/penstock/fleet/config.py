@@ -1,0 +1,187 @@
+"""What a fleet is made of: models, how many instances of each, and where they run."""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+from dataclasses import dataclass, field
+from typing import Literal, get_args
+
+from penstock.errors import ConfigError, nearest
+from penstock.fleet.cpus import numa_cpus, usable_cpus
+from penstock.fleet.ensemble import Ensemble
+from penstock.server import ServerConfig
+
+Policy = Literal["prefix", "least", "round_robin"]
+POLICIES: tuple[str, ...] = get_args(Policy)
+MAX_INSTANCES = 256
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:/-]{0,127}")
+_URL = re.compile(r"https?://[^\s/?#@]+(?:/[^\s?#@]*)?")
+_RESERVED = {
+    "--host": "the fleet listens",
+    "--port": "the fleet listens",
+    "--uds": "the fleet listens",
+    "--api-key": "the fleet lets callers in",
+    "--api-key-file": "the fleet lets callers in",
+    "--served-model-name": "a model's name is its [[model]]'s",
+    "--requests-per-minute": "the fleet counts requests",
+    "--tokens-per-minute": "the fleet counts requests",
+    "--max-concurrency": "the fleet counts requests",
+    "--log-format": "it is the fleet's",
+    "--page": "the fleet has the page",
+    "--allow-runtime-lora-updating": "an adapter would be loaded by one instance only",
+}
+"""Options of `penstock serve` that a model can't have, and why."""
+
+
+@dataclass(frozen=True, slots=True)
+class ModelConfig:
+    """One model of a fleet: processes of ours, or servers that run elsewhere."""
+
+    name: str
+    model: str | None = None  # a folder, a file, an embedded model
+    instances: tuple[int, int] = (1, 1)  # at least, at most; from 0, it is loaded when asked for
+    options: tuple[str, ...] = ()  # of `penstock serve`
+    cpus: Literal["shared", "split", "numa"] | tuple[tuple[int, ...], ...] = "shared"
+    workers: tuple[str, ...] = ()  # their addresses, where they run elsewhere
+    api_key_env: str | None = None  # the variable that holds those servers' key
+    idle_timeout_s: float = 300.0  # until an instance more than is needed ends
+    target_demand: float = 0.75  # of an instance, beyond which there shall be another
+
+    def __post_init__(self) -> None:
+        if not _NAME.fullmatch(self.name):
+            raise ConfigError(
+                f"A model is named {self.name!r}; a name has up to 128 letters, digits and any of "
+                ". _ : / -"
+            )
+        if (self.model is None) == (not self.workers):
+            raise ConfigError(f"{self._here}: give either model or workers.")
+        least, most = self.instances
+        if not 0 <= least <= most or not 1 <= most <= MAX_INSTANCES:
+            raise ConfigError(
+                f"{self._here}: instances is {least} to {most}; there may be 0 to "
+                f"{MAX_INSTANCES}, and at most 1 or more."
+            )
+        if not math.isfinite(self.idle_timeout_s) or self.idle_timeout_s <= 0:
+            raise ConfigError(
+                f"{self._here}: idle_timeout_s is {self.idle_timeout_s}; it must be a time above 0."
+            )
+        if not 0 < self.target_demand <= 1:
+            raise ConfigError(
+                f"{self._here}: target_demand is {self.target_demand}; it must be in (0, 1]."
+            )
+        self._check_options()
+        self._check_workers()
+        self._check_cpus()
+
+    @property
+    def _here(self) -> str:
+        return f"The model {self.name!r}"
+
+    def _check_options(self) -> None:
+        for option in self.options:
+            word = option.partition("=")[0].replace("--no-", "--")
+            if word in _RESERVED:
+                raise ConfigError(f"{self._here} can't have the option {word}: {_RESERVED[word]}.")
+        if self.workers and self.options:
+            raise ConfigError(f"{self._here} runs elsewhere; options are for models started here.")
+
+    def _check_workers(self) -> None:
+        for url in self.workers:
+            if not _URL.fullmatch(url):
+                raise ConfigError(
+                    f"{self._here}: {url!r} isn't an address like http://10.0.0.2:8000."
+                )
+        if len(set(self.workers)) < len(self.workers):
+            raise ConfigError(f"{self._here}: an address is there twice.")
+        if self.api_key_env is not None and not self.workers:
+            raise ConfigError(f"{self._here}: api_key_env is for workers that run elsewhere.")
+        if self.api_key_env is not None and not os.environ.get(self.api_key_env):
+            raise ConfigError(f"{self._here}: the variable {self.api_key_env} isn't set.")
+
+    def _check_cpus(self) -> None:
+        if isinstance(self.cpus, str):
+            return
+        if len(self.cpus) != self.instances[1]:
+            raise ConfigError(
+                f"{self._here}: cpus has {len(self.cpus)} sets, and there may be "
+                f"{self.instances[1]} instances. Give one each."
+            )
+        missing = {cpu for one in self.cpus for cpu in one} - set(usable_cpus())
+        if missing or not all(self.cpus):
+            told = f"{min(missing)} isn't usable here" if missing else "one set is empty"
+            raise ConfigError(f"{self._here}: cpus: {told}.")
+
+    def cpus_of(self, index: int) -> tuple[int, ...] | None:
+        """The CPUs of one instance; None: all, shared with everybody."""
+        if self.cpus == "shared":
+            return None
+        if not isinstance(self.cpus, str):
+            return self.cpus[index]
+        if self.cpus == "numa":
+            nodes = numa_cpus()
+            return nodes[index % len(nodes)]
+        usable, parts = usable_cpus(), self.instances[1]
+        if len(usable) < parts:
+            raise ConfigError(
+                f"{self._here}: {len(usable)} CPUs can't be split among {parts} instances."
+            )
+        return tuple(usable[len(usable) * index // parts : len(usable) * (index + 1) // parts])
+
+
+@dataclass(frozen=True, slots=True)
+class FleetConfig:
+    """A fleet: the server in front, and the models behind it; the first is the default."""
+
+    models: tuple[ModelConfig, ...]
+    server: ServerConfig = field(default_factory=ServerConfig)
+    policy: Policy = "prefix"
+    ensembles: tuple[Ensemble, ...] = ()
+    max_loaded: int | None = None  # models that run here at once; None: all
+    start_timeout_s: float = 600.0  # for an instance to be ready
+    max_attempts: int = 3  # at a request, on instances that break
+
+    def __post_init__(self) -> None:
+        if not self.models:
+            raise ConfigError("A fleet needs a model.")
+        names = [x.name for x in self.models] + [x.name for x in self.ensembles]
+        twice = next((name for name in names if names.count(name) > 1), None)
+        if twice is not None:
+            raise ConfigError(f"Two models or ensembles are named {twice!r}.")
+        for ensemble in self.ensembles:
+            ensemble.check([model.name for model in self.models])
+        if self.policy not in POLICIES:
+            raise ConfigError(
+                f"policy is {self.policy!r}.{nearest(self.policy, POLICIES)} There are: "
+                f"{', '.join(POLICIES)}."
+            )
+        if self.max_attempts < 1:
+            raise ConfigError(f"max_attempts is {self.max_attempts}; it must be at least 1.")
+        if not math.isfinite(self.start_timeout_s) or self.start_timeout_s <= 0:
+            raise ConfigError(
+                f"start_timeout_s is {self.start_timeout_s}; it must be a time above 0."
+            )
+        self._check_loaded()
+        self._check_keys()
+        for model in self.models:
+            if model.model is not None:
+                model.cpus_of(0)
+
+    def _check_loaded(self) -> None:
+        if self.max_loaded is None:
+            return
+        always = [m.name for m in self.models if m.model is not None and m.instances[0] > 0]
+        if self.max_loaded < max(1, len(always)):
+            raise ConfigError(
+                f"max_loaded is {self.max_loaded}, and {len(always)} models always run "
+                f"({', '.join(always) or 'none'}); it must be at least {max(1, len(always))}."
+            )
+
+    def _check_keys(self) -> None:
+        for key in self.server.accounts:
+            if key.limits.tokens_per_minute is not None:
+                raise ConfigError(
+                    f"The API key {key.name!r} has tokens_per_minute, which a fleet doesn't count. "
+                    "Give requests_per_minute or max_concurrency."
+                )

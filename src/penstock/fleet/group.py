@@ -1,0 +1,309 @@
+"""The instances of one model: leased to requests, started and ended as they are needed."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+import os
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from penstock.fleet.ask import Ask
+from penstock.fleet.choosing import chooser_of
+from penstock.fleet.config import FleetConfig, ModelConfig
+from penstock.fleet.link import Link
+from penstock.fleet.worker import LocalWorker, Worker
+from penstock.server.errors import ApiError
+
+logger = logging.getLogger("penstock.fleet")
+
+SCALE_UP_S = 2.0  # that demand must last for another instance
+ELSEWHERE_S = 10.0  # are waited for a server that isn't ours to start
+AGAIN_S = 30.0  # until a model that couldn't be loaded is tried again for a request
+_STATES = ("ready", "starting", "unready")
+
+
+@dataclass(slots=True)
+class Lease:
+    """A request's place at a worker."""
+
+    worker: Worker
+    sequences: int  # that it is to compute
+    life: int = field(init=False)  # of the worker's
+    _held: bool = True
+
+    def __post_init__(self) -> None:
+        self.life = self.worker.starts
+        self.worker.outstanding += self.sequences
+
+    def close(self) -> None:
+        """Give it back; once is enough."""
+        if self._held:
+            self._held = False
+            self.worker.outstanding -= self.sequences
+
+
+class Group:
+    """One model's instances."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        fleet: FleetConfig,
+        folder: Path,
+        make_room: Callable[[Group], Awaitable[None]],
+    ) -> None:
+        """folder: where sockets may lie; make_room: for it among the models that are loaded."""
+        self._make_room = make_room
+        self.config = config
+        self.name = config.name
+        self.chooser = chooser_of(fleet.policy)
+        self.waiting = 0  # sequences of requests that no worker has
+        self.used = time.monotonic()  # when a request last asked for it
+        self.created = int(time.time())
+        self.listed: list[dict[str, Any]] = []  # what its workers said of themselves
+        self._fleet = fleet
+        self._folder = folder
+        self._tasks: dict[Worker, asyncio.Task[None]] = {}
+        self._changed = asyncio.Event()
+        self._scarce_since: float | None = None  # since when another instance was wanted
+        self._idle_since: float | None = None  # since when one was too many
+        self._key = os.environ.get(config.api_key_env) if config.api_key_env else None
+        for i, url in enumerate(config.workers):
+            self._add(Worker(f"{self.name}/{i}", self.name, Link(url, self._key), self._wake))
+
+    # ── what there is ────────────────────────────────────────────────────────────────────────
+
+    @property
+    def is_local(self) -> bool:
+        """Whether its workers are processes of ours."""
+        return self.config.model is not None
+
+    @property
+    def may_rest(self) -> bool:
+        """Whether it may be without an instance."""
+        return self.is_local and not self.config.instances[0]
+
+    @property
+    def workers(self) -> list[Worker]:
+        """All that were started and haven't been ended."""
+        return list(self._tasks)
+
+    @property
+    def ready(self) -> list[Worker]:
+        """Those that take requests."""
+        return [x for x in self._tasks if x.state == "ready"]
+
+    @property
+    def alive(self) -> list[Worker]:
+        """Those that take requests or will."""
+        return [x for x in self._tasks if x.state in _STATES]
+
+    @property
+    def outstanding(self) -> int:
+        """Sequences of requests that haven't been answered."""
+        return self.waiting + sum(worker.outstanding for worker in self._tasks)
+
+    @property
+    def demand(self) -> float:
+        """Requests over what the ready instances can do at once; infinite where there are none."""
+        capacity = sum(worker.capacity for worker in self.ready)
+        return self.outstanding / capacity if capacity else math.inf if self.outstanding else 0.0
+
+    @property
+    def wanted(self) -> int:
+        """Instances for which demand would be what it should; not bounded by how many may be."""
+        known = [worker.capacity for worker in self._tasks if worker.capacity]
+        each = sum(known) / len(known) if known else math.inf
+        return (
+            math.ceil(self.outstanding / (each * self.config.target_demand))
+            if known
+            else int(self.outstanding > 0)
+        )
+
+    @property
+    def state(self) -> str:
+        """As llama.cpp's router says it: loaded, loading, unloaded, failed."""
+        if self.ready:
+            return "loaded"
+        if any(x.state in ("starting", "unready") for x in self._tasks):
+            return "loading"
+        return "failed" if any(x.state == "failed" for x in self._tasks) else "unloaded"
+
+    @property
+    def why(self) -> str:
+        """What is the matter with those that aren't ready."""
+        return next((x.reason for x in self._tasks if x.state != "ready" and x.reason), "")
+
+    @property
+    def names(self) -> list[str]:
+        """Its own, and of adapters that its workers serve."""
+        listed = [str(x["id"]) for x in self.listed if x.get("parent") is not None]
+        return [self.name, *(name for name in listed if name != self.name)]
+
+    # ── requests ─────────────────────────────────────────────────────────────────────────────
+
+    async def lease(self, ask: Ask, tried: set[tuple[str, int]]) -> Lease:
+        """A place at an instance as soon as one is ready, rather not one in `tried` (names, lives).
+
+        Raises ApiError 503 where none will be.
+        """
+        self.used = time.monotonic()
+        self.waiting += ask.sequences
+        patience_s = self._fleet.start_timeout_s if self.is_local else ELSEWHERE_S
+        try:
+            async with asyncio.timeout(patience_s):
+                while True:
+                    found = [x for x in self.ready if (x.name, x.starts) not in tried]
+                    if found or self.ready:
+                        return Lease(self.chooser.choose(found or self.ready, ask), ask.sequences)
+                    await self._ask_for_one()
+                    self._changed.clear()
+                    await self._changed.wait()
+        except TimeoutError as error:
+            raise ApiError(
+                503,
+                f"No instance of {self.name!r} was ready within {patience_s:g} s. {self.why}",
+                code="model_not_ready",
+                retry_after_s=5,
+            ) from error
+        finally:
+            self.waiting -= ask.sequences
+
+    async def _ask_for_one(self) -> None:
+        """See to it that one comes. Raises ApiError 503 where none can."""
+        if self.alive:
+            return
+        failed = self._failed_lately
+        if failed is not None:
+            raise ApiError(
+                503, f"{self.name!r} can't be loaded. {failed.reason}", code="model_failed"
+            )
+        if not self.is_local:
+            raise ApiError(
+                503, f"No instance of {self.name!r} is reachable. {self.why}",
+                code="model_not_ready", retry_after_s=5,
+            )  # fmt: skip
+        await self._make_room(self)
+        if not any(x.state == "stopping" for x in self._tasks):
+            self.start(max(1, self.config.instances[0]))
+
+    @property
+    def _failed_lately(self) -> Worker | None:
+        now = time.time()
+        return next(
+            (x for x in self._tasks if x.state == "failed" and now - x.since < AGAIN_S), None
+        )
+
+    # ── instances ────────────────────────────────────────────────────────────────────────────
+
+    def start(self, count: int) -> None:
+        """Start instances until there are `count`; those that failed are tried again."""
+        for worker in [x for x in self._tasks if x.state == "failed"]:
+            self._remove(worker)
+        while self.is_local and len(self.alive) < count:
+            taken = {worker.name for worker in self._tasks}
+            index = next(i for i in range(count + len(taken)) if f"{self.name}/{i}" not in taken)
+            self._add(self._local(index))
+
+    def _local(self, index: int) -> LocalWorker:
+        socket = self._folder / f"{abs(hash(self.name)) % 10**8}-{index}.sock"
+        model = str(self.config.model)
+        arguments = [
+            model, "--served-model-name", self.name, "--no-page",
+            "--log-format", self._fleet.server.log_format,
+            f"--shutdown-timeout={self._fleet.server.shutdown_timeout_s}", *self.config.options,
+        ]  # fmt: skip
+        return LocalWorker(
+            f"{self.name}/{index}",
+            self.name,
+            socket,
+            arguments,
+            self.config.cpus_of(index % self.config.instances[1]),
+            self._fleet.start_timeout_s,
+            self._wake,
+        )
+
+    def _add(self, worker: Worker) -> None:
+        self._tasks[worker] = asyncio.create_task(worker.run())
+
+    def _remove(self, worker: Worker) -> None:
+        task = self._tasks.pop(worker, None)
+        if task is not None:
+            task.cancel()
+        worker.link.abort()
+        self.chooser.forget(worker)
+        self._wake()
+
+    async def stop(self, worker: Worker) -> None:
+        """End one: it answers whom it has, and goes."""
+        await worker.stop(self._fleet.server.shutdown_timeout_s)
+        self._remove(worker)
+
+    async def stop_all(self) -> None:
+        """End all of them."""
+        await asyncio.gather(*(self.stop(worker) for worker in self.workers))
+
+    def _wake(self) -> None:
+        for worker in self._tasks:
+            if worker.state != "ready":
+                self.chooser.forget(worker)
+        found = [x for worker in self.ready for x in worker.models]
+        self.listed = list({x["id"]: x for x in found}.values()) or self.listed
+        self._changed.set()
+
+    # ── scaling ──────────────────────────────────────────────────────────────────────────────
+
+    def scale(self, now: float) -> Worker | None:
+        """Start what demand wants; one that is to end, where there is one too many."""
+        if not self.is_local:
+            return None
+        least, most = self.config.instances
+        wanted = min(max(self.wanted, least), most)
+        current = len(self.alive)
+        if self.outstanding:
+            self.used = now
+        scarce = wanted > current and self._failed_lately is None
+        idle = wanted < current
+        self._scarce_since = (self._scarce_since or now) if scarce and current else None
+        self._idle_since = (self._idle_since or now) if idle else None
+        if self._scarce_since is not None and now - self._scarce_since >= SCALE_UP_S:
+            self._scarce_since = None
+            self.start(wanted)
+        if self._idle_since is None or now - self._idle_since < self.config.idle_timeout_s:
+            return None
+        if current == 1 and (self.outstanding or now - self.used < self.config.idle_timeout_s):
+            return None
+        self._idle_since = now
+        return min(self.alive, key=lambda x: (x.outstanding, -x.since))
+
+    def describe(self) -> dict[str, Any]:
+        """Everything there is to say of it, for people and programs."""
+        demand = self.demand
+        return {
+            "model": self.name,
+            "state": self.state,
+            "instances": len(self.alive),
+            "least": self.config.instances[0] if self.is_local else len(self.config.workers),
+            "most": self.config.instances[1] if self.is_local else len(self.config.workers),
+            "wanted": self.wanted,
+            "demand": None if math.isinf(demand) else round(demand, 4),
+            "outstanding": self.outstanding,
+            "workers": [
+                {
+                    "name": x.name,
+                    "url": x.url,
+                    "state": x.state,
+                    "reason": x.reason,
+                    "outstanding": x.outstanding,
+                    "capacity": x.capacity,
+                    "starts": x.starts,
+                    "pid": getattr(x, "pid", None),
+                }
+                for x in self._tasks
+            ],
+        }
