@@ -324,3 +324,38 @@ def test_digests_tell_all_apart() -> None:
     found = {digest_of(root, tokens) for root in roots for tokens in ([1, 2], [12], [2, 1], [-1])}
     assert len(roots) == 4 and len(found) == 16
     assert root_digest("\ud800") not in roots  # half a character, which JSON may hold
+
+
+def test_who_waits_until_all_is_written(files: Files, monkeypatch: pytest.MonkeyPatch) -> None:
+    go = threading.Event()
+    write = Files._write_file
+
+    def slowly(self: Files, path: Path, data: bytes) -> None:
+        go.wait(10)
+        write(self, path, data)
+
+    monkeypatch.setattr(Files, "_write_file", slowly)
+    assert files.settle(0.0)  # there is nothing to wait for
+    for seed in range(3):
+        files.put(f"{seed}", data(seed))
+    assert not files.settle(0.05)
+    settled: list[bool] = []
+    thread = threading.Thread(target=lambda: settled.append(files.settle(10)))
+    thread.start()
+    files.put("later", data(7))
+    go.set()
+    thread.join()
+    assert settled == [True]
+    assert files.written >= 3
+
+
+def test_what_cant_be_written_is_waited_for_as_well(
+    files: Files, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(self: Files, path: Path, data: bytes) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Files, "_write_file", full)
+    files.put("0", data(0))
+    assert files.settle(10)
+    assert files.dropped == 1

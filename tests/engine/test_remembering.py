@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from penstock import LLM, SamplingParams, ops
+from penstock import LLM, AsyncLLM, SamplingParams, ops
 from penstock.cache import disk
 from penstock.engine import RequestOptions, remembering
 from penstock.engine.remembering import Remembering
-from penstock.errors import ConfigError
+from penstock.errors import ConfigError, RequestError
+from penstock.models.hub import adapter_folder
 from tests.models.seeing import make_qwen3, picture
 
 PROMPTS = [[(7 * i + k) % 500 + 3 for i in range(n)] for k, n in enumerate((200, 97, 33, 64, 150))]
@@ -336,3 +339,85 @@ def test_weights_that_change_are_another_model(tmp_path: Path) -> None:
         llm.runtime.disk.close()
     assert want["first"] != want["second"]
     assert json.dumps(len(list((tmp_path / "kept").iterdir()))) == "2"
+
+
+def slow_disk(monkeypatch: pytest.MonkeyPatch) -> None:
+    write = disk.Files._write_file
+
+    def slowly(self: disk.Files, path: Path, data: bytes) -> None:
+        time.sleep(0.01)
+        write(self, path, data)
+
+    monkeypatch.setattr(disk.Files, "_write_file", slowly)
+
+
+class TestHandingOver:
+    """One process computes a prompt, another goes on."""
+
+    def test_blocks_are_there_at_the_end(
+        self, made: Any, alone: list[Any], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        slow_disk(monkeypatch)
+        first = made()
+        (output,) = first.generate(
+            PROMPTS[0],
+            SamplingParams(temperature=0, max_tokens=1),
+            options=RequestOptions(hand_over=True),
+        )
+        assert output.outputs[0].token_ids == alone[0][0][:1]
+        assert first.stats()["disk_blocks_written"] == 200 // 32
+        second = LLM(dtype="float32", prefix_cache_dir=first.config.cache.prefix_cache_dir)
+        said, cached = run(second, [PROMPTS[0]])
+        assert cached == [192]
+        assert said == alone[:1]
+        assert second.runtime.disk is not None
+        second.runtime.disk.close()
+
+    def test_more_than_may_wait_to_be_written(
+        self, made: Any, alone: list[Any], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Nobody else's blocks are waited for; these go in several rounds."""
+        slow_disk(monkeypatch)
+        first = made()
+        assert first.runtime.disk is not None
+        files = first.runtime.disk.files
+        monkeypatch.setattr(disk, "QUEUED_BYTES", 2 * files.size)
+        first.generate(
+            PROMPTS[0],
+            SamplingParams(temperature=0, max_tokens=1),
+            options=RequestOptions(hand_over=True),
+        )
+        assert files.written == 200 // 32
+        assert files.dropped > 0
+        said, cached = run(made(), [PROMPTS[0]])
+        assert (said, cached) == (alone[:1], [192])
+
+    def test_more_than_there_is_room_for(self, made: Any) -> None:
+        first = made(prefix_cache_disk_space=3 / 1024)
+        assert first.runtime.disk is not None
+        first.generate(PROMPTS[0], greedy(), options=RequestOptions(hand_over=True))
+        assert first.runtime.disk.files.nbytes <= 3 << 20
+
+    def test_a_server_waits_too(self, tmp_path: Path) -> None:
+        async def ask() -> None:
+            llm = AsyncLLM(dtype="float32", prefix_cache_dir=tmp_path / "kept")
+            params = SamplingParams(max_tokens=1)
+            options = RequestOptions(hand_over=True)
+            async for output in llm.generate(
+                {"prompt_token_ids": PROMPTS[0]}, params, options=options
+            ):
+                if output.finished:
+                    assert llm.stats()["disk_blocks_written"] == 200 // 32
+            llm.shutdown()
+
+        asyncio.run(ask())
+
+    def test_nothing_is_kept(self) -> None:
+        with pytest.raises(RequestError, match="nothing is kept on disk"):
+            LLM().generate("a", options=RequestOptions(hand_over=True))
+
+    def test_of_an_adapter(self, made: Any) -> None:
+        llm = made(enable_lora=True)
+        llm.load_lora("verse", adapter_folder("stories-verse"))
+        with pytest.raises(RequestError, match="blocks of adapters aren't kept"):
+            llm.generate("a", options=RequestOptions(hand_over=True, adapter="verse"))

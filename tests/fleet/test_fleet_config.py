@@ -121,6 +121,13 @@ WRONG = {
     MODEL + 'cpus = [""]': "one set is empty",
     MODEL + 'cpus = ["a"]': "write it like 0-3,8",
     MODEL + 'instances = 200\ncpus = "split"': "can't be split among 200",
+    MODEL + "prefill = -1": "prefill is -1",
+    MODEL + "prefill = 1.5": "prefill is 1.5; it must be an integer",
+    MODEL + "prefill = 1\ninstances = [0, 1]": "its instances may all rest",
+    MODEL + "prefill = 1\nprefill_from = 0": "prefill_from is 0",
+    MODEL + "prefill = 1\nprefill_space = inf": "prefill_space inf",
+    MODEL + "prefill = 1\ncpus = ['0']": "cpus has 1 sets, and there may be 2 instances",
+    MODEL + 'prefill_workers = ["http://a"]': "prefill_workers are for workers that run elsewhere",
     MODEL + "idle_timeout_s = 0": "idle_timeout_s is 0",
     MODEL + "target_demand = 1.5": "target_demand is 1.5",
     MODEL + 'workers = ["http://a"]': "give either model or workers",
@@ -130,6 +137,8 @@ WRONG = {
     '[[model]]\nname="m"\nworkers = ["ftp://a"]': "isn't an address like",
     '[[model]]\nname="m"\nworkers = ["http://a/?x"]': "isn't an address like",
     '[[model]]\nname="m"\nworkers = ["http://a", "http://a"]': "an address is there twice",
+    '[[model]]\nname="m"\nworkers = ["http://a"]\nprefill = 1': "give prefill_workers",
+    '[[model]]\nname="m"\nworkers = ["http://a"]\nprefill_workers = ["http://a"]': "there twice",
     '[[model]]\nname="m"\nworkers = ["http://a"]\noptions=["--x"]': "options are for models",
     '[[model]]\nname="m"\nworkers = ["http://a"]\napi_key_env="PENSTOCK_NO"': "isn't set",
     MODEL + '[[ensemble]]\nname = "e"': "has no stage",
@@ -197,3 +206,24 @@ def test_cpus_are_split() -> None:
     assert ModelConfig("a", "x", cpus="numa").cpus_of(0) == numa_cpus()[0]
     given = ((usable_cpus()[1],), (usable_cpus()[0],))
     assert ModelConfig("a", "x", (2, 2), cpus=given).cpus_of(0) == given[0]
+
+
+def test_prefillers() -> None:
+    assert ModelConfig("a", "x").prefillers is None
+    own = ModelConfig("a", "x", (1, 2), ("--x",), prefill=3).prefillers
+    assert own is not None
+    assert (own.instances, own.options, own.prefill, own.is_prefill) == ((3, 3), ("--x",), 0, True)
+    assert own.prefillers is None
+    far = ModelConfig("a", workers=("http://a",), prefill_workers=("http://b", "http://c"))
+    assert far.prefillers is not None
+    assert far.prefillers.workers == ("http://b", "http://c")
+
+
+@pytest.mark.skipif(len(usable_cpus()) < 2, reason="has one CPU")
+def test_prefillers_have_cpus_of_their_own() -> None:
+    model = ModelConfig("a", "x", cpus="split", prefill=1)
+    assert model.prefillers is not None
+    first, second = model.cpus_of(0), model.prefillers.cpus_of(0)
+    assert first is not None
+    assert second is not None
+    assert first + second == usable_cpus()

@@ -136,7 +136,8 @@ SAID_IN_THE_LOG = {"user", "safety_identifier"}  # test_user_is_in_the_log
 ASKS_FOR_NOTHING = {"prompt_cache_key"}  # as docs/compatibility.md says
 GROUPS = {"num_beam_groups", "diversity_penalty"}  # neither without the other: search requests
 OF_THE_QUEUE = {"priority", "ttft_slo_ms", "tpot_slo_ms"}  # reach the engine: test below
-OF_THE_CACHE = {"cache_salt", "cache_control"}  # test below, and the clients' tests
+OF_THE_CACHE = {"cache_salt", "cache_control", "kv_transfer_params"}
+"""Tests below, the clients' tests, and test_transfer.py."""
 
 TEMPLATE: dict[str, Any] = {
     "messages": CHAT + CHAT,
@@ -182,7 +183,11 @@ ENDPOINTS = {
         | ASKS_FOR_NOTHING
         | OF_THE_QUEUE
         | GROUPS
-        | {"cache_salt", "parallel_tool_calls"},  # the latter: tools/test_chat.py
+        | {
+            "cache_salt",
+            "kv_transfer_params",
+            "parallel_tool_calls",
+        },  # the latter: tools/test_chat.py
     ),
     "completions": Endpoint(
         "/v1/completions",
@@ -208,7 +213,11 @@ ENDPOINTS = {
             "return_tokens_as_token_ids": (True, {"logprobs": 0}),
             "request_id": "chosen",
         },
-        SAID_IN_THE_LOG | ASKS_FOR_NOTHING | OF_THE_QUEUE | GROUPS | {"cache_salt"},
+        SAID_IN_THE_LOG
+        | ASKS_FOR_NOTHING
+        | OF_THE_QUEUE
+        | GROUPS
+        | {"cache_salt", "kv_transfer_params"},
     ),
     "responses": Endpoint(
         "/v1/responses",
@@ -233,7 +242,7 @@ ENDPOINTS = {
             "tool_choice": ("none", {"tools": FLAT}),
             "parallel_tool_calls": False,
         },
-        SAID_IN_THE_LOG | ASKS_FOR_NOTHING | OF_THE_QUEUE | {"cache_salt"},
+        SAID_IN_THE_LOG | ASKS_FOR_NOTHING | OF_THE_QUEUE | {"cache_salt", "kv_transfer_params"},
     ),
     "embeddings": Endpoint(
         "/v1/embeddings",
@@ -249,6 +258,7 @@ ENDPOINTS = {
             "truncate_prompt_tokens": 2,
             "add_special_tokens": (False, {"pooling_type": "mean"}),
             "tpot_slo_ms": 5.0,
+            "kv_transfer_params": {"do_remote_decode": True},
         },
         SAID_IN_THE_LOG | ASKS_FOR_NOTHING | OF_THE_QUEUE | {"cache_salt", "request_id"},
     ),
@@ -313,6 +323,7 @@ WRITES_ALL = (
 )
 # Fields whose cases are refusals, and what these name.
 REFUSED = {
+    "kv_transfer_params": "kv_transfer_params",
     "model": "isn't served",
     "chat_template": "--trust-request-chat-template",
     "echo": "echo",

@@ -43,6 +43,8 @@ _LOOKS_S = 30.0
 """After which it is looked again what others have written."""
 _TELLS_S = 60.0
 """Between two warnings of a disk's trouble."""
+SETTLES_S = 30.0
+"""For which a request that is handed over waits for its blocks to be written."""
 _STEP_NS = 1000
 """By which a block is older than the one before it."""
 
@@ -77,6 +79,10 @@ class DiskStore:
             parts = (next(iter(read_blocks(row, [block]))) for row in self._rows)
             self.files.put(digest, b"".join(part.tobytes() for part in parts), after)
 
+    def settle(self, timeout_s: float = SETTLES_S) -> bool:
+        """Wait until what is queued now is on disk; whether it was in time. Any thread's."""
+        return self.files.settle(timeout_s)
+
     def load(self, blocks: Sequence[int], each: Sequence[bytes]) -> None:
         """Write what `files.get` gave into blocks."""
         begin = 0
@@ -103,6 +109,7 @@ class Files:
         self._queue: deque[tuple[str, bytes | None]] = deque()  # None: was used
         self._unwritten: dict[str, bytes] = {}  # of those in the queue
         self._queued = 0
+        self._ended = 0  # of the queue, written or not
         self._wake = threading.Condition()
         self._ending = False
         self._seen_s = 0.0  # when it was looked around
@@ -180,6 +187,11 @@ class Files:
         """Whether a block more makes another one go."""
         return self.nbytes + self.size + _HEAD.size > self._limit
 
+    @property
+    def is_busy(self) -> bool:
+        """Whether as much waits to be written as may."""
+        return self._queued + self.size > QUEUED_BYTES
+
     def takes(self, digest: str, after: str | None = None) -> bool:
         """Whether a block isn't there yet and can be queued; one that can't is counted.
 
@@ -188,7 +200,7 @@ class Files:
         with self._wake:
             if digest in self._times:
                 return False
-            fits = self._queued + self.size <= QUEUED_BYTES and not self._ending
+            fits = not (self.is_busy or self._ending)
             fits = fits and (after is None or after in self._times)
             self.dropped += not fits
             return fits
@@ -202,7 +214,7 @@ class Files:
             self._queue.append((digest, data))
             self._unwritten[digest] = data
             self._queued += len(data)
-            self._wake.notify()
+            self._wake.notify_all()
 
     def use(self, digests: Sequence[str]) -> None:
         """A prompt begins that has these blocks, one after the other."""
@@ -212,7 +224,13 @@ class Files:
                 if digest in self._times and not self._ending:
                     self._set_time(digest, now - depth * _STEP_NS)
                     self._queue.append((digest, None))
-            self._wake.notify()
+            self._wake.notify_all()
+
+    def settle(self, timeout_s: float) -> bool:
+        """Wait until what is queued now is written; whether it was in time."""
+        with self._wake:
+            end = self._ended + len(self._queue)
+            return self._wake.wait_for(lambda: self._ended >= end, timeout_s)
 
     def get(self, digest: str) -> bytes | None:
         """The bytes of a block; None where there are none, or they are damaged."""
@@ -252,7 +270,7 @@ class Files:
         """Write what is queued, for so long at most, and stop."""
         with self._wake:
             self._ending = True
-            self._wake.notify()
+            self._wake.notify_all()
         self._writer.join(timeout_s)
 
     # ── the thread that writes ───────────────────────────────────────────────────────────────
@@ -280,6 +298,8 @@ class Files:
                     self.dropped += 1
             with self._wake:
                 self._queue.popleft()
+                self._ended += 1
+                self._wake.notify_all()  # those who wait for it
                 if data is not None:
                     self._queued -= len(data)
                     if self._unwritten.get(digest) is data:

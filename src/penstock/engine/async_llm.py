@@ -8,7 +8,7 @@ import itertools
 import threading
 import time
 from collections import deque
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Mapping
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeVar
@@ -20,6 +20,7 @@ from penstock.engine.options import RequestOptions, check_seconds
 from penstock.engine.outputs import RequestOutput
 from penstock.engine.pooling import EmbeddingRequestOutput, PoolingParams
 from penstock.engine.prompts import Encoded, Prompt, default_params, encode
+from penstock.engine.remembering import Keeping
 from penstock.errors import ConfigError, EngineDeadError, RequestError, RequestTimeoutError
 from penstock.models.weights import Progress
 from penstock.runtime import Runtime, load_runtime
@@ -175,6 +176,8 @@ class AsyncLLM:
                     finished = not isinstance(item, RequestTimeoutError)
                     raise item
                 finished = item.finished
+                if finished and isinstance(options, RequestOptions) and options.hand_over:
+                    await self._hand_over(tokens, options)
                 yield item
         finally:
             if alarm is not None:
@@ -265,16 +268,30 @@ class AsyncLLM:
 
     async def reset_prefix_cache(self) -> None:
         """Forget every cached prefix that no request uses."""
+        await self._between_steps(self.engine.reset_prefix_cache)
+
+    async def _between_steps(self, work: Callable[[], T]) -> T:
+        """What `work` returns in the engine's thread."""
         done = asyncio.Event()
         loop = asyncio.get_running_loop()
+        found: list[T] = []
 
-        def reset() -> None:
-            self.engine.reset_prefix_cache()
+        def run() -> None:
+            found.append(work())
             _call(loop, done.set)
 
-        self._send(reset)
+        self._send(run)
         async with asyncio.timeout(_COMMAND_TIMEOUT_S):
             await done.wait()
+        return found[0]
+
+    async def _hand_over(self, tokens: Sequence[int], options: RequestOptions) -> None:
+        """Wait until a prompt's blocks are on disk, as far as they are still in the cache."""
+        keep = Keeping.of(self.engine, tokens, options)
+        while not await self._between_steps(keep):
+            if not await asyncio.to_thread(keep.settle):
+                return
+        await asyncio.to_thread(keep.settle)
 
     @property
     def death(self) -> BaseException | None:

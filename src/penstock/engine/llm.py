@@ -30,6 +30,7 @@ from penstock.engine.prompts import (
     split,
     split_chats,
 )
+from penstock.engine.remembering import Keeping
 from penstock.errors import ConfigError, InvalidSamplingError, RequestError, TokenizerError
 from penstock.models.vision.pictures import Pictures
 from penstock.models.weights import Progress
@@ -161,7 +162,14 @@ class LLM:
                     with self._adapting(one.options(o), lora) as wish:
                         add(name, one.tokens, p, prompt=one.text, options=wish)
                     check()
-                return self._run(ids, check, use_tqdm)
+                found = self._run(ids, check, use_tqdm)
+            for one, wish in zip(encoded, wishes, strict=True):
+                if wish is not None and wish.hand_over:
+                    keep = Keeping.of(self.engine, one.tokens, one.options(wish) or wish)
+                    while not keep() and keep.settle():
+                        pass
+                    keep.settle()
+            return found
         except BaseException:
             for request_id in ids:
                 self.engine.abort(request_id, report=False)

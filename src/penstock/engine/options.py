@@ -37,6 +37,7 @@ class RequestOptions:
     prediction: str | tuple[int, ...] | None = None  # the output that is expected, or much like it
     adapter: str | Adapter | None = None  # the name of a LoRA adapter that is loaded, or one held
     pictures: tuple[Picture, ...] = ()  # that tokens of the prompt stand for
+    hand_over: bool = False  # ends when its prompt's blocks are on disk: another process goes on
 
     def __post_init__(self) -> None:
         if isinstance(self.priority, bool) or not isinstance(self.priority, int):

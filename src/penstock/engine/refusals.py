@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence as Seq
 
 from penstock.cache import Pins
+from penstock.cache.disk import DiskStore
 from penstock.config import SchedulerConfig, SpeculativeConfig
 from penstock.engine.options import RequestOptions
 from penstock.errors import ConfigError, OutOfCacheError, RequestError
@@ -68,13 +69,23 @@ class Refusals:
             )
 
 
-def check_options(options: object, tokens: list[int], pins: Pins | None) -> None:
-    """Raises RequestError for options that aren't any, or a pin that can't take effect.
+def check_options(
+    options: object, tokens: list[int], pins: Pins | None, disk: DiskStore | None
+) -> None:
+    """Raises RequestError for options that aren't any, or one that can't take effect.
 
-    tokens: the prompt's; pins: None where no prefix is cached.
+    tokens: the prompt's; pins: None where no prefix is cached; disk: None where none is kept there.
     """
     if not isinstance(options, RequestOptions):
         raise RequestError(f"Options must be RequestOptions, not {type(options).__name__}.")
+    if options.hand_over and disk is None:
+        raise RequestError(
+            "hand_over can't take effect: nothing is kept on disk. Start with prefix_cache_dir."
+        )
+    if options.hand_over and options.adapter is not None:
+        raise RequestError(
+            "hand_over can't take effect: blocks of adapters aren't kept on disk. Leave one out."
+        )
     most = max((pin.tokens for pin in options.pins), default=0)
     if not most:
         return

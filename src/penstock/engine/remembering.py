@@ -9,17 +9,49 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Iterator
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
 from itertools import islice, takewhile
+from typing import TYPE_CHECKING
 
 from penstock.cache import BlockPool, Node, PrefixTree
 from penstock.cache.disk import DiskStore, digest_of, root_digest
 from penstock.engine.request import Sequence
+
+if TYPE_CHECKING:
+    from penstock.engine.engine import Engine
+    from penstock.engine.options import RequestOptions
 
 logger = logging.getLogger("penstock")
 
 READ_BYTES = 32 << 20
 """Of blocks that are read between two steps, for which all others wait."""
 _ADAPTERS = "of an adapter"
+
+
+@dataclass(frozen=True, slots=True)
+class Keeping:
+    """A prompt whose blocks another process shall find: as many are queued as there is room for."""
+
+    remembering: Remembering
+    keys: list[int]
+    salt: str | None
+
+    @classmethod
+    def of(cls, engine: Engine, tokens: Seq[int], options: RequestOptions) -> Keeping:
+        """Of a request that asked to be handed over."""
+        assert engine.remembering is not None  # it was checked
+        seen = engine.intake.seen(list(tokens), options)
+        keys = list(tokens) if seen is None else seen.keys
+        return cls(engine.remembering, keys, options.cache_salt)
+
+    def __call__(self) -> bool:
+        """Whether there is nothing left to queue. The engine's thread's."""
+        return self.remembering.keep(self.keys, self.salt)
+
+    def settle(self) -> bool:
+        """Wait until what is queued is written; whether it was in time. Any thread's."""
+        return self.remembering.store.settle()
 
 
 class Remembering:
@@ -83,6 +115,20 @@ class Remembering:
         elif count < room:
             request.reading, request.read_to = True, first + count
         return count * files.size
+
+    def keep(self, keys: list[int], salt: str | None) -> bool:
+        """Queue what the tree has of a prompt and was left out; whether nothing is left to do.
+
+        What was left out because more would be on disk than may be stays so.
+        """
+        files = self.store.files
+        for node in self._tree.match(keys, salt):
+            if self._digest(node) in files:
+                continue
+            if files.is_full or files.is_busy:
+                return files.is_full
+            self._keep(node)
+        return True
 
     def _insert(self, sequence: Sequence, nodes: list[Node], found: list[bytes]) -> None:
         """Put what was read after the blocks that there are."""

@@ -14,8 +14,23 @@ from penstock.server.sse import dumps
 
 SAMPLED = ("/v1/chat/completions", "/v1/completions")
 """Endpoints whose answers can be gone on with elsewhere."""
+LIMITS = {
+    "/v1/chat/completions": "max_tokens",
+    "/v1/completions": "max_tokens",
+    "/v1/messages": "max_tokens",
+    "/v1/responses": "max_output_tokens",
+}
+"""Endpoints that answer prompts, and what the length of an answer is called there."""
+_OF_ANSWERS = frozenset(
+    ("best_of", "early_stopping", "echo", "guided_choice", "guided_grammar", "guided_json",
+     "guided_regex", "length_penalty", "logprobs", "max_completion_tokens", "min_tokens", "n",
+     "prediction", "prompt_logprobs", "response_format", "stop", "stream", "stream_options",
+     "structured_outputs", "top_logprobs", "use_beam_search")
+)  # fmt: skip
+"""Fields that a prompt doesn't depend on."""
 _WISHES = ("priority", "ttft_slo_ms", "tpot_slo_ms")
 _WISHED = (*SAMPLED, "/v1/responses", "/v1/messages", "/v1/embeddings")
+_FIRST = ("prompt_cache_key", "cache_salt", "tools", "system", "instructions")
 _CHARACTERS = 1 << 16
 """Of a prompt, by which an instance is chosen."""
 _PIECE = 256  # of a text that is longer than that
@@ -88,6 +103,21 @@ class Ask:
             if self.data.get("temperature") != 0:
                 self._change({"seed": secrets.randbits(62)})
 
+    @property
+    def may_be_handed_over(self) -> bool:
+        """Whether one instance can compute its prompt for another."""
+        return self.path in LIMITS and self.data.get("kv_transfer_params") is None
+
+    def prefill(self) -> Ask:
+        """The same for the one that computes the prompt: a token, and no more."""
+        data = {k: v for k, v in self.data.items() if k not in _OF_ANSWERS}
+        data |= {LIMITS[self.path]: 1, "kv_transfer_params": {"do_remote_decode": True}}
+        return Ask(self.path, data, dumps(data).encode(), self.headers)
+
+    def handed_over(self) -> None:
+        """Its prompt was computed: whoever gets it shall look for the blocks."""
+        self._change({"kv_transfer_params": {"do_remote_prefill": True}})
+
     def _change(self, fields: dict[str, Any]) -> None:
         before, self.data = self.data, self.data | fields
         if before.keys() & fields.keys() or not before:
@@ -99,7 +129,7 @@ class Ask:
 
 def _prefix(data: dict[str, Any]) -> bytes:
     """How a prompt begins: a longer conversation begins as a shorter one does."""
-    parts = [data.get(name) for name in ("cache_salt", "tools", "system", "instructions")]
+    parts = [data.get(name) for name in _FIRST]
     text = dumps([_shortened(x) for x in parts if x is not None])
     for name in ("messages", "prompt", "input"):
         found = data.get(name)

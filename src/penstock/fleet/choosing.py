@@ -24,6 +24,9 @@ class Chooser(Protocol):
     def choose(self, workers: Sequence[Worker], ask: Ask) -> Worker:
         """One of them; there is at least one."""
 
+    def knows(self, workers: Sequence[Worker], ask: Ask) -> float:
+        """The most of a prompt's beginning that one of them was sent before, as far as is known."""
+
     def forget(self, worker: Worker) -> None:
         """It has ended, and with it all that it kept."""
 
@@ -50,6 +53,9 @@ class Least:
     def choose(self, workers: Sequence[Worker], ask: Ask) -> Worker:
         return min(workers, key=_busyness)
 
+    def knows(self, workers: Sequence[Worker], ask: Ask) -> float:
+        return 0.0
+
     def forget(self, worker: Worker) -> None:
         """It keeps nothing."""
 
@@ -62,6 +68,9 @@ class RoundRobin:
 
     def choose(self, workers: Sequence[Worker], ask: Ask) -> Worker:
         return workers[next(self._turns) % len(workers)]
+
+    def knows(self, workers: Sequence[Worker], ask: Ask) -> float:
+        return 0.0
 
     def forget(self, worker: Worker) -> None:
         """It keeps nothing."""
@@ -93,6 +102,11 @@ class ByPrefix:
         self.hits += lengths[chosen.name]
         self._remember(chosen.name, path)
         return chosen
+
+    def knows(self, workers: Sequence[Worker], ask: Ask) -> float:
+        path = _path(ask.prefix)
+        most = max((self._length(worker.name, path) for worker in workers), default=0)
+        return most / max(len(path), 1)
 
     def forget(self, worker: Worker) -> None:
         self._known.pop(worker.name, None)

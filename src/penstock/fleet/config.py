@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal, get_args
 
 from penstock.errors import ConfigError, nearest
@@ -48,6 +48,12 @@ class ModelConfig:
     api_key_env: str | None = None  # the variable that holds those servers' key
     idle_timeout_s: float = 300.0  # until an instance more than is needed ends
     target_demand: float = 0.75  # of an instance, beyond which there shall be another
+    prefill: int = 0  # further instances, which compute long prompts for the others
+    prefill_workers: tuple[str, ...] = ()  # those that run elsewhere
+    prefill_from: int = 4096  # characters of a prompt, from which they do
+    prefill_space: float = 4.0  # GiB at most for what they hand over
+    is_prefill: bool = False  # these are they
+    first: int = 0  # instance's number, among those that share CPUs
 
     def __post_init__(self) -> None:
         if not _NAME.fullmatch(self.name):
@@ -67,6 +73,7 @@ class ModelConfig:
             raise ConfigError(
                 f"{self._here}: idle_timeout_s is {self.idle_timeout_s}; it must be a time above 0."
             )
+        self._check_prefill()
         if not 0 < self.target_demand <= 1:
             raise ConfigError(
                 f"{self._here}: target_demand is {self.target_demand}; it must be in (0, 1]."
@@ -79,6 +86,23 @@ class ModelConfig:
     def _here(self) -> str:
         return f"The model {self.name!r}"
 
+    def _check_prefill(self) -> None:
+        if not 0 <= self.prefill <= MAX_INSTANCES or (self.prefill and self.workers):
+            raise ConfigError(
+                f"{self._here}: prefill is {self.prefill}; it must be 0 to {MAX_INSTANCES}, and "
+                "0 of a model that runs elsewhere: give prefill_workers."
+            )
+        if self.prefill and not self.instances[0]:
+            raise ConfigError(
+                f"{self._here}: prefill is {self.prefill}, and its instances may all rest. Let at "
+                "least 1 always run."
+            )
+        if self.prefill_from < 1 or not 0 < self.prefill_space < math.inf:
+            raise ConfigError(
+                f"{self._here}: prefill_from is {self.prefill_from} and prefill_space "
+                f"{self.prefill_space:g}; both must be above 0."
+            )
+
     def _check_options(self) -> None:
         for option in self.options:
             word = option.partition("=")[0].replace("--no-", "--")
@@ -88,12 +112,18 @@ class ModelConfig:
             raise ConfigError(f"{self._here} runs elsewhere; options are for models started here.")
 
     def _check_workers(self) -> None:
-        for url in self.workers:
+        if self.prefill_workers and not self.workers:
+            raise ConfigError(
+                f"{self._here}: prefill_workers are for workers that run elsewhere; here, say how "
+                "many with prefill."
+            )
+        for url in (*self.workers, *self.prefill_workers):
             if not _URL.fullmatch(url):
                 raise ConfigError(
                     f"{self._here}: {url!r} isn't an address like http://10.0.0.2:8000."
                 )
-        if len(set(self.workers)) < len(self.workers):
+        urls = [*self.workers, *self.prefill_workers]
+        if len(set(urls)) < len(urls):
             raise ConfigError(f"{self._here}: an address is there twice.")
         if self.api_key_env is not None and not self.workers:
             raise ConfigError(f"{self._here}: api_key_env is for workers that run elsewhere.")
@@ -103,18 +133,40 @@ class ModelConfig:
     def _check_cpus(self) -> None:
         if isinstance(self.cpus, str):
             return
-        if len(self.cpus) != self.instances[1]:
+        if len(self.cpus) != self._parts:
             raise ConfigError(
                 f"{self._here}: cpus has {len(self.cpus)} sets, and there may be "
-                f"{self.instances[1]} instances. Give one each."
+                f"{self._parts} instances. Give one each."
             )
         missing = {cpu for one in self.cpus for cpu in one} - set(usable_cpus())
         if missing or not all(self.cpus):
             told = f"{min(missing)} isn't usable here" if missing else "one set is empty"
             raise ConfigError(f"{self._here}: cpus: {told}.")
 
+    @property
+    def _parts(self) -> int:
+        """Instances that share CPUs, of both kinds."""
+        return self.first + self.instances[1] + self.prefill
+
+    @property
+    def prefillers(self) -> ModelConfig | None:
+        """Those that compute prompts for the others, where there are some."""
+        if not self.prefill and not self.prefill_workers:
+            return None
+        count = self.prefill or len(self.prefill_workers)
+        return replace(
+            self,
+            instances=(count, count),
+            prefill=0,
+            workers=self.prefill_workers,
+            prefill_workers=(),
+            is_prefill=True,
+            first=self.instances[1],
+        )
+
     def cpus_of(self, index: int) -> tuple[int, ...] | None:
         """The CPUs of one instance; None: all, shared with everybody."""
+        index += self.first
         if self.cpus == "shared":
             return None
         if not isinstance(self.cpus, str):
@@ -122,7 +174,7 @@ class ModelConfig:
         if self.cpus == "numa":
             nodes = numa_cpus()
             return nodes[index % len(nodes)]
-        usable, parts = usable_cpus(), self.instances[1]
+        usable, parts = usable_cpus(), self._parts
         if len(usable) < parts:
             raise ConfigError(
                 f"{self._here}: {len(usable)} CPUs can't be split among {parts} instances."

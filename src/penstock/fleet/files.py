@@ -29,6 +29,10 @@ _MODEL: dict[str, type | tuple[type, ...]] = {
     "api_key_env": str,
     "idle_timeout_s": (int, float),
     "target_demand": (int, float),
+    "prefill": int,
+    "prefill_workers": list,
+    "prefill_from": int,
+    "prefill_space": (int, float),
 }
 _ENSEMBLE: dict[str, type | tuple[type, ...]] = {"name": str, "stage": list}
 _STAGE: dict[str, type | tuple[type, ...]] = {
@@ -101,8 +105,9 @@ def _model(table: Choices, where: str, folder: Path) -> ModelConfig:
         fields["options"] = _options(fields["options"], here)
     if "cpus" in fields:
         fields["cpus"] = _cpus(fields["cpus"], here)
-    if "workers" in fields:
-        fields["workers"] = _texts(fields["workers"], f"{here}: workers")
+    for name in ("workers", "prefill_workers"):
+        if name in fields:
+            fields[name] = _texts(fields[name], f"{here}: {name}")
     if "model" in fields and (folder / fields["model"]).exists():
         fields["model"] = str(folder / fields["model"])  # as seen from the file
     return ModelConfig(**fields)

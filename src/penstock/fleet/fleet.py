@@ -9,19 +9,22 @@ import time
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Literal
 
 from penstock.errors import PenstockError, nearest
-from penstock.fleet.config import FleetConfig
+from penstock.fleet.config import FleetConfig, ModelConfig
 from penstock.fleet.ensemble import Ensemble
 from penstock.fleet.group import Group
 from penstock.fleet.metrics import FleetMetrics
+from penstock.fleet.transfer import ExchangeFolder
 from penstock.server.errors import ApiError
 from penstock.server.limits import Gate
 
 logger = logging.getLogger("penstock.fleet")
 
+_KEPT, _SPACE = "--prefix-cache-dir", "--prefix-cache-disk-space"
 TICK_S = 0.5
 _KEPT_LATENCIES = 256
 State = Literal["starting", "ready", "draining", "failed"]
@@ -48,6 +51,7 @@ class Fleet:
         self.ensembles: dict[str, Ensemble] = {one.name: one for one in config.ensembles}
         self.metrics = FleetMetrics(self)
         self._folder: tempfile.TemporaryDirectory[str] | None = None
+        self._exchange: ExchangeFolder | None = None
         self._keeper: asyncio.Task[None] | None = None
         self._ends: set[asyncio.Task[None]] = set()
         self._room = asyncio.Lock()
@@ -59,10 +63,27 @@ class Fleet:
         self._folder = tempfile.TemporaryDirectory(prefix="penstock-")  # only this user's
         folder = Path(self._folder.name)
         for model in self.fleet_config.models:
-            self.groups[model.name] = Group(model, self.fleet_config, folder, self._make_room)
-        for group in self.groups.values():
+            own = self._with_transfer(model)
+            self.groups[model.name] = Group(own, self.fleet_config, folder, self._make_room)
+        for group in self.everyone:
             group.start(group.config.instances[0])
         self._keeper = asyncio.create_task(self._keep())
+
+    def _with_transfer(self, model: ModelConfig) -> ModelConfig:
+        """With a folder by which its instances hand prompts over, where some shall."""
+        if not model.prefill or any(x.startswith(_KEPT) for x in model.options):
+            return model
+        if self._exchange is None:
+            self._exchange = ExchangeFolder()
+        space = self._exchange.space(model.prefill_space)
+        more = (f"{_KEPT}={self._exchange.of(model.name)}", f"{_SPACE}={space:.6f}")
+        return replace(model, options=(*model.options, *more))
+
+    @property
+    def everyone(self) -> list[Group]:
+        """All groups, those that compute prompts for others among them."""
+        groups = self.groups.values()
+        return [*groups, *(x.prefill for x in groups if x.prefill is not None)]
 
     async def _keep(self) -> None:
         while True:
@@ -76,14 +97,14 @@ class Fleet:
         if self.state == "starting":
             self._look_at_the_start()
         now = time.monotonic()
-        for group in self.groups.values():
+        for group in self.everyone:
             surplus = group.scale(now)
             if surplus is not None:
                 self._end(group.stop(surplus))
 
     def _look_at_the_start(self) -> None:
         """A model that was never there is an error of whoever wrote the configuration."""
-        expected = [x for x in self.groups.values() if x.is_local and x.config.instances[0] > 0]
+        expected = [x for x in self.everyone if x.is_local and x.config.instances[0] > 0]
         for group in expected:
             failed = next((x for x in group.workers if x.state == "failed"), None)
             if failed is not None:
@@ -109,7 +130,9 @@ class Fleet:
             self._keeper.cancel()
             with suppress(asyncio.CancelledError):
                 await self._keeper
-        await asyncio.gather(*(group.stop_all() for group in self.groups.values()), *self._ends)
+        await asyncio.gather(*(group.stop_all() for group in self.everyone), *self._ends)
+        if self._exchange is not None:
+            self._exchange.remove()
         if self._folder is not None:
             self._folder.cleanup()
 

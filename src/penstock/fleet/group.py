@@ -58,6 +58,9 @@ class Group:
         make_room: Callable[[Group], Awaitable[None]],
     ) -> None:
         """folder: where sockets may lie; make_room: for it among the models that are loaded."""
+        own = config.prefillers
+        self.prefill = None if own is None else Group(own, fleet, folder, make_room)
+        self._label = f"{config.name}/{'p' if config.is_prefill else ''}"
         self._make_room = make_room
         self.config = config
         self.name = config.name
@@ -74,7 +77,7 @@ class Group:
         self._idle_since: float | None = None  # since when one was too many
         self._key = os.environ.get(config.api_key_env) if config.api_key_env else None
         for i, url in enumerate(config.workers):
-            self._add(Worker(f"{self.name}/{i}", self.name, Link(url, self._key), self._wake))
+            self._add(Worker(f"{self._label}{i}", self.name, Link(url, self._key), self._wake))
 
     # ── what there is ────────────────────────────────────────────────────────────────────────
 
@@ -207,11 +210,11 @@ class Group:
             self._remove(worker)
         while self.is_local and len(self.alive) < count:
             taken = {worker.name for worker in self._tasks}
-            index = next(i for i in range(count + len(taken)) if f"{self.name}/{i}" not in taken)
+            index = next(i for i in range(count + len(taken)) if f"{self._label}{i}" not in taken)
             self._add(self._local(index))
 
     def _local(self, index: int) -> LocalWorker:
-        socket = self._folder / f"{abs(hash(self.name)) % 10**8}-{index}.sock"
+        socket = self._folder / f"{abs(hash(self._label)) % 10**8}-{index}.sock"
         model = str(self.config.model)
         arguments = [
             model, "--served-model-name", self.name, "--no-page",
@@ -219,7 +222,7 @@ class Group:
             f"--shutdown-timeout={self._fleet.server.shutdown_timeout_s}", *self.config.options,
         ]  # fmt: skip
         return LocalWorker(
-            f"{self.name}/{index}",
+            f"{self._label}{index}",
             self.name,
             socket,
             arguments,
@@ -293,6 +296,7 @@ class Group:
             "wanted": self.wanted,
             "demand": None if math.isinf(demand) else round(demand, 4),
             "outstanding": self.outstanding,
+            **({} if self.prefill is None else {"prefill": self.prefill.describe()}),
             "workers": [
                 {
                     "name": x.name,

@@ -62,6 +62,13 @@ class FleetMetrics:
             "model_name",
         )
 
+        self._prefills = counter(
+            "penstock_fleet:prefills",
+            "Prompts that an instance was asked to compute for another, by its answer's status.",
+            "model_name",
+            "outcome",
+        )
+
     def answered(self, endpoint: str, status: int, error: ApiError | None) -> None:
         """Count an HTTP request. endpoint: its route, as declared; error: what it was told."""
         self._answers.labels(endpoint, str(status)).inc()
@@ -73,13 +80,17 @@ class FleetMetrics:
         """Count what became of a request to an instance."""
         self._asked.labels(model, worker, outcome).inc()
 
+    def prefilled(self, model: str, outcome: str) -> None:
+        """Count a prompt that was to be computed for another instance."""
+        self._prefills.labels(model, outcome).inc()
+
     def continued(self, model: str) -> None:
         """Count an answer that another instance goes on with."""
         self._continued.labels(model).inc()
 
     async def text(self) -> bytes:
         """Prometheus' text format. Instances that don't answer in time are left out."""
-        workers = [x for group in self._fleet.groups.values() for x in group.ready]
+        workers = [x for group in self._fleet.everyone for x in group.ready]
         found = await asyncio.gather(*map(_metrics_of, workers))
         registry = CollectorRegistry()
         registry.register(_Engines(workers, found))
@@ -151,6 +162,7 @@ class _State(Collector):
             for state in _STATES:
                 count = sum(worker.state == state for worker in group.workers)
                 instances.add_metric([group.name, state], count)
+        for group in self._fleet.everyone:
             for worker in group.workers:
                 outstanding.add_metric([group.name, worker.name], worker.outstanding)
         yield from (demand, wanted, instances, outstanding)

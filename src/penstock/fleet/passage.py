@@ -28,6 +28,7 @@ logger = logging.getLogger("penstock.fleet")
 _DYING = frozenset(("server_loading", "server_draining", "server_failed", "engine_dead"))
 """Codes of a 503 by which an instance says that it isn't there for anybody."""
 _HANDED_ON = ("content-type", "retry-after", "www-authenticate")
+_KNOWN = 0.75  # of a prompt, from which the instance that was sent it computes the rest itself
 _OURS = "x-penstock-"  # headers that begin so are handed on too
 
 
@@ -89,6 +90,7 @@ class Passage:
         """The answer: whole, or in events. Raises ApiError."""
         try:
             async with asyncio.timeout_at(self._deadline) as limit:
+                await self._prefill()
                 while True:
                     exchange = await self.begin()
                     kind = exchange.headers.get("content-type", "")
@@ -103,6 +105,33 @@ class Passage:
                     return Response(body, exchange.status, headers=_handed_on(exchange))
         except TimeoutError as error:
             raise self._too_late() if limit.expired() else error from None
+
+    async def _prefill(self) -> None:
+        """Have the prompt computed elsewhere, where that is worth it and somebody does so.
+
+        What can't be is left to the instance that answers: it computes what it doesn't find.
+        """
+        by, ask = self.group.prefill, self.ask
+        long = len(ask.prefix) >= self.group.config.prefill_from
+        if by is None or not by.ready or not long or not ask.may_be_handed_over:
+            return
+        if self.group.chooser.knows(self.group.ready, ask) >= _KNOWN:
+            return
+        lease = self._lease = await by.lease(ask, set())
+        outcome = "broken"
+        try:
+            one = ask.prefill()
+            exchange = await lease.worker.link.request("POST", one.path, one.headers, one.body)
+            self._exchange = exchange
+            await exchange.whole()
+            outcome = str(exchange.status)
+            if exchange.status == 200:
+                ask.handed_over()
+        except ExchangeError as failure:
+            lease.worker.broke(str(failure))
+        finally:
+            self._fleet.metrics.prefilled(self.group.name, outcome)
+            self._let_go()
 
     async def begin(self) -> Exchange:
         """The head of the answer of an instance that takes the request. Raises ApiError."""

@@ -23,7 +23,7 @@ from penstock.server.called import Called
 from penstock.server.config import ServerConfig
 from penstock.server.conversation import Prompts, PromptText
 from penstock.server.errors import ApiError, as_api_error
-from penstock.server.keys import Key, Limits
+from penstock.server.keys import Key
 from penstock.server.limits import Gate
 from penstock.server.logs import shortened
 from penstock.server.metrics import Metrics
@@ -32,6 +32,7 @@ from penstock.server.protocol.structure import structure_error
 from penstock.server.sse import Receive
 from penstock.server.tools.plan import Tooling
 from penstock.server.tracing import NoTracer, Tracer
+from penstock.server.wishes import check_transfer, wishes_of
 
 logger = logging.getLogger("penstock.server")
 
@@ -139,7 +140,7 @@ class Service:
         self.metrics.stepped()
 
     def _check_wishes(self, llm: AsyncLLM, key: Key) -> None:
-        options = self._wishes(key.limits, EngineFields(), PromptText([]))
+        options = wishes_of(key.limits, EngineFields(), PromptText([]))
         try:
             llm.engine.scheduler.check(1, options)
         except RequestError as error:
@@ -219,21 +220,10 @@ class Service:
 
         model: as `check_model` has found it; an adapter's name, perhaps.
         """
-        wishes = self._wishes(caller.key.limits, body, prompt)
-        return wishes if model in self._names else replace(wishes, adapter=model)
-
-    @staticmethod
-    def _wishes(limits: Limits, body: EngineFields, prompt: PromptText) -> RequestOptions:
-        ttft = limits.ttft_slo_ms if body.ttft_slo_ms is None else body.ttft_slo_ms
-        tpot = limits.tpot_slo_ms if body.tpot_slo_ms is None else body.tpot_slo_ms
-        return RequestOptions(
-            priority=limits.priority if body.priority is None else body.priority,
-            ttft_slo_s=None if ttft is None else ttft / 1000,
-            tpot_slo_s=None if tpot is None else tpot / 1000,
-            cache_salt=body.cache_salt,
-            pins=prompt.pins,
-            pictures=prompt.pictures,
-        )
+        own = model in self._names
+        check_transfer(body, has_disk=self.llm.runtime.disk is not None, is_adapter=not own)
+        wishes = wishes_of(caller.key.limits, body, prompt)
+        return wishes if own else replace(wishes, adapter=model)
 
     def admit(
         self, caller: Caller, receive: Receive, size: int, prompts: int = 1, samples: int = 1

@@ -225,7 +225,6 @@ class ChatRequest(BeamFields, StructureFields, EngineFields, TemplateFields, Too
     unsupported: ClassVar[Mapping[str, tuple[Any, ...]]] = {
         "audio": (),
         "best_of": (1,),
-        "kv_transfer_params": (),
         "logits_processors": (),
         "metadata": (),
         "modalities": (["text"],),

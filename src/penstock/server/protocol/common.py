@@ -183,6 +183,22 @@ class SamplingFields(Body):
             raise as_api_error(error, names) from error
 
 
+class Transfer(Body):
+    """vLLM's `kv_transfer_params`: who computes a prompt, and who goes on with it.
+
+    Blocks go from one to the other by a folder that both have; so nobody needs to be named.
+    """
+
+    do_remote_decode: bool = False  # the prompt's blocks are there when this request ends
+    do_remote_prefill: bool = False  # they were put there
+    unsupported: ClassVar[Mapping[str, tuple[Any, ...]]] = {
+        "remote_block_ids": (),
+        "remote_engine_id": (),
+        "remote_host": (),
+        "remote_port": (),
+    }
+
+
 class EngineFields(Body):
     """What a request may ask of the queue and the cache, beyond the APIs' own fields."""
 
@@ -190,6 +206,16 @@ class EngineFields(Body):
     cache_salt: Annotated[str, Field(max_length=_MOST_SALT_CHARACTERS)] | None = None  # vLLM's
     ttft_slo_ms: Milliseconds | None = None  # Penstock's: the first token is wanted within this
     tpot_slo_ms: Milliseconds | None = None  # … and each further one within this
+    kv_transfer_params: Transfer | None = None  # vLLM's
+
+    @property
+    def handed_over(self) -> dict[str, Any]:
+        """What an answer has for whoever goes on with the prompt, where one shall."""
+        asked = self.kv_transfer_params
+        if asked is None or not asked.do_remote_decode:
+            return {}
+        told = {"do_remote_decode": False, "do_remote_prefill": True}
+        return {"kv_transfer_params": told}
 
 
 def _token(text: str) -> int:

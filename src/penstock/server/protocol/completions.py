@@ -61,7 +61,6 @@ class CompletionRequest(BeamFields, StructureFields, EngineFields):
     user: UserName | None = None
     request_id: str | None = None
     unsupported: ClassVar[Mapping[str, tuple[Any, ...]]] = {
-        "kv_transfer_params": (),
         "logits_processors": (),
         "prompt_embeds": (),
         "spaces_between_special_tokens": (True,),

@@ -25,5 +25,6 @@ class EmbeddingRequest(EngineFields):
     user: UserName | None = None
     request_id: str | None = None
     unsupported: ClassVar[Mapping[str, tuple[Any, ...]]] = {
+        "kv_transfer_params": (),  # nobody goes on with it
         "tpot_slo_ms": (),  # there is no token after another
     }

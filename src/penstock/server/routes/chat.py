@@ -147,6 +147,7 @@ def _whole(
         "choices": choices,
         "usage": _usage(body, len(output.prompt_token_ids), output),
         "penstock": priced(output),
+        **body.handed_over,
     }
     if output.prompt_logprobs is not None:
         answer["prompt_logprobs"] = prompt_logprobs(output.prompt_logprobs)

@@ -240,6 +240,7 @@ class _Answer:
                 if self._body.return_token_ids:
                     choices[-1]["prompt_token_ids"] = output.prompt_token_ids
         answer = self._head | {"choices": choices, "usage": self._usage(outputs)}
+        answer |= self._body.handed_over
         if len(outputs) == 1:
             answer["penstock"] = priced(outputs[0])
         return answer

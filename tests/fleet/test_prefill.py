@@ -1,0 +1,185 @@
+"""Long prompts that one instance computes for another."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from penstock.fleet.ask import LIMITS, Ask
+from penstock.fleet.config import FleetConfig, ModelConfig
+from penstock.fleet.transfer import ExchangeFolder
+from penstock.server.sse import dumps
+from tests.fleet.conftest import Running, elsewhere, front, running
+from tests.fleet.test_fleet_routes import Scripted, scripted
+from tests.server.conftest import Running as Server
+
+TEXT = "Once upon a time there was a little dog named Max. He liked to run in the park. " * 12
+SMALL = ("--num-gpu-blocks-override=64",)
+BODIES: dict[str, dict[str, Any]] = {
+    "/v1/completions": {"prompt": TEXT},
+    "/v1/chat/completions": {"messages": [{"role": "user", "content": TEXT}]},
+    "/v1/messages": {"messages": [{"role": "user", "content": TEXT}]},
+    "/v1/responses": {"input": TEXT},
+}
+
+
+@pytest.fixture(scope="module")
+def apart() -> Iterator[Running]:
+    model = ModelConfig("stories", "stories", options=SMALL, prefill=1, prefill_from=500)
+    with running(FleetConfig((model,), front())) as fleet:
+        fleet.until(lambda x: x["state"] == "ready")
+        yield fleet
+
+
+def counted(fleet: Running, name: str) -> dict[str, float]:
+    """A metric by its only label that isn't the model's."""
+    lines = [x for x in fleet.text("/metrics").splitlines() if x.startswith(f"{name}{{")]
+    return {
+        x.split('"')[1] if "engine=" in x else x.split('"')[3]: float(x.rpartition(" ")[2])
+        for x in lines
+    }
+
+
+def made(fleet: Running) -> float:
+    return counted(fleet, "penstock_fleet:prefills_total").get("200", 0.0)
+
+
+def text_of(answer: Any) -> Any:
+    if "choices" in answer:
+        choice = answer["choices"][0]
+        return choice.get("text") or choice["message"]["content"]
+    if "output" in answer:
+        return answer["output"][0]["content"][0]["text"]
+    return answer["content"][0]["text"]
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize("path", BODIES)
+def test_the_answer_is_the_same(apart: Running, server: Server, path: str) -> None:
+    body = {"model": "stories", "temperature": 0, LIMITS[path]: 20, **BODIES[path]}
+    before = made(apart)
+    answer = apart.post(path, {**body, "cache_salt": path})
+    assert answer.status_code == 200, answer.text
+    assert answer.headers["x-penstock-worker"] == "stories/0"
+    assert made(apart) == before + 1
+    with server.client() as client:
+        assert text_of(answer.json()) == text_of(client.post(path, json=body).json())
+    read = counted(apart, "penstock:prefix_disk_blocks_read_total")
+    assert read["0"] > read["p0"] == 0
+    computed = counted(apart, "vllm:prompt_tokens_total")
+    again = apart.post(path, {**body, "cache_salt": path})  # it is known there by now
+    assert text_of(again.json()) == text_of(answer.json())
+    assert made(apart) == before + 1
+    assert counted(apart, "vllm:prompt_tokens_total")["p0"] == computed["p0"]
+
+
+@pytest.mark.multiprocess
+def test_streams_and_samples(apart: Running, server: Server) -> None:
+    body = {"model": "stories", "prompt": "So. " + TEXT, "n": 2, "seed": 3, "max_tokens": 8,
+            "logprobs": 1, "stream": True, "stream_options": {"include_usage": True},
+            "stop": ["x"]}  # fmt: skip
+    before = made(apart)
+    events = apart.stream("/v1/completions", body)
+    assert made(apart) == before + 1
+    with running(FleetConfig((elsewhere(server.url),), front())) as plain:
+        plain.until(lambda x: x["models"][0]["state"] == "loaded")
+        expected = plain.stream("/v1/completions", body)
+
+    def texts(found: list[Any]) -> list[str]:
+        choices = [choice for data in found[:-1] for choice in data["choices"]]
+        return ["".join(x["text"] for x in choices if x["index"] == i) for i in range(2)]
+
+    assert texts(events) == texts(expected)
+    assert events[-2]["usage"]["prompt_tokens_details"]["cached_tokens"] > 200
+
+
+@pytest.mark.multiprocess
+def test_short_prompts_are_not_worth_it(apart: Running) -> None:
+    before = made(apart)
+    answer = apart.post("/v1/completions", {"prompt": "Once", "max_tokens": 2})
+    assert answer.status_code == 200
+    asked = {"prompt": TEXT * 8, "max_tokens": 2}  # longer than the model reads
+    assert apart.post("/v1/completions", asked).json()["error"]["code"] == "context_length_exceeded"
+    assert made(apart) == before
+    own = {"kv_transfer_params": {"do_remote_prefill": True}, "prompt": "x" + TEXT, "max_tokens": 1}
+    assert apart.post("/v1/completions", own).status_code == 200
+    assert made(apart) == before
+
+
+@pytest.mark.multiprocess
+def test_without_those_who_compute(apart: Running) -> None:
+    """They are a help, not a need."""
+    (worker,) = apart.model("stories")["prefill"]["workers"]
+    assert worker["name"] == "stories/p0"
+    os.kill(worker["pid"], signal.SIGKILL)
+    answer = apart.post("/v1/completions", {"prompt": "Well. " + TEXT, "max_tokens": 2})
+    assert answer.status_code == 200
+    apart.until(lambda x: x["models"][0]["prefill"]["workers"][0]["state"] == "ready")
+    before = made(apart)
+    apart.post("/v1/completions", {"prompt": "Oh. " + TEXT, "max_tokens": 2})
+    assert made(apart) == before + 1
+
+
+def test_elsewhere(scripted: Scripted) -> None:
+    far = Scripted()
+    try:
+        model = elsewhere(scripted.url, prefill_workers=(far.url,), prefill_from=100)
+        with running(FleetConfig((model,), front())) as fleet:
+            fleet.until(lambda x: x["models"][0]["prefill"]["state"] == "loaded")
+            fleet.until(lambda x: x["models"][0]["state"] == "loaded")
+            body = {"model": "stories", "prompt": TEXT, "max_tokens": 9, "temperature": 0, "n": 2}
+            assert fleet.post("/v1/completions", body).json() == {"ok": True}
+            assert far.asked[0][2] == {
+                "model": "stories", "prompt": TEXT, "max_tokens": 1, "temperature": 0,
+                "kv_transfer_params": {"do_remote_decode": True},
+            }  # fmt: skip
+            gone_on = {**body, "kv_transfer_params": {"do_remote_prefill": True}}
+            assert scripted.asked[0][2] == gone_on
+            far.answer = (400, {"error": {"message": "No."}}, {})
+            assert fleet.post("/v1/completions", {**body, "prompt": "A" + TEXT}).status_code == 200
+            assert "kv_transfer_params" not in scripted.asked[1][2]
+            far.answer = (200, b"x", {"content-length": "10", "connection": "close"})
+            assert fleet.post("/v1/completions", {**body, "prompt": "B" + TEXT}).status_code == 200
+            assert "kv_transfer_params" not in scripted.asked[2][2]
+            outcomes = counted(fleet, "penstock_fleet:prefills_total")
+            assert outcomes == {"200": 1, "400": 1, "broken": 1}
+            fleet.until(lambda x: x["running"] == 0)
+            assert fleet.model("stories")["prefill"]["outstanding"] == 0
+    finally:
+        far.close()
+
+
+def test_what_is_asked_of_them() -> None:
+    data = {"messages": [], "max_completion_tokens": 9, "stream": True, "logprobs": True,
+            "response_format": {"type": "json_object"}, "tools": [], "n": 3}  # fmt: skip
+    one = Ask.of("/v1/chat/completions", dumps(data).encode(), ())
+    transfer = {"do_remote_decode": True}
+    asked = {"messages": [], "tools": [], "max_tokens": 1, "kv_transfer_params": transfer}
+    assert one.prefill().data == asked
+    assert not Ask.of("/tokenize", b"{}", ()).may_be_handed_over
+
+
+def test_what_killed_fleets_left_goes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("penstock.fleet.transfer._SHARED_MEMORY", tmp_path)
+    left = tmp_path / "penstock-kv-999999999-abc"
+    mine = tmp_path / f"penstock-kv-{os.getpid()}-abc"
+    other = tmp_path / "penstock-kv-notes"
+    for folder in (left / "m", mine, other):
+        folder.mkdir(parents=True)
+    folder = ExchangeFolder()
+    assert (left.exists(), mine.exists(), other.exists()) == (False, True, True)
+    one = folder.of("a/b")
+    assert one.parent.parent == tmp_path
+    assert one.parent.stat().st_mode & 0o777 == 0o700
+    assert 0 < folder.space(0.001) <= 0.001
+    assert folder.space(1e9) < 1e9
+    folder.remove()
+    assert not one.parent.exists()
+
+
+__all__ = ["scripted"]
