@@ -98,7 +98,7 @@ def policies(trace: Path, requests: int, scale: float, repeats: int) -> dict[str
             print(name, found["ttft_s"], found["prefix_hit_rate"], found["failed"], flush=True)
     return {
         name: {
-            "hit_rate": median(x["prefix_hit_rate"] for x in several),
+            "prefix_hit_rate": median(x["prefix_hit_rate"]["server"] for x in several),
             "ttft_p50_ms": 1e3 * median(x["ttft_s"]["p50"] for x in several),
             "ttft_p99_ms": 1e3 * median(x["ttft_s"]["p99"] for x in several),
             "failed": sum(x["failed"] for x in several),
