@@ -95,7 +95,7 @@ def elsewhere(*urls: str, name: str = "stories", **fields: Any) -> ModelConfig:
 
 
 def front(**fields: Any) -> ServerConfig:
-    return ServerConfig(page=False, shutdown_timeout_s=2, **fields)
+    return ServerConfig(shutdown_timeout_s=2, **fields)
 
 
 class Cut:

@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
@@ -458,3 +459,34 @@ def test_demand(scripted: Scripted) -> None:
         assert 'penstock_fleet:instances_wanted{model_name="stories"} 2.0' in text
         for thread in threads:
             thread.join()
+
+
+class TestThePage:
+    def test_its_files(self, pair: Pair) -> None:
+        with pair.fleet.client() as client, pair.server.client() as other:
+            for path in ("/", "/page/main.js"):
+                found = client.get(path)
+                assert (found.status_code, found.content) == (200, other.get(path).content)
+            assert client.get("/page/none.js").status_code == 404
+
+    def test_its_figures(self, server: Server) -> None:
+        config = FleetConfig((elsewhere(server.url),), replace(front(), page=True))
+        with running(config) as fleet:
+            fleet.until(lambda x: x["models"][0]["state"] == "loaded")
+            with fleet.client() as client:
+                with client.stream("GET", "/page/events?model=stories") as answer:
+                    lines = (x for x in answer.iter_lines() if x.startswith("data: "))
+                    found = [json.loads(next(lines)[6:]) for _ in range(2)]
+                assert [x["model"] for x in found] == ["stories"] * 2
+                assert client.get("/page/events?model=none").status_code == 404
+            fleet.until(lambda x: not fleet.fleet.groups["stories"].ready[0].link._busy)
+
+    def test_nobody_to_show(self) -> None:
+        with fleet_of(elsewhere("http://127.0.0.1:1")) as fleet:
+            answer = fleet.get("/page/events")
+            assert answer["error"]["code"] == "model_not_ready"
+
+    def test_it_can_be_left_out(self, scripted: Scripted) -> None:
+        off = replace(front(), page=False)
+        with before(scripted, server=off) as fleet, fleet.client() as client:
+            assert client.get("/").status_code == 404

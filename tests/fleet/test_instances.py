@@ -235,8 +235,12 @@ def test_instances_end_with_their_fleet() -> None:
     ],
 )
 def test_what_is_wrong(
-    penstock: Callable[..., Result], arguments: tuple[str, ...], said: str
+    penstock: Callable[..., Result],
+    arguments: tuple[str, ...],
+    said: str,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr("penstock.server.logs.configure", lambda kind: None)
     port = () if any("--uds" in x or "--port" in x for x in arguments) else ("--port=0",)
     found = penstock("fleet", *arguments, *port)
     assert found.exit_code == 1

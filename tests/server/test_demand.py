@@ -13,19 +13,23 @@ from tests.server.conftest import Running, serving
 
 
 @pytest.mark.parametrize(
-    ("running", "waiting", "swapped", "capacity", "demand"),
+    ("running", "waiting", "swapped", "used", "capacity", "demand"),
     [
-        (0, 0, 0, 8, 0.0),
-        (2, 0, 0, 8, 0.25),
-        (8, 0, 0, 8, 1.0),
-        (8, 4, 0, 8, 1.5),
-        (2, 4, 0, 2, 3.0),  # the cache is full with two
-        (2, 0, 2, 8, 0.5),
-        (0, 4, 0, 8, 0.5),  # they have only just come
+        (0, 0, 0, 0, 8, 0.0),
+        (2, 0, 0, 50, 8, 0.25),
+        (8, 0, 0, 50, 8, 1.0),
+        (8, 4, 0, 50, 8, 1.5),
+        (2, 4, 0, 95, 2, 3.0),  # the cache is full with two
+        (2, 4, 0, 50, 8, 0.75),  # they wait for a step's tokens
+        (2, 0, 2, 95, 8, 0.5),
+        (0, 4, 0, 0, 8, 0.5),  # they have only just come
     ],
 )
-def test_demand(running: int, waiting: int, swapped: int, capacity: int, demand: float) -> None:
+def test_demand(
+    running: int, waiting: int, swapped: int, used: int, capacity: int, demand: float
+) -> None:
     stats = {"running": running, "waiting": waiting, "swapped": swapped}
+    stats |= {"used_blocks": used, "blocks": 100}
     assert capacity_of(stats, 8) == capacity
     assert demand_of(stats, 8) == demand
 

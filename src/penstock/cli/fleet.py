@@ -72,6 +72,7 @@ def fleet(
         float | None,
         option(help="Seconds for an instance to be ready. Default: 600.", panel=_PANEL),
     ] = None,
+    page: Annotated[bool, option("--page/--no-page", help="The page at /.", panel="Server")] = True,
     front: FrontOptions = FRONT,
 ) -> None:
     """Serve several models, each in processes of its own, under one address.
@@ -86,7 +87,7 @@ def fleet(
 
     if policy is not None:
         one_of("--policy", policy, "prefix", "least", "round_robin")
-    server = named(_OPTIONS, ServerConfig, **front.chosen(), page=False)
+    server = named(_OPTIONS, ServerConfig, **front.chosen(), page=page)
     chosen = given(
         policy=policy,
         max_loaded=max_loaded,

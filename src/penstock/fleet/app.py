@@ -15,6 +15,7 @@ from penstock.fleet.routes import router
 from penstock.server.handlers import install_handlers
 from penstock.server.lifecycle import Server, address, close, listen, uvicorn_config
 from penstock.server.middleware import Front
+from penstock.server.routes.page import static
 
 
 def create_fleet_app(config: FleetConfig) -> FastAPI:
@@ -38,8 +39,10 @@ def create_fleet_app(config: FleetConfig) -> FastAPI:
     )
     app.state.service = fleet
     install_handlers(app)
-    app.state.routes = [*app.routes, *router.routes]
-    app.include_router(router)
+    app.state.routes = list(app.routes)  # those below aren't among the application's own
+    for routes in (router, static) if config.server.page else (router,):
+        app.include_router(routes)
+        app.state.routes += routes.routes
     app.add_middleware(Front, config=config.server)
     return app
 

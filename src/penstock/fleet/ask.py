@@ -33,6 +33,7 @@ _WISHED = (*SAMPLED, "/v1/responses", "/v1/messages", "/v1/embeddings")
 _FIRST = ("prompt_cache_key", "cache_salt", "tools", "system", "instructions")
 _CHARACTERS = 1 << 16
 """Of a prompt, by which an instance is chosen."""
+_MOST_SAMPLES = 4096  # that are counted: more than any instance takes
 _PIECE = 256  # of a text that is longer than that
 
 
@@ -87,8 +88,9 @@ class Ask:
     @property
     def samples(self) -> int:
         """Of each prompt; what can't be is for the instance to refuse."""
-        found = self.data.get("n")
-        return found if isinstance(found, int) and not isinstance(found, bool) and found > 0 else 1
+        asked = [self.data.get(name) for name in ("n", "best_of")]
+        whole = [x for x in asked if isinstance(x, int) and not isinstance(x, bool)]
+        return min(max([1, *whole]), _MOST_SAMPLES)
 
     def wish(self, limits: Limits) -> None:
         """Put in what its key wishes for and it doesn't say itself."""

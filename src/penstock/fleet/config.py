@@ -7,6 +7,7 @@ import os
 import re
 from dataclasses import dataclass, field, replace
 from typing import Literal, get_args
+from urllib.parse import urlsplit
 
 from penstock.errors import ConfigError, nearest
 from penstock.fleet.cpus import numa_cpus, usable_cpus
@@ -18,18 +19,31 @@ POLICIES: tuple[str, ...] = get_args(Policy)
 MAX_INSTANCES = 256
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:/-]{0,127}")
 _URL = re.compile(r"https?://[^\s/?#@]+(?:/[^\s?#@]*)?")
-_RESERVED = {
-    "--host": "the fleet listens",
-    "--port": "the fleet listens",
-    "--uds": "the fleet listens",
-    "--api-key": "the fleet lets callers in",
-    "--api-key-file": "the fleet lets callers in",
-    "--served-model-name": "a model's name is its [[model]]'s",
-    "--requests-per-minute": "the fleet counts requests",
-    "--tokens-per-minute": "the fleet counts requests",
-    "--max-concurrency": "the fleet counts requests",
-    "--log-format": "it is the fleet's",
+_LISTENS, _LETS_IN = "the fleet listens", "the fleet lets callers in"
+_LIMITS, _ITS_OWN = "the fleet bounds requests", "it is the fleet's"
+RESERVED = {
+    "--host": _LISTENS,
+    "--port": _LISTENS,
+    "--uds": _LISTENS,
+    "--api-key": _LETS_IN,
+    "--api-key-file": _LETS_IN,
+    "--allow-unauthenticated": _LETS_IN,
+    "--allowed-host": _LETS_IN,
+    "--allowed-origin": _LETS_IN,
+    "--allowed-origins": _LETS_IN,
+    "--max-queue-size": _LIMITS,
+    "--requests-per-minute": _LIMITS,
+    "--tokens-per-minute": _LIMITS,
+    "--max-concurrency": _LIMITS,
+    "--request-timeout": _LIMITS,
+    "--max-body-size": _LIMITS,
+    "--write-timeout": _LIMITS,
+    "--body-timeout": _LIMITS,
+    "--shutdown-timeout": _ITS_OWN,
+    "--log-format": _ITS_OWN,
+    "--log-requests": _ITS_OWN,
     "--page": "the fleet has the page",
+    "--served-model-name": "a model's name is its [[model]]'s",
     "--allow-runtime-lora-updating": "an adapter would be loaded by one instance only",
 }
 """Options of `penstock serve` that a model can't have, and why."""
@@ -106,8 +120,8 @@ class ModelConfig:
     def _check_options(self) -> None:
         for option in self.options:
             word = option.partition("=")[0].replace("--no-", "--")
-            if word in _RESERVED:
-                raise ConfigError(f"{self._here} can't have the option {word}: {_RESERVED[word]}.")
+            if word in RESERVED:
+                raise ConfigError(f"{self._here} can't have the option {word}: {RESERVED[word]}.")
         if self.workers and self.options:
             raise ConfigError(f"{self._here} runs elsewhere; options are for models started here.")
 
@@ -118,7 +132,7 @@ class ModelConfig:
                 "many with prefill."
             )
         for url in (*self.workers, *self.prefill_workers):
-            if not _URL.fullmatch(url):
+            if not _is_address(url):
                 raise ConfigError(
                     f"{self._here}: {url!r} isn't an address like http://10.0.0.2:8000."
                 )
@@ -180,6 +194,13 @@ class ModelConfig:
                 f"{self._here}: {len(usable)} CPUs can't be split among {parts} instances."
             )
         return tuple(usable[len(usable) * index // parts : len(usable) * (index + 1) // parts])
+
+
+def _is_address(url: str) -> bool:
+    try:
+        return _URL.fullmatch(url) is not None and urlsplit(url).port != 0
+    except ValueError:  # a port beyond what there is
+        return False
 
 
 @dataclass(frozen=True, slots=True)

@@ -40,11 +40,11 @@ class Events:
     """Splits a stream into whole events."""
 
     def __init__(self) -> None:
-        self._rest = b""
+        self.rest = b""  # of one that isn't whole yet
 
     def feed(self, data: bytes) -> bytes:
         """The whole events that are there now, as they came."""
-        whole, end, self._rest = (self._rest + data).rpartition(_END)
+        whole, end, self.rest = (self.rest + data).rpartition(_END)
         return whole + end
 
 

@@ -187,6 +187,11 @@ class Fleet:
         """End all its instances; they answer whom they have. Raises ApiError."""
         group = self.group(name)
         self._check_local(group, "unloaded")
+        if name != group.name:
+            raise ApiError(
+                400, f"{name!r} is an adapter of {group.name!r}, which has it while it is loaded.",
+                param="model",
+            )  # fmt: skip
         if group.config.instances[0]:
             raise ApiError(
                 400,
@@ -213,8 +218,8 @@ class Fleet:
         if most is None:
             return
         async with self._room:
-            while not group.workers:
-                loaded = [x for x in self.groups.values() if x.is_local and x.workers]
+            while not group.is_loaded:
+                loaded = [x for x in self.groups.values() if x.is_local and x.is_loaded]
                 if len(loaded) < most:
                     return
                 resting = [

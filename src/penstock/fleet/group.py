@@ -22,6 +22,9 @@ from penstock.server.errors import ApiError
 logger = logging.getLogger("penstock.fleet")
 
 SCALE_UP_S = 2.0  # that demand must last for another instance
+_ADDED_BYTES = 4096  # to a body, at most
+_QUEUE = 1 << 16  # of an instance: the fleet bounds all of them together
+_LATER_S = 10.0  # after the fleet has cut a client off that doesn't read
 ELSEWHERE_S = 10.0  # are waited for a server that isn't ours to start
 AGAIN_S = 30.0  # until a model that couldn't be loaded is tried again for a request
 _STATES = ("ready", "starting", "unready")
@@ -66,12 +69,14 @@ class Group:
         self.name = config.name
         self.chooser = chooser_of(fleet.policy)
         self.waiting = 0  # sequences of requests that no worker has
+        self.queued = 0  # such requests' prompts
         self.used = time.monotonic()  # when a request last asked for it
         self.created = int(time.time())
         self.listed: list[dict[str, Any]] = []  # what its workers said of themselves
         self._fleet = fleet
         self._folder = folder
         self._tasks: dict[Worker, asyncio.Task[None]] = {}
+        self._stops: dict[Worker, asyncio.Task[None]] = {}
         self._changed = asyncio.Event()
         self._scarce_since: float | None = None  # since when another instance was wanted
         self._idle_since: float | None = None  # since when one was too many
@@ -105,6 +110,17 @@ class Group:
     def alive(self) -> list[Worker]:
         """Those that take requests or will."""
         return [x for x in self._tasks if x.state in _STATES]
+
+    @property
+    def is_loaded(self) -> bool:
+        """Whether a process of it holds memory."""
+        return any(x.state not in ("stopped", "failed") for x in self._tasks)
+
+    @property
+    def backlog(self) -> int:
+        """Requests that nobody computes now."""
+        beyond = (max(0, x.outstanding - x.capacity) for x in self._tasks)
+        return self.queued + sum(beyond)
 
     @property
     def outstanding(self) -> int:
@@ -157,15 +173,16 @@ class Group:
         """
         self.used = time.monotonic()
         self.waiting += ask.sequences
+        self.queued += ask.prompts
         patience_s = self._fleet.start_timeout_s if self.is_local else ELSEWHERE_S
         try:
             async with asyncio.timeout(patience_s):
                 while True:
+                    self._changed.clear()  # before looking: what comes meanwhile wakes it
                     found = [x for x in self.ready if (x.name, x.starts) not in tried]
                     if found or self.ready:
                         return Lease(self.chooser.choose(found or self.ready, ask), ask.sequences)
                     await self._ask_for_one()
-                    self._changed.clear()
                     await self._changed.wait()
         except TimeoutError as error:
             raise ApiError(
@@ -176,6 +193,7 @@ class Group:
             ) from error
         finally:
             self.waiting -= ask.sequences
+            self.queued -= ask.prompts
 
     async def _ask_for_one(self) -> None:
         """See to it that one comes. Raises ApiError 503 where none can."""
@@ -186,11 +204,6 @@ class Group:
             raise ApiError(
                 503, f"{self.name!r} can't be loaded. {failed.reason}", code="model_failed"
             )
-        if not self.is_local:
-            raise ApiError(
-                503, f"No instance of {self.name!r} is reachable. {self.why}",
-                code="model_not_ready", retry_after_s=5,
-            )  # fmt: skip
         await self._make_room(self)
         if not any(x.state == "stopping" for x in self._tasks):
             self.start(max(1, self.config.instances[0]))
@@ -216,10 +229,15 @@ class Group:
     def _local(self, index: int) -> LocalWorker:
         socket = self._folder / f"{abs(hash(self._label)) % 10**8}-{index}.sock"
         model = str(self.config.model)
+        front = self._fleet.server
         arguments = [
-            model, "--served-model-name", self.name, "--no-page",
-            "--log-format", self._fleet.server.log_format,
-            f"--shutdown-timeout={self._fleet.server.shutdown_timeout_s}", *self.config.options,
+            model, "--served-model-name", self.name,
+            f"--log-format={front.log_format}",
+            "--log-requests" if front.log_requests else "--no-log-requests",
+            f"--shutdown-timeout={front.shutdown_timeout_s}",
+            f"--max-body-size={front.max_body_bytes + _ADDED_BYTES}",
+            f"--max-queue-size={max(front.max_queue_size, _QUEUE)}",
+            f"--write-timeout={front.write_timeout_s + _LATER_S}", *self.config.options,
         ]  # fmt: skip
         return LocalWorker(
             f"{self._label}{index}",
@@ -243,9 +261,18 @@ class Group:
         self._wake()
 
     async def stop(self, worker: Worker) -> None:
-        """End one: it answers whom it has, and goes."""
-        await worker.stop(self._fleet.server.shutdown_timeout_s)
-        self._remove(worker)
+        """End one: it answers whom it has, and goes; also where who asked for that doesn't wait."""
+        task = self._stops.get(worker)
+        if task is None:
+            task = self._stops[worker] = asyncio.create_task(self._stop(worker))
+        await asyncio.shield(task)
+
+    async def _stop(self, worker: Worker) -> None:
+        try:
+            await worker.stop(self._fleet.server.shutdown_timeout_s)
+        finally:
+            self._remove(worker)
+            self._stops.pop(worker, None)
 
     async def stop_all(self) -> None:
         """End all of them."""
@@ -272,6 +299,9 @@ class Group:
             self.used = now
         scarce = wanted > current and self._failed_lately is None
         idle = wanted < current
+        if scarce and current < least:  # whatever is asked for, so many always run
+            self.start(least)
+            return None
         self._scarce_since = (self._scarce_since or now) if scarce and current else None
         self._idle_since = (self._idle_since or now) if idle else None
         if self._scarce_since is not None and now - self._scarce_since >= SCALE_UP_S:

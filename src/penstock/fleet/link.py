@@ -27,7 +27,7 @@ class Exchange:
         self._reader, self._writer = reader, writer
         self._pieces: list[bytes] = []
         self._parser = ResponseParser(self._pieces.append)
-        self.used = False  # by a request before
+        self._closed = False
 
     @property
     def status(self) -> int:
@@ -88,13 +88,15 @@ class Exchange:
             self._parser.end()
 
     def close(self) -> None:
-        """Keep the connection where the answer is whole; else the worker sees its caller leave."""
+        """Keep the connection where the answer is whole; else the worker sees its caller leave.
+
+        Once is enough: after that the connection is another exchange's.
+        """
+        if self._closed:
+            return
+        self._closed = True
         whole = self._parser.complete and self._parser.keep_alive
         self._link.give_back(self._reader, self._writer, keep=whole)
-
-    def abort(self) -> None:
-        """Break it off, whatever it waits for."""
-        self._writer.transport.abort()
 
 
 class Link:
@@ -144,9 +146,16 @@ class Link:
 
     async def read(self, path: str, timeout_s: float) -> tuple[int, bytes]:
         """Status and body. Raises ExchangeError."""
+        return await self._whole("GET", path, timeout_s)
+
+    async def post(self, path: str, timeout_s: float) -> tuple[int, bytes]:
+        """The same of a POST without a body."""
+        return await self._whole("POST", path, timeout_s)
+
+    async def _whole(self, method: str, path: str, timeout_s: float) -> tuple[int, bytes]:
         try:
             async with asyncio.timeout(timeout_s):
-                exchange = await self.request("GET", path, _PROBE, b"")
+                exchange = await self.request(method, path, _PROBE, b"")
                 try:
                     return exchange.status, await exchange.whole()
                 except BaseException:
@@ -173,9 +182,7 @@ class Link:
     def give_back(
         self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, *, keep: bool
     ) -> None:
-        """An exchange has ended; once is enough."""
-        if writer not in self._busy:
-            return
+        """An exchange has ended."""
         self._busy.discard(writer)
         if keep and len(self._idle) < _IDLE and not reader.at_eof():
             self._idle.append((reader, writer))

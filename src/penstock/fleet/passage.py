@@ -6,7 +6,7 @@ import asyncio
 import json
 import logging
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 from contextlib import suppress
 from typing import Any
 
@@ -17,6 +17,7 @@ from penstock.fleet.continuing import Continuation, Events, Sent, engine_died
 from penstock.fleet.fleet import Fleet
 from penstock.fleet.group import Group, Lease
 from penstock.fleet.link import Exchange
+from penstock.fleet.worker import Worker
 from penstock.http1 import ExchangeError
 from penstock.server.answers import accounted, broken
 from penstock.server.errors import ApiError
@@ -40,13 +41,14 @@ class Passage:
         self.group = group
         self.ask = ask
         self.worker = ""  # that answers
+        self.headers: dict[str, str] = {}  # for the answer
         self.attempts = 0
         self._fleet = fleet
         self._lease: Lease | None = None
         self._exchange: Exchange | None = None
         self._tried: set[tuple[str, int]] = set()
         self._started = time.monotonic()
-        waiting = sum(x.waiting for x in fleet.groups.values())
+        waiting = sum(x.backlog for x in fleet.groups.values())
         recent = fleet.recent_s
         each = sum(recent) / len(recent) if recent else None
         self._samples = ask.samples
@@ -94,6 +96,7 @@ class Passage:
                 while True:
                     exchange = await self.begin()
                     kind = exchange.headers.get("content-type", "")
+                    self.headers |= _ours(exchange)
                     if kind.startswith(EventStream.media_type):
                         return EventStream(self._events(exchange), self._explain)
                     try:
@@ -139,7 +142,7 @@ class Passage:
             self._let_go()
             self.attempts += 1
             lease = self._lease = await self.group.lease(self.ask, self._tried)
-            self.worker = lease.worker.name
+            self.worker = self.headers["X-Penstock-Worker"] = lease.worker.name
             try:
                 exchange = await lease.worker.link.request(
                     "POST", self.ask.path, self.ask.headers, self.ask.body
@@ -150,6 +153,7 @@ class Passage:
                 body = await exchange.whole()
                 code = exchange.headers.get("x-penstock-code")
                 if code not in _DYING:
+                    self.count("503")
                     raise _said(exchange, body)
                 self._broke(ExchangeError(str(code), _message(body)))
             except ExchangeError as failure:
@@ -235,6 +239,10 @@ class Passage:
                 except TimeoutError as error:
                     raise self._too_late() if limit.expired() else error from None
                 if not piece:
+                    if events.rest:
+                        raise ExchangeError(
+                            "malformed answer", f"{self.worker} ended in the middle of an event."
+                        )
                     return
                 whole = events.feed(piece)
                 if engine_died(whole):
@@ -256,9 +264,37 @@ class Passage:
         return event(told.openai())
 
 
+async def watch(worker: Worker, ends: Callable[[], bool]) -> tuple[Exchange, Response]:
+    """A worker's events for the page, until it ends, the fleet does, or the caller leaves.
+
+    They are no request: nobody waits for them. The exchange is to be closed with the answer.
+    Raises ApiError 502.
+    """
+    try:
+        exchange = await worker.link.request("GET", "/page/events", (), b"")
+    except ExchangeError as failure:
+        raise ApiError(502, str(failure), code="worker_lost") from failure
+
+    async def events() -> AsyncGenerator[bytes, None]:
+        try:
+            async for piece in exchange.body():
+                if ends():
+                    return
+                yield piece
+        except ExchangeError:
+            return  # the page asks again
+
+    if exchange.status != 200:
+        raise _said(exchange, await exchange.whole())
+    return exchange, EventStream(events(), lambda error: b"")
+
+
 def _handed_on(exchange: Exchange) -> dict[str, str]:
-    found = exchange.headers.items()
-    return {k: v for k, v in found if k in _HANDED_ON or k.startswith(_OURS)}
+    return {k: v for k, v in exchange.headers.items() if k in _HANDED_ON}
+
+
+def _ours(exchange: Exchange) -> dict[str, str]:
+    return {k: v for k, v in exchange.headers.items() if k.startswith(_OURS)}
 
 
 def _parsed(body: bytes) -> dict[str, Any]:

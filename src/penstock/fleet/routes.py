@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from typing import Any
 
@@ -16,13 +15,15 @@ from penstock import __version__
 from penstock.fleet.ask import Ask
 from penstock.fleet.fleet import Fleet
 from penstock.fleet.group import Group
-from penstock.fleet.passage import Passage
+from penstock.fleet.passage import Passage, watch
 from penstock.fleet.stages import answer_in_stages
+from penstock.http1 import ExchangeError
 from penstock.server.body import JsonRoute
 from penstock.server.errors import ApiError
 from penstock.server.protocol.common import Body
 from penstock.server.sse import unless_gone
 
+RESET_S = 35.0  # an instance answers between two steps
 router = APIRouter(route_class=JsonRoute)
 HANDED_ON = (
     "/v1/chat/completions",
@@ -64,7 +65,7 @@ async def hand_on(request: Request) -> Response:
     passage = Passage(fleet, fleet.group(name), ask, request.state.key)
     request.state.ticket = passage
     answer = await unless_gone(request.receive, passage.answer())
-    request.state.answer_headers = {"X-Penstock-Worker": passage.worker}
+    request.state.answer_headers = passage.headers
     return answer
 
 
@@ -198,15 +199,32 @@ async def version() -> dict[str, str]:
     return {"version": __version__}
 
 
+@router.get("/page/events", include_in_schema=False)
+async def events(request: Request, model: str | None = None) -> Response:
+    """An instance of a model at work, for the page; of an ensemble its last stage's."""
+    fleet = fleet_of(request)
+    ensemble = fleet.ensembles.get(model) if model is not None else None
+    group = fleet.group(ensemble.stages[-1].model if ensemble else model)
+    if not group.ready:
+        said = f"{group.name!r} is {group.state}."
+        raise ApiError(503, said, code="model_not_ready", retry_after_s=5)
+    request.state.ticket, answer = await watch(group.ready[0], lambda: fleet.state == "draining")
+    return answer
+
+
 @router.post("/reset_prefix_cache")
-async def reset_prefix_cache(request: Request) -> dict[str, Any]:
+async def reset_prefix_cache(request: Request) -> Response:
     """Every instance forgets every cached prefix that no request uses."""
     fleet = fleet_of(request)
-    told: dict[str, int] = {}
-    for group in fleet.groups.values():
+    told: dict[str, int | str] = {}
+    for group in fleet.everyone:
         for worker in group.ready:
-            exchange = await worker.link.request("POST", "/reset_prefix_cache", (), b"")
-            told[worker.name] = exchange.status
-            json.loads(await exchange.whole())
+            try:
+                told[worker.name], _ = await worker.link.post("/reset_prefix_cache", RESET_S)
+            except ExchangeError as failure:
+                told[worker.name] = str(failure)
             group.chooser.forget(worker)
-    return {"status": "ok", "workers": told}
+    well = all(x == 200 for x in told.values())
+    return JSONResponse(
+        {"status": "ok" if well else "failed", "workers": told}, 200 if well else 502
+    )

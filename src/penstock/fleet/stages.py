@@ -38,7 +38,7 @@ class _Passages:
 async def answer_in_stages(
     request: Request, fleet: Fleet, ensemble: Ensemble, ask: Ask
 ) -> Response:
-    """The last stage's answer, under the ensemble's name. Raises ApiError."""
+    """The last stage's answer, as that stage's model gives it. Raises ApiError."""
     if ask.path != _PATH:
         raise ApiError(
             400, f"{ensemble.name!r} is an ensemble; it is asked at {_PATH}.", param="model"
@@ -55,14 +55,18 @@ async def answer_in_stages(
         data = kept | {"model": stage.model, "messages": stage.messages(texts)}
         data = stage.parameters | data if last else data | stage.parameters
         made = Ask(_PATH, data, dumps(data).encode(), ask.headers)
+        made.wish(request.state.key.limits)
         if made.streams:
             made.settle_seed()
         group = fleet.group(stage.model)
         return passages.add(Passage(fleet, group, made, request.state.key))
 
     async def text_of(stage: Stage) -> tuple[str, str]:
-        answer = await passage_of(stage, last=False).answer()
-        return stage.name, _text(ensemble, stage, answer)
+        passage = passage_of(stage, last=False)
+        try:
+            return stage.name, _text(ensemble, stage, await passage.answer())
+        finally:
+            passage.close()  # its place is for the next stage
 
     async def all_but_last() -> None:
         for stages in ensemble.rounds[:-1]:
@@ -76,7 +80,7 @@ async def answer_in_stages(
     await unless_gone(request.receive, all_but_last())
     last = passage_of(ensemble.stages[-1], last=True)
     answer = await unless_gone(request.receive, last.answer())
-    request.state.answer_headers = {"X-Penstock-Worker": last.worker}
+    request.state.answer_headers = last.headers
     return answer
 
 

@@ -22,6 +22,7 @@ PROBE_S = 1.0
 _PROBE_TIMEOUT_S = 5.0
 _STARTING_S = 0.1  # between two probes of one that starts
 _MISSES = 3  # probes in a row without an answer: nobody is there
+_HANGS = 6  # of a process of ours: it won't answer any more
 _BACKOFF_S = (0.5, 1.0, 2.0, 5.0, 10.0, 30.0)
 _STARTS = 3  # that may end in a signal before anything is ready
 _EXPLAINED = (1, 2)  # exit codes of one that has said why; it would say so again
@@ -79,7 +80,11 @@ class Worker:
     async def watch(self) -> None:
         """Ask how it is, again and again."""
         while True:
-            await self.probe()
+            try:
+                await self.probe()
+            except Exception as error:  # whatever it is, somebody must go on asking
+                logger.exception("an internal error")
+                self._missed(str(error))
             self._broke.clear()
             if self.state != "starting":
                 with suppress(TimeoutError):
@@ -93,9 +98,8 @@ class Worker:
             status, said = await self.link.get("/ready", _PROBE_TIMEOUT_S)
             told = said if isinstance(said, dict) else {}
             if status != 200:
-                if self.state != "stopping":
-                    reason = str(told.get("reason", f"It answers HTTP {status}."))
-                    self.become("starting" if self.state == "starting" else "unready", reason)
+                self._misses = 0
+                await self._unready(str(told.get("reason", f"/ready answers HTTP {status}.")))
                 return
             await self._look()
         except ExchangeError as failure:
@@ -119,8 +123,14 @@ class Worker:
             found = listed.get("data") if isinstance(listed, dict) else None
             self.models = [x for x in found or [] if isinstance(x, dict) and "id" in x]
 
+    async def _unready(self, why: str) -> None:
+        """It says that it takes no requests."""
+        if self.state != "stopping":
+            self.become("unready", why)
+
     def _missed(self, why: str) -> None:
-        if self.state in ("starting", "stopping"):
+        """It didn't answer."""
+        if self.state == "stopping":
             return
         self._misses += 1
         if self._misses >= _MISSES or self.state == "unready":
@@ -160,6 +170,26 @@ class LocalWorker(Worker):
         """Of its process."""
         return None if self._instance is None else self._instance.pid
 
+    async def _unready(self, why: str) -> None:
+        if self.state == "starting":
+            self.become("starting", why)
+            return
+        status, _ = await self.link.get("/health", _PROBE_TIMEOUT_S)
+        if status == 503:
+            self._give_up(why)
+        await super()._unready(why)
+
+    def _missed(self, why: str) -> None:
+        if self.state != "starting":
+            super()._missed(why)
+            if self._misses >= _HANGS:
+                self._give_up(f"It doesn't answer any more: {why}")
+
+    def _give_up(self, why: str) -> None:
+        """End a process that won't do anything any more; another takes its place."""
+        if self._instance is not None:
+            self._instance.end_at_once(why)
+
     async def run(self) -> None:
         """Start it, as often as need be, until it is stopped or can't be started."""
         failed = 0  # starts in a row that came to nothing
@@ -167,16 +197,20 @@ class LocalWorker(Worker):
             self.become("starting", "It is starting.")
             self.starts += 1
             self.capacity, self.models = 0, []
-            async with self._starting:
-                if self._end.is_set():
-                    break
-                self._instance = await Instance.start(self.name, self._arguments, self._cpus)
-            was_ready, code = await self._live(self._instance)
+            was_ready, code = False, None
+            try:
+                async with self._starting:
+                    if self._end.is_set():
+                        break
+                    self._instance = await Instance.start(self.name, self._arguments, self._cpus)
+                was_ready, code = await self._live(self._instance)
+                why = self._why(code, self._instance)
+            except OSError as error:  # no process could be made
+                why = f"Its process can't be started: {error}."
             self.link.abort()
             if self._end.is_set():
                 break
             failed = 0 if was_ready else failed + 1
-            why = self._why(code, self._instance.last_words)
             if not was_ready and (code in _EXPLAINED or failed >= _STARTS):
                 self.become("failed", why)
                 return
@@ -195,21 +229,21 @@ class LocalWorker(Worker):
                 await asyncio.wait({end}, timeout=_STARTING_S if not was_ready else PROBE_S)
                 was_ready = was_ready or self.state == "ready"
                 if not was_ready and time.monotonic() > deadline:
-                    instance.lines.append(f"It wasn't ready within {self._start_timeout_s:g} s.")
-                    instance.tell(signal.SIGKILL)
+                    instance.end_at_once(f"It wasn't ready within {self._start_timeout_s:g} s.")
             return was_ready, end.result()
         finally:
             watcher.cancel()
-            with suppress(asyncio.CancelledError):
-                await watcher
+            await asyncio.wait({watcher})
             if not end.done():  # this task is being cancelled
                 end.cancel()
-                instance.tell(signal.SIGKILL)
+                instance.end_at_once("The fleet let it go.")
 
     @staticmethod
-    def _why(code: int, last_words: str) -> str:
+    def _why(code: int, instance: Instance) -> str:
+        if instance.given_up is not None:
+            return instance.given_up
         if code >= 0:
-            return f"Its process ended with {code}: {last_words}"
+            return f"Its process ended with {code}: {instance.last_words}"
         try:
             name = signal.Signals(-code).name
         except ValueError:

@@ -71,7 +71,8 @@ class Answer:
         error: ApiError | None = scope["state"].get("error")
         service.metrics.answered(endpoint, self.status, error)
         well = self.status < 400 and endpoint in POLLED
-        polled = scope["method"] == "GET" and (well or PROBE in scope["headers"])
+        probed = PROBE in scope["headers"] and self.status in (200, 503)
+        polled = scope["method"] == "GET" and (well or probed)
         if service.config.log_requests and not (self.accounted or polled):
             logger.info("answered", extra={"fields": self._fields(scope, key_name, error)})
 

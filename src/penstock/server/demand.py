@@ -5,14 +5,19 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+_FULL = 0.9  # of the cache in use, from which who waits waits for blocks, not for a step's tokens
+
 
 def capacity_of(stats: Mapping[str, Any], max_num_seqs: int) -> int:
-    """Sequences that fit into a step; where some wait, the cache holds no more than those that run.
+    """Sequences that fit into a step; where some wait for blocks, no more than those that run.
 
     stats: `AsyncLLM.stats()`.
     """
-    full = stats["waiting"] and stats["running"]
-    return min(stats["running"], max_num_seqs) if full else max_num_seqs
+    full = stats["used_blocks"] >= _FULL * stats["blocks"]
+    running: int = stats["running"]
+    if stats["waiting"] and running and full:
+        return min(running, max_num_seqs)
+    return max_num_seqs
 
 
 def demand_of(stats: Mapping[str, Any], max_num_seqs: int) -> float:

@@ -7,6 +7,7 @@
 // PENSTOCK_PAGE_NO_TEMPLATE  the same with a model that has no chat template
 // PENSTOCK_PAGE_KEY          the same with the key "secret"
 // PENSTOCK_PAGE_SEES         the same with a model that sees pictures
+// PENSTOCK_PAGE_SEVERAL      the same with two models, one of which isn't loaded
 // PENSTOCK_PAGE_FULL         the same with 64 requests and 100,000 blocks
 
 import assert from "node:assert/strict";
@@ -16,7 +17,7 @@ import { after, before, test } from "node:test";
 
 const { chromium } = createRequire(join(process.env.PENSTOCK_PLAYWRIGHT, "x.js"))("playwright-core");
 const { PENSTOCK_PAGE_URL: URL, PENSTOCK_PAGE_FAKE: FAKE } = process.env;
-const { PENSTOCK_PAGE_NO_TEMPLATE: NO_TEMPLATE, PENSTOCK_PAGE_KEY: KEY, PENSTOCK_PAGE_FULL: FULL, PENSTOCK_PAGE_SEES: SEES } = process.env;
+const { PENSTOCK_PAGE_NO_TEMPLATE: NO_TEMPLATE, PENSTOCK_PAGE_KEY: KEY, PENSTOCK_PAGE_FULL: FULL, PENSTOCK_PAGE_SEES: SEES, PENSTOCK_PAGE_SEVERAL: SEVERAL } = process.env;
 const PROMPT = "Tell a long story about a river";
 const WAIT = { timeout: 60_000 };
 
@@ -376,6 +377,23 @@ onPage("errors are shown where the reply would stand", FAKE, async (page) => {
   assert.equal(await body(page).textContent(), "You said");
 }, { expected: REFUSED });
 
+onPage("one model is named, several are offered", SEVERAL, async (page) => {
+  await page.waitForSelector("#models:visible");
+  assert.deepEqual(await page.locator("#models option").allTextContents(), ["stories-8m", "other <b>"]);
+  assert.equal(await page.locator("#model:visible").count(), 0);
+  const asked = page.waitForRequest((each) => each.url().includes("/page/events"));
+  await page.selectOption("#models", "other <b>");
+  assert.match((await asked).url(), /\?model=other%20%3Cb%3E$/);
+  assert.equal(await page.title(), "other <b> – Penstock");
+  const sent = page.waitForRequest((each) => each.method() === "POST");
+  await send(page, "Hello");
+  assert.equal((await sent).postDataJSON().model, "other <b>");
+  await finished(page);
+  await page.reload();
+  await page.waitForFunction(() => document.title.startsWith("other"));
+  assert.equal(await page.inputValue("#models"), "other <b>");
+});
+
 onPage("while the page is hidden it asks for nothing", FAKE, async (page) => {
   const hide = (hidden) =>
     page.evaluate((value) => {
@@ -384,8 +402,8 @@ onPage("while the page is hidden it asks for nothing", FAKE, async (page) => {
     }, hidden);
   const label = () => page.locator("#steps").getAttribute("aria-label");
   await page.waitForSelector("#connection[data-state=live]");
-  const ended = page.waitForEvent("requestfailed", (request) => request.url().endsWith("/page/events"));
-  const later = page.waitForRequest("**/page/events", { timeout: 500 }).catch(() => null);
+  const ended = page.waitForEvent("requestfailed", (request) => request.url().includes("/page/events"));
+  const later = page.waitForRequest("**/page/events*", { timeout: 500 }).catch(() => null);
   await hide(true);
   await ended;
   assert.equal(await later, null);
@@ -398,7 +416,7 @@ onPage("while the page is hidden it asks for nothing", FAKE, async (page) => {
 
 onPage("a connection that broke is made again", FAKE, async (page) => {
   let failures = 2;
-  await page.route("**/page/events", (route) => {
+  await page.route("**/page/events*", (route) => {
     failures -= 1;
     return failures < 0 ? route.continue() : route.abort();
   });

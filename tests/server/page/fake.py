@@ -178,8 +178,11 @@ class Handler(BaseHTTPRequestHandler):
         elif self.path == "/v1/models":
             reads = ["text", "image"] if self.server.sees else ["text"]
             model = {"id": "stories-8m", "max_model_len": 512, "input_modalities": reads}
-            self._json(200, {"object": "list", "data": [model]})
-        elif self.path == "/page/events":
+            unloaded = {"id": "other <b>", "status": {"value": "unloaded"}}
+            models = [model, unloaded] if self.server.several else [model]
+            self._json(200, {"object": "list", "data": models})
+        elif self.path.partition("?")[0] == "/page/events":
+            self.server.followed.append(self.path)
             self._stream(self._events())
         else:
             self._error(404, f"There is nothing at {self.path}.")
@@ -272,12 +275,14 @@ class FakeServer(ThreadingHTTPServer):
         key: str | None = None,
         template: bool = True,
         sees: bool = False,
+        several: bool = False,
         running: int = 0,
         blocks: int = 1024,
         pause_s: float = 0.004,
     ) -> None:
         super().__init__(("127.0.0.1", port), Handler)
         self.key, self.template, self.sees, self.pause_s = key, template, sees, pause_s
+        self.several, self.followed = several, list[str]()
         self.engine = Engine(running, blocks)
         self.requests: list[Json] = []
         self.hung_up = 0

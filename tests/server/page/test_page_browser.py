@@ -43,6 +43,7 @@ def test_page_in_a_browser() -> None:
                 "NO_TEMPLATE": FakeServer(template=False),
                 "KEY": FakeServer(key="secret"),
                 "SEES": FakeServer(sees=True),
+                "SEVERAL": FakeServer(several=True),
                 "FULL": FakeServer(running=64, blocks=100_000),
             }
             for name, fake in fakes.items():

@@ -45,11 +45,11 @@ async function ask(path, body, signal) {
   throw new ApiError(message, response.status);
 }
 
-/** The first model of the server: {id, max_model_len, …}. */
-export async function model() {
+/** The server's models, at least one: {id, max_model_len, …}. */
+export async function models() {
   const list = await (await ask("v1/models")).json();
   if (!list.data?.length) throw new ApiError("The server has no model.");
-  return list.data[0];
+  return list.data;
 }
 
 /** Chunks of a streamed completion. Throws where the server refuses, fails, or breaks off. */
@@ -65,8 +65,8 @@ export async function* complete(path, body, signal) {
   throw new ApiError("The connection ended before the reply did.");
 }
 
-/** What the engine is doing, some four times a second. */
-export async function* engineEvents(signal) {
-  const response = await ask("page/events", null, signal);
+/** What a model's engine is doing, some four times a second. */
+export async function* engineEvents(model, signal) {
+  const response = await ask(`page/events?model=${encodeURIComponent(model)}`, null, signal);
   for await (const { data } of events(response.body)) yield JSON.parse(data);
 }

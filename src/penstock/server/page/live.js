@@ -14,6 +14,7 @@ export class Live {
   #steps = [];
   #latest = null;
   #connection = null;
+  #model = "";
 
   constructor(askKey) {
     this.askKey = askKey;
@@ -28,18 +29,20 @@ export class Live {
     document.addEventListener("visibilitychange", () => this.follow());
   }
 
-  /** Follows the engine while the page is seen. */
-  follow() {
+  /** Follows a model's engine while the page is seen; without a name, as before. */
+  follow(model = this.#model) {
+    if (model !== this.#model) [this.#steps, this.#latest] = [[], null];
+    this.#model = model;
     this.#connection?.abort();
     this.#connection = new AbortController();
-    if (!document.hidden) this.#read(this.#connection.signal);
+    if (!document.hidden && model) this.#read(this.#connection.signal);
   }
 
   async #read(signal) {
     let wait = 0.5;
     while (!signal.aborted) {
       try {
-        for await (const event of engineEvents(signal)) {
+        for await (const event of engineEvents(this.#model, signal)) {
           if (signal.aborted) return;
           wait = 0.5;
           this.#take(event);

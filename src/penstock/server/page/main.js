@@ -1,12 +1,13 @@
 // Starts the page: the model's name, the conversation, the engine's figures, key and theme.
 
-import { model, setKey } from "./api.js";
+import { models, setKey } from "./api.js";
 import { Chat } from "./chat.js";
-import { keep } from "./conversation.js";
-import { byId, write } from "./dom.js";
+import { keep, kept } from "./conversation.js";
+import { byId, h, write } from "./dom.js";
 import { Live } from "./live.js";
 import { Settings } from "./settings.js";
 
+const MODEL = "penstock.model";
 let asking = null;
 
 // Asks for the server's key, once for all who need it; false where it isn't given.
@@ -42,10 +43,10 @@ function followTheme() {
   });
 }
 
-async function findModel() {
+async function findModels() {
   for (;;) {
     try {
-      return await model();
+      return await models();
     } catch (error) {
       write(byId("model"), error.message);
       if (error.status !== 401) await new Promise((go) => setTimeout(go, 3000));
@@ -58,15 +59,36 @@ let starting = null;
 
 // Once; again only where a key was missing.
 function start() {
-  starting ??= findModel().then((found) => {
+  starting ??= findModels().then((found) => {
     if (!found) {
       starting = null;
       return;
     }
-    write(byId("model"), found.id);
-    document.title = `${found.id} – Penstock`;
-    chat.setModel(found);
-    live.follow();
+    const before = kept(MODEL, "");
+    take(found.find((model) => model.id === before) ?? found[0]);
+    if (found.length > 1) offer(found);
+  });
+}
+
+function take(model) {
+  write(byId("model"), model.id);
+  document.title = `${model.id} – Penstock`;
+  chat.setModel(model);
+  live.follow(model.id);
+}
+
+// A choice where there is one; a model that isn't loaded is loaded when it is asked something.
+function offer(found) {
+  const select = byId("models");
+  select.replaceChildren(...found.map(({ id }) => h("option", { value: id }, id)));
+  select.value = byId("model").textContent;
+  select.hidden = false;
+  byId("model").hidden = true;
+  select.addEventListener("change", async () => {
+    keep(MODEL, select.value);
+    const { value } = select;
+    const known = await models().catch(() => found); // what a model reads is known once it is loaded
+    if (select.value === value) take(known.find(({ id }) => id === value) ?? { id: value });
   });
 }
 

@@ -11,6 +11,8 @@ from penstock.server.page import HEADERS, files
 from penstock.server.routes.common import service_of, stream_response
 
 router = APIRouter(include_in_schema=False)
+static = APIRouter(include_in_schema=False)
+"""The page's files, which need no model."""
 
 
 @router.get("/page/events")
@@ -19,9 +21,9 @@ async def events(request: Request) -> Response:
     return stream_response(live.events(service_of(request)))
 
 
-@router.get("/")
-@router.get("/page/{name}")
-async def static(request: Request) -> Response:
+@static.get("/")
+@static.get("/page/{name}")
+async def file_of_the_page(request: Request) -> Response:
     """A file of the page."""
     file = files().get(request.url.path)
     if file is None:
@@ -33,3 +35,6 @@ async def static(request: Request) -> Response:
         headers["Content-Encoding"] = "gzip"
         return Response(file.gzipped, headers=headers)
     return Response(file.body, headers=headers)
+
+
+router.include_router(static)
