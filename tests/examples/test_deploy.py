@@ -13,9 +13,11 @@ import pytest
 import typer
 import yaml
 from prometheus_client.parser import text_string_to_metric_families
+from typer.testing import CliRunner
 
 from penstock.cli.main import app
 from penstock.config import EngineConfig
+from penstock.fleet.files import read_fleet
 from penstock.runtime import load_runtime
 from penstock.server import ServerConfig
 from tests.server.conftest import serving
@@ -166,3 +168,11 @@ def test_prometheus_asks_what_is_served() -> None:
     (job,) = yaml.safe_load((DEPLOY / "prometheus.yml").read_text())["scrape_configs"]
     assert job["metrics_path"] == "/metrics"
     assert job["static_configs"][0]["targets"] == [f"127.0.0.1:{ServerConfig().port}"]
+
+
+def test_the_fleets_file_is_read() -> None:
+    fleet = read_fleet(DEPLOY / "fleet.toml", ServerConfig())
+    default, rare = fleet.models
+    assert (default.instances, default.prefill, rare.instances) == ((2, 2), 1, (0, 1))
+    options = CliRunner().invoke(app, ["serve", "/nowhere", *default.options])
+    assert "No such option" not in options.output

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,6 +14,7 @@ import pytest
 
 from penstock.fleet.ask import LIMITS, Ask
 from penstock.fleet.config import FleetConfig, ModelConfig
+from penstock.fleet.folders import OwnFolder
 from penstock.fleet.transfer import ExchangeFolder
 from penstock.server.sse import dumps
 from tests.fleet.conftest import Running, elsewhere, front, running
@@ -164,15 +167,9 @@ def test_what_is_asked_of_them() -> None:
     assert not Ask.of("/tokenize", b"{}", ()).may_be_handed_over
 
 
-def test_what_killed_fleets_left_goes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("penstock.fleet.transfer._SHARED_MEMORY", tmp_path)
-    left = tmp_path / "penstock-kv-999999999-abc"
-    mine = tmp_path / f"penstock-kv-{os.getpid()}-abc"
-    other = tmp_path / "penstock-kv-notes"
-    for folder in (left / "m", mine, other):
-        folder.mkdir(parents=True)
+def test_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("penstock.fleet.folders._SHARED_MEMORY", tmp_path)
     folder = ExchangeFolder()
-    assert (left.exists(), mine.exists(), other.exists()) == (False, True, True)
     one = folder.of("a/b")
     assert one.parent.parent == tmp_path
     assert one.parent.stat().st_mode & 0o777 == 0o700
@@ -180,6 +177,32 @@ def test_what_killed_fleets_left_goes(tmp_path: Path, monkeypatch: pytest.Monkey
     assert folder.space(1e9) < 1e9
     folder.remove()
     assert not one.parent.exists()
+
+
+@pytest.mark.multiprocess
+def test_what_killed_fleets_left_goes(tmp_path: Path) -> None:
+    """And nothing else: neither what is in use nor what isn't ours."""
+    code = (
+        "import sys, time; from pathlib import Path; from penstock.fleet.folders import OwnFolder; "
+        f"one = OwnFolder('x', Path({str(tmp_path)!r})); print(one.path, flush=True); "
+        "time.sleep(60)"
+    )
+    command = [sys.executable, "-c", code]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as other:
+        assert other.stdout is not None
+        theirs = Path(other.stdout.readline().strip())
+        (tmp_path / "x-notes").mkdir()
+        mine = OwnFolder("x", tmp_path)
+        assert (theirs / ".lock").exists()
+        other.kill()
+        other.wait()
+        another = OwnFolder("x", tmp_path)
+        assert sorted(x.name for x in tmp_path.iterdir()) == sorted(
+            [mine.path.name, another.path.name, "x-notes"]
+        )
+        for one in (mine, another):
+            one.remove()
+    assert [x.name for x in tmp_path.iterdir()] == ["x-notes"]
 
 
 __all__ = ["scripted"]

@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import tempfile
 import time
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
-from pathlib import Path
 from typing import Literal
 
 from penstock.errors import PenstockError, nearest
 from penstock.fleet.config import FleetConfig, ModelConfig
 from penstock.fleet.ensemble import Ensemble
+from penstock.fleet.folders import OwnFolder, temporary
 from penstock.fleet.group import Group
 from penstock.fleet.metrics import FleetMetrics
 from penstock.fleet.transfer import ExchangeFolder
@@ -50,7 +49,7 @@ class Fleet:
         self.groups: dict[str, Group] = {}
         self.ensembles: dict[str, Ensemble] = {one.name: one for one in config.ensembles}
         self.metrics = FleetMetrics(self)
-        self._folder: tempfile.TemporaryDirectory[str] | None = None
+        self._folder: OwnFolder | None = None
         self._exchange: ExchangeFolder | None = None
         self._keeper: asyncio.Task[None] | None = None
         self._ends: set[asyncio.Task[None]] = set()
@@ -60,8 +59,8 @@ class Fleet:
 
     async def start(self) -> None:
         """Start what always runs, and look after it. Doesn't wait until anything is ready."""
-        self._folder = tempfile.TemporaryDirectory(prefix="penstock-")  # only this user's
-        folder = Path(self._folder.name)
+        self._folder = OwnFolder("penstock-fleet", temporary())
+        folder = self._folder.path
         for model in self.fleet_config.models:
             own = self._with_transfer(model)
             self.groups[model.name] = Group(own, self.fleet_config, folder, self._make_room)
@@ -134,7 +133,7 @@ class Fleet:
         if self._exchange is not None:
             self._exchange.remove()
         if self._folder is not None:
-            self._folder.cleanup()
+            self._folder.remove()
 
     def _end(self, work: object) -> None:
         assert asyncio.iscoroutine(work)
