@@ -335,17 +335,16 @@ def test_who_waits_until_all_is_written(files: Files, monkeypatch: pytest.Monkey
         write(self, path, data)
 
     monkeypatch.setattr(Files, "_write_file", slowly)
-    assert files.settle(0.0)  # there is nothing to wait for
+    assert files.reached(files.mark())  # there is nothing to wait for
     for seed in range(3):
         files.put(f"{seed}", data(seed))
-    assert not files.settle(0.05)
-    settled: list[bool] = []
-    thread = threading.Thread(target=lambda: settled.append(files.settle(10)))
-    thread.start()
+    mark = files.mark()
     files.put("later", data(7))
+    assert not files.reached(mark)
     go.set()
-    thread.join()
-    assert settled == [True]
+    end = time.monotonic() + 10
+    while not files.reached(mark):
+        assert time.monotonic() < end
     assert files.written >= 3
 
 
@@ -357,5 +356,7 @@ def test_what_cant_be_written_is_waited_for_as_well(
 
     monkeypatch.setattr(Files, "_write_file", full)
     files.put("0", data(0))
-    assert files.settle(10)
+    end = time.monotonic() + 10
+    while not files.reached(files.mark()):
+        assert time.monotonic() < end
     assert files.dropped == 1

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from penstock import LLM, AsyncLLM, SamplingParams, ops
 from penstock.cache import disk
@@ -215,7 +216,7 @@ def test_what_was_left_out_is_kept_later(made: Any, monkeypatch: pytest.MonkeyPa
     """When the same prompt comes again and its blocks are still in memory."""
     llm, prompt = made(), PROMPTS[0]
     with monkeypatch.context() as patch:
-        patch.setattr(disk, "QUEUED_BYTES", 0)
+        patch.setattr(disk.Files, "is_busy", True)
         run(llm, [prompt])
     assert len(llm.runtime.disk.files) == 0 and llm.stats()["disk_blocks_dropped"] > 0
     run(llm, [prompt])
@@ -393,10 +394,96 @@ class TestHandingOver:
         assert (said, cached) == (alone[:1], [192])
 
     def test_more_than_there_is_room_for(self, made: Any) -> None:
-        first = made(prefix_cache_disk_space=3 / 1024)
+        """Others' prompts make room for one; what is larger than all isn't tried for ever."""
+        first = made()
         assert first.runtime.disk is not None
-        first.generate(PROMPTS[0], greedy(), options=RequestOptions(hand_over=True))
-        assert first.runtime.disk.files.nbytes <= 3 << 20
+        size = first.runtime.disk.files.size
+        params, over = SamplingParams(temperature=0, max_tokens=1), RequestOptions(hand_over=True)
+        limited = made(prefix_cache_disk_space=7.5 * size / (1 << 30))
+        assert limited.runtime.disk is not None
+        files = limited.runtime.disk.files
+        for k in range(3):
+            limited.generate([5 + k, *PROMPTS[0]], params, options=over)
+            assert files.written == 6 * (k + 1)
+            assert len(files) <= 7
+        limited.generate(list(range(3, 400)), params, options=over)
+        assert len(files) <= 7
+
+    def test_a_full_queue_and_a_full_folder(
+        self, made: Any, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        slow_disk(monkeypatch)
+        first = made()
+        assert first.runtime.disk is not None
+        size = first.runtime.disk.files.size
+        monkeypatch.setattr(disk, "QUEUED_BYTES", 2 * size)
+        limited = made(prefix_cache_disk_space=7.5 * size / (1 << 30))
+        assert limited.runtime.disk is not None
+        for k in range(3):
+            limited.generate(
+                [5 + k, *PROMPTS[0]],
+                SamplingParams(temperature=0, max_tokens=1),
+                options=RequestOptions(hand_over=True),
+            )
+            assert limited.runtime.disk.files.written == 6 * (k + 1)
+
+    @pytest.mark.parametrize("seconds", [0.0, 0.005])
+    def test_a_disk_that_fails(
+        self, made: Any, monkeypatch: pytest.MonkeyPatch, seconds: float
+    ) -> None:
+        def fails(self: disk.Files, path: Path, data: bytes) -> None:
+            time.sleep(seconds)
+            raise OSError(28, "No space left on device")
+
+        monkeypatch.setattr(disk.Files, "_write_file", fails)
+        llm = made()
+        assert llm.runtime.disk is not None
+        monkeypatch.setattr(disk, "QUEUED_BYTES", 2 * llm.runtime.disk.files.size)
+        start = time.monotonic()
+        (output,) = llm.generate(
+            PROMPTS[0], SamplingParams(max_tokens=1), options=RequestOptions(hand_over=True)
+        )
+        assert output.finished
+        assert time.monotonic() - start < 5
+
+    def test_a_disk_that_is_slow(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        """The answer comes when the request's time is over."""
+        write = disk.Files._write_file
+
+        def slowly(self: disk.Files, path: Path, data: bytes) -> None:
+            time.sleep(0.5)
+            write(self, path, data)
+
+        monkeypatch.setattr(disk.Files, "_write_file", slowly)
+
+        async def ask() -> float:
+            llm = AsyncLLM(dtype="float32", prefix_cache_dir=tmp_path / "kept")
+            start = time.monotonic()
+            async for output in llm.generate(
+                {"prompt_token_ids": PROMPTS[0]},
+                SamplingParams(max_tokens=1),
+                options=RequestOptions(hand_over=True),
+                timeout_s=0.8,
+            ):
+                assert output.finished
+            taken = time.monotonic() - start
+            await asyncio.to_thread(llm.shutdown)
+            return taken
+
+        assert asyncio.run(ask()) < 1.2
+
+    def test_of_an_embedding(self, made: Any) -> None:
+        with pytest.raises(RequestError, match="nobody goes on with an embedding"):
+            made().embed("a", options=RequestOptions(hand_over=True))
+
+    def test_a_prompt_of_another_type(self, made: Any) -> None:
+        first = made()
+        first.generate(
+            {"prompt_token_ids": torch.tensor(PROMPTS[0])},
+            SamplingParams(max_tokens=1),
+            options=RequestOptions(hand_over=True),
+        )
+        assert first.stats()["disk_blocks_written"] == 6
 
     def test_a_server_waits_too(self, tmp_path: Path) -> None:
         async def ask() -> None:

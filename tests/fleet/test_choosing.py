@@ -112,10 +112,10 @@ class TestByPrefix:
 
 
 class TestAsk:
-    def test_long_texts_are_hashed(self) -> None:
+    def test_pictures_are_hashed(self) -> None:
         pictures = [
-            {"role": "user", "content": [{"type": "image_url", "image_url": {"url": c * 200_000}}]}
-            for c in "ab"
+            {"role": "user", "content": [{"type": "image_url", "image_url": {"url": url}}]}
+            for url in (f"data:image/png;base64,{c * 200_000}" for c in "ab")
         ]
         first, second = (ask(messages=[one]).prefix for one in pictures)
         assert first != second

@@ -7,15 +7,19 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from penstock.fleet.ask import LIMITS, Ask
+from penstock.fleet.choosing import ByPrefix
 from penstock.fleet.config import FleetConfig, ModelConfig
 from penstock.fleet.folders import OwnFolder
+from penstock.fleet.link import Link
 from penstock.fleet.transfer import ExchangeFolder
+from penstock.fleet.worker import Worker
 from penstock.server.sse import dumps
 from tests.fleet.conftest import Running, elsewhere, front, running
 from tests.fleet.test_fleet_routes import Scripted, scripted
@@ -141,14 +145,11 @@ def test_elsewhere(scripted: Scripted) -> None:
                 "model": "stories", "prompt": TEXT, "max_tokens": 1, "temperature": 0,
                 "kv_transfer_params": {"do_remote_decode": True},
             }  # fmt: skip
-            gone_on = {**body, "kv_transfer_params": {"do_remote_prefill": True}}
-            assert scripted.asked[0][2] == gone_on
+            assert scripted.asked[0][2] == body
             far.answer = (400, {"error": {"message": "No."}}, {})
             assert fleet.post("/v1/completions", {**body, "prompt": "A" + TEXT}).status_code == 200
-            assert "kv_transfer_params" not in scripted.asked[1][2]
             far.answer = (200, b"x", {"content-length": "10", "connection": "close"})
             assert fleet.post("/v1/completions", {**body, "prompt": "B" + TEXT}).status_code == 200
-            assert "kv_transfer_params" not in scripted.asked[2][2]
             outcomes = counted(fleet, "penstock_fleet:prefills_total")
             assert outcomes == {"200": 1, "400": 1, "broken": 1}
             fleet.until(lambda x: x["running"] == 0)
@@ -164,7 +165,53 @@ def test_what_is_asked_of_them() -> None:
     transfer = {"do_remote_decode": True}
     asked = {"messages": [], "tools": [], "max_tokens": 1, "kv_transfer_params": transfer}
     assert one.prefill().data == asked
+    assert one.may_be_handed_over
     assert not Ask.of("/tokenize", b"{}", ()).may_be_handed_over
+    for fields in (
+        {"prompt_logprobs": 1}, {"echo": True, "logprobs": 1}, {"truncation": "auto"},
+        {"kv_transfer_params": {}},
+    ):  # fmt: skip
+        asked = {"prompt": "a", **fields}
+        assert not Ask.of("/v1/completions", dumps(asked).encode(), ()).may_be_handed_over
+
+
+def test_sizes_of_prompts() -> None:
+    picture = {"type": "image_url", "image_url": {"url": "data:image/png;base64," + "x" * 9999}}
+    text = {"type": "text", "text": "y" * 100_000}
+    messages = [{"role": "user", "content": [picture, text]}]
+    one = Ask.of("/v1/chat/completions", dumps({"messages": messages}).encode(), ())
+    assert 100_000 <= one.size < 100_100
+    assert Ask.of("/v1/completions", dumps({"prompt": [7] * 100}).encode(), ()).size == 400
+    first, second = (
+        Ask.of("/v1/completions", dumps({"prompt": "z" * 70_000 + c * 400_000}).encode(), ())
+        for c in "ab"
+    )
+    chooser = ByPrefix()
+    worker = Worker("m/0", "m", Link("unix:/x"), lambda: None)
+    chooser.choose([worker], first)
+    assert 0.1 < chooser.knows([worker], second) < 0.2  # what follows isn't known
+
+
+def test_those_who_compute_have_limits(scripted: Scripted) -> None:
+    """What they can't compute at once is computed where it is answered; nobody waits for them."""
+    far = Scripted()
+    try:
+        far.wait_s = 1.0
+        model = elsewhere(scripted.url, prefill_workers=(far.url,), prefill_from=100)
+        with running(FleetConfig((model,), front())) as fleet:
+            fleet.until(lambda x: x["models"][0]["prefill"]["state"] == "loaded")
+            fleet.until(lambda x: x["models"][0]["state"] == "loaded")
+
+            def ask(i: int) -> int:
+                body = {"model": "stories", "prompt": f"{i} {TEXT}", "n": 3}
+                return fleet.post("/v1/completions", body).status_code
+
+            with ThreadPoolExecutor(12) as pool:
+                assert set(pool.map(ask, range(12))) == {200}
+            assert len(far.asked) == 4  # of one sequence each, as many as it computes at once
+            assert len(scripted.asked) == 12
+    finally:
+        far.close()
 
 
 def test_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -173,8 +220,12 @@ def test_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     one = folder.of("a/b")
     assert one.parent.parent == tmp_path
     assert one.parent.stat().st_mode & 0o777 == 0o700
-    assert 0 < folder.space(0.001) <= 0.001
-    assert folder.space(1e9) < 1e9
+    assert 0 < folder.space(0.001, 1) <= 0.001
+    assert folder.space(1e9, 2) == pytest.approx(folder.space(1e9, 1) / 2, rel=0.1)
+    (one / "id").mkdir()
+    (one / "id" / "block.kv").write_text("")
+    folder.clear()
+    assert not list(one.glob("*/*"))
     folder.remove()
     assert not one.parent.exists()
 
@@ -192,6 +243,9 @@ def test_what_killed_fleets_left_goes(tmp_path: Path) -> None:
         assert other.stdout is not None
         theirs = Path(other.stdout.readline().strip())
         (tmp_path / "x-notes").mkdir()
+        old = tmp_path / "x-made-again"
+        old.mkdir()
+        os.utime(old, (0, 0))
         mine = OwnFolder("x", tmp_path)
         assert (theirs / ".lock").exists()
         other.kill()

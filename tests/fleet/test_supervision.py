@@ -113,6 +113,31 @@ def test_who_is_ready_while_room_is_made_is_noticed() -> None:
     asyncio.run(run())
 
 
+def test_waiters_hear_all_signals() -> None:
+    """One makes room, and another looks meanwhile: both hear of the instance that is ready."""
+
+    async def run() -> None:
+        made = asyncio.Event()
+
+        async def make_room(group: Group) -> None:
+            await made.wait()
+
+        group = group_of(ModelConfig("m", "stories", (0, 1)), make_room)
+        group.start = lambda count: None  # type: ignore[method-assign]
+        ask = Ask.of("/v1/completions", b"{}", ())
+        first = asyncio.create_task(group.lease(ask, set()))
+        await asyncio.sleep(0.01)
+        worker = Idle("m/9", "m", Link("unix:/x"), group._wake)
+        group._add(worker)
+        worker.become("ready")
+        second = await group.lease(ask, set())
+        made.set()
+        assert (await first).worker is second.worker is worker
+        await group.stop_all()
+
+    asyncio.run(run())
+
+
 def test_what_always_runs_is_tried_again() -> None:
     async def run() -> None:
         group = group_of(ModelConfig("m", "stories", (1, 1)))

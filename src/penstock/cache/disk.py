@@ -43,8 +43,6 @@ _LOOKS_S = 30.0
 """After which it is looked again what others have written."""
 _TELLS_S = 60.0
 """Between two warnings of a disk's trouble."""
-SETTLES_S = 30.0
-"""For which a request that is handed over waits for its blocks to be written."""
 _STEP_NS = 1000
 """By which a block is older than the one before it."""
 
@@ -78,10 +76,6 @@ class DiskStore:
         if self.files.takes(digest, after):
             parts = (next(iter(read_blocks(row, [block]))) for row in self._rows)
             self.files.put(digest, b"".join(part.tobytes() for part in parts), after)
-
-    def settle(self, timeout_s: float = SETTLES_S) -> bool:
-        """Wait until what is queued now is on disk; whether it was in time. Any thread's."""
-        return self.files.settle(timeout_s)
 
     def load(self, blocks: Sequence[int], each: Sequence[bytes]) -> None:
         """Write what `files.get` gave into blocks."""
@@ -187,10 +181,14 @@ class Files:
         """Whether a block more makes another one go."""
         return self.nbytes + self.size + _HEAD.size > self._limit
 
+    def holds(self, blocks: int) -> bool:
+        """Whether so many fit, if all others make room."""
+        return blocks * (self.size + _HEAD.size) <= self._limit
+
     @property
     def is_busy(self) -> bool:
-        """Whether as much waits to be written as may."""
-        return self._queued + self.size > QUEUED_BYTES
+        """Whether as much waits to be written as may: a block at least."""
+        return self._queued > 0 and self._queued + self.size > QUEUED_BYTES
 
     def takes(self, digest: str, after: str | None = None) -> bool:
         """Whether a block isn't there yet and can be queued; one that can't is counted.
@@ -214,7 +212,7 @@ class Files:
             self._queue.append((digest, data))
             self._unwritten[digest] = data
             self._queued += len(data)
-            self._wake.notify_all()
+            self._wake.notify()
 
     def use(self, digests: Sequence[str]) -> None:
         """A prompt begins that has these blocks, one after the other."""
@@ -224,13 +222,16 @@ class Files:
                 if digest in self._times and not self._ending:
                     self._set_time(digest, now - depth * _STEP_NS)
                     self._queue.append((digest, None))
-            self._wake.notify_all()
+            self._wake.notify()
 
-    def settle(self, timeout_s: float) -> bool:
-        """Wait until what is queued now is written; whether it was in time."""
+    def mark(self) -> int:
+        """What `reached` is asked with whether all that is queued now was dealt with."""
         with self._wake:
-            end = self._ended + len(self._queue)
-            return self._wake.wait_for(lambda: self._ended >= end, timeout_s)
+            return self._ended + len(self._queue)
+
+    def reached(self, mark: int) -> bool:
+        """Whether what was queued by then is on disk, or couldn't be written. Any thread's."""
+        return self._ended >= mark
 
     def get(self, digest: str) -> bytes | None:
         """The bytes of a block; None where there are none, or they are damaged."""
@@ -270,7 +271,7 @@ class Files:
         """Write what is queued, for so long at most, and stop."""
         with self._wake:
             self._ending = True
-            self._wake.notify_all()
+            self._wake.notify()
         self._writer.join(timeout_s)
 
     # ── the thread that writes ───────────────────────────────────────────────────────────────
@@ -299,7 +300,6 @@ class Files:
             with self._wake:
                 self._queue.popleft()
                 self._ended += 1
-                self._wake.notify_all()  # those who wait for it
                 if data is not None:
                     self._queued -= len(data)
                     if self._unwritten.get(digest) is data:

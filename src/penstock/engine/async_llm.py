@@ -8,7 +8,7 @@ import itertools
 import threading
 import time
 from collections import deque
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeVar
@@ -20,7 +20,7 @@ from penstock.engine.options import RequestOptions, check_seconds
 from penstock.engine.outputs import RequestOutput
 from penstock.engine.pooling import EmbeddingRequestOutput, PoolingParams
 from penstock.engine.prompts import Encoded, Prompt, default_params, encode
-from penstock.engine.remembering import Keeping
+from penstock.engine.remembering import HANDS_OVER_S, LOOKS_S, Keeping
 from penstock.errors import ConfigError, EngineDeadError, RequestError, RequestTimeoutError
 from penstock.models.weights import Progress
 from penstock.runtime import Runtime, load_runtime
@@ -75,6 +75,11 @@ class _Limit:
             if limit.expired():
                 raise self._late from error
             raise
+
+    def within(self, seconds: float) -> float:
+        """When so much time is over, or the request's own, by the loop's clock."""
+        end = asyncio.get_running_loop().time() + seconds
+        return end if self._deadline is None else min(end, self._deadline)
 
     def alarm(self, stream: _Stream) -> asyncio.TimerHandle | None:
         """Puts RequestTimeoutError into `stream` when the time is over, unless it is cancelled."""
@@ -177,7 +182,7 @@ class AsyncLLM:
                     raise item
                 finished = item.finished
                 if finished and isinstance(options, RequestOptions) and options.hand_over:
-                    await self._hand_over(tokens, options)
+                    await self._hand_over(Keeping.of(self.engine, tokens, options), limit)
                 yield item
         finally:
             if alarm is not None:
@@ -285,13 +290,14 @@ class AsyncLLM:
             await done.wait()
         return found[0]
 
-    async def _hand_over(self, tokens: Sequence[int], options: RequestOptions) -> None:
-        """Wait until a prompt's blocks are on disk, as far as they are still in the cache."""
-        keep = Keeping.of(self.engine, tokens, options)
-        while not await self._between_steps(keep):
-            if not await asyncio.to_thread(keep.settle):
-                return
-        await asyncio.to_thread(keep.settle)
+    async def _hand_over(self, keep: Keeping, limit: _Limit) -> None:
+        """Wait until a prompt's blocks are on disk, as far as that can be in time."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout_at(limit.within(HANDS_OVER_S)):
+                while keep.left:
+                    await self._between_steps(keep.queue)
+                    while not keep.settled:
+                        await asyncio.sleep(LOOKS_S)
 
     @property
     def death(self) -> BaseException | None:

@@ -213,7 +213,7 @@ class Engine:
         params = checked(params, self.runtime.model.spec.decoder.hidden)
         options = options or RequestOptions()
         tokens = self.intake.checked(prompt_token_ids, generates=False)
-        check_options(options, tokens, self.pins, self.runtime.disk)
+        check_options(options, tokens, self.pins, self.runtime.disk, generates=False)
         check_prediction(options, params, self.config.speculative)
         self.scheduler.check(1, options)
         if self.pooler is None:

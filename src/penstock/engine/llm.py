@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -30,7 +31,7 @@ from penstock.engine.prompts import (
     split,
     split_chats,
 )
-from penstock.engine.remembering import Keeping
+from penstock.engine.remembering import HANDS_OVER_S, LOOKS_S, Keeping
 from penstock.errors import ConfigError, InvalidSamplingError, RequestError, TokenizerError
 from penstock.models.vision.pictures import Pictures
 from penstock.models.weights import Progress
@@ -165,10 +166,7 @@ class LLM:
                 found = self._run(ids, check, use_tqdm)
             for one, wish in zip(encoded, wishes, strict=True):
                 if wish is not None and wish.hand_over:
-                    keep = Keeping.of(self.engine, one.tokens, one.options(wish) or wish)
-                    while not keep() and keep.settle():
-                        pass
-                    keep.settle()
+                    _hand_over(Keeping.of(self.engine, one.tokens, one.options(wish) or wish))
             return found
         except BaseException:
             for request_id in ids:
@@ -288,6 +286,15 @@ class LLM:
                         advance()
                 check()
         return [done[request_id] for request_id in ids]
+
+
+def _hand_over(keep: Keeping) -> None:
+    """Wait until a prompt's blocks are on disk, as far as that can be in time."""
+    end = time.monotonic() + HANDS_OVER_S
+    while keep.left and time.monotonic() < end:
+        keep.queue()
+        while not keep.settled and time.monotonic() < end:
+            time.sleep(LOOKS_S)
 
 
 def _for_each(given: Any, count: int, name: str) -> list[Any]:

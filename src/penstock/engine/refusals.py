@@ -70,7 +70,11 @@ class Refusals:
 
 
 def check_options(
-    options: object, tokens: list[int], pins: Pins | None, disk: DiskStore | None
+    options: object,
+    tokens: list[int],
+    pins: Pins | None,
+    disk: DiskStore | None,
+    generates: bool = True,
 ) -> None:
     """Raises RequestError for options that aren't any, or one that can't take effect.
 
@@ -82,6 +86,8 @@ def check_options(
         raise RequestError(
             "hand_over can't take effect: nothing is kept on disk. Start with prefix_cache_dir."
         )
+    if options.hand_over and not generates:
+        raise RequestError("hand_over can't take effect: nobody goes on with an embedding.")
     if options.hand_over and options.adapter is not None:
         raise RequestError(
             "hand_over can't take effect: blocks of adapters aren't kept on disk. Leave one out."

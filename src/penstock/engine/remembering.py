@@ -24,34 +24,46 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("penstock")
 
+HANDS_OVER_S = 30.0
+"""For which a request that ended waits until its prompt's blocks are on disk."""
+LOOKS_S = 0.002  # between two looks whether they are
 READ_BYTES = 32 << 20
 """Of blocks that are read between two steps, for which all others wait."""
 _ADAPTERS = "of an adapter"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Keeping:
-    """A prompt whose blocks another process shall find: as many are queued as there is room for."""
+    """A prompt whose blocks another process shall find: queued in turns, as there is room."""
 
     remembering: Remembering
     keys: list[int]
     salt: str | None
+    left: bool = True  # something may be left to queue
+    _mark: int = 0
+    _written: int = -1  # blocks, when it was last looked
 
     @classmethod
     def of(cls, engine: Engine, tokens: Seq[int], options: RequestOptions) -> Keeping:
         """Of a request that asked to be handed over."""
         assert engine.remembering is not None  # it was checked
-        seen = engine.intake.seen(list(tokens), options)
-        keys = list(tokens) if seen is None else seen.keys
-        return cls(engine.remembering, keys, options.cache_salt)
+        checked = engine.intake.checked(tokens)
+        seen = engine.intake.seen(checked, options)
+        return cls(engine.remembering, checked if seen is None else seen.keys, options.cache_salt)
 
-    def __call__(self) -> bool:
-        """Whether there is nothing left to queue. The engine's thread's."""
-        return self.remembering.keep(self.keys, self.salt)
+    def queue(self) -> None:
+        """Queue what there is room for; what can't be written isn't tried for ever.
 
-    def settle(self) -> bool:
-        """Wait until what is queued is written; whether it was in time. Any thread's."""
-        return self.remembering.store.settle()
+        The engine's thread's.
+        """
+        files = self.remembering.store.files
+        self.left = self.remembering.keep(self.keys, self.salt) and files.written != self._written
+        self._written, self._mark = files.written, files.mark()
+
+    @property
+    def settled(self) -> bool:
+        """Whether what was queued by then was dealt with. Any thread's."""
+        return self.remembering.store.files.reached(self._mark)
 
 
 class Remembering:
@@ -117,18 +129,19 @@ class Remembering:
         return count * files.size
 
     def keep(self, keys: list[int], salt: str | None) -> bool:
-        """Queue what the tree has of a prompt and was left out; whether nothing is left to do.
+        """Queue what the tree has of a prompt and was left out; whether something is left.
 
-        What was left out because more would be on disk than may be stays so.
+        Of a prompt that is larger than the folder may be, nothing is.
         """
-        files = self.store.files
-        for node in self._tree.match(keys, salt):
-            if self._digest(node) in files:
-                continue
-            if files.is_full or files.is_busy:
-                return files.is_full
-            self._keep(node)
-        return True
+        files, nodes = self.store.files, self._tree.match(keys, salt)
+        if not files.holds(len(nodes)):
+            return False
+        for node in nodes:
+            if self._digest(node) not in files:
+                if files.is_busy:
+                    return True
+                self._keep(node)
+        return False
 
     def _insert(self, sequence: Sequence, nodes: list[Node], found: list[bytes]) -> None:
         """Put what was read after the blocks that there are."""

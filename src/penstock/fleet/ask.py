@@ -34,7 +34,8 @@ _FIRST = ("prompt_cache_key", "cache_salt", "tools", "system", "instructions")
 _CHARACTERS = 1 << 16
 """Of a prompt, by which an instance is chosen."""
 _MOST_SAMPLES = 4096  # that are counted: more than any instance takes
-_PIECE = 256  # of a text that is longer than that
+_PICTURE = "data:"  # begins its address
+_PIECE = 256  # of that
 
 
 @dataclass(slots=True)
@@ -46,9 +47,12 @@ class Ask:
     body: bytes
     headers: Sequence[tuple[str, str]] = ()
     prefix: bytes = field(init=False)  # how its prompt begins
+    size: int = field(init=False)  # characters of its prompt, pictures apart
 
     def __post_init__(self) -> None:
         self.prefix = _prefix(self.data)
+        parts = [self.data.get(name) for name in (*_FIRST, "messages", "prompt", "input")]
+        self.size = sum(map(_size, parts))
 
     @classmethod
     def of(cls, path: str, body: bytes, headers: Sequence[tuple[str, str]]) -> Ask:
@@ -107,18 +111,23 @@ class Ask:
 
     @property
     def may_be_handed_over(self) -> bool:
-        """Whether one instance can compute its prompt for another."""
-        return self.path in LIMITS and self.data.get("kv_transfer_params") is None
+        """Whether one instance can compute its prompt for another.
+
+        Not where every place of the prompt is read, or where what is left out of it depends on
+        how long the answer may be.
+        """
+        data = self.data
+        read = data.get("prompt_logprobs") is not None or (
+            data.get("echo") and data.get("logprobs")
+        )
+        cut = data.get("truncation") == "auto"
+        return self.path in LIMITS and data.get("kv_transfer_params") is None and not (read or cut)
 
     def prefill(self) -> Ask:
         """The same for the one that computes the prompt: a token, and no more."""
         data = {k: v for k, v in self.data.items() if k not in _OF_ANSWERS}
         data |= {LIMITS[self.path]: 1, "kv_transfer_params": {"do_remote_decode": True}}
         return Ask(self.path, data, dumps(data).encode(), self.headers)
-
-    def handed_over(self) -> None:
-        """Its prompt was computed: whoever gets it shall look for the blocks."""
-        self._change({"kv_transfer_params": {"do_remote_prefill": True}})
 
     def _change(self, fields: dict[str, Any]) -> None:
         before, self.data = self.data, self.data | fields
@@ -147,11 +156,24 @@ def _prefix(data: dict[str, Any]) -> bytes:
 
 
 def _shortened(value: Any) -> Any:
-    """With a hash for each text that is long, as a picture's is."""
+    """With a hash for each picture, and of a text that is long its beginning."""
     if isinstance(value, str):
-        return value if len(value) <= _CHARACTERS else [value[:_PIECE], hash(value)]
+        if value.startswith(_PICTURE):
+            return [value[:_PIECE], hash(value)]
+        return value[:_CHARACTERS]
     if isinstance(value, list):
         return [_shortened(x) for x in value]
     if isinstance(value, dict):
         return {k: _shortened(v) for k, v in value.items()}
     return value
+
+
+def _size(value: Any) -> int:
+    """Characters of all texts; a token's id counts as one of four."""
+    if isinstance(value, str):
+        return 0 if value.startswith(_PICTURE) else len(value)
+    if isinstance(value, list):
+        return sum(map(_size, value))
+    if isinstance(value, dict):
+        return sum(map(_size, value.values()))
+    return 4 if isinstance(value, int) else 0

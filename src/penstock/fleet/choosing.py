@@ -106,7 +106,7 @@ class ByPrefix:
     def knows(self, workers: Sequence[Worker], ask: Ask) -> float:
         path = _path(ask.prefix)
         most = max((self._length(worker.name, path) for worker in workers), default=0)
-        return most / max(len(path), 1)
+        return most * _CHUNK_BYTES / max(len(ask.prefix), ask.size, 1)
 
     def forget(self, worker: Worker) -> None:
         self._known.pop(worker.name, None)

@@ -15,6 +15,7 @@ from penstock.fleet.ensemble import Ensemble
 from penstock.server import ServerConfig
 
 Policy = Literal["prefix", "least", "round_robin"]
+DISK_DIR, DISK_SPACE = "--prefix-cache-dir", "--prefix-cache-disk-space"
 POLICIES: tuple[str, ...] = get_args(Policy)
 MAX_INSTANCES = 256
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:/-]{0,127}")
@@ -64,8 +65,8 @@ class ModelConfig:
     target_demand: float = 0.75  # of an instance, beyond which there shall be another
     prefill: int = 0  # further instances, which compute long prompts for the others
     prefill_workers: tuple[str, ...] = ()  # those that run elsewhere
-    prefill_from: int = 4096  # characters of a prompt, from which they do
-    prefill_space: float = 4.0  # GiB at most for what they hand over
+    prefill_from: int | None = None  # characters of a prompt, from which they do; 4096
+    prefill_space: float | None = None  # GiB at most for what they hand over; 4
     is_prefill: bool = False  # these are they
     first: int = 0  # instance's number, among those that share CPUs
 
@@ -111,11 +112,29 @@ class ModelConfig:
                 f"{self._here}: prefill is {self.prefill}, and its instances may all rest. Let at "
                 "least 1 always run."
             )
-        if self.prefill_from < 1 or not 0 < self.prefill_space < math.inf:
+        least, space = self.prefill_from, self.prefill_space
+        if (least is not None and least < 1) or (space is not None and not 0 < space < math.inf):
             raise ConfigError(
-                f"{self._here}: prefill_from is {self.prefill_from} and prefill_space "
-                f"{self.prefill_space:g}; both must be above 0."
+                f"{self._here}: prefill_from is {least} and prefill_space {space}; both must be "
+                "above 0."
             )
+        if least is not None and not (self.prefill or self.prefill_workers or self.is_prefill):
+            raise ConfigError(f"{self._here}: prefill_from is for models with prefill.")
+        own = [x.partition("=")[0] for x in self.options]
+        if space is not None and (DISK_DIR in own or not (self.prefill or self.is_prefill)):
+            raise ConfigError(
+                f"{self._here}: prefill_space is for models with prefill and without a {DISK_DIR} of "
+                "their own."
+            )
+        if self.prefill and DISK_SPACE in own and DISK_DIR not in own:
+            raise ConfigError(
+                f"{self._here}: {DISK_SPACE} is for a {DISK_DIR}; give prefill_space."
+            )
+
+    @property
+    def least_prefill(self) -> int:
+        """Characters of a prompt, from which it is computed apart."""
+        return self.prefill_from or 4096
 
     def _check_options(self) -> None:
         for option in self.options:

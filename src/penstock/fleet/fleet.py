@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import Literal
 
 from penstock.errors import PenstockError, nearest
-from penstock.fleet.config import FleetConfig, ModelConfig
+from penstock.fleet.config import DISK_DIR, DISK_SPACE, FleetConfig, ModelConfig
 from penstock.fleet.ensemble import Ensemble
 from penstock.fleet.folders import OwnFolder, temporary
 from penstock.fleet.group import Group
@@ -23,7 +23,7 @@ from penstock.server.limits import Gate
 
 logger = logging.getLogger("penstock.fleet")
 
-_KEPT, _SPACE = "--prefix-cache-dir", "--prefix-cache-disk-space"
+SPACE_GIB = 4.0  # at most, of a model's prompts on their way
 TICK_S = 0.5
 _KEPT_LATENCIES = 256
 State = Literal["starting", "ready", "draining", "failed"]
@@ -70,13 +70,21 @@ class Fleet:
 
     def _with_transfer(self, model: ModelConfig) -> ModelConfig:
         """With a folder by which its instances hand prompts over, where some shall."""
-        if not model.prefill or any(x.startswith(_KEPT) for x in model.options):
+        if not model.prefill or any(x.startswith(DISK_DIR) for x in model.options):
             return model
         if self._exchange is None:
             self._exchange = ExchangeFolder()
-        space = self._exchange.space(model.prefill_space)
-        more = (f"{_KEPT}={self._exchange.of(model.name)}", f"{_SPACE}={space:.6f}")
+        several = sum(1 for x in self.fleet_config.models if x.prefill)
+        space = self._exchange.space(model.prefill_space or SPACE_GIB, several)
+        fields = {"model": model.name, "folder": str(self._exchange.path), "gib": round(space, 2)}
+        logger.info("prompts are handed over", extra={"fields": fields})
+        more = (f"{DISK_DIR}={self._exchange.of(model.name)}", f"{DISK_SPACE}={space:.6f}")
         return replace(model, options=(*model.options, *more))
+
+    def forget_prompts(self) -> None:
+        """Those on their way from one instance to another, too."""
+        if self._exchange is not None:
+            self._exchange.clear()
 
     @property
     def everyone(self) -> list[Group]:
@@ -129,7 +137,10 @@ class Fleet:
             self._keeper.cancel()
             with suppress(asyncio.CancelledError):
                 await self._keeper
-        await asyncio.gather(*(group.stop_all() for group in self.everyone), *self._ends)
+        ends = (*(group.stop_all() for group in self.everyone), *self._ends)
+        for end in await asyncio.gather(*ends, return_exceptions=True):
+            if isinstance(end, Exception):
+                logger.error("an internal error", exc_info=end)
         if self._exchange is not None:
             self._exchange.remove()
         if self._folder is not None:

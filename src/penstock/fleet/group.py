@@ -77,7 +77,8 @@ class Group:
         self._folder = folder
         self._tasks: dict[Worker, asyncio.Task[None]] = {}
         self._stops: dict[Worker, asyncio.Task[None]] = {}
-        self._changed = asyncio.Event()
+        self._changed = asyncio.Event()  # of now: set, and made anew, with each change
+        self._complained = False
         self._scarce_since: float | None = None  # since when another instance was wanted
         self._idle_since: float | None = None  # since when one was too many
         self._key = os.environ.get(config.api_key_env) if config.api_key_env else None
@@ -121,6 +122,18 @@ class Group:
         """Requests that nobody computes now."""
         beyond = (max(0, x.outstanding - x.capacity) for x in self._tasks)
         return self.queued + sum(beyond)
+
+    @property
+    def has_room(self) -> bool:
+        """Whether one more would be computed at once."""
+        return self.outstanding < sum(worker.capacity for worker in self.ready)
+
+    def complain(self, worker: Worker, status: int, said: str) -> None:
+        """Tell, once, of one that computes no prompts for others."""
+        if not self._complained:
+            self._complained = True
+            fields = {"worker": worker.name, "status": status, "why": said}
+            logger.warning("prefill refused", extra={"fields": fields})
 
     @property
     def outstanding(self) -> int:
@@ -178,12 +191,12 @@ class Group:
         try:
             async with asyncio.timeout(patience_s):
                 while True:
-                    self._changed.clear()  # before looking: what comes meanwhile wakes it
+                    changed = self._changed  # before looking: what comes meanwhile sets it
                     found = [x for x in self.ready if (x.name, x.starts) not in tried]
                     if found or self.ready:
                         return Lease(self.chooser.choose(found or self.ready, ask), ask.sequences)
                     await self._ask_for_one()
-                    await self._changed.wait()
+                    await changed.wait()
         except TimeoutError as error:
             raise ApiError(
                 503,
@@ -285,6 +298,7 @@ class Group:
         found = [x for worker in self.ready for x in worker.models]
         self.listed = list({x["id"]: x for x in found}.values()) or self.listed
         self._changed.set()
+        self._changed = asyncio.Event()
 
     # ── scaling ──────────────────────────────────────────────────────────────────────────────
 

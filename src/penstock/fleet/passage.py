@@ -48,7 +48,7 @@ class Passage:
         self._exchange: Exchange | None = None
         self._tried: set[tuple[str, int]] = set()
         self._started = time.monotonic()
-        waiting = sum(x.backlog for x in fleet.groups.values())
+        waiting = sum(x.backlog for x in fleet.everyone)
         recent = fleet.recent_s
         each = sum(recent) / len(recent) if recent else None
         self._samples = ask.samples
@@ -114,26 +114,28 @@ class Passage:
 
         What can't be is left to the instance that answers: it computes what it doesn't find.
         """
-        by, ask = self.group.prefill, self.ask
-        long = len(ask.prefix) >= self.group.config.prefill_from
-        if by is None or not by.ready or not long or not ask.may_be_handed_over:
+        by, ask, group = self.group.prefill, self.ask, self.group
+        if by is None or not by.has_room or ask.size < group.config.least_prefill:
             return
-        if self.group.chooser.knows(self.group.ready, ask) >= _KNOWN:
+        if not ask.may_be_handed_over or ask.model not in (None, group.name):  # an adapter
             return
-        lease = self._lease = await by.lease(ask, set())
-        outcome = "broken"
+        if group.chooser.knows(group.ready, ask) >= _KNOWN:
+            return
+        one = ask.prefill()
+        lease = self._lease = await by.lease(one, set())
+        outcome = "left"
         try:
-            one = ask.prefill()
             exchange = await lease.worker.link.request("POST", one.path, one.headers, one.body)
             self._exchange = exchange
-            await exchange.whole()
+            said = await exchange.whole()
             outcome = str(exchange.status)
-            if exchange.status == 200:
-                ask.handed_over()
+            if exchange.status != 200:
+                by.complain(lease.worker, exchange.status, _message(said))
         except ExchangeError as failure:
+            outcome = "broken"
             lease.worker.broke(str(failure))
         finally:
-            self._fleet.metrics.prefilled(self.group.name, outcome)
+            self._fleet.metrics.prefilled(group.name, outcome)
             self._let_go()
 
     async def begin(self) -> Exchange:

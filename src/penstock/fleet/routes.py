@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
 from typing import Any
 
@@ -224,6 +225,7 @@ async def reset_prefix_cache(request: Request) -> Response:
             except ExchangeError as failure:
                 told[worker.name] = str(failure)
             group.chooser.forget(worker)
+    await asyncio.to_thread(fleet.forget_prompts)
     well = all(x == 200 for x in told.values())
     return JSONResponse(
         {"status": "ok" if well else "failed", "workers": told}, 200 if well else 502

@@ -23,9 +23,20 @@ class ExchangeFolder:
         folder.mkdir(exist_ok=True)
         return folder
 
-    def space(self, most_gib: float) -> float:
-        """GiB that blocks may take: `most_gib`, or a quarter of what is free."""
-        return min(most_gib, shutil.disk_usage(self._folder.path).free / _GIB / 4)
+    @property
+    def path(self) -> Path:
+        """Where it is."""
+        return self._folder.path
+
+    def space(self, most_gib: float, models: int) -> float:
+        """GiB that one model's blocks may take: `most_gib`, or its part of a quarter of what is
+        free."""
+        return min(most_gib, shutil.disk_usage(self._folder.path).free / _GIB / 4 / models)
+
+    def clear(self) -> None:
+        """Remove all blocks; who looks for one finds none."""
+        for file in self._folder.path.glob("*/*/*.kv"):
+            file.unlink(missing_ok=True)
 
     def remove(self) -> None:
         """Remove it and all that is in it."""
