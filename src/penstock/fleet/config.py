@@ -123,8 +123,8 @@ class ModelConfig:
         own = [x.partition("=")[0] for x in self.options]
         if space is not None and (DISK_DIR in own or not (self.prefill or self.is_prefill)):
             raise ConfigError(
-                f"{self._here}: prefill_space is for models with prefill and without a {DISK_DIR} of "
-                "their own."
+                f"{self._here}: prefill_space is for models with prefill and without a "
+                f"{DISK_DIR} of their own."
             )
         if self.prefill and DISK_SPACE in own and DISK_DIR not in own:
             raise ConfigError(
