@@ -138,16 +138,25 @@ class TestAsk:
         assert isinstance(nothing.data["seed"], int)
 
     def test_wishes(self) -> None:
+        limits = Limits(priority=3, ttft_slo_ms=5)
         one = chat("a")
-        one.wish(Limits(priority=3, ttft_slo_ms=5))
+        one.wish(limits, None)
         assert Ask.of("/", one.body, ()).data == one.data
         assert (one.data["priority"], one.data["ttft_slo_ms"]) == (3, 5)
         own = chat("a", priority=1)
-        own.wish(Limits(priority=3))
+        own.wish(limits, None)
         assert own.data["priority"] == 1
         tokens = ask("/tokenize", prompt="a")
-        tokens.wish(Limits(priority=3))
+        tokens.wish(limits, None)
         assert "priority" not in tokens.data
+        for policy, heeded in (
+            ("fcfs", set()),
+            ("priority", {"priority"}),
+            ("edf", {"ttft_slo_ms"}),
+        ):
+            plain = chat("a")
+            plain.wish(limits, policy)
+            assert plain.data.keys() - {"messages"} == heeded
 
     def test_sizes(self) -> None:
         assert ask(prompt=["a", "b"], n=3).sequences == 6

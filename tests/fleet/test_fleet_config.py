@@ -121,6 +121,13 @@ WRONG = {
     MODEL + 'cpus = [""]': "one set is empty",
     MODEL + 'cpus = ["a"]': "write it like 0-3,8",
     MODEL + 'instances = 200\ncpus = "split"': "can't be split among 200",
+    '[[model]]\nname="m"\nmodel=""': "model is empty",
+    '[[model]]\nname="m"\nworkers = ["http://a"]\ninstances = 2': "are for models started here",
+    '[[model]]\nname="m"\nworkers = ["http://a"]\nidle_timeout_s = 3': "models started here",
+    MODEL + '[[ensemble]]\nname = "e"\nstage = [{name = "a", model = "m", prompt = "x",'
+    + 'parameters = {foo = 1}}]': "stage 'a': parameters: 'foo' isn't a field",
+    MODEL + '[[ensemble]]\nname = "e"\nstage = [{name = "a", model = "m", prompt = "x",'
+    + 'parameters = {max_tokens = "a"}}]': "stage 'a': parameters: max_tokens",
     MODEL + "prefill = -1": "prefill is -1",
     MODEL + "prefill = 1.5": "prefill is 1.5; it must be an integer",
     MODEL + "prefill = 1\ninstances = [0, 1]": "its instances may all rest",
@@ -231,3 +238,11 @@ def test_prefillers_have_cpus_of_their_own() -> None:
     assert first is not None
     assert second is not None
     assert first + second == usable_cpus()
+
+
+def test_what_options_say() -> None:
+    options = ("--lora-modules", "a=x", "--lora-modules=b=y", "--scheduling-policy=edf")
+    model = ModelConfig("m", "x", options=options)
+    assert (model.adapters, model.policy) == (["a", "b"], "edf")
+    assert (ModelConfig("m", "x").adapters, ModelConfig("m", "x").policy) == ([], "fcfs")
+    assert ModelConfig("m", workers=("http://a",)).policy is None

@@ -350,6 +350,62 @@ def test_one_that_hangs_is_ended(local: Running) -> None:
 
 
 @pytest.mark.multiprocess
+def test_nothing_of_the_current_folder_is_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "torch.py").write_text("raise SystemExit(7)")
+    monkeypatch.chdir(tmp_path)
+    with running(FleetConfig((ModelConfig("m", "stories", options=SMALL),), front())) as fleet:
+        fleet.until(lambda x: x["state"] == "ready")
+
+
+@pytest.mark.multiprocess
+def test_models_that_are_busy_are_waited_for(local: Running) -> None:
+    """There is room for one of the two: requests to both are answered, one model's after the
+    other's."""
+    bodies = [{"model": x, "prompt": "a", "max_tokens": 400, "ignore_eos": True} for x in "abab"]
+    with ThreadPoolExecutor(4) as pool:
+        answers = list(pool.map(lambda x: local.post("/v1/completions", x), bodies))
+    assert [x.status_code for x in answers] == [200] * 4
+
+
+@pytest.mark.multiprocess
+def test_rest_begins_when_it_is_ready() -> None:
+    model = ModelConfig("m", "stories", (0, 1), SMALL, idle_timeout_s=0.5)
+    with running(FleetConfig((model,), front())) as fleet:
+        fleet.post("/models/load", {"model": "m"})
+        fleet.until(lambda x: x["models"][0]["state"] == "loaded")
+        fleet.until(lambda x: not x["models"][0]["workers"])
+
+
+@pytest.mark.multiprocess
+def test_adapters_of_a_model_that_is_not_loaded() -> None:
+    options = (*SMALL, "--lora-modules=verse=stories-verse")
+    with running(FleetConfig((ModelConfig("m", "stories", (0, 1), options),), front())) as fleet:
+        assert [x["id"] for x in fleet.get("/v1/models")["data"]] == ["m", "verse"]
+        answer = fleet.post("/v1/completions", {"model": "verse", "prompt": "a", "max_tokens": 2})
+        assert (answer.status_code, answer.json()["model"]) == (200, "verse")
+
+
+def test_ensembles_are_not_loaded(server: Server) -> None:
+    config = FleetConfig((elsewhere(server.url),), front(), ensembles=(ENSEMBLE,))
+    with running(config) as fleet:
+        for path in ("/models/load", "/models/unload"):
+            answer = fleet.post(path, {"model": "both"})
+            assert (answer.status_code, "is an ensemble" in answer.text) == (400, True)
+
+
+def test_keys_are_in_the_log(scripted: Scripted, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", "penstock.server")
+    with before(scripted) as fleet:
+        fleet.post("/v1/completions", PROMPT, **{"x-request-id": "mine"})
+    (said,) = (
+        x.fields for x in caplog.records if getattr(x, "fields", {}).get("request_id") == "mine"
+    )  # type: ignore[attr-defined]
+    assert (said["key"], said["worker"]) == ("everybody", "stories/0")
+
+
+@pytest.mark.multiprocess
 def test_unloading_twice_breaks_nothing_off(local: Running) -> None:
     body = {**LONG, "model": "a"}
     with local.client() as client, client.stream("POST", "/v1/completions", json=body) as answer:

@@ -77,8 +77,8 @@ def fleet(
 ) -> None:
     """Serve several models, each in processes of its own, under one address.
 
-    Requests name a model. An instance that ends is started again; what it was answering another
-    one, or it itself, goes on with.
+    Requests name a model. An instance that ends is started again, and its answers go on. What
+    penstock serve takes for one model stands in a file, below [model.options].
     """
     check_extra()
     from penstock.fleet.app import serve_fleet
@@ -94,7 +94,9 @@ def fleet(
         max_attempts=max_attempts,
         start_timeout_s=start_timeout,
     )
-    config = named(_OPTIONS, _config, models or [], instances or [], server, chosen)
+    files = [word for word in models or [] if word.endswith(".toml")]
+    names = {} if files else _OPTIONS  # a file's words are its own
+    config = named(names, _config, models or [], instances or [], server, chosen)
     configure(server.log_format)
     serve_fleet(config)
 

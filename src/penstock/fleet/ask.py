@@ -28,7 +28,8 @@ _OF_ANSWERS = frozenset(
      "structured_outputs", "top_logprobs", "use_beam_search")
 )  # fmt: skip
 """Fields that a prompt doesn't depend on."""
-_WISHES = ("priority", "ttft_slo_ms", "tpot_slo_ms")
+_WISHES = {"priority": "priority", "ttft_slo_ms": "edf", "tpot_slo_ms": "edf"}
+"""What keys wish for, by the policy that heeds it."""
 _WISHED = (*SAMPLED, "/v1/responses", "/v1/messages", "/v1/embeddings")
 _FIRST = ("prompt_cache_key", "cache_salt", "tools", "system", "instructions")
 _CHARACTERS = 1 << 16
@@ -96,9 +97,13 @@ class Ask:
         whole = [x for x in asked if isinstance(x, int) and not isinstance(x, bool)]
         return min(max([1, *whole]), _MOST_SAMPLES)
 
-    def wish(self, limits: Limits) -> None:
-        """Put in what its key wishes for and it doesn't say itself."""
-        wishes = {name: getattr(limits, name) for name in _WISHES}
+    def wish(self, limits: Limits, policy: str | None) -> None:
+        """Put in what its key wishes for and it doesn't say itself.
+
+        policy: the model's, which heeds some of it; None: it isn't known.
+        """
+        heeded = [name for name, by in _WISHES.items() if policy in (None, by)]
+        wishes = {name: getattr(limits, name) for name in heeded}
         wishes = {k: v for k, v in wishes.items() if v and self.data.get(k) is None}
         if wishes and self.path in _WISHED:
             self._change(wishes)

@@ -76,6 +76,18 @@ class ModelConfig:
                 f"A model is named {self.name!r}; a name has up to 128 letters, digits and any of "
                 ". _ : / -"
             )
+        if self.model == "":
+            raise ConfigError(f"{self._here}: model is empty.")
+        elsewhere = bool(self.workers) and not self.is_prefill
+        if elsewhere and (self.instances, self.cpus, self.idle_timeout_s) != (
+            (1, 1),
+            "shared",
+            300,
+        ):
+            raise ConfigError(
+                f"{self._here} runs elsewhere; instances, cpus and idle_timeout_s are for models "
+                "started here."
+            )
         if (self.model is None) == (not self.workers):
             raise ConfigError(f"{self._here}: give either model or workers.")
         least, most = self.instances
@@ -175,6 +187,24 @@ class ModelConfig:
         if missing or not all(self.cpus):
             told = f"{min(missing)} isn't usable here" if missing else "one set is empty"
             raise ConfigError(f"{self._here}: cpus: {told}.")
+
+    def _given(self, option: str) -> list[str]:
+        """What an option of its instances is given, as often as it is."""
+        words = list(self.options)
+        after = [words[i + 1] for i, word in enumerate(words[:-1]) if word == option]
+        return after + [x.partition("=")[2] for x in words if x.startswith(f"{option}=")]
+
+    @property
+    def adapters(self) -> list[str]:
+        """Names that its instances are told to serve adapters as."""
+        return [x.partition("=")[0] for x in self._given("--lora-modules") if not x.startswith("{")]
+
+    @property
+    def policy(self) -> str | None:
+        """By which its instances schedule; None: they aren't ours."""
+        if self.workers:
+            return None
+        return (self._given("--scheduling-policy") or ["fcfs"])[-1]
 
     @property
     def _parts(self) -> int:

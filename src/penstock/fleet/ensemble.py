@@ -7,7 +7,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from pydantic import ValidationError
+
 from penstock.errors import ConfigError
+from penstock.server.protocol.chat import ChatRequest
+from penstock.server.validation import describe
 
 INPUT = "input"
 """What the caller's last message is called in prompts."""
@@ -30,6 +34,15 @@ class Stage:
     def needs(self) -> set[str]:
         """What stands in its prompt."""
         return set(_PLACE.findall(self.prompt))
+
+    def check(self, here: str) -> None:
+        """Raises ConfigError for parameters that a request can't have."""
+        body = {"model": self.model, "messages": self.messages(dict.fromkeys(self.needs, "x"))}
+        try:
+            ChatRequest.model_validate(body | self.parameters)
+        except ValidationError as error:
+            said = describe(error.errors(), "").message
+            raise ConfigError(f"{here}: parameters: {said}") from error
 
     def messages(self, texts: dict[str, str]) -> list[dict[str, str]]:
         """The conversation that it is asked with."""
@@ -64,6 +77,7 @@ class Ensemble:
             wrong = next((x for x in stage.parameters if x in _FIXED), None)
             if wrong is not None:
                 raise ConfigError(f"{here}: {wrong} can't be among its parameters.")
+            stage.check(here)
             known.add(stage.name)
         unused = (
             known - {INPUT} - {x for s in self.stages for x in s.needs} - {self.stages[-1].name}

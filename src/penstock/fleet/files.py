@@ -108,7 +108,7 @@ def _model(table: Choices, where: str, folder: Path) -> ModelConfig:
     for name in ("workers", "prefill_workers"):
         if name in fields:
             fields[name] = _texts(fields[name], f"{here}: {name}")
-    if "model" in fields and (folder / fields["model"]).exists():
+    if fields.get("model") and (folder / fields["model"]).exists():
         fields["model"] = str(folder / fields["model"])  # as seen from the file
     return ModelConfig(**fields)
 

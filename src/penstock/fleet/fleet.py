@@ -24,6 +24,7 @@ from penstock.server.limits import Gate
 logger = logging.getLogger("penstock.fleet")
 
 SPACE_GIB = 4.0  # at most, of a model's prompts on their way
+ROOM_S = 0.1  # between two looks whether a model rests
 TICK_S = 0.5
 _KEPT_LATENCIES = 256
 State = Literal["starting", "ready", "draining", "failed"]
@@ -186,15 +187,17 @@ class Fleet:
 
     async def load(self, name: str) -> None:
         """Have at least one instance of it started. Raises ApiError."""
+        self._check_model(name)
         group = self.group(name)
         self._check_local(group, "loaded")
         if not group.alive:
-            await self._make_room(group)
+            await self._make_room(group, waits=False)
             group.start(max(1, group.config.instances[0]))
             group.used = time.monotonic()
 
     def unload(self, name: str) -> None:
         """End all its instances; they answer whom they have. Raises ApiError."""
+        self._check_model(name)
         group = self.group(name)
         self._check_local(group, "unloaded")
         if name != group.name:
@@ -212,6 +215,10 @@ class Fleet:
         for worker in group.workers:
             self._end(group.stop(worker))
 
+    def _check_model(self, name: str) -> None:
+        if name in self.ensembles:
+            raise ApiError(400, f"{name!r} is an ensemble; load its models.", param="model")
+
     @staticmethod
     def _check_local(group: Group, what: str) -> None:
         if not group.is_local:
@@ -219,10 +226,10 @@ class Fleet:
                 400, f"{group.name!r} runs elsewhere; it can't be {what} here.", param="model"
             )
 
-    async def _make_room(self, group: Group) -> None:
+    async def _make_room(self, group: Group, *, waits: bool = True) -> None:
         """End the model that rests longest where as many are loaded as may be.
 
-        Raises ApiError 503 where none rests.
+        waits: for one to rest; who asks has a limit. Else raises ApiError 503 where none does.
         """
         most = self.fleet_config.max_loaded
         if most is None:
@@ -235,6 +242,9 @@ class Fleet:
                 resting = [
                     x for x in loaded if not (x.config.instances[0] or x.outstanding)
                 ]  # fmt: skip
+                if not resting and waits:
+                    await asyncio.sleep(ROOM_S)
+                    continue
                 if not resting:
                     raise ApiError(
                         503,

@@ -148,14 +148,16 @@ class Group:
 
     @property
     def wanted(self) -> int:
-        """Instances for which demand would be what it should; not bounded by how many may be."""
+        """Instances for which demand would be what it should; not bounded by how many may be.
+
+        As many as always run, at least.
+        """
+        least = self.config.instances[0]
         known = [worker.capacity for worker in self._tasks if worker.capacity]
-        each = sum(known) / len(known) if known else math.inf
-        return (
-            math.ceil(self.outstanding / (each * self.config.target_demand))
-            if known
-            else int(self.outstanding > 0)
-        )
+        if not known:
+            return max(least, int(self.outstanding > 0))
+        each = sum(known) / len(known)
+        return max(least, math.ceil(self.outstanding / (each * self.config.target_demand)))
 
     @property
     def state(self) -> str:
@@ -175,7 +177,8 @@ class Group:
     def names(self) -> list[str]:
         """Its own, and of adapters that its workers serve."""
         listed = [str(x["id"]) for x in self.listed if x.get("parent") is not None]
-        return [self.name, *(name for name in listed if name != self.name)]
+        own = [self.name, *self.config.adapters]
+        return [*own, *(name for name in listed if name not in own)]
 
     # ── requests ─────────────────────────────────────────────────────────────────────────────
 
@@ -309,7 +312,8 @@ class Group:
         least, most = self.config.instances
         wanted = min(max(self.wanted, least), most)
         current = len(self.alive)
-        if self.outstanding:
+        starting = any(x.state == "starting" for x in self._tasks)
+        if self.outstanding or starting:  # it rests from when it is ready
             self.used = now
         scarce = wanted > current and self._failed_lately is None
         idle = wanted < current
@@ -317,7 +321,7 @@ class Group:
             self.start(least)
             return None
         self._scarce_since = (self._scarce_since or now) if scarce and current else None
-        self._idle_since = (self._idle_since or now) if idle else None
+        self._idle_since = (self._idle_since or now) if idle and not starting else None
         if self._scarce_since is not None and now - self._scarce_since >= SCALE_UP_S:
             self._scarce_since = None
             self.start(wanted)

@@ -19,7 +19,7 @@ from penstock.fleet.group import Group, Lease
 from penstock.fleet.link import Exchange
 from penstock.fleet.worker import Worker
 from penstock.http1 import ExchangeError
-from penstock.server.answers import accounted, broken
+from penstock.server.answers import broken
 from penstock.server.errors import ApiError
 from penstock.server.keys import Key
 from penstock.server.sse import EventStream, event
@@ -169,12 +169,9 @@ class Passage:
         if lease.life == lease.worker.starts:
             lease.worker.broke(str(failure))
         self.count("broken")
-        logger.warning(
-            "broken",
-            extra={
-                "fields": {"worker": self.worker, "attempt": self.attempts, "why": str(failure)}
-            },
-        )
+        name = dict(self.ask.headers).get("x-request-id")
+        fields = {"request_id": name, "worker": self.worker, "attempt": self.attempts}
+        logger.warning("broken", extra={"fields": fields | {"why": str(failure)}})
         if self.attempts >= self._fleet.fleet_config.max_attempts:
             raise ApiError(
                 502,
@@ -184,9 +181,7 @@ class Passage:
             ) from failure
 
     def count(self, outcome: str) -> None:
-        """Enter what an instance answered. One of ours has written a line of the log."""
-        if self.group.is_local and outcome != "broken":
-            accounted()
+        """Enter what an instance answered."""
         self._fleet.metrics.asked(self.group.name, self.worker, outcome)
 
     # ── streams ──────────────────────────────────────────────────────────────────────────────

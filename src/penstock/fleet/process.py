@@ -43,7 +43,7 @@ class Instance:
         ours, its = os.pipe()
         try:
             process = await asyncio.create_subprocess_exec(
-                sys.executable, "-c", _RUN, str(os.getpid()), which, "serve", *arguments,
+                sys.executable, "-P", "-c", _RUN, str(os.getpid()), which, "serve", *arguments,
                 stdin=DEVNULL, stdout=its, stderr=its, env=variables,
                 start_new_session=True,  # Ctrl-C in a terminal is the fleet's to heed
             )  # fmt: skip

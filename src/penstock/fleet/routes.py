@@ -56,14 +56,15 @@ async def hand_on(request: Request) -> Response:
     headers = [(k, v) for k, v in request.headers.items() if k not in _KEPT_BACK]
     headers.append(("x-request-id", request.state.request_id))
     ask = Ask.of(request.scope["path"], await request.body(), headers)
-    ask.wish(request.state.key.limits)
     name = ask.model
     ensemble = fleet.ensembles.get(name) if name is not None else None
     if ensemble is not None:
         return await answer_in_stages(request, fleet, ensemble, ask)
+    group = fleet.group(name)
+    ask.wish(request.state.key.limits, group.config.policy)
     if ask.streams:
         ask.settle_seed()
-    passage = Passage(fleet, fleet.group(name), ask, request.state.key)
+    passage = Passage(fleet, group, ask, request.state.key)
     request.state.ticket = passage
     answer = await unless_gone(request.receive, passage.answer())
     request.state.answer_headers = passage.headers
@@ -162,9 +163,9 @@ async def ready(request: Request) -> Response:
     lacking = [x for x in fleet.groups.values() if not x.ready and not x.may_rest]
     if fleet.state in ("ready", "starting") and not lacking:
         return JSONResponse({"status": "ready"})
-    reason = f"The fleet is {fleet.state}."
-    if lacking:
-        reason += "".join(f" {x.name!r} is {x.state}. {x.why}" for x in lacking)
+    reason = " ".join(f"{x.name!r} is {x.state}. {x.why}".strip() for x in lacking)
+    if fleet.state not in ("ready", "starting"):
+        reason = f"The fleet is {fleet.state}. {reason}".strip()
     return JSONResponse({"status": "not ready", "reason": reason}, 503)
 
 

@@ -14,7 +14,7 @@ from penstock.fleet.ask import Ask
 from penstock.fleet.ensemble import INPUT, Ensemble, Stage
 from penstock.fleet.fleet import Fleet
 from penstock.fleet.passage import Passage
-from penstock.server.errors import ApiError, unsupported
+from penstock.server.errors import ApiError
 from penstock.server.sse import dumps, unless_gone
 
 _PATH = "/v1/chat/completions"
@@ -45,7 +45,7 @@ async def answer_in_stages(
         )
     for field in ("tools", "functions"):
         if ask.data.get(field):
-            raise unsupported(field, "An ensemble calls no tools.")
+            raise ApiError(400, "An ensemble calls no tools. Leave them out.", param=field)
     passages = request.state.ticket = _Passages()
     texts = {INPUT: _said_last(ask)}
 
@@ -55,10 +55,10 @@ async def answer_in_stages(
         data = kept | {"model": stage.model, "messages": stage.messages(texts)}
         data = stage.parameters | data if last else data | stage.parameters
         made = Ask(_PATH, data, dumps(data).encode(), ask.headers)
-        made.wish(request.state.key.limits)
+        group = fleet.group(stage.model)
+        made.wish(request.state.key.limits, group.config.policy)
         if made.streams:
             made.settle_seed()
-        group = fleet.group(stage.model)
         return passages.add(Passage(fleet, group, made, request.state.key))
 
     async def text_of(stage: Stage) -> tuple[str, str]:

@@ -196,6 +196,8 @@ class LocalWorker(Worker):
         while not self._end.is_set():
             self.become("starting", "It is starting.")
             self.starts += 1
+            fields = {"worker": self.name, "state": "starting"}
+            logger.info("worker", extra={"fields": fields})
             self.capacity, self.models = 0, []
             was_ready, code = False, None
             try:

@@ -87,6 +87,10 @@ class Answer:
             "status": self.status,
             "seconds": round(time.perf_counter() - self.start, 4),
         }
+        worker = scope["state"].get("answer_headers", {}).get("X-Penstock-Worker")
+        if worker is not None:  # a fleet's, whose own line says more
+            fields["worker"] = worker
+        error = error or self.failure
         if error is not None:
             fields |= {"code": error.code, "error": shortened(error.message)}
         return fields
