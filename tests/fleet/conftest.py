@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import socket
 import struct
@@ -189,6 +190,16 @@ def pair(server: Server) -> Iterator[Pair]:
         one = stack.enter_context(running(config))
         one.until(lambda x: [w["state"] for w in x["models"][0]["workers"]] == ["ready"] * 2)
         yield Pair(one, cut, server)
+
+
+@pytest.fixture(autouse=True)
+def logs_are_pytests() -> Iterator[None]:
+    """Whatever a command that ran in this process before has set up."""
+    one = logging.getLogger("penstock")
+    before = one.handlers, one.propagate
+    one.handlers, one.propagate = [], True
+    yield
+    one.handlers, one.propagate = before
 
 
 @pytest.fixture(autouse=True)
