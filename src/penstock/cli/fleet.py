@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -15,7 +15,6 @@ from penstock.cli.server_options import (
     FrontOptions,
     check_extra,
     named,
-    one_of,
     option,
 )
 from penstock.errors import ConfigError
@@ -72,7 +71,6 @@ def fleet(
         float | None,
         option(help="Seconds for an instance to be ready. Default: 600.", panel=_PANEL),
     ] = None,
-    page: Annotated[bool, option("--page/--no-page", help="The page at /.", panel="Server")] = True,
     front: FrontOptions = FRONT,
 ) -> None:
     """Serve several models, each in processes of its own, under one address.
@@ -85,9 +83,7 @@ def fleet(
     from penstock.server import ServerConfig
     from penstock.server.logs import configure
 
-    if policy is not None:
-        one_of("--policy", policy, "prefix", "least", "round_robin")
-    server = named(_OPTIONS, ServerConfig, **front.chosen(), page=page)
+    server = named(_OPTIONS, ServerConfig, **front.chosen())
     chosen = given(
         policy=policy,
         max_loaded=max_loaded,
@@ -102,7 +98,7 @@ def fleet(
 
 
 def _config(
-    words: list[str], instances: list[str], server: ServerConfig, chosen: dict[str, object]
+    words: list[str], instances: list[str], server: ServerConfig, chosen: dict[str, Any]
 ) -> FleetConfig:
     """The fleet of a file, or of what was named. Raises ConfigError."""
     from penstock.fleet.config import FleetConfig
@@ -120,7 +116,7 @@ def _config(
     unknown = [name for name in counts if name and name not in [x.name for x in models]]
     if unknown:
         raise ConfigError(f"--instances has {unknown[0]!r}, and no model is named so.")
-    return FleetConfig(tuple(models), server, **chosen)  # type: ignore[arg-type]
+    return FleetConfig(tuple(models), server, **chosen)
 
 
 def _model(word: str, counts: dict[str, tuple[int, int]]) -> ModelConfig:

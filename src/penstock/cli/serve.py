@@ -113,7 +113,6 @@ def serve(
             panel=_SERVER,
         ),
     ] = True,
-    page: Annotated[bool, option("--page/--no-page", help="The page at /.", panel=_SERVER)] = True,
     trust_request_chat_template: Annotated[
         bool,
         option(
@@ -245,7 +244,6 @@ def serve(
         reasoning_parser=reasoning_parser,
         enable_auto_tool_choice=enable_auto_tool_choice,
         otlp_endpoint=otlp_traces_endpoint,
-        page=page,
         allow_runtime_lora_updating=adapters.allow_runtime_lora_updating,
     )
     modules = adapters.modules(served_model_name or [model])

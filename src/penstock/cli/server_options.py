@@ -60,6 +60,7 @@ class FrontOptions:
     shutdown_timeout: Annotated[
         float, option(help="Seconds for running requests after SIGTERM.", panel=_SERVER)
     ] = 60.0
+    page: Annotated[bool, option("--page/--no-page", help="The page at /.", panel=_SERVER)] = True
     api_key: Annotated[
         list[str] | None,
         option(
@@ -133,6 +134,7 @@ class FrontOptions:
             "host": self.host,
             "port": self.port,
             "uds": self.uds,
+            "page": self.page,
             "keys": _keys(self.api_key, self.api_key_file, limits),
             "limits": limits,
             "allow_unauthenticated": self.allow_unauthenticated,

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from penstock.server.body import read_json
@@ -32,6 +33,8 @@ _WISHES = {"priority": "priority", "ttft_slo_ms": "edf", "tpot_slo_ms": "edf"}
 """What keys wish for, by the policy that heeds it."""
 _WISHED = (*SAMPLED, "/v1/responses", "/v1/messages", "/v1/embeddings")
 _FIRST = ("prompt_cache_key", "cache_salt", "tools", "system", "instructions")
+_PROMPTS = ("messages", "prompt", "input")
+CHUNK_BYTES = 128
 _CHARACTERS = 1 << 16
 """Of a prompt, by which an instance is chosen."""
 _MOST_SAMPLES = 4096  # that are counted: more than any instance takes
@@ -39,7 +42,7 @@ _PICTURE = "data:"  # begins its address
 _PIECE = 256  # of that
 
 
-@dataclass(slots=True)
+@dataclass
 class Ask:
     """One request: where to, what, and with which headers."""
 
@@ -47,13 +50,25 @@ class Ask:
     data: dict[str, Any]
     body: bytes
     headers: Sequence[tuple[str, str]] = ()
-    prefix: bytes = field(init=False)  # how its prompt begins
-    size: int = field(init=False)  # characters of its prompt, pictures apart
 
-    def __post_init__(self) -> None:
-        self.prefix = _prefix(self.data)
-        parts = [self.data.get(name) for name in (*_FIRST, "messages", "prompt", "input")]
-        self.size = sum(map(_size, parts))
+    @cached_property
+    def prefix(self) -> bytes:
+        """How its prompt begins."""
+        return _prefix(self.data)
+
+    @cached_property
+    def chunks(self) -> list[int]:
+        """Of the prefix, each known by a hash of all up to its end."""
+        found, before = [], 0
+        for start in range(0, len(self.prefix), CHUNK_BYTES):
+            before = hash((before, self.prefix[start : start + CHUNK_BYTES]))
+            found.append(before)
+        return found
+
+    @cached_property
+    def size(self) -> int:
+        """Characters of its prompt, pictures apart."""
+        return sum(_size(self.data.get(name)) for name in (*_FIRST, *_PROMPTS))
 
     @classmethod
     def of(cls, path: str, body: bytes, headers: Sequence[tuple[str, str]]) -> Ask:
@@ -132,7 +147,9 @@ class Ask:
         """The same for the one that computes the prompt: a token, and no more."""
         data = {k: v for k, v in self.data.items() if k not in _OF_ANSWERS}
         data |= {LIMITS[self.path]: 1, "kv_transfer_params": {"do_remote_decode": True}}
-        return Ask(self.path, data, dumps(data).encode(), self.headers)
+        made = Ask(self.path, data, dumps(data).encode(), self.headers)
+        made.chunks = self.chunks
+        return made
 
     def _change(self, fields: dict[str, Any]) -> None:
         before, self.data = self.data, self.data | fields
@@ -147,7 +164,7 @@ def _prefix(data: dict[str, Any]) -> bytes:
     """How a prompt begins: a longer conversation begins as a shorter one does."""
     parts = [data.get(name) for name in _FIRST]
     text = dumps([_shortened(x) for x in parts if x is not None])
-    for name in ("messages", "prompt", "input"):
+    for name in _PROMPTS:
         found = data.get(name)
         if isinstance(found, list):
             size = len(text)

@@ -8,10 +8,9 @@ from itertools import count
 from typing import Protocol
 
 from penstock.errors import ConfigError
-from penstock.fleet.ask import Ask
+from penstock.fleet.ask import CHUNK_BYTES, Ask
 from penstock.fleet.worker import Worker
 
-_CHUNK_BYTES = 128
 _KEPT_CHUNKS = 1 << 14  # of each instance: 2 MB of prompts
 _AHEAD, _AHEAD_TIMES = 4, 1.5
 """Sequences, and times as many, that an instance may have more than the idlest one and still be
@@ -90,7 +89,7 @@ class ByPrefix:
         self.asked = 0
 
     def choose(self, workers: Sequence[Worker], ask: Ask) -> Worker:
-        path = _path(ask.prefix)
+        path = ask.chunks
         lengths = {worker.name: self._length(worker.name, path) for worker in workers}
         idlest = min(workers, key=_busyness)
         chosen = max(workers, key=lambda x: (lengths[x.name], -_busyness(x)[0]))
@@ -104,9 +103,9 @@ class ByPrefix:
         return chosen
 
     def knows(self, workers: Sequence[Worker], ask: Ask) -> float:
-        path = _path(ask.prefix)
+        path = ask.chunks
         most = max((self._length(worker.name, path) for worker in workers), default=0)
-        return most * _CHUNK_BYTES / max(len(ask.prefix), ask.size, 1)
+        return most * CHUNK_BYTES / max(len(ask.prefix), ask.size, 1)
 
     def forget(self, worker: Worker) -> None:
         self._known.pop(worker.name, None)
@@ -131,11 +130,3 @@ class ByPrefix:
 
 def _is_ahead(one: int, other: int) -> bool:
     return one > other + _AHEAD and one > other * _AHEAD_TIMES
-
-
-def _path(prefix: bytes) -> list[int]:
-    found, before = [], 0
-    for start in range(0, len(prefix), _CHUNK_BYTES):
-        before = hash((before, prefix[start : start + _CHUNK_BYTES]))
-        found.append(before)
-    return found

@@ -132,13 +132,13 @@ class ModelConfig:
             )
         if least is not None and not (self.prefill or self.prefill_workers or self.is_prefill):
             raise ConfigError(f"{self._here}: prefill_from is for models with prefill.")
-        own = [x.partition("=")[0] for x in self.options]
-        if space is not None and (DISK_DIR in own or not (self.prefill or self.is_prefill)):
+        own = self.given(DISK_DIR)
+        if space is not None and (own or not (self.prefill or self.is_prefill)):
             raise ConfigError(
                 f"{self._here}: prefill_space is for models with prefill and without a "
                 f"{DISK_DIR} of their own."
             )
-        if self.prefill and DISK_SPACE in own and DISK_DIR not in own:
+        if self.prefill and self.given(DISK_SPACE) and not own:
             raise ConfigError(
                 f"{self._here}: {DISK_SPACE} is for a {DISK_DIR}; give prefill_space."
             )
@@ -188,7 +188,7 @@ class ModelConfig:
             told = f"{min(missing)} isn't usable here" if missing else "one set is empty"
             raise ConfigError(f"{self._here}: cpus: {told}.")
 
-    def _given(self, option: str) -> list[str]:
+    def given(self, option: str) -> list[str]:
         """What an option of its instances is given, as often as it is."""
         words = list(self.options)
         after = [words[i + 1] for i, word in enumerate(words[:-1]) if word == option]
@@ -197,14 +197,14 @@ class ModelConfig:
     @property
     def adapters(self) -> list[str]:
         """Names that its instances are told to serve adapters as."""
-        return [x.partition("=")[0] for x in self._given("--lora-modules") if not x.startswith("{")]
+        return [x.partition("=")[0] for x in self.given("--lora-modules") if not x.startswith("{")]
 
     @property
     def policy(self) -> str | None:
         """By which its instances schedule; None: they aren't ours."""
         if self.workers:
             return None
-        return (self._given("--scheduling-policy") or ["fcfs"])[-1]
+        return (self.given("--scheduling-policy") or ["fcfs"])[-1]
 
     @property
     def _parts(self) -> int:

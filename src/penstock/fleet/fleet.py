@@ -71,7 +71,7 @@ class Fleet:
 
     def _with_transfer(self, model: ModelConfig) -> ModelConfig:
         """With a folder by which its instances hand prompts over, where some shall."""
-        if not model.prefill or any(x.startswith(DISK_DIR) for x in model.options):
+        if not model.prefill or model.given(DISK_DIR):
             return model
         if self._exchange is None:
             self._exchange = ExchangeFolder()

@@ -188,14 +188,15 @@ class Passage:
 
     async def _events(self, exchange: Exchange) -> AsyncGenerator[bytes, None]:
         """Whole events as they come; those of another instance where this one breaks."""
-        sent = Sent()
+        sent, goes_on = Sent(), self.ask.path in SAMPLED
         continuation: Continuation | None = None
         while True:
             try:
                 async for events in self._whole_events(exchange):
                     new = events if continuation is None else continuation.filter(events)
                     if new:
-                        sent.add(new)
+                        if goes_on:
+                            sent.add(new)
                         yield new
                 self.count("200")
                 return
@@ -203,7 +204,7 @@ class Passage:
                 if sent.ended:  # all was said
                     return
                 self._broke(failure)
-                if self.ask.path not in SAMPLED:
+                if not goes_on:
                     raise ApiError(
                         502,
                         f"{self.worker} broke in the middle of its answer: {failure} "
