@@ -13,20 +13,17 @@ from __future__ import annotations
 
 import argparse
 import json
-import signal
 import statistics
 import sys
 import tempfile
-import time
 from pathlib import Path
 from typing import Any
 
-from benchmarks.server import ended, load, results, serving
+from benchmarks.server import beside_long_prompts, serving
 
 from penstock.bench.environment import environment
 from penstock.hardware import detect
 
-_WARM_UP_S = 12.0
 _WAYS = {"alike": "instances = 2", "apart": "instances = 1\nprefill = 1\nprefill_from = 2000"}
 _FLEET = """
 [[model]]
@@ -40,28 +37,18 @@ options = ["--quantization={quantization}", "--max-model-len=2304", "--tokenizer
 
 def measure(way: str, arguments: argparse.Namespace) -> dict[str, Any]:
     """The streams' times between tokens, and the long prompts' first token."""
-    tokenizer = ("--tokenizer", str(arguments.tokenizer))
     with tempfile.TemporaryDirectory() as folder:
-        short, long, file = (Path(folder) / x for x in ("short.json", "long.json", "fleet.toml"))
+        file = Path(folder) / "fleet.toml"
         file.write_text(_FLEET.format(way=_WAYS[way], **vars(arguments)))
         with serving(str(file), command="fleet") as fleet:
-            streams = load(fleet.url, short, *tokenizer, "--random-input-len", "32",
-                           "--random-output-len", "64", "--max-concurrency", "4", "--num-prompts",
-                           "100000", "--seed", "1")  # fmt: skip
-            time.sleep(_WARM_UP_S)
-            ended(load(
-                fleet.url, long, *tokenizer, "--random-input-len", "2000", "--random-output-len",
-                "8", "--max-concurrency", "1", "--num-prompts", str(arguments.prompts),
-                "--seed", "2",
-            ))  # fmt: skip
-            streams.send_signal(signal.SIGINT)  # it tells what it has
-            streams.wait(60)
-        found = results(short)
-        return {
-            "streams_itl_s": found["itl_s"],
-            "streams_tokens_per_s": found["output_tokens_per_s"],
-            "long_ttft_s": results(long)["ttft_s"],
-        }
+            short, long = beside_long_prompts(
+                fleet.url, Path(folder), arguments.tokenizer, arguments.prompts
+            )
+    return {
+        "streams_itl_s": short["itl_s"],
+        "streams_tokens_per_s": short["output_tokens_per_s"],
+        "long_ttft_s": long["ttft_s"],
+    }
 
 
 def main() -> None:

@@ -12,20 +12,17 @@ from __future__ import annotations
 
 import argparse
 import json
-import signal
 import statistics
 import sys
 import tempfile
-import time
 from pathlib import Path
 from typing import Any
 
-from benchmarks.server import ended, load, results, serving
+from benchmarks.server import beside_long_prompts, serving
 
 from penstock.bench.environment import environment
 from penstock.hardware import detect
 
-_WARM_UP_S = 12.0
 _MODES = {
     "chunked": ("--max-num-batched-tokens", "256"),
     "whole": ("--no-enable-chunked-prefill", "--max-num-batched-tokens", "2304"),
@@ -34,23 +31,16 @@ _MODES = {
 
 def measure(mode: str, arguments: argparse.Namespace) -> dict[str, Any]:
     """The streams' times between tokens, and the long prompts' first token."""
-    tokenizer = ("--tokenizer", str(arguments.tokenizer))
-    options = ("--quantization", arguments.quantization, "--max-model-len", "2304")
-    with tempfile.TemporaryDirectory() as folder:
-        short, long = Path(folder) / "short.json", Path(folder) / "long.json"
-        with serving(str(arguments.model), *options, *tokenizer, *_MODES[mode]) as server:
-            streams = load(server.url, short, *tokenizer, "--random-input-len", "32",
-                           "--random-output-len", "64", "--max-concurrency", "4", "--num-prompts",
-                           "100000", "--seed", "1")  # fmt: skip
-            time.sleep(_WARM_UP_S)
-            ended(load(
-                server.url, long, *tokenizer, "--random-input-len", "2000", "--random-output-len",
-                "8", "--max-concurrency", "1", "--num-prompts", str(arguments.prompts),
-                "--seed", "2",
-            ))  # fmt: skip
-            streams.send_signal(signal.SIGINT)  # it tells what it has
-            streams.wait(60)
-        return {"streams_itl_s": results(short)["itl_s"], "long_ttft_s": results(long)["ttft_s"]}
+    options = ("--quantization", arguments.quantization, "--max-model-len", "2304",
+               "--tokenizer", str(arguments.tokenizer))  # fmt: skip
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        serving(str(arguments.model), *options, *_MODES[mode]) as server,
+    ):
+        short, long = beside_long_prompts(
+            server.url, Path(folder), arguments.tokenizer, arguments.prompts
+        )
+    return {"streams_itl_s": short["itl_s"], "long_ttft_s": long["ttft_s"]}
 
 
 def main() -> None:

@@ -8,12 +8,14 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+_WARM_UP_S = 12.0  # of streams, before long prompts come
 _READY = re.compile(r"url=(http://127\.0\.0\.1:(\d+))")
 _PENSTOCK = (sys.executable, "-m", "penstock.cli.main")
 
@@ -69,3 +71,24 @@ def results(path: Path) -> dict[str, Any]:
     """The figures that a load has left."""
     found: dict[str, Any] = json.loads(path.read_text())["results"]
     return found
+
+
+def beside_long_prompts(
+    url: str, folder: Path, tokenizer: Path, prompts: int
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """(figures of four short streams that run all the time, of prompts of 2,000 tokens beside them
+    that come one after the other).
+    """
+    reads, short, long = (
+        ("--tokenizer", str(tokenizer)),
+        folder / "short.json",
+        folder / "long.json",
+    )
+    streams = load(url, short, *reads, "--random-input-len", "32", "--random-output-len", "64",
+                   "--max-concurrency", "4", "--num-prompts", "100000", "--seed", "1")  # fmt: skip
+    time.sleep(_WARM_UP_S)
+    ended(load(url, long, *reads, "--random-input-len", "2000", "--random-output-len", "8",
+               "--max-concurrency", "1", "--num-prompts", str(prompts), "--seed", "2"))  # fmt: skip
+    streams.send_signal(signal.SIGINT)  # it tells what it has
+    streams.wait(60)
+    return results(short), results(long)
