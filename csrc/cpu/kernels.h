@@ -472,7 +472,7 @@ const Kernels& kernels();
 // Memory that a thread keeps for `purpose` until it ends, at least `bytes` long, 64-byte aligned.
 enum class Scratch : int {
   rows, row, tiles, sums, partials, unpacked, gate, tasks, scores, select, columns, largest,
-  places, picked, hidden, change, routed, products, count
+  places, picked, hidden, change, routed, products, found, count
 };
 void* scratch(Scratch purpose, size_t bytes);
 

@@ -5,6 +5,9 @@
 #include <new>
 #include <type_traits>
 
+#include "gathered.h"
+#include "parallel.h"
+
 namespace penstock {
 namespace {
 
@@ -30,6 +33,7 @@ void call(const LatentQueryArgs& a) { latent_query(a); }
 void call(const LatentCacheArgs& a) { kernels().latent_cache(a); }
 void call(const AttentionArgs& a) { kernels().attention(a); }
 void call(const HeadsArgs& a) { head_linear(a); }
+void call(const GatherEmbeddingArgs& a) { gather_embedding(a); }
 void call(const RowsArgs& a) {
   for (int64_t row = 0; row < a.rows; row++)
     if (!a.wanted || a.wanted[row] != 0)
@@ -72,6 +76,38 @@ void Program::finish(int logits) {
       if (value >= 0 && value != logits && last[static_cast<size_t>(value)] == i)
         free.push_back(buffer_of_[static_cast<size_t>(value)]);
   }
+  find_direct();
+}
+
+// A product whose only reader is a meeting, and what the meeting gives: nobody changes that, and it was
+// read before the next meeting, after which others may write there (ranks.h).
+void Program::find_direct() {
+  gathered_by_.assign(values_.size(), -1);
+  place_.assign(values_.size(), nullptr);
+  const auto meets = [](const Node& node) {
+    return std::holds_alternative<GatherColumnsArgs>(node.args) ||
+           std::holds_alternative<GatherEmbeddingArgs>(node.args);
+  };
+  const auto uses = [&](int value) {
+    std::vector<size_t> found;
+    for (size_t i = 0; i < nodes_.size(); i++)
+      if (nodes_[i].x == value || nodes_[i].y == value) found.push_back(i);
+    return found;
+  };
+  for (size_t i = 0; i < nodes_.size(); i++) {
+    const auto* gather = std::get_if<GatherColumnsArgs>(&nodes_[i].args);
+    if (!gather) continue;
+    const std::vector<size_t> made = uses(nodes_[i].x), read = uses(nodes_[i].y);
+    const auto* product = std::get_if<LinearArgs>(&nodes_[made.front()].args);
+    if (made.size() != 2 || !product || product->adds) continue;
+    size_t next = i + 1;
+    while (next < nodes_.size() && !meets(nodes_[next])) next++;
+    const bool changed = std::count_if(read.begin(), read.end(), [&](size_t node) {
+                           return nodes_[node].y == nodes_[i].y;
+                         }) > 1;
+    if (nodes_[i].y == logits_ || (!changed && read.back() < next))
+      gathered_by_[static_cast<size_t>(nodes_[i].x)] = static_cast<int>(i);
+  }
 }
 
 // The soft cap that the logits go through at last.
@@ -86,13 +122,58 @@ bool Program::finds_largest() const {
   const auto end = nodes_.begin() + static_cast<std::ptrdiff_t>(count);
   if (count == 0 || std::count_if(nodes_.begin(), end, writes) != 1 || !writes(nodes_[count - 1]))
     return false;
-  const LinearArgs* product = std::get_if<LinearArgs>(&nodes_[count - 1].args);
+  const auto last = static_cast<int>(count) - 1;
+  const Node* node = &nodes_[count - 1];
+  if (std::holds_alternative<GatherColumnsArgs>(node->args)) {
+    if (gathered_by_[static_cast<size_t>(node->x)] != last) return false;
+    node = &*std::find_if(nodes_.begin(), end, [&](const Node& made) { return made.y == node->x; });
+  }
+  const LinearArgs* product = std::get_if<LinearArgs>(&node->args);
   return product && !product->gated && !product->adds;
+}
+
+// Let a product write its columns into the place of the meeting that follows, or find their largest.
+void Program::write_direct(LinearArgs& a, const Node& node, const Output& output) {
+  const int by = gathered_by_[static_cast<size_t>(node.y)];
+  if (by < 0) return;
+  const Node& meeting = nodes_[static_cast<size_t>(by)];
+  const auto& gather = std::get<GatherColumnsArgs>(meeting.args);
+  char*& all = place_[static_cast<size_t>(meeting.y)];
+  all = nullptr;
+  if (output.largest && meeting.y == logits_) {
+    a.largest = kept<Largest>(Scratch::found, a.rows);
+    if (const SoftcapArgs* after = last_cap()) a.cap = after->cap;
+    return;
+  }
+  const int64_t columns = at(meeting.y).columns;
+  if (a.rows * columns * gather.item > gather.at.place_bytes) return;
+  all = place(gather.at);
+  a.y = all + gather.bounds[gather.at.rank] * gather.item;
+  a.y_stride = columns;
+}
+
+void Program::gather(const GatherColumnsArgs& a, const Node& node, const Output& output) {
+  const bool last = node.y == logits_;
+  if (last && output.largest) {
+    gather_largest({a.at, a.bounds, kept<Largest>(Scratch::found, a.rows), output.largest, a.rows,
+                    a.reader});
+    return;
+  }
+  const char* all = place_[static_cast<size_t>(node.y)];
+  if (!all) return gather_columns(a);
+  meet(a.at);
+  if (!last || (a.reader >= 0 && a.reader != a.at.rank)) return;
+  const auto bytes = static_cast<size_t>(at(node.y).columns * a.item);
+  parallel(a.threads, a.rows, [&](int64_t row) {
+    __builtin_memcpy(static_cast<char*>(a.y) + static_cast<size_t>(row) * bytes,
+                     all + static_cast<size_t>(row) * bytes, bytes);
+  });
 }
 
 void* Program::data(int value, const Output& output) const {
   if (value < 0) return nullptr;
   if (value == logits_) return output.logits;
+  if (char* all = place_[static_cast<size_t>(value)]) return all;
   return buffers_[static_cast<size_t>(buffer_of_[static_cast<size_t>(value)])].data.get();
 }
 
@@ -119,6 +200,7 @@ void Program::bind(Args& a, const Node& node, const StepArrays& step, const Outp
       a.largest = output.largest;
       if (const SoftcapArgs* after = last_cap()) a.cap = after->cap;
     }
+    write_direct(a, node, output);
   } else if constexpr (std::is_same_v<Args, EmbeddingArgs>) {
     a.tokens = node.ids == Ids::tokens      ? step.tokens
                : node.ids == Ids::positions ? step.positions
@@ -192,6 +274,15 @@ void Program::bind(Args& a, const Node& node, const StepArrays& step, const Outp
     a.x_stride = stride;
     a.y = y;
     a.rows = rows;
+  } else if constexpr (std::is_same_v<Args, GatherColumnsArgs>) {
+    a.x = x;
+    a.x_stride = stride;
+    a.y = y;
+    a.rows = rows;
+  } else if constexpr (std::is_same_v<Args, GatherEmbeddingArgs>) {
+    a.ids = step.tokens;
+    a.y = y;
+    a.rows = rows;
   } else if constexpr (std::is_same_v<Args, RowsArgs>) {
     a.rows = rows;
     (a.keeps ? a.from_stride : a.to_stride) = a.row_bytes;
@@ -246,7 +337,10 @@ void Program::run(const StepArrays& step, const Output& output, int threads, dou
         [&](auto args) {
           bind(args, node, step, output);
           if constexpr (!std::is_same_v<decltype(args), RowsArgs>) args.threads = threads;
-          call(args);
+          if constexpr (std::is_same_v<decltype(args), GatherColumnsArgs>)
+            gather(args, node, output);
+          else
+            call(args);
         },
         node.args);
   }

@@ -12,6 +12,7 @@
 
 #include "latent.h"
 #include "mixture.h"
+#include "ranks.h"
 
 namespace penstock {
 
@@ -56,7 +57,7 @@ class Program {
   struct Node {
     std::variant<LinearArgs, EmbeddingArgs, NormArgs, AddArgs, SoftcapArgs, GateArgs, LoraArgs,
                  ExpertsArgs, GateRowsArgs, RotaryCacheArgs, LatentQueryArgs, LatentCacheArgs, AttentionArgs, HeadsArgs,
-                 RowsArgs>
+                 RowsArgs, GatherColumnsArgs, GatherEmbeddingArgs>
         args;
     int x, y;
     Ids ids;
@@ -84,7 +85,8 @@ class Program {
   // What all buffers hold now.
   size_t bytes() const;
 
-  // Whether `run` can find each row's largest logit alone: logits are a product's, soft cap aside.
+  // Whether `run` can find each row's largest logit alone: logits are a product's, soft cap aside, or
+  // put together of several ranks'.
   bool finds_largest() const;
 
   // The experts that any token of the last run chose, of all layers together.
@@ -108,6 +110,10 @@ class Program {
   };
 
   void* data(int value, const Output& output) const;
+  // Which products ranks put together without copying them, and where their parts are read.
+  void find_direct();
+  void write_direct(LinearArgs& a, const Node& node, const Output& output);
+  void gather(const GatherColumnsArgs& a, const Node& node, const Output& output);
   template <typename Args>
   void bind(Args& args, const Node& node, const StepArrays& step, const Output& output);
   const SoftcapArgs* last_cap() const;
@@ -115,6 +121,10 @@ class Program {
   std::vector<Value> values_;
   std::vector<Node> nodes_;
   std::vector<int> buffer_of_;
+  // Of a product's value, whose columns a rank writes where all will read them: the node that says when
+  // they may; −1 of others. And where what that node gives lies in this run, if it is there.
+  std::vector<int> gathered_by_;
+  std::vector<char*> place_;
   std::vector<Buffer> buffers_;
   int logits_ = -1;
   int64_t experts_used_ = 0;

@@ -17,6 +17,7 @@
     │   └── RequestTimeoutError           it took longer than its caller allowed
     ├── KernelError (RuntimeError)        the native library is broken or was misused
     ├── MissingExtraError (ImportError)   an optional dependency isn't installed
+    ├── RankError (RuntimeError)          another process of a divided model has ended
     └── EngineDeadError (RuntimeError)    the engine's thread has stopped
 
 A message says what happened, gives the numbers, and names the way out.
@@ -102,6 +103,10 @@ class KernelError(PenstockError, RuntimeError):
 
 class MissingExtraError(PenstockError, ImportError):
     """An optional dependency isn't installed."""
+
+
+class RankError(PenstockError, RuntimeError):
+    """Another of the processes that compute a model together has ended, or couldn't begin."""
 
 
 class EngineDeadError(PenstockError, RuntimeError):

@@ -17,7 +17,8 @@ from penstock.models.load import LoadedModel
 from penstock.models.spec import ModelSpec
 from penstock.nn import Decoder
 from penstock.runtime import Program, Runtime
-from penstock.runtime.loader import layout_of, runner_over
+from penstock.runtime.loader import runner_over
+from penstock.runtime.sizing import layout_of
 from penstock.sampling import BeamSearchParams
 
 from ..exactness import bits

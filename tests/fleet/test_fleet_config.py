@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
+from penstock.cpus import numa_cpus, parse_cpus, usable_cpus
 from penstock.errors import ConfigError
 from penstock.fleet.config import FleetConfig, ModelConfig
-from penstock.fleet.cpus import numa_cpus, parse_cpus, usable_cpus
 from penstock.fleet.files import read_fleet
 from penstock.server import Key, Limits, ServerConfig
 

@@ -19,8 +19,8 @@ import httpx2 as httpx
 import pytest
 from typer.testing import Result
 
+from penstock.cpus import usable_cpus
 from penstock.fleet.config import FleetConfig, ModelConfig
-from penstock.fleet.cpus import usable_cpus
 from tests.fleet.conftest import Running, front, running
 from tests.fleet.test_continuing import said
 

@@ -18,9 +18,9 @@ from penstock.models.load import describe, load_model, weight_bytes
 from penstock.runtime import Program
 from penstock.runtime.device import CPU, Device
 from penstock.runtime.footprint import Footprint, _stand_in, footprint
-from penstock.runtime.loader import layout_of
 from penstock.runtime.memory import activation_bytes
 from penstock.runtime.plan import fixed_tensors
+from penstock.runtime.sizing import layout_of
 
 FORMATS = (None, "w8a8", "w8a16", "w4a8", "w4a16-g64-asym", "fp8", "nf4", "nvfp4")
 GPU = Device(torch.device("cuda"), by_triton=True)

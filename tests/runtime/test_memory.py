@@ -15,8 +15,8 @@ from penstock.models.load import load_model
 from penstock.nn import AttentionSpec, DecoderSpec, LayerSpec, MlpSpec, NormSpec
 from penstock.runtime import plan_blocks, plan_swap
 from penstock.runtime.device import Device
-from penstock.runtime.loader import _cache, layout_of
 from penstock.runtime.memory import COMFORTABLE_BYTES, SWAP_BYTES, activation_bytes
+from penstock.runtime.sizing import layout_of, sized_cache
 
 LAYOUT = PagedLayout(((4, 64),), torch.bfloat16, 32)  # 32 KiB a block, 1 KiB a token
 KIB, MIB = 1 << 10, 1 << 20
@@ -68,12 +68,12 @@ def test_a_gpu_keeps_room_for_the_largest_step() -> None:
     one = layout.nbytes(layout.blocks_for(loaded.max_model_len))
     share = config.cache.memory_fraction
     enough = int(one / share) + layout.bytes_per_block
-    _, blocks = _cache(config, loaded, None, device=replace(gpu, free=beside + enough))
+    _, blocks = sized_cache(config, loaded, None, device=replace(gpu, free=beside + enough))
     assert blocks == layout.blocks_for(loaded.max_model_len)
     for free, num_blocks in ((enough, None), (beside + one // 2, blocks)):
         few = replace(config, cache=replace(config.cache, num_blocks=num_blocks))
         with pytest.raises(OutOfCacheError, match=r"beside .* of the largest step"):
-            _cache(few, loaded, None, device=replace(gpu, free=free))
+            sized_cache(few, loaded, None, device=replace(gpu, free=free))
 
 
 def test_a_block_is_what_the_test_thinks() -> None:

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from penstock.config.lora import LoraConfig
+from penstock.config.parallel import ParallelConfig, guesses_by_layers
 from penstock.config.parts import CacheConfig, ModelConfig, SchedulerConfig
 from penstock.config.speculative import SpeculativeConfig
 from penstock.errors import ConfigError, nearest
@@ -19,13 +20,15 @@ _ALIASES = {
 }
 
 _NOTHING: dict[str, tuple[tuple[Any, ...], str]] = {
-    "tensor_parallel_size": ((None, 1), "a model runs on one device"),
-    "pipeline_parallel_size": ((None, 1), "a model runs on one device"),
-    "data_parallel_size": ((None, 1), "an engine is one process"),
+    "pipeline_parallel_size": (
+        (None, 1),
+        "a model is divided by columns, not by layers (tensor_parallel_size)",
+    ),
+    "data_parallel_size": ((None, 1), "several engines are a fleet (penstock fleet)"),
     "trust_remote_code": ((None, False), "no code of a checkpoint is ever run"),
     "tokenizer_mode": ((None, "auto"), "there is one kind of tokenizer for each model"),
     "max_cpu_loras": ((None,), "adapters lie in the memory that they run from: max_loras"),
-    "fully_sharded_loras": ((None, False), "a model runs on one device"),
+    "fully_sharded_loras": ((None, False), "adapters and tensor_parallel_size don't go together"),
     "lora_dtype": ((None, "auto"), "adapters are what the model computes in"),
     "disable_log_stats": ((None, True), "nothing is logged of each step; stats() has it"),
 }
@@ -41,6 +44,7 @@ class EngineConfig:
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
     speculative: SpeculativeConfig | None = None
     lora: LoraConfig = field(default_factory=LoraConfig)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
     given: frozenset[str] = field(default=frozenset(), compare=False, repr=False)
     """Names of the fields that somebody chose, whatever their value."""
 
@@ -77,6 +81,7 @@ class EngineConfig:
             "cache": CacheConfig,
             "scheduler": SchedulerConfig,
             "lora": LoraConfig,
+            "parallel": ParallelConfig,
         }
         known = {f.name: part for part, kind in parts.items() for f in fields(kind)}
         chosen: dict[str, dict[str, Any]] = {part: {} for part in parts}
@@ -107,7 +112,7 @@ class EngineConfig:
         engine_only = {"seed", "enable_prefix_caching"}
         return any(
             getattr(part, f.name) != f.default
-            for part in (self.model, self.cache, self.lora)
+            for part in (self.model, self.cache, self.lora, self.parallel)
             for f in fields(part)
             if f.name not in engine_only
         )
@@ -115,7 +120,17 @@ class EngineConfig:
     def check_together(self) -> None:
         """Raises ConfigError where fields of two parts contradict each other."""
         scheduler, length = self.scheduler, self.model.max_model_len
-        self.lora.check_method(None if self.speculative is None else self.speculative.method)
+        method = None if self.speculative is None else self.speculative.method
+        self.lora.check_method(method)
+        self.parallel.check_beside(
+            {
+                "enable_lora": self.lora.enable_lora,
+                f"guesses by {method!r}": guesses_by_layers(method),
+                "kv_cache_dtype='kivi'": self.cache.kv_cache_dtype == "kivi",
+                "a prefix_cache_dir": self.cache.prefix_cache_dir is not None,
+                "load_format='dummy'": self.model.load_format == "dummy",
+            }
+        )
         asked = scheduler.preemption_mode == "swap" or bool(scheduler.swap_space)
         if self.cache.kv_cache_dtype == "kivi" and asked:
             raise ConfigError(

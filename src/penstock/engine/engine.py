@@ -72,7 +72,9 @@ class Engine:
             self.remembering = Remembering(runtime.disk, self.tree, self.pool, block_size)
         self.clock = clock
         model = runtime.model
-        costs = CostModel(model.spec.decoder, model.model.formats, runtime.layout, model.dtype)
+        costs = CostModel(
+            model.spec.decoder, model.model.formats, runtime.whole_layout, model.dtype
+        )
         self.ledger = Ledger(costs, kept_peaks_on(runtime.device))
         limits, layout = config.scheduler, runtime.layout
         # committed as it is first used, where it isn't a GPU's

@@ -9,8 +9,8 @@ from dataclasses import dataclass, field, replace
 from typing import Literal, get_args
 from urllib.parse import urlsplit
 
+from penstock.cpus import numa_cpus, usable_cpus
 from penstock.errors import ConfigError, nearest
-from penstock.fleet.cpus import numa_cpus, usable_cpus
 from penstock.fleet.ensemble import Ensemble
 from penstock.server import ServerConfig
 

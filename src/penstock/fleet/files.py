@@ -7,9 +7,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from penstock.cpus import parse_cpus
 from penstock.errors import ConfigError, nearest
 from penstock.fleet.config import FleetConfig, ModelConfig
-from penstock.fleet.cpus import parse_cpus
 from penstock.fleet.ensemble import Ensemble, Stage
 from penstock.server import ServerConfig
 

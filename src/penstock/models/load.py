@@ -20,6 +20,7 @@ from penstock.models.spec import ModelSpec
 from penstock.models.weights import Progress, Source, Stored, load_weights, stored_formats
 from penstock.nn import Decoder, DecoderSpec, RopeSpec
 from penstock.nn.parameters import Loadable
+from penstock.parallel import Ranks
 from penstock.quant import PANELS, Storage, WeightFormats, formats_of
 
 logger = logging.getLogger(__name__)
@@ -61,10 +62,12 @@ class Description:
     source: Source | None  # of the weights; None: they are random
     generation: dict[str, Any]  # generation_config.json's, or a file's own; of no weights: empty
 
-    def decoder(self) -> Decoder:
-        """The model without its weights. Raises ConfigError where its tables don't fit."""
+    def decoder(self, ranks: Ranks | None = None) -> Decoder:
+        """The model without its weights; ranks: of processes that have a part of it each. Raises
+        ConfigError where its tables don't fit.
+        """
         _check_tables(self.spec.decoder, self.max_model_len)
-        return Decoder(self.spec.decoder, self.formats, self.dtype, self.max_model_len)
+        return Decoder(self.spec.decoder, self.formats, self.dtype, self.max_model_len, ranks)
 
     def loaded(self, model: Decoder) -> LoadedModel:
         """With the model that has come out of it."""
@@ -172,16 +175,17 @@ def load_model(
     progress: Progress | None = None,
     stored: Stored | None = None,
     device: torch.device = CPU,
+    ranks: Ranks | None = None,
     **asked: Unpack[Asked],
 ) -> LoadedModel:
     """Read the checkpoint in `folder`, or the GGUF file of that path.
 
     stored: takes each tensor away once it is packed; memory is then not looked at beforehand.
-    device: where weights are to be, in the end.
+    device: where weights are to be, in the end. ranks: keep the part of this one.
     """
     found = describe(folder, **asked)
     assert found.source is not None  # one that is described by its files
-    model = found.decoder()
+    model = found.decoder(ranks)
     if stored is None:  # on their way to a GPU they are here, too
         _check_memory(model, found, min(_free(CPU), _free(device)))
     load_weights(model, found.spec, found.source, progress, stored)
@@ -292,6 +296,8 @@ def _dtype(asked: str, spec: ModelSpec, checkpoint: Source) -> torch.dtype:
 def _check_memory(model: Decoder, found: Description, free: int) -> None:
     """Refuse weights that can't fit before reading or making them."""
     need, formats = weight_bytes(model), found.formats
+    if model.ranks is not None:  # the first asks for all of them, which load at the same time
+        need *= model.ranks.size if model.ranks.rank == 0 else 0
     if need <= free:
         return
     ways = ["free some memory", "use a smaller model"]

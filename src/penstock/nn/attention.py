@@ -11,7 +11,9 @@ from penstock.nn.linear import Linear
 from penstock.nn.norm import Norm
 from penstock.nn.parameters import Vector
 from penstock.nn.rope import RotaryTable
+from penstock.nn.shared import heads_of, own_attention, own_qkv
 from penstock.nn.spec import AttentionSpec, NormSpec
+from penstock.parallel import Gather, Part, Ranks
 from penstock.quant import WeightFormat
 from penstock.step import LayerCache, Step
 
@@ -32,7 +34,11 @@ def _named(beside: list[Tensor]) -> dict[str, Any]:
 
 
 class Attention(nn.Module):
-    """norm and qkv → norm, rotate, write → attend; `out` is the caller's last step."""
+    """norm and qkv → norm, rotate, write → attend; `out` is the caller's last step.
+
+    ranks: of a step that several processes compute: each has some heads, their queries, keys and
+    values, and what those saw is put together for `out`.
+    """
 
     def __init__(
         self,
@@ -42,13 +48,23 @@ class Attention(nn.Module):
         qkv: WeightFormat,
         out: WeightFormat,
         table: RotaryTable | None,
+        ranks: Ranks | None = None,
     ) -> None:
         super().__init__()
-        self.spec = spec
-        self.q_size = spec.num_heads * spec.head_dim
-        self.kv_size = spec.num_kv_heads * spec.head_dim
-        self.qkv = Linear(hidden, self.q_size + 2 * self.kv_size, spec.qkv_bias, qkv)
-        self.out = Linear(self.q_size, hidden, spec.out_bias, out)
+        self.spec = own = spec
+        self.gather: Gather | None = None
+        qkv_part = out_part = heads = None
+        if ranks is not None:
+            self.spec = own = own_attention(spec, ranks)
+            queries, _ = heads_of(spec, ranks)
+            heads, self.gather = queries.own, Gather(queries.times(spec.head_dim))
+            qkv_part, out_part = own_qkv(spec, ranks), Part.of(ranks.split(hidden))
+        self.q_size = own.num_heads * spec.head_dim
+        self.kv_size = own.num_kv_heads * spec.head_dim
+        columns = self.q_size + 2 * self.kv_size
+        self.qkv = Linear(hidden, columns, spec.qkv_bias, qkv, part=qkv_part)
+        seen = spec.num_heads * spec.head_dim
+        self.out = Linear(seen, hidden, spec.out_bias, out, part=out_part)
         self.table = table
         self.eps = norm.eps
         full = spec.qk_norm == "full"
@@ -56,7 +72,7 @@ class Attention(nn.Module):
         if spec.qk_norm != "none":
             self.q_norm = Norm(self.q_size if full else spec.head_dim, norm)
             self.k_norm = Norm(self.kv_size if full else spec.head_dim, norm)
-        self.sinks = Vector(spec.num_heads) if spec.sinks else None
+        self.sinks = Vector(spec.num_heads, heads) if spec.sinks else None
 
     def forward(self, x: Tensor, before: Norm | None, step: Step, cache: LayerCache) -> Tensor:
         """x [T, D] → what the heads saw [T, H · Dh], for `out`; writes keys and values."""
@@ -81,7 +97,7 @@ class Attention(nn.Module):
             *beside,
             copies=step.copies,
         )
-        return ops.paged_attention(
+        seen = ops.paged_attention(
             q,
             key_cache,
             value_cache,
@@ -95,3 +111,4 @@ class Attention(nn.Module):
             **_named(beside),
             **({} if spec.causal else _WHOLE),
         )
+        return seen if self.gather is None else self.gather(seen)

@@ -15,8 +15,10 @@ from penstock.nn.layer import DecoderLayer
 from penstock.nn.linear import Embedding, Linear, TiedEmbedding
 from penstock.nn.norm import Norm
 from penstock.nn.rope import RotaryTable
+from penstock.nn.shared import check_shareable, own_layers
 from penstock.nn.spec import DecoderSpec, GridSpec, LayerSpec, RopeSpec, VisionSpec
 from penstock.nn.vision import VisionTower
+from penstock.parallel import Part, Ranks
 from penstock.quant import Dense, Storage, WeightFormats
 from penstock.step import KV, Step
 
@@ -103,24 +105,33 @@ class Decoder(nn.Module):
         formats: WeightFormats,
         dtype: torch.dtype,
         max_len: int | None = None,
+        ranks: Ranks | None = None,
     ) -> None:
+        """ranks: of processes that compute each step together, of which this is one; the first is
+        given the logits. Raises UnsupportedModelError for what they can't share.
+        """
         super().__init__()
+        if ranks is not None:
+            check_shareable(spec)
         self.spec = spec
         self.formats = formats
         self.dtype = dtype
+        self.ranks = ranks
         self.head = Linear(
             spec.hidden,
             spec.vocab_size,
             spec.head_bias,
             formats.of("head"),
             out_dtype=torch.float32,
+            part=None if ranks is None else Part.of(ranks.split(spec.vocab_size), reader=0),
         )
         self.embed: nn.Module
         scale = torch.tensor(spec.embed_scale, dtype=dtype).item()  # Gemma was trained with it so
         if spec.tied:
             self.embed = TiedEmbedding(self.head, scale)
         else:
-            self.embed = Embedding(spec.vocab_size, spec.hidden, dtype, scale)
+            share = None if ranks is None else ranks.split(spec.hidden)
+            self.embed = Embedding(spec.vocab_size, spec.hidden, dtype, scale, share)
         self.positions = (
             Embedding(spec.learned_positions, spec.hidden, dtype)
             if spec.learned_positions
@@ -136,13 +147,20 @@ class Decoder(nn.Module):
                     tables[rope] = RotaryTable(rope, max_len or spec.max_position)
                 table = tables[rope]
             own = {name: formats.of(f"layers.{i}.{at}") for name, at in matrices_of(layer).items()}
-            self.layers.append(DecoderLayer(spec.hidden, layer, spec.norm, own, table, dtype))
+            self.layers.append(
+                DecoderLayer(spec.hidden, layer, spec.norm, own, table, dtype, ranks)
+            )
         self.norm = Norm(spec.hidden, spec.norm)
         self.vision: VisionTower | GridTower | None = None
         if spec.vision is not None:
             self.vision = tower_of(spec.vision, dtype, self.head.weight_format.storage)
         self.kept: KeptStates | None = None
         self.placed: PlacedRows | None = None
+
+    @property
+    def cached_layers(self) -> tuple[LayerSpec, ...]:
+        """The layers as this process's cache holds them."""
+        return self.spec.layers if self.ranks is None else own_layers(self.spec, self.ranks)
 
     def hidden_states(self, step: Step, kv: KV, layers: int | None = None) -> Tensor:
         """The residual stream [T, D] that the final norm reads; after the first `layers` of them.

@@ -15,17 +15,24 @@ from penstock.nn.mlp import Mlp, add_product
 from penstock.nn.norm import Norm, Scale
 from penstock.nn.rope import RotaryTable
 from penstock.nn.spec import AttentionSpec, LayerSpec, MlpSpec, NormSpec
+from penstock.parallel import Ranks
 from penstock.quant import WeightFormat
 from penstock.step import LayerCache, Step
 
 
 def feed_forward(
-    hidden: int, spec: MlpSpec, formats: Mapping[str, WeightFormat], dtype: torch.dtype
+    hidden: int,
+    spec: MlpSpec,
+    formats: Mapping[str, WeightFormat],
+    dtype: torch.dtype,
+    ranks: Ranks | None = None,
 ) -> Mlp | Experts:
-    """The block that `spec` describes; formats: of its matrices; dtype: of activations."""
+    """The block that `spec` describes; formats: of its matrices; dtype: of activations; ranks: who
+    shares them.
+    """
     up, down = formats["up"], formats["down"]
     if spec.experts is None:
-        return Mlp(hidden, spec, up, down)
+        return Mlp(hidden, spec, up, down, ranks)
     shared = None
     if spec.experts.shared:
         wide = replace(spec, intermediate=spec.experts.shared, experts=None)
@@ -40,11 +47,12 @@ def self_attention(
     formats: Mapping[str, WeightFormat],
     table: RotaryTable | None,
     dtype: torch.dtype,
+    ranks: Ranks | None = None,
 ) -> Attention | LatentAttention:
     """The attention that `spec` describes; arguments as `feed_forward`'s."""
     if spec.latent is not None:
-        return LatentAttention(hidden, spec, norm, formats, table, dtype)
-    return Attention(hidden, spec, norm, formats["qkv"], formats["out"], table)
+        return LatentAttention(hidden, spec, norm, formats, table, dtype, ranks)
+    return Attention(hidden, spec, norm, formats["qkv"], formats["out"], table, ranks)
 
 
 def _after(hidden: int, spec: LayerSpec, norm: NormSpec) -> Norm | Scale | None:
@@ -65,11 +73,12 @@ class DecoderLayer(nn.Module):
         formats: Mapping[str, WeightFormat],
         table: RotaryTable | None,
         dtype: torch.dtype,
+        ranks: Ranks | None = None,
     ) -> None:
         super().__init__()
         self.parallel = spec.parallel
-        self.attention = self_attention(hidden, spec.attention, norm, formats, table, dtype)
-        self.mlp = feed_forward(hidden, spec.mlp, formats, dtype)
+        self.attention = self_attention(hidden, spec.attention, norm, formats, table, dtype, ranks)
+        self.mlp = feed_forward(hidden, spec.mlp, formats, dtype, ranks)
         self.attention_norm = Norm(hidden, norm) if spec.pre_norm else None
         self.mlp_norm = Norm(hidden, norm) if spec.pre_norm else None
         self.attention_post_norm = _after(hidden, spec, norm)

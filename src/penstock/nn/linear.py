@@ -12,7 +12,9 @@ from penstock.nn.norm import Norm
 from penstock.nn.parameters import Loadable, Packing, as_float32, plain
 from penstock.ops import ACTIVATIONS, Activation
 from penstock.ops.panels import COLUMNS, round_up
+from penstock.parallel import Gather, Part, Share
 from penstock.quant import Codes, Packed, WeightFormat
+from penstock.quant.formats.quantized import Quantized
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +30,8 @@ class Change:
 class Linear(Packing):
     """y = act(norm(x) · Wᵀ + b) with W [N, K] stored in `weight_format`.
 
-    gated: W is gate above up, [2·N, K], and y = act(gate) · up.
+    gated: W is gate above up, [2·N, K], and y = act(gate) · up. part: which rows of W this rank
+    has, where several processes compute a step together; None: all.
     """
 
     def __init__(
@@ -41,10 +44,12 @@ class Linear(Packing):
         activation: Activation = "none",
         gated: bool = False,
         out_dtype: torch.dtype | None = None,
+        part: Part | None = None,
     ) -> None:
         super().__init__()
         self.in_features = in_features
-        self.out_features = out_features
+        self.out_features = out_features if part is None else part.size
+        self.part = part
         self.has_bias = bias
         self.weight_format = weight_format
         self.activation: Activation = activation
@@ -53,19 +58,32 @@ class Linear(Packing):
         self.change: Change | None = None
 
     def expected(self) -> dict[str, tuple[int, ...]]:
-        rows = self.out_features * (2 if self.gated else 1)
+        rows = self.out_features if self.part is None else self.part.whole
+        rows *= 2 if self.gated else 1
         shapes: dict[str, tuple[int, ...]] = {"weight": (rows, self.in_features)}
         if self.has_bias:
             shapes["bias"] = (rows,)
         return shapes
 
     def load(self, name: str, tensor: Tensor | Codes) -> None:
+        if self.part is not None:
+            tensor = self._own_rows(name, tensor, self.part)
         if isinstance(tensor, Codes):
             self.hold(self.weight_format.pack_codes(tensor, self.gated))
         elif name == "bias":
             self.own("bias", as_float32(tensor))
         else:
             self.hold(self.weight_format.pack(tensor, self.gated))
+
+    def _own_rows(self, name: str, tensor: Tensor | Codes, part: Part) -> Tensor | Codes:
+        """What this rank has of a matrix or its bias; rounded as all of it is."""
+        index, held = part.index(self.gated), self.weight_format
+        if isinstance(tensor, Codes):
+            return tensor.rows(index)
+        if name == "weight" and isinstance(held, Quantized) and not held.scheme.rows_apart:
+            packed = held.pack(tensor, self.gated)
+            return held.codes(packed, part.whole, self.in_features, self.gated).rows(index)
+        return tensor[index]
 
     def hold(self, packed: Packed) -> None:
         """Take the matrix as it is stored."""
@@ -90,7 +108,7 @@ class Linear(Packing):
                 weight = norm.parameter("weight")
             else:
                 x = norm(x)
-        return self.weight_format.matmul(
+        y = self.weight_format.matmul(
             x,
             self.packed,
             self._parameters["bias"],
@@ -101,6 +119,8 @@ class Linear(Packing):
             gated=self.gated,
             out_dtype=self.out_dtype,
         )
+        gather = None if self.part is None else self.part.gather
+        return y if gather is None else gather(y)
 
     def _changed(self, x: Tensor, change: Change, adapters: Tensor) -> Tensor:
         """The same with what adapters add: step by step, to the bits of one operator for all."""
@@ -119,16 +139,28 @@ class Linear(Packing):
         if adapters is not None and self.change is not None:
             ops.add_(residual, self._changed(x, self.change, adapters))
             return
+        if self.part is not None:
+            ops.add_(residual, self(x))
+            return
         self.weight_format.add_(residual, x, self.packed, self._parameters["bias"])
 
 
 class Embedding(Loadable):
-    """Token embedding with a plain [V, D] table."""
+    """Token embedding with a plain [V, D] table; share: of its columns, among ranks."""
 
-    def __init__(self, vocab_size: int, dim: int, dtype: torch.dtype, scale: float = 1.0) -> None:
+    def __init__(
+        self,
+        vocab_size: int,
+        dim: int,
+        dtype: torch.dtype,
+        scale: float = 1.0,
+        share: Share | None = None,
+    ) -> None:
         super().__init__()
         self.vocab_size = vocab_size
         self.dim = dim
+        self.columns = range(dim) if share is None else share.own
+        self.gather = None if share is None else Gather(share)
         self.dtype = dtype
         self.scale = scale
 
@@ -137,13 +169,15 @@ class Embedding(Loadable):
 
     @property
     def nbytes(self) -> int:
-        return self.vocab_size * self.dim * self.dtype.itemsize
+        return self.vocab_size * len(self.columns) * self.dtype.itemsize
 
     def load(self, name: str, tensor: Tensor | Codes) -> None:
-        self.own(name, plain(tensor).to(self.dtype, copy=True).contiguous())
+        own = plain(tensor)[:, self.columns.start : self.columns.stop]
+        self.own(name, own.to(self.dtype, copy=True).contiguous())
 
     def forward(self, tokens: Tensor) -> Tensor:
-        return ops.embedding(tokens, self.parameter("weight"), self.dim, self.scale)
+        y = ops.embedding(tokens, self.parameter("weight"), len(self.columns), self.scale)
+        return y if self.gather is None else self.gather(y)
 
 
 class TiedEmbedding(torch.nn.Module):
@@ -156,4 +190,8 @@ class TiedEmbedding(torch.nn.Module):
 
     def forward(self, tokens: Tensor) -> Tensor:
         head = self.head[0]
-        return head.weight_format.gather(tokens, head.packed, head.in_features, self.scale)
+        held, packed, dim = head.weight_format, head.packed, head.in_features
+        gather = None if head.part is None else head.part.gather
+        if gather is None:
+            return held.gather(tokens, packed, dim, self.scale)
+        return gather.rows(tokens, packed, dim, self.scale, held.levels)

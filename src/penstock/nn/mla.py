@@ -13,7 +13,9 @@ from penstock.nn.linear import Linear
 from penstock.nn.norm import Norm
 from penstock.nn.parameters import Loadable, plain, room_for
 from penstock.nn.rope import RotaryTable
+from penstock.nn.shared import heads_of
 from penstock.nn.spec import AttentionSpec, LatentSpec, NormSpec
+from penstock.parallel import Gather, Part, Ranks
 from penstock.quant import Codes, Dense, WeightFormat
 from penstock.step import LayerCache, Step
 
@@ -25,9 +27,18 @@ class HeadBanks(Loadable):
     of each head is stored as what takes a query to the latent, the lower one as it is.
     """
 
-    def __init__(self, heads: int, key_dim: int, latent: LatentSpec, dtype: torch.dtype) -> None:
+    def __init__(
+        self,
+        heads: int,
+        key_dim: int,
+        latent: LatentSpec,
+        dtype: torch.dtype,
+        own: range | None = None,
+    ) -> None:
+        """own: the heads that are kept, where ranks share them."""
         super().__init__()
         self.heads = heads
+        self.kept = range(heads) if own is None else own
         self.key_dim = key_dim
         self.latent = latent
         self.weight_format = Dense(dtype)
@@ -43,10 +54,12 @@ class HeadBanks(Loadable):
 
     @property
     def nbytes(self) -> int:
-        return self.heads * sum(self.weight_format.nbytes(n, k) for n, k in self.shapes().values())
+        return len(self.kept) * sum(
+            self.weight_format.nbytes(n, k) for n, k in self.shapes().values()
+        )
 
     def load(self, name: str, tensor: Tensor | Codes) -> None:
-        heads = plain(tensor).unflatten(0, (self.heads, -1))
+        heads = plain(tensor).unflatten(0, (self.heads, -1))[self.kept.start : self.kept.stop]
         keys, values = heads.split((self.key_dim, self.latent.value_dim), 1)
         self.own("key_up", self._packed(keys.transpose(1, 2)))
         self.own("value_up", self._packed(values))
@@ -74,11 +87,19 @@ class LatentAttention(nn.Module):
         formats: Mapping[str, WeightFormat],
         table: RotaryTable | None,
         dtype: torch.dtype,
+        ranks: Ranks | None = None,
     ) -> None:
-        """dtype: of activations."""
+        """dtype: of activations. ranks: share the heads; each makes and keeps the latents."""
         super().__init__()
         assert spec.latent is not None and table is not None
         latent, self.spec, self.latent, self.table = spec.latent, spec, spec.latent, table
+        self.gather: Gather | None = None
+        heads = q_part = out_part = None
+        if ranks is not None:
+            shared, _ = heads_of(spec, ranks)
+            heads, self.gather = shared.own, Gather(shared.times(latent.value_dim))
+            q_part = Part((shared.times(spec.head_dim).own,), spec.num_heads * spec.head_dim)
+            out_part = Part.of(ranks.split(hidden))
         if formats["out"].storage.name != "panels":
             raise UnsupportedModelError(
                 "Attention over latents (MLA) is built for CPUs only: choose device='cpu'."
@@ -88,13 +109,14 @@ class LatentAttention(nn.Module):
         if latent.query_rank:
             self.q_down = Linear(hidden, latent.query_rank, bias, formats["q_down"])
             self.q_norm = Norm(latent.query_rank, between)
-            self.q_up = Linear(latent.query_rank, queries, False, formats["q_up"])
+            self.q_up = Linear(latent.query_rank, queries, False, formats["q_up"], part=q_part)
         else:
-            self.q = Linear(hidden, queries, False, formats["q"])
+            self.q = Linear(hidden, queries, False, formats["q"], part=q_part)
         self.kv = Linear(hidden, latent.rank + spec.turning, bias, formats["kv"])
         self.kv_norm = Norm(latent.rank, between)
-        self.heads = HeadBanks(spec.num_heads, spec.head_dim - spec.turning, latent, dtype)
-        self.out = Linear(spec.out_dim, hidden, spec.out_bias, formats["out"])
+        key_dim = spec.head_dim - spec.turning
+        self.heads = HeadBanks(spec.num_heads, key_dim, latent, dtype, heads)
+        self.out = Linear(spec.out_dim, hidden, spec.out_bias, formats["out"], part=out_part)
 
     def forward(self, x: Tensor, before: Norm | None, step: Step, cache: LayerCache) -> Tensor:
         """x [T, D] → what the heads saw [T, H · V], for `out`; writes latents."""
@@ -113,4 +135,5 @@ class LatentAttention(nn.Module):
             q, latents, step.query_start, step.context_len, step.block_table, self.spec.scale, rank
         )
         values = self.heads.parameter("value_up")
-        return ops.head_linear(seen, values, self.latent.value_dim)
+        found = ops.head_linear(seen, values, self.latent.value_dim)
+        return found if self.gather is None else self.gather(found)

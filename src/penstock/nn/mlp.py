@@ -8,6 +8,7 @@ from penstock import ops
 from penstock.nn.linear import Linear
 from penstock.nn.norm import Norm, Scale
 from penstock.nn.spec import MlpSpec
+from penstock.parallel import Part, Ranks
 from penstock.quant import WeightFormat
 
 
@@ -28,12 +29,23 @@ def add_product(
 class Mlp(nn.Module):
     """Feed-forward block: norm, up and activation in one operator; `down` is the last step.
 
-    `up` holds gate and up in one matrix when gated.
+    `up` holds gate and up in one matrix when gated. ranks: share the columns of both.
     """
 
-    def __init__(self, hidden: int, spec: MlpSpec, up: WeightFormat, down: WeightFormat) -> None:
+    def __init__(
+        self,
+        hidden: int,
+        spec: MlpSpec,
+        up: WeightFormat,
+        down: WeightFormat,
+        ranks: Ranks | None = None,
+    ) -> None:
         super().__init__()
         self.spec = spec
+        up_part = down_part = None
+        if ranks is not None:
+            up_part = Part.of(ranks.split(spec.intermediate))
+            down_part = Part.of(ranks.split(hidden))
         self.up = Linear(
             hidden,
             spec.intermediate,
@@ -41,8 +53,9 @@ class Mlp(nn.Module):
             up,
             activation=spec.activation,
             gated=spec.gated,
+            part=up_part,
         )
-        self.down = Linear(spec.intermediate, hidden, spec.bias, down)
+        self.down = Linear(spec.intermediate, hidden, spec.bias, down, part=down_part)
 
     def begin(self, residual: Tensor, norm: Norm | None, adapters: Tensor | None) -> Tensor:
         """All but the last product: [T, intermediate]."""

@@ -63,17 +63,18 @@ class Loadable(nn.Module):
 
 
 class Vector(Loadable):
-    """Some learned numbers, float32."""
+    """Some learned numbers, float32; own: those that are kept."""
 
-    def __init__(self, size: int) -> None:
+    def __init__(self, size: int, own: range | None = None) -> None:
         super().__init__()
         self.size = size
+        self.kept = range(size) if own is None else own
 
     def expected(self) -> dict[str, tuple[int, ...]]:
         return {"weight": (self.size,)}
 
     def load(self, name: str, tensor: Tensor | Codes) -> None:
-        self.own(name, as_float32(tensor))
+        self.own(name, as_float32(plain(tensor)[self.kept.start : self.kept.stop]))
 
 
 class Packing(Loadable):

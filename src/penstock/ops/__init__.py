@@ -24,6 +24,7 @@ from penstock.ops.mla import head_linear, mla_attention, mla_cache, mla_query
 from penstock.ops.norm import layer_norm, rms_norm
 from penstock.ops.pack import pack
 from penstock.ops.quantize import quantize_int4, quantize_int8
+from penstock.ops.ranks import gather_columns, gather_embedding
 from penstock.ops.records import pack_records
 from penstock.ops.registry import Op, define_op, has_native, implementations, op, op_names
 from penstock.ops.rotary_cache import rotary_cache
@@ -50,6 +51,8 @@ __all__ = [
     "experts",
     "gate",
     "gate_rows_",
+    "gather_columns",
+    "gather_embedding",
     "grouped_linear",
     "has_native",
     "head_linear",

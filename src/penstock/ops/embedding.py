@@ -11,7 +11,7 @@ from penstock.ops.registry import define_op
 from penstock.ops.stored import unpack_quantized
 
 
-def _fake(
+def embedding_like(
     tokens: Tensor,
     weight: Tensor,
     dim: int,
@@ -21,6 +21,7 @@ def _fake(
     levels: int = 0,
     outer: Tensor | None = None,
 ) -> Tensor:
+    """A tensor of the form that `embedding` of these returns."""
     plain = weight_scale is None and not has_records(weight)
     dtype = weight.dtype if plain else torch.bfloat16
     return weight.new_empty((tokens.shape[0], dim), dtype=dtype)
@@ -29,7 +30,7 @@ def _fake(
 @define_op(
     "embedding(Tensor tokens, Tensor weight, SymInt dim, float scale=1.0, "
     "Tensor? weight_scale=None, Tensor? zero=None, int levels=0, Tensor? outer=None) -> Tensor",
-    fake=_fake,
+    fake=embedding_like,
 )
 def embedding(
     tokens: Tensor,

@@ -57,11 +57,11 @@ from penstock.runtime.engine_folder import (
 from penstock.runtime.fingerprint import fingerprint
 from penstock.runtime.formats import encode
 from penstock.runtime.hidden import hidden_tensors
-from penstock.runtime.loader import layout_of
 from penstock.runtime.manifest import DEVICES, FORWARDS
 from penstock.runtime.package import description
 from penstock.runtime.plan import Plan, fixed_tensors, record
 from penstock.runtime.program import Program
+from penstock.runtime.sizing import layout_of
 from penstock.runtime.tuned import Tuned
 
 logger = logging.getLogger("penstock")

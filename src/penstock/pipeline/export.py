@@ -31,7 +31,7 @@ from penstock.pipeline.new_weights import NewWeights, Progress
 from penstock.pipeline.vocabulary import VocabularyChoice
 from penstock.runtime.engine_folder import is_engine
 from penstock.runtime.fingerprint import fingerprint
-from penstock.runtime.loader import layout_of
+from penstock.runtime.sizing import layout_of
 
 logger = logging.getLogger("penstock")
 

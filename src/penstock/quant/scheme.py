@@ -115,6 +115,11 @@ class Scheme:
         return (16 if half else 32) + (0 if self.symmetric else 8)
 
     @property
+    def rows_apart(self) -> bool:
+        """Whether a row's codes and scales depend on no other row."""
+        return self.rows == 1 and self.kind != "nvfp4"
+
+    @property
     def row_bits(self) -> int:
         """Of what a row has beside its groups."""
         return 32 if self.kind == "nvfp4" else 0

@@ -9,7 +9,7 @@ import torch
 
 from penstock.cache import PagedLatents, PagedLayout, PagedRows
 from penstock.config import EngineConfig, ModelConfig
-from penstock.errors import ConfigError
+from penstock.errors import ConfigError, RankError
 from penstock.hardware import detect
 from penstock.kernels import interpreting, use_triton, why_not_on
 from penstock.kernels.gpu import WORKSPACE
@@ -86,7 +86,11 @@ def lacks_memory(error: Exception) -> bool:
 
 
 def is_fatal(error: Exception) -> bool:
-    """Whether a GPU can't go on in this process after such an error; a lack of memory is none."""
+    """Whether nothing can go on in this process after such an error: of a GPU, but for a lack of
+    memory, or of another process that has a part of the model.
+    """
+    if isinstance(error, RankError):
+        return True
     return isinstance(error, torch.AcceleratorError) and not lacks_memory(error)
 
 

@@ -28,9 +28,10 @@ from penstock.roofline.cost import matrices
 from penstock.runtime.device import Device, check_device
 from penstock.runtime.engine_folder import is_engine
 from penstock.runtime.forwards import workspace_bytes
-from penstock.runtime.loader import as_exported, layout_of
+from penstock.runtime.loader import as_exported
 from penstock.runtime.memory import activation_bytes, window_of
 from penstock.runtime.program import Program
+from penstock.runtime.sizing import layout_of
 from penstock.runtime.vision import largest_picture, sight_bytes
 
 _TWO_BYTES = ("amx", "amx-emulated", "avx512-bf16")

@@ -18,7 +18,7 @@ from penstock.runtime.engine_folder import PACKAGE, EngineFolder
 from penstock.runtime.graphs import GraphForward, StepLimits
 from penstock.runtime.package import PackageForward
 from penstock.runtime.plan import Plan, fixed_tensors, record
-from penstock.runtime.program import Program
+from penstock.runtime.program import MOST_TOKENS, Program
 from penstock.runtime.runner import Forward
 from penstock.step import KV
 
@@ -26,17 +26,25 @@ logger = logging.getLogger("penstock")
 
 
 def forward_of(
-    decoder: nn.Module, kv: KV, eager: bool, what: str = "A step", *, adapted: bool = False
+    decoder: nn.Module,
+    kv: KV,
+    eager: bool,
+    what: str = "A step",
+    *,
+    adapted: bool = False,
+    threads: int | None = None,
 ) -> Forward:
     """The whole decoder as one native call, unless its operators are to be called one by one.
 
-    adapted: of steps with adapters.
+    adapted: of steps with adapters. threads: for a native call, where others have the other cores.
     """
     if eager or native.handle is None:
         reason = "enforce_eager is set" if eager else native.reason
         logger.info("Operators are called one by one: %s.", reason)
         return decoder
     program = Program(decoder, kv, adapted=adapted)
+    if threads is not None:
+        program.use_threads([(MOST_TOKENS, threads)])
     logger.info("%s is one native call of %d operators.", what, len(program.calls))
     return program
 

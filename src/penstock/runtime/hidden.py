@@ -8,8 +8,9 @@ import torch
 from torch import Tensor, nn
 
 from penstock.nn import Decoder
+from penstock.runtime.orders import Kind
 from penstock.runtime.plan import fixed_tensors, record
-from penstock.runtime.program import Program
+from penstock.runtime.program import MOST_TOKENS, Program
 from penstock.runtime.runner import Forward, Runner
 from penstock.step import Step
 
@@ -40,6 +41,8 @@ class HiddenRunner:
             else:
                 plan = runner.hidden_plan()
             program = Program.of_plan(plan, tensors, runner.kv)
+            if runner.team is not None:
+                program.use_threads([(MOST_TOKENS, runner.team.threads)])
             logger.info("A pooling step is one native call of %d operators.", len(program.calls))
             self._forward = program
         elif runner.graphs is not None:
@@ -53,7 +56,8 @@ class HiddenRunner:
             step = self._runner.vocabulary.narrow(step)
         with torch.inference_mode(), self._runner.computing(step):
             forward = self._forward if step.adapters is None else self._for_adapters()
-            return forward(step, self._runner.kv)
+            with self._runner.together(lambda team: team.step(step, Kind.HIDDEN)):
+                return forward(step, self._runner.kv)
 
     def _for_adapters(self) -> Forward:
         """The same for steps with adapters."""

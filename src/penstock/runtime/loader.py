@@ -10,10 +10,9 @@ from pathlib import Path
 
 import torch
 
-from penstock.cache import PagedLayout, RecentBlocks, block_rows, kv_dtype, most_recent_blocks
+from penstock.cache import PagedLayout, RecentBlocks, block_rows
 from penstock.cache.disk import DiskStore
-from penstock.cache.kv_dtype import RECENT_WINDOW
-from penstock.config import EngineConfig, ModelConfig, SpeculativeConfig
+from penstock.config import EngineConfig, ModelConfig
 from penstock.config.lora import LoraConfig
 from penstock.errors import ConfigError, WeightsError
 from penstock.hardware import release_freed_memory
@@ -24,22 +23,24 @@ from penstock.models.sources import open_tokenizer
 from penstock.models.vision.cutters import GridCutter
 from penstock.models.vision.processor import open_pictures
 from penstock.models.weights import Progress
-from penstock.nn.decoder import has_latents
 from penstock.nn.spec import GridSpec
+from penstock.parallel import Ranks
 from penstock.runtime.adapters import Adapters, check_foldless
 from penstock.runtime.beside import Opened, Opener, Placed, Target
 from penstock.runtime.companion import CompanionCache
-from penstock.runtime.device import CPU, Device, check_device, device_of
+from penstock.runtime.device import Device, check_device, device_of
 from penstock.runtime.draft_model import open_draft
 from penstock.runtime.eagle import open_eagle
 from penstock.runtime.engine_folder import EngineFolder, is_engine
-from penstock.runtime.forwards import forward_of, forward_of_engine, forward_on, workspace_bytes
+from penstock.runtime.forwards import forward_of, forward_of_engine, forward_on
 from penstock.runtime.graphs import StepLimits
 from penstock.runtime.identity import identity
 from penstock.runtime.medusa import open_medusa
-from penstock.runtime.memory import activation_bytes, plan_blocks, window_of
+from penstock.runtime.memory import window_of
 from penstock.runtime.plan import Plan
 from penstock.runtime.runner import Forward, Runner
+from penstock.runtime.sizing import empty_blocks, sized_cache, with_depth
+from penstock.runtime.team import Team
 from penstock.runtime.vision import MOST_TOKENS, Sight, check_seeing
 from penstock.runtime.vocabulary import ReducedVocabulary
 from penstock.step import KV
@@ -70,6 +71,7 @@ class Runtime:
     draft: Placed | None = None  # what guesses beside it, where something was loaded for that
     adapters: Adapters | None = None  # slots for them, with enable_lora
     sight: Sight | None = None  # of a model that sees pictures
+    team: Team | None = None  # the other processes that the model is divided among
     disk: DiskStore | None = None  # where prefixes outlive the process
 
     def settle(self, config: EngineConfig) -> EngineConfig:
@@ -86,7 +88,7 @@ class Runtime:
         if self.draft is None:
             return config
         self._check_kept(config)
-        return _with_depth(config, self.draft.asked)
+        return with_depth(config, self.draft.asked)
 
     def _check_kept(self, config: EngineConfig) -> None:
         """Raises ConfigError for steps that are larger than the room for their states."""
@@ -104,8 +106,17 @@ class Runtime:
 
     @property
     def layouts(self) -> tuple[PagedLayout, ...]:
-        """Of all caches that a block has a part of, the target's first."""
-        return (self.layout,) if self.draft is None else (self.layout, *self.draft.layouts)
+        """Of all caches that a block has a part of, the target's first: of each rank its own."""
+        own = (self.layout,) * (1 if self.team is None else self.team.size)
+        return own if self.draft is None else (*own, *self.draft.layouts)
+
+    @property
+    def whole_layout(self) -> PagedLayout:
+        """The target's cache as it would be if one process had all of it."""
+        if self.team is None:
+            return self.layout
+        heads = tuple(layer.attention.cached for layer in self.model.spec.decoder.layers)
+        return replace(self.layout, heads=heads)
 
     @property
     def cache_bytes(self) -> int:
@@ -155,25 +166,64 @@ def load_runtime(config: EngineConfig, progress: Progress | None = None) -> Runt
             "enable_lora is built for CPUs: set device='cpu', or merge the adapter for this GPU "
             "(penstock export --merge-lora)."
         )
-    loaded, vocabulary = _reduced(folder, _loaded(folder, config.model, device, progress))
+    team = _team(folder, config, device)
+    try:
+        return _load(folder, config, device, progress, team)
+    except BaseException:
+        if team is not None:
+            team.close()
+        raise
+
+
+def _team(folder: Path, config: EngineConfig, device: Device) -> Team | None:
+    """The other ranks, which load their parts meanwhile."""
+    if config.parallel.tensor_parallel_size == 1:
+        return None
+    if device.by_triton:
+        raise ConfigError(
+            f"tensor_parallel_size={config.parallel.tensor_parallel_size} is built for CPUs: set "
+            "device='cpu', or leave it out."
+        )
+    return Team(config, folder)
+
+
+def _load(
+    folder: Path,
+    config: EngineConfig,
+    device: Device,
+    progress: Progress | None,
+    team: Team | None,
+) -> Runtime:
+    """The runtime of a folder's model, of which `team` has the other parts."""
+    ranks = None if team is None else team.ranks
+    loaded = load_weights_of(folder, config.model, device, progress, ranks)
+    loaded, vocabulary = _reduced(folder, loaded)
     release_freed_memory()  # as packing leaves it
+    if team is not None:
+        team.loaded()
     tokenizer = _tokenizer(config, folder, loaded, vocabulary)
     target = Target(folder, loaded, tokenizer, vocabulary, device=device)
     opened = open_beside(config, target)
-    layout, blocks = _cache(config, loaded, opened, device=device)
-    kv = layout.allocate(blocks + _empty_blocks(loaded, layout, opened), device.torch)
+    layout, blocks = sized_cache(config, loaded, opened, device=device)
+    all_blocks = blocks + empty_blocks(loaded, layout, opened)
+    if team is not None:
+        team.allocate(all_blocks)
+    kv = layout.allocate(all_blocks, device.torch)
     sight = _sight(folder, config, loaded, tokenizer, layout.block_size, device)
     if device.by_triton:
         forward = forward_on(
             device, loaded.model, kv, _limits(config, loaded, layout), config.model
         )
     else:
-        forward = forward_of(loaded.model, kv, config.model.enforce_eager)
+        threads = None if team is None else team.threads
+        forward = forward_of(loaded.model, kv, config.model.enforce_eager, threads=threads)
     adapters, adapted = _adapters(folder, config, loaded, kv)
     placed = None if opened is None else opened.place(blocks, config.model.enforce_eager)
-    runner = runner_over(forward, kv, layout, vocabulary, None, _companions(placed), adapted)
+    runner = runner_over(forward, kv, layout, vocabulary, None, _companions(placed), adapted, team)
     disk = _disk(folder, config, loaded, layout, kv, opened, sight, device)
-    return Runtime(loaded, tokenizer, layout, blocks, runner, None, placed, adapters, sight, disk)
+    return Runtime(
+        loaded, tokenizer, layout, blocks, runner, None, placed, adapters, sight, team, disk
+    )
 
 
 def _disk(
@@ -254,11 +304,16 @@ def _adapters(
     return adapters, forward_of(loaded.model, kv, eager, "A step with adapters", adapted=True)
 
 
-def _loaded(
-    folder: Path, model: ModelConfig, device: Device, progress: Progress | None
+def load_weights_of(
+    folder: Path,
+    model: ModelConfig,
+    device: Device,
+    progress: Progress | None = None,
+    ranks: Ranks | None = None,
 ) -> LoadedModel:
+    """The model as `model` asks for it; ranks: the part of this one."""
     dummy = model.load_format == "dummy"
-    load = partial(load_dummy, seed=model.seed) if dummy else load_model
+    load = partial(load_dummy, seed=model.seed) if dummy else partial(load_model, ranks=ranks)
     return load(
         folder,
         dtype=model.dtype,
@@ -283,6 +338,11 @@ def _limits(config: EngineConfig, loaded: LoadedModel, layout: PagedLayout) -> S
 def _load_engine(folder: Path, config: EngineConfig) -> Runtime:
     if config.model.load_format == "dummy":
         raise ConfigError(f"{folder} was built with its weights: leave load_format='dummy' out.")
+    if config.parallel.tensor_parallel_size > 1:
+        raise ConfigError(
+            f"{folder} was built for one process: tensor_parallel_size="
+            f"{config.parallel.tensor_parallel_size} goes with a model or an export. Leave it out."
+        )
     if config.lora.enable_lora:
         raise ConfigError(
             f"{folder} is a built engine, whose steps have no place for adapters: enable_lora goes "
@@ -304,8 +364,8 @@ def _load_engine(folder: Path, config: EngineConfig) -> Runtime:
     # a CPU's are in the page cache, which counts as free
     mapped = 0 if device.is_gpu else engine.manifest["weights"]["bytes"]
     opened = open_beside(config, Target(folder, loaded, tokenizer, vocabulary, engine, device))
-    layout, blocks = _cache(config, loaded, opened, mapped, device)
-    kv = layout.allocate(blocks + _empty_blocks(loaded, layout, opened), device.torch)
+    layout, blocks = sized_cache(config, loaded, opened, mapped, device)
+    kv = layout.allocate(blocks + empty_blocks(loaded, layout, opened), device.torch)
     sight = _sight(folder, config, loaded, tokenizer, layout.block_size, device)
     eager, hidden = config.model.enforce_eager, None
     if device.by_triton:
@@ -331,15 +391,6 @@ def _companions(placed: Placed | None) -> tuple[CompanionCache, ...]:
     return () if placed is None else placed.companions
 
 
-def _with_depth(config: EngineConfig, loaded: SpeculativeConfig) -> EngineConfig:
-    """`config`, with num_speculative_tokens of what was loaded where it leaves that open."""
-    asked = config.speculative
-    if asked is None or asked.method != loaded.method or asked.num_speculative_tokens is not None:
-        return config
-    filled = replace(asked, num_speculative_tokens=loaded.num_speculative_tokens)
-    return replace(config, speculative=filled)
-
-
 def _reduced(folder: Path, loaded: LoadedModel) -> tuple[LoadedModel, ReducedVocabulary | None]:
     """The model with its tokenizer's ids where its own are fewer, and the map between them."""
     found = vocab_map_of(folder, loaded.spec.decoder.vocab_size)
@@ -363,56 +414,6 @@ def _tokenizer(
     tokenizer = open_tokenizer(source, vocab_size=vocabulary.map.original_size)
     tokenizer.vocab_map = vocabulary.map
     return tokenizer
-
-
-def _cache(
-    config: EngineConfig,
-    loaded: LoadedModel,
-    opened: Opened | None,
-    mapped: int = 0,
-    device: Device = CPU,
-) -> tuple[PagedLayout, int]:
-    """The cache's layout and how many blocks it has. mapped: bytes of the target's weights that
-    still count as free. On a GPU room is left for the largest step.
-    """
-    if opened is not None:
-        config, mapped = _with_depth(config, opened.asked), mapped + opened.later_bytes
-    layout = layout_of(config, loaded, device)
-    beside = () if opened is None else opened.layouts
-    asked, reserved = config.speculative, 0
-    if device.is_gpu:  # a CPU's are small beside what is left to others
-        reserved = workspace_bytes(device, config.model)
-        guesses = 0 if asked is None else asked.most_tokens
-        decoder, itemsize = loaded.spec.decoder, loaded.dtype.itemsize
-        reserved += activation_bytes(decoder, itemsize, config.scheduler, guesses)
-    free_bytes = max(device.available_bytes - mapped, 0)
-    blocks = plan_blocks(
-        layout,
-        config.cache,
-        loaded.max_model_len,
-        config.scheduler.max_num_seqs,
-        free_bytes,
-        beside,
-        comfortable=not device.is_gpu,
-        reserved_bytes=reserved,
-    )
-    logger.info(
-        "%s, %s, up to %d tokens a sequence; cache of %d blocks × %d tokens in %s (%.0f MiB)%s.",
-        loaded.spec.family, loaded.model.formats.name, loaded.max_model_len,
-        blocks, layout.block_size, layout.stored, layout.nbytes(blocks) / (1 << 20),
-        "" if opened is None else opened.described(blocks),
-    )  # fmt: skip
-    return layout, blocks
-
-
-def _empty_blocks(loaded: LoadedModel, layout: PagedLayout, opened: Opened | None) -> int:
-    """How many more blocks a cache gets, which stand for those that nobody sees.
-
-    None where another model reads the same tables, or codes depend on what was recent.
-    """
-    if opened is not None or layout.recent_window:
-        return 0
-    return int(window_of(loaded.spec.decoder, loaded.max_model_len) > 0)
 
 
 def vocab_map_of(folder: Path, vocab_size: int) -> VocabMap | None:
@@ -448,40 +449,10 @@ def runner_over(
     hidden_plan: Callable[[], Plan] | None = None,
     companions: Sequence[CompanionCache] = (),
     adapted: Forward | None = None,
+    team: Team | None = None,
 ) -> Runner:
     """What runs `forward` over the cache `kv` of that layout, beside other caches."""
     recent = None
     if layout.recent_window:
         recent = RecentBlocks(kv, layout.recent_window, layout.block_size)
-    return Runner(forward, kv, vocabulary, hidden_plan, recent, companions, adapted)
-
-
-def layout_of(config: EngineConfig, loaded: LoadedModel, device: Device = CPU) -> PagedLayout:
-    """How the cache of a loaded model lies in memory."""
-    cache, limits = config.cache, config.scheduler
-    layers = loaded.spec.decoder.layers
-    stored = kv_dtype(cache.kv_cache_dtype, loaded.dtype)
-    if stored is not loaded.dtype and has_latents(layers):
-        raise ConfigError(
-            f"kv_cache_dtype={cache.kv_cache_dtype!r} isn't built for attention over latents "
-            f"(MLA), whose cache is small already. Leave it out."
-        )
-    if cache.kv_cache_dtype != "kivi":
-        return device.layout(layers, stored, cache.block_size)
-    heads = tuple(layer.attention.cached for layer in layers)
-    window = cache.kv_recent_window or RECENT_WINDOW
-    asked = config.speculative
-    guesses = 0 if asked is None else asked.most_tokens
-    return PagedLayout(
-        heads,
-        stored,
-        cache.block_size,
-        window,
-        most_recent_blocks(
-            window + guesses,
-            cache.block_size,
-            loaded.max_model_len,
-            limits.max_num_seqs,
-            limits.max_num_batched_tokens,
-        ),
-    )
+    return Runner(forward, kv, vocabulary, hidden_plan, recent, companions, adapted, team)

@@ -38,6 +38,9 @@ from penstock.step import KV, Step
 KEPT_ROWS = 256
 """Memory for logits is kept for up to this many rows: prompts' log-probabilities need far more."""
 
+MOST_TOKENS = (1 << 31) - 1
+"""Of a step, whose arrays are int32."""
+
 _ARRAYS = {
     "tokens": "[T]",
     "positions": "[T]",

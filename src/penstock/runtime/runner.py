@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cached_property
 
 import torch
@@ -15,9 +15,11 @@ from penstock.errors import ConfigError, PenstockError
 from penstock.nn import Decoder
 from penstock.runtime.companion import CompanionCache
 from penstock.runtime.graphs import GraphForward
+from penstock.runtime.orders import Kind
 from penstock.runtime.package import PackageForward
 from penstock.runtime.plan import Plan
 from penstock.runtime.program import Program
+from penstock.runtime.team import Team
 from penstock.runtime.vocabulary import ReducedVocabulary
 from penstock.step import KV, Step
 
@@ -37,11 +39,13 @@ class Runner:
         recent: RecentBlocks | None = None,
         companions: Sequence[CompanionCache] = (),
         adapted: Forward | None = None,
+        team: Team | None = None,
     ) -> None:
         """vocabulary: of a model that lacks some of its tokenizer's ids. hidden_plan: gives
         that of steps that end with hidden states, where it was recorded before. recent: of a cache
         with a window, who has which place in it. companions: caches of other models in the same
-        blocks, which move with this one's. adapted: what runs steps with adapters.
+        blocks, which move with this one's. adapted: what runs steps with adapters. team: other
+        processes, which do the same to their parts of the model and of its cache.
         """
         self._forward = forward
         self.vocabulary = vocabulary
@@ -50,6 +54,7 @@ class Runner:
         self.recent = recent
         self.companions = tuple(companions)
         self.adapted = adapted
+        self.team = team
         self._swapped: SwapStore | None = None
         self._ran: Forward | None = None
         self._owner: Callable[[], object | None] = lambda: None
@@ -121,7 +126,8 @@ class Runner:
 
     def copy(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Copy blocks, (from, to): before the step that writes to the copies."""
-        with torch.inference_mode():
+        order = self.together(lambda team: team.moving(Kind.COPY, pairs))
+        with torch.inference_mode(), order:
             if self.program is not None:
                 self.program.copy_blocks(pairs)
             else:
@@ -133,13 +139,15 @@ class Runner:
 
     def swap_out(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Copy blocks to swap slots, (block, slot); memory for them is taken as it is needed."""
-        self._store().put(pairs)
+        with self.together(lambda team: team.moving(Kind.SWAP_OUT, pairs)):
+            self._store().put(pairs)
         for companion in self.companions:
             companion.swap_out(pairs)
 
     def swap_in(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Copy swap slots back to blocks, (slot, block)."""
-        self._store().take(pairs)
+        with self.together(lambda team: team.moving(Kind.SWAP_IN, pairs)):
+            self._store().take(pairs)
         for companion in self.companions:
             companion.swap_in(pairs)
 
@@ -158,6 +166,10 @@ class Runner:
         yield
         if self.recent is not None:
             self.recent.leave(step)
+
+    def together(self, order: Callable[[Team], bytes]) -> AbstractContextManager[None]:
+        """What is done within, other ranks do too, where there are some: as `order` has it."""
+        return nullcontext() if self.team is None else self.team.doing(order(self.team))
 
     def forward(self, step: Step) -> Tensor:
         """The step's logits [S, V], good until the next one; keys and values go to the cache."""
@@ -187,7 +199,8 @@ class Runner:
         program = self._forward_of(step)
         assert isinstance(program, Program)
         with torch.inference_mode(), nullcontext() if self.recent is None else self.computing(step):
-            return program.largest(step, self.kv)
+            with self.together(lambda team: team.step(step, Kind.LARGEST)):
+                return program.largest(step, self.kv)
 
     def follow(self, step: Step, tokens: Tensor) -> Tensor:
         """The same where `step.tokens` says which of `tokens`, on the GPU, they are."""
@@ -199,5 +212,13 @@ class Runner:
         """The same by another way to run the model, over the same cache."""
         with torch.inference_mode(), nullcontext() if self.recent is None else self.computing(step):
             if self.vocabulary is None:
-                return forward(step, self.kv)
-            return self.vocabulary.widen(forward(self.vocabulary.narrow(step), self.kv))
+                return self._run(forward, step)
+            return self.vocabulary.widen(self._run(forward, self.vocabulary.narrow(step)))
+
+    def _run(self, forward: Forward, step: Step) -> Tensor:
+        if self.team is None:
+            return forward(step, self.kv)
+        if forward is not self._forward:
+            raise PenstockError("Other ranks run whole steps alone, not by other ways.")
+        with self.team.doing(self.team.step(step, Kind.STEP)):
+            return forward(step, self.kv)

@@ -48,8 +48,7 @@ def quantize(weight: Tensor, scheme: Scheme, input_scale: float | None = None) -
         )
     if weight.dim() != 2 or weight.numel() == 0:
         raise WeightsError(f"Only a matrix [N, K] can be quantized, not {list(weight.shape)}.")
-    apart = scheme.rows == 1 and scheme.kind != "nvfp4"  # rows have nothing in common
-    scales = None if apart else choose_scale(weight, scheme)
+    scales = None if scheme.rows_apart else choose_scale(weight, scheme)
     rows = max(_ROWS_AT_ONCE // weight.shape[1], 1)
     parts = []
     for first in range(0, weight.shape[0], rows):

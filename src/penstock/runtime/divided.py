@@ -1,0 +1,38 @@
+"""One rank's part of a model that several processes compute together."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from penstock.cache import PagedLayout
+from penstock.config import EngineConfig
+from penstock.models.load import LoadedModel
+from penstock.parallel import Ranks
+from penstock.runtime.device import CPU
+from penstock.runtime.forwards import forward_of
+from penstock.runtime.loader import load_weights_of, runner_over
+from penstock.runtime.runner import Runner
+from penstock.runtime.sizing import layout_of
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedPart:
+    """Its weights, and how its part of the cache lies in memory."""
+
+    loaded: LoadedModel
+    layout: PagedLayout
+    config: EngineConfig
+
+    def runner(self, num_blocks: int) -> Runner:
+        """What runs its part of steps, over a new cache of so many blocks."""
+        kv = self.layout.allocate(num_blocks)
+        forward = forward_of(self.loaded.model, kv, self.config.model.enforce_eager)
+        return runner_over(forward, kv, self.layout)
+
+
+def load_part(folder: Path, config: EngineConfig, ranks: Ranks) -> LoadedPart:
+    """What this rank has of a folder's model; config: as the first rank runs it."""
+    loaded = load_weights_of(folder, config.model, CPU, ranks=ranks)
+    layout = layout_of(config, loaded, layers=loaded.model.cached_layers)
+    return LoadedPart(loaded, layout, config)
