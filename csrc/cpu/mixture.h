@@ -1,7 +1,7 @@
 // Mixtures of experts: what their kernels are given.
 #pragma once
 
-#include "kernels.h"
+#include "ranks.h"
 
 namespace penstock {
 
@@ -41,6 +41,15 @@ struct Pitch {
   int64_t weight, scale, zero, fine, bias;
 };
 
+// How ranks share a mixture: by the columns of both of its matrices, or each has some experts. Bounds
+// are of ranks, [size + 1].
+struct SharedExperts {
+  Meeting at;
+  const int32_t* up;       // of hidden columns; null: experts are whole
+  const int32_t* down;     // of the result's columns
+  const int32_t* experts;  // null: each rank has a part of all
+};
+
 // Each row through the experts that a router chooses. ops/experts.py.
 struct ExpertsArgs {
   const void* x;
@@ -51,6 +60,7 @@ struct ExpertsArgs {
   Routing by;
   LinearArgs router, up, down;  // up and down: of the first expert
   Pitch up_pitch, down_pitch;
+  SharedExperts shared;  // of one process: no meeting
   int64_t* used;  // is raised by the experts that any row chose; may be null
   int threads;
 };

@@ -86,7 +86,8 @@ void Program::find_direct() {
   place_.assign(values_.size(), nullptr);
   const auto meets = [](const Node& node) {
     return std::holds_alternative<GatherColumnsArgs>(node.args) ||
-           std::holds_alternative<GatherEmbeddingArgs>(node.args);
+           std::holds_alternative<GatherEmbeddingArgs>(node.args) ||
+           std::holds_alternative<ExpertsArgs>(node.args);
   };
   const auto uses = [&](int value) {
     std::vector<size_t> found;

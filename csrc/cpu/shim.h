@@ -108,6 +108,13 @@ const int32_t* check_adapters(const Tensor& adapters, int64_t rows, int64_t coun
 void lora_add_(const Tensor& y, const Tensor& x, const Tensor& down, const Tensor& up,
                const Tensor& adapters, const Tensor& scaling);
 
+// ── shim_ranks.cpp ───────────────────────────────────────────────────────────────────────────
+
+Meeting meeting_of(const Tensor& meeting, int64_t rank, int64_t size);
+// Of as many ranks as they say.
+const int32_t* bounds_of(const Tensor& bounds);
+void check_room(const Meeting& at, int64_t row_bytes);
+
 // ── shim_experts.cpp ─────────────────────────────────────────────────────────────────────────
 
 // One matrix of each expert, as `linear` has them, with the experts first.
@@ -131,9 +138,22 @@ struct Router {
   double scale;
 };
 
+// Which ranks share them, and how: SharedExperts.
+struct SharedBy {
+  const Optional& meeting;
+  const Optional& up_bounds;
+  const Optional& down_bounds;
+  const Optional& expert_bounds;
+  int64_t rank;
+};
+
+// intermediate, out_features: of the matrices that are given.
 ExpertsArgs experts_args(Form x, const Tensor& router, const Optional& router_bias,
                          const ExpertMatrices& up, const ExpertMatrices& down, const Router& by,
-                         int64_t intermediate, int64_t out_features, int64_t activation);
+                         int64_t intermediate, int64_t out_features, int64_t activation,
+                         const SharedBy& shared);
+// Of the result.
+int64_t columns_of(const ExpertsArgs& a);
 Tensor experts(const Tensor& x, const Tensor& router, Optional router_bias, const Tensor& up,
                Optional up_scale, Optional up_zero, Optional up_outer, Optional up_input_scale,
                Optional up_bias, const Tensor& down, Optional down_scale, Optional down_zero,
@@ -141,7 +161,8 @@ Tensor experts(const Tensor& x, const Tensor& router, Optional router_bias, cons
                int64_t k, bool normalize, int64_t intermediate,
                int64_t out_features, int64_t activation, int64_t up_row_codes, int64_t up_levels,
                int64_t down_row_codes, int64_t down_levels, Optional correction, bool sigmoid,
-               int64_t groups, int64_t top_groups, double scale);
+               int64_t groups, int64_t top_groups, double scale, Optional meeting,
+               Optional up_bounds, Optional down_bounds, Optional expert_bounds, int64_t rank);
 
 // ── shim_cache.cpp ───────────────────────────────────────────────────────────────────────────
 

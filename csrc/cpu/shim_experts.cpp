@@ -1,4 +1,6 @@
 // Mixtures of experts, bound to torch.
+#include <algorithm>
+
 #include "shim.h"
 
 namespace penstock::shim {
@@ -34,13 +36,51 @@ LinearArgs first_matrix(Form x, const ExpertMatrices& m, int64_t count, int64_t 
   return a;
 }
 
+SharedExperts shared_of(const SharedBy& by, const ExpertsArgs& a) {
+  SharedExperts s = {};
+  if (!by.meeting) return s;
+  STD_TORCH_CHECK(by.expert_bounds ? !by.up_bounds && !by.down_bounds : by.up_bounds && by.down_bounds,
+                  "experts: ranks share columns of both matrices, or experts");
+  const Tensor& bounds = by.expert_bounds ? *by.expert_bounds : *by.up_bounds;
+  s.at = meeting_of(*by.meeting, by.rank, bounds.numel() - 1);
+  const auto own = [&](const int32_t* of) { return of[by.rank + 1] - of[by.rank]; };
+  if (by.expert_bounds) {
+    s.experts = bounds_of(bounds);
+  } else {
+    STD_TORCH_CHECK(by.down_bounds->numel() == bounds.numel(), "experts: bounds of other ranks");
+    s.up = bounds_of(bounds);
+    s.down = bounds_of(*by.down_bounds);
+    STD_TORCH_CHECK(own(s.up) == a.up.n && own(s.down) == a.down.n, "experts: rank ", by.rank, " has ",
+                    own(s.up), " and ", own(s.down), " columns, its matrices ", a.up.n, " and ",
+                    a.down.n);
+  }
+  const int64_t wide = s.up ? std::max<int64_t>(a.by.k * s.up[s.at.size], s.down[s.at.size])
+                            : a.by.k * a.down.n;
+  check_room(s.at, wide * (a.up.dtype == DType::bf16 ? 2 : 4));
+  return s;
+}
+
 }  // namespace
+
+int64_t columns_of(const ExpertsArgs& a) {
+  return a.shared.down ? a.shared.down[a.shared.at.size] : a.down.n;
+}
 
 ExpertsArgs experts_args(Form x, const Tensor& router, const Optional& router_bias,
                          const ExpertMatrices& up, const ExpertMatrices& down, const Router& by,
-                         int64_t intermediate, int64_t out_features, int64_t activation) {
+                         int64_t intermediate, int64_t out_features, int64_t activation,
+                         const SharedBy& shared) {
   ExpertsArgs a = {};
-  a.count = up.weight.size(0);
+  const int64_t own = up.weight.size(0);
+  a.count = own;
+  if (shared.meeting && shared.expert_bounds) {
+    const Tensor& bounds = *shared.expert_bounds;
+    const int32_t* ends = bounds_of(bounds);
+    STD_TORCH_CHECK(shared.rank >= 0 && shared.rank + 1 < bounds.numel() &&
+                        ends[shared.rank + 1] - ends[shared.rank] == own,
+                    "experts: rank ", shared.rank, " has matrices of ", own, " experts");
+    a.count = ends[bounds.numel() - 1];
+  }
   STD_TORCH_CHECK(a.count > 0 && by.k >= 1 && by.k <= a.count, "experts: ", by.k,
                   " experts a token can't be chosen of ", a.count,
                   "; k must be from 1 to their number");
@@ -53,9 +93,13 @@ ExpertsArgs experts_args(Form x, const Tensor& router, const Optional& router_bi
           by.groups, by.top_groups, static_cast<float>(by.scale)};
   a.router = linear_args(x, router, {}, {}, router_bias, a.count, 0, false, 0, {}, {});
   a.router.out_dtype = DType::f32;
-  a.up = first_matrix(x, up, a.count, intermediate, true, a.up_pitch);
+  a.up = first_matrix(x, up, own, intermediate, true, a.up_pitch);
   with_norm_and_activation(a.up, {}, 0.0, activation);
-  a.down = first_matrix({x.dtype, intermediate}, down, a.count, out_features, false, a.down_pitch);
+  int64_t hidden = intermediate;
+  if (shared.meeting && shared.up_bounds)
+    hidden = bounds_of(*shared.up_bounds)[shared.up_bounds->numel() - 1];
+  a.down = first_matrix({x.dtype, hidden}, down, own, out_features, false, a.down_pitch);
+  a.shared = shared_of(shared, a);
   return a;
 }
 
@@ -66,20 +110,21 @@ Tensor experts(const Tensor& x, const Tensor& router, Optional router_bias, cons
                int64_t k, bool normalize, int64_t intermediate,
                int64_t out_features, int64_t activation, int64_t up_row_codes, int64_t up_levels,
                int64_t down_row_codes, int64_t down_levels, Optional correction, bool sigmoid,
-               int64_t groups, int64_t top_groups, double scale) {
+               int64_t groups, int64_t top_groups, double scale, Optional meeting,
+               Optional up_bounds, Optional down_bounds, Optional expert_bounds, int64_t rank) {
   ExpertsArgs a = experts_args(
       form_of(x, "experts: x"), router, router_bias,
       {up, up_scale, up_zero, up_outer, up_input_scale, up_bias, up_row_codes, up_levels},
       {down, down_scale, down_zero, down_outer, down_input_scale, down_bias, down_row_codes,
        down_levels},
       {k, normalize, correction, sigmoid, groups, top_groups, scale}, intermediate, out_features,
-      activation);
-  Tensor y = torch::stable::new_empty(x, {x.size(0), out_features});
+      activation, {meeting, up_bounds, down_bounds, expert_bounds, rank});
+  Tensor y = torch::stable::new_empty(x, {x.size(0), columns_of(a)});
   a.x = x.data_ptr();
   a.x_stride = x.stride(0);
   a.rows = x.size(0);
   a.y = y.data_ptr();
-  a.y_stride = out_features;
+  a.y_stride = columns_of(a);
   a.threads = threads();
   experts(a);
   return y;

@@ -4,7 +4,6 @@
 #include <torch/csrc/stable/library.h>
 
 namespace penstock::shim {
-namespace {
 
 Meeting meeting_of(const Tensor& meeting, int64_t rank, int64_t size) {
   STD_TORCH_CHECK(meeting.scalar_type() == ScalarType::Byte && meeting.is_contiguous(),
@@ -21,7 +20,7 @@ const int32_t* bounds_of(const Tensor& bounds) {
   const int32_t* found = integers(bounds, bounds.numel(), "bounds");
   STD_TORCH_CHECK(bounds.numel() >= 2 && found[0] == 0, "bounds must be 0, …, the sum");
   for (int64_t i = 1; i < bounds.numel(); i++)
-    STD_TORCH_CHECK(found[i - 1] < found[i], "bounds must rise");
+    STD_TORCH_CHECK(found[i - 1] <= found[i], "bounds must not fall");
   return found;
 }
 
@@ -29,6 +28,8 @@ void check_room(const Meeting& at, int64_t row_bytes) {
   STD_TORCH_CHECK(row_bytes <= at.place_bytes, "a row of ", row_bytes,
                   " bytes doesn't fit in a meeting's place of ", at.place_bytes);
 }
+
+namespace {
 
 GatherColumnsArgs columns_args(Form x, const Tensor& meeting, const Tensor& bounds, int64_t rank,
                                int64_t reader) {

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from penstock.config.checks import positive
+from penstock.config.checks import flags, positive
 from penstock.errors import ConfigError
 
 MOST_RANKS = 64
@@ -18,9 +18,16 @@ class ParallelConfig:
     """Among how many processes (ranks) a model is divided."""
 
     tensor_parallel_size: int = 1  # each has so much of every matrix and of the cache
+    enable_expert_parallel: bool = False  # of mixtures each has some experts instead
 
     def __post_init__(self) -> None:
         positive(self, "tensor_parallel_size")
+        flags(self, "enable_expert_parallel")
+        if self.enable_expert_parallel and self.tensor_parallel_size == 1:
+            raise ConfigError(
+                "enable_expert_parallel has no effect without a tensor_parallel_size above 1: that "
+                "many processes share the experts. Set it, or leave this out."
+            )
         if self.tensor_parallel_size > MOST_RANKS:
             raise ConfigError(
                 f"tensor_parallel_size={self.tensor_parallel_size}, and {MOST_RANKS} is the most."

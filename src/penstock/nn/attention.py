@@ -11,7 +11,7 @@ from penstock.nn.linear import Linear
 from penstock.nn.norm import Norm
 from penstock.nn.parameters import Vector
 from penstock.nn.rope import RotaryTable
-from penstock.nn.shared import heads_of, own_attention, own_qkv
+from penstock.nn.shared import attends_apart, heads_of, own_attention, own_qkv
 from penstock.nn.spec import AttentionSpec, NormSpec
 from penstock.parallel import Gather, Part, Ranks
 from penstock.quant import WeightFormat
@@ -56,8 +56,9 @@ class Attention(nn.Module):
         qkv_part = out_part = heads = None
         if ranks is not None:
             self.spec = own = own_attention(spec, ranks)
-            queries, _ = heads_of(spec, ranks)
-            heads, self.gather = queries.own, Gather(queries.times(spec.head_dim))
+            if attends_apart(spec):
+                queries, _ = heads_of(spec, ranks)
+                heads, self.gather = queries.own, Gather(queries.times(spec.head_dim))
             qkv_part, out_part = own_qkv(spec, ranks), Part.of(ranks.split(hidden))
         self.q_size = own.num_heads * spec.head_dim
         self.kv_size = own.num_kv_heads * spec.head_dim

@@ -112,7 +112,7 @@ class Decoder(nn.Module):
         """
         super().__init__()
         if ranks is not None:
-            check_shareable(spec)
+            check_shareable(spec, ranks)
         self.spec = spec
         self.formats = formats
         self.dtype = dtype

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
@@ -13,6 +16,7 @@ from penstock.nn.norm import Norm, Scale
 from penstock.nn.parameters import Loadable, Packing, Vector, as_float32, room_for
 from penstock.nn.spec import ExpertsSpec, MlpSpec
 from penstock.ops import ACTIVATIONS
+from penstock.parallel import Part, Ranks
 from penstock.quant import Codes, Dense, Packed, WeightFormat
 from penstock.quant.formats.quantized import Quantized
 
@@ -29,15 +33,13 @@ class Expert(Loadable):
         self.number = number
 
     def expected(self) -> dict[str, tuple[int, ...]]:
-        bank = self._bank[0]
-        rows = bank.out_features * (2 if bank.gated else 1)
-        shapes: dict[str, tuple[int, ...]] = {"weight": (rows, bank.in_features)}
-        if bank.has_bias:
-            shapes["bias"] = (rows,)
-        return shapes
+        return self._bank[0].whole()
 
     def load(self, name: str, tensor: Tensor | Codes) -> None:
         bank = self._bank[0]
+        if self.number not in bank.own_experts:
+            return  # another rank's
+        tensor = bank.own_rows(name, tensor)
         if name == "bias":
             bank.put_bias(self.number, as_float32(tensor))
         elif isinstance(tensor, Codes):
@@ -57,7 +59,8 @@ class Expert(Loadable):
 class ExpertBank(Packing):
     """One matrix of each expert, [E, …] of a format's tensors; its children name them one by one.
 
-    gated: each is gate above up, [2·N, K].
+    gated: each is gate above up, [2·N, K]. Where ranks share it, part: the rows of each that this
+    one has; own: the experts that it has, or all.
     """
 
     def __init__(
@@ -69,11 +72,15 @@ class ExpertBank(Packing):
         weight_format: WeightFormat,
         *,
         gated: bool = False,
+        part: Part | None = None,
+        own: range | None = None,
     ) -> None:
         super().__init__()
-        self.count = count
+        self.own_experts = range(count) if own is None else own
+        self.count = len(self.own_experts)
         self.in_features = in_features
-        self.out_features = out_features
+        self.out_features = out_features if part is None else part.size
+        self.part = part
         self.has_bias = bias
         self.weight_format = weight_format
         self.gated = gated
@@ -114,14 +121,14 @@ class ExpertBank(Packing):
             if part not in self.packed or bank is not self.packed[part]:
                 self.own(part, bank)
                 self.packed[part] = self.parameter(part)
-            self.packed[part][number] = stored
+            self.packed[part][number - self.own_experts.start] = stored
         self._there.add(number)
 
     def put_bias(self, number: int, bias: Tensor) -> None:
         """Take one expert's bias, float32."""
         if self._parameters["bias"] is None:
             self.own("bias", bias.new_empty((self.count, *bias.shape)))
-        self.parameter("bias")[number] = bias
+        self.parameter("bias")[number - self.own_experts.start] = bias
         self._there.add(f"bias {number}")
 
     @property
@@ -145,6 +152,29 @@ def _check_rows(part: str, held: WeightFormat) -> None:
         )
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class _Divided:
+    """How ranks share a mixture; without ranks, nothing is said."""
+
+    up: Part | None = None  # of each expert's matrices
+    down: Part | None = None
+    own: range | None = None  # experts
+    arguments: tuple[Any, ...] = ()  # the last of `ops.experts`
+
+    @classmethod
+    def among(cls, ranks: Ranks | None, count: int, wide: int, hidden: int) -> _Divided:
+        """count experts, from `hidden` to `wide` values and back."""
+        if ranks is None:
+            return cls()
+        if ranks.whole_experts:
+            share = ranks.split(count, 1)
+            whole = (ranks.meeting, None, None, share.ends, ranks.rank)
+            return cls(own=share.own, arguments=whole)
+        up, down = ranks.split(wide), ranks.split(hidden)
+        columns = (ranks.meeting, up.ends, down.ends, None, ranks.rank)
+        return cls(Part((up.own,), wide), Part((down.own,), hidden), arguments=columns)
+
+
 class Experts(nn.Module):
     """down[e](act(gate[e]) · up[e]) of the experts that a token's router chooses, weighed.
 
@@ -160,8 +190,11 @@ class Experts(nn.Module):
         down: WeightFormat,
         dtype: torch.dtype,
         shared: Mlp | None = None,
+        ranks: Ranks | None = None,
     ) -> None:
-        """dtype: of activations, and of the router, which no format rounds."""
+        """dtype: of activations, and of the router, which no format rounds. ranks: share the
+        columns of all experts' matrices, or the experts.
+        """
         super().__init__()
         self.spec = spec
         self.experts = experts
@@ -171,8 +204,10 @@ class Experts(nn.Module):
         own = Dense(dtype, up.storage)
         count, wide, biased = experts.count, spec.intermediate, spec.bias
         self.router = Linear(hidden, count, experts.router_bias, own, out_dtype=torch.float32)
-        self.up = ExpertBank(count, hidden, wide, biased, up, gated=True)
-        self.down = ExpertBank(count, wide, hidden, biased, down)
+        self.divided = _Divided.among(ranks, count, wide, hidden)
+        by = self.divided
+        self.up = ExpertBank(count, hidden, wide, biased, up, gated=True, part=by.up, own=by.own)
+        self.down = ExpertBank(count, wide, hidden, biased, down, part=by.down, own=by.own)
         self.correction = Vector(count) if experts.correction else None
         self.shared = shared
         self.shared_gate = Vector(hidden) if experts.shared_gate else None
@@ -204,8 +239,8 @@ class Experts(nn.Module):
             *self.down.tensors,
             self.experts.per_token,
             self.experts.normalize,
-            self.spec.intermediate,
-            self.hidden,
+            self.up.out_features,
+            self.down.out_features,
             ACTIVATIONS.index(self.spec.activation),
             self.up.weight_format.row_codes,
             self.up.weight_format.levels,
@@ -216,4 +251,5 @@ class Experts(nn.Module):
             self.experts.groups,
             self.experts.top_groups,
             self.experts.scale,
+            *self.divided.arguments,
         )

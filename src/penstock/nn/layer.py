@@ -36,8 +36,8 @@ def feed_forward(
     shared = None
     if spec.experts.shared:
         wide = replace(spec, intermediate=spec.experts.shared, experts=None)
-        shared = Mlp(hidden, wide, formats["shared_up"], formats["shared_down"])
-    return Experts(hidden, spec, spec.experts, up, down, dtype, shared)
+        shared = Mlp(hidden, wide, formats["shared_up"], formats["shared_down"], ranks)
+    return Experts(hidden, spec, spec.experts, up, down, dtype, shared, ranks)
 
 
 def self_attention(

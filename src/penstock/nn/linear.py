@@ -14,7 +14,6 @@ from penstock.ops import ACTIVATIONS, Activation
 from penstock.ops.panels import COLUMNS, round_up
 from penstock.parallel import Gather, Part, Share
 from penstock.quant import Codes, Packed, WeightFormat
-from penstock.quant.formats.quantized import Quantized
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,32 +57,16 @@ class Linear(Packing):
         self.change: Change | None = None
 
     def expected(self) -> dict[str, tuple[int, ...]]:
-        rows = self.out_features if self.part is None else self.part.whole
-        rows *= 2 if self.gated else 1
-        shapes: dict[str, tuple[int, ...]] = {"weight": (rows, self.in_features)}
-        if self.has_bias:
-            shapes["bias"] = (rows,)
-        return shapes
+        return self.whole()
 
     def load(self, name: str, tensor: Tensor | Codes) -> None:
-        if self.part is not None:
-            tensor = self._own_rows(name, tensor, self.part)
+        tensor = self.own_rows(name, tensor)
         if isinstance(tensor, Codes):
             self.hold(self.weight_format.pack_codes(tensor, self.gated))
         elif name == "bias":
             self.own("bias", as_float32(tensor))
         else:
             self.hold(self.weight_format.pack(tensor, self.gated))
-
-    def _own_rows(self, name: str, tensor: Tensor | Codes, part: Part) -> Tensor | Codes:
-        """What this rank has of a matrix or its bias; rounded as all of it is."""
-        index, held = part.index(self.gated), self.weight_format
-        if isinstance(tensor, Codes):
-            return tensor.rows(index)
-        if name == "weight" and isinstance(held, Quantized) and not held.scheme.rows_apart:
-            packed = held.pack(tensor, self.gated)
-            return held.codes(packed, part.whole, self.in_features, self.gated).rows(index)
-        return tensor[index]
 
     def hold(self, packed: Packed) -> None:
         """Take the matrix as it is stored."""

@@ -12,7 +12,9 @@ from torch import Tensor, nn
 
 from penstock.cache.pages import lazy_zeros
 from penstock.errors import WeightsError
+from penstock.parallel import Part
 from penstock.quant import Codes, WeightFormat
+from penstock.quant.formats.quantized import Quantized
 
 
 class Loadable(nn.Module):
@@ -85,6 +87,7 @@ class Packing(Loadable):
     has_bias: bool
     gated: bool
     weight_format: WeightFormat
+    part: Part | None  # which rows it has, where ranks share the matrix
 
     def __init__(self) -> None:
         super().__init__()
@@ -95,6 +98,27 @@ class Packing(Loadable):
     def nbytes(self) -> int:
         matrix = self.weight_format.nbytes(self.out_features, self.in_features)
         return (2 if self.gated else 1) * (matrix + 4 * self.out_features * self.has_bias)
+
+    def whole(self) -> dict[str, tuple[int, ...]]:
+        """Names and shapes of the matrix and its bias, as a checkpoint stores them."""
+        rows = self.out_features if self.part is None else self.part.whole
+        rows *= 2 if self.gated else 1
+        shapes: dict[str, tuple[int, ...]] = {"weight": (rows, self.in_features)}
+        if self.has_bias:
+            shapes["bias"] = (rows,)
+        return shapes
+
+    def own_rows(self, name: str, tensor: Tensor | Codes) -> Tensor | Codes:
+        """What it has of a whole matrix or its bias; rounded as all of it is."""
+        if self.part is None:
+            return tensor
+        index, held = self.part.index(self.gated), self.weight_format
+        if isinstance(tensor, Codes):
+            return tensor.rows(index)
+        if name == "weight" and isinstance(held, Quantized) and not held.scheme.rows_apart:
+            packed = held.pack(tensor, self.gated)
+            return held.codes(packed, self.part.whole, self.in_features, self.gated).rows(index)
+        return tensor[index]
 
     def restore(self, name: str, stored: Tensor) -> None:
         self.own(name, stored)

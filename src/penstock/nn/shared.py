@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from penstock.errors import UnsupportedModelError
+from penstock.errors import ConfigError, UnsupportedModelError
 from penstock.nn.spec import AttentionSpec, DecoderSpec, LayerSpec
 from penstock.parallel import Part, Ranks, Share
 
@@ -15,8 +15,17 @@ def heads_of(spec: AttentionSpec, ranks: Ranks) -> tuple[Share, range]:
     return ranks.heads(spec.num_heads, keys)
 
 
+def attends_apart(spec: AttentionSpec) -> bool:
+    """Whether ranks have heads of their own: not where a norm is over all heads together, which then
+    each rank has.
+    """
+    return spec.qk_norm != "full"
+
+
 def own_attention(spec: AttentionSpec, ranks: Ranks) -> AttentionSpec:
     """The attention of this rank's heads. A latent is all ranks', which each keeps."""
+    if not attends_apart(spec):
+        return spec
     queries, keys = heads_of(spec, ranks)
     return replace(spec, num_heads=len(queries.own), num_kv_heads=len(keys))
 
@@ -30,8 +39,11 @@ def own_layers(spec: DecoderSpec, ranks: Ranks) -> tuple[LayerSpec, ...]:
 
 def own_qkv(spec: AttentionSpec, ranks: Ranks) -> Part:
     """This rank's queries, keys and values, of a matrix that makes all heads'."""
-    (queries, keys), dim = heads_of(spec, ranks), spec.head_dim
+    dim = spec.head_dim
     q, kv = spec.num_heads * dim, spec.num_kv_heads * dim
+    if not attends_apart(spec):
+        return Part.of(ranks.split(q + 2 * kv))
+    queries, keys = heads_of(spec, ranks)
 
     def after(first: int) -> range:
         return range(first + keys.start * dim, first + keys.stop * dim)
@@ -39,14 +51,13 @@ def own_qkv(spec: AttentionSpec, ranks: Ranks) -> Part:
     return Part((queries.times(dim).own, after(q), after(q + kv)), q + 2 * kv)
 
 
-def check_shareable(spec: DecoderSpec) -> None:
-    """Raises UnsupportedModelError for what ranks can't share."""
-    why = None
+def check_shareable(spec: DecoderSpec, ranks: Ranks) -> None:
+    """Raises UnsupportedModelError for what ranks can't share, ConfigError for what isn't there."""
+    if ranks.whole_experts and not any(layer.mlp.experts for layer in spec.layers):
+        raise ConfigError(
+            "enable_expert_parallel has no effect on a model without experts. Leave it out."
+        )
     if spec.vision is not None:
-        why = "a model that sees pictures"
-    elif any(layer.attention.qk_norm == "full" for layer in spec.layers):
-        why = "a norm over all heads of a layer together"
-    elif any(layer.mlp.experts is not None for layer in spec.layers):
-        why = "a mixture of experts"
-    if why is not None:
-        raise UnsupportedModelError(f"tensor_parallel_size isn't built for {why}. Leave it out.")
+        raise UnsupportedModelError(
+            "tensor_parallel_size isn't built for a model that sees pictures. Leave it out."
+        )

@@ -27,18 +27,21 @@ class Ranks:
     rank: int
     size: int
     meeting: Tensor  # ops.ranks: memory of all of them
+    whole_experts: bool = False  # of mixtures each has some experts, else some columns of all
 
     def split(self, count: int, unit: int = COLUMNS) -> Share:
         """`count` columns in parts of whole units, as equal as can be; the last may be shorter.
 
-        Raises UnsupportedModelError where some would have none.
+        Fewer units than ranks: parts of single columns. Raises UnsupportedModelError where some
+        would have none.
         """
-        units = -(-count // unit)
-        if units < self.size:
+        if count < self.size:
             raise UnsupportedModelError(
-                f"{count} columns are {units} times {unit}, too few for {self.size} ranks. Lower "
+                f"{count} columns or experts are too few for {self.size} ranks. Lower "
                 "tensor_parallel_size."
             )
+        unit = unit if -(-count // unit) >= self.size else 1
+        units = -(-count // unit)
         bounds = [min(rank * units // self.size * unit, count) for rank in range(self.size + 1)]
         return Share(self, tuple(bounds))
 

@@ -48,8 +48,10 @@ def _serve(link: Connection, meeting: torch.Tensor) -> None:
     assignment: Assignment = link.recv()
     if assignment.cpus:
         os.sched_setaffinity(0, assignment.cpus)
-    ranks = Ranks(assignment.rank, assignment.size, meeting)
-    part = load_part(assignment.folder, assignment.config, ranks)
+    config = assignment.config
+    whole = config.parallel.enable_expert_parallel
+    ranks = Ranks(assignment.rank, assignment.size, meeting, whole)
+    part = load_part(assignment.folder, config, ranks)
     link.send(None)
     (num_blocks, _), *_ = orders.read_pairs(bytearray(link.recv_bytes()))
     runner = part.runner(num_blocks)

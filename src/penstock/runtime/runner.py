@@ -198,9 +198,10 @@ class Runner:
         """As `forward`, but of the logits only each row's largest: places [S], values [S]."""
         program = self._forward_of(step)
         assert isinstance(program, Program)
-        with torch.inference_mode(), nullcontext() if self.recent is None else self.computing(step):
-            with self.together(lambda team: team.step(step, Kind.LARGEST)):
-                return program.largest(step, self.kv)
+        order = self.together(lambda team: team.step(step, Kind.LARGEST))
+        around = nullcontext() if self.recent is None else self.computing(step)
+        with torch.inference_mode(), around, order:
+            return program.largest(step, self.kv)
 
     def follow(self, step: Step, tokens: Tensor) -> Tensor:
         """The same where `step.tokens` says which of `tokens`, on the GPU, they are."""

@@ -53,7 +53,8 @@ class Team:
         self.threads = max(torch.get_num_threads() // size, 1)
         meeting = os.memfd_create("penstock-meeting")
         os.ftruncate(meeting, HEADER + 2 * PLACE_BYTES)
-        self.ranks = Ranks(0, size, map_meeting(meeting))
+        whole = config.parallel.enable_expert_parallel
+        self.ranks = Ranks(0, size, map_meeting(meeting), whole)
         self._broken: str | None = None
         self._links: list[Connection] = []
         self._processes: list[subprocess.Popen[bytes]] = []
