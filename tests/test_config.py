@@ -92,8 +92,8 @@ def test_what_vllm_is_given_out_of_habit_asks_for_nothing() -> None:
     more = {"pipeline_parallel_size": None, "enable_lora": False, "disable_log_stats": True}
     assert EngineConfig.of(**plain, **more) == EngineConfig.of()
     for name, value, why in (
-        ("tensor_parallel_size", 2, "runs on one device"),
-        ("tensor_parallel_size", True, "runs on one device"),
+        ("pipeline_parallel_size", 2, "by columns, not by layers"),
+        ("data_parallel_size", True, "penstock fleet"),
         ("trust_remote_code", True, "no code of a checkpoint is ever run"),
         ("max_cpu_loras", 4, "max_loras"),
     ):
@@ -131,3 +131,24 @@ def test_prefixes_are_cached_unless_the_cache_cannot_give_them() -> None:
     kivi = EngineConfig.of(kv_cache_dtype="kivi", swap_space=0)
     assert kivi.cache.enable_prefix_caching is False
     assert EngineConfig.of(enable_prefix_caching=False).cache.enable_prefix_caching is False
+
+
+def test_processes_that_share_a_model() -> None:
+    assert EngineConfig.of(tensor_parallel_size=2).parallel.tensor_parallel_size == 2
+    assert EngineConfig.of(tensor_parallel_size=None) == EngineConfig.of()
+    for value in (0, -1, 1.5, "2", True):
+        with pytest.raises(ConfigError, match=r"tensor_parallel_size must be a positive integer"):
+            EngineConfig.of(tensor_parallel_size=value)
+    with pytest.raises(ConfigError, match="tensor_parallel_size=65, and 64 is the most"):
+        EngineConfig.of(tensor_parallel_size=65)
+    with pytest.raises(ConfigError, match="enable_expert_parallel has no effect without"):
+        EngineConfig.of(enable_expert_parallel=True)
+    for name, value, says in (
+        ("enable_lora", True, "enable_lora"),
+        ("speculative_config", {"method": "self"}, "guesses by 'self'"),
+        ("kv_cache_dtype", "kivi", "kv_cache_dtype='kivi'"),
+        ("prefix_cache_dir", "kept", "a prefix_cache_dir"),
+        ("load_format", "dummy", "load_format='dummy'"),
+    ):
+        with pytest.raises(ConfigError, match=f"=2 isn't built together with {says}. Leave one"):
+            EngineConfig.of(tensor_parallel_size=2, **{name: value})

@@ -75,7 +75,7 @@ def of_ranks(
             raise
 
     with ThreadPoolExecutor(size) as threads:
-        return list(threads.map(rank, range(size)))[0]
+        return next(iter(list(threads.map(rank, range(size)))))
 
 
 @pytest.mark.parametrize("size", [2, 4])

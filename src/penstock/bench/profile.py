@@ -31,6 +31,7 @@ from penstock.roofline import OPS, CostModel, Floor, StepRecord, floor_of, measu
 from penstock.roofline.gaps import Gaps, profiled
 from penstock.roofline.trace import OTHER, GpuOpTimer, OpEvent, OpTimer, Rows, Span
 from penstock.runtime import Runner, Runtime
+from penstock.runtime.orders import Kind
 from penstock.step import Step
 
 PARTS = ("schedule", "batch", "sample", "detokenize", "output")
@@ -42,7 +43,11 @@ class _TimedRunner(Runner):
 
     def __init__(self, runner: Runner, decoder: Decoder) -> None:
         super().__init__(
-            lambda step, _: runner.forward(step), runner.kv, runner.vocabulary, recent=runner.recent
+            lambda step, _: runner.forward(step),
+            runner.kv,
+            runner.vocabulary,
+            recent=runner.recent,
+            team=runner.team,
         )
         self._runner = runner
         self._device = runner.kv[0][0].device
@@ -78,7 +83,7 @@ class _TimedRunner(Runner):
         times = torch.empty(len(program.calls) + 1, dtype=torch.float64)
         if self.vocabulary is not None:
             step = self.vocabulary.narrow(step)
-        with self.computing(step):
+        with self.computing(step), self.together(lambda team: team.step(step, Kind.STEP)):
             logits = program(step, self.kv, times)
         starts: list[float] = times.tolist()
         self.passes.append(

@@ -118,6 +118,11 @@ def speculate(
     options = benchmark.Options(
         _drafts(asked, planted, planted_cost), max_tokens, batch_size, temperature, rounds, seed
     )
+    if (placed.tensor_parallel_size or 1) > 1:
+        raise ConfigError(
+            "penstock bench speculate looks into one process's cache and times its passes: leave "
+            "--tensor-parallel-size out."
+        )
     workloads = built_in() if prompts is None else [read_prompts(prompts)]
     config = options.config(
         model,

@@ -69,6 +69,25 @@ Nvtx = Annotated[
 ]
 
 
+TensorParallelSize = Annotated[
+    int | None,
+    typer.Option(
+        "--tensor-parallel-size",
+        "-tp",
+        metavar="N",
+        help="On a CPU: N processes share the model, each with its part of every matrix and of the "
+        "cache (docs/parallel.md). Default: 1.",
+        rich_help_panel=_PANEL,
+    ),
+]
+EnableExpertParallel = Annotated[
+    bool,
+    typer.Option(
+        "--enable-expert-parallel",
+        help="Of a mixture each of them has some experts, instead of a part of all.",
+        rich_help_panel=_PANEL,
+    ),
+]
 MmProcessor = Annotated[
     str | None,
     typer.Option(
@@ -92,6 +111,8 @@ class Placed:
     load_format: LoadFormat = "auto"
     async_scheduling: AsyncScheduling = None
     nvtx: Nvtx = False
+    tensor_parallel_size: TensorParallelSize = None
+    enable_expert_parallel: EnableExpertParallel = False
 
     def chosen(self) -> dict[str, Any]:
         """As arguments of an engine. Raises ConfigError for what isn't a JSON object."""
@@ -101,6 +122,8 @@ class Placed:
             enforce_eager=self.enforce_eager or None,
             async_scheduling=self.async_scheduling,
             nvtx=self.nvtx or None,
+            tensor_parallel_size=self.tensor_parallel_size,
+            enable_expert_parallel=self.enable_expert_parallel or None,
             load_format=None if self.load_format == "auto" else self.load_format,
             compilation_config=json_object(
                 self.compilation_config, "--compilation-config", '{"cudagraph_mode": "none"}'

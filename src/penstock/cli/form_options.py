@@ -14,11 +14,13 @@ from penstock.cli.device_options import (
     Compilation,
     Deterministic,
     Device,
+    EnableExpertParallel,
     EnforceEager,
     LoadFormat,
     MmProcessor,
     Nvtx,
     Placed,
+    TensorParallelSize,
     how_to_cut,
 )
 from penstock.cli.disk_options import PrefixCacheDir, PrefixCacheDiskSpace, on_disk
@@ -98,6 +100,8 @@ class Loaded:
     load_format: LoadFormat = "auto"
     async_scheduling: AsyncScheduling = None
     nvtx: Nvtx = False
+    tensor_parallel_size: TensorParallelSize = None
+    enable_expert_parallel: EnableExpertParallel = False
     lora: Lora = None
     mm_processor_kwargs: MmProcessor = None
     prefix_cache_dir: PrefixCacheDir = None
@@ -123,6 +127,8 @@ class Loaded:
             self.load_format,
             self.async_scheduling,
             self.nvtx,
+            self.tensor_parallel_size,
+            self.enable_expert_parallel,
         ).chosen()
         options |= on_disk(self.prefix_cache_dir, self.prefix_cache_disk_space)
         return EngineConfig.of(model=model, **options, **one_adapter(single(self.lora)))

@@ -88,6 +88,8 @@ class EngineConfig:
         speculative = SpeculativeConfig.of(kwargs.pop("speculative_config", None))
         for name, value in kwargs.items():
             real = _ALIASES.get(name, name)
+            if value is None and name == "tensor_parallel_size":  # some callers' word for 1
+                continue
             if name in _NOTHING:
                 _check_nothing(name, value)
                 continue

@@ -16,9 +16,7 @@ def heads_of(spec: AttentionSpec, ranks: Ranks) -> tuple[Share, range]:
 
 
 def attends_apart(spec: AttentionSpec) -> bool:
-    """Whether ranks have heads of their own: not where a norm is over all heads together, which then
-    each rank has.
-    """
+    """Whether ranks have heads of their own: beside a norm over all heads, each has all."""
     return spec.qk_norm != "full"
 
 

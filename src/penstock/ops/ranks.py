@@ -73,8 +73,8 @@ def gather_columns(
     """y[:, bounds[r] : bounds[r + 1]] = rank r's x; all ranks call it with as many rows.
 
     x [T, bounds[rank + 1] − bounds[rank]] float32 or bfloat16; meeting [bytes] uint8, shared;
-    bounds [R + 1] int32 of the R ranks, from 0, never falling. reader: the only rank that is given the
-    rows; another one's result is undefined. Returns [T, bounds[R]] in x.dtype.
+    bounds [R + 1] int32 of the R ranks, from 0, never falling. reader: the only rank that is given
+    the rows; another one's result is undefined. Returns [T, bounds[R]] in x.dtype.
     Cost: T·N·itemsize bytes written and read by each rank.
     Raises RuntimeError where another rank has gone, or one row has no room in the meeting.
     """

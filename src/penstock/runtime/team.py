@@ -186,7 +186,10 @@ class Team:
                         return f"rank {rank} raised {said}"
         for rank, process in enumerate(self._processes, 1):
             if process.poll() is not None:
-                return f"rank {rank} (process {process.pid}) has ended with {process.returncode}"
+                said = ": stderr has its last words" if process.returncode > 0 else ""
+                return (
+                    f"rank {rank} (process {process.pid}) has ended with {process.returncode}{said}"
+                )
         return None
 
     def _how(self, rank: int) -> str:

@@ -1,0 +1,207 @@
+"""Engines whose model several processes share: their outputs are one process's, by `==`."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from penstock import LLM, AsyncLLM, BeamSearchParams, RequestOutput, SamplingParams
+from penstock.errors import ConfigError, EngineDeadError, RankError
+from penstock.runtime.team import cpus_of_ranks
+
+TEXTS = [
+    "Once upon a time, there was a little girl named Lily. She liked to play",
+    "Once upon a time, there was a little dog. He",
+    "Tom had a red ball. One day",
+    "The cat sat on the",
+    "It was a sunny day and the birds",
+]
+
+
+def said(outputs: list[RequestOutput]) -> list[Any]:
+    """Tokens, and the log-probabilities of each."""
+    return [
+        [
+            (o.token_ids, [{i: x.logprob for i, x in at.items()} for at in o.logprobs or []])
+            for o in output.outputs
+        ]
+        for output in outputs
+    ]
+
+
+def both(ask: Callable[[LLM], Any], **engine: Any) -> tuple[Any, Any]:
+    """What one process says, and what two say."""
+    return tuple(ask(LLM(**engine, tensor_parallel_size=n)) for n in (1, 2))  # type: ignore[return-value]
+
+
+def processes(llm: LLM) -> list[int]:
+    team = llm.engine.runtime.team
+    assert team is not None
+    return [process.pid for process in team._processes]
+
+
+def ends(pid: int, within_s: float = 10.0) -> bool:
+    until = time.monotonic() + within_s
+    while time.monotonic() < until:
+        try:
+            if Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z":
+                return True
+        except OSError:
+            return True
+        time.sleep(0.05)
+    return False
+
+
+def test_requests_in_a_batch() -> None:
+    """Prompts in chunks, samples that share blocks, others that must give way and come back."""
+    greedy = SamplingParams(temperature=0, max_tokens=40, logprobs=3)
+    drawn = SamplingParams(n=3, seed=7, max_tokens=30, logprobs=1, prompt_logprobs=1)
+
+    def ask(llm: LLM) -> Any:
+        found = [said(llm.generate(TEXTS, params)) for params in (greedy, drawn, drawn)]
+        stats = llm.stats()
+        return found, stats["preemptions"]
+
+    for mode in ("swap", "recompute"):
+        engine: dict[str, Any] = {
+            "max_model_len": 160, "max_num_batched_tokens": 24, "max_num_seqs": 16,
+            "num_blocks": 8, "preemption_mode": mode,
+        }  # fmt: skip
+        one, two = both(ask, **engine)
+        assert one == two
+        assert one[1]
+
+
+def test_a_search_and_embeddings() -> None:
+    def ask(llm: LLM) -> Any:
+        beams = llm.beam_search(TEXTS[:2], BeamSearchParams(beam_width=3, max_tokens=12))
+        vectors = [torch.tensor(o.outputs.embedding) for o in llm.embed(TEXTS)]
+        return [[s.tokens for s in b.sequences] for b in beams], torch.stack(vectors)
+
+    (one, vectors), (two, others) = both(ask)
+    assert one == two
+    assert torch.equal(vectors, others)
+
+
+@pytest.mark.parametrize(
+    "engine",
+    [
+        {"quantization": "w8a8", "kv_cache_dtype": "int8"},
+        {"quantization": "w4a8", "speculative_config": {"method": "ngram"}},
+        {"speculative_config": {"method": "draft_model"}},
+        {"enforce_eager": True},
+    ],
+)
+def test_other_engines(engine: dict[str, Any]) -> None:
+    params = SamplingParams(temperature=0, max_tokens=24)
+    one, two = both(lambda llm: said(llm.generate(TEXTS, params)), model="stories-chat", **engine)
+    assert one == two
+
+
+def test_a_rank_that_is_killed_ends_the_engine() -> None:
+    llm = LLM(tensor_parallel_size=2)
+    (rank,) = processes(llm)
+    assert llm.generate(TEXTS[:1])
+    os.kill(rank, signal.SIGKILL)
+    says = (
+        rf"2 processes .* can't go on: rank 1 \(process {rank}\) has ended with -9. Load it again"
+    )
+    for _ in range(2):
+        with pytest.raises((RankError, EngineDeadError), match=says):
+            llm.generate(TEXTS[:1])
+
+
+def test_a_rank_that_is_killed_in_a_step() -> None:
+    """Whoever waits for it is told; the server's engine says that it is dead."""
+
+    async def serve() -> None:
+        llm = AsyncLLM(tensor_parallel_size=2)
+        team = llm.runtime.team
+        assert team is not None
+
+        async def stream(name: str) -> None:
+            long = SamplingParams(max_tokens=900, ignore_eos=True)
+            count = 0
+            async for _ in llm.generate(TEXTS[0], long, name):
+                count += 1
+                if count == 5:
+                    os.kill(team._processes[0].pid, signal.SIGKILL)
+
+        with pytest.raises(EngineDeadError, match=r"rank 1 .* has ended with -9"):
+            await stream("a")
+        with pytest.raises(EngineDeadError):
+            await stream("b")
+        llm.shutdown()
+
+    asyncio.run(serve())
+
+
+def test_ranks_end_with_their_engine() -> None:
+    llm = LLM(tensor_parallel_size=2)
+    (rank,) = processes(llm)
+    assert not ends(rank, 0.1)
+    del llm
+    gc.collect()
+    assert ends(rank)
+
+
+@pytest.mark.parametrize("how", ["kill", "exit", "interrupt"])
+def test_ranks_end_with_the_first_process(how: str) -> None:
+    code = """
+import os, sys
+from penstock import LLM, SamplingParams
+llm = LLM(tensor_parallel_size=2)
+print(llm.engine.runtime.team._processes[0].pid, flush=True)
+if sys.argv[1] != "exit":
+    while True:
+        llm.generate("Once", SamplingParams(max_tokens=900, ignore_eos=True))
+"""
+    with subprocess.Popen(
+        [sys.executable, "-c", code, how], stdout=subprocess.PIPE, text=True, stderr=subprocess.PIPE
+    ) as process:
+        assert process.stdout is not None
+        rank = int(process.stdout.readline())
+        if how != "exit":
+            time.sleep(0.3)
+            process.send_signal(signal.SIGKILL if how == "kill" else signal.SIGINT)
+        _, errors = process.communicate(timeout=20)
+        if how == "exit":
+            assert process.returncode == 0, errors
+    assert ends(rank)
+    with suppress(ProcessLookupError):
+        os.kill(rank, 0)
+
+
+def test_a_rank_that_cannot_load(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PENSTOCK_KERNELS", "nonsense")  # that the first has long read
+    says = "Rank 1 of 2 couldn't load its part of the model: .* ended with 1: stderr has its last"
+    with pytest.raises(RankError, match=says):
+        LLM(tensor_parallel_size=2)
+
+
+def test_what_cannot_be_shared() -> None:
+    with pytest.raises(ConfigError, match="no effect on a model without experts"):
+        LLM(tensor_parallel_size=2, enable_expert_parallel=True)
+
+
+def test_ranks_on_several_memory_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
+    nodes = (tuple(range(8)), tuple(range(8, 16)))
+    monkeypatch.setattr("penstock.runtime.team.numa_cpus", lambda: nodes)
+    monkeypatch.setattr("penstock.runtime.team.usable_cpus", lambda: tuple(range(16)))
+    assert cpus_of_ranks(2) == list(nodes)
+    assert cpus_of_ranks(4) == [(0, 1, 2, 3), (4, 5, 6, 7), (8, 9, 10, 11), (12, 13, 14, 15)]
+    assert cpus_of_ranks(3) == [()] * 3
+    monkeypatch.setattr("penstock.runtime.team.numa_cpus", lambda: (tuple(range(16)),))
+    assert cpus_of_ranks(2) == [()] * 2
