@@ -74,7 +74,8 @@ class Team:
             os.sched_setaffinity(0, sets[0])
         logger.info(
             "%d processes (ranks) share the model by its columns, %d thread%s each%s.",
-            size, self.threads, "s" * (self.threads > 1), ", one memory node after another" if sets[0] else "",
+            size, self.threads, "s" * (self.threads > 1),
+            ", one memory node after another" if sets[0] else "",
         )  # fmt: skip
         if size > torch.get_num_threads():
             logger.warning(
