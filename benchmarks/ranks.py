@@ -48,6 +48,7 @@ def main() -> None:
     parser.add_argument("model", type=Path)
     parser.add_argument("--quantization")
     parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--stages", type=int, default=1, help="of as many ranks, one after another")
     parser.add_argument("--expert-parallel", action="store_true", help="experts are whole, too")
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--out", type=Path)
@@ -56,6 +57,8 @@ def main() -> None:
         "one process": {},
         f"{asked.ranks} ranks": {"tensor_parallel_size": asked.ranks},
     }
+    if asked.stages > 1:
+        ways[f"{asked.stages} stages"] = {"pipeline_parallel_size": asked.stages}
     if asked.expert_parallel:
         shared = {"tensor_parallel_size": asked.ranks, "enable_expert_parallel": True}
         ways[f"{asked.ranks} ranks, whole experts"] = shared

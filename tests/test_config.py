@@ -92,7 +92,6 @@ def test_what_vllm_is_given_out_of_habit_asks_for_nothing() -> None:
     more = {"pipeline_parallel_size": None, "enable_lora": False, "disable_log_stats": True}
     assert EngineConfig.of(**plain, **more) == EngineConfig.of()
     for name, value, why in (
-        ("pipeline_parallel_size", 2, "by columns, not by layers"),
         ("data_parallel_size", True, "penstock fleet"),
         ("trust_remote_code", True, "no code of a checkpoint is ever run"),
         ("max_cpu_loras", 4, "max_loras"),
@@ -139,8 +138,13 @@ def test_processes_that_share_a_model() -> None:
     for value in (0, -1, 1.5, "2", True):
         with pytest.raises(ConfigError, match=r"tensor_parallel_size must be a positive integer"):
             EngineConfig.of(tensor_parallel_size=value)
-    with pytest.raises(ConfigError, match="tensor_parallel_size=65, and 64 is the most"):
+    with pytest.raises(ConfigError, match="=65 are 65 processes, and 64 is the most"):
         EngineConfig.of(tensor_parallel_size=65)
+    both = {"tensor_parallel_size": 2, "pipeline_parallel_size": 3}
+    assert EngineConfig.of(**both).parallel.size == 6
+    assert EngineConfig.of(pipeline_parallel_size=None) == EngineConfig.of()
+    with pytest.raises(ConfigError, match=r"=2 with pipeline_parallel_size=3 isn't built together"):
+        EngineConfig.of(**both, enable_lora=True)
     with pytest.raises(ConfigError, match="enable_expert_parallel has no effect without"):
         EngineConfig.of(enable_expert_parallel=True)
     for name, value, says in (

@@ -34,6 +34,7 @@ void call(const LatentCacheArgs& a) { kernels().latent_cache(a); }
 void call(const AttentionArgs& a) { kernels().attention(a); }
 void call(const HeadsArgs& a) { head_linear(a); }
 void call(const GatherEmbeddingArgs& a) { gather_embedding(a); }
+void call(const PassArgs& a) { pass(a); }
 void call(const RowsArgs& a) {
   for (int64_t row = 0; row < a.rows; row++)
     if (!a.wanted || a.wanted[row] != 0)
@@ -284,6 +285,10 @@ void Program::bind(Args& a, const Node& node, const StepArrays& step, const Outp
     a.ids = step.tokens;
     a.y = y;
     a.rows = rows;
+  } else if constexpr (std::is_same_v<Args, PassArgs>) {
+    const int from = a.gives ? node.x : node.y;
+    a.rows = data(from, output);
+    a.bytes = step.count * at(from).columns * (at(from).dtype == DType::bf16 ? 2 : 4);
   } else if constexpr (std::is_same_v<Args, RowsArgs>) {
     a.rows = rows;
     (a.keeps ? a.from_stride : a.to_stride) = a.row_bytes;

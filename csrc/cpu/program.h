@@ -57,7 +57,7 @@ class Program {
   struct Node {
     std::variant<LinearArgs, EmbeddingArgs, NormArgs, AddArgs, SoftcapArgs, GateArgs, LoraArgs,
                  ExpertsArgs, GateRowsArgs, RotaryCacheArgs, LatentQueryArgs, LatentCacheArgs, AttentionArgs, HeadsArgs,
-                 RowsArgs, GatherColumnsArgs, GatherEmbeddingArgs>
+                 RowsArgs, GatherColumnsArgs, GatherEmbeddingArgs, PassArgs>
         args;
     int x, y;
     Ids ids;

@@ -52,10 +52,20 @@ struct GatherLargestArgs {
   int reader;
 };
 
+// Where ranks go one after another: rows that go to the next by a socket, or come from the one before.
+struct PassArgs {
+  int file;
+  bool gives;     // else it takes
+  void* rows;     // contiguous; read or written
+  int64_t bytes;  // of all
+  int threads;
+};
+
 // All throw std::runtime_error where another rank has gone: whoever watches them says so in the header.
 void gather_columns(const GatherColumnsArgs& a);
 void gather_embedding(const GatherEmbeddingArgs& a);
 void gather_largest(const GatherLargestArgs& a);
+void pass(const PassArgs& a);
 
 // For those who write their columns where they are read: the place of the next meeting, and that meeting.
 // What lies there stays until two meetings later.

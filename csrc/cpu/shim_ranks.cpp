@@ -112,6 +112,51 @@ int64_t program_gather_embedding(int64_t id, const Tensor& weight, int64_t dim, 
   return y;
 }
 
+int file_of(int64_t file) {
+  STD_TORCH_CHECK(file >= 0 && file <= INT32_MAX, "file must be a socket's number, not ", file);
+  return static_cast<int>(file);
+}
+
+int64_t item_of(DType dtype) { return dtype == DType::bf16 ? 2 : 4; }
+
+Tensor hand_on(const Tensor& x, const Tensor& sample_at, int64_t file) {
+  const Form form = form_of(x, "hand_on: x");
+  STD_TORCH_CHECK(x.is_contiguous(), "hand_on: x must be contiguous");
+  pass({file_of(file), true, x.data_ptr(), x.size(0) * form.columns * item_of(form.dtype), 1});
+  return torch::stable::new_empty(x, {sample_at.numel(), 0}, ScalarType::Float);
+}
+
+Tensor take_over(const Tensor& tokens, int64_t columns, ScalarType dtype, int64_t file) {
+  STD_TORCH_CHECK(dtype == ScalarType::Float || dtype == ScalarType::BFloat16,
+                  "take_over: dtype must be float32 or bfloat16");
+  Tensor x = torch::stable::new_empty(tokens, {tokens.numel(), columns}, dtype);
+  const int64_t item = dtype == ScalarType::Float ? 4 : 2;
+  pass({file_of(file), false, x.data_ptr(), tokens.numel() * columns * item, 1});
+  return x;
+}
+
+// Gives a value of no columns: a program ends with something of the sampled rows.
+int64_t program_hand_on(int64_t id, int64_t x, int64_t file) {
+  const auto p = held(id);
+  p->check_all_rows(x, "hand_on");
+  PassArgs a = {};
+  a.file = file_of(file);
+  a.gives = true;
+  const int64_t y = p->program.value({0, DType::f32, true, 0});
+  p->add(a, x, y);
+  return y;
+}
+
+int64_t program_take_over(int64_t id, int64_t columns, ScalarType dtype, int64_t file) {
+  const auto p = held(id);
+  PassArgs a = {};
+  a.file = file_of(file);
+  const DType of = dtype == ScalarType::Float ? DType::f32 : DType::bf16;
+  const int64_t y = p->result({of, columns}, -1);
+  p->add(a, -1, y);
+  return y;
+}
+
 }  // namespace
 }  // namespace penstock::shim
 
@@ -120,6 +165,8 @@ using namespace penstock::shim;
 STABLE_TORCH_LIBRARY_IMPL(penstock, CPU, m) {
   m.impl("gather_columns", TORCH_BOX(&gather_columns));
   m.impl("gather_embedding", TORCH_BOX(&gather_embedding));
+  m.impl("hand_on", TORCH_BOX(&hand_on));
+  m.impl("take_over", TORCH_BOX(&take_over));
 }
 
 STABLE_TORCH_LIBRARY_FRAGMENT(penstock, m) {
@@ -130,9 +177,13 @@ STABLE_TORCH_LIBRARY_FRAGMENT(penstock, m) {
       "program_gather_embedding(int program, Tensor weight, int dim, float scale, "
       "Tensor? weight_scale, Tensor? zero, int levels, Tensor? outer, Tensor meeting, "
       "Tensor bounds, int rank) -> int");
+  m.def("program_hand_on(int program, int x, int file) -> int");
+  m.def("program_take_over(int program, int columns, ScalarType dtype, int file) -> int");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(penstock, CompositeExplicitAutograd, m) {
   m.impl("program_gather_columns", TORCH_BOX(&program_gather_columns));
   m.impl("program_gather_embedding", TORCH_BOX(&program_gather_embedding));
+  m.impl("program_hand_on", TORCH_BOX(&program_hand_on));
+  m.impl("program_take_over", TORCH_BOX(&program_take_over));
 }

@@ -41,9 +41,15 @@ def said(outputs: list[RequestOutput]) -> list[Any]:
     ]
 
 
-def both(ask: Callable[[LLM], Any], **engine: Any) -> tuple[Any, Any]:
-    """What one process says, and what two say."""
-    return tuple(ask(LLM(**engine, tensor_parallel_size=n)) for n in (1, 2))  # type: ignore[return-value]
+WAYS = [
+    pytest.param({"tensor_parallel_size": 2}, id="tensor"),
+    pytest.param({"pipeline_parallel_size": 2}, id="pipeline"),
+]
+
+
+def both(ask: Callable[[LLM], Any], way: dict[str, int], **engine: Any) -> tuple[Any, Any]:
+    """What one process says, and what several say."""
+    return ask(LLM(**engine)), ask(LLM(**engine, **way))
 
 
 def processes(llm: LLM) -> list[int]:
@@ -64,7 +70,8 @@ def ends(pid: int, within_s: float = 10.0) -> bool:
     return False
 
 
-def test_requests_in_a_batch() -> None:
+@pytest.mark.parametrize("way", [*WAYS, {"tensor_parallel_size": 2, "pipeline_parallel_size": 3}])
+def test_requests_in_a_batch(way: dict[str, int]) -> None:
     """Prompts in chunks, samples that share blocks, others that must give way and come back."""
     greedy = SamplingParams(temperature=0, max_tokens=40, logprobs=3)
     drawn = SamplingParams(n=3, seed=7, max_tokens=30, logprobs=1, prompt_logprobs=1)
@@ -79,22 +86,44 @@ def test_requests_in_a_batch() -> None:
             "max_model_len": 160, "max_num_batched_tokens": 24, "max_num_seqs": 16,
             "num_blocks": 8, "preemption_mode": mode,
         }  # fmt: skip
-        one, two = both(ask, **engine)
+        one, two = both(ask, way, **engine)
         assert one == two
         assert one[1]
 
 
-def test_a_search_and_embeddings() -> None:
+@pytest.mark.parametrize("way", WAYS)
+def test_long_prompts(way: dict[str, int]) -> None:
+    """Steps that go through stages in parts; with all that is read of their logits."""
+    prompts = [{"prompt_token_ids": [5 + (i * j) % 999 for i in range(700)]} for j in (3, 7)]
+    kinds = (
+        SamplingParams(temperature=0, max_tokens=4),
+        SamplingParams(temperature=0, max_tokens=4, prompt_logprobs=1, logprobs=2),
+        SamplingParams(seed=3, max_tokens=4, n=2),
+    )
+
+    def ask(llm: LLM) -> Any:
+        found = [llm.generate(prompts, kind) for kind in kinds]
+        read = [[[x.logprob for x in (at or {}).values()] for at in o.prompt_logprobs or []]
+                for o in found[1]]  # fmt: skip
+        return [said(each) for each in found], read
+
+    one, two = both(ask, way, enable_prefix_caching=False)
+    assert one == two
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_search_and_embeddings(way: dict[str, int]) -> None:
     def ask(llm: LLM) -> Any:
         beams = llm.beam_search(TEXTS[:2], BeamSearchParams(beam_width=3, max_tokens=12))
         vectors = [torch.tensor(o.outputs.embedding) for o in llm.embed(TEXTS)]
         return [[s.tokens for s in b.sequences] for b in beams], torch.stack(vectors)
 
-    (one, vectors), (two, others) = both(ask)
+    (one, vectors), (two, others) = both(ask, way)
     assert one == two
     assert torch.equal(vectors, others)
 
 
+@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize(
     "engine",
     [
@@ -104,14 +133,16 @@ def test_a_search_and_embeddings() -> None:
         {"enforce_eager": True},
     ],
 )
-def test_other_engines(engine: dict[str, Any]) -> None:
+def test_other_engines(engine: dict[str, Any], way: dict[str, int]) -> None:
     params = SamplingParams(temperature=0, max_tokens=24)
-    one, two = both(lambda llm: said(llm.generate(TEXTS, params)), model="stories-chat", **engine)
+    model = {"model": "stories-chat", **engine}
+    one, two = both(lambda llm: said(llm.generate(TEXTS, params)), way, **model)
     assert one == two
 
 
-def test_a_rank_that_is_killed_ends_the_engine() -> None:
-    llm = LLM(tensor_parallel_size=2)
+@pytest.mark.parametrize("way", WAYS)
+def test_a_rank_that_is_killed_ends_the_engine(way: dict[str, int]) -> None:
+    llm = LLM(**way)  # type: ignore[arg-type]
     (rank,) = processes(llm)
     assert llm.generate(TEXTS[:1])
     os.kill(rank, signal.SIGKILL)
@@ -123,11 +154,12 @@ def test_a_rank_that_is_killed_ends_the_engine() -> None:
             llm.generate(TEXTS[:1])
 
 
-def test_a_rank_that_is_killed_in_a_step() -> None:
+@pytest.mark.parametrize("way", WAYS)
+def test_a_rank_that_is_killed_in_a_step(way: dict[str, int]) -> None:
     """Whoever waits for it is told; the server's engine says that it is dead."""
 
     async def serve() -> None:
-        llm = AsyncLLM(tensor_parallel_size=2)
+        llm = AsyncLLM(**way)  # type: ignore[arg-type]
         team = llm.runtime.team
         assert team is not None
 
@@ -157,19 +189,23 @@ def test_ranks_end_with_their_engine() -> None:
     assert ends(rank)
 
 
+@pytest.mark.parametrize("way", ["tensor", "pipeline"])
 @pytest.mark.parametrize("how", ["kill", "exit", "interrupt"])
-def test_ranks_end_with_the_first_process(how: str) -> None:
+def test_ranks_end_with_the_first_process(how: str, way: str) -> None:
     code = """
 import os, sys
 from penstock import LLM, SamplingParams
-llm = LLM(tensor_parallel_size=2)
+llm = LLM(**{sys.argv[2] + "_parallel_size": 2})
 print(llm.engine.runtime.team._processes[0].pid, flush=True)
 if sys.argv[1] != "exit":
     while True:
         llm.generate("Once", SamplingParams(max_tokens=900, ignore_eos=True))
 """
     with subprocess.Popen(
-        [sys.executable, "-c", code, how], stdout=subprocess.PIPE, text=True, stderr=subprocess.PIPE
+        [sys.executable, "-c", code, how, way],
+        stdout=subprocess.PIPE,
+        text=True,
+        stderr=subprocess.PIPE,
     ) as process:
         assert process.stdout is not None
         rank = int(process.stdout.readline())

@@ -80,6 +80,16 @@ TensorParallelSize = Annotated[
         rich_help_panel=_PANEL,
     ),
 ]
+PipelineParallelSize = Annotated[
+    int | None,
+    typer.Option(
+        "--pipeline-parallel-size",
+        "-pp",
+        metavar="N",
+        help="N stages of so many processes each, which have some of the layers. Default: 1.",
+        rich_help_panel=_PANEL,
+    ),
+]
 EnableExpertParallel = Annotated[
     bool,
     typer.Option(
@@ -112,6 +122,7 @@ class Placed:
     async_scheduling: AsyncScheduling = None
     nvtx: Nvtx = False
     tensor_parallel_size: TensorParallelSize = None
+    pipeline_parallel_size: PipelineParallelSize = None
     enable_expert_parallel: EnableExpertParallel = False
 
     def chosen(self) -> dict[str, Any]:
@@ -123,6 +134,7 @@ class Placed:
             async_scheduling=self.async_scheduling,
             nvtx=self.nvtx or None,
             tensor_parallel_size=self.tensor_parallel_size,
+            pipeline_parallel_size=self.pipeline_parallel_size,
             enable_expert_parallel=self.enable_expert_parallel or None,
             load_format=None if self.load_format == "auto" else self.load_format,
             compilation_config=json_object(

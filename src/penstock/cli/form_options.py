@@ -19,6 +19,7 @@ from penstock.cli.device_options import (
     LoadFormat,
     MmProcessor,
     Nvtx,
+    PipelineParallelSize,
     Placed,
     TensorParallelSize,
     how_to_cut,
@@ -101,6 +102,7 @@ class Loaded:
     async_scheduling: AsyncScheduling = None
     nvtx: Nvtx = False
     tensor_parallel_size: TensorParallelSize = None
+    pipeline_parallel_size: PipelineParallelSize = None
     enable_expert_parallel: EnableExpertParallel = False
     lora: Lora = None
     mm_processor_kwargs: MmProcessor = None
@@ -128,6 +130,7 @@ class Loaded:
             self.async_scheduling,
             self.nvtx,
             self.tensor_parallel_size,
+            self.pipeline_parallel_size,
             self.enable_expert_parallel,
         ).chosen()
         options |= on_disk(self.prefix_cache_dir, self.prefix_cache_disk_space)

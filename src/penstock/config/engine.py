@@ -20,10 +20,6 @@ _ALIASES = {
 }
 
 _NOTHING: dict[str, tuple[tuple[Any, ...], str]] = {
-    "pipeline_parallel_size": (
-        (None, 1),
-        "a model is divided by columns, not by layers (tensor_parallel_size)",
-    ),
     "data_parallel_size": ((None, 1), "several engines are a fleet (penstock fleet)"),
     "trust_remote_code": ((None, False), "no code of a checkpoint is ever run"),
     "tokenizer_mode": ((None, "auto"), "there is one kind of tokenizer for each model"),
@@ -88,7 +84,10 @@ class EngineConfig:
         speculative = SpeculativeConfig.of(kwargs.pop("speculative_config", None))
         for name, value in kwargs.items():
             real = _ALIASES.get(name, name)
-            if value is None and name == "tensor_parallel_size":  # some callers' word for 1
+            if value is None and name in (
+                "tensor_parallel_size",
+                "pipeline_parallel_size",
+            ):  # some callers' word for 1
                 continue
             if name in _NOTHING:
                 _check_nothing(name, value)

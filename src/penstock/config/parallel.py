@@ -18,19 +18,20 @@ class ParallelConfig:
     """Among how many processes (ranks) a model is divided."""
 
     tensor_parallel_size: int = 1  # each has so much of every matrix and of the cache
+    pipeline_parallel_size: int = 1  # stages of so many each, which have some of the layers
     enable_expert_parallel: bool = False  # of mixtures each has some experts instead
 
     def __post_init__(self) -> None:
-        positive(self, "tensor_parallel_size")
+        positive(self, "tensor_parallel_size", "pipeline_parallel_size")
         flags(self, "enable_expert_parallel")
         if self.enable_expert_parallel and self.tensor_parallel_size == 1:
             raise ConfigError(
                 "enable_expert_parallel has no effect without a tensor_parallel_size above 1: that "
                 "many processes share the experts. Set it, or leave this out."
             )
-        if self.tensor_parallel_size > MOST_RANKS:
+        if self.size > MOST_RANKS:
             raise ConfigError(
-                f"tensor_parallel_size={self.tensor_parallel_size}, and {MOST_RANKS} is the most."
+                f"{self.described} are {self.size} processes, and {MOST_RANKS} is the most."
             )
 
     def check_beside(self, asked: dict[str, bool]) -> None:
@@ -39,11 +40,24 @@ class ParallelConfig:
         asked: what, as its user writes it, and whether it was.
         """
         first = next((name for name, given in asked.items() if given), None)
-        if self.tensor_parallel_size > 1 and first is not None:
+        if self.size > 1 and first is not None:
             raise ConfigError(
-                f"tensor_parallel_size={self.tensor_parallel_size} isn't built together with "
-                f"{first}. Leave one of them out."
+                f"{self.described} isn't built together with {first}. Leave one of them out."
             )
+
+    @property
+    def size(self) -> int:
+        """Processes, of all stages together."""
+        return self.tensor_parallel_size * self.pipeline_parallel_size
+
+    @property
+    def described(self) -> str:
+        """What was asked for, as its user writes it."""
+        asked = {
+            "tensor_parallel_size": self.tensor_parallel_size,
+            "pipeline_parallel_size": self.pipeline_parallel_size,
+        }
+        return " with ".join(f"{name}={size}" for name, size in asked.items() if size > 1)
 
 
 def guesses_by_layers(method: str | None) -> bool:

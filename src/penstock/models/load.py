@@ -213,7 +213,8 @@ def load_dummy(
 
 def weight_bytes(model: Decoder) -> int:
     """What its weights take once they are there; its rotary tables already are."""
-    return sum(m.nbytes for m in model.modules() if isinstance(m, Loadable))
+    modules = (m for m in model.modules() if isinstance(m, Loadable) and not m.elsewhere)
+    return sum(m.nbytes for m in modules)
 
 
 def chosen_formats(
@@ -298,6 +299,8 @@ def _check_memory(model: Decoder, found: Description, free: int) -> None:
     need, formats = weight_bytes(model), found.formats
     if model.ranks is not None:  # the first asks for all of them, which load at the same time
         need *= model.ranks.size if model.ranks.rank == 0 else 0
+    if model.stage is not None:
+        need *= model.stage.count if model.stage.is_first else 0
     if need <= free:
         return
     ways = ["free some memory", "use a smaller model"]

@@ -291,6 +291,8 @@ def load_weights(
     total = sum(torch.Size(shape).numel() for shape in expected.values())
     done, room = 0, Room()
     for target, shape in expected.items():
+        if modules[target.rpartition(".")[0]].elsewhere:
+            continue
         tensor = _assemble(plans[target], checkpoint, spec, room)
         if tuple(tensor.shape) != shape:
             raise _disagrees(target, plans[target], shape, tuple(tensor.shape))

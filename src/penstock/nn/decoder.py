@@ -14,11 +14,12 @@ from penstock.nn.grid import GridTower
 from penstock.nn.layer import DecoderLayer
 from penstock.nn.linear import Embedding, Linear, TiedEmbedding
 from penstock.nn.norm import Norm
+from penstock.nn.parameters import Loadable
 from penstock.nn.rope import RotaryTable
 from penstock.nn.shared import check_shareable, own_layers
 from penstock.nn.spec import DecoderSpec, GridSpec, LayerSpec, RopeSpec, VisionSpec
 from penstock.nn.vision import VisionTower
-from penstock.parallel import Part, Ranks
+from penstock.parallel import Part, Ranks, Stage
 from penstock.quant import Dense, Storage, WeightFormats
 from penstock.step import KV, Step
 
@@ -108,11 +109,15 @@ class Decoder(nn.Module):
         ranks: Ranks | None = None,
     ) -> None:
         """ranks: of processes that compute each step together, of which this is one; the first is
-        given the logits. Raises UnsupportedModelError for what they can't share.
+        given the logits. Where they are a stage of several, it has some of the layers. Raises
+        UnsupportedModelError for what they can't share.
         """
         super().__init__()
+        self.stage: Stage | None = None
         if ranks is not None:
             check_shareable(spec, ranks)
+            self.stage = ranks.stage
+            ranks = ranks if ranks.size > 1 else None
         self.spec = spec
         self.formats = formats
         self.dtype = dtype
@@ -156,28 +161,57 @@ class Decoder(nn.Module):
             self.vision = tower_of(spec.vision, dtype, self.head.weight_format.storage)
         self.kept: KeptStates | None = None
         self.placed: PlacedRows | None = None
+        self.own = range(len(spec.layers))
+        if self.stage is not None:
+            self.own = self.stage.layers(len(spec.layers))
+            self._leave_to_others(self.stage)
+
+    def _leave_to_others(self, stage: Stage) -> None:
+        """Nothing is loaded for what other stages have."""
+        theirs: list[nn.Module] = [
+            layer for i, layer in enumerate(self.layers) if i not in self.own
+        ]
+        if not stage.is_first:
+            theirs += [self.embed, *([] if self.positions is None else [self.positions])]
+        if not stage.is_last:
+            theirs.append(self.norm)
+        if not stage.is_last and not (stage.is_first and self.spec.tied):
+            theirs.append(self.head)
+        for one in theirs:
+            for module in one.modules():
+                if isinstance(module, Loadable):
+                    module.elsewhere = True
 
     @property
     def cached_layers(self) -> tuple[LayerSpec, ...]:
         """The layers as this process's cache holds them."""
-        return self.spec.layers if self.ranks is None else own_layers(self.spec, self.ranks)
+        layers = self.spec.layers if self.ranks is None else own_layers(self.spec, self.ranks)
+        return layers[self.own.start : self.own.stop]
 
     def hidden_states(self, step: Step, kv: KV, layers: int | None = None) -> Tensor:
         """The residual stream [T, D] that the final norm reads; after the first `layers` of them.
 
         kv: of the layers that compute.
         """
-        residual: Tensor = self.embed(step.tokens)
-        if self.placed is not None:
-            ops.place_rows_(residual, self.placed.store, self.placed.wanted)
-        if self.positions is not None:
-            ops.add_(residual, self.positions(step.positions))
-        for number, (layer, cache) in enumerate(zip(self.layers[:layers], kv, strict=True)):
+        residual = self._first_rows(step)
+        own = self.layers[self.own.start : self.own.stop if layers is None else layers]
+        for number, (layer, cache) in enumerate(zip(own, kv, strict=True)):
             self._keep(residual, number)
             layer(residual, step, cache)
             if self.placed is not None and number < len(self.placed.deep):
                 ops.add_(residual, ops.kept_rows(step.tokens, self.placed.deep[number]))
         self._keep(residual, len(kv))
+        return residual
+
+    def _first_rows(self, step: Step) -> Tensor:
+        """The residual stream before the first layer that is this process's."""
+        if self.stage is not None and not self.stage.is_first:
+            return ops.take_over(step.tokens, self.spec.hidden, self.dtype, self.stage.before)
+        residual: Tensor = self.embed(step.tokens)
+        if self.placed is not None:
+            ops.place_rows_(residual, self.placed.store, self.placed.wanted)
+        if self.positions is not None:
+            ops.add_(residual, self.positions(step.positions))
         return residual
 
     def _keep(self, residual: Tensor, number: int) -> None:
@@ -190,7 +224,11 @@ class Decoder(nn.Module):
         return self.logits(step, self.hidden_states(step, kv))
 
     def logits(self, step: Step, residual: Tensor) -> Tensor:
-        """The final norm and the head of the rows `step.sample_at` of a residual stream."""
+        """The final norm and the head of the rows `step.sample_at` of a residual stream; of a stage
+        that isn't the last, [S, 0]: the stream goes on to the next.
+        """
+        if self.stage is not None and not self.stage.is_last:
+            return ops.hand_on(residual, step.sample_at, self.stage.after)
         sampled = ops.embedding(step.sample_at, residual, self.spec.hidden)  # these rows of it
         logits: Tensor = self.head(sampled, self.norm)
         if self.spec.final_softcap:
@@ -234,7 +272,8 @@ class LastHiddenState(nn.Module):
         self.decoder = decoder
         self.widen: Linear | None = None
         hidden, dtype = decoder.spec.hidden, decoder.dtype
-        if dtype is not torch.float32:
+        last = decoder.stage is None or decoder.stage.is_last
+        if dtype is not torch.float32 and last:
             lies = decoder.head.weight_format.storage
             self.widen = Linear(hidden, hidden, False, Dense(dtype, lies), out_dtype=torch.float32)
             where = decoder.norm.parameter("weight").device
@@ -242,6 +281,8 @@ class LastHiddenState(nn.Module):
 
     def forward(self, step: Step, kv: KV) -> Tensor:
         decoder = self.decoder
+        if decoder.stage is not None and not decoder.stage.is_last:
+            return decoder.logits(step, decoder.hidden_states(step, kv))
         rows = ops.embedding(step.sample_at, decoder.hidden_states(step, kv), decoder.spec.hidden)
         found: Tensor = decoder.norm(rows) if self.widen is None else self.widen(rows, decoder.norm)
         return found

@@ -37,8 +37,6 @@ class Expert(Loadable):
 
     def load(self, name: str, tensor: Tensor | Codes) -> None:
         bank = self._bank[0]
-        if self.number not in bank.own_experts:
-            return  # another rank's
         tensor = bank.own_rows(name, tensor)
         if name == "bias":
             bank.put_bias(self.number, as_float32(tensor))
@@ -86,7 +84,9 @@ class ExpertBank(Packing):
         self.gated = gated
         self._there: set[int | str] = set()  # experts' numbers, and their biases'
         for number in range(count):
-            self.add_module(str(number), Expert(self, number))
+            expert = Expert(self, number)
+            expert.elsewhere = number not in self.own_experts
+            self.add_module(str(number), expert)
 
     def expected(self) -> dict[str, tuple[int, ...]]:
         return {}  # of its children

@@ -23,6 +23,9 @@ class Loadable(nn.Module):
     Nothing is allocated before a tensor arrives: memory is what the packed weights need.
     """
 
+    elsewhere = False
+    """Whether another process has what this module would: nothing is loaded here."""
+
     @abstractmethod
     def expected(self) -> dict[str, tuple[int, ...]]:
         """Names and shapes of the tensors this module needs, as a checkpoint stores them."""

@@ -57,5 +57,6 @@ def check_shareable(spec: DecoderSpec, ranks: Ranks) -> None:
         )
     if spec.vision is not None:
         raise UnsupportedModelError(
-            "tensor_parallel_size isn't built for a model that sees pictures. Leave it out."
+            "A model that sees pictures can't be divided among processes: leave "
+            "tensor_parallel_size and pipeline_parallel_size out."
         )

@@ -31,6 +31,7 @@ from penstock.ops.rotary_cache import rotary_cache
 from penstock.ops.rotate import rotate
 from penstock.ops.route import route, sort_tokens
 from penstock.ops.softcap import softcap_
+from penstock.ops.stages import hand_on, take_over
 from penstock.ops.top_k import scaled_top_k, softmax_top_k, top_k
 from penstock.ops.uniforms import uniforms
 
@@ -54,6 +55,7 @@ __all__ = [
     "gather_columns",
     "gather_embedding",
     "grouped_linear",
+    "hand_on",
     "has_native",
     "head_linear",
     "implementations",
@@ -85,6 +87,7 @@ __all__ = [
     "softcap_",
     "softmax_top_k",
     "sort_tokens",
+    "take_over",
     "top_k",
     "uniforms",
 ]

@@ -1,5 +1,6 @@
-"""Several processes that compute each step together."""
+"""Several processes that compute each step together, or one after another."""
 
 from penstock.parallel.ranks import Gather, Part, Ranks, Share
+from penstock.parallel.stages import Stage
 
-__all__ = ["Gather", "Part", "Ranks", "Share"]
+__all__ = ["Gather", "Part", "Ranks", "Share", "Stage"]

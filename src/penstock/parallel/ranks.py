@@ -18,6 +18,7 @@ from torch import Tensor
 from penstock import ops
 from penstock.errors import UnsupportedModelError
 from penstock.ops.panels import COLUMNS
+from penstock.parallel.stages import Stage
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -28,6 +29,7 @@ class Ranks:
     size: int
     meeting: Tensor  # ops.ranks: memory of all of them
     whole_experts: bool = False  # of mixtures each has some experts, else some columns of all
+    stage: Stage | None = None  # which layers these ranks have; None: all
 
     def split(self, count: int, unit: int = COLUMNS) -> Share:
         """`count` columns in parts of whole units, as equal as can be; the last may be shorter.

@@ -39,7 +39,7 @@ from penstock.runtime.medusa import open_medusa
 from penstock.runtime.memory import window_of
 from penstock.runtime.plan import Plan
 from penstock.runtime.runner import Forward, Runner
-from penstock.runtime.sizing import empty_blocks, sized_cache, with_depth
+from penstock.runtime.sizing import empty_blocks, others_layouts, sized_cache, with_depth
 from penstock.runtime.team import Team
 from penstock.runtime.vision import MOST_TOKENS, Sight, check_seeing
 from penstock.runtime.vocabulary import ReducedVocabulary
@@ -107,7 +107,7 @@ class Runtime:
     @property
     def layouts(self) -> tuple[PagedLayout, ...]:
         """Of all caches that a block has a part of, the target's first: of each rank its own."""
-        own = (self.layout,) * (1 if self.team is None else self.team.size)
+        own = (self.layout, *others_layouts(self.model, self.layout))
         return own if self.draft is None else (*own, *self.draft.layouts)
 
     @property
@@ -177,12 +177,11 @@ def load_runtime(config: EngineConfig, progress: Progress | None = None) -> Runt
 
 def _team(folder: Path, config: EngineConfig, device: Device) -> Team | None:
     """The other ranks, which load their parts meanwhile."""
-    if config.parallel.tensor_parallel_size == 1:
+    if config.parallel.size == 1:
         return None
     if device.by_triton:
         raise ConfigError(
-            f"tensor_parallel_size={config.parallel.tensor_parallel_size} is built for CPUs: set "
-            "device='cpu', or leave it out."
+            f"{config.parallel.described} is built for CPUs: set device='cpu', or leave it out."
         )
     return Team(config, folder)
 
@@ -219,7 +218,9 @@ def _load(
         forward = forward_of(loaded.model, kv, config.model.enforce_eager, threads=threads)
     adapters, adapted = _adapters(folder, config, loaded, kv)
     placed = None if opened is None else opened.place(blocks, config.model.enforce_eager)
-    runner = runner_over(forward, kv, layout, vocabulary, None, _companions(placed), adapted, team)
+    companions = _companions(placed)
+    columns = loaded.spec.decoder.vocab_size
+    runner = runner_over(forward, kv, layout, vocabulary, None, companions, adapted, team, columns)
     disk = _disk(folder, config, loaded, layout, kv, opened, sight, device)
     return Runtime(
         loaded, tokenizer, layout, blocks, runner, None, placed, adapters, sight, team, disk
@@ -338,10 +339,10 @@ def _limits(config: EngineConfig, loaded: LoadedModel, layout: PagedLayout) -> S
 def _load_engine(folder: Path, config: EngineConfig) -> Runtime:
     if config.model.load_format == "dummy":
         raise ConfigError(f"{folder} was built with its weights: leave load_format='dummy' out.")
-    if config.parallel.tensor_parallel_size > 1:
+    if config.parallel.size > 1:
         raise ConfigError(
-            f"{folder} was built for one process: tensor_parallel_size="
-            f"{config.parallel.tensor_parallel_size} goes with a model or an export. Leave it out."
+            f"{folder} was built for one process: {config.parallel.described} goes with a model or "
+            "an export. Leave it out."
         )
     if config.lora.enable_lora:
         raise ConfigError(
@@ -450,9 +451,10 @@ def runner_over(
     companions: Sequence[CompanionCache] = (),
     adapted: Forward | None = None,
     team: Team | None = None,
+    columns: int = 0,
 ) -> Runner:
     """What runs `forward` over the cache `kv` of that layout, beside other caches."""
     recent = None
     if layout.recent_window:
         recent = RecentBlocks(kv, layout.recent_window, layout.block_size)
-    return Runner(forward, kv, vocabulary, hidden_plan, recent, companions, adapted, team)
+    return Runner(forward, kv, vocabulary, hidden_plan, recent, companions, adapted, team, columns)

@@ -18,7 +18,7 @@ from torch import Tensor
 from penstock.config import EngineConfig
 from penstock.step import ForkedStep, Step
 
-_HEAD = struct.Struct("<6i")
+_HEAD = struct.Struct("<7i")
 
 
 class Kind(IntEnum):
@@ -38,13 +38,20 @@ class Assignment:
 
     config: EngineConfig
     folder: Path  # of the model
-    rank: int
-    size: int
+    rank: int  # of its stage
+    stage: int
     cpus: tuple[int, ...]  # that it runs on; empty: any
 
 
-def of_step(step: Step, kind: Kind) -> bytes:
-    """A step without adapters, and what is wanted of it."""
+@dataclass(frozen=True, slots=True)
+class Ready:
+    """What a rank says when it has done what it was told before it runs."""
+
+    finds_largest: bool = False  # whether `Kind.LARGEST` can be asked of it
+
+
+def of_step(step: Step, kind: Kind, more: bool = False) -> bytes:
+    """A step without adapters, and what is wanted of it; more: with that of the next step."""
     copies = step.copies
     arrays = [
         step.tokens,
@@ -63,6 +70,7 @@ def of_step(step: Step, kind: Kind) -> bytes:
         step.block_table.shape[1],
         step.sample_at.shape[0],
         -1 if copies is None else copies.shape[0],
+        more,
     )
     return b"".join([head, *(array.numpy().tobytes() for array in arrays)])
 
@@ -70,12 +78,17 @@ def of_step(step: Step, kind: Kind) -> bytes:
 def of_pairs(kind: Kind, pairs: Sequence[tuple[int, int]]) -> bytes:
     """Blocks and where they go."""
     array = torch.tensor(pairs, dtype=torch.int32).reshape(-1, 2)
-    return _HEAD.pack(kind, len(array), 0, 0, 0, 0) + array.numpy().tobytes()
+    return _HEAD.pack(kind, len(array), 0, 0, 0, 0, 0) + array.numpy().tobytes()
 
 
 def kind_of(order: bytearray) -> Kind:
     """Of what is to be done."""
     return Kind(_HEAD.unpack_from(order)[0])
+
+
+def has_more(order: bytearray) -> bool:
+    """Whether what is wanted of a step comes with that of the next."""
+    return bool(_HEAD.unpack_from(order)[6])
 
 
 def read_pairs(order: bytearray) -> list[tuple[int, int]]:
@@ -86,7 +99,7 @@ def read_pairs(order: bytearray) -> list[tuple[int, int]]:
 
 def read_step(order: bytearray) -> Step:
     """What `of_step` was given; its arrays lie in `order`."""
-    _, tokens, sequences, width, sampled, copied = _HEAD.unpack_from(order)
+    _, tokens, sequences, width, sampled, copied, _ = _HEAD.unpack_from(order)
     shapes: list[tuple[int, ...]] = [
         (tokens,), (tokens,), (tokens,), (sequences + 1,), (sequences,), (sequences, width),
         (sampled,), *([] if copied < 0 else [(copied, 2)]),

@@ -40,12 +40,14 @@ class Runner:
         companions: Sequence[CompanionCache] = (),
         adapted: Forward | None = None,
         team: Team | None = None,
+        columns: int = 0,
     ) -> None:
         """vocabulary: of a model that lacks some of its tokenizer's ids. hidden_plan: gives
         that of steps that end with hidden states, where it was recorded before. recent: of a cache
         with a window, who has which place in it. companions: caches of other models in the same
         blocks, which move with this one's. adapted: what runs steps with adapters. team: other
-        processes, which do the same to their parts of the model and of its cache.
+        processes, which do the same to their parts of the model and of its cache. columns: of
+        logits, which another process may make.
         """
         self._forward = forward
         self.vocabulary = vocabulary
@@ -55,6 +57,7 @@ class Runner:
         self.companions = tuple(companions)
         self.adapted = adapted
         self.team = team
+        self._columns = columns
         self._swapped: SwapStore | None = None
         self._ran: Forward | None = None
         self._owner: Callable[[], object | None] = lambda: None
@@ -167,6 +170,17 @@ class Runner:
         if self.recent is not None:
             self.recent.leave(step)
 
+    @property
+    def is_pipelined(self) -> bool:
+        """Whether steps end in another process."""
+        return self.team is not None and self.team.is_pipelined
+
+    def through(self, step: Step, kind: Kind, columns: int) -> list[Tensor]:
+        """What `kind` asks of a step that goes through all stages (`Team.compute`)."""
+        assert self.team is not None
+        with torch.inference_mode():
+            return self.team.compute(step, kind, lambda part: self._forward(part, self.kv), columns)
+
     def together(self, order: Callable[[Team], bytes]) -> AbstractContextManager[None]:
         """What is done within, other ranks do too, where there are some: as `order` has it."""
         return nullcontext() if self.team is None else self.team.doing(order(self.team))
@@ -186,16 +200,23 @@ class Runner:
     @property
     def experts_used(self) -> int:
         """Those that the last step's tokens chose, of all layers; 0 where nobody counts them."""
+        if self.is_pipelined:
+            return 0
         return self._ran.experts_used if isinstance(self._ran, Program) else 0
 
     @property
     def finds_largest(self) -> bool:
         """Whether `largest` can be asked for."""
+        if self.team is not None and self.team.is_pipelined:
+            return self.vocabulary is None and self.team.finds_largest
         program = self.program
         return self.vocabulary is None and program is not None and program.finds_largest
 
     def largest(self, step: Step) -> tuple[Tensor, Tensor]:
         """As `forward`, but of the logits only each row's largest: places [S], values [S]."""
+        if self.is_pipelined:
+            places, values = self.through(step, Kind.LARGEST, 0)
+            return places, values
         program = self._forward_of(step)
         assert isinstance(program, Program)
         order = self.together(lambda team: team.step(step, Kind.LARGEST))
@@ -221,5 +242,7 @@ class Runner:
             return forward(step, self.kv)
         if forward is not self._forward:
             raise PenstockError("Other ranks run whole steps alone, not by other ways.")
+        if self.is_pipelined:
+            return self.through(step, Kind.STEP, self._columns)[0]
         with self.team.doing(self.team.step(step, Kind.STEP)):
             return forward(step, self.kv)

@@ -11,6 +11,7 @@ from penstock.config import EngineConfig, SpeculativeConfig
 from penstock.errors import ConfigError
 from penstock.models.load import LoadedModel
 from penstock.nn.decoder import has_latents
+from penstock.nn.shared import own_layers
 from penstock.nn.spec import LayerSpec
 from penstock.runtime.beside import Opened
 from penstock.runtime.device import CPU, Device
@@ -35,9 +36,7 @@ def sized_cache(
         config, mapped = with_depth(config, opened.asked), mapped + opened.later_bytes
     layout = layout_of(config, loaded, device, loaded.model.cached_layers)
     beside = () if opened is None else tuple(opened.layouts)
-    ranks = loaded.model.ranks
-    if ranks is not None:
-        beside += (layout,) * (ranks.size - 1)
+    beside += others_layouts(loaded, layout)
     asked, reserved = config.speculative, 0
     if device.is_gpu:  # a CPU's are small beside what is left to others
         reserved = workspace_bytes(device, config.model)
@@ -62,6 +61,21 @@ def sized_cache(
         "" if opened is None else opened.described(blocks),
     )  # fmt: skip
     return layout, blocks
+
+
+def others_layouts(loaded: LoadedModel, layout: PagedLayout) -> tuple[PagedLayout, ...]:
+    """The caches of other ranks, of which the first has `layout`."""
+    model, spec = loaded.model, loaded.spec.decoder
+    width = 1 if model.ranks is None else model.ranks.size
+    found = (layout,) * (width - 1)
+    if model.stage is None:
+        return found
+    layers = spec.layers if model.ranks is None else own_layers(spec, model.ranks)
+    for number in range(1, model.stage.count):
+        of = replace(model.stage, number=number).layers(len(layers))
+        heads = tuple(layer.attention.cached for layer in layers[of.start : of.stop])
+        found += (replace(layout, heads=heads),) * width
+    return found
 
 
 def empty_blocks(loaded: LoadedModel, layout: PagedLayout, opened: Opened | None) -> int:

@@ -11,13 +11,17 @@ from __future__ import annotations
 import logging
 import mmap
 import os
+import pickle
 import socket
 import subprocess
 import sys
 import threading
+import time
 import weakref
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from itertools import chain, product
+from multiprocessing import BufferTooShort
 from multiprocessing.connection import Connection
 from pathlib import Path
 
@@ -28,9 +32,11 @@ from penstock.config import EngineConfig
 from penstock.cpus import numa_cpus, usable_cpus
 from penstock.errors import PenstockError, RankError
 from penstock.ops.ranks import HEADER
-from penstock.parallel import Ranks
+from penstock.ops.stages import bytes_of
+from penstock.parallel import Ranks, Stage
 from penstock.runtime import orders
-from penstock.runtime.orders import Assignment, Kind
+from penstock.runtime.orders import Assignment, Kind, Ready
+from penstock.runtime.parts import joined, parts_of
 from penstock.step import Step
 
 logger = logging.getLogger("penstock")
@@ -41,55 +47,85 @@ bfloat16, which then are read where they were written."""
 
 _RUN = "from penstock.runtime.rank import run; run()"
 _PATIENCE_S = 5.0  # for a rank to end by itself
+_LAST_WORDS_S = 1.0  # for what has happened to another rank to be known
 
 
 class Team:
-    """The ranks beside this one."""
+    """The ranks beside this one: of its stage, and those of the stages that come after."""
 
     def __init__(self, config: EngineConfig, folder: Path) -> None:
         """Starts them, and they begin to load. Raises RankError where one can't be started."""
-        size = config.parallel.tensor_parallel_size
-        self.size = size
-        self.threads = max(torch.get_num_threads() // size, 1)
-        meeting = os.memfd_create("penstock-meeting")
-        os.ftruncate(meeting, HEADER + 2 * PLACE_BYTES)
-        whole = config.parallel.enable_expert_parallel
-        self.ranks = Ranks(0, size, map_meeting(meeting), whole)
+        asked = config.parallel
+        self.size, self.stages = asked.size, asked.pipeline_parallel_size
+        self._width = asked.tensor_parallel_size
+        self.threads = max(torch.get_num_threads() // self._width, 1)
+        self.finds_largest = False
         self._broken: str | None = None
+        self._meetings: list[Tensor] = []
         self._links: list[Connection] = []
         self._processes: list[subprocess.Popen[bytes]] = []
-        self._end = weakref.finalize(self, _end, self._links, self._processes)
-        sets = cpus_of_ranks(size)
+        self._files: list[socket.socket] = []  # that rows leave by
+        self._end = weakref.finalize(self, _end, self._links, self._files, self._processes)
+        sets = cpus_of_ranks(self._width)
         try:
-            for rank in range(1, size):
-                self._start(Assignment(config, folder, rank, size, sets[rank]), meeting)
+            self._start_all(config, folder, sets)
         except OSError as error:
             self.close()
-            raise RankError(
-                f"Rank {len(self._links)} of {size} can't be started: {error}"
-            ) from error
-        finally:
-            os.close(meeting)
+            rank = len(self._links)
+            raise RankError(f"Rank {rank} of {self.size} can't be started: {error}") from error
+        stage = None
+        if self._files:
+            stage = Stage(0, self.stages, after=self._files[0].fileno())
+        whole = asked.enable_expert_parallel
+        self.ranks = Ranks(0, self._width, self._meetings[0], whole, stage)
         if sets[0]:
             os.sched_setaffinity(0, sets[0])
         logger.info(
-            "%d processes (ranks) share the model by its columns, %d thread%s each%s.",
-            size, self.threads, "s" * (self.threads > 1),
+            "%d processes (ranks) share the model: %s, %d thread%s each%s.",
+            self.size, asked.described, self.threads, "s" * (self.threads > 1),
             ", one memory node after another" if sets[0] else "",
         )  # fmt: skip
-        if size > torch.get_num_threads():
+        if self._width > torch.get_num_threads():
             logger.warning(
                 "%d ranks share %d threads' cores: each waits for others that don't run.",
-                size, torch.get_num_threads(),
+                self._width, torch.get_num_threads(),
             )  # fmt: skip
 
-    def _start(self, assignment: Assignment, meeting: int) -> None:
+    @property
+    def is_pipelined(self) -> bool:
+        """Whether logits are made by another stage than the first rank's."""
+        return self.stages > 1
+
+    def _start_all(
+        self, config: EngineConfig, folder: Path, sets: Sequence[tuple[int, ...]]
+    ) -> None:
+        width, stages = self._width, self.stages
+        with ExitStack() as files:  # of others, once they have them
+            meetings = [os.memfd_create("penstock-meeting") for _ in range(stages)]
+            for meeting in meetings:
+                files.callback(os.close, meeting)
+                os.ftruncate(meeting, HEADER + 2 * PLACE_BYTES)
+                self._meetings.append(map_meeting(meeting))
+            between = [[socket.socketpair() for _ in range(width)] for _ in range(stages - 1)]
+            for end in chain.from_iterable(chain.from_iterable(between)):
+                files.enter_context(end)
+            if between:
+                self._files.append(between[0][0][0].dup())
+            for stage, rank in list(product(range(stages), range(width)))[1:]:
+                before = between[stage - 1][rank][1].fileno() if stage else -1
+                after = between[stage][rank][0].fileno() if stage + 1 < stages else -1
+                assignment = Assignment(config, folder, rank, stage, sets[rank])
+                self._start(assignment, (meetings[stage], before, after))
+
+    def _start(self, assignment: Assignment, files: Sequence[int]) -> None:
+        """files: of its meetings, of rows that come, and of those that leave; −1: none."""
         ours, theirs = socket.socketpair()
         with ours, theirs:
+            numbers = [theirs.fileno(), *files]
             process = subprocess.Popen(
-                [sys.executable, "-P", "-c", _RUN, str(theirs.fileno()), str(meeting)],
+                [sys.executable, "-P", "-c", _RUN, *map(str, numbers)],
                 stdin=subprocess.DEVNULL,
-                pass_fds=(theirs.fileno(), meeting),
+                pass_fds=[number for number in numbers if number >= 0],
                 env=os.environ | {"OMP_NUM_THREADS": str(self.threads)},
                 start_new_session=True,  # Ctrl-C in a terminal is the first rank's to heed
             )
@@ -97,7 +133,7 @@ class Team:
             self._links.append(Connection(os.dup(ours.fileno())))
         self._links[-1].send(assignment)
         watch = threading.Thread(
-            target=_watch, args=(process, self.ranks.meeting), name="penstock-rank", daemon=True
+            target=_watch, args=(process, self._meetings), name="penstock-rank", daemon=True
         )
         watch.start()
 
@@ -107,41 +143,86 @@ class Team:
 
     def allocate(self, num_blocks: int) -> None:
         """Have all make caches of so many blocks, and get ready for steps."""
-        for link in self._links:
-            self._send(link, orders.of_pairs(Kind.COPY, [(num_blocks, num_blocks)]))
-        self._hear("get ready")
+        self._tell(orders.of_pairs(Kind.COPY, [(num_blocks, num_blocks)]))
+        found = self._hear("get ready")
+        self.finds_largest = self.is_pipelined and found[-self._width].finds_largest
 
-    def _hear(self, what: str) -> None:
+    def _hear(self, what: str) -> list[Ready]:
+        found: list[Ready] = []
         for rank, link in enumerate(self._links, 1):
             try:
-                reason = link.recv()
+                said = link.recv()
             except (EOFError, OSError):
-                reason = self._how(rank)
-            if reason is not None:
+                said = self._reason(_PATIENCE_S) or "it has hung up"
+            if not isinstance(said, Ready):
                 self.close()
-                raise RankError(f"Rank {rank} of {self.size} couldn't {what}: {reason}")
+                raise RankError(f"Rank {rank} of {self.size} couldn't {what}: {said}")
+            found.append(said)
+        return found
 
     @contextmanager
     def doing(self, order: bytes) -> Iterator[None]:
         """Have all do it while the first rank does. Raises RankError where one has ended."""
         self.check()
+        with self._together():
+            self._tell(order)
+            yield
+
+    @contextmanager
+    def _together(self) -> Iterator[None]:
+        """What is done within is done by all ranks, or the team is at its end."""
         try:
-            for link in self._links:
-                self._send(link, order)
             yield
         except BaseException as error:
             # the others have been told what this one hasn't done
-            self._broken = self._reason() or f"the first rank stopped: {error!r}"
+            by_others = isinstance(error, RuntimeError | OSError | EOFError)
+            told = str(error) if isinstance(error, RankError) else None
+            found = self._reason(_LAST_WORDS_S if by_others and told is None else 0.0)
+            self._broken = found or told or f"the first rank stopped: {error!r}"
             self.close()
             if isinstance(error, Exception):
                 raise self._error() from error
             raise
 
+    def compute(
+        self, step: Step, kind: Kind, forward: Callable[[Step], Tensor], columns: int
+    ) -> list[Tensor]:
+        """What `kind` asks of a step whose last stage is another process's, of the first stage
+        `forward`: logits or hidden states [S, columns] float32, or each row's largest as `argmax`
+        gives it. Raises RankError where a rank has ended.
+        """
+        self.check()
+        parts = parts_of(step, self.stages)
+        with self._together():
+            for one in parts:
+                self._tell(orders.of_step(_plain(one), kind, more=one is not parts[-1]))
+                forward(one)
+            rows = step.sample_at.shape[0]
+            if kind is Kind.LARGEST:
+                answer = [torch.empty(rows, dtype=torch.int64), torch.empty(rows)]
+            else:
+                answer = [torch.empty(rows, columns)]
+            for each in answer:
+                self._receive(each)
+        return [joined([each], step, parts) if len(parts) > 1 else each for each in answer]
+
+    def _receive(self, answer: Tensor) -> None:
+        """Fill a tensor with what the last stage's first rank says."""
+        link, room = self._links[-self._width], bytes_of(answer)
+        if not room:
+            link.recv_bytes()
+            return
+        try:
+            if link.recv_bytes_into(room) == len(room):
+                return
+            said = bytes(room)
+        except BufferTooShort as error:
+            said = error.args[0]
+        raise RankError(f"the last stage raised {pickle.loads(said)}")
+
     def step(self, step: Step, kind: Kind) -> bytes:
         """What `doing` tells of a step, of which `kind` is wanted."""
-        if step.adapters is not None:
-            raise PenstockError("Steps with adapters aren't built for several ranks.")
-        return orders.of_step(step, kind)
+        return orders.of_step(_plain(step), kind)
 
     def moving(self, kind: Kind, pairs: Sequence[tuple[int, int]]) -> bytes:
         """What `doing` tells of blocks that are copied."""
@@ -158,19 +239,19 @@ class Team:
     def close(self) -> None:
         """End the other ranks."""
         self._broken = self._broken or "the model was closed"
-        say_gone(self.ranks.meeting)
+        say_gone(self._meetings)
         self._end()
 
     @property
     def _gone(self) -> bool:
-        return bool(self.ranks.meeting[0])
+        return bool(self._meetings[0][0])
 
-    def _send(self, link: Connection, order: bytes) -> None:
-        try:
-            link.send_bytes(order)
-        except OSError as error:
-            rank = 1 + self._links.index(link)
-            raise RankError(self._how(rank)) from error
+    def _tell(self, order: bytes) -> None:
+        for rank, link in enumerate(self._links, 1):
+            try:
+                link.send_bytes(order)
+            except OSError as error:
+                raise RankError(self._reason(_PATIENCE_S) or f"rank {rank} has hung up") from error
 
     def _error(self) -> RankError:
         return RankError(
@@ -178,32 +259,35 @@ class Team:
             "Load it again."
         )
 
-    def _reason(self) -> str | None:
-        """Which rank has ended, and how; None: none that is known of."""
+    def _reason(self, within_s: float = 0.0) -> str | None:
+        """Which rank has ended, and how; None: none that is known of within that time."""
+        until = time.monotonic() + within_s
+        while (found := self._known()) is None and time.monotonic() < until:
+            time.sleep(0.01)
+        return found
+
+    def _known(self) -> str | None:
         for rank, link in enumerate(self._links, 1):
-            with suppress(EOFError, OSError):
+            with suppress(EOFError, OSError, pickle.UnpicklingError):  # or an answer
                 while link.poll():
-                    if (said := link.recv()) is not None:
+                    if isinstance(said := link.recv(), str):
                         return f"rank {rank} raised {said}"
         for rank, process in enumerate(self._processes, 1):
-            if process.poll() is not None:
-                said = ": stderr has its last words" if process.returncode > 0 else ""
-                return (
-                    f"rank {rank} (process {process.pid}) has ended with {process.returncode}{said}"
-                )
+            code = process.poll()
+            if code is not None:
+                said = ": stderr has its last words" if code > 0 else ""
+                return f"rank {rank} (process {process.pid}) has ended with {code}{said}"
         return None
 
-    def _how(self, rank: int) -> str:
-        """How a rank that has hung up has ended."""
-        with suppress(subprocess.TimeoutExpired):
-            self._processes[rank - 1].wait(_PATIENCE_S)
-        return self._reason() or "it has hung up"
 
-
-def _end(links: list[Connection], processes: list[subprocess.Popen[bytes]]) -> None:
+def _end(
+    links: list[Connection], files: list[socket.socket], processes: list[subprocess.Popen[bytes]]
+) -> None:
     """Hang up, which a rank takes as its end, and see that it is."""
     for link in links:
         link.close()
+    for file in files:
+        file.close()
     for process in processes:
         try:
             process.wait(_PATIENCE_S)
@@ -212,15 +296,23 @@ def _end(links: list[Connection], processes: list[subprocess.Popen[bytes]]) -> N
             process.wait()
 
 
-def _watch(process: subprocess.Popen[bytes], meeting: Tensor) -> None:
-    """Say at the meeting that a rank has gone, so that nobody waits there for it."""
+def _watch(process: subprocess.Popen[bytes], meetings: Sequence[Tensor]) -> None:
+    """Say at the meetings that a rank has gone, so that nobody waits there for it."""
     process.wait()
-    say_gone(meeting)
+    say_gone(meetings)
 
 
-def say_gone(meeting: Tensor) -> None:
-    """Say at a meeting that somebody won't come, so that nobody waits there for ever."""
-    meeting[:4].view(torch.int32)[0] = 1
+def say_gone(meetings: Sequence[Tensor]) -> None:
+    """Say at meetings that somebody won't come, so that nobody waits there for ever."""
+    for meeting in meetings:
+        meeting[:4].view(torch.int32)[0] = 1
+
+
+def _plain(step: Step) -> Step:
+    """A step that can be told."""
+    if step.adapters is not None:
+        raise PenstockError("Steps with adapters aren't built for several ranks.")
+    return step
 
 
 def map_meeting(file: int) -> Tensor:
