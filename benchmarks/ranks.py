@@ -48,7 +48,7 @@ def main() -> None:
     parser.add_argument("model", type=Path)
     parser.add_argument("--quantization")
     parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--stages", type=int, default=1, help="of as many ranks, one after another")
+    parser.add_argument("--stages", type=int, default=1, help="a pipeline of so many, too")
     parser.add_argument("--expert-parallel", action="store_true", help="experts are whole, too")
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--out", type=Path)
