@@ -90,6 +90,16 @@ PipelineParallelSize = Annotated[
         rich_help_panel=_PANEL,
     ),
 ]
+StageAddresses = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--stage",
+        metavar="HOST:PORT",
+        help="A machine where penstock rank has the next layers; again for another. The first "
+        "stage is here.",
+        rich_help_panel=_PANEL,
+    ),
+]
 EnableExpertParallel = Annotated[
     bool,
     typer.Option(
@@ -123,6 +133,7 @@ class Placed:
     nvtx: Nvtx = False
     tensor_parallel_size: TensorParallelSize = None
     pipeline_parallel_size: PipelineParallelSize = None
+    stage_addresses: StageAddresses = None
     enable_expert_parallel: EnableExpertParallel = False
 
     def chosen(self) -> dict[str, Any]:
@@ -135,6 +146,7 @@ class Placed:
             nvtx=self.nvtx or None,
             tensor_parallel_size=self.tensor_parallel_size,
             pipeline_parallel_size=self.pipeline_parallel_size,
+            stage_addresses=self.stage_addresses or None,
             enable_expert_parallel=self.enable_expert_parallel or None,
             load_format=None if self.load_format == "auto" else self.load_format,
             compilation_config=json_object(

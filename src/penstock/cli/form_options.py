@@ -21,6 +21,7 @@ from penstock.cli.device_options import (
     Nvtx,
     PipelineParallelSize,
     Placed,
+    StageAddresses,
     TensorParallelSize,
     how_to_cut,
 )
@@ -103,6 +104,7 @@ class Loaded:
     nvtx: Nvtx = False
     tensor_parallel_size: TensorParallelSize = None
     pipeline_parallel_size: PipelineParallelSize = None
+    stage_addresses: StageAddresses = None
     enable_expert_parallel: EnableExpertParallel = False
     lora: Lora = None
     mm_processor_kwargs: MmProcessor = None
@@ -131,6 +133,7 @@ class Loaded:
             self.nvtx,
             self.tensor_parallel_size,
             self.pipeline_parallel_size,
+            self.stage_addresses,
             self.enable_expert_parallel,
         ).chosen()
         options |= on_disk(self.prefix_cache_dir, self.prefix_cache_disk_space)

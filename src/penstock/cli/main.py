@@ -29,6 +29,7 @@ from penstock.cli import (
     generate,
     plan,
     profile,
+    rank,
     serve,
     tune,
 )
@@ -165,6 +166,7 @@ app.command()(generate.generate)
 app.command()(chat.chat)
 app.command()(serve.serve)
 app.command()(fleet.fleet)
+app.command()(rank.rank)
 app.command()(export.export)
 app.command()(build.build)
 app.command()(batch.run)

@@ -20,10 +20,12 @@ class ParallelConfig:
     tensor_parallel_size: int = 1  # each has so much of every matrix and of the cache
     pipeline_parallel_size: int = 1  # stages of so many each, which have some of the layers
     enable_expert_parallel: bool = False  # of mixtures each has some experts instead
+    stage_addresses: tuple[str, ...] = ()  # where stages after the first wait, on other machines
 
     def __post_init__(self) -> None:
         positive(self, "tensor_parallel_size", "pipeline_parallel_size")
         flags(self, "enable_expert_parallel")
+        self._check_addresses()
         if self.enable_expert_parallel and self.tensor_parallel_size == 1:
             raise ConfigError(
                 "enable_expert_parallel has no effect without a tensor_parallel_size above 1: that "
@@ -43,6 +45,24 @@ class ParallelConfig:
         if self.size > 1 and first is not None:
             raise ConfigError(
                 f"{self.described} isn't built together with {first}. Leave one of them out."
+            )
+
+    def _check_addresses(self) -> None:
+        """Raises ConfigError; so many addresses are a pipeline of one stage more."""
+        given: object = self.stage_addresses
+        if not isinstance(given, list | tuple) or not all(isinstance(a, str) for a in given):
+            raise ConfigError(
+                f"stage_addresses must be a list such as ['10.0.0.2:7433'], not {given!r}."
+            )
+        object.__setattr__(self, "stage_addresses", tuple(given))
+        if not given:
+            return
+        if self.pipeline_parallel_size == 1:
+            object.__setattr__(self, "pipeline_parallel_size", len(given) + 1)
+        if self.pipeline_parallel_size != len(given) + 1 or self.tensor_parallel_size > 1:
+            raise ConfigError(
+                f"{len(given)} stage_addresses are those of {len(given) + 1} stages of one process "
+                f"each, the first here; {self.described} asks for others. Leave that out."
             )
 
     @property

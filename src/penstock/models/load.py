@@ -299,7 +299,7 @@ def _check_memory(model: Decoder, found: Description, free: int) -> None:
     need, formats = weight_bytes(model), found.formats
     if model.ranks is not None:  # the first asks for all of them, which load at the same time
         need *= model.ranks.size if model.ranks.rank == 0 else 0
-    if model.stage is not None:
+    if model.stage is not None and not model.stage.is_away:
         need *= model.stage.count if model.stage.is_first else 0
     if need <= free:
         return

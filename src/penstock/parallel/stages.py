@@ -21,6 +21,7 @@ class Stage:
     count: int
     before: int = -1  # the socket that rows come by; −1: none, in the first
     after: int = -1  # the one that they leave by; −1: none, in the last
+    is_away: bool = False  # whether stages are on different machines
 
     @property
     def is_first(self) -> bool:

@@ -24,6 +24,12 @@ class LoadedPart:
     layout: PagedLayout
     config: EngineConfig
 
+    @property
+    def most_blocks(self) -> int:
+        """Blocks of its part of the cache that this machine has room for, and one that is empty."""
+        room = int(CPU.available_bytes * self.config.cache.memory_fraction)
+        return room // self.layout.bytes_per_block - 1
+
     def runner(self, num_blocks: int) -> Runner:
         """What runs its part of steps, over a new cache of so many blocks."""
         kv = self.layout.allocate(num_blocks)

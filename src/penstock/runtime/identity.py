@@ -59,8 +59,16 @@ def identity(
     return found.hexdigest()[:32]
 
 
-def _weights(folder: Path) -> Iterator[bytes]:
-    """What the files of weights are known by."""
+def weights_digest(folder: Path) -> str:
+    """Of a model's weights, wherever its folder is."""
+    found = hashlib.sha256()
+    for piece in _weights(folder, timed=False):
+        found.update(piece)
+    return found.hexdigest()[:32]
+
+
+def _weights(folder: Path, timed: bool = True) -> Iterator[bytes]:
+    """What the files of weights are known by; timed: also when they were written."""
     kinds = ("*.safetensors", "*.gguf", "weights.bin", "adapter_config.json")
     if folder.is_file():
         pattern = re.sub(r"-\d{5}-of-(\d{5})\.gguf$", r"-*-of-\1.gguf", glob.escape(folder.name))
@@ -69,7 +77,7 @@ def _weights(folder: Path) -> Iterator[bytes]:
         files = sorted(f for kind in kinds for f in folder.glob(kind))
     for file in files:
         stat = file.stat()
-        yield f"{file.name} {stat.st_size} {stat.st_mtime_ns}".encode()
+        yield f"{file.name} {stat.st_size} {stat.st_mtime_ns if timed else ''}".encode()
         with open(file, "rb") as opened:
             for number in range(SAMPLES):
                 opened.seek(stat.st_size * number // SAMPLES)

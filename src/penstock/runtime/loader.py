@@ -39,7 +39,13 @@ from penstock.runtime.medusa import open_medusa
 from penstock.runtime.memory import window_of
 from penstock.runtime.plan import Plan
 from penstock.runtime.runner import Forward, Runner
-from penstock.runtime.sizing import empty_blocks, others_layouts, sized_cache, with_depth
+from penstock.runtime.sizing import (
+    empty_blocks,
+    others_layouts,
+    sized_cache,
+    with_depth,
+    within_room,
+)
 from penstock.runtime.team import Team
 from penstock.runtime.vision import MOST_TOKENS, Sight, check_seeing
 from penstock.runtime.vocabulary import ReducedVocabulary
@@ -107,7 +113,8 @@ class Runtime:
     @property
     def layouts(self) -> tuple[PagedLayout, ...]:
         """Of all caches that a block has a part of, the target's first: of each rank its own."""
-        own = (self.layout, *others_layouts(self.model, self.layout))
+        others = () if self.team is None else others_layouts(self.model, self.layout)
+        own = (self.layout, *others)
         return own if self.draft is None else (*own, *self.draft.layouts)
 
     @property
@@ -204,6 +211,8 @@ def _load(
     target = Target(folder, loaded, tokenizer, vocabulary, device=device)
     opened = open_beside(config, target)
     layout, blocks = sized_cache(config, loaded, opened, device=device)
+    if team is not None and team.most_blocks is not None:
+        blocks = within_room(blocks, team.most_blocks, layout, loaded.max_model_len)
     all_blocks = blocks + empty_blocks(loaded, layout, opened)
     if team is not None:
         team.allocate(all_blocks)

@@ -41,6 +41,8 @@ class Assignment:
     rank: int  # of its stage
     stage: int
     cpus: tuple[int, ...]  # that it runs on; empty: any
+    weights: str = ""  # of a stage on another machine: what its model must have
+    after: str | None = None  # and the address of the next stage
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +50,9 @@ class Ready:
     """What a rank says when it has done what it was told before it runs."""
 
     finds_largest: bool = False  # whether `Kind.LARGEST` can be asked of it
+    most_blocks: int | None = (
+        None  # of the cache that its machine has room for; None: as it is here
+    )
 
 
 def of_step(step: Step, kind: Kind, more: bool = False) -> bytes:

@@ -2,25 +2,37 @@
 
 from __future__ import annotations
 
+import logging
 import os
-import select
 import signal
+import socket
 import sys
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
 from multiprocessing.connection import Connection
 
 import torch
 from torch import Tensor
 
+from penstock.errors import ConfigError
+from penstock.models.hub import resolve
+from penstock.ops.ranks import HEADER
 from penstock.ops.stages import bytes_of
 from penstock.parallel import Ranks, Stage
+from penstock.parent import die_with
 from penstock.runtime import orders
+from penstock.runtime.away import accept, connect, version, wait_for_end
 from penstock.runtime.divided import LoadedPart, load_part
 from penstock.runtime.hidden import HiddenRunner
+from penstock.runtime.identity import weights_digest
 from penstock.runtime.orders import Assignment, Kind, Ready
 from penstock.runtime.runner import Runner
 from penstock.runtime.team import map_meeting, say_gone
 from penstock.step import Step
+
+logger = logging.getLogger("penstock")
 
 
 def run() -> None:
@@ -32,10 +44,53 @@ def run() -> None:
     link, meeting = Connection(orders_by), map_meeting(meeting_in)
     os.close(meeting_in)
     threading.Thread(target=_watch, args=(link.fileno(),), daemon=True).start()
+    with _telling(link, meeting):
+        _serve(link, link.recv(), meeting, before, after)
+
+
+def run_away() -> None:
+    """The same of a stage on another machine. Arguments: its parent, its model, and the number of
+    the socket that the first rank comes to, and then the stage before.
+    """
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    if not die_with(int(sys.argv[1])):
+        return
+    listening = socket.socket(fileno=int(sys.argv[3]))
+    link, meeting = _coming(listening, "orders"), torch.zeros(HEADER + 128, dtype=torch.uint8)
+    threading.Thread(target=_watch, args=(link.fileno(),), daemon=True).start()
+    with _telling(link, meeting):
+        theirs, ours = link.recv(), version()
+        if theirs != ours:
+            raise ConfigError(f"the first rank is Penstock {theirs}, and this {ours}.")
+        assignment: Assignment = link.recv()
+        folder = resolve(sys.argv[2])
+        if weights_digest(folder) != assignment.weights:
+            raise ConfigError(f"{folder} has other weights than {assignment.folder} there.")
+        before = _coming(listening, "rows")
+        after = None if assignment.after is None else connect(assignment.after, "rows")
+        logger.info("Stage %d of %s.", assignment.stage, assignment.config.parallel.described)
+        own = replace(assignment, folder=folder)
+        _serve(link, own, meeting, before.fileno(), -1 if after is None else after.fileno())
+
+
+def _coming(listening: socket.socket, role: str) -> Connection:
+    """Whoever comes for that; others are hung up on."""
+    while True:
+        found = accept(listening)
+        if found is not None and found[1] == role:
+            return found[0]
+        if found is not None:
+            found[0].close()
+        logger.warning("Somebody came who doesn't know the key, or for something else.")
+
+
+@contextmanager
+def _telling(link: Connection, meeting: Tensor) -> Iterator[None]:
+    """What goes wrong is the first rank's to tell; that it hangs up is no fault."""
     try:
-        _serve(link, meeting, before, after)
+        yield
     except EOFError:
-        return  # the first rank has hung up
+        return
     except BaseException as error:
         link.send(f"{type(error).__name__}: {error}")  # before anybody asks
         say_gone([meeting])
@@ -44,26 +99,26 @@ def run() -> None:
 
 def _watch(file: int) -> None:
     """End with the first rank, wherever this one is."""
-    poll = select.poll()
-    poll.register(file, 0)  # hanging up is told unasked
-    poll.poll()
+    wait_for_end(file)
     os._exit(0)
 
 
-def _serve(link: Connection, meeting: Tensor, before: int, after: int) -> None:
-    assignment: Assignment = link.recv()
+def _serve(
+    link: Connection, assignment: Assignment, meeting: Tensor, before: int, after: int
+) -> None:
     if assignment.cpus:
         os.sched_setaffinity(0, assignment.cpus)
     asked = assignment.config.parallel
     count = asked.pipeline_parallel_size
-    stage = Stage(assignment.stage, count, before, after) if count > 1 else None
+    away = bool(asked.stage_addresses)
+    stage = Stage(assignment.stage, count, before, after, away) if count > 1 else None
     width, whole = asked.tensor_parallel_size, asked.enable_expert_parallel
     part = load_part(
         assignment.folder,
         assignment.config,
         Ranks(assignment.rank, width, meeting, whole, stage),
     )
-    link.send(Ready())
+    link.send(Ready(most_blocks=part.most_blocks if away else None))
     (num_blocks, _), *_ = orders.read_pairs(bytearray(link.recv_bytes()))
     runner = part.runner(num_blocks)
     steps = _Steps(part, runner)

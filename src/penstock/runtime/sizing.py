@@ -8,7 +8,7 @@ from dataclasses import replace
 from penstock.cache import PagedLayout, kv_dtype, most_recent_blocks
 from penstock.cache.kv_dtype import RECENT_WINDOW
 from penstock.config import EngineConfig, SpeculativeConfig
-from penstock.errors import ConfigError
+from penstock.errors import ConfigError, OutOfCacheError
 from penstock.models.load import LoadedModel
 from penstock.nn.decoder import has_latents
 from penstock.nn.shared import own_layers
@@ -63,12 +63,26 @@ def sized_cache(
     return layout, blocks
 
 
+def within_room(blocks: int, most: int, layout: PagedLayout, max_model_len: int) -> int:
+    """Of the blocks that fit here, as many as fit elsewhere. Raises OutOfCacheError where those
+    don't hold one sequence of full length.
+    """
+    one = layout.blocks_for(max_model_len)
+    if most < one:
+        raise OutOfCacheError(
+            f"One sequence of max_model_len={max_model_len} needs {one} blocks of the cache, but "
+            f"another stage's machine has room for {most}. Lower max_model_len to "
+            f"{most * layout.block_size}, or free memory there."
+        )
+    return min(blocks, most)
+
+
 def others_layouts(loaded: LoadedModel, layout: PagedLayout) -> tuple[PagedLayout, ...]:
     """The caches of other ranks, of which the first has `layout`."""
     model, spec = loaded.model, loaded.spec.decoder
     width = 1 if model.ranks is None else model.ranks.size
     found = (layout,) * (width - 1)
-    if model.stage is None:
+    if model.stage is None or model.stage.is_away:  # which takes nothing of this machine's
         return found
     layers = spec.layers if model.ranks is None else own_layers(spec, model.ranks)
     for number in range(1, model.stage.count):

@@ -35,6 +35,8 @@ from penstock.ops.ranks import HEADER
 from penstock.ops.stages import bytes_of
 from penstock.parallel import Ranks, Stage
 from penstock.runtime import orders
+from penstock.runtime.away import There, connect, version
+from penstock.runtime.identity import weights_digest
 from penstock.runtime.orders import Assignment, Kind, Ready
 from penstock.runtime.parts import joined, parts_of
 from penstock.step import Step
@@ -60,22 +62,30 @@ class Team:
         self._width = asked.tensor_parallel_size
         self.threads = max(torch.get_num_threads() // self._width, 1)
         self.finds_largest = False
+        self.most_blocks: int | None = None  # that all other machines have room for
         self._broken: str | None = None
         self._meetings: list[Tensor] = []
         self._links: list[Connection] = []
-        self._processes: list[subprocess.Popen[bytes]] = []
-        self._files: list[socket.socket] = []  # that rows leave by
-        self._end = weakref.finalize(self, _end, self._links, self._files, self._processes)
+        self._others: list[Here | There] = []
+        self._files: list[socket.socket | Connection] = []  # that rows leave by
+        self._end = weakref.finalize(self, _end, self._links, self._files, self._others)
         sets = cpus_of_ranks(self._width)
         try:
-            self._start_all(config, folder, sets)
+            if asked.stage_addresses:
+                self._join(config, folder)
+            else:
+                self._start_all(config, folder, sets)
         except OSError as error:
             self.close()
-            rank = len(self._links)
+            rank = len(self._links) + 1
             raise RankError(f"Rank {rank} of {self.size} can't be started: {error}") from error
+        except BaseException:
+            self.close()
+            raise
         stage = None
         if self._files:
-            stage = Stage(0, self.stages, after=self._files[0].fileno())
+            after = self._files[0].fileno()
+            stage = Stage(0, self.stages, after=after, is_away=bool(asked.stage_addresses))
         whole = asked.enable_expert_parallel
         self.ranks = Ranks(0, self._width, self._meetings[0], whole, stage)
         if sets[0]:
@@ -129,17 +139,36 @@ class Team:
                 env=os.environ | {"OMP_NUM_THREADS": str(self.threads)},
                 start_new_session=True,  # Ctrl-C in a terminal is the first rank's to heed
             )
-            self._processes.append(process)
-            self._links.append(Connection(os.dup(ours.fileno())))
+            self._take(Here(process), Connection(os.dup(ours.fileno())))
         self._links[-1].send(assignment)
+
+    def _take(self, other: Here | There, link: Connection) -> None:
+        self._others.append(other)
+        self._links.append(link)
         watch = threading.Thread(
-            target=_watch, args=(process, self._meetings), name="penstock-rank", daemon=True
+            target=_watch, args=(other, self._meetings), name="penstock-rank", daemon=True
         )
         watch.start()
 
+    def _join(self, config: EngineConfig, folder: Path) -> None:
+        """Have stages compute that wait on other machines."""
+        self._meetings.append(torch.zeros(HEADER + 128, dtype=torch.uint8))  # of one rank
+        addresses = config.parallel.stage_addresses
+        for address in addresses:
+            link = connect(address, "orders")
+            self._take(There(address, link), link)
+        weights = weights_digest(folder)
+        for stage, link in enumerate(self._links, 1):
+            after = addresses[stage] if stage < len(addresses) else None
+            link.send(version())
+            link.send(Assignment(config, folder, 0, stage, (), weights, after))
+        self._files.append(connect(addresses[0], "rows"))
+
     def loaded(self) -> None:
         """Wait until all have their weights. Raises RankError, with the reason, where one can't."""
-        self._hear("load its part of the model")
+        found = self._hear("load its part of the model")
+        rooms = [said.most_blocks for said in found if said.most_blocks is not None]
+        self.most_blocks = min(rooms, default=None)
 
     def allocate(self, num_blocks: int) -> None:
         """Have all make caches of so many blocks, and get ready for steps."""
@@ -272,33 +301,61 @@ class Team:
                 while link.poll():
                     if isinstance(said := link.recv(), str):
                         return f"rank {rank} raised {said}"
-        for rank, process in enumerate(self._processes, 1):
-            code = process.poll()
-            if code is not None:
-                said = ": stderr has its last words" if code > 0 else ""
-                return f"rank {rank} (process {process.pid}) has ended with {code}{said}"
+        for rank, other in enumerate(self._others, 1):
+            if (how := other.ended()) is not None:
+                return f"rank {rank} {how}"
         return None
 
 
+class Here:
+    """A rank that this process has started."""
+
+    def __init__(self, process: subprocess.Popen[bytes]) -> None:
+        self.process = process
+
+    def ended(self) -> str | None:
+        """How it has ended; None: it hasn't."""
+        code = self.process.poll()
+        if code is None:
+            return None
+        said = ": stderr has its last words" if code > 0 else ""
+        return f"(process {self.process.pid}) has ended with {code}{said}"
+
+    def wait(self) -> None:
+        """Until it has ended."""
+        self.process.wait()
+
+    def hang_up(self) -> None:
+        """Closing its connection does."""
+
+    def end(self) -> None:
+        """See that it ends, having been hung up on."""
+        try:
+            self.process.wait(_PATIENCE_S)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()
+
+
 def _end(
-    links: list[Connection], files: list[socket.socket], processes: list[subprocess.Popen[bytes]]
+    links: list[Connection],
+    files: list[socket.socket | Connection],
+    others: list[Here | There],
 ) -> None:
     """Hang up, which a rank takes as its end, and see that it is."""
+    for other in others:
+        other.hang_up()
     for link in links:
         link.close()
     for file in files:
         file.close()
-    for process in processes:
-        try:
-            process.wait(_PATIENCE_S)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
+    for other in others:
+        other.end()
 
 
-def _watch(process: subprocess.Popen[bytes], meetings: Sequence[Tensor]) -> None:
+def _watch(other: Here | There, meetings: Sequence[Tensor]) -> None:
     """Say at the meetings that a rank has gone, so that nobody waits there for it."""
-    process.wait()
+    other.wait()
     say_gone(meetings)
 
 
