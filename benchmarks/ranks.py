@@ -3,8 +3,9 @@
     python -m benchmarks.make_checkpoint qwen2.5-0.5b checkpoints/qwen
     python -m benchmarks.ranks checkpoints/qwen --quantization w8a8 --out ranks.json
 
-All have the same threads in all. On one memory node nothing can be gained; what is measured is what
-sharing costs.
+All have the same threads in all: on one memory node nothing can be gained, and what is measured is
+what sharing costs. With OMP_NUM_THREADS=1 each rank has one: what several machines gain, but for
+their network.
 """
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ from penstock.kernels import native
 from penstock.models.load import load_model, weight_bytes
 from penstock.ops.ranks import HEADER
 from penstock.parallel import Ranks, Stage
-from penstock.runtime.parts import joined, part, parts_of
+from penstock.runtime.parts import PART_TOKENS, PARTS, joined, part, parts_of
 from penstock.step import Step
 from tests.models.tiny import CASES, Make
 from tests.parallel.test_models import logits_of
@@ -171,7 +171,7 @@ def test_parts_are_the_whole() -> None:
         total = sum(queries)
         step = ragged(queries, contexts, random.permutation(total)[: total // 3].tolist())
         parts = parts_of(step, 2)
-        assert len(parts) == (1 if total < 256 else min(total // 128, 8))
+        assert len(parts) == max(min(total // PART_TOKENS, 2 * PARTS), 1)
         for name in ("tokens", "positions", "slots"):
             together = torch.cat([getattr(one, name) for one in parts])
             assert torch.equal(together, getattr(step, name))

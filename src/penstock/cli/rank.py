@@ -39,13 +39,7 @@ def rank(
         while True:  # a session is a process: its memory is free for the next one
             begun = time.monotonic()
             ended = subprocess.run(
-                [
-                    sys.executable,
-                    "-P",
-                    "-c",
-                    _RUN,
-                    *map(str, (os.getpid(), folder, waiting.fileno())),
-                ],
+                [sys.executable, "-P", "-c", _RUN, *more],
                 stdin=subprocess.DEVNULL,
                 pass_fds=[waiting.fileno()],
                 check=False,

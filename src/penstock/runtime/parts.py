@@ -9,10 +9,10 @@ from torch import Tensor
 
 from penstock.step import Step
 
-PART_TOKENS = 128
+PART_TOKENS = 64
 """Of a part, at least: fewer would read weights more often than products need."""
 
-PARTS = 4
+PARTS = 8
 """For each stage, at most: of n parts n + stages − 1 are waited for."""
 
 
