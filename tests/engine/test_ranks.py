@@ -19,7 +19,7 @@ import torch
 
 from penstock import LLM, AsyncLLM, BeamSearchParams, RequestOutput, SamplingParams
 from penstock.errors import ConfigError, EngineDeadError, RankError
-from penstock.runtime.team import cpus_of_ranks
+from penstock.runtime.team import Here, cpus_of_ranks
 
 TEXTS = [
     "Once upon a time, there was a little girl named Lily. She liked to play",
@@ -55,7 +55,7 @@ def both(ask: Callable[[LLM], Any], way: dict[str, int], **engine: Any) -> tuple
 def processes(llm: LLM) -> list[int]:
     team = llm.engine.runtime.team
     assert team is not None
-    return [process.pid for process in team._processes]
+    return [other.process.pid for other in team._others if isinstance(other, Here)]
 
 
 def ends(pid: int, within_s: float = 10.0) -> bool:
@@ -162,6 +162,8 @@ def test_a_rank_that_is_killed_in_a_step(way: dict[str, int]) -> None:
         llm = AsyncLLM(**way)  # type: ignore[arg-type]
         team = llm.runtime.team
         assert team is not None
+        rank = team._others[0]
+        assert isinstance(rank, Here)
 
         async def stream(name: str) -> None:
             long = SamplingParams(max_tokens=900, ignore_eos=True)
@@ -169,7 +171,7 @@ def test_a_rank_that_is_killed_in_a_step(way: dict[str, int]) -> None:
             async for _ in llm.generate(TEXTS[0], long, name):
                 count += 1
                 if count == 5:
-                    os.kill(team._processes[0].pid, signal.SIGKILL)
+                    os.kill(rank.process.pid, signal.SIGKILL)
 
         with pytest.raises(EngineDeadError, match=r"rank 1 .* has ended with -9"):
             await stream("a")
@@ -196,7 +198,7 @@ def test_ranks_end_with_the_first_process(how: str, way: str) -> None:
 import os, sys
 from penstock import LLM, SamplingParams
 llm = LLM(**{sys.argv[2] + "_parallel_size": 2})
-print(llm.engine.runtime.team._processes[0].pid, flush=True)
+print(llm.engine.runtime.team._others[0].process.pid, flush=True)
 if sys.argv[1] != "exit":
     while True:
         llm.generate("Once", SamplingParams(max_tokens=900, ignore_eos=True))

@@ -19,6 +19,7 @@ from penstock.cli.options import (
     Quantization,
     grouped,
 )
+from penstock.errors import ConfigError
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -61,6 +62,11 @@ def profile(
     from penstock.bench.latency import WARM_UP_STEPS, Workload
     from penstock.bench.workload import check_length, longest
 
+    if (placed.pipeline_parallel_size or 1) > 1 or placed.stage_addresses:
+        raise ConfigError(
+            "penstock profile times the operators of one process, and stages have them in several: "
+            "leave --pipeline-parallel-size and --stage out."
+        )
     output_len = steps + WARM_UP_STEPS + 1
     if prompt_len is None:
         prompt_len = max(1, min(512, longest(model) - output_len))

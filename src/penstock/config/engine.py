@@ -123,6 +123,11 @@ class EngineConfig:
         scheduler, length = self.scheduler, self.model.max_model_len
         method = None if self.speculative is None else self.speculative.method
         self.lora.check_method(method)
+        if self.cache.layout == "linear" and method not in (None, "ngram", "suffix"):
+            raise ConfigError(
+                f"layout='linear' doesn't go with guesses by {method!r}, which write to blocks "
+                "beside a sequence's own. Use ngram or suffix, or leave it out."
+            )
         self.parallel.check_beside(
             {
                 "enable_lora": self.lora.enable_lora,

@@ -120,7 +120,7 @@ class ModelConfig:
 class CacheConfig:
     """Where keys and values live."""
 
-    layout: Literal["paged"] = "paged"
+    layout: Literal["paged", "linear"] = "paged"  # linear: a sequence's keys lie side by side
     block_size: int = 32  # tokens
     num_blocks: int | None = None  # None: what can be used, up to 4 GiB or one full sequence
     memory_fraction: float = (
@@ -135,7 +135,7 @@ class CacheConfig:
 
     def __post_init__(self) -> None:
         positive(self, "block_size", "num_blocks")
-        one_of(self, "layout", ("paged",))
+        one_of(self, "layout", ("paged", "linear"))
         one_of(self, "kv_cache_dtype", get_args(KvCacheDtype))
         if self.block_size % 32:
             raise ConfigError(f"block_size must be a multiple of 32 tokens, not {self.block_size}.")
@@ -172,9 +172,31 @@ class CacheConfig:
                 "off. Leave one of them out."
             )
 
+    def block_tokens(self, max_model_len: int) -> int:
+        """Tokens of a block: in a linear cache all that a sequence may have."""
+        return self.block_size if self.layout == "paged" else -(-max_model_len // 32) * 32
+
+    def _check_linear(self) -> None:
+        """Raises ConfigError for what is only of blocks that are shared, or smaller."""
+        asked = {
+            "enable_prefix_caching": bool(self.enable_prefix_caching),
+            f"block_size={self.block_size}": self.block_size != 32,
+            "kv_cache_dtype='kivi'": self.kv_cache_dtype == "kivi",
+        }
+        for name, given in asked.items():
+            if given:
+                raise ConfigError(
+                    f"layout='linear' gives each sequence one block for all its tokens, so {name} "
+                    "can't take effect. Leave one of them out."
+                )
+        if self.enable_prefix_caching is None:
+            object.__setattr__(self, "enable_prefix_caching", False)
+
     def _check_window(self) -> None:
         positive(self, "kv_recent_window")
         kivi = self.kv_cache_dtype == "kivi"
+        if self.layout == "linear":
+            self._check_linear()
         if self.kv_recent_window is not None and not kivi:
             raise ConfigError(
                 f"kv_cache_dtype={self.kv_cache_dtype!r} has no use for "

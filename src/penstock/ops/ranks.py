@@ -40,7 +40,7 @@ def _place(meeting: Tensor, rank: int) -> Tensor:
 
 def _meet(meeting: Tensor, rank: int, ranks: int) -> None:
     words = _words(meeting)
-    count = int(words[1 + rank, 0]) + 1
+    count = int(words[1 + rank : 2 + rank, 0] + 1)  # which may begin again from below
     words[1 + rank, 0] = count
     while bool((words[1 : 1 + ranks, 0] - count < 0).any()):
         if int(words[0, 0]):

@@ -110,6 +110,7 @@ class There:
     def __init__(self, address: str, link: Connection) -> None:
         self._address = address
         self._link = link
+        self._process = os.getpid()
 
     def ended(self) -> str | None:
         """How it has ended; None: it hasn't."""
@@ -122,6 +123,8 @@ class There:
 
     def hang_up(self) -> None:
         """Also where somebody waits for its end, and would keep the connection open."""
+        if os.getpid() != self._process:  # a fork, whose end isn't that of the connection
+            return
         with suppress(OSError), socket.socket(fileno=os.dup(self._link.fileno())) as there:
             there.shutdown(socket.SHUT_RDWR)
 

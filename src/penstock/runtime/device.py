@@ -104,6 +104,8 @@ def check_device(config: EngineConfig, device: Device) -> None:
         _check_none_of_gpu(model, device)
     if not device.by_triton:
         return
+    if config.cache.layout == "linear":
+        raise ConfigError("layout='linear' is built for CPUs only. Leave it out.")
     if config.cache.kv_cache_dtype in ("int4", "kivi"):
         raise ConfigError(
             f"kv_cache_dtype={config.cache.kv_cache_dtype!r} is built for CPUs only. On a GPU "

@@ -170,7 +170,9 @@ def _workspace(found: Description, config: EngineConfig, device: Device, tokens:
         beside = workspace_bytes(device, config.model)
         return beside + seen + activation_bytes(spec, found.dtype.itemsize, limits)
     model = _stand_in(spec, found.dtype)
-    kv = device.layout(model.spec.layers, found.dtype, config.cache.block_size).allocate(1)
+    kv = device.layout(
+        model.spec.layers, found.dtype, config.cache.block_tokens(found.max_model_len)
+    ).allocate(1)
     reserved = Program(model, kv).reserve(tokens, limits.max_num_seqs)
     return reserved + seen + _scratch(found, tokens)
 

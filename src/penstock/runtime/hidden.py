@@ -31,7 +31,7 @@ class HiddenRunner:
 
     def __init__(self, decoder: Decoder, runner: Runner) -> None:
         self._runner = runner
-        self._columns = decoder.spec.hidden
+        self._decoder = decoder
         self._hidden = hidden = decoder.last_hidden_state()
         self._adapted: Forward | None = None
         self._forward: Forward = hidden
@@ -56,7 +56,7 @@ class HiddenRunner:
         if self._runner.vocabulary is not None:
             step = self._runner.vocabulary.narrow(step)
         if self._runner.is_pipelined:
-            return self._runner.through(step, Kind.HIDDEN, self._columns)[0]
+            return self._runner.through(step, Kind.HIDDEN, self._decoder.spec.hidden)[0]
         with torch.inference_mode(), self._runner.computing(step):
             forward = self._forward if step.adapters is None else self._for_adapters()
             with self._runner.together(lambda team: team.step(step, Kind.HIDDEN)):

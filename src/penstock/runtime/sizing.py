@@ -127,7 +127,7 @@ def layout_of(
             f"(MLA), whose cache is small already. Leave it out."
         )
     if cache.kv_cache_dtype != "kivi":
-        return device.layout(layers, stored, cache.block_size)
+        return device.layout(layers, stored, cache.block_tokens(loaded.max_model_len))
     heads = tuple(layer.attention.cached for layer in layers)
     window = cache.kv_recent_window or RECENT_WINDOW
     asked = config.speculative
