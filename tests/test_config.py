@@ -147,6 +147,8 @@ def test_processes_that_share_a_model() -> None:
         EngineConfig.of(**both, enable_lora=True)
     with pytest.raises(ConfigError, match="enable_expert_parallel has no effect without"):
         EngineConfig.of(enable_expert_parallel=True)
+    with pytest.raises(ConfigError, match=r"isn't built together with kv_cache_dtype='kivi'"):
+        EngineConfig.of(tensor_parallel_size=2).storing("kivi").check_together()  # an export's
     for name, value, says in (
         ("enable_lora", True, "enable_lora"),
         ("speculative_config", {"method": "self"}, "guesses by 'self'"),

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from penstock.cache import PagedLayout
 from penstock.config import EngineConfig
+from penstock.hardware import release_freed_memory
 from penstock.models.load import LoadedModel
 from penstock.parallel import Ranks
 from penstock.runtime.device import CPU
@@ -40,5 +41,6 @@ class LoadedPart:
 def load_part(folder: Path, config: EngineConfig, ranks: Ranks) -> LoadedPart:
     """What this rank has of a folder's model; config: as the first rank runs it."""
     loaded = load_weights_of(folder, config.model, CPU, ranks=ranks)
+    release_freed_memory()  # as packing leaves it
     layout = layout_of(config, loaded, layers=loaded.model.cached_layers)
     return LoadedPart(loaded, layout, config)

@@ -168,6 +168,7 @@ def load_runtime(config: EngineConfig, progress: Progress | None = None) -> Runt
         verify_exported(folder)
     config = as_exported(folder, config)
     check_device(config, device)  # of what an export was made for, too
+    config.check_together()
     if config.lora.enable_lora and device.by_triton:
         raise ConfigError(
             "enable_lora is built for CPUs: set device='cpu', or merge the adapter for this GPU "
