@@ -190,6 +190,7 @@ void experts(const ExpertsArgs& a) {
                               : a.by.k * a.down.n;
     most = s.at.place_bytes / (wide * size_of(a.up.dtype));
   }
+  const int64_t before = a.used ? *a.used : 0;
   for (int64_t first = 0; first < a.rows; first += most) {
     ExpertsArgs some = a;
     const int64_t size = size_of(a.up.dtype);
@@ -198,6 +199,7 @@ void experts(const ExpertsArgs& a) {
     some.y = static_cast<char*>(a.y) + first * a.y_stride * size;
     of_rows(some);
   }
+  if (a.used) *a.used = std::min(*a.used, before + a.count);  // rounds may have asked the same ones
 }
 
 }  // namespace penstock

@@ -101,7 +101,7 @@ void Program::find_direct() {
     if (!gather) continue;
     const std::vector<size_t> made = uses(nodes_[i].x), read = uses(nodes_[i].y);
     const auto* product = std::get_if<LinearArgs>(&nodes_[made.front()].args);
-    if (made.size() != 2 || !product || product->adds) continue;
+    if (made.size() != 2 || made.front() + 1 != i || !product || product->adds) continue;
     size_t next = i + 1;
     while (next < nodes_.size() && !meets(nodes_[next])) next++;
     const bool changed = std::count_if(read.begin(), read.end(), [&](size_t node) {

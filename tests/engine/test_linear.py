@@ -67,7 +67,8 @@ def test_what_does_not_go_with_it() -> None:
     assert not EngineConfig.of(layout="linear").cache.enable_prefix_caching
     assert EngineConfig.of(layout="linear").storing("int8").cache.layout == "linear"
     for name, value in (
-        ("enable_prefix_caching", True), ("block_size", 64), ("kv_cache_dtype", "kivi"),
+        ("enable_prefix_caching", True), ("block_size", 32), ("block_size", 64),
+        ("kv_cache_dtype", "kivi"),
     ):  # fmt: skip
         with pytest.raises(ConfigError, match=f"one block for all its tokens, so {name}"):
             EngineConfig.of(layout="linear", **{name: value})

@@ -182,6 +182,51 @@ def test_a_rank_that_is_killed_in_a_step(way: dict[str, int]) -> None:
     asyncio.run(serve())
 
 
+def test_one_that_dies_while_nothing_runs_is_known_of() -> None:
+    """Health says so before a request fails."""
+
+    async def serve() -> None:
+        llm = AsyncLLM(tensor_parallel_size=2)
+        assert llm.death is None
+        team = llm.runtime.team
+        assert team is not None
+        rank = team._others[0]
+        assert isinstance(rank, Here)
+        os.kill(rank.process.pid, signal.SIGKILL)
+        until = time.monotonic() + 5
+        while llm.death is None and time.monotonic() < until:
+            await asyncio.sleep(0.02)
+        assert "has ended with -9" in str(llm.death)
+        llm.shutdown()
+
+    asyncio.run(serve())
+
+
+def test_one_that_stops_does_not_hold_up_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("penstock.runtime.team.Team.STEP_S", 0.5)
+
+    async def serve() -> None:
+        llm = AsyncLLM(tensor_parallel_size=2)
+        team = llm.runtime.team
+        assert team is not None
+        rank = team._others[0]
+        assert isinstance(rank, Here)
+
+        async def ask() -> None:
+            async for _ in llm.generate(TEXTS[0], SamplingParams(max_tokens=900), "a"):
+                os.kill(rank.process.pid, signal.SIGSTOP)
+
+        asking = asyncio.create_task(ask())
+        await asyncio.sleep(0.5)
+        begun = time.monotonic()
+        await asyncio.to_thread(llm.shutdown)
+        assert time.monotonic() - begun < 5
+        with pytest.raises(EngineDeadError):
+            await asking
+
+    asyncio.run(serve())
+
+
 def test_ranks_end_with_their_engine() -> None:
     llm = LLM(tensor_parallel_size=2)
     (rank,) = processes(llm)

@@ -15,8 +15,9 @@ from contextlib import ExitStack, contextmanager
 import pytest
 
 from penstock import LLM, SamplingParams
+from penstock.config.parallel import parse_address
 from penstock.errors import ConfigError, EngineDeadError, RankError
-from penstock.runtime.away import KEY, parse_address
+from penstock.runtime.away import KEY
 from tests.engine.test_ranks import TEXTS, ends, said
 
 SECRET = "a key of the tests, long enough"
@@ -90,11 +91,11 @@ def test_one_that_cannot_be_had(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(RankError, match=f"No stage can be reached at {address}: .*penstock rank"):
         LLM(stage_addresses=[address])
     with waiting(address, model="stories-chat"):
-        with pytest.raises(RankError, match=r"load its part of the model: .*other weights"):
+        with pytest.raises(RankError, match=r"load its part of the model: .*aren't those in"):
             LLM(stage_addresses=[address])
         start = time.monotonic()
         monkeypatch.setenv(KEY, "another key, of as many letters")
-        with pytest.raises(RankError, match=f"stage at {address} didn't answer as one that knows"):
+        with pytest.raises(RankError, match=f"The stage at {address} has another key in"):
             LLM(stage_addresses=[address])
         assert time.monotonic() - start < 20
         monkeypatch.setenv(KEY, "short")

@@ -118,10 +118,10 @@ def speculate(
     options = benchmark.Options(
         _drafts(asked, planted, planted_cost), max_tokens, batch_size, temperature, rounds, seed
     )
-    if (placed.tensor_parallel_size or 1) > 1:
+    if placed.is_divided:
         raise ConfigError(
             "penstock bench speculate looks into one process's cache and times its passes: leave "
-            "--tensor-parallel-size out."
+            "--tensor-parallel-size, --pipeline-parallel-size and --stage out."
         )
     workloads = built_in() if prompts is None else [read_prompts(prompts)]
     config = options.config(

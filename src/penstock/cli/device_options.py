@@ -136,6 +136,26 @@ class Placed:
     stage_addresses: StageAddresses = None
     enable_expert_parallel: EnableExpertParallel = False
 
+    @property
+    def has_stages(self) -> bool:
+        """Whether several processes have some layers each."""
+        return (self.pipeline_parallel_size or 1) > 1 or bool(self.stage_addresses)
+
+    @property
+    def is_divided(self) -> bool:
+        """Whether several processes share the model."""
+        return (self.tensor_parallel_size or 1) > 1 or self.has_stages
+
+    @property
+    def among(self) -> str:
+        """The options that say among whom, for a command line; none of one process."""
+        found = "" if self.tensor_parallel_size is None else f" -tp {self.tensor_parallel_size}"
+        if self.pipeline_parallel_size is not None:
+            found += f" -pp {self.pipeline_parallel_size}"
+        if self.enable_expert_parallel:
+            found += " --enable-expert-parallel"
+        return found + "".join(f" --stage {address}" for address in self.stage_addresses or ())
+
     def chosen(self) -> dict[str, Any]:
         """As arguments of an engine. Raises ConfigError for what isn't a JSON object."""
         return given(

@@ -62,7 +62,7 @@ def profile(
     from penstock.bench.latency import WARM_UP_STEPS, Workload
     from penstock.bench.workload import check_length, longest
 
-    if (placed.pipeline_parallel_size or 1) > 1 or placed.stage_addresses:
+    if placed.has_stages:
         raise ConfigError(
             "penstock profile times the operators of one process, and stages have them in several: "
             "leave --pipeline-parallel-size and --stage out."

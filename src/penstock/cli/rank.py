@@ -12,6 +12,7 @@ import typer
 
 from penstock.cli import console
 from penstock.cli.options import Model
+from penstock.errors import ConfigError
 
 _RUN = "from penstock.runtime.rank import run_away; run_away()"
 
@@ -30,9 +31,14 @@ def rank(
     """Compute some layers of a model that other machines have the rest of (docs/parallel.md)."""
     from penstock.models.hub import resolve
     from penstock.runtime import away
+    from penstock.runtime.engine_folder import is_engine
 
     away.key()
     folder = resolve(model)
+    if is_engine(folder):
+        raise ConfigError(
+            f"{folder} was built for one process: give the model or export that it was built from."
+        )
     with away.listen(listen) as waiting:
         console.note(f"A stage of {folder} waits at {listen}. Ctrl-C ends it.")
         more = [str(os.getpid()), str(folder), str(waiting.fileno())]

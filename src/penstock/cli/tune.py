@@ -77,7 +77,7 @@ def tune(
     if json_file is not None:
         json_file.parent.mkdir(parents=True, exist_ok=True)
         json_file.write_text(json.dumps(found.as_dict(), indent=2) + "\n", encoding="utf-8")
-    _conclude(model, found, workload)
+    _conclude(model, found, workload, placed)
 
 
 def _heading(w: Workload) -> str:
@@ -98,7 +98,7 @@ def _line(point: Point) -> str:
     )
 
 
-def _conclude(model: str, found: Tuned, workload: Workload) -> None:
+def _conclude(model: str, found: Tuned, workload: Workload, placed: Placed) -> None:
     """What to start a server with. Exit code 1 where nothing keeps the levels."""
     best = found.best
     if best is None:
@@ -111,5 +111,5 @@ def _conclude(model: str, found: Tuned, workload: Workload) -> None:
         console.note("More might hold as well: no more were tried.")
     typer.echo(
         f"penstock serve {model} --max-num-seqs {best.clients} "
-        f"--max-num-batched-tokens {max(best.chunk, best.clients)}"
+        f"--max-num-batched-tokens {max(best.chunk, best.clients)}{placed.among}"
     )

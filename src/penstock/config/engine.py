@@ -31,6 +31,10 @@ _NOTHING: dict[str, tuple[tuple[Any, ...], str]] = {
 """vLLM's arguments of which Penstock has but one choice: values that ask for it, and why."""
 
 
+_FOR_ONE = ("tensor_parallel_size", "pipeline_parallel_size", "stage_addresses")
+"""Of which None is some callers' word for one process."""
+
+
 @dataclass(frozen=True, slots=True)
 class EngineConfig:
     """The whole choice. `EngineConfig.of(**kwargs)` takes every field of every part by name."""
@@ -84,10 +88,7 @@ class EngineConfig:
         speculative = SpeculativeConfig.of(kwargs.pop("speculative_config", None))
         for name, value in kwargs.items():
             real = _ALIASES.get(name, name)
-            if value is None and name in (
-                "tensor_parallel_size",
-                "pipeline_parallel_size",
-            ):  # some callers' word for 1
+            if value is None and name in _FOR_ONE:
                 continue
             if name in _NOTHING:
                 _check_nothing(name, value)
@@ -127,6 +128,11 @@ class EngineConfig:
             raise ConfigError(
                 f"layout='linear' doesn't go with guesses by {method!r}, which write to blocks "
                 "beside a sequence's own. Use ngram or suffix, or leave it out."
+            )
+        if self.cache.layout == "linear" and "block_size" in self.given:
+            raise ConfigError(
+                f"layout='linear' gives each sequence one block for all its tokens, so block_size="
+                f"{self.cache.block_size} can't take effect. Leave one of them out."
             )
         self.parallel.check_beside(
             {

@@ -55,6 +55,10 @@ class ParallelConfig:
                 f"stage_addresses must be a list such as ['10.0.0.2:7433'], not {given!r}."
             )
         object.__setattr__(self, "stage_addresses", tuple(given))
+        for address in given:
+            parse_address(address)
+        if len(set(given)) < len(given):
+            raise ConfigError("stage_addresses has one twice: a stage is one process's.")
         if not given:
             return
         if self.pipeline_parallel_size == 1:
@@ -62,7 +66,7 @@ class ParallelConfig:
         if self.pipeline_parallel_size != len(given) + 1 or self.tensor_parallel_size > 1:
             raise ConfigError(
                 f"{len(given)} stage_addresses are those of {len(given) + 1} stages of one process "
-                f"each, the first here; {self.described} asks for others. Leave that out."
+                f"each, the first here; leave tensor_parallel_size and pipeline_parallel_size out."
             )
 
     @property
@@ -78,6 +82,14 @@ class ParallelConfig:
             "pipeline_parallel_size": self.pipeline_parallel_size,
         }
         return " with ".join(f"{name}={size}" for name, size in asked.items() if size > 1)
+
+
+def parse_address(address: str) -> tuple[str, int]:
+    """`host:port`. Raises ConfigError."""
+    host, _, port = address.rpartition(":")
+    if not host or not port.isascii() or not port.isdigit() or not 0 < int(port) < 1 << 16:
+        raise ConfigError(f"{address!r} isn't an address: write it like 10.0.0.2:7433.")
+    return host.strip("[]"), int(port)
 
 
 def guesses_by_layers(method: str | None) -> bool:

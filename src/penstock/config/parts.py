@@ -180,7 +180,6 @@ class CacheConfig:
         """Raises ConfigError for what is only of blocks that are shared, or smaller."""
         asked = {
             "enable_prefix_caching": bool(self.enable_prefix_caching),
-            f"block_size={self.block_size}": self.block_size != 32,
             "kv_cache_dtype='kivi'": self.kv_cache_dtype == "kivi",
         }
         for name, given in asked.items():

@@ -301,8 +301,9 @@ class AsyncLLM:
 
     @property
     def death(self) -> BaseException | None:
-        """What stopped the engine's thread, or None while it runs."""
-        return self._death
+        """What stopped the engine's thread or another of its processes; None while all run."""
+        team = self.runtime.team
+        return self._death if team is None or self._death is not None else team.fault
 
     def get_tokenizer(self) -> Tokenizer | None:
         """The model's tokenizer, or None with `skip_tokenizer_init`."""
@@ -318,6 +319,10 @@ class AsyncLLM:
             self._stopping = True
             self._wake.notify()
         if threading.current_thread() is not self._thread:
+            team = self.runtime.team
+            self._thread.join(None if team is None else team.STEP_S)
+            if team is not None and self._thread.is_alive():  # waits for a rank that does nothing
+                team.give_up()
             self._thread.join()
         if self.runtime.disk is not None:
             self.runtime.disk.close()

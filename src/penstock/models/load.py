@@ -297,10 +297,9 @@ def _dtype(asked: str, spec: ModelSpec, checkpoint: Source) -> torch.dtype:
 def _check_memory(model: Decoder, found: Description, free: int) -> None:
     """Refuse weights that can't fit before reading or making them."""
     need, formats = weight_bytes(model), found.formats
-    if model.ranks is not None:  # the first asks for all of them, which load at the same time
-        need *= model.ranks.size if model.ranks.rank == 0 else 0
-    if model.stage is not None and not model.stage.is_away:
-        need *= model.stage.count if model.stage.is_first else 0
+    if model.is_shared_here:  # the first asks for all of them, which load at the same time
+        need = weight_bytes(Decoder(found.spec.decoder, formats, found.dtype, 1))
+        need *= model.is_first
     if need <= free:
         return
     ways = ["free some memory", "use a smaller model"]

@@ -183,6 +183,17 @@ class Decoder(nn.Module):
                     module.elsewhere = True
 
     @property
+    def is_shared_here(self) -> bool:
+        """Whether other processes of this machine have parts of it."""
+        return self.ranks is not None or (self.stage is not None and not self.stage.is_away)
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this process is the first of those that have parts of it."""
+        first = self.ranks is None or self.ranks.rank == 0
+        return first and (self.stage is None or self.stage.is_first)
+
+    @property
     def cached_layers(self) -> tuple[LayerSpec, ...]:
         """The layers as this process's cache holds them."""
         layers = self.spec.layers if self.ranks is None else own_layers(self.spec, self.ranks)

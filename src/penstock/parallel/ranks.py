@@ -61,12 +61,17 @@ class Ranks:
         if self.size % kv_heads or heads % self.size:
             raise UnsupportedModelError(
                 f"{heads} heads over {kv_heads} key heads can't be shared among {self.size} ranks: "
-                f"tensor_parallel_size must be at most {kv_heads}, or a multiple of it that "
-                f"divides {heads}."
+                f"tensor_parallel_size may be {', '.join(map(str, _sizes(heads, kv_heads)))}."
             )
         own = self.rank * kv_heads // self.size
         bounds = tuple(rank * heads // self.size for rank in range(self.size + 1))
         return Share(self, bounds), range(own, own + 1)
+
+
+def _sizes(heads: int, kv_heads: int) -> list[int]:
+    """How many ranks can share so many heads."""
+    return [n for n in range(1, heads + 1)
+            if n <= kv_heads or (n % kv_heads == 0 and heads % n == 0)]  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, eq=False)

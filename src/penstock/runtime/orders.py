@@ -21,6 +21,16 @@ from penstock.step import ForkedStep, Step
 _HEAD = struct.Struct("<7i")
 
 
+READY, ANSWER, ERROR = b"ready", b"answer", b"error"
+"""What a rank says first, before a `Ready`, the bytes of an array, or of what it has raised."""
+
+FAILED = 3
+"""The exit code of a rank that has said what it raised."""
+
+GONE = "another rank of this step has gone"
+"""What operators of `ops.ranks` and `ops.stages` raise where another rank doesn't come."""
+
+
 class Kind(IntEnum):
     """What is to be done."""
 

@@ -27,7 +27,7 @@ from penstock.runtime.away import accept, connect, version, wait_for_end
 from penstock.runtime.divided import LoadedPart, load_part
 from penstock.runtime.hidden import HiddenRunner
 from penstock.runtime.identity import weights_digest
-from penstock.runtime.orders import Assignment, Kind, Ready
+from penstock.runtime.orders import ANSWER, ERROR, FAILED, READY, Assignment, Kind, Ready
 from penstock.runtime.runner import Runner
 from penstock.runtime.team import map_meeting, say_gone
 from penstock.step import Step
@@ -36,14 +36,14 @@ logger = logging.getLogger("penstock")
 
 
 def run() -> None:
-    """The process's whole life. Arguments: the numbers of its files for orders, for meetings, for
-    rows that come and for those that leave.
+    """The process's whole life. Arguments: its parent, and the numbers of its files for orders, for
+    meetings, for rows that come and for those that leave.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    orders_by, meeting_in, before, after = map(int, sys.argv[1:5])
+    parent, orders_by, meeting_in, before, after = map(int, sys.argv[1:6])
     link, meeting = Connection(orders_by), map_meeting(meeting_in)
     os.close(meeting_in)
-    threading.Thread(target=_watch, args=(link.fileno(),), daemon=True).start()
+    threading.Thread(target=_watch, args=(link.fileno(), parent), daemon=True).start()
     with _telling(link, meeting):
         _serve(link, link.recv(), meeting, before, after)
 
@@ -65,12 +65,19 @@ def run_away() -> None:
         assignment: Assignment = link.recv()
         folder = resolve(sys.argv[2])
         if weights_digest(folder) != assignment.weights:
-            raise ConfigError(f"{folder} has other weights than {assignment.folder} there.")
+            raise ConfigError(
+                f"the weights in {folder}, where this stage is, aren't those in "
+                f"{assignment.folder}, where the first one is"
+            )
         before = _coming(listening, "rows")
         after = None if assignment.after is None else connect(assignment.after, "rows")
-        logger.info("Stage %d of %s.", assignment.stage, assignment.config.parallel.described)
+        logger.warning("Stage %d of a model's %d.", assignment.stage + 1, _stages(assignment))
         own = replace(assignment, folder=folder)
         _serve(link, own, meeting, before.fileno(), -1 if after is None else after.fileno())
+
+
+def _stages(assignment: Assignment) -> int:
+    return assignment.config.parallel.pipeline_parallel_size
 
 
 def _coming(listening: socket.socket, role: str) -> Connection:
@@ -81,7 +88,7 @@ def _coming(listening: socket.socket, role: str) -> Connection:
             return found[0]
         if found is not None:
             found[0].close()
-        logger.warning("Somebody came who doesn't know the key, or for something else.")
+        logger.warning("Somebody came who doesn't know the key, or left before he had shown it.")
 
 
 @contextmanager
@@ -92,14 +99,17 @@ def _telling(link: Connection, meeting: Tensor) -> Iterator[None]:
     except EOFError:
         return
     except BaseException as error:
-        link.send(f"{type(error).__name__}: {error}")  # before anybody asks
+        link.send_bytes(ERROR)  # before anybody asks
+        link.send_bytes(f"{type(error).__name__}: {error}".encode())
         say_gone([meeting])
-        raise SystemExit(1) from error
+        raise SystemExit(FAILED) from error
 
 
-def _watch(file: int) -> None:
-    """End with the first rank, wherever this one is."""
-    wait_for_end(file)
+def _watch(file: int, parent: int | None = None) -> None:
+    """End with the first rank, wherever this one is; parent: its process, whose forks may keep the
+    connection open.
+    """
+    wait_for_end(file, process=parent)
     os._exit(0)
 
 
@@ -118,11 +128,11 @@ def _serve(
         assignment.config,
         Ranks(assignment.rank, width, meeting, whole, stage),
     )
-    link.send(Ready(most_blocks=part.most_blocks if away else None))
+    _say_ready(link, Ready(most_blocks=part.most_blocks if away else None))
     (num_blocks, _), *_ = orders.read_pairs(bytearray(link.recv_bytes()))
     runner = part.runner(num_blocks)
     steps = _Steps(part, runner)
-    link.send(Ready(runner.finds_largest))
+    _say_ready(link, Ready(runner.finds_largest))
     speaks = stage is not None and stage.is_last and assignment.rank == 0
     found: list[tuple[Tensor, ...]] = []  # of the parts of a step
     while True:
@@ -138,8 +148,14 @@ def _serve(
         found.append(tuple(one.clone() for one in answer) if more else answer)
         if not more:
             for each in zip(*found, strict=True):
+                link.send_bytes(ANSWER)
                 link.send_bytes(bytes_of(torch.cat(each)))
             found.clear()
+
+
+def _say_ready(link: Connection, ready: Ready) -> None:
+    link.send_bytes(READY)
+    link.send(ready)
 
 
 class _Steps:

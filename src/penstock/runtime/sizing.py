@@ -80,16 +80,24 @@ def within_room(blocks: int, most: int, layout: PagedLayout, max_model_len: int)
 def others_layouts(loaded: LoadedModel, layout: PagedLayout) -> tuple[PagedLayout, ...]:
     """The caches of other ranks, of which the first has `layout`."""
     model, spec = loaded.model, loaded.spec.decoder
+    stages = (
+        []
+        if model.stage is None
+        else [replace(model.stage, number=n) for n in range(model.stage.count)]
+    )
+    spans = [stage.layers(len(spec.layers)) for stage in stages] or [model.own]
+    if stages and stages[0].is_away:  # which takes nothing of this machine's
+        spans = [model.own]
     width = 1 if model.ranks is None else model.ranks.size
-    found = (layout,) * (width - 1)
-    if model.stage is None or model.stage.is_away:  # which takes nothing of this machine's
-        return found
-    layers = spec.layers if model.ranks is None else own_layers(spec, model.ranks)
-    for number in range(1, model.stage.count):
-        of = replace(model.stage, number=number).layers(len(layers))
-        heads = tuple(layer.attention.cached for layer in layers[of.start : of.stop])
-        found += (replace(layout, heads=heads),) * width
-    return found
+    found = []
+    for rank in range(width):
+        layers = spec.layers
+        if model.ranks is not None:
+            layers = own_layers(spec, replace(model.ranks, rank=rank))
+        for span in spans:
+            heads = tuple(layer.attention.cached for layer in layers[span.start : span.stop])
+            found.append(replace(layout, heads=heads))
+    return tuple(found[1:])  # the first is this one's
 
 
 def empty_blocks(loaded: LoadedModel, layout: PagedLayout, opened: Opened | None) -> int:

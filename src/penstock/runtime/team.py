@@ -11,7 +11,6 @@ from __future__ import annotations
 import logging
 import mmap
 import os
-import pickle
 import socket
 import subprocess
 import sys
@@ -21,7 +20,6 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from itertools import chain, product
-from multiprocessing import BufferTooShort
 from multiprocessing.connection import Connection
 from pathlib import Path
 
@@ -37,7 +35,7 @@ from penstock.parallel import Ranks, Stage
 from penstock.runtime import orders
 from penstock.runtime.away import There, connect, version
 from penstock.runtime.identity import weights_digest
-from penstock.runtime.orders import Assignment, Kind, Ready
+from penstock.runtime.orders import ANSWER, ERROR, FAILED, GONE, READY, Assignment, Kind, Ready
 from penstock.runtime.parts import joined, parts_of
 from penstock.step import Step
 
@@ -55,6 +53,9 @@ _LAST_WORDS_S = 1.0  # for what has happened to another rank to be known
 class Team:
     """The ranks beside this one: of its stage, and those of the stages that come after."""
 
+    STEP_S = 10.0
+    """That a step may take when the engine is to end: then a rank is taken to have stopped."""
+
     def __init__(self, config: EngineConfig, folder: Path) -> None:
         """Starts them, and they begin to load. Raises RankError where one can't be started."""
         asked = config.parallel
@@ -64,11 +65,14 @@ class Team:
         self.finds_largest = False
         self.most_blocks: int | None = None  # that all other machines have room for
         self._broken: str | None = None
+        self._said: list[str] = []  # by ranks that have raised something
         self._meetings: list[Tensor] = []
         self._links: list[Connection] = []
         self._others: list[Here | There] = []
         self._files: list[socket.socket | Connection] = []  # that rows leave by
-        self._end = weakref.finalize(self, _end, self._links, self._files, self._others)
+        self._masks: dict[int, set[int]] = {}  # of threads, before they had CPUs of their own
+        held = self._links, self._files, self._others, self._masks
+        self._end = weakref.finalize(self, _end, *held)
         sets = cpus_of_ranks(self._width)
         try:
             if asked.stage_addresses:
@@ -89,16 +93,16 @@ class Team:
         whole = asked.enable_expert_parallel
         self.ranks = Ranks(0, self._width, self._meetings[0], whole, stage)
         if sets[0]:
-            os.sched_setaffinity(0, sets[0])
+            self._masks |= pin_threads(sets[0])
         logger.info(
             "%d processes (ranks) share the model: %s, %d thread%s each%s.",
             self.size, asked.described, self.threads, "s" * (self.threads > 1),
             ", one memory node after another" if sets[0] else "",
         )  # fmt: skip
-        if self._width > torch.get_num_threads():
+        if not asked.stage_addresses and self.size > torch.get_num_threads():
             logger.warning(
                 "%d ranks share %d threads' cores: each waits for others that don't run.",
-                self._width, torch.get_num_threads(),
+                self.size, torch.get_num_threads(),
             )  # fmt: skip
 
     @property
@@ -133,7 +137,7 @@ class Team:
         with ours, theirs:
             numbers = [theirs.fileno(), *files]
             process = subprocess.Popen(
-                [sys.executable, "-P", "-c", _RUN, *map(str, numbers)],
+                [sys.executable, "-P", "-c", _RUN, str(os.getpid()), *map(str, numbers)],
                 stdin=subprocess.DEVNULL,
                 pass_fds=[number for number in numbers if number >= 0],
                 env=os.environ | {"OMP_NUM_THREADS": str(self.threads)},
@@ -179,8 +183,9 @@ class Team:
     def _hear(self, what: str) -> list[Ready]:
         found: list[Ready] = []
         for rank, link in enumerate(self._links, 1):
+            said: Ready | str
             try:
-                said = link.recv()
+                said = link.recv() if link.recv_bytes() == READY else link.recv_bytes().decode()
             except (EOFError, OSError):
                 said = self._reason(_PATIENCE_S) or "it has hung up"
             if not isinstance(said, Ready):
@@ -205,8 +210,9 @@ class Team:
         except BaseException as error:
             # the others have been told what this one hasn't done
             by_others = isinstance(error, RuntimeError | OSError | EOFError)
-            told = str(error) if isinstance(error, RankError) else None
-            found = self._reason(_LAST_WORDS_S if by_others and told is None else 0.0)
+            told = str(error) if isinstance(error, RankError | _SaidError) else None
+            self._said += [told] if isinstance(error, _SaidError) and told else []
+            found = self._reason(_LAST_WORDS_S if by_others else 0.0)
             self._broken = found or told or f"the first rank stopped: {error!r}"
             self.close()
             if isinstance(error, Exception):
@@ -238,16 +244,12 @@ class Team:
     def _receive(self, answer: Tensor) -> None:
         """Fill a tensor with what the last stage's first rank says."""
         link, room = self._links[-self._width], bytes_of(answer)
-        if not room:
+        if link.recv_bytes() != ANSWER:
+            raise _SaidError(f"rank {self.size - self._width} raised {link.recv_bytes().decode()}")
+        if room:
+            link.recv_bytes_into(room)
+        else:
             link.recv_bytes()
-            return
-        try:
-            if link.recv_bytes_into(room) == len(room):
-                return
-            said = bytes(room)
-        except BufferTooShort as error:
-            said = error.args[0]
-        raise RankError(f"the last stage raised {pickle.loads(said)}")
 
     def step(self, step: Step, kind: Kind) -> bytes:
         """What `doing` tells of a step, of which `kind` is wanted."""
@@ -260,10 +262,28 @@ class Team:
     def check(self) -> None:
         """Raises RankError where a rank has ended."""
         if self._broken is None and self._gone:
-            self._broken = self._reason() or "a rank has ended"
+            self._broken = self._reason(_LAST_WORDS_S) or "a rank has ended"
         if self._broken is not None:
             self.close()
             raise self._error()
+
+    @property
+    def fault(self) -> RankError | None:
+        """Which rank has ended, for whoever asks while another thread computes."""
+        if self._broken is None and not self._gone:
+            return None
+        ended = (
+            f"rank {rank} {how}"
+            for rank, other in enumerate(self._others, 1)
+            if self._broken is None and (how := other.ended()) is not None
+        )
+        return self._error(next(ended, "a rank has ended"))
+
+    def give_up(self) -> None:
+        """Have a step raise that waits for a rank which does nothing, from another thread."""
+        say_gone(self._meetings)
+        for other in self._others:
+            other.kill()
 
     def close(self) -> None:
         """End the other ranks."""
@@ -282,29 +302,43 @@ class Team:
             except OSError as error:
                 raise RankError(self._reason(_PATIENCE_S) or f"rank {rank} has hung up") from error
 
-    def _error(self) -> RankError:
+    def _error(self, why: str = "") -> RankError:
         return RankError(
-            f"A model that {self.size} processes compute together can't go on: {self._broken}. "
-            "Load it again."
+            f"A model that {self.size} processes compute together can't go on: "
+            f"{self._broken or why}. Load it again."
         )
 
     def _reason(self, within_s: float = 0.0) -> str | None:
-        """Which rank has ended, and how; None: none that is known of within that time."""
+        """Which rank has ended, and how; None: none that is known of within that time. Those that
+        only miss another come last.
+        """
         until = time.monotonic() + within_s
-        while (found := self._known()) is None and time.monotonic() < until:
+        while True:
+            self._listen()
+            causes = [said for said in self._said if GONE not in said]
+            ended = [
+                f"rank {rank} {how}"
+                for rank, other in enumerate(self._others, 1)
+                if (how := other.ended()) is not None and not other.gave_up
+            ]
+            if causes or ended:
+                return [*causes, *ended][0]
+            if time.monotonic() >= until:
+                return next(iter(self._said), None)
             time.sleep(0.01)
-        return found
 
-    def _known(self) -> str | None:
+    def _listen(self) -> None:
+        """Hear what ranks have said of their ends; answers that nobody waits for are dropped."""
         for rank, link in enumerate(self._links, 1):
-            with suppress(EOFError, OSError, pickle.UnpicklingError):  # or an answer
+            with suppress(EOFError, OSError):
                 while link.poll():
-                    if isinstance(said := link.recv(), str):
-                        return f"rank {rank} raised {said}"
-        for rank, other in enumerate(self._others, 1):
-            if (how := other.ended()) is not None:
-                return f"rank {rank} {how}"
-        return None
+                    told, said = link.recv_bytes(), link.recv_bytes()
+                    if told == ERROR:
+                        self._said.append(f"rank {rank} raised {said.decode()}")
+
+
+class _SaidError(Exception):
+    """What another rank has raised."""
 
 
 class Here:
@@ -321,12 +355,21 @@ class Here:
         said = ": stderr has its last words" if code > 0 else ""
         return f"(process {self.process.pid}) has ended with {code}{said}"
 
+    @property
+    def gave_up(self) -> bool:
+        """Whether it ended by raising something, which it has told."""
+        return self.process.returncode == FAILED
+
     def wait(self) -> None:
         """Until it has ended."""
         self.process.wait()
 
     def hang_up(self) -> None:
         """Closing its connection does."""
+
+    def kill(self) -> None:
+        """End it now."""
+        self.process.kill()
 
     def end(self) -> None:
         """See that it ends, having been hung up on."""
@@ -341,8 +384,12 @@ def _end(
     links: list[Connection],
     files: list[socket.socket | Connection],
     others: list[Here | There],
+    masks: dict[int, set[int]],
 ) -> None:
     """Hang up, which a rank takes as its end, and see that it is."""
+    for thread, cpus in masks.items():
+        with suppress(OSError):  # it has ended
+            os.sched_setaffinity(thread, cpus)
     for other in others:
         other.hang_up()
     for link in links:
@@ -376,6 +423,17 @@ def map_meeting(file: int) -> Tensor:
     """The memory that all ranks map."""
     size = os.fstat(file).st_size
     return torch.frombuffer(mmap.mmap(file, size, flags=mmap.MAP_SHARED), dtype=torch.uint8)
+
+
+def pin_threads(cpus: Sequence[int]) -> dict[int, set[int]]:
+    """Have all threads of this process run on these CPUs; returns where each ran before."""
+    before: dict[int, set[int]] = {}
+    for task in Path("/proc/self/task").iterdir():
+        with suppress(OSError):  # it has ended
+            thread = int(task.name)
+            before[thread] = os.sched_getaffinity(thread)
+            os.sched_setaffinity(thread, cpus)
+    return before
 
 
 def cpus_of_ranks(size: int) -> list[tuple[int, ...]]:
