@@ -279,6 +279,23 @@ def test_what_cannot_be_shared() -> None:
         LLM(tensor_parallel_size=2, enable_expert_parallel=True)
 
 
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="one CPU")
+def test_each_rank_on_a_memory_node_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And when they have ended, the first process is where it was, with all its threads."""
+    first, second, *_ = before = sorted(os.sched_getaffinity(0))
+    monkeypatch.setattr("penstock.runtime.team.numa_cpus", lambda: ((first,), (second,)))
+    llm = LLM(tensor_parallel_size=2)
+    (rank,) = processes(llm)
+    threads = [int(task.name) for task in Path("/proc/self/task").iterdir()]
+    assert all(os.sched_getaffinity(thread) == {first} for thread in threads)
+    assert os.sched_getaffinity(rank) == {second}
+    assert llm.generate(TEXTS[:1])
+    del llm
+    gc.collect()
+    assert ends(rank)
+    assert os.sched_getaffinity(0) == set(before)
+
+
 def test_ranks_on_several_memory_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
     nodes = (tuple(range(8)), tuple(range(8, 16)))
     monkeypatch.setattr("penstock.runtime.team.numa_cpus", lambda: nodes)
