@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import transformers
 from torch import Tensor
@@ -321,6 +322,18 @@ def make_tiny(name: str, folder: Path) -> Tiny:
     model.save_pretrained(folder)
     random = torch.Generator().manual_seed(PROMPT_SEEDS.get(name, 5))
     return Tiny(case, folder, model, torch.randint(3, 320, (PROMPT,), generator=random))
+
+
+def makes_once(factory: pytest.TempPathFactory) -> Make:
+    """Makes tiny checkpoints by name, each once."""
+    made: dict[str, Tiny] = {}
+
+    def get(name: str) -> Tiny:
+        if name not in made:
+            made[name] = make_tiny(name, factory.mktemp(name))
+        return made[name]
+
+    return get
 
 
 def make_cache(spec: DecoderSpec, dtype: torch.dtype) -> KV:

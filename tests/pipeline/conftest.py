@@ -13,7 +13,7 @@ import torch
 from penstock.kernels import native
 from penstock.pipeline.build import BuildOptions, build
 from penstock.pipeline.calibration import CalibrationSet
-from tests.models.tiny import Tiny, make_tiny
+from tests.models.tiny import Tiny, make_tiny, makes_once
 
 needs_native = pytest.mark.skipif(
     native.handle is None, reason=f"nothing is timed, no step is one call: {native.reason}"
@@ -63,15 +63,7 @@ def tiny_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Tiny]:
-    made: dict[str, Tiny] = {}
-
-    def make(name: str) -> Tiny:
-        if name not in made:
-            folder = Path(tmp_path_factory.mktemp(name))
-            made[name] = make_tiny(name, folder)
-        return made[name]
-
-    return make
+    return makes_once(tmp_path_factory)
 
 
 @pytest.fixture(scope="session")
