@@ -50,5 +50,6 @@ def rank(
                 pass_fds=[waiting.fileno()],
                 check=False,
             )
+            console.note("Waits again.")
             if ended.returncode and time.monotonic() < begun + 1:  # again and again, perhaps
                 time.sleep(1)

@@ -71,13 +71,10 @@ def run_away() -> None:
             )
         before = _coming(listening, "rows")
         after = None if assignment.after is None else connect(assignment.after, "rows")
-        logger.warning("Stage %d of a model's %d.", assignment.stage + 1, _stages(assignment))
+        count = assignment.config.parallel.pipeline_parallel_size
+        print(f"In use as stage {assignment.stage + 1} of {count}.", file=sys.stderr, flush=True)
         own = replace(assignment, folder=folder)
         _serve(link, own, meeting, before.fileno(), -1 if after is None else after.fileno())
-
-
-def _stages(assignment: Assignment) -> int:
-    return assignment.config.parallel.pipeline_parallel_size
 
 
 def _coming(listening: socket.socket, role: str) -> Connection:

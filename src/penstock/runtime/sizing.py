@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from dataclasses import replace
+from itertools import product
 
 from penstock.cache import PagedLayout, kv_dtype, most_recent_blocks
 from penstock.cache.kv_dtype import RECENT_WINDOW
@@ -79,24 +80,18 @@ def within_room(blocks: int, most: int, layout: PagedLayout, max_model_len: int)
 
 def others_layouts(loaded: LoadedModel, layout: PagedLayout) -> tuple[PagedLayout, ...]:
     """The caches of other ranks, of which the first has `layout`."""
-    model, spec = loaded.model, loaded.spec.decoder
-    stages = (
-        []
-        if model.stage is None
-        else [replace(model.stage, number=n) for n in range(model.stage.count)]
-    )
-    spans = [stage.layers(len(spec.layers)) for stage in stages] or [model.own]
-    if stages and stages[0].is_away:  # which takes nothing of this machine's
-        spans = [model.own]
-    width = 1 if model.ranks is None else model.ranks.size
+    model, spec, of_ranks = loaded.model, loaded.spec.decoder, [loaded.spec.decoder.layers]
+    if model.ranks is not None:
+        each = (replace(model.ranks, rank=rank) for rank in range(model.ranks.size))
+        of_ranks = [own_layers(spec, ranks) for ranks in each]
+    spans = [model.own]
+    if model.stage is not None and not model.stage.is_away:  # those take nothing of this machine's
+        stages = (replace(model.stage, number=number) for number in range(model.stage.count))
+        spans = [stage.layers(len(spec.layers)) for stage in stages]
     found = []
-    for rank in range(width):
-        layers = spec.layers
-        if model.ranks is not None:
-            layers = own_layers(spec, replace(model.ranks, rank=rank))
-        for span in spans:
-            heads = tuple(layer.attention.cached for layer in layers[span.start : span.stop])
-            found.append(replace(layout, heads=heads))
+    for layers, span in product(of_ranks, spans):
+        heads = tuple(layer.attention.cached for layer in layers[span.start : span.stop])
+        found.append(replace(layout, heads=heads))
     return tuple(found[1:])  # the first is this one's
 
 
