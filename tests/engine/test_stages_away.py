@@ -10,7 +10,8 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
 
 import pytest
 
@@ -47,8 +48,13 @@ def waiting(address: str, model: str = "stories", secret: str = SECRET) -> Itera
 
 
 def sessions(pid: int) -> list[int]:
-    found = subprocess.run(["pgrep", "-P", str(pid)], capture_output=True, text=True, check=False)
-    return [int(line) for line in found.stdout.split()]
+    """The processes that it has started."""
+    found = []
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with suppress(OSError):  # it has ended
+            _, parent, *_ = stat.read_text().rpartition(")")[2].split()
+            found += [int(stat.parent.name)] * (int(parent) == pid)
+    return found
 
 
 @pytest.fixture(autouse=True)
