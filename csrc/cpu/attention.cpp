@@ -2,7 +2,8 @@
 //
 // A task is up to 32 query rows (token, head) of one sequence that share a key-value head, or 128 where
 // tiles multiply them. Scores are x · key panels and the output is weights · value panels: the inner
-// loop of `linear`. A span gives (maximum, sum, weighted values) on its own; spans are joined in order.
+// loop of `linear`. A span gives (maximum, sum, weighted values) on its own; spans are joined in order,
+// after what a sequence's first tokens give where queries of their own ask them.
 // When there are too few tasks to keep the threads busy, the spans of one task go to different
 // threads; the order of additions stays the same. Keys and values of one byte or less are widened to
 // bfloat16, 32 positions at a time, where they are multiplied; the scales of int8 go into the scores
@@ -92,10 +93,12 @@ int64_t list_tasks(const AttentionArgs& a, int64_t group, int64_t most, Task* ta
     const int64_t rows = tokens * group, start = a.context_len[b] - tokens;
     for (int64_t h = 0; h < a.kv_heads; h++)
       for (int64_t first = 0; first < rows; first += most) {
-        Task t = {b, h, first, rows - first < most ? rows - first : most, 0, 0, partials};
+        Task t = {b, h, first, rows - first < most ? rows - first : most, 0, 0, partials, false};
+        const int64_t last = start + (first + t.rows - 1) / group;
         t.first_span = visible(a, b, start + first / group).first / kSpan;
-        t.last_span = (visible(a, b, start + (first + t.rows - 1) / group).last + kSpan - 1) / kSpan;
-        partials += t.last_span - t.first_span;
+        t.last_span = (visible(a, b, last).last + kSpan - 1) / kSpan;
+        t.at_sinks = a.sink_tokens > 0 && last >= a.sink_tokens + a.window;
+        partials += t.parts();
         if (tasks) tasks[count] = t;
         count++;
       }
@@ -131,6 +134,13 @@ void with_work(const AttentionArgs& a, const Task& t, int64_t group, Body body) 
   body(work);
 }
 
+// The same of the sinks.
+AttentionArgs of_sinks(const AttentionArgs& a) {
+  AttentionArgs found = a;
+  found.at_sinks = true;
+  return found;
+}
+
 // next: the task that this thread is likely to do then, or null.
 template <typename T, typename S>
 void run_task(const AttentionArgs& a, const Task& t, const Task* next, int64_t group) {
@@ -138,17 +148,19 @@ void run_task(const AttentionArgs& a, const Task& t, const Task* next, int64_t g
   float* memory = static_cast<float*>(
       scratch(Scratch::partials, static_cast<size_t>(2 * floats) * sizeof(float)));
   const Part total = Part::in(memory, rows), one = Part::in(memory + floats, rows);
+  bool begun[kMostRows / kTileRows] = {};
+  const auto of = [&](int64_t row) { return total.from(row, a.padded_values); };
+  const auto where = [&](int64_t row) { return begun[row / kTileRows] ? one : of(row); };
+  const auto done = [&](int64_t row, int64_t count) {
+    bool& joins = begun[row / kTileRows];
+    if (joins) join(of(row), one, count, a.padded_values);
+    joins = true;
+  };
+  if (t.at_sinks)
+    with_work<T, S>(of_sinks(a), t, group,
+                    [&](auto& work) { work.run(0, 1, Place{&t, t.first_span}, where, done); });
   with_work<T, S>(a, t, group, [&](auto& work) {
-    bool begun[kMostRows / kTileRows] = {};
-    const auto of = [&](int64_t row) { return total.from(row, a.padded_values); };
-    work.run(
-        t.first_span, t.last_span, Place{next, next ? next->first_span : 0},
-        [&](int64_t row) { return begun[row / kTileRows] ? one : of(row); },
-        [&](int64_t row, int64_t count) {
-          bool& joins = begun[row / kTileRows];
-          if (joins) join(of(row), one, count, a.padded_values);
-          joins = true;
-        });
+    work.run(t.first_span, t.last_span, Place{next, next ? next->first_span : 0}, where, done);
   });
   finish<T>(a, t, group, total);
 }
@@ -167,7 +179,9 @@ void run_spans(const AttentionArgs& a, const Task* tasks, int64_t count, int64_t
     if (i >= spans) return Place{};
     const Task* t = tasks;
     while (t + 1 < tasks + count && t[1].partial <= i) t++;
-    return Place{t, t->first_span + i - t->partial};
+    const int64_t part = i - t->partial;
+    if (t->at_sinks && part == 0) return Place{t, 0, true};
+    return Place{t, t->first_span + part - t->at_sinks};
   };
   parallel(threads, spans, [&](int64_t i) {
     const FlushDenormals flush;
@@ -175,7 +189,8 @@ void run_spans(const AttentionArgs& a, const Task* tasks, int64_t count, int64_t
     const Place now = place(i);
     const Part part = Part::in(partials + i * floats, rows);
     for (int64_t r = 0; r < rows; r++) part.top[r] = kMinusInfinity;  // of rows that see nothing
-    with_work<T, S>(a, *now.task, group, [&](auto& work) {
+    const AttentionArgs args = now.at_sinks ? of_sinks(a) : a;
+    with_work<T, S>(args, *now.task, group, [&](auto& work) {
       work.run(
           now.span, now.span + 1, place(i + threads),
           [&](int64_t row) { return part.from(row, a.padded_values); }, [](int64_t, int64_t) {});
@@ -186,8 +201,8 @@ void run_spans(const AttentionArgs& a, const Task* tasks, int64_t count, int64_t
     const Task& t = tasks[i];
     float* first = partials + t.partial * floats;
     const Part total = Part::in(first, rows);
-    for (int64_t span = 1; span < t.last_span - t.first_span; span++)
-      join(total, Part::in(first + span * floats, rows), t.rows, a.padded_values);
+    for (int64_t part = 1; part < t.parts(); part++)
+      join(total, Part::in(first + part * floats, rows), t.rows, a.padded_values);
     finish<T>(a, t, group, total);
   });
 }
@@ -202,7 +217,7 @@ void run(const AttentionArgs& a) {
   Task* tasks =
       static_cast<Task*>(scratch(Scratch::tasks, static_cast<size_t>(count) * sizeof(Task)));
   list_tasks(a, group, most, tasks, spans);
-  const bool single = spans == count;  // every task has one span
+  const bool single = spans == count;  // every task has one part
   const int threads = work(a) > kParallelWork ? a.threads : 1;
   if (count < 2 * threads && !single)
     return run_spans<T, S>(a, tasks, count, spans, group, threads);

@@ -35,8 +35,7 @@ class Flow {
     const int64_t tokens = a.query_start[t.sequence + 1] - start;
     int64_t token = t.first_row / group, head = t.first_row % group;
     for (int64_t r = 0; r < t.rows; r++) {
-      const int64_t at = (start + token) * a.heads + t.kv_head * group + head;
-      take_row(static_cast<const bf16*>(a.q) + at * a.dim, a.dim, r);
+      take_row(query_at<bf16>(a, start + token, t.kv_head * group + head), a.dim, r);
       seen_[r] = visible(a, t.sequence, a.context_len[t.sequence] - tokens + token);
       if (++head == group) {
         head = 0;

@@ -252,13 +252,14 @@ struct RotaryCacheArgs {
   Recent recent;
   int64_t blocks, block_size, padded_dim;
   void* q_out;  // [tokens, heads, dim] contiguous
+  int64_t sink_reach;  // 0: none; else [tokens, 2 · heads, dim], each again as at a position below it
   int64_t tokens, heads, kv_heads, dim;
   DType dtype;
   int threads;
 };
 
 struct AttentionArgs {
-  const void* q;  // [tokens, heads, dim] contiguous
+  const void* q;  // [tokens, heads, dim]; with sink_tokens [tokens, 2 · heads, dim], theirs last
   const void* key_cache;
   const void* value_cache;
   int64_t pitch;  // as in RotaryCacheArgs
@@ -275,10 +276,12 @@ struct AttentionArgs {
   int64_t value_dim, padded_values;  // dim and padded_dim, but for latents
   bool latent;  // values are the first value_dim of keys, and there is no value_cache (latent.h)
   float scale;
-  int64_t window;      // 0: none
-  float softcap;       // 0: none
-  const float* sinks;  // [heads], may be null
+  int64_t window;       // 0: none
+  int64_t sink_tokens;  // 0: none; seen from any distance, beside the window
+  float softcap;        // 0: none
+  const float* sinks;   // [heads], may be null
   bool whole;          // queries see what comes after them too; there is no window then
+  bool at_sinks;       // the kernel's own: of sink_tokens alone, by the queries that are theirs
   DType dtype;
   int threads;
 };

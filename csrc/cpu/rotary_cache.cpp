@@ -221,29 +221,38 @@ void round_full_groups(const RotaryCacheArgs& a, int threads) {
   });
 }
 
-// The angles of token t.
-const float* angles(const RotaryCacheArgs& a, int64_t t) {
-  return a.cos_sin ? a.cos_sin + a.positions[t] * a.rotary_dim : nullptr;
+// The angles of a position.
+const float* angles(const RotaryCacheArgs& a, int64_t position) {
+  return a.cos_sin ? a.cos_sin + position * a.rotary_dim : nullptr;
+}
+
+// The queries of token t, turned as at `position`.
+template <typename T>
+void turn_queries(const RotaryCacheArgs& a, int64_t t, int64_t position, T* out, float* head) {
+  const float* cos_sin = angles(a, position);
+  const T* q = static_cast<const T*>(a.q) + t * a.stride;
+  each_head(a, q, a.heads, a.q_norm, head, [&](int64_t h) {
+    if (cos_sin) rotate_head(head, cos_sin, a.rotary_dim, a.interleaved);
+    for (int64_t j = 0; j < a.dim; j += 16)
+      store_some(out + h * a.dim + j, load(head + j),
+                 a.dim - j < 16 ? static_cast<int>(a.dim - j) : 16);
+  });
 }
 
 template <typename T>
 void one_query(const RotaryCacheArgs& a, int64_t t, float* head) {
-  const float* cos_sin = angles(a, t);
-  const T* q = static_cast<const T*>(a.q) + t * a.stride;
-  T* q_out = static_cast<T*>(a.q_out) + t * a.heads * a.dim;
-  each_head(a, q, a.heads, a.q_norm, head, [&](int64_t h) {
-    if (cos_sin) rotate_head(head, cos_sin, a.rotary_dim, a.interleaved);
-    for (int64_t j = 0; j < a.dim; j += 16)
-      store_some(q_out + h * a.dim + j, load(head + j),
-                 a.dim - j < 16 ? static_cast<int>(a.dim - j) : 16);
-  });
+  const int64_t position = a.positions[t], size = a.heads * a.dim;
+  T* out = static_cast<T*>(a.q_out) + t * size * (a.sink_reach > 0 ? 2 : 1);
+  turn_queries(a, t, position, out, head);
+  if (a.sink_reach > 0)
+    turn_queries(a, t, position < a.sink_reach ? position : a.sink_reach - 1, out + size, head);
 }
 
 // The key and value of token t, into a slot.
 template <typename T>
 void one_slot(const RotaryCacheArgs& a, int64_t t, int64_t slot, float* head) {
   if (slot < 0) return;
-  const float* cos_sin = angles(a, t);
+  const float* cos_sin = angles(a, a.positions[t]);
   const int64_t block = slot / a.block_size, offset = slot % a.block_size;
   const T* key = static_cast<const T*>(a.k) + t * a.stride;
   each_head(a, key, a.kv_heads, a.k_norm, head, [&](int64_t h) {

@@ -180,10 +180,10 @@ struct CacheTensors {
 
 RotaryCacheArgs rotary_cache_args(Form qkv, int64_t heads, const Optional& q_norm,
                                   const Optional& k_norm, double eps, const Optional& cos_sin,
-                                  bool interleaved, const CacheTensors& cache);
+                                  bool interleaved, const CacheTensors& cache, int64_t sink_reach);
 AttentionArgs attention_args(DType dtype, int64_t heads, int64_t dim, const CacheTensors& cache,
                              double scale, int64_t window, double softcap, const Optional& sinks,
-                             bool causal);
+                             bool causal, int64_t sink_tokens);
 
 // Positions lie in a table of `table` rows and slots in a cache of `places`, for `count` tokens.
 void check_places(const int32_t* positions, const int32_t* slots, int64_t count, int64_t table,
@@ -215,13 +215,13 @@ Tensor rotary_cache(const Tensor& qkv, int64_t heads, Optional q_norm, Optional 
                     const Tensor& slots, const Tensor& key_cache, const Tensor& value_cache,
                     Optional key_scale, Optional value_scale, Optional recent_keys,
                     Optional recent_values, Optional recent_slots, Optional recent_window,
-                    Optional copies);
+                    Optional copies, int64_t sink_reach);
 Tensor paged_attention(const Tensor& q, const Tensor& key_cache, const Tensor& value_cache,
                        const Tensor& query_start, const Tensor& context_len,
                        const Tensor& block_table, double scale, int64_t window, double softcap,
                        Optional sinks, Optional key_scale, Optional value_scale,
                        Optional recent_keys, Optional recent_values, Optional recent_slots,
-                       Optional recent_window, bool causal);
+                       Optional recent_window, bool causal, int64_t sink_tokens);
 
 // Elements from a block of a cache to the next. Each block is contiguous.
 int64_t pitch_of(const Tensor& part, const char* what);

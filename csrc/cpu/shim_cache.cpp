@@ -148,10 +148,13 @@ void take_shape(const CacheShape& shape, Args& a) {
 
 RotaryCacheArgs rotary_cache_args(Form qkv, int64_t heads, const Optional& q_norm,
                                   const Optional& k_norm, double eps, const Optional& cos_sin,
-                                  bool interleaved, const CacheTensors& cache) {
+                                  bool interleaved, const CacheTensors& cache,
+                                  int64_t sink_reach) {
   RotaryCacheArgs a = {};
   a.dtype = qkv.dtype;
   a.heads = heads;
+  a.sink_reach = sink_reach;
+  STD_TORCH_CHECK(sink_reach >= 0, "rotary_cache: sink_reach is negative: ", sink_reach);
   STD_TORCH_CHECK(cache.keys.dim() == 6 && heads > 0,
                   "rotary_cache: key_cache must have 6 dimensions, has ", cache.keys.dim());
   a.kv_heads = cache.keys.size(1);
@@ -203,11 +206,12 @@ Tensor rotary_cache(const Tensor& qkv, int64_t heads, Optional q_norm, Optional 
                     const Tensor& slots, const Tensor& key_cache, const Tensor& value_cache,
                     Optional key_scale, Optional value_scale, Optional recent_keys,
                     Optional recent_values, Optional recent_slots, Optional recent_window,
-                    Optional copies) {
+                    Optional copies, int64_t sink_reach) {
   RotaryCacheArgs a = rotary_cache_args(
       form_of(qkv, "rotary_cache: qkv"), heads, q_norm, k_norm, eps, cos_sin, interleaved,
       {key_cache, value_cache, key_scale, value_scale, recent_keys, recent_values, recent_slots,
-       recent_window});
+       recent_window},
+      sink_reach);
   a.tokens = qkv.size(0);
   a.positions = integers(positions, a.tokens, "rotary_cache: positions");
   a.slots = integers(slots, a.tokens, "rotary_cache: slots");
@@ -218,7 +222,8 @@ Tensor rotary_cache(const Tensor& qkv, int64_t heads, Optional q_norm, Optional 
   STD_TORCH_CHECK(a.copied == 0 || !a.recent.slots, "rotary_cache: no copies beside a window");
   if (a.copied > 0) a.copies = static_cast<const int32_t*>(copies->data_ptr());
   place_heads(a, qkv.data_ptr(), qkv.stride(0));
-  Tensor out = torch::stable::new_empty(qkv, {a.tokens, a.heads, a.dim});
+  Tensor out =
+      torch::stable::new_empty(qkv, {a.tokens, a.heads * (sink_reach > 0 ? 2 : 1), a.dim});
   a.q_out = out.data_ptr();
   a.threads = threads();
   kernels().rotary_cache(a);
@@ -227,7 +232,7 @@ Tensor rotary_cache(const Tensor& qkv, int64_t heads, Optional q_norm, Optional 
 
 AttentionArgs attention_args(DType dtype, int64_t heads, int64_t dim, const CacheTensors& cache,
                              double scale, int64_t window, double softcap, const Optional& sinks,
-                             bool causal) {
+                             bool causal, int64_t sink_tokens) {
   AttentionArgs a = {};
   a.heads = heads;
   a.dim = dim;
@@ -246,6 +251,12 @@ AttentionArgs attention_args(DType dtype, int64_t heads, int64_t dim, const Cach
   a.whole = !causal;
   STD_TORCH_CHECK(causal || (window == 0 && !a.recent.slots),
                   "paged_attention: what isn't causal has no window, and a cache without one");
+  a.sink_tokens = sink_tokens;
+  STD_TORCH_CHECK(sink_tokens >= 0 && sink_tokens <= 256 && (sink_tokens == 0 || window > 0),
+                  "paged_attention: sink_tokens are 0 to 256 and beside a window; these are ",
+                  sink_tokens, " beside a window of ", window);
+  STD_TORCH_CHECK(sink_tokens == 0 || !a.recent.slots,
+                  "paged_attention: a cache with a window has no sink_tokens");
   return a;
 }
 
@@ -312,14 +323,17 @@ Tensor paged_attention(const Tensor& q, const Tensor& key_cache, const Tensor& v
                        const Tensor& block_table, double scale, int64_t window, double softcap,
                        Optional sinks, Optional key_scale, Optional value_scale,
                        Optional recent_keys, Optional recent_values, Optional recent_slots,
-                       Optional recent_window, bool causal) {
+                       Optional recent_window, bool causal, int64_t sink_tokens) {
   STD_TORCH_CHECK(q.dim() == 3 && q.is_contiguous(),
                   "paged_attention: q must be [tokens, heads, dim], contiguous");
-  AttentionArgs a =
-      attention_args(dtype_of(q, "paged_attention: q"), q.size(1), q.size(2),
-                     {key_cache, value_cache, key_scale, value_scale, recent_keys, recent_values,
-                      recent_slots, recent_window},
-                     scale, window, softcap, sinks, causal);
+  STD_TORCH_CHECK(sink_tokens == 0 || q.size(1) % 2 == 0,
+                  "paged_attention: beside sink_tokens q has the heads of a token twice, not ",
+                  q.size(1), " of them");
+  AttentionArgs a = attention_args(
+      dtype_of(q, "paged_attention: q"), q.size(1) / (sink_tokens > 0 ? 2 : 1), q.size(2),
+      {key_cache, value_cache, key_scale, value_scale, recent_keys, recent_values, recent_slots,
+       recent_window},
+      scale, window, softcap, sinks, causal, sink_tokens);
   const Sequences s = sequences_of(query_start, context_len, block_table);
   check_sequences(s, q.size(0), a.blocks, a.block_size);
   check_recent(a.recent, s, a.block_size);

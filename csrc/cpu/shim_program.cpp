@@ -175,20 +175,21 @@ int64_t program_rotary_cache(int64_t id, int64_t qkv, int64_t heads, Optional q_
                              const Tensor& key_cache, const Tensor& value_cache,
                              Optional key_scale, Optional value_scale, Optional recent_keys,
                              Optional recent_values, Optional recent_slots,
-                             Optional recent_window) {
+                             Optional recent_window, int64_t sink_reach) {
   const auto p = held(id);
   p->check_all_rows(qkv, "rotary_cache");
   const RotaryCacheArgs a =
       rotary_cache_args(p->form(qkv), heads, q_norm, k_norm, eps, cos_sin, interleaved,
                         {key_cache, value_cache, key_scale, value_scale, recent_keys,
-                         recent_values, recent_slots, recent_window});
+                         recent_values, recent_slots, recent_window},
+                        sink_reach);
   if (a.cos_sin) p->positions = std::min(p->positions, a.num_positions);
   p->take_blocks(a.blocks, a.block_size, a.recent);
   p->take_parts({&key_cache, &value_cache, key_scale ? &*key_scale : nullptr,
                  value_scale ? &*value_scale : nullptr});
   p->keep_all(q_norm, k_norm, cos_sin, key_cache, value_cache, key_scale, value_scale, recent_keys,
               recent_values, recent_slots, recent_window);
-  const int64_t y = p->result({a.dtype, heads * a.dim}, qkv, a.dim);
+  const int64_t y = p->result({a.dtype, heads * (sink_reach > 0 ? 2 : 1) * a.dim}, qkv, a.dim);
   p->add(a, qkv, y);
   return y;
 }
@@ -197,20 +198,22 @@ int64_t program_paged_attention(int64_t id, int64_t q, const Tensor& key_cache,
                                 const Tensor& value_cache, double scale, int64_t window,
                                 double softcap, Optional sinks, Optional key_scale,
                                 Optional value_scale, Optional recent_keys, Optional recent_values,
-                                Optional recent_slots, Optional recent_window, bool causal) {
+                                Optional recent_slots, Optional recent_window, bool causal,
+                                int64_t sink_tokens) {
   const auto p = held(id);
   const Program::Value& v = p->program.at(static_cast<int>(q));
   p->check_all_rows(q, "paged_attention");
   STD_TORCH_CHECK(v.dim > 0, "paged_attention: value ", q, " isn't what rotary_cache returned");
+  const int64_t heads = v.columns / v.dim / (sink_tokens > 0 ? 2 : 1);
   const AttentionArgs a =
-      attention_args(v.dtype, v.columns / v.dim, v.dim,
+      attention_args(v.dtype, heads, v.dim,
                      {key_cache, value_cache, key_scale, value_scale, recent_keys, recent_values,
                       recent_slots, recent_window},
-                     scale, window, softcap, sinks, causal);
+                     scale, window, softcap, sinks, causal, sink_tokens);
   p->take_blocks(a.blocks, a.block_size, a.recent);
   p->keep_all(key_cache, value_cache, sinks, key_scale, value_scale, recent_keys, recent_values,
               recent_slots, recent_window);
-  const int64_t y = p->result(p->form(q), q);
+  const int64_t y = p->result({v.dtype, heads * v.dim}, q);
   p->add(a, q, y);
   return y;
 }
@@ -441,12 +444,12 @@ STABLE_TORCH_LIBRARY_FRAGMENT(penstock, m) {
       "program_rotary_cache(int program, int qkv, int heads, Tensor? q_norm, Tensor? k_norm, "
       "float eps, Tensor? cos_sin, bool interleaved, Tensor key_cache, Tensor value_cache, "
       "Tensor? key_scale, Tensor? value_scale, Tensor? recent_keys, Tensor? recent_values, "
-      "Tensor? recent_slots, Tensor? recent_window) -> int");
+      "Tensor? recent_slots, Tensor? recent_window, int sink_reach=0) -> int");
   m.def(
       "program_paged_attention(int program, int q, Tensor key_cache, Tensor value_cache, "
       "float scale, int window, float softcap, Tensor? sinks, Tensor? key_scale, "
       "Tensor? value_scale, Tensor? recent_keys, Tensor? recent_values, Tensor? recent_slots, "
-      "Tensor? recent_window, bool causal=True) -> int");
+      "Tensor? recent_window, bool causal=True, int sink_tokens=0) -> int");
   m.def("program_keep_rows(int program, int x, Tensor store, int column) -> ()");
   m.def("program_kept_rows(int program, Tensor store) -> int");
   m.def("program_place_rows_(int program, int x, Tensor store, Tensor wanted) -> ()");

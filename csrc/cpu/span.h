@@ -23,8 +23,7 @@ class SpanWork {
     const int64_t tokens = a.query_start[t.sequence + 1] - start;
     int64_t token = t.first_row / group, head = t.first_row % group;
     for (int64_t r = 0; r < t.rows; r++) {
-      take_row(static_cast<const T*>(a.q) +
-                   ((start + token) * a.heads + t.kv_head * group + head) * a.dim, r);
+      take_row(query_at<T>(a, start + token, t.kv_head * group + head), r);
       seen_[r] = visible(a, t.sequence, a.context_len[t.sequence] - tokens + token);
       coded_[r] = a.recent.slots ? recent_from(seen_[r].last - 1, a.recent.window) : INT64_MAX;
       if (++head == group) {

@@ -17,12 +17,16 @@ struct Task {
   int64_t first_row, rows;  // of the sequence's tokens · group rows
   int64_t first_span, last_span;
   int64_t partial;  // where its spans' results start, when they are kept
+  bool at_sinks;    // before them comes what rows have of sinks by queries of their own
+
+  int64_t parts() const { return last_span - first_span + at_sinks; }
 };
 
-// A span of a task; of none where that is null.
+// A span of a task, or of its sinks; of none where that is null.
 struct Place {
   const Task* task;
   int64_t span;
+  bool at_sinks = false;
 };
 
 struct Visible {
@@ -32,8 +36,16 @@ struct Visible {
 // What the token at a position of a sequence sees.
 static Visible visible(const AttentionArgs& a, int64_t sequence, int64_t at) {
   if (a.whole) return {0, a.context_len[sequence]};
-  const int64_t first = a.window > 0 && at + 1 > a.window ? at + 1 - a.window : 0;
-  return {first, at + 1};
+  const bool apart = a.window > 0 && at >= a.sink_tokens + a.window;
+  if (a.at_sinks) return {0, apart ? a.sink_tokens : 0};
+  return {apart ? at + 1 - a.window : 0, at + 1};
+}
+
+// A query of a step's token.
+template <typename T>
+const T* query_at(const AttentionArgs& a, int64_t token, int64_t head) {
+  const int64_t heads = a.sink_tokens > 0 ? 2 * a.heads : a.heads;
+  return static_cast<const T*>(a.q) + (token * heads + (a.at_sinks ? a.heads : 0) + head) * a.dim;
 }
 
 // Asks for a span's blocks, a line of each in turn: of blocks of 4 KB here and there, memory gives one

@@ -1,4 +1,6 @@
-"""Models whose layers all see a window: a sequence holds a window's blocks, and the bits stay."""
+"""Models whose layers all see a window, some with the first tokens beside it: a sequence holds the
+blocks of those, and the bits stay.
+"""
 
 from __future__ import annotations
 
@@ -17,8 +19,8 @@ from penstock.models.load import LoadedModel
 from penstock.models.spec import ModelSpec
 from penstock.nn import Decoder
 from penstock.quant import formats_of
-from penstock.runtime import Program, Runner, Runtime
-from penstock.runtime.memory import window_of
+from penstock.runtime import SEES_ALL, Horizon, Program, Runner, Runtime
+from penstock.runtime.memory import horizon_of
 from penstock.sampling import BeamSearchParams, SamplingParams
 
 from ..exactness import bits
@@ -31,23 +33,28 @@ SIZE, MAX_LEN = 32, 512
 WINDOWS = (50, 20, 50)
 LENGTHS = [300, 33, 64, 5, 257, 129]
 PROMPTS = [bits.prompt(length, 3 + i) for i, length in enumerate(LENGTHS)]
-HELD = (50 - 2) // SIZE + 2
-"""The most blocks that a window of 50 touches."""
 
 
-def windowed(windows: tuple[int, ...] = WINDOWS) -> Decoder:
+def held(model: Decoder) -> int:
+    """The most blocks that a window of 50 touches, and those of the first tokens."""
+    return (50 - 2) // SIZE + 2 + -(-model.spec.layers[0].attention.sink_tokens // SIZE)
+
+
+def windowed(windows: tuple[int, ...] = WINDOWS, sink_tokens: int = 0) -> Decoder:
+    """sink_tokens: of all layers but the second."""
     spec = bits.decoder_spec()
+    first = (sink_tokens, 0, sink_tokens)
     layers = tuple(
-        replace(layer, attention=replace(layer.attention, window=window))
-        for layer, window in zip(spec.layers, windows, strict=True)
+        replace(layer, attention=replace(layer.attention, window=window, sink_tokens=sinks))
+        for layer, window, sinks in zip(spec.layers, windows, first, strict=True)
     )
     spec = replace(spec, layers=layers)
     return bits.fill(Decoder(spec, formats_of(None, torch.bfloat16), torch.bfloat16))
 
 
-@pytest.fixture(scope="module")
-def model() -> Decoder:
-    return windowed()
+@pytest.fixture(scope="module", params=[0, 4, 40])
+def model(request: pytest.FixtureRequest) -> Decoder:
+    return windowed(sink_tokens=request.param)
 
 
 def engine_on(
@@ -67,7 +74,8 @@ def engine_on(
         EngineConfig.of(max_model_len=MAX_LEN, **kwargs),
         Runtime(loaded, None, layout, blocks, runner),
     )
-    assert engine.runtime.window == (max(WINDOWS) if lets_go else 0)
+    sees = Horizon(max(WINDOWS), model.spec.layers[0].attention.sink_tokens)
+    assert engine.runtime.horizon == (sees if lets_go else SEES_ALL)
     return engine
 
 
@@ -109,14 +117,14 @@ def test_the_same_bits(
 def test_memory_is_flat_at_ten_windows(model: Decoder, caching: bool) -> None:
     engine = engine_on(model, 8 + MAX_LEN // SIZE, enable_prefix_caching=caching)
     long = SamplingParams(temperature=0.0, max_tokens=500, ignore_eos=True)
-    assert most_held(engine, {"one": PROMPTS[3]}, long) == HELD
+    assert most_held(engine, {"one": PROMPTS[3]}, long) == held(model)
     whole = engine_on(model, 8 + MAX_LEN // SIZE, lets_go=False)
     assert most_held(whole, {"one": PROMPTS[3]}, long) == 505 // SIZE + 1
 
 
 def test_a_prompt_in_chunks_is_let_go_as_it_is_computed(model: Decoder) -> None:
     engine = engine_on(model, max_num_batched_tokens=16)
-    assert most_held(engine, {"one": PROMPTS[0]}, GREEDY) == HELD
+    assert most_held(engine, {"one": PROMPTS[0]}, GREEDY) == held(model)
 
 
 @pytest.mark.parametrize("how", ["recompute", "swap"])
@@ -194,8 +202,9 @@ def test_prefixes_are_found_until_others_take_what_was_passed_by(model: Decoder)
     engine = engine_on(model, 17, max_num_seqs=2, max_num_batched_tokens=64)
     watch(engine)
     first, _ = run(engine, {"a": PROMPTS[0]}, GREEDY)
-    run(engine, {"b": PROMPTS[4]}, GREEDY)  # takes what was idle first: the second of a's
-    for cached in (32, 288):
+    run(engine, {"b": PROMPTS[4]}, GREEDY)  # takes what was idle first: of what a passed by
+    lost = {0: 32, 4: 32, 40: 96}[model.spec.layers[0].attention.sink_tokens]
+    for cached in (lost, 288):
         found, outputs = run(engine, {"a": PROMPTS[0]}, GREEDY)
         assert outputs["a"].metrics.cached_tokens == cached
         assert_same(found, first)
@@ -216,11 +225,23 @@ def test_pins_on_what_was_passed_by(model: Decoder) -> None:
     assert engine.pool.num_used == 0
 
 
-def test_which_models(model: Decoder) -> None:
-    assert window_of(model.spec, MAX_LEN) == 50
-    assert window_of(model.spec, 50) == 0  # which nobody gets beyond
-    assert window_of(windowed((50, 0, 20)).spec, MAX_LEN) == 0  # one layer sees all
-    assert window_of(bits.decoder_spec(), MAX_LEN) == 0
+def test_which_models() -> None:
+    assert horizon_of(windowed().spec, MAX_LEN) == Horizon(50)
+    assert horizon_of(windowed(sink_tokens=4).spec, MAX_LEN) == Horizon(50, 4)
+    assert not horizon_of(windowed().spec, 50)  # which nobody gets beyond
+    assert not horizon_of(windowed(sink_tokens=4).spec, 54)
+    assert not horizon_of(windowed((50, 0, 20)).spec, MAX_LEN)  # one layer sees all
+    assert not horizon_of(bits.decoder_spec(), MAX_LEN)
+
+
+def test_blocks_of_one_sequence() -> None:
+    """What it keeps, and what a step adds; never more than it has."""
+    horizon = Horizon(50, 40)
+    assert (horizon.kept(SIZE), horizon.blocks(SIZE, 1000)) == (2, 2 + 2 + 2)
+    assert horizon.blocks(SIZE, 100) == 4
+    assert horizon.most_blocks(SIZE, 1000, 64) == 8
+    assert horizon.most_blocks(SIZE, 200, 64) == 7
+    assert SEES_ALL.most_blocks(SIZE, 1000, 64) == 32
 
 
 def test_what_is_found_after_swaps_was_computed(model: Decoder) -> None:
@@ -229,11 +250,11 @@ def test_what_is_found_after_swaps_was_computed(model: Decoder) -> None:
     And nobody writes the empty block.
     """
     swapping = {"preemption_mode": "swap", "swap_space": 0.01}
-    engine = engine_on(model, 17, max_num_seqs=16, max_num_batched_tokens=64, **swapping)
+    engine = engine_on(model, 14, max_num_seqs=16, max_num_batched_tokens=64, **swapping)
     watch(engine)
     assert engine.tree is not None
     params = SamplingParams(n=4, seed=1, temperature=1.0, max_tokens=250, ignore_eos=True)
-    for i in range(4):
+    for i in range(6):
         engine.add_request(str(i), PROMPTS[i][:70], params)
     keys = engine.runtime.runner.kv[0][0].view(torch.uint8)
     while engine.has_unfinished:

@@ -265,7 +265,7 @@ def _check_tree(engine: Engine) -> None:
             assert child.parent is node
             assert child.block not in found
             found.add(child.block)
-            if node.block >= 0 and not pool.count(node.block) and not engine.runtime.window:
+            if node.block >= 0 and not pool.count(node.block) and not engine.runtime.horizon:
                 assert not pool.count(child.block)
             stack.append(child)
     assert set(engine.tree._nodes) == found == pool._known
@@ -278,7 +278,7 @@ def _check_tree(engine: Engine) -> None:
     order = {block: i for i, block in enumerate(pool._idle)}
     for block, node in engine.tree._nodes.items():
         if block in order and node.parent is not None and node.parent.block in order:
-            if engine.runtime.window:
+            if engine.runtime.horizon:
                 continue
             assert order[block] < order[node.parent.block]  # given up before its parent
 

@@ -90,10 +90,10 @@ def test_keys_and_values(tiny: Make, stored: str) -> None:
 def test_a_window_keeps_the_last_blocks(tiny: Make) -> None:
     """Window 19: a block that is left, one seen, one entered; and of a prompt the rest."""
     found = planned(tiny("mistral").folder, max_model_len=128, max_num_batched_tokens=64)
-    assert (found.window, found.blocks(5, 32)) == (19, 5)
+    assert (found.horizon.window, found.blocks(5, 32)) == (19, 5)
     assert found.blocks(5, 128) == 5 * 3 + 1
     whole = planned(tiny("llama").folder, max_model_len=128)
-    assert (whole.window, whole.blocks(5, 128)) == (0, 20)
+    assert (whole.horizon.window, whole.blocks(5, 128)) == (0, 20)
 
 
 def test_a_smaller_step(tiny: Make) -> None:

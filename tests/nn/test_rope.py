@@ -99,6 +99,25 @@ def test_one_choice_of_longrope_factors_for_the_whole_table() -> None:
     assert torch.equal(cos_sin_table(spec, MAX)[:513], long)
 
 
+def test_what_is_seen_chooses_them_where_texts_are_longer() -> None:
+    spec = read(make_config(LONGROPE, 10000.0))
+    assert torch.equal(cos_sin_table(spec, 2048, reach=512)[:512], cos_sin_table(spec, 512))
+    assert torch.equal(cos_sin_table(spec, 2048, reach=513)[:513], cos_sin_table(spec, 513))
+
+
+@pytest.mark.parametrize("reach", [100, 1024, 1500])
+def test_far_positions_are_as_near_as_double_precision_has_them(reach: int) -> None:
+    """A query and a key turn by their distance, wherever they are."""
+    spec, far = RopeSpec(1e4, 32), 1 << 20
+    table = cos_sin_table(spec, far, reach).double()
+    assert torch.equal(table[:reach].float(), cos_sin_table(spec, reach))
+    cos, sin = table.chunk(2, dim=1)
+    inv = torch.from_numpy(inverse_frequencies(spec, reach)[0]).float().double()
+    for at in (reach, 5000, far - 1):
+        by = (cos[at] * cos[at - 64] + sin[at] * sin[at - 64]) - torch.cos(64 * inv)
+        assert by.abs().max() < 2e-4 if at - 64 < reach else by.abs().max() < 1e-6
+
+
 def test_rows_are_on_a_circle() -> None:
     """cos² + sin² is the square of the attention factor."""
     spec = RopeSpec(1e4, 32, kind="yarn", factor=4.0, original_max_position=64)

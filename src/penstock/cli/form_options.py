@@ -45,6 +45,7 @@ from penstock.cli.options import (
     speculation,
     together,
 )
+from penstock.cli.reach_options import MaxAttentionWindow, SinkTokenLength, reaching
 from penstock.errors import ConfigError, PenstockError
 
 if TYPE_CHECKING:
@@ -110,6 +111,8 @@ class Loaded:
     mm_processor_kwargs: MmProcessor = None
     prefix_cache_dir: PrefixCacheDir = None
     prefix_cache_disk_space: PrefixCacheDiskSpace = None
+    max_attention_window: MaxAttentionWindow = None
+    sink_token_length: SinkTokenLength = None
 
     def config(self, model: str) -> EngineConfig:
         """An engine's, for this model."""
@@ -137,6 +140,7 @@ class Loaded:
             self.enable_expert_parallel,
         ).chosen()
         options |= on_disk(self.prefix_cache_dir, self.prefix_cache_disk_space)
+        options |= reaching(self.max_attention_window, self.sink_token_length)
         return EngineConfig.of(model=model, **options, **one_adapter(single(self.lora)))
 
     def wishes(self, runtime: Runtime, prediction: str | None = None) -> RequestOptions:

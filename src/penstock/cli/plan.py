@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from penstock.cli.options import MODEL, Dtype, KvCacheDtype, Model, Quantization, given, grouped
+from penstock.cli.reach_options import MaxAttentionWindow, SinkTokenLength, reaching
 from penstock.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -110,6 +111,8 @@ def plan(
     dtype: Dtype = "auto",
     quantization: Quantization = None,
     kv_cache_dtype: KvCacheDtype = "auto",
+    max_attention_window: MaxAttentionWindow = None,
+    sink_token_length: SinkTokenLength = None,
     machine: Machine = MACHINE,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
@@ -122,7 +125,7 @@ def plan(
 
     machine.check()
     _check(concurrency, max_num_batched_tokens, share, usd_hour)
-    prompt = _prompt(model, input_len, output_len)
+    prompt = _prompt(model, input_len, output_len, max_attention_window is None)
     config = EngineConfig.of(
         model=model,
         max_model_len=prompt + output_len,
@@ -132,6 +135,7 @@ def plan(
         quantization=quantization,
         kv_cache_dtype=kv_cache_dtype,
         **given(max_num_batched_tokens=max_num_batched_tokens),
+        **reaching(max_attention_window, sink_token_length),
     )
     load = Load(
         prompt,
@@ -267,12 +271,15 @@ class Planned:
         }
 
 
-def _prompt(model: str, asked: int | None, output_len: int) -> int:
-    """Tokens of a prompt. Raises ConfigError for more than the model has positions."""
+def _prompt(model: str, asked: int | None, output_len: int, sees_all: bool) -> int:
+    """Tokens of a prompt. Raises ConfigError for more than the model has positions, of which it
+    sees all.
+    """
     from penstock.bench.workload import check_length, longest
 
     prompt = asked or max(1, min(512, longest(model) - output_len))
-    check_length(model, prompt, output_len, "--input-len or --output-len")
+    if sees_all:
+        check_length(model, prompt, output_len, "--input-len or --output-len")
     return prompt
 
 
@@ -378,7 +385,10 @@ def _memory(planned: Planned) -> list[tuple[str, str]]:
 
     found, load, total = planned.found, planned.load, amount(planned.total, "B")
     sequences = f"{load.concurrency:,} × {load.tokens:,} tokens"
-    window = f", the last {found.window:,} of each" if found.window else ""
+    horizon = found.horizon
+    window = f", the last {horizon.window:,} of each" if horizon else ""
+    if horizon.sink_tokens:
+        window += f" and the first {horizon.sink_tokens}"
     fits = ", compared with nothing: --memory says what there is"
     if planned.available is not None:
         free = amount(planned.available, "B")

@@ -28,6 +28,7 @@ from penstock.cli.options import (
     grouped,
     speculation,
 )
+from penstock.cli.reach_options import MaxAttentionWindow, SinkTokenLength, reaching
 from penstock.cli.stats import DraftStats
 from penstock.errors import ConfigError
 
@@ -59,6 +60,8 @@ def run(
     kv_cache_dtype: KvCacheDtype = "auto",
     speculative_config: SpeculativeConfig = None,
     mm_processor_kwargs: MmProcessor = None,
+    max_attention_window: MaxAttentionWindow = None,
+    sink_token_length: SinkTokenLength = None,
     placed: Placed = PLACED,
     served_model_name: Annotated[
         list[str] | None,
@@ -94,6 +97,7 @@ def run(
         ),
         **placed.chosen(),
         **given(mm_processor_kwargs=how_to_cut(mm_processor_kwargs)),
+        **reaching(max_attention_window, sink_token_length),
         kv_cache_dtype=kv_cache_dtype,
         verify=verify,
     )

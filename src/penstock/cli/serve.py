@@ -23,6 +23,7 @@ from penstock.cli.options import (
     grouped,
     speculation,
 )
+from penstock.cli.reach_options import MaxAttentionWindow, SinkTokenLength, reaching
 from penstock.cli.server_options import (
     FRONT,
     NAMES,
@@ -54,6 +55,8 @@ _OPTIONS = NAMES | {
     "stall_timeout_s": "--stall-timeout",
     "starvation_s": "--starvation-time",
     "max_model_len": "--max-model-len",
+    "max_attention_window": "--max-attention-window",
+    "sink_token_length": "--sink-token-length",
     "max_num_seqs": "--max-num-seqs",
     "max_num_batched_tokens": "--max-num-batched-tokens",
     "block_size": "--block-size",
@@ -207,6 +210,8 @@ def serve(
     mm_processor_kwargs: MmProcessor = None,
     prefix_cache_dir: PrefixCacheDir = None,
     prefix_cache_disk_space: PrefixCacheDiskSpace = None,
+    max_attention_window: MaxAttentionWindow = None,
+    sink_token_length: SinkTokenLength = None,
     seed: Annotated[
         int | None, option(help="For requests without their own.", panel=_ENGINE)
     ] = None,
@@ -259,6 +264,7 @@ def serve(
         **placed.chosen(),
         **adapters.chosen(modules),
         **on_disk(prefix_cache_dir, prefix_cache_disk_space),
+        **reaching(max_attention_window, sink_token_length),
         **given(
             ttft_slo_s=None if ttft_slo_ms is None else ttft_slo_ms / 1000,
             tpot_slo_s=None if tpot_slo_ms is None else tpot_slo_ms / 1000,

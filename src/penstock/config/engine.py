@@ -70,6 +70,20 @@ class EngineConfig:
         suggested.check_together()
         return suggested
 
+    def _check_beside_window(self, method: str | None) -> None:
+        """Raises ConfigError for what isn't built where texts are longer than what is seen."""
+        asked = {
+            "layout='linear'": self.cache.layout == "linear",
+            "kv_cache_dtype='kivi'": self.cache.kv_cache_dtype == "kivi",
+            f"guesses by {method!r}": method not in (None, "ngram", "suffix", "self"),
+        }
+        for name, given in asked.items():
+            if given:
+                raise ConfigError(
+                    f"max_attention_window={self.model.max_attention_window} doesn't go with "
+                    f"{name}. Leave one of them out."
+                )
+
     @classmethod
     def of(cls, /, **kwargs: Any) -> EngineConfig:
         """Build from flat keyword arguments, in vLLM's names.
@@ -143,6 +157,8 @@ class EngineConfig:
                 "load_format='dummy'": self.model.load_format == "dummy",
             }
         )
+        if self.model.max_attention_window is not None:
+            self._check_beside_window(method)
         asked = scheduler.preemption_mode == "swap" or bool(scheduler.swap_space)
         if self.cache.kv_cache_dtype == "kivi" and asked:
             raise ConfigError(

@@ -38,6 +38,9 @@ _DEVICES = r"auto|cpu|cuda(:(0|[1-9][0-9]?))?"
 DISK_SPACE = 10.0
 """The default of `CacheConfig.prefix_cache_disk_space`."""
 
+SINKS = 256
+"""The most of `ModelConfig.sink_token_length`: what attention takes in one piece."""
+
 MAX_NUM_BATCHED_TOKENS = 2048
 """Unless asked otherwise."""
 
@@ -49,6 +52,8 @@ class ModelConfig:
     model: str | Path = DEFAULT_MODEL  # a folder, a hub id, or an embedded model's name
     dtype: str = "auto"  # "auto" is the checkpoint's own
     max_model_len: int | None = None  # tokens; None is what the model was made for
+    max_attention_window: int | None = None  # tokens that one sees; None: all
+    sink_token_length: int | None = None  # of those, the first of the sequence; None: 4
     tokenizer: str | Path | None = None  # None: beside the model
     skip_tokenizer_init: bool = False
     revision: str | None = None  # of a hub id
@@ -67,6 +72,7 @@ class ModelConfig:
 
     def __post_init__(self) -> None:
         positive(self, "max_model_len")
+        self._check_attention_window()
         flags(self, "skip_tokenizer_init", "strict", "enforce_eager", "verify", "nvtx")
         if self.skip_tokenizer_init and self.tokenizer is not None:
             raise ConfigError(
@@ -91,6 +97,21 @@ class ModelConfig:
             raise ConfigError(f"model must be a folder, a hub id or a name, not {self.model!r}.")
         if not isinstance(self.tokenizer, str | Path | None):
             raise ConfigError(f"tokenizer must be a folder or a hub id, not {self.tokenizer!r}.")
+
+    def _check_attention_window(self) -> None:
+        positive(self, "max_attention_window")
+        first = self.sink_token_length
+        if first is None:
+            return
+        if isinstance(first, bool) or not isinstance(first, int) or not 0 <= first <= SINKS:
+            raise ConfigError(
+                f"sink_token_length must be a number of tokens from 0 to {SINKS}, not {first!r}."
+            )
+        if self.max_attention_window is None:
+            raise ConfigError(
+                f"sink_token_length={first} has no effect without a max_attention_window, of which "
+                "they are the first. Give both."
+            )
 
     def _check_device(self) -> None:
         device = self.device

@@ -95,7 +95,7 @@ class Engine:
             self.swap_space,
             self.preemption,
             clock,
-            runtime.window,
+            runtime.horizon,
         )
         runtime.runner.claim(self, self.pool.count)  # late: a configuration may be refused before
         self.speculation = Speculation.of(config, runtime, self.scheduler)

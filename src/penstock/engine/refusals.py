@@ -16,17 +16,22 @@ class Refusals:
     """For one cache and one configuration."""
 
     def __init__(
-        self, config: SchedulerConfig, num_blocks: int, block_size: int, max_model_len: int
+        self,
+        config: SchedulerConfig,
+        num_blocks: int,
+        block_size: int,
+        max_model_len: int,
+        longest: int,
     ) -> None:
-        """Raises ConfigError where the longest sequence wouldn't fit."""
+        """longest: blocks of the longest sequence. Raises ConfigError where it wouldn't fit."""
         self._config = config
         self._num_blocks = num_blocks
         self._block_size = block_size
         self._max_model_len = max_model_len
-        width = -(-max_model_len // block_size)
-        if num_blocks < width:  # it would give way to itself for ever
+        self._longest = longest
+        if num_blocks < longest:  # it would give way to itself for ever
             raise OutOfCacheError(
-                f"One sequence of max_model_len={max_model_len} needs {width} blocks of "
+                f"One sequence of max_model_len={max_model_len} needs {longest} blocks of "
                 f"{block_size} tokens, but the cache holds {num_blocks}. Lower max_model_len "
                 f"to {num_blocks * block_size}, or give the cache more blocks."
             )
@@ -60,7 +65,8 @@ class Refusals:
         room = self._max_model_len
         ends = [min(length + (max_tokens or room), room) for length in lengths]
         # whoever starts leaves a block for each that runs
-        blocks = n * sum(-(-end // self._block_size) + 1 for end in ends)
+        most_blocks = [min(-(-end // self._block_size), self._longest) for end in ends]
+        blocks = n * sum(count + 1 for count in most_blocks)
         if blocks > self._num_blocks:
             raise RequestError(
                 f"{n * len(lengths)} sequences that run together may need {blocks} blocks "

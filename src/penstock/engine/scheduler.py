@@ -30,6 +30,7 @@ from penstock.engine.sharing import awaits, filling_beside
 from penstock.engine.swapping import Swapper
 from penstock.engine.waiting import Entry, WaitingQueue
 from penstock.engine.window import Window
+from penstock.runtime import SEES_ALL, Horizon
 
 __all__ = ["Part", "Plan", "Scheduler"]
 
@@ -47,10 +48,10 @@ class Scheduler:
         swap_space: SwapSpace,
         preemption: Preemption,
         clock: Callable[[], float] = time.monotonic,
-        window: int = 0,
+        horizon: Horizon = SEES_ALL,
     ) -> None:
-        """clock: seconds that never go back; what waiting is measured by. window: tokens that the
-        widest layer sees, where the cache has a block that stays empty; else 0.
+        """clock: seconds that never go back; what waiting is measured by. horizon: what layers
+        see, where the cache has a block that stays empty.
         """
         self.config = config
         self.pool = pool
@@ -65,12 +66,13 @@ class Scheduler:
         self.running: list[Sequence] = []
         self.preemption = preemption
         self.swapper = Swapper(swap_space, pool, block_size, self._cached)
-        self.refusals = Refusals(config, pool.num_blocks, block_size, max_model_len)
+        longest = horizon.most_blocks(block_size, max_model_len, config.max_num_batched_tokens)
+        self.refusals = Refusals(config, pool.num_blocks, block_size, max_model_len, longest)
         width = -(-max_model_len // block_size)
         self.table = np.zeros((config.max_num_seqs, width), dtype=np.int32)
         self.forks = Forks(pool, self.table, self.running)
         self.reservations = Reservations(pool, self.table, block_size, self.running, self.waiting)
-        self.window = Window(pool, self.table, block_size, window)
+        self.window = Window(pool, self.table, block_size, horizon)
         self.rows = Rows(config.max_num_seqs)
         self._stuck: Sequence | None = None  # lacked blocks in the last step; none were freed since
 

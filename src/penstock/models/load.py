@@ -14,6 +14,7 @@ from penstock.hardware import detect
 from penstock.models.activations import ACTIVATIONS, Activated, Widened
 from penstock.models.dummy import fill_with_noise
 from penstock.models.gguf.source import GgufSource
+from penstock.models.reach import FURTHEST, with_reach
 from penstock.models.registry import read_json, read_spec
 from penstock.models.sources import open_model, read_generation, stored_quantization
 from penstock.models.spec import ModelSpec
@@ -71,7 +72,8 @@ class Description:
 
     def loaded(self, model: Decoder) -> LoadedModel:
         """With the model that has come out of it."""
-        _note_longrope(self.spec.decoder, self.max_model_len)
+        decoder = self.spec.decoder
+        _note_longrope(decoder, min(self.max_model_len, decoder.reach or self.max_model_len))
         stops = stop_ids(self.spec, self.generation, self.folder)
         return LoadedModel(
             model.eval(), self.spec, self.dtype, self.max_model_len, self.generation, stops
@@ -86,7 +88,7 @@ class Asked(TypedDict, total=False):
     strict: a config key that nothing reads is an error instead of a warning. quantization: round
     the weights to `w8a8`, `w4a16-g64`, … as they are read (`quant.names`); of a checkpoint that is
     quantized already, `a8` or `a16`: what activations are rounded to. storage: how weights lie in
-    memory.
+    memory. max_attention_window, sink_token_length: of `models.reach`; None: all is seen.
     """
 
     dtype: str
@@ -94,6 +96,8 @@ class Asked(TypedDict, total=False):
     strict: bool
     quantization: str | None
     storage: Storage
+    max_attention_window: int | None
+    sink_token_length: int | None
 
 
 def describe(
@@ -104,6 +108,8 @@ def describe(
     strict: bool = False,
     quantization: str | None = None,
     storage: Storage = PANELS,
+    max_attention_window: int | None = None,
+    sink_token_length: int | None = None,
     dummy: bool = False,
 ) -> Description:
     """What `load_model` would load, by its headers: arguments as `Asked` has them.
@@ -122,7 +128,10 @@ def describe(
         generation = read_generation(found)
         checkpoint, rounded = _over(found, dtype, quantization)
         chosen, formats = chosen_formats(spec, checkpoint, dtype, rounded)
-    length = _length(max_model_len, spec.decoder)
+    length = _length(max_model_len, spec.decoder, max_attention_window is not None)
+    if max_attention_window is not None:
+        positions = max_positions(spec.decoder)
+        spec = with_reach(spec, max_attention_window, sink_token_length, positions, length)
     formats = formats.stored_as(storage)
     return Description(folder, spec, chosen, formats, length, checkpoint, generation)
 
@@ -349,14 +358,17 @@ def _size(count: float) -> str:
     return f"{count / 1e9:.1f} GB" if count >= 1e9 else f"{count / 1e6:.1f} MB"
 
 
-def _length(asked: int | None, decoder: DecoderSpec) -> int:
+def _length(asked: int | None, decoder: DecoderSpec, forgets: bool = False) -> int:
+    """forgets: texts may be longer than what is seen of them."""
     if asked is None:
         return decoder.max_position
-    longest = max_positions(decoder)
+    longest = FURTHEST if forgets else max_positions(decoder)
+    if asked > longest and forgets:
+        raise ConfigError(f"max_model_len={asked} is more than {longest}. Lower it.")
     if asked > longest:
         raise ConfigError(
             f"max_model_len={asked} is more than the {longest} positions that the model was made "
-            f"for. Lower it, or scale its rope in config.json."
+            f"for. Lower it, set a max_attention_window, or scale its rope in config.json."
         )
     if asked < 1:
         raise ConfigError(f"max_model_len must be a positive integer, not {asked}.")

@@ -26,7 +26,6 @@ _BESIDE = (
     "recent_window",
 )
 """What a layer's cache may have beside keys and values, as `ops.paged_attention` calls it."""
-_WHOLE: dict[str, Any] = {"causal": False}
 
 
 def _named(beside: list[Tensor]) -> dict[str, Any]:
@@ -97,6 +96,7 @@ class Attention(nn.Module):
             value_cache,
             *beside,
             copies=step.copies,
+            sink_reach=spec.reach if spec.sink_tokens else 0,
         )
         seen = ops.paged_attention(
             q,
@@ -110,6 +110,7 @@ class Attention(nn.Module):
             spec.softcap,
             None if self.sinks is None else self.sinks.parameter("weight"),
             **_named(beside),
-            **({} if spec.causal else _WHOLE),
+            causal=spec.causal,
+            sink_tokens=spec.sink_tokens,
         )
         return seen if self.gather is None else self.gather(seen)

@@ -149,7 +149,8 @@ class Decoder(nn.Module):
             table = None
             if rope is not None:
                 if rope not in tables:
-                    tables[rope] = RotaryTable(rope, max_len or spec.max_position)
+                    length = max_len or spec.max_position
+                    tables[rope] = RotaryTable(rope, length, spec.reach or None)
                 table = tables[rope]
             own = {name: formats.of(f"layers.{i}.{at}") for name, at in matrices_of(layer).items()}
             self.layers.append(

@@ -89,9 +89,13 @@ _ROWS = 1024
 """Positions at a time: what is computed between stays in a core's cache."""
 
 
-def cos_sin_table(rope: RopeSpec, max_len: int) -> Tensor:
-    """[max_len, R] float32: R/2 cosines, then R/2 sines, for positions 0 … max_len − 1."""
-    inv, factor = inverse_frequencies(rope, max_len)
+def cos_sin_table(rope: RopeSpec, max_len: int, reach: int | None = None) -> Tensor:
+    """[max_len, R] float32: R/2 cosines, then R/2 sines, for positions 0 … max_len − 1.
+
+    reach: how far apart a query and a key can be at most; it chooses among longrope's factors. From
+    there on angles are float64 products: a float32 one of position 1,000,000 is 0.03 rad off.
+    """
+    inv, factor = inverse_frequencies(rope, min(max_len, reach or max_len))
     half = len(inv)
     table = np.empty((max_len, 2 * half), dtype=np.float32)
 
@@ -99,6 +103,9 @@ def cos_sin_table(rope: RopeSpec, max_len: int) -> Tensor:
         part = table[first : first + _ROWS]
         positions = np.arange(first, first + len(part), dtype=np.float32)
         angles = np.outer(positions, inv.astype(np.float32)).astype(np.float64)
+        if reach is not None and first + len(part) > reach:
+            late = np.arange(max(first, reach), first + len(part), dtype=np.float64)
+            angles[len(part) - len(late) :] = np.outer(late, inv.astype(np.float32))
         part[:, :half] = np.cos(angles) * factor
         part[:, half:] = np.sin(angles) * factor
 
@@ -115,10 +122,11 @@ class RotaryTable(nn.Module):
 
     cos_sin: Tensor
 
-    def __init__(self, rope: RopeSpec, max_len: int) -> None:
+    def __init__(self, rope: RopeSpec, max_len: int, reach: int | None = None) -> None:
+        """reach: as `cos_sin_table` takes it."""
         super().__init__()
         self.interleaved = rope.interleaved
-        self.register_buffer("cos_sin", cos_sin_table(rope, max_len), persistent=False)
+        self.register_buffer("cos_sin", cos_sin_table(rope, max_len, reach), persistent=False)
         self.sections, self.in_turns = rope.sections, rope.in_turns
         self.length = 0  # positions, where spare rows come behind them
 

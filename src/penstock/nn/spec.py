@@ -65,6 +65,7 @@ class AttentionSpec:
     out_bias: bool = False
     qk_norm: Literal["none", "head", "full"] = "none"  # over one head, or all heads together
     window: int = 0  # 0: sees everything before it
+    sink_tokens: int = 0  # the first of a sequence, seen beside the window from any distance
     softcap: float = 0.0  # 0: none
     sinks: bool = False  # one learned logit a head
     causal: bool = True  # else a token sees those after it too
@@ -76,6 +77,11 @@ class AttentionSpec:
         if self.latent is None:
             return self.num_kv_heads, self.head_dim
         return 1, self.latent.rank + self.turning
+
+    @property
+    def reach(self) -> int:
+        """Tokens that one sees, itself among them; 0: all."""
+        return self.window + self.sink_tokens
 
     @property
     def turning(self) -> int:
@@ -216,4 +222,5 @@ class DecoderSpec:
     embed_scale: float = 1.0
     learned_positions: int = 0  # rows of a learned position table, 0: none
     final_softcap: float = 0.0
+    reach: int = 0  # tokens that one sees at most, where that was chosen; 0: as layers say
     vision: VisionSpec | GridSpec | None = None  # what makes rows of pictures

@@ -74,23 +74,32 @@ def attend(
     softcap: float,
     sinks: Tensor | None,
     causal: bool = True,
+    nearer: Tensor | None = None,
+    sink_tokens: int = 0,
 ) -> Tensor:
     """q [n, H, D] at positions `at` [n, 1] of one sequence → [n, H, Dv] float32.
 
     versions: keys [length, Hkv, D] and values [length, Hkv, Dv] of the positions `seen`
     [1, length], and which queries see them so, [n, length]; where a version isn't seen it may hold
-    anything.
+    anything. nearer [n, H, D]: what meets the first `sink_tokens` where those are further than the
+    window.
     """
     count, heads, _ = q.shape
+    kept = (seen < sink_tokens) & (at >= sink_tokens + window)
     scores = torch.zeros(heads, count, seen.shape[1], device=q.device)
     for mask, k, _ in versions:
         each = torch.einsum("thd,shd->hts", q.float(), _per_query_head(k, heads)) * scale
         scores = torch.where(mask, each, scores)
+        if nearer is not None:
+            of_sinks = _per_query_head(k[:sink_tokens], heads)
+            each = torch.einsum("thd,shd->hts", nearer.float(), of_sinks) * scale
+            here = kept[:, :sink_tokens]
+            scores[..., :sink_tokens] = torch.where(here, each, scores[..., :sink_tokens])
     if softcap > 0:
         scores = torch.tanh(scores / softcap) * softcap
     visible = seen <= at if causal else seen >= 0
     if window > 0:
-        visible &= seen > at - window
+        visible &= (seen > at - window) | (at < sink_tokens + window) | kept
     scores = scores.masked_fill(~visible, float("-inf"))
     if sinks is not None:
         extra = sinks.float().view(heads, 1, 1).expand(heads, count, 1)
@@ -157,8 +166,9 @@ def _fake(
     recent_slots: Tensor | None = None,
     recent_window: Tensor | None = None,
     causal: bool = True,
+    sink_tokens: int = 0,
 ) -> Tensor:
-    return q.new_empty((q.shape[0], q.shape[1] * q.shape[2]))
+    return q.new_empty((q.shape[0], q.shape[1] // (2 if sink_tokens else 1) * q.shape[2]))
 
 
 @define_op(
@@ -166,7 +176,7 @@ def _fake(
     "Tensor context_len, Tensor block_table, float scale, int window=0, float softcap=0.0, "
     "Tensor? sinks=None, Tensor? key_scale=None, Tensor? value_scale=None, "
     "Tensor? recent_keys=None, Tensor? recent_values=None, Tensor? recent_slots=None, "
-    "Tensor? recent_window=None, bool causal=True) -> Tensor",
+    "Tensor? recent_window=None, bool causal=True, int sink_tokens=0) -> Tensor",
     fake=_fake,
 )
 def paged_attention(
@@ -187,6 +197,7 @@ def paged_attention(
     recent_slots: Tensor | None = None,
     recent_window: Tensor | None = None,
     causal: bool = True,
+    sink_tokens: int = 0,
 ) -> Tensor:
     """Grouped-query attention of a ragged batch over paged keys and values, causal or not.
 
@@ -197,20 +208,31 @@ def paged_attention(
     and has no value. Without causal, queries see all of their sequence, whatever comes after them.
     Returns [T, H · D] in q.dtype.
 
+    With sink_tokens n and a window w, queries see the first n tokens of their sequence beside the
+    last w. From position n + w on, where some between aren't seen, they ask those n with queries
+    of their own, turned as at position n + w − 1 (`rotary_cache`'s sink_reach = n + w): no key is
+    then further away than it was at the window's end. So q is [T, 2 · H, D], these behind the
+    others of each token.
+
     The native order of additions doesn't depend on the batch, the chunk or the threads: keys are
     taken in spans of 256 counted from position 0; each span gives its maximum, its sum and its
     weighted values on its own (the weights rounded to q's dtype, dot products in the order of
-    `linear`); spans are then joined in order. One-byte keys and values are widened to bfloat16,
+    `linear`); spans are then joined in order, after what the first tokens give where queries of
+    their own ask them. One-byte keys and values are widened to bfloat16,
     exactly; int8's scales multiply the scores and the weights. int4 is widened to bfloat16 as
     `ops.kv_int4` says; with a window of recent tokens, `ops.kivi` says which of them a query sees
     so and which as they were written.
     Cost: 4·H·D FLOPs and 2·Hkv·D·itemsize bytes per visible position; memory-bound in decode.
     Source: Milakov & Gimelshein 2018, arXiv:1805.02867; Dao et al. 2022, arXiv:2205.14135;
-    paging: Kwon et al. 2023, arXiv:2309.06180; sinks: Xiao et al. 2023, arXiv:2309.17453.
+    paging: Kwon et al. 2023, arXiv:2309.06180; sinks, learned or tokens: Xiao et al. 2023,
+    arXiv:2309.17453.
     """
+    nearer: Tensor | None = None
+    if sink_tokens:
+        q, nearer = q.chunk(2, dim=1)
     caches, scales = (key_cache, value_cache), (key_scale, value_scale)
     recent = recent_keys, recent_values, recent_slots, recent_window
-    out = torch.empty_like(q)
+    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     for b in range(context_len.shape[0]):
         start, stop = int(query_start[b]), int(query_start[b + 1])
         length, count = int(context_len[b]), stop - start
@@ -220,6 +242,9 @@ def paged_attention(
         seen = torch.arange(length, device=q.device).unsqueeze(0)
         at = seen[:, length - count :].t()
         versions = _versions(caches, scales, recent, used, seen, at, q.shape[2])
-        found = attend(q[start:stop], versions, seen, at, scale, window, softcap, sinks, causal)
+        found = attend(
+            q[start:stop], versions, seen, at, scale, window, softcap, sinks, causal,
+            None if nearer is None else nearer[start:stop], sink_tokens,
+        )  # fmt: skip
         out[start:stop] = found.to(q.dtype)
     return out.flatten(1)

@@ -89,9 +89,10 @@ def _fake(
     recent_window: Tensor | None = None,
     *,
     copies: Tensor | None = None,
+    sink_reach: int = 0,
 ) -> Tensor:
     dim = qkv.shape[1] // (heads + 2 * key_cache.shape[1])
-    return qkv.new_empty((qkv.shape[0], heads, dim))
+    return qkv.new_empty((qkv.shape[0], heads * (2 if sink_reach else 1), dim))
 
 
 @define_op(
@@ -100,7 +101,7 @@ def _fake(
     "Tensor(a!) key_cache, Tensor(b!) value_cache, Tensor(c!)? key_scale=None, "
     "Tensor(d!)? value_scale=None, Tensor(e!)? recent_keys=None, Tensor(f!)? recent_values=None, "
     "Tensor? recent_slots=None, Tensor? recent_window=None, *, "
-    "Tensor? copies=None) -> Tensor",
+    "Tensor? copies=None, int sink_reach=0) -> Tensor",
     fake=_fake,
 )
 def rotary_cache(
@@ -123,6 +124,7 @@ def rotary_cache(
     recent_window: Tensor | None = None,
     *,
     copies: Tensor | None = None,
+    sink_reach: int = 0,
 ) -> Tensor:
     """Normalise the heads of q and k, rotate them, write k and v into their slots; returns q.
 
@@ -131,13 +133,19 @@ def rotary_cache(
     or None; cos_sin [P, R] float32, cosines then sines of the R/2 angles of each position, or None
     for no rotation; interleaved: pairs (2i, 2i+1) instead of (i, i+R/2); positions, slots [T]
     int32; a negative slot isn't written; caches and scales as above;
-    copies [C, 2] int32: (t, slot), where token t's k and v go too. Returns [T, H, D].
+    copies [C, 2] int32: (t, slot), where token t's k and v go too. Returns [T, H, D]; with a
+    sink_reach [T, 2·H, D], behind the heads of each token the same, turned as at position
+    min(p, sink_reach − 1): what `paged_attention` asks the first tokens of a sequence with.
     Source: Su et al. 2021, arXiv:2104.09864; FP8: Micikevicius et al. 2022, arXiv:2209.05433.
     """
     dtype, kv_heads = qkv.dtype, key_cache.shape[1]
     dim = qkv.shape[1] // (heads + 2 * kv_heads)
     q, k, v = qkv.unflatten(1, (-1, dim)).split((heads, kv_heads, kv_heads), dim=1)
-    q_out = rotate(_norm(q.float(), q_norm, eps), cos_sin, positions, interleaved).to(dtype)
+    q = _norm(q.float(), q_norm, eps)
+    q_out = rotate(q, cos_sin, positions, interleaved).to(dtype)
+    if sink_reach:
+        nearer = rotate(q, cos_sin, positions.clamp(max=sink_reach - 1), interleaved).to(dtype)
+        q_out = torch.cat((q_out, nearer), dim=1)
     k_out = rotate(_norm(k.float(), k_norm, eps), cos_sin, positions, interleaved).to(dtype)
 
     if copies is not None:

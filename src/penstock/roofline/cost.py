@@ -227,7 +227,7 @@ class _Coefficients:
     written_bytes: int = 0  # keys and values, a token
     token_flops: dict[Compute, int] = field(default_factory=dict)  # of the layers, a token
     head_flops: int = 0  # a sampled row
-    spans: dict[int, _Span] = field(default_factory=dict)  # by window
+    spans: dict[tuple[int, int], _Span] = field(default_factory=dict)  # by window and sink tokens
 
 
 class CostModel:
@@ -268,7 +268,7 @@ class CostModel:
             a, token = layer.attention, self.layout.bytes_per_token(i)
             recent = self.layout.recent_bytes_per_token(i)
             found.written_bytes += token + recent
-            span = found.spans.setdefault(a.window, _Span())
+            span = found.spans.setdefault((a.window, a.sink_tokens), _Span())
             span.read_bytes += token
             span.recent_bytes += recent
             span.pair_flops += _pair_flops(a)
@@ -293,8 +293,8 @@ class CostModel:
         terms, sampled, tokens = self._terms, size.sampled, size.tokens
         kv = tokens * terms.written_bytes
         attention = 0
-        for window, span in terms.spans.items():
-            seen, read = self._seen(size, window)
+        for (window, sink_tokens), span in terms.spans.items():
+            seen, read = self._seen(size, window, sink_tokens)
             kv += span.read_bytes * read
             if span.recent_bytes:
                 coded, recent = self._split(size, window)
@@ -329,16 +329,16 @@ class CostModel:
         return round(found)
 
     @staticmethod
-    def _seen(size: StepSize, window: int) -> tuple[int, int]:
+    def _seen(size: StepSize, window: int, sink_tokens: int) -> tuple[int, int]:
         """Query-key pairs, and keys that any query of their sequence sees."""
-        contexts = size.contexts
+        contexts, reach = size.contexts, window + sink_tokens
         if size.tokens == len(contexts):  # one token each
-            seen = sum(min(c, window) for c in contexts) if window else sum(contexts)
+            seen = sum(min(c, reach) for c in contexts) if window else sum(contexts)
             return seen, seen
         found = read = 0
         for count, context in zip(size.queries, contexts, strict=True):
-            found += pairs(count, context, window)
-            read += min(context, count + window - 1) if window else context
+            found += pairs(count, context, reach)
+            read += min(context, count + reach - 1) if window else context
         return found, read
 
     def _split(self, size: StepSize, window: int) -> tuple[int, int]:
@@ -465,7 +465,7 @@ class CostModel:
         row.kv_bytes += tokens * each
 
     def _attend(self, row: OpCost, a: AttentionSpec, size: StepSize, layer: int) -> None:
-        seen, read = self._seen(size, a.window)
+        seen, read = self._seen(size, a.window, a.sink_tokens)
         both = a.num_heads * (a.cached[1] + a.seen_dim)
         row.multiply(self.attention_compute, _pair_flops(a) * seen)
         row.add(1, size.tokens * both * self.itemsize)

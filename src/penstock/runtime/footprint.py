@@ -29,7 +29,7 @@ from penstock.runtime.device import Device, check_device
 from penstock.runtime.engine_folder import is_engine
 from penstock.runtime.forwards import workspace_bytes
 from penstock.runtime.loader import as_exported
-from penstock.runtime.memory import activation_bytes, window_of
+from penstock.runtime.memory import SEES_ALL, Horizon, activation_bytes, horizon_of
 from penstock.runtime.program import Program
 from penstock.runtime.sizing import layout_of
 from penstock.runtime.vision import largest_picture, sight_bytes
@@ -49,7 +49,7 @@ class Footprint:
     layout: PagedLayout
     weights: int  # as they lie in memory, rotary tables included
     workspace: int  # activations of the largest step, and what kernels take beside them
-    window: int  # tokens that the widest layer sees, where blocks beyond them are let go; else 0
+    horizon: Horizon  # what layers see, where blocks beyond that are let go
     step_tokens: int  # of the largest step
 
     @property
@@ -70,14 +70,11 @@ class Footprint:
     def blocks(self, sequences: int, tokens: int) -> int:
         """That so many sequences of so many tokens fill.
 
-        With a window each keeps what it sees, with a block it leaves and one it enters, and one
-        reads its prompt beside that.
+        With a window each keeps what it sees, and one reads its prompt beside that.
         """
-        layout, whole = self.layout, self.layout.blocks_for(tokens)
-        if not self.window:
-            return sequences * whole
-        held = min(whole, layout.blocks_for(self.window) + 2)
-        reading = min(whole - held, layout.blocks_for(self.step_tokens))
+        size = self.layout.block_size
+        held = self.horizon.blocks(size, tokens)
+        reading = self.horizon.most_blocks(size, tokens, self.step_tokens) - held
         return sequences * held + reading
 
     def cache_bytes(self, sequences: int, tokens: int) -> int:
@@ -126,7 +123,7 @@ def _measured(
     step_tokens: int | None,
 ) -> Footprint:
     layout = layout_of(config, model, device)
-    window = 0 if layout.recent_window else window_of(found.spec.decoder, found.max_model_len)
+    horizon = horizon_of(found.spec.decoder, found.max_model_len)
     most = config.scheduler.max_num_batched_tokens
     tokens = most if step_tokens is None else min(step_tokens, most)
     tables = sum(table.nbytes for table in model.model.buffers())
@@ -138,7 +135,7 @@ def _measured(
         layout=layout,
         weights=weight_bytes(model.model) + tables,
         workspace=_workspace(found, config, device, tokens),
-        window=window,
+        horizon=SEES_ALL if layout.recent_window else horizon,
         step_tokens=tokens,
     )
 
@@ -156,6 +153,8 @@ def _described(folder: Path, config: EngineConfig, device: Device) -> Descriptio
         max_model_len=model.max_model_len,
         strict=model.strict,
         quantization=model.quantization,
+        max_attention_window=model.max_attention_window,
+        sink_token_length=model.sink_token_length,
         storage=device.storage(ordered=model.deterministic is not False),
     )
 

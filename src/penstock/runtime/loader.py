@@ -36,11 +36,12 @@ from penstock.runtime.forwards import forward_of, forward_of_engine, forward_on
 from penstock.runtime.graphs import StepLimits
 from penstock.runtime.identity import identity
 from penstock.runtime.medusa import open_medusa
-from penstock.runtime.memory import window_of
+from penstock.runtime.memory import SEES_ALL, Horizon, horizon_of
 from penstock.runtime.plan import Plan
 from penstock.runtime.runner import Forward, Runner
 from penstock.runtime.sizing import (
     empty_blocks,
+    longest_sequence,
     others_layouts,
     sized_cache,
     with_depth,
@@ -131,11 +132,11 @@ class Runtime:
         return sum(layout.nbytes(self.num_blocks) for layout in self.layouts)
 
     @property
-    def window(self) -> int:
-        """The tokens that the model's widest layer sees, where blocks may be let go beyond them."""
+    def horizon(self) -> Horizon:
+        """What the model's layers see, where blocks may be let go beyond that."""
         if len(self.runner.kv[0][0]) == self.num_blocks:
-            return 0
-        return window_of(self.model.spec.decoder, self.model.max_model_len)
+            return SEES_ALL
+        return horizon_of(self.model.spec.decoder, self.model.max_model_len)
 
     @property
     def vocab_map(self) -> VocabMap | None:
@@ -213,7 +214,8 @@ def _load(
     opened = open_beside(config, target)
     layout, blocks = sized_cache(config, loaded, opened, device=device)
     if team is not None and team.most_blocks is not None:
-        blocks = within_room(blocks, team.most_blocks, layout, loaded.max_model_len)
+        longest = longest_sequence(config, loaded, layout, opened)
+        blocks = within_room(blocks, team.most_blocks, layout, loaded.max_model_len, longest)
     all_blocks = blocks + empty_blocks(loaded, layout, opened)
     if team is not None:
         team.allocate(all_blocks)
@@ -254,7 +256,7 @@ def _disk(
     why = None
     if opened is not None:
         why = "blocks have a part of a draft model's or of heads that guess"
-    elif window_of(loaded.spec.decoder, loaded.max_model_len):
+    elif horizon_of(loaded.spec.decoder, loaded.max_model_len):
         why = "blocks are let go that a window has passed by"
     if why is not None:
         raise ConfigError(f"prefix_cache_dir isn't built where {why}. Leave it out.")
@@ -334,6 +336,8 @@ def load_weights_of(
         progress=progress,
         storage=device.storage(ordered=model.deterministic is not False),
         device=device.torch,
+        max_attention_window=model.max_attention_window,
+        sink_token_length=model.sink_token_length,
     )
 
 
@@ -353,6 +357,11 @@ def _load_engine(folder: Path, config: EngineConfig) -> Runtime:
         raise ConfigError(
             f"{folder} was built for one process: {config.parallel.described} goes with a model or "
             "an export. Leave it out."
+        )
+    if config.model.max_attention_window is not None:
+        raise ConfigError(
+            f"{folder} was built to see all of its context: max_attention_window goes with a model "
+            "or an export. Leave it out."
         )
     if config.lora.enable_lora:
         raise ConfigError(

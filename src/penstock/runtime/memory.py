@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from penstock.cache import PagedLayout
 from penstock.config import PROMPT_LOGITS, CacheConfig, SchedulerConfig
@@ -67,13 +68,49 @@ def activation_bytes(
     return tokens + 3 * 4 * rows * decoder.vocab_size
 
 
-def window_of(decoder: DecoderSpec, max_model_len: int) -> int:
-    """The tokens that the widest layer sees; 0 where one sees all of `max_model_len`.
+@dataclass(frozen=True, slots=True)
+class Horizon:
+    """What any layer sees of a sequence, where blocks beyond that are let go.
 
     A cache has one more block there, which stays empty: it stands for those that nobody sees.
     """
-    windows = [layer.attention.window for layer in decoder.layers]
-    return max(windows) if all(0 < window < max_model_len for window in windows) else 0
+
+    window: int = 0  # the latest tokens; 0: all
+    sink_tokens: int = 0  # and the first ones
+
+    def __bool__(self) -> bool:
+        return self.window > 0
+
+    def blocks(self, block_size: int, tokens: int) -> int:
+        """That a sequence of so many tokens keeps: with one that the window leaves and one that it
+        enters.
+        """
+        whole = -(-tokens // block_size)
+        if not self:
+            return whole
+        return min(whole, self.kept(block_size) + -(-self.window // block_size) + 2)
+
+    def kept(self, block_size: int) -> int:
+        """Blocks of the first tokens."""
+        return -(-self.sink_tokens // block_size)
+
+    def most_blocks(self, block_size: int, tokens: int, step_tokens: int) -> int:
+        """That one sequence of so many tokens fills at any time: what it keeps, and those that a
+        step of so many adds.
+        """
+        whole = -(-tokens // block_size)
+        return min(whole, self.blocks(block_size, tokens) + -(-step_tokens // block_size))
+
+
+SEES_ALL = Horizon()
+
+
+def horizon_of(decoder: DecoderSpec, max_model_len: int) -> Horizon:
+    """Of a decoder's layers; none where one of them sees all of `max_model_len`."""
+    seen = [layer.attention for layer in decoder.layers]
+    if not all(a.window > 0 and a.reach < max_model_len for a in seen):
+        return SEES_ALL
+    return Horizon(max(a.window for a in seen), max(a.sink_tokens for a in seen))
 
 
 def plan_blocks(
@@ -85,16 +122,18 @@ def plan_blocks(
     beside: Sequence[PagedLayout] = (),
     comfortable: bool = True,
     reserved_bytes: int = 0,
+    longest: int | None = None,
 ) -> int:
     """The number of blocks: `config.num_blocks`, or as many as fit and can be used.
 
     beside: caches with as many blocks as this one, of a draft model. comfortable: others want
     memory too, so that 4 GiB are enough unless one sequence needs more. reserved_bytes: of what is
-    available, for a GPU's largest step.
+    available, for a GPU's largest step. longest: blocks of a sequence of `max_model_len`, where it
+    lets some go.
     Raises OutOfCacheError when not even one sequence of `max_model_len` fits.
     """
     all_of = _Caches((layout, *beside))
-    one = layout.blocks_for(max_model_len)
+    one = layout.blocks_for(max_model_len) if longest is None else longest
     size = all_of.bytes_per_block
     available_bytes = max(available_bytes - reserved_bytes, 0)
     free = f"{_mib(available_bytes)} are free"
@@ -103,6 +142,7 @@ def plan_blocks(
             f" beside the {_mib(reserved_bytes)} of the largest step (lower max_num_batched_tokens "
             "or max_num_seqs)"
         )
+    steps = "" if longest is None else "max_num_batched_tokens, or "
     budget = int(available_bytes * config.memory_fraction)
     if config.num_blocks is not None:
         need = all_of.nbytes(config.num_blocks)
@@ -116,7 +156,7 @@ def plan_blocks(
             raise OutOfCacheError(
                 f"One sequence of max_model_len={max_model_len} needs {one} blocks of "
                 f"{layout.block_size} tokens, but num_blocks is {blocks}. Raise it, or lower "
-                f"max_model_len to {blocks * layout.block_size}."
+                f"{steps}max_model_len to {blocks * layout.block_size}."
             )
         return blocks
     fit = all_of.blocks_in(budget)
@@ -131,7 +171,7 @@ def plan_blocks(
                 else "). "
             )
             + (
-                f"Lower max_model_len to {fit * layout.block_size}."
+                f"Lower {steps}max_model_len to {fit * layout.block_size}."
                 if fit
                 else f"Not even one block ({_mib(all_of.nbytes(1))}) fits: free some memory, or "
                 "raise gpu_memory_utilization"

@@ -17,7 +17,7 @@ from penstock.nn.spec import LayerSpec
 from penstock.runtime.beside import Opened
 from penstock.runtime.device import CPU, Device
 from penstock.runtime.forwards import workspace_bytes
-from penstock.runtime.memory import activation_bytes, plan_blocks, window_of
+from penstock.runtime.memory import activation_bytes, horizon_of, plan_blocks
 
 logger = logging.getLogger("penstock")
 
@@ -54,6 +54,7 @@ def sized_cache(
         beside,
         comfortable=not device.is_gpu,
         reserved_bytes=reserved,
+        longest=longest_sequence(config, loaded, layout, opened),
     )
     logger.info(
         "%s, %s, up to %d tokens a sequence; cache of %d blocks × %d tokens in %s (%.0f MiB)%s.",
@@ -64,11 +65,24 @@ def sized_cache(
     return layout, blocks
 
 
-def within_room(blocks: int, most: int, layout: PagedLayout, max_model_len: int) -> int:
+def longest_sequence(
+    config: EngineConfig, loaded: LoadedModel, layout: PagedLayout, opened: Opened | None
+) -> int | None:
+    """The blocks of one sequence of full length, where it lets some of them go; else None."""
+    if not empty_blocks(loaded, layout, opened):
+        return None
+    horizon = horizon_of(loaded.spec.decoder, loaded.max_model_len)
+    step_tokens = config.scheduler.max_num_batched_tokens
+    return horizon.most_blocks(layout.block_size, loaded.max_model_len, step_tokens)
+
+
+def within_room(
+    blocks: int, most: int, layout: PagedLayout, max_model_len: int, longest: int | None
+) -> int:
     """Of the blocks that fit here, as many as fit elsewhere. Raises OutOfCacheError where those
-    don't hold one sequence of full length.
+    don't hold one sequence of full length; longest: its blocks, where it lets some go.
     """
-    one = layout.blocks_for(max_model_len)
+    one = layout.blocks_for(max_model_len) if longest is None else longest
     if most < one:
         raise OutOfCacheError(
             f"One sequence of max_model_len={max_model_len} needs {one} blocks of the cache, but "
@@ -102,7 +116,7 @@ def empty_blocks(loaded: LoadedModel, layout: PagedLayout, opened: Opened | None
     """
     if opened is not None or layout.recent_window:
         return 0
-    return int(window_of(loaded.spec.decoder, loaded.max_model_len) > 0)
+    return int(bool(horizon_of(loaded.spec.decoder, loaded.max_model_len)))
 
 
 def with_depth(config: EngineConfig, loaded: SpeculativeConfig) -> EngineConfig:
