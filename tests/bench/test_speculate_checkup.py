@@ -14,6 +14,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from tests.models.stories import STORIES, VOCAB
 
+from penstock.bench.finding import Finding
 from penstock.bench.speculate.checkup import (
     Checkup,
     check_up,
@@ -21,7 +22,7 @@ from penstock.bench.speculate.checkup import (
     raw_findings,
     temperature_findings,
 )
-from penstock.bench.speculate.mismatch import Finding, folder_findings
+from penstock.bench.speculate.mismatch import folder_findings
 from penstock.bench.speculate.stale import cache_findings, stale_blocks
 from penstock.config import EngineConfig, SpeculativeConfig
 from penstock.engine import Engine

@@ -52,6 +52,8 @@ OWN = {
     "penstock:sequences_running": "gauge",
     "penstock:kv_cache_blocks": "gauge",
     "penstock:kv_cache_idle_blocks": "gauge",
+    "penstock:kv_cache_pinned_blocks": "gauge",
+    "penstock:structured_outputs": "counter",
     "penstock:demand": "gauge",
     "penstock:kv_fragmentation": "gauge",
     "penstock:preemptions_swap": "counter",

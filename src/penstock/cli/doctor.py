@@ -3,23 +3,28 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from penstock.cli.checkup_options import LOOK, Look, facts
 from penstock.cli.diagnosis import EXTRAS, Diagnosis, GpuFound, diagnose
 from penstock.cli.examined import Examined, examine
-from penstock.errors import KernelError, get_extra
+from penstock.cli.options import grouped
+from penstock.errors import ConfigError, KernelError, get_extra
 
 if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
 
+    from penstock.bench.finding import Finding
     from penstock.bench.speculate.checkup import Checkup
     from penstock.config import SpeculativeConfig
 
 
+@grouped
 def doctor(
     path: Annotated[
         str | None,
@@ -39,12 +44,18 @@ def doctor(
             "see why few of them may be accepted.",
         ),
     ] = None,
+    look: Look = LOOK,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
-    """Show what this machine has, which kernel runs for each operator and why.
+    """Show what this machine has, which kernel runs for each operator and why; or with --base-url
+    what is the matter with a server that runs.
 
-    Exit code 1: what was given doesn't run here.
+    Exit code 1: what was given doesn't run here, or the server doesn't work.
     """
+    look.check(path, speculative_config)
+    if look.base_url is not None:
+        _look(look, calibrate, as_json)
+        return
     asked = _asked(speculative_config)
     examined = None if path is None else examine(path)
     found = diagnose(calibrate=calibrate)
@@ -52,13 +63,15 @@ def doctor(
     checked = None
     if asked is not None and runs:
         checked = _check_up(path, asked, found)
+    probed = _probed(path) if look.probe and runs else []
     if as_json:
-        extra = {} if examined is None else {"examined": examined.as_dict()}
+        extra: dict[str, Any] = {} if examined is None else {"examined": examined.as_dict()}
         extra |= {} if checked is None else {"speculation": checked.as_dict()}
+        extra |= {"probe": [asdict(one) for one in probed]} if look.probe else {}
         typer.echo(json.dumps({**as_dict(found), **extra}, indent=2))
     else:
-        _print(found, examined, checked)
-    if not runs or (checked is not None and not checked.runs):
+        _print(found, examined, checked, probed)
+    if not runs or probed or (checked is not None and not checked.runs):
         raise typer.Exit(1)
 
 
@@ -68,6 +81,33 @@ def _asked(text: str | None) -> SpeculativeConfig | None:
     from penstock.config import SpeculativeConfig
 
     return SpeculativeConfig.of(speculation(text))
+
+
+def _look(look: Look, calibrate: bool, as_json: bool) -> None:
+    """At a server, and nothing else."""
+    from rich.console import Console
+
+    if calibrate:
+        raise ConfigError("--calibrate measures this machine. Leave it or --base-url out.")
+    found = look.look()
+    if as_json:
+        typer.echo(json.dumps({"served": found.as_dict()}, indent=2))
+    else:
+        console = Console(highlight=False, soft_wrap=True)
+        console.print(pairs(facts(found)))
+        _print_findings(console, found.findings)
+        if not found.findings:
+            console.print("[green]Nothing is off.[/green]")
+    if not found.runs:
+        raise typer.Exit(1)
+
+
+def _probed(path: str | None) -> list[Finding]:
+    """What a model makes of a text."""
+    from penstock.bench.served.quality import probe_model
+    from penstock.cli.options import MODEL
+
+    return probe_model(path or MODEL)
 
 
 def _check_up(path: str | None, asked: SpeculativeConfig, found: Diagnosis) -> Checkup:
@@ -80,9 +120,13 @@ def _check_up(path: str | None, asked: SpeculativeConfig, found: Diagnosis) -> C
     return check_up(path or MODEL, asked, found.peaks)
 
 
-def _print(found: Diagnosis, examined: Examined | None, checked: Checkup | None) -> None:
+def _print(
+    found: Diagnosis,
+    examined: Examined | None,
+    checked: Checkup | None,
+    probed: Sequence[Finding],
+) -> None:
     from rich.console import Console
-    from rich.markup import escape
 
     console = Console(highlight=False, soft_wrap=True)
     if checked is None:  # or the answer to what was asked would stand below all this
@@ -95,12 +139,18 @@ def _print(found: Diagnosis, examined: Examined | None, checked: Checkup | None)
         console.print(pairs(_drafts(checked)))
     for text in found.warnings:
         console.print(f"[yellow]warning:[/yellow] {text}", markup=True)
-    findings = () if checked is None else checked.findings
+    findings = [*([] if checked is None else checked.findings), *probed]
+    _print_findings(console, findings)
+    if not found.warnings and not findings and (examined is None or examined.runs):
+        console.print("[green]Nothing is off.[/green]")
+
+
+def _print_findings(console: Console, findings: Sequence[Finding]) -> None:
+    from rich.markup import escape
+
     for one in findings:
         colour = "yellow" if one.level == "hint" else "red"
         console.print(f"[{colour}]{one.level}, {one.check}:[/{colour}] {escape(one.text)}")
-    if not found.warnings and not findings and (examined is None or examined.runs):
-        console.print("[green]Nothing is off.[/green]")
 
 
 def _print_machine(console: Console, found: Diagnosis) -> None:

@@ -22,6 +22,7 @@ from prometheus_client.platform_collector import PlatformCollector
 from prometheus_client.process_collector import ProcessCollector
 from prometheus_client.registry import Collector
 
+from penstock.sampling import SamplingParams
 from penstock.server.demand import demand_of
 from penstock.server.errors import ApiError
 
@@ -94,6 +95,12 @@ class Metrics:
             registry=self.registry,
         )
 
+        self._formed = Counter(
+            "penstock:structured_outputs",
+            "Outputs that were held to a form, by whether they ended in it or were cut off before.",
+            ["model_name", "complete"],
+            registry=self.registry,
+        )
         self._called = Counter(
             "penstock:tool_calls",
             "Calls of tools in answers, by whether their arguments follow the tool's schema.",
@@ -200,6 +207,11 @@ class Metrics:
         self._output_sizes.observe(sum(sizes))
         self._longest.observe(max(sizes))
         self._samples.observe(work.samples)
+        if isinstance(work.params, SamplingParams) and work.params.structured_outputs is not None:
+            for one in last.outputs:
+                if one.finish_reason in ("stop", "length"):
+                    complete = "true" if one.finish_reason == "stop" else "false"
+                    self._formed.labels(self._name, complete).inc()
         if work.params.max_tokens is not None:
             self._limits.observe(work.params.max_tokens)
         self.times(last.metrics)
@@ -293,6 +305,11 @@ class _EngineCollector(Collector):
                     "penstock:kv_cache_idle_blocks",
                     "Blocks not in use whose contents are kept.",
                     stats["cached_blocks"],
+                ),
+                (
+                    "penstock:kv_cache_pinned_blocks",
+                    "Of blocks, those that a pin keeps from being given up.",
+                    stats["pinned_blocks"],
                 ),
             )
         )

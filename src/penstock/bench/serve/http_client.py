@@ -162,6 +162,11 @@ class HttpClient:
         except ValueError:
             return parser.status, None
 
+    async def get_text(self, path: str, *, timeout_s: float) -> tuple[int, str]:
+        """Status and body. Raises `ExchangeError`."""
+        parser = await self._request("GET", path, b"", ResponseParser, None, timeout_s)
+        return parser.status, bytes(parser.body).decode("utf-8", "replace")
+
     async def post(
         self,
         path: str,

@@ -6,11 +6,12 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Final
 
+from penstock.bench.finding import Finding
 from penstock.bench.report import percent
 from penstock.bench.speculate.benchmark import Options
 from penstock.bench.speculate.figures import Figures, figures_of
 from penstock.bench.speculate.floors import draft_floor
-from penstock.bench.speculate.mismatch import CONVERSATION, Finding, folder_findings, rendered
+from penstock.bench.speculate.mismatch import CONVERSATION, folder_findings, rendered
 from penstock.bench.speculate.prompts import Workload, built_in
 from penstock.bench.speculate.runs import in_waves, measure_runs
 from penstock.bench.speculate.stale import cache_findings

@@ -7,16 +7,13 @@ with another template runs, and guesses the text of another conversation.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Final, Literal
+from typing import Final
 
+from penstock.bench.finding import Finding
 from penstock.errors import ChatTemplateError, TokenizerError
 from penstock.models.sources import open_tokenizer
 from penstock.tokenizer import Tokenizer
-
-Level = Literal["bug", "mismatch", "hint"]
-"""`bug`: of Penstock, to be reported. `mismatch`: of what was given. `hint`: worth knowing."""
 
 CONVERSATION: Final[tuple[dict[str, str], ...]] = (
     {"role": "user", "content": "Tell me a story about a cat."},
@@ -32,15 +29,6 @@ _TEXTS: Final = (
 
 _AROUND: Final = 20
 """Characters that are shown of a text from where it differs."""
-
-
-@dataclass(frozen=True, slots=True)
-class Finding:
-    """A cause of low acceptance that was found."""
-
-    check: str
-    level: Level
-    text: str
 
 
 def folder_findings(target: Path, draft: Path) -> list[Finding]:

@@ -13,7 +13,7 @@ from typing import Final
 
 import torch
 
-from penstock.bench.speculate.mismatch import Finding
+from penstock.bench.finding import Finding
 from penstock.cache import PagedLayout
 from penstock.config import EngineConfig
 from penstock.engine import Engine
